@@ -182,12 +182,21 @@ fn execution_us(device: &Device, op: &Op, inputs: &[&Fact], outputs: &[Fact], co
 
 /// Ops whose arithmetic is mostly matrix products.
 fn contracts(op: &Op) -> bool {
-    use Op::{Gru, GruGrad, Lstm, LstmGrad, Rnn, RnnGrad};
-    match op {
-        Op::MatMul(_) | Op::GroupedMatMul(_) | Op::GroupedMatMulGrad(_) => true,
-        Op::Conv(_) | Op::ConvInputGrad(_) | Op::ConvWeightGrad(_) => true,
-        Op::Attention(_) | Op::AttentionGrad(_) => true,
-        Lstm(_) | LstmGrad(_) | Gru(_) | GruGrad(_) | Rnn(_) | RnnGrad(_) => true,
-        _ => false,
-    }
+    matches!(
+        op,
+        Op::MatMul(_)
+            | Op::GroupedMatMul(_)
+            | Op::GroupedMatMulGrad(_)
+            | Op::Conv(_)
+            | Op::ConvInputGrad(_)
+            | Op::ConvWeightGrad(_)
+            | Op::Attention(_)
+            | Op::AttentionGrad(_)
+            | Op::Lstm(_)
+            | Op::LstmGrad(_)
+            | Op::Gru(_)
+            | Op::GruGrad(_)
+            | Op::Rnn(_)
+            | Op::RnnGrad(_)
+    )
 }

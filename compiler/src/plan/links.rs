@@ -15,7 +15,7 @@
 //!
 //! | symbol | here | |
 //! | --- | --- | --- |
-//! | e, w | `bytes` | bytes of a message, of the weights |
+//! | e, w | `bytes` | bytes of a message, of the gradient sums |
 //! | l_k, B_k | [`Wire`] | latency and bandwidth up to level k |
 //! | m_k | `Ring::units` | the largest number of units of level k in one unit above |
 //! | q_k | `shards` | number of shards of the sum below level k |

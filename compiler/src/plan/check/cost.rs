@@ -243,7 +243,7 @@ fn bytes_per_us(levels: &[Level], level: usize) -> f64 {
 
 /// All-reduce time per level: a ring over the most units in one unit above, for one shard of the level below. At a
 /// shared level all shards use one port.
-fn rings(levels: &[Level], stage: &Stage, weights: f64) -> Vec<(usize, f64)> {
+fn rings(levels: &[Level], stage: &Stage, sums: f64) -> Vec<(usize, f64)> {
     let mut rings = Vec::new();
     let (mut unit, mut shards) = (1u64, 1u64);
     for (at, level) in levels.iter().enumerate() {
@@ -254,7 +254,7 @@ fn rings(levels: &[Level], stage: &Stage, weights: f64) -> Vec<(usize, f64)> {
         }
         let most = members.values().map(BTreeSet::len).max().unwrap_or(1) as f64;
         if most > 1.0 {
-            let bytes = if level.shared { weights } else { weights / shards as f64 };
+            let bytes = if level.shared { sums } else { sums / shards as f64 };
             let each = latency_us(levels, at) + bytes / most / bytes_per_us(levels, at);
             rings.push((at, 2.0 * (most - 1.0) * each));
         }

@@ -3,7 +3,7 @@
 //! Each message and each ring is followed from device to device. A message counts at every level at which it leaves a
 //! unit: at the server's link and, between racks, also at the rack's. Items are distributed round-robin: item b goes
 //! from replica b mod r_s to replica b mod r_t. Each pair with equal remainders modulo the greatest common divisor is
-//! used equally often. A ring of m units moves 2 (m - 1) / m of the weights out of and into each unit, divided equally
+//! used equally often. A ring of m units moves 2 (m - 1) / m of the gradient sums out of and into each unit, divided equally
 //! over its devices. Under 1F1B-RR a stage all-reduces once per round of r items, else once per minibatch.
 //!
 //! In tensor-parallel plans, every device sends to the same tensor rank of the other group.
@@ -88,16 +88,16 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
         }
     }
     if trains {
-        let mut weights = vec![0.0; plan.stages.len()];
+        let mut sums = vec![0.0; plan.stages.len()];
         for param in &problem.graph.params {
             let users: BTreeSet<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
-            users.into_iter().for_each(|stage| weights[stage] += param.sum_bytes as f64);
+            users.into_iter().for_each(|stage| sums[stage] += param.sum_bytes as f64);
         }
-        for (stage, weights) in plan.stages.iter().zip(weights) {
+        for (stage, bytes) in plan.stages.iter().zip(sums) {
             let is_round_robin = plan.schedule.kind.is_round_robin();
             let items = if is_round_robin { stage.replicas } else { plan.schedule.microbatches };
             for rank in 0..ranks(plan) {
-                rings(&of_rank(stage, rank), weights / f64::from(items.max(1)), sizes, &mut ports);
+                rings(&of_rank(stage, rank), bytes / f64::from(items.max(1)), sizes, &mut ports);
             }
         }
     }
@@ -140,7 +140,7 @@ fn leaving(from: &[u32], to: &[u32], unit: &dyn Fn(u32) -> u64) -> BTreeMap<u64,
 }
 
 /// Adds a ring at each level, among the units in one unit above.
-fn rings(devices: &[u32], weights: f64, sizes: &[u64], ports: &mut Ports) {
+fn rings(devices: &[u32], bytes: f64, sizes: &[u64], ports: &mut Ports) {
     for level in 1..sizes.len() {
         let above = |device: u32| sizes.get(level + 1).map_or(0, |size| u64::from(device) / size);
         let mut members: BTreeMap<u64, BTreeMap<u64, Vec<u32>>> = BTreeMap::new();
@@ -151,7 +151,7 @@ fn rings(devices: &[u32], weights: f64, sizes: &[u64], ports: &mut Ports) {
         for units in members.values().filter(|units| units.len() > 1) {
             let m = units.len() as f64;
             for devices in units.values() {
-                let each = 2.0 * (m - 1.0) / m * weights / devices.len() as f64;
+                let each = 2.0 * (m - 1.0) / m * bytes / devices.len() as f64;
                 for device in devices {
                     for (lower, size) in sizes.iter().enumerate().take(level + 1).skip(1) {
                         let port = ports.entry((lower, u64::from(*device) / size)).or_default();
