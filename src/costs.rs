@@ -271,7 +271,8 @@ pub fn assemble(
         }
     };
     let dtype = precision.map_or(own, Precision::dtype).name().to_string();
-    cluster::relate(&mut cluster, &source, &dtype);
+    let rates = if precision == Some(Precision::Tf32) { Precision::Tf32.name() } else { dtype.as_str() };
+    cluster::relate(&mut cluster, &source, rates);
     Ok(Costs {
         graph: costs,
         cluster,

@@ -26,7 +26,7 @@ pub mod zero;
 use crate::cluster::{Bytes, Device, DeviceClass, Level};
 use crate::plan::schedule::Schedule;
 use crate::profile::Method;
-use crate::profile::precision::ElementTypes;
+use crate::profile::precision::{ElementTypes, Precision};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -354,6 +354,22 @@ pub struct Fits {
     pub data_parallel: bool,
     /// The uniform pipeline.
     pub uniform: bool,
+}
+
+impl Plan {
+    /// The precision, if it is not that of the model. Plans without element types may state f64.
+    pub fn precision(&self) -> Option<Precision> {
+        let wide = Some(Precision::Fp64).filter(|wide| self.dtype == wide.dtype().name());
+        self.element_types.as_ref().map(|types| types.precision).or(wide)
+    }
+
+    /// The name of the precision, or of the model's element type.
+    pub fn precision_name(&self) -> &str {
+        match self.precision() {
+            Some(precision) => precision.name(),
+            None => &self.dtype,
+        }
+    }
 }
 
 impl Predicted {

@@ -14,7 +14,6 @@ use compiler::partition::search::in_flight::ENOUGH;
 use compiler::pass::analytic::matmul;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, Stage};
-use compiler::profile::precision::Precision;
 use compiler::schedule::generators::schedule;
 use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::semantics::StepCount;
@@ -121,7 +120,7 @@ fn groups(plan: &Plan) -> Option<String> {
 fn utilisation(plan: &Plan) -> Option<String> {
     let predicted = &plan.predicted;
     let device = &plan.cluster.device;
-    let precision = plan.element_types.as_ref().map(|types| types.precision);
+    let precision = plan.precision();
     let dtype =
         DType::parse(&plan.dtype).filter(|_| device.multiprocessors.is_some() && plan.cluster.classes.is_empty())?;
     let peak = matmul::peak(&precision.map_or_else(|| device.clone(), |precision| precision.on(device)), dtype);
@@ -139,7 +138,7 @@ fn utilisation(plan: &Plan) -> Option<String> {
             "{} Tflop/s per device, {} % of its {} peak (MFU){again}",
             short(model / 1e12),
             short(model / peak * 100.0),
-            precision.map_or(dtype.name(), Precision::name)
+            plan.precision_name()
         )
     })
 }

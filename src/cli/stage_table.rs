@@ -52,7 +52,7 @@ pub fn heading(plan: &Plan) -> String {
         quantity::count(plan.model.ops),
         cluster::describe(&plan.cluster),
         cost_name(plan.cost),
-        plan.element_types.as_ref().map_or(plan.dtype.as_str(), |types| types.precision.name()),
+        plan.precision_name(),
         plan.schedule.micro_batch,
         quantity::plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
         plan.schedule.kind.name(),

@@ -139,8 +139,7 @@ impl CostSource {
 
     /// The costs on the plan's cluster. Refuses a model that is not the plan's.
     pub fn costs(&self, plan: &Plan, micro_batch: u64) -> Result<Costs, Error> {
-        let precision = plan.element_types.as_ref().map(|types| types.precision);
-        let choice = precision.map_or(PrecisionChoice::Model, PrecisionChoice::Given);
+        let choice = plan.precision().map_or(PrecisionChoice::Model, PrecisionChoice::Given);
         let costs = self.with(planned_cluster(plan), micro_batch, choice)?;
         model_match::check(plan, &costs.model)?;
         Ok(costs)

@@ -12,8 +12,9 @@ use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::bucket_size::{FIRST, best};
 use compiler::plan::problem::{InFlight, Problem};
-use compiler::plan::schedule::VersionRule;
+use compiler::plan::schedule::{Schedule, VersionRule};
 use compiler::plan::{Edge, Stage};
+use compiler::profile::precision::Precision;
 use compiler::profile::shared::TensorParallelCosts;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
@@ -84,6 +85,11 @@ fn problem(
     problem.optimizer_state = optimizer.state();
     problem.optimizer = optimizer.name().to_string();
     problem.schedule = options.schedule_kind(custom);
+    // The loss scale of fp16 needs a flush.
+    let is_default = options.schedule.is_none() && custom.is_none() && problem.schedule.is_round_robin();
+    if is_default && problem.precision == Some(Precision::Fp16) {
+        problem.schedule = Schedule::OneFOneB;
+    }
     let microbatches = options.microbatches;
     if microbatches > 1 && !problem.schedule.trains() {
         return Err(Error::input(format!(

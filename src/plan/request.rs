@@ -17,7 +17,6 @@ use compiler::plan::PlannedModel;
 use compiler::plan::buckets::USUAL_BYTES;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
 use compiler::plan::schedule::Schedule;
-use compiler::profile::precision::Precision;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -211,8 +210,6 @@ impl PlanOptions {
             (Some(_), _) => Schedule::OneFOneB,
             // Round-robin schedules need whole minibatches.
             (None, _) if self.microbatches > 1 => Schedule::OneFOneB,
-            // The loss scale needs a flush.
-            (None, _) if self.precision == PrecisionChoice::Given(Precision::Fp16) => Schedule::OneFOneB,
             (None, _) => Schedule::OneFOneBRr,
         };
         let named = self.schedule.as_ref().and_then(ScheduleChoice::named);

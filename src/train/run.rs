@@ -344,7 +344,7 @@ fn write_results(
 
 /// The precision, if it is not that of the model: the requested one, or the plan's.
 fn precision(request: &TrainRequest, plan: &Plan) -> Option<Precision> {
-    request.policy.precision.or(plan.element_types.as_ref().map(|types| types.precision))
+    request.policy.precision.or(plan.precision())
 }
 
 /// Loads the model; fails if it differs from the framework's training model and the request does not accept that.

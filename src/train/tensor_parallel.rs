@@ -31,7 +31,8 @@ pub struct Sharing {
 /// The tensor-parallel group of the plan; without one, threads of this machine that share its memory.
 fn machine(plan: &Plan, devices: usize) -> Machine {
     if let (true, Some(level)) = (degree(plan) == devices, plan.cluster.levels.first()) {
-        let device = plan.cluster.device.clone();
+        let device = &plan.cluster.device;
+        let device = plan.precision().map_or_else(|| device.clone(), |precision| precision.on(device));
         return Machine {
             device,
             devices,

@@ -48,6 +48,7 @@ pub fn relate(classes: &mut [DeviceClass], reference: &Device, dtype: &str) {
 fn peak(peak: &Peak, dtype: &str) -> f64 {
     match dtype {
         "f64" => peak.f64,
+        "tf32" => peak.tf32,
         "bf16" => peak.bf16,
         "f16" => peak.f16,
         _ => peak.f32,

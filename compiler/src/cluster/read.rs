@@ -63,7 +63,7 @@ pub enum ClusterError {
     /// `--levels` text that is not `COUNT:BANDWIDTH,…`.
     #[error("`{text}` is not a level; write COUNT:BANDWIDTH, innermost first, for example `4:10GB/s,4:1.25GB/s`")]
     LevelText { text: String },
-    #[error("{key} is {value}; it must be above 0 and at most 1")]
+    #[error("{key} is {value}; it must be from 0.01 to 1")]
     Fraction { key: String, value: f64 },
     /// A figure that is not finite and positive.
     #[error("{key} must be finite and positive, found {value}")]
@@ -177,7 +177,8 @@ pub fn check(cluster: Cluster) -> Result<Cluster, ClusterError> {
     Ok(cluster)
 }
 
-fn figures(place: &str, device: &Device) -> Result<(), ClusterError> {
+/// Checks the figures of one device.
+pub fn figures(place: &str, device: &Device) -> Result<(), ClusterError> {
     positive(&format!("{place}.memory_bandwidth"), device.memory_bandwidth.0)?;
     let peak = &device.peak_flops;
     for (name, value) in
@@ -186,7 +187,7 @@ fn figures(place: &str, device: &Device) -> Result<(), ClusterError> {
         positive(&format!("{place}.peak_flops.{name}"), value)?;
     }
     let fraction = device.matmul_efficiency.unwrap_or(1.0);
-    if !(fraction > 0.0 && fraction <= 1.0) {
+    if !(0.01..=1.0).contains(&fraction) {
         return Err(ClusterError::Fraction { key: format!("{place}.matmul_efficiency"), value: fraction });
     }
     if device.multiprocessors == Some(0) {
@@ -304,7 +305,7 @@ struct DeviceFile {
     launch: Option<Quantity>,
     /// Multiprocessors (compute units); for GPUs.
     multiprocessors: Option<u32>,
-    /// Fraction of the peak that large matrix products sustain, above 0 and at most 1; for GPUs.
+    /// Fraction of the peak that large matrix products sustain, from 0.01 to 1; for GPUs.
     matmul_efficiency: Option<f64>,
     /// Cores of one host; for CPU devices.
     cores: Option<u32>,

@@ -83,14 +83,14 @@ pub struct Sweep {
 }
 
 impl Figures {
-    /// The figures of a plan for a model with `parameter_bytes` bytes of parameters.
-    pub fn of(plan: &Plan, parameter_bytes: u64) -> Figures {
+    /// The figures of a plan for a model with `gradient_bytes` bytes of gradient sums.
+    pub fn of(plan: &Plan, gradient_bytes: u64) -> Figures {
         let schedule = &plan.schedule;
         let trains = schedule.kind.trains();
         let is_round_robin = schedule.kind.is_round_robin();
         let item = schedule.micro_batch.max(1) as f64;
         let minibatch = item * f64::from(schedule.microbatches.max(1));
-        // In a ring all-reduce of r replicas each sends (r - 1) / r of the weights twice: under 1F1B-RR after every r
+        // In a ring all-reduce of r replicas each sends (r - 1) / r of the gradient sums twice: under 1F1B-RR after every r
         // micro-batches, else once per minibatch.
         let reduced = |replicas: u32, bytes: u64| {
             let samples = if is_round_robin { item * f64::from(replicas) } else { minibatch };
@@ -111,7 +111,7 @@ impl Figures {
             limit_bytes: plan.cluster.memory_per_device.map(|limit| limit.0),
             bubble: plan.predicted.bubble,
             bytes_per_sample: messages + reduces,
-            data_parallel_bytes_per_sample: reduced(plan.cluster.devices, parameter_bytes),
+            data_parallel_bytes_per_sample: reduced(plan.cluster.devices, gradient_bytes),
             recompute: plan.stages.iter().any(|stage| stage.recompute),
         }
     }

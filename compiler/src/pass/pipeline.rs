@@ -17,8 +17,7 @@ pub struct PassBug {
 
 type Pass = (&'static str, fn(&mut Graph) -> Changed);
 
-/// Passes after import, before ops are numbered.
-/// Attention is recognised after equal masks are merged.
+/// Passes after import, before ops are numbered. Attention is recognised after `cse`, which merges equal masks.
 const CANONICAL: [Pass; 4] = [
     ("canonicalise", canonicalise::canonicalise),
     ("cse", cse::cse),

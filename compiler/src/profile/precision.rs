@@ -71,7 +71,7 @@ impl Precision {
         if device.multiprocessors.is_some() && peak.bf16 > peak.f32 { Precision::Bf16 } else { Precision::Fp32 }
     }
 
-    /// The device whose f32 products are those of this precision.
+    /// The device, with its TF32 peak as the f32 peak under `tf32`.
     pub fn on(self, device: &Device) -> Device {
         let mut device = device.clone();
         if self == Precision::Tf32 {
@@ -101,7 +101,7 @@ impl Precision {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ElementTypes {
-    /// The precision that gives all others.
+    /// The precision; it determines the other fields.
     pub precision: Precision,
     /// Weights that kernels read. Scales of normalisations are always in f32 under mixed precision.
     pub weights: String,

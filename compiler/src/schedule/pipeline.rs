@@ -49,8 +49,9 @@ pub fn pipeline_of(
         let (all_reduce, buckets) = all_reduce(levels, stage, rings);
         // Under ZeRO 2 the reduce-scatter overlaps with the backward and may be longer. Under ZeRO 3 the gathers
         // precede each op and do not overlap.
-        let half = all_reduce / 2.0;
-        let (gather, scatter) = (if stage.zero >= 3 { half } else { 0.0 }, if stage.zero >= 2 { half } else { 0.0 });
+        let gathered = || links::all_reduce_us(&links::rings(levels, &stage.devices, stage.all_weights() as f64)) / 2.0;
+        let gather = if stage.zero >= 3 { gathered() } else { 0.0 };
+        let scatter = if stage.zero >= 2 { all_reduce / 2.0 } else { 0.0 };
         let weight = stage.weight_grad_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0);
         let more = (scatter - (stage.bwd_us - recompute.unwrap_or(0.0)).max(0.0)).max(0.0);
         let again = if recompute.is_some() { gather } else { 0.0 };

@@ -123,7 +123,7 @@ fn settings(left: &Plan, right: &Plan) -> Vec<(&'static str, String, String)> {
             ("devices", pipec::cluster::describe(&plan.cluster)),
             ("ZeRO", zero(plan)),
             ("optimizer", shown(&plan.optimizer).into_owned()),
-            ("type", shown(&plan.dtype).into_owned()),
+            ("precision", shown(plan.precision_name()).into_owned()),
             ("limit", plan.cluster.memory_per_device.map_or("none".to_string(), |limit| quantity::bytes(limit.0))),
         ]
     };

@@ -259,12 +259,12 @@ fn figures(
         Some(depth) => options.replicas = Some(vec![devices / depth; depth as usize]),
         None => {}
     }
-    let parameters = costs.graph.params.iter().fold(0u64, |sum, param| sum.saturating_add(param.bytes));
+    let gradients = costs.graph.params.iter().fold(0u64, |sum, param| sum.saturating_add(param.sum_bytes));
     if let Some(cut) = cut {
         let costs = Costs { graph: cut.clone(), ..costs.clone() };
         // If these cuts do not fit with this count, new ones are searched.
         if let Ok(planned) = solve(path, costs, &options) {
-            return Ok(Ok(Figures::of(&planned.plan, parameters)));
+            return Ok(Ok(Figures::of(&planned.plan, gradients)));
         }
     }
     match solve(path, costs.clone(), &options) {
@@ -272,7 +272,7 @@ fn figures(
             if depth.is_some() {
                 *cut = coarsen::stages(&costs.graph, &planned.plan);
             }
-            Ok(Ok(Figures::of(&planned.plan, parameters)))
+            Ok(Ok(Figures::of(&planned.plan, gradients)))
         }
         Err(failure) if failure.kind() == ErrorKind::Infeasible => Ok(Err(failure.reason())),
         Err(failure) => Err(failure),

@@ -36,7 +36,7 @@ pub fn provenance(report: &Report<'_>) -> String {
         ("states explored", crate::export::quantity::count(plan.search.states)),
         ("fallback", fallback),
         ("optimizer", plan.optimizer.clone()),
-        ("element type", plan.dtype.clone()),
+        ("precision", plan.precision_name().to_string()),
         ("seed", plan.seed.to_string()),
         ("options", options(plan)),
         ("written by", format!("pipec {}", env!("CARGO_PKG_VERSION"))),

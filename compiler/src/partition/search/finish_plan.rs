@@ -199,7 +199,8 @@ fn is_near(played_us: f64, objective_us: f64) -> bool {
 
 /// The operations of a minibatch. Matrix products, which are nearly all of them, have two gradients of the same size.
 fn operations(problem: &Problem, chosen: &PlanCandidate) -> Predicted {
-    let passes = if problem.schedule.trains() { 3.0 } else { 1.0 };
+    let has_backward = problem.graph.ops.iter().any(|op| op.bwd_us > 0.0);
+    let passes = if problem.schedule.trains() && has_backward { 3.0 } else { 1.0 };
     let items = f64::from(problem.microbatches);
     let of = |op: &u32| problem.graph.ops[*op as usize].flops;
     let leaves = chosen.shape.leaves();

@@ -31,6 +31,9 @@ const TILES: [(f64, f64, f64); 6] = [
 /// Time to fill the pipeline of a tile and to write its result, as values of `k`.
 const PROLOGUE: f64 = 192.0;
 
+/// At most so many rows or columns are few: the vector units compute such a product.
+const FEW: f64 = 16.0;
+
 /// Parts into which `k` may be divided.
 const SPLITS: [f64; 5] = [1.0, 2.0, 4.0, 8.0, 16.0];
 
@@ -86,8 +89,11 @@ impl Product {
                 best = best.min(compute.max(bytes / bandwidth) + sums / bandwidth);
             }
         }
+        if self.m.min(self.n) > FEW {
+            return best;
+        }
         let operations = 2.0 * self.batch * self.m * self.n * self.k;
-        best.min((operations / (ELEMENTWISE * device.peak_flops.f32)).max(bytes / bandwidth))
+        best.min((operations / rate.min(ELEMENTWISE * device.peak_flops.f32)).max(bytes / bandwidth))
     }
 }
 

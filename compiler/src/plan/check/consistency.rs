@@ -2,6 +2,7 @@
 //! model's costs.
 
 use crate::cluster::MAX_DEVICES;
+use crate::cluster::read::figures;
 use crate::plan::buckets;
 use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify::class_memory;
@@ -10,6 +11,9 @@ use crate::plan::problem::CostModel;
 use crate::plan::{Plan, zero};
 use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::{BTreeMap, BTreeSet};
+
+/// More operations than any minibatch has.
+const MAX_FLOPS: f64 = 1e36;
 
 /// Returns all faults found.
 ///
@@ -51,6 +55,24 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<PlanFault>> {
         if !(1..=1 << 32).contains(&value) {
             faults.push(PlanFault::Schedule { what: format!("{name} is {value}; it must be at least 1") });
         }
+    }
+    let operations = [("flops", plan.predicted.flops), ("recomputed_flops", plan.predicted.recomputed_flops)];
+    for (name, number) in operations.into_iter().filter(|(_, number)| !(0.0..=MAX_FLOPS).contains(number)) {
+        let what = format!("predicted.{name} is {number}; it must be from 0 to {MAX_FLOPS:e}");
+        faults.push(PlanFault::Schedule { what });
+    }
+    if let Some(types) = plan.element_types.as_ref().filter(|types| **types != types.precision.types()) {
+        let what = format!("element_types are not those of precision {}", types.precision.name());
+        faults.push(PlanFault::Schedule { what });
+    }
+    if let Some(types) = plan.element_types.as_ref().filter(|types| types.precision.dtype().name() != plan.dtype) {
+        let what = format!("dtype is `{}`, but the precision is {}", plan.dtype.escape_debug(), types.precision.name());
+        faults.push(PlanFault::Schedule { what });
+    }
+    let others = plan.cluster.classes.iter().map(|class| &class.device);
+    for device in std::iter::once(&plan.cluster.device).chain(others) {
+        let what = figures("cluster.device", device).err().map(|error| error.to_string());
+        faults.extend(what.map(|what| PlanFault::Schedule { what }));
     }
     for (at, stage) in plan.stages.iter().enumerate() {
         let what = buckets::contradiction(stage).map(|reason| format!("stage {at}: {reason}"));

@@ -26,7 +26,7 @@ pub struct Loads {
     pub forward: Vec<f64>,
     /// As `forward`, plus backward and recomputation.
     pub compute: Vec<f64>,
-    /// Weight bytes; each parameter counts once.
+    /// Gradient bytes; each parameter counts once.
     pub gradients: Vec<f64>,
     /// Forward bytes per item between stages.
     pub sent: BTreeMap<(usize, usize), f64>,
