@@ -3,6 +3,7 @@
 //! ```text
 //! cargo bench --bench published                    the tables on standard output
 //! PIPEC_TABLES=1 cargo bench --bench published     also into benches/results/published.md
+//! cargo bench --bench published -- --plans         also pipec's own plan of every row, which takes minutes
 //! cargo bench --bench published -- sc21            only rows with "sc21" in their name
 //! ```
 //!
@@ -303,8 +304,9 @@ fn compare(rows: &[Row], filter: &str, plans: bool, text: &mut String) -> Vec<(f
 
 fn main() {
     let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
+    let plans = std::env::args().any(|argument| argument == "--plans");
     let mut text = String::from("# Predictions against published runs\n\n## Papers and repositories\n\n");
-    compare(&runs(include_str!("published/runs.tsv")), &filter, true, &mut text);
+    compare(&runs(include_str!("published/runs.tsv")), &filter, plans, &mut text);
     let rows = vtrain(include_str!("published/vtrain.tsv"));
     let mut models: Vec<String> = rows.iter().map(|row| row.model.clone()).collect();
     models.dedup();

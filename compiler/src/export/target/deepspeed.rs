@@ -24,7 +24,7 @@ const MOST_ZERO: u32 = 1;
 const USE: [&str; 2] = [
     "`parts` goes into a subclass of PipelineModule made of `layers`: its _partition_layers sets self.parts = parts and calls \
      self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])",
-    "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps and zero_optimization go into the configuration that \
+    "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps, zero_optimization and bf16 or fp16 go into the configuration that \
      deepspeed.initialize(config=…) takes",
 ];
 
@@ -42,7 +42,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         parts.push(parts.last().copied().unwrap_or(0) + modules.len());
     }
     let micro = plan.schedule.micro_batch;
-    let whole = json!({
+    let mut whole = json!({
         // JSON has no comments; this key sorts first.
         "_use": USE,
         "layers": stages.concat(),
@@ -54,6 +54,9 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         "gradient_accumulation_steps": microbatches,
         "train_batch_size": micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas)),
     });
+    if let Some(precision) = plan.precision().filter(|precision| precision.is_mixed()) {
+        whole[precision.name()] = json!({"enabled": true});
+    }
     let mut bundle = Bundle::of("deepspeed.json", serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n");
     bundle.notes.extend(USE.map(str::to_string));
     bundle.notes.extend(fit::handed_on(plan, TOOL));

@@ -37,8 +37,10 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let global = micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas));
     let degree = plan.stages.first().map_or(1, Stage::degree);
     let tensor = if degree > 1 { format!("--tensor-model-parallel-size {degree}\n") } else { String::new() };
+    let precision = plan.precision().filter(|precision| precision.is_mixed());
+    let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
-        "# {USE}\n{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
+        "# {USE}\n{precision}{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
          --micro-batch-size {micro}\n--global-batch-size {global}\n"
     );
     let mut bundle = Bundle::of("megatron.args", text);

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Libraries choose the tile, and divide `k` where there are few tiles (split-K), so the fastest choice counts. It is
-//! never faster than the memory traffic. A product with very few rows or columns runs on the vector units instead.
+//! never faster than the memory traffic. A product with very few rows, columns or terms runs on the vector units instead.
 
 use super::{ELEMENTWISE, STREAMING};
 use crate::cluster::Device;
@@ -31,7 +31,7 @@ const TILES: [(f64, f64, f64); 6] = [
 /// Time to fill the pipeline of a tile and to write its result, as values of `k`.
 const PROLOGUE: f64 = 192.0;
 
-/// At most so many rows or columns are few: the vector units compute such a product.
+/// At most so many rows, columns or terms are few: the vector units compute such a product.
 const FEW: f64 = 16.0;
 
 /// Parts into which `k` may be divided.
@@ -89,7 +89,7 @@ impl Product {
                 best = best.min(compute.max(bytes / bandwidth) + sums / bandwidth);
             }
         }
-        if self.m.min(self.n) > FEW {
+        if self.m.min(self.n).min(self.k) > FEW {
             return best;
         }
         let operations = 2.0 * self.batch * self.m * self.n * self.k;
