@@ -170,6 +170,8 @@ fn analytic_profiles_are_equal_readable_and_ordered_by_device() {
         let (fast, slow) = (profile.sum(), analytic(&graph, Training::Gradient, "cpu").sum());
         assert!(fast.fwd_us > 0.0 && fast.bwd_us > fast.fwd_us, "{name}: {fast:?}");
         assert!(slow.fwd_us > 0.0);
+        let answers = analytic(&graph, Training::No, "cpu");
+        assert_eq!((answers.sum().fwd_us, answers.sum().bwd_us), (slow.fwd_us, 0.0));
         let answers = analytic(&graph, Training::No, "h100");
         // Without a backward, values that only fused ops read are not written.
         assert!(answers.sum().fwd_us <= fast.fwd_us && answers.sum().bwd_us == 0.0);
@@ -180,19 +182,19 @@ fn analytic_profiles_are_equal_readable_and_ordered_by_device() {
 fn the_part_of_weights_is_what_no_earlier_op_waits_for() {
     for name in MODELS {
         let graph = zoo(name, 4);
-        let profile = analytic(&graph, Training::Gradient, "h100");
+        // Without tiles, equal work takes equal time.
+        let profile = analytic(&graph, Training::Gradient, "cpu");
         let part = |op: &OpProfile| op.weight_grad_us.unwrap();
         // The first op with parameters has no input gradient.
         let first = profile.ops.iter().find(|op| op.param_bytes > 0).unwrap();
         assert!(first.bwd_us > 0.0 && part(first) == first.bwd_us, "{name}: {first:?}");
-        // The other products with weights compute two gradients of equal work, in different shapes. Ops without weights compute only the
+        // The other products with weights compute two gradients of equal work. Ops without weights compute only the
         // input gradient.
         let others = || profile.ops.iter().filter(|op| op.id > first.id);
         let products = |op: &&OpProfile| matches!(op.op.as_str(), "matmul" | "conv") && op.param_bytes > 0;
         assert!(others().filter(products).count() > 1, "{name}");
         for op in others().filter(products) {
-            // Their tiles differ.
-            assert!((part(op) / op.bwd_us - 0.5).abs() < 0.3, "{name}: {op:?}");
+            assert!((part(op) / op.bwd_us - 0.5).abs() < 0.05, "{name}: {op:?}");
         }
         let plain = ["relu", "gelu", "softmax", "transpose", "slice", "reduce", "max_pool"];
         for op in others().filter(|op| plain.contains(&op.op.as_str())) {

@@ -18,9 +18,9 @@
 //! A shard is a range of elements of each parameter. The step is elementwise, so the weights are bitwise those without
 //! ZeRO at level 1. From level 2, each gradient is reduce-scattered as soon as it is made, per micro-batch. The result
 //! is bitwise the same if a replica has one micro-batch per round; else the order of summation differs. The
-//! reduce-scatter moves gradient sums and the all-gather weights, each half as many bytes as an all-reduce of them. At level 3, forward and backward each gather the weights
-//! of an op before it and release them after it, so weights travel twice per micro-batch. Tied weights are not sharded:
-//! every stage that has them steps all of them.
+//! reduce-scatter moves gradient sums and the all-gather weights, each half as many bytes as an all-reduce of them. At
+//! level 3, forward and backward each gather the weights of an op before it and release them after it, so weights
+//! travel twice per micro-batch. Tied weights are not sharded: every stage that has them steps all of them.
 
 use crate::plan::Stage;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
