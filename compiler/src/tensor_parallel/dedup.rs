@@ -112,5 +112,27 @@ fn attribute_text(op: &Op) -> String {
     let mut about = attributes(op);
     about.remove("name");
     about.remove("stream");
+    // Attention has a dropout of its own.
+    about.values_mut().filter_map(serde_json::Value::as_object_mut).for_each(|inner| drop(inner.remove("stream")));
     if about.is_empty() { format!("{op:?}") } else { serde_json::Value::Object(about).to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::{Attention, Dropout, EmptyRow};
+
+    #[test]
+    fn random_streams_do_not_distinguish_segments() {
+        let drops = |ratio, stream| attribute_text(&Op::Dropout(Dropout { ratio, stream }));
+        assert_eq!(drops(0.1, 1), drops(0.1, 2));
+        assert_ne!(drops(0.1, 1), drops(0.2, 1));
+        let attends = |ratio, stream| {
+            let dropout = Some(Dropout { ratio, stream });
+            let attention = Attention { scale: 1.0, causal: true, empty: EmptyRow::Nan, dropout, part: None };
+            attribute_text(&Op::Attention(attention))
+        };
+        assert_eq!(attends(0.1, 1), attends(0.1, 2));
+        assert_ne!(attends(0.1, 1), attends(0.2, 1));
+    }
 }
