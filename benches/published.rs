@@ -171,7 +171,7 @@ fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Opt
         schedule: Some(ScheduleChoice::Named(if chunks > 1 { Schedule::Interleaved } else { Schedule::OneFOneB })),
         chunks: (chunks > 1).then_some(chunks as u32),
         replicas: Some(vec![row.data as u32; (row.pipeline * chunks) as usize]),
-        tensor_parallel,
+        tensor_parallel: Some(tensor_parallel),
         target,
         recompute: false,
         // The runs fitted; memory is not compared here.
@@ -199,7 +199,7 @@ fn own(row: &Row, hardware: &Hardware, micro_batch: u64) -> Option<f64> {
         let tensor_parallel = TensorParallel::Auto;
         let mut shared = tensor_parallel.costs(&costs, None).expect("the model can be sharded");
         of_software(&mut costs, &mut shared, row, hardware, micro_batch);
-        let options = PlanOptions { tensor_parallel, ..options(row, micro_batch) };
+        let options = PlanOptions { tensor_parallel: Some(tensor_parallel), ..options(row, micro_batch) };
         let planned = solve_with_groups(Path::new("gpt"), costs, shared, &options);
         planned.ok().map(|planned| planned.plan.predicted.minibatch_us / 1e6)
     };

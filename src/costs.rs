@@ -166,6 +166,7 @@ pub fn published_on(path: &Path, cluster: Cluster, micro_batch: u64, dtype: &str
 }
 
 /// The source of op times.
+#[derive(Clone)]
 pub enum Times {
     /// The roofline of a device.
     Analytic(Device),

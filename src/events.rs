@@ -43,6 +43,11 @@ pub enum Event<'a> {
 pub trait EventSink {
     /// Called for each event, in order, on the thread that made the request.
     fn event(&self, event: Event<'_>);
+
+    /// True if the user asks the request to end early, with the best result so far. Only searches look at it.
+    fn stops(&self) -> bool {
+        false
+    }
 }
 
 impl dyn EventSink + '_ {

@@ -1,11 +1,13 @@
 //! Planning: from a request to a plan.
 
 pub mod batch_search;
+pub mod configuration_search;
 pub mod custom_schedule;
 pub mod from_costs;
 pub mod infeasible;
 pub mod model_family;
 pub mod optimizer;
+pub mod parallel;
 pub mod read;
 pub mod remedies;
 pub mod replan;

@@ -5,7 +5,7 @@ use crate::cli::table::{Give, fitted, folded};
 use compiler::export::quantity;
 use compiler::partition::planned::{ComparedPlan, Planned};
 use compiler::plan::problem::Objective;
-use pipec::plan::result::Tried;
+use pipec::plan::result::{Tried, TriedPlan};
 use std::collections::BTreeMap;
 
 /// Lists every candidate once; candidates with equal columns share a row. The chosen one comes first and is marked.
@@ -69,21 +69,49 @@ fn on(candidate: &ComparedPlan) -> String {
     }
 }
 
-/// Lists the combinations of micro-batch size and schedule, best first, then those without a plan, grouped by reason.
+/// The stages of a plan: `8 x 16` are eight stages of 16 replicas, `4 x 2 x 16` two of them on each of four ranks.
+fn stages(plan: &TriedPlan) -> String {
+    let replicas = &plan.replicas;
+    if replicas.iter().any(|other| *other != replicas[0]) {
+        return replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-");
+    }
+    let count = replicas.len() as u32 / plan.chunks.max(1);
+    let chunks = if plan.chunks > 1 { format!("{} x ", plan.chunks) } else { String::new() };
+    format!("{count} x {chunks}{}", replicas.first().copied().unwrap_or(1))
+}
+
+fn savings(plan: &TriedPlan) -> String {
+    let zero = (plan.zero > 0).then(|| format!("ZeRO {}", plan.zero));
+    let parts: Vec<String> = zero.into_iter().chain(plan.recomputes.then(|| "recomputed".to_string())).collect();
+    parts.join(", ")
+}
+
+/// Lists the configurations, best first, then those without a plan, grouped by reason.
 pub fn combinations(tried: &[Tried], objective: Objective, width: Option<usize>) -> String {
-    let mut planned: Vec<(&Tried, f64, u64)> =
-        tried.iter().filter_map(|one| one.answer.as_ref().ok().map(|(speed, peak)| (one, *speed, *peak))).collect();
-    planned.sort_by(|a, b| match objective {
-        Objective::Memory => a.2.cmp(&b.2),
-        _ => b.1.total_cmp(&a.1),
+    let mut planned: Vec<(&Tried, &TriedPlan)> =
+        tried.iter().filter_map(|one| one.answer.as_ref().ok().map(|plan| (one, plan))).collect();
+    planned.sort_by(|(_, a), (_, b)| match objective {
+        Objective::Memory => a.peak_bytes.cmp(&b.peak_bytes),
+        _ => b.throughput_per_s.total_cmp(&a.throughput_per_s),
     });
-    let row = |(one, speed, peak): &(&Tried, f64, u64)| {
+    let row = |(one, plan): &(&Tried, &TriedPlan)| {
         let [size, count] = [one.micro_batch.to_string(), one.microbatches.to_string()];
-        vec![one.schedule.name().to_string(), size, count, quantity::samples(*speed), quantity::bytes(*peak)]
+        let schedule = if plan.replicas.len() > 1 { one.schedule.name() } else { "data parallel" };
+        vec![
+            schedule.to_string(),
+            stages(plan),
+            plan.tensor.to_string(),
+            savings(plan),
+            size,
+            count,
+            quantity::samples(plan.throughput_per_s),
+            quantity::bytes(plan.peak_bytes),
+        ]
     };
-    let header = ["schedule", "micro-batch", "micro-batches", "samples/s", "peak memory"];
+    let header =
+        ["schedule", "stages", "tensor", "memory savings", "micro-batch", "micro-batches", "samples/s", "peak memory"];
     let rows = planned.iter().map(row).collect();
-    let table = fitted(&header, &[1, 2, 3, 4], rows, &[Give::Leave(4), Give::Leave(2)], width);
+    let table = fitted(&header, &[2, 4, 5, 6, 7], rows, &[Give::Leave(7), Give::Leave(5), Give::Leave(3)], width);
     let mut text = String::new();
     let mut refused: BTreeMap<&str, Vec<&Tried>> = BTreeMap::new();
     for one in tried {
@@ -97,7 +125,7 @@ pub fn combinations(tried: &[Tried], objective: Objective, width: Option<usize>)
         names.dedup();
         text += &format!(
             "{} of {}: {why}\n",
-            quantity::plural(all.len() as u64, "combination", "combinations"),
+            quantity::plural(all.len() as u64, "configuration", "configurations"),
             names.join(", ")
         );
     }

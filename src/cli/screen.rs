@@ -18,6 +18,7 @@ use compiler::plan::Plan;
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use pipec::error::Error;
 use pipec::events::{Event, EventSink};
+use pipec::launch::stop_signal::Stop;
 use serde_json::Value;
 use std::cell::{Cell, RefCell};
 use std::env;
@@ -53,6 +54,8 @@ pub struct Screen {
     bar: RefCell<Option<ProgressBar>>,
     /// Time of the last step report without a terminal.
     reported: Cell<Option<Instant>>,
+    /// The signals of the process, if they end the request early instead of the process.
+    stop: Cell<Option<&'static Stop>>,
 }
 
 impl Screen {
@@ -67,7 +70,18 @@ impl Screen {
             fault: RefCell::new(None),
             bar: RefCell::new(None),
             reported: Cell::new(None),
+            stop: Cell::new(None),
         }
+    }
+
+    /// Runs a search that a signal ends with the best result so far. A second signal ends the process.
+    pub fn interruptible<T>(&self, search: impl FnOnce() -> T) -> T {
+        self.stop.set(Stop::listen().ok());
+        let result = search();
+        if let Some(stop) = self.stop.take() {
+            stop.unanswered();
+        }
+        result
     }
 
     /// Prints a piece of the result, in text form only.
@@ -284,6 +298,10 @@ impl EventSink for Screen {
                 }
             }
         }
+    }
+
+    fn stops(&self) -> bool {
+        self.stop.get().is_some_and(|stop| stop.came().is_some())
     }
 }
 

@@ -1,33 +1,23 @@
 //! Searches for the number of micro-batches (`batch`) and the schedule (`ScheduleChoice::Auto`) together with the stages.
 //!
-//! Micro-batch sizes that divide the minibatch are planned under 1F1B, similar sizes only once. The best sizes are then planned under
-//! every other synchronous schedule.
+//! [`configuration_search`] does this for most requests. Here are those with unequal replicas, given cuts, several device
+//! types or another objective than throughput: micro-batch sizes that divide the minibatch are planned under 1F1B, similar
+//! sizes only once. The best sizes are then planned under every other synchronous schedule.
 
-use crate::costs::{CostInput, Costs};
+use crate::costs::Costs;
 use crate::error::{Error, ErrorKind};
-use crate::events::{Event, EventSink, Silent};
+use crate::events::{Event, EventSink};
+use crate::plan::configuration_search::{self, SYNCHRONOUS};
 use crate::plan::from_costs::solve_with_groups;
 use crate::plan::request::{PlanRequest, ScheduleChoice, cost_name};
-use crate::plan::request_costs;
+use crate::plan::request_costs::{CostsBySize, untrainable};
 use crate::plan::result::{PlanResult, Tried};
 use crate::plan::tied_weights;
-use compiler::export::sweep::Figures;
 use compiler::partition::planned::Planned;
+use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::schedule::Schedule;
 use compiler::profile::shared::TensorParallelCosts;
-
-/// Synchronous schedules. All sizes are planned under the first one.
-const SCHEDULES: [Schedule; 8] = [
-    Schedule::OneFOneB,
-    Schedule::Gpipe,
-    Schedule::Interleaved,
-    Schedule::Bfs,
-    Schedule::ZbH1,
-    Schedule::ZbH2,
-    Schedule::Zbv,
-    Schedule::DualPipeV,
-];
 
 /// The number of sizes that are planned under every schedule.
 const BEST: usize = 3;
@@ -43,13 +33,21 @@ pub fn is_requested(request: &PlanRequest) -> bool {
 /// Plans all combinations and returns the best.
 pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult, Error> {
     validate(request)?;
+    let source = CostsBySize::open(request, events)?;
+    if configuration_search::supports(request, source.cluster().is_mixed()) {
+        let batch = request.batch.unwrap_or_else(|| {
+            let size = source.only_size().unwrap_or_else(|| source.default_size(events));
+            size.saturating_mul(request.options.microbatches.into())
+        });
+        return configuration_search::plan(request, &source, batch, events);
+    }
     let schedules: Vec<ScheduleChoice> = match &request.options.schedule {
-        Some(ScheduleChoice::Auto) => SCHEDULES.into_iter().map(ScheduleChoice::Named).collect(),
+        Some(ScheduleChoice::Auto) => SYNCHRONOUS.into_iter().map(ScheduleChoice::Named).collect(),
         // A batch needs a synchronous schedule, even with one micro-batch.
-        given => vec![given.clone().unwrap_or(ScheduleChoice::Named(SCHEDULES[0]))],
+        given => vec![given.clone().unwrap_or(ScheduleChoice::Named(SYNCHRONOUS[0]))],
     };
     let mut search = Search { request, best: None, tried: Vec::new(), refused: Vec::new() };
-    let sizes = sizes(request, events)?;
+    let sizes = sizes(request, &source, events)?;
     let total = (sizes.len() + BEST.min(sizes.len()) * (schedules.len() - 1)) as u64;
     let mut done = 0;
     let mut progress = |message: &str| {
@@ -58,16 +56,14 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
     };
     progress("");
     let mut known = Vec::new();
-    for (size, costs) in sizes {
-        let costs = match costs {
-            Some(costs) => costs,
-            None => request_costs::costs(&combination(request, size, None), &Silent)?,
-        };
+    for (at, size) in sizes.into_iter().enumerate() {
+        let costs = source.at(size.0)?;
         // The model is the same at every size.
-        if known.is_empty() {
+        if at == 0 {
             request.protect_output(&costs.model)?;
+            costs.untrainable.iter().for_each(|why| events.warn(&untrainable(why)));
         }
-        let shared = request.options.tensor_parallel.costs(&costs, request.options.target)?;
+        let shared = request.options.tensor_parallel().costs(&costs, request.options.target)?;
         let sized = Sized { size, costs, shared };
         let score = search.solve(&sized, schedules[0].clone())?;
         progress("");
@@ -146,28 +142,16 @@ fn validate(request: &PlanRequest) -> Result<(), Error> {
 /// Samples per micro-batch, and micro-batches per minibatch.
 type Size = (u64, u32);
 
-/// The sizes to plan for, one of them with its costs already computed.
-fn sizes(request: &PlanRequest, events: &dyn EventSink) -> Result<Vec<(Size, Option<Costs>)>, Error> {
+/// The sizes to plan for.
+fn sizes(request: &PlanRequest, source: &CostsBySize, events: &dyn EventSink) -> Result<Vec<Size>, Error> {
     let microbatches = request.options.microbatches;
-    let count = |micro_batch: u64, batch: u64| {
-        u32::try_from(batch / micro_batch).ok().filter(|_| batch.is_multiple_of(micro_batch)).ok_or_else(|| {
-            Error::input(format!("`--batch {batch}` is not a multiple of the micro-batch size {micro_batch}"))
-                .because("the costs are for that size")
-        })
+    let Some(batch) = request.batch else {
+        return Ok(vec![(source.only_size().unwrap_or_else(|| source.default_size(events)), microbatches)]);
     };
-    match (request.batch, request.micro_batch) {
-        (Some(batch), None) if microbatches > 1 => Ok(vec![((batch / u64::from(microbatches), microbatches), None)]),
-        (Some(batch), None) if matches!(request.costs, CostInput::Analytic(_)) => {
-            let costs = request_costs::costs(&combination(request, (batch, 1), None), events)?;
-            let mut costs = Some(costs);
-            let all = counts(batch).into_iter().map(|count| ((batch / u64::from(count), count), costs.take()));
-            Ok(all.collect())
-        }
-        (batch, _) => {
-            let costs = request_costs::costs(request, events)?;
-            let count = batch.map_or(Ok(microbatches), |batch| count(costs.micro_batch, batch))?;
-            Ok(vec![((costs.micro_batch, count), Some(costs))])
-        }
+    match source.only_size() {
+        Some(size) => Ok(vec![(size, configuration_search::count(batch, size)?)]),
+        None if microbatches > 1 => Ok(vec![(batch / u64::from(microbatches), microbatches)]),
+        None => Ok(counts(batch).into_iter().map(|count| (batch / u64::from(count), count)).collect()),
     }
 }
 
@@ -231,14 +215,15 @@ impl Search<'_> {
         one.options.validate()?;
         let (answer, score) = match solve_with_groups(&one.model, costs.clone(), shared.clone(), &one.options) {
             Ok(planned) => {
-                let Figures { throughput_per_s: speed, peak_bytes: peak, .. } = Figures::of(&planned.plan, 0);
+                let tried = Tried::of(&planned.plan);
+                let (speed, peak) = (planned.plan.predicted.throughput_per_s, fullest(&planned.plan));
                 let score = if planned.plan.objective == Objective::Memory { -(peak as f64) } else { speed };
                 if self.best.as_ref().is_none_or(|best| score > best.score) {
                     let (params, plan) = (&costs.graph.params, &planned.plan);
                     let (untrainable, aged) = (tied_weights::refused(params, plan), tied_weights::aged(params, plan));
                     self.best = Some(Best { score, planned, untrainable, aged });
                 }
-                (Ok((speed, peak)), score)
+                (tried.answer, score)
             }
             Err(error) if error.kind() == ErrorKind::Bug => return Err(error),
             Err(error) => {

@@ -11,6 +11,7 @@ use compiler::cluster::Bytes;
 use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::bucket_size::{FIRST, best};
+use compiler::partition::search::in_flight::Efficiency;
 use compiler::plan::problem::{InFlight, Problem};
 use compiler::plan::schedule::{Schedule, VersionRule};
 use compiler::plan::{Edge, Stage};
@@ -22,7 +23,7 @@ use std::path::Path;
 
 /// The plan for these costs.
 pub fn solve(file: &Path, costs: Costs, options: &PlanOptions) -> Result<Planned, Error> {
-    let shared = options.tensor_parallel.costs(&costs, options.target)?;
+    let shared = options.tensor_parallel().costs(&costs, options.target)?;
     solve_with_groups(file, costs, shared, options)
 }
 
@@ -37,14 +38,9 @@ pub fn solve_with_groups(
     let custom = options.custom_schedule()?;
     let problem = problem(costs, shared, options, custom.as_ref())?;
     let finds_bucket = options.bucket == BucketSize::Auto;
-    let planner = PlannerOptions {
-        partitioner: options.partitioner,
-        budget: options.budget,
-        time_limit: options.time_limit,
-        seed: options.seed,
-        efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps)),
-    };
-    let once = |problem: &Problem| options.zero.plan(problem, &planner);
+    let simulate = |stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps);
+    let planner = planner_options(options, &simulate);
+    let once = |problem: &Problem| options.zero().plan(problem, &planner);
     let search = |problem: &Problem| if finds_bucket { best(problem, &once) } else { once(problem) };
     // A schedule that the user requests is kept, even if its plan cannot be trained.
     let planned = search(&problem).and_then(|planned| match options.schedule {
@@ -62,8 +58,19 @@ pub fn solve_with_groups(
     Ok(planned)
 }
 
+/// The options of the planner, which simulates how stages run under in-flight limits.
+pub fn planner_options<'a>(options: &PlanOptions, efficiency: &'a Efficiency<'a>) -> PlannerOptions<'a> {
+    PlannerOptions {
+        partitioner: options.partitioner,
+        budget: options.budget,
+        time_limit: options.time_limit,
+        seed: options.seed,
+        efficiency: Some(efficiency),
+    }
+}
+
 /// The problem of the planner.
-fn problem(
+pub fn problem(
     costs: Costs,
     shared: Vec<TensorParallelCosts>,
     options: &PlanOptions,
@@ -72,7 +79,7 @@ fn problem(
     let has_memory = costs.has_memory;
     let mut problem = costs.problem(options.cost);
     problem.shared = shared;
-    problem.constraints.tensor = matches!(options.tensor_parallel, TensorParallel::Degree(_));
+    problem.constraints.tensor = matches!(options.tensor_parallel, Some(TensorParallel::Degree(_)));
     problem.activation_compression = options.activation_compression;
     problem.memory_limit = match options.memory_limit {
         Some(limit) => Some(limit),
@@ -128,7 +135,7 @@ fn problem(
         BucketSize::Auto => Bytes(FIRST),
         BucketSize::Bytes(bytes) => bytes,
     };
-    problem.zero = options.zero.level();
+    problem.zero = options.zero().level();
     problem.count_updates();
     problem.constraints.replicas = match (&options.replicas, custom) {
         (None, Some(custom)) => Some(custom.replicas()?),
@@ -144,7 +151,7 @@ fn problem(
 
 /// The steady state of stages under in-flight limits, by simulation. A pipeline that cannot be simulated gains nothing from higher
 /// limits.
-fn efficiency(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
+pub fn efficiency(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
     let levels = &problem.cluster.levels;
     let simulated = |pipeline| match problem.schedule.versions() {
         VersionRule::Synchronised => steady_in_sync(&pipeline).ok(),

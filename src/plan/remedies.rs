@@ -22,8 +22,8 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
     }
     let options = &request.options;
     let may_shard =
-        options.cost == CostModel::Pipec && options.tensor_parallel == TensorParallel::Never && size.devices > 1;
-    let may_zero = options.zero == ZeroStage::Level(0) && !options.is_inference() && options.cost == CostModel::Pipec;
+        options.cost == CostModel::Pipec && options.tensor_parallel() == TensorParallel::Never && size.devices > 1;
+    let may_zero = options.zero() == ZeroStage::Level(0) && !options.is_inference() && options.cost == CostModel::Pipec;
     let may_recompute = !options.recompute && !options.is_inference();
     if size.ops > MOST_OPS || size.devices > MOST_DEVICES {
         let advice = [
@@ -59,11 +59,12 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
     }
     let format = request.format.unwrap_or_else(|| ModelFormat::of(&request.model));
     if may_shard && format != ModelFormat::Pipedream {
-        let shards = changed(&|other| other.options.tensor_parallel = TensorParallel::Auto);
+        let shards = changed(&|other| other.options.tensor_parallel = Some(TensorParallel::Auto));
         ways.push(vec![("`--tensor auto`".to_string(), shards)]);
     }
     if may_zero {
-        let way = |level| (format!("`--zero {level}`"), changed(&|other| other.options.zero = ZeroStage::Level(level)));
+        let way =
+            |level| (format!("`--zero {level}`"), changed(&|other| other.options.zero = Some(ZeroStage::Level(level))));
         ways.push((1..=MOST).map(way).collect());
     }
     if options.schedule.is_none() && options.microbatches == 1 && !options.is_inference() {

@@ -48,13 +48,13 @@ pub fn options(plan: &Plan) -> PlanOptions {
         objective: plan.objective,
         target: target(plan),
         bucket: BucketSize::Bytes(bucket(plan)),
-        zero: match plan.options.get("zero") {
+        zero: Some(match plan.options.get("zero") {
             Some(Value::String(_)) => ZeroStage::Auto,
             level => ZeroStage::Level(level.and_then(Value::as_u64).unwrap_or(0).min(MOST.into()) as u32),
-        },
+        }),
         recompute: text("recompute") != Some("never"),
         optimizer: Optimizer::from_name(&plan.optimizer).unwrap_or(default.optimizer),
-        tensor_parallel: TensorParallel::of_plan(plan),
+        tensor_parallel: Some(TensorParallel::of_plan(plan)),
         no_replication: plan.options.get("no_replication") == Some(&Value::Bool(true)),
         in_flight: match text("in_flight") {
             Some("pipedream") => InFlight::Pipedream,

@@ -128,8 +128,8 @@ pub struct PlanOptions {
     pub max_stages: Option<u32>,
     /// True if every stage has one replica.
     pub no_replication: bool,
-    /// Tensor parallelism.
-    pub tensor_parallel: TensorParallel,
+    /// Tensor parallelism; degree 1 if absent, the best degree with a batch.
+    pub tensor_parallel: Option<TensorParallel>,
     /// True if a stage that does not fit otherwise may recompute its activations.
     pub recompute: bool,
     /// The optimizer, for its state and step time.
@@ -146,8 +146,8 @@ pub struct PlanOptions {
     pub in_flight: InFlight,
     /// The size of gradient buckets.
     pub bucket: BucketSize,
-    /// The ZeRO stage.
-    pub zero: ZeroStage,
+    /// The ZeRO stage; 0 if absent, the best stage with a batch.
+    pub zero: Option<ZeroStage>,
     /// The seed of random choices.
     pub seed: u64,
 }
@@ -169,7 +169,7 @@ impl Default for PlanOptions {
             pins: Vec::new(),
             max_stages: None,
             no_replication: false,
-            tensor_parallel: TensorParallel::Never,
+            tensor_parallel: None,
             recompute: true,
             optimizer: Optimizer::Sgd,
             momentum: None,
@@ -178,7 +178,7 @@ impl Default for PlanOptions {
             time_limit: None,
             in_flight: InFlight::Auto,
             bucket: BucketSize::Bytes(Bytes(USUAL_BYTES)),
-            zero: ZeroStage::Level(0),
+            zero: None,
             seed: 0,
         }
     }
@@ -191,6 +191,16 @@ impl PlanOptions {
     /// The optimizer with its momentum.
     pub fn optimizer(&self) -> Result<Optimizer, Error> {
         self.optimizer.with_momentum(self.momentum)
+    }
+
+    /// Tensor parallelism, if it is not part of a search.
+    pub fn tensor_parallel(&self) -> TensorParallel {
+        self.tensor_parallel.unwrap_or(TensorParallel::Never)
+    }
+
+    /// The ZeRO stage, if it is not part of a search.
+    pub fn zero(&self) -> ZeroStage {
+        self.zero.unwrap_or(ZeroStage::Level(0))
     }
 
     /// The custom schedule, if the schedule is a file.
@@ -270,7 +280,7 @@ impl PlanOptions {
             .because("it is the end-to-end latency of an inference pipeline")
             .with_help("omit `--schedule`, or use `--schedule inference`"));
         }
-        self.zero.validate(kind.trains())
+        self.zero().validate(kind.trains())
     }
 }
 

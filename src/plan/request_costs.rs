@@ -6,10 +6,11 @@ use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::input;
 use crate::loss::CountedLoss;
-use crate::model;
+use crate::model::{self, LoadedModel};
 use crate::plan::request::PlanRequest;
 use compiler::cluster::Cluster;
 use compiler::cluster::device::{self, Kind};
+use compiler::import::import::Batch;
 use compiler::import::onnx::name::shown;
 use compiler::profile::{Method, Profile};
 use compiler::tensor::DType;
@@ -60,10 +61,103 @@ impl OpenedCosts {
 
 /// The costs of a request.
 pub fn costs(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Error> {
-    match request.format.unwrap_or_else(|| ModelFormat::of(&request.model)) {
-        ModelFormat::Pipedream => published(request),
-        ModelFormat::Onnx | ModelFormat::Pt2 => imported(request, events),
-        ModelFormat::DnnPartitioning | ModelFormat::Piper => Err(Error::bug("an instance has no cost graph")),
+    match CostsBySize::open(request, events)? {
+        CostsBySize::Published(costs) => Ok(*costs),
+        CostsBySize::Imported(imported) => {
+            let micro_batch = imported.loaded.micro_batch(imported.profiled(), events);
+            let costs = imported.at(micro_batch)?;
+            if let Some(why) = &costs.untrainable {
+                events.warn(&untrainable(why));
+            }
+            Ok(costs)
+        }
+    }
+}
+
+/// The warning about a model that cannot be trained.
+pub fn untrainable(why: &str) -> String {
+    format!("the model cannot be trained: {}; it is planned with its forward costs only", shown(why))
+}
+
+/// The costs of a request at any micro-batch size.
+pub enum CostsBySize {
+    /// A published profile, which has one size.
+    Published(Box<Costs>),
+    /// A model with a source of op times.
+    Imported(Box<ImportedCosts>),
+}
+
+/// A model with a source of op times.
+pub struct ImportedCosts {
+    loaded: LoadedModel,
+    cluster: Cluster,
+    times: Times,
+    precision: PrecisionChoice,
+    counted: CountedLoss,
+    /// True if the request sets the micro-batch size.
+    is_requested: bool,
+}
+
+impl CostsBySize {
+    /// Reads the model and the source of its costs.
+    pub fn open(request: &PlanRequest, events: &dyn EventSink) -> Result<CostsBySize, Error> {
+        match request.format.unwrap_or_else(|| ModelFormat::of(&request.model)) {
+            ModelFormat::Pipedream => Ok(CostsBySize::Published(Box::new(published(request)?))),
+            ModelFormat::Onnx | ModelFormat::Pt2 => Ok(CostsBySize::Imported(Box::new(imported(request, events)?))),
+            ModelFormat::DnnPartitioning | ModelFormat::Piper => Err(Error::bug("an instance has no cost graph")),
+        }
+    }
+
+    /// The devices.
+    pub fn cluster(&self) -> &Cluster {
+        match self {
+            CostsBySize::Published(costs) => &costs.cluster,
+            CostsBySize::Imported(imported) => &imported.cluster,
+        }
+    }
+
+    /// The micro-batch size if none is requested, which may be reported.
+    pub fn default_size(&self, events: &dyn EventSink) -> u64 {
+        match self {
+            CostsBySize::Published(costs) => costs.micro_batch,
+            CostsBySize::Imported(imported) => imported.loaded.micro_batch(imported.profiled(), events),
+        }
+    }
+
+    /// The costs at this micro-batch size.
+    pub fn at(&self, micro_batch: u64) -> Result<Costs, Error> {
+        match self {
+            CostsBySize::Published(costs) => Ok((**costs).clone()),
+            CostsBySize::Imported(imported) => imported.at(micro_batch),
+        }
+    }
+
+    /// The micro-batch size, if only one is possible or was requested.
+    pub fn only_size(&self) -> Option<u64> {
+        match self {
+            CostsBySize::Published(costs) => Some(costs.micro_batch),
+            CostsBySize::Imported(imported) => {
+                let is_fixed = matches!(imported.loaded.model.batch, Batch::Fixed { .. });
+                let profiled = imported.profiled();
+                let known = imported.loaded.known_micro_batch(profiled);
+                known.filter(|_| is_fixed || profiled.is_some() || imported.is_requested)
+            }
+        }
+    }
+}
+
+impl ImportedCosts {
+    /// The micro-batch size of the profile.
+    fn profiled(&self) -> Option<u64> {
+        match &self.times {
+            Times::Profile(_, _, profile) => Some(profile.settings.micro_batch),
+            Times::Analytic(_) => None,
+        }
+    }
+
+    fn at(&self, micro_batch: u64) -> Result<Costs, Error> {
+        let (cluster, times) = (self.cluster.clone(), self.times.clone());
+        costs::assemble(&self.loaded, micro_batch, cluster, times, self.precision, self.counted)
     }
 }
 
@@ -84,7 +178,7 @@ fn published(request: &PlanRequest) -> Result<Costs, Error> {
     Ok(Costs { has_memory: request.cluster.file.is_some(), ..costs })
 }
 
-fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Error> {
+fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCosts, Error> {
     let opened = OpenedCosts::open(&request.costs)?;
     let cluster = match &opened {
         OpenedCosts::Analytic(kind) => cluster::cluster(&request.cluster, *kind)?,
@@ -104,11 +198,6 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Erro
         check_format(format, &request.model)?;
     }
     let loaded = model::load(&request.model, &request.import, events)?.with_micro_batch(request.micro_batch);
-    let profiled = match &opened {
-        OpenedCosts::Profile(_, _, profile) => Some(profile.settings.micro_batch),
-        OpenedCosts::Analytic(_) => None,
-    };
-    let micro_batch = loaded.micro_batch(profiled, events);
     let times = match opened {
         OpenedCosts::Analytic(kind) => {
             let device = kind.map_or_else(|| cluster.device.clone(), Kind::device);
@@ -121,11 +210,8 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Erro
         OpenedCosts::Profile(path, sha256, profile) => Times::Profile(path, sha256, profile),
     };
     let counted = counted(request, &times)?;
-    let costs = costs::assemble(&loaded, micro_batch, cluster, times, request.options.precision, counted)?;
-    if let Some(why) = &costs.untrainable {
-        events.warn(&format!("the model cannot be trained: {}; it is planned with its forward costs only", shown(why)));
-    }
-    Ok(costs)
+    let (precision, is_requested) = (request.options.precision, request.micro_batch.is_some());
+    Ok(ImportedCosts { loaded, cluster, times, precision, counted, is_requested })
 }
 
 /// The loss included in the costs: that of the profile, whose times include it, else the requested one.

@@ -1,7 +1,9 @@
 //! The result of a plan request.
 
 use compiler::partition::planned::Planned;
+use compiler::plan::device_memory::fullest;
 use compiler::plan::schedule::Schedule;
+use compiler::plan::{Plan, Stage};
 
 /// The result of a request.
 #[derive(Clone, Debug)]
@@ -10,11 +12,11 @@ pub struct PlanResult {
     pub planned: Planned,
     /// Why the runtime of pipec cannot train the plan, if it cannot.
     pub untrainable: Option<String>,
-    /// Searched combinations of micro-batch size and schedule, if more than one.
+    /// Searched configurations; of those that are alike only the best.
     pub tried: Vec<Tried>,
 }
 
-/// One combination of micro-batch size and schedule, and its result.
+/// One configuration of a search, and its result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tried {
     /// Samples per micro-batch.
@@ -23,6 +25,46 @@ pub struct Tried {
     pub microbatches: u32,
     /// The schedule.
     pub schedule: Schedule,
-    /// Samples per second and peak bytes of a device, or the reason why there is no plan.
-    pub answer: Result<(f64, u64), String>,
+    /// The plan, or the reason why there is none.
+    pub answer: Result<TriedPlan, String>,
+}
+
+/// The plan of a configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TriedPlan {
+    /// Replicas of each stage.
+    pub replicas: Vec<u32>,
+    /// Stages on each device.
+    pub chunks: u32,
+    /// The tensor-parallel degree.
+    pub tensor: u32,
+    /// The ZeRO stage.
+    pub zero: u32,
+    /// True if stages recompute their activations.
+    pub recomputes: bool,
+    /// Predicted samples per second.
+    pub throughput_per_s: f64,
+    /// Memory of the fullest device.
+    pub peak_bytes: u64,
+}
+
+impl Tried {
+    /// A plan that was made.
+    pub fn of(plan: &Plan) -> Tried {
+        let stages = &plan.stages;
+        Tried {
+            micro_batch: plan.schedule.micro_batch,
+            microbatches: plan.schedule.microbatches,
+            schedule: plan.schedule.kind,
+            answer: Ok(TriedPlan {
+                replicas: stages.iter().map(|stage| stage.replicas).collect(),
+                chunks: plan.schedule.chunks,
+                tensor: stages.iter().map(Stage::degree).max().unwrap_or(1),
+                zero: stages.iter().map(|stage| stage.zero).max().unwrap_or(0),
+                recomputes: stages.iter().any(|stage| stage.recompute),
+                throughput_per_s: plan.predicted.throughput_per_s,
+                peak_bytes: fullest(plan),
+            }),
+        }
+    }
 }

@@ -29,7 +29,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
 
 /// Why the export to a target refuses the plan. `None` if it does not, or if it needs more than the plan to tell: the
 /// model, or the table of a custom schedule.
-fn refusal(target: Target, plan: &Plan) -> Option<String> {
+pub fn refusal(target: Target, plan: &Plan) -> Option<String> {
     let entry = target::find(target.name()).filter(|entry| entry.need == Need::Plan)?;
     if plan.schedule.kind.is_custom() {
         return None;

@@ -49,7 +49,7 @@ impl TensorParallel {
     }
 
     /// Degrees that divide the innermost level.
-    fn sizes(self, costs: &Costs) -> Result<Vec<u32>, Error> {
+    pub fn sizes(self, costs: &Costs) -> Result<Vec<u32>, Error> {
         let (name, count) = costs.cluster.levels.first().map_or(("", 1), |level| (level.name.as_str(), level.count));
         match self {
             TensorParallel::Never => Ok(Vec::new()),
@@ -71,32 +71,12 @@ impl TensorParallel {
 
     /// The costs of the model on such groups, for a target framework if there is one.
     pub fn costs(self, costs: &Costs, target: Option<Target>) -> Result<Vec<TensorParallelCosts>, Error> {
-        let sizes = self.sizes(costs)?;
-        let Some(level) = costs.cluster.levels.first().filter(|_| !sizes.is_empty()) else { return Ok(Vec::new()) };
-        let fail = |why: &dyn std::fmt::Display| {
-            Error::input(format!("cannot compute the tensor-parallel costs of {}", costs.model.file)).because(why)
-        };
-        let Some(known) = &costs.shareable else {
-            return Err(
-                fail(&"a published profile does not describe the computation of its ops").with_help("omit `--tensor`")
-            );
-        };
-        let of = |devices: u32, keeps_weights: bool| {
-            let machine = Machine {
-                device: known.device.clone(),
-                devices: devices as usize,
-                bandwidth: level.bandwidth,
-                latency: level.latency,
-                keeps_weights,
-            };
-            shared_costs(&known.graph, known.training, &costs.graph, &machine).map_err(|error| fail(&error))
-        };
         let mut all: Vec<TensorParallelCosts> = Vec::new();
-        for devices in sizes {
+        for devices in self.sizes(costs)? {
             if !keeps_weights(target) {
-                all.push(of(devices, false)?);
+                all.push(group_costs(costs, devices, false)?);
             }
-            let kept = of(devices, true)?;
+            let kept = group_costs(costs, devices, true)?;
             // Layouts without gathered weights are the same.
             if all.last().is_none_or(|free| free.devices != devices || free.graph != kept.graph) {
                 all.push(kept);
@@ -104,4 +84,24 @@ impl TensorParallel {
         }
         Ok(all)
     }
+}
+
+/// The costs of the model on groups of this many devices.
+pub fn group_costs(costs: &Costs, devices: u32, keeps_weights: bool) -> Result<TensorParallelCosts, Error> {
+    let fail = |why: &dyn std::fmt::Display| {
+        Error::input(format!("cannot compute the tensor-parallel costs of {}", costs.model.file)).because(why)
+    };
+    let (Some(known), Some(level)) = (&costs.shareable, costs.cluster.levels.first()) else {
+        return Err(
+            fail(&"a published profile does not describe the computation of its ops").with_help("omit `--tensor`")
+        );
+    };
+    let machine = Machine {
+        device: known.device.clone(),
+        devices: devices as usize,
+        bandwidth: level.bandwidth,
+        latency: level.latency,
+        keeps_weights,
+    };
+    shared_costs(&known.graph, known.training, &costs.graph, &machine).map_err(|error| fail(&error))
 }

@@ -1,6 +1,7 @@
 //! Search for the fastest plan: down-sets and linear orders of the graph, stage costs, dynamic programs, branch and
 //! bound.
 
+pub mod balanced_cuts;
 pub mod branch_and_bound;
 pub mod bucket_size;
 pub mod build_plan;
@@ -16,6 +17,7 @@ pub mod fused_graph;
 pub mod in_flight;
 pub mod interleaved;
 pub mod largest_in_range;
+pub mod layouts;
 pub mod linear_dp;
 pub mod linear_order;
 pub mod linear_search;

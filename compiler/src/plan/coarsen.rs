@@ -5,6 +5,7 @@
 
 use crate::plan::Plan;
 use crate::profile::cost_graph::{CostGraph, OpId};
+use crate::tensor_parallel::segments;
 
 /// Fuses consecutive ops into about `parts` runs of equal load. Load is the op's fraction of total time plus its
 /// fraction of total memory.
@@ -27,6 +28,19 @@ pub fn runs(graph: &CostGraph, parts: usize) -> CostGraph {
         }
         held += load;
         head[op] = first;
+    }
+    with_heads(graph, &head)
+}
+
+/// Fuses ops into pieces that end where few tensors cross, as in tensor parallelism: about two for each layer of a
+/// transformer.
+pub fn pieces(graph: &CostGraph) -> CostGraph {
+    let mut head: Vec<usize> = (0..graph.ops.len()).collect();
+    for piece in segments::pieces(graph) {
+        let first = piece.iter().copied().find(|op| graph.ops[*op as usize].joins.is_none());
+        if let Some(first) = first {
+            piece.into_iter().for_each(|op| head[op as usize] = first as usize);
+        }
     }
     with_heads(graph, &head)
 }

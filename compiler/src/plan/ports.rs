@@ -8,7 +8,7 @@
 use crate::cluster::Level;
 use crate::plan::Stage;
 use crate::plan::links::Ring;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// One direction of one port: even numbers send, odd numbers receive.
 pub type Port = u32;
@@ -76,6 +76,24 @@ impl Ports {
         });
         let reductions = reductions.collect();
         Ports { of, edges, reductions }
+    }
+
+    /// The ports of the first `kept` workers of each rank, where each rank has `replicas` workers. `None` if workers share
+    /// ports.
+    pub fn of_first(&self, replicas: usize, kept: usize) -> Option<Ports> {
+        let mut is_used = BTreeSet::new();
+        if self.of.iter().flatten().any(|port| !is_used.insert(*port)) {
+            return None;
+        }
+        let of: Vec<Vec<u32>> =
+            self.of.iter().map(|row| row.chunks(replicas).flat_map(|rank| &rank[..kept]).copied().collect()).collect();
+        let is_kept: BTreeSet<Port> = of.iter().flatten().flat_map(|&port| [out_of(port), into(port)]).collect();
+        let part = |part: &AllReducePart| AllReducePart {
+            ports: part.ports.iter().copied().filter(|port| is_kept.contains(port)).collect(),
+            share: part.share,
+        };
+        let reductions = self.reductions.iter().map(|parts| parts.iter().map(part).collect()).collect();
+        Some(Ports { of, edges: self.edges.clone(), reductions })
     }
 
     pub fn message(&self, edge: usize, from: usize, to: usize) -> Vec<Port> {

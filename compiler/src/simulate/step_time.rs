@@ -63,7 +63,27 @@ fn played(kind: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Timel
     simulate(&program, pipeline, &Machine::of(pipeline))
 }
 
+/// Replicas of each stage in a simulation of equal replicas; two, because one would have no all-reduce.
+const KEPT: u32 = 2;
+
+/// Fewer replicas with the same time per step: with equal replicas, each runs the same micro-batches as the others, on
+/// ports of its own.
+fn with_fewer_replicas(pipeline: &Pipeline, microbatches: u32) -> Option<(Pipeline, u32)> {
+    let replicas = pipeline.stages.first()?.replicas;
+    let is_equal = pipeline.stages.iter().all(|stage| stage.replicas == replicas);
+    if !is_equal || replicas <= KEPT || !microbatches.is_multiple_of(replicas) {
+        return None;
+    }
+    let mut fewer = pipeline.clone();
+    fewer.ports = pipeline.ports.of_first(replicas as usize, KEPT as usize)?;
+    fewer.stages.iter_mut().for_each(|stage| stage.replicas = KEPT);
+    Some((fewer, microbatches / replicas * KEPT))
+}
+
 fn flushed(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
+    if let Some((fewer, microbatches)) = with_fewer_replicas(pipeline, microbatches) {
+        return flushed(kind, &fewer, microbatches);
+    }
     let step = |microbatches: u32| -> Result<f64, SimulateError> {
         let count = StepCount { minibatches: FLUSHED, microbatches };
         let ends = played(kind, pipeline, count)?.ends(microbatches);
@@ -112,7 +132,61 @@ fn minibatches(pipeline: &Pipeline, microbatches: u32) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::read::levels;
+    use crate::plan::{Edge as PlannedEdge, Stage, StageId, StageMemory};
     use crate::schedule::StageSpec;
+    use crate::schedule::pipeline::pipeline_of;
+
+    #[test]
+    fn equal_replicas_take_the_time_of_two() {
+        let levels = levels("4:1GB/s,4:0.5GB/s").unwrap().levels;
+        for (schedule, chunks) in [(Schedule::OneFOneB, 1), (Schedule::ZbH1, 1), (Schedule::Interleaved, 2)] {
+            let stage = |at: u32| {
+                let first = at % 2 * 8;
+                Stage {
+                    id: StageId(at),
+                    replicas: 8,
+                    devices: (first..first + 8).collect(),
+                    fwd_us: 100.0 + f64::from(at),
+                    bwd_us: 210.0,
+                    gradient_bytes: 80_000,
+                    ops: Vec::new(),
+                    op_names: Vec::new(),
+                    modules: Vec::new(),
+                    tensor_degree: None,
+                    tensor_parallel: None,
+                    choices: Vec::new(),
+                    recompute: false,
+                    weight_grad_us: None,
+                    buckets: Vec::new(),
+                    zero: 0,
+                    parameter_bytes: 0,
+                    memory: StageMemory::default(),
+                    hierarchy: Vec::new(),
+                }
+            };
+            let stages: Vec<Stage> = (0..2 * chunks).map(stage).collect();
+            let edge = |from: u32| PlannedEdge {
+                from: StageId(from),
+                to: StageId(from + 1),
+                tensors: Vec::new(),
+                bytes: 20_000,
+            };
+            let edges: Vec<PlannedEdge> = (0..2 * chunks - 1).map(edge).collect();
+            let caps = vec![4; stages.len()];
+            let whole = pipeline_of(&levels, &stages, &edges, &caps).unwrap();
+            let (fewer, items) = with_fewer_replicas(&whole, 64).unwrap();
+            assert_eq!(items, 16);
+            let ends = |pipeline: &Pipeline, microbatches| {
+                let count = StepCount { minibatches: FLUSHED, microbatches };
+                played(schedule, pipeline, count).unwrap().ends(microbatches)
+            };
+            for (left, right) in ends(&whole, 64).iter().zip(ends(&fewer, 16)) {
+                assert!((left / right - 1.0).abs() < 1e-9, "{schedule:?}: {left} {right}");
+            }
+            assert!(with_fewer_replicas(&whole, 60).is_none(), "60 micro-batches on 8 replicas");
+        }
+    }
 
     fn us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> f64 {
         step_us(kind, pipeline, microbatches).unwrap().unwrap()

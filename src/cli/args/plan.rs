@@ -65,9 +65,9 @@ pub struct PlanArguments {
     /// Use one replica per stage
     #[arg(long, help_heading = "Constraints")]
     pub no_replication: bool,
-    /// Tensor-parallel degree: a number (must divide the innermost level), auto, or never
-    #[arg(long, value_name = "never|auto|N", default_value = "never", value_parser = tensor_parallel, help_heading = "Constraints")]
-    pub tensor: TensorParallel,
+    /// Tensor-parallel degree: a number (must divide the innermost level), auto, or never [default: never; auto with --batch]
+    #[arg(long, value_name = "never|auto|N", value_parser = tensor_parallel, help_heading = "Constraints")]
+    pub tensor: Option<TensorParallel>,
     /// The same as `--tensor never`
     #[arg(long, conflicts_with = "tensor", help_heading = "Constraints")]
     pub no_tensor: bool,
@@ -98,9 +98,9 @@ pub struct PlanArguments {
     /// Bucket size of gradient all-reduces, each started once its gradients are ready; 1B is one parameter per bucket, auto the power of two with the fastest simulated program
     #[arg(long, value_name = "SIZE|auto", default_value = USUAL_BUCKET, help_heading = "Schedule")]
     pub bucket: String,
-    /// ZeRO stage, which shards across the replicas of a stage: nothing (0), optimizer state (1), gradients too (2), weights too (3), or the lowest that fits in memory (auto)
-    #[arg(long, value_name = "LEVEL|auto", default_value = "0", value_parser = zero, help_heading = "Costs and memory")]
-    pub zero: ZeroStage,
+    /// ZeRO stage, which shards across the replicas of a stage: nothing (0), optimizer state (1), gradients too (2), weights too (3), or the best (auto) [default: 0; auto with --batch]
+    #[arg(long, value_name = "LEVEL|auto", value_parser = zero, help_heading = "Costs and memory")]
+    pub zero: Option<ZeroStage>,
     /// Random seed
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Search")]
     pub seed: u64,
@@ -138,7 +138,7 @@ impl PlanArguments {
             pins: of.pin,
             max_stages: of.max_stages,
             no_replication: of.no_replication,
-            tensor_parallel: of.tensor,
+            tensor_parallel: of.tensor.or(of.no_tensor.then_some(TensorParallel::Never)),
             recompute: of.recompute == "auto" && !of.no_recompute,
             optimizer: of.optimizer.into(),
             momentum: of.momentum,

@@ -12,6 +12,7 @@ use compiler::plan::schedule::Schedule;
 use pipec::error::Error;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
+use pipec::plan::batch_search;
 use pipec::plan::request::ScheduleChoice;
 use pipec::plan::result::PlanResult;
 use pipec::plan::solve;
@@ -39,7 +40,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         output::check(&path, &Mark::plan())?;
     }
     let request = arguments.request(arguments.output.is_none().then(|| path.clone()))?;
-    let result = solve::plan(&request, screen)?;
+    let result = match batch_search::is_requested(&request) {
+        true => screen.interruptible(|| solve::plan(&request, screen))?,
+        false => solve::plan(&request, screen)?,
+    };
     let PlanResult { planned, untrainable, tried } = &result;
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;

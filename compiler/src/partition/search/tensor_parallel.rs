@@ -54,8 +54,8 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         if costs.keeps_weights && roomy == Some(costs.devices) && !problem.constraints.tensor {
             continue;
         }
-        if let Some(asked) = asked(problem, costs) {
-            let found = of_groups(problem, costs, &asked, options);
+        if let Some(asked) = group_problem(problem, costs) {
+            let found = of_groups(problem, costs, &asked, options, &best_also_with_equal_replicas);
             roomy = found.as_ref().ok().filter(|found| has_room(problem, &found.plan)).map(|_| costs.devices);
             took(found)?;
         }
@@ -139,7 +139,7 @@ fn order(objective: Objective, left: &Plan, right: &Plan) -> Ordering {
 }
 
 /// The problem over groups; `None` if the degree does not divide the innermost level.
-fn asked(problem: &Problem, costs: &TensorParallelCosts) -> Option<Problem> {
+pub fn group_problem(problem: &Problem, costs: &TensorParallelCosts) -> Option<Problem> {
     let degree = costs.devices;
     let mut levels = groups::seen(&problem.cluster.levels, degree);
     let first = levels.first_mut().filter(|level| level.count.is_multiple_of(degree))?;
@@ -152,11 +152,13 @@ fn asked(problem: &Problem, costs: &TensorParallelCosts) -> Option<Problem> {
     Some(asked)
 }
 
-fn of_groups(
+/// Makes a plan of a problem over groups, as all its devices see it.
+pub fn of_groups(
     problem: &Problem,
     costs: &TensorParallelCosts,
     asked: &Problem,
     options: &PlannerOptions<'_>,
+    plan: &dyn Fn(&Problem, &PlannerOptions<'_>) -> Result<Planned, PlanError>,
 ) -> Result<Planned, PlanError> {
     let efficiency = options.efficiency.map(|efficiency| {
         move |stages: &[Stage], edges: &[Edge], caps: &[u32]| {
@@ -165,7 +167,7 @@ fn of_groups(
         }
     });
     let of_groups = PlannerOptions { efficiency: efficiency.as_ref().map(|own| own as _), ..*options };
-    let mut planned = best_also_with_equal_replicas(asked, &of_groups)?;
+    let mut planned = plan(asked, &of_groups)?;
     let plan = &mut planned.plan;
     plan.cluster.levels = problem.cluster.levels.clone();
     plan.cluster.devices = problem.cluster.devices();

@@ -1,0 +1,355 @@
+//! Layouts: p ranks of r replicas with v stages each, as frameworks use them (Narayanan et al., "Efficient large-scale
+//! language model training on GPU clusters using Megatron-LM", SC 2021).
+//!
+//! Stages are cut to equal time. The time of a layout is the closed form of cost model `pipec`, its memory that of the
+//! schedule, so a search can rank thousands of layouts. The best are then simulated, and planned with better cuts.
+//!
+//! Split backwards shorten fill and drain, which the closed form of one stage per rank does not know. With W the time of
+//! the weight gradients, zb-h1 saves 2 (p - 1) W and zb-h2 3 (p - 1) W (Qi et al., "Zero bubble pipeline parallelism",
+//! ICLR 2024, section 2).
+
+use crate::partition::answer::{Answer, conclude};
+use crate::partition::dp::nested_partition::Shape;
+use crate::partition::error::PlanError;
+use crate::partition::explain::infeasible;
+use crate::partition::options::PlannerOptions;
+use crate::partition::planned::Planned;
+use crate::partition::search::balanced_cuts::Line;
+use crate::partition::search::build_plan::{self, StagePosition};
+use crate::partition::search::context::{SearchContext, SearchLimits};
+use crate::partition::search::fused_graph::FusedGraph;
+use crate::partition::search::interleaved::Counts;
+use crate::partition::search::module_boundaries::Borders;
+use crate::partition::search::result::{PlanCandidate, SearchResult, order};
+use crate::partition::search::simulate_candidate::played;
+use crate::partition::search::{finish_plan, interleaved, linear_search, pipec_rules};
+use crate::plan::Edge;
+use crate::plan::chunks::{self, rank_of};
+use crate::plan::cost_estimate::{self, FlowQuery, PlacedStage};
+use crate::plan::in_flight::{self, ScheduleFlow};
+use crate::plan::links;
+use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
+use crate::plan::problem::Problem;
+use crate::plan::schedule::Schedule;
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+
+/// Tolerance over the shortest longest stage, to send fewer bytes.
+const SLACK: f64 = 0.01;
+
+/// Numbers of stages per rank that are tried; larger ones only if they divide the cuts between layers evenly.
+const MOST_CHUNKS: u32 = 16;
+
+/// Largest cluster in which numbers of ranks are tried that do not divide the devices.
+const FEW_DEVICES: u32 = 16;
+
+/// A layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Layout {
+    pub schedule: Schedule,
+    pub ranks: u32,
+    /// Replicas of each stage.
+    pub replicas: u32,
+    /// Stages of each rank.
+    pub chunks: u32,
+    pub zero: u32,
+}
+
+/// A layout with its estimated time and memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayoutEstimate {
+    pub layout: Layout,
+    pub minibatch_us: f64,
+    /// Memory of the fullest device.
+    pub peak_bytes: u64,
+    /// True if stages recompute their activations.
+    pub recomputes: bool,
+}
+
+/// The layouts of a problem, whose schedule, number of chunks and ZeRO stage they replace.
+pub struct Layouts<'a> {
+    problem: &'a Problem,
+    joined: FusedGraph<'a>,
+    order: Vec<u32>,
+    ends: Vec<usize>,
+}
+
+/// A model cut into stages of equal time.
+struct Cut {
+    ops: Vec<Vec<u32>>,
+    holdings: Vec<MemoryTerms>,
+    forward: Vec<f64>,
+    backward: Vec<f64>,
+    weight_grad: Vec<f64>,
+    edges: Vec<Edge>,
+}
+
+impl<'a> Layouts<'a> {
+    pub fn of(problem: &'a Problem) -> Layouts<'a> {
+        let joined = FusedGraph::of(&problem.graph);
+        let graph = joined.graph();
+        // The last order is depth-first.
+        let order = linear_search::orders(&graph).pop().unwrap_or_default();
+        let keeps_modules = problem.constraints.target.is_some_and(|target| target.keeps_modules());
+        let ends = match keeps_modules {
+            true => Borders::of(&joined).ends(&order),
+            false => (0..=order.len()).collect(),
+        };
+        Layouts { problem, joined, order, ends }
+    }
+
+    /// The layouts that fit in memory under these schedules and ZeRO stages, in a fixed order. A ZeRO stage is left out if
+    /// a lower one fits without recomputation.
+    pub fn estimates(
+        &self,
+        schedules: &[Schedule],
+        zero: RangeInclusive<u32>,
+        chunks: Option<u32>,
+    ) -> Vec<LayoutEstimate> {
+        let asked = self.joined.problem(self.problem);
+        let line = Line::new(&asked, self.order.clone(), self.ends.clone());
+        let mut cuts: BTreeMap<usize, Option<Cut>> = BTreeMap::new();
+        let mut found = Vec::new();
+        for ranks in 1..=self.problem.cluster.devices().min((self.ends.len() - 1) as u32) {
+            for &schedule in schedules {
+                for chunks in
+                    self.chunk_counts(schedule, ranks).filter(|count| chunks.is_none_or(|only| *count == only))
+                {
+                    let Some(replicas) = self.replicas(ranks, chunks) else { continue };
+                    let stages = (ranks * chunks) as usize;
+                    let cut = cuts.entry(stages).or_insert_with(|| Cut::of(&asked, &line, stages));
+                    let Some(cut) = cut else { continue };
+                    let held = self.by_rule(schedule, ranks, replicas, chunks);
+                    let mut best_us = f64::INFINITY;
+                    for zero in zero.clone() {
+                        let layout = Layout { schedule, ranks, replicas, chunks, zero };
+                        let Some((recomputed, peak_bytes)) = self.fitted(cut, &layout, &held) else { continue };
+                        let minibatch_us = self.time(cut, &layout, &recomputed);
+                        let recomputes = recomputed.contains(&true);
+                        if minibatch_us < best_us {
+                            best_us = minibatch_us;
+                            found.push(LayoutEstimate { layout, minibatch_us, peak_bytes, recomputes });
+                        }
+                        if !recomputes || replicas == 1 {
+                            break;
+                        }
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    /// The replicas of each stage; `None` if there is no such layout.
+    fn replicas(&self, ranks: u32, chunks: u32) -> Option<u32> {
+        let (devices, constraints) = (self.problem.cluster.devices(), &self.problem.constraints);
+        let stages = ranks * chunks;
+        if constraints.most_stages.is_some_and(|most| stages > most) {
+            return None;
+        }
+        if let Some(given) = &constraints.replicas {
+            let replicas = given.first().copied().filter(|_| given.len() == stages as usize)?;
+            return Some(replicas).filter(|replicas| u64::from(*replicas) * u64::from(ranks) <= u64::from(devices));
+        }
+        if constraints.no_replication {
+            return Some(1);
+        }
+        let is_tried = devices <= FEW_DEVICES || devices.is_multiple_of(ranks);
+        is_tried.then(|| (devices / ranks).min(self.problem.microbatches))
+    }
+
+    /// Numbers of stages per rank.
+    fn chunk_counts(&self, schedule: Schedule, ranks: u32) -> RangeInclusive<u32> {
+        let most = (self.ends.len() - 1) as u32 / ranks;
+        match schedule {
+            _ if !schedule.has_chunks() => 1..=1,
+            _ if ranks < 2 || most < 2 => RangeInclusive::new(1, 0),
+            _ if schedule.is_on_a_v() => 2..=2,
+            _ => 2..=most.min(MOST_CHUNKS),
+        }
+    }
+
+    /// In-flight limits by the rule of the schedule.
+    fn by_rule(&self, schedule: Schedule, ranks: u32, replicas: u32, chunks: u32) -> Counts {
+        let microbatches = self.problem.microbatches;
+        let flow = ScheduleFlow { schedule, microbatches, chunks, workers: ranks * replicas, room: 0 };
+        let replicas = vec![replicas; ranks as usize];
+        let caps = in_flight::published(&flow, &replicas);
+        let pending = in_flight::pending_weight_grads(&flow, &replicas, &caps);
+        let of_stage = |of_rank: &[u32]| -> Vec<u32> {
+            let rank = |stage| rank_of(schedule, ranks, stage) as usize;
+            (0..ranks * chunks).filter_map(|stage| of_rank.get(rank(stage)).copied()).collect()
+        };
+        Counts { caps: of_stage(&caps), pending_weight_grads: of_stage(&pending) }
+    }
+
+    /// For each stage whether it recomputes its activations, and the peak memory; `None` if the layout does not fit.
+    fn fitted(&self, cut: &Cut, layout: &Layout, held: &Counts) -> Option<(Vec<bool>, u64)> {
+        let &Layout { schedule, ranks, replicas, zero, .. } = layout;
+        let limit = self.problem.limit_of(0..self.problem.cluster.devices()).unwrap_or(u64::MAX);
+        let bytes = |stage: usize, recompute: bool| {
+            let multiples = MemoryMultipliers {
+                in_flight: held.caps[stage],
+                pending_weight_grads: held.pending_weight_grads.get(stage).copied().unwrap_or(0),
+                versions: 1,
+                late: 0,
+                replicas,
+                recompute,
+                zero,
+                optimizer_state: self.problem.optimizer_state,
+                schedule,
+                microbatches: self.problem.microbatches,
+            };
+            cut.holdings[stage].held(&multiples).total
+        };
+        let rank = |stage: usize| rank_of(schedule, ranks, stage as u32) as usize;
+        let sum = |recompute: bool| {
+            let mut of_rank = vec![0u64; ranks as usize];
+            (0..cut.ops.len()).for_each(|stage| {
+                let sum = &mut of_rank[rank(stage)];
+                *sum = sum.saturating_add(bytes(stage, recompute));
+            });
+            of_rank
+        };
+        let mut of_rank = sum(false);
+        let mut recomputed = vec![false; ranks as usize];
+        if of_rank.iter().any(|bytes| *bytes > limit) {
+            if !self.problem.recompute {
+                return None;
+            }
+            for (at, fewer) in
+                sum(true).into_iter().enumerate().filter(|(at, _)| of_rank[*at] > limit).collect::<Vec<_>>()
+            {
+                (of_rank[at], recomputed[at]) = (fewer, true);
+            }
+        }
+        let peak = of_rank.into_iter().max().unwrap_or(0);
+        (peak <= limit).then(|| ((0..cut.ops.len()).map(|stage| recomputed[rank(stage)]).collect(), peak))
+    }
+
+    /// The closed form of the time of a minibatch, in microseconds.
+    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[bool]) -> f64 {
+        let &Layout { schedule, ranks, replicas, chunks, zero } = layout;
+        let levels = &self.problem.cluster.levels;
+        let stage = |at: usize| {
+            let first = rank_of(schedule, ranks, at as u32) * replicas;
+            let ring = |bytes: u64| {
+                let rings = links::rings_of_range(levels, first, replicas, bytes as f64);
+                if replicas > 1 { links::all_reduce_us(&rings) / 2.0 } else { 0.0 }
+            };
+            // As in `schedule::pipeline`: weights are gathered before each op, gradients are scattered meanwhile.
+            let gather = if zero >= 3 { ring(cut.holdings[at].weights) } else { 0.0 };
+            let scatter = if zero >= 2 { ring(cut.holdings[at].summed) } else { 0.0 };
+            let forward_us = cut.forward[at] + gather;
+            let again = if recomputed[at] { forward_us } else { 0.0 };
+            PlacedStage {
+                forward_us,
+                backward_us: cut.backward[at].max(scatter) + gather + again,
+                gradient_bytes: cut.holdings[at].summed as f64,
+                first,
+                replicas,
+            }
+        };
+        let stages: Vec<PlacedStage> = (0..cut.ops.len()).map(stage).collect();
+        let asked = FlowQuery { schedule, microbatches: self.problem.microbatches, latency: false };
+        if chunks > 1 {
+            return chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us;
+        }
+        let found = cost_estimate::outlook(&asked, levels, &stages, &cut.edges);
+        let hidden = match schedule {
+            Schedule::ZbH1 => 2.0,
+            Schedule::ZbH2 => 3.0,
+            _ => 0.0,
+        };
+        let later: f64 = cut.weight_grad[..cut.weight_grad.len() - 1].iter().sum();
+        (found.minibatch_us - hidden * later).max(found.busiest_us)
+    }
+
+    fn problem_of(&self, problem: &Problem, layout: &Layout) -> Problem {
+        let &Layout { schedule, chunks, zero, .. } = layout;
+        Problem { schedule, chunks, zero, ..problem.clone() }
+    }
+
+    fn candidate(&self, question: &SearchContext<'_>, layout: &Layout) -> Option<PlanCandidate> {
+        let problem = question.problem;
+        let &Layout { schedule, ranks, replicas, chunks, .. } = layout;
+        let line = Line::new(problem, self.order.clone(), self.ends.clone());
+        let cut = Cut::of(problem, &line, (ranks * chunks) as usize)?;
+        let held = match chunks {
+            1 => self.by_rule(schedule, ranks, replicas, 1),
+            _ => interleaved::counts(problem, ranks, replicas)?,
+        };
+        let (recomputed, _) = self.fitted(&cut, layout, &held)?;
+        let spot = |(at, recompute)| StagePosition { first: rank_of(schedule, ranks, at as u32) * replicas, recompute };
+        let spots: Vec<StagePosition> = recomputed.into_iter().enumerate().map(spot).collect();
+        let stages = cut.ops.into_iter().map(|ops| (ops, replicas)).collect();
+        let shape = Shape::flat(stages, problem.cluster.levels.len() > 1);
+        let Counts { caps, pending_weight_grads } = held;
+        let memory = build_plan::memory(problem, &shape, &spots, &cut.holdings, &caps, &pending_weight_grads);
+        let fits = build_plan::fits(problem, &shape, &spots, &memory);
+        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots);
+        Some(PlanCandidate { name: "pipec", shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits })
+    }
+
+    /// The simulated time of a minibatch in microseconds; `None` if the layout does not fit.
+    pub fn simulated(&self, layout: &Layout, options: &PlannerOptions<'_>) -> Option<f64> {
+        let full = self.problem_of(self.problem, layout);
+        let asked = self.joined.problem(&full);
+        let question = self.question(&asked, options);
+        let candidate = self.candidate(&question, layout).filter(|candidate| candidate.fits)?;
+        let PlanCandidate { shape, spots, caps, minibatch_us, .. } = candidate;
+        Some(played(&full, &self.joined.spread(&shape), &spots, &caps, minibatch_us, options.efficiency).minibatch_us)
+    }
+
+    fn question<'q>(&'q self, asked: &'q Problem, options: &PlannerOptions<'_>) -> SearchContext<'q> {
+        SearchContext { problem: asked, joined: &self.joined, budget: options.budget, among: SearchLimits::ALONE }
+    }
+
+    /// The plan of a layout, with the best cuts found.
+    pub fn plan(&self, layout: &Layout, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
+        let full = self.problem_of(self.problem, layout);
+        let asked = self.joined.problem(&full);
+        let question = self.question(&asked, options);
+        let baselines = question.baselines();
+        let mut pinned = asked.clone().into_owned();
+        pinned.constraints.replicas = Some(vec![layout.replicas; (layout.ranks * layout.chunks) as usize]);
+        let pinned_question = question.about(&pinned);
+        let found = match layout.chunks {
+            1 => pipec_rules::found(&pinned_question, &baselines),
+            _ => interleaved::found(&pinned_question),
+        };
+        let mut found = found.unwrap_or_else(|_| SearchResult::nothing());
+        found.candidates.extend(self.candidate(&question, layout));
+        found.candidates.retain(|candidate| candidate.name == "pipec");
+        found.candidates.sort_by(|left, right| order(full.objective, left, right));
+        let Some(at) = found.candidates.iter().position(|candidate| candidate.fits) else {
+            return Err(infeasible::error(&question, &found.candidates));
+        };
+        let chosen = found.candidates.remove(at);
+        (found.fallback, found.proven_us, found.bound_us) = (None, None, finish_plan::spread(&asked));
+        let mut planned = conclude(&full, &question, options, Answer { found, chosen, baselines })?;
+        planned.set_idle(&full);
+        Ok(planned)
+    }
+}
+
+impl Cut {
+    fn of(problem: &Problem, line: &Line<'_>, stages: usize) -> Option<Cut> {
+        let shortest = line.shortest(stages);
+        let cuts = line.cheapest(stages, shortest * (1.0 + SLACK))?;
+        let shape = line.shape(&cuts, 1);
+        let ops: Vec<Vec<u32>> = shape.leaves().iter().map(|leaf| leaf.ops.to_vec()).collect();
+        let sum = |us: &dyn Fn(usize) -> f64| -> Vec<f64> {
+            ops.iter().map(|ops| ops.iter().map(|&op| us(op as usize)).sum()).collect()
+        };
+        let graph = &problem.graph;
+        Some(Cut {
+            holdings: build_plan::holdings(problem, &shape),
+            forward: sum(&|op| graph.ops[op].fwd_us),
+            backward: sum(&|op| graph.ops[op].bwd_us),
+            weight_grad: sum(&|op| graph.ops[op].weight_part_us()),
+            edges: build_plan::edges(problem, &shape),
+            ops,
+        })
+    }
+}

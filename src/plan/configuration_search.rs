@@ -1,0 +1,595 @@
+//! Searches everything that a minibatch leaves open: micro-batch size, tensor-parallel degree, stages, replicas, stages
+//! per rank, schedule, ZeRO stage and recomputation.
+//!
+//! 1. Micro-batch sizes ascend until larger ones are clearly slower. Each size has costs on one device and on groups of
+//!    every tensor-parallel degree: its variants.
+//! 2. All layouts of a variant are estimated (`compiler::partition::search::layouts`).
+//! 3. The best layouts by estimate are simulated.
+//! 4. The best simulated layouts are planned with better cuts. Plans with unequal replicas are searched as well: of the
+//!    best variant, and on small clusters of several variants under every schedule.
+//!
+//! The work is divided before it is distributed over threads, so the result does not depend on their number.
+
+use crate::costs::Costs;
+use crate::error::Error;
+use crate::events::{Event, EventSink};
+use crate::plan::from_costs::{efficiency, planner_options, problem};
+use crate::plan::infeasible::describe;
+use crate::plan::parallel::in_parallel;
+use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
+use crate::plan::request_costs::{CostsBySize, untrainable};
+use crate::plan::result::{PlanResult, Tried, TriedPlan};
+use crate::plan::solve::refusal;
+use crate::plan::tensor_parallel::{TensorParallel, group_costs, keeps_weights};
+use crate::plan::tied_weights;
+use crate::plan::zero::ZeroStage;
+use compiler::export::quantity;
+use compiler::partition::error::PlanError;
+use compiler::partition::options::PlannerOptions;
+use compiler::partition::partitioners::Partitioner;
+use compiler::partition::planned::Planned;
+use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
+use compiler::partition::search::{finish_plan, tensor_parallel};
+use compiler::partition::single_degree;
+use compiler::plan::coarsen;
+use compiler::plan::problem::{CostModel, InFlight, Objective, Problem};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::zero::MOST;
+use compiler::plan::{Edge, Plan, Stage};
+use compiler::profile::shared::TensorParallelCosts;
+use serde_json::json;
+use std::ops::RangeInclusive;
+
+/// Synchronous schedules whose layouts are estimated. GPipe is 1F1B with more memory, and bfs is interleaved with more.
+const ESTIMATED: [Schedule; 6] =
+    [Schedule::OneFOneB, Schedule::Interleaved, Schedule::ZbH1, Schedule::ZbH2, Schedule::Zbv, Schedule::DualPipeV];
+
+/// All synchronous schedules, for plans with unequal replicas.
+pub const SYNCHRONOUS: [Schedule; 8] = [
+    Schedule::OneFOneB,
+    Schedule::Gpipe,
+    Schedule::Interleaved,
+    Schedule::Bfs,
+    Schedule::ZbH1,
+    Schedule::ZbH2,
+    Schedule::Zbv,
+    Schedule::DualPipeV,
+];
+
+/// The smallest ratio between micro-batch sizes.
+const STEP: f64 = 1.5;
+
+/// Sizes whose variants are made at the same time.
+const AT_ONCE: usize = 4;
+
+/// A size is clearly slower than the best if its best estimate takes this many times as long.
+const SLOWER: f64 = 1.2;
+
+/// Layouts that are simulated, and those of them that are planned.
+const SIMULATED: usize = 48;
+const PLANNED: usize = 4;
+
+/// Simulated layouts of one variant with the same numbers of ranks and replicas.
+const ALIKE: usize = 6;
+
+/// An estimate above this multiple of the best is not simulated.
+const HOPELESS: f64 = 1.3;
+
+/// Models with more ops are searched in pieces that end where few tensors cross, and with one layout of weights in
+/// groups.
+const MOST_OPS: usize = 400;
+
+/// Why a search is not complete.
+const INTERRUPTED: &str = "the search was interrupted";
+
+/// The largest cluster, and the number of variants, with a search for unequal replicas under every schedule.
+const SMALL: u32 = 16;
+const SEARCHED: usize = 3;
+
+/// True if layouts are searched: with equal replicas, without constraints on the cuts, under synchronous schedules.
+pub fn supports(request: &PlanRequest, is_mixed: bool) -> bool {
+    let options = &request.options;
+    let is_equal = options.replicas.as_ref().is_none_or(|given| given.iter().all(|replicas| *replicas == given[0]));
+    let is_free =
+        is_equal && options.cut_after.is_none() && options.pins.is_empty() && options.in_flight == InFlight::Auto;
+    let is_synchronous = match &options.schedule {
+        None | Some(ScheduleChoice::Auto) => true,
+        Some(ScheduleChoice::Named(kind)) => SYNCHRONOUS.contains(kind),
+        Some(ScheduleChoice::File(_)) => false,
+    };
+    is_free
+        && is_synchronous
+        && !is_mixed
+        && options.cost == CostModel::Pipec
+        && options.partitioner == Partitioner::Pipec
+        && options.objective == Objective::Throughput
+}
+
+/// A size of micro-batches on devices or groups.
+struct Variant {
+    micro_batch: u64,
+    /// The problem with all devices, and the costs on groups.
+    whole: Problem,
+    /// The problem over groups.
+    groups: Option<Problem>,
+    estimates: Vec<LayoutEstimate>,
+}
+
+impl Variant {
+    fn new(
+        request: &PlanRequest,
+        costs: Costs,
+        groups: Option<TensorParallelCosts>,
+        batch: u64,
+    ) -> Result<Variant, Error> {
+        let micro_batch = costs.micro_batch;
+        let options = PlanOptions {
+            microbatches: count(batch, micro_batch)?,
+            schedule: Some(ScheduleChoice::Named(Schedule::OneFOneB)),
+            ..request.options.clone()
+        };
+        let mut whole = problem(costs, groups.into_iter().collect(), &options, None)?;
+        if whole.shared.is_empty() && whole.graph.ops.len() > MOST_OPS {
+            whole.graph = coarsen::pieces(&whole.graph);
+        }
+        let groups = whole.shared.first().and_then(|costs| tensor_parallel::group_problem(&whole, costs));
+        if whole.shared.is_empty() != groups.is_none() {
+            return Err(Error::bug("a tensor-parallel degree does not divide the innermost level"));
+        }
+        Ok(Variant { micro_batch, whole, groups, estimates: Vec::new() })
+    }
+
+    /// The problem that is planned: of devices, or of groups.
+    fn problem(&self) -> &Problem {
+        self.groups.as_ref().unwrap_or(&self.whole)
+    }
+
+    fn least_us(&self) -> f64 {
+        self.estimates.iter().map(|estimate| estimate.minibatch_us).fold(f64::INFINITY, f64::min)
+    }
+
+    /// Makes a plan of the problem, as all devices see it.
+    fn planned(
+        &self,
+        options: &PlanOptions,
+        plan: &dyn Fn(&Problem, &PlannerOptions<'_>) -> Result<Planned, PlanError>,
+    ) -> Result<Planned, PlanError> {
+        self.with_planner(options, |planner| match (&self.groups, self.whole.shared.first()) {
+            (Some(groups), Some(costs)) => {
+                let mut planned = tensor_parallel::of_groups(&self.whole, costs, groups, planner, plan)?;
+                planned.set_idle(&self.whole);
+                Ok(planned)
+            }
+            _ => plan(&self.whole, planner),
+        })
+    }
+
+    fn with_planner<T>(&self, options: &PlanOptions, run: impl FnOnce(&PlannerOptions<'_>) -> T) -> T {
+        let simulate = |stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&self.whole, stages, edges, caps);
+        run(&planner_options(options, &simulate))
+    }
+}
+
+/// The ZeRO stage, which is part of the search for a batch.
+fn zero(request: &PlanRequest) -> ZeroStage {
+    let default = if request.batch.is_some() { ZeroStage::Auto } else { ZeroStage::Level(0) };
+    request.options.zero.unwrap_or(default)
+}
+
+/// The number of micro-batches.
+pub fn count(batch: u64, micro_batch: u64) -> Result<u32, Error> {
+    u32::try_from(batch / micro_batch).ok().filter(|_| batch.is_multiple_of(micro_batch)).ok_or_else(|| {
+        Error::input(format!("`--batch {batch}` is not a multiple of the micro-batch size {micro_batch}"))
+            .because("the costs are for that size")
+    })
+}
+
+/// Micro-batch sizes, ascending, each at least [`STEP`] times the one before.
+fn sizes(batch: u64) -> Vec<u64> {
+    let mut sizes: Vec<u64> = Vec::new();
+    for size in (1..=batch.min(1 << 20)).filter(|size| batch.is_multiple_of(*size) && batch / size <= 1 << 20) {
+        if sizes.last().is_none_or(|last| size as f64 >= STEP * *last as f64) {
+            sizes.push(size);
+        }
+    }
+    sizes
+}
+
+/// The search, with what it has found so far.
+struct Search<'a> {
+    request: &'a PlanRequest,
+    events: &'a dyn EventSink,
+    batch: u64,
+    schedules: Vec<Schedule>,
+    zero: RangeInclusive<u32>,
+    variants: Vec<Variant>,
+    /// Units of work, for the progress.
+    done: u64,
+    total: u64,
+    /// The best predicted time so far.
+    best_us: f64,
+}
+
+/// A layout of a variant, with its estimated or simulated time.
+#[derive(Clone, Copy)]
+struct Ranked {
+    variant: usize,
+    estimate: LayoutEstimate,
+    us: f64,
+}
+
+/// Plans all configurations and returns the best.
+pub fn plan(
+    request: &PlanRequest,
+    source: &CostsBySize,
+    batch: u64,
+    events: &dyn EventSink,
+) -> Result<PlanResult, Error> {
+    let schedules = match &request.options.schedule {
+        Some(ScheduleChoice::Named(kind)) => vec![*kind],
+        _ => ESTIMATED.to_vec(),
+    };
+    let zero = match zero(request) {
+        ZeroStage::Auto => 0..=MOST,
+        ZeroStage::Level(level) => level..=level,
+    };
+    let mut search = Search {
+        request,
+        events,
+        batch,
+        schedules,
+        zero,
+        variants: Vec::new(),
+        done: 0,
+        total: 0,
+        best_us: f64::INFINITY,
+    };
+    search.make_variants(source)?;
+    let simulated = search.simulate();
+    let result = search.conclude(simulated);
+    events.event(Event::ProgressEnd);
+    result
+}
+
+impl Search<'_> {
+    fn progress(&mut self, done: u64) {
+        self.done += done;
+        let message = match self.best_us.is_finite() {
+            true => format!("best {} samples/s", quantity::samples(self.batch as f64 * 1e6 / self.best_us)),
+            false => String::new(),
+        };
+        let (done, total) = (self.done, self.total.max(self.done));
+        self.events.event(Event::Progress { unit: "configurations", done, total, message: &message });
+    }
+
+    /// Makes the variants of ascending micro-batch sizes.
+    fn make_variants(&mut self, source: &CostsBySize) -> Result<(), Error> {
+        let (batch, options) = (self.batch, &self.request.options);
+        let sizes = match source.only_size() {
+            Some(size) => vec![size],
+            None if self.request.batch.is_none() => vec![batch / u64::from(options.microbatches)],
+            None if options.microbatches > 1 => vec![batch / u64::from(options.microbatches)],
+            None => sizes(batch),
+        };
+        let mut failure: Option<Error> = None;
+        for sizes in sizes.chunks(AT_ONCE) {
+            // Any plan is better than none.
+            if self.events.stops() && self.variants.iter().any(|variant| !variant.estimates.is_empty()) {
+                break;
+            }
+            self.total += (sizes.len() * 4) as u64;
+            let mut tasks: Vec<(Costs, Option<(u32, bool)>)> = Vec::new();
+            for costs in in_parallel(sizes, |size| source.at(*size)) {
+                let costs = match costs {
+                    Ok(costs) => costs,
+                    // Larger sizes may not be possible.
+                    Err(error) => {
+                        failure.get_or_insert(error);
+                        continue;
+                    }
+                };
+                if self.variants.is_empty() && tasks.is_empty() {
+                    self.request.protect_output(&costs.model)?;
+                    if let Some(why) = &costs.untrainable {
+                        self.events.warn(&untrainable(why));
+                    }
+                }
+                tasks.extend(self.degrees(&costs)?.into_iter().map(|degree| (costs.clone(), degree)));
+            }
+            let (request, schedules, zero) = (self.request, &self.schedules, &self.zero);
+            let made = in_parallel(&tasks, |(costs, degree)| {
+                let groups = degree.map(|(degree, keeps)| group_costs(costs, degree, keeps)).transpose()?;
+                let mut variant = Variant::new(request, costs.clone(), groups, batch)?;
+                let layouts = Layouts::of(variant.problem());
+                let estimates = layouts.estimates(schedules, zero.clone(), request.options.chunks);
+                variant.estimates = estimates;
+                Ok(variant)
+            });
+            for variant in made {
+                let variant: Variant = variant.map_err(|error: Error| error)?;
+                self.variants.push(variant);
+            }
+            let least = |variant: &Variant| variant.least_us();
+            self.best_us = self.variants.iter().map(least).fold(f64::INFINITY, f64::min);
+            self.progress((sizes.len() * 4) as u64);
+            let latest = |variant: &&Variant| Some(&variant.micro_batch) == sizes.last();
+            let latest = self.variants.iter().filter(latest).map(least).fold(f64::INFINITY, f64::min);
+            if self.best_us.is_finite() && latest > SLOWER * self.best_us {
+                break;
+            }
+        }
+        match failure {
+            Some(failure) if self.variants.is_empty() => Err(failure),
+            _ => Ok(()),
+        }
+    }
+
+    /// The tensor-parallel degrees to try, each with a layout of weights; `None` for single devices.
+    fn degrees(&self, costs: &Costs) -> Result<Vec<Option<(u32, bool)>>, Error> {
+        let options = &self.request.options;
+        let given = self.tensor_parallel();
+        if costs.shareable.is_none() && options.tensor_parallel.is_none() {
+            return Ok(vec![None]);
+        }
+        let is_large = costs.graph.ops.len() > MOST_OPS && given == TensorParallel::Auto;
+        let layouts: &[bool] = if keeps_weights(options.target) || is_large { &[true] } else { &[true, false] };
+        let alone = if matches!(given, TensorParallel::Degree(_)) { None } else { Some(None) };
+        let sizes = given.sizes(costs)?;
+        let groups = sizes.iter().flat_map(|size| layouts.iter().map(|keeps| Some((*size, *keeps))));
+        Ok(alone.into_iter().chain(groups).collect())
+    }
+
+    /// Tensor parallelism and ZeRO are part of the search for a batch.
+    fn tensor_parallel(&self) -> TensorParallel {
+        let default = if self.request.batch.is_some() { TensorParallel::Auto } else { TensorParallel::Never };
+        self.request.options.tensor_parallel.unwrap_or(default)
+    }
+
+    fn tried(&self, one: &Ranked) -> Tried {
+        let variant = &self.variants[one.variant];
+        let LayoutEstimate { layout, peak_bytes, recomputes, .. } = one.estimate;
+        Tried {
+            micro_batch: variant.micro_batch,
+            microbatches: variant.whole.microbatches,
+            schedule: layout.schedule,
+            answer: Ok(TriedPlan {
+                replicas: vec![layout.replicas; (layout.ranks * layout.chunks) as usize],
+                chunks: layout.chunks,
+                tensor: variant.whole.shared.first().map_or(1, |groups| groups.devices),
+                zero: if layout.replicas > 1 { layout.zero } else { 0 },
+                recomputes,
+                throughput_per_s: self.batch as f64 * 1e6 / one.us,
+                peak_bytes,
+            }),
+        }
+    }
+
+    /// Simulates the best layouts by estimate; returns them by their simulated time.
+    fn simulate(&mut self) -> Vec<Ranked> {
+        let mut ranked: Vec<Ranked> = Vec::new();
+        for (variant, of) in self.variants.iter().enumerate() {
+            let rank = |estimate: &LayoutEstimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us };
+            ranked.extend(of.estimates.iter().map(rank));
+        }
+        ranked.sort_by(|left, right| left.us.total_cmp(&right.us));
+        let best_us = ranked.first().map_or(0.0, |best| best.us);
+        let mut chosen: Vec<Ranked> = Vec::new();
+        for one in ranked.into_iter().take_while(|one| one.us <= HOPELESS * best_us) {
+            let shape = |one: &Ranked| (one.variant, one.estimate.layout.ranks, one.estimate.layout.replicas);
+            if chosen.iter().filter(|other| shape(other) == shape(&one)).count() < ALIKE {
+                chosen.push(one);
+            }
+            if chosen.len() == SIMULATED {
+                break;
+            }
+        }
+        self.total = self.done + chosen.len() as u64;
+        self.best_us = f64::INFINITY;
+        let mut simulated: Vec<Ranked> = Vec::new();
+        for few in chosen.chunks(2 * AT_ONCE) {
+            if self.events.stops() && !simulated.is_empty() {
+                break;
+            }
+            let (variants, options) = (&self.variants, &self.request.options);
+            let times = in_parallel(few, |one| {
+                let variant = &variants[one.variant];
+                let layouts = Layouts::of(variant.problem());
+                variant.with_planner(options, |planner| layouts.simulated(&one.estimate.layout, planner))
+            });
+            let with_time = |(one, us): (&Ranked, Option<f64>)| us.map(|us| Ranked { us, ..*one });
+            simulated.extend(few.iter().zip(times).filter_map(with_time));
+            self.best_us = simulated.iter().map(|one| one.us).fold(f64::INFINITY, f64::min);
+            self.progress(few.len() as u64);
+        }
+        simulated.sort_by(|left, right| left.us.total_cmp(&right.us));
+        simulated
+    }
+
+    /// Plans the best layouts, and plans with unequal replicas; returns the best plan.
+    fn conclude(&mut self, simulated: Vec<Ranked>) -> Result<PlanResult, Error> {
+        let mut tasks: Vec<(usize, Task)> = Vec::new();
+        for one in &simulated {
+            if tasks.len() < PLANNED {
+                tasks.push((one.variant, Task::Layout(*one)));
+            }
+        }
+        if !self.events.stops() || tasks.is_empty() {
+            tasks.extend(self.unequal(&simulated));
+        }
+        self.total = self.done + tasks.len() as u64;
+        let options = &self.request.options;
+        let mut answers: Vec<(usize, Schedule, Result<Planned, PlanError>)> = Vec::new();
+        for few in tasks.chunks(AT_ONCE) {
+            let variants = &self.variants;
+            let found = in_parallel(few, |(variant, task)| task.planned(&variants[*variant], options));
+            for ((variant, task), planned) in few.iter().zip(found) {
+                if let Ok(planned) = &planned {
+                    self.best_us = self.best_us.min(planned.plan.predicted.minibatch_us);
+                }
+                answers.push((*variant, task.schedule(), planned));
+            }
+            self.progress(few.len() as u64);
+            if self.events.stops() && answers.iter().any(|(_, _, planned)| planned.is_ok()) {
+                break;
+            }
+        }
+        self.best(simulated, answers)
+    }
+
+    /// Searches for plans with unequal replicas.
+    fn unequal(&self, simulated: &[Ranked]) -> Vec<(usize, Task)> {
+        let mut order: Vec<usize> = Vec::new();
+        let ranked = simulated.iter().map(|one| one.variant);
+        for variant in ranked.chain(0..self.variants.len()) {
+            if !order.contains(&variant) {
+                order.push(variant);
+            }
+        }
+        let is_small = |variant: &usize| {
+            let whole = &self.variants[*variant].whole;
+            whole.cluster.devices() <= SMALL && whole.graph.ops.len() <= MOST_OPS
+        };
+        let is_open = !matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_)));
+        let levels: Vec<u32> = match zero(self.request) {
+            ZeroStage::Level(level) => vec![level],
+            ZeroStage::Auto => vec![0, MOST],
+        };
+        let mut tasks = Vec::new();
+        let most = if order.first().is_some_and(is_small) { SEARCHED } else { 1 };
+        for variant in order.into_iter().take(most) {
+            let schedules: Vec<Schedule> = match is_open {
+                true if is_small(&variant) => SYNCHRONOUS.to_vec(),
+                true => vec![Schedule::OneFOneB],
+                false => self.schedules.clone(),
+            };
+            for schedule in schedules {
+                tasks.extend(levels.iter().map(|zero| (variant, Task::Free { schedule, zero: *zero })));
+            }
+        }
+        tasks
+    }
+
+    fn best(
+        &self,
+        simulated: Vec<Ranked>,
+        answers: Vec<(usize, Schedule, Result<Planned, PlanError>)>,
+    ) -> Result<PlanResult, Error> {
+        let target = self.request.options.target;
+        let refuses = |plan: &Plan| target.is_some_and(|target| refusal(target, plan).is_some());
+        let mut best: Option<(bool, f64, usize, Planned)> = None;
+        let mut failure: Option<(Schedule, PlanError)> = None;
+        let tried_count = answers.len() + simulated.len();
+        let mut tried: Vec<Tried> = Vec::new();
+        for (variant, schedule, planned) in answers {
+            match planned {
+                Ok(planned) => {
+                    let us = planned.plan.predicted.minibatch_us;
+                    let refused = refuses(&planned.plan);
+                    tried.push(Tried::of(&planned.plan));
+                    let is_better = |(other, known, ..): &(bool, f64, usize, Planned)| (refused, us) < (*other, *known);
+                    if best.as_ref().is_none_or(is_better) {
+                        best = Some((refused, us, variant, planned));
+                    }
+                }
+                Err(error @ PlanError::Unsound(_)) => return Err(describe(&self.request.model, error, schedule)),
+                Err(error) => {
+                    failure.get_or_insert((schedule, error));
+                }
+            }
+        }
+        let Some((_, us, variant, mut planned)) = best else {
+            return Err(match failure {
+                Some((schedule, error)) => describe(&self.request.model, error, schedule),
+                None => Error::bug("no configuration was tried"),
+            });
+        };
+        let bounds = self.variants.iter().map(|variant| finish_plan::spread(variant.problem()));
+        let plan = &mut planned.plan;
+        if self.events.stops() {
+            plan.search.fallback = Some(INTERRUPTED.to_string());
+            plan.warnings.push(format!("{INTERRUPTED}: a better plan may exist"));
+        }
+        plan.lower_bound_us = bounds.fold(us, f64::min);
+        plan.proven_optimal = plan.lower_bound_us >= us * (1.0 - 1e-9);
+        let options = &mut plan.options;
+        let of_variant = &self.variants[variant];
+        match self.tensor_parallel() {
+            TensorParallel::Never => {}
+            TensorParallel::Auto => drop(options.insert("tensor".to_string(), json!("auto"))),
+            TensorParallel::Degree(degree) => drop(options.insert("tensor".to_string(), json!([degree]))),
+        }
+        if zero(self.request) == ZeroStage::Auto {
+            options.insert("zero".to_string(), json!("auto"));
+        }
+        if let Some(batch) = self.request.batch {
+            options.insert("batch".to_string(), batch.into());
+        }
+        options.insert("combinations".to_string(), (tried_count as u64).into());
+        let params = &of_variant.whole.graph.params;
+        let untrainable = tied_weights::refused(params, plan);
+        tied_weights::aged(params, plan).iter().for_each(|note| self.events.note(note));
+        tried.extend(simulated.iter().map(|one| self.tried(one)));
+        Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried) })
+    }
+}
+
+/// The best of those with the same schedule and tensor-parallel degree; best first.
+fn of_each_kind(mut tried: Vec<Tried>) -> Vec<Tried> {
+    let speed = |one: &Tried| one.answer.as_ref().map_or(f64::NEG_INFINITY, |plan| plan.throughput_per_s);
+    tried.sort_by(|left, right| speed(right).total_cmp(&speed(left)));
+    let kind = |one: &Tried| {
+        let plan = one.answer.as_ref().ok()?;
+        let is_pipeline = plan.replicas.len() > 1;
+        Some((is_pipeline.then_some(one.schedule), plan.tensor, plan.zero > 0 && !is_pipeline))
+    };
+    let mut known = Vec::new();
+    tried.retain(|one| {
+        let kind = kind(one);
+        let is_new = !known.contains(&kind);
+        known.push(kind);
+        is_new
+    });
+    tried
+}
+
+/// A plan to make.
+enum Task {
+    /// Of this layout.
+    Layout(Ranked),
+    /// With any replicas.
+    Free { schedule: Schedule, zero: u32 },
+}
+
+impl Task {
+    fn schedule(&self) -> Schedule {
+        match self {
+            Task::Layout(one) => one.estimate.layout.schedule,
+            Task::Free { schedule, .. } => *schedule,
+        }
+    }
+
+    fn planned(&self, variant: &Variant, options: &PlanOptions) -> Result<Planned, PlanError> {
+        match *self {
+            Task::Layout(one) => {
+                variant.planned(options, &|problem, planner| Layouts::of(problem).plan(&one.estimate.layout, planner))
+            }
+            Task::Free { schedule, zero } => variant.planned(options, &|problem, planner| {
+                let chunks = if schedule.has_chunks() { 2 } else { 1 };
+                single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, planner)
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_divide_and_are_apart() {
+        assert_eq!(sizes(1), [1]);
+        assert_eq!(sizes(24), [1, 2, 3, 6, 12, 24]);
+        assert_eq!(sizes(7), [1, 7]);
+        assert!(sizes(1536).iter().all(|size| 1536 % size == 0));
+    }
+}
