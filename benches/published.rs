@@ -23,7 +23,7 @@ mod rows;
 use compiler::cluster::{Bytes, Cluster, Device, device};
 use compiler::pass::analytic::STREAMING;
 use compiler::pass::analytic::matmul::Product;
-use compiler::plan::problem::Target;
+use compiler::plan::problem::{Recomputation, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::precision::Precision;
@@ -173,7 +173,7 @@ fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Opt
         replicas: Some(vec![row.data as u32; (row.pipeline * chunks) as usize]),
         tensor_parallel: Some(tensor_parallel),
         target,
-        recompute: false,
+        recompute: Recomputation::Never,
         // The runs fitted; memory is not compared here.
         memory_limit: Some(Bytes(1 << 50)),
         ..options(row, micro_batch)

@@ -10,7 +10,7 @@ use compiler::partition::planner::plan;
 use compiler::pass::attribution::{Training as Trains, attribute};
 use compiler::pass::costs::{cost_graph, fill};
 use compiler::pass::loss::Loss;
-use compiler::plan::problem::{CostModel, InFlight, Problem};
+use compiler::plan::problem::{CostModel, InFlight, Problem, Recomputation};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Edge, Plan, PlannedModel, PlannedProfile, Stage};
 use compiler::profile::{Method, Profile, ProfiledModel};
@@ -121,7 +121,7 @@ impl<'a> Known<'a> {
         problem.optimizer = "sgd-momentum".to_string();
         problem.optimizer_state = 1.0;
         problem.count_updates();
-        problem.recompute = false;
+        problem.recompute = Recomputation::Never;
         problem.constraints.replicas = Some(vec![1; way.workers as usize]);
         let levels = &problem.cluster.levels;
         let efficiency = |stages: &[Stage], edges: &[Edge], caps: &[u32]| {

@@ -141,8 +141,8 @@ pub struct StageMemory {
     pub gradients: u64,
     /// Optimizer state, including `f32` master copies of 16-bit parameters.
     pub optimizer: u64,
-    /// Saved activations, stage inputs and outputs of every micro-batch in flight. With recomputation, saved
-    /// activations count for one micro-batch and outputs for one more.
+    /// Saved activations, stage inputs and outputs of every micro-batch in flight. Saved activations of recomputed ops
+    /// count for one micro-batch, and their outputs for one more.
     pub activations: u64,
     /// For split backwards: tensors kept for each pending weight-gradient pass, and received gradients beyond those of
     /// one micro-batch.
@@ -210,6 +210,9 @@ pub struct Stage {
     pub devices: Vec<u32>,
     /// True if activations are recomputed before the backward instead of saved.
     pub recompute: bool,
+    /// The ops that are recomputed; absent if all are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recomputed: Option<RecomputedOps>,
     /// Forward time of one micro-batch on one replica, in microseconds; on the slowest if devices differ.
     pub fwd_us: f64,
     /// Backward time of one micro-batch on one replica, in microseconds, including recomputation and the optimizer step
@@ -236,6 +239,17 @@ pub struct Stage {
     /// The stage's position in the cluster levels, innermost first. One entry on a cluster of several levels means that
     /// stages do not fill whole groups; the checker then uses the flattened cluster, or `devices` under cost `pipec`.
     pub hierarchy: Vec<LevelPlacement>,
+}
+
+/// The first ops of a stage, in ascending order of ids, which are recomputed before the backward. The other ops save
+/// their activations.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RecomputedOps {
+    /// Number of ops.
+    pub ops: u32,
+    /// Forward time of these ops for one micro-batch on one replica, in microseconds.
+    pub fwd_us: f64,
 }
 
 /// Times of a tensor-parallel stage, in microseconds per micro-batch.
@@ -422,7 +436,8 @@ pub struct Plan {
     pub edges: Vec<Edge>,
     /// Predicted times.
     pub predicted: Predicted,
-    /// Lower bound on the minibatch time of any plan under this cost model, in microseconds.
+    /// Lower bound on the minibatch time of any plan that recomputes all of a stage or nothing, under this cost model, in
+    /// microseconds.
     pub lower_bound_us: f64,
     /// True if the cost model's estimate is proven optimal and `minibatch_us` equals it within 2 %.
     pub proven_optimal: bool,
@@ -455,6 +470,17 @@ impl Stage {
     /// Bytes of the gradients that replicas all-reduce.
     pub fn reduced_bytes(&self) -> u64 {
         if self.gradient_bytes > 0 { self.gradient_bytes } else { self.all_weights() }
+    }
+
+    /// Time of recomputation per micro-batch on one replica, in microseconds.
+    pub fn recompute_us(&self) -> f64 {
+        if self.recompute { self.recomputed.map_or(self.fwd_us, |recomputed| recomputed.fwd_us) } else { 0.0 }
+    }
+
+    /// Ids of the recomputed ops, ascending.
+    pub fn recomputed_op_ids(&self) -> impl Iterator<Item = u32> + '_ {
+        let all = self.recomputed.map_or(usize::MAX, |recomputed| recomputed.ops as usize);
+        self.op_ids().take(if self.recompute { all } else { 0 })
     }
 
     /// All op ids of the stage, ascending.

@@ -119,6 +119,8 @@ pub struct StageSpec {
     pub weight: f64,
     /// The recomputation part of `backward`, run as a separate Recompute; `None` if activations are saved.
     pub recompute: Option<f64>,
+    /// Number of the first ops that are recomputed; all if absent.
+    pub recomputed_ops: Option<u32>,
     pub step: f64,
     /// Time of one gradient all-reduce, all buckets together; ignored for one replica.
     pub all_reduce: f64,
@@ -143,6 +145,7 @@ impl StageSpec {
             backward,
             weight,
             recompute: None,
+            recomputed_ops: None,
             step: 0.0,
             all_reduce: 0.0,
             buckets: Vec::new(),

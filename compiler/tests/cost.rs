@@ -12,7 +12,7 @@ use compiler::partition::planned::Planned;
 use compiler::partition::planner::plan;
 use compiler::plan::Plan;
 use compiler::plan::check::verify::check;
-use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
+use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
@@ -190,7 +190,7 @@ fn the_least_limit_does_and_one_percent_less_does_not() {
     for seed in 0..300 {
         let mut random = Random(5000 + seed);
         let mut problem = random_problem(&mut random, 7);
-        problem.recompute = seed % 2 == 0;
+        problem.recompute = if seed % 2 == 0 { Recomputation::Auto } else { Recomputation::Never };
         problem.memory_limit = Some(Bytes(1 + random.below(3_000_000)));
         let Err(PlanError::Infeasible { limit, missing, smallest_limit, .. }) = with(&problem, Partitioner::Pipec)
         else {
@@ -312,7 +312,7 @@ fn recompute_is_chosen_where_memory_binds() {
     let again: Vec<&_> = within.stages.iter().filter(|stage| stage.recompute).collect();
     assert!(!again.is_empty() && us(&within) > us(&free), "{} {}", us(&within), us(&free));
     assert!(again.iter().all(|stage| close(stage.bwd_us, 3.0 * stage.fwd_us)));
-    problem.recompute = false;
+    problem.recompute = Recomputation::Never;
     assert!(matches!(with(&problem, Partitioner::Pipec), Err(PlanError::Infeasible { .. })));
 }
 
@@ -405,7 +405,7 @@ fn the_least_memory_is_found() {
             continue;
         }
         problem.objective = Objective::Memory;
-        problem.recompute = seed % 2 == 0;
+        problem.recompute = if seed % 2 == 0 { Recomputation::Auto } else { Recomputation::Never };
         let peak = |partitioner| {
             let plan = with(&problem, partitioner).unwrap().plan;
             plan.stages.iter().map(|stage| stage.memory.total).max()

@@ -29,7 +29,7 @@ use compiler::tensor_parallel::strategy_search::{Model as Ways, choose};
 use compiler::tensor_parallel::{Choice, SpmdTask};
 use models::choice::Setting;
 use models::zoo::{ENTRIES, Options, build, to_bytes};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -131,7 +131,7 @@ fn joined(parts: Vec<Tensor>, layout: Sharding) -> Tensor {
 
 /// The same on a tensor-parallel group: the forward, then the backward with its saved tensors.
 fn together(stage: &Stage, choice: &Choice, machine: &Machine) -> (Vec<Tensor>, Memory) {
-    let shared = share(&stage.sharing(), choice, machine).unwrap();
+    let shared = share(&stage.sharing(), choice, machine, &HashSet::new()).unwrap();
     verify(&shared.fragment.graph).unwrap();
     let made = shared.backward.as_ref().unwrap();
     verify(&made.graph).unwrap();
@@ -268,7 +268,7 @@ fn meetings_of(name: &str, sizes: &[(&str, usize)], batch: i64, machine: &Machin
     let chosen = choose(&stage.task, machine).unwrap();
     let took = before.elapsed();
     assert_eq!(chosen.cost, chosen.bound, "the best choice for a ladder of layers is found");
-    let shared = share(&stage.sharing(), &chosen.choice, machine).unwrap();
+    let shared = share(&stage.sharing(), &chosen.choice, machine, &HashSet::new()).unwrap();
     let mut found = Meetings::new();
     for (at, graph) in [&shared.fragment.graph, &shared.backward.as_ref().unwrap().graph].into_iter().enumerate() {
         for node in graph.ids().map(|id| graph.node(id)).filter(|node| is_meeting(&node.op)) {

@@ -105,7 +105,7 @@ fn groups(plan: &Plan) -> Option<String> {
         let sharing = stage.tensor_parallel.as_ref()?;
         alone += sharing.unsharded_fwd_us + sharing.unsharded_bwd_us;
         meetings += sharing.collective_fwd_us + sharing.collective_bwd_us;
-        shared += stage.fwd_us + stage.bwd_us - if stage.recompute { stage.fwd_us } else { 0.0 };
+        shared += stage.fwd_us + stage.bwd_us - stage.recompute_us();
     }
     Some(format!(
         "{degree}: one micro-batch takes {} through all stages ({:.1} % collectives), {} on single devices",

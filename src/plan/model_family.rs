@@ -10,7 +10,7 @@ use crate::plan::request::PlanOptions;
 use compiler::cluster::{BytesPerSecond, Cluster};
 use compiler::export::sweep::Largest;
 use compiler::plan::coarsen;
-use compiler::plan::problem::InFlight;
+use compiler::plan::problem::{InFlight, Recomputation};
 use models::choice::Setting;
 use models::zoo::{self, Options};
 use std::cell::RefCell;
@@ -144,7 +144,7 @@ impl<'a> Family<'a> {
         }
         let options = PlanOptions {
             replicas: Some(vec![1; devices as usize]),
-            recompute,
+            recompute: if recompute { Recomputation::Auto } else { Recomputation::Never },
             in_flight: InFlight::Pipedream,
             ..self.options.clone()
         };

@@ -10,7 +10,7 @@ use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::zero::ZeroStage;
 use compiler::export::quantity;
 use compiler::plan::device_memory::fullest;
-use compiler::plan::problem::CostModel;
+use compiler::plan::problem::{CostModel, Recomputation};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
 
@@ -24,7 +24,7 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
     let may_shard =
         options.cost == CostModel::Pipec && options.tensor_parallel() == TensorParallel::Never && size.devices > 1;
     let may_zero = options.zero() == ZeroStage::Level(0) && !options.is_inference() && options.cost == CostModel::Pipec;
-    let may_recompute = !options.recompute && !options.is_inference();
+    let may_recompute = options.recompute == Recomputation::Never && !options.is_inference();
     if size.ops > MOST_OPS || size.devices > MOST_DEVICES {
         let advice = [
             (may_recompute, "allow recomputation (`--recompute auto`)"),
@@ -55,7 +55,10 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
         ways.push(more.into_iter().map(way).collect());
     }
     if may_recompute {
-        ways.push(vec![("`--recompute auto`".to_string(), changed(&|other| other.options.recompute = true))]);
+        ways.push(vec![(
+            "`--recompute auto`".to_string(),
+            changed(&|other| other.options.recompute = Recomputation::Auto),
+        )]);
     }
     let format = request.format.unwrap_or_else(|| ModelFormat::of(&request.model));
     if may_shard && format != ModelFormat::Pipedream {

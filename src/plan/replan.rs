@@ -7,7 +7,7 @@ use crate::plan::request::{BucketSize, PlanOptions, ScheduleChoice};
 use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::zero::ZeroStage;
 use compiler::cluster::Bytes;
-use compiler::plan::problem::{InFlight, Problem, Target};
+use compiler::plan::problem::{InFlight, Problem, Recomputation, Target};
 use compiler::plan::zero::MOST;
 use compiler::plan::{Plan, buckets};
 use serde_json::Value;
@@ -52,7 +52,7 @@ pub fn options(plan: &Plan) -> PlanOptions {
             Some(Value::String(_)) => ZeroStage::Auto,
             level => ZeroStage::Level(level.and_then(Value::as_u64).unwrap_or(0).min(MOST.into()) as u32),
         }),
-        recompute: text("recompute") != Some("never"),
+        recompute: text("recompute").and_then(Recomputation::from_name).unwrap_or_default(),
         optimizer: Optimizer::from_name(&plan.optimizer).unwrap_or(default.optimizer),
         tensor_parallel: Some(TensorParallel::of_plan(plan)),
         no_replication: plan.options.get("no_replication") == Some(&Value::Bool(true)),

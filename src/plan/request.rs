@@ -15,7 +15,7 @@ use compiler::cluster::Bytes;
 use compiler::partition::partitioners::Partitioner;
 use compiler::plan::PlannedModel;
 use compiler::plan::buckets::USUAL_BYTES;
-use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
+use compiler::plan::problem::{CostModel, InFlight, Objective, Recomputation, Target};
 use compiler::plan::schedule::Schedule;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -130,8 +130,8 @@ pub struct PlanOptions {
     pub no_replication: bool,
     /// Tensor parallelism; degree 1 if absent, the best degree with a batch.
     pub tensor_parallel: Option<TensorParallel>,
-    /// True if a stage that does not fit otherwise may recompute its activations.
-    pub recompute: bool,
+    /// The stages that recompute their activations.
+    pub recompute: Recomputation,
     /// The optimizer, for its state and step time.
     pub optimizer: Optimizer,
     /// The momentum that training will use.
@@ -170,7 +170,7 @@ impl Default for PlanOptions {
             max_stages: None,
             no_replication: false,
             tensor_parallel: None,
-            recompute: true,
+            recompute: Recomputation::Auto,
             optimizer: Optimizer::Sgd,
             momentum: None,
             precision: PrecisionChoice::Usual,

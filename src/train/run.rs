@@ -35,6 +35,7 @@ use compiler::op::Op;
 use compiler::partition::partitioners::Partitioner;
 use compiler::pass::loss::{IGNORED, attach};
 use compiler::plan::Plan;
+use compiler::plan::problem::Recomputation;
 use compiler::plan::schedule::Schedule;
 use compiler::profile::precision::Precision;
 use profiler::machine;
@@ -464,7 +465,7 @@ fn plan_on_cpu(
     let options = PlanOptions {
         schedule: request.schedule.clone().or(schedule.map(ScheduleChoice::Named)),
         microbatches,
-        recompute: false,
+        recompute: Recomputation::Never,
         replicas: stages,
         cut_after: request.cut_after.clone(),
         partitioner: if workers == 1 && request.cut_after.is_none() { Partitioner::Single } else { Partitioner::Pipec },

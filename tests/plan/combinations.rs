@@ -14,7 +14,7 @@ use compiler::pass::attribution::{Training as Trains, attribute};
 use compiler::pass::costs::{cost_graph, fill};
 use compiler::pass::loss::Loss;
 use compiler::plan::Plan;
-use compiler::plan::problem::{CostModel, Problem};
+use compiler::plan::problem::{CostModel, Problem, Recomputation};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
 use compiler::profile::ProfiledModel;
@@ -136,7 +136,7 @@ impl Set {
         let mut problem = Problem::new(self.costs.clone(), levels, CostModel::Pipec);
         (problem.schedule, problem.microbatches) = (self.order.0, self.microbatches);
         (problem.zero, problem.optimizer_state) = (of.zero, 1.0);
-        problem.recompute = false;
+        problem.recompute = Recomputation::Never;
         problem.constraints.replicas = Some(vec![of.replicas; of.stages as usize]);
         if of.degree > 1 {
             problem.shared = vec![shared_costs(&self.graph, TRAINS, &self.costs, &group(of.degree)).unwrap()];

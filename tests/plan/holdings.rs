@@ -12,8 +12,9 @@ use compiler::plan::gradient_buffers::GradientBuffers;
 use compiler::plan::memory::MemoryTerms;
 use compiler::tensor::dim::Bindings;
 use models::zoo::{ENTRIES, build, to_bytes};
-use runtime::exec::compile::compile_parts;
+use runtime::exec::compile::{PassOptions, compile_parts};
 use runtime::train::run::placement;
+use std::collections::HashSet;
 
 /// Samples per micro-batch: enough to make alignment negligible.
 const BATCH: i64 = 32;
@@ -46,7 +47,8 @@ fn stages_keep_what_plans_say() {
             let stages: Vec<usize> =
                 (0..ops).map(|op| costs.ops[op].joins.map_or(stages[op], |with| stages[with.index()])).collect();
             let place = placement(&graph, &trained, &stages);
-            let codes = compile_parts(&trained, &place, 3, Some(LOSS), true, &|_| false).unwrap();
+            let options = PassOptions { splits: true, joins: &|_| false, saving: &HashSet::new() };
+            let codes = compile_parts(&trained, &place, 3, Some(LOSS), options).unwrap();
             // The last stage also saves for the loss, which the planner does not model.
             for (stage, code) in codes.iter().enumerate().take(2) {
                 let inside: Vec<bool> = stages.iter().map(|of| *of == stage).collect();

@@ -12,7 +12,7 @@ use compiler::partition::planned::Planned;
 use compiler::partition::planner::plan;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::check::verify::check;
-use compiler::plan::problem::{CostModel, InFlight, Objective, Problem};
+use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Edge, Plan, Stage};
 use compiler::profile::arena::Live;
@@ -78,7 +78,7 @@ fn random_problem(seed: u64) -> Problem {
     problem.optimizer_state = random.below(3) as f64;
     problem.schedule = SCHEDULES[random.below(SCHEDULES.len() as u64) as usize];
     problem.microbatches = if problem.schedule == Schedule::OneFOneBRr { 1 } else { 1 + random.below(6) as u32 };
-    problem.recompute = random.below(2) == 0;
+    problem.recompute = if random.below(2) == 0 { Recomputation::Auto } else { Recomputation::Never };
     problem.objective = if random.below(3) == 0 { Objective::Memory } else { Objective::Throughput };
     problem.in_flight = InFlight::Auto;
     problem
@@ -193,7 +193,7 @@ fn no_plan_of_any_schedule_is_over_its_limit() {
             problem.chunks = if kind.has_chunks() { 2 } else { 1 };
             problem.microbatches = if kind == Schedule::OneFOneBRr { 1 } else { 1 + random.below(8) as u32 };
             problem.optimizer_state = (seed % 3) as f64;
-            problem.recompute = seed % 4 > 0;
+            problem.recompute = if seed % 4 > 0 { Recomputation::Auto } else { Recomputation::Never };
             problem.constraints.no_replication = seed % 2 == 0;
             problem.in_flight = InFlight::Auto;
             let name = format!("{} of seed {seed}", kind.name());
@@ -265,7 +265,9 @@ fn larger_graphs_with_replicas_and_recomputation_keep_their_word() {
     for (name, graph) in [("chain", chain(16)), ("branches", parallel(2, 5))] {
         for cluster in ["6:5GB/s", "4:10GB/s,4:1GB/s", "2:10GB/s,2:5GB/s,3:1GB/s"] {
             for cost in [CostModel::Paper, CostModel::Pipedream, CostModel::Pipec] {
-                for (recompute, objective) in [(true, Objective::Throughput), (false, Objective::Memory)] {
+                for (recompute, objective) in
+                    [(Recomputation::Auto, Objective::Throughput), (Recomputation::Never, Objective::Memory)]
+                {
                     let mut problem = Problem::new(graph.clone(), levels(cluster).unwrap(), cost);
                     problem.activation_compression = Some(1.0);
                     problem.optimizer_state = 2.0;

@@ -17,6 +17,7 @@ mod orders;
 mod plan;
 mod published;
 mod questions;
+mod recompute;
 mod searched;
 
 #[path = "../support/mod.rs"]

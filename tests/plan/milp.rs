@@ -16,7 +16,7 @@ use compiler::partition::planner::plan;
 use compiler::partition::search::context::{SearchContext, SearchLimits};
 use compiler::partition::search::fused_graph::FusedGraph;
 use compiler::partition::search::result::SearchResult;
-use compiler::plan::problem::{CostModel, Objective, Problem, ProblemError};
+use compiler::plan::problem::{CostModel, Objective, Problem, ProblemError, Recomputation};
 use compiler::plan::read::to_json;
 use compiler::plan::schedule::Schedule;
 use compiler::profile::arena::Live;
@@ -135,7 +135,7 @@ fn cost_pipec_ties_the_exhaustive_search_within_memory() {
     for seed in 0..24 {
         let mut problem = random_problem(90_000 + seed, CostModel::Pipec);
         problem.cluster = levels(["2:1GB/s", "3:1GB/s"][seed as usize % 2]).unwrap();
-        problem.recompute = seed % 4 < 3;
+        problem.recompute = if seed % 4 < 3 { Recomputation::Auto } else { Recomputation::Never };
         limit(&mut problem, seed);
         ties_exhaustive(&problem, &format!("seed {seed}"));
     }

@@ -12,7 +12,7 @@ use compiler::partition::options::PlannerOptions;
 use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planned::Planned;
 use compiler::partition::planner::plan;
-use compiler::plan::problem::{CostModel, Problem, ProblemError};
+use compiler::plan::problem::{CostModel, Problem, ProblemError, Recomputation};
 use compiler::plan::schedule::Schedule;
 use std::time::Instant;
 
@@ -155,7 +155,7 @@ fn infeasible_plans_report_the_smallest_feasible_setting() {
             class.device.memory = Bytes(if fast { 2_000_000 + seed * 40_000 } else { 1_000_000 + seed * 20_000 });
         }
         problem.memory_limit = (random.below(2) == 0).then(|| Bytes(500_000 + random.below(3_000_000)));
-        problem.recompute = random.below(2) == 0;
+        problem.recompute = if random.below(2) == 0 { Recomputation::Auto } else { Recomputation::Never };
         if random.below(4) == 0 {
             problem.constraints.replicas = Some(vec![1; 2]);
         }

@@ -12,7 +12,7 @@ use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planner::plan;
 use compiler::plan::check::figures::figures;
 use compiler::plan::check::verify::check;
-use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
+use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation, Target};
 use compiler::plan::read::{from_json, to_json};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Edge, Stage};
@@ -68,7 +68,7 @@ fn question(seed: u64) -> (Problem, Partitioner) {
     problem.microbatches = 1 + random.below(6) as u32;
     problem.micro_batch = 1 + random.below(3);
     problem.optimizer_state = random.below(3) as f64;
-    problem.recompute = one_in(&mut random, 2);
+    problem.recompute = if one_in(&mut random, 2) { Recomputation::Auto } else { Recomputation::Never };
     let objectives = [Objective::Throughput, Objective::Throughput, Objective::Memory, Objective::Latency];
     problem.objective = objectives[random.below(4) as usize];
     problem.memory_limit = one_in(&mut random, 3).then(|| Bytes(300_000 + random.below(12_000_000)));

@@ -5,6 +5,7 @@ mod held_out;
 mod losses;
 mod parity;
 mod policy;
+mod recompute;
 mod shared_runs;
 mod shares;
 mod sums;

@@ -1,7 +1,7 @@
 //! Short descriptions of a stage: layers, replicas, devices.
 
 use crate::import::onnx::name::shown;
-use crate::plan::Stage;
+use crate::plan::{RecomputedOps, Stage};
 
 /// Default maximum length of a layer description, in characters.
 pub const LAYERS: usize = 44;
@@ -118,10 +118,22 @@ pub fn ranges(devices: &[u32]) -> String {
     parts.iter().map(show).collect::<Vec<_>>().join(", ")
 }
 
-/// The memory-saving options of a stage: `, recomputed, ZeRO 1`, or nothing.
+/// The memory-saving options of a stage: `, recomputed, ZeRO 1`, or nothing. `, 40 of 162 ops recomputed` for a part.
 pub fn sparing(stage: &Stage) -> String {
     let zero = if stage.zero > 0 { format!(", ZeRO {}", stage.zero) } else { String::new() };
-    if stage.recompute { format!(", recomputed{zero}") } else { zero }
+    match recomputed(stage) {
+        text if text.is_empty() => zero,
+        text => format!(", {text}{zero}"),
+    }
+}
+
+/// The recomputed ops of a stage: `recomputed`, `40 of 162 ops recomputed`, or nothing.
+pub fn recomputed(stage: &Stage) -> String {
+    match stage.recomputed.filter(|_| stage.recompute) {
+        Some(RecomputedOps { ops, .. }) => format!("{ops} of {} ops recomputed", stage.op_ids().count()),
+        None if stage.recompute => "recomputed".to_string(),
+        None => String::new(),
+    }
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use crate::partition::search::finish_plan;
 use crate::partition::search::finish_plan::Statement;
 use crate::partition::search::memory_dp::FitObjective;
 use crate::partition::search::result::{PlanCandidate, SearchResult, order};
-use crate::partition::search::select::{best, play_baselines};
+use crate::partition::search::select::{best, play_baselines, with_less_recompute};
 use crate::partition::search::{constraints, interleaved, pipec_rules};
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::stage_cost;
@@ -93,8 +93,13 @@ pub fn conclude(
 ) -> Result<Planned, PlanError> {
     let Answer { mut found, chosen, mut baselines } = answer;
     let (mut chosen, played) = best(problem, question, &mut found, chosen, options);
-    play_baselines(problem, question, &mut baselines, &played, options);
     chosen.shape = question.joined.spread(&chosen.shape);
+    let (chosen, played, is_faster) = with_less_recompute(problem, (chosen, played), options);
+    if is_faster {
+        // The searches bound plans that recompute whole stages.
+        (found.proven_us, found.bound_us) = (None, 0.0);
+    }
+    play_baselines(problem, question, &mut baselines, &played, options);
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
     let is_pinned = is_pinned(problem) && options.partitioner != Partitioner::Milp;
     let statement = Statement {

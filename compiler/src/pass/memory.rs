@@ -40,7 +40,8 @@ pub struct Layout {
     pub locations: HashMap<Value, Location>,
     /// The values with separate buffers, and the buffer sizes in bytes.
     pub own: Vec<(Value, usize)>,
-    /// Bytes of the block saved for the backward, per minibatch in flight.
+    /// Bytes of the block saved for the backward, per minibatch in flight. It holds tensors in the order of their
+    /// producers.
     pub kept_bytes: usize,
     /// Bytes of the arena: the exact peak of transient memory.
     pub arena_bytes: usize,

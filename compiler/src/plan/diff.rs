@@ -51,8 +51,13 @@ impl Diff {
 
 /// True if a stage differs in anything except times and ops.
 pub fn is_rearranged(before: &Stage, after: &Stage) -> bool {
-    (before.replicas, &before.devices, before.recompute, before.zero, before.degree(), &before.choices)
-        != (after.replicas, &after.devices, after.recompute, after.zero, after.degree(), &after.choices)
+    (before.replicas, &before.devices, recomputed(before), before.zero, before.degree(), &before.choices)
+        != (after.replicas, &after.devices, recomputed(after), after.zero, after.degree(), &after.choices)
+}
+
+/// Number of recomputed ops.
+fn recomputed(stage: &Stage) -> usize {
+    stage.recomputed_op_ids().count()
 }
 
 fn ranges(plan: &Plan) -> Vec<((u32, u32), usize)> {

@@ -4,7 +4,8 @@
 //! total       = weights · versions + gradients + optimizer + activations + split_backward + messages + workspace
 //! gradients   = terms, twice with replicas (all-reduce), + (1 + late) · shared           ZeRO: see `zero`
 //! optimizer   = state · summed + masters                                                 ZeRO: see `zero`
-//! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, pending) · (saved + outputs)
+//! activations = in_flight · (saved + inputs + sent)
+//!               in_flight · (inputs + saved - saved' + sent - sent' + outputs') + max(1, pending) · (saved' + outputs')   recomputed
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! split_backward = pending · halves + (pending - 1) · outputs    0 if backwards are not split
 //! messages    = passed + outputs                             inference: inputs
@@ -13,6 +14,8 @@
 //! - `saved`: tensors that forward saves for backward, model inputs included.
 //! - `inputs`: tensors from other stages. `outputs`: tensors that other stages read. `sent`: the outputs that are not
 //!   also saved.
+//! - `saved'`, `outputs'`, `sent'`: those of the recomputed ops, which are all or the first ones. Model inputs are saved
+//!   but never recomputed.
 //! - `terms`: one gradient sum per use of a parameter by an op. `shared`: the sums of weights tied with other stages,
 //!   which are all-reduced across stages, `late` rounds after the stage's own (`in_flight`).
 //! - `summed`: one sum per parameter; two-byte parameters have four-byte sums and four-byte `masters`.
@@ -24,8 +27,8 @@
 //!   ([`arena`](crate::profile::arena)), without tensors that cross a cut and without `halves`. Plus the buffers of
 //!   batched weight gradients ([`batched_weight_grad`](crate::pass::batched_weight_grad)).
 //!
-//! Recomputation keeps inputs and outputs and reruns forward into separate buffers before backward. Weight versions are
-//! held by pointer, so V versions take V copies of the weights. A tied weight counts once in each stage that uses it.
+//! Recomputation keeps inputs and outputs, frees what the recomputed ops saved, and reruns their forward into separate
+//! buffers before backward. Weight versions are held by pointer, so V versions take V copies of the weights. A tied weight counts once in each stage that uses it.
 //! Inference has no gradients or optimizer state. One micro-batch is computed at a time, earlier ones hold only their
 //! outputs, and the inputs of the next may arrive.
 
@@ -34,7 +37,7 @@ use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::schedule::Schedule;
 use crate::plan::{StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
-use crate::profile::cost_graph::{CostGraph, Flows, OpId};
+use crate::profile::cost_graph::{CostGraph, Flows, OpId, TensorCost};
 
 /// Unmultiplied memory sizes of a set of ops, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,6 +58,8 @@ pub struct MemoryTerms {
     pub needed: u64,
     /// Saved for backward, per micro-batch.
     pub saved: u64,
+    /// The model inputs among them, which are never recomputed.
+    pub fed: u64,
     /// Tensors from outside the set, per micro-batch.
     pub inputs: u64,
     /// Buffers for their gradients.
@@ -63,11 +68,41 @@ pub struct MemoryTerms {
     pub outputs: u64,
     /// The outputs that are kept only for sending.
     pub sent: u64,
+    /// The terms of the ops that are recomputed if the stage is; of all ops if absent.
+    pub recomputed: Option<RecomputedTerms>,
     pub arena: Arena,
     /// Buffers of batched weight gradients.
     pub batched_grads: u64,
     /// Tensors that the weight-gradient pass reads from the input-gradient pass, per micro-batch.
     pub halves: u64,
+}
+
+/// The memory terms of recomputed ops, in bytes per micro-batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RecomputedTerms {
+    /// As in [`MemoryTerms`], without model inputs.
+    pub saved: u64,
+    pub outputs: u64,
+    pub sent: u64,
+}
+
+impl RecomputedTerms {
+    /// Sums the terms of `ops`, the first ops of the stage `inside`.
+    pub fn of(graph: &CostGraph, inside: &[bool], ops: &[u32]) -> RecomputedTerms {
+        let mut is_recomputed = vec![false; inside.len()];
+        let mut terms = RecomputedTerms::default();
+        for &op in ops {
+            is_recomputed[op as usize] = true;
+            terms.saved = terms.saved.saturating_add(graph.ops[op as usize].saved_bytes);
+        }
+        let is_sent = |tensor: &TensorCost| tensor.consumers.iter().any(|op| !inside[op.index()]);
+        let made = graph.tensors.iter().enumerate().filter(|(_, tensor)| is_recomputed[tensor.producer.index()]);
+        for (at, tensor) in made.filter(|(_, tensor)| is_sent(tensor)) {
+            terms.outputs = terms.outputs.saturating_add(tensor.bytes);
+            terms.sent = terms.sent.saturating_add(if graph.is_only_sent(at) { tensor.bytes } else { 0 });
+        }
+        terms
+    }
 }
 
 /// Multipliers of the memory terms.
@@ -153,6 +188,7 @@ impl MemoryTerms {
         }
         for (at, op) in graph.ops.iter().enumerate().filter(|(at, _)| inside[*at]) {
             holdings.saved += op.kept_bytes();
+            holdings.fed += op.fed_bytes;
             holdings.halves += op.between_bytes;
             if is_read[at] || !is_handed_on[at] {
                 holdings.halves += op.arriving_bytes;
@@ -166,6 +202,12 @@ impl MemoryTerms {
         holdings
     }
 
+    fn recomputed(&self) -> RecomputedTerms {
+        let &MemoryTerms { outputs, sent, .. } = self;
+        let all = || RecomputedTerms { saved: self.saved.saturating_sub(self.fed), outputs, sent };
+        self.recomputed.unwrap_or_else(all)
+    }
+
     /// Memory of a stage. Saturates at `u64::MAX`.
     pub fn held(&self, multiples: &MemoryMultipliers) -> StageMemory {
         let trains = multiples.schedule.trains();
@@ -174,12 +216,11 @@ impl MemoryTerms {
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let gradients = gradients.saturating_add(self.shared.saturating_mul(u64::from(multiples.late)));
         let pending = u64::from(multiples.pending_weight_grads);
-        let again = self.saved.saturating_add(self.outputs).saturating_mul(pending.max(1));
-        let (kept, once) = match multiples.recompute {
-            true => (self.outputs, again),
-            false => (self.saved.saturating_add(self.sent), 0),
-        };
-        let one = kept.saturating_add(self.inputs);
+        let recomputed = if multiples.recompute { self.recomputed() } else { RecomputedTerms::default() };
+        let once = recomputed.saved.saturating_add(recomputed.outputs).saturating_mul(pending.max(1));
+        let saved = self.saved.saturating_sub(recomputed.saved);
+        let sent = self.sent.saturating_sub(recomputed.sent).saturating_add(recomputed.outputs);
+        let one = saved.saturating_add(sent).saturating_add(self.inputs);
         let in_flight = u64::from(multiples.in_flight);
         let activations = match trains {
             true => one.saturating_mul(in_flight).saturating_add(once),
@@ -300,6 +341,18 @@ mod tests {
         // With recomputation, inputs are held for all three and saved tensors for one.
         let recomputed = tail.held(&MemoryMultipliers { recompute: true, ..multiples });
         assert_eq!(recomputed.activations, 3 * 100 + 60);
+        // The first op sends its saved tensor to the stage itself only; the model input of op 2 is never recomputed.
+        let mut fed = graph.clone();
+        (fed.ops[1].fed_bytes, fed.ops[2].fed_bytes) = (0, 5);
+        let inside = [false, true, true];
+        let fed_tail = MemoryTerms::of(&fed, &fed.flows(), &inside, &passing);
+        assert_eq!(fed_tail, MemoryTerms { saved: 65, fed: 5, ..tail });
+        let activations = |recomputed: Option<&[u32]>| {
+            let recomputed = recomputed.map(|ops| RecomputedTerms::of(&fed, &inside, ops));
+            MemoryTerms { recomputed, ..fed_tail }.held(&MemoryMultipliers { recompute: true, ..multiples }).activations
+        };
+        assert_eq!(activations(None), 3 * (100 + 5) + 60);
+        assert_eq!([&[1, 2][..], &[1], &[]].map(|ops| activations(Some(ops))), [375, 3 * (100 + 5 + 40) + 20, 3 * 165]);
         // Two micro-batches with pending weight gradients; with recomputation their saved tensors count as well.
         let split = tail.held(&MemoryMultipliers { pending_weight_grads: 2, ..multiples });
         assert_eq!((split.split_backward, split.total), (22, held.total + 22));
@@ -309,6 +362,12 @@ mod tests {
         assert_eq!(head.halves, 0, "the gradient of what it sends comes as it is");
         assert_eq!(head.held(&MemoryMultipliers { pending_weight_grads: 3, ..multiples }).split_backward, 2 * 100);
         assert_eq!((head.inputs, head.outputs, head.sent), (0, 100, 100));
+        // What it sends is kept for all three, and made again for one.
+        assert_eq!(head.held(&MemoryMultipliers { recompute: true, ..multiples }).activations, 3 * 100 + 10 + 100);
+        assert_eq!(
+            RecomputedTerms::of(&graph, &[true, false, false], &[0]),
+            RecomputedTerms { saved: 10, outputs: 100, sent: 100 }
+        );
         let inference = MemoryMultipliers { schedule: Schedule::Inference, in_flight: 1, versions: 1, ..multiples };
         assert_eq!(tail.held(&inference).total, 1000 + 160 + 100 + 9);
         assert_eq!(head.held(&inference).activations, 110);

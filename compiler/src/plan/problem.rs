@@ -111,6 +111,46 @@ impl Constraints {
     }
 }
 
+/// Which stages may recompute their activations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Recomputation {
+    Never,
+    /// Stages that do not fit otherwise, as few of their first ops as possible.
+    #[default]
+    Auto,
+    /// All ops of every stage.
+    Full,
+}
+
+impl Recomputation {
+    pub const ALL: [Recomputation; 3] = [Recomputation::Never, Recomputation::Auto, Recomputation::Full];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Recomputation::Never => "never",
+            Recomputation::Auto => "auto",
+            Recomputation::Full => "full",
+        }
+    }
+
+    pub fn from_name(name: &str) -> Option<Recomputation> {
+        Recomputation::ALL.into_iter().find(|one| one.name() == name)
+    }
+
+    /// Whether a stage is recomputed: the permitted answers, fastest first.
+    pub fn choices(self) -> &'static [bool] {
+        match self {
+            Recomputation::Never => &[false],
+            Recomputation::Auto => &[false, true],
+            Recomputation::Full => &[true],
+        }
+    }
+
+    pub fn is_full(self) -> bool {
+        self == Recomputation::Full
+    }
+}
+
 /// Input of a partitioner: costs, cluster, schedule and limits.
 #[derive(Clone, Debug)]
 pub struct Problem {
@@ -138,7 +178,7 @@ pub struct Problem {
     /// Target size of a gradient bucket.
     pub bucket: Bytes,
     pub zero: u32,
-    pub recompute: bool,
+    pub recompute: Recomputation,
     pub constraints: Constraints,
     pub model: PlannedModel,
     pub profile: PlannedProfile,
@@ -225,7 +265,7 @@ impl Problem {
             room: 0,
             bucket: Bytes(buckets::USUAL_BYTES),
             zero: 0,
-            recompute: true,
+            recompute: Recomputation::Auto,
             constraints: Constraints::default(),
             model,
             profile: PlannedProfile { sha256: String::new(), method: Method::Imported },
@@ -233,6 +273,12 @@ impl Problem {
             precision: None,
             optimizer: "sgd".to_string(),
         }
+    }
+
+    /// Recomputation, which only training under cost `pipec` has.
+    pub fn recomputation(&self) -> Recomputation {
+        let may = self.cost == CostModel::Pipec && self.schedule.trains();
+        if may { self.recompute } else { Recomputation::Never }
     }
 
     /// Memory limit of the given devices; `None` means no limit.

@@ -4,7 +4,7 @@
 //! uses the slowest link between replicas of its stages. An all-reduce is one ring per level. Under ZeRO 2 a backward
 //! takes at least as long as the reduce-scatter of its gradients. Under ZeRO 3 the all-gather of the weights is added
 //! to forward and backward. The optimizer step is part of the backward if the plan has it. A recomputed stage's
-//! backward time includes its forward. Without a stated weight-gradient time, half of the backward counts,
+//! backward time includes the forward of the recomputed ops. Without a stated weight-gradient time, half of the backward counts,
 //! recomputation excluded.
 
 use crate::cluster::Level;
@@ -45,7 +45,7 @@ pub fn pipeline_of(
     let rings: Vec<Vec<Ring>> = rings.collect();
     let shape = |((stage, &cap), rings): ((&Stage, &u32), &Vec<Ring>)| {
         // Published cost models count all time as forward, so there may be no backward to subtract from.
-        let recompute = stage.recompute.then(|| stage.fwd_us.min(stage.bwd_us));
+        let recompute = stage.recompute.then(|| stage.recompute_us().min(stage.bwd_us));
         let (all_reduce, buckets) = all_reduce(levels, stage, rings);
         // Under ZeRO 2 the reduce-scatter overlaps with the backward and may be longer. Under ZeRO 3 the gathers
         // precede each op and do not overlap.
@@ -54,12 +54,14 @@ pub fn pipeline_of(
         let scatter = if stage.zero >= 2 { all_reduce / 2.0 } else { 0.0 };
         let weight = stage.weight_grad_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0);
         let more = (scatter - (stage.bwd_us - recompute.unwrap_or(0.0)).max(0.0)).max(0.0);
-        let again = if recompute.is_some() { gather } else { 0.0 };
-        let recompute = recompute.map(|us| us + gather);
+        let part = if stage.fwd_us > 0.0 { (stage.recompute_us() / stage.fwd_us).min(1.0) } else { 1.0 };
+        let again = if recompute.is_some() { gather * part } else { 0.0 };
+        let recompute = recompute.map(|us| us + again);
         StageSpec {
             cap,
             weight: weight + more,
             recompute,
+            recomputed_ops: stage.recomputed.map(|recomputed| recomputed.ops),
             all_reduce,
             buckets,
             zero: stage.zero,

@@ -157,6 +157,7 @@ mod tests {
                     tensor_parallel: None,
                     choices: Vec::new(),
                     recompute: false,
+                    recomputed: None,
                     weight_grad_us: None,
                     buckets: Vec::new(),
                     zero: 0,

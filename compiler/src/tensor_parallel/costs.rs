@@ -282,7 +282,7 @@ impl Sharer<'_> {
     ) -> Result<SegmentCosts, CostsError> {
         let staged = self.staged(start, end)?;
         let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied);
-        let shared = share(&stage, &chosen.choice, self.machine)?;
+        let shared = share(&stage, &chosen.choice, self.machine, &HashSet::new())?;
         let attributed = |fragment: &Fragment, backward: Option<&Backward>| {
             let passages = passages(fragment, backward);
             let passages = [Some(&passages[0]), Some(&passages[1])];

@@ -23,6 +23,8 @@ pub struct Shared {
     pub fragment: Fragment,
     pub backward: Option<Backward>,
     pub parameters: BTreeMap<String, Sharding>,
+    /// Nodes of the forward that save their activations if the stage is recomputed.
+    pub saving: HashSet<NodeId>,
 }
 
 /// Bytes per device.
@@ -54,12 +56,19 @@ impl<'a> Stage<'a> {
     }
 }
 
-/// Shards a stage according to a choice for its task.
-pub fn share(stage: &Stage<'_>, choice: &Choice, machine: &Machine) -> Result<Shared, PassBug> {
+/// Shards a stage according to a choice for its task. `saving` are the nodes of its forward that save their activations
+/// if the stage is recomputed.
+pub fn share(
+    stage: &Stage<'_>,
+    choice: &Choice,
+    machine: &Machine,
+    saving: &HashSet<NodeId>,
+) -> Result<Shared, PassBug> {
     let Stage { fragment, backward, joint } = stage;
     let done = rewrite(&joint.task, choice, machine);
     let boundary = joint.later.iter().map(|id| done.before[id]).min().unwrap_or(done.graph.len());
     let taken = StageSplitter { fragment, joint, choice, done: &done, boundary };
+    let saving = taken.written_for(saving);
     let mut shared = taken.forward();
     let backward = backward.map(|backward| taken.backward(backward));
     let mut backward = backward.map(finish).transpose()?;
@@ -69,7 +78,7 @@ pub fn share(stage: &Stage<'_>, choice: &Choice, machine: &Machine) -> Result<Sh
         _ => String::new(),
     };
     let parameters = choice.parameters.iter().map(|(id, layout)| (name(id), *layout)).collect();
-    Ok(Shared { fragment: shared, backward, parameters })
+    Ok(Shared { fragment: shared, backward, parameters, saving })
 }
 
 struct StageSplitter<'a> {
@@ -90,6 +99,17 @@ impl StageSplitter<'_> {
     fn place(&self, value: Value) -> Value {
         let value = self.joint.forward[&value];
         self.done.places[&(value, self.choice.made(value))]
+    }
+
+    /// The forward nodes that were written for these nodes of the fragment.
+    fn written_for(&self, nodes: &HashSet<NodeId>) -> HashSet<NodeId> {
+        let joint = |id: &NodeId| self.joint.forward[&Value { node: *id, output: 0 }].node;
+        let wanted: HashSet<NodeId> = nodes.iter().map(joint).collect();
+        let mut begins: Vec<(usize, NodeId)> = self.done.before.iter().map(|(id, begin)| (*begin, *id)).collect();
+        // Of several nodes that begin at the same place, the last in order writes.
+        begins.sort_unstable();
+        let owner = |id: NodeId| begins[begins.partition_point(|(begin, _)| *begin <= id.0 as usize) - 1].1;
+        self.done.graph.ids().filter(|id| self.is_forward(*id) && wanted.contains(&owner(*id))).collect()
     }
 
     fn forward(&self) -> Fragment {

@@ -18,7 +18,7 @@ use compiler::pass::fragment::{Fragment, fragments};
 use compiler::pass::fuse::{Chains, chains};
 use compiler::pass::gradient_accumulation::{accumulated_in_place, root, summed};
 use compiler::pass::loss::LOSS;
-use compiler::pass::memory::{Layout, Location, Needs};
+use compiler::pass::memory::{Layout, Location, Needs, aligned};
 use compiler::pass::pipeline;
 use compiler::pass::split_backward::parts;
 use compiler::tensor::fact::Fact;
@@ -35,21 +35,30 @@ pub fn compile(
     stages: usize,
     loss: Option<&str>,
 ) -> Result<Vec<StageCode>, CompileError> {
-    compile_parts(graph, place, stages, loss, false, &|_| false)
+    compile_parts(graph, place, stages, loss, PassOptions { splits: false, joins: &|_| false, saving: &HashSet::new() })
 }
 
-/// Like [`compile`]. `splits` splits the backward, which takes more memory and gives bitwise equal results. Stages for
-/// which `joins` is true compute weight gradients of several micro-batches in one kernel
-/// ([`joint`](compiler::pass::batched_weight_grad)).
+/// Variants of the passes, which give bitwise equal results.
+#[derive(Clone, Copy)]
+pub struct PassOptions<'a> {
+    /// Splits the backward, which takes more memory.
+    pub splits: bool,
+    /// True for stages that compute weight gradients of several micro-batches in one kernel
+    /// ([`joint`](compiler::pass::batched_weight_grad)).
+    pub joins: &'a dyn Fn(usize) -> bool,
+    /// Nodes whose activations are saved if their stage is recomputed.
+    pub saving: &'a HashSet<NodeId>,
+}
+
+/// Like [`compile`], with variants of the passes.
 pub fn compile_parts(
     graph: &Graph,
     place: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
-    splits: bool,
-    joins: &dyn Fn(usize) -> bool,
+    options: PassOptions<'_>,
 ) -> Result<Vec<StageCode>, CompileError> {
-    Ok(compile_with(&*cpu(), graph, place, stages, loss, (splits, joins), None)?.0)
+    Ok(compile_with(&*cpu(), graph, place, stages, loss, options, None)?.0)
 }
 
 /// Like [`compile_parts`], with every stage tensor-parallel over a group like `machine`, each op with its cheapest
@@ -59,10 +68,11 @@ pub fn compile_tensor_parallel(
     place: &HashMap<NodeId, usize>,
     stages: usize,
     loss: &str,
-    splits: bool,
+    (splits, saving): (bool, &HashSet<NodeId>),
     machine: &Machine,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
-    compile_with(&*cpu(), graph, place, stages, Some(loss), (splits, &|_| false), Some(machine))
+    let options = PassOptions { splits, joins: &|_| false, saving };
+    compile_with(&*cpu(), graph, place, stages, Some(loss), options, Some(machine))
 }
 
 fn compile_with(
@@ -71,7 +81,7 @@ fn compile_with(
     place: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
-    (splits, joins): (bool, &dyn Fn(usize) -> bool),
+    PassOptions { splits, joins, saving }: PassOptions<'_>,
     machine: Option<&Machine>,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
     check_sizes(device, graph)?;
@@ -99,13 +109,18 @@ fn compile_with(
                 Some(made)
             }
         };
+        // Nodes of a fragment keep their names.
+        let saving: HashSet<&str> = saving.iter().map(|id| graph.node(*id).name.as_str()).collect();
+        let nodes = fragment.graph.ids().filter(|id| saving.contains(fragment.graph.node(*id).name.as_str()));
+        let saving: HashSet<NodeId> = nodes.collect();
         let code = match machine {
-            None => Assembly::new(device, fragment, backward.as_ref(), (splits, joins(stage))).stage(loss)?,
+            None => Assembly::new(device, fragment, backward.as_ref(), (splits, joins(stage))).stage(loss, &saving)?,
             Some(machine) => {
                 let whole = Stage::new(fragment, backward.as_ref(), &tied);
-                let shared = share(&whole, &choose(whole.task(), machine)?.choice, machine)?;
+                let shared = share(&whole, &choose(whole.task(), machine)?.choice, machine, &saving)?;
                 parameters.extend(shared.parameters);
-                Assembly::new(device, &shared.fragment, shared.backward.as_ref(), (splits, false)).stage(loss)?
+                let assembly = Assembly::new(device, &shared.fragment, shared.backward.as_ref(), (splits, false));
+                assembly.stage(loss, &shared.saving)?
             }
         };
         check_memory(device, &code)?;
@@ -203,8 +218,9 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    /// Assembles the stage code. Training returns the loss, both scaled and unscaled.
-    fn stage(mut self, loss: Option<&str>) -> Result<StageCode, DeviceError> {
+    /// Assembles the stage code. Training returns the loss, both scaled and unscaled. Nodes other than `saving` run
+    /// first, so that recomputation repeats the first steps.
+    fn stage(mut self, loss: Option<&str>, saving: &HashSet<NodeId>) -> Result<StageCode, DeviceError> {
         let graph = &self.fragment.graph;
         let kept: HashSet<Value> = self
             .backward
@@ -216,12 +232,19 @@ impl<'a> Assembly<'a> {
         let results = graph.outputs.iter().filter(|o| loss.is_none_or(|loss| [loss, LOSS].contains(&o.name.as_str())));
         let held: HashSet<Value> = results.clone().map(|o| o.value).chain(samples).collect();
         let own: HashSet<Value> = self.fragment.sent.iter().map(|s| s.local).collect();
-        let order = order::canonical(graph);
+        let (order, recomputed) = recomputed_first(graph, saving);
         let (added, workspace, apart) = (&HashSet::new(), &HashMap::new(), &Chains::default());
         let (own, kept, held) = (&own, &kept, &held);
         let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
-        let (together, _) = chains(graph, &order, &needs, &|_, _| true);
+        let is_recomputed = |id: NodeId| recomputed.contains(&id);
+        let (together, _) = chains(graph, &order, &needs, &|a, b| is_recomputed(a) == is_recomputed(b));
         let (tasks, layout) = tasks(self.device, graph, &order, together, &needs, false)?;
+        let recomputed_steps = tasks.iter().filter(|task| is_recomputed(task.node)).count();
+        let ends = layout.locations.iter().filter_map(|(value, location)| match location {
+            Location::Saved(offset) if is_recomputed(value.node) => Some(offset + aligned(bytes(graph.fact(*value)))),
+            _ => None,
+        });
+        let recomputed_bytes = ends.max().unwrap_or(0);
         self.forward_layout = layout;
         let forward = self.forward_sequence(tasks);
 
@@ -272,6 +295,9 @@ impl<'a> Assembly<'a> {
             results,
             recompute: false,
             kept_bytes: self.forward_layout.kept_bytes,
+            recomputed_steps,
+            recomputed_bytes,
+            recomputed_own: self.forward_layout.own.iter().map(|(value, _)| is_recomputed(value.node)).collect(),
             arena_bytes: made.arena_bytes.max(self.forward_layout.arena_bytes),
             reference_ops,
             feeds: self.feeds.into_iter().map(|(_, n)| n).collect(),
@@ -462,6 +488,23 @@ impl<'a> Assembly<'a> {
             slot => slot,
         }
     }
+}
+
+/// The canonical order with the recomputed nodes first, and these nodes: those that depend on no node of `saving`.
+fn recomputed_first(graph: &Graph, saving: &HashSet<NodeId>) -> (Vec<NodeId>, HashSet<NodeId>) {
+    let mut recomputed = HashSet::new();
+    let (mut first, mut last) = (Vec::new(), Vec::new());
+    for id in order::canonical(graph) {
+        let depends = graph.inputs(id).iter().any(|value| !recomputed.contains(&value.node));
+        if depends || saving.contains(&id) {
+            last.push(id);
+        } else {
+            recomputed.insert(id);
+            first.push(id);
+        }
+    }
+    first.append(&mut last);
+    (first, recomputed)
 }
 
 fn position(list: &[(NodeId, NamedTensor)], node: NodeId) -> usize {

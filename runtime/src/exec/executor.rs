@@ -54,8 +54,10 @@ pub struct Item {
     pub version: u32,
     /// ZeRO 3: gathered full parameters, by parameter.
     pub gathered: Vec<Option<Arc<Buffer>>>,
-    /// Activations saved for the backward pass.
+    /// Activations saved for the backward pass, without recomputed ones.
     pub kept: Option<Arc<Buffer>>,
+    /// Those that recomputation frees and makes again.
+    pub recomputed: Option<Arc<Buffer>>,
     /// Activations sent to later stages.
     pub own: Vec<Arc<Buffer>>,
     /// Activations received from earlier stages.
@@ -150,7 +152,7 @@ impl<'a> Executor<'a> {
         })
     }
 
-    /// Allocates an item: its saved-activation block and its send buffers. The caller sets the weights before the first
+    /// Allocates an item: its saved-activation blocks and its send buffers. The caller sets the weights before the first
     /// pass.
     pub fn begin(&self) -> Result<Item, DeviceError> {
         let own = self.code.own_bytes.iter().map(|&bytes| self.device.take(bytes)).collect::<Result<_, _>>()?;
@@ -158,7 +160,11 @@ impl<'a> Executor<'a> {
             weights: Weights::new(),
             version: 0,
             gathered: Vec::new(),
-            kept: Some(self.device.take(self.code.kept_bytes)?),
+            kept: match self.code.kept_bytes - self.code.recomputed_bytes {
+                0 => None,
+                bytes => Some(self.device.take(bytes)?),
+            },
+            recomputed: Some(self.device.take(self.code.recomputed_bytes)?),
             own,
             received: vec![None; self.code.received.len()],
             feeds: Vec::new(),
@@ -174,7 +180,7 @@ impl<'a> Executor<'a> {
 
     /// Runs the forward pass. The caller has set all received values and feeds.
     pub fn forward(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
-        self.run(RunPhase::Forward, item)
+        self.run(RunPhase::Forward, &self.code.forward.steps, item)
     }
 
     /// Runs the backward pass. The caller has set all incoming gradients.
@@ -197,7 +203,7 @@ impl<'a> Executor<'a> {
                 _ => None,
             };
         }
-        self.run(RunPhase::Backward, item)?;
+        self.run(RunPhase::Backward, &code.backward.steps, item)?;
         // A gradient that is only forwarded, as for an addition, has no buffer of its own.
         for (i, transfer) in code.gradients_out.iter().enumerate() {
             if item.gradients_out[i].is_none() {
@@ -214,25 +220,29 @@ impl<'a> Executor<'a> {
     /// Runs the weight-gradient pass, after which all parameter gradients exist.
     pub fn backward_weight(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         item.is_done = true;
-        self.run(RunPhase::Weight, item)
+        self.run(RunPhase::Weight, &self.code.weight.steps, item)
     }
 
-    /// Frees the saved activations until [`Executor::again`] recomputes them.
+    /// Frees activations until [`Executor::again`] recomputes them.
     pub fn let_go(&mut self, item: &mut Item) {
-        if let Some(kept) = item.kept.take() {
-            self.device.give(kept);
+        if let Some(recomputed) = item.recomputed.take() {
+            self.device.give(recomputed);
         }
     }
 
     /// Recomputes the activations. Send buffers are allocated anew, because other stages may still read the first ones.
     pub fn again(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
-        let own = self.code.own_bytes.iter().map(|&bytes| self.device.take(bytes)).collect::<Result<_, _>>()?;
-        for sent in std::mem::replace(&mut item.own, own) {
+        let code = self.code;
+        for (at, bytes) in code.own_bytes.iter().enumerate().filter(|(at, _)| code.recomputed_own[*at]) {
+            let sent = std::mem::replace(&mut item.own[at], self.device.take(*bytes)?);
             lend_to_readers(&sent);
             self.device.give(sent);
         }
-        item.kept = Some(self.device.take(self.code.kept_bytes)?);
-        self.forward(item)
+        item.recomputed = Some(self.device.take(code.recomputed_bytes)?);
+        self.run(RunPhase::Forward, &code.forward.steps[..code.recomputed_steps], item)?;
+        // The step after these may read the same gathered parameters.
+        item.gathered.clear();
+        Ok(())
     }
 
     /// Frees a micro-batch.
@@ -245,7 +255,7 @@ impl<'a> Executor<'a> {
             ledger.free_slot(buffer.len());
         }
         item.own.iter().for_each(lend_to_readers);
-        let buffers = item.kept.into_iter().chain(item.own).chain(item.between);
+        let buffers = item.kept.into_iter().chain(item.recomputed).chain(item.own).chain(item.between);
         let gradients = item.gradients_out.into_iter().chain(item.sent_gradients).flatten();
         for buffer in buffers.chain(gradients).chain(item.feeds) {
             self.device.give(buffer);
@@ -287,12 +297,13 @@ impl<'a> Executor<'a> {
         Ok(copy)
     }
 
-    fn run(&self, run: RunPhase, item: &mut Item) -> Result<(), ExecuteError> {
-        let (code, sequence) = (self.code, run.of(self.code));
+    /// Runs the first steps of a pass.
+    fn run(&self, run: RunPhase, steps: &[Step], item: &mut Item) -> Result<(), ExecuteError> {
+        let code = self.code;
         let Some(hook) = self.step_hook.as_ref().filter(|hook| hook.has(run)) else {
-            return self.run_watched(run, item, &mut || ());
+            return self.run_steps(run, steps, item, &mut || ());
         };
-        for (at, step) in sequence.steps.iter().enumerate() {
+        for (at, step) in steps.iter().enumerate() {
             let failed = |fault| ExecuteError::of_collective(step, fault);
             hook.before(code, run, at, item, &self.device).map_err(failed)?;
             self.run_steps(run, std::slice::from_ref(step), item, &mut || ())?;
@@ -427,7 +438,14 @@ impl<'a> Executor<'a> {
         };
         match place.slot {
             Slot::Arena(offset) => inside(&self.arena, offset),
-            Slot::Saved(offset) => inside(item.kept.as_ref().expect("a micro-batch in flight has its block"), offset),
+            Slot::Saved(offset) => {
+                let first = self.code.recomputed_bytes;
+                let (block, offset) = match &item.kept {
+                    Some(kept) if offset >= first => (Some(kept), offset - first),
+                    _ => (item.recomputed.as_ref(), offset),
+                };
+                inside(block.expect("a micro-batch in flight has its block"), offset)
+            }
             Slot::Own(i) => inside(&item.own[i], 0),
             Slot::Received(i) => whole(item.received[i].as_ref()),
             Slot::GradientIn(i) => whole(item.gradients_in[i].as_ref()),

@@ -75,6 +75,12 @@ pub struct StageCode {
     pub recompute: bool,
     /// Bytes saved per in-flight micro-batch for its backward pass.
     pub kept_bytes: usize,
+    /// The first steps of the forward pass, which recomputation runs again.
+    pub recomputed_steps: usize,
+    /// The first of the saved bytes, which these steps write.
+    pub recomputed_bytes: usize,
+    /// For each send buffer, true if these steps write it.
+    pub recomputed_own: Vec<bool>,
     /// Bytes of the arena, which all passes of a worker share.
     pub arena_bytes: usize,
     /// Ops that run the reference kernel because the device has no fast one.

@@ -1,6 +1,6 @@
 //! Activation recomputation, and the weights of a backward pass without stashed versions.
 //!
-//! A recomputed stage frees its activations after the forward pass. A program instruction computes them again while gradients may
+//! A recomputed stage frees the activations of all or its first ops after the forward pass. A program instruction computes them again while gradients may
 //! still be in transit; without that instruction, the backward pass does. Both use the weights of the backward pass, so both give
 //! the same bits.
 
@@ -21,7 +21,7 @@ impl StageWorker<'_> {
     }
 
     pub(super) fn again(&mut self, state: &mut Item) -> Result<(), ExecuteError> {
-        if state.kept.is_none() { self.executor.again(state) } else { Ok(()) }
+        if state.recomputed.is_none() { self.executor.again(state) } else { Ok(()) }
     }
 
     /// Sets the weights of the backward pass, unless the forward's weights are stashed.

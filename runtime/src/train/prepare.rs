@@ -1,6 +1,6 @@
 //! Prepares a run: binds symbolic dimensions, attaches the loss, compiles stages, generates and checks the program.
 
-use crate::exec::compile::compile_parts;
+use crate::exec::compile::{PassOptions, compile_parts};
 use crate::exec::compile_error::CompileError;
 use crate::exec::stage_code::StageCode;
 use crate::train::run::{placement, with_edges};
@@ -17,7 +17,7 @@ use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, Program, ScheduleError, StageSpec};
 use compiler::tensor::DType;
 use compiler::tensor::dim::Bindings;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use thiserror::Error;
 
 #[derive(Debug, Error)]
@@ -87,15 +87,17 @@ pub fn prepare_with(
     let batches_grads_of =
         |stage: &StageSpec| joins(microbatches.div_ceil(stage.replicas.max(1)), stage.replicas, stage.zero);
     let batches_weight_grads: Vec<bool> = pipeline.stages.iter().map(batches_grads_of).collect();
-    let mut compile = |graph: &Graph, place: &HashMap<NodeId, usize>, stages, loss: &str| {
-        compile_parts(graph, place, stages, Some(loss), splits, &|stage| batches_weight_grads[stage])
+    let joins = |stage: usize| batches_weight_grads[stage];
+    let mut compile = |graph: &Graph, place: &HashMap<NodeId, usize>, stages, loss: &str, saving: &HashSet<NodeId>| {
+        compile_parts(graph, place, stages, Some(loss), PassOptions { splits, joins: &joins, saving })
     };
     prepare_by(graph, stages, pipeline, settings, program, &mut compile)
 }
 
-/// Compiles a graph, given the stage of every op, the number of stages and the name of the loss output.
-pub type Compile<'a> =
-    dyn FnMut(&Graph, &HashMap<NodeId, usize>, usize, &str) -> Result<Vec<StageCode>, CompileError> + 'a;
+/// Compiles a graph, given the stage of every op, the number of stages, the name of the loss output and the nodes of
+/// recomputed stages that save their activations.
+pub type Compile<'a> = dyn FnMut(&Graph, &HashMap<NodeId, usize>, usize, &str, &HashSet<NodeId>) -> Result<Vec<StageCode>, CompileError>
+    + 'a;
 
 /// Like [`prepare_with`], with a custom stage compiler.
 pub fn prepare_by(
@@ -122,7 +124,8 @@ pub fn prepare_by(
     }
     let small = if is_f16 { SCALED_LOSS } else { LOSS };
     let place = placement(&bound, &trained, stages);
-    let mut codes = compile(&trained, &place, pipeline.stages.len(), small)?;
+    let saving = saving(&bound, &trained, &place, &pipeline);
+    let mut codes = compile(&trained, &place, pipeline.stages.len(), small, &saving)?;
     let pipeline = with_edges(pipeline, &codes);
     let program = program(&pipeline)?;
     check(&program).map_err(PrepareError::Program)?;
@@ -130,4 +133,20 @@ pub fn prepare_by(
         code.recompute = stage.recompute;
     }
     Ok(Prepared { graph: trained, codes, program, pipeline })
+}
+
+/// Nodes of partly recomputed stages that save their activations: all but those of the first ops. The loss is not an op
+/// of the plan.
+fn saving(graph: &Graph, with_loss: &Graph, place: &HashMap<NodeId, usize>, pipeline: &Pipeline) -> HashSet<NodeId> {
+    let mut left: Vec<Option<u32>> = pipeline.stages.iter().map(|stage| stage.recomputed_ops).collect();
+    let mut recomputed: HashSet<NodeId> = HashSet::new();
+    for op in order::numbered(graph) {
+        if let Some(left) = left[place[&op]].as_mut().filter(|left| **left > 0) {
+            *left -= 1;
+            recomputed.insert(op);
+        }
+    }
+    let mut nodes = order::executed(with_loss);
+    nodes.retain(|node| left[place[node]].is_some() && !recomputed.contains(&with_loss.op_of(*node)));
+    nodes.into_iter().collect()
 }

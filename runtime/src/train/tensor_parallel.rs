@@ -68,11 +68,12 @@ pub fn prepare_shared_with(
     machine: &Machine,
 ) -> Result<(Prepared, Layouts), PrepareError> {
     let mut layouts = Layouts::new();
-    let prepared = prepare_by(graph, stages, pipeline, settings, program, &mut |graph, place, stages, loss| {
-        let (codes, found) = compile_tensor_parallel(graph, place, stages, loss, splits, machine)?;
-        layouts = found;
-        Ok::<_, CompileError>(codes)
-    })?;
+    let prepared =
+        prepare_by(graph, stages, pipeline, settings, program, &mut |graph, place, stages, loss, saving| {
+            let (codes, found) = compile_tensor_parallel(graph, place, stages, loss, (splits, saving), machine)?;
+            layouts = found;
+            Ok::<_, CompileError>(codes)
+        })?;
     Ok((prepared, layouts))
 }
 

@@ -6,7 +6,7 @@ use clap::Args;
 use compiler::cluster::unit;
 use compiler::partition::partitioners::Partitioner;
 use compiler::plan::groups::MOST as MAX_DEGREE;
-use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
+use compiler::plan::problem::{CostModel, InFlight, Objective, Recomputation, Target};
 use compiler::plan::zero::{LEVELS, MOST};
 use compiler::profile::precision::Precision;
 use pipec::costs::PrecisionChoice;
@@ -71,8 +71,8 @@ pub struct PlanArguments {
     /// The same as `--tensor never`
     #[arg(long, conflicts_with = "tensor", help_heading = "Constraints")]
     pub no_tensor: bool,
-    /// Activation recomputation: auto (for stages that do not fit otherwise) or never
-    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Costs and memory")]
+    /// Activation recomputation: auto (as few ops as needed, in stages that do not fit otherwise), never, or full (all ops)
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never", "full"], help_heading = "Costs and memory")]
     pub recompute: String,
     /// The same as `--recompute never`
     #[arg(long, conflicts_with = "recompute", help_heading = "Costs and memory")]
@@ -139,7 +139,10 @@ impl PlanArguments {
             max_stages: of.max_stages,
             no_replication: of.no_replication,
             tensor_parallel: of.tensor.or(of.no_tensor.then_some(TensorParallel::Never)),
-            recompute: of.recompute == "auto" && !of.no_recompute,
+            recompute: match of.no_recompute {
+                true => Recomputation::Never,
+                false => Recomputation::from_name(&of.recompute).unwrap_or_default(),
+            },
             optimizer: of.optimizer.into(),
             momentum: of.momentum,
             precision: of.precision.map_or(PrecisionChoice::Usual, PrecisionChoice::Given),

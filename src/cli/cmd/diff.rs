@@ -9,7 +9,7 @@ use crate::cli::screen::Screen;
 use crate::cli::stage_table;
 use crate::cli::table::{Give, fitted};
 use compiler::export::quantity;
-use compiler::export::stage_name::{ranges, replicas};
+use compiler::export::stage_name::{ranges, recomputed, replicas};
 use compiler::import::onnx::name::shown;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::diff::{Diff, Moved, StageChange, diff, is_rearranged};
@@ -68,7 +68,7 @@ fn describe(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> St
             moved(change.came, '+'),
             moved(change.ops_lost, '-'),
             cell(&|stage| format!("{} on {}", replicas(stage), ranges(&stage.devices))),
-            cell(&|stage| if stage.recompute { "recomputed" } else { "" }.to_string()),
+            cell(&recomputed),
             cell(&|stage| quantity::time(stage.fwd_us + stage.bwd_us)),
             cell(&|stage| quantity::bytes(stage.memory.total)),
         ]
@@ -194,6 +194,7 @@ fn value(left: &Plan, right: &Plan, found: &Diff) -> Value {
             "tensor_degree": stage.degree(),
             "devices": stage.devices,
             "recompute": stage.recompute,
+            "recomputed_ops": stage.recomputed_op_ids().count(),
             "fwd_us": stage.fwd_us,
             "bwd_us": stage.bwd_us,
             "bytes": stage.memory.total,

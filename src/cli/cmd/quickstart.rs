@@ -14,7 +14,7 @@ use compiler::export::quantity;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::graph::hash::sha256;
-use compiler::plan::problem::InFlight;
+use compiler::plan::problem::{InFlight, Recomputation};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Plan, read};
 use compiler::profile::Profile;
@@ -129,7 +129,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let plan_with = |options: &PlanOptions| solve(&model_file, costs()?, options).map(|planned| planned.plan);
     let options = PlanOptions {
         optimizer: optimizer::Optimizer::SgdMomentum,
-        recompute: false,
+        recompute: Recomputation::Never,
         seed: arguments.seed,
         ..PlanOptions::default()
     };

@@ -10,6 +10,7 @@ use compiler::cluster::unit;
 use compiler::export::quantity;
 use compiler::export::sweep::{Figures, Largest, PICTURES, Point, Sweep, name};
 use compiler::plan::coarsen;
+use compiler::plan::problem::Recomputation;
 use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::CostGraph;
 use pipec::costs::CostInput;
@@ -69,8 +70,8 @@ pub struct Arguments {
     /// sgd, rmsprop: momentum used in training; a non-zero value adds one optimizer-state value per weight
     #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Sweep ranges")]
     momentum: Option<f64>,
-    /// Activation recomputation: auto (for stages that do not fit otherwise) or never
-    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Sweep ranges")]
+    /// Activation recomputation: auto (as few ops as needed, in stages that do not fit otherwise), never, or full (all ops)
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never", "full"], help_heading = "Sweep ranges")]
     recompute: String,
     /// Also find the largest model of this zoo family that fits, for example gpt2-xl with more layers
     #[arg(long, value_name = "NAME", help_heading = "Sweep ranges")]
@@ -132,7 +133,7 @@ fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
         memory_limit: memory,
         optimizer: arguments.optimizer.into(),
         momentum: arguments.momentum,
-        recompute: arguments.recompute == "auto",
+        recompute: Recomputation::from_name(&arguments.recompute).unwrap_or_default(),
         schedule: Some(ScheduleChoice::Named(default)),
         ..PlanOptions::default()
     })

@@ -351,6 +351,7 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             choices: ops.iter().map(|op| choice(op).name.clone()).collect(),
             devices: (device..device + devices).collect(),
             recompute: ops.iter().any(|op| choice(op).recomputes),
+            recomputed: None,
             // The instance combines forward and backward time.
             fwd_us: sum(&|choice| choice.time),
             bwd_us: 0.0,

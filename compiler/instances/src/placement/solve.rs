@@ -353,6 +353,7 @@ fn stages(placement: &Placement, units: &Units, placed: &[Part]) -> Vec<Stage> {
             choices: Vec::new(),
             devices: vec![devices[at]],
             recompute: false,
+            recomputed: None,
             fwd_us: time(false),
             bwd_us: time(true),
             weight_grad_us: None,

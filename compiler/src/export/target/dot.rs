@@ -7,7 +7,7 @@
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput};
 use crate::export::quantity;
-use crate::export::stage_name::{layers, ranges, replicas};
+use crate::export::stage_name::{layers, ranges, recomputed, replicas};
 use crate::import::onnx::name::{display_name, shown};
 use crate::plan::{Plan, Stage};
 use std::collections::BTreeMap;
@@ -45,7 +45,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
 }
 
 fn label(stage: &Stage, devices: &str) -> String {
-    let recomputed = if stage.recompute { ", recomputed" } else { "" };
+    let recomputed = if stage.recompute { format!(", {}", recomputed(stage)) } else { String::new() };
     format!(
         "stage {}\n{}\n{} x {devices}\nforward {}, backward {}{recomputed}\n{}",
         stage.id.0,

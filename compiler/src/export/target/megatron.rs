@@ -8,7 +8,8 @@
 //!
 //! Megatron builds its own layers, so only their number matters. The plan must have the numbered layers in order, the
 //! modules before them (embedding) in the first stage and those after them (norm, head) in the last. Supported
-//! schedules are 1F1B and interleaved 1F1B.
+//! schedules are 1F1B and interleaved 1F1B. Megatron recomputes the same number of first layers in every stage: the
+//! largest number of the plan.
 
 use super::layers::{layers, numbered};
 use super::refusal::Refusal;
@@ -32,6 +33,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let replicas = fit::replicas(plan, TOOL)?;
     let microbatches = fit::share(plan, replicas)?;
     let (layout, count) = layout(plan)?;
+    let recompute = recompute(plan, &layout);
     let ranks = pipeline(plan)?.ranks.iter().map(|rank| rank.0 + 1).max().unwrap_or(1);
     let micro = plan.schedule.micro_batch;
     let global = micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas));
@@ -41,7 +43,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
         "# {USE}\n{precision}{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
-         --micro-batch-size {micro}\n--global-batch-size {global}\n"
+         --micro-batch-size {micro}\n--global-batch-size {global}\n{recompute}"
     );
     let mut bundle = Bundle::of("megatron.args", text);
     bundle.notes.push(USE.to_string());
@@ -52,6 +54,20 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         u64::from(ranks) * u64::from(replicas) * u64::from(degree)
     ));
     Ok(bundle)
+}
+
+/// The arguments of activation recomputation. A stage that recomputes part of a layer recomputes all of it.
+fn recompute(plan: &Plan, layout: &str) -> String {
+    let layers = |(stage, part): (&Stage, &str)| {
+        let share = stage.recomputed_op_ids().count() as f64 / stage.op_ids().count().max(1) as f64;
+        (part.matches('t').count() as f64 * share).ceil() as u32
+    };
+    match plan.stages.iter().zip(layout.split('|')).map(layers).max().unwrap_or(0) {
+        0 => String::new(),
+        most => {
+            format!("--recompute-granularity full\n--recompute-method block\n--recompute-num-layers {most}\n")
+        }
+    }
 }
 
 /// The layout string and the number of layers.

@@ -53,7 +53,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     let places = RangeCosts::new(&problem.graph, &space, GradientBuffers::of(&problem.cluster));
     let rules = Rules {
         equal: problem.constraints.no_replication.then_some(1),
-        recompute: problem.recompute && problem.cost == CostModel::Pipec && problem.schedule.trains(),
+        recompute: problem.recomputation(),
         ..Rules::default()
     };
     let table = |devices: u32, first: First| {

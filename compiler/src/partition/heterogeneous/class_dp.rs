@@ -333,18 +333,16 @@ impl<'a> Costs<'a> {
     fn part(&mut self, at: usize, after: u32) -> Option<[f64; 3]> {
         let take = &self.counts.takes[at];
         let (limit, is_counted) = self.limits[at];
-        let mut recompute = false;
+        let choices = self.placing.rules.recompute.choices();
+        let mut recompute = choices[0];
         if self.measure == Measure::Bytes {
-            let [plain, recomputed] = self.held(take.devices, after);
-            let bytes = if self.placing.rules.recompute { plain.min(recomputed) } else { plain };
+            let held = self.held(take.devices, after);
+            let bytes = choices.iter().map(|&again| held[usize::from(again)]).min().unwrap_or(u64::MAX);
             return (bytes <= limit).then_some([0.0, 0.0, if is_counted { bytes as f64 } else { 0.0 }]);
         }
         if limit < u64::MAX {
-            let [plain, recomputed] = self.held(take.devices, after);
-            recompute = plain > limit;
-            if recompute && (!self.placing.rules.recompute || recomputed > limit) {
-                return None;
-            }
+            let held = self.held(take.devices, after);
+            recompute = choices.iter().copied().find(|&again| held[usize::from(again)] <= limit)?;
         }
         let key = take.devices as usize * self.counts.paces + take.which;
         if self.shares[key].0 != self.begun {

@@ -71,13 +71,16 @@ impl Formulation<'_> {
             let whole = each(MemoryTerms { weights: MANY, shared: MANY, ..none }) - weights;
             sum += self.shared(stage, whole, 1.0);
             let [saved, terms] = [MemoryTerms { saved: MANY, ..none }, MemoryTerms { terms: MANY, ..none }].map(each);
+            // Model inputs are kept even if the stage is recomputed.
+            let fed = each(MemoryTerms { saved: MANY, fed: MANY, ..none });
             let batched_grads = each(MemoryTerms { batched_grads: MANY, ..none });
             // Conservative: every stage but the first sends input gradients, and no output gradient arrives unchanged.
             let halves = if stage == 0 { 0.0 } else { f64::from(multiples.pending_weight_grads) / limit };
             sum += self.sum(stage, 1.0, |op| {
                 let gradients = terms * used[op] as f64;
                 let op = &problem.graph.ops[op];
-                let kept = saved * op.kept_bytes() as f64 + batched_grads * op.batched_grad_bytes as f64;
+                let kept = saved * op.saved_bytes as f64 + fed * op.fed_bytes as f64;
+                let kept = kept + batched_grads * op.batched_grad_bytes as f64;
                 gradients + kept + halves * op.pending_weight_grad_bytes() as f64
             });
             let (input, passed) =

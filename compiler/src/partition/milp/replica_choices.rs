@@ -7,7 +7,7 @@
 use crate::cluster::class;
 use crate::partition::search::build_plan;
 use crate::plan::in_flight;
-use crate::plan::problem::{CostModel, InFlight, Problem};
+use crate::plan::problem::{CostModel, InFlight, Problem, Recomputation};
 use std::ops::Range;
 
 pub const MOST_CHOICES: usize = 1200;
@@ -82,8 +82,9 @@ pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
         if bits > 16 || choices.len() + (1 << bits) > MOST_CHOICES {
             return None;
         }
+        let always = problem.recomputation().is_full();
         for set in 0..1u32 << bits {
-            let recompute = (0..replicas.len()).map(|stage| set >> stage & 1 == 1).collect();
+            let recompute = (0..replicas.len()).map(|stage| always || set >> stage & 1 == 1).collect();
             let mut choice = Choice { replicas: replicas.clone(), recompute, caps: caps.clone(), paces: Vec::new() };
             let pace = |stage| class::slowest(&problem.cluster.classes, choice.devices(stage));
             choice.paces = (0..replicas.len()).map(pace).collect();
@@ -95,8 +96,7 @@ pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
 
 /// Returns whether recomputation is worth trying: it never makes a plan faster, only smaller.
 fn may_recompute(problem: &Problem) -> bool {
-    let trains = problem.schedule.trains();
-    problem.cost == CostModel::Pipec && problem.recompute && trains && build_plan::is_limited(problem)
+    problem.recomputation() == Recomputation::Auto && build_plan::is_limited(problem)
 }
 
 /// Total work on one device in microseconds, if the stages' throughput must cover it; otherwise 0.

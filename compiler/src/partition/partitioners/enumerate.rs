@@ -9,10 +9,10 @@ use crate::partition::dp::nested_partition::Shape;
 use crate::partition::explain::infeasible::Need;
 use crate::partition::heterogeneous::device_ranges::DeviceRanges;
 use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::build_plan::{Recompute, StagePosition};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::result::PlanCandidate;
-use crate::plan::problem::{Objective, ProblemError};
+use crate::plan::problem::{Objective, ProblemError, Recomputation};
 
 pub const MAX_OPS: usize = 12;
 
@@ -118,20 +118,21 @@ impl Walk<'_> {
         let stages = self.stages.iter().map(|(ops, _, replicas)| (ops.clone(), *replicas)).collect();
         let shape = Shape::flat(stages, self.unit > 0);
         let problem = self.question.problem;
+        let recomputation = problem.recomputation();
+        let recompute = Recompute::from(recomputation.choices()[0]);
         let mut spots: Vec<StagePosition> =
-            self.stages.iter().map(|&(_, first, _)| StagePosition { first, recompute: false }).collect();
+            self.stages.iter().map(|&(_, first, _)| StagePosition { first, recompute }).collect();
         let mut candidate = self.question.placed("exhaustive", shape, spots.clone());
         let wants_memory = problem.objective == Objective::Memory;
-        let may_recompute = problem.recompute && build_plan::asked(problem).trains();
-        if may_recompute && (wants_memory || !candidate.fits) {
+        if recomputation == Recomputation::Auto && (wants_memory || !candidate.fits) {
             let again: Vec<StagePosition> =
-                spots.iter().map(|spot| StagePosition { recompute: true, ..*spot }).collect();
+                spots.iter().map(|spot| StagePosition { recompute: Recompute::All, ..*spot }).collect();
             let other = self.question.placed("exhaustive", candidate.shape.clone(), again);
             let replicas = candidate.shape.replicas();
             for (at, spot) in spots.iter_mut().enumerate() {
                 let limit = problem.limit_of(spot.first..spot.first + replicas[at]).unwrap_or(u64::MAX);
                 let (plain, recomputed) = (candidate.memory[at].total, other.memory[at].total);
-                spot.recompute = recomputed < plain && (wants_memory || plain > limit);
+                spot.recompute = (recomputed < plain && (wants_memory || plain > limit)).into();
             }
             candidate = self.question.placed("exhaustive", candidate.shape, spots);
         }

@@ -11,9 +11,9 @@ use crate::plan::cost_estimate::{CostEstimate, FlowQuery, PlacedStage};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight;
 use crate::plan::in_flight::{First, ScheduleFlow, StageInFlight};
-use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
+use crate::plan::memory::{MemoryMultipliers, MemoryTerms, RecomputedTerms};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
-use crate::plan::{Edge, Stage, StageId, StageMemory};
+use crate::plan::{Edge, RecomputedOps, Stage, StageId, StageMemory};
 use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
 use std::collections::BTreeMap;
@@ -21,7 +21,37 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagePosition {
     pub first: u32,
-    pub recompute: bool,
+    pub recompute: Recompute,
+}
+
+/// The ops of a stage that are recomputed before the backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recompute {
+    None,
+    /// This many, in ascending order of ids.
+    First(u32),
+    All,
+}
+
+impl From<bool> for Recompute {
+    fn from(all: bool) -> Recompute {
+        if all { Recompute::All } else { Recompute::None }
+    }
+}
+
+impl Recompute {
+    pub fn is_any(self) -> bool {
+        self != Recompute::None
+    }
+
+    /// The recomputed ones of a stage's ops.
+    pub fn of(self, ops: &[u32]) -> &[u32] {
+        match self {
+            Recompute::None => &[],
+            Recompute::First(count) => &ops[..ops.len().min(count as usize)],
+            Recompute::All => ops,
+        }
+    }
 }
 
 /// Places the stages side by side from device 0, without recomputation.
@@ -30,7 +60,7 @@ pub fn side_by_side(shape: &Shape) -> Vec<StagePosition> {
     let mut spot = |replicas: u32| {
         let first = next;
         next = next.saturating_add(replicas);
-        StagePosition { first, recompute: false }
+        StagePosition { first, recompute: Recompute::None }
     };
     shape.replicas().into_iter().map(&mut spot).collect()
 }
@@ -43,12 +73,11 @@ pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<
     let ops = &problem.graph.ops;
     let holdings = holdings(problem, shape);
     let placed = |((leaf, spot), holdings): ((StageGroup<'_>, &StagePosition), &MemoryTerms)| {
-        let sum = |us: fn(&OpCost) -> f64| leaf.ops.iter().map(|&op| us(&ops[op as usize])).sum::<f64>();
         let pace = pace(problem, spot, leaf.replicas);
-        let forward_us = sum(|op| op.fwd_us) / pace;
+        let sum = |of: &[u32], us: fn(&OpCost) -> f64| of.iter().map(|&op| us(&ops[op as usize])).sum::<f64>() / pace;
         PlacedStage {
-            forward_us,
-            backward_us: sum(|op| op.bwd_us) / pace + if spot.recompute { forward_us } else { 0.0 },
+            forward_us: sum(leaf.ops, |op| op.fwd_us),
+            backward_us: sum(leaf.ops, |op| op.bwd_us) + sum(spot.recompute.of(leaf.ops), |op| op.fwd_us),
             gradient_bytes: holdings.summed as f64,
             first: spot.first,
             replicas: leaf.replicas,
@@ -91,10 +120,12 @@ pub fn is_limited(problem: &Problem) -> bool {
         largest: graph.largest_bytes().into_iter().max().unwrap_or(0),
         needed: graph.needed_bytes().into_iter().max().unwrap_or(0),
         saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
+        fed: sum(&mut graph.ops.iter().map(|op| op.fed_bytes)),
         inputs: tensors,
         passed: tensors.saturating_mul(2),
         outputs: tensors,
         sent: tensors,
+        recomputed: None,
         arena: Arena::always(graph.ops.iter().map(OpCost::most_scratch).max().unwrap_or(0)),
         batched_grads: sum(&mut graph.ops.iter().map(|op| op.batched_grad_bytes)),
         halves: sum(&mut graph.ops.iter().map(OpCost::pending_weight_grad_bytes)),
@@ -197,14 +228,19 @@ pub fn memory(
     pending_weight_grads: &[u32],
 ) -> Vec<StageMemory> {
     let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, ScheduleFlow::late));
+    let leaves = shape.leaves();
     let held = |(at, holdings): (usize, &MemoryTerms), replicas: u32| {
-        holdings.held(&MemoryMultipliers {
+        let recomputed = match spots[at].recompute {
+            Recompute::First(_) => Some(recomputed_terms(problem, leaves[at].ops, spots[at].recompute)),
+            Recompute::None | Recompute::All => None,
+        };
+        MemoryTerms { recomputed, ..*holdings }.held(&MemoryMultipliers {
             in_flight: caps[at],
             pending_weight_grads: pending_weight_grads.get(at).copied().unwrap_or(0),
             versions: versions[at],
             late: late[at],
             replicas,
-            recompute: spots[at].recompute,
+            recompute: spots[at].recompute.is_any(),
             zero: problem.zero,
             optimizer_state: problem.optimizer_state,
             schedule: problem.schedule,
@@ -214,12 +250,23 @@ pub fn memory(
     holdings.iter().enumerate().zip(shape.replicas()).map(|(one, replicas)| held(one, replicas)).collect()
 }
 
+fn recomputed_terms(problem: &Problem, ops: &[u32], recompute: Recompute) -> RecomputedTerms {
+    let mut inside = vec![false; problem.graph.ops.len()];
+    ops.iter().for_each(|&op| inside[op as usize] = true);
+    RecomputedTerms::of(&problem.graph, &inside, recompute.of(ops))
+}
+
 pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> Vec<Stage> {
     let ops = &problem.graph.ops;
     let mut stages = Vec::new();
     for (at, ((leaf, memory), spot)) in shape.leaves().into_iter().zip(memory).zip(spots).enumerate() {
         let pace = pace(problem, spot, leaf.replicas);
-        let fwd_us = leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>() / pace;
+        let forward = |of: &[u32]| of.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>() / pace;
+        let (fwd_us, again_us) = (forward(leaf.ops), forward(spot.recompute.of(leaf.ops)));
+        let recomputed = match spot.recompute {
+            Recompute::First(ops) => Some(RecomputedOps { ops, fwd_us: again_us }),
+            Recompute::None | Recompute::All => None,
+        };
         let bwd_us = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum::<f64>() / pace;
         let is_known = leaf.ops.iter().any(|&op| ops[op as usize].weight_grad_us.is_some());
         let weight_grad_us = leaf.ops.iter().map(|&op| ops[op as usize].weight_part_us()).sum::<f64>() / pace;
@@ -246,9 +293,10 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
             tensor_parallel: None,
             choices: Vec::new(),
             devices: (spot.first..spot.first + leaf.replicas).collect(),
-            recompute: spot.recompute,
+            recompute: spot.recompute.is_any(),
+            recomputed,
             fwd_us,
-            bwd_us: bwd_us + if spot.recompute { fwd_us } else { 0.0 },
+            bwd_us: bwd_us + again_us,
             weight_grad_us: is_known.then_some(weight_grad_us),
             buckets: match leaf.replicas > 1 && problem.schedule.trains() {
                 true => buckets(&problem.graph, leaf.ops, problem.bucket.0),

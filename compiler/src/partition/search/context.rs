@@ -54,7 +54,9 @@ impl SearchContext<'_> {
 
     /// Prices a shape whose stages are placed side by side.
     pub fn candidate(&self, name: &'static str, shape: Shape) -> PlanCandidate {
-        let spots = build_plan::side_by_side(&shape);
+        let mut spots = build_plan::side_by_side(&shape);
+        let recompute = self.problem.recomputation().is_full().into();
+        spots.iter_mut().for_each(|spot| spot.recompute = recompute);
         self.placed(name, shape, spots)
     }
 

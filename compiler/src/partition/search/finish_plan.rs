@@ -11,7 +11,7 @@ use crate::plan::buckets;
 use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify;
 use crate::plan::cost_estimate::{CostEstimate, FlowQuery};
-use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation};
 use crate::plan::stage_cost;
 use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
 use crate::profile::precision::Precision;
@@ -202,13 +202,11 @@ fn operations(problem: &Problem, chosen: &PlanCandidate) -> Predicted {
     let has_backward = problem.graph.ops.iter().any(|op| op.bwd_us > 0.0);
     let passes = if problem.schedule.trains() && has_backward { 3.0 } else { 1.0 };
     let items = f64::from(problem.microbatches);
-    let of = |op: &u32| problem.graph.ops[*op as usize].flops;
-    let leaves = chosen.shape.leaves();
-    let stages = leaves.iter().map(|leaf| leaf.ops.iter().map(of).sum::<f64>());
+    let of = |ops: &[u32]| ops.iter().map(|&op| problem.graph.ops[op as usize].flops).sum::<f64>();
     let (mut flops, mut recomputed_flops) = (0.0, 0.0);
-    for (forward, spot) in stages.zip(&chosen.spots) {
-        flops += passes * items * forward;
-        recomputed_flops += if spot.recompute { items * forward } else { 0.0 };
+    for (leaf, spot) in chosen.shape.leaves().iter().zip(&chosen.spots) {
+        flops += passes * items * of(leaf.ops);
+        recomputed_flops += items * of(spot.recompute.of(leaf.ops));
     }
     Predicted { flops, recomputed_flops, ..Predicted::default() }
 }
@@ -271,7 +269,7 @@ fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Val
     let pins: Vec<String> = constraints.pins.iter().map(|(name, stage)| format!("{name}={stage}")).collect();
     add("pin", (!pins.is_empty()).then(|| json!(pins)));
     add("max_stages", constraints.most_stages.map(|most| json!(most)));
-    add("recompute", (!problem.recompute).then(|| json!("never")));
+    add("recompute", (problem.recompute != Recomputation::Auto).then(|| json!(problem.recompute.name())));
     add("no_replication", constraints.no_replication.then_some(json!(true)));
     add("target", constraints.target.map(|target| json!(target.name())));
     add("cut_after", problem.constraints.cut_after.as_ref().map(|names| json!(names)));

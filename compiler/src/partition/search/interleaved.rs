@@ -7,14 +7,14 @@
 
 use crate::partition::search::balanced_cuts::Line;
 use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::build_plan::{Recompute, StagePosition};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::module_boundaries::Borders;
 use crate::partition::search::result::{PlanCandidate, SearchResult, fullest};
 use crate::partition::search::{finish_plan, linear_search};
 use crate::plan::StageMemory;
 use crate::plan::chunks::rank_of;
-use crate::plan::problem::{InFlight, Problem, ProblemError};
+use crate::plan::problem::{InFlight, Problem, ProblemError, Recomputation};
 use crate::plan::schedule::Schedule;
 use crate::schedule::action::pending_weight_grads;
 use crate::schedule::generators::schedule;
@@ -109,7 +109,7 @@ impl Line<'_> {
             return;
         }
         let Some(counts) = counts(self.problem, ranks, replicas) else { return };
-        let spots = |recompute| -> Vec<StagePosition> {
+        let spots = |recompute: Recompute| -> Vec<StagePosition> {
             let rank = |stage| rank_of(self.problem.schedule, ranks, stage as u32);
             (0..stages).map(|stage| StagePosition { first: rank(stage) * replicas, recompute }).collect()
         };
@@ -117,18 +117,22 @@ impl Line<'_> {
         let mut best: Option<(f64, Vec<usize>)> = None;
         for slack in SLACK {
             let Some(cuts) = self.cheapest(stages, shortest * (1.0 + slack)) else { continue };
-            let us = self.time(&cuts, replicas, &spots(false));
+            let us = self.time(&cuts, replicas, &spots(Recompute::None));
             found.states += 1;
             if best.as_ref().is_none_or(|(known, _)| us < *known) {
                 best = Some((us, cuts));
             }
         }
         let Some((us, mut cuts)) = best else { return };
-        self.improve(&mut cuts, us, replicas, &spots(false), found);
-        let plain = self.candidate(question, &cuts, replicas, spots(false), &counts);
+        self.improve(&mut cuts, us, replicas, &spots(Recompute::None), found);
+        if self.problem.recomputation().is_full() {
+            found.candidates.push(self.candidate(question, &cuts, replicas, spots(Recompute::All), &counts));
+            return;
+        }
+        let plain = self.candidate(question, &cuts, replicas, spots(Recompute::None), &counts);
         // Recomputes only if the plan does not fit otherwise.
-        if !plain.fits && self.problem.recompute {
-            let again = self.candidate(question, &cuts, replicas, spots(true), &counts);
+        if !plain.fits && self.problem.recomputation() == Recomputation::Auto {
+            let again = self.candidate(question, &cuts, replicas, spots(Recompute::All), &counts);
             let chosen = self.recomputed(&plain, &again);
             found.candidates.push(self.candidate(question, &cuts, replicas, chosen, &counts));
         }
@@ -154,7 +158,7 @@ impl Line<'_> {
                 if bytes <= limit {
                     break;
                 }
-                spots[at].recompute = true;
+                spots[at].recompute = Recompute::All;
                 bytes -= let_go(at);
             }
         }

@@ -29,7 +29,7 @@ use crate::plan::cost_estimate::{self, FlowQuery, PlacedStage};
 use crate::plan::in_flight::{self, ScheduleFlow};
 use crate::plan::links;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
-use crate::plan::problem::Problem;
+use crate::plan::problem::{Problem, Recomputation};
 use crate::plan::schedule::Schedule;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -211,10 +211,11 @@ impl<'a> Layouts<'a> {
             });
             of_rank
         };
-        let mut of_rank = sum(false);
-        let mut recomputed = vec![false; ranks as usize];
+        let recomputation = self.problem.recomputation();
+        let mut of_rank = sum(recomputation.is_full());
+        let mut recomputed = vec![recomputation.is_full(); ranks as usize];
         if of_rank.iter().any(|bytes| *bytes > limit) {
-            if !self.problem.recompute {
+            if recomputation != Recomputation::Auto {
                 return None;
             }
             for (at, fewer) in
@@ -280,7 +281,10 @@ impl<'a> Layouts<'a> {
             _ => interleaved::counts(problem, ranks, replicas)?,
         };
         let (recomputed, _) = self.fitted(&cut, layout, &held)?;
-        let spot = |(at, recompute)| StagePosition { first: rank_of(schedule, ranks, at as u32) * replicas, recompute };
+        let spot = |(at, recompute): (usize, bool)| {
+            let first = rank_of(schedule, ranks, at as u32) * replicas;
+            StagePosition { first, recompute: recompute.into() }
+        };
         let spots: Vec<StagePosition> = recomputed.into_iter().enumerate().map(spot).collect();
         let stages = cut.ops.into_iter().map(|ops| (ops, replicas)).collect();
         let shape = Shape::flat(stages, problem.cluster.levels.len() > 1);

@@ -220,6 +220,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
                     run.halves += graph.ops[op].arriving_bytes;
                 }
                 run.saved += graph.ops[op].kept_bytes();
+                run.fed += graph.ops[op].fed_bytes;
                 // The ops it reads are no longer last in the range.
                 let before = flows.before[op].iter().map(|&made| made as usize);
                 let is_within = before.filter(|&made| place[made] >= ends[from]);

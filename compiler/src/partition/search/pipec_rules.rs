@@ -82,7 +82,7 @@ pub fn found(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3]) -> Re
 }
 
 fn free(problem: &Problem) -> Rules {
-    Rules { recompute: problem.recompute && problem.schedule.trains(), ..Rules::default() }
+    Rules { recompute: problem.recomputation(), ..Rules::default() }
 }
 
 fn keeps(problem: &Problem) -> Option<()> {
@@ -317,7 +317,7 @@ impl Search<'_> {
             .collect();
         let spots = placements
             .iter()
-            .map(|placement| StagePosition { first: placement.first, recompute: placement.recompute })
+            .map(|placement| StagePosition { first: placement.first, recompute: placement.recompute.into() })
             .collect();
         let shape = Shape::flat(stages, problem.cluster.levels.len() > 1);
         let candidate = self.question.placed("pipec", shape, spots);

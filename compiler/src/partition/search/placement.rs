@@ -6,6 +6,7 @@ use crate::partition::search::range_costs::{RangeCosts, Run};
 use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::MemoryMultipliers;
+use crate::plan::problem::Recomputation;
 use std::ops::RangeInclusive;
 
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -20,7 +21,7 @@ pub struct Rules {
     pub caps: Option<Vec<u32>>,
     /// Ops with the stage they are pinned to; requires `stages`.
     pub pins: Vec<(u32, usize)>,
-    pub recompute: bool,
+    pub recompute: Recomputation,
 }
 
 #[derive(Clone, Debug)]
@@ -139,11 +140,9 @@ impl PlacementQuery<'_> {
     /// Returns whether a stage must be recomputed; `None` if it does not fit either way.
     pub fn recomputes(&self, run: &Run, replicas: u32, rest: u32, stage: Option<usize>) -> Option<bool> {
         let first = self.devices - rest - replicas;
-        let Some(limit) = self.limit(first, replicas) else { return Some(false) };
-        if self.bytes(run, replicas, rest, false, stage) <= limit {
-            return Some(false);
-        }
-        (self.rules.recompute && self.bytes(run, replicas, rest, true, stage) <= limit).then_some(true)
+        let choices = self.rules.recompute.choices();
+        let Some(limit) = self.limit(first, replicas) else { return Some(choices[0]) };
+        choices.iter().copied().find(|&again| self.bytes(run, replicas, rest, again, stage) <= limit)
     }
 
     /// As [`PlacementQuery::recomputes`], for the stage at index `at`.

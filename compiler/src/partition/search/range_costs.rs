@@ -29,6 +29,7 @@ pub struct RangeCosts<'a> {
     /// Bytes of gradient sums, counted once per use of a parameter.
     terms: Vec<u64>,
     saved: Vec<u64>,
+    fed: Vec<u64>,
     tied: Vec<usize>,
     /// Bytes kept between the input-gradient and the weight-gradient pass.
     halves: Vec<u64>,
@@ -92,6 +93,7 @@ impl<'a> RangeCosts<'a> {
             terms: vec![0; count],
             batched_grads: vec![0; count],
             saved: vec![0; count],
+            fed: vec![0; count],
             halves: vec![0; count],
             passing,
             made: vec![Vec::new(); ops],
@@ -139,6 +141,7 @@ impl<'a> RangeCosts<'a> {
             places.terms[set] = sum(places.terms[base], &|op| used[op]);
             places.batched_grads[set] = sum(places.batched_grads[base], &|op| graph.ops[op].batched_grad_bytes);
             places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
+            places.fed[set] = sum(places.fed[base], &|op| graph.ops[op].fed_bytes);
             places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].pending_weight_grad_bytes());
             let time =
                 |start: f64, us: &dyn Fn(usize) -> f64| added.iter().fold(start, |sum, &op| sum + us(op as usize));
@@ -262,10 +265,12 @@ impl<'a> RangeCosts<'a> {
             terms: self.terms[to] - self.terms[from],
             shared,
             saved: self.saved[to] - self.saved[from],
+            fed: self.fed[to] - self.fed[from],
             inputs: in_bytes,
             passed: self.passing.bytes(in_bytes, forward_us),
             outputs: out_bytes,
             sent,
+            recomputed: None,
             halves: (self.halves[to] - self.halves[from]).saturating_sub(arriving),
             arena: self.arena(from, to, &span),
             batched_grads: self.batched_grads[to] - self.batched_grads[from],

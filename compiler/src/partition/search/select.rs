@@ -7,12 +7,15 @@
 use crate::partition::options::PlannerOptions;
 use crate::partition::partitioners::Partitioner;
 use crate::partition::search::build_plan;
+use crate::partition::search::build_plan::Recompute;
 use crate::partition::search::context::{SearchContext, SearchLimits};
 use crate::partition::search::in_flight;
 use crate::partition::search::in_flight::ENOUGH;
+use crate::partition::search::partial_recompute;
 use crate::partition::search::pipec_rules;
 use crate::partition::search::result::order;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
+use crate::partition::search::simulate_candidate;
 use crate::partition::search::simulate_candidate::{Played, played};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 
@@ -87,13 +90,19 @@ fn without_needless_recompute(
     (candidate, played): (PlanCandidate, Played),
     play: impl Fn(&PlanCandidate) -> Played,
 ) -> (PlanCandidate, Played) {
+    if question.problem.recomputation().is_full() {
+        return (candidate, played);
+    }
     let PlanCandidate { name, shape, spots, .. } = &candidate;
     let holdings = build_plan::holdings(question.problem, shape);
     let mut fewer = spots.clone();
     for at in 0..fewer.len() {
-        if std::mem::take(&mut fewer[at].recompute) {
+        let before = std::mem::replace(&mut fewer[at].recompute, Recompute::None);
+        if before.is_any() {
             let memory = build_plan::memory(question.problem, shape, &fewer, &holdings, &played.caps, &[]);
-            fewer[at].recompute = !build_plan::fits(question.problem, shape, &fewer, &memory);
+            if !build_plan::fits(question.problem, shape, &fewer, &memory) {
+                fewer[at].recompute = before;
+            }
         }
     }
     if fewer == *spots {
@@ -102,6 +111,27 @@ fn without_needless_recompute(
     let other = question.placed(name, shape.clone(), fewer);
     let replayed = play(&other);
     if replayed.minibatch_us <= played.minibatch_us { (other, replayed) } else { (candidate, played) }
+}
+
+/// Recomputes fewer ops where the plan, over the ops of `problem`, still fits, unless that makes it slower. Also returns
+/// true if anything changed.
+pub fn with_less_recompute(
+    problem: &Problem,
+    (candidate, played): (PlanCandidate, Played),
+    options: &PlannerOptions<'_>,
+) -> (PlanCandidate, Played, bool) {
+    let PlanCandidate { shape, spots, caps, pending_weight_grads, .. } = &candidate;
+    let Some(fewer) = partial_recompute::reduced(problem, shape, spots, (&played.caps, pending_weight_grads)) else {
+        return (candidate, played, false);
+    };
+    let minibatch_us = build_plan::minibatch_us(problem, shape, &fewer);
+    let replayed = simulate_candidate::played(problem, shape, &fewer, caps, minibatch_us, options.efficiency);
+    if replayed.minibatch_us > played.minibatch_us {
+        return (candidate, played, false);
+    }
+    let holdings = build_plan::holdings(problem, shape);
+    let memory = build_plan::memory(problem, shape, &fewer, &holdings, caps, pending_weight_grads);
+    (PlanCandidate { minibatch_us, memory, spots: fewer, ..candidate }, replayed, true)
 }
 
 /// Candidates found with memory reserved for `room` more micro-batches and an estimate below `known_us`; best first.

@@ -245,10 +245,8 @@ impl PlacementQuery<'_> {
         known: &mut Paced,
     ) -> Option<Part> {
         if measure == Measure::Bytes {
-            let mut bytes = self.bytes(run, replicas, rest, false, stage);
-            if self.rules.recompute {
-                bytes = bytes.min(self.bytes(run, replicas, rest, true, stage));
-            }
+            let choices = self.rules.recompute.choices().iter();
+            let bytes = choices.map(|&again| self.bytes(run, replicas, rest, again, stage)).min().unwrap_or(u64::MAX);
             let first = self.devices - rest - replicas;
             let fits = self.limit(first, replicas).is_none_or(|limit| bytes <= limit);
             let bytes = if self.fleet.counts(first, replicas) { bytes } else { 0 };

@@ -8,7 +8,7 @@ use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify::class_memory;
 use crate::plan::groups;
 use crate::plan::problem::CostModel;
-use crate::plan::{Plan, zero};
+use crate::plan::{Plan, RecomputedOps, zero};
 use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -77,6 +77,17 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<PlanFault>> {
     for (at, stage) in plan.stages.iter().enumerate() {
         let what = buckets::contradiction(stage).map(|reason| format!("stage {at}: {reason}"));
         faults.extend(what.map(|what| PlanFault::Schedule { what }));
+        if let Some(RecomputedOps { ops, fwd_us }) = stage.recomputed {
+            let all = stage.ops.iter().map(|&(from, to)| u64::from(to.saturating_sub(from))).sum::<u64>();
+            if !stage.recompute || !(1..all).contains(&u64::from(ops)) || !(0.0..=stage.fwd_us).contains(&fwd_us) {
+                let what = format!(
+                    "stage {at}: {ops} of {all} ops are recomputed in {fwd_us} us of {}; it must be some of them if \
+                     `recompute` is set",
+                    stage.fwd_us
+                );
+                faults.push(PlanFault::Schedule { what });
+            }
+        }
         let what = zero::contradiction(stage, schedule.kind.trains());
         faults.extend(what.map(|what| PlanFault::Schedule { what: format!("stage {at}: {what}") }));
     }

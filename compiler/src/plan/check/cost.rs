@@ -44,7 +44,7 @@ impl Loads {
         }
         let mut compute = vec![0.0; count];
         for (at, stage) in plan.stages.iter().enumerate() {
-            let again = if stage.recompute { forward[at] } else { 0.0 };
+            let again: f64 = stage.recomputed_op_ids().map(|op| problem.graph.ops[op as usize].fwd_us).sum();
             let pace = pace(problem, stage);
             compute[at] = (forward[at] + if trains { backward[at] + again } else { 0.0 }) / pace;
             forward[at] /= pace;

@@ -162,9 +162,8 @@ fn single(plan: &Plan, faults: &mut Vec<PlanFault>) {
             all += sharing.unsharded_fwd_us + sharing.unsharded_bwd_us;
             continue;
         }
-        let again = if stage.recompute { stage.fwd_us } else { 0.0 };
         forward += stage.fwd_us;
-        all += stage.fwd_us + stage.bwd_us - again;
+        all += stage.fwd_us + stage.bwd_us - stage.recompute_us();
     }
     if plan.cost == CostModel::Pipec && !kind.trains() {
         all = forward;

@@ -393,6 +393,12 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut needed = vec![0u64; plan.stages.len()];
     let mut used = vec![0u64; graph.ops.len()];
     let mut alive = vec![0u64; plan.stages.len()];
+    // Of the ops that are recomputed: saved, sent, and kept only for sending.
+    let mut again = vec![[0u64; 3]; plan.stages.len()];
+    let mut is_recomputed = vec![false; graph.ops.len()];
+    for op in plan.stages.iter().flat_map(Stage::recomputed_op_ids) {
+        is_recomputed[op as usize] = true;
+    }
     let mut workspace = vec![0u64; plan.stages.len()];
     let mut batched_grad_bytes = vec![0u64; plan.stages.len()];
     let mut received = vec![0u64; plan.stages.len()];
@@ -434,14 +440,18 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         stages.iter().for_each(|&to| received[to] = received[to].saturating_add(tensor.bytes));
         if !stages.is_empty() {
             sent[from] = sent[from].saturating_add(tensor.bytes);
+            let repeated = if is_recomputed[tensor.producer.index()] { tensor.bytes } else { 0 };
+            again[from][1] = again[from][1].saturating_add(repeated);
             if graph.ops[tensor.producer.index()].unsaved {
                 only_sent[from] = only_sent[from].saturating_add(tensor.bytes);
+                again[from][2] = again[from][2].saturating_add(repeated);
             }
         }
     }
     let is_by_minibatch = plan.schedule.kind.is_double_buffered() || !plan.schedule.kind.is_continuous();
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
         alive[stage] += op.saved_bytes + op.fed_bytes;
+        again[stage][0] += if is_recomputed[op.id as usize] { op.saved_bytes } else { 0 };
         largest[stage] = largest[stage].max(used[op.id as usize]);
         let gathered = if op.reads_as_it_makes { used[op.id as usize] } else { 0 };
         needed[stage] = needed[stage].max(used[op.id as usize].saturating_add(gathered));
@@ -487,9 +497,11 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
                 alive[stage].saturating_add(waiting).saturating_add(of_others)
             }
             true => {
-                let both = received[stage].saturating_add(sent[stage]);
-                let again = alive[stage].saturating_add(sent[stage]).saturating_mul(pending.max(1));
-                both.saturating_mul(in_flight).saturating_add(again)
+                let [saved, sent, only_sent] = again[stage];
+                let kept = alive[stage].saturating_sub(saved).saturating_add(waiting);
+                let kept = kept.saturating_sub(only_sent).saturating_add(sent);
+                let again = saved.saturating_add(sent).saturating_mul(pending.max(1));
+                kept.saturating_mul(in_flight).saturating_add(again)
             }
             false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
         };
@@ -550,9 +562,8 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
         };
     }
     for (at, stage) in plan.stages.iter().enumerate() {
-        if stage.recompute {
-            backward[at] += forward[at];
-        }
+        let again: f64 = stage.recomputed_op_ids().map(|op| problem.graph.ops[op as usize].fwd_us).sum();
+        backward[at] += again;
         let pace = cost::pace(problem, stage);
         (forward[at], backward[at], weights[at]) = (forward[at] / pace, backward[at] / pace, weights[at] / pace);
         // Without buckets, all gradients are all-reduced at once.
@@ -570,6 +581,7 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
             ("fwd_us", stage.fwd_us, forward[at]),
             ("bwd_us", stage.bwd_us, backward[at]),
             ("weight_grad_us", said_of_weights, weights[at]),
+            ("recomputed.fwd_us", stage.recompute_us(), again / pace),
         ] {
             if differs(said, found) {
                 let what = format!("{name} of stage {at}");

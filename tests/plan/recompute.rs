@@ -1,0 +1,158 @@
+//! Recomputation: as few of the first ops as fit, all ops, or none.
+
+use crate::support::problems::add;
+use compiler::cluster::Bytes;
+use compiler::cluster::read::levels;
+use compiler::partition::options::PlannerOptions;
+use compiler::partition::partitioners::Partitioner;
+use compiler::partition::planner::plan;
+use compiler::plan::check::consistency::sound;
+use compiler::plan::check::verify::{check, evaluate};
+use compiler::plan::problem::{CostModel, Objective, Problem, Recomputation};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Plan, RecomputedOps, Stage};
+use compiler::profile::cost_graph::CostGraph;
+use std::collections::BTreeMap;
+
+/// A chain of ops that save what they send to the next.
+fn chain(ops: u32) -> CostGraph {
+    let mut graph = CostGraph::default();
+    for at in 0..ops {
+        let reads: Vec<u32> = at.checked_sub(1).into_iter().collect();
+        add(&mut graph, "op", &reads, 100.0 + f64::from(at % 3), 10_000 + u64::from(at % 5) * 100, 1_000);
+    }
+    graph
+}
+
+fn problem(schedule: Schedule, ranks: u32) -> Problem {
+    let chunks = if schedule.has_chunks() { 2 } else { 1 };
+    let mut problem = Problem::new(chain(48), levels(&format!("{ranks}:100GB/s")).unwrap(), CostModel::Pipec);
+    (problem.schedule, problem.chunks, problem.microbatches) = (schedule, chunks, 8);
+    problem.constraints.replicas = Some(vec![1; (ranks * chunks) as usize]);
+    problem
+}
+
+fn planned(problem: &Problem) -> Plan {
+    let plan = plan(problem, &PlannerOptions::default()).unwrap().plan;
+    sound(&plan).unwrap();
+    check(problem, &plan).unwrap();
+    plan
+}
+
+fn of_devices(plan: &Plan, bytes: impl Fn(usize) -> u64) -> BTreeMap<&[u32], u64> {
+    let mut held: BTreeMap<&[u32], u64> = BTreeMap::new();
+    for (at, stage) in plan.stages.iter().enumerate() {
+        *held.entry(&stage.devices).or_default() += bytes(at);
+    }
+    held
+}
+
+fn peak(plan: &Plan) -> u64 {
+    of_devices(plan, |at| plan.stages[at].memory.total).into_values().max().unwrap()
+}
+
+/// The plan with other recomputed ops, without times.
+fn with(plan: &Plan, at: usize, ops: u32) -> Plan {
+    let mut other = plan.clone();
+    let Stage { recompute, recomputed, .. } = &mut other.stages[at];
+    (*recompute, *recomputed) = (ops > 0, (ops > 0).then_some(RecomputedOps { ops, fwd_us: 0.0 }));
+    other
+}
+
+#[test]
+fn no_more_is_recomputed_than_fits() {
+    let mut some = 0;
+    for schedule in [Schedule::OneFOneB, Schedule::ZbH1, Schedule::Interleaved, Schedule::OneFOneBRr] {
+        let mut problem = problem(schedule, 4);
+        let free = planned(&problem);
+        assert!(free.stages.iter().all(|stage| !stage.recompute && stage.recomputed.is_none()));
+        problem.recompute = Recomputation::Full;
+        let full = planned(&problem);
+        problem.recompute = Recomputation::Auto;
+        let (most, least) = (peak(&free), peak(&full));
+        let mut before = free.predicted.minibatch_us;
+        for tenth in (0..10).rev() {
+            let limit = least + (most - least) * tenth / 10;
+            problem.memory_limit = Some(Bytes(limit));
+            let plan = planned(&problem);
+            assert!(peak(&plan) <= limit, "{schedule} {tenth}");
+            let us = plan.predicted.minibatch_us;
+            assert!(us >= before * (1.0 - 1e-3), "{schedule} {tenth}: {us} with less memory, {before} with more");
+            assert!(us <= full.predicted.minibatch_us * (1.0 + 1e-9), "{schedule} {tenth}: {us}");
+            before = us;
+            for (at, stage) in plan.stages.iter().enumerate() {
+                let Some(RecomputedOps { ops, fwd_us }) = stage.recomputed else { continue };
+                some += 1;
+                assert!(fwd_us > 0.0 && fwd_us < stage.fwd_us);
+                // One op less does not fit beside what else the device holds.
+                let memory = evaluate(&problem, &with(&plan, at, ops - 1)).unwrap().memory;
+                let held = of_devices(&plan, |at| memory[at].total)[&stage.devices[..]];
+                assert!(held > limit, "{schedule} {tenth}: {ops} ops of stage {at}, {held} of {limit} with one less");
+            }
+        }
+        // Part of a rank is enough for a tenth of the bytes.
+        problem.memory_limit = Some(Bytes(most - 1));
+        let plan = planned(&problem);
+        let again: f64 = plan.stages.iter().map(Stage::recompute_us).sum();
+        let all: f64 = plan.stages.iter().map(|stage| stage.fwd_us).sum();
+        assert!(again > 0.0 && again < 0.1 * all, "{schedule}: {again} of {all}");
+    }
+    assert!(some > 40, "{some} stages are recomputed in part");
+}
+
+#[test]
+fn full_recomputation_is_of_all_ops() {
+    for schedule in Schedule::GENERATED.into_iter().filter(|schedule| schedule.trains()) {
+        let mut problem = problem(schedule, 4);
+        problem.chunks = if schedule.is_on_a_v() || schedule.has_chunks() { 2 } else { 1 };
+        problem.constraints.replicas = None;
+        problem.recompute = Recomputation::Full;
+        for limit in [None, Some(Bytes(u64::MAX / 2))] {
+            problem.memory_limit = limit;
+            for objective in [Objective::Throughput, Objective::Memory] {
+                problem.objective = objective;
+                let plan = planned(&problem);
+                for stage in &plan.stages {
+                    assert!(stage.recompute && stage.recomputed.is_none(), "{schedule} {objective:?}");
+                    assert!((stage.bwd_us - 3.0 * stage.fwd_us).abs() < 1e-6 * stage.fwd_us, "{schedule}");
+                }
+                assert_eq!(plan.options["recompute"], "full");
+            }
+        }
+    }
+    let mut problem = problem(Schedule::OneFOneB, 2);
+    problem.constraints.replicas = None;
+    problem.recompute = Recomputation::Full;
+    problem.graph = chain(8);
+    for partitioner in [Partitioner::Exhaustive, Partitioner::Milp, Partitioner::DataParallel, Partitioner::Uniform] {
+        let options = PlannerOptions { partitioner, ..PlannerOptions::default() };
+        let plan = plan(&problem, &options).unwrap().plan;
+        check(&problem, &plan).unwrap();
+        let is_full = |stage: &Stage| stage.recompute && stage.recomputed.is_none();
+        assert!(plan.stages.iter().all(is_full), "{}", partitioner.name());
+    }
+}
+
+#[test]
+fn contradictory_numbers_of_ops_are_found() {
+    let mut problem = problem(Schedule::OneFOneB, 4);
+    let most = peak(&planned(&problem));
+    problem.memory_limit = Some(Bytes(most * 9 / 10));
+    let plan = planned(&problem);
+    let at = plan.stages.iter().position(|stage| stage.recomputed.is_some()).unwrap();
+    let all = plan.stages[at].op_ids().count() as u32;
+    for (what, change) in [
+        ("no op", &(|stage: &mut Stage| stage.recomputed.as_mut().unwrap().ops = 0) as &dyn Fn(&mut Stage)),
+        ("all ops", &|stage| stage.recomputed.as_mut().unwrap().ops = all),
+        ("nothing is recomputed", &|stage| stage.recompute = false),
+        ("a time above the forward", &|stage| stage.recomputed.as_mut().unwrap().fwd_us = 2.0 * stage.fwd_us),
+    ] {
+        let mut other = plan.clone();
+        change(&mut other.stages[at]);
+        assert!(sound(&other).is_err(), "{what}");
+    }
+    let mut other = plan.clone();
+    other.stages[at].recomputed.as_mut().unwrap().fwd_us *= 0.9;
+    assert!(check(&problem, &other).is_err(), "another time of the ops");
+    assert!(check(&problem, &with(&plan, at, 1)).is_err(), "another number of ops");
+}
