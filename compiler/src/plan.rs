@@ -142,7 +142,7 @@ pub struct StageMemory {
     /// Optimizer state, including `f32` master copies of 16-bit parameters.
     pub optimizer: u64,
     /// Saved activations, stage inputs and outputs of every micro-batch in flight. Saved activations of recomputed ops
-    /// count for one micro-batch, and their outputs for one more.
+    /// count for one micro-batch.
     pub activations: u64,
     /// For split backwards: tensors kept for each pending weight-gradient pass, and received gradients beyond those of
     /// one micro-batch.

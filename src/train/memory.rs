@@ -86,12 +86,10 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
         };
         let weights = code.parameters.iter().map(weights).fold(0, u64::saturating_add);
         let own: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();
-        let repeated = code.own_bytes.iter().zip(&code.recomputed_own).filter(|(_, is_recomputed)| **is_recomputed);
-        let repeated: u64 = repeated.map(|(bytes, _)| *bytes as u64).sum();
         let recomputed = code.recomputed_bytes as u64;
         let halves = if code.in_parts { u64::from(pending_weight_grads[at]).max(1) } else { 1 };
         let (kept, once) = match code.recompute {
-            true => (code.kept_bytes as u64 - recomputed + own, (recomputed + repeated).saturating_mul(halves)),
+            true => (code.kept_bytes as u64 - recomputed + own, recomputed.saturating_mul(halves)),
             false => (code.kept_bytes as u64 + own, 0),
         };
         let (received, sent) = (moved(&code.received), moved(&code.gradients_out));

@@ -11,7 +11,7 @@ use crate::partition::search::finish_plan;
 use crate::partition::search::finish_plan::Statement;
 use crate::partition::search::memory_dp::FitObjective;
 use crate::partition::search::result::{PlanCandidate, SearchResult, order};
-use crate::partition::search::select::{best, play_baselines, with_less_recompute};
+use crate::partition::search::select::{best, candidates_without_limit, play_baselines, with_less_recompute};
 use crate::partition::search::{constraints, interleaved, pipec_rules};
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::stage_cost;
@@ -52,6 +52,10 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
         return Err(Refused { error, bound_us: found.proven_us.unwrap_or(0.0) });
     };
     let chosen = found.candidates.remove(at);
+    if options.partitioner == Partitioner::Pipec && options.efficiency.is_some() && question.among.is_alone() {
+        let more = candidates_without_limit(question, &mut found.states);
+        found.candidates.extend(more);
+    }
     if problem.cluster.is_mixed() && options.partitioner == Partitioner::Pipedream {
         // PipeDream's search ignores device classes, so its bounds do not hold here.
         (found.bound_us, found.proven_us) = (0.0, None);
@@ -92,13 +96,8 @@ pub fn conclude(
     answer: Answer,
 ) -> Result<Planned, PlanError> {
     let Answer { mut found, chosen, mut baselines } = answer;
-    let (mut chosen, played) = best(problem, question, &mut found, chosen, options);
-    chosen.shape = question.joined.spread(&chosen.shape);
-    let (chosen, played, is_faster) = with_less_recompute(problem, (chosen, played), options);
-    if is_faster {
-        // The searches bound plans that recompute whole stages.
-        (found.proven_us, found.bound_us) = (None, 0.0);
-    }
+    let best = best(problem, question, &mut found, chosen, options);
+    let (chosen, played) = with_less_recompute(problem, question, &mut found, best, options);
     play_baselines(problem, question, &mut baselines, &played, options);
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
     let is_pinned = is_pinned(problem) && options.partitioner != Partitioner::Milp;

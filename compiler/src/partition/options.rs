@@ -14,6 +14,6 @@ pub struct PlannerOptions<'a> {
     /// Recorded in the plan; no partitioner here is random.
     pub seed: u64,
     /// Simulates how stages run under in-flight limits, to choose the caps automatically. `None` uses the published rule
-    /// and the cost model's closed-form times; nothing is simulated.
+    /// and the cost model's closed-form times; nothing is simulated, and stages are recomputed as a whole.
     pub efficiency: Option<&'a Efficiency<'a>>,
 }

@@ -4,8 +4,7 @@
 //! total       = weights · versions + gradients + optimizer + activations + split_backward + messages + workspace
 //! gradients   = terms, twice with replicas (all-reduce), + (1 + late) · shared           ZeRO: see `zero`
 //! optimizer   = state · summed + masters                                                 ZeRO: see `zero`
-//! activations = in_flight · (saved + inputs + sent)
-//!               in_flight · (inputs + saved - saved' + sent - sent' + outputs') + max(1, pending) · (saved' + outputs')   recomputed
+//! activations = in_flight · (saved + inputs + sent - freed) + max(1, pending) · freed
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! split_backward = pending · halves + (pending - 1) · outputs    0 if backwards are not split
 //! messages    = passed + outputs                             inference: inputs
@@ -14,8 +13,7 @@
 //! - `saved`: tensors that forward saves for backward, model inputs included.
 //! - `inputs`: tensors from other stages. `outputs`: tensors that other stages read. `sent`: the outputs that are not
 //!   also saved.
-//! - `saved'`, `outputs'`, `sent'`: those of the recomputed ops, which are all or the first ones. Model inputs are saved
-//!   but never recomputed.
+//! - `freed`: 0 without recomputation; else tensors saved by the recomputed ops, except model inputs and outputs.
 //! - `terms`: one gradient sum per use of a parameter by an op. `shared`: the sums of weights tied with other stages,
 //!   which are all-reduced across stages, `late` rounds after the stage's own (`in_flight`).
 //! - `summed`: one sum per parameter; two-byte parameters have four-byte sums and four-byte `masters`.
@@ -68,8 +66,8 @@ pub struct MemoryTerms {
     pub outputs: u64,
     /// The outputs that are kept only for sending.
     pub sent: u64,
-    /// The terms of the ops that are recomputed if the stage is; of all ops if absent.
-    pub recomputed: Option<RecomputedTerms>,
+    /// Bytes that recomputation frees per micro-batch, if not all ops are recomputed; see [`freed`].
+    pub freed: Option<u64>,
     pub arena: Arena,
     /// Buffers of batched weight gradients.
     pub batched_grads: u64,
@@ -77,32 +75,21 @@ pub struct MemoryTerms {
     pub halves: u64,
 }
 
-/// The memory terms of recomputed ops, in bytes per micro-batch.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RecomputedTerms {
-    /// As in [`MemoryTerms`], without model inputs.
-    pub saved: u64,
-    pub outputs: u64,
-    pub sent: u64,
-}
-
-impl RecomputedTerms {
-    /// Sums the terms of `ops`, the first ops of the stage `inside`.
-    pub fn of(graph: &CostGraph, inside: &[bool], ops: &[u32]) -> RecomputedTerms {
-        let mut is_recomputed = vec![false; inside.len()];
-        let mut terms = RecomputedTerms::default();
-        for &op in ops {
-            is_recomputed[op as usize] = true;
-            terms.saved = terms.saved.saturating_add(graph.ops[op as usize].saved_bytes);
-        }
-        let is_sent = |tensor: &TensorCost| tensor.consumers.iter().any(|op| !inside[op.index()]);
-        let made = graph.tensors.iter().enumerate().filter(|(_, tensor)| is_recomputed[tensor.producer.index()]);
-        for (at, tensor) in made.filter(|(_, tensor)| is_sent(tensor)) {
-            terms.outputs = terms.outputs.saturating_add(tensor.bytes);
-            terms.sent = terms.sent.saturating_add(if graph.is_only_sent(at) { tensor.bytes } else { 0 });
-        }
-        terms
+/// Bytes per micro-batch that the recomputed `ops` of the stage `inside` free: what they save and do not send.
+pub fn freed(graph: &CostGraph, inside: &[bool], ops: &[u32]) -> u64 {
+    let mut is_recomputed = vec![false; inside.len()];
+    let mut freed = 0u64;
+    for &op in ops {
+        is_recomputed[op as usize] = true;
+        freed = freed.saturating_add(graph.ops[op as usize].saved_bytes);
     }
+    let stays = |(at, tensor): &(usize, &TensorCost)| {
+        is_recomputed[tensor.producer.index()]
+            && !graph.is_only_sent(*at)
+            && tensor.consumers.iter().any(|op| !inside[op.index()])
+    };
+    let saved_and_sent = graph.tensors.iter().enumerate().filter(stays).map(|(_, tensor)| tensor.bytes);
+    freed.saturating_sub(saved_and_sent.fold(0, u64::saturating_add))
 }
 
 /// Multipliers of the memory terms.
@@ -202,10 +189,10 @@ impl MemoryTerms {
         holdings
     }
 
-    fn recomputed(&self) -> RecomputedTerms {
-        let &MemoryTerms { outputs, sent, .. } = self;
-        let all = || RecomputedTerms { saved: self.saved.saturating_sub(self.fed), outputs, sent };
-        self.recomputed.unwrap_or_else(all)
+    /// Bytes that recomputation frees per micro-batch.
+    fn freed(&self) -> u64 {
+        let all = || self.saved.saturating_sub(self.fed).saturating_sub(self.outputs.saturating_sub(self.sent));
+        self.freed.unwrap_or_else(all)
     }
 
     /// Memory of a stage. Saturates at `u64::MAX`.
@@ -216,11 +203,9 @@ impl MemoryTerms {
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let gradients = gradients.saturating_add(self.shared.saturating_mul(u64::from(multiples.late)));
         let pending = u64::from(multiples.pending_weight_grads);
-        let recomputed = if multiples.recompute { self.recomputed() } else { RecomputedTerms::default() };
-        let once = recomputed.saved.saturating_add(recomputed.outputs).saturating_mul(pending.max(1));
-        let saved = self.saved.saturating_sub(recomputed.saved);
-        let sent = self.sent.saturating_sub(recomputed.sent).saturating_add(recomputed.outputs);
-        let one = saved.saturating_add(sent).saturating_add(self.inputs);
+        let freed = if multiples.recompute { self.freed() } else { 0 };
+        let once = freed.saturating_mul(pending.max(1));
+        let one = self.saved.saturating_sub(freed).saturating_add(self.sent).saturating_add(self.inputs);
         let in_flight = u64::from(multiples.in_flight);
         let activations = match trains {
             true => one.saturating_mul(in_flight).saturating_add(once),
@@ -348,8 +333,8 @@ mod tests {
         let fed_tail = MemoryTerms::of(&fed, &fed.flows(), &inside, &passing);
         assert_eq!(fed_tail, MemoryTerms { saved: 65, fed: 5, ..tail });
         let activations = |recomputed: Option<&[u32]>| {
-            let recomputed = recomputed.map(|ops| RecomputedTerms::of(&fed, &inside, ops));
-            MemoryTerms { recomputed, ..fed_tail }.held(&MemoryMultipliers { recompute: true, ..multiples }).activations
+            let freed = recomputed.map(|ops| freed(&fed, &inside, ops));
+            MemoryTerms { freed, ..fed_tail }.held(&MemoryMultipliers { recompute: true, ..multiples }).activations
         };
         assert_eq!(activations(None), 3 * (100 + 5) + 60);
         assert_eq!([&[1, 2][..], &[1], &[]].map(|ops| activations(Some(ops))), [375, 3 * (100 + 5 + 40) + 20, 3 * 165]);
@@ -362,12 +347,14 @@ mod tests {
         assert_eq!(head.halves, 0, "the gradient of what it sends comes as it is");
         assert_eq!(head.held(&MemoryMultipliers { pending_weight_grads: 3, ..multiples }).split_backward, 2 * 100);
         assert_eq!((head.inputs, head.outputs, head.sent), (0, 100, 100));
-        // What it sends is kept for all three, and made again for one.
-        assert_eq!(head.held(&MemoryMultipliers { recompute: true, ..multiples }).activations, 3 * 100 + 10 + 100);
-        assert_eq!(
-            RecomputedTerms::of(&graph, &[true, false, false], &[0]),
-            RecomputedTerms { saved: 10, outputs: 100, sent: 100 }
-        );
+        // What it sends is kept for all three; what it saves is freed unless it is also sent.
+        assert_eq!(head.held(&MemoryMultipliers { recompute: true, ..multiples }).activations, 3 * 100 + 10);
+        assert_eq!(freed(&graph, &[true, false, false], &[0]), 10);
+        assert_eq!(freed(&graph, &[true, true, false], &[0]), 10);
+        let mut saved = graph.clone();
+        (saved.ops[0].saved_bytes, saved.ops[0].unsaved) = (110, false);
+        assert_eq!(freed(&saved, &[true, false, false], &[0]), 10);
+        assert_eq!(freed(&saved, &[true, true, true], &[0]), 110);
         let inference = MemoryMultipliers { schedule: Schedule::Inference, in_flight: 1, versions: 1, ..multiples };
         assert_eq!(tail.held(&inference).total, 1000 + 160 + 100 + 9);
         assert_eq!(head.held(&inference).activations, 110);

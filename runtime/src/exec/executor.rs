@@ -234,9 +234,10 @@ impl<'a> Executor<'a> {
     pub fn again(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         let code = self.code;
         for (at, bytes) in code.own_bytes.iter().enumerate().filter(|(at, _)| code.recomputed_own[*at]) {
-            let sent = std::mem::replace(&mut item.own[at], self.device.take(*bytes)?);
+            let sent = std::mem::replace(&mut item.own[at], Arc::new(Buffer::empty()));
             lend_to_readers(&sent);
             self.device.give(sent);
+            item.own[at] = self.device.take(*bytes)?;
         }
         item.recomputed = Some(self.device.take(code.recomputed_bytes)?);
         self.run(RunPhase::Forward, &code.forward.steps[..code.recomputed_steps], item)?;

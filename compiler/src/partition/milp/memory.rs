@@ -85,8 +85,9 @@ impl Formulation<'_> {
             });
             let (input, passed) =
                 (each(MemoryTerms { inputs: MANY, ..none }), each(MemoryTerms { passed: MANY, ..none }));
-            let (output, sent) =
-                (each(MemoryTerms { outputs: MANY, ..none }), each(MemoryTerms { sent: MANY, ..none }));
+            // Recomputation does not free what is saved and sent.
+            let output = each(MemoryTerms { saved: MANY, outputs: MANY, ..none }) - saved;
+            let sent = each(MemoryTerms { sent: MANY, saved: MANY, outputs: MANY, ..none }) - saved - output;
             let mut back = Back::default();
             for (at, tensor) in problem.graph.tensors.iter().enumerate() {
                 let bytes = tensor.bytes as f64;

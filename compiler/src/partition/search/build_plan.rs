@@ -11,7 +11,8 @@ use crate::plan::cost_estimate::{CostEstimate, FlowQuery, PlacedStage};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight;
 use crate::plan::in_flight::{First, ScheduleFlow, StageInFlight};
-use crate::plan::memory::{MemoryMultipliers, MemoryTerms, RecomputedTerms};
+use crate::plan::memory;
+use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::{Edge, RecomputedOps, Stage, StageId, StageMemory};
 use crate::profile::arena::Arena;
@@ -125,7 +126,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         passed: tensors.saturating_mul(2),
         outputs: tensors,
         sent: tensors,
-        recomputed: None,
+        freed: None,
         arena: Arena::always(graph.ops.iter().map(OpCost::most_scratch).max().unwrap_or(0)),
         batched_grads: sum(&mut graph.ops.iter().map(|op| op.batched_grad_bytes)),
         halves: sum(&mut graph.ops.iter().map(OpCost::pending_weight_grad_bytes)),
@@ -230,11 +231,11 @@ pub fn memory(
     let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, ScheduleFlow::late));
     let leaves = shape.leaves();
     let held = |(at, holdings): (usize, &MemoryTerms), replicas: u32| {
-        let recomputed = match spots[at].recompute {
-            Recompute::First(_) => Some(recomputed_terms(problem, leaves[at].ops, spots[at].recompute)),
+        let freed = match spots[at].recompute {
+            Recompute::First(_) => Some(freed(problem, leaves[at].ops, spots[at].recompute)),
             Recompute::None | Recompute::All => None,
         };
-        MemoryTerms { recomputed, ..*holdings }.held(&MemoryMultipliers {
+        MemoryTerms { freed, ..*holdings }.held(&MemoryMultipliers {
             in_flight: caps[at],
             pending_weight_grads: pending_weight_grads.get(at).copied().unwrap_or(0),
             versions: versions[at],
@@ -250,10 +251,10 @@ pub fn memory(
     holdings.iter().enumerate().zip(shape.replicas()).map(|(one, replicas)| held(one, replicas)).collect()
 }
 
-fn recomputed_terms(problem: &Problem, ops: &[u32], recompute: Recompute) -> RecomputedTerms {
+fn freed(problem: &Problem, ops: &[u32], recompute: Recompute) -> u64 {
     let mut inside = vec![false; problem.graph.ops.len()];
     ops.iter().for_each(|&op| inside[op as usize] = true);
-    RecomputedTerms::of(&problem.graph, &inside, recompute.of(ops))
+    memory::freed(&problem.graph, &inside, recompute.of(ops))
 }
 
 pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> Vec<Stage> {

@@ -7,18 +7,17 @@
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
 use crate::partition::search::build_plan::{Recompute, StagePosition};
-use crate::plan::problem::{Objective, Problem, Recomputation};
+use crate::plan::problem::Problem;
 
 /// The positions of stages that recompute as little as possible under these in-flight limits and pending weight
-/// gradients; `None` if nothing changes. If memory is the objective, whole stages are recomputed.
+/// gradients; `None` if nothing changes.
 pub fn reduced(
     problem: &Problem,
     shape: &Shape,
     spots: &[StagePosition],
     (caps, pending_weight_grads): (&[u32], &[u32]),
 ) -> Option<Vec<StagePosition>> {
-    let may = problem.recomputation() == Recomputation::Auto && problem.objective == Objective::Throughput;
-    if !may || !spots.iter().any(|spot| spot.recompute.is_any()) {
+    if !spots.iter().any(|spot| spot.recompute.is_any()) {
         return None;
     }
     let (holdings, replicas) = (build_plan::holdings(problem, shape), shape.replicas());

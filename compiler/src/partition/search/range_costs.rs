@@ -270,7 +270,7 @@ impl<'a> RangeCosts<'a> {
             passed: self.passing.bytes(in_bytes, forward_us),
             outputs: out_bytes,
             sent,
-            recomputed: None,
+            freed: None,
             halves: (self.halves[to] - self.halves[from]).saturating_sub(arriving),
             arena: self.arena(from, to, &span),
             batched_grads: self.batched_grads[to] - self.batched_grads[from],

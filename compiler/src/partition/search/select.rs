@@ -7,7 +7,7 @@
 use crate::partition::options::PlannerOptions;
 use crate::partition::partitioners::Partitioner;
 use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::Recompute;
+use crate::partition::search::build_plan::{Recompute, StagePosition};
 use crate::partition::search::context::{SearchContext, SearchLimits};
 use crate::partition::search::in_flight;
 use crate::partition::search::in_flight::ENOUGH;
@@ -17,7 +17,7 @@ use crate::partition::search::result::order;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::simulate_candidate;
 use crate::partition::search::simulate_candidate::{Played, played};
-use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation};
 
 /// Number of candidates that are simulated besides the best one, and the number for flushed schedules, whose estimates
 /// are less exact.
@@ -113,25 +113,87 @@ fn without_needless_recompute(
     if replayed.minibatch_us <= played.minibatch_us { (other, replayed) } else { (candidate, played) }
 }
 
-/// Recomputes fewer ops where the plan, over the ops of `problem`, still fits, unless that makes it slower. Also returns
-/// true if anything changed.
+/// Turns the best candidate into stages over the ops of `problem` that recompute no more ops than fit. Candidates that
+/// recompute whole stages are compared with it, because with fewer ops they may be faster.
 pub fn with_less_recompute(
+    problem: &Problem,
+    question: &SearchContext<'_>,
+    found: &mut SearchResult,
+    (mut chosen, played): (PlanCandidate, Played),
+    options: &PlannerOptions<'_>,
+) -> (PlanCandidate, Played) {
+    chosen.shape = question.joined.spread(&chosen.shape);
+    let may = problem.recomputation() == Recomputation::Auto && problem.objective == Objective::Throughput;
+    if !may || options.efficiency.is_none() {
+        return (chosen, played);
+    }
+    let known_us = played.minibatch_us;
+    let mut best = reduced(problem, (chosen, played), options);
+    let recomputes = |other: &&PlanCandidate| other.fits && other.spots.iter().any(|spot| spot.recompute.is_any());
+    let mut others: Vec<&PlanCandidate> = found.candidates.iter().filter(recomputes).collect();
+    let least_us = |other: &PlanCandidate| {
+        let spots: Vec<StagePosition> =
+            other.spots.iter().map(|spot| StagePosition { recompute: Recompute::None, ..*spot }).collect();
+        build_plan::minibatch_us(question.problem, &other.shape, &spots)
+    };
+    others.sort_by(|left, right| least_us(left).total_cmp(&least_us(right)));
+    for other in others.into_iter().take(MOST_PLAYED) {
+        let other = PlanCandidate { shape: question.joined.spread(&other.shape), ..other.clone() };
+        let PlanCandidate { shape, spots, caps, minibatch_us, .. } = &other;
+        let played = simulate_candidate::played(problem, shape, spots, caps, *minibatch_us, options.efficiency);
+        let other = reduced(problem, (other, played), options);
+        if other.1.minibatch_us < best.1.minibatch_us * CLEARLY {
+            best = other;
+        }
+    }
+    if best.1.minibatch_us < known_us {
+        // The searches bound plans that recompute whole stages.
+        (found.proven_us, found.bound_us) = (None, 0.0);
+    }
+    best
+}
+
+/// Recomputes fewer ops of a candidate over the ops of `problem`, unless that makes it slower.
+fn reduced(
     problem: &Problem,
     (candidate, played): (PlanCandidate, Played),
     options: &PlannerOptions<'_>,
-) -> (PlanCandidate, Played, bool) {
+) -> (PlanCandidate, Played) {
     let PlanCandidate { shape, spots, caps, pending_weight_grads, .. } = &candidate;
     let Some(fewer) = partial_recompute::reduced(problem, shape, spots, (&played.caps, pending_weight_grads)) else {
-        return (candidate, played, false);
+        return (candidate, played);
     };
     let minibatch_us = build_plan::minibatch_us(problem, shape, &fewer);
     let replayed = simulate_candidate::played(problem, shape, &fewer, caps, minibatch_us, options.efficiency);
     if replayed.minibatch_us > played.minibatch_us {
-        return (candidate, played, false);
+        return (candidate, played);
     }
     let holdings = build_plan::holdings(problem, shape);
     let memory = build_plan::memory(problem, shape, &fewer, &holdings, caps, pending_weight_grads);
-    (PlanCandidate { minibatch_us, memory, spots: fewer, ..candidate }, replayed, true)
+    (PlanCandidate { minibatch_us, memory, spots: fewer, ..candidate }, replayed)
+}
+
+/// The best candidates without a memory limit, with recomputation of all stages, if they fit. With fewer ops recomputed
+/// they may be faster than candidates that were cut to fit.
+pub fn candidates_without_limit(question: &SearchContext<'_>, states: &mut u64) -> Vec<PlanCandidate> {
+    let problem = question.problem;
+    let may = problem.recomputation() == Recomputation::Auto && problem.objective == Objective::Throughput;
+    if !may || problem.chunks > 1 || !problem.cluster.classes.is_empty() || !build_plan::is_limited(problem) {
+        return Vec::new();
+    }
+    let roomy = Problem { memory_limit: None, recompute: Recomputation::Never, ..problem.clone() };
+    let mut baselines = question.baselines();
+    baselines.iter_mut().for_each(|baseline| baseline.fits = false);
+    let Ok(found) = pipec_rules::found(&question.about(&roomy), &baselines) else { return Vec::new() };
+    *states += found.states;
+    let mut candidates = found.candidates;
+    candidates.retain(|candidate| candidate.name == "pipec");
+    candidates.sort_by(|left, right| order(problem.objective, left, right));
+    let recomputed = |PlanCandidate { name, shape, spots, .. }: PlanCandidate| {
+        let spots = spots.into_iter().map(|spot| StagePosition { recompute: Recompute::All, ..spot }).collect();
+        question.placed(name, shape, spots)
+    };
+    candidates.into_iter().take(MOST_PLAYED).map(recomputed).filter(|candidate| candidate.fits).collect()
 }
 
 /// Candidates found with memory reserved for `room` more micro-batches and an estimate below `known_us`; best first.

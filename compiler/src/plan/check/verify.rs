@@ -393,8 +393,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut needed = vec![0u64; plan.stages.len()];
     let mut used = vec![0u64; graph.ops.len()];
     let mut alive = vec![0u64; plan.stages.len()];
-    // Of the ops that are recomputed: saved, sent, and kept only for sending.
-    let mut again = vec![[0u64; 3]; plan.stages.len()];
+    // Saved by the ops that are recomputed, and the part of it that is sent.
+    let mut again = vec![0u64; plan.stages.len()];
+    let mut again_sent = vec![0u64; plan.stages.len()];
     let mut is_recomputed = vec![false; graph.ops.len()];
     for op in plan.stages.iter().flat_map(Stage::recomputed_op_ids) {
         is_recomputed[op as usize] = true;
@@ -440,18 +441,17 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         stages.iter().for_each(|&to| received[to] = received[to].saturating_add(tensor.bytes));
         if !stages.is_empty() {
             sent[from] = sent[from].saturating_add(tensor.bytes);
-            let repeated = if is_recomputed[tensor.producer.index()] { tensor.bytes } else { 0 };
-            again[from][1] = again[from][1].saturating_add(repeated);
             if graph.ops[tensor.producer.index()].unsaved {
                 only_sent[from] = only_sent[from].saturating_add(tensor.bytes);
-                again[from][2] = again[from][2].saturating_add(repeated);
+            } else if is_recomputed[tensor.producer.index()] {
+                again_sent[from] = again_sent[from].saturating_add(tensor.bytes);
             }
         }
     }
     let is_by_minibatch = plan.schedule.kind.is_double_buffered() || !plan.schedule.kind.is_continuous();
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
         alive[stage] += op.saved_bytes + op.fed_bytes;
-        again[stage][0] += if is_recomputed[op.id as usize] { op.saved_bytes } else { 0 };
+        again[stage] += if is_recomputed[op.id as usize] { op.saved_bytes } else { 0 };
         largest[stage] = largest[stage].max(used[op.id as usize]);
         let gathered = if op.reads_as_it_makes { used[op.id as usize] } else { 0 };
         needed[stage] = needed[stage].max(used[op.id as usize].saturating_add(gathered));
@@ -497,11 +497,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
                 alive[stage].saturating_add(waiting).saturating_add(of_others)
             }
             true => {
-                let [saved, sent, only_sent] = again[stage];
-                let kept = alive[stage].saturating_sub(saved).saturating_add(waiting);
-                let kept = kept.saturating_sub(only_sent).saturating_add(sent);
-                let again = saved.saturating_add(sent).saturating_mul(pending.max(1));
-                kept.saturating_mul(in_flight).saturating_add(again)
+                let freed = again[stage].saturating_sub(again_sent[stage]);
+                let kept = alive[stage].saturating_add(waiting).saturating_sub(freed);
+                kept.saturating_mul(in_flight).saturating_add(freed.saturating_mul(pending.max(1)))
             }
             false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
         };
