@@ -21,7 +21,9 @@ use compiler::simulate::run::Machine;
 use compiler::simulate::steady_throughput::Run;
 use compiler::simulate::step_time;
 use compiler::tensor::DType;
+use pipec::plan::configuration_search::BOUND;
 use pipec::plan::request::cost_name;
+use pipec::plan::result::Alternative;
 use std::collections::BTreeSet;
 
 /// Fewest simulated minibatches for a throughput on shared cores.
@@ -246,6 +248,17 @@ pub fn prediction(plan: &Plan) -> String {
     text
 }
 
+/// A faster schedule without a flush, beside the plan's time per minibatch.
+pub fn alternative(of: &Alternative, step_us: f64) -> String {
+    let name = of.schedule.name();
+    format!(
+        "asynchronous   {} per minibatch, {} times as fast, if each update may use gradients of weights one update old: \
+         `--schedule {name}`\n",
+        quantity::time(of.minibatch_us),
+        short(step_us / of.minibatch_us)
+    )
+}
+
 /// Heading, stage table and prediction of a plan, fitted to the width of the screen.
 pub fn describe(plan: &Plan, screen: &Screen) -> String {
     let [heading, prediction] = [stage_table::heading(plan), prediction(plan)].map(|prose| screen.folded(&prose));
@@ -320,7 +333,13 @@ fn bound(plan: &Plan) -> String {
     let gap = (time / bound - 1.0) * 100.0;
     // The baselines ignore the constraints, and may be faster than every plan that satisfies them.
     let is_free = CONSTRAINTS.iter().all(|name| !plan.options.contains_key(*name)) && !is_of_given_groups(plan);
-    let which = if is_free { "" } else { " within the constraints" };
+    let of_equal_stages = plan.options.contains_key(BOUND);
+    let which = match (is_free, of_equal_stages) {
+        (true, false) => "",
+        (true, true) => " with equal stages",
+        (false, false) => " within the constraints",
+        (false, true) => " with equal stages within the constraints",
+    };
     if plan.proven_optimal {
         let steady = if is_steady(plan) { " in steady state, without fill and drain" } else { "" };
         format!("proven optimal{which} under this cost model{steady}")

@@ -18,13 +18,14 @@ use crate::plan::infeasible::describe;
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
 use crate::plan::request_costs::{CostsBySize, untrainable};
-use crate::plan::result::{PlanResult, Tried, TriedPlan};
+use crate::plan::result::{Alternative, PlanResult, Tried, TriedPlan};
 use crate::plan::solve::refusal;
 use crate::plan::tensor_parallel::{TensorParallel, group_costs, keeps_weights};
 use crate::plan::tied_weights;
 use crate::plan::zero::ZeroStage;
 use compiler::export::quantity;
 use compiler::partition::error::PlanError;
+use compiler::partition::explain::infeasible::is_infeasible;
 use compiler::partition::options::PlannerOptions;
 use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planned::Planned;
@@ -78,6 +79,11 @@ const HOPELESS: f64 = 1.3;
 /// Models with more ops are searched in pieces that end where few tensors cross, and with one layout of weights in
 /// groups.
 const MOST_OPS: usize = 400;
+
+/// The plan option with the plans that the lower bound covers.
+pub const BOUND: &str = "bound";
+/// Its value for stages of equal time.
+pub const EQUAL_STAGES: &str = "equal stages";
 
 /// Why a search is not complete.
 const INTERRUPTED: &str = "the search was interrupted";
@@ -450,8 +456,10 @@ impl Search<'_> {
             whole.cluster.devices() <= SMALL && whole.graph.ops.len() <= MOST_OPS
         };
         let is_open = !matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_)));
+        let is_roomy = |estimate: &LayoutEstimate| estimate.layout.zero == 0 && !estimate.recomputes;
         let levels: Vec<u32> = match zero(self.request) {
             ZeroStage::Level(level) => vec![level],
+            ZeroStage::Auto if simulated.iter().any(|one| is_roomy(&one.estimate)) => vec![0],
             ZeroStage::Auto => vec![0, MOST],
         };
         let mut tasks = Vec::new();
@@ -498,19 +506,27 @@ impl Search<'_> {
             }
         }
         let Some((_, us, variant, mut planned)) = best else {
+            if let Some(error) =
+                failure.as_ref().filter(|(_, error)| is_infeasible(error)).and_then(|_| self.too_large())
+            {
+                return Err(error);
+            }
             return Err(match failure {
                 Some((schedule, error)) => describe(&self.request.model, error, schedule),
                 None => Error::bug("no configuration was tried"),
             });
         };
-        let bounds = self.variants.iter().map(|variant| finish_plan::spread(variant.problem()));
+        let alternative = self.asynchronous(variant, &planned.plan);
         let plan = &mut planned.plan;
         if self.events.stops() {
             plan.search.fallback = Some(INTERRUPTED.to_string());
             plan.warnings.push(format!("{INTERRUPTED}: a better plan may exist"));
         }
-        plan.lower_bound_us = bounds.fold(us, f64::min);
-        plan.proven_optimal = plan.lower_bound_us >= us * (1.0 - 1e-9);
+        let (bound_us, scope) = self.bound(us);
+        (plan.lower_bound_us, plan.proven_optimal) = (bound_us, false);
+        if let Some(scope) = scope {
+            plan.options.insert(BOUND.to_string(), scope.into());
+        }
         let options = &mut plan.options;
         let of_variant = &self.variants[variant];
         match self.tensor_parallel() {
@@ -529,7 +545,81 @@ impl Search<'_> {
         let untrainable = tied_weights::refused(params, plan);
         tied_weights::aged(params, plan).iter().for_each(|note| self.events.note(note));
         tried.extend(simulated.iter().map(|one| self.tried(one)));
-        Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried) })
+        Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried), alternative })
+    }
+
+    /// A lower bound of the time in microseconds, and the plans that it covers if not all.
+    ///
+    /// All compute spread over all devices bounds every plan at these sizes and degrees. The bounds of the layouts
+    /// that fit cover stages of equal time; they count if no plan with other stages is faster.
+    fn bound(&self, us: f64) -> (f64, Option<&'static str>) {
+        let of_stages = |estimate: &LayoutEstimate| estimate.bound_us;
+        let estimates = self.variants.iter().flat_map(|variant| &variant.estimates);
+        let equal = estimates.map(of_stages).fold(f64::INFINITY, f64::min);
+        // A split backward has the shortest way through the pipeline.
+        let spread =
+            |variant: &Variant| finish_plan::spread(&Problem { schedule: Schedule::ZbH1, ..variant.problem().clone() });
+        let all = self.variants.iter().map(spread).fold(us, f64::min);
+        if equal.is_finite() && equal > all && equal <= us { (equal, Some(EQUAL_STAGES)) } else { (all, None) }
+    }
+
+    /// The time per minibatch of the same stages without a flush, where each update uses gradients of weights one
+    /// update old (2BW, Narayanan et al., ICML 2021), if it is shorter.
+    fn asynchronous(&self, variant: usize, plan: &Plan) -> Option<Alternative> {
+        if plan.stages.len() < 2 || plan.schedule.chunks > 1 || self.request.options.target.is_some() {
+            return None;
+        }
+        let variant = &self.variants[variant];
+        let schedule = Schedule::TwoBw;
+        let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
+        let zero = plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0);
+        let planned = variant.planned(&self.request.options, &|problem, planner| {
+            let mut problem = Problem { schedule, chunks: 1, zero, ..problem.clone() };
+            problem.constraints.replicas = Some(replicas.clone());
+            single_degree::plan(&problem, planner)
+        });
+        let minibatch_us = planned.ok()?.plan.predicted.minibatch_us;
+        (minibatch_us < plan.predicted.minibatch_us).then_some(Alternative { schedule, minibatch_us })
+    }
+
+    /// The error if no layout fits: what the smallest one needs, and how many devices would do.
+    fn too_large(&self) -> Option<Error> {
+        let zero = *self.zero.end();
+        let (schedules, chunks) = (&self.schedules, self.request.options.chunks);
+        let least_of = |problem: &Problem| Layouts::of(problem).least_memory(schedules, zero, chunks);
+        let smallest = self.variants.first()?.micro_batch;
+        let variants: Vec<&Variant> = self.variants.iter().filter(|variant| variant.micro_batch == smallest).collect();
+        let needs = in_parallel(&variants, |variant| least_of(variant.problem()));
+        let found = variants.into_iter().zip(needs).filter_map(|(variant, need)| Some((variant, need?)));
+        let (variant, (layout, bytes)) = found.min_by_key(|(_, (_, bytes))| *bytes)?;
+        let limit = variant.problem().limit_of(0..variant.problem().cluster.devices())?;
+        let more = [2u32, 4, 8, 16].into_iter().find(|times| {
+            let mut more = variant.problem().clone();
+            if let Some(level) = more.cluster.levels.last_mut() {
+                level.count = level.count.saturating_mul(*times);
+            }
+            least_of(&more).is_some_and(|(_, bytes)| bytes <= limit)
+        });
+        let degree = variant.whole.shared.first().map_or(1, |groups| groups.devices);
+        let devices = variant.whole.cluster.devices();
+        let more = more.map(|times| {
+            format!("; {} of these devices are enough", quantity::count(u64::from(devices) * u64::from(times)))
+        });
+        let file = self.request.model.display();
+        let why = format!(
+            "no plan fits in {} per device: the smallest has micro-batches of {smallest}, tensor-parallel degree {degree}, \
+             {} stages of {} replicas and ZeRO {zero}, and needs {}",
+            quantity::bytes(limit),
+            layout.ranks * layout.chunks,
+            layout.replicas,
+            quantity::bytes(bytes)
+        );
+        let help = format!(
+            "`--memory {}` is the smallest memory limit for which a plan was found{}",
+            quantity::at_least(bytes),
+            more.unwrap_or_default()
+        );
+        Some(Error::infeasible(format!("no feasible plan for {file}")).because(why).with_help(help))
     }
 }
 

@@ -14,6 +14,17 @@ pub struct PlanResult {
     pub untrainable: Option<String>,
     /// Searched configurations; of those that are alike only the best.
     pub tried: Vec<Tried>,
+    /// A faster schedule with other semantics.
+    pub alternative: Option<Alternative>,
+}
+
+/// The same stages under a schedule without a flush.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Alternative {
+    /// The schedule.
+    pub schedule: Schedule,
+    /// Predicted time of a minibatch, in microseconds.
+    pub minibatch_us: f64,
 }
 
 /// One configuration of a search, and its result.

@@ -60,6 +60,8 @@ pub struct Layout {
 pub struct LayoutEstimate {
     pub layout: Layout,
     pub minibatch_us: f64,
+    /// Lower bound for all cuts into as many stages.
+    pub bound_us: f64,
     /// Memory of the fullest device.
     pub peak_bytes: u64,
     /// True if stages recompute their activations.
@@ -99,45 +101,65 @@ impl<'a> Layouts<'a> {
     }
 
     /// The layouts that fit in memory under these schedules and ZeRO stages, in a fixed order. A ZeRO stage is left out if
-    /// a lower one fits without recomputation.
+    /// a lower one is as fast, as it is without recomputation.
     pub fn estimates(
         &self,
         schedules: &[Schedule],
         zero: RangeInclusive<u32>,
         chunks: Option<u32>,
     ) -> Vec<LayoutEstimate> {
+        let mut found = Vec::new();
+        self.each(schedules, chunks, &mut |cut, layout, held| {
+            let mut best_us = f64::INFINITY;
+            for zero in zero.clone() {
+                let layout = Layout { zero, ..layout };
+                let Some((recomputed, peak_bytes)) = self.fitted(cut, &layout, held) else { continue };
+                let (minibatch_us, bound_us) = self.time(cut, &layout, &recomputed);
+                let recomputes = recomputed.contains(&true);
+                if minibatch_us < best_us {
+                    best_us = minibatch_us;
+                    found.push(LayoutEstimate { layout, minibatch_us, bound_us, peak_bytes, recomputes });
+                }
+                if !recomputes || layout.replicas == 1 {
+                    break;
+                }
+            }
+        });
+        found
+    }
+
+    /// The layout that needs the least memory at this ZeRO stage, and the bytes of its fullest device.
+    pub fn least_memory(&self, schedules: &[Schedule], zero: u32, chunks: Option<u32>) -> Option<(Layout, u64)> {
+        let mut least: Option<(Layout, u64)> = None;
+        self.each(schedules, chunks, &mut |cut, layout, held| {
+            let layout = Layout { zero, ..layout };
+            let peak = self.of_ranks(cut, &layout, held, self.problem.recompute).into_iter().max().unwrap_or(0);
+            if least.is_none_or(|(_, known)| peak < known) {
+                least = Some((layout, peak));
+            }
+        });
+        least
+    }
+
+    /// Visits all layouts, at ZeRO stage 0.
+    fn each(&self, schedules: &[Schedule], chunks: Option<u32>, visit: &mut dyn FnMut(&Cut, Layout, &Counts)) {
         let asked = self.joined.problem(self.problem);
         let line = Line::new(&asked, self.order.clone(), self.ends.clone());
         let mut cuts: BTreeMap<usize, Option<Cut>> = BTreeMap::new();
-        let mut found = Vec::new();
         for ranks in 1..=self.problem.cluster.devices().min((self.ends.len() - 1) as u32) {
             for &schedule in schedules {
-                for chunks in
-                    self.chunk_counts(schedule, ranks).filter(|count| chunks.is_none_or(|only| *count == only))
+                for count in self.chunk_counts(schedule, ranks).filter(|count| chunks.is_none_or(|only| *count == only))
                 {
-                    let Some(replicas) = self.replicas(ranks, chunks) else { continue };
-                    let stages = (ranks * chunks) as usize;
+                    let Some(replicas) = self.replicas(ranks, count) else { continue };
+                    let stages = (ranks * count) as usize;
                     let cut = cuts.entry(stages).or_insert_with(|| Cut::of(&asked, &line, stages));
-                    let Some(cut) = cut else { continue };
-                    let held = self.by_rule(schedule, ranks, replicas, chunks);
-                    let mut best_us = f64::INFINITY;
-                    for zero in zero.clone() {
-                        let layout = Layout { schedule, ranks, replicas, chunks, zero };
-                        let Some((recomputed, peak_bytes)) = self.fitted(cut, &layout, &held) else { continue };
-                        let minibatch_us = self.time(cut, &layout, &recomputed);
-                        let recomputes = recomputed.contains(&true);
-                        if minibatch_us < best_us {
-                            best_us = minibatch_us;
-                            found.push(LayoutEstimate { layout, minibatch_us, peak_bytes, recomputes });
-                        }
-                        if !recomputes || replicas == 1 {
-                            break;
-                        }
+                    if let Some(cut) = cut {
+                        let held = self.by_rule(schedule, ranks, replicas, count);
+                        visit(cut, Layout { schedule, ranks, replicas, chunks: count, zero: 0 }, &held);
                     }
                 }
             }
         }
-        found
     }
 
     /// The replicas of each stage; `None` if there is no such layout.
@@ -183,11 +205,11 @@ impl<'a> Layouts<'a> {
         Counts { caps: of_stage(&caps), pending_weight_grads: of_stage(&pending) }
     }
 
-    /// For each stage whether it recomputes its activations, and the peak memory; `None` if the layout does not fit.
-    fn fitted(&self, cut: &Cut, layout: &Layout, held: &Counts) -> Option<(Vec<bool>, u64)> {
+    /// Memory of a device of each rank, if all or no stages recompute their activations.
+    fn of_ranks(&self, cut: &Cut, layout: &Layout, held: &Counts, recompute: bool) -> Vec<u64> {
         let &Layout { schedule, ranks, replicas, zero, .. } = layout;
-        let limit = self.problem.limit_of(0..self.problem.cluster.devices()).unwrap_or(u64::MAX);
-        let bytes = |stage: usize, recompute: bool| {
+        let mut of_rank = vec![0u64; ranks as usize];
+        for (stage, holdings) in cut.holdings.iter().enumerate() {
             let multiples = MemoryMultipliers {
                 in_flight: held.caps[stage],
                 pending_weight_grads: held.pending_weight_grads.get(stage).copied().unwrap_or(0),
@@ -200,35 +222,46 @@ impl<'a> Layouts<'a> {
                 schedule,
                 microbatches: self.problem.microbatches,
             };
-            cut.holdings[stage].held(&multiples).total
-        };
-        let rank = |stage: usize| rank_of(schedule, ranks, stage as u32) as usize;
-        let sum = |recompute: bool| {
-            let mut of_rank = vec![0u64; ranks as usize];
-            (0..cut.ops.len()).for_each(|stage| {
-                let sum = &mut of_rank[rank(stage)];
-                *sum = sum.saturating_add(bytes(stage, recompute));
-            });
-            of_rank
-        };
-        let mut of_rank = sum(false);
-        let mut recomputed = vec![false; ranks as usize];
+            let sum = &mut of_rank[rank_of(schedule, ranks, stage as u32) as usize];
+            *sum = sum.saturating_add(holdings.held(&multiples).total);
+        }
+        of_rank
+    }
+
+    /// For each stage whether it recomputes its activations, and the peak memory; `None` if the layout does not fit.
+    fn fitted(&self, cut: &Cut, layout: &Layout, held: &Counts) -> Option<(Vec<bool>, u64)> {
+        let limit = self.problem.limit_of(0..self.problem.cluster.devices()).unwrap_or(u64::MAX);
+        let mut of_rank = self.of_ranks(cut, layout, held, false);
+        let mut recomputed = vec![false; of_rank.len()];
         if of_rank.iter().any(|bytes| *bytes > limit) {
             if !self.problem.recompute {
                 return None;
             }
-            for (at, fewer) in
-                sum(true).into_iter().enumerate().filter(|(at, _)| of_rank[*at] > limit).collect::<Vec<_>>()
-            {
-                (of_rank[at], recomputed[at]) = (fewer, true);
+            let fewer = self.of_ranks(cut, layout, held, true);
+            for rank in 0..of_rank.len() {
+                if of_rank[rank] > limit {
+                    (of_rank[rank], recomputed[rank]) = (fewer[rank], true);
+                }
             }
         }
         let peak = of_rank.into_iter().max().unwrap_or(0);
+        let rank = |stage: usize| rank_of(layout.schedule, layout.ranks, stage as u32) as usize;
         (peak <= limit).then(|| ((0..cut.ops.len()).map(|stage| recomputed[rank(stage)]).collect(), peak))
     }
 
-    /// The closed form of the time of a minibatch, in microseconds.
-    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[bool]) -> f64 {
+    /// The closed form of the time of a minibatch, and a lower bound for all cuts into as many stages with this
+    /// recomputation; both in microseconds.
+    ///
+    /// The bound has no messages, and all-reduces that overlap with the last backward. With W the compute of a
+    /// micro-batch on all p ranks and k the micro-batches of each replica, an unsplit backward and one stage per rank
+    /// take `max over s of k C_s + Σ C_t, t < s`, which is least where all ranks take equally long:
+    ///
+    /// ```text
+    /// W / (1 - (1 - 1/k)^p)
+    /// ```
+    ///
+    /// Otherwise it is `k W / p` and the forward of a micro-batch until it reaches the last rank.
+    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[bool]) -> (f64, f64) {
         let &Layout { schedule, ranks, replicas, chunks, zero } = layout;
         let levels = &self.problem.cluster.levels;
         let stage = |at: usize| {
@@ -252,8 +285,9 @@ impl<'a> Layouts<'a> {
         };
         let stages: Vec<PlacedStage> = (0..cut.ops.len()).map(stage).collect();
         let asked = FlowQuery { schedule, microbatches: self.problem.microbatches, latency: false };
+        let bound_us = bound(&stages, layout, asked.microbatches);
         if chunks > 1 {
-            return chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us;
+            return (chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us, bound_us);
         }
         let found = cost_estimate::outlook(&asked, levels, &stages, &cut.edges);
         let hidden = match schedule {
@@ -262,7 +296,7 @@ impl<'a> Layouts<'a> {
             _ => 0.0,
         };
         let later: f64 = cut.weight_grad[..cut.weight_grad.len() - 1].iter().sum();
-        (found.minibatch_us - hidden * later).max(found.busiest_us)
+        ((found.minibatch_us - hidden * later).max(found.busiest_us), bound_us)
     }
 
     fn problem_of(&self, problem: &Problem, layout: &Layout) -> Problem {
@@ -331,6 +365,18 @@ impl<'a> Layouts<'a> {
         planned.set_idle(&full);
         Ok(planned)
     }
+}
+
+/// Lower bound of the time of a minibatch; see [`Layouts::time`].
+fn bound(stages: &[PlacedStage], layout: &Layout, microbatches: u32) -> f64 {
+    let items = f64::from(microbatches.div_ceil(layout.replicas));
+    let work: f64 = stages.iter().map(|stage| stage.forward_us + stage.backward_us).sum();
+    let ranks = f64::from(layout.ranks);
+    if layout.chunks == 1 && !layout.schedule.splits_backward() {
+        return work / (1.0 - (1.0 - 1.0 / items).powf(ranks));
+    }
+    let before: f64 = stages[..layout.ranks as usize - 1].iter().map(|stage| stage.forward_us).sum();
+    items * work / ranks + before
 }
 
 impl Cut {
