@@ -18,4 +18,5 @@ pub mod schedule_memory;
 pub mod solve;
 pub mod tensor_parallel;
 pub mod tied_weights;
+pub mod variant;
 pub mod zero;

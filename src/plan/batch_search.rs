@@ -12,7 +12,7 @@ use crate::plan::from_costs::solve_with_groups;
 use crate::plan::request::{PlanRequest, ScheduleChoice, cost_name};
 use crate::plan::request_costs::{CostsBySize, untrainable};
 use crate::plan::result::{PlanResult, Tried};
-use crate::plan::tied_weights;
+use crate::plan::{tied_weights, variant};
 use compiler::partition::planned::Planned;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, Objective};
@@ -147,7 +147,7 @@ fn sizes(request: &PlanRequest, source: &CostsBySize) -> Result<Vec<Size>, Error
         return Ok(vec![(source.default_size(), microbatches)]);
     };
     match source.only_size() {
-        Some(size) => Ok(vec![(size, configuration_search::count(batch, size)?)]),
+        Some(size) => Ok(vec![(size, variant::count(batch, size)?)]),
         None if microbatches > 1 => Ok(vec![(batch / u64::from(microbatches), microbatches)]),
         None => Ok(counts(batch).into_iter().map(|count| (batch / u64::from(count), count)).collect()),
     }

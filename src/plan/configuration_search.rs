@@ -13,7 +13,6 @@
 use crate::costs::Costs;
 use crate::error::Error;
 use crate::events::{Event, EventSink};
-use crate::plan::from_costs::{efficiency, planner_options, problem};
 use crate::plan::infeasible::describe;
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
@@ -22,22 +21,20 @@ use crate::plan::result::{Alternative, PlanResult, Tried, TriedPlan};
 use crate::plan::solve::refusal;
 use crate::plan::tensor_parallel::{TensorParallel, group_costs, keeps_weights};
 use crate::plan::tied_weights;
+use crate::plan::variant::{MOST_OPS, Variant, sizes};
 use crate::plan::zero::ZeroStage;
 use compiler::export::quantity;
 use compiler::partition::error::PlanError;
 use compiler::partition::explain::infeasible::is_infeasible;
-use compiler::partition::options::PlannerOptions;
 use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planned::Planned;
+use compiler::partition::search::finish_plan;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
-use compiler::partition::search::{finish_plan, tensor_parallel};
 use compiler::partition::single_degree;
-use compiler::plan::coarsen;
+use compiler::plan::Plan;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
-use compiler::plan::{Edge, Plan, Stage};
-use compiler::profile::shared::TensorParallelCosts;
 use serde_json::json;
 use std::ops::RangeInclusive;
 
@@ -57,9 +54,6 @@ pub const SYNCHRONOUS: [Schedule; 8] = [
     Schedule::DualPipeV,
 ];
 
-/// The smallest ratio between micro-batch sizes.
-const STEP: f64 = 1.5;
-
 /// Sizes whose variants are made at the same time.
 const AT_ONCE: usize = 4;
 
@@ -75,10 +69,6 @@ const ALIKE: usize = 6;
 
 /// An estimate above this multiple of the best is not simulated.
 const HOPELESS: f64 = 1.3;
-
-/// Models with more ops are searched in pieces that end where few tensors cross, and with one layout of weights in
-/// groups.
-const MOST_OPS: usize = 400;
 
 /// The plan option with the plans that the lower bound covers.
 pub const BOUND: &str = "bound";
@@ -111,94 +101,10 @@ pub fn supports(request: &PlanRequest, is_mixed: bool) -> bool {
         && options.objective == Objective::Throughput
 }
 
-/// A size of micro-batches on devices or groups.
-struct Variant {
-    micro_batch: u64,
-    /// The problem with all devices, and the costs on groups.
-    whole: Problem,
-    /// The problem over groups.
-    groups: Option<Problem>,
-    estimates: Vec<LayoutEstimate>,
-}
-
-impl Variant {
-    fn new(
-        request: &PlanRequest,
-        costs: Costs,
-        groups: Option<TensorParallelCosts>,
-        batch: u64,
-    ) -> Result<Variant, Error> {
-        let micro_batch = costs.micro_batch;
-        let options = PlanOptions {
-            microbatches: count(batch, micro_batch)?,
-            schedule: Some(ScheduleChoice::Named(Schedule::OneFOneB)),
-            ..request.options.clone()
-        };
-        let mut whole = problem(costs, groups.into_iter().collect(), &options, None)?;
-        if whole.shared.is_empty() && whole.graph.ops.len() > MOST_OPS {
-            whole.graph = coarsen::pieces(&whole.graph);
-        }
-        let groups = whole.shared.first().and_then(|costs| tensor_parallel::group_problem(&whole, costs));
-        if whole.shared.is_empty() != groups.is_none() {
-            return Err(Error::bug("a tensor-parallel degree does not divide the innermost level"));
-        }
-        Ok(Variant { micro_batch, whole, groups, estimates: Vec::new() })
-    }
-
-    /// The problem that is planned: of devices, or of groups.
-    fn problem(&self) -> &Problem {
-        self.groups.as_ref().unwrap_or(&self.whole)
-    }
-
-    fn least_us(&self) -> f64 {
-        self.estimates.iter().map(|estimate| estimate.minibatch_us).fold(f64::INFINITY, f64::min)
-    }
-
-    /// Makes a plan of the problem, as all devices see it.
-    fn planned(
-        &self,
-        options: &PlanOptions,
-        plan: &dyn Fn(&Problem, &PlannerOptions<'_>) -> Result<Planned, PlanError>,
-    ) -> Result<Planned, PlanError> {
-        self.with_planner(options, |planner| match (&self.groups, self.whole.shared.first()) {
-            (Some(groups), Some(costs)) => {
-                let mut planned = tensor_parallel::of_groups(&self.whole, costs, groups, planner, plan)?;
-                planned.set_idle(&self.whole);
-                Ok(planned)
-            }
-            _ => plan(&self.whole, planner),
-        })
-    }
-
-    fn with_planner<T>(&self, options: &PlanOptions, run: impl FnOnce(&PlannerOptions<'_>) -> T) -> T {
-        let simulate = |stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&self.whole, stages, edges, caps);
-        run(&planner_options(options, &simulate))
-    }
-}
-
 /// The ZeRO stage, which is part of the search for a batch.
 fn zero(request: &PlanRequest) -> ZeroStage {
     let default = if request.batch.is_some() { ZeroStage::Auto } else { ZeroStage::Level(0) };
     request.options.zero.unwrap_or(default)
-}
-
-/// The number of micro-batches.
-pub fn count(batch: u64, micro_batch: u64) -> Result<u32, Error> {
-    u32::try_from(batch / micro_batch).ok().filter(|_| batch.is_multiple_of(micro_batch)).ok_or_else(|| {
-        Error::input(format!("`--batch {batch}` is not a multiple of the micro-batch size {micro_batch}"))
-            .because("the costs are for that size")
-    })
-}
-
-/// Micro-batch sizes, ascending, each at least [`STEP`] times the one before.
-fn sizes(batch: u64) -> Vec<u64> {
-    let mut sizes: Vec<u64> = Vec::new();
-    for size in (1..=batch.min(1 << 20)).filter(|size| batch.is_multiple_of(*size) && batch / size <= 1 << 20) {
-        if sizes.last().is_none_or(|last| size as f64 >= STEP * *last as f64) {
-            sizes.push(size);
-        }
-    }
-    sizes
 }
 
 /// The search, with what it has found so far.
@@ -668,18 +574,5 @@ impl Task {
                 single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, planner)
             }),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_divide_and_are_apart() {
-        assert_eq!(sizes(1), [1]);
-        assert_eq!(sizes(24), [1, 2, 3, 6, 12, 24]);
-        assert_eq!(sizes(7), [1, 7]);
-        assert!(sizes(1536).iter().all(|size| 1536 % size == 0));
     }
 }
