@@ -245,6 +245,9 @@ pub struct TensorParallelCost {
     /// True if matrices of weights are sharded and never gathered.
     #[serde(default, skip_serializing_if = "is_false")]
     pub keeps_weights: bool,
+    /// True if activations between layers and stages are split along the sequence.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub sequence_parallel: bool,
     /// Forward time on one device.
     pub unsharded_fwd_us: f64,
     /// Backward time on one device, without recomputation.

@@ -19,7 +19,7 @@ use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
 use crate::plan::request_costs::{CostsBySize, untrainable};
 use crate::plan::result::{Alternative, PlanResult, Tried, TriedPlan};
 use crate::plan::solve::refusal;
-use crate::plan::tensor_parallel::{TensorParallel, group_costs, keeps_weights};
+use crate::plan::tensor_parallel::{GroupLayout, TensorParallel, group_costs};
 use crate::plan::tied_weights;
 use crate::plan::variant::{MOST_OPS, Variant, sizes};
 use crate::plan::zero::ZeroStage;
@@ -190,7 +190,7 @@ impl Search<'_> {
                 break;
             }
             self.total += (sizes.len() * 4) as u64;
-            let mut tasks: Vec<(Costs, Option<(u32, bool)>)> = Vec::new();
+            let mut tasks: Vec<(Costs, Option<(u32, GroupLayout)>)> = Vec::new();
             for costs in in_parallel(sizes, |size| source.at(*size)) {
                 let costs = match costs {
                     Ok(costs) => costs,
@@ -210,7 +210,7 @@ impl Search<'_> {
             }
             let (request, schedules, zero) = (self.request, &self.schedules, &self.zero);
             let made = in_parallel(&tasks, |(costs, degree)| {
-                let groups = degree.map(|(degree, keeps)| group_costs(costs, degree, keeps)).transpose()?;
+                let groups = degree.map(|(degree, layout)| group_costs(costs, degree, layout)).transpose()?;
                 let mut variant = Variant::new(request, costs.clone(), groups, batch)?;
                 let layouts = Layouts::of(variant.problem());
                 let estimates = layouts.estimates(schedules, zero.clone(), request.options.chunks);
@@ -237,17 +237,18 @@ impl Search<'_> {
     }
 
     /// The tensor-parallel degrees to try, each with a layout of weights; `None` for single devices.
-    fn degrees(&self, costs: &Costs) -> Result<Vec<Option<(u32, bool)>>, Error> {
+    fn degrees(&self, costs: &Costs) -> Result<Vec<Option<(u32, GroupLayout)>>, Error> {
         let options = &self.request.options;
         let given = self.tensor_parallel();
         if costs.shareable.is_none() && options.tensor_parallel.is_none() {
             return Ok(vec![None]);
         }
         let is_large = costs.graph.ops.len() > MOST_OPS && given == TensorParallel::Auto;
-        let layouts: &[bool] = if keeps_weights(options.target) || is_large { &[true] } else { &[true, false] };
+        let mut layouts = GroupLayout::of(options.target).to_vec();
+        layouts.retain(|layout| !is_large || *layout != GroupLayout::Any);
         let alone = if matches!(given, TensorParallel::Degree(_)) { None } else { Some(None) };
         let sizes = given.sizes(costs)?;
-        let groups = sizes.iter().flat_map(|size| layouts.iter().map(|keeps| Some((*size, *keeps))));
+        let groups = sizes.iter().flat_map(|size| layouts.iter().map(|layout| Some((*size, *layout))));
         Ok(alone.into_iter().chain(groups).collect())
     }
 

@@ -51,7 +51,7 @@ fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> TensorPara
     for param in &mut shared.params {
         param.bytes /= if random.below(3) > 0 { u64::from(devices) } else { 1 };
     }
-    TensorParallelCosts { devices, keeps_weights: false, graph: shared, meetings }
+    TensorParallelCosts { devices, keeps_weights: false, sequence_parallel: false, graph: shared, meetings }
 }
 
 /// The minimum time over linear stage cuts, replica counts and degrees.
@@ -183,7 +183,14 @@ fn gpt(layers: usize, batch: i64) -> Graph {
 
 fn group(devices: usize) -> Machine {
     let device = device::find("cpu").unwrap().device();
-    Machine { device, devices, bandwidth: BytesPerSecond(100e9), latency: Seconds(1e-6), keeps_weights: false }
+    Machine {
+        device,
+        devices,
+        bandwidth: BytesPerSecond(100e9),
+        latency: Seconds(1e-6),
+        keeps_weights: false,
+        sequence_parallel: false,
+    }
 }
 
 const TRAINING: Training = Training::Loss(Loss::CrossEntropy, None);

@@ -38,9 +38,28 @@ pub struct Machine {
     /// Matrices of weights are sharded and never gathered, as in Megatron-LM. Otherwise a group may also gather them, or
     /// replicate them and divide the batch, if that is faster.
     pub keeps_weights: bool,
+    /// Activations between stages are split along the sequence (Korthikanti et al., "Reducing activation recomputation in
+    /// large transformer models", MLSys 2023, section 4.2).
+    pub sequence_parallel: bool,
 }
 
 impl Machine {
+    /// The sharding of a value between stages; `is_learned` if it has a gradient. Axis 1 is the sequence of a batch of
+    /// sequences, and axis 0 the tokens of one.
+    pub fn between_stages(&self, fact: &Fact, is_learned: bool) -> Sharding {
+        if !self.sequence_parallel || !is_learned || !fact.dtype.is_float() {
+            return Sharding::Replicated;
+        }
+        let axes: &[usize] = match fact.rank() {
+            0 | 1 => &[],
+            2 => &[0],
+            _ => &[1, 0],
+        };
+        let splits = axes.iter().map(|axis| Sharding::split(*axis));
+        let mut splits = splits.filter(|split| split.part(fact, self.devices).is_some());
+        splits.next().unwrap_or(Sharding::Replicated)
+    }
+
     /// Time of a node on each device under a strategy.
     pub fn strategy(&self, graph: &Graph, id: NodeId, strategy: &Strategy) -> Time {
         let node = graph.node(id);

@@ -12,7 +12,7 @@
 //! time(op) = given(op) · roofline(shards of op) / roofline(op) + collectives(op)
 //! ```
 //!
-//! Values between segments are replicated. If the consumer saves one for its backward, it counts for the op that makes
+//! Values between segments are replicated, or split with sequence parallelism. If the consumer saves one for its backward, it counts for the op that makes
 //! it, as within one stage. If the segments are in different stages, it counts as an input of the second.
 
 use crate::graph::{Graph, order};
@@ -22,6 +22,7 @@ use crate::pass::attribution::{
     Attribution, AttributionError, Tagged, Training, leaders, loss_of, of_stage, owner, tagged,
 };
 use crate::pass::backward::{Backward, BackwardError, Made, Read, ReceivedGradients, backward};
+use crate::pass::costs::tensor_values;
 use crate::pass::fragment::{Fragment, FragmentError, Term, fragment};
 use crate::pass::gradient_accumulation::root;
 use crate::pass::loss::LOSS;
@@ -94,11 +95,11 @@ pub fn shared_costs(
     // A framework that keeps weights in place also keeps layers whole.
     let starts = if machine.keeps_weights { layer_starts(alone, &pieces) } else { vec![false; pieces.len()] };
     let runs = cheapest(&pieces, &starts, |start, end| sharer.price(start, end))?;
-    let mut costs = Costs::new(alone, &whole, machine);
+    let mut costs = Costs::new(alone, &whole, machine, &learned);
     for (start, end) in runs {
         costs.add(&sharer.run(start, end)?);
     }
-    Ok(costs.done())
+    Ok(costs.done(tensor_values(graph, &whole.ops)))
 }
 
 fn learned(graph: &Graph) -> HashSet<NodeId> {
@@ -194,7 +195,7 @@ impl Sharer<'_> {
             return Ok(known.chosen.cost);
         }
         let staged = self.staged(start, end)?;
-        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied);
+        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied, self.machine);
         let chosen = choose_within(stage.task(), self.machine, MOST_ENTRIES)?;
         let cost = chosen.cost;
         self.known.insert(words, CachedSegment { first: (start, end), chosen, figures: None });
@@ -281,7 +282,7 @@ impl Sharer<'_> {
         outside: &[Value],
     ) -> Result<SegmentCosts, CostsError> {
         let staged = self.staged(start, end)?;
-        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied);
+        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied, self.machine);
         let shared = share(&stage, &chosen.choice, self.machine)?;
         let attributed = |fragment: &Fragment, backward: Option<&Backward>| {
             let passages = passages(fragment, backward);
@@ -411,6 +412,7 @@ struct Costs<'a> {
     alone: &'a CostGraph,
     whole: &'a Tagged,
     machine: &'a Machine,
+    learned: &'a HashSet<NodeId>,
     graph: CostGraph,
     meetings: Vec<[f64; 2]>,
     parameters: HashMap<&'a str, usize>,
@@ -420,11 +422,11 @@ struct Costs<'a> {
 }
 
 impl<'a> Costs<'a> {
-    fn new(alone: &'a CostGraph, whole: &'a Tagged, machine: &'a Machine) -> Costs<'a> {
+    fn new(alone: &'a CostGraph, whole: &'a Tagged, machine: &'a Machine, learned: &'a HashSet<NodeId>) -> Costs<'a> {
         let (graph, meetings) = (alone.clone(), vec![[0.0; 2]; alone.ops.len()]);
         let parameters = alone.params.iter().enumerate().map(|(at, param)| (param.name.as_str(), at)).collect();
         let (keeping, kept) = (BTreeSet::new(), BTreeMap::new());
-        Costs { alone, whole, machine, graph, meetings, parameters, keeping, kept }
+        Costs { alone, whole, machine, learned, graph, meetings, parameters, keeping, kept }
     }
 
     fn add(&mut self, run: &Segment<'_>) {
@@ -461,11 +463,25 @@ impl<'a> Costs<'a> {
         }
     }
 
-    fn done(mut self) -> TensorParallelCosts {
-        for (value, op) in self.kept {
+    /// What a device holds of a value between segments.
+    fn between_segments(&self, value: Value) -> Fact {
+        let fact = self.whole.graph.fact(value);
+        let sharding = self.machine.between_stages(fact, self.learned.contains(&value.node));
+        sharding.part(fact, self.machine.devices).unwrap_or_else(|| fact.clone())
+    }
+
+    /// The costs; `tensors` are the values of the tensors of the cost graph.
+    fn done(mut self, tensors: Vec<Value>) -> TensorParallelCosts {
+        if self.machine.sequence_parallel {
+            for (at, value) in tensors.into_iter().enumerate() {
+                let bytes = self.between_segments(value).bytes().unwrap_or(u64::MAX);
+                self.graph.tensors[at].bytes = bytes;
+            }
+        }
+        for (value, op) in std::mem::take(&mut self.kept) {
             if !self.keeping.contains(&op) {
+                let bytes = self.between_segments(value).bytes().unwrap_or(0);
                 let cost = &mut self.graph.ops[op];
-                let bytes = self.whole.graph.fact(value).bytes().unwrap_or(0);
                 cost.saved_bytes = cost.saved_bytes.saturating_add(bytes);
             }
         }
@@ -487,6 +503,7 @@ impl<'a> Costs<'a> {
         TensorParallelCosts {
             devices,
             keeps_weights: self.machine.keeps_weights,
+            sequence_parallel: self.machine.sequence_parallel,
             graph: self.graph,
             meetings: self.meetings,
         }

@@ -102,7 +102,7 @@ fn compile_with(
         let code = match machine {
             None => Assembly::new(device, fragment, backward.as_ref(), (splits, joins(stage))).stage(loss)?,
             Some(machine) => {
-                let whole = Stage::new(fragment, backward.as_ref(), &tied);
+                let whole = Stage::new(fragment, backward.as_ref(), &tied, machine);
                 let shared = share(&whole, &choose(whole.task(), machine)?.choice, machine)?;
                 parameters.extend(shared.parameters);
                 Assembly::new(device, &shared.fragment, shared.backward.as_ref(), (splits, false)).stage(loss)?
