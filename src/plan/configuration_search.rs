@@ -4,7 +4,7 @@
 //! 1. Micro-batch sizes ascend until larger ones are clearly slower. Each size has costs on one device and on groups of
 //!    every tensor-parallel degree: its variants.
 //! 2. All layouts of a variant are estimated (`compiler::partition::search::layouts`).
-//! 3. The best layouts by estimate are simulated.
+//! 3. The best layouts by estimate are simulated, and others until their lower bounds show that none is much faster.
 //! 4. The best simulated layouts are planned with better cuts. Plans with unequal replicas are searched as well: of the
 //!    best variant, and on small clusters of several variants under every schedule.
 //!
@@ -67,6 +67,11 @@ const PLANNED: usize = 4;
 /// Simulated layouts of one variant with the same numbers of ranks and replicas.
 const ALIKE: usize = 6;
 
+/// More layouts are simulated while their lower bound is below this fraction of the best time, up to this work: stages times
+/// micro-batches.
+const CLOSE: f64 = 0.96;
+const MOST_WORK: u64 = 4_000_000;
+
 /// An estimate above this multiple of the best is not simulated.
 const HOPELESS: f64 = 1.3;
 
@@ -120,6 +125,8 @@ struct Search<'a> {
     total: u64,
     /// The best predicted time so far.
     best_us: f64,
+    /// Lower bound of all layouts.
+    equal_us: f64,
 }
 
 /// A layout of a variant, with its estimated or simulated time.
@@ -155,6 +162,7 @@ pub fn plan(
         done: 0,
         total: 0,
         best_us: f64::INFINITY,
+        equal_us: f64::INFINITY,
     };
     search.make_variants(source)?;
     let simulated = search.simulate();
@@ -277,45 +285,83 @@ impl Search<'_> {
         }
     }
 
-    /// Simulates the best layouts by estimate; returns them by their simulated time.
+    /// Simulates layouts: the best by estimate, then those whose lower bound is smallest, until no other one can be much
+    /// faster. Returns them by their simulated time, and sets the bound.
     fn simulate(&mut self) -> Vec<Ranked> {
-        let mut ranked: Vec<Ranked> = Vec::new();
+        let mut open: Vec<Ranked> = Vec::new();
         for (variant, of) in self.variants.iter().enumerate() {
             let rank = |estimate: &LayoutEstimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us };
-            ranked.extend(of.estimates.iter().map(rank));
+            open.extend(of.estimates.iter().map(rank));
         }
-        ranked.sort_by(|left, right| left.us.total_cmp(&right.us));
+        open.sort_by(|left, right| left.us.total_cmp(&right.us));
+        let first = self.promising(&open);
+        let mut next: Vec<Ranked> = first.iter().map(|at| open[*at]).collect();
+        for at in first.into_iter().rev() {
+            open.remove(at);
+        }
+        // The layout with the smallest bound comes last.
+        open.sort_by(|left, right| right.estimate.bound_us.total_cmp(&left.estimate.bound_us));
+        self.total = self.done + next.len() as u64;
+        self.best_us = f64::INFINITY;
+        let (mut simulated, mut work): (Vec<Ranked>, u64) = (Vec::new(), 0);
+        while !next.is_empty() {
+            for few in next.chunks(2 * AT_ONCE) {
+                if self.events.stops() && !simulated.is_empty() {
+                    break;
+                }
+                simulated.extend(self.times(few));
+                work += few.iter().map(|one| self.work(one)).sum::<u64>();
+                self.best_us = simulated.iter().map(|one| one.us).fold(f64::INFINITY, f64::min);
+                self.progress(few.len() as u64);
+            }
+            next.clear();
+            let is_open = |one: &Ranked| one.estimate.bound_us < CLOSE * self.best_us;
+            while next.len() < 2 * AT_ONCE
+                && work < MOST_WORK
+                && !self.events.stops()
+                && open.last().is_some_and(is_open)
+            {
+                next.extend(open.pop());
+            }
+            self.total += next.len() as u64;
+        }
+        simulated.sort_by(|left, right| left.us.total_cmp(&right.us));
+        self.equal_us = open.last().map_or(f64::INFINITY, |one| one.estimate.bound_us).min(self.best_us);
+        simulated
+    }
+
+    /// The positions of the layouts with the best estimates, only some of those that are alike.
+    fn promising(&self, ranked: &[Ranked]) -> Vec<usize> {
         let best_us = ranked.first().map_or(0.0, |best| best.us);
-        let mut chosen: Vec<Ranked> = Vec::new();
-        for one in ranked.into_iter().take_while(|one| one.us <= HOPELESS * best_us) {
-            let shape = |one: &Ranked| (one.variant, one.estimate.layout.ranks, one.estimate.layout.replicas);
-            if chosen.iter().filter(|other| shape(other) == shape(&one)).count() < ALIKE {
-                chosen.push(one);
+        let shape = |one: &Ranked| (one.variant, one.estimate.layout.ranks, one.estimate.layout.replicas);
+        let mut chosen: Vec<usize> = Vec::new();
+        for (at, one) in ranked.iter().enumerate().take_while(|(_, one)| one.us <= HOPELESS * best_us) {
+            if chosen.iter().filter(|other| shape(&ranked[**other]) == shape(one)).count() < ALIKE {
+                chosen.push(at);
             }
             if chosen.len() == SIMULATED {
                 break;
             }
         }
-        self.total = self.done + chosen.len() as u64;
-        self.best_us = f64::INFINITY;
-        let mut simulated: Vec<Ranked> = Vec::new();
-        for few in chosen.chunks(2 * AT_ONCE) {
-            if self.events.stops() && !simulated.is_empty() {
-                break;
-            }
-            let (variants, options) = (&self.variants, &self.request.options);
-            let times = in_parallel(few, |one| {
-                let variant = &variants[one.variant];
-                let layouts = Layouts::of(variant.problem());
-                variant.with_planner(options, |planner| layouts.simulated(&one.estimate.layout, planner))
-            });
-            let with_time = |(one, us): (&Ranked, Option<f64>)| us.map(|us| Ranked { us, ..*one });
-            simulated.extend(few.iter().zip(times).filter_map(with_time));
-            self.best_us = simulated.iter().map(|one| one.us).fold(f64::INFINITY, f64::min);
-            self.progress(few.len() as u64);
-        }
-        simulated.sort_by(|left, right| left.us.total_cmp(&right.us));
-        simulated
+        chosen
+    }
+
+    /// The simulated times of some layouts that fit.
+    fn times(&self, few: &[Ranked]) -> Vec<Ranked> {
+        let (variants, options) = (&self.variants, &self.request.options);
+        let times = in_parallel(few, |one| {
+            let variant = &variants[one.variant];
+            let layouts = Layouts::of(variant.problem());
+            variant.with_planner(options, |planner| layouts.simulated(&one.estimate.layout, planner))
+        });
+        few.iter().zip(times).filter_map(|(one, us)| us.map(|us| Ranked { us, ..*one })).collect()
+    }
+
+    /// The work of a simulation: stages times micro-batches of a replica.
+    fn work(&self, one: &Ranked) -> u64 {
+        let layout = &one.estimate.layout;
+        let items = self.variants[one.variant].whole.microbatches.div_ceil(layout.replicas);
+        u64::from(layout.ranks * layout.chunks) * u64::from(items.min(4 * layout.ranks * layout.chunks))
     }
 
     /// Plans the best layouts, and plans with unequal replicas; returns the best plan.
@@ -457,17 +503,15 @@ impl Search<'_> {
 
     /// A lower bound of the time in microseconds, and the plans that it covers if not all.
     ///
-    /// All compute spread over all devices bounds every plan at these sizes and degrees. The bounds of the layouts
-    /// that fit cover stages of equal time; they count if no plan with other stages is faster.
+    /// All compute spread over all devices bounds every plan at these sizes and degrees. The layouts that were simulated,
+    /// and the bounds of the others, cover stages of equal time; they count if no plan with other stages is faster.
     fn bound(&self, us: f64) -> (f64, Option<&'static str>) {
-        let of_stages = |estimate: &LayoutEstimate| estimate.bound_us;
-        let estimates = self.variants.iter().flat_map(|variant| &variant.estimates);
-        let equal = estimates.map(of_stages).fold(f64::INFINITY, f64::min);
         // A split backward has the shortest way through the pipeline.
         let spread =
             |variant: &Variant| finish_plan::spread(&Problem { schedule: Schedule::ZbH1, ..variant.problem().clone() });
         let all = self.variants.iter().map(spread).fold(us, f64::min);
-        if equal.is_finite() && equal > all && equal <= us { (equal, Some(EQUAL_STAGES)) } else { (all, None) }
+        let equal = self.equal_us.min(us);
+        if equal > all && self.equal_us.is_finite() { (equal, Some(EQUAL_STAGES)) } else { (all, None) }
     }
 
     /// The time per minibatch of the same stages without a flush, where each update uses gradients of weights one

@@ -60,7 +60,7 @@ pub struct Layout {
 pub struct LayoutEstimate {
     pub layout: Layout,
     pub minibatch_us: f64,
-    /// Lower bound for all cuts into as many stages.
+    /// Lower bound of the time, without messages.
     pub bound_us: f64,
     /// Memory of the fullest device.
     pub peak_bytes: u64,
@@ -249,18 +249,11 @@ impl<'a> Layouts<'a> {
         (peak <= limit).then(|| ((0..cut.ops.len()).map(|stage| recomputed[rank(stage)]).collect(), peak))
     }
 
-    /// The closed form of the time of a minibatch, and a lower bound for all cuts into as many stages with this
-    /// recomputation; both in microseconds.
+    /// The closed form of the time of a minibatch, and a lower bound of it without messages; both in microseconds.
     ///
-    /// The bound has no messages, and all-reduces that overlap with the last backward. With W the compute of a
-    /// micro-batch on all p ranks and k the micro-batches of each replica, an unsplit backward and one stage per rank
-    /// take `max over s of k C_s + Σ C_t, t < s`, which is least where all ranks take equally long:
-    ///
-    /// ```text
-    /// W / (1 - (1 - 1/k)^p)
-    /// ```
-    ///
-    /// Otherwise it is `k W / p` and the forward of a micro-batch until it reaches the last rank.
+    /// With k micro-batches on each replica, rank r computes `k Σ C_s` over its stages s. It starts after the forward of
+    /// the first stages of all ranks before it, and unless the backward is split, their backward follows. The all-reduce
+    /// of the first stage overlaps at most with its last backward.
     fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[bool]) -> (f64, f64) {
         let &Layout { schedule, ranks, replicas, chunks, zero } = layout;
         let levels = &self.problem.cluster.levels;
@@ -285,7 +278,12 @@ impl<'a> Layouts<'a> {
         };
         let stages: Vec<PlacedStage> = (0..cut.ops.len()).map(stage).collect();
         let asked = FlowQuery { schedule, microbatches: self.problem.microbatches, latency: false };
-        let bound_us = bound(&stages, layout, asked.microbatches);
+        let reduce_us = match replicas {
+            1 => 0.0,
+            _ => links::all_reduce_us(&links::rings_of_range(levels, 0, replicas, stages[0].gradient_bytes)),
+        };
+        let reduce_us = if zero >= 2 { 0.0 } else { reduce_us };
+        let bound_us = bound(&stages, &cut.weight_grad, reduce_us, layout, asked.microbatches);
         if chunks > 1 {
             return (chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us, bound_us);
         }
@@ -368,15 +366,22 @@ impl<'a> Layouts<'a> {
 }
 
 /// Lower bound of the time of a minibatch; see [`Layouts::time`].
-fn bound(stages: &[PlacedStage], layout: &Layout, microbatches: u32) -> f64 {
+fn bound(stages: &[PlacedStage], weight_grads: &[f64], reduce_us: f64, layout: &Layout, microbatches: u32) -> f64 {
     let items = f64::from(microbatches.div_ceil(layout.replicas));
-    let work: f64 = stages.iter().map(|stage| stage.forward_us + stage.backward_us).sum();
-    let ranks = f64::from(layout.ranks);
-    if layout.chunks == 1 && !layout.schedule.splits_backward() {
-        return work / (1.0 - (1.0 - 1.0 / items).powf(ranks));
+    let ranks = layout.ranks as usize;
+    let mut work = vec![0.0; ranks];
+    for (at, stage) in stages.iter().enumerate() {
+        work[rank_of(layout.schedule, layout.ranks, at as u32) as usize] += stage.forward_us + stage.backward_us;
     }
-    let before: f64 = stages[..layout.ranks as usize - 1].iter().map(|stage| stage.forward_us).sum();
-    items * work / ranks + before
+    let splits = layout.schedule.splits_backward();
+    let (mut before, mut bound) = (0.0, 0.0f64);
+    for rank in 0..ranks {
+        bound = bound.max(before + items * work[rank]);
+        before += stages[rank].forward_us + if splits { 0.0 } else { stages[rank].backward_us };
+    }
+    // The weights of the first stage are the last that receive a gradient.
+    let last = if splits { weight_grads[0] } else { stages[0].backward_us };
+    bound + (reduce_us - last).max(0.0)
 }
 
 impl Cut {
