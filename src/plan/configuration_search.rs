@@ -17,7 +17,7 @@ use crate::plan::infeasible::describe;
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
 use crate::plan::request_costs::{CostsBySize, untrainable};
-use crate::plan::result::{Alternative, PlanResult, Tried, TriedPlan};
+use crate::plan::result::{Alternative, Losses, PlanResult, Tried, TriedPlan};
 use crate::plan::solve::refusal;
 use crate::plan::tensor_parallel::{GroupLayout, TensorParallel, group_costs};
 use crate::plan::tied_weights;
@@ -268,7 +268,12 @@ impl Search<'_> {
 
     fn tried(&self, one: &Ranked) -> Tried {
         let variant = &self.variants[one.variant];
-        let LayoutEstimate { layout, peak_bytes, recomputes, .. } = one.estimate;
+        let LayoutEstimate { layout, peak_bytes, busy_us, recompute_us, .. } = one.estimate;
+        let groups = variant.whole.shared.first();
+        let collectives = groups.map_or(0.0, |groups| {
+            let meetings: f64 = groups.meetings.iter().flatten().sum();
+            meetings / groups.graph.total_us().max(f64::MIN_POSITIVE)
+        });
         Tried {
             micro_batch: variant.micro_batch,
             microbatches: variant.whole.microbatches,
@@ -276,9 +281,13 @@ impl Search<'_> {
             answer: Ok(TriedPlan {
                 replicas: vec![layout.replicas; (layout.ranks * layout.chunks) as usize],
                 chunks: layout.chunks,
-                tensor: variant.whole.shared.first().map_or(1, |groups| groups.devices),
+                tensor: groups.map_or(1, |groups| groups.devices),
                 zero: if layout.replicas > 1 { layout.zero } else { 0 },
-                recomputes,
+                losses: Losses {
+                    idle: (1.0 - busy_us / one.us).max(0.0),
+                    recomputation: recompute_us / one.us,
+                    collectives: collectives * (busy_us - recompute_us) / one.us,
+                },
                 throughput_per_s: self.batch as f64 * 1e6 / one.us,
                 peak_bytes,
             }),
@@ -409,7 +418,7 @@ impl Search<'_> {
             whole.cluster.devices() <= SMALL && whole.graph.ops.len() <= MOST_OPS
         };
         let is_open = !matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_)));
-        let is_roomy = |estimate: &LayoutEstimate| estimate.layout.zero == 0 && !estimate.recomputes;
+        let is_roomy = |estimate: &LayoutEstimate| estimate.layout.zero == 0 && !estimate.recomputes();
         let levels: Vec<u32> = match zero(self.request) {
             ZeroStage::Level(level) => vec![level],
             ZeroStage::Auto if simulated.iter().any(|one| is_roomy(&one.estimate)) => vec![0],

@@ -4,6 +4,7 @@ use compiler::partition::planned::Planned;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Plan, Stage};
+use std::collections::BTreeMap;
 
 /// The result of a request.
 #[derive(Clone, Debug)]
@@ -51,12 +52,45 @@ pub struct TriedPlan {
     pub tensor: u32,
     /// The ZeRO stage.
     pub zero: u32,
-    /// True if stages recompute their activations.
-    pub recomputes: bool,
+    /// Where the time of the busiest device goes.
+    pub losses: Losses,
     /// Predicted samples per second.
     pub throughput_per_s: f64,
     /// Memory of the fullest device.
     pub peak_bytes: u64,
+}
+
+/// Fractions of a minibatch in which the busiest device does not advance the training.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Losses {
+    /// It waits: the pipeline fills or drains, or a transfer or an all-reduce does not overlap.
+    pub idle: f64,
+    /// It recomputes activations.
+    pub recomputation: f64,
+    /// It waits for collectives of tensor parallelism.
+    pub collectives: f64,
+}
+
+impl Losses {
+    fn of(plan: &Plan) -> Losses {
+        let time = plan.predicted.minibatch_us;
+        let items = |stage: &Stage| f64::from(plan.schedule.microbatches.div_ceil(stage.replicas.max(1)));
+        let busy = |stage: &Stage| items(stage) * (stage.fwd_us + stage.bwd_us);
+        // Stages of one device add up.
+        let mut devices: BTreeMap<u32, [f64; 3]> = BTreeMap::new();
+        for stage in &plan.stages {
+            let sums = devices.entry(stage.devices.first().copied().unwrap_or(0)).or_default();
+            let collectives =
+                stage.tensor_parallel.as_ref().map_or(0.0, |of| of.collective_fwd_us + of.collective_bwd_us);
+            let again = if stage.recompute { stage.fwd_us } else { 0.0 };
+            sums[0] += busy(stage);
+            sums[1] += items(stage) * again;
+            sums[2] += items(stage) * collectives;
+        }
+        let busiest = devices.into_values().max_by(|a, b| a[0].total_cmp(&b[0])).unwrap_or_default();
+        let [busy, recomputation, collectives] = busiest.map(|us| if time > 0.0 { us / time } else { 0.0 });
+        Losses { idle: (1.0 - busy).max(0.0), recomputation, collectives }
+    }
 }
 
 impl Tried {
@@ -72,7 +106,7 @@ impl Tried {
                 chunks: plan.schedule.chunks,
                 tensor: stages.iter().map(Stage::degree).max().unwrap_or(1),
                 zero: stages.iter().map(|stage| stage.zero).max().unwrap_or(0),
-                recomputes: stages.iter().any(|stage| stage.recompute),
+                losses: Losses::of(plan),
                 throughput_per_s: plan.predicted.throughput_per_s,
                 peak_bytes: fullest(plan),
             }),

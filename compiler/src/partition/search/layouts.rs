@@ -62,10 +62,18 @@ pub struct LayoutEstimate {
     pub minibatch_us: f64,
     /// Lower bound of the time, without messages.
     pub bound_us: f64,
+    /// Compute of the busiest rank per minibatch, and the part of it that recomputes activations.
+    pub busy_us: f64,
+    pub recompute_us: f64,
     /// Memory of the fullest device.
     pub peak_bytes: u64,
+}
+
+impl LayoutEstimate {
     /// True if stages recompute their activations.
-    pub recomputes: bool,
+    pub fn recomputes(&self) -> bool {
+        self.recompute_us > 0.0
+    }
 }
 
 /// The layouts of a problem, whose schedule, number of chunks and ZeRO stage they replace.
@@ -114,13 +122,12 @@ impl<'a> Layouts<'a> {
             for zero in zero.clone() {
                 let layout = Layout { zero, ..layout };
                 let Some((recomputed, peak_bytes)) = self.fitted(cut, &layout, held) else { continue };
-                let (minibatch_us, bound_us) = self.time(cut, &layout, &recomputed);
-                let recomputes = recomputed.contains(&true);
-                if minibatch_us < best_us {
-                    best_us = minibatch_us;
-                    found.push(LayoutEstimate { layout, minibatch_us, bound_us, peak_bytes, recomputes });
+                let estimate = LayoutEstimate { peak_bytes, ..self.time(cut, &layout, &recomputed) };
+                if estimate.minibatch_us < best_us {
+                    best_us = estimate.minibatch_us;
+                    found.push(estimate);
                 }
-                if !recomputes || layout.replicas == 1 {
+                if !recomputed.contains(&true) || layout.replicas == 1 {
                     break;
                 }
             }
@@ -254,7 +261,7 @@ impl<'a> Layouts<'a> {
     /// With k micro-batches on each replica, rank r computes `k Σ C_s` over its stages s. It starts after the forward of
     /// the first stages of all ranks before it, and unless the backward is split, their backward follows. The all-reduce
     /// of the first stage overlaps at most with its last backward.
-    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[bool]) -> (f64, f64) {
+    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[bool]) -> LayoutEstimate {
         let &Layout { schedule, ranks, replicas, chunks, zero } = layout;
         let levels = &self.problem.cluster.levels;
         let stage = |at: usize| {
@@ -284,8 +291,26 @@ impl<'a> Layouts<'a> {
         };
         let reduce_us = if zero >= 2 { 0.0 } else { reduce_us };
         let bound_us = bound(&stages, &cut.weight_grad, reduce_us, layout, asked.microbatches);
+        let items = f64::from(asked.microbatches.div_ceil(replicas));
+        let of_ranks = |us: &dyn Fn(usize) -> f64| -> Vec<f64> {
+            let mut sums = vec![0.0; ranks as usize];
+            (0..stages.len()).for_each(|at| sums[rank_of(schedule, ranks, at as u32) as usize] += items * us(at));
+            sums
+        };
+        let busy = of_ranks(&|at| stages[at].forward_us + stages[at].backward_us);
+        let again = of_ranks(&|at| if recomputed[at] { stages[at].forward_us } else { 0.0 });
+        let busiest = (0..busy.len()).max_by(|a, b| busy[*a].total_cmp(&busy[*b])).unwrap_or(0);
+        let estimate = LayoutEstimate {
+            layout: *layout,
+            minibatch_us: 0.0,
+            bound_us,
+            busy_us: busy[busiest],
+            recompute_us: again[busiest],
+            peak_bytes: 0,
+        };
         if chunks > 1 {
-            return (chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us, bound_us);
+            let minibatch_us = chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us;
+            return LayoutEstimate { minibatch_us, ..estimate };
         }
         let found = cost_estimate::outlook(&asked, levels, &stages, &cut.edges);
         let hidden = match schedule {
@@ -294,7 +319,7 @@ impl<'a> Layouts<'a> {
             _ => 0.0,
         };
         let later: f64 = cut.weight_grad[..cut.weight_grad.len() - 1].iter().sum();
-        ((found.minibatch_us - hidden * later).max(found.busiest_us), bound_us)
+        LayoutEstimate { minibatch_us: (found.minibatch_us - hidden * later).max(found.busiest_us), ..estimate }
     }
 
     fn problem_of(&self, problem: &Problem, layout: &Layout) -> Problem {
