@@ -109,8 +109,11 @@ fn groups(plan: &Plan) -> Option<String> {
         meetings += sharing.collective_fwd_us + sharing.collective_bwd_us;
         shared += stage.fwd_us + stage.bwd_us - if stage.recompute { stage.fwd_us } else { 0.0 };
     }
+    let is_split =
+        plan.stages.iter().any(|stage| stage.tensor_parallel.as_ref().is_some_and(|of| of.sequence_parallel));
+    let sequence = if is_split { ", sequence parallel" } else { "" };
     Some(format!(
-        "{degree}: one micro-batch takes {} through all stages ({:.1} % collectives), {} on single devices",
+        "{degree}{sequence}: one micro-batch takes {} through all stages ({:.1} % collectives), {} on single devices",
         quantity::time(shared),
         if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 },
         quantity::time(alone)

@@ -87,7 +87,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
                 options.insert("batch".to_string(), batch.into());
             }
             options.insert("combinations".to_string(), (tried.len() as u64).into());
-            Ok(PlanResult { planned, untrainable, tried, alternative: None })
+            Ok(PlanResult { planned, untrainable, tried, alternative: None, too_large: Vec::new() })
         }
         (None, Some((_, error))) => Err(error),
         (None, None) => Err(Error::bug("no combination was tried")),

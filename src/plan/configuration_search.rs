@@ -16,12 +16,13 @@ use crate::events::{Event, EventSink};
 use crate::plan::infeasible::describe;
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
-use crate::plan::request_costs::{CostsBySize, untrainable};
-use crate::plan::result::{Alternative, Losses, PlanResult, Tried, TriedPlan};
+use crate::plan::request_costs::untrainable;
+use crate::plan::result::{Alternative, Losses, PlanResult, Tried, TriedPlan, of_each_kind};
+use crate::plan::scope::Scope;
 use crate::plan::solve::refusal;
-use crate::plan::tensor_parallel::{GroupLayout, TensorParallel, group_costs};
+use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
 use crate::plan::tied_weights;
-use crate::plan::variant::{MOST_OPS, Variant, sizes};
+use crate::plan::variant::{MOST_OPS, SizedCosts, Variant, sizes};
 use crate::plan::zero::ZeroStage;
 use compiler::export::quantity;
 use compiler::partition::error::PlanError;
@@ -140,7 +141,7 @@ struct Ranked {
 /// Plans all configurations and returns the best.
 pub fn plan(
     request: &PlanRequest,
-    source: &CostsBySize,
+    source: &dyn SizedCosts,
     batch: u64,
     events: &dyn EventSink,
 ) -> Result<PlanResult, Error> {
@@ -183,7 +184,7 @@ impl Search<'_> {
     }
 
     /// Makes the variants of ascending micro-batch sizes.
-    fn make_variants(&mut self, source: &CostsBySize) -> Result<(), Error> {
+    fn make_variants(&mut self, source: &dyn SizedCosts) -> Result<(), Error> {
         let (batch, options) = (self.batch, &self.request.options);
         let sizes = match source.only_size() {
             Some(size) => vec![size],
@@ -218,7 +219,7 @@ impl Search<'_> {
             }
             let (request, schedules, zero) = (self.request, &self.schedules, &self.zero);
             let made = in_parallel(&tasks, |(costs, degree)| {
-                let groups = degree.map(|(degree, layout)| group_costs(costs, degree, layout)).transpose()?;
+                let groups = degree.map(|(degree, layout)| source.on_groups(costs, degree, layout)).transpose()?;
                 let mut variant = Variant::new(request, costs.clone(), groups, batch)?;
                 let layouts = Layouts::of(variant.problem());
                 let estimates = layouts.estimates(schedules, zero.clone(), request.options.chunks);
@@ -264,6 +265,15 @@ impl Search<'_> {
     fn tensor_parallel(&self) -> TensorParallel {
         let default = if self.request.batch.is_some() { TensorParallel::Auto } else { TensorParallel::Never };
         self.request.options.tensor_parallel.unwrap_or(default)
+    }
+
+    fn scope(&self) -> Scope<'_> {
+        Scope {
+            file: &self.request.model,
+            schedules: &self.schedules,
+            zero: *self.zero.end(),
+            chunks: self.request.options.chunks,
+        }
     }
 
     fn tried(&self, one: &Ranked) -> Tried {
@@ -468,8 +478,10 @@ impl Search<'_> {
             }
         }
         let Some((_, us, variant, mut planned)) = best else {
-            if let Some(error) =
-                failure.as_ref().filter(|(_, error)| is_infeasible(error)).and_then(|_| self.too_large())
+            if let Some(error) = failure
+                .as_ref()
+                .filter(|(_, error)| is_infeasible(error))
+                .and_then(|_| self.scope().too_large(&self.variants))
             {
                 return Err(error);
             }
@@ -507,7 +519,8 @@ impl Search<'_> {
         let untrainable = tied_weights::refused(params, plan);
         tied_weights::aged(params, plan).iter().for_each(|note| self.events.note(note));
         tried.extend(simulated.iter().map(|one| self.tried(one)));
-        Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried), alternative })
+        let too_large = self.scope().too_large_kinds(&self.variants);
+        Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried), alternative, too_large })
     }
 
     /// A lower bound of the time in microseconds, and the plans that it covers if not all.
@@ -541,65 +554,6 @@ impl Search<'_> {
         let minibatch_us = planned.ok()?.plan.predicted.minibatch_us;
         (minibatch_us < plan.predicted.minibatch_us).then_some(Alternative { schedule, minibatch_us })
     }
-
-    /// The error if no layout fits: what the smallest one needs, and how many devices would do.
-    fn too_large(&self) -> Option<Error> {
-        let zero = *self.zero.end();
-        let (schedules, chunks) = (&self.schedules, self.request.options.chunks);
-        let least_of = |problem: &Problem| Layouts::of(problem).least_memory(schedules, zero, chunks);
-        let smallest = self.variants.first()?.micro_batch;
-        let variants: Vec<&Variant> = self.variants.iter().filter(|variant| variant.micro_batch == smallest).collect();
-        let needs = in_parallel(&variants, |variant| least_of(variant.problem()));
-        let found = variants.into_iter().zip(needs).filter_map(|(variant, need)| Some((variant, need?)));
-        let (variant, (layout, bytes)) = found.min_by_key(|(_, (_, bytes))| *bytes)?;
-        let limit = variant.problem().limit_of(0..variant.problem().cluster.devices())?;
-        let more = [2u32, 4, 8, 16].into_iter().find(|times| {
-            let mut more = variant.problem().clone();
-            if let Some(level) = more.cluster.levels.last_mut() {
-                level.count = level.count.saturating_mul(*times);
-            }
-            least_of(&more).is_some_and(|(_, bytes)| bytes <= limit)
-        });
-        let degree = variant.whole.shared.first().map_or(1, |groups| groups.devices);
-        let devices = variant.whole.cluster.devices();
-        let more = more.map(|times| {
-            format!("; {} of these devices are enough", quantity::count(u64::from(devices) * u64::from(times)))
-        });
-        let file = self.request.model.display();
-        let why = format!(
-            "no plan fits in {} per device: the smallest has micro-batches of {smallest}, tensor-parallel degree {degree}, \
-             {} stages of {} replicas and ZeRO {zero}, and needs {}",
-            quantity::bytes(limit),
-            layout.ranks * layout.chunks,
-            layout.replicas,
-            quantity::bytes(bytes)
-        );
-        let help = format!(
-            "`--memory {}` is the smallest memory limit for which a plan was found{}",
-            quantity::at_least(bytes),
-            more.unwrap_or_default()
-        );
-        Some(Error::infeasible(format!("no feasible plan for {file}")).because(why).with_help(help))
-    }
-}
-
-/// The best of those with the same schedule and tensor-parallel degree; best first.
-fn of_each_kind(mut tried: Vec<Tried>) -> Vec<Tried> {
-    let speed = |one: &Tried| one.answer.as_ref().map_or(f64::NEG_INFINITY, |plan| plan.throughput_per_s);
-    tried.sort_by(|left, right| speed(right).total_cmp(&speed(left)));
-    let kind = |one: &Tried| {
-        let plan = one.answer.as_ref().ok()?;
-        let is_pipeline = plan.replicas.len() > 1;
-        Some((is_pipeline.then_some(one.schedule), plan.tensor, plan.zero > 0 && !is_pipeline))
-    };
-    let mut known = Vec::new();
-    tried.retain(|one| {
-        let kind = kind(one);
-        let is_new = !known.contains(&kind);
-        known.push(kind);
-        is_new
-    });
-    tried
 }
 
 /// A plan to make.

@@ -17,6 +17,8 @@ pub struct PlanResult {
     pub tried: Vec<Tried>,
     /// A faster schedule with other semantics.
     pub alternative: Option<Alternative>,
+    /// Kinds of plans that do not fit in memory, with what they need; sentences without a full stop.
+    pub too_large: Vec<String>,
 }
 
 /// The same stages under a schedule without a flush.
@@ -112,4 +114,23 @@ impl Tried {
             }),
         }
     }
+}
+
+/// The best of those with the same schedule and tensor-parallel degree; best first.
+pub fn of_each_kind(mut tried: Vec<Tried>) -> Vec<Tried> {
+    let speed = |one: &Tried| one.answer.as_ref().map_or(f64::NEG_INFINITY, |plan| plan.throughput_per_s);
+    tried.sort_by(|left, right| speed(right).total_cmp(&speed(left)));
+    let kind = |one: &Tried| {
+        let plan = one.answer.as_ref().ok()?;
+        let is_pipeline = plan.replicas.len() > 1;
+        Some((is_pipeline.then_some(one.schedule), plan.tensor, plan.zero > 0 && !is_pipeline))
+    };
+    let mut known = Vec::new();
+    tried.retain(|one| {
+        let kind = kind(one);
+        let is_new = !known.contains(&kind);
+        known.push(kind);
+        is_new
+    });
+    tried
 }

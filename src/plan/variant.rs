@@ -4,6 +4,8 @@ use crate::costs::Costs;
 use crate::error::Error;
 use crate::plan::from_costs::{efficiency, planner_options, problem};
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
+use crate::plan::request_costs::CostsBySize;
+use crate::plan::tensor_parallel::{GroupLayout, group_costs};
 use compiler::partition::error::PlanError;
 use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
@@ -21,6 +23,30 @@ pub const MOST_OPS: usize = 400;
 
 /// The smallest ratio between micro-batch sizes.
 const STEP: f64 = 1.5;
+
+/// The costs of a model at any micro-batch size.
+pub trait SizedCosts: Sync {
+    /// The micro-batch size, if only one is possible or was requested.
+    fn only_size(&self) -> Option<u64>;
+
+    /// The costs at this micro-batch size.
+    fn at(&self, micro_batch: u64) -> Result<Costs, Error>;
+
+    /// The costs on tensor-parallel groups of this many devices.
+    fn on_groups(&self, costs: &Costs, devices: u32, layout: GroupLayout) -> Result<TensorParallelCosts, Error> {
+        group_costs(costs, devices, layout)
+    }
+}
+
+impl SizedCosts for CostsBySize {
+    fn only_size(&self) -> Option<u64> {
+        CostsBySize::only_size(self)
+    }
+
+    fn at(&self, micro_batch: u64) -> Result<Costs, Error> {
+        CostsBySize::at(self, micro_batch)
+    }
+}
 
 /// A size of micro-batches on devices or groups.
 pub struct Variant {

@@ -75,8 +75,14 @@ pub fn shared_costs(
     let placed: Vec<NodeId> = placed.into_iter().filter(|id| owner(whole.graph.node(*id)).is_some()).collect();
     let all: HashSet<NodeId> = placed.iter().copied().collect();
     let (learned, needed) = (learned(&whole.graph), needed(&whole));
-    let surroundings =
-        KeyContext { graph: &whole.graph, placed: &all, learned: &learned, needed: &needed, constants: HashMap::new() };
+    let surroundings = KeyContext {
+        graph: &whole.graph,
+        placed: &all,
+        learned: &learned,
+        needed: &needed,
+        constants: HashMap::new(),
+        attributes: HashMap::new(),
+    };
     let mut sharer = Sharer {
         whole: &whole,
         piece_of: pieces
@@ -88,10 +94,16 @@ pub fn shared_costs(
         needed: &needed,
         pieces: &pieces,
         placed: &placed,
+        places: vec![Vec::new(); pieces.len()],
         machine,
         surroundings,
         known: HashMap::new(),
     };
+    for (place, id) in placed.iter().enumerate() {
+        if let Some(piece) = sharer.piece(*id) {
+            sharer.places[piece].push(place);
+        }
+    }
     // A framework that keeps weights in place also keeps layers whole.
     let starts = if machine.keeps_weights { layer_starts(alone, &pieces) } else { vec![false; pieces.len()] };
     let runs = cheapest(&pieces, &starts, |start, end| sharer.price(start, end))?;
@@ -182,6 +194,8 @@ struct Sharer<'a> {
     needed: &'a HashSet<NodeId>,
     pieces: &'a [Vec<u32>],
     placed: &'a [NodeId],
+    /// For each piece, the positions of its nodes in `placed`.
+    places: Vec<Vec<usize>>,
     machine: &'a Machine,
     surroundings: KeyContext<'a>,
     known: HashMap<String, CachedSegment>,
@@ -215,8 +229,9 @@ impl Sharer<'_> {
 
     fn words(&mut self, start: usize, end: usize) -> (String, Vec<Value>) {
         let ops = self.ops(start, end);
-        let inside = |id: &NodeId| self.piece(*id).is_some_and(|piece| (start..end).contains(&piece));
-        let run: Vec<NodeId> = self.placed.iter().copied().filter(inside).collect();
+        let mut places = self.places[start..end].concat();
+        places.sort_unstable();
+        let run: Vec<NodeId> = places.into_iter().map(|place| self.placed[place]).collect();
         let graph = &self.whole.graph;
         let place = |id| owner(graph.node(id)).and_then(|op| ops.binary_search(&(op as u32)).ok()).unwrap_or(0);
         self.surroundings.words(&run, place)

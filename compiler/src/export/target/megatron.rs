@@ -36,7 +36,13 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let micro = plan.schedule.micro_batch;
     let global = micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas));
     let degree = plan.stages.first().map_or(1, Stage::degree);
-    let tensor = if degree > 1 { format!("--tensor-model-parallel-size {degree}\n") } else { String::new() };
+    let is_split =
+        plan.stages.iter().any(|stage| stage.tensor_parallel.as_ref().is_some_and(|of| of.sequence_parallel));
+    let sequence = if is_split { "--sequence-parallel\n" } else { "" };
+    let tensor = match degree {
+        0 | 1 => String::new(),
+        _ => format!("--tensor-model-parallel-size {degree}\n{sequence}"),
+    };
     let precision = plan.precision().filter(|precision| precision.is_mixed());
     let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
