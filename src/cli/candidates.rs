@@ -97,7 +97,12 @@ pub fn combinations(tried: &[Tried], objective: Objective, width: Option<usize>)
     });
     let row = |(one, plan): &(&Tried, &TriedPlan)| {
         let [size, count] = [one.micro_batch.to_string(), one.microbatches.to_string()];
-        let schedule = if plan.replicas.len() > 1 { one.schedule.name() } else { "data parallel" };
+        let schedule = match (&plan.replicas[..], plan.tensor) {
+            ([1], 1) => "one device",
+            ([1], _) => "tensor parallel",
+            ([_], _) => "data parallel",
+            _ => one.schedule.name(),
+        };
         vec![
             schedule.to_string(),
             stages(plan),

@@ -116,6 +116,9 @@ impl Tried {
     }
 }
 
+/// Kinds of plans that are reported.
+const KINDS: usize = 12;
+
 /// The best of those with the same schedule and tensor-parallel degree; best first.
 pub fn of_each_kind(mut tried: Vec<Tried>) -> Vec<Tried> {
     let speed = |one: &Tried| one.answer.as_ref().map_or(f64::NEG_INFINITY, |plan| plan.throughput_per_s);
@@ -127,9 +130,14 @@ pub fn of_each_kind(mut tried: Vec<Tried>) -> Vec<Tried> {
     };
     let mut known = Vec::new();
     tried.retain(|one| {
+        if known.len() == KINDS {
+            return false;
+        }
         let kind = kind(one);
         let is_new = !known.contains(&kind);
-        known.push(kind);
+        if is_new {
+            known.push(kind);
+        }
         is_new
     });
     tried
