@@ -421,6 +421,9 @@ fn exports_carry_the_degree() {
     ends(at, 0, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
     let message = fs::read_to_string(at.join("m.args")).unwrap();
     assert!(message.contains("--tensor-model-parallel-size 2\n--pipeline-model-parallel-size 2\n"), "{message}");
+    let plan = fs::read_to_string(at.join("p.json")).unwrap();
+    let is_split = plan.contains("\"sequence_parallel\": true");
+    assert_eq!(message.contains("--sequence-parallel\n"), is_split, "{message}");
     ends(at, 0, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
     let message = fs::read_to_string(at.join("t/torchtitan.toml")).unwrap();
     assert!(

@@ -39,15 +39,12 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let is_split =
         plan.stages.iter().any(|stage| stage.tensor_parallel.as_ref().is_some_and(|of| of.sequence_parallel));
     let sequence = if is_split { "--sequence-parallel\n" } else { "" };
-    let tensor = match degree {
-        0 | 1 => String::new(),
-        _ => format!("--tensor-model-parallel-size {degree}\n{sequence}"),
-    };
+    let tensor = if degree > 1 { format!("--tensor-model-parallel-size {degree}\n") } else { String::new() };
     let precision = plan.precision().filter(|precision| precision.is_mixed());
     let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
         "# {USE}\n{precision}{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
-         --micro-batch-size {micro}\n--global-batch-size {global}\n"
+         --micro-batch-size {micro}\n--global-batch-size {global}\n{sequence}"
     );
     let mut bundle = Bundle::of("megatron.args", text);
     bundle.notes.push(USE.to_string());
