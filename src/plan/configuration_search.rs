@@ -33,7 +33,7 @@ use compiler::partition::search::finish_plan;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::single_degree;
 use compiler::plan::Plan;
-use compiler::plan::problem::{CostModel, InFlight, Objective, Problem};
+use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
 use serde_json::json;
@@ -145,12 +145,13 @@ pub fn plan(
     batch: u64,
     events: &dyn EventSink,
 ) -> Result<PlanResult, Error> {
+    let target = request.options.target;
     let schedules = match &request.options.schedule {
         Some(ScheduleChoice::Named(kind)) => vec![*kind],
-        _ => ESTIMATED.to_vec(),
+        _ => ESTIMATED.into_iter().filter(|kind| target.is_none_or(|target| target.runs(*kind))).collect(),
     };
     let zero = match zero(request) {
-        ZeroStage::Auto => 0..=MOST,
+        ZeroStage::Auto => 0..=target.map_or(MOST, Target::most_zero),
         ZeroStage::Level(level) => level..=level,
     };
     let mut search = Search {
@@ -263,7 +264,9 @@ impl Search<'_> {
 
     /// Tensor parallelism and ZeRO are part of the search for a batch.
     fn tensor_parallel(&self) -> TensorParallel {
-        let default = if self.request.batch.is_some() { TensorParallel::Auto } else { TensorParallel::Never };
+        let has_groups = self.request.options.target.is_none_or(Target::has_groups);
+        let is_open = self.request.batch.is_some() && has_groups;
+        let default = if is_open { TensorParallel::Auto } else { TensorParallel::Never };
         self.request.options.tensor_parallel.unwrap_or(default)
     }
 
@@ -427,18 +430,19 @@ impl Search<'_> {
             let whole = &self.variants[*variant].whole;
             whole.cluster.devices() <= SMALL && whole.graph.ops.len() <= MOST_OPS
         };
+        let runs = |kind: Schedule| self.request.options.target.is_none_or(|target| target.runs(kind));
         let is_open = !matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_)));
         let is_roomy = |estimate: &LayoutEstimate| estimate.layout.zero == 0 && !estimate.recomputes();
         let levels: Vec<u32> = match zero(self.request) {
             ZeroStage::Level(level) => vec![level],
             ZeroStage::Auto if simulated.iter().any(|one| is_roomy(&one.estimate)) => vec![0],
-            ZeroStage::Auto => vec![0, MOST],
+            ZeroStage::Auto => vec![0, *self.zero.end()],
         };
         let mut tasks = Vec::new();
         let most = if order.first().is_some_and(is_small) { SEARCHED } else { 1 };
         for variant in order.into_iter().take(most) {
             let schedules: Vec<Schedule> = match is_open {
-                true if is_small(&variant) => SYNCHRONOUS.to_vec(),
+                true if is_small(&variant) => SYNCHRONOUS.into_iter().filter(|kind| runs(*kind)).collect(),
                 true => vec![Schedule::OneFOneB],
                 false => self.schedules.clone(),
             };

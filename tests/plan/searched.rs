@@ -184,3 +184,21 @@ fn groups_take_no_order_of_work_away() {
     let weighed = planned(folder, &[&asked[..], &["--tensor", "auto"]].concat()).unwrap();
     assert!(speed(&weighed) >= speed(&alone));
 }
+
+/// With a target, the plan that is found can be exported.
+#[test]
+fn targets_get_plans_that_they_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let zoo = ["zoo", "gpt", "--layers", "8", "--hidden", "1024", "--heads", "16", "--context", "512", "--structure"];
+    pipec(folder, 0, &[&zoo[..], &["-o", "m.onnx", "-q"]].concat());
+    for target in ["megatron", "deepspeed", "torchtitan", "torch"] {
+        let asked = ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--memory", "3GB", "--optimizer", "adam"];
+        let more = ["--batch", "48", "--target", target, "-o", "p.json", "-q"];
+        pipec(folder, 0, &[&asked[..], &more].concat());
+        let (_, said) = pipec(folder, 0, &["export", "p.json", "--to", target, "--model", "m.onnx", "-o", "out"]);
+        assert!(!said.contains("error"), "{target}: {said}");
+        let out = folder.join("out");
+        if out.is_dir() { std::fs::remove_dir_all(out).unwrap() } else { std::fs::remove_file(out).unwrap() }
+    }
+}

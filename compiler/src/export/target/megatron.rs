@@ -13,6 +13,7 @@
 use super::layers::{layers, numbered};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
+use crate::plan::problem::Target;
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
 use crate::schedule::pipeline::pipeline;
@@ -30,6 +31,8 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let known = [Schedule::OneFOneB, Schedule::Interleaved];
     fit::schedules(plan, TOOL, &known, "1f1b and interleaved", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
+    let zero = fit::zero(plan, TOOL, Target::Megatron.most_zero())?;
+    let sharded = if zero > 0 { "--use-distributed-optimizer\n" } else { "" };
     let microbatches = fit::share(plan, replicas)?;
     let (layout, count) = layout(plan)?;
     let ranks = pipeline(plan)?.ranks.iter().map(|rank| rank.0 + 1).max().unwrap_or(1);
@@ -44,7 +47,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
         "# {USE}\n{precision}{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
-         --micro-batch-size {micro}\n--global-batch-size {global}\n{sequence}"
+         --micro-batch-size {micro}\n--global-batch-size {global}\n{sequence}{sharded}"
     );
     let mut bundle = Bundle::of("megatron.args", text);
     bundle.notes.push(USE.to_string());

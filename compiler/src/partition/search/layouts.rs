@@ -29,7 +29,7 @@ use crate::plan::cost_estimate::{self, FlowQuery, PlacedStage};
 use crate::plan::in_flight::{self, ScheduleFlow};
 use crate::plan::links;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
-use crate::plan::problem::Problem;
+use crate::plan::problem::{Problem, Target};
 use crate::plan::schedule::Schedule;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -183,8 +183,16 @@ impl<'a> Layouts<'a> {
         if constraints.no_replication {
             return Some(1);
         }
+        // Megatron-LM interleaves rounds of as many micro-batches as there are ranks.
+        let replicas = (devices / ranks).min(self.problem.microbatches);
+        let rounds = self.problem.microbatches / replicas;
+        if constraints.target == Some(Target::Megatron) && chunks > 1 && !rounds.is_multiple_of(ranks) {
+            return None;
+        }
         let is_tried = devices <= FEW_DEVICES || devices.is_multiple_of(ranks);
-        is_tried.then(|| (devices / ranks).min(self.problem.microbatches))
+        // Frameworks divide a minibatch evenly.
+        let is_even = constraints.target.is_none() || self.problem.microbatches.is_multiple_of(replicas);
+        (is_tried && is_even).then_some(replicas)
     }
 
     /// Numbers of stages per rank.
