@@ -22,6 +22,7 @@ use profiler::measure::Settings;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::env;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdout, Command, Stdio};
@@ -119,6 +120,14 @@ pub fn measure(
     events: &dyn EventSink,
 ) -> Result<Profile, Error> {
     let name = &subject.loaded.model.file;
+    let mut start = [0; 2];
+    let is_archive =
+        File::open(subject.file).and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == *b"PK";
+    if !is_archive {
+        return Err(Error::input(format!("cannot measure {} with torch", shown(name)))
+            .because("torch loads only files of torch.export.save")
+            .with_help("export the model with torch.export, or use `--engine pipec`"));
+    }
     events.note(&format!("torch loads {} and runs it; pipec executes nothing of it", shown(name)));
     let report = run(engine, subject, settings, events)?;
     let named = report.device["name"].as_str().unwrap_or_default().to_lowercase().replace(' ', "");
