@@ -8,8 +8,11 @@
 //! ```
 //!
 //! Each row pins the published configuration: stages, replicas, tensor-parallel degree, chunks, micro-batch and
-//! recomputation. What a source leaves open (micro-batch, chunks) takes the fastest prediction. The error is that of the
-//! predicted time against the measured one.
+//! recomputation. What a source leaves open (micro-batch, chunks) takes the fastest prediction that fits in memory. The
+//! error is that of the predicted time against the measured one.
+//!
+//! Recomputation is that of the frameworks, block by block, in time and memory. Experts are distributed over a
+//! tensor-parallel group, which has as many micro-batches in common as the group has devices.
 //!
 //! | column | |
 //! | --- | --- |
@@ -235,7 +238,12 @@ fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Opt
     // Devices of a group that has experts in common have micro-batches of their own.
     let micro_batch = micro_batch * group / row.tensor;
     let mut costs = costs(row, hardware, micro_batch, group == 1);
-    let target = Some(if row.sharded > 0 { Target::Torchtitan } else { Target::Megatron });
+    let target = match row.zero {
+        // A group that shares experts keeps its other weights whole, where a target would shard them.
+        _ if row.expert > 1 => None,
+        3 => Some(Target::Torchtitan),
+        _ => Some(Target::Megatron),
+    };
     let degree = u32::try_from(group).expect("a degree is small");
     let tensor_parallel = if degree > 1 { TensorParallel::Degree(degree) } else { TensorParallel::Never };
     let mut shared = tensor_parallel.costs(&costs, target).expect("the model can be sharded");
@@ -250,7 +258,7 @@ fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Opt
         tensor_parallel,
         target,
         recompute: false,
-        zero: ZeroStage::Level(if row.sharded > 0 { 3 } else { 0 }),
+        zero: ZeroStage::Level(row.zero),
         // The runs fitted; the table compares memory.
         memory_limit: Some(Bytes(1 << 50)),
         ..options(row, micro_batch)
@@ -288,7 +296,7 @@ fn own(row: &Row, hardware: &Hardware, micro_batch: u64) -> Option<f64> {
     sizes.into_iter().filter_map(of_size).min_by(f64::total_cmp)
 }
 
-/// The fastest prediction over what the source leaves open.
+/// The fastest prediction over what the source leaves open, of those that fit in memory if any does.
 fn best(row: &Row, hardware: &Hardware) -> Option<(Prediction, u64, u64)> {
     let micro_batches = row.micro_batch.map_or(vec![1, 2, 4], |known| vec![known]);
     let chunks = match row.chunks {
@@ -296,11 +304,12 @@ fn best(row: &Row, hardware: &Hardware) -> Option<(Prediction, u64, u64)> {
         None if row.pipeline == 1 => vec![1],
         None => vec![1, 2, 4],
     };
+    let rank = |one: &Prediction| (one.peak > hardware.device.memory.0, one.seconds);
     let mut found: Option<(Prediction, u64, u64)> = None;
     for micro_batch in micro_batches.into_iter().filter(|size| row.batch.is_multiple_of(row.data * size)) {
         for &chunks in &chunks {
             if let Some(one) = predict(row, hardware, micro_batch, chunks)
-                && found.as_ref().is_none_or(|(known, ..)| one.seconds < known.seconds)
+                && found.as_ref().is_none_or(|(known, ..)| rank(&one) < rank(known))
             {
                 found = Some((one, micro_batch, chunks));
             }

@@ -22,8 +22,8 @@ pub struct Row {
     pub data: u64,
     /// Devices over which experts are distributed; 1 without experts.
     pub expert: u64,
-    /// Replicas over which weights are sharded (ZeRO 3); 0 if they are not.
-    pub sharded: u64,
+    /// The ZeRO stage: 3 with FSDP, 1 with Megatron-LM's distributed optimizer.
+    pub zero: u32,
     /// Chunks per device; `None` if not published.
     pub chunks: Option<u64>,
     /// Samples per micro-batch; `None` if not published.
@@ -96,7 +96,13 @@ pub fn runs(text: &str) -> Vec<Row> {
             pipeline: known("pp"),
             data: known("dp"),
             expert: fields["note"].strip_prefix("experts over ").and_then(leading).unwrap_or(1),
-            sharded: number("fsdp").unwrap_or(0),
+            zero: match number("fsdp") {
+                Some(shards) if shards > 0 => 3,
+                // Overlapped gathers of parameters need the distributed optimizer, which Megatron-Bridge uses too.
+                _ => u32::from(
+                    ["overlap of data-parallel", "experts over"].iter().any(|at| fields["note"].starts_with(at)),
+                ),
+            },
             chunks: number("chunks"),
             micro_batch: number("micro_batch"),
             batch: known("global_batch"),
@@ -140,7 +146,7 @@ pub fn vtrain(text: &str) -> Vec<Row> {
             pipeline: known("pp"),
             data: known("dp"),
             expert: 1,
-            sharded: 0,
+            zero: 0,
             chunks: Some(known("vpp/chunks")),
             micro_batch: Some(known("microbatch")),
             batch: known("global_batch"),
