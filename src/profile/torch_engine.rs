@@ -6,6 +6,7 @@
 
 use crate::error::Error;
 use crate::events::{Event, EventSink};
+use crate::files::python::{self, PythonError};
 use crate::loss::{Attributed, CountedLoss};
 use crate::model::LoadedModel;
 use compiler::cluster::device;
@@ -14,18 +15,15 @@ use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
 use compiler::op::Op;
 use compiler::pass::analytic::{self, Subject};
-use compiler::profile::cost_graph::MOMENTUM_PASSES;
 use compiler::profile::precision::Precision;
 use compiler::profile::{Method, OpProfile, Profile, ProfiledDevice, Whole};
 use profiler::machine;
 use profiler::measure::Settings;
 use serde_json::{Value, json};
 use std::collections::HashMap;
-use std::env;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{ChildStdout, Command, Stdio};
 
 /// The program that Python runs.
 const SCRIPT: &str = include_str!("torch_engine.py");
@@ -42,17 +40,6 @@ pub struct TorchEngine {
     pub python: Option<PathBuf>,
     /// True to measure the whole graph under `torch.compile` as well.
     pub compile: bool,
-}
-
-impl TorchEngine {
-    fn python(&self) -> PathBuf {
-        let of_environment = || {
-            let folder = PathBuf::from(env::var_os("VIRTUAL_ENV")?);
-            let names = [folder.join("bin/python"), folder.join("Scripts/python.exe")];
-            names.into_iter().find(|python| python.exists())
-        };
-        self.python.clone().or_else(of_environment).unwrap_or_else(|| PathBuf::from("python3"))
-    }
 }
 
 /// The model to measure.
@@ -106,7 +93,8 @@ struct Report {
     torch: String,
     nodes: Vec<(String, NodeTime)>,
     loss: Option<NodeTime>,
-    update: Option<(f64, f64)>,
+    /// Of one step of SGD with momentum over all parameters.
+    update_us: Option<f64>,
     whole: Option<Whole>,
     compiled: Option<Whole>,
     peak_bytes: Option<u64>,
@@ -211,7 +199,7 @@ fn fill(ops: &mut [OpProfile], report: &Report, predictions: Option<usize>) -> u
         op.weight_grad_us = Some(nanoseconds(time.weight_grad).min(op.bwd_us));
         op.spread = (time.spread * 1e4).round() / 1e4;
         op.source = SOURCE.to_string();
-        if let (Some(update), Some((us, _))) = (&mut op.update_us, report.update) {
+        if let (Some(update), Some(us)) = (&mut op.update_us, report.update_us) {
             *update = nanoseconds(us * op.param_bytes as f64 / bytes.max(1.0));
         }
     }
@@ -229,7 +217,7 @@ fn run(
     settings: &Settings,
     events: &dyn EventSink,
 ) -> Result<Report, Error> {
-    let python = engine.python();
+    let python = python::find(engine.python.as_deref());
     let failed = |why: &dyn std::fmt::Display| {
         Error::input(format!("cannot measure {} with torch", subject.loaded.model.file)).because(why)
     };
@@ -253,79 +241,47 @@ fn run(
         "seed": settings.seed,
         "compile": engine.compile,
     });
-    let mut command = Command::new(&python);
-    command.arg("-c").arg(SCRIPT).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().map_err(|error| {
-        failed(&format!("{}: {error}", python.display())).with_help("name the Python with torch with `--python PATH`")
-    })?;
-    let (input, output, faults) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-    let (Some(mut input), Some(output), Some(mut faults)) = (input, output, faults) else {
-        return Err(Error::bug("a child process has no pipes"));
-    };
-    // A script that ended early closes its input; its report says why.
-    let _ = input.write_all(request.to_string().as_bytes());
-    drop(input);
-    // Warnings of torch must not fill the pipe.
-    let reader = std::thread::spawn(move || {
-        let mut text = String::new();
-        let _ = faults.read_to_string(&mut text);
-        text
-    });
-    let report = read(output, events);
+    let mut report = Report::default();
+    let done = python::run(&python, SCRIPT, &request, &mut |line| report.take(&line, events));
     events.event(Event::ProgressEnd);
-    let status = child.wait().map_err(|error| failed(&error))?;
-    let text = reader.join().unwrap_or_default();
-    match report {
-        Err((error, help)) => {
-            let failure = failed(&error);
-            Err(if help.is_empty() { failure } else { failure.with_help(help) })
-        }
-        Ok(_) if !status.success() => {
-            let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message").to_string();
-            Err(failed(&format!("Python ended with {status}: {}", shown(&last))))
-        }
-        Ok(report) if report.nodes.is_empty() => Err(failed(&"torch measured no node")),
-        Ok(report) => Ok(report),
+    done.map_err(|PythonError { why, help }| {
+        let failure = failed(&why);
+        if help.is_empty() { failure } else { failure.with_help(help) }
+    })?;
+    match report.nodes.is_empty() {
+        true => Err(failed(&"torch measured no node")),
+        false => Ok(report),
     }
 }
 
-/// Reads the lines of the script, until it ends or reports an error.
-fn read(output: ChildStdout, events: &dyn EventSink) -> Result<Report, (String, String)> {
-    let mut report = Report::default();
-    let text = |line: &Value, name: &str| line[name].as_str().unwrap_or_default().to_string();
-    let whole = |of: &Value| Whole {
-        fwd_us: of["fwd_us"].as_f64().unwrap_or(0.0),
-        bwd_us: of["bwd_us"].as_f64().unwrap_or(0.0),
-    };
-    for line in BufReader::new(output).lines().map_while(Result::ok) {
-        // The model may print, too.
-        let Ok(line) = serde_json::from_str::<Value>(&line) else { continue };
-        if line.get("error").is_some() {
-            return Err((text(&line, "error"), text(&line, "help")));
-        }
+impl Report {
+    /// Takes a line of the script.
+    fn take(&mut self, line: &Value, events: &dyn EventSink) {
+        let text = |name: &str| line[name].as_str().unwrap_or_default().to_string();
+        let whole = |of: &Value| Whole {
+            fwd_us: of["fwd_us"].as_f64().unwrap_or(0.0),
+            bwd_us: of["bwd_us"].as_f64().unwrap_or(0.0),
+        };
         if let Some(device) = line.get("device") {
-            (report.device, report.torch) = (device.clone(), text(&line, "torch"));
+            (self.device, self.torch) = (device.clone(), text("torch"));
         } else if line.get("node").is_some() {
-            report.nodes.push((text(&line, "node"), NodeTime::of(&line)));
+            self.nodes.push((text("node"), NodeTime::of(line)));
         } else if let Some(progress) = line.get("progress") {
             let number = |at: usize| progress[at].as_u64().unwrap_or(0);
-            let name = text(&line, "name");
+            let name = text("name");
             events.event(Event::Progress { unit: "nodes", done: number(0), total: number(1), message: &shown(&name) });
         } else if let Some(loss) = line.get("loss") {
-            report.loss = Some(NodeTime::of(loss));
+            self.loss = Some(NodeTime::of(loss));
         } else if let Some(update) = line.get("update") {
-            report.update = update["us"].as_f64().zip(update["bytes"].as_f64());
+            self.update_us = update["us"].as_f64();
         } else if let Some(of) = line.get("whole") {
-            report.whole = Some(whole(of));
+            self.whole = Some(whole(of));
         } else if let Some(of) = line.get("compiled") {
-            report.compiled = Some(whole(of));
+            self.compiled = Some(whole(of));
         } else if let Some(peak) = line.get("peak_bytes") {
-            report.peak_bytes = peak.as_u64();
+            self.peak_bytes = peak.as_u64();
         } else if line.get("note").is_some() {
-            events.note(&shown(&text(&line, "note")));
+            events.note(&shown(&text("note")));
         }
     }
-    // `MOMENTUM_PASSES` is what `update` measures: one step of SGD with momentum.
-    const _: () = assert!(MOMENTUM_PASSES == 5.0);
-    Ok(report)
 }
