@@ -297,7 +297,9 @@ impl SizedCosts for OfRow<'_> {
     }
 
     fn at(&self, micro_batch: u64) -> Result<Costs, Error> {
-        let mut costs = costs(self.row, self.hardware, micro_batch, true);
+        // Under the same costs as the published configuration.
+        let is_tied = self.row.group() == 1;
+        let mut costs = costs(self.row, self.hardware, micro_batch, is_tied);
         of_software(&mut costs, &mut [], self.row, self.hardware, micro_batch);
         Ok(costs)
     }
