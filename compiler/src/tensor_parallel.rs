@@ -20,6 +20,7 @@ pub mod blocks;
 pub mod cost;
 pub mod costs;
 pub mod dedup;
+pub mod experts;
 pub mod forward_backward_graph;
 pub mod order;
 pub mod partition_stage;

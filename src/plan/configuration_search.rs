@@ -10,9 +10,10 @@
 //!
 //! The work is divided before it is distributed over threads, so the result does not depend on their number.
 
-use crate::costs::Costs;
+use crate::costs::{COSTS, Costs};
 use crate::error::Error;
 use crate::events::{Event, EventSink};
+use crate::plan::from_costs::state_collectives;
 use crate::plan::infeasible::describe;
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
@@ -515,10 +516,14 @@ impl Search<'_> {
         if zero(self.request) == ZeroStage::Auto {
             options.insert("zero".to_string(), json!("auto"));
         }
+        if let Some(source) = &of_variant.source {
+            options.insert(COSTS.to_string(), source.clone().into());
+        }
         if let Some(batch) = self.request.batch {
             options.insert("batch".to_string(), batch.into());
         }
         options.insert("combinations".to_string(), (tried_count as u64).into());
+        state_collectives(plan, &of_variant.whole.shared, of_variant.experts.clone());
         let params = &of_variant.whole.graph.params;
         let untrainable = tied_weights::refused(params, plan);
         tied_weights::aged(params, plan).iter().for_each(|note| self.events.note(note));

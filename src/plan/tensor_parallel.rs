@@ -69,6 +69,15 @@ impl TensorParallel {
         let (name, count) = costs.cluster.levels.first().map_or(("", 1), |level| (level.name.as_str(), level.count));
         match self {
             TensorParallel::Never => Ok(Vec::new()),
+            TensorParallel::Degree(size) if costs.cluster.is_mixed() => Err(Error::input(format!(
+                "`--tensor {size}` cannot be combined with a cluster of several device classes"
+            ))
+            .because("the costs of tensor-parallel groups are those of one device type")
+            .with_help(
+                "omit `--tensor` to plan for all devices, or describe only the devices of one type in the cluster file",
+            )),
+            // Only degree 1 is known to work.
+            TensorParallel::Auto if costs.cluster.is_mixed() => Ok(Vec::new()),
             TensorParallel::Degree(size) if !count.is_multiple_of(size) => {
                 Err(Error::input(format!("`--tensor {size}` does not divide the {count} devices of {name}"))
                     .because("tensor parallelism runs only within the innermost level")

@@ -15,7 +15,9 @@ use compiler::plan::coarsen;
 use compiler::plan::problem::Problem;
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Edge, Stage};
-use compiler::profile::shared::TensorParallelCosts;
+use compiler::profile::shared::{ExpertWeights, TensorParallelCosts};
+use compiler::tensor_parallel::experts;
+use std::collections::HashMap;
 
 /// Models with more ops are searched in pieces that end where few tensors cross, and with one layout of weights in
 /// groups.
@@ -56,6 +58,10 @@ pub struct Variant {
     pub whole: Problem,
     /// The problem over groups.
     pub groups: Option<Problem>,
+    /// The weights of experts on one device.
+    pub experts: Vec<ExpertWeights>,
+    /// The device whose costs these are, if known.
+    pub source: Option<String>,
     /// Its layouts that fit.
     pub estimates: Vec<LayoutEstimate>,
 }
@@ -74,6 +80,9 @@ impl Variant {
             schedule: Some(ScheduleChoice::Named(Schedule::OneFOneB)),
             ..request.options.clone()
         };
+        let source = costs.source.clone();
+        let model = costs.shareable.as_ref().filter(|_| groups.is_none());
+        let experts = model.map_or(Vec::new(), |model| experts::of_graph(&model.graph, &HashMap::new()));
         let mut whole = problem(costs, groups.into_iter().collect(), &options, None)?;
         if whole.shared.is_empty() && whole.graph.ops.len() > MOST_OPS {
             whole.graph = coarsen::pieces(&whole.graph);
@@ -82,7 +91,7 @@ impl Variant {
         if whole.shared.is_empty() != groups.is_none() {
             return Err(Error::bug("a tensor-parallel degree does not divide the innermost level"));
         }
-        Ok(Variant { micro_batch, whole, groups, estimates: Vec::new() })
+        Ok(Variant { micro_batch, whole, groups, experts, source, estimates: Vec::new() })
     }
 
     /// The problem that is planned: of devices, or of groups.

@@ -51,7 +51,7 @@ fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> TensorPara
     for param in &mut shared.params {
         param.bytes /= if random.below(3) > 0 { u64::from(devices) } else { 1 };
     }
-    TensorParallelCosts { devices, keeps_weights: false, sequence_parallel: false, graph: shared, meetings }
+    TensorParallelCosts { devices, graph: shared, meetings, ..TensorParallelCosts::default() }
 }
 
 /// The minimum time over linear stage cuts, replica counts and degrees.

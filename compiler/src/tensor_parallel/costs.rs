@@ -30,10 +30,11 @@ use crate::pass::memory::SharedArena;
 use crate::pass::pipeline::{self, PassBug};
 use crate::profile::arena::Live;
 use crate::profile::cost_graph::{CostGraph, OpId};
-use crate::profile::shared::TensorParallelCosts;
+use crate::profile::shared::{OpTraffic, TensorParallelCosts};
 use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, Time, sum};
 use crate::tensor_parallel::dedup::KeyContext;
+use crate::tensor_parallel::experts;
 use crate::tensor_parallel::partition_stage::{Shared, Stage, share};
 use crate::tensor_parallel::segments::{cheapest, layer_starts, pieces};
 use crate::tensor_parallel::strategy_search::{ChooseError, Chosen, choose_within};
@@ -157,8 +158,8 @@ struct CachedSegment {
 #[derive(Clone, Default)]
 struct SegmentCosts {
     ops: Vec<OpSegmentCosts>,
-    /// Bytes of each parameter's shard.
-    parameters: Vec<(usize, u64)>,
+    /// Bytes and sharding of each parameter.
+    parameters: Vec<(usize, u64, Sharding)>,
     /// Outside values saved for the backward.
     kept: Vec<usize>,
     /// Ops that save their sent value replicated.
@@ -173,6 +174,7 @@ struct OpSegmentCosts {
     meetings: [Time; 2],
     /// The weight-gradient part of the backward: alone, shared, collectives.
     second: [Time; 3],
+    traffic: OpTraffic,
     saved: u64,
     live: Live,
     between: u64,
@@ -317,7 +319,7 @@ impl Sharer<'_> {
             if let Op::Parameter(parameter) = &graph.node(value.node).op {
                 let layout = shared.parameters.get(&parameter.name).copied().unwrap_or(Sharding::Replicated);
                 let part = layout.part(&parameter.fact, self.machine.devices).and_then(|part| part.bytes());
-                figures.parameters.push((at, part.unwrap_or(u64::MAX)));
+                figures.parameters.push((at, part.unwrap_or(u64::MAX), layout));
             }
         }
         Ok(figures)
@@ -340,11 +342,25 @@ impl Sharer<'_> {
             [forward, backward, second]
         };
         let ([one, both, late], [forward, backward, second]) = (of(alone), of(parts));
+        let mut traffic = OpTraffic::default();
+        let sides = [(Some(&parts.forward), &parts.forward_nodes), (parts.backward.as_ref(), &parts.backward_nodes)];
+        for (side, (graph, nodes)) in traffic.iter_mut().zip(sides) {
+            let Some(graph) = graph else { continue };
+            for &id in &nodes[op] {
+                let node = graph.node(id);
+                let input = graph.inputs(id).first().map(|value| graph.fact(*value));
+                let found = input.zip(node.facts.first());
+                if let Some((kind, one)) = found.and_then(|(from, to)| self.machine.traffic(&node.op, from, to)) {
+                    side[kind].add(one);
+                }
+            }
+        }
         OpSegmentCosts {
             alone: [one[0], both[0]],
             shared: [forward[0], backward[0]],
             meetings: [forward[1], backward[1]],
             second: [late[0], second[0], second[1]],
+            traffic,
             saved: parts.saved_bytes[op],
             live: parts.live[op],
             between: parts.between_bytes[op],
@@ -430,6 +446,8 @@ struct Costs<'a> {
     learned: &'a HashSet<NodeId>,
     graph: CostGraph,
     meetings: Vec<[f64; 2]>,
+    traffic: Vec<OpTraffic>,
+    layouts: HashMap<&'a str, Sharding>,
     parameters: HashMap<&'a str, usize>,
     /// Ops that save their sent value replicated, and values that readers save.
     keeping: BTreeSet<usize>,
@@ -439,9 +457,10 @@ struct Costs<'a> {
 impl<'a> Costs<'a> {
     fn new(alone: &'a CostGraph, whole: &'a Tagged, machine: &'a Machine, learned: &'a HashSet<NodeId>) -> Costs<'a> {
         let (graph, meetings) = (alone.clone(), vec![[0.0; 2]; alone.ops.len()]);
+        let (traffic, layouts) = (vec![OpTraffic::default(); alone.ops.len()], HashMap::new());
         let parameters = alone.params.iter().enumerate().map(|(at, param)| (param.name.as_str(), at)).collect();
         let (keeping, kept) = (BTreeSet::new(), BTreeMap::new());
-        Costs { alone, whole, machine, learned, graph, meetings, parameters, keeping, kept }
+        Costs { alone, whole, machine, learned, graph, meetings, traffic, layouts, parameters, keeping, kept }
     }
 
     fn add(&mut self, run: &Segment<'_>) {
@@ -460,14 +479,19 @@ impl<'a> Costs<'a> {
             (cost.batched_grad_bytes, cost.batched_grad_workspace_bytes) = (0, 0);
             cost.joins = leader.filter(|leader| *leader != op).map(OpId);
             self.meetings[op as usize] = meetings.map(rounded);
+            self.traffic[op as usize] = figures.traffic;
         }
         self.keeping.extend(run.figures.keeping.iter().map(|at| run.ops[*at] as usize));
         for &at in &run.figures.kept {
             let value = run.outside[at];
             self.kept.extend(owner(self.whole.graph.node(value.node)).map(|op| (value, op)));
         }
-        for &(at, bytes) in &run.figures.parameters {
-            if let Op::Parameter(parameter) = &self.whole.graph.node(run.outside[at].node).op
+        for &(at, bytes, layout) in &run.figures.parameters {
+            let node = &self.whole.graph.node(run.outside[at].node).op;
+            if let Op::Parameter(parameter) = node {
+                self.layouts.insert(&parameter.name, layout);
+            }
+            if let Op::Parameter(parameter) = node
                 && let Some(&param) = self.parameters.get(parameter.name.as_str())
             {
                 let param = &mut self.graph.params[param];
@@ -521,6 +545,8 @@ impl<'a> Costs<'a> {
             sequence_parallel: self.machine.sequence_parallel,
             graph: self.graph,
             meetings: self.meetings,
+            traffic: self.traffic,
+            experts: experts::of_graph(&self.whole.graph, &self.layouts),
         }
     }
 }
