@@ -270,7 +270,9 @@ def processes(plan: Plan, table: Mapping[str, Any], group: Union[DeviceMesh, dis
 def device_of(device: Union[str, torch.device, None]) -> torch.device:
     """The device of this process. Raises DeviceError if it does not exist."""
     if device is None:
-        is_cuda = "nccl" in str(dist.get_backend())
+        # Without a backend, init_process_group uses gloo on CPUs and nccl on GPUs.
+        backend = str(dist.get_backend_config(dist.group.WORLD))
+        is_cuda = "nccl" in backend and torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if is_cuda else torch.device("cpu")
     device = torch.device(device)
     if device.type == "cuda":

@@ -98,9 +98,6 @@ def partition(
         command += option("--stages", None if stages is None else ",".join(map(str, stages)))
         command += option("--micro-batch", micro_batch)
         command += option("--microbatches", microbatches)
-        if target == "torch" and not any(word.split("=")[0] == "--zero" for word in extra):
-            # `Plan.build` keeps the whole optimizer state on every replica.
-            command += ["--zero", "0"]
         plan = Plan(json.loads(run_on(model, [*command, *extra], folder)), model)
     if not is_file:
         plan._example = (tuple(example_args), dict(example_kwargs or {}))

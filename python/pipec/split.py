@@ -83,6 +83,10 @@ class Recorder(fx.Interpreter):
         """The value, without its data if the run is without data."""
         if self.mode is None or not isinstance(value, torch.Tensor):
             return value
+        if value.is_meta:
+            # Modules on the meta device are exported as on the CPU.
+            with self.mode:
+                return torch.empty_like(value, device="cpu").requires_grad_(value.requires_grad)
         return self.mode.from_tensor(value, static_shapes=True)
 
     def fetch_attr(self, target: str) -> Any:
