@@ -108,9 +108,10 @@ pub fn supports(request: &PlanRequest, is_mixed: bool) -> bool {
         && options.objective == Objective::Throughput
 }
 
-/// The ZeRO stage, which is part of the search for a batch.
+/// The ZeRO stage, which is part of the search for a batch. A torch bundle shards nothing.
 fn zero(request: &PlanRequest) -> ZeroStage {
-    let default = if request.batch.is_some() { ZeroStage::Auto } else { ZeroStage::Level(0) };
+    let is_searched = request.batch.is_some() && request.options.target != Some(Target::Torch);
+    let default = if is_searched { ZeroStage::Auto } else { ZeroStage::Level(0) };
     request.options.zero.unwrap_or(default)
 }
 
