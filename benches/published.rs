@@ -8,21 +8,27 @@
 //! ```
 //!
 //! Each row pins the published configuration: stages, replicas, tensor-parallel degree, chunks, micro-batch and
-//! recomputation. What a source leaves open (micro-batch, chunks) takes the fastest prediction. The error is that of the
-//! predicted time against the measured one.
+//! recomputation. What a source leaves open (micro-batch, chunks) takes the fastest prediction that fits in memory. The
+//! error is that of the predicted time against the measured one.
+//!
+//! Recomputation is that of the frameworks, block by block, in time and memory. Experts are distributed over a
+//! tensor-parallel group, which has as many micro-batches in common as the group has devices.
 //!
 //! | column | |
 //! | --- | --- |
 //! | configuration | stages × replicas × tensor-parallel degree, chunks, samples per micro-batch |
 //! | own plan | predicted time of pipec's own plan for the same model, batch and devices, which fits in memory |
+//! | memory | predicted peak of the fullest device, and whether it fits |
 //! | regret | measured time of the configuration predicted fastest, over the best measured time |
 
 #[path = "published/rows.rs"]
 mod rows;
 
-use compiler::cluster::{Bytes, Cluster, Device, device};
+use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, device};
 use compiler::pass::analytic::STREAMING;
 use compiler::pass::analytic::matmul::Product;
+use compiler::plan::StageMemory;
+use compiler::plan::device_memory;
 use compiler::plan::problem::{Recomputation, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::CostGraph;
@@ -32,13 +38,19 @@ use models::choice::Setting;
 use models::zoo::{self, Options};
 use pipec::cluster::{self, ClusterRequest};
 use pipec::costs::{Costs, PrecisionChoice, Times, assemble};
+use pipec::error::Error;
+use pipec::events::Silent;
 use pipec::loss::CountedLoss;
 use pipec::model;
+use pipec::plan::configuration_search;
 use pipec::plan::from_costs::solve_with_groups;
 use pipec::plan::optimizer::Optimizer;
-use pipec::plan::request::{PlanOptions, ScheduleChoice};
-use pipec::plan::tensor_parallel::TensorParallel;
+use pipec::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
+use pipec::plan::tensor_parallel::{GroupLayout, TensorParallel, group_costs};
+use pipec::plan::variant::SizedCosts;
+use pipec::plan::zero::ZeroStage;
 use rows::{Recompute, Row, runs, vtrain};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
@@ -49,27 +61,33 @@ const NVLINK: f64 = 0.78;
 /// The same over InfiniBand: 21 of 25 GB/s with HDR.
 const NETWORK: f64 = 0.85;
 
-/// Devices of a server.
-const SERVER: u64 = 8;
-
 /// Hardware of a run: the device, and the rated bandwidth per device of NVLink and of the network, in GB/s.
 struct Hardware {
     device: Device,
     nvlink: f64,
     network: f64,
+    /// Devices that NVLink connects.
+    server: u64,
     /// Attention as one kernel, as libraries have it since FlashAttention (2022).
     is_flash: bool,
 }
 
 fn hardware(row: &Row) -> Option<Hardware> {
     let known = |kind: &str| device::find(kind).map(device::Kind::device);
+    let h100 = Hardware { device: known("h100")?, nvlink: 450.0, network: 50.0, server: 8, is_flash: true };
     match row.gpu.as_str() {
         // vTrain's cluster has 800 Gbit/s per server; that of Megatron-LM 1,600.
         "a100-80" => {
             let network = if row.id.starts_with("vtm") { 12.5 } else { 25.0 };
-            Some(Hardware { device: known("a100")?, nvlink: 300.0, network, is_flash: false })
+            Some(Hardware { device: known("a100")?, nvlink: 300.0, network, server: 8, is_flash: false })
         }
-        "h100-sxm" => Some(Hardware { device: known("h100")?, nvlink: 450.0, network: 50.0, is_flash: true }),
+        "h100-sxm" => Some(h100),
+        // The memory is that of the source. The lower clock at 500 W is not modelled.
+        gpu if gpu.starts_with("h100-96") => {
+            let memory_bandwidth = BytesPerSecond(2.4e12);
+            Some(Hardware { device: Device { memory: Bytes(96_000_000_000), memory_bandwidth, ..h100.device }, ..h100 })
+        }
+        "gb200" => Some(Hardware { device: known("gb200")?, nvlink: 900.0, server: 64, ..h100 }),
         _ => None,
     }
 }
@@ -78,8 +96,9 @@ fn hardware(row: &Row) -> Option<Hardware> {
 /// network over all ports of a server at the same time.
 fn levels(row: &Row, hardware: &Hardware) -> String {
     let (nvlink, network) = (hardware.nvlink * NVLINK, hardware.network * NETWORK);
-    let inner = row.tensor.max(SERVER).min(row.gpus);
-    let bandwidth = if row.tensor > SERVER { nvlink.min(network * SERVER as f64) } else { nvlink };
+    let inner = row.group().max(hardware.server).min(row.gpus);
+    let is_larger = row.group() > hardware.server;
+    let bandwidth = if is_larger { nvlink.min(network * hardware.server as f64) } else { nvlink };
     match row.gpus / inner {
         1 => format!("{inner}:{bandwidth}GB/s"),
         servers => format!("{inner}:{bandwidth}GB/s,{servers}:{network}GB/s"),
@@ -88,6 +107,9 @@ fn levels(row: &Row, hardware: &Hardware) -> String {
 
 /// Replaces attention in one kernel by its parts, as software before FlashAttention ran it: two batched products, a fused
 /// softmax with scale and mask, and dropout. Scores have two bytes, the dropout mask one.
+///
+/// Unless they are recomputed, the softmax, its mask and its result after dropout are saved (Korthikanti et al., 2022,
+/// section 4.1).
 fn in_parts(graph: &mut CostGraph, row: &Row, device: &Device, micro_batch: u64, degree: u64) {
     let (heads, sequence) = ((micro_batch * row.heads / degree) as f64, row.sequence as f64);
     let width = row.hidden as f64 / row.heads as f64;
@@ -104,6 +126,9 @@ fn in_parts(graph: &mut CostGraph, row: &Row, device: &Device, micro_batch: u64,
         op.fwd_us = (products + stream(4.0) + stream(5.0)) * 1e6;
         op.bwd_us = (2.0 * products + stream(5.0) + stream(6.0)) * 1e6;
         op.weight_grad_us = Some(0.0);
+        let bytes = (5.0 * scores) as u64;
+        let kept = if row.recompute == Recompute::Attention { &mut op.workspace_bytes } else { &mut op.saved_bytes };
+        *kept += bytes;
     }
 }
 
@@ -123,30 +148,76 @@ fn of_software(
     }
 }
 
-/// Adds the forward of recomputed ops to their backward.
+/// Recomputes ops block by block: their forward is added to their backward, and they save nothing. While a block runs
+/// backward, what its ops would save is in memory once.
 fn recompute(graph: &mut CostGraph, of: Recompute) {
-    for op in &mut graph.ops {
-        let is_core = op.op == "attention";
-        if of == Recompute::Full || (of == Recompute::Attention && is_core) {
+    // Products of the block so far, its last op, and its recomputed bytes.
+    let mut blocks: BTreeMap<String, (u32, usize, u64)> = BTreeMap::new();
+    for (at, op) in graph.ops.iter().enumerate() {
+        if let Some(block) = block(&op.module) {
+            blocks.entry(block.to_string()).or_default().1 = at;
+        }
+    }
+    let mut again = vec![false; graph.ops.len()];
+    for (at, op) in graph.ops.iter_mut().enumerate() {
+        let Some((products, last, bytes)) = block(&op.module).and_then(|block| blocks.get_mut(block)) else { continue };
+        *products += u32::from(op.op == "matmul");
+        again[at] = match of {
+            Recompute::None => false,
+            Recompute::Full => true,
+            Recompute::Attention => op.op == "attention",
+            Recompute::Operations if op.op == "matmul" => products.is_multiple_of(2),
+            Recompute::Operations => op.op != "attention",
+        };
+        if again[at] {
             op.weight_grad_us = Some(op.weight_part_us());
             op.bwd_us += op.fwd_us;
+            // The next block keeps its input.
+            if at != *last && of != Recompute::Attention {
+                *bytes += std::mem::take(&mut op.saved_bytes);
+                op.unsaved = true;
+            }
+        }
+    }
+    for (op, again) in graph.ops.iter_mut().zip(again) {
+        if let (Some(block), true) = (block(&op.module), again) {
+            op.workspace_bytes += blocks[block].2;
         }
     }
 }
 
+/// The block of a module: its path up to the first number. Embedding and head are in no block.
+fn block(module: &str) -> Option<&str> {
+    let mut end = 0;
+    for part in module.split('.') {
+        end += part.len();
+        if !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Some(&module[..end]);
+        }
+        end += 1;
+    }
+    None
+}
+
 /// The costs of a row's model on its cluster.
 fn costs(row: &Row, hardware: &Hardware, micro_batch: u64, is_tied: bool) -> Costs {
-    let dropout = if hardware.is_flash { 0.0 } else { 0.1 };
+    let name = row.zoo();
     let options = Options { structure: true, ..Options::default() }
         .number("layers", row.layers as usize)
         .number("hidden", row.hidden as usize)
         .number("heads", row.heads as usize)
         .number("context", row.sequence as usize)
-        .number("vocabulary", row.vocabulary as usize)
-        .with("tied", Setting::Truth(is_tied))
-        .with("dropout", Setting::Fraction(dropout));
-    let built = zoo::build("gpt", &options).expect("the zoo has such a model");
-    let loaded = model::of_zoo("gpt", zoo::to_bytes(&built.model)).expect("what the zoo writes can be read");
+        .number("vocabulary", row.vocabulary as usize);
+    let options = match name {
+        "gpt" => {
+            let dropout = if hardware.is_flash { 0.0 } else { 0.1 };
+            options.with("tied", Setting::Truth(is_tied)).with("dropout", Setting::Fraction(dropout))
+        }
+        _ => options.number("kv-heads", row.key_heads as usize).number("ffn", row.ffn as usize),
+    };
+    let size = if name == "gpt-oss" { "gpt-oss-120b" } else { name };
+    let built = zoo::build(size, &options).expect("the zoo has such a model");
+    let loaded = model::of_zoo(name, zoo::to_bytes(&built.model)).expect("what the zoo writes can be read");
     let request = ClusterRequest { levels: Some(levels(row, hardware)), ..ClusterRequest::default() };
     let mut cluster: Cluster = cluster::cluster(&request, None).expect("the levels can be read");
     cluster.device = hardware.device.clone();
@@ -155,31 +226,54 @@ fn costs(row: &Row, hardware: &Hardware, micro_batch: u64, is_tied: bool) -> Cos
     assemble(&loaded, micro_batch, cluster, times, choice, CountedLoss::Default).expect("the model has costs")
 }
 
-/// Predicted seconds per iteration of one configuration, in Megatron-LM's layout: weights are never gathered, and stages
-/// are whole blocks.
-fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Option<f64> {
+/// A prediction of one configuration.
+struct Prediction {
+    seconds: f64,
+    /// Memory of a device of the first stage, and of the fullest device.
+    first: StageMemory,
+    peak: u64,
+}
+
+/// The prediction of one configuration, in the layout of the framework: weights are never gathered in a
+/// group, and stages are whole blocks.
+fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Option<Prediction> {
     // Weights that several stages share are replicated in a group, where Megatron-LM shards them.
-    let mut costs = costs(row, hardware, micro_batch, row.tensor == 1);
-    let target = Some(Target::Megatron);
-    let degree = u32::try_from(row.tensor).expect("a degree is small");
+    let group = row.group();
+    // Devices of a group that has experts in common have micro-batches of their own.
+    let micro_batch = micro_batch * group / row.tensor;
+    let mut costs = costs(row, hardware, micro_batch, group == 1);
+    let target = match row.zero {
+        // A group that shares experts keeps its other weights whole, where a target would shard them.
+        _ if row.expert > 1 => None,
+        3 => Some(Target::Torchtitan),
+        _ => Some(Target::Megatron),
+    };
+    let degree = u32::try_from(group).expect("a degree is small");
     let tensor_parallel = if degree > 1 { TensorParallel::Degree(degree) } else { TensorParallel::Never };
     let mut shared = tensor_parallel.costs(&costs, target).expect("the model can be sharded");
+    shared.retain(|shared| row.expert > 1 || shared.sequence_parallel == row.sequence_parallel);
     of_software(&mut costs, &mut shared, row, hardware, micro_batch);
     recompute(&mut costs.graph, row.recompute);
     shared.iter_mut().for_each(|shared| recompute(&mut shared.graph, row.recompute));
+    let replicas = row.gpus / (row.pipeline * group);
     let options = PlanOptions {
         schedule: Some(ScheduleChoice::Named(if chunks > 1 { Schedule::Interleaved } else { Schedule::OneFOneB })),
         chunks: (chunks > 1).then_some(chunks as u32),
-        replicas: Some(vec![row.data as u32; (row.pipeline * chunks) as usize]),
+        replicas: Some(vec![replicas as u32; (row.pipeline * chunks) as usize]),
         tensor_parallel: Some(tensor_parallel),
         target,
         recompute: Recomputation::Never,
-        // The runs fitted; memory is not compared here.
+        zero: Some(ZeroStage::Level(row.zero)),
+        // The runs fitted; the table compares memory.
         memory_limit: Some(Bytes(1 << 50)),
         ..options(row, micro_batch)
     };
-    let planned = solve_with_groups(Path::new("gpt"), costs, shared, &options);
-    planned.ok().map(|planned| planned.plan.predicted.minibatch_us / 1e6)
+    let planned = solve_with_groups(Path::new(row.zoo()), costs, shared, &options);
+    planned.ok().map(|planned| Prediction {
+        seconds: planned.plan.predicted.minibatch_us / 1e6,
+        first: device_memory::held(&planned.plan)[0].memory,
+        peak: device_memory::fullest(&planned.plan),
+    })
 }
 
 fn options(row: &Row, micro_batch: u64) -> PlanOptions {
@@ -191,37 +285,60 @@ fn options(row: &Row, micro_batch: u64) -> PlanOptions {
     }
 }
 
-/// Predicted seconds per iteration of pipec's own plan that fits in memory: any stages, replicas, degree and recomputation
-/// under 1F1B, with the micro-batch of the run or with one sample.
-fn own(row: &Row, hardware: &Hardware, micro_batch: u64) -> Option<f64> {
-    let of_size = |micro_batch: u64| {
-        let mut costs = costs(row, hardware, micro_batch, true);
-        let tensor_parallel = TensorParallel::Auto;
-        let mut shared = tensor_parallel.costs(&costs, None).expect("the model can be sharded");
-        of_software(&mut costs, &mut shared, row, hardware, micro_batch);
-        let options = PlanOptions { tensor_parallel: Some(tensor_parallel), ..options(row, micro_batch) };
-        let planned = solve_with_groups(Path::new("gpt"), costs, shared, &options);
-        planned.ok().map(|planned| planned.plan.predicted.minibatch_us / 1e6)
-    };
-    let sizes = std::collections::BTreeSet::from([1, micro_batch]);
-    sizes.into_iter().filter_map(of_size).min_by(f64::total_cmp)
+/// The costs of a row's model at any micro-batch size.
+struct OfRow<'a> {
+    row: &'a Row,
+    hardware: &'a Hardware,
 }
 
-/// The fastest prediction over what the source leaves open.
-fn best(row: &Row, hardware: &Hardware) -> Option<(f64, u64, u64)> {
+impl SizedCosts for OfRow<'_> {
+    fn only_size(&self) -> Option<u64> {
+        None
+    }
+
+    fn at(&self, micro_batch: u64) -> Result<Costs, Error> {
+        // Under the same costs as the published configuration.
+        let is_tied = self.row.group() == 1;
+        let mut costs = costs(self.row, self.hardware, micro_batch, is_tied);
+        of_software(&mut costs, &mut [], self.row, self.hardware, micro_batch);
+        Ok(costs)
+    }
+
+    fn on_groups(&self, costs: &Costs, devices: u32, layout: GroupLayout) -> Result<TensorParallelCosts, Error> {
+        let mut shared = [group_costs(costs, devices, layout)?];
+        of_software(&mut costs.clone(), &mut shared, self.row, self.hardware, costs.micro_batch);
+        let [shared] = shared;
+        Ok(shared)
+    }
+}
+
+/// Predicted seconds per iteration of pipec's own plan that fits in memory: everything but the batch is searched.
+fn own(row: &Row, hardware: &Hardware) -> Option<f64> {
+    let request = PlanRequest {
+        batch: Some(row.batch),
+        options: PlanOptions { optimizer: Optimizer::Adam, ..PlanOptions::default() },
+        ..PlanRequest::new(row.zoo(), u32::try_from(row.gpus).expect("a cluster has few devices"))
+    };
+    let found = configuration_search::plan(&request, &OfRow { row, hardware }, row.batch, &Silent);
+    found.ok().map(|found| found.planned.plan.predicted.minibatch_us / 1e6)
+}
+
+/// The fastest prediction over what the source leaves open, of those that fit in memory if any does.
+fn best(row: &Row, hardware: &Hardware) -> Option<(Prediction, u64, u64)> {
     let micro_batches = row.micro_batch.map_or(vec![1, 2, 4], |known| vec![known]);
     let chunks = match row.chunks {
         Some(known) => vec![known],
         None if row.pipeline == 1 => vec![1],
         None => vec![1, 2, 4],
     };
-    let mut found: Option<(f64, u64, u64)> = None;
+    let rank = |one: &Prediction| (one.peak > hardware.device.memory.0, one.seconds);
+    let mut found: Option<(Prediction, u64, u64)> = None;
     for micro_batch in micro_batches.into_iter().filter(|size| row.batch.is_multiple_of(row.data * size)) {
         for &chunks in &chunks {
-            if let Some(seconds) = predict(row, hardware, micro_batch, chunks)
-                && found.is_none_or(|(known, ..)| seconds < known)
+            if let Some(one) = predict(row, hardware, micro_batch, chunks)
+                && found.as_ref().is_none_or(|(known, ..)| rank(&one) < rank(known))
             {
-                found = Some((seconds, micro_batch, chunks));
+                found = Some((one, micro_batch, chunks));
             }
         }
     }
@@ -254,27 +371,29 @@ fn compare(rows: &[Row], filter: &str, plans: bool, text: &mut String) -> Vec<(f
     let more = if plans { [" own plan |", " --- |"] } else { ["", ""] };
     let _ = writeln!(
         text,
-        "| run | configuration | predicted | measured | error |{}\n| --- | --- | --- | --- | --- |{}",
+        "| run | configuration | predicted | measured | error | memory |{}\n| --- | --- | --- | --- | --- | --- |{}",
         more[0], more[1]
     );
-    let mut slower = 0;
+    let (mut slower, mut too_large) = (0, 0);
     let mut pairs = Vec::new();
     for row in rows.iter().filter(|row| row.id.contains(filter)) {
-        let (Some(measured), true) = (row.seconds, row.model.to_lowercase().starts_with("gpt ") || row.model == "gpt")
-        else {
+        let Some(measured) = row.seconds else { continue };
+        let Some(hardware) = hardware(row) else {
+            let _ = writeln!(text, "| {} | not modelled: {} | | {measured:.3} s | | |", row.id, row.gpu);
             continue;
         };
-        let Some(hardware) = hardware(row) else { continue };
-        let Some((predicted, micro_batch, chunks)) = best(row, &hardware) else {
+        let Some((Prediction { seconds: predicted, peak, .. }, micro_batch, chunks)) = best(row, &hardware) else {
             let _ = writeln!(
                 text,
-                "| {} | {} × {} × {} | no plan | {measured:.3} s | |",
+                "| {} | {} × {} × {} | no plan | {measured:.3} s | | |",
                 row.id, row.pipeline, row.data, row.tensor
             );
             continue;
         };
-        let own = plans.then(|| own(row, &hardware, micro_batch)).flatten();
+        let own = plans.then(|| own(row, &hardware)).flatten();
         slower += usize::from(own.is_some_and(|own| own > predicted));
+        let fits = if peak <= hardware.device.memory.0 { "fits" } else { "too large" };
+        too_large += usize::from(peak > hardware.device.memory.0);
         let own = match (plans, own) {
             (false, _) => String::new(),
             (true, None) => " none fits |".to_string(),
@@ -282,12 +401,13 @@ fn compare(rows: &[Row], filter: &str, plans: bool, text: &mut String) -> Vec<(f
         };
         let _ = writeln!(
             text,
-            "| {} | {} × {} × {}, {chunks}, {micro_batch} | {predicted:.3} s | {measured:.3} s | {:+.1} % |{own}",
+            "| {} | {} × {} × {}, {chunks}, {micro_batch} | {predicted:.3} s | {measured:.3} s | {:+.1} % | {:.1} GB, {fits} |{own}",
             row.id,
             row.pipeline,
             row.data,
             row.tensor,
-            100.0 * (predicted / measured - 1.0)
+            100.0 * (predicted / measured - 1.0),
+            peak as f64 / 1e9
         );
         pairs.push((predicted, measured));
     }
@@ -295,6 +415,7 @@ fn compare(rows: &[Row], filter: &str, plans: bool, text: &mut String) -> Vec<(f
     let within = errors.iter().filter(|error| **error <= 0.2).count();
     let _ =
         writeln!(text, "\n{} rows: median error {:.1} %, {within} within 20 %", pairs.len(), 100.0 * median(errors));
+    let _ = writeln!(text, "\n{too_large} of them do not fit in the memory of the device");
     if plans {
         let _ =
             writeln!(text, "pipec's own plan is predicted slower than the published configuration in {slower} rows");
@@ -302,11 +423,38 @@ fn compare(rows: &[Row], filter: &str, plans: bool, text: &mut String) -> Vec<(f
     pairs
 }
 
+/// Lines of the table of memory: of a device of the first stage, predicted and as the authors computed it.
+fn compare_memory(rows: &[Row], filter: &str, text: &mut String) {
+    let _ = writeln!(text, "| run | part | predicted | published | error |\n| --- | --- | --- | --- | --- |");
+    for row in rows.iter().filter(|row| row.id.contains(filter)) {
+        let (Some(published), Some(hardware)) = (row.bytes, hardware(row)) else { continue };
+        let Some((Prediction { first, .. }, ..)) = best(row, &hardware) else {
+            let _ = writeln!(text, "| {} | | no plan | | |", row.id);
+            continue;
+        };
+        let predicted = [first.weights + first.gradients + first.optimizer, first.activations];
+        let parts = ["weights, gradients, optimizer state", "activations"];
+        for ((part, predicted), published) in parts.into_iter().zip(predicted).zip(published) {
+            let (id, predicted) = (&row.id, predicted as f64);
+            let error = 100.0 * (predicted / published - 1.0);
+            let _ = writeln!(
+                text,
+                "| {id} | {part} | {:.1} GB | {:.1} GB | {error:+.1} % |",
+                predicted / 1e9,
+                published / 1e9
+            );
+        }
+    }
+}
+
 fn main() {
     let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
     let plans = std::env::args().any(|argument| argument == "--plans");
     let mut text = String::from("# Predictions against published runs\n\n## Papers and repositories\n\n");
-    compare(&runs(include_str!("published/runs.tsv")), &filter, plans, &mut text);
+    let published = runs(include_str!("published/runs.tsv"));
+    compare(&published, &filter, plans, &mut text);
+    text += "\n## Memory of a device of the first stage\n\n";
+    compare_memory(&published, &filter, &mut text);
     let rows = vtrain(include_str!("published/vtrain.tsv"));
     let mut models: Vec<String> = rows.iter().map(|row| row.model.clone()).collect();
     models.dedup();

@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 
 use compiler::export::quantity;
 
+pub mod torch_links;
+
 /// Maximum size of a cluster file in bytes.
 const MOST_BYTES: u64 = 1 << 20;
 

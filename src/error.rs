@@ -32,11 +32,19 @@ pub struct Error {
     causes: Vec<String>,
     help: Option<String>,
     is_retryable: bool,
+    is_reported: bool,
 }
 
 impl Error {
     fn new(kind: ErrorKind, message: impl Display) -> Error {
-        Error { kind, message: message.to_string(), causes: Vec::new(), help: None, is_retryable: false }
+        Error {
+            kind,
+            message: message.to_string(),
+            causes: Vec::new(),
+            help: None,
+            is_retryable: false,
+            is_reported: false,
+        }
     }
 
     /// Bad input or usage.
@@ -94,6 +102,17 @@ impl Error {
     pub fn retryable(mut self) -> Error {
         self.is_retryable = true;
         self
+    }
+
+    /// Marks a negative result that the request has already reported in full: it decides the exit code only.
+    pub fn reported(mut self) -> Error {
+        self.is_reported = true;
+        self
+    }
+
+    /// True if the request has already reported this.
+    pub fn is_reported(&self) -> bool {
+        self.is_reported
     }
 
     /// The class of the error.

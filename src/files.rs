@@ -5,3 +5,4 @@ pub mod input;
 pub mod missing;
 pub mod output;
 pub mod overwrite;
+pub mod python;

@@ -85,7 +85,10 @@ fn run(arguments: &[String], reader: Reader) -> u8 {
     match done.and_then(|()| screen.finish()) {
         Ok(()) => 0,
         Err(failure) => {
-            Screen::failure(&failure, reader);
+            // A program reads why from the error, a person from the result.
+            if !failure.is_reported() || reader == Reader::Program {
+                Screen::failure(&failure, reader);
+            }
             exit_code(&failure)
         }
     }

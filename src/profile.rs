@@ -21,6 +21,10 @@ use profiler::cache::Cache;
 use profiler::measure::{MeasureError, Model, Settings, measure};
 use std::path::PathBuf;
 
+pub mod torch_engine;
+
+use torch_engine::{Subjects, TorchEngine};
+
 /// The device whose ops are profiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProfileDevice {
@@ -28,6 +32,8 @@ pub enum ProfileDevice {
     Cpu,
     /// The roofline of a device type, computed.
     Analytic(String),
+    /// A device that PyTorch runs on, measured with its kernels.
+    Torch(TorchEngine),
 }
 
 /// A request for a profile.
@@ -61,6 +67,21 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
             let micro_batch = loaded.micro_batch(None, events);
             let graph = graph(&loaded, micro_batch, request.precision)?;
             measure_graph(&loaded, &graph, micro_batch, request.loss, &request.settings, request.uses_cache, events)
+        }
+        ProfileDevice::Torch(engine) => {
+            let loaded = load(request, events)?;
+            let micro_batch = loaded.micro_batch(None, events);
+            let graph = graph(&loaded, micro_batch, request.precision)?;
+            let known = attributed(&graph, request.loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
+            let subject = Subjects {
+                loaded: &loaded,
+                file: &request.model,
+                graph: &graph,
+                micro_batch,
+                precision: request.precision,
+                known,
+            };
+            torch_engine::measure(engine, &subject, &request.settings, events)
         }
         ProfileDevice::Analytic(kind) => {
             let device = cluster::kind(kind)?.device();

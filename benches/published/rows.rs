@@ -10,6 +10,9 @@ pub struct Row {
     pub layers: u64,
     pub hidden: u64,
     pub heads: u64,
+    pub key_heads: u64,
+    /// Width of the MLP, or of an expert.
+    pub ffn: u64,
     pub sequence: u64,
     pub vocabulary: u64,
     pub gpu: String,
@@ -17,6 +20,10 @@ pub struct Row {
     pub tensor: u64,
     pub pipeline: u64,
     pub data: u64,
+    /// Devices over which experts are distributed; 1 without experts.
+    pub expert: u64,
+    /// The ZeRO stage: 3 with FSDP, 1 with Megatron-LM's distributed optimizer.
+    pub zero: u32,
     /// Chunks per device; `None` if not published.
     pub chunks: Option<u64>,
     /// Samples per micro-batch; `None` if not published.
@@ -24,8 +31,12 @@ pub struct Row {
     pub batch: u64,
     pub precision: String,
     pub recompute: Recompute,
+    /// Sequence parallelism in tensor-parallel groups.
+    pub sequence_parallel: bool,
     /// Measured seconds per iteration; `None` for a row about memory.
     pub seconds: Option<f64>,
+    /// Bytes of weights, gradients and optimizer state, and of activations, if the row is about memory.
+    pub bytes: Option<[f64; 2]>,
 }
 
 /// Activation recomputation.
@@ -34,6 +45,9 @@ pub enum Recompute {
     None,
     /// The products and the softmax of attention.
     Attention,
+    /// Every second matrix product of a block, and all of its ops that are neither products nor attention, as torchtitan's
+    /// selective option does.
+    Operations,
     /// Every block.
     Full,
 }
@@ -41,16 +55,24 @@ pub enum Recompute {
 /// Vocabulary of the models whose source does not state it: GPT-2's, padded as Megatron-LM does.
 const VOCABULARY: u64 = 51_200;
 
+const GIB: f64 = (1u64 << 30) as f64;
+
 fn table(text: &str) -> Vec<BTreeMap<&str, &str>> {
     let mut lines = text.lines();
     let head: Vec<&str> = lines.next().unwrap_or_default().split('\t').collect();
     lines.map(|line| head.iter().copied().zip(line.split('\t')).collect()).collect()
 }
 
+/// The number at the start of a text.
+fn leading(text: &str) -> Option<u64> {
+    text.split(|c: char| !c.is_ascii_digit()).next().and_then(|number| number.parse().ok())
+}
+
 fn recompute(text: &str) -> Recompute {
     match text {
         text if text.starts_with("full") => Recompute::Full,
-        text if text.starts_with("attention") || text == "selective" => Recompute::Attention,
+        text if text.starts_with("attention") => Recompute::Attention,
+        "selective" => Recompute::Operations,
         _ => Recompute::None,
     }
 }
@@ -66,6 +88,8 @@ pub fn runs(text: &str) -> Vec<Row> {
             layers: known("layers"),
             hidden: known("hidden"),
             heads: known("heads"),
+            key_heads: known("kv_heads"),
+            ffn: leading(fields["ffn"]).unwrap_or_else(|| panic!("`ffn` of {} is a number", fields["id"])),
             sequence: known("seq"),
             vocabulary: known("vocab"),
             gpu: fields["gpu"].to_string(),
@@ -73,15 +97,32 @@ pub fn runs(text: &str) -> Vec<Row> {
             tensor: known("tp"),
             pipeline: known("pp"),
             data: known("dp"),
+            expert: fields["note"].strip_prefix("experts over ").and_then(leading).unwrap_or(1),
+            zero: match number("fsdp") {
+                Some(shards) if shards > 0 => 3,
+                // Overlapped gathers of parameters need the distributed optimizer, which Megatron-Bridge uses too.
+                _ => u32::from(
+                    ["overlap of data-parallel", "experts over"].iter().any(|at| fields["note"].starts_with(at)),
+                ),
+            },
             chunks: number("chunks"),
             micro_batch: number("micro_batch"),
             batch: known("global_batch"),
             precision: fields["precision"].split(' ').next().unwrap_or_default().to_string(),
             recompute: recompute(fields["recompute"]),
+            sequence_parallel: fields["seq_parallel"] == "yes",
             seconds: None,
+            bytes: None,
         };
-        let measured = fields["measured"].split(' ').next().and_then(|text| text.parse::<f64>().ok());
-        row.seconds = measured.and_then(|measured| row.seconds_of(measured, fields["unit"]));
+        // Tokens per second do not depend on how operations are counted.
+        let tokens = fields["measured"].split_once('(').filter(|(_, text)| text.ends_with(" tokens/s)"));
+        let (text, unit) = tokens.map_or((fields["measured"], fields["unit"]), |(_, text)| (text, "tokens/s per GPU"));
+        let measured = text.split(' ').next().and_then(|text| text.parse::<f64>().ok());
+        row.seconds = measured.and_then(|measured| row.seconds_of(measured, unit));
+        if fields["unit"].starts_with("GiB: ") {
+            let parts = fields["measured"].split(" + ").map(|text| text.parse::<f64>().ok().map(|gib| gib * GIB));
+            row.bytes = parts.collect::<Option<Vec<f64>>>().and_then(|parts| parts.try_into().ok());
+        }
         row
     };
     table(text).into_iter().map(row).collect()
@@ -98,6 +139,8 @@ pub fn vtrain(text: &str) -> Vec<Row> {
             layers: known("layers"),
             hidden,
             heads: known("heads"),
+            key_heads: known("heads"),
+            ffn: 4 * hidden,
             sequence: known("seq"),
             vocabulary: VOCABULARY,
             gpu: "a100-80".to_string(),
@@ -105,18 +148,36 @@ pub fn vtrain(text: &str) -> Vec<Row> {
             tensor: known("tp"),
             pipeline: known("pp"),
             data: known("dp"),
+            expert: 1,
+            zero: 0,
             chunks: Some(known("vpp/chunks")),
             micro_batch: Some(known("microbatch")),
             batch: known("global_batch"),
             precision: "fp16".to_string(),
             recompute: recompute(fields["recompute"]),
+            sequence_parallel: false,
             seconds: fields["measured"].parse::<f64>().ok().map(|ms| ms / 1e3),
+            bytes: None,
         }
     };
     table(text).into_iter().map(row).collect()
 }
 
 impl Row {
+    /// The model of the zoo.
+    pub fn zoo(&self) -> &'static str {
+        match self.model.to_lowercase() {
+            model if model.starts_with("llama3") => "llama",
+            model if model.starts_with("gpt-oss") => "gpt-oss",
+            _ => "gpt",
+        }
+    }
+
+    /// Devices that share a replica's tensors or experts.
+    pub fn group(&self) -> u64 {
+        self.tensor.max(self.expert)
+    }
+
     /// Operations of one iteration without recomputation, as Megatron-LM counts them (Narayanan et al., SC 2021,
     /// equation 3, with 72 in place of 96).
     fn operations(&self) -> f64 {

@@ -259,6 +259,9 @@ pub struct TensorParallelCost {
     /// True if matrices of weights are sharded and never gathered.
     #[serde(default, skip_serializing_if = "is_false")]
     pub keeps_weights: bool,
+    /// True if activations between layers and stages are split along the sequence.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub sequence_parallel: bool,
     /// Forward time on one device.
     pub unsharded_fwd_us: f64,
     /// Backward time on one device, without recomputation.
@@ -325,6 +328,37 @@ pub struct Predicted {
     /// The busiest link of a group of devices; absent on clusters of one level.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busiest_link: Option<BusiestLink>,
+    /// Collectives of tensor-parallel groups per micro-batch, over all stages; absent without tensor parallelism.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub collectives: Vec<PlannedCollective>,
+    /// Weights of the experts of a mixture; absent if the model has none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub experts: Vec<PlannedExperts>,
+}
+
+/// The collectives of one kind in a tensor-parallel plan, per micro-batch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PlannedCollective {
+    /// `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`.
+    pub kind: String,
+    /// Number over all stages, forward and backward, with recomputation.
+    pub count: u64,
+    /// Bytes that the device of one tensor rank sends, over all stages.
+    pub bytes: u64,
+}
+
+/// Expert weights that tensor-parallel groups shard in the same way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PlannedExperts {
+    /// Experts of a layer.
+    pub experts: u64,
+    /// Number of such weights.
+    pub weights: u32,
+    /// What is split over the devices of a group: `experts`, `inputs` or `outputs` of each expert, or `nothing`. If
+    /// `experts` are, device d of a group of t holds the d-th of t equal ranges.
+    pub split: String,
 }
 
 /// Traffic per minibatch over the link of one group of devices, such as a server: activations, gradients and all-reduce

@@ -9,7 +9,7 @@
 //!
 //! Invariants: results equal those of one device, up to the summation order over split axes. A parameter and its
 //! gradient have one sharding, so the optimizer steps each shard separately. Values entering or leaving a stage are
-//! replicated.
+//! replicated; with sequence parallelism, activations and their gradients are split.
 //!
 //! ```text
 //!   x ── matmul ── gelu ── matmul ──(all_reduce)── y       the columns of the first weight and the rows of the second
@@ -20,6 +20,7 @@ pub mod blocks;
 pub mod cost;
 pub mod costs;
 pub mod dedup;
+pub mod experts;
 pub mod forward_backward_graph;
 pub mod order;
 pub mod partition_stage;
@@ -39,6 +40,8 @@ pub enum End {
     Whole,
     /// The sharding of this parameter.
     Like(NodeId),
+    /// This sharding.
+    Split(Sharding),
 }
 
 /// A graph to shard.
@@ -50,6 +53,8 @@ pub struct SpmdTask {
     pub ends: Vec<End>,
     /// Parameters that must be replicated.
     pub whole: BTreeSet<NodeId>,
+    /// Inputs that arrive split.
+    pub split: HashMap<NodeId, Sharding>,
 }
 
 /// A sharding decision for all ops of a graph.
@@ -73,6 +78,7 @@ impl Choice {
     pub fn end(&self, end: End) -> Sharding {
         match end {
             End::Whole => Sharding::Replicated,
+            End::Split(sharding) => sharding,
             End::Like(parameter) => self.parameters.get(&parameter).copied().unwrap_or(Sharding::Replicated),
         }
     }

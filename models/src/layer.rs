@@ -1,4 +1,4 @@
-//! Common layers: linear, embedding, layer normalisation, dropout, transpose, reshape.
+//! Common layers: linear, embedding, layer and RMS normalisation, dropout, transpose, reshape.
 //!
 //! Each puts its nodes in the module at `path` and its parameters at `path.weight` and `path.bias`, as PyTorch does.
 
@@ -44,6 +44,27 @@ pub fn normalisation(net: &mut Builder, path: &str, x: &Value, width: usize, eps
     let bias = net.parameter(&format!("{path}.bias"), &[width], Init::Zeros);
     let attributes = vec![attr::int("axis", -1), attr::float("epsilon", epsilon)];
     net.node(path, "LayerNormalization", &[x, &scale, &bias], attributes)
+}
+
+/// RMS normalisation over the last axis (Zhang and Sennrich, 2019), in the operators of PyTorch's exports.
+pub fn rms_normalisation(net: &mut Builder, path: &str, x: &Value, width: usize, epsilon: f32) -> Value {
+    let scale = net.parameter(&format!("{path}.weight"), &[width], Init::Ones);
+    let [two, epsilon] = [2.0, epsilon].map(|number| net.constant_f32(path, &[], &[number]));
+    let square = net.node(path, "Pow", &[x, &two], vec![]);
+    let last = net.constant_i64(path, &[-1]);
+    let mean = net.node(path, "ReduceMean", &[&square, &last], vec![attr::int("keepdims", 1)]);
+    let sum = net.node(path, "Add", &[&mean, &epsilon], vec![]);
+    let root = net.node(path, "Sqrt", &[&sum], vec![]);
+    let inverse = net.node(path, "Reciprocal", &[&root], vec![]);
+    let y = net.node(path, "Mul", &[x, &inverse], vec![]);
+    net.node(path, "Mul", &[&y, &scale], vec![])
+}
+
+/// `silu(gate)·up` with `silu(x) = x·sigmoid(x)` (Shazeer, 2020).
+pub fn swiglu(net: &mut Builder, path: &str, gate: &Value, up: &Value) -> Value {
+    let share = net.node(path, "Sigmoid", &[gate], vec![]);
+    let gate = net.node(path, "Mul", &[gate, &share], vec![]);
+    net.node(path, "Mul", &[&gate, up], vec![])
 }
 
 /// Dropout in training mode; omitted if the ratio is 0.

@@ -18,7 +18,7 @@
 use crate::builder::{Axis, Builder, Init, Value, attr};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
 use crate::gpt::{EPSILON, decoder};
-use crate::layer::{dropout, joined, normalisation, product, reshaped, turned};
+use crate::layer::{dropout, joined, normalisation, product, reshaped, swiglu, turned};
 use crate::prediction::Prediction;
 use crate::zoo::{Entry, Size};
 
@@ -62,13 +62,8 @@ pub const ENTRY: Entry = Entry {
 };
 
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
-    let (experts, chosen) = (given.number("experts"), given.number("chosen"));
-    if chosen > experts {
-        return Err(given.refuse("chosen", "it exceeds the number of experts"));
-    }
-    let (context, width) = (given.number("context"), given.number("hidden"));
-    let capacity = (chosen * context * given.number("capacity")).div_ceil(100 * experts);
-    let mixture = Mixture { experts, chosen, capacity, context, width, inner: 4 * width };
+    let mixture = Mixture::new(given)?;
+    let width = mixture.width;
     let every = given.number("every");
     decoder(net, given, batch, |net, block, layer, x| {
         let path = format!("blocks.{layer}");
@@ -93,9 +88,29 @@ pub struct Mixture {
     pub width: usize,
     /// Hidden width of an expert.
     pub inner: usize,
+    pub activation: Activation,
+}
+
+/// What an expert computes between its linear layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    Gelu,
+    /// Of two linear layers, one of which is the gate.
+    SwiGlu,
 }
 
 impl Mixture {
+    /// The experts of the options `experts`, `chosen` and `capacity`, four times as wide inside as `hidden`.
+    pub fn new(given: &Given) -> Result<Self, ChoiceError> {
+        let (experts, chosen) = (given.number("experts"), given.number("chosen"));
+        if chosen > experts {
+            return Err(given.refuse("chosen", "it exceeds the number of experts"));
+        }
+        let (context, width) = (given.number("context"), given.number("hidden"));
+        let capacity = (chosen * context * given.number("capacity")).div_ceil(100 * experts);
+        Ok(Self { experts, chosen, capacity, context, width, inner: 4 * width, activation: Activation::Gelu })
+    }
+
     /// Maps `[batch, context, width]` to the same shape.
     pub fn build(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
         let [experts, chosen, capacity, context, width] =
@@ -116,8 +131,17 @@ impl Mixture {
         let y = reshaped(net, path, &y, &[0, experts, capacity, width]);
         let y = turned(net, path, &y, &[1, 0, 2, 3]);
         let y = reshaped(net, path, &y, &[experts, -1, width]);
-        let y = self.layer(net, &format!("{path}.fc"), &y, [self.width, self.inner]);
-        let y = net.node(&format!("{path}.act"), "Gelu", &[&y], vec![attr::string("approximate", "none")]);
+        let y = match self.activation {
+            Activation::Gelu => {
+                let y = self.layer(net, &format!("{path}.fc"), &y, [self.width, self.inner]);
+                net.node(&format!("{path}.act"), "Gelu", &[&y], vec![attr::string("approximate", "none")])
+            }
+            Activation::SwiGlu => {
+                let [gate, up] =
+                    ["gate", "up"].map(|name| self.layer(net, &format!("{path}.{name}"), &y, [self.width, self.inner]));
+                swiglu(net, &format!("{path}.act"), &gate, &up)
+            }
+        };
         let y = self.layer(net, &format!("{path}.proj"), &y, [self.inner, self.width]);
         let y = reshaped(net, path, &y, &[experts, -1, capacity, width]);
         let y = turned(net, path, &y, &[1, 0, 2, 3]);

@@ -19,7 +19,8 @@ use crate::builder::{Axis, Builder, Counts};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
 use crate::prediction::{Prediction, finish};
 use crate::{
-    alexnet, amoebanet, awd_lm, bert, gnmt, gpt, mlp, moe, residual_cnn, resnet, s2vt, transformer, unet, vgg,
+    alexnet, amoebanet, awd_lm, bert, gnmt, gpt, gpt_oss, llama, mlp, moe, residual_cnn, resnet, s2vt, transformer,
+    unet, vgg,
 };
 
 /// Maximum bytes of weights: protobuf limits a message to 2 GiB, nodes included.
@@ -83,7 +84,9 @@ pub const ENTRIES: &[Entry] = &[
     mlp::ENTRY,
     residual_cnn::ENTRY,
     gpt::ENTRY,
+    llama::ENTRY,
     moe::ENTRY,
+    gpt_oss::ENTRY,
     alexnet::ENTRY,
     amoebanet::ENTRY,
     awd_lm::ENTRY,
@@ -261,6 +264,10 @@ mod tests {
             ("amoebanet", "layers", 4),
             ("unet", "channels", 3),
             ("transformer", "heads", 3),
+            ("llama", "kv-heads", 3),
+            ("llama", "heads", 64),
+            ("gpt-oss", "head-size", 3),
+            ("gpt-oss", "chosen", 5),
         ] {
             let error = fails(name, number(option, value));
             assert!(error.to_string().contains(&format!("`{option}` of `{name}` cannot be {value}")), "{error}");

@@ -43,14 +43,14 @@ struct Stage {
 
 impl Stage {
     fn sharing(&self) -> Sharing<'_> {
-        Sharing::new(&self.fragment, Some(&self.backward), &BTreeSet::new())
+        Sharing::new(&self.fragment, Some(&self.backward), &BTreeSet::new(), &free(2))
     }
 }
 
 fn machine(kind: &str, devices: usize, gigabytes: f64, latency: f64) -> Machine {
     let device = device::find(kind).unwrap().device();
     let (bandwidth, latency) = (BytesPerSecond(gigabytes * 1e9), Seconds(latency));
-    Machine { device, devices, bandwidth, latency, keeps_weights: false }
+    Machine { device, devices, bandwidth, latency, keeps_weights: false, sequence_parallel: false }
 }
 
 /// An almost free link and no kernel launch time, so that everything shardable is sharded.
@@ -105,7 +105,7 @@ fn staged(graph: &Graph, weight: impl Fn(&str) -> Option<Tensor>) -> Stage {
             _ => {}
         }
     }
-    let task = Sharing::new(&fragment, Some(&backward), &BTreeSet::new()).task().clone();
+    let task = Sharing::new(&fragment, Some(&backward), &BTreeSet::new(), &free(2)).task().clone();
     verify(&task.graph).unwrap();
     Stage { fragment, backward, task, given }
 }

@@ -17,6 +17,7 @@ pub mod plan;
 pub mod policy;
 pub mod processes;
 pub mod schedule;
+pub mod shared_plan;
 
 /// Partitions traced models into pipeline stages, predicts throughput and memory, and trains them.
 #[derive(Debug, Parser)]

@@ -5,7 +5,7 @@ use crate::cli::table::{Give, fitted, folded};
 use compiler::export::quantity;
 use compiler::partition::planned::{ComparedPlan, Planned};
 use compiler::plan::problem::Objective;
-use pipec::plan::result::{Tried, TriedPlan};
+use pipec::plan::result::{Losses, Tried, TriedPlan};
 use std::collections::BTreeMap;
 
 /// Lists every candidate once; candidates with equal columns share a row. The chosen one comes first and is marked.
@@ -80,10 +80,11 @@ fn stages(plan: &TriedPlan) -> String {
     format!("{count} x {chunks}{}", replicas.first().copied().unwrap_or(1))
 }
 
-fn savings(plan: &TriedPlan) -> String {
-    let zero = (plan.zero > 0).then(|| format!("ZeRO {}", plan.zero));
-    let parts: Vec<String> = zero.into_iter().chain(plan.recomputes.then(|| "recomputed".to_string())).collect();
-    parts.join(", ")
+/// What keeps the busiest device from advancing the training, in percent of the time.
+fn lost(losses: &Losses) -> String {
+    let parts = [("idle", losses.idle), ("collectives", losses.collectives), ("recomputation", losses.recomputation)];
+    let said = parts.into_iter().filter(|(_, part)| *part >= 0.005);
+    said.map(|(name, part)| format!("{name} {:.0} %", part * 100.0)).collect::<Vec<_>>().join(", ")
 }
 
 /// Lists the configurations, best first, then those without a plan, grouped by reason.
@@ -96,22 +97,37 @@ pub fn combinations(tried: &[Tried], objective: Objective, width: Option<usize>)
     });
     let row = |(one, plan): &(&Tried, &TriedPlan)| {
         let [size, count] = [one.micro_batch.to_string(), one.microbatches.to_string()];
-        let schedule = if plan.replicas.len() > 1 { one.schedule.name() } else { "data parallel" };
+        let schedule = match (&plan.replicas[..], plan.tensor) {
+            ([1], 1) => "one device",
+            ([1], _) => "tensor parallel",
+            ([_], _) => "data parallel",
+            _ => one.schedule.name(),
+        };
         vec![
             schedule.to_string(),
             stages(plan),
             plan.tensor.to_string(),
-            savings(plan),
+            if plan.zero > 0 { plan.zero.to_string() } else { String::new() },
             size,
             count,
             quantity::samples(plan.throughput_per_s),
             quantity::bytes(plan.peak_bytes),
+            lost(&plan.losses),
         ]
     };
-    let header =
-        ["schedule", "stages", "tensor", "memory savings", "micro-batch", "micro-batches", "samples/s", "peak memory"];
+    let header = [
+        "schedule",
+        "stages",
+        "tensor",
+        "ZeRO",
+        "micro-batch",
+        "micro-batches",
+        "samples/s",
+        "peak memory",
+        "time lost on the busiest device",
+    ];
     let rows = planned.iter().map(row).collect();
-    let table = fitted(&header, &[2, 4, 5, 6, 7], rows, &[Give::Leave(7), Give::Leave(5), Give::Leave(3)], width);
+    let table = fitted(&header, &[2, 3, 4, 5, 6, 7], rows, &[Give::Leave(5), Give::Leave(7), Give::Leave(3)], width);
     let mut text = String::new();
     let mut refused: BTreeMap<&str, Vec<&Tried>> = BTreeMap::new();
     for one in tried {

@@ -9,11 +9,11 @@ use crate::cli::stage_table;
 use compiler::export::gradients::gradients;
 use compiler::export::quantity::plural;
 use compiler::export::quantity::{self, short};
-use compiler::export::stage_name::ranges;
+use compiler::export::stage_name::{per_stage, ranges};
 use compiler::partition::search::in_flight::ENOUGH;
 use compiler::pass::analytic::matmul;
 use compiler::plan::problem::{CostModel, Objective};
-use compiler::plan::{Plan, Stage};
+use compiler::plan::{Plan, PlannedCollective, PlannedExperts, Stage};
 use compiler::schedule::generators::schedule;
 use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::semantics::StepCount;
@@ -21,7 +21,9 @@ use compiler::simulate::run::Machine;
 use compiler::simulate::steady_throughput::Run;
 use compiler::simulate::step_time;
 use compiler::tensor::DType;
+use pipec::plan::configuration_search::BOUND;
 use pipec::plan::request::cost_name;
+use pipec::plan::result::Alternative;
 use std::collections::BTreeSet;
 
 /// Fewest simulated minibatches for a throughput on shared cores.
@@ -107,12 +109,57 @@ fn groups(plan: &Plan) -> Option<String> {
         meetings += sharing.collective_fwd_us + sharing.collective_bwd_us;
         shared += stage.fwd_us + stage.bwd_us - stage.recompute_us();
     }
+    let is_split =
+        plan.stages.iter().any(|stage| stage.tensor_parallel.as_ref().is_some_and(|of| of.sequence_parallel));
+    let sequence = if is_split { ", sequence parallel" } else { "" };
     Some(format!(
-        "{degree}: one micro-batch takes {} through all stages ({:.1} % collectives), {} on single devices",
+        "{degree}{sequence}: one micro-batch takes {} through all stages ({:.1} % collectives), {} on single devices",
         quantity::time(shared),
         if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 },
         quantity::time(alone)
     ))
+}
+
+/// The collectives of tensor-parallel groups.
+fn collectives(plan: &Plan) -> Option<String> {
+    let one = |of: &PlannedCollective| {
+        let many = if of.count == 1 { of.kind.clone() } else { format!("{}s", of.kind) };
+        format!("{} {many} ({})", quantity::count(of.count), quantity::bytes(of.bytes))
+    };
+    let all: Vec<String> = plan.predicted.collectives.iter().map(one).collect();
+    (!all.is_empty())
+        .then(|| format!("per micro-batch over all stages, with the bytes that a device sends: {}", all.join(", ")))
+}
+
+/// The device of a group, or of a replica, that holds each expert.
+fn experts(plan: &Plan) -> Vec<String> {
+    let degree = u64::from(plan.stages.iter().map(Stage::degree).max().unwrap_or(1));
+    let one = |of: &PlannedExperts| {
+        let weights = plural(of.weights.into(), "weight", "weights");
+        let experts = of.experts;
+        match of.split.as_str() {
+            "experts" if degree > 1 => {
+                let each = experts / degree;
+                format!(
+                    "{experts} per layer ({weights}), {each} on each device of a group: device 0 holds experts 0-{}, …, device {} \
+                     experts {}-{}",
+                    each.saturating_sub(1),
+                    degree - 1,
+                    experts - each,
+                    experts - 1
+                )
+            }
+            "inputs" | "outputs" if degree > 1 => format!(
+                "{experts} per layer ({weights}): every device of a group holds 1/{degree} of each expert, split by its {}",
+                of.split
+            ),
+            _ if degree > 1 => format!("{experts} per layer ({weights}): every device of a group holds all of them"),
+            _ => format!(
+                "{experts} per layer ({weights}): every replica holds all of them; `--tensor` can distribute them"
+            ),
+        }
+    };
+    plan.predicted.experts.iter().map(one).collect()
 }
 
 /// Operations per second of each device of a stage, and their share of the peak: model flops utilisation (MFU; Chowdhery
@@ -180,7 +227,8 @@ pub fn prediction(plan: &Plan) -> String {
     if let Some(line) = in_program(plan) {
         text += &format!("simulated      {line}\n");
     }
-    if let Some(line) = updates(plan) {
+    // The heading states how other schedules divide a batch.
+    if let Some(line) = updates(plan).filter(|_| plan.schedule.kind.is_round_robin()) {
         text += &format!("update         {line}\n");
     }
     if leaves_nothing(plan) {
@@ -202,14 +250,17 @@ pub fn prediction(plan: &Plan) -> String {
         );
     }
     for (name, other, fits) in alternatives(plan) {
+        if !fits {
+            text += &format!("{name:14} does not fit in memory (would take {} {what})\n", quantity::time(other));
+            continue;
+        }
         let against = match other / step {
             ratio if !ratio.is_finite() || (ratio - 1.0).abs() < EQUAL => "the same".to_string(),
             ratio if ratio > 1.0 => format!("this plan is {} times as fast", short(ratio)),
             ratio => format!("{} times as fast as this plan", short(1.0 / ratio)),
         };
-        let fits = if fits { "" } else { "; does not fit in memory" };
         let idle = idle(plan).filter(|_| name == DATA_PARALLEL).map_or(String::new(), |idle| format!("; {idle}"));
-        text += &format!("{name:14} {} {what}: {against}{fits}{idle}\n", quantity::time(other));
+        text += &format!("{name:14} {} {what}: {against}{idle}\n", quantity::time(other));
     }
     text += &format!("lower bound    {}\n", bound(plan));
     if let Some(line) = gradients(plan) {
@@ -217,6 +268,12 @@ pub fn prediction(plan: &Plan) -> String {
     }
     if let Some(line) = groups(plan) {
         text += &format!("tensor degree  {line}\n");
+    }
+    if let Some(line) = collectives(plan) {
+        text += &format!("collectives    {line}\n");
+    }
+    for line in experts(plan) {
+        text += &format!("experts        {line}\n");
     }
     if let Some(link) = &predicted.busiest_link {
         text += &format!(
@@ -229,13 +286,7 @@ pub fn prediction(plan: &Plan) -> String {
             short(link.share * 100.0)
         );
     }
-    let numbers = |list: &[u32]| list.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
-    let schedule = &plan.schedule;
-    text += &format!(
-        "in flight      {} per replica of each stage; weight versions {}\n",
-        numbers(&schedule.in_flight),
-        numbers(&schedule.weight_versions)
-    );
+    text += &format!("in flight      {}\n", in_flight(plan));
     if !plan.cluster.idle.is_empty() {
         let (idle, all) = (&plan.cluster.idle, plan.cluster.devices);
         text += &format!("idle           {} of {all} devices, without a stage: {}\n", idle.len(), ranges(idle));
@@ -244,6 +295,24 @@ pub fn prediction(plan: &Plan) -> String {
         text += &format!("shared cores   {shared}\n");
     }
     text
+}
+
+/// A faster schedule without a flush, beside the plan's time per minibatch.
+pub fn alternative(of: &Alternative, step_us: f64) -> String {
+    let name = of.schedule.name();
+    format!(
+        "asynchronous   {} per minibatch, {} times as fast, if each update may use gradients of weights one update old: \
+         `--schedule {name}`\n",
+        quantity::time(of.minibatch_us),
+        short(step_us / of.minibatch_us)
+    )
+}
+
+/// The in-flight limit and the weight versions of each stage.
+fn in_flight(plan: &Plan) -> String {
+    let [limits, versions] = [&plan.schedule.in_flight, &plan.schedule.weight_versions].map(|list| per_stage(list));
+    let each = if limits.contains(" in stage") { ", per replica" } else { " per replica of each stage" };
+    format!("{limits}{each}; weight versions {versions}")
 }
 
 /// Heading, stage table and prediction of a plan, fitted to the width of the screen.
@@ -320,7 +389,13 @@ fn bound(plan: &Plan) -> String {
     let gap = (time / bound - 1.0) * 100.0;
     // The baselines ignore the constraints, and may be faster than every plan that satisfies them.
     let is_free = CONSTRAINTS.iter().all(|name| !plan.options.contains_key(*name)) && !is_of_given_groups(plan);
-    let which = if is_free { "" } else { " within the constraints" };
+    let of_equal_stages = plan.options.contains_key(BOUND);
+    let which = match (is_free, of_equal_stages) {
+        (true, false) => "",
+        (true, true) => " with equal stages",
+        (false, false) => " within the constraints",
+        (false, true) => " with equal stages within the constraints",
+    };
     if plan.proven_optimal {
         let steady = if is_steady(plan) { " in steady state, without fill and drain" } else { "" };
         format!("proven optimal{which} under this cost model{steady}")

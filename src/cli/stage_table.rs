@@ -1,5 +1,7 @@
-//! A plan as text: its heading, and its stages as a table.
+//! A plan as text: its heading, and its stages as a table. The table of many stages has one row for those alike
+//! ([`stage_rows`](super::stage_rows)).
 
+use crate::cli::stage_rows::{self, Row};
 use crate::cli::table::folded;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
@@ -17,6 +19,9 @@ use pipec::plan::request::cost_name;
 
 /// Characters of a full load bar.
 const BAR: usize = 10;
+
+/// The most characters of a list of stages or devices.
+const SPOTS: usize = 24;
 
 /// A table without lines; the columns in `right` are aligned to the right.
 pub fn table(header: &[&str], right: &[usize], rows: Vec<Vec<String>>) -> String {
@@ -46,17 +51,65 @@ pub fn heading(plan: &Plan) -> String {
         Method::Imported => "costs from the file".to_string(),
     };
     let model = if plan.model.file.is_empty() { "the model" } else { &plan.model.file };
+    let (items, batch) = match batch(plan) {
+        Some(batch) => (String::new(), format!("{batch}\n")),
+        None => (items(plan), String::new()),
+    };
     format!(
-        "{}: {} ops on {}\n{costs}, cost model {}, {}, micro-batch {}, {} per minibatch, schedule {}\n",
+        "{}: {} ops on {}\n{costs}, cost model {}, {}, {items}schedule {}\n{batch}",
         shown(model),
         quantity::count(plan.model.ops),
         cluster::describe(&plan.cluster),
         cost_name(plan.cost),
         plan.precision_name(),
-        plan.schedule.micro_batch,
-        quantity::plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
         plan.schedule.kind.name(),
     )
+}
+
+/// The micro-batches of a plan that does not train, or that has no samples.
+fn items(plan: &Plan) -> String {
+    let schedule = &plan.schedule;
+    let many = quantity::plural(u64::from(schedule.microbatches), "micro-batch", "micro-batches");
+    format!("micro-batch {}, {many} per minibatch, ", schedule.micro_batch)
+}
+
+/// The global batch, the samples of one weight update, as the product of micro-batch, gradient accumulation steps and data-parallel
+/// replicas. `None` for plans that do not train.
+fn batch(plan: &Plan) -> Option<String> {
+    let (schedule, stages) = (&plan.schedule, &plan.stages);
+    if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || !schedule.kind.trains() {
+        return None;
+    }
+    let (size, items) = (schedule.micro_batch, schedule.microbatches);
+    let of = |items: u32| format!("global batch {}", quantity::count(size.saturating_mul(items.into())));
+    let one = quantity::count(size);
+    let many = |items: u32| quantity::plural(items.into(), "micro-batch", "micro-batches");
+    let replicas = stages.first().map(|first| first.replicas)?;
+    let product = |steps: u32| {
+        let all = of(steps.saturating_mul(replicas));
+        let steps = quantity::plural(steps.into(), "gradient accumulation step", "gradient accumulation steps");
+        let replicas = quantity::plural(replicas.into(), "data-parallel replica", "data-parallel replicas");
+        format!("{all} = micro-batch {one} × {steps} × {replicas}")
+    };
+    let is_even = stages.iter().all(|stage| stage.replicas == replicas);
+    Some(match (schedule.kind.is_round_robin(), is_even) {
+        // A stage updates once each of its replicas has had a micro-batch.
+        (true, true) => product(1),
+        (true, false) => {
+            format!("micro-batch {one}; the global batch of a stage is one micro-batch for each of its replicas")
+        }
+        (false, true) if items.is_multiple_of(replicas) => product(items / replicas),
+        (false, true) => {
+            let steps = match (items / replicas, items.div_ceil(replicas)) {
+                (0, most) => format!("at most {most} gradient accumulation step"),
+                (least, most) => format!("{least} or {most} gradient accumulation steps"),
+            };
+            format!("{} = {} of {one} over {replicas} data-parallel replicas, {steps}", of(items), many(items))
+        }
+        (false, false) => {
+            format!("{} = {} of {one}, distributed over the replicas of each stage", of(items), many(items))
+        }
+    })
 }
 
 /// Widths of the parts of a stage table.
@@ -100,21 +153,26 @@ pub fn stages(plan: &Plan, width: Option<usize>) -> String {
 }
 
 fn stages_in(plan: &Plan, room: Room) -> String {
-    let load = |stage: &Stage| (stage.fwd_us + stage.bwd_us) / f64::from(stage.replicas.max(1));
-    let most = plan.stages.iter().map(load).fold(0.0, f64::max);
     let links = if room.links { links(plan) } else { Vec::new() };
-    let row = |(at, stage): (usize, &Stage)| {
-        let mut row = vec![
-            stage.id.0.to_string(),
-            quantity::count(stage.op_ids().count() as u64),
-            layers_within(stage, room.layers),
-            format!("{} on {}{}", replicas(stage), ranges(&stage.devices), kinds(plan, stage)),
-            quantity::time(stage.fwd_us + stage.bwd_us),
+    let all = stage_rows::rows(plan, &links);
+    let row = |row: &Row<'_>| {
+        let stages = &row.stages;
+        let mut cells = vec![
+            label(row),
+            quantity::count(stages[0].op_ids().count() as u64),
+            layers(row, room.layers),
+            devices(plan, row),
+            between(stages.iter().map(|stage| stage.fwd_us + stage.bwd_us), quantity::time),
         ];
-        row.extend(links.get(at).into_iter().flatten().cloned());
-        row.push(quantity::bytes(stage.memory.total) + &of_limit(plan, stage) + &sparing(stage));
-        row.push(bar(if most > 0.0 { load(stage) / most } else { 0.0 }, room.bar));
-        row
+        if !links.is_empty() {
+            let time_or_dash = |us: f64| if us > 0.0 { quantity::time(us) } else { "-".to_string() };
+            cells.extend([0, 1].map(|at| between(row.places.iter().map(|place| links[*place][at]), time_or_dash)));
+        }
+        let memory =
+            between(stages.iter().map(|stage| stage.memory.total as f64), |bytes| quantity::bytes(bytes as u64));
+        cells.push(memory + &of_limit(plan, row) + &sparing(stages[0]));
+        cells.push(bar(row.load, room.bar));
+        cells
     };
     let mut header = vec!["stage", "ops", "layers", "replicas", "fwd+bwd"];
     if !links.is_empty() {
@@ -122,28 +180,92 @@ fn stages_in(plan: &Plan, room: Room) -> String {
     }
     header.extend(["memory", if room.bar == BAR { "load per replica" } else { "load" }]);
     let right = [&[0, 1][..], &(4..header.len() - 1).collect::<Vec<_>>()].concat();
-    table(&header, &right, plan.stages.iter().enumerate().map(row).collect())
+    let omitted = match stage_rows::omitted(plan, &all) {
+        0 => String::new(),
+        stages => {
+            let stages = quantity::plural(stages as u64, "stage", "stages");
+            format!("without {stages} that differ; `--format json` prints all\n")
+        }
+    };
+    table(&header, &right, all.iter().map(row).collect()) + &omitted
 }
 
-/// For each stage, the time of its outgoing messages per micro-batch (activations and gradients) and of its all-reduce per round.
-/// Empty for one device, and for cost models that charge links differently.
-fn links(plan: &Plan) -> Vec<[String; 2]> {
+/// `12`, or `12-19` for stages alike.
+fn label(row: &Row<'_>) -> String {
+    let ids: Vec<u32> = row.stages.iter().map(|stage| stage.id.0).collect();
+    match (&ids[..], ranges(&ids)) {
+        ([first, .., last], text) if text.chars().count() > SPOTS => {
+            format!("{first}-{last} ({} stages)", quantity::count(ids.len() as u64))
+        }
+        (_, text) => text,
+    }
+}
+
+fn layers(row: &Row<'_>, room: usize) -> String {
+    match &row.stages[..] {
+        [first, .., last] => format!("{} … {}", layers_within(first, room / 2), layers_within(last, room / 2)),
+        _ => layers_within(row.stages[0], room),
+    }
+}
+
+/// Replicas of each stage, and the devices of all.
+fn devices(plan: &Plan, row: &Row<'_>) -> String {
+    let first = row.stages[0];
+    let (kinds, replicas) = (kinds(plan, first), replicas(first));
+    if row.stages.len() == 1 {
+        return format!("{replicas} on {}{kinds}", ranges(&first.devices));
+    }
+    let mut all: Vec<u32> = row.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
+    all.sort_unstable();
+    all.dedup();
+    let on = match ranges(&all) {
+        text if text.chars().count() > SPOTS => format!("{} devices", quantity::count(all.len() as u64)),
+        text => text,
+    };
+    format!("{replicas} each, on {on}{kinds}")
+}
+
+/// The smallest and the largest value as text; one text if both are the same.
+fn between(values: impl Iterator<Item = f64>, show: impl Fn(f64) -> String) -> String {
+    let (least, most) =
+        values.fold((f64::INFINITY, 0.0), |(least, most): (f64, f64), value| (least.min(value), most.max(value)));
+    match (show(least.min(most)), show(most)) {
+        (least, most) if least == most => most,
+        (least, most) => format!("{least} to {most}"),
+    }
+}
+
+/// For each stage, the microseconds of its outgoing messages per micro-batch (activations and gradients) and of its all-reduce per
+/// round. Empty for one device, and for cost models that charge links differently.
+fn links(plan: &Plan) -> Vec<[f64; 2]> {
     let has_links = plan.cost == CostModel::Pipec && plan.cluster.devices > 1;
     let Some(pipeline) = has_links.then(|| pipeline(plan).ok()).flatten() else { return Vec::new() };
-    let time_or_dash = |us: f64| if us > 0.0 { quantity::time(us) } else { "-".to_string() };
     let trains = plan.schedule.kind.trains();
-    let one = |(at, shape): (usize, &StageSpec)| {
-        let sent = pipeline.edges.iter().map(|edge| {
-            let forward = if edge.from.index() == at { edge.forward_us } else { 0.0 };
-            forward + if trains && edge.to.index() == at { edge.backward_us } else { 0.0 }
-        });
-        [time_or_dash(sent.sum()), time_or_dash(if trains { shape.all_reduce } else { 0.0 })]
-    };
-    pipeline.stages.iter().enumerate().map(one).collect()
+    let mut sent = vec![0.0; pipeline.stages.len()];
+    for edge in &pipeline.edges {
+        sent[edge.from.index()] += edge.forward_us;
+        if trains {
+            sent[edge.to.index()] += edge.backward_us;
+        }
+    }
+    let reduce = |shape: &StageSpec| if trains { shape.all_reduce } else { 0.0 };
+    sent.into_iter().zip(&pipeline.stages).map(|(sent, shape)| [sent, reduce(shape)]).collect()
 }
 
-/// The memory of a stage in percent of the memory of its smallest device, with all stages on these devices.
-fn of_limit(plan: &Plan, stage: &Stage) -> String {
+/// The memory of the stages in percent of the memory of their smallest devices, with all stages on these devices.
+fn of_limit(plan: &Plan, row: &Row<'_>) -> String {
+    let shares: Option<Vec<f64>> = row.stages.iter().map(|stage| of_limit_of(plan, stage)).collect();
+    shares.map_or(String::new(), |shares| {
+        let (least, most) =
+            (shares.iter().copied().fold(f64::INFINITY, f64::min), shares.iter().copied().fold(0.0, f64::max));
+        match (format!("{least:.0}"), format!("{most:.0}")) {
+            (least, most) if least == most => format!(", {most} %"),
+            (least, most) => format!(", {least} to {most} %"),
+        }
+    })
+}
+
+fn of_limit_of(plan: &Plan, stage: &Stage) -> Option<f64> {
     let mut end = 0u32;
     let classes = plan.cluster.classes.iter().filter_map(|class| {
         let start = end;
@@ -151,15 +273,15 @@ fn of_limit(plan: &Plan, stage: &Stage) -> String {
         stage.devices.iter().any(|device| (start..end).contains(device)).then_some(class.device.memory.0)
     });
     let limit = classes.chain(plan.cluster.memory_per_device.map(|limit| limit.0)).min();
-    limit.filter(|limit| *limit > 0).map_or(String::new(), |limit| {
+    limit.filter(|limit| *limit > 0).map(|limit| {
         let beside = plan.stages.iter().filter(|other| other.devices == stage.devices);
         let held: f64 = beside.map(|other| other.memory.total as f64).sum();
-        format!(", {:.0} %", held / limit as f64 * 100.0)
+        held / limit as f64 * 100.0
     })
 }
 
 /// The device types of a stage, if the cluster has several device classes.
-fn kinds(plan: &Plan, stage: &Stage) -> String {
+pub fn kinds(plan: &Plan, stage: &Stage) -> String {
     let mut kinds: Vec<&str> = Vec::new();
     let mut end = 0u32;
     for class in &plan.cluster.classes {

@@ -115,7 +115,7 @@ impl CostSource {
     }
 
     /// The costs in this precision.
-    fn with(&self, cluster: Cluster, micro_batch: u64, precision: PrecisionChoice) -> Result<Costs, Error> {
+    pub fn with(&self, cluster: Cluster, micro_batch: u64, precision: PrecisionChoice) -> Result<Costs, Error> {
         match &self.origin {
             Origin::Published => costs::published_on(&self.path, cluster, micro_batch, DType::F32.name()),
             Origin::Analytic(loaded, device) => {

@@ -12,7 +12,7 @@ use crate::plan::from_costs::solve_with_groups;
 use crate::plan::request::{PlanRequest, ScheduleChoice, cost_name};
 use crate::plan::request_costs::{CostsBySize, untrainable};
 use crate::plan::result::{PlanResult, Tried};
-use crate::plan::tied_weights;
+use crate::plan::{tied_weights, variant};
 use compiler::partition::planned::Planned;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, Objective};
@@ -35,10 +35,8 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
     validate(request)?;
     let source = CostsBySize::open(request, events)?;
     if configuration_search::supports(request, source.cluster().is_mixed()) {
-        let batch = request.batch.unwrap_or_else(|| {
-            let size = source.only_size().unwrap_or_else(|| source.default_size(events));
-            size.saturating_mul(request.options.microbatches.into())
-        });
+        let batch =
+            request.batch.unwrap_or_else(|| source.default_size().saturating_mul(request.options.microbatches.into()));
         return configuration_search::plan(request, &source, batch, events);
     }
     let schedules: Vec<ScheduleChoice> = match &request.options.schedule {
@@ -47,7 +45,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
         given => vec![given.clone().unwrap_or(ScheduleChoice::Named(SYNCHRONOUS[0]))],
     };
     let mut search = Search { request, best: None, tried: Vec::new(), refused: Vec::new() };
-    let sizes = sizes(request, &source, events)?;
+    let sizes = sizes(request, &source)?;
     let total = (sizes.len() + BEST.min(sizes.len()) * (schedules.len() - 1)) as u64;
     let mut done = 0;
     let mut progress = |message: &str| {
@@ -89,7 +87,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
                 options.insert("batch".to_string(), batch.into());
             }
             options.insert("combinations".to_string(), (tried.len() as u64).into());
-            Ok(PlanResult { planned, untrainable, tried })
+            Ok(PlanResult { planned, untrainable, tried, alternative: None, too_large: Vec::new() })
         }
         (None, Some((_, error))) => Err(error),
         (None, None) => Err(Error::bug("no combination was tried")),
@@ -143,13 +141,13 @@ fn validate(request: &PlanRequest) -> Result<(), Error> {
 type Size = (u64, u32);
 
 /// The sizes to plan for.
-fn sizes(request: &PlanRequest, source: &CostsBySize, events: &dyn EventSink) -> Result<Vec<Size>, Error> {
+fn sizes(request: &PlanRequest, source: &CostsBySize) -> Result<Vec<Size>, Error> {
     let microbatches = request.options.microbatches;
     let Some(batch) = request.batch else {
-        return Ok(vec![(source.only_size().unwrap_or_else(|| source.default_size(events)), microbatches)]);
+        return Ok(vec![(source.default_size(), microbatches)]);
     };
     match source.only_size() {
-        Some(size) => Ok(vec![(size, configuration_search::count(batch, size)?)]),
+        Some(size) => Ok(vec![(size, variant::count(batch, size)?)]),
         None if microbatches > 1 => Ok(vec![(batch / u64::from(microbatches), microbatches)]),
         None => Ok(counts(batch).into_iter().map(|count| (batch / u64::from(count), count)).collect()),
     }

@@ -4,39 +4,39 @@
 //! 1. Micro-batch sizes ascend until larger ones are clearly slower. Each size has costs on one device and on groups of
 //!    every tensor-parallel degree: its variants.
 //! 2. All layouts of a variant are estimated (`compiler::partition::search::layouts`).
-//! 3. The best layouts by estimate are simulated.
+//! 3. The best layouts by estimate are simulated, and others until their lower bounds show that none is much faster.
 //! 4. The best simulated layouts are planned with better cuts. Plans with unequal replicas are searched as well: of the
 //!    best variant, and on small clusters of several variants under every schedule.
 //!
 //! The work is divided before it is distributed over threads, so the result does not depend on their number.
 
-use crate::costs::Costs;
+use crate::costs::{COSTS, Costs};
 use crate::error::Error;
 use crate::events::{Event, EventSink};
-use crate::plan::from_costs::{efficiency, planner_options, problem};
+use crate::plan::from_costs::state_collectives;
 use crate::plan::infeasible::describe;
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
-use crate::plan::request_costs::{CostsBySize, untrainable};
-use crate::plan::result::{PlanResult, Tried, TriedPlan};
+use crate::plan::request_costs::untrainable;
+use crate::plan::result::{Alternative, Losses, PlanResult, Tried, TriedPlan, of_each_kind};
+use crate::plan::scope::Scope;
 use crate::plan::solve::refusal;
-use crate::plan::tensor_parallel::{TensorParallel, group_costs, keeps_weights};
+use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
 use crate::plan::tied_weights;
+use crate::plan::variant::{MOST_OPS, SizedCosts, Variant, sizes};
 use crate::plan::zero::ZeroStage;
 use compiler::export::quantity;
 use compiler::partition::error::PlanError;
-use compiler::partition::options::PlannerOptions;
+use compiler::partition::explain::infeasible::is_infeasible;
 use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planned::Planned;
+use compiler::partition::search::finish_plan;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
-use compiler::partition::search::{finish_plan, tensor_parallel};
 use compiler::partition::single_degree;
-use compiler::plan::coarsen;
-use compiler::plan::problem::{CostModel, InFlight, Objective, Problem};
+use compiler::plan::Plan;
+use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
-use compiler::plan::{Edge, Plan, Stage};
-use compiler::profile::shared::TensorParallelCosts;
 use serde_json::json;
 use std::ops::RangeInclusive;
 
@@ -56,9 +56,6 @@ pub const SYNCHRONOUS: [Schedule; 8] = [
     Schedule::DualPipeV,
 ];
 
-/// The smallest ratio between micro-batch sizes.
-const STEP: f64 = 1.5;
-
 /// Sizes whose variants are made at the same time.
 const AT_ONCE: usize = 4;
 
@@ -72,12 +69,18 @@ const PLANNED: usize = 4;
 /// Simulated layouts of one variant with the same numbers of ranks and replicas.
 const ALIKE: usize = 6;
 
+/// More layouts are simulated while their lower bound is below this fraction of the best time, up to this work: stages times
+/// micro-batches.
+const CLOSE: f64 = 0.96;
+const MOST_WORK: u64 = 4_000_000;
+
 /// An estimate above this multiple of the best is not simulated.
 const HOPELESS: f64 = 1.3;
 
-/// Models with more ops are searched in pieces that end where few tensors cross, and with one layout of weights in
-/// groups.
-const MOST_OPS: usize = 400;
+/// The plan option with the plans that the lower bound covers.
+pub const BOUND: &str = "bound";
+/// Its value for stages of equal time.
+pub const EQUAL_STAGES: &str = "equal stages";
 
 /// Why a search is not complete.
 const INTERRUPTED: &str = "the search was interrupted";
@@ -105,94 +108,11 @@ pub fn supports(request: &PlanRequest, is_mixed: bool) -> bool {
         && options.objective == Objective::Throughput
 }
 
-/// A size of micro-batches on devices or groups.
-struct Variant {
-    micro_batch: u64,
-    /// The problem with all devices, and the costs on groups.
-    whole: Problem,
-    /// The problem over groups.
-    groups: Option<Problem>,
-    estimates: Vec<LayoutEstimate>,
-}
-
-impl Variant {
-    fn new(
-        request: &PlanRequest,
-        costs: Costs,
-        groups: Option<TensorParallelCosts>,
-        batch: u64,
-    ) -> Result<Variant, Error> {
-        let micro_batch = costs.micro_batch;
-        let options = PlanOptions {
-            microbatches: count(batch, micro_batch)?,
-            schedule: Some(ScheduleChoice::Named(Schedule::OneFOneB)),
-            ..request.options.clone()
-        };
-        let mut whole = problem(costs, groups.into_iter().collect(), &options, None)?;
-        if whole.shared.is_empty() && whole.graph.ops.len() > MOST_OPS {
-            whole.graph = coarsen::pieces(&whole.graph);
-        }
-        let groups = whole.shared.first().and_then(|costs| tensor_parallel::group_problem(&whole, costs));
-        if whole.shared.is_empty() != groups.is_none() {
-            return Err(Error::bug("a tensor-parallel degree does not divide the innermost level"));
-        }
-        Ok(Variant { micro_batch, whole, groups, estimates: Vec::new() })
-    }
-
-    /// The problem that is planned: of devices, or of groups.
-    fn problem(&self) -> &Problem {
-        self.groups.as_ref().unwrap_or(&self.whole)
-    }
-
-    fn least_us(&self) -> f64 {
-        self.estimates.iter().map(|estimate| estimate.minibatch_us).fold(f64::INFINITY, f64::min)
-    }
-
-    /// Makes a plan of the problem, as all devices see it.
-    fn planned(
-        &self,
-        options: &PlanOptions,
-        plan: &dyn Fn(&Problem, &PlannerOptions<'_>) -> Result<Planned, PlanError>,
-    ) -> Result<Planned, PlanError> {
-        self.with_planner(options, |planner| match (&self.groups, self.whole.shared.first()) {
-            (Some(groups), Some(costs)) => {
-                let mut planned = tensor_parallel::of_groups(&self.whole, costs, groups, planner, plan)?;
-                planned.set_idle(&self.whole);
-                Ok(planned)
-            }
-            _ => plan(&self.whole, planner),
-        })
-    }
-
-    fn with_planner<T>(&self, options: &PlanOptions, run: impl FnOnce(&PlannerOptions<'_>) -> T) -> T {
-        let simulate = |stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&self.whole, stages, edges, caps);
-        run(&planner_options(options, &simulate))
-    }
-}
-
-/// The ZeRO stage, which is part of the search for a batch.
+/// The ZeRO stage, which is part of the search for a batch. A torch bundle shards nothing.
 fn zero(request: &PlanRequest) -> ZeroStage {
-    let default = if request.batch.is_some() { ZeroStage::Auto } else { ZeroStage::Level(0) };
+    let is_searched = request.batch.is_some() && request.options.target != Some(Target::Torch);
+    let default = if is_searched { ZeroStage::Auto } else { ZeroStage::Level(0) };
     request.options.zero.unwrap_or(default)
-}
-
-/// The number of micro-batches.
-pub fn count(batch: u64, micro_batch: u64) -> Result<u32, Error> {
-    u32::try_from(batch / micro_batch).ok().filter(|_| batch.is_multiple_of(micro_batch)).ok_or_else(|| {
-        Error::input(format!("`--batch {batch}` is not a multiple of the micro-batch size {micro_batch}"))
-            .because("the costs are for that size")
-    })
-}
-
-/// Micro-batch sizes, ascending, each at least [`STEP`] times the one before.
-fn sizes(batch: u64) -> Vec<u64> {
-    let mut sizes: Vec<u64> = Vec::new();
-    for size in (1..=batch.min(1 << 20)).filter(|size| batch.is_multiple_of(*size) && batch / size <= 1 << 20) {
-        if sizes.last().is_none_or(|last| size as f64 >= STEP * *last as f64) {
-            sizes.push(size);
-        }
-    }
-    sizes
 }
 
 /// The search, with what it has found so far.
@@ -208,6 +128,8 @@ struct Search<'a> {
     total: u64,
     /// The best predicted time so far.
     best_us: f64,
+    /// Lower bound of all layouts.
+    equal_us: f64,
 }
 
 /// A layout of a variant, with its estimated or simulated time.
@@ -221,16 +143,17 @@ struct Ranked {
 /// Plans all configurations and returns the best.
 pub fn plan(
     request: &PlanRequest,
-    source: &CostsBySize,
+    source: &dyn SizedCosts,
     batch: u64,
     events: &dyn EventSink,
 ) -> Result<PlanResult, Error> {
+    let target = request.options.target;
     let schedules = match &request.options.schedule {
         Some(ScheduleChoice::Named(kind)) => vec![*kind],
-        _ => ESTIMATED.to_vec(),
+        _ => ESTIMATED.into_iter().filter(|kind| target.is_none_or(|target| target.runs(*kind))).collect(),
     };
     let zero = match zero(request) {
-        ZeroStage::Auto => 0..=MOST,
+        ZeroStage::Auto => 0..=target.map_or(MOST, Target::most_zero),
         ZeroStage::Level(level) => level..=level,
     };
     let mut search = Search {
@@ -243,6 +166,7 @@ pub fn plan(
         done: 0,
         total: 0,
         best_us: f64::INFINITY,
+        equal_us: f64::INFINITY,
     };
     search.make_variants(source)?;
     let simulated = search.simulate();
@@ -263,7 +187,7 @@ impl Search<'_> {
     }
 
     /// Makes the variants of ascending micro-batch sizes.
-    fn make_variants(&mut self, source: &CostsBySize) -> Result<(), Error> {
+    fn make_variants(&mut self, source: &dyn SizedCosts) -> Result<(), Error> {
         let (batch, options) = (self.batch, &self.request.options);
         let sizes = match source.only_size() {
             Some(size) => vec![size],
@@ -278,7 +202,7 @@ impl Search<'_> {
                 break;
             }
             self.total += (sizes.len() * 4) as u64;
-            let mut tasks: Vec<(Costs, Option<(u32, bool)>)> = Vec::new();
+            let mut tasks: Vec<(Costs, Option<(u32, GroupLayout)>)> = Vec::new();
             for costs in in_parallel(sizes, |size| source.at(*size)) {
                 let costs = match costs {
                     Ok(costs) => costs,
@@ -298,7 +222,7 @@ impl Search<'_> {
             }
             let (request, schedules, zero) = (self.request, &self.schedules, &self.zero);
             let made = in_parallel(&tasks, |(costs, degree)| {
-                let groups = degree.map(|(degree, keeps)| group_costs(costs, degree, keeps)).transpose()?;
+                let groups = degree.map(|(degree, layout)| source.on_groups(costs, degree, layout)).transpose()?;
                 let mut variant = Variant::new(request, costs.clone(), groups, batch)?;
                 let layouts = Layouts::of(variant.problem());
                 let estimates = layouts.estimates(schedules, zero.clone(), request.options.chunks);
@@ -325,29 +249,46 @@ impl Search<'_> {
     }
 
     /// The tensor-parallel degrees to try, each with a layout of weights; `None` for single devices.
-    fn degrees(&self, costs: &Costs) -> Result<Vec<Option<(u32, bool)>>, Error> {
+    fn degrees(&self, costs: &Costs) -> Result<Vec<Option<(u32, GroupLayout)>>, Error> {
         let options = &self.request.options;
         let given = self.tensor_parallel();
         if costs.shareable.is_none() && options.tensor_parallel.is_none() {
             return Ok(vec![None]);
         }
         let is_large = costs.graph.ops.len() > MOST_OPS && given == TensorParallel::Auto;
-        let layouts: &[bool] = if keeps_weights(options.target) || is_large { &[true] } else { &[true, false] };
+        let mut layouts = GroupLayout::of(options.target).to_vec();
+        layouts.retain(|layout| !is_large || *layout != GroupLayout::Any);
         let alone = if matches!(given, TensorParallel::Degree(_)) { None } else { Some(None) };
         let sizes = given.sizes(costs)?;
-        let groups = sizes.iter().flat_map(|size| layouts.iter().map(|keeps| Some((*size, *keeps))));
+        let groups = sizes.iter().flat_map(|size| layouts.iter().map(|layout| Some((*size, *layout))));
         Ok(alone.into_iter().chain(groups).collect())
     }
 
     /// Tensor parallelism and ZeRO are part of the search for a batch.
     fn tensor_parallel(&self) -> TensorParallel {
-        let default = if self.request.batch.is_some() { TensorParallel::Auto } else { TensorParallel::Never };
+        let has_groups = self.request.options.target.is_none_or(Target::has_groups);
+        let is_open = self.request.batch.is_some() && has_groups;
+        let default = if is_open { TensorParallel::Auto } else { TensorParallel::Never };
         self.request.options.tensor_parallel.unwrap_or(default)
+    }
+
+    fn scope(&self) -> Scope<'_> {
+        Scope {
+            file: &self.request.model,
+            schedules: &self.schedules,
+            zero: *self.zero.end(),
+            chunks: self.request.options.chunks,
+        }
     }
 
     fn tried(&self, one: &Ranked) -> Tried {
         let variant = &self.variants[one.variant];
-        let LayoutEstimate { layout, peak_bytes, recomputes, .. } = one.estimate;
+        let LayoutEstimate { layout, peak_bytes, busy_us, recompute_us, .. } = one.estimate;
+        let groups = variant.whole.shared.first();
+        let collectives = groups.map_or(0.0, |groups| {
+            let meetings: f64 = groups.meetings.iter().flatten().sum();
+            meetings / groups.graph.total_us().max(f64::MIN_POSITIVE)
+        });
         Tried {
             micro_batch: variant.micro_batch,
             microbatches: variant.whole.microbatches,
@@ -355,54 +296,96 @@ impl Search<'_> {
             answer: Ok(TriedPlan {
                 replicas: vec![layout.replicas; (layout.ranks * layout.chunks) as usize],
                 chunks: layout.chunks,
-                tensor: variant.whole.shared.first().map_or(1, |groups| groups.devices),
+                tensor: groups.map_or(1, |groups| groups.devices),
                 zero: if layout.replicas > 1 { layout.zero } else { 0 },
-                recomputes,
+                losses: Losses {
+                    idle: (1.0 - busy_us / one.us).max(0.0),
+                    recomputation: recompute_us / one.us,
+                    collectives: collectives * (busy_us - recompute_us) / one.us,
+                },
                 throughput_per_s: self.batch as f64 * 1e6 / one.us,
                 peak_bytes,
             }),
         }
     }
 
-    /// Simulates the best layouts by estimate; returns them by their simulated time.
+    /// Simulates layouts: the best by estimate, then those whose lower bound is smallest, until no other one can be much
+    /// faster. Returns them by their simulated time, and sets the bound.
     fn simulate(&mut self) -> Vec<Ranked> {
-        let mut ranked: Vec<Ranked> = Vec::new();
+        let mut open: Vec<Ranked> = Vec::new();
         for (variant, of) in self.variants.iter().enumerate() {
             let rank = |estimate: &LayoutEstimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us };
-            ranked.extend(of.estimates.iter().map(rank));
+            open.extend(of.estimates.iter().map(rank));
         }
-        ranked.sort_by(|left, right| left.us.total_cmp(&right.us));
+        open.sort_by(|left, right| left.us.total_cmp(&right.us));
+        let first = self.promising(&open);
+        let mut next: Vec<Ranked> = first.iter().map(|at| open[*at]).collect();
+        for at in first.into_iter().rev() {
+            open.remove(at);
+        }
+        // The layout with the smallest bound comes last.
+        open.sort_by(|left, right| right.estimate.bound_us.total_cmp(&left.estimate.bound_us));
+        self.total = self.done + next.len() as u64;
+        self.best_us = f64::INFINITY;
+        let (mut simulated, mut work): (Vec<Ranked>, u64) = (Vec::new(), 0);
+        while !next.is_empty() {
+            for few in next.chunks(2 * AT_ONCE) {
+                if self.events.stops() && !simulated.is_empty() {
+                    break;
+                }
+                simulated.extend(self.times(few));
+                work += few.iter().map(|one| self.work(one)).sum::<u64>();
+                self.best_us = simulated.iter().map(|one| one.us).fold(f64::INFINITY, f64::min);
+                self.progress(few.len() as u64);
+            }
+            next.clear();
+            let is_open = |one: &Ranked| one.estimate.bound_us < CLOSE * self.best_us;
+            while next.len() < 2 * AT_ONCE
+                && work < MOST_WORK
+                && !self.events.stops()
+                && open.last().is_some_and(is_open)
+            {
+                next.extend(open.pop());
+            }
+            self.total += next.len() as u64;
+        }
+        simulated.sort_by(|left, right| left.us.total_cmp(&right.us));
+        self.equal_us = open.last().map_or(f64::INFINITY, |one| one.estimate.bound_us).min(self.best_us);
+        simulated
+    }
+
+    /// The positions of the layouts with the best estimates, only some of those that are alike.
+    fn promising(&self, ranked: &[Ranked]) -> Vec<usize> {
         let best_us = ranked.first().map_or(0.0, |best| best.us);
-        let mut chosen: Vec<Ranked> = Vec::new();
-        for one in ranked.into_iter().take_while(|one| one.us <= HOPELESS * best_us) {
-            let shape = |one: &Ranked| (one.variant, one.estimate.layout.ranks, one.estimate.layout.replicas);
-            if chosen.iter().filter(|other| shape(other) == shape(&one)).count() < ALIKE {
-                chosen.push(one);
+        let shape = |one: &Ranked| (one.variant, one.estimate.layout.ranks, one.estimate.layout.replicas);
+        let mut chosen: Vec<usize> = Vec::new();
+        for (at, one) in ranked.iter().enumerate().take_while(|(_, one)| one.us <= HOPELESS * best_us) {
+            if chosen.iter().filter(|other| shape(&ranked[**other]) == shape(one)).count() < ALIKE {
+                chosen.push(at);
             }
             if chosen.len() == SIMULATED {
                 break;
             }
         }
-        self.total = self.done + chosen.len() as u64;
-        self.best_us = f64::INFINITY;
-        let mut simulated: Vec<Ranked> = Vec::new();
-        for few in chosen.chunks(2 * AT_ONCE) {
-            if self.events.stops() && !simulated.is_empty() {
-                break;
-            }
-            let (variants, options) = (&self.variants, &self.request.options);
-            let times = in_parallel(few, |one| {
-                let variant = &variants[one.variant];
-                let layouts = Layouts::of(variant.problem());
-                variant.with_planner(options, |planner| layouts.simulated(&one.estimate.layout, planner))
-            });
-            let with_time = |(one, us): (&Ranked, Option<f64>)| us.map(|us| Ranked { us, ..*one });
-            simulated.extend(few.iter().zip(times).filter_map(with_time));
-            self.best_us = simulated.iter().map(|one| one.us).fold(f64::INFINITY, f64::min);
-            self.progress(few.len() as u64);
-        }
-        simulated.sort_by(|left, right| left.us.total_cmp(&right.us));
-        simulated
+        chosen
+    }
+
+    /// The simulated times of some layouts that fit.
+    fn times(&self, few: &[Ranked]) -> Vec<Ranked> {
+        let (variants, options) = (&self.variants, &self.request.options);
+        let times = in_parallel(few, |one| {
+            let variant = &variants[one.variant];
+            let layouts = Layouts::of(variant.problem());
+            variant.with_planner(options, |planner| layouts.simulated(&one.estimate.layout, planner))
+        });
+        few.iter().zip(times).filter_map(|(one, us)| us.map(|us| Ranked { us, ..*one })).collect()
+    }
+
+    /// The work of a simulation: stages times micro-batches of a replica.
+    fn work(&self, one: &Ranked) -> u64 {
+        let layout = &one.estimate.layout;
+        let items = self.variants[one.variant].whole.microbatches.div_ceil(layout.replicas);
+        u64::from(layout.ranks * layout.chunks) * u64::from(items.min(4 * layout.ranks * layout.chunks))
     }
 
     /// Plans the best layouts, and plans with unequal replicas; returns the best plan.
@@ -449,16 +432,19 @@ impl Search<'_> {
             let whole = &self.variants[*variant].whole;
             whole.cluster.devices() <= SMALL && whole.graph.ops.len() <= MOST_OPS
         };
+        let runs = |kind: Schedule| self.request.options.target.is_none_or(|target| target.runs(kind));
         let is_open = !matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_)));
+        let is_roomy = |estimate: &LayoutEstimate| estimate.layout.zero == 0 && !estimate.recomputes();
         let levels: Vec<u32> = match zero(self.request) {
             ZeroStage::Level(level) => vec![level],
-            ZeroStage::Auto => vec![0, MOST],
+            ZeroStage::Auto if simulated.iter().any(|one| is_roomy(&one.estimate)) => vec![0],
+            ZeroStage::Auto => vec![0, *self.zero.end()],
         };
         let mut tasks = Vec::new();
         let most = if order.first().is_some_and(is_small) { SEARCHED } else { 1 };
         for variant in order.into_iter().take(most) {
             let schedules: Vec<Schedule> = match is_open {
-                true if is_small(&variant) => SYNCHRONOUS.to_vec(),
+                true if is_small(&variant) => SYNCHRONOUS.into_iter().filter(|kind| runs(*kind)).collect(),
                 true => vec![Schedule::OneFOneB],
                 false => self.schedules.clone(),
             };
@@ -498,19 +484,29 @@ impl Search<'_> {
             }
         }
         let Some((_, us, variant, mut planned)) = best else {
+            if let Some(error) = failure
+                .as_ref()
+                .filter(|(_, error)| is_infeasible(error))
+                .and_then(|_| self.scope().too_large(&self.variants))
+            {
+                return Err(error);
+            }
             return Err(match failure {
                 Some((schedule, error)) => describe(&self.request.model, error, schedule),
                 None => Error::bug("no configuration was tried"),
             });
         };
-        let bounds = self.variants.iter().map(|variant| finish_plan::spread(variant.problem()));
+        let alternative = self.asynchronous(variant, &planned.plan);
         let plan = &mut planned.plan;
         if self.events.stops() {
             plan.search.fallback = Some(INTERRUPTED.to_string());
             plan.warnings.push(format!("{INTERRUPTED}: a better plan may exist"));
         }
-        plan.lower_bound_us = bounds.fold(us, f64::min);
-        plan.proven_optimal = plan.lower_bound_us >= us * (1.0 - 1e-9);
+        let (bound_us, scope) = self.bound(us);
+        (plan.lower_bound_us, plan.proven_optimal) = (bound_us, false);
+        if let Some(scope) = scope {
+            plan.options.insert(BOUND.to_string(), scope.into());
+        }
         let options = &mut plan.options;
         let of_variant = &self.variants[variant];
         match self.tensor_parallel() {
@@ -521,35 +517,53 @@ impl Search<'_> {
         if zero(self.request) == ZeroStage::Auto {
             options.insert("zero".to_string(), json!("auto"));
         }
+        if let Some(source) = &of_variant.source {
+            options.insert(COSTS.to_string(), source.clone().into());
+        }
         if let Some(batch) = self.request.batch {
             options.insert("batch".to_string(), batch.into());
         }
         options.insert("combinations".to_string(), (tried_count as u64).into());
+        state_collectives(plan, &of_variant.whole.shared, of_variant.experts.clone());
         let params = &of_variant.whole.graph.params;
         let untrainable = tied_weights::refused(params, plan);
         tied_weights::aged(params, plan).iter().for_each(|note| self.events.note(note));
         tried.extend(simulated.iter().map(|one| self.tried(one)));
-        Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried) })
+        let too_large = self.scope().too_large_kinds(&self.variants);
+        Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried), alternative, too_large })
     }
-}
 
-/// The best of those with the same schedule and tensor-parallel degree; best first.
-fn of_each_kind(mut tried: Vec<Tried>) -> Vec<Tried> {
-    let speed = |one: &Tried| one.answer.as_ref().map_or(f64::NEG_INFINITY, |plan| plan.throughput_per_s);
-    tried.sort_by(|left, right| speed(right).total_cmp(&speed(left)));
-    let kind = |one: &Tried| {
-        let plan = one.answer.as_ref().ok()?;
-        let is_pipeline = plan.replicas.len() > 1;
-        Some((is_pipeline.then_some(one.schedule), plan.tensor, plan.zero > 0 && !is_pipeline))
-    };
-    let mut known = Vec::new();
-    tried.retain(|one| {
-        let kind = kind(one);
-        let is_new = !known.contains(&kind);
-        known.push(kind);
-        is_new
-    });
-    tried
+    /// A lower bound of the time in microseconds, and the plans that it covers if not all.
+    ///
+    /// All compute spread over all devices bounds every plan at these sizes and degrees. The layouts that were simulated,
+    /// and the bounds of the others, cover stages of equal time; they count if no plan with other stages is faster.
+    fn bound(&self, us: f64) -> (f64, Option<&'static str>) {
+        // A split backward has the shortest way through the pipeline.
+        let spread =
+            |variant: &Variant| finish_plan::spread(&Problem { schedule: Schedule::ZbH1, ..variant.problem().clone() });
+        let all = self.variants.iter().map(spread).fold(us, f64::min);
+        let equal = self.equal_us.min(us);
+        if equal > all && self.equal_us.is_finite() { (equal, Some(EQUAL_STAGES)) } else { (all, None) }
+    }
+
+    /// The time per minibatch of the same stages without a flush, where each update uses gradients of weights one
+    /// update old (2BW, Narayanan et al., ICML 2021), if it is shorter.
+    fn asynchronous(&self, variant: usize, plan: &Plan) -> Option<Alternative> {
+        if plan.stages.len() < 2 || plan.schedule.chunks > 1 || self.request.options.target.is_some() {
+            return None;
+        }
+        let variant = &self.variants[variant];
+        let schedule = Schedule::TwoBw;
+        let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
+        let zero = plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0);
+        let planned = variant.planned(&self.request.options, &|problem, planner| {
+            let mut problem = Problem { schedule, chunks: 1, zero, ..problem.clone() };
+            problem.constraints.replicas = Some(replicas.clone());
+            single_degree::plan(&problem, planner)
+        });
+        let minibatch_us = planned.ok()?.plan.predicted.minibatch_us;
+        (minibatch_us < plan.predicted.minibatch_us).then_some(Alternative { schedule, minibatch_us })
+    }
 }
 
 /// A plan to make.
@@ -578,18 +592,5 @@ impl Task {
                 single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, planner)
             }),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_divide_and_are_apart() {
-        assert_eq!(sizes(1), [1]);
-        assert_eq!(sizes(24), [1, 2, 3, 6, 12, 24]);
-        assert_eq!(sizes(7), [1, 7]);
-        assert!(sizes(1536).iter().all(|size| 1536 % size == 0));
     }
 }

@@ -12,14 +12,22 @@ use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::bucket_size::{FIRST, best};
 use compiler::partition::search::in_flight::Efficiency;
-use compiler::plan::problem::{InFlight, Problem};
+use compiler::plan::groups;
+use compiler::plan::problem::{CostModel, InFlight, Problem};
 use compiler::plan::schedule::{Schedule, VersionRule};
-use compiler::plan::{Edge, Stage};
+use compiler::plan::{Edge, Plan, PlannedCollective, PlannedExperts, Stage};
 use compiler::profile::precision::Precision;
-use compiler::profile::shared::TensorParallelCosts;
-use compiler::schedule::pipeline::{pipeline, pipeline_of};
+use compiler::profile::shared::{Collective, ExpertWeights, TensorParallelCosts, Traffic};
+use compiler::schedule::pipeline::{generated, pipeline, pipeline_of};
 use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
+use compiler::simulate::step_time::step_us;
+use compiler::tensor_parallel::experts;
+use std::collections::HashMap;
 use std::path::Path;
+
+/// The warning of a plan for which no tensor parallelism was tried.
+const UNSHARDED: &str = "`--tensor auto` tried only degree 1, because the cluster has several device classes; with the devices of one type \
+                         in the cluster file, it tries all degrees";
 
 /// The plan for these costs.
 pub fn solve(file: &Path, costs: Costs, options: &PlanOptions) -> Result<Planned, Error> {
@@ -34,12 +42,48 @@ pub fn solve_with_groups(
     shared: Vec<TensorParallelCosts>,
     options: &PlanOptions,
 ) -> Result<Planned, Error> {
+    search(file, costs, shared, options, true)
+}
+
+/// A plan that is found faster: under a flush, candidates are compared by the cost model, and only the best is simulated. Its baselines
+/// are not simulated.
+pub fn solve_fast(
+    file: &Path,
+    costs: Costs,
+    shared: Vec<TensorParallelCosts>,
+    options: &PlanOptions,
+) -> Result<Planned, Error> {
+    let mut planned = search(file, costs, shared, options, false)?;
+    let plan = &mut planned.plan;
+    let (kind, samples) =
+        (plan.schedule.kind, plan.schedule.micro_batch as f64 * f64::from(plan.schedule.microbatches));
+    let made =
+        generated(kind).ok().filter(|kind| plan.cost == CostModel::Pipec && kind.flushes()).zip(pipeline(plan).ok());
+    let played = made.and_then(|(kind, pipeline)| step_us(kind, &pipeline, plan.schedule.microbatches).ok().flatten());
+    if let Some(us) = played.filter(|us| *us > 0.0) {
+        plan.predicted.objective_us = Some(plan.predicted.minibatch_us).filter(|estimate| *estimate != us);
+        (plan.predicted.minibatch_us, plan.predicted.step_us) = (us, us);
+        plan.predicted.throughput_per_s = samples * 1e6 / us;
+    }
+    Ok(planned)
+}
+
+fn search(
+    file: &Path,
+    costs: Costs,
+    shared: Vec<TensorParallelCosts>,
+    options: &PlanOptions,
+    is_simulated: bool,
+) -> Result<Planned, Error> {
     let source = costs.source.clone();
+    let experts = costs.shareable.as_ref().map(|model| experts::of_graph(&model.graph, &HashMap::new()));
     let custom = options.custom_schedule()?;
     let problem = problem(costs, shared, options, custom.as_ref())?;
     let finds_bucket = options.bucket == BucketSize::Auto;
+    let simulates = is_simulated || !problem.schedule.flushes();
     let simulate = |stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps);
-    let planner = planner_options(options, &simulate);
+    let mut planner = planner_options(options, &simulate);
+    planner.efficiency = planner.efficiency.filter(|_| simulates);
     let once = |problem: &Problem| options.zero().plan(problem, &planner);
     let search = |problem: &Problem| if finds_bucket { best(problem, &once) } else { once(problem) };
     // A schedule that the user requests is kept, even if its plan cannot be trained.
@@ -52,6 +96,10 @@ pub fn solve_with_groups(
         let pipeline = pipeline(&planned.plan).map_err(|error| Error::bug(&error.to_string()))?;
         custom.program(&pipeline, 1)?;
     }
+    if options.tensor_parallel() == TensorParallel::Auto && problem.cluster.is_mixed() {
+        planned.plan.warnings.push(UNSHARDED.to_string());
+    }
+    state_collectives(&mut planned.plan, &problem.shared, experts.unwrap_or_default());
     if let Some(name) = source {
         planned.plan.options.insert(COSTS.to_string(), name.into());
     }
@@ -67,6 +115,43 @@ pub fn planner_options<'a>(options: &PlanOptions, efficiency: &'a Efficiency<'a>
         seed: options.seed,
         efficiency: Some(efficiency),
     }
+}
+
+/// States the collectives of tensor-parallel groups, and where the weights of experts are; `experts` are those of one device.
+pub fn state_collectives(plan: &mut Plan, shared: &[TensorParallelCosts], experts: Vec<ExpertWeights>) {
+    let costs = groups::costs(shared, plan);
+    let mut sums = [Traffic::default(); 4];
+    for stage in plan.stages.iter().filter(|_| costs.is_some()) {
+        let all = stage.op_ids().filter_map(|op| costs?.traffic.get(op as usize));
+        let trains = plan.schedule.kind.trains();
+        let forwards = if stage.recompute { 2 } else { 1 };
+        for [forward, backward] in all {
+            for (sum, (one, other)) in sums.iter_mut().zip(forward.iter().zip(backward)) {
+                (0..forwards).for_each(|_| sum.add(*one));
+                sum.add(if trains { *other } else { Traffic::default() });
+            }
+        }
+    }
+    let found = Collective::ALL.into_iter().zip(sums).filter(|(_, sum)| sum.count > 0);
+    let of = |(kind, sum): (Collective, Traffic)| PlannedCollective {
+        kind: kind.name().to_string(),
+        count: sum.count,
+        bytes: sum.bytes,
+    };
+    let split = |axis: Option<usize>| match axis {
+        Some(0) => "experts",
+        Some(1) => "inputs",
+        Some(_) => "outputs",
+        None => "nothing",
+    };
+    let experts = costs.map_or(experts, |costs| costs.experts.clone());
+    let of_experts = |of: ExpertWeights| PlannedExperts {
+        experts: of.experts,
+        weights: of.weights,
+        split: split(of.axis).to_string(),
+    };
+    plan.predicted.collectives = found.map(of).collect();
+    plan.predicted.experts = experts.into_iter().map(of_experts).collect();
 }
 
 /// The problem of the planner.

@@ -7,7 +7,8 @@ use crate::error::{Error, ErrorKind};
 use crate::model;
 use crate::plan::from_costs::solve;
 use crate::plan::request::PlanOptions;
-use compiler::cluster::{BytesPerSecond, Cluster};
+use crate::plan::tensor_parallel::TensorParallel;
+use compiler::cluster::Cluster;
 use compiler::export::sweep::Largest;
 use compiler::plan::coarsen;
 use compiler::plan::problem::{InFlight, Recomputation};
@@ -68,23 +69,24 @@ impl<'a> Family<'a> {
         Ok(family)
     }
 
-    /// The most layers that fit on that many devices, one stage each. `tried` receives every number of layers tried, and true if it fits.
+    /// The most layers that fit on these devices, with one stage on each device or tensor-parallel group. `tried` receives every number of layers tried, and true if it fits.
     ///
     /// A coarsened member is planned quickly, and fits only if the full one does. So coarsened members are searched first; the full
     /// search starts from the largest of them.
     pub fn largest(
         &self,
-        devices: u32,
-        bandwidth: Option<BytesPerSecond>,
+        request: &ClusterRequest,
         recompute: bool,
         tried: &dyn Fn(u32, bool),
     ) -> Result<Largest, Error> {
+        let cluster = cluster::cluster(request, self.kind.map(cluster::kind).transpose()?)?;
+        let devices = cluster.devices();
         let fits = |times: u32, is_coarse: bool| -> Result<Option<(u32, u64)>, Error> {
             let layers = times * self.step;
             if layers > MOST {
                 return Ok(None);
             }
-            let parameters = self.fits(layers, devices, bandwidth, recompute, is_coarse)?;
+            let parameters = self.fits(layers, &cluster, recompute, is_coarse)?;
             tried(layers, parameters.is_some());
             Ok(parameters.map(|parameters| (layers, parameters)))
         };
@@ -112,7 +114,12 @@ impl<'a> Family<'a> {
                 let loaded = model::of_zoo(self.name, zoo::to_bytes(&built.model))?;
                 let source = CostSource::of_loaded(loaded, self.kind)?;
                 let one = source.cluster(&ClusterRequest { gpus: Some(1), ..ClusterRequest::default() })?;
-                Some((parameters, source.on(one, self.micro_batch)?))
+                let mut costs = source.with(one, self.micro_batch, self.options.precision)?;
+                if self.options.tensor_parallel() == TensorParallel::Never {
+                    // Copies of the costs need no copy of the graph.
+                    costs.shareable = None;
+                }
+                Some((parameters, costs))
             }
         };
         self.members.borrow_mut().insert(layers, member.clone());
@@ -127,23 +134,18 @@ impl<'a> Family<'a> {
     }
 
     /// The parameters of the member with this number of layers, if it can be built and fits.
-    fn fits(
-        &self,
-        layers: u32,
-        devices: u32,
-        bandwidth: Option<BytesPerSecond>,
-        recompute: bool,
-        is_coarse: bool,
-    ) -> Result<Option<u64>, Error> {
-        let request = ClusterRequest { gpus: Some(devices), bandwidth, ..ClusterRequest::default() };
-        let cluster = cluster::cluster(&request, self.kind.map(cluster::kind).transpose()?)?;
-        let Some((parameters, mut costs)) = self.member(layers, &cluster)? else { return Ok(None) };
-        costs.cluster = cluster;
+    fn fits(&self, layers: u32, cluster: &Cluster, recompute: bool, is_coarse: bool) -> Result<Option<u64>, Error> {
+        let Some((parameters, mut costs)) = self.member(layers, cluster)? else { return Ok(None) };
+        costs.cluster = cluster.clone();
+        let stages = match self.options.tensor_parallel() {
+            TensorParallel::Degree(degree) => cluster.devices() / degree,
+            _ => cluster.devices(),
+        };
         if is_coarse {
-            costs.graph = coarsen::runs(&costs.graph, (PIECES * devices as usize).max(LEAST_PIECES));
+            costs.graph = coarsen::runs(&costs.graph, (PIECES * stages as usize).max(LEAST_PIECES));
         }
         let options = PlanOptions {
-            replicas: Some(vec![1; devices as usize]),
+            replicas: Some(vec![1; stages as usize]),
             recompute: if recompute { Recomputation::Auto } else { Recomputation::Never },
             in_flight: InFlight::Pipedream,
             ..self.options.clone()

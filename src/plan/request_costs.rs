@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::input;
 use crate::loss::CountedLoss;
-use crate::model::{self, LoadedModel};
+use crate::model::{self, DEFAULT_MICRO_BATCH, LoadedModel};
 use crate::plan::request::PlanRequest;
 use compiler::cluster::Cluster;
 use compiler::cluster::device::{self, Kind};
@@ -64,8 +64,7 @@ pub fn costs(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Err
     match CostsBySize::open(request, events)? {
         CostsBySize::Published(costs) => Ok(*costs),
         CostsBySize::Imported(imported) => {
-            let micro_batch = imported.loaded.micro_batch(imported.profiled(), events);
-            let costs = imported.at(micro_batch)?;
+            let costs = imported.at(imported.default_size)?;
             if let Some(why) = &costs.untrainable {
                 events.warn(&untrainable(why));
             }
@@ -96,6 +95,8 @@ pub struct ImportedCosts {
     counted: CountedLoss,
     /// True if the request sets the micro-batch size.
     is_requested: bool,
+    /// The micro-batch size without a batch.
+    default_size: u64,
 }
 
 impl CostsBySize {
@@ -116,11 +117,11 @@ impl CostsBySize {
         }
     }
 
-    /// The micro-batch size if none is requested, which may be reported.
-    pub fn default_size(&self, events: &dyn EventSink) -> u64 {
+    /// The micro-batch size without a batch.
+    pub fn default_size(&self) -> u64 {
         match self {
             CostsBySize::Published(costs) => costs.micro_batch,
-            CostsBySize::Imported(imported) => imported.loaded.micro_batch(imported.profiled(), events),
+            CostsBySize::Imported(imported) => imported.default_size,
         }
     }
 
@@ -198,6 +199,14 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCos
         check_format(format, &request.model)?;
     }
     let loaded = model::load(&request.model, &request.import, events)?.with_micro_batch(request.micro_batch);
+    let profiled = match &opened {
+        OpenedCosts::Profile(_, _, profile) => Some(profile.settings.micro_batch),
+        OpenedCosts::Analytic(_) => None,
+    };
+    let default_size = match request.batch {
+        Some(_) => loaded.known_micro_batch(profiled).unwrap_or(DEFAULT_MICRO_BATCH),
+        None => loaded.micro_batch(profiled, events),
+    };
     let times = match opened {
         OpenedCosts::Analytic(kind) => {
             let device = kind.map_or_else(|| cluster.device.clone(), Kind::device);
@@ -211,7 +220,7 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCos
     };
     let counted = counted(request, &times)?;
     let (precision, is_requested) = (request.options.precision, request.micro_batch.is_some());
-    Ok(ImportedCosts { loaded, cluster, times, precision, counted, is_requested })
+    Ok(ImportedCosts { loaded, cluster, times, precision, counted, is_requested, default_size })
 }
 
 /// The loss included in the costs: that of the profile, whose times include it, else the requested one.

@@ -50,5 +50,5 @@ fn plan_once(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult
         solve(&request.model, costs, &request.options).map_err(|error| with_remedies(request, size, error))?;
     let untrainable = tied_weights::refused(&params, &planned.plan);
     tied_weights::aged(&params, &planned.plan).iter().for_each(|note| events.note(note));
-    Ok(PlanResult { planned, untrainable, tried: Vec::new() })
+    Ok(PlanResult { planned, untrainable, tried: Vec::new(), alternative: None, too_large: Vec::new() })
 }

@@ -10,9 +10,25 @@ use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs;
 use serde_json::Value;
 
-/// True if the framework shards matrices of weights and never gathers them.
-pub fn keeps_weights(target: Option<Target>) -> bool {
-    matches!(target, Some(Target::Megatron | Target::Torchtitan))
+/// The layout of weights and activations in a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupLayout {
+    /// What is fastest: weights may be gathered, or replicated.
+    Any,
+    /// Matrices of weights stay sharded.
+    KeepsWeights,
+    /// The same, and activations between layers are split along the sequence.
+    SequenceParallel,
+}
+
+impl GroupLayout {
+    /// The layouts of a target. Megatron-LM and torchtitan shard matrices of weights and never gather them.
+    pub fn of(target: Option<Target>) -> &'static [GroupLayout] {
+        match target {
+            Some(Target::Megatron | Target::Torchtitan) => &[GroupLayout::KeepsWeights, GroupLayout::SequenceParallel],
+            _ => &[GroupLayout::Any, GroupLayout::KeepsWeights, GroupLayout::SequenceParallel],
+        }
+    }
 }
 
 /// The tensor-parallel degree of each replica.
@@ -53,6 +69,15 @@ impl TensorParallel {
         let (name, count) = costs.cluster.levels.first().map_or(("", 1), |level| (level.name.as_str(), level.count));
         match self {
             TensorParallel::Never => Ok(Vec::new()),
+            TensorParallel::Degree(size) if costs.cluster.is_mixed() => Err(Error::input(format!(
+                "`--tensor {size}` cannot be combined with a cluster of several device classes"
+            ))
+            .because("the costs of tensor-parallel groups are those of one device type")
+            .with_help(
+                "omit `--tensor` to plan for all devices, or describe only the devices of one type in the cluster file",
+            )),
+            // Only degree 1 is known to work.
+            TensorParallel::Auto if costs.cluster.is_mixed() => Ok(Vec::new()),
             TensorParallel::Degree(size) if !count.is_multiple_of(size) => {
                 Err(Error::input(format!("`--tensor {size}` does not divide the {count} devices of {name}"))
                     .because("tensor parallelism runs only within the innermost level")
@@ -73,13 +98,12 @@ impl TensorParallel {
     pub fn costs(self, costs: &Costs, target: Option<Target>) -> Result<Vec<TensorParallelCosts>, Error> {
         let mut all: Vec<TensorParallelCosts> = Vec::new();
         for devices in self.sizes(costs)? {
-            if !keeps_weights(target) {
-                all.push(group_costs(costs, devices, false)?);
-            }
-            let kept = group_costs(costs, devices, true)?;
-            // Layouts without gathered weights are the same.
-            if all.last().is_none_or(|free| free.devices != devices || free.graph != kept.graph) {
-                all.push(kept);
+            for layout in GroupLayout::of(target) {
+                let found = group_costs(costs, devices, *layout)?;
+                // Layouts may have the same costs.
+                if all.iter().all(|known| known.devices != devices || known.graph != found.graph) {
+                    all.push(found);
+                }
             }
         }
         Ok(all)
@@ -87,7 +111,7 @@ impl TensorParallel {
 }
 
 /// The costs of the model on groups of this many devices.
-pub fn group_costs(costs: &Costs, devices: u32, keeps_weights: bool) -> Result<TensorParallelCosts, Error> {
+pub fn group_costs(costs: &Costs, devices: u32, layout: GroupLayout) -> Result<TensorParallelCosts, Error> {
     let fail = |why: &dyn std::fmt::Display| {
         Error::input(format!("cannot compute the tensor-parallel costs of {}", costs.model.file)).because(why)
     };
@@ -101,7 +125,8 @@ pub fn group_costs(costs: &Costs, devices: u32, keeps_weights: bool) -> Result<T
         devices: devices as usize,
         bandwidth: level.bandwidth,
         latency: level.latency,
-        keeps_weights,
+        keeps_weights: layout != GroupLayout::Any,
+        sequence_parallel: layout == GroupLayout::SequenceParallel,
     };
     shared_costs(&known.graph, known.training, &costs.graph, &machine).map_err(|error| fail(&error))
 }

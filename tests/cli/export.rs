@@ -187,6 +187,8 @@ fn what_a_tool_cannot_carry_is_refused() {
     for (level, why) in [("2", "ZeRO stage 2"), ("3", "ZeRO stage 3")] {
         refused(&shares(level), "deepspeed", why, "--target deepspeed --zero 1");
     }
+    let shares_torch = ["--gpus", "4", "--stages", "2,2", "--target", "torch", "--zero", "1"];
+    refused(&shares_torch, "torch", "ZeRO stage 1", "--target torch --zero 0");
     gpt(folder, &shares("1"));
     done(folder, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
     assert_eq!(json(folder, "d.json")["zero_optimization"], serde_json::json!({"stage": 1}));
@@ -252,7 +254,7 @@ fn names_can_do_nothing() {
     let stages = json(folder, "in/torch/stages.json");
     assert_eq!(stages["stages"][1]["nodes"][0], format!("{bad}1"));
     // Generated programs contain no text from the model.
-    for name in ["split.py", "train.py"] {
+    for name in ["split.py", "runtime.py", "train.py"] {
         assert!(!text(folder, &format!("in/torch/{name}")).contains("</script>"), "{name}");
     }
     let found: Vec<_> = fs::read_dir(folder.join("in")).unwrap().collect();

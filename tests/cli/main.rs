@@ -6,6 +6,7 @@ mod export;
 mod profile;
 mod report;
 mod sweep;
+mod torch_engine;
 mod verdicts;
 
 #[path = "../support/mod.rs"]

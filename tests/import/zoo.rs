@@ -7,6 +7,7 @@ use compiler::graph::order;
 use compiler::graph::verify::verify;
 use compiler::import::import::{Batch, Model, Options as Import, Weight, from_onnx, load};
 use compiler::import::onnx::decode::parse;
+use compiler::op::Op;
 use compiler::pass::loss::Loss;
 use compiler::plan::schedule::Schedule;
 use compiler::schedule::semantics::StepCount;
@@ -37,8 +38,13 @@ const PUBLISHED: &[(&str, u128, &str)] = &[
     ("gpt-100b", 102_131_884_032, "102.1 B"),
     ("megatron-145b", 145_622_261_760, "145.6 B"),
     ("megatron-1t", 1_008_038_758_400, "1008.0 B"),
+    ("llama3-8b", 8_030_261_248, "8.03 B"),
+    ("llama3-70b", 70_553_706_496, "70.6 B"),
+    ("llama3-405b", 405_853_388_800, "405.9 B"),
     ("moe-13b", 13_150_451_712, "13 B"),
     ("moe-52b", 52_473_360_384, "52 B"),
+    ("gpt-oss-20b", 20_914_754_880, "20.91 B"),
+    ("gpt-oss-120b", 116_829_149_760, "116.83 B"),
     ("alexnet", 61_100_840, "61.10 M"),
     ("amoebanet-18-208", 81_505_540, "81.5 M"),
     ("amoebanet-18-416", 319_024_120, "319.0 M"),
@@ -91,7 +97,7 @@ fn imported(name: &str, options: &Options) -> Model {
 
 fn counted(model: &Model) -> u128 {
     let parameters = model.graph.ids().filter_map(|id| match &model.graph.node(id).op {
-        compiler::op::Op::Parameter(parameter) => Some(parameter.fact.concrete().unwrap()),
+        Op::Parameter(parameter) => Some(parameter.fact.concrete().unwrap()),
         _ => None,
     });
     parameters.map(|shape| shape.iter().map(|dim| *dim as u128).product::<u128>()).sum()
@@ -114,7 +120,9 @@ fn published_sizes_have_the_published_counts() {
 
 #[test]
 fn structures_import_quickly_with_all_their_parameters() {
-    for name in ["resnet50", "awdlm6", "gnmt16", "bert-large", "amoebanet-72-512", "transformer-103", "gpt3"] {
+    for name in
+        ["resnet50", "awdlm6", "gnmt16", "bert-large", "amoebanet-72-512", "transformer-103", "gpt3", "llama3-8b"]
+    {
         let built = build(name, &structure(name)).unwrap();
         let bytes = to_bytes(&built.model);
         assert!(bytes.len() < 3_000_000, "{name}: {} bytes", bytes.len());
@@ -153,10 +161,15 @@ fn with_and_without_weights_the_graph_is_the_same() {
 
 /// One step of the small `entry` over `stages` stages.
 fn step(entry: &Entry, model: &Model, stages: usize) -> Trained {
+    steps(entry, model, stages, 1)
+}
+
+/// Steps on the same batch.
+fn steps(entry: &Entry, model: &Model, stages: usize, steps: u32) -> Trained {
     let ops = order::numbered(&model.graph).len();
     let placed: Vec<usize> = (0..ops).map(|op| op * stages / ops).collect();
     let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
-    let count = StepCount { minibatches: 1, microbatches: 1 };
+    let count = StepCount { minibatches: steps, microbatches: 1 };
     let settings = Settings { dims, loss: Loss::Output, class_axis: None, schedule: Schedule::Gpipe, count };
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let prepared =
@@ -174,7 +187,7 @@ fn step(entry: &Entry, model: &Model, stages: usize) -> Trained {
             Weight::Missing { path } => panic!("{name} should be in {path}"),
         })
         .collect();
-    let batches = Batches::new(data, BATCH, 1, 1, RowOrder::InOrder).unwrap();
+    let batches = Batches::new(data, BATCH, 1, steps as usize, RowOrder::InOrder).unwrap();
     let optimizer =
         Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.0, nesterov: false, weight_decay: 0.0 });
     let training = TrainJob {
@@ -215,6 +228,37 @@ fn every_model_trains_a_step_with_gradients_for_all_parameters() {
         let cut = step(entry, &model, 3);
         assert_eq!(cut.losses, whole.losses, "{name} in three stages");
         assert!(cut.gradients == whole.gradients, "{name} in three stages has other gradients");
+    }
+}
+
+#[test]
+fn decoders_with_grouped_heads_fit_a_batch() {
+    for name in ["llama", "gpt-oss"] {
+        let entry = ENTRIES.iter().find(|entry| entry.name == name).unwrap();
+        let model = imported(name, &Options { loss: true, seed: 1, ..entry.small() });
+        let trained = steps(entry, &model, 2, 40);
+        let (first, last) = (trained.losses[0], trained.losses[39]);
+        assert!((4.0..5.5).contains(&first), "{name} starts at {first}, not near ln 97");
+        assert!(last < 0.7 * first, "{name}: {first} to {last}");
+    }
+}
+
+/// Keys and values reach the attention op with their own number of heads, and its mask is known to be causal.
+#[test]
+fn heads_of_the_zoo_stay_grouped() {
+    for (name, layers) in [("llama3-8b", 32), ("llama3-405b", 126), ("gpt-oss-120b", 36)] {
+        let graph = imported(name, &structure(name)).graph;
+        let mut found = 0;
+        for id in graph.ids() {
+            if let Op::Attention(attention) = &graph.node(id).op {
+                let inputs = graph.inputs(id);
+                let key_heads = inputs[1..].iter().map(|value| graph.fact(*value).shape[1].known());
+                assert_eq!(key_heads.collect::<Vec<_>>(), [Some(8); 2], "{name}");
+                assert!(attention.causal, "{name}");
+                found += 1;
+            }
+        }
+        assert_eq!(found, layers, "{name}");
     }
 }
 
@@ -269,6 +313,9 @@ fn options_change_what_they_say() {
     assert_eq!(parameters("resnet18", small), 11_173_962);
     let shared = parameters("transformer", Options::default().with("tied", Setting::Truth(true)));
     assert_eq!(usual("transformer") - shared, 32_000 * 2048);
+    let tied = parameters("llama3-8b", Options::default().with("tied", Setting::Truth(true)));
+    assert_eq!(usual("llama3-8b") - tied, 128_256 * 4096);
+    assert_eq!(more("gpt-oss-20b", "experts", 33) - usual("gpt-oss-20b"), 24 * (3 * 2880 * 2880 + 4 * 2880));
     // A fixed batch is stored in the file.
     let fixed = Options { batch: Some(3), ..Options::default() };
     let bytes = to_bytes(&build("mlp", &fixed).unwrap().model);

@@ -71,6 +71,7 @@ fn group(devices: u32) -> Machine {
         bandwidth: BytesPerSecond(100e9),
         latency: Seconds(1e-6),
         keeps_weights: false,
+        sequence_parallel: false,
     }
 }
 

@@ -51,7 +51,7 @@ fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> TensorPara
     for param in &mut shared.params {
         param.bytes /= if random.below(3) > 0 { u64::from(devices) } else { 1 };
     }
-    TensorParallelCosts { devices, keeps_weights: false, graph: shared, meetings }
+    TensorParallelCosts { devices, graph: shared, meetings, ..TensorParallelCosts::default() }
 }
 
 /// The minimum time over linear stage cuts, replica counts and degrees.
@@ -183,7 +183,14 @@ fn gpt(layers: usize, batch: i64) -> Graph {
 
 fn group(devices: usize) -> Machine {
     let device = device::find("cpu").unwrap().device();
-    Machine { device, devices, bandwidth: BytesPerSecond(100e9), latency: Seconds(1e-6), keeps_weights: false }
+    Machine {
+        device,
+        devices,
+        bandwidth: BytesPerSecond(100e9),
+        latency: Seconds(1e-6),
+        keeps_weights: false,
+        sequence_parallel: false,
+    }
 }
 
 const TRAINING: Training = Training::Loss(Loss::CrossEntropy, None);
@@ -414,6 +421,9 @@ fn exports_carry_the_degree() {
     ends(at, 0, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
     let message = fs::read_to_string(at.join("m.args")).unwrap();
     assert!(message.contains("--tensor-model-parallel-size 2\n--pipeline-model-parallel-size 2\n"), "{message}");
+    let plan = fs::read_to_string(at.join("p.json")).unwrap();
+    let is_split = plan.contains("\"sequence_parallel\": true");
+    assert_eq!(message.contains("--sequence-parallel\n"), is_split, "{message}");
     ends(at, 0, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
     let message = fs::read_to_string(at.join("t/torchtitan.toml")).unwrap();
     assert!(

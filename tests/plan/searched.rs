@@ -1,4 +1,5 @@
-//! `partition --batch N --schedule auto` searches micro-batch sizes and schedules together with the stages.
+//! `partition --batch N` searches micro-batch sizes, tensor-parallel degrees, ZeRO stages and schedules together with the
+//! stages.
 
 use assert_cmd::Command;
 use serde_json::Value;
@@ -67,11 +68,15 @@ fn a_given_part_leaves_the_other_one() {
             plan["schedule"]["kind"].clone(),
         )
     };
-    assert_eq!(sizes(&["--batch", "24", "--micro-batch", "8"]), (Some(8), Some(3), "1f1b".into()));
-    assert_eq!(sizes(&["--batch", "24", "--microbatches", "4"]), (Some(6), Some(4), "1f1b".into()));
+    let (size, count, kind) = sizes(&["--batch", "24", "--micro-batch", "8"]);
+    assert_eq!((size, count), (Some(8), Some(3)));
+    assert_ne!(kind, "1f1b-rr", "a batch needs a flush");
+    let given = ["--batch", "24", "--microbatches", "4", "--schedule", "1f1b"];
+    assert_eq!(sizes(&given), (Some(6), Some(4), "1f1b".into()));
     let (size, count, kind) = sizes(&["--batch", "24", "--schedule", "gpipe"]);
     assert_eq!((size.unwrap() * count.unwrap(), kind), (24, "gpipe".into()));
-    let table = pipec(folder, 0, &[&ASKED[..9], &["--batch", "24", "--schedule", "auto", "-o", "p.json"]].concat()).0;
+    let more = ["--batch", "24", "--schedule", "auto", "--compare", "-o", "p.json"];
+    let table = pipec(folder, 0, &[&ASKED[..9], &more].concat()).0;
     assert!(table.contains("schedule") && table.contains("zb-h1"), "{table}");
 }
 
@@ -97,7 +102,7 @@ fn what_leaves_nothing_to_find_is_refused() {
     assert!(message.contains("--cost paper"), "{message}");
 }
 
-/// Little memory leaves small micro-batches; infeasible ones share one line.
+/// Little memory leaves small micro-batches.
 #[test]
 fn what_fits_is_found_where_most_does_not() {
     let folder = tempfile::tempdir().unwrap();
@@ -105,11 +110,67 @@ fn what_fits_is_found_where_most_does_not() {
     model(folder);
     let asked = [&ASKED[..9], &["--batch", "64", "--schedule", "auto", "-o", "p.json", "--memory"]].concat();
     let (message, _) = pipec(folder, 0, &[&asked[..], &["12MB"]].concat());
-    assert!(message.contains(" combination"), "{message}");
+    assert!(message.contains("micro-batches per minibatch"), "{message}");
     let (_, message) = pipec(folder, 3, &[&asked[..], &["1MB"]].concat());
     let least = message.split("`--memory ").nth(1).and_then(|rest| rest.split('`').next());
     let least = least.unwrap_or_else(|| panic!("{message}"));
     pipec(folder, 0, &[&asked[..], &[least]].concat());
+}
+
+/// On eight devices in two servers, no layout that can be pinned is faster than the plan that is found.
+#[test]
+fn no_pinned_layout_is_faster() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let zoo = ["zoo", "gpt", "--layers", "8", "--hidden", "1024", "--heads", "16", "--context", "512", "--structure"];
+    pipec(folder, 0, &[&zoo[..], &["-o", "m.onnx", "-q"]].concat());
+    let cluster = ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--memory", "3GB", "--optimizer", "adam"];
+    let plan = |more: &[&str]| {
+        let asked = [&cluster[..], &["-q", "--format", "json", "-o", "p.json"], more].concat();
+        let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(&asked).output().unwrap();
+        output.status.success().then(|| serde_json::from_slice::<Value>(&output.stdout).unwrap())
+    };
+    let found = plan(&["--batch", "32"]).unwrap();
+    let mut pinned = 0;
+    for tensor in [1, 2, 4] {
+        for stages in [1, 2, 4, 8] {
+            for micro_batch in [1, 2, 4] {
+                let replicas = 8 / tensor / stages;
+                if replicas == 0 || 32 / micro_batch < replicas {
+                    continue;
+                }
+                let list = vec![replicas.to_string(); stages].join(",");
+                let (size, count) = (micro_batch.to_string(), (32 / micro_batch).to_string());
+                let degree = if tensor == 1 { "never".to_string() } else { tensor.to_string() };
+                let pin = ["--stages", &list, "--tensor", &degree, "--micro-batch", &size, "--microbatches", &count];
+                for zero in ["0", "1"] {
+                    let Some(one) = plan(&[&pin[..], &["--schedule", "1f1b", "--zero", zero]].concat()) else {
+                        continue;
+                    };
+                    pinned += 1;
+                    let (best, speed) = (speed(&found), speed(&one));
+                    assert!(best >= speed * (1.0 - 1e-3), "{best} found, {speed} with {pin:?} and ZeRO {zero}");
+                }
+            }
+        }
+    }
+    assert!(pinned > 20, "{pinned} fit");
+}
+
+/// The plan does not depend on the number of threads.
+#[cfg(target_os = "linux")]
+#[test]
+fn one_core_finds_the_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let asked = ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--batch", "48", "--optimizer", "adam", "-q"];
+    pipec(folder, 0, &[&asked[..], &["-o", "all.json"]].concat());
+    let program = assert_cmd::cargo::cargo_bin("pipec");
+    let mut one = Command::new("taskset");
+    one.current_dir(folder).args(["-c", "0"]).arg(program).args(asked).args(["-o", "one.json"]).assert().success();
+    let read = |name: &str| std::fs::read(folder.join(name)).unwrap();
+    assert_eq!(read("all.json"), read("one.json"));
 }
 
 /// Tensor parallelism is compared with single devices, also under schedules that do not support it.
@@ -122,4 +183,22 @@ fn groups_take_no_order_of_work_away() {
     let alone = planned(folder, &asked).unwrap();
     let weighed = planned(folder, &[&asked[..], &["--tensor", "auto"]].concat()).unwrap();
     assert!(speed(&weighed) >= speed(&alone));
+}
+
+/// With a target, the plan that is found can be exported.
+#[test]
+fn targets_get_plans_that_they_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let zoo = ["zoo", "gpt", "--layers", "8", "--hidden", "1024", "--heads", "16", "--context", "512", "--structure"];
+    pipec(folder, 0, &[&zoo[..], &["-o", "m.onnx", "-q"]].concat());
+    for target in ["megatron", "deepspeed", "torchtitan", "torch"] {
+        let asked = ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--memory", "3GB", "--optimizer", "adam"];
+        let more = ["--batch", "48", "--target", target, "-o", "p.json", "-q"];
+        pipec(folder, 0, &[&asked[..], &more].concat());
+        let (_, said) = pipec(folder, 0, &["export", "p.json", "--to", target, "--model", "m.onnx", "-o", "out"]);
+        assert!(!said.contains("error"), "{target}: {said}");
+        let out = folder.join("out");
+        if out.is_dir() { std::fs::remove_dir_all(out).unwrap() } else { std::fs::remove_file(out).unwrap() }
+    }
 }

@@ -48,7 +48,14 @@ fn set(root: &Path, name: &str) -> Set {
 fn group(devices: usize) -> Machine {
     let mut device = device::find("cpu").unwrap().device();
     device.launch = Seconds(0.0);
-    Machine { device, devices, bandwidth: BytesPerSecond(1e15), latency: Seconds(0.0), keeps_weights: false }
+    Machine {
+        device,
+        devices,
+        bandwidth: BytesPerSecond(1e15),
+        latency: Seconds(0.0),
+        keeps_weights: false,
+        sequence_parallel: false,
+    }
 }
 
 fn adam() -> Optimizer {
@@ -63,6 +70,16 @@ fn run(
     devices: usize,
     policy: &Policy,
 ) -> Result<(Trained, Layouts), TensorParallelError> {
+    run_on(set, replicas, &group(devices), policy)
+}
+
+fn run_on(
+    set: &Set,
+    replicas: &[u32],
+    machine: &Machine,
+    policy: &Policy,
+) -> Result<(Trained, Layouts), TensorParallelError> {
+    let devices = machine.devices;
     let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed: {:?}", set.model.batch) };
     let microbatches = if replicas.len() > 1 { 4 } else { 1 };
     let count = StepCount { minibatches: 10, microbatches };
@@ -74,7 +91,7 @@ fn run(
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule: Schedule::OneFOneB, count };
     let (prepared, layouts) = match devices {
         1 => (prepare(&set.model.graph, &stages, pipeline, &settings).unwrap(), Layouts::new()),
-        _ => prepare_shared(&set.model.graph, &stages, pipeline, &settings, &group(devices)).unwrap(),
+        _ => prepare_shared(&set.model.graph, &stages, pipeline, &settings, machine).unwrap(),
     };
     let given = |(name, weight): (&String, &Weight)| match weight {
         Weight::Given(tensor) => (name.clone(), tensor.clone()),
@@ -107,6 +124,22 @@ fn run(
 fn worst(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     got.iter().zip(want).map(|(g, w)| (g - w).abs() / w.abs().max(1e-3)).fold(0.0, f64::max)
+}
+
+/// Sequence parallelism: stages exchange split activations and gradients.
+#[test]
+fn split_activations_between_stages_change_no_losses() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let set = set(&root, name);
+        for (devices, replicas) in [(2, &[1, 1][..]), (4, &[1, 1]), (2, &[2, 1]), (2, &[1, 1, 1])] {
+            let split = Machine { keeps_weights: true, sequence_parallel: true, ..group(devices) };
+            let (alone, _) = run(&set, replicas, 1, &Policy::default()).unwrap();
+            let (trained, _) = run_on(&set, replicas, &split, &Policy::default()).unwrap();
+            let error = worst(&trained.losses, &alone.losses);
+            assert!(error <= 1e-5, "{name}, {replicas:?}, {devices} devices: {error:.2e}");
+        }
+    }
 }
 
 #[test]

@@ -118,6 +118,63 @@ pub fn ranges(devices: &[u32]) -> String {
     parts.iter().map(show).collect::<Vec<_>>().join(", ")
 }
 
+/// The most stages whose numbers are listed one by one.
+const LISTED: usize = 12;
+
+/// The most runs of stages in a folded list.
+const MOST_RUNS: usize = 6;
+
+/// One number per stage, if there are many stages folded into runs.
+///
+/// ```text
+/// 64 in stages 0-960, 63 down to 1 in stages 961-1023
+/// ```
+pub fn per_stage(numbers: &[u32]) -> String {
+    if numbers.len() <= LISTED {
+        return numbers.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+    }
+    let runs = number_runs(numbers);
+    let describe = |&(from, to): &(usize, usize)| {
+        let what = match (numbers[from], numbers[to]) {
+            (first, last) if first == last => first.to_string(),
+            (first, last) if first > last => format!("{first} down to {last}"),
+            (first, last) => format!("{first} up to {last}"),
+        };
+        place(what, from, to)
+    };
+    match &runs[..] {
+        [_] if numbers[0] == numbers[numbers.len() - 1] => numbers[0].to_string(),
+        runs if runs.len() <= MOST_RUNS => runs.iter().map(describe).collect::<Vec<_>>().join(", "),
+        [first, .., last] => {
+            let (from, to) = (first.1 + 1, last.0 - 1);
+            let within = &numbers[from..=to];
+            let (least, most) = (within.iter().min().unwrap_or(&0), within.iter().max().unwrap_or(&0));
+            [describe(first), place(format!("{least} to {most}"), from, to), describe(last)].join(", ")
+        }
+        _ => String::new(),
+    }
+}
+
+fn place(what: String, from: usize, to: usize) -> String {
+    if from == to { format!("{what} in stage {from}") } else { format!("{what} in stages {from}-{to}") }
+}
+
+/// Runs of equal numbers, and of at least three that rise or fall by one; first and last index.
+fn number_runs(numbers: &[u32]) -> Vec<(usize, usize)> {
+    let (mut runs, mut from) = (Vec::new(), 0);
+    while from < numbers.len() {
+        let end = |step: i64| {
+            let follows = |to: &usize| i64::from(numbers[to + 1]) - i64::from(numbers[*to]) == step;
+            (from..numbers.len() - 1).take_while(follows).last().map_or(from, |to| to + 1)
+        };
+        let slope = [-1, 1].map(end).into_iter().max().filter(|to| to - from >= 2);
+        let to = slope.unwrap_or(from).max(end(0));
+        runs.push((from, to));
+        from = to + 1;
+    }
+    runs
+}
+
 /// The memory-saving options of a stage: `, recomputed, ZeRO 1`, or nothing. `, 40 of 162 ops recomputed` for a part.
 pub fn sparing(stage: &Stage) -> String {
     let zero = if stage.zero > 0 { format!(", ZeRO {}", stage.zero) } else { String::new() };
@@ -144,6 +201,20 @@ mod tests {
     fn consecutive_devices_are_merged() {
         assert_eq!(ranges(&[0, 1, 2, 3, 8, 10, 11]), "0-3, 8, 10-11");
         assert_eq!(ranges(&[]), "");
+    }
+
+    #[test]
+    fn numbers_of_many_stages_are_folded() {
+        let warmup = |stages: u32, most: u32| (0..stages).map(|at| most.min(stages - at)).collect::<Vec<_>>();
+        assert_eq!(per_stage(&[4, 3, 2, 1]), "4, 3, 2, 1");
+        assert_eq!(per_stage(&[1; 1000]), "1");
+        assert_eq!(per_stage(&warmup(1024, 64)), "64 in stages 0-960, 63 down to 1 in stages 961-1023");
+        assert_eq!(per_stage(&warmup(16, 100)), "16 down to 1 in stages 0-15");
+        let two = [vec![2; 10], vec![5], vec![1; 5]].concat();
+        assert_eq!(per_stage(&two), "2 in stages 0-9, 5 in stage 10, 1 in stages 11-15");
+        let mixed: Vec<u32> = (0..100).map(|at| if at % 2 == 0 { 7 } else { at }).collect();
+        assert_eq!(per_stage(&mixed), "7 in stage 0, 1 to 97 in stages 1-98, 99 in stage 99");
+        assert_eq!(per_stage(&[]), "");
     }
 
     #[test]

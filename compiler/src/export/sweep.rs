@@ -8,10 +8,10 @@ use crate::export::axis::Unit;
 use crate::export::plot::{Curve, HorizontalAxis, Plot};
 use crate::export::quantity::{self, plural};
 use crate::export::svg::Svg;
-use crate::plan::Plan;
 use crate::plan::device_memory::fullest;
 use crate::plan::problem::CostModel;
 use crate::plan::schedule::Schedule;
+use crate::plan::{Plan, Stage};
 use std::collections::BTreeSet;
 
 /// The request and result of one plan.
@@ -51,6 +51,8 @@ impl CurveKey {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Figures {
     pub replicas: Vec<u32>,
+    /// Tensor-parallel degree.
+    pub degree: u32,
     pub throughput_per_s: f64,
     /// Samples per second of a single device, regardless of its memory limit.
     pub single_per_s: f64,
@@ -98,13 +100,18 @@ impl Figures {
         };
         let ways = if trains { 2.0 } else { 1.0 };
         let messages: f64 = plan.edges.iter().map(|edge| ways * edge.bytes as f64 / item).sum();
-        let reduces: f64 = plan.stages.iter().map(|stage| reduced(stage.replicas, stage.reduced_bytes())).sum();
+        let reduces: f64 = plan
+            .stages
+            .iter()
+            .map(|stage| f64::from(stage.degree()) * reduced(stage.replicas, stage.reduced_bytes()))
+            .sum();
         // The baseline is the time of a minibatch, or of a micro-batch if there is no flush.
         let of_items = plan.cost != CostModel::Pipec || !schedule.kind.trains();
         let samples = if of_items { item } else { minibatch };
         let single = plan.baselines.single;
         Figures {
             replicas: plan.stages.iter().map(|stage| stage.replicas).collect(),
+            degree: plan.stages.iter().map(Stage::degree).max().unwrap_or(1),
             throughput_per_s: plan.predicted.throughput_per_s,
             single_per_s: if single > 0.0 { samples * 1e6 / single } else { 0.0 },
             peak_bytes: fullest(plan),

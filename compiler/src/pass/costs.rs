@@ -109,6 +109,26 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
     costs
 }
 
+/// The values of the tensors of a cost graph, in its order; `ops` are those of the graph that the costs describe, which
+/// may have a loss besides.
+pub fn tensor_values(graph: &Graph, ops: &[NodeId]) -> Vec<Value> {
+    let number: HashMap<NodeId, OpId> = ops.iter().enumerate().map(|(i, id)| (*id, OpId(i as u32))).collect();
+    let parts = parts(graph, &number);
+    let made = |id: &NodeId| {
+        let parts = parts.get(id).into_iter().flatten().flat_map(|part| graph.values(*part));
+        graph.values(*id).into_iter().chain(parts).collect::<Vec<_>>()
+    };
+    ops.iter().flat_map(made).filter(|value| is_tensor(graph, &number, *value)).collect()
+}
+
+/// True if another op reads the value, or if it is a result of the model.
+fn is_tensor(graph: &Graph, number: &HashMap<NodeId, OpId>, value: Value) -> bool {
+    let op = |node: NodeId| number.get(&graph.op_of(node)).copied();
+    let own = op(value.node);
+    let is_read = graph.consumers(value).into_iter().filter_map(|(node, _)| op(node)).any(|reader| Some(reader) != own);
+    is_read || graph.outputs.iter().any(|output| output.value == value)
+}
+
 /// The parts of each op.
 fn parts(graph: &Graph, number: &HashMap<NodeId, OpId>) -> HashMap<NodeId, Vec<NodeId>> {
     let mut parts: HashMap<NodeId, Vec<NodeId>> = HashMap::new();

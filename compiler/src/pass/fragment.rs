@@ -48,6 +48,8 @@ pub struct Sent {
     pub local: Value,
     /// The receiving stages.
     pub to: Vec<usize>,
+    /// Its gradient is needed here.
+    pub wanted: bool,
 }
 
 /// Limit on the uses of a parameter with separate terms: see [`Fragment::parameter_terms`].
@@ -166,6 +168,7 @@ impl Cut<'_> {
             uses
         };
         let here = |u: &Use| (map[&Value { node: u.0, output: 0 }].node, u.1);
+        let wanted = |v: Value| self.learned.contains(&v.node) && self.graph.fact(v).dtype.is_float();
         let received: Vec<Received> = {
             let mut received = received;
             received.sort_by_key(|(value, from, _)| (*from, *value));
@@ -173,7 +176,6 @@ impl Cut<'_> {
                 let groups = self.groups(value).into_iter().filter(|(stage, _)| *stage == self.stage);
                 groups.map(|(_, uses)| uses.iter().map(here).collect()).collect()
             };
-            let wanted = |v: Value| self.learned.contains(&v.node) && self.graph.fact(v).dtype.is_float();
             received
                 .into_iter()
                 .map(|(value, from, local)| Received {
@@ -192,7 +194,8 @@ impl Cut<'_> {
                 let to: BTreeSet<usize> =
                     (0..self.stages).filter(|s| *s != self.stage && !uses(value, *s).is_empty()).collect();
                 if !to.is_empty() {
-                    sent.push(Sent { value, local: map[&value], to: to.into_iter().collect() });
+                    let to = to.into_iter().collect();
+                    sent.push(Sent { value, local: map[&value], to, wanted: wanted(value) });
                 }
                 if self.graph.fact(value).dtype.is_float() {
                     terms.insert(map[&value], self.terms(value, here));

@@ -14,8 +14,11 @@ pub const MOST: u32 = 64;
 /// The costs at the degree and with the weight layout of a plan.
 pub fn costs<'a>(all: &'a [TensorParallelCosts], plan: &Plan) -> Option<&'a TensorParallelCosts> {
     let first = plan.stages.first()?;
-    let keeps_weights = first.tensor_parallel.as_ref().is_some_and(|of| of.keeps_weights);
-    all.iter().find(|costs| (costs.devices, costs.keeps_weights) == (first.degree(), keeps_weights))
+    let layout = first.tensor_parallel.as_ref().map_or((false, false), |of| (of.keeps_weights, of.sequence_parallel));
+    let is_same = |costs: &&TensorParallelCosts| {
+        costs.devices == first.degree() && (costs.keeps_weights, costs.sequence_parallel) == layout
+    };
+    all.iter().find(is_same)
 }
 
 /// The first device of each group of a stage; all devices at degree 1.

@@ -74,6 +74,29 @@ impl Target {
         Target::ALL.into_iter().find(|target| target.name() == name)
     }
 
+    /// True if it runs a schedule.
+    pub fn runs(self, schedule: Schedule) -> bool {
+        match self {
+            Target::Megatron => matches!(schedule, Schedule::OneFOneB | Schedule::Interleaved),
+            Target::Deepspeed => schedule == Schedule::OneFOneB,
+            Target::Torchtitan | Target::Torch => schedule.flushes(),
+        }
+    }
+
+    /// The highest ZeRO stage that it combines with pipelines.
+    pub fn most_zero(self) -> u32 {
+        match self {
+            Target::Torchtitan => MOST,
+            Target::Megatron | Target::Deepspeed => 1,
+            Target::Torch => 0,
+        }
+    }
+
+    /// True if it has tensor-parallel groups.
+    pub fn has_groups(self) -> bool {
+        matches!(self, Target::Torchtitan | Target::Megatron)
+    }
+
     /// True if stages must end at module boundaries. torch can cut between any two ops.
     pub fn keeps_modules(self) -> bool {
         self != Target::Torch

@@ -11,6 +11,7 @@ use crate::op::table::rule;
 use crate::op::{Input, LocalContext, NodeId, Op, Sharding, Strategy, Value};
 use crate::pass::analytic::kernel_us;
 use crate::pass::attribution::runs;
+use crate::profile::shared::{Collective, Traffic};
 use crate::tensor::fact::Fact;
 use crate::tensor_parallel::reshard;
 
@@ -38,9 +39,28 @@ pub struct Machine {
     /// Matrices of weights are sharded and never gathered, as in Megatron-LM. Otherwise a group may also gather them, or
     /// replicate them and divide the batch, if that is faster.
     pub keeps_weights: bool,
+    /// Activations between stages are split along the sequence (Korthikanti et al., "Reducing activation recomputation in
+    /// large transformer models", MLSys 2023, section 4.2).
+    pub sequence_parallel: bool,
 }
 
 impl Machine {
+    /// The sharding of a value between stages; `is_learned` if it has a gradient. Axis 1 is the sequence of a batch of
+    /// sequences, and axis 0 the tokens of one.
+    pub fn between_stages(&self, fact: &Fact, is_learned: bool) -> Sharding {
+        if !self.sequence_parallel || !is_learned || !fact.dtype.is_float() {
+            return Sharding::Replicated;
+        }
+        let axes: &[usize] = match fact.rank() {
+            0 | 1 => &[],
+            2 => &[0],
+            _ => &[1, 0],
+        };
+        let splits = axes.iter().map(|axis| Sharding::split(*axis));
+        let mut splits = splits.filter(|split| split.part(fact, self.devices).is_some());
+        splits.next().unwrap_or(Sharding::Replicated)
+    }
+
     /// Time of a node on each device under a strategy.
     pub fn strategy(&self, graph: &Graph, id: NodeId, strategy: &Strategy) -> Time {
         let node = graph.node(id);
@@ -107,14 +127,32 @@ impl Machine {
     }
 
     fn collective_us(&self, op: &Op, input: &Fact, output: &Fact) -> f64 {
+        let (steps, sent) = self.ring(op, input, output);
+        (steps * self.latency.0 + sent / self.bandwidth.0 + self.device.launch.0) * 1e6
+    }
+
+    /// Steps of a collective, and the bytes that each device sends.
+    fn ring(&self, op: &Op, input: &Fact, output: &Fact) -> (f64, f64) {
         let bytes = |fact: &Fact| fact.bytes().unwrap_or(u64::MAX) as f64;
         let (devices, others) = (self.devices as f64, self.devices as f64 - 1.0);
-        let (steps, sent) = match op {
+        match op {
             Op::AllReduce(_) => (2.0 * others, 2.0 * others / devices * bytes(input)),
             Op::ReduceScatter(_) => (others, others / devices * bytes(input)),
             Op::AllGather(_) => (others, others / devices * bytes(output)),
             _ => (others, others / devices * bytes(input)),
+        }
+    }
+
+    /// The kind of a collective as an index, and its traffic; `None` for other ops.
+    pub fn traffic(&self, op: &Op, input: &Fact, output: &Fact) -> Option<(usize, Traffic)> {
+        let kind = match op {
+            Op::AllReduce(_) => Collective::AllReduce,
+            Op::AllGather(_) => Collective::AllGather,
+            Op::ReduceScatter(_) => Collective::ReduceScatter,
+            Op::AllToAll(_) => Collective::AllToAll,
+            _ => return None,
         };
-        (steps * self.latency.0 + sent / self.bandwidth.0 + self.device.launch.0) * 1e6
+        let (_, sent) = self.ring(op, input, output);
+        Some((kind as usize, Traffic { count: 1, bytes: sent as u64 }))
     }
 }

@@ -12,7 +12,7 @@
 //! time(op) = given(op) · roofline(shards of op) / roofline(op) + collectives(op)
 //! ```
 //!
-//! Values between segments are replicated. If the consumer saves one for its backward, it counts for the op that makes
+//! Values between segments are replicated, or split with sequence parallelism. If the consumer saves one for its backward, it counts for the op that makes
 //! it, as within one stage. If the segments are in different stages, it counts as an input of the second.
 
 use crate::graph::{Graph, order};
@@ -22,6 +22,7 @@ use crate::pass::attribution::{
     Attribution, AttributionError, Tagged, Training, leaders, loss_of, of_stage, owner, tagged,
 };
 use crate::pass::backward::{Backward, BackwardError, Made, Read, ReceivedGradients, backward};
+use crate::pass::costs::tensor_values;
 use crate::pass::fragment::{Fragment, FragmentError, Term, fragment};
 use crate::pass::gradient_accumulation::root;
 use crate::pass::loss::LOSS;
@@ -29,10 +30,11 @@ use crate::pass::memory::SharedArena;
 use crate::pass::pipeline::{self, PassBug};
 use crate::profile::arena::Live;
 use crate::profile::cost_graph::{CostGraph, OpId};
-use crate::profile::shared::TensorParallelCosts;
+use crate::profile::shared::{OpTraffic, TensorParallelCosts};
 use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, Time, sum};
 use crate::tensor_parallel::dedup::KeyContext;
+use crate::tensor_parallel::experts;
 use crate::tensor_parallel::partition_stage::{Shared, Stage, share};
 use crate::tensor_parallel::segments::{cheapest, layer_starts, pieces};
 use crate::tensor_parallel::strategy_search::{ChooseError, Chosen, choose_within};
@@ -74,8 +76,14 @@ pub fn shared_costs(
     let placed: Vec<NodeId> = placed.into_iter().filter(|id| owner(whole.graph.node(*id)).is_some()).collect();
     let all: HashSet<NodeId> = placed.iter().copied().collect();
     let (learned, needed) = (learned(&whole.graph), needed(&whole));
-    let surroundings =
-        KeyContext { graph: &whole.graph, placed: &all, learned: &learned, needed: &needed, constants: HashMap::new() };
+    let surroundings = KeyContext {
+        graph: &whole.graph,
+        placed: &all,
+        learned: &learned,
+        needed: &needed,
+        constants: HashMap::new(),
+        attributes: HashMap::new(),
+    };
     let mut sharer = Sharer {
         whole: &whole,
         piece_of: pieces
@@ -87,18 +95,24 @@ pub fn shared_costs(
         needed: &needed,
         pieces: &pieces,
         placed: &placed,
+        places: vec![Vec::new(); pieces.len()],
         machine,
         surroundings,
         known: HashMap::new(),
     };
+    for (place, id) in placed.iter().enumerate() {
+        if let Some(piece) = sharer.piece(*id) {
+            sharer.places[piece].push(place);
+        }
+    }
     // A framework that keeps weights in place also keeps layers whole.
     let starts = if machine.keeps_weights { layer_starts(alone, &pieces) } else { vec![false; pieces.len()] };
     let runs = cheapest(&pieces, &starts, |start, end| sharer.price(start, end))?;
-    let mut costs = Costs::new(alone, &whole, machine);
+    let mut costs = Costs::new(alone, &whole, machine, &learned);
     for (start, end) in runs {
         costs.add(&sharer.run(start, end)?);
     }
-    Ok(costs.done())
+    Ok(costs.done(tensor_values(graph, &whole.ops)))
 }
 
 fn learned(graph: &Graph) -> HashSet<NodeId> {
@@ -144,8 +158,8 @@ struct CachedSegment {
 #[derive(Clone, Default)]
 struct SegmentCosts {
     ops: Vec<OpSegmentCosts>,
-    /// Bytes of each parameter's shard.
-    parameters: Vec<(usize, u64)>,
+    /// Bytes and sharding of each parameter.
+    parameters: Vec<(usize, u64, Sharding)>,
     /// Outside values saved for the backward.
     kept: Vec<usize>,
     /// Ops that save their sent value replicated.
@@ -160,6 +174,7 @@ struct OpSegmentCosts {
     meetings: [Time; 2],
     /// The weight-gradient part of the backward: alone, shared, collectives.
     second: [Time; 3],
+    traffic: OpTraffic,
     saved: u64,
     live: Live,
     between: u64,
@@ -181,6 +196,8 @@ struct Sharer<'a> {
     needed: &'a HashSet<NodeId>,
     pieces: &'a [Vec<u32>],
     placed: &'a [NodeId],
+    /// For each piece, the positions of its nodes in `placed`.
+    places: Vec<Vec<usize>>,
     machine: &'a Machine,
     surroundings: KeyContext<'a>,
     known: HashMap<String, CachedSegment>,
@@ -194,7 +211,7 @@ impl Sharer<'_> {
             return Ok(known.chosen.cost);
         }
         let staged = self.staged(start, end)?;
-        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied);
+        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied, self.machine);
         let chosen = choose_within(stage.task(), self.machine, MOST_ENTRIES)?;
         let cost = chosen.cost;
         self.known.insert(words, CachedSegment { first: (start, end), chosen, figures: None });
@@ -214,8 +231,9 @@ impl Sharer<'_> {
 
     fn words(&mut self, start: usize, end: usize) -> (String, Vec<Value>) {
         let ops = self.ops(start, end);
-        let inside = |id: &NodeId| self.piece(*id).is_some_and(|piece| (start..end).contains(&piece));
-        let run: Vec<NodeId> = self.placed.iter().copied().filter(inside).collect();
+        let mut places = self.places[start..end].concat();
+        places.sort_unstable();
+        let run: Vec<NodeId> = places.into_iter().map(|place| self.placed[place]).collect();
         let graph = &self.whole.graph;
         let place = |id| owner(graph.node(id)).and_then(|op| ops.binary_search(&(op as u32)).ok()).unwrap_or(0);
         self.surroundings.words(&run, place)
@@ -281,7 +299,7 @@ impl Sharer<'_> {
         outside: &[Value],
     ) -> Result<SegmentCosts, CostsError> {
         let staged = self.staged(start, end)?;
-        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied);
+        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied, self.machine);
         let shared = share(&stage, &chosen.choice, self.machine, &HashSet::new())?;
         let attributed = |fragment: &Fragment, backward: Option<&Backward>| {
             let passages = passages(fragment, backward);
@@ -301,7 +319,7 @@ impl Sharer<'_> {
             if let Op::Parameter(parameter) = &graph.node(value.node).op {
                 let layout = shared.parameters.get(&parameter.name).copied().unwrap_or(Sharding::Replicated);
                 let part = layout.part(&parameter.fact, self.machine.devices).and_then(|part| part.bytes());
-                figures.parameters.push((at, part.unwrap_or(u64::MAX)));
+                figures.parameters.push((at, part.unwrap_or(u64::MAX), layout));
             }
         }
         Ok(figures)
@@ -324,11 +342,25 @@ impl Sharer<'_> {
             [forward, backward, second]
         };
         let ([one, both, late], [forward, backward, second]) = (of(alone), of(parts));
+        let mut traffic = OpTraffic::default();
+        let sides = [(Some(&parts.forward), &parts.forward_nodes), (parts.backward.as_ref(), &parts.backward_nodes)];
+        for (side, (graph, nodes)) in traffic.iter_mut().zip(sides) {
+            let Some(graph) = graph else { continue };
+            for &id in &nodes[op] {
+                let node = graph.node(id);
+                let input = graph.inputs(id).first().map(|value| graph.fact(*value));
+                let found = input.zip(node.facts.first());
+                if let Some((kind, one)) = found.and_then(|(from, to)| self.machine.traffic(&node.op, from, to)) {
+                    side[kind].add(one);
+                }
+            }
+        }
         OpSegmentCosts {
             alone: [one[0], both[0]],
             shared: [forward[0], backward[0]],
             meetings: [forward[1], backward[1]],
             second: [late[0], second[0], second[1]],
+            traffic,
             saved: parts.saved_bytes[op],
             live: parts.live[op],
             between: parts.between_bytes[op],
@@ -411,8 +443,11 @@ struct Costs<'a> {
     alone: &'a CostGraph,
     whole: &'a Tagged,
     machine: &'a Machine,
+    learned: &'a HashSet<NodeId>,
     graph: CostGraph,
     meetings: Vec<[f64; 2]>,
+    traffic: Vec<OpTraffic>,
+    layouts: HashMap<&'a str, Sharding>,
     parameters: HashMap<&'a str, usize>,
     /// Ops that save their sent value replicated, and values that readers save.
     keeping: BTreeSet<usize>,
@@ -420,11 +455,12 @@ struct Costs<'a> {
 }
 
 impl<'a> Costs<'a> {
-    fn new(alone: &'a CostGraph, whole: &'a Tagged, machine: &'a Machine) -> Costs<'a> {
+    fn new(alone: &'a CostGraph, whole: &'a Tagged, machine: &'a Machine, learned: &'a HashSet<NodeId>) -> Costs<'a> {
         let (graph, meetings) = (alone.clone(), vec![[0.0; 2]; alone.ops.len()]);
+        let (traffic, layouts) = (vec![OpTraffic::default(); alone.ops.len()], HashMap::new());
         let parameters = alone.params.iter().enumerate().map(|(at, param)| (param.name.as_str(), at)).collect();
         let (keeping, kept) = (BTreeSet::new(), BTreeMap::new());
-        Costs { alone, whole, machine, graph, meetings, parameters, keeping, kept }
+        Costs { alone, whole, machine, learned, graph, meetings, traffic, layouts, parameters, keeping, kept }
     }
 
     fn add(&mut self, run: &Segment<'_>) {
@@ -443,14 +479,19 @@ impl<'a> Costs<'a> {
             (cost.batched_grad_bytes, cost.batched_grad_workspace_bytes) = (0, 0);
             cost.joins = leader.filter(|leader| *leader != op).map(OpId);
             self.meetings[op as usize] = meetings.map(rounded);
+            self.traffic[op as usize] = figures.traffic;
         }
         self.keeping.extend(run.figures.keeping.iter().map(|at| run.ops[*at] as usize));
         for &at in &run.figures.kept {
             let value = run.outside[at];
             self.kept.extend(owner(self.whole.graph.node(value.node)).map(|op| (value, op)));
         }
-        for &(at, bytes) in &run.figures.parameters {
-            if let Op::Parameter(parameter) = &self.whole.graph.node(run.outside[at].node).op
+        for &(at, bytes, layout) in &run.figures.parameters {
+            let node = &self.whole.graph.node(run.outside[at].node).op;
+            if let Op::Parameter(parameter) = node {
+                self.layouts.insert(&parameter.name, layout);
+            }
+            if let Op::Parameter(parameter) = node
                 && let Some(&param) = self.parameters.get(parameter.name.as_str())
             {
                 let param = &mut self.graph.params[param];
@@ -461,11 +502,25 @@ impl<'a> Costs<'a> {
         }
     }
 
-    fn done(mut self) -> TensorParallelCosts {
-        for (value, op) in self.kept {
+    /// What a device holds of a value between segments.
+    fn between_segments(&self, value: Value) -> Fact {
+        let fact = self.whole.graph.fact(value);
+        let sharding = self.machine.between_stages(fact, self.learned.contains(&value.node));
+        sharding.part(fact, self.machine.devices).unwrap_or_else(|| fact.clone())
+    }
+
+    /// The costs; `tensors` are the values of the tensors of the cost graph.
+    fn done(mut self, tensors: Vec<Value>) -> TensorParallelCosts {
+        if self.machine.sequence_parallel {
+            for (at, value) in tensors.into_iter().enumerate() {
+                let bytes = self.between_segments(value).bytes().unwrap_or(u64::MAX);
+                self.graph.tensors[at].bytes = bytes;
+            }
+        }
+        for (value, op) in std::mem::take(&mut self.kept) {
             if !self.keeping.contains(&op) {
+                let bytes = self.between_segments(value).bytes().unwrap_or(0);
                 let cost = &mut self.graph.ops[op];
-                let bytes = self.whole.graph.fact(value).bytes().unwrap_or(0);
                 cost.saved_bytes = cost.saved_bytes.saturating_add(bytes);
             }
         }
@@ -487,8 +542,11 @@ impl<'a> Costs<'a> {
         TensorParallelCosts {
             devices,
             keeps_weights: self.machine.keeps_weights,
+            sequence_parallel: self.machine.sequence_parallel,
             graph: self.graph,
             meetings: self.meetings,
+            traffic: self.traffic,
+            experts: experts::of_graph(&self.whole.graph, &self.layouts),
         }
     }
 }

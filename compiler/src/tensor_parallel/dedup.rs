@@ -22,6 +22,8 @@ pub struct KeyContext<'a> {
     pub needed: &'a HashSet<NodeId>,
     /// Cached keys of constant expressions.
     pub constants: HashMap<NodeId, String>,
+    /// Cached attributes of ops.
+    pub attributes: HashMap<NodeId, String>,
 }
 
 impl KeyContext<'_> {
@@ -35,7 +37,8 @@ impl KeyContext<'_> {
         let mut words = String::new();
         for &id in run {
             let op = &graph.node(id).op;
-            let _ = write!(words, "{} {} {}", owner(id), rule(op).name(), attribute_text(op));
+            let text = self.attributes.entry(id).or_insert_with(|| attribute_text(op));
+            let _ = write!(words, "{} {} {text}", owner(id), rule(op).name());
             for value in graph.inputs(id) {
                 let Some(at) = place.get(&value.node) else {
                     let number = *numbers.entry(value).or_insert_with(|| {

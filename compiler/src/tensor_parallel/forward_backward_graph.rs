@@ -1,12 +1,15 @@
 //! The forward and backward of a stage as one joint graph.
 //!
 //! The backward reads forward values directly, parameters occur once, and a gradient from another stage is an input.
-//! Parameter gradients have the sharding of their parameters; everything sent to other stages or users is replicated.
+//! Parameter gradients have the sharding of their parameters. Everything sent to other stages or users is replicated;
+//! with sequence parallelism, activations and gradients between stages are split.
 
 use crate::graph::{Graph, MovingAverage, Output, order};
-use crate::op::{NodeId, Op, Value};
+use crate::op::{NodeId, Op, Sharding, Value};
 use crate::pass::backward::{Backward, Made, Read};
 use crate::pass::fragment::Fragment;
+use crate::tensor::fact::Fact;
+use crate::tensor_parallel::cost::Machine;
 use crate::tensor_parallel::{End, SpmdTask};
 use std::collections::{BTreeSet, HashMap};
 
@@ -23,7 +26,7 @@ pub struct Joint {
 }
 
 /// Builds the joint graph of a stage. Parameters named in `whole` stay replicated.
-pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<String>) -> Joint {
+pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<String>, machine: &Machine) -> Joint {
     let mut graph = Graph::new(&fragment.graph.name);
     let mut forward: HashMap<Value, Value> = HashMap::new();
     for id in order::canonical(&fragment.graph) {
@@ -39,7 +42,18 @@ pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<
         keep: average.keep,
     });
     graph.averages = averages.collect();
-    let mut ends = vec![End::Whole; graph.outputs.len()];
+    let between = |fact: &Fact, is_learned: bool| match machine.between_stages(fact, is_learned) {
+        Sharding::Replicated => None,
+        split => Some(split),
+    };
+    let mut split: HashMap<NodeId, Sharding> = HashMap::new();
+    for received in &fragment.received {
+        let fact = &fragment.graph.node(received.local).facts[0];
+        split.extend(between(fact, received.wanted).map(|sharding| (own(received.local), sharding)));
+    }
+    let end = |fact: &Fact, is_learned: bool| between(fact, is_learned).map_or(End::Whole, End::Split);
+    let mut ends = vec![End::Whole; fragment.graph.outputs.len()];
+    ends.extend(fragment.sent.iter().map(|sent| end(fragment.graph.fact(sent.local), sent.wanted)));
     let mut map: HashMap<Value, Value> = HashMap::new();
     let mut later = Vec::new();
     if let Some(made) = backward {
@@ -58,20 +72,25 @@ pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<
                 map.insert(own, forward[there]);
                 continue;
             }
-            later.push(copy(&made.graph, id, &mut graph, &mut map));
+            let joint = copy(&made.graph, id, &mut graph, &mut map);
+            if let Some(Read::Gradient { .. }) = reads.get(&id) {
+                split.extend(between(&node.facts[0], true).map(|sharding| (joint, sharding)));
+            }
+            later.push(joint);
         }
+        let made_graph = &made.graph;
         for (output, made) in made.graph.outputs.iter().zip(&made.output_roles) {
             graph.outputs.push(Output { name: output.name.clone(), value: map[&output.value] });
             ends.push(match made {
                 Made::Parameter(term) => End::Like(own(fragment.parameter_terms[*term].parameter)),
-                Made::Gradient { .. } => End::Whole,
+                Made::Gradient { .. } => end(made_graph.fact(output.value), true),
             });
         }
     }
     let stays =
         |id: &NodeId| matches!(&graph.node(*id).op, Op::Parameter(parameter) if whole.contains(&parameter.name));
     let whole = graph.ids().filter(stays).collect();
-    Joint { task: SpmdTask { graph, ends, whole }, forward, backward: map, later }
+    Joint { task: SpmdTask { graph, ends, whole, split }, forward, backward: map, later }
 }
 
 fn copy(from: &Graph, id: NodeId, graph: &mut Graph, map: &mut HashMap<Value, Value>) -> NodeId {

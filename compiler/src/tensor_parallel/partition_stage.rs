@@ -46,8 +46,13 @@ pub struct Stage<'a> {
 
 impl<'a> Stage<'a> {
     /// Builds the joint graph. Parameters named in `whole` stay replicated: other stages have them too.
-    pub fn new(fragment: &'a Fragment, backward: Option<&'a Backward>, whole: &BTreeSet<String>) -> Stage<'a> {
-        Stage { fragment, backward, joint: joint(fragment, backward, whole) }
+    pub fn new(
+        fragment: &'a Fragment,
+        backward: Option<&'a Backward>,
+        whole: &BTreeSet<String>,
+        machine: &Machine,
+    ) -> Stage<'a> {
+        Stage { fragment, backward, joint: joint(fragment, backward, whole, machine) }
     }
 
     /// The task for [`strategy_search`](super::strategy_search).
@@ -67,7 +72,7 @@ pub fn share(
     let Stage { fragment, backward, joint } = stage;
     let done = rewrite(&joint.task, choice, machine);
     let boundary = joint.later.iter().map(|id| done.before[id]).min().unwrap_or(done.graph.len());
-    let taken = StageSplitter { fragment, joint, choice, done: &done, boundary };
+    let taken = StageSplitter { fragment, joint, choice, done: &done, boundary, regathers: machine.sequence_parallel };
     let saving = taken.written_for(saving);
     let mut shared = taken.forward();
     let backward = backward.map(|backward| taken.backward(backward));
@@ -88,6 +93,8 @@ struct StageSplitter<'a> {
     done: &'a SpmdGraph,
     /// Id of the first backward node.
     boundary: usize,
+    /// True if the backward gathers activations again that the forward gathered.
+    regathers: bool,
 }
 
 impl StageSplitter<'_> {
@@ -161,7 +168,7 @@ impl StageSplitter<'_> {
         }
         for (id, read) in before.reads.iter().filter(|(_, read)| matches!(read, Read::Gradient { .. })) {
             let arrived = self.joint.backward[&Value { node: *id, output: 0 }];
-            let place = self.done.places[&(arrived, Sharding::Replicated)];
+            let place = self.done.places[&(arrived, self.choice.made(arrived))];
             made.reads.push((map[&place].node, *read));
         }
         let results = self.fragment.graph.outputs.len() + self.fragment.sent.len();
@@ -174,11 +181,18 @@ impl StageSplitter<'_> {
     }
 
     /// Maps a value to the backward graph: a forward value becomes a saved input, except for sources, which are copied.
+    /// With sequence parallelism, an activation is saved split and gathered again.
     fn bring(&self, value: Value, made: &mut Backward, map: &mut HashMap<Value, Value>) -> Value {
         if let Some(found) = map.get(&value) {
             return *found;
         }
         let node = self.done.graph.node(value.node);
+        if self.regathers && self.is_forward(value.node) && matches!(node.op, Op::AllGather(_)) {
+            let part = self.bring(self.done.graph.inputs(value.node)[0], made, map);
+            let whole = made.graph.add(node.op.clone(), &[part], &node.origin).expect("it fitted in the joint graph");
+            map.insert(value, Value { node: whole, output: 0 });
+            return Value { node: whole, output: 0 };
+        }
         let source = matches!(node.op, Op::Constant(_) | Op::Parameter(_) | Op::Iota(_));
         let op = if source {
             node.op.clone()

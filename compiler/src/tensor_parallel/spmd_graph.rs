@@ -86,6 +86,12 @@ impl Writing<'_> {
                 part.fact = layout.part(&parameter.fact, self.machine.devices).expect("the choice divides it evenly");
                 out.emit_all(Op::Parameter(part), &[])
             }
+            Op::Input(input) if self.task.split.contains_key(&id) => {
+                let mut part = input.clone();
+                let split = self.task.split[&id];
+                part.fact = split.part(&input.fact, self.machine.devices).expect("the sharding divides it evenly");
+                out.emit_all(Op::Input(part), &[])
+            }
             op => write(
                 op,
                 strategy,

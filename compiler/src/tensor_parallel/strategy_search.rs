@@ -154,9 +154,12 @@ impl<'a> Model<'a> {
                 ways[usize::from(ways.len() > 1)..].to_vec()
             }
             Op::Parameter(_) => parameter(&node.facts[0], group),
+            _ if self.task.split.contains_key(&id) => {
+                vec![Strategy { outputs: vec![self.task.split[&id]], ..Strategy::replicated(0, 1) }]
+            }
             _ => strategies(&node.op, &facts, &node.facts, group),
         };
-        // Constants and model inputs are replicated.
+        // Constants and other inputs are replicated.
         ways.truncate(if inputs.is_empty() && !matches!(node.op, Op::Parameter(_)) { 1 } else { ways.len() });
         let mut states = Vec::new();
         for way in ways {
@@ -226,6 +229,9 @@ impl<'a> Model<'a> {
                     });
                 }
                 End::Like(_) => {}
+                End::Split(sharding) => {
+                    factors.add(maker, maker, |a, _| self.bring(value, &self.states[maker][a], sharding));
+                }
                 End::Whole => factors.add(maker, maker, |a, _| whole(&self.states[maker][a])),
             }
         }
@@ -315,7 +321,7 @@ mod tests {
         }
         let sum = value(graph.add(Op::Binary(Binary::Add), &[x, y], &origin).unwrap());
         graph.outputs = vec![Output { name: "sum".into(), value: sum }, Output { name: "y".into(), value: y }];
-        SpmdTask { graph, ends: vec![End::Whole; 2], whole: BTreeSet::new() }
+        SpmdTask { graph, ends: vec![End::Whole; 2], whole: BTreeSet::new(), split: HashMap::new() }
     }
 
     fn machine(seed: u64) -> Machine {
@@ -327,6 +333,7 @@ mod tests {
             bandwidth,
             latency: Seconds(1e-7),
             keeps_weights: false,
+            sequence_parallel: false,
         }
     }
 

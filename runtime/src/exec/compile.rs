@@ -116,7 +116,7 @@ fn compile_with(
         let code = match machine {
             None => Assembly::new(device, fragment, backward.as_ref(), (splits, joins(stage))).stage(loss, &saving)?,
             Some(machine) => {
-                let whole = Stage::new(fragment, backward.as_ref(), &tied);
+                let whole = Stage::new(fragment, backward.as_ref(), &tied, machine);
                 let shared = share(&whole, &choose(whole.task(), machine)?.choice, machine, &saving)?;
                 parameters.extend(shared.parameters);
                 let assembly = Assembly::new(device, &shared.fragment, shared.backward.as_ref(), (splits, false));

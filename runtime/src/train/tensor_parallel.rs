@@ -1,7 +1,7 @@
 //! Tensor-parallel training: the devices of a group run the whole pipeline in parallel, each on its shards.
 //!
 //! Each device has a worker for each worker of the program, with the same kernels. Tensors between stages are unsharded
-//! on every device, so messages and replica all-reduces stay among the workers of one device. Only collective ops in
+//! on every device, or split along the sequence, and each device sends its own. So messages and replica all-reduces stay among the workers of one device. Only collective ops in
 //! the graph involve other devices ([`tensor_group`](crate::comm::tensor_group)). Parameters and optimizer state are
 //! sharded; the results are gathered at the end.
 

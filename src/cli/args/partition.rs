@@ -39,7 +39,7 @@ impl From<Format> for ModelFormat {
 /// Arguments of `pipec partition`.
 #[derive(Clone, Debug, Args)]
 #[command(
-    after_help = "Examples:\n  pipec partition model.onnx --gpus 8\n  pipec partition model.onnx --profile profile.json --cluster cluster.toml -o plan.json\n  pipec partition gpt.onnx --levels 8:450GB/s,2:50GB/s --microbatches 16 --optimizer adamw --compare"
+    after_help = "Examples:\n  pipec partition model.onnx --gpus 8\n  pipec partition model.onnx --profile profile.json --cluster cluster.toml -o plan.json\n  pipec partition gpt.onnx --levels 8:450GB/s,2:50GB/s --microbatches 16 --optimizer adamw --compare\n  pipec partition gpt.onnx --levels 8:450GB/s,64:50GB/s --batch 1536 --optimizer adamw"
 )]
 pub struct Arguments {
     /// The model, or a published profile
@@ -63,7 +63,7 @@ pub struct Arguments {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub question: PlanArguments,
-    /// Samples per minibatch; the planner also chooses the number of micro-batches
+    /// Global batch: samples per update of the weights; micro-batches, tensor parallelism, ZeRO and schedule become part of the search
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Schedule")]
     pub batch: Option<u64>,
     /// Allow non-contiguous sets of nodes on a device (dnn-partitioning instances)

@@ -10,6 +10,7 @@ use compiler::cluster::{Cluster, Level};
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::plan::links::Wire;
+use pipec::cluster::torch_links::{self, LinkTime, TorchLinks};
 use pipec::cluster::{self, ClusterRequest};
 use pipec::error::Error;
 use pipec::files::output;
@@ -34,7 +35,9 @@ enum What {
     #[command(after_help = "Example:\n  pipec cluster detect -o cluster.toml")]
     Detect(Detect),
     /// Measure the links of this machine and compare them with a cluster file
-    #[command(after_help = "Example:\n  pipec cluster bench cluster.toml -o measured.toml")]
+    #[command(
+        after_help = "Examples:\n  pipec cluster bench cluster.toml -o measured.toml\n  torchrun --no-python --nproc-per-node 8 pipec cluster bench --engine torch -o cluster.toml"
+    )]
     Bench(Bench),
     /// Show a cluster: its devices, its interconnect levels, and the bandwidth between any two devices
     #[command(
@@ -64,6 +67,15 @@ struct Bench {
     /// Write the cluster file with the measured values
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// What measures: pipec (links between workers of this machine), or torch (collectives of a torchrun job)
+    #[arg(long, value_name = "pipec|torch", default_value = "pipec", value_parser = ["pipec", "torch"])]
+    engine: String,
+    /// --engine torch: auto (GPUs if there are any), cpu or cuda
+    #[arg(long, value_name = "auto|cpu|cuda", default_value = "auto", value_parser = ["auto", "cpu", "cuda"])]
+    device: String,
+    /// --engine torch: the Python with torch [default: that of $VIRTUAL_ENV, else python3]
+    #[arg(long, value_name = "PATH")]
+    python: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -132,7 +144,39 @@ fn deliver(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<
     Ok(())
 }
 
+/// Measures the collectives of a torchrun job. Only the first process prints.
+fn torch_bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
+    let links = TorchLinks { device: arguments.device.clone(), python: arguments.python.clone() };
+    let Some((cluster, times)) = torch_links::measure(&links)? else { return Ok(()) };
+    let cluster = check(cluster).map_err(|error| Error::negative("cannot use the measured values").because(error))?;
+    let row = |one: &LinkTime| {
+        vec![
+            one.level.to_string(),
+            one.operation.clone(),
+            quantity::bytes(one.bytes),
+            quantity::time(one.us),
+            quantity::rate(one.bytes_per_s),
+        ]
+    };
+    let heads = ["level", "operation", "size", "time", "sent per device"];
+    screen.text(&stage_table::table(&heads, &[2, 3, 4], times.iter().map(row).collect()));
+    screen.prose(&format!("\n{}\n", cluster::in_one_line(&cluster)));
+    if let Some(path) = &arguments.output {
+        output::write(path, to_toml(&cluster).as_bytes())?;
+        screen.note(&format!("wrote {}", path.display()));
+    }
+    screen.json(&json!({"measured": cluster, "file": to_json(&cluster)}));
+    Ok(())
+}
+
 fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
+    if arguments.engine == "torch" {
+        if arguments.file.is_some() {
+            return Err(Error::input("`--engine torch` measures the devices of its job, not those of a cluster file")
+                .with_help("omit the file"));
+        }
+        return torch_bench(arguments, screen);
+    }
     let said = match &arguments.file {
         Some(path) => read(path)?,
         None => this_machine(None, false)?,
@@ -140,9 +184,7 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
     if said.device.kind != "cpu" {
         return Err(Error::negative(format!("cannot measure the links of {}", shown(&said.device.kind)))
             .because("pipec measures only the links between CPU workers")
-            .with_help(
-                "measure them with NCCL's all_reduce_perf or nvbandwidth, and write the values into the cluster file",
-            ));
+            .with_help("under torchrun, `pipec cluster bench --engine torch` measures them with NCCL"));
     }
     let mut measured = said.clone();
     machine::measure_links(&mut measured);

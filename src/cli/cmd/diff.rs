@@ -1,15 +1,19 @@
 //! `pipec plan diff`: two plans side by side.
 //!
 //! ```text
+//! a.json and b.json differ in replicas, devices and memory of stages, predicted time
+//! a.json is 1.333 times as fast as b.json: 444.4 samples/s in place of 333.3
+//!
 //! stage     ops      replicas           fwd+bwd               memory
 //!     0  3 to 4  2 on 0-1 to 1 on 0  9.000 ms to 12.00 ms  3.000 MB
 //! ```
 
+use crate::cli::plan_differences::{faster, words};
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
 use crate::cli::table::{Give, fitted};
 use compiler::export::quantity;
-use compiler::export::stage_name::{ranges, recomputed, replicas};
+use compiler::export::stage_name::{per_stage, ranges, recomputed, replicas};
 use compiler::import::onnx::name::shown;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::diff::{Diff, Moved, StageChange, diff, is_rearranged};
@@ -18,9 +22,10 @@ use pipec::error::Error;
 use pipec::plan::read::read_checked;
 use pipec::plan::request::cost_name;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::path::Path;
 
-/// The most ranges of moved ops that are listed.
+/// The most stages, and the most ranges of moved ops, that are listed.
 const MOST_LISTED: usize = 24;
 
 /// Compares two plans and prints the differences; fails with exit code 1 if they differ.
@@ -33,8 +38,13 @@ pub fn run(before: &Path, after: &Path, screen: &Screen) -> Result<(), Error> {
         screen.text(&format!("{first} and {second} are the same plan"));
         return Ok(());
     }
-    screen.prose(&describe(&left, &right, &found, screen.width()));
-    Err(Error::negative(format!("{first} and {second} differ")).because(format!("in {}", found.fields.join(", "))))
+    let what = words(&left, &right, &found).join(", ");
+    screen.prose(&format!("{first} and {second} differ in {what}\n"));
+    if let Some(faster) = faster([&left, &right], [&first, &second]) {
+        screen.prose(&format!("{faster}\n"));
+    }
+    screen.prose(&format!("\n{}", describe(&left, &right, &found, screen.width())));
+    Err(Error::negative(format!("{first} and {second} differ")).because(format!("in {what}")).reported())
 }
 
 fn describe(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String {
@@ -44,7 +54,7 @@ fn describe(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> St
         text += &format!("the plans are for different models: {first} and {second}\n");
     }
     let rows = settings(left, right).into_iter().filter(|(_, before, after)| before != after);
-    let rows: Vec<Vec<String>> = rows.map(|(name, before, after)| vec![name.to_string(), before, after]).collect();
+    let rows: Vec<Vec<String>> = rows.map(|(name, before, after)| vec![name, before, after]).collect();
     if !rows.is_empty() {
         text += &format!("{}\n", stage_table::table(&["", "before", "after"], &[], rows));
     }
@@ -73,9 +83,16 @@ fn describe(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> St
             cell(&|stage| quantity::bytes(stage.memory.total)),
         ]
     };
+    let changed: Vec<&StageChange> = found.stages.iter().filter(|change| is_changed(left, right, change)).collect();
     let header = ["stage", "ops", "in", "out", "replicas", "", "fwd+bwd", "memory"];
     let gives = [Give::Leave(2), Give::Leave(3), Give::Cut(4, 20), Give::Leave(6)];
-    text += &fitted(&header, &[0, 1, 2, 3, 6, 7], found.stages.iter().map(row).collect(), &gives, width);
+    let rows = changed.iter().take(MOST_LISTED).map(|change| row(change)).collect();
+    if !changed.is_empty() {
+        text += &fitted(&header, &[0, 1, 2, 3, 6, 7], rows, &gives, width);
+    }
+    if changed.len() > MOST_LISTED {
+        text += &format!("and {} more stages\n", changed.len() - MOST_LISTED);
+    }
     for moved in found.moved.iter().take(MOST_LISTED) {
         text += &format!("{}\n", describe_move(left, moved));
     }
@@ -87,6 +104,15 @@ fn describe(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> St
         vec![figure.name.to_string(), show(figure.before), show(figure.after), figure.change()]
     });
     text + &format!("\n{}", stage_table::table(&["", "before", "after", ""], &[1, 2, 3], rows.collect()))
+}
+
+/// True if a stage differs in what its row shows.
+fn is_changed(left: &Plan, right: &Plan, change: &StageChange) -> bool {
+    let (before, after) = (left.stages.get(change.stage), right.stages.get(change.stage));
+    let figures = |stage: &Stage| (stage.fwd_us, stage.bwd_us, stage.memory.total);
+    let is_same =
+        |(before, after): (&Stage, &Stage)| !is_rearranged(before, after) && figures(before) == figures(after);
+    change.came + change.ops_lost > 0 || !before.zip(after).is_some_and(is_same)
 }
 
 /// `ops 4 to 7 (conv2 … relu3): stage 0 to 1`.
@@ -111,15 +137,17 @@ fn name(plan: &Plan, stage: Option<usize>, op: u32) -> Option<String> {
 }
 
 /// The settings of both plans as text.
-fn settings(left: &Plan, right: &Plan) -> Vec<(&'static str, String, String)> {
+fn settings(left: &Plan, right: &Plan) -> Vec<(String, String, String)> {
     let of = |plan: &Plan| {
         [
             ("cost model", cost_name(plan.cost).to_string()),
             ("schedule", plan.schedule.kind.name().to_string()),
             ("micro-batch", plan.schedule.micro_batch.to_string()),
             ("micro-batches", plan.schedule.microbatches.to_string()),
-            ("chunks", plan.schedule.chunks.to_string()),
-            ("in flight", numbers(&plan.schedule.in_flight)),
+            ("stages per rank", plan.schedule.chunks.to_string()),
+            ("stages", plan.stages.len().to_string()),
+            ("replicas", per_stage(&replicas_of(plan))),
+            ("in flight", per_stage(&plan.schedule.in_flight)),
             ("devices", pipec::cluster::describe(&plan.cluster)),
             ("ZeRO", zero(plan)),
             ("optimizer", shown(&plan.optimizer).into_owned()),
@@ -127,19 +155,32 @@ fn settings(left: &Plan, right: &Plan) -> Vec<(&'static str, String, String)> {
             ("limit", plan.cluster.memory_per_device.map_or("none".to_string(), |limit| quantity::bytes(limit.0))),
         ]
     };
-    let pair = |((name, before), (_, after))| (name, before, after);
-    of(left).into_iter().zip(of(right)).map(pair).collect()
+    let pair = |((name, before), (_, after)): ((&str, String), (&str, String))| (name.to_string(), before, after);
+    let own = of(left).into_iter().zip(of(right)).map(pair);
+    let names: BTreeSet<&String> = left.options.keys().chain(right.options.keys()).collect();
+    let given = |plan: &Plan, name: &str| match plan.options.get(name) {
+        Some(Value::String(text)) => shown(text).into_owned(),
+        Some(value) => value.to_string(),
+        None => "-".to_string(),
+    };
+    // Options with rows of their own are not repeated.
+    let others = names.into_iter().filter(|name| !SHOWN.contains(&name.as_str()));
+    let others = others.map(|name| (format!("--{}", name.replace('_', "-")), given(left, name), given(right, name)));
+    own.chain(others).collect()
 }
+
+fn replicas_of(plan: &Plan) -> Vec<u32> {
+    plan.stages.iter().map(|stage| stage.replicas).collect()
+}
+
+/// Options that a plan has in other words, too.
+const SHOWN: [&str; 4] = ["optimizer_state", "in_flight", "zero", "stages"];
 
 /// The ZeRO stage of all pipeline stages, or of each if they differ.
 fn zero(plan: &Plan) -> String {
     let levels: Vec<u32> = plan.stages.iter().map(|stage| stage.zero).collect();
     let all = levels.first().filter(|first| levels.iter().all(|level| level == *first));
-    all.map_or_else(|| numbers(&levels), u32::to_string)
-}
-
-fn numbers(list: &[u32]) -> String {
-    list.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
+    all.map_or_else(|| per_stage(&levels), u32::to_string)
 }
 
 /// One predicted number of both plans, and its text form.
@@ -230,7 +271,6 @@ fn value(left: &Plan, right: &Plan, found: &Diff) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-
     #[test]
     fn differences_have_the_sign_of_what_they_are() {
         let change = |before: f64, after: f64, is_share: bool| {

@@ -44,7 +44,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         true => screen.interruptible(|| solve::plan(&request, screen))?,
         false => solve::plan(&request, screen)?,
     };
-    let PlanResult { planned, untrainable, tried } = &result;
+    let PlanResult { planned, untrainable, tried, alternative, too_large } = &result;
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;
     let json = read::to_json(plan).map_err(|error| Error::bug(&error.to_string()))?;
@@ -60,11 +60,15 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         screen.prose(&verdict);
     }
     screen.text(&prediction::describe(plan, screen));
-    if arguments.compare {
+    if arguments.compare && tried.is_empty() {
         screen.text(&candidates::table(planned, screen.width()));
     }
-    if !tried.is_empty() {
+    if let Some(alternative) = alternative {
+        screen.text(&prediction::alternative(alternative, plan.predicted.step_us));
+    }
+    if arguments.compare && !tried.is_empty() {
         screen.text(&candidates::combinations(tried, plan.objective, screen.width()));
+        too_large.iter().for_each(|kind| screen.prose(&format!("{kind}\n")));
     }
     plan.warnings.iter().chain(untrainable).for_each(|warning| screen.warn(warning));
     screen.json_file(&json);

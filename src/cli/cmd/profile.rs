@@ -14,6 +14,7 @@ use compiler::profile::{OpProfile, Profile};
 use pipec::error::Error;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
+use pipec::profile::torch_engine::TorchEngine;
 use pipec::profile::{ProfileDevice, ProfileRequest, profile};
 use profiler::measure::Settings;
 use std::path::PathBuf;
@@ -24,15 +25,24 @@ const LISTED: usize = 12;
 /// Arguments of `pipec profile`.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Examples:\n  pipec profile model.onnx --micro-batch 32 -o profile.json\n  pipec profile model.onnx --device analytic:h200"
+    after_help = "Examples:\n  pipec profile model.onnx --micro-batch 32 -o profile.json\n  pipec profile model.onnx --device analytic:h200\n  pipec profile model.pt2 --engine torch --device cuda:0 --precision bf16"
 )]
 pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL")]
     file: PathBuf,
-    /// Device: cpu measures on one core of this machine, analytic:KIND computes costs from the data sheet of a device type
-    #[arg(long, value_name = "cpu|analytic:KIND", default_value = "cpu")]
+    /// Device: cpu measures on one core of this machine, analytic:KIND computes costs from the data sheet of a device type; with --engine torch also cuda:0
+    #[arg(long, value_name = "cpu|cuda:N|analytic:KIND", default_value = "cpu")]
     device: String,
+    /// Kernels to measure: those of pipec, or those of PyTorch for a .pt2 file
+    #[arg(long, value_name = "pipec|torch", default_value = "pipec", value_parser = ["pipec", "torch"])]
+    engine: String,
+    /// --engine torch: the Python with torch [default: that of $VIRTUAL_ENV, else python3]
+    #[arg(long, value_name = "PATH")]
+    python: Option<PathBuf>,
+    /// --engine torch: also measure the full model under torch.compile
+    #[arg(long)]
+    compile: bool,
     #[command(flatten)]
     dims: Dims,
     #[command(flatten)]
@@ -63,7 +73,18 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     if !output::is_stdout(&path) {
         output::check(&path, &Mark::profile())?;
     }
+    let is_torch = arguments.engine == "torch";
+    if !is_torch && (arguments.python.is_some() || arguments.compile) {
+        let flag = if arguments.compile { "--compile" } else { "--python" };
+        return Err(Error::input(format!("`{flag}` requires `--engine torch`")));
+    }
+    let is_of_torch = arguments.device == "cpu" || arguments.device.split(':').next() == Some("cuda");
     let device = match arguments.device.strip_prefix("analytic:") {
+        _ if is_torch && is_of_torch => ProfileDevice::Torch(TorchEngine {
+            device: arguments.device.clone(),
+            python: arguments.python.clone(),
+            compile: arguments.compile,
+        }),
         Some(kind) => ProfileDevice::Analytic(kind.to_string()),
         None if arguments.device == "cpu" => ProfileDevice::Cpu,
         None => {

@@ -5,31 +5,26 @@ use crate::cli::path_conflicts;
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
+use crate::cli::what_if;
 use clap::Args;
-use compiler::export::escape::short;
 use compiler::export::quantity;
 use compiler::export::report::page::PICTURES;
-use compiler::export::report::{Alternative, Answer, Measured, ModelInfo, Played, Report, WhatIf};
+use compiler::export::report::{Alternative, Measured, ModelInfo, Played, Report};
 use compiler::export::report::{measured, moves, page, play};
 use compiler::graph::hash::sha256;
 use compiler::plan::Plan;
-use compiler::plan::coarsen;
-use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::CostModel;
 use compiler::plan::schedule::Schedule;
 use compiler::schedule::pipeline::pipeline;
 use pipec::costs::CostInput;
-use pipec::costs::Costs;
 use pipec::costs::cost_source::CostSource;
-use pipec::error::{Error, ErrorKind};
+use pipec::error::Error;
 use pipec::files::input;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
 use pipec::plan::custom_schedule;
-use pipec::plan::from_costs::solve;
 use pipec::plan::read::{NOT_A_PIPELINE, is_cyclic, read_checked};
 use pipec::plan::replan;
-use pipec::plan::request::PlanOptions;
 use pipec::plan::schedule_memory;
 use pipec::plan::schedule_memory::beyond;
 use serde_json::json;
@@ -41,14 +36,8 @@ const MOST_METRICS_BYTES: u64 = 256 << 20;
 /// Why the plan of an instance is neither simulated nor evaluated.
 const INSTANCE: &str = "it is for a published instance, which has nodes with times but is not a runnable model";
 
-/// Number of pieces to which the model is coarsened for the what-if plans; this keeps the search short.
-const PIECES: usize = 64;
-
 /// The most stages listed when a schedule needs more memory than the plan estimates.
 const MOST_LISTED: usize = 16;
-
-/// The most devices in a what-if plan.
-const MOST_DEVICES: u64 = 4096;
 
 /// Arguments of `pipec report`.
 #[derive(Debug, Args)]
@@ -111,7 +100,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         }
     };
     let what_if = match &source {
-        Some(source) if !arguments.no_what_if => what_if(source, &arguments, &plan, screen)?,
+        Some(source) if !arguments.no_what_if => what_if::cells(source, &arguments.file, &plan, screen),
         _ => Vec::new(),
     };
     let played = played(&plan, arguments.schedule.as_deref(), screen)?;
@@ -181,72 +170,6 @@ fn metrics(path: &Path, plan: &Plan) -> Result<Measured, Error> {
             .with_help("`pipec train --plan PLAN --metrics FILE` writes the metrics of this plan")
     })?;
     Ok(found)
-}
-
-/// What-if plans for half and twice the devices, and half and twice the micro-batch size or, with a flush, the number of micro-batches.
-fn what_if(source: &CostSource, arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<Vec<WhatIf>, Error> {
-    let schedule = &plan.schedule;
-    let around = |number: u64| match number {
-        0 | 1 => vec![1, 2, 4],
-        n => vec![n / 2, n, 2 * n],
-    };
-    let sizes: Vec<(u64, u32)> = if !schedule.kind.is_continuous() {
-        let counts = around(u64::from(schedule.microbatches)).into_iter();
-        counts.filter_map(|m| Some((schedule.micro_batch, u32::try_from(m).ok()?))).collect()
-    } else if source.is_flexible() {
-        around(schedule.micro_batch).into_iter().map(|samples| (samples, schedule.microbatches)).collect()
-    } else {
-        vec![(schedule.micro_batch, schedule.microbatches)]
-    };
-    let outer = plan.cluster.levels.last().map_or(1, |level| level.count);
-    let inner = u64::from(plan.cluster.devices / outer.max(1));
-    // With device classes, it is unknown which devices to add or remove.
-    let counts = if plan.cluster.classes.is_empty() { around(u64::from(outer)) } else { vec![u64::from(outer)] };
-    let counts: Vec<u64> = counts.into_iter().filter(|count| count * inner <= MOST_DEVICES).collect();
-    let bar = screen.progress((sizes.len() * counts.len()) as u64, "{bar:30} {pos}/{len} what-if plans, {msg}");
-    let mut cells = Vec::new();
-    for &(micro_batch, microbatches) in &sizes {
-        // A model with a fixed batch has no other sizes.
-        let Ok(mut costs) = source.costs(plan, micro_batch) else { continue };
-        // Frameworks cut at module boundaries, which coarsening would lose.
-        if !plan.options.contains_key("target") {
-            costs.graph = coarsen::runs(&costs.graph, PIECES);
-        }
-        for &count in &counts {
-            bar.set_message(format!("{} devices", count * inner));
-            let devices = u32::try_from(count * inner).unwrap_or(u32::MAX);
-            let is_own = (devices, micro_batch, microbatches)
-                == (plan.cluster.devices, schedule.micro_batch, schedule.microbatches);
-            let answer = match is_own {
-                true => Ok(answer(plan)),
-                false => other(arguments, plan, costs.clone(), count as u32, microbatches),
-            };
-            cells.push(WhatIf { devices, micro_batch, microbatches, answer });
-            bar.inc(1);
-        }
-    }
-    bar.finish_and_clear();
-    Ok(cells)
-}
-
-fn answer(plan: &Plan) -> Answer {
-    Answer {
-        replicas: plan.stages.iter().map(|stage| stage.replicas).collect(),
-        throughput_per_s: plan.predicted.throughput_per_s,
-        peak_bytes: fullest(plan),
-    }
-}
-
-fn other(arguments: &Arguments, plan: &Plan, mut costs: Costs, outer: u32, m: u32) -> Result<Answer, String> {
-    if let Some(level) = costs.cluster.levels.last_mut() {
-        level.count = outer;
-    }
-    let options = PlanOptions { microbatches: m, ..replan::options(plan) };
-    match solve(&arguments.file, costs, &options) {
-        Ok(planned) => Ok(answer(&planned.plan)),
-        Err(failure) if failure.kind() == ErrorKind::Infeasible => Err("does not fit".to_string()),
-        Err(failure) => Err(short(&failure.reason(), 80).into_owned()),
-    }
 }
 
 /// The path of the page, if one is requested.

@@ -4,13 +4,14 @@ use crate::cli::args::schedule as schedule_flag;
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
+use crate::cli::worker_table::{self, Worker};
 use clap::Args;
 use compiler::export::quantity;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
-use compiler::plan::StageMemory;
 use compiler::plan::problem::CostModel;
 use compiler::plan::schedule::Schedule;
+use compiler::plan::{Stage, StageMemory};
 use compiler::schedule::Program;
 use compiler::schedule::formats::chart::chart;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
@@ -177,19 +178,18 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             let played = i128::from(timeline.peak_memory(at));
             let held = beside.fold(played, |sum, stage| sum + throughout(&stage.memory, kind));
             let held = u64::try_from(held).unwrap_or(0);
-            (timeline.workers[at].name.clone(), share, timeline.peak_in_flight[at], held)
+            let (name, in_flight) = (timeline.workers[at].name.clone(), timeline.peak_in_flight[at] as usize);
+            Worker { name, busy: share, in_flight, bytes: held }
         })
         .collect();
     let mut played = plan.clone();
     (played.schedule.kind, played.schedule.microbatches) = (kind, microbatches);
-    let most = workers.iter().map(|(.., bytes)| *bytes).max().unwrap_or(0);
+    let most = workers.iter().map(|worker| worker.bytes).max().unwrap_or(0);
     if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| most > limit.0) {
         let (most, limit) = (quantity::bytes(most), quantity::bytes(limit.0));
         screen.warn(&format!("a worker needs {most} with this schedule, above the plan's limit of {limit} per device"));
     }
-    let rows = workers.iter().map(|(name, busy, peak, bytes)| {
-        vec![name.clone(), format!("{:.1} %", busy * 100.0), peak.to_string(), quantity::bytes(*bytes)]
-    });
+    let degree = plan.stages.iter().map(Stage::degree).max().unwrap_or(1);
     let pace = match long.is_none() && pace.is_short(minibatches) {
         true => "not reached in this short run".to_string(),
         false => format!("{} per minibatch, {} samples/s", quantity::time(step), quantity::samples(samples_per_s)),
@@ -198,7 +198,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         "{}\n{}\nsimulated      {} in {}; {} idle, including fill and drain\n\
          steady state   {pace}; the plan predicts {} and {} samples/s\n",
         stage_table::heading(&played),
-        stage_table::table(&["worker", "busy", "peak in flight", "peak memory"], &[1, 2, 3], rows.collect()),
+        worker_table::workers(&workers, degree),
         quantity::plural(u64::from(minibatches), "minibatch", "minibatches"),
         quantity::time(timeline.makespan),
         format_args!("{:.1} %", timeline.bubble().max(0.0) * 100.0),
@@ -221,7 +221,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     }
     let workers: Vec<_> = workers
         .iter()
-        .map(|(name, busy, peak, bytes)| json!({"worker": name, "busy": busy, "in_flight": peak, "bytes": bytes}))
+        .map(|Worker { name, busy, in_flight, bytes }| {
+            json!({"worker": name, "busy": busy, "in_flight": in_flight, "bytes": bytes})
+        })
         .collect();
     screen.json(&json!({
         "schedule": kind.name(),

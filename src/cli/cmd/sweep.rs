@@ -1,8 +1,9 @@
 //! `pipec sweep`: plans for ranges of device counts, depths and batch sizes, as a table and as the plots that papers show.
 
 use crate::cli::args;
+use crate::cli::args::Import;
 use crate::cli::args::optimizer::{self, OptimizerName};
-use crate::cli::args::{Devices, Import};
+use crate::cli::args::shared_plan::SharedPlanArguments;
 use crate::cli::screen::{Screen, clean};
 use crate::cli::table::{Give, fitted};
 use clap::Args;
@@ -13,14 +14,17 @@ use compiler::plan::coarsen;
 use compiler::plan::problem::Recomputation;
 use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::CostGraph;
+use compiler::profile::shared::TensorParallelCosts;
+use pipec::cluster::{self, ClusterRequest};
 use pipec::costs::CostInput;
 use pipec::costs::Costs;
 use pipec::costs::cost_source::CostSource;
 use pipec::error::{Error, ErrorKind};
 use pipec::files::output;
-use pipec::plan::from_costs::solve;
+use pipec::plan::from_costs::{solve, solve_with_groups};
 use pipec::plan::model_family::Family;
 use pipec::plan::request::{PlanOptions, ScheduleChoice};
+use pipec::plan::tensor_parallel::TensorParallel;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -34,15 +38,18 @@ const MOST_DEVICES: u32 = 4096;
 /// Arguments of `pipec sweep`.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Examples:\n  pipec sweep model.onnx --gpus 4,8,16 --microbatches 4,16 --svg plots\n  pipec sweep --family gpt2-xl --gpus 8,64 --memory 80GB"
+    after_help = "Examples:\n  pipec sweep model.onnx --gpus 4,8,16 --microbatches 4,16 --svg plots\n  pipec sweep gpt.onnx --levels 8:450GB/s,4:50GB/s --gpus 8,32 --tensor 8 --microbatches 32 --optimizer adam\n  pipec sweep --family gpt2-xl --gpus 2,4 --memory 16GB"
 )]
 pub struct Arguments {
     /// The model, or a published profile
     #[arg(value_name = "MODEL", required_unless_present = "family")]
     file: Option<PathBuf>,
-    /// Numbers of devices
-    #[arg(long, value_name = "N,…", value_delimiter = ',', required = true, value_parser = devices, help_heading = "Devices")]
+    /// Numbers of devices [default: all of --levels]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', required_unless_present = "levels", value_parser = devices, help_heading = "Devices")]
     gpus: Vec<u32>,
+    /// Interconnect levels, innermost first, for example 8:450GB/s,32:50GB/s; fewer devices fill them from the innermost
+    #[arg(long, value_name = "N:RATE,…", conflicts_with = "bandwidth", help_heading = "Devices")]
+    levels: Option<String>,
     /// Link bandwidth per device and direction, for example 1.25GB/s or 10Gbit/s
     #[arg(long, value_name = "RATE", help_heading = "Devices")]
     bandwidth: Option<String>,
@@ -77,6 +84,8 @@ pub struct Arguments {
     #[arg(long, value_name = "NAME", help_heading = "Sweep ranges")]
     family: Option<String>,
     #[command(flatten)]
+    shared: SharedPlanArguments,
+    #[command(flatten)]
     import: Import,
     /// Write the plots as SVG into this folder, created if missing
     #[arg(long, value_name = "FOLDER", help_heading = "Results")]
@@ -92,6 +101,43 @@ fn devices(text: &str) -> Result<u32, String> {
     }
 }
 
+/// The requested clusters, with their numbers of devices.
+fn clusters(arguments: &Arguments) -> Result<Vec<(u32, ClusterRequest)>, Error> {
+    let bandwidth = args::bandwidth(arguments.bandwidth.as_deref())?;
+    let Some(text) = arguments.levels.as_deref() else {
+        let of = |&count: &u32| (count, ClusterRequest { gpus: Some(count), bandwidth, ..ClusterRequest::default() });
+        return Ok(arguments.gpus.iter().map(of).collect());
+    };
+    let of = |levels: String| ClusterRequest { levels: Some(levels), ..ClusterRequest::default() };
+    let all = cluster::cluster(&of(text.to_string()), None)?.devices();
+    let counts = if arguments.gpus.is_empty() { vec![all] } else { arguments.gpus.clone() };
+    let filled = |count: u32| filled(text, count).map(|levels| (count, of(levels)));
+    let mismatch = |count: u32| {
+        Error::input(format!("{count} devices do not fill `--levels {text}`"))
+            .because("devices fill a level completely before the next one, and there cannot be more than in all levels")
+    };
+    counts.into_iter().map(|count| filled(count).ok_or_else(|| mismatch(count))).collect()
+}
+
+/// The part of the levels that this many devices fill from the innermost; `None` if they do not.
+fn filled(levels: &str, devices: u32) -> Option<String> {
+    let (mut rest, mut parts) = (devices, Vec::new());
+    for part in levels.split(',') {
+        let (count, rate) = part.split_once(':')?;
+        let count = count.trim().parse::<u32>().ok().filter(|count| *count > 0)?;
+        let used = if rest < count { rest } else { count };
+        if !rest.is_multiple_of(used) {
+            return None;
+        }
+        parts.push(format!("{used}:{rate}"));
+        rest /= used;
+        if rest == 1 {
+            break;
+        }
+    }
+    (rest == 1).then(|| parts.join(","))
+}
+
 /// Runs the sweep, prints the tables and writes the plots.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     let mut sweep = Sweep::default();
@@ -102,7 +148,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     }
     if let Some(name) = &arguments.family {
         let largest = largest(&arguments, name, screen)?;
-        screen.text(&family_table(name, &largest, screen));
+        screen.text(&family_table(name, &largest, arguments.shared.tensor, screen));
         sweep.family = Some((name.clone(), largest));
     }
     let mut files = Vec::new();
@@ -129,14 +175,14 @@ fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
     let memory = arguments.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
         Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB` per device")
     })?;
-    Ok(PlanOptions {
+    Ok(arguments.shared.apply(PlanOptions {
         memory_limit: memory,
         optimizer: arguments.optimizer.into(),
         momentum: arguments.momentum,
         recompute: Recomputation::from_name(&arguments.recompute).unwrap_or_default(),
         schedule: Some(ScheduleChoice::Named(default)),
         ..PlanOptions::default()
-    })
+    }))
 }
 
 /// The schedules of the request.
@@ -146,6 +192,12 @@ fn schedules(arguments: &Arguments) -> Vec<Schedule> {
 
 fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Point>, Error> {
     let base = options(arguments)?;
+    if !arguments.depth.is_empty() && base.tensor_parallel() == TensorParallel::Auto {
+        return Err(Error::input("`--depth` cannot be combined with `--tensor auto`")
+            .because("the number of replicas of a stage depends on the degree")
+            .with_help("set the degree, for example `--tensor 8`"));
+    }
+    let clusters = clusters(arguments)?;
     let input = arguments.profile.as_deref().map(CostInput::from).unwrap_or_default();
     let source = CostSource::open(path, &input, &arguments.import.clone().into(), screen)?;
     let sizes = match &arguments.micro_batch[..] {
@@ -160,7 +212,7 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
         [] => vec![None],
         depths => depths.iter().copied().map(Some).collect(),
     };
-    let rows = [&arguments.gpus.len(), &sizes.len(), &schedules.len(), &depths.len(), &arguments.microbatches.len()];
+    let rows = [&clusters.len(), &sizes.len(), &schedules.len(), &depths.len(), &arguments.microbatches.len()];
     let rows = rows.into_iter().fold(1usize, |product, count| product.saturating_mul(*count));
     if rows > MOST_ROWS {
         return Err(Error::input(format!("these lists give {rows} rows, more than the limit of {MOST_ROWS}")));
@@ -172,11 +224,14 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
     counts.dedup();
     let mut points = Vec::with_capacity(rows);
     let (mut refused, mut asked) = (Vec::new(), 0usize);
-    for &devices in &arguments.gpus {
-        let flags = Devices { gpus: Some(devices), bandwidth: arguments.bandwidth.clone(), ..Devices::default() };
-        let cluster = source.cluster(&flags.request()?)?;
+    for (devices, request) in clusters {
+        let cluster = source.cluster(&request)?;
         for &micro_batch in &sizes {
-            let costs = match source.on(cluster.clone(), micro_batch) {
+            let with_groups = |costs: Costs| {
+                let groups = base.tensor_parallel().costs(&costs, base.target)?;
+                Ok((costs, groups))
+            };
+            let costs = match source.with(cluster.clone(), micro_batch, base.precision).and_then(with_groups) {
                 Err(failure) if failure.kind() == ErrorKind::Bug => return Err(failure),
                 costs => costs,
             };
@@ -189,7 +244,9 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
                         bar.set_message(format!("{many}, {}", name(depth)));
                         let schedule = Some(ScheduleChoice::Named(kind));
                         let options = PlanOptions { schedule, microbatches, ..base.clone() };
-                        let found = |costs: &Costs| figures(path, costs, devices, depth, options.clone(), &mut cut);
+                        let found = |costs: &(Costs, Vec<TensorParallelCosts>)| {
+                            figures(path, costs, devices, depth, options.clone(), &mut cut)
+                        };
                         let answer = match costs.as_ref().map_err(Error::clone).and_then(found) {
                             Ok(answer) => answer,
                             Err(failure) if failure.kind() == ErrorKind::Bug => return Err(failure),
@@ -241,23 +298,26 @@ fn describe(devices: u32, depth: Option<u32>, kind: Schedule, m: u32, answer: &R
 /// stages of an earlier row, if any.
 fn figures(
     path: &Path,
-    costs: &Costs,
+    (costs, groups): &(Costs, Vec<TensorParallelCosts>),
     devices: u32,
     depth: Option<u32>,
     mut options: PlanOptions,
     cut: &mut Option<CostGraph>,
 ) -> Result<Result<Figures, String>, Error> {
+    let degree = if let TensorParallel::Degree(degree) = options.tensor_parallel() { degree } else { 1 };
+    let many = || match degree {
+        1 => quantity::plural(u64::from(devices), "device", "devices"),
+        _ => format!("{} of {degree} devices", quantity::plural(u64::from(devices / degree), "group", "groups")),
+    };
     match depth {
-        Some(depth) if depth > devices => {
-            return Ok(Err(format!("{depth} stages on {}", quantity::plural(u64::from(devices), "device", "devices"))));
-        }
-        Some(depth) if !devices.is_multiple_of(depth) => {
-            return Ok(Err(format!("{devices} devices cannot be divided into {depth} equal stages")));
+        Some(depth) if depth > devices / degree => return Ok(Err(format!("{depth} stages on {}", many()))),
+        Some(depth) if !(devices / degree).is_multiple_of(depth) => {
+            return Ok(Err(format!("{} cannot be divided into {depth} equal stages", many())));
         }
         Some(depth) if depth as usize > costs.graph.ops.len() => {
             return Ok(Err(format!("the model has only {} ops", costs.graph.ops.len())));
         }
-        Some(depth) => options.replicas = Some(vec![devices / depth; depth as usize]),
+        Some(depth) => options.replicas = Some(vec![devices / degree / depth; depth as usize]),
         None => {}
     }
     let gradients = costs.graph.params.iter().fold(0u64, |sum, param| sum.saturating_add(param.sum_bytes));
@@ -268,9 +328,10 @@ fn figures(
             return Ok(Ok(Figures::of(&planned.plan, gradients)));
         }
     }
-    match solve(path, costs.clone(), &options) {
+    match solve_with_groups(path, costs.clone(), groups.clone(), &options) {
         Ok(planned) => {
-            if depth.is_some() {
+            // Costs on groups are those of the ops of the whole model.
+            if depth.is_some() && groups.is_empty() {
                 *cut = coarsen::stages(&costs.graph, &planned.plan);
             }
             Ok(Ok(Figures::of(&planned.plan, gradients)))
@@ -295,19 +356,23 @@ fn largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Lar
     let options = PlanOptions { schedule, microbatches, ..base };
     let micro_batch = arguments.micro_batch.first().copied().unwrap_or(1);
     let family = Family::open(name, micro_batch, kind.as_deref(), &options)?;
-    let bandwidth = args::bandwidth(arguments.bandwidth.as_deref())?;
-    let bar = screen.progress(2 * arguments.gpus.len() as u64, "{bar:30} {pos}/{len} results, {elapsed}, {msg}");
+    if options.tensor_parallel() == TensorParallel::Auto {
+        return Err(Error::input("`--family` cannot be combined with `--tensor auto`")
+            .with_help("set the degree, for example `--tensor 8`"));
+    }
+    let clusters = clusters(arguments)?;
+    let bar = screen.progress(2 * clusters.len() as u64, "{bar:30} {pos}/{len} results, {elapsed}, {msg}");
     let mut found = Vec::new();
-    for &devices in &arguments.gpus {
+    for (devices, request) in &clusters {
         for recompute in [true, false] {
             let with = if recompute { "recomputed" } else { "not recomputed" };
-            let setting = format!("{}, {with}", quantity::plural(u64::from(devices), "device", "devices"));
+            let setting = format!("{}, {with}", quantity::plural(u64::from(*devices), "device", "devices"));
             bar.set_message(setting.clone());
             let tried = |layers: u32, fits: bool| {
                 let fits = if fits { "fit" } else { "do not fit" };
                 bar.set_message(format!("{setting}: {layers} layers {fits}"));
             };
-            let one = family.largest(devices, bandwidth, recompute, &tried)?;
+            let one = family.largest(request, recompute, &tried)?;
             let largest = one.found.map_or("none fits".to_string(), |(layers, parameters)| {
                 format!("{layers} layers, {} parameters", quantity::count(parameters))
             });
@@ -345,7 +410,8 @@ fn table(points: &[Point], width: Option<usize>) -> String {
         ];
         match &point.answer {
             Ok(found) => cells.extend([
-                replicas(&found.replicas),
+                replicas(&found.replicas)
+                    + &if found.degree > 1 { format!(" of {}", found.degree) } else { String::new() },
                 quantity::samples(found.throughput_per_s),
                 quantity::bytes(found.peak_bytes),
                 format!("{:.1} %", found.bubble * 100.0),
@@ -393,7 +459,11 @@ fn replicas(list: &[u32]) -> String {
     }
 }
 
-fn family_table(name: &str, largest: &[Largest], screen: &Screen) -> String {
+fn family_table(name: &str, largest: &[Largest], tensor: TensorParallel, screen: &Screen) -> String {
+    let unit = match tensor {
+        TensorParallel::Degree(degree) => format!("group of {degree} devices"),
+        _ => "device".to_string(),
+    };
     let row = |one: &Largest| {
         let (layers, parameters) = match one.found {
             Some((layers, parameters)) => (layers.to_string(), quantity::count(parameters)),
@@ -402,7 +472,7 @@ fn family_table(name: &str, largest: &[Largest], screen: &Screen) -> String {
         vec![one.devices.to_string(), if one.recompute { "yes" } else { "no" }.to_string(), layers, parameters]
     };
     let rows = largest.iter().map(row).collect();
-    let heading = screen.folded(&format!("\nlargest {name} that fits, one stage per device\n"));
+    let heading = screen.folded(&format!("\nlargest {name} that fits, one stage per {unit}\n"));
     let header = ["devices", "recomputed", "layers", "parameters"];
     heading + &fitted(&header, &[0, 2, 3], rows, &[Give::Leave(3)], screen.width())
 }
@@ -419,6 +489,7 @@ fn row(point: &Point) -> serde_json::Value {
     match &point.answer {
         Ok(found) => {
             value["replicas"] = json!(found.replicas);
+            value["tensor_degree"] = json!(found.degree);
             value["throughput_per_s"] = json!(found.throughput_per_s);
             value["peak_bytes"] = json!(found.peak_bytes);
             value["bubble"] = json!(found.bubble);
@@ -434,4 +505,20 @@ fn row(point: &Point) -> serde_json::Value {
 fn member(one: &Largest) -> serde_json::Value {
     let (layers, parameters) = one.found.map_or((None, None), |(layers, parameters)| (Some(layers), Some(parameters)));
     json!({"devices": one.devices, "recompute": one.recompute, "layers": layers, "parameters": parameters})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_fill_levels_from_the_innermost() {
+        let of = |devices| filled("8:350GB/s,32:42GB/s,4:20GB/s", devices);
+        assert_eq!(of(4).as_deref(), Some("4:350GB/s"));
+        assert_eq!(of(8).as_deref(), Some("8:350GB/s"));
+        assert_eq!(of(64).as_deref(), Some("8:350GB/s,8:42GB/s"));
+        assert_eq!(of(512).as_deref(), Some("8:350GB/s,32:42GB/s,2:20GB/s"));
+        assert_eq!(of(1024).as_deref(), Some("8:350GB/s,32:42GB/s,4:20GB/s"));
+        assert_eq!([of(12), of(300), of(2048)], [None, None, None]);
+    }
 }

@@ -144,8 +144,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
             bubble: 0.0,
             bottleneck: bottleneck(&layers, spans),
             busiest_link: None,
-            flops: 0.0,
-            recomputed_flops: 0.0,
+            ..Predicted::default()
         },
         stages,
         lower_bound_us,

@@ -165,8 +165,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
             bubble: 0.0,
             bottleneck: bottleneck(placement, &units, &answer.stages),
             busiest_link: None,
-            flops: 0.0,
-            recomputed_flops: 0.0,
+            ..Predicted::default()
         },
         stages,
         lower_bound_us,

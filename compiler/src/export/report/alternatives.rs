@@ -33,7 +33,7 @@ pub fn draw(report: &Report<'_>) -> Svg {
             (_, false) => "wait",
         };
         picture.rect(class, [LEFT, y, x(one.us) - LEFT, 20.0], None);
-        let fits = if one.fits { "" } else { ", does not fit" };
+        let fits = if one.fits { "" } else { ", does not fit in memory" };
         let label = format!("{}{fits}", quantity::duration(one.us));
         picture.text("small figure", Anchor::Start, [x(one.us) + 8.0, y + 14.0], &label);
     }
@@ -51,12 +51,17 @@ pub fn table(report: &Report<'_>) -> String {
         ("what", Column::Words),
         ("time per minibatch", Column::Numbers),
         ("relative to this plan", Column::Numbers),
-        ("fits", Column::Words),
+        ("fits in memory", Column::Words),
     ];
     let mut table = Table::new("All times use the same cost model.", &columns);
     let own = report.alternatives.first().map_or(0.0, |own| own.us);
     for (at, one) in report.alternatives.iter().enumerate() {
-        let ratio = if own > 0.0 && at > 0 { format!("{} ×", quantity::short(one.us / own)) } else { String::new() };
+        // The time of an alternative that cannot run is no advice.
+        let ratio = if own > 0.0 && at > 0 && one.fits {
+            format!("{} ×", quantity::short(one.us / own))
+        } else {
+            String::new()
+        };
         let fits = if one.fits { "yes" } else { "no" };
         table.marked_row(
             if at == 0 { "own" } else { "" },

@@ -13,7 +13,7 @@ use crate::export::report::{
     Report, alternatives, costs, gantt, graph, measured, memory, over_time, provenance, what_if,
 };
 use crate::export::svg::Svg;
-use crate::plan::device_memory;
+use crate::plan::{Stage, device_memory};
 use sha2::{Digest, Sha256};
 
 const STYLE: &str = include_str!("page.css");
@@ -115,7 +115,8 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
     let limit = plan.cluster.memory_per_device.map(|limit| format!("of {}", quantity::bytes(limit.0)));
     // Stages on the same devices share their workers.
     let ranks = device_memory::held(plan);
-    let workers: u64 = ranks.iter().map(|rank| u64::from(plan.stages[rank.stages[0]].replicas)).sum();
+    let devices = |stage: &Stage| u64::from(stage.replicas) * u64::from(stage.degree());
+    let used: u64 = ranks.iter().map(|rank| devices(&plan.stages[rank.stages[0]])).sum();
     let replicas = plan.stages.iter().map(|stage| stage.replicas.to_string()).collect::<Vec<_>>();
     let shape = if replicas.len() <= 12 {
         replicas.join("-")
@@ -136,7 +137,7 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
         (
             "Replicas per stage",
             shape,
-            format!("{workers} of {}", quantity::plural(u64::from(plan.cluster.devices), "device", "devices")),
+            format!("{used} of {}", quantity::plural(u64::from(plan.cluster.devices), "device", "devices")),
         ),
         (
             "Peak memory per device",

@@ -32,7 +32,7 @@ pub fn provenance(report: &Report<'_>) -> String {
         ("schema", plan.schema.clone()),
         ("cost model", cost(plan.cost).to_string()),
         ("objective", objective.to_string()),
-        ("partitioner", plan.search.method.clone()),
+        ("partitioner", partitioner(plan)),
         ("states explored", crate::export::quantity::count(plan.search.states)),
         ("fallback", fallback),
         ("optimizer", plan.optimizer.clone()),
@@ -42,6 +42,24 @@ pub fn provenance(report: &Report<'_>) -> String {
         ("written by", format!("pipec {}", env!("CARGO_PKG_VERSION"))),
     ])
 }
+
+/// The requested partitioner, and whether constraints limited its search.
+fn partitioner(plan: &Plan) -> String {
+    let asked = plan.options.get("partitioner").and_then(Value::as_str).unwrap_or(&plan.search.method);
+    let is_given = |name: &&str| match plan.options.get(*name) {
+        Some(value) => *name != "in_flight" || value.is_array(),
+        None => false,
+    };
+    let flag = |name: &str| format!("--{}", name.replace('_', "-"));
+    let given: Vec<String> = CONSTRAINTS.iter().copied().filter(|name| is_given(name)).map(flag).collect();
+    match given.is_empty() {
+        true => asked.to_string(),
+        false => format!("{asked}, within the constraints {}", given.join(", ")),
+    }
+}
+
+/// Options that constrain the plans searched.
+const CONSTRAINTS: [&str; 7] = ["stages", "cut_after", "pin", "max_stages", "no_replication", "target", "in_flight"];
 
 fn cost(cost: CostModel) -> &'static str {
     match cost {

@@ -13,13 +13,11 @@
 use super::layers::layers;
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
+use crate::plan::problem::Target;
 use crate::plan::schedule::Schedule;
 use serde_json::json;
 
 const TOOL: &str = "DeepSpeed";
-
-/// The highest ZeRO stage supported with pipelines.
-const MOST_ZERO: u32 = 1;
 
 const USE: [&str; 2] = [
     "`parts` goes into a subclass of PipelineModule made of `layers`: its _partition_layers sets self.parts = parts and calls \
@@ -34,7 +32,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     fit::shares_nothing(plan, TOOL)?;
     fit::schedules(plan, TOOL, &[Schedule::OneFOneB], "1f1b", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
-    let zero = fit::zero(plan, TOOL, MOST_ZERO)?;
+    let zero = fit::zero(plan, TOOL, Target::Deepspeed.most_zero())?;
     let microbatches = fit::share(plan, replicas)?;
     let stages = layers(plan, TOOL)?;
     let mut parts = vec![0];

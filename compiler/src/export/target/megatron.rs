@@ -14,6 +14,7 @@
 use super::layers::{layers, numbered};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
+use crate::plan::problem::Target;
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
 use crate::schedule::pipeline::pipeline;
@@ -31,6 +32,8 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let known = [Schedule::OneFOneB, Schedule::Interleaved];
     fit::schedules(plan, TOOL, &known, "1f1b and interleaved", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
+    let zero = fit::zero(plan, TOOL, Target::Megatron.most_zero())?;
+    let sharded = if zero > 0 { "--use-distributed-optimizer\n" } else { "" };
     let microbatches = fit::share(plan, replicas)?;
     let (layout, count) = layout(plan)?;
     let recompute = recompute(plan, &layout);
@@ -38,12 +41,15 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let micro = plan.schedule.micro_batch;
     let global = micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas));
     let degree = plan.stages.first().map_or(1, Stage::degree);
+    let is_split =
+        plan.stages.iter().any(|stage| stage.tensor_parallel.as_ref().is_some_and(|of| of.sequence_parallel));
+    let sequence = if is_split { "--sequence-parallel\n" } else { "" };
     let tensor = if degree > 1 { format!("--tensor-model-parallel-size {degree}\n") } else { String::new() };
     let precision = plan.precision().filter(|precision| precision.is_mixed());
     let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
         "# {USE}\n{precision}{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
-         --micro-batch-size {micro}\n--global-batch-size {global}\n{recompute}"
+         --micro-batch-size {micro}\n--global-batch-size {global}\n{sequence}{sharded}{recompute}"
     );
     let mut bundle = Bundle::of("megatron.args", text);
     bundle.notes.push(USE.to_string());

@@ -1,12 +1,13 @@
 //! A folder that trains with `torchrun` and `torch.distributed.pipelining`: `stages.json` with the nodes of each stage,
-//! `schedule.csv`, `split.py` that splits the model by node name, and `train.py` that drives torch's pipeline runtime.
+//! `schedule.csv`, `split.py` that splits the model by node name, `runtime.py` that drives torch's pipeline runtime, and
+//! the command `train.py`. `split.py` and `runtime.py` are files of the Python package, `python/pipec`.
 //!
-//! Both programs are fixed: names from the model are data in `stages.json` and never program text.
+//! The programs are fixed: names from the model are data in `stages.json` and never program text.
 //! `_PipelineScheduleRuntime` and its `_load_csv` are private to torch, so the bundle states the torch version it is
 //! for.
 //!
 //! torch sends tensors only to the next stage and trains copies of tied weights independently. `split.py` forwards skip
-//! tensors through the stages between, and `train.py` sums the gradients of tied weights.
+//! tensors through the stages between, and `runtime.py` sums the gradients of tied weights.
 
 use super::nodes;
 use super::orders::{Order, order};
@@ -23,6 +24,7 @@ const TORCH: &str = "2.15";
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::shares_nothing(plan, TOOL)?;
+    fit::zero(plan, TOOL, 0)?;
     let Order { table, ranks, microbatches, replicas } = order(asked, TOOL)?;
     let mut spans: BTreeMap<&str, (u32, u32)> = BTreeMap::new();
     let mut stages: Vec<Value> = Vec::with_capacity(plan.stages.len());
@@ -39,7 +41,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
             }
             span.1 = stage.id.0;
         }
-        stages.push(json!({"nodes": names, "modules": stage.modules}));
+        stages.push(json!({"nodes": names, "modules": stage.modules, "recompute": stage.recompute}));
     }
     let whole = json!({
         "schema": "pipec.torch/1",
@@ -54,7 +56,8 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let text = serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n";
     let mut bundle = Bundle::of("stages.json", text)
         .with("schedule.csv", table)
-        .with("split.py", include_str!("torch/split.py").to_string())
+        .with("split.py", include_str!("../../../../python/pipec/split.py").to_string())
+        .with("runtime.py", include_str!("../../../../python/pipec/runtime.py").to_string())
         .with("train.py", include_str!("torch/train.py").to_string());
     let moved: Vec<String> =
         spans.iter().filter(|(_, (first, last))| first != last).map(|(name, _)| name.to_string()).collect();

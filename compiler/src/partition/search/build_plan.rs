@@ -228,27 +228,39 @@ pub fn memory(
     caps: &[u32],
     pending_weight_grads: &[u32],
 ) -> Vec<StageMemory> {
-    let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, ScheduleFlow::late));
     let leaves = shape.leaves();
-    let held = |(at, holdings): (usize, &MemoryTerms), replicas: u32| {
+    let held = |(at, multiples): (usize, MemoryMultipliers)| {
         let freed = match spots[at].recompute {
             Recompute::First(_) => Some(freed(problem, leaves[at].ops, spots[at].recompute)),
             Recompute::None | Recompute::All => None,
         };
-        MemoryTerms { freed, ..*holdings }.held(&MemoryMultipliers {
-            in_flight: caps[at],
-            pending_weight_grads: pending_weight_grads.get(at).copied().unwrap_or(0),
-            versions: versions[at],
-            late: late[at],
-            replicas,
-            recompute: spots[at].recompute.is_any(),
-            zero: problem.zero,
-            optimizer_state: problem.optimizer_state,
-            schedule: problem.schedule,
-            microbatches: problem.microbatches,
-        })
+        let multiples = MemoryMultipliers { recompute: spots[at].recompute.is_any(), ..multiples };
+        MemoryTerms { freed, ..holdings[at] }.held(&multiples)
     };
-    holdings.iter().enumerate().zip(shape.replicas()).map(|(one, replicas)| held(one, replicas)).collect()
+    multiples(problem, shape, caps, pending_weight_grads).into_iter().enumerate().map(held).collect()
+}
+
+/// The multipliers of the memory terms of each stage, without recomputation.
+pub fn multiples(
+    problem: &Problem,
+    shape: &Shape,
+    caps: &[u32],
+    pending_weight_grads: &[u32],
+) -> Vec<MemoryMultipliers> {
+    let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, ScheduleFlow::late));
+    let one = |(at, replicas): (usize, u32)| MemoryMultipliers {
+        in_flight: caps[at],
+        pending_weight_grads: pending_weight_grads.get(at).copied().unwrap_or(0),
+        versions: versions[at],
+        late: late[at],
+        replicas,
+        recompute: false,
+        zero: problem.zero,
+        optimizer_state: problem.optimizer_state,
+        schedule: problem.schedule,
+        microbatches: problem.microbatches,
+    };
+    shape.replicas().into_iter().enumerate().map(one).collect()
 }
 
 fn freed(problem: &Problem, ops: &[u32], recompute: Recompute) -> u64 {

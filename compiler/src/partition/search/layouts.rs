@@ -22,14 +22,14 @@ use crate::partition::search::interleaved::Counts;
 use crate::partition::search::module_boundaries::Borders;
 use crate::partition::search::result::{PlanCandidate, SearchResult, order};
 use crate::partition::search::simulate_candidate::played;
-use crate::partition::search::{finish_plan, interleaved, linear_search, pipec_rules};
+use crate::partition::search::{finish_plan, interleaved, linear_search, partial_recompute, pipec_rules};
 use crate::plan::Edge;
 use crate::plan::chunks::{self, rank_of};
 use crate::plan::cost_estimate::{self, FlowQuery, PlacedStage};
 use crate::plan::in_flight::{self, ScheduleFlow};
 use crate::plan::links;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
-use crate::plan::problem::{Problem, Recomputation};
+use crate::plan::problem::{Problem, Recomputation, Target};
 use crate::plan::schedule::Schedule;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -60,10 +60,20 @@ pub struct Layout {
 pub struct LayoutEstimate {
     pub layout: Layout,
     pub minibatch_us: f64,
+    /// Lower bound of the time, without messages.
+    pub bound_us: f64,
+    /// Compute of the busiest rank per minibatch, and the part of it that recomputes activations.
+    pub busy_us: f64,
+    pub recompute_us: f64,
     /// Memory of the fullest device.
     pub peak_bytes: u64,
+}
+
+impl LayoutEstimate {
     /// True if stages recompute their activations.
-    pub recomputes: bool,
+    pub fn recomputes(&self) -> bool {
+        self.recompute_us > 0.0
+    }
 }
 
 /// The layouts of a problem, whose schedule, number of chunks and ZeRO stage they replace.
@@ -99,45 +109,68 @@ impl<'a> Layouts<'a> {
     }
 
     /// The layouts that fit in memory under these schedules and ZeRO stages, in a fixed order. A ZeRO stage is left out if
-    /// a lower one fits without recomputation.
+    /// a lower one is as fast, as it is without recomputation.
     pub fn estimates(
         &self,
         schedules: &[Schedule],
         zero: RangeInclusive<u32>,
         chunks: Option<u32>,
     ) -> Vec<LayoutEstimate> {
+        let mut found = Vec::new();
+        self.each(schedules, chunks, &mut |cut, layout, held| {
+            let mut best_us = f64::INFINITY;
+            for zero in zero.clone() {
+                let layout = Layout { zero, ..layout };
+                let Some((recomputed, peak_bytes)) = self.fitted(cut, &layout, held) else { continue };
+                let estimate = LayoutEstimate { peak_bytes, ..self.time(cut, &layout, &recomputed) };
+                if estimate.minibatch_us < best_us {
+                    best_us = estimate.minibatch_us;
+                    found.push(estimate);
+                }
+                if recomputed.iter().all(|share| *share == 0.0) || layout.replicas == 1 {
+                    break;
+                }
+            }
+        });
+        found
+    }
+
+    /// The layout that needs the least memory at this ZeRO stage, and the bytes of its fullest device.
+    pub fn least_memory(&self, schedules: &[Schedule], zero: u32, chunks: Option<u32>) -> Option<(Layout, u64)> {
+        let mut least: Option<(Layout, u64)> = None;
+        self.each(schedules, chunks, &mut |cut, layout, held| {
+            let layout = Layout { zero, ..layout };
+            let peak = self
+                .of_ranks(cut, &layout, held, self.problem.recomputation() != Recomputation::Never)
+                .into_iter()
+                .max()
+                .unwrap_or(0);
+            if least.is_none_or(|(_, known)| peak < known) {
+                least = Some((layout, peak));
+            }
+        });
+        least
+    }
+
+    /// Visits all layouts, at ZeRO stage 0.
+    fn each(&self, schedules: &[Schedule], chunks: Option<u32>, visit: &mut dyn FnMut(&Cut, Layout, &Counts)) {
         let asked = self.joined.problem(self.problem);
         let line = Line::new(&asked, self.order.clone(), self.ends.clone());
         let mut cuts: BTreeMap<usize, Option<Cut>> = BTreeMap::new();
-        let mut found = Vec::new();
         for ranks in 1..=self.problem.cluster.devices().min((self.ends.len() - 1) as u32) {
             for &schedule in schedules {
-                for chunks in
-                    self.chunk_counts(schedule, ranks).filter(|count| chunks.is_none_or(|only| *count == only))
+                for count in self.chunk_counts(schedule, ranks).filter(|count| chunks.is_none_or(|only| *count == only))
                 {
-                    let Some(replicas) = self.replicas(ranks, chunks) else { continue };
-                    let stages = (ranks * chunks) as usize;
+                    let Some(replicas) = self.replicas(ranks, count) else { continue };
+                    let stages = (ranks * count) as usize;
                     let cut = cuts.entry(stages).or_insert_with(|| Cut::of(&asked, &line, stages));
-                    let Some(cut) = cut else { continue };
-                    let held = self.by_rule(schedule, ranks, replicas, chunks);
-                    let mut best_us = f64::INFINITY;
-                    for zero in zero.clone() {
-                        let layout = Layout { schedule, ranks, replicas, chunks, zero };
-                        let Some((recomputed, peak_bytes)) = self.fitted(cut, &layout, &held) else { continue };
-                        let minibatch_us = self.time(cut, &layout, &recomputed);
-                        let recomputes = recomputed.contains(&true);
-                        if minibatch_us < best_us {
-                            best_us = minibatch_us;
-                            found.push(LayoutEstimate { layout, minibatch_us, peak_bytes, recomputes });
-                        }
-                        if !recomputes || replicas == 1 {
-                            break;
-                        }
+                    if let Some(cut) = cut {
+                        let held = self.by_rule(schedule, ranks, replicas, count);
+                        visit(cut, Layout { schedule, ranks, replicas, chunks: count, zero: 0 }, &held);
                     }
                 }
             }
         }
-        found
     }
 
     /// The replicas of each stage; `None` if there is no such layout.
@@ -154,8 +187,16 @@ impl<'a> Layouts<'a> {
         if constraints.no_replication {
             return Some(1);
         }
+        // Megatron-LM interleaves rounds of as many micro-batches as there are ranks.
+        let replicas = (devices / ranks).min(self.problem.microbatches);
+        let rounds = self.problem.microbatches / replicas;
+        if constraints.target == Some(Target::Megatron) && chunks > 1 && !rounds.is_multiple_of(ranks) {
+            return None;
+        }
         let is_tried = devices <= FEW_DEVICES || devices.is_multiple_of(ranks);
-        is_tried.then(|| (devices / ranks).min(self.problem.microbatches))
+        // Frameworks divide a minibatch evenly.
+        let is_even = constraints.target.is_none() || self.problem.microbatches.is_multiple_of(replicas);
+        (is_tried && is_even).then_some(replicas)
     }
 
     /// Numbers of stages per rank.
@@ -183,11 +224,11 @@ impl<'a> Layouts<'a> {
         Counts { caps: of_stage(&caps), pending_weight_grads: of_stage(&pending) }
     }
 
-    /// For each stage whether it recomputes its activations, and the peak memory; `None` if the layout does not fit.
-    fn fitted(&self, cut: &Cut, layout: &Layout, held: &Counts) -> Option<(Vec<bool>, u64)> {
+    /// Memory of a device of each rank, if all or no stages recompute their activations.
+    fn of_ranks(&self, cut: &Cut, layout: &Layout, held: &Counts, recompute: bool) -> Vec<u64> {
         let &Layout { schedule, ranks, replicas, zero, .. } = layout;
-        let limit = self.problem.limit_of(0..self.problem.cluster.devices()).unwrap_or(u64::MAX);
-        let bytes = |stage: usize, recompute: bool| {
+        let mut of_rank = vec![0u64; ranks as usize];
+        for (stage, holdings) in cut.holdings.iter().enumerate() {
             let multiples = MemoryMultipliers {
                 in_flight: held.caps[stage],
                 pending_weight_grads: held.pending_weight_grads.get(stage).copied().unwrap_or(0),
@@ -200,36 +241,43 @@ impl<'a> Layouts<'a> {
                 schedule,
                 microbatches: self.problem.microbatches,
             };
-            cut.holdings[stage].held(&multiples).total
-        };
-        let rank = |stage: usize| rank_of(schedule, ranks, stage as u32) as usize;
-        let sum = |recompute: bool| {
-            let mut of_rank = vec![0u64; ranks as usize];
-            (0..cut.ops.len()).for_each(|stage| {
-                let sum = &mut of_rank[rank(stage)];
-                *sum = sum.saturating_add(bytes(stage, recompute));
-            });
-            of_rank
-        };
+            let sum = &mut of_rank[rank_of(schedule, ranks, stage as u32) as usize];
+            *sum = sum.saturating_add(holdings.held(&multiples).total);
+        }
+        of_rank
+    }
+
+    /// The fraction of each stage that recomputes its activations, and the peak memory; `None` if the layout does not
+    /// fit. The fraction is that of the bytes; it is the same for all stages of a rank.
+    fn fitted(&self, cut: &Cut, layout: &Layout, held: &Counts) -> Option<(Vec<f64>, u64)> {
+        let limit = self.problem.limit_of(0..self.problem.cluster.devices()).unwrap_or(u64::MAX);
         let recomputation = self.problem.recomputation();
-        let mut of_rank = sum(recomputation.is_full());
-        let mut recomputed = vec![recomputation.is_full(); ranks as usize];
+        let mut of_rank = self.of_ranks(cut, layout, held, recomputation.is_full());
+        let mut recomputed = vec![if recomputation.is_full() { 1.0 } else { 0.0 }; of_rank.len()];
         if of_rank.iter().any(|bytes| *bytes > limit) {
             if recomputation != Recomputation::Auto {
                 return None;
             }
-            for (at, fewer) in
-                sum(true).into_iter().enumerate().filter(|(at, _)| of_rank[*at] > limit).collect::<Vec<_>>()
-            {
-                (of_rank[at], recomputed[at]) = (fewer, true);
+            let fewer = self.of_ranks(cut, layout, held, true);
+            for rank in 0..of_rank.len() {
+                if of_rank[rank] > limit {
+                    let (needed, most) = (of_rank[rank] - limit, of_rank[rank].saturating_sub(fewer[rank]));
+                    recomputed[rank] = (needed as f64 / most.max(1) as f64).min(1.0);
+                    of_rank[rank] = fewer[rank].max(limit);
+                }
             }
         }
         let peak = of_rank.into_iter().max().unwrap_or(0);
+        let rank = |stage: usize| rank_of(layout.schedule, layout.ranks, stage as u32) as usize;
         (peak <= limit).then(|| ((0..cut.ops.len()).map(|stage| recomputed[rank(stage)]).collect(), peak))
     }
 
-    /// The closed form of the time of a minibatch, in microseconds.
-    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[bool]) -> f64 {
+    /// The closed form of the time of a minibatch, and a lower bound of it without messages; both in microseconds.
+    ///
+    /// With k micro-batches on each replica, rank r computes `k Σ C_s` over its stages s. It starts after the forward of
+    /// the first stages of all ranks before it, and unless the backward is split, their backward follows. The all-reduce
+    /// of the first stage overlaps at most with its last backward.
+    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[f64]) -> LayoutEstimate {
         let &Layout { schedule, ranks, replicas, chunks, zero } = layout;
         let levels = &self.problem.cluster.levels;
         let stage = |at: usize| {
@@ -242,7 +290,7 @@ impl<'a> Layouts<'a> {
             let gather = if zero >= 3 { ring(cut.holdings[at].weights) } else { 0.0 };
             let scatter = if zero >= 2 { ring(cut.holdings[at].summed) } else { 0.0 };
             let forward_us = cut.forward[at] + gather;
-            let again = if recomputed[at] { forward_us } else { 0.0 };
+            let again = recomputed[at] * forward_us;
             PlacedStage {
                 forward_us,
                 backward_us: cut.backward[at].max(scatter) + gather + again,
@@ -253,8 +301,32 @@ impl<'a> Layouts<'a> {
         };
         let stages: Vec<PlacedStage> = (0..cut.ops.len()).map(stage).collect();
         let asked = FlowQuery { schedule, microbatches: self.problem.microbatches, latency: false };
+        let reduce_us = match replicas {
+            1 => 0.0,
+            _ => links::all_reduce_us(&links::rings_of_range(levels, 0, replicas, stages[0].gradient_bytes)),
+        };
+        let reduce_us = if zero >= 2 { 0.0 } else { reduce_us };
+        let bound_us = bound(&stages, &cut.weight_grad, reduce_us, layout, asked.microbatches);
+        let items = f64::from(asked.microbatches.div_ceil(replicas));
+        let of_ranks = |us: &dyn Fn(usize) -> f64| -> Vec<f64> {
+            let mut sums = vec![0.0; ranks as usize];
+            (0..stages.len()).for_each(|at| sums[rank_of(schedule, ranks, at as u32) as usize] += items * us(at));
+            sums
+        };
+        let busy = of_ranks(&|at| stages[at].forward_us + stages[at].backward_us);
+        let again = of_ranks(&|at| recomputed[at] * stages[at].forward_us);
+        let busiest = (0..busy.len()).max_by(|a, b| busy[*a].total_cmp(&busy[*b])).unwrap_or(0);
+        let estimate = LayoutEstimate {
+            layout: *layout,
+            minibatch_us: 0.0,
+            bound_us,
+            busy_us: busy[busiest],
+            recompute_us: again[busiest],
+            peak_bytes: 0,
+        };
         if chunks > 1 {
-            return chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us;
+            let minibatch_us = chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us;
+            return LayoutEstimate { minibatch_us, ..estimate };
         }
         let found = cost_estimate::outlook(&asked, levels, &stages, &cut.edges);
         let hidden = match schedule {
@@ -263,7 +335,7 @@ impl<'a> Layouts<'a> {
             _ => 0.0,
         };
         let later: f64 = cut.weight_grad[..cut.weight_grad.len() - 1].iter().sum();
-        (found.minibatch_us - hidden * later).max(found.busiest_us)
+        LayoutEstimate { minibatch_us: (found.minibatch_us - hidden * later).max(found.busiest_us), ..estimate }
     }
 
     fn problem_of(&self, problem: &Problem, layout: &Layout) -> Problem {
@@ -281,9 +353,9 @@ impl<'a> Layouts<'a> {
             _ => interleaved::counts(problem, ranks, replicas)?,
         };
         let (recomputed, _) = self.fitted(&cut, layout, &held)?;
-        let spot = |(at, recompute): (usize, bool)| {
+        let spot = |(at, share): (usize, f64)| {
             let first = rank_of(schedule, ranks, at as u32) * replicas;
-            StagePosition { first, recompute: recompute.into() }
+            StagePosition { first, recompute: (share > 0.0).into() }
         };
         let spots: Vec<StagePosition> = recomputed.into_iter().enumerate().map(spot).collect();
         let stages = cut.ops.into_iter().map(|ops| (ops, replicas)).collect();
@@ -301,8 +373,18 @@ impl<'a> Layouts<'a> {
         let asked = self.joined.problem(&full);
         let question = self.question(&asked, options);
         let candidate = self.candidate(&question, layout).filter(|candidate| candidate.fits)?;
-        let PlanCandidate { shape, spots, caps, minibatch_us, .. } = candidate;
-        Some(played(&full, &self.joined.spread(&shape), &spots, &caps, minibatch_us, options.efficiency).minibatch_us)
+        let PlanCandidate { shape, spots, caps, pending_weight_grads, minibatch_us, .. } = candidate;
+        let shape = self.joined.spread(&shape);
+        let fewer = match full.recomputation() {
+            Recomputation::Auto => partial_recompute::reduced(&full, &shape, &spots, (&caps, &pending_weight_grads)),
+            Recomputation::Never | Recomputation::Full => None,
+        };
+        let minibatch_us = match &fewer {
+            Some(fewer) => build_plan::minibatch_us(&full, &shape, fewer),
+            None => minibatch_us,
+        };
+        let spots = fewer.unwrap_or(spots);
+        Some(played(&full, &shape, &spots, &caps, minibatch_us, options.efficiency).minibatch_us)
     }
 
     fn question<'q>(&'q self, asked: &'q Problem, options: &PlannerOptions<'_>) -> SearchContext<'q> {
@@ -335,6 +417,25 @@ impl<'a> Layouts<'a> {
         planned.set_idle(&full);
         Ok(planned)
     }
+}
+
+/// Lower bound of the time of a minibatch; see [`Layouts::time`].
+fn bound(stages: &[PlacedStage], weight_grads: &[f64], reduce_us: f64, layout: &Layout, microbatches: u32) -> f64 {
+    let items = f64::from(microbatches.div_ceil(layout.replicas));
+    let ranks = layout.ranks as usize;
+    let mut work = vec![0.0; ranks];
+    for (at, stage) in stages.iter().enumerate() {
+        work[rank_of(layout.schedule, layout.ranks, at as u32) as usize] += stage.forward_us + stage.backward_us;
+    }
+    let splits = layout.schedule.splits_backward();
+    let (mut before, mut bound) = (0.0, 0.0f64);
+    for rank in 0..ranks {
+        bound = bound.max(before + items * work[rank]);
+        before += stages[rank].forward_us + if splits { 0.0 } else { stages[rank].backward_us };
+    }
+    // The weights of the first stage are the last that receive a gradient.
+    let last = if splits { weight_grads[0] } else { stages[0].backward_us };
+    bound + (reduce_us - last).max(0.0)
 }
 
 impl Cut {

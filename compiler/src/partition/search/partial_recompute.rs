@@ -7,6 +7,7 @@
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
 use crate::partition::search::build_plan::{Recompute, StagePosition};
+use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::Problem;
 
 /// The positions of stages that recompute as little as possible under these in-flight limits and pending weight
@@ -21,12 +22,15 @@ pub fn reduced(
         return None;
     }
     let (holdings, replicas) = (build_plan::holdings(problem, shape), shape.replicas());
-    // Only the stage in question is partly recomputed here, because each such stage takes a pass over the graph.
+    let multiples = build_plan::multiples(problem, shape, caps, pending_weight_grads);
+    let freed = freed_by_first(problem, shape);
     let bytes = |at: usize, recompute: Recompute| {
-        let mut alone: Vec<StagePosition> =
-            spots.iter().map(|spot| StagePosition { recompute: Recompute::None, ..*spot }).collect();
-        alone[at].recompute = recompute;
-        build_plan::memory(problem, shape, &alone, &holdings, caps, pending_weight_grads)[at].total
+        let freed = match recompute {
+            Recompute::First(ops) => Some(freed[at][ops as usize]),
+            Recompute::None | Recompute::All => None,
+        };
+        let multiples = MemoryMultipliers { recompute: recompute.is_any(), ..multiples[at] };
+        MemoryTerms { freed, ..holdings[at] }.held(&multiples).total
     };
     let mut fewer = spots.to_vec();
     let mut totals: Vec<u64> = (0..spots.len()).map(|at| bytes(at, spots[at].recompute)).collect();
@@ -56,6 +60,33 @@ pub fn reduced(
         (fewer[at].recompute, totals[at]) = best;
     }
     (fewer != spots).then_some(fewer)
+}
+
+/// For each stage, the bytes per micro-batch that recomputing its first ops frees, by their number; see
+/// [`freed`](crate::plan::memory::freed).
+fn freed_by_first(problem: &Problem, shape: &Shape) -> Vec<Vec<u64>> {
+    let graph = &problem.graph;
+    let mut stage_of = vec![0; graph.ops.len()];
+    for (at, leaf) in shape.leaves().iter().enumerate() {
+        leaf.ops.iter().for_each(|&op| stage_of[op as usize] = at);
+    }
+    let mut stays = vec![0u64; graph.ops.len()];
+    for (_, tensor) in graph.tensors.iter().enumerate().filter(|(at, _)| !graph.is_only_sent(*at)) {
+        let made = tensor.producer.index();
+        if tensor.consumers.iter().any(|op| stage_of[op.index()] != stage_of[made]) {
+            stays[made] = stays[made].saturating_add(tensor.bytes);
+        }
+    }
+    let of_stage = |ops: &[u32]| {
+        let (mut saved, mut kept) = (0u64, 0u64);
+        let one = |&op: &u32| {
+            saved = saved.saturating_add(graph.ops[op as usize].saved_bytes);
+            kept = kept.saturating_add(stays[op as usize]);
+            saved.saturating_sub(kept)
+        };
+        std::iter::once(0).chain(ops.iter().map(one)).collect()
+    };
+    shape.leaves().iter().map(|leaf| of_stage(leaf.ops)).collect()
 }
 
 /// The recomputed stages by the bytes that their recomputation frees per forward time: those worth least come first, so

@@ -2,23 +2,29 @@
 
     torchrun --nproc-per-node N train.py --model model.pt2 --data train.npz --loss cross-entropy
 
-N is the number of ranks times the replicas, both from stages.json. The arrays of the data file have the names of the model's
-inputs; the labels are `target` or `y`. Rows are read in order for --epochs epochs. trained.pt is the resulting state dict. The
-optimizer is plain SGD; change `Trainer` to use another one or to shuffle rows. _PipelineScheduleRuntime of
-torch.distributed.pipelining runs the schedule. It is private to torch; stages.json has the supported version.
+N is the number of ranks times the replicas, both from stages.json. The model is a file of torch.export.save, or a module and its
+example inputs that `package.module:function` returns. The arrays of the data file have the names of the model's inputs; the labels
+are `target` or `y`. Rows are read in order for --epochs epochs. trained.pt is the resulting state dict. The optimizer is plain SGD;
+change `main` to use another one, and `Data` to shuffle rows.
+
+torch.export.load can execute code from the file: only load files that you trust.
 """
 
 import argparse
+import importlib
+import json
 import os
+from pathlib import Path
 
 import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from split import HERE, imported, load, read_plan, split
+from runtime import PipelineRuntime
+from split import SplitError, split
+
+HERE = Path(__file__).resolve().parent
 
 
 def arguments():
@@ -60,130 +66,89 @@ def arrays(file, names):
     return [torch.from_numpy(data[name]) for name in named], torch.from_numpy(data[labels[0]])
 
 
-class Trainer:
-    """The stages of one process, and its process groups."""
+class Data:
+    """The rows of the data file, in micro-batches."""
 
-    def __init__(self, args, plan):
-        self.plan = plan
-        self.rank = dist.get_rank()
-        ranks = max(plan["ranks"]) + 1
-        if dist.get_world_size() != ranks * plan["replicas"]:
-            raise SystemExit(f"{ranks} ranks times {plan['replicas']} replicas need as many processes, not {dist.get_world_size()}")
-        self.replica, self.place = divmod(self.rank, ranks)
-        self.items = plan["microbatches"] * plan["replicas"]
-        model = load(args.model, args.module)
-        self.names = [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
-        self.inputs, self.target = arrays(args.data, self.names)
-        stages = split(model, plan, [self.rows(array, 0) for array in self.inputs])
-        # Every process creates every group, in the same order.
-        groups = [dist.new_group(list(range(at * ranks, (at + 1) * ranks))) for at in range(plan["replicas"])]
-        held = {}
-        for at, stage in enumerate(stages):
-            for name, _ in stage.module.named_parameters():
-                held.setdefault(name, set()).update(plan["ranks"][at] + ranks * replica for replica in range(plan["replicas"]))
-        self.held = {name: tuple(sorted(where)) for name, where in sorted(held.items())}
-        shared = sorted({where for where in self.held.values() if len(where) > 1})
-        self.groups = {where: dist.new_group(list(where)) for where in shared}
-        own = [at for at in range(len(stages)) if plan["ranks"][at] == self.place]
-        self.modules = [stages[at].module for at in own]
-        self.is_first, self.is_last = 0 in own, len(stages) - 1 in own
-        loss = LOSSES.get(args.loss) or imported(args.loss)
-        example = lambda wires: tuple(wire.example() for wire in wires)
-        pipeline = [
-            PipelineStage(
-                stages[at].module,
-                at,
-                len(stages),
-                torch.device("cpu"),
-                input_args=example(stages[at].inputs),
-                output_args=example(stages[at].outputs),
-                group=groups[self.replica],
-            )
-            for at in own
-        ]
-        # Scale the loss, not the gradients: two stages of a process may share a parameter, which would be scaled twice.
-        scaled = lambda output, target: loss(output[0] if isinstance(output, tuple) else output, target) / self.items
-        self.schedule = _PipelineScheduleRuntime(pipeline, plan["microbatches"], loss_fn=scaled, scale_grads=False)
-        self.schedule._load_csv(args.schedule, format="compute_only")
-        self.parameters = {name: p for module in self.modules for name, p in module.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=args.lr) if self.parameters else None
+    def __init__(self, file, names, plan):
+        self.inputs, self.target = arrays(file, names)
+        self.size = plan["micro_batch"]
+        self.replicas = plan["replicas"]
+        self.items = plan["microbatches"] * self.replicas
 
     def minibatches(self):
         """Number of whole minibatches in the data, at least one."""
-        return max(1, self.target.shape[0] // (self.items * self.plan["micro_batch"]))
+        return max(1, self.target.shape[0] // (self.items * self.size))
 
     def rows(self, array, item):
         """The rows of one micro-batch; the data wraps around."""
-        size = self.plan["micro_batch"]
         count = array.shape[0]
-        at = [(item * size + row) % count for row in range(size)]
-        return array[at]
+        return array[[(item * self.size + row) % count for row in range(self.size)]]
 
-    def step(self, number):
-        """Trains one minibatch and returns its loss."""
-        own = [number * self.items + at for at in range(self.items) if at % self.plan["replicas"] == self.replica]
-        given = {}
-        if self.is_first:
-            given["arg_mbs"] = [tuple(self.rows(array, item) for array in self.inputs) for item in own]
-        if self.is_last:
-            given["target_mbs"] = [self.rows(self.target, item) for item in own]
-        losses = []
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        self.schedule.step(losses=losses if self.is_last else None, return_outputs=False, **given)
-        self.reduce()
-        total = sum(loss.detach() for loss in losses) if self.is_last else torch.zeros(())
-        total = torch.as_tensor(total, dtype=torch.float64)
-        dist.all_reduce(total)
-        return total.item()
+    def micro_batches(self, number, replica):
+        """Inputs and targets of one minibatch and replica."""
+        own = [number * self.items + at for at in range(self.items) if at % self.replicas == replica]
+        return [tuple(self.rows(array, item) for array in self.inputs) for item in own], [self.rows(self.target, item) for item in own]
 
-    def reduce(self):
-        """All-reduces gradients over the replicas of a stage and over stages with tied weights."""
-        for name, where in self.held.items():
-            if len(where) > 1 and self.rank in where and name in self.parameters:
-                parameter = self.parameters[name]
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=self.groups[where])
 
-    def gathered(self, of):
-        """Gathers arrays by name on rank 0; the lowest rank wins for arrays that several processes have."""
-        own = {name: value.numpy() for name, value in of.items()}
-        all_of = [None] * dist.get_world_size() if self.rank == 0 else None
-        dist.gather_object(own, all_of)
-        whole = {}
-        for part in all_of or []:
-            for name, value in part.items():
-                whole.setdefault(name, value)
-        return whole
+def imported(name):
+    """Imports `package.module:name`."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def load(file=None, module=None):
+    """The model as a graph, from a file or from a function that returns a module and its example inputs."""
+    if file is not None:
+        return torch.export.load(file).module()
+    built, example = imported(module)()
+    return torch.export.export(built, tuple(example)).module()
+
+
+def first_output(loss):
+    """The loss of the first output of the model."""
+    return lambda output, target: loss(output[0] if isinstance(output, tuple) else output, target)
 
 
 def main():
     """Runs the training."""
     args = arguments()
-    plan = read_plan()
+    with open(HERE / "stages.json", encoding="utf-8") as file:
+        plan = json.load(file)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    if dist.get_rank() == 0 and not torch.__version__.startswith(plan["torch"] + "."):
+    is_zero = dist.get_rank() == 0
+    if is_zero and not torch.__version__.startswith(plan["torch"] + "."):
         print(f"warning: this script supports torch {plan['torch']}, not {torch.__version__}: the schedule runtime is private and may differ")
-    trainer = Trainer(args, plan)
-    steps = args.steps if args.steps is not None else args.epochs * trainer.minibatches()
+    ranks = max(plan["ranks"]) + 1
+    if dist.get_world_size() != ranks * plan["replicas"]:
+        raise SystemExit(f"{ranks} ranks times {plan['replicas']} replicas need as many processes, not {dist.get_world_size()}")
+    model = load(args.model, args.module)
+    data = Data(args.data, [str(node.target) for node in model.graph.nodes if node.op == "placeholder"], plan)
+    try:
+        stages = split(model, plan, [data.rows(array, 0) for array in data.inputs])
+    except SplitError as fault:
+        raise SystemExit(str(fault)) from None
+    loss = first_output(LOSSES.get(args.loss) or imported(args.loss))
+    pipeline = PipelineRuntime(stages, plan, args.schedule, loss, torch.device("cpu"))
+    parameters = pipeline.parameters_by_name
+    optimizer = torch.optim.SGD(parameters.values(), lr=args.lr) if parameters else None
+    steps = args.steps if args.steps is not None else args.epochs * data.minibatches()
     for number in range(steps):
-        loss = trainer.step(number)
-        if dist.get_rank() == 0:
-            print(f"step {number + 1}  loss {loss:.9g}", flush=True)
+        total = pipeline.run(*data.micro_batches(number, pipeline.replica))
+        if is_zero:
+            print(f"step {number + 1}  loss {total.item():.9g}", flush=True)
         if number + 1 == steps and args.save_gradients:
-            found = trainer.gathered({name: p.grad for name, p in trainer.parameters.items() if p.grad is not None})
-            if dist.get_rank() == 0:
-                numpy.savez(args.save_gradients, **found)
-        if trainer.optimizer:
-            trainer.optimizer.step()
-    found = trainer.gathered({name: value.detach() for module in trainer.modules for name, value in module.state_dict().items()})
-    if dist.get_rank() == 0:
+            found = pipeline.gather({name: p.grad for name, p in parameters.items() if p.grad is not None})
+            if is_zero:
+                numpy.savez(args.save_gradients, **{name: value.numpy() for name, value in found.items()})
+        if optimizer:
+            optimizer.step()
+    found = pipeline.gather(pipeline.state())
+    if is_zero:
         if args.save.endswith(".npz"):
-            numpy.savez(args.save, **found)
+            numpy.savez(args.save, **{name: value.numpy() for name, value in found.items()})
         else:
-            torch.save({name: torch.from_numpy(numpy.asarray(value)) for name, value in found.items()}, args.save)
+            torch.save(found, args.save)
         print(f"wrote {args.save}", flush=True)
     dist.destroy_process_group()
 

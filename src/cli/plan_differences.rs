@@ -1,0 +1,170 @@
+//! The differences between two plans in words.
+
+use compiler::export::quantity;
+use compiler::plan::diff::Diff;
+use compiler::plan::{Plan, Stage};
+
+/// What differs: the request first, then the stages, then what follows from them.
+pub fn words(left: &Plan, right: &Plan, found: &Diff) -> Vec<String> {
+    let mut all: Vec<String> = Vec::new();
+    let mut add = |word: String| {
+        if !all.contains(&word) {
+            all.push(word);
+        }
+    };
+    let named = |field: &str| {
+        let object = field.split('.').next().unwrap_or_default();
+        let exact = WORDS.iter().find(|(name, _)| *name == field);
+        exact.or_else(|| WORDS.iter().find(|(name, _)| *name == object)).map(|(name, _)| *name)
+    };
+    for (name, word) in WORDS {
+        let fields = found.fields.iter().filter(|field| named(field) == Some(name));
+        for field in fields {
+            match name {
+                "stages" => of_stages(left, right, found).into_iter().map(str::to_string).for_each(&mut add),
+                "options" => add(of_option(field.strip_prefix("options.").unwrap_or_default())),
+                _ => add(word.to_string()),
+            }
+        }
+    }
+    found.fields.iter().filter(|field| named(field).is_none()).for_each(|field| add(format!("`{field}`")));
+    all
+}
+
+/// Fields of a plan, or the objects that hold them, and the words for them.
+const WORDS: [(&str, &str); 36] = [
+    ("schema", "version of the file"),
+    ("model", "model"),
+    ("model.import", "import settings"),
+    ("profile", "costs"),
+    ("cluster", "cluster"),
+    ("cluster.memory_per_device", "memory limit"),
+    ("cost", "cost model"),
+    ("objective", "objective"),
+    ("dtype", "precision"),
+    ("element_types", "precision"),
+    ("optimizer", "optimizer"),
+    ("schedule", "schedule"),
+    ("schedule.micro_batch", "micro-batch"),
+    ("schedule.microbatches", "micro-batches"),
+    ("schedule.chunks", "stages per rank"),
+    ("options", ""),
+    ("seed", "seed"),
+    ("stages", ""),
+    ("schedule.in_flight", "in-flight limits"),
+    ("schedule.weight_versions", "weight versions"),
+    ("schedule.pending_weight_grads", "delayed weight gradients"),
+    ("cluster.idle", "devices without a stage"),
+    ("edges", "messages"),
+    ("predicted", "predicted time"),
+    ("predicted.minibatch_us", "predicted time"),
+    ("predicted.throughput_per_s", "predicted throughput"),
+    ("predicted.flops", "operations"),
+    ("predicted.recomputed_flops", "operations"),
+    ("predicted.bottleneck", "bottleneck"),
+    ("predicted.busiest_link", "busiest link"),
+    ("predicted.bubble", "bubble"),
+    ("lower_bound_us", "lower bound"),
+    ("proven_optimal", "proof of optimality"),
+    ("baselines", "baselines"),
+    ("search", "search"),
+    ("warnings", "warnings"),
+];
+
+/// An option as its flag, or in words if it has none.
+fn of_option(name: &str) -> String {
+    match name {
+        "costs" => "costs".to_string(),
+        "optimizer_state" => "optimizer".to_string(),
+        "bucket_bytes" => "bucket size".to_string(),
+        _ => format!("`--{}`", name.replace('_', "-")),
+    }
+}
+
+/// What differs between the stages.
+fn of_stages(left: &Plan, right: &Plan, found: &Diff) -> Vec<&'static str> {
+    let mut words = Vec::new();
+    if left.stages.len() != right.stages.len() {
+        words.push("number of stages");
+    }
+    if !found.moved.is_empty() {
+        words.push("cuts");
+    }
+    let pairs = || left.stages.iter().zip(&right.stages);
+    let differ = |same: &dyn Fn(&Stage, &Stage) -> bool| !pairs().all(|(before, after)| same(before, after));
+    type Differs<'a> = &'a dyn Fn(&Stage, &Stage) -> bool;
+    let all: [(&str, Differs<'_>); 7] = [
+        ("replicas", &|before, after| before.replicas == after.replicas),
+        ("tensor-parallel degree", &|before, after| before.degree() == after.degree()),
+        ("devices of stages", &|before, after| before.devices == after.devices),
+        ("recomputation", &|before, after| before.recompute == after.recompute),
+        ("ZeRO", &|before, after| before.zero == after.zero),
+        ("times of stages", &|before, after| (before.fwd_us, before.bwd_us) == (after.fwd_us, after.bwd_us)),
+        ("memory of stages", &|before, after| before.memory == after.memory),
+    ];
+    words.extend(all.into_iter().filter(|(_, same)| differ(same)).map(|(word, _)| word));
+    if words.is_empty() {
+        words.push("details of stages");
+    }
+    words
+}
+
+/// Which plan is faster, by samples per second; batches may differ.
+pub fn faster(plans: [&Plan; 2], names: [&str; 2]) -> Option<String> {
+    let [before, after] = plans.map(|plan| plan.predicted.throughput_per_s);
+    if !(before > 0.0 && after > 0.0) || before == after {
+        return None;
+    }
+    let [first, second] = names;
+    let (name, other, ratio) =
+        if after > before { (second, first, after / before) } else { (first, second, before / after) };
+    let [slow, fast] = [before.min(after), before.max(after)].map(quantity::samples);
+    let ratio = quantity::short(ratio);
+    Some(format!("{name} is {ratio} times as fast as {other}: {fast} samples/s in place of {slow}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use compiler::cluster::read::gpus;
+    use compiler::plan::diff::diff;
+    use models::zoo;
+    use pipec::costs::cost_source::CostSource;
+    use pipec::model;
+    use pipec::plan::from_costs::solve;
+    use pipec::plan::request::PlanOptions;
+    use serde_json::Value;
+    use std::path::Path;
+
+    #[test]
+    fn every_field_of_a_plan_has_words() {
+        let built = zoo::build("mlp", &zoo::Options::default()).unwrap();
+        let loaded = model::of_zoo("mlp.onnx", zoo::to_bytes(&built.model)).unwrap();
+        let costs = CostSource::of_loaded(loaded, None).unwrap().on(gpus(4, None).unwrap(), 4).unwrap();
+        let plan = solve(Path::new("mlp.onnx"), costs, &PlanOptions::default()).unwrap().plan;
+        let named = |found: &Diff| words(&plan, &plan, found).join(", ");
+        let Value::Object(all) = serde_json::to_value(&plan).unwrap() else { panic!() };
+        for (name, value) in all {
+            let names = match &value {
+                Value::Object(inner) if name != "options" => {
+                    inner.keys().map(|inner| format!("{name}.{inner}")).collect()
+                }
+                _ => vec![name],
+            };
+            for name in names.into_iter().filter(|name| name != "options") {
+                let words = named(&Diff { fields: vec![name.clone()], ..Diff::default() });
+                assert!(!words.is_empty() && !words.contains('_'), "{name}: {words}");
+                assert!(!words.contains("us") || words.contains("bus"), "{name}: {words}");
+            }
+        }
+        let fields = ["options.target", "options.bucket_bytes"].map(str::to_string).to_vec();
+        assert_eq!(named(&Diff { fields, ..Diff::default() }), "`--target`, bucket size");
+        let mut other = plan.clone();
+        other.stages[0].memory.total += 1;
+        let found = diff(&plan, &other);
+        assert_eq!(words(&plan, &other, &found), ["memory of stages"]);
+        assert_eq!(faster([&plan, &other], ["a", "b"]), None);
+        other.predicted.throughput_per_s = plan.predicted.throughput_per_s * 2.0;
+        assert!(faster([&plan, &other], ["a", "b"]).unwrap().starts_with("b is 2 times as fast as a: "));
+    }
+}
