@@ -98,7 +98,7 @@ fn no_more_is_recomputed_than_fits() {
         let us = planned(&problem).predicted.minibatch_us;
         assert!(us < free.predicted.minibatch_us * 1.03, "{schedule}: {us} of {}", free.predicted.minibatch_us);
     }
-    assert!(some > 40, "{some} stages are recomputed in part");
+    assert!(some > 30, "{some} stages are recomputed in part");
 }
 
 #[test]

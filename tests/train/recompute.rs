@@ -159,7 +159,10 @@ fn agrees(name: &str, subject: &Subjects) {
             for (rank, ((held, known), said)) in trained.peak_memory_bytes.iter().zip(&known).zip(&said).enumerate() {
                 let message = format!("{name} {schedule} {share}: rank {rank} holds {held} B of {said} planned");
                 println!("{message}, {known} with its arena: {:.3}", *held as f64 / *known as f64);
-                assert!((known / 100 * 93..=known / 100 * 105).contains(held), "{message}, {known} with its arena");
+                // The chunks of a rank need not be fullest at the same time.
+                let least = if schedule.has_chunks() { 85 } else { 97 };
+                let expected = known / 100 * least..=known / 100 * 101;
+                assert!(expected.contains(held), "{message}, {known} with its arena");
             }
             totals.push(said.iter().sum());
         }
