@@ -106,10 +106,10 @@ fn full_recomputation_is_of_all_ops() {
     for schedule in Schedule::GENERATED.into_iter().filter(|schedule| schedule.trains()) {
         let mut problem = problem(schedule, 4);
         problem.chunks = if schedule.is_on_a_v() || schedule.has_chunks() { 2 } else { 1 };
-        problem.constraints.replicas = None;
         problem.recompute = Recomputation::Full;
-        for limit in [None, Some(Bytes(u64::MAX / 2))] {
-            problem.memory_limit = limit;
+        let pinned = problem.constraints.replicas.take();
+        for (limit, replicas) in [(None, None), (Some(Bytes(u64::MAX / 2)), None), (None, pinned)] {
+            (problem.memory_limit, problem.constraints.replicas) = (limit, replicas);
             for objective in [Objective::Throughput, Objective::Memory] {
                 problem.objective = objective;
                 let plan = planned(&problem);

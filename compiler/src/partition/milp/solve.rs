@@ -259,7 +259,7 @@ impl Search<'_> {
     /// Prices a partition with the cost model; returns whether it fits and is the best so far.
     fn offer(&mut self, choice: &Choice, stages: Vec<Vec<u32>>) -> bool {
         let shape = Shape::flat(stages.into_iter().zip(choice.replicas.iter().copied()).collect(), false);
-        let mut spots: Vec<StagePosition> = build_plan::side_by_side(&shape);
+        let mut spots: Vec<StagePosition> = build_plan::side_by_side(self.question.problem, &shape);
         spots.iter_mut().zip(&choice.recompute).for_each(|(spot, recompute)| spot.recompute = (*recompute).into());
         let candidate = self.question.placed("milp", shape, spots);
         let is_better = candidate.fits && self.best_us.is_none_or(|best| candidate.minibatch_us < best);

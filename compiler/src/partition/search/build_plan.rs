@@ -55,13 +55,14 @@ impl Recompute {
     }
 }
 
-/// Places the stages side by side from device 0, without recomputation.
-pub fn side_by_side(shape: &Shape) -> Vec<StagePosition> {
+/// Places the stages side by side from device 0, with recomputation only if it is full.
+pub fn side_by_side(problem: &Problem, shape: &Shape) -> Vec<StagePosition> {
+    let recompute = problem.recomputation().is_full().into();
     let mut next = 0u32;
     let mut spot = |replicas: u32| {
         let first = next;
         next = next.saturating_add(replicas);
-        StagePosition { first, recompute: Recompute::None }
+        StagePosition { first, recompute }
     };
     shape.replicas().into_iter().map(&mut spot).collect()
 }

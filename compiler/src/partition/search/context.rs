@@ -54,9 +54,7 @@ impl SearchContext<'_> {
 
     /// Prices a shape whose stages are placed side by side.
     pub fn candidate(&self, name: &'static str, shape: Shape) -> PlanCandidate {
-        let mut spots = build_plan::side_by_side(&shape);
-        let recompute = self.problem.recomputation().is_full().into();
-        spots.iter_mut().for_each(|spot| spot.recompute = recompute);
+        let spots = build_plan::side_by_side(self.problem, &shape);
         self.placed(name, shape, spots)
     }
 

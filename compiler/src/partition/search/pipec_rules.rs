@@ -247,7 +247,7 @@ impl Search<'_> {
             (ops, replicas)
         });
         let shape = Shape::flat(stages.collect(), problem.cluster.levels.len() > 1);
-        let spots = build_plan::side_by_side(&shape);
+        let spots = build_plan::side_by_side(problem, &shape);
         let candidate = self.question.placed("pipec", shape, spots);
         let us = if candidate.fits { candidate.minibatch_us } else { f64::INFINITY };
         self.found.candidates.push(candidate);
