@@ -111,12 +111,7 @@ class Pipeline:
 
     def _micro_batches(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> List[Tuple[Any, ...]]:
         """The inputs of the first stage for each micro-batch."""
-        order = self._spec.child(1).context if hasattr(self._spec, "child") else self._spec.children_specs[1].context
-        if set(order or []) != set(kwargs):
-            raise InputError(f"step() has the keyword arguments {sorted(kwargs)}, and the model was exported with {sorted(order or [])}")
-        leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in order or []}))
-        if spec != self._spec:
-            raise InputError(f"step() has other inputs than the exported model, {spec} instead of {self._spec}")
+        leaves = leaves_in_order(self._spec, args, kwargs)
         cut = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         return [
             tuple(self._part(leaves[at], number, "the input") if at in self._batched else leaves[at].to(self.runtime.device) for at in cut)
@@ -135,6 +130,17 @@ class Pipeline:
             return tensor[number * size : (number + 1) * size].to(self.runtime.device)
 
         return pytree.tree_map_only(torch.Tensor, one, value)
+
+
+def leaves_in_order(expected: Any, args: Tuple[Any, ...], kwargs: Mapping[str, Any]) -> List[Any]:
+    """The values of inputs in the order of the exported program."""
+    order = list((expected.child(1) if hasattr(expected, "child") else expected.children_specs[1]).context or [])
+    if set(order) != set(kwargs):
+        raise InputError(f"step() has the keyword arguments {sorted(kwargs)}, and the model was exported with {sorted(order)}")
+    leaves, spec = pytree.tree_flatten((tuple(args), {name: kwargs[name] for name in order}))
+    if spec != expected:
+        raise InputError(f"step() has other inputs than the exported model: {spec} instead of {expected}")
+    return leaves
 
 
 def build(
@@ -157,7 +163,8 @@ def build(
     if exported.fixed_batch not in (None, plan.schedule.micro_batch):
         raise fixed_batch(exported.fixed_batch, exported.input, plan.schedule.micro_batch)
     graph_module: Any = exported.program.module()
-    example = pytree.tree_leaves(resized(exported.example, plan.schedule.micro_batch))
+    args, kwargs = resized(exported.example, plan.schedule.micro_batch)
+    example = leaves_in_order(exported.program.call_spec.in_spec, args, kwargs)
     context = running(place, autocast)
     check_buffers(graph_module, exported.program)
     try:
@@ -173,7 +180,8 @@ def build(
     def loss(output: Any, target: Any) -> torch.Tensor:
         tensors = iter(output if isinstance(output, tuple) else (output,))
         whole = pytree.tree_unflatten([next(tensors) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], out_spec)
-        return own_loss(whole) if loss_fn is None else loss_fn(whole, target)
+        with context():
+            return own_loss(whole) if loss_fn is None else loss_fn(whole, target)
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"

@@ -149,7 +149,7 @@ class Plan:
     def __repr__(self) -> str:
         return (
             f"Plan({len(self.stages)} stages, {self.ranks} devices, schedule {self.schedule.name}, "
-            f"{self.schedule.microbatches} micro-batches of {self.schedule.micro_batch}, {self.predicted.samples_per_s:,.0f} samples/s)"
+            f"{self.schedule.microbatches} x {self.schedule.micro_batch} samples per minibatch, {self.predicted.samples_per_s:,.0f} samples/s)"
         )
 
     def report(self) -> Report:
@@ -211,7 +211,7 @@ class Plan:
         loss_fn: `loss_fn(output, target)` returns the mean loss of a micro-batch. `output` is what the model returns.
             Default: the model returns the loss, alone, first in a tuple, or as `output.loss`.
         device: device of this process. Default: `cuda:LOCAL_RANK` with the nccl backend, `cpu` with others.
-        autocast: run the stages under `torch.autocast` with this type. bf16 plans are predictions for `torch.bfloat16`.
+        autocast: run the stages and the loss under `torch.autocast` with this type. bf16 plans are predictions for `torch.bfloat16`.
         """
         from .exporting import need_torch
 

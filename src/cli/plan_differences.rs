@@ -154,7 +154,6 @@ mod tests {
             for name in names.into_iter().filter(|name| name != "options") {
                 let words = named(&Diff { fields: vec![name.clone()], ..Diff::default() });
                 assert!(!words.is_empty() && !words.contains('_'), "{name}: {words}");
-                assert!(!words.contains("us") || words.contains("bus"), "{name}: {words}");
             }
         }
         let fields = ["options.target", "options.bucket_bytes"].map(str::to_string).to_vec();
@@ -165,6 +164,6 @@ mod tests {
         assert_eq!(words(&plan, &other, &found), ["memory of stages"]);
         assert_eq!(faster([&plan, &other], ["a", "b"]), None);
         other.predicted.throughput_per_s = plan.predicted.throughput_per_s * 2.0;
-        assert!(faster([&plan, &other], ["a", "b"]).unwrap().starts_with("b is 2 times as fast as a: "));
+        assert!(faster([&plan, &other], ["a", "b"]).unwrap().starts_with("b is 2.000 times as fast as a: "));
     }
 }

@@ -110,7 +110,7 @@ fn what_fits_is_found_where_most_does_not() {
     model(folder);
     let asked = [&ASKED[..9], &["--batch", "64", "--schedule", "auto", "-o", "p.json", "--memory"]].concat();
     let (message, _) = pipec(folder, 0, &[&asked[..], &["12MB"]].concat());
-    assert!(message.contains("micro-batches per minibatch"), "{message}");
+    assert!(message.contains("global batch 64"), "{message}");
     let (_, message) = pipec(folder, 3, &[&asked[..], &["1MB"]].concat());
     let least = message.split("`--memory ").nth(1).and_then(|rest| rest.split('`').next());
     let least = least.unwrap_or_else(|| panic!("{message}"));

@@ -23,6 +23,7 @@ CASES += [
     ("gpt2_labels", "labels", "interleaved", [1] * 4),
     ("llama", "meta", "1f1b", [1, 1]),
     ("llama", "recompute", "1f1b", [1, 1]),
+    ("unet", "autocast", "1f1b", [1, 1]),
     ("unet", "recompute", "zb-h1", [1, 1]),
 ]
 
@@ -75,7 +76,7 @@ def test_losses_are_those_of_the_model(results: Dict[str, Any], name: str, varia
     plain, norm = models.plain(name, STEPS)
     assert plain[-1] < plain[0]
     for rank in ranks:
-        assert rank["losses"] == pytest.approx(plain, abs=1e-5)
-        assert rank["norm"] == pytest.approx(norm, rel=1e-3)
+        assert rank["losses"] == pytest.approx(plain, abs=2e-2 if variant == "autocast" else 1e-5)
+        assert rank["norm"] == pytest.approx(norm, rel=0.2 if variant == "autocast" else 1e-3)
     model, _, _ = models.made(name)
     assert ranks[0]["names"] == sorted(model.state_dict())

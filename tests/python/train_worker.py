@@ -26,7 +26,8 @@ def train(path: Path) -> Dict[str, Any]:
     if variant == "meta":
         models.forget(model)
     loss_fn = None if "labels" in inputs else models.loss
-    pipeline = pipec.Plan.load(path, model).build(example_kwargs=inputs, loss_fn=loss_fn)
+    autocast = torch.bfloat16 if variant == "autocast" else None
+    pipeline = pipec.Plan.load(path, model).build(example_kwargs=inputs, loss_fn=loss_fn, autocast=autocast)
     if variant == "meta":
         pipeline.load_state_dict(state)
     if variant == "replicas":

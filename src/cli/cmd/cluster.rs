@@ -184,7 +184,7 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
     if said.device.kind != "cpu" {
         return Err(Error::negative(format!("cannot measure the links of {}", shown(&said.device.kind)))
             .because("pipec measures only the links between CPU workers")
-            .with_help("under torchrun, `pipec cluster bench --engine torch` measures them with NCCL"));
+            .with_help("under torchrun, `pipec cluster bench --engine torch` measures them with NCCL; or write the values of nvbandwidth into the cluster file"));
     }
     let mut measured = said.clone();
     machine::measure_links(&mut measured);
