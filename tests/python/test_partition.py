@@ -47,7 +47,7 @@ def test_split_spec_and_exports(plan: pipec.Plan) -> None:
     (name,) = spec
     assert spec[name] == SplitPoint.BEGINNING and name in plan.stages[1].modules[0]
     assert pipeline(chain(), (X,), split_spec=spec).num_stages == 2
-    assert "[parallelism]" in plan.torchtitan()
+    assert "--parallelism.module_fqns_per_model_part 0" in plan.torchtitan()
     page = plan.report()
     assert "<svg" in page.html and page._repr_html_().startswith("<iframe")
     inside = pipec.partition(chain(), (X,), gpus=2, batch=16, stages=[1, 1], extra=["--cut-after", "0.0"])
