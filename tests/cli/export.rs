@@ -146,6 +146,7 @@ fn modules_go_to_the_frameworks_that_keep_them_whole() {
     assert_eq!(deepspeed["gradient_accumulation_steps"], 2);
     assert!(text(folder, "d.json").starts_with("{\n  \"_use\": ["));
     assert_eq!(deepspeed["zero_optimization"], serde_json::json!({"stage": 0}));
+    assert_eq!(deepspeed["gradient_clipping"], 0.0);
     for (to, said) in [("megatron", "pretrain_gpt.py"), ("deepspeed", "_partition_layers")] {
         let output = pipec(folder, &["export", "p.json", "--to", to, "-o", "x"]);
         assert!(String::from_utf8_lossy(&output.stderr).contains(said), "{to} names its destination");

@@ -20,6 +20,7 @@ from torch import nn
 import models
 
 STEPS = 3
+LR = 0.003
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 Pair = Tuple[torch.Tensor, torch.Tensor]
 
@@ -89,7 +90,7 @@ def micro_batches(inputs: Dict[str, torch.Tensor], target: torch.Tensor, size: i
 
 def plain(model: nn.Module, pairs: List[Pair], loss_fn: Callable[..., torch.Tensor]) -> List[float]:
     """The losses without a pipeline."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     found = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -107,6 +108,7 @@ def deepspeed_losses(name: str, folder: Path) -> Dict[str, Any]:
     """Losses under DeepSpeed's pipeline engine, with the code of the page on exports."""
     import deepspeed
 
+    os.chdir(folder)
     deepspeed.init_distributed(dist_backend="gloo")
     model, inputs, target = models.made(name)
     reference = copy.deepcopy(model)
@@ -121,7 +123,7 @@ def deepspeed_losses(name: str, folder: Path) -> Dict[str, Any]:
     used: Dict[str, Any] = {
         "layers": layers(model, plan["layers"]),
         "loss_fn": models.loss,
-        "optimizer_of": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "optimizer_of": lambda parameters: torch.optim.SGD(parameters, lr=LR),
         "batches": batches(),
         "start": lambda net: [tied.load_state_dict({"weight": model.state_dict()["transformer.wte.weight"]}) for tied in net.tied_modules.values()],
     }
@@ -170,7 +172,7 @@ def torchtitan_losses(name: str, folder: Path) -> Dict[str, Any]:
         model, mesh, settings.pipeline_parallel_schedule, torch.device("cpu"), settings.module_fqns_per_model_part
     )
     schedule: Any = pipeline_parallel._build_pipeline_schedule(parallelism=settings, local_batch_size=rows, stages=stages, loss_fn=loss)
-    optimizer = torch.optim.SGD([value for part in parts for value in part.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD([value for part in parts for value in part.parameters()], lr=LR)
     is_last = any(stage.is_last for stage in stages)
     found = []
     for _ in range(STEPS):

@@ -57,7 +57,8 @@ def resnet50() -> Case:
     """Several lists of layers, and BatchNorm."""
     from torchvision.models import resnet50
 
-    return resnet50(num_classes=10), {"x": torch.randn(ROWS, 3, 32, 32)}, torch.randint(10, (ROWS,))
+    # Blocks begin as the identity: otherwise, BatchNorm of two rows amplifies rounding.
+    return resnet50(num_classes=10, zero_init_residual=True), {"x": torch.randn(ROWS, 3, 64, 64)}, torch.randint(10, (ROWS,))
 
 
 class UNet(nn.Module):

@@ -47,6 +47,8 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         "num_stages": stages.len(),
         "data_parallel_replicas": replicas,
         "zero_optimization": {"stage": zero},
+        // DeepSpeed clips gradients to norm 1 unless told otherwise.
+        "gradient_clipping": 0.0,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": microbatches,
         "train_batch_size": micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas)),
