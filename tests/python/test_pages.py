@@ -18,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+import pipec  # noqa: E402
 from pipec.binary import find_binary  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-pytorch.md"
@@ -62,6 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "bin").mkdir()
     programs = {
         "torchrun": TORCHRUN,
+        "python": f'#!/bin/bash\nexec "{sys.executable}" "$@"\n',
         "srun": '#!/bin/bash\nexec "$@"\n',
         "scontrol": "#!/bin/bash\necho localhost\n",
         "pipec": f'#!/bin/bash\nexec "{find_binary()}" "$@"\n',
@@ -126,23 +128,22 @@ def test_torchtitan_and_megatron(folder: Path) -> None:
     (_, plan), (_, titan) = blocks("Train in torchtitan")
     ((_, megatron),) = blocks("Train in Megatron-LM")
     save(folder, plan)
-    shell(folder, f"{sys.executable} plan_llama.py")
     commands = [*lines(titan), *lines(megatron)]
-    exports = [command for command in commands if command.startswith("pipec export")]
-    assert len(exports) == 2 and len(commands) == 4
-    for command in exports:
+    assert len(commands) == 6
+    for command in [*commands[:2], *commands[3:5]]:
         shell(folder, command)
+        assert pipec.Plan.load(folder / "llama.json").ranks == 8
     assert "layers.31" in (folder / "titan" / "torchtitan.args").read_text()
     assert "--pipeline-model-parallel-size 4" in (folder / "megatron.args").read_text()
     if importlib.util.find_spec("torchtitan") is not None:
-        output = shell(folder, commands[1])
+        output = shell(folder, commands[2])
         assert "layers.31" in output, output
     try:
         found = importlib.util.find_spec("megatron.training")
     except ModuleNotFoundError:
         found = None
     if found is not None:
-        shell(folder, commands[3], MODEL_ARGUMENTS=MODEL_ARGUMENTS, RANK="0", LOCAL_RANK="0", WORLD_SIZE="8")
+        shell(folder, commands[5], MODEL_ARGUMENTS=MODEL_ARGUMENTS, RANK="0", LOCAL_RANK="0", WORLD_SIZE="8")
 
 
 def test_exports_of_modules(tmp_path: Path) -> None:
@@ -161,3 +162,11 @@ def test_exports_of_modules(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(text)
     shell(tmp_path, f"{sys.executable} run.py")
     assert (tmp_path / "model.pt2").exists() and (tmp_path / "model.onnx").exists()
+
+
+def test_weights_of_training_load(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    ((_, code),) = [block for block in blocks("Load the weights in PyTorch") if block[0] == "python"]
+    start = "import safetensors.torch, torch\nmodel = torch.nn.Linear(2, 2)\nsafetensors.torch.save_file(model.state_dict(), 'weights.safetensors')\n"
+    (tmp_path / "run.py").write_text(start + code)
+    shell(tmp_path, f"{sys.executable} run.py")
