@@ -168,3 +168,31 @@ def test_deepspeed_trains(name: str, tmp_path: Path) -> None:
 def test_layers_in_two_lists_are_refused() -> None:
     with pytest.raises(pipec.CheckError, match="and Megatron has one list of transformer layers"):
         planned("resnet50", "megatron").megatron()
+
+
+def test_the_bundle_trains_a_model_of_transformers(tmp_path: Path) -> None:
+    """`--loss model` needs no labels but those that the model reads."""
+    numpy = pytest.importorskip("numpy")
+    pytest.importorskip("transformers")
+    model, inputs, _ = models.made("gpt2_labels")
+    model.config.use_cache = False
+    rows = {name: {0: torch.export.Dim.AUTO} for name in inputs}
+    file = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(model, (), inputs, dynamic_shapes=rows, strict=False), file)
+    plan = pipec.partition(file, gpus=2, batch=models.ROWS, micro_batch=2, stages=[1, 1], schedule="1f1b", device="h100", target="torch")
+    written(plan, "torch", tmp_path)
+    numpy.savez(tmp_path / "data.npz", **{name: value.numpy() for name, value in inputs.items()})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    given = ["--model", str(file), "--data", "data.npz", "--loss", "model", "--steps", "2", "--lr", "0.1"]
+    done = subprocess.run([*command, "train.py", *given], cwd=tmp_path, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    found = [float(line.split("loss ")[1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert found == pytest.approx(expected, rel=1e-5)

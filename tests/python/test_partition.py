@@ -92,6 +92,18 @@ def test_a_fixed_batch_is_refused_before_it_fails() -> None:
     assert pipec.partition(program, gpus=2, batch=28).schedule.micro_batch == 7
 
 
+def test_the_command_refuses_a_fixed_batch_too(tmp_path: Path) -> None:
+    from pipec.binary import run
+
+    torch.export.save(torch.export.export(chain(), (torch.randn(7, 8),)), tmp_path / "model.pt2")
+    command = ["partition", "model.pt2", "--gpus", "2", "-o", "-", "--micro-batch"]
+    with pytest.raises(pipec.InputError, match="torch runs model.pt2 with 7 samples only, and the micro-batch is 4") as caught:
+        run([*command, "4", "--target", "torch"], cwd=str(tmp_path))
+    assert 'dynamic_shapes={"input": {0: torch.export.Dim.AUTO}}' in (caught.value.help or "")
+    run([*command, "7", "--target", "torch"], cwd=str(tmp_path))
+    run([*command, "4"], cwd=str(tmp_path))
+
+
 class Fixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
