@@ -5,7 +5,7 @@ use compiler::import::onnx::name::shown;
 use compiler::partition::error::PlanError;
 use compiler::partition::planned::Planned;
 use compiler::plan::device_memory::fullest;
-use compiler::plan::problem::{CostModel, Objective, Problem, Target};
+use compiler::plan::problem::{CostModel, Objective, Problem};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Plan, Stage};
 use compiler::profile::cost_graph::ParamCost;
@@ -74,7 +74,7 @@ pub fn trained(
     let mut asked = Vec::new();
     if problem.constraints.replicas.is_none() && problem.constraints.target.is_none() {
         let mut even = problem.clone();
-        even.constraints.target = Some(Target::Torch);
+        even.constraints.equal_replicas = true;
         // The other stages keep their replicas.
         let mut alike = problem.clone();
         let ids: Vec<u32> = shared.iter().flat_map(|(_, stages)| stages.iter().map(|stage| stage.id.0)).collect();
@@ -91,9 +91,6 @@ pub fn trained(
         solve(&flushed).ok()
     });
     let Some(mut other) = found else { return Ok(planned) };
-    if problem.constraints.target.is_none() {
-        other.plan.options.remove("target");
-    }
     if problem.constraints.replicas.is_none() {
         other.plan.options.remove("stages");
     }

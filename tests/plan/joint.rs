@@ -254,6 +254,7 @@ fn batch_buffers_are_in_the_memory_plan() {
             replicas: 1,
             recompute: false,
             zero: 0,
+            in_place: false,
             optimizer_state: 1.0,
             schedule: Schedule::OneFOneB,
             microbatches,

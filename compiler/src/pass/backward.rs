@@ -2,8 +2,8 @@
 //!
 //! Reverse-mode differentiation by source transformation: in reverse order, each op's rule emits ops from its output
 //! gradients to its input gradients. Terms of a gradient are summed in the order fixed by
-//! [`fragment`](super::fragment). Forward values that the backward reads are saved, except that constants are copied
-//! and parameters are read again at the same weight version.
+//! [`fragment`](super::fragment). Forward values that the backward reads are saved, except that constants are copied,
+//! parameters are read again at the same weight version, and casts to a wider float are made again from what they read.
 
 use super::fragment::{Fragment, Term, Use};
 use super::loss::seed;
@@ -247,8 +247,14 @@ impl<'a> Joint<'a> {
         (graph, reads)
     }
 
-    /// Maps a value of the joint graph to the backward graph: a forward value becomes a constant, a parameter or a
-    /// saved input.
+    /// True for a cast to a wider float. The narrow value takes less memory and makes the same bits again.
+    fn is_widened(&self, narrow: Value, wide: Value) -> bool {
+        let [from, to] = [narrow, wide].map(|value| self.graph.fact(value).dtype);
+        from.is_float() && to.is_float() && from.size() < to.size()
+    }
+
+    /// Maps a value of the joint graph to the backward graph: a forward value becomes a constant, a parameter, a saved
+    /// input, or the cast of one.
     fn bring(
         &self,
         value: Value,
@@ -260,6 +266,15 @@ impl<'a> Joint<'a> {
             return *found;
         }
         let node = self.graph.node(value.node);
+        if let (Op::Cast(_), [narrow]) = (&node.op, &self.graph.inputs(value.node)[..])
+            && self.is_widened(*narrow, value)
+        {
+            let narrow = self.bring(*narrow, graph, map, reads);
+            let wide = graph.add(node.op.clone(), &[narrow], &node.origin).expect("the cast fitted in the joint graph");
+            let wide = Value { node: wide, output: 0 };
+            map.insert(value, wide);
+            return wide;
+        }
         let source = matches!(node.op, Op::Constant(_) | Op::Parameter(_) | Op::Iota(_));
         let op = if source {
             node.op.clone()

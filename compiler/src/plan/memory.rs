@@ -105,6 +105,8 @@ pub struct MemoryMultipliers {
     pub recompute: bool,
     /// ZeRO stage, used if the stage has replicas.
     pub zero: u32,
+    /// True if gradients are all-reduced in their own buffer.
+    pub in_place: bool,
     /// Bytes of optimizer state per byte of gradient sum.
     pub optimizer_state: f64,
     pub schedule: Schedule,
@@ -279,6 +281,7 @@ mod tests {
             replicas: 1,
             recompute: false,
             zero: 0,
+            in_place: false,
             optimizer_state: 2.0,
             schedule: Schedule::OneFOneBRr,
             microbatches: 1,

@@ -2,6 +2,7 @@
 
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, BytesPerSecond, Cluster, class};
+use crate::plan::in_flight;
 use crate::plan::schedule::Schedule;
 use crate::plan::zero::{LEVELS, MOST};
 use crate::plan::{PlannedModel, PlannedProfile, buckets};
@@ -11,6 +12,7 @@ use crate::profile::precision::Precision;
 use crate::profile::shared::TensorParallelCosts;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::ops::Range;
 
 /// Cost model: the time of a stage as a function of its ops.
@@ -125,12 +127,18 @@ pub struct Constraints {
     /// True if the plan must be tensor parallel.
     pub tensor: bool,
     pub target: Option<Target>,
+    /// True if all stages must have the same number of replicas, which every target requires.
+    pub equal_replicas: bool,
 }
 
 impl Constraints {
+    pub fn has_equal_replicas(&self) -> bool {
+        self.equal_replicas || self.target.is_some()
+    }
+
     /// True if a constraint requires cost `pipec`.
     pub fn require_pipec_cost(&self) -> bool {
-        !self.pins.is_empty() || self.most_stages.is_some() || self.no_replication || self.target.is_some()
+        !self.pins.is_empty() || self.most_stages.is_some() || self.no_replication || self.has_equal_replicas()
     }
 }
 
@@ -302,6 +310,28 @@ impl Problem {
     pub fn recomputation(&self) -> Recomputation {
         let may = self.cost == CostModel::Pipec && self.schedule.trains();
         if may { self.recompute } else { Recomputation::Never }
+    }
+
+    /// True if the framework that will run the plan all-reduces gradients in their own buffer: the buckets of PyTorch's
+    /// `DistributedDataParallel` with `gradient_as_bucket_view`, the gradient buffer of Megatron-LM and DeepSpeed.
+    pub fn reduces_in_place(&self) -> bool {
+        self.constraints.target.is_some()
+    }
+
+    /// The micro-batches whose activations each stage holds when its device holds most. Frameworks free activations to an
+    /// allocator that all chunks of a device share, so that chunks which peak at different times are not added up.
+    pub fn held_in_flight<'a>(
+        &self,
+        schedule: Schedule,
+        caps: &'a [u32],
+        (ranks, replicas): (u32, u32),
+    ) -> Cow<'a, [u32]> {
+        let stages = caps.len() as u32;
+        if self.constraints.target.is_none() || schedule != Schedule::Interleaved || !stages.is_multiple_of(ranks) {
+            return Cow::Borrowed(caps);
+        }
+        let microbatches = self.microbatches.div_ceil(replicas.max(1));
+        Cow::Owned(in_flight::at_peak_of_rank(ranks, stages / ranks, microbatches))
     }
 
     /// Memory limit of the given devices; `None` means no limit.

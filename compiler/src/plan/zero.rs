@@ -51,7 +51,9 @@ pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64)
     // buffer.
     let reused = if multiples.schedule.is_double_buffered() && masters == 0 { weights.min(terms) } else { 0 };
     let gradients = match multiples.level() {
-        0 if replicas < 2 => own,
+        0 if replicas < 2 || multiples.in_place => own,
+        // Each replica keeps its shard of the sums where it is.
+        1 if multiples.in_place => own,
         0 => own.saturating_add(terms).saturating_sub(reused),
         1 => own
             .saturating_add(share(terms.saturating_sub(shared), replicas))

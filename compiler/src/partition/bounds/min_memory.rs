@@ -69,6 +69,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
             first,
             optimizer_state: problem.optimizer_state,
             zero: problem.zero,
+            in_place: problem.reduces_in_place(),
             memory_limit: None,
             rules: &rules,
             steps: 0,

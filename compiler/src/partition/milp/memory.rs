@@ -54,6 +54,7 @@ impl Formulation<'_> {
                 replicas: self.choice.replicas[stage],
                 recompute: self.choice.recompute[stage],
                 zero: problem.zero,
+                in_place: problem.reduces_in_place(),
                 optimizer_state: problem.optimizer_state,
                 schedule: problem.schedule,
                 microbatches: problem.microbatches,

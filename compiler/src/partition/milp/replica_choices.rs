@@ -69,7 +69,7 @@ pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
         asked.stages.is_none_or(|stages| stages == replicas.len())
             && given_caps.is_none_or(|caps| caps.len() == replicas.len())
             && (!constraints.no_replication || replicas.iter().all(|&count| count == 1))
-            && (constraints.target.is_none() || replicas.iter().all(|count| *count == replicas[0]))
+            && (!constraints.has_equal_replicas() || replicas.iter().all(|count| *count == replicas[0]))
     };
     walk.found.retain(is_wanted);
     // The sort is stable: lists of equal length and sum keep their order.

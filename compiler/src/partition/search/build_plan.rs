@@ -142,6 +142,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         replicas: 2,
         recompute: false,
         zero: 0,
+        in_place: false,
         optimizer_state,
         schedule,
         microbatches: problem.microbatches,
@@ -249,19 +250,24 @@ pub fn multiples(
     pending_weight_grads: &[u32],
 ) -> Vec<MemoryMultipliers> {
     let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, ScheduleFlow::late));
+    let ranks = caps.len() as u32 / problem.chunks.max(1);
+    let all = shape.replicas();
+    let layout = (ranks, all.first().copied().unwrap_or(1));
+    let held = problem.held_in_flight(problem.schedule, caps, layout);
     let one = |(at, replicas): (usize, u32)| MemoryMultipliers {
-        in_flight: caps[at],
+        in_flight: held[at],
         pending_weight_grads: pending_weight_grads.get(at).copied().unwrap_or(0),
         versions: versions[at],
         late: late[at],
         replicas,
         recompute: false,
         zero: problem.zero,
+        in_place: problem.reduces_in_place(),
         optimizer_state: problem.optimizer_state,
         schedule: problem.schedule,
         microbatches: problem.microbatches,
     };
-    shape.replicas().into_iter().enumerate().map(one).collect()
+    all.into_iter().enumerate().map(one).collect()
 }
 
 fn freed(problem: &Problem, ops: &[u32], recompute: Recompute) -> u64 {

@@ -212,6 +212,7 @@ impl SearchContext<'_> {
                 flow: build_plan::flow(self.problem, self.problem.cluster.devices()),
                 optimizer_state: self.problem.optimizer_state,
                 zero: self.problem.zero,
+                in_place: self.problem.reduces_in_place(),
             };
             memory_dp::fit(&settings, least).map(|(_, shape)| shape)
         };

@@ -80,6 +80,7 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
             flow: build_plan::flow(problem, level.count),
             optimizer_state: problem.optimizer_state,
             zero: problem.zero,
+            in_place: problem.reduces_in_place(),
             stages,
             replicas,
             caps,
@@ -100,6 +101,7 @@ pub struct Pinned<'a> {
     pub flow: ScheduleFlow,
     pub optimizer_state: f64,
     pub zero: u32,
+    pub in_place: bool,
     pub stages: usize,
     /// Replicas of each stage; `None` leaves them free.
     pub replicas: Option<&'a [u32]>,
@@ -208,6 +210,7 @@ fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas:
         replicas,
         recompute: false,
         zero: settings.zero,
+        in_place: settings.in_place,
         optimizer_state: settings.optimizer_state,
         schedule: settings.flow.schedule,
         microbatches: settings.flow.microbatches,

@@ -36,6 +36,7 @@ pub struct Fit<'a> {
     pub flow: ScheduleFlow,
     pub optimizer_state: f64,
     pub zero: u32,
+    pub in_place: bool,
 }
 
 /// Finds the best partition with any number of outermost units and all units of inner levels. Returns its value
@@ -170,6 +171,7 @@ impl FitSearch<'_> {
                 replicas,
                 recompute: false,
                 zero: self.settings.zero,
+                in_place: self.settings.in_place,
                 optimizer_state: self.settings.optimizer_state,
                 schedule: self.settings.flow.schedule,
                 // With more replicas, weight gradients may not be batched.
@@ -206,6 +208,7 @@ impl FitSearch<'_> {
             replicas: copies,
             recompute: false,
             zero: settings.zero,
+            in_place: settings.in_place,
             optimizer_state: settings.optimizer_state,
             schedule: settings.flow.schedule,
             microbatches: settings.flow.microbatches,
@@ -315,7 +318,8 @@ mod tests {
             let flow = ScheduleFlow { schedule: Schedule::OneFOneB, microbatches: 4, chunks: 1, workers: 4, room: 0 };
             let levels = [LevelCost { count: 4, bytes_per_us: 1.0, previous_count: 1 }];
             let cost = StageCost { model: CostModel::Pipec, activation_compression: None };
-            let settings = Fit { line: &line, cost: &cost, levels: &levels, flow, optimizer_state: state, zero };
+            let settings =
+                Fit { line: &line, cost: &cost, levels: &levels, flow, optimizer_state: state, zero, in_place: false };
             let held = |from: usize, end: usize, replicas: u32| {
                 let multiples = MemoryMultipliers {
                     in_flight: 1,
@@ -325,6 +329,7 @@ mod tests {
                     replicas,
                     recompute: false,
                     zero,
+                    in_place: false,
                     optimizer_state: state,
                     schedule: Schedule::OneFOneB,
                     microbatches: 4,

@@ -137,10 +137,10 @@ fn rules(question: &SearchContext<'_>) -> Result<Vec<Rules>, ProblemError> {
         }
         (None, None) => vec![None],
     };
-    let equal: Vec<Option<u32>> = match (constraints.no_replication, constraints.target) {
+    let equal: Vec<Option<u32>> = match (constraints.no_replication, constraints.has_equal_replicas()) {
         (true, _) => vec![Some(1)],
-        (false, Some(_)) => (1..=devices).filter(|r| devices <= 64 || devices.is_multiple_of(*r)).map(Some).collect(),
-        (false, None) => vec![None],
+        (false, true) => (1..=devices).filter(|r| devices <= 64 || devices.is_multiple_of(*r)).map(Some).collect(),
+        (false, false) => vec![None],
     };
     let mut rules = Vec::new();
     for stages in stages {
@@ -405,6 +405,7 @@ impl AssumedPipelines {
                 first,
                 optimizer_state: problem.optimizer_state,
                 zero: problem.zero,
+                in_place: problem.reduces_in_place(),
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,
                 steps: 0,

@@ -38,6 +38,7 @@ pub struct PlacementQuery<'a> {
     pub optimizer_state: f64,
     /// ZeRO stage for replicated stages.
     pub zero: u32,
+    pub in_place: bool,
     /// Bytes per device.
     pub memory_limit: Option<u64>,
     /// Exact number of devices, from the first device of the first stage to the last device; `None` allows any number.
@@ -168,7 +169,7 @@ impl PlacementQuery<'_> {
             return u64::MAX;
         }
         let (versions, late) = (self.flow.versions(own, first), self.flow.late(own, first));
-        let (zero, optimizer_state) = (self.zero, self.optimizer_state);
+        let (zero, in_place, optimizer_state) = (self.zero, self.in_place, self.optimizer_state);
         let ScheduleFlow { schedule, microbatches, .. } = self.flow;
         let pending_weight_grads = self.flow.pending_weight_grads(position, in_flight);
         let multiples = MemoryMultipliers {
@@ -179,6 +180,7 @@ impl PlacementQuery<'_> {
             replicas,
             recompute,
             zero,
+            in_place,
             optimizer_state,
             schedule,
             microbatches,

@@ -19,7 +19,7 @@ use crate::partition::search::simulate_candidate::Played;
 use crate::partition::single_degree;
 use crate::plan::check::verify;
 use crate::plan::device_memory::fullest;
-use crate::plan::problem::{CostModel, Objective, Problem, ProblemError, Target};
+use crate::plan::problem::{CostModel, Objective, Problem, ProblemError};
 use crate::plan::{Baselines, Edge, Fits, Plan, Stage, TensorParallelCost, groups};
 use crate::profile::shared::TensorParallelCosts;
 use serde_json::json;
@@ -96,9 +96,8 @@ fn best_also_with_equal_replicas(problem: &Problem, options: &PlannerOptions<'_>
         return free;
     }
     let mut even = problem.clone();
-    even.constraints.target = Some(Target::Torch);
+    even.constraints.equal_replicas = true;
     let Ok(mut even) = single_degree::plan(&even, options) else { return free };
-    even.plan.options.remove("target");
     let Ok(free) = free else { return Ok(even) };
     match order(problem.objective, &even.plan, &free.plan) {
         Ordering::Less => {

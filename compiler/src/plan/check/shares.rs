@@ -69,13 +69,15 @@ pub fn late(plan: &Plan, stage: usize) -> u64 {
     }
 }
 
-/// Bytes of gradients and optimizer state per replica, with the given number of weight versions.
-pub fn held(stage: &Stage, versions: u32, kind: Schedule, of: &UnshardedBytes) -> (u64, u64) {
+/// Bytes of gradients and optimizer state per replica, with the given number of weight versions. `is_in_place` is true
+/// if gradients are all-reduced in their own buffer.
+pub fn held(stage: &Stage, (versions, kind): (u32, Schedule), is_in_place: bool, of: &UnshardedBytes) -> (u64, u64) {
     let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
     let own = of.terms.saturating_add(of.shared);
     if stage.replicas < 2 || stage.zero == 0 {
         let with_others = match stage.replicas {
             0 | 1 => 0,
+            _ if is_in_place => 0,
             // Under 2BW it reuses the buffer of the released version if that is as wide.
             _ if kind.is_double_buffered() && of.masters == 0 => of.terms.saturating_sub(of.weights),
             _ => of.terms,
@@ -90,6 +92,7 @@ pub fn held(stage: &Stage, versions: u32, kind: Schedule, of: &UnshardedBytes) -
     // With several versions, the next round's sums start before the previous round is stepped; under 2BW the replica
     // does this too.
     let shard_bytes = match stage.zero {
+        1 if is_in_place => 0,
         1 if kind.is_double_buffered() => {
             let free = if of.masters == 0 { of.weights.min(of.terms) } else { 0 };
             of.terms.saturating_add(part(of.terms, of.shared)).saturating_sub(of.shared).saturating_sub(free)
