@@ -1,6 +1,5 @@
 //! Imports a model and binds its symbolic dimensions.
 
-use crate::costs::ModelFormat;
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::detect;
@@ -159,7 +158,9 @@ impl LoadedModel {
     /// The only batch size with which torch runs the file unchanged, if it was exported with a static one.
     pub fn exported_batch(&self) -> Option<u64> {
         match self.model.batch {
-            Batch::Symbol { default: Some(size), .. } if ModelFormat::of(&self.path) == ModelFormat::Pt2 => {
+            Batch::Symbol { default: Some(size), .. }
+                if self.path.extension().is_some_and(|extension| extension == "pt2") =>
+            {
                 Some(size as u64)
             }
             _ => None,
