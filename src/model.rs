@@ -1,5 +1,6 @@
 //! Imports a model and binds its symbolic dimensions.
 
+use crate::costs::ModelFormat;
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::detect;
@@ -16,6 +17,8 @@ use compiler::import::onnx::error::{DecodeError, FormatError};
 use compiler::import::onnx::name::shown;
 use compiler::import::training_warning::TrainingWarning;
 use compiler::import::with_inputs;
+use compiler::op::Op;
+use compiler::op::dropout::COUNTER;
 use compiler::plan::{ImportSettings, PlannedModel};
 use compiler::profile::ProfiledModel;
 use compiler::tensor::Tensor;
@@ -151,6 +154,33 @@ impl LoadedModel {
             }
             Batch::Fixed { size, .. } => self.requested.or(otherwise).or(Some(size.map_or(1, |size| size as u64))),
         }
+    }
+
+    /// The only batch size with which torch runs the file unchanged, if it was exported with a static one.
+    pub fn exported_batch(&self) -> Option<u64> {
+        match self.model.batch {
+            Batch::Symbol { default: Some(size), .. } if ModelFormat::of(&self.path) == ModelFormat::Pt2 => {
+                Some(size as u64)
+            }
+            _ => None,
+        }
+    }
+
+    /// Refuses a micro-batch size with which torch cannot run the file.
+    pub fn runs_in_torch(&self, samples: u64) -> Result<(), Error> {
+        let Some(size) = self.exported_batch().filter(|size| *size != samples) else { return Ok(()) };
+        let inputs = self.model.graph.ids().filter_map(|id| match &self.model.graph.node(id).op {
+            Op::Input(input) if input.name != COUNTER => {
+                Some(format!("\"{}\": {{0: torch.export.Dim.AUTO}}", shown(&input.name)))
+            }
+            _ => None,
+        });
+        let shapes = inputs.collect::<Vec<_>>().join(", ");
+        Err(Error::input(format!("torch runs {} with {size} samples only, and the micro-batch is {samples}", self.path.display()))
+            .because("it was exported with a static batch size")
+            .with_help(format!(
+                "export it with `torch.export.export(model, args, dynamic_shapes={{{shapes}}})`, or plan with `--micro-batch {size}`"
+            )))
     }
 
     /// The graph with that many samples and no symbolic sizes.

@@ -159,8 +159,8 @@ class Plan:
             return Report(Path(folder, "report.html").read_text(encoding="utf-8"))
 
     def torchtitan(self) -> str:
-        """`torchtitan.toml`: torchtitan's `parallelism` settings. `pipec export` also writes the schedule table, if it needs one."""
-        return self.export("torchtitan")["torchtitan.toml"]
+        """Command-line arguments of torchtitan. `pipec export` also writes `torchtitan.toml`, and the schedule table if they need one."""
+        return self.export("torchtitan")["torchtitan.args"]
 
     def megatron(self) -> str:
         """Command-line arguments of Megatron-LM."""

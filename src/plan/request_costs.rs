@@ -12,6 +12,7 @@ use compiler::cluster::Cluster;
 use compiler::cluster::device::{self, Kind};
 use compiler::import::import::Batch;
 use compiler::import::onnx::name::shown;
+use compiler::plan::problem::Target;
 use compiler::profile::{Method, Profile};
 use compiler::tensor::DType;
 use std::fs::File;
@@ -95,6 +96,8 @@ pub struct ImportedCosts {
     counted: CountedLoss,
     /// True if the request sets the micro-batch size.
     is_requested: bool,
+    /// True if torch must run the file, which has a static batch size.
+    is_for_torch: bool,
     /// The micro-batch size without a batch.
     default_size: u64,
 }
@@ -138,7 +141,7 @@ impl CostsBySize {
         match self {
             CostsBySize::Published(costs) => Some(costs.micro_batch),
             CostsBySize::Imported(imported) => {
-                let is_fixed = matches!(imported.loaded.model.batch, Batch::Fixed { .. });
+                let is_fixed = matches!(imported.loaded.model.batch, Batch::Fixed { .. }) || imported.is_for_torch;
                 let profiled = imported.profiled();
                 let known = imported.loaded.known_micro_batch(profiled);
                 known.filter(|_| is_fixed || profiled.is_some() || imported.is_requested)
@@ -207,6 +210,10 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCos
         Some(_) => loaded.known_micro_batch(profiled).unwrap_or(DEFAULT_MICRO_BATCH),
         None => loaded.micro_batch(profiled, events),
     };
+    let is_for_torch = request.options.target == Some(Target::Torch) && loaded.exported_batch().is_some();
+    if is_for_torch {
+        loaded.runs_in_torch(default_size)?;
+    }
     let times = match opened {
         OpenedCosts::Analytic(kind) => {
             let device = kind.map_or_else(|| cluster.device.clone(), Kind::device);
@@ -220,7 +227,7 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCos
     };
     let counted = counted(request, &times)?;
     let (precision, is_requested) = (request.options.precision, request.micro_batch.is_some());
-    Ok(ImportedCosts { loaded, cluster, times, precision, counted, is_requested, default_size })
+    Ok(ImportedCosts { loaded, cluster, times, precision, counted, is_requested, is_for_torch, default_size })
 }
 
 /// The loss included in the costs: that of the profile, whose times include it, else the requested one.

@@ -119,43 +119,34 @@ fn modules_go_to_the_frameworks_that_keep_them_whole() {
     assert_eq!(parts[0].as_array().unwrap().len(), 2 + first, "{parts}");
     assert_eq!(parts[1].as_array().unwrap().last().unwrap(), "head");
     assert_eq!(titan["parallelism"]["data_parallel_replicate_degree"], 2);
-    // Two replicas share four micro-batches.
-    assert_eq!(text(folder, "t/schedule.csv"), "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
+    // Two replicas share four micro-batches, in the order of torch's 1F1B.
+    assert_eq!(titan["parallelism"]["pipeline_parallel_schedule"], "1F1B");
+    assert!(!folder.join("t/schedule.csv").exists());
+    let joined = |at: usize| {
+        parts[at].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect::<Vec<_>>().join(",")
+    };
+    let line = format!("--parallelism.module_fqns_per_model_part {} {}", joined(0), joined(1));
+    assert!(text(folder, "t/torchtitan.args").lines().any(|other| other == line), "{line}");
     let toml = text(folder, "t/torchtitan.toml");
     for part in parts.as_array().unwrap() {
         assert!(toml.lines().any(|line| line == format!("    {part},")), "{toml}");
     }
-    assert!(toml.contains("[parallelism]\n") && toml.contains("\npipeline_parallel_schedule_csv = \"schedule.csv\"\n"));
+    assert!(toml.contains("[parallelism]\n") && toml.contains("\npipeline_parallel_schedule = \"1F1B\"\n"));
 
     done(folder, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
-    let layout = format!("--pipeline-model-parallel-layout \"E{}|{}L\"", "t".repeat(first), "t".repeat(second));
-    assert!(text(folder, "m.args").lines().any(|line| line == layout), "{}", text(folder, "m.args"));
-    // The file states how to pass it; a script then gets its arguments.
-    let count = first;
-    let first = text(folder, "m.args").lines().next().unwrap().to_string();
-    assert!(first.starts_with("# ") && first.contains("pretrain_gpt.py"), "{first}");
-    #[cfg(unix)]
-    {
-        let line = first
-            .split_once(": ")
-            .unwrap()
-            .1
-            .replace("torchrun … pretrain_gpt.py …", "printf '%s\\n'")
-            .replace("FILE", "m.args");
-        let shell = std::process::Command::new("sh").arg("-c").arg(line).current_dir(folder).output().unwrap();
-        let passed = String::from_utf8(shell.stdout).unwrap();
-        let words: Vec<&str> = passed.lines().collect();
-        let at = words.iter().position(|word| *word == "--pipeline-model-parallel-layout").unwrap();
-        assert_eq!(words[at + 1], format!("E{}|{}L", "t".repeat(count), "t".repeat(second)), "{passed}");
-        assert_eq!((words.len(), words[0]), (11, "--bf16"), "{passed}");
-    }
+    let arguments = text(folder, "m.args");
+    let words: Vec<&str> = arguments.split_whitespace().collect();
+    let at = words.iter().position(|word| *word == "--pipeline-model-parallel-layout").unwrap();
+    assert_eq!(words[at + 1], format!("E{}|{}L", "t".repeat(first), "t".repeat(second)), "{arguments}");
+    assert_eq!((words.len(), words[0]), (11, "--bf16"), "{arguments}");
 
     done(folder, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
     let deepspeed = json(folder, "d.json");
-    assert_eq!(deepspeed["parts"], serde_json::json!([0, 2 + count, 8]));
+    assert_eq!(deepspeed["parts"], serde_json::json!([0, 2 + first, 8]));
     assert_eq!(deepspeed["gradient_accumulation_steps"], 2);
     assert!(text(folder, "d.json").starts_with("{\n  \"_use\": ["));
     assert_eq!(deepspeed["zero_optimization"], serde_json::json!({"stage": 0}));
+    assert_eq!(deepspeed["gradient_clipping"], 0.0);
     for (to, said) in [("megatron", "pretrain_gpt.py"), ("deepspeed", "_partition_layers")] {
         let output = pipec(folder, &["export", "p.json", "--to", to, "-o", "x"]);
         assert!(String::from_utf8_lossy(&output.stderr).contains(said), "{to} names its destination");
@@ -198,6 +189,11 @@ fn what_a_tool_cannot_carry_is_refused() {
         "no schedule zb-h1",
         "--schedule 1f1b",
     );
+    done(folder, &["zoo", "resnet50", "--structure", "-o", "resnet.onnx"]);
+    let resnet = ["partition", "resnet.onnx", "--gpus", "2", "--stages", "1,1", "--target", "megatron", "-o", "r.json"];
+    done(folder, &resnet);
+    let message = fails(folder, 1, &["export", "r.json", "--to", "megatron", "-o", "x"]);
+    assert!(message.contains("and Megatron has one list of transformer layers"), "{message}");
     refused(
         &["--gpus", "2", "--stages", "1,1", "--schedule", "2bw"],
         "pipedream",

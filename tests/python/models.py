@@ -42,6 +42,25 @@ def llama() -> Case:
     return LlamaForCausalLM(config), {"input_ids": tokens(53)}, tokens(53)
 
 
+def llama6() -> Case:
+    """As many layers as torchtitan's debug model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=32, tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config), {"input_ids": tokens(64)}, tokens(64)
+
+
+def resnet50() -> Case:
+    """Several lists of layers, and BatchNorm."""
+    from torchvision.models import resnet50
+
+    # Blocks begin as the identity: otherwise, BatchNorm of two rows amplifies rounding.
+    return resnet50(num_classes=10, zero_init_residual=True), {"x": torch.randn(ROWS, 3, 64, 64)}, torch.randint(10, (ROWS,))
+
+
 class UNet(nn.Module):
     """A U-Net: the output of the first layer is read by the last."""
 
@@ -66,12 +85,13 @@ def unet() -> Case:
 
 
 MODELS: Dict[str, Callable[[], Case]] = {"gpt2": gpt2, "gpt2_labels": gpt2_labels, "llama": llama, "unet": unet}
+OTHERS: Dict[str, Callable[[], Case]] = {"llama6": llama6, "resnet50": resnet50}
 
 
 def made(name: str) -> Case:
     """A model, its inputs and targets: the same in every process."""
     torch.manual_seed(7)
-    return MODELS[name]()
+    return {**MODELS, **OTHERS}[name]()
 
 
 def forget(model: nn.Module) -> None:

@@ -47,7 +47,7 @@ def test_split_spec_and_exports(plan: pipec.Plan) -> None:
     (name,) = spec
     assert spec[name] == SplitPoint.BEGINNING and name in plan.stages[1].modules[0]
     assert pipeline(chain(), (X,), split_spec=spec).num_stages == 2
-    assert "[parallelism]" in plan.torchtitan()
+    assert "--parallelism.module_fqns_per_model_part 0" in plan.torchtitan()
     page = plan.report()
     assert "<svg" in page.html and page._repr_html_().startswith("<iframe")
     inside = pipec.partition(chain(), (X,), gpus=2, batch=16, stages=[1, 1], extra=["--cut-after", "0.0"])
@@ -90,6 +90,18 @@ def test_a_fixed_batch_is_refused_before_it_fails() -> None:
         pipec.partition(program, gpus=2, batch=28, micro_batch=4)
     assert 'dynamic_shapes={"input": {0: torch.export.Dim.AUTO}}' in (caught.value.help or "")
     assert pipec.partition(program, gpus=2, batch=28).schedule.micro_batch == 7
+
+
+def test_the_command_refuses_a_fixed_batch_too(tmp_path: Path) -> None:
+    from pipec.binary import run
+
+    torch.export.save(torch.export.export(chain(), (torch.randn(7, 8),)), tmp_path / "model.pt2")
+    command = ["partition", "model.pt2", "--gpus", "2", "-o", "-", "--micro-batch"]
+    with pytest.raises(pipec.InputError, match="torch runs model.pt2 with 7 samples only, and the micro-batch is 4") as caught:
+        run([*command, "4", "--target", "torch"], cwd=str(tmp_path))
+    assert 'dynamic_shapes={"input": {0: torch.export.Dim.AUTO}}' in (caught.value.help or "")
+    run([*command, "7", "--target", "torch"], cwd=str(tmp_path))
+    run([*command, "4"], cwd=str(tmp_path))
 
 
 class Fixed(nn.Module):

@@ -3,7 +3,7 @@
 //! A target converts an [`ExportInput`] to a [`Bundle`] of files, or returns a `Refusal`: features that a tool does not
 //! support are never dropped silently. [`TARGETS`] lists the targets, one file each. `fit` has shared checks of a plan,
 //! `orders` the schedule as a table, `layers` the stages as module lists. Names come from untrusted files: they are
-//! written as escaped data and never used as file names.
+//! written as escaped data and never used as file names. `FOLDER` or `FILE` in a note is the output path.
 
 pub mod deepspeed;
 pub mod dot;
@@ -17,6 +17,7 @@ pub mod orders;
 pub mod payloads;
 pub mod pipedream;
 pub mod refusal;
+pub mod titan_names;
 pub mod torch;
 pub mod torchtitan;
 
@@ -43,7 +44,7 @@ pub const TARGETS: [Entry; 8] = [
     Entry { name: "onnx-stages", about: "a folder: one ONNX model for each stage", need: Need::Model, write: onnx_stages::write },
     Entry { name: "pipedream", about: "a folder: graph.txt with stages, and the runtime's configuration", need: Need::Costs, write: pipedream::write },
     Entry { name: "torch", about: "a folder: a training script for torchrun and torch.distributed.pipelining", need: Need::Plan, write: torch::write },
-    Entry { name: "torchtitan", about: "a folder: module_fqns_per_model_part and the schedule as a table", need: Need::Plan, write: torchtitan::write },
+    Entry { name: "torchtitan", about: "a folder: the arguments with module_fqns_per_model_part, and the schedule as a table", need: Need::Plan, write: torchtitan::write },
 ];
 
 pub fn find(name: &str) -> Option<&'static Entry> {

@@ -8,7 +8,6 @@ use compiler::export::quantity;
 use compiler::export::target::refusal::Refusal;
 use compiler::export::target::{self, Entry, TARGETS};
 use compiler::export::target::{Bundle, ExportInput, File, Need};
-use compiler::import::import::Batch;
 use compiler::plan::Plan;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
@@ -87,8 +86,10 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let imported = loaded.as_ref().map(LoadedModel::imported);
     let asked = ExportInput { plan: &plan, costs: costs.as_ref(), model: imported.as_ref(), table: table.as_ref() };
     let bundle = (target.write)(&asked).map_err(|refusal| explain(&arguments, &refusal))?;
+    let output = arguments.output.clone().unwrap_or_else(|| default_output(&arguments, &bundle));
+    let bundle = Bundle { notes: bundle.notes.iter().map(|note| located(note, &output, &bundle)).collect(), ..bundle };
     bundle.notes.iter().for_each(|note| screen.note(note));
-    write(&arguments, &bundle, screen)
+    write(&arguments, &bundle, output, screen)
 }
 
 /// The rows of a custom schedule.
@@ -136,16 +137,8 @@ fn loaded(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<LoadedM
     let loaded = model::read(path, &import, screen)?;
     let ops = loaded.profiled().ops as usize;
     model_match::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
-    // Torch runs the file unchanged and checks its sizes.
-    let micro_batch = plan.schedule.micro_batch;
-    if arguments.to.name == "torch"
-        && ModelFormat::of(path) == ModelFormat::Pt2
-        && let Batch::Symbol { default: Some(size), .. } = loaded.model.batch
-        && size != micro_batch as i64
-    {
-        return Err(Error::input(format!("{} has a fixed batch of {size} samples", path.display()))
-            .because(format!("the plan's micro-batches have {micro_batch} samples"))
-            .with_help(format!("export it with `dynamic_shapes`, or plan with `--micro-batch {size}`")));
+    if arguments.to.name == "torch" {
+        loaded.runs_in_torch(plan.schedule.micro_batch)?;
     }
     Ok(loaded)
 }
@@ -161,8 +154,7 @@ fn explain(arguments: &Arguments, refusal: &Refusal) -> Error {
 }
 
 /// Writes a single file to the given path, or several files into a folder.
-fn write(arguments: &Arguments, bundle: &Bundle, screen: &Screen) -> Result<(), Error> {
-    let output = arguments.output.clone().unwrap_or_else(|| default_output(arguments, bundle));
+fn write(arguments: &Arguments, bundle: &Bundle, output: PathBuf, screen: &Screen) -> Result<(), Error> {
     if let ([one], true) = (bundle.files.as_slice(), output::is_stdout(&output)) {
         match String::from_utf8(one.bytes.clone()) {
             Ok(text) => screen.document(&text),
@@ -200,6 +192,17 @@ fn write(arguments: &Arguments, bundle: &Bundle, screen: &Screen) -> Result<(), 
     }
     screen.json(&json!({"target": arguments.to.name, "files": files, "notes": bundle.notes}));
     Ok(())
+}
+
+/// A note with the output path in place of `FOLDER` and `FILE`.
+fn located(note: &str, output: &Path, bundle: &Bundle) -> String {
+    let folder = output.display().to_string();
+    let folder = folder.trim_end_matches('/');
+    let file = match bundle.files.as_slice() {
+        [one] if is_folder(output) => format!("{folder}/{}", one.name),
+        _ => folder.to_string(),
+    };
+    note.replace("FOLDER", folder).replace("FILE", &file)
 }
 
 fn is_folder(path: &Path) -> bool {

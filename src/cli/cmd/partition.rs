@@ -6,7 +6,7 @@ use crate::cli::instances::{piper, placement};
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use compiler::export::quantity;
-use compiler::plan::problem::CostModel;
+use compiler::plan::problem::{CostModel, Target};
 use compiler::plan::read;
 use compiler::plan::schedule::Schedule;
 use pipec::error::Error;
@@ -76,11 +76,22 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     let next = match plan.cost {
         // Instances have no simulation.
         CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", path.display()),
-        _ => next(&arguments.file, &path, custom, plan.schedule.kind, untrainable.is_some()),
+        _ => match request.options.target {
+            Some(target) => export(&arguments.file, &path, custom, target),
+            None => next(&arguments.file, &path, custom, plan.schedule.kind, untrainable.is_some()),
+        },
     };
     screen.text(&format!("\n{wrote} {}", path.display()));
     screen.next(&next);
     Ok(())
+}
+
+/// The next command of a plan for a framework.
+fn export(model: &Path, plan: &Path, custom: Option<&Path>, target: Target) -> String {
+    let schedule = custom.map_or(String::new(), |file| format!(" --schedule {}", file.display()));
+    let (plan, name) = (plan.display(), target.name());
+    let model = if target == Target::Torch { format!(" --model {}", model.display()) } else { String::new() };
+    format!("next: pipec simulate {plan}{schedule}\n      pipec export {plan} --to {name}{model}{schedule}\n")
 }
 
 /// The next commands. A plan for a custom schedule needs the schedule file again, because the plan does not contain it.

@@ -22,8 +22,7 @@ const TOOL: &str = "DeepSpeed";
 const USE: [&str; 2] = [
     "`parts` goes into a subclass of PipelineModule made of `layers`: its _partition_layers sets self.parts = parts and calls \
      self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])",
-    "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps, zero_optimization and bf16 or fp16 go into the configuration that \
-     deepspeed.initialize(config=…) takes",
+    "the whole file is also a configuration that deepspeed.initialize(config=…) takes",
 ];
 
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
@@ -48,15 +47,27 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         "num_stages": stages.len(),
         "data_parallel_replicas": replicas,
         "zero_optimization": {"stage": zero},
+        // DeepSpeed clips gradients to norm 1 unless told otherwise.
+        "gradient_clipping": 0.0,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": microbatches,
         "train_batch_size": micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas)),
     });
+    let recomputed = plan.stages.iter().filter(|stage| stage.recompute).count();
+    if recomputed > 0 {
+        whole["activation_checkpoint_interval"] = json!(1);
+    }
     if let Some(precision) = plan.precision().filter(|precision| precision.is_mixed()) {
         whole[precision.name()] = json!({"enabled": true});
     }
     let mut bundle = Bundle::of("deepspeed.json", serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n");
     bundle.notes.extend(USE.map(str::to_string));
+    if recomputed > 0 {
+        bundle.notes.push(format!(
+            "pass activation_checkpoint_interval to PipelineModule: {recomputed} of {} stages recompute activations, and DeepSpeed recomputes those of all",
+            plan.stages.len()
+        ));
+    }
     bundle.notes.extend(fit::handed_on(plan, TOOL));
     Ok(bundle)
 }

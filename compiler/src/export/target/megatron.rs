@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Megatron builds its own layers, so only their number matters. The plan must have the numbered layers in order, the
-//! modules before them (embedding) in the first stage and those after them (norm, head) in the last. Supported
+//! modules before them (embedding) in the first stage and those after them (norm, head) in the last. A model with
+//! several lists of layers, such as an encoder and a decoder or a ResNet, is refused. Supported
 //! schedules are 1F1B and interleaved 1F1B. Megatron recomputes the same number of first layers in every stage: the
 //! largest number of the plan.
 
@@ -23,10 +24,7 @@ use std::collections::BTreeMap;
 
 const TOOL: &str = "Megatron";
 
-const USE: &str = "these are arguments of Megatron-LM's training script: \
-                   eval \"torchrun … pretrain_gpt.py … $(grep -v '^#' FILE | tr '\\n' ' ')\"";
-
-/// Writes `megatron.args`, shell arguments of the training script.
+/// Writes `megatron.args`, arguments of the training script. The shell splits them at spaces, so nothing is quoted.
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, TOOL)?;
@@ -48,15 +46,13 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let precision = plan.precision().filter(|precision| precision.is_mixed());
     let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
-        "# {USE}\n{precision}{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
+        "{precision}{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout {layout}\n--num-layers {count}\n\
          --micro-batch-size {micro}\n--global-batch-size {global}\n{sequence}{sharded}{recompute}"
     );
     let mut bundle = Bundle::of("megatron.args", text);
-    bundle.notes.push(USE.to_string());
     bundle.notes.extend(fit::handed_on(plan, TOOL));
-    let groups = if degree > 1 { format!(" of tensor-parallel degree {degree}") } else { String::new() };
     bundle.notes.push(format!(
-        "Megatron needs {} processes: {ranks} pipeline ranks{groups}, {replicas} times",
+        "train with: torchrun --nproc-per-node {} pretrain_gpt.py $(cat FILE), and the arguments of the model, the data and the optimizer",
         u64::from(ranks) * u64::from(replicas) * u64::from(degree)
     ));
     Ok(bundle)
@@ -86,6 +82,9 @@ fn layout(plan: &Plan) -> Result<(String, u32), Refusal> {
     }
     let most = lists.values().copied().max().ok_or(Refusal::NoLayers)?;
     let layers = lists.iter().find(|(_, count)| **count == most).map(|(list, _)| *list).unwrap_or_default();
+    if let Some((other, _)) = lists.iter().find(|(list, _)| **list != layers) {
+        return Err(Refusal::Lists { tool: TOOL, first: layers.to_string(), second: other.to_string() });
+    }
     let last = stages.len().saturating_sub(1);
     let mut next = 0;
     let mut parts = Vec::with_capacity(stages.len());

@@ -33,6 +33,8 @@ pub enum Refusal {
     Place { module: String, stage: u32, why: String },
     #[error("the plan has no list of numbered layers, such as `layers.0` and `layers.1`")]
     NoLayers,
+    #[error("the model has layers in `{}` and in `{}`, and {tool} has one list of transformer layers", shown(.first), shown(.second))]
+    Lists { tool: &'static str, first: String, second: String },
     #[error("stage {stage} only has parts of nodes, and this format keeps nodes whole")]
     Parts { stage: u32 },
     #[error(transparent)]
@@ -65,7 +67,7 @@ impl Refusal {
             Refusal::Schedule { instead, .. } => made(&format!(" --schedule {instead}")),
             Refusal::CutModule { .. } => made(""),
             Refusal::NoModules { .. } => made(" --max-stages N, with fewer stages than this,"),
-            Refusal::Nested { .. } | Refusal::Place { .. } | Refusal::NoLayers => Some(
+            Refusal::Nested { .. } | Refusal::Place { .. } | Refusal::NoLayers | Refusal::Lists { .. } => Some(
                 "`--to torch` can cut between any two ops of a model from torch.export, independently of modules"
                     .to_string(),
             ),

@@ -13,6 +13,8 @@ use super::nodes;
 use super::orders::{Order, order};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
+use crate::import::onnx::name::shown;
+use crate::plan::Plan;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -63,8 +65,33 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         spans.iter().filter(|(_, (first, last))| first != last).map(|(name, _)| name.to_string()).collect();
     bundle.notes.extend(nodes::moved_note(&moved));
     let processes = u64::from(ranks.iter().max().map_or(1, |rank| rank + 1)) * u64::from(replicas);
+    let planned = &plan.model.file;
+    let is_exported = planned.ends_with(".pt2");
+    if !is_exported && !planned.is_empty() {
+        bundle.notes.push(other_format(plan, planned));
+    }
+    let model = if is_exported { shown(planned) } else { "MODEL.pt2".into() };
     bundle.notes.push(format!(
-        "run it in its folder with: torchrun --nproc-per-node {processes} train.py --model MODEL.pt2 --data DATA.npz"
+        "train with: torchrun --nproc-per-node {processes} FOLDER/train.py --model {model} --data DATA.npz"
     ));
     Ok(bundle)
+}
+
+/// The note on a plan of another file than one of torch.export.save, whose stages are matched by module.
+fn other_format(plan: &Plan, planned: &str) -> String {
+    let mut held: BTreeMap<&str, u32> = BTreeMap::new();
+    let named = plan.stages.iter().flat_map(|stage| stage.modules.iter().map(|module| (module.as_str(), stage.id.0)));
+    let cut = named.into_iter().find(|(module, stage)| *held.entry(module).or_insert(*stage) != *stage);
+    let planned = shown(planned);
+    match cut {
+        Some((module, _)) => format!(
+            "the plan is for {planned} and cuts module `{}`: the script can only match it to a model with the same nodes. \
+             Plan the file of torch.export.save instead, or use `--target torchtitan`, which keeps modules whole",
+            shown(module)
+        ),
+        None => format!(
+            "the plan is for {planned}, but the script trains a file of torch.export.save: export the same module with \
+             `torch.export.save(torch.export.export(model, inputs), \"MODEL.pt2\")`"
+        ),
+    }
 }

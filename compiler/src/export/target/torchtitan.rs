@@ -1,56 +1,56 @@
-//! Settings for torchtitan's `parallelism` section (`torchtitan/distributed/pipeline_parallel.py`): the modules of each
-//! model part in `module_fqns_per_model_part`, and a table for `pipeline_parallel_schedule_csv`.
+//! Settings for torchtitan (`torchtitan/distributed/pipeline_parallel.py`): the modules of each model part in
+//! `module_fqns_per_model_part`, the schedule, degrees of parallelism and batch sizes.
 //!
-//! torchtitan supports top-level modules and items of top-level lists (`tok_embeddings`, `layers.0`). It assigns part k
-//! to rank k modulo ranks, so tables are only possible for such plans. For V-shaped placement it has the schedules
-//! `ZBVZeroBubble` and `DualPipeV` by name, without a table. `torchtitan.toml` has the settings in configuration file
-//! format, `torchtitan.json` for versions configured in Python.
+//! torchtitan supports top-level modules and items of top-level lists (`tok_embeddings`, `layers.0`); `titan_names`
+//! renames those of nested models. It assigns part k to rank k modulo ranks, so tables are only possible for such plans.
+//! `1F1B` and `GPipe` need no table, nor do the schedules with V-shaped placement, `ZBVZeroBubble` and `DualPipeV`.
+//!
+//! torchtitan 0.3 reads command-line arguments, `torchtitan.args`; earlier versions also read `torchtitan.toml`.
+//! `torchtitan.json` is for configurations in Python.
 
-use super::layers::{are_shallow, layers};
+use super::layers::layers;
 use super::orders::{Order, order};
 use super::refusal::Refusal;
+use super::titan_names::{Named, named};
 use super::{Bundle, ExportInput, fit};
-use crate::plan::Stage;
 use crate::plan::schedule::Schedule;
+use crate::plan::{Plan, Stage};
+use crate::profile::precision::Precision;
 use serde_json::{Value, json};
 
 const TOOL: &str = "torchtitan";
 
 const TABLE: &str = "schedule.csv";
 
-/// Writes `torchtitan.toml`, `torchtitan.json` and, for schedules that torchtitan does not have by name,
-/// `schedule.csv`.
+/// Writes `torchtitan.args`, `torchtitan.toml`, `torchtitan.json` and, for schedules that torchtitan does not have by
+/// name, `schedule.csv`.
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     let Order { table, ranks, microbatches, replicas } = order(asked, TOOL)?;
-    let parts = layers(plan, TOOL)?;
-    are_shallow(&parts, TOOL)?;
+    let Named { parts, note } = named(layers(plan, TOOL)?, TOOL)?;
     let degree = ranks.iter().max().map_or(1, |rank| rank + 1);
-    let by_name = match plan.schedule.kind {
-        Schedule::Zbv => Some("ZBVZeroBubble"),
-        Schedule::DualPipeV => Some("DualPipeV"),
-        kind => {
-            if let Some(stage) =
-                (0u32..).zip(&ranks).find(|(stage, rank)| **rank != stage % degree).map(|(stage, _)| stage)
-            {
-                let module = parts[stage as usize].first().cloned().unwrap_or_default();
-                let why = format!(
-                    "is on rank {}, and torchtitan assigns {} parts to ranks in a loop",
-                    ranks[stage as usize],
-                    kind.name()
-                );
-                return Err(Refusal::Place { module, stage, why });
-            }
-            None
-        }
-    };
+    let by_name = by_name(plan.schedule.kind, &table, degree, microbatches);
+    let is_v = matches!(plan.schedule.kind, Schedule::Zbv | Schedule::DualPipeV);
+    if !is_v && let Some(stage) = (0u32..).zip(&ranks).find(|(stage, rank)| **rank != stage % degree).map(|of| of.0) {
+        let module = parts[stage as usize].first().cloned().unwrap_or_default();
+        let rank = ranks[stage as usize];
+        let why =
+            format!("is on rank {rank}, and torchtitan assigns {} parts to ranks in a loop", plan.schedule.kind.name());
+        return Err(Refusal::Place { module, stage, why });
+    }
+    let zero = fit::zero(plan, TOOL, 3)?;
+    let sharded = zero > 0 && replicas > 1;
     let mut section = json!({
         "pipeline_parallel_degree": degree,
-        "data_parallel_replicate_degree": replicas,
+        "data_parallel_replicate_degree": if sharded { 1 } else { replicas },
+        "data_parallel_shard_degree": if sharded { replicas } else { 1 },
         "pipeline_parallel_microbatch_size": plan.schedule.micro_batch,
         "pipeline_parallel_schedule": by_name.unwrap_or("PipelineScheduleMulti"),
         "module_fqns_per_model_part": parts,
     });
+    if sharded {
+        section["fsdp_reshard_after_forward"] = json!(if zero == 3 { "always" } else { "never" });
+    }
     let shared = plan.stages.first().map_or(1, Stage::degree);
     if shared > 1 {
         section["tensor_parallel_degree"] = json!(shared);
@@ -59,12 +59,106 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         section["pipeline_parallel_schedule_csv"] = json!(TABLE);
     }
     let batch = plan.schedule.micro_batch.saturating_mul(u64::from(microbatches));
-    let training = json!({ "local_batch_size": batch });
-    let whole = json!({ "parallelism": section, "training": training });
+    let precision = match plan.precision() {
+        Some(Precision::Bf16) => "bfloat16",
+        _ => "float32",
+    };
+    // Without a pipeline, torchtitan accumulates gradients over local batches.
+    let training = json!({
+        "local_batch_size": if degree > 1 { batch } else { plan.schedule.micro_batch },
+        "global_batch_size": batch.saturating_mul(u64::from(replicas)),
+        "mixed_precision_param": precision,
+    });
+    let mode = if plan.stages.iter().any(|stage| stage.recompute) { "full" } else { "none" };
+    let whole = json!({ "parallelism": section, "training": training, "activation_checkpoint": { "mode": mode } });
     let json = serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n";
-    let mut bundle = Bundle::of("torchtitan.toml", toml(&whole)).with("torchtitan.json", json);
+    let mut bundle = Bundle::of("torchtitan.args", arguments(&whole, mode)?)
+        .with("torchtitan.toml", toml(&whole))
+        .with("torchtitan.json", json);
+    bundle.notes.extend(note);
+    bundle.notes.extend(notes(plan, zero, sharded));
     bundle.notes.extend(fit::handed_on(plan, TOOL));
+    let processes = u64::from(degree) * u64::from(replicas) * u64::from(shared);
+    let folder = if by_name.is_none() { ", in FOLDER because of schedule.csv" } else { "" };
+    bundle.notes.push(format!(
+        "train with: torchrun --nproc-per-node {processes} -m torchtitan.train --module MODULE --config CONFIG $(cat FOLDER/torchtitan.args){folder}"
+    ));
     Ok(if by_name.is_none() { bundle.with(TABLE, table) } else { bundle })
+}
+
+/// torchtitan's name of the schedule, if it runs the same table. Its 1F1B needs as many micro-batches as stages.
+fn by_name(kind: Schedule, table: &str, ranks: u32, microbatches: u32) -> Option<&'static str> {
+    let is_standard = |warmup: &dyn Fn(u32) -> u32| {
+        let row = |rank: u32| {
+            let first = warmup(rank).min(microbatches);
+            let both =
+                (first..microbatches).flat_map(|next| [format!("{rank}B{}", next - first), format!("{rank}F{next}")]);
+            let rest = (microbatches - first..microbatches).map(|next| format!("{rank}B{next}"));
+            let begun = (0..first).map(|next| format!("{rank}F{next}"));
+            begun.chain(both).chain(rest).collect::<Vec<_>>().join(",")
+        };
+        table.lines().eq((0..ranks).map(row))
+    };
+    match kind {
+        Schedule::Zbv => Some("ZBVZeroBubble"),
+        Schedule::DualPipeV => Some("DualPipeV"),
+        Schedule::Gpipe if is_standard(&|_| microbatches) => Some("GPipe"),
+        Schedule::OneFOneB if microbatches >= ranks && is_standard(&|rank| ranks - rank) => Some("1F1B"),
+        _ => None,
+    }
+}
+
+/// What torchtitan does differently.
+fn notes(plan: &Plan, zero: u32, is_sharded: bool) -> Vec<String> {
+    let mut notes = Vec::new();
+    if is_sharded && zero == 1 {
+        notes.push("torchtitan has no ZeRO 1: it shards gradients too, as ZeRO 2".to_string());
+    }
+    let recomputed = plan.stages.iter().filter(|stage| stage.recompute).count();
+    if (1..plan.stages.len()).contains(&recomputed) {
+        notes.push(format!(
+            "{recomputed} of {} stages recompute activations, and torchtitan recomputes those of all",
+            plan.stages.len()
+        ));
+    }
+    if plan.precision() == Some(Precision::Fp16) {
+        notes.push("torchtitan has no fp16: the settings are for fp32; `--precision bf16` plans for bf16".to_string());
+    }
+    notes
+}
+
+/// Formats sections as command-line arguments, one per line. The kind of activation checkpointing is a subcommand.
+fn arguments(whole: &Value, mode: &str) -> Result<String, Refusal> {
+    let mut text = String::new();
+    for (section, values) in whole.as_object().into_iter().flatten() {
+        for (key, value) in values.as_object().into_iter().flatten().filter(|_| section != "activation_checkpoint") {
+            let value = match value {
+                Value::Array(parts) => {
+                    let parts: Result<Vec<String>, Refusal> =
+                        (0u32..).zip(parts).map(|(at, part)| joined(at, part)).collect();
+                    parts?.join(" ")
+                }
+                Value::String(value) => value.clone(),
+                value => value.to_string(),
+            };
+            text += &format!("--{section}.{key} {value}\n");
+        }
+    }
+    // torchtitan refuses CUDA graphs with a pipeline, and has them by default.
+    Ok(text + &format!("--training.disable_cuda_graphs\nactivation-checkpoint:{mode}\n"))
+}
+
+/// The modules of a part, separated by commas. The shell splits the file at spaces and expands patterns.
+fn joined(stage: u32, part: &Value) -> Result<String, Refusal> {
+    let names: Vec<&str> = part.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let is_plain = |name: &&&str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    match names.iter().find(|name| !is_plain(name)) {
+        Some(name) => {
+            let why = "has a name that cannot be an argument".to_string();
+            Err(Refusal::Place { module: name.to_string(), stage, why })
+        }
+        None => Ok(names.join(",")),
+    }
 }
 
 /// Formats sections of plain values and lists as TOML. Every JSON string without DEL is a valid TOML string.

@@ -4,13 +4,14 @@
 
 N is the number of ranks times the replicas, both from stages.json. The model is a file of torch.export.save, or a module and its
 example inputs that `package.module:function` returns. The arrays of the data file have the names of the model's inputs; the labels
-are `target` or `y`. Rows are read in order for --epochs epochs. trained.pt is the resulting state dict. The optimizer is plain SGD;
+are `target` or `y`; a model that returns its loss, with --loss model, needs none. Rows are read in order for --epochs epochs. trained.pt is the resulting state dict. The optimizer is plain SGD;
 change `main` to use another one, and `Data` to shuffle rows.
 
 torch.export.load can execute code from the file: only load files that you trust.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -33,7 +34,7 @@ def arguments():
     parser.add_argument("--model", help="a file of torch.export.save")
     parser.add_argument("--module", help="package.module:function that returns a module and its example inputs")
     parser.add_argument("--data", required=True, help="arrays of inputs and labels")
-    parser.add_argument("--loss", default="cross-entropy", help="cross-entropy, mse, or package.module:function [default: %(default)s]")
+    parser.add_argument("--loss", default="cross-entropy", help="cross-entropy, mse, model (the model's first output), or package.module:function [default: %(default)s]")
     parser.add_argument("--epochs", type=int, default=1, help="epochs [default: %(default)s]")
     parser.add_argument("--steps", type=int, help="minibatches, instead of --epochs")
     parser.add_argument("--lr", type=float, default=0.01)
@@ -51,12 +52,15 @@ def cross_entropy(output, target):
     return F.cross_entropy(output.reshape(-1, output.shape[-1]), target.reshape(-1))
 
 
-LOSSES = {"cross-entropy": cross_entropy, "mse": F.mse_loss}
+LOSSES = {"cross-entropy": cross_entropy, "mse": F.mse_loss, "model": lambda output, target: output}
 
 
-def arrays(file, names):
+def arrays(file, names, needs_labels):
     """The arrays of the model's inputs, and the labels. A single input array may have any name."""
     data = numpy.load(file)
+    if not needs_labels and all(name in data for name in names):
+        inputs = [torch.from_numpy(data[name]) for name in names]
+        return inputs, inputs[0]
     labels = [name for name in ("target", "y") if name in data and name not in names][:1]
     others = [name for name in data if name not in labels]
     named = others if len(names) == len(others) == 1 else names
@@ -69,8 +73,8 @@ def arrays(file, names):
 class Data:
     """The rows of the data file, in micro-batches."""
 
-    def __init__(self, file, names, plan):
-        self.inputs, self.target = arrays(file, names)
+    def __init__(self, file, names, plan, needs_labels):
+        self.inputs, self.target = arrays(file, names, needs_labels)
         self.size = plan["micro_batch"]
         self.replicas = plan["replicas"]
         self.items = plan["microbatches"] * self.replicas
@@ -99,6 +103,9 @@ def imported(name):
 def load(file=None, module=None):
     """The model as a graph, from a file or from a function that returns a module and its example inputs."""
     if file is not None:
+        # A file of a transformers model names the library's output classes.
+        with contextlib.suppress(ImportError):
+            import transformers.modeling_outputs  # noqa: F401
         return torch.export.load(file).module()
     built, example = imported(module)()
     return torch.export.export(built, tuple(example)).module()
@@ -123,7 +130,7 @@ def main():
     if dist.get_world_size() != ranks * plan["replicas"]:
         raise SystemExit(f"{ranks} ranks times {plan['replicas']} replicas need as many processes, not {dist.get_world_size()}")
     model = load(args.model, args.module)
-    data = Data(args.data, [str(node.target) for node in model.graph.nodes if node.op == "placeholder"], plan)
+    data = Data(args.data, [str(node.target) for node in model.graph.nodes if node.op == "placeholder"], plan, args.loss != "model")
     try:
         stages = split(model, plan, [data.rows(array, 0) for array in data.inputs])
     except SplitError as fault:

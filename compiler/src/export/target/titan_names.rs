@@ -1,0 +1,140 @@
+//! Module names of torchtitan's models. torchtitan only finds top-level modules and items of top-level lists, and its
+//! models, as well as its backend for transformers models, have the modules `tok_embeddings`, `layers`, `norm` and
+//! `lm_head`.
+//!
+//! ```text
+//! model.embed_tokens  model.layers.3  model.norm  lm_head     transformers
+//! tok_embeddings      layers.3        norm        lm_head     torchtitan
+//! ```
+//!
+//! Names of a model that is flat already stay as they are.
+
+use super::layers::{are_shallow, numbered};
+use super::refusal::Refusal;
+use crate::import::onnx::name::shown;
+use std::collections::{BTreeMap, BTreeSet};
+
+const KNOWN: [(&str, &[&str]); 3] = [
+    ("tok_embeddings", &["tok_embeddings", "embed_tokens", "wte", "word_embeddings", "embed_in"]),
+    ("norm", &["norm", "ln_f", "final_layernorm", "final_layer_norm"]),
+    ("lm_head", &["lm_head", "embed_out"]),
+];
+
+/// The list of layers.
+const LAYERS: &str = "layers";
+
+/// A module without parameters, which the backend for transformers models needs in every part. Other models have none.
+const ROTARY: &str = "rotary_emb";
+
+/// The modules of each part, with torchtitan's names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Named {
+    pub parts: Vec<Vec<String>>,
+    /// What was renamed.
+    pub note: Option<String>,
+}
+
+/// Renames the modules of nested models.
+pub fn named(parts: Vec<Vec<String>>, tool: &'static str) -> Result<Named, Refusal> {
+    let Some(wrapper) = wrapper(&parts) else {
+        are_shallow(&parts, tool)?;
+        return Ok(Named { parts, note: None });
+    };
+    let mut seen = BTreeSet::new();
+    let mut unknown = Vec::new();
+    let mut is_rotary = false;
+    let mut named = Vec::with_capacity(parts.len());
+    for (stage, modules) in (0u32..).zip(&parts) {
+        let mut own = Vec::with_capacity(modules.len());
+        for module in modules {
+            let inner = module.strip_prefix(&wrapper.prefix).unwrap_or(module);
+            let name = match numbered(module).filter(|(list, _)| *list == wrapper.list) {
+                Some((_, number)) => format!("{LAYERS}.{number}"),
+                None => match KNOWN.iter().find(|(_, others)| others.contains(&inner)) {
+                    Some((name, _)) => name.to_string(),
+                    None if inner == ROTARY => continue,
+                    None => {
+                        unknown.push(inner.to_string());
+                        inner.to_string()
+                    }
+                },
+            };
+            is_rotary |= inner == "embed_tokens";
+            if !seen.insert(name.clone()) {
+                let why = format!("would be another `{}` in {tool}", shown(&name));
+                return Err(Refusal::Place { module: module.clone(), stage, why });
+            }
+            own.push(name);
+        }
+        named.push(own);
+    }
+    are_shallow(&named, tool)?;
+    if is_rotary {
+        named.iter_mut().for_each(|own| own.push(ROTARY.to_string()));
+    }
+    Ok(Named { note: Some(note(&wrapper, &unknown, tool)), parts: named })
+}
+
+/// The list of layers in a wrapper module.
+struct Wrapper {
+    list: String,
+    /// The path of the wrapper, with a dot at its end.
+    prefix: String,
+}
+
+/// The wrapper of the nested list with the most items; ties are broken by name.
+fn wrapper(parts: &[Vec<String>]) -> Option<Wrapper> {
+    let mut lists: BTreeMap<&str, u32> = BTreeMap::new();
+    let nested = parts.iter().flatten().filter_map(|module| numbered(module)).filter(|(list, _)| list.contains('.'));
+    nested.for_each(|(list, _)| *lists.entry(list).or_default() += 1);
+    let most = lists.values().copied().max()?;
+    let list = lists.iter().find(|(_, count)| **count == most).map(|(list, _)| list.to_string())?;
+    let prefix = list.rsplit_once('.').map(|(wrapper, _)| format!("{wrapper}."))?;
+    Some(Wrapper { list, prefix })
+}
+
+fn note(wrapper: &Wrapper, unknown: &[String], tool: &str) -> String {
+    let renamed = format!("modules have the names of {tool}'s models: `{}.0` is `{LAYERS}.0`", shown(&wrapper.list));
+    let listed: Vec<String> = unknown.iter().take(8).map(|name| format!("`{}`", shown(name))).collect();
+    match listed.is_empty() {
+        true => renamed,
+        false => format!("{renamed}; its models have no {}", listed.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parts(text: &[&str]) -> Vec<Vec<String>> {
+        text.iter().map(|part| part.split(' ').map(str::to_string).collect()).collect()
+    }
+
+    #[test]
+    fn models_of_transformers_get_the_names_of_torchtitan() {
+        let llama = parts(&["model.embed_tokens model.layers.0", "model.layers.1 model.norm lm_head"]);
+        let named = named(llama, "torchtitan").unwrap();
+        assert_eq!(named.parts, parts(&["tok_embeddings layers.0 rotary_emb", "layers.1 norm lm_head rotary_emb"]));
+        assert_eq!(
+            named.note.unwrap(),
+            "modules have the names of torchtitan's models: `model.layers.0` is `layers.0`"
+        );
+    }
+
+    #[test]
+    fn other_modules_keep_their_names() {
+        let gpt =
+            parts(&["transformer.wte transformer.wpe transformer.h.0", "transformer.h.1 transformer.ln_f lm_head"]);
+        let named = named(gpt, "torchtitan").unwrap();
+        assert_eq!(named.parts, parts(&["tok_embeddings wpe layers.0", "layers.1 norm lm_head"]));
+        assert!(named.note.unwrap().ends_with("its models have no `wpe`"));
+        let flat = parts(&["wte blocks.0", "blocks.1 head"]);
+        assert_eq!(super::named(flat.clone(), "torchtitan"), Ok(Named { parts: flat, note: None }));
+    }
+
+    #[test]
+    fn two_wrappers_are_refused() {
+        let both = parts(&["encoder.layers.0 encoder.layers.1", "decoder.layers.0"]);
+        assert!(matches!(named(both, "torchtitan"), Err(Refusal::Nested { .. })));
+    }
+}
