@@ -17,6 +17,7 @@ import operator
 import statistics
 import sys
 import time
+import zipfile
 
 
 def say(**line):
@@ -45,6 +46,8 @@ def main():
         torch.set_num_threads(1)
     describe(torch, device)
     try:
+        with zipfile.ZipFile(request["model"]) as archive:
+            stand_in(torch, structures(archive))
         program = torch.export.load(request["model"])
     except Exception as error:
         fail(f"torch {torch.__version__} cannot load the model: {first_line(error)}", "export it with this version of torch")
@@ -58,6 +61,42 @@ def describe(torch, device):
         say(device={"name": properties.name, "driver": driver, "memory_bytes": properties.total_memory}, torch=torch.__version__)
     else:
         say(device={"name": "", "driver": "", "memory_bytes": 0}, torch=torch.__version__)
+
+
+def structures(archive):
+    """The types in the structure of inputs and outputs, such as the outputs of the transformers library."""
+    found, open_values = set(), []
+    for name in archive.namelist():
+        if name.endswith(".json"):
+            open_values.append(json.loads(archive.read(name)))
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, dict):
+            open_values.extend(value.values())
+            specs = [value.get(name) for name in ("in_spec", "out_spec")]
+            open_values.extend(json.loads(spec) for spec in specs if isinstance(spec, str) and spec)
+            if "children_spec" in value and isinstance(value.get("type"), str):
+                found.add(value["type"])
+        elif isinstance(value, list):
+            open_values.extend(value)
+    return sorted(found)
+
+
+def stand_in(torch, names):
+    """Registers a stand-in for each type that torch does not know, so that no package of the model is imported."""
+    pytree = torch.utils._pytree
+    known = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
+    for name in names:
+        if name not in known:
+            made = type("StandIn", (tuple,), {})
+            pytree.register_pytree_node(
+                made,
+                lambda value: (list(value), None),
+                lambda values, context, made=made: made(values),
+                serialized_type_name=name,
+                to_dumpable_context=lambda context: context,
+                from_dumpable_context=lambda context: context,
+            )
 
 
 def first_line(error):
