@@ -19,7 +19,8 @@ from train_worker import STEPS  # noqa: E402
 SCHEDULES = {"1f1b": 2, "gpipe": 2, "interleaved": 4, "zb-h1": 2, "zbv": 4}
 CASES = [(name, schedule, schedule, [1] * stages) for name in ("gpt2", "llama", "unet") for schedule, stages in SCHEDULES.items()]
 CASES += [
-    ("gpt2", "replicas", "1f1b", [2]),
+    ("gpt2", "own_rows", "1f1b", [2]),
+    ("gpt2", "all_rows", "1f1b", [2]),
     ("gpt2_labels", "labels", "interleaved", [1] * 4),
     ("llama", "meta", "1f1b", [1, 1]),
     ("llama", "recompute", "1f1b", [1, 1]),
