@@ -148,8 +148,8 @@ def run_on(model: Model, command: Sequence[str], folder: str) -> str:
     """Runs a command on the model of `file_of`."""
     if isinstance(model, (str, os.PathLike)):
         return run(command)
-    # The file has no values on purpose.
-    return run(command, cwd=folder, ignore="it can be planned but not trained")
+    # The file has no values on purpose, and `warn_of_fixed_batch` has told of a fixed batch size.
+    return run(command, cwd=folder, ignore=("it can be planned but not trained", "the batch keeps the exported size"))
 
 
 def file_of(
