@@ -113,6 +113,7 @@ class Profiler:
         if request["precision"] == "tf32":
             torch.backends.cuda.matmul.allow_tf32 = True
             torch.backends.cudnn.allow_tf32 = True
+        program = with_values(torch, program)
         if self.dtype is not None:
             program = program_in(torch, program, self.dtype)
         self.program = program
@@ -175,8 +176,6 @@ class Profiler:
             else:
                 value = program.constants.get(spec.target)
             if isinstance(value, torch.Tensor):
-                if value.is_meta:
-                    value = torch.zeros(value.shape, dtype=value.dtype)
                 value = value.detach().to(self.device)
             if kind == "PARAMETER":
                 self.learned.add(name)
@@ -299,6 +298,20 @@ class Profiler:
 
 def is_float(torch, value):
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def with_values(torch, program):
+    """The program with small random numbers for the parameters and constants that its file leaves out."""
+    made = {}
+    for values in (program.state_dict, program.constants):
+        for name, value in list(values.items()):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                if id(value) not in made:
+                    new = torch.zeros(value.shape, dtype=value.dtype)
+                    new = new.normal_(0.0, 0.02) if value.is_floating_point() else new
+                    made[id(value)] = torch.nn.Parameter(new, value.requires_grad) if isinstance(value, torch.nn.Parameter) else new
+                values[name] = made[id(value)]
+    return program
 
 
 def program_in(torch, program, dtype):
