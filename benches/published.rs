@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Each row pins the published configuration: stages, replicas, tensor-parallel degree, chunks, micro-batch and
-//! recomputation. What a source leaves open (micro-batch, chunks) takes the fastest prediction that fits in memory. The
-//! error is that of the predicted time against the measured one.
+//! recomputation. What a source leaves open (micro-batch, chunks, recomputation) takes the fastest prediction that fits in
+//! memory. The error is that of the predicted time against the measured one.
 //!
 //! Recomputation is that of the frameworks, block by block, in time and memory. Experts are distributed over a
 //! tensor-parallel group, which has as many micro-batches in common as the group has devices.
@@ -33,7 +33,7 @@ use compiler::plan::problem::{Recomputation, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::precision::Precision;
-use compiler::profile::shared::TensorParallelCosts;
+use compiler::profile::shared::{ActivationSharding, TensorParallelCosts};
 use models::choice::Setting;
 use models::zoo::{self, Options};
 use pipec::cluster::{self, ClusterRequest};
@@ -127,7 +127,8 @@ fn in_parts(graph: &mut CostGraph, row: &Row, device: &Device, micro_batch: u64,
         op.bwd_us = (2.0 * products + stream(5.0) + stream(6.0)) * 1e6;
         op.weight_grad_us = Some(0.0);
         let bytes = (5.0 * scores) as u64;
-        let kept = if row.recompute == Recompute::Attention { &mut op.workspace_bytes } else { &mut op.saved_bytes };
+        let kept =
+            if row.recompute == Some(Recompute::Attention) { &mut op.workspace_bytes } else { &mut op.saved_bytes };
         *kept += bytes;
     }
 }
@@ -236,7 +237,7 @@ struct Prediction {
 
 /// The prediction of one configuration, in the layout of the framework: weights are never gathered in a
 /// group, and stages are whole blocks.
-fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Option<Prediction> {
+fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64, again: Recompute) -> Option<Prediction> {
     // Weights that several stages share are replicated in a group, where Megatron-LM shards them.
     let group = row.group();
     // Devices of a group that has experts in common have micro-batches of their own.
@@ -251,10 +252,11 @@ fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Opt
     let degree = u32::try_from(group).expect("a degree is small");
     let tensor_parallel = if degree > 1 { TensorParallel::Degree(degree) } else { TensorParallel::Never };
     let mut shared = tensor_parallel.costs(&costs, target).expect("the model can be sharded");
-    shared.retain(|shared| row.expert > 1 || shared.sequence_parallel == row.sequence_parallel);
+    let activations = if row.sequence_parallel { ActivationSharding::Sequence } else { ActivationSharding::Replicated };
+    shared.retain(|shared| row.expert > 1 || shared.activations == activations);
     of_software(&mut costs, &mut shared, row, hardware, micro_batch);
-    recompute(&mut costs.graph, row.recompute);
-    shared.iter_mut().for_each(|shared| recompute(&mut shared.graph, row.recompute));
+    recompute(&mut costs.graph, again);
+    shared.iter_mut().for_each(|shared| recompute(&mut shared.graph, again));
     let replicas = row.gpus / (row.pipeline * group);
     let options = PlanOptions {
         schedule: Some(ScheduleChoice::Named(if chunks > 1 { Schedule::Interleaved } else { Schedule::OneFOneB })),
@@ -335,10 +337,12 @@ fn best(row: &Row, hardware: &Hardware) -> Option<(Prediction, u64, u64)> {
     let mut found: Option<(Prediction, u64, u64)> = None;
     for micro_batch in micro_batches.into_iter().filter(|size| row.batch.is_multiple_of(row.data * size)) {
         for &chunks in &chunks {
-            if let Some(one) = predict(row, hardware, micro_batch, chunks)
-                && found.as_ref().is_none_or(|(known, ..)| rank(&one) < rank(known))
-            {
-                found = Some((one, micro_batch, chunks));
+            for &again in row.recompute.as_ref().map_or(&[Recompute::None, Recompute::Full][..], std::slice::from_ref) {
+                if let Some(one) = predict(row, hardware, micro_batch, chunks, again)
+                    && found.as_ref().is_none_or(|(known, ..)| rank(&one) < rank(known))
+                {
+                    found = Some((one, micro_batch, chunks));
+                }
             }
         }
     }

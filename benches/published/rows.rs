@@ -30,7 +30,8 @@ pub struct Row {
     pub micro_batch: Option<u64>,
     pub batch: u64,
     pub precision: String,
-    pub recompute: Recompute,
+    /// `None` if not published.
+    pub recompute: Option<Recompute>,
     /// Sequence parallelism in tensor-parallel groups.
     pub sequence_parallel: bool,
     /// Measured seconds per iteration; `None` for a row about memory.
@@ -68,13 +69,14 @@ fn leading(text: &str) -> Option<u64> {
     text.split(|c: char| !c.is_ascii_digit()).next().and_then(|number| number.parse().ok())
 }
 
-fn recompute(text: &str) -> Recompute {
-    match text {
+fn recompute(text: &str) -> Option<Recompute> {
+    Some(match text {
+        "not published" => return None,
         text if text.starts_with("full") => Recompute::Full,
         text if text.starts_with("attention") => Recompute::Attention,
         "selective" => Recompute::Operations,
         _ => Recompute::None,
-    }
+    })
 }
 
 /// The rows of `runs.tsv`.

@@ -27,6 +27,7 @@ use crate::cluster::{Bytes, Device, DeviceClass, Level};
 use crate::plan::schedule::Schedule;
 use crate::profile::Method;
 use crate::profile::precision::{ElementTypes, Precision};
+use crate::profile::shared::ActivationSharding;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -157,6 +158,10 @@ pub struct StageMemory {
     pub total: u64,
 }
 
+fn is_replicated(activations: &ActivationSharding) -> bool {
+    *activations == ActivationSharding::Replicated
+}
+
 fn is_false(flag: &bool) -> bool {
     !*flag
 }
@@ -253,15 +258,15 @@ pub struct RecomputedOps {
 }
 
 /// Times of a tensor-parallel stage, in microseconds per micro-batch.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TensorParallelCost {
     /// True if matrices of weights are sharded and never gathered.
     #[serde(default, skip_serializing_if = "is_false")]
     pub keeps_weights: bool,
-    /// True if activations between layers and stages are split along the sequence.
-    #[serde(default, skip_serializing_if = "is_false")]
-    pub sequence_parallel: bool,
+    /// What each device holds of the activations between layers and stages.
+    #[serde(default, skip_serializing_if = "is_replicated")]
+    pub activations: ActivationSharding,
     /// Forward time on one device.
     pub unsharded_fwd_us: f64,
     /// Backward time on one device, without recomputation.
@@ -405,6 +410,11 @@ pub struct Fits {
 }
 
 impl Plan {
+    /// What each device of a tensor-parallel group holds of the activations between stages.
+    pub fn activations(&self) -> ActivationSharding {
+        self.stages.iter().find_map(|stage| stage.tensor_parallel).unwrap_or_default().activations
+    }
+
     /// The precision, if it is not that of the model. Plans without element types may state f64.
     pub fn precision(&self) -> Option<Precision> {
         let wide = Some(Precision::Fp64).filter(|wide| self.dtype == wide.dtype().name());

@@ -21,6 +21,7 @@ use compiler::pass::fragment::{Fragment, fragments};
 use compiler::pass::loss::{LOSS, Loss, attach};
 use compiler::pass::pipeline;
 use compiler::pass::precision::precision;
+use compiler::profile::shared::ActivationSharding;
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::{DType, Tensor};
 use compiler::tensor_parallel::cost::{Machine, NEVER};
@@ -50,7 +51,7 @@ impl Stage {
 fn machine(kind: &str, devices: usize, gigabytes: f64, latency: f64) -> Machine {
     let device = device::find(kind).unwrap().device();
     let (bandwidth, latency) = (BytesPerSecond(gigabytes * 1e9), Seconds(latency));
-    Machine { device, devices, bandwidth, latency, keeps_weights: false, sequence_parallel: false }
+    Machine { device, devices, bandwidth, latency, keeps_weights: false, activations: ActivationSharding::Replicated }
 }
 
 /// An almost free link and no kernel launch time, so that everything shardable is sharded.

@@ -49,15 +49,15 @@ def script_folders() -> List[str]:
     return [folder for folder in folders if folder]
 
 
-def run(arguments: Sequence[str], *, cwd: Optional[str] = None, ignore: str = "") -> str:
+def run(arguments: Sequence[str], *, cwd: Optional[str] = None, ignore: Sequence[str] = ()) -> str:
     """Runs `pipec ARGUMENTS --format json` in the folder `cwd` and returns its standard output.
 
-    Its warnings become PipecWarning, except those that contain `ignore`.
+    Its warnings become PipecWarning, except those that contain a text of `ignore`.
     """
     return run_text([*arguments, "--format", "json"], cwd=cwd, ignore=ignore)
 
 
-def run_text(arguments: Sequence[str], *, cwd: Optional[str] = None, ignore: str = "") -> str:
+def run_text(arguments: Sequence[str], *, cwd: Optional[str] = None, ignore: Sequence[str] = ()) -> str:
     """Runs `pipec ARGUMENTS` and returns its standard output."""
     command = [find_binary(), *arguments, "--color", "never", "-q"]
     try:
@@ -68,7 +68,7 @@ def run_text(arguments: Sequence[str], *, cwd: Optional[str] = None, ignore: str
     if done.returncode != 0:
         raise failure(done.returncode, lines)
     for line in lines:
-        if line.strip() and not (ignore and ignore in line):
+        if line.strip() and not any(text in line for text in ignore):
             warn(line.strip()[len("warning: ") :] if line.startswith("warning: ") else line.strip())
     return done.stdout
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import io
 import logging
 import os
+import sys
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -111,13 +113,16 @@ def with_values_of(model: torch.nn.Module, exported: Exported) -> Exported:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's log of guards and fake tensors, which prints whole graphs."""
+    """Without torch's log of guards and fake tensors, and without the graphs that it prints when an export fails."""
+    said = io.StringIO()
     logs = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
     levels = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stderr(said):
+            yield
+        sys.stderr.write(said.getvalue())
     finally:
         for log, level in zip(logs, levels):
             log.setLevel(level)

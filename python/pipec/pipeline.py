@@ -52,9 +52,10 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Runs forward and backward of one minibatch and sets gradients. Call the optimizer afterwards.
 
-        Inputs are those of the model, with `micro_batch * microbatches / replicas` rows: each replica has its own rows. Only the
-        process with the first stage needs them, and only the one with the last stage needs `target`: a tensor, or tuples and
-        dicts of tensors, with the batch on axis 0. Returns the mean loss, a float64 scalar, on every process.
+        Inputs are those of the model. With the rows of the whole minibatch, each replica takes its part of them; with as many rows
+        as one replica needs, they are its own. Only the process with the first stage needs the inputs, and only the one with the
+        last stage needs `target`: a tensor, or tuples and dicts of tensors, with the batch on axis 0. Returns the mean loss, a
+        float64 scalar, on every process.
         """
         run = self.runtime
         inputs = self._micro_batches(args, kwargs) if run.is_first else None
@@ -120,14 +121,18 @@ class Pipeline:
 
     def _part(self, value: Any, number: int, what: str) -> Any:
         """The rows of one micro-batch."""
-        size, count = self.runtime.micro_batch, self.runtime.microbatches
+        size, count, replicas = self.runtime.micro_batch, self.runtime.microbatches, self.runtime.replicas
+        rows = size * count
 
         def one(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.shape[0] != size * count:
+            found = tensor.shape[0] if tensor.dim() > 0 else 0
+            if found not in (rows, rows * replicas):
+                each = f", or {rows} on each of {replicas} replicas" if replicas > 1 else ""
                 raise InputError(
-                    f"{what} has {tensor.shape[0]} rows, and the plan has {count} micro-batches of {size} per replica: {size * count} rows"
+                    f"{what} has {found} rows, and the plan has {count * replicas} micro-batches of {size}: {rows * replicas} rows{each}"
                 )
-            return tensor[number * size : (number + 1) * size].to(self.runtime.device)
+            first = number * size + (self.replica * rows if found != rows else 0)
+            return tensor[first : first + size].to(self.runtime.device)
 
         return pytree.tree_map_only(torch.Tensor, one, value)
 

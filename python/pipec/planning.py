@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
@@ -127,6 +128,8 @@ def profile(
         file, micro_batch = file_of(model, example_args, example_kwargs, folder, micro_batch, "any")
         command = ["profile", file, "-o", "-"]
         command += option("--device", device) + option("--engine", engine) + option("--micro-batch", micro_batch)
+        if engine == "torch" and "--python" not in extra:
+            command += ["--python", sys.executable]
         command += option("--precision", precision) + option("--runs", runs)
         try:
             return Profile(json.loads(run_on(model, [*command, *extra], folder)))
@@ -145,8 +148,8 @@ def run_on(model: Model, command: Sequence[str], folder: str) -> str:
     """Runs a command on the model of `file_of`."""
     if isinstance(model, (str, os.PathLike)):
         return run(command)
-    # The file has no values on purpose.
-    return run(command, cwd=folder, ignore="it can be planned but not trained")
+    # The file has no values on purpose, and `warn_of_fixed_batch` has told of a fixed batch size.
+    return run(command, cwd=folder, ignore=("it can be planned but not trained", "the batch keeps the exported size"))
 
 
 def file_of(

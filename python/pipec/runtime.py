@@ -53,6 +53,7 @@ class PipelineRuntime:
         world = list(range(dist.get_world_size()))
         members = world if members is None else list(members)
         ranks, replicas = max(plan["ranks"]) + 1, plan["replicas"]
+        self.replicas: int = replicas
         self.microbatches: int = plan["microbatches"]
         self.micro_batch: int = plan["micro_batch"]
         self.device = device

@@ -14,6 +14,7 @@ use compiler::partition::search::in_flight::ENOUGH;
 use compiler::pass::analytic::matmul;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, PlannedCollective, PlannedExperts, Stage};
+use compiler::profile::shared::ActivationSharding;
 use compiler::schedule::generators::schedule;
 use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::semantics::StepCount;
@@ -109,11 +110,13 @@ fn groups(plan: &Plan) -> Option<String> {
         meetings += sharing.collective_fwd_us + sharing.collective_bwd_us;
         shared += stage.fwd_us + stage.bwd_us - stage.recompute_us();
     }
-    let is_split =
-        plan.stages.iter().any(|stage| stage.tensor_parallel.as_ref().is_some_and(|of| of.sequence_parallel));
-    let sequence = if is_split { ", sequence parallel" } else { "" };
+    let split = match plan.activations() {
+        ActivationSharding::Replicated => "",
+        ActivationSharding::Sequence => ", sequence parallel",
+        ActivationSharding::Batch => ", batch split within a group",
+    };
     Some(format!(
-        "{degree}{sequence}: one micro-batch takes {} through all stages ({:.1} % collectives), {} on single devices",
+        "{degree}{split}: one micro-batch takes {} through all stages ({:.1} % collectives), {} on single devices",
         quantity::time(shared),
         if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 },
         quantity::time(alone)

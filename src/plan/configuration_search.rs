@@ -256,7 +256,7 @@ impl Search<'_> {
             return Ok(vec![None]);
         }
         let is_large = costs.graph.ops.len() > MOST_OPS && given == TensorParallel::Auto;
-        let mut layouts = GroupLayout::of(options.target).to_vec();
+        let mut layouts = GroupLayout::of(costs, options.target);
         layouts.retain(|layout| !is_large || *layout != GroupLayout::Any);
         let alone = if matches!(given, TensorParallel::Degree(_)) { None } else { Some(None) };
         let sizes = given.sizes(costs)?;

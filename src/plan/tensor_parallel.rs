@@ -5,9 +5,10 @@ use crate::error::Error;
 use compiler::plan::groups::MOST;
 use compiler::plan::problem::Target;
 use compiler::plan::{Plan, Stage};
-use compiler::profile::shared::TensorParallelCosts;
+use compiler::profile::shared::{ActivationSharding, TensorParallelCosts};
 use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs;
+use compiler::tensor_parallel::experts;
 use serde_json::Value;
 
 /// The layout of weights and activations in a group.
@@ -19,15 +20,22 @@ pub enum GroupLayout {
     KeepsWeights,
     /// The same, and activations between layers are split along the sequence.
     SequenceParallel,
+    /// Experts are sharded, and each device computes all else for its own samples.
+    ExpertParallel,
 }
 
 impl GroupLayout {
-    /// The layouts of a target. Megatron-LM and torchtitan shard matrices of weights and never gather them.
-    pub fn of(target: Option<Target>) -> &'static [GroupLayout] {
-        match target {
-            Some(Target::Megatron | Target::Torchtitan) => &[GroupLayout::KeepsWeights, GroupLayout::SequenceParallel],
-            _ => &[GroupLayout::Any, GroupLayout::KeepsWeights, GroupLayout::SequenceParallel],
+    /// The layouts of a model on a target. Megatron-LM and torchtitan shard matrices of weights and never gather them.
+    pub fn of(costs: &Costs, target: Option<Target>) -> Vec<GroupLayout> {
+        let mut all = match target {
+            Some(Target::Megatron | Target::Torchtitan) => vec![],
+            _ => vec![GroupLayout::Any],
+        };
+        all.extend([GroupLayout::KeepsWeights, GroupLayout::SequenceParallel]);
+        if target.is_none() && costs.shareable.as_ref().is_some_and(|known| experts::are_in(&known.graph)) {
+            all.push(GroupLayout::ExpertParallel);
         }
+        all
     }
 }
 
@@ -98,8 +106,8 @@ impl TensorParallel {
     pub fn costs(self, costs: &Costs, target: Option<Target>) -> Result<Vec<TensorParallelCosts>, Error> {
         let mut all: Vec<TensorParallelCosts> = Vec::new();
         for devices in self.sizes(costs)? {
-            for layout in GroupLayout::of(target) {
-                let found = group_costs(costs, devices, *layout)?;
+            for layout in GroupLayout::of(costs, target) {
+                let found = group_costs(costs, devices, layout)?;
                 // Layouts may have the same costs.
                 if all.iter().all(|known| known.devices != devices || known.graph != found.graph) {
                     all.push(found);
@@ -125,8 +133,12 @@ pub fn group_costs(costs: &Costs, devices: u32, layout: GroupLayout) -> Result<T
         devices: devices as usize,
         bandwidth: level.bandwidth,
         latency: level.latency,
-        keeps_weights: layout != GroupLayout::Any,
-        sequence_parallel: layout == GroupLayout::SequenceParallel,
+        keeps_weights: matches!(layout, GroupLayout::KeepsWeights | GroupLayout::SequenceParallel),
+        activations: match layout {
+            GroupLayout::Any | GroupLayout::KeepsWeights => ActivationSharding::Replicated,
+            GroupLayout::SequenceParallel => ActivationSharding::Sequence,
+            GroupLayout::ExpertParallel => ActivationSharding::Batch,
+        },
     };
     shared_costs(&known.graph, known.training, &costs.graph, &machine).map_err(|error| fail(&error))
 }

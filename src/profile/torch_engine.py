@@ -17,6 +17,7 @@ import operator
 import statistics
 import sys
 import time
+import zipfile
 
 
 def say(**line):
@@ -45,6 +46,8 @@ def main():
         torch.set_num_threads(1)
     describe(torch, device)
     try:
+        with zipfile.ZipFile(request["model"]) as archive:
+            stand_in(torch, structures(archive))
         program = torch.export.load(request["model"])
     except Exception as error:
         fail(f"torch {torch.__version__} cannot load the model: {first_line(error)}", "export it with this version of torch")
@@ -58,6 +61,42 @@ def describe(torch, device):
         say(device={"name": properties.name, "driver": driver, "memory_bytes": properties.total_memory}, torch=torch.__version__)
     else:
         say(device={"name": "", "driver": "", "memory_bytes": 0}, torch=torch.__version__)
+
+
+def structures(archive):
+    """The types in the structure of inputs and outputs, such as the outputs of the transformers library."""
+    found, open_values = set(), []
+    for name in archive.namelist():
+        if name.endswith(".json"):
+            open_values.append(json.loads(archive.read(name)))
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, dict):
+            open_values.extend(value.values())
+            specs = [value.get(name) for name in ("in_spec", "out_spec")]
+            open_values.extend(json.loads(spec) for spec in specs if isinstance(spec, str) and spec)
+            if "children_spec" in value and isinstance(value.get("type"), str):
+                found.add(value["type"])
+        elif isinstance(value, list):
+            open_values.extend(value)
+    return sorted(found)
+
+
+def stand_in(torch, names):
+    """Registers a stand-in for each type that torch does not know, so that no package of the model is imported."""
+    pytree = torch.utils._pytree
+    known = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
+    for name in names:
+        if name not in known:
+            made = type("StandIn", (tuple,), {})
+            pytree.register_pytree_node(
+                made,
+                lambda value: (list(value), None),
+                lambda values, context, made=made: made(values),
+                serialized_type_name=name,
+                to_dumpable_context=lambda context: context,
+                from_dumpable_context=lambda context: context,
+            )
 
 
 def first_line(error):
@@ -74,15 +113,19 @@ class Profiler:
         if request["precision"] == "tf32":
             torch.backends.cuda.matmul.allow_tf32 = True
             torch.backends.cudnn.allow_tf32 = True
+        program = with_values(torch, program)
         if self.dtype is not None:
             program = program_in(torch, program, self.dtype)
         self.program = program
         self.inputs = self.user_inputs()
+        self.has_loss = False
 
     def run(self):
         torch = self.torch
         values = [value for _, value in self.flat_inputs()]
-        Nodes(self, values).measure()
+        # A processor is measured in whole steps: a node alone finds its data in the cache, and its memory mapped.
+        inside = Steps(self, values).measure() if self.device.type == "cpu" else {}
+        Nodes(self, values, inside).measure()
         self.update()
         self.whole()
 
@@ -133,8 +176,6 @@ class Profiler:
             else:
                 value = program.constants.get(spec.target)
             if isinstance(value, torch.Tensor):
-                if value.is_meta:
-                    value = torch.zeros(value.shape, dtype=value.dtype)
                 value = value.detach().to(self.device)
             if kind == "PARAMETER":
                 self.learned.add(name)
@@ -162,10 +203,11 @@ class Profiler:
             self.synchronize()
             times = [begin.elapsed_time(end) * 1e3 for begin, end in events]
         else:
+            # There is one thread, so its CPU time is the time without other programs.
             for _ in range(self.runs):
-                begin = time.perf_counter()
+                begin = time.thread_time()
                 call()
-                times.append((time.perf_counter() - begin) * 1e6)
+                times.append((time.thread_time() - begin) * 1e6)
         median = statistics.median(times)
         quarter = sorted(times)[len(times) // 4 : max(3 * len(times) // 4, len(times) // 4 + 1)]
         spread = (quarter[-1] - quarter[0]) / median if median > 0 else 0.0
@@ -200,7 +242,7 @@ class Profiler:
 
     def of_loss(self, module):
         """The loss alone, on detached outputs."""
-        if self.request["loss"] not in ("cross-entropy", "mse", "bce"):
+        if self.has_loss or self.request["loss"] not in ("cross-entropy", "mse", "bce"):
             return
         torch, (arguments, keywords) = self.torch, self.inputs
         try:
@@ -258,6 +300,20 @@ def is_float(torch, value):
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+def with_values(torch, program):
+    """The program with small random numbers for the parameters and constants that its file leaves out."""
+    made = {}
+    for values in (program.state_dict, program.constants):
+        for name, value in list(values.items()):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                if id(value) not in made:
+                    new = torch.zeros(value.shape, dtype=value.dtype)
+                    new = new.normal_(0.0, 0.02) if value.is_floating_point() else new
+                    made[id(value)] = torch.nn.Parameter(new, value.requires_grad) if isinstance(value, torch.nn.Parameter) else new
+                values[name] = made[id(value)]
+    return program
+
+
 def program_in(torch, program, dtype):
     """The program with its float parameters, buffers and constants in another type."""
     for values in (program.state_dict, program.constants):
@@ -267,11 +323,114 @@ def program_in(torch, program, dtype):
     return program
 
 
-class Nodes:
-    """Runs the graph node by node, each several times."""
+class Steps:
+    """Runs forward and backward of the whole graph several times, and divides their time among the nodes.
+
+    A forward ends with the release of its last inputs. In the backward, the time between the starts of two autograd functions is
+    that of the first, with the sum of gradients that it adds to. A function belongs to the node that created it.
+    """
 
     def __init__(self, profiler, values):
         self.profiler, self.torch, self.values = profiler, profiler.torch, values
+        graph = profiler.program.graph_module
+        self.module, self.nodes = graph, list(graph.graph.nodes)
+        self.dead, seen = {}, set()
+        for node in reversed(self.nodes):
+            self.dead[node] = [of for of in node.all_input_nodes if of not in seen]
+            seen.update(node.all_input_nodes)
+        kinds = [spec.kind.name for spec in profiler.program.graph_signature.output_specs]
+        self.outputs = [at for at, kind in enumerate(kinds) if kind in ("USER_OUTPUT", "LOSS_OUTPUT")]
+
+    def measure(self):
+        """Median times of every node: {name: {"fwd_us", "bwd_us", "accumulate_us", "spread"}}; {} if the graph does not train."""
+        profiler, runs = self.profiler, []
+        try:
+            for run in range(profiler.warmup + profiler.runs):
+                times = self.step()
+                if run >= profiler.warmup:
+                    runs.append(times)
+        except Exception as error:
+            say(note=f"the whole graph does not train ({first_line(error)}): each node is measured alone")
+            return {}
+        found = {}
+        for name in {name: None for times in runs for name in times}:
+            columns = list(zip(*[times.get(name, (0.0, 0.0, 0.0)) for times in runs]))
+            fwd, bwd, accumulate = [statistics.median(column) * 1e6 for column in columns]
+            both = sorted(one + other for one, other, _ in (times.get(name, (0.0, 0.0, 0.0)) for times in runs))
+            middle = both[len(both) // 4 : max(3 * len(both) // 4, len(both) // 4 + 1)]
+            spread = (middle[-1] - middle[0]) / statistics.median(both) if statistics.median(both) > 0 else 0.0
+            found[name] = {"fwd_us": fwd, "bwd_us": bwd, "accumulate_us": accumulate, "spread": spread}
+        loss = found.pop("", None)
+        if loss and profiler.request["loss"] in ("cross-entropy", "mse", "bce"):
+            profiler.has_loss = True
+            say(loss={"fwd_us": loss["fwd_us"], "bwd_us": loss["bwd_us"]})
+        return found
+
+    def step(self):
+        """Seconds of every node in one step: {name: [forward, backward, accumulation of weight gradients]}. The loss is ""."""
+        torch, clock = self.torch, time.thread_time
+        times, env, owners = {}, {}, {}
+        # What happens in the backward: [owner, is an accumulation, start].
+        events = []
+
+        def own(result, name):
+            """Functions that a node has created belong to it, and so do the gradients of parameters that it is first to read."""
+            waiting = [value.grad_fn for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
+            while waiting:
+                function = waiting.pop()
+                if function is None or function in owners:
+                    continue
+                owners[function] = name
+                is_sum = type(function).__name__ == "AccumulateGrad"
+                function.register_prehook(lambda gradients, name=name, is_sum=is_sum: events.append((name, is_sum, clock())))
+                waiting.extend(of for of, _ in function.next_functions)
+
+        values = iter(self.values)
+        learned = []
+        with torch.enable_grad():
+            for node in self.nodes:
+                if node.op == "placeholder":
+                    value = next(values)
+                    if node.name in self.profiler.learned:
+                        value = value.detach().requires_grad_(True)
+                        learned.append(value)
+                    env[node] = value
+                elif node.op == "get_attr":
+                    env[node] = operator.attrgetter(node.target)(self.module)
+                elif node.op == "call_function":
+                    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+                    begin = clock()
+                    env[node] = node.target(*args, **kwargs)
+                    args = kwargs = None
+                    for dead in self.dead[node]:
+                        del env[dead]
+                    times[node.name] = [clock() - begin, 0.0, 0.0]
+                    own(env[node], node.name)
+                elif node.op == "output":
+                    results = torch.fx.node.map_arg(node.args[0], env.__getitem__)
+            outputs = [results[at] for at in self.outputs]
+            env, results = {}, None
+            begin = clock()
+            loss = self.profiler.loss(outputs)
+            times[""] = [clock() - begin, 0.0, 0.0]
+            own(loss, "")
+            outputs = None
+        if getattr(loss, "requires_grad", False):
+            loss.backward()
+            events.append(("", False, clock()))
+            for (name, is_sum, begin), (_, _, end) in zip(events, events[1:]):
+                times[name][1] += end - begin
+                times[name][2] += end - begin if is_sum else 0.0
+        for value in learned:
+            value.grad = None
+        return times
+
+
+class Nodes:
+    """Runs the graph node by node, each several times. `inside` has the times of nodes that are known from whole steps."""
+
+    def __init__(self, profiler, values, inside):
+        self.profiler, self.torch, self.values, self.inside = profiler, profiler.torch, values, inside
 
     def measure(self):
         import torch
@@ -348,13 +507,19 @@ class Nodes:
             if at in tensors and is_float(torch, leaves[at]) and needs and self.needs.get(name, False):
                 values[at] = leaves[at].detach().requires_grad_(True)
                 (learned if name in profiler.learned else gradients).append(values[at])
+        inside = self.inside.get(node.name)
+        if inside is not None and not (inside["bwd_us"] > 0.0 and learned):
+            return {name: inside[name] for name in ("fwd_us", "bwd_us", "spread")}
         copying = 0.0
         if writes:
             copies = [value for value in leaves if isinstance(value, torch.Tensor)]
             copying, _ = profiler.time(lambda: [value.clone() for value in copies])
         grad = bool(gradients or learned)
-        fwd, spread = profiler.time(lambda: call(values, grad))
-        found = {"fwd_us": max(fwd - copying, 0.0), "spread": spread}
+        if inside is None:
+            fwd, spread = profiler.time(lambda: call(values, grad))
+            found = {"fwd_us": max(fwd - copying, 0.0), "spread": spread}
+        else:
+            found = {"fwd_us": inside["fwd_us"], "spread": inside["spread"]}
         if not grad:
             return found
         outputs = [value for value in torch.utils._pytree.tree_leaves(call(values, True)) if is_float(torch, value) and value.requires_grad]
@@ -369,6 +534,11 @@ class Nodes:
         if learned:
             alone = profiler.time(backward(gradients))[0] if gradients else 0.0
             found["weight_grad_us"] = max(found["bwd_us"] - alone, 0.0)
+        if inside is not None:
+            # The parts of a backward follow from the node alone.
+            share = found.get("weight_grad_us", 0.0) / max(found["bwd_us"], 1e-9)
+            found["bwd_us"] = inside["bwd_us"]
+            found["weight_grad_us"] = inside["accumulate_us"] + share * (inside["bwd_us"] - inside["accumulate_us"])
         return found
 
     def leaf_names(self, node):

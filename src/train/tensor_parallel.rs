@@ -5,7 +5,8 @@ use crate::train::failures;
 use compiler::cluster::{Seconds, device};
 use compiler::graph::Graph;
 use compiler::op::Sharding;
-use compiler::plan::{Plan, Stage, TensorParallelCost};
+use compiler::plan::{Plan, Stage};
+use compiler::profile::shared::ActivationSharding;
 use compiler::schedule::Pipeline;
 use compiler::tensor_parallel::cost::Machine;
 use runtime::comm::tensor_group::Layouts;
@@ -33,16 +34,13 @@ fn machine(plan: &Plan, devices: usize) -> Machine {
     if let (true, Some(level)) = (degree(plan) == devices, plan.cluster.levels.first()) {
         let device = &plan.cluster.device;
         let device = plan.precision().map_or_else(|| device.clone(), |precision| precision.on(device));
-        let is = |has: fn(&TensorParallelCost) -> bool| {
-            plan.stages.iter().any(|stage| stage.tensor_parallel.as_ref().is_some_and(has))
-        };
         return Machine {
             device,
             devices,
             bandwidth: level.bandwidth,
             latency: level.latency,
-            keeps_weights: is(|of| of.keeps_weights),
-            sequence_parallel: is(|of| of.sequence_parallel),
+            keeps_weights: plan.stages.iter().any(|stage| stage.tensor_parallel.is_some_and(|of| of.keeps_weights)),
+            activations: plan.activations(),
         };
     }
     let kind = device::find("cpu").expect("the table of devices has CPUs");
@@ -52,7 +50,7 @@ fn machine(plan: &Plan, devices: usize) -> Machine {
         bandwidth: kind.link().1,
         latency: MEETING,
         keeps_weights: false,
-        sequence_parallel: false,
+        activations: ActivationSharding::Replicated,
     }
 }
 

@@ -19,6 +19,7 @@ use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
 use compiler::profile::ProfiledModel;
 use compiler::profile::cost_graph::CostGraph;
+use compiler::profile::shared::ActivationSharding;
 use compiler::schedule::pipeline::pipeline;
 use compiler::schedule::semantics::StepCount;
 use compiler::tensor::Tensor;
@@ -71,7 +72,7 @@ fn group(devices: u32) -> Machine {
         bandwidth: BytesPerSecond(100e9),
         latency: Seconds(1e-6),
         keeps_weights: false,
-        sequence_parallel: false,
+        activations: ActivationSharding::Replicated,
     }
 }
 

@@ -22,6 +22,7 @@ use compiler::plan::schedule::Schedule;
 use compiler::plan::{LevelPlacement, Plan, Stage, StageId};
 use compiler::profile::ProfiledModel;
 use compiler::profile::cost_graph::CostGraph;
+use compiler::profile::shared::ActivationSharding;
 use compiler::profile::shared::TensorParallelCosts;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, StageSpec};
@@ -189,7 +190,7 @@ fn group(devices: usize) -> Machine {
         bandwidth: BytesPerSecond(100e9),
         latency: Seconds(1e-6),
         keeps_weights: false,
-        sequence_parallel: false,
+        activations: ActivationSharding::Replicated,
     }
 }
 
@@ -422,7 +423,7 @@ fn exports_carry_the_degree() {
     let message = fs::read_to_string(at.join("m.args")).unwrap();
     assert!(message.contains("--tensor-model-parallel-size 2\n--pipeline-model-parallel-size 2\n"), "{message}");
     let plan = fs::read_to_string(at.join("p.json")).unwrap();
-    let is_split = plan.contains("\"sequence_parallel\": true");
+    let is_split = plan.contains("\"activations\": \"sequence\"");
     assert_eq!(message.contains("--sequence-parallel\n"), is_split, "{message}");
     ends(at, 0, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
     let message = fs::read_to_string(at.join("t/torchtitan.toml")).unwrap();

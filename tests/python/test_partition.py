@@ -84,6 +84,21 @@ def test_profiles_fit_the_model() -> None:
     assert plan.schedule.micro_batch == 4 and plan.json["profile"]["method"] == "measured"
 
 
+def test_profiles_of_torch() -> None:
+    model = chain(2)
+    profile = pipec.profile(model, (X,), engine="torch", micro_batch=4, runs=3)
+    linear = [op for op in profile.json["ops"] if op["name"].startswith("linear")]
+    assert len(linear) == 2 and all(op["source"] == "torch" and op["fwd_us"] > 0 and op["bwd_us"] > 0 for op in linear)
+    assert pipec.partition(model, (X,), gpus=2, batch=16, profile=profile).json["profile"]["method"] == "measured"
+
+
+def test_profiles_of_outputs_that_torch_does_not_know() -> None:
+    pytest.importorskip("transformers")
+    model, inputs, target = made("gpt2")
+    profile = pipec.profile(model, (), {**inputs, "labels": target}, engine="torch", micro_batch=4, runs=3)
+    assert profile.json["whole"]["fwd_us"] > 0
+
+
 def test_a_fixed_batch_is_refused_before_it_fails() -> None:
     program = torch.export.export(chain(), (torch.randn(7, 8),))
     with pytest.raises(pipec.InputError, match="only runs with 7 rows of `input`, and the micro-batch is 4") as caught:

@@ -16,10 +16,16 @@ import models  # noqa: E402
 import pipec  # noqa: E402
 from train_worker import STEPS  # noqa: E402
 
-SCHEDULES = {"1f1b": 2, "gpipe": 2, "interleaved": 4, "zb-h1": 2, "zbv": 4}
-CASES = [(name, schedule, schedule, [1] * stages) for name in ("gpt2", "llama", "unet") for schedule, stages in SCHEDULES.items()]
+SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
+PROCESSES = {"resnet": 4}
+CASES = [
+    (name, schedule, schedule, [1] * chunks * PROCESSES.get(name, 2))
+    for name in ("resnet", "gpt2", "llama", "unet")
+    for schedule, chunks in SCHEDULES.items()
+]
 CASES += [
-    ("gpt2", "replicas", "1f1b", [2]),
+    ("gpt2", "own_rows", "1f1b", [2]),
+    ("gpt2", "all_rows", "1f1b", [2]),
     ("gpt2_labels", "labels", "interleaved", [1] * 4),
     ("llama", "meta", "1f1b", [1, 1]),
     ("llama", "recompute", "1f1b", [1, 1]),
@@ -41,8 +47,8 @@ NAMES = [name for name in models.MODELS if has(name)]
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dict[str, Any]]:
-    """Results of all plans, trained by two processes that run once."""
-    folder = tmp_path_factory.mktemp("plans")
+    """Results of all plans, trained by two or four processes that run once."""
+    folders = {count: tmp_path_factory.mktemp("plans") for count in {2, *PROCESSES.values()}}
     for name in NAMES:
         model, inputs, _ = models.made(name)
         rows = {key: {0: torch.export.Dim.AUTO} for key in inputs}
@@ -52,18 +58,23 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dict[str, Any]
         for _, variant, schedule, stages in [case for case in CASES if case[0] == name]:
             # Modules give the same plans, and take longer.
             given = (model, (), inputs) if variant == "1f1b" else (program,)
+            processes = PROCESSES.get(name, 2)
             plan = pipec.partition(
-                *given, gpus=2, batch=models.ROWS, micro_batch=2, schedule=schedule, stages=stages, device="h100"
+                *given, gpus=processes, batch=models.ROWS, micro_batch=models.MICRO_BATCH, schedule=schedule, stages=stages, device="h100"
             )
             for stage in plan.json["stages"]:
                 stage["recompute"] = variant == "recompute"
-            plan.save(folder / f"{name}.{variant}.plan.json")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", "localhost:0", str(Path(__file__).with_name("train_worker.py")), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2) if (folder / f"rank{rank}.json").exists()]
-    assert found, done.stderr
-    yield {name: [rank.get(name, {"error": "not run"}) for rank in found] for name in found[0]}
+            plan.save(folders[processes] / f"{name}.{variant}.plan.json")
+    trained: Dict[str, Any] = {}
+    for processes, folder in folders.items():
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--rdzv-backend", "c10d",
+                   "--rdzv-endpoint", "localhost:0", str(Path(__file__).with_name("train_worker.py")), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        files = [folder / f"rank{rank}.json" for rank in range(processes)]
+        found = [json.loads(file.read_text()) for file in files if file.exists()]
+        assert found, done.stderr
+        trained.update({name: [rank.get(name, {"error": "not run"}) for rank in found] for name in found[0]})
+    yield trained
 
 
 @pytest.mark.parametrize("name,variant", [case[:2] for case in CASES])

@@ -30,7 +30,7 @@ def train(path: Path) -> Dict[str, Any]:
     pipeline = pipec.Plan.load(path, model).build(example_kwargs=inputs, loss_fn=loss_fn, autocast=autocast)
     if variant == "meta":
         pipeline.load_state_dict(state)
-    if variant == "replicas":
+    if variant == "own_rows":
         rows = slice(pipeline.replica * models.ROWS // 2, (pipeline.replica + 1) * models.ROWS // 2)
         inputs, target = {name: value[rows] for name, value in inputs.items()}, target[rows]
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)

@@ -10,6 +10,7 @@ use compiler::op::Sharding;
 use compiler::pass::loss::Loss;
 use compiler::pass::precision::precision;
 use compiler::plan::schedule::Schedule;
+use compiler::profile::shared::ActivationSharding;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, StageSpec};
 use compiler::tensor::{DType, Tensor};
@@ -54,7 +55,7 @@ fn group(devices: usize) -> Machine {
         bandwidth: BytesPerSecond(1e15),
         latency: Seconds(0.0),
         keeps_weights: false,
-        sequence_parallel: false,
+        activations: ActivationSharding::Replicated,
     }
 }
 
@@ -126,18 +127,22 @@ fn worst(got: &[f64], want: &[f64]) -> f64 {
     got.iter().zip(want).map(|(g, w)| (g - w).abs() / w.abs().max(1e-3)).fold(0.0, f64::max)
 }
 
-/// Sequence parallelism: stages exchange split activations and gradients.
+/// Sequence parallelism and data parallelism in a group: stages exchange split activations and gradients.
 #[test]
 fn split_activations_between_stages_change_no_losses() {
     let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         let set = set(&root, name);
         for (devices, replicas) in [(2, &[1, 1][..]), (4, &[1, 1]), (2, &[2, 1]), (2, &[1, 1, 1])] {
-            let split = Machine { keeps_weights: true, sequence_parallel: true, ..group(devices) };
             let (alone, _) = run(&set, replicas, 1, &Policy::default()).unwrap();
-            let (trained, _) = run_on(&set, replicas, &split, &Policy::default()).unwrap();
-            let error = worst(&trained.losses, &alone.losses);
-            assert!(error <= 1e-5, "{name}, {replicas:?}, {devices} devices: {error:.2e}");
+            for (keeps_weights, activations) in
+                [(true, ActivationSharding::Sequence), (false, ActivationSharding::Batch)]
+            {
+                let split = Machine { keeps_weights, activations, ..group(devices) };
+                let (trained, _) = run_on(&set, replicas, &split, &Policy::default()).unwrap();
+                let error = worst(&trained.losses, &alone.losses);
+                assert!(error <= 1e-5, "{name}, {replicas:?}, {devices} devices, {activations:?}: {error:.2e}");
+            }
         }
     }
 }

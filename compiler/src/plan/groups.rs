@@ -14,9 +14,9 @@ pub const MOST: u32 = 64;
 /// The costs at the degree and with the weight layout of a plan.
 pub fn costs<'a>(all: &'a [TensorParallelCosts], plan: &Plan) -> Option<&'a TensorParallelCosts> {
     let first = plan.stages.first()?;
-    let layout = first.tensor_parallel.as_ref().map_or((false, false), |of| (of.keeps_weights, of.sequence_parallel));
+    let layout = first.tensor_parallel.as_ref().map_or_else(Default::default, |of| (of.keeps_weights, of.activations));
     let is_same = |costs: &&TensorParallelCosts| {
-        costs.devices == first.degree() && (costs.keeps_weights, costs.sequence_parallel) == layout
+        costs.devices == first.degree() && (costs.keeps_weights, costs.activations) == layout
     };
     all.iter().find(is_same)
 }

@@ -1,10 +1,12 @@
 //! Costs of a model under tensor parallelism.
 //!
 //! Ops, tensors and parameters are those of the model, with the times and sizes of one device of a tensor-parallel
-//! group. Stages can only end where all tensors are replicated on every device, or all activations split along the
-//! sequence; the ops between such points are fused.
+//! group. Stages can only end where all activations are held as [`ActivationSharding`] states; the ops between such points
+//! are fused.
 
 use super::cost_graph::CostGraph;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 /// A collective of a tensor-parallel group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +61,21 @@ pub struct ExpertWeights {
     pub weights: u32,
 }
 
+/// What each device of a group holds of the activations between layers and stages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum ActivationSharding {
+    /// All of them.
+    #[default]
+    Replicated,
+    /// A part of each sequence: sequence parallelism (Korthikanti et al., "Reducing activation recomputation in large
+    /// transformer models", MLSys 2023, section 4.2).
+    Sequence,
+    /// Those of a part of the samples: data parallelism in a group that shares experts (Rajbhandari et al.,
+    /// "DeepSpeed-MoE", ICML 2022).
+    Batch,
+}
+
 /// Costs of a model at one tensor-parallel degree.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TensorParallelCosts {
@@ -66,9 +83,8 @@ pub struct TensorParallelCosts {
     pub devices: u32,
     /// True if matrices of weights are sharded and never gathered.
     pub keeps_weights: bool,
-    /// True if activations between layers and stages are split along the sequence.
-    pub sequence_parallel: bool,
-    /// Times and bytes per device; tensors between stages are not sharded without sequence parallelism.
+    pub activations: ActivationSharding,
+    /// Times and bytes per device.
     pub graph: CostGraph,
     /// For each op: microseconds of collectives in forward and in backward.
     pub meetings: Vec<[f64; 2]>,

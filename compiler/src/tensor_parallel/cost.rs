@@ -11,7 +11,7 @@ use crate::op::table::rule;
 use crate::op::{Input, LocalContext, NodeId, Op, Sharding, Strategy, Value};
 use crate::pass::analytic::kernel_us;
 use crate::pass::attribution::runs;
-use crate::profile::shared::{Collective, Traffic};
+use crate::profile::shared::{ActivationSharding, Collective, Traffic};
 use crate::tensor::fact::Fact;
 use crate::tensor_parallel::reshard;
 
@@ -39,22 +39,18 @@ pub struct Machine {
     /// Matrices of weights are sharded and never gathered, as in Megatron-LM. Otherwise a group may also gather them, or
     /// replicate them and divide the batch, if that is faster.
     pub keeps_weights: bool,
-    /// Activations between stages are split along the sequence (Korthikanti et al., "Reducing activation recomputation in
-    /// large transformer models", MLSys 2023, section 4.2).
-    pub sequence_parallel: bool,
+    pub activations: ActivationSharding,
 }
 
 impl Machine {
-    /// The sharding of a value between stages; `is_learned` if it has a gradient. Axis 1 is the sequence of a batch of
-    /// sequences, and axis 0 the tokens of one.
+    /// The sharding of a value between stages; `is_learned` if it has a gradient. Axis 0 is the batch; of a matrix, it may
+    /// be all tokens of a batch. Axis 1 of all else is the sequence.
     pub fn between_stages(&self, fact: &Fact, is_learned: bool) -> Sharding {
-        if !self.sequence_parallel || !is_learned || !fact.dtype.is_float() {
-            return Sharding::Replicated;
-        }
-        let axes: &[usize] = match fact.rank() {
-            0 | 1 => &[],
-            2 => &[0],
-            _ => &[1, 0],
+        let axes: &[usize] = match (self.activations, fact.rank()) {
+            _ if !is_learned || !fact.dtype.is_float() => &[],
+            (ActivationSharding::Replicated, _) | (_, 0 | 1) => &[],
+            (ActivationSharding::Sequence, 3..) => &[1, 0],
+            (ActivationSharding::Sequence | ActivationSharding::Batch, _) => &[0],
         };
         let splits = axes.iter().map(|axis| Sharding::split(*axis));
         let mut splits = splits.filter(|split| split.part(fact, self.devices).is_some());

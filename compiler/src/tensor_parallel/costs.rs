@@ -30,7 +30,7 @@ use crate::pass::memory::SharedArena;
 use crate::pass::pipeline::{self, PassBug};
 use crate::profile::arena::Live;
 use crate::profile::cost_graph::{CostGraph, OpId};
-use crate::profile::shared::{OpTraffic, TensorParallelCosts};
+use crate::profile::shared::{ActivationSharding, OpTraffic, TensorParallelCosts};
 use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, Time, sum};
 use crate::tensor_parallel::dedup::KeyContext;
@@ -464,6 +464,8 @@ impl<'a> Costs<'a> {
     }
 
     fn add(&mut self, run: &Segment<'_>) {
+        let machine = self.machine;
+        let scaled = |us: f64, alone: Time, shared: Time| scaled(machine, us, alone, shared);
         let leader = run.ops.iter().copied().find(|op| self.alone.ops[*op as usize].joins.is_none());
         for (&op, figures) in run.ops.iter().zip(&run.figures.ops) {
             let (cost, given) = (&mut self.graph.ops[op as usize], &self.alone.ops[op as usize]);
@@ -511,7 +513,7 @@ impl<'a> Costs<'a> {
 
     /// The costs; `tensors` are the values of the tensors of the cost graph.
     fn done(mut self, tensors: Vec<Value>) -> TensorParallelCosts {
-        if self.machine.sequence_parallel {
+        if self.machine.activations != ActivationSharding::Replicated {
             for (at, value) in tensors.into_iter().enumerate() {
                 let bytes = self.between_segments(value).bytes().unwrap_or(u64::MAX);
                 self.graph.tensors[at].bytes = bytes;
@@ -542,7 +544,7 @@ impl<'a> Costs<'a> {
         TensorParallelCosts {
             devices,
             keeps_weights: self.machine.keeps_weights,
-            sequence_parallel: self.machine.sequence_parallel,
+            activations: self.machine.activations,
             graph: self.graph,
             meetings: self.meetings,
             traffic: self.traffic,
@@ -551,9 +553,14 @@ impl<'a> Costs<'a> {
     }
 }
 
-/// Scales a given time by the roofline ratio; a time that only the group has is added.
-fn scaled(us: f64, alone: Time, shared: Time) -> f64 {
-    if alone > 0 { us * (shared as f64 / alone as f64) } else { us + microseconds(shared) }
+/// Scales a given time by the roofline ratio. A time that only the group has is added to it; the rest is then the sum of
+/// gradients from other segments, of parts if activations between segments are split.
+fn scaled(machine: &Machine, us: f64, alone: Time, shared: Time) -> f64 {
+    match machine.activations {
+        _ if alone > 0 => us * (shared as f64 / alone as f64),
+        ActivationSharding::Replicated => us + microseconds(shared),
+        ActivationSharding::Sequence | ActivationSharding::Batch => us / machine.devices as f64 + microseconds(shared),
+    }
 }
 
 fn microseconds(time: Time) -> f64 {

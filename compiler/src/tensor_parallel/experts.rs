@@ -12,6 +12,11 @@ use std::collections::HashMap;
 /// The most ops between a parameter and its product.
 const FAR: usize = 4;
 
+/// True if a graph has experts.
+pub fn are_in(graph: &Graph) -> bool {
+    !of_graph(graph, &HashMap::new()).is_empty()
+}
+
 /// The expert weights of a graph under these shardings, grouped; empty if it has none.
 pub fn of_graph(graph: &Graph, layouts: &HashMap<&str, Sharding>) -> Vec<ExpertWeights> {
     let mut all: Vec<ExpertWeights> = Vec::new();
@@ -39,7 +44,7 @@ pub fn of_graph(graph: &Graph, layouts: &HashMap<&str, Sharding>) -> Vec<ExpertW
 /// True if a matrix product reads the tensor, or a tensor made of it alone, for example by a conversion.
 fn is_multiplied(graph: &Graph, id: NodeId, far: usize) -> bool {
     graph.consumers(Value { node: id, output: 0 }).iter().any(|&(reader, _)| match &graph.node(reader).op {
-        Op::MatMul(_) => true,
+        Op::MatMul(_) | Op::GroupedMatMul(_) => true,
         _ => far > 0 && graph.inputs(reader).len() == 1 && is_multiplied(graph, reader, far - 1),
     })
 }

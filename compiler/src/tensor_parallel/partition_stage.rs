@@ -10,6 +10,7 @@ use crate::op::{Input, NodeId, Op, Sharding, Value};
 use crate::pass::backward::{Backward, Read};
 use crate::pass::fragment::{Fragment, ParameterTerm, Received, Sent};
 use crate::pass::pipeline::{self, PassBug};
+use crate::profile::shared::ActivationSharding;
 use crate::tensor_parallel::cost::Machine;
 use crate::tensor_parallel::forward_backward_graph::{Joint, joint};
 use crate::tensor_parallel::spmd_graph::{SpmdGraph, rewrite};
@@ -72,7 +73,14 @@ pub fn share(
     let Stage { fragment, backward, joint } = stage;
     let done = rewrite(&joint.task, choice, machine);
     let boundary = joint.later.iter().map(|id| done.before[id]).min().unwrap_or(done.graph.len());
-    let taken = StageSplitter { fragment, joint, choice, done: &done, boundary, regathers: machine.sequence_parallel };
+    let taken = StageSplitter {
+        fragment,
+        joint,
+        choice,
+        done: &done,
+        boundary,
+        regathers: machine.activations != ActivationSharding::Replicated,
+    };
     let saving = taken.written_for(saving);
     let mut shared = taken.forward();
     let backward = backward.map(|backward| taken.backward(backward));

@@ -290,6 +290,7 @@ mod tests {
     use crate::cluster::{BytesPerSecond, Seconds, device};
     use crate::graph::{Graph, Origin, Output};
     use crate::op::{Binary, Input, MatMul, Parameter, Unary};
+    use crate::profile::shared::ActivationSharding;
     use crate::tensor::DType;
     use crate::tensor_parallel::spmd_graph::rewrite;
 
@@ -333,7 +334,7 @@ mod tests {
             bandwidth,
             latency: Seconds(1e-7),
             keeps_weights: false,
-            sequence_parallel: false,
+            activations: ActivationSharding::Replicated,
         }
     }
 

@@ -18,6 +18,7 @@ use super::{Bundle, ExportInput, fit};
 use crate::plan::problem::Target;
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
+use crate::profile::shared::ActivationSharding;
 use crate::schedule::pipeline::pipeline;
 use std::collections::BTreeMap;
 
@@ -39,8 +40,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let micro = plan.schedule.micro_batch;
     let global = micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas));
     let degree = plan.stages.first().map_or(1, Stage::degree);
-    let is_split =
-        plan.stages.iter().any(|stage| stage.tensor_parallel.as_ref().is_some_and(|of| of.sequence_parallel));
+    let is_split = plan.activations() == ActivationSharding::Sequence;
     let sequence = if is_split { "--sequence-parallel\n" } else { "" };
     let tensor = if degree > 1 { format!("--tensor-model-parallel-size {degree}\n") } else { String::new() };
     let precision = plan.precision().filter(|precision| precision.is_mixed());

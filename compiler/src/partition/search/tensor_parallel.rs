@@ -193,7 +193,7 @@ fn sharing(problem: &Problem, costs: &TensorParallelCosts, stage: &Stage) -> Ten
     let ops = &problem.graph.ops;
     TensorParallelCost {
         keeps_weights: costs.keeps_weights,
-        sequence_parallel: costs.sequence_parallel,
+        activations: costs.activations,
         unsharded_fwd_us: sum(&|op| ops[op].fwd_us),
         unsharded_bwd_us: sum(&|op| ops[op].bwd_us),
         collective_fwd_us: sum(&|op| costs.meetings[op][0]),
