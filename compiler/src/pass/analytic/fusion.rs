@@ -4,7 +4,7 @@
 //! A kernel is a group of elementwise ops, normalisations, softmaxes and reductions over the same elements. Values that
 //! only the group reads stay in registers. A group grows by the readers of its values. An op joins the newest group
 //! that it reads from, so groups never depend on each other in a circle. Transposes and slices are free: the kernels
-//! on both sides address memory with strides.
+//! on both sides address memory with strides. A normalisation converts what it reads and writes itself.
 
 use crate::graph::{Graph, order};
 use crate::op::table::rule;
@@ -24,7 +24,7 @@ pub struct Traffic {
 /// The traffic of all nodes with a kernel. `kept` are values that must be written even if only their group reads them.
 pub fn traffic(graph: &Graph, kept: &HashSet<Value>) -> HashMap<NodeId, Traffic> {
     let order: Vec<NodeId> = order::canonical(graph).into_iter().filter(|id| !is_free(&graph.node(*id).op)).collect();
-    let mut groups = Groups { of: HashMap::new(), elements: Vec::new() };
+    let mut groups = Groups { of: HashMap::new(), loads: HashSet::new(), elements: Vec::new() };
     for &id in &order {
         groups.place(graph, id);
     }
@@ -55,21 +55,43 @@ pub fn traffic(graph: &Graph, kept: &HashSet<Value>) -> HashMap<NodeId, Traffic>
 
 struct Groups {
     of: HashMap<NodeId, usize>,
+    /// Groups of one cast of a saved value for a normalisation, which its reader takes over.
+    loads: HashSet<usize>,
     /// Elements that each group iterates over; 0 for a group that nothing joins.
     elements: Vec<f64>,
 }
 
 impl Groups {
     fn place(&mut self, graph: &Graph, id: NodeId) {
-        let own = if fuses(&graph.node(id).op) { iterated(graph, id) } else { 0.0 };
-        let read = graph.inputs(id).into_iter().filter_map(|value| self.of.get(&root(graph, value).node).copied());
-        let newest = read.max().filter(|group| own > 0.0 && self.elements[*group] == own);
-        let group = newest.unwrap_or(self.elements.len());
-        if newest.is_none() {
-            self.elements.push(own);
+        let op = &graph.node(id).op;
+        let own = if fuses(op) { iterated(graph, id) } else { 0.0 };
+        let makers: Vec<NodeId> = graph.inputs(id).into_iter().map(|value| root(graph, value).node).collect();
+        let read: Vec<usize> = makers.iter().filter_map(|maker| self.of.get(maker).copied()).collect();
+        let newest = read.iter().copied().filter(|group| !self.loads.contains(group)).max();
+        let is_stored = matches!(op, Op::Cast(_)) && makers.iter().any(|maker| is_norm(&graph.node(*maker).op));
+        let group = match newest.filter(|group| is_stored || (own > 0.0 && self.elements[*group] == own)) {
+            Some(group) => group,
+            None => {
+                self.elements.push(own);
+                self.elements.len() - 1
+            }
+        };
+        if let ([], Op::Cast(_), [reader]) = (&read[..], op, &readers(graph, Value { node: id, output: 0 })[..])
+            && is_norm(&graph.node(*reader).op)
+        {
+            self.loads.insert(group);
+        }
+        for maker in makers.into_iter().filter(|_| is_norm(op)) {
+            if self.of.get(&maker).is_some_and(|of| self.loads.contains(of)) {
+                self.of.insert(maker, group);
+            }
         }
         self.of.insert(id, group);
     }
+}
+
+fn is_norm(op: &Op) -> bool {
+    matches!(op, Op::LayerNorm(_) | Op::LayerNormGrad(_) | Op::BatchNorm(_) | Op::BatchNormGrad(_))
 }
 
 /// Ops that fuse with others over the same elements.
@@ -131,7 +153,7 @@ fn readers(graph: &Graph, value: Value) -> Vec<NodeId> {
 mod tests {
     use super::*;
     use crate::graph::{Origin, Output, Writer};
-    use crate::op::{Binary, Emit, Input, MatMul, Softmax, Unary};
+    use crate::op::{BatchNorm, Binary, Cast, Emit, Input, MatMul, Softmax, Unary};
     use crate::tensor::DType;
     use crate::tensor::fact::Fact;
 
@@ -162,5 +184,25 @@ mod tests {
         // A value that the backward needs is written.
         let kept = traffic(&graph, &HashSet::from([act]));
         assert_eq!(of(&kept, act), (matrix, false));
+    }
+
+    #[test]
+    fn normalisations_convert_what_they_read_and_write() {
+        let mut graph = Graph::new("net");
+        let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+        let mut input = |name: &str, dtype: DType, shape: &[usize]| {
+            out.emit(Op::Input(Input { name: name.into(), fact: Fact::of(dtype, shape) }), &[])
+        };
+        let x = input("x", DType::Bf16, &[4, 8, 8]);
+        let [scale, bias] = ["s", "b"].map(|name| input(name, DType::F32, &[8]));
+        let wide = out.emit(Op::Cast(Cast { to: DType::F32 }), &[x]);
+        let norm = out.emit_all(Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), &[wide, scale, bias]);
+        let narrow = out.emit(Op::Cast(Cast { to: DType::Bf16 }), &[norm[0]]);
+        graph.outputs.push(Output { name: "y".into(), value: narrow });
+        let traffic = traffic(&graph, &HashSet::new());
+        let all = [wide, norm[0], narrow].map(|value| traffic[&value.node]);
+        assert_eq!(all.iter().filter(|one| one.launches).count(), 1);
+        // Two bytes an element are read and two written, beside the scale and the bias.
+        assert_eq!(all.iter().map(|one| one.bytes).sum::<f64>(), 4.0 * 256.0 + 2.0 * 32.0);
     }
 }
