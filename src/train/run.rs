@@ -203,6 +203,10 @@ fn once(
     let newest = RefCell::default();
     let tell = |saved: &_| checkpoints::report_saved(saved, &newest, events);
     let unbiased = request.unbiased_variance.unwrap_or_else(|| ModelFormat::of(&request.model) == ModelFormat::Pt2);
+    let precision = precision(request, &plan);
+    if precision == Some(Precision::Tf32) {
+        events.warn("CPUs have no TF32: matrix products are computed in fp32");
+    }
     let mut task = Task {
         loaded: &loaded,
         weights: &weights,
@@ -212,7 +216,7 @@ fn once(
         in_flight: request.in_flight.clone(),
         loss,
         class_dim,
-        dtype: precision(request, &plan).map(Precision::dtype),
+        dtype: precision.map(Precision::dtype),
         unbiased,
         policy: request.policy.build(unbiased),
         newest: request.policy.is_newest(),

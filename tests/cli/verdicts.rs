@@ -317,3 +317,14 @@ fn shared_parameters_are_planned_as_they_can_be_trained() {
     }
     ends(folder, 0, &["train", "gpt.onnx", "--stages", "2,1", "--synthetic-data", "--steps", "2"]);
 }
+
+#[test]
+fn training_says_that_cpus_have_no_tf32() {
+    let folder = tempfile::tempdir().unwrap();
+    done(folder.path(), &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+    let train = ["train", "m.onnx", "--synthetic-data", "--steps", "1", "--precision"];
+    for (precision, is_said) in [("tf32", true), ("bf16", false)] {
+        let (_, said) = ends(folder.path(), 0, &[&train[..], &[precision]].concat());
+        assert_eq!(said.matches("warning: CPUs have no TF32").count(), usize::from(is_said), "{said}");
+    }
+}

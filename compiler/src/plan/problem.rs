@@ -327,7 +327,8 @@ impl Problem {
         (ranks, replicas): (u32, u32),
     ) -> Cow<'a, [u32]> {
         let stages = caps.len() as u32;
-        if self.constraints.target.is_none() || schedule != Schedule::Interleaved || !stages.is_multiple_of(ranks) {
+        let is_looped = schedule == Schedule::Interleaved && ranks > 0 && stages.is_multiple_of(ranks);
+        if self.constraints.target.is_none() || !is_looped {
             return Cow::Borrowed(caps);
         }
         let microbatches = self.microbatches.div_ceil(replicas.max(1));
