@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -69,6 +70,8 @@ def compare(name: str, cluster: str, folder: Path, rounds: int, count: int) -> D
     rows = next(iter(subject.inputs.values())).shape[0]
     torch.set_num_threads(1)
     given: Any = (subject.model, (), subject.inputs)
+    # Whisper has a frozen embedding.
+    warnings.filterwarnings("ignore", message=".*are frozen", category=pipec.PipecWarning)
     profile = pipec.profile(*given, engine="torch", micro_batch=rows, runs=5, extra=["--warmup", "2"])
     middle = subject.layers[len(subject.layers) // 2 - 1]
     chosen = ["--cluster", cluster, "--momentum", "0.9"]
@@ -123,6 +126,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches per step [default: 4]")
     parser.add_argument("--json", help="file for all measurements")
     asked = parser.parse_args()
+    if os.getloadavg()[0] > 0.5:
+        print("warning: other programs are running, and the measured steps may be too long", file=sys.stderr)
     rows = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

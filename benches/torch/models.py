@@ -54,7 +54,7 @@ def gpt2() -> Subject:
 
 def gpt_vocabulary() -> Subject:
     """A narrow GPT whose head has the vocabulary of GPT-2."""
-    return gpt(8, 256, 4, 50257, 4, 128)
+    return gpt(12, 384, 6, 50257, 2, 128)
 
 
 def llama() -> Subject:
@@ -168,8 +168,7 @@ def t5() -> Subject:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=8192, d_model=384, d_kv=64, d_ff=1536, num_layers=6, num_heads=6, dropout_rate=0.0, use_cache=False,
-        decoder_start_token_id=0,
+        vocab_size=8192, d_model=384, d_kv=64, d_ff=1536, num_layers=6, num_heads=6, dropout_rate=0.0, use_cache=False
     )
     inputs = {"input_ids": torch.randint(8192, (2, 256)), "decoder_input_ids": torch.randint(8192, (2, 32)), "labels": torch.randint(8192, (2, 32))}
     model = T5ForConditionalGeneration(config)
