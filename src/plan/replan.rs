@@ -26,6 +26,8 @@ pub fn problem(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
     problem.schedule = plan.schedule.kind;
     problem.microbatches = plan.schedule.microbatches;
     problem.chunks = plan.schedule.chunks;
+    // A target decides how memory is counted.
+    problem.constraints.target = target(plan);
     problem.count_updates();
     Ok(problem)
 }

@@ -185,7 +185,7 @@ fn groups_take_no_order_of_work_away() {
     assert!(speed(&weighed) >= speed(&alone));
 }
 
-/// With a target, the plan that is found can be exported.
+/// With a target, the plan that is found can be exported, and the independent check counts its memory likewise.
 #[test]
 fn targets_get_plans_that_they_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -198,7 +198,23 @@ fn targets_get_plans_that_they_run() {
         pipec(folder, 0, &[&asked[..], &more].concat());
         let (_, said) = pipec(folder, 0, &["export", "p.json", "--to", target, "--model", "m.onnx", "-o", "out"]);
         assert!(!said.contains("error"), "{target}: {said}");
+        pipec(folder, 0, &["plan", "check", "p.json", "--model", "m.onnx"]);
         let out = folder.join("out");
         if out.is_dir() { std::fs::remove_dir_all(out).unwrap() } else { std::fs::remove_file(out).unwrap() }
-    }
+    } // Replicas that all-reduce in place, and chunks that share an allocator.
+    let asked =
+        ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--optimizer", "adam", "--microbatches", "16"];
+    let more =
+        ["--schedule", "interleaved", "--chunks", "2", "--stages", "4,4,4,4", "--micro-batch", "2", "-o", "i.json"];
+    let memory = |target: &[&str]| {
+        pipec(folder, 0, &[&asked[..], &more, target, &["-q"]].concat());
+        pipec(folder, 0, &["plan", "check", "i.json", "--model", "m.onnx"]);
+        let plan: Value = serde_json::from_slice(&std::fs::read(folder.join("i.json")).unwrap()).unwrap();
+        std::fs::remove_file(folder.join("i.json")).unwrap();
+        let of =
+            |name: &str| plan["stages"].as_array().unwrap().iter().map(|s| s["memory"][name].as_u64().unwrap()).sum();
+        ["gradients", "activations"].map(of)
+    };
+    let [alone, megatron]: [[u64; 2]; 2] = [memory(&[]), memory(&["--target", "megatron"])];
+    assert!(megatron[0] < alone[0] && megatron[1] < alone[1], "{megatron:?}, without a target {alone:?}");
 }

@@ -35,7 +35,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let sharded = if zero > 0 { "--use-distributed-optimizer\n" } else { "" };
     let microbatches = fit::share(plan, replicas)?;
     let (layout, count) = layout(plan)?;
-    let recompute = recompute(plan, &layout);
+    let (recompute, note) = recompute(plan, &layout);
     let ranks = pipeline(plan)?.ranks.iter().map(|rank| rank.0 + 1).max().unwrap_or(1);
     let micro = plan.schedule.micro_batch;
     let global = micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas));
@@ -51,6 +51,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     );
     let mut bundle = Bundle::of("megatron.args", text);
     bundle.notes.extend(fit::handed_on(plan, TOOL));
+    bundle.notes.extend(note);
     bundle.notes.push(format!(
         "train with: torchrun --nproc-per-node {} pretrain_gpt.py $(cat FILE), and the arguments of the model, the data and the optimizer",
         u64::from(ranks) * u64::from(replicas) * u64::from(degree)
@@ -59,17 +60,24 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
 }
 
 /// The arguments of activation recomputation. A stage that recomputes part of a layer recomputes all of it.
-fn recompute(plan: &Plan, layout: &str) -> String {
+fn recompute(plan: &Plan, layout: &str) -> (String, Option<String>) {
     let layers = |(stage, part): (&Stage, &str)| {
         let share = stage.recomputed_op_ids().count() as f64 / stage.op_ids().count().max(1) as f64;
         (part.matches('t').count() as f64 * share).ceil() as u32
     };
-    match plan.stages.iter().zip(layout.split('|')).map(layers).max().unwrap_or(0) {
-        0 => String::new(),
-        most => {
-            format!("--recompute-granularity full\n--recompute-method block\n--recompute-num-layers {most}\n")
-        }
-    }
+    let most = match plan.stages.iter().zip(layout.split('|')).map(layers).max().unwrap_or(0) {
+        0 => return (String::new(), None),
+        most => most,
+    };
+    let fewer = plan.stages.iter().filter(|stage| stage.recomputed_op_ids().count() < stage.op_ids().count()).count();
+    let note = (fewer > 0).then(|| {
+        format!(
+            "{fewer} of {} stages recompute no or only some ops, but Megatron recomputes the first {most} of the \
+             layers of every stage, so a step takes longer than planned",
+            plan.stages.len()
+        )
+    });
+    (format!("--recompute-granularity full\n--recompute-method block\n--recompute-num-layers {most}\n"), note)
 }
 
 /// The layout string and the number of layers.
