@@ -184,22 +184,6 @@ pub fn published(flow: &ScheduleFlow, replicas: &[u32]) -> Vec<u32> {
     caps
 }
 
-/// Micro-batches in flight at each of the stages of `ranks` interleaved ranks when the rank holds most. The sum over the
-/// chunks of a rank is that of Korthikanti et al., 2022, section 4.2.3: with p ranks and v chunks, the first rank holds
-/// `v p + p - 1`. The most of each chunk alone are more, because chunks peak at different times.
-pub fn at_peak_of_rank(ranks: u32, chunks: u32, microbatches: u32) -> Vec<u32> {
-    let round = ranks.saturating_mul(chunks).max(1);
-    let of_stage = |stage: u32| {
-        let (chunk, rank) = (stage / ranks.max(1), stage % ranks.max(1));
-        // The forwards of the warm-up and the one after it, in rounds of `ranks` micro-batches for each chunk.
-        let warm_up = (ranks - rank - 1).saturating_mul(2).saturating_add((chunks - 1).saturating_mul(ranks));
-        let forwards = warm_up.saturating_add(1);
-        let of_round = (forwards % round).saturating_sub(chunk * ranks).min(ranks);
-        (forwards / round * ranks + of_round).clamp(1, microbatches.max(1))
-    };
-    (0..ranks.saturating_mul(chunks)).map(of_stage).collect()
-}
-
 /// Micro-batches with pending weight gradients per stage of a whole pipeline; empty if the backward is not split.
 pub fn pending_weight_grads(flow: &ScheduleFlow, replicas: &[u32], caps: &[u32]) -> Vec<u32> {
     if !flow.schedule.splits_backward() {

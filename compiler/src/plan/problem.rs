@@ -2,7 +2,6 @@
 
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, BytesPerSecond, Cluster, class};
-use crate::plan::in_flight;
 use crate::plan::schedule::Schedule;
 use crate::plan::zero::{LEVELS, MOST};
 use crate::plan::{PlannedModel, PlannedProfile, buckets};
@@ -12,7 +11,6 @@ use crate::profile::precision::Precision;
 use crate::profile::shared::TensorParallelCosts;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use std::borrow::Cow;
 use std::ops::Range;
 
 /// Cost model: the time of a stage as a function of its ops.
@@ -312,27 +310,10 @@ impl Problem {
         if may { self.recompute } else { Recomputation::Never }
     }
 
-    /// True if the framework that will run the plan all-reduces gradients in their own buffer: the buckets of PyTorch's
-    /// `DistributedDataParallel` with `gradient_as_bucket_view`, the gradient buffer of Megatron-LM and DeepSpeed.
+    /// True if the framework that will run the plan all-reduces gradients in their own buffer: Megatron-LM, DeepSpeed, and
+    /// the runtime of the torch bundle. torchtitan's data parallelism copies them into buckets.
     pub fn reduces_in_place(&self) -> bool {
-        self.constraints.target.is_some()
-    }
-
-    /// The micro-batches whose activations each stage holds when its device holds most. Frameworks free activations to an
-    /// allocator that all chunks of a device share, so that chunks which peak at different times are not added up.
-    pub fn held_in_flight<'a>(
-        &self,
-        schedule: Schedule,
-        caps: &'a [u32],
-        (ranks, replicas): (u32, u32),
-    ) -> Cow<'a, [u32]> {
-        let stages = caps.len() as u32;
-        let is_looped = schedule == Schedule::Interleaved && ranks > 0 && stages.is_multiple_of(ranks);
-        if self.constraints.target.is_none() || !is_looped {
-            return Cow::Borrowed(caps);
-        }
-        let microbatches = self.microbatches.div_ceil(replicas.max(1));
-        Cow::Owned(in_flight::at_peak_of_rank(ranks, stages / ranks, microbatches))
+        self.constraints.target.is_some_and(|target| target != Target::Torchtitan)
     }
 
     /// Memory limit of the given devices; `None` means no limit.

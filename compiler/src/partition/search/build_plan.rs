@@ -250,12 +250,8 @@ pub fn multiples(
     pending_weight_grads: &[u32],
 ) -> Vec<MemoryMultipliers> {
     let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, ScheduleFlow::late));
-    let ranks = caps.len() as u32 / problem.chunks.max(1);
-    let all = shape.replicas();
-    let layout = (ranks, all.first().copied().unwrap_or(1));
-    let held = problem.held_in_flight(problem.schedule, caps, layout);
     let one = |(at, replicas): (usize, u32)| MemoryMultipliers {
-        in_flight: held[at],
+        in_flight: caps[at],
         pending_weight_grads: pending_weight_grads.get(at).copied().unwrap_or(0),
         versions: versions[at],
         late: late[at],
@@ -267,7 +263,7 @@ pub fn multiples(
         schedule: problem.schedule,
         microbatches: problem.microbatches,
     };
-    all.into_iter().enumerate().map(one).collect()
+    shape.replicas().into_iter().enumerate().map(one).collect()
 }
 
 fn freed(problem: &Problem, ops: &[u32], recompute: Recompute) -> u64 {

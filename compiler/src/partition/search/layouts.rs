@@ -214,16 +214,14 @@ impl<'a> Layouts<'a> {
     fn by_rule(&self, schedule: Schedule, ranks: u32, replicas: u32, chunks: u32) -> Counts {
         let microbatches = self.problem.microbatches;
         let flow = ScheduleFlow { schedule, microbatches, chunks, workers: ranks * replicas, room: 0 };
-        let of_ranks = vec![replicas; ranks as usize];
-        let caps = in_flight::published(&flow, &of_ranks);
-        let pending = in_flight::pending_weight_grads(&flow, &of_ranks, &caps);
+        let replicas = vec![replicas; ranks as usize];
+        let caps = in_flight::published(&flow, &replicas);
+        let pending = in_flight::pending_weight_grads(&flow, &replicas, &caps);
         let of_stage = |of_rank: &[u32]| -> Vec<u32> {
             let rank = |stage| rank_of(schedule, ranks, stage) as usize;
             (0..ranks * chunks).filter_map(|stage| of_rank.get(rank(stage)).copied()).collect()
         };
-        let caps = of_stage(&caps);
-        let caps = self.problem.held_in_flight(schedule, &caps, (ranks, replicas)).into_owned();
-        Counts { caps, pending_weight_grads: of_stage(&pending) }
+        Counts { caps: of_stage(&caps), pending_weight_grads: of_stage(&pending) }
     }
 
     /// Memory of a device of each rank, if all or no stages recompute their activations.

@@ -146,7 +146,8 @@ pub fn with_less_recompute(
             best = other;
         }
     }
-    if best.1.minibatch_us < known_us {
+    let recomputes = best.0.spots.iter().any(|spot| spot.recompute.is_any());
+    if best.1.minibatch_us < known_us || recomputes {
         // The searches bound plans that recompute whole stages.
         (found.proven_us, found.bound_us) = (None, 0.0);
     }

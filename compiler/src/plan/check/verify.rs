@@ -476,9 +476,6 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let levels = groups::seen(&problem.cluster.levels, plan.stages.first().map_or(1, Stage::degree));
     let wire = levels.len().checked_sub(1).map(|outermost| Wire::of(&levels, outermost));
     let pace = class::fastest(&problem.cluster.classes);
-    let ranks = plan.stages.len() as u32 / plan.schedule.chunks.max(1);
-    let layout = (ranks, plan.stages.first().map_or(1, |stage| stage.replicas));
-    let in_flight = problem.held_in_flight(plan.schedule.kind, &plan.schedule.in_flight, layout);
     let one = |stage: usize| {
         let pending = plan.schedule.pending_weight_grads.get(stage).map_or(0, |&pending| u64::from(pending));
         let weights = weights[stage];
@@ -488,13 +485,13 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let of =
             shares::UnshardedBytes { weights, summed, masters, terms, shared, largest, state: problem.optimizer_state };
         let versions = (plan.schedule.weight_versions[stage], plan.schedule.kind);
-        let held = || shares::held(&plan.stages[stage], versions, problem.constraints.target.is_some(), &of);
+        let held = || shares::held(&plan.stages[stage], versions, problem.reduces_in_place(), &of);
         let (gradients, optimizer) = if trains { held() } else { (0, 0) };
         let gradients = gradients.saturating_add(shared.saturating_mul(shares::late(plan, stage)));
         let weights = if trains { shares::kept(&plan.stages[stage], &of) } else { weights };
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
         let waiting = received[stage].saturating_add(only_sent[stage]);
-        let in_flight = u64::from(in_flight[stage]);
+        let in_flight = u64::from(plan.schedule.in_flight[stage]);
         let activations = match plan.stages[stage].recompute {
             _ if !trains => {
                 let of_others = sent[stage].saturating_mul(in_flight.saturating_sub(1));

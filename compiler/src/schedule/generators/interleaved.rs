@@ -41,31 +41,3 @@ fn row(p: u32, v: u32, rank: RankId, items: u32) -> Vec<Work> {
     let last = (all - warm_up..all).map(|k| work(k, Phase::Backward));
     first.chain(steady).chain(last).filter(|work| work.item.0 < items).collect()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::plan::in_flight::at_peak_of_rank;
-
-    /// The closed form is what rows hold: exactly in whole rounds, and never less with a short last round.
-    #[test]
-    fn ranks_hold_at_their_peak_what_is_stated() {
-        for (ranks, chunks, items) in (1..6).flat_map(|p| (1..5).flat_map(move |v| (1..20).map(move |m| (p, v, m)))) {
-            if chunks == 1 {
-                continue;
-            }
-            let stated = at_peak_of_rank(ranks, chunks, items);
-            for rank in 0..ranks {
-                let (mut now, mut most) = (0i64, 0i64);
-                for work in row(ranks, chunks, RankId(rank), items) {
-                    now += if work.part == Phase::Forward { 1 } else { -1 };
-                    most = most.max(now);
-                }
-                let of_rank = (0..chunks).map(|chunk| i64::from(stated[(chunk * ranks + rank) as usize])).sum::<i64>();
-                let what = format!("rank {rank} of {ranks}, {chunks} chunks, {items} items");
-                assert!(of_rank >= most, "{what}: {of_rank}, held {most}");
-                assert!(!items.is_multiple_of(ranks) || of_rank == most, "{what}: {of_rank}, held {most}");
-            }
-        }
-    }
-}
