@@ -158,10 +158,6 @@ pub struct StageMemory {
     pub total: u64,
 }
 
-fn is_replicated(activations: &ActivationSharding) -> bool {
-    *activations == ActivationSharding::Replicated
-}
-
 fn is_false(flag: &bool) -> bool {
     !*flag
 }
@@ -265,7 +261,7 @@ pub struct TensorParallelCost {
     #[serde(default, skip_serializing_if = "is_false")]
     pub keeps_weights: bool,
     /// What each device holds of the activations between layers and stages.
-    #[serde(default, skip_serializing_if = "is_replicated")]
+    #[serde(default, skip_serializing_if = "ActivationSharding::is_replicated")]
     pub activations: ActivationSharding,
     /// Forward time on one device.
     pub unsharded_fwd_us: f64,

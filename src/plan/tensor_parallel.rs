@@ -105,8 +105,9 @@ impl TensorParallel {
     /// The costs of the model on such groups, for a target framework if there is one.
     pub fn costs(self, costs: &Costs, target: Option<Target>) -> Result<Vec<TensorParallelCosts>, Error> {
         let mut all: Vec<TensorParallelCosts> = Vec::new();
+        let layouts = GroupLayout::of(costs, target);
         for devices in self.sizes(costs)? {
-            for layout in GroupLayout::of(costs, target) {
+            for &layout in &layouts {
                 let found = group_costs(costs, devices, layout)?;
                 // Layouts may have the same costs.
                 if all.iter().all(|known| known.devices != devices || known.graph != found.graph) {

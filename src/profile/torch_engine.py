@@ -123,7 +123,7 @@ class Profiler:
     def run(self):
         torch = self.torch
         values = [value for _, value in self.flat_inputs()]
-        # A processor is measured in whole steps: a node alone finds its data in the cache, and its memory mapped.
+        # A CPU is measured in whole steps: a node alone finds its data in the cache, and its memory mapped.
         inside = Steps(self, values).measure() if self.device.type == "cpu" else {}
         Nodes(self, values, inside).measure()
         self.update()
@@ -208,10 +208,7 @@ class Profiler:
                 begin = time.thread_time()
                 call()
                 times.append((time.thread_time() - begin) * 1e6)
-        median = statistics.median(times)
-        quarter = sorted(times)[len(times) // 4 : max(3 * len(times) // 4, len(times) // 4 + 1)]
-        spread = (quarter[-1] - quarter[0]) / median if median > 0 else 0.0
-        return median, spread
+        return statistics.median(times), spread_of(times)
 
     def update(self):
         if not self.parameters:
@@ -296,6 +293,13 @@ class Profiler:
                 say(note=f"torch.compile fails: {first_line(error)}")
 
 
+def spread_of(times):
+    """The width of the middle half of the times, as a fraction of their median."""
+    median, quarter = statistics.median(times), len(times) // 4
+    middle = sorted(times)[quarter : max(3 * len(times) // 4, quarter + 1)]
+    return (middle[-1] - middle[0]) / median if median > 0 else 0.0
+
+
 def is_float(torch, value):
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
@@ -356,9 +360,7 @@ class Steps:
         for name in {name: None for times in runs for name in times}:
             columns = list(zip(*[times.get(name, (0.0, 0.0, 0.0)) for times in runs]))
             fwd, bwd, accumulate = [statistics.median(column) * 1e6 for column in columns]
-            both = sorted(one + other for one, other, _ in (times.get(name, (0.0, 0.0, 0.0)) for times in runs))
-            middle = both[len(both) // 4 : max(3 * len(both) // 4, len(both) // 4 + 1)]
-            spread = (middle[-1] - middle[0]) / statistics.median(both) if statistics.median(both) > 0 else 0.0
+            spread = spread_of([one + other for one, other in zip(*columns[:2])])
             found[name] = {"fwd_us": fwd, "bwd_us": bwd, "accumulate_us": accumulate, "spread": spread}
         loss = found.pop("", None)
         if loss and profiler.request["loss"] in ("cross-entropy", "mse", "bce"):

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! total       = weights · versions + gradients + optimizer + activations + split_backward + messages + workspace
-//! gradients   = terms, twice with replicas (all-reduce), + (1 + late) · shared           ZeRO: see `zero`
+//! gradients   = terms, twice with replicas unless in place, + (1 + late) · shared        ZeRO: see `zero`
 //! optimizer   = state · summed + masters                                                 ZeRO: see `zero`
 //! activations = in_flight · (saved + inputs + sent - freed) + max(1, pending) · freed
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
@@ -26,9 +26,9 @@
 //!   batched weight gradients ([`batched_weight_grad`](crate::pass::batched_weight_grad)).
 //!
 //! Recomputation keeps inputs and outputs, frees what the recomputed ops saved, and reruns their forward into separate
-//! buffers before backward. Weight versions are held by pointer, so V versions take V copies of the weights. A tied weight counts once in each stage that uses it.
-//! Inference has no gradients or optimizer state. One micro-batch is computed at a time, earlier ones hold only their
-//! outputs, and the inputs of the next may arrive.
+//! buffers before backward. Weight versions are held by pointer, so V versions take V copies of the weights. A tied
+//! weight counts once in each stage that uses it. Inference has no gradients or optimizer state. One micro-batch is
+//! computed at a time, earlier ones hold only their outputs, and the inputs of the next may arrive.
 
 use crate::pass::batched_weight_grad::joins;
 use crate::plan::gradient_buffers::GradientBuffers;

@@ -6,6 +6,7 @@
 //! 0       O           G + G            W       sums of the replica and of all replicas; 2BW reuses the buffer of an unused older
 //!                                              version for the latter
 //! 1       O / r       G + G / r        W       the all-replica sum is sharded; under 2BW G + G / r beside two versions
+//! 0, 1                G                        in place: the all-replica sums replace those of the replica
 //! 2       O / r       v G / r + g      W       sharded sums, and the gradients of the op that is running
 //! 3       O / r       v G / r + g      W / r   each version is sharded; g holds the op's gathered weights or its gradients, both for
 //!                                              kernels that need both (recurrent layers)
@@ -51,9 +52,9 @@ pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64)
     // buffer.
     let reused = if multiples.schedule.is_double_buffered() && masters == 0 { weights.min(terms) } else { 0 };
     let gradients = match multiples.level() {
-        0 if replicas < 2 || multiples.in_place => own,
-        // Each replica keeps its shard of the sums where it is.
-        1 if multiples.in_place => own,
+        0 if replicas < 2 => own,
+        // Each replica keeps the all-replica sums, or its shard of them, where they are.
+        0 | 1 if multiples.in_place => own,
         0 => own.saturating_add(terms).saturating_sub(reused),
         1 => own
             .saturating_add(share(terms.saturating_sub(shared), replicas))

@@ -1,8 +1,8 @@
 //! Costs of a model under tensor parallelism.
 //!
 //! Ops, tensors and parameters are those of the model, with the times and sizes of one device of a tensor-parallel
-//! group. Stages can only end where all activations are held as [`ActivationSharding`] states; the ops between such points
-//! are fused.
+//! group. Stages can only end where all activations are held as [`ActivationSharding`] states; the ops between such
+//! points are fused.
 
 use super::cost_graph::CostGraph;
 use schemars::JsonSchema;
@@ -74,6 +74,12 @@ pub enum ActivationSharding {
     /// Those of a part of the samples: data parallelism in a group that shares experts (Rajbhandari et al.,
     /// "DeepSpeed-MoE", ICML 2022).
     Batch,
+}
+
+impl ActivationSharding {
+    pub fn is_replicated(&self) -> bool {
+        *self == ActivationSharding::Replicated
+    }
 }
 
 /// Costs of a model at one tensor-parallel degree.

@@ -4,8 +4,8 @@
 //! uses the slowest link between replicas of its stages. An all-reduce is one ring per level. Under ZeRO 2 a backward
 //! takes at least as long as the reduce-scatter of its gradients. Under ZeRO 3 the all-gather of the weights is added
 //! to forward and backward. The optimizer step is part of the backward if the plan has it. A recomputed stage's
-//! backward time includes the forward of the recomputed ops. Without a stated weight-gradient time, half of the backward counts,
-//! recomputation excluded.
+//! backward time includes the forward of the recomputed ops. Without a stated weight-gradient time, half of the backward
+//! counts, recomputation excluded.
 
 use crate::cluster::Level;
 use crate::plan::groups;

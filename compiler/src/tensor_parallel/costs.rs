@@ -30,7 +30,7 @@ use crate::pass::memory::SharedArena;
 use crate::pass::pipeline::{self, PassBug};
 use crate::profile::arena::Live;
 use crate::profile::cost_graph::{CostGraph, OpId};
-use crate::profile::shared::{ActivationSharding, OpTraffic, TensorParallelCosts};
+use crate::profile::shared::{OpTraffic, TensorParallelCosts};
 use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, Time, sum};
 use crate::tensor_parallel::dedup::KeyContext;
@@ -513,7 +513,7 @@ impl<'a> Costs<'a> {
 
     /// The costs; `tensors` are the values of the tensors of the cost graph.
     fn done(mut self, tensors: Vec<Value>) -> TensorParallelCosts {
-        if self.machine.activations != ActivationSharding::Replicated {
+        if !self.machine.activations.is_replicated() {
             for (at, value) in tensors.into_iter().enumerate() {
                 let bytes = self.between_segments(value).bytes().unwrap_or(u64::MAX);
                 self.graph.tensors[at].bytes = bytes;
@@ -556,11 +556,11 @@ impl<'a> Costs<'a> {
 /// Scales a given time by the roofline ratio. A time that only the group has is added to it; the rest is then the sum of
 /// gradients from other segments, of parts if activations between segments are split.
 fn scaled(machine: &Machine, us: f64, alone: Time, shared: Time) -> f64 {
-    match machine.activations {
-        _ if alone > 0 => us * (shared as f64 / alone as f64),
-        ActivationSharding::Replicated => us + microseconds(shared),
-        ActivationSharding::Sequence | ActivationSharding::Batch => us / machine.devices as f64 + microseconds(shared),
+    if alone > 0 {
+        return us * (shared as f64 / alone as f64);
     }
+    let parts = if machine.activations.is_replicated() { 1 } else { machine.devices };
+    us / parts as f64 + microseconds(shared)
 }
 
 fn microseconds(time: Time) -> f64 {

@@ -10,7 +10,6 @@ use crate::op::{Input, NodeId, Op, Sharding, Value};
 use crate::pass::backward::{Backward, Read};
 use crate::pass::fragment::{Fragment, ParameterTerm, Received, Sent};
 use crate::pass::pipeline::{self, PassBug};
-use crate::profile::shared::ActivationSharding;
 use crate::tensor_parallel::cost::Machine;
 use crate::tensor_parallel::forward_backward_graph::{Joint, joint};
 use crate::tensor_parallel::spmd_graph::{SpmdGraph, rewrite};
@@ -79,7 +78,7 @@ pub fn share(
         choice,
         done: &done,
         boundary,
-        regathers: machine.activations != ActivationSharding::Replicated,
+        regathers: !machine.activations.is_replicated(),
     };
     let saving = taken.written_for(saving);
     let mut shared = taken.forward();

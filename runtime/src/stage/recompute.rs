@@ -1,8 +1,8 @@
 //! Activation recomputation, and the weights of a backward pass without stashed versions.
 //!
-//! A recomputed stage frees the activations of all or its first ops after the forward pass. A program instruction computes them again while gradients may
-//! still be in transit; without that instruction, the backward pass does. Both use the weights of the backward pass, so both give
-//! the same bits.
+//! A recomputed stage frees the activations of all or its first ops after the forward pass. A program instruction
+//! computes them again while gradients may still be in transit; without that instruction, the backward pass does. Both
+//! use the weights of the backward pass, so both give the same bits.
 
 use crate::device::error::DeviceError;
 use crate::exec::executor::{ExecuteError, Item};

@@ -53,8 +53,8 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         "gradient_accumulation_steps": microbatches,
         "train_batch_size": micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas)),
     });
-    let recomputed = plan.stages.iter().filter(|stage| stage.recompute).count();
-    if recomputed > 0 {
+    let recomputes = fit::recomputing(plan) > 0;
+    if recomputes {
         whole["activation_checkpoint_interval"] = json!(1);
     }
     if let Some(precision) = plan.precision().filter(|precision| precision.is_mixed()) {
@@ -62,11 +62,9 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     }
     let mut bundle = Bundle::of("deepspeed.json", serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n");
     bundle.notes.extend(USE.map(str::to_string));
-    if recomputed > 0 {
-        bundle.notes.push(format!(
-            "pass activation_checkpoint_interval to PipelineModule: {recomputed} of {} stages recompute activations, and DeepSpeed recomputes those of all",
-            plan.stages.len()
-        ));
+    if recomputes {
+        let why = fit::recomputes_all(plan, TOOL);
+        bundle.notes.push(format!("pass activation_checkpoint_interval to PipelineModule: {why}"));
     }
     bundle.notes.extend(fit::handed_on(plan, TOOL));
     Ok(bundle)

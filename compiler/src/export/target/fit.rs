@@ -80,6 +80,17 @@ pub fn handed_on(plan: &Plan, tool: &'static str) -> Option<String> {
     ))
 }
 
+/// The number of stages that recompute activations.
+pub fn recomputing(plan: &Plan) -> usize {
+    plan.stages.iter().filter(|stage| stage.recompute).count()
+}
+
+/// Says that the tool recomputes the activations of all stages.
+pub fn recomputes_all(plan: &Plan, tool: &'static str) -> String {
+    let (recomputed, stages) = (recomputing(plan), plan.stages.len());
+    format!("{recomputed} of {stages} stages recompute activations, and {tool} recomputes those of all")
+}
+
 /// Refuses schedules that the tool does not support.
 pub fn schedules(
     plan: &Plan,

@@ -12,7 +12,7 @@
 //! schedules are 1F1B and interleaved 1F1B. Megatron recomputes the same number of first layers in every stage: the
 //! largest number of the plan.
 
-use super::layers::{layers, numbered};
+use super::layers::{layers, longest, numbered};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
 use crate::plan::problem::Target;
@@ -20,7 +20,6 @@ use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
 use crate::profile::shared::ActivationSharding;
 use crate::schedule::pipeline::pipeline;
-use std::collections::BTreeMap;
 
 const TOOL: &str = "Megatron";
 
@@ -83,14 +82,9 @@ fn recompute(plan: &Plan, layout: &str) -> (String, Option<String>) {
 /// The layout string and the number of layers.
 fn layout(plan: &Plan) -> Result<(String, u32), Refusal> {
     let stages = layers(plan, TOOL)?;
-    // The list with the most items contains the transformer layers; ties are broken by name.
-    let mut lists: BTreeMap<&str, u32> = BTreeMap::new();
-    for (list, _) in stages.iter().flatten().filter_map(|module| numbered(module)) {
-        *lists.entry(list).or_default() += 1;
-    }
-    let most = lists.values().copied().max().ok_or(Refusal::NoLayers)?;
-    let layers = lists.iter().find(|(_, count)| **count == most).map(|(list, _)| *list).unwrap_or_default();
-    if let Some((other, _)) = lists.iter().find(|(list, _)| **list != layers) {
+    let lists = || stages.iter().flatten().filter_map(|module| numbered(module)).map(|(list, _)| list);
+    let (layers, most) = longest(lists()).ok_or(Refusal::NoLayers)?;
+    if let Some(other) = lists().filter(|list| *list != layers).min() {
         return Err(Refusal::Lists { tool: TOOL, first: layers.to_string(), second: other.to_string() });
     }
     let last = stages.len().saturating_sub(1);

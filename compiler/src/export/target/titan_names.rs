@@ -9,10 +9,10 @@
 //!
 //! Names of a model that is flat already stay as they are.
 
-use super::layers::{are_shallow, numbered};
+use super::layers::{are_shallow, longest, numbered};
 use super::refusal::Refusal;
 use crate::import::onnx::name::shown;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 const KNOWN: [(&str, &[&str]); 3] = [
     ("tok_embeddings", &["tok_embeddings", "embed_tokens", "wte", "word_embeddings", "embed_in"]),
@@ -84,13 +84,10 @@ struct Wrapper {
 
 /// The wrapper of the nested list with the most items; ties are broken by name.
 fn wrapper(parts: &[Vec<String>]) -> Option<Wrapper> {
-    let mut lists: BTreeMap<&str, u32> = BTreeMap::new();
-    let nested = parts.iter().flatten().filter_map(|module| numbered(module)).filter(|(list, _)| list.contains('.'));
-    nested.for_each(|(list, _)| *lists.entry(list).or_default() += 1);
-    let most = lists.values().copied().max()?;
-    let list = lists.iter().find(|(_, count)| **count == most).map(|(list, _)| list.to_string())?;
+    let lists = parts.iter().flatten().filter_map(|module| numbered(module)).map(|(list, _)| list);
+    let (list, _) = longest(lists.filter(|list| list.contains('.')))?;
     let prefix = list.rsplit_once('.').map(|(wrapper, _)| format!("{wrapper}."))?;
-    Some(Wrapper { list, prefix })
+    Some(Wrapper { list: list.to_string(), prefix })
 }
 
 fn note(wrapper: &Wrapper, unknown: &[String], tool: &str) -> String {

@@ -69,7 +69,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         "global_batch_size": batch.saturating_mul(u64::from(replicas)),
         "mixed_precision_param": precision,
     });
-    let mode = if plan.stages.iter().any(|stage| stage.recompute) { "full" } else { "none" };
+    let mode = if fit::recomputing(plan) > 0 { "full" } else { "none" };
     let whole = json!({ "parallelism": section, "training": training, "activation_checkpoint": { "mode": mode } });
     let json = serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n";
     let mut bundle = Bundle::of("torchtitan.args", arguments(&whole, mode)?)
@@ -114,12 +114,8 @@ fn notes(plan: &Plan, zero: u32, is_sharded: bool) -> Vec<String> {
     if is_sharded && zero == 1 {
         notes.push("torchtitan has no ZeRO 1: it shards gradients too, as ZeRO 2".to_string());
     }
-    let recomputed = plan.stages.iter().filter(|stage| stage.recompute).count();
-    if (1..plan.stages.len()).contains(&recomputed) {
-        notes.push(format!(
-            "{recomputed} of {} stages recompute activations, and torchtitan recomputes those of all",
-            plan.stages.len()
-        ));
+    if (1..plan.stages.len()).contains(&fit::recomputing(plan)) {
+        notes.push(fit::recomputes_all(plan, TOOL));
     }
     if plan.precision() == Some(Precision::Fp16) {
         notes.push("torchtitan has no fp16: the settings are for fp32; `--precision bf16` plans for bf16".to_string());

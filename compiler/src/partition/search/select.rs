@@ -129,8 +129,8 @@ pub fn with_less_recompute(
     }
     let known_us = played.minibatch_us;
     let mut best = reduced(problem, (chosen, played), options);
-    let recomputes = |other: &&PlanCandidate| other.fits && other.spots.iter().any(|spot| spot.recompute.is_any());
-    let mut others: Vec<&PlanCandidate> = found.candidates.iter().filter(recomputes).collect();
+    let recomputes = |one: &PlanCandidate| one.spots.iter().any(|spot| spot.recompute.is_any());
+    let mut others: Vec<&PlanCandidate> = found.candidates.iter().filter(|one| one.fits && recomputes(one)).collect();
     let least_us = |other: &PlanCandidate| {
         let spots: Vec<StagePosition> =
             other.spots.iter().map(|spot| StagePosition { recompute: Recompute::None, ..*spot }).collect();
@@ -146,8 +146,7 @@ pub fn with_less_recompute(
             best = other;
         }
     }
-    let recomputes = best.0.spots.iter().any(|spot| spot.recompute.is_any());
-    if best.1.minibatch_us < known_us || recomputes {
+    if best.1.minibatch_us < known_us || recomputes(&best.0) {
         // The searches bound plans that recompute whole stages.
         (found.proven_us, found.bound_us) = (None, 0.0);
     }

@@ -81,10 +81,10 @@ impl Groups {
         {
             self.loads.insert(group);
         }
-        for maker in makers.into_iter().filter(|_| is_norm(op)) {
-            if self.of.get(&maker).is_some_and(|of| self.loads.contains(of)) {
-                self.of.insert(maker, group);
-            }
+        if is_norm(op) {
+            let is_load = |maker: &NodeId| self.of.get(maker).is_some_and(|of| self.loads.contains(of));
+            let loads: Vec<NodeId> = makers.into_iter().filter(is_load).collect();
+            self.of.extend(loads.into_iter().map(|load| (load, group)));
         }
         self.of.insert(id, group);
     }
