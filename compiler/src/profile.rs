@@ -2,13 +2,14 @@
 //!
 //! [`Profile`] is the content of `profile.json`, written by a measurement, an analytic model or an importer; `read`
 //! validates it. `cost_graph` is the form used for planning: ops, tensors and parameters with their times and sizes.
-//! `shared` holds the costs under tensor parallelism.
+//! `shared` holds the costs under tensor parallelism, `recompute_scope` what recomputation frees.
 
 pub mod arena;
 pub mod cost_graph;
 pub mod json;
 pub mod precision;
 pub mod read;
+pub mod recompute_scope;
 pub mod shared;
 
 use schemars::JsonSchema;

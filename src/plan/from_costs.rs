@@ -230,7 +230,7 @@ pub fn problem(
     problem.constraints.pins = options.pins.clone();
     problem.constraints.most_stages = options.max_stages;
     problem.constraints.no_replication = options.no_replication;
-    problem.constraints.target = options.target;
+    problem.set_target(options.target);
     Ok(problem)
 }
 

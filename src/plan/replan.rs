@@ -26,8 +26,7 @@ pub fn problem(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
     problem.schedule = plan.schedule.kind;
     problem.microbatches = plan.schedule.microbatches;
     problem.chunks = plan.schedule.chunks;
-    // A target decides how memory is counted.
-    problem.constraints.target = target(plan);
+    problem.set_target(target(plan));
     problem.count_updates();
     Ok(problem)
 }

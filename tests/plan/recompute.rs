@@ -8,7 +8,7 @@ use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planner::plan;
 use compiler::plan::check::consistency::sound;
 use compiler::plan::check::verify::{check, evaluate};
-use compiler::plan::problem::{CostModel, Objective, Problem, Recomputation};
+use compiler::plan::problem::{CostModel, Objective, Problem, Recomputation, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Edge, Plan, RecomputedOps, Stage};
 use compiler::profile::cost_graph::CostGraph;
@@ -157,4 +157,76 @@ fn contradictory_numbers_of_ops_are_found() {
     other.stages[at].recomputed.as_mut().unwrap().fwd_us *= 0.9;
     assert!(check(&problem, &other).is_err(), "another time of the ops");
     assert!(check(&problem, &with(&plan, at, 1)).is_err(), "another number of ops");
+}
+
+/// Six layers of seven ops between two other modules of three ops. A fifth of the ops save nothing.
+fn layers() -> CostGraph {
+    let mut graph = chain(48);
+    for (at, op) in graph.ops.iter_mut().enumerate() {
+        op.module = match at {
+            0..3 => "embed".to_string(),
+            45.. => "head".to_string(),
+            _ => format!("model.layers.{}.linear", (at - 3) / 7),
+        };
+        if at % 5 == 4 {
+            (op.saved_bytes, op.unsaved) = (0, true);
+        }
+    }
+    graph
+}
+
+#[test]
+fn frameworks_keep_the_inputs_of_layers_and_save_one_layer_again() {
+    let mut problem = Problem::new(layers(), levels("1:100GB/s").unwrap(), CostModel::Pipec);
+    (problem.schedule, problem.microbatches, problem.recompute) = (Schedule::Gpipe, 4, Recomputation::Full);
+    let activations = |target: Option<Target>| {
+        let mut problem = problem.clone();
+        problem.set_target(target);
+        let plan = planned(&problem);
+        assert_eq!((plan.stages.len(), plan.schedule.in_flight[0]), (1, 4));
+        plan.stages[0].memory.activations
+    };
+    let bytes = |at: u64| 10_000 + at % 5 * 100;
+    let saved = |at: u64| if at % 5 == 4 { 0 } else { bytes(at) };
+    // Op 2 feeds the first layer, and the last op of each layer the next one or the head.
+    let ends = || (1..=6).map(|layer| 2 + 7 * layer);
+    let of_layer = |end: u64| (end - 6..end).map(saved).sum::<u64>();
+    let others: u64 = (0..3).chain(45..48).map(saved).sum();
+    let kept = others + ends().map(bytes).sum::<u64>();
+    assert_eq!(activations(Some(Target::Torchtitan)), 4 * kept + ends().map(of_layer).max().unwrap());
+    let all: u64 = (0..48).map(saved).sum();
+    assert_eq!(activations(None), all, "one micro-batch of four, without inputs");
+    assert_eq!(activations(Some(Target::Torch)), all);
+}
+
+#[test]
+fn layers_of_frameworks_are_recomputed_whole() {
+    let mut some = 0;
+    for (schedule, target) in [
+        (Schedule::OneFOneB, Target::Megatron),
+        (Schedule::Interleaved, Target::Megatron),
+        (Schedule::OneFOneB, Target::Deepspeed),
+        (Schedule::Gpipe, Target::Torchtitan),
+    ] {
+        let mut problem = problem(schedule, 2);
+        problem.graph = layers();
+        problem.set_target(Some(target));
+        let most = peak(&planned(&problem));
+        problem.recompute = Recomputation::Full;
+        let least = peak(&planned(&problem));
+        problem.recompute = Recomputation::Auto;
+        assert!(least < most, "{schedule}");
+        for tenth in 0..10 {
+            problem.memory_limit = Some(Bytes(least + (most - least) * tenth / 10));
+            let plan = planned(&problem);
+            assert!(peak(&plan) <= problem.memory_limit.unwrap().0);
+            for stage in &plan.stages {
+                let Some(RecomputedOps { ops, .. }) = stage.recomputed else { continue };
+                some += 1;
+                let next = stage.op_ids().nth(ops as usize).unwrap();
+                assert!(matches!(next, 10 | 17 | 24 | 31 | 38 | 45), "{schedule} {tenth}: cut before {next}");
+            }
+        }
+    }
+    assert!(some > 10, "{some} stages are recomputed in part");
 }

@@ -6,6 +6,7 @@ mod ends;
 pub mod error;
 pub mod figures;
 pub mod published_costs;
+mod recompute;
 mod shares;
 pub mod traffic;
 pub mod verify;

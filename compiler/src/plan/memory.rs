@@ -4,7 +4,7 @@
 //! total       = weights · versions + gradients + optimizer + activations + split_backward + messages + workspace
 //! gradients   = terms, twice with replicas unless in place, + (1 + late) · shared        ZeRO: see `zero`
 //! optimizer   = state · summed + masters                                                 ZeRO: see `zero`
-//! activations = in_flight · (saved + inputs + sent - freed) + max(1, pending) · freed
+//! activations = in_flight · (saved + inputs + sent - freed + kept) + max(1, pending) · again
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! split_backward = pending · halves + (pending - 1) · outputs    0 if backwards are not split
 //! messages    = passed + outputs                             inference: inputs
@@ -13,7 +13,9 @@
 //! - `saved`: tensors that forward saves for backward, model inputs included.
 //! - `inputs`: tensors from other stages. `outputs`: tensors that other stages read. `sent`: the outputs that are not
 //!   also saved.
-//! - `freed`: 0 without recomputation; else tensors saved by the recomputed ops, except model inputs and outputs.
+//! - `freed`: 0 without recomputation; else tensors saved by the recomputed ops, except model inputs, outputs and inputs
+//!   of layers. `kept`: inputs of layers that are not saved. `again`: `freed`, or that of the largest layer if layers are
+//!   recomputed one by one and the backward is not split ([`recompute_scope`](crate::profile::recompute_scope)).
 //! - `terms`: one gradient sum per use of a parameter by an op. `shared`: the sums of weights tied with other stages,
 //!   which are all-reduced across stages, `late` rounds after the stage's own (`in_flight`).
 //! - `summed`: one sum per parameter; two-byte parameters have four-byte sums and four-byte `masters`.
@@ -36,6 +38,7 @@ use crate::plan::schedule::Schedule;
 use crate::plan::{StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId, TensorCost};
+use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
 
 /// Unmultiplied memory sizes of a set of ops, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -56,8 +59,6 @@ pub struct MemoryTerms {
     pub needed: u64,
     /// Saved for backward, per micro-batch.
     pub saved: u64,
-    /// The model inputs among them, which are never recomputed.
-    pub fed: u64,
     /// Tensors from outside the set, per micro-batch.
     pub inputs: u64,
     /// Buffers for their gradients.
@@ -66,8 +67,8 @@ pub struct MemoryTerms {
     pub outputs: u64,
     /// The outputs that are kept only for sending.
     pub sent: u64,
-    /// Bytes that recomputation frees per micro-batch, if not all ops are recomputed; see [`freed`].
-    pub freed: Option<u64>,
+    /// If all ops are recomputed.
+    pub recompute: RecomputeTerms,
     pub arena: Arena,
     /// Buffers of batched weight gradients.
     pub batched_grads: u64,
@@ -75,21 +76,22 @@ pub struct MemoryTerms {
     pub halves: u64,
 }
 
-/// Bytes per micro-batch that the recomputed `ops` of the stage `inside` free: what they save and do not send.
-pub fn freed(graph: &CostGraph, inside: &[bool], ops: &[u32]) -> u64 {
+/// What recomputing `ops` of the stage `inside` frees and keeps.
+pub fn recomputed(graph: &CostGraph, costs: &RecomputeCosts, inside: &[bool], ops: &[u32]) -> RecomputeTerms {
+    let mut terms = RecomputeTerms::default();
     let mut is_recomputed = vec![false; inside.len()];
-    let mut freed = 0u64;
     for &op in ops {
         is_recomputed[op as usize] = true;
-        freed = freed.saturating_add(graph.ops[op as usize].saved_bytes);
+        terms.add(costs, op as usize);
     }
     let stays = |(at, tensor): &(usize, &TensorCost)| {
-        is_recomputed[tensor.producer.index()]
-            && !graph.is_only_sent(*at)
+        costs.frees[*at]
+            && is_recomputed[tensor.producer.index()]
             && tensor.consumers.iter().any(|op| !inside[op.index()])
     };
-    let saved_and_sent = graph.tensors.iter().enumerate().filter(stays).map(|(_, tensor)| tensor.bytes);
-    freed.saturating_sub(saved_and_sent.fold(0, u64::saturating_add))
+    let outputs = graph.tensors.iter().enumerate().filter(stays).map(|(_, tensor)| tensor.bytes);
+    terms.outputs = outputs.fold(0, u64::saturating_add);
+    terms
 }
 
 /// Multipliers of the memory terms.
@@ -177,7 +179,6 @@ impl MemoryTerms {
         }
         for (at, op) in graph.ops.iter().enumerate().filter(|(at, _)| inside[*at]) {
             holdings.saved += op.kept_bytes();
-            holdings.fed += op.fed_bytes;
             holdings.halves += op.between_bytes;
             if is_read[at] || !is_handed_on[at] {
                 holdings.halves += op.arriving_bytes;
@@ -187,14 +188,10 @@ impl MemoryTerms {
             forward_us += op.fwd_us;
             holdings.batched_grads += op.batched_grad_bytes;
         }
+        let ops: Vec<u32> = (0u32..).zip(inside).filter(|(_, is_inside)| **is_inside).map(|(op, _)| op).collect();
+        holdings.recompute = recomputed(graph, &RecomputeCosts::of(graph), inside, &ops);
         holdings.passed = passing.bytes(holdings.inputs, forward_us);
         holdings
-    }
-
-    /// Bytes that recomputation frees per micro-batch.
-    fn freed(&self) -> u64 {
-        let all = || self.saved.saturating_sub(self.fed).saturating_sub(self.outputs.saturating_sub(self.sent));
-        self.freed.unwrap_or_else(all)
     }
 
     /// Memory of a stage. Saturates at `u64::MAX`.
@@ -205,9 +202,10 @@ impl MemoryTerms {
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let gradients = gradients.saturating_add(self.shared.saturating_mul(u64::from(multiples.late)));
         let pending = u64::from(multiples.pending_weight_grads);
-        let freed = if multiples.recompute { self.freed() } else { 0 };
-        let once = freed.saturating_mul(pending.max(1));
-        let one = self.saved.saturating_sub(freed).saturating_add(self.sent).saturating_add(self.inputs);
+        let recompute = if multiples.recompute { self.recompute } else { RecomputeTerms::default() };
+        let once = recompute.again(multiples.pending_weight_grads).saturating_mul(pending.max(1));
+        let kept = self.saved.saturating_sub(recompute.saves()).saturating_add(recompute.kept);
+        let one = kept.saturating_add(self.sent).saturating_add(self.inputs);
         let in_flight = u64::from(multiples.in_flight);
         let activations = match trains {
             true => one.saturating_mul(in_flight).saturating_add(once),
@@ -254,7 +252,8 @@ mod tests {
         let of = |inside: &[bool]| MemoryTerms::of(&graph, &graph.flows(), inside, &passing);
         let tail = of(&[false, true, true]);
         let arena = Arena::always(9);
-        let rest = MemoryTerms { inputs: 100, passed: 200, arena, halves: 11, ..MemoryTerms::default() };
+        let recompute = RecomputeTerms { freed: 60, outputs: 0, kept: 0, layer: u64::MAX };
+        let rest = MemoryTerms { inputs: 100, passed: 200, arena, halves: 11, recompute, ..MemoryTerms::default() };
         assert_eq!(
             tail,
             MemoryTerms {
@@ -327,17 +326,20 @@ mod tests {
         assert_eq!((gathered.weights, gathered.versions, gathered.workspace), (334, 668, 9));
         assert_eq!((gathered.gradients, gathered.optimizer), (made.gradients, made.optimizer));
         // With recomputation, inputs are held for all three and saved tensors for one.
-        let recomputed = tail.held(&MemoryMultipliers { recompute: true, ..multiples });
-        assert_eq!(recomputed.activations, 3 * 100 + 60);
+        let again = tail.held(&MemoryMultipliers { recompute: true, ..multiples });
+        assert_eq!(again.activations, 3 * 100 + 60);
         // The first op sends its saved tensor to the stage itself only; the model input of op 2 is never recomputed.
         let mut fed = graph.clone();
         (fed.ops[1].fed_bytes, fed.ops[2].fed_bytes) = (0, 5);
         let inside = [false, true, true];
         let fed_tail = MemoryTerms::of(&fed, &fed.flows(), &inside, &passing);
-        assert_eq!(fed_tail, MemoryTerms { saved: 65, fed: 5, ..tail });
-        let activations = |recomputed: Option<&[u32]>| {
-            let freed = recomputed.map(|ops| freed(&fed, &inside, ops));
-            MemoryTerms { freed, ..fed_tail }.held(&MemoryMultipliers { recompute: true, ..multiples }).activations
+        assert_eq!(fed_tail, MemoryTerms { saved: 65, ..tail });
+        let of_ops = |graph: &CostGraph, inside: &[bool], ops: &[u32]| {
+            recomputed(graph, &RecomputeCosts::of(graph), inside, ops)
+        };
+        let activations = |ops: Option<&[u32]>| {
+            let recompute = ops.map_or(fed_tail.recompute, |ops| of_ops(&fed, &inside, ops));
+            MemoryTerms { recompute, ..fed_tail }.held(&MemoryMultipliers { recompute: true, ..multiples }).activations
         };
         assert_eq!(activations(None), 3 * (100 + 5) + 60);
         assert_eq!([&[1, 2][..], &[1], &[]].map(|ops| activations(Some(ops))), [375, 3 * (100 + 5 + 40) + 20, 3 * 165]);
@@ -352,12 +354,12 @@ mod tests {
         assert_eq!((head.inputs, head.outputs, head.sent), (0, 100, 100));
         // What it sends is kept for all three; what it saves is freed unless it is also sent.
         assert_eq!(head.held(&MemoryMultipliers { recompute: true, ..multiples }).activations, 3 * 100 + 10);
-        assert_eq!(freed(&graph, &[true, false, false], &[0]), 10);
-        assert_eq!(freed(&graph, &[true, true, false], &[0]), 10);
+        assert_eq!(of_ops(&graph, &[true, false, false], &[0]).saves(), 10);
+        assert_eq!(of_ops(&graph, &[true, true, false], &[0]).saves(), 10);
         let mut saved = graph.clone();
         (saved.ops[0].saved_bytes, saved.ops[0].unsaved) = (110, false);
-        assert_eq!(freed(&saved, &[true, false, false], &[0]), 10);
-        assert_eq!(freed(&saved, &[true, true, true], &[0]), 110);
+        assert_eq!(of_ops(&saved, &[true, false, false], &[0]).saves(), 10);
+        assert_eq!(of_ops(&saved, &[true, true, true], &[0]).saves(), 110);
         let inference = MemoryMultipliers { schedule: Schedule::Inference, in_flight: 1, versions: 1, ..multiples };
         assert_eq!(tail.held(&inference).total, 1000 + 160 + 100 + 9);
         assert_eq!(head.held(&inference).activations, 110);

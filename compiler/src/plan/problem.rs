@@ -2,6 +2,7 @@
 
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, BytesPerSecond, Cluster, class};
+use crate::partition::search::module_boundaries;
 use crate::plan::schedule::Schedule;
 use crate::plan::zero::{LEVELS, MOST};
 use crate::plan::{PlannedModel, PlannedProfile, buckets};
@@ -95,6 +96,11 @@ impl Target {
     /// True if it has tensor-parallel groups.
     pub fn has_groups(self) -> bool {
         matches!(self, Target::Torchtitan | Target::Megatron)
+    }
+
+    /// True if it recomputes the layers of a stage one by one. The torch bundle recomputes a stage at once.
+    pub fn recomputes_layers(self) -> bool {
+        self != Target::Torch
     }
 
     /// True if stages must end at module boundaries. torch can cut between any two ops.
@@ -301,6 +307,15 @@ impl Problem {
             dtype: "f32".to_string(),
             precision: None,
             optimizer: "sgd".to_string(),
+        }
+    }
+
+    /// Plans for a framework, which decides where stages may end and how memory is counted.
+    pub fn set_target(&mut self, target: Option<Target>) {
+        self.constraints.target = target;
+        if target.is_some_and(Target::recomputes_layers) {
+            let shared = self.shared.iter_mut().map(|costs| &mut costs.graph);
+            std::iter::once(&mut self.graph).chain(shared).for_each(module_boundaries::recompute_layers);
         }
     }
 

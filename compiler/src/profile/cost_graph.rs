@@ -4,6 +4,7 @@
 //! profiles of other tools. Ops are in topological order, and an op's id is its index.
 
 use crate::profile::arena::{Arena, ArenaPosition, Live, Needs, Way};
+use crate::profile::recompute_scope::RecomputeScope;
 use serde::{Deserialize, Serialize};
 
 /// Largest number of ops, of tensors and of parameters.
@@ -63,6 +64,8 @@ pub struct OpCost {
     pub is_view: bool,
     /// Outputs are not saved, so an output sent to another stage is kept only for that.
     pub unsaved: bool,
+    /// What is recomputed together with it.
+    pub recompute: RecomputeScope,
     /// All outputs.
     pub out_bytes: u64,
     /// Operations of the forward; 0 if unknown.

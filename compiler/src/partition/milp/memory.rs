@@ -7,6 +7,7 @@ use crate::plan::in_flight::{First, StageInFlight};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::profile::arena::{Arena, ArenaPosition, Way};
 use crate::profile::cost_graph::Flows;
+use crate::profile::recompute_scope::RecomputeTerms;
 use good_lp::{Expression, variable};
 
 /// Input gradients that a stage sends back per micro-batch.
@@ -71,9 +72,13 @@ impl Formulation<'_> {
             // ZeRO: weights that are also used by other stages are not sharded.
             let whole = each(MemoryTerms { weights: MANY, shared: MANY, ..none }) - weights;
             sum += self.shared(stage, whole, 1.0);
-            let [saved, terms] = [MemoryTerms { saved: MANY, ..none }, MemoryTerms { terms: MANY, ..none }].map(each);
+            let terms = each(MemoryTerms { terms: MANY, ..none });
+            // Stages are recomputed at once.
+            let recompute = RecomputeTerms { freed: MANY, layer: u64::MAX, ..RecomputeTerms::default() };
+            let saves = MemoryTerms { saved: MANY, recompute, ..none };
+            let saved = each(saves);
             // Model inputs are kept even if the stage is recomputed.
-            let fed = each(MemoryTerms { saved: MANY, fed: MANY, ..none });
+            let fed = each(MemoryTerms { saved: MANY, ..none });
             let batched_grads = each(MemoryTerms { batched_grads: MANY, ..none });
             // Conservative: every stage but the first sends input gradients, and no output gradient arrives unchanged.
             let halves = if stage == 0 { 0.0 } else { f64::from(multiples.pending_weight_grads) / limit };
@@ -87,8 +92,9 @@ impl Formulation<'_> {
             let (input, passed) =
                 (each(MemoryTerms { inputs: MANY, ..none }), each(MemoryTerms { passed: MANY, ..none }));
             // Recomputation does not free what is saved and sent.
-            let output = each(MemoryTerms { saved: MANY, outputs: MANY, ..none }) - saved;
-            let sent = each(MemoryTerms { sent: MANY, saved: MANY, outputs: MANY, ..none }) - saved - output;
+            let stays = RecomputeTerms { outputs: MANY, ..recompute };
+            let output = each(MemoryTerms { outputs: MANY, recompute: stays, ..saves }) - saved;
+            let sent = each(MemoryTerms { sent: MANY, outputs: MANY, ..saves }) - saved - output;
             let mut back = Back::default();
             for (at, tensor) in problem.graph.tensors.iter().enumerate() {
                 let bytes = tensor.bytes as f64;

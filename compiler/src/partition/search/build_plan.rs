@@ -17,6 +17,7 @@ use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::{Edge, RecomputedOps, Stage, StageId, StageMemory};
 use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
+use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
 use std::collections::BTreeMap;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,12 +123,11 @@ pub fn is_limited(problem: &Problem) -> bool {
         largest: graph.largest_bytes().into_iter().max().unwrap_or(0),
         needed: graph.needed_bytes().into_iter().max().unwrap_or(0),
         saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
-        fed: sum(&mut graph.ops.iter().map(|op| op.fed_bytes)),
         inputs: tensors,
         passed: tensors.saturating_mul(2),
         outputs: tensors,
         sent: tensors,
-        freed: None,
+        recompute: RecomputeTerms::default(),
         arena: Arena::always(graph.ops.iter().map(OpCost::most_scratch).max().unwrap_or(0)),
         batched_grads: sum(&mut graph.ops.iter().map(|op| op.batched_grad_bytes)),
         halves: sum(&mut graph.ops.iter().map(OpCost::pending_weight_grad_bytes)),
@@ -232,12 +232,12 @@ pub fn memory(
 ) -> Vec<StageMemory> {
     let leaves = shape.leaves();
     let held = |(at, multiples): (usize, MemoryMultipliers)| {
-        let freed = match spots[at].recompute {
-            Recompute::First(_) => Some(freed(problem, leaves[at].ops, spots[at].recompute)),
-            Recompute::None | Recompute::All => None,
+        let recompute = match spots[at].recompute {
+            Recompute::First(_) => recomputed(problem, leaves[at].ops, spots[at].recompute),
+            Recompute::None | Recompute::All => holdings[at].recompute,
         };
         let multiples = MemoryMultipliers { recompute: spots[at].recompute.is_any(), ..multiples };
-        MemoryTerms { freed, ..holdings[at] }.held(&multiples)
+        MemoryTerms { recompute, ..holdings[at] }.held(&multiples)
     };
     multiples(problem, shape, caps, pending_weight_grads).into_iter().enumerate().map(held).collect()
 }
@@ -266,10 +266,10 @@ pub fn multiples(
     shape.replicas().into_iter().enumerate().map(one).collect()
 }
 
-fn freed(problem: &Problem, ops: &[u32], recompute: Recompute) -> u64 {
+fn recomputed(problem: &Problem, ops: &[u32], recompute: Recompute) -> RecomputeTerms {
     let mut inside = vec![false; problem.graph.ops.len()];
     ops.iter().for_each(|&op| inside[op as usize] = true);
-    memory::freed(&problem.graph, &inside, recompute.of(ops))
+    memory::recomputed(&problem.graph, &RecomputeCosts::of(&problem.graph), &inside, recompute.of(ops))
 }
 
 pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> Vec<Stage> {

@@ -11,6 +11,7 @@ use crate::plan::memory::MemoryTerms;
 use crate::plan::problem::CostModel;
 use crate::profile::arena::{ArenaPosition, Needs};
 use crate::profile::cost_graph::CostGraph;
+use crate::profile::recompute_scope::RecomputeCosts;
 
 /// A chain of sets, or arbitrary sets of which only nested ones form a range, with the memory terms of every range.
 #[derive(Clone, Debug)]
@@ -161,7 +162,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
     }
     let (largest, needed) = (graph.largest_bytes(), graph.needed_bytes());
     let needs: Vec<Needs> = graph.ops.iter().map(|op| Needs::by(|place| op.arena(place))).collect();
-    let flows = graph.flows();
+    let (flows, recompute) = (graph.flows(), RecomputeCosts::of(graph));
     let can_be: Vec<ArenaPosition> = (0..order.len()).map(|op| flows.ends(op)).collect();
     let mut is_first = vec![false; order.len()];
     let mut table = vec![MemoryTerms::default(); places * places];
@@ -197,6 +198,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
                     if last_reader[tensor] > place[op] {
                         run.outputs += graph.tensors[tensor].bytes;
                         run.sent += if graph.is_only_sent(tensor) { graph.tensors[tensor].bytes } else { 0 };
+                        run.recompute.outputs += if recompute.frees[tensor] { graph.tensors[tensor].bytes } else { 0 };
                     }
                 }
                 for &tensor in &inputs[op] {
@@ -205,6 +207,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
                     if is_last && place[graph.tensors[tensor].producer.index()] >= ends[from] {
                         run.outputs -= graph.tensors[tensor].bytes;
                         run.sent -= if graph.is_only_sent(tensor) { graph.tensors[tensor].bytes } else { 0 };
+                        run.recompute.outputs -= if recompute.frees[tensor] { graph.tensors[tensor].bytes } else { 0 };
                     }
                     let producer = graph.tensors[tensor].producer.index();
                     let comes_in = place[producer] < ends[from];
@@ -220,7 +223,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
                     run.halves += graph.ops[op].arriving_bytes;
                 }
                 run.saved += graph.ops[op].kept_bytes();
-                run.fed += graph.ops[op].fed_bytes;
+                run.recompute.add(&recompute, op);
                 // The ops it reads are no longer last in the range.
                 let before = flows.before[op].iter().map(|&made| made as usize);
                 let is_within = before.filter(|&made| place[made] >= ends[from]);
@@ -250,6 +253,7 @@ mod tests {
     use crate::cluster::read::levels;
     use crate::profile::arena::Live;
     use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
+    use crate::profile::recompute_scope::RecomputeScope;
 
     fn chain(ops: u32) -> CostGraph {
         let bytes = |at: u32| if at % 5 == 4 { 1 } else { 8 };
@@ -276,18 +280,24 @@ mod tests {
 
     #[test]
     fn runs_hold_what_their_ops_hold() {
-        let graph = chain(12);
-        let order: Vec<u32> = (0..12).collect();
-        let (flows, passing) = (graph.flows(), GradientBuffers::of(&levels("4:10MB/s").unwrap()));
-        let line = LinearOrder::new(&graph, CostModel::Paper, order, (0..=12).collect(), passing);
-        for from in 0..12 {
-            for to in from + 1..=12 {
-                let inside: Vec<bool> = (0..12).map(|op| (from..to).contains(&op)).collect();
-                assert_eq!(
-                    *line.holdings(from, to),
-                    MemoryTerms::of(&graph, &flows, &inside, &passing),
-                    "{from}..{to}"
-                );
+        let mut layers = chain(12);
+        for (at, op) in layers.ops.iter_mut().enumerate() {
+            (op.saved_bytes, op.unsaved) = (20 + at as u64, at % 4 == 1);
+            op.recompute = if at < 11 { RecomputeScope::Layer(at as u32 / 3) } else { RecomputeScope::Never };
+        }
+        for graph in [chain(12), layers] {
+            let order: Vec<u32> = (0..12).collect();
+            let (flows, passing) = (graph.flows(), GradientBuffers::of(&levels("4:10MB/s").unwrap()));
+            let line = LinearOrder::new(&graph, CostModel::Paper, order.clone(), (0..=12).collect(), passing);
+            let space = DownSets::chain(&graph, CostModel::Paper, order, (0..=12).collect());
+            let sets = LinearOrder::over(&graph, space, passing);
+            for from in 0..12 {
+                for to in from + 1..=12 {
+                    let inside: Vec<bool> = (0..12).map(|op| (from..to).contains(&op)).collect();
+                    let held = MemoryTerms::of(&graph, &flows, &inside, &passing);
+                    assert_eq!(*line.holdings(from, to), held, "{from}..{to}");
+                    assert_eq!(*sets.holdings(from, to), held, "{from}..{to}");
+                }
             }
         }
     }

@@ -4,6 +4,8 @@
 //! `transformer.h.0`, the units are `transformer.h.0`, `transformer.wte` and `transformer.ln_f`.
 
 use crate::partition::search::fused_graph::FusedGraph;
+use crate::profile::cost_graph::{CostGraph, OpCost};
+use crate::profile::recompute_scope::RecomputeScope;
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -39,6 +41,26 @@ impl Units {
         }
         let whole = (1..=parts.len()).map(|count| parts[..count].join("."));
         whole.into_iter().find(|name| !self.wrappers.contains(name)).unwrap_or_default()
+    }
+}
+
+/// Lets every item of a numbered list be recomputed by itself, and nothing else. A model without such lists is
+/// recomputed by stage.
+pub fn recompute_layers(graph: &mut CostGraph) {
+    let units = Units::of(graph.ops.iter().map(|op| op.module.as_str()));
+    let mut numbers: BTreeMap<String, u32> = BTreeMap::new();
+    let layer_of = |op: &OpCost| {
+        let name = units.name(&op.module);
+        let is_layer = name.rsplit('.').next().is_some_and(|last| !last.is_empty() && is_number(last));
+        let next = numbers.len() as u32;
+        is_layer.then(|| *numbers.entry(name).or_insert(next))
+    };
+    let layers: Vec<Option<u32>> = graph.ops.iter().map(layer_of).collect();
+    if layers.iter().all(Option::is_none) {
+        return;
+    }
+    for (op, layer) in graph.ops.iter_mut().zip(layers) {
+        op.recompute = layer.map_or(RecomputeScope::Never, RecomputeScope::Layer);
     }
 }
 

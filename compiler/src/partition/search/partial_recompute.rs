@@ -1,14 +1,15 @@
 //! Recomputes no more ops than a device needs to fit.
 //!
 //! The searches recompute whole stages. Once the partition is chosen, each recomputed stage is given the fewest first
-//! ops with which its device still fits, like `--recompute-method block` of Megatron-LM. The number is found by
-//! bisection between one that does not fit and one that does.
+//! ops with which its device still fits, like `--recompute-method block` of Megatron-LM. Layers that are recomputed one
+//! by one stay whole. The number is found by bisection between one that does not fit and one that does.
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
 use crate::partition::search::build_plan::{Recompute, StagePosition};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::Problem;
+use crate::profile::recompute_scope::{RecomputeCosts, RecomputeScope, RecomputeTerms};
 
 /// The positions of stages that recompute as little as possible under these in-flight limits and pending weight
 /// gradients; `None` if nothing changes.
@@ -23,14 +24,14 @@ pub fn reduced(
     }
     let (holdings, replicas) = (build_plan::holdings(problem, shape), shape.replicas());
     let multiples = build_plan::multiples(problem, shape, caps, pending_weight_grads);
-    let freed = freed_by_first(problem, shape);
-    let bytes = |at: usize, recompute: Recompute| {
-        let freed = match recompute {
-            Recompute::First(ops) => Some(freed[at][ops as usize]),
-            Recompute::None | Recompute::All => None,
+    let terms = terms_of_first(problem, shape);
+    let bytes = |at: usize, choice: Recompute| {
+        let recompute = match choice {
+            Recompute::First(ops) => terms[at][ops as usize],
+            Recompute::None | Recompute::All => holdings[at].recompute,
         };
-        let multiples = MemoryMultipliers { recompute: recompute.is_any(), ..multiples[at] };
-        MemoryTerms { freed, ..holdings[at] }.held(&multiples).total
+        let multiples = MemoryMultipliers { recompute: choice.is_any(), ..multiples[at] };
+        MemoryTerms { recompute, ..holdings[at] }.held(&multiples).total
     };
     let mut fewer = spots.to_vec();
     let mut totals: Vec<u64> = (0..spots.len()).map(|at| bytes(at, spots[at].recompute)).collect();
@@ -44,17 +45,19 @@ pub fn reduced(
         let fits = |bytes: u64| others.saturating_add(bytes) <= limit;
         let mut best = (spots[at].recompute, totals[at]);
         let none = bytes(at, Recompute::None);
-        let (mut least, mut most) = (0, leaf.ops.len() as u32);
         if fits(none) {
-            (best, most) = ((Recompute::None, none), 0);
+            (fewer[at].recompute, totals[at]) = (Recompute::None, none);
+            continue;
         }
-        while most - least > 1 {
+        let counts = counts(problem, leaf.ops);
+        let (mut least, mut most) = (0, counts.len());
+        while least < most {
             let middle = least + (most - least) / 2;
-            let held = bytes(at, Recompute::First(middle));
+            let held = bytes(at, Recompute::First(counts[middle]));
             if fits(held) {
-                (best, most) = ((Recompute::First(middle), held), middle);
+                (best, most) = ((Recompute::First(counts[middle]), held), middle);
             } else {
-                least = middle;
+                least = middle + 1;
             }
         }
         (fewer[at].recompute, totals[at]) = best;
@@ -62,29 +65,41 @@ pub fn reduced(
     (fewer != spots).then_some(fewer)
 }
 
-/// For each stage, the bytes per micro-batch that recomputing its first ops frees, by their number; see
-/// [`freed`](crate::plan::memory::freed).
-fn freed_by_first(problem: &Problem, shape: &Shape) -> Vec<Vec<u64>> {
+/// The numbers of first ops that may be recomputed without the others: those that end a layer if layers are recomputed
+/// one by one.
+fn counts(problem: &Problem, ops: &[u32]) -> Vec<u32> {
+    let scope = |op: u32| problem.graph.ops[op as usize].recompute;
+    let ends = ops.windows(2).map(|pair| match scope(pair[0]) {
+        RecomputeScope::Stage => true,
+        RecomputeScope::Layer(_) => scope(pair[0]) != scope(pair[1]),
+        RecomputeScope::Never => false,
+    });
+    (1u32..).zip(ends).filter(|(_, is_end)| *is_end).map(|(count, _)| count).collect()
+}
+
+/// For each stage, what recomputing its first ops frees and keeps, by their number.
+fn terms_of_first(problem: &Problem, shape: &Shape) -> Vec<Vec<RecomputeTerms>> {
     let graph = &problem.graph;
+    let costs = RecomputeCosts::of(graph);
     let mut stage_of = vec![0; graph.ops.len()];
     for (at, leaf) in shape.leaves().iter().enumerate() {
         leaf.ops.iter().for_each(|&op| stage_of[op as usize] = at);
     }
     let mut stays = vec![0u64; graph.ops.len()];
-    for (_, tensor) in graph.tensors.iter().enumerate().filter(|(at, _)| !graph.is_only_sent(*at)) {
+    for (_, tensor) in graph.tensors.iter().enumerate().filter(|(at, _)| costs.frees[*at]) {
         let made = tensor.producer.index();
         if tensor.consumers.iter().any(|op| stage_of[op.index()] != stage_of[made]) {
             stays[made] = stays[made].saturating_add(tensor.bytes);
         }
     }
     let of_stage = |ops: &[u32]| {
-        let (mut saved, mut kept) = (0u64, 0u64);
+        let mut terms = RecomputeTerms::default();
         let one = |&op: &u32| {
-            saved = saved.saturating_add(graph.ops[op as usize].saved_bytes);
-            kept = kept.saturating_add(stays[op as usize]);
-            saved.saturating_sub(kept)
+            terms.add(&costs, op as usize);
+            terms.outputs = terms.outputs.saturating_add(stays[op as usize]);
+            terms
         };
-        std::iter::once(0).chain(ops.iter().map(one)).collect()
+        std::iter::once(RecomputeTerms::default()).chain(ops.iter().map(one)).collect()
     };
     shape.leaves().iter().map(|leaf| of_stage(leaf.ops)).collect()
 }

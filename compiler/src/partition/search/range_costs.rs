@@ -10,6 +10,7 @@ use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::memory::MemoryTerms;
 use crate::profile::arena::{Arena, ArenaPosition, Needs, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId};
+use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
 use std::ops::Range;
 
 #[derive(Clone, Debug)]
@@ -29,7 +30,11 @@ pub struct RangeCosts<'a> {
     /// Bytes of gradient sums, counted once per use of a parameter.
     terms: Vec<u64>,
     saved: Vec<u64>,
-    fed: Vec<u64>,
+    recompute: RecomputeCosts,
+    /// Bytes that recomputation frees and keeps.
+    recomputed: Vec<[u64; 2]>,
+    /// Ops ranked by the bytes that recomputing their layer frees.
+    by_layer: Ranking,
     tied: Vec<usize>,
     /// Bytes kept between the input-gradient and the weight-gradient pass.
     halves: Vec<u64>,
@@ -93,7 +98,9 @@ impl<'a> RangeCosts<'a> {
             terms: vec![0; count],
             batched_grads: vec![0; count],
             saved: vec![0; count],
-            fed: vec![0; count],
+            recompute: RecomputeCosts::of(graph),
+            recomputed: vec![[0; 2]; count],
+            by_layer: Ranking::default(),
             halves: vec![0; count],
             passing,
             made: vec![Vec::new(); ops],
@@ -106,6 +113,7 @@ impl<'a> RangeCosts<'a> {
             needs,
             flows: graph.flows(),
         };
+        places.by_layer = Ranking::of(places.recompute.layer.iter().copied());
         for way in places.ways() {
             let within = places.needs.iter().map(|needs| needs.at(ArenaPosition::default()).of(way));
             places.by_arena[way.index()] = Ranking::of(within);
@@ -141,7 +149,8 @@ impl<'a> RangeCosts<'a> {
             places.terms[set] = sum(places.terms[base], &|op| used[op]);
             places.batched_grads[set] = sum(places.batched_grads[base], &|op| graph.ops[op].batched_grad_bytes);
             places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
-            places.fed[set] = sum(places.fed[base], &|op| graph.ops[op].fed_bytes);
+            let ([freed, kept], costs) = (places.recomputed[base], &places.recompute);
+            places.recomputed[set] = [sum(freed, &|op| costs.freed[op]), sum(kept, &|op| costs.kept[op])];
             places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].pending_weight_grad_bytes());
             let time =
                 |start: f64, us: &dyn Fn(usize) -> f64| added.iter().fold(start, |sum, &op| sum + us(op as usize));
@@ -256,6 +265,14 @@ impl<'a> RangeCosts<'a> {
         let span = self.span(from, to);
         let most = |ops: &Ranking| ops.within(span.clone()).find(|(_, op)| inside(*op)).map_or(0, |(bytes, _)| bytes);
         let forward_us = (self.forward[to] - self.forward[from]).max(0.0);
+        let stays = |tensor: &&u32| made(tensor) && self.recompute.frees[**tensor as usize];
+        let ([freed_before, kept_before], [freed, kept]) = (self.recomputed[from], self.recomputed[to]);
+        let recompute = RecomputeTerms {
+            freed: freed - freed_before,
+            outputs: self.crossing[to].iter().filter(stays).copied().map(bytes).sum(),
+            kept: kept - kept_before,
+            layer: most(&self.by_layer),
+        };
         let holdings = MemoryTerms {
             largest: most(&self.by_use),
             needed: most(&self.by_need),
@@ -265,12 +282,11 @@ impl<'a> RangeCosts<'a> {
             terms: self.terms[to] - self.terms[from],
             shared,
             saved: self.saved[to] - self.saved[from],
-            fed: self.fed[to] - self.fed[from],
             inputs: in_bytes,
             passed: self.passing.bytes(in_bytes, forward_us),
             outputs: out_bytes,
             sent,
-            freed: None,
+            recompute,
             halves: (self.halves[to] - self.halves[from]).saturating_sub(arriving),
             arena: self.arena(from, to, &span),
             batched_grads: self.batched_grads[to] - self.batched_grads[from],

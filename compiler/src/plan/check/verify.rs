@@ -4,7 +4,7 @@
 //! `pipec`, `published_costs` under the others, `traffic` the link load. Every plan of the planner is checked here;
 //! plans written by hand can be checked too.
 
-use super::{cost, ends, published_costs, shares, traffic};
+use super::{cost, ends, published_costs, recompute, shares, traffic};
 use crate::cluster::{Cluster, DeviceClass, class};
 use crate::pass::batched_weight_grad::ITEMS;
 use crate::plan::buckets::buckets;
@@ -393,13 +393,6 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut needed = vec![0u64; plan.stages.len()];
     let mut used = vec![0u64; graph.ops.len()];
     let mut alive = vec![0u64; plan.stages.len()];
-    // Saved by the ops that are recomputed, and the part of it that is sent.
-    let mut again = vec![0u64; plan.stages.len()];
-    let mut again_sent = vec![0u64; plan.stages.len()];
-    let mut is_recomputed = vec![false; graph.ops.len()];
-    for op in plan.stages.iter().flat_map(Stage::recomputed_op_ids) {
-        is_recomputed[op as usize] = true;
-    }
     let mut workspace = vec![0u64; plan.stages.len()];
     let mut batched_grad_bytes = vec![0u64; plan.stages.len()];
     let mut received = vec![0u64; plan.stages.len()];
@@ -443,15 +436,12 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             sent[from] = sent[from].saturating_add(tensor.bytes);
             if graph.ops[tensor.producer.index()].unsaved {
                 only_sent[from] = only_sent[from].saturating_add(tensor.bytes);
-            } else if is_recomputed[tensor.producer.index()] {
-                again_sent[from] = again_sent[from].saturating_add(tensor.bytes);
             }
         }
     }
     let is_by_minibatch = plan.schedule.kind.is_double_buffered() || !plan.schedule.kind.is_continuous();
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
         alive[stage] += op.saved_bytes + op.fed_bytes;
-        again[stage] += if is_recomputed[op.id as usize] { op.saved_bytes } else { 0 };
         largest[stage] = largest[stage].max(used[op.id as usize]);
         let gathered = if op.reads_as_it_makes { used[op.id as usize] } else { 0 };
         needed[stage] = needed[stage].max(used[op.id as usize].saturating_add(gathered));
@@ -472,6 +462,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let comes_as_it_is = is_read[at] && !stays[at];
         pending_grad_bytes[stage] += op.between_bytes + if comes_as_it_is { 0 } else { op.arriving_bytes };
     }
+    let recomputed = recompute::bytes(graph, plan, stage_of);
     let trains = plan.schedule.kind.trains();
     let levels = groups::seen(&problem.cluster.levels, plan.stages.first().map_or(1, Stage::degree));
     let wire = levels.len().checked_sub(1).map(|outermost| Wire::of(&levels, outermost));
@@ -498,9 +489,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
                 alive[stage].saturating_add(waiting).saturating_add(of_others)
             }
             true => {
-                let freed = again[stage].saturating_sub(again_sent[stage]);
-                let kept = alive[stage].saturating_add(waiting).saturating_sub(freed);
-                kept.saturating_mul(in_flight).saturating_add(freed.saturating_mul(pending.max(1)))
+                let again = &recomputed[stage];
+                let kept = alive[stage].saturating_add(waiting).saturating_sub(again.freed).saturating_add(again.kept);
+                kept.saturating_mul(in_flight).saturating_add(again.once(pending))
             }
             false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
         };

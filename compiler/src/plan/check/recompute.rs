@@ -1,0 +1,60 @@
+//! Recomputes what activation recomputation frees and keeps, from the definitions.
+
+use crate::plan::{Plan, Stage};
+use crate::profile::cost_graph::CostGraph;
+use crate::profile::recompute_scope::RecomputeScope;
+use std::collections::BTreeMap;
+
+/// Bytes of one stage per micro-batch.
+#[derive(Clone, Debug, Default)]
+pub struct RecomputedBytes {
+    /// Saved only while the backward runs.
+    pub freed: u64,
+    /// Not saved otherwise, and kept as inputs of layers.
+    pub kept: u64,
+    /// Saved by the largest layer with an op in the stage; `None` if the stage is recomputed at once.
+    pub layer: Option<u64>,
+}
+
+impl RecomputedBytes {
+    /// Bytes that are saved again while the backward runs.
+    pub fn once(&self, pending: u64) -> u64 {
+        let layer = self.layer.filter(|_| pending == 0).unwrap_or(u64::MAX);
+        self.freed.min(layer).saturating_mul(pending.max(1))
+    }
+}
+
+pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<RecomputedBytes> {
+    let scope = |op: usize| graph.ops[op].recompute;
+    // For each op: bytes read by other layers, and bytes read only by its own layer that are sent.
+    let mut crossing = vec![0u64; graph.ops.len()];
+    let mut sent = vec![0u64; graph.ops.len()];
+    for tensor in &graph.tensors {
+        let made = tensor.producer.index();
+        if tensor.consumers.iter().any(|op| scope(op.index()) != scope(made)) {
+            crossing[made] += tensor.bytes;
+        } else if tensor.consumers.iter().any(|op| stage_of[op.index()] != stage_of[made]) {
+            sent[made] += tensor.bytes;
+        }
+    }
+    let freed = |op: usize| match (scope(op), graph.ops[op].unsaved) {
+        (RecomputeScope::Never, _) => 0,
+        (_, true) => graph.ops[op].saved_bytes,
+        (_, false) => graph.ops[op].saved_bytes.saturating_sub(crossing[op]),
+    };
+    let mut layers: BTreeMap<RecomputeScope, u64> = BTreeMap::new();
+    (0..graph.ops.len()).for_each(|op| *layers.entry(scope(op)).or_default() += freed(op));
+    let of_stage = |stage: &Stage| {
+        let (mut bytes, mut stays) = (RecomputedBytes::default(), 0);
+        for op in stage.recomputed_op_ids().map(|op| op as usize).filter(|op| scope(*op) != RecomputeScope::Never) {
+            bytes.freed += freed(op);
+            let place = if graph.ops[op].unsaved { (crossing[op], 0) } else { (0, sent[op]) };
+            (bytes.kept, stays) = (bytes.kept + place.0, stays + place.1);
+            if scope(op) != RecomputeScope::Stage {
+                bytes.layer = bytes.layer.max(Some(layers[&scope(op)]));
+            }
+        }
+        RecomputedBytes { freed: bytes.freed.saturating_sub(stays), ..bytes }
+    };
+    plan.stages.iter().map(of_stage).collect()
+}

@@ -1,0 +1,107 @@
+//! What recomputation repeats at once, and what it keeps between these parts.
+//!
+//! pipec's runtime recomputes a stage at once: before the backward of a micro-batch it repeats the forward of the
+//! stage's ops. torchtitan, Megatron-LM and DeepSpeed checkpoint the layers of a model (Chen et al., "Training Deep Nets
+//! with Sublinear Memory Cost", section 4.1): the inputs of every layer are kept, the backward repeats one layer after
+//! the other, and the memory of a single layer is needed while it runs. What lies outside of the layers, such as
+//! embedding and loss, is saved.
+
+use super::cost_graph::CostGraph;
+use std::collections::BTreeMap;
+
+/// The ops that are recomputed together with an op.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum RecomputeScope {
+    /// All ops of the stage.
+    #[default]
+    Stage,
+    /// The ops of one layer.
+    Layer(u32),
+    /// The op is never recomputed.
+    Never,
+}
+
+/// Bytes per micro-batch that recomputation frees and keeps, for each op.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RecomputeCosts {
+    /// Saved, and freed if the op is recomputed.
+    pub freed: Vec<u64>,
+    /// Not saved, but kept if the op is recomputed, because another layer reads it.
+    pub kept: Vec<u64>,
+    /// Freed in the whole layer of the op. `u64::MAX` if the stage is recomputed at once.
+    pub layer: Vec<u64>,
+    /// For each tensor: true if it is freed with its producer unless another stage reads it.
+    pub frees: Vec<bool>,
+}
+
+impl RecomputeCosts {
+    pub fn of(graph: &CostGraph) -> RecomputeCosts {
+        let scope = |op: usize| graph.ops[op].recompute;
+        let mut costs = RecomputeCosts {
+            freed: graph.ops.iter().map(|op| op.saved_bytes).collect(),
+            kept: vec![0; graph.ops.len()],
+            layer: vec![u64::MAX; graph.ops.len()],
+            frees: vec![false; graph.tensors.len()],
+        };
+        for (at, tensor) in graph.tensors.iter().enumerate() {
+            let made = tensor.producer.index();
+            let is_between = tensor.consumers.iter().any(|op| scope(op.index()) != scope(made));
+            match (graph.is_only_sent(at), is_between) {
+                (true, true) => costs.kept[made] = costs.kept[made].saturating_add(tensor.bytes),
+                (false, true) => costs.freed[made] = costs.freed[made].saturating_sub(tensor.bytes),
+                (false, false) => costs.frees[at] = scope(made) != RecomputeScope::Never,
+                (true, false) => {}
+            }
+        }
+        let mut layers: BTreeMap<u32, u64> = BTreeMap::new();
+        for op in 0..graph.ops.len() {
+            match scope(op) {
+                RecomputeScope::Stage => {}
+                RecomputeScope::Layer(layer) => {
+                    let sum = layers.entry(layer).or_default();
+                    *sum = sum.saturating_add(costs.freed[op]);
+                }
+                RecomputeScope::Never => (costs.freed[op], costs.kept[op], costs.layer[op]) = (0, 0, 0),
+            }
+        }
+        for (op, bytes) in costs.layer.iter_mut().enumerate() {
+            if let RecomputeScope::Layer(layer) = scope(op) {
+                *bytes = layers[&layer];
+            }
+        }
+        costs
+    }
+}
+
+/// Sums over the ops of a stage that are recomputed, in bytes per micro-batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RecomputeTerms {
+    /// Freed, if no other stage reads it.
+    pub freed: u64,
+    /// The part of `freed` that other stages read, which stays.
+    pub outputs: u64,
+    /// Kept only because the stage is recomputed by layer.
+    pub kept: u64,
+    /// The largest layer.
+    pub layer: u64,
+}
+
+impl RecomputeTerms {
+    /// Adds an op without its outputs.
+    pub fn add(&mut self, costs: &RecomputeCosts, op: usize) {
+        self.freed = self.freed.saturating_add(costs.freed[op]);
+        self.kept = self.kept.saturating_add(costs.kept[op]);
+        self.layer = self.layer.max(costs.layer[op]);
+    }
+
+    /// Bytes that a recomputed micro-batch holds again: all if its weight gradients are pending, else those of the largest
+    /// layer.
+    pub fn again(&self, pending_weight_grads: u32) -> u64 {
+        if pending_weight_grads > 0 { self.saves() } else { self.saves().min(self.layer) }
+    }
+
+    /// Bytes that a micro-batch in flight does not hold.
+    pub fn saves(&self) -> u64 {
+        self.freed.saturating_sub(self.outputs)
+    }
+}
