@@ -247,8 +247,12 @@ pub struct Stage {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RecomputedOps {
-    /// Number of ops.
+    /// Number of ops, counted from the first.
     pub ops: u32,
+    /// Number of layers, if the framework that will run the plan recomputes them one by one. Ops outside of layers are then
+    /// not recomputed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<u32>,
     /// Forward time of these ops for one micro-batch on one replica, in microseconds.
     pub fwd_us: f64,
 }

@@ -58,7 +58,7 @@ fn peak(plan: &Plan) -> u64 {
 fn with(plan: &Plan, at: usize, ops: u32) -> Plan {
     let mut other = plan.clone();
     let Stage { recompute, recomputed, .. } = &mut other.stages[at];
-    (*recompute, *recomputed) = (ops > 0, (ops > 0).then_some(RecomputedOps { ops, fwd_us: 0.0 }));
+    (*recompute, *recomputed) = (ops > 0, (ops > 0).then_some(RecomputedOps { ops, layers: None, fwd_us: 0.0 }));
     other
 }
 
@@ -84,7 +84,7 @@ fn no_more_is_recomputed_than_fits() {
             assert!(us <= full.predicted.minibatch_us * (1.0 + 1e-9), "{schedule} {tenth}: {us}");
             before = us;
             for (at, stage) in plan.stages.iter().enumerate() {
-                let Some(RecomputedOps { ops, fwd_us }) = stage.recomputed else { continue };
+                let Some(RecomputedOps { ops, fwd_us, .. }) = stage.recomputed else { continue };
                 some += 1;
                 assert!(fwd_us > 0.0 && fwd_us < stage.fwd_us);
                 // One op less does not fit beside what else the device holds.
@@ -221,10 +221,14 @@ fn layers_of_frameworks_are_recomputed_whole() {
             let plan = planned(&problem);
             assert!(peak(&plan) <= problem.memory_limit.unwrap().0);
             for stage in &plan.stages {
-                let Some(RecomputedOps { ops, .. }) = stage.recomputed else { continue };
+                let Some(RecomputedOps { ops, layers, fwd_us }) = stage.recomputed else { continue };
+                let Some(next) = stage.op_ids().nth(ops as usize) else { continue };
                 some += 1;
-                let next = stage.op_ids().nth(ops as usize).unwrap();
                 assert!(matches!(next, 10 | 17 | 24 | 31 | 38 | 45), "{schedule} {tenth}: cut before {next}");
+                let recomputed: Vec<u32> = stage.recomputed_op_ids().filter(|op| (3..45).contains(op)).collect();
+                assert_eq!(layers, Some(recomputed.len() as u32 / 7), "{schedule} {tenth}");
+                let us: f64 = recomputed.iter().map(|&op| problem.graph.ops[op as usize].fwd_us).sum();
+                assert!((fwd_us - us).abs() < 1e-9 * us, "{schedule} {tenth}: embedding and head are not recomputed");
             }
         }
     }

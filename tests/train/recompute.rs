@@ -83,7 +83,8 @@ impl Subjects {
             let us = |op: u32| problem.graph.ops[op as usize].fwd_us;
             let fwd_us = stage.op_ids().take(ops).map(us).sum();
             stage.recompute = ops > 0;
-            stage.recomputed = (ops > 0 && ops < all).then_some(RecomputedOps { ops: ops as u32, fwd_us });
+            stage.recomputed =
+                (ops > 0 && ops < all).then_some(RecomputedOps { ops: ops as u32, layers: None, fwd_us });
             stage.bwd_us += stage.recompute_us();
         }
         let memory = evaluate(&problem, &planned).unwrap().memory;

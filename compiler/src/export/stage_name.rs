@@ -184,9 +184,11 @@ pub fn sparing(stage: &Stage) -> String {
     }
 }
 
-/// The recomputed ops of a stage: `recomputed`, `40 of 162 ops recomputed`, or nothing.
+/// What a stage recomputes: `recomputed`, `40 of 162 ops recomputed`, `3 layers recomputed`, or nothing.
 pub fn recomputed(stage: &Stage) -> String {
     match stage.recomputed.filter(|_| stage.recompute) {
+        Some(RecomputedOps { layers: Some(1), .. }) => "1 layer recomputed".to_string(),
+        Some(RecomputedOps { layers: Some(layers), .. }) => format!("{layers} layers recomputed"),
         Some(RecomputedOps { ops, .. }) => format!("{ops} of {} ops recomputed", stage.op_ids().count()),
         None if stage.recompute => "recomputed".to_string(),
         None => String::new(),

@@ -6,6 +6,7 @@
 use crate::plan::Plan;
 use crate::profile::cost_graph::{CostGraph, OpId};
 use crate::tensor_parallel::segments;
+use std::collections::BTreeMap;
 
 /// Fuses consecutive ops into about `parts` runs of equal load. Load is the op's fraction of total time plus its
 /// fraction of total memory.
@@ -57,11 +58,21 @@ pub fn stages(graph: &CostGraph, plan: &Plan) -> Option<CostGraph> {
     coarser.check().is_ok().then_some(coarser)
 }
 
-/// Fuses every op that is not yet fused with its head, unless it is the head.
+/// Fuses every op that is not yet fused with its head, unless it is the head. Ops with different
+/// [`RecomputeScope`](crate::profile::recompute_scope::RecomputeScope)s stay apart.
 fn with_heads(graph: &CostGraph, head: &[usize]) -> CostGraph {
     let mut coarser = graph.clone();
+    let mut own = head.to_vec();
+    let mut newest: BTreeMap<usize, usize> = BTreeMap::new();
+    for at in (0..own.len()).filter(|&at| graph.ops[at].joins.is_none()) {
+        let newest = newest.entry(head[at]).or_insert(head[at]);
+        if graph.ops[*newest].recompute != graph.ops[at].recompute {
+            *newest = at;
+        }
+        own[at] = *newest;
+    }
     for (at, op) in coarser.ops.iter_mut().enumerate() {
-        let first = op.joins.map_or(head[at], |leader| head[leader.index()]);
+        let first = op.joins.map_or(own[at], |leader| own[leader.index()]);
         op.joins = (first != at).then_some(OpId(first as u32));
     }
     coarser

@@ -208,6 +208,11 @@ impl OpCost {
         self.weight_grad_us.unwrap_or(self.bwd_us / 2.0)
     }
 
+    /// Forward time if its stage is recomputed, in microseconds.
+    pub fn recompute_us(&self) -> f64 {
+        if self.recompute == RecomputeScope::Never { 0.0 } else { self.fwd_us }
+    }
+
     /// Bytes kept per micro-batch in flight.
     pub fn kept_bytes(&self) -> u64 {
         self.saved_bytes.saturating_add(self.fed_bytes)

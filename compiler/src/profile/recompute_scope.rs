@@ -6,8 +6,8 @@
 //! the other, and the memory of a single layer is needed while it runs. What lies outside of the layers, such as
 //! embedding and loss, is saved.
 
-use super::cost_graph::CostGraph;
-use std::collections::BTreeMap;
+use super::cost_graph::{CostGraph, OpCost};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The ops that are recomputed together with an op.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -19,6 +19,19 @@ pub enum RecomputeScope {
     Layer(u32),
     /// The op is never recomputed.
     Never,
+}
+
+/// The number of layers of these ops; `None` if they are recomputed with their stage.
+pub fn layers<'a>(ops: impl Iterator<Item = &'a OpCost>) -> Option<u32> {
+    let (mut layers, mut is_by_stage) = (BTreeSet::new(), false);
+    for op in ops {
+        match op.recompute {
+            RecomputeScope::Stage => is_by_stage = true,
+            RecomputeScope::Layer(layer) => _ = layers.insert(layer),
+            RecomputeScope::Never => {}
+        }
+    }
+    (!is_by_stage).then_some(layers.len() as u32)
 }
 
 /// Bytes per micro-batch that recomputation frees and keeps, for each op.

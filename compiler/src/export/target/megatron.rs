@@ -58,21 +58,24 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     Ok(bundle)
 }
 
-/// The arguments of activation recomputation. A stage that recomputes part of a layer recomputes all of it.
+/// The arguments of activation recomputation. Without `--target`, a plan recomputes ops; all layers that contain any of
+/// them then count.
 fn recompute(plan: &Plan, layout: &str) -> (String, Option<String>) {
     let layers = |(stage, part): (&Stage, &str)| {
         let share = stage.recomputed_op_ids().count() as f64 / stage.op_ids().count().max(1) as f64;
-        (part.matches('t').count() as f64 * share).ceil() as u32
+        let all = part.matches('t').count() as f64;
+        (stage.recomputed.and_then(|recomputed| recomputed.layers).unwrap_or((all * share).ceil() as u32), all as u32)
     };
-    let most = match plan.stages.iter().zip(layout.split('|')).map(layers).max().unwrap_or(0) {
+    let layers: Vec<(u32, u32)> = plan.stages.iter().zip(layout.split('|')).map(layers).collect();
+    let most = match layers.iter().map(|(recomputed, _)| *recomputed).max().unwrap_or(0) {
         0 => return (String::new(), None),
         most => most,
     };
-    let fewer = plan.stages.iter().filter(|stage| stage.recomputed_op_ids().count() < stage.op_ids().count()).count();
+    let fewer = layers.iter().filter(|(recomputed, all)| recomputed < all.min(&most)).count();
     let note = (fewer > 0).then(|| {
         format!(
-            "{fewer} of {} stages recompute no or only some ops, but Megatron recomputes the first {most} of the \
-             layers of every stage, so a step takes longer than planned",
+            "{fewer} of {} stages recompute fewer layers, but Megatron recomputes the first {most} of the layers of \
+             every stage, so a step takes longer than planned",
             plan.stages.len()
         )
     });

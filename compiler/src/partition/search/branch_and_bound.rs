@@ -22,7 +22,7 @@ impl Prefix {
     pub fn push(&mut self, placing: &PlacementQuery<'_>, placement: StagePlacement) {
         let run =
             placing.places.run(placement.from, placement.to).at(placing.pace(placement.first, placement.replicas));
-        let again = if placement.recompute { run.forward_us } else { 0.0 };
+        let again = if placement.recompute { run.recompute_us } else { 0.0 };
         let to = StageId(self.stages.len() as u32);
         self.stages.push(PlacedStage {
             forward_us: run.forward_us,

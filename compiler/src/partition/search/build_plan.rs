@@ -17,7 +17,7 @@ use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::{Edge, RecomputedOps, Stage, StageId, StageMemory};
 use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
-use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
+use crate::profile::recompute_scope::{self, RecomputeCosts, RecomputeTerms};
 use std::collections::BTreeMap;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +80,7 @@ pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<
         let sum = |of: &[u32], us: fn(&OpCost) -> f64| of.iter().map(|&op| us(&ops[op as usize])).sum::<f64>() / pace;
         PlacedStage {
             forward_us: sum(leaf.ops, |op| op.fwd_us),
-            backward_us: sum(leaf.ops, |op| op.bwd_us) + sum(spot.recompute.of(leaf.ops), |op| op.fwd_us),
+            backward_us: sum(leaf.ops, |op| op.bwd_us) + sum(spot.recompute.of(leaf.ops), OpCost::recompute_us),
             gradient_bytes: holdings.summed as f64,
             first: spot.first,
             replicas: leaf.replicas,
@@ -277,12 +277,18 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
     let mut stages = Vec::new();
     for (at, ((leaf, memory), spot)) in shape.leaves().into_iter().zip(memory).zip(spots).enumerate() {
         let pace = pace(problem, spot, leaf.replicas);
-        let forward = |of: &[u32]| of.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>() / pace;
-        let (fwd_us, again_us) = (forward(leaf.ops), forward(spot.recompute.of(leaf.ops)));
+        let sum = |of: &[u32], us: fn(&OpCost) -> f64| of.iter().map(|&op| us(&ops[op as usize])).sum::<f64>() / pace;
+        let again = spot.recompute.of(leaf.ops);
+        let (fwd_us, again_us) = (sum(leaf.ops, |op| op.fwd_us), sum(again, OpCost::recompute_us));
+        let layers = recompute_scope::layers(again.iter().map(|&op| &ops[op as usize]));
         let recomputed = match spot.recompute {
-            Recompute::First(ops) => Some(RecomputedOps { ops, fwd_us: again_us }),
-            Recompute::None | Recompute::All => None,
-        };
+            Recompute::None => None,
+            Recompute::All if layers.is_none() => None,
+            Recompute::First(_) | Recompute::All => {
+                Some(RecomputedOps { ops: again.len() as u32, layers, fwd_us: again_us })
+            }
+        }
+        .filter(|_| layers != Some(0));
         let bwd_us = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum::<f64>() / pace;
         let is_known = leaf.ops.iter().any(|&op| ops[op as usize].weight_grad_us.is_some());
         let weight_grad_us = leaf.ops.iter().map(|&op| ops[op as usize].weight_part_us()).sum::<f64>() / pace;
@@ -309,7 +315,7 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
             tensor_parallel: None,
             choices: Vec::new(),
             devices: (spot.first..spot.first + leaf.replicas).collect(),
-            recompute: spot.recompute.is_any(),
+            recompute: spot.recompute.is_any() && layers != Some(0),
             recomputed,
             fwd_us,
             bwd_us: bwd_us + again_us,

@@ -90,6 +90,8 @@ struct Cut {
     holdings: Vec<MemoryTerms>,
     forward: Vec<f64>,
     backward: Vec<f64>,
+    /// Forward of the ops that can be recomputed.
+    again: Vec<f64>,
     weight_grad: Vec<f64>,
     edges: Vec<Edge>,
 }
@@ -291,7 +293,7 @@ impl<'a> Layouts<'a> {
             let gather = if zero >= 3 { ring(cut.holdings[at].weights) } else { 0.0 };
             let scatter = if zero >= 2 { ring(cut.holdings[at].summed) } else { 0.0 };
             let forward_us = cut.forward[at] + gather;
-            let again = recomputed[at] * forward_us;
+            let again = recomputed[at] * cut.again[at] * (1.0 + gather / cut.forward[at].max(f64::MIN_POSITIVE));
             PlacedStage {
                 forward_us,
                 backward_us: cut.backward[at].max(scatter) + gather + again,
@@ -315,7 +317,7 @@ impl<'a> Layouts<'a> {
             sums
         };
         let busy = of_ranks(&|at| stages[at].forward_us + stages[at].backward_us);
-        let again = of_ranks(&|at| recomputed[at] * stages[at].forward_us);
+        let again = of_ranks(&|at| recomputed[at] * cut.again[at]);
         let busiest = (0..busy.len()).max_by(|a, b| busy[*a].total_cmp(&busy[*b])).unwrap_or(0);
         let estimate = LayoutEstimate {
             layout: *layout,
@@ -453,6 +455,7 @@ impl Cut {
             holdings: build_plan::holdings(problem, &shape),
             forward: sum(&|op| graph.ops[op].fwd_us),
             backward: sum(&|op| graph.ops[op].bwd_us),
+            again: sum(&|op| graph.ops[op].recompute_us()),
             weight_grad: sum(&|op| graph.ops[op].weight_part_us()),
             edges: build_plan::edges(problem, &shape),
             ops,

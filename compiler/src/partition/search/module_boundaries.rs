@@ -4,7 +4,7 @@
 //! `transformer.h.0`, the units are `transformer.h.0`, `transformer.wte` and `transformer.ln_f`.
 
 use crate::partition::search::fused_graph::FusedGraph;
-use crate::profile::cost_graph::{CostGraph, OpCost};
+use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
 use crate::profile::recompute_scope::RecomputeScope;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -59,8 +59,10 @@ pub fn recompute_layers(graph: &mut CostGraph) {
     if layers.iter().all(Option::is_none) {
         return;
     }
-    for (op, layer) in graph.ops.iter_mut().zip(layers) {
-        op.recompute = layer.map_or(RecomputeScope::Never, RecomputeScope::Layer);
+    for at in 0..graph.ops.len() {
+        // A fused op has a single scope.
+        let layer = layers[graph.leader(OpId(at as u32)).index()];
+        graph.ops[at].recompute = layer.map_or(RecomputeScope::Never, RecomputeScope::Layer);
     }
 }
 

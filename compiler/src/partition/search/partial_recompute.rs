@@ -115,7 +115,7 @@ fn least_worth_first(
 ) -> Vec<usize> {
     let leaves = shape.leaves();
     let worth = |at: usize| {
-        let us: f64 = leaves[at].ops.iter().map(|&op| problem.graph.ops[op as usize].fwd_us).sum();
+        let us: f64 = leaves[at].ops.iter().map(|&op| problem.graph.ops[op as usize].recompute_us()).sum();
         bytes(at, Recompute::None).saturating_sub(totals[at]) as f64 / us.max(f64::MIN_POSITIVE)
     };
     let recomputed = (0..spots.len()).filter(|at| spots[*at].recompute.is_any());

@@ -21,6 +21,8 @@ pub struct RangeCosts<'a> {
     bits: Vec<u64>,
     forward: Vec<f64>,
     backward: Vec<f64>,
+    /// Forward of the ops that can be recomputed.
+    again: Vec<f64>,
     /// Bytes of parameters with a single user.
     weights: Vec<u64>,
     /// Bytes of the gradient sums of those.
@@ -64,6 +66,8 @@ pub struct Run {
     pub forward_us: f64,
     /// Per micro-batch.
     pub backward_us: f64,
+    /// Per micro-batch, if the range is recomputed.
+    pub recompute_us: f64,
     /// Bytes of input tensors, each counted once.
     pub in_bytes: u64,
     /// Bytes of output tensors, each counted once, regardless of the number of reader stages.
@@ -75,7 +79,12 @@ pub struct Run {
 
 impl Run {
     pub fn at(self, pace: f64) -> Run {
-        Run { forward_us: self.forward_us / pace, backward_us: self.backward_us / pace, ..self }
+        Run {
+            forward_us: self.forward_us / pace,
+            backward_us: self.backward_us / pace,
+            recompute_us: self.recompute_us / pace,
+            ..self
+        }
     }
 }
 
@@ -92,6 +101,7 @@ impl<'a> RangeCosts<'a> {
             bits: vec![0; words * count],
             forward: vec![0.0; count],
             backward: vec![0.0; count],
+            again: vec![0.0; count],
             weights: vec![0; count],
             summed: vec![0; count],
             masters: vec![0; count],
@@ -156,6 +166,7 @@ impl<'a> RangeCosts<'a> {
                 |start: f64, us: &dyn Fn(usize) -> f64| added.iter().fold(start, |sum, &op| sum + us(op as usize));
             places.forward[set] = time(places.forward[base], &|op| graph.ops[op].fwd_us);
             places.backward[set] = time(places.backward[base], &|op| graph.ops[op].bwd_us);
+            places.again[set] = time(places.again[base], &|op| graph.ops[op].recompute_us());
         }
         places
     }
@@ -295,6 +306,7 @@ impl<'a> RangeCosts<'a> {
             is_first: from == 0,
             forward_us,
             backward_us: (self.backward[to] - self.backward[from]).max(0.0),
+            recompute_us: (self.again[to] - self.again[from]).max(0.0),
             in_bytes,
             out_bytes,
             holdings,

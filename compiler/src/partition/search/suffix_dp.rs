@@ -287,7 +287,7 @@ impl PlacementQuery<'_> {
         let first = self.devices - rest - replicas;
         let last = first + replicas - 1;
         let run = run.at(pace);
-        let again = if recompute { run.forward_us } else { 0.0 };
+        let again = if recompute { run.recompute_us } else { 0.0 };
         let stage = PlacedStage {
             forward_us: run.forward_us,
             backward_us: run.backward_us + again,

@@ -77,12 +77,16 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<PlanFault>> {
     for (at, stage) in plan.stages.iter().enumerate() {
         let what = buckets::contradiction(stage).map(|reason| format!("stage {at}: {reason}"));
         faults.extend(what.map(|what| PlanFault::Schedule { what }));
-        if let Some(RecomputedOps { ops, fwd_us }) = stage.recomputed {
+        if let Some(RecomputedOps { ops, layers, fwd_us }) = stage.recomputed {
             let all = stage.ops.iter().map(|&(from, to)| u64::from(to.saturating_sub(from))).sum::<u64>();
-            if !stage.recompute || !(1..all).contains(&u64::from(ops)) || !(0.0..=stage.fwd_us).contains(&fwd_us) {
+            // Ops outside of layers are not recomputed, even if all layers are.
+            let most = if layers.is_some() { all } else { all.saturating_sub(1) };
+            let is_right =
+                (1..=most).contains(&u64::from(ops)) && layers.is_none_or(|layers| (1..=ops).contains(&layers));
+            if !stage.recompute || !is_right || !(0.0..=stage.fwd_us * (1.0 + 1e-9)).contains(&fwd_us) {
                 let what = format!(
-                    "stage {at}: {ops} of {all} ops are recomputed in {fwd_us} us of {}; it must be some of them if \
-                     `recompute` is set",
+                    "stage {at} of {all} ops and {} us recomputes {ops} ops in {fwd_us} us; with `recompute`, it can \
+                     recompute at least 1 and at most {most} ops, in no more time",
                     stage.fwd_us
                 );
                 faults.push(PlanFault::Schedule { what });

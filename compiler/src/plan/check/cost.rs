@@ -6,6 +6,7 @@
 pub mod chunks;
 
 use crate::cluster::{DeviceClass, Level};
+use crate::plan::check::recompute;
 use crate::plan::groups;
 use crate::plan::problem::{Objective, Problem};
 use crate::plan::schedule::UpdateRule;
@@ -44,7 +45,7 @@ impl Loads {
         }
         let mut compute = vec![0.0; count];
         for (at, stage) in plan.stages.iter().enumerate() {
-            let again: f64 = stage.recomputed_op_ids().map(|op| problem.graph.ops[op as usize].fwd_us).sum();
+            let (again, _) = recompute::time(&problem.graph, stage);
             let pace = pace(problem, stage);
             compute[at] = (forward[at] + if trains { backward[at] + again } else { 0.0 }) / pace;
             forward[at] /= pace;

@@ -3,7 +3,7 @@
 use crate::plan::{Plan, Stage};
 use crate::profile::cost_graph::CostGraph;
 use crate::profile::recompute_scope::RecomputeScope;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes of one stage per micro-batch.
 #[derive(Clone, Debug, Default)]
@@ -22,6 +22,20 @@ impl RecomputedBytes {
         let layer = self.layer.filter(|_| pending == 0).unwrap_or(u64::MAX);
         self.freed.min(layer).saturating_mul(pending.max(1))
     }
+}
+
+/// Forward time of the recomputed ops at the pace of the cost graph, in microseconds, and the number of their layers;
+/// `None` if the stage is recomputed at once.
+pub fn time(graph: &CostGraph, stage: &Stage) -> (f64, Option<u32>) {
+    let (mut us, mut layers) = (0.0, BTreeSet::new());
+    let is_by_layer = graph.ops.iter().any(|op| matches!(op.recompute, RecomputeScope::Layer(_)));
+    for op in stage.recomputed_op_ids().map(|op| &graph.ops[op as usize]) {
+        if let RecomputeScope::Layer(layer) = op.recompute {
+            layers.insert(layer);
+        }
+        us += if op.recompute == RecomputeScope::Never { 0.0 } else { op.fwd_us };
+    }
+    (us, is_by_layer.then_some(layers.len() as u32))
 }
 
 pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<RecomputedBytes> {

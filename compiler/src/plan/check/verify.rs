@@ -552,7 +552,7 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
         };
     }
     for (at, stage) in plan.stages.iter().enumerate() {
-        let again: f64 = stage.recomputed_op_ids().map(|op| problem.graph.ops[op as usize].fwd_us).sum();
+        let (again, layers) = recompute::time(&problem.graph, stage);
         backward[at] += again;
         let pace = cost::pace(problem, stage);
         (forward[at], backward[at], weights[at]) = (forward[at] / pace, backward[at] / pace, weights[at] / pace);
@@ -567,6 +567,12 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
         }
         // `weight_grad_us` is optional: older plans do not state it.
         let said_of_weights = stage.weight_grad_us.unwrap_or(weights[at]);
+        let said_layers = stage.recomputed.and_then(|recomputed| recomputed.layers);
+        if said_layers != layers.filter(|_| stage.recompute) {
+            let text = |layers: Option<u32>| layers.map_or("none".to_string(), |layers| layers.to_string());
+            let what = format!("recomputed.layers of stage {at}");
+            faults.push(PlanFault::Figure { what, said: text(said_layers), found: text(layers) });
+        }
         for (name, said, found) in [
             ("fwd_us", stage.fwd_us, forward[at]),
             ("bwd_us", stage.bwd_us, backward[at]),
