@@ -194,7 +194,7 @@ fn write(arguments: &Arguments, bundle: &Bundle, output: PathBuf, screen: &Scree
     Ok(())
 }
 
-/// A note with the output path in place of `FOLDER` and `FILE`.
+/// A note with the output path in place of `FOLDER` or `FILE`, as a shell reads it. Standard output has no path.
 fn located(note: &str, output: &Path, bundle: &Bundle) -> String {
     let folder = output.display().to_string();
     let folder = folder.trim_end_matches('/');
@@ -202,7 +202,20 @@ fn located(note: &str, output: &Path, bundle: &Bundle) -> String {
         [one] if is_folder(output) => format!("{folder}/{}", one.name),
         _ => folder.to_string(),
     };
-    note.replace("FOLDER", folder).replace("FILE", &file)
+    match output.as_os_str() == "-" {
+        true => note.to_string(),
+        false if note.contains("FOLDER") => note.replace("FOLDER", &in_shell(folder)),
+        false => note.replace("FILE", &in_shell(&file)),
+    }
+}
+
+/// A path as a word of a shell command.
+fn in_shell(path: &str) -> String {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-/+:,@%".contains(&byte);
+    match path.bytes().all(|byte| is_plain(byte) || !byte.is_ascii()) {
+        true => path.to_string(),
+        false => format!("'{}'", path.replace('\'', "'\\''")),
+    }
 }
 
 fn is_folder(path: &Path) -> bool {
@@ -217,5 +230,20 @@ fn default_output(arguments: &Arguments, bundle: &Bundle) -> PathBuf {
     match bundle.files.as_slice() {
         [one] => PathBuf::from(format!("{stem}.{}", one.name.trim_start_matches("plan."))),
         _ => PathBuf::from(format!("{stem}.{}", arguments.to.name)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_in_notes_are_words_of_a_shell() {
+        let bundle = Bundle::of("a.args", String::new());
+        let note = |output: &str| located("run $(cat FILE)", Path::new(output), &bundle);
+        assert_eq!(note("plans/FOLDER.args"), "run $(cat plans/FOLDER.args)");
+        assert_eq!(note("it's.args"), "run $(cat 'it'\\''s.args')");
+        assert_eq!(note("-"), "run $(cat FILE)");
+        assert_eq!(located("cd FOLDER", Path::new("a FILE/"), &bundle), "cd 'a FILE'");
     }
 }

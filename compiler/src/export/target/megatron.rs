@@ -39,14 +39,22 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let micro = plan.schedule.micro_batch;
     let global = micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas));
     let degree = plan.stages.first().map_or(1, Stage::degree);
-    let is_split = plan.activations() == ActivationSharding::Sequence;
-    let sequence = if is_split { "--sequence-parallel\n" } else { "" };
-    let tensor = if degree > 1 { format!("--tensor-model-parallel-size {degree}\n") } else { String::new() };
+    let (groups, micro) = match plan.activations() {
+        // Every device of a group has a part of the micro-batch: for Megatron it is a replica.
+        ActivationSharding::Batch => {
+            (format!("--expert-model-parallel-size {degree}\n"), micro / u64::from(degree.max(1)))
+        }
+        ActivationSharding::Sequence => {
+            (format!("--sequence-parallel\n--tensor-model-parallel-size {degree}\n"), micro)
+        }
+        ActivationSharding::Replicated if degree > 1 => (format!("--tensor-model-parallel-size {degree}\n"), micro),
+        ActivationSharding::Replicated => (String::new(), micro),
+    };
     let precision = plan.precision().filter(|precision| precision.is_mixed());
     let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
-        "{precision}{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout {layout}\n--num-layers {count}\n\
-         --micro-batch-size {micro}\n--global-batch-size {global}\n{sequence}{sharded}{recompute}"
+        "{precision}{groups}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout {layout}\n--num-layers {count}\n\
+         --micro-batch-size {micro}\n--global-batch-size {global}\n{sharded}{recompute}"
     );
     let mut bundle = Bundle::of("megatron.args", text);
     bundle.notes.extend(fit::handed_on(plan, TOOL));

@@ -17,6 +17,8 @@ pub enum Refusal {
     UnequalReplicas { tool: &'static str, replicas: String },
     #[error("the plan has tensor-parallel degree {devices}, and this {tool} format cannot express it")]
     Shared { tool: &'static str, devices: u32 },
+    #[error("the plan has expert-parallel degree {devices}, and this {tool} format cannot express it")]
+    Experts { tool: &'static str, devices: u32 },
     #[error("the plan uses ZeRO stage {level}; with a pipeline, {tool} supports at most {most}")]
     Zero { tool: &'static str, level: u32, most: u32 },
     #[error("{microbatches} micro-batches cannot be divided equally among {replicas} replicas")]
@@ -61,7 +63,7 @@ impl Refusal {
             // A pipeline with a flush and a single micro-batch would be sequential.
             Refusal::Versions { .. } | Refusal::TrainsNothing { .. } => made(" --schedule 1f1b --microbatches 4"),
             Refusal::UnequalReplicas { .. } => made(""),
-            Refusal::Shared { .. } => made(" --tensor never"),
+            Refusal::Shared { .. } | Refusal::Experts { .. } => made(" --tensor never"),
             Refusal::Zero { most, .. } => made(&format!(" --zero {most}")),
             Refusal::Deal { replicas, .. } => made(&format!(" --microbatches {replicas}, or a multiple of it,")),
             Refusal::Schedule { instead, .. } => made(&format!(" --schedule {instead}")),

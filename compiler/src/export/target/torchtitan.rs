@@ -16,6 +16,7 @@ use super::{Bundle, ExportInput, fit};
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
 use crate::profile::precision::Precision;
+use crate::profile::shared::ActivationSharding;
 use serde_json::{Value, json};
 
 const TOOL: &str = "torchtitan";
@@ -52,6 +53,9 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         section["fsdp_reshard_after_forward"] = json!(if zero == 3 { "always" } else { "never" });
     }
     let shared = plan.stages.first().map_or(1, Stage::degree);
+    if plan.activations() == ActivationSharding::Batch {
+        return Err(Refusal::Experts { tool: TOOL, devices: shared });
+    }
     if shared > 1 {
         section["tensor_parallel_degree"] = json!(shared);
     }
