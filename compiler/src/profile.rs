@@ -7,6 +7,7 @@
 pub mod arena;
 pub mod cost_graph;
 pub mod json;
+pub mod module_units;
 pub mod precision;
 pub mod read;
 pub mod recompute_scope;

@@ -2,13 +2,13 @@
 
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, BytesPerSecond, Cluster, class};
-use crate::partition::search::module_boundaries;
 use crate::plan::schedule::Schedule;
 use crate::plan::zero::{LEVELS, MOST};
 use crate::plan::{PlannedModel, PlannedProfile, buckets};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
 use crate::profile::precision::Precision;
+use crate::profile::recompute_scope;
 use crate::profile::shared::TensorParallelCosts;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -315,7 +315,7 @@ impl Problem {
         self.constraints.target = target;
         if target.is_some_and(Target::recomputes_layers) {
             let shared = self.shared.iter_mut().map(|costs| &mut costs.graph);
-            std::iter::once(&mut self.graph).chain(shared).for_each(module_boundaries::recompute_layers);
+            std::iter::once(&mut self.graph).chain(shared).for_each(recompute_scope::recompute_layers);
         }
     }
 

@@ -6,7 +6,8 @@
 //! the other, and the memory of a single layer is needed while it runs. What lies outside of the layers, such as
 //! embedding and loss, is saved.
 
-use super::cost_graph::{CostGraph, OpCost};
+use super::cost_graph::{CostGraph, OpCost, OpId};
+use super::module_units::Units;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The ops that are recomputed together with an op.
@@ -19,6 +20,26 @@ pub enum RecomputeScope {
     Layer(u32),
     /// The op is never recomputed.
     Never,
+}
+
+/// Lets every item of a numbered list be recomputed by itself, and nothing else. A model without such lists is
+/// recomputed by stage.
+pub fn recompute_layers(graph: &mut CostGraph) {
+    let units = Units::of(graph.ops.iter().map(|op| op.module.as_str()));
+    let mut numbers: BTreeMap<String, u32> = BTreeMap::new();
+    let layer_of = |op: &OpCost| {
+        let next = numbers.len() as u32;
+        units.layer(&op.module).map(|name| *numbers.entry(name).or_insert(next))
+    };
+    let layers: Vec<Option<u32>> = graph.ops.iter().map(layer_of).collect();
+    if layers.iter().all(Option::is_none) {
+        return;
+    }
+    for at in 0..graph.ops.len() {
+        // A fused op has a single scope.
+        let layer = layers[graph.leader(OpId(at as u32)).index()];
+        graph.ops[at].recompute = layer.map_or(RecomputeScope::Never, RecomputeScope::Layer);
+    }
 }
 
 /// The number of layers of these ops; `None` if they are recomputed with their stage.

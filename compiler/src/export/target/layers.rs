@@ -1,8 +1,8 @@
 //! Stages as lists of modules that frameworks do not split: the top-level modules, and the items of numbered lists.
 
 use super::refusal::Refusal;
-use crate::partition::search::module_boundaries::Units;
 use crate::plan::Plan;
+use crate::profile::module_units::Units;
 use std::collections::BTreeMap;
 
 /// The modules of each stage, in order of first use. Refuses a module in two stages, and a stage without modules.
