@@ -3,6 +3,7 @@
 pub mod arrays;
 pub mod checkpoints;
 pub mod data_digest;
+pub mod device_request;
 pub mod digest;
 pub mod evaluation;
 pub mod failures;

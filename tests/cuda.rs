@@ -3,22 +3,28 @@
 
 mod support;
 
-use crate::support::emulator::{Case, Played};
+use crate::support::emulator::Case;
 use crate::support::reference::{facts_of, in_type, reference, tensors};
 use compiler::op::table::{rule, samples};
 use compiler::op::*;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
-use runtime::device::cuda::card::{self, Gpu, Memory, Operands};
+use runtime::device::api::OutputMode;
+use runtime::device::buffer::Buffer;
 use runtime::device::cuda::compile::{Architecture, cubin};
-use runtime::device::cuda::launch_plan::{Fault, LaunchPlan};
+use runtime::device::cuda::gpu;
+use runtime::device::cuda::launch_plan::LaunchPlan;
 use runtime::device::cuda::library;
 use runtime::device::cuda::prelude::PRELUDE;
+use runtime::device::error::DeviceError;
 use runtime::device::layout::TensorLayout;
+use runtime::device::open;
 use std::collections::BTreeSet;
 
 struct Question {
     what: String,
+    op: Op,
+    inputs: Vec<Fact>,
     outputs: Vec<Fact>,
     want: Result<Vec<Tensor>, KernelError>,
     case: Case,
@@ -33,7 +39,7 @@ fn question(what: &str, op: &Op, inputs: &[Tensor]) -> Option<Question> {
     let want = reference(op, inputs, &outputs);
     let sizes = outputs.iter().map(|f| f.bytes().unwrap() as usize).collect();
     let case = Case { launch_plan, inputs: inputs.iter().map(|t| t.bytes().to_vec()).collect(), outputs: sizes };
-    Some(Question { what: what.to_string(), outputs, want, case })
+    Some(Question { what: what.to_string(), op: op.clone(), inputs: facts, outputs, want, case })
 }
 
 /// Relative error norm; infinite if only one has a NaN or infinity.
@@ -50,23 +56,15 @@ fn distance(got: &Tensor, want: &Tensor) -> f64 {
     if apart == 0.0 { 0.0 } else { (apart / all).sqrt() }
 }
 
-fn judge(question: &Question, played: Played) {
+fn judge(question: &Question, got: Result<Vec<Vec<u8>>, KernelError>) {
     let what = &question.what;
-    let want = match &question.want {
-        Ok(want) => want,
-        Err(KernelError::Index { index, size }) => {
-            return assert_eq!(played.fault, Fault { kind: 1, value: *index, size: *size as u64 }, "{what}");
-        }
-        Err(KernelError::Label { label, classes }) => {
-            return assert_eq!(played.fault, Fault { kind: 2, value: *label, size: *classes as u64 }, "{what}");
-        }
-        // Not possible without other devices.
-        Err(error @ (KernelError::Dim(_) | KernelError::Alone { .. } | KernelError::Disconnected)) => {
-            panic!("{what}: {error}")
-        }
+    let (want, got) = match (&question.want, got) {
+        (Ok(want), Ok(got)) => (want, got),
+        (Err(want), Err(got)) => return assert_eq!(want, &got, "{what}"),
+        (Ok(_), Err(error)) => panic!("{what}: {error}"),
+        (Err(error), Ok(_)) => panic!("{what}: no error, but {error}"),
     };
-    assert_eq!(played.fault, Fault::default(), "{what}");
-    let outputs: Vec<&[u8]> = played.outputs.iter().map(Vec::as_slice).collect();
+    let outputs: Vec<&[u8]> = got.iter().map(Vec::as_slice).collect();
     for (i, (got, want)) in tensors(&question.outputs, &outputs).iter().zip(want).enumerate() {
         if !got.dtype().is_float() {
             assert!(got.bytes() == want.bytes(), "{what}, output {i}: {:?} is not {:?}", got.to_i64(), want.to_i64());
@@ -125,7 +123,9 @@ fn every_sample_gives_what_the_reference_gives() {
         .collect();
     let played = crate::support::emulator::play(compiler, &cases);
     println!("{} cases", cases.len());
-    questions.iter().zip(played).for_each(|(question, played)| judge(question, played));
+    for (question, played) in questions.iter().zip(played) {
+        judge(question, played.fault.error().map_or(Ok(played.outputs), Err));
+    }
 }
 
 /// Kernels per compilation, which share the prelude.
@@ -165,39 +165,28 @@ fn every_text_compiles_for_devices_that_are_not_here() {
 
 #[test]
 fn a_gpu_gives_what_the_reference_gives() {
-    if card::count() == 0 {
+    if gpu::count() == 0 {
         println!("skipped: no GPU");
         return;
     }
-    let card = Gpu::open(0).unwrap();
-    let stream = card.stream().unwrap();
-    println!("{:?}", card.about());
+    let device = open("cuda:0").unwrap();
+    println!("{}", device.info().model);
     for question in questions() {
-        let case = &question.case;
-        let place = |bytes: &[u8]| -> Memory {
-            let memory = card.allocate(bytes.len()).unwrap();
-            stream.upload(bytes, &memory).unwrap();
-            memory
+        let (what, case) = (&question.what, &question.case);
+        let stream = device.stream().unwrap();
+        let kernel = device.kernel(&question.op, &question.inputs, &question.outputs).unwrap();
+        let filled = |bytes: usize| device.upload(&vec![0xff; bytes]).unwrap();
+        let inputs: Vec<Buffer> = case.inputs.iter().map(|bytes| device.upload(bytes).unwrap()).collect();
+        let mut outputs: Vec<Buffer> = case.outputs.iter().map(|bytes| filled(*bytes)).collect();
+        let mut workspace = filled(kernel.workspace());
+        let regions: Vec<_> = inputs.iter().map(Buffer::region).collect();
+        let mut written: Vec<_> = outputs.iter_mut().map(Buffer::region_mut).collect();
+        stream.run(&*kernel, &regions, &mut written, workspace.region_mut(), OutputMode::Overwrite).unwrap();
+        let got = match stream.finish() {
+            Ok(()) => Ok(outputs.iter().map(|output| output.download().unwrap().into_owned()).collect()),
+            Err(DeviceError::Kernel(error)) => Err(error),
+            Err(error) => panic!("{what}: {error}"),
         };
-        let inputs: Vec<Memory> = case.inputs.iter().map(|bytes| place(bytes)).collect();
-        let outputs: Vec<Memory> = case.outputs.iter().map(|&bytes| place(&vec![0xff; bytes])).collect();
-        let scratch = place(&vec![0xff; case.launch_plan.scratch]);
-        let fault = place(&[0; size_of::<Fault>()]);
-        let addresses = |memories: &[Memory]| memories.iter().map(Memory::address).collect::<Vec<_>>();
-        let operands = Operands {
-            inputs: &addresses(&inputs),
-            outputs: &addresses(&outputs),
-            scratch: scratch.address(),
-            fault: fault.address(),
-        };
-        stream.run(&case.launch_plan, &operands).unwrap_or_else(|fault| panic!("{}: {fault}", question.what));
-        let read = |memory: &Memory| {
-            let mut bytes = vec![0; memory.len()];
-            stream.download(memory, &mut bytes).unwrap();
-            bytes
-        };
-        let cell: [u8; size_of::<Fault>()] = read(&fault).try_into().unwrap();
-        let played = Played { outputs: outputs.iter().map(read).collect(), fault: card::fault(&cell) };
-        judge(&question, played);
+        judge(&question, got);
     }
 }

@@ -4,7 +4,7 @@ use crate::machine;
 use compiler::cluster::device::{KINDS, Kind, find};
 use compiler::cluster::read::{ClusterError, check};
 use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, DeviceClass, Level, Seconds};
-use runtime::device::cuda::card::{CardFault, Gpu, GpuInfo, count, is_joined};
+use runtime::device::cuda::gpu::{Gpu, GpuError, GpuInfo, count, is_joined};
 use thiserror::Error;
 
 /// One direction of a PCIe 4.0 x16 slot, in bytes per second.
@@ -38,8 +38,8 @@ pub enum DetectError {
 }
 
 /// This machine's GPUs in driver order, or the error of opening each.
-pub fn gpus() -> Vec<Result<GpuInfo, CardFault>> {
-    (0..count()).map(|ordinal| Ok(Gpu::open(ordinal)?.about().clone())).collect()
+pub fn gpus() -> Vec<Result<GpuInfo, GpuError>> {
+    (0..count()).map(|ordinal| Ok(Gpu::open(ordinal)?.info().clone())).collect()
 }
 
 /// The GPUs as a cluster; without GPUs, `workers` workers on this CPU.

@@ -26,8 +26,9 @@ use std::sync::Arc;
 type Open = fn(Option<usize>) -> Option<Result<Arc<dyn Device>, DeviceError>>;
 
 /// Kinds of devices.
-const KINDS: [(&str, Open); 2] = [
+const KINDS: [(&str, Open); 3] = [
     (cpu::device::NAME, |number| number.is_none().then(|| Ok(cpu::device::cpu()))),
+    (cuda::device::NAME, |number| number.map(cuda::device::open)),
     (sanitizer::device::NAME, |number| number.is_none().then(|| Ok(sanitizer::device::sanitizer()))),
 ];
 

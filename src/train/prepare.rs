@@ -50,7 +50,7 @@ use runtime::stage::saved_weights::Checkpoint;
 use runtime::stage::worker::{Span, Work};
 use runtime::train::job::{RunOptions, StepDone, Trained};
 use runtime::train::prepare;
-use runtime::train::prepare::{PrepareError, Settings};
+use runtime::train::prepare::{PrepareError, RunTarget, Settings};
 use runtime::train::run;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -132,11 +132,11 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         Some(own) => own.unchecked(pipeline, steps),
     };
     let splits = task.own.map_or(settings.schedule.splits_backward(), CustomSchedule::splits_backward);
+    let of = RunTarget { device: &*task.devices[0], splits, program: &program };
     let made = match task.tensor {
-        0 | 1 => prepare::prepare_with(&graph, &stages, pipeline, &settings, splits, &program),
+        0 | 1 => prepare::prepare_with(&graph, &stages, pipeline, &settings, of),
         devices => {
-            let order = (splits, &program as _);
-            let made = tensor_parallel::prepare(&graph, &stages, pipeline, &settings, order, (task.plan, devices));
+            let made = tensor_parallel::prepare(&graph, &stages, pipeline, &settings, of, (task.plan, devices));
             made.map(|(made, shared)| (sharing.replace(shared), made).1)
         }
     };
@@ -285,7 +285,7 @@ pub fn run(
         gate: gate.as_ref(),
         on_part: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(StageSnapshot) + Send)),
         on_checkpoint: kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint)),
-        ..RunOptions::default()
+        devices: task.devices.to_vec(),
     };
     let report_step = &mut |step| {
         tell();

@@ -6,6 +6,7 @@ use crate::loss::Loss;
 use crate::model::ImportRequest;
 use crate::plan::optimizer::Optimizer;
 use crate::plan::request::ScheduleChoice;
+use crate::train::device_request::DeviceRequest;
 use crate::train::task::Length;
 use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
@@ -76,6 +77,8 @@ pub struct TrainRequest {
     pub metrics: Option<PathBuf>,
     /// The file for a trace.
     pub trace: Option<PathBuf>,
+    /// The devices.
+    pub device: DeviceRequest,
     /// The seed of all random numbers.
     pub seed: u64,
     /// The processes of the run.
@@ -114,6 +117,7 @@ impl TrainRequest {
             checkpoints: CheckpointRequest::default(),
             metrics: None,
             trace: None,
+            device: DeviceRequest::default(),
             seed: 0,
             processes: ProcessRequest::default(),
         }

@@ -127,6 +127,7 @@ fn once(
         Some(PlanInput::Plan(plan)) => Some((**plan).clone()),
         None => None,
     };
+    let opened = request.device.open()?;
     let devices = request.tensor_parallel.map_or_else(|| given.as_ref().map_or(1, degree), |devices| devices as usize);
     if devices > 1 && !matches!(role, ProcessRole::Alone) {
         return Err(Error::input(
@@ -247,6 +248,7 @@ fn once(
         }),
         frozen: &request.freeze,
         tensor: devices,
+        devices: &opened,
     };
     let mut prepared = prepare::prepare(&mut task)?;
     let differing = differences(&task, request);

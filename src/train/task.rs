@@ -9,10 +9,12 @@ use compiler::plan::schedule::Schedule;
 use compiler::tensor::{DType, Tensor};
 use runtime::checkpoint::writer::Saved;
 use runtime::data::RowOrder;
+use runtime::device::api::Device;
 use runtime::optim::optimizer::Optimizer;
 use runtime::optim::policy::Policy;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The length of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,6 +95,8 @@ pub struct Task<'a> {
     pub frozen: &'a [String],
     /// The tensor-parallel degree.
     pub tensor: usize,
+    /// The devices of the workers, in turn.
+    pub devices: &'a [Arc<dyn Device>],
 }
 
 /// Settings of the checkpoints that a run writes.

@@ -12,8 +12,8 @@ use compiler::tensor_parallel::cost::Machine;
 use runtime::comm::tensor_group::Layouts;
 use runtime::exec::stage_code::StageCode;
 use runtime::train::job::{RunOptions, StepDone, TrainJob, Trained};
-use runtime::train::prepare::{PrepareError, Prepared, Settings};
-use runtime::train::tensor_parallel::{Order, TensorParallelError, prepare_shared_with, run_shared};
+use runtime::train::prepare::{PrepareError, Prepared, RunTarget, Settings};
+use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared_with, run_shared};
 use runtime::train::tensor_shards::whole_codes;
 
 /// Latency of a collective between two threads.
@@ -65,11 +65,11 @@ pub fn prepare(
     stages: &[usize],
     pipeline: Pipeline,
     settings: &Settings,
-    order: Order<'_>,
+    of: RunTarget<'_>,
     (plan, devices): (&Plan, usize),
 ) -> Result<(Prepared, Sharing), PrepareError> {
     let machine = machine(plan, devices);
-    let (made, layouts) = prepare_shared_with(graph, stages, pipeline, settings, order, &machine)?;
+    let (made, layouts) = prepare_shared_with(graph, stages, pipeline, settings, of, &machine)?;
     let whole = whole_codes(&made.codes, &layouts, devices);
     Ok((made, Sharing { layouts, devices, whole }))
 }

@@ -12,6 +12,7 @@ use compiler::plan::gradient_buffers::GradientBuffers;
 use compiler::plan::memory::MemoryTerms;
 use compiler::tensor::dim::Bindings;
 use models::zoo::{ENTRIES, build, to_bytes};
+use runtime::device::cpu::device::cpu;
 use runtime::exec::compile::{PassOptions, compile_parts};
 use runtime::train::run::placement;
 use std::collections::HashSet;
@@ -47,7 +48,7 @@ fn stages_keep_what_plans_say() {
             let stages: Vec<usize> =
                 (0..ops).map(|op| costs.ops[op].joins.map_or(stages[op], |with| stages[with.index()])).collect();
             let place = placement(&graph, &trained, &stages);
-            let options = PassOptions { splits: true, joins: &|_| false, saving: &HashSet::new() };
+            let options = PassOptions { device: &*cpu(), splits: true, joins: &|_| false, saving: &HashSet::new() };
             let codes = compile_parts(&trained, &place, 3, Some(LOSS), options).unwrap();
             // The last stage also saves for the loss, which the planner does not model.
             for (stage, code) in codes.iter().enumerate().take(2) {

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 /// Trains on the CPU and on the device that checks the order of streams. Returns the CPU's result.
 pub fn train_everywhere(training: &TrainJob<'_>) -> Result<Trained, TrainError> {
     let expected = train(training, &mut |_| {});
-    let options = RunOptions { device: Some(sanitizer()), ..RunOptions::default() };
+    let options = RunOptions { devices: vec![sanitizer()], ..RunOptions::default() };
     let got = run(training, options, &mut |_| {});
     match (&expected, &got) {
         (Ok(expected), Ok(got)) => assert_equal(expected, got),

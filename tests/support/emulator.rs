@@ -1,7 +1,6 @@
 //! Runs CUDA kernel sources on the CPU: compiles them with the host C++ compiler and executes the launches with GPU
 //! geometry and arguments. Buffers end at a guard page, and threads of a block run in two orders.
 
-use runtime::device::cuda::card::fault;
 use runtime::device::cuda::launch_plan::{Base, Fault, LaunchPlan};
 use runtime::device::cuda::prelude::PRELUDE;
 use std::collections::HashMap;
@@ -138,7 +137,7 @@ fn read(cases: &[Case], mut bytes: &[u8]) -> Vec<Played> {
     let played = cases.iter().map(|case| {
         let mut buffers: Vec<Vec<u8>> = sizes(case).into_iter().map(&mut next).collect();
         let cell: [u8; size_of::<Fault>()] = buffers.pop().unwrap().try_into().unwrap();
-        let fault = fault(&cell);
+        let fault = Fault::of(&cell);
         let outputs = buffers.drain(case.inputs.len()..).take(case.outputs.len()).collect();
         Played { outputs, fault }
     });

@@ -114,7 +114,7 @@ fn run_on(
         1 => train(&training, &mut |_| {})?,
         _ => {
             let trained = train_tensor_parallel(&training, &layouts, devices, &mut |_| {})?;
-            let options = RunOptions { device: Some(sanitizer()), ..RunOptions::default() };
+            let options = RunOptions { devices: vec![sanitizer()], ..RunOptions::default() };
             assert_equal(&trained, &run_shared(&training, options, (&layouts, devices), &mut |_| {})?);
             trained
         }

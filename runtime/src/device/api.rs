@@ -60,6 +60,11 @@ pub trait Device: Send + Sync {
     /// True if streams of this device can read the buffer where it is.
     fn can_access(&self, buffer: &Buffer) -> bool;
 
+    /// True if [`Stream::copy`] can read the buffer, which may be on another device.
+    fn can_copy(&self, buffer: &Buffer) -> bool {
+        self.can_access(buffer)
+    }
+
     /// The kernel of an op at concrete shapes.
     fn kernel(&self, op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Result<Arc<dyn Kernel>, DeviceError>;
 

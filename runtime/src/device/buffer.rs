@@ -6,6 +6,7 @@ use crate::device::memory_counter::MemoryCounter;
 use crate::device::region::{Region, RegionMut};
 use compiler::pass::memory::ALIGNMENT;
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::any::Any;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::ptr::{NonNull, without_provenance_mut};
@@ -36,7 +37,7 @@ enum Memory {
 }
 
 /// An allocation that the host cannot dereference.
-pub trait DeviceMemory: Send + Sync {
+pub trait DeviceMemory: Any + Send + Sync {
     /// Address in the device's address space.
     fn address(&self) -> u64;
 

@@ -104,14 +104,21 @@ impl DeviceContext {
         Ok(Some(sole.region_mut()))
     }
 
-    /// Takes a buffer over from another thread: itself if the device can read it, else a copy on the device.
+    /// Takes a buffer over from another thread: itself if the device can read it, else a copy on the device, through the
+    /// host if need be.
     pub fn receive(&self, buffer: Arc<Buffer>) -> Result<Arc<Buffer>, DeviceError> {
         if self.device.can_access(&buffer) {
             self.stream.acquire(&buffer)?;
             return Ok(buffer);
         }
         let mut own = self.take(buffer.len())?;
-        self.stream.upload(&buffer.download()?, Buffer::exclusive(&mut own))?;
+        if self.device.can_copy(&buffer) {
+            self.stream.acquire(&buffer)?;
+            self.stream.copy(buffer.region(), Buffer::exclusive(&mut own))?;
+            self.stream.release(&buffer)?;
+        } else {
+            self.stream.upload(&buffer.download()?, Buffer::exclusive(&mut own))?;
+        }
         Ok(own)
     }
 }

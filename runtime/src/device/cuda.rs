@@ -9,14 +9,16 @@
 
 pub mod attention;
 pub mod batch_norm;
-pub mod card;
+pub mod chain;
 pub mod compile;
 pub mod conv;
 pub mod cross_entropy;
+pub mod device;
 pub mod draft;
 pub mod element;
 pub mod elementwise;
 pub mod gather;
+pub mod gpu;
 pub mod grouped_matmul;
 pub mod gru;
 pub mod launch_plan;
@@ -32,5 +34,8 @@ pub mod prelude;
 pub mod reduce;
 pub mod rnn;
 pub mod softmax;
+pub mod staging;
+pub mod stream;
 pub mod table;
+pub mod verbs;
 pub mod windows;

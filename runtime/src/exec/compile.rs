@@ -35,12 +35,16 @@ pub fn compile(
     stages: usize,
     loss: Option<&str>,
 ) -> Result<Vec<StageCode>, CompileError> {
-    compile_parts(graph, place, stages, loss, PassOptions { splits: false, joins: &|_| false, saving: &HashSet::new() })
+    let device = &*cpu();
+    let options = PassOptions { device, splits: false, joins: &|_| false, saving: &HashSet::new() };
+    compile_parts(graph, place, stages, loss, options)
 }
 
-/// Variants of the passes, which give bitwise equal results.
+/// The device, and variants of the passes, which give bitwise equal results.
 #[derive(Clone, Copy)]
 pub struct PassOptions<'a> {
+    /// Makes the kernels.
+    pub device: &'a dyn Device,
     /// Splits the backward, which takes more memory.
     pub splits: bool,
     /// True for stages that compute weight gradients of several micro-batches in one kernel
@@ -58,7 +62,7 @@ pub fn compile_parts(
     loss: Option<&str>,
     options: PassOptions<'_>,
 ) -> Result<Vec<StageCode>, CompileError> {
-    Ok(compile_with(&*cpu(), graph, place, stages, loss, options, None)?.0)
+    Ok(compile_with(graph, place, stages, loss, options, None)?.0)
 }
 
 /// Like [`compile_parts`], with every stage tensor-parallel over a group like `machine`, each op with its cheapest
@@ -68,20 +72,18 @@ pub fn compile_tensor_parallel(
     place: &HashMap<NodeId, usize>,
     stages: usize,
     loss: &str,
-    (splits, saving): (bool, &HashSet<NodeId>),
+    options: PassOptions<'_>,
     machine: &Machine,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
-    let options = PassOptions { splits, joins: &|_| false, saving };
-    compile_with(&*cpu(), graph, place, stages, Some(loss), options, Some(machine))
+    compile_with(graph, place, stages, Some(loss), options, Some(machine))
 }
 
 fn compile_with(
-    device: &dyn Device,
     graph: &Graph,
     place: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
-    PassOptions { splits, joins, saving }: PassOptions<'_>,
+    PassOptions { device, splits, joins, saving }: PassOptions<'_>,
     machine: Option<&Machine>,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
     check_sizes(device, graph)?;

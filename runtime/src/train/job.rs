@@ -37,8 +37,9 @@ pub struct RunOptions<'a> {
     /// Minibatches after which checkpoints are made.
     pub cuts: Option<Cuts>,
     pub gate: Option<&'a MinibatchBarrier<'a>>,
-    /// The device of all workers; the CPU if `None`. It must accept the kernels of [`TrainJob::codes`].
-    pub device: Option<Arc<dyn Device>>,
+    /// The devices of the workers, in turn; the CPU if there are none. They must accept the kernels of
+    /// [`TrainJob::codes`].
+    pub devices: Vec<Arc<dyn Device>>,
     /// Receives snapshots, on a separate thread.
     pub on_part: Option<&'a mut (dyn FnMut(StageSnapshot) + Send)>,
     /// Receives the weights of `Checkpoint` instructions while the run continues; those of one worker in order.

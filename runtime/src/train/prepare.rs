@@ -1,5 +1,7 @@
 //! Prepares a run: binds symbolic dimensions, attaches the loss, compiles stages, generates and checks the program.
 
+use crate::device::api::Device;
+use crate::device::cpu::device::cpu;
 use crate::exec::compile::{PassOptions, compile_parts};
 use crate::exec::compile_error::CompileError;
 use crate::exec::stage_code::StageCode;
@@ -69,19 +71,29 @@ pub fn prepare(
     pipeline: Pipeline,
     settings: &Settings,
 ) -> Result<Prepared, PrepareError> {
-    let generated = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
-    prepare_with(graph, stages, pipeline, settings, settings.schedule.splits_backward(), &generated)
+    let generate = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
+    let of = RunTarget { device: &*cpu(), splits: settings.schedule.splits_backward(), program: &generate };
+    prepare_with(graph, stages, pipeline, settings, of)
 }
 
-/// Like [`prepare`], with a program that the caller generates for the pipeline with its edges. `splits` is true if any
-/// backward in it is split.
+/// What a run is compiled for.
+#[derive(Clone, Copy)]
+pub struct RunTarget<'a> {
+    /// Makes the kernels.
+    pub device: &'a dyn Device,
+    /// True if any backward in the program is split.
+    pub splits: bool,
+    /// Generates the program for the pipeline with its edges.
+    pub program: &'a dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
+}
+
+/// Like [`prepare`], for a device and a program of the caller.
 pub fn prepare_with(
     graph: &Graph,
     stages: &[usize],
     pipeline: Pipeline,
     settings: &Settings,
-    splits: bool,
-    program: &dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
+    RunTarget { device, splits, program }: RunTarget<'_>,
 ) -> Result<Prepared, PrepareError> {
     let microbatches = settings.count.microbatches;
     let batches_grads_of =
@@ -89,7 +101,7 @@ pub fn prepare_with(
     let batches_weight_grads: Vec<bool> = pipeline.stages.iter().map(batches_grads_of).collect();
     let joins = |stage: usize| batches_weight_grads[stage];
     let mut compile = |graph: &Graph, place: &HashMap<NodeId, usize>, stages, loss: &str, saving: &HashSet<NodeId>| {
-        compile_parts(graph, place, stages, Some(loss), PassOptions { splits, joins: &joins, saving })
+        compile_parts(graph, place, stages, Some(loss), PassOptions { device, splits, joins: &joins, saving })
     };
     prepare_by(graph, stages, pipeline, settings, program, &mut compile)
 }

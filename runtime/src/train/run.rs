@@ -175,7 +175,7 @@ pub fn run_tensor_parallel(
     group: Option<Group>,
     tensor_ranks: &[Arc<TensorRank>],
 ) -> Result<Option<Trained>, TrainError> {
-    let RunOptions { start, cuts, gate, device, on_part, mut on_checkpoint } = course;
+    let RunOptions { start, cuts, gate, devices, on_part, mut on_checkpoint } = course;
     let done = start.map_or(0, |start| start.minibatches);
     let left = start.map(|_| rest(training.program, done));
     let program = left.as_ref().unwrap_or(training.program);
@@ -199,7 +199,6 @@ pub fn run_tensor_parallel(
     let room = workers.map(|(_, worker)| program.stages_of(worker.rank).count()).sum();
     let (to_keeper, parts) = crossbeam_channel::bounded(room);
     let keeper = on_part.is_some().then(|| to_keeper.clone());
-    let device = device.unwrap_or_else(cpu);
     let open = |group| Exchange::new(group, program, training.codes, &events, keeper, gate);
     let mut exchange = group.map(open).transpose()?;
     let ties = ties(training, &mut exchange)?;
@@ -230,6 +229,7 @@ pub fn run_tensor_parallel(
         if exchange.as_ref().is_some_and(|exchange| !exchange.is_here(w)) {
             continue;
         }
+        let device = if devices.is_empty() { cpu() } else { devices[w % devices.len()].clone() };
         let (outgoing, incoming) = ends.remove(&WorkerId(w as u32)).unwrap_or_default();
         let place = |stage: StageId| -> Result<StageSetup<'_>, TrainError> {
             let (code, shard_comms) = (&training.codes[stage.index()], &shared[stage.index()]);

@@ -8,18 +8,20 @@
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::resume_point::ResumePoint;
 use crate::comm::tensor_group::{Layouts, TensorComm, TensorRank};
+use crate::device::api::Device;
+use crate::device::cpu::device::cpu;
 use crate::device::error::DeviceError;
-use crate::exec::compile::compile_tensor_parallel;
+use crate::exec::compile::{PassOptions, compile_tensor_parallel};
 use crate::exec::compile_error::CompileError;
 use crate::stage::saved_weights::Checkpoint;
 use crate::train::error::TrainError;
 use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
-use crate::train::prepare::{PrepareError, Prepared, Settings, prepare_by};
+use crate::train::prepare::{PrepareError, Prepared, RunTarget, Settings, prepare_by};
 use crate::train::run::run_tensor_parallel;
 use crate::train::tensor_shards::{ShardGatherer, dealt, joined, start_of};
 use compiler::graph::Graph;
+use compiler::schedule::Pipeline;
 use compiler::schedule::generators::schedule;
-use compiler::schedule::{Pipeline, Program, ScheduleError};
 use compiler::tensor::Tensor;
 use compiler::tensor_parallel::cost::Machine;
 use std::collections::BTreeMap;
@@ -50,31 +52,41 @@ pub fn prepare_shared(
     settings: &Settings,
     machine: &Machine,
 ) -> Result<(Prepared, Layouts), PrepareError> {
-    let generated = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
-    let splits = settings.schedule.splits_backward();
-    prepare_shared_with(graph, stages, pipeline, settings, (splits, &generated), machine)
+    let generate = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
+    let of = RunTarget { device: &*cpu(), splits: settings.schedule.splits_backward(), program: &generate };
+    prepare_shared_with(graph, stages, pipeline, settings, of, machine)
 }
 
-/// A program generator, with a flag that is true if any backward in the program is split.
-pub type Order<'a> = (bool, &'a dyn Fn(&Pipeline) -> Result<Program, ScheduleError>);
-
-/// Like [`prepare_shared`], with a program that the caller generates for the pipeline with its edges.
+/// Like [`prepare_shared`], for a device and a program of the caller.
 pub fn prepare_shared_with(
     graph: &Graph,
     stages: &[usize],
     pipeline: Pipeline,
     settings: &Settings,
-    (splits, program): Order<'_>,
+    RunTarget { device, splits, program }: RunTarget<'_>,
     machine: &Machine,
 ) -> Result<(Prepared, Layouts), PrepareError> {
     let mut layouts = Layouts::new();
     let prepared =
         prepare_by(graph, stages, pipeline, settings, program, &mut |graph, place, stages, loss, saving| {
-            let (codes, found) = compile_tensor_parallel(graph, place, stages, loss, (splits, saving), machine)?;
+            let (codes, found) = compile_tensor_parallel(
+                graph,
+                place,
+                stages,
+                loss,
+                PassOptions { device, splits, joins: &|_| false, saving },
+                machine,
+            )?;
             layouts = found;
             Ok::<_, CompileError>(codes)
         })?;
     Ok((prepared, layouts))
+}
+
+/// The device of each worker of one rank of a group of this degree: the devices of a group are neighbours.
+fn own_devices(all: &[Arc<dyn Device>], workers: usize, (degree, rank): (usize, usize)) -> Vec<Arc<dyn Device>> {
+    let of = |worker: usize| all[(worker * degree + rank) % all.len()].clone();
+    if all.is_empty() { Vec::new() } else { (0..workers).map(of).collect() }
 }
 
 /// Trains on every device of a group. Returns gathered weights; times are those of the first device.
@@ -94,7 +106,7 @@ pub fn run_shared(
     (layouts, devices): (&Layouts, usize),
     on_step: &mut dyn FnMut(StepDone),
 ) -> Result<Trained, TensorParallelError> {
-    let RunOptions { start, cuts, gate, device: worker_device, on_part, mut on_checkpoint } = course;
+    let RunOptions { start, cuts, gate, devices: all_devices, on_part, mut on_checkpoint } = course;
     let parts = (0..devices).map(|device| dealt(training.weights, |name| name, (layouts, devices), device));
     let weights: Vec<BTreeMap<String, Tensor>> = parts.collect::<Result<_, _>>()?;
     let starts = (0..devices).map(|device| start.map(|start| start_of(start, (layouts, devices), device)).transpose());
@@ -133,7 +145,7 @@ pub fn run_shared(
                 start: starts[device].as_ref(),
                 cuts,
                 gate,
-                device: worker_device.clone(),
+                devices: own_devices(&all_devices, training.program.workers.len(), (devices, device)),
                 on_part: keeps.then_some(&mut take as &mut (dyn FnMut(StageSnapshot) + Send)),
                 on_checkpoint: writes.then_some(&mut tell as &mut dyn FnMut(Checkpoint)),
             };

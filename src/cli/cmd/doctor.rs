@@ -7,7 +7,7 @@ use compiler::export::quantity;
 use pipec::error::Error;
 use profiler::cache::Cache;
 use profiler::{detect, machine};
-use runtime::device::cuda::card::{CardFault, GpuInfo};
+use runtime::device::cuda::gpu::{GpuError, GpuInfo};
 use runtime::device::cuda::library::{self, FOLDERS};
 use serde_json::json;
 use std::fs::OpenOptions;
@@ -175,7 +175,7 @@ fn compiler() -> Finding {
 
 fn gpus() -> Finding {
     let cards = detect::gpus();
-    let describe = |(ordinal, card): (usize, &Result<GpuInfo, CardFault>)| match card {
+    let describe = |(ordinal, card): (usize, &Result<GpuInfo, GpuError>)| match card {
         Ok(card) => format!("{ordinal}: {} with {}", card.name, quantity::bytes(card.memory as u64)),
         Err(fault) => format!("{ordinal}: cannot be opened: {fault}"),
     };

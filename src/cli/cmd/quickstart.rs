@@ -180,6 +180,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         keeping: None,
         frozen: &[],
         tensor: 1,
+        devices: &[runtime::device::cpu::device::cpu()],
     };
     let prepared = prepare::prepare(&mut task)?;
     let predicted = prepared.predicted(plan.cluster.device.cores);

@@ -15,6 +15,7 @@ use compiler::plan::problem::InFlight;
 use pipec::error::Error;
 use pipec::loss::Loss;
 use pipec::plan::request::ScheduleChoice;
+use pipec::train::device_request::DeviceRequest;
 use pipec::train::request::{DataInput, HeldOutInput, PlanInput, TrainRequest};
 use pipec::train::run::train;
 use pipec::train::task::Length;
@@ -117,8 +118,8 @@ pub struct Arguments {
     #[arg(long, value_name = "FILE", help_heading = "Input and output files")]
     trace: Option<PathBuf>,
     /// Device to train on
-    #[arg(long, value_name = "auto|cpu", default_value = "auto", value_parser = device, help_heading = "Device and seed")]
-    device: String,
+    #[arg(long, value_name = "auto|cpu|cuda|cuda:N,…", default_value = "auto", value_parser = DeviceRequest::read, help_heading = "Device and seed")]
+    device: DeviceRequest,
     /// Random seed
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Device and seed")]
     seed: u64,
@@ -127,19 +128,6 @@ pub struct Arguments {
     /// Train a file that differs from the framework's training model: folded or stored statistics, merged parameters
     #[arg(long, help_heading = "Model")]
     accept_inference_model: bool,
-}
-
-/// Reads `--device`.
-fn device(text: &str) -> Result<String, String> {
-    match text {
-        "auto" | "cpu" => Ok(text.to_string()),
-        _ if text.starts_with("cuda") => {
-            Err("training supports only the CPU; `pipec export --to torch` writes a bundle that trains the \
-            same plan on GPUs, and `pipec doctor` lists the GPUs"
-                .to_string())
-        }
-        _ => Err("write auto or cpu".to_string()),
-    }
 }
 
 impl Arguments {
@@ -185,6 +173,7 @@ impl Arguments {
             checkpoints: self.checkpoints.clone().into(),
             metrics: self.metrics.clone(),
             trace: self.trace.clone(),
+            device: self.device.clone(),
             seed: self.seed,
             processes: self.processes.request(exit)?,
         })

@@ -1,5 +1,6 @@
 //! The launch plan of an op on a GPU.
 
+use compiler::op::KernelError;
 use std::sync::Arc;
 
 /// The memory that contains an argument.
@@ -80,4 +81,21 @@ pub struct Fault {
     pub value: i64,
     /// The axis size or number of classes.
     pub size: u64,
+}
+
+impl Fault {
+    /// Decodes a cell copied from the GPU.
+    pub fn of(cell: &[u8; size_of::<Fault>()]) -> Fault {
+        let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| cell[8 * at + byte]));
+        Fault { kind: word(0), value: word(1) as i64, size: word(2) }
+    }
+
+    /// The error of an op whose kernel wrote the cell.
+    pub fn error(self) -> Option<KernelError> {
+        match self.kind {
+            0 => None,
+            1 => Some(KernelError::Index { index: self.value, size: self.size as usize }),
+            _ => Some(KernelError::Label { label: self.value, classes: self.size as usize }),
+        }
+    }
 }

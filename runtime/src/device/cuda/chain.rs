@@ -1,0 +1,50 @@
+//! Chains of elementwise ops as one kernel: each operand is read once, and results inside the chain stay in registers.
+
+use super::draft::KernelBuilder;
+use super::element::{held, load, store};
+use super::elementwise::expression;
+use super::launch_plan::{At, LaunchPlan};
+use super::offsets::{Walk, offsets};
+use crate::device::chain::{Link, Operand};
+use crate::device::layout::TensorLayout;
+use compiler::tensor::DType;
+
+/// `None` if an op is not elementwise, or a tensor is empty.
+pub fn kernel(links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
+    let result = &links.last()?.result;
+    if result.is_empty() || inputs.iter().any(TensorLayout::is_empty) {
+        return None;
+    }
+    let mut builder = KernelBuilder::new(inputs.iter().map(TensorLayout::len).chain([result.len()]).max()?);
+    let walks: Vec<Walk> = inputs.iter().map(|x| Walk::stretched(&x.shape, &result.shape)).collect();
+    let (mut body, places) = offsets("d", "i", &result.shape, &walks);
+    for (k, x) in inputs.iter().enumerate() {
+        builder.reads(&format!("x{k}"), x.dtype, At::input(k));
+        let element = load(x.dtype, &format!("x{k}[{}]", places[k]));
+        body.push_str(&format!("{} v{k} = {element};\n", held(x.dtype)));
+    }
+    let mut written = 0;
+    for (at, link) in links.iter().enumerate() {
+        let dtype_of = |operand: &Operand| match *operand {
+            Operand::Input(k) => inputs[k].dtype,
+            Operand::Result(k) => links[k].result.dtype,
+        };
+        let name_of = |operand: &Operand| match *operand {
+            Operand::Input(k) => format!("v{k}"),
+            Operand::Result(k) => format!("r{k}"),
+        };
+        let dtypes: Vec<DType> = link.operands.iter().map(dtype_of).collect();
+        let operands: Vec<String> = link.operands.iter().map(name_of).collect();
+        let value = expression(&link.op, &dtypes, &operands)?;
+        let dtype = link.result.dtype;
+        // Rounds as a stored tensor would, so that a chain gives the bits of its ops one by one.
+        body.push_str(&format!("{} s{at} = {};\n", super::element::stored(dtype), store(dtype, &value)));
+        body.push_str(&format!("{} r{at} = {};\n", held(dtype), load(dtype, &format!("s{at}"))));
+        if link.is_written {
+            builder.writes(&format!("y{written}"), dtype, At::output(written));
+            body.push_str(&format!("y{written}[i] = s{at};\n"));
+            written += 1;
+        }
+    }
+    Some(LaunchPlan::of(builder.each(result.len(), &body)))
+}

@@ -1,0 +1,161 @@
+//! GPUs as devices.
+
+use super::chain;
+use super::gpu::{Function, Gpu, GpuMemory};
+use super::launch_plan::LaunchPlan;
+use super::stream::CudaStream;
+use crate::device::api::{Device, DeviceInfo, Kernel, Stream};
+use crate::device::buffer::{Buffer, DeviceMemory};
+use crate::device::chain::Link;
+use crate::device::error::DeviceError;
+use crate::device::layout::TensorLayout;
+use compiler::op::Op;
+use compiler::op::collective::is_meeting;
+use compiler::op::table::rule;
+use compiler::tensor::fact::Fact;
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// Name of the kind of device.
+pub const NAME: &str = "cuda";
+
+/// GPUs whose functions a kernel can keep.
+const MOST_GPUS: usize = 64;
+
+pub struct CudaDevice {
+    gpu: Arc<Gpu>,
+    info: DeviceInfo,
+}
+
+static OPEN: Mutex<BTreeMap<usize, Arc<CudaDevice>>> = Mutex::new(BTreeMap::new());
+
+/// Opens a GPU by its number. A process opens each once.
+pub fn open(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
+    let mut all = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(device) = all.get(&ordinal) {
+        return Ok(device.clone());
+    }
+    let name = format!("{NAME}:{ordinal}");
+    if ordinal >= MOST_GPUS {
+        return Err(DeviceError::Unknown { name });
+    }
+    let gpu =
+        Gpu::open(ordinal).map_err(|error| DeviceError::Failed { device: name.clone(), what: error.to_string() })?;
+    let info = DeviceInfo { name, model: gpu.info().name.clone() };
+    let device = Arc::new(CudaDevice { gpu, info });
+    all.insert(ordinal, device.clone());
+    Ok(device)
+}
+
+/// An op, or a chain of ops, as launches.
+pub struct CudaKernel {
+    name: &'static str,
+    ops: usize,
+    plan: LaunchPlan,
+    /// By launch, then by GPU: replicas share a kernel.
+    functions: Vec<Vec<OnceLock<Function>>>,
+}
+
+impl CudaKernel {
+    fn new(name: &'static str, ops: usize, plan: LaunchPlan) -> CudaKernel {
+        let each = || (0..MOST_GPUS).map(|_| OnceLock::new()).collect();
+        let functions = plan.launches.iter().map(|_| each()).collect();
+        CudaKernel { name, ops, plan, functions }
+    }
+
+    pub fn plan(&self) -> &LaunchPlan {
+        &self.plan
+    }
+
+    /// The loaded kernel of a launch.
+    pub fn function(&self, gpu: &Gpu, launch: usize) -> Result<Function, DeviceError> {
+        let place = &self.functions[launch][gpu.info().ordinal];
+        if let Some(function) = place.get() {
+            return Ok(*function);
+        }
+        let function = gpu.function(&self.plan.launches[launch].text).map_err(|error| gpu.failed(error))?;
+        Ok(*place.get_or_init(|| function))
+    }
+
+    /// Compiles and loads all launches, so that none compiles during training.
+    fn load(self, gpu: &Gpu) -> Result<Arc<CudaKernel>, DeviceError> {
+        (0..self.functions.len()).try_for_each(|launch| self.function(gpu, launch).map(drop))?;
+        Ok(Arc::new(self))
+    }
+}
+
+impl Kernel for CudaKernel {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn workspace(&self) -> usize {
+        self.plan.scratch
+    }
+
+    fn can_accumulate(&self) -> bool {
+        false
+    }
+
+    fn ops(&self) -> usize {
+        self.ops
+    }
+
+    fn is_reference(&self) -> bool {
+        false
+    }
+}
+
+/// The memory of a buffer, if it is on a GPU.
+fn memory_of(buffer: &Buffer) -> Option<&GpuMemory> {
+    buffer.device_memory().and_then(|memory| (&**memory as &dyn Any).downcast_ref())
+}
+
+impl Device for CudaDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn available_memory(&self) -> Option<u64> {
+        self.gpu.free().ok().map(|bytes| bytes as u64)
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
+        let memory = self.gpu.allocate(bytes).map_err(|error| self.gpu.failed(error))?;
+        Ok(Buffer::device(Arc::new(memory) as Arc<dyn DeviceMemory>))
+    }
+
+    fn can_access(&self, buffer: &Buffer) -> bool {
+        memory_of(buffer).is_some_and(|memory| memory.gpu().info().ordinal == self.gpu.info().ordinal)
+    }
+
+    fn can_copy(&self, buffer: &Buffer) -> bool {
+        memory_of(buffer).is_some()
+    }
+
+    fn kernel(&self, op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Result<Arc<dyn Kernel>, DeviceError> {
+        let name = rule(op).name();
+        let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::of).collect::<Vec<_>>();
+        let (inputs, outputs) = (layouts(inputs), layouts(outputs));
+        let plan = match LaunchPlan::new(op, &inputs, &outputs) {
+            Some(plan) => plan,
+            // Nothing to compute, or computed by the tensor-parallel group.
+            None if outputs.iter().all(TensorLayout::is_empty) || is_meeting(op) || matches!(op, Op::Shard(_)) => {
+                LaunchPlan::default()
+            }
+            None => return Err(DeviceError::NoKernel { device: self.info.name.clone(), op: name }),
+        };
+        Ok(CudaKernel::new(name, 1, plan).load(&self.gpu)?)
+    }
+
+    fn chain(&self, links: &[Link], inputs: &[TensorLayout]) -> Option<Arc<dyn Kernel>> {
+        let kernel = CudaKernel::new("chain", links.len(), chain::kernel(links, inputs)?);
+        // A failure to compile is reported for the ops one by one.
+        Some(kernel.load(&self.gpu).ok()?)
+    }
+
+    fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
+        Ok(Box::new(CudaStream::new(self.gpu.clone())?))
+    }
+}

@@ -1,0 +1,152 @@
+//! Pinned host memory for copies between host and GPU.
+//!
+//! A copy from pinned memory is asynchronous, so the memory is reused only after the copy: an event marks its end.
+
+use cudarc::driver::{DriverError, result, sys};
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::slice;
+
+/// Buffers that may be in flight at once. With more, the host waits for the first.
+const MOST: usize = 16;
+
+/// Page-locked host memory.
+pub struct PinnedMemory {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: it owns its bytes, like a boxed slice.
+unsafe impl Send for PinnedMemory {}
+
+impl PinnedMemory {
+    /// Zeroed memory. The calling thread has bound a context.
+    pub fn new(bytes: usize) -> Result<PinnedMemory, DriverError> {
+        let size = bytes.max(1);
+        // SAFETY: freed once, when dropped.
+        let start = unsafe { result::malloc_host(size, sys::CU_MEMHOSTALLOC_PORTABLE) }?.cast::<u8>();
+        let start = NonNull::new(start).ok_or(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY))?;
+        // SAFETY: the driver has allocated these bytes.
+        unsafe { start.as_ptr().write_bytes(0, size) };
+        Ok(PinnedMemory { start, bytes })
+    }
+}
+
+impl Deref for PinnedMemory {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: allocated and initialised in `new`.
+        unsafe { slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
+    }
+}
+
+impl DerefMut for PinnedMemory {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and borrowed exclusively.
+        unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` and freed only here. The driver waits for copies of it.
+        let _ = unsafe { result::free_host(self.start.as_ptr().cast()) };
+    }
+}
+
+/// A CUDA stream, destroyed when it is dropped; queued work continues.
+pub struct Queue(sys::CUstream);
+
+// SAFETY: a stream may be used from any thread that has bound its context.
+unsafe impl Send for Queue {}
+
+impl Queue {
+    /// A stream that does not wait for the default stream. The calling thread has bound a context.
+    pub fn new() -> Result<Queue, DriverError> {
+        Ok(Queue(result::stream::create(result::stream::StreamKind::NonBlocking)?))
+    }
+
+    pub(super) fn raw(&self) -> sys::CUstream {
+        self.0
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // SAFETY: created in `new` and destroyed only here.
+        let _ = unsafe { result::stream::destroy(self.0) };
+    }
+}
+
+/// A CUDA event without timing.
+pub struct RawEvent(sys::CUevent);
+
+// SAFETY: the driver locks its events.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above.
+unsafe impl Sync for RawEvent {}
+
+impl RawEvent {
+    /// An event after the work that is queued in a stream. The calling thread has bound its context.
+    pub fn record(queue: &Queue) -> Result<RawEvent, DriverError> {
+        let event = RawEvent(result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?);
+        // SAFETY: event and stream are live and belong to the bound context.
+        unsafe { result::event::record(event.0, queue.0) }?;
+        Ok(event)
+    }
+
+    pub fn has_occurred(&self) -> bool {
+        // SAFETY: the event is live.
+        unsafe { result::event::query(self.0) }.is_ok()
+    }
+
+    pub fn synchronize(&self) -> Result<(), DriverError> {
+        // SAFETY: the event is live.
+        unsafe { result::event::synchronize(self.0) }
+    }
+
+    /// Delays later work of a stream until the event has occurred.
+    pub fn delay(&self, queue: &Queue) -> Result<(), DriverError> {
+        // SAFETY: event and stream are live; they may belong to different GPUs.
+        unsafe { result::stream::wait_event(queue.0, self.0, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
+    }
+}
+
+impl Drop for RawEvent {
+    fn drop(&mut self) {
+        // SAFETY: created in `record` and destroyed only here; the driver keeps what streams still wait for.
+        let _ = unsafe { result::event::destroy(self.0) };
+    }
+}
+
+/// The pinned buffers of a stream, oldest use first.
+#[derive(Default)]
+pub struct StagingBuffers {
+    used: Vec<(PinnedMemory, RawEvent)>,
+}
+
+impl StagingBuffers {
+    /// A buffer of at least this size that no copy uses.
+    pub fn take(&mut self, bytes: usize) -> Result<PinnedMemory, DriverError> {
+        let is_free = |(memory, event): &(PinnedMemory, RawEvent)| memory.len() >= bytes && event.has_occurred();
+        if let Some(at) = self.used.iter().position(is_free) {
+            return Ok(self.used.remove(at).0);
+        }
+        if self.used.len() >= MOST {
+            let (memory, event) = self.used.remove(0);
+            event.synchronize()?;
+            if memory.len() >= bytes {
+                return Ok(memory);
+            }
+        }
+        PinnedMemory::new(bytes.next_power_of_two())
+    }
+
+    /// Keeps a buffer for later copies, after the work that is queued in a stream.
+    pub fn give(&mut self, memory: PinnedMemory, queue: &Queue) -> Result<(), DriverError> {
+        let event = RawEvent::record(queue)?;
+        self.used.push((memory, event));
+        Ok(())
+    }
+}

@@ -1,0 +1,337 @@
+//! Streams of a GPU. No method waits for the GPU unless the trait says so.
+//!
+//! Kernels report invalid operands in a fault cell of the stream. It is read whenever the host waits anyway, so the error
+//! of a kernel is returned by a later call.
+
+use super::device::CudaKernel;
+use super::gpu::{Function, Gpu, GpuMemory};
+use super::launch_plan::{Base, Fault};
+use super::staging::{PinnedMemory, Queue, RawEvent, StagingBuffers};
+use super::verbs;
+use super::verbs::{MOST_BLOCKS, PARTS, THREADS, WithFactors};
+use crate::device::api::{Kernel, OutputMode, Stream, WeightRegions};
+use crate::device::buffer::DeviceMemory;
+use crate::device::error::DeviceError;
+use crate::device::event::{DeviceEvent, Event};
+use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
+use crate::device::region::{Region, RegionMut};
+use compiler::tensor::DType;
+use cudarc::driver::{DriverError, result};
+use std::any::Any;
+use std::cell::RefCell;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+const FAULT_BYTES: usize = size_of::<Fault>();
+
+pub struct CudaStream {
+    gpu: Arc<Gpu>,
+    /// The first fault of a kernel.
+    fault: GpuMemory,
+    state: RefCell<HostState>,
+    queue: Queue,
+}
+
+/// Memory of a stream for copies and norms.
+struct HostState {
+    staging: StagingBuffers,
+    /// Receives the fault cell.
+    fault: PinnedMemory,
+    /// Partial sums of norms, and host samples.
+    scratch: Option<GpuMemory>,
+    /// The kernels of verbs, by source.
+    functions: Vec<(Arc<str>, Function)>,
+}
+
+/// An event of a GPU.
+struct CudaEvent {
+    gpu: Arc<Gpu>,
+    event: RawEvent,
+}
+
+impl DeviceEvent for CudaEvent {
+    fn has_occurred(&self) -> bool {
+        self.gpu.bind().is_ok() && self.event.has_occurred()
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        let waited = self.gpu.bind().and_then(|()| self.event.synchronize());
+        waited.map_err(|error| self.gpu.failed(error))
+    }
+}
+
+impl CudaStream {
+    pub fn new(gpu: Arc<Gpu>) -> Result<CudaStream, DeviceError> {
+        let made = || -> Result<(Queue, PinnedMemory), DriverError> {
+            gpu.bind()?;
+            Ok((Queue::new()?, PinnedMemory::new(FAULT_BYTES)?))
+        };
+        let (queue, pinned) = made().map_err(|error| gpu.failed(error))?;
+        let fault = gpu.allocate(FAULT_BYTES).map_err(|error| gpu.failed(error))?;
+        let (staging, functions) = (StagingBuffers::default(), Vec::new());
+        let state = RefCell::new(HostState { staging, fault: pinned, scratch: None, functions });
+        Ok(CudaStream { gpu, fault, state, queue })
+    }
+
+    fn checked<T>(&self, of: impl FnOnce() -> Result<T, DriverError>) -> Result<T, DeviceError> {
+        self.gpu.bind().and_then(|()| of()).map_err(|error| self.gpu.failed(error))
+    }
+
+    fn launch(&self, function: Function, (blocks, threads): (u32, u32), words: &mut [u64]) -> Result<(), DeviceError> {
+        let mut parameters: Vec<*mut c_void> = words.iter_mut().map(|word| (word as *mut u64).cast()).collect();
+        // SAFETY: the kernel takes as many words as it is given; addresses are of this GPU and have the sizes that the
+        // kernel was made for.
+        self.checked(|| unsafe {
+            result::launch_kernel(function.0, (blocks, 1, 1), (threads, 1, 1), 0, self.queue.raw(), &mut parameters)
+        })
+    }
+
+    /// The loaded kernel of a verb.
+    fn verb(&self, text: &Arc<str>) -> Result<Function, DeviceError> {
+        let mut state = self.state.borrow_mut();
+        if let Some((_, function)) = state.functions.iter().find(|(known, _)| known == text) {
+            return Ok(*function);
+        }
+        let function = self.gpu.function(text).map_err(|error| self.gpu.failed(error))?;
+        state.functions.push((text.clone(), function));
+        Ok(function)
+    }
+
+    /// Launches a verb over `count` elements.
+    fn each(&self, text: &Arc<str>, count: usize, words: &[u64]) -> Result<(), DeviceError> {
+        if count == 0 {
+            return Ok(());
+        }
+        let function = self.verb(text)?;
+        let blocks = count.div_ceil(THREADS as usize).min(MOST_BLOCKS) as u32;
+        let mut all: Vec<u64> = std::iter::once(count as u64).chain(words.iter().copied()).collect();
+        self.launch(function, (blocks, THREADS), &mut all)
+    }
+
+    fn with_factors(&self, of: &WithFactors, count: usize, addresses: Vec<u64>) -> Result<(), DeviceError> {
+        let words: Vec<u64> = addresses.into_iter().chain(of.factors.iter().map(|factor| factor.to_bits())).collect();
+        self.each(&of.text, count, &words)
+    }
+
+    /// The address of scratch memory of this stream.
+    fn scratch(&self, bytes: usize) -> Result<u64, DeviceError> {
+        let mut state = self.state.borrow_mut();
+        if let Some(scratch) = state.scratch.as_ref().filter(|scratch| scratch.bytes() >= bytes) {
+            return Ok(scratch.address());
+        }
+        let made = self.gpu.allocate(bytes.next_power_of_two()).map_err(|error| self.gpu.failed(error))?;
+        Ok(state.scratch.insert(made).address())
+    }
+
+    fn upload_to(&self, address: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        if bytes == 0 {
+            fill(&mut []);
+            return Ok(());
+        }
+        let mut state = self.state.borrow_mut();
+        let mut pinned = self.checked(|| state.staging.take(bytes))?;
+        fill(&mut pinned[..bytes]);
+        // SAFETY: both sides have the bytes; the staging buffer is not touched before the copy is done.
+        self.checked(|| unsafe { result::memcpy_htod_async(address, &pinned[..bytes], self.queue.raw()) })?;
+        self.checked(|| state.staging.give(pinned, &self.queue))
+    }
+
+    /// Waits, and passes on what was read from an address.
+    fn read_from(&self, address: u64, bytes: usize, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        let mut state = self.state.borrow_mut();
+        let mut pinned = self.checked(|| state.staging.take(bytes.max(1)))?;
+        if bytes > 0 {
+            // SAFETY: both sides have the bytes; the host reads them after it has waited.
+            self.checked(|| unsafe { result::memcpy_dtoh_async(&mut pinned[..bytes], address, self.queue.raw()) })?;
+        }
+        self.wait_for_all(&mut state.fault)?;
+        read(&pinned[..bytes]);
+        self.checked(|| state.staging.give(pinned, &self.queue))
+    }
+
+    /// Waits for the queued work, and returns the fault of a kernel.
+    fn wait_for_all(&self, pinned: &mut PinnedMemory) -> Result<(), DeviceError> {
+        let (address, queue) = (self.fault.address(), self.queue.raw());
+        // SAFETY: both sides have the bytes of a fault cell, which are read after the wait.
+        self.checked(|| unsafe {
+            result::memcpy_dtoh_async(&mut pinned[..FAULT_BYTES], address, queue)?;
+            result::stream::synchronize(queue)
+        })?;
+        let fault = Fault::of(&std::array::from_fn(|at| pinned[at]));
+        fault.error().map_or(Ok(()), |error| Err(error.into()))
+    }
+}
+
+impl Stream for CudaStream {
+    fn run(
+        &self,
+        kernel: &dyn Kernel,
+        inputs: &[Region<'_>],
+        outputs: &mut [RegionMut<'_>],
+        workspace: RegionMut<'_>,
+        mode: OutputMode,
+    ) -> Result<(), DeviceError> {
+        let kernel: &CudaKernel = match ((kernel as &dyn Any).downcast_ref(), mode) {
+            (Some(kernel), OutputMode::Overwrite) => kernel,
+            _ => return Err(DeviceError::Foreign { what: "kernel" }),
+        };
+        for (at, launch) in kernel.plan().launches.iter().enumerate() {
+            let function = kernel.function(&self.gpu, at)?;
+            let address = |at: &super::launch_plan::At| {
+                let base = match at.base {
+                    Base::Input(i) => inputs[i].address(),
+                    Base::Output(i) => outputs[i].address(),
+                    Base::Scratch => workspace.address(),
+                    Base::Fault => self.fault.address(),
+                };
+                base + at.offset as u64
+            };
+            let mut words: Vec<u64> = launch.arguments.iter().map(address).collect();
+            self.launch(function, (launch.blocks, launch.threads), &mut words)?;
+        }
+        Ok(())
+    }
+
+    fn upload_with(&self, to: RegionMut<'_>, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        self.upload_to(to.address(), to.len(), fill)
+    }
+
+    fn download_with(&self, from: Region<'_>, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        self.read_from(from.address(), from.len(), read)
+    }
+
+    fn copy(&self, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: both sides have the bytes. The driver knows by address on which GPU each is.
+        self.checked(|| unsafe {
+            result::memcpy_dtod_async(to.address(), from.address(), from.len(), self.queue.raw())
+        })
+    }
+
+    fn cast(
+        &self,
+        (from_dtype, from): (DType, Region<'_>),
+        (to_dtype, to): (DType, RegionMut<'_>),
+    ) -> Result<(), DeviceError> {
+        match from_dtype == to_dtype {
+            true => self.copy(from, to),
+            false => {
+                let words = [from.address(), to.address()];
+                self.each(&verbs::cast(from_dtype, to_dtype), from.len() / from_dtype.size(), &words)
+            }
+        }
+    }
+
+    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
+        self.each(&verbs::accumulate(dtype), term.len() / dtype.size(), &[term.address(), sum.address()])
+    }
+
+    fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
+        let words = [first.address(), second.address(), sum.address()];
+        self.each(&verbs::add(dtype), sum.len() / dtype.size(), &words)
+    }
+
+    fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
+        self.each(&verbs::scale(dtype), values.len() / dtype.size(), &[values.address(), factor.to_bits()])
+    }
+
+    fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError> {
+        let part_bytes = PARTS as usize * size_of::<f64>();
+        let bytes = tensors.len() * part_bytes;
+        let parts = self.scratch(bytes.max(1))?;
+        for (at, (dtype, values)) in tensors.iter().enumerate() {
+            let function = self.verb(&verbs::squares(*dtype))?;
+            let to = parts + (at * part_bytes) as u64;
+            let mut words = [(values.len() / dtype.size()) as u64, values.address(), to];
+            self.launch(function, (PARTS, THREADS), &mut words)?;
+        }
+        let mut norms = Vec::with_capacity(tensors.len());
+        self.read_from(parts, bytes, &mut |parts| {
+            let value = |bytes: &[u8]| f64::from_le_bytes(std::array::from_fn(|at| bytes[at]));
+            norms.extend(parts.chunks(part_bytes).map(|parts| parts.chunks(size_of::<f64>()).map(value).sum::<f64>()));
+        })?;
+        Ok(norms)
+    }
+
+    fn optimizer_step(
+        &self,
+        rule: &UpdateRule,
+        step: &StepArgs,
+        weights: WeightRegions<'_>,
+        gradient: Region<'_>,
+        state: &mut [RegionMut<'_>],
+    ) -> Result<(), DeviceError> {
+        let (old, new) = match &weights {
+            WeightRegions::InPlace(weights) => (weights.address(), weights.address()),
+            WeightRegions::OutOfPlace { old, new } => (old.address(), new.address()),
+        };
+        let kernel = verbs::step(rule, step.dtype, (step.scale, step.step, step.rate));
+        let mut addresses = vec![old, new, gradient.address()];
+        addresses.extend(state.iter().take(rule.states()).map(|state| state.address()));
+        self.with_factors(&kernel, gradient.len() / step.dtype.size(), addresses)
+    }
+
+    fn predict_weights(
+        &self,
+        rule: &UpdateRule,
+        prediction: &Prediction,
+        weights: Region<'_>,
+        state: &[Region<'_>],
+        to: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let &Prediction { dtype, steps, made, rate } = prediction;
+        let Some(kernel) = verbs::predict(rule, dtype, (steps, made, rate)) else { return self.copy(weights, to) };
+        let mut addresses = vec![weights.address(), to.address()];
+        addresses.extend(state.iter().take(rule.states()).map(|state| state.address()));
+        self.with_factors(&kernel, weights.len() / dtype.size(), addresses)
+    }
+
+    fn average_update(
+        &self,
+        dtype: DType,
+        (old, new): (Region<'_>, Region<'_>),
+        keep: f64,
+        average: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let words = [old.address(), new.address(), average.address(), keep.to_bits()];
+        self.each(&verbs::average_update(dtype), average.len() / dtype.size(), &words)
+    }
+
+    fn set_back_weights(
+        &self,
+        dtype: DType,
+        weights: Region<'_>,
+        (average, steps): (Region<'_>, u32),
+        to: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let words = [weights.address(), average.address(), to.address(), f64::from(steps).to_bits()];
+        self.each(&verbs::set_back(dtype), weights.len() / dtype.size(), &words)
+    }
+
+    fn moving_average(&self, dtype: DType, sample: &[f64], keep: f64, state: RegionMut<'_>) -> Result<(), DeviceError> {
+        let count = sample.len().min(state.len() / dtype.size());
+        let sample = bytemuck::cast_slice(&sample[..count]);
+        let on_gpu = self.scratch(sample.len().max(1))?;
+        self.upload_to(on_gpu, sample.len(), &mut |to| to.copy_from_slice(sample))?;
+        self.each(&verbs::moving_average(dtype), count, &[on_gpu, state.address(), keep.to_bits()])
+    }
+
+    fn record(&self) -> Result<Event, DeviceError> {
+        let event = self.checked(|| RawEvent::record(&self.queue))?;
+        Ok(Event::new(Arc::new(CudaEvent { gpu: self.gpu.clone(), event })))
+    }
+
+    fn wait(&self, event: &Event) -> Result<(), DeviceError> {
+        let on_gpu = event.device_event().and_then(|event| (event as &dyn Any).downcast_ref::<CudaEvent>());
+        match on_gpu {
+            Some(event) => self.checked(|| event.event.delay(&self.queue)),
+            None => event.synchronize(),
+        }
+    }
+
+    fn finish(&self) -> Result<(), DeviceError> {
+        self.wait_for_all(&mut self.state.borrow_mut().fault)
+    }
+}

@@ -1,0 +1,84 @@
+//! The devices of a training run: `--device`.
+
+use crate::error::Error;
+use runtime::device::api::Device;
+use runtime::device::cuda::gpu;
+use runtime::device::error::DeviceError;
+use runtime::device::{cpu, cuda, open};
+use std::sync::Arc;
+
+/// The devices on which the workers of a run train, in turn.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum DeviceRequest {
+    /// What pipec chooses: the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// All GPUs of this machine.
+    AllGpus,
+    /// These GPUs, by number.
+    Gpus(Vec<usize>),
+}
+
+impl DeviceRequest {
+    /// Reads `auto`, `cpu`, `cuda`, or a list of GPUs such as `cuda:0,1`.
+    pub fn read(text: &str) -> Result<DeviceRequest, String> {
+        let kinds = "write auto, cpu, cuda, or a list of GPUs such as cuda:0,1";
+        match (text, text.strip_prefix("cuda:")) {
+            ("auto", _) => Ok(DeviceRequest::Auto),
+            ("cpu", _) => Ok(DeviceRequest::Cpu),
+            ("cuda", _) => Ok(DeviceRequest::AllGpus),
+            (_, Some(list)) => {
+                let numbers: Option<Vec<usize>> = list.split(',').map(|number| number.trim().parse().ok()).collect();
+                let numbers = numbers.ok_or(kinds)?;
+                match (1..numbers.len()).find(|at| numbers[..*at].contains(&numbers[*at])) {
+                    Some(at) => Err(format!("cuda:{} is listed twice; workers take the GPUs in turn", numbers[at])),
+                    None => Ok(DeviceRequest::Gpus(numbers)),
+                }
+            }
+            _ => Err(kinds.to_string()),
+        }
+    }
+
+    /// True if the run uses GPUs.
+    pub fn is_of_gpus(&self) -> bool {
+        matches!(self, DeviceRequest::AllGpus | DeviceRequest::Gpus(_))
+    }
+
+    /// Opens the devices.
+    pub fn open(&self) -> Result<Vec<Arc<dyn Device>>, Error> {
+        let numbers = match self {
+            DeviceRequest::Auto | DeviceRequest::Cpu => return Ok(vec![cpu::device::cpu()]),
+            DeviceRequest::AllGpus => (0..gpu::count().max(1)).collect(),
+            DeviceRequest::Gpus(numbers) => numbers.clone(),
+        };
+        let opened = |number: usize| {
+            open(&format!("{}:{number}", cuda::device::NAME)).map_err(|error| {
+                let why = match error {
+                    DeviceError::Failed { what, .. } => what,
+                    error => error.to_string(),
+                };
+                Error::input(format!("cannot open cuda:{number}"))
+                    .because(why)
+                    .with_help("`pipec doctor` lists the GPUs and what they need; `--device cpu` trains on the CPU")
+            })
+        };
+        numbers.into_iter().map(opened).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_read() {
+        assert_eq!(DeviceRequest::read("auto"), Ok(DeviceRequest::Auto));
+        assert_eq!(DeviceRequest::read("cuda"), Ok(DeviceRequest::AllGpus));
+        assert_eq!(DeviceRequest::read("cuda:1, 0"), Ok(DeviceRequest::Gpus(vec![1, 0])));
+        for text in ["", "gpu", "cuda:", "cuda:x", "cuda:0,0", "cuda:-1", "cpu:0"] {
+            assert!(DeviceRequest::read(text).is_err(), "{text}");
+        }
+    }
+}
