@@ -41,11 +41,6 @@ impl DeviceRequest {
         }
     }
 
-    /// True if the run uses GPUs.
-    pub fn is_of_gpus(&self) -> bool {
-        matches!(self, DeviceRequest::AllGpus | DeviceRequest::Gpus(_))
-    }
-
     /// Opens the devices.
     pub fn open(&self) -> Result<Vec<Arc<dyn Device>>, Error> {
         let numbers = match self {

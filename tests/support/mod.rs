@@ -12,3 +12,4 @@ pub mod problems;
 pub mod program;
 pub mod reference;
 pub mod shared;
+pub mod simulated_gpus;

@@ -1,22 +1,25 @@
 //! Training against PyTorch: losses of ten steps under six optimizers, first gradients, and asynchronous schedules,
 //! unpipelined and pipelined. Needs the shared data.
 
+use crate::support::devices::under_test;
 use crate::support::shared::{arrays, data};
+use crate::support::simulated_gpus::run_tests;
 use compiler::graph::order;
 use compiler::import::import::{Batch, Model, Options, Weight, load};
 use compiler::pass::loss::Loss;
 use compiler::pass::precision::precision;
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
+use compiler::schedule::generators;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, StageSpec};
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
-use runtime::train::job::{TrainJob, Trained};
-use runtime::train::prepare::{Settings, prepare};
-use runtime::train::run::{feeds, train};
+use runtime::train::job::{RunOptions, TrainJob, Trained};
+use runtime::train::prepare::{RunTarget, Settings, prepare_with};
+use runtime::train::run::feeds;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -99,7 +102,10 @@ fn run_shared(
     let shape = |r: &u32| StageSpec { zero: level(r), ..StageSpec::new(*r, 1.0, 2.0) };
     let pipeline = Pipeline::chain(replicas.iter().map(shape).collect());
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
-    let prepared = prepare(&set.model.graph, stages, pipeline, &settings).unwrap();
+    let devices = under_test();
+    let generate = |pipeline: &Pipeline| generators::schedule(schedule, pipeline, count);
+    let of = RunTarget { device: &*devices[0], splits: schedule.splits_backward(), program: &generate };
+    let prepared = prepare_with(&set.model.graph, stages, pipeline, &settings, of).unwrap();
     let weights: BTreeMap<String, Tensor> = set
         .model
         .weights
@@ -122,7 +128,7 @@ fn run_shared(
         policy: Policy::default(),
         keep_gradients: true,
     };
-    train(&training, &mut |_| {}).unwrap()
+    runtime::train::run::run(&training, RunOptions { devices, ..RunOptions::default() }, &mut |_| {}).unwrap()
 }
 
 fn worst(got: &[f64], want: &Tensor) -> f64 {
@@ -269,5 +275,15 @@ fn asynchronous_losses_are_those_of_the_reference() {
             let error = worst(&trained.losses, &set.expected[&format!("{mode}.{key}.f64")]);
             assert!(error <= 1e-5, "{mode} {key}: {error:.2e}");
         }
+    }
+}
+
+/// The same marks on two GPUs, with random delays of their streams. `PIPEC_LARGE` tests all of them: four minutes.
+#[test]
+fn simulated_gpus_train_like_pytorch() {
+    if data("parity").is_some() && std::env::var_os("PIPEC_TEST_DEVICES").is_none() {
+        let all = std::env::var_os("PIPEC_LARGE").is_some();
+        let filters = if all { &["parity::"][..] } else { &["first_gradients", "asynchronous"] };
+        filters.iter().for_each(|filter| run_tests(filter, 1));
     }
 }

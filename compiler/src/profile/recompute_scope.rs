@@ -3,8 +3,8 @@
 //! pipec's runtime recomputes a stage at once: before the backward of a micro-batch it repeats the forward of the
 //! stage's ops. torchtitan, Megatron-LM and DeepSpeed checkpoint the layers of a model (Chen et al., "Training Deep Nets
 //! with Sublinear Memory Cost", section 4.1): the inputs of every layer are kept, the backward repeats one layer after
-//! the other, and the memory of a single layer is needed while it runs. What lies outside of the layers, such as
-//! embedding and loss, is saved.
+//! the other, and the memory of a single layer is needed while it runs. Ops outside the layers, such as embedding and
+//! loss, are not recomputed.
 
 use super::cost_graph::{CostGraph, OpCost, OpId};
 use super::module_units::Units;
@@ -22,18 +22,25 @@ pub enum RecomputeScope {
     Never,
 }
 
-/// Lets every item of a numbered list be recomputed by itself, and nothing else. A model without such lists is
-/// recomputed by stage.
+/// Recomputes each item of the longest numbered list of modules separately. Other ops are not recomputed. A model without
+/// such lists is recomputed by stage.
 pub fn recompute_layers(graph: &mut CostGraph) {
     let units = Units::of(graph.ops.iter().map(|op| op.module.as_str()));
-    let mut numbers: BTreeMap<String, u32> = BTreeMap::new();
-    let layer_of = |op: &OpCost| {
-        let next = numbers.len() as u32;
-        units.layer(&op.module).map(|name| *numbers.entry(name).or_insert(next))
-    };
-    let layers: Vec<Option<u32>> = graph.ops.iter().map(layer_of).collect();
-    if layers.iter().all(Option::is_none) {
+    let names: Vec<Option<String>> = graph.ops.iter().map(|op| units.layer(&op.module)).collect();
+    let list = |name: &str| name.rsplit_once('.').map_or(String::new(), |(list, _)| list.to_string());
+    // The longest list; the first by name if several are as long.
+    let mut lists: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
+    names.iter().flatten().for_each(|name| _ = lists.entry(list(name)).or_default().insert(name));
+    let Some(most) = lists.values().map(BTreeSet::len).max() else { return };
+    let Some(longest) = lists.iter().find(|(_, items)| items.len() == most).map(|(list, _)| list.clone()) else {
         return;
+    };
+    let mut numbers: BTreeMap<&str, u32> = BTreeMap::new();
+    let mut layers: Vec<Option<u32>> = Vec::with_capacity(names.len());
+    for name in &names {
+        let next = numbers.len() as u32;
+        let name = name.as_deref().filter(|name| list(name) == longest);
+        layers.push(name.map(|name| *numbers.entry(name).or_insert(next)));
     }
     for at in 0..graph.ops.len() {
         // A fused op has a single scope.
@@ -60,9 +67,9 @@ pub fn layers<'a>(ops: impl Iterator<Item = &'a OpCost>) -> Option<u32> {
 pub struct RecomputeCosts {
     /// Saved, and freed if the op is recomputed.
     pub freed: Vec<u64>,
-    /// Not saved, but kept if the op is recomputed, because another layer reads it.
+    /// Not saved, but kept if the stage is recomputed, because another layer reads it.
     pub kept: Vec<u64>,
-    /// Freed in the whole layer of the op. `u64::MAX` if the stage is recomputed at once.
+    /// Bytes that the whole layer of the op saves and passes on. `u64::MAX` if the stage is recomputed at once.
     pub layer: Vec<u64>,
     /// For each tensor: true if it is freed with its producer unless another stage reads it.
     pub frees: Vec<bool>,
@@ -77,9 +84,13 @@ impl RecomputeCosts {
             layer: vec![u64::MAX; graph.ops.len()],
             frees: vec![false; graph.tensors.len()],
         };
+        let mut passed_on = vec![0u64; graph.ops.len()];
         for (at, tensor) in graph.tensors.iter().enumerate() {
             let made = tensor.producer.index();
             let is_between = tensor.consumers.iter().any(|op| scope(op.index()) != scope(made));
+            if is_between {
+                passed_on[made] = passed_on[made].saturating_add(tensor.bytes);
+            }
             match (graph.is_only_sent(at), is_between) {
                 (true, true) => costs.kept[made] = costs.kept[made].saturating_add(tensor.bytes),
                 (false, true) => costs.freed[made] = costs.freed[made].saturating_sub(tensor.bytes),
@@ -88,14 +99,14 @@ impl RecomputeCosts {
             }
         }
         let mut layers: BTreeMap<u32, u64> = BTreeMap::new();
-        for op in 0..graph.ops.len() {
+        for (op, passed_on) in passed_on.into_iter().enumerate() {
             match scope(op) {
                 RecomputeScope::Stage => {}
                 RecomputeScope::Layer(layer) => {
                     let sum = layers.entry(layer).or_default();
-                    *sum = sum.saturating_add(costs.freed[op]);
+                    *sum = sum.saturating_add(costs.freed[op]).saturating_add(passed_on);
                 }
-                RecomputeScope::Never => (costs.freed[op], costs.kept[op], costs.layer[op]) = (0, 0, 0),
+                RecomputeScope::Never => (costs.freed[op], costs.layer[op]) = (0, 0),
             }
         }
         for (op, bytes) in costs.layer.iter_mut().enumerate() {
@@ -129,9 +140,9 @@ impl RecomputeTerms {
     }
 
     /// Bytes that a recomputed micro-batch holds again: all if its weight gradients are pending, else those of the largest
-    /// layer.
+    /// layer with its outputs.
     pub fn again(&self, pending_weight_grads: u32) -> u64 {
-        if pending_weight_grads > 0 { self.saves() } else { self.saves().min(self.layer) }
+        if pending_weight_grads > 0 || self.layer == u64::MAX { self.saves() } else { self.layer }
     }
 
     /// Bytes that a micro-batch in flight does not hold.

@@ -126,9 +126,9 @@ impl TensorRank {
                 0 => device.stream.copy(part.region(), output.reborrow())?,
                 _ => device.stream.accumulate(dtype, part.region(), output.reborrow())?,
             }
-            device.release(&part)?;
+            device.give_foreign(part)?;
         }
-        device.give_staging(term);
+        device.give(term);
         Ok(())
     }
 

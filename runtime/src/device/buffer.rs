@@ -216,6 +216,11 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         self.release_slot();
+        if !self.is_host() {
+            // When a device frees memory, it waits only for its own work. Streams of other devices may still read the
+            // memory. After a failure there is nothing to wait for.
+            self.events().iter().for_each(|event| drop(event.synchronize()));
+        }
     }
 }
 

@@ -14,7 +14,7 @@ pub struct DeviceContext {
     pub device: Arc<dyn Device>,
     pub stream: Box<dyn Stream>,
     pool: RefCell<Pool>,
-    /// Buffers that no plan counts: operands of collectives.
+    /// Buffers that this pool does not count: operands of collectives, and copies of buffers of other devices.
     staging: RefCell<Pool>,
 }
 
@@ -47,9 +47,10 @@ impl DeviceContext {
         self.pool.borrow().once(bytes)
     }
 
-    /// Returns a buffer to the pool. Others may still read it or return it too.
+    /// Returns a buffer to the pool that it comes from. Others may still read it or return it too.
     pub fn give(&self, buffer: Arc<Buffer>) {
-        self.pool.borrow_mut().give(buffer);
+        let pool = if self.staging.borrow().owns(&buffer) { &self.staging } else { &self.pool };
+        pool.borrow_mut().give(buffer);
     }
 
     /// Returns a buffer after this stream's reads. Other workers may hold it, or its pool may be another worker's.
@@ -59,13 +60,16 @@ impl DeviceContext {
         Ok(())
     }
 
+    /// Returns a received buffer after this stream's reads: its copy to the pool, or itself to its owner.
+    pub fn give_foreign(&self, buffer: Arc<Buffer>) -> Result<(), DeviceError> {
+        self.stream.release(&buffer)?;
+        self.staging.borrow_mut().give(buffer);
+        Ok(())
+    }
+
     /// An unshared buffer for an operand of a collective, with arbitrary content.
     pub fn take_staging(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
         self.take_from(&self.staging, bytes)
-    }
-
-    pub fn give_staging(&self, buffer: Arc<Buffer>) {
-        self.staging.borrow_mut().give(buffer);
     }
 
     pub fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
@@ -76,6 +80,17 @@ impl DeviceContext {
     pub fn copy_of(&self, from: Region<'_>) -> Result<Buffer, DeviceError> {
         let mut copy = self.device.allocate(from.len())?;
         self.stream.copy(from, copy.region_mut())?;
+        Ok(copy)
+    }
+
+    /// A copy of a buffer of another device, in new memory, after the work with which streams have released it.
+    pub fn copy_from(&self, buffer: &Buffer) -> Result<Buffer, DeviceError> {
+        if !self.device.can_copy(buffer) {
+            return self.device.upload(&buffer.download()?);
+        }
+        self.stream.acquire(buffer)?;
+        let copy = self.copy_of(buffer.region())?;
+        self.stream.release(buffer)?;
         Ok(copy)
     }
 
@@ -105,13 +120,13 @@ impl DeviceContext {
     }
 
     /// Takes a buffer over from another thread: itself if the device can read it, else a copy on the device, through the
-    /// host if need be.
+    /// host if need be. [`DeviceContext::give_foreign`] returns it.
     pub fn receive(&self, buffer: Arc<Buffer>) -> Result<Arc<Buffer>, DeviceError> {
         if self.device.can_access(&buffer) {
             self.stream.acquire(&buffer)?;
             return Ok(buffer);
         }
-        let mut own = self.take(buffer.len())?;
+        let mut own = self.take_staging(buffer.len())?;
         if self.device.can_copy(&buffer) {
             self.stream.acquire(&buffer)?;
             self.stream.copy(buffer.region(), Buffer::exclusive(&mut own))?;

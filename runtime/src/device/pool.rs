@@ -57,9 +57,14 @@ impl Pool {
         Ok(Arc::new(buffer))
     }
 
+    /// True if the buffer comes from this pool.
+    pub fn owns(&self, buffer: &Buffer) -> bool {
+        buffer.pool.as_ref().is_some_and(|pool| Arc::ptr_eq(pool, &self.own))
+    }
+
     /// Returns a buffer. Others may still read it or return it too; it is listed once.
     pub fn give(&mut self, buffer: Arc<Buffer>) {
-        if !buffer.pool.as_ref().is_some_and(|pool| Arc::ptr_eq(pool, &self.own)) {
+        if !self.owns(&buffer) {
             return;
         }
         let free = self.free.entry(buffer.len()).or_default();

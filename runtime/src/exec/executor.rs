@@ -248,12 +248,12 @@ impl<'a> Executor<'a> {
 
     /// Frees a micro-batch.
     pub fn finish(&mut self, item: Item) -> Result<(), DeviceError> {
-        let from_others = item.received.iter().chain(&item.gradients_in).flatten();
+        let from_others = item.received.into_iter().chain(item.gradients_in).flatten();
         let ledger = self.device.ledger();
         for buffer in from_others {
-            // Its owner may write it again after the reads of this stream.
-            self.device.release(buffer)?;
             ledger.free_slot(buffer.len());
+            // Its owner may write it again after the reads of this stream.
+            self.device.give_foreign(buffer)?;
         }
         item.own.iter().for_each(lend_to_readers);
         let buffers = item.kept.into_iter().chain(item.recomputed).chain(item.own).chain(item.between);

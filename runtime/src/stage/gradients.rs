@@ -118,7 +118,7 @@ pub fn reduced<'a>(
             }
             Some(sum) => device.stream.accumulate(accumulation_type(dtype), own, Buffer::exclusive(sum))?,
         }
-        device.release(&part)?;
+        device.give_foreign(part)?;
     }
     Ok(sum)
 }
@@ -142,11 +142,10 @@ pub fn total(
             None => {
                 let mut sum = new_sum(device, total.len(), stays)?;
                 device.stream.add(dtype, total.region(), term.region(), Buffer::exclusive(&mut sum))?;
-                device.release(&total)?;
-                total = sum;
+                device.give_foreign(std::mem::replace(&mut total, sum))?;
             }
         }
-        device.release(&term)?;
+        device.give_foreign(term)?;
     }
     Ok(Some(total))
 }

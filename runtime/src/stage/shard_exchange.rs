@@ -61,7 +61,7 @@ impl StageWorker<'_> {
                 let to = to.ok_or(CollectiveError::PeerLost)?.slice(range);
                 let part = device.receive(part.clone())?;
                 device.stream.copy(part.region(), to)?;
-                device.release(&part)?;
+                device.give_foreign(part)?;
             }
         }
         for (_, own) in all.get(self.share.replica()).into_iter().flat_map(|own| &own.0) {

@@ -109,6 +109,12 @@ impl GradientShards {
             let part = gradient.slice(share.range_of(parameter, gradient.len(), dtype.size(), replica));
             match shares.get_mut(replica) {
                 Some(Some(sum)) => {
+                    if !device.device.can_access(sum) {
+                        // The worker of the last micro-batch is on another device.
+                        let mut moved = device.copy_from(sum)?;
+                        moved.count_in(ledger);
+                        *sum = moved;
+                    }
                     device.stream.acquire(sum)?;
                     device.stream.accumulate(dtype, part, sum.region_mut())?;
                     device.release(sum)?;

@@ -91,7 +91,7 @@ impl WeightShards {
             end += share.len();
             let share = device.receive(share)?;
             device.stream.copy(share.region(), to.reborrow().slice(start..end))?;
-            device.release(&share)?;
+            device.give_foreign(share)?;
         }
         Ok(())
     }

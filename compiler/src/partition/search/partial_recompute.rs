@@ -10,6 +10,7 @@ use crate::partition::search::build_plan::{Recompute, StagePosition};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::Problem;
 use crate::profile::recompute_scope::{RecomputeCosts, RecomputeScope, RecomputeTerms};
+use std::collections::BTreeMap;
 
 /// The positions of stages that recompute as little as possible under these in-flight limits and pending weight
 /// gradients; `None` if nothing changes.
@@ -68,13 +69,23 @@ pub fn reduced(
 /// The numbers of first ops that may be recomputed without the others: those that end a layer if layers are recomputed
 /// one by one.
 fn counts(problem: &Problem, ops: &[u32]) -> Vec<u32> {
-    let scope = |op: u32| problem.graph.ops[op as usize].recompute;
-    let ends = ops.windows(2).map(|pair| match scope(pair[0]) {
-        RecomputeScope::Stage => true,
-        RecomputeScope::Layer(_) => scope(pair[0]) != scope(pair[1]),
-        RecomputeScope::Never => false,
-    });
-    (1u32..).zip(ends).filter(|(_, is_end)| *is_end).map(|(count, _)| count).collect()
+    let scope = |at: usize| problem.graph.ops[ops[at] as usize].recompute;
+    let last: BTreeMap<RecomputeScope, usize> = (0..ops.len()).map(|at| (scope(at), at)).collect();
+    // Layers that are not contiguous end together.
+    let (mut open, mut ends) = (0, Vec::new());
+    for at in 0..ops.len().saturating_sub(1) {
+        match scope(at) {
+            RecomputeScope::Stage => ends.push(at as u32 + 1),
+            RecomputeScope::Never => {}
+            scope => {
+                open = open.max(last[&scope]);
+                if open == at {
+                    ends.push(at as u32 + 1);
+                }
+            }
+        }
+    }
+    ends
 }
 
 /// For each stage, what recomputing its first ops frees and keeps, by their number.

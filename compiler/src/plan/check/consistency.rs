@@ -85,8 +85,8 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<PlanFault>> {
                 (1..=most).contains(&u64::from(ops)) && layers.is_none_or(|layers| (1..=ops).contains(&layers));
             if !stage.recompute || !is_right || !(0.0..=stage.fwd_us * (1.0 + 1e-9)).contains(&fwd_us) {
                 let what = format!(
-                    "stage {at} of {all} ops and {} us recomputes {ops} ops in {fwd_us} us; with `recompute`, it can \
-                     recompute at least 1 and at most {most} ops, in no more time",
+                    "stage {at} of {all} ops and {} us recomputes {ops} ops in {fwd_us} us; expected 1 to {most} \
+                     ops with `recompute`, in no more time than its forward",
                     stage.fwd_us
                 );
                 faults.push(PlanFault::Schedule { what });

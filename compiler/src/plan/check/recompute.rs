@@ -12,15 +12,14 @@ pub struct RecomputedBytes {
     pub freed: u64,
     /// Not saved otherwise, and kept as inputs of layers.
     pub kept: u64,
-    /// Saved by the largest layer with an op in the stage; `None` if the stage is recomputed at once.
+    /// Saved and passed on by the largest layer with an op in the stage; `None` if the stage is recomputed at once.
     pub layer: Option<u64>,
 }
 
 impl RecomputedBytes {
     /// Bytes that are saved again while the backward runs.
     pub fn once(&self, pending: u64) -> u64 {
-        let layer = self.layer.filter(|_| pending == 0).unwrap_or(u64::MAX);
-        self.freed.min(layer).saturating_mul(pending.max(1))
+        self.layer.filter(|_| pending == 0).unwrap_or(self.freed).saturating_mul(pending.max(1))
     }
 }
 
@@ -56,16 +55,22 @@ pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Recomput
         (_, true) => graph.ops[op].saved_bytes,
         (_, false) => graph.ops[op].saved_bytes.saturating_sub(crossing[op]),
     };
+    // While a layer is recomputed, its outputs are held as well.
     let mut layers: BTreeMap<RecomputeScope, u64> = BTreeMap::new();
-    (0..graph.ops.len()).for_each(|op| *layers.entry(scope(op)).or_default() += freed(op));
+    (0..graph.ops.len()).for_each(|op| *layers.entry(scope(op)).or_default() += freed(op) + crossing[op]);
     let of_stage = |stage: &Stage| {
         let (mut bytes, mut stays) = (RecomputedBytes::default(), 0);
-        for op in stage.recomputed_op_ids().map(|op| op as usize).filter(|op| scope(*op) != RecomputeScope::Never) {
+        for op in stage.recomputed_op_ids().map(|op| op as usize) {
             bytes.freed += freed(op);
-            let place = if graph.ops[op].unsaved { (crossing[op], 0) } else { (0, sent[op]) };
-            (bytes.kept, stays) = (bytes.kept + place.0, stays + place.1);
-            if scope(op) != RecomputeScope::Stage {
-                bytes.layer = bytes.layer.max(Some(layers[&scope(op)]));
+            match (graph.ops[op].unsaved, scope(op)) {
+                (true, _) => bytes.kept += crossing[op],
+                (false, RecomputeScope::Never) => {}
+                (false, _) => stays += sent[op],
+            }
+            match scope(op) {
+                RecomputeScope::Stage => {}
+                RecomputeScope::Layer(_) => bytes.layer = bytes.layer.max(Some(layers[&scope(op)])),
+                RecomputeScope::Never => bytes.layer = bytes.layer.max(Some(0)),
             }
         }
         RecomputedBytes { freed: bytes.freed.saturating_sub(stays), ..bytes }

@@ -26,6 +26,8 @@ pub enum CompileFault {
          {FOLDERS} to its folder"
     )]
     NoCompiler,
+    #[error("this libnvrtc is too old for {architecture}; install a newer one (`pip install -U nvidia-cuda-nvrtc`)")]
+    Old { architecture: Architecture },
     #[error("bug in pipec: the source of a kernel has a zero byte")]
     Text,
     #[error("bug in pipec: a kernel for {architecture} does not compile: {log}")]
@@ -48,9 +50,13 @@ pub fn cubin(text: &str, architecture: Architecture) -> Result<Vec<u8>, CompileF
     library::nvrtc().ok_or(CompileFault::NoCompiler)?;
     let source = CString::new(text).map_err(|_| CompileFault::Text)?;
     let program = Program(result::create_program(&source, None).map_err(CompileFault::Library)?);
-    let options = [format!("--gpu-architecture={architecture}"), "--std=c++17".to_string()];
+    // Sums and products are rounded one by one: a chain of ops gives the bits of the ops alone.
+    let options = [format!("--gpu-architecture={architecture}"), "--std=c++17".to_string(), "--fmad=false".to_string()];
     // SAFETY: the program is live.
-    if unsafe { result::compile_program(program.0, &options) }.is_err() {
+    if let Err(error) = unsafe { result::compile_program(program.0, &options) } {
+        if error.0 == sys::nvrtcResult::NVRTC_ERROR_INVALID_OPTION {
+            return Err(CompileFault::Old { architecture });
+        }
         // SAFETY: as above.
         let log = unsafe { result::get_program_log(program.0) }.map_err(CompileFault::Library)?;
         let log: Vec<u8> = log.into_iter().map(|c| c as u8).take_while(|&c| c != 0).collect();

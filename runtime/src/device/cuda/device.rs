@@ -42,6 +42,7 @@ pub fn open(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
     }
     let gpu =
         Gpu::open(ordinal).map_err(|error| DeviceError::Failed { device: name.clone(), what: error.to_string() })?;
+    all.values().for_each(|other| gpu.join(&other.gpu));
     let info = DeviceInfo { name, model: gpu.info().name.clone() };
     let device = Arc::new(CudaDevice { gpu, info });
     all.insert(ordinal, device.clone());

@@ -84,7 +84,7 @@ impl Gpu {
     pub fn open(ordinal: usize) -> Result<Arc<Gpu>, GpuError> {
         // Without the library the calls below would panic.
         library::driver().ok_or(GpuError::NoDriver)?;
-        let count = count();
+        let count = usize::try_from(CudaContext::device_count()?).unwrap_or(0);
         if ordinal >= count {
             return Err(GpuError::NoSuchGpu { ordinal, count });
         }
@@ -110,6 +110,20 @@ impl Gpu {
     /// The name of its device: `cuda:0`.
     pub fn name(&self) -> String {
         format!("cuda:{}", self.info.ordinal)
+    }
+
+    /// Lets copies between two GPUs use their link, if they have one.
+    pub fn join(&self, other: &Gpu) {
+        for (from, to) in [(self, other), (other, self)] {
+            let mut can = 0;
+            // SAFETY: both devices are open, and the driver writes one number.
+            let asked =
+                unsafe { sys::cuDeviceCanAccessPeer(&mut can, from.context.cu_device(), to.context.cu_device()) };
+            if asked.result().is_ok() && can != 0 && from.bind().is_ok() {
+                // SAFETY: both contexts are live. Copies go through the host if this fails.
+                let _ = unsafe { sys::cuCtxEnablePeerAccess(to.context.cu_ctx(), 0) };
+            }
+        }
     }
 
     /// Lets the calling thread use the GPU. Every other call of the driver requires it.

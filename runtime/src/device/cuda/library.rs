@@ -1,5 +1,5 @@
-//! Locates NVIDIA's libraries, which are not linked. Each is searched on first use: by the system loader, then in the
-//! folders of CUDA toolkits and Python wheels.
+//! Locates NVIDIA's libraries, which are not linked. Each is searched on first use: in the folders that the user lists, by
+//! the system loader, then in the folders of CUDA toolkits and Python wheels.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -29,10 +29,18 @@ pub fn driver() -> Option<&'static Found> {
 }
 
 fn find(name: &str, is_present: impl Fn() -> bool) -> Option<Found> {
+    let listed = std::env::var_os(FOLDERS).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default();
+    if let Some(found) = find_in(listed, name, &is_present) {
+        return Some(found);
+    }
     if is_present() {
         return Some(Found { place: name.to_string() });
     }
-    for file in folders().iter().flat_map(|folder| files(folder, name)) {
+    find_in(folders(), name, &is_present)
+}
+
+fn find_in(folders: Vec<PathBuf>, name: &str, is_present: &dyn Fn() -> bool) -> Option<Found> {
+    for file in folders.iter().flat_map(|folder| files(folder, name)) {
         // A library opened by path is then found by name as well.
         // SAFETY: as in `nvrtc`.
         let opened = unsafe { libloading::os::unix::Library::open(Some(&file), RTLD_NOW | RTLD_GLOBAL) };
@@ -50,8 +58,7 @@ const RTLD_NOW: i32 = 2;
 const RTLD_GLOBAL: i32 = 0x100;
 
 fn folders() -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> =
-        std::env::var_os(FOLDERS).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default();
+    let mut folders: Vec<PathBuf> = Vec::new();
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
         folders.extend(std::env::var_os(variable).map(|home| Path::new(&home).join("lib64")));
     }

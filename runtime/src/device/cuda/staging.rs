@@ -7,8 +7,11 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::slice;
 
-/// Buffers that may be in flight at once. With more, the host waits for the first.
+/// Buffers of one size that may be in flight at once. With more, the host waits for the first.
 const MOST: usize = 16;
+
+/// The smallest buffer in bytes.
+const LEAST: usize = 256;
 
 /// Page-locked host memory.
 pub struct PinnedMemory {
@@ -127,20 +130,20 @@ pub struct StagingBuffers {
 }
 
 impl StagingBuffers {
-    /// A buffer of at least this size that no copy uses.
+    /// A buffer of at least this size that no copy uses: the smallest, or else the first that a copy leaves.
     pub fn take(&mut self, bytes: usize) -> Result<PinnedMemory, DriverError> {
-        let is_free = |(memory, event): &(PinnedMemory, RawEvent)| memory.len() >= bytes && event.has_occurred();
-        if let Some(at) = self.used.iter().position(is_free) {
+        let fits = |at: &usize| self.used[*at].0.len() >= bytes;
+        let fitting: Vec<usize> = (0..self.used.len()).filter(fits).collect();
+        let free = fitting.iter().copied().filter(|at| self.used[*at].1.has_occurred());
+        if let Some(at) = free.min_by_key(|at| self.used[*at].0.len()) {
             return Ok(self.used.remove(at).0);
         }
-        if self.used.len() >= MOST {
-            let (memory, event) = self.used.remove(0);
-            event.synchronize()?;
-            if memory.len() >= bytes {
-                return Ok(memory);
-            }
+        if fitting.len() < MOST {
+            return PinnedMemory::new(bytes.next_power_of_two().max(LEAST));
         }
-        PinnedMemory::new(bytes.next_power_of_two())
+        let (memory, event) = self.used.remove(fitting[0]);
+        event.synchronize()?;
+        Ok(memory)
     }
 
     /// Keeps a buffer for later copies, after the work that is queued in a stream.

@@ -1,7 +1,7 @@
 //! Streams of a GPU. No method waits for the GPU unless the trait says so.
 //!
-//! Kernels report invalid operands in a fault cell of the stream. It is read whenever the host waits anyway, so the error
-//! of a kernel is returned by a later call.
+//! Kernels report invalid operands in a fault cell of the stream. It is read whenever the host waits anyway, and copied
+//! beside uploads, so the error of a kernel is returned by a later call.
 
 use super::device::CudaKernel;
 use super::gpu::{Function, Gpu, GpuMemory};
@@ -37,6 +37,8 @@ struct HostState {
     staging: StagingBuffers,
     /// Receives the fault cell.
     fault: PinnedMemory,
+    /// The end of a copy of the fault cell that nobody waits for.
+    fault_copied: Option<RawEvent>,
     /// Partial sums of norms, and host samples.
     scratch: Option<GpuMemory>,
     /// The kernels of verbs, by source.
@@ -69,7 +71,7 @@ impl CudaStream {
         let (queue, pinned) = made().map_err(|error| gpu.failed(error))?;
         let fault = gpu.allocate(FAULT_BYTES).map_err(|error| gpu.failed(error))?;
         let (staging, functions) = (StagingBuffers::default(), Vec::new());
-        let state = RefCell::new(HostState { staging, fault: pinned, scratch: None, functions });
+        let state = RefCell::new(HostState { staging, fault: pinned, fault_copied: None, scratch: None, functions });
         Ok(CudaStream { gpu, fault, state, queue })
     }
 
@@ -129,6 +131,7 @@ impl CudaStream {
             return Ok(());
         }
         let mut state = self.state.borrow_mut();
+        self.look_for_fault(&mut state)?;
         let mut pinned = self.checked(|| state.staging.take(bytes))?;
         fill(&mut pinned[..bytes]);
         // SAFETY: both sides have the bytes; the staging buffer is not touched before the copy is done.
@@ -149,6 +152,20 @@ impl CudaStream {
         self.checked(|| state.staging.give(pinned, &self.queue))
     }
 
+    /// Returns the fault of a kernel, if one is known, and copies the cell again. Does not wait.
+    fn look_for_fault(&self, state: &mut HostState) -> Result<(), DeviceError> {
+        match &state.fault_copied {
+            Some(copied) if !self.checked(|| Ok(copied.has_occurred()))? => return Ok(()),
+            Some(_) => fault_in(&state.fault)?,
+            None => {}
+        }
+        let (address, pinned) = (self.fault.address(), &mut state.fault);
+        // SAFETY: both sides have the bytes of a fault cell, which are read after the event.
+        self.checked(|| unsafe { result::memcpy_dtoh_async(&mut pinned[..FAULT_BYTES], address, self.queue.raw()) })?;
+        state.fault_copied = Some(self.checked(|| RawEvent::record(&self.queue))?);
+        Ok(())
+    }
+
     /// Waits for the queued work, and returns the fault of a kernel.
     fn wait_for_all(&self, pinned: &mut PinnedMemory) -> Result<(), DeviceError> {
         let (address, queue) = (self.fault.address(), self.queue.raw());
@@ -157,9 +174,13 @@ impl CudaStream {
             result::memcpy_dtoh_async(&mut pinned[..FAULT_BYTES], address, queue)?;
             result::stream::synchronize(queue)
         })?;
-        let fault = Fault::of(&std::array::from_fn(|at| pinned[at]));
-        fault.error().map_or(Ok(()), |error| Err(error.into()))
+        fault_in(pinned)
     }
+}
+
+fn fault_in(pinned: &PinnedMemory) -> Result<(), DeviceError> {
+    let fault = Fault::of(&std::array::from_fn(|at| pinned[at]));
+    fault.error().map_or(Ok(()), |error| Err(error.into()))
 }
 
 impl Stream for CudaStream {

@@ -1,0 +1,55 @@
+//! Runs tests of this binary, or the `pipec` command, on simulated GPUs.
+
+use crate::support::emulator::compiler;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// The libraries, and how they are linked.
+const LIBRARIES: [(&str, &str, &[&str]); 2] =
+    [("driver.cpp", "libcuda.so.1", &["-ldl"]), ("nvrtc.cpp", "libnvrtc.so", &[])];
+
+/// The folder with the simulated driver, built on first use. `None`, with a note, without a C++ compiler.
+pub fn driver() -> Option<&'static Path> {
+    static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
+    BUILT.get_or_init(build).as_deref()
+}
+
+fn build() -> Option<PathBuf> {
+    let Some(compiler) = compiler().filter(|_| cfg!(target_os = "linux")) else {
+        println!("skipped: no C++ compiler");
+        return None;
+    };
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda_driver");
+    // Test binaries may build at the same time.
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cuda-driver-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    for (source, library, libraries) in LIBRARIES {
+        let mut command = Command::new(compiler);
+        command.args(["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,nodelete"]);
+        command.arg(format!("-Wl,-soname,{library}")).arg("-o").arg(folder.join(library));
+        let done = command.arg(sources.join(source)).args(libraries).output().unwrap();
+        assert!(done.status.success(), "{source}: {}", String::from_utf8_lossy(&done.stderr));
+    }
+    Some(folder)
+}
+
+/// A command whose GPUs are simulated. Compiled kernels are kept in the target folder.
+pub fn on_simulated_gpus(program: impl AsRef<Path>, driver: &Path) -> Command {
+    let mut command = Command::new(program.as_ref());
+    command.env("PIPEC_CUDA_LIBS", driver);
+    command.env("PIPEC_SIM_CACHE", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-kernels"));
+    command
+}
+
+/// Runs tests of this binary on two simulated GPUs, with delays by `seed`.
+pub fn run_tests(filter: &str, seed: u64) {
+    let Some(driver) = driver() else { return };
+    let mut command = on_simulated_gpus(std::env::current_exe().unwrap(), driver);
+    command.args([filter, "--test-threads=2"]).env("PIPEC_TEST_DEVICES", "cuda:0,cuda:1");
+    let done = command.env("PIPEC_SIM_SEED", seed.to_string()).output().unwrap();
+    let text = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "seed {seed}: {text}");
+    assert!(!text.contains("running 0 tests"), "{filter}: {text}");
+}
