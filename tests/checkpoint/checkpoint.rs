@@ -208,6 +208,7 @@ fn a_stopped_run_leaves_a_resumable_checkpoint() {
             assert_eq!(bits(&rest.losses), bits(&plain.losses[end..]), "{what}");
             assert!(rest.weights == plain.weights, "{what}");
         }
+        assert_eq!(stopped, 3, "{what}: no run was stopped before its end");
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::support::emulator::compiler;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -22,15 +23,27 @@ fn build() -> Option<PathBuf> {
         return None;
     };
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda_driver");
-    // Test binaries may build at the same time.
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cuda-driver-{}", std::process::id()));
-    fs::create_dir_all(&folder).unwrap();
+    let mut hash = DefaultHasher::new();
+    for file in ["driver.cpp", "nvrtc.cpp", "machine.h"] {
+        fs::read(sources.join(file)).unwrap().hash(&mut hash);
+    }
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let folder = target.join(format!("cuda-driver-{:016x}", hash.finish()));
+    if folder.exists() {
+        return Some(folder);
+    }
+    // Test binaries may build at the same time; the first to finish is used.
+    let own = tempfile::tempdir_in(target).unwrap();
     for (source, library, libraries) in LIBRARIES {
         let mut command = Command::new(compiler);
         command.args(["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,nodelete"]);
-        command.arg(format!("-Wl,-soname,{library}")).arg("-o").arg(folder.join(library));
+        command.arg(format!("-Wl,-soname,{library}")).arg("-o").arg(own.path().join(library));
         let done = command.arg(sources.join(source)).args(libraries).output().unwrap();
         assert!(done.status.success(), "{source}: {}", String::from_utf8_lossy(&done.stderr));
+    }
+    let own = own.keep();
+    if fs::rename(&own, &folder).is_err() {
+        fs::remove_dir_all(own).unwrap();
     }
     Some(folder)
 }
