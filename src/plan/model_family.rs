@@ -11,8 +11,7 @@ use crate::plan::tensor_parallel::TensorParallel;
 use compiler::cluster::Cluster;
 use compiler::export::sweep::Largest;
 use compiler::plan::coarsen;
-use compiler::plan::problem::{InFlight, Recomputation, Target};
-use compiler::profile::recompute_scope::recompute_layers;
+use compiler::plan::problem::{InFlight, Recomputation, set_recompute_scopes};
 use models::choice::Setting;
 use models::zoo::{self, Options};
 use std::cell::RefCell;
@@ -142,9 +141,7 @@ impl<'a> Family<'a> {
             TensorParallel::Degree(degree) => cluster.devices() / degree,
             _ => cluster.devices(),
         };
-        if self.options.target.is_some_and(Target::recomputes_layers) {
-            recompute_layers(&mut costs.graph);
-        }
+        set_recompute_scopes(&mut costs.graph, self.options.target);
         if is_coarse {
             costs.graph = coarsen::runs(&costs.graph, (PIECES * stages as usize).max(LEAST_PIECES));
         }

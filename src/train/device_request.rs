@@ -48,6 +48,9 @@ impl DeviceRequest {
             DeviceRequest::AllGpus => (0..gpu::count().max(1)).collect(),
             DeviceRequest::Gpus(numbers) => numbers.clone(),
         };
+        if numbers.is_empty() {
+            return Err(Error::input("the list of GPUs is empty").with_help("`--device cuda` takes all GPUs"));
+        }
         let opened = |number: usize| {
             open(&format!("{}:{number}", cuda::device::NAME)).map_err(|error| {
                 let why = match error {

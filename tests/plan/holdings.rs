@@ -10,6 +10,7 @@ use compiler::pass::costs::cost_graph;
 use compiler::pass::loss::{LOSS, Loss, TARGET, attach};
 use compiler::plan::gradient_buffers::GradientBuffers;
 use compiler::plan::memory::MemoryTerms;
+use compiler::profile::recompute_scope::RecomputeCosts;
 use compiler::tensor::dim::Bindings;
 use models::zoo::{ENTRIES, build, to_bytes};
 use runtime::device::cpu::device::cpu;
@@ -53,7 +54,8 @@ fn stages_keep_what_plans_say() {
             // The last stage also saves for the loss, which the planner does not model.
             for (stage, code) in codes.iter().enumerate().take(2) {
                 let inside: Vec<bool> = stages.iter().map(|of| *of == stage).collect();
-                let holdings = MemoryTerms::of(&costs, &costs.flows(), &inside, &passing);
+                let holdings =
+                    MemoryTerms::of(&costs, (&costs.flows(), &RecomputeCosts::of(&costs)), &inside, &passing);
                 let feeds: usize = code.feeds.iter().filter(|feed| feed.name != TARGET).map(|feed| feed.bytes).sum();
                 let kept = (code.kept_bytes + code.own_bytes.iter().sum::<usize>() + feeds) as u64;
                 let planned = holdings.saved + holdings.sent;

@@ -13,6 +13,7 @@ use compiler::pass::loss::Loss;
 use compiler::plan::gradient_buffers::GradientBuffers;
 use compiler::plan::memory::{MemoryMultipliers, MemoryTerms};
 use compiler::plan::schedule::Schedule;
+use compiler::profile::recompute_scope::RecomputeCosts;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, StageSpec};
 use compiler::tensor::dim::Bindings;
@@ -244,7 +245,8 @@ fn batch_buffers_are_in_the_memory_plan() {
     }
     assert_eq!(costs.ops.iter().filter(|op| op.batched_grad_bytes > 0).count(), 4);
     let passing = GradientBuffers::of(&levels("1:1GB/s").unwrap());
-    let holdings = MemoryTerms::of(&costs, &costs.flows(), &vec![true; costs.ops.len()], &passing);
+    let holdings =
+        MemoryTerms::of(&costs, (&costs.flows(), &RecomputeCosts::of(&costs)), &vec![true; costs.ops.len()], &passing);
     for microbatches in [4, 8, 12] {
         let multiples = MemoryMultipliers {
             in_flight: 1,

@@ -136,8 +136,13 @@ impl MemoryMultipliers {
 }
 
 impl MemoryTerms {
-    /// Sums the terms of the ops for which `inside` is true. `flows` must belong to the graph.
-    pub fn of(graph: &CostGraph, flows: &Flows, inside: &[bool], passing: &GradientBuffers) -> MemoryTerms {
+    /// Sums the terms of the ops for which `inside` is true. `flows` and `recompute` must belong to the graph.
+    pub fn of(
+        graph: &CostGraph,
+        (flows, recompute): (&Flows, &RecomputeCosts),
+        inside: &[bool],
+        passing: &GradientBuffers,
+    ) -> MemoryTerms {
         let mut holdings = MemoryTerms::default();
         for param in &graph.params {
             let users = param.users.iter().filter(|op| inside[op.index()]).count() as u64;
@@ -189,7 +194,7 @@ impl MemoryTerms {
             holdings.batched_grads += op.batched_grad_bytes;
         }
         let ops: Vec<u32> = (0u32..).zip(inside).filter(|(_, is_inside)| **is_inside).map(|(op, _)| op).collect();
-        holdings.recompute = recomputed(graph, &RecomputeCosts::of(graph), inside, &ops);
+        holdings.recompute = recomputed(graph, recompute, inside, &ops);
         holdings.passed = passing.bytes(holdings.inputs, forward_us);
         holdings
     }
@@ -249,7 +254,8 @@ mod tests {
             params: vec![ParamCost::new("w", 1000, vec![OpId(0), OpId(1), OpId(2)])],
         };
         let passing = GradientBuffers::of(&levels("4:1GB/s").unwrap());
-        let of = |inside: &[bool]| MemoryTerms::of(&graph, &graph.flows(), inside, &passing);
+        let of =
+            |inside: &[bool]| MemoryTerms::of(&graph, (&graph.flows(), &RecomputeCosts::of(&graph)), inside, &passing);
         let tail = of(&[false, true, true]);
         let arena = Arena::always(9);
         let recompute = RecomputeTerms { freed: 60, outputs: 0, kept: 0, layer: u64::MAX };
@@ -271,7 +277,10 @@ mod tests {
         let mut narrow = graph.clone();
         narrow.params[0].bytes = 500;
         let half = MemoryTerms { weights: 500, masters: 1000, ..tail };
-        assert_eq!(MemoryTerms::of(&narrow, &narrow.flows(), &[false, true, true], &passing), half);
+        assert_eq!(
+            MemoryTerms::of(&narrow, (&narrow.flows(), &RecomputeCosts::of(&narrow)), &[false, true, true], &passing),
+            half
+        );
         let multiples = MemoryMultipliers {
             in_flight: 3,
             pending_weight_grads: 0,
@@ -332,7 +341,7 @@ mod tests {
         let mut fed = graph.clone();
         (fed.ops[1].fed_bytes, fed.ops[2].fed_bytes) = (0, 5);
         let inside = [false, true, true];
-        let fed_tail = MemoryTerms::of(&fed, &fed.flows(), &inside, &passing);
+        let fed_tail = MemoryTerms::of(&fed, (&fed.flows(), &RecomputeCosts::of(&fed)), &inside, &passing);
         assert_eq!(fed_tail, MemoryTerms { saved: 65, ..tail });
         let of_ops = |graph: &CostGraph, inside: &[bool], ops: &[u32]| {
             recomputed(graph, &RecomputeCosts::of(graph), inside, ops)

@@ -109,6 +109,13 @@ impl Target {
     }
 }
 
+/// Marks the ops that a target recomputes together. Ops are fused only after this.
+pub fn set_recompute_scopes(graph: &mut CostGraph, target: Option<Target>) {
+    if target.is_some_and(Target::recomputes_layers) {
+        recompute_scope::recompute_layers(graph);
+    }
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum InFlight {
     /// Raised by the planner until the workers are busy.
@@ -313,10 +320,8 @@ impl Problem {
     /// Plans for a framework, which decides where stages may end and how memory is counted.
     pub fn set_target(&mut self, target: Option<Target>) {
         self.constraints.target = target;
-        if target.is_some_and(Target::recomputes_layers) {
-            let shared = self.shared.iter_mut().map(|costs| &mut costs.graph);
-            std::iter::once(&mut self.graph).chain(shared).for_each(recompute_scope::recompute_layers);
-        }
+        let shared = self.shared.iter_mut().map(|costs| &mut costs.graph);
+        std::iter::once(&mut self.graph).chain(shared).for_each(|graph| set_recompute_scopes(graph, target));
     }
 
     /// Recomputation, which only training under cost `pipec` has.

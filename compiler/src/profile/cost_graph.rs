@@ -213,6 +213,11 @@ impl OpCost {
         if self.recompute == RecomputeScope::Never { 0.0 } else { self.fwd_us }
     }
 
+    /// Operations if its stage is recomputed.
+    pub fn recompute_flops(&self) -> f64 {
+        if self.recompute == RecomputeScope::Never { 0.0 } else { self.flops }
+    }
+
     /// Bytes kept per micro-batch in flight.
     pub fn kept_bytes(&self) -> u64 {
         self.saved_bytes.saturating_add(self.fed_bytes)

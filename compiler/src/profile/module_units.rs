@@ -3,7 +3,7 @@
 //! `layers.3.attention.wq` belongs to unit `layers.3`, and `norm.weight` to `norm`. Wrapper modules are no units: with
 //! `transformer.h.0`, the units are `transformer.h.0`, `transformer.wte` and `transformer.ln_f`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Units {
@@ -21,13 +21,6 @@ impl Units {
             wrappers.extend((1..number).map(|count| parts[..count].join(".")));
         }
         Units { wrappers }
-    }
-
-    /// The item of a numbered list that contains a module.
-    pub fn layer(&self, module: &str) -> Option<String> {
-        let name = self.name(module);
-        let is_layer = parts(&name).last().is_some_and(|last| is_number(last));
-        is_layer.then_some(name)
     }
 
     /// The unit of a module; empty for the model itself and for its wrappers.
@@ -56,6 +49,21 @@ fn is_number(part: &str) -> bool {
     part.bytes().all(|byte| byte.is_ascii_digit())
 }
 
+/// Splits `layers.3` into list name and index.
+pub fn numbered(module: &str) -> Option<(&str, u32)> {
+    let (list, number) = module.rsplit_once('.').unwrap_or(("", module));
+    let plain = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+    plain.then(|| number.parse().ok().map(|number| (list, number)))?
+}
+
+/// The list with the most items, and their number; ties are broken by name. `lists` has the list of each item.
+pub fn longest<'a>(lists: impl Iterator<Item = &'a str>) -> Option<(&'a str, u32)> {
+    let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
+    lists.for_each(|list| *counts.entry(list).or_default() += 1);
+    let most = counts.values().copied().max()?;
+    counts.into_iter().find(|(_, count)| *count == most)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -76,5 +84,19 @@ mod tests {
         assert_eq!(units.name("m.transformer.wte"), "m.transformer.wte");
         assert_eq!(units.name("m.lm_head.x"), "m.lm_head");
         assert_eq!(units.name("m.transformer"), "");
+    }
+
+    #[test]
+    fn lists_and_numbers() {
+        assert_eq!(numbered("transformer.h.11"), Some(("transformer.h", 11)));
+        assert_eq!(numbered("3"), Some(("", 3)));
+        assert_eq!(numbered("norm"), None);
+        assert_eq!(numbered("a.99999999999"), None);
+    }
+
+    #[test]
+    fn the_longest_list_is_the_first_by_name() {
+        assert_eq!(longest(["b", "a", "c", "b", "a"].into_iter()), Some(("a", 2)));
+        assert_eq!(longest(std::iter::empty()), None);
     }
 }

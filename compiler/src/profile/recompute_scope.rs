@@ -7,7 +7,7 @@
 //! loss, are not recomputed.
 
 use super::cost_graph::{CostGraph, OpCost, OpId};
-use super::module_units::Units;
+use super::module_units::{Units, longest, numbered};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The ops that are recomputed together with an op.
@@ -26,22 +26,12 @@ pub enum RecomputeScope {
 /// such lists is recomputed by stage.
 pub fn recompute_layers(graph: &mut CostGraph) {
     let units = Units::of(graph.ops.iter().map(|op| op.module.as_str()));
-    let names: Vec<Option<String>> = graph.ops.iter().map(|op| units.layer(&op.module)).collect();
-    let list = |name: &str| name.rsplit_once('.').map_or(String::new(), |(list, _)| list.to_string());
-    // The longest list; the first by name if several are as long.
-    let mut lists: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
-    names.iter().flatten().for_each(|name| _ = lists.entry(list(name)).or_default().insert(name));
-    let Some(most) = lists.values().map(BTreeSet::len).max() else { return };
-    let Some(longest) = lists.iter().find(|(_, items)| items.len() == most).map(|(list, _)| list.clone()) else {
-        return;
-    };
-    let mut numbers: BTreeMap<&str, u32> = BTreeMap::new();
-    let mut layers: Vec<Option<u32>> = Vec::with_capacity(names.len());
-    for name in &names {
-        let next = numbers.len() as u32;
-        let name = name.as_deref().filter(|name| list(name) == longest);
-        layers.push(name.map(|name| *numbers.entry(name).or_insert(next)));
-    }
+    let names: Vec<String> = graph.ops.iter().map(|op| units.name(&op.module)).collect();
+    let items: BTreeSet<&str> = names.iter().map(String::as_str).collect();
+    let lists = items.iter().filter_map(|name| numbered(name)).map(|(list, _)| list);
+    let Some((longest, _)) = longest(lists) else { return };
+    let layer_of = |name: &String| numbered(name).filter(|(list, _)| *list == longest).map(|(_, number)| number);
+    let layers: Vec<Option<u32>> = names.iter().map(layer_of).collect();
     for at in 0..graph.ops.len() {
         // A fused op has a single scope.
         let layer = layers[graph.leader(OpId(at as u32)).index()];

@@ -85,13 +85,19 @@ impl DeviceContext {
 
     /// A copy of a buffer of another device, in new memory, after the work with which streams have released it.
     pub fn copy_from(&self, buffer: &Buffer) -> Result<Buffer, DeviceError> {
+        let mut copy = self.device.allocate(buffer.len())?;
+        self.fill_from(buffer, copy.region_mut())?;
+        Ok(copy)
+    }
+
+    /// Copies a buffer of another device, through the host if need be.
+    fn fill_from(&self, buffer: &Buffer, to: RegionMut<'_>) -> Result<(), DeviceError> {
         if !self.device.can_copy(buffer) {
-            return self.device.upload(&buffer.download()?);
+            return self.stream.upload(&buffer.download()?, to);
         }
         self.stream.acquire(buffer)?;
-        let copy = self.copy_of(buffer.region())?;
-        self.stream.release(buffer)?;
-        Ok(copy)
+        self.stream.copy(buffer.region(), to)?;
+        self.stream.release(buffer)
     }
 
     /// Copies of these regions one after the other, in new memory.
@@ -127,13 +133,7 @@ impl DeviceContext {
             return Ok(buffer);
         }
         let mut own = self.take_staging(buffer.len())?;
-        if self.device.can_copy(&buffer) {
-            self.stream.acquire(&buffer)?;
-            self.stream.copy(buffer.region(), Buffer::exclusive(&mut own))?;
-            self.stream.release(&buffer)?;
-        } else {
-            self.stream.upload(&buffer.download()?, Buffer::exclusive(&mut own))?;
-        }
+        self.fill_from(&buffer, Buffer::exclusive(&mut own))?;
         Ok(own)
     }
 }

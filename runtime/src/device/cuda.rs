@@ -31,6 +31,7 @@ pub mod offsets;
 pub mod ordering;
 pub mod pool;
 pub mod prelude;
+pub mod queue;
 pub mod reduce;
 pub mod rnn;
 pub mod softmax;

@@ -174,17 +174,17 @@ fn compiler() -> Finding {
 }
 
 fn gpus() -> Finding {
-    let cards = detect::gpus();
-    let describe = |(ordinal, card): (usize, &Result<GpuInfo, GpuError>)| match card {
-        Ok(card) => format!("{ordinal}: {} with {}", card.name, quantity::bytes(card.memory as u64)),
+    let all = detect::gpus();
+    let describe = |(ordinal, gpu): (usize, &Result<GpuInfo, GpuError>)| match gpu {
+        Ok(gpu) => format!("{ordinal}: {} with {}", gpu.name, quantity::bytes(gpu.memory as u64)),
         Err(fault) => format!("{ordinal}: cannot be opened: {fault}"),
     };
-    let found = match cards.is_empty() {
+    let found = match all.is_empty() {
         true => "none".to_string(),
-        false => cards.iter().enumerate().map(describe).collect::<Vec<_>>().join("; "),
+        false => all.iter().enumerate().map(describe).collect::<Vec<_>>().join("; "),
     };
-    let is_broken = cards.iter().any(Result::is_err);
-    let state = match cards.is_empty() {
+    let is_broken = all.iter().any(Result::is_err);
+    let state = match all.is_empty() {
         _ if is_broken => State::Broken,
         true => State::Absent,
         false => State::Fine,

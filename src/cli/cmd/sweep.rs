@@ -11,11 +11,9 @@ use compiler::cluster::unit;
 use compiler::export::quantity;
 use compiler::export::sweep::{Figures, Largest, PICTURES, Point, Sweep, name};
 use compiler::plan::coarsen;
-use compiler::plan::problem::Recomputation;
-use compiler::plan::problem::Target;
+use compiler::plan::problem::{Recomputation, set_recompute_scopes};
 use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::CostGraph;
-use compiler::profile::recompute_scope::recompute_layers;
 use compiler::profile::shared::TensorParallelCosts;
 use pipec::cluster::{self, ClusterRequest};
 use pipec::costs::CostInput;
@@ -335,9 +333,7 @@ fn figures(
             // Costs on groups are those of the ops of the whole model.
             if depth.is_some() && groups.is_empty() {
                 let mut graph = costs.graph.clone();
-                if options.target.is_some_and(Target::recomputes_layers) {
-                    recompute_layers(&mut graph);
-                }
+                set_recompute_scopes(&mut graph, options.target);
                 *cut = coarsen::stages(&graph, &planned.plan);
             }
             Ok(Ok(Figures::of(&planned.plan, gradients)))

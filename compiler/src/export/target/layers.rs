@@ -49,37 +49,3 @@ pub fn are_shallow(stages: &[Vec<String>], tool: &'static str) -> Result<(), Ref
     }
     Ok(())
 }
-
-/// Splits `layers.3` into list name and index.
-pub fn numbered(module: &str) -> Option<(&str, u32)> {
-    let (list, number) = module.rsplit_once('.').unwrap_or(("", module));
-    let plain = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
-    plain.then(|| number.parse().ok().map(|number| (list, number)))?
-}
-
-/// The list with the most items, and their number; ties are broken by name. `lists` has the list of each item.
-pub fn longest<'a>(lists: impl Iterator<Item = &'a str>) -> Option<(&'a str, u32)> {
-    let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
-    lists.for_each(|list| *counts.entry(list).or_default() += 1);
-    let most = counts.values().copied().max()?;
-    counts.into_iter().find(|(_, count)| *count == most)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lists_and_numbers() {
-        assert_eq!(numbered("transformer.h.11"), Some(("transformer.h", 11)));
-        assert_eq!(numbered("3"), Some(("", 3)));
-        assert_eq!(numbered("norm"), None);
-        assert_eq!(numbered("a.99999999999"), None);
-    }
-
-    #[test]
-    fn the_longest_list_is_the_first_by_name() {
-        assert_eq!(longest(["b", "a", "c", "b", "a"].into_iter()), Some(("a", 2)));
-        assert_eq!(longest(std::iter::empty()), None);
-    }
-}

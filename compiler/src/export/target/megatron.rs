@@ -12,12 +12,13 @@
 //! schedules are 1F1B and interleaved 1F1B. Megatron recomputes the same number of first layers in every stage: the
 //! largest number of the plan.
 
-use super::layers::{layers, longest, numbered};
+use super::layers::layers;
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
 use crate::plan::problem::Target;
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
+use crate::profile::module_units::{longest, numbered};
 use crate::profile::shared::ActivationSharding;
 use crate::schedule::pipeline::pipeline;
 

@@ -9,9 +9,10 @@
 //!
 //! Names of a model that is flat already stay as they are.
 
-use super::layers::{are_shallow, longest, numbered};
+use super::layers::are_shallow;
 use super::refusal::Refusal;
 use crate::import::onnx::name::shown;
+use crate::profile::module_units::{longest, numbered};
 use std::collections::BTreeSet;
 
 const KNOWN: [(&str, &[&str]); 3] = [

@@ -206,10 +206,11 @@ fn of_lanes(
 pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<MemoryTerms> {
     let mut inside = vec![false; problem.graph.ops.len()];
     let (flows, passing) = (problem.graph.flows(), GradientBuffers::of(&problem.cluster));
+    let recompute = RecomputeCosts::of(&problem.graph);
     let mut all = Vec::new();
     for leaf in shape.leaves() {
         leaf.ops.iter().for_each(|&op| inside[op as usize] = true);
-        all.push(MemoryTerms::of(&problem.graph, &flows, &inside, &passing));
+        all.push(MemoryTerms::of(&problem.graph, (&flows, &recompute), &inside, &passing));
         leaf.ops.iter().for_each(|&op| inside[op as usize] = false);
     }
     all

@@ -16,7 +16,6 @@ use crate::plan::stage_cost;
 use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
 use crate::profile::cost_graph::OpCost;
 use crate::profile::precision::Precision;
-use crate::profile::recompute_scope::RecomputeScope;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -204,15 +203,13 @@ fn operations(problem: &Problem, chosen: &PlanCandidate) -> Predicted {
     let has_backward = problem.graph.ops.iter().any(|op| op.bwd_us > 0.0);
     let passes = if problem.schedule.trains() && has_backward { 3.0 } else { 1.0 };
     let items = f64::from(problem.microbatches);
-    let flops_of = |ops: &[u32], counts: fn(&OpCost) -> bool| {
-        let ops = ops.iter().map(|&op| &problem.graph.ops[op as usize]);
-        ops.filter(|op| counts(op)).map(|op| op.flops).sum::<f64>()
+    let of = |ops: &[u32], flops: fn(&OpCost) -> f64| {
+        ops.iter().map(|&op| flops(&problem.graph.ops[op as usize])).sum::<f64>()
     };
     let (mut flops, mut recomputed_flops) = (0.0, 0.0);
     for (leaf, spot) in chosen.shape.leaves().iter().zip(&chosen.spots) {
-        flops += passes * items * flops_of(leaf.ops, |_| true);
-        let is_recomputed = |op: &OpCost| op.recompute != RecomputeScope::Never;
-        recomputed_flops += items * flops_of(spot.recompute.of(leaf.ops), is_recomputed);
+        flops += passes * items * of(leaf.ops, |op| op.flops);
+        recomputed_flops += items * of(spot.recompute.of(leaf.ops), OpCost::recompute_flops);
     }
     Predicted { flops, recomputed_flops, ..Predicted::default() }
 }

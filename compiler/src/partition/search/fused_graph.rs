@@ -164,6 +164,7 @@ mod tests {
     use crate::plan::gradient_buffers::GradientBuffers;
     use crate::plan::memory::MemoryTerms;
     use crate::profile::arena::{ArenaPosition, Way};
+    use crate::profile::recompute_scope::RecomputeCosts;
 
     // Op 0 makes a weight read by 5, and by 3 through 1. Ops 2, 3, 5 form a chain. Op 4 makes a weight for 5.
     fn graph() -> CostGraph {
@@ -271,13 +272,18 @@ mod tests {
         let small = joined.graph();
         assert_eq!(small.ops.len(), 4);
         let (passing, flows) = (GradientBuffers { wire: None, pace: 1.0 }, [full.flows(), small.flows()]);
+        let costs = [&full, &small].map(RecomputeCosts::of);
         for from in 0..4 {
             for to in from + 1..=4 {
                 let inside = |ops: usize, per: usize| -> Vec<bool> {
                     (0..ops).map(|op| (from..to).contains(&(op / per))).collect()
                 };
-                let whole = MemoryTerms::of(&full, &flows[0], &inside(12, 3), &passing);
-                assert_eq!(MemoryTerms::of(&small, &flows[1], &inside(4, 1), &passing), whole, "{from}..{to}");
+                let whole = MemoryTerms::of(&full, (&flows[0], &costs[0]), &inside(12, 3), &passing);
+                assert_eq!(
+                    MemoryTerms::of(&small, (&flows[1], &costs[1]), &inside(4, 1), &passing),
+                    whole,
+                    "{from}..{to}"
+                );
             }
         }
     }

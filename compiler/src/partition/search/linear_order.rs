@@ -294,7 +294,7 @@ mod tests {
             for from in 0..12 {
                 for to in from + 1..=12 {
                     let inside: Vec<bool> = (0..12).map(|op| (from..to).contains(&op)).collect();
-                    let held = MemoryTerms::of(&graph, &flows, &inside, &passing);
+                    let held = MemoryTerms::of(&graph, (&flows, &RecomputeCosts::of(&graph)), &inside, &passing);
                     assert_eq!(*line.holdings(from, to), held, "{from}..{to}");
                     assert_eq!(*sets.holdings(from, to), held, "{from}..{to}");
                 }

@@ -2,6 +2,7 @@
 //!
 //! A copy from pinned memory is asynchronous, so the memory is reused only after the copy: an event marks its end.
 
+use super::queue::{Queue, RawEvent};
 use cudarc::driver::{DriverError, result, sys};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -55,71 +56,6 @@ impl Drop for PinnedMemory {
     fn drop(&mut self) {
         // SAFETY: allocated in `new` and freed only here. The driver waits for copies of it.
         let _ = unsafe { result::free_host(self.start.as_ptr().cast()) };
-    }
-}
-
-/// A CUDA stream, destroyed when it is dropped; queued work continues.
-pub struct Queue(sys::CUstream);
-
-// SAFETY: a stream may be used from any thread that has bound its context.
-unsafe impl Send for Queue {}
-
-impl Queue {
-    /// A stream that does not wait for the default stream. The calling thread has bound a context.
-    pub fn new() -> Result<Queue, DriverError> {
-        Ok(Queue(result::stream::create(result::stream::StreamKind::NonBlocking)?))
-    }
-
-    pub(super) fn raw(&self) -> sys::CUstream {
-        self.0
-    }
-}
-
-impl Drop for Queue {
-    fn drop(&mut self) {
-        // SAFETY: created in `new` and destroyed only here.
-        let _ = unsafe { result::stream::destroy(self.0) };
-    }
-}
-
-/// A CUDA event without timing.
-pub struct RawEvent(sys::CUevent);
-
-// SAFETY: the driver locks its events.
-unsafe impl Send for RawEvent {}
-// SAFETY: as above.
-unsafe impl Sync for RawEvent {}
-
-impl RawEvent {
-    /// An event after the work that is queued in a stream. The calling thread has bound its context.
-    pub fn record(queue: &Queue) -> Result<RawEvent, DriverError> {
-        let event = RawEvent(result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?);
-        // SAFETY: event and stream are live and belong to the bound context.
-        unsafe { result::event::record(event.0, queue.0) }?;
-        Ok(event)
-    }
-
-    pub fn has_occurred(&self) -> bool {
-        // SAFETY: the event is live.
-        unsafe { result::event::query(self.0) }.is_ok()
-    }
-
-    pub fn synchronize(&self) -> Result<(), DriverError> {
-        // SAFETY: the event is live.
-        unsafe { result::event::synchronize(self.0) }
-    }
-
-    /// Delays later work of a stream until the event has occurred.
-    pub fn delay(&self, queue: &Queue) -> Result<(), DriverError> {
-        // SAFETY: event and stream are live; they may belong to different GPUs.
-        unsafe { result::stream::wait_event(queue.0, self.0, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
-    }
-}
-
-impl Drop for RawEvent {
-    fn drop(&mut self) {
-        // SAFETY: created in `record` and destroyed only here; the driver keeps what streams still wait for.
-        let _ = unsafe { result::event::destroy(self.0) };
     }
 }
 

@@ -6,9 +6,10 @@
 use super::device::CudaKernel;
 use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Base, Fault};
-use super::staging::{PinnedMemory, Queue, RawEvent, StagingBuffers};
+use super::queue::{Queue, RawEvent};
+use super::staging::{PinnedMemory, StagingBuffers};
 use super::verbs;
-use super::verbs::{MOST_BLOCKS, PARTS, THREADS, WithFactors};
+use super::verbs::{MOST_BLOCKS, PARTS, RuleVariant, THREADS, Verb};
 use crate::device::api::{Kernel, OutputMode, Stream, WeightRegions};
 use crate::device::buffer::DeviceMemory;
 use crate::device::error::DeviceError;
@@ -19,6 +20,7 @@ use compiler::tensor::DType;
 use cudarc::driver::{DriverError, result};
 use std::any::Any;
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -41,8 +43,7 @@ struct HostState {
     fault_copied: Option<RawEvent>,
     /// Partial sums of norms, and host samples.
     scratch: Option<GpuMemory>,
-    /// The kernels of verbs, by source.
-    functions: Vec<(Arc<str>, Function)>,
+    functions: HashMap<Verb, Function>,
 }
 
 /// An event of a GPU.
@@ -70,7 +71,7 @@ impl CudaStream {
         };
         let (queue, pinned) = made().map_err(|error| gpu.failed(error))?;
         let fault = gpu.allocate(FAULT_BYTES).map_err(|error| gpu.failed(error))?;
-        let (staging, functions) = (StagingBuffers::default(), Vec::new());
+        let (staging, functions) = (StagingBuffers::default(), HashMap::new());
         let state = RefCell::new(HostState { staging, fault: pinned, fault_copied: None, scratch: None, functions });
         Ok(CudaStream { gpu, fault, state, queue })
     }
@@ -88,31 +89,32 @@ impl CudaStream {
         })
     }
 
-    /// The loaded kernel of a verb.
-    fn verb(&self, text: &Arc<str>) -> Result<Function, DeviceError> {
+    /// The loaded kernel of a verb. Its source is made on first use.
+    fn function(&self, verb: Verb, text: impl FnOnce() -> Arc<str>) -> Result<Function, DeviceError> {
         let mut state = self.state.borrow_mut();
-        if let Some((_, function)) = state.functions.iter().find(|(known, _)| known == text) {
+        if let Some(function) = state.functions.get(&verb) {
             return Ok(*function);
         }
-        let function = self.gpu.function(text).map_err(|error| self.gpu.failed(error))?;
-        state.functions.push((text.clone(), function));
+        let function = self.gpu.function(&text()).map_err(|error| self.gpu.failed(error))?;
+        state.functions.insert(verb, function);
         Ok(function)
     }
 
     /// Launches a verb over `count` elements.
-    fn each(&self, text: &Arc<str>, count: usize, words: &[u64]) -> Result<(), DeviceError> {
+    fn each(
+        &self,
+        verb: Verb,
+        text: impl FnOnce() -> Arc<str>,
+        count: usize,
+        words: &[u64],
+    ) -> Result<(), DeviceError> {
         if count == 0 {
             return Ok(());
         }
-        let function = self.verb(text)?;
+        let function = self.function(verb, text)?;
         let blocks = count.div_ceil(THREADS as usize).min(MOST_BLOCKS) as u32;
         let mut all: Vec<u64> = std::iter::once(count as u64).chain(words.iter().copied()).collect();
         self.launch(function, (blocks, THREADS), &mut all)
-    }
-
-    fn with_factors(&self, of: &WithFactors, count: usize, addresses: Vec<u64>) -> Result<(), DeviceError> {
-        let words: Vec<u64> = addresses.into_iter().chain(of.factors.iter().map(|factor| factor.to_bits())).collect();
-        self.each(&of.text, count, &words)
     }
 
     /// The address of scratch memory of this stream.
@@ -239,23 +241,34 @@ impl Stream for CudaStream {
         match from_dtype == to_dtype {
             true => self.copy(from, to),
             false => {
+                let verb = Verb::Cast { from: from_dtype, to: to_dtype };
                 let words = [from.address(), to.address()];
-                self.each(&verbs::cast(from_dtype, to_dtype), from.len() / from_dtype.size(), &words)
+                self.each(verb, || verbs::cast(from_dtype, to_dtype), from.len() / from_dtype.size(), &words)
             }
         }
     }
 
     fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        self.each(&verbs::accumulate(dtype), term.len() / dtype.size(), &[term.address(), sum.address()])
+        self.each(
+            Verb::Accumulate(dtype),
+            || verbs::accumulate(dtype),
+            term.len() / dtype.size(),
+            &[term.address(), sum.address()],
+        )
     }
 
     fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
         let words = [first.address(), second.address(), sum.address()];
-        self.each(&verbs::add(dtype), sum.len() / dtype.size(), &words)
+        self.each(Verb::Add(dtype), || verbs::add(dtype), sum.len() / dtype.size(), &words)
     }
 
     fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
-        self.each(&verbs::scale(dtype), values.len() / dtype.size(), &[values.address(), factor.to_bits()])
+        self.each(
+            Verb::Scale(dtype),
+            || verbs::scale(dtype),
+            values.len() / dtype.size(),
+            &[values.address(), factor.to_bits()],
+        )
     }
 
     fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError> {
@@ -263,7 +276,7 @@ impl Stream for CudaStream {
         let bytes = tensors.len() * part_bytes;
         let parts = self.scratch(bytes.max(1))?;
         for (at, (dtype, values)) in tensors.iter().enumerate() {
-            let function = self.verb(&verbs::squares(*dtype))?;
+            let function = self.function(Verb::Squares(*dtype), || verbs::squares(*dtype))?;
             let to = parts + (at * part_bytes) as u64;
             let mut words = [(values.len() / dtype.size()) as u64, values.address(), to];
             self.launch(function, (PARTS, THREADS), &mut words)?;
@@ -288,10 +301,13 @@ impl Stream for CudaStream {
             WeightRegions::InPlace(weights) => (weights.address(), weights.address()),
             WeightRegions::OutOfPlace { old, new } => (old.address(), new.address()),
         };
-        let kernel = verbs::step(rule, step.dtype, (step.scale, step.step, step.rate));
-        let mut addresses = vec![old, new, gradient.address()];
-        addresses.extend(state.iter().take(rule.states()).map(|state| state.address()));
-        self.with_factors(&kernel, gradient.len() / step.dtype.size(), addresses)
+        let factors = verbs::step_factors(rule, (step.scale, step.step, step.rate));
+        let mut words = vec![old, new, gradient.address()];
+        words.extend(state.iter().take(rule.states()).map(|state| state.address()));
+        words.extend(factors.iter().map(|(_, factor)| factor.to_bits()));
+        let verb = Verb::Step(RuleVariant::of(rule), step.dtype);
+        let text = || verbs::step(rule, step.dtype, &factors);
+        self.each(verb, text, gradient.len() / step.dtype.size(), &words)
     }
 
     fn predict_weights(
@@ -303,10 +319,12 @@ impl Stream for CudaStream {
         to: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
         let &Prediction { dtype, steps, made, rate } = prediction;
-        let Some(kernel) = verbs::predict(rule, dtype, (steps, made, rate)) else { return self.copy(weights, to) };
-        let mut addresses = vec![weights.address(), to.address()];
-        addresses.extend(state.iter().take(rule.states()).map(|state| state.address()));
-        self.with_factors(&kernel, weights.len() / dtype.size(), addresses)
+        let Some(factors) = verbs::predict_factors(rule, (steps, made, rate)) else { return self.copy(weights, to) };
+        let mut words = vec![weights.address(), to.address()];
+        words.extend(state.iter().take(rule.states()).map(|state| state.address()));
+        words.extend(factors.iter().map(|(_, factor)| factor.to_bits()));
+        let verb = Verb::Predict(RuleVariant::of(rule), dtype);
+        self.each(verb, || verbs::predict(rule, dtype, &factors), weights.len() / dtype.size(), &words)
     }
 
     fn average_update(
@@ -317,7 +335,7 @@ impl Stream for CudaStream {
         average: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
         let words = [old.address(), new.address(), average.address(), keep.to_bits()];
-        self.each(&verbs::average_update(dtype), average.len() / dtype.size(), &words)
+        self.each(Verb::AverageUpdate(dtype), || verbs::average_update(dtype), average.len() / dtype.size(), &words)
     }
 
     fn set_back_weights(
@@ -328,7 +346,7 @@ impl Stream for CudaStream {
         to: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
         let words = [weights.address(), average.address(), to.address(), f64::from(steps).to_bits()];
-        self.each(&verbs::set_back(dtype), weights.len() / dtype.size(), &words)
+        self.each(Verb::SetBack(dtype), || verbs::set_back(dtype), weights.len() / dtype.size(), &words)
     }
 
     fn moving_average(&self, dtype: DType, sample: &[f64], keep: f64, state: RegionMut<'_>) -> Result<(), DeviceError> {
@@ -336,7 +354,12 @@ impl Stream for CudaStream {
         let sample = bytemuck::cast_slice(&sample[..count]);
         let on_gpu = self.scratch(sample.len().max(1))?;
         self.upload_to(on_gpu, sample.len(), &mut |to| to.copy_from_slice(sample))?;
-        self.each(&verbs::moving_average(dtype), count, &[on_gpu, state.address(), keep.to_bits()])
+        self.each(
+            Verb::MovingAverage(dtype),
+            || verbs::moving_average(dtype),
+            count,
+            &[on_gpu, state.address(), keep.to_bits()],
+        )
     }
 
     fn record(&self) -> Result<Event, DeviceError> {

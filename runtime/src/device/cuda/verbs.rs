@@ -9,6 +9,7 @@ use crate::device::layout::accumulation_type;
 use crate::device::optimizer::UpdateRule;
 use compiler::tensor::DType;
 use std::fmt::Write;
+use std::mem::{Discriminant, discriminant};
 use std::sync::Arc;
 
 /// Threads of a block.
@@ -19,6 +20,40 @@ pub const MOST_BLOCKS: usize = 4096;
 
 /// Blocks of [`squares`], and partial sums of each tensor.
 pub const PARTS: u32 = 256;
+
+/// A kernel of this file, by what its source depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Verb {
+    Cast { from: DType, to: DType },
+    Accumulate(DType),
+    Add(DType),
+    Scale(DType),
+    Squares(DType),
+    AverageUpdate(DType),
+    SetBack(DType),
+    MovingAverage(DType),
+    Step(RuleVariant, DType),
+    Predict(RuleVariant, DType),
+}
+
+/// The parts of an update rule that its source depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RuleVariant {
+    rule: Discriminant<UpdateRule>,
+    flags: [bool; 2],
+}
+
+impl RuleVariant {
+    pub fn of(rule: &UpdateRule) -> RuleVariant {
+        let flags = match *rule {
+            UpdateRule::Sgd { momentum, nesterov, .. } => [momentum != 0.0, nesterov],
+            UpdateRule::Adam { decoupled, .. } => [decoupled, false],
+            UpdateRule::RmsProp { momentum, .. } => [momentum != 0.0, false],
+            UpdateRule::Adagrad { .. } => [false; 2],
+        };
+        RuleVariant { rule: discriminant(rule), flags }
+    }
+}
 
 /// A kernel over `n` elements: parameters after `u64 n`, and the lines for element `i`.
 fn each(parameters: &str, lines: &str) -> Arc<str> {
@@ -87,97 +122,106 @@ pub fn moving_average(dtype: DType) -> Arc<str> {
     each(&format!("const f64* x, {}* y, f64 keep", stored(dtype)), &format!("y[i] = {};", store(dtype, &rounded)))
 }
 
-/// A kernel with numbers as its last arguments.
-pub struct WithFactors {
-    pub text: Arc<str>,
-    pub factors: Vec<f64>,
-}
+/// The last arguments of a kernel: names and values.
+pub type Factors = Vec<(&'static str, f64)>;
 
-/// One optimizer step: `(n, old weights, new weights, gradient, states…, factors…)`. The definitions are those of
-/// [`UpdateRule`].
-pub fn step(rule: &UpdateRule, dtype: DType, (scale, step, rate): (f64, u32, f64)) -> WithFactors {
+/// The factors of one optimizer step.
+pub fn step_factors(rule: &UpdateRule, (scale, step, rate): (f64, u32, f64)) -> Factors {
     let mut factors = vec![("scale", scale)];
-    let mut lines = "f64 w = old[i], g = (f64)gradient[i] * scale;\n".to_string();
     match *rule {
-        UpdateRule::Sgd { learning_rate, momentum, nesterov, weight_decay } => {
+        UpdateRule::Sgd { learning_rate, momentum, weight_decay, .. } => {
             factors.extend([("lr", learning_rate * rate), ("momentum", momentum), ("decay", weight_decay)]);
-            lines.push_str("g += decay * w;\n");
-            if momentum != 0.0 {
-                lines.push_str("f64 v = momentum * (f64)s0[i] + g;\n");
-                lines.push_str(if nesterov { "w -= lr * (g + momentum * v);\n" } else { "w -= lr * v;\n" });
-                lines.push_str("s0[i] = v;\n");
-            } else {
-                lines.push_str(if nesterov { "w -= lr * (g + momentum * g);\n" } else { "w -= lr * g;\n" });
-            }
         }
         UpdateRule::Adam { learning_rate, betas, epsilon, weight_decay, decoupled } => {
             let lr = learning_rate * rate;
             let correction = |beta: f64| 1.0 - beta.powf(f64::from(step));
-            let (first, second) = (correction(betas.0), correction(betas.1).sqrt());
             let decay = if decoupled { 1.0 - lr * weight_decay } else { weight_decay };
-            factors.extend([("size", lr / first), ("root", second), ("beta1", betas.0), ("beta2", betas.1)]);
-            factors.extend([("epsilon", epsilon), ("decay", decay)]);
-            lines.push_str(if decoupled { "w *= decay;\n" } else { "g += decay * w;\n" });
-            lines.push_str(
-                "f64 a = s0[i], b = s1[i];\na += (g - a) * (1.0 - beta1);\nb = beta2 * b + (1.0 - beta2) * g * g;\n\
-                 w -= size * a / (m_sqrt(b) / root + epsilon);\ns0[i] = a;\ns1[i] = b;\n",
-            );
+            factors.extend([("step_size", lr / correction(betas.0)), ("root_correction", correction(betas.1).sqrt())]);
+            factors.extend([("beta1", betas.0), ("beta2", betas.1), ("epsilon", epsilon), ("decay", decay)]);
         }
         UpdateRule::RmsProp { learning_rate, alpha, epsilon, weight_decay, momentum } => {
             factors.extend([("lr", learning_rate * rate), ("alpha", alpha), ("epsilon", epsilon)]);
             factors.extend([("decay", weight_decay), ("momentum", momentum)]);
-            lines.push_str(
-                "g += decay * w;\nf64 square = alpha * (f64)s0[i] + (1.0 - alpha) * g * g;\ns0[i] = square;\n\
-                 f64 v = g / (m_sqrt(square) + epsilon);\n",
-            );
-            if momentum != 0.0 {
-                lines.push_str("v += momentum * (f64)s1[i];\ns1[i] = v;\n");
-            }
-            lines.push_str("w -= lr * v;\n");
         }
         UpdateRule::Adagrad { learning_rate, decay, epsilon, weight_decay } => {
             let lr = learning_rate * rate / (1.0 + (f64::from(step) - 1.0) * decay);
             factors.extend([("lr", lr), ("epsilon", epsilon), ("decay", weight_decay)]);
+        }
+    }
+    factors
+}
+
+/// One optimizer step: `(n, old weights, new weights, gradient, states…, factors…)`. The definitions are those of
+/// [`UpdateRule`].
+pub fn step(rule: &UpdateRule, dtype: DType, factors: &Factors) -> Arc<str> {
+    let mut lines = "f64 w = old[i], g = (f64)gradient[i] * scale;\n".to_string();
+    lines.push_str(match *rule {
+        UpdateRule::Adam { decoupled: true, .. } => "w *= decay;\n",
+        _ => "g += decay * w;\n",
+    });
+    match *rule {
+        UpdateRule::Sgd { momentum, nesterov, .. } => {
+            let has_momentum = momentum != 0.0;
+            lines.push_str(if has_momentum { "f64 v = momentum * (f64)s0[i] + g;\n" } else { "f64 v = g;\n" });
+            lines.push_str(if nesterov { "w -= lr * (g + momentum * v);\n" } else { "w -= lr * v;\n" });
+            lines.push_str(if has_momentum { "s0[i] = v;\n" } else { "" });
+        }
+        UpdateRule::Adam { .. } => lines.push_str(
+            "f64 a = s0[i], b = s1[i];\na += (g - a) * (1.0 - beta1);\nb = beta2 * b + (1.0 - beta2) * g * g;\n\
+             w -= step_size * a / (m_sqrt(b) / root_correction + epsilon);\ns0[i] = a;\ns1[i] = b;\n",
+        ),
+        UpdateRule::RmsProp { momentum, .. } => {
             lines.push_str(
-                "g += decay * w;\nf64 sum = (f64)s0[i] + g * g;\ns0[i] = sum;\nw -= lr * g / (m_sqrt(sum) + epsilon);\n",
+                "f64 square = alpha * (f64)s0[i] + (1.0 - alpha) * g * g;\ns0[i] = square;\n\
+                 f64 v = g / (m_sqrt(square) + epsilon);\n",
             );
+            lines.push_str(if momentum != 0.0 { "v += momentum * (f64)s1[i];\ns1[i] = v;\n" } else { "" });
+            lines.push_str("w -= lr * v;\n");
+        }
+        UpdateRule::Adagrad { .. } => {
+            lines.push_str("f64 sum = (f64)s0[i] + g * g;\ns0[i] = sum;\nw -= lr * g / (m_sqrt(sum) + epsilon);\n")
         }
     }
     lines.push_str("weight[i] = w;");
     let of = stored(dtype);
     let mut parameters = format!("const {of}* old, {of}* weight, const {of}* gradient");
     (0..rule.states()).for_each(|state| _ = write!(parameters, ", {of}* s{state}"));
-    factors.iter().for_each(|(name, _)| _ = write!(parameters, ", f64 {name}"));
-    WithFactors { text: each(&parameters, &lines), factors: factors.into_iter().map(|(_, factor)| factor).collect() }
+    each(&with_factors(parameters, factors), &lines)
 }
 
-/// Weights after further steps: `(n, weights, to, states…, factors…)`. `None` if the rule has no direction yet, so the
-/// weights stay.
-pub fn predict(rule: &UpdateRule, dtype: DType, (steps, made, rate): (u32, u32, f64)) -> Option<WithFactors> {
-    let far = f64::from(steps) * rate;
-    let (factors, direction) = match *rule {
-        _ if made == 0 => return None,
-        UpdateRule::Sgd { learning_rate, momentum, .. } if momentum != 0.0 => {
-            (vec![("far", far * learning_rate)], "(f64)s0[i]")
-        }
-        UpdateRule::RmsProp { learning_rate, momentum, .. } if momentum != 0.0 => {
-            (vec![("far", far * learning_rate)], "(f64)s1[i]")
+/// The factors of weights after further steps. `None` if the rule has no direction yet, so the weights stay.
+pub fn predict_factors(rule: &UpdateRule, (steps, made, rate): (u32, u32, f64)) -> Option<Factors> {
+    let distance = f64::from(steps) * rate;
+    match *rule {
+        _ if made == 0 => None,
+        UpdateRule::Sgd { learning_rate, momentum, .. } | UpdateRule::RmsProp { learning_rate, momentum, .. } => {
+            (momentum != 0.0).then(|| vec![("distance", distance * learning_rate)])
         }
         UpdateRule::Adam { learning_rate, betas, epsilon, .. } => {
             let correction = |beta: f64| 1.0 - beta.powf(f64::from(made));
             let corrections = [("first", correction(betas.0)), ("second", correction(betas.1))];
-            let factors = [("far", far * learning_rate), ("epsilon", epsilon)].into_iter().chain(corrections).collect();
-            (factors, "(f64)s0[i] / first / (m_sqrt((f64)s1[i] / second) + epsilon)")
+            Some(
+                [("distance", distance * learning_rate), ("epsilon", epsilon)].into_iter().chain(corrections).collect(),
+            )
         }
-        _ => return None,
+        UpdateRule::Adagrad { .. } => None,
+    }
+}
+
+/// Weights after further steps: `(n, weights, to, states…, factors…)`.
+pub fn predict(rule: &UpdateRule, dtype: DType, factors: &Factors) -> Arc<str> {
+    let direction = match rule {
+        UpdateRule::Adam { .. } => "(f64)s0[i] / first / (m_sqrt((f64)s1[i] / second) + epsilon)",
+        UpdateRule::RmsProp { .. } => "(f64)s1[i]",
+        UpdateRule::Sgd { .. } | UpdateRule::Adagrad { .. } => "(f64)s0[i]",
     };
     let of = stored(dtype);
     let mut parameters = format!("const {of}* w, {of}* y");
     (0..rule.states()).for_each(|state| _ = write!(parameters, ", const {of}* s{state}"));
+    each(&with_factors(parameters, factors), &format!("y[i] = ({of})((f64)w[i] - distance * ({direction}));"))
+}
+
+fn with_factors(mut parameters: String, factors: &Factors) -> String {
     factors.iter().for_each(|(name, _)| _ = write!(parameters, ", f64 {name}"));
-    let lines = format!("y[i] = ({of})((f64)w[i] - far * ({direction}));");
-    Some(WithFactors {
-        text: each(&parameters, &lines),
-        factors: factors.into_iter().map(|(_, factor)| factor).collect(),
-    })
+    parameters
 }
