@@ -122,7 +122,7 @@ fn main() {
     };
     let all: Vec<Measured> = subjects.into_iter().map(|subject| measured(subject, &arguments, &mut peer)).collect();
     println!("# Training\n");
-    let device = profiler::machine::device();
+    let device = profiler::machine::this_cpu();
     let cores = std::thread::available_parallelism().map_or(1, |count| count.get());
     println!("{}, {cores} cores, {}; rounds: {}.", device.name, device.driver, arguments.rounds);
     if let Some(peer) = &peer {

@@ -5,10 +5,10 @@ use crate::files::input;
 use crate::help;
 use compiler::cluster::class;
 use compiler::cluster::device::{Kind, find, hint, names};
-use compiler::cluster::{Bytes, BytesPerSecond, Cluster, read};
+use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, Peak, Seconds, read};
 use compiler::import::onnx::name::shown;
 use compiler::plan::PlannedCluster;
-use compiler::profile::Profile;
+use compiler::profile::{OpProfile, Profile};
 use profiler::machine;
 use std::path::{Path, PathBuf};
 
@@ -98,10 +98,13 @@ pub fn cluster_of(devices: &ClusterRequest, profile: &Profile) -> Result<Cluster
     if devices.file.is_some() || analytic.is_some() {
         return cluster(devices, analytic);
     }
-    // Only CPUs are measured, and the cores are known only if the profile was made on this CPU.
+    if profile.device.is_gpu() {
+        return Ok(Cluster { device: measured_gpu(profile), ..cluster(devices, None)? });
+    }
+    // The cores of a CPU are known only if the profile was made on this one.
     let mut described = cluster(devices, find("cpu"))?;
     let workers = described.devices();
-    if profile.device.name == machine::device().name {
+    if profile.device.name == machine::this_cpu().name {
         let here = machine::cluster_of_this_cpu(workers)
             .map_err(|error| Error::input("cannot use this CPU").because(error))?;
         described.device = here.device;
@@ -114,6 +117,29 @@ pub fn cluster_of(devices: &ClusterRequest, profile: &Profile) -> Result<Cluster
         described.device.memory = Bytes(profile.device.memory_bytes / u64::from(workers.max(1)));
     }
     Ok(described)
+}
+
+/// A GPU that the table of device types does not have: it has the highest rates of its measured ops, for all types.
+fn measured_gpu(profile: &Profile) -> Device {
+    let rate = |amount: fn(&OpProfile) -> u64| {
+        let rates = profile.ops.iter().filter(|op| op.fwd_us > 0.0).map(|op| amount(op) as f64 * 1e6 / op.fwd_us);
+        rates.fold(1.0, f64::max)
+    };
+    let flops = rate(|op| op.flops);
+    // An op reads at least its parameters and as much as it writes.
+    let bytes = rate(|op| op.param_bytes.saturating_add(op.out_bytes.saturating_mul(2)));
+    Device {
+        kind: profile.device.name.clone(),
+        memory: Bytes(profile.device.memory_bytes),
+        memory_bandwidth: BytesPerSecond(bytes),
+        peak_flops: Peak { f64: flops, f32: flops, tf32: flops, bf16: flops, f16: flops },
+        // Measured times have it.
+        launch: Seconds(0.0),
+        multiprocessors: None,
+        matmul_efficiency: None,
+        cores: None,
+        threads_per_worker: None,
+    }
 }
 
 /// The cluster of a plan in one line.

@@ -24,6 +24,7 @@ use compiler::profile::precision::Precision;
 use compiler::profile::{Method, Profile};
 use compiler::tensor::DType;
 use profiler::scratch::{of_joint, scratch};
+use runtime::device::cpu::device::cpu;
 use std::path::{Path, PathBuf};
 
 pub mod cost_source;
@@ -255,7 +256,7 @@ pub fn assemble(
             if device.kind == CPU {
                 let needed = scratch(&attribution);
                 costs.ops.iter_mut().zip(needed).for_each(|(op, bytes)| op.workspace_bytes = bytes);
-                let joint = costs.ops.iter_mut().zip(of_joint(&attribution));
+                let joint = costs.ops.iter_mut().zip(of_joint(&attribution, &*cpu()));
                 joint.for_each(|(op, joint)| [op.batched_grad_bytes, op.batched_grad_workspace_bytes] = joint);
             }
             PlannedProfile { sha256: String::new(), method: Method::Analytic }

@@ -7,6 +7,7 @@ use crate::events::{Event, EventSink};
 use crate::files::output;
 use crate::loss::{CountedLoss, attributed};
 use crate::model::{self, ImportRequest, LoadedModel};
+use crate::train::device_request::open_gpu;
 use crate::train::memory;
 use compiler::export::quantity;
 use compiler::graph::Graph;
@@ -19,17 +20,25 @@ use compiler::profile::precision::Precision;
 use compiler::tensor::DType;
 use profiler::cache::Cache;
 use profiler::measure::{MeasureError, Model, Settings, measure};
+use runtime::device::api::Device;
+use runtime::device::cpu::device::cpu;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 pub mod torch_engine;
 
 use torch_engine::{Subjects, TorchEngine};
+
+/// Other processes are mentioned if they hold more than one part in this many of a GPU's memory. A CUDA context takes less.
+const LEAST_SHARE_OF_OTHERS: u64 = 20;
 
 /// The device whose ops are profiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProfileDevice {
     /// One core of this machine, measured.
     Cpu,
+    /// A GPU of this machine by number, measured.
+    Gpu(usize),
     /// The roofline of a device type, computed.
     Analytic(String),
     /// A device that PyTorch runs on, measured with its kernels.
@@ -62,11 +71,16 @@ pub struct ProfileRequest {
 /// Profiles a model.
 pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profile, Error> {
     match &request.device {
-        ProfileDevice::Cpu => {
+        ProfileDevice::Cpu | ProfileDevice::Gpu(_) => {
+            let device = match request.device {
+                ProfileDevice::Gpu(number) => open_gpu(number)?,
+                _ => cpu(),
+            };
             let loaded = load(request, events)?;
             let micro_batch = loaded.micro_batch(None, events);
             let graph = graph(&loaded, micro_batch, request.precision)?;
-            measure_graph(&loaded, &graph, micro_batch, request.loss, &request.settings, request.uses_cache, events)
+            let subject = MeasuredGraph { loaded: &loaded, graph: &graph, micro_batch, loss: request.loss };
+            measure_graph(&subject, &device, &request.settings, request.uses_cache, events)
         }
         ProfileDevice::Torch(engine) => {
             let loaded = load(request, events)?;
@@ -114,17 +128,29 @@ fn graph(loaded: &LoadedModel, micro_batch: u64, precision: Option<Precision>) -
     precision.map_or(Ok(graph.clone()), |precision| in_precision(&graph, precision, &loaded.model.file))
 }
 
-/// Measures every kernel of a model on this machine.
+/// A graph to measure.
+pub struct MeasuredGraph<'a> {
+    /// The model.
+    pub loaded: &'a LoadedModel,
+    /// Its graph at this micro-batch size and precision.
+    pub graph: &'a Graph,
+    /// Samples per micro-batch.
+    pub micro_batch: u64,
+    /// The loss whose costs are included.
+    pub loss: CountedLoss,
+}
+
+/// Measures every kernel of a model on a device of this machine.
 pub fn measure_graph(
-    loaded: &LoadedModel,
-    graph: &Graph,
-    micro_batch: u64,
-    loss: CountedLoss,
+    subject: &MeasuredGraph<'_>,
+    device: &Arc<dyn Device>,
     settings: &Settings,
     uses_cache: bool,
     events: &dyn EventSink,
 ) -> Result<Profile, Error> {
+    let &MeasuredGraph { loaded, graph, micro_batch, loss } = subject;
     memory::check("profiling this model", memory::of_graph(graph), "use a smaller `--micro-batch N`")?;
+    note_other_users(&**device, events);
     let weights = loaded.known_weights();
     let known = attributed(graph, loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
     let model = Model {
@@ -136,7 +162,7 @@ pub fn measure_graph(
         weights: &weights,
     };
     let cache = if uses_cache { Cache::of_user() } else { None };
-    let measured = measure(&model, settings, cache.as_ref(), &mut |progress| {
+    let measured = measure(&model, device, settings, cache.as_ref(), &mut |progress| {
         let message = shown(progress.name);
         let (done, total) = (progress.done as u64, progress.total as u64);
         events.event(Event::Progress { unit: "kernels", done, total, message: &message });
@@ -159,6 +185,17 @@ pub fn measure_graph(
         now => format!("{all}: {now} measured, the others from the cache"),
     });
     Ok(measured.profile)
+}
+
+/// Says if other processes hold memory of a GPU: they may also slow it down.
+fn note_other_users(device: &dyn Device, events: &dyn EventSink) {
+    let (info, free) = (device.info(), device.available_memory());
+    let Some((all, free)) = info.memory.zip(free) else { return };
+    let used = all.saturating_sub(free);
+    if used > all / LEAST_SHARE_OF_OTHERS {
+        let (used, all) = (quantity::bytes(used), quantity::bytes(all));
+        events.note(&format!("{used} of {all} of {} are in use: other processes may disturb the times", info.name));
+    }
 }
 
 fn cannot_profile(file: &str, error: &AttributionError) -> Error {

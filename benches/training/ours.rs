@@ -24,6 +24,7 @@ use profiler::machine::cluster_of_this_cpu;
 use profiler::measure::{self, Settings as Measuring, measure};
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::device::cpu::device::cpu;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::stage::worker::Work;
@@ -101,7 +102,9 @@ impl<'a> Known<'a> {
             micro_batch: self.rows(microbatches) as u64,
             weights: &self.weights,
         };
-        measure(&model, &Measuring::default(), None, &mut |_| {}).expect("the zoo's models can be measured").profile
+        measure(&model, &cpu(), &Measuring::default(), None, &mut |_| {})
+            .expect("the zoo's models can be measured")
+            .profile
     }
 
     /// The plan with one stage per worker.

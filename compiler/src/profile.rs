@@ -55,6 +55,16 @@ pub struct ProfiledDevice {
     pub memory_bytes: u64,
 }
 
+/// What the driver version of a GPU starts with.
+const CUDA: &str = "CUDA ";
+
+impl ProfiledDevice {
+    /// True for a measured GPU.
+    pub fn is_gpu(&self) -> bool {
+        self.driver.starts_with(CUDA)
+    }
+}
+
 /// Measurement settings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]

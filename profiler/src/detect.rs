@@ -77,7 +77,7 @@ fn device(card: &GpuInfo) -> Result<Device, DetectError> {
 }
 
 /// The device type with this name and memory.
-fn kind(name: &str, memory: u64) -> Option<&'static Kind> {
+pub fn kind(name: &str, memory: u64) -> Option<&'static Kind> {
     let words: Vec<&str> = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty()).collect();
     let is_there = |wanted: &str| {
         let wanted: Vec<&str> = wanted.split(' ').collect();
@@ -115,6 +115,7 @@ mod tests {
             architecture: Architecture { major: 9, minor: 0 },
             memory,
             driver: 13000,
+            cache: 50 << 20,
         }
     }
 

@@ -18,8 +18,8 @@ use runtime::device::region::{Region, RegionMut};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Minimum length of a sample, so that reading the clock (about 30 ns) is negligible.
-const SAMPLE: Duration = Duration::from_micros(20);
+/// Minimum length of a sample, as a multiple of the resolution of the clock.
+const SAMPLE: u32 = 600;
 
 const MOST_RUNS_A_SAMPLE: usize = 256;
 
@@ -70,6 +70,13 @@ impl Subject {
     }
 }
 
+/// Number of copies of tensors of `bytes` bytes that together have about `rotation_bytes`.
+pub fn copies(device: &dyn Device, rotation_bytes: usize, bytes: usize) -> usize {
+    // On a GPU, starting a kernel takes longer than reading tensors that are small enough for this limit to matter.
+    let most = if device.is_asynchronous() { 64 } else { 1 << 16 };
+    (rotation_bytes / bytes.max(1)).clamp(1, most)
+}
+
 struct Copy {
     inputs: Vec<Buffer>,
     outputs: Vec<Buffer>,
@@ -81,8 +88,8 @@ type Sides<'a> = (Vec<Region<'a>>, Vec<RegionMut<'a>>);
 /// Measures a kernel of a device on valid random inputs. The tensors must fit in memory.
 pub fn time(subject: &Subject, device: &dyn Device, kernel: &dyn Kernel, runs: &Runs) -> Result<Time, DeviceError> {
     let stream = device.stream()?;
-    let size = (subject.bytes() as usize).max(1);
-    let count = (runs.rotation_bytes / size).clamp(1, 1 << 16);
+    let size = subject.bytes() as usize;
+    let count = copies(device, runs.rotation_bytes, size);
     let patterns: Vec<Tensor> = (0..subject.inputs.len()).map(|slot| pattern(subject, slot, runs.seed)).collect();
     let copy = |_| -> Result<Copy, DeviceError> {
         let inputs = subject.inputs.iter().zip(&patterns);
@@ -99,7 +106,8 @@ pub fn time(subject: &Subject, device: &dyn Device, kernel: &dyn Kernel, runs: &
         .collect();
     let mut workspace = device.allocate(kernel.workspace())?;
     let mut next = 0;
-    let run = |times: usize| -> Result<(), DeviceError> {
+    let run = |times: usize| -> Result<Duration, DeviceError> {
+        let start = stream.timestamp()?;
         for _ in 0..times {
             let (inputs, outputs) = &mut sides[next];
             stream.run(kernel, inputs, outputs, workspace.region_mut(), OutputMode::Overwrite)?;
@@ -108,18 +116,19 @@ pub fn time(subject: &Subject, device: &dyn Device, kernel: &dyn Kernel, runs: &
                 next = 0;
             }
         }
-        stream.finish()
+        stream.timestamp()?.since(&start)
     };
-    sampled(run, runs)
+    let time = sampled(run, stream.timestamp_resolution(), runs)?;
+    stream.finish()?;
+    Ok(time)
 }
 
-/// Measures one run; `run(n)` makes n runs.
-pub fn sampled<E>(mut run: impl FnMut(usize) -> Result<(), E>, runs: &Runs) -> Result<Time, E> {
-    let mut run = |times: usize| -> Result<Duration, E> {
-        let start = Instant::now();
-        run(times)?;
-        Ok(start.elapsed())
-    };
+/// Measures one run; `run(n)` makes n runs and returns their time, up to `resolution`.
+pub fn sampled<E>(
+    mut run: impl FnMut(usize) -> Result<Duration, E>,
+    resolution: Duration,
+    runs: &Runs,
+) -> Result<Time, E> {
     let began = Instant::now();
     let mut single = run(1)?;
     for _ in 1..runs.warmup {
@@ -128,7 +137,8 @@ pub fn sampled<E>(mut run: impl FnMut(usize) -> Result<(), E>, runs: &Runs) -> R
         }
         single = single.min(run(1)?);
     }
-    let batch = SAMPLE.as_nanos().div_ceil(single.as_nanos().max(1)).clamp(1, MOST_RUNS_A_SAMPLE as u128) as usize;
+    let sample = (SAMPLE * resolution).as_nanos();
+    let batch = sample.div_ceil(single.as_nanos().max(1)).clamp(1, MOST_RUNS_A_SAMPLE as u128) as usize;
     let fewest = if single > runs.budget { 1 } else { runs.samples.min(3) };
     let mut samples = Vec::new();
     while samples.len() < runs.samples.max(1) as usize {

@@ -13,6 +13,7 @@
 //! use compiler::pass::attribution::Training;
 //! use compiler::profile::{Method, ProfiledModel};
 //! use profiler::measure::{Model, Settings, measure};
+//! use runtime::device::cpu::device::cpu;
 //! use std::collections::BTreeMap;
 //!
 //! let graph = text::parse(r#"
@@ -35,7 +36,7 @@
 //!     weights: &BTreeMap::new(),
 //! };
 //! let settings = Settings { runs: 3, ..Settings::default() };
-//! let profile = measure(&model, &settings, None, &mut |progress| println!("{}", progress.name))?.profile;
+//! let profile = measure(&model, &cpu(), &settings, None, &mut |progress| println!("{}", progress.name))?.profile;
 //! assert_eq!((profile.method, profile.ops.len()), (Method::Measured, 3));
 //! assert!(profile.ops.iter().all(|op| op.fwd_us > 0.0));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -44,6 +45,7 @@
 pub mod cache;
 pub mod detect;
 pub mod kernel;
+pub mod links;
 pub mod machine;
 pub mod measure;
 pub mod scratch;

@@ -1,9 +1,11 @@
 //! This machine: its CPU, its memory, and the cluster of workers on its cores.
 
+use crate::detect;
 use compiler::cluster::device::find;
 use compiler::cluster::read::{ClusterError, check};
 use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Level, Seconds};
 use compiler::profile::ProfiledDevice;
+use runtime::device::api::{Device, DeviceInfo};
 use std::hint::black_box;
 use std::sync::mpsc::channel;
 use std::time::Instant;
@@ -19,7 +21,15 @@ const COPIED: usize = 64 << 20;
 /// Round trips to measure latency.
 const MESSAGES: u32 = 2000;
 
-pub fn device() -> ProfiledDevice {
+/// A device as profiles name it: a GPU of a known type by the name of the type.
+pub fn profiled_device(device: &dyn Device) -> ProfiledDevice {
+    let DeviceInfo { model, driver, memory, .. } = device.info();
+    let Some(memory_bytes) = *memory else { return this_cpu() };
+    let name = detect::kind(model, memory_bytes).map_or(model.as_str(), |kind| kind.name).to_string();
+    ProfiledDevice { name, driver: format!("{driver}, pipec {}", env!("CARGO_PKG_VERSION")), memory_bytes }
+}
+
+pub fn this_cpu() -> ProfiledDevice {
     ProfiledDevice {
         name: name(),
         driver: format!("pipec {} {}", env!("CARGO_PKG_VERSION"), vectors()),
@@ -176,8 +186,8 @@ mod tests {
 
     #[test]
     fn this_machine_has_a_name_and_a_cache() {
-        assert!(!device().name.is_empty());
-        assert!(device().driver.starts_with("pipec "));
+        assert!(!this_cpu().name.is_empty());
+        assert!(this_cpu().driver.starts_with("pipec "));
         assert!((1 << 10..=MOST_CACHE).contains(&cache_bytes()));
     }
 }

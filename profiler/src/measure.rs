@@ -7,7 +7,7 @@
 
 use crate::cache::{Cache, Time};
 use crate::kernel::{self, Runs, Subject};
-use crate::machine::{available_bytes, cache_bytes, device};
+use crate::machine::{cache_bytes, profiled_device};
 use crate::scratch::{of_chains, of_joint};
 use crate::update;
 use crate::whole::{Times, Whole, whole};
@@ -19,10 +19,11 @@ use compiler::pass::attribution::{Attribution, AttributionError, Training, attri
 use compiler::pass::costs::{cost_graph, dtype};
 use compiler::profile::{self, Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA};
 use compiler::tensor::Tensor;
-use runtime::device::cpu::device::cpu;
+use runtime::device::api::Device;
 use runtime::device::error::DeviceError;
 use runtime::exec::compile_error::CompileError;
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 use thiserror::Error;
 
@@ -99,17 +100,18 @@ struct Job {
     is_reference: bool,
 }
 
-/// Measures every op of a model on this machine's CPU, with one thread.
+/// Measures every op of a model on a device of this machine. A CPU uses one thread.
 pub fn measure(
     model: &Model<'_>,
+    target: &Arc<dyn Device>,
     settings: &Settings,
     cache: Option<&Cache>,
     progress: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Measured, MeasureError> {
     let attribution = attribute(model.graph, model.training)?;
-    let device = device();
-    let whole = whole(model.graph, &attribution, model.training)?;
-    let rotation_bytes = rotation(whole.as_ref());
+    let device = profiled_device(&**target);
+    let whole = whole(model.graph, &attribution, model.training, &**target)?;
+    let rotation_bytes = rotation(whole.as_ref(), target.info().cache.map_or_else(cache_bytes, |bytes| bytes as usize));
     let runs = Runs {
         warmup: settings.warmup,
         samples: settings.runs,
@@ -118,7 +120,7 @@ pub fn measure(
         budget: settings.budget,
     };
     let head = key_head(&device, &runs);
-    let (mut jobs, uses) = jobs(&attribution, &head)?;
+    let (mut jobs, uses) = jobs(&attribution, &**target, &head)?;
     let costs = cost_graph(model.graph, &attribution);
     let names: Vec<String> = costs.ops.iter().map(|op| op.name.clone()).collect();
 
@@ -148,18 +150,18 @@ pub fn measure(
     for job in jobs.iter_mut().filter(|job| job.time.is_none()) {
         let name = &names[job.op];
         progress(Progress { done, total, name });
-        let time = run(job, name, &runs)?;
+        let time = run(job, name, &**target, &runs)?;
         job.time = Some(time);
         keeper.keep(&job.key, &[time]);
         done += 1;
     }
     for (size, time) in updates.iter_mut().filter(|(_, time)| time.is_none()) {
         progress(Progress { done, total, name: "an optimizer step" });
-        let (bytes, available) = (size.1.saturating_mul(3), available_bytes());
+        let (bytes, available) = (size.1.saturating_mul(3), free_bytes(&**target));
         if bytes > available {
             return Err(MeasureError::Memory { name: "an optimizer step".to_string(), bytes, available });
         }
-        let found = update::time(*size, &runs)?;
+        let found = update::time(*size, &**target, &runs)?;
         *time = Some(found);
         keeper.keep(&update_key(size), &[found]);
         done += 1;
@@ -167,13 +169,13 @@ pub fn measure(
     if let (Some(whole), true) = (&whole, measures_whole) {
         progress(Progress { done, total, name: "the whole model" });
         let runs = Runs { budget: settings.budget * 8, ..runs };
-        whole_times = whole.time(model.weights, &runs);
+        whole_times = whole.time(target, model.weights, &runs);
         if let Some(times) = &whole_times {
             keeper.keep(&whole_key, &times.list());
         }
     }
 
-    let (chains, joint) = (of_chains(&attribution), of_joint(&attribution));
+    let (chains, joint) = (of_chains(&attribution, &**target), of_joint(&attribution, &**target));
     let together = whole_times.as_ref().map(|times| shared(&times.ops, &uses));
     let ops = costs.ops.into_iter().enumerate().map(|(i, op)| {
         let [forward, backward] = [&uses.forward[i], &uses.backward[i]];
@@ -257,8 +259,7 @@ struct Uses {
     weights: Vec<Vec<usize>>,
 }
 
-fn jobs(attribution: &Attribution, head: &str) -> Result<(Vec<Job>, Uses), DeviceError> {
-    let device = cpu();
+fn jobs(attribution: &Attribution, device: &dyn Device, head: &str) -> Result<(Vec<Job>, Uses), DeviceError> {
     let mut list: Vec<Job> = Vec::new();
     let mut by_key: HashMap<String, usize> = HashMap::new();
     let mut find = |graph: &Graph, nodes: &[NodeId], op: usize| -> Result<Vec<usize>, DeviceError> {
@@ -268,7 +269,7 @@ fn jobs(attribution: &Attribution, head: &str) -> Result<(Vec<Job>, Uses), Devic
             if let Some(known) = by_key.get(&key) {
                 return Ok(*known);
             }
-            let kernel = subject.kernel(&*device)?;
+            let kernel = subject.kernel(device)?;
             let (workspace, is_reference) = (kernel.workspace() as u64, kernel.is_reference());
             by_key.insert(key.clone(), list.len());
             list.push(Job { subject, key, op, time: None, workspace, is_reference });
@@ -306,21 +307,24 @@ fn shared(ops: &[[u64; 2]], uses: &Uses) -> Vec<[f64; 2]> {
     (0..ops.len()).map(mean).collect()
 }
 
-fn run(job: &Job, name: &str, runs: &Runs) -> Result<Time, MeasureError> {
-    let available = available_bytes();
+fn free_bytes(device: &dyn Device) -> u64 {
+    device.available_memory().unwrap_or(u64::MAX)
+}
+
+fn run(job: &Job, name: &str, device: &dyn Device, runs: &Runs) -> Result<Time, MeasureError> {
+    let available = free_bytes(device);
     let bytes = job.subject.bytes().saturating_add(job.workspace);
     if bytes > available {
         return Err(MeasureError::Memory { name: name.to_string(), bytes, available });
     }
-    let device = cpu();
-    let time = || kernel::time(&job.subject, &*device, &*job.subject.kernel(&*device)?, runs);
+    let time = || kernel::time(&job.subject, device, &*job.subject.kernel(device)?, runs);
     time().map_err(|fault| MeasureError::Kernel { name: name.to_string(), fault })
 }
 
 /// Rotation size of a kernel's tensor copies, see [`kernel`]: the model's footprint up to twice the cache. A power of
 /// two, so that models of similar size share cache entries.
-fn rotation(whole: Option<&Whole>) -> usize {
-    let beyond = 2 * cache_bytes();
+fn rotation(whole: Option<&Whole>, cache: usize) -> usize {
+    let beyond = 2 * cache.max(1);
     whole.map_or(beyond, |whole| whole.footprint().min(beyond).next_power_of_two().min(beyond))
 }
 

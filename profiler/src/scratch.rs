@@ -1,4 +1,4 @@
-//! Scratch memory of this CPU's kernels and fused chains. Kernels know it when they are created, so nothing is
+//! Scratch memory of kernels and fused chains. Kernels know it when they are created, so nothing is
 //! measured.
 
 use compiler::graph::Graph;
@@ -6,11 +6,12 @@ use compiler::op::NodeId;
 use compiler::pass::attribution::{Attribution, owner};
 use compiler::pass::batched_weight_grad::batched_grads;
 use compiler::tensor::fact::Fact;
+use runtime::device::api::Device;
 use runtime::device::cpu::Kernel;
 use runtime::device::cpu::device::cpu;
 use runtime::exec::sequence::{chain_workspace, joint};
 
-/// For each op, the largest workspace of its kernels and chains, forward or backward, in bytes.
+/// For each op, the largest workspace of its kernels and chains on this CPU, forward or backward, in bytes.
 pub fn scratch(attribution: &Attribution) -> Vec<u64> {
     let of = |graph: &Graph, id: &NodeId| {
         let node = graph.node(*id);
@@ -25,17 +26,17 @@ pub fn scratch(attribution: &Attribution) -> Vec<u64> {
     let kernels = both.map(|(forward, backward)| {
         most(Some(&attribution.forward), forward).max(most(attribution.backward.as_ref(), backward))
     });
-    kernels.zip(of_chains(attribution)).map(|(kernels, chains)| kernels.max(chains)).collect()
+    kernels.zip(of_chains(attribution, &*cpu())).map(|(kernels, chains)| kernels.max(chains)).collect()
 }
 
-/// For each op, the largest workspace of its fused chains, in bytes.
-pub fn of_chains(attribution: &Attribution) -> Vec<u64> {
+/// For each op, the largest workspace of its fused chains on a device, in bytes.
+pub fn of_chains(attribution: &Attribution, device: &dyn Device) -> Vec<u64> {
     let mut most = vec![0; attribution.ops.len()];
     let graphs = [Some(&attribution.forward), attribution.backward.as_ref()];
     for (graph, chains) in graphs.into_iter().zip(&attribution.chains) {
         let Some(graph) = graph else { continue };
         for &last in chains.by_last.keys() {
-            let bytes = chain_workspace(&*cpu(), graph, last, chains) as u64;
+            let bytes = chain_workspace(device, graph, last, chains) as u64;
             if let Some(most) = owner(graph.node(last)).and_then(|op| most.get_mut(op)) {
                 *most = bytes.max(*most);
             }
@@ -44,12 +45,12 @@ pub fn of_chains(attribution: &Attribution) -> Vec<u64> {
     most
 }
 
-/// For each op, buffer bytes and scratch bytes of batched weight gradients: see
+/// For each op, buffer bytes and scratch bytes of batched weight gradients on a device: see
 /// [`batched_weight_grad`](compiler::pass::batched_weight_grad).
-pub fn of_joint(attribution: &Attribution) -> Vec<[u64; 2]> {
+pub fn of_joint(attribution: &Attribution, device: &dyn Device) -> Vec<[u64; 2]> {
     let of = |graph: &Graph, id: &NodeId| -> Option<[u64; 2]> {
         let inputs: Vec<Fact> = graph.inputs(*id).iter().map(|value| graph.fact(*value).clone()).collect();
-        let kernel = joint(&*cpu(), &graph.node(*id).op, &inputs, &graph.node(*id).facts).ok()??;
+        let kernel = joint(device, &graph.node(*id).op, &inputs, &graph.node(*id).facts).ok()??;
         Some([batched_grads(&inputs)?, kernel.workspace() as u64])
     };
     let of_op = |nodes: &Vec<NodeId>| {

@@ -2,17 +2,17 @@
 //! weight and momentum. Times of other optimizers are derived from the bytes that they read and write.
 
 use crate::cache::Time;
-use crate::kernel::{Runs, sampled};
+use crate::kernel::{Runs, copies, sampled};
 use compiler::graph::{Graph, order};
 use compiler::op::{Op, Value};
 use compiler::pass::attribution::Attribution;
 use compiler::tensor::DType;
-use runtime::device::api::WeightRegions;
+use runtime::device::api::{Device, WeightRegions};
 use runtime::device::buffer::Buffer;
-use runtime::device::cpu::device::cpu;
 use runtime::device::error::DeviceError;
 use runtime::device::optimizer::{StepArgs, UpdateRule};
 use std::collections::HashMap;
+use std::time::Duration;
 
 /// The factors do not affect the time, but values must stay in the normal range.
 const RULE: UpdateRule = UpdateRule::Sgd { learning_rate: 1e-6, momentum: 0.5, nesterov: false, weight_decay: 0.0 };
@@ -37,10 +37,9 @@ pub fn parameters(graph: &Graph, attribution: &Attribution) -> Vec<Vec<Size>> {
     sizes
 }
 
-pub fn time((dtype, bytes): Size, runs: &Runs) -> Result<Time, DeviceError> {
-    let device = cpu();
+pub fn time((dtype, bytes): Size, device: &dyn Device, runs: &Runs) -> Result<Time, DeviceError> {
     let stream = device.stream()?;
-    let copies = (runs.rotation_bytes as u64 / (3 * bytes).max(1)).clamp(1, 1 << 16);
+    let copies = copies(device, runs.rotation_bytes, 3 * bytes as usize);
     let copy = |_| {
         let tensor = || device.allocate(bytes as usize);
         Ok([tensor()?, tensor()?, tensor()?])
@@ -52,25 +51,28 @@ pub fn time((dtype, bytes): Size, runs: &Runs) -> Result<Time, DeviceError> {
         let args = StepArgs { dtype, scale: 1.0, step: 1, rate: 1.0 };
         let (weights, state) = (WeightRegions::InPlace(weight.region_mut()), &mut [momentum.region_mut()]);
         stream.optimizer_step(&RULE, &args, weights, gradient.region(), state)?;
-        next = (next + 1) % copies as usize;
+        next = (next + 1) % copies;
         Ok(())
     };
-    let run = |times: usize| -> Result<(), DeviceError> {
+    let run = |times: usize| -> Result<Duration, DeviceError> {
+        let start = stream.timestamp()?;
         (0..times).try_for_each(|_| step())?;
-        stream.finish()
+        stream.timestamp()?.since(&start)
     };
-    sampled(run, runs)
+    let time = sampled(run, stream.timestamp_resolution(), runs)?;
+    stream.finish()?;
+    Ok(time)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
+    use runtime::device::cpu::device::cpu;
 
     #[test]
     fn more_bytes_take_longer() {
         let runs = Runs { warmup: 1, samples: 9, seed: 0, rotation_bytes: 1 << 22, budget: Duration::from_millis(50) };
-        let [few, many] = [1 << 12, 1 << 22].map(|bytes| time((DType::F32, bytes), &runs).unwrap().median_ps);
+        let [few, many] = [1 << 12, 1 << 22].map(|bytes| time((DType::F32, bytes), &*cpu(), &runs).unwrap().median_ps);
         assert!(0 < few && 20 * few < many, "{few} and {many} ps");
     }
 }

@@ -5,25 +5,25 @@
 
 use crate::cache::Time;
 use crate::kernel::{Runs, summary};
-use crate::machine::available_bytes;
 use compiler::graph::{Graph, Output, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::attribution::{Attribution, Training, tag};
 use compiler::pass::loss::{LOSS, Loss, TARGET, attach};
 use compiler::tensor::Tensor;
 use runtime::data::synthetic::synthetic;
+use runtime::device::api::{Device, Stream};
 use runtime::device::buffer::Buffer;
-use runtime::device::cpu::device::cpu;
 use runtime::device::error::DeviceError;
-use runtime::exec::compile::compile;
+use runtime::device::event::Timestamp;
+use runtime::exec::compile::{PassOptions, compile_parts};
 use runtime::exec::compile_error::CompileError;
-use runtime::exec::executor::{Executor, Item};
+use runtime::exec::executor::{ExecuteError, Executor, Item};
 use runtime::exec::sequence::Step;
 use runtime::exec::stage_code::{NamedTensor, StageCode};
 use runtime::stage::gradients::lend_sums;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Node tag of an added loss, instead of the index of its op.
 const STAND_IN: &str = "loss placeholder";
@@ -57,9 +57,14 @@ pub struct Whole {
     pub graph: Graph,
 }
 
-/// Compiles a graph with static shapes as one stage. If the model ends with an incoming gradient, the squared error of
+/// Compiles a graph with static shapes as one stage of a device. If the model ends with an incoming gradient, the squared error of
 /// that output is used as loss; a scalar output needs none. `None` if no loss can be attached.
-pub fn whole(graph: &Graph, attribution: &Attribution, training: Training) -> Result<Option<Whole>, CompileError> {
+pub fn whole(
+    graph: &Graph,
+    attribution: &Attribution,
+    training: Training,
+    device: &dyn Device,
+) -> Result<Option<Whole>, CompileError> {
     let given: HashSet<NodeId> = graph.ids().collect();
     let mut graph = graph.clone();
     let loss = match (training, attribution.seeded) {
@@ -85,7 +90,8 @@ pub fn whole(graph: &Graph, attribution: &Attribution, training: Training) -> Re
         }
     }
     let place: HashMap<NodeId, usize> = order::executed(&graph).into_iter().map(|id| (id, 0)).collect();
-    let code = compile(&graph, &place, 1, loss.map(|_| LOSS))?.pop();
+    let options = PassOptions { device, splits: false, joins: &|_| false, saving: &HashSet::new() };
+    let code = compile_parts(&graph, &place, 1, loss.map(|_| LOSS), options)?.pop();
     Ok(code.map(|code| Whole { ops: attribution.ops.len(), code, graph }))
 }
 
@@ -112,20 +118,19 @@ impl Whole {
 
     /// Measures forward and backward. Missing weights are generated. `None` if memory does not suffice or a kernel
     /// rejects the synthetic data.
-    pub fn time(&self, weights: &BTreeMap<String, Tensor>, runs: &Runs) -> Option<Times> {
-        if self.footprint() as u64 > available_bytes() / 2 {
+    pub fn time(&self, device: &Arc<dyn Device>, weights: &BTreeMap<String, Tensor>, runs: &Runs) -> Option<Times> {
+        if self.footprint() as u64 > device.available_memory().unwrap_or(u64::MAX) / 2 {
             return None;
         }
         let code = &self.code;
         let given = |named: &NamedTensor| weights.get(&named.name).filter(|t| t.bytes().len() == named.bytes);
-        let device = cpu();
         let upload = |tensor: &Tensor| -> Result<Buffer, DeviceError> { device.upload(tensor.bytes()) };
         let states = code.states.iter().map(|named| match given(named) {
             Some(tensor) => upload(tensor),
             None => upload(&made_up(named, |_| 1.0)),
         });
         let states = states.collect::<Result<_, _>>().ok()?;
-        let mut executor = Executor::new(code, states, &device, Arc::default()).ok()?;
+        let mut executor = Executor::new(code, states, device, Arc::default()).ok()?;
         let mut item: Item = executor.begin().ok()?;
         let parameters = code.parameters.iter().map(|named| match given(named) {
             Some(tensor) => upload(tensor).map(Arc::new),
@@ -144,15 +149,24 @@ impl Whole {
         item.sums = lend_sums(&mut vec![None; code.gradient_terms.len()], &executor, None).ok()?;
         executor.backward(&mut item).ok()?;
         let began = Instant::now();
-        let mut samples = [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len()));
+        let mut samples =
+            [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len(), device.is_asynchronous()));
         let all = runs.warmup + runs.samples.max(1);
         for run in 0..all {
-            let [mut forward, mut backward] = [(); 2].map(|()| Clock::default());
-            executor.forward_watched(&item, &mut forward.begin()).ok()?;
-            executor.backward_watched(&item, &mut backward.begin()).ok()?;
+            let start = executor.device.stream.timestamp().ok()?;
+            let mut clocks = [Clock(vec![start]), Clock::default()];
+            executor.forward_watched(&item, &mut |stream| clocks[0].tick(stream)).ok()?;
+            clocks[1].tick(&*executor.device.stream).ok()?;
+            executor.backward_watched(&item, &mut |stream| clocks[1].tick(stream)).ok()?;
+            let mut times = [clocks[0].times().ok()?, clocks[1].times().ok()?];
+            if device.is_asynchronous() {
+                // Timestamps between kernels delay them.
+                let undisturbed = undisturbed(&mut executor, &item).ok()?;
+                times.iter_mut().zip(undisturbed).for_each(|(times, whole)| times.whole = whole);
+            }
             let late = began.elapsed() > runs.budget;
             if run >= runs.warmup || late {
-                samples.iter_mut().zip([forward, backward]).for_each(|(samples, clock)| samples.add(clock));
+                samples.iter_mut().zip(times).for_each(|(samples, times)| samples.add(times));
             }
             if late && samples[0].whole.len() >= 3 {
                 break;
@@ -171,42 +185,69 @@ impl Whole {
     }
 }
 
-/// Picoseconds of each step of one run.
+/// Times of forward and backward, without timestamps between their steps.
+fn undisturbed(executor: &mut Executor<'_>, item: &Item) -> Result<[u64; 2], ExecuteError> {
+    let before = executor.device.stream.timestamp()?;
+    executor.forward_watched(item, &mut |_| Ok(()))?;
+    let between = executor.device.stream.timestamp()?;
+    executor.backward_watched(item, &mut |_| Ok(()))?;
+    let after = executor.device.stream.timestamp()?;
+    Ok([picoseconds(between.since(&before)?), picoseconds(after.since(&between)?)])
+}
+
+fn picoseconds(time: Duration) -> u64 {
+    time.as_nanos() as u64 * 1000
+}
+
+/// Timestamps before and after every step of one run.
 #[derive(Default)]
-struct Clock(Vec<u64>);
+struct Clock(Vec<Timestamp>);
+
+/// Times of one run in picoseconds.
+struct RunTimes {
+    whole: u64,
+    steps: Vec<u64>,
+}
 
 impl Clock {
-    /// Starts a run; the returned function must be called after every step.
-    fn begin(&mut self) -> impl FnMut() {
-        let mut last = Instant::now();
-        move || {
-            let now = Instant::now();
-            self.0.push((now - last).as_nanos() as u64 * 1000);
-            last = now;
-        }
+    fn tick(&mut self, stream: &dyn Stream) -> Result<(), DeviceError> {
+        self.0.push(stream.timestamp()?);
+        Ok(())
+    }
+
+    /// Waits for the run.
+    fn times(&self) -> Result<RunTimes, DeviceError> {
+        let steps = self.0.windows(2).map(|pair| Ok(picoseconds(pair[1].since(&pair[0])?)));
+        let steps = steps.collect::<Result<Vec<u64>, DeviceError>>()?;
+        Ok(RunTimes { whole: steps.iter().sum(), steps })
     }
 }
 
 /// Times of many runs of one sequence, in picoseconds.
 struct Samples {
+    /// True if the whole is measured apart from the steps.
+    is_scaled: bool,
     whole: Vec<u64>,
     by_step: Vec<Vec<u64>>,
 }
 
 impl Samples {
-    fn of(steps: usize) -> Samples {
-        Samples { whole: Vec::new(), by_step: vec![Vec::new(); steps] }
+    fn of(steps: usize, is_scaled: bool) -> Samples {
+        Samples { is_scaled, whole: Vec::new(), by_step: vec![Vec::new(); steps] }
     }
 
-    fn add(&mut self, Clock(steps): Clock) {
-        self.whole.push(steps.iter().sum());
+    fn add(&mut self, RunTimes { whole, steps }: RunTimes) {
+        self.whole.push(whole);
         self.by_step.iter_mut().zip(steps).for_each(|(samples, step)| samples.push(step));
     }
 
-    /// Reports each op's part of every step's time.
+    /// Reports each op's part of every step's time. The steps add up to at most the whole.
     fn share_out(&self, steps: &[Step], mut tell: impl FnMut(usize, u64)) {
+        let medians: Vec<u64> = self.by_step.iter().map(|samples| summary(samples.clone()).median_ps).collect();
+        let (all, whole) = (medians.iter().sum::<u64>(), summary(self.whole.clone()).median_ps);
+        let scale = if self.is_scaled && all > 0 { whole as f64 / all as f64 } else { 1.0 };
         let mut before = 0;
-        for (step, samples) in steps.iter().zip(&self.by_step) {
+        for (step, median) in steps.iter().zip(medians) {
             if step.nodes.iter().all(|node| node == STAND_IN) {
                 continue;
             }
@@ -215,7 +256,7 @@ impl Samples {
                 // A gradient sum belongs to no op: it is charged to the last one before it.
                 owners.push(before);
             }
-            let time = summary(samples.clone()).median_ps;
+            let time = (median as f64 * scale) as u64;
             owners.iter().for_each(|owner| tell(*owner, time / owners.len() as u64));
             before = owners[owners.len() - 1];
         }

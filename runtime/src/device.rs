@@ -8,6 +8,7 @@ pub mod chain;
 pub mod context;
 pub mod cpu;
 pub mod cuda;
+pub mod download;
 pub mod error;
 pub mod event;
 pub mod host_memory;

@@ -57,7 +57,7 @@ def main():
 def describe(torch, device):
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        driver = torch.version.cuda or ""
+        driver = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
         say(device={"name": properties.name, "driver": driver, "memory_bytes": properties.total_memory}, torch=torch.__version__)
     else:
         say(device={"name": "", "driver": "", "memory_bytes": 0}, torch=torch.__version__)

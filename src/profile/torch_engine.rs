@@ -131,13 +131,14 @@ pub fn measure(
     let mut profile = analytic::profile(subject.graph, &subject.known.attribution, &roofline.device(), &of);
     let matched = fill(&mut profile.ops, &report, predictions(subject));
     profile.method = Method::Measured;
-    profile.device = match kind {
-        Some(kind) => ProfiledDevice {
-            name: kind.name.to_string(),
+    let name = report.device["name"].as_str().filter(|name| !name.is_empty());
+    profile.device = match kind.map(|kind| kind.name).or(name) {
+        Some(name) => ProfiledDevice {
+            name: name.to_string(),
             driver: report.device["driver"].as_str().unwrap_or_default().to_string(),
             memory_bytes: report.device["memory_bytes"].as_u64().unwrap_or(0),
         },
-        None => machine::device(),
+        None => machine::this_cpu(),
     };
     (profile.settings.warmup, profile.settings.runs) = (settings.warmup, settings.runs);
     profile.settings.seed = settings.seed;

@@ -51,19 +51,21 @@ impl DeviceRequest {
         if numbers.is_empty() {
             return Err(Error::input("the list of GPUs is empty").with_help("`--device cuda` takes all GPUs"));
         }
-        let opened = |number: usize| {
-            open(&format!("{}:{number}", cuda::device::NAME)).map_err(|error| {
-                let why = match error {
-                    DeviceError::Failed { what, .. } => what,
-                    error => error.to_string(),
-                };
-                Error::input(format!("cannot open cuda:{number}"))
-                    .because(why)
-                    .with_help("`pipec doctor` lists the GPUs and what they need; `--device cpu` trains on the CPU")
-            })
-        };
-        numbers.into_iter().map(opened).collect()
+        numbers.into_iter().map(open_gpu).collect()
     }
+}
+
+/// Opens a GPU.
+pub fn open_gpu(number: usize) -> Result<Arc<dyn Device>, Error> {
+    open(&format!("{}:{number}", cuda::device::NAME)).map_err(|error| {
+        let why = match error {
+            DeviceError::Failed { what, .. } => what,
+            error => error.to_string(),
+        };
+        Error::input(format!("cannot open cuda:{number}"))
+            .because(why)
+            .with_help("`pipec doctor` lists the GPUs and what they need; `--device cpu` uses the CPU")
+    })
 }
 
 #[cfg(test)]

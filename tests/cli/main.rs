@@ -3,6 +3,7 @@
 mod cli;
 mod cluster;
 mod export;
+mod gpus;
 mod profile;
 mod report;
 mod sweep;

@@ -23,6 +23,7 @@ use compiler::tensor::fact::Fact;
 use models::zoo::{build, to_bytes};
 use profiler::cache::Cache;
 use profiler::measure::{Measured, Model, Settings, measure};
+use runtime::device::cpu::device::cpu;
 use runtime::exec::sequence::Sequence;
 
 /// The measured models: a perceptron, a CNN, a transformer.
@@ -258,7 +259,7 @@ fn measured(graph: &Graph, cache: Option<&Cache>, message: &mut Vec<String>) -> 
     let weights = BTreeMap::new();
     let model = Model { graph, training: CLASSES, model: model("ab"), loss: None, micro_batch: 4, weights: &weights };
     let mut count = 0;
-    measure(&model, &settings, cache, &mut |progress| {
+    measure(&model, &cpu(), &settings, cache, &mut |progress| {
         assert_eq!(progress.done, count);
         count += 1;
         assert!(progress.done < progress.total);
@@ -324,7 +325,7 @@ fn a_model_that_computes_its_own_loss_is_measured_whole() {
     for training in [Training::Gradient, Training::Loss(Loss::Output, None), Training::No] {
         let model =
             Model { graph: &graph, training, model: model("ab"), loss: None, micro_batch: 4, weights: &weights };
-        let profile = measure(&model, &settings, None, &mut |_| {}).unwrap().profile;
+        let profile = measure(&model, &cpu(), &settings, None, &mut |_| {}).unwrap().profile;
         let (sum, whole) = (profile.sum(), profile.whole.unwrap());
         assert!(whole.fwd_us > 0.0 && sum.fwd_us > 0.0);
         assert_eq!(sum.bwd_us > 0.0, training != Training::No, "{training:?}");

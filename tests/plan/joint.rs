@@ -21,6 +21,7 @@ use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use profiler::scratch::{of_joint, scratch};
 use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::device::cpu::device::cpu;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::train::job::{TrainJob, Trained};
@@ -239,7 +240,7 @@ fn batch_buffers_are_in_the_memory_plan() {
     let network = network();
     let attribution = attribute(&network.0, Learns::Loss(Loss::Mse, None)).unwrap();
     let mut costs = cost_graph(&network.0, &attribution);
-    for ((op, bytes), joint) in costs.ops.iter_mut().zip(scratch(&attribution)).zip(of_joint(&attribution)) {
+    for ((op, bytes), joint) in costs.ops.iter_mut().zip(scratch(&attribution)).zip(of_joint(&attribution, &*cpu())) {
         op.workspace_bytes = bytes;
         [op.batched_grad_bytes, op.batched_grad_workspace_bytes] = joint;
     }

@@ -81,9 +81,9 @@ fn steps_are_alike_and_allocate_nothing() {
     for name in ["launches", "host_to_device", "device_to_device"] {
         assert_eq!(of(1, name) - of(0, name), of(2, name) - of(1, name), "{name} of four steps");
     }
-    // The host waits for the loss of every micro-batch, and on a busy machine for a staging buffer.
-    let waits = of(2, "synchronisations") - of(1, "synchronisations");
-    assert!(waits < 2 * 4 * 4, "{waits} in four steps");
+    // Losses are read late: the host waits at most for that of two steps ago.
+    let waits = of(2, "synchronisations").saturating_sub(of(1, "synchronisations"));
+    assert!(waits <= 4 * 4, "{waits} in four steps");
     assert_eq!(of(2, "allocations"), of(0, "allocations"));
     assert_eq!(counts[2].0["peak_bytes"], counts[0].0["peak_bytes"]);
 }

@@ -4,7 +4,7 @@
 //! dereferences an address, so the device may be a GPU.
 //!
 //! A stream runs its methods in the order of the calls. A method may return before its work is done; on the CPU it
-//! never does. Only [`Stream::finish`], the downloads and [`Stream::squared_norms`] wait. A buffer may therefore be
+//! never does. Only [`Stream::finish`], the downloads except [`Stream::begin_download`], and [`Stream::squared_norms`] wait. A buffer may therefore be
 //! dropped while work on it is queued: a device frees memory in stream order, or after the work. A later call may
 //! return the error of earlier work.
 //!
@@ -28,8 +28,9 @@
 
 use crate::device::buffer::Buffer;
 use crate::device::chain::Link;
+use crate::device::download::Download;
 use crate::device::error::DeviceError;
-use crate::device::event::Event;
+use crate::device::event::{Event, Timestamp};
 use crate::device::layout::{TensorLayout, accumulation_type};
 use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
 use crate::device::region::{Region, RegionMut};
@@ -38,13 +39,20 @@ use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
 use std::any::Any;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceInfo {
     /// The name that [`open`](crate::device::open) knows, such as `cpu`.
     pub name: String,
     /// The product name.
     pub model: String,
+    /// Version of the driver; empty without one.
+    pub driver: String,
+    /// Bytes of memory, if they are its own.
+    pub memory: Option<u64>,
+    /// Bytes of the last-level cache, if known.
+    pub cache: Option<u64>,
 }
 
 /// A device: the CPU or a GPU.
@@ -53,6 +61,11 @@ pub trait Device: Send + Sync {
 
     /// Bytes that can still be allocated; `None` if unknown.
     fn available_memory(&self) -> Option<u64>;
+
+    /// True if methods of its streams return before their work is done.
+    fn is_asynchronous(&self) -> bool {
+        false
+    }
 
     /// Allocates zeroed memory.
     fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError>;
@@ -138,6 +151,13 @@ pub trait Stream: Send {
     /// Waits for the queued work and reads memory on the host.
     fn download_with(&self, from: Region<'_>, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError>;
 
+    /// Starts to copy memory to the host. Later work may overwrite it.
+    fn begin_download(&self, from: Region<'_>) -> Result<Download, DeviceError> {
+        let mut bytes = Vec::new();
+        self.download_with(from, &mut |from| bytes = from.to_vec())?;
+        Ok(Download::Done(bytes))
+    }
+
     /// `to = from`, of equal length.
     fn copy(&self, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError>;
 
@@ -205,6 +225,17 @@ pub trait Stream: Send {
 
     /// Delays later work of this stream until the event has occurred.
     fn wait(&self, event: &Event) -> Result<(), DeviceError>;
+
+    /// The time at which the work queued so far is done.
+    fn timestamp(&self) -> Result<Timestamp, DeviceError> {
+        self.finish()?;
+        Ok(Timestamp::Host(Instant::now()))
+    }
+
+    /// The error of a timestamp.
+    fn timestamp_resolution(&self) -> Duration {
+        Duration::from_nanos(30)
+    }
 
     /// Waits on the host until all queued work is done.
     fn finish(&self) -> Result<(), DeviceError>;

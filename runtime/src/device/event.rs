@@ -1,8 +1,9 @@
-//! Events mark points in the work of a stream.
+//! Events and timestamps mark points in the work of a stream.
 
 use crate::device::error::DeviceError;
 use std::any::Any;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// A point in a stream.
 #[derive(Clone)]
@@ -36,5 +37,29 @@ impl Event {
     /// Waits on the host.
     pub fn synchronize(&self) -> Result<(), DeviceError> {
         self.device_event().map_or(Ok(()), DeviceEvent::synchronize)
+    }
+}
+
+/// The time at which a stream reaches a point.
+pub enum Timestamp {
+    Host(Instant),
+    Device(Box<dyn DeviceTimestamp>),
+}
+
+/// A timestamp on the clock of a device.
+pub trait DeviceTimestamp: Any + Send {
+    /// The time since an earlier timestamp of the same stream. Waits on the host for both. `None` for another device's.
+    fn since(&self, earlier: &dyn DeviceTimestamp) -> Result<Option<Duration>, DeviceError>;
+}
+
+impl Timestamp {
+    /// The time since an earlier timestamp of the same stream. Waits on the host for both.
+    pub fn since(&self, earlier: &Timestamp) -> Result<Duration, DeviceError> {
+        let time = match (self, earlier) {
+            (Timestamp::Host(late), Timestamp::Host(early)) => Some(late.duration_since(*early)),
+            (Timestamp::Device(late), Timestamp::Device(early)) => late.since(&**early)?,
+            _ => None,
+        };
+        time.ok_or(DeviceError::Foreign { what: "timestamp" })
     }
 }

@@ -79,7 +79,7 @@ pub fn evaluate_each(
         let mut results = BTreeMap::new();
         for (named, place) in &code.results {
             let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
-            let bytes = executor.download_result(&item, *place)?;
+            let bytes = executor.download_result(&item, *place)?.bytes()?;
             let tensor = Tensor::new(named.fact.dtype, shape, bytes.into());
             results.insert(named.name.clone(), tensor.expect("the buffer has the size of the result"));
         }

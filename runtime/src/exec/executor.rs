@@ -5,9 +5,10 @@
 
 use crate::comm::communicator::CollectiveError;
 use crate::comm::tensor_group::TensorRank;
-use crate::device::api::{Device, OutputMode};
+use crate::device::api::{Device, OutputMode, Stream};
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::download::Download;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::region::{Region, RegionMut};
@@ -114,6 +115,9 @@ fn lend_to_readers(sent: &Arc<Buffer>) {
         sent.release_slot();
     }
 }
+
+/// Called after every step of a pass.
+pub type Watcher<'a> = &'a mut dyn FnMut(&dyn Stream) -> Result<(), DeviceError>;
 
 /// Executes the code of one stage on one worker.
 pub struct Executor<'a> {
@@ -269,11 +273,9 @@ impl<'a> Executor<'a> {
         self.region(RunPhase::Forward, item, place)
     }
 
-    /// The bytes at a location after a forward pass. Waits for it.
-    pub fn download_result(&self, item: &Item, place: TensorAddress) -> Result<Vec<u8>, DeviceError> {
-        let mut bytes = Vec::new();
-        self.device.stream.download_with(self.result(item, place), &mut |from| bytes = from.to_vec())?;
-        Ok(bytes)
+    /// Starts to copy the bytes at a location after a forward pass to the host.
+    pub fn download_result(&self, item: &Item, place: TensorAddress) -> Result<Download, DeviceError> {
+        self.device.stream.begin_download(self.result(item, place))
     }
 
     /// The tensor at a location after a backward pass.
@@ -302,38 +304,32 @@ impl<'a> Executor<'a> {
     fn run(&self, run: RunPhase, steps: &[Step], item: &mut Item) -> Result<(), ExecuteError> {
         let code = self.code;
         let Some(hook) = self.step_hook.as_ref().filter(|hook| hook.has(run)) else {
-            return self.run_steps(run, steps, item, &mut || ());
+            return self.run_steps(run, steps, item, &mut |_| Ok(()));
         };
         for (at, step) in steps.iter().enumerate() {
             let failed = |fault| ExecuteError::of_collective(step, fault);
             hook.before(code, run, at, item, &self.device).map_err(failed)?;
-            self.run_steps(run, std::slice::from_ref(step), item, &mut || ())?;
+            self.run_steps(run, std::slice::from_ref(step), item, &mut |_| Ok(()))?;
             hook.after(code, run, at, item, &self.device).map_err(failed)?;
         }
         Ok(())
     }
 
     /// Runs the forward pass and calls `done` after every step.
-    pub fn forward_watched(&mut self, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
+    pub fn forward_watched(&mut self, item: &Item, done: Watcher<'_>) -> Result<(), ExecuteError> {
         self.run_watched(RunPhase::Forward, item, done)
     }
 
     /// Like [`Executor::forward_watched`] for an unsplit backward of an item that has already run backward once.
-    pub fn backward_watched(&mut self, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
+    pub fn backward_watched(&mut self, item: &Item, done: Watcher<'_>) -> Result<(), ExecuteError> {
         self.run_watched(RunPhase::Backward, item, done)
     }
 
-    fn run_watched(&self, run: RunPhase, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
+    fn run_watched(&self, run: RunPhase, item: &Item, done: Watcher<'_>) -> Result<(), ExecuteError> {
         self.run_steps(run, &run.of(self.code).steps, item, done)
     }
 
-    fn run_steps(
-        &self,
-        run: RunPhase,
-        steps: &[Step],
-        item: &Item,
-        done: &mut dyn FnMut(),
-    ) -> Result<(), ExecuteError> {
+    fn run_steps(&self, run: RunPhase, steps: &[Step], item: &Item, done: Watcher<'_>) -> Result<(), ExecuteError> {
         let mut inputs: Vec<Region<'_>> = Vec::with_capacity(8);
         let mut outputs: Vec<RegionMut<'_>> = Vec::with_capacity(4);
         for step in steps {
@@ -350,7 +346,7 @@ impl<'a> Executor<'a> {
             let workspace = unsafe { self.write(item, step.workspace) };
             self.run_step(run, step, item, (&inputs, &mut outputs, workspace))
                 .map_err(|fault| ExecuteError { node: step.label().to_string(), fault })?;
-            done();
+            done(&*self.device.stream)?;
         }
         Ok(())
     }

@@ -2,6 +2,8 @@
 
 use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
+use crate::device::download::Download;
+use crate::device::error::DeviceError;
 use crate::exec::executor::{Executor, Item};
 use crate::exec::moving_average::Samples;
 use crate::exec::stage_code::{NamedTensor, StageCode};
@@ -19,6 +21,18 @@ pub struct ReplicaGradients {
     pub samples: Vec<Samples>,
 }
 
+/// Number of a micro-batch, and its samples on their way to the host.
+pub type PendingSamples = (u32, Vec<Download>);
+
+/// Waits for samples.
+pub fn arrived(samples: Vec<PendingSamples>) -> Result<Vec<Samples>, DeviceError> {
+    let each = |(item, copies): PendingSamples| {
+        let bytes = copies.into_iter().map(Download::bytes).collect::<Result<_, _>>()?;
+        Ok((item, bytes))
+    };
+    samples.into_iter().map(each).collect()
+}
+
 /// One gradient bucket of a round, posted for reduction.
 #[derive(Clone, Copy, Debug)]
 pub struct PostedBucket {
@@ -33,7 +47,7 @@ pub struct PostedBucket {
 pub struct RoundGradients {
     /// Indexed by gradient term.
     pub terms: Vec<Option<Arc<Buffer>>>,
-    pub samples: Vec<Samples>,
+    pub samples: Vec<PendingSamples>,
     /// Number of micro-batches accumulated so far.
     pub(super) items: u64,
     /// Bucket of each term and of each parameter.
@@ -85,7 +99,7 @@ impl RoundGradients {
     }
 
     /// Removes one bucket; the last one ends the round.
-    pub(super) fn take(&mut self, bucket: u32) -> ReplicaGradients {
+    pub(super) fn take(&mut self, bucket: u32) -> Result<ReplicaGradients, DeviceError> {
         let own = self.terms.iter_mut().zip(&self.bucket_of);
         let terms = own.map(|(sum, of)| if *of == bucket { sum.take() } else { None }).collect();
         let is_last = bucket + 1 >= self.buckets;
@@ -93,7 +107,7 @@ impl RoundGradients {
         if is_last {
             self.items = 0;
         }
-        ReplicaGradients { terms, samples }
+        Ok(ReplicaGradients { terms, samples: arrived(samples)? })
     }
 }
 

@@ -8,7 +8,7 @@ use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::exec::moving_average::Samples;
-use crate::stage::gradient_buckets::{PostedBucket, ReplicaGradients};
+use crate::stage::gradient_buckets::{PostedBucket, ReplicaGradients, arrived};
 use crate::stage::gradients::{GradientTerms, reduced};
 use crate::stage::stage_worker::StageWorker;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ impl StageWorker<'_> {
 
     fn bring(&mut self, PostedBucket { round, bucket, replica, .. }: PostedBucket) -> Result<(), DeviceError> {
         self.gathered.replica = replica;
-        let mut part = self.gathered.take(bucket);
+        let mut part = self.gathered.take(bucket)?;
         if bucket + 1 >= self.gathered.buckets {
             self.shard_stream.iter().for_each(|shard_stream| shard_stream.end_round(round));
         }
@@ -81,7 +81,8 @@ impl StageWorker<'_> {
     /// The gradients since the last step, for a stage without replicas.
     pub fn contribution(&mut self, round: u32) -> Result<ReplicaGradients, DeviceError> {
         let terms = self.gathered.terms.iter_mut().map(Option::take).collect();
-        let mut own = ReplicaGradients { terms, samples: std::mem::take(&mut self.gathered.samples) };
+        let samples = arrived(std::mem::take(&mut self.gathered.samples))?;
+        let mut own = ReplicaGradients { terms, samples };
         self.gathered.items = 0;
         self.contribute_tied(round, None, &mut own.terms)?;
         Ok(own)

@@ -10,6 +10,7 @@ use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
+use crate::device::download::Download;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::device::memory_counter::MemoryCounter;
@@ -38,6 +39,7 @@ use compiler::pass::loss::{LOSS, LOSS_SCALE};
 use compiler::plan::StageId;
 use compiler::schedule::action::Phase;
 use compiler::tensor::DType;
+use compiler::tensor::fact::Fact;
 use compiler::tensor::view::{View, ViewMut};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -84,6 +86,13 @@ struct Ready {
     samples: Vec<Samples>,
 }
 
+/// The loss of a micro-batch.
+struct PendingLoss {
+    item: u32,
+    fact: Fact,
+    copy: Download,
+}
+
 pub struct StageWorker<'a> {
     pub stage: StageId,
     pub(super) code: &'a StageCode,
@@ -114,7 +123,9 @@ pub struct StageWorker<'a> {
     pub(super) uncounted: Vec<i64>,
     pub(super) gradients: Vec<(usize, Buffer)>,
     /// Moving-average samples of micro-batches whose backward has not run.
-    samples: HashMap<u32, Vec<Vec<u8>>>,
+    samples: HashMap<u32, Vec<Download>>,
+    /// Losses on their way to the host, oldest first.
+    losses: VecDeque<PendingLoss>,
     pub(super) cutting: PendingSnapshots,
 }
 
@@ -221,6 +232,7 @@ impl<'a> StageWorker<'a> {
             uncounted: vec![0; code.parameters.len()],
             gradients: Vec::new(),
             samples: HashMap::new(),
+            losses: VecDeque::new(),
             cutting: PendingSnapshots::new(window, given),
         };
         if let Some(begin) = begin {
@@ -312,42 +324,53 @@ impl<'a> StageWorker<'a> {
         Ok((weights, predicts))
     }
 
-    /// Runs the forward of a micro-batch with `version`. Returns the loss if this stage computes it. If `is_behind` is
-    /// set, the micro-batch follows a checkpoint, which keeps the forward's weights.
-    pub fn forward(&mut self, item: u32, version: u32, lag: Lag, is_behind: bool) -> Result<Option<f64>, ExecuteError> {
+    /// Runs the forward of a micro-batch with `version`. If this stage computes the loss, [`StageWorker::losses`] gives
+    /// it later. If `is_behind` is set, the micro-batch follows a checkpoint, which keeps the forward's weights.
+    pub fn forward(&mut self, item: u32, version: u32, lag: Lag, is_behind: bool) -> Result<(), ExecuteError> {
         let (weights, predicts) = self.weights_of(item, version, lag)?;
         if is_behind {
             self.keep(item, version, &weights, predicts)?;
         }
         self.item(item)?;
-        let Some(state) = self.items.get_mut(&item) else { return Ok(None) };
+        let Some(state) = self.items.get_mut(&item) else { return Ok(()) };
         (state.weights, state.version) = (weights, version);
         self.executor.forward(state)?;
         if !self.code.follows.is_empty() {
             let samples = self.code.follows.iter().map(|f| self.executor.download_result(state, f.sample));
             self.samples.insert(item, samples.collect::<Result<_, _>>()?);
         }
-        let mut loss = None;
         for (named, place) in self.code.results.iter().filter(|(n, _)| n.name == LOSS) {
-            let shape = named.fact.concrete().unwrap_or_default();
-            let result = self.executor.result(state, *place);
-            self.executor.device.stream.download_with(result, &mut |bytes| {
-                loss = Some(View::new(named.fact.dtype, &shape, bytes).f64(0));
-            })?;
+            let copy = self.executor.download_result(state, *place)?;
+            self.losses.push_back(PendingLoss { item, fact: named.fact.clone(), copy });
         }
         // The activations are recomputed before the backward.
         if let (true, Some(state)) = (self.code.recompute, self.items.get_mut(&item)) {
             self.executor.let_go(state);
         }
         if lag.is_stashed {
-            return Ok(loss);
+            return Ok(());
         }
         // Without stashing, the backward does not use these.
         let weights = self.items.get_mut(&item).map(|state| std::mem::take(&mut state.weights)).unwrap_or_default();
         if predicts {
             weights.into_iter().for_each(|weight| self.executor.device.give(weight));
         }
-        Ok(loss)
+        Ok(())
+    }
+
+    /// Losses that have arrived since the last call, with their micro-batches, oldest first. Waits until at most `late`
+    /// are under way.
+    pub fn losses(&mut self, late: usize) -> Result<Vec<(u32, f64)>, DeviceError> {
+        let mut arrived = Vec::new();
+        while let Some(first) = self.losses.front() {
+            if self.losses.len() <= late && !first.copy.is_done()? {
+                break;
+            }
+            let Some(PendingLoss { item, fact, copy }) = self.losses.pop_front() else { break };
+            let shape = fact.concrete().unwrap_or_default();
+            arrived.push((item, View::new(fact.dtype, &shape, &copy.bytes()?).f64(0)));
+        }
+        Ok(arrived)
     }
 
     /// Runs the backward or one phase of it, with the stashed weights of the forward, or with `version` if none are
@@ -429,7 +452,11 @@ impl<'a> StageWorker<'a> {
         }
         let Some(Ready { by_parameter: mut terms, samples, .. }) = self.ready.remove(&round) else { return Ok(()) };
         for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
-            terms[tied.parameter] = tied.place.meet(u64::from(round) + 1)?.iter().flatten().cloned().collect();
+            let all = tied.place.meet(u64::from(round) + 1)?;
+            terms[tied.parameter] = all.iter().flatten().cloned().collect();
+            for (_, own) in all.get(tied.member).into_iter().flatten() {
+                self.executor.device.give(own.clone());
+            }
         }
         // With streaming, all but a shard of each gradient is freed.
         let (stays, device) = (self.shard_stream.is_none(), &self.executor.device);

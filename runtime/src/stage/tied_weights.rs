@@ -50,7 +50,10 @@ impl StageWorker<'_> {
             // On separate devices each rank would have a copy of the others' terms; here the others may still read this
             // one's.
             let own = all.get(self.tied[self.late[at].tied].member);
-            own.into_iter().flatten().for_each(|(_, term)| term.release_slot());
+            for (_, term) in own.into_iter().flatten() {
+                term.release_slot();
+                self.executor.device.give(term.clone());
+            }
             if let Some(total) = total {
                 let factor = match self.policy.clip_norm {
                     None => 1.0,

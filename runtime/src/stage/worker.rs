@@ -124,6 +124,9 @@ pub struct Span {
     pub end: f64,
 }
 
+/// Minibatches by which the host may be ahead of a device, for which it waits then.
+const LATE_MINIBATCHES: usize = 2;
+
 /// Maximum spans recorded per worker; a long run must not fill memory with them.
 pub const MOST_SPANS: usize = 1 << 20;
 
@@ -220,6 +223,7 @@ pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
             false => worker.skip(*instruction)?,
         }
     }
+    worker.send_losses(0)?;
     for stage_worker in &mut worker.stage_workers {
         stage_worker.finish().map_err(|fault| failed(&worker.name, fault))?;
     }
@@ -371,13 +375,11 @@ impl<'a> Worker<'a> {
                 caught_up.map_err(|fault| failed(&self.name, fault))?;
                 stage_worker.forward(item, version.0, lag, is_behind)
             }
-            _ => self.stage_worker(at, work.stage)?.backward(item, part, version.0, lag).map(|()| None),
+            _ => self.stage_worker(at, work.stage)?.backward(item, part, version.0, lag),
         };
         self.send_snapshots();
-        let loss = done.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
-        if let Some(value) = loss {
-            let _ = self.gear.events.send(Event::Loss { item, value });
-        }
+        done.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
+        self.send_losses(LATE_MINIBATCHES * self.gear.program.microbatches as usize)?;
         self.spend(Work::Compute(work), start);
         Ok(())
     }
@@ -446,12 +448,14 @@ impl<'a> Worker<'a> {
 
     /// Takes a snapshot if there is a checkpoint at this version, which is complete.
     fn cut(&mut self, stage: StageId, version: u32) -> Result<(), WorkerError> {
-        let Some(CheckpointPlan { cuts, gate, .. }) = &self.gear.cutting else { return Ok(()) };
+        let Some((cuts, gate)) = self.gear.cutting.as_ref().map(|plan| (plan.cuts, plan.gate)) else { return Ok(()) };
         let minibatches = self.minibatches(stage, version);
         let is_end = || gate.is_some_and(|gate| gate.end() == Some(minibatches));
         if !(cuts.is_some_and(|cuts| cuts.is_at(minibatches)) || is_end()) {
             return Ok(());
         }
+        // A run whose loss is not finite ends before this checkpoint is complete.
+        self.send_losses(0)?;
         let next = cuts.and_then(|cuts| cuts.after(minibatches)).unwrap_or(u32::MAX);
         let replica = self.gear.program.workers[self.gear.id.index()].replica;
         let older = |replica| versions_before(&self.rule, stage, replica, minibatches).map(|(i, v)| (i.0, v.0));
@@ -468,6 +472,16 @@ impl<'a> Worker<'a> {
             stage_worker.cut(cut).map_err(|fault| failed(&self.name, fault))?;
         }
         self.send_snapshots();
+        Ok(())
+    }
+
+    /// Sends losses that have arrived. Waits until at most `late` of a stage are under way.
+    fn send_losses(&mut self, late: usize) -> Result<(), WorkerError> {
+        for stage_worker in &mut self.stage_workers {
+            for (item, value) in stage_worker.losses(late).map_err(|fault| failed(&self.name, fault))? {
+                let _ = self.gear.events.send(Event::Loss { item, value });
+            }
+        }
         Ok(())
     }
 

@@ -14,8 +14,9 @@ use pipec::cluster::torch_links::{self, LinkTime, TorchLinks};
 use pipec::cluster::{self, ClusterRequest};
 use pipec::error::Error;
 use pipec::files::output;
+use pipec::train::device_request::DeviceRequest;
 use profiler::detect::{self, DetectError};
-use profiler::machine;
+use profiler::{links, machine};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -181,13 +182,18 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
         Some(path) => read(path)?,
         None => this_machine(None, false)?,
     };
-    if said.device.kind != "cpu" {
+    let mut measured = said.clone();
+    let gpus = if said.device.kind == "cpu" { Vec::new() } else { DeviceRequest::AllGpus.open().unwrap_or_default() };
+    if said.device.kind == "cpu" {
+        machine::measure_links(&mut measured);
+    } else if let (2.., Some(level)) = (gpus.len(), measured.levels.first_mut()) {
+        links::measure(&gpus, level)
+            .map_err(|error| Error::negative("cannot measure the links between the GPUs").because(error))?;
+    } else {
         return Err(Error::negative(format!("cannot measure the links of {}", shown(&said.device.kind)))
-            .because("pipec measures only the links between CPU workers")
+            .because("this machine has fewer than two GPUs that pipec can use")
             .with_help("under torchrun, `pipec cluster bench --engine torch` measures them with NCCL; or write the values of nvbandwidth into the cluster file"));
     }
-    let mut measured = said.clone();
-    machine::measure_links(&mut measured);
     // Only the innermost level is within this machine, and only links were requested.
     measured.device.clone_from(&said.device);
     measured.levels[1..].clone_from_slice(&said.levels[1..]);

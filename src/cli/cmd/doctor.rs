@@ -83,7 +83,7 @@ pub fn run(_: &Arguments, screen: &Screen) -> Result<(), Error> {
 }
 
 fn cpu() -> Finding {
-    let device = machine::device();
+    let device = machine::this_cpu();
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let vectors = device.driver.rsplit(' ').next().unwrap_or_default().to_string();
     let found = format!("{}, {}, {vectors}", device.name, quantity::plural(cores as u64, "core", "cores"));

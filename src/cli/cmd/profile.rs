@@ -25,13 +25,13 @@ const LISTED: usize = 12;
 /// Arguments of `pipec profile`.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Examples:\n  pipec profile model.onnx --micro-batch 32 -o profile.json\n  pipec profile model.onnx --device analytic:h200\n  pipec profile model.pt2 --engine torch --device cuda:0 --precision bf16"
+    after_help = "Examples:\n  pipec profile model.onnx --micro-batch 32 -o profile.json\n  pipec profile model.onnx --device cuda:0\n  pipec profile model.onnx --device analytic:h200\n  pipec profile model.pt2 --engine torch --device cuda:0 --precision bf16"
 )]
 pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL")]
     file: PathBuf,
-    /// Device: cpu measures on one core of this machine, analytic:KIND computes costs from the data sheet of a device type; with --engine torch also cuda:0
+    /// Device: cpu measures on one core of this machine, cuda:N on a GPU; analytic:KIND computes costs from the data sheet of a device type
     #[arg(long, value_name = "cpu|cuda:N|analytic:KIND", default_value = "cpu")]
     device: String,
     /// Kernels to measure: those of pipec, or those of PyTorch for a .pt2 file
@@ -86,11 +86,15 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             compile: arguments.compile,
         }),
         Some(kind) => ProfileDevice::Analytic(kind.to_string()),
-        None if arguments.device == "cpu" => ProfileDevice::Cpu,
-        None => {
-            return Err(Error::input(format!("unknown `--device {}`", arguments.device))
-                .with_help("`--device cpu` measures on this machine, `--device analytic:h200` uses a data sheet"));
-        }
+        None => match (arguments.device.as_str(), gpu_number(&arguments.device)) {
+            ("cpu", _) => ProfileDevice::Cpu,
+            (_, Some(number)) => ProfileDevice::Gpu(number),
+            _ => {
+                return Err(Error::input(format!("unknown `--device {}`", arguments.device)).with_help(
+                    "`--device cpu` and `--device cuda:0` measure on this machine, `--device analytic:h200` uses a data sheet",
+                ));
+            }
+        },
     };
     let profile = profile(
         &ProfileRequest {
@@ -121,6 +125,14 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     screen.json_file(&json);
     screen.text(&format!("\nwrote {}", path.display()));
     Ok(())
+}
+
+/// The number of a GPU: 0 for `cuda` and `cuda:0`.
+fn gpu_number(device: &str) -> Option<usize> {
+    match device.split_once(':') {
+        Some(("cuda", number)) => number.parse().ok(),
+        _ => (device == "cuda").then_some(0),
+    }
 }
 
 /// The most expensive ops and the totals.

@@ -33,13 +33,14 @@ use pipec::model::{self, LoadedModel};
 use pipec::plan::from_costs::solve;
 use pipec::plan::optimizer;
 use pipec::plan::request::PlanOptions;
-use pipec::profile::measure_graph;
+use pipec::profile::{MeasuredGraph, measure_graph};
 use pipec::train::metrics::watched;
 use pipec::train::prepare;
 use pipec::train::task::{Data, HeldOut, Length, Task};
 use profiler::machine;
 use profiler::measure::Settings;
 use runtime::data::RowOrder;
+use runtime::device::cpu::device::cpu;
 use runtime::exec::evaluate;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
@@ -232,8 +233,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 }
 
 fn profiled(loaded: &LoadedModel, path: &Path, screen: &Screen) -> Result<(Profile, String), Error> {
-    let measured =
-        measure_graph(loaded, &loaded.at(BATCH)?, BATCH, CountedLoss::Default, &Settings::default(), true, screen)?;
+    let subject = MeasuredGraph { loaded, graph: &loaded.at(BATCH)?, micro_batch: BATCH, loss: CountedLoss::Default };
+    let measured = measure_graph(&subject, &cpu(), &Settings::default(), true, screen)?;
     let json = to_json(&measured).map_err(|error| Error::bug(&error.to_string()))?;
     output::write(path, json.as_bytes())?;
     Ok((measured, sha256(json.as_bytes())))

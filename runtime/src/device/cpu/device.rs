@@ -30,8 +30,9 @@ pub struct CpuDevice {
     info: DeviceInfo,
 }
 
-static CPU: LazyLock<Arc<CpuDevice>> =
-    LazyLock::new(|| Arc::new(CpuDevice { info: DeviceInfo { name: NAME.to_string(), model: "CPU".to_string() } }));
+static CPU: LazyLock<Arc<CpuDevice>> = LazyLock::new(|| {
+    Arc::new(CpuDevice { info: DeviceInfo { name: NAME.into(), model: "CPU".into(), ..Default::default() } })
+});
 
 /// The CPU.
 pub fn cpu() -> Arc<dyn Device> {

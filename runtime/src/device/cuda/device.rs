@@ -43,7 +43,14 @@ pub fn open(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
     let gpu =
         Gpu::open(ordinal).map_err(|error| DeviceError::Failed { device: name.clone(), what: error.to_string() })?;
     all.values().for_each(|other| gpu.join(&other.gpu));
-    let info = DeviceInfo { name, model: gpu.info().name.clone() };
+    let of = gpu.info();
+    let info = DeviceInfo {
+        name,
+        model: of.name.clone(),
+        driver: format!("CUDA {}.{}", of.driver / 1000, of.driver % 1000 / 10),
+        memory: Some(of.memory as u64),
+        cache: Some(of.cache as u64),
+    };
     let device = Arc::new(CudaDevice { gpu, info });
     all.insert(ordinal, device.clone());
     Ok(device)
@@ -120,6 +127,10 @@ impl Device for CudaDevice {
 
     fn available_memory(&self) -> Option<u64> {
         self.gpu.free().ok().map(|bytes| bytes as u64)
+    }
+
+    fn is_asynchronous(&self) -> bool {
+        true
     }
 
     fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {

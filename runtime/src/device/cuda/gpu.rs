@@ -36,6 +36,8 @@ pub struct GpuInfo {
     pub memory: usize,
     /// CUDA driver API version, e.g. 13000 for 13.0.
     pub driver: i32,
+    /// Bytes of the L2 cache.
+    pub cache: usize,
 }
 
 /// An open GPU. Memory and streams on it keep it open.
@@ -99,6 +101,8 @@ impl Gpu {
             architecture: Architecture { major: major.unsigned_abs(), minor: minor.unsigned_abs() },
             memory: context.total_mem()?,
             driver,
+            cache: usize::try_from(context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?)
+                .unwrap_or(0),
         };
         Ok(Arc::new(Gpu { context, info, functions: Mutex::default() }))
     }

@@ -1,6 +1,7 @@
 //! Streams and events of the driver, as owned handles.
 
 use cudarc::driver::{DriverError, result, sys};
+use std::time::Duration;
 
 /// A CUDA stream, destroyed when it is dropped; queued work continues.
 pub struct Queue(sys::CUstream);
@@ -26,7 +27,7 @@ impl Drop for Queue {
     }
 }
 
-/// A CUDA event without timing.
+/// A CUDA event.
 pub struct RawEvent(sys::CUevent);
 
 // SAFETY: the driver locks its events.
@@ -37,7 +38,23 @@ unsafe impl Sync for RawEvent {}
 impl RawEvent {
     /// An event after the work that is queued in a stream. The calling thread has bound its context.
     pub fn record(queue: &Queue) -> Result<RawEvent, DriverError> {
-        let event = RawEvent(result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?);
+        RawEvent::with(queue, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// An event whose time is measured.
+    pub fn record_timed(queue: &Queue) -> Result<RawEvent, DriverError> {
+        RawEvent::with(queue, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    /// The time between two timed events, which have occurred. Its resolution is about 0.5 µs.
+    pub fn since(&self, earlier: &RawEvent) -> Result<Duration, DriverError> {
+        // SAFETY: both events are live.
+        let milliseconds = unsafe { result::event::elapsed(earlier.0, self.0) }?;
+        Ok(Duration::from_secs_f64((f64::from(milliseconds) / 1e3).max(0.0)))
+    }
+
+    fn with(queue: &Queue, flags: sys::CUevent_flags) -> Result<RawEvent, DriverError> {
+        let event = RawEvent(result::event::create(flags)?);
         // SAFETY: event and stream are live and belong to the bound context.
         unsafe { result::event::record(event.0, queue.0) }?;
         Ok(event)

@@ -8,8 +8,10 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::slice;
 
-/// Buffers of one size that may be in flight at once. With more, the host waits for the first.
+/// Buffers in flight for which the host does not wait: this many that are large enough, or any with this many bytes
+/// together.
 const MOST: usize = 16;
+const MOST_BYTES: usize = 16 << 20;
 
 /// The smallest buffer in bytes.
 const LEAST: usize = 256;
@@ -74,8 +76,10 @@ impl StagingBuffers {
         if let Some(at) = free.min_by_key(|at| self.used[*at].0.len()) {
             return Ok(self.used.remove(at).0);
         }
-        if fitting.len() < MOST {
-            return PinnedMemory::new(bytes.next_power_of_two().max(LEAST));
+        let size = bytes.next_power_of_two().max(LEAST);
+        let held: usize = self.used.iter().map(|(memory, _)| memory.len()).sum();
+        if fitting.len() < MOST || held + size <= MOST_BYTES {
+            return PinnedMemory::new(size);
         }
         let (memory, event) = self.used.remove(fitting[0]);
         event.synchronize()?;
@@ -84,8 +88,12 @@ impl StagingBuffers {
 
     /// Keeps a buffer for later copies, after the work that is queued in a stream.
     pub fn give(&mut self, memory: PinnedMemory, queue: &Queue) -> Result<(), DriverError> {
-        let event = RawEvent::record(queue)?;
-        self.used.push((memory, event));
+        self.give_after(memory, RawEvent::record(queue)?);
         Ok(())
+    }
+
+    /// Keeps a buffer for later copies, after an event.
+    pub fn give_after(&mut self, memory: PinnedMemory, event: RawEvent) {
+        self.used.push((memory, event));
     }
 }

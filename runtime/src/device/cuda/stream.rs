@@ -12,8 +12,9 @@ use super::verbs;
 use super::verbs::{MOST_BLOCKS, PARTS, RuleVariant, THREADS, Verb};
 use crate::device::api::{Kernel, OutputMode, Stream, WeightRegions};
 use crate::device::buffer::DeviceMemory;
+use crate::device::download::{Download, PendingDownload};
 use crate::device::error::DeviceError;
-use crate::device::event::{DeviceEvent, Event};
+use crate::device::event::{DeviceEvent, DeviceTimestamp, Event, Timestamp};
 use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
 use crate::device::region::{Region, RegionMut};
 use compiler::tensor::DType;
@@ -22,7 +23,8 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 const FAULT_BYTES: usize = size_of::<Fault>();
 
@@ -30,13 +32,14 @@ pub struct CudaStream {
     gpu: Arc<Gpu>,
     /// The first fault of a kernel.
     fault: GpuMemory,
+    /// Downloads under way return their memory from other threads.
+    staging: Arc<Mutex<StagingBuffers>>,
     state: RefCell<HostState>,
     queue: Queue,
 }
 
 /// Memory of a stream for copies and norms.
 struct HostState {
-    staging: StagingBuffers,
     /// Receives the fault cell.
     fault: PinnedMemory,
     /// The end of a copy of the fault cell that nobody waits for.
@@ -63,6 +66,49 @@ impl DeviceEvent for CudaEvent {
     }
 }
 
+/// A copy to pinned memory, which returns to its stream.
+struct CudaDownload {
+    gpu: Arc<Gpu>,
+    memory: PinnedMemory,
+    bytes: usize,
+    event: RawEvent,
+    staging: Arc<Mutex<StagingBuffers>>,
+}
+
+impl PendingDownload for CudaDownload {
+    fn is_done(&self) -> Result<bool, DeviceError> {
+        self.gpu.bind().map_err(|error| self.gpu.failed(error))?;
+        Ok(self.event.has_occurred())
+    }
+
+    fn bytes(self: Box<Self>) -> Result<Vec<u8>, DeviceError> {
+        let CudaDownload { gpu, memory, bytes, event, staging } = *self;
+        let waited = gpu.bind().and_then(|()| if event.has_occurred() { Ok(()) } else { event.synchronize() });
+        waited.map_err(|error| gpu.failed(error))?;
+        let copy = memory[..bytes].to_vec();
+        staging.lock().unwrap_or_else(PoisonError::into_inner).give_after(memory, event);
+        Ok(copy)
+    }
+}
+
+/// A timed event of a GPU.
+struct CudaTimestamp {
+    gpu: Arc<Gpu>,
+    event: RawEvent,
+}
+
+impl DeviceTimestamp for CudaTimestamp {
+    fn since(&self, earlier: &dyn DeviceTimestamp) -> Result<Option<Duration>, DeviceError> {
+        let Some(earlier) = (earlier as &dyn Any).downcast_ref::<CudaTimestamp>() else { return Ok(None) };
+        let time = || {
+            self.gpu.bind()?;
+            self.event.synchronize()?;
+            self.event.since(&earlier.event)
+        };
+        time().map(Some).map_err(|error| self.gpu.failed(error))
+    }
+}
+
 impl CudaStream {
     pub fn new(gpu: Arc<Gpu>) -> Result<CudaStream, DeviceError> {
         let made = || -> Result<(Queue, PinnedMemory), DriverError> {
@@ -71,9 +117,12 @@ impl CudaStream {
         };
         let (queue, pinned) = made().map_err(|error| gpu.failed(error))?;
         let fault = gpu.allocate(FAULT_BYTES).map_err(|error| gpu.failed(error))?;
-        let (staging, functions) = (StagingBuffers::default(), HashMap::new());
-        let state = RefCell::new(HostState { staging, fault: pinned, fault_copied: None, scratch: None, functions });
-        Ok(CudaStream { gpu, fault, state, queue })
+        let state = HostState { fault: pinned, fault_copied: None, scratch: None, functions: HashMap::new() };
+        Ok(CudaStream { gpu, fault, staging: Arc::default(), state: RefCell::new(state), queue })
+    }
+
+    fn staging(&self) -> MutexGuard<'_, StagingBuffers> {
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn checked<T>(&self, of: impl FnOnce() -> Result<T, DriverError>) -> Result<T, DeviceError> {
@@ -134,24 +183,24 @@ impl CudaStream {
         }
         let mut state = self.state.borrow_mut();
         self.look_for_fault(&mut state)?;
-        let mut pinned = self.checked(|| state.staging.take(bytes))?;
+        let mut pinned = self.checked(|| self.staging().take(bytes))?;
         fill(&mut pinned[..bytes]);
         // SAFETY: both sides have the bytes; the staging buffer is not touched before the copy is done.
         self.checked(|| unsafe { result::memcpy_htod_async(address, &pinned[..bytes], self.queue.raw()) })?;
-        self.checked(|| state.staging.give(pinned, &self.queue))
+        self.checked(|| self.staging().give(pinned, &self.queue))
     }
 
     /// Waits, and passes on what was read from an address.
     fn read_from(&self, address: u64, bytes: usize, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
         let mut state = self.state.borrow_mut();
-        let mut pinned = self.checked(|| state.staging.take(bytes.max(1)))?;
+        let mut pinned = self.checked(|| self.staging().take(bytes.max(1)))?;
         if bytes > 0 {
             // SAFETY: both sides have the bytes; the host reads them after it has waited.
             self.checked(|| unsafe { result::memcpy_dtoh_async(&mut pinned[..bytes], address, self.queue.raw()) })?;
         }
         self.wait_for_all(&mut state.fault)?;
         read(&pinned[..bytes]);
-        self.checked(|| state.staging.give(pinned, &self.queue))
+        self.checked(|| self.staging().give(pinned, &self.queue))
     }
 
     /// Returns the fault of a kernel, if one is known, and copies the cell again. Does not wait.
@@ -221,6 +270,19 @@ impl Stream for CudaStream {
 
     fn download_with(&self, from: Region<'_>, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
         self.read_from(from.address(), from.len(), read)
+    }
+
+    fn begin_download(&self, from: Region<'_>) -> Result<Download, DeviceError> {
+        let bytes = from.len();
+        if bytes == 0 {
+            return Ok(Download::Done(Vec::new()));
+        }
+        let mut memory = self.checked(|| self.staging().take(bytes))?;
+        // SAFETY: both sides have the bytes; the host reads them after the event.
+        self.checked(|| unsafe { result::memcpy_dtoh_async(&mut memory[..bytes], from.address(), self.queue.raw()) })?;
+        let event = self.checked(|| RawEvent::record(&self.queue))?;
+        let (gpu, staging) = (self.gpu.clone(), self.staging.clone());
+        Ok(Download::Pending(Box::new(CudaDownload { gpu, memory, bytes, event, staging })))
     }
 
     fn copy(&self, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError> {
@@ -373,6 +435,15 @@ impl Stream for CudaStream {
             Some(event) => self.checked(|| event.event.delay(&self.queue)),
             None => event.synchronize(),
         }
+    }
+
+    fn timestamp(&self) -> Result<Timestamp, DeviceError> {
+        let event = self.checked(|| RawEvent::record_timed(&self.queue))?;
+        Ok(Timestamp::Device(Box::new(CudaTimestamp { gpu: self.gpu.clone(), event })))
+    }
+
+    fn timestamp_resolution(&self) -> Duration {
+        Duration::from_nanos(500)
     }
 
     fn finish(&self) -> Result<(), DeviceError> {

@@ -139,7 +139,7 @@ impl Drop for Memory {
 
 static DEVICE: LazyLock<Arc<SanitizerDevice>> = LazyLock::new(|| {
     let shared = Shared { next_address: FIRST, next_stream: 0, memories: BTreeMap::new(), done: Clock::default() };
-    let info = DeviceInfo { name: NAME.to_string(), model: "CPU with checks of streams".to_string() };
+    let info = DeviceInfo { name: NAME.into(), model: "CPU with checks of streams".into(), ..DeviceInfo::default() };
     Arc::new(SanitizerDevice { info, shared: Arc::new(Mutex::new(shared)) })
 });
 

@@ -1,0 +1,78 @@
+//! Profiles and links of simulated GPUs.
+
+use crate::support::simulated_gpus::{driver, on_simulated_gpus};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// What a command on simulated GPUs prints, in `folder`.
+fn run(folder: &Path, driver: &Path, arguments: &[&str]) -> String {
+    let mut command = match arguments[0] {
+        "zoo" => Command::new(env!("CARGO_BIN_EXE_pipec")),
+        _ => on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), driver),
+    };
+    let done = command.current_dir(folder).args(arguments).output().unwrap();
+    assert!(done.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&done.stderr));
+    String::from_utf8_lossy(&done.stdout).into_owned()
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+#[test]
+fn a_profile_of_a_gpu_is_complete_and_plans_are_made_with_it() {
+    let Some(driver) = driver() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    run(at, driver, &["zoo", "gpt", "-o", "gpt.onnx"]);
+    let quick = ["--runs", "3", "--warmup", "1", "--micro-batch", "4", "--no-cache"];
+    for (precision, file) in [("fp32", "f32.json"), ("bf16", "bf16.json")] {
+        let said = run(
+            at,
+            driver,
+            &[&["profile", "gpt.onnx", "--device", "cuda:1", "--precision", precision, "-o", file], &quick[..]]
+                .concat(),
+        );
+        assert!(said.contains("on Simulated GPU"), "{said}");
+        let profile = json(&at.join(file));
+        assert_eq!(profile["device"]["name"], "Simulated GPU");
+        assert!(profile["device"]["driver"].as_str().unwrap().starts_with("CUDA "), "{}", profile["device"]);
+        assert_eq!(profile["device"]["memory_bytes"], 4_294_967_296u64);
+        let whole = |name: &str| profile["whole"][name].as_f64().unwrap();
+        let ops = profile["ops"].as_array().unwrap();
+        let sum = |name: &str| ops.iter().map(|op| op[name].as_f64().unwrap_or(0.0)).sum::<f64>();
+        for name in ["fwd_us", "bwd_us"] {
+            let (whole, sum) = (whole(name), sum(name));
+            assert!(whole > 0.0 && (sum / whole - 1.0).abs() < 0.1, "{name}: {sum} of {whole}");
+        }
+        assert!(sum("weight_grad_us") > 0.0 && sum("update_us") > 0.0 && sum("workspace_bytes") > 0.0);
+        let plan = format!("plan-{file}");
+        run(at, driver, &["partition", "gpt.onnx", "--profile", file, "--gpus", "2", "--batch", "8", "-o", &plan]);
+        let planned = json(&at.join(&plan));
+        assert_eq!(planned["cluster"]["device"]["kind"], "Simulated GPU");
+        assert_eq!(planned["cluster"]["device"]["memory"], 4_294_967_296u64);
+        assert!(run(at, driver, &["simulate", &plan]).contains("samples/s"));
+    }
+}
+
+#[test]
+fn links_between_gpus_are_measured() {
+    let Some(driver) = driver() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    let text = "schema = \"pipec.cluster/1\"\n[device]\nkind = \"simulated\"\nmemory = \"4GB\"\n\
+                memory_bandwidth = \"1TB/s\"\npeak_flops = { f32 = 1e13 }\n\
+                [[level]]\nname = \"link\"\ncount = 2\nbandwidth = \"1GB/s\"\n";
+    fs::write(at.join("cluster.toml"), text).unwrap();
+    let bench = ["cluster", "bench", "cluster.toml", "-o", "measured.toml", "--format", "json"];
+    let answer: Value = serde_json::from_str(&run(at, driver, &bench)).unwrap();
+    let [before, after] = ["stated", "measured"].map(|of| answer[of]["levels"][0].clone());
+    assert_eq!(before["bandwidth"], 1e9);
+    for name in ["bandwidth", "latency"] {
+        assert!(after[name].as_f64().unwrap() > 0.0 && after[name] != before[name], "{name}: {after}");
+    }
+    let show = run(at, driver, &["cluster", "show", "measured.toml"]);
+    assert!(show.contains("2 x simulated"), "{show}");
+}
