@@ -152,7 +152,7 @@ struct Counters {
     // Host to device, device to host, device to device.
     std::atomic<uint64_t> copies[3] = {};
     std::atomic<uint64_t> bytes[3] = {};
-    std::atomic<uint64_t> synchronisations{0}, allocations{0}, frees{0};
+    std::atomic<uint64_t> synchronisations{0}, allocations{0}, pool_allocations{0}, frees{0};
 };
 
 Counters& counters() {
@@ -294,14 +294,16 @@ bool is_planned(const char* kind, int device, uint64_t all, uint64_t own, bool f
     return false;
 }
 
-CUresult allocate(int ordinal, uint64_t bytes, CUdeviceptr* address) {
+// `reused` bytes of it are memory that its stream has freed before.
+CUresult allocate(int ordinal, uint64_t bytes, CUdeviceptr* address, std::atomic<uint64_t>& counter,
+                  uint64_t reused = 0) {
     Machine& m = machine();
     Device& device = m.devices[(size_t)ordinal];
     uint64_t all = ++m.allocated, own = ++device.allocations;
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
-    if (is_planned("memory", ordinal, all, own)) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (is_planned("memory", ordinal, all, own, true)) return CUDA_ERROR_OUT_OF_MEMORY;
     uint64_t used = rounded(bytes, ALIGNMENT);
-    if (!take(device, used)) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (!take(device, used - reused)) return CUDA_ERROR_OUT_OF_MEMORY;
     auto memory = std::make_shared<Memory>();
     memory->device = ordinal;
     memory->bytes = bytes;
@@ -310,14 +312,14 @@ CUresult allocate(int ordinal, uint64_t bytes, CUdeviceptr* address) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* mapped = mmap(nullptr, memory->mapped_bytes, PROT_NONE, flags, -1, 0);
     if (mapped == MAP_FAILED) {
-        device.used -= used;
+        device.used -= used - reused;
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     memory->mapped = (char*)mapped;
     char* start = memory->mapped + PAGE;
     if (room < (64 << 20) || !fill_lazily(start, room)) {
         if (mprotect(start, room, PROT_READ | PROT_WRITE) != 0) {
-            device.used -= used;
+            device.used -= used - reused;
             return CUDA_ERROR_OUT_OF_MEMORY;
         }
         memset(start, 0xff, room);
@@ -329,7 +331,7 @@ CUresult allocate(int ordinal, uint64_t bytes, CUdeviceptr* address) {
     device.next += rounded(used + ALIGNMENT, PAGE);
     *address = memory->start;
     m.allocations[memory->start] = memory;
-    counters().allocations++;
+    counter++;
     return CUDA_SUCCESS;
 }
 
@@ -387,11 +389,20 @@ struct Stream {
     bool is_closed = false;
     shared_ptr<Graph> capture;
     bool is_capture_origin = false;
+    // Bytes whose free is queued, and which no later allocation of the stream has taken.
+    std::atomic<uint64_t> reusable{0};
     // Of the stream's thread.
     Random random{0};
     uint64_t mood = 0, mood_left = 0;
     Fibers* fibers = nullptr;
 
+    // Takes up to so many bytes of `reusable`.
+    uint64_t reuse(uint64_t most) {
+        uint64_t before = reusable.load(), taken;
+        do taken = std::min(most, before);
+        while (!reusable.compare_exchange_weak(before, before - taken));
+        return taken;
+    }
     void wait(uint64_t number) {
         Lock guard(lock);
         completed.wait(guard, [&] { return done >= number; });
@@ -1048,8 +1059,9 @@ template <class T> CUresult fill(uint64_t to, T value, size_t count, void* handl
     });
 }
 
-// Removes an allocation from the tables. The memory is unmapped when its last user ends.
-CUresult release(uint64_t address) {
+// Removes an allocation from the tables. The memory is unmapped when its last user ends. `reused` bytes of it belong to
+// other allocations already.
+CUresult release(uint64_t address, uint64_t reused = 0) {
     Machine& m = machine();
     shared_ptr<Memory> memory;
     {
@@ -1059,7 +1071,7 @@ CUresult release(uint64_t address) {
         memory = found->second;
         m.allocations.erase(found);
     }
-    m.devices[(size_t)memory->device].used -= rounded(memory->bytes, ALIGNMENT);
+    m.devices[(size_t)memory->device].used -= rounded(memory->bytes, ALIGNMENT) - reused;
     counters().frees++;
     if (!memory->is_overrun()) return CUDA_SUCCESS;
     complain("device %d: something was written behind the end of an allocation of %llu bytes", memory->device,
@@ -1093,6 +1105,7 @@ void write_statistics() {
     put("device_to_device_bytes", c.bytes[DEVICE_TO_DEVICE]);
     put("synchronisations", c.synchronisations);
     put("allocations", c.allocations);
+    put("pool_allocations", c.pool_allocations);
     put("frees", c.frees);
     fprintf(file, "  \"peak_bytes\": [");
     const char* comma = "";
@@ -1446,7 +1459,7 @@ API CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
 
 API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
     CHECK(enter(current()));
-    return allocate(current()->device, bytes, address);
+    return allocate(current()->device, bytes, address, counters().allocations);
 }
 
 API CUresult cuMemFree_v2(CUdeviceptr address) {
@@ -1465,11 +1478,15 @@ API CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, void* handle) {
     shared_ptr<Stream> stream;
     CHECK(enter_stream(handle, stream));
     Context& context = *stream->context;
-    CUresult result = allocate(context.device, bytes, address);
+    auto& counter = counters().pool_allocations;
+    // The pool of the real driver gives a stream the memory that it has freed, without waiting.
+    uint64_t reused = stream->reuse(rounded(bytes, ALIGNMENT));
+    CUresult result = allocate(context.device, bytes, address, counter, reused);
+    if (result != CUDA_SUCCESS) stream->reusable += reused;
     if (result != CUDA_ERROR_OUT_OF_MEMORY || bytes > settings().memory) return result;
-    // The pool of the real driver uses memory that queued operations will free.
+    // And the memory that operations of other streams will free.
     drain_device(context.device);
-    return allocate(context.device, bytes, address);
+    return allocate(context.device, bytes, address, counter);
 }
 
 API CUresult cuMemAllocFromPoolAsync(CUdeviceptr* address, size_t bytes, void*, void* handle) {
@@ -1481,8 +1498,15 @@ API CUresult cuMemFreeAsync(CUdeviceptr address, void* handle) {
     CHECK(enter_stream(handle, stream));
     if (address == 0) return CUDA_SUCCESS;
     if (device_of(address) < 0) return CUDA_ERROR_INVALID_VALUE;
+    uint64_t bytes = 0;
+    {
+        Lock lock(machine().memory);
+        auto found = machine().allocations.find(address);
+        if (found != machine().allocations.end()) bytes = rounded(found->second->bytes, ALIGNMENT);
+    }
+    stream->reusable += bytes;
     return submit(stream, [=](Stream& stream) {
-        CUresult result = release(address);
+        CUresult result = release(address, bytes - stream.reuse(bytes));
         if (result == CUDA_SUCCESS) return;
         if (result == CUDA_ERROR_INVALID_VALUE) {
             complain("device %d: 0x%llx is not the start of an allocation", stream.context->device, address);
@@ -1500,6 +1524,8 @@ API CUresult cuDeviceGetDefaultMemPool(void** pool, CUdevice device) {
 API CUresult cuDeviceGetMemPool(void** pool, CUdevice device) { return cuDeviceGetDefaultMemPool(pool, device); }
 
 API CUresult cuMemPoolSetAttribute(void*, int, void*) { return CUDA_SUCCESS; }
+
+API CUresult cuMemPoolSetAccess(void*, const void*, size_t) { return CUDA_SUCCESS; }
 
 API CUresult cuMemPoolTrimTo(void*, size_t) { return CUDA_SUCCESS; }
 

@@ -144,6 +144,10 @@ pub trait Stream: Send {
         mode: OutputMode,
     ) -> Result<(), DeviceError>;
 
+    /// Allocates memory with arbitrary content for this stream; other streams acquire it as usual. It is freed when it is
+    /// dropped, after the work of this stream and of those that have released it.
+    fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError>;
+
     /// Writes memory from the host. `fill` writes all bytes of its argument, which has the length of `to`. The method
     /// calls it before it returns.
     fn upload_with(&self, to: RegionMut<'_>, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError>;

@@ -1,7 +1,7 @@
 //! Buffers of device memory. Host memory is aligned for vector kernels.
 
 use crate::device::error::DeviceError;
-use crate::device::event::Event;
+use crate::device::event::{DeviceEvent, Event};
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::region::{Region, RegionMut};
 use compiler::pass::memory::ALIGNMENT;
@@ -45,6 +45,12 @@ pub trait DeviceMemory: Any + Send + Sync {
 
     /// Copies the memory to the host, and waits. Earlier work on it is done.
     fn download(&self, to: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// The memory will be freed after these events, which streams of other devices may record. The default waits on the
+    /// host. After a failure there is nothing to wait for.
+    fn free_after(&self, events: &[Event]) {
+        events.iter().for_each(|event| drop(event.synchronize()));
+    }
 }
 
 /// Host bytes aligned to [`ALIGNMENT`].
@@ -191,10 +197,11 @@ impl Buffer {
         }
     }
 
-    /// Adds work to those that [`Buffer::events`] returns. Work that is done is dropped.
+    /// Adds work to those that [`Buffer::events`] returns. Work that is done is dropped, and earlier work of the same stream.
     pub fn add_event(&self, event: Event) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        events.retain(|event| !event.has_occurred());
+        let stream = |event: &Event| event.device_event().map(DeviceEvent::stream);
+        events.retain(|earlier| stream(earlier) != stream(&event) && !earlier.has_occurred());
         events.push(event);
     }
 
@@ -216,10 +223,8 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         self.release_slot();
-        if !self.is_host() {
-            // When a device frees memory, it waits only for its own work. Streams of other devices may still read the
-            // memory. After a failure there is nothing to wait for.
-            self.events().iter().for_each(|event| drop(event.synchronize()));
+        if let Memory::Device(memory) = &self.memory {
+            memory.free_after(&self.events());
         }
     }
 }

@@ -16,6 +16,8 @@ pub struct DeviceContext {
     pool: RefCell<Pool>,
     /// Buffers that this pool does not count: operands of collectives, and copies of buffers of other devices.
     staging: RefCell<Pool>,
+    /// Contexts on other devices.
+    others: RefCell<Vec<DeviceContext>>,
 }
 
 impl DeviceContext {
@@ -23,7 +25,8 @@ impl DeviceContext {
     pub fn new(device: Arc<dyn Device>, ledger: Arc<MemoryCounter>) -> Result<DeviceContext, DeviceError> {
         let (pool, staging) = (Pool::new(device.clone(), ledger), Pool::new(device.clone(), Arc::default()));
         let stream = device.stream()?;
-        Ok(DeviceContext { device, stream, pool: RefCell::new(pool), staging: RefCell::new(staging) })
+        let others = RefCell::default();
+        Ok(DeviceContext { device, stream, pool: RefCell::new(pool), staging: RefCell::new(staging), others })
     }
 
     /// Counts the pool's buffers.
@@ -44,7 +47,9 @@ impl DeviceContext {
 
     /// A buffer that is freed, not pooled, after use.
     pub fn once(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
-        self.pool.borrow().once(bytes)
+        let mut buffer = self.stream.allocate(bytes)?;
+        buffer.count_in(&self.pool.borrow().ledger);
+        Ok(Arc::new(buffer))
     }
 
     /// Returns a buffer to the pool that it comes from. Others may still read it or return it too.
@@ -72,22 +77,47 @@ impl DeviceContext {
         self.take_from(&self.staging, bytes)
     }
 
-    pub fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
-        self.device.allocate(bytes)
-    }
-
     /// A copy in new memory.
     pub fn copy_of(&self, from: Region<'_>) -> Result<Buffer, DeviceError> {
-        let mut copy = self.device.allocate(from.len())?;
+        let mut copy = self.stream.allocate(from.len())?;
         self.stream.copy(from, copy.region_mut())?;
         Ok(copy)
     }
 
-    /// A copy of a buffer of another device, in new memory, after the work with which streams have released it.
-    pub fn copy_from(&self, buffer: &Buffer) -> Result<Buffer, DeviceError> {
-        let mut copy = self.device.allocate(buffer.len())?;
-        self.fill_from(buffer, copy.region_mut())?;
-        Ok(copy)
+    /// The context of the calling thread on a device: this one, or one for work on another device, made on first use.
+    pub fn on<T>(
+        &self,
+        device: &Arc<dyn Device>,
+        work: impl FnOnce(&DeviceContext) -> Result<T, DeviceError>,
+    ) -> Result<T, DeviceError> {
+        if Arc::ptr_eq(device, &self.device) {
+            return work(self);
+        }
+        let mut others = self.others.borrow_mut();
+        let at = match others.iter().position(|other| Arc::ptr_eq(device, &other.device)) {
+            Some(at) => at,
+            None => {
+                others.push(DeviceContext::new(device.clone(), Arc::default())?);
+                others.len() - 1
+            }
+        };
+        work(&others[at])
+    }
+
+    /// A copy of memory of this context for another context of the same thread, which gives it back.
+    pub fn send_to(&self, other: &DeviceContext, from: Region<'_>) -> Result<Arc<Buffer>, DeviceError> {
+        let mut sent = other.staging.borrow_mut().take(from.len())?;
+        if !self.device.can_copy(&sent) {
+            let bytes = self.stream.begin_download(from)?.bytes()?;
+            other.stream.acquire(&sent)?;
+            other.stream.upload(&bytes, Buffer::exclusive(&mut sent))?;
+            return Ok(sent);
+        }
+        self.stream.acquire(&sent)?;
+        self.stream.copy(from, Buffer::exclusive(&mut sent))?;
+        self.stream.release(&sent)?;
+        other.stream.acquire(&sent)?;
+        Ok(sent)
     }
 
     /// Copies a buffer of another device, through the host if need be.
@@ -102,7 +132,7 @@ impl DeviceContext {
 
     /// Copies of these regions one after the other, in new memory.
     pub fn concatenated<'a>(&self, parts: impl Iterator<Item = Region<'a>> + Clone) -> Result<Buffer, DeviceError> {
-        let mut whole = self.device.allocate(parts.clone().map(|part| part.len()).sum())?;
+        let mut whole = self.stream.allocate(parts.clone().map(|part| part.len()).sum())?;
         let mut end = 0;
         for part in parts {
             let start = end;

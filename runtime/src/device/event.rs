@@ -11,6 +11,9 @@ pub struct Event(Option<Arc<dyn DeviceEvent>>);
 
 /// An event of a device whose streams run asynchronously.
 pub trait DeviceEvent: Any + Send + Sync {
+    /// Identifies the stream. Its events occur in the order in which they are recorded.
+    fn stream(&self) -> u64;
+
     fn has_occurred(&self) -> bool;
 
     /// Waits on the host.

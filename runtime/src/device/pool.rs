@@ -50,13 +50,6 @@ impl Pool {
         }
     }
 
-    /// A buffer that is freed, not pooled, after use.
-    pub fn once(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
-        let mut buffer = self.device.allocate(bytes)?;
-        buffer.count_in(&self.ledger);
-        Ok(Arc::new(buffer))
-    }
-
     /// True if the buffer comes from this pool.
     pub fn owns(&self, buffer: &Buffer) -> bool {
         buffer.pool.as_ref().is_some_and(|pool| Arc::ptr_eq(pool, &self.own))
@@ -105,10 +98,7 @@ mod tests {
         assert_eq!((held(&pool), pool.ledger.peak()), (200, 200));
         pool.ledger.free_slot(100);
         drop(again);
-        let once = pool.once(50).unwrap();
-        assert_eq!(held(&pool), 250);
-        drop(once);
-        assert_eq!((held(&pool), pool.ledger.peak()), (200, 250));
+        assert_eq!((held(&pool), pool.ledger.peak()), (200, 200));
     }
 
     #[test]

@@ -52,13 +52,14 @@ impl<'a> ParameterUpdater<'a> {
         let bytes = |at: usize| masters[at].as_ref().map_or(own(at), Buffer::len);
         let drifts = matches!(staleness, Staleness::PipeMare { .. }) && delay > 0;
         let all = 0..code.parameters.len();
-        let state = |at: usize| (0..optimizer.buffers()).map(|_| device.allocate(bytes(at))).collect::<Result<_, _>>();
+        let state =
+            |at: usize| (0..optimizer.buffers()).map(|_| device.device.allocate(bytes(at))).collect::<Result<_, _>>();
         Ok(ParameterUpdater {
             optimizer,
             dtypes: code.parameters.iter().map(|named| named.fact.dtype).collect(),
             state: all.clone().map(state).collect::<Result<_, _>>()?,
             drift: match drifts {
-                true => all.map(|at| device.allocate(bytes(at))).collect::<Result<_, _>>()?,
+                true => all.map(|at| device.device.allocate(bytes(at))).collect::<Result<_, _>>()?,
                 false => Vec::new(),
             },
             keep: DISCREPANCY.powf(1.0 / f64::from(delay.max(1))),

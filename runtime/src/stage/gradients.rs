@@ -145,7 +145,7 @@ pub fn total(
                 device.give_foreign(std::mem::replace(&mut total, sum))?;
             }
         }
-        device.give_foreign(term)?;
+        device.give_shared(term)?;
     }
     Ok(Some(total))
 }

@@ -185,7 +185,7 @@ impl<'a> StageWorker<'a> {
         let mut shard_stream = None;
         if let Some(gradient_shards) = gradient_shards {
             let version = begin.as_ref().map_or(0, |begin| begin.version);
-            gradient_shards.enter(share.replica(), ledger, if flushes { version } else { u32::MAX });
+            gradient_shards.enter(share.replica(), &device, ledger, if flushes { version } else { u32::MAX });
             let stream = Arc::new(ShardStream::new(code, share.clone(), gradient_shards, ends_with_round));
             executor.step_hook = Some(stream.clone());
             shard_stream = Some(stream);

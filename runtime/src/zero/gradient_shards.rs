@@ -8,8 +8,10 @@
 //! The owner of a shard is charged for its memory.
 
 use crate::comm::communicator::CollectiveError;
+use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::region::Region;
@@ -34,9 +36,17 @@ struct Sum {
     shares: Vec<Option<Buffer>>,
 }
 
+/// A replica that owns shards.
+#[derive(Clone)]
+struct Owner {
+    device: Arc<dyn Device>,
+    ledger: Arc<MemoryCounter>,
+    /// The last round for which it has memory.
+    last: u32,
+}
+
 struct State {
-    /// Each replica's memory counter and the last round for which it has memory.
-    owners: Vec<Option<(Arc<MemoryCounter>, u32)>>,
+    owners: Vec<Option<Owner>>,
     sums: HashMap<Term, Sum>,
     is_abandoned: bool,
 }
@@ -60,18 +70,19 @@ impl GradientShards {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Registers a replica with its memory counter. It accepts gradients of rounds up to `last`.
-    pub fn enter(&self, replica: usize, ledger: &Arc<MemoryCounter>, last: u32) {
+    /// Registers a replica with its device, which will hold its shards, and its memory counter. It accepts gradients of
+    /// rounds up to `last`.
+    pub fn enter(&self, replica: usize, device: &Arc<dyn Device>, ledger: &Arc<MemoryCounter>, last: u32) {
         if let Some(own) = self.lock().owners.get_mut(replica) {
-            *own = Some((ledger.clone(), last));
+            *own = Some(Owner { device: device.clone(), ledger: ledger.clone(), last });
         }
         self.changed.notify_all();
     }
 
     /// A replica accepts gradients of rounds up to `last`, after freeing earlier rounds.
     pub fn open(&self, replica: usize, last: u32) {
-        if let Some(Some((_, known))) = self.lock().owners.get_mut(replica) {
-            *known = last.max(*known);
+        if let Some(Some(own)) = self.lock().owners.get_mut(replica) {
+            own.last = last.max(own.last);
         }
         self.changed.notify_all();
     }
@@ -88,16 +99,14 @@ impl GradientShards {
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
         let mut state = self.lock();
-        let ledgers = loop {
+        let owners = loop {
             if state.is_abandoned {
                 return Err(CollectiveError::PeerLost);
             }
-            let has_room = |owner: &Option<(Arc<MemoryCounter>, u32)>| {
-                owner.as_ref().filter(|(_, last)| term.round <= *last).map(|(ledger, _)| ledger.clone())
-            };
-            let ledgers: Option<Vec<Arc<MemoryCounter>>> = state.owners.iter().map(has_room).collect();
-            match ledgers {
-                Some(ledgers) if state.sums.entry(term).or_default().added == before => break ledgers,
+            let with_room = |owner: &Option<Owner>| owner.clone().filter(|owner| term.round <= owner.last);
+            let owners: Option<Vec<Owner>> = state.owners.iter().map(with_room).collect();
+            match owners {
+                Some(owners) if state.sums.entry(term).or_default().added == before => break owners,
                 _ => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         };
@@ -105,27 +114,17 @@ impl GradientShards {
         let mut shares = state.sums.get_mut(&term).map(|sum| std::mem::take(&mut sum.shares)).unwrap_or_default();
         drop(state);
         let dtype = accumulation_type(dtype);
-        for (replica, ledger) in ledgers.iter().enumerate() {
+        shares.resize_with(owners.len(), || None);
+        for (replica, (owner, sum)) in owners.iter().zip(&mut shares).enumerate() {
             let part = gradient.slice(share.range_of(parameter, gradient.len(), dtype.size(), replica));
-            match shares.get_mut(replica) {
-                Some(Some(sum)) => {
-                    if !device.device.can_access(sum) {
-                        // The worker of the last micro-batch is on another device.
-                        let mut moved = device.copy_from(sum)?;
-                        moved.count_in(ledger);
-                        *sum = moved;
-                    }
-                    device.stream.acquire(sum)?;
-                    device.stream.accumulate(dtype, part, sum.region_mut())?;
-                    device.release(sum)?;
+            device.on(&owner.device, |on_owner| {
+                if Arc::ptr_eq(&owner.device, &device.device) {
+                    return add_part(on_owner, dtype, part, sum, &owner.ledger);
                 }
-                _ => {
-                    let mut first = device.copy_of(part)?;
-                    first.count_in(ledger);
-                    device.release(&first)?;
-                    shares.push(Some(first));
-                }
-            }
+                let sent = device.send_to(on_owner, part)?;
+                add_part(on_owner, dtype, sent.region(), sum, &owner.ledger)?;
+                on_owner.give_shared(sent)
+            })?;
         }
         if let Some(sum) = self.lock().sums.get_mut(&term) {
             (sum.shares, sum.added) = (shares, before + 1);
@@ -151,6 +150,26 @@ impl GradientShards {
         self.lock().is_abandoned = true;
         self.changed.notify_all();
     }
+}
+
+/// Adds a gradient to a sum, or begins the sum, on the device that holds both.
+fn add_part(
+    device: &DeviceContext,
+    dtype: DType,
+    part: Region<'_>,
+    sum: &mut Option<Buffer>,
+    ledger: &Arc<MemoryCounter>,
+) -> Result<(), DeviceError> {
+    if let Some(sum) = sum {
+        device.stream.acquire(sum)?;
+        device.stream.accumulate(dtype, part, sum.region_mut())?;
+        return device.release(sum);
+    }
+    let mut first = device.copy_of(part)?;
+    first.count_in(ledger);
+    device.release(&first)?;
+    *sum = Some(first);
+    Ok(())
 }
 
 #[cfg(test)]
@@ -179,7 +198,7 @@ mod tests {
                     gradient_shards.add(term, item, own.region(), (0, DType::F32), &share, &device).unwrap();
                 });
             }
-            ledgers.iter().enumerate().for_each(|(replica, ledger)| gradient_shards.enter(replica, ledger, 2));
+            ledgers.iter().enumerate().for_each(|(replica, ledger)| gradient_shards.enter(replica, &cpu(), ledger, 2));
             (0..2).for_each(|replica| gradient_shards.open(replica, 3));
         });
         let sum =

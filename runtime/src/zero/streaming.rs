@@ -97,7 +97,7 @@ impl ShardStream {
         ledger: Option<&Arc<MemoryCounter>>,
         device: &DeviceContext,
     ) -> Result<Arc<Buffer>, CollectiveError> {
-        let mut whole = device.allocate(code.parameters[parameter].bytes)?;
+        let mut whole = device.stream.allocate(code.parameters[parameter].bytes)?;
         ledger.into_iter().for_each(|ledger| whole.count_in(ledger));
         self.gradient_shards.weights.read(version, parameter, whole.region_mut(), device)?;
         Ok(Arc::new(whole))
@@ -160,7 +160,7 @@ impl StepHook for ShardStream {
         for &term in &moment.begun {
             let at = &code.gradient_terms[term];
             let dtype = code.parameters[at.parameter].fact.dtype;
-            let mut room = device.allocate(at.place.bytes / dtype.size() * accumulation_type(dtype).size())?;
+            let mut room = device.stream.allocate(at.place.bytes / dtype.size() * accumulation_type(dtype).size())?;
             room.count_in(&ledger);
             item.sums[term] = Some(Sum { buffer: Arc::new(room), is_begun: false });
         }

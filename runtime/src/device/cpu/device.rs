@@ -169,6 +169,10 @@ impl Stream for CpuStream {
         Ok(())
     }
 
+    fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
+        Ok(Buffer::host(bytes))
+    }
+
     fn upload_with(&self, to: RegionMut<'_>, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
         fill(to.host()?);
         Ok(())

@@ -1,11 +1,15 @@
 //! A GPU: its context, memory and loaded kernels.
 
 use super::compile::{Architecture, CompileFault, cubin};
+use super::event::CudaEvent;
 use super::library::{self, FOLDERS};
 use super::prelude::ENTRY;
+use super::queue::Queue;
 use crate::device::buffer::DeviceMemory;
 use crate::device::error::DeviceError;
+use crate::device::event::Event;
 use cudarc::driver::{CudaContext, DriverError, result, sys};
+use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -45,6 +49,8 @@ pub struct Gpu {
     context: Arc<CudaContext>,
     info: GpuInfo,
     functions: Mutex<HashMap<Arc<str>, Function>>,
+    /// True if the driver has a pool of memory.
+    has_pool: bool,
 }
 
 /// A kernel on a GPU, loaded until the process ends.
@@ -61,6 +67,8 @@ pub struct GpuMemory {
     gpu: Arc<Gpu>,
     address: sys::CUdeviceptr,
     bytes: usize,
+    /// The stream in whose order it is freed, if it is of the driver's pool.
+    queue: Option<Arc<Queue>>,
 }
 
 /// Number of GPUs; 0 without a driver.
@@ -104,7 +112,12 @@ impl Gpu {
             cache: usize::try_from(context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?)
                 .unwrap_or(0),
         };
-        Ok(Arc::new(Gpu { context, info, functions: Mutex::default() }))
+        let pools = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)?;
+        let gpu = Gpu { context, info, functions: Mutex::default(), has_pool: pools != 0 };
+        if gpu.has_pool {
+            gpu.keep_freed_memory()?;
+        }
+        Ok(Arc::new(gpu))
     }
 
     pub fn info(&self) -> &GpuInfo {
@@ -126,7 +139,24 @@ impl Gpu {
             if asked.result().is_ok() && can != 0 && from.bind().is_ok() {
                 // SAFETY: both contexts are live. Copies go through the host if this fails.
                 let _ = unsafe { sys::cuCtxEnablePeerAccess(to.context.cu_ctx(), 0) };
+                to.share_pool(from);
             }
+        }
+    }
+
+    /// Lets kernels of another GPU access memory of the pool. Copies go through the host if this fails.
+    fn share_pool(&self, with: &Gpu) {
+        let Ok(pool) = self.pool() else { return };
+        let access = sys::CUmemAccessDesc {
+            location: sys::CUmemLocation {
+                type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+                id: with.context.cu_device(),
+            },
+            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        };
+        if self.has_pool {
+            // SAFETY: the pool is that of this device, and the driver reads one description.
+            let _ = unsafe { sys::cuMemPoolSetAccess(pool, &access, 1) };
         }
     }
 
@@ -145,21 +175,62 @@ impl Gpu {
         self.bind()?;
         let size = bytes.max(1);
         // SAFETY: the address is used within `bytes`, and freed once, when the memory is dropped.
-        let address = match unsafe { result::malloc_sync(size) } {
-            Ok(address) => address,
-            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
-                let free = self.free()?;
-                return Err(GpuError::Memory { ordinal: self.info.ordinal, needed: bytes, free });
-            }
-            Err(error) => return Err(error.into()),
-        };
-        let memory = GpuMemory { gpu: self.clone(), address, bytes };
+        let address = self.allocated(bytes, || unsafe { result::malloc_sync(size) })?;
+        let memory = GpuMemory { gpu: self.clone(), address, bytes, queue: None };
         // SAFETY: the memory has this size. Streams of pipec do not wait for the default stream, so the host does.
         unsafe {
             result::memset_d8_sync(address, 0, size)?;
             result::stream::synchronize(result::stream::null())?;
         }
         Ok(memory)
+    }
+
+    /// Allocates memory of the driver's pool, with arbitrary content, for work that is queued in a stream from now on. It
+    /// is freed in the order of that stream. Neither waits.
+    pub fn allocate_in_order(self: &Arc<Gpu>, bytes: usize, queue: &Arc<Queue>) -> Result<GpuMemory, GpuError> {
+        if !self.has_pool {
+            return self.allocate(bytes);
+        }
+        self.bind()?;
+        // SAFETY: as in `allocate`; the stream belongs to this GPU.
+        let address = self.allocated(bytes, || unsafe { result::malloc_async(queue.raw(), bytes.max(1)) })?;
+        Ok(GpuMemory { gpu: self.clone(), address, bytes, queue: Some(queue.clone()) })
+    }
+
+    /// An allocation; if memory is short, once more after the pool has given back what it keeps.
+    fn allocated(
+        &self,
+        bytes: usize,
+        allocate: impl Fn() -> Result<sys::CUdeviceptr, DriverError>,
+    ) -> Result<sys::CUdeviceptr, GpuError> {
+        let is_short =
+            |done: &Result<_, DriverError>| matches!(done, Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)));
+        let mut done = allocate();
+        if is_short(&done) && self.has_pool {
+            self.context.synchronize()?;
+            // SAFETY: the pool is that of this device.
+            unsafe { sys::cuMemPoolTrimTo(self.pool()?, 0) }.result()?;
+            done = allocate();
+        }
+        match is_short(&done) {
+            true => Err(GpuError::Memory { ordinal: self.info.ordinal, needed: bytes, free: self.free()? }),
+            false => Ok(done?),
+        }
+    }
+
+    /// The driver's pool of memory.
+    fn pool(&self) -> Result<sys::CUmemoryPool, DriverError> {
+        let mut pool = std::ptr::null_mut();
+        // SAFETY: the device is open, and the driver writes one handle.
+        unsafe { sys::cuDeviceGetDefaultMemPool(&mut pool, self.context.cu_device()) }.result()?;
+        Ok(pool)
+    }
+
+    /// Lets the pool keep freed memory for later allocations.
+    fn keep_freed_memory(&self) -> Result<(), DriverError> {
+        let (mut all, attribute) = (u64::MAX, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD);
+        // SAFETY: this attribute is a number of 64 bits.
+        unsafe { sys::cuMemPoolSetAttribute(self.pool()?, attribute, (&raw mut all).cast()) }.result()
     }
 
     /// The kernel with this source, compiled and loaded on first use.
@@ -217,14 +288,29 @@ impl DeviceMemory for GpuMemory {
             self.gpu.bind().and_then(|()| unsafe { result::memcpy_dtoh_sync(&mut to[..self.bytes], self.address) });
         copied.map_err(|error| self.gpu.failed(error))
     }
+
+    fn free_after(&self, events: &[Event]) {
+        for event in events {
+            let on_gpu = event.device_event().and_then(|event| (event as &dyn Any).downcast_ref::<CudaEvent>());
+            match (&self.queue, on_gpu) {
+                (Some(queue), Some(on_gpu)) if self.gpu.bind().is_ok() => drop(on_gpu.event.delay(queue)),
+                _ => drop(event.synchronize()),
+            }
+        }
+    }
 }
 
 impl Drop for GpuMemory {
     fn drop(&mut self) {
         // After a device failure nothing can be freed; the driver reclaims the memory with the process.
         if self.gpu.bind().is_ok() {
-            // SAFETY: allocated in `Gpu::allocate` and freed only here. The driver waits for queued work on it.
-            let _ = unsafe { result::free_sync(self.address) };
+            let _ = match &self.queue {
+                // SAFETY: allocated in `Gpu::allocate` and freed only here. The driver waits for queued work on it.
+                None => unsafe { result::free_sync(self.address) },
+                // SAFETY: allocated in `Gpu::allocate_in_order` and freed only here, after the work of its stream and
+                // that of `free_after`.
+                Some(queue) => unsafe { result::free_async(self.address, queue.raw()) },
+            };
         }
     }
 }

@@ -1,29 +1,43 @@
 //! Streams and events of the driver, as owned handles.
 
 use cudarc::driver::{DriverError, result, sys};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// A CUDA stream, destroyed when it is dropped; queued work continues.
-pub struct Queue(sys::CUstream);
+pub struct Queue {
+    stream: sys::CUstream,
+    number: u64,
+}
+
+static NEXT: AtomicU64 = AtomicU64::new(0);
 
 // SAFETY: a stream may be used from any thread that has bound its context.
 unsafe impl Send for Queue {}
+// SAFETY: the driver locks its streams.
+unsafe impl Sync for Queue {}
 
 impl Queue {
     /// A stream that does not wait for the default stream. The calling thread has bound a context.
     pub fn new() -> Result<Queue, DriverError> {
-        Ok(Queue(result::stream::create(result::stream::StreamKind::NonBlocking)?))
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
+        Ok(Queue { stream, number: NEXT.fetch_add(1, Ordering::Relaxed) })
     }
 
     pub(super) fn raw(&self) -> sys::CUstream {
-        self.0
+        self.stream
+    }
+
+    /// Its number, which no other stream ever has.
+    pub fn number(&self) -> u64 {
+        self.number
     }
 }
 
 impl Drop for Queue {
     fn drop(&mut self) {
         // SAFETY: created in `new` and destroyed only here.
-        let _ = unsafe { result::stream::destroy(self.0) };
+        let _ = unsafe { result::stream::destroy(self.stream) };
     }
 }
 
@@ -56,7 +70,7 @@ impl RawEvent {
     fn with(queue: &Queue, flags: sys::CUevent_flags) -> Result<RawEvent, DriverError> {
         let event = RawEvent(result::event::create(flags)?);
         // SAFETY: event and stream are live and belong to the bound context.
-        unsafe { result::event::record(event.0, queue.0) }?;
+        unsafe { result::event::record(event.0, queue.raw()) }?;
         Ok(event)
     }
 
@@ -73,7 +87,7 @@ impl RawEvent {
     /// Delays later work of a stream until the event has occurred.
     pub fn delay(&self, queue: &Queue) -> Result<(), DriverError> {
         // SAFETY: event and stream are live; they may belong to different GPUs.
-        unsafe { result::stream::wait_event(queue.0, self.0, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
+        unsafe { result::stream::wait_event(queue.raw(), self.0, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
     }
 }
 

@@ -4,6 +4,8 @@
 //! beside uploads, so the error of a kernel is returned by a later call.
 
 use super::device::CudaKernel;
+use super::download::CudaDownload;
+use super::event::{CudaEvent, CudaTimestamp};
 use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Base, Fault};
 use super::queue::{Queue, RawEvent};
@@ -11,10 +13,10 @@ use super::staging::{PinnedMemory, StagingBuffers};
 use super::verbs;
 use super::verbs::{MOST_BLOCKS, PARTS, RuleVariant, THREADS, Verb};
 use crate::device::api::{Kernel, OutputMode, Stream, WeightRegions};
-use crate::device::buffer::DeviceMemory;
-use crate::device::download::{Download, PendingDownload};
+use crate::device::buffer::{Buffer, DeviceMemory};
+use crate::device::download::Download;
 use crate::device::error::DeviceError;
-use crate::device::event::{DeviceEvent, DeviceTimestamp, Event, Timestamp};
+use crate::device::event::{Event, Timestamp};
 use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
 use crate::device::region::{Region, RegionMut};
 use compiler::tensor::DType;
@@ -35,7 +37,7 @@ pub struct CudaStream {
     /// Downloads under way return their memory from other threads.
     staging: Arc<Mutex<StagingBuffers>>,
     state: RefCell<HostState>,
-    queue: Queue,
+    queue: Arc<Queue>,
 }
 
 /// Memory of a stream for copies and norms.
@@ -49,71 +51,11 @@ struct HostState {
     functions: HashMap<Verb, Function>,
 }
 
-/// An event of a GPU.
-struct CudaEvent {
-    gpu: Arc<Gpu>,
-    event: RawEvent,
-}
-
-impl DeviceEvent for CudaEvent {
-    fn has_occurred(&self) -> bool {
-        self.gpu.bind().is_ok() && self.event.has_occurred()
-    }
-
-    fn synchronize(&self) -> Result<(), DeviceError> {
-        let waited = self.gpu.bind().and_then(|()| self.event.synchronize());
-        waited.map_err(|error| self.gpu.failed(error))
-    }
-}
-
-/// A copy to pinned memory, which returns to its stream.
-struct CudaDownload {
-    gpu: Arc<Gpu>,
-    memory: PinnedMemory,
-    bytes: usize,
-    event: RawEvent,
-    staging: Arc<Mutex<StagingBuffers>>,
-}
-
-impl PendingDownload for CudaDownload {
-    fn is_done(&self) -> Result<bool, DeviceError> {
-        self.gpu.bind().map_err(|error| self.gpu.failed(error))?;
-        Ok(self.event.has_occurred())
-    }
-
-    fn bytes(self: Box<Self>) -> Result<Vec<u8>, DeviceError> {
-        let CudaDownload { gpu, memory, bytes, event, staging } = *self;
-        let waited = gpu.bind().and_then(|()| if event.has_occurred() { Ok(()) } else { event.synchronize() });
-        waited.map_err(|error| gpu.failed(error))?;
-        let copy = memory[..bytes].to_vec();
-        staging.lock().unwrap_or_else(PoisonError::into_inner).give_after(memory, event);
-        Ok(copy)
-    }
-}
-
-/// A timed event of a GPU.
-struct CudaTimestamp {
-    gpu: Arc<Gpu>,
-    event: RawEvent,
-}
-
-impl DeviceTimestamp for CudaTimestamp {
-    fn since(&self, earlier: &dyn DeviceTimestamp) -> Result<Option<Duration>, DeviceError> {
-        let Some(earlier) = (earlier as &dyn Any).downcast_ref::<CudaTimestamp>() else { return Ok(None) };
-        let time = || {
-            self.gpu.bind()?;
-            self.event.synchronize()?;
-            self.event.since(&earlier.event)
-        };
-        time().map(Some).map_err(|error| self.gpu.failed(error))
-    }
-}
-
 impl CudaStream {
     pub fn new(gpu: Arc<Gpu>) -> Result<CudaStream, DeviceError> {
-        let made = || -> Result<(Queue, PinnedMemory), DriverError> {
+        let made = || -> Result<(Arc<Queue>, PinnedMemory), DriverError> {
             gpu.bind()?;
-            Ok((Queue::new()?, PinnedMemory::new(FAULT_BYTES)?))
+            Ok((Arc::new(Queue::new()?), PinnedMemory::new(FAULT_BYTES)?))
         };
         let (queue, pinned) = made().map_err(|error| gpu.failed(error))?;
         let fault = gpu.allocate(FAULT_BYTES).map_err(|error| gpu.failed(error))?;
@@ -272,6 +214,11 @@ impl Stream for CudaStream {
         self.read_from(from.address(), from.len(), read)
     }
 
+    fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
+        let memory = self.gpu.allocate_in_order(bytes, &self.queue).map_err(|error| self.gpu.failed(error))?;
+        Ok(Buffer::device(Arc::new(memory) as Arc<dyn DeviceMemory>))
+    }
+
     fn begin_download(&self, from: Region<'_>) -> Result<Download, DeviceError> {
         let bytes = from.len();
         if bytes == 0 {
@@ -426,12 +373,14 @@ impl Stream for CudaStream {
 
     fn record(&self) -> Result<Event, DeviceError> {
         let event = self.checked(|| RawEvent::record(&self.queue))?;
-        Ok(Event::new(Arc::new(CudaEvent { gpu: self.gpu.clone(), event })))
+        Ok(Event::new(Arc::new(CudaEvent { gpu: self.gpu.clone(), stream: self.queue.number(), event })))
     }
 
     fn wait(&self, event: &Event) -> Result<(), DeviceError> {
         let on_gpu = event.device_event().and_then(|event| (event as &dyn Any).downcast_ref::<CudaEvent>());
         match on_gpu {
+            // A stream follows its own order.
+            Some(event) if event.stream == self.queue.number() => Ok(()),
             Some(event) => self.checked(|| event.event.delay(&self.queue)),
             None => event.synchronize(),
         }

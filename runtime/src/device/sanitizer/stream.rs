@@ -1,8 +1,9 @@
 //! Streams whose methods check that their accesses are ordered, and then run on the CPU.
 
 use super::clock::Clock;
-use super::device::{Held, Shared, lock};
+use super::device::{Held, Shared, lock, sanitizer};
 use crate::device::api::{Kernel, OutputMode, Stream, WeightRegions};
+use crate::device::buffer::Buffer;
 use crate::device::cpu::device::CpuStream;
 use crate::device::error::DeviceError;
 use crate::device::event::{DeviceEvent, Event};
@@ -76,6 +77,10 @@ impl Stream for SanitizerStream {
         // SAFETY: see above.
         let mut outputs: Vec<RegionMut<'_>> = outputs.iter().map(|held| unsafe { held.region_mut() }).collect();
         CpuStream.run(kernel, &inputs, &mut outputs, unsafe { workspace.region_mut() }, mode)
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
+        sanitizer().allocate(bytes)
     }
 
     fn upload_with(&self, to: RegionMut<'_>, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
@@ -210,7 +215,7 @@ impl Stream for SanitizerStream {
 
     fn record(&self) -> Result<Event, DeviceError> {
         let clock = self.clock.borrow().clone();
-        Ok(Event::new(Arc::new(SanitizerEvent { clock, shared: self.shared.clone() })))
+        Ok(Event::new(Arc::new(SanitizerEvent { stream: self.number, clock, shared: self.shared.clone() })))
     }
 
     fn wait(&self, event: &Event) -> Result<(), DeviceError> {
@@ -227,11 +232,16 @@ impl Stream for SanitizerStream {
 }
 
 struct SanitizerEvent {
+    stream: u64,
     clock: Clock,
     shared: Arc<Mutex<Shared>>,
 }
 
 impl DeviceEvent for SanitizerEvent {
+    fn stream(&self) -> u64 {
+        self.stream
+    }
+
     fn has_occurred(&self) -> bool {
         lock(&self.shared).is_done(&self.clock)
     }

@@ -1,0 +1,50 @@
+//! Events and timestamps of a GPU.
+
+use super::gpu::Gpu;
+use super::queue::RawEvent;
+use crate::device::error::DeviceError;
+use crate::device::event::{DeviceEvent, DeviceTimestamp};
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// An event of a GPU.
+pub struct CudaEvent {
+    pub(super) gpu: Arc<Gpu>,
+    /// Number of its stream.
+    pub(super) stream: u64,
+    pub(super) event: RawEvent,
+}
+
+impl DeviceEvent for CudaEvent {
+    fn stream(&self) -> u64 {
+        self.stream
+    }
+
+    fn has_occurred(&self) -> bool {
+        self.gpu.bind().is_ok() && self.event.has_occurred()
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        let waited = self.gpu.bind().and_then(|()| self.event.synchronize());
+        waited.map_err(|error| self.gpu.failed(error))
+    }
+}
+
+/// A timed event of a GPU.
+pub struct CudaTimestamp {
+    pub(super) gpu: Arc<Gpu>,
+    pub(super) event: RawEvent,
+}
+
+impl DeviceTimestamp for CudaTimestamp {
+    fn since(&self, earlier: &dyn DeviceTimestamp) -> Result<Option<Duration>, DeviceError> {
+        let Some(earlier) = (earlier as &dyn Any).downcast_ref::<CudaTimestamp>() else { return Ok(None) };
+        let time = || {
+            self.gpu.bind()?;
+            self.event.synchronize()?;
+            self.event.since(&earlier.event)
+        };
+        time().map(Some).map_err(|error| self.gpu.failed(error))
+    }
+}
