@@ -14,7 +14,7 @@ use runtime::device::buffer::Buffer;
 use runtime::device::cuda::compile::{Architecture, cubin};
 use runtime::device::cuda::gpu;
 use runtime::device::cuda::launch_plan::LaunchPlan;
-use runtime::device::cuda::library;
+use runtime::device::cuda::library::CudaLibrary;
 use runtime::device::cuda::prelude::PRELUDE;
 use runtime::device::error::DeviceError;
 use runtime::device::layout::TensorLayout;
@@ -133,7 +133,7 @@ const TOGETHER: usize = 64;
 
 #[test]
 fn every_text_compiles_for_devices_that_are_not_here() {
-    let Some(found) = library::nvrtc() else {
+    let Ok(found) = CudaLibrary::Nvrtc.find() else {
         println!("skipped: no libnvrtc");
         return;
     };
@@ -145,7 +145,7 @@ fn every_text_compiles_for_devices_that_are_not_here() {
     let mut seen: BTreeSet<String> = BTreeSet::new();
     let shape = |text: &str| text.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
     let texts: Vec<&str> = texts.into_iter().filter(|text| all || seen.insert(shape(text))).collect();
-    println!("{} kernels through {}", texts.len(), found.place);
+    println!("{} kernels through {}", texts.len(), found.path.display());
     for (n, some) in texts.chunks(TOGETHER).enumerate() {
         let mut text = format!("{PRELUDE}\n");
         for (i, kernel) in some.iter().enumerate() {
