@@ -2,6 +2,7 @@
 
 mod cli;
 mod cluster;
+mod doctor;
 mod export;
 mod gpus;
 mod profile;

@@ -244,7 +244,7 @@ extern "C" __attribute__((visibility("default"))) const PipecModule pipec_module
     &gridDim, __start_pipec_shared, __stop_pipec_shared};
 )cuda";
 
-// No contraction to fused multiply-add, so that results do not depend on the host's processor.
+// No contraction to fused multiply-add, as in pipec's options, so that results do not depend on the host's processor.
 const char* const FLAGS[] = {"-std=c++17",       "-O2",
                              "-w",               "-ffp-contract=off",
                              "-fno-exceptions",  "-fno-strict-aliasing",
@@ -413,6 +413,10 @@ nvrtcResult compile(_nvrtcProgram& program, unsigned architecture, const std::ve
     command.insert(command.end(), std::begin(FLAGS), std::end(FLAGS));
     // Without it all copies of a library would share the variables that exist only where they are used.
     if (compiler().find("clang") == std::string::npos) command.push_back("-fno-gnu-unique");
+#if defined(__x86_64__)
+    // An instruction in place of a call gives the same bits.
+    if (__builtin_cpu_supports("fma")) command.push_back("-mfma");
+#endif
     command.insert(command.end(), definitions.begin(), definitions.end());
     std::string source = translated(program.text);
     std::string key = compiler_identity();

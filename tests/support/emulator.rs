@@ -74,7 +74,7 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
     let (source, program) = (folder.join("kernels.cpp"), folder.join("kernels"));
     fs::write(&source, text).unwrap();
     let mut command = Command::new(compiler);
-    // No FMA contraction: a GPU contracts, but this tests the source.
+    // No contraction to fused multiply-add, as on a GPU.
     command.args(["-std=c++17", "-O0", "-w", "-ffp-contract=off", "-o"]).arg(&program).arg(&source);
     let done = command.output().unwrap();
     let message = String::from_utf8_lossy(&done.stderr);

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 /// The libraries, and how they are linked.
 const LIBRARIES: [(&str, &str, &[&str]); 2] =
-    [("driver.cpp", "libcuda.so.1", &["-ldl"]), ("nvrtc.cpp", "libnvrtc.so", &[])];
+    [("driver.cpp", "libcuda.so", &["-ldl"]), ("nvrtc.cpp", "libnvrtc.so", &[])];
 
 /// The folder with the simulated driver, built on first use. `None`, with a note, without a C++ compiler.
 pub fn driver() -> Option<&'static Path> {

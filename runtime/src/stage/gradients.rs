@@ -135,10 +135,14 @@ pub fn total(
     let Some(first) = terms.next() else { return Ok(None) };
     let mut total = device.receive(first)?;
     for term in terms {
-        let term = device.receive(term)?;
+        let mut term = device.receive(term)?;
+        // Other stages sum the same terms, so only a copy on this device may change. Sums of two numbers are the same in
+        // either order.
+        if Arc::get_mut(&mut total).is_none() && Arc::get_mut(&mut term).is_some() {
+            std::mem::swap(&mut total, &mut term);
+        }
         match device.try_exclusive(&mut total)? {
             Some(sum) => device.stream.accumulate(dtype, term.region(), sum)?,
-            // Other stages sum the same terms, so they must not change.
             None => {
                 let mut sum = new_sum(device, total.len(), stays)?;
                 device.stream.add(dtype, total.region(), term.region(), Buffer::exclusive(&mut sum))?;

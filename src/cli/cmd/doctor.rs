@@ -1,14 +1,15 @@
 //! `pipec doctor`: checks what pipec can use on this machine, and suggests fixes.
 
+mod cuda;
+
+use self::cuda::Cuda;
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
 use clap::Args;
 use compiler::export::quantity;
 use pipec::error::Error;
 use profiler::cache::Cache;
-use profiler::{detect, machine};
-use runtime::device::cuda::gpu::{GpuError, GpuInfo};
-use runtime::device::cuda::library::{self, FOLDERS};
+use profiler::machine;
 use serde_json::json;
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -52,24 +53,27 @@ struct Finding {
 
 /// Runs the checks and prints them; fails with exit code 1 if something is broken.
 pub fn run(_: &Arguments, screen: &Screen) -> Result<(), Error> {
-    let findings = [
-        cpu(),
-        memory(),
-        cache(),
-        folder("temporary files", &env::temp_dir()),
-        sockets(),
-        driver(),
-        compiler(),
-        gpus(),
-    ];
+    let mut findings = vec![cpu(), memory(), cache(), folder("temporary files", &env::temp_dir()), sockets()];
+    let cuda = Cuda::examine();
+    findings.extend(cuda.findings());
     let row = |finding: &Finding| vec![finding.what.into(), finding.state.name().into(), finding.found.clone()];
     let version = env!("CARGO_PKG_VERSION");
     screen.text(&format!("pipec {version} on {} {}\n", env::consts::OS, env::consts::ARCH));
     screen.prose(&stage_table::table(&["", "", ""], &[], findings.iter().map(row).collect()));
+    if cuda.has_devices() {
+        screen.wide(&cuda.tables());
+    }
     let value = |finding: &Finding| json!({"what": finding.what, "state": finding.state.name(), "found": finding.found, "next": finding.next});
     let all: Vec<_> = findings.iter().map(value).collect();
-    screen
-        .json(&json!({"version": version, "os": env::consts::OS, "architecture": env::consts::ARCH, "findings": all}));
+    screen.json(&json!({
+        "version": version,
+        "os": env::consts::OS,
+        "architecture": env::consts::ARCH,
+        "findings": all,
+        "libraries": cuda.libraries_json(),
+        "devices": cuda.devices_json(),
+        "peers": cuda.peers_json(),
+    }));
     for Finding { what, next, .. } in &findings {
         if let Some(next) = next {
             screen.note(&format!("{what}: {next}"));
@@ -145,50 +149,4 @@ fn sockets() -> Finding {
             next: Some("needed by `train --processes` and `--hosts`, not by threads".into()),
         },
     }
-}
-
-fn driver() -> Finding {
-    let what = "CUDA driver";
-    match library::driver() {
-        Some(found) => Finding { what, state: State::Fine, found: found.place.clone(), next: None },
-        None => Finding {
-            what,
-            state: State::Absent,
-            found: "libcuda.so was not found".into(),
-            next: Some(format!("only GPUs need it; if there is one, add the driver's folder to {FOLDERS}")),
-        },
-    }
-}
-
-fn compiler() -> Finding {
-    let what = "CUDA compiler";
-    match (library::nvrtc(), library::driver()) {
-        (Some(found), _) => Finding { what, state: State::Fine, found: found.place.clone(), next: None },
-        (None, driver) => Finding {
-            what,
-            state: if driver.is_some() { State::Broken } else { State::Absent },
-            found: "libnvrtc.so was not found".into(),
-            next: driver.map(|_| format!("`pip install nvidia-cuda-nvrtc` installs it; add its folder to {FOLDERS}")),
-        },
-    }
-}
-
-fn gpus() -> Finding {
-    let all = detect::gpus();
-    let describe = |(ordinal, gpu): (usize, &Result<GpuInfo, GpuError>)| match gpu {
-        Ok(gpu) => format!("{ordinal}: {} with {}", gpu.name, quantity::bytes(gpu.memory as u64)),
-        Err(fault) => format!("{ordinal}: cannot be opened: {fault}"),
-    };
-    let found = match all.is_empty() {
-        true => "none".to_string(),
-        false => all.iter().enumerate().map(describe).collect::<Vec<_>>().join("; "),
-    };
-    let is_broken = all.iter().any(Result::is_err);
-    let state = match all.is_empty() {
-        _ if is_broken => State::Broken,
-        true => State::Absent,
-        false => State::Fine,
-    };
-    let next = is_broken.then(|| "`nvidia-smi` shows its processes and its health".to_string());
-    Finding { what: "GPUs", state, found, next }
 }

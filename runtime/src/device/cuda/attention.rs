@@ -84,7 +84,7 @@ impl<'a> Pairs<'a> {
         let (kind, [queries, keys]) = (self.kind(), [self.queries(), self.keys()]);
         let mut lines = format!(
             "at own = row / (at){} * (at){keys} + j;\n{kind} s = 0;\n\
-             for (at c = 0; c < (at){depth}; c++) s += ({kind}){} * ({kind}){};\ns *= {};\n",
+             for (at c = 0; c < (at){depth}; c++) s = m_fma(({kind}){}, ({kind}){}, s);\ns *= {};\n",
             queries * self.each,
             load(self.dtype, &format!("q[row * (at){} + c]", self.depth)),
             load(self.dtype, &format!("k[own * (at){} + c]", self.depth)),
@@ -132,7 +132,7 @@ impl<'a> Pairs<'a> {
         format!(
             "{}{kind} sum = ({kind}){}, kept = {};\nbool is_empty = sum == {};\n\
              {kind} p = is_empty ? {} : m_exp(s - sum) * norms[row], dp = 0;\n\
-             for (at c = 0; c < (at){width}; c++) dp += ({kind}){} * ({kind}){};\n\
+             for (at c = 0; c < (at){width}; c++) dp = m_fma(({kind}){}, ({kind}){}, dp);\n\
              {kind} ds = {} * p * (kept * dp - shares[row]);\n{flat}",
             self.score(),
             load(self.sums(), "log_sums[row]"),
@@ -199,7 +199,7 @@ pub fn kernel(op: &Attention, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
             width,
             threads,
             &format!(
-                "sums[n] *= old;\nfor (at l = 0; l < count; l++) sums[n] += weights[l] * ({kind}){};",
+                "sums[n] *= old;\nfor (at l = 0; l < count; l++) sums[n] = m_fma(weights[l], ({kind}){}, sums[n]);",
                 value("from + l")
             )
         ),
@@ -229,7 +229,7 @@ pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     draft.writes("norms", pairs.sums(), norms);
     let lines = format!(
         "at row = i;\n{kind} share = 0, norm = 1, size = m_fabs(log_sums[i]);\n\
-         for (at c = 0; c < (at){width}; c++) share += ({kind}){} * ({kind}){};\nshares[i] = share;\n\
+         for (at c = 0; c < (at){width}; c++) share = m_fma(({kind}){}, ({kind}){}, share);\nshares[i] = share;\n\
          if (size > {} && size < {}) {{\nnorm = 0;\n\
          for (at j = 0; j < (at){keys}; j++) {{\n{}norm += m_exp(s - log_sums[i]);\n}}\nnorm = 1 / norm;\n}}\nnorms[i] = norm;",
         load(pairs.dtype, &format!("dy[i * (at){width} + c]")),
@@ -263,8 +263,11 @@ pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
         sums = sums_of(kind, "sums", depth, threads),
         last = pairs.last(),
         slopes = pairs.slopes(),
-        add =
-            columns(depth, threads, &format!("for (at l = 0; l < count; l++) sums[n] += slopes[l] * ({kind}){term};")),
+        add = columns(
+            depth,
+            threads,
+            &format!("for (at l = 0; l < count; l++) sums[n] = m_fma(slopes[l], ({kind}){term}, sums[n]);")
+        ),
         finish = columns(depth, threads, &format!("dq[i * (at){depth} + c] = {};", store(pairs.dtype, "sums[n]"))),
     );
     let shared = format!("slopes[{THREADS}]");
@@ -286,12 +289,12 @@ pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
         add_k = columns(
             depth,
             threads,
-            &format!("for (at l = 0; l < count; l++) k_sums[n] += slopes[l] * ({kind}){query};")
+            &format!("for (at l = 0; l < count; l++) k_sums[n] = m_fma(slopes[l], ({kind}){query}, k_sums[n]);")
         ),
         add_v = columns(
             width,
             threads,
-            &format!("for (at l = 0; l < count; l++) v_sums[n] += weights[l] * ({kind}){slope};")
+            &format!("for (at l = 0; l < count; l++) v_sums[n] = m_fma(weights[l], ({kind}){slope}, v_sums[n]);")
         ),
         finish_k = columns(depth, threads, &format!("dk[i * (at){depth} + c] = {};", store(pairs.dtype, "k_sums[n]"))),
         finish_v = columns(width, threads, &format!("dv[i * (at){width} + c] = {};", store(pairs.dtype, "v_sums[n]"))),

@@ -1,7 +1,7 @@
 //! Compiles kernel source to device code with NVRTC; no GPU is needed.
 
-use super::library::{self, FOLDERS};
-use cudarc::nvrtc::{result, sys};
+use super::nvrtc::{INVALID_OPTION, NO_BUILTINS, NvrtcError, Program};
+use super::search_path::FOLDERS;
 use std::ffi::CString;
 use thiserror::Error;
 
@@ -22,52 +22,51 @@ impl std::fmt::Display for Architecture {
 #[allow(missing_docs)]
 pub enum CompileFault {
     #[error(
-        "libnvrtc, which compiles GPU kernels, was not found; install it (`pip install nvidia-cuda-nvrtc`) and set \
+        "libnvrtc, which compiles GPU kernels, was not found; install it (`pip install nvidia-cuda-nvrtc`), or set \
          {FOLDERS} to its folder"
     )]
     NoCompiler,
     #[error("this libnvrtc is too old for {architecture}; install a newer one (`pip install -U nvidia-cuda-nvrtc`)")]
     Old { architecture: Architecture },
+    #[error(
+        "libnvrtc finds no libnvrtc-builtins of its version; install it anew (`pip install --force-reinstall \
+         nvidia-cuda-nvrtc`)"
+    )]
+    Incomplete,
     #[error("bug in pipec: the source of a kernel has a zero byte")]
     Text,
     #[error("bug in pipec: a kernel for {architecture} does not compile: {log}")]
     Refused { architecture: Architecture, log: String },
     #[error("libnvrtc failed: {0}")]
-    Library(result::NvrtcError),
+    Library(#[from] NvrtcError),
 }
 
-struct Program(sys::nvrtcProgram);
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // SAFETY: created by `result::create_program` and destroyed only here.
-        let _ = unsafe { result::destroy_program(self.0) };
-    }
+/// A compiled kernel.
+pub struct Code {
+    /// Device code.
+    pub cubin: Vec<u8>,
+    /// Messages of the compiler.
+    pub log: String,
 }
 
 /// Compiles a kernel for this architecture.
 pub fn cubin(text: &str, architecture: Architecture) -> Result<Vec<u8>, CompileFault> {
-    library::nvrtc().ok_or(CompileFault::NoCompiler)?;
+    Ok(compiled(text, architecture, &[])?.cubin)
+}
+
+/// Compiles a kernel for this architecture with additional options, such as `--ptxas-options=-v`.
+pub fn compiled(text: &str, architecture: Architecture, more: &[&str]) -> Result<Code, CompileFault> {
     let source = CString::new(text).map_err(|_| CompileFault::Text)?;
-    let program = Program(result::create_program(&source, None).map_err(CompileFault::Library)?);
-    // Sums and products are rounded one by one: a chain of ops gives the bits of the ops alone.
-    let options = [format!("--gpu-architecture={architecture}"), "--std=c++17".to_string(), "--fmad=false".to_string()];
-    // SAFETY: the program is live.
-    if let Err(error) = unsafe { result::compile_program(program.0, &options) } {
-        if error.0 == sys::nvrtcResult::NVRTC_ERROR_INVALID_OPTION {
-            return Err(CompileFault::Old { architecture });
-        }
-        // SAFETY: as above.
-        let log = unsafe { result::get_program_log(program.0) }.map_err(CompileFault::Library)?;
-        let log: Vec<u8> = log.into_iter().map(|c| c as u8).take_while(|&c| c != 0).collect();
-        return Err(CompileFault::Refused { architecture, log: String::from_utf8_lossy(&log).into_owned() });
-    }
-    let mut size = 0;
-    // SAFETY: the program is live and compiled for a real architecture; `code` has the reported size.
-    unsafe {
-        sys::nvrtcGetCUBINSize(program.0, &mut size).result().map_err(CompileFault::Library)?;
-        let mut code = vec![0u8; size];
-        sys::nvrtcGetCUBIN(program.0, code.as_mut_ptr().cast()).result().map_err(CompileFault::Library)?;
-        Ok(code)
+    let program = Program::new(&source).ok_or(CompileFault::NoCompiler)??;
+    let target = format!("--gpu-architecture={architecture}");
+    // Sums and products are rounded one by one: a chain of ops gives the bits of the ops alone. Kernels that sum products
+    // call `m_fma`.
+    let options = [&target, "--std=c++17", "--fmad=false"].into_iter().chain(more.iter().copied());
+    let options = options.map(CString::new).collect::<Result<Vec<_>, _>>().map_err(|_| CompileFault::Text)?;
+    match program.compile(&options) {
+        Ok(()) => Ok(Code { cubin: program.cubin()?, log: program.log()? }),
+        Err(INVALID_OPTION) => Err(CompileFault::Old { architecture }),
+        Err(NO_BUILTINS) => Err(CompileFault::Incomplete),
+        Err(_) => Err(CompileFault::Refused { architecture, log: program.log()? }),
     }
 }

@@ -59,7 +59,7 @@ pub fn forward(window: &Window, x: &TensorLayout, w: &TensorLayout, y: &TensorLa
     body.push_str(&seen(window, &s.w[2..], &s.x[2..]));
     let _ = writeln!(
         body,
-        "sum += ({kind}){} * ({kind}){};",
+        "sum = m_fma(({kind}){}, ({kind}){}, sum);",
         load(x.dtype, &format!("x[from_x + {}]", flat(&s.x[2..], "d", "0"))),
         load(w.dtype, &format!("w[from_w + {}]", flat(&s.w[2..], "k", "0")))
     );
@@ -92,7 +92,7 @@ pub fn input_grad(window: &Window, dy: &TensorLayout, w: &TensorLayout, dx: &Ten
     body.push_str(&seeing(window, &s.w[2..], &s.y[2..], "d", "k"));
     let _ = writeln!(
         body,
-        "sum += ({kind}){} * ({kind}){};",
+        "sum = m_fma(({kind}){}, ({kind}){}, sum);",
         load(dy.dtype, &format!("dy[from_y + {}]", flat(&s.y[2..], "e", "0"))),
         load(w.dtype, &format!("w[from_w + {}]", flat(&s.w[2..], "k", "0")))
     );
@@ -123,7 +123,7 @@ pub fn weight_grad(window: &Window, dy: &TensorLayout, x: &TensorLayout, dw: &Te
     (0..s.rank()).for_each(|axis| body.push_str(&element(window, axis, s.x[2 + axis])));
     let _ = writeln!(
         body,
-        "sum += ({kind}){} * ({kind}){};\n}}\nsum = sum_across(sum);\nif (threadIdx.x == 0) dw[i] = {};",
+        "sum = m_fma(({kind}){}, ({kind}){}, sum);\n}}\nsum = sum_across(sum);\nif (threadIdx.x == 0) dw[i] = {};",
         load(dy.dtype, &format!("dy[(v * (at){} + o) * (at){places} + {}]", s.y[1], flat(&s.y[2..], "e", "0"))),
         load(
             x.dtype,

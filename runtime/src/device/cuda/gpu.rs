@@ -2,9 +2,10 @@
 
 use super::compile::{Architecture, CompileFault, cubin};
 use super::event::CudaEvent;
-use super::library::{self, FOLDERS};
+use super::library::CudaLibrary;
 use super::prelude::ENTRY;
 use super::queue::Queue;
+use super::search_path::FOLDERS;
 use crate::device::buffer::DeviceMemory;
 use crate::device::error::DeviceError;
 use crate::device::event::Event;
@@ -73,10 +74,18 @@ pub struct GpuMemory {
 
 /// Number of GPUs; 0 without a driver.
 pub fn count() -> usize {
-    if library::driver().is_none() {
-        return 0;
+    devices().unwrap_or(0)
+}
+
+/// Number of GPUs that the driver lists.
+pub fn devices() -> Result<usize, GpuError> {
+    // Without the library the call below would panic.
+    CudaLibrary::Driver.find().map_err(|_| GpuError::NoDriver)?;
+    match CudaContext::device_count() {
+        Ok(count) => Ok(usize::try_from(count).unwrap_or(0)),
+        Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(0),
+        Err(error) => Err(error.into()),
     }
-    CudaContext::device_count().map_or(0, |count| usize::try_from(count).unwrap_or(0))
 }
 
 /// True if two GPUs have a direct link beyond the host bus (native peer atomics), or are the same GPU.
@@ -90,11 +99,20 @@ pub fn is_joined(one: usize, other: usize) -> bool {
     unsafe { sys::cuDeviceGetP2PAttribute(&mut joined, native, from, to) }.result().is_ok() && joined != 0
 }
 
+/// True if kernels on one GPU can read and write the memory of another.
+pub fn can_access(one: usize, other: usize) -> bool {
+    let (Ok(from), Ok(to)) = (i32::try_from(one), i32::try_from(other)) else { return false };
+    if one == other || count() <= one.max(other) {
+        return one == other;
+    }
+    let mut can = 0;
+    // SAFETY: as in `is_joined`.
+    unsafe { sys::cuDeviceCanAccessPeer(&mut can, from, to) }.result().is_ok() && can != 0
+}
+
 impl Gpu {
     pub fn open(ordinal: usize) -> Result<Arc<Gpu>, GpuError> {
-        // Without the library the calls below would panic.
-        library::driver().ok_or(GpuError::NoDriver)?;
-        let count = usize::try_from(CudaContext::device_count()?).unwrap_or(0);
+        let count = devices()?;
         if ordinal >= count {
             return Err(GpuError::NoSuchGpu { ordinal, count });
         }

@@ -27,7 +27,7 @@ pub fn kernel(
     let body = format!(
         "at row = i / (at){n}, column = i % (at){n};\ni64 rows = {rows}, end = 0;\nint g = 0;\n\
          for (; g < {groups}; g++) {{\n{NEXT}if ((i64)row < end) break;\n}}\n{kind} sum = 0;\n\
-         if (g < {groups}) for (at l = 0; l < (at){k}; l++) sum += ({kind}){} * ({kind}){};\ny[i] = {};",
+         if (g < {groups}) for (at l = 0; l < (at){k}; l++) sum = m_fma(({kind}){}, ({kind}){}, sum);\ny[i] = {};",
         load(x.dtype, &format!("x[row * (at){k} + l]")),
         load(w.dtype, &format!("w[(at)g * (at){} + l * (at){along} + column * (at){across}]", k * n)),
         store(y.dtype, "sum"),
@@ -49,7 +49,7 @@ pub fn grad(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout, c: &TensorL
         "at own = i / (at){area}, row = i % (at){area} / (at){n}, column = i % (at){n};\n\
          i64 rows = {rows}, end = 0, begin = 0;\n\
          for (int g = 0; g <= (int)own; g++) {{\nbegin = end;\n{NEXT}}}\n{kind} sum = 0;\n\
-         for (at s = (at)begin; s < (at)end; s++) sum += ({kind}){} * ({kind}){};\nc[i] = {};",
+         for (at s = (at)begin; s < (at)end; s++) sum = m_fma(({kind}){}, ({kind}){}, sum);\nc[i] = {};",
         load(a.dtype, &format!("a[s * (at){m} + row]")),
         load(b.dtype, &format!("b[s * (at){n} + column]")),
         store(c.dtype, "sum"),

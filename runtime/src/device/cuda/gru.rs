@@ -22,7 +22,7 @@ pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
     // The recurrent pre-activation of a gate, from the state or its replacement.
     let from_h = |gate: usize, state: &str| {
         format!(
-            "{kind} h{gate} = {};\nfor (at l = 0; l < (at){hidden}; l++) h{gate} += {} * {};\n",
+            "{kind} h{gate} = {};\nfor (at l = 0; l < (at){hidden}; l++) h{gate} = m_fma({}, {}, h{gate});\n",
             load(dtype, &format!("b_hh[{gate} * (at){hidden} + j]")),
             load(dtype, state),
             load(dtype, &format!("w[({gate} * (at){hidden} + j) * (at){hidden} + l]"))
@@ -154,7 +154,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
         };
         let lines = format!(
             "{place}{kind} reset = {}, through = 0;\n\
-             for (at k = 0; k < (at){hidden}; k++) through += e[n * (at){wide} + 2 * (at){hidden} + k] * {};\nd[i] = through;\n\
+             for (at k = 0; k < (at){hidden}; k++) through = m_fma(e[n * (at){wide} + 2 * (at){hidden} + k], {}, through);\nd[i] = through;\n\
              {kind} at_reset = {at_reset} * reset * (({kind})1 - reset);\nda[to] = at_reset; e[to] = at_reset;",
             gate(0),
             load(dtype, &format!("w[(2 * (at){hidden} + k) * (at){hidden} + j]"))
@@ -169,7 +169,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
         draft.writes("dh", s.sums, dh);
         let through = if op.reset_after { "d[i]".to_string() } else { format!("d[i] * {}", gate(0)) };
         let lines = format!(
-            "{place}{kind} sum = 0;\nfor (at k = 0; k < 2 * (at){hidden}; k++) sum += da[n * (at){wide} + k] * {};\n\
+            "{place}{kind} sum = 0;\nfor (at k = 0; k < 2 * (at){hidden}; k++) sum = m_fma(da[n * (at){wide} + k], {}, sum);\n\
              dh[i] = dh[i] * {} + {through} + sum;",
             load(dtype, &format!("w[k * (at){hidden} + j]")),
             gate(1)

@@ -1,90 +1,186 @@
-//! Locates NVIDIA's libraries, which are not linked. Each is searched on first use: in the folders that the user lists, by
-//! the system loader, then in the folders of CUDA toolkits and Python wheels.
+//! NVIDIA's libraries, which are not linked. Each is loaded on first use, from the first folder of
+//! [`search_path`](super::search_path) that has it, else by the system loader.
 
+use super::search_path::{files, installed, listed, of_driver};
+use libloading::os::unix::{Library, RTLD_NOW};
+use std::error::Error;
+use std::ffi::{CStr, c_int};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Environment variable with folders to search first, separated as in `PATH`.
-pub const FOLDERS: &str = "PIPEC_CUDA_LIBS";
+/// A library of NVIDIA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CudaLibrary {
+    /// The driver, `libcuda`.
+    Driver,
+    /// The kernel compiler, `libnvrtc`.
+    Nvrtc,
+    CublasLt,
+    Cudnn,
+    Nccl,
+}
 
-/// A loaded library.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A loaded library; it stays loaded until the process ends.
+#[derive(Debug)]
 pub struct Found {
-    /// Path, or the name known to the system loader.
-    pub place: String,
+    /// The file.
+    pub path: PathBuf,
+    /// The version that it reports. For the driver it is the newest CUDA version that it supports.
+    pub version: Option<String>,
+    pub(super) library: Library,
 }
 
-/// The kernel compiler, `libnvrtc`.
-pub fn nvrtc() -> Option<&'static Found> {
-    static FOUND: OnceLock<Option<Found>> = OnceLock::new();
-    // SAFETY: opening NVIDIA's library runs its initialisers, as intended.
-    FOUND.get_or_init(|| find("libnvrtc.so", || unsafe { cudarc::nvrtc::sys::is_culib_present() })).as_ref()
+/// Why a library was not found.
+#[derive(Debug, Default)]
+pub struct Missing {
+    /// The loader's message about the first file that could not be loaded.
+    pub fault: Option<String>,
 }
 
-/// The driver, `libcuda`.
-pub fn driver() -> Option<&'static Found> {
-    static FOUND: OnceLock<Option<Found>> = OnceLock::new();
-    // SAFETY: as for `nvrtc`.
-    FOUND.get_or_init(|| find("libcuda.so", || unsafe { cudarc::driver::sys::is_culib_present() })).as_ref()
-}
-
-fn find(name: &str, is_present: impl Fn() -> bool) -> Option<Found> {
-    let listed = std::env::var_os(FOLDERS).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default();
-    if let Some(found) = find_in(listed, name, &is_present) {
-        return Some(found);
-    }
-    if is_present() {
-        return Some(Found { place: name.to_string() });
-    }
-    find_in(folders(), name, &is_present)
-}
-
-fn find_in(folders: Vec<PathBuf>, name: &str, is_present: &dyn Fn() -> bool) -> Option<Found> {
-    for file in folders.iter().flat_map(|folder| files(folder, name)) {
-        // A library opened by path is then found by name as well.
-        // SAFETY: as in `nvrtc`.
-        let opened = unsafe { libloading::os::unix::Library::open(Some(&file), RTLD_NOW | RTLD_GLOBAL) };
-        if let Ok(library) = opened {
-            std::mem::forget(library);
-            if is_present() {
-                return Some(Found { place: file.display().to_string() });
-            }
+impl CudaLibrary {
+    /// The name of its file without a version.
+    pub fn file(self) -> &'static str {
+        match self {
+            CudaLibrary::Driver => "libcuda.so",
+            CudaLibrary::Nvrtc => "libnvrtc.so",
+            CudaLibrary::CublasLt => "libcublasLt.so",
+            CudaLibrary::Cudnn => "libcudnn.so",
+            CudaLibrary::Nccl => "libnccl.so",
         }
     }
+
+    /// Versions in names that the loader may know.
+    fn versions(self) -> &'static [&'static str] {
+        match self {
+            CudaLibrary::Driver => &["1"],
+            CudaLibrary::Nvrtc | CudaLibrary::CublasLt => &["13", "12", "11"],
+            CudaLibrary::Cudnn => &["9", "8"],
+            CudaLibrary::Nccl => &["2"],
+        }
+    }
+
+    /// Finds and loads it on the first call.
+    pub fn find(self) -> Result<&'static Found, &'static Missing> {
+        static FOUND: [OnceLock<Result<Found, Missing>>; 5] = [const { OnceLock::new() }; 5];
+        FOUND[self as usize].get_or_init(|| self.search()).as_ref()
+    }
+
+    fn search(self) -> Result<Found, Missing> {
+        let variables = |name: &str| std::env::var_os(name);
+        let in_folders = |folders: Vec<PathBuf>| -> Vec<PathBuf> {
+            folders.iter().flat_map(|folder| files(folder, self.file())).collect()
+        };
+        let plain = [self.file().to_string()].into_iter();
+        let names = plain.chain(self.versions().iter().map(|version| format!("{}.{version}", self.file())));
+        let names: Vec<PathBuf> = names.map(PathBuf::from).collect();
+        let mut places = in_folders(listed(&variables));
+        // The driver belongs to the system, the others to an environment.
+        match self {
+            CudaLibrary::Driver => places.extend(names.into_iter().chain(in_folders(of_driver()))),
+            _ => places.extend(in_folders(installed(&variables)).into_iter().chain(names)),
+        }
+        let mut missing = Missing::default();
+        for place in places {
+            match self.load(&place) {
+                Ok(found) => return Ok(found),
+                // The loader's names are guesses, files are not.
+                Err(fault) if place.is_absolute() => missing.fault = missing.fault.or(Some(fault)),
+                Err(_) => {}
+            }
+        }
+        Err(missing)
+    }
+
+    fn load(self, place: &Path) -> Result<Found, String> {
+        // SAFETY: opening NVIDIA's library runs its initialisers, as intended.
+        let library = unsafe { Library::open(Some(place), RTLD_NOW) }.map_err(|error| message(&error))?;
+        // cudarc loads the driver by name, which now is the one at this place.
+        // SAFETY: as above.
+        if self == CudaLibrary::Driver && !unsafe { cudarc::driver::sys::is_culib_present() } {
+            return Err(format!("{} has an unknown name", place.display()));
+        }
+        let path = file_of(&library, self.symbol()).unwrap_or_else(|| place.to_path_buf());
+        if self == CudaLibrary::Nvrtc {
+            // NVRTC opens it by name, and some wheels have no search path for it.
+            for file in path.parent().map_or(Vec::new(), |folder| files(folder, "libnvrtc-builtins.so")) {
+                // SAFETY: as above.
+                unsafe { Library::open(Some(file), RTLD_NOW) }.map(std::mem::forget).ok();
+            }
+        }
+        Ok(Found { path, version: self.version(&library), library })
+    }
+
+    /// The function that reports the version.
+    fn symbol(self) -> &'static CStr {
+        match self {
+            CudaLibrary::Driver => c"cuDriverGetVersion",
+            CudaLibrary::Nvrtc => c"nvrtcVersion",
+            CudaLibrary::CublasLt => c"cublasLtGetVersion",
+            CudaLibrary::Cudnn => c"cudnnGetVersion",
+            CudaLibrary::Nccl => c"ncclGetVersion",
+        }
+    }
+
+    fn version(self, library: &Library) -> Option<String> {
+        let name = self.symbol().to_bytes_with_nul();
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: these are the documented signatures; none needs a device.
+        unsafe {
+            Some(match self {
+                CudaLibrary::Driver => {
+                    let call = library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(name).ok()?;
+                    (call(&mut major) == 0).then(|| format!("{}.{}", major / 1000, major % 1000 / 10))?
+                }
+                CudaLibrary::Nvrtc => {
+                    let call = library.get::<unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int>(name).ok()?;
+                    (call(&mut major, &mut minor) == 0).then(|| format!("{major}.{minor}"))?
+                }
+                CudaLibrary::CublasLt | CudaLibrary::Cudnn => {
+                    let call = library.get::<unsafe extern "C" fn() -> usize>(name).ok()?;
+                    dotted(call())
+                }
+                CudaLibrary::Nccl => {
+                    let call = library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(name).ok()?;
+                    (call(&mut major) == 0).then(|| dotted(usize::try_from(major).unwrap_or(0)))?
+                }
+            })
+        }
+    }
+}
+
+/// The loader's message.
+fn message(error: &dyn Error) -> String {
+    error.source().map_or_else(|| error.to_string(), ToString::to_string)
+}
+
+/// A version number as text: 91300 is 9.13.0, and 8907, in the form of older libraries, 8.9.7.
+fn dotted(version: usize) -> String {
+    let major = if version < 10_000 { 1000 } else { 10_000 };
+    format!("{}.{}.{}", version / major, version % major / 100, version % 100)
+}
+
+/// The file from which a function was loaded.
+#[cfg(target_os = "linux")]
+fn file_of(library: &Library, symbol: &CStr) -> Option<PathBuf> {
+    use std::os::unix::ffi::OsStrExt;
+    // SAFETY: the address of a function is in a loaded file; `dladdr` writes `about`, whose name lives as long as the file.
+    unsafe {
+        let function = library.get::<unsafe extern "C" fn()>(symbol.to_bytes_with_nul()).ok()?;
+        let mut about: libc::Dl_info = std::mem::zeroed();
+        let known = libc::dladdr(*function as *const libc::c_void, &mut about) != 0 && !about.dli_fname.is_null();
+        known.then(|| PathBuf::from(std::ffi::OsStr::from_bytes(CStr::from_ptr(about.dli_fname).to_bytes())))
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn file_of(_: &Library, _: &CStr) -> Option<PathBuf> {
     None
 }
 
-const RTLD_NOW: i32 = 2;
-const RTLD_GLOBAL: i32 = 0x100;
-
-fn folders() -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = Vec::new();
-    for variable in ["CUDA_HOME", "CUDA_PATH"] {
-        folders.extend(std::env::var_os(variable).map(|home| Path::new(&home).join("lib64")));
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn versions_have_dots() {
+        assert_eq!([91300, 8907, 22703, 120901].map(super::dotted), ["9.13.0", "8.9.7", "2.27.3", "12.9.1"]);
     }
-    folders.push(PathBuf::from("/usr/local/cuda/lib64"));
-    // Wheels install each library into a separate folder.
-    if let Some(home) = std::env::var_os("VIRTUAL_ENV") {
-        for python in inside(&Path::new(&home).join("lib")) {
-            folders.extend(inside(&python.join("site-packages/nvidia")).into_iter().map(|f| f.join("lib")));
-        }
-    }
-    folders
-}
-
-/// Sorted folder entries; empty if the folder does not exist.
-fn inside(folder: &Path) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> =
-        std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    found.sort();
-    found
-}
-
-/// The library's files in a folder: `libnvrtc.so`, `libnvrtc.so.13`.
-fn files(folder: &Path, name: &str) -> Vec<PathBuf> {
-    let is_it = |path: &PathBuf| {
-        let file = path.file_name().unwrap_or_default().to_string_lossy();
-        file.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-    };
-    inside(folder).into_iter().filter(is_it).collect()
 }

@@ -145,7 +145,7 @@ pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<La
         let lines = format!(
             "at j = i % (at){hidden}, n = i / (at){hidden};\n{kind} a[4];\nfor (at g = 0; g < 4; g++) {{\nat k = g * (at){hidden} + j;\n\
              {kind} sum = from_x[n * (at){wide} + k] + {} + {};\n\
-             for (at l = 0; l < (at){hidden}; l++) sum += {} * {};\na[g] = sum;\n}}\n\
+             for (at l = 0; l < (at){hidden}; l++) sum = m_fma({}, {}, sum);\na[g] = sum;\n}}\n\
              {kind} in = m_sigmoid(a[0]), forget = m_sigmoid(a[1]), cell = m_tanh(a[2]), out = m_sigmoid(a[3]);\n\
              {kind} next = forget * {} + in * cell;\n\
              at to = n * (at){wide} + j;\ngates[to] = {}; gates[to + (at){hidden}] = {}; gates[to + 2 * (at){hidden}] = {}; gates[to + 3 * (at){hidden}] = {};\n\
@@ -181,7 +181,7 @@ pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Laun
     let [dy, last_dh, last_dc, x_in, w_ih, w_hh, h0, c0, y, gates, cells] =
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10].map(At::input);
     let through = format!(
-        "{kind} dh = 0;\nfor (at k = 0; k < (at){wide}; k++) dh += after[n * (at){wide} + k] * {};\n",
+        "{kind} dh = 0;\nfor (at k = 0; k < (at){wide}; k++) dh = m_fma(after[n * (at){wide} + k], {}, dh);\n",
         load(dtype, &format!("w[k * (at){hidden} + j]"))
     );
     let place = format!("at j = i % (at){hidden}, n = i / (at){hidden};\n");

@@ -117,7 +117,7 @@ impl Product<'_> {
              for (u32 d = 0; d < {DEPTH}; d++) {{\n\
              {kind} left[4], right[4];\n\
              for (u32 p = 0; p < 4; p++) {{ left[p] = tile_a[d][down + p]; right[p] = tile_b[d][over + 16 * p]; }}\n\
-             for (u32 p = 0; p < 4; p++) for (u32 q = 0; q < 4; q++) sums[p][q] += left[p] * right[q];\n}}\n\
+             for (u32 p = 0; p < 4; p++) for (u32 q = 0; q < 4; q++) sums[p][q] = m_fma(left[p], right[q], sums[p][q]);\n}}\n\
              __syncthreads();\n}}\n\
              for (u32 p = 0; p < 4; p++) for (u32 q = 0; q < 4; q++) {{\n\
              at r = row + down + p, s = column + over + 16 * q;\n\

@@ -62,6 +62,9 @@ DEVICE f32 m_pow(f32 a, f32 b) { return powf(a, b); }
 DEVICE f64 m_pow(f64 a, f64 b) { return pow(a, b); }
 DEVICE f32 m_fmod(f32 a, f32 b) { return fmodf(a, b); }
 DEVICE f64 m_fmod(f64 a, f64 b) { return fmod(a, b); }
+// `a b + c`, rounded once: the compiler contracts no products and sums by itself.
+DEVICE f32 m_fma(f32 a, f32 b, f32 c) { return fmaf(a, b, c); }
+DEVICE f64 m_fma(f64 a, f64 b, f64 c) { return fma(a, b, c); }
 DEVICE f32 m_copysign(f32 a, f32 b) { return copysignf(a, b); }
 DEVICE f64 m_copysign(f64 a, f64 b) { return copysign(a, b); }
 

@@ -43,7 +43,7 @@ pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
         draft.writes("y", dtype, y.after(t * s.step(hidden)));
         let lines = format!(
             "at j = i % (at){hidden}, n = i / (at){hidden};\n{kind} sum = from_x[i] + {} + {};\n\
-             for (at l = 0; l < (at){hidden}; l++) sum += {} * {};\ny[i] = {};",
+             for (at l = 0; l < (at){hidden}; l++) sum = m_fma({}, {}, sum);\ny[i] = {};",
             load(dtype, "b_ih[j]"),
             load(dtype, "b_hh[j]"),
             load(dtype, &format!("h[n * (at){hidden} + l]")),
@@ -66,7 +66,7 @@ pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
     let [dy, last_dh, x_in, w_ih, w_hh, h0, y] = [0, 1, 2, 3, 4, 5, 6].map(At::input);
     let through = format!(
         "at j = i % (at){hidden}, n = i / (at){hidden};\n{kind} dh = 0;\n\
-         for (at k = 0; k < (at){hidden}; k++) dh += after[n * (at){hidden} + k] * {};\n",
+         for (at k = 0; k < (at){hidden}; k++) dh = m_fma(after[n * (at){hidden} + k], {}, dh);\n",
         load(dtype, &format!("w[k * (at){hidden} + j]"))
     );
     let mut after: Option<usize> = None;

@@ -1,6 +1,9 @@
 //! CUDA kernels on a machine without a GPU: every op sample runs on the CPU from the same source, geometry and
 //! arguments, and must match the reference. A GPU is tested too if there is one.
 
+mod compile;
+
+#[path = "../support/mod.rs"]
 mod support;
 
 use crate::support::emulator::Case;
@@ -11,11 +14,8 @@ use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use runtime::device::api::OutputMode;
 use runtime::device::buffer::Buffer;
-use runtime::device::cuda::compile::{Architecture, cubin};
 use runtime::device::cuda::gpu;
 use runtime::device::cuda::launch_plan::LaunchPlan;
-use runtime::device::cuda::library;
-use runtime::device::cuda::prelude::PRELUDE;
 use runtime::device::error::DeviceError;
 use runtime::device::layout::TensorLayout;
 use runtime::device::open;
@@ -126,41 +126,6 @@ fn every_sample_gives_what_the_reference_gives() {
     for (question, played) in questions.iter().zip(played) {
         judge(question, played.fault.error().map_or(Ok(played.outputs), Err));
     }
-}
-
-/// Kernels per compilation, which share the prelude.
-const TOGETHER: usize = 64;
-
-#[test]
-fn every_text_compiles_for_devices_that_are_not_here() {
-    let Some(found) = library::nvrtc() else {
-        println!("skipped: no libnvrtc");
-        return;
-    };
-    let questions = questions();
-    let texts: BTreeSet<&str> =
-        questions.iter().flat_map(|q| &q.case.launch_plan.launches).map(|launch| &*launch.text).collect();
-    // Kernels that differ only in numbers compile alike; `PIPEC_LARGE` tests all.
-    let all = std::env::var_os("PIPEC_LARGE").is_some();
-    let mut seen: BTreeSet<String> = BTreeSet::new();
-    let shape = |text: &str| text.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
-    let texts: Vec<&str> = texts.into_iter().filter(|text| all || seen.insert(shape(text))).collect();
-    println!("{} kernels through {}", texts.len(), found.place);
-    for (n, some) in texts.chunks(TOGETHER).enumerate() {
-        let mut text = format!("{PRELUDE}\n");
-        for (i, kernel) in some.iter().enumerate() {
-            let body = kernel.replace(PRELUDE, "").replace("extern \"C\" ", "");
-            text.push_str(&format!("namespace k{i} {{\n{body}\n}}\n"));
-        }
-        for (major, minor) in [(8, 0), (9, 0)] {
-            // For the second architecture a few suffice: compilation differs by instructions, not by source.
-            if major == 8 || all || n == 0 {
-                cubin(&text, Architecture { major, minor }).unwrap_or_else(|fault| panic!("{fault}"));
-            }
-        }
-    }
-    // One kernel as a device gets it.
-    cubin(texts[0], Architecture { major: 9, minor: 0 }).unwrap();
 }
 
 #[test]
