@@ -7,7 +7,7 @@ use crate::events::{Event, EventSink};
 use crate::files::output;
 use crate::loss::{CountedLoss, attributed};
 use crate::model::{self, ImportRequest, LoadedModel};
-use crate::train::device_request::open_gpu;
+use crate::train::device_request::OneDevice;
 use crate::train::memory;
 use compiler::export::quantity;
 use compiler::graph::Graph;
@@ -21,7 +21,6 @@ use compiler::tensor::DType;
 use profiler::cache::Cache;
 use profiler::measure::{MeasureError, Model, Settings, measure};
 use runtime::device::api::Device;
-use runtime::device::cpu::device::cpu;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -35,10 +34,8 @@ const LEAST_SHARE_OF_OTHERS: u64 = 20;
 /// The device whose ops are profiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProfileDevice {
-    /// One core of this machine, measured.
-    Cpu,
-    /// A GPU of this machine by number, measured.
-    Gpu(usize),
+    /// A device of this machine, measured: one core, or a GPU.
+    Measured(OneDevice),
     /// The roofline of a device type, computed.
     Analytic(String),
     /// A device that PyTorch runs on, measured with its kernels.
@@ -71,11 +68,8 @@ pub struct ProfileRequest {
 /// Profiles a model.
 pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profile, Error> {
     match &request.device {
-        ProfileDevice::Cpu | ProfileDevice::Gpu(_) => {
-            let device = match request.device {
-                ProfileDevice::Gpu(number) => open_gpu(number)?,
-                _ => cpu(),
-            };
+        ProfileDevice::Measured(device) => {
+            let device = device.open()?;
             let loaded = load(request, events)?;
             let micro_batch = loaded.micro_batch(None, events);
             let graph = graph(&loaded, micro_batch, request.precision)?;

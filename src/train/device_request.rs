@@ -55,6 +55,35 @@ impl DeviceRequest {
     }
 }
 
+/// The CPU, or one GPU by number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OneDevice {
+    /// The CPU.
+    Cpu,
+    /// A GPU.
+    Gpu(usize),
+}
+
+impl OneDevice {
+    /// Opens the device.
+    pub fn open(self) -> Result<Arc<dyn Device>, Error> {
+        match self {
+            OneDevice::Cpu => Ok(cpu::device::cpu()),
+            OneDevice::Gpu(number) => open_gpu(number),
+        }
+    }
+}
+
+/// Reads `cpu`, `cuda` (the first GPU) or `cuda:1`.
+pub fn one_device(text: &str) -> Result<OneDevice, String> {
+    match DeviceRequest::read(text) {
+        Ok(DeviceRequest::Cpu) => Ok(OneDevice::Cpu),
+        Ok(DeviceRequest::AllGpus) => Ok(OneDevice::Gpu(0)),
+        Ok(DeviceRequest::Gpus(numbers)) if numbers.len() == 1 => Ok(OneDevice::Gpu(numbers[0])),
+        _ => Err("write cpu, or one GPU such as cuda:0".to_string()),
+    }
+}
+
 /// Opens a GPU.
 pub fn open_gpu(number: usize) -> Result<Arc<dyn Device>, Error> {
     open(&format!("{}:{number}", cuda::device::NAME)).map_err(|error| {
@@ -71,6 +100,15 @@ pub fn open_gpu(number: usize) -> Result<Arc<dyn Device>, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_device_is_read() {
+        assert_eq!(one_device("cpu"), Ok(OneDevice::Cpu));
+        assert_eq!(["cuda", "cuda:3"].map(one_device), [Ok(OneDevice::Gpu(0)), Ok(OneDevice::Gpu(3))]);
+        for text in ["auto", "cuda:0,1", "tpu"] {
+            assert!(one_device(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn devices_are_read() {

@@ -9,9 +9,12 @@ use compiler::pass::loss::{IGNORED, LOSS, TARGET, attach, class_axis};
 use compiler::pass::precision::precision;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Dataset, mix, permutation};
+use runtime::device::api::Device;
+use runtime::device::cpu::device::cpu;
 use runtime::exec::evaluate::{EvaluateError, evaluate_each};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The model to evaluate and the settings.
 pub struct Subject<'a> {
@@ -25,6 +28,8 @@ pub struct Subject<'a> {
     pub class_dim: Option<i64>,
     /// Rows per evaluation.
     pub item_rows: usize,
+    /// The device that evaluates.
+    pub device: &'a Arc<dyn Device>,
 }
 
 /// Loss and accuracy of a model on some rows.
@@ -85,7 +90,7 @@ impl Subject<'_> {
         let targets: Vec<Option<Tensor>> = parts.iter().map(|part| part.get(TARGET).cloned()).collect();
         let mut targets = targets.into_iter();
         let classes = self.loss == Loss::CrossEntropy;
-        let found = evaluate_each(&graph, true, parts, weights, &mut |results| {
+        let found = evaluate_each(self.device, &graph, true, parts, weights, &mut |results| {
             let target = targets.next().flatten().filter(|_| classes);
             let mut weight = each as f64;
             if let (Some(target), Some(logits)) = (target, results.get(&first.name)) {
@@ -122,7 +127,8 @@ impl Subject<'_> {
         let whole = data.rows() / self.item_rows;
         let parts = (0..whole).map(|at| fitted(&graph, data.slice(at * self.item_rows..(at + 1) * self.item_rows)));
         let mut values: Vec<f64> = Vec::with_capacity(target.len());
-        evaluate_each(&graph, true, parts, &teacher, &mut |results| {
+        // The targets do not depend on the device.
+        evaluate_each(&cpu(), &graph, true, parts, &teacher, &mut |results| {
             let Some(answers) = results.get(&first.name) else { return };
             match self.loss {
                 Loss::CrossEntropy => values.extend(largest(answers, axis).into_iter().map(|class| class as f64)),

@@ -332,7 +332,7 @@ fn done(task: &Task<'_>, prepared: &Prepared, trained: Trained, ended: Option<En
 fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
     let item_rows = (task.batch / u64::from(task.microbatches.max(1))) as usize;
     let floats = task.dtype.filter(|dtype| !is_half(*dtype));
-    Subject { loaded: task.loaded, floats, loss, class_dim: task.class_dim, item_rows }
+    Subject { loaded: task.loaded, floats, loss, class_dim: task.class_dim, item_rows, device: &task.devices[0] }
 }
 
 /// The stage of every op, by op id.

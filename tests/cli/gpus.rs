@@ -1,7 +1,10 @@
 //! Profiles and links of simulated GPUs.
 
 use crate::support::simulated_gpus::{driver, on_simulated_gpus};
+use compiler::tensor::{DType, Tensor};
+use runtime::data::weights::{read, write};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -75,4 +78,31 @@ fn links_between_gpus_are_measured() {
     }
     let show = run(at, driver, &["cluster", "show", "measured.toml"]);
     assert!(show.contains("2 x simulated"), "{show}");
+}
+
+#[test]
+fn a_gpu_evaluates_like_the_cpu() {
+    let Some(driver) = driver() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    for model in ["residual-cnn", "mlp"] {
+        run(at, driver, &["zoo", model, "-o", "model.onnx"]);
+        let values: Vec<f64> = (0..3 * 64).map(|i| f64::from(i % 17) / 17.0).collect();
+        let named = BTreeMap::from([("x".to_string(), Tensor::from_f64(&[3, 1, 8, 8], &values).cast(DType::F32))]);
+        write(&at.join("x.safetensors"), &named).unwrap();
+        let outputs = ["cpu", "cuda:1"].map(|device| {
+            run(
+                at,
+                driver,
+                &["eval", "model.onnx", "--inputs", "x.safetensors", "--device", device, "-o", "y.safetensors"],
+            );
+            read(&at.join("y.safetensors")).unwrap()
+        });
+        let [on_cpu, on_gpu] = &outputs;
+        assert!(!on_cpu.is_empty() && on_cpu.keys().eq(on_gpu.keys()));
+        for (name, tensor) in on_cpu {
+            let pairs = tensor.to_f64().into_iter().zip(on_gpu[name].to_f64());
+            pairs.for_each(|(a, b)| assert!((a - b).abs() <= 1e-5 * a.abs().max(1.0), "{model}: {a} and {b}"));
+        }
+    }
 }

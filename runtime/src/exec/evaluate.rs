@@ -4,7 +4,7 @@ use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::cpu;
 use crate::device::error::DeviceError;
-use crate::exec::compile::compile;
+use crate::exec::compile::{PassOptions, compile_parts};
 use crate::exec::compile_error::CompileError;
 use crate::exec::executor::{ExecuteError, Executor};
 use crate::exec::stage_code::NamedTensor;
@@ -14,7 +14,7 @@ use compiler::op::{NodeId, Op};
 use compiler::pass::inference::inference;
 use compiler::pass::pipeline;
 use compiler::tensor::Tensor;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -33,7 +33,7 @@ pub enum EvaluateError {
     Fact { kind: &'static str, name: String, expected: String, got: String },
 }
 
-/// Returns the graph's results by name, for a graph with concrete shapes. `trained` selects inference mode: running
+/// Returns the graph's results by name, computed on the CPU, for a graph with concrete shapes. `trained` selects inference mode: running
 /// statistics and no dropout. Otherwise the dropout counter is 0 unless `given` contains it.
 pub fn evaluate(
     graph: &Graph,
@@ -42,12 +42,13 @@ pub fn evaluate(
     weights: &BTreeMap<String, Tensor>,
 ) -> Result<BTreeMap<String, Tensor>, EvaluateError> {
     let mut results = BTreeMap::new();
-    evaluate_each(graph, trained, [given.clone()], weights, &mut |found| results = found)?;
+    evaluate_each(&cpu(), graph, trained, [given.clone()], weights, &mut |found| results = found)?;
     Ok(results)
 }
 
-/// Like [`evaluate`], once per set of inputs. `on_results` receives the results of each set.
+/// Like [`evaluate`], on any device and once per set of inputs. `on_results` receives the results of each set.
 pub fn evaluate_each(
+    device: &Arc<dyn Device>,
     graph: &Graph,
     trained: bool,
     given: impl IntoIterator<Item = BTreeMap<String, Tensor>>,
@@ -63,18 +64,18 @@ pub fn evaluate_each(
     if place.is_empty() {
         return given.into_iter().try_for_each(|given| sources(&graph, &given, weights).map(&mut *on_results));
     }
-    let codes = compile(&graph, &place, 1, None)?;
+    let options = PassOptions { device: &**device, splits: false, joins: &|_| false, saving: &HashSet::new() };
+    let codes = compile_parts(&graph, &place, 1, None, options)?;
     let code = &codes[0];
-    let device = cpu();
-    let states = buffers("state", &code.states, weights, &*device)?;
-    let mut executor = Executor::new(code, states, &device, Arc::default())?;
+    let states = buffers("state", &code.states, weights, &**device)?;
+    let mut executor = Executor::new(code, states, device, Arc::default())?;
     let parameters: Vec<_> =
-        buffers("parameter", &code.parameters, weights, &*device)?.into_iter().map(Arc::new).collect();
+        buffers("parameter", &code.parameters, weights, &**device)?.into_iter().map(Arc::new).collect();
     for mut given in given {
         let mut item = executor.begin()?;
         item.weights = parameters.clone();
         given.entry(COUNTER.to_string()).or_insert_with(|| Tensor::from_i64(&[], &[0]));
-        item.feeds = buffers("input", &code.feeds, &given, &*device)?.into_iter().map(Arc::new).collect();
+        item.feeds = buffers("input", &code.feeds, &given, &**device)?.into_iter().map(Arc::new).collect();
         executor.forward(&mut item)?;
         let mut results = BTreeMap::new();
         for (named, place) in &code.results {
@@ -83,8 +84,11 @@ pub fn evaluate_each(
             let tensor = Tensor::new(named.fact.dtype, shape, bytes.into());
             results.insert(named.name.clone(), tensor.expect("the buffer has the size of the result"));
         }
+        executor.finish(item)?;
         on_results(results);
     }
+    // A kernel may have failed on its operands.
+    executor.device.stream.finish()?;
     Ok(())
 }
 

@@ -14,13 +14,15 @@ use pipec::files::input;
 use pipec::files::output;
 use pipec::model;
 use pipec::train::arrays;
+use pipec::train::device_request::{OneDevice, one_device};
 use pipec::train::initial_weights::initial;
-use runtime::exec::evaluate;
-use runtime::exec::evaluate::EvaluateError;
+use runtime::device::api::Device;
+use runtime::exec::evaluate::{EvaluateError, evaluate_each};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Maximum size of a list of cases in bytes.
 const MOST_BYTES: u64 = 64 << 20;
@@ -41,6 +43,9 @@ pub struct Arguments {
     /// Output file: .npz or .safetensors
     #[arg(short, long, value_name = "FILE", required_unless_present = "batch_file")]
     output: Option<PathBuf>,
+    /// Device: cpu or cuda:N, a GPU by number
+    #[arg(long, value_name = "cpu|cuda:N", default_value = "cpu", value_parser = one_device)]
+    device: OneDevice,
     /// List of cases, one per line: model, inputs and outputs, separated by tabs; inputs may contain NaN and infinities
     #[arg(long, value_name = "LIST.tsv", conflicts_with_all = ["file", "inputs", "output"])]
     batch_file: Option<PathBuf>,
@@ -49,13 +54,14 @@ pub struct Arguments {
 /// Evaluates, prints, writes.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     if let Some(list) = &arguments.batch_file {
-        return many(list, arguments.weights.as_deref(), screen);
+        return many(list, arguments.weights.as_deref(), &arguments.device.open()?, screen);
     }
     let (Some(file), Some(inputs), Some(output)) = (&arguments.file, &arguments.inputs, &arguments.output) else {
         return Err(Error::input("`pipec eval` requires MODEL, --inputs and -o"));
     };
     output::check_tensors(output)?;
-    let answer = one(file, inputs, arguments.weights.as_deref(), output, arrays::check_numbers, screen)?;
+    let files = Files { model: file, inputs, weights: arguments.weights.as_deref(), output };
+    let answer = one(&files, &arguments.device.open()?, arrays::check_numbers, screen)?;
     let mut text = String::new();
     for (name, tensor) in &answer.outputs {
         text += &format!("{} {}{:?}\n", shown(name), tensor.dtype(), tensor.shape());
@@ -87,14 +93,15 @@ impl Answer {
 /// Check of the input arrays.
 type Check = fn(&Graph, &BTreeMap<String, Tensor>) -> Result<(), Error>;
 
-fn one(
-    file: &Path,
-    inputs: &Path,
-    weights: Option<&Path>,
-    output: &Path,
-    check: Check,
-    screen: &Screen,
-) -> Result<Answer, Error> {
+struct Files<'a> {
+    model: &'a Path,
+    inputs: &'a Path,
+    weights: Option<&'a Path>,
+    output: &'a Path,
+}
+
+fn one(files: &Files<'_>, device: &Arc<dyn Device>, check: Check, screen: &Screen) -> Result<Answer, Error> {
+    let &Files { model: file, inputs, weights, output } = files;
     let read = [Some(file), Some(inputs), weights];
     path_conflicts::keep(&read.into_iter().flatten().collect::<Vec<_>>(), output)?;
     let arrays = arrays::read(inputs, "the inputs")?;
@@ -104,9 +111,11 @@ fn one(
     arrays::check(&loaded.model.graph, &given, inputs)?;
     check(&loaded.model.graph, &given)?;
     let graph = loaded.bound(&sizes(&loaded.model.graph, &given))?;
-    let outputs = evaluate::evaluate(&graph, true, &given, &weights).map_err(|error| unevaluated(file, &error))?;
+    let labels = given.get("target").or_else(|| given.get("y")).cloned();
+    let mut outputs = BTreeMap::new();
+    evaluate_each(device, &graph, true, [given], &weights, &mut |found| outputs = found)
+        .map_err(|error| unevaluated(file, &error))?;
     output::write_tensors(output, &written(output, &outputs), "outputs")?;
-    let labels = given.get("target").or_else(|| given.get("y"));
     let logits = loaded.model.graph.outputs.first().and_then(|first| outputs.get(&first.name));
     let accuracy = logits.zip(labels).and_then(|(logits, labels)| accuracy(logits, &labels.to_f64()));
     Ok(Answer { outputs, accuracy })
@@ -135,7 +144,7 @@ fn written(file: &Path, outputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, 
 }
 
 /// Evaluates every case; fails with exit code 1 if one fails.
-fn many(list: &Path, weights: Option<&Path>, screen: &Screen) -> Result<(), Error> {
+fn many(list: &Path, weights: Option<&Path>, device: &Arc<dyn Device>, screen: &Screen) -> Result<(), Error> {
     let text = input::text(list, MOST_BYTES)?;
     let mut cases = Vec::new();
     let (mut failed, mut bugs) = (0u64, 0u64);
@@ -148,7 +157,9 @@ fn many(list: &Path, weights: Option<&Path>, screen: &Screen) -> Result<(), Erro
         // Op test cases use NaN and infinities.
         let as_given = |_: &Graph, _: &BTreeMap<String, Tensor>| Ok(());
         // A panic fails its case only; the others still run.
-        let case = || one(Path::new(model), Path::new(inputs), weights, Path::new(output), as_given, screen);
+        let [of_model, inputs, of_output] = [model, inputs, output].map(Path::new);
+        let files = Files { model: of_model, inputs, weights, output: of_output };
+        let case = || one(&files, device, as_given, screen);
         let answer = panic::catch_unwind(AssertUnwindSafe(case))
             .unwrap_or_else(|_| Err(Error::bug("a panic while the case was evaluated")));
         match answer {

@@ -16,6 +16,7 @@ use pipec::files::output;
 use pipec::files::overwrite::Mark;
 use pipec::profile::torch_engine::TorchEngine;
 use pipec::profile::{ProfileDevice, ProfileRequest, profile};
+use pipec::train::device_request::one_device;
 use profiler::measure::Settings;
 use std::path::PathBuf;
 
@@ -86,15 +87,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             compile: arguments.compile,
         }),
         Some(kind) => ProfileDevice::Analytic(kind.to_string()),
-        None => match (arguments.device.as_str(), gpu_number(&arguments.device)) {
-            ("cpu", _) => ProfileDevice::Cpu,
-            (_, Some(number)) => ProfileDevice::Gpu(number),
-            _ => {
-                return Err(Error::input(format!("unknown `--device {}`", arguments.device)).with_help(
-                    "`--device cpu` and `--device cuda:0` measure on this machine, `--device analytic:h200` uses a data sheet",
-                ));
-            }
-        },
+        None => ProfileDevice::Measured(one_device(&arguments.device).map_err(|_| {
+            Error::input(format!("unknown `--device {}`", arguments.device)).with_help(
+                "`--device cpu` and `--device cuda:0` measure on this machine, `--device analytic:h200` uses a data sheet",
+            )
+        })?),
     };
     let profile = profile(
         &ProfileRequest {
@@ -125,14 +122,6 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     screen.json_file(&json);
     screen.text(&format!("\nwrote {}", path.display()));
     Ok(())
-}
-
-/// The number of a GPU: 0 for `cuda` and `cuda:0`.
-fn gpu_number(device: &str) -> Option<usize> {
-    match device.split_once(':') {
-        Some(("cuda", number)) => number.parse().ok(),
-        _ => (device == "cuda").then_some(0),
-    }
 }
 
 /// The most expensive ops and the totals.

@@ -1,0 +1,100 @@
+//! Every schedule, optimizer and precision gives the same weights on simulated GPUs as on the CPU, up to rounding.
+
+use crate::support::simulated_gpus::{driver, on_simulated_gpus};
+use compiler::tensor::Tensor;
+use runtime::data::weights::read;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+/// Runs `pipec` in a folder.
+fn run(folder: &Path, mut command: Command, arguments: &[&str]) {
+    let done = command.current_dir(folder).args(arguments).output().unwrap();
+    assert!(done.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&done.stderr));
+}
+
+fn pipec() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_pipec"))
+}
+
+/// The weights after some steps on devices.
+fn trained(folder: &Path, model: &str, flags: &str, devices: &str) -> BTreeMap<String, Tensor> {
+    let mut command = match devices {
+        "cpu" => pipec(),
+        _ => on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), driver().expect("the caller has it")),
+    };
+    command.env("PIPEC_SIM_SEED", "7");
+    let common = ["train", model, "--batch", "8", "--synthetic-data", "--steps", "3", "--save", "w.safetensors"];
+    let flags: Vec<&str> = flags.split_whitespace().collect();
+    run(folder, command, &[&common[..], &flags, &["--device", devices]].concat());
+    read(&folder.join("w.safetensors")).unwrap()
+}
+
+/// Compares weights on the CPU and on two GPUs. Each tensor may differ by this part of its largest value.
+fn agree(model: &str, flags: &[&str], part: f64) {
+    if driver().is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    run(folder.path(), pipec(), &["zoo", model, "-o", "model.onnx"]);
+    for flags in flags {
+        let [on_cpu, on_gpus] = ["cpu", "cuda:0,1"].map(|devices| trained(folder.path(), "model.onnx", flags, devices));
+        assert!(on_cpu.keys().eq(on_gpus.keys()), "{flags}");
+        for (name, weight) in &on_cpu {
+            let (one, other) = (weight.to_f64(), on_gpus[name].to_f64());
+            let most = one.iter().fold(1e-3f64, |most, value| most.max(value.abs()));
+            let apart = one.iter().zip(&other).fold(0.0f64, |apart, (a, b)| apart.max((a - b).abs()));
+            assert!(apart <= part * most, "{flags}: {name} differs by {apart}, its largest value is {most}");
+        }
+    }
+}
+
+#[test]
+fn schedules_agree() {
+    let flags = [
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "bfs",
+        "zb-h1",
+        "zb-h2",
+        "zbv",
+        "dualpipev",
+        "2bw",
+        "1f1b-rr",
+        "1f1b-rr-vsync",
+    ]
+    .map(|schedule| {
+        let microbatches = if schedule.starts_with("1f1b-rr") { "1" } else { "4" };
+        let has_chunks = ["interleaved", "bfs", "zbv", "dualpipev"].contains(&schedule);
+        let stages = if has_chunks { "1,1,1,1" } else { "1,1" };
+        format!(
+            "--schedule {schedule} --stages {stages} --microbatches {microbatches} --optimizer sgd-momentum --lr 0.05"
+        )
+    });
+    agree("mlp", &flags.each_ref().map(String::as_str), 1e-5);
+}
+
+#[test]
+fn treatments_of_stale_weights_agree() {
+    let flags = ["stash", "vertical-sync", "predict", "pipemare", "none"]
+        .map(|name| format!("--schedule 1f1b-rr --staleness {name} --stages 1,1 --optimizer adam --lr 0.001"));
+    agree("mlp", &flags.each_ref().map(String::as_str), 1e-4);
+}
+
+#[test]
+fn optimizers_agree() {
+    let flags = ["sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad"]
+        .map(|name| format!("--stages 1,1 --schedule 1f1b --microbatches 2 --optimizer {name} --lr 0.001"));
+    agree("mlp", &flags.each_ref().map(String::as_str), 1e-4);
+}
+
+#[test]
+fn precisions_replicas_and_processes_agree() {
+    let base = "--schedule 1f1b --microbatches 4 --optimizer sgd --lr 0.05";
+    let flags = ["--stages 2", "--stages 2,1", "--stages 2,1 --processes", "--stages 1,1 --clip-norm 0.1"]
+        .map(|more| format!("{base} {more}"));
+    agree("residual-cnn", &flags.each_ref().map(String::as_str), 1e-4);
+    let flags = ["bf16", "fp16"].map(|name| format!("{base} --stages 1,1 --precision {name}"));
+    agree("gpt", &flags.each_ref().map(String::as_str), 2e-2);
+}
