@@ -36,7 +36,8 @@ fn agree(model: &str, flags: &[&str], part: f64) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    run(folder.path(), pipec(), &["zoo", model, "-o", "model.onnx"]);
+    let model: Vec<&str> = model.split_whitespace().collect();
+    run(folder.path(), pipec(), &[&["zoo"], &model[..], &["-o", "model.onnx"]].concat());
     for flags in flags {
         let [on_cpu, on_gpus] = ["cpu", "cuda:0,1"].map(|devices| trained(folder.path(), "model.onnx", flags, devices));
         assert!(on_cpu.keys().eq(on_gpus.keys()), "{flags}");
@@ -97,4 +98,11 @@ fn precisions_replicas_and_processes_agree() {
     agree("residual-cnn", &flags.each_ref().map(String::as_str), 1e-4);
     let flags = ["bf16", "fp16"].map(|name| format!("{base} --stages 1,1 --precision {name}"));
     agree("gpt", &flags.each_ref().map(String::as_str), 2e-2);
+}
+
+#[test]
+fn tensor_groups_with_dropout_agree() {
+    let base = "--schedule 1f1b --microbatches 2 --optimizer sgd --lr 0.05";
+    let flags = ["--stages 1,1", "--stages 1,1 --tensor 2"].map(|more| format!("{base} {more}"));
+    agree("gpt --dropout 0.2", &flags.each_ref().map(String::as_str), 1e-4);
 }

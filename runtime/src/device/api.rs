@@ -84,6 +84,11 @@ pub trait Device: Send + Sync {
     /// The kernel of a chain of elementwise ops. `None` if its ops must run one by one.
     fn chain(&self, links: &[Link], inputs: &[TensorLayout]) -> Option<Arc<dyn Kernel>>;
 
+    /// Loads a kernel that another device of its kind has made; otherwise its first run does.
+    fn load(&self, _kernel: &dyn Kernel) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// A new, empty stream.
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError>;
 

@@ -13,6 +13,9 @@ pub trait PendingDownload: Send {
     fn is_done(&self) -> Result<bool, DeviceError>;
 
     /// Waits for the copy, and for no later work.
+    fn wait(&self) -> Result<(), DeviceError>;
+
+    /// Like [`PendingDownload::wait`], and gives the copy.
     fn bytes(self: Box<Self>) -> Result<Vec<u8>, DeviceError>;
 }
 
@@ -25,6 +28,14 @@ impl Download {
     }
 
     /// Waits for the copy, and for no later work.
+    pub fn wait(&self) -> Result<(), DeviceError> {
+        match self {
+            Download::Done(_) => Ok(()),
+            Download::Pending(copy) => copy.wait(),
+        }
+    }
+
+    /// Like [`Download::wait`], and gives the copy.
     pub fn bytes(self) -> Result<Vec<u8>, DeviceError> {
         match self {
             Download::Done(bytes) => Ok(bytes),

@@ -144,6 +144,10 @@ impl<'a> Executor<'a> {
         let uploaded = |sequence: &Sequence| -> Result<Vec<Buffer>, DeviceError> {
             sequence.constants.iter().map(|constant| device.upload(constant.bytes())).collect()
         };
+        for step in [&code.forward, &code.backward, &code.weight].into_iter().flat_map(|sequence| &sequence.steps) {
+            let joint = step.joint.iter().map(|joint| &joint.kernel);
+            joint.chain([&step.kernel]).try_for_each(|kernel| device.load(&**kernel))?;
+        }
         Ok(Executor {
             code,
             states,

@@ -358,12 +358,15 @@ impl<'a> StageWorker<'a> {
         Ok(())
     }
 
-    /// Losses that have arrived since the last call, with their micro-batches, oldest first. Waits until at most `late`
-    /// are under way.
+    /// Losses that have arrived since the last call, with their micro-batches, oldest first. If more than `late` are under
+    /// way, it waits until half as many are, so that the host waits rarely.
     pub fn losses(&mut self, late: usize) -> Result<Vec<(u32, f64)>, DeviceError> {
+        if self.losses.len() > late {
+            self.losses[self.losses.len() - late / 2 - 1].copy.wait()?;
+        }
         let mut arrived = Vec::new();
         while let Some(first) = self.losses.front() {
-            if self.losses.len() <= late && !first.copy.is_done()? {
+            if !first.copy.is_done()? {
                 break;
             }
             let Some(PendingLoss { item, fact, copy }) = self.losses.pop_front() else { break };

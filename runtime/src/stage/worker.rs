@@ -475,7 +475,7 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
-    /// Sends losses that have arrived. Waits until at most `late` of a stage are under way.
+    /// Sends losses that have arrived. Waits if more than `late` of a stage are under way.
     fn send_losses(&mut self, late: usize) -> Result<(), WorkerError> {
         for stage_worker in &mut self.stage_workers {
             for (item, value) in stage_worker.losses(late).map_err(|fault| failed(&self.name, fault))? {

@@ -4,10 +4,11 @@
 use super::draft::{KernelBuilder, THREADS, threads_for};
 use super::element::{accumulator, held, literal, load, store};
 use super::launch_plan::{At, LaunchPlan};
+use super::movement::shard_element;
 use super::offsets::{Walk, offsets};
 use crate::device::layout::TensorLayout;
 use compiler::op::attention::{COARSE, Extras};
-use compiler::op::{Attention, AttentionGrad, EmptyRow};
+use compiler::op::{Attention, AttentionGrad, DropoutShard, EmptyRow};
 use compiler::tensor::DType;
 
 struct Pairs<'a> {
@@ -24,10 +25,9 @@ struct Pairs<'a> {
 }
 
 impl<'a> Pairs<'a> {
-    /// `None` for a part of a dropout, which has no kernel by itself either.
     fn new(op: &Attention, fixed: usize, first: usize, inputs: &'a [TensorLayout]) -> Option<Pairs<'a>> {
         let [query, key, value] = inputs.get(first..first + 3)? else { return None };
-        let extras = op.extras(fixed, inputs.len()).ok().filter(|extras| extras.device.is_none())?;
+        let extras = op.extras(fixed, inputs.len()).ok()?;
         let heads = query.shape.len() - 3;
         let mut shape = query.shape[..heads + 2].to_vec();
         shape.push(key.shape[heads + 1]);
@@ -76,6 +76,9 @@ impl<'a> Pairs<'a> {
             draft.reads("counter", DType::I64, At::input(at));
             draft.add(&format!("u64 seed = mix(mix({}ull) ^ (u64)counter[0]);", dropout.stream));
         }
+        if let Some(at) = self.extras.device {
+            draft.reads("device", DType::I64, At::input(at));
+        }
         draft
     }
 
@@ -113,7 +116,10 @@ impl<'a> Pairs<'a> {
         let Some(dropout) = self.op.dropout else { return self.number(1.0) };
         let least = (dropout.ratio * (1u64 << 53) as f64) as u64;
         let (one, none) = (self.number(dropout.scale()), self.number(0.0));
-        format!("(mix(seed ^ ((u64)row * {}ull + (u64)j)) >> 11 >= {least}ull ? {one} : {none})", self.keys())
+        let own = format!("((u64)row * {}ull + (u64)j)", self.keys());
+        let element =
+            self.op.part.map_or(own.clone(), |DropoutShard { run, devices }| shard_element(&own, run, devices));
+        format!("(mix(seed ^ {element}) >> 11 >= {least}ull ? {one} : {none})")
     }
 
     /// Keys of query `row`.

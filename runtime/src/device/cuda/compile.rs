@@ -2,7 +2,9 @@
 
 use super::nvrtc::{INVALID_OPTION, NO_BUILTINS, NvrtcError, Program};
 use super::search_path::FOLDERS;
+use std::collections::BTreeMap;
 use std::ffi::CString;
+use std::sync::{Arc, Mutex, PoisonError};
 use thiserror::Error;
 
 /// Compute capability, as in `sm_90`.
@@ -49,9 +51,17 @@ pub struct Code {
     pub log: String,
 }
 
-/// Compiles a kernel for this architecture.
-pub fn cubin(text: &str, architecture: Architecture) -> Result<Vec<u8>, CompileFault> {
-    Ok(compiled(text, architecture, &[])?.cubin)
+/// Compiles a kernel for this architecture, or finds it compiled: GPUs of one architecture share kernels.
+pub fn cubin(text: &Arc<str>, architecture: Architecture) -> Result<Arc<[u8]>, CompileFault> {
+    static KNOWN: Mutex<BTreeMap<(Architecture, Arc<str>), Arc<[u8]>>> = Mutex::new(BTreeMap::new());
+    let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let key = (architecture, text.clone());
+    if let Some(code) = known().get(&key) {
+        return Ok(code.clone());
+    }
+    let code: Arc<[u8]> = compiled(text, architecture, &[])?.cubin.into();
+    known().insert(key, code.clone());
+    Ok(code)
 }
 
 /// Compiles a kernel for this architecture with additional options, such as `--ptxas-options=-v`.

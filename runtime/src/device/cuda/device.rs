@@ -87,9 +87,8 @@ impl CudaKernel {
     }
 
     /// Compiles and loads all launches, so that none compiles during training.
-    fn load(self, gpu: &Gpu) -> Result<Arc<CudaKernel>, DeviceError> {
-        (0..self.functions.len()).try_for_each(|launch| self.function(gpu, launch).map(drop))?;
-        Ok(Arc::new(self))
+    fn load(&self, gpu: &Gpu) -> Result<(), DeviceError> {
+        (0..self.functions.len()).try_for_each(|launch| self.function(gpu, launch).map(drop))
     }
 }
 
@@ -158,13 +157,21 @@ impl Device for CudaDevice {
             }
             None => return Err(DeviceError::NoKernel { device: self.info.name.clone(), op: name }),
         };
-        Ok(CudaKernel::new(name, 1, plan).load(&self.gpu)?)
+        let kernel = CudaKernel::new(name, 1, plan);
+        kernel.load(&self.gpu)?;
+        Ok(Arc::new(kernel))
     }
 
     fn chain(&self, links: &[Link], inputs: &[TensorLayout]) -> Option<Arc<dyn Kernel>> {
         let kernel = CudaKernel::new("chain", links.len(), chain::kernel(links, inputs)?);
         // A failure to compile is reported for the ops one by one.
-        Some(kernel.load(&self.gpu).ok()?)
+        kernel.load(&self.gpu).ok()?;
+        Some(Arc::new(kernel))
+    }
+
+    fn load(&self, kernel: &dyn Kernel) -> Result<(), DeviceError> {
+        let kernel = (kernel as &dyn Any).downcast_ref::<CudaKernel>();
+        kernel.ok_or(DeviceError::Foreign { what: "kernel" })?.load(&self.gpu)
     }
 
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {

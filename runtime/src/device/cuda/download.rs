@@ -22,10 +22,14 @@ impl PendingDownload for CudaDownload {
         Ok(self.event.has_occurred())
     }
 
+    fn wait(&self) -> Result<(), DeviceError> {
+        let wait = || if self.event.has_occurred() { Ok(()) } else { self.event.synchronize() };
+        self.gpu.bind().and_then(|()| wait()).map_err(|error| self.gpu.failed(error))
+    }
+
     fn bytes(self: Box<Self>) -> Result<Vec<u8>, DeviceError> {
-        let CudaDownload { gpu, memory, bytes, event, staging } = *self;
-        let waited = gpu.bind().and_then(|()| if event.has_occurred() { Ok(()) } else { event.synchronize() });
-        waited.map_err(|error| gpu.failed(error))?;
+        self.wait()?;
+        let CudaDownload { memory, bytes, event, staging, .. } = *self;
         let copy = memory[..bytes].to_vec();
         staging.lock().unwrap_or_else(PoisonError::into_inner).give_after(memory, event);
         Ok(copy)

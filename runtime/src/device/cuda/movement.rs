@@ -6,7 +6,7 @@ use super::launch_plan::{At, Launch, LaunchPlan};
 use super::offsets::{Walk, offsets};
 use crate::device::layout::TensorLayout;
 use compiler::op::slice::origin;
-use compiler::op::{Concat, Dropout, Flip, Iota, Pad, Slice, Transpose, Uniform};
+use compiler::op::{Concat, Dropout, DropoutPart, Flip, Iota, Pad, Slice, Transpose, Uniform};
 use compiler::tensor::view::strides;
 
 /// Copies elements of `from` at the walk's offsets to the elements of `to` in order.
@@ -129,7 +129,23 @@ pub fn uniform(op: &Uniform, y: &TensorLayout) -> Option<LaunchPlan> {
 
 /// Dropout by element index; see the op's definition.
 pub fn dropout(op: &Dropout, x: &TensorLayout) -> Option<LaunchPlan> {
+    dropout_by(op, x, KernelBuilder::new(x.len()), "(u64)i")
+}
+
+/// Dropout of a tensor-parallel shard, with the mask of the whole tensor.
+pub fn dropout_part(op: &DropoutPart, x: &TensorLayout) -> Option<LaunchPlan> {
     let mut draft = KernelBuilder::new(x.len());
+    draft.reads("device", compiler::tensor::DType::I64, At::input(2));
+    dropout_by(&op.whole, x, draft, &shard_element("(u64)i", op.run, op.devices))
+}
+
+/// The index in the whole tensor of an element of the shard of `device`.
+pub fn shard_element(own: &str, run: usize, devices: usize) -> String {
+    format!("(({own} / {run}ull * {devices}ull + (u64)device[0]) * {run}ull + {own} % {run}ull)")
+}
+
+/// Dropout with the mask of these elements.
+fn dropout_by(op: &Dropout, x: &TensorLayout, mut draft: KernelBuilder, element: &str) -> Option<LaunchPlan> {
     draft.reads("x", x.dtype, At::input(0));
     draft.reads("counter", compiler::tensor::DType::I64, At::input(1));
     draft.writes("y", x.dtype, At::output(0));
@@ -138,7 +154,7 @@ pub fn dropout(op: &Dropout, x: &TensorLayout) -> Option<LaunchPlan> {
     draft.add(&format!("u64 key = mix(mix({}ull) ^ (u64)counter[0]);", op.stream));
     let kept = format!("{} * {}", load(x.dtype, "x[i]"), literal(x.dtype, op.scale()));
     let body = format!(
-        "{kind} v = mix(key ^ (u64)i) >> 11 >= {least}ull ? {kept} : ({kind})0;\ny[i] = {};",
+        "{kind} v = mix(key ^ {element}) >> 11 >= {least}ull ? {kept} : ({kind})0;\ny[i] = {};",
         store(x.dtype, "v")
     );
     Some(LaunchPlan::of(draft.each(x.len(), &body)))

@@ -58,6 +58,7 @@ impl LaunchPlan {
             (Op::BatchNorm(op), [x, ..], _) => batch_norm::kernel(op, x),
             (Op::BatchNormGrad(_), [_, x, ..], _) => batch_norm::grad(x),
             (Op::Dropout(op), [x, _], _) => movement::dropout(op, x),
+            (Op::DropoutPart(op), [x, _, _], _) => movement::dropout_part(op, x),
             (Op::CrossEntropy(op), [logits, target], _) => cross_entropy::kernel(op, logits, target),
             (Op::CrossEntropyGrad(op), [dloss, logits, target, _], _) => cross_entropy::grad(op, dloss, logits, target),
             _ => None,
