@@ -101,8 +101,10 @@ fn precisions_replicas_and_processes_agree() {
 }
 
 #[test]
-fn tensor_groups_with_dropout_agree() {
+fn tensor_groups_agree() {
     let base = "--schedule 1f1b --microbatches 2 --optimizer sgd --lr 0.05";
     let flags = ["--stages 1,1", "--stages 1,1 --tensor 2"].map(|more| format!("{base} {more}"));
     agree("gpt --dropout 0.2", &flags.each_ref().map(String::as_str), 1e-4);
+    agree("moe", &[&format!("{base} --stages 1 --tensor 2")], 1e-4);
+    agree("llama", &[&format!("{base} --stages 1 --tensor 2 --precision bf16")], 2e-2);
 }

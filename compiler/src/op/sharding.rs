@@ -222,7 +222,7 @@ pub fn whole_of(parts: &[Tensor], cut: SplitDim) -> Tensor {
 }
 
 /// Number of contiguous runs in a shard, and the bytes of each.
-fn runs(part: &[usize], cut: SplitDim, dtype: DType) -> (usize, usize) {
+pub fn runs(part: &[usize], cut: SplitDim, dtype: DType) -> (usize, usize) {
     let outer = part[..cut.axis].iter().product::<usize>() * cut.blocks;
     let elements = element_count(part).expect("a shard is smaller than its tensor");
     (outer, elements.checked_div(outer).unwrap_or(0) * dtype.size())

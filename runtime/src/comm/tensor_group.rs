@@ -5,14 +5,15 @@
 //! order, so all devices get bitwise equal results. A wait ends when all have contributed or one has failed.
 
 use crate::comm::communicator::{Communicator, PeerLost};
+use crate::device::api::Rows;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
-use crate::device::layout::TensorLayout;
+use crate::device::layout::{TensorLayout, accumulation_type};
 use crate::device::region::{Region, RegionMut};
 use compiler::op::collective::met;
-use compiler::op::sharding::part_of;
-use compiler::op::{KernelError, Op, ReduceKind, Sharding};
+use compiler::op::sharding::runs;
+use compiler::op::{KernelError, Op, ReduceKind, Sharding, SplitDim};
 use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,7 +26,7 @@ pub type TensorComm = Communicator<TensorPart>;
 #[derive(Clone)]
 pub enum TensorPart {
     Host(Tensor),
-    /// In device memory, for sums.
+    /// In device memory.
     Device(Arc<Buffer>),
 }
 
@@ -71,8 +72,8 @@ impl TensorRank {
         Ok(each.map(|(at, split)| of.iter().take(if split { of.len() } else { 1 }).map(|of| of[at]).sum()).collect())
     }
 
-    /// Runs a collective op on this rank's tensor and writes its result. Sums stay in device memory; other ops pass
-    /// through the host.
+    /// Runs a collective op on this rank's tensor and writes its result. Only maxima, minima and products, and sums of
+    /// integers, pass through the host.
     pub fn meet(
         &self,
         op: &Op,
@@ -80,55 +81,136 @@ impl TensorRank {
         output: RegionMut<'_>,
         device: &DeviceContext,
     ) -> Result<(), DeviceError> {
+        let whole = |cut: SplitDim| {
+            let mut part = layout.shape.clone();
+            part[cut.axis] /= self.devices;
+            part
+        };
         match op {
-            Op::AllReduce(o) if o.kind == ReduceKind::Sum && matches!(layout.dtype, DType::F32 | DType::F64) => {
-                return self.sum(layout.dtype, own, output, device);
+            Op::Shard(o) => self.copy_shard(&whole(o.cut), o.cut, (layout.dtype, own), output, device),
+            Op::AllReduce(o) if o.kind == ReduceKind::Sum && layout.dtype.is_float() => {
+                self.sum(layout.dtype, own, None, output, device)
             }
-            _ => {}
+            Op::ReduceScatter(o) if layout.dtype.is_float() => {
+                self.sum(layout.dtype, own, Some((&whole(o.cut), o.cut)), output, device)
+            }
+            Op::AllGather(o) => self.concatenate(&layout.shape, o.cut, (layout.dtype, own), output, device),
+            Op::AllToAll(o) => {
+                // This device's shard of every part, one after the other.
+                let (shape, own_bytes) = (whole(o.to), output.len() / self.devices);
+                let mut buffer = device.take_staging(own_bytes)?;
+                let parts = self.gather_device(own, device)?;
+                let (count, width) = runs(&shape, o.from, layout.dtype);
+                let rows = Rows { count, width, from_pitch: width, to_pitch: width * self.devices };
+                let mut output = output;
+                for (at, part) in parts.iter().enumerate() {
+                    let part = received(part, device)?;
+                    let to = Buffer::exclusive(&mut buffer);
+                    self.copy_shard(&shape, o.to, (layout.dtype, part.region()), to, device)?;
+                    device.give_foreign(part)?;
+                    let end = output.len();
+                    device.stream.copy_rows(rows, buffer.region(), output.reborrow().slice(at * width..end))?;
+                }
+                device.give(buffer);
+                Ok(())
+            }
+            _ => self.meet_on_host(op, (layout, own), output, device),
         }
-        let mut bytes = Vec::new();
-        device.stream.download_with(own, &mut |from| bytes = from.to_vec())?;
-        let own = Tensor::new(layout.dtype, layout.shape.clone(), bytes.into());
-        let own = own.expect("a region has the size of its layout");
-        if let Op::Shard(shard) = op {
-            return device.stream.upload(part_of(&own, shard.cut, self.devices, self.device).bytes(), output);
-        }
-        let parts = self.gather_host(own).map_err(|_| KernelError::Disconnected)?;
-        device.stream.upload_with(output, &mut |output| match op {
-            Op::AllReduce(o) if o.kind == ReduceKind::Sum => sum_in_order(&parts, output),
-            Op::ReduceScatter(o) => {
-                let own = parts.iter().map(|term| part_of(term, o.cut, self.devices, self.device));
-                sum_in_order(&own.collect::<Vec<_>>(), output);
-            }
-            _ => {
-                let got = met(op, &parts, self.device).expect("only tensor-parallel collectives reach this");
-                output.copy_from_slice(got.bytes());
-            }
-        })
     }
 
-    /// Adds the terms of all devices in device order.
+    fn meet_on_host(
+        &self,
+        op: &Op,
+        (layout, own): (&TensorLayout, Region<'_>),
+        output: RegionMut<'_>,
+        device: &DeviceContext,
+    ) -> Result<(), DeviceError> {
+        let own = Tensor::new(layout.dtype, layout.shape.clone(), device.stream.begin_download(own)?.bytes()?.into());
+        let own = own.expect("a region has the size of its layout");
+        let parts = self.gather_host(own).map_err(|_| KernelError::Disconnected)?;
+        let got = met(op, &parts, self.device).expect("only tensor-parallel collectives reach this");
+        device.stream.upload(got.bytes(), output)
+    }
+
+    /// Copies this device's shard, of this shape, of a whole tensor.
+    fn copy_shard(
+        &self,
+        shape: &[usize],
+        cut: SplitDim,
+        (dtype, whole): (DType, Region<'_>),
+        to: RegionMut<'_>,
+        device: &DeviceContext,
+    ) -> Result<(), DeviceError> {
+        let (count, width) = runs(shape, cut, dtype);
+        let rows = Rows { count, width, from_pitch: width * self.devices, to_pitch: width };
+        device.stream.copy_rows(rows, whole.slice(self.device * width..whole.len()), to)
+    }
+
+    /// Concatenates the shards of all devices, each of this shape.
+    fn concatenate(
+        &self,
+        shape: &[usize],
+        cut: SplitDim,
+        (dtype, own): (DType, Region<'_>),
+        mut output: RegionMut<'_>,
+        device: &DeviceContext,
+    ) -> Result<(), DeviceError> {
+        let (count, width) = runs(shape, cut, dtype);
+        let rows = Rows { count, width, from_pitch: width, to_pitch: width * self.devices };
+        for (at, part) in self.gather_device(own, device)?.iter().enumerate() {
+            let part = received(part, device)?;
+            let end = output.len();
+            device.stream.copy_rows(rows, part.region(), output.reborrow().slice((at * width).min(end)..end))?;
+            device.give_foreign(part)?;
+        }
+        Ok(())
+    }
+
+    /// The operands of all devices.
+    fn gather_device(&self, own: Region<'_>, device: &DeviceContext) -> Result<Arc<Vec<TensorPart>>, DeviceError> {
+        let mut part = device.take_staging(own.len())?;
+        device.stream.copy(own, Buffer::exclusive(&mut part))?;
+        device.release(&part)?;
+        let parts = self.gather(TensorPart::Device(part.clone())).map_err(|_| KernelError::Disconnected)?;
+        device.give(part);
+        Ok(parts)
+    }
+
+    /// Adds the terms of all devices in device order, or this device's shards of them: their shape, and how they are cut.
+    /// Sums of 16-bit numbers are rounded once.
     fn sum(
         &self,
         dtype: DType,
         own: Region<'_>,
+        shard: Option<(&[usize], SplitDim)>,
         mut output: RegionMut<'_>,
         device: &DeviceContext,
     ) -> Result<(), DeviceError> {
-        let mut term = device.take_staging(own.len())?;
-        device.stream.copy(own, Buffer::exclusive(&mut term))?;
-        device.release(&term)?;
-        let parts = self.gather(TensorPart::Device(term.clone())).map_err(|_| KernelError::Disconnected)?;
-        for (at, part) in parts.iter().enumerate() {
-            let TensorPart::Device(part) = part else { unreachable!("all devices run the same op") };
-            let part = device.receive(part.clone())?;
-            match at {
-                0 => device.stream.copy(part.region(), output.reborrow())?,
-                _ => device.stream.accumulate(dtype, part.region(), output.reborrow())?,
+        let (stream, of_sum) = (&device.stream, accumulation_type(dtype));
+        let staging = |bytes: usize, is_needed: bool| is_needed.then(|| device.take_staging(bytes)).transpose();
+        let mut wide = staging(output.len() / dtype.size() * of_sum.size(), of_sum != dtype)?;
+        let mut term = staging(output.len(), shard.is_some())?;
+        for (at, part) in self.gather_device(own, device)?.iter().enumerate() {
+            let part = received(part, device)?;
+            let made = match (&mut term, shard) {
+                (Some(term), Some((shape, cut))) => {
+                    self.copy_shard(shape, cut, (dtype, part.region()), Buffer::exclusive(term), device)?;
+                    term.region()
+                }
+                _ => part.region(),
+            };
+            match (at, &mut wide) {
+                (0, None) => stream.copy(made, output.reborrow())?,
+                (_, None) => stream.accumulate(dtype, made, output.reborrow())?,
+                (0, Some(sum)) => stream.begin_sum(dtype, made, Buffer::exclusive(sum))?,
+                (_, Some(sum)) => stream.accumulate(dtype, made, Buffer::exclusive(sum))?,
             }
             device.give_foreign(part)?;
         }
-        device.give(term);
+        if let Some(sum) = &wide {
+            stream.cast((of_sum, sum.region()), (dtype, output))?;
+        }
+        term.into_iter().chain(wide).for_each(|buffer| device.give(buffer));
         Ok(())
     }
 
@@ -138,33 +220,17 @@ impl TensorRank {
     }
 }
 
-/// Adds terms in order with rounding after each addition, as a device that adds two tensors at a time would.
-fn sum_in_order(terms: &[Tensor], sum: &mut [u8]) {
-    match terms[0].dtype() {
-        DType::F32 => each::<4>(terms, sum, |a, b| (f32::from_le_bytes(a) + f32::from_le_bytes(b)).to_le_bytes()),
-        DType::F64 => each::<8>(terms, sum, |a, b| (f64::from_le_bytes(a) + f64::from_le_bytes(b)).to_le_bytes()),
-        _ => {
-            let op = Op::AllReduce(compiler::op::AllReduce { kind: ReduceKind::Sum, devices: terms.len() });
-            let total = met(&op, terms, 0).expect("an all-reduce is one of the group's ops");
-            sum.copy_from_slice(total.bytes());
-        }
-    }
-}
-
-fn each<const N: usize>(terms: &[Tensor], sum: &mut [u8], add: impl Fn([u8; N], [u8; N]) -> [u8; N]) {
-    sum.copy_from_slice(terms[0].bytes());
-    for term in &terms[1..] {
-        for (sum, term) in sum.as_chunks_mut::<N>().0.iter_mut().zip(term.bytes().as_chunks::<N>().0) {
-            *sum = add(*sum, *term);
-        }
-    }
+/// The operand of a device, on this one.
+fn received(part: &TensorPart, device: &DeviceContext) -> Result<Arc<Buffer>, DeviceError> {
+    let TensorPart::Device(part) = part else { unreachable!("all devices run the same op") };
+    device.receive(part.clone())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::device::cpu::device::cpu;
-    use compiler::op::{AllGather, AllReduce, AllToAll, ReduceScatter, Shard, SplitDim};
+    use compiler::op::{AllGather, AllReduce, AllToAll, ReduceScatter, Shard};
 
     #[test]
     fn devices_in_threads_get_what_the_reference_gives() {

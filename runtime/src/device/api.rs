@@ -137,6 +137,17 @@ pub enum WeightRegions<'a> {
     },
 }
 
+/// Rows of memory at equal distances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rows {
+    pub count: usize,
+    /// Bytes of a row.
+    pub width: usize,
+    /// Bytes from one row to the next where they are read, and where they are written.
+    pub from_pitch: usize,
+    pub to_pitch: usize,
+}
+
 /// An in-order queue of work on a device. [The module](self) describes the guarantees of the methods.
 pub trait Stream: Send {
     /// Runs a kernel. `workspace` has at least [`Kernel::workspace`] bytes.
@@ -169,6 +180,15 @@ pub trait Stream: Send {
 
     /// `to = from`, of equal length.
     fn copy(&self, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError>;
+
+    /// Copies rows. Each region begins with the first row.
+    fn copy_rows(&self, rows: Rows, from: Region<'_>, mut to: RegionMut<'_>) -> Result<(), DeviceError> {
+        let Rows { count, width, from_pitch, to_pitch } = rows;
+        (0..count).try_for_each(|row| {
+            let (source, target) = (row * from_pitch, row * to_pitch);
+            self.copy(from.slice(source..source + width), to.reborrow().slice(target..target + width))
+        })
+    }
 
     /// `to = from`, rounded to nearest.
     fn cast(&self, from: (DType, Region<'_>), to: (DType, RegionMut<'_>)) -> Result<(), DeviceError>;

@@ -12,7 +12,7 @@ use super::queue::{Queue, RawEvent};
 use super::staging::{PinnedMemory, StagingBuffers};
 use super::verbs;
 use super::verbs::{MOST_BLOCKS, PARTS, RuleVariant, THREADS, Verb};
-use crate::device::api::{Kernel, OutputMode, Stream, WeightRegions};
+use crate::device::api::{Kernel, OutputMode, Rows, Stream, WeightRegions};
 use crate::device::buffer::{Buffer, DeviceMemory};
 use crate::device::download::Download;
 use crate::device::error::DeviceError;
@@ -240,6 +240,15 @@ impl Stream for CudaStream {
         self.checked(|| unsafe {
             result::memcpy_dtod_async(to.address(), from.address(), from.len(), self.queue.raw())
         })
+    }
+
+    fn copy_rows(&self, rows: Rows, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError> {
+        let lengths = [rows.width, rows.from_pitch, rows.to_pitch].map(|bytes| bytes as u64);
+        let size = verbs::common_size(&[&lengths[..], &[from.address(), to.address()]].concat());
+        let [width, from_pitch, to_pitch] = lengths.map(|bytes| bytes / size as u64);
+        let words = [from.address(), to.address(), width, from_pitch, to_pitch];
+        let count = rows.count * rows.width / size;
+        self.each(Verb::CopyRows(size), || verbs::copy_rows(size), count, &words)
     }
 
     fn cast(

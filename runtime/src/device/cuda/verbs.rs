@@ -24,7 +24,12 @@ pub const PARTS: u32 = 256;
 /// A kernel of this file, by what its source depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verb {
-    Cast { from: DType, to: DType },
+    Cast {
+        from: DType,
+        to: DType,
+    },
+    /// Of elements with this number of bytes.
+    CopyRows(usize),
     Accumulate(DType),
     Add(DType),
     Scale(DType),
@@ -68,6 +73,23 @@ fn each(parameters: &str, lines: &str) -> Arc<str> {
 pub fn cast(from: DType, to: DType) -> Arc<str> {
     let value = store(to, &super::element::cast(from, to, &load(from, "x[i]")));
     each(&format!("const {}* x, {}* y", stored(from), stored(to)), &format!("y[i] = {value};"))
+}
+
+/// The largest size of elements that all these lengths and addresses are multiples of, up to 8 bytes.
+pub fn common_size(numbers: &[u64]) -> usize {
+    [8, 4, 2].into_iter().find(|size| numbers.iter().all(|number| number % size == 0)).unwrap_or(1) as usize
+}
+
+/// Copies rows of `width` elements of `size` bytes.
+pub fn copy_rows(size: usize) -> Arc<str> {
+    let of = match size {
+        8 => "u64",
+        4 => "unsigned int",
+        2 => "unsigned short",
+        _ => "unsigned char",
+    };
+    let parameters = format!("const {of}* x, {of}* y, u64 width, u64 from_pitch, u64 to_pitch");
+    each(&parameters, "y[i / width * to_pitch + i % width] = x[i / width * from_pitch + i % width];")
 }
 
 /// `sum += term`
