@@ -62,7 +62,7 @@ pack() {
   for name in pipec cuda train; do
     [ -e "$folder/bin/$name.gz" ] || fail "cargo did not build $name"
   done
-  cp benches/gpu.sh benches/gpu/copies.py benches/gpu/summary.py benches/torch/gpu_peers.py "$folder"
+  cp benches/gpu.sh benches/gpu/*.py benches/torch/gpu_peers.py "$folder"
   if [ -d "$parity" ]; then
     mkdir -p "$folder/data"
     cp -r "$parity" "$folder/data"
@@ -175,7 +175,11 @@ need_python() {
 need_torch() {
   need_python
   is_simulated && skip "PyTorch does not run on simulated GPUs"
-  "$(python)" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || skip "no PyTorch with CUDA"
+  # The import takes seconds, so it is tried once.
+  if [ ! -e scratch/torch ]; then
+    "$(python)" -c 'import torch; print(torch.cuda.is_available())' >scratch/torch 2>/dev/null || echo absent >scratch/torch
+  fi
+  grep -q True scratch/torch || skip "no PyTorch with CUDA"
 }
 
 # The program $1 of the package, unpacked if it is compressed.
@@ -225,18 +229,22 @@ profile() {
   mv "part.$step.profile.json" "$step.profile.json"
 }
 
-# Trains a model under the plan of $1, and watches the memory of the GPUs.
+# Trains a model under the plan of $1 with this number of rows, and watches the memory of the GPUs.
 train() {
-  local step=$1 model=$2 precision=$3 device=$4 watcher='' status=0
-  local count=16 rule rate
+  local step=$1 model=$2 precision=$3 device=$4 rows=$5 watcher='' status=0
+  local count=16 rule rate data=(--synthetic-data)
   read -r rule rate <<<"$(optimizer "$model")"
   [ -z "$small" ] || count=12
+  if [ -n "$(python)" ]; then
+    data=(--data "scratch/$model-$rows.npz")
+    pipec inspect "$(model "$model")" --format json | "$(python)" "$here/data.py" "$rows" "${data[1]}"
+  fi
   if command -v nvidia-smi >/dev/null; then
     nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits >"$step.before.csv" || true
     nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits --loop-ms=100 >"$step.during.csv" 2>&1 &
     watcher=$!
   fi
-  pipec train "$(model "$model")" --plan "$step.plan.json" --device "$device" --synthetic-data --steps "$count" \
+  pipec train "$(model "$model")" --plan "$step.plan.json" --device "$device" "${data[@]}" --steps "$count" \
     --precision "$precision" --optimizer "$rule" --lr "$rate" --metrics "part.$step.jsonl" || status=$?
   [ -z "$watcher" ] || kill "$watcher"
   [ "$status" -eq 0 ] || return "$status"
@@ -333,26 +341,27 @@ step_train() {
   [ -e "$costs" ] || skip "no profile"
   pipec partition "$(model "$model")" --profile "$costs" --gpus 1 --micro-batch "$(batch "$model")" \
     --schedule 1f1b --optimizer "$(optimizer "$model" | cut -d ' ' -f 1)" -o "$step.plan.json"
-  train "$step" "$model" "$precision" cuda:0
+  train "$step" "$model" "$precision" cuda:0 $((2 * $(batch "$model")))
 }
 
 # Training on all GPUs: the best plan of four micro-batches a GPU, and a pipeline of two stages.
 step_several() {
-  local model=$1 precision=$2 count rule link=() status=0
+  local model=$1 precision=$2 count rule rows link=() status=0
   local step=several-$model-$precision costs=profile-$model-$precision.profile.json
   count=$(gpus)
   [ "$count" -gt 1 ] || skip "one GPU"
   [ -e "$costs" ] || skip "no profile"
   rule=$(optimizer "$model" | cut -d ' ' -f 1)
+  rows=$((4 * count * $(batch "$model")))
   if [ -e copies.measured.toml ]; then
     link=(--bandwidth "$(sed -n 's/^bandwidth = "\(.*\)"/\1/p' copies.measured.toml | head -n 1)")
   fi
   pipec partition "$(model "$model")" --profile "$costs" --gpus "$count" "${link[@]}" \
-    --batch $((4 * count * $(batch "$model"))) --optimizer "$rule" -o "$step.plan.json"
-  train "$step" "$model" "$precision" cuda || status=$?
+    --batch "$rows" --optimizer "$rule" -o "$step.plan.json"
+  train "$step" "$model" "$precision" cuda "$rows" || status=$?
   pipec partition "$(model "$model")" --profile "$costs" --gpus 2 "${link[@]}" --micro-batch "$(batch "$model")" \
     --microbatches 4 --schedule 1f1b --stages 1,1 --optimizer "$rule" -o "$step-pipeline.plan.json"
-  train "$step-pipeline" "$model" "$precision" cuda:0,1 || status=$?
+  train "$step-pipeline" "$model" "$precision" cuda:0,1 "$rows" || status=$?
   return "$status"
 }
 

@@ -155,10 +155,9 @@ class Results:
         total = next((line["total"] for line in lines if "total" in line), None)
         if total:
             # The first steps compile kernels and allocate memory. Losses are read late, those of the last steps together.
-            first, last = min(2, len(times) - 2), max(len(times) - 1 - LATE, min(3, len(times) - 1))
             batch = total["order"]["micro_batch"] * total["order"]["microbatches"]
             found["start"] = times[0]
-            found["measured"] = batch * (last - first) / (times[last] - times[first])
+            found["measured"] = batch / slope(times[2:-LATE] if len(times) > LATE + 4 else times)
             found["held"] = max(stage["peak_memory_bytes"] for stage in total["stages"])
             found["losses"] = f"{number(total['first_loss'])} to {number(total['last_loss'])}"
         before, during = (smi(self.folder / f"{step}.{when}.csv") for when in ("before", "during"))
@@ -257,6 +256,12 @@ def ops(stage: Dict[str, Any]) -> int:
 def least_bytes(op: Dict[str, Any]) -> int:
     """An op reads at least its parameters and as much as it writes."""
     return op["param_bytes"] + 2 * op["out_bytes"]
+
+
+def slope(times: List[float]) -> float:
+    """Seconds of one step, by least squares, since losses arrive in groups."""
+    middle, mean = (len(times) - 1) / 2, sum(times) / len(times)
+    return sum((at - middle) * (time - mean) for at, time in enumerate(times)) / sum((at - middle) ** 2 for at in range(len(times)))
 
 
 def smi(path: Path) -> Dict[str, float]:
