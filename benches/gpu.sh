@@ -14,7 +14,7 @@
 #   --small            small models and few runs
 #   --steps A,B        only these groups: facts, ceilings, ops, parity, profile, train, peers, compiled
 #   --models A,B       only these models
-#   --again            also run steps again that failed or took too long
+#   --again            also run steps again that failed, took too long or were skipped
 #
 # Exit codes of `run`: 0 all steps ran, 1 a step failed or took too long, 2 wrong usage, 75 steps remain.
 # SIGTERM and SIGINT end the running step, which the next `run` repeats.
@@ -317,7 +317,7 @@ step_matmul_torch() {
 }
 
 step_ops() {
-  "$(program cuda)" --exact a_gpu_gives_what_the_reference_gives --nocapture
+  RUST_BACKTRACE=0 "$(program cuda)" --exact a_gpu_gives_what_the_reference_gives --nocapture
 }
 
 step_parity() {
@@ -460,13 +460,11 @@ run() {
   for step in $(chosen); do
     if [ -e "$results/$step.state" ]; then
       state=$(cat "$results/$step.state")
-      case $again,$state in
-        1,*failed* | 1,*"too long"*) rm "$results/$step.state" ;;
-        *)
-          case $state in *failed* | *"too long"*) bad=1 ;; esac
-          continue
-          ;;
-      esac
+      if [ -z "$again" ] || [ "${state#* }" = ok ]; then
+        case $state in *failed* | *"too long"*) bad=1 ;; esac
+        continue
+      fi
+      rm "$results/$step.state"
     fi
     allowed=$(budget "$step")
     if [ "$limit" -gt 0 ]; then
