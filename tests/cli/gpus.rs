@@ -106,3 +106,41 @@ fn a_gpu_evaluates_like_the_cpu() {
         }
     }
 }
+
+#[test]
+#[cfg(unix)]
+fn the_script_for_gpus_measures_and_continues() {
+    let Some(driver) = driver() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches");
+    fs::create_dir(at.join("bin")).unwrap();
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_pipec"), at.join("bin/pipec")).unwrap();
+    for file in ["gpu.sh", "gpu/copies.py", "gpu/data.py", "gpu/summary.py"] {
+        let file = benches.join(file);
+        fs::copy(&file, at.join(file.file_name().unwrap())).unwrap();
+    }
+    let run = |groups: &str| {
+        let mut command = on_simulated_gpus("bash", driver);
+        command.current_dir(at).args(["gpu.sh", "run", "--small", "--models", "mlp", "--limit", "300"]);
+        let done = command.args(["--steps", groups]).output().unwrap();
+        let said = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
+        let logs = || fs::read_to_string(at.join("results/train-mlp-fp32.log")).unwrap_or_default();
+        assert!(done.status.success(), "{said}{}", logs());
+        (said, fs::read_to_string(at.join("results/summary.md")).unwrap())
+    };
+    let (_, summary) = run("profile");
+    assert!(summary.contains("| profile-mlp-bf16 | ok |"), "{summary}");
+    let (said, summary) = run("profile,train");
+    assert!(!said.contains("profile-mlp") && said.contains("train-mlp-fp32"), "{said}");
+    assert!(summary.contains("The driver is simulated") && summary.contains("| train-mlp-bf16 | ok |"), "{summary}");
+    if Command::new("python3").arg("--version").output().is_ok_and(|done| done.status.success()) {
+        let row =
+            summary.lines().find(|line| line.starts_with("| mlp | bf16 | 2 |")).unwrap_or_else(|| panic!("{summary}"));
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        for cell in &cells[4..6] {
+            assert!(cell.replace(',', "").parse::<f64>().is_ok_and(|speed| speed > 0.0), "{row}");
+        }
+        assert_eq!(cells[6..8], ["-", "-"], "PyTorch did not run: {row}");
+    }
+}

@@ -12,7 +12,7 @@ use compiler::op::table::{rule, samples};
 use compiler::op::*;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
-use runtime::device::api::OutputMode;
+use runtime::device::api::{Device, OutputMode};
 use runtime::device::buffer::Buffer;
 use runtime::device::cuda::gpu;
 use runtime::device::cuda::launch_plan::LaunchPlan;
@@ -20,6 +20,7 @@ use runtime::device::error::DeviceError;
 use runtime::device::layout::TensorLayout;
 use runtime::device::open;
 use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 struct Question {
     what: String,
@@ -135,23 +136,36 @@ fn a_gpu_gives_what_the_reference_gives() {
         return;
     }
     let device = open("cuda:0").unwrap();
-    println!("{}", device.info().model);
-    for question in questions() {
-        let (what, case) = (&question.what, &question.case);
-        let stream = device.stream().unwrap();
-        let kernel = device.kernel(&question.op, &question.inputs, &question.outputs).unwrap();
-        let filled = |bytes: usize| device.upload(&vec![0xff; bytes]).unwrap();
-        let inputs: Vec<Buffer> = case.inputs.iter().map(|bytes| device.upload(bytes).unwrap()).collect();
-        let mut outputs: Vec<Buffer> = case.outputs.iter().map(|bytes| filled(*bytes)).collect();
-        let mut workspace = filled(kernel.workspace());
-        let regions: Vec<_> = inputs.iter().map(Buffer::region).collect();
-        let mut written: Vec<_> = outputs.iter_mut().map(Buffer::region_mut).collect();
-        stream.run(&*kernel, &regions, &mut written, workspace.region_mut(), OutputMode::Overwrite).unwrap();
-        let got = match stream.finish() {
-            Ok(()) => Ok(outputs.iter().map(|output| output.download().unwrap().into_owned()).collect()),
-            Err(DeviceError::Kernel(error)) => Err(error),
-            Err(error) => panic!("{what}: {error}"),
-        };
-        judge(&question, got);
-    }
+    let questions = questions();
+    // Every sample that differs is printed, not only the first one.
+    let differs = |question: &&Question| {
+        let differs = catch_unwind(AssertUnwindSafe(|| ask(&*device, question))).is_err();
+        if differs {
+            println!("differs: {}", question.what);
+        }
+        differs
+    };
+    let differing = questions.iter().filter(differs).count();
+    println!("{} samples on {}, {differing} differ", questions.len(), device.info().model);
+    assert_eq!(differing, 0);
+}
+
+/// Runs a sample on a device, and compares it with the reference.
+fn ask(device: &dyn Device, question: &Question) {
+    let (what, case) = (&question.what, &question.case);
+    let stream = device.stream().unwrap();
+    let kernel = device.kernel(&question.op, &question.inputs, &question.outputs).unwrap();
+    let filled = |bytes: usize| device.upload(&vec![0xff; bytes]).unwrap();
+    let inputs: Vec<Buffer> = case.inputs.iter().map(|bytes| device.upload(bytes).unwrap()).collect();
+    let mut outputs: Vec<Buffer> = case.outputs.iter().map(|bytes| filled(*bytes)).collect();
+    let mut workspace = filled(kernel.workspace());
+    let regions: Vec<_> = inputs.iter().map(Buffer::region).collect();
+    let mut written: Vec<_> = outputs.iter_mut().map(Buffer::region_mut).collect();
+    stream.run(&*kernel, &regions, &mut written, workspace.region_mut(), OutputMode::Overwrite).unwrap();
+    let got = match stream.finish() {
+        Ok(()) => Ok(outputs.iter().map(|output| output.download().unwrap().into_owned()).collect()),
+        Err(DeviceError::Kernel(error)) => Err(error),
+        Err(error) => panic!("{what}: {error}"),
+    };
+    judge(question, got);
 }
