@@ -63,9 +63,12 @@ pub struct DeviceAllReduce {
 impl DeviceAllReduce {
     /// For members on these devices; `None` unless each can copy the memory of all, and the host cannot read it.
     pub fn new(devices: &[Arc<dyn Device>]) -> Result<Option<DeviceAllReduce>, DeviceError> {
+        if devices.len() < 2 {
+            return Ok(None);
+        }
         let probes = devices.iter().map(|device| device.allocate(1)).collect::<Result<Vec<_>, _>>()?;
         let can_copy = |device: &Arc<dyn Device>| probes.iter().all(|probe| device.can_copy(probe));
-        if devices.len() < 2 || probes.iter().any(Buffer::is_host) || !devices.iter().all(can_copy) {
+        if probes.iter().any(Buffer::is_host) || !devices.iter().all(can_copy) {
             return Ok(None);
         }
         let members = devices.iter().map(|_| None).collect();
