@@ -3,4 +3,5 @@
 
 pub mod channel;
 pub mod communicator;
+pub mod device_all_reduce;
 pub mod tensor_group;

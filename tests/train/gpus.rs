@@ -88,6 +88,68 @@ fn steps_are_alike_and_allocate_nothing() {
     assert_eq!(counts[2].0["peak_bytes"], counts[0].0["peak_bytes"]);
 }
 
+/// Trains replicas of one stage, on four simulated GPUs.
+fn train_replicas(folder: &Path, more: &[&str], variables: &[(&str, &str)]) -> Output {
+    let mut command = on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), driver().expect("the caller has it"));
+    let all = ["train", "model.onnx", "--optimizer", "adam"];
+    command.current_dir(folder).args(all).arg("--synthetic-data").args(more);
+    command.env("PIPEC_SIM_DEVICES", "4").env("PIPEC_SIM_STATS", "stats.json");
+    let done = command.envs(variables.iter().copied()).output().unwrap();
+    assert!(done.status.success(), "{more:?}, {variables:?}: {}", text(&done));
+    done
+}
+
+#[test]
+fn delays_change_no_bit_of_what_replicas_reduce() {
+    let Some(folder) = folder("gpt") else { return };
+    let at = folder.path();
+    let seeds = if std::env::var_os("PIPEC_LARGE").is_some() { 100 } else { 4 };
+    // With two micro-batches, one of three replicas has none.
+    for (stages, batch, zero) in [("2", "8", "0"), ("3", "4", "0"), ("3", "8", "1"), ("2,2", "8", "0")] {
+        let mut plan = std::process::Command::new(env!("CARGO_BIN_EXE_pipec"));
+        plan.current_dir(at).args(["partition", "model.onnx", "-o", "plan.json", "--gpus", "4", "--micro-batch", "2"]);
+        plan.args(["--stages", stages, "--batch", batch, "--zero", zero, "--schedule", "1f1b"]);
+        let planned = plan.output().unwrap();
+        assert!(planned.status.success(), "{}", text(&planned));
+        let mut first: Option<Vec<u8>> = None;
+        for seed in 0..=seeds {
+            // The last run has all replicas on one GPU.
+            let gpus = if seed == seeds { "cuda:0" } else { "cuda:0,1,2,3" };
+            let more = ["--plan", "plan.json", "--steps", "3", "--device", gpus, "--save", "w.safetensors"];
+            train_replicas(at, &more, &[("PIPEC_SIM_SEED", &seed.to_string())]);
+            let weights = fs::read(at.join("w.safetensors")).unwrap();
+            let first = first.get_or_insert_with(|| weights.clone());
+            assert!(*first == weights, "{stages} replicas, ZeRO {zero}: seed {seed} gives other weights");
+        }
+    }
+}
+
+#[test]
+fn replicas_reduce_in_their_own_memory() {
+    let driver = driver();
+    let Some(folder) = driver.map(|_| tempfile::tempdir().unwrap()) else { return };
+    let at = folder.path();
+    let zoo = ["zoo", "mlp", "--hidden", "1024", "-o", "model.onnx"];
+    let made = std::process::Command::new(env!("CARGO_BIN_EXE_pipec")).args(zoo).current_dir(at).output().unwrap();
+    assert!(made.status.success());
+    let model = fs::metadata(at.join("model.onnx")).unwrap().len();
+    for stages in ["2", "3"] {
+        let counts = ["3", "6"].map(|steps| {
+            let more =
+                ["--stages", stages, "--schedule", "1f1b", "--batch", "12", "--microbatches", "6", "--steps", steps];
+            train_replicas(at, &[&more[..], &["--device", "cuda:0,1,2,3"]].concat(), &[]);
+            stats(at)
+        });
+        assert_eq!(counts[0]["allocations"], counts[1]["allocations"], "{stages} replicas");
+        assert_eq!(counts[0]["peak_bytes"], counts[1]["peak_bytes"], "{stages} replicas");
+        // Weights, their gradients, two tensors of optimizer state, and the gradients of one micro-batch.
+        for peak in counts[0]["peak_bytes"].as_array().unwrap() {
+            let peak = peak.as_u64().unwrap();
+            assert!(peak <= 5 * model * 101 / 100, "{peak} bytes with {model} bytes of weights");
+        }
+    }
+}
+
 #[test]
 fn failures_of_a_gpu_end_a_run_and_leave_its_checkpoint() {
     let Some(folder) = folder("gpt") else { return };

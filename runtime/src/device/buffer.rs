@@ -34,6 +34,8 @@ pub struct Buffer {
 enum Memory {
     Host(HostMemory),
     Device(Arc<dyn DeviceMemory>),
+    /// A range of another buffer, from this byte on.
+    Part(Arc<Buffer>, usize),
 }
 
 /// An allocation that the host cannot dereference.
@@ -111,19 +113,38 @@ impl Buffer {
         Buffer::of(Memory::Device(memory), bytes)
     }
 
+    /// A range of a buffer that the caller alone holds.
+    pub fn part(whole: Arc<Buffer>, range: Range<usize>) -> Buffer {
+        let bytes = whole.region_of(range.clone()).len();
+        Buffer::of(Memory::Part(whole, range.start), bytes)
+    }
+
+    /// The buffer that this is a range of.
+    pub fn whole(&self) -> Option<&Arc<Buffer>> {
+        match &self.memory {
+            Memory::Part(whole, _) => Some(whole),
+            Memory::Host(_) | Memory::Device(_) => None,
+        }
+    }
+
     /// No memory: stands for a tensor that is elsewhere.
     pub fn empty() -> Buffer {
         Buffer::host(0)
     }
 
     pub fn is_host(&self) -> bool {
-        matches!(self.memory, Memory::Host(_))
+        match &self.memory {
+            Memory::Host(_) => true,
+            Memory::Device(_) => false,
+            Memory::Part(whole, _) => whole.is_host(),
+        }
     }
 
     /// The device's memory; `None` for host memory.
     pub fn device_memory(&self) -> Option<&Arc<dyn DeviceMemory>> {
         match &self.memory {
             Memory::Device(memory) => Some(memory),
+            Memory::Part(whole, _) => whole.device_memory(),
             Memory::Host(_) => None,
         }
     }
@@ -161,6 +182,7 @@ impl Buffer {
 
     pub fn region(&self) -> Region<'_> {
         let (start, is_host) = match &self.memory {
+            Memory::Part(whole, start) => return whole.region_of(*start..*start + self.bytes),
             Memory::Host(memory) => (memory.start.as_ptr(), true),
             Memory::Device(memory) => (without_provenance_mut(memory.address() as usize), false),
         };
@@ -188,6 +210,7 @@ impl Buffer {
     pub fn download(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
         match &self.memory {
             Memory::Host(_) => Ok(Cow::Borrowed(self.region().host()?)),
+            Memory::Part(whole, start) => Ok(Cow::Owned(whole.download()?[*start..*start + self.bytes].to_vec())),
             Memory::Device(memory) => {
                 self.events().iter().try_for_each(Event::synchronize)?;
                 let mut copy = vec![0; self.bytes];
@@ -199,6 +222,9 @@ impl Buffer {
 
     /// Adds work to those that [`Buffer::events`] returns. Work that is done is dropped, and earlier work of the same stream.
     pub fn add_event(&self, event: Event) {
+        if let Some(whole) = self.whole() {
+            return whole.add_event(event);
+        }
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         let stream = |event: &Event| event.device_event().map(DeviceEvent::stream);
         events.retain(|earlier| stream(earlier) != stream(&event) && !earlier.has_occurred());
@@ -206,6 +232,9 @@ impl Buffer {
     }
 
     pub fn events(&self) -> Vec<Event> {
+        if let Some(whole) = self.whole() {
+            return whole.events();
+        }
         self.events.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 

@@ -52,11 +52,15 @@ impl Pool {
 
     /// True if the buffer comes from this pool.
     pub fn owns(&self, buffer: &Buffer) -> bool {
+        let buffer = buffer.whole().map_or(buffer, |whole| whole);
         buffer.pool.as_ref().is_some_and(|pool| Arc::ptr_eq(pool, &self.own))
     }
 
-    /// Returns a buffer. Others may still read it or return it too; it is listed once.
-    pub fn give(&mut self, buffer: Arc<Buffer>) {
+    /// Returns a buffer, or the one that it is a part of. Others may still read it or return it too; it is listed once.
+    pub fn give(&mut self, mut buffer: Arc<Buffer>) {
+        if let Some(whole) = buffer.whole().cloned() {
+            buffer = whole;
+        }
         if !self.owns(&buffer) {
             return;
         }

@@ -1,7 +1,9 @@
 //! Stage code is what the compiler makes of one stage: sequences of kernels and the memory that they use.
 
+use crate::device::layout::accumulation_type;
 use crate::exec::sequence::{Sequence, TensorAddress};
 use compiler::op::Value;
+use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
 
 /// A named input, parameter, state or result of a stage.
@@ -99,6 +101,12 @@ impl StageCode {
 }
 
 impl NamedTensor {
+    /// Element type and bytes of this parameter's gradient sums.
+    pub fn gradient(&self) -> (DType, usize) {
+        let (dtype, sum) = (self.fact.dtype, accumulation_type(self.fact.dtype));
+        (sum, self.bytes / dtype.size().max(1) * sum.size())
+    }
+
     pub(super) fn new(name: &str, fact: &Fact) -> NamedTensor {
         NamedTensor { name: name.to_string(), fact: fact.clone(), bytes: bytes(fact) }
     }

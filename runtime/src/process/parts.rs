@@ -3,6 +3,7 @@
 //! A snapshot is written field by field, each buffer with a length prefix. A length must match the parameter or state.
 
 use crate::checkpoint::{StageSnapshot, StageState};
+use crate::comm::device_all_reduce::range;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
@@ -11,7 +12,6 @@ use crate::exec::stage_code::{NamedTensor, StageCode};
 use crate::optim::state::ParameterState;
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
-use crate::zero::shard::range;
 use compiler::plan::StageId;
 use compiler::schedule::Program;
 use std::collections::BTreeMap;

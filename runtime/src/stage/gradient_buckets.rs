@@ -57,6 +57,8 @@ pub struct RoundGradients {
     /// Buckets posted before the round's last backward.
     pub(super) due: Vec<PostedBucket>,
     pub(super) replica: usize,
+    /// Sums of collectives in flight that are reduced in place, by collective and gradient term.
+    pub(super) reducing: HashMap<u64, Vec<Option<Arc<Buffer>>>>,
 }
 
 impl RoundGradients {
@@ -71,6 +73,7 @@ impl RoundGradients {
             buckets,
             due: Vec::new(),
             replica: 0,
+            reducing: HashMap::new(),
         }
     }
 

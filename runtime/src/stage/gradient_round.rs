@@ -4,12 +4,14 @@
 //! assignment, buckets are about equally large, from the stage's last parameter to its first. Bucketing does not change any sum.
 
 use crate::comm::communicator::CollectiveError;
+use crate::comm::device_all_reduce::{Addends, DeviceAllReduce};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::exec::moving_average::Samples;
+use crate::exec::stage_code::GradientTerm;
 use crate::stage::gradient_buckets::{PostedBucket, ReplicaGradients, arrived};
-use crate::stage::gradients::{GradientTerms, reduced};
+use crate::stage::gradients::{GradientTerms, allocate_sum, is_streamed, reduced};
 use crate::stage::stage_worker::StageWorker;
 use std::sync::Arc;
 
@@ -38,8 +40,12 @@ impl StageWorker<'_> {
             self.shard_stream.iter().for_each(|shard_stream| shard_stream.end_round(round));
         }
         self.contribute_tied(round, Some(bucket), &mut part.terms)?;
-        part.terms.iter().flatten().try_for_each(|term| self.executor.device.release(term))?;
-        self.replicas.bring(self.meeting(round, bucket), replica, part);
+        let number = self.meeting(round, bucket);
+        match self.all_reduce.clone() {
+            Some(all_reduce) => part.terms = self.reduce_in_place(&all_reduce, (number, bucket), part.terms)?,
+            None => part.terms.iter().flatten().try_for_each(|term| self.executor.device.release(term))?,
+        }
+        self.replicas.bring(number, replica, part);
         Ok(())
     }
 
@@ -50,8 +56,14 @@ impl StageWorker<'_> {
 
     /// Blocks until the all-reduce of one bucket is done.
     pub fn reduced(&mut self, round: u32, bucket: u32) -> Result<(), CollectiveError> {
-        let all = self.replicas.meet(self.meeting(round, bucket))?;
-        let ReplicaGradients { mut terms, samples } = self.sum(&all)?;
+        let number = self.meeting(round, bucket);
+        let all = self.replicas.meet(number)?;
+        let mut terms = match self.gathered.reducing.remove(&number) {
+            Some(own) => self.reduced_in_place(own, &all)?,
+            None => self.sum(&all)?,
+        };
+        let mut samples: Vec<Samples> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
+        samples.sort_by_key(|(item, _)| *item);
         self.take_sums(round, bucket, &mut terms);
         // On separate devices every replica would sum in its own buffer. In one process other replicas may still read
         // this contribution.
@@ -89,7 +101,7 @@ impl StageWorker<'_> {
     }
 
     /// Sums this replica's shard over all replicas, in replica order; samples are in micro-batch order.
-    fn sum(&mut self, all: &[ReplicaGradients]) -> Result<ReplicaGradients, DeviceError> {
+    fn sum(&mut self, all: &[ReplicaGradients]) -> Result<Vec<Option<Arc<Buffer>>>, DeviceError> {
         let code = self.code;
         // With streaming, only sums shared with other stages pass here; their buffers are freed rather than pooled.
         let stays = self.shard_stream.is_none();
@@ -101,20 +113,72 @@ impl StageWorker<'_> {
             let own = |bytes: usize| self.share.own(term.parameter, bytes, element);
             terms.push(reduced((&self.executor.device, stays), dtype, parts, own)?);
         }
-        let mut samples: Vec<Samples> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
-        samples.sort_by_key(|(item, _)| *item);
-        Ok(ReplicaGradients { terms, samples })
+        Ok(terms)
+    }
+
+    /// Contributes a bucket to an all-reduce in place. Returns which terms this replica has, without their memory.
+    fn reduce_in_place(
+        &mut self,
+        all_reduce: &DeviceAllReduce,
+        (number, bucket): (u64, u32),
+        terms: Vec<Option<Arc<Buffer>>>,
+    ) -> Result<Vec<Option<Arc<Buffer>>>, DeviceError> {
+        let (mut parts, mut own, mut present) = (Vec::new(), Vec::new(), Vec::new());
+        let (replica, elsewhere) = (self.gathered.replica, Arc::new(Buffer::empty()));
+        let is_late = |p: usize| self.tied.iter().any(|tied| tied.parameter == p && !tied.holders.is_empty());
+        for ((term, sum), of) in self.code.gradient_terms.iter().zip(terms).zip(&self.gathered.bucket_of) {
+            let p = term.parameter;
+            present.push(sum.as_ref().map(|_| elsewhere.clone()));
+            let terms: GradientTerms = sum.iter().map(|sum| (replica, sum.clone())).collect();
+            // A replica without micro-batches in this round receives the sum.
+            let sum = match sum {
+                None if *of == bucket && !is_late(p) && !is_streamed(self.shard_stream.as_deref(), term) => {
+                    Some(allocate_sum(&self.executor, term)?)
+                }
+                sum => sum,
+            };
+            sum.iter().try_for_each(|sum| self.executor.device.release(sum))?;
+            let (dtype, _) = self.code.parameters[p].gradient();
+            let is_whole = !self.share.is_sharded(p);
+            parts.push(sum.clone().map(|sum| Addends { dtype, terms, sum, is_whole }));
+            own.push(sum);
+        }
+        self.gathered.reducing.insert(number, own);
+        all_reduce.contribute(number, replica, parts)?;
+        Ok(present)
+    }
+
+    /// This replica's sums of an all-reduce in place, or its shards of them.
+    fn reduced_in_place(
+        &self,
+        own: Vec<Option<Arc<Buffer>>>,
+        all: &[ReplicaGradients],
+    ) -> Result<Vec<Option<Arc<Buffer>>>, DeviceError> {
+        let device = &self.executor.device;
+        let of = |(at, (term, sum)): (usize, (&GradientTerm, Option<Arc<Buffer>>))| {
+            let Some(sum) = sum else { return Ok(None) };
+            if all.iter().all(|part| part.terms[at].is_none()) {
+                device.give(sum);
+                return Ok(None);
+            }
+            device.stream.acquire(&sum)?;
+            let (p, element) = (term.parameter, self.code.parameters[term.parameter].gradient().0.size());
+            let is_sharded = self.share.is_sharded(p);
+            let range = self.share.own(p, sum.len(), element);
+            Ok(Some(if is_sharded { Arc::new(Buffer::part(sum, range)) } else { sum }))
+        };
+        self.code.gradient_terms.iter().zip(own).enumerate().map(of).collect()
     }
 
     /// Contributes terms of tied parameters whose stages step at different times, as soon as all are there. Other
     /// workers may need them before this worker steps. `bucket` limits it to one bucket.
     fn contribute_tied(
-        &self,
+        &mut self,
         round: u32,
         bucket: Option<u32>,
         terms: &mut [Option<Arc<Buffer>>],
     ) -> Result<(), DeviceError> {
-        for tied in self.tied.iter().filter(|tied| !tied.holders.is_empty()) {
+        for tied in self.tied.iter_mut().filter(|tied| !tied.holders.is_empty()) {
             let is_here = |of: &u32| bucket.is_none_or(|bucket| *of == bucket);
             let buckets = &self.gathered.bucket_of;
             let own = self.code.gradient_terms.iter().zip(terms.iter_mut()).zip(buckets);
@@ -127,8 +191,8 @@ impl StageWorker<'_> {
             }
             let own: GradientTerms =
                 own.into_iter().filter_map(|((term, sum), _)| Some((term.rank, sum.take()?))).collect();
-            own.iter().try_for_each(|(_, term)| self.executor.device.release(term))?;
-            tied.place.bring(u64::from(round) + 1, tied.member, own);
+            let of = self.code.parameters[tied.parameter].gradient();
+            tied.bring(u64::from(round) + 1, (own, true), of, &self.executor.device)?;
         }
         Ok(())
     }

@@ -36,12 +36,12 @@ pub fn lend_sums(
 }
 
 /// True if the term goes to its owners' shards as soon as it is computed.
-fn is_streamed(shard_stream: Option<&ShardStream>, term: &GradientTerm) -> bool {
+pub fn is_streamed(shard_stream: Option<&ShardStream>, term: &GradientTerm) -> bool {
     shard_stream.is_some_and(|shard_stream| shard_stream.takes(term.parameter))
 }
 
 /// Allocates the sum of a term.
-fn allocate_sum(executor: &Executor<'_>, term: &GradientTerm) -> Result<Arc<Buffer>, DeviceError> {
+pub fn allocate_sum(executor: &Executor<'_>, term: &GradientTerm) -> Result<Arc<Buffer>, DeviceError> {
     let dtype = executor.code.parameters[term.parameter].fact.dtype;
     executor.device.take(gradient_bytes(dtype, term.place.bytes))
 }

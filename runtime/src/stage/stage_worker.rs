@@ -6,6 +6,7 @@
 
 use crate::checkpoint::ResumeState;
 use crate::comm::communicator::{CollectiveError, Communicator};
+use crate::comm::device_all_reduce::DeviceAllReduce;
 use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
 use crate::device::api::Device;
@@ -63,6 +64,8 @@ pub struct StageSetup<'a> {
     pub states: Vec<Buffer>,
     pub buckets: u32,
     pub replicas: Arc<Communicator<ReplicaGradients>>,
+    /// Sums the replicas' gradients in place, if their devices can.
+    pub all_reduce: Option<Arc<DeviceAllReduce>>,
     /// The replica's parameter shards.
     pub share: ShardRange,
     /// Exchange of weight shards, under ZeRO.
@@ -72,7 +75,8 @@ pub struct StageSetup<'a> {
     /// Gradient shards, under ZeRO 2 and 3.
     pub gradient_shards: Option<Arc<GradientShards>>,
     pub tied: Vec<TiedParameter>,
-    pub is_first: bool,
+    /// Number among the replicas of the stage.
+    pub replica: usize,
     /// Restored state of a resumed run.
     pub begin: Option<ResumeState>,
     /// The worker's tensor-parallel rank, if the stage is tensor-parallel.
@@ -97,6 +101,7 @@ pub struct StageWorker<'a> {
     pub stage: StageId,
     pub(super) code: &'a StageCode,
     pub(super) replicas: Arc<Communicator<ReplicaGradients>>,
+    pub(super) all_reduce: Option<Arc<DeviceAllReduce>>,
     pub(super) share: ShardRange,
     pub(super) shard_comm: Option<Arc<ShardComm>>,
     pub(super) shard_stream: Option<Arc<ShardStream>>,
@@ -168,12 +173,13 @@ impl<'a> StageWorker<'a> {
             ends_with_round,
             states,
             replicas,
+            all_reduce,
             share,
             shard_comm,
             norms,
             gradient_shards,
             tied,
-            is_first,
+            replica,
             buckets,
             mut begin,
             tensor_rank,
@@ -197,6 +203,16 @@ impl<'a> StageWorker<'a> {
             first = crate::stage::shard_versions::begin(&share, code, first, begin.as_mut(), &executor.device)?;
         }
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(ledger));
+        let gradients = |p: &usize| code.parameters[*p].gradient().1;
+        if let Some(all_reduce) = &all_reduce {
+            let bytes = code.gradient_terms.iter().map(|term| gradients(&term.parameter)).sum();
+            all_reduce.enter(replica, &device, bytes, ledger)?;
+        }
+        for tied in &tied {
+            if let Some(all_reduce) = &tied.all_reduce {
+                all_reduce.enter(tied.member, &device, gradients(&tied.parameter), ledger)?;
+            }
+        }
         let mut late = Vec::new();
         for (at, shared) in tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
             // The stage's weight versions hold an empty buffer for it.
@@ -210,6 +226,7 @@ impl<'a> StageWorker<'a> {
             stage,
             code,
             replicas,
+            all_reduce,
             share,
             shard_comm,
             shard_stream,
@@ -217,7 +234,7 @@ impl<'a> StageWorker<'a> {
             stepped: BTreeMap::new(),
             tied,
             late,
-            is_first,
+            is_first: replica == 0,
             numbers,
             policy,
             microbatches,
@@ -438,10 +455,10 @@ impl<'a> StageWorker<'a> {
                 by_parameter[term.parameter].push((term.rank, sum));
             }
         }
-        for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
+        for tied in self.tied.iter_mut().filter(|tied| tied.holders.is_empty()) {
             let own = std::mem::take(&mut by_parameter[tied.parameter]);
-            own.iter().try_for_each(|(_, term)| self.executor.device.release(term))?;
-            tied.place.bring(u64::from(round) + 1, tied.member, if self.is_first { own } else { Vec::new() });
+            let of = self.code.parameters[tied.parameter].gradient();
+            tied.bring(u64::from(round) + 1, (own, self.is_first), of, &self.executor.device)?;
         }
         self.ready.insert(round, Ready { by_parameter, totals: None, samples });
         Ok(())
@@ -454,12 +471,10 @@ impl<'a> StageWorker<'a> {
             return Ok(());
         }
         let Some(Ready { by_parameter: mut terms, samples, .. }) = self.ready.remove(&round) else { return Ok(()) };
-        for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
-            let all = tied.place.meet(u64::from(round) + 1)?;
-            terms[tied.parameter] = all.iter().flatten().cloned().collect();
-            for (_, own) in all.get(tied.member).into_iter().flatten() {
-                self.executor.device.give(own.clone());
-            }
+        for tied in self.tied.iter_mut().filter(|tied| tied.holders.is_empty()) {
+            let (all, own) = tied.meet(u64::from(round) + 1, &self.executor.device)?;
+            terms[tied.parameter] = all;
+            own.into_iter().for_each(|(_, own)| self.executor.device.give(own));
         }
         // With streaming, all but a shard of each gradient is freed.
         let (stays, device) = (self.shard_stream.is_none(), &self.executor.device);

@@ -42,17 +42,15 @@ impl StageWorker<'_> {
                 continue;
             }
             let Some(step) = self.late[at].waiting.pop_front() else { break };
-            let (p, place) = (self.late[at].parameter, self.tied[self.late[at].tied].place.clone());
-            let all = place.meet(u64::from(step.round) + 1)?;
-            let terms = all.iter().flatten().cloned().collect();
+            let (p, tied) = (self.late[at].parameter, &mut self.tied[self.late[at].tied]);
+            let (terms, own) = tied.meet(u64::from(step.round) + 1, &self.executor.device)?;
             let (dtype, stays) = (self.code.parameters[p].fact.dtype, self.shard_stream.is_none());
             let total = total(&self.executor.device, dtype, terms, stays)?;
             // On separate devices each rank would have a copy of the others' terms; here the others may still read this
             // one's.
-            let own = all.get(self.tied[self.late[at].tied].member);
-            for (_, term) in own.into_iter().flatten() {
+            for (_, term) in own {
                 term.release_slot();
-                self.executor.device.give(term.clone());
+                self.executor.device.give(term);
             }
             if let Some(total) = total {
                 let factor = match self.policy.clip_norm {

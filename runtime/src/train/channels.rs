@@ -6,6 +6,9 @@
 
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
+use crate::comm::device_all_reduce::DeviceAllReduce;
+use crate::device::api::Device;
+use crate::device::error::DeviceError;
 use crate::exec::sequence::Slot;
 use crate::exec::stage_code::{NamedTensor, StageCode, Transfer};
 use crate::optim::grad_norm::Squares;
@@ -105,6 +108,28 @@ pub fn replicas(
     meeting(exchange, &members, form, (u64::from(program.items) + 1) * u64::from(known.buckets.max(1)))
 }
 
+/// The gradient all-reduce in place of each stage's replicas.
+pub fn all_reduces(
+    program: &Program,
+    devices: &[Arc<dyn Device>],
+    exchange: &Option<Exchange<'_>>,
+) -> Result<Vec<Option<Arc<DeviceAllReduce>>>, DeviceError> {
+    (0..program.stages.len()).map(|stage| all_reduce(devices, &members(program, stage), exchange)).collect()
+}
+
+/// The all-reduce in place of these workers, if it can be: tensors from other processes are in the host's memory.
+fn all_reduce(
+    devices: &[Arc<dyn Device>],
+    workers: &[usize],
+    exchange: &Option<Exchange<'_>>,
+) -> Result<Option<Arc<DeviceAllReduce>>, DeviceError> {
+    if devices.is_empty() || exchange.is_some() {
+        return Ok(None);
+    }
+    let devices: Vec<_> = workers.iter().map(|worker| devices[worker % devices.len()].clone()).collect();
+    Ok(DeviceAllReduce::new(&devices)?.map(Arc::new))
+}
+
 /// The ZeRO communicators of a stage; all `None` without ZeRO.
 pub struct ZeroCommunicators {
     pub shard_comm: Option<Arc<ShardComm>>,
@@ -126,7 +151,7 @@ pub fn shard_comms(
         return Ok(ZeroCommunicators { shard_comm: None, norms: None, gradient_shards: None });
     }
     let members = members(program, stage);
-    let each = |named: &NamedTensor| gradient_bytes(named.fact.dtype, named.bytes);
+    let each = |named: &NamedTensor| named.gradient().1;
     let form =
         || SharesForm { most: code.parameters.iter().map(each).cycle().take(2 * code.parameters.len()).collect() };
     let rounds = u64::from(program.items) + 2;
@@ -177,10 +202,15 @@ pub struct Tie {
     members: Vec<(usize, usize)>,
     place: Arc<TiedGradientComm>,
     holders: Vec<StageId>,
+    all_reduce: Option<Arc<DeviceAllReduce>>,
 }
 
 /// Finds the tied parameters. Rejects those whose copies could not be kept equal.
-pub fn ties(training: &TrainJob<'_>, exchange: &mut Option<Exchange<'_>>) -> Result<Vec<Tie>, TrainError> {
+pub fn ties(
+    training: &TrainJob<'_>,
+    devices: &[Arc<dyn Device>],
+    exchange: &mut Option<Exchange<'_>>,
+) -> Result<Vec<Tie>, TrainError> {
     let mut holders: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
     for (stage, code) in training.codes.iter().enumerate() {
         for named in &code.parameters {
@@ -211,7 +241,8 @@ pub fn ties(training: &TrainJob<'_>, exchange: &mut Option<Exchange<'_>>) -> Res
         let workers: Vec<usize> = members.iter().map(|(worker, _)| *worker).collect();
         let place = meeting(exchange, &workers, || terms(training, name), u64::from(program.items) + 2)?;
         let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
-        ties.push(Tie { name: name.to_string(), members, place, holders });
+        let all_reduce = all_reduce(devices, &workers, exchange)?;
+        ties.push(Tie { name: name.to_string(), members, place, holders, all_reduce });
     }
     Ok(ties)
 }
@@ -234,7 +265,14 @@ pub fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<Ti
     let of = |tie: &Tie| {
         let member = tie.members.iter().position(|of| *of == holder)?;
         let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
-        Some(TiedParameter { parameter, member, place: tie.place.clone(), holders: tie.holders.clone() })
+        Some(TiedParameter {
+            parameter,
+            member,
+            place: tie.place.clone(),
+            holders: tie.holders.clone(),
+            all_reduce: tie.all_reduce.clone(),
+            reducing: HashMap::new(),
+        })
     };
     ties.iter().filter_map(of).collect()
 }

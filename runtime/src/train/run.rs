@@ -23,7 +23,7 @@ use crate::stage::tied_parameter::TiedGradientComm;
 use crate::stage::worker;
 use crate::stage::worker::{CheckpointPlan, Event, WorkerContext, WorkerError, WorkerResult};
 use crate::train::channels::{
-    ZeroCommunicators, channels, meeting, most_shares, replicas, shard_comms, share, tied_of, ties,
+    ZeroCommunicators, all_reduces, channels, meeting, most_shares, replicas, shard_comms, share, tied_of, ties,
 };
 use crate::train::error::TrainError;
 use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
@@ -201,7 +201,7 @@ pub fn run_tensor_parallel(
     let keeper = on_part.is_some().then(|| to_keeper.clone());
     let open = |group| Exchange::new(group, program, training.codes, &events, keeper, gate);
     let mut exchange = group.map(open).transpose()?;
-    let ties = ties(training, &mut exchange)?;
+    let ties = ties(training, &devices, &mut exchange)?;
     let norms = agrees(training).then(|| {
         let all: Vec<usize> = (0..program.workers.len()).collect();
         let rounds = u64::from(program.items) + 1;
@@ -212,6 +212,7 @@ pub fn run_tensor_parallel(
     let mut ends = channels(training, &mut exchange)?;
     let replicas: Vec<_> =
         (0..program.stages.len()).map(|stage| replicas(training, stage, &mut exchange)).collect::<Result<_, _>>()?;
+    let all_reduces = all_reduces(program, &devices, &exchange)?;
     let shared = (0..program.stages.len()).map(|stage| shard_comms(training, stage, &mut exchange));
     let shared: Vec<ZeroCommunicators> = shared.collect::<Result<_, _>>()?;
     let progress = match &exchange {
@@ -258,12 +259,13 @@ pub fn run_tensor_parallel(
                 states: buffers("state", &code.states, training.weights, &*device)?,
                 buckets: program.stages[stage.index()].buckets,
                 replicas: replicas[stage.index()].clone(),
+                all_reduce: all_reduces[stage.index()].clone(),
                 shard_comm: shard_comms.shard_comm.clone(),
                 gradient_shards: shard_comms.gradient_shards.clone(),
                 norms: shard_comms.norms.clone().map(|place| NormAllReduce { place, member: own.replica as usize }),
                 share,
                 tied,
-                is_first: own.replica == 0,
+                replica: own.replica as usize,
                 begin: start.map(|start| start.begin(stage, own.replica, code, training, &*device)).transpose()?,
                 tensor_rank: tensor_ranks.get(w).cloned(),
             })

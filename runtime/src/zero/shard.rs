@@ -3,6 +3,7 @@
 //! Every parameter is divided by elements into contiguous ranges, one per replica and as even as possible. Gradients, optimizer
 //! state and master weights of a range are buffers of its size. A parameter shared with other stages is not sharded.
 
+use crate::comm::device_all_reduce::range;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
@@ -90,34 +91,12 @@ impl ShardRange {
     }
 }
 
-/// Byte range of one of `members` shards.
-pub fn range(bytes: usize, element: usize, member: usize, members: usize) -> Range<usize> {
-    let element = element.max(1);
-    let elements = (bytes / element) as u128;
-    let edge = |member: usize| (elements * member as u128 / members.max(1) as u128) as usize * element;
-    edge(member)..edge(member + 1)
-}
-
 /// One replica's shards of a weight version, or of its final state, by parameter.
 pub struct Shares(pub Vec<(usize, Arc<Buffer>)>);
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn shares_are_even_and_whole_elements() {
-        for (elements, members) in [(10, 4), (3, 8), (0, 2), (1, 1), (1 << 20, 7)] {
-            let mut end = 0;
-            for member in 0..members {
-                let of = range(elements * 4, 4, member, members);
-                assert_eq!((of.start, of.end % 4), (end, 0));
-                assert!(of.len() <= elements.div_ceil(members) * 4);
-                end = of.end;
-            }
-            assert_eq!(end, elements * 4);
-        }
-    }
 
     #[test]
     fn unsharded_parameters_are_whole() {

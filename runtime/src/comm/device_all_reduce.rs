@@ -1,0 +1,326 @@
+//! All-reduce in place between devices whose memory is not the host's.
+//!
+//! Every member brings terms and a buffer for the sum, which may be one of the terms. Each owns one range of the sum. A
+//! stream on its device adds the terms of that range in rank order, so sums are bitwise those of one adder, and copies
+//! the range to the other members: a reduce-scatter, then an all-gather. Each member receives and sends
+//! `(n - 1) / n` of the bytes. A range is accessed by one stream alone, in all buffers, so no other order is needed.
+//! Terms of other devices pass through a chunk of staging memory.
+//!
+//! The last member to come queues the work of all. Nobody waits here: a member learns from a
+//! [`Communicator`](crate::comm::communicator::Communicator), to which it contributes afterwards, that the work is
+//! queued, and acquires its sum. It is then the only holder of its buffers.
+
+use crate::device::api::{Device, Stream};
+use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
+use crate::device::memory_counter::MemoryCounter;
+use crate::device::region::{Region, RegionMut};
+use compiler::tensor::DType;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Limits of the bytes of a chunk; between them, this part of the bytes that a member reduces per round.
+const LEAST_CHUNK: usize = 64 << 10;
+const MOST_CHUNK: usize = 4 << 20;
+const CHUNK_PART: usize = 128;
+
+/// A member's part of one sum.
+pub struct Addends {
+    /// Element type.
+    pub dtype: DType,
+    /// Each with its rank in the sum.
+    pub terms: Vec<(usize, Arc<Buffer>)>,
+    /// Will hold the sum, or this member's range of it.
+    pub sum: Arc<Buffer>,
+    /// False if every member keeps its own range only.
+    pub is_whole: bool,
+}
+
+/// Parts of a collective's sums. All members list the same sums; those that do not exist are `None`.
+pub type Parts = Vec<Option<Addends>>;
+
+/// A member's device, with a stream for the ranges that it owns.
+struct Member {
+    device: Arc<dyn Device>,
+    stream: Box<dyn Stream>,
+    ledger: Arc<MemoryCounter>,
+    chunk: usize,
+    /// A term of another device, and the sum of the terms before this member's. Allocated on first use.
+    staging: [Option<Buffer>; 2],
+}
+
+struct State {
+    members: Vec<Option<Member>>,
+    brought: HashMap<u64, Vec<Option<Parts>>>,
+}
+
+/// Sums of a fixed group of members, identified by sequence number.
+pub struct DeviceAllReduce {
+    state: Mutex<State>,
+}
+
+impl DeviceAllReduce {
+    /// For members on these devices; `None` unless each can copy the memory of all, and the host cannot read it.
+    pub fn new(devices: &[Arc<dyn Device>]) -> Result<Option<DeviceAllReduce>, DeviceError> {
+        if devices.len() < 2 {
+            return Ok(None);
+        }
+        let probes = devices.iter().map(|device| device.allocate(1)).collect::<Result<Vec<_>, _>>()?;
+        let can_copy = |device: &Arc<dyn Device>| probes.iter().all(|probe| device.can_copy(probe));
+        if probes.iter().any(Buffer::is_host) || !devices.iter().all(can_copy) {
+            return Ok(None);
+        }
+        let members = devices.iter().map(|_| None).collect();
+        Ok(Some(DeviceAllReduce { state: Mutex::new(State { members, brought: HashMap::new() }) }))
+    }
+
+    // No code panics while it holds the lock with inconsistent state.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Registers a member, before it contributes. It reduces `bytes` per round. `ledger` counts staging memory.
+    pub fn enter(
+        &self,
+        member: usize,
+        device: &Arc<dyn Device>,
+        bytes: usize,
+        ledger: &Arc<MemoryCounter>,
+    ) -> Result<(), DeviceError> {
+        let chunk = (bytes / CHUNK_PART).clamp(LEAST_CHUNK, MOST_CHUNK).next_multiple_of(256);
+        let (device, stream, ledger) = (device.clone(), device.stream()?, ledger.clone());
+        let own = Member { device, stream, ledger, chunk, staging: [None, None] };
+        if let Some(place) = self.lock().members.get_mut(member) {
+            *place = Some(own);
+        }
+        Ok(())
+    }
+
+    /// Contributes to collective `number` the buffers that the member's stream has released. The last member queues the
+    /// reduction.
+    pub fn contribute(&self, number: u64, member: usize, parts: Parts) -> Result<(), DeviceError> {
+        // Streams are used by one thread at a time: the one that holds the lock.
+        let mut state = self.lock();
+        let State { members, brought } = &mut *state;
+        let all = brought.entry(number).or_insert_with(|| members.iter().map(|_| None).collect());
+        if let Some(place) = all.get_mut(member) {
+            *place = Some(parts);
+        }
+        if all.iter().any(Option::is_none) {
+            return Ok(());
+        }
+        let all: Vec<Parts> = brought.remove(&number).into_iter().flatten().flatten().collect();
+        members.iter_mut().enumerate().try_for_each(|(own, member)| match member {
+            Some(member) => member.reduce(own, &all),
+            None => Ok(()),
+        })
+    }
+}
+
+impl Member {
+    /// Queues the sums of the ranges of member `own`, and their copies to the others.
+    fn reduce(&mut self, own: usize, all: &[Parts]) -> Result<(), DeviceError> {
+        let parts = || all.iter().flatten().flatten();
+        let buffers = || parts().flat_map(|part| part.terms.iter().map(|(_, term)| term).chain([&part.sum]));
+        buffers().try_for_each(|buffer| self.stream.acquire(buffer))?;
+        for at in 0..all.iter().map(Vec::len).min().unwrap_or(0) {
+            let of: Vec<&Addends> = all.iter().filter_map(|parts| parts[at].as_ref()).collect();
+            if let Some(part) = of.get(own).filter(|_| of.len() == all.len()) {
+                let (sum, range) = (&part.sum, range(part.sum.len(), part.dtype.size(), own, all.len()));
+                if !self.add(part.dtype, &in_order(&of), sum, range.clone())? {
+                    continue;
+                }
+                for other in of.iter().filter(|other| other.is_whole && !Arc::ptr_eq(&other.sum, sum)) {
+                    self.stream.copy(sum.region_of(range.clone()), exclusive(&other.sum, range.clone()))?;
+                }
+            }
+        }
+        let done = self.stream.record()?;
+        buffers().for_each(|buffer| buffer.add_event(done.clone()));
+        Ok(())
+    }
+
+    /// Adds a range of the terms in order. Returns false without terms.
+    fn add(
+        &mut self,
+        dtype: DType,
+        terms: &[&Arc<Buffer>],
+        sum: &Arc<Buffer>,
+        range: Range<usize>,
+    ) -> Result<bool, DeviceError> {
+        let place = terms.iter().position(|term| Arc::ptr_eq(term, sum));
+        let (before, after) = match place {
+            Some(place) => (&terms[..place], &terms[place + 1..]),
+            None => (&[][..], terms),
+        };
+        let mut start = range.start;
+        while start < range.end {
+            let chunk = start..range.end.min(start + self.chunk);
+            start = chunk.end;
+            let mut to = exclusive(sum, chunk.clone());
+            let mut after = after;
+            match (before, place) {
+                ([], Some(_)) => {}
+                // A sum of two numbers is the same in either order.
+                ([first], _) => self.accumulate(dtype, first, &chunk, to.reborrow())?,
+                ([first, rest @ ..], _) => {
+                    let mut so_far = self.take(1)?;
+                    let mut sum = so_far.region_mut().slice(0..chunk.len());
+                    self.stream.copy(first.region_of(chunk.clone()), sum.reborrow())?;
+                    rest.iter().try_for_each(|term| self.accumulate(dtype, term, &chunk, sum.reborrow()))?;
+                    self.stream.accumulate(dtype, sum.as_region(), to.reborrow())?;
+                    self.staging[1] = Some(so_far);
+                }
+                ([], None) => {
+                    let Some((first, rest)) = after.split_first() else { return Ok(false) };
+                    self.stream.copy(first.region_of(chunk.clone()), to.reborrow())?;
+                    after = rest;
+                }
+            }
+            after.iter().try_for_each(|term| self.accumulate(dtype, term, &chunk, to.reborrow()))?;
+        }
+        Ok(!terms.is_empty())
+    }
+
+    /// Adds a chunk of a term.
+    fn accumulate(
+        &mut self,
+        dtype: DType,
+        term: &Arc<Buffer>,
+        chunk: &Range<usize>,
+        sum: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let term_region: Region<'_> = term.region_of(chunk.clone());
+        if self.device.can_access(term) {
+            return self.stream.accumulate(dtype, term_region, sum);
+        }
+        let mut copy = self.take(0)?;
+        self.stream.copy(term_region, copy.region_mut().slice(0..chunk.len()))?;
+        self.stream.accumulate(dtype, copy.region_of(0..chunk.len()), sum)?;
+        self.staging[0] = Some(copy);
+        Ok(())
+    }
+
+    /// A staging buffer.
+    fn take(&mut self, at: usize) -> Result<Buffer, DeviceError> {
+        if let Some(known) = self.staging[at].take() {
+            return Ok(known);
+        }
+        let mut new = self.device.allocate(self.chunk)?;
+        new.count_in(&self.ledger);
+        Ok(new)
+    }
+}
+
+/// The terms of all members by rank, then by member.
+fn in_order<'a>(parts: &[&'a Addends]) -> Vec<&'a Arc<Buffer>> {
+    let mut terms: Vec<&(usize, Arc<Buffer>)> = parts.iter().flat_map(|part| &part.terms).collect();
+    terms.sort_by_key(|(rank, _)| *rank);
+    terms.into_iter().map(|(_, term)| term).collect()
+}
+
+/// A range of a buffer that other members hold too, and do not access.
+fn exclusive(buffer: &Buffer, range: Range<usize>) -> RegionMut<'_> {
+    // SAFETY: the memory is a device's, which the host cannot dereference. Members neither read nor write the buffers
+    // that they have contributed before the events of all owners, and one owner's stream alone accesses the range.
+    unsafe { buffer.region_of(range).assume_exclusive() }
+}
+
+/// Byte range of one of `members` shards.
+pub fn range(bytes: usize, element: usize, member: usize, members: usize) -> Range<usize> {
+    let element = element.max(1);
+    let elements = (bytes / element) as u128;
+    let edge = |member: usize| (elements * member as u128 / members.max(1) as u128) as usize * element;
+    edge(member)..edge(member + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::communicator::Communicator;
+    use crate::device::context::DeviceContext;
+    use crate::device::cpu::device::cpu;
+    use crate::device::sanitizer::device::sanitizer;
+
+    const COUNT: usize = 70_001;
+
+    fn values(seed: usize) -> Vec<f32> {
+        (0..COUNT).map(|at| ((at * 37 + seed * 101) % 997) as f32 * 1e-3 + 1e4 * (seed % 3) as f32).collect()
+    }
+
+    fn buffer(context: &DeviceContext, values: &[f32]) -> Arc<Buffer> {
+        let mut buffer = context.take(size_of_val(values)).unwrap();
+        context.stream.upload(bytemuck::cast_slice(values), Buffer::exclusive(&mut buffer)).unwrap();
+        buffer
+    }
+
+    /// Every member has the terms of these ranks.
+    fn check(ranks: &[&[usize]], is_whole: bool) {
+        let all = DeviceAllReduce::new(&vec![sanitizer(); ranks.len()]).unwrap().unwrap();
+        let (place, members) = (Communicator::new(ranks.len()), ranks.len());
+        let mut order: Vec<usize> = ranks.iter().flat_map(|of| of.iter().copied()).collect();
+        order.sort_unstable();
+        let mut want = values(order[0]);
+        for &rank in &order[1..] {
+            want.iter_mut().zip(values(rank)).for_each(|(sum, term)| *sum += term);
+        }
+        std::thread::scope(|scope| {
+            for (member, ranks) in ranks.iter().enumerate() {
+                let (all, place, want) = (&all, &place, &want);
+                scope.spawn(move || {
+                    let (context, ledger) = (DeviceContext::new(sanitizer(), Arc::default()).unwrap(), Arc::default());
+                    all.enter(member, &context.device, 0, &ledger).unwrap();
+                    for number in 0..5 {
+                        let terms: Vec<_> = ranks.iter().map(|&rank| (rank, buffer(&context, &values(rank)))).collect();
+                        let first = terms.first().map(|(_, term)| term.clone());
+                        let mut sum = first.unwrap_or_else(|| context.take(COUNT * 4).unwrap());
+                        terms.iter().for_each(|(_, term)| context.release(term).unwrap());
+                        context.release(&sum).unwrap();
+                        let own: Vec<_> = terms.iter().skip(1).map(|(_, term)| term.clone()).collect();
+                        let part = Addends { dtype: DType::F32, terms, sum: sum.clone(), is_whole };
+                        all.contribute(number, member, vec![None, Some(part)]).unwrap();
+                        place.bring(number, member, ());
+                        place.meet(number).unwrap();
+                        assert!(context.try_exclusive(&mut sum).unwrap().is_some());
+                        let mut got = vec![0f32; COUNT];
+                        context.stream.download(sum.region(), bytemuck::cast_slice_mut(&mut got)).unwrap();
+                        let range = if is_whole { 0..COUNT } else { range(COUNT, 1, member, members) };
+                        assert!(got[range.clone()] == want[range], "member {member} of {members}");
+                        [own, vec![sum]].into_iter().flatten().for_each(|buffer| context.give(buffer));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn sums_are_those_of_one_adder() {
+        for is_whole in [true, false] {
+            check(&[&[0], &[1]], is_whole);
+            check(&[&[0], &[1], &[2], &[3], &[4]], is_whole);
+        }
+        check(&[&[3, 0], &[], &[1, 2]], true);
+    }
+
+    #[test]
+    fn the_hosts_memory_is_not_reduced_in_place() {
+        assert!(DeviceAllReduce::new(&[cpu(), cpu()]).unwrap().is_none());
+        assert!(DeviceAllReduce::new(&[sanitizer(), cpu()]).unwrap().is_none());
+        assert!(DeviceAllReduce::new(&[sanitizer()]).unwrap().is_none());
+    }
+
+    #[test]
+    fn shares_are_even_and_whole_elements() {
+        for (elements, members) in [(10, 4), (3, 8), (0, 2), (1, 1), (1 << 20, 7)] {
+            let mut end = 0;
+            for member in 0..members {
+                let of = range(elements * 4, 4, member, members);
+                assert_eq!((of.start, of.end % 4), (end, 0));
+                assert!(of.len() <= elements.div_ceil(members) * 4);
+                end = of.end;
+            }
+            assert_eq!(end, elements * 4);
+        }
+    }
+}
