@@ -2,6 +2,7 @@
 //! arguments, and must match the reference. A GPU is tested too if there is one.
 
 mod compile;
+mod products;
 
 #[path = "../support/mod.rs"]
 mod support;

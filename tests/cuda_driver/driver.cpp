@@ -148,7 +148,7 @@ void complain(const char* format, ...) {
 // Counters
 
 struct Counters {
-    std::atomic<uint64_t> launches{0};
+    std::atomic<uint64_t> launches{0}, library_products{0};
     // Host to device, device to host, device to device.
     std::atomic<uint64_t> copies[3] = {};
     std::atomic<uint64_t> bytes[3] = {};
@@ -1097,6 +1097,7 @@ void write_statistics() {
     };
     fprintf(file, "{\n");
     put("launches", c.launches);
+    put("library_products", c.library_products);
     put("host_to_device", c.copies[HOST_TO_DEVICE]);
     put("device_to_host", c.copies[DEVICE_TO_HOST]);
     put("device_to_device", c.copies[DEVICE_TO_DEVICE]);
@@ -2049,6 +2050,30 @@ API CUresult cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y
     return submit(stream, [launch, is_failing](Stream& stream) {
         if (is_failing) return stream.context->fail(CUDA_ERROR_LAUNCH_FAILED);
         run_launch(stream, *launch);
+    });
+}
+
+// For simulated libraries; see machine.h.
+API int pipec_sim_submit(void* handle, const PipecRange* ranges, unsigned count, PipecWork work, const void* data,
+                         unsigned long long bytes) {
+    shared_ptr<Stream> stream;
+    CHECK(enter_stream(handle, stream));
+    Context* context = stream->context;
+    if (current() != context) return CUDA_ERROR_INVALID_HANDLE;
+    bool is_failing = is_planned("launch", context->device, ++machine().launched, ++context->owner().launches);
+    std::vector<PipecRange> used(ranges, ranges + count);
+    std::vector<char> copied((const char*)data, (const char*)data + bytes);
+    return submit(stream, [=](Stream& stream) {
+        if (is_failing) return stream.context->fail(CUDA_ERROR_LAUNCH_FAILED);
+        std::vector<shared_ptr<Memory>> memories(used.size());
+        std::vector<char*> places(used.size(), nullptr);
+        for (size_t i = 0; i < used.size(); i++) {
+            if (used[i].bytes == 0) continue;
+            places[i] = place(*stream.context, used[i].address, used[i].bytes, false, memories[i]);
+            if (!places[i]) return;
+        }
+        counters().library_products++;
+        work(copied.data(), places.data());
     });
 }
 

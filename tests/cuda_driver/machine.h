@@ -42,4 +42,17 @@ struct PipecImage {
 
 #define PIPEC_SIM_MAGIC "PIPECSIM"
 
+// Memory that work of a simulated library uses.
+struct PipecRange {
+    unsigned long long address, bytes;
+};
+
+// Work of a simulated library on the host places of its ranges.
+typedef void (*PipecWork)(const void* data, char* const* places);
+
+// The type of `pipec_sim_submit` of the driver, which queues such work like a launch. It copies the ranges and the data,
+// and returns a CUresult.
+typedef int PipecSubmit(void* stream, const PipecRange* ranges, unsigned count, PipecWork work, const void* data,
+                        unsigned long long bytes);
+
 #endif

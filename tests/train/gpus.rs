@@ -78,9 +78,10 @@ fn steps_are_alike_and_allocate_nothing() {
         (stats(at), text(&done))
     });
     let of = |at: usize, name: &str| counts[at].0[name].as_u64().unwrap();
-    for name in ["launches", "host_to_device", "device_to_device"] {
+    for name in ["launches", "library_products", "host_to_device", "device_to_device"] {
         assert_eq!(of(1, name) - of(0, name), of(2, name) - of(1, name), "{name} of four steps");
     }
+    assert!(of(0, "library_products") > 0);
     // Losses are read late: the host waits at most for that of two steps ago.
     let waits = of(2, "synchronisations").saturating_sub(of(1, "synchronisations"));
     assert!(waits <= 4 * 4, "{waits} in four steps");

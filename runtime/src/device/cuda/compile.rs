@@ -53,7 +53,8 @@ pub struct Code {
 
 /// Compiles a kernel for this architecture, or finds it compiled: GPUs of one architecture share kernels.
 pub fn cubin(text: &Arc<str>, architecture: Architecture) -> Result<Arc<[u8]>, CompileFault> {
-    static KNOWN: Mutex<BTreeMap<(Architecture, Arc<str>), Arc<[u8]>>> = Mutex::new(BTreeMap::new());
+    type Known = BTreeMap<(Architecture, Arc<str>), Arc<[u8]>>;
+    static KNOWN: Mutex<Known> = Mutex::new(BTreeMap::new());
     let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (architecture, text.clone());
     if let Some(code) = known().get(&key) {

@@ -1,6 +1,6 @@
 //! Direct convolution and its gradients: one thread per result element, or one block per weight.
 //!
-//! Supports every window, group count and element type. If cuDNN is found, convolutions use it instead.
+//! Supports every window, group count and element type. cuDNN, which is faster, is not used.
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};

@@ -2,9 +2,11 @@
 
 use super::chain;
 use super::gpu::{Function, Gpu, GpuMemory};
-use super::launch_plan::LaunchPlan;
+use super::launch_plan::{Launch, LaunchPlan};
+use super::library_product::LibraryProduct;
+use super::matmul;
 use super::stream::CudaStream;
-use crate::device::api::{Device, DeviceInfo, Kernel, Stream};
+use crate::device::api::{Device, DeviceInfo, Kernel, OutputMode, Stream};
 use crate::device::buffer::{Buffer, DeviceMemory};
 use crate::device::chain::Link;
 use crate::device::error::DeviceError;
@@ -61,34 +63,60 @@ pub struct CudaKernel {
     name: &'static str,
     ops: usize,
     plan: LaunchPlan,
-    /// By launch, then by GPU: replicas share a kernel.
+    /// In place of the plan if it accumulates into its output.
+    accumulating: Option<Launch>,
+    /// In place of all launches, on GPUs where it works.
+    product: Option<LibraryProduct>,
+    /// By launch, then by GPU: replicas share a kernel. The last are those of `accumulating`.
     functions: Vec<Vec<OnceLock<Function>>>,
 }
 
 impl CudaKernel {
     fn new(name: &'static str, ops: usize, plan: LaunchPlan) -> CudaKernel {
         let each = || (0..MOST_GPUS).map(|_| OnceLock::new()).collect();
-        let functions = plan.launches.iter().map(|_| each()).collect();
-        CudaKernel { name, ops, plan, functions }
+        let functions = (0..=plan.launches.len()).map(|_| each()).collect();
+        CudaKernel { name, ops, plan, accumulating: None, product: None, functions }
     }
 
     pub fn plan(&self) -> &LaunchPlan {
         &self.plan
     }
 
-    /// The loaded kernel of a launch.
-    pub fn function(&self, gpu: &Gpu, launch: usize) -> Result<Function, DeviceError> {
-        let place = &self.functions[launch][gpu.info().ordinal];
+    /// The library's product that replaces all launches, on GPUs where it works.
+    pub fn product(&self) -> Option<&LibraryProduct> {
+        self.product.as_ref()
+    }
+
+    /// The launches with their loaded kernels. `None` if it cannot write its output like this.
+    pub fn launches(
+        &self,
+        gpu: &Gpu,
+        mode: OutputMode,
+    ) -> Option<impl Iterator<Item = Result<(&Launch, Function), DeviceError>>> {
+        let (launches, first) = match mode {
+            OutputMode::Overwrite => (&self.plan.launches[..], 0),
+            OutputMode::Accumulate => (std::slice::from_ref(self.accumulating.as_ref()?), self.plan.launches.len()),
+        };
+        let loaded = move |(at, launch)| Ok((launch, self.function(gpu, first + at, launch)?));
+        Some(launches.iter().enumerate().map(loaded))
+    }
+
+    fn function(&self, gpu: &Gpu, at: usize, launch: &Launch) -> Result<Function, DeviceError> {
+        let place = &self.functions[at][gpu.info().ordinal];
         if let Some(function) = place.get() {
             return Ok(*function);
         }
-        let function = gpu.function(&self.plan.launches[launch].text).map_err(|error| gpu.failed(error))?;
+        let function = gpu.function(&launch.text).map_err(|error| gpu.failed(error))?;
         Ok(*place.get_or_init(|| function))
     }
 
-    /// Compiles and loads all launches, so that none compiles during training.
+    /// Compiles and loads all launches, so that none compiles during training. Those that accumulate are loaded on first
+    /// use, since most products do not.
     fn load(&self, gpu: &Gpu) -> Result<(), DeviceError> {
-        (0..self.functions.len()).try_for_each(|launch| self.function(gpu, launch).map(drop))
+        if self.product.as_ref().is_some_and(|product| product.works_on(gpu)) {
+            return Ok(());
+        }
+        self.launches(gpu, OutputMode::Overwrite).into_iter().flatten().try_for_each(|loaded| loaded.map(drop))
     }
 }
 
@@ -98,11 +126,11 @@ impl Kernel for CudaKernel {
     }
 
     fn workspace(&self) -> usize {
-        self.plan.scratch
+        self.plan.scratch.max(self.product.as_ref().map_or(0, LibraryProduct::workspace))
     }
 
     fn can_accumulate(&self) -> bool {
-        false
+        self.accumulating.is_some()
     }
 
     fn ops(&self) -> usize {
@@ -157,7 +185,11 @@ impl Device for CudaDevice {
             }
             None => return Err(DeviceError::NoKernel { device: self.info.name.clone(), op: name }),
         };
-        let kernel = CudaKernel::new(name, 1, plan);
+        let mut kernel = CudaKernel::new(name, 1, plan);
+        if let (Op::MatMul(op), [a, b], [c]) = (op, &inputs[..], &outputs[..]) {
+            kernel.accumulating = matmul::accumulating(op, [a, b, c]);
+            kernel.product = LibraryProduct::new(&self.gpu, MOST_GPUS, op, [a, b, c]);
+        }
         kernel.load(&self.gpu)?;
         Ok(Arc::new(kernel))
     }

@@ -1,6 +1,7 @@
 //! A GPU: its context, memory and loaded kernels.
 
 use super::compile::{Architecture, CompileFault, cubin};
+use super::cublaslt::{CublasError, CublasLt};
 use super::event::CudaEvent;
 use super::library::CudaLibrary;
 use super::prelude::ENTRY;
@@ -13,7 +14,7 @@ use cudarc::driver::{CudaContext, DriverError, result, sys};
 use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use thiserror::Error;
 
 #[derive(Debug, Error)]
@@ -29,6 +30,8 @@ pub enum GpuError {
     Compile(#[from] CompileFault),
     #[error("the driver failed: {0}")]
     Driver(#[from] DriverError),
+    #[error("a matrix product failed: {0}")]
+    Product(#[from] CublasError),
 }
 
 /// Properties of a GPU.
@@ -52,6 +55,7 @@ pub struct Gpu {
     functions: Mutex<HashMap<Arc<str>, Function>>,
     /// True if the driver has a pool of memory.
     has_pool: bool,
+    cublaslt: OnceLock<Option<CublasLt>>,
 }
 
 /// A kernel on a GPU, loaded until the process ends.
@@ -131,7 +135,7 @@ impl Gpu {
                 .unwrap_or(0),
         };
         let pools = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)?;
-        let gpu = Gpu { context, info, functions: Mutex::default(), has_pool: pools != 0 };
+        let gpu = Gpu { context, info, functions: Mutex::default(), has_pool: pools != 0, cublaslt: OnceLock::new() };
         if gpu.has_pool {
             gpu.keep_freed_memory()?;
         }
@@ -181,6 +185,11 @@ impl Gpu {
     /// Lets the calling thread use the GPU. Every other call of the driver requires it.
     pub fn bind(&self) -> Result<(), DriverError> {
         self.context.bind_to_thread()
+    }
+
+    /// cuBLASLt on this GPU, opened on first use. `None` if it is not installed or does not start.
+    pub fn cublaslt(&self) -> Option<&CublasLt> {
+        self.cublaslt.get_or_init(|| self.bind().ok().and_then(|()| CublasLt::open())).as_ref()
     }
 
     /// Free bytes, also considering other processes.

@@ -1,6 +1,7 @@
 //! Tiled matrix products: a block of 256 threads computes 64×64 elements, 16 per thread, from tiles in shared memory.
 //!
-//! Supports every element type, stride and batch. If cuBLAS is found, large products use it instead.
+//! Supports every element type, stride and batch. Where cuBLASLt is found, it computes the op instead
+//! ([`library_product`](super::library_product)).
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
@@ -138,9 +139,17 @@ impl Product<'_> {
 
 /// The product over the last two dimensions, with leading dimensions broadcast.
 pub fn kernel(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<LaunchPlan> {
-    if !c.dtype.is_float() {
-        return None;
-    }
+    c.dtype.is_float().then(|| LaunchPlan::of(launch(op, [a, b, c], false)))
+}
+
+/// The launch that accumulates into the output, in place of [`kernel`]. `None` for 16-bit types, whose sums are wide, and
+/// for empty tensors.
+pub fn accumulating(op: &MatMul, operands: [&TensorLayout; 3]) -> Option<Launch> {
+    let is_wide = matches!(operands[2].dtype, DType::F32 | DType::F64);
+    (is_wide && !operands.into_iter().any(TensorLayout::is_empty)).then(|| launch(op, operands, true))
+}
+
+fn launch(op: &MatMul, [a, b, c]: [&TensorLayout; 3], adds: bool) -> Launch {
     let lead = c.shape.len() - 2;
     let (rows, columns) = (c.shape[lead], c.shape[lead + 1]);
     let terms = a.shape[a.shape.len() - if op.transpose_a { 2 } else { 1 }];
@@ -160,5 +169,5 @@ pub fn kernel(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout)
         walk
     };
     let walks = [walk(a, rows * terms), walk(b, terms * columns), walk(c, rows * columns)];
-    Some(LaunchPlan::of(Product { rows, columns, terms, matrices, batch, walks, adds: false }.launch()))
+    Product { rows, columns, terms, matrices, batch, walks, adds }.launch()
 }

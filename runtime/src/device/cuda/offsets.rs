@@ -70,7 +70,8 @@ pub fn offsets(prefix: &str, index: &str, shape: &[usize], walks: &[Walk]) -> (S
     (lines, expressions)
 }
 
-fn joined(shape: &[usize], walks: &[Walk]) -> Vec<(usize, Vec<isize>)> {
+/// The dimensions of a shape, with their strides, after those of size 1 are dropped and contiguous ones are merged.
+pub fn joined(shape: &[usize], walks: &[Walk]) -> Vec<(usize, Vec<isize>)> {
     let mut dims: Vec<(usize, Vec<isize>)> = Vec::new();
     for (axis, &size) in shape.iter().enumerate().filter(|&(_, &size)| size != 1) {
         let here: Vec<isize> = walks.iter().map(|walk| walk.steps[axis]).collect();

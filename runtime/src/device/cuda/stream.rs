@@ -185,12 +185,19 @@ impl Stream for CudaStream {
         workspace: RegionMut<'_>,
         mode: OutputMode,
     ) -> Result<(), DeviceError> {
-        let kernel: &CudaKernel = match ((kernel as &dyn Any).downcast_ref(), mode) {
-            (Some(kernel), OutputMode::Overwrite) => kernel,
-            _ => return Err(DeviceError::Foreign { what: "kernel" }),
-        };
-        for (at, launch) in kernel.plan().launches.iter().enumerate() {
-            let function = kernel.function(&self.gpu, at)?;
+        let foreign = || DeviceError::Foreign { what: "kernel" };
+        let kernel = (kernel as &dyn Any).downcast_ref::<CudaKernel>().ok_or_else(foreign)?;
+        let launches = kernel.launches(&self.gpu, mode).ok_or_else(foreign)?;
+        if let (Some(product), [a, b], [c]) = (kernel.product(), inputs, &*outputs) {
+            let (addresses, adds) = ([a.address(), b.address(), c.address()], mode == OutputMode::Accumulate);
+            // SAFETY: addresses are of this GPU and have the sizes that the kernel was made for.
+            let done = unsafe { product.run(&self.gpu, &self.queue, addresses, workspace.address(), adds) };
+            if done.map_err(|error| self.gpu.failed(error))? {
+                return Ok(());
+            }
+        }
+        for loaded in launches {
+            let (launch, function) = loaded?;
             let address = |at: &super::launch_plan::At| {
                 let base = match at.base {
                     Base::Input(i) => inputs[i].address(),

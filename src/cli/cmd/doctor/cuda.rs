@@ -33,6 +33,8 @@ struct Opened {
     free: usize,
     /// The error of compiling or loading a kernel.
     kernels: Result<(), GpuError>,
+    /// Whether cuBLASLt starts.
+    has_cublaslt: bool,
 }
 
 /// What was found of CUDA.
@@ -63,7 +65,10 @@ impl Cuda {
     pub fn findings(&self) -> Vec<Finding> {
         let [driver, compiler, rest @ ..] = LIBRARIES;
         let mut findings = vec![self::driver(driver.1), self.compiler(compiler)];
-        findings.extend(rest.map(|(library, what, wheel)| optional(library, what, wheel)));
+        findings.extend(rest.map(|(library, what, wheel)| match library {
+            CudaLibrary::CublasLt => self.cublaslt(optional(library, what, wheel)),
+            _ => optional(library, what, wheel),
+        }));
         findings.push(self.gpus());
         findings
     }
@@ -89,6 +94,20 @@ impl Cuda {
                 Finding { what, state: State::Broken, found: format!("{place}; cannot compile kernels"), next }
             }
         }
+    }
+
+    /// Adds whether GPUs use cuBLASLt.
+    fn cublaslt(&self, finding: Finding) -> Finding {
+        let mut opened = self.devices.iter().flatten().peekable();
+        if finding.state != State::Fine || opened.peek().is_none() {
+            return finding;
+        }
+        if opened.all(|opened| opened.has_cublaslt) {
+            return Finding { found: format!("{}; used for matrix products", finding.found), ..finding };
+        }
+        let found = format!("{}; does not start, so pipec's own kernels compute matrix products", finding.found);
+        let next = Some(format!("install the version for the driver: `pip install {}`", wheel("nvidia-cublas")));
+        Finding { state: State::Absent, found, next, ..finding }
     }
 
     /// The architectures for which a kernel was compiled.
@@ -139,7 +158,7 @@ impl Cuda {
     /// The devices, and which can access which, as tables.
     pub fn tables(&self) -> String {
         let row = |(ordinal, device): (usize, &Result<Opened, GpuError>)| match device {
-            Ok(Opened { info, free, kernels }) => vec![
+            Ok(Opened { info, free, kernels, .. }) => vec![
                 ordinal.to_string(),
                 info.name.clone(),
                 info.architecture.to_string(),
@@ -192,13 +211,14 @@ impl Cuda {
 
     pub fn devices_json(&self) -> Value {
         let device = |(ordinal, device): (usize, &Result<Opened, GpuError>)| match device {
-            Ok(Opened { info, free, kernels }) => json!({
+            Ok(Opened { info, free, kernels, has_cublaslt }) => json!({
                 "ordinal": ordinal,
                 "name": info.name,
                 "architecture": info.architecture.to_string(),
                 "memory": info.memory,
                 "free": free,
                 "runs_kernels": kernels.is_ok(),
+                "uses_cublaslt": has_cublaslt,
                 "fault": kernels.as_ref().err().map(ToString::to_string),
             }),
             Err(fault) => json!({"ordinal": ordinal, "runs_kernels": false, "fault": fault.to_string()}),
@@ -220,7 +240,8 @@ fn product() -> Arc<str> {
 
 fn opened(ordinal: usize, text: &Arc<str>) -> Result<Opened, GpuError> {
     let gpu = Gpu::open(ordinal)?;
-    Ok(Opened { info: gpu.info().clone(), free: gpu.free()?, kernels: gpu.function(text).map(|_| ()) })
+    let (free, kernels) = (gpu.free()?, gpu.function(text).map(|_| ()));
+    Ok(Opened { info: gpu.info().clone(), free, kernels, has_cublaslt: gpu.cublaslt().is_some() })
 }
 
 fn driver(what: &'static str) -> Finding {

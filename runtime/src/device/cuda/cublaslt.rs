@@ -1,0 +1,367 @@
+//! The functions of libcublasLt that pipec calls, from the library that was found. cudarc would open it by name, and so
+//! perhaps another one.
+//!
+//! Numbers are those of `cublasLt.h`, `cublas_api.h` and `library_types.h`, which are the same in CUDA 11 to 13.
+
+use super::library::{CudaLibrary, Found};
+use super::queue::Queue;
+use compiler::tensor::DType;
+use std::ffi::{CStr, c_float, c_int, c_void};
+use std::ptr;
+use std::sync::OnceLock;
+use thiserror::Error;
+
+/// A status of libcublasLt, `cublasStatus_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("cuBLASLt error {0}")]
+pub struct CublasError(pub c_int);
+
+/// `CUBLAS_STATUS_NOT_SUPPORTED`.
+const NOT_SUPPORTED: CublasError = CublasError(15);
+
+/// `CUBLASLT_MATMUL_DESC_TRANSA` and `CUBLASLT_MATMUL_DESC_TRANSB`.
+const TRANSPOSES: [c_int; 2] = [3, 4];
+
+/// `CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT`.
+const BATCH_COUNT: c_int = 5;
+
+/// `CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET`.
+const BATCH_STRIDE: c_int = 6;
+
+/// `CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES`.
+const MAX_WORKSPACE: c_int = 1;
+
+/// `CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK`.
+const REDUCTION_SCHEMES: c_int = 3;
+
+/// `CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE`: parts of a sum are kept in the compute type and added in order. A sum may
+/// also have one part.
+const IN_COMPUTE_TYPE: u32 = 2;
+
+/// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`, and those of B, C and D.
+const ALIGNMENTS: [c_int; 4] = [5, 6, 7, 8];
+
+/// An object of the library.
+type Handle = *mut c_void;
+
+/// An algorithm with its parameters, `cublasLtMatmulAlgo_t`: plain data, valid for equal GPUs.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Algorithm {
+    data: [u64; 8],
+}
+
+/// `cublasLtMatmulHeuristicResult_t`.
+#[repr(C)]
+#[derive(Default)]
+struct HeuristicResult {
+    algorithm: Algorithm,
+    workspace: usize,
+    state: c_int,
+    waves: c_float,
+    reserved: [c_int; 4],
+}
+
+type Destroy = unsafe extern "C" fn(Handle) -> c_int;
+type SetAttribute = unsafe extern "C" fn(Handle, c_int, *const c_void, usize) -> c_int;
+
+/// The functions, with their documented types.
+struct Functions {
+    create: unsafe extern "C" fn(*mut Handle) -> c_int,
+    destroy: Destroy,
+    product_create: unsafe extern "C" fn(*mut Handle, c_int, c_int) -> c_int,
+    product_set: SetAttribute,
+    product_destroy: Destroy,
+    layout_create: unsafe extern "C" fn(*mut Handle, c_int, u64, u64, i64) -> c_int,
+    layout_set: SetAttribute,
+    layout_destroy: Destroy,
+    preference_create: unsafe extern "C" fn(*mut Handle) -> c_int,
+    preference_set: SetAttribute,
+    preference_destroy: Destroy,
+    heuristic: unsafe extern "C" fn(
+        Handle,
+        Handle,
+        Handle,
+        Handle,
+        Handle,
+        Handle,
+        Handle,
+        c_int,
+        *mut HeuristicResult,
+        *mut c_int,
+    ) -> c_int,
+    matmul: unsafe extern "C" fn(
+        Handle,
+        Handle,
+        *const c_void,
+        *const c_void,
+        Handle,
+        *const c_void,
+        Handle,
+        *const c_void,
+        *const c_void,
+        Handle,
+        *mut c_void,
+        Handle,
+        *const Algorithm,
+        *mut c_void,
+        usize,
+        *mut c_void,
+    ) -> c_int,
+}
+
+impl Functions {
+    /// `None` if the library is not installed, or too old.
+    fn find() -> Option<&'static Functions> {
+        static FOUND: OnceLock<Option<Functions>> = OnceLock::new();
+        FOUND.get_or_init(|| Functions::of(CudaLibrary::CublasLt.find().ok()?)).as_ref()
+    }
+
+    fn of(found: &Found) -> Option<Functions> {
+        // SAFETY: the fields have the documented types of these functions, and the library stays loaded.
+        unsafe {
+            Some(Functions {
+                create: function(found, c"cublasLtCreate")?,
+                destroy: function(found, c"cublasLtDestroy")?,
+                product_create: function(found, c"cublasLtMatmulDescCreate")?,
+                product_set: function(found, c"cublasLtMatmulDescSetAttribute")?,
+                product_destroy: function(found, c"cublasLtMatmulDescDestroy")?,
+                layout_create: function(found, c"cublasLtMatrixLayoutCreate")?,
+                layout_set: function(found, c"cublasLtMatrixLayoutSetAttribute")?,
+                layout_destroy: function(found, c"cublasLtMatrixLayoutDestroy")?,
+                preference_create: function(found, c"cublasLtMatmulPreferenceCreate")?,
+                preference_set: function(found, c"cublasLtMatmulPreferenceSetAttribute")?,
+                preference_destroy: function(found, c"cublasLtMatmulPreferenceDestroy")?,
+                heuristic: function(found, c"cublasLtMatmulAlgoGetHeuristic")?,
+                matmul: function(found, c"cublasLtMatmul")?,
+            })
+        }
+    }
+}
+
+/// A function of the library.
+///
+/// # Safety
+///
+/// `F` is its type.
+unsafe fn function<F: Copy>(found: &Found, name: &CStr) -> Option<F> {
+    // SAFETY: the caller knows the type.
+    unsafe { found.library.get::<F>(name.to_bytes_with_nul()) }.ok().map(|function| *function)
+}
+
+fn checked(status: c_int) -> Result<(), CublasError> {
+    if status == 0 { Ok(()) } else { Err(CublasError(status)) }
+}
+
+/// An object of the library, destroyed when it is dropped.
+struct Object {
+    raw: Handle,
+    destroy: Destroy,
+}
+
+// SAFETY: the library allows any thread to use its objects; descriptors do not change after they are made.
+unsafe impl Send for Object {}
+// SAFETY: as above.
+unsafe impl Sync for Object {}
+
+impl Object {
+    fn new(destroy: Destroy, create: impl FnOnce(*mut Handle) -> c_int) -> Result<Object, CublasError> {
+        let mut raw = ptr::null_mut();
+        checked(create(&mut raw))?;
+        Ok(Object { raw, destroy })
+    }
+
+    fn set<T: Copy>(&self, set: SetAttribute, attribute: c_int, value: T) -> Result<(), CublasError> {
+        // SAFETY: the object is live, and the library reads a value of this size.
+        checked(unsafe { set(self.raw, attribute, (&raw const value).cast(), size_of::<T>()) })
+    }
+}
+
+impl Drop for Object {
+    fn drop(&mut self) {
+        // SAFETY: created in `new` and destroyed only here.
+        unsafe { (self.destroy)(self.raw) };
+    }
+}
+
+/// A stored matrix, or a batch of them. Matrices are column-major, so a row-major one is given by its transpose.
+#[derive(Clone, Copy, Debug)]
+pub struct Stored {
+    /// Rows and columns; the rows are contiguous.
+    pub size: [usize; 2],
+    /// Matrices of the batch.
+    pub batch: usize,
+    /// Elements from one to the next; 0 if all are the same.
+    pub stride: usize,
+    /// Bytes of which every address of the first matrix is a multiple.
+    pub alignment: u32,
+}
+
+/// The library on a GPU, kept open.
+pub struct CublasLt {
+    functions: &'static Functions,
+    handle: Object,
+}
+
+/// A described product `c = a b + β c`.
+pub struct Described {
+    functions: &'static Functions,
+    product: Object,
+    /// Of a, b and c.
+    layouts: [Object; 3],
+    algorithm: Algorithm,
+    pub workspace: usize,
+    is_double: bool,
+}
+
+impl CublasLt {
+    /// Opens the library on the GPU whose context the calling thread has bound. `None` if it is not there or does not
+    /// start.
+    pub fn open() -> Option<CublasLt> {
+        let functions = Functions::find()?;
+        // SAFETY: the library writes one handle.
+        let handle = Object::new(functions.destroy, |to| unsafe { (functions.create)(to) }).ok()?;
+        Some(CublasLt { functions, handle })
+    }
+
+    /// Describes the product of matrices of this type, of which the first two may be transposed. Without an
+    /// `algorithm` the library chooses one with at most `workspace` bytes. The calling thread has bound the context.
+    pub fn describe(
+        &self,
+        dtype: DType,
+        transposes: [bool; 2],
+        matrices: &[Stored; 3],
+        algorithm: Option<(Algorithm, usize)>,
+        workspace: usize,
+    ) -> Result<Described, CublasError> {
+        let f = self.functions;
+        // CUBLAS_COMPUTE_64F or CUBLAS_COMPUTE_32F, which keeps the precision of f32 inputs, and the type of β.
+        let (compute, scale) = if dtype == DType::F64 { (70, 1) } else { (68, 0) };
+        let dtype_number = match dtype {
+            DType::F32 => 0,
+            DType::F64 => 1,
+            DType::F16 => 2,
+            DType::Bf16 => 14,
+            _ => return Err(NOT_SUPPORTED),
+        };
+        // SAFETY: the library writes one handle in this and the next calls.
+        let product = Object::new(f.product_destroy, |to| unsafe { (f.product_create)(to, compute, scale) })?;
+        for (attribute, is_transposed) in TRANSPOSES.into_iter().zip(transposes) {
+            product.set(f.product_set, attribute, c_int::from(is_transposed))?;
+        }
+        let layout = |matrix: &Stored| {
+            let [rows, columns] = matrix.size;
+            let number = |size: usize| i64::try_from(size).map_err(|_| NOT_SUPPORTED);
+            let leading = number(rows)?;
+            // SAFETY: as above.
+            let layout = Object::new(f.layout_destroy, |to| unsafe {
+                (f.layout_create)(to, dtype_number, rows as u64, columns as u64, leading)
+            })?;
+            layout.set(f.layout_set, BATCH_COUNT, c_int::try_from(matrix.batch).map_err(|_| NOT_SUPPORTED)?)?;
+            layout.set(f.layout_set, BATCH_STRIDE, number(matrix.stride)?)?;
+            Ok(layout)
+        };
+        let [a, b, c] = matrices;
+        let layouts = [layout(a)?, layout(b)?, layout(c)?];
+        let is_double = dtype == DType::F64;
+        let mut described =
+            Described { functions: f, product, layouts, algorithm: Algorithm::default(), workspace: 0, is_double };
+        let alignments = [a.alignment, b.alignment, c.alignment, c.alignment];
+        (described.algorithm, described.workspace) = match algorithm {
+            Some(algorithm) => algorithm,
+            None => self.choose(&described, alignments, workspace)?,
+        };
+        Ok(described)
+    }
+
+    /// The first algorithm that the library suggests.
+    fn choose(
+        &self,
+        described: &Described,
+        alignments: [u32; 4],
+        workspace: usize,
+    ) -> Result<(Algorithm, usize), CublasError> {
+        let f = self.functions;
+        // SAFETY: the library writes one handle.
+        let preference = Object::new(f.preference_destroy, |to| unsafe { (f.preference_create)(to) })?;
+        preference.set(f.preference_set, MAX_WORKSPACE, workspace as u64)?;
+        preference.set(f.preference_set, REDUCTION_SCHEMES, IN_COMPUTE_TYPE)?;
+        for (attribute, alignment) in ALIGNMENTS.into_iter().zip(alignments) {
+            preference.set(f.preference_set, attribute, alignment)?;
+        }
+        let (mut result, mut count) = (HeuristicResult::default(), 0);
+        let [a, b, c] = &described.layouts;
+        // SAFETY: all objects are live, and the library writes at most one result and the number of results.
+        checked(unsafe {
+            (f.heuristic)(
+                self.handle.raw,
+                described.product.raw,
+                a.raw,
+                b.raw,
+                c.raw,
+                c.raw,
+                preference.raw,
+                1,
+                &mut result,
+                &mut count,
+            )
+        })?;
+        if count < 1 || result.workspace > workspace {
+            return Err(NOT_SUPPORTED);
+        }
+        checked(result.state)?;
+        Ok((result.algorithm, result.workspace))
+    }
+
+    /// Queues the product of matrices at these addresses, added to `c` or not.
+    ///
+    /// # Safety
+    ///
+    /// The calling thread has bound the context of the handle and of the stream. The memory at the addresses is as
+    /// described and aligned, that of the workspace to 256 bytes.
+    pub unsafe fn multiply(
+        &self,
+        described: &Described,
+        [a, b, c]: [u64; 3],
+        adds: bool,
+        workspace: u64,
+        queue: &Queue,
+    ) -> Result<(), CublasError> {
+        // One and β, in the scale type.
+        let (single, double) = ([1f32, f32::from(u8::from(adds))], [1f64, f64::from(u8::from(adds))]);
+        let scales: [*const c_void; 2] = match described.is_double {
+            true => [(&raw const double[0]).cast(), (&raw const double[1]).cast()],
+            false => [(&raw const single[0]).cast(), (&raw const single[1]).cast()],
+        };
+        let pointer = |address: u64| address as usize as *mut c_void;
+        let [of_a, of_b, of_c] = &described.layouts;
+        // SAFETY: see above. The library reads the scales, on the host, before it returns.
+        checked(unsafe {
+            (described.functions.matmul)(
+                self.handle.raw,
+                described.product.raw,
+                scales[0],
+                pointer(a),
+                of_a.raw,
+                pointer(b),
+                of_b.raw,
+                scales[1],
+                pointer(c),
+                of_c.raw,
+                pointer(c),
+                of_c.raw,
+                &described.algorithm,
+                pointer(workspace),
+                described.workspace,
+                queue.raw().cast(),
+            )
+        })
+    }
+}
+
+impl Described {
+    /// The algorithm and its workspace, for the same product on an equal GPU.
+    pub fn algorithm(&self) -> (Algorithm, usize) {
+        (self.algorithm, self.workspace)
+    }
+}

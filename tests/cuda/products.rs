@@ -1,0 +1,179 @@
+//! Matrix products by cuBLASLt, and by pipec's kernels where it is missing, on a GPU if there is one. On other machines
+//! the simulated library and driver run the same tests.
+
+use super::distance;
+use crate::support::reference::reference;
+use crate::support::simulated_gpus::{driver, on_simulated_gpus};
+use compiler::op::table::rule;
+use compiler::op::{MatMul, Op};
+use compiler::tensor::fact::Fact;
+use compiler::tensor::{DType, Tensor};
+use runtime::device::api::{Device, OutputMode};
+use runtime::device::cuda::gpu;
+use runtime::device::open;
+use serde_json::Value;
+use std::fs;
+use std::sync::Arc;
+
+/// Leading dimensions of both operands. The last ones are too many for calls of the library.
+const BATCHES: [(&[usize], &[usize]); 9] = [
+    (&[], &[]),
+    (&[3], &[]),
+    (&[], &[3]),
+    (&[3], &[3]),
+    (&[2, 1], &[1, 3]),
+    (&[2, 3], &[3]),
+    (&[2, 3], &[2, 1]),
+    (&[2, 1, 4], &[3, 1]),
+    (&[65, 1], &[1, 66]),
+];
+
+/// Rows and columns of the product, and terms of its sums.
+const SIZES: [[usize; 3]; 5] = [[1, 1, 1], [3, 5, 7], [1, 8, 16], [17, 33, 65], [64, 8, 32]];
+
+const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::Bf16];
+
+/// Values between -1 and 1.
+fn values(dtype: DType, shape: &[usize], seed: u64) -> Tensor {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    let values: Vec<f32> = (0..shape.iter().product()).map(|_| next()).collect();
+    Tensor::from_f32(shape, &values).cast(dtype)
+}
+
+fn device() -> Option<Arc<dyn Device>> {
+    if gpu::count() == 0 {
+        println!("skipped: no GPU");
+        return None;
+    }
+    Some(open("cuda:0").unwrap())
+}
+
+/// Computes a product on a GPU, also added to other values, and compares both with the reference. The operands start
+/// `offset` elements behind the start of their memory.
+fn check(device: &dyn Device, op: &MatMul, dtype: DType, shapes: [&[usize]; 2], offset: usize) {
+    let op = Op::MatMul(*op);
+    let inputs = [values(dtype, shapes[0], 1), values(dtype, shapes[1], 2)];
+    let facts = inputs.each_ref().map(|input| Fact::of(dtype, input.shape()));
+    let made = rule(&op).infer(&[&facts[0], &facts[1]]).unwrap();
+    let want = &reference(&op, &inputs, &made).unwrap()[0];
+    let what = format!("{op:?}, {dtype}, {shapes:?}, offset {offset}");
+    let kernel = device.kernel(&op, &facts, &made).unwrap();
+    assert_eq!(kernel.can_accumulate(), dtype.size() >= 4, "{what}");
+    let (stream, skipped) = (device.stream().unwrap(), offset * dtype.size());
+    let uploaded = |bytes: &[u8]| device.upload(&[&vec![0xff; skipped][..], bytes].concat()).unwrap();
+    let on_gpu = inputs.each_ref().map(|input| uploaded(input.bytes()));
+    let regions = on_gpu.each_ref().map(|buffer| buffer.region_of(skipped..buffer.len()));
+    let before = values(dtype, want.shape(), 3);
+    let limit = match dtype {
+        DType::F64 => 1e-14,
+        DType::F32 => 1e-6,
+        DType::F16 => 1e-3,
+        _ => 8e-3,
+    };
+    for mode in [OutputMode::Overwrite, OutputMode::Accumulate] {
+        let (first, want) = match mode {
+            // A product that is not added reads nothing of its output.
+            OutputMode::Overwrite => (vec![0xff; want.bytes().len()], want.to_f64()),
+            OutputMode::Accumulate if !kernel.can_accumulate() => continue,
+            OutputMode::Accumulate => {
+                let sums = want.to_f64().into_iter().zip(before.to_f64());
+                (before.bytes().to_vec(), sums.map(|(product, before)| product + before).collect())
+            }
+        };
+        let want: Vec<u8> = want.into_iter().flat_map(f64::to_le_bytes).collect();
+        let (mut output, mut workspace) = (uploaded(&first), device.upload(&vec![0xff; kernel.workspace()]).unwrap());
+        let end = output.len();
+        let to = output.region_mut().slice(skipped..end);
+        stream.run(&*kernel, &regions, &mut [to], workspace.region_mut(), mode).unwrap();
+        stream.finish().unwrap();
+        let bytes = output.download().unwrap()[skipped..].to_vec();
+        let shape = made[0].concrete().unwrap();
+        let tensor = |dtype, bytes: Vec<u8>| Tensor::new(dtype, shape.clone(), bytes.into()).unwrap();
+        let far = distance(&tensor(dtype, bytes), &tensor(DType::F64, want));
+        assert!(far <= limit, "{what}, {mode:?}: {far:e} away");
+    }
+}
+
+fn shapes(op: &MatMul, [rows, columns, terms]: [usize; 3], batches: (&[usize], &[usize])) -> [Vec<usize>; 2] {
+    let a = if op.transpose_a { [terms, rows] } else { [rows, terms] };
+    let b = if op.transpose_b { [columns, terms] } else { [terms, columns] };
+    [[batches.0, &a].concat(), [batches.1, &b].concat()]
+}
+
+fn transposes() -> [MatMul; 4] {
+    [(false, false), (false, true), (true, false), (true, true)]
+        .map(|(transpose_a, transpose_b)| MatMul { transpose_a, transpose_b })
+}
+
+#[test]
+fn products_of_all_shapes() {
+    let Some(device) = device() else { return };
+    for op in transposes() {
+        for batches in &BATCHES[..BATCHES.len() - 1] {
+            for (sizes, dtype) in SIZES.into_iter().flat_map(|sizes| DTYPES.map(|dtype| (sizes, dtype))) {
+                let [a, b] = shapes(&op, sizes, *batches);
+                check(&*device, &op, dtype, [&a, &b], 0);
+            }
+        }
+    }
+}
+
+#[test]
+fn some_products() {
+    let Some(device) = device() else { return };
+    for op in transposes() {
+        let [a, b] = shapes(&op, SIZES[3], BATCHES[4]);
+        check(&*device, &op, DType::F32, [&a, &b], 0);
+    }
+    let op = transposes()[1];
+    for dtype in DTYPES {
+        let [a, b] = shapes(&op, SIZES[1], BATCHES[1]);
+        check(&*device, &op, dtype, [&a, &b], 0);
+    }
+}
+
+#[test]
+fn products_that_the_library_does_not_compute() {
+    let Some(device) = device() else { return };
+    let op = transposes()[1];
+    let [a, b] = shapes(&op, [2, 3, 2], BATCHES[BATCHES.len() - 1]);
+    check(&*device, &op, DType::F32, [&a, &b], 0);
+    // Operands that are not aligned.
+    let [a, b] = shapes(&op, SIZES[1], BATCHES[1]);
+    check(&*device, &op, DType::F32, [&a, &b], 1);
+}
+
+/// Runs a test on a simulated GPU, and returns how many products of the library and how many launches ran.
+fn on_simulated_gpu(test: &str, variables: &[(&str, &str)]) -> Option<(u64, u64)> {
+    let folder = tempfile::tempdir().unwrap();
+    let stats = folder.path().join("stats.json");
+    let mut command = on_simulated_gpus(std::env::current_exe().unwrap(), driver()?);
+    command.args(["--exact", &format!("products::{test}")]).env("PIPEC_SIM_STATS", &stats);
+    let done = command.envs(variables.iter().copied()).output().unwrap();
+    let text = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success() && text.contains("1 passed"), "{test}, {variables:?}: {text}");
+    let stats: Value = serde_json::from_str(&fs::read_to_string(stats).unwrap()).unwrap();
+    let count = |name: &str| stats[name].as_u64().unwrap();
+    Some((count("library_products"), count("launches")))
+}
+
+#[test]
+fn the_library_computes_products() {
+    for variables in [&[][..], &[("PIPEC_SIM_SEED", "3")], &[("PIPEC_SIM_ARCH", "80")]] {
+        let Some((products, launches)) = on_simulated_gpu("products_of_all_shapes", variables) else { return };
+        // Half of the element types are also added.
+        let least = 4 * (BATCHES.len() - 1) * SIZES.len() * (DTYPES.len() + 2);
+        assert!(products >= least as u64 && launches == 0, "{products} products, {launches} launches");
+    }
+    assert_eq!(on_simulated_gpu("products_that_the_library_does_not_compute", &[]), Some((0, 4)));
+}
+
+#[test]
+fn without_the_library_own_kernels_compute_products() {
+    let Some(counts) = on_simulated_gpu("some_products", &[("PIPEC_SIM_CUBLASLT", "0")]) else { return };
+    assert_eq!(counts, (0, 2 * 4 + 2 * 2 + 2));
+}
