@@ -246,7 +246,7 @@ train() {
   fi
   pipec train "$(model "$model")" --plan "$step.plan.json" --device "$device" "${data[@]}" --steps "$count" \
     --precision "$precision" --optimizer "$rule" --lr "$rate" --metrics "part.$step.jsonl" || status=$?
-  [ -z "$watcher" ] || kill "$watcher"
+  [ -z "$watcher" ] || kill "$watcher" 2>/dev/null || true
   [ "$status" -eq 0 ] || return "$status"
   mv "part.$step.jsonl" "$step.metrics.jsonl"
 }
@@ -294,6 +294,7 @@ END
     into copies.links.json pipec cluster bench copies.stated.toml -o copies.measured.toml --format json || status=$?
     cat copies.measured.toml || true
   fi
+  [ -n "$(python)" ] || [ "$status" -eq 0 ] || return "$status"
   need_python
   into copies.json "$(python)" "$here/copies.py" facts.doctor.json ${small:+--small}
   cat copies.json
@@ -466,7 +467,7 @@ run() {
       fi
       rm "$results/$step.state"
     fi
-    allowed=$(budget "$step")
+    allowed=$(($(budget "$step") * ${PIPEC_GPU_PATIENCE:-1}))
     if [ "$limit" -gt 0 ]; then
       # The summary and the bundle take the last seconds.
       left=$((limit - SECONDS - 5))

@@ -148,6 +148,7 @@ impl Whole {
         executor.forward(&mut item).ok()?;
         item.sums = lend_sums(&mut vec![None; code.gradient_terms.len()], &executor, None).ok()?;
         executor.backward(&mut item).ok()?;
+        executor.device.stream.finish().ok()?;
         let began = Instant::now();
         let mut samples =
             [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len(), device.is_asynchronous()));

@@ -42,6 +42,8 @@ use runtime::checkpoint::writer::CheckpointWriter;
 use runtime::data::synthetic::synthetic;
 use runtime::data::weights;
 use runtime::data::{Batches, DataError, Dataset, RowOrder};
+use runtime::device::api::Device;
+use runtime::device::cpu::device::cpu;
 use runtime::device::cpu::half::is_half;
 use runtime::exec::moving_average::Statistics;
 use runtime::optim::policy::Staleness;
@@ -54,6 +56,7 @@ use runtime::train::prepare::{PrepareError, RunTarget, Settings};
 use runtime::train::run;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::{OnceLock, mpsc};
 
 /// Minibatches of synthetic data; they are repeated.
@@ -169,7 +172,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         "use a smaller `--batch`, fewer in-flight minibatches (`--in-flight`) or more `--microbatches`",
     )?;
     let item_rows = task.batch as usize / task.microbatches as usize;
-    let subject = subject(task, loss);
+    let subject = subject(task, loss, &task.devices[0]);
     let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
         Data::Arrays(arrays) => arrays,
         Data::Synthetic(seed) => {
@@ -322,17 +325,23 @@ fn done(task: &Task<'_>, prepared: &Prepared, trained: Trained, ended: Option<En
     }
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
     let score = match &prepared.held_out {
-        Some(data) if ended.is_none() => Some(subject(task, prepared.loss).score(data, &trained.weights)?),
+        Some(data) if ended.is_none() => Some(score(task, prepared.loss, data, &trained.weights)?),
         _ => None,
     };
     Ok(Done { trained, tracks, samples_per_s, score, ended })
 }
 
+/// The score on held-out rows. The CPU evaluates a model that does not fit in one GPU.
+fn score(task: &Task<'_>, loss: Loss, data: &Dataset, weights: &BTreeMap<String, Tensor>) -> Result<Score, Error> {
+    let on = |device: &Arc<dyn Device>| subject(task, loss, device).score(data, weights);
+    on(&task.devices[0]).or_else(|_| on(&cpu()))
+}
+
 /// The model for evaluation, outside the pipeline.
-fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
+fn subject<'a>(task: &Task<'a>, loss: Loss, device: &'a Arc<dyn Device>) -> Subject<'a> {
     let item_rows = (task.batch / u64::from(task.microbatches.max(1))) as usize;
     let floats = task.dtype.filter(|dtype| !is_half(*dtype));
-    Subject { loaded: task.loaded, floats, loss, class_dim: task.class_dim, item_rows, device: &task.devices[0] }
+    Subject { loaded: task.loaded, floats, loss, class_dim: task.class_dim, item_rows, device }
 }
 
 /// The stage of every op, by op id.

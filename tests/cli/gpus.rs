@@ -48,7 +48,8 @@ fn a_profile_of_a_gpu_is_complete_and_plans_are_made_with_it() {
         let sum = |name: &str| ops.iter().map(|op| op[name].as_f64().unwrap_or(0.0)).sum::<f64>();
         for name in ["fwd_us", "bwd_us"] {
             let (whole, sum) = (whole(name), sum(name));
-            assert!(whole > 0.0 && (sum / whole - 1.0).abs() < 0.1, "{name}: {sum} of {whole}");
+            assert!(whole > 0.0 && sum < 1.1 * whole, "{name}: {sum} of {whole}");
+            assert!(ops.iter().filter(|op| op[name].as_f64().unwrap() > 0.0).count() > 20, "{name}");
         }
         assert!(sum("weight_grad_us") > 0.0 && sum("update_us") > 0.0 && sum("workspace_bytes") > 0.0);
         let plan = format!("plan-{file}");
@@ -122,8 +123,8 @@ fn the_script_for_gpus_measures_and_continues() {
     }
     let run = |groups: &str| {
         let mut command = on_simulated_gpus("bash", driver);
-        command.current_dir(at).args(["gpu.sh", "run", "--small", "--models", "mlp", "--limit", "300"]);
-        let done = command.args(["--steps", groups]).output().unwrap();
+        command.current_dir(at).args(["gpu.sh", "run", "--small", "--models", "mlp", "--limit", "3000"]);
+        let done = command.args(["--steps", groups]).env("PIPEC_GPU_PATIENCE", "10").output().unwrap();
         let said = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
         let logs = || fs::read_to_string(at.join("results/train-mlp-fp32.log")).unwrap_or_default();
         assert!(done.status.success(), "{said}{}", logs());

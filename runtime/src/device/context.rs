@@ -104,15 +104,15 @@ impl DeviceContext {
         work(&others[at])
     }
 
-    /// A copy of memory of this context for another context of the same thread, which gives it back.
+    /// A copy of memory of this context for another context of the same thread, freed after use.
     pub fn send_to(&self, other: &DeviceContext, from: Region<'_>) -> Result<Arc<Buffer>, DeviceError> {
-        let mut sent = other.staging.borrow_mut().take(from.len())?;
+        let mut sent = Arc::new(other.stream.allocate(from.len())?);
         if !self.device.can_copy(&sent) {
             let bytes = self.stream.begin_download(from)?.bytes()?;
-            other.stream.acquire(&sent)?;
             other.stream.upload(&bytes, Buffer::exclusive(&mut sent))?;
             return Ok(sent);
         }
+        other.stream.release(&sent)?;
         self.stream.acquire(&sent)?;
         self.stream.copy(from, Buffer::exclusive(&mut sent))?;
         self.stream.release(&sent)?;

@@ -269,6 +269,11 @@ impl<'a> StageWorker<'a> {
         Ok(StageResult { weights, states: self.executor.states, gradients })
     }
 
+    /// Waits for the work of the stage, and returns the first failure of its kernels.
+    pub fn finish_work(&self) -> Result<(), DeviceError> {
+        self.executor.device.stream.finish()
+    }
+
     fn newest(&mut self) -> Weights {
         let mut weights = self.versions.pop_last().map(|(_, weights)| weights).unwrap_or_default();
         for late in self.late.drain(..) {

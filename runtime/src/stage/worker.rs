@@ -454,8 +454,11 @@ impl<'a> Worker<'a> {
         if !(cuts.is_some_and(|cuts| cuts.is_at(minibatches)) || is_end()) {
             return Ok(());
         }
-        // A run whose loss is not finite ends before this checkpoint is complete.
+        // A run whose loss is not finite, or whose kernels failed, ends before this checkpoint is complete.
         self.send_losses(0)?;
+        for stage_worker in &self.stage_workers {
+            stage_worker.finish_work().map_err(|fault| failed(&self.name, fault))?;
+        }
         let next = cuts.and_then(|cuts| cuts.after(minibatches)).unwrap_or(u32::MAX);
         let replica = self.gear.program.workers[self.gear.id.index()].replica;
         let older = |replica| versions_before(&self.rule, stage, replica, minibatches).map(|(i, v)| (i.0, v.0));

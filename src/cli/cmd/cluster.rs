@@ -17,6 +17,7 @@ use pipec::files::output;
 use pipec::train::device_request::DeviceRequest;
 use profiler::detect::{self, DetectError};
 use profiler::{links, machine};
+use runtime::device::cuda::gpu;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -183,11 +184,13 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
         None => this_machine(None, false)?,
     };
     let mut measured = said.clone();
-    let gpus = if said.device.kind == "cpu" { Vec::new() } else { DeviceRequest::AllGpus.open().unwrap_or_default() };
+    let gpus =
+        if said.device.kind == "cpu" || gpu::count() < 2 { Vec::new() } else { DeviceRequest::AllGpus.open()? };
     if said.device.kind == "cpu" {
         machine::measure_links(&mut measured);
     } else if let (2.., Some(level)) = (gpus.len(), measured.levels.first_mut()) {
-        links::measure(&gpus, level)
+        // Neighbours are on the innermost level.
+        links::measure(&gpus[..gpus.len().min(level.count as usize)], level)
             .map_err(|error| Error::negative("cannot measure the links between the GPUs").because(error))?;
     } else {
         return Err(Error::negative(format!("cannot measure the links of {}", shown(&said.device.kind)))

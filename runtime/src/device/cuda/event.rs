@@ -39,7 +39,9 @@ pub struct CudaTimestamp {
 
 impl DeviceTimestamp for CudaTimestamp {
     fn since(&self, earlier: &dyn DeviceTimestamp) -> Result<Option<Duration>, DeviceError> {
-        let Some(earlier) = (earlier as &dyn Any).downcast_ref::<CudaTimestamp>() else { return Ok(None) };
+        let earlier = (earlier as &dyn Any).downcast_ref::<CudaTimestamp>();
+        let of_this = |earlier: &&CudaTimestamp| earlier.gpu.info().ordinal == self.gpu.info().ordinal;
+        let Some(earlier) = earlier.filter(of_this) else { return Ok(None) };
         let time = || {
             self.gpu.bind()?;
             self.event.synchronize()?;

@@ -14,6 +14,7 @@ use cudarc::driver::{CudaContext, DriverError, result, sys};
 use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::CString;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use thiserror::Error;
 
@@ -53,8 +54,8 @@ pub struct Gpu {
     context: Arc<CudaContext>,
     info: GpuInfo,
     functions: Mutex<HashMap<Arc<str>, Function>>,
-    /// True if the driver has a pool of memory.
-    has_pool: bool,
+    /// True if the driver has a pool of memory, which all open GPUs can access.
+    has_pool: AtomicBool,
     cublaslt: OnceLock<Option<CublasLt>>,
 }
 
@@ -135,8 +136,14 @@ impl Gpu {
                 .unwrap_or(0),
         };
         let pools = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)?;
-        let gpu = Gpu { context, info, functions: Mutex::default(), has_pool: pools != 0, cublaslt: OnceLock::new() };
-        if gpu.has_pool {
+        let gpu = Gpu {
+            context,
+            info,
+            functions: Mutex::default(),
+            has_pool: AtomicBool::new(pools != 0),
+            cublaslt: OnceLock::new(),
+        };
+        if gpu.has_pool() {
             gpu.keep_freed_memory()?;
         }
         Ok(Arc::new(gpu))
@@ -151,24 +158,40 @@ impl Gpu {
         format!("cuda:{}", self.info.ordinal)
     }
 
-    /// Lets copies between two GPUs use their link, if they have one.
+    /// Lets copies between two GPUs use their link, if they have one. Else copies go through the host, which the driver
+    /// does for plain memory only: neither GPU uses the pool then.
     pub fn join(&self, other: &Gpu) {
         for (from, to) in [(self, other), (other, self)] {
-            let mut can = 0;
-            // SAFETY: both devices are open, and the driver writes one number.
-            let asked =
-                unsafe { sys::cuDeviceCanAccessPeer(&mut can, from.context.cu_device(), to.context.cu_device()) };
-            if asked.result().is_ok() && can != 0 && from.bind().is_ok() {
-                // SAFETY: both contexts are live. Copies go through the host if this fails.
-                let _ = unsafe { sys::cuCtxEnablePeerAccess(to.context.cu_ctx(), 0) };
-                to.share_pool(from);
+            if !from.can_access(to) || to.share_pool(from).is_err() {
+                self.has_pool.store(false, Ordering::Relaxed);
+                other.has_pool.store(false, Ordering::Relaxed);
             }
         }
     }
 
-    /// Lets kernels of another GPU access memory of the pool. Copies go through the host if this fails.
-    fn share_pool(&self, with: &Gpu) {
-        let Ok(pool) = self.pool() else { return };
+    /// Enables access to another GPU's memory, if the driver can.
+    fn can_access(&self, other: &Gpu) -> bool {
+        let mut can = 0;
+        // SAFETY: both devices are open, and the driver writes one number.
+        let asked =
+            unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.context.cu_device(), other.context.cu_device()) };
+        if asked.result().is_err() || can == 0 || self.bind().is_err() {
+            return false;
+        }
+        // SAFETY: both contexts are live.
+        let enabled = unsafe { sys::cuCtxEnablePeerAccess(other.context.cu_ctx(), 0) }.result();
+        matches!(enabled, Ok(()) | Err(DriverError(sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)))
+    }
+
+    fn has_pool(&self) -> bool {
+        self.has_pool.load(Ordering::Relaxed)
+    }
+
+    /// Lets another GPU access memory of the pool.
+    fn share_pool(&self, with: &Gpu) -> Result<(), DriverError> {
+        if !self.has_pool() {
+            return Ok(());
+        }
         let access = sys::CUmemAccessDesc {
             location: sys::CUmemLocation {
                 type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
@@ -176,10 +199,8 @@ impl Gpu {
             },
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        if self.has_pool {
-            // SAFETY: the pool is that of this device, and the driver reads one description.
-            let _ = unsafe { sys::cuMemPoolSetAccess(pool, &access, 1) };
-        }
+        // SAFETY: the pool is that of this device, and the driver reads one description.
+        unsafe { sys::cuMemPoolSetAccess(self.pool()?, &access, 1) }.result()
     }
 
     /// Lets the calling thread use the GPU. Every other call of the driver requires it.
@@ -213,9 +234,9 @@ impl Gpu {
     }
 
     /// Allocates memory of the driver's pool, with arbitrary content, for work that is queued in a stream from now on. It
-    /// is freed in the order of that stream. Neither waits.
+    /// is freed in the order of that stream. Waits only if memory is short or the GPU uses no pool.
     pub fn allocate_in_order(self: &Arc<Gpu>, bytes: usize, queue: &Arc<Queue>) -> Result<GpuMemory, GpuError> {
-        if !self.has_pool {
+        if !self.has_pool() {
             return self.allocate(bytes);
         }
         self.bind()?;
@@ -233,7 +254,7 @@ impl Gpu {
         let is_short =
             |done: &Result<_, DriverError>| matches!(done, Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)));
         let mut done = allocate();
-        if is_short(&done) && self.has_pool {
+        if is_short(&done) && self.has_pool() {
             self.context.synchronize()?;
             // SAFETY: the pool is that of this device.
             unsafe { sys::cuMemPoolTrimTo(self.pool()?, 0) }.result()?;
