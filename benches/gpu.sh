@@ -62,7 +62,7 @@ pack() {
   for name in pipec cuda train; do
     [ -e "$folder/bin/$name.gz" ] || fail "cargo did not build $name"
   done
-  cp benches/gpu.sh benches/gpu/*.py benches/torch/gpu_peers.py "$folder"
+  cp benches/gpu.sh benches/gpu/*.py benches/torch/gpu_peers.py benches/torch/models.py "$folder"
   if [ -d "$parity" ]; then
     mkdir -p "$folder/data"
     cp -r "$parity" "$folder/data"

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from models import resnet
+
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -87,31 +89,6 @@ class Bert(nn.Module):
         return F.linear(self.last(F.gelu(self.dense(x))), self.words.weight, self.bias)
 
 
-class Bottleneck(nn.Module):
-    def __init__(self, before: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.main = nn.Sequential(
-            nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width),
-        )
-        projects = stride != 1 or before != 4 * width
-        self.skip = nn.Sequential(nn.Conv2d(before, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)) if projects else nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.main(x) + self.skip(x))
-
-
-def resnet50() -> nn.Module:
-    layers: List[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    before = 64
-    for group, count in enumerate([3, 4, 6, 3]):
-        for at in range(count):
-            layers.append(Bottleneck(before, 64 << group, 2 if group > 0 and at == 0 else 1))
-            before = 256 << group
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 1000))
-
-
 def vgg16() -> nn.Module:
     layers: List[nn.Module] = []
     before = 3
@@ -137,7 +114,8 @@ def made(name: str, batch: int) -> Tuple[nn.Module, List[torch.Tensor], torch.Te
         tokens = torch.randint(30522, (batch, 512))
         return Bert(12, 768, 12, 30522, 512, 0.1), [tokens, torch.zeros_like(tokens)], torch.randint(30522, (batch, 512))
     if name == "resnet50":
-        return (resnet50(), *images(batch))
+        # Of its data only the model is used here.
+        return (resnet([3, 4, 6, 3], 224, 1).model, *images(batch))
     if name == "vgg16":
         return (vgg16(), *images(batch))
     raise SystemExit(f"no model {name}")

@@ -6,6 +6,7 @@ use compiler::cluster::read::{ClusterError, check};
 use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Level, Seconds};
 use compiler::profile::ProfiledDevice;
 use runtime::device::api::{Device, DeviceInfo};
+use runtime::device::host_memory;
 use std::hint::black_box;
 use std::sync::mpsc::channel;
 use std::time::Instant;
@@ -64,19 +65,12 @@ fn vectors() -> &'static str {
 
 /// Total memory in bytes; 0 if unknown.
 pub fn memory_bytes() -> u64 {
-    meminfo("MemTotal:").unwrap_or(0)
+    host_memory::total().unwrap_or(0)
 }
 
 /// Available memory in bytes; `u64::MAX` if unknown.
 pub fn available_bytes() -> u64 {
-    meminfo("MemAvailable:").unwrap_or(u64::MAX)
-}
-
-fn meminfo(key: &str) -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
-    kibibytes.checked_mul(1024)
+    host_memory::available().unwrap_or(u64::MAX)
 }
 
 /// Size of the largest cache of CPU 0, in bytes.

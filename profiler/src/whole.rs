@@ -15,7 +15,7 @@ use runtime::device::api::{Device, Stream};
 use runtime::device::buffer::Buffer;
 use runtime::device::error::DeviceError;
 use runtime::device::event::Timestamp;
-use runtime::exec::compile::{PassOptions, compile_parts};
+use runtime::exec::compile::compile;
 use runtime::exec::compile_error::CompileError;
 use runtime::exec::executor::{ExecuteError, Executor, Item};
 use runtime::exec::sequence::Step;
@@ -90,8 +90,7 @@ pub fn whole(
         }
     }
     let place: HashMap<NodeId, usize> = order::executed(&graph).into_iter().map(|id| (id, 0)).collect();
-    let options = PassOptions { device, splits: false, joins: &|_| false, saving: &HashSet::new() };
-    let code = compile_parts(&graph, &place, 1, loss.map(|_| LOSS), options)?.pop();
+    let code = compile(&graph, &place, 1, loss.map(|_| LOSS), device)?.pop();
     Ok(code.map(|code| Whole { ops: attribution.ops.len(), code, graph }))
 }
 

@@ -114,7 +114,7 @@ fn saved_bytes_are_what_the_runtime_keeps() {
             let mut with_loss = graph.clone();
             attach(&mut with_loss, loss, axis).unwrap();
             let place = order::numbered(&with_loss).into_iter().map(|id| (id, 0)).collect();
-            let code = runtime::exec::compile::compile(&with_loss, &place, 1, Some(LOSS)).unwrap().remove(0);
+            let code = runtime::exec::compile::compile(&with_loss, &place, 1, Some(LOSS), &*cpu()).unwrap().remove(0);
             let saved: usize = costs(&graph, training).ops.iter().map(|op| op.saved_bytes as usize).sum();
             let rounding = code.forward.steps.iter().map(|step| step.kernel.ops()).sum::<usize>() * ALIGNMENT;
             assert!(saved > 0, "{}: nothing is saved", graph.name);
@@ -134,7 +134,7 @@ fn every_kernel_that_runs_belongs_to_one_op() {
         let mut with_loss = graph.clone();
         attach(&mut with_loss, Loss::CrossEntropy, Some(-1)).unwrap();
         let place = order::numbered(&with_loss).into_iter().map(|id| (id, 0)).collect();
-        let code = runtime::exec::compile::compile(&with_loss, &place, 1, Some(LOSS)).unwrap().remove(0);
+        let code = runtime::exec::compile::compile(&with_loss, &place, 1, Some(LOSS), &*cpu()).unwrap().remove(0);
         let attribution = attribute(&graph, CLASSES).unwrap();
         let count = |nodes: &[Vec<_>]| nodes.iter().map(Vec::len).sum::<usize>();
         let run = |sequence: &Sequence| sequence.steps.iter().map(|step| step.kernel.ops()).sum::<usize>();

@@ -142,7 +142,14 @@ fn agrees(name: &str, subject: &Subjects) {
         let mut totals = vec![said.iter().sum::<u64>()];
         for share in [0.3, 0.7, 1.0] {
             let (plan, said) = subject.plan(schedule, share);
-            let (trained, known) = subject.trained(&plan);
+            let (mut trained, known) = subject.trained(&plan);
+            if schedule.has_chunks() {
+                // Whether the chunks of a rank are fullest at the same time depends on the progress of the threads.
+                for _ in 0..3 {
+                    let again = subject.trained(&plan).0.peak_memory_bytes;
+                    trained.peak_memory_bytes.iter_mut().zip(again).for_each(|(most, held)| *most = held.max(*most));
+                }
+            }
             assert_eq!(trained.losses, without.losses, "{name} {schedule} {share}");
             assert_eq!(trained.weights.len(), without.weights.len());
             for (of, weight) in &without.weights {
@@ -161,7 +168,7 @@ fn agrees(name: &str, subject: &Subjects) {
                 let message = format!("{name} {schedule} {share}: rank {rank} holds {held} B of {said} planned");
                 println!("{message}, {known} with its arena: {:.3}", *held as f64 / *known as f64);
                 // The chunks of a rank need not be fullest at the same time.
-                let least = if schedule.has_chunks() { 80 } else { 97 };
+                let least = if schedule.has_chunks() { 85 } else { 97 };
                 let expected = known / 100 * least..=known / 100 * 101;
                 assert!(expected.contains(held), "{message}, {known} with its arena");
             }

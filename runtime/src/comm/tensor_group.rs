@@ -9,7 +9,7 @@ use crate::device::api::Rows;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
-use crate::device::layout::{TensorLayout, accumulation_type};
+use crate::device::layout::{TensorLayout, accumulation_bytes, accumulation_type};
 use crate::device::region::{Region, RegionMut};
 use compiler::op::collective::met;
 use compiler::op::sharding::runs;
@@ -29,6 +29,9 @@ pub enum TensorPart {
     /// In device memory.
     Device(Arc<Buffer>),
 }
+
+/// The shape of a device's shard of an operand, and how the operand is cut.
+type Shard<'a> = Option<(&'a [usize], SplitDim)>;
 
 /// Sharding of each parameter, by name.
 pub type Layouts = BTreeMap<String, Sharding>;
@@ -94,25 +97,10 @@ impl TensorRank {
             Op::ReduceScatter(o) if layout.dtype.is_float() => {
                 self.sum(layout.dtype, own, Some((&whole(o.cut), o.cut)), output, device)
             }
-            Op::AllGather(o) => self.concatenate(&layout.shape, o.cut, (layout.dtype, own), output, device),
+            Op::AllGather(o) => self.concatenate(o.cut, (layout.dtype, own), (&layout.shape, None), output, device),
             Op::AllToAll(o) => {
-                // This device's shard of every part, one after the other.
-                let (shape, own_bytes) = (whole(o.to), output.len() / self.devices);
-                let mut buffer = device.take_staging(own_bytes)?;
-                let parts = self.gather_device(own, device)?;
-                let (count, width) = runs(&shape, o.from, layout.dtype);
-                let rows = Rows { count, width, from_pitch: width, to_pitch: width * self.devices };
-                let mut output = output;
-                for (at, part) in parts.iter().enumerate() {
-                    let part = received(part, device)?;
-                    let to = Buffer::exclusive(&mut buffer);
-                    self.copy_shard(&shape, o.to, (layout.dtype, part.region()), to, device)?;
-                    device.give_foreign(part)?;
-                    let end = output.len();
-                    device.stream.copy_rows(rows, buffer.region(), output.reborrow().slice(at * width..end))?;
-                }
-                device.give(buffer);
-                Ok(())
+                let shape = whole(o.to);
+                self.concatenate(o.from, (layout.dtype, own), (&shape, Some((&shape, o.to))), output, device)
             }
             _ => self.meet_on_host(op, (layout, own), output, device),
         }
@@ -146,71 +134,75 @@ impl TensorRank {
         device.stream.copy_rows(rows, whole.slice(self.device * width..whole.len()), to)
     }
 
-    /// Concatenates the shards of all devices, each of this shape.
-    fn concatenate(
+    /// Calls `use_part` for the operand of each device in order, or for this device's shard of it.
+    fn for_each_part(
         &self,
-        shape: &[usize],
-        cut: SplitDim,
         (dtype, own): (DType, Region<'_>),
-        mut output: RegionMut<'_>,
+        shard: Shard<'_>,
         device: &DeviceContext,
+        mut use_part: impl FnMut(usize, Region<'_>) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        let (count, width) = runs(shape, cut, dtype);
-        let rows = Rows { count, width, from_pitch: width, to_pitch: width * self.devices };
-        for (at, part) in self.gather_device(own, device)?.iter().enumerate() {
-            let part = received(part, device)?;
-            let end = output.len();
-            device.stream.copy_rows(rows, part.region(), output.reborrow().slice((at * width).min(end)..end))?;
+        let mut cut_out = shard.map(|_| device.take_staging(own.len() / self.devices)).transpose()?;
+        let mut copy = device.take_staging(own.len())?;
+        device.stream.copy(own, Buffer::exclusive(&mut copy))?;
+        device.release(&copy)?;
+        let parts = self.gather(TensorPart::Device(copy.clone())).map_err(|_| KernelError::Disconnected)?;
+        device.give(copy);
+        for (at, part) in parts.iter().enumerate() {
+            let TensorPart::Device(part) = part else { unreachable!("all devices run the same op") };
+            let part = device.receive(part.clone())?;
+            match (&mut cut_out, shard) {
+                (Some(to), Some((shape, cut))) => {
+                    self.copy_shard(shape, cut, (dtype, part.region()), Buffer::exclusive(to), device)?;
+                    use_part(at, to.region())?;
+                }
+                _ => use_part(at, part.region())?,
+            }
             device.give_foreign(part)?;
         }
+        cut_out.into_iter().for_each(|buffer| device.give(buffer));
         Ok(())
     }
 
-    /// The operands of all devices.
-    fn gather_device(&self, own: Region<'_>, device: &DeviceContext) -> Result<Arc<Vec<TensorPart>>, DeviceError> {
-        let mut part = device.take_staging(own.len())?;
-        device.stream.copy(own, Buffer::exclusive(&mut part))?;
-        device.release(&part)?;
-        let parts = self.gather(TensorPart::Device(part.clone())).map_err(|_| KernelError::Disconnected)?;
-        device.give(part);
-        Ok(parts)
+    /// Concatenates the operands of all devices, or this device's shards of them; each has this shape.
+    fn concatenate(
+        &self,
+        cut: SplitDim,
+        own: (DType, Region<'_>),
+        (shape, shard): (&[usize], Shard<'_>),
+        mut output: RegionMut<'_>,
+        device: &DeviceContext,
+    ) -> Result<(), DeviceError> {
+        let (count, width) = runs(shape, cut, own.0);
+        let (rows, end) = (Rows { count, width, from_pitch: width, to_pitch: width * self.devices }, output.len());
+        self.for_each_part(own, shard, device, |at, part| {
+            device.stream.copy_rows(rows, part, output.reborrow().slice((at * width).min(end)..end))
+        })
     }
 
-    /// Adds the terms of all devices in device order, or this device's shards of them: their shape, and how they are cut.
-    /// Sums of 16-bit numbers are rounded once.
+    /// Adds the operands of all devices in device order, or this device's shards of them. Sums of 16-bit numbers are
+    /// rounded once.
     fn sum(
         &self,
         dtype: DType,
         own: Region<'_>,
-        shard: Option<(&[usize], SplitDim)>,
+        shard: Shard<'_>,
         mut output: RegionMut<'_>,
         device: &DeviceContext,
     ) -> Result<(), DeviceError> {
         let (stream, of_sum) = (&device.stream, accumulation_type(dtype));
-        let staging = |bytes: usize, is_needed: bool| is_needed.then(|| device.take_staging(bytes)).transpose();
-        let mut wide = staging(output.len() / dtype.size() * of_sum.size(), of_sum != dtype)?;
-        let mut term = staging(output.len(), shard.is_some())?;
-        for (at, part) in self.gather_device(own, device)?.iter().enumerate() {
-            let part = received(part, device)?;
-            let made = match (&mut term, shard) {
-                (Some(term), Some((shape, cut))) => {
-                    self.copy_shard(shape, cut, (dtype, part.region()), Buffer::exclusive(term), device)?;
-                    term.region()
-                }
-                _ => part.region(),
-            };
-            match (at, &mut wide) {
-                (0, None) => stream.copy(made, output.reborrow())?,
-                (_, None) => stream.accumulate(dtype, made, output.reborrow())?,
-                (0, Some(sum)) => stream.begin_sum(dtype, made, Buffer::exclusive(sum))?,
-                (_, Some(sum)) => stream.accumulate(dtype, made, Buffer::exclusive(sum))?,
-            }
-            device.give_foreign(part)?;
-        }
-        if let Some(sum) = &wide {
+        let is_wide = of_sum != dtype;
+        let mut wide = is_wide.then(|| device.take_staging(accumulation_bytes(dtype, output.len()))).transpose()?;
+        self.for_each_part((dtype, own), shard, device, |at, part| match (at, &mut wide) {
+            (0, None) => stream.copy(part, output.reborrow()),
+            (_, None) => stream.accumulate(dtype, part, output.reborrow()),
+            (0, Some(sum)) => stream.begin_sum(dtype, part, Buffer::exclusive(sum)),
+            (_, Some(sum)) => stream.accumulate(dtype, part, Buffer::exclusive(sum)),
+        })?;
+        if let Some(sum) = wide {
             stream.cast((of_sum, sum.region()), (dtype, output))?;
+            device.give(sum);
         }
-        term.into_iter().chain(wide).for_each(|buffer| device.give(buffer));
         Ok(())
     }
 
@@ -218,12 +210,6 @@ impl TensorRank {
     pub fn abandon(&self) {
         self.table.abandon();
     }
-}
-
-/// The operand of a device, on this one.
-fn received(part: &TensorPart, device: &DeviceContext) -> Result<Arc<Buffer>, DeviceError> {
-    let TensorPart::Device(part) = part else { unreachable!("all devices run the same op") };
-    device.receive(part.clone())
 }
 
 #[cfg(test)]

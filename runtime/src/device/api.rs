@@ -4,9 +4,10 @@
 //! dereferences an address, so the device may be a GPU.
 //!
 //! A stream runs its methods in the order of the calls. A method may return before its work is done; on the CPU it
-//! never does. Only [`Stream::finish`], the downloads except [`Stream::begin_download`], and [`Stream::squared_norms`] wait. A buffer may therefore be
-//! dropped while work on it is queued: a device frees memory in stream order, or after the work. A later call may
-//! return the error of earlier work.
+//! never does. [`Stream::finish`], [`Stream::squared_norms`] and the downloads wait, except [`Stream::begin_download`].
+//! Others wait only if memory is short, for their first use, or for an earlier upload. A buffer may therefore be dropped
+//! while work on it is queued: a device frees memory in stream order, or after the work. A later call may return the
+//! error of earlier work.
 //!
 //! A buffer that is passed to another thread is used by another stream. [`Stream::release`] marks it with an event
 //! after the work queued so far, and [`Stream::acquire`] lets the other stream wait for that. A reader releases it

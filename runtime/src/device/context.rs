@@ -167,3 +167,23 @@ impl DeviceContext {
         Ok(own)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::device::cpu;
+    use std::sync::atomic::Ordering;
+
+    #[test]
+    fn what_is_used_once_is_counted_until_it_is_dropped() {
+        let ledger = Arc::<MemoryCounter>::default();
+        let context = DeviceContext::new(cpu(), ledger.clone()).unwrap();
+        let held = || ledger.now.load(Ordering::Relaxed);
+        let taken = context.take(200).unwrap();
+        let once = context.once(50).unwrap();
+        assert_eq!(held(), 250);
+        drop(once);
+        assert_eq!((held(), ledger.peak()), (200, 250));
+        context.give(taken);
+    }
+}

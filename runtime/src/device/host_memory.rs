@@ -1,9 +1,18 @@
-//! Available host memory.
+//! Host memory, as the system reports it.
 
-/// `MemAvailable` in bytes: what can be used without swapping. `None` if the system does not report it.
+/// Bytes of memory. `None` if the system does not report it.
+pub fn total() -> Option<u64> {
+    reported("MemTotal:")
+}
+
+/// Bytes that can be used without swapping. `None` if the system does not report it.
 pub fn available() -> Option<u64> {
+    reported("MemAvailable:")
+}
+
+fn reported(key: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
+    kibibytes.checked_mul(1024)
 }

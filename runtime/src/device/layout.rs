@@ -39,3 +39,8 @@ pub fn is_half(dtype: DType) -> bool {
 pub fn accumulation_type(dtype: DType) -> DType {
     if is_half(dtype) { DType::F32 } else { dtype }
 }
+
+/// Size of the gradient sum, master weight or state for `bytes` of a parameter.
+pub fn accumulation_bytes(dtype: DType, bytes: usize) -> usize {
+    bytes / dtype.size().max(1) * accumulation_type(dtype).size()
+}

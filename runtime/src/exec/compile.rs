@@ -3,7 +3,6 @@
 //! Stages are compiled from last to first, because a stage must know which gradients later stages send.
 
 use crate::device::api::Device;
-use crate::device::cpu::device::cpu;
 use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
 use crate::exec::compile_error::CompileError;
@@ -27,15 +26,15 @@ use compiler::tensor_parallel::partition_stage::{Stage, share};
 use compiler::tensor_parallel::strategy_search::choose;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-/// Compiles a graph with concrete shapes. `place` maps every op that depends on a source to its stage. `loss` names the
+/// Compiles a graph with concrete shapes for a device. `place` maps every op that depends on a source to its stage. `loss` names the
 /// result to minimise; with it the backward passes are compiled too.
 pub fn compile(
     graph: &Graph,
     place: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
+    device: &dyn Device,
 ) -> Result<Vec<StageCode>, CompileError> {
-    let device = &*cpu();
     let options = PassOptions { device, splits: false, joins: &|_| false, saving: &HashSet::new() };
     compile_parts(graph, place, stages, loss, options)
 }

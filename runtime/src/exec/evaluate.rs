@@ -4,7 +4,7 @@ use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::cpu;
 use crate::device::error::DeviceError;
-use crate::exec::compile::{PassOptions, compile_parts};
+use crate::exec::compile::compile;
 use crate::exec::compile_error::CompileError;
 use crate::exec::executor::{ExecuteError, Executor};
 use crate::exec::stage_code::NamedTensor;
@@ -14,7 +14,7 @@ use compiler::op::{NodeId, Op};
 use compiler::pass::inference::inference;
 use compiler::pass::pipeline;
 use compiler::tensor::Tensor;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -64,8 +64,7 @@ pub fn evaluate_each(
     if place.is_empty() {
         return given.into_iter().try_for_each(|given| sources(&graph, &given, weights).map(&mut *on_results));
     }
-    let options = PassOptions { device: &**device, splits: false, joins: &|_| false, saving: &HashSet::new() };
-    let codes = compile_parts(&graph, &place, 1, None, options)?;
+    let codes = compile(&graph, &place, 1, None, &**device)?;
     let code = &codes[0];
     let states = buffers("state", &code.states, weights, &**device)?;
     let mut executor = Executor::new(code, states, device, Arc::default())?;

@@ -1,6 +1,6 @@
 //! Stage code is what the compiler makes of one stage: sequences of kernels and the memory that they use.
 
-use crate::device::layout::accumulation_type;
+use crate::device::layout::{accumulation_bytes, accumulation_type};
 use crate::exec::sequence::{Sequence, TensorAddress};
 use compiler::op::Value;
 use compiler::tensor::DType;
@@ -103,8 +103,7 @@ impl StageCode {
 impl NamedTensor {
     /// Element type and bytes of this parameter's gradient sums.
     pub fn gradient(&self) -> (DType, usize) {
-        let (dtype, sum) = (self.fact.dtype, accumulation_type(self.fact.dtype));
-        (sum, self.bytes / dtype.size().max(1) * sum.size())
+        (accumulation_type(self.fact.dtype), accumulation_bytes(self.fact.dtype, self.bytes))
     }
 
     pub(super) fn new(name: &str, fact: &Fact) -> NamedTensor {

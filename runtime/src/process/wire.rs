@@ -4,13 +4,14 @@
 //! the stage, and anything else is refused.
 
 use crate::device::buffer::Buffer;
+use crate::device::layout::accumulation_bytes;
 use crate::exec::stage_code::StageCode;
 use crate::optim::grad_norm::Squares;
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
 use crate::process::recv_buffers::Ring;
 use crate::stage::gradient_buckets::ReplicaGradients;
-use crate::stage::gradients::{GradientTerms, gradient_bytes};
+use crate::stage::gradients::GradientTerms;
 use crate::zero::shard::Shares;
 use std::sync::Arc;
 
@@ -43,7 +44,7 @@ pub struct ContributionForm {
 impl ContributionForm {
     pub fn of(code: &StageCode, items: u32, most_items: usize) -> ContributionForm {
         let term = |term: &crate::exec::stage_code::GradientTerm| {
-            gradient_bytes(code.parameters[term.parameter].fact.dtype, term.place.bytes)
+            accumulation_bytes(code.parameters[term.parameter].fact.dtype, term.place.bytes)
         };
         ContributionForm {
             terms: code.gradient_terms.iter().map(term).collect(),

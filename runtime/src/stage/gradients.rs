@@ -5,7 +5,7 @@ use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
-use crate::device::layout::accumulation_type;
+use crate::device::layout::{accumulation_bytes, accumulation_type};
 use crate::exec::executor::{Executor, Item, Sum};
 use crate::exec::stage_code::GradientTerm;
 use crate::zero::streaming::ShardStream;
@@ -43,12 +43,7 @@ pub fn is_streamed(shard_stream: Option<&ShardStream>, term: &GradientTerm) -> b
 /// Allocates the sum of a term.
 pub fn allocate_sum(executor: &Executor<'_>, term: &GradientTerm) -> Result<Arc<Buffer>, DeviceError> {
     let dtype = executor.code.parameters[term.parameter].fact.dtype;
-    executor.device.take(gradient_bytes(dtype, term.place.bytes))
-}
-
-/// Size of the gradient sum for `bytes` of weights.
-pub fn gradient_bytes(dtype: DType, bytes: usize) -> usize {
-    bytes / dtype.size().max(1) * accumulation_type(dtype).size()
+    executor.device.take(accumulation_bytes(dtype, term.place.bytes))
 }
 
 /// Takes back the sums that a backward pass accumulated into, and accumulates the remaining terms. With streaming it

@@ -16,7 +16,6 @@ use crate::process::exchange::Exchange;
 use crate::process::run_status::LinkError;
 use crate::process::wire::{Contribution, ContributionForm, SharesForm, SquaresForm, TermsForm};
 use crate::stage::gradient_buckets::ReplicaGradients;
-use crate::stage::gradients::gradient_bytes;
 use crate::stage::shard_versions::ShardComm;
 use crate::stage::tied_parameter::{TiedGradientComm, TiedParameter};
 use crate::stage::worker::Key;
@@ -254,7 +253,7 @@ fn terms(training: &TrainJob<'_>, name: &str) -> TermsForm {
         for term in code.gradient_terms.iter().filter(|term| code.parameters[term.parameter].name == name) {
             let named = &code.parameters[term.parameter];
             form.ranks.push(term.rank);
-            form.bytes = gradient_bytes(named.fact.dtype, named.bytes);
+            form.bytes = named.gradient().1;
         }
     }
     form

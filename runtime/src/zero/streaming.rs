@@ -8,7 +8,7 @@ use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
-use crate::device::layout::accumulation_type;
+use crate::device::layout::accumulation_bytes;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::region::Region;
 use crate::exec::executor::{Item, Sum, Weights};
@@ -160,7 +160,7 @@ impl StepHook for ShardStream {
         for &term in &moment.begun {
             let at = &code.gradient_terms[term];
             let dtype = code.parameters[at.parameter].fact.dtype;
-            let mut room = device.stream.allocate(at.place.bytes / dtype.size() * accumulation_type(dtype).size())?;
+            let mut room = device.stream.allocate(accumulation_bytes(dtype, at.place.bytes))?;
             room.count_in(&ledger);
             item.sums[term] = Some(Sum { buffer: Arc::new(room), is_begun: false });
         }

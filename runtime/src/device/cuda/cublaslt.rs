@@ -6,7 +6,7 @@
 use super::library::{CudaLibrary, Found};
 use super::queue::Queue;
 use compiler::tensor::DType;
-use std::ffi::{CStr, c_float, c_int, c_void};
+use std::ffi::{c_float, c_int, c_void};
 use std::ptr;
 use std::sync::OnceLock;
 use thiserror::Error;
@@ -121,32 +121,22 @@ impl Functions {
         // SAFETY: the fields have the documented types of these functions, and the library stays loaded.
         unsafe {
             Some(Functions {
-                create: function(found, c"cublasLtCreate")?,
-                destroy: function(found, c"cublasLtDestroy")?,
-                product_create: function(found, c"cublasLtMatmulDescCreate")?,
-                product_set: function(found, c"cublasLtMatmulDescSetAttribute")?,
-                product_destroy: function(found, c"cublasLtMatmulDescDestroy")?,
-                layout_create: function(found, c"cublasLtMatrixLayoutCreate")?,
-                layout_set: function(found, c"cublasLtMatrixLayoutSetAttribute")?,
-                layout_destroy: function(found, c"cublasLtMatrixLayoutDestroy")?,
-                preference_create: function(found, c"cublasLtMatmulPreferenceCreate")?,
-                preference_set: function(found, c"cublasLtMatmulPreferenceSetAttribute")?,
-                preference_destroy: function(found, c"cublasLtMatmulPreferenceDestroy")?,
-                heuristic: function(found, c"cublasLtMatmulAlgoGetHeuristic")?,
-                matmul: function(found, c"cublasLtMatmul")?,
+                create: found.function(c"cublasLtCreate")?,
+                destroy: found.function(c"cublasLtDestroy")?,
+                product_create: found.function(c"cublasLtMatmulDescCreate")?,
+                product_set: found.function(c"cublasLtMatmulDescSetAttribute")?,
+                product_destroy: found.function(c"cublasLtMatmulDescDestroy")?,
+                layout_create: found.function(c"cublasLtMatrixLayoutCreate")?,
+                layout_set: found.function(c"cublasLtMatrixLayoutSetAttribute")?,
+                layout_destroy: found.function(c"cublasLtMatrixLayoutDestroy")?,
+                preference_create: found.function(c"cublasLtMatmulPreferenceCreate")?,
+                preference_set: found.function(c"cublasLtMatmulPreferenceSetAttribute")?,
+                preference_destroy: found.function(c"cublasLtMatmulPreferenceDestroy")?,
+                heuristic: found.function(c"cublasLtMatmulAlgoGetHeuristic")?,
+                matmul: found.function(c"cublasLtMatmul")?,
             })
         }
     }
-}
-
-/// A function of the library.
-///
-/// # Safety
-///
-/// `F` is its type.
-unsafe fn function<F: Copy>(found: &Found, name: &CStr) -> Option<F> {
-    // SAFETY: the caller knows the type.
-    unsafe { found.library.get::<F>(name.to_bytes_with_nul()) }.ok().map(|function| *function)
 }
 
 fn checked(status: c_int) -> Result<(), CublasError> {

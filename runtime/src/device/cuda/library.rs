@@ -27,7 +27,7 @@ pub struct Found {
     pub path: PathBuf,
     /// The version that it reports. For the driver it is the newest CUDA version that it supports.
     pub version: Option<String>,
-    pub(super) library: Library,
+    library: Library,
 }
 
 /// Why a library was not found.
@@ -35,6 +35,18 @@ pub struct Found {
 pub struct Missing {
     /// The loader's message about the first file that could not be loaded.
     pub fault: Option<String>,
+}
+
+impl Found {
+    /// A function of the library.
+    ///
+    /// # Safety
+    ///
+    /// `F` is its documented type.
+    pub(super) unsafe fn function<F: Copy>(&self, name: &CStr) -> Option<F> {
+        // SAFETY: the caller knows the type, and the library stays loaded.
+        unsafe { self.library.get::<F>(name.to_bytes_with_nul()) }.ok().map(|function| *function)
+    }
 }
 
 impl CudaLibrary {

@@ -57,8 +57,8 @@ impl Program {
 
     /// A function of the library. `F` is its type.
     fn function<F: Copy>(&self, name: &CStr) -> Result<F, NvrtcError> {
-        // SAFETY: every caller in this file names the documented type of the function, and the library stays loaded.
-        unsafe { self.found.library.get::<F>(name.to_bytes_with_nul()) }.map(|f| *f).map_err(|_| MISSING)
+        // SAFETY: every caller in this file names the documented type of the function.
+        unsafe { self.found.function(name) }.ok_or(MISSING)
     }
 
     pub fn compile(&self, options: &[CString]) -> Result<(), NvrtcError> {

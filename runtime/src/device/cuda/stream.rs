@@ -1,4 +1,4 @@
-//! Streams of a GPU. No method waits for the GPU unless the trait says so.
+//! Streams of a GPU. Methods wait for the GPU only where the trait says so.
 //!
 //! Kernels report invalid operands in a fault cell of the stream. It is read whenever the host waits anyway, and copied
 //! beside uploads, so the error of a kernel is returned by a later call.
