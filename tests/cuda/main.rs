@@ -1,6 +1,7 @@
 //! CUDA kernels on a machine without a GPU: every op sample runs on the CPU from the same source, geometry and
 //! arguments, and must match the reference. A GPU is tested too if there is one.
 
+mod attention;
 mod compile;
 mod products;
 
@@ -104,6 +105,7 @@ fn questions() -> Vec<Question> {
             }
         }
     }
+    questions.extend([DType::F32, DType::F64, DType::F16, DType::Bf16].into_iter().flat_map(attention::questions));
     println!("without a launch_plan: {}", without.into_iter().collect::<Vec<_>>().join(", "));
     questions
 }

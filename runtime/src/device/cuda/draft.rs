@@ -18,6 +18,7 @@ const NARROW: usize = 1 << 31;
 pub struct KernelBuilder {
     parameters: Vec<String>,
     arguments: Vec<At>,
+    definitions: String,
     body: String,
     is_wide: bool,
 }
@@ -46,6 +47,11 @@ impl KernelBuilder {
         self.arguments.push(at);
     }
 
+    /// Appends definitions that come before the kernel.
+    pub fn define(&mut self, text: &str) {
+        self.definitions.push_str(text);
+    }
+
     /// Appends lines to the body.
     pub fn add(&mut self, lines: &str) {
         self.body.push_str(lines.trim_end());
@@ -70,7 +76,8 @@ impl KernelBuilder {
     pub fn launch(self, blocks: usize, threads: u32) -> Launch {
         let at = if self.is_wide { "unsigned long long" } else { "unsigned int" };
         let text = format!(
-            "typedef {at} at;\n{PRELUDE}\nextern \"C\" __global__ void {ENTRY}({}) {{\n{}}}\n",
+            "typedef {at} at;\n{PRELUDE}\n{}extern \"C\" __global__ void {ENTRY}({}) {{\n{}}}\n",
+            self.definitions,
             self.parameters.join(", "),
             self.body
         );
