@@ -51,6 +51,15 @@ static void (*entry)(void**);
 static void** given;
 
 static void __syncthreads() { swapcontext(&fibers[current], &scheduler); }
+// All threads of a block call it together, not only those of a warp.
+template <class T> static T __shfl_xor_sync(unsigned, T value, int mask) {
+    static T values[1024];
+    values[threadIdx.x] = value;
+    __syncthreads();
+    value = values[threadIdx.x ^ mask];
+    __syncthreads();
+    return value;
+}
 
 static void fiber() {
     entry(given);
