@@ -2,6 +2,7 @@
 //! arguments, and must match the reference. A GPU is tested too if there is one.
 
 mod compile;
+mod large;
 mod products;
 
 #[path = "../support/mod.rs"]
@@ -102,6 +103,13 @@ fn questions() -> Vec<Question> {
                 }
                 None => {}
             }
+        }
+    }
+    for (op, inputs) in large::cases() {
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::Bf16] {
+            let inputs = in_type(&inputs, dtype);
+            let shapes: Vec<&[usize]> = inputs.iter().map(Tensor::shape).collect();
+            questions.extend(question(&format!("{op:?} of {shapes:?} ({dtype})"), &op, &inputs));
         }
     }
     println!("without a launch_plan: {}", without.into_iter().collect::<Vec<_>>().join(", "));

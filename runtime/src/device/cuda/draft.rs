@@ -4,6 +4,7 @@ use super::element::stored;
 use super::launch_plan::{At, Launch};
 use super::offsets::{Packed, Walk, offsets};
 use super::prelude::{ENTRY, PRELUDE};
+use super::rows::Rows;
 use compiler::tensor::DType;
 
 /// Threads per block for elementwise kernels.
@@ -108,6 +109,12 @@ impl KernelBuilder {
     pub fn block_each(mut self, count: usize, size: usize, lines: &str) -> Launch {
         self.add(&format!("for (at i = blockIdx.x; i < (at){count}; i += gridDim.x) {{\n{lines}\n}}"));
         self.launch(count.clamp(1, NARROW - 1), threads_for(size))
+    }
+
+    /// A launch with one block per row `i` in `0..count`.
+    pub fn rows_each(mut self, count: usize, rows: &Rows, lines: &str) -> Launch {
+        self.add(&format!("for (at i = blockIdx.x; i < (at){count}; i += gridDim.x) {{\n{lines}\n}}"));
+        self.launch(count.clamp(1, NARROW - 1), rows.threads)
     }
 
     pub fn launch(self, blocks: usize, threads: u32) -> Launch {
