@@ -3,6 +3,7 @@
 
 mod attention;
 mod compile;
+mod large;
 mod products;
 
 #[path = "../support/mod.rs"]
@@ -106,6 +107,13 @@ fn questions() -> Vec<Question> {
         }
     }
     questions.extend([DType::F32, DType::F64, DType::F16, DType::Bf16].into_iter().flat_map(attention::questions));
+    for (op, inputs) in large::cases() {
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::Bf16] {
+            let inputs = in_type(&inputs, dtype);
+            let shapes: Vec<&[usize]> = inputs.iter().map(Tensor::shape).collect();
+            questions.extend(question(&format!("{op:?} of {shapes:?} ({dtype})"), &op, &inputs));
+        }
+    }
     println!("without a launch_plan: {}", without.into_iter().collect::<Vec<_>>().join(", "));
     questions
 }

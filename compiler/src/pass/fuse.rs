@@ -211,7 +211,7 @@ fn is_elementwise(graph: &Graph, id: NodeId) -> bool {
         Op::Compare(_) | Op::Select(_) | Op::Cast(_) => true,
         _ => false,
     };
-    let is_plain = |dtype: DType| matches!(dtype, DType::F32 | DType::F64 | DType::Bool);
+    let is_plain = |dtype: DType| dtype.is_float() || dtype == DType::Bool;
     suits
         && is_plain(node.facts[0].dtype)
         && node.facts[0].bytes().is_some_and(|bytes| bytes > 0)

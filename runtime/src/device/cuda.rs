@@ -39,6 +39,7 @@ pub mod prelude;
 pub mod queue;
 pub mod reduce;
 pub mod rnn;
+pub mod rows;
 pub mod search_path;
 pub mod softmax;
 pub mod staging;

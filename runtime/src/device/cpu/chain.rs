@@ -32,6 +32,8 @@ pub struct Chain {
     width: usize,
     slots: usize,
     slot_bytes: usize,
+    /// The largest workspace of a kernel.
+    kernel_bytes: usize,
 }
 
 /// A chain input and its strides between tiles, in bytes.
@@ -104,7 +106,7 @@ impl Chain {
                 };
                 let operands: Vec<TensorLayout> = link.operands.iter().map(layout).collect();
                 let result = TensorLayout { dtype: link.result.dtype, shape: piece(rows) };
-                table::fast(&link.op, &operands, &[result]).filter(|fast| fast.workspace == 0)
+                table::fast_or_half(&link.op, &operands, &[result])
             };
             let rest = dims[cut] % height;
             let kernels = [Some(kernel(height)?), if rest > 0 { Some(kernel(rest)?) } else { None }];
@@ -117,8 +119,10 @@ impl Chain {
         }
         let largest = links.iter().map(|l| l.result.dtype.size()).max()?;
         let slot_bytes = (height * width * largest).next_multiple_of(ALIGNMENT);
+        let kernel_bytes =
+            steps.iter().flat_map(|step| step.kernels.iter().flatten()).map(|fast| fast.workspace).max()?;
         let (outer, rows) = (dims[..cut].to_vec(), dims[cut]);
-        Some(Chain { given: given_parts, written, steps, outer, rows, height, width, slots, slot_bytes })
+        Some(Chain { given: given_parts, written, steps, outer, rows, height, width, slots, slot_bytes, kernel_bytes })
     }
 
     pub fn ops(&self) -> usize {
@@ -127,7 +131,7 @@ impl Chain {
 
     /// Scratch bytes for [`run`](Chain::run), aligned to [`ALIGNMENT`].
     pub fn workspace(&self) -> usize {
-        self.slots * self.slot_bytes
+        self.slots * self.slot_bytes + self.kernel_bytes
     }
 
     /// Runs on aligned row-major buffers. Panics if a buffer length does not match its layout.
@@ -136,7 +140,8 @@ impl Chain {
         let expected = self.given.iter().map(|g| g.layout.bytes()).chain(self.written.iter().map(TensorLayout::bytes));
         assert!(lengths.eq(expected), "buffer sizes of a chain do not match their layouts");
         let mut slots: [&mut [u8]; MOST_SLOTS] = Default::default();
-        for (slot, bytes) in slots.iter_mut().zip(workspace.chunks_exact_mut(self.slot_bytes)) {
+        let (slot_memory, kernel_memory) = workspace.split_at_mut(self.slots * self.slot_bytes);
+        for (slot, bytes) in slots.iter_mut().zip(slot_memory.chunks_exact_mut(self.slot_bytes)) {
             *slot = bytes;
         }
         let mut at = [0; MOST_READ];
@@ -149,7 +154,7 @@ impl Chain {
                 for (start, given) in piece.starts.iter_mut().zip(&self.given) {
                     *start += row * given.row;
                 }
-                self.piece(inputs, outputs, &mut slots, &piece)?;
+                self.piece(inputs, outputs, &mut slots, kernel_memory, &piece)?;
                 done += rows * self.width;
             }
             for axis in (0..self.outer.len()).rev() {
@@ -176,6 +181,7 @@ impl Chain {
         inputs: &[&[u8]],
         outputs: &mut [&mut [u8]],
         slots: &mut [&mut [u8]; MOST_SLOTS],
+        kernel_memory: &mut [u8],
         piece: &Piece,
     ) -> Result<(), KernelError> {
         let (first, count) = (piece.first, piece.rows * self.width);
@@ -184,14 +190,15 @@ impl Chain {
             match step.result {
                 At::Slot(slot, size) => {
                     let whole = std::mem::take(&mut slots[slot]);
-                    let done = self.step(step, inputs, outputs, slots, piece, &mut whole[..count * size]);
+                    let done =
+                        self.step(step, inputs, outputs, slots, piece, (&mut whole[..count * size], kernel_memory));
                     slots[slot] = whole;
                     done?;
                 }
                 At::Written(i) => {
                     let (whole, size) = (std::mem::take(&mut outputs[i]), self.written[i].dtype.size());
                     let range = first * size..(first + count) * size;
-                    let done = self.step(step, inputs, outputs, slots, piece, &mut whole[range]);
+                    let done = self.step(step, inputs, outputs, slots, piece, (&mut whole[range], kernel_memory));
                     outputs[i] = whole;
                     done?;
                 }
@@ -208,11 +215,13 @@ impl Chain {
         outputs: &[&mut [u8]],
         slots: &[&mut [u8]; MOST_SLOTS],
         piece: &Piece,
-        result: &mut [u8],
+        (result, kernel_memory): (&mut [u8], &mut [u8]),
     ) -> Result<(), KernelError> {
         let (first, rows, count) = (piece.first, piece.rows, piece.rows * self.width);
         let kernel = &step.kernels[usize::from(rows < self.height)];
-        let Some(FastKernel { body, .. }) = kernel else { unreachable!("there is a kernel for the remaining rows") };
+        let Some(FastKernel { body, workspace, .. }) = kernel else {
+            unreachable!("there is a kernel for the remaining rows")
+        };
         let mut operands: [&[u8]; MOST_OPERANDS] = Default::default();
         for (bytes, operand) in operands.iter_mut().zip(&step.operands) {
             *bytes = match *operand {
@@ -227,7 +236,7 @@ impl Chain {
                 }
             };
         }
-        body(&operands[..step.operands.len()], &mut [result], &mut [])
+        body(&operands[..step.operands.len()], &mut [result], &mut kernel_memory[..*workspace])
     }
 }
 
@@ -282,6 +291,7 @@ fn joined(shape: &[usize], strides: &[Vec<isize>]) -> (Vec<usize>, Vec<Vec<isize
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::buffer::Buffer;
     use crate::device::cpu::Kernel;
     use compiler::op::table::rule;
     use compiler::op::{Binary, Cast, Compare, Op, Select, Unary};
@@ -332,7 +342,8 @@ mod tests {
                 })
                 .collect();
             let kernel = Kernel::new(op, &facts, &results);
-            kernel.run(&read, &mut [slice(&mut buffer, result.bytes())], &mut []).unwrap();
+            let mut workspace = Buffer::host(kernel.workspace());
+            kernel.run(&read, &mut [slice(&mut buffer, result.bytes())], workspace.bytes_mut()).unwrap();
             made.push((result, buffer));
         }
         let link = |(at, (op, operands, is_written)): (usize, &(Op, Vec<Operand>, bool))| {
@@ -346,8 +357,8 @@ mod tests {
         let mut outputs: Vec<Vec<u64>> = wanted.iter().map(|(layout, _)| aligned(layout.bytes())).collect();
         let mut written: Vec<&mut [u8]> =
             outputs.iter_mut().zip(&wanted).map(|(buffer, (layout, _))| slice(buffer, layout.bytes())).collect();
-        let mut workspace = aligned(chain.workspace());
-        chain.run(&inputs, &mut written, slice(&mut workspace, chain.workspace())).unwrap();
+        let mut workspace = Buffer::host(chain.workspace());
+        chain.run(&inputs, &mut written, workspace.bytes_mut()).unwrap();
         for (got, (_, want)) in outputs.iter().zip(&wanted) {
             assert!(got == want, "{shape:?}");
         }
@@ -368,6 +379,15 @@ mod tests {
             unary(Unary::Tanh, Result(5), true),
             binary(Binary::Sub, Result(2), Result(4), true),
         ];
+        let narrow = |x| (Op::Cast(Cast { to: DType::Bf16 }), vec![x], false);
+        let narrow_ops: Ops = vec![
+            narrow(Input(0)),
+            narrow(Input(1)),
+            binary(Binary::Add, Result(0), Result(1), true),
+            unary(Unary::Gelu, Result(2), false),
+            (Op::Cast(Cast { to: DType::F32 }), vec![Result(3)], false),
+            binary(Binary::Mul, Result(4), Input(2), true),
+        ];
         let of = |shape: &[usize]| TensorLayout { dtype: DType::F32, shape: shape.to_vec() };
         let shapes: [(&[usize], [&[usize]; 3]); 8] = [
             (&[7], [&[7], &[1], &[]]),
@@ -382,6 +402,7 @@ mod tests {
         for (shape, others) in shapes {
             let given = [of(shape), of(others[0]), of(others[1]), of(others[2])];
             same_as_apart(&ops, &given, shape);
+            same_as_apart(&narrow_ops, &[of(shape), of(shape), given[2].clone()], shape);
         }
     }
 }

@@ -10,10 +10,14 @@ impl Kernel {
         let outputs: Vec<TensorLayout> = outputs.iter().map(TensorLayout::of).collect();
         // The reference defines the results for empty tensors.
         let empty = inputs.iter().chain(&outputs).any(TensorLayout::is_empty);
-        let fast =
-            if empty { None } else { fast(op, &inputs, &outputs).or_else(|| half::kernel(op, &inputs, &outputs)) };
+        let fast = if empty { None } else { fast_or_half(op, &inputs, &outputs) };
         Kernel::from_parts(op.clone(), inputs, outputs, fast)
     }
+}
+
+/// The fast kernel of an op, also for element types of two bytes.
+pub(super) fn fast_or_half(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Option<FastKernel> {
+    fast(op, inputs, outputs).or_else(|| half::kernel(op, inputs, outputs))
 }
 
 /// The fast kernel of an op for these element types, if there is one.

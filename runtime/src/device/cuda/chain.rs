@@ -2,9 +2,9 @@
 
 use super::draft::KernelBuilder;
 use super::element::{held, load, store};
-use super::elementwise::expression;
+use super::elementwise::{expression, loads, sources};
 use super::launch_plan::{At, LaunchPlan};
-use super::offsets::{Walk, offsets};
+use super::offsets::Walk;
 use crate::device::chain::{Link, Operand};
 use crate::device::layout::TensorLayout;
 use compiler::tensor::DType;
@@ -15,15 +15,9 @@ pub fn kernel(links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     if result.is_empty() || inputs.iter().any(TensorLayout::is_empty) {
         return None;
     }
-    let mut builder = KernelBuilder::new(inputs.iter().map(TensorLayout::len).chain([result.len()]).max()?);
-    let walks: Vec<Walk> = inputs.iter().map(|x| Walk::stretched(&x.shape, &result.shape)).collect();
-    let (mut body, places) = offsets("d", "i", &result.shape, &walks);
-    for (k, x) in inputs.iter().enumerate() {
-        builder.reads(&format!("x{k}"), x.dtype, At::input(k));
-        let element = load(x.dtype, &format!("x{k}[{}]", places[k]));
-        body.push_str(&format!("{} v{k} = {element};\n", held(x.dtype)));
-    }
-    let mut written = 0;
+    let builder = KernelBuilder::new(inputs.iter().map(TensorLayout::len).chain([result.len()]).max()?);
+    let mut body = loads(&inputs.iter().map(|x| x.dtype).collect::<Vec<_>>());
+    let mut results = Vec::new();
     for (at, link) in links.iter().enumerate() {
         let dtype_of = |operand: &Operand| match *operand {
             Operand::Input(k) => inputs[k].dtype,
@@ -41,10 +35,9 @@ pub fn kernel(links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
         body.push_str(&format!("{} s{at} = {};\n", super::element::stored(dtype), store(dtype, &value)));
         body.push_str(&format!("{} r{at} = {};\n", held(dtype), load(dtype, &format!("s{at}"))));
         if link.is_written {
-            builder.writes(&format!("y{written}"), dtype, At::output(written));
-            body.push_str(&format!("y{written}[i] = s{at};\n"));
-            written += 1;
+            body.push_str(&format!("y{} = s{at};\n", results.len()));
+            results.push((dtype, At::output(results.len()), Walk::plain(&result.shape)));
         }
     }
-    Some(LaunchPlan::of(builder.each(result.len(), &body)))
+    Some(LaunchPlan::of(builder.each_element(&result.shape, &sources(inputs, &result.shape), &results, &body)))
 }

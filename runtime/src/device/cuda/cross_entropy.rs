@@ -3,7 +3,8 @@
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
 use super::launch_plan::{At, Base, Launch, LaunchPlan};
-use super::softmax::most_and_total;
+use super::rows::Written;
+use super::softmax::{most_and_total, operand, rows_of};
 use crate::device::layout::TensorLayout;
 use compiler::op::{CrossEntropy, CrossEntropyGrad};
 
@@ -40,6 +41,7 @@ fn count(target: &TensorLayout, input: usize, classes: usize, ignore: Option<i64
 /// Outputs the loss and the log-sum-exp of every row.
 pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -> Option<LaunchPlan> {
     let (size, inner) = (logits.shape[op.axis], logits.shape[op.axis + 1..].iter().product::<usize>());
+    let (rows, from) = rows_of(logits, op.axis);
     let sums = accumulator(logits.dtype);
     let kind = held(sums);
     let mut launch_plan = LaunchPlan::default();
@@ -52,17 +54,16 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
     draft.writes("lse", logits.dtype, At::output(1));
     draft.writes("losses", sums, losses);
     let lines = format!(
-        "at from = i / (at){inner} * (at){} + i % (at){inner};\n{}\
+        "{from}{}\
          if (threadIdx.x == 0) {{\n{kind} l = most + m_log(total);\nlse[i] = {};\ni64 t = (i64){};\n\
          losses[i] = {} && (u64)t < (u64){size} ? l - {} : ({kind})0;\n}}",
-        size * inner,
-        most_and_total(logits.dtype, size, inner),
+        most_and_total(logits.dtype, &rows),
         store(logits.dtype, "l"),
         load(target.dtype, "target[i]"),
         counts(op.ignore),
         load(logits.dtype, &format!("x[from + (at)t * (at){inner}]"))
     );
-    launch_plan.launches.push(draft.block_each(target.len(), size, &lines));
+    launch_plan.launches.push(draft.rows_each(target.len(), &rows, &lines));
     let mut draft = KernelBuilder::new(target.len());
     draft.reads("losses", sums, losses);
     draft.reads("count", compiler::tensor::DType::U64, counted);
@@ -95,17 +96,25 @@ pub fn grad(
     draft.reads("lse", logits.dtype, At::input(3));
     draft.reads("count", compiler::tensor::DType::U64, counted);
     draft.writes("y", logits.dtype, At::output(0));
+    let slope = |t: &str, lse: &str, x: &str, class: &str| {
+        let probability = format!("m_exp({x} - {}) - ({kind})((u64)t == (u64){class})", load(logits.dtype, lse));
+        let scale = load(dloss.dtype, "dloss[0]");
+        let value = format!("{} ? {scale} / ({kind})count[0] * ({probability}) : ({kind})0", counts(op.ignore));
+        (format!("i64 t = (i64){};\n", load(target.dtype, t)), store(logits.dtype, &value))
+    };
+    if inner == 1 {
+        let (rows, from) = rows_of(logits, op.axis);
+        let (label, value) = slope("target[i]", "lse[i]", "x_k", "k");
+        let written = [Written { name: "y", dtype: logits.dtype, from: "from" }];
+        let pass = rows.pass(true, &[operand(logits.dtype)], &written, &format!("y_k = {value};"));
+        launch_plan.launches.push(draft.rows_each(target.len(), &rows, &format!("{from}{label}{pass}")));
+        return Some(launch_plan);
+    }
+    let (label, value) = slope("target[line]", "lse[line]", &load(logits.dtype, "x[i]"), "class_of");
     let lines = format!(
         "at within = i % (at){inner}, class_of = i / (at){inner} % (at){size}, line = i / (at){} * (at){inner} + within;\n\
-         i64 t = (i64){};\n{kind} slope = 0;\n\
-         if ({}) slope = {} / ({kind})count[0] * (m_exp({} - {}) - ({kind})((u64)t == (u64)class_of));\ny[i] = {};",
+         {label}y[i] = {value};",
         size * inner,
-        load(target.dtype, "target[line]"),
-        counts(op.ignore),
-        load(dloss.dtype, "dloss[0]"),
-        load(logits.dtype, "x[i]"),
-        load(logits.dtype, "lse[line]"),
-        store(logits.dtype, "slope")
     );
     launch_plan.launches.push(draft.each(logits.len(), &lines));
     Some(launch_plan)

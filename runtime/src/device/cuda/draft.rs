@@ -2,7 +2,9 @@
 
 use super::element::stored;
 use super::launch_plan::{At, Launch};
+use super::offsets::{Packed, Walk, offsets};
 use super::prelude::{ENTRY, PRELUDE};
+use super::rows::Rows;
 use compiler::tensor::DType;
 
 /// Threads per block for elementwise kernels.
@@ -13,6 +15,9 @@ const MOST_BLOCKS: usize = 16384;
 
 /// From this many elements on, indices have 64 bits.
 const NARROW: usize = 1 << 31;
+
+/// Bytes that one instruction loads or stores, and to which all tensors are aligned.
+pub const PACK_BYTES: usize = 16;
 
 #[derive(Default)]
 pub struct KernelBuilder {
@@ -67,10 +72,55 @@ impl KernelBuilder {
         self.launch(blocks, THREADS)
     }
 
+    /// A launch over the elements of a shape. `lines` computes element `n` of the results, `y0`…, from those of the
+    /// operands, `x0`…. A thread has several adjacent elements where the layouts allow it.
+    pub fn each_element(
+        mut self,
+        shape: &[usize],
+        operands: &[(DType, At, Walk)],
+        results: &[(DType, At, Walk)],
+        lines: &str,
+    ) -> Launch {
+        let fits = |width: &usize| {
+            operands.iter().chain(results).all(|(dtype, at, _)| {
+                width * dtype.size() <= PACK_BYTES && at.offset.is_multiple_of(width * dtype.size())
+            })
+        };
+        let most = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
+        let walks: Vec<Walk> = operands.iter().chain(results).map(|(.., walk)| walk.clone()).collect();
+        let packed = Packed::new(shape, &walks, most);
+        let (mut body, places) = offsets("d", "i", &packed.shape, &packed.walks);
+        let (width, mut before, mut behind) = (packed.width, String::new(), String::new());
+        for (k, &(dtype, at, _)) in operands.iter().enumerate() {
+            self.reads(&format!("from{k}"), dtype, at);
+            let (count, element) = if packed.is_same[k] { (1, "0") } else { (width, "e") };
+            let pack = format!("Pack<{}, {count}>", stored(dtype));
+            body.push_str(&format!("{pack} p{k} = *(const {pack}*)(from{k} + {});\n", places[k]));
+            before.push_str(&format!("{} x{k} = p{k}.of[{element}];\n", stored(dtype)));
+        }
+        for (k, &(dtype, at, _)) in results.iter().enumerate() {
+            self.writes(&format!("to{k}"), dtype, at);
+            let pack = format!("Pack<{}, {width}>", stored(dtype));
+            body.push_str(&format!("{pack} q{k};\n"));
+            before.push_str(&format!("{}& y{k} = q{k}.of[e];\n", stored(dtype)));
+            behind.push_str(&format!("*({pack}*)(to{k} + {}) = q{k};\n", places[operands.len() + k]));
+        }
+        body.push_str(&format!(
+            "#pragma unroll\nfor (at e = 0; e < {width}; e++) {{\nat n = i * {width} + e;\n{before}{lines}\n}}\n{behind}"
+        ));
+        self.each(shape.iter().product::<usize>() / width, &body)
+    }
+
     /// A launch with one block per `i` in `0..count`, with enough threads for `size` elements.
     pub fn block_each(mut self, count: usize, size: usize, lines: &str) -> Launch {
         self.add(&format!("for (at i = blockIdx.x; i < (at){count}; i += gridDim.x) {{\n{lines}\n}}"));
         self.launch(count.clamp(1, NARROW - 1), threads_for(size))
+    }
+
+    /// A launch with one block per row `i` in `0..count`.
+    pub fn rows_each(mut self, count: usize, rows: &Rows, lines: &str) -> Launch {
+        self.add(&format!("for (at i = blockIdx.x; i < (at){count}; i += gridDim.x) {{\n{lines}\n}}"));
+        self.launch(count.clamp(1, NARROW - 1), rows.threads)
     }
 
     pub fn launch(self, blocks: usize, threads: u32) -> Launch {

@@ -1,9 +1,9 @@
-//! Elementwise ops, one thread per element. Each op is an expression over its operands, so chains could be fused.
+//! Elementwise ops, each is an expression over its operands, so that chains run as one kernel.
 
 use super::draft::KernelBuilder;
 use super::element::{cast, held, load, store};
 use super::launch_plan::{At, LaunchPlan};
-use super::offsets::{Walk, offsets};
+use super::offsets::Walk;
 use crate::device::layout::TensorLayout;
 use compiler::op::{Binary, Compare, Op, Unary};
 use compiler::tensor::DType;
@@ -78,19 +78,23 @@ fn binary(op: Binary, dtype: DType, a: &str, b: &str) -> String {
 
 /// An elementwise op with its operands broadcast to the output.
 pub fn kernel(op: &Op, inputs: &[TensorLayout], y: &TensorLayout) -> Option<LaunchPlan> {
-    let mut draft = KernelBuilder::new(inputs.iter().map(TensorLayout::len).chain([y.len()]).max().unwrap_or(0));
-    let walks: Vec<Walk> = inputs.iter().map(|x| Walk::stretched(&x.shape, &y.shape)).collect();
-    let (lines, places) = offsets("d", "i", &y.shape, &walks);
+    let draft = KernelBuilder::new(inputs.iter().map(TensorLayout::len).chain([y.len()]).max().unwrap_or(0));
     let dtypes: Vec<DType> = inputs.iter().map(|x| x.dtype).collect();
     let operands: Vec<String> = (0..inputs.len()).map(|k| format!("v{k}")).collect();
     let value = expression(op, &dtypes, &operands)?;
-    let mut body = lines;
-    for (k, x) in inputs.iter().enumerate() {
-        draft.reads(&format!("x{k}"), x.dtype, At::input(k));
-        let element = load(x.dtype, &format!("x{k}[{}]", places[k]));
-        body.push_str(&format!("{} v{k} = {element};\n", held(x.dtype)));
-    }
-    draft.writes("y", y.dtype, At::output(0));
-    body.push_str(&format!("y[i] = {};", store(y.dtype, &value)));
-    Some(LaunchPlan::of(draft.each(y.len(), &body)))
+    let lines = format!("{}y0 = {};", loads(&dtypes), store(y.dtype, &value));
+    let results = [(y.dtype, At::output(0), Walk::plain(&y.shape))];
+    Some(LaunchPlan::of(draft.each_element(&y.shape, &sources(inputs, &y.shape), &results, &lines)))
+}
+
+/// The inputs of a kernel, broadcast to a shape.
+pub fn sources(inputs: &[TensorLayout], shape: &[usize]) -> Vec<(DType, At, Walk)> {
+    let source = |(k, x): (usize, &TensorLayout)| (x.dtype, At::input(k), Walk::stretched(&x.shape, shape));
+    inputs.iter().enumerate().map(source).collect()
+}
+
+/// Code that gives operands `x0`… in their compute types as `v0`….
+pub fn loads(dtypes: &[DType]) -> String {
+    let line = |(k, &dtype): (usize, &DType)| format!("{} v{k} = {};\n", held(dtype), load(dtype, &format!("x{k}")));
+    dtypes.iter().enumerate().map(line).collect()
 }

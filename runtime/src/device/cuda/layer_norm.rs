@@ -1,11 +1,19 @@
-//! Layer normalisation: one block per row. Gradients of scale and bias are sums over rows, in two passes.
+//! Layer normalisation: one block per row. In the backward a block has several rows, and sums the gradients of scale and
+//! bias over them; a second launch adds these sums.
 
-use super::draft::KernelBuilder;
+use super::draft::{KernelBuilder, THREADS};
 use super::element::{accumulator, held, load, store};
-use super::launch_plan::{At, LaunchPlan};
-use super::reduce::reduce;
+use super::launch_plan::{At, Launch, LaunchPlan};
+use super::rows::{Read, Rows, Written};
 use crate::device::layout::TensorLayout;
-use compiler::op::{LayerNorm, ReduceKind};
+use compiler::op::LayerNorm;
+use compiler::tensor::DType;
+
+/// Most blocks of a backward, each with sums of its own.
+const MOST_SUMS: usize = 512;
+
+/// Columns of a block that adds these sums.
+const COLUMNS: usize = 8;
 
 /// Outputs y, mean and reciprocal standard deviation.
 pub fn kernel(op: &LayerNorm, x: &TensorLayout) -> Option<LaunchPlan> {
@@ -18,49 +26,103 @@ pub fn kernel(op: &LayerNorm, x: &TensorLayout) -> Option<LaunchPlan> {
     for (i, name) in ["y", "means", "rstds"].into_iter().enumerate() {
         draft.writes(name, x.dtype, At::output(i));
     }
-    let [v, scale, bias] = ["x[from + k]", "scale[k]", "bias[k]"].map(|e| load(x.dtype, e));
+    let rows = Rows::new(size, 1, x.dtype.size());
+    let row = || Read { name: "x", dtype: x.dtype, from: "from", is_kept: true };
+    let [scale, bias] = ["scale", "bias"].map(|name| Read { name, dtype: x.dtype, from: "0", is_kept: false });
+    let y = Written { name: "y", dtype: x.dtype, from: "from" };
     let lines = format!(
-        "at from = i * (at){size};\n{kind} sum = 0;\n\
-         for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) sum += {v};\n{kind} mean = sum_across(sum) / ({kind}){size};\n\
-         sum = 0;\nfor (at k = threadIdx.x; k < (at){size}; k += blockDim.x) {{ {kind} d = {v} - mean; sum += d * d; }}\n\
+        "at from = i * (at){size};\n{kind} sum = 0;\n{}{kind} mean = sum_across(sum) / ({kind}){size};\nsum = 0;\n{}\
          {kind} rstd = ({kind})1 / m_sqrt(sum_across(sum) / ({kind}){size} + ({kind}){epsilon:?});\n\
-         if (threadIdx.x == 0) {{ means[i] = {}; rstds[i] = {}; }}\n\
-         for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) y[from + k] = {};",
+         if (threadIdx.x == 0) {{ means[i] = {}; rstds[i] = {}; }}\n{}",
+        rows.pass(true, &[row()], &[], "sum += x_k;"),
+        rows.pass(false, &[row()], &[], &format!("{kind} d = x_k - mean;\nsum += d * d;")),
         store(x.dtype, "mean"),
         store(x.dtype, "rstd"),
-        store(x.dtype, &format!("({v} - mean) * rstd * {scale} + {bias}")),
+        rows.pass(
+            false,
+            &[row(), scale, bias],
+            &[y],
+            &format!("y_k = {};", store(x.dtype, "(x_k - mean) * rstd * scale_k + bias_k"))
+        ),
         epsilon = op.epsilon,
     );
-    Some(LaunchPlan::of(draft.block_each(x.len() / size, size, &lines)))
+    Some(LaunchPlan::of(draft.rows_each(x.len() / size, &rows, &lines)))
 }
 
 /// Outputs dx, dscale and dbias.
 pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let size = scale.len();
-    let rows = x.len() / size;
+    let count = x.len() / size;
+    let blocks = count.min(MOST_SUMS);
     let sums = accumulator(x.dtype);
     let kind = held(sums);
     let mut launch_plan = LaunchPlan::default();
-    let products = launch_plan.take(x.len() * sums.size());
+    let partials = ["scale_sums", "bias_sums"].map(|name| (name, launch_plan.take(blocks * size * sums.size())));
     let mut draft = KernelBuilder::new(x.len());
     for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
         draft.reads(name, x.dtype, At::input(i));
     }
     draft.writes("dx", x.dtype, At::output(0));
-    draft.writes("products", sums, products);
-    let [dy, v, scale, mean, rstd] =
-        ["dy[from + k]", "x[from + k]", "scale[k]", "means[i]", "rstds[i]"].map(|e| load(x.dtype, e));
-    let lines = format!(
-        "at from = i * (at){size};\n{kind} mean = {mean}, rstd = {rstd}, sum = 0, sum_x = 0;\n\
-         for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) {{\n{kind} d = {dy}, x_hat = ({v} - mean) * rstd;\n\
-         sum += d * {scale};\nsum_x += d * {scale} * x_hat;\nproducts[from + k] = d * x_hat;\n}}\n\
-         {kind} g = sum_across(sum) / ({kind}){size}, g_x = sum_across(sum_x) / ({kind}){size};\n\
-         for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) dx[from + k] = {};",
-        store(x.dtype, &format!("rstd * ({dy} * {scale} - g - ({v} - mean) * rstd * g_x)"))
+    let rows = Rows::new(size, 1, x.dtype.size().max(sums.size()));
+    for (name, at) in partials {
+        draft.writes(name, sums, at);
+        draft.add(&rows.cells(&format!("{name}_own"), kind, "0").unwrap_or_default());
+    }
+    let [mean, rstd] = ["means[i]", "rstds[i]"].map(|e| load(x.dtype, e));
+    let reads = || {
+        let row = |name| Read { name, dtype: x.dtype, from: "from", is_kept: true };
+        [row("dy"), row("x"), Read { name: "scale", dtype: x.dtype, from: "0", is_kept: false }]
+    };
+    // Rows that do not fit have their sums in memory.
+    let of_block = |name: &str| match rows.fit() {
+        true => rows.cell(&format!("{name}_own")),
+        false => format!("{name}[(at)blockIdx.x * (at){size} + k]"),
+    };
+    let add = |name: &str, term: &str| match (of_block(name), rows.fit()) {
+        (sum, true) => format!("{sum} += {term};\n"),
+        (sum, false) => format!("{sum} = (i == blockIdx.x ? ({kind})0 : {sum}) + {term};\n"),
+    };
+    let first = format!(
+        "{kind} x_hat = (x_k - mean) * rstd;\nsum += dy_k * scale_k;\nsum_x += dy_k * scale_k * x_hat;\n{}{}",
+        add("scale_sums", "dy_k * x_hat"),
+        add("bias_sums", "dy_k")
     );
-    launch_plan.launches.push(draft.block_each(rows, size, &lines));
-    let table = |dtype| TensorLayout { dtype, shape: vec![rows, size] };
-    reduce(&mut launch_plan, ReduceKind::Sum, &[0], (products, &table(sums)), (At::output(1), x.dtype));
-    reduce(&mut launch_plan, ReduceKind::Sum, &[0], (At::input(0), &table(x.dtype)), (At::output(2), x.dtype));
+    let dx = store(x.dtype, "rstd * (dy_k * scale_k - g - (x_k - mean) * rstd * g_x)");
+    draft.add(&format!(
+        "for (at i = blockIdx.x; i < (at){count}; i += gridDim.x) {{\nat from = i * (at){size};\n\
+         {kind} mean = {mean}, rstd = {rstd}, sum = 0, sum_x = 0;\n{}\
+         {kind} g = sum_across(sum) / ({kind}){size}, g_x = sum_across(sum_x) / ({kind}){size};\n{}}}",
+        rows.pass(true, &reads(), &[], &first),
+        rows.pass(false, &reads(), &[Written { name: "dx", dtype: x.dtype, from: "from" }], &format!("dx_k = {dx};"))
+    ));
+    if rows.fit() {
+        let own = format!("(at)blockIdx.x * (at){size}");
+        let written = partials.map(|(name, _)| Written { name, dtype: sums, from: &own });
+        let lines = partials.map(|(name, _)| format!("{name}_k = {};\n", of_block(name))).concat();
+        draft.add(&rows.pass(true, &[], &written, &lines));
+    }
+    launch_plan.launches.push(draft.launch(blocks, rows.threads));
+    launch_plan.launches.push(added(partials.map(|(_, at)| at), sums, (blocks, size), x.dtype));
     Some(launch_plan)
+}
+
+/// Adds the rows of two tables: outputs 1 and 2.
+fn added(tables: [At; 2], sums: DType, (count, size): (usize, usize), dtype: DType) -> Launch {
+    let kind = held(sums);
+    let mut draft = KernelBuilder::new(count * size);
+    for (k, at) in tables.into_iter().enumerate() {
+        draft.reads(&format!("x{k}"), sums, at);
+        draft.writes(&format!("y{k}"), dtype, At::output(k + 1));
+    }
+    let tiles = size.div_ceil(COLUMNS);
+    let lines = format!(
+        "at k = i / 2 * {COLUMNS} + threadIdx.x % {COLUMNS};\nconst {kind}* x = i % 2 ? x1 : x0;\n{kind} sum = 0;\n\
+         #pragma unroll 8\nfor (at row = k < (at){size} ? threadIdx.x / {COLUMNS} : (at){count}; row < (at){count}; row += {rows}) \
+         sum += x[row * (at){size} + k];\n\
+         sum = across_rows(sum, {COLUMNS}, []({kind} a, {kind} b) {{ return a + b; }});\n\
+         if (k < (at){size} && threadIdx.x < {COLUMNS}) (i % 2 ? y1 : y0)[k] = {};",
+        store(dtype, "sum"),
+        rows = THREADS as usize / COLUMNS,
+    );
+    draft.block_each(2 * tiles, THREADS as usize, &lines)
 }

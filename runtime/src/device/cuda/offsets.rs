@@ -70,6 +70,45 @@ pub fn offsets(prefix: &str, index: &str, shape: &[usize], walks: &[Walk]) -> (S
     (lines, expressions)
 }
 
+/// A shape whose elements are packs of adjacent elements of another, and what every operand has of a pack.
+pub struct Packed {
+    /// Elements of a pack.
+    pub width: usize,
+    pub shape: Vec<usize>,
+    /// Offsets of packs in elements.
+    pub walks: Vec<Walk>,
+    /// Whether a pack of this operand is one element, the same for all.
+    pub is_same: Vec<bool>,
+}
+
+impl Packed {
+    /// Packs of the most elements, up to `most`, that start at multiples of their size in every operand.
+    pub fn new(shape: &[usize], walks: &[Walk], most: usize) -> Packed {
+        let dims = joined(shape, walks);
+        let inner = dims.last().map_or((1, vec![0; walks.len()]), Clone::clone);
+        let steps_of = |walk: usize| dims[..dims.len().saturating_sub(1)].iter().map(move |(_, steps)| steps[walk]);
+        let fits = |walk: usize, width: usize| match inner.1[walk] {
+            0 => true,
+            1 => walks[walk].base % width == 0 && steps_of(walk).all(|step| step % width as isize == 0),
+            _ => width == 1,
+        };
+        let works = |width: &usize| inner.0 % width == 0 && (0..walks.len()).all(|walk| fits(walk, *width));
+        let width = [8, 4, 2].into_iter().filter(|width| *width <= most).find(works).unwrap_or(1);
+        let packed = |walk: usize| Walk {
+            base: walks[walk].base,
+            steps: steps_of(walk).chain(dims.last().map(|_| inner.1[walk] * width as isize)).collect(),
+        };
+        let mut shape: Vec<usize> = dims.iter().map(|dim| dim.0).collect();
+        shape.iter_mut().last().into_iter().for_each(|size| *size /= width);
+        Packed {
+            width,
+            shape,
+            walks: (0..walks.len()).map(packed).collect(),
+            is_same: inner.1.iter().map(|step| *step == 0).collect(),
+        }
+    }
+}
+
 /// The dimensions of a shape, with their strides, after those of size 1 are dropped and contiguous ones are merged.
 pub fn joined(shape: &[usize], walks: &[Walk]) -> Vec<(usize, Vec<isize>)> {
     let mut dims: Vec<(usize, Vec<isize>)> = Vec::new();

@@ -26,9 +26,13 @@ DEVICE f32 wide(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
 DEVICE f32 wide(f32 x) { return x; }
 DEVICE f64 wide(f64 x) { return x; }
 DEVICE bf16 narrow_bf16(f32 x) {
-    u32 bits = __float_as_uint(x);
     bf16 y;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+    u32 bits = __float_as_uint(x);
     y.bits = x != x ? (u16)(bits >> 16 | 0x40) : (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#endif
     return y;
 }
 // Rounded so that a second rounding to fewer digits is right: toward zero, the last bit set where something is lost.
@@ -119,18 +123,42 @@ DEVICE u64 mix(u64 counter) {
     return z ^ (z >> 31);
 }
 
-// All threads' values joined in a tree; every thread gets the result. The block has a power of two threads, 512 at most.
+// Adjacent elements, moved by instructions of up to 16 bytes.
+template <class T, u32 N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack { T of[N]; };
+
+// The value of the thread of the warp whose number differs in these bits.
+template <class T> DEVICE T beside(T value, u32 mask) {
+    static_assert(sizeof(T) % 4 == 0, "shuffles move words");
+    union { T value; u32 words[sizeof(T) / 4]; } all;
+    all.value = value;
+    for (u32 k = 0; k < sizeof(T) / 4; k++) all.words[k] = __shfl_xor_sync(~0u, all.words[k], mask);
+    return all.value;
+}
+// All threads' values joined in a tree; every thread gets the result. The block has a power of two threads, 32 to 1024.
 template <class T, class F> DEVICE T across(T value, F join) {
-    __shared__ T all[512];
+    __shared__ T all[32];
+    u32 warps = blockDim.x / 32;
+    for (u32 mask = 16; mask > 0; mask /= 2) value = join(value, beside(value, mask));
+    if (warps == 1) return value;
+    if (threadIdx.x % 32 == 0) all[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = all[threadIdx.x % warps];
+    __syncthreads();
+    for (u32 mask = warps / 2; mask > 0; mask /= 2) value = join(value, beside(value, mask));
+    return value;
+}
+template <class T> DEVICE T sum_across(T value) { return across(value, [](T a, T b) { return a + b; }); }
+// Values joined over the threads of a block with equal numbers modulo `lanes`, a power of two; each gets the result.
+template <class T, class F> DEVICE T across_rows(T value, u32 lanes, F join) {
+    __shared__ T all[256];
     all[threadIdx.x] = value;
     __syncthreads();
-    for (u32 half = blockDim.x / 2; half > 0; half /= 2) {
+    for (u32 half = blockDim.x / 2; half >= lanes; half /= 2) {
         if (threadIdx.x < half) all[threadIdx.x] = join(all[threadIdx.x], all[threadIdx.x + half]);
         __syncthreads();
     }
-    T result = all[0];
+    T result = all[threadIdx.x % lanes];
     __syncthreads();
     return result;
 }
-template <class T> DEVICE T sum_across(T value) { return across(value, [](T a, T b) { return a + b; }); }
 "#;

@@ -1,20 +1,24 @@
-//! Reductions: one block per result if its elements are contiguous, else one thread per result. With too few results to
-//! fill a GPU, a first launch reduces parts.
+//! Reductions. Where the elements of a result are adjacent, a block has one result. Where adjacent results are, a block
+//! has the columns of a few and its threads the rows. Else a thread has one result. With too few results to fill a GPU,
+//! a first launch reduces parts.
 
-use super::draft::{KernelBuilder, THREADS};
-use super::element::{accumulator, held, load, store};
+use super::draft::{KernelBuilder, PACK_BYTES, THREADS, threads_for};
+use super::element::{accumulator, held, load, store, stored};
 use super::launch_plan::{At, Launch, LaunchPlan};
-use super::offsets::{Walk, offsets};
+use super::offsets::{Packed, Walk, joined, offsets};
 use crate::device::layout::TensorLayout;
 use compiler::op::{Reduce, ReduceKind};
 use compiler::tensor::DType;
 use compiler::tensor::view::strides;
 
 /// Threads that fill a GPU.
-const ENOUGH: usize = 1 << 16;
+const ENOUGH: usize = 1 << 17;
 
-/// Minimum elements per part.
-const LEAST_PART: usize = 512;
+/// Fewest elements of a part that one thread has.
+const LEAST_EACH: usize = 4;
+
+/// Bytes of adjacent results of a block with columns.
+const COLUMN_BYTES: usize = 128;
 
 /// A reduction operation in kernel source.
 struct Join {
@@ -73,98 +77,172 @@ pub fn kernel(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchP
 
 /// Appends a reduction of `x` over `axes` to a plan.
 pub fn reduce(launch_plan: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At, &TensorLayout), y: (At, DType)) {
-    let (from, layout) = x;
-    let own = strides(&layout.shape);
-    let along = |reduced: bool| -> (Vec<usize>, Vec<isize>) {
-        let axes = (0..own.len()).filter(|axis| axes.contains(axis) == reduced);
-        axes.map(|axis| (layout.shape[axis], own[axis] as isize)).unzip()
-    };
-    let (outer, outer_steps) = along(false);
-    let (inner, inner_steps) = along(true);
-    let (results, each) = (outer.iter().product::<usize>(), inner.iter().product::<usize>());
-    // Either the elements of a result or adjacent results are contiguous.
-    let by_block = inner_steps.last() == Some(&1) && each >= 32;
-    let workers = if by_block { results * super::draft::threads_for(each) as usize } else { results };
-    let parts = (ENOUGH / workers.max(1)).min(each / LEAST_PART).max(1);
-    let part = each.div_ceil(parts);
-    let parts = each.div_ceil(part.max(1)).max(1);
+    let each: usize = axes.iter().map(|&axis| x.1.shape[axis]).product();
+    let divisor = if kind == ReduceKind::Mean && x.1.dtype.is_float() { each } else { 1 };
+    reduce_and_divide(launch_plan, kind, axes, x, y, divisor);
+}
 
-    let divisor = if kind == ReduceKind::Mean && layout.dtype.is_float() { each } else { 1 };
-    let outer = (outer.as_slice(), Walk { base: 0, steps: outer_steps });
-    let inner = (inner.as_slice(), Walk { base: 0, steps: inner_steps });
-    let shape = Shape { outer, inner, results, each, parts, part, by_block, max_elements: layout.len() };
-    if parts == 1 {
-        launch_plan.launches.push(join_parts(kind, (from, layout.dtype), y, &shape, divisor));
+fn reduce_and_divide(
+    launch_plan: &mut LaunchPlan,
+    kind: ReduceKind,
+    axes: &[usize],
+    (from, layout): (At, &TensorLayout),
+    y: (At, DType),
+    divisor: usize,
+) {
+    let own = strides(&layout.shape);
+    let along = |reduced: bool| -> (Vec<usize>, Walk) {
+        let axes = (0..own.len()).filter(|axis| axes.contains(axis) == reduced);
+        let (shape, steps) = axes.map(|axis| (layout.shape[axis], own[axis] as isize)).unzip();
+        (shape, Walk { base: 0, steps })
+    };
+    let (outer, inner) = (along(false), along(true));
+    let task = Task::new(kind, (from, layout.dtype), outer, inner);
+    if task.parts == 1 {
+        launch_plan.launches.push(task.launch(y, divisor));
         return;
     }
     // Partial results keep the width of the compute type.
     let kept = if layout.dtype.is_float() { accumulator(layout.dtype) } else { wide(layout.dtype) };
-    let partials = launch_plan.take(results * parts * kept.size());
-    launch_plan.launches.push(join_parts(kind, (from, layout.dtype), (partials, kept), &shape, 1));
-    let joined = Shape {
-        outer: (&[results], Walk { base: 0, steps: vec![parts as isize] }),
-        inner: (&[parts], Walk { base: 0, steps: vec![1] }),
-        results,
-        each: parts,
-        parts: 1,
-        part: parts,
-        by_block: parts >= 32,
-        max_elements: results * parts,
+    let partials = launch_plan.take(task.results * task.parts * kept.size());
+    launch_plan.launches.push(task.launch((partials, kept), 1));
+    let (shape, axis) = match task.way {
+        Way::Columns { .. } => (vec![task.parts, task.results], 0),
+        _ => (vec![task.results, task.parts], 1),
     };
-    launch_plan.launches.push(join_parts(kind, (partials, kept), y, &joined, divisor));
+    reduce_and_divide(launch_plan, kind, &[axis], (partials, &TensorLayout { dtype: kept, shape }), y, divisor);
 }
 
 fn wide(dtype: DType) -> DType {
     if dtype == DType::U64 { DType::U64 } else { DType::I64 }
 }
 
-struct Shape<'a> {
-    /// Shape of the results, and their start offsets.
-    outer: (&'a [usize], Walk),
-    /// Shape of a result's elements, and their offsets from its start.
-    inner: (&'a [usize], Walk),
-    results: usize,
-    each: usize,
-    /// Number of parts per result, and elements per part.
-    parts: usize,
-    part: usize,
-    by_block: bool,
-    max_elements: usize,
+#[derive(Clone, Copy)]
+enum Way {
+    /// One block per result.
+    Block,
+    /// A block has the results of so many threads, and its other threads further elements of these.
+    Columns { lanes: usize },
+    /// One thread per result.
+    Thread,
 }
 
-/// Writes every part of every result; the parts of a result are adjacent.
-fn join_parts(kind: ReduceKind, x: (At, DType), y: (At, DType), shape: &Shape<'_>, divisor: usize) -> Launch {
-    let Join { held, start, of } = Join::new(kind, x.1);
-    let mut draft = KernelBuilder::new(shape.max_elements.max(shape.results * shape.parts));
-    draft.reads("x", x.1, x.0);
-    draft.writes("y", y.1, y.0);
-    // The result index varies fastest, so that adjacent threads read adjacent results.
-    let (result, part, count) = (shape.results, shape.part, shape.results * shape.parts);
-    let place = format!(
-        "at result = i % (at){result}, piece = i / (at){result};\nat to = result * (at){} + piece;\n",
-        shape.parts
-    );
-    let (outer_lines, outer) = offsets("o", "result", shape.outer.0, std::slice::from_ref(&shape.outer.1));
-    let (inner_lines, inner) = offsets("r", "k", shape.inner.0, std::slice::from_ref(&shape.inner.1));
-    let element = load(x.1, &format!("x[from + {}]", inner[0]));
-    let (first, step) = if shape.by_block { ("threadIdx.x", "blockDim.x") } else { ("0", "1") };
-    let mut lines = format!(
-        "{place}{outer_lines}at from = {};\nat end = (piece + 1) * (at){part} < (at){each} ? (piece + 1) * (at){part} : (at){each};\n\
-         {held} total = {start};\nfor (at k = piece * (at){part} + {first}; k < end; k += {step}) {{\n{inner_lines}\
-         {held} a = total, b = ({held}){element};\ntotal = {of};\n}}\n",
-        outer[0],
-        each = shape.each,
-    );
-    if shape.by_block {
-        lines.push_str(&format!(
-            "total = across(total, []({held} a, {held} b) {{ return {of}; }});\nif (threadIdx.x == 0) "
-        ));
+/// The first launch of a reduction.
+struct Task {
+    kind: ReduceKind,
+    x: (At, DType),
+    /// Packs of results, and where they start.
+    outer: Packed,
+    /// Packs of the elements of a result, and where they are from its start.
+    inner: Packed,
+    results: usize,
+    /// Packs of elements of each result.
+    each: usize,
+    way: Way,
+    /// Number of parts per result, and packs per part.
+    parts: usize,
+    part: usize,
+}
+
+impl Task {
+    fn new(kind: ReduceKind, x: (At, DType), outer: (Vec<usize>, Walk), inner: (Vec<usize>, Walk)) -> Task {
+        let of = |(shape, walk): &(Vec<usize>, Walk), most: usize| Packed::new(shape, std::slice::from_ref(walk), most);
+        let is_adjacent = |(shape, walk): &(Vec<usize>, Walk), least: usize| {
+            joined(shape, std::slice::from_ref(walk))
+                .last()
+                .is_some_and(|(size, steps)| steps[0] == 1 && *size >= least)
+        };
+        let (results, elements) = (outer.0.iter().product::<usize>(), inner.0.iter().product::<usize>());
+        let most = PACK_BYTES / x.1.size();
+        let starts_at = |width: usize| outer.1.steps.iter().all(|step| step % width as isize == 0);
+        let (way, outer, inner) = if is_adjacent(&inner, 1) && elements >= 32 {
+            let width = [8, 4, 2, 1].into_iter().find(|width| *width <= most && starts_at(*width)).unwrap_or(1);
+            (Way::Block, of(&outer, 1), of(&inner, width))
+        } else if is_adjacent(&outer, 8) && elements >= 8 {
+            let starts_at = |width: usize| inner.1.steps.iter().all(|step| step % width as isize == 0);
+            let width = [8, 4, 2, 1].into_iter().find(|width| *width <= most && starts_at(*width)).unwrap_or(1);
+            let outer = of(&outer, width);
+            let lanes = (COLUMN_BYTES / x.1.size() / outer.width).clamp(1, 64);
+            (Way::Columns { lanes }, outer, of(&inner, 1))
+        } else {
+            (Way::Thread, of(&outer, 1), of(&inner, 1))
+        };
+        let each = elements / inner.width;
+        // Threads that share a result, and all threads.
+        let (rows, threads) = match way {
+            Way::Block => (threads_for(each) as usize, results * threads_for(each) as usize),
+            Way::Columns { lanes } => {
+                let tiles = (results / outer.width).div_ceil(lanes);
+                (THREADS as usize / lanes, tiles * THREADS as usize)
+            }
+            Way::Thread => (128, results),
+        };
+        let parts = (ENOUGH / threads).min(each / (rows * LEAST_EACH)).max(1);
+        let part = each.div_ceil(parts);
+        let parts = each.div_ceil(part);
+        Task { kind, x, outer, inner, results, each, way, parts, part }
     }
-    let value = if divisor == 1 { "total".to_string() } else { format!("total / ({held}){divisor}") };
-    lines.push_str(&format!("y[to] = {};", store(y.1, &value)));
-    if shape.by_block {
-        draft.block_each(count, shape.part.min(THREADS as usize), &lines)
-    } else {
-        draft.each(count, &lines)
+
+    /// Writes every part of every result, divided by `divisor`.
+    fn launch(&self, y: (At, DType), divisor: usize) -> Launch {
+        let Task { results, each, parts, part, .. } = *self;
+        let Join { held, start, of } = Join::new(self.kind, self.x.1);
+        let mut draft = KernelBuilder::new(results * each * self.inner.width);
+        draft.reads("x", self.x.1, self.x.0);
+        draft.writes("y", y.1, y.0);
+        let (width, packs) = (self.outer.width, results / self.outer.width);
+        let (outer_lines, outer) = offsets("o", "result", &self.outer.shape, &self.outer.walks);
+        let (inner_lines, inner) = offsets("r", "k", &self.inner.shape, &self.inner.walks);
+        // A pack has elements of adjacent results, or of one.
+        let read = width.max(self.inner.width);
+        let (element, total) = (load(self.x.1, "p.of[e]"), if width > 1 { "total.of[e]" } else { "total.of[0]" });
+        let (first, step) = match self.way {
+            Way::Block => ("threadIdx.x".to_string(), "blockDim.x".to_string()),
+            Way::Columns { lanes } => (format!("threadIdx.x / {lanes}"), format!("{}", THREADS as usize / lanes)),
+            Way::Thread => ("0".to_string(), "1".to_string()),
+        };
+        let join = format!(
+            "[](Total l, Total r) {{ for (int e = 0; e < {width}; e++) {{ {held} a = l.of[e], b = r.of[e]; l.of[e] = {of}; }} return l; }}"
+        );
+        let value =
+            format!("total.of[e]{}", if divisor == 1 { String::new() } else { format!(" / ({held}){divisor}") });
+        let body = format!(
+            "typedef Pack<{held}, {width}> Total;\ntypedef Pack<{stored}, {read}> Elements;\n             {outer_lines}at from = {outer}, end = (piece + 1) * (at){part} < (at){each} ? (piece + 1) * (at){part} : (at){each};\n             Total total;\n#pragma unroll\nfor (int e = 0; e < {width}; e++) total.of[e] = {start};\n             #pragma unroll 4\nfor (at k = piece * (at){part} + {first}; k < end; k += {step}) {{\n{inner_lines}             Elements p = *(const Elements*)(x + (from + {inner}));\n#pragma unroll\nfor (int e = 0; e < {read}; e++) {{\n             {held} a = {total}, b = ({held}){element};\n{total} = {of};\n}}\n}}\n",
+            stored = stored(self.x.1),
+            outer = outer[0],
+            inner = inner[0],
+        );
+        let write = |to: &str| {
+            let result = format!("Pack<{}, {width}>", stored(y.1));
+            format!(
+                "{result} q;\n#pragma unroll\nfor (int e = 0; e < {width}; e++) q.of[e] = {};\n*({result}*)(y + {to}) = q;",
+                store(y.1, &value)
+            )
+        };
+        match self.way {
+            Way::Block => {
+                let lines = format!(
+                    "at result = i / (at){parts}, piece = i % (at){parts};\n{body}total = across(total, {join});\n                     if (threadIdx.x == 0) {{\n{}\n}}",
+                    write("i")
+                );
+                draft.block_each(results * parts, part, &lines)
+            }
+            Way::Columns { lanes } => {
+                let tiles = packs.div_ceil(lanes);
+                let lines = format!(
+                    "at piece = i / (at){tiles}, result = i % (at){tiles} * {lanes} + threadIdx.x % {lanes};\n                     bool is_within = result < (at){packs};\nif (!is_within) result = 0;\n{body}                     total = across_rows(total, {lanes}, {join});\n                     if (is_within && threadIdx.x < {lanes}) {{\n{}\n}}",
+                    write(&format!("(piece * (at){packs} + result) * {width}"))
+                );
+                draft.block_each(tiles * parts, THREADS as usize, &lines)
+            }
+            Way::Thread => {
+                // The result varies fastest, so that adjacent threads read adjacent results.
+                let lines = format!(
+                    "at result = i % (at){results}, piece = i / (at){results};\n{body}{}",
+                    write(&format!("result * (at){parts} + piece"))
+                );
+                draft.each(results * parts, &lines)
+            }
+        }
     }
 }

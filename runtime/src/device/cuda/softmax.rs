@@ -1,38 +1,73 @@
 //! Softmax and log-softmax: one block per row.
 
 use super::draft::KernelBuilder;
-use super::element::{accumulator, held, literal, load, store};
+use super::element::{accumulator, held, literal, store};
 use super::launch_plan::{At, LaunchPlan};
+use super::rows::{Read, Rows, Written};
 use crate::device::layout::TensorLayout;
 use compiler::tensor::DType;
 
-/// Code that computes the maximum `most` of a row and the sum `total` of its exponentials. Elements are `x[from +
-/// k·inner]`.
-pub fn most_and_total(dtype: DType, size: usize, inner: usize) -> String {
+/// The rows of `x` along an axis, and the index `from` of the first element of row `i`.
+pub fn rows_of(x: &TensorLayout, axis: usize) -> (Rows, String) {
+    let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
+    match inner {
+        1 => (Rows::adjacent(size, x.len(), x.dtype.size()), format!("at from = i * (at){size};\n")),
+        _ => (
+            Rows::new(size, inner, x.dtype.size()),
+            format!("at from = i / (at){inner} * (at){} + i % (at){inner};\n", size * inner),
+        ),
+    }
+}
+
+/// The tensor `x` as an operand of passes.
+pub fn operand<'a>(dtype: DType) -> Read<'a> {
+    Read { name: "x", dtype, from: "from", is_kept: true }
+}
+
+/// Code that computes the maximum `most` of a row of `x` and the sum `total` of its exponentials, with one pass over
+/// memory.
+pub fn most_and_total(dtype: DType, rows: &Rows) -> String {
     let kind = held(accumulator(dtype));
-    let element = load(dtype, &format!("x[from + k * (at){inner}]"));
+    let least = literal(accumulator(dtype), f64::NEG_INFINITY);
+    if rows.fit() {
+        return format!(
+            "{kind} most = {least}, total = 0;\n{}most = across(most, []({kind} a, {kind} b) {{ return a > b ? a : b; }});\n{}\
+             total = sum_across(total);\n",
+            rows.pass(true, &[operand(dtype)], &[], "most = x_k > most ? x_k : most;"),
+            rows.pass(false, &[operand(dtype)], &[], "total += m_exp(x_k - most);")
+        );
+    }
+    // A sum of exponentials is relative to the maximum so far. An infinite maximum gives NaN.
     format!(
-        "{kind} most = {};\nfor (at k = threadIdx.x; k < (at){size}; k += blockDim.x) {{ {kind} v = {element}; most = v > most ? v : most; }}\n\
-         most = across(most, []({kind} a, {kind} b) {{ return a > b ? a : b; }});\n{kind} total = 0;\n\
-         for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) total += m_exp({element} - most);\ntotal = sum_across(total);\n",
-        literal(accumulator(dtype), f64::NEG_INFINITY)
+        "struct Sum {{ {kind} most, total; }};\nSum sum;\nsum.most = {least};\nsum.total = 0;\n{}\
+         sum = across(sum, [](Sum a, Sum b) {{\n{kind} most = a.most > b.most ? a.most : b.most;\n\
+         a.total = a.total * (a.most == most ? ({kind})1 : m_exp(a.most - most)) + b.total * (b.most == most ? ({kind})1 : m_exp(b.most - most));\n\
+         a.most = most;\nreturn a;\n}});\n{kind} most = sum.most, total = sum.total + (most - most);\n",
+        rows.pass(
+            true,
+            &[operand(dtype)],
+            &[],
+            "if (x_k > sum.most) { sum.total *= m_exp(sum.most - x_k); sum.most = x_k; }\nsum.total += m_exp(x_k - sum.most);"
+        )
     )
 }
 
 pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<LaunchPlan> {
-    let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
-    let kind = held(accumulator(x.dtype));
+    let (rows, from) = rows_of(x, axis);
     let mut draft = KernelBuilder::new(x.len());
     draft.reads("x", x.dtype, At::input(0));
     draft.writes("y", x.dtype, At::output(0));
-    let value = if logarithm { "v - most - m_log(total)" } else { "m_exp(v - most) / total" };
+    let value = if logarithm { "x_k - most - shift" } else { "m_exp(x_k - most) / total" };
     let lines = format!(
-        "at from = i / (at){inner} * (at){} + i % (at){inner};\n{}\
-         for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) {{ {kind} v = {}; y[from + k * (at){inner}] = {}; }}",
-        size * inner,
-        most_and_total(x.dtype, size, inner),
-        load(x.dtype, &format!("x[from + k * (at){inner}]")),
-        store(x.dtype, value)
+        "{from}{}{}{}",
+        most_and_total(x.dtype, &rows),
+        if logarithm { "auto shift = m_log(total);\n" } else { "" },
+        rows.pass(
+            false,
+            &[operand(x.dtype)],
+            &[Written { name: "y", dtype: x.dtype, from: "from" }],
+            &format!("y_k = {};", store(x.dtype, value))
+        )
     );
-    Some(LaunchPlan::of(draft.block_each(x.len() / size, size, &lines)))
+    Some(LaunchPlan::of(draft.rows_each(x.len() / x.shape[axis], &rows, &lines)))
 }

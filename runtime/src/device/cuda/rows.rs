@@ -1,0 +1,131 @@
+//! Rows of tensors, one block each. Threads pass over a row in packs of adjacent elements. A row that fits is loaded
+//! once and stays in registers between passes.
+
+use super::draft::PACK_BYTES;
+use super::element::{load, stored};
+use compiler::tensor::DType;
+use std::fmt::Write;
+
+/// Most packs of an operand that a thread keeps.
+const MOST_KEPT: usize = 4;
+
+const MOST_THREADS: usize = 512;
+
+pub struct Rows {
+    /// Elements of a row, and the distance of adjacent ones.
+    size: usize,
+    step: usize,
+    /// Elements of a pack.
+    width: usize,
+    pub threads: u32,
+    /// Packs of a thread, if they stay in registers.
+    kept: Option<usize>,
+    /// Whether rows start within packs.
+    is_ragged: bool,
+}
+
+/// An operand of a pass. Its element in compute type is `NAME_k`.
+pub struct Read<'a> {
+    pub name: &'a str,
+    pub dtype: DType,
+    /// Index of the first element.
+    pub from: &'a str,
+    /// Whether later passes read it again.
+    pub is_kept: bool,
+}
+
+/// A result of a pass. Its stored element is `NAME_k`.
+pub struct Written<'a> {
+    pub name: &'a str,
+    pub dtype: DType,
+    pub from: &'a str,
+}
+
+impl Rows {
+    /// Rows in operands of which the largest elements have so many bytes.
+    pub fn new(size: usize, step: usize, bytes: usize) -> Rows {
+        let fits = |width: &usize| step == 1 && width * bytes <= PACK_BYTES && size.is_multiple_of(*width);
+        let width = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
+        let packs = size / width;
+        let threads = packs.div_ceil(MOST_KEPT).next_power_of_two().clamp(32, MOST_THREADS);
+        let kept = packs.div_ceil(threads);
+        Rows { size, step, width, threads: threads as u32, kept: (kept <= MOST_KEPT).then_some(kept), is_ragged: false }
+    }
+
+    /// Adjacent rows of whole tensors of `total` elements. Packs may cross their ends, so all operands are tensors of
+    /// this shape and element size.
+    pub fn adjacent(size: usize, total: usize, bytes: usize) -> Rows {
+        let rows = Rows::new(size, 1, bytes);
+        let width = [8, 4, 2].into_iter().find(|width| width * bytes <= PACK_BYTES && total.is_multiple_of(*width));
+        match width {
+            Some(width) if width > rows.width && !rows.fit() => Rows { width, is_ragged: true, ..rows },
+            _ => rows,
+        }
+    }
+
+    /// Whether rows stay in registers.
+    pub fn fit(&self) -> bool {
+        self.kept.is_some()
+    }
+
+    /// Declares a value of every element of a thread's packs, in registers. `None` if rows do not fit.
+    pub fn cells(&self, name: &str, kind: &str, start: &str) -> Option<String> {
+        let count = self.kept? * self.width;
+        Some(format!(
+            "{kind} {name}[{count}];\n#pragma unroll\nfor (int c = 0; c < {count}; c++) {name}[c] = {start};\n"
+        ))
+    }
+
+    /// The cell of the element of a pass.
+    pub fn cell(&self, name: &str) -> String {
+        format!("{name}[j * {} + e]", self.width)
+    }
+
+    /// A loop over the elements `k` of a row. The first pass loads what is kept.
+    pub fn pass(&self, is_first: bool, reads: &[Read<'_>], written: &[Written<'_>], lines: &str) -> String {
+        let Rows { size, step, width, threads, kept, is_ragged } = *self;
+        let (mut text, mut packs, mut elements, mut behind) =
+            (String::new(), String::new(), String::new(), String::new());
+        for Read { name, dtype, from, is_kept } in reads {
+            let pack = format!("Pack<{}, {width}>", stored(*dtype));
+            let loaded = format!("*(const {pack}*)({name} + ({from} + k0 * {step}))");
+            let _ = match kept {
+                Some(count) if *is_kept && is_first => {
+                    let _ = writeln!(text, "{pack} {name}_kept[{count}];");
+                    writeln!(packs, "{name}_kept[j] = {loaded};\n{pack}& {name}_p = {name}_kept[j];")
+                }
+                Some(_) if *is_kept => writeln!(packs, "{pack}& {name}_p = {name}_kept[j];"),
+                _ => writeln!(packs, "{pack} {name}_p = {loaded};"),
+            };
+            let _ = writeln!(elements, "auto {name}_k = {};", load(*dtype, &format!("{name}_p.of[e]")));
+        }
+        for Written { name, dtype, from } in written {
+            let pack = format!("Pack<{}, {width}>", stored(*dtype));
+            let _ = writeln!(packs, "{pack} {name}_p;");
+            let _ = writeln!(elements, "{}& {name}_k = {name}_p.of[e];", stored(*dtype));
+            let store = format!("*({pack}*)({name} + ({from} + k0 * {step})) = {name}_p;\n");
+            behind.push_str(&match is_ragged {
+                false => store,
+                true => format!(
+                    "if (k0 < (at){size} && (at){size} - k0 >= {width}) {store}else for (int e = 0; e < {width}; e++) \
+                     if (k0 + e < (at){size}) {name}[{from} + k0 + e] = {name}_p.of[e];\n"
+                ),
+            });
+        }
+        let turns = match kept {
+            Some(count) => format!(
+                "#pragma unroll\nfor (int j = 0; j < {count}; j++) {{\nat k0 = (j * {threads} + threadIdx.x) * {width};\n\
+                 if (k0 >= (at){size}) break;\n"
+            ),
+            None if is_ragged => format!(
+                "for (at u = threadIdx.x * {width}; u < (at){size} + from % {width}; u += {threads} * {width}) {{\nat k0 = u - from % {width};\n"
+            ),
+            None => format!("for (at k0 = threadIdx.x * {width}; k0 < (at){size}; k0 += {threads} * {width}) {{\n"),
+        };
+        // Numbers before a row wrap around.
+        let within = if is_ragged { format!("if (k >= (at){size}) continue;\n") } else { String::new() };
+        format!(
+            "{text}{turns}{packs}#pragma unroll\nfor (int e = 0; e < {width}; e++) {{\nat k = k0 + e;\n{within}{elements}{lines}\n}}\n{behind}}}\n"
+        )
+    }
+}
