@@ -384,6 +384,11 @@ Status give(Descriptor* to, int kind, Engine engine, const std::shared_ptr<State
 
 API size_t cudnnGetVersion() { return 92600; }
 
+// There are no messages.
+API void cudnnGetLastErrorString(char* message, size_t bytes) {
+    if (message && bytes > 0) *message = 0;
+}
+
 API Status cudnnCreate(Context** context) {
     if (!context) return NULL_POINTER;
     const char* setting = getenv("PIPEC_SIM_CUDNN");

@@ -15,6 +15,7 @@ pub mod conv;
 pub mod cross_entropy;
 pub mod cublaslt;
 pub mod cudnn;
+pub mod cudnn_descriptor;
 pub mod device;
 pub mod download;
 pub mod draft;

@@ -1,81 +1,19 @@
-//! The functions of libcudnn that pipec calls: convolutions by its graph API, from the library that was found.
+//! Convolutions by the graph API of cuDNN.
 //!
 //! A convolution is a graph of one operation. The library suggests engine configurations for it, best first, and one of
-//! them becomes a plan. Numbers are those of `cudnn_graph.h`, which are the same in all versions 9.
+//! them becomes a plan.
 
-use super::library::{CudaLibrary, Found};
+use super::cudnn_descriptor::{
+    Address, Context, ConvolutionMode, CudnnError, DataType, Descriptor, DescriptorValue, Functions, HeuristicMode,
+    Note, Raw, attribute, kind,
+};
 use super::queue::Queue;
 use compiler::tensor::DType;
 use std::collections::HashMap;
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_char, c_int};
 use std::ops::RangeInclusive;
 use std::ptr;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use thiserror::Error;
-
-/// A status of libcudnn, `cudnnStatus_t`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("cuDNN error {0}")]
-pub struct CudnnError(pub c_int);
-
-/// `CUDNN_STATUS_NOT_SUPPORTED`.
-const NOT_SUPPORTED: CudnnError = CudnnError(3000);
-
-/// The first version whose numbers are known.
-const OLDEST: usize = 90_000;
-
-/// An object of the library.
-type Raw = *mut c_void;
-
-/// A type of attribute values: its number in `cudnnBackendAttributeType_t`.
-trait Value: Copy {
-    const TYPE: c_int;
-}
-
-impl Value for i64 {
-    const TYPE: c_int = 3;
-}
-
-impl Value for f32 {
-    const TYPE: c_int = 4;
-}
-
-impl Value for f64 {
-    const TYPE: c_int = 5;
-}
-
-/// Characters of JSON.
-impl Value for c_char {
-    const TYPE: c_int = 24;
-}
-
-/// Declares a value that is stored like another type.
-macro_rules! value {
-    ($(#[$about:meta])* $name:ident($stored:ty) = $number:literal) => {
-        $(#[$about])*
-        #[derive(Clone, Copy)]
-        #[repr(transparent)]
-        struct $name($stored);
-
-        impl Value for $name {
-            const TYPE: c_int = $number;
-        }
-    };
-}
-
-value!(Context(Raw) = 0);
-value!(DataType(c_int) = 1);
-value!(
-    /// An address on a GPU.
-    Address(u64) = 6
-);
-value!(ConvolutionMode(c_int) = 7);
-value!(HeuristicMode(c_int) = 8);
-value!(
-    /// What an engine does to the numbers, `cudnnBackendNumericalNote_t`.
-    Note(c_int) = 11
-);
-value!(DescriptorValue(Raw) = 15);
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Heuristic modes A and fallback.
 const MODES: [HeuristicMode; 2] = [HeuristicMode(3), HeuristicMode(2)];
@@ -88,149 +26,6 @@ const REFUSED_NOTES: RangeInclusive<c_int> = 1..=8;
 
 /// Notes of one engine; there are ten kinds.
 const MOST_NOTES: usize = 32;
-
-/// Kinds of descriptors.
-mod kind {
-    pub const CONVOLUTION: i32 = 1;
-    pub const ENGINE: i32 = 2;
-    pub const CONFIGURATION: i32 = 3;
-    pub const HEURISTIC: i32 = 4;
-    pub const PLAN: i32 = 5;
-    pub const GRAPH: i32 = 15;
-    pub const VARIANT_PACK: i32 = 16;
-    pub const TENSOR: i32 = 17;
-    pub const GPU_PROPERTIES: i32 = 38;
-}
-
-/// Attributes, each of the kind of descriptor in its name.
-mod attribute {
-    pub const CONVOLUTION_COMPUTE_TYPE: i32 = 100;
-    pub const CONVOLUTION_MODE: i32 = 101;
-    pub const CONVOLUTION_DILATIONS: i32 = 102;
-    pub const CONVOLUTION_STRIDES: i32 = 103;
-    pub const CONVOLUTION_PADS_END: i32 = 104;
-    pub const CONVOLUTION_PADS_BEGIN: i32 = 105;
-    pub const CONVOLUTION_SPATIAL_DIMS: i32 = 106;
-    pub const HEURISTIC_MODE: i32 = 200;
-    pub const HEURISTIC_GRAPH: i32 = 201;
-    pub const HEURISTIC_RESULTS: i32 = 202;
-    pub const HEURISTIC_GPU_PROPERTIES: i32 = 204;
-    pub const CONFIGURATION_ENGINE: i32 = 300;
-    pub const PLAN_CONTEXT: i32 = 400;
-    pub const PLAN_CONFIGURATION: i32 = 401;
-    pub const PLAN_WORKSPACE: i32 = 402;
-    pub const PLAN_GPU_PROPERTIES: i32 = 407;
-    pub const GRAPH_CONTEXT: i32 = 800;
-    pub const GRAPH_OPERATIONS: i32 = 801;
-    pub const TENSOR_ALIGNMENT: i32 = 900;
-    pub const TENSOR_DATA_TYPE: i32 = 901;
-    pub const TENSOR_SIZES: i32 = 902;
-    pub const TENSOR_STRIDES: i32 = 903;
-    pub const TENSOR_ID: i32 = 906;
-    pub const VARIANT_PACK_IDS: i32 = 1000;
-    pub const VARIANT_PACK_ADDRESSES: i32 = 1001;
-    pub const VARIANT_PACK_WORKSPACE: i32 = 1003;
-    pub const ENGINE_NOTES: i32 = 1303;
-    pub const GPU_PROPERTIES_JSON: i32 = 2702;
-}
-
-/// The functions, with their documented types.
-struct Functions {
-    create: unsafe extern "C" fn(*mut Raw) -> c_int,
-    destroy: unsafe extern "C" fn(Raw) -> c_int,
-    set_stream: unsafe extern "C" fn(Raw, *mut c_void) -> c_int,
-    descriptor_create: unsafe extern "C" fn(c_int, *mut Raw) -> c_int,
-    descriptor_destroy: unsafe extern "C" fn(Raw) -> c_int,
-    descriptor_finalize: unsafe extern "C" fn(Raw) -> c_int,
-    descriptor_set: unsafe extern "C" fn(Raw, c_int, c_int, i64, *const c_void) -> c_int,
-    descriptor_get: unsafe extern "C" fn(Raw, c_int, c_int, i64, *mut i64, *mut c_void) -> c_int,
-    execute: unsafe extern "C" fn(Raw, Raw, Raw) -> c_int,
-}
-
-impl Functions {
-    /// `None` if the library is not installed, or too old.
-    fn find() -> Option<&'static Functions> {
-        static FOUND: OnceLock<Option<Functions>> = OnceLock::new();
-        FOUND.get_or_init(|| Functions::of(CudaLibrary::Cudnn.find().ok()?)).as_ref()
-    }
-
-    fn of(found: &Found) -> Option<Functions> {
-        // SAFETY: this function and the fields have their documented types, and the library stays loaded.
-        unsafe {
-            let version: unsafe extern "C" fn() -> usize = found.function(c"cudnnGetVersion")?;
-            if version() < OLDEST {
-                return None;
-            }
-            Some(Functions {
-                create: found.function(c"cudnnCreate")?,
-                destroy: found.function(c"cudnnDestroy")?,
-                set_stream: found.function(c"cudnnSetStream")?,
-                descriptor_create: found.function(c"cudnnBackendCreateDescriptor")?,
-                descriptor_destroy: found.function(c"cudnnBackendDestroyDescriptor")?,
-                descriptor_finalize: found.function(c"cudnnBackendFinalize")?,
-                descriptor_set: found.function(c"cudnnBackendSetAttribute")?,
-                descriptor_get: found.function(c"cudnnBackendGetAttribute")?,
-                execute: found.function(c"cudnnBackendExecute")?,
-            })
-        }
-    }
-}
-
-fn checked(status: c_int) -> Result<(), CudnnError> {
-    if status == 0 { Ok(()) } else { Err(CudnnError(status)) }
-}
-
-/// A descriptor of the library, destroyed when it is dropped.
-struct Descriptor {
-    functions: &'static Functions,
-    raw: Raw,
-}
-
-// SAFETY: the library allows any thread to use its descriptors.
-unsafe impl Send for Descriptor {}
-// SAFETY: descriptors do not change after they are finalised, and only those are shared.
-unsafe impl Sync for Descriptor {}
-
-impl Descriptor {
-    fn new(functions: &'static Functions, kind: c_int) -> Result<Descriptor, CudnnError> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the library writes one descriptor.
-        checked(unsafe { (functions.descriptor_create)(kind, &mut raw) })?;
-        Ok(Descriptor { functions, raw })
-    }
-
-    fn set<T: Value>(&self, attribute: c_int, values: &[T]) -> Result<(), CudnnError> {
-        let count = values.len() as i64;
-        // SAFETY: the descriptor is live, and the library reads as many values of this type.
-        checked(unsafe { (self.functions.descriptor_set)(self.raw, attribute, T::TYPE, count, values.as_ptr().cast()) })
-    }
-
-    fn set_descriptor(&self, attribute: c_int, of: &Descriptor) -> Result<(), CudnnError> {
-        self.set(attribute, &[DescriptorValue(of.raw)])
-    }
-
-    fn finalised(self) -> Result<Descriptor, CudnnError> {
-        // SAFETY: the descriptor is live.
-        checked(unsafe { (self.functions.descriptor_finalize)(self.raw) })?;
-        Ok(self)
-    }
-
-    /// Reads values, and returns how many there are. Descriptors are written into those that are given.
-    fn get<T: Value>(&self, attribute: c_int, values: &mut [T]) -> Result<usize, CudnnError> {
-        let (most, mut count) = (values.len() as i64, 0);
-        let to = if values.is_empty() { ptr::null_mut() } else { values.as_mut_ptr().cast() };
-        // SAFETY: the descriptor is live, and the library writes at most as many values of this type.
-        checked(unsafe { (self.functions.descriptor_get)(self.raw, attribute, T::TYPE, most, &mut count, to) })?;
-        Ok(usize::try_from(count).unwrap_or(0))
-    }
-}
-
-impl Drop for Descriptor {
-    fn drop(&mut self) {
-        // SAFETY: created in `new` and destroyed only here.
-        unsafe { (self.functions.descriptor_destroy)(self.raw) };
-    }
-}
 
 /// Which of the three tensors a convolution computes from the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -328,7 +123,7 @@ impl Cudnn {
         let functions = Functions::find()?;
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle.
-        checked(unsafe { (functions.create)(&mut raw) }).ok()?;
+        functions.checked(unsafe { (functions.create)(&mut raw) }).ok()?;
         Some(Cudnn::of(functions, Target::Context(Mutex::new(OpenContext { functions, raw }))))
     }
 
@@ -378,7 +173,7 @@ impl Cudnn {
                 }
             }
         }
-        Err(NOT_SUPPORTED)
+        Err(CudnnError::NoEngine)
     }
 
     /// The graph with the one operation.
@@ -425,7 +220,7 @@ impl Cudnn {
             DType::F64 => 1,
             DType::F16 => 2,
             DType::Bf16 => 9,
-            _ => return Err(NOT_SUPPORTED),
+            _ => return Err(CudnnError::NoEngine),
         };
         let sizes = &convolution.sizes[at];
         let mut strides = vec![1; sizes.len()];
@@ -482,7 +277,7 @@ impl Cudnn {
         let plan = plan.finalised()?;
         let mut bytes = [0i64];
         plan.get(attribute::PLAN_WORKSPACE, &mut bytes)?;
-        Ok((plan, usize::try_from(bytes[0]).map_err(|_| NOT_SUPPORTED)?))
+        Ok((plan, usize::try_from(bytes[0]).map_err(|_| CudnnError::NoEngine)?))
     }
 
     /// Queues a convolution of operands at these addresses: both inputs of the op, then its result.
@@ -499,7 +294,7 @@ impl Cudnn {
         workspace: u64,
         queue: &Queue,
     ) -> Result<(), CudnnError> {
-        let Target::Context(context) = &self.target else { return Err(NOT_SUPPORTED) };
+        let Target::Context(context) = &self.target else { return Err(CudnnError::NoEngine) };
         let pack = Descriptor::new(self.functions, kind::VARIANT_PACK)?;
         pack.set(attribute::VARIANT_PACK_IDS, &plan.operands)?;
         pack.set(attribute::VARIANT_PACK_ADDRESSES, &addresses.map(Address))?;
@@ -508,8 +303,8 @@ impl Cudnn {
         let context = context.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: see above; the stream is live, and no other thread sets another one before the call.
         unsafe {
-            checked((self.functions.set_stream)(context.raw, queue.raw().cast()))?;
-            checked((self.functions.execute)(context.raw, plan.plan.raw, pack.raw))
+            self.functions.checked((self.functions.set_stream)(context.raw, queue.raw().cast()))?;
+            self.functions.checked((self.functions.execute)(context.raw, plan.plan.raw, pack.raw))
         }
     }
 }

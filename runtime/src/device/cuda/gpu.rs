@@ -2,7 +2,8 @@
 
 use super::compile::{Architecture, CompileFault, cubin};
 use super::cublaslt::{CublasError, CublasLt};
-use super::cudnn::{Cudnn, CudnnError};
+use super::cudnn::Cudnn;
+use super::cudnn_descriptor::CudnnError;
 use super::event::CudaEvent;
 use super::library::CudaLibrary;
 use super::prelude::ENTRY;
