@@ -3,6 +3,7 @@
 
 mod attention;
 mod compile;
+mod convolutions;
 mod large;
 mod products;
 
@@ -11,6 +12,7 @@ mod support;
 
 use crate::support::emulator::Case;
 use crate::support::reference::{facts_of, in_type, reference, tensors};
+use crate::support::simulated_gpus::{driver, on_simulated_gpus};
 use compiler::op::table::{rule, samples};
 use compiler::op::*;
 use compiler::tensor::fact::Fact;
@@ -22,7 +24,9 @@ use runtime::device::cuda::launch_plan::LaunchPlan;
 use runtime::device::error::DeviceError;
 use runtime::device::layout::TensorLayout;
 use runtime::device::open;
+use serde_json::Value;
 use std::collections::BTreeSet;
+use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 struct Question {
@@ -179,4 +183,18 @@ fn ask(device: &dyn Device, question: &Question) {
         Err(error) => panic!("{what}: {error}"),
     };
     judge(question, got);
+}
+
+/// Runs a test on a simulated GPU, and returns how often a library computed and how many launches ran.
+fn on_simulated_gpu(test: &str, variables: &[(&str, &str)]) -> Option<(u64, u64)> {
+    let folder = tempfile::tempdir().unwrap();
+    let stats = folder.path().join("stats.json");
+    let mut command = on_simulated_gpus(std::env::current_exe().unwrap(), driver()?);
+    command.args(["--exact", test]).env("PIPEC_SIM_STATS", &stats);
+    let done = command.envs(variables.iter().copied()).output().unwrap();
+    let text = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success() && text.contains("1 passed"), "{test}, {variables:?}: {text}");
+    let stats: Value = serde_json::from_str(&fs::read_to_string(stats).unwrap()).unwrap();
+    let count = |name: &str| stats[name].as_u64().unwrap();
+    Some((count("library_products"), count("launches")))
 }

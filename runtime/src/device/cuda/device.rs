@@ -3,7 +3,7 @@
 use super::chain;
 use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Launch, LaunchPlan};
-use super::library_product::LibraryProduct;
+use super::library_kernel::LibraryKernel;
 use super::matmul;
 use super::stream::CudaStream;
 use crate::device::api::{Device, DeviceInfo, Kernel, OutputMode, Stream};
@@ -66,7 +66,7 @@ pub struct CudaKernel {
     /// In place of the plan if it accumulates into its output.
     accumulating: Option<Launch>,
     /// In place of all launches, on GPUs where it works.
-    product: Option<LibraryProduct>,
+    library: Option<LibraryKernel>,
     /// By launch, then by GPU: replicas share a kernel. The last are those of `accumulating`.
     functions: Vec<Vec<OnceLock<Function>>>,
 }
@@ -75,16 +75,16 @@ impl CudaKernel {
     fn new(name: &'static str, ops: usize, plan: LaunchPlan) -> CudaKernel {
         let each = || (0..MOST_GPUS).map(|_| OnceLock::new()).collect();
         let functions = (0..=plan.launches.len()).map(|_| each()).collect();
-        CudaKernel { name, ops, plan, accumulating: None, product: None, functions }
+        CudaKernel { name, ops, plan, accumulating: None, library: None, functions }
     }
 
     pub fn plan(&self) -> &LaunchPlan {
         &self.plan
     }
 
-    /// The library's product that replaces all launches, on GPUs where it works.
-    pub fn product(&self) -> Option<&LibraryProduct> {
-        self.product.as_ref()
+    /// The library's kernel that replaces all launches, on GPUs where it works.
+    pub fn library(&self) -> Option<&LibraryKernel> {
+        self.library.as_ref()
     }
 
     /// The launches with their loaded kernels. `None` if it cannot write its output like this.
@@ -113,7 +113,7 @@ impl CudaKernel {
     /// Compiles and loads all launches, so that none compiles during training. Those that accumulate are loaded on first
     /// use, since most products do not.
     fn load(&self, gpu: &Gpu) -> Result<(), DeviceError> {
-        if self.product.as_ref().is_some_and(|product| product.works_on(gpu)) {
+        if self.library.as_ref().is_some_and(|library| library.works_on(gpu)) {
             return Ok(());
         }
         self.launches(gpu, OutputMode::Overwrite).into_iter().flatten().try_for_each(|loaded| loaded.map(drop))
@@ -126,7 +126,7 @@ impl Kernel for CudaKernel {
     }
 
     fn workspace(&self) -> usize {
-        self.plan.scratch.max(self.product.as_ref().map_or(0, LibraryProduct::workspace))
+        self.plan.scratch.max(self.library.as_ref().map_or(0, LibraryKernel::workspace))
     }
 
     fn can_accumulate(&self) -> bool {
@@ -188,8 +188,8 @@ impl Device for CudaDevice {
         let mut kernel = CudaKernel::new(name, 1, plan);
         if let (Op::MatMul(op), [a, b], [c]) = (op, &inputs[..], &outputs[..]) {
             kernel.accumulating = matmul::accumulating(op, [a, b, c]);
-            kernel.product = LibraryProduct::new(&self.gpu, MOST_GPUS, op, [a, b, c]);
         }
+        kernel.library = LibraryKernel::new(&self.gpu, MOST_GPUS, op, &inputs, &outputs);
         kernel.load(&self.gpu)?;
         Ok(Arc::new(kernel))
     }

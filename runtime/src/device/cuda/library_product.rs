@@ -20,7 +20,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 const ALIGNMENT: usize = 16;
 
 /// Alignment in bytes of the workspace.
-const WORKSPACE_ALIGNMENT: usize = 256;
+pub(super) const WORKSPACE_ALIGNMENT: u64 = 256;
 
 /// Calls into which leading dimensions that are no strided batch may be divided.
 const MOST_CALLS: usize = 64;
@@ -54,6 +54,11 @@ pub struct LibraryProduct {
 /// The most workspace that an algorithm may use, as the library recommends.
 fn workspace_limit(gpu: &Gpu) -> usize {
     if gpu.info().architecture.major >= 9 { 32 << 20 } else { 4 << 20 }
+}
+
+/// Bytes of memory that has an aligned workspace wherever it starts.
+pub(super) fn aligned_workspace(bytes: usize) -> usize {
+    if bytes == 0 { 0 } else { bytes + WORKSPACE_ALIGNMENT as usize - 1 }
 }
 
 impl Problem {
@@ -148,7 +153,7 @@ impl LibraryProduct {
 
     /// Bytes of the workspace wherever it starts.
     pub fn workspace(&self) -> usize {
-        if self.workspace == 0 { 0 } else { self.workspace + WORKSPACE_ALIGNMENT - 1 }
+        aligned_workspace(self.workspace)
     }
 
     /// The product on a GPU, which is described on first use there.
@@ -194,7 +199,7 @@ impl LibraryProduct {
         gpu.bind()?;
         let workspace = match described.workspace {
             0 => 0,
-            _ => workspace.next_multiple_of(WORKSPACE_ALIGNMENT as u64),
+            _ => workspace.next_multiple_of(WORKSPACE_ALIGNMENT),
         };
         for call in &self.calls {
             let [a, b, c] = [0, 1, 2].map(|at| addresses[at] + call[at] as u64);
