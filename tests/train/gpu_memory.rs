@@ -53,7 +53,7 @@ fn replicas_hold_what_was_planned() {
     let mut wrong = Vec::new();
     for precision in ["fp32", "bf16"] {
         for replicas in [2, 4] {
-            for of in [(replicas, 0, "1f1b")] {
+            for of in [(replicas, 0, "1f1b"), (replicas, 1, "1f1b"), (replicas, 2, "1f1b"), (replicas, 3, "1f1b")] {
                 let [planned, held, allocated] = measured(at, driver, of, precision);
                 let said = format!(
                     "{of:?} in {precision}: {planned} bytes planned, {:.3} held, {:.3} allocated",
