@@ -249,10 +249,11 @@ fn once(
         frozen: &request.freeze,
         tensor: devices,
         devices: &opened,
+        has_processes: !matches!(role, ProcessRole::Alone),
     };
     let mut prepared = prepare::prepare(&mut task)?;
     let differing = differences(&task, request);
-    let estimate = prepared.memory_estimate(&optimizer);
+    let estimate = prepared.memory_estimate(&task);
     match exceeds_limit(&plan, &estimate) {
         Some(why) if !differing.is_empty() => {
             return Err(Error::input("this run does not fit in the memory limit of the plan")
