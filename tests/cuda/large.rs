@@ -61,6 +61,14 @@ pub fn cases() -> Vec<(Op, Vec<Tensor>)> {
     ] {
         cases.push((Op::Transpose(Transpose { perm: perm.to_vec() }), vec![values(shape, 1)]));
     }
+    for shape in [[4, 3, 40, 50], [3, 5, 7, 7], [2, 2, 130, 100]] {
+        let channel = |seed| values(&shape[1..2], seed);
+        let x = values(&shape, 1);
+        cases.push((Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), vec![x.clone(), channel(2), channel(3)]));
+        let grad = Op::BatchNormGrad(BatchNormGrad {});
+        cases.push((grad, vec![values(&shape, 4), x, channel(5), channel(6), channel(7)]));
+    }
+    cases.push((Op::Gather(Gather { axis: 0 }), vec![values(&[50, 64], 1), labels(&[90], 50)]));
     cases.push((Op::Concat(Concat { axis: 1 }), vec![values(&[30, 8], 1), values(&[30, 16], 2)]));
     cases.push((
         Op::ScatterAdd(ScatterAdd { axis: 0, size: 50_usize.into() }),
