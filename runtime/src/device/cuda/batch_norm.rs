@@ -75,7 +75,7 @@ impl Channels {
 }
 
 /// Outputs y, mean, variance and reciprocal standard deviation.
-pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<LaunchPlan> {
+pub fn kernel(op: &BatchNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let channels = Channels::new(x);
     let (kind, sums, count) = (channels.kind(), accumulator(x.dtype), channels.count);
     let mut launch_plan = LaunchPlan::default();
@@ -103,11 +103,13 @@ pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<LaunchPlan> {
     launch_plan.launches.push(channels.each_part(draft, &lines));
 
     let mut draft = KernelBuilder::new(x.len());
+    // Scale, bias and statistics may have another type than x.
+    let of = |k: usize| if k == 0 { x.dtype } else { scale.dtype };
     for (i, name) in ["x", "scale", "bias"].into_iter().enumerate() {
-        draft.reads(name, x.dtype, At::input(i));
+        draft.reads(name, of(i), At::input(i));
     }
     for (i, name) in ["y", "means", "variances", "rstds"].into_iter().enumerate() {
-        draft.writes(name, x.dtype, At::output(i));
+        draft.writes(name, of(i), At::output(i));
     }
     draft.reads("partials", sums, partials);
     let lines = format!(
@@ -117,11 +119,11 @@ pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<LaunchPlan> {
         channels.joined("a * n"),
         channels.joined("b + n * (a - mean) * (a - mean)"),
         op.epsilon,
-        load(x.dtype, "scale[channel]"),
-        load(x.dtype, "bias[channel]"),
-        store(x.dtype, "mean"),
-        store(x.dtype, "variance"),
-        store(x.dtype, "rstd"),
+        load(scale.dtype, "scale[channel]"),
+        load(scale.dtype, "bias[channel]"),
+        store(scale.dtype, "mean"),
+        store(scale.dtype, "variance"),
+        store(scale.dtype, "rstd"),
         channels.rows.pass(
             true,
             &[channels.operand("x")],
@@ -134,18 +136,18 @@ pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<LaunchPlan> {
 }
 
 /// Outputs dx, dscale and dbias.
-pub fn grad(x: &TensorLayout) -> Option<LaunchPlan> {
+pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let channels = Channels::new(x);
     let (kind, sums, count) = (channels.kind(), accumulator(x.dtype), channels.count);
     let mut launch_plan = LaunchPlan::default();
     let partials = launch_plan.take(channels.channels * channels.parts * 2 * sums.size());
     let reads = |draft: &mut KernelBuilder| {
         for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
-            draft.reads(name, x.dtype, At::input(i));
+            draft.reads(name, if i < 2 { x.dtype } else { scale.dtype }, At::input(i));
         }
     };
-    let [scale, mean, rstd] = ["scale[channel]", "means[channel]", "rstds[channel]"].map(|e| load(x.dtype, e));
-    let statistics = format!("{kind} mean = {mean}, rstd = {rstd}, scale_of = {scale};\n");
+    let [scale_of, mean, rstd] = ["scale[channel]", "means[channel]", "rstds[channel]"].map(|e| load(scale.dtype, e));
+    let statistics = format!("{kind} mean = {mean}, rstd = {rstd}, scale_of = {scale_of};\n");
     let operands = || [channels.operand("dy"), channels.operand("x")];
 
     let mut draft = KernelBuilder::new(x.len());
@@ -161,19 +163,18 @@ pub fn grad(x: &TensorLayout) -> Option<LaunchPlan> {
     let mut draft = KernelBuilder::new(x.len());
     reads(&mut draft);
     for (i, name) in ["dx", "dscale", "dbias"].into_iter().enumerate() {
-        draft.writes(name, x.dtype, At::output(i));
+        draft.writes(name, if i < 1 { x.dtype } else { scale.dtype }, At::output(i));
     }
     draft.reads("partials", sums, partials);
-    let dx =
-        format!("rstd * scale_of * (dy_k - total / ({kind}){count} - (x_k - mean) * rstd * total_x / ({kind}){count})");
+    let dx = "rstd * scale_of * (dy_k - g - (x_k - mean) * rstd * g_x)";
     let lines = format!(
-        "{statistics}{kind} total = {}, total_x = {};\n\
+        "{statistics}{kind} total = {}, total_x = {}, g = total / ({kind}){count}, g_x = total_x / ({kind}){count};\n\
          if (threadIdx.x == 0 && first == 0) {{ dscale[channel] = {}; dbias[channel] = {}; }}\n{}",
         channels.joined("a"),
         channels.joined("b"),
-        store(x.dtype, "total_x"),
-        store(x.dtype, "total"),
-        channels.rows.pass(true, &operands(), &[channels.result("dx")], &format!("dx_k = {};", store(x.dtype, &dx)))
+        store(scale.dtype, "total_x"),
+        store(scale.dtype, "total"),
+        channels.rows.pass(true, &operands(), &[channels.result("dx")], &format!("dx_k = {};", store(x.dtype, dx)))
     );
     launch_plan.launches.push(channels.each_part(draft, &lines));
     Some(launch_plan)
