@@ -668,6 +668,7 @@ pub struct LogSoftmax {
 
 /// `y = (x - mean)/√(variance + epsilon)·scale + bias` over all axes from `axis` on. Inputs: x, scale, bias (both with
 /// the shape of the normalised axes). Outputs: y; mean and 1/√(variance + epsilon), with size 1 on the normalised axes.
+/// Beside an x of two bytes an element, scale, bias and statistics may be `f32`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LayerNorm {
     pub axis: usize,
@@ -682,7 +683,7 @@ pub struct LayerNormGrad {
 }
 
 /// Batch normalisation with batch statistics. Inputs: x `[N, C, D…]`, scale `[C]`, bias `[C]`. Outputs: y; mean, biased
-/// variance and 1/√(variance + epsilon), each `[C]`.
+/// variance and 1/√(variance + epsilon), each `[C]`. Element types are those of [`LayerNorm`].
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BatchNorm {
     pub epsilon: f64,

@@ -31,6 +31,16 @@ pub fn cases() -> Vec<(Op, Vec<Tensor>)> {
         }
         cases.push((Op::Binary(Binary::Add), vec![x, bias]));
     }
+    let narrow = |shape: &[usize], seed| values(shape, seed).cast(DType::Bf16);
+    let (x, dy, shape) = (narrow(&[20, 768], 1), narrow(&[20, 768], 2), [768]);
+    let norm = Op::LayerNorm(LayerNorm { axis: 1, epsilon: 1e-5 });
+    cases.push((norm, vec![x.clone(), values(&shape, 3), values(&shape, 4)]));
+    let statistics = [5, 6].map(|seed| values(&[20, 1], seed));
+    let grad = Op::LayerNormGrad(LayerNormGrad { axis: 1 });
+    cases.push((grad, [&[dy, x, values(&shape, 3)][..], &statistics].concat()));
+    let (x, dy, channel) = (narrow(&[4, 3, 10, 10], 1), narrow(&[4, 3, 10, 10], 2), |seed| values(&[3], seed));
+    cases.push((Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), vec![x.clone(), channel(3), channel(4)]));
+    cases.push((Op::BatchNormGrad(BatchNormGrad {}), vec![dy, x, channel(3), channel(4), channel(5)]));
     for (shape, axis) in [([8, 4099, 1], 1), ([3, 1000, 1], 1), ([2, 70, 24], 1)] {
         let [outer, classes, inner] = shape;
         let (x, target) = (values(&shape, 1), labels(&[outer, inner], classes));
@@ -61,6 +71,14 @@ pub fn cases() -> Vec<(Op, Vec<Tensor>)> {
     ] {
         cases.push((Op::Transpose(Transpose { perm: perm.to_vec() }), vec![values(shape, 1)]));
     }
+    for shape in [[4, 3, 40, 50], [3, 5, 7, 7], [2, 2, 130, 100]] {
+        let channel = |seed| values(&shape[1..2], seed);
+        let x = values(&shape, 1);
+        cases.push((Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), vec![x.clone(), channel(2), channel(3)]));
+        let grad = Op::BatchNormGrad(BatchNormGrad {});
+        cases.push((grad, vec![values(&shape, 4), x, channel(5), channel(6), channel(7)]));
+    }
+    cases.push((Op::Gather(Gather { axis: 0 }), vec![values(&[50, 64], 1), labels(&[90], 50)]));
     cases.push((Op::Concat(Concat { axis: 1 }), vec![values(&[30, 8], 1), values(&[30, 16], 2)]));
     cases.push((
         Op::ScatterAdd(ScatterAdd { axis: 0, size: 50_usize.into() }),

@@ -3,7 +3,7 @@
 //! The formulas are those of [`super::layer_norm`], with means over all elements of a channel (batch and spatial axes)
 //! and one scale and bias per channel. Gradients of the statistics are ignored. An empty batch has NaN statistics.
 
-use super::layer_norm::same;
+use super::layer_norm::{same, statistic_type};
 use super::sample::{ramp, run};
 use super::*;
 
@@ -14,7 +14,7 @@ impl OpRule for BatchNorm {
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, scale, bias] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
-        let channels = per_channel(x)?;
+        let channels = per_channel(x, scale)?;
         same("the scale", scale, "one value a channel", &channels)?;
         same("the bias", bias, "one value a channel", &channels)?;
         Ok(vec![(*x).clone(), channels.clone(), channels.clone(), channels])
@@ -71,7 +71,7 @@ impl OpRule for BatchNormGrad {
         let [dy, x, scale, mean, rstd] = inputs else {
             return Err(FactError::Arity { expected: 5, got: inputs.len() });
         };
-        let channels = per_channel(x)?;
+        let channels = per_channel(x, scale)?;
         same("the output gradient", dy, "the input", x)?;
         same("the scale", scale, "one value a channel", &channels)?;
         same("the mean", mean, "one value a channel", &channels)?;
@@ -116,12 +116,12 @@ impl OpRule for BatchNormGrad {
     }
 }
 
-fn per_channel(x: &Fact) -> Result<Fact, FactError> {
+fn per_channel(x: &Fact, scale: &Fact) -> Result<Fact, FactError> {
     if !x.dtype.is_float() {
         return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
     }
     match x.shape.get(1) {
-        Some(channels) => Ok(Fact::new(x.dtype, vec![channels.clone()])),
+        Some(channels) => Ok(Fact::new(statistic_type(x, scale), vec![channels.clone()])),
         None => {
             Err(FactError::Rank { what: "the input", expected: "at least 2: batch, channels".into(), got: x.rank() })
         }

@@ -18,9 +18,9 @@ impl OpRule for LayerNorm {
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, scale, bias] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
-        let statistic = statistic(x, self.axis)?;
-        same("the scale", scale, "the normalised shape", &Fact::new(x.dtype, x.shape[self.axis..].to_vec()))?;
-        same("the bias", bias, "the normalised shape", &Fact::new(x.dtype, x.shape[self.axis..].to_vec()))?;
+        let (statistic, row) = (statistic(x, scale, self.axis)?, row(x, scale, self.axis));
+        same("the scale", scale, "the normalised shape", &row)?;
+        same("the bias", bias, "the normalised shape", &row)?;
         Ok(vec![(*x).clone(), statistic.clone(), statistic])
     }
 
@@ -75,9 +75,9 @@ impl OpRule for LayerNormGrad {
         let [dy, x, scale, mean, rstd] = inputs else {
             return Err(FactError::Arity { expected: 5, got: inputs.len() });
         };
-        let statistic = statistic(x, self.axis)?;
+        let statistic = statistic(x, scale, self.axis)?;
         same("the output gradient", dy, "the input", x)?;
-        same("the scale", scale, "the normalised shape", &Fact::new(x.dtype, x.shape[self.axis..].to_vec()))?;
+        same("the scale", scale, "the normalised shape", &row(x, scale, self.axis))?;
         same("the mean", mean, "the shape of a statistic", &statistic)?;
         same("the reciprocal deviation", rstd, "the shape of a statistic", &statistic)?;
         Ok(vec![(*x).clone(), (*scale).clone(), (*scale).clone()])
@@ -127,7 +127,16 @@ impl OpRule for LayerNormGrad {
     }
 }
 
-fn statistic(x: &Fact, axis: usize) -> Result<Fact, FactError> {
+/// The element type of scale, bias and statistics.
+pub(in crate::op) fn statistic_type(x: &Fact, scale: &Fact) -> DType {
+    if x.dtype.size() == 2 && scale.dtype == DType::F32 { DType::F32 } else { x.dtype }
+}
+
+fn row(x: &Fact, scale: &Fact, axis: usize) -> Fact {
+    Fact::new(statistic_type(x, scale), x.shape[axis..].to_vec())
+}
+
+fn statistic(x: &Fact, scale: &Fact, axis: usize) -> Result<Fact, FactError> {
     if !x.dtype.is_float() {
         return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
     }
@@ -136,7 +145,7 @@ fn statistic(x: &Fact, axis: usize) -> Result<Fact, FactError> {
     }
     let mut shape = x.shape.clone();
     shape[axis..].fill(Dim::from(1i64));
-    Ok(Fact::new(x.dtype, shape))
+    Ok(Fact::new(statistic_type(x, scale), shape))
 }
 
 pub(in crate::op) fn same(

@@ -1,68 +1,181 @@
-//! Batch normalisation: one block per channel.
+//! Batch normalisation. Blocks reduce parts of a channel; those of a second launch join the results of all parts of
+//! their channel, and normalise one.
 
-use super::draft::KernelBuilder;
+use super::draft::{KernelBuilder, THREADS};
 use super::element::{accumulator, held, load, store};
-use super::launch_plan::{At, LaunchPlan};
+use super::launch_plan::{At, Launch, LaunchPlan};
+use super::rows::{Read, Rows, Written};
 use crate::device::layout::TensorLayout;
 use compiler::op::BatchNorm;
+use compiler::tensor::DType;
 
-/// The loop over the elements of channel `i`; `p` is the index of each.
-fn members(x: &TensorLayout, lines: &str) -> String {
-    let (batch, channels, inner) = (x.shape[0], x.shape[1], x.shape[2..].iter().product::<usize>());
-    format!(
-        "for (at k = threadIdx.x; k < (at){}; k += blockDim.x) {{ at p = (k / (at){inner} * (at){channels} + i) * (at){inner} + k % (at){inner}; {lines} }}\n",
-        batch * inner
-    )
+/// Blocks that fill a GPU.
+const ENOUGH: usize = 1 << 10;
+
+/// Fewest packs of a part that one thread has.
+const LEAST_EACH: usize = 4;
+
+/// Channels in parts.
+struct Channels {
+    dtype: DType,
+    rows: Rows,
+    channels: usize,
+    /// Elements of an example in a channel.
+    inner: usize,
+    /// Elements of a channel, and of its parts but the last.
+    count: usize,
+    part: usize,
+    parts: usize,
+}
+
+impl Channels {
+    fn new(x: &TensorLayout) -> Channels {
+        let (channels, inner) = (x.shape[1], x.shape[2..].iter().product::<usize>());
+        let count = x.len() / channels;
+        let rows = Rows::parts((count, inner, channels * inner), x.dtype.size());
+        let packs = count / rows.width();
+        let parts = (ENOUGH / channels).min(packs / (THREADS as usize * LEAST_EACH)).clamp(1, THREADS as usize);
+        let part = packs.div_ceil(parts) * rows.width();
+        Channels { dtype: x.dtype, rows, channels, inner, count, part, parts: count.div_ceil(part) }
+    }
+
+    fn kind(&self) -> &'static str {
+        held(accumulator(self.dtype))
+    }
+
+    /// A launch with one block per part, whose elements are those of `x` from `first` to `last`.
+    fn each_part(&self, draft: KernelBuilder, lines: &str) -> Launch {
+        let Channels { channels, inner, count, part, parts, .. } = *self;
+        let lines = format!(
+            "at channel = i / (at){parts}, from = channel * (at){inner}, first = i % (at){parts} * (at){part};\n\
+             at last = first + (at){part} < (at){count} ? first + (at){part} : (at){count};\n{lines}"
+        );
+        draft.block_each(channels * parts, THREADS as usize, &lines)
+    }
+
+    /// The sum of an expression over the parts of a channel, which has its first number as `a`, its second as `b`, and
+    /// the number of its elements as `n`.
+    fn joined(&self, value: &str) -> String {
+        let (kind, Channels { count, part, parts, .. }) = (self.kind(), self);
+        format!(
+            "sum_across(threadIdx.x < {parts} ? [&] {{\n\
+             const {kind}* own = partials + (channel * (at){parts} + threadIdx.x) * 2;\n\
+             {kind} a = own[0], b = own[1], n = threadIdx.x + 1 < {parts} ? (at){part} : (at){};\nreturn {value};\n}}() : ({kind})0)",
+            count - part * (parts - 1)
+        )
+    }
+
+    fn operand<'a>(&self, name: &'a str) -> Read<'a> {
+        Read { name, dtype: self.dtype, from: "from", is_kept: false }
+    }
+
+    fn result<'a>(&self, name: &'a str) -> Written<'a> {
+        Written { name, dtype: self.dtype, from: "from" }
+    }
 }
 
 /// Outputs y, mean, variance and reciprocal standard deviation.
-pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<LaunchPlan> {
-    let (channels, count) = (x.shape[1], x.len() / x.shape[1]);
-    let kind = held(accumulator(x.dtype));
+pub fn kernel(op: &BatchNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
+    let channels = Channels::new(x);
+    let (kind, sums, count) = (channels.kind(), accumulator(x.dtype), channels.count);
+    let mut launch_plan = LaunchPlan::default();
+    let partials = launch_plan.take(channels.channels * channels.parts * 2 * sums.size());
+
+    // The mean of a part, and the sum of squared differences from it. Both are sums of differences from the mean of a few
+    // elements, so that little is cancelled.
     let mut draft = KernelBuilder::new(x.len());
+    draft.reads("x", x.dtype, At::input(0));
+    draft.writes("partials", sums, partials);
+    let lines = format!(
+        "at some = last - first < {THREADS} ? last - first : (at){THREADS}, k0 = first + threadIdx.x;\n\
+         {kind} pivot = sum_across(k0 < last ? {} : ({kind})0) / ({kind})some, sum = 0, squares = 0;\n{}\
+         sum = sum_across(sum);\nsquares = sum_across(squares);\n\
+         if (threadIdx.x == 0) {{\n{kind} off = sum / ({kind})(last - first);\n\
+         partials[i * 2] = pivot + off;\npartials[i * 2 + 1] = squares - sum * off;\n}}",
+        load(x.dtype, &format!("x[from + {}]", channels.rows.place())),
+        channels.rows.pass(
+            true,
+            &[channels.operand("x")],
+            &[],
+            &format!("{kind} d = x_k - pivot;\nsum += d;\nsquares += d * d;")
+        )
+    );
+    launch_plan.launches.push(channels.each_part(draft, &lines));
+
+    let mut draft = KernelBuilder::new(x.len());
+    // Scale, bias and statistics may have another type than x.
+    let of = |k: usize| if k == 0 { x.dtype } else { scale.dtype };
     for (i, name) in ["x", "scale", "bias"].into_iter().enumerate() {
-        draft.reads(name, x.dtype, At::input(i));
+        draft.reads(name, of(i), At::input(i));
     }
     for (i, name) in ["y", "means", "variances", "rstds"].into_iter().enumerate() {
-        draft.writes(name, x.dtype, At::output(i));
+        draft.writes(name, of(i), At::output(i));
     }
-    let [v, scale, bias] = ["x[p]", "scale[i]", "bias[i]"].map(|e| load(x.dtype, e));
+    draft.reads("partials", sums, partials);
     let lines = format!(
-        "{kind} sum = 0;\n{}{kind} mean = sum_across(sum) / ({kind}){count};\nsum = 0;\n{}\
-         {kind} variance = sum_across(sum) / ({kind}){count};\n{kind} rstd = ({kind})1 / m_sqrt(variance + ({kind}){:?});\n\
-         if (threadIdx.x == 0) {{ means[i] = {}; variances[i] = {}; rstds[i] = {}; }}\n{}",
-        members(x, &format!("sum += {v};")),
-        members(x, &format!("{kind} d = {v} - mean; sum += d * d;")),
+        "{kind} mean = {} / ({kind}){count};\n{kind} variance = {} / ({kind}){count};\n\
+         {kind} rstd = ({kind})1 / m_sqrt(variance + ({kind}){:?}), scale_of = {}, bias_of = {};\n\
+         if (threadIdx.x == 0 && first == 0) {{ means[channel] = {}; variances[channel] = {}; rstds[channel] = {}; }}\n{}",
+        channels.joined("a * n"),
+        channels.joined("b + n * (a - mean) * (a - mean)"),
         op.epsilon,
-        store(x.dtype, "mean"),
-        store(x.dtype, "variance"),
-        store(x.dtype, "rstd"),
-        members(x, &format!("y[p] = {};", store(x.dtype, &format!("({v} - mean) * rstd * {scale} + {bias}"))))
+        load(scale.dtype, "scale[channel]"),
+        load(scale.dtype, "bias[channel]"),
+        store(scale.dtype, "mean"),
+        store(scale.dtype, "variance"),
+        store(scale.dtype, "rstd"),
+        channels.rows.pass(
+            true,
+            &[channels.operand("x")],
+            &[channels.result("y")],
+            &format!("y_k = {};", store(x.dtype, "(x_k - mean) * rstd * scale_of + bias_of"))
+        )
     );
-    Some(LaunchPlan::of(draft.block_each(channels, count, &lines)))
+    launch_plan.launches.push(channels.each_part(draft, &lines));
+    Some(launch_plan)
 }
 
 /// Outputs dx, dscale and dbias.
-pub fn grad(x: &TensorLayout) -> Option<LaunchPlan> {
-    let (channels, count) = (x.shape[1], x.len() / x.shape[1]);
-    let kind = held(accumulator(x.dtype));
+pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
+    let channels = Channels::new(x);
+    let (kind, sums, count) = (channels.kind(), accumulator(x.dtype), channels.count);
+    let mut launch_plan = LaunchPlan::default();
+    let partials = launch_plan.take(channels.channels * channels.parts * 2 * sums.size());
+    let reads = |draft: &mut KernelBuilder| {
+        for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
+            draft.reads(name, if i < 2 { x.dtype } else { scale.dtype }, At::input(i));
+        }
+    };
+    let [scale_of, mean, rstd] = ["scale[channel]", "means[channel]", "rstds[channel]"].map(|e| load(scale.dtype, e));
+    let statistics = format!("{kind} mean = {mean}, rstd = {rstd}, scale_of = {scale_of};\n");
+    let operands = || [channels.operand("dy"), channels.operand("x")];
+
     let mut draft = KernelBuilder::new(x.len());
-    for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
-        draft.reads(name, x.dtype, At::input(i));
-    }
-    for (i, name) in ["dx", "dscale", "dbias"].into_iter().enumerate() {
-        draft.writes(name, x.dtype, At::output(i));
-    }
-    let [dy, v, scale, mean, rstd] = ["dy[p]", "x[p]", "scale[i]", "means[i]", "rstds[i]"].map(|e| load(x.dtype, e));
-    let dx =
-        format!("rstd * {scale} * ({dy} - total / ({kind}){count} - ({v} - mean) * rstd * total_x / ({kind}){count})");
+    reads(&mut draft);
+    draft.writes("partials", sums, partials);
     let lines = format!(
-        "{kind} mean = {mean}, rstd = {rstd}, sum = 0, sum_x = 0;\n{}{kind} total = sum_across(sum), total_x = sum_across(sum_x);\n\
-         if (threadIdx.x == 0) {{ dscale[i] = {}; dbias[i] = {}; }}\n{}",
-        members(x, &format!("{kind} d = {dy}; sum += d; sum_x += d * ({v} - mean) * rstd;")),
-        store(x.dtype, "total_x"),
-        store(x.dtype, "total"),
-        members(x, &format!("dx[p] = {};", store(x.dtype, &dx)))
+        "{statistics}{kind} sum = 0, sum_x = 0;\n{}sum = sum_across(sum);\nsum_x = sum_across(sum_x);\n\
+         if (threadIdx.x == 0) {{ partials[i * 2] = sum; partials[i * 2 + 1] = sum_x; }}",
+        channels.rows.pass(true, &operands(), &[], "sum += dy_k;\nsum_x += dy_k * (x_k - mean) * rstd;")
     );
-    Some(LaunchPlan::of(draft.block_each(channels, count, &lines)))
+    launch_plan.launches.push(channels.each_part(draft, &lines));
+
+    let mut draft = KernelBuilder::new(x.len());
+    reads(&mut draft);
+    for (i, name) in ["dx", "dscale", "dbias"].into_iter().enumerate() {
+        draft.writes(name, if i < 1 { x.dtype } else { scale.dtype }, At::output(i));
+    }
+    draft.reads("partials", sums, partials);
+    let dx = "rstd * scale_of * (dy_k - g - (x_k - mean) * rstd * g_x)";
+    let lines = format!(
+        "{statistics}{kind} total = {}, total_x = {}, g = total / ({kind}){count}, g_x = total_x / ({kind}){count};\n\
+         if (threadIdx.x == 0 && first == 0) {{ dscale[channel] = {}; dbias[channel] = {}; }}\n{}",
+        channels.joined("a"),
+        channels.joined("b"),
+        store(scale.dtype, "total_x"),
+        store(scale.dtype, "total"),
+        channels.rows.pass(true, &operands(), &[channels.result("dx")], &format!("dx_k = {};", store(x.dtype, dx)))
+    );
+    launch_plan.launches.push(channels.each_part(draft, &lines));
+    Some(launch_plan)
 }

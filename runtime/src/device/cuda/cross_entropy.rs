@@ -96,25 +96,30 @@ pub fn grad(
     draft.reads("lse", logits.dtype, At::input(3));
     draft.reads("count", compiler::tensor::DType::U64, counted);
     draft.writes("y", logits.dtype, At::output(0));
-    let slope = |t: &str, lse: &str, x: &str, class: &str| {
-        let probability = format!("m_exp({x} - {}) - ({kind})((u64)t == (u64){class})", load(logits.dtype, lse));
-        let scale = load(dloss.dtype, "dloss[0]");
-        let value = format!("{} ? {scale} / ({kind})count[0] * ({probability}) : ({kind})0", counts(op.ignore));
-        (format!("i64 t = (i64){};\n", load(target.dtype, t)), store(logits.dtype, &value))
+    let of_row = |row: &str| {
+        let (t, lse) = (load(target.dtype, &format!("target[{row}]")), load(logits.dtype, &format!("lse[{row}]")));
+        let (dloss, is_counted) = (load(dloss.dtype, "dloss[0]"), counts(op.ignore));
+        format!(
+            "i64 t = (i64){t};\nbool is_counted = {is_counted};\n{kind} log_sum = {lse}, slope = {dloss} / ({kind})count[0];\n"
+        )
+    };
+    let value = |x: &str, class: &str| {
+        let probability = format!("m_exp({x} - log_sum) - ({kind})((u64)t == (u64){class})");
+        store(logits.dtype, &format!("is_counted ? slope * ({probability}) : ({kind})0"))
     };
     if inner == 1 {
         let (rows, from) = rows_of(logits, op.axis);
-        let (label, value) = slope("target[i]", "lse[i]", "x_k", "k");
         let written = [Written { name: "y", dtype: logits.dtype, from: "from" }];
-        let pass = rows.pass(true, &[operand(logits.dtype)], &written, &format!("y_k = {value};"));
-        launch_plan.launches.push(draft.rows_each(target.len(), &rows, &format!("{from}{label}{pass}")));
+        let pass = rows.pass(true, &[operand(logits.dtype)], &written, &format!("y_k = {};", value("x_k", "k")));
+        launch_plan.launches.push(draft.rows_each(target.len(), &rows, &format!("{from}{}{pass}", of_row("i"))));
         return Some(launch_plan);
     }
-    let (label, value) = slope("target[line]", "lse[line]", &load(logits.dtype, "x[i]"), "class_of");
     let lines = format!(
         "at within = i % (at){inner}, class_of = i / (at){inner} % (at){size}, line = i / (at){} * (at){inner} + within;\n\
-         {label}y[i] = {value};",
+         {}y[i] = {};",
         size * inner,
+        of_row("line"),
+        value(&load(logits.dtype, "x[i]"), "class_of"),
     );
     launch_plan.launches.push(draft.each(logits.len(), &lines));
     Some(launch_plan)

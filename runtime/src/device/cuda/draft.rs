@@ -64,9 +64,18 @@ impl KernelBuilder {
     }
 
     /// A launch in which `i` covers `count` elements, in any order.
-    pub fn each(mut self, count: usize, lines: &str) -> Launch {
+    pub fn each(self, count: usize, lines: &str) -> Launch {
+        self.each_number("i", count, lines)
+    }
+
+    /// A launch in which `pack` covers `count` elements of so many at a time.
+    pub fn each_pack(self, count: usize, width: usize, lines: &str) -> Launch {
+        self.each_number("pack", count / width, lines)
+    }
+
+    fn each_number(mut self, name: &str, count: usize, lines: &str) -> Launch {
         self.add(&format!(
-            "for (at i = (at)blockIdx.x * blockDim.x + threadIdx.x; i < (at){count}; i += (at)gridDim.x * blockDim.x) {{\n{lines}\n}}"
+            "for (at {name} = (at)blockIdx.x * blockDim.x + threadIdx.x; {name} < (at){count}; {name} += (at)gridDim.x * blockDim.x) {{\n{lines}\n}}"
         ));
         let blocks = count.div_ceil(THREADS as usize).clamp(1, MOST_BLOCKS);
         self.launch(blocks, THREADS)

@@ -3,8 +3,8 @@
 //! Slices with the same target are combined in index order without atomics. Each target stores the first index that
 //! names it, and each index the next one with the same target; one thread per element follows this list.
 
-use super::draft::{KernelBuilder, threads_for};
-use super::element::{accumulator, bits, held, load, store};
+use super::draft::{KernelBuilder, PACK_BYTES, threads_for};
+use super::element::{accumulator, bits, held, load, store, stored};
 use super::launch_plan::{At, Base, Launch, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::{BatchGather, BatchScatterAdd, Gather, Scatter, ScatterAdd, ScatterKind};
@@ -62,19 +62,8 @@ fn check(rows: Rows<'_>, input: usize) -> Launch {
 pub fn gather(op: &Gather, x: &TensorLayout, indices: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let (size, run) = (x.shape[op.axis], x.shape[op.axis + 1..].iter().product::<usize>());
     let rows = Rows { indices, size, examples: 1 };
-    let dtype = bits(x.dtype);
-    let mut draft = KernelBuilder::new(x.len().max(y.len()));
-    draft.reads("x", dtype, At::input(0));
-    draft.reads("indices", indices.dtype, At::input(1));
-    draft.writes("y", dtype, At::output(0));
-    let lines = format!(
-        "at within = i % (at){run}, k = i / (at){run} % (at){count}, block = i / (at){};\nat place = {};\n\
-         y[i] = place == ~(at)0 ? 0 : x[(block * (at){size} + place) * (at){run} + within];",
-        run * indices.len(),
-        rows.row("k"),
-        count = indices.len(),
-    );
-    Some(LaunchPlan { launches: vec![check(rows, 1), draft.each(y.len(), &lines)], scratch: 0 })
+    let place = format!("i / (at){run} % (at){}", indices.len());
+    Some(gathered(rows, run, &place, &format!("i / (at){} * (at){size}", run * indices.len()), x, y))
 }
 
 /// Gather with separate indices for each example.
@@ -86,17 +75,29 @@ pub fn batch_gather(
 ) -> Option<LaunchPlan> {
     let (size, run) = (x.shape[op.batch], x.shape[op.batch + 1..].iter().product::<usize>());
     let rows = Rows { indices, size, examples: x.shape[..op.batch].iter().product() };
-    let dtype = bits(x.dtype);
+    Some(gathered(rows, run, &format!("i / (at){run}"), "0", x, y))
+}
+
+/// Copies slices of `run` elements: element `i` is of that with index number `index`, after the first `before` slices.
+fn gathered(rows: Rows<'_>, run: usize, index: &str, before: &str, x: &TensorLayout, y: &TensorLayout) -> LaunchPlan {
+    let (dtype, width) = (bits(x.dtype), width(x.dtype, run));
     let mut draft = KernelBuilder::new(x.len().max(y.len()));
     draft.reads("x", dtype, At::input(0));
-    draft.reads("indices", indices.dtype, At::input(1));
+    draft.reads("indices", rows.indices.dtype, At::input(1));
     draft.writes("y", dtype, At::output(0));
     let lines = format!(
-        "at within = i % (at){run}, k = i / (at){run};\nat place = {};\n\
-         y[i] = place == ~(at)0 ? 0 : x[place * (at){run} + within];",
+        "typedef Pack<{stored}, {width}> Slice;\nat i = pack * {width}, k = {index}, place = {};\nSlice slice = {{}};\n\
+         if (place != ~(at)0) slice = *(const Slice*)(x + (({before} + place) * (at){run} + i % (at){run}));\n\
+         *(Slice*)(y + i) = slice;",
         rows.row("k"),
+        stored = stored(dtype),
     );
-    Some(LaunchPlan { launches: vec![check(rows, 1), draft.each(y.len(), &lines)], scratch: 0 })
+    LaunchPlan { launches: vec![check(rows, 1), draft.each_pack(y.len(), width, &lines)], scratch: 0 }
+}
+
+/// Adjacent elements that a thread has of slices of `run` elements.
+fn width(dtype: DType, run: usize) -> usize {
+    [8, 4, 2].into_iter().find(|width| width * dtype.size() <= PACK_BYTES && run.is_multiple_of(*width)).unwrap_or(1)
 }
 
 /// The lists: `first` per target and `next` per index; `~0` ends a list.
@@ -174,7 +175,8 @@ fn join(
     draft.reads("first", DType::U64, first);
     draft.reads("next", DType::U64, next);
     draft.writes("y", y.dtype, At::output(0));
-    let start = if x.is_some() { load(y.dtype, "x[i]") } else { "0".to_string() };
+    let width = width(y.dtype, run);
+    let start = if x.is_some() { load(y.dtype, "x[i + e]") } else { "0".to_string() };
     let joined = match kind {
         ScatterKind::Replace => "b",
         ScatterKind::Add => "a + b",
@@ -183,13 +185,19 @@ fn join(
         ScatterKind::Min => "m_min(a, b)",
     };
     let lines = format!(
-        "at within = i % (at){run}, place = i / (at){run} % (at){size}, block = i / (at){};\n{value} a = ({value}){start};\n\
+        "typedef Pack<{stored}, {width}> Slice;\nat i = pack * {width};\n\
+         at within = i % (at){run}, place = i / (at){run} % (at){size}, block = i / (at){};\n{value} sums[{width}];\n\
+         #pragma unroll\nfor (int e = 0; e < {width}; e++) sums[e] = ({value}){start};\n\
          for (u64 k = first[place]; k != ~0ull; k = next[k]) {{\n\
-         {value} b = ({value}){};\na = {joined};\n}}\ny[i] = {};",
+         Slice slice = *(const Slice*)(updates + ((block * (at){} + (at)k) * (at){run} + within));\n\
+         #pragma unroll\nfor (int e = 0; e < {width}; e++) {{\n{value} a = sums[e], b = ({value}){};\nsums[e] = {joined};\n}}\n}}\n\
+         Slice slice;\n#pragma unroll\nfor (int e = 0; e < {width}; e++) slice.of[e] = {};\n*(Slice*)(y + i) = slice;",
         run * size,
-        load(y.dtype, &format!("updates[(block * (at){} + (at)k) * (at){run} + within]", indices.len())),
-        store(y.dtype, "a")
+        indices.len(),
+        load(y.dtype, "slice.of[e]"),
+        store(y.dtype, "sums[e]"),
+        stored = stored(y.dtype),
     );
-    launch_plan.launches.push(draft.each(y.len(), &lines));
+    launch_plan.launches.push(draft.each_pack(y.len(), width, &lines));
     Some(launch_plan)
 }

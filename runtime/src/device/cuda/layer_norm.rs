@@ -16,19 +16,21 @@ const MOST_SUMS: usize = 512;
 const COLUMNS: usize = 8;
 
 /// Outputs y, mean and reciprocal standard deviation.
-pub fn kernel(op: &LayerNorm, x: &TensorLayout) -> Option<LaunchPlan> {
+pub fn kernel(op: &LayerNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let size: usize = x.shape[op.axis..].iter().product();
     let kind = held(accumulator(x.dtype));
     let mut draft = KernelBuilder::new(x.len());
-    for (i, name) in ["x", "scale", "bias"].into_iter().enumerate() {
-        draft.reads(name, x.dtype, At::input(i));
+    // Scale, bias and statistics may have another type than x.
+    let of = scale.dtype;
+    for (i, (name, dtype)) in [("x", x.dtype), ("scale", of), ("bias", of)].into_iter().enumerate() {
+        draft.reads(name, dtype, At::input(i));
     }
-    for (i, name) in ["y", "means", "rstds"].into_iter().enumerate() {
-        draft.writes(name, x.dtype, At::output(i));
+    for (i, (name, dtype)) in [("y", x.dtype), ("means", of), ("rstds", of)].into_iter().enumerate() {
+        draft.writes(name, dtype, At::output(i));
     }
     let rows = Rows::new(size, 1, x.dtype.size());
     let row = || Read { name: "x", dtype: x.dtype, from: "from", is_kept: true };
-    let [scale, bias] = ["scale", "bias"].map(|name| Read { name, dtype: x.dtype, from: "0", is_kept: false });
+    let [scale, bias] = ["scale", "bias"].map(|name| Read { name, dtype: of, from: "0", is_kept: false });
     let y = Written { name: "y", dtype: x.dtype, from: "from" };
     let lines = format!(
         "at from = i * (at){size};\n{kind} sum = 0;\n{}{kind} mean = sum_across(sum) / ({kind}){size};\nsum = 0;\n{}\
@@ -36,8 +38,8 @@ pub fn kernel(op: &LayerNorm, x: &TensorLayout) -> Option<LaunchPlan> {
          if (threadIdx.x == 0) {{ means[i] = {}; rstds[i] = {}; }}\n{}",
         rows.pass(true, &[row()], &[], "sum += x_k;"),
         rows.pass(false, &[row()], &[], &format!("{kind} d = x_k - mean;\nsum += d * d;")),
-        store(x.dtype, "mean"),
-        store(x.dtype, "rstd"),
+        store(of, "mean"),
+        store(of, "rstd"),
         rows.pass(
             false,
             &[row(), scale, bias],
@@ -60,7 +62,7 @@ pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let partials = ["scale_sums", "bias_sums"].map(|name| (name, launch_plan.take(blocks * size * sums.size())));
     let mut draft = KernelBuilder::new(x.len());
     for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
-        draft.reads(name, x.dtype, At::input(i));
+        draft.reads(name, if i < 2 { x.dtype } else { scale.dtype }, At::input(i));
     }
     draft.writes("dx", x.dtype, At::output(0));
     let rows = Rows::new(size, 1, x.dtype.size().max(sums.size()));
@@ -68,10 +70,10 @@ pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
         draft.writes(name, sums, at);
         draft.add(&rows.cells(&format!("{name}_own"), kind, "0").unwrap_or_default());
     }
-    let [mean, rstd] = ["means[i]", "rstds[i]"].map(|e| load(x.dtype, e));
+    let [mean, rstd] = ["means[i]", "rstds[i]"].map(|e| load(scale.dtype, e));
     let reads = || {
         let row = |name| Read { name, dtype: x.dtype, from: "from", is_kept: true };
-        [row("dy"), row("x"), Read { name: "scale", dtype: x.dtype, from: "0", is_kept: false }]
+        [row("dy"), row("x"), Read { name: "scale", dtype: scale.dtype, from: "0", is_kept: false }]
     };
     // Rows that do not fit have their sums in memory.
     let of_block = |name: &str| match rows.fit() {
@@ -102,7 +104,7 @@ pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
         draft.add(&rows.pass(true, &[], &written, &lines));
     }
     launch_plan.launches.push(draft.launch(blocks, rows.threads));
-    launch_plan.launches.push(added(partials.map(|(_, at)| at), sums, (blocks, size), x.dtype));
+    launch_plan.launches.push(added(partials.map(|(_, at)| at), sums, (blocks, size), scale.dtype));
     Some(launch_plan)
 }
 

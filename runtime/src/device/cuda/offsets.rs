@@ -124,3 +124,28 @@ pub fn joined(shape: &[usize], walks: &[Walk]) -> Vec<(usize, Vec<isize>)> {
     }
     dims
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packs_fit_all_operands() {
+        let packed = |shape: &[usize], walks: &[Walk]| {
+            let Packed { width, shape, is_same, .. } = Packed::new(shape, walks, 8);
+            (width, shape, is_same)
+        };
+        let (whole, row) = (Walk::plain(&[64, 24]), Walk::stretched(&[24], &[64, 24]));
+        assert_eq!(packed(&[64, 24], &[whole.clone(), row]), (8, vec![64, 3], vec![false, false]));
+        let column = Walk::stretched(&[64, 1], &[64, 24]);
+        assert_eq!(packed(&[64, 24], &[whole.clone(), column]), (8, vec![64, 3], vec![false, true]));
+        // Rows of other tensors start at other multiples, and slices within them.
+        let part = |base, row| Walk { base, steps: vec![row, 1] };
+        assert_eq!(packed(&[64, 24], &[whole.clone(), part(4, 48)]), (4, vec![64, 6], vec![false, false]));
+        assert_eq!(packed(&[64, 24], &[whole.clone(), part(0, 50)]), (2, vec![64, 12], vec![false, false]));
+        let transposed = Walk { base: 0, steps: vec![1, 64] };
+        assert_eq!(packed(&[64, 24], &[whole.clone(), transposed]), (1, vec![64, 24], vec![false, false]));
+        assert_eq!(packed(&[64, 24], &[whole]), (8, vec![192], vec![false]));
+        assert_eq!(packed(&[1, 1], &[Walk::plain(&[1, 1])]), (1, vec![], vec![true]));
+    }
+}

@@ -142,7 +142,7 @@ template <class T, class F> DEVICE T across(T value, F join) {
     if (warps == 1) return value;
     if (threadIdx.x % 32 == 0) all[threadIdx.x / 32] = value;
     __syncthreads();
-    value = all[threadIdx.x % warps];
+    value = all[threadIdx.x & (warps - 1)];
     __syncthreads();
     for (u32 mask = warps / 2; mask > 0; mask /= 2) value = join(value, beside(value, mask));
     return value;
@@ -157,7 +157,7 @@ template <class T, class F> DEVICE T across_rows(T value, u32 lanes, F join) {
         if (threadIdx.x < half) all[threadIdx.x] = join(all[threadIdx.x], all[threadIdx.x + half]);
         __syncthreads();
     }
-    T result = all[threadIdx.x % lanes];
+    T result = all[threadIdx.x & (lanes - 1)];
     __syncthreads();
     return result;
 }

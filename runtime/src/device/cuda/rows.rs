@@ -1,7 +1,7 @@
-//! Rows of tensors, one block each. Threads pass over a row in packs of adjacent elements. A row that fits is loaded
+//! Rows of tensors, one block each, or parts of them. Threads pass over a row in packs of adjacent elements. A row that fits is loaded
 //! once and stays in registers between passes.
 
-use super::draft::PACK_BYTES;
+use super::draft::{PACK_BYTES, THREADS};
 use super::element::{load, stored};
 use compiler::tensor::DType;
 use std::fmt::Write;
@@ -12,9 +12,10 @@ const MOST_KEPT: usize = 4;
 const MOST_THREADS: usize = 512;
 
 pub struct Rows {
-    /// Elements of a row, and the distance of adjacent ones.
+    /// Elements of a row.
     size: usize,
-    step: usize,
+    /// The place of the pack with first element `k0`, relative to the first element of the row.
+    place: String,
     /// Elements of a pack.
     width: usize,
     pub threads: u32,
@@ -22,6 +23,8 @@ pub struct Rows {
     kept: Option<usize>,
     /// Whether rows start within packs.
     is_ragged: bool,
+    /// Whether a pass is from element `first` to before element `last`.
+    is_part: bool,
 }
 
 /// An operand of a pass. Its element in compute type is `NAME_k`.
@@ -49,7 +52,32 @@ impl Rows {
         let packs = size / width;
         let threads = packs.div_ceil(MOST_KEPT).next_power_of_two().clamp(32, MOST_THREADS);
         let kept = packs.div_ceil(threads);
-        Rows { size, step, width, threads: threads as u32, kept: (kept <= MOST_KEPT).then_some(kept), is_ragged: false }
+        Rows {
+            size,
+            place: format!("k0 * {step}"),
+            width,
+            threads: threads as u32,
+            kept: (kept <= MOST_KEPT).then_some(kept),
+            is_ragged: false,
+            is_part: false,
+        }
+    }
+
+    /// Parts of rows that consist of runs of `run` elements, `stride` elements apart. Nothing is kept.
+    pub fn parts((size, run, stride): (usize, usize, usize), bytes: usize) -> Rows {
+        let rows = Rows::new(run, 1, bytes);
+        let place = format!("(k0 / (at){run} * (at){stride} + k0 % (at){run})");
+        Rows { size, place, threads: THREADS, kept: None, is_part: true, ..rows }
+    }
+
+    /// The place of the pack with first element `k0`, relative to the first element of the row.
+    pub fn place(&self) -> &str {
+        &self.place
+    }
+
+    /// Elements of a pack.
+    pub fn width(&self) -> usize {
+        self.width
     }
 
     /// Adjacent rows of whole tensors of `total` elements. Packs may cross their ends, so all operands are tensors of
@@ -83,12 +111,12 @@ impl Rows {
 
     /// A loop over the elements `k` of a row. The first pass loads what is kept.
     pub fn pass(&self, is_first: bool, reads: &[Read<'_>], written: &[Written<'_>], lines: &str) -> String {
-        let Rows { size, step, width, threads, kept, is_ragged } = *self;
+        let Rows { size, ref place, width, threads, kept, is_ragged, is_part } = *self;
         let (mut text, mut packs, mut elements, mut behind) =
             (String::new(), String::new(), String::new(), String::new());
         for Read { name, dtype, from, is_kept } in reads {
             let pack = format!("Pack<{}, {width}>", stored(*dtype));
-            let loaded = format!("*(const {pack}*)({name} + ({from} + k0 * {step}))");
+            let loaded = format!("*(const {pack}*)({name} + ({from} + {place}))");
             let _ = match kept {
                 Some(count) if *is_kept && is_first => {
                     let _ = writeln!(text, "{pack} {name}_kept[{count}];");
@@ -103,7 +131,7 @@ impl Rows {
             let pack = format!("Pack<{}, {width}>", stored(*dtype));
             let _ = writeln!(packs, "{pack} {name}_p;");
             let _ = writeln!(elements, "{}& {name}_k = {name}_p.of[e];", stored(*dtype));
-            let store = format!("*({pack}*)({name} + ({from} + k0 * {step})) = {name}_p;\n");
+            let store = format!("*({pack}*)({name} + ({from} + {place})) = {name}_p;\n");
             behind.push_str(&match is_ragged {
                 false => store,
                 true => format!(
@@ -120,6 +148,9 @@ impl Rows {
             None if is_ragged => format!(
                 "for (at u = threadIdx.x * {width}; u < (at){size} + from % {width}; u += {threads} * {width}) {{\nat k0 = u - from % {width};\n"
             ),
+            None if is_part => {
+                format!("for (at k0 = first + threadIdx.x * {width}; k0 < last; k0 += {threads} * {width}) {{\n")
+            }
             None => format!("for (at k0 = threadIdx.x * {width}; k0 < (at){size}; k0 += {threads} * {width}) {{\n"),
         };
         // Numbers before a row wrap around.

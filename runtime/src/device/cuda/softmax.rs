@@ -57,11 +57,13 @@ pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<LaunchPl
     let mut draft = KernelBuilder::new(x.len());
     draft.reads("x", x.dtype, At::input(0));
     draft.writes("y", x.dtype, At::output(0));
-    let value = if logarithm { "x_k - most - shift" } else { "m_exp(x_k - most) / total" };
+    let (of_row, value) = match logarithm {
+        true => ("m_log(total)", "x_k - most - of_row"),
+        false => ("1 / total", "m_exp(x_k - most) * of_row"),
+    };
     let lines = format!(
-        "{from}{}{}{}",
+        "{from}{}auto of_row = {of_row};\n{}",
         most_and_total(x.dtype, &rows),
-        if logarithm { "auto shift = m_log(total);\n" } else { "" },
         rows.pass(
             false,
             &[operand(x.dtype)],

@@ -3,6 +3,7 @@
 //! Their sources depend on element types alone. Lengths and factors are arguments, so few kernels serve all tensors of a
 //! model. Optimizer steps compute in `f64` and round once, as on the CPU.
 
+use super::draft::PACK_BYTES;
 use super::element::{accumulator, held, load, store, stored};
 use super::prelude::{ENTRY, PRELUDE};
 use crate::device::layout::accumulation_type;
@@ -20,6 +21,9 @@ pub const MOST_BLOCKS: usize = 4096;
 
 /// Blocks of [`squares`], and partial sums of each tensor.
 pub const PARTS: u32 = 256;
+
+/// Names of optimizer states.
+const STATES: [&str; 2] = ["s0", "s1"];
 
 /// A kernel of this file, by what its source depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,19 +64,59 @@ impl RuleVariant {
     }
 }
 
-/// A kernel over `n` elements: parameters after `u64 n`, and the lines for element `i`.
-fn each(parameters: &str, lines: &str) -> Arc<str> {
+/// What a kernel does with the elements of an array.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Reads,
+    Writes,
+    /// Reads, then writes.
+    Updates,
+}
+
+use Access::{Reads, Updates, Writes};
+
+/// A kernel over `n` elements of arrays; `lines` computes one, named like its array. The parameters are `n`, the
+/// addresses of the arrays and `scalars`. Threads have packs of elements if all addresses are aligned for it.
+fn each(arrays: &[(&str, DType, Access)], scalars: &[&str], lines: &str) -> Arc<str> {
+    let width = arrays.iter().map(|(_, dtype, _)| PACK_BYTES / dtype.size()).min().unwrap_or(1).min(8);
+    let (mut parameters, mut aligned) = ("u64 n".to_string(), "true".to_string());
+    for (name, dtype, access) in arrays {
+        let constant = if *access == Reads { "const " } else { "" };
+        let _ = write!(parameters, ", {constant}{}* all_{name}", stored(*dtype));
+        let _ = write!(aligned, " && (u64)all_{name} % {} == 0", width * dtype.size());
+    }
+    scalars.iter().for_each(|name| _ = write!(parameters, ", f64 {name}"));
+    let body = |width: usize| {
+        let (mut text, mut elements, mut behind) = (String::new(), String::new(), String::new());
+        for (name, dtype, access) in arrays {
+            let of = stored(*dtype);
+            let pack = format!("Pack<{of}, {width}>");
+            let _ = writeln!(text, "{pack} pack_{name};");
+            if *access != Writes {
+                let _ = writeln!(text, "pack_{name} = *(const {pack}*)(all_{name} + i * {width});");
+            }
+            let _ = writeln!(elements, "{of}& {name} = pack_{name}.of[e];");
+            if *access != Reads {
+                let _ = writeln!(behind, "*({pack}*)(all_{name} + i * {width}) = pack_{name};");
+            }
+        }
+        format!("{text}#pragma unroll\nfor (int e = 0; e < {width}; e++) {{\n{elements}{lines}\n}}\n{behind}")
+    };
     format!(
-        "typedef unsigned long long at;\n{PRELUDE}\nextern \"C\" __global__ void {ENTRY}(u64 n, {parameters}) {{\n\
-         for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {{\n{lines}\n}}\n}}\n"
+        "typedef unsigned long long at;\n{PRELUDE}\nextern \"C\" __global__ void {ENTRY}({parameters}) {{\n\
+         u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, threads = (u64)gridDim.x * blockDim.x;\n\
+         u64 packs = {aligned} ? n / {width} : 0;\nfor (u64 i = thread; i < packs; i += threads) {{\n{}}}\n\
+         for (u64 i = packs * {width} + thread; i < n; i += threads) {{\n{}}}\n}}\n",
+        body(width),
+        body(1)
     )
     .into()
 }
 
 /// `to = from`, rounded to nearest.
 pub fn cast(from: DType, to: DType) -> Arc<str> {
-    let value = store(to, &super::element::cast(from, to, &load(from, "x[i]")));
-    each(&format!("const {}* x, {}* y", stored(from), stored(to)), &format!("y[i] = {value};"))
+    let value = store(to, &super::element::cast(from, to, &load(from, "x")));
+    each(&[("x", from, Reads), ("y", to, Writes)], &[], &format!("y = {value};"))
 }
 
 /// The largest size of elements that all these lengths and addresses are multiples of, up to 8 bytes.
@@ -88,26 +132,29 @@ pub fn copy_rows(size: usize) -> Arc<str> {
         2 => "unsigned short",
         _ => "unsigned char",
     };
-    let parameters = format!("const {of}* x, {of}* y, u64 width, u64 from_pitch, u64 to_pitch");
-    each(&parameters, "y[i / width * to_pitch + i % width] = x[i / width * from_pitch + i % width];")
+    format!(
+        "typedef unsigned long long at;\n{PRELUDE}\n\
+         extern \"C\" __global__ void {ENTRY}(u64 n, const {of}* x, {of}* y, u64 width, u64 from_pitch, u64 to_pitch) {{\n\
+         for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) \
+         y[i / width * to_pitch + i % width] = x[i / width * from_pitch + i % width];\n}}\n"
+    )
+    .into()
 }
 
 /// `sum += term`
 pub fn accumulate(dtype: DType) -> Arc<str> {
-    let sum = accumulation_type(dtype);
-    each(&format!("const {}* x, {}* y", stored(dtype), stored(sum)), &format!("y[i] = y[i] + {};", load(dtype, "x[i]")))
+    let arrays = [("x", dtype, Reads), ("y", accumulation_type(dtype), Updates)];
+    each(&arrays, &[], &format!("y = y + {};", load(dtype, "x")))
 }
 
 /// `sum = first + second`
 pub fn add(dtype: DType) -> Arc<str> {
-    let of = stored(dtype);
-    each(&format!("const {of}* a, const {of}* b, {of}* y"), "y[i] = a[i] + b[i];")
+    each(&[("a", dtype, Reads), ("b", dtype, Reads), ("y", dtype, Writes)], &[], "y = a + b;")
 }
 
 /// `values *= factor`
 pub fn scale(dtype: DType) -> Arc<str> {
-    let of = stored(dtype);
-    each(&format!("{of}* y, f64 factor"), &format!("y[i] = ({of})((f64)y[i] * factor);"))
+    each(&[("y", dtype, Updates)], &["factor"], &format!("y = ({})((f64)y * factor);", stored(dtype)))
 }
 
 /// Sums of squares of [`PARTS`] parts of a tensor, in `f64`.
@@ -125,23 +172,22 @@ pub fn squares(dtype: DType) -> Arc<str> {
 
 /// `average = keep · average + (1 − keep) · (new − old)`
 pub fn average_update(dtype: DType) -> Arc<str> {
-    let of = stored(dtype);
-    let lines = format!("y[i] = ({of})(keep * (f64)y[i] + (1.0 - keep) * ((f64)b[i] - (f64)a[i]));");
-    each(&format!("const {of}* a, const {of}* b, {of}* y, f64 keep"), &lines)
+    let lines = format!("y = ({})(keep * (f64)y + (1.0 - keep) * ((f64)b - (f64)a));", stored(dtype));
+    each(&[("a", dtype, Reads), ("b", dtype, Reads), ("y", dtype, Updates)], &["keep"], &lines)
 }
 
 /// `to = weights − steps · average`
 pub fn set_back(dtype: DType) -> Arc<str> {
-    let of = stored(dtype);
-    let parameters = format!("const {of}* w, const {of}* average, {of}* y, f64 steps");
-    each(&parameters, &format!("y[i] = ({of})((f64)w[i] - steps * (f64)average[i]);"))
+    let lines = format!("y = ({})((f64)w - steps * (f64)average);", stored(dtype));
+    each(&[("w", dtype, Reads), ("average", dtype, Reads), ("y", dtype, Writes)], &["steps"], &lines)
 }
 
 /// `state = keep · state + (1 − keep) · sample`, for an `f64` sample.
 pub fn moving_average(dtype: DType) -> Arc<str> {
-    let value = format!("keep * (f64)({}) + (1.0 - keep) * x[i]", load(dtype, "y[i]"));
+    let value = format!("keep * (f64)({}) + (1.0 - keep) * x", load(dtype, "y"));
     let rounded = if accumulator(dtype) == DType::F64 { value } else { format!("({})({value})", held(dtype)) };
-    each(&format!("const f64* x, {}* y, f64 keep", stored(dtype)), &format!("y[i] = {};", store(dtype, &rounded)))
+    let arrays = [("x", DType::F64, Reads), ("y", dtype, Updates)];
+    each(&arrays, &["keep"], &format!("y = {};", store(dtype, &rounded)))
 }
 
 /// The last arguments of a kernel: names and values.
@@ -176,7 +222,7 @@ pub fn step_factors(rule: &UpdateRule, (scale, step, rate): (f64, u32, f64)) -> 
 /// One optimizer step: `(n, old weights, new weights, gradient, states…, factors…)`. The definitions are those of
 /// [`UpdateRule`].
 pub fn step(rule: &UpdateRule, dtype: DType, factors: &Factors) -> Arc<str> {
-    let mut lines = "f64 w = old[i], g = (f64)gradient[i] * scale;\n".to_string();
+    let mut lines = "f64 w = old, g = (f64)gradient * scale;\n".to_string();
     lines.push_str(match *rule {
         UpdateRule::Adam { decoupled: true, .. } => "w *= decay;\n",
         _ => "g += decay * w;\n",
@@ -184,31 +230,30 @@ pub fn step(rule: &UpdateRule, dtype: DType, factors: &Factors) -> Arc<str> {
     match *rule {
         UpdateRule::Sgd { momentum, nesterov, .. } => {
             let has_momentum = momentum != 0.0;
-            lines.push_str(if has_momentum { "f64 v = momentum * (f64)s0[i] + g;\n" } else { "f64 v = g;\n" });
+            lines.push_str(if has_momentum { "f64 v = momentum * (f64)s0 + g;\n" } else { "f64 v = g;\n" });
             lines.push_str(if nesterov { "w -= lr * (g + momentum * v);\n" } else { "w -= lr * v;\n" });
-            lines.push_str(if has_momentum { "s0[i] = v;\n" } else { "" });
+            lines.push_str(if has_momentum { "s0 = v;\n" } else { "" });
         }
         UpdateRule::Adam { .. } => lines.push_str(
-            "f64 a = s0[i], b = s1[i];\na += (g - a) * (1.0 - beta1);\nb = beta2 * b + (1.0 - beta2) * g * g;\n\
-             w -= step_size * a / (m_sqrt(b) / root_correction + epsilon);\ns0[i] = a;\ns1[i] = b;\n",
+            "f64 a = s0, b = s1;\na += (g - a) * (1.0 - beta1);\nb = beta2 * b + (1.0 - beta2) * g * g;\n\
+             w -= step_size * a / (m_sqrt(b) / root_correction + epsilon);\ns0 = a;\ns1 = b;\n",
         ),
         UpdateRule::RmsProp { momentum, .. } => {
             lines.push_str(
-                "f64 square = alpha * (f64)s0[i] + (1.0 - alpha) * g * g;\ns0[i] = square;\n\
+                "f64 square = alpha * (f64)s0 + (1.0 - alpha) * g * g;\ns0 = square;\n\
                  f64 v = g / (m_sqrt(square) + epsilon);\n",
             );
-            lines.push_str(if momentum != 0.0 { "v += momentum * (f64)s1[i];\ns1[i] = v;\n" } else { "" });
+            lines.push_str(if momentum != 0.0 { "v += momentum * (f64)s1;\ns1 = v;\n" } else { "" });
             lines.push_str("w -= lr * v;\n");
         }
         UpdateRule::Adagrad { .. } => {
-            lines.push_str("f64 sum = (f64)s0[i] + g * g;\ns0[i] = sum;\nw -= lr * g / (m_sqrt(sum) + epsilon);\n")
+            lines.push_str("f64 sum = (f64)s0 + g * g;\ns0 = sum;\nw -= lr * g / (m_sqrt(sum) + epsilon);\n")
         }
     }
-    lines.push_str("weight[i] = w;");
-    let of = stored(dtype);
-    let mut parameters = format!("const {of}* old, {of}* weight, const {of}* gradient");
-    (0..rule.states()).for_each(|state| _ = write!(parameters, ", {of}* s{state}"));
-    each(&with_factors(parameters, factors), &lines)
+    lines.push_str("weight = w;");
+    let mut arrays = vec![("old", dtype, Reads), ("weight", dtype, Writes), ("gradient", dtype, Reads)];
+    arrays.extend(STATES[..rule.states()].iter().map(|name| (*name, dtype, Updates)));
+    each(&arrays, &names(factors), &lines)
 }
 
 /// The factors of weights after further steps. `None` if the rule has no direction yet, so the weights stay.
@@ -233,17 +278,16 @@ pub fn predict_factors(rule: &UpdateRule, (steps, made, rate): (u32, u32, f64)) 
 /// Weights after further steps: `(n, weights, to, states…, factors…)`.
 pub fn predict(rule: &UpdateRule, dtype: DType, factors: &Factors) -> Arc<str> {
     let direction = match rule {
-        UpdateRule::Adam { .. } => "(f64)s0[i] / first / (m_sqrt((f64)s1[i] / second) + epsilon)",
-        UpdateRule::RmsProp { .. } => "(f64)s1[i]",
-        UpdateRule::Sgd { .. } | UpdateRule::Adagrad { .. } => "(f64)s0[i]",
+        UpdateRule::Adam { .. } => "(f64)s0 / first / (m_sqrt((f64)s1 / second) + epsilon)",
+        UpdateRule::RmsProp { .. } => "(f64)s1",
+        UpdateRule::Sgd { .. } | UpdateRule::Adagrad { .. } => "(f64)s0",
     };
-    let of = stored(dtype);
-    let mut parameters = format!("const {of}* w, {of}* y");
-    (0..rule.states()).for_each(|state| _ = write!(parameters, ", const {of}* s{state}"));
-    each(&with_factors(parameters, factors), &format!("y[i] = ({of})((f64)w[i] - distance * ({direction}));"))
+    let mut arrays = vec![("w", dtype, Reads), ("y", dtype, Writes)];
+    arrays.extend(STATES[..rule.states()].iter().map(|name| (*name, dtype, Reads)));
+    let lines = format!("y = ({})((f64)w - distance * ({direction}));", stored(dtype));
+    each(&arrays, &names(factors), &lines)
 }
 
-fn with_factors(mut parameters: String, factors: &Factors) -> String {
-    factors.iter().for_each(|(name, _)| _ = write!(parameters, ", f64 {name}"));
-    parameters
+fn names(factors: &Factors) -> Vec<&'static str> {
+    factors.iter().map(|(name, _)| *name).collect()
 }
