@@ -74,8 +74,9 @@ fn wide_questions() -> Vec<Question> {
         pads_end: vec![pad; 2],
         dilations: vec![dilation; 2],
     };
-    let cases: [(Window, usize, [usize; 4], [usize; 4]); 5] = [
+    let cases: [(Window, usize, [usize; 4], [usize; 4]); 6] = [
         (even(1, 1, 1), 1, [2, 32, 12, 12], [48, 32, 3, 3]),
+        (even(1, 0, 1), 1, [3, 64, 8, 10], [32, 64, 1, 1]),
         (even(2, 0, 1), 1, [2, 64, 13, 13], [32, 64, 1, 1]),
         (even(2, 3, 1), 1, [2, 3, 30, 30], [32, 3, 7, 7]),
         (even(1, 2, 2), 4, [2, 64, 9, 9], [64, 16, 3, 3]),

@@ -63,12 +63,12 @@ impl Convolution {
         }
     }
 
-    /// Names of the operands in a plan, in the order of the op: both inputs, then the result. Places in `sizes`.
+    /// Names of the operands in a plan, in the order of the op: both inputs, then the result. x is 1, w 2, y 3.
     fn operands(&self) -> [i64; 3] {
         match self.computes {
-            Computes::Y => [0, 1, 2],
-            Computes::X => [2, 1, 0],
-            Computes::W => [2, 0, 1],
+            Computes::Y => [1, 2, 3],
+            Computes::X => [3, 2, 1],
+            Computes::W => [3, 1, 2],
         }
     }
 }
@@ -228,7 +228,7 @@ impl Cudnn {
             strides[axis - 1] = strides[axis] * sizes[axis];
         }
         let tensor = Descriptor::new(self.functions, kind::TENSOR)?;
-        tensor.set(attribute::TENSOR_ID, &[at as i64])?;
+        tensor.set(attribute::TENSOR_ID, &[at as i64 + 1])?;
         tensor.set(attribute::TENSOR_DATA_TYPE, &[DataType(dtype)])?;
         tensor.set(attribute::TENSOR_ALIGNMENT, &[convolution.alignment])?;
         tensor.set(attribute::TENSOR_SIZES, sizes)?;

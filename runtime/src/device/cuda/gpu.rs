@@ -55,13 +55,14 @@ pub struct GpuInfo {
 
 /// An open GPU. Memory and streams on it keep it open.
 pub struct Gpu {
+    // Libraries close before the context does.
+    cublaslt: OnceLock<Option<CublasLt>>,
+    cudnn: OnceLock<Option<Cudnn>>,
     context: Arc<CudaContext>,
     info: GpuInfo,
     functions: Mutex<HashMap<Arc<str>, Function>>,
     /// True if the driver has a pool of memory, which all open GPUs can access.
     has_pool: AtomicBool,
-    cublaslt: OnceLock<Option<CublasLt>>,
-    cudnn: OnceLock<Option<Cudnn>>,
 }
 
 /// A kernel on a GPU, loaded until the process ends.
