@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// The devices on which the workers of a run train, in turn.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DeviceRequest {
-    /// What pipec chooses: the CPU.
+    /// GPUs if each worker of the plan fits in one, else the CPU: see [`auto_device`](crate::train::auto_device).
     #[default]
     Auto,
     /// The CPU.
@@ -25,7 +25,11 @@ impl DeviceRequest {
     /// Reads `auto`, `cpu`, `cuda`, or a list of GPUs such as `cuda:0,1`.
     pub fn read(text: &str) -> Result<DeviceRequest, String> {
         let kinds = "write auto, cpu, cuda, or a list of GPUs such as cuda:0,1";
+        let is_there = |kind: &str| text.split(',').any(|part| part.trim().starts_with(kind));
         match (text, text.strip_prefix("cuda:")) {
+            _ if is_there("cpu") && is_there("cuda") => {
+                Err(format!("the workers of a run are all on the CPU or all on GPUs: {kinds}"))
+            }
             ("auto", _) => Ok(DeviceRequest::Auto),
             ("cpu", _) => Ok(DeviceRequest::Cpu),
             ("cuda", _) => Ok(DeviceRequest::AllGpus),
@@ -41,17 +45,18 @@ impl DeviceRequest {
         }
     }
 
-    /// Opens the devices.
-    pub fn open(&self) -> Result<Vec<Arc<dyn Device>>, Error> {
+    /// Opens the devices; `None` if they depend on the plan.
+    pub fn open(&self) -> Result<Option<Vec<Arc<dyn Device>>>, Error> {
         let numbers = match self {
-            DeviceRequest::Auto | DeviceRequest::Cpu => return Ok(vec![cpu::device::cpu()]),
+            DeviceRequest::Auto => return Ok(None),
+            DeviceRequest::Cpu => return Ok(Some(vec![cpu::device::cpu()])),
             DeviceRequest::AllGpus => (0..gpu::count().max(1)).collect(),
             DeviceRequest::Gpus(numbers) => numbers.clone(),
         };
         if numbers.is_empty() {
             return Err(Error::input("the list of GPUs is empty").with_help("`--device cuda` takes all GPUs"));
         }
-        numbers.into_iter().map(open_gpu).collect()
+        numbers.into_iter().map(open_gpu).collect::<Result<_, _>>().map(Some)
     }
 }
 
@@ -115,6 +120,9 @@ mod tests {
         assert_eq!(DeviceRequest::read("auto"), Ok(DeviceRequest::Auto));
         assert_eq!(DeviceRequest::read("cuda"), Ok(DeviceRequest::AllGpus));
         assert_eq!(DeviceRequest::read("cuda:1, 0"), Ok(DeviceRequest::Gpus(vec![1, 0])));
+        for text in ["cpu,cuda:0", "cuda:1, cpu"] {
+            assert!(DeviceRequest::read(text).is_err_and(|why| why.contains("all on GPUs")), "{text}");
+        }
         for text in ["", "gpu", "cuda:", "cuda:x", "cuda:0,0", "cuda:-1", "cpu:0"] {
             assert!(DeviceRequest::read(text).is_err(), "{text}");
         }
