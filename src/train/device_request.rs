@@ -1,6 +1,8 @@
 //! The devices of a training run: `--device`.
 
 use crate::error::Error;
+use crate::events::EventSink;
+use compiler::profile::precision::Precision;
 use runtime::device::api::Device;
 use runtime::device::cuda::gpu;
 use runtime::device::error::DeviceError;
@@ -58,6 +60,28 @@ impl DeviceRequest {
         }
         numbers.into_iter().map(open_gpu).collect::<Result<_, _>>().map(Some)
     }
+}
+
+/// The devices for a precision: under `tf32`, those that have it use it. The others compute in fp32, with a warning.
+pub fn for_precision(
+    devices: Vec<Arc<dyn Device>>,
+    precision: Option<Precision>,
+    events: &dyn EventSink,
+) -> Vec<Arc<dyn Device>> {
+    if precision != Some(Precision::Tf32) {
+        return devices;
+    }
+    let known: Vec<Option<Arc<dyn Device>>> = devices.iter().map(|device| device.with_tf32()).collect();
+    if let Some(at) = known.iter().position(Option::is_none) {
+        events.warn(&match devices[at].is_asynchronous() {
+            true => format!(
+                "{} has no TF32, which requires compute capability 8.0 and cuBLASLt: matrix products are computed in fp32",
+                devices[at].info().name
+            ),
+            false => "CPUs have no TF32: matrix products are computed in fp32".to_string(),
+        });
+    }
+    known.into_iter().zip(devices).map(|(known, device)| known.unwrap_or(device)).collect()
 }
 
 /// The CPU, or one GPU by number.

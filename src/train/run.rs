@@ -17,6 +17,7 @@ use crate::plan::request::{PlanOptions, ScheduleChoice};
 use crate::train::arrays;
 use crate::train::auto_device;
 use crate::train::checkpoints::{self, WEIGHTS};
+use crate::train::device_request::for_precision;
 use crate::train::digest;
 use crate::train::initial_weights::initial;
 use crate::train::metrics::{self, watched};
@@ -212,9 +213,7 @@ fn once(
     let tell = |saved: &_| checkpoints::report_saved(saved, &newest, events);
     let unbiased = request.unbiased_variance.unwrap_or_else(|| ModelFormat::of(&request.model) == ModelFormat::Pt2);
     let precision = precision(request, &plan);
-    if precision == Some(Precision::Tf32) && opened.iter().any(|device| !device.is_asynchronous()) {
-        events.warn("CPUs have no TF32: matrix products are computed in fp32");
-    }
+    let opened = for_precision(opened, precision, events);
     let mut task = Task {
         loaded: &loaded,
         weights: &weights,

@@ -31,7 +31,7 @@ fn a_profile_of_a_gpu_is_complete_and_plans_are_made_with_it() {
     let at = folder.path();
     run(at, driver, &["zoo", "gpt", "-o", "gpt.onnx"]);
     let quick = ["--runs", "3", "--warmup", "1", "--micro-batch", "4", "--no-cache"];
-    for (precision, file) in [("fp32", "f32.json"), ("bf16", "bf16.json")] {
+    for (precision, file) in [("fp32", "f32.json"), ("bf16", "bf16.json"), ("tf32", "tf32.json")] {
         let said = run(
             at,
             driver,
@@ -58,6 +58,8 @@ fn a_profile_of_a_gpu_is_complete_and_plans_are_made_with_it() {
         assert_eq!(planned["cluster"]["device"]["kind"], "Simulated GPU");
         assert_eq!(planned["cluster"]["device"]["memory"], 4_294_967_296u64);
         assert!(run(at, driver, &["simulate", &plan]).contains("samples/s"));
+        let types = &planned["element_types"];
+        assert!(types.is_null() && precision == "fp32" || types["precision"] == precision, "{types}");
     }
 }
 
