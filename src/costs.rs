@@ -192,7 +192,7 @@ impl PrecisionChoice {
             (PrecisionChoice::Model, _) => None,
             (PrecisionChoice::Usual, Times::Profile(_, _, profile)) => {
                 let profiled = Precision::from_name(&profile.settings.dtype);
-                profiled.filter(|precision| precision.dtype() != own)
+                profiled.filter(|precision| precision.dtype() != own || *precision == Precision::Tf32)
             }
             (PrecisionChoice::Usual, Times::Analytic(device)) => {
                 Some(Precision::usual(device)).filter(|usual| own == DType::F32 && *usual != Precision::Fp32)

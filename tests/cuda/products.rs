@@ -67,6 +67,7 @@ fn check(device: &dyn Device, op: &MatMul, dtype: DType, shapes: [&[usize]; 2], 
     let before = values(dtype, want.shape(), 3);
     let limit = match dtype {
         DType::F64 => 1e-14,
+        DType::F32 if device.info().tf32 => 2e-3,
         DType::F32 => 1e-6,
         DType::F16 => 1e-3,
         _ => 8e-3,
@@ -134,6 +135,27 @@ fn some_products() {
 }
 
 #[test]
+fn products_in_tf32() {
+    let Some(device) = device().and_then(|device| device.with_tf32()) else { return };
+    for op in transposes() {
+        for (sizes, dtype) in SIZES.into_iter().flat_map(|sizes| DTYPES.map(|dtype| (sizes, dtype))) {
+            let [a, b] = shapes(&op, sizes, BATCHES[1]);
+            check(&*device, &op, dtype, [&a, &b], 0);
+        }
+    }
+    // 1 + 2⁻¹² becomes 1.
+    let op = Op::MatMul(transposes()[0]);
+    let (fact, inputs) = (Fact::of(DType::F32, &[1, 1]), [1.0 + 2f32.powi(-12), 1.0].map(|value| value.to_ne_bytes()));
+    let kernel = device.kernel(&op, &[fact.clone(), fact.clone()], &[fact]).unwrap();
+    let [a, b, mut c] = [&inputs[0], &inputs[1], &[0; 4]].map(|bytes| device.upload(bytes).unwrap());
+    let (stream, mut workspace) = (device.stream().unwrap(), device.allocate(kernel.workspace()).unwrap());
+    let (operands, mode) = ([a.region(), b.region()], OutputMode::Overwrite);
+    stream.run(&*kernel, &operands, &mut [c.region_mut()], workspace.region_mut(), mode).unwrap();
+    stream.finish().unwrap();
+    assert_eq!(c.download().unwrap(), &1f32.to_ne_bytes()[..]);
+}
+
+#[test]
 fn products_that_the_library_does_not_compute() {
     let Some(device) = device() else { return };
     let op = transposes()[1];
@@ -153,6 +175,10 @@ fn the_library_computes_products() {
         // Half of the element types are also added.
         let least = 4 * (BATCHES.len() - 1) * SIZES.len() * (DTYPES.len() + 2);
         assert!(products >= least as u64 && launches == 0, "{products} products, {launches} launches");
+    }
+    for (architecture, has_any) in [("75", false), ("80", true)] {
+        let (products, _) = on_simulated_gpu("products::products_in_tf32", &[("PIPEC_SIM_ARCH", architecture)]).unwrap();
+        assert_eq!(products > 0, has_any, "{architecture}");
     }
     assert_eq!(on_simulated_gpu("products::products_that_the_library_does_not_compute", &[]), Some((0, 4)));
 }

@@ -17,7 +17,7 @@ enum Status {
     NOT_SUPPORTED = 15,
 };
 
-enum Compute { COMPUTE_32F = 68, COMPUTE_64F = 70 };
+enum Compute { COMPUTE_32F = 68, COMPUTE_64F = 70, COMPUTE_32F_FAST_TF32 = 77 };
 
 const int R_16BF = 14;
 
@@ -117,7 +117,11 @@ struct Product {
             bool is_double = operation.scale == R_64F && a.type == R_64F && d.type == R_64F;
             return is_double ? SUCCESS : NOT_SUPPORTED;
         }
-        if (operation.compute != COMPUTE_32F || operation.scale != R_32F) return NOT_SUPPORTED;
+        if (operation.scale != R_32F) return NOT_SUPPORTED;
+        if (operation.compute == COMPUTE_32F_FAST_TF32) {
+            return a.type == R_32F && d.type == R_32F ? SUCCESS : NOT_SUPPORTED;
+        }
+        if (operation.compute != COMPUTE_32F) return NOT_SUPPORTED;
         bool is_half = a.type == R_16F || a.type == R_16BF;
         bool fits = a.type == R_32F ? d.type == R_32F : is_half && (d.type == a.type || d.type == R_32F);
         return fits ? SUCCESS : NOT_SUPPORTED;
@@ -140,6 +144,19 @@ struct Product {
     }
 };
 
+// Rounded to nearest, to the 10 bits of TF32.
+float to_tf32(float value) {
+    uint32_t bits = bits_of(value);
+    if ((bits & 0x7f800000) == 0x7f800000) return value;
+    return float_of((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu);
+}
+
+// An input of a product.
+template <class T> T input(const Product& p, const char* from, int type, uint64_t at) {
+    T value = load<T>(from, type, at);
+    return p.operation.compute == COMPUTE_32F_FAST_TF32 ? (T)to_tf32((float)value) : value;
+}
+
 // Adds in T, the compute type. The parts of a sum go through the workspace.
 template <class T> void multiply(const Product& p, char* const* places) {
     uint64_t rows = p.rows(), columns = p.columns(), terms = p.terms();
@@ -154,7 +171,7 @@ template <class T> void multiply(const Product& p, char* const* places) {
         uint64_t a = n * (uint64_t)p.a.stride, b = n * (uint64_t)p.b.stride;
         for (uint64_t k = 0; k < terms; k++) {
             for (uint64_t i = 0; i < rows; i++) {
-                of_a[k * rows + i] = load<T>(places[0], p.a.type, a + i * a_row + k * a_term);
+                of_a[k * rows + i] = input<T>(p, places[0], p.a.type, a + i * a_row + k * a_term);
             }
         }
         for (uint64_t part = 0; part < p.parts; part++) {
@@ -163,7 +180,7 @@ template <class T> void multiply(const Product& p, char* const* places) {
                 T* sum = sums + (part * columns + j) * rows;
                 for (uint64_t i = 0; i < rows; i++) sum[i] = 0;
                 for (uint64_t k = first; k < end; k++) {
-                    T factor = load<T>(places[1], p.b.type, b + k * b_term + j * b_column);
+                    T factor = input<T>(p, places[1], p.b.type, b + k * b_term + j * b_column);
                     for (uint64_t i = 0; i < rows; i++) sum[i] += of_a[k * rows + i] * factor;
                 }
             }

@@ -22,6 +22,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 /// Name of the kind of device.
 pub const NAME: &str = "cuda";
 
+/// The first compute capability with tensor cores for TF32.
+const TF32_ARCHITECTURE: u32 = 8;
+
 /// GPUs whose functions a kernel can keep.
 const MOST_GPUS: usize = 64;
 
@@ -52,6 +55,7 @@ pub fn open(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
         driver: format!("CUDA {}.{}", of.driver / 1000, of.driver % 1000 / 10),
         memory: Some(of.memory as u64),
         cache: Some(of.cache as u64),
+        tf32: false,
     };
     let device = Arc::new(CudaDevice { gpu, info });
     all.insert(ordinal, device.clone());
@@ -160,6 +164,15 @@ impl Device for CudaDevice {
         true
     }
 
+    fn with_tf32(&self) -> Option<Arc<dyn Device>> {
+        let has_cores = self.gpu.info().architecture.major >= TF32_ARCHITECTURE;
+        let can = has_cores && self.gpu.cublaslt().is_some();
+        can.then(|| {
+            let info = DeviceInfo { tf32: true, ..self.info.clone() };
+            Arc::new(CudaDevice { gpu: self.gpu.clone(), info }) as Arc<dyn Device>
+        })
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
         let memory = self.gpu.allocate(bytes).map_err(|error| self.gpu.failed(error))?;
         Ok(Buffer::device(Arc::new(memory) as Arc<dyn DeviceMemory>))
@@ -189,7 +202,7 @@ impl Device for CudaDevice {
         if let (Op::MatMul(op), [a, b], [c]) = (op, &inputs[..], &outputs[..]) {
             kernel.accumulating = matmul::accumulating(op, [a, b, c]);
         }
-        kernel.library = LibraryKernel::new(&self.gpu, MOST_GPUS, op, &inputs, &outputs);
+        kernel.library = LibraryKernel::new(&self.gpu, MOST_GPUS, op, &inputs, &outputs, self.info.tf32);
         kernel.load(&self.gpu)?;
         Ok(Arc::new(kernel))
     }

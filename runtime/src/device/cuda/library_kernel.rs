@@ -23,20 +23,24 @@ pub enum LibraryKernel {
 }
 
 impl LibraryKernel {
-    /// `None` if the library is not there, or cannot compute the op on this GPU.
+    /// `None` if the library is not there, or cannot compute the op on this GPU. `tf32` allows matrix products to round
+    /// f32 inputs to TF32.
     pub fn new(
         gpu: &Gpu,
         gpus: usize,
         op: &Op,
         inputs: &[TensorLayout],
         outputs: &[TensorLayout],
+        tf32: bool,
     ) -> Option<LibraryKernel> {
         match (op, inputs, outputs) {
-            (Op::MatMul(op), [a, b], [c]) => LibraryProduct::new(gpu, gpus, op, [a, b, c]).map(LibraryKernel::Product),
+            (Op::MatMul(op), [a, b], [c]) => {
+                LibraryProduct::new(gpu, gpus, op, [a, b, c], tf32).map(LibraryKernel::Product)
+            }
             _ => {
                 let pointwise = || {
                     let (product, [a, b, c]) = pointwise(op, inputs, outputs)?;
-                    LibraryProduct::new(gpu, gpus, &product, [&a, &b, &c]).map(LibraryKernel::Pointwise)
+                    LibraryProduct::new(gpu, gpus, &product, [&a, &b, &c], tf32).map(LibraryKernel::Pointwise)
                 };
                 let convolution = || LibraryConvolution::new(gpu, gpus, op, inputs, outputs);
                 pointwise().or_else(|| convolution().map(LibraryKernel::Convolution))
