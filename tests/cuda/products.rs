@@ -8,7 +8,11 @@ use compiler::op::{MatMul, Op};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use runtime::device::api::{Device, OutputMode};
-use runtime::device::cuda::gpu;
+use runtime::device::cuda::gpu::{self, Gpu};
+use runtime::device::cuda::library_product::LibraryProduct;
+use runtime::device::cuda::padded_product::PaddedProduct;
+use runtime::device::cuda::queue::{Queue, RawEvent};
+use runtime::device::layout::TensorLayout;
 use runtime::device::open;
 use std::sync::Arc;
 
@@ -134,6 +138,54 @@ fn some_products() {
     }
 }
 
+/// Rows that are not aligned are copied, in pieces of few bytes.
+#[test]
+fn padded_products_in_pieces() {
+    let Some(device) = device() else { return };
+    let (gpu, stream) = (Gpu::open(0).unwrap(), device.stream().unwrap());
+    for (op, dtype) in transposes().into_iter().flat_map(|op| [DType::F16, DType::Bf16].map(|dtype| (op, dtype))) {
+        // In some of these each operand alone is not aligned, in the last all are not.
+        for (sizes, most_bytes) in [
+            ([403, 208, 136], 60_000),
+            ([400, 203, 136], 60_000),
+            ([400, 208, 135], 60_000),
+            ([803, 403, 403], 340_000),
+        ] {
+            let [a, b] = shapes(&op, sizes, (&[], &[]));
+            let inputs = [values(dtype, &a, 1), values(dtype, &b, 2)];
+            let facts = inputs.each_ref().map(|input| Fact::of(dtype, input.shape()));
+            let op = Op::MatMul(op);
+            let made = rule(&op).infer(&[&facts[0], &facts[1]]).unwrap();
+            let want = &reference(&op, &inputs, &made).unwrap()[0];
+            let layouts = [&facts[0], &facts[1], &made[0]].map(TensorLayout::of);
+            let Op::MatMul(product) = &op else { unreachable!() };
+            let what = format!("{product:?}, {dtype}, {sizes:?}");
+            let product = LibraryProduct::new(&gpu, 1, product, layouts.each_ref(), false).unwrap();
+            let Some(padded) = PaddedProduct::new(&gpu, 1, &product, most_bytes) else {
+                let lines = [a[1], b[1], sizes[1]];
+                assert!(lines.iter().all(|line| line % 8 == 0), "{what} is not padded");
+                continue;
+            };
+            let on_gpu = inputs.each_ref().map(|input| device.upload(input.bytes()).unwrap());
+            let mut output = device.upload(&vec![0xff; want.bytes().len()]).unwrap();
+            let mut workspace = device.upload(&vec![0xff; padded.workspace()]).unwrap();
+            let queue = Queue::new().unwrap();
+            let addresses = [on_gpu[0].region().address(), on_gpu[1].region().address(), output.region_mut().address()];
+            stream.finish().unwrap();
+            // SAFETY: the buffers have the sizes of the product's operands and of its workspace.
+            assert!(
+                unsafe { padded.run(&gpu, &queue, addresses, workspace.region_mut().address()) }.unwrap(),
+                "{what}"
+            );
+            RawEvent::record(&queue).unwrap().synchronize().unwrap();
+            let got =
+                Tensor::new(dtype, want.shape().to_vec(), output.download().unwrap().into_owned().into()).unwrap();
+            let far = distance(&got, want);
+            assert!(far <= if dtype == DType::F16 { 1e-3 } else { 8e-3 }, "{what}: {far:e} away");
+        }
+    }
+}
+
 #[test]
 fn products_in_tf32() {
     let Some(device) = device().and_then(|device| device.with_tf32()) else { return };
@@ -176,8 +228,11 @@ fn the_library_computes_products() {
         let least = 4 * (BATCHES.len() - 1) * SIZES.len() * (DTYPES.len() + 2);
         assert!(products >= least as u64 && launches == 0, "{products} products, {launches} launches");
     }
+    let (products, launches) = on_simulated_gpu("products::padded_products_in_pieces", &[]).unwrap();
+    assert!(products > 40 && launches > 40, "{products} products, {launches} launches");
     for (architecture, has_any) in [("75", false), ("80", true)] {
-        let (products, _) = on_simulated_gpu("products::products_in_tf32", &[("PIPEC_SIM_ARCH", architecture)]).unwrap();
+        let (products, _) =
+            on_simulated_gpu("products::products_in_tf32", &[("PIPEC_SIM_ARCH", architecture)]).unwrap();
         assert_eq!(products > 0, has_any, "{architecture}");
     }
     assert_eq!(on_simulated_gpu("products::products_that_the_library_does_not_compute", &[]), Some((0, 4)));

@@ -38,6 +38,7 @@ pub mod movement;
 pub mod nvrtc;
 pub mod offsets;
 pub mod ordering;
+pub mod padded_product;
 pub mod pool;
 pub mod prelude;
 pub mod queue;

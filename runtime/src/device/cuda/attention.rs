@@ -190,6 +190,7 @@ impl<'a> Pairs<'a> {
             ("DEPTH", self.depth),
             ("WIDTH", self.width),
             ("TILES", row_tiles),
+            ("HEADS", if side == Rows::Keys { self.heads() / self.each } else { self.heads() }),
             ("CHUNKS", chunks),
         ] {
             let _ = writeln!(text, "const at {name} = {value};");

@@ -188,6 +188,8 @@ pub struct ProductType {
 pub struct Stored {
     /// Rows and columns; the rows are contiguous.
     pub size: [usize; 2],
+    /// Elements from one column to the next.
+    pub line: usize,
     /// Matrices of the batch.
     pub batch: usize,
     /// Elements from one to the next; 0 if all are the same.
@@ -256,7 +258,7 @@ impl CublasLt {
         let layout = |matrix: &Stored| {
             let [rows, columns] = matrix.size;
             let number = |size: usize| i64::try_from(size).map_err(|_| NOT_SUPPORTED);
-            let leading = number(rows)?;
+            let leading = number(matrix.line)?;
             // SAFETY: as above.
             let layout = Object::new(f.layout_destroy, |to| unsafe {
                 (f.layout_create)(to, dtype_number, rows as u64, columns as u64, leading)

@@ -7,6 +7,7 @@
 use super::gpu::{Gpu, GpuError};
 use super::library_convolution::LibraryConvolution;
 use super::library_product::LibraryProduct;
+use super::padded_product::{MOST_BYTES, PaddedProduct};
 use super::queue::Queue;
 use crate::device::layout::TensorLayout;
 use compiler::op::{MatMul, Op};
@@ -17,6 +18,7 @@ const ROW_ALIGNMENT: usize = 16;
 /// An op of two inputs and one output on all GPUs that share its kernel.
 pub enum LibraryKernel {
     Product(LibraryProduct),
+    Padded(PaddedProduct),
     /// A convolution whose second input, the weight, is the left side of the product.
     Pointwise(LibraryProduct),
     Convolution(LibraryConvolution),
@@ -35,7 +37,9 @@ impl LibraryKernel {
     ) -> Option<LibraryKernel> {
         match (op, inputs, outputs) {
             (Op::MatMul(op), [a, b], [c]) => {
-                LibraryProduct::new(gpu, gpus, op, [a, b, c], tf32).map(LibraryKernel::Product)
+                let product = LibraryProduct::new(gpu, gpus, op, [a, b, c], tf32)?;
+                let padded = PaddedProduct::new(gpu, gpus, &product, MOST_BYTES);
+                Some(padded.map_or(LibraryKernel::Product(product), LibraryKernel::Padded))
             }
             _ => {
                 let pointwise = || {
@@ -52,6 +56,7 @@ impl LibraryKernel {
     pub fn workspace(&self) -> usize {
         match self {
             LibraryKernel::Product(product) | LibraryKernel::Pointwise(product) => product.workspace(),
+            LibraryKernel::Padded(product) => product.workspace(),
             LibraryKernel::Convolution(convolution) => convolution.workspace(),
         }
     }
@@ -60,6 +65,7 @@ impl LibraryKernel {
     pub fn works_on(&self, gpu: &Gpu) -> bool {
         match self {
             LibraryKernel::Product(product) | LibraryKernel::Pointwise(product) => product.works_on(gpu),
+            LibraryKernel::Padded(product) => product.works_on(gpu),
             LibraryKernel::Convolution(convolution) => convolution.works_on(gpu),
         }
     }
@@ -81,7 +87,9 @@ impl LibraryKernel {
         match self {
             // SAFETY: the caller passes the memory.
             LibraryKernel::Product(product) => unsafe { product.run(gpu, queue, addresses, workspace, adds) },
-            LibraryKernel::Pointwise(_) | LibraryKernel::Convolution(_) if adds => Ok(false),
+            _ if adds => Ok(false),
+            // SAFETY: as above.
+            LibraryKernel::Padded(product) => unsafe { product.run(gpu, queue, addresses, workspace) },
             LibraryKernel::Pointwise(product) => {
                 let [data, weight, result] = addresses;
                 // SAFETY: as above; the product's operands have the sizes of the convolution's.

@@ -26,13 +26,15 @@ const MOST_CALLS: usize = 64;
 
 /// Matrix products `c = a b` of row-major matrices.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Problem {
-    types: ProductType,
+pub(super) struct Problem {
+    pub types: ProductType,
     /// Rows of `c`, columns of `c`, and terms of a sum.
-    sizes: [usize; 3],
+    pub sizes: [usize; 3],
     /// Whether `a` and `b` are stored transposed.
-    transposes: [bool; 2],
-    batch: usize,
+    pub transposes: [bool; 2],
+    /// Elements from one stored row to the next, of a, b and c.
+    pub lines: [usize; 3],
+    pub batch: usize,
     /// Elements from one matrix to the next, of a, b and c.
     strides: [usize; 3],
     /// Alignment of each operand at the start of a call.
@@ -99,8 +101,9 @@ impl Problem {
         let alignments = [0, 1, 2].map(aligned);
         let transposes = [op.transpose_a, op.transpose_b];
         let sizes = [rows, columns, terms];
+        let lines = [if op.transpose_a { rows } else { terms }, if op.transpose_b { terms } else { columns }, columns];
         let types = ProductType { dtype: c.dtype, tf32: false };
-        Some((Problem { types, sizes, transposes, batch, strides, alignments }, calls))
+        Some((Problem { types, sizes, transposes, lines, batch, strides, alignments }, calls))
     }
 
     /// The column-major matrices `bᵀ`, `aᵀ` and `cᵀ` as they are stored.
@@ -108,7 +111,7 @@ impl Problem {
         let ([rows, columns, terms], [turned_a, turned_b]) = (self.sizes, self.transposes);
         let stored = |operand: usize, size: [usize; 2]| {
             let (batch, alignment) = (self.batch, self.alignments[operand]);
-            Stored { size, batch, stride: self.strides[operand], alignment }
+            Stored { size, line: self.lines[operand], batch, stride: self.strides[operand], alignment }
         };
         let b = if turned_b { [terms, columns] } else { [columns, terms] };
         let a = if turned_a { [rows, terms] } else { [terms, rows] };
@@ -146,17 +149,27 @@ impl LibraryProduct {
         [a, b, c]: [&TensorLayout; 3],
         tf32: bool,
     ) -> Option<LibraryProduct> {
-        let library = gpu.cublaslt()?;
         if [a, b, c].into_iter().any(|operand| operand.is_empty()) {
             return None;
         }
         let (mut problem, calls) = Problem::of(op, a, b, c)?;
         problem.types.tf32 = tf32;
+        LibraryProduct::of(gpu, gpus, problem, calls)
+    }
+
+    /// The product of such matrices.
+    pub(super) fn of(gpu: &Gpu, gpus: usize, problem: Problem, calls: Vec<[usize; 3]>) -> Option<LibraryProduct> {
+        let library = gpu.cublaslt()?;
         let first = problem.describe(gpu, library, workspace_limit(gpu))?;
         let workspace = first.workspace;
         let described: Vec<OnceLock<Option<Described>>> = (0..gpus).map(|_| OnceLock::new()).collect();
         described[gpu.info().ordinal].get_or_init(|| Some(first));
         Some(LibraryProduct { problem, calls, workspace, described })
+    }
+
+    /// The matrices, if it is one call.
+    pub(super) fn single(&self) -> Option<&Problem> {
+        (self.calls.len() == 1).then_some(&self.problem)
     }
 
     /// Bytes of the workspace wherever it starts.

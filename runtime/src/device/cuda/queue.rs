@@ -1,6 +1,8 @@
 //! Streams and events of the driver, as owned handles.
 
+use super::gpu::Function;
 use cudarc::driver::{DriverError, result, sys};
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -22,6 +24,22 @@ impl Queue {
     pub fn new() -> Result<Queue, DriverError> {
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
         Ok(Queue { stream, number: NEXT.fetch_add(1, Ordering::Relaxed) })
+    }
+
+    /// Queues a kernel with these parameters of 8 bytes. The calling thread has bound the stream's context.
+    ///
+    /// # Safety
+    ///
+    /// The kernel takes as many parameters, and addresses among them have the sizes that it was made for.
+    pub(super) unsafe fn launch(
+        &self,
+        function: Function,
+        (blocks, threads): (u32, u32),
+        words: &mut [u64],
+    ) -> Result<(), DriverError> {
+        let mut parameters: Vec<*mut c_void> = words.iter_mut().map(|word| (word as *mut u64).cast()).collect();
+        // SAFETY: the caller's promise.
+        unsafe { result::launch_kernel(function.0, (blocks, 1, 1), (threads, 1, 1), 0, self.stream, &mut parameters) }
     }
 
     pub(super) fn raw(&self) -> sys::CUstream {

@@ -25,7 +25,6 @@ use cudarc::driver::{DriverError, result};
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -72,13 +71,10 @@ impl CudaStream {
         self.gpu.bind().and_then(|()| of()).map_err(|error| self.gpu.failed(error))
     }
 
-    fn launch(&self, function: Function, (blocks, threads): (u32, u32), words: &mut [u64]) -> Result<(), DeviceError> {
-        let mut parameters: Vec<*mut c_void> = words.iter_mut().map(|word| (word as *mut u64).cast()).collect();
+    fn launch(&self, function: Function, geometry: (u32, u32), words: &mut [u64]) -> Result<(), DeviceError> {
         // SAFETY: the kernel takes as many words as it is given; addresses are of this GPU and have the sizes that the
         // kernel was made for.
-        self.checked(|| unsafe {
-            result::launch_kernel(function.0, (blocks, 1, 1), (threads, 1, 1), 0, self.queue.raw(), &mut parameters)
-        })
+        self.checked(|| unsafe { self.queue.launch(function, geometry, words) })
     }
 
     /// The loaded kernel of a verb. Its source is made on first use.

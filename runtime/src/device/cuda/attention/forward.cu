@@ -1,10 +1,11 @@
-// Blocks: heads, tiles of queries, chunks of the result's columns. Late queries see the most keys and go first.
+// Blocks: tiles of queries, heads, chunks of the result's columns. Late queries see the most keys and go first, so that
+// multiprocessors have equal shares.
 __shared__ Words memory[SHARED_WORDS];
 Element* rows = (Element*)memory;
 Element* columns = rows + ROWS * DEPTH_LINE;
 Element* lines = columns + COLUMNS * DEPTH_LINE;
 Sum* staged = (Sum*)(lines + COLUMNS * WIDTH_LINE) + threadIdx.x / 32 * STAGED;
-const at head = blockIdx.x / CHUNKS / TILES, first = (TILES - 1 - blockIdx.x / CHUNKS % TILES) * ROWS;
+const at head = blockIdx.x / CHUNKS % HEADS, first = (TILES - 1 - blockIdx.x / CHUNKS / HEADS) * ROWS;
 const at part = blockIdx.x % CHUNKS * WIDTH_CHUNK;
 const Element *q_own = q + (head * QUERIES + first) * DEPTH, *k_own = k + head / EACH * KEYS * DEPTH, *v_own = v + head / EACH * KEYS * WIDTH;
 const at last = IS_CAUSAL && first + ROWS < KEYS ? first + ROWS : KEYS;

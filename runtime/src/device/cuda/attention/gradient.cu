@@ -1,4 +1,4 @@
-// Blocks: heads, tiles of rows, chunks of the results' columns. With BY_KEYS the rows are keys and the columns all queries
+// Blocks: tiles of rows, heads, chunks of the results' columns. With BY_KEYS the rows are keys and the columns all queries
 // of the heads that share them, else the rows are queries.
 __shared__ Words memory[SHARED_WORDS];
 Element* rows_a = (Element*)memory;
@@ -7,7 +7,7 @@ Element* columns_a = rows_b + ROWS * WIDTH_LINE;
 Element* columns_b = columns_a + COLUMNS * DEPTH_LINE;
 Sum* of_columns = (Sum*)(columns_b + COLUMNS * WIDTH_LINE);
 Sum* staged = of_columns + 3 * COLUMNS + threadIdx.x / 32 * STAGED;
-const at tile = blockIdx.x / CHUNKS % TILES, own_head = blockIdx.x / CHUNKS / TILES, part = blockIdx.x % CHUNKS;
+const at tile = blockIdx.x / CHUNKS / HEADS, own_head = blockIdx.x / CHUNKS % HEADS, part = blockIdx.x % CHUNKS;
 // The rows with the most columns go first.
 const at first = (BY_KEYS ? tile : TILES - 1 - tile) * ROWS;
 const at key_head = BY_KEYS ? own_head : own_head / EACH;
