@@ -89,10 +89,10 @@ impl Packed {
         let steps_of = |walk: usize| dims[..dims.len().saturating_sub(1)].iter().map(move |(_, steps)| steps[walk]);
         let fits = |walk: usize, width: usize| match inner.1[walk] {
             0 => true,
-            1 => walks[walk].base % width == 0 && steps_of(walk).all(|step| step % width as isize == 0),
+            1 => walks[walk].base.is_multiple_of(width) && steps_of(walk).all(|step| step % width as isize == 0),
             _ => width == 1,
         };
-        let works = |width: &usize| inner.0 % width == 0 && (0..walks.len()).all(|walk| fits(walk, *width));
+        let works = |width: &usize| inner.0.is_multiple_of(*width) && (0..walks.len()).all(|walk| fits(walk, *width));
         let width = [8, 4, 2].into_iter().filter(|width| *width <= most).find(works).unwrap_or(1);
         let packed = |walk: usize| Walk {
             base: walks[walk].base,
