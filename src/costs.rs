@@ -6,7 +6,7 @@ use crate::files::input;
 use crate::help;
 use crate::loss::{Attributed, CountedLoss, attributed};
 use crate::model::LoadedModel;
-use compiler::cluster::device::{self, Kind};
+use compiler::cluster::device::{self, CPU, Kind};
 use compiler::cluster::{Cluster, Device};
 use compiler::graph::Graph;
 use compiler::graph::hash::sha256;
@@ -29,9 +29,6 @@ use std::path::{Path, PathBuf};
 
 pub mod cost_source;
 pub mod model_match;
-
-/// The device type with pipec's own kernels.
-pub const CPU: &str = "cpu";
 
 /// The plan option with the device whose costs were used.
 pub const COSTS: &str = "costs";
@@ -195,7 +192,7 @@ impl PrecisionChoice {
             (PrecisionChoice::Model, _) => None,
             (PrecisionChoice::Usual, Times::Profile(_, _, profile)) => {
                 let profiled = Precision::from_name(&profile.settings.dtype);
-                profiled.filter(|precision| precision.dtype() != own)
+                profiled.filter(|precision| precision.dtype() != own || *precision == Precision::Tf32)
             }
             (PrecisionChoice::Usual, Times::Analytic(device)) => {
                 Some(Precision::usual(device)).filter(|usual| own == DType::F32 && *usual != Precision::Fp32)

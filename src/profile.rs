@@ -7,7 +7,7 @@ use crate::events::{Event, EventSink};
 use crate::files::output;
 use crate::loss::{CountedLoss, attributed};
 use crate::model::{self, ImportRequest, LoadedModel};
-use crate::train::device_request::OneDevice;
+use crate::train::device_request::{OneDevice, for_precision};
 use crate::train::memory;
 use compiler::export::quantity;
 use compiler::graph::Graph;
@@ -69,12 +69,13 @@ pub struct ProfileRequest {
 pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profile, Error> {
     match &request.device {
         ProfileDevice::Measured(device) => {
-            let device = device.open()?;
+            let device = for_precision(vec![device.open()?], request.precision, events).remove(0);
             let loaded = load(request, events)?;
             let micro_batch = loaded.micro_batch(None, events);
             let graph = graph(&loaded, micro_batch, request.precision)?;
             let subject = MeasuredGraph { loaded: &loaded, graph: &graph, micro_batch, loss: request.loss };
-            measure_graph(&subject, &device, &request.settings, request.uses_cache, events)
+            let measured = measure_graph(&subject, &device, &request.settings, request.uses_cache, events)?;
+            Ok(labelled(measured, request.precision.filter(|_| device.info().tf32)))
         }
         ProfileDevice::Torch(engine) => {
             let loaded = load(request, events)?;
@@ -89,7 +90,7 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
                 precision: request.precision,
                 known,
             };
-            torch_engine::measure(engine, &subject, &request.settings, events)
+            Ok(labelled(torch_engine::measure(engine, &subject, &request.settings, events)?, request.precision))
         }
         ProfileDevice::Analytic(kind) => {
             let device = cluster::kind(kind)?.device();
@@ -102,9 +103,17 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
             let device = precision.map_or_else(|| device.clone(), |precision| precision.on(&device));
             let known = attributed(&graph, request.loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
             let subject = Subject { model: loaded.profiled(), micro_batch, loss: known.counted.written() };
-            Ok(analytic::profile(&graph, &known.attribution, &device, &subject))
+            Ok(labelled(analytic::profile(&graph, &known.attribution, &device, &subject), precision))
         }
     }
+}
+
+/// The profile with its precision, if that is not the element type of its graph.
+fn labelled(mut profile: Profile, precision: Option<Precision>) -> Profile {
+    if precision == Some(Precision::Tf32) {
+        profile.settings.dtype = Precision::Tf32.name().to_string();
+    }
+    profile
 }
 
 /// Loads the model; fails if its profile would overwrite that of another model.

@@ -1,6 +1,7 @@
 //! Training: from a request to trained weights.
 
 pub mod arrays;
+pub mod auto_device;
 pub mod checkpoints;
 pub mod data_digest;
 pub mod device_request;

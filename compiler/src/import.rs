@@ -2,6 +2,7 @@
 
 pub mod batched;
 pub mod build;
+pub mod constant_index;
 pub mod fx;
 // The entry point of this folder has the folder's name.
 pub mod batch_in_axis;

@@ -119,7 +119,7 @@ pub fn measure(
         rotation_bytes,
         budget: settings.budget,
     };
-    let head = key_head(&device, &runs);
+    let head = key_head(&device, target.info().tf32, &runs);
     let (mut jobs, uses) = jobs(&attribution, &**target, &head)?;
     let costs = cost_graph(model.graph, &attribution);
     let names: Vec<String> = costs.ops.iter().map(|op| op.name.clone()).collect();
@@ -329,13 +329,14 @@ fn rotation(whole: Option<&Whole>, cache: usize) -> usize {
 }
 
 /// The part of the cache key that all kernels share.
-fn key_head(device: &ProfiledDevice, runs: &Runs) -> String {
+fn key_head(device: &ProfiledDevice, tf32: bool, runs: &Runs) -> String {
     let Runs { warmup, samples, seed, rotation_bytes, budget } = runs;
     format!(
-        "{} | {} {} | warmup {warmup} runs {samples} seed {seed} rotation {rotation_bytes} budget {}us |",
+        "{} | {} {}{} | warmup {warmup} runs {samples} seed {seed} rotation {rotation_bytes} budget {}us |",
         device.name,
         device.driver,
         build(),
+        if tf32 { " tf32" } else { "" },
         budget.as_micros()
     )
 }

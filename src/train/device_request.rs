@@ -1,6 +1,8 @@
 //! The devices of a training run: `--device`.
 
 use crate::error::Error;
+use crate::events::EventSink;
+use compiler::profile::precision::Precision;
 use runtime::device::api::Device;
 use runtime::device::cuda::gpu;
 use runtime::device::error::DeviceError;
@@ -10,7 +12,7 @@ use std::sync::Arc;
 /// The devices on which the workers of a run train, in turn.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DeviceRequest {
-    /// What pipec chooses: the CPU.
+    /// GPUs if each worker of the plan fits in one, else the CPU: see [`auto_device`](crate::train::auto_device).
     #[default]
     Auto,
     /// The CPU.
@@ -25,7 +27,11 @@ impl DeviceRequest {
     /// Reads `auto`, `cpu`, `cuda`, or a list of GPUs such as `cuda:0,1`.
     pub fn read(text: &str) -> Result<DeviceRequest, String> {
         let kinds = "write auto, cpu, cuda, or a list of GPUs such as cuda:0,1";
+        let is_there = |kind: &str| text.split(',').any(|part| part.trim().starts_with(kind));
         match (text, text.strip_prefix("cuda:")) {
+            _ if is_there("cpu") && is_there("cuda") => {
+                Err(format!("the workers of a run are all on the CPU or all on GPUs: {kinds}"))
+            }
             ("auto", _) => Ok(DeviceRequest::Auto),
             ("cpu", _) => Ok(DeviceRequest::Cpu),
             ("cuda", _) => Ok(DeviceRequest::AllGpus),
@@ -41,18 +47,41 @@ impl DeviceRequest {
         }
     }
 
-    /// Opens the devices.
-    pub fn open(&self) -> Result<Vec<Arc<dyn Device>>, Error> {
+    /// Opens the devices; `None` if they depend on the plan.
+    pub fn open(&self) -> Result<Option<Vec<Arc<dyn Device>>>, Error> {
         let numbers = match self {
-            DeviceRequest::Auto | DeviceRequest::Cpu => return Ok(vec![cpu::device::cpu()]),
+            DeviceRequest::Auto => return Ok(None),
+            DeviceRequest::Cpu => return Ok(Some(vec![cpu::device::cpu()])),
             DeviceRequest::AllGpus => (0..gpu::count().max(1)).collect(),
             DeviceRequest::Gpus(numbers) => numbers.clone(),
         };
         if numbers.is_empty() {
             return Err(Error::input("the list of GPUs is empty").with_help("`--device cuda` takes all GPUs"));
         }
-        numbers.into_iter().map(open_gpu).collect()
+        numbers.into_iter().map(open_gpu).collect::<Result<_, _>>().map(Some)
     }
+}
+
+/// The devices for a precision: under `tf32`, those that have it use it. The others compute in fp32, with a warning.
+pub fn for_precision(
+    devices: Vec<Arc<dyn Device>>,
+    precision: Option<Precision>,
+    events: &dyn EventSink,
+) -> Vec<Arc<dyn Device>> {
+    if precision != Some(Precision::Tf32) {
+        return devices;
+    }
+    let known: Vec<Option<Arc<dyn Device>>> = devices.iter().map(|device| device.with_tf32()).collect();
+    if let Some(at) = known.iter().position(Option::is_none) {
+        events.warn(&match devices[at].is_asynchronous() {
+            true => format!(
+                "{} has no TF32, which requires compute capability 8.0 and cuBLASLt: matrix products are computed in fp32",
+                devices[at].info().name
+            ),
+            false => "CPUs have no TF32: matrix products are computed in fp32".to_string(),
+        });
+    }
+    known.into_iter().zip(devices).map(|(known, device)| known.unwrap_or(device)).collect()
 }
 
 /// The CPU, or one GPU by number.
@@ -115,6 +144,9 @@ mod tests {
         assert_eq!(DeviceRequest::read("auto"), Ok(DeviceRequest::Auto));
         assert_eq!(DeviceRequest::read("cuda"), Ok(DeviceRequest::AllGpus));
         assert_eq!(DeviceRequest::read("cuda:1, 0"), Ok(DeviceRequest::Gpus(vec![1, 0])));
+        for text in ["cpu,cuda:0", "cuda:1, cpu"] {
+            assert!(DeviceRequest::read(text).is_err_and(|why| why.contains("all on GPUs")), "{text}");
+        }
         for text in ["", "gpu", "cuda:", "cuda:x", "cuda:0,0", "cuda:-1", "cpu:0"] {
             assert!(DeviceRequest::read(text).is_err(), "{text}");
         }

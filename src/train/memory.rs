@@ -40,15 +40,16 @@ pub fn of_data(feeds: &[NamedTensor], items: u64) -> u64 {
 }
 
 /// Bytes of all workers during training.
-pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> u64 {
-    let stages = of_stages(codes, program, optimizer);
+pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer, in_place: bool) -> u64 {
+    let stages = of_stages(codes, program, optimizer, in_place);
     let held = program.workers.iter().flat_map(|own| program.stages_of(own.rank));
     held.fold(0, |all: u64, stage| all.saturating_add(stages[stage.index()]))
 }
 
 /// Bytes of one replica of each stage during training: weight versions, gradients, optimizer state, saved activations of in-flight
-/// micro-batches, messages of the current and the previous micro-batch, and an arena.
-pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> Vec<u64> {
+/// micro-batches, messages of the current and the previous micro-batch, and an arena. `in_place` is true if replicas
+/// all-reduce gradients in their own buffer.
+pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer, in_place: bool) -> Vec<u64> {
     let pending_weight_grads = pending_weight_grads(program);
     let stage = |at: usize| -> u64 {
         let (code, stage) = (&codes[at], &program.stages[at]);
@@ -75,7 +76,7 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
         // Half-precision versions have f32 master weights, and gradients and state are as large as these. With ZeRO, tied weights count as
         // sharded like the others.
         let shares = if stage.zero > 0 { u64::from(stage.replicas) } else { 1 };
-        let dealt = u64::from(stage.replicas > 1) + optimizer.buffers() as u64;
+        let dealt = u64::from(stage.replicas > 1 && !in_place) + optimizer.buffers() as u64;
         let weights = |named: &NamedTensor| {
             let bytes = named.bytes as u64;
             let (wide, masters) = if is_half(named.fact.dtype) { (bytes.saturating_mul(2), 1) } else { (bytes, 0) };

@@ -164,8 +164,11 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         Data::Synthetic(_) => memory::of_data(&feeds, u64::from(task.microbatches) * SYNTHETIC_MINIBATCHES as u64),
         Data::Arrays(_) => 0,
     };
-    let held =
-        memory::of_training(&made.codes, &made.program, task.optimizer).saturating_mul(task.tensor.max(1) as u64);
+    let held = match task.is_on_gpus() {
+        true => 0,
+        false => memory::of_training(&made.codes, &made.program, task.optimizer, task.reduces_in_place())
+            .saturating_mul(task.tensor.max(1) as u64),
+    };
     memory::check(
         "training",
         held.saturating_add(made_up),

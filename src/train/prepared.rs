@@ -16,7 +16,6 @@ use runtime::checkpoint::manifest::ShardLayout;
 use runtime::checkpoint::points::Cuts;
 use runtime::checkpoint::resume_point::ResumePoint;
 use runtime::data::{Batches, Dataset};
-use runtime::optim::optimizer::Optimizer;
 use runtime::optim::policy::Policy;
 use runtime::train::job::TrainJob;
 use std::collections::BTreeMap;
@@ -135,8 +134,8 @@ impl Prepared {
     }
 
     /// Estimated peak bytes of one replica of each stage, from the compiled code and the program.
-    pub fn memory_estimate(&self, optimizer: &Optimizer) -> Vec<u64> {
-        memory::of_stages(&self.made.codes, &self.made.program, optimizer)
+    pub fn memory_estimate(&self, task: &Task<'_>) -> Vec<u64> {
+        memory::of_stages(&self.made.codes, &self.made.program, task.optimizer, task.reduces_in_place())
     }
 
     /// Simulated samples per second with workers sharing this number of cores; `None` if it cannot be simulated.

@@ -15,7 +15,9 @@ use crate::plan::from_costs::solve;
 use crate::plan::read::read_checked;
 use crate::plan::request::{PlanOptions, ScheduleChoice};
 use crate::train::arrays;
+use crate::train::auto_device;
 use crate::train::checkpoints::{self, WEIGHTS};
+use crate::train::device_request::for_precision;
 use crate::train::digest;
 use crate::train::initial_weights::initial;
 use crate::train::metrics::{self, watched};
@@ -128,8 +130,9 @@ fn once(
         None => None,
     };
     let opened = request.device.open()?;
+    let has_processes = !matches!(role, ProcessRole::Alone);
     let devices = request.tensor_parallel.map_or_else(|| given.as_ref().map_or(1, degree), |devices| devices as usize);
-    if devices > 1 && !matches!(role, ProcessRole::Alone) {
+    if devices > 1 && has_processes {
         return Err(Error::input(
             "tensor parallelism runs as threads of one process, but several processes were started",
         )
@@ -192,6 +195,11 @@ fn once(
     if request.plan.is_none() && plan.cluster.devices > 1 {
         events.event(Event::Planned(&plan));
     }
+    let opened = opened.unwrap_or_else(|| {
+        let (chosen, line) = auto_device::choose(&plan, devices, has_processes);
+        events.note(&line);
+        chosen
+    });
     let weights = initial(&loaded, request.weights.as_deref(), events)?;
     let data = match data {
         DataInput::File(path) => Data::Arrays(arrays::arrays(&loaded.model.graph, path, "the data", events)?),
@@ -205,9 +213,7 @@ fn once(
     let tell = |saved: &_| checkpoints::report_saved(saved, &newest, events);
     let unbiased = request.unbiased_variance.unwrap_or_else(|| ModelFormat::of(&request.model) == ModelFormat::Pt2);
     let precision = precision(request, &plan);
-    if precision == Some(Precision::Tf32) {
-        events.warn("CPUs have no TF32: matrix products are computed in fp32");
-    }
+    let opened = for_precision(opened, precision, events);
     let mut task = Task {
         loaded: &loaded,
         weights: &weights,
@@ -249,10 +255,11 @@ fn once(
         frozen: &request.freeze,
         tensor: devices,
         devices: &opened,
+        has_processes,
     };
     let mut prepared = prepare::prepare(&mut task)?;
     let differing = differences(&task, request);
-    let estimate = prepared.memory_estimate(&optimizer);
+    let estimate = prepared.memory_estimate(&task);
     match exceeds_limit(&plan, &estimate) {
         Some(why) if !differing.is_empty() => {
             return Err(Error::input("this run does not fit in the memory limit of the plan")
@@ -289,8 +296,7 @@ fn once(
     let run = |group| watched(&task, &prepared, metrics, group, events);
     let job = prepared.training(&task);
     // Before any process is started, so that the refusal does not depend on which process fails first.
-    check_shares(job.program, !matches!(role, ProcessRole::Alone))
-        .map_err(|error| Error::input("cannot train").because(error))?;
+    check_shares(job.program, has_processes).map_err(|error| Error::input("cannot train").because(error))?;
     let digests = || digest::digests(&task, &prepared);
     let Some(done) = role.run(&request.processes, (&job, &digests), restarts, (events, process_events), run)? else {
         return Ok(None);

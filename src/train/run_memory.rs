@@ -1,11 +1,11 @@
 //! Compares the memory of a run with that of its plan.
 
-use crate::costs::CPU;
 use crate::loss::CountedLoss;
 use crate::train::metrics::of_device;
 use crate::train::request::TrainRequest;
 use crate::train::task::Task;
 use crate::train::tensor_parallel::degree;
+use compiler::cluster::device::CPU;
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::plan::Plan;

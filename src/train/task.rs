@@ -97,6 +97,20 @@ pub struct Task<'a> {
     pub tensor: usize,
     /// The devices of the workers, in turn.
     pub devices: &'a [Arc<dyn Device>],
+    /// True if the run has several processes.
+    pub has_processes: bool,
+}
+
+impl Task<'_> {
+    /// True if all workers are on GPUs.
+    pub fn is_on_gpus(&self) -> bool {
+        self.devices.iter().all(|device| device.is_asynchronous())
+    }
+
+    /// True if replicas all-reduce gradients in their own buffer.
+    pub fn reduces_in_place(&self) -> bool {
+        self.is_on_gpus() && !self.has_processes
+    }
 }
 
 /// Settings of the checkpoints that a run writes.

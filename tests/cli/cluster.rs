@@ -87,3 +87,27 @@ devices  type  memory each  memory bandwidth       f32 peak      bf16 peak
     let (code, _, stderr) = ran(folder, &["cluster", "show"]);
     assert!(code == Some(2) && stderr.contains("--gpus"), "{stderr}");
 }
+
+#[test]
+fn contradictions_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    printed(folder, &["zoo", "mlp", "-o", "model.onnx"]);
+    let level = "[[level]]\nname = \"link\"\ncount = 2\nbandwidth = \"1GB/s\"\n";
+    let cluster = format!("schema = \"pipec.cluster/1\"\n[device]\nkind = \"h100\"\n{level}{level}");
+    fs::write(folder.join("twice.toml"), cluster).unwrap();
+    let (code, _, stderr) = ran(folder, &["partition", "model.onnx", "--cluster", "twice.toml"]);
+    assert!(code == Some(2) && stderr.contains("two levels are named `link`"), "{stderr}");
+
+    printed(folder, &["partition", "model.onnx", "--gpus", "4", "-o", "plan.json"]);
+    let text = fs::read_to_string(folder.join("plan.json")).unwrap();
+    let mut plan: Value = serde_json::from_str(&text).unwrap();
+    plan["stages"][0]["hierarchy"][0]["replicas"] = 3.into();
+    fs::write(folder.join("levels.json"), plan.to_string()).unwrap();
+    for command in [&["plan", "check", "levels.json"][..], &["simulate", "levels.json"]] {
+        let (code, _, stderr) = ran(folder, command);
+        assert!(code != Some(0) && stderr.contains("its levels multiply to 3 replicas"), "{stderr}");
+    }
+    fs::write(folder.join("marked.json"), format!("\u{feff}{text}")).unwrap();
+    printed(folder, &["plan", "check", "marked.json"]);
+}

@@ -64,6 +64,7 @@ fn the_doctor_examines_every_gpu() {
     assert_eq!(value["peers"], json!([[true, true], [true, true]]));
     assert_eq!(value["libraries"][1]["version"], "13.0");
     assert!(text.contains("version 13.0.0; used for matrix products"), "{text}");
+    assert!(text.contains("version 9.26.0; used for convolutions"), "{text}");
     assert_eq!(row(&text, "0  Simulated")[1..], ["Simulated", "GPU", "sm_90", "4.295", "GB", "4.295", "GB", "ok"]);
     assert_eq!(row(&text, "access"), ["access", "0", "1"]);
     assert_eq!(row(&text, "1  yes"), ["1", "yes", "-"]);
@@ -72,8 +73,9 @@ fn the_doctor_examines_every_gpu() {
     assert_eq!(value["peers"], json!([[true, false], [false, true]]));
     assert!(text.contains("compiles for sm_80"), "{text}");
 
-    let Some((value, text)) = examined(&[("PIPEC_SIM_CUBLASLT", "0")]) else { return };
+    let Some((value, text)) = examined(&[("PIPEC_SIM_CUBLASLT", "0"), ("PIPEC_SIM_CUDNN", "0")]) else { return };
     assert!(text.contains("does not start, so pipec's own kernels compute matrix products"), "{text}");
+    assert!(text.contains("does not start, so pipec's own kernels compute convolutions"), "{text}");
     assert!(value["findings"].as_array().unwrap().iter().all(|finding| finding["state"] != "broken"), "{value}");
 }
 

@@ -31,7 +31,7 @@ fn a_profile_of_a_gpu_is_complete_and_plans_are_made_with_it() {
     let at = folder.path();
     run(at, driver, &["zoo", "gpt", "-o", "gpt.onnx"]);
     let quick = ["--runs", "3", "--warmup", "1", "--micro-batch", "4", "--no-cache"];
-    for (precision, file) in [("fp32", "f32.json"), ("bf16", "bf16.json")] {
+    for (precision, file) in [("fp32", "f32.json"), ("bf16", "bf16.json"), ("tf32", "tf32.json")] {
         let said = run(
             at,
             driver,
@@ -58,6 +58,8 @@ fn a_profile_of_a_gpu_is_complete_and_plans_are_made_with_it() {
         assert_eq!(planned["cluster"]["device"]["kind"], "Simulated GPU");
         assert_eq!(planned["cluster"]["device"]["memory"], 4_294_967_296u64);
         assert!(run(at, driver, &["simulate", &plan]).contains("samples/s"));
+        let types = &planned["element_types"];
+        assert!(types.is_null() && precision == "fp32" || types["precision"] == precision, "{types}");
     }
 }
 
@@ -79,6 +81,40 @@ fn links_between_gpus_are_measured() {
     }
     let show = run(at, driver, &["cluster", "show", "measured.toml"]);
     assert!(show.contains("2 x simulated"), "{show}");
+}
+
+#[test]
+fn auto_takes_gpus_that_can_hold_the_workers() {
+    let Some(driver) = driver() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    run(at, driver, &["zoo", "mlp", "-o", "m.onnx"]);
+    let train = |more: &[&str], variables: &[(&str, &str)]| {
+        let mut command = on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), driver);
+        let common = ["train", "m.onnx", "--batch", "8", "--synthetic-data", "--steps", "2"];
+        let done = command.current_dir(at).args(common).args(more).envs(variables.iter().copied()).output().unwrap();
+        (done.status.success(), String::from_utf8_lossy(&done.stderr).into_owned())
+    };
+    for (more, variables, want) in [
+        (&["--stages", "1"][..], &[][..], "takes cuda:0: it can hold the worker, which needs "),
+        (&["--stages", "1,1"], &[], "takes cuda:0,1: each can hold one of the 2 workers, which need up to "),
+        (&["--stages", "1", "--tensor", "2", "--device", "auto"], &[], "takes cuda:0,1: each can hold one of the 2 "),
+        (&["--stages", "1,1,1"], &[], "takes the CPU: 3 workers need a GPU each, and this machine has 2 GPUs"),
+        (&["--stages", "2"], &[("PIPEC_SIM_DEVICES", "1")], "takes the CPU: 2 workers need a GPU each, and this"),
+        (&["--stages", "1"], &[("PIPEC_SIM_MEMORY", "65536")], "takes the CPU: a worker needs "),
+        (&["--stages", "1"], &[("PIPEC_SIM_DEVICES", "0")], "takes the CPU: no NVIDIA GPU was found"),
+        (&["--stages", "1,1", "--processes"], &[], "takes the CPU: in runs of several processes, only `--device cuda`"),
+    ] {
+        let (is_done, said) = train(more, variables);
+        let lines: Vec<&str> = said.lines().filter(|line| line.contains("--device auto takes")).collect();
+        assert!(is_done && lines.len() == 1 && lines[0].contains(want), "{more:?}, {variables:?}: {said}");
+    }
+    let (is_done, said) = train(&["--device", "cpu"], &[]);
+    assert!(is_done && !said.contains("--device auto"), "{said}");
+    for mixed in ["cpu,cuda:0", "cuda:1,cpu"] {
+        let (is_done, said) = train(&["--device", mixed], &[]);
+        assert!(!is_done && said.contains("all on the CPU or all on GPUs"), "{said}");
+    }
 }
 
 #[test]

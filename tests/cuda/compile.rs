@@ -175,7 +175,9 @@ fn every_text_compiles_without_spills_for_devices_that_are_not_here() {
     let large = large_launch_plans().into_iter().flat_map(|plan| plan.launches).map(|launch| launch.text);
     let always: BTreeSet<Arc<str>> = large.chain(verb_texts()).chain(chain_texts()).collect();
     let always: Vec<Arc<str>> = always.into_iter().collect();
-    let control = usage(&always[..TOGETHER], Architecture { major: 8, minor: 0 }, &["--maxrregcount=16"]).unwrap();
+    // Products on tensor cores do not compile with so few.
+    let few: Vec<Arc<str>> = always.iter().filter(|text| !text.contains("mma.sync")).take(TOGETHER).cloned().collect();
+    let control = usage(&few, Architecture { major: 8, minor: 0 }, &["--maxrregcount=16"]).unwrap();
     if control.kernels == 0 {
         println!("skipped: {} reports no registers", found.path.display());
         return;

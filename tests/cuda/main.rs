@@ -1,7 +1,9 @@
 //! CUDA kernels on a machine without a GPU: every op sample runs on the CPU from the same source, geometry and
 //! arguments, and must match the reference. A GPU is tested too if there is one.
 
+mod attention;
 mod compile;
+mod convolutions;
 mod large;
 mod products;
 
@@ -10,6 +12,7 @@ mod support;
 
 use crate::support::emulator::Case;
 use crate::support::reference::{facts_of, in_type, reference, tensors};
+use crate::support::simulated_gpus::{driver, on_simulated_gpus};
 use compiler::op::table::{rule, samples};
 use compiler::op::*;
 use compiler::tensor::fact::Fact;
@@ -21,7 +24,9 @@ use runtime::device::cuda::launch_plan::LaunchPlan;
 use runtime::device::error::DeviceError;
 use runtime::device::layout::TensorLayout;
 use runtime::device::open;
+use serde_json::Value;
 use std::collections::BTreeSet;
+use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 struct Question {
@@ -105,6 +110,7 @@ fn questions() -> Vec<Question> {
             }
         }
     }
+    questions.extend([DType::F32, DType::F64, DType::F16, DType::Bf16].into_iter().flat_map(attention::questions));
     for (op, inputs) in large::cases() {
         for dtype in [DType::F32, DType::F64, DType::F16, DType::Bf16] {
             let inputs = in_type(&inputs, dtype);
@@ -177,4 +183,18 @@ fn ask(device: &dyn Device, question: &Question) {
         Err(error) => panic!("{what}: {error}"),
     };
     judge(question, got);
+}
+
+/// Runs a test on a simulated GPU, and returns how often a library computed and how many launches ran.
+fn on_simulated_gpu(test: &str, variables: &[(&str, &str)]) -> Option<(u64, u64)> {
+    let folder = tempfile::tempdir().unwrap();
+    let stats = folder.path().join("stats.json");
+    let mut command = on_simulated_gpus(std::env::current_exe().unwrap(), driver()?);
+    command.args(["--exact", test]).env("PIPEC_SIM_STATS", &stats);
+    let done = command.envs(variables.iter().copied()).output().unwrap();
+    let text = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success() && text.contains("1 passed"), "{test}, {variables:?}: {text}");
+    let stats: Value = serde_json::from_str(&fs::read_to_string(stats).unwrap()).unwrap();
+    let count = |name: &str| stats[name].as_u64().unwrap();
+    Some((count("library_products"), count("launches")))
 }

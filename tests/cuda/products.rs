@@ -1,9 +1,8 @@
 //! Matrix products by cuBLASLt, and by pipec's kernels where it is missing, on a GPU if there is one. On other machines
 //! the simulated library and driver run the same tests.
 
-use super::distance;
+use super::{distance, on_simulated_gpu};
 use crate::support::reference::reference;
-use crate::support::simulated_gpus::{driver, on_simulated_gpus};
 use compiler::op::table::rule;
 use compiler::op::{MatMul, Op};
 use compiler::tensor::fact::Fact;
@@ -11,8 +10,6 @@ use compiler::tensor::{DType, Tensor};
 use runtime::device::api::{Device, OutputMode};
 use runtime::device::cuda::gpu;
 use runtime::device::open;
-use serde_json::Value;
-use std::fs;
 use std::sync::Arc;
 
 /// Leading dimensions of both operands. The last ones are too many for calls of the library.
@@ -70,6 +67,7 @@ fn check(device: &dyn Device, op: &MatMul, dtype: DType, shapes: [&[usize]; 2], 
     let before = values(dtype, want.shape(), 3);
     let limit = match dtype {
         DType::F64 => 1e-14,
+        DType::F32 if device.info().tf32 => 2e-3,
         DType::F32 => 1e-6,
         DType::F16 => 1e-3,
         _ => 8e-3,
@@ -137,6 +135,27 @@ fn some_products() {
 }
 
 #[test]
+fn products_in_tf32() {
+    let Some(device) = device().and_then(|device| device.with_tf32()) else { return };
+    for op in transposes() {
+        for (sizes, dtype) in SIZES.into_iter().flat_map(|sizes| DTYPES.map(|dtype| (sizes, dtype))) {
+            let [a, b] = shapes(&op, sizes, BATCHES[1]);
+            check(&*device, &op, dtype, [&a, &b], 0);
+        }
+    }
+    // 1 + 2⁻¹² becomes 1.
+    let op = Op::MatMul(transposes()[0]);
+    let (fact, inputs) = (Fact::of(DType::F32, &[1, 1]), [1.0 + 2f32.powi(-12), 1.0].map(|value| value.to_ne_bytes()));
+    let kernel = device.kernel(&op, &[fact.clone(), fact.clone()], &[fact]).unwrap();
+    let [a, b, mut c] = [&inputs[0], &inputs[1], &[0; 4]].map(|bytes| device.upload(bytes).unwrap());
+    let (stream, mut workspace) = (device.stream().unwrap(), device.allocate(kernel.workspace()).unwrap());
+    let (operands, mode) = ([a.region(), b.region()], OutputMode::Overwrite);
+    stream.run(&*kernel, &operands, &mut [c.region_mut()], workspace.region_mut(), mode).unwrap();
+    stream.finish().unwrap();
+    assert_eq!(c.download().unwrap(), &1f32.to_ne_bytes()[..]);
+}
+
+#[test]
 fn products_that_the_library_does_not_compute() {
     let Some(device) = device() else { return };
     let op = transposes()[1];
@@ -147,33 +166,25 @@ fn products_that_the_library_does_not_compute() {
     check(&*device, &op, DType::F32, [&a, &b], 1);
 }
 
-/// Runs a test on a simulated GPU, and returns how many products of the library and how many launches ran.
-fn on_simulated_gpu(test: &str, variables: &[(&str, &str)]) -> Option<(u64, u64)> {
-    let folder = tempfile::tempdir().unwrap();
-    let stats = folder.path().join("stats.json");
-    let mut command = on_simulated_gpus(std::env::current_exe().unwrap(), driver()?);
-    command.args(["--exact", &format!("products::{test}")]).env("PIPEC_SIM_STATS", &stats);
-    let done = command.envs(variables.iter().copied()).output().unwrap();
-    let text = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success() && text.contains("1 passed"), "{test}, {variables:?}: {text}");
-    let stats: Value = serde_json::from_str(&fs::read_to_string(stats).unwrap()).unwrap();
-    let count = |name: &str| stats[name].as_u64().unwrap();
-    Some((count("library_products"), count("launches")))
-}
-
 #[test]
 fn the_library_computes_products() {
     for variables in [&[][..], &[("PIPEC_SIM_SEED", "3")], &[("PIPEC_SIM_ARCH", "80")]] {
-        let Some((products, launches)) = on_simulated_gpu("products_of_all_shapes", variables) else { return };
+        let Some((products, launches)) = on_simulated_gpu("products::products_of_all_shapes", variables) else {
+            return;
+        };
         // Half of the element types are also added.
         let least = 4 * (BATCHES.len() - 1) * SIZES.len() * (DTYPES.len() + 2);
         assert!(products >= least as u64 && launches == 0, "{products} products, {launches} launches");
     }
-    assert_eq!(on_simulated_gpu("products_that_the_library_does_not_compute", &[]), Some((0, 4)));
+    for (architecture, has_any) in [("75", false), ("80", true)] {
+        let (products, _) = on_simulated_gpu("products::products_in_tf32", &[("PIPEC_SIM_ARCH", architecture)]).unwrap();
+        assert_eq!(products > 0, has_any, "{architecture}");
+    }
+    assert_eq!(on_simulated_gpu("products::products_that_the_library_does_not_compute", &[]), Some((0, 4)));
 }
 
 #[test]
 fn without_the_library_own_kernels_compute_products() {
-    let Some(counts) = on_simulated_gpu("some_products", &[("PIPEC_SIM_CUBLASLT", "0")]) else { return };
+    let Some(counts) = on_simulated_gpu("products::some_products", &[("PIPEC_SIM_CUBLASLT", "0")]) else { return };
     assert_eq!(counts, (0, 2 * 4 + 2 * 2 + 2));
 }

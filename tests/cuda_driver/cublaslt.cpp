@@ -1,16 +1,13 @@
 // A simulated cuBLASLt: matrix products on the CPU, in streams of the simulated driver. It has the functions that pipec
 // calls and refuses what the library's documentation does not allow. README.md says what it checks.
 
-#include "machine.h"
+#include "library.h"
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <dlfcn.h>
 #include <utility>
 #include <vector>
-
-#define API extern "C" __attribute__((visibility("default")))
 
 enum Status {
     SUCCESS = 0,
@@ -20,23 +17,11 @@ enum Status {
     NOT_SUPPORTED = 15,
 };
 
-enum Compute { COMPUTE_32F = 68, COMPUTE_64F = 70 };
+enum Compute { COMPUTE_32F = 68, COMPUTE_64F = 70, COMPUTE_32F_FAST_TF32 = 77 };
 
-enum Type { R_32F = 0, R_64F = 1, R_16F = 2, R_16BF = 14 };
+const int R_16BF = 14;
 
 namespace {
-
-// The driver's function of this name; null without the simulated driver.
-void* of_driver(const char* name) {
-    static void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
-    return driver ? dlsym(driver, name) : nullptr;
-}
-
-void* current_context() {
-    auto get = (int (*)(void**))of_driver("cuCtxGetCurrent");
-    void* context = nullptr;
-    return get && of_driver("pipec_sim_submit") && get(&context) == 0 ? context : nullptr;
-}
 
 const uint64_t HANDLE = 0x70697065635f6c74, OPERATION = HANDLE + 1, LAYOUT = HANDLE + 2, PREFERENCE = HANDLE + 3,
                ALGORITHM = HANDLE + 4;
@@ -103,8 +88,6 @@ template <class T> Status read(T& to, const void* from, size_t bytes) {
     return SUCCESS;
 }
 
-uint64_t size_of(int type) { return type == R_64F ? 8 : type == R_32F ? 4 : 2; }
-
 struct Product {
     Operation operation;
     Layout a, b, c, d;
@@ -134,7 +117,11 @@ struct Product {
             bool is_double = operation.scale == R_64F && a.type == R_64F && d.type == R_64F;
             return is_double ? SUCCESS : NOT_SUPPORTED;
         }
-        if (operation.compute != COMPUTE_32F || operation.scale != R_32F) return NOT_SUPPORTED;
+        if (operation.scale != R_32F) return NOT_SUPPORTED;
+        if (operation.compute == COMPUTE_32F_FAST_TF32) {
+            return a.type == R_32F && d.type == R_32F ? SUCCESS : NOT_SUPPORTED;
+        }
+        if (operation.compute != COMPUTE_32F) return NOT_SUPPORTED;
         bool is_half = a.type == R_16F || a.type == R_16BF;
         bool fits = a.type == R_32F ? d.type == R_32F : is_half && (d.type == a.type || d.type == R_32F);
         return fits ? SUCCESS : NOT_SUPPORTED;
@@ -157,57 +144,17 @@ struct Product {
     }
 };
 
-uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-float from_half(uint16_t half) {
-    uint32_t sign = (uint32_t)(half >> 15) << 31, exponent = half >> 10 & 31, fraction = half & 1023;
-    if (exponent == 0) return float_of(bits_of((float)fraction * 0x1p-24f) | sign);
-    return float_of(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
-}
-
-// Rounded to nearest, ties to even.
-uint16_t to_half(float value) {
-    uint32_t bits = bits_of(value), rest = bits & 0x7fffffff;
-    uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
-    if (rest > 0x7f800000) return (uint16_t)(sign | 0x7fff);
-    if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
-    // The addition rounds: the last bit of the sum is that of a small half.
-    if (rest < 0x38800000) return (uint16_t)(sign | (bits_of(float_of(rest) + 0.5f) - bits_of(0.5f)));
-    return (uint16_t)(sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
-}
-
-uint16_t to_bfloat(float value) {
+// Rounded to nearest, to the 10 bits of TF32.
+float to_tf32(float value) {
     uint32_t bits = bits_of(value);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 64);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    if ((bits & 0x7f800000) == 0x7f800000) return value;
+    return float_of((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu);
 }
 
-template <class T> T load(const char* from, int type, uint64_t at) {
-    switch (type) {
-    case R_64F: return (T)((const double*)from)[at];
-    case R_32F: return (T)((const float*)from)[at];
-    case R_16F: return (T)from_half(((const uint16_t*)from)[at]);
-    default: return (T)float_of((uint32_t)((const uint16_t*)from)[at] << 16);
-    }
-}
-
-template <class T> void store(char* to, int type, uint64_t at, T value) {
-    switch (type) {
-    case R_64F: ((double*)to)[at] = (double)value; break;
-    case R_32F: ((float*)to)[at] = (float)value; break;
-    case R_16F: ((uint16_t*)to)[at] = to_half((float)value); break;
-    default: ((uint16_t*)to)[at] = to_bfloat((float)value);
-    }
+// An input of a product.
+template <class T> T input(const Product& p, const char* from, int type, uint64_t at) {
+    T value = load<T>(from, type, at);
+    return p.operation.compute == COMPUTE_32F_FAST_TF32 ? (T)to_tf32((float)value) : value;
 }
 
 // Adds in T, the compute type. The parts of a sum go through the workspace.
@@ -224,7 +171,7 @@ template <class T> void multiply(const Product& p, char* const* places) {
         uint64_t a = n * (uint64_t)p.a.stride, b = n * (uint64_t)p.b.stride;
         for (uint64_t k = 0; k < terms; k++) {
             for (uint64_t i = 0; i < rows; i++) {
-                of_a[k * rows + i] = load<T>(places[0], p.a.type, a + i * a_row + k * a_term);
+                of_a[k * rows + i] = input<T>(p, places[0], p.a.type, a + i * a_row + k * a_term);
             }
         }
         for (uint64_t part = 0; part < p.parts; part++) {
@@ -233,7 +180,7 @@ template <class T> void multiply(const Product& p, char* const* places) {
                 T* sum = sums + (part * columns + j) * rows;
                 for (uint64_t i = 0; i < rows; i++) sum[i] = 0;
                 for (uint64_t k = first; k < end; k++) {
-                    T factor = load<T>(places[1], p.b.type, b + k * b_term + j * b_column);
+                    T factor = input<T>(p, places[1], p.b.type, b + k * b_term + j * b_column);
                     for (uint64_t i = 0; i < rows; i++) sum[i] += of_a[k * rows + i] * factor;
                 }
             }

@@ -296,6 +296,26 @@ fn faults_are_gathered_and_name_their_nodes() {
 }
 
 #[test]
+fn a_constant_index_lies_within_its_axis() {
+    let gathered = |last: i64| {
+        imported(
+            "gather",
+            vec![info("x", 1, &["N", "4"])],
+            &["y"],
+            vec![integers("places", &[0, -4, last])],
+            vec![node("Gather", "columns", &["x", "places"], &["y"], vec![int("axis", 1)])],
+        )
+    };
+    gathered(3).unwrap();
+    for outside in [4, -5] {
+        assert_eq!(
+            gathered(outside).unwrap_err(),
+            format!("node `columns` reads index {outside} of an axis of size 4")
+        );
+    }
+}
+
+#[test]
 fn a_batch_that_cannot_be_opened_is_fixed_and_says_why() {
     let model = imported(
         "fixed",

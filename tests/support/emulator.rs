@@ -63,7 +63,7 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
     let mut table = "static const Entry ENTRIES[] = {\n".to_string();
     for (i, kernel) in kernels.iter().enumerate() {
         let body = kernel.replace(PRELUDE, "").replace("extern \"C\" ", "static ");
-        let meets = ["__syncthreads", "__shfl", "across"].iter().any(|name| body.contains(name));
+        let meets = ["__sync", "__shfl", "across"].iter().any(|call| body.contains(call));
         text.push_str(&format!("namespace k{i} {{\n{body}\n}}\n"));
         table.push_str(&format!("{{[](void** a) {{ call(k{i}::kernel, a); }}, {meets}}},\n"));
     }

@@ -50,15 +50,27 @@ static unsigned current;
 static void (*entry)(void**);
 static void** given;
 
-static void __syncthreads() { swapcontext(&fibers[current], &scheduler); }
-// All threads of a block call it together, not only those of a warp.
-template <class T> static T __shfl_xor_sync(unsigned, T value, int mask) {
+// Whether the fiber waits at a barrier of its block, not at one of its warp.
+static bool waits_for_block[1024];
+
+static void meet(bool is_of_block) {
+    waits_for_block[current] = is_of_block;
+    swapcontext(&fibers[current], &scheduler);
+}
+static void __syncthreads() { meet(true); }
+static void __syncwarp() { meet(false); }
+
+template <class T> static T __shfl_sync(unsigned, T value, unsigned lane) {
     static T values[1024];
-    values[threadIdx.x] = value;
-    __syncthreads();
-    value = values[threadIdx.x ^ mask];
-    __syncthreads();
-    return value;
+    unsigned self = threadIdx.x;
+    values[self] = value;
+    meet(false);
+    T result = values[self / 32 * 32 + lane % 32];
+    meet(false);
+    return result;
+}
+template <class T> static T __shfl_xor_sync(unsigned mask, T value, unsigned other) {
+    return __shfl_sync(mask, value, threadIdx.x % 32 ^ other);
 }
 
 static void fiber() {
@@ -80,16 +92,17 @@ static void play_block(bool backward) {
         done[t] = false;
     }
     for (unsigned left = count; left > 0;) {
-        unsigned ended = 0;
+        unsigned ended = 0, waiting = 0;
         for (unsigned n = 0; n < count; n++) {
             current = backward ? count - 1 - n : n;
             if (done[current]) continue;
             threadIdx.x = current;
             swapcontext(&scheduler, &fibers[current]);
             ended += done[current];
+            waiting += !done[current] && waits_for_block[current];
         }
-        if (ended != 0 && ended != left) {
-            fprintf(stderr, "some threads of a block end where others wait at a barrier\n");
+        if (waiting != 0 && waiting != count) {
+            fprintf(stderr, "some threads of a block end or wait where others wait at a barrier\n");
             exit(3);
         }
         left -= ended;

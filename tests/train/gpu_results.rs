@@ -96,7 +96,7 @@ fn precisions_replicas_and_processes_agree() {
     let flags = ["--stages 2", "--stages 2,1", "--stages 2,1 --processes", "--stages 1,1 --clip-norm 0.1"]
         .map(|more| format!("{base} {more}"));
     agree("residual-cnn", &flags.each_ref().map(String::as_str), 1e-4);
-    let flags = ["bf16", "fp16"].map(|name| format!("{base} --stages 1,1 --precision {name}"));
+    let flags = ["bf16", "fp16", "tf32"].map(|name| format!("{base} --stages 1,1 --precision {name}"));
     agree("gpt", &flags.each_ref().map(String::as_str), 2e-2);
 }
 

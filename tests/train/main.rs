@@ -1,6 +1,7 @@
 //! Training is exact: schedules, replicas, ZeRO, precision, tensor parallelism.
 
 mod diverged;
+mod gpu_memory;
 mod gpu_results;
 mod gpus;
 mod held_out;

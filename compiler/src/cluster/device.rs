@@ -10,6 +10,9 @@ use crate::text::suggest;
 /// Device type of `--gpus` and `--levels`.
 pub const DEFAULT_KIND: &str = "h100";
 
+/// The device type of a worker on a CPU.
+pub const CPU: &str = "cpu";
+
 /// A row of the table.
 #[derive(Clone, Copy, Debug)]
 pub struct Kind {
@@ -69,7 +72,7 @@ pub const KINDS: &[Kind] = &[
     gpu("rtx3090", [0.56, 35.6, 35.6, 71.0, 71.0], (24, 936.0), 4.0, ("pcie", 32.0), (82, USUAL)),
     gpu("rtx4090", [1.29, 82.6, 82.6, 165.2, 165.2], (24, 1008.0), 3.5, ("pcie", 32.0), (128, USUAL)),
     Kind {
-        name: "cpu", tera: [0.06, 0.12, 0.12, 0.12, 0.12], memory_gb: 16, memory_gb_per_s: 15.0, launch_us: 0.2,
+        name: CPU, tera: [0.06, 0.12, 0.12, 0.12, 0.12], memory_gb: 16, memory_gb_per_s: 15.0, launch_us: 0.2,
         link: ("memory", 8.0), matmul: None,
     },
 ];
@@ -89,11 +92,18 @@ pub fn names() -> String {
     KINDS.iter().map(|kind| kind.name).collect::<Vec<_>>().join(", ")
 }
 
+impl Device {
+    /// True for a worker on a CPU: its type, cores or threads say so.
+    pub fn is_cpu(&self) -> bool {
+        self.kind == CPU || self.cores.is_some() || self.threads_per_worker.is_some()
+    }
+}
+
 impl Kind {
     /// The device of this row.
     pub fn device(&self) -> Device {
         let [f64, f32, tf32, bf16, f16] = self.tera.map(|tera| tera * 1e12);
-        let cpu = self.name == "cpu";
+        let cpu = self.name == CPU;
         Device {
             kind: self.name.to_string(),
             memory: Bytes(self.memory_gb * 1_000_000_000),

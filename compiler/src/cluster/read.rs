@@ -45,6 +45,9 @@ pub enum ClusterError {
         /// Index, innermost first.
         level: usize,
     },
+    /// Two levels of one name.
+    #[error("two levels are named `{}`; give each its own name", name.escape_debug())]
+    Twice { name: String },
     /// More than `MAX_DEVICES` devices.
     #[error("the level counts multiply to more than {MAX_DEVICES} devices")]
     TooMany,
@@ -146,6 +149,9 @@ pub fn check(cluster: Cluster) -> Result<Cluster, ClusterError> {
     for (at, level) in cluster.levels.iter().enumerate() {
         if level.count == 0 {
             return Err(ClusterError::Empty { level: at });
+        }
+        if cluster.levels[..at].iter().any(|other| other.name == level.name) {
+            return Err(ClusterError::Twice { name: level.name.clone() });
         }
         devices = devices.saturating_mul(u64::from(level.count));
         if devices > MAX_DEVICES {

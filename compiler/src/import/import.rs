@@ -11,6 +11,7 @@ use crate::graph::bind::bind;
 use crate::graph::order::canonical;
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
+use crate::import::constant_index::{self, WrongIndex};
 use crate::import::fixed_batch_left;
 use crate::import::fx::error::{EXPORT, FxError};
 use crate::import::fx::lower::walk as fx;
@@ -111,6 +112,8 @@ pub enum ImportError {
     Input(#[from] InputError),
     #[error(transparent)]
     Lower(#[from] LowerError),
+    #[error(transparent)]
+    Index(#[from] WrongIndex),
     #[error(transparent)]
     TrainMode(#[from] TrainModeError),
     /// The imported graph failed verification: a bug in pipec.
@@ -232,6 +235,7 @@ fn finish(found: LoweredWithBatch, about: FileMetadata) -> Result<Model, ImportE
     number_streams(&mut graph);
     pipeline::canonical(&mut graph)?;
     let graph = prune(&graph).map_err(LowerError::from)?;
+    constant_index::check(&graph)?;
     let FileMetadata { mut warnings, doubts, sha256, file, producer } = about;
     warnings.extend(lowered.warnings);
     warnings.extend(remarks);

@@ -180,7 +180,7 @@ pub(in crate::op) fn check_indices(indices: &Fact) -> Result<(), FactError> {
 }
 
 /// Resolves negative indices and checks the range.
-pub(in crate::op) fn resolve(indices: &View<'_>, size: usize) -> Result<Vec<usize>, KernelError> {
+pub(crate) fn resolve(indices: &View<'_>, size: usize) -> Result<Vec<usize>, KernelError> {
     let signed = indices.dtype != DType::U64;
     (0..indices.len())
         .map(|i| {

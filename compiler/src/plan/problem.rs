@@ -330,10 +330,13 @@ impl Problem {
         if may { self.recompute } else { Recomputation::Never }
     }
 
-    /// True if the framework that will run the plan all-reduces gradients in their own buffer: Megatron-LM, DeepSpeed, and
-    /// the runtime of the torch bundle. torchtitan's data parallelism copies them into buckets.
+    /// True if gradients are all-reduced in their own buffer, as pipec does on GPUs, and Megatron-LM, DeepSpeed, and the
+    /// runtime of the torch bundle do. torchtitan's data parallelism copies them into buckets.
     pub fn reduces_in_place(&self) -> bool {
-        self.constraints.target.is_some_and(|target| target != Target::Torchtitan)
+        match self.constraints.target {
+            Some(target) => target != Target::Torchtitan,
+            None => !self.cluster.has_cpus(),
+        }
     }
 
     /// Memory limit of the given devices; `None` means no limit.

@@ -24,8 +24,9 @@ pub enum JsonError {
     },
 }
 
-/// Parses `text` as a `T`.
+/// Parses `text` as a `T`. A byte order mark before it is ignored (RFC 8259, section 8.1).
 pub fn read<T: DeserializeOwned>(text: &str) -> Result<T, JsonError> {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let syntax = |error: serde_json::Error| JsonError::Syntax(plainly(&error.to_string(), Format::Json));
     let mut strict = serde_json::Deserializer::from_str(text);
     NoDuplicates.deserialize(&mut strict).map_err(syntax)?;

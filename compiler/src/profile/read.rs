@@ -25,6 +25,9 @@ pub enum ProfileError {
         weight_grad_us: f64,
         bwd_us: f64,
     },
+    /// No op takes any time.
+    #[error("all times are 0, so nothing was measured; profile the model anew")]
+    NoTime,
     /// A time or fraction is negative or not finite.
     #[error("{place}: `{field}` is {value}; it must be finite and not negative")]
     Figure {
@@ -80,6 +83,10 @@ pub fn check(profile: &Profile) -> Result<(), ProfileError> {
             }
         }
     }
+    let is_timeless = profile.ops.iter().all(|op| op.fwd_us == 0.0 && op.bwd_us == 0.0);
+    if is_timeless && profile.ops.iter().any(|op| op.flops > 0) {
+        return Err(ProfileError::NoTime);
+    }
     if let Some(whole) = &profile.whole {
         figure(|| "whole".to_string(), "fwd_us", whole.fwd_us)?;
         figure(|| "whole".to_string(), "bwd_us", whole.bwd_us)?;
@@ -125,6 +132,8 @@ mod tests {
         let weights = |us: &str| error("\"bwd_us\":2.0", &format!("\"bwd_us\":2.0,\"weight_grad_us\":{us}"));
         assert!(weights("-1").contains("ops[0] (a): `weight_grad_us`"));
         assert!(weights("2.5").contains("`weight_grad_us` is 2.5, but must not exceed `bwd_us`, which is 2"));
+        let timeless = FILE.replace("\"fwd_us\":1.5,\"bwd_us\":2.0", "\"fwd_us\":0,\"bwd_us\":0");
+        assert_eq!(from_json(&timeless), Err(ProfileError::NoTime));
         assert!(error("\"id\":0", "\"id\":7").contains("id 7"));
         assert!(error("\"ops\":1}", "\"ops\":2}").contains("lists 1"));
         assert!(error("\"id\":0,", "\"id\":0,\"id\":0,").contains("duplicate"));

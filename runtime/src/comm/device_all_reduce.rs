@@ -1,10 +1,10 @@
-//! All-reduce in place between devices whose memory is not the host's.
+//! All-reduce and all-gather in place between devices whose memory is not the host's.
 //!
 //! Every member brings terms and a buffer for the sum, which may be one of the terms. Each owns one range of the sum. A
 //! stream on its device adds the terms of that range in rank order, so sums are bitwise those of one adder, and copies
 //! the range to the other members: a reduce-scatter, then an all-gather. Each member receives and sends
 //! `(n - 1) / n` of the bytes. A range is accessed by one stream alone, in all buffers, so no other order is needed.
-//! Terms of other devices pass through a chunk of staging memory.
+//! Terms of other devices pass through a chunk of staging memory. An all-gather is the second half alone.
 //!
 //! The last member to come queues the work of all. Nobody waits here: a member learns from a
 //! [`Communicator`](crate::comm::communicator::Communicator), to which it contributes afterwards, that the work is
@@ -37,6 +37,14 @@ pub struct Addends {
     pub is_whole: bool,
 }
 
+/// A collective with its sequence number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Collective {
+    AllReduce(u64),
+    /// The members' ranges of `sum` are there already.
+    AllGather(u64),
+}
+
 /// Parts of a collective's sums. All members list the same sums; those that do not exist are `None`.
 pub type Parts = Vec<Option<Addends>>;
 
@@ -52,10 +60,10 @@ struct Member {
 
 struct State {
     members: Vec<Option<Member>>,
-    brought: HashMap<u64, Vec<Option<Parts>>>,
+    brought: HashMap<Collective, Vec<Option<Parts>>>,
 }
 
-/// Sums of a fixed group of members, identified by sequence number.
+/// Collectives of a fixed group of members.
 pub struct DeviceAllReduce {
     state: Mutex<State>,
 }
@@ -97,22 +105,21 @@ impl DeviceAllReduce {
         Ok(())
     }
 
-    /// Contributes to collective `number` the buffers that the member's stream has released. The last member queues the
-    /// reduction.
-    pub fn contribute(&self, number: u64, member: usize, parts: Parts) -> Result<(), DeviceError> {
+    /// Contributes to a collective the buffers that the member's stream has released. The last member queues the work.
+    pub fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
         // Streams are used by one thread at a time: the one that holds the lock.
         let mut state = self.lock();
         let State { members, brought } = &mut *state;
-        let all = brought.entry(number).or_insert_with(|| members.iter().map(|_| None).collect());
+        let all = brought.entry(collective).or_insert_with(|| members.iter().map(|_| None).collect());
         if let Some(place) = all.get_mut(member) {
             *place = Some(parts);
         }
         if all.iter().any(Option::is_none) {
             return Ok(());
         }
-        let all: Vec<Parts> = brought.remove(&number).into_iter().flatten().flatten().collect();
+        let all: Vec<Parts> = brought.remove(&collective).into_iter().flatten().flatten().collect();
         members.iter_mut().enumerate().try_for_each(|(own, member)| match member {
-            Some(member) => member.reduce(own, &all),
+            Some(member) => member.run(collective, own, &all),
             None => Ok(()),
         })
     }
@@ -120,7 +127,7 @@ impl DeviceAllReduce {
 
 impl Member {
     /// Queues the sums of the ranges of member `own`, and their copies to the others.
-    fn reduce(&mut self, own: usize, all: &[Parts]) -> Result<(), DeviceError> {
+    fn run(&mut self, collective: Collective, own: usize, all: &[Parts]) -> Result<(), DeviceError> {
         let parts = || all.iter().flatten().flatten();
         let buffers = || parts().flat_map(|part| part.terms.iter().map(|(_, term)| term).chain([&part.sum]));
         buffers().try_for_each(|buffer| self.stream.acquire(buffer))?;
@@ -128,7 +135,8 @@ impl Member {
             let of: Vec<&Addends> = all.iter().filter_map(|parts| parts[at].as_ref()).collect();
             if let Some(part) = of.get(own).filter(|_| of.len() == all.len()) {
                 let (sum, range) = (&part.sum, range(part.sum.len(), part.dtype.size(), own, all.len()));
-                if !self.add(part.dtype, &in_order(&of), sum, range.clone())? {
+                let adds = matches!(collective, Collective::AllReduce(_));
+                if adds && !self.add(part.dtype, &in_order(&of), sum, range.clone())? {
                     continue;
                 }
                 for other in of.iter().filter(|other| other.is_whole && !Arc::ptr_eq(&other.sum, sum)) {
@@ -279,7 +287,7 @@ mod tests {
                         context.release(&sum).unwrap();
                         let own: Vec<_> = terms.iter().skip(1).map(|(_, term)| term.clone()).collect();
                         let part = Addends { dtype: DType::F32, terms, sum: sum.clone(), is_whole };
-                        all.contribute(number, member, vec![None, Some(part)]).unwrap();
+                        all.contribute(Collective::AllReduce(number), member, vec![None, Some(part)]).unwrap();
                         place.bring(number, member, ());
                         place.meet(number).unwrap();
                         assert!(context.try_exclusive(&mut sum).unwrap().is_some());

@@ -54,6 +54,8 @@ pub struct DeviceInfo {
     pub memory: Option<u64>,
     /// Bytes of the last-level cache, if known.
     pub cache: Option<u64>,
+    /// True if products of f32 may round their inputs to TF32.
+    pub tf32: bool,
 }
 
 /// A device: the CPU or a GPU.
@@ -66,6 +68,11 @@ pub trait Device: Send + Sync {
     /// True if methods of its streams return before their work is done.
     fn is_asynchronous(&self) -> bool {
         false
+    }
+
+    /// The same device, whose products of f32 may round their inputs to TF32. `None` if it has no such products.
+    fn with_tf32(&self) -> Option<Arc<dyn Device>> {
+        None
     }
 
     /// Allocates zeroed memory.

@@ -105,41 +105,29 @@ impl DeviceContext {
     }
 
     /// A copy of memory of this context for another context of the same thread, freed after use.
-    pub fn send_to(&self, other: &DeviceContext, from: Region<'_>) -> Result<Arc<Buffer>, DeviceError> {
-        let mut sent = Arc::new(other.stream.allocate(from.len())?);
+    pub fn send_to(&self, other: &DeviceContext, from: Region<'_>) -> Result<Buffer, DeviceError> {
+        let mut sent = other.stream.allocate(from.len())?;
         if !self.device.can_copy(&sent) {
             let bytes = self.stream.begin_download(from)?.bytes()?;
-            other.stream.upload(&bytes, Buffer::exclusive(&mut sent))?;
+            other.stream.upload(&bytes, sent.region_mut())?;
             return Ok(sent);
         }
         other.stream.release(&sent)?;
         self.stream.acquire(&sent)?;
-        self.stream.copy(from, Buffer::exclusive(&mut sent))?;
+        self.stream.copy(from, sent.region_mut())?;
         self.stream.release(&sent)?;
         other.stream.acquire(&sent)?;
         Ok(sent)
     }
 
-    /// Copies a buffer of another device, through the host if need be.
-    fn fill_from(&self, buffer: &Buffer, to: RegionMut<'_>) -> Result<(), DeviceError> {
+    /// Copies a buffer of any device, through the host if need be.
+    pub fn copy_from(&self, buffer: &Buffer, to: RegionMut<'_>) -> Result<(), DeviceError> {
         if !self.device.can_copy(buffer) {
             return self.stream.upload(&buffer.download()?, to);
         }
         self.stream.acquire(buffer)?;
         self.stream.copy(buffer.region(), to)?;
         self.stream.release(buffer)
-    }
-
-    /// Copies of these regions one after the other, in new memory.
-    pub fn concatenated<'a>(&self, parts: impl Iterator<Item = Region<'a>> + Clone) -> Result<Buffer, DeviceError> {
-        let mut whole = self.stream.allocate(parts.clone().map(|part| part.len()).sum())?;
-        let mut end = 0;
-        for part in parts {
-            let start = end;
-            end += part.len();
-            self.stream.copy(part, whole.region_mut().slice(start..end))?;
-        }
-        Ok(whole)
     }
 
     /// Hands a buffer over to other threads.
@@ -163,7 +151,7 @@ impl DeviceContext {
             return Ok(buffer);
         }
         let mut own = self.take_staging(buffer.len())?;
-        self.fill_from(&buffer, Buffer::exclusive(&mut own))?;
+        self.copy_from(&buffer, Buffer::exclusive(&mut own))?;
         Ok(own)
     }
 }

@@ -4,7 +4,7 @@
 //! assignment, buckets are about equally large, from the stage's last parameter to its first. Bucketing does not change any sum.
 
 use crate::comm::communicator::CollectiveError;
-use crate::comm::device_all_reduce::{Addends, DeviceAllReduce};
+use crate::comm::device_all_reduce::{Addends, Collective, DeviceAllReduce};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
@@ -144,7 +144,7 @@ impl StageWorker<'_> {
             own.push(sum);
         }
         self.gathered.reducing.insert(number, own);
-        all_reduce.contribute(number, replica, parts)?;
+        all_reduce.contribute(Collective::AllReduce(number), replica, parts)?;
         Ok(present)
     }
 

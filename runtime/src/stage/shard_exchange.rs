@@ -5,6 +5,7 @@
 //! ZeRO 3 buckets carry no data: they only signal that all replicas have stepped, and runs read from the `weight_shards`.
 
 use crate::comm::communicator::CollectiveError;
+use crate::comm::device_all_reduce::{Addends, Collective, Parts};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
@@ -20,26 +21,55 @@ impl StageWorker<'_> {
     /// Contributes this replica's shards of one bucket of a version.
     pub fn contribute_shards(&mut self, version: u32, bucket: u32) -> Result<(), DeviceError> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
-        let device = &self.executor.device;
-        let (weights, stepped) = (self.versions.get(&version), self.stepped.get(&version));
-        let mut own = Vec::new();
-        for &p in stepped.iter().flat_map(|stepped| &stepped.parameters) {
-            let is_given = self.share.is_sharded(p) && !self.share.keeps();
-            let weight = weights.and_then(|weights| weights.get(p)).filter(|_| is_given);
-            if let Some(weight) = weight.filter(|_| self.gathered.bucket_of(p) == bucket) {
-                let range = self.share.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
-                // With streaming, free the buffer after use instead of pooling it.
-                let mut part = match &self.shard_stream {
-                    None => device.take(range.len())?,
-                    Some(_) => device.once(range.len())?,
-                };
-                device.stream.copy(weight.region_of(range), Buffer::exclusive(&mut part))?;
-                device.release(&part)?;
-                own.push((p, part));
+        let number = self.meeting(version, bucket);
+        let own = match &self.all_reduce {
+            Some(all_reduce) => {
+                let parts = self.weights_in_place(version, bucket)?;
+                all_reduce.contribute(Collective::AllGather(number), self.share.replica(), parts)?;
+                Vec::new()
             }
-        }
-        shard_comm.bring(self.meeting(version, bucket), self.share.replica(), Shares(own));
+            None => self.own_shards(version, bucket)?,
+        };
+        shard_comm.bring(number, self.share.replica(), Shares(own));
         Ok(())
+    }
+
+    /// The sharded parameters that the step to a version has written, in one bucket. None under ZeRO 3.
+    fn stepped_in(&self, version: u32, bucket: u32) -> Vec<usize> {
+        let stepped = self.stepped.get(&version).filter(|_| !self.share.keeps());
+        let all = stepped.iter().flat_map(|stepped| &stepped.parameters).copied();
+        all.filter(|p| self.share.is_sharded(*p) && self.gathered.bucket_of(*p) == bucket).collect()
+    }
+
+    /// Whole weights, of which the other replicas write their ranges.
+    fn weights_in_place(&self, version: u32, bucket: u32) -> Result<Parts, DeviceError> {
+        let mut parts: Parts = self.code.parameters.iter().map(|_| None).collect();
+        for p in self.stepped_in(version, bucket) {
+            let Some(weight) = self.versions.get(&version).and_then(|weights| weights.get(p)) else { continue };
+            self.executor.device.release(weight)?;
+            let dtype = self.code.parameters[p].fact.dtype;
+            parts[p] = Some(Addends { dtype, terms: Vec::new(), sum: weight.clone(), is_whole: true });
+        }
+        Ok(parts)
+    }
+
+    /// Copies of this replica's shards.
+    fn own_shards(&self, version: u32, bucket: u32) -> Result<Vec<(usize, Arc<Buffer>)>, DeviceError> {
+        let device = &self.executor.device;
+        let mut own = Vec::new();
+        for p in self.stepped_in(version, bucket) {
+            let Some(weight) = self.versions.get(&version).and_then(|weights| weights.get(p)) else { continue };
+            let range = self.share.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
+            // With streaming, free the buffer after use instead of pooling it.
+            let mut part = match &self.shard_stream {
+                None => device.take(range.len())?,
+                Some(_) => device.once(range.len())?,
+            };
+            device.stream.copy(weight.region_of(range), Buffer::exclusive(&mut part))?;
+            device.release(&part)?;
+            own.push((p, part));
+        }
+        Ok(own)
     }
 
     /// Receives the other replicas' shards of one bucket of a version. Blocks. Returns true if the version is complete.
@@ -48,8 +78,10 @@ impl StageWorker<'_> {
         let all = shard_comm.meet(self.meeting(version, bucket))?;
         // All replicas have contributed: charge buffers still to be read to their readers, as on separate devices.
         all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.release_slot());
+        let in_place = self.all_reduce.as_ref().map_or(Vec::new(), |_| self.stepped_in(version, bucket));
         let device = &self.executor.device;
         let weights = self.versions.get_mut(&version).ok_or(CollectiveError::PeerLost)?;
+        in_place.iter().filter_map(|p| weights.get(*p)).try_for_each(|weight| device.stream.acquire(weight))?;
         for (member, Shares(shares)) in all.iter().enumerate().filter(|(member, _)| *member != self.share.replica()) {
             for (p, part) in shares {
                 let (named, weight) =
@@ -58,10 +90,7 @@ impl StageWorker<'_> {
                 // The step made this the only reference. A wrong length means that it is not this parameter's shard.
                 let to = device.try_exclusive(weight)?;
                 let to = to.filter(|to| range.end <= to.len() && range.len() == part.len());
-                let to = to.ok_or(CollectiveError::PeerLost)?.slice(range);
-                let part = device.receive(part.clone())?;
-                device.stream.copy(part.region(), to)?;
-                device.give_foreign(part)?;
+                device.copy_from(part, to.ok_or(CollectiveError::PeerLost)?.slice(range))?;
             }
         }
         for (_, own) in all.get(self.share.replica()).into_iter().flat_map(|own| &own.0) {
@@ -110,8 +139,8 @@ impl StageWorker<'_> {
         self.stepped.contains_key(&version)
     }
 
-    /// Gathers shards at the first replica at the end of a run: masters (which then replace `weights`), ZeRO 3 weights,
-    /// and the last step's `gradients`. The first replica blocks for the others.
+    /// Gathers shards at the first replica at the end of a run, in the host's memory: masters (which then replace
+    /// `weights`), ZeRO 3 weights, and the last step's `gradients`. The first replica blocks for the others.
     pub(super) fn join_left(
         &mut self,
         weights: &mut Weights,
@@ -138,9 +167,10 @@ impl StageWorker<'_> {
         for place in places {
             let parts = all.iter().map(|Shares(shares)| shares.iter().find(|(of, _)| *of == place));
             let parts: Option<Vec<Arc<Buffer>>> = parts.map(|part| part.map(|(_, part)| part.clone())).collect();
-            let parts = parts.ok_or(CollectiveError::PeerLost)?.into_iter();
-            let parts = parts.map(|part| self.executor.device.receive(part)).collect::<Result<Vec<_>, _>>()?;
-            let whole = self.executor.device.concatenated(parts.iter().map(|part| part.region()))?;
+            let parts = parts.ok_or(CollectiveError::PeerLost)?;
+            // Devices have no room for them.
+            let bytes = parts.iter().map(|part| part.download()).collect::<Result<Vec<_>, _>>()?;
+            let whole = Buffer::host_copy(&bytes.concat());
             match place.checked_sub(parameters) {
                 None => weights[place] = Arc::new(whole),
                 Some(p) => {

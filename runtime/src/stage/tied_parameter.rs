@@ -1,7 +1,7 @@
 //! Several stages share a tied parameter and exchange its gradients.
 
 use crate::comm::communicator::{Communicator, PeerLost};
-use crate::comm::device_all_reduce::{Addends, DeviceAllReduce};
+use crate::comm::device_all_reduce::{Addends, Collective, DeviceAllReduce};
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
@@ -59,7 +59,7 @@ impl TiedParameter {
         let brought = terms.iter().map(|(rank, _)| (*rank, elsewhere.clone())).collect();
         let part = Addends { dtype, terms, sum: buffers[0].clone(), is_whole: true };
         self.reducing.insert(number, buffers);
-        all_reduce.contribute(number, self.member, vec![Some(part)])?;
+        all_reduce.contribute(Collective::AllReduce(number), self.member, vec![Some(part)])?;
         self.place.bring(number, self.member, brought);
         Ok(())
     }

@@ -21,6 +21,10 @@ use compiler::tensor::DType;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
+/// A gradient is copied to its owner in at most this many chunks, of at least so many bytes.
+const CHUNKS: usize = 32;
+const LEAST_CHUNK: usize = 64 << 10;
+
 /// A gradient term of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Term {
@@ -121,9 +125,7 @@ impl GradientShards {
                 if Arc::ptr_eq(&owner.device, &device.device) {
                     return add_part(on_owner, dtype, part, sum, &owner.ledger);
                 }
-                let sent = device.send_to(on_owner, part)?;
-                add_part(on_owner, dtype, sent.region(), sum, &owner.ledger)?;
-                on_owner.give_shared(sent)
+                send_part(device, on_owner, dtype, part, sum, &owner.ledger)
             })?;
         }
         if let Some(sum) = self.lock().sums.get_mut(&term) {
@@ -170,6 +172,34 @@ fn add_part(
     device.release(&first)?;
     *sum = Some(first);
     Ok(())
+}
+
+/// Like [`add_part`], for a gradient of another device. Its copies take the memory of a chunk.
+fn send_part(
+    device: &DeviceContext,
+    owner: &DeviceContext,
+    dtype: DType,
+    part: Region<'_>,
+    sum: &mut Option<Buffer>,
+    ledger: &Arc<MemoryCounter>,
+) -> Result<(), DeviceError> {
+    let Some(sum) = sum else {
+        let mut first = device.send_to(owner, part)?;
+        first.count_in(ledger);
+        owner.release(&first)?;
+        *sum = Some(first);
+        return Ok(());
+    };
+    owner.stream.acquire(sum)?;
+    let (mut start, bytes) = (0, part.len().div_ceil(CHUNKS).max(LEAST_CHUNK).next_multiple_of(256));
+    while start < part.len() {
+        let chunk = start..part.len().min(start + bytes);
+        start = chunk.end;
+        let sent = device.send_to(owner, part.slice(chunk.clone()))?;
+        owner.stream.accumulate(dtype, sent.region(), sum.region_mut().slice(chunk))?;
+        owner.release(&sent)?;
+    }
+    owner.release(sum)
 }
 
 #[cfg(test)]

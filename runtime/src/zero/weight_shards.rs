@@ -89,9 +89,7 @@ impl WeightShards {
         for share in shares {
             let start = end;
             end += share.len();
-            let share = device.receive(share)?;
-            device.stream.copy(share.region(), to.reborrow().slice(start..end))?;
-            device.give_foreign(share)?;
+            device.copy_from(&share, to.reborrow().slice(start..end))?;
         }
         Ok(())
     }

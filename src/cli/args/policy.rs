@@ -10,7 +10,7 @@ use pipec::train::request::{self, PolicyRequest};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Optimizer")]
 pub struct PolicyArguments {
-    /// Precision: fp64, fp32, bf16 or fp16; the last two keep master weights, gradient sums and statistics in f32 [default: the plan's; without a plan, the model's]
+    /// Precision: fp64, fp32, tf32 (fp32 with matrix products in TF32 on GPUs), bf16 or fp16; the last two keep master weights, gradient sums and statistics in f32 [default: the plan's; without a plan, the model's]
     #[arg(long, alias = "dtype", value_name = "NAME", value_parser = precision)]
     precision: Option<Precision>,
     /// Clip gradients to this norm: global under synchronous schedules, per stage otherwise

@@ -184,8 +184,11 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
         None => this_machine(None, false)?,
     };
     let mut measured = said.clone();
-    let gpus =
-        if said.device.kind == "cpu" || gpu::count() < 2 { Vec::new() } else { DeviceRequest::AllGpus.open()? };
+    let gpus = if said.device.kind == "cpu" || gpu::count() < 2 {
+        Vec::new()
+    } else {
+        DeviceRequest::AllGpus.open()?.unwrap_or_default()
+    };
     if said.device.kind == "cpu" {
         machine::measure_links(&mut measured);
     } else if let (2.., Some(level)) = (gpus.len(), measured.levels.first_mut()) {

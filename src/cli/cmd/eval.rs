@@ -7,6 +7,7 @@ use compiler::export::quantity;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
 use compiler::op::Op;
+use compiler::profile::precision::Precision;
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::{DType, Tensor};
 use pipec::error::{Error, ErrorKind};
@@ -14,7 +15,7 @@ use pipec::files::input;
 use pipec::files::output;
 use pipec::model;
 use pipec::train::arrays;
-use pipec::train::device_request::{OneDevice, one_device};
+use pipec::train::device_request::{OneDevice, for_precision, one_device};
 use pipec::train::initial_weights::initial;
 use runtime::device::api::Device;
 use runtime::exec::evaluate::{EvaluateError, evaluate_each};
@@ -46,6 +47,9 @@ pub struct Arguments {
     /// Device: cpu or cuda:N, a GPU by number
     #[arg(long, value_name = "cpu|cuda:N", default_value = "cpu", value_parser = one_device)]
     device: OneDevice,
+    /// Precision of f32 matrix products: tf32 is for GPUs with compute capability 8.0 or higher
+    #[arg(long, value_name = "fp32|tf32", default_value = "fp32", value_parser = ["fp32", "tf32"], hide_possible_values = true)]
+    precision: String,
     /// List of cases, one per line: model, inputs and outputs, separated by tabs; inputs may contain NaN and infinities
     #[arg(long, value_name = "LIST.tsv", conflicts_with_all = ["file", "inputs", "output"])]
     batch_file: Option<PathBuf>,
@@ -53,15 +57,19 @@ pub struct Arguments {
 
 /// Evaluates, prints, writes.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
+    let opened = || {
+        let device = arguments.device.open()?;
+        Ok::<_, Error>(for_precision(vec![device], Precision::from_name(&arguments.precision), screen).remove(0))
+    };
     if let Some(list) = &arguments.batch_file {
-        return many(list, arguments.weights.as_deref(), &arguments.device.open()?, screen);
+        return many(list, arguments.weights.as_deref(), &opened()?, screen);
     }
     let (Some(file), Some(inputs), Some(output)) = (&arguments.file, &arguments.inputs, &arguments.output) else {
         return Err(Error::input("`pipec eval` requires MODEL, --inputs and -o"));
     };
     output::check_tensors(output)?;
     let files = Files { model: file, inputs, weights: arguments.weights.as_deref(), output };
-    let answer = one(&files, &arguments.device.open()?, arrays::check_numbers, screen)?;
+    let answer = one(&files, &opened()?, arrays::check_numbers, screen)?;
     let mut text = String::new();
     for (name, tensor) in &answer.outputs {
         text += &format!("{} {}{:?}\n", shown(name), tensor.dtype(), tensor.shape());

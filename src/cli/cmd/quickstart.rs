@@ -182,6 +182,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         frozen: &[],
         tensor: 1,
         devices: &[runtime::device::cpu::device::cpu()],
+        has_processes: false,
     };
     let prepared = prepare::prepare(&mut task)?;
     let predicted = prepared.predicted(plan.cluster.device.cores);

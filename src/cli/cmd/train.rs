@@ -117,7 +117,7 @@ pub struct Arguments {
     /// Write a trace for Perfetto: its native format as .pftrace or .perfetto-trace, otherwise JSON, which chrome://tracing also opens
     #[arg(long, value_name = "FILE", help_heading = "Input and output files")]
     trace: Option<PathBuf>,
-    /// Device to train on
+    /// Device to train on: auto takes GPUs if each worker fits in one, else the CPU
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N,…", default_value = "auto", value_parser = DeviceRequest::read, help_heading = "Device and seed")]
     device: DeviceRequest,
     /// Random seed

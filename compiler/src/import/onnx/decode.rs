@@ -77,6 +77,9 @@ fn protobuf(bytes: &Bytes, error: &prost::DecodeError) -> DecodeError {
     DecodeError::Protobuf { bytes: bytes.len(), reason: text + hint }
 }
 
+/// The latest version of the standard operators that is supported.
+const NEWEST_OPSET: i64 = 28;
+
 struct Decoder {
     faults: Vec<Fault>,
     warnings: Vec<Warning>,
@@ -105,6 +108,10 @@ impl Decoder {
         let names = unique_names(&graph.node);
         let opsets = self.opsets(&proto.opset_import);
         self.standard_opset(&opsets, &graph.node, &names);
+        let newest = opsets.iter().filter(|set| set.domain.is_empty()).map(|set| set.version).max();
+        if let Some(found) = newest.filter(|version| *version > NEWEST_OPSET) {
+            self.warnings.push(Warning::Opset { found, known: NEWEST_OPSET });
+        }
         function::check(&proto.functions, &graph.node, &mut self.faults);
 
         let (faults, warnings) = (&mut self.faults, &mut self.warnings);
@@ -344,6 +351,10 @@ mod tests {
         assert_eq!(read.opset(""), Some(8));
         let newer = parsed(&ModelProto { ir_version: Some(4), ..model() }).unwrap();
         assert_eq!(newer.warnings[1], Warning::DefaultInputs { count: 1, example: "w".into() });
+        let mut future = model();
+        future.opset_import[0].version = Some(NEWEST_OPSET + 1);
+        let future = parsed(&future).unwrap();
+        assert_eq!(future.warnings[0], Warning::Opset { found: NEWEST_OPSET + 1, known: NEWEST_OPSET });
     }
 
     #[test]

@@ -11,6 +11,8 @@ pub enum Warning {
     },
     #[error("the file's IR version {found} is newer than {known}, the latest supported: parts of it may be ignored")]
     IrVersion { found: i64, known: i64 },
+    #[error("the file's opset {found} is newer than {known}, the latest supported: operators may have changed since")]
+    Opset { found: i64, known: i64 },
     #[error("`{}` has a dimension of -1, treated as unknown", shown(name))]
     MinusOne { name: String },
     /// IR 4 and later let a caller override such an input; pipec does not.

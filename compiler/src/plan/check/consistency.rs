@@ -155,6 +155,10 @@ fn devices(plan: &Plan, faults: &mut Vec<PlanFault>) {
             let what = format!("{} devices for {} replicas", stage.devices.len(), stage.replicas);
             fault(if degree == 1 { what } else { format!("{what} of {degree}") });
         }
+        let product = stage.hierarchy.iter().fold(1u64, |p, place| p.saturating_mul(u64::from(place.replicas)));
+        if product != u64::from(stage.replicas) {
+            fault(format!("its levels multiply to {product} replicas, the stage has {}", stage.replicas));
+        }
         for &device in &stage.devices {
             if u64::from(device) >= there {
                 fault(format!("device {device} does not exist; the cluster has {there}"));

@@ -1,15 +1,32 @@
-//! Attention without the score matrix: one block per query, which visits the keys in chunks of one key per thread, with
-//! a running maximum (Milakov and Gimelshein, 2018). The gradients of keys and values have one block per key.
+//! Attention without the score matrix, in tiles (Dao, FlashAttention-2, 2023): one block per tile of queries, and for the
+//! gradients of keys and values one per tile of keys. Sums have a fixed order.
+//!
+//! Elements of 16 bits are multiplied on tensor cores, and weights are rounded to 16 bits for that. Other types are
+//! multiplied and added in their own precision.
 
-use super::draft::{KernelBuilder, THREADS, threads_for};
-use super::element::{accumulator, held, literal, load, store};
-use super::launch_plan::{At, LaunchPlan};
+use super::draft::KernelBuilder;
+use super::element::{accumulator, held, literal, load, store, stored};
+use super::launch_plan::{At, Launch, LaunchPlan};
 use super::movement::shard_element;
 use super::offsets::{Walk, offsets};
-use crate::device::layout::TensorLayout;
+use crate::device::layout::{TensorLayout, is_half};
 use compiler::op::attention::{COARSE, Extras};
 use compiler::op::{Attention, AttentionGrad, DropoutShard, EmptyRow};
 use compiler::tensor::DType;
+use std::fmt::Write;
+
+const TILES: &str = include_str!("attention/tiles.cu");
+const TENSOR_CORES: &str = include_str!("attention/tensor_cores.cu");
+const FUSED_MULTIPLY_ADD: &str = include_str!("attention/fused_multiply_add.cu");
+const FORWARD: &str = include_str!("attention/forward.cu");
+const SHARES: &str = include_str!("attention/shares.cu");
+const GRADIENT: &str = include_str!("attention/gradient.cu");
+
+/// Rows of a tile that one warp computes.
+const WARP_ROWS: usize = 16;
+
+/// Bytes of shared memory that every block of every GPU may have.
+const SHARED_BYTES: usize = 48 << 10;
 
 struct Pairs<'a> {
     op: Attention,
@@ -22,6 +39,67 @@ struct Pairs<'a> {
     mask: Option<&'a TensorLayout>,
     extras: Extras,
     most: usize,
+}
+
+/// The tiles of a kernel.
+#[derive(Clone, Copy)]
+struct Tiles {
+    /// Number of warps; each has [`WARP_ROWS`] rows.
+    warps: usize,
+    columns: usize,
+    /// Columns of queries and keys, and of values, that are in shared memory at once.
+    chunks: [usize; 2],
+    /// Bytes of shared memory.
+    shared: usize,
+}
+
+/// A side of the scores that a kernel's rows are on, or the result's rows.
+#[derive(Clone, Copy, PartialEq)]
+enum Rows {
+    Forward,
+    Queries,
+    Keys,
+}
+
+/// Columns of a chunk: a tile has few enough that a warp's results stay in registers.
+fn chunk(dtype: DType, size: usize) -> usize {
+    let most = if is_half(dtype) { 128 } else { 256 / dtype.size() };
+    size.div_ceil(size.div_ceil(most)).next_multiple_of(16)
+}
+
+impl Tiles {
+    fn new(pairs: &Pairs<'_>, side: Rows) -> Tiles {
+        let (dtype, sum) = (pairs.dtype, accumulator(pairs.dtype).size());
+        let [rows, columns] = match side {
+            Rows::Keys => [pairs.keys(), pairs.queries()],
+            _ => [pairs.queries(), pairs.keys()],
+        };
+        let chunks = [pairs.depth, pairs.width].map(|size| chunk(dtype, size));
+        let lines = chunks.map(|chunk| chunk * dtype.size() + 16);
+        let most_columns = match (side, is_half(dtype)) {
+            (Rows::Forward, true) => 64,
+            (Rows::Forward, false) => 32,
+            _ => 128 / sum,
+        };
+        let tiles = |warps: usize, columns: usize| {
+            let rows = warps * WARP_ROWS;
+            let staged = if is_half(dtype) { 0 } else { rows * (columns + 4) * sum };
+            let shared = match side {
+                Rows::Forward => rows * lines[0] + columns * (lines[0] + lines[1]) + staged,
+                _ => (rows + columns) * (lines[0] + lines[1]) + 3 * columns * sum + staged,
+            };
+            Tiles { warps, columns, chunks, shared }
+        };
+        let fits = |count: usize, tile: usize, least: usize| tile == least || tile < 2 * count;
+        [4, 2, 1]
+            .into_iter()
+            .filter(|warps| fits(rows, warps * WARP_ROWS, WARP_ROWS))
+            .flat_map(|warps| [64, 32, 16].map(|columns| tiles(warps, columns)))
+            .filter(|tiles| tiles.columns <= most_columns && fits(columns, tiles.columns, 16))
+            .filter(|tiles| tiles.shared <= SHARED_BYTES)
+            .max_by_key(|tiles| (tiles.warps * tiles.columns, tiles.warps))
+            .expect("the smallest tiles fit")
+    }
 }
 
 impl<'a> Pairs<'a> {
@@ -43,10 +121,6 @@ impl<'a> Pairs<'a> {
         accumulator(self.dtype)
     }
 
-    fn kind(&self) -> &'static str {
-        held(self.sums())
-    }
-
     fn number(&self, value: f64) -> String {
         literal(self.sums(), value)
     }
@@ -59,254 +133,184 @@ impl<'a> Pairs<'a> {
         self.shape[self.shape.len() - 2]
     }
 
-    fn rows(&self) -> usize {
-        self.shape[..self.shape.len() - 1].iter().product()
+    /// Heads of queries, over the leading axes.
+    fn heads(&self) -> usize {
+        self.shape[..self.shape.len() - 2].iter().product()
     }
 
     /// A kernel that reads query, key and value, inputs `first` and following, and what is optional.
-    fn draft(&self, first: usize) -> KernelBuilder {
+    fn draft(&self, first: usize, tiles: &Tiles, side: Rows) -> KernelBuilder {
         let mut draft = KernelBuilder::new(self.most);
+        draft.define(&self.definitions(tiles, side));
         for (i, name) in ["q", "k", "v"].into_iter().enumerate() {
             draft.reads(name, self.dtype, At::input(first + i));
         }
-        if let (Some(mask), Some(at)) = (self.mask, self.extras.mask) {
-            draft.reads("mask", mask.dtype, At::input(at));
+        match (self.mask, self.extras.mask) {
+            (Some(mask), Some(at)) => draft.reads("mask", mask.dtype, At::input(at)),
+            _ => draft.add("const u8* const mask = 0;"),
         }
-        if let (Some(dropout), Some(at)) = (self.op.dropout, self.extras.counter) {
-            draft.reads("counter", DType::I64, At::input(at));
-            draft.add(&format!("u64 seed = mix(mix({}ull) ^ (u64)counter[0]);", dropout.stream));
+        match (self.op.dropout, self.extras.counter) {
+            (Some(dropout), Some(at)) => {
+                draft.reads("counter", DType::I64, At::input(at));
+                draft.add(&format!("const u64 seed = mix(mix({}ull) ^ (u64)counter[0]);", dropout.stream));
+            }
+            _ => draft.add("const u64 seed = 0;"),
         }
-        if let Some(at) = self.extras.device {
-            draft.reads("device", DType::I64, At::input(at));
+        match self.extras.device {
+            Some(at) => draft.reads("device", DType::I64, At::input(at)),
+            None => draft.add("const i64* const device = 0;"),
+        }
+        for (name, value) in [
+            ("NEVER", f64::NEG_INFINITY),
+            ("SCALE", self.op.scale),
+            ("EMPTY_WEIGHT", self.op.empty.weight(self.keys())),
+            ("COARSE", COARSE),
+        ] {
+            draft.add(&format!("const Sum {name} = {};", self.number(value)));
         }
         draft
     }
 
-    /// The score `s` of query `row` of all heads and key `j`.
-    fn score(&self) -> String {
-        let (kind, [queries, keys]) = (self.kind(), [self.queries(), self.keys()]);
-        let mut lines = format!(
-            "at own = row / (at){} * (at){keys} + j;\n{kind} s = 0;\n\
-             for (at c = 0; c < (at){depth}; c++) s = m_fma(({kind}){}, ({kind}){}, s);\ns *= {};\n",
-            queries * self.each,
-            load(self.dtype, &format!("q[row * (at){} + c]", self.depth)),
-            load(self.dtype, &format!("k[own * (at){} + c]", self.depth)),
-            self.number(self.op.scale),
-            depth = self.depth,
+    /// What comes before a kernel: types, numbers, functions of the op, and tiles.
+    fn definitions(&self, tiles: &Tiles, side: Rows) -> String {
+        let (sums, element) = (self.sums(), stored(self.dtype));
+        let [depth_chunks, width_chunks] = self.chunks(tiles);
+        let chunks = match side {
+            Rows::Forward => width_chunks,
+            Rows::Queries => depth_chunks,
+            Rows::Keys => depth_chunks.max(width_chunks),
+        };
+        let rows = if side == Rows::Keys { self.keys() } else { self.queries() };
+        let mut text = format!("typedef {element} Element;\ntypedef {} Sum;\n", held(sums));
+        let row_tiles = rows.div_ceil(tiles.warps * WARP_ROWS);
+        for (name, value) in [
+            ("QUERIES", self.queries()),
+            ("KEYS", self.keys()),
+            ("EACH", self.each),
+            ("DEPTH", self.depth),
+            ("WIDTH", self.width),
+            ("TILES", row_tiles),
+            ("CHUNKS", chunks),
+        ] {
+            let _ = writeln!(text, "const at {name} = {value};");
+        }
+        for (name, value) in [
+            ("ROWS", tiles.warps * WARP_ROWS),
+            ("COLUMNS", tiles.columns),
+            ("DEPTH_CHUNK", tiles.chunks[0]),
+            ("WIDTH_CHUNK", tiles.chunks[1]),
+            ("SHARED_WORDS", tiles.shared / 16),
+        ] {
+            let _ = writeln!(text, "const u32 {name} = {value};");
+        }
+        for (name, value) in [
+            ("IS_CAUSAL", self.op.causal),
+            ("IS_MASKED", self.mask.is_some()),
+            ("DROPS", self.op.dropout.is_some()),
+            ("BY_KEYS", side == Rows::Keys),
+            // A query that sees no key is NaN for all keys, also for those after it.
+            ("EMPTY_ROWS_SEE_ALL", self.op.empty == EmptyRow::Nan && self.mask.is_some()),
+        ] {
+            let _ = writeln!(text, "const bool {name} = {value};");
+        }
+        let _ = writeln!(text, "DEVICE Element stored(Sum x) {{ return {}; }}", store(self.dtype, "x"));
+        text += &self.mask_functions();
+        let _ = writeln!(
+            text,
+            "DEVICE Sum kept(at row, at key, u64 seed, const i64* device) {{ return {}; }}",
+            self.kept()
         );
-        let never = self.number(f64::NEG_INFINITY);
-        if let Some(mask) = self.mask {
-            let walk = Walk::stretched(&mask.shape, &self.shape);
-            let (places, at) = offsets("m", &format!("row * (at){keys} + j"), &self.shape, &[walk]);
-            let element = load(mask.dtype, &format!("mask[{}]", at[0]));
-            lines += &places;
-            lines += &match mask.dtype {
-                DType::Bool => format!("if (!{element}) s = {never};\n"),
-                _ => format!("s += ({kind}){element};\n"),
-            };
-        }
-        if self.op.causal {
-            lines += &format!("if (j > row % (at){queries}) s = {never};\n");
-        }
-        lines
+        text + TILES + if is_half(self.dtype) { TENSOR_CORES } else { FUSED_MULTIPLY_ADD }
     }
 
-    /// The dropout factor of query `row` and key `j`.
+    /// The functions `mask_place`, the place of a row in the mask, and `masked`, a score with the mask applied.
+    fn mask_functions(&self) -> String {
+        let Some(mask) = self.mask else {
+            return "DEVICE at mask_place(at) { return 0; }\n\
+                    DEVICE Sum masked(Sum s, const u8*, at, at) { return s; }\n"
+                .into();
+        };
+        let mut walk = Walk::stretched(&mask.shape, &self.shape);
+        let step = walk.steps.pop().unwrap_or_default();
+        let (lines, at) = offsets("m", "row", &self.shape[..self.shape.len() - 1], &[walk]);
+        let element = load(mask.dtype, &format!("mask[place + key * (at){step}]"));
+        let value = match mask.dtype {
+            DType::Bool => format!("{element} ? s : {}", self.number(f64::NEG_INFINITY)),
+            _ => format!("s + (Sum){element}"),
+        };
+        format!(
+            "DEVICE at mask_place(at row) {{\n{lines}return {};\n}}\n\
+             DEVICE Sum masked(Sum s, const {}* mask, at place, at key) {{ return {value}; }}\n",
+            at[0],
+            stored(mask.dtype)
+        )
+    }
+
+    /// The dropout factor of query `row` and `key`.
     fn kept(&self) -> String {
         let Some(dropout) = self.op.dropout else { return self.number(1.0) };
         let least = (dropout.ratio * (1u64 << 53) as f64) as u64;
         let (one, none) = (self.number(dropout.scale()), self.number(0.0));
-        let own = format!("((u64)row * {}ull + (u64)j)", self.keys());
+        let own = format!("((u64)row * {}ull + (u64)key)", self.keys());
         let element =
             self.op.part.map_or(own.clone(), |DropoutShard { run, devices }| shard_element(&own, run, devices));
         format!("(mix(seed ^ {element}) >> 11 >= {least}ull ? {one} : {none})")
     }
 
-    /// Keys of query `row`.
-    fn last(&self) -> String {
-        let (queries, keys) = (self.queries(), self.keys());
-        match self.op.causal {
-            true => format!("at last = row % (at){queries} + 1;\nlast = last < (at){keys} ? last : (at){keys};\n"),
-            false => format!("at last = (at){keys};\n"),
-        }
+    fn chunks(&self, tiles: &Tiles) -> [usize; 2] {
+        [self.depth.div_ceil(tiles.chunks[0]), self.width.div_ceil(tiles.chunks[1])]
     }
 
-    /// Weight `p`, its factor `kept`, and slope `ds` of the score, of query `row` and key `j`.
-    fn slopes(&self) -> String {
-        let kind = self.kind();
-        let flat = if self.op.empty == EmptyRow::Nan { "" } else { "if (is_empty) ds = 0;\n" };
-        format!(
-            "{}{kind} sum = ({kind}){}, kept = {};\nbool is_empty = sum == {};\n\
-             {kind} p = is_empty ? {} : m_exp(s - sum) * norms[row], dp = 0;\n\
-             for (at c = 0; c < (at){width}; c++) dp = m_fma(({kind}){}, ({kind}){}, dp);\n\
-             {kind} ds = {} * p * (kept * dp - shares[row]);\n{flat}",
-            self.score(),
-            load(self.sums(), "log_sums[row]"),
-            self.kept(),
-            self.number(f64::NEG_INFINITY),
-            self.number(self.op.empty.weight(self.keys())),
-            load(self.dtype, &format!("dy[row * (at){} + c]", self.width)),
-            load(self.dtype, &format!("v[own * (at){} + c]", self.width)),
-            self.number(self.op.scale),
-            width = self.width,
-        )
+    /// A launch over all tiles.
+    fn launch(&self, mut draft: KernelBuilder, text: &str, tiles: &Tiles, side: Rows) -> Launch {
+        let [depth_chunks, width_chunks] = self.chunks(tiles);
+        let (heads, rows, chunks) = match side {
+            Rows::Forward => (self.heads(), self.queries(), width_chunks),
+            Rows::Queries => (self.heads(), self.queries(), depth_chunks),
+            Rows::Keys => (self.heads() / self.each, self.keys(), depth_chunks.max(width_chunks)),
+        };
+        draft.add(text);
+        draft.launch(heads * rows.div_ceil(tiles.warps * WARP_ROWS) * chunks, 32 * tiles.warps as u32)
     }
-}
-
-/// Declares sums `name` over the columns of a thread.
-fn sums_of(kind: &str, name: &str, size: usize, threads: usize) -> String {
-    format!("{kind} {name}[{0}];\nfor (int n = 0; n < {0}; n++) {name}[n] = 0;\n", size.div_ceil(threads))
-}
-
-/// Runs `lines` for every column `c < size`, the thread's `n`th.
-fn columns(size: usize, threads: usize, lines: &str) -> String {
-    format!(
-        "for (int n = 0; n < {}; n++) {{\nat c = threadIdx.x + (at)n * blockDim.x;\nif (c < (at){size}) {{\n{lines}\n}}\n}}\n",
-        size.div_ceil(threads)
-    )
 }
 
 pub fn kernel(op: &Attention, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     let pairs = Pairs::new(op, 3, 0, inputs)?;
-    let (kind, keys, width) = (pairs.kind(), pairs.keys(), pairs.width);
-    let threads = threads_for(keys) as usize;
-    let mut draft = pairs.draft(0);
+    let tiles = Tiles::new(&pairs, Rows::Forward);
+    let mut draft = pairs.draft(0, &tiles, Rows::Forward);
     draft.writes("y", pairs.dtype, At::output(0));
     draft.writes("log_sums", pairs.sums(), At::output(1));
-    draft.add(&format!("__shared__ {kind} weights[{THREADS}];"));
-    let never = pairs.number(f64::NEG_INFINITY);
-    let value = |place: &str| load(pairs.dtype, &format!("v[(first + {place}) * (at){width} + c]"));
-    let weight = op.empty.weight(keys);
-    let empty = match op.empty {
-        EmptyRow::Zero => "total = 0;\n".to_string(),
-        _ => format!(
-            "total = 0;\nfor (at j = 0; j < (at){keys}; j++) total += {} * {} * ({kind}){};\n",
-            pairs.number(weight),
-            pairs.kept(),
-            value("j")
-        ),
-    };
-    let lines = format!(
-        "at row = i, first = row / (at){shared} * (at){keys};\n{kind} most = {never}, sum = 0;\n{acc}{last}\
-         for (at from = 0; from < last; from += blockDim.x) {{\nat j = from + threadIdx.x;\n\
-         {kind} score = {never}, factor = 0;\nif (j < last) {{\n{score}score = s;\nfactor = {kept};\n}}\n\
-         {kind} top = m_max(most, across(score, []({kind} a, {kind} b) {{ return m_max(a, b); }}));\n\
-         {kind} shift = top == {never} ? ({kind})0 : top, p = j < last ? m_exp(score - shift) : ({kind})0;\n\
-         {kind} old = m_exp(most - shift);\nsum = sum * old + sum_across(p);\nmost = top;\n\
-         weights[threadIdx.x] = p * factor;\n__syncthreads();\n\
-         at count = last - from < blockDim.x ? last - from : blockDim.x;\n{add}__syncthreads();\n}}\n\
-         {finish}if (threadIdx.x == 0) log_sums[i] = most == {never} ? most : most + m_log(sum);",
-        shared = pairs.queries() * pairs.each,
-        acc = sums_of(kind, "sums", width, threads),
-        last = pairs.last(),
-        score = pairs.score(),
-        kept = pairs.kept(),
-        add = columns(
-            width,
-            threads,
-            &format!(
-                "sums[n] *= old;\nfor (at l = 0; l < count; l++) sums[n] = m_fma(weights[l], ({kind}){}, sums[n]);",
-                value("from + l")
-            )
-        ),
-        finish = columns(
-            width,
-            threads,
-            &format!(
-                "{kind} total = sums[n] / sum;\nif (most == {never}) {{\n{empty}}}\ny[i * (at){width} + c] = {};",
-                store(pairs.dtype, "total")
-            )
-        ),
-    );
-    Some(LaunchPlan::of(draft.block_each(pairs.rows(), keys, &lines)))
+    Some(LaunchPlan::of(pairs.launch(draft, FORWARD, &tiles, Rows::Forward)))
 }
 
 pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     let pairs = Pairs::new(&op.forward, 6, 1, inputs)?;
-    let (kind, keys, queries, rows) = (pairs.kind(), pairs.keys(), pairs.queries(), pairs.rows());
-    let (depth, width) = (pairs.depth, pairs.width);
+    let rows = pairs.heads() * pairs.queries();
     let mut launch_plan = LaunchPlan::default();
     let [shares, norms] = [(); 2].map(|()| launch_plan.take(rows * pairs.sums().size()));
-    let mut draft = pairs.draft(1);
-    draft.reads("dy", pairs.dtype, At::input(0));
-    draft.reads("y", pairs.dtype, At::input(4));
-    draft.reads("log_sums", pairs.sums(), At::input(5));
-    draft.writes("shares", pairs.sums(), shares);
-    draft.writes("norms", pairs.sums(), norms);
-    let lines = format!(
-        "at row = i;\n{kind} share = 0, norm = 1, size = m_fabs(log_sums[i]);\n\
-         for (at c = 0; c < (at){width}; c++) share = m_fma(({kind}){}, ({kind}){}, share);\nshares[i] = share;\n\
-         if (size > {} && size < {}) {{\nnorm = 0;\n\
-         for (at j = 0; j < (at){keys}; j++) {{\n{}norm += m_exp(s - log_sums[i]);\n}}\nnorm = 1 / norm;\n}}\nnorms[i] = norm;",
-        load(pairs.dtype, &format!("dy[i * (at){width} + c]")),
-        load(pairs.dtype, &format!("y[i * (at){width} + c]")),
-        pairs.number(COARSE),
-        pairs.number(f64::INFINITY),
-        pairs.score(),
-    );
-    launch_plan.launches.push(draft.each(rows, &lines));
-    let draft = |outputs: &[(&str, usize)], shared: &str| {
-        let mut draft = pairs.draft(1);
+    let draft = |side| {
+        let tiles = Tiles::new(&pairs, side);
+        let mut draft = pairs.draft(1, &tiles, side);
         draft.reads("dy", pairs.dtype, At::input(0));
         draft.reads("log_sums", pairs.sums(), At::input(5));
+        (tiles, draft)
+    };
+    let (_, mut first) = draft(Rows::Queries);
+    first.reads("y", pairs.dtype, At::input(4));
+    first.writes("shares", pairs.sums(), shares);
+    first.writes("norms", pairs.sums(), norms);
+    launch_plan.launches.push(first.each(32 * rows, SHARES));
+    for (side, outputs) in [(Rows::Queries, &[("da", 0)][..]), (Rows::Keys, &[("da", 1), ("db", 2)])] {
+        let (tiles, mut draft) = draft(side);
         draft.reads("shares", pairs.sums(), shares);
         draft.reads("norms", pairs.sums(), norms);
         for (name, output) in outputs {
             draft.writes(name, pairs.dtype, At::output(*output));
         }
-        draft.add(&format!("__shared__ {kind} {shared};"));
-        draft
-    };
-
-    let threads = threads_for(keys) as usize;
-    let term = load(pairs.dtype, &format!("k[(first + from + l) * (at){depth} + c]"));
-    let lines = format!(
-        "at row = i, first = row / (at){shared} * (at){keys};\n{sums}{last}\
-         for (at from = 0; from < last; from += blockDim.x) {{\nat j = from + threadIdx.x;\n\
-         if (j < last) {{\n{slopes}slopes[threadIdx.x] = ds;\n}}\n__syncthreads();\n\
-         at count = last - from < blockDim.x ? last - from : blockDim.x;\n{add}__syncthreads();\n}}\n{finish}",
-        shared = queries * pairs.each,
-        sums = sums_of(kind, "sums", depth, threads),
-        last = pairs.last(),
-        slopes = pairs.slopes(),
-        add = columns(
-            depth,
-            threads,
-            &format!("for (at l = 0; l < count; l++) sums[n] = m_fma(slopes[l], ({kind}){term}, sums[n]);")
-        ),
-        finish = columns(depth, threads, &format!("dq[i * (at){depth} + c] = {};", store(pairs.dtype, "sums[n]"))),
-    );
-    let shared = format!("slopes[{THREADS}]");
-    launch_plan.launches.push(draft(&[("dq", 0)], &shared).block_each(rows, keys, &lines));
-
-    // All queries of the heads that share the key are adjacent.
-    let (threads, all) = (threads_for(queries) as usize, queries * pairs.each);
-    let [query, slope] = [("q", depth), ("dy", width)]
-        .map(|(name, size)| load(pairs.dtype, &format!("{name}[(first + from + l) * (at){size} + c]")));
-    let lines = format!(
-        "at j = i % (at){keys}, first = i / (at){keys} * (at){all};\n{k_sums}{v_sums}\
-         for (at from = 0; from < (at){all}; from += blockDim.x) {{\nat row = first + from + threadIdx.x;\n\
-         if (from + threadIdx.x < (at){all}) {{\n{slopes}slopes[threadIdx.x] = ds;\nweights[threadIdx.x] = p * kept;\n}}\n\
-         __syncthreads();\nat count = (at){all} - from < blockDim.x ? (at){all} - from : blockDim.x;\n\
-         {add_k}{add_v}__syncthreads();\n}}\n{finish_k}{finish_v}",
-        k_sums = sums_of(kind, "k_sums", depth, threads),
-        v_sums = sums_of(kind, "v_sums", width, threads),
-        slopes = pairs.slopes(),
-        add_k = columns(
-            depth,
-            threads,
-            &format!("for (at l = 0; l < count; l++) k_sums[n] = m_fma(slopes[l], ({kind}){query}, k_sums[n]);")
-        ),
-        add_v = columns(
-            width,
-            threads,
-            &format!("for (at l = 0; l < count; l++) v_sums[n] = m_fma(weights[l], ({kind}){slope}, v_sums[n]);")
-        ),
-        finish_k = columns(depth, threads, &format!("dk[i * (at){depth} + c] = {};", store(pairs.dtype, "k_sums[n]"))),
-        finish_v = columns(width, threads, &format!("dv[i * (at){width} + c] = {};", store(pairs.dtype, "v_sums[n]"))),
-    );
-    let shared = format!("slopes[{THREADS}], weights[{THREADS}]");
-    let launch = draft(&[("dk", 1), ("dv", 2)], &shared).block_each(rows / all * keys, queries, &lines);
-    launch_plan.launches.push(launch);
+        if side == Rows::Queries {
+            draft.add("Element* const db = 0;");
+        }
+        launch_plan.launches.push(pairs.launch(draft, GRADIENT, &tiles, side));
+    }
     Some(launch_plan)
 }

@@ -1,6 +1,7 @@
 //! Direct convolution and its gradients: one thread per result element, or one block per weight.
 //!
-//! Supports every window, group count and element type. cuDNN, which is faster, is not used.
+//! Supports every window, group count and element type. They are for GPUs without cuDNN, and what it does not
+//! compute: see [`library_convolution`](super::library_convolution).
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};

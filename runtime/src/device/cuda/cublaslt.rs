@@ -174,6 +174,15 @@ impl Drop for Object {
     }
 }
 
+/// The types of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ProductType {
+    /// Element type of all matrices.
+    pub dtype: DType,
+    /// Whether inputs of f32 may be rounded to TF32.
+    pub tf32: bool,
+}
+
 /// A stored matrix, or a batch of them. Matrices are column-major, so a row-major one is given by its transpose.
 #[derive(Clone, Copy, Debug)]
 pub struct Stored {
@@ -218,16 +227,21 @@ impl CublasLt {
     /// `algorithm` the library chooses one with at most `workspace` bytes. The calling thread has bound the context.
     pub fn describe(
         &self,
-        dtype: DType,
+        of: ProductType,
         transposes: [bool; 2],
         matrices: &[Stored; 3],
         algorithm: Option<(Algorithm, usize)>,
         workspace: usize,
     ) -> Result<Described, CublasError> {
         let f = self.functions;
-        // CUBLAS_COMPUTE_64F or CUBLAS_COMPUTE_32F, which keeps the precision of f32 inputs, and the type of β.
-        let (compute, scale) = if dtype == DType::F64 { (70, 1) } else { (68, 0) };
-        let dtype_number = match dtype {
+        // CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_32F_FAST_TF32, or CUBLAS_COMPUTE_32F, which keeps the precision of f32
+        // inputs; and the type of β.
+        let (compute, scale) = match of {
+            ProductType { dtype: DType::F64, .. } => (70, 1),
+            ProductType { dtype: DType::F32, tf32: true } => (77, 0),
+            _ => (68, 0),
+        };
+        let dtype_number = match of.dtype {
             DType::F32 => 0,
             DType::F64 => 1,
             DType::F16 => 2,
@@ -253,7 +267,7 @@ impl CublasLt {
         };
         let [a, b, c] = matrices;
         let layouts = [layout(a)?, layout(b)?, layout(c)?];
-        let is_double = dtype == DType::F64;
+        let is_double = of.dtype == DType::F64;
         let mut described =
             Described { functions: f, product, layouts, algorithm: Algorithm::default(), workspace: 0, is_double };
         let alignments = [a.alignment, b.alignment, c.alignment, c.alignment];

@@ -3,7 +3,7 @@
 use super::chain;
 use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Launch, LaunchPlan};
-use super::library_product::LibraryProduct;
+use super::library_kernel::LibraryKernel;
 use super::matmul;
 use super::stream::CudaStream;
 use crate::device::api::{Device, DeviceInfo, Kernel, OutputMode, Stream};
@@ -21,6 +21,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Name of the kind of device.
 pub const NAME: &str = "cuda";
+
+/// The first compute capability with tensor cores for TF32.
+const TF32_ARCHITECTURE: u32 = 8;
 
 /// GPUs whose functions a kernel can keep.
 const MOST_GPUS: usize = 64;
@@ -52,6 +55,7 @@ pub fn open(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
         driver: format!("CUDA {}.{}", of.driver / 1000, of.driver % 1000 / 10),
         memory: Some(of.memory as u64),
         cache: Some(of.cache as u64),
+        tf32: false,
     };
     let device = Arc::new(CudaDevice { gpu, info });
     all.insert(ordinal, device.clone());
@@ -66,7 +70,7 @@ pub struct CudaKernel {
     /// In place of the plan if it accumulates into its output.
     accumulating: Option<Launch>,
     /// In place of all launches, on GPUs where it works.
-    product: Option<LibraryProduct>,
+    library: Option<LibraryKernel>,
     /// By launch, then by GPU: replicas share a kernel. The last are those of `accumulating`.
     functions: Vec<Vec<OnceLock<Function>>>,
 }
@@ -75,16 +79,16 @@ impl CudaKernel {
     fn new(name: &'static str, ops: usize, plan: LaunchPlan) -> CudaKernel {
         let each = || (0..MOST_GPUS).map(|_| OnceLock::new()).collect();
         let functions = (0..=plan.launches.len()).map(|_| each()).collect();
-        CudaKernel { name, ops, plan, accumulating: None, product: None, functions }
+        CudaKernel { name, ops, plan, accumulating: None, library: None, functions }
     }
 
     pub fn plan(&self) -> &LaunchPlan {
         &self.plan
     }
 
-    /// The library's product that replaces all launches, on GPUs where it works.
-    pub fn product(&self) -> Option<&LibraryProduct> {
-        self.product.as_ref()
+    /// The library's kernel that replaces all launches, on GPUs where it works.
+    pub fn library(&self) -> Option<&LibraryKernel> {
+        self.library.as_ref()
     }
 
     /// The launches with their loaded kernels. `None` if it cannot write its output like this.
@@ -113,7 +117,7 @@ impl CudaKernel {
     /// Compiles and loads all launches, so that none compiles during training. Those that accumulate are loaded on first
     /// use, since most products do not.
     fn load(&self, gpu: &Gpu) -> Result<(), DeviceError> {
-        if self.product.as_ref().is_some_and(|product| product.works_on(gpu)) {
+        if self.library.as_ref().is_some_and(|library| library.works_on(gpu)) {
             return Ok(());
         }
         self.launches(gpu, OutputMode::Overwrite).into_iter().flatten().try_for_each(|loaded| loaded.map(drop))
@@ -126,7 +130,7 @@ impl Kernel for CudaKernel {
     }
 
     fn workspace(&self) -> usize {
-        self.plan.scratch.max(self.product.as_ref().map_or(0, LibraryProduct::workspace))
+        self.plan.scratch.max(self.library.as_ref().map_or(0, LibraryKernel::workspace))
     }
 
     fn can_accumulate(&self) -> bool {
@@ -160,6 +164,15 @@ impl Device for CudaDevice {
         true
     }
 
+    fn with_tf32(&self) -> Option<Arc<dyn Device>> {
+        let has_cores = self.gpu.info().architecture.major >= TF32_ARCHITECTURE;
+        let can = has_cores && self.gpu.cublaslt().is_some();
+        can.then(|| {
+            let info = DeviceInfo { tf32: true, ..self.info.clone() };
+            Arc::new(CudaDevice { gpu: self.gpu.clone(), info }) as Arc<dyn Device>
+        })
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
         let memory = self.gpu.allocate(bytes).map_err(|error| self.gpu.failed(error))?;
         Ok(Buffer::device(Arc::new(memory) as Arc<dyn DeviceMemory>))
@@ -188,8 +201,8 @@ impl Device for CudaDevice {
         let mut kernel = CudaKernel::new(name, 1, plan);
         if let (Op::MatMul(op), [a, b], [c]) = (op, &inputs[..], &outputs[..]) {
             kernel.accumulating = matmul::accumulating(op, [a, b, c]);
-            kernel.product = LibraryProduct::new(&self.gpu, MOST_GPUS, op, [a, b, c]);
         }
+        kernel.library = LibraryKernel::new(&self.gpu, MOST_GPUS, op, &inputs, &outputs, self.info.tf32);
         kernel.load(&self.gpu)?;
         Ok(Arc::new(kernel))
     }

@@ -24,6 +24,7 @@ pub const PACK_BYTES: usize = 16;
 pub struct KernelBuilder {
     parameters: Vec<String>,
     arguments: Vec<At>,
+    definitions: String,
     body: String,
     is_wide: bool,
 }
@@ -50,6 +51,11 @@ impl KernelBuilder {
     pub fn faults(&mut self, at: At) {
         self.parameters.push("Fault* fault".to_string());
         self.arguments.push(at);
+    }
+
+    /// Appends definitions that come before the kernel.
+    pub fn define(&mut self, text: &str) {
+        self.definitions.push_str(text);
     }
 
     /// Appends lines to the body.
@@ -130,7 +136,8 @@ impl KernelBuilder {
     pub fn launch(self, blocks: usize, threads: u32) -> Launch {
         let at = if self.is_wide { "unsigned long long" } else { "unsigned int" };
         let text = format!(
-            "typedef {at} at;\n{PRELUDE}\nextern \"C\" __global__ void {ENTRY}({}) {{\n{}}}\n",
+            "typedef {at} at;\n{PRELUDE}\n{}extern \"C\" __global__ void {ENTRY}({}) {{\n{}}}\n",
+            self.definitions,
             self.parameters.join(", "),
             self.body
         );

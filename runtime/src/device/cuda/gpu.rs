@@ -2,6 +2,8 @@
 
 use super::compile::{Architecture, CompileFault, cubin};
 use super::cublaslt::{CublasError, CublasLt};
+use super::cudnn::Cudnn;
+use super::cudnn_descriptor::CudnnError;
 use super::event::CudaEvent;
 use super::library::CudaLibrary;
 use super::prelude::ENTRY;
@@ -33,6 +35,8 @@ pub enum GpuError {
     Driver(#[from] DriverError),
     #[error("a matrix product failed: {0}")]
     Product(#[from] CublasError),
+    #[error("a convolution failed: {0}")]
+    Convolution(#[from] CudnnError),
 }
 
 /// Properties of a GPU.
@@ -51,12 +55,14 @@ pub struct GpuInfo {
 
 /// An open GPU. Memory and streams on it keep it open.
 pub struct Gpu {
+    // Libraries close before the context does.
+    cublaslt: OnceLock<Option<CublasLt>>,
+    cudnn: OnceLock<Option<Cudnn>>,
     context: Arc<CudaContext>,
     info: GpuInfo,
     functions: Mutex<HashMap<Arc<str>, Function>>,
     /// True if the driver has a pool of memory, which all open GPUs can access.
     has_pool: AtomicBool,
-    cublaslt: OnceLock<Option<CublasLt>>,
 }
 
 /// A kernel on a GPU, loaded until the process ends.
@@ -142,6 +148,7 @@ impl Gpu {
             functions: Mutex::default(),
             has_pool: AtomicBool::new(pools != 0),
             cublaslt: OnceLock::new(),
+            cudnn: OnceLock::new(),
         };
         if gpu.has_pool() {
             gpu.keep_freed_memory()?;
@@ -211,6 +218,11 @@ impl Gpu {
     /// cuBLASLt on this GPU, opened on first use. `None` if it is not installed or does not start.
     pub fn cublaslt(&self) -> Option<&CublasLt> {
         self.cublaslt.get_or_init(|| self.bind().ok().and_then(|()| CublasLt::open())).as_ref()
+    }
+
+    /// cuDNN on this GPU, opened on first use. `None` if it is not installed or does not start.
+    pub fn cudnn(&self) -> Option<&Cudnn> {
+        self.cudnn.get_or_init(|| self.bind().ok().and_then(|()| Cudnn::open())).as_ref()
     }
 
     /// Free bytes, also considering other processes.

@@ -6,13 +6,12 @@
 //! Results depend only on shapes and inputs: the algorithm is the first one that the library suggests, with a limit on
 //! its workspace, and without reductions in arbitrary order. It is chosen once for each shape and kind of GPU.
 
-use super::cublaslt::{Algorithm, CublasLt, Described, Stored};
+use super::cublaslt::{Algorithm, CublasLt, Described, ProductType, Stored};
 use super::gpu::{Gpu, GpuError};
 use super::offsets::{Walk, joined};
 use super::queue::Queue;
 use crate::device::layout::TensorLayout;
 use compiler::op::MatMul;
-use compiler::tensor::DType;
 use std::collections::HashMap;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -20,7 +19,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 const ALIGNMENT: usize = 16;
 
 /// Alignment in bytes of the workspace.
-const WORKSPACE_ALIGNMENT: usize = 256;
+pub(super) const WORKSPACE_ALIGNMENT: u64 = 256;
 
 /// Calls into which leading dimensions that are no strided batch may be divided.
 const MOST_CALLS: usize = 64;
@@ -28,7 +27,7 @@ const MOST_CALLS: usize = 64;
 /// Matrix products `c = a b` of row-major matrices.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Problem {
-    dtype: DType,
+    types: ProductType,
     /// Rows of `c`, columns of `c`, and terms of a sum.
     sizes: [usize; 3],
     /// Whether `a` and `b` are stored transposed.
@@ -54,6 +53,11 @@ pub struct LibraryProduct {
 /// The most workspace that an algorithm may use, as the library recommends.
 fn workspace_limit(gpu: &Gpu) -> usize {
     if gpu.info().architecture.major >= 9 { 32 << 20 } else { 4 << 20 }
+}
+
+/// Bytes of memory that has an aligned workspace wherever it starts.
+pub(super) fn aligned_workspace(bytes: usize) -> usize {
+    if bytes == 0 { 0 } else { bytes + WORKSPACE_ALIGNMENT as usize - 1 }
 }
 
 impl Problem {
@@ -95,7 +99,8 @@ impl Problem {
         let alignments = [0, 1, 2].map(aligned);
         let transposes = [op.transpose_a, op.transpose_b];
         let sizes = [rows, columns, terms];
-        Some((Problem { dtype: c.dtype, sizes, transposes, batch, strides, alignments }, calls))
+        let types = ProductType { dtype: c.dtype, tf32: false };
+        Some((Problem { types, sizes, transposes, batch, strides, alignments }, calls))
     }
 
     /// The column-major matrices `bᵀ`, `aᵀ` and `cᵀ` as they are stored.
@@ -125,20 +130,28 @@ impl Problem {
         };
         let ([turned_a, turned_b], stored) = (self.transposes, self.stored());
         gpu.bind().ok()?;
-        let described = library.describe(self.dtype, [turned_b, turned_a], &stored, chosen, workspace).ok();
+        let described = library.describe(self.types, [turned_b, turned_a], &stored, chosen, workspace).ok();
         known.insert(key, described.as_ref().map(Described::algorithm));
         described
     }
 }
 
 impl LibraryProduct {
-    /// `None` if the library is not there, or cannot compute the product on this GPU.
-    pub fn new(gpu: &Gpu, gpus: usize, op: &MatMul, [a, b, c]: [&TensorLayout; 3]) -> Option<LibraryProduct> {
+    /// `None` if the library is not there, or cannot compute the product on this GPU. With `tf32`, inputs of f32 may be
+    /// rounded to TF32.
+    pub fn new(
+        gpu: &Gpu,
+        gpus: usize,
+        op: &MatMul,
+        [a, b, c]: [&TensorLayout; 3],
+        tf32: bool,
+    ) -> Option<LibraryProduct> {
         let library = gpu.cublaslt()?;
         if [a, b, c].into_iter().any(|operand| operand.is_empty()) {
             return None;
         }
-        let (problem, calls) = Problem::of(op, a, b, c)?;
+        let (mut problem, calls) = Problem::of(op, a, b, c)?;
+        problem.types.tf32 = tf32;
         let first = problem.describe(gpu, library, workspace_limit(gpu))?;
         let workspace = first.workspace;
         let described: Vec<OnceLock<Option<Described>>> = (0..gpus).map(|_| OnceLock::new()).collect();
@@ -148,7 +161,7 @@ impl LibraryProduct {
 
     /// Bytes of the workspace wherever it starts.
     pub fn workspace(&self) -> usize {
-        if self.workspace == 0 { 0 } else { self.workspace + WORKSPACE_ALIGNMENT - 1 }
+        aligned_workspace(self.workspace)
     }
 
     /// The product on a GPU, which is described on first use there.
@@ -194,7 +207,7 @@ impl LibraryProduct {
         gpu.bind()?;
         let workspace = match described.workspace {
             0 => 0,
-            _ => workspace.next_multiple_of(WORKSPACE_ALIGNMENT as u64),
+            _ => workspace.next_multiple_of(WORKSPACE_ALIGNMENT),
         };
         for call in &self.calls {
             let [a, b, c] = [0, 1, 2].map(|at| addresses[at] + call[at] as u64);

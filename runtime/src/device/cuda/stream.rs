@@ -188,10 +188,10 @@ impl Stream for CudaStream {
         let foreign = || DeviceError::Foreign { what: "kernel" };
         let kernel = (kernel as &dyn Any).downcast_ref::<CudaKernel>().ok_or_else(foreign)?;
         let launches = kernel.launches(&self.gpu, mode).ok_or_else(foreign)?;
-        if let (Some(product), [a, b], [c]) = (kernel.product(), inputs, &*outputs) {
+        if let (Some(library), [a, b], [c]) = (kernel.library(), inputs, &*outputs) {
             let (addresses, adds) = ([a.address(), b.address(), c.address()], mode == OutputMode::Accumulate);
             // SAFETY: addresses are of this GPU and have the sizes that the kernel was made for.
-            let done = unsafe { product.run(&self.gpu, &self.queue, addresses, workspace.address(), adds) };
+            let done = unsafe { library.run(&self.gpu, &self.queue, addresses, workspace.address(), adds) };
             if done.map_err(|error| self.gpu.failed(error))? {
                 return Ok(());
             }

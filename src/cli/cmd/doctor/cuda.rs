@@ -35,6 +35,8 @@ struct Opened {
     kernels: Result<(), GpuError>,
     /// Whether cuBLASLt starts.
     has_cublaslt: bool,
+    /// Whether cuDNN starts.
+    has_cudnn: bool,
 }
 
 /// What was found of CUDA.
@@ -66,7 +68,12 @@ impl Cuda {
         let [driver, compiler, rest @ ..] = LIBRARIES;
         let mut findings = vec![self::driver(driver.1), self.compiler(compiler)];
         findings.extend(rest.map(|(library, what, wheel)| match library {
-            CudaLibrary::CublasLt => self.cublaslt(optional(library, what, wheel)),
+            CudaLibrary::CublasLt => {
+                self.used(optional(library, what, wheel), "matrix products", wheel, |opened| opened.has_cublaslt)
+            }
+            CudaLibrary::Cudnn => {
+                self.used(optional(library, what, wheel), "convolutions", wheel, |opened| opened.has_cudnn)
+            }
             _ => optional(library, what, wheel),
         }));
         findings.push(self.gpus());
@@ -96,17 +103,17 @@ impl Cuda {
         }
     }
 
-    /// Adds whether GPUs use cuBLASLt.
-    fn cublaslt(&self, finding: Finding) -> Finding {
+    /// Adds whether GPUs use a library for these ops: whether it starts.
+    fn used(&self, finding: Finding, ops: &str, of_wheel: &str, starts: fn(&Opened) -> bool) -> Finding {
         let mut opened = self.devices.iter().flatten().peekable();
         if finding.state != State::Fine || opened.peek().is_none() {
             return finding;
         }
-        if opened.all(|opened| opened.has_cublaslt) {
-            return Finding { found: format!("{}; used for matrix products", finding.found), ..finding };
+        if opened.all(starts) {
+            return Finding { found: format!("{}; used for {ops}", finding.found), ..finding };
         }
-        let found = format!("{}; does not start, so pipec's own kernels compute matrix products", finding.found);
-        let next = Some(format!("install the version for the driver: `pip install {}`", wheel("nvidia-cublas")));
+        let found = format!("{}; does not start, so pipec's own kernels compute {ops}", finding.found);
+        let next = Some(format!("install the version for the driver: `pip install {}`", wheel(of_wheel)));
         Finding { state: State::Absent, found, next, ..finding }
     }
 
@@ -211,7 +218,7 @@ impl Cuda {
 
     pub fn devices_json(&self) -> Value {
         let device = |(ordinal, device): (usize, &Result<Opened, GpuError>)| match device {
-            Ok(Opened { info, free, kernels, has_cublaslt }) => json!({
+            Ok(Opened { info, free, kernels, has_cublaslt, has_cudnn }) => json!({
                 "ordinal": ordinal,
                 "name": info.name,
                 "architecture": info.architecture.to_string(),
@@ -219,6 +226,7 @@ impl Cuda {
                 "free": free,
                 "runs_kernels": kernels.is_ok(),
                 "uses_cublaslt": has_cublaslt,
+                "uses_cudnn": has_cudnn,
                 "fault": kernels.as_ref().err().map(ToString::to_string),
             }),
             Err(fault) => json!({"ordinal": ordinal, "runs_kernels": false, "fault": fault.to_string()}),
@@ -241,7 +249,13 @@ fn product() -> Arc<str> {
 fn opened(ordinal: usize, text: &Arc<str>) -> Result<Opened, GpuError> {
     let gpu = Gpu::open(ordinal)?;
     let (free, kernels) = (gpu.free()?, gpu.function(text).map(|_| ()));
-    Ok(Opened { info: gpu.info().clone(), free, kernels, has_cublaslt: gpu.cublaslt().is_some() })
+    Ok(Opened {
+        info: gpu.info().clone(),
+        free,
+        kernels,
+        has_cublaslt: gpu.cublaslt().is_some(),
+        has_cudnn: gpu.cudnn().is_some(),
+    })
 }
 
 fn driver(what: &'static str) -> Finding {

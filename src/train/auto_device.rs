@@ -1,0 +1,70 @@
+//! The choice of `--device auto`: GPUs if each of the plan's workers has one with enough free memory, else the CPU.
+
+use crate::train::device_request::open_gpu;
+use crate::train::metrics::of_device;
+use crate::train::tensor_parallel::degree;
+use compiler::export::quantity;
+use compiler::plan::Plan;
+use runtime::device::api::Device;
+use runtime::device::cpu::device::cpu;
+use runtime::device::cuda::gpu;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+/// Plans do not know the workspace of kernels on GPUs, so this fraction (1 / `SPARE`) of planned memory must be free beside it.
+const SPARE: u64 = 10;
+
+/// The devices for a plan with this tensor-parallel degree, and a line that says which and why.
+pub fn choose(plan: &Plan, tensor: usize, has_processes: bool) -> (Vec<Arc<dyn Device>>, String) {
+    match gpus(plan, tensor, has_processes) {
+        Ok((gpus, why)) => {
+            let numbers: Vec<&str> = gpus.iter().filter_map(|gpu| gpu.info().name.strip_prefix("cuda:")).collect();
+            let line = format!("--device auto takes cuda:{}: {why}", numbers.join(","));
+            (gpus, line)
+        }
+        Err(why) => (vec![cpu()], format!("--device auto takes the CPU: {why}")),
+    }
+}
+
+/// The first GPUs that can hold a worker, one for each, or why there are not enough.
+fn gpus(plan: &Plan, tensor: usize, has_processes: bool) -> Result<(Vec<Arc<dyn Device>>, String), String> {
+    if has_processes {
+        return Err("in runs of several processes, only `--device cuda` trains on GPUs".to_string());
+    }
+    let count = match gpu::devices() {
+        Ok(0) => return Err("no NVIDIA GPU was found".to_string()),
+        Ok(count) => count,
+        Err(error) => return Err(error.to_string()),
+    };
+    let devices: BTreeSet<u32> = plan.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
+    let workers = devices.len() / degree(plan).max(1) * tensor.max(1);
+    if count < workers {
+        let gpus = if count == 1 { "one GPU" } else { &format!("{count} GPUs") };
+        return Err(format!("{workers} workers need a GPU each, and this machine has {gpus}"));
+    }
+    let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
+    let needed = (0..planned.len()).map(|at| of_device(plan, at, &planned)).max().unwrap_or(0);
+    let (mut fitting, mut unfit) = (Vec::new(), None);
+    for number in 0..count {
+        match open_gpu(number).map(|gpu| (gpu.available_memory(), gpu)) {
+            Ok((Some(free), _)) if free < needed.saturating_add(needed / SPARE) => {
+                let [needed, free] = [needed, free].map(quantity::bytes);
+                unfit.get_or_insert(format!("a worker needs {needed}, and cuda:{number} has {free} free"));
+            }
+            Ok((_, gpu)) => fitting.push(gpu),
+            Err(error) => _ = unfit.get_or_insert(error.line()),
+        }
+        if fitting.len() == workers {
+            let needs = quantity::bytes(needed);
+            return Ok((
+                fitting,
+                if workers == 1 {
+                    format!("it can hold the worker, which needs {needs}")
+                } else {
+                    format!("each can hold one of the {workers} workers, which need up to {needs}")
+                },
+            ));
+        }
+    }
+    Err(unfit.unwrap_or_else(|| format!("{workers} workers need a GPU each")))
+}

@@ -1,0 +1,72 @@
+//! Replicas on simulated GPUs hold what was planned, by the count of the run and by that of the driver.
+
+use crate::support::simulated_gpus::{driver, on_simulated_gpus};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// Runs `pipec` in a folder.
+fn run(folder: &Path, mut command: Command, arguments: &str) {
+    let arguments: Vec<&str> = arguments.split_whitespace().collect();
+    let done = command.current_dir(folder).args(&arguments).output().unwrap();
+    assert!(done.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&done.stderr));
+}
+
+fn pipec() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_pipec"))
+}
+
+/// Planned bytes of each stage, with those that its fullest GPU holds and allocates.
+fn measured(folder: &Path, driver: &Path, (replicas, zero, schedule): (u64, u32, &str), precision: &str) -> [f64; 3] {
+    let (batch, microbatches) = if schedule == "1f1b-rr" { (replicas, replicas) } else { (4 * replicas, 2) };
+    let plan = format!(
+        "partition model.onnx -o plan.json --gpus {replicas} --stages {replicas} --micro-batch {} --batch {batch} \
+         --zero {zero} --schedule {schedule} --optimizer adam --recompute never --profile analytic:h100 \
+         --precision {precision}",
+        if schedule == "1f1b-rr" { batch } else { microbatches }
+    );
+    run(folder, pipec(), &plan);
+    let mut gpus = on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), driver);
+    gpus.env("PIPEC_SIM_DEVICES", replicas.to_string()).env("PIPEC_SIM_STATS", "stats.json");
+    let train = "train model.onnx --plan plan.json --optimizer adam --synthetic-data --steps 6 --device cuda -q \
+                 --metrics metrics.jsonl";
+    run(folder, gpus, train);
+    let json = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
+    let plan: Value = serde_json::from_str(&json("plan.json")).unwrap();
+    let last: Value = serde_json::from_str(json("metrics.jsonl").lines().last().unwrap()).unwrap();
+    let stats: Value = serde_json::from_str(&json("stats.json")).unwrap();
+    let peaks = stats["peak_bytes"].as_array().unwrap().iter();
+    [
+        plan["stages"][0]["memory"]["total"].as_f64().unwrap(),
+        last["total"]["stages"][0]["peak_memory_bytes"].as_f64().unwrap(),
+        peaks.map(|peak| peak.as_f64().unwrap()).fold(0.0, f64::max),
+    ]
+}
+
+#[test]
+fn replicas_hold_what_was_planned() {
+    let Some(driver) = driver() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    run(at, pipec(), "zoo mlp --hidden 1024 -o model.onnx");
+    let mut wrong = Vec::new();
+    for precision in ["fp32", "bf16"] {
+        for replicas in [2, 4] {
+            for of in [(replicas, 0, "1f1b"), (replicas, 1, "1f1b"), (replicas, 2, "1f1b"), (replicas, 3, "1f1b")] {
+                let [planned, held, allocated] = measured(at, driver, of, precision);
+                let said = format!(
+                    "{of:?} in {precision}: {planned} bytes planned, {:.3} held, {:.3} allocated",
+                    held / planned,
+                    allocated / planned
+                );
+                println!("{said}");
+                let is_near = |bytes: f64| (0.95..=1.05).contains(&(bytes / planned));
+                if !is_near(held) || !is_near(allocated) {
+                    wrong.push(said);
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
