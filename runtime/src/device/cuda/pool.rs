@@ -7,6 +7,7 @@ use super::launch_plan::{At, LaunchPlan};
 use super::windows::{close, flat, seeing, seen, split};
 use crate::device::layout::TensorLayout;
 use compiler::op::{AvgPool, MaxPool, Window};
+use compiler::tensor::DType;
 use std::fmt::Write;
 
 /// Shapes: x `[N, C, D…]`, y `[N, C, E…]`.
@@ -83,24 +84,33 @@ pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPla
     Some(LaunchPlan::of(draft.each(y.len(), &body)))
 }
 
-/// Routes each gradient to the first maximum of its window.
+/// Routes each gradient to the first maximum of its window. A first launch finds these.
 pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &dy.shape };
     let kind = held(accumulator(x.dtype));
+    let index = if x.len() < u32::MAX as usize { DType::U32 } else { DType::U64 };
+    let mut launch_plan = LaunchPlan::default();
+    let winners = launch_plan.take(dy.len() * index.size());
     let mut draft = KernelBuilder::new(x.len().max(dy.len()));
     draft.reads("x", x.dtype, At::input(0));
+    draft.writes("winners", index, winners);
+    let body = format!("{}{}winners[i] = any ? best : ~({})0;", s.split(s.y, "e"), s.winner(x), index.name());
+    launch_plan.launches.push(draft.each(dy.len(), &body));
+    let mut draft = KernelBuilder::new(x.len().max(dy.len()));
     draft.reads("dy", dy.dtype, At::input(1));
+    draft.reads("winners", index, winners);
     draft.writes("dx", x.dtype, At::output(0));
     let body = format!(
-        "{}{kind} sum = 0;\n{}{}if (any && best == i) sum += ({kind}){};\n{}dx[i] = {};",
+        "{}{kind} sum = 0;\n{}at w = {};\nif (winners[w] == i) sum += ({kind}){};\n{}dx[i] = {};",
         s.split(s.x, "x"),
         s.seeing(),
-        s.winner(x),
-        load(dy.dtype, &format!("dy[{}]", s.flat(s.y, "e"))),
+        s.flat(s.y, "e"),
+        load(dy.dtype, "dy[w]"),
         s.close(),
         store(x.dtype, "sum")
     );
-    Some(LaunchPlan::of(draft.each(x.len(), &body)))
+    launch_plan.launches.push(draft.each(x.len(), &body));
+    Some(launch_plan)
 }
 
 pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {

@@ -153,15 +153,15 @@ impl Task {
                 .is_some_and(|(size, steps)| steps[0] == 1 && *size >= least)
         };
         let (results, elements) = (outer.0.iter().product::<usize>(), inner.0.iter().product::<usize>());
-        let most = PACK_BYTES / x.1.size();
-        let starts_at = |width: usize| outer.1.steps.iter().all(|step| step % width as isize == 0);
+        // The most elements of a pack such that those of every row of packs start at multiples of it.
+        let most = |other: &Walk| {
+            let fits = |width: &usize| other.steps.iter().all(|step| step % *width as isize == 0);
+            [8, 4, 2].into_iter().filter(|width| width * x.1.size() <= PACK_BYTES).find(fits).unwrap_or(1)
+        };
         let (way, outer, inner) = if is_adjacent(&inner, 1) && elements >= 32 {
-            let width = [8, 4, 2, 1].into_iter().find(|width| *width <= most && starts_at(*width)).unwrap_or(1);
-            (Way::Block, of(&outer, 1), of(&inner, width))
+            (Way::Block, of(&outer, 1), of(&inner, most(&outer.1)))
         } else if is_adjacent(&outer, 8) && elements >= 8 {
-            let starts_at = |width: usize| inner.1.steps.iter().all(|step| step % width as isize == 0);
-            let width = [8, 4, 2, 1].into_iter().find(|width| *width <= most && starts_at(*width)).unwrap_or(1);
-            let outer = of(&outer, width);
+            let outer = of(&outer, most(&inner.1));
             let lanes = (COLUMN_BYTES / x.1.size() / outer.width).clamp(1, 64);
             (Way::Columns { lanes }, outer, of(&inner, 1))
         } else {
@@ -207,7 +207,12 @@ impl Task {
         let value =
             format!("total.of[e]{}", if divisor == 1 { String::new() } else { format!(" / ({held}){divisor}") });
         let body = format!(
-            "typedef Pack<{held}, {width}> Total;\ntypedef Pack<{stored}, {read}> Elements;\n             {outer_lines}at from = {outer}, end = (piece + 1) * (at){part} < (at){each} ? (piece + 1) * (at){part} : (at){each};\n             Total total;\n#pragma unroll\nfor (int e = 0; e < {width}; e++) total.of[e] = {start};\n             #pragma unroll 4\nfor (at k = piece * (at){part} + {first}; k < end; k += {step}) {{\n{inner_lines}             Elements p = *(const Elements*)(x + (from + {inner}));\n#pragma unroll\nfor (int e = 0; e < {read}; e++) {{\n             {held} a = {total}, b = ({held}){element};\n{total} = {of};\n}}\n}}\n",
+            "typedef Pack<{held}, {width}> Total;\ntypedef Pack<{stored}, {read}> Elements;\n\
+             {outer_lines}at from = {outer}, end = (piece + 1) * (at){part} < (at){each} ? (piece + 1) * (at){part} : (at){each};\n\
+             Total total;\n#pragma unroll\nfor (int e = 0; e < {width}; e++) total.of[e] = {start};\n\
+             #pragma unroll 4\nfor (at k = piece * (at){part} + {first}; k < end; k += {step}) {{\n{inner_lines}\
+             Elements p = *(const Elements*)(x + (from + {inner}));\n#pragma unroll\nfor (int e = 0; e < {read}; e++) {{\n\
+             {held} a = {total}, b = ({held}){element};\n{total} = {of};\n}}\n}}\n",
             stored = stored(self.x.1),
             outer = outer[0],
             inner = inner[0],
@@ -222,7 +227,8 @@ impl Task {
         match self.way {
             Way::Block => {
                 let lines = format!(
-                    "at result = i / (at){parts}, piece = i % (at){parts};\n{body}total = across(total, {join});\n                     if (threadIdx.x == 0) {{\n{}\n}}",
+                    "at result = i / (at){parts}, piece = i % (at){parts};\n{body}total = across(total, {join});\n\
+                     if (threadIdx.x == 0) {{\n{}\n}}",
                     write("i")
                 );
                 draft.block_each(results * parts, part, &lines)
@@ -230,7 +236,10 @@ impl Task {
             Way::Columns { lanes } => {
                 let tiles = packs.div_ceil(lanes);
                 let lines = format!(
-                    "at piece = i / (at){tiles}, result = i % (at){tiles} * {lanes} + threadIdx.x % {lanes};\n                     bool is_within = result < (at){packs};\nif (!is_within) result = 0;\n{body}                     total = across_rows(total, {lanes}, {join});\n                     if (is_within && threadIdx.x < {lanes}) {{\n{}\n}}",
+                    "at piece = i / (at){tiles}, result = i % (at){tiles} * {lanes} + threadIdx.x % {lanes};\n\
+                     bool is_within = result < (at){packs};\nif (!is_within) result = 0;\n{body}\
+                     total = across_rows(total, {lanes}, {join});\n\
+                     if (is_within && threadIdx.x < {lanes}) {{\n{}\n}}",
                     write(&format!("(piece * (at){packs} + result) * {width}"))
                 );
                 draft.block_each(tiles * parts, THREADS as usize, &lines)

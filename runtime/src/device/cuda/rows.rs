@@ -1,5 +1,5 @@
-//! Rows of tensors, one block each, or parts of them. Threads pass over a row in packs of adjacent elements. A row that fits is loaded
-//! once and stays in registers between passes.
+//! Rows of tensors, or parts of rows, one block each. Threads pass over a row in packs of adjacent elements. A row that
+//! fits is loaded once and stays in registers between passes.
 
 use super::draft::{PACK_BYTES, THREADS};
 use super::element::{load, stored};

@@ -5,7 +5,6 @@
 
 use super::device::CudaKernel;
 use super::download::CudaDownload;
-use super::draft::PACK_BYTES;
 use super::event::{CudaEvent, CudaTimestamp};
 use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Base, Fault};
@@ -185,10 +184,6 @@ impl Stream for CudaStream {
         let foreign = || DeviceError::Foreign { what: "kernel" };
         let kernel = (kernel as &dyn Any).downcast_ref::<CudaKernel>().ok_or_else(foreign)?;
         let launches = kernel.launches(&self.gpu, mode).ok_or_else(foreign)?;
-        let regions =
-            inputs.iter().copied().chain(outputs.iter().map(RegionMut::as_region)).chain([workspace.as_region()]);
-        let is_aligned = |region: Region<'_>| region.is_empty() || region.address().is_multiple_of(PACK_BYTES as u64);
-        assert!(regions.into_iter().all(is_aligned), "tensors are aligned");
         if let (Some(library), [a, b], [c]) = (kernel.library(), inputs, &*outputs) {
             let (addresses, adds) = ([a.address(), b.address(), c.address()], mode == OutputMode::Accumulate);
             // SAFETY: addresses are of this GPU and have the sizes that the kernel was made for.
