@@ -14,6 +14,7 @@
 #   --small            small models and few runs
 #   --steps A,B        only these groups: facts, ceilings, ops, parity, profile, train, peers, compiled
 #   --models A,B       only these models
+#   --precisions A,B   only these precisions of models, of fp32 and bf16
 #   --again            also run steps again that failed, took too long or were skipped
 #
 # Exit codes of `run`: 0 all steps ran, 1 a step failed or took too long, 2 wrong usage, 75 steps remain.
@@ -88,6 +89,7 @@ rehearse() {
 
 small=
 models=
+precisions="bf16 fp32"
 groups=
 results=$PWD/results
 
@@ -101,10 +103,10 @@ steps() {
   echo "ops ops"
   echo "parity parity"
   for model in $models; do
-    for precision in fp32 bf16; do echo "profile profile-$model-$precision"; done
+    for precision in $precisions; do echo "profile profile-$model-$precision"; done
   done
   for model in $models; do
-    for precision in fp32 bf16; do echo "train train-$model-$precision"; done
+    for precision in $precisions; do echo "train train-$model-$precision"; done
   done
   for model in $models; do echo "peers peers-$model"; done
   for model in $models; do echo "train several-$model-bf16"; done
@@ -373,7 +375,7 @@ step_peer() {
   need_torch
   read -r rule rate <<<"$(optimizer "$model")"
   "$(python)" "$here/gpu_peers.py" --model "$model" --batch "$(batch "$model")" --optimizer "$rule" --lr "$rate" \
-    -o "$step.json" "$@"
+    --precisions "${precisions// /,}" -o "$step.json" "$@"
 }
 
 # Runs the step $1 in the current process, in the folder of results.
@@ -539,7 +541,7 @@ main() {
       rehearse "$@"
       ;;
     step)
-      small=$GPU_SMALL results=$GPU_RESULTS
+      small=$GPU_SMALL results=$GPU_RESULTS precisions=$GPU_PRECISIONS
       step "$1"
       exit
       ;;
@@ -565,7 +567,7 @@ main() {
         shift
         continue
         ;;
-      --results | --limit | --steps | --models) [ $# -gt 1 ] || fail "$1 needs a value" ;;
+      --results | --limit | --steps | --models | --precisions) [ $# -gt 1 ] || fail "$1 needs a value" ;;
       *) fail "unknown option $1" ;;
     esac
     case $1 in
@@ -573,6 +575,7 @@ main() {
       --limit) limit=$2 ;;
       --steps) groups=$2 ;;
       --models) models=${2//,/ } ;;
+      --precisions) precisions=${2//,/ } ;;
     esac
     shift 2
   done
@@ -586,7 +589,7 @@ main() {
   fi
   mkdir -p "$results"
   results=$(cd "$results" && pwd)
-  export GPU_SMALL=$small GPU_RESULTS=$results
+  export GPU_SMALL=$small GPU_RESULTS=$results GPU_PRECISIONS=$precisions
   case $command in
     summary) summary ;;
     run) run "$limit" "$again" ;;
