@@ -8,10 +8,11 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 /// The libraries, and how they are linked.
-const LIBRARIES: [(&str, &str, &[&str]); 3] = [
+const LIBRARIES: [(&str, &str, &[&str]); 4] = [
     ("driver.cpp", "libcuda.so", &["-ldl"]),
     ("nvrtc.cpp", "libnvrtc.so", &[]),
     ("cublaslt.cpp", "libcublasLt.so", &["-ldl"]),
+    ("nccl.cpp", "libnccl.so", &["-ldl"]),
 ];
 
 /// The folder with the simulated driver, built on first use. `None`, with a note, without a C++ compiler.
@@ -27,7 +28,7 @@ fn build() -> Option<PathBuf> {
     };
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda_driver");
     let mut hash = DefaultHasher::new();
-    for file in ["driver.cpp", "nvrtc.cpp", "cublaslt.cpp", "machine.h"] {
+    for file in ["driver.cpp", "nvrtc.cpp", "cublaslt.cpp", "nccl.cpp", "machine.h"] {
         fs::read(sources.join(file)).unwrap().hash(&mut hash);
     }
     let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
