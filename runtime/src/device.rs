@@ -18,6 +18,7 @@ pub mod optimizer;
 pub mod pool;
 pub mod region;
 pub mod sanitizer;
+pub mod tensor_link;
 
 use crate::device::api::Device;
 use crate::device::error::DeviceError;

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! [`handshake`] authenticates peers, [`process_group`] connects all processes, and [`exchange`] creates the local ends
-//! of channels and communicators that span processes. Every process learns of the first failure through [`run_status`].
+//! of channels and communicators that span processes. [`tensor_links`] lets tensors go from device to device. Every
+//! process learns of the first failure through [`run_status`].
 
 pub mod connection;
 pub mod exchange;
@@ -22,5 +23,6 @@ pub mod recv_buffers;
 pub mod router;
 pub mod run_status;
 pub mod stop;
+pub mod tensor_links;
 pub mod wire;
 pub mod worker_result;

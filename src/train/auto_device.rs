@@ -1,5 +1,6 @@
 //! The choice of `--device auto`: GPUs if each of the plan's workers has one with enough free memory, else the CPU.
 
+use crate::events::EventSink;
 use crate::train::device_request::open_gpu;
 use crate::train::metrics::of_device;
 use crate::train::tensor_parallel::degree;
@@ -14,28 +15,32 @@ use std::sync::Arc;
 /// Plans do not know the workspace of kernels on GPUs, so this fraction (1 / `SPARE`) of planned memory must be free beside it.
 const SPARE: u64 = 10;
 
-/// The devices for a plan with this tensor-parallel degree, and a line that says which and why.
-pub fn choose(plan: &Plan, tensor: usize, has_processes: bool) -> (Vec<Arc<dyn Device>>, String) {
+/// The devices for a plan with this tensor-parallel degree. A note says which and why, or a detail if there is no GPU.
+pub fn choose(plan: &Plan, tensor: usize, has_processes: bool, events: &dyn EventSink) -> Vec<Arc<dyn Device>> {
+    let tell = |line: String| if gpu::count() > 0 { events.note(&line) } else { events.detail(&line) };
     match gpus(plan, tensor, has_processes) {
         Ok((gpus, why)) => {
             let numbers: Vec<&str> = gpus.iter().filter_map(|gpu| gpu.info().name.strip_prefix("cuda:")).collect();
-            let line = format!("--device auto takes cuda:{}: {why}", numbers.join(","));
-            (gpus, line)
+            tell(format!("--device auto takes cuda:{}: {why}", numbers.join(",")));
+            gpus
         }
-        Err(why) => (vec![cpu()], format!("--device auto takes the CPU: {why}")),
+        Err(why) => {
+            tell(format!("--device auto takes the CPU: {why}"));
+            vec![cpu()]
+        }
     }
 }
 
 /// The first GPUs that can hold a worker, one for each, or why there are not enough.
 fn gpus(plan: &Plan, tensor: usize, has_processes: bool) -> Result<(Vec<Arc<dyn Device>>, String), String> {
-    if has_processes {
-        return Err("in runs of several processes, only `--device cuda` trains on GPUs".to_string());
-    }
     let count = match gpu::devices() {
         Ok(0) => return Err("no NVIDIA GPU was found".to_string()),
         Ok(count) => count,
         Err(error) => return Err(error.to_string()),
     };
+    if has_processes {
+        return Err("in runs of several processes, only `--device cuda` trains on GPUs".to_string());
+    }
     let devices: BTreeSet<u32> = plan.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
     let workers = devices.len() / degree(plan).max(1) * tensor.max(1);
     if count < workers {

@@ -195,11 +195,7 @@ fn once(
     if request.plan.is_none() && plan.cluster.devices > 1 {
         events.event(Event::Planned(&plan));
     }
-    let opened = opened.unwrap_or_else(|| {
-        let (chosen, line) = auto_device::choose(&plan, devices, has_processes);
-        events.note(&line);
-        chosen
-    });
+    let opened = opened.unwrap_or_else(|| auto_device::choose(&plan, devices, has_processes, events));
     let weights = initial(&loaded, request.weights.as_deref(), events)?;
     let data = match data {
         DataInput::File(path) => Data::Arrays(arrays::arrays(&loaded.model.graph, path, "the data", events)?),

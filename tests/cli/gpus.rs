@@ -102,15 +102,18 @@ fn auto_takes_gpus_that_can_hold_the_workers() {
         (&["--stages", "1,1,1"], &[], "takes the CPU: 3 workers need a GPU each, and this machine has 2 GPUs"),
         (&["--stages", "2"], &[("PIPEC_SIM_DEVICES", "1")], "takes the CPU: 2 workers need a GPU each, and this"),
         (&["--stages", "1"], &[("PIPEC_SIM_MEMORY", "65536")], "takes the CPU: a worker needs "),
-        (&["--stages", "1"], &[("PIPEC_SIM_DEVICES", "0")], "takes the CPU: no NVIDIA GPU was found"),
+        (&["--stages", "1", "-v"], &[("PIPEC_SIM_DEVICES", "0")], "takes the CPU: no NVIDIA GPU was found"),
         (&["--stages", "1,1", "--processes"], &[], "takes the CPU: in runs of several processes, only `--device cuda`"),
     ] {
         let (is_done, said) = train(more, variables);
         let lines: Vec<&str> = said.lines().filter(|line| line.contains("--device auto takes")).collect();
         assert!(is_done && lines.len() == 1 && lines[0].contains(want), "{more:?}, {variables:?}: {said}");
     }
-    let (is_done, said) = train(&["--device", "cpu"], &[]);
-    assert!(is_done && !said.contains("--device auto"), "{said}");
+    // Without a GPU there is nothing to choose.
+    for (more, variables) in [(&["--device", "cpu"][..], &[][..]), (&[], &[("PIPEC_SIM_DEVICES", "0")])] {
+        let (is_done, said) = train(more, variables);
+        assert!(is_done && !said.contains("--device auto"), "{said}");
+    }
     for mixed in ["cpu,cuda:0", "cuda:1,cpu"] {
         let (is_done, said) = train(&["--device", mixed], &[]);
         assert!(!is_done && said.contains("all on the CPU or all on GPUs"), "{said}");

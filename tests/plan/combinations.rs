@@ -136,6 +136,7 @@ impl Set {
     fn plan(&self, of: Combination) -> Option<Plan> {
         let levels = levels(&format!("{}:100GB/s", of.degree * of.replicas * of.stages)).unwrap();
         let mut problem = Problem::new(self.costs.clone(), levels, CostModel::Pipec);
+        problem.cluster.device = group(1).device;
         (problem.schedule, problem.microbatches) = (self.order.0, self.microbatches);
         (problem.zero, problem.optimizer_state) = (of.zero, 1.0);
         problem.recompute = Recomputation::Never;

@@ -13,6 +13,7 @@ const LIBRARIES: [(&str, &str, &[&str]); 4] = [
     ("nvrtc.cpp", "libnvrtc.so", &[]),
     ("cublaslt.cpp", "libcublasLt.so", &["-ldl"]),
     ("cudnn.cpp", "libcudnn.so", &["-ldl"]),
+    ("nccl.cpp", "libnccl.so", &["-ldl"]),
 ];
 
 /// The folder with the simulated driver, built on first use. `None`, with a note, without a C++ compiler.
@@ -28,7 +29,7 @@ fn build() -> Option<PathBuf> {
     };
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda_driver");
     let mut hash = DefaultHasher::new();
-    for file in ["driver.cpp", "nvrtc.cpp", "cublaslt.cpp", "cudnn.cpp", "machine.h", "library.h"] {
+    for file in ["driver.cpp", "nvrtc.cpp", "cublaslt.cpp", "cudnn.cpp", "nccl.cpp", "machine.h", "library.h"] {
         fs::read(sources.join(file)).unwrap().hash(&mut hash);
     }
     let target = Path::new(env!("CARGO_TARGET_TMPDIR"));

@@ -6,6 +6,7 @@ mod gpu_results;
 mod gpus;
 mod held_out;
 mod losses;
+mod nccl;
 mod parity;
 mod policy;
 mod recompute;

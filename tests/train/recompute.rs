@@ -65,6 +65,7 @@ fn subject(name: &str, model: &Model, item: usize, devices: u32) -> Subjects {
     });
     let weights = weights.collect();
     let mut problem = Problem::new(costs, levels(&format!("{devices}:100GB/s")).unwrap(), CostModel::Pipec);
+    problem.cluster.device = cpu;
     (problem.microbatches, problem.optimizer_state) = (MICROBATCHES, 1.0);
     Subjects { graph: model.graph, weights, dims, problem, item }
 }

@@ -35,6 +35,7 @@ use crate::device::event::{Event, Timestamp};
 use crate::device::layout::{TensorLayout, accumulation_type};
 use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
 use crate::device::region::{Region, RegionMut};
+use crate::device::tensor_link::Transport;
 use compiler::op::Op;
 use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
@@ -72,6 +73,11 @@ pub trait Device: Send + Sync {
 
     /// The same device, whose products of f32 may round their inputs to TF32. `None` if it has no such products.
     fn with_tf32(&self) -> Option<Arc<dyn Device>> {
+        None
+    }
+
+    /// What connects the device to those of other processes; `None` if all tensors go through the host.
+    fn transport(&self) -> Option<Arc<dyn Transport>> {
         None
     }
 

@@ -35,6 +35,7 @@ pub mod library_product;
 pub mod lstm;
 pub mod matmul;
 pub mod movement;
+pub mod nccl;
 pub mod nvrtc;
 pub mod offsets;
 pub mod ordering;

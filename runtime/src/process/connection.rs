@@ -6,6 +6,7 @@
 use crate::comm::channel::{Disconnected, Message, RemoteEnd};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
+use crate::device::tensor_link::TensorLink;
 use crate::process::frame::{FrameWriter, Kind};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use std::io::{self, ErrorKind, Read, Write};
@@ -79,12 +80,14 @@ impl RemoteEnd for RemoteChannel {
     }
 }
 
-/// Writes queued frames, and a heartbeat from `beat` every second. Returns when the senders are dropped, after the last
+/// Writes queued frames, and a heartbeat from `beat` every second. With a link, tensors of a device go over it, and
+/// frames that may hold tensors begin with a byte that says so. Returns when the senders are dropped, after the last
 /// frame, or if the peer is gone, which the reader of the connection will notice. Fails if a device does.
 pub fn write(
     mut to: FrameWriter<Box<dyn Write + Send>>,
     queue: &Receiver<Outbound>,
     beat: &dyn Fn() -> Vec<u8>,
+    link: Option<&dyn TensorLink>,
 ) -> Result<(), DeviceError> {
     let mut next = Instant::now();
     loop {
@@ -95,17 +98,31 @@ pub fn write(
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
         };
         if let Some(frame) = &frame {
-            let bodies = frame.bodies.iter().map(|buffer| buffer.download()).collect::<Result<Vec<_>, _>>()?;
-            let parts: Vec<&[u8]> = [&frame.head[..]].into_iter().chain(bodies.iter().map(|body| &**body)).collect();
+            let link = link.filter(|_| matches!(frame.kind, Kind::Message | Kind::Part));
+            let linked = link.filter(|_| frame.bodies.iter().all(|buffer| !buffer.is_host()));
+            let inside = if linked.is_some() { &[] } else { &frame.bodies[..] };
+            let bodies = inside.iter().map(|buffer| buffer.download()).collect::<Result<Vec<_>, _>>()?;
+            let way: &[u8] = match (link, linked) {
+                (None, _) => &[],
+                (_, None) => &[0],
+                (_, Some(_)) => &[1],
+            };
+            let parts = [way, &frame.head[..]].into_iter().chain(bodies.iter().map(|body| &**body));
+            let parts: Vec<&[u8]> = parts.collect();
             let is_last = matches!(frame.kind, Kind::Abort | Kind::Bye);
             if to.write(frame.kind, &parts).is_err() || is_last {
                 return Ok(());
+            }
+            if let Some(link) = linked {
+                frame.bodies.iter().try_for_each(|buffer| link.send(buffer))?;
             }
         }
         if Instant::now() >= next {
             if to.write(Kind::Heartbeat, &[&beat()]).is_err() {
                 return Ok(());
             }
+            // A failure of this device may hold up the other process, and this one in turn, before a worker sees it.
+            link.map_or(Ok(()), TensorLink::check)?;
             next = Instant::now() + BEAT;
         }
     }
@@ -216,7 +233,7 @@ mod tests {
         let Stream { reader, writer, hangup } = one;
         drop((reader, hangup));
         let (to, queue) = crossbeam_channel::unbounded();
-        let writer = std::thread::spawn(move || write(FrameWriter::new(writer), &queue, &|| vec![9]));
+        let writer = std::thread::spawn(move || write(FrameWriter::new(writer), &queue, &|| vec![9], None));
         let mut reader =
             FrameReader::new(DeadlineReader::new(other.reader, Duration::from_secs(5), Box::new(|| false)));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));

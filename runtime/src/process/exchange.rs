@@ -7,6 +7,7 @@ use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::comm::channel;
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
+use crate::device::tensor_link::Transport;
 use crate::exec::stage_code::StageCode;
 use crate::process::connection::{DeadlineReader, Hangup, Outbound, RemoteChannel};
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
@@ -15,6 +16,7 @@ use crate::process::process_group::{Group, doing};
 use crate::process::router::{Gathering, RemoteCommunicator, Route, Routes};
 use crate::process::run_status::{FailureCause, LinkError, RunStatus};
 use crate::process::stop::StopAgreement;
+use crate::process::tensor_links::{TensorLinks, connect};
 use crate::process::wire::Contribution;
 use crate::process::worker_result::Leaving;
 use crate::process::{connection, parts, worker_result};
@@ -59,13 +61,16 @@ struct ConnectionThreads<'a> {
     writer: FrameWriter<Box<dyn Write + Send>>,
     queue: Receiver<Outbound>,
     routes: Routes<'a>,
+    links: Option<TensorLinks>,
 }
 
 impl<'a> Exchange<'a> {
     /// Creates the exchange of a connected group. Process 0 sends the losses of all workers to `events` and their
-    /// snapshots to `keeper`. Either all processes have a `gate` or none has.
+    /// snapshots to `keeper`. Either all processes have a `gate` or none has. `transport` is that of the device of all
+    /// workers of this process.
     pub fn new(
         group: Group,
+        transport: Option<Arc<dyn Transport>>,
         program: &'a Program,
         codes: &'a [StageCode],
         events: &Sender<Event>,
@@ -73,6 +78,7 @@ impl<'a> Exchange<'a> {
         gate: Option<&'a MinibatchBarrier<'a>>,
     ) -> Result<Exchange<'a>, LinkError> {
         let mut group = group;
+        let mut all_links = connect(&mut group, transport.as_deref())?;
         let (leave, outcomes) = unbounded();
         let (release, released) = unbounded();
         let (taken, room) = unbounded();
@@ -101,6 +107,7 @@ impl<'a> Exchange<'a> {
                 parts: keeper.clone().filter(|_| !workers.is_empty()),
                 form: PartForm::of(program, codes, &workers),
             });
+            let links = all_links.remove(&process);
             let routes = Routes {
                 process,
                 name: group.names[process].clone(),
@@ -109,6 +116,7 @@ impl<'a> Exchange<'a> {
                 channels: HashMap::new(),
                 posted: HashMap::new(),
                 meetings: HashMap::new(),
+                link: links.as_ref().map(|links| links.incoming.clone()),
                 gathering,
                 stopping: None,
                 released: Some(release.clone()).filter(|_| process == 0),
@@ -119,7 +127,7 @@ impl<'a> Exchange<'a> {
                 stages: program.stages.len() as u32,
             };
             hangups.push(talk.hangup);
-            lines.push(ConnectionThreads { reader: talk.reader, writer: talk.writer, queue, routes });
+            lines.push(ConnectionThreads { reader: talk.reader, writer: talk.writer, queue, routes, links });
         }
         let stopping = gate.map(|gate| Arc::new(StopAgreement::new(gate, group.part.own, queues.clone())));
         lines.iter_mut().for_each(|line: &mut ConnectionThreads<'a>| line.routes.stopping = stopping.clone());
@@ -269,7 +277,7 @@ impl<'a> Exchange<'a> {
             }
         }
         for line in std::mem::take(&mut self.lines) {
-            let ConnectionThreads { reader, writer, queue, routes } = line;
+            let ConnectionThreads { reader, writer, queue, routes, links } = line;
             let (progress, own, run_status) = (self.group.progress.clone(), own.clone(), self.group.run_status.clone());
             let beat = move || -> Vec<u8> {
                 let at = |worker: &usize| progress.get(*worker).map_or(0, |at| at.load(Ordering::Relaxed));
@@ -278,8 +286,14 @@ impl<'a> Exchange<'a> {
             let alive = self.writing.as_ref().map(|(alive, _)| alive.clone());
             let writing = run_status.clone();
             let writer = move || {
-                if let Err(fault) = connection::write(writer, &queue, &beat) {
+                let link = links.as_ref().map(|links| &*links.outgoing);
+                if let Err(fault) = connection::write(writer, &queue, &beat, link) {
                     writing.end(LinkError::Ended { process: None, what: fault.to_string() });
+                }
+                // Workers may wait for tensors that nobody sends any more.
+                if let Some(links) = links.filter(|_| !writing.is_released()) {
+                    links.outgoing.abort();
+                    links.incoming.abort();
                 }
                 drop(alive);
             };

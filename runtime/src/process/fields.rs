@@ -33,6 +33,12 @@ impl<'a> Fields<'a> {
         Ok(self.array::<1>(what)?[0])
     }
 
+    /// Reads a byte below `bound`.
+    pub fn below_byte(&mut self, bound: u8, what: &'static str) -> Result<u8, FrameError> {
+        let number = self.u8(what)?;
+        if number < bound { Ok(number) } else { Err(FrameError::Field { what }) }
+    }
+
     pub fn u32(&mut self, what: &'static str) -> Result<u32, FrameError> {
         Ok(u32::from_le_bytes(self.array(what)?))
     }

@@ -114,6 +114,8 @@ kinds! {
     End = 21,
     /// A snapshot was taken by process 0.
     Taken = 22,
+    /// The device that a process offers for tensor links.
+    Devices = 23,
 }
 
 pub struct FrameWriter<W> {

@@ -70,6 +70,8 @@ pub struct Group {
     /// Display names, by process.
     pub names: Vec<String>,
     pub talks: BTreeMap<usize, HandshakeConnection>,
+    /// The pairs of processes that exchange tensors.
+    pub lines: BTreeSet<(usize, usize)>,
     /// Keeps the transport alive.
     pub carrier: Option<Box<dyn Send>>,
 }
@@ -129,7 +131,7 @@ pub fn join(
     let named = |(name, known): (&String, &Known)| format!("{name}, process {} at {}", known.pid, known.address);
     let names = entrance.names.iter().zip(&roster).map(named).collect();
     let progress = Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect());
-    Ok(Group { part, run_status, progress, names, talks, carrier })
+    Ok(Group { part, run_status, progress, names, talks, lines: lines.clone(), carrier })
 }
 
 impl Group {

@@ -1,18 +1,39 @@
 //! Receive buffers for messages from other processes, reused once their readers release them.
 
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
+use crate::device::tensor_link::TensorLink;
+use crate::process::fields::Fields;
+use crate::process::frame::FrameError;
 use std::collections::HashMap;
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 /// All buffers of one connection, by size. Their number is the maximum in use at once, which the program bounds.
 #[derive(Default)]
 pub struct Ring {
     made: HashMap<usize, Vec<Arc<Buffer>>>,
+    /// Brings the tensors of the current frame, if they are not in it.
+    pub link: Option<Arc<dyn TensorLink>>,
 }
 
 impl Ring {
+    /// The next tensor of a frame.
+    pub fn tensor(
+        &mut self,
+        fields: &mut Fields<'_>,
+        bytes: usize,
+        what: &'static str,
+    ) -> Result<Arc<Buffer>, FrameError> {
+        let failed = |error: DeviceError| FrameError::System { kind: ErrorKind::Other, why: error.to_string() };
+        match &self.link {
+            Some(link) => link.receive(bytes).map_err(failed),
+            None => Ok(self.copy_of(fields.bytes(bytes, what)?)),
+        }
+    }
+
     /// A copy of these bytes in host memory, in a buffer that only the ring and the caller hold.
-    pub fn copy_of(&mut self, bytes: &[u8]) -> Arc<Buffer> {
+    fn copy_of(&mut self, bytes: &[u8]) -> Arc<Buffer> {
         let made = self.made.entry(bytes.len()).or_default();
         let free = made.iter_mut().position(|buffer| Arc::get_mut(buffer).is_some());
         // The least recently used buffer is the next to become free.

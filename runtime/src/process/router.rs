@@ -7,6 +7,7 @@
 use crate::checkpoint::StageSnapshot;
 use crate::comm::channel::{Message, TensorMessage};
 use crate::comm::communicator::Communicator;
+use crate::device::tensor_link::TensorLink;
 use crate::process::connection::{DeadlineReader, Outbound};
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, FrameReader, Kind};
@@ -102,6 +103,8 @@ pub struct Routes<'a> {
     pub posted: HashMap<u32, Sender<()>>,
     /// Communicators, with the ranks that are its workers.
     pub meetings: HashMap<u32, (Arc<dyn ContributionSink>, BTreeSet<usize>)>,
+    /// Brings the tensors that are not in frames.
+    pub link: Option<Arc<dyn TensorLink>>,
     /// On process 0.
     pub gathering: Option<Gathering<'a>>,
     /// Stop coordination, if the run can be stopped early.
@@ -165,12 +168,16 @@ impl Routes<'_> {
     ) -> Result<bool, FrameError> {
         let mut fields = Fields::of(content);
         let unknown = |what| move || FrameError::Field { what };
+        if let (Kind::Message | Kind::Part, Some(link)) = (kind, &self.link) {
+            let is_linked = fields.below_byte(2, "the way of the tensors")? == 1;
+            ring.link = is_linked.then(|| link.clone());
+        }
         match kind {
             Kind::Message => {
                 let route = self.channels.get(&fields.u32("the channel")?).ok_or_else(unknown("the channel"))?;
                 let item = fields.below(self.items, "the micro-batch")?;
                 let mut parcel = |(value, group, bytes): &(Value, usize, usize)| {
-                    let buffer = ring.copy_of(fields.bytes(*bytes, "a tensor")?);
+                    let buffer = ring.tensor(&mut fields, *bytes, "a tensor")?;
                     Ok(TensorMessage { value: *value, group: *group, buffer })
                 };
                 let parcels = route.tensors.iter().map(&mut parcel).collect::<Result<_, FrameError>>()?;
@@ -227,7 +234,7 @@ impl Routes<'_> {
                 }
                 return Ok(false);
             }
-            Kind::Hello | Kind::Welcome | Kind::Refusal | Kind::Roster | Kind::Ready | Kind::Start => {
+            Kind::Hello | Kind::Welcome | Kind::Refusal | Kind::Roster | Kind::Ready | Kind::Start | Kind::Devices => {
                 return Err(FrameError::Unexpected { kind });
             }
         }

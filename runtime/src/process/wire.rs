@@ -86,7 +86,7 @@ impl Contribution for ReplicaGradients {
         }
         let mut term = |(present, bytes): (&u8, &usize)| match present {
             0 => Ok(None),
-            1 => Ok(Some(ring.copy_of(fields.bytes(*bytes, "a gradient")?))),
+            1 => ring.tensor(fields, *bytes, "a gradient").map(Some),
             _ => Err(FrameError::Field { what: "the gradient flags" }),
         };
         let terms = present.iter().zip(&form.terms).map(&mut term).collect::<Result<_, _>>()?;
@@ -127,7 +127,7 @@ impl Contribution for GradientTerms {
         if ranks.iter().any(|rank| !form.ranks.contains(rank)) {
             return Err(FrameError::Field { what });
         }
-        ranks.into_iter().map(|rank| Ok((rank, ring.copy_of(fields.bytes(form.bytes, what)?)))).collect()
+        ranks.into_iter().map(|rank| Ok((rank, ring.tensor(fields, form.bytes, what)?))).collect()
     }
 
     fn most(form: &TermsForm) -> usize {
@@ -164,7 +164,7 @@ impl Contribution for Shares {
             }
             places.push((place, bytes as usize));
         }
-        let mut share = |(place, bytes)| Ok((place, ring.copy_of(fields.bytes(bytes, what)?)));
+        let mut share = |(place, bytes)| Ok((place, ring.tensor(fields, bytes, what)?));
         Ok(Shares(places.into_iter().map(&mut share).collect::<Result<_, _>>()?))
     }
 

@@ -14,6 +14,7 @@ use crate::optim::optimizer::trains;
 use crate::process::exchange::Exchange;
 use crate::process::process_group::Group;
 use crate::process::run_status::FailureCause;
+use crate::process::tensor_links::transport;
 use crate::process::wire::SquaresForm;
 use crate::stage::gradient_buckets::ReplicaGradients;
 use crate::stage::saved_weights::{Checkpoint, tensor};
@@ -199,7 +200,10 @@ pub fn run_tensor_parallel(
     let room = workers.map(|(_, worker)| program.stages_of(worker.rank).count()).sum();
     let (to_keeper, parts) = crossbeam_channel::bounded(room);
     let keeper = on_part.is_some().then(|| to_keeper.clone());
-    let open = |group| Exchange::new(group, program, training.codes, &events, keeper, gate);
+    let open = |group: Group| {
+        let transport = transport(&devices, group.part.placement.workers(group.part.own));
+        Exchange::new(group, transport, program, training.codes, &events, keeper, gate)
+    };
     let mut exchange = group.map(open).transpose()?;
     let ties = ties(training, &devices, &mut exchange)?;
     let norms = agrees(training).then(|| {

@@ -5,12 +5,14 @@ use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Launch, LaunchPlan};
 use super::library_kernel::LibraryKernel;
 use super::matmul;
+use super::nccl::Nccl;
 use super::stream::CudaStream;
 use crate::device::api::{Device, DeviceInfo, Kernel, OutputMode, Stream};
 use crate::device::buffer::{Buffer, DeviceMemory};
 use crate::device::chain::Link;
 use crate::device::error::DeviceError;
 use crate::device::layout::TensorLayout;
+use crate::device::tensor_link::Transport;
 use compiler::op::Op;
 use compiler::op::collective::is_meeting;
 use compiler::op::table::rule;
@@ -162,6 +164,10 @@ impl Device for CudaDevice {
 
     fn is_asynchronous(&self) -> bool {
         true
+    }
+
+    fn transport(&self) -> Option<Arc<dyn Transport>> {
+        Some(Arc::new(Nccl::new(&self.gpu)?))
     }
 
     fn with_tf32(&self) -> Option<Arc<dyn Device>> {

@@ -190,6 +190,11 @@ impl Gpu {
         matches!(enabled, Ok(()) | Err(DriverError(sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)))
     }
 
+    /// The identity of the GPU, which all processes see.
+    pub fn uuid(&self) -> Option<[u8; 16]> {
+        self.context.uuid().ok().map(|uuid| uuid.bytes.map(|byte| byte as u8))
+    }
+
     fn has_pool(&self) -> bool {
         self.has_pool.load(Ordering::Relaxed)
     }

@@ -62,6 +62,10 @@ impl CudaStream {
         Ok(CudaStream { gpu, fault, staging: Arc::default(), state: RefCell::new(state), queue })
     }
 
+    pub(super) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
     fn staging(&self) -> MutexGuard<'_, StagingBuffers> {
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,0 +1,113 @@
+//! Processes with one simulated GPU each: tensors go over a simulated NCCL, and weights are those of threads.
+
+use crate::support::simulated_gpus::{driver, on_simulated_gpus};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+/// Trains a small model on as many GPUs as its plan has workers. Returns the weights.
+fn trained(folder: &Path, libraries: &Path, gpus: u32, more: &[&str], variables: &[(&str, &str)]) -> Vec<u8> {
+    let done = train(folder, libraries, gpus, more, variables);
+    assert!(done.status.success(), "{more:?}, {variables:?}: {}", String::from_utf8_lossy(&done.stderr));
+    fs::read(folder.join("w.safetensors")).unwrap()
+}
+
+fn train(folder: &Path, libraries: &Path, gpus: u32, more: &[&str], variables: &[(&str, &str)]) -> Output {
+    let mut command = on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), libraries);
+    command.current_dir(folder).args([
+        "train",
+        "model.onnx",
+        "--plan",
+        "plan.json",
+        "--synthetic-data",
+        "--steps",
+        "3",
+    ]);
+    command.args(["--optimizer", "adam", "--device", "cuda", "--save", "w.safetensors"]).args(more);
+    command.env("PIPEC_SIM_DEVICES", gpus.to_string()).env("PIPEC_SIM_CUBLASLT", "0");
+    command.envs(variables.iter().copied()).output().unwrap()
+}
+
+/// Writes a model and a plan for it; returns the number of workers.
+fn planned(folder: &Path, flags: &str) -> u32 {
+    let run = |arguments: &str| {
+        let arguments: Vec<&str> = arguments.split_whitespace().collect();
+        let done = Command::new(env!("CARGO_BIN_EXE_pipec")).current_dir(folder).args(&arguments).output().unwrap();
+        assert!(done.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&done.stderr));
+    };
+    run("zoo gpt -o model.onnx");
+    let stages = flags.split_whitespace().next().unwrap();
+    let workers: u32 = stages.split(',').map(|replicas| replicas.parse::<u32>().unwrap()).sum();
+    run(&format!("partition model.onnx -o plan.json --gpus {workers} --stages {flags}"));
+    workers
+}
+
+/// A folder with the libraries but NCCL.
+fn without_nccl(driver: &Path, folder: &Path) {
+    for entry in fs::read_dir(driver).unwrap().map(Result::unwrap).filter(|entry| entry.file_name() != "libnccl.so") {
+        fs::copy(entry.path(), folder.join(entry.file_name())).unwrap();
+    }
+}
+
+/// Bytes that all processes copied to the host, and their transfers over NCCL. Removes the files of counts.
+fn counts(folder: &Path) -> (u64, u64) {
+    let (mut bytes, mut transfers) = (0, 0);
+    for path in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+        if path.file_name().unwrap().to_string_lossy().starts_with("stats-") {
+            let stats: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+            bytes += stats["device_to_host_bytes"].as_u64().unwrap();
+            transfers += stats["library_products"].as_u64().unwrap();
+            fs::remove_file(path).unwrap();
+        }
+    }
+    (bytes, transfers)
+}
+
+#[test]
+fn processes_train_like_threads() {
+    let Some(driver) = driver() else { return };
+    let (folder, others) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (at, others) = (folder.path(), others.path());
+    without_nccl(driver, others);
+    for flags in [
+        "1,1 --schedule 1f1b --micro-batch 2 --batch 8 --precision fp32",
+        "2 --schedule 1f1b --micro-batch 2 --batch 8 --precision bf16",
+        "2 --schedule 1f1b --zero 1 --micro-batch 2 --batch 8 --precision fp32",
+        "1,1,1,1 --schedule 1f1b --micro-batch 2 --batch 8 --precision bf16",
+        "2,2 --schedule 1f1b-rr --micro-batch 2 --precision fp32",
+        "4 --schedule 1f1b --micro-batch 2 --batch 8 --precision fp32",
+    ] {
+        let gpus = planned(at, flags);
+        let threads = trained(at, driver, gpus, &[], &[]);
+        let stats = [("PIPEC_SIM_STATS", "stats-%p")];
+        let hosts = trained(at, others, gpus, &["--processes"], &stats);
+        let (through_host, transfers) = counts(at);
+        assert!(hosts == threads && transfers == 0, "{flags}: without NCCL, {transfers} transfers");
+        for seed in ["0", "7"] {
+            let over_nccl = trained(at, driver, gpus, &["--processes"], &[("PIPEC_SIM_SEED", seed), stats[0]]);
+            let (bytes, transfers) = counts(at);
+            assert!(over_nccl == threads, "{flags}, seed {seed}: other weights");
+            assert!(transfers > 2 && bytes < through_host, "{flags}: {transfers} transfers, {bytes} of {through_host}");
+        }
+    }
+}
+
+#[test]
+fn a_lost_process_ends_the_run() {
+    let Some(driver) = driver() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    for flags in ["1,1 --schedule 1f1b --micro-batch 2 --batch 8", "2 --schedule 1f1b --micro-batch 2 --batch 8"] {
+        let gpus = planned(at, flags);
+        for fault in ["launch:40:1", "lost:700:1", "launch:90:0"] {
+            let start = Instant::now();
+            let done = train(at, driver, gpus, &["--processes"], &[("PIPEC_SIM_FAULT", fault)]);
+            let said = String::from_utf8_lossy(&done.stderr);
+            assert!(!done.status.success() && said.contains("error: "), "{fault}: {said}");
+            assert!(!said.contains("panicked") && !said.contains("bug in pipec"), "{fault}: {said}");
+            assert!(start.elapsed() < Duration::from_secs(60), "{fault}: {:?}", start.elapsed());
+        }
+    }
+}
