@@ -177,7 +177,8 @@ fn the_library_computes_products() {
         assert!(products >= least as u64 && launches == 0, "{products} products, {launches} launches");
     }
     for (architecture, has_any) in [("75", false), ("80", true)] {
-        let (products, _) = on_simulated_gpu("products::products_in_tf32", &[("PIPEC_SIM_ARCH", architecture)]).unwrap();
+        let (products, _) =
+            on_simulated_gpu("products::products_in_tf32", &[("PIPEC_SIM_ARCH", architecture)]).unwrap();
         assert_eq!(products > 0, has_any, "{architecture}");
     }
     assert_eq!(on_simulated_gpu("products::products_that_the_library_does_not_compute", &[]), Some((0, 4)));
