@@ -19,7 +19,7 @@ use compiler::pass::attribution::{Attribution, AttributionError, Training, attri
 use compiler::pass::costs::{cost_graph, dtype};
 use compiler::profile::{self, Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA};
 use compiler::tensor::Tensor;
-use runtime::device::api::Device;
+use runtime::device::api::{Device, Kernel};
 use runtime::device::error::DeviceError;
 use runtime::exec::compile_error::CompileError;
 use std::collections::{BTreeMap, HashMap};
@@ -96,8 +96,13 @@ struct Job {
     key: String,
     op: usize,
     time: Option<Time>,
-    workspace: u64,
-    is_reference: bool,
+    kernel: Arc<dyn Kernel>,
+}
+
+impl Job {
+    fn workspace(&self) -> u64 {
+        self.kernel.workspace() as u64
+    }
 }
 
 /// Measures every op of a model on a device of this machine. A CPU uses one thread.
@@ -142,7 +147,9 @@ pub fn measure(
             updates.entry(*size).or_insert_with(known);
         }
     }
-    let measured = jobs.iter().filter(|job| job.time.is_none()).count();
+    let unknown: Vec<&dyn Kernel> = jobs.iter().filter(|job| job.time.is_none()).map(|job| &*job.kernel).collect();
+    target.load(&unknown)?;
+    let measured = unknown.len();
     let measured = measured + updates.values().filter(|time| time.is_none()).count();
     let total = measured + usize::from(measures_whole);
     let mut keeper = CheckpointWriter { cache, fault: None };
@@ -207,7 +214,7 @@ pub fn measure(
             out_bytes: op.out_bytes,
             batched_grad_bytes: joint[i][0],
             batched_grad_workspace_bytes: joint[i][1],
-            workspace_bytes: all().map(|job| job.workspace).max().unwrap_or(0).max(chains[i]),
+            workspace_bytes: all().map(Job::workspace).max().unwrap_or(0).max(chains[i]),
             flops: flops as u64,
             source: source(i, all().collect()),
         }
@@ -270,9 +277,8 @@ fn jobs(attribution: &Attribution, device: &dyn Device, head: &str) -> Result<(V
                 return Ok(*known);
             }
             let kernel = subject.kernel(device)?;
-            let (workspace, is_reference) = (kernel.workspace() as u64, kernel.is_reference());
             by_key.insert(key.clone(), list.len());
-            list.push(Job { subject, key, op, time: None, workspace, is_reference });
+            list.push(Job { subject, key, op, time: None, kernel });
             Ok(list.len() - 1)
         });
         each.collect()
@@ -313,12 +319,12 @@ fn free_bytes(device: &dyn Device) -> u64 {
 
 fn run(job: &Job, name: &str, device: &dyn Device, runs: &Runs) -> Result<Time, MeasureError> {
     let available = free_bytes(device);
-    let bytes = job.subject.bytes().saturating_add(job.workspace);
+    let bytes = job.subject.bytes().saturating_add(job.workspace());
     if bytes > available {
         return Err(MeasureError::Memory { name: name.to_string(), bytes, available });
     }
-    let time = || kernel::time(&job.subject, device, &*job.subject.kernel(device)?, runs);
-    time().map_err(|fault| MeasureError::Kernel { name: name.to_string(), fault })
+    kernel::time(&job.subject, device, &*job.kernel, runs)
+        .map_err(|fault| MeasureError::Kernel { name: name.to_string(), fault })
 }
 
 /// Rotation size of a kernel's tensor copies, see [`kernel`]: the model's footprint up to twice the cache. A power of
@@ -374,7 +380,7 @@ fn source(op: usize, jobs: Vec<&Job>) -> String {
         true => format!("equal to op {}", first.op),
         false => "measured".to_string(),
     };
-    match jobs.iter().any(|job| job.is_reference) {
+    match jobs.iter().any(|job| job.kernel.is_reference()) {
         true => format!("{description}, reference kernel"),
         false => description,
     }

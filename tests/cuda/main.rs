@@ -27,7 +27,10 @@ use runtime::device::open;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
+use std::num::NonZero;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 struct Question {
     what: String,
@@ -89,37 +92,47 @@ fn judge(question: &Question, got: Result<Vec<Vec<u8>>, KernelError>) {
     }
 }
 
+const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::Bf16];
+
 fn questions() -> Vec<Question> {
-    let mut questions = Vec::new();
-    let mut without: BTreeSet<&'static str> = BTreeSet::new();
-    for sample in samples() {
-        let name = rule(&sample.op).name();
-        for dtype in [DType::F32, DType::F64, DType::F16, DType::Bf16] {
-            let has_floats = sample.inputs.iter().any(|t| t.dtype() == DType::F32);
-            if dtype != DType::F32 && !has_floats {
-                continue;
-            }
-            let what = format!("{name}: {} ({dtype})", sample.title);
-            let inputs = in_type(&sample.inputs, dtype);
-            match question(&what, &sample.op, &inputs) {
-                Some(question) => questions.push(question),
-                None if sample.inputs.iter().all(|t| !t.bytes().is_empty()) => {
-                    without.insert(name);
-                }
-                None => {}
-            }
-        }
-    }
-    questions.extend([DType::F32, DType::F64, DType::F16, DType::Bf16].into_iter().flat_map(attention::questions));
-    for (op, inputs) in large::cases() {
-        for dtype in [DType::F32, DType::F64, DType::F16, DType::Bf16] {
-            let inputs = in_type(&inputs, dtype);
-            let shapes: Vec<&[usize]> = inputs.iter().map(Tensor::shape).collect();
-            questions.extend(question(&format!("{op:?} of {shapes:?} ({dtype})"), &op, &inputs));
-        }
-    }
+    let samples = samples();
+    let asked = samples.iter().flat_map(|sample| FLOATS.map(|dtype| (sample, dtype)));
+    let has_type =
+        |sample: &Sample, dtype| dtype == DType::F32 || sample.inputs.iter().any(|tensor| tensor.dtype() == DType::F32);
+    let asked: Vec<_> = asked.filter(|(sample, dtype)| has_type(sample, *dtype)).collect();
+    let of_samples = on_all_cores(&asked, |(sample, dtype)| {
+        let what = format!("{}: {} ({dtype})", rule(&sample.op).name(), sample.title);
+        question(&what, &sample.op, &in_type(&sample.inputs, *dtype))
+    });
+    let is_without = |(sample, _): &(&Sample, DType)| sample.inputs.iter().all(|tensor| !tensor.bytes().is_empty());
+    let without = asked.iter().zip(&of_samples).filter(|(asked, made)| made.is_none() && is_without(asked));
+    let without: BTreeSet<&str> = without.map(|((sample, _), _)| rule(&sample.op).name()).collect();
     println!("without a launch_plan: {}", without.into_iter().collect::<Vec<_>>().join(", "));
-    questions
+    let large = large::cases();
+    let large: Vec<_> = large.iter().flat_map(|case| FLOATS.map(|dtype| (case, dtype))).collect();
+    let large = on_all_cores(&large, |((op, inputs), dtype)| {
+        let inputs = in_type(inputs, *dtype);
+        let shapes: Vec<&[usize]> = inputs.iter().map(Tensor::shape).collect();
+        question(&format!("{op:?} of {shapes:?} ({dtype})"), op, &inputs)
+    });
+    let attention = FLOATS.into_iter().flat_map(attention::questions);
+    of_samples.into_iter().flatten().chain(attention).chain(large.into_iter().flatten()).collect()
+}
+
+/// Maps a list on all cores, in order.
+fn on_all_cores<T: Sync, R: Send>(list: &[T], map: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let numbers = std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed));
+        numbers.map_while(|at| Some((at, map(list.get(at)?)))).collect::<Vec<_>>()
+    };
+    let mut made: Vec<(usize, R)> = thread::scope(|scope| {
+        let threads = thread::available_parallelism().map_or(1, NonZero::get);
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    made.sort_by_key(|(at, _)| *at);
+    made.into_iter().map(|(_, made)| made).collect()
 }
 
 #[test]
@@ -152,6 +165,10 @@ fn a_gpu_gives_what_the_reference_gives() {
     }
     let device = open("cuda:0").unwrap();
     let questions = questions();
+    let kernel = |q: &Question| device.kernel(&q.op, &q.inputs, &q.outputs).ok();
+    let kernels: Vec<_> = questions.iter().filter_map(kernel).collect();
+    // A kernel that does not compile fails its own question.
+    let _ = device.load(&kernels.iter().map(|kernel| &**kernel).collect::<Vec<_>>());
     // Every sample that differs is printed, not only the first one.
     let differs = |question: &&Question| {
         let differs = catch_unwind(AssertUnwindSafe(|| ask(&*device, question))).is_err();

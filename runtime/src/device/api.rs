@@ -98,8 +98,9 @@ pub trait Device: Send + Sync {
     /// The kernel of a chain of elementwise ops. `None` if its ops must run one by one.
     fn chain(&self, links: &[Link], inputs: &[TensorLayout]) -> Option<Arc<dyn Kernel>>;
 
-    /// Loads a kernel that another device of its kind has made; otherwise its first run does.
-    fn load(&self, _kernel: &dyn Kernel) -> Result<(), DeviceError> {
+    /// Compiles kernels, on all cores, and loads them; otherwise the first run of each does. Another device of this kind
+    /// may have made them. Returns the error of the first that fails.
+    fn load(&self, _kernels: &[&dyn Kernel]) -> Result<(), DeviceError> {
         Ok(())
     }
 

@@ -144,10 +144,9 @@ impl<'a> Executor<'a> {
         let uploaded = |sequence: &Sequence| -> Result<Vec<Buffer>, DeviceError> {
             sequence.constants.iter().map(|constant| device.upload(constant.bytes())).collect()
         };
-        for step in [&code.forward, &code.backward, &code.weight].into_iter().flat_map(|sequence| &sequence.steps) {
-            let joint = step.joint.iter().map(|joint| &joint.kernel);
-            joint.chain([&step.kernel]).try_for_each(|kernel| device.load(&**kernel))?;
-        }
+        let steps = [&code.forward, &code.backward, &code.weight].into_iter().flat_map(|sequence| &sequence.steps);
+        let kernels = steps.flat_map(|step| step.joint.iter().map(|joint| &joint.kernel).chain([&step.kernel]));
+        device.load(&kernels.map(|kernel| &**kernel).collect::<Vec<_>>())?;
         Ok(Executor {
             code,
             states,

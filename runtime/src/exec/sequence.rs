@@ -178,7 +178,7 @@ impl Planned {
 
 /// Builds the tasks of a graph in `order` and its memory layout. A fused chain whose ops lack fast kernels is
 /// dissolved. A gradient term gets memory of its own if its kernel cannot accumulate. With `joins`, accumulating
-/// kernels are batched over several micro-batches where that pays off.
+/// kernels are batched over several micro-batches where that pays off. All kernels are loaded.
 pub fn tasks(
     device: &dyn Device,
     graph: &Graph,
@@ -193,6 +193,16 @@ pub fn tasks(
             Some(planned) => drop(made.insert(last, planned)),
             None => chains.dissolve(last),
         }
+    }
+    if device.load(&made.values().map(|planned| &*planned.kernel).collect::<Vec<_>>()).is_err() {
+        // A failure to compile is reported for the ops one by one.
+        made.retain(|last, planned| {
+            let is_loaded = device.load(&[&*planned.kernel]).is_ok();
+            if !is_loaded {
+                chains.dissolve(*last);
+            }
+            is_loaded
+        });
     }
     let in_chains: HashSet<NodeId> = chains.by_last.values().flatten().copied().collect();
     let mut planned: Vec<Planned> = Vec::new();
@@ -214,6 +224,8 @@ pub fn tasks(
         let collective = Collective::of(&node.op, &facts);
         planned.push(Planned { node: *id, nodes: vec![*id], kernel, collective, joint, inputs, outputs });
     }
+    let kernels = planned.iter().flat_map(|planned| planned.joint.iter().chain([&planned.kernel]));
+    device.load(&kernels.map(|kernel| &**kernel).collect::<Vec<_>>())?;
     let workspace: HashMap<NodeId, usize> = planned.iter().map(|p| (p.node, p.workspace())).collect();
     let adding =
         planned.iter().filter(|planned| planned.can_accumulate()).filter_map(|planned| planned.outputs.first());

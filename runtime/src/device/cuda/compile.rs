@@ -2,9 +2,12 @@
 
 use super::nvrtc::{INVALID_OPTION, NO_BUILTINS, NvrtcError, Program};
 use super::search_path::FOLDERS;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::num::NonZero;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 use thiserror::Error;
 
 /// Compute capability, as in `sm_90`.
@@ -51,11 +54,17 @@ pub struct Code {
     pub log: String,
 }
 
+type Known = BTreeMap<(Architecture, Arc<str>), Arc<[u8]>>;
+
+/// Compiled kernels. No thread holds it while it compiles.
+static KNOWN: Mutex<Known> = Mutex::new(BTreeMap::new());
+
+fn known() -> MutexGuard<'static, Known> {
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Compiles a kernel for this architecture, or finds it compiled: GPUs of one architecture share kernels.
 pub fn cubin(text: &Arc<str>, architecture: Architecture) -> Result<Arc<[u8]>, CompileFault> {
-    type Known = BTreeMap<(Architecture, Arc<str>), Arc<[u8]>>;
-    static KNOWN: Mutex<Known> = Mutex::new(BTreeMap::new());
-    let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (architecture, text.clone());
     if let Some(code) = known().get(&key) {
         return Ok(code.clone());
@@ -63,6 +72,26 @@ pub fn cubin(text: &Arc<str>, architecture: Architecture) -> Result<Arc<[u8]>, C
     let code: Arc<[u8]> = compiled(text, architecture, &[])?.cubin.into();
     known().insert(key, code.clone());
     Ok(code)
+}
+
+/// Compiles kernels on all cores, so that [`cubin`] finds them. For one that does not compile, `cubin` returns the error.
+pub fn compile_all(texts: BTreeSet<Arc<str>>, architecture: Architecture) {
+    let is_new = |text: &Arc<str>| !known().contains_key(&(architecture, text.clone()));
+    let texts: Vec<Arc<str>> = texts.into_iter().filter(is_new).collect();
+    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(texts.len());
+    if threads < 2 {
+        return;
+    }
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(text) = texts.get(next.fetch_add(1, Ordering::Relaxed)) {
+            // After a failure the other kernels are not needed.
+            if cubin(text, architecture).is_err() {
+                next.store(texts.len(), Ordering::Relaxed);
+            }
+        }
+    };
+    thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
 }
 
 /// Compiles a kernel for this architecture with additional options, such as `--ptxas-options=-v`.

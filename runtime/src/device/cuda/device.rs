@@ -1,6 +1,7 @@
 //! GPUs as devices.
 
 use super::chain;
+use super::compile::compile_all;
 use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Launch, LaunchPlan};
 use super::library_kernel::LibraryKernel;
@@ -116,13 +117,25 @@ impl CudaKernel {
         Ok(*place.get_or_init(|| function))
     }
 
-    /// Compiles and loads all launches, so that none compiles during training. Those that accumulate are loaded on first
-    /// use, since most products do not.
-    fn load(&self, gpu: &Gpu) -> Result<(), DeviceError> {
-        if self.library.as_ref().is_some_and(|library| library.works_on(gpu)) {
-            return Ok(());
+    /// The launches that are loaded before a run, so that none compiles during training. Those that accumulate are loaded
+    /// on first use, since most products do not.
+    fn loaded_first(&self, gpu: &Gpu) -> &[Launch] {
+        match &self.library {
+            Some(library) if library.works_on(gpu) => &[],
+            _ => &self.plan.launches,
         }
-        self.launches(gpu, OutputMode::Overwrite).into_iter().flatten().try_for_each(|loaded| loaded.map(drop))
+    }
+
+    fn load(&self, gpu: &Gpu) -> Result<(), DeviceError> {
+        let launches = self.loaded_first(gpu).iter().enumerate();
+        launches.map(|(at, launch)| self.function(gpu, at, launch)).try_for_each(|loaded| loaded.map(drop))
+    }
+
+    /// The texts that [`CudaKernel::load`] compiles.
+    fn texts(&self, gpu: &Gpu) -> impl Iterator<Item = Arc<str>> {
+        let is_new = |(at, _): &(usize, &Launch)| self.functions[*at][gpu.info().ordinal].get().is_none();
+        let launches = self.loaded_first(gpu).iter().enumerate().filter(is_new);
+        launches.map(|(_, launch)| launch.text.clone())
     }
 }
 
@@ -209,20 +222,19 @@ impl Device for CudaDevice {
             kernel.accumulating = matmul::accumulating(op, [a, b, c]);
         }
         kernel.library = LibraryKernel::new(&self.gpu, MOST_GPUS, op, &inputs, &outputs, self.info.tf32);
-        kernel.load(&self.gpu)?;
         Ok(Arc::new(kernel))
     }
 
     fn chain(&self, links: &[Link], inputs: &[TensorLayout]) -> Option<Arc<dyn Kernel>> {
-        let kernel = CudaKernel::new("chain", links.len(), chain::kernel(links, inputs)?);
-        // A failure to compile is reported for the ops one by one.
-        kernel.load(&self.gpu).ok()?;
-        Some(Arc::new(kernel))
+        Some(Arc::new(CudaKernel::new("chain", links.len(), chain::kernel(links, inputs)?)))
     }
 
-    fn load(&self, kernel: &dyn Kernel) -> Result<(), DeviceError> {
-        let kernel = (kernel as &dyn Any).downcast_ref::<CudaKernel>();
-        kernel.ok_or(DeviceError::Foreign { what: "kernel" })?.load(&self.gpu)
+    fn load(&self, kernels: &[&dyn Kernel]) -> Result<(), DeviceError> {
+        let own: Option<Vec<&CudaKernel>> = kernels.iter().map(|kernel| (*kernel as &dyn Any).downcast_ref()).collect();
+        let own = own.ok_or(DeviceError::Foreign { what: "kernel" })?;
+        let texts = own.iter().flat_map(|kernel| kernel.texts(&self.gpu)).collect();
+        compile_all(texts, self.gpu.info().architecture);
+        own.iter().try_for_each(|kernel| kernel.load(&self.gpu))
     }
 
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {

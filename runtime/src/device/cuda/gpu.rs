@@ -300,11 +300,15 @@ impl Gpu {
 
     /// The kernel with this source, compiled and loaded on first use.
     pub fn function(&self, text: &Arc<str>) -> Result<Function, GpuError> {
-        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = functions.get(text) {
+        let functions = || self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions().get(text) {
             return Ok(*function);
         }
         let code = cubin(text, self.info.architecture)?;
+        let mut functions = functions();
+        if let Some(function) = functions.get(text) {
+            return Ok(*function);
+        }
         let name = CString::new(ENTRY).expect("the entry's name has no zero byte");
         self.bind()?;
         // SAFETY: the code is a cubin compiled for this architecture; the module is never unloaded.
