@@ -11,6 +11,7 @@ use runtime::device::cuda::chain;
 use runtime::device::cuda::compile::{Architecture, CompileFault, compiled, cubin};
 use runtime::device::cuda::launch_plan::LaunchPlan;
 use runtime::device::cuda::library::CudaLibrary;
+use runtime::device::cuda::many;
 use runtime::device::cuda::prelude::PRELUDE;
 use runtime::device::cuda::verbs;
 use runtime::device::layout::TensorLayout;
@@ -79,9 +80,10 @@ fn verb_texts() -> Vec<Arc<str>> {
         verbs::squares,
         verbs::average_update,
         verbs::set_back,
-        verbs::moving_average,
+        many::moving_averages,
     ];
     texts.extend(of_type.into_iter().flat_map(|text| [DType::F32, DType::F64].map(text)));
+    texts.extend([1, 2, 4, 8].map(many::pack));
     let (learning_rate, epsilon, weight_decay) = (0.1, 1e-8, 0.01);
     let sgd = |momentum, nesterov| UpdateRule::Sgd { learning_rate, momentum, nesterov, weight_decay };
     let adam = |decoupled| UpdateRule::Adam { learning_rate, betas: (0.9, 0.999), epsilon, weight_decay, decoupled };

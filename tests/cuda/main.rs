@@ -5,6 +5,7 @@ mod attention;
 mod compile;
 mod convolutions;
 mod large;
+mod many;
 mod products;
 
 #[path = "../support/mod.rs"]

@@ -4,8 +4,8 @@
 //! dereferences an address, so the device may be a GPU.
 //!
 //! A stream runs its methods in the order of the calls. A method may return before its work is done; on the CPU it
-//! never does. [`Stream::finish`], [`Stream::squared_norms`] and the downloads wait, except [`Stream::begin_download`].
-//! Others wait only if memory is short, for their first use, or for an earlier upload. A buffer may therefore be dropped
+//! never does. [`Stream::finish`], [`Stream::squared_norms`] and the downloads wait, except those that
+//! only begin. Others wait only if memory is short, for their first use, or for an earlier upload. A buffer may therefore be dropped
 //! while work on it is queued: a device frees memory in stream order, or after the work. A later call may return the
 //! error of earlier work.
 //!
@@ -163,6 +163,15 @@ pub struct Rows {
     pub to_pitch: usize,
 }
 
+/// `state = keep · state + (1 − keep) · sample`. The sample comes from the host, where it was combined over micro-batches
+/// and replicas.
+pub struct AverageStep<'a> {
+    pub dtype: DType,
+    pub sample: &'a [f64],
+    pub keep: f64,
+    pub state: RegionMut<'a>,
+}
+
 /// An in-order queue of work on a device. [The module](self) describes the guarantees of the methods.
 pub trait Stream: Send {
     /// Runs a kernel. `workspace` has at least [`Kernel::workspace`] bytes.
@@ -190,6 +199,13 @@ pub trait Stream: Send {
     fn begin_download(&self, from: Region<'_>) -> Result<Download, DeviceError> {
         let mut bytes = Vec::new();
         self.download_with(from, &mut |from| bytes = from.to_vec())?;
+        Ok(Download::Done(bytes))
+    }
+
+    /// Like [`Stream::begin_download`] for several regions, one after another.
+    fn begin_download_all(&self, from: &[Region<'_>]) -> Result<Download, DeviceError> {
+        let mut bytes = Vec::with_capacity(from.iter().map(Region::len).sum());
+        from.iter().try_for_each(|from| self.download_with(*from, &mut |from| bytes.extend_from_slice(from)))?;
         Ok(Download::Done(bytes))
     }
 
@@ -260,9 +276,8 @@ pub trait Stream: Send {
         to: RegionMut<'_>,
     ) -> Result<(), DeviceError>;
 
-    /// `state = keep · state + (1 − keep) · sample`. The sample comes from the host, where it was combined over
-    /// micro-batches and replicas.
-    fn moving_average(&self, dtype: DType, sample: &[f64], keep: f64, state: RegionMut<'_>) -> Result<(), DeviceError>;
+    /// Updates moving averages.
+    fn moving_averages(&self, steps: Vec<AverageStep<'_>>) -> Result<(), DeviceError>;
 
     /// An event that occurs when the work queued so far is done.
     fn record(&self) -> Result<Event, DeviceError>;

@@ -33,6 +33,7 @@ pub mod library_convolution;
 pub mod library_kernel;
 pub mod library_product;
 pub mod lstm;
+pub mod many;
 pub mod matmul;
 pub mod movement;
 pub mod nccl;

@@ -9,7 +9,7 @@
 //! statistics of the micro-batch. A sample that is not a batch variance is averaged like a mean. The modes are equal
 //! under schedules that do not split minibatches.
 
-use crate::device::api::Stream;
+use crate::device::api::{AverageStep, Stream};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::exec::sequence::TensorAddress;
@@ -70,16 +70,12 @@ pub fn follow(
     samples: &[Samples],
     microbatches: u32,
 ) -> Result<(), DeviceError> {
-    let mut step = |follow: &StateUpdate, sample: &[f64]| {
-        let state = states[follow.state].region_mut();
-        stream.moving_average(named[follow.state].fact.dtype, sample, follow.keep, state)
-    };
     let values = |at: usize, of: &Samples| numbers(named[follows[at].state].fact.dtype, &of.1[at]);
     let Statistics::Deferred { unbiased } = statistics else {
-        for sample in samples {
-            follows.iter().enumerate().try_for_each(|(at, follow)| step(follow, &values(at, sample)))?;
-        }
-        return Ok(());
+        return samples.iter().try_for_each(|sample| {
+            let values = (0..follows.len()).map(|at| values(at, sample));
+            update(stream, follows, (states, named), values.collect())
+        });
     };
     let mut minibatches: BTreeMap<u32, Vec<&Samples>> = BTreeMap::new();
     for sample in samples {
@@ -88,7 +84,7 @@ pub fn follow(
     for mut items in minibatches.into_values() {
         items.sort_by_key(|(item, _)| *item);
         let mean = |at: usize| average(items.iter().map(|item| values(at, item)));
-        for (at, follow) in follows.iter().enumerate() {
+        let whole = |(at, follow): (usize, &StateUpdate)| {
             let mut whole = mean(at);
             if let Some(Variance { mean: of, elements }) = follow.variance {
                 let centre = mean(of);
@@ -103,8 +99,33 @@ pub fn follow(
                     *value = (*value + between) * correction;
                 }
             }
-            step(follow, &whole)?;
+            whole
+        };
+        update(stream, follows, (states, named), follows.iter().enumerate().map(whole).collect())?;
+    }
+    Ok(())
+}
+
+/// Updates the states with one sample for each update, in order: those of different states in one call.
+fn update(
+    stream: &dyn Stream,
+    follows: &[StateUpdate],
+    (states, named): (&mut [Buffer], &[NamedTensor]),
+    samples: Vec<Vec<f64>>,
+) -> Result<(), DeviceError> {
+    let mut rest = follows.iter().zip(&samples).peekable();
+    while rest.peek().is_some() {
+        let mut together: BTreeMap<usize, (f64, &[f64])> = BTreeMap::new();
+        while let Some((follow, sample)) = rest.next_if(|(follow, _)| !together.contains_key(&follow.state)) {
+            together.insert(follow.state, (follow.keep, sample));
         }
+        let mut steps = Vec::new();
+        for ((at, state), named) in states.iter_mut().enumerate().zip(named) {
+            if let Some((keep, sample)) = together.remove(&at) {
+                steps.push(AverageStep { dtype: named.fact.dtype, sample, keep, state: state.region_mut() });
+            }
+        }
+        stream.moving_averages(steps)?;
     }
     Ok(())
 }

@@ -21,18 +21,6 @@ pub struct ReplicaGradients {
     pub samples: Vec<Samples>,
 }
 
-/// Number of a micro-batch, and its samples on their way to the host.
-pub type PendingSamples = (u32, Vec<Download>);
-
-/// Waits for samples.
-pub fn arrived(samples: Vec<PendingSamples>) -> Result<Vec<Samples>, DeviceError> {
-    let each = |(item, copies): PendingSamples| {
-        let bytes = copies.into_iter().map(Download::bytes).collect::<Result<_, _>>()?;
-        Ok((item, bytes))
-    };
-    samples.into_iter().map(each).collect()
-}
-
 /// One gradient bucket of a round, posted for reduction.
 #[derive(Clone, Copy, Debug)]
 pub struct PostedBucket {
@@ -47,7 +35,10 @@ pub struct PostedBucket {
 pub struct RoundGradients {
     /// Indexed by gradient term.
     pub terms: Vec<Option<Arc<Buffer>>>,
-    pub samples: Vec<PendingSamples>,
+    /// Numbers of micro-batches, and their samples, one after another, on their way to the host.
+    pub samples: Vec<(u32, Download)>,
+    /// Bytes of each sample.
+    sample_bytes: Vec<usize>,
     /// Number of micro-batches accumulated so far.
     pub(super) items: u64,
     /// Bucket of each term and of each parameter.
@@ -67,6 +58,7 @@ impl RoundGradients {
         RoundGradients {
             terms: vec![None; code.gradient_terms.len()],
             samples: Vec::new(),
+            sample_bytes: code.follows.iter().map(|follow| follow.sample.bytes).collect(),
             items: 0,
             bucket_of: code.gradient_terms.iter().map(|term| of_parameter[term.parameter]).collect(),
             bucket_of_parameter: of_parameter,
@@ -106,11 +98,22 @@ impl RoundGradients {
         let own = self.terms.iter_mut().zip(&self.bucket_of);
         let terms = own.map(|(sum, of)| if *of == bucket { sum.take() } else { None }).collect();
         let is_last = bucket + 1 >= self.buckets;
-        let samples = if is_last { std::mem::take(&mut self.samples) } else { Vec::new() };
+        let samples = if is_last { self.take_samples()? } else { Vec::new() };
         if is_last {
             self.items = 0;
         }
-        Ok(ReplicaGradients { terms, samples: arrived(samples)? })
+        Ok(ReplicaGradients { terms, samples })
+    }
+
+    /// Waits for the samples.
+    pub(super) fn take_samples(&mut self) -> Result<Vec<Samples>, DeviceError> {
+        let split = |bytes: Vec<u8>| {
+            let mut rest = &bytes[..];
+            let of = |count: &usize| rest.split_off(..*count).unwrap_or_default().to_vec();
+            self.sample_bytes.iter().map(of).collect()
+        };
+        let samples = std::mem::take(&mut self.samples).into_iter();
+        samples.map(|(item, copy)| Ok((item, split(copy.bytes()?)))).collect()
     }
 }
 

@@ -10,7 +10,7 @@ use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::exec::moving_average::Samples;
 use crate::exec::stage_code::GradientTerm;
-use crate::stage::gradient_buckets::{PostedBucket, ReplicaGradients, arrived};
+use crate::stage::gradient_buckets::{PostedBucket, ReplicaGradients};
 use crate::stage::gradients::{GradientTerms, allocate_sum, is_streamed, reduced};
 use crate::stage::stage_worker::StageWorker;
 use std::sync::Arc;
@@ -93,7 +93,7 @@ impl StageWorker<'_> {
     /// The gradients since the last step, for a stage without replicas.
     pub fn contribution(&mut self, round: u32) -> Result<ReplicaGradients, DeviceError> {
         let terms = self.gathered.terms.iter_mut().map(Option::take).collect();
-        let samples = arrived(std::mem::take(&mut self.gathered.samples))?;
+        let samples = self.gathered.take_samples()?;
         let mut own = ReplicaGradients { terms, samples };
         self.gathered.items = 0;
         self.contribute_tied(round, None, &mut own.terms)?;

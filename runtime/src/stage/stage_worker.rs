@@ -128,7 +128,7 @@ pub struct StageWorker<'a> {
     pub(super) uncounted: Vec<i64>,
     pub(super) gradients: Vec<(usize, Buffer)>,
     /// Moving-average samples of micro-batches whose backward has not run.
-    samples: HashMap<u32, Vec<Download>>,
+    samples: HashMap<u32, Download>,
     /// Losses on their way to the host, oldest first.
     losses: VecDeque<PendingLoss>,
     pub(super) cutting: PendingSnapshots,
@@ -358,8 +358,9 @@ impl<'a> StageWorker<'a> {
         (state.weights, state.version) = (weights, version);
         self.executor.forward(state)?;
         if !self.code.follows.is_empty() {
-            let samples = self.code.follows.iter().map(|f| self.executor.download_result(state, f.sample));
-            self.samples.insert(item, samples.collect::<Result<_, _>>()?);
+            let samples = self.code.follows.iter().map(|follow| self.executor.result(state, follow.sample));
+            let samples = self.executor.device.stream.begin_download_all(&samples.collect::<Vec<_>>())?;
+            self.samples.insert(item, samples);
         }
         for (named, place) in self.code.results.iter().filter(|(n, _)| n.name == LOSS) {
             let copy = self.executor.download_result(state, *place)?;

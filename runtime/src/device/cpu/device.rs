@@ -4,7 +4,7 @@ use super::chain::Chain;
 use super::half::{is_half, narrow, widen};
 use super::update::WeightBytes;
 use super::{arithmetic, update};
-use crate::device::api::{Device, DeviceInfo, Kernel, OutputMode, Stream, WeightRegions};
+use crate::device::api::{AverageStep, Device, DeviceInfo, Kernel, OutputMode, Stream, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::chain::Link;
 use crate::device::error::DeviceError;
@@ -292,8 +292,10 @@ impl Stream for CpuStream {
         Ok(())
     }
 
-    fn moving_average(&self, dtype: DType, sample: &[f64], keep: f64, state: RegionMut<'_>) -> Result<(), DeviceError> {
-        arithmetic::moving_average(dtype, sample, keep, state.host()?);
+    fn moving_averages(&self, steps: Vec<AverageStep<'_>>) -> Result<(), DeviceError> {
+        for AverageStep { dtype, sample, keep, state } in steps {
+            arithmetic::moving_average(dtype, sample, keep, state.host()?);
+        }
         Ok(())
     }
 

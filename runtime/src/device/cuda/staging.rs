@@ -71,19 +71,22 @@ impl StagingBuffers {
     /// A buffer of at least this size that no copy uses: the smallest, or else the first that a copy leaves.
     pub fn take(&mut self, bytes: usize) -> Result<PinnedMemory, DriverError> {
         let fits = |at: &usize| self.used[*at].0.len() >= bytes;
-        let fitting: Vec<usize> = (0..self.used.len()).filter(fits).collect();
-        let free = fitting.iter().copied().filter(|at| self.used[*at].1.has_occurred());
-        if let Some(at) = free.min_by_key(|at| self.used[*at].0.len()) {
+        let mut fitting: Vec<usize> = (0..self.used.len()).filter(fits).collect();
+        let oldest = fitting.first().copied();
+        fitting.sort_by_key(|at| self.used[*at].0.len());
+        if let Some(at) = fitting.iter().copied().find(|at| self.used[*at].1.has_occurred()) {
             return Ok(self.used.remove(at).0);
         }
         let size = bytes.next_power_of_two().max(LEAST);
         let held: usize = self.used.iter().map(|(memory, _)| memory.len()).sum();
-        if fitting.len() < MOST || held + size <= MOST_BYTES {
-            return PinnedMemory::new(size);
+        match oldest.filter(|_| fitting.len() >= MOST && held + size > MOST_BYTES) {
+            None => PinnedMemory::new(size),
+            Some(oldest) => {
+                let (memory, event) = self.used.remove(oldest);
+                event.synchronize()?;
+                Ok(memory)
+            }
         }
-        let (memory, event) = self.used.remove(fitting[0]);
-        event.synchronize()?;
-        Ok(memory)
     }
 
     /// Keeps a buffer for later copies, after the work that is queued in a stream.

@@ -8,11 +8,12 @@ use super::download::CudaDownload;
 use super::event::{CudaEvent, CudaTimestamp};
 use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Base, Fault};
+use super::many;
 use super::queue::{Queue, RawEvent};
 use super::staging::{PinnedMemory, StagingBuffers};
 use super::verbs;
 use super::verbs::{MOST_BLOCKS, PARTS, RuleVariant, THREADS, Verb};
-use crate::device::api::{Kernel, OutputMode, Rows, Stream, WeightRegions};
+use crate::device::api::{AverageStep, Kernel, OutputMode, Rows, Stream, WeightRegions};
 use crate::device::buffer::{Buffer, DeviceMemory};
 use crate::device::download::Download;
 use crate::device::error::DeviceError;
@@ -114,7 +115,7 @@ impl CudaStream {
         if let Some(scratch) = state.scratch.as_ref().filter(|scratch| scratch.bytes() >= bytes) {
             return Ok(scratch.address());
         }
-        let made = self.gpu.allocate(bytes.next_power_of_two()).map_err(|error| self.gpu.failed(error))?;
+        let made = self.gpu.allocate(bytes.max(1).next_power_of_two()).map_err(|error| self.gpu.failed(error))?;
         Ok(state.scratch.insert(made).address())
     }
 
@@ -130,6 +131,19 @@ impl CudaStream {
         // SAFETY: both sides have the bytes; the staging buffer is not touched before the copy is done.
         self.checked(|| unsafe { result::memcpy_htod_async(address, &pinned[..bytes], self.queue.raw()) })?;
         self.checked(|| self.staging().give(pinned, &self.queue))
+    }
+
+    /// Starts to copy from an address to the host.
+    fn begin_read(&self, address: u64, bytes: usize) -> Result<Download, DeviceError> {
+        if bytes == 0 {
+            return Ok(Download::Done(Vec::new()));
+        }
+        let mut memory = self.checked(|| self.staging().take(bytes))?;
+        // SAFETY: both sides have the bytes; the host reads them after the event.
+        self.checked(|| unsafe { result::memcpy_dtoh_async(&mut memory[..bytes], address, self.queue.raw()) })?;
+        let event = self.checked(|| RawEvent::record(&self.queue))?;
+        let (gpu, staging) = (self.gpu.clone(), self.staging.clone());
+        Ok(Download::Pending(Box::new(CudaDownload { gpu, memory, bytes, event, staging })))
     }
 
     /// Waits, and passes on what was read from an address.
@@ -227,16 +241,23 @@ impl Stream for CudaStream {
     }
 
     fn begin_download(&self, from: Region<'_>) -> Result<Download, DeviceError> {
-        let bytes = from.len();
-        if bytes == 0 {
-            return Ok(Download::Done(Vec::new()));
+        self.begin_read(from.address(), from.len())
+    }
+
+    fn begin_download_all(&self, from: &[Region<'_>]) -> Result<Download, DeviceError> {
+        let bytes = from.iter().map(Region::len).sum();
+        let packed = self.scratch(bytes)?;
+        let numbers = from.iter().flat_map(|from| [from.address(), from.len() as u64]);
+        let size = verbs::common_size(&numbers.collect::<Vec<_>>());
+        let mut to = packed;
+        for some in from.chunks(many::MOST) {
+            let mut words = many::arguments(some.iter().map(|from| (from.address(), from.len() / size, [])));
+            words.push(to);
+            let bytes: usize = some.iter().map(Region::len).sum();
+            self.each(Verb::Pack(size), || many::pack(size), bytes / size, &words)?;
+            to += bytes as u64;
         }
-        let mut memory = self.checked(|| self.staging().take(bytes))?;
-        // SAFETY: both sides have the bytes; the host reads them after the event.
-        self.checked(|| unsafe { result::memcpy_dtoh_async(&mut memory[..bytes], from.address(), self.queue.raw()) })?;
-        let event = self.checked(|| RawEvent::record(&self.queue))?;
-        let (gpu, staging) = (self.gpu.clone(), self.staging.clone());
-        Ok(Download::Pending(Box::new(CudaDownload { gpu, memory, bytes, event, staging })))
+        self.begin_read(packed, bytes)
     }
 
     fn copy(&self, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError> {
@@ -299,7 +320,7 @@ impl Stream for CudaStream {
     fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError> {
         let part_bytes = PARTS as usize * size_of::<f64>();
         let bytes = tensors.len() * part_bytes;
-        let parts = self.scratch(bytes.max(1))?;
+        let parts = self.scratch(bytes)?;
         for (at, (dtype, values)) in tensors.iter().enumerate() {
             let function = self.function(Verb::Squares(*dtype), || verbs::squares(*dtype))?;
             let to = parts + (at * part_bytes) as u64;
@@ -374,17 +395,21 @@ impl Stream for CudaStream {
         self.each(Verb::SetBack(dtype), || verbs::set_back(dtype), weights.len() / dtype.size(), &words)
     }
 
-    fn moving_average(&self, dtype: DType, sample: &[f64], keep: f64, state: RegionMut<'_>) -> Result<(), DeviceError> {
-        let count = sample.len().min(state.len() / dtype.size());
-        let sample = bytemuck::cast_slice(&sample[..count]);
-        let on_gpu = self.scratch(sample.len().max(1))?;
-        self.upload_to(on_gpu, sample.len(), &mut |to| to.copy_from_slice(sample))?;
-        self.each(
-            Verb::MovingAverage(dtype),
-            || verbs::moving_average(dtype),
-            count,
-            &[on_gpu, state.address(), keep.to_bits()],
-        )
+    fn moving_averages(&self, steps: Vec<AverageStep<'_>>) -> Result<(), DeviceError> {
+        let counts = |step: &AverageStep<'_>| step.sample.len().min(step.state.len() / step.dtype.size());
+        let samples: Vec<f64> = steps.iter().flat_map(|step| &step.sample[..counts(step)]).copied().collect();
+        let bytes: &[u8] = bytemuck::cast_slice(&samples);
+        let mut on_gpu = self.scratch(bytes.len())?;
+        self.upload_to(on_gpu, bytes.len(), &mut |to| to.copy_from_slice(bytes))?;
+        for some in steps.chunk_by(|a, b| a.dtype == b.dtype).flat_map(|alike| alike.chunks(many::MOST)) {
+            let (dtype, count) = (some[0].dtype, some.iter().map(counts).sum());
+            let states = some.iter().map(|step| (step.state.address(), counts(step), [step.keep]));
+            let mut words = many::arguments(states);
+            words.push(on_gpu);
+            self.each(Verb::MovingAverages(dtype), || many::moving_averages(dtype), count, &words)?;
+            on_gpu += (count * size_of::<f64>()) as u64;
+        }
+        Ok(())
     }
 
     fn record(&self) -> Result<Event, DeviceError> {

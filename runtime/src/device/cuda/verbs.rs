@@ -4,7 +4,7 @@
 //! model. Optimizer steps compute in `f64` and round once, as on the CPU.
 
 use super::draft::PACK_BYTES;
-use super::element::{accumulator, held, load, store, stored};
+use super::element::{load, store, stored};
 use super::prelude::{ENTRY, PRELUDE};
 use crate::device::layout::accumulation_type;
 use crate::device::optimizer::UpdateRule;
@@ -40,7 +40,9 @@ pub enum Verb {
     Squares(DType),
     AverageUpdate(DType),
     SetBack(DType),
-    MovingAverage(DType),
+    MovingAverages(DType),
+    /// Of elements with this number of bytes.
+    Pack(usize),
     Step(RuleVariant, DType),
     Predict(RuleVariant, DType),
 }
@@ -124,14 +126,19 @@ pub fn common_size(numbers: &[u64]) -> usize {
     [8, 4, 2].into_iter().find(|size| numbers.iter().all(|number| number % size == 0)).unwrap_or(1) as usize
 }
 
-/// Copies rows of `width` elements of `size` bytes.
-pub fn copy_rows(size: usize) -> Arc<str> {
-    let of = match size {
+/// The type of elements of `size` bytes.
+pub fn word(size: usize) -> &'static str {
+    match size {
         8 => "u64",
         4 => "unsigned int",
         2 => "unsigned short",
         _ => "unsigned char",
-    };
+    }
+}
+
+/// Copies rows of `width` elements of `size` bytes.
+pub fn copy_rows(size: usize) -> Arc<str> {
+    let of = word(size);
     format!(
         "typedef unsigned long long at;\n{PRELUDE}\n\
          extern \"C\" __global__ void {ENTRY}(u64 n, const {of}* x, {of}* y, u64 width, u64 from_pitch, u64 to_pitch) {{\n\
@@ -180,14 +187,6 @@ pub fn average_update(dtype: DType) -> Arc<str> {
 pub fn set_back(dtype: DType) -> Arc<str> {
     let lines = format!("y = ({})((f64)w - steps * (f64)average);", stored(dtype));
     each(&[("w", dtype, Reads), ("average", dtype, Reads), ("y", dtype, Writes)], &["steps"], &lines)
-}
-
-/// `state = keep · state + (1 − keep) · sample`, for an `f64` sample.
-pub fn moving_average(dtype: DType) -> Arc<str> {
-    let value = format!("keep * (f64)({}) + (1.0 - keep) * x", load(dtype, "y"));
-    let rounded = if accumulator(dtype) == DType::F64 { value } else { format!("({})({value})", held(dtype)) };
-    let arrays = [("x", DType::F64, Reads), ("y", dtype, Updates)];
-    each(&arrays, &["keep"], &format!("y = {};", store(dtype, &rounded)))
 }
 
 /// The last arguments of a kernel: names and values.

@@ -2,7 +2,7 @@
 
 use super::clock::Clock;
 use super::device::{Held, Shared, lock, sanitizer};
-use crate::device::api::{Kernel, OutputMode, Stream, WeightRegions};
+use crate::device::api::{AverageStep, Kernel, OutputMode, Stream, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::CpuStream;
 use crate::device::error::DeviceError;
@@ -207,10 +207,12 @@ impl Stream for SanitizerStream {
         CpuStream.set_back_weights(dtype, weights.region(), (average.region(), steps), unsafe { to.region_mut() })
     }
 
-    fn moving_average(&self, dtype: DType, sample: &[f64], keep: f64, state: RegionMut<'_>) -> Result<(), DeviceError> {
-        let state = self.verb().write(&state)?;
-        // SAFETY: see above.
-        CpuStream.moving_average(dtype, sample, keep, unsafe { state.region_mut() })
+    fn moving_averages(&self, steps: Vec<AverageStep<'_>>) -> Result<(), DeviceError> {
+        steps.into_iter().try_for_each(|step| {
+            let state = self.verb().write(&step.state)?;
+            // SAFETY: see above.
+            CpuStream.moving_averages(vec![AverageStep { state: unsafe { state.region_mut() }, ..step }])
+        })
     }
 
     fn record(&self) -> Result<Event, DeviceError> {
