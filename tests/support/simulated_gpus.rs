@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 /// The libraries, and how they are linked.
-const LIBRARIES: [(&str, &str, &[&str]); 4] = [
+const LIBRARIES: [(&str, &str, &[&str]); 5] = [
     ("driver.cpp", "libcuda.so", &["-ldl"]),
     ("nvrtc.cpp", "libnvrtc.so", &[]),
     ("cublaslt.cpp", "libcublasLt.so", &["-ldl"]),
