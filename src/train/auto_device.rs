@@ -12,7 +12,9 @@ use runtime::device::cuda::gpu;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Plans do not know the workspace of kernels on GPUs, so this fraction (1 / `SPARE`) of planned memory must be free beside it.
+/// Plans do not know the workspace of kernels on GPUs, so these bytes and this fraction (1 / `SPARE`) of planned memory
+/// must be free beside it.
+const SPARE_BYTES: u64 = 512 << 20;
 const SPARE: u64 = 10;
 
 /// The devices for a plan with this tensor-parallel degree. A note says which and why, or a detail if there is no GPU.
@@ -52,9 +54,11 @@ fn gpus(plan: &Plan, tensor: usize, has_processes: bool) -> Result<(Vec<Arc<dyn 
     let (mut fitting, mut unfit) = (Vec::new(), None);
     for number in 0..count {
         match open_gpu(number).map(|gpu| (gpu.available_memory(), gpu)) {
-            Ok((Some(free), _)) if free < needed.saturating_add(needed / SPARE) => {
+            Ok((Some(free), _)) if free < needed.saturating_add(needed / SPARE).saturating_add(SPARE_BYTES) => {
                 let [needed, free] = [needed, free].map(quantity::bytes);
-                unfit.get_or_insert(format!("a worker needs {needed}, and cuda:{number} has {free} free"));
+                unfit.get_or_insert(format!(
+                    "a worker needs {needed} and some to spare, and cuda:{number} has {free} free"
+                ));
             }
             Ok((_, gpu)) => fitting.push(gpu),
             Err(error) => _ = unfit.get_or_insert(error.line()),

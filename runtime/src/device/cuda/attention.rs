@@ -1,8 +1,8 @@
 //! Attention without the score matrix, in tiles (Dao, FlashAttention-2, 2023): one block per tile of queries, and for the
 //! gradients of keys and values one per tile of keys. Sums have a fixed order.
 //!
-//! Elements of 16 bits are multiplied on tensor cores, and weights are rounded to 16 bits for that. Other types are
-//! multiplied and added in their own precision.
+//! Elements of 16 bits are multiplied on tensor cores, from compute capability 8.0 on, and weights are rounded to 16 bits
+//! for that. Other types are multiplied and added in their own precision.
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, literal, load, store, stored};
@@ -112,7 +112,8 @@ impl<'a> Pairs<'a> {
         let (depth, width) = (query.shape[heads + 2], value.shape[heads + 2]);
         let each = query.shape[heads] / key.shape[heads];
         let scores: usize = shape.iter().product();
-        let most = inputs.iter().map(TensorLayout::len).chain([scores, scores / shape[heads + 2] * width]).max()?;
+        let most =
+            inputs.iter().map(TensorLayout::len).chain([scores, scores / shape[heads + 2] * width.max(32)]).max()?;
         let mask = extras.mask.map(|at| &inputs[at]);
         Some(Pairs { op: *op, dtype: query.dtype, shape, each, depth, width, mask, extras, most })
     }

@@ -1,4 +1,4 @@
-//! Elementwise ops, each is an expression over its operands, so that chains run as one kernel.
+//! Elementwise ops. Each is an expression over its operands, so that chains run as one kernel.
 
 use super::draft::KernelBuilder;
 use super::element::{cast, held, load, store};

@@ -44,7 +44,7 @@ impl LibraryKernel {
             _ => {
                 let pointwise = || {
                     let (product, [a, b, c]) = pointwise(op, inputs, outputs)?;
-                    LibraryProduct::new(gpu, gpus, &product, [&a, &b, &c], tf32).map(LibraryKernel::Pointwise)
+                    LibraryProduct::new(gpu, gpus, &product, [&a, &b, &c], false).map(LibraryKernel::Pointwise)
                 };
                 let convolution = || LibraryConvolution::new(gpu, gpus, op, inputs, outputs);
                 pointwise().or_else(|| convolution().map(LibraryKernel::Convolution))

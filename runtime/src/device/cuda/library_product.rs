@@ -108,13 +108,13 @@ impl Problem {
 
     /// The column-major matrices `bᵀ`, `aᵀ` and `cᵀ` as they are stored.
     fn stored(&self) -> [Stored; 3] {
-        let ([rows, columns, terms], [turned_a, turned_b]) = (self.sizes, self.transposes);
+        let ([rows, columns, terms], [a_transposed, b_transposed]) = (self.sizes, self.transposes);
         let stored = |operand: usize, size: [usize; 2]| {
             let (batch, alignment) = (self.batch, self.alignments[operand]);
             Stored { size, line: self.lines[operand], batch, stride: self.strides[operand], alignment }
         };
-        let b = if turned_b { [terms, columns] } else { [columns, terms] };
-        let a = if turned_a { [rows, terms] } else { [terms, rows] };
+        let b = if b_transposed { [terms, columns] } else { [columns, terms] };
+        let a = if a_transposed { [rows, terms] } else { [terms, rows] };
         [stored(1, b), stored(0, a), stored(2, [columns, rows])]
     }
 
@@ -131,9 +131,9 @@ impl Problem {
             Some(chosen) => *chosen,
             None => None,
         };
-        let ([turned_a, turned_b], stored) = (self.transposes, self.stored());
+        let ([a_transposed, b_transposed], stored) = (self.transposes, self.stored());
         gpu.bind().ok()?;
-        let described = library.describe(self.types, [turned_b, turned_a], &stored, chosen, workspace).ok();
+        let described = library.describe(self.types, [b_transposed, a_transposed], &stored, chosen, workspace).ok();
         known.insert(key, described.as_ref().map(Described::algorithm));
         described
     }

@@ -1,6 +1,6 @@
-//! Large products of 16-bit matrices whose rows are not aligned to 16 bytes, such as those of a vocabulary of 50,257.
-//! Tensor cores read such rows several times slower, so they work on copies with longer rows, a block of `c`'s rows
-//! after the other, to bound the memory of the copies.
+//! Large products of 16-bit matrices of which a size is not a multiple of 8, such as a vocabulary of 50,257. Libraries
+//! have no fast kernels for them, so the product is that of copies with zeros up to the next multiple, some rows of `c`
+//! after the others to bound the memory of the copies.
 
 use super::draft::{KernelBuilder, PACK_BYTES};
 use super::gpu::{Function, Gpu, GpuError};
@@ -14,22 +14,28 @@ use std::sync::OnceLock;
 /// Bytes of an element.
 const SIZE: usize = 2;
 
-/// Elements of which the length of each row is a multiple.
+/// Elements of which each size is a multiple in the copies.
 const ALIGNED: usize = PACK_BYTES / SIZE;
 
-/// Bytes that the copies of an operand may take.
+/// Bytes that the copies of `a` or `c` may take.
 pub const MOST_BYTES: usize = 64 << 20;
 
 /// Operations for each copied byte from which on copies cost less than they save.
 const LEAST_FLOPS: usize = 100;
 
-/// A block of `rows` rows of `width` elements.
+fn padded(size: usize) -> usize {
+    size.next_multiple_of(ALIGNED)
+}
+
+/// A block of a matrix, copied to memory with rows of another length.
 #[derive(Clone, Copy)]
 struct Block {
-    rows: usize,
-    width: usize,
-    /// Elements from one row to the next, before and after.
-    lines: [usize; 2],
+    /// Rows and columns.
+    size: [usize; 2],
+    /// Elements from one row to the next.
+    from_line: usize,
+    /// Rows and columns that are written; what is beyond the block is 0.
+    to: [usize; 2],
 }
 
 /// The copy of a block, with its kernel by GPU.
@@ -41,7 +47,7 @@ struct Copier {
 /// Rows of `c` that are computed together.
 struct Piece {
     product: LibraryProduct,
-    /// The copies of its part of a, and to c.
+    /// The copies of its part of `a`, and to `c`.
     copies: [Option<Copier>; 2],
 }
 
@@ -50,30 +56,36 @@ pub struct PaddedProduct {
     whole: Problem,
     /// Rows of a piece.
     rows: usize,
+    /// The first pieces, and the last one if it is smaller.
     pieces: Vec<Piece>,
-    /// The copy of b.
+    /// The copy of `b`.
     of_b: Option<Copier>,
     /// Where the copies of a, b and c start in the workspace, and where the product's own does.
     offsets: [usize; 4],
 }
 
+impl Block {
+    fn bytes(&self) -> usize {
+        self.to[0] * self.to[1] * SIZE
+    }
+}
+
 impl Copier {
-    /// What the copy does not write of a longer row is 0.
     fn new(gpus: usize, block: Block) -> Copier {
-        let Block { rows, width, lines: [from, to] } = block;
-        let mut draft = KernelBuilder::new(rows * from.max(to));
+        let Block { size: [rows, columns], from_line, to: [to_rows, to_columns] } = block;
+        let mut draft = KernelBuilder::new((rows * from_line).max(to_rows * to_columns));
         draft.reads("from", DType::U16, At::input(0));
         draft.writes("to", DType::U16, At::output(0));
-        let count = rows * to;
+        let count = to_rows * to_columns;
         let lines = format!(
-            "at row = pack * {ALIGNED} / {to}, column = pack * {ALIGNED} % {to};\nPack<u16, {ALIGNED}> elements;\n\
-             #pragma unroll\nfor (int e = 0; e < {ALIGNED}; e++) {{\n\
-             elements.of[e] = row < {rows} && column < {width} ? from[row * (at){from} + column] : 0;\n\
-             if (++column == {to}) {{ column = 0; row++; }}\n}}\n\
+            "at row = pack * {ALIGNED} / {to_columns}, column = pack * {ALIGNED} % {to_columns};\n\
+             Pack<u16, {ALIGNED}> elements;\n#pragma unroll\nfor (int e = 0; e < {ALIGNED}; e++) {{\n\
+             elements.of[e] = row < {rows} && column < {columns} ? from[row * (at){from_line} + column] : 0;\n\
+             if (++column == {to_columns}) {{ column = 0; row++; }}\n}}\n\
              if ((pack + 1) * {ALIGNED} <= (at){count}) *(Pack<u16, {ALIGNED}>*)(to + pack * {ALIGNED}) = elements;\n\
              else for (int e = 0; e < (int)({count} - pack * {ALIGNED}); e++) to[pack * {ALIGNED} + e] = elements.of[e];"
         );
-        let launch = draft.each_pack(count.next_multiple_of(ALIGNED), ALIGNED, &lines);
+        let launch = draft.each_pack(padded(count), ALIGNED, &lines);
         Copier { launch, functions: (0..gpus).map(|_| OnceLock::new()).collect() }
     }
 
@@ -96,63 +108,64 @@ impl Copier {
     }
 }
 
+/// The blocks of `a`, `b` and `c` for this number of rows; `None` for those that need no copy.
+fn blocks(whole: &Problem, rows: usize) -> [Option<Block>; 3] {
+    let ([_, columns, terms], [a_transposed, b_transposed]) = (whole.sizes, whole.transposes);
+    let block = |size: [usize; 2], from_line: usize| Block { size, from_line, to: size.map(padded) };
+    let a = block(if a_transposed { [terms, rows] } else { [rows, terms] }, whole.lines[0]);
+    let b = block(if b_transposed { [columns, terms] } else { [terms, columns] }, whole.lines[1]);
+    // From the copy to `c`.
+    let c = Block { size: [rows, columns], from_line: padded(columns), to: [rows, columns] };
+    let differs = |size: [usize; 2], line: usize| size != size.map(padded) || line != padded(line);
+    [
+        differs(a.size, a.from_line).then_some(a),
+        differs(b.size, b.from_line).then_some(b),
+        differs(c.size, columns).then_some(c),
+    ]
+}
+
 impl PaddedProduct {
-    /// `None` if the product is as fast without copies. The copies of an operand take at most so many bytes.
+    /// `None` if the product is as fast without copies. The copies of `a` and of `c` take at most so many bytes each.
     pub fn new(gpu: &Gpu, gpus: usize, product: &LibraryProduct, most_bytes: usize) -> Option<PaddedProduct> {
         let whole = product.single()?.clone();
-        let ([rows, columns, terms], [a_turned, b_turned]) = (whole.sizes, whole.transposes);
-        let is_padded = whole.lines.map(|line| !line.is_multiple_of(ALIGNED));
+        let [rows, columns, terms] = whole.sizes;
         let elements = [rows * terms, terms * columns, rows * columns];
-        let copied: usize = (0..3).filter(|&at| is_padded[at]).map(|at| elements[at] * SIZE).sum();
+        let copied: usize = (0..3).filter(|&at| blocks(&whole, rows)[at].is_some()).map(|at| elements[at] * SIZE).sum();
         let suits = is_half(whole.types.dtype) && whole.batch == 1 && gpu.info().architecture.major >= 8;
         if !suits || copied == 0 || 2 * rows * columns * terms / copied < LEAST_FLOPS {
             return None;
         }
-        let padded = |size: usize| size.next_multiple_of(ALIGNED);
-        let b_lines = if b_turned { columns } else { terms };
-        let b_bytes = if is_padded[1] { b_lines * padded(whole.lines[1]) * SIZE } else { 0 };
-        // Bytes of the copies of a and c for each row of c.
-        let each = [(is_padded[0], padded(terms)), (is_padded[2], padded(columns))];
-        let most = each.into_iter().filter(|(is_padded, _)| *is_padded).map(|(_, line)| line * SIZE).max();
-        let limit = most.map_or(rows, |bytes| most_bytes / bytes / ALIGNED * ALIGNED).min(rows);
-        if limit == 0 || b_bytes > most_bytes {
+        // Copies of whole rows, so that all pieces but the last need no other padding.
+        let row_bytes = padded(terms).max(padded(columns)) * SIZE;
+        let limit = most_bytes / row_bytes / ALIGNED * ALIGNED;
+        if limit == 0 {
             return None;
         }
-        let size = rows.div_ceil(rows.div_ceil(limit)).next_multiple_of(ALIGNED).min(limit);
-        let block_b = Block { rows: b_lines, width: whole.lines[1], lines: [whole.lines[1], padded(whole.lines[1])] };
+        let size = padded(rows.div_ceil(rows.div_ceil(limit)));
         let piece = |rows: usize| {
+            let copied = blocks(&whole, rows);
+            let line = |at: usize| copied[at].map_or(whole.lines[at], |block| block.to[1]);
             let mut problem = whole.clone();
-            problem.sizes[0] = rows;
-            if is_padded[1] {
-                problem.lines[1] = padded(whole.lines[1]);
-            }
-            let (a_rows, a_width) = if a_turned { (terms, rows) } else { (rows, terms) };
-            let block_a = Block { rows: a_rows, width: a_width, lines: [whole.lines[0], padded(a_width)] };
-            let block_c = Block { rows, width: columns, lines: [padded(columns), columns] };
-            if is_padded[0] {
-                problem.lines[0] = block_a.lines[1];
-            }
-            if is_padded[2] {
-                problem.lines[2] = block_c.lines[0];
-            }
+            problem.sizes = [rows, columns, terms].map(padded);
+            problem.lines = [line(0), line(1), padded(columns)];
             let product = LibraryProduct::of(gpu, gpus, problem, vec![[0; 3]])?;
-            let copier = |is_padded: bool, block: Block| is_padded.then(|| Copier::new(gpus, block));
-            Some(Piece { product, copies: [copier(is_padded[0], block_a), copier(is_padded[2], block_c)] })
+            let copies = [copied[0], copied[2]].map(|block| block.map(|block| Copier::new(gpus, block)));
+            Some(Piece { product, copies })
         };
-        let rest = rows % size;
-        let pieces = [size, rest].into_iter().filter(|&rows| rows > 0).map(piece).collect::<Option<Vec<_>>>()?;
-        let of_b = is_padded[1].then(|| Copier::new(gpus, block_b));
-        let a_bytes = match (is_padded[0], a_turned) {
-            (false, _) => 0,
-            (true, true) => terms * padded(size) * SIZE,
-            (true, false) => size * padded(terms) * SIZE,
-        };
-        let c_bytes = if is_padded[2] { size * padded(columns) * SIZE } else { 0 };
+        let sizes = if rows < size { [rows, 0] } else { [size, rows % size] };
+        let pieces = sizes.into_iter().filter(|&rows| rows > 0).map(piece).collect::<Option<Vec<_>>>()?;
+        let [of_a, of_b, of_c] = [0, 1, 2].map(|at| {
+            let most = |rows: usize| blocks(&whole, rows)[at].map_or(0, |block| block.bytes());
+            sizes.into_iter().filter(|&rows| rows > 0).map(most).max().unwrap_or(0)
+        });
+        // The copy of `c` has padded rows.
+        let of_c = if of_c == 0 { 0 } else { padded(sizes[0]) * padded(columns) * SIZE };
         let mut offsets = [0; 4];
-        for (at, bytes) in [a_bytes, b_bytes, c_bytes].into_iter().enumerate() {
+        for (at, bytes) in [of_a, of_b, of_c].into_iter().enumerate() {
             offsets[at + 1] = (offsets[at] + bytes).next_multiple_of(WORKSPACE_ALIGNMENT as usize);
         }
-        Some(PaddedProduct { whole, rows: size, pieces, of_b, offsets })
+        let of_b = blocks(&whole, rows)[1].map(|block| Copier::new(gpus, block));
+        Some(PaddedProduct { whole, rows: sizes[0], pieces, of_b, offsets })
     }
 
     /// Bytes of the workspace wherever it starts.
@@ -163,9 +176,9 @@ impl PaddedProduct {
 
     /// Whether the library computes the product on a GPU.
     pub fn works_on(&self, gpu: &Gpu) -> bool {
-        let copiers = self.pieces.iter().flat_map(|piece| &piece.copies).chain([&self.of_b]).flatten();
+        let mut copiers = self.pieces.iter().flat_map(|piece| &piece.copies).chain([&self.of_b]).flatten();
         self.pieces.iter().all(|piece| piece.product.works_on(gpu))
-            && copiers.into_iter().all(|copier| copier.function(gpu).is_ok())
+            && copiers.all(|copier| copier.function(gpu).is_ok())
     }
 
     /// Queues the product. False if the library cannot compute it on this GPU or at these addresses of a, b and c.
@@ -185,12 +198,9 @@ impl PaddedProduct {
             unsafe { copier.run(gpu, queue, [b, to_b]) }?;
         }
         for first in (0..self.whole.sizes[0]).step_by(self.rows) {
-            let is_rest = first + self.rows > self.whole.sizes[0];
-            let Some(Piece { product, copies: [of_a, of_c] }) =
-                (if is_rest { self.pieces.last() } else { self.pieces.first() })
-            else {
-                return Ok(false);
-            };
+            let is_smaller = first + self.rows > self.whole.sizes[0];
+            let piece = if is_smaller { self.pieces.last() } else { self.pieces.first() };
+            let Some(Piece { product, copies: [of_a, of_c] }) = piece else { return Ok(false) };
             let line_of_a = if self.whole.transposes[0] { 1 } else { self.whole.lines[0] };
             let a = a + (first * line_of_a * SIZE) as u64;
             let c = c + (first * self.whole.lines[2] * SIZE) as u64;
