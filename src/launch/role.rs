@@ -49,6 +49,8 @@ pub struct ProcessRequest {
     pub deadline: Duration,
     /// Maximum number of restarts of all processes after one of them died.
     pub max_restarts: u32,
+    /// True if processes exchange tensors over NCCL.
+    pub nccl: bool,
     /// The checkpoint that spawned processes resume from.
     pub resumed: Option<PathBuf>,
     /// The environment of this process: launchers such as torchrun describe the run there.
@@ -71,6 +73,7 @@ impl Default for ProcessRequest {
             connect_timeout: Duration::from_secs(30),
             deadline: Duration::from_secs(5),
             max_restarts: 0,
+            nccl: false,
             resumed: None,
             environment: BTreeMap::new(),
             command: Vec::new(),
@@ -237,15 +240,21 @@ impl ProcessRole {
             let lines = part.placement.lines(job.program, job.codes, runtime::train::run::agrees(job));
             join(job.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
         };
+        let agreed = || {
+            let mut parts = digests();
+            parts.push(("the `--nccl` options".to_string(), Sha256::digest([u8::from(arguments.nccl)]).into()));
+            parts
+        };
         let part =
             |own: usize, placement: WorkerPlacement, first: String, listen: Option<String>, run: u64| ProcessConfig {
                 own,
                 placement,
-                identity: Identity { run, parts: digests() },
+                identity: Identity { run, parts: agreed() },
                 first,
                 listen,
                 patience: arguments.connect_timeout,
                 deadline: arguments.deadline,
+                nccl: arguments.nccl,
                 follows: matches!(self, ProcessRole::Member(Member { share: WorkerDistribution::Beside, .. })),
             };
         match self {

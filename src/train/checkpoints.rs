@@ -13,6 +13,7 @@ use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::plan::schedule::Schedule;
 use compiler::tensor::Tensor;
+use runtime::checkpoint::error::CheckpointWriteError;
 use runtime::checkpoint::find::{self, FindError, Found};
 use runtime::checkpoint::lock::{self, Held, LockError};
 use runtime::checkpoint::manifest::{FILE, Manifest, ShardLayout, StageLayout};
@@ -382,6 +383,9 @@ pub fn report_saved(saved: &Saved, newest: &RefCell<Option<PathBuf>>, events: &d
             if let Some(fault) = left {
                 events.warn(&format!("{} is complete, but {fault}", folder.display()));
             }
+        }
+        Saved::Failed { minibatches, fault: fault @ CheckpointWriteError::RunFailed { .. } } => {
+            events.warn(&format!("no checkpoint after step {minibatches}: {fault}; the last complete checkpoint stays"))
         }
         Saved::Failed { minibatches, fault } => events.warn(&format!(
             "no checkpoint after step {minibatches}: {fault}; the run continues, and the last complete checkpoint stays"

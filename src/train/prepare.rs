@@ -275,7 +275,10 @@ pub fn run(
     let gate = stop.map(|stop| MinibatchBarrier::new(stop.signal(), period(program), prepared.first() as u32));
     let (saved_sender, saves) = mpsc::channel();
     let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
-        let mut keeper = CheckpointWriter::new(Disk, kept_of(keeping, task, prepared));
+        // Tensors that go through the host arrive whole or not at all.
+        let run_status = group.as_ref().filter(|group| group.part.nccl).map(|group| group.run_status.clone());
+        let keeper = CheckpointWriter::new(Disk, kept_of(keeping, task, prepared));
+        let mut keeper = keeper.ending_with(run_status);
         move |part: StageSnapshot| {
             // The receiver lives as long as the run.
             keeper.take(part).into_iter().for_each(|saved| drop(saved_sender.send(saved)));

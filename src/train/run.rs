@@ -42,10 +42,12 @@ use compiler::plan::schedule::Schedule;
 use compiler::profile::precision::Precision;
 use profiler::machine;
 use runtime::data::RowOrder;
+use runtime::device::api::Device;
 use runtime::train::validate::check_shares;
 use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The result of a training run.
 pub struct TrainReport {
@@ -196,6 +198,9 @@ fn once(
         events.event(Event::Planned(&plan));
     }
     let opened = opened.unwrap_or_else(|| auto_device::choose(&plan, devices, has_processes, events));
+    if request.processes.nccl {
+        check_nccl(&opened, has_processes)?;
+    }
     let weights = initial(&loaded, request.weights.as_deref(), events)?;
     let data = match data {
         DataInput::File(path) => Data::Arrays(arrays::arrays(&loaded.model.graph, path, "the data", events)?),
@@ -349,6 +354,23 @@ fn write_results(
         events.note(&format!("wrote {}", written.iter().map(one).collect::<Vec<_>>().join(", ")));
     }
     Ok(())
+}
+
+/// Refuses `--nccl` where it cannot work.
+fn check_nccl(devices: &[Arc<dyn Device>], has_processes: bool) -> Result<(), Error> {
+    if !has_processes {
+        return Err(Error::input("`--nccl` requires several processes")
+            .with_help("add `--processes`, or omit `--nccl`: the threads of one process need no NCCL"));
+    }
+    match devices.iter().find(|device| device.transport().is_none()) {
+        None => Ok(()),
+        Some(device) if device.is_asynchronous() => {
+            Err(Error::input("`--nccl` requires NCCL 2.7 or later, which is not installed")
+                .with_help("install it, for example with `pip install nvidia-nccl-cu13`, or omit `--nccl`"))
+        }
+        Some(_) => Err(Error::input("`--nccl` requires GPUs, but this run is on the CPU")
+            .with_help("omit `--nccl`, or add `--device cuda`")),
+    }
 }
 
 /// The precision, if it is not that of the model: the requested one, or the plan's.

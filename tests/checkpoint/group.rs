@@ -30,6 +30,7 @@ fn meet(ready: &Ready, own: usize, door: JoinMode, first: &str) -> Group {
         listen,
         patience: wait,
         deadline: wait,
+        nccl: false,
         follows: false,
     };
     join(training.program, &lines, part, door, Arc::new(RunStatus::default()), &|_| {}).unwrap()

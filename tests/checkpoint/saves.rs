@@ -3,14 +3,17 @@
 use crate::ready::{bits, checkpoints, cnn, contents, mlp, momentum, plan, ready};
 use compiler::plan::schedule::Schedule;
 use compiler::tensor::{DType, Tensor};
+use runtime::checkpoint::error::CheckpointWriteError;
 use runtime::checkpoint::files::{Disk, Files};
 use runtime::checkpoint::find::{self};
 use runtime::checkpoint::writer::{CheckpointWriter, Saved, WriterConfig};
 use runtime::optim::policy::Policy;
+use runtime::process::run_status::{LinkError, RunStatus};
 use runtime::train::job::RunOptions;
 use runtime::train::run::run;
 use std::cell::Cell;
 use std::path::Path;
+use std::sync::Arc;
 use std::{fs, io};
 
 /// File operations that fail from operation `left` on: either a killed process, whose last write may be partial, or a
@@ -222,4 +225,29 @@ fn broken_checkpoints_are_named_and_not_read() {
     let course = RunOptions { start: Some(&found.start), ..RunOptions::default() };
     let fault = run(&ready.training(&weights), course, &mut |_| {}).err().unwrap().to_string();
     assert!(fault.contains("the checkpoint has no") && fault.contains(&name), "{fault}");
+}
+
+#[test]
+fn a_run_that_failed_completes_no_checkpoint() {
+    let ready = ready(&mlp(), plan(Schedule::OneFOneBRr, &[1, 1], 1), momentum(), Policy::default());
+    let folder = tempfile::tempdir().unwrap();
+    let run_status = Arc::new(RunStatus::default());
+    let keeper = CheckpointWriter::new(Disk, ready.kept(folder.path(), &ready.weights));
+    let mut keeper = keeper.ending_with(Some(run_status.clone()));
+    let (mut done, mut failed) = (0, 0);
+    let mut on_part = |part| match keeper.take(part) {
+        None => {}
+        Some(Saved::Done { .. }) => {
+            done += 1;
+            run_status.end(LinkError::Ended { process: None, what: "a process was lost".to_string() });
+        }
+        Some(Saved::Failed { fault, .. }) => {
+            assert!(matches!(fault, CheckpointWriteError::RunFailed { .. }), "{fault}");
+            failed += 1;
+        }
+    };
+    let course = RunOptions { cuts: Some(ready.cuts()), on_part: Some(&mut on_part), ..RunOptions::default() };
+    run(&ready.training(&ready.weights), course, &mut |_| {}).unwrap();
+    assert!(failed > 0, "one checkpoint only");
+    assert_eq!((done, fs::read_dir(folder.path()).unwrap().count()), (1, 1), "the folder has only the first");
 }

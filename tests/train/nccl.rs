@@ -68,9 +68,8 @@ fn counts(folder: &Path) -> (u64, u64) {
 #[test]
 fn processes_train_like_threads() {
     let Some(driver) = driver() else { return };
-    let (folder, others) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let (at, others) = (folder.path(), others.path());
-    without_nccl(driver, others);
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
     for flags in [
         "1,1 --schedule 1f1b --micro-batch 2 --batch 8 --precision fp32",
         "2 --schedule 1f1b --micro-batch 2 --batch 8 --precision bf16",
@@ -82,16 +81,42 @@ fn processes_train_like_threads() {
         let gpus = planned(at, flags);
         let threads = trained(at, driver, gpus, &[], &[]);
         let stats = [("PIPEC_SIM_STATS", "stats-%p")];
-        let hosts = trained(at, others, gpus, &["--processes"], &stats);
+        // NCCL is there, but the run does not ask for it.
+        let hosts = trained(at, driver, gpus, &["--processes"], &stats);
         let (through_host, transfers) = counts(at);
-        assert!(hosts == threads && transfers == 0, "{flags}: without NCCL, {transfers} transfers");
+        assert!(hosts == threads && transfers == 0, "{flags}: without `--nccl`, {transfers} transfers");
         for seed in ["0", "7"] {
-            let over_nccl = trained(at, driver, gpus, &["--processes"], &[("PIPEC_SIM_SEED", seed), stats[0]]);
+            let over_nccl =
+                trained(at, driver, gpus, &["--processes", "--nccl"], &[("PIPEC_SIM_SEED", seed), stats[0]]);
             let (bytes, transfers) = counts(at);
             assert!(over_nccl == threads, "{flags}, seed {seed}: other weights");
             assert!(transfers > 2 && bytes < through_host, "{flags}: {transfers} transfers, {bytes} of {through_host}");
         }
     }
+}
+
+#[test]
+fn nccl_is_refused_where_it_cannot_work() {
+    let Some(driver) = driver() else { return };
+    let (folder, others) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (at, others) = (folder.path(), others.path());
+    without_nccl(driver, others);
+    let gpus = planned(at, "1,1 --schedule 1f1b --micro-batch 2 --batch 8 --precision fp32");
+    let processes = ["--processes", "--nccl"];
+    for (libraries, gpus, more, why) in [
+        (driver, gpus, &["--nccl"][..], "`--nccl` requires several processes"),
+        (others, gpus, &processes, "`--nccl` requires NCCL 2.7 or later, which is not installed"),
+        (driver, 1, &processes, "`--nccl` requires a GPU for each process, but "),
+    ] {
+        let done = train(at, libraries, gpus, more, &[]);
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert!(!done.status.success() && said.contains(why), "{more:?}: {said}");
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pipec"));
+    command.current_dir(at).args(["train", "model.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "3"]);
+    let done = command.args(["--device", "cpu"]).args(processes).output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(!done.status.success() && said.contains("`--nccl` requires GPUs"), "{said}");
 }
 
 #[test]
@@ -103,7 +128,7 @@ fn a_lost_process_ends_the_run() {
         let gpus = planned(at, flags);
         for fault in ["launch:40:1", "lost:700:1", "launch:90:0"] {
             let start = Instant::now();
-            let done = train(at, driver, gpus, &["--processes"], &[("PIPEC_SIM_FAULT", fault)]);
+            let done = train(at, driver, gpus, &["--processes", "--nccl"], &[("PIPEC_SIM_FAULT", fault)]);
             let said = String::from_utf8_lossy(&done.stderr);
             assert!(!done.status.success() && said.contains("error: "), "{fault}: {said}");
             assert!(!said.contains("panicked") && !said.contains("bug in pipec"), "{fault}: {said}");

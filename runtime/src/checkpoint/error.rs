@@ -2,6 +2,7 @@
 
 use crate::data::weights::FileError;
 use crate::device::error::DeviceError;
+use crate::process::run_status::LinkError;
 use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
@@ -17,4 +18,6 @@ pub enum CheckpointWriteError {
     Device(#[from] DeviceError),
     #[error("`{name}` contains NaN or infinity, so no run can resume from it")]
     NotFinite { name: String },
+    #[error("the run has failed, and tensors that were received since may be wrong: {cause}")]
+    RunFailed { cause: LinkError },
 }

@@ -4,6 +4,7 @@
 //! make .step-00000012.part        for the first snapshot
 //! write its files                 for every snapshot: each file is on disk before the next begins
 //! write manifest.json             when all snapshots are there
+//! drop it                         if tensors go over NCCL and the run has failed
 //! sync the folder, rename it to step-00000012, sync the folder above; an older one of that name is .step-00000012.old before
 //! remove older checkpoints        all but the newest few, where --keep asks for it
 //! ```
@@ -20,11 +21,13 @@ use crate::checkpoint::manifest::{Cursor, FILE, Listed, Manifest, SCHEMA, Scale,
 use crate::checkpoint::merge_shards::join;
 use crate::exec::stage_code::StageCode;
 use crate::optim::optimizer::Optimizer;
+use crate::process::run_status::RunStatus;
 use compiler::graph::hash::sha256;
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The run as the writer sees it.
 pub struct WriterConfig<'a> {
@@ -65,6 +68,7 @@ pub struct CheckpointWriter<'a, F> {
     files: F,
     of: WriterConfig<'a>,
     open: BTreeMap<u32, Open>,
+    run_status: Option<Arc<RunStatus>>,
 }
 
 /// A checkpoint whose snapshots have not all arrived.
@@ -93,12 +97,18 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
                 false => files.remove_folder(&path),
             };
         }
-        let keeper = CheckpointWriter { files, of, open: BTreeMap::new() };
+        let keeper = CheckpointWriter { files, of, open: BTreeMap::new(), run_status: None };
         // The earlier run may have ended before it removed old checkpoints.
         if let Some(begun) = keeper.of.begun {
             let _ = keeper.remove_older(begun);
         }
         keeper
+    }
+
+    /// Completes no checkpoint after the run has failed. Links between devices end without their tensors then, but the
+    /// cause is known before.
+    pub fn ending_with(self, run_status: Option<Arc<RunStatus>>) -> CheckpointWriter<'a, F> {
+        CheckpointWriter { run_status, ..self }
     }
 
     /// Writes a snapshot. The last one of a checkpoint returns the outcome.
@@ -192,6 +202,10 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
         let path = part.join(FILE);
         wrote(&path, self.files.write(&path, &manifest.write()))?;
         wrote(&part, self.files.sync_folder(&part))?;
+        // All snapshots were downloaded before.
+        if let Some(cause) = self.run_status.as_ref().and_then(|run_status| run_status.cause()) {
+            return Err(CheckpointWriteError::RunFailed { cause });
+        }
         // A run resumed from an older checkpoint reaches an existing, possibly broken, checkpoint again.
         let old = self.of.folder.join(old_name(minibatches));
         let is_replaced = whole.symlink_metadata().is_ok();

@@ -7,7 +7,6 @@ use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::comm::channel;
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
-use crate::device::tensor_link::Transport;
 use crate::exec::stage_code::StageCode;
 use crate::process::connection::{DeadlineReader, Hangup, Outbound, RemoteChannel};
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
@@ -16,7 +15,7 @@ use crate::process::process_group::{Group, doing};
 use crate::process::router::{Gathering, RemoteCommunicator, Route, Routes};
 use crate::process::run_status::{FailureCause, LinkError, RunStatus};
 use crate::process::stop::StopAgreement;
-use crate::process::tensor_links::{TensorLinks, connect};
+use crate::process::tensor_links::{Offered, TensorLinks, connect};
 use crate::process::wire::Contribution;
 use crate::process::worker_result::Leaving;
 use crate::process::{connection, parts, worker_result};
@@ -66,11 +65,11 @@ struct ConnectionThreads<'a> {
 
 impl<'a> Exchange<'a> {
     /// Creates the exchange of a connected group. Process 0 sends the losses of all workers to `events` and their
-    /// snapshots to `keeper`. Either all processes have a `gate` or none has. `transport` is that of the device of all
-    /// workers of this process.
+    /// snapshots to `keeper`. Either all processes have a `gate` or none has. Without `transport`,
+    /// tensors go through the host.
     pub fn new(
         group: Group,
-        transport: Option<Arc<dyn Transport>>,
+        transport: Option<Offered>,
         program: &'a Program,
         codes: &'a [StageCode],
         events: &Sender<Event>,
@@ -78,7 +77,7 @@ impl<'a> Exchange<'a> {
         gate: Option<&'a MinibatchBarrier<'a>>,
     ) -> Result<Exchange<'a>, LinkError> {
         let mut group = group;
-        let mut all_links = connect(&mut group, transport.as_deref())?;
+        let mut all_links = connect(&mut group, transport)?;
         let (leave, outcomes) = unbounded();
         let (release, released) = unbounded();
         let (taken, room) = unbounded();

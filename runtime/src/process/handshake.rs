@@ -145,11 +145,16 @@ pub struct HandshakeConnection {
 }
 
 impl HandshakeConnection {
-    /// Reads a frame of the expected kind. A refusal returns its reason as the inner error.
+    /// Reads a frame of the expected kind. A refusal, or the end of the run, returns its reason as the inner error.
     pub fn expect(&mut self, expected: Kind) -> Result<Result<Vec<u8>, String>, FrameError> {
         match self.reader.read(LONGEST)? {
             (kind, content) if kind == expected => Ok(Ok(content.to_vec())),
             (Kind::Refusal, content) => Ok(Err(Fields::of(content).text("the reason")?)),
+            (Kind::Abort, content) => {
+                let mut fields = Fields::of(content);
+                fields.u32("the process that failed")?;
+                Ok(Err(fields.text("the reason")?))
+            }
             (kind, _) => Err(FrameError::Unexpected { kind }),
         }
     }

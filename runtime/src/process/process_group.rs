@@ -53,6 +53,8 @@ pub struct ProcessConfig {
     pub patience: Duration,
     /// Maximum silence of a process during the run.
     pub deadline: Duration,
+    /// True if tensors go over NCCL, which every process must then support; else through the host.
+    pub nccl: bool,
     /// True if process 0 started this process. The process then ends with process 0, whose silence may only mean that
     /// it is suspended.
     pub follows: bool,

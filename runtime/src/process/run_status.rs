@@ -152,7 +152,8 @@ impl FailureCause {
     }
 }
 
-fn abort(cause: &LinkError) -> Outbound {
+/// The frame that ends the run in other processes.
+pub fn abort(cause: &LinkError) -> Outbound {
     let mut head = cause.culprit().map_or(NOBODY, |process| process as u32).to_le_bytes().to_vec();
     put_text(&mut head, &cause.describe());
     Outbound::of(Kind::Abort, head)

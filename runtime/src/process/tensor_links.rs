@@ -1,8 +1,8 @@
 //! Links between the devices of connected processes (NCCL): how processes agree on them.
 //!
-//! Every process offers its device to all that it is connected to. Two that exchange tensors open a link in each
-//! direction if both have offered different devices. The lower-numbered makes the ids. All open the links of pairs in
-//! the same order, so nobody waits for ever.
+//! With `--nccl`, every process offers its device to all that it is connected to. Two that exchange tensors open a link in
+//! each direction. The lower-numbered makes the ids. All open the links of pairs in the same order, so nobody waits for
+//! ever.
 
 use crate::device::api::Device;
 use crate::device::error::DeviceError;
@@ -10,7 +10,7 @@ use crate::device::tensor_link::{LinkEnd, TensorLink, Transport};
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, Kind};
 use crate::process::process_group::Group;
-use crate::process::run_status::LinkError;
+use crate::process::run_status::{LinkError, abort};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -21,7 +21,8 @@ pub struct TensorLinks {
     pub incoming: Arc<dyn TensorLink>,
 }
 
-/// What a process offers to another: its device's identity, and ids of links to and from it. Empty without a transport.
+/// What a process offers to another: its device's identity, and ids of links to and from it. Empty for a process
+/// that it exchanges no tensors with.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Offer {
     identity: Vec<u8>,
@@ -50,18 +51,41 @@ impl Offer {
     }
 }
 
+/// The transport of a process, or why it has none. A process without workers needs none.
+pub type Offered = Result<Option<Arc<dyn Transport>>, String>;
+
 /// The transport of a process whose workers share one device.
-pub fn transport(devices: &[Arc<dyn Device>], workers: impl Iterator<Item = usize>) -> Option<Arc<dyn Transport>> {
-    let mut own = workers.map(|worker| devices.get(worker % devices.len().max(1)));
-    let first = own.next()??;
-    own.all(|other| other.is_some_and(|other| Arc::ptr_eq(first, other))).then(|| first.transport())?
+pub fn transport(devices: &[Arc<dyn Device>], workers: impl Iterator<Item = usize>) -> Offered {
+    let mut own = workers.filter_map(|worker| devices.get(worker % devices.len().max(1)));
+    let Some(first) = own.next() else { return Ok(None) };
+    if !own.all(|other| Arc::ptr_eq(first, other)) {
+        return Err("`--nccl` requires one GPU for each process, but this one has several".to_string());
+    }
+    first
+        .transport()
+        .map(Some)
+        .ok_or_else(|| format!("`--nccl` requires a GPU and NCCL 2.7 or later: {}", first.info().name))
 }
 
-/// Opens the links of this process.
-pub fn connect(
-    group: &mut Group,
-    transport: Option<&dyn Transport>,
-) -> Result<BTreeMap<usize, TensorLinks>, LinkError> {
+/// Opens the links of this process; none if the run did not ask for them. A process that cannot ends the run.
+pub fn connect(group: &mut Group, offered: Option<Offered>) -> Result<BTreeMap<usize, TensorLinks>, LinkError> {
+    let (own, peer) = (group.part.own, group.names[group.part.own].clone());
+    let opened = match offered {
+        None => return Ok(BTreeMap::new()),
+        Some(Ok(transport)) => open(group, transport.as_deref()),
+        Some(Err(what)) => Err(LinkError::Failed { process: own, peer: peer.clone(), what }),
+    };
+    if let Err(LinkError::Failed { process, what, .. }) = &opened
+        && *process == own
+    {
+        let end = abort(&LinkError::Reported { process: Some(own), peer, doing: None, what: what.clone() });
+        // A peer may have ended already.
+        group.talks.values_mut().for_each(|talk| drop(talk.say(end.kind, &end.head)));
+    }
+    opened
+}
+
+fn open(group: &mut Group, transport: Option<&dyn Transport>) -> Result<BTreeMap<usize, TensorLinks>, LinkError> {
     let own = group.part.own;
     let (names, lines) = (group.names.clone(), group.lines.clone());
     let exchanges = |process: usize| lines.contains(&(own.min(process), own.max(process)));
@@ -87,8 +111,12 @@ pub fn connect(
         let content = content.map_err(|what| failed(process, what))?;
         let offers = [&own_offers[&process], &Offer::decode(&content).map_err(|fault| lost(process, fault))?];
         let Some(transport) = transport else { continue };
-        if offers.iter().any(|offer| offer.identity.is_empty()) || offers[0].identity == offers[1].identity {
+        if offers.iter().any(|offer| offer.identity.is_empty()) {
             continue;
+        }
+        if offers[0].identity == offers[1].identity {
+            let what = format!("`--nccl` requires a GPU for each process, but {} has the same one", names[process]);
+            return Err(failed(own, what));
         }
         let (ids, ends) = match own < process {
             true => (&offers[0].ids, [LinkEnd::Sending, LinkEnd::Receiving]),

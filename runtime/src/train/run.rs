@@ -201,7 +201,8 @@ pub fn run_tensor_parallel(
     let (to_keeper, parts) = crossbeam_channel::bounded(room);
     let keeper = on_part.is_some().then(|| to_keeper.clone());
     let open = |group: Group| {
-        let transport = transport(&devices, group.part.placement.workers(group.part.own));
+        let own = group.part.placement.workers(group.part.own);
+        let transport = group.part.nccl.then(|| transport(&devices, own));
         Exchange::new(group, transport, program, training.codes, &events, keeper, gate)
     };
     let mut exchange = group.map(open).transpose()?;

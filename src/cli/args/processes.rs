@@ -35,6 +35,9 @@ pub struct ProcessArguments {
     /// Maximum number of times to restart all processes when one of them dies
     #[arg(long, value_name = "N", default_value_t = 0, requires = "processes", value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub max_restarts: u32,
+    /// Exchange tensors of processes with one GPU each over NCCL; tested with a simulated library only
+    #[arg(long)]
+    pub nccl: bool,
 }
 
 impl ProcessArguments {
@@ -53,6 +56,7 @@ impl ProcessArguments {
             connect_timeout: of.connect_timeout,
             deadline: of.deadline,
             max_restarts: of.max_restarts,
+            nccl: of.nccl,
             resumed: None,
             environment: environment.map(|(name, value)| (name, value.to_string_lossy().into_owned())).collect(),
             command: iter::once(program.into_os_string()).chain(env::args_os().skip(1)).collect(),

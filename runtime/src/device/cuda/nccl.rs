@@ -117,7 +117,7 @@ impl Transport for Nccl {
         let link = NcclLink { functions: self.functions, gpu, peer: 1 - rank, state };
         // The first transfer connects both ends, and waits for it on the host.
         match end {
-            LinkEnd::Sending => link.send(&*link.receive_from_nobody()?)?,
+            LinkEnd::Sending => link.send(&*link.one_byte()?)?,
             LinkEnd::Receiving => _ = link.receive(1)?,
         }
         link.lock().stream.finish()?;
@@ -151,7 +151,7 @@ impl NcclLink {
     }
 
     /// A buffer of one byte.
-    fn receive_from_nobody(&self) -> Result<Arc<Buffer>, DeviceError> {
+    fn one_byte(&self) -> Result<Arc<Buffer>, DeviceError> {
         let mut state = self.lock();
         let buffer = state.pool.take(1)?;
         state.stream.release(&buffer)?;
