@@ -38,7 +38,7 @@ use runtime::checkpoint::StageSnapshot;
 use runtime::checkpoint::barrier::MinibatchBarrier;
 use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find;
-use runtime::checkpoint::writer::CheckpointWriter;
+use runtime::checkpoint::writer::{CheckpointWriter, Failure};
 use runtime::data::synthetic::synthetic;
 use runtime::data::weights;
 use runtime::data::{Batches, DataError, Dataset, RowOrder};
@@ -277,8 +277,10 @@ pub fn run(
     let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
         // Tensors that go through the host arrive whole or not at all.
         let run_status = group.as_ref().filter(|group| group.part.nccl).map(|group| group.run_status.clone());
+        let failure =
+            run_status.map(|status| -> Failure<'_> { Box::new(move || status.cause().map(|c| c.to_string())) });
         let keeper = CheckpointWriter::new(Disk, kept_of(keeping, task, prepared));
-        let mut keeper = keeper.ending_with(run_status);
+        let mut keeper = keeper.ending_with(failure);
         move |part: StageSnapshot| {
             // The receiver lives as long as the run.
             keeper.take(part).into_iter().for_each(|saved| drop(saved_sender.send(saved)));

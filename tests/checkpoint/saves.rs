@@ -233,7 +233,7 @@ fn a_run_that_failed_completes_no_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let run_status = Arc::new(RunStatus::default());
     let keeper = CheckpointWriter::new(Disk, ready.kept(folder.path(), &ready.weights));
-    let mut keeper = keeper.ending_with(Some(run_status.clone()));
+    let mut keeper = keeper.ending_with(Some(Box::new(|| run_status.cause().map(|cause| cause.to_string()))));
     let (mut done, mut failed) = (0, 0);
     let mut on_part = |part| match keeper.take(part) {
         None => {}

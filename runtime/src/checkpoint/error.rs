@@ -2,7 +2,6 @@
 
 use crate::data::weights::FileError;
 use crate::device::error::DeviceError;
-use crate::process::run_status::LinkError;
 use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
@@ -19,5 +18,5 @@ pub enum CheckpointWriteError {
     #[error("`{name}` contains NaN or infinity, so no run can resume from it")]
     NotFinite { name: String },
     #[error("the run has failed, and tensors that were received since may be wrong: {cause}")]
-    RunFailed { cause: LinkError },
+    RunFailed { cause: String },
 }

@@ -21,13 +21,11 @@ use crate::checkpoint::manifest::{Cursor, FILE, Listed, Manifest, SCHEMA, Scale,
 use crate::checkpoint::merge_shards::join;
 use crate::exec::stage_code::StageCode;
 use crate::optim::optimizer::Optimizer;
-use crate::process::run_status::RunStatus;
 use compiler::graph::hash::sha256;
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// The run as the writer sees it.
 pub struct WriterConfig<'a> {
@@ -63,12 +61,15 @@ pub enum Saved {
     },
 }
 
+/// Why a run has failed, if it has.
+pub type Failure<'a> = Box<dyn Fn() -> Option<String> + Send + 'a>;
+
 /// Writes the checkpoints of a run.
 pub struct CheckpointWriter<'a, F> {
     files: F,
     of: WriterConfig<'a>,
     open: BTreeMap<u32, Open>,
-    run_status: Option<Arc<RunStatus>>,
+    failure: Option<Failure<'a>>,
 }
 
 /// A checkpoint whose snapshots have not all arrived.
@@ -97,7 +98,7 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
                 false => files.remove_folder(&path),
             };
         }
-        let keeper = CheckpointWriter { files, of, open: BTreeMap::new(), run_status: None };
+        let keeper = CheckpointWriter { files, of, open: BTreeMap::new(), failure: None };
         // The earlier run may have ended before it removed old checkpoints.
         if let Some(begun) = keeper.of.begun {
             let _ = keeper.remove_older(begun);
@@ -107,8 +108,8 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
 
     /// Completes no checkpoint after the run has failed. Links between devices end without their tensors then, but the
     /// cause is known before.
-    pub fn ending_with(self, run_status: Option<Arc<RunStatus>>) -> CheckpointWriter<'a, F> {
-        CheckpointWriter { run_status, ..self }
+    pub fn ending_with(self, failure: Option<Failure<'a>>) -> CheckpointWriter<'a, F> {
+        CheckpointWriter { failure, ..self }
     }
 
     /// Writes a snapshot. The last one of a checkpoint returns the outcome.
@@ -203,7 +204,7 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
         wrote(&path, self.files.write(&path, &manifest.write()))?;
         wrote(&part, self.files.sync_folder(&part))?;
         // All snapshots were downloaded before.
-        if let Some(cause) = self.run_status.as_ref().and_then(|run_status| run_status.cause()) {
+        if let Some(cause) = self.failure.as_ref().and_then(|failure| failure()) {
             return Err(CheckpointWriteError::RunFailed { cause });
         }
         // A run resumed from an older checkpoint reaches an existing, possibly broken, checkpoint again.
