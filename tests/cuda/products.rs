@@ -160,8 +160,8 @@ fn padded_products_in_pieces() {
             let layouts = [&facts[0], &facts[1], &made[0]].map(TensorLayout::of);
             let Op::MatMul(product) = &op else { unreachable!() };
             let what = format!("{product:?}, {dtype}, {sizes:?}");
-            let product = LibraryProduct::new(&gpu, 1, product, layouts.each_ref(), false).unwrap();
-            let padded = PaddedProduct::new(&gpu, 1, &product, most_bytes).expect(&what);
+            let product = LibraryProduct::new(&gpu, product, layouts.each_ref(), false).unwrap();
+            let padded = PaddedProduct::new(&gpu, &product, most_bytes).expect(&what);
             let on_gpu = inputs.each_ref().map(|input| device.upload(input.bytes()).unwrap());
             let mut output = device.upload(&vec![0xff; want.bytes().len()]).unwrap();
             let mut workspace = device.upload(&vec![0xff; padded.workspace()]).unwrap();

@@ -210,8 +210,7 @@ API size_t cublasLtGetVersion() { return 130000; }
 
 API Status cublasLtCreate(Handle** handle) {
     if (!handle) return INVALID_VALUE;
-    const char* setting = getenv("PIPEC_SIM_CUBLASLT");
-    void* context = setting && *setting == '0' ? nullptr : current_context();
+    void* context = started("PIPEC_SIM_CUBLASLT");
     if (!context) return NOT_INITIALIZED;
     *handle = new Handle;
     (*handle)->context = context;

@@ -391,8 +391,7 @@ API void cudnnGetLastErrorString(char* message, size_t bytes) {
 
 API Status cudnnCreate(Context** context) {
     if (!context) return NULL_POINTER;
-    const char* setting = getenv("PIPEC_SIM_CUDNN");
-    void* current = setting && *setting == '0' ? nullptr : current_context();
+    void* current = started("PIPEC_SIM_CUDNN");
     if (!current) return NOT_INITIALIZED;
     *context = new Context;
     (*context)->context = current;

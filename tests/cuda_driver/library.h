@@ -6,6 +6,7 @@
 #include "machine.h"
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
 
@@ -24,6 +25,12 @@ inline void* current_context() {
     auto get = (int (*)(void**))of_driver("cuCtxGetCurrent");
     void* context = nullptr;
     return get && of_driver("pipec_sim_submit") && get(&context) == 0 ? context : nullptr;
+}
+
+// The current context, unless the environment variable is 0, as if the library did not start.
+inline void* started(const char* variable) {
+    const char* setting = getenv(variable);
+    return setting && *setting == '0' ? nullptr : current_context();
 }
 
 inline uint64_t size_of(int type) { return type == R_64F ? 8 : type == R_32F ? 4 : 2; }

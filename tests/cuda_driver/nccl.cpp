@@ -1,7 +1,7 @@
 // A simulated NCCL: transfers between processes over local sockets, in streams of the simulated driver. It has the
 // functions that pipec calls. README.md says what it checks.
 
-#include "machine.h"
+#include "library.h"
 
 #include <atomic>
 #include <cerrno>
@@ -11,7 +11,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <dlfcn.h>
 #include <memory>
 #include <string>
 #include <sys/socket.h>
@@ -19,8 +18,6 @@
 #include <thread>
 #include <unistd.h>
 #include <vector>
-
-#define API extern "C" __attribute__((visibility("default")))
 
 enum Status { SUCCESS = 0, UNHANDLED_CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5 };
 
@@ -32,12 +29,6 @@ namespace {
 
 // How long a rank waits for the others, in milliseconds.
 const int PATIENCE = 60000;
-
-// The driver's function of this name; null without the simulated driver.
-void* of_driver(const char* name) {
-    static void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
-    return driver ? dlsym(driver, name) : nullptr;
-}
 
 // What the ranks of a communicator tell each other.
 struct Greeting {

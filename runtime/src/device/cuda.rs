@@ -41,6 +41,7 @@ pub mod nvrtc;
 pub mod offsets;
 pub mod ordering;
 pub mod padded_product;
+pub mod per_gpu;
 pub mod pool;
 pub mod prelude;
 pub mod queue;

@@ -8,7 +8,7 @@ use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify::class_memory;
 use crate::plan::groups;
 use crate::plan::problem::CostModel;
-use crate::plan::{Plan, RecomputedOps, zero};
+use crate::plan::{Plan, RecomputedOps, Stage, zero};
 use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -155,10 +155,7 @@ fn devices(plan: &Plan, faults: &mut Vec<PlanFault>) {
             let what = format!("{} devices for {} replicas", stage.devices.len(), stage.replicas);
             fault(if degree == 1 { what } else { format!("{what} of {degree}") });
         }
-        let product = stage.hierarchy.iter().fold(1u64, |p, place| p.saturating_mul(u64::from(place.replicas)));
-        if product != u64::from(stage.replicas) {
-            fault(format!("its levels multiply to {product} replicas, the stage has {}", stage.replicas));
-        }
+        wrong_hierarchy(stage).into_iter().for_each(&mut fault);
         for &device in &stage.devices {
             if u64::from(device) >= there {
                 fault(format!("device {device} does not exist; the cluster has {there}"));
@@ -176,6 +173,14 @@ fn devices(plan: &Plan, faults: &mut Vec<PlanFault>) {
     if plan.schedule.chunks > 1 {
         faults.extend(chunks(plan).map(|what| PlanFault::Schedule { what }));
     }
+}
+
+/// The error of a stage whose places in the levels do not multiply to its replicas.
+pub(super) fn wrong_hierarchy(stage: &Stage) -> Option<String> {
+    let product = stage.hierarchy.iter().fold(1u64, |p, place| p.saturating_mul(u64::from(place.replicas)));
+    let replicas = stage.replicas;
+    (product != u64::from(replicas))
+        .then(|| format!("its levels multiply to {product} replicas, the stage has {replicas}"))
 }
 
 /// Checks chunks: each group of devices has as many stages as there are chunks, and groups do not overlap.

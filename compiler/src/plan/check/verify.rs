@@ -8,6 +8,7 @@ use super::{cost, ends, published_costs, recompute, shares, traffic};
 use crate::cluster::{Cluster, DeviceClass, class};
 use crate::pass::batched_weight_grad::ITEMS;
 use crate::plan::buckets::buckets;
+use crate::plan::check::consistency::wrong_hierarchy;
 use crate::plan::check::error::PlanFault;
 use crate::plan::groups;
 use crate::plan::in_flight;
@@ -205,10 +206,7 @@ fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<PlanFault>) {
                 Some(free) => *free = Some(at),
             }
         }
-        let product = stage.hierarchy.iter().fold(1u64, |p, place| p.saturating_mul(u64::from(place.replicas)));
-        if product != u64::from(stage.replicas) {
-            fault(format!("the levels multiply to {product} replicas, the stage has {}", stage.replicas));
-        }
+        wrong_hierarchy(stage).into_iter().for_each(&mut fault);
         let sharing = plan.stages.iter().filter(|other| other.devices == stage.devices).count();
         if chunks > 1 && sharing != chunks as usize {
             fault(format!("{sharing} stages are on its devices, the schedule has {chunks} per device"));

@@ -4,7 +4,7 @@
 //! Elements of 16 bits are multiplied on tensor cores, from compute capability 8.0 on, and weights are rounded to 16 bits
 //! for that. Other types are multiplied and added in their own precision.
 
-use super::draft::KernelBuilder;
+use super::draft::{KernelBuilder, PACK_BYTES};
 use super::element::{accumulator, held, literal, load, store, stored};
 use super::launch_plan::{At, Launch, LaunchPlan};
 use super::movement::shard_element;
@@ -53,12 +53,12 @@ struct Tiles {
     shared: usize,
 }
 
-/// A side of the scores that a kernel's rows are on, or the result's rows.
+/// What a kernel computes: the rows of its tiles are queries, or keys for their own gradient and that of the values.
 #[derive(Clone, Copy, PartialEq)]
-enum Rows {
+enum Pass {
     Forward,
-    Queries,
-    Keys,
+    QueryGradient,
+    KeyGradient,
 }
 
 /// Columns of a chunk: a tile has few enough that a warp's results stay in registers.
@@ -68,24 +68,24 @@ fn chunk(dtype: DType, size: usize) -> usize {
 }
 
 impl Tiles {
-    fn new(pairs: &Pairs<'_>, side: Rows) -> Tiles {
+    fn new(pairs: &Pairs<'_>, pass: Pass) -> Tiles {
         let (dtype, sum) = (pairs.dtype, accumulator(pairs.dtype).size());
-        let [rows, columns] = match side {
-            Rows::Keys => [pairs.keys(), pairs.queries()],
+        let [rows, columns] = match pass {
+            Pass::KeyGradient => [pairs.keys(), pairs.queries()],
             _ => [pairs.queries(), pairs.keys()],
         };
         let chunks = [pairs.depth, pairs.width].map(|size| chunk(dtype, size));
-        let lines = chunks.map(|chunk| chunk * dtype.size() + 16);
-        let most_columns = match (side, is_half(dtype)) {
-            (Rows::Forward, true) => 64,
-            (Rows::Forward, false) => 32,
+        let lines = chunks.map(|chunk| chunk * dtype.size() + PACK_BYTES);
+        let most_columns = match (pass, is_half(dtype)) {
+            (Pass::Forward, true) => 64,
+            (Pass::Forward, false) => 32,
             _ => 128 / sum,
         };
         let tiles = |warps: usize, columns: usize| {
             let rows = warps * WARP_ROWS;
             let staged = if is_half(dtype) { 0 } else { rows * (columns + 4) * sum };
-            let shared = match side {
-                Rows::Forward => rows * lines[0] + columns * (lines[0] + lines[1]) + staged,
+            let shared = match pass {
+                Pass::Forward => rows * lines[0] + columns * (lines[0] + lines[1]) + staged,
                 _ => (rows + columns) * (lines[0] + lines[1]) + 3 * columns * sum + staged,
             };
             Tiles { warps, columns, chunks, shared }
@@ -140,9 +140,9 @@ impl<'a> Pairs<'a> {
     }
 
     /// A kernel that reads query, key and value, inputs `first` and following, and what is optional.
-    fn draft(&self, first: usize, tiles: &Tiles, side: Rows) -> KernelBuilder {
+    fn draft(&self, first: usize, tiles: &Tiles, pass: Pass) -> KernelBuilder {
         let mut draft = KernelBuilder::new(self.most);
-        draft.define(&self.definitions(tiles, side));
+        draft.define(&self.definitions(tiles, pass));
         for (i, name) in ["q", "k", "v"].into_iter().enumerate() {
             draft.reads(name, self.dtype, At::input(first + i));
         }
@@ -173,17 +173,10 @@ impl<'a> Pairs<'a> {
     }
 
     /// What comes before a kernel: types, numbers, functions of the op, and tiles.
-    fn definitions(&self, tiles: &Tiles, side: Rows) -> String {
+    fn definitions(&self, tiles: &Tiles, pass: Pass) -> String {
         let (sums, element) = (self.sums(), stored(self.dtype));
-        let [depth_chunks, width_chunks] = self.chunks(tiles);
-        let chunks = match side {
-            Rows::Forward => width_chunks,
-            Rows::Queries => depth_chunks,
-            Rows::Keys => depth_chunks.max(width_chunks),
-        };
-        let rows = if side == Rows::Keys { self.keys() } else { self.queries() };
+        let [heads, row_tiles, chunks] = self.grid(tiles, pass);
         let mut text = format!("typedef {element} Element;\ntypedef {} Sum;\n", held(sums));
-        let row_tiles = rows.div_ceil(tiles.warps * WARP_ROWS);
         for (name, value) in [
             ("QUERIES", self.queries()),
             ("KEYS", self.keys()),
@@ -191,7 +184,7 @@ impl<'a> Pairs<'a> {
             ("DEPTH", self.depth),
             ("WIDTH", self.width),
             ("TILES", row_tiles),
-            ("HEADS", if side == Rows::Keys { self.heads() / self.each } else { self.heads() }),
+            ("HEADS", heads),
             ("CHUNKS", chunks),
         ] {
             let _ = writeln!(text, "const at {name} = {value};");
@@ -201,7 +194,7 @@ impl<'a> Pairs<'a> {
             ("COLUMNS", tiles.columns),
             ("DEPTH_CHUNK", tiles.chunks[0]),
             ("WIDTH_CHUNK", tiles.chunks[1]),
-            ("SHARED_WORDS", tiles.shared / 16),
+            ("SHARED_PACKS", tiles.shared / PACK_BYTES),
         ] {
             let _ = writeln!(text, "const u32 {name} = {value};");
         }
@@ -209,7 +202,7 @@ impl<'a> Pairs<'a> {
             ("IS_CAUSAL", self.op.causal),
             ("IS_MASKED", self.mask.is_some()),
             ("DROPS", self.op.dropout.is_some()),
-            ("BY_KEYS", side == Rows::Keys),
+            ("BY_KEYS", pass == Pass::KeyGradient),
             // A query that sees no key is NaN for all keys, also for those after it.
             ("EMPTY_ROWS_SEE_ALL", self.op.empty == EmptyRow::Nan && self.mask.is_some()),
         ] {
@@ -259,30 +252,32 @@ impl<'a> Pairs<'a> {
         format!("(mix(seed ^ {element}) >> 11 >= {least}ull ? {one} : {none})")
     }
 
-    fn chunks(&self, tiles: &Tiles) -> [usize; 2] {
-        [self.depth.div_ceil(tiles.chunks[0]), self.width.div_ceil(tiles.chunks[1])]
+    /// Heads, tiles of rows, and chunks of the results' columns. A block has one of each.
+    fn grid(&self, tiles: &Tiles, pass: Pass) -> [usize; 3] {
+        let [depth_chunks, width_chunks] =
+            [(self.depth, 0), (self.width, 1)].map(|(size, at)| size.div_ceil(tiles.chunks[at]));
+        let (heads, rows, chunks) = match pass {
+            Pass::Forward => (self.heads(), self.queries(), width_chunks),
+            Pass::QueryGradient => (self.heads(), self.queries(), depth_chunks),
+            Pass::KeyGradient => (self.heads() / self.each, self.keys(), depth_chunks.max(width_chunks)),
+        };
+        [heads, rows.div_ceil(tiles.warps * WARP_ROWS), chunks]
     }
 
     /// A launch over all tiles.
-    fn launch(&self, mut draft: KernelBuilder, text: &str, tiles: &Tiles, side: Rows) -> Launch {
-        let [depth_chunks, width_chunks] = self.chunks(tiles);
-        let (heads, rows, chunks) = match side {
-            Rows::Forward => (self.heads(), self.queries(), width_chunks),
-            Rows::Queries => (self.heads(), self.queries(), depth_chunks),
-            Rows::Keys => (self.heads() / self.each, self.keys(), depth_chunks.max(width_chunks)),
-        };
+    fn launch(&self, mut draft: KernelBuilder, text: &str, tiles: &Tiles, pass: Pass) -> Launch {
         draft.add(text);
-        draft.launch(heads * rows.div_ceil(tiles.warps * WARP_ROWS) * chunks, 32 * tiles.warps as u32)
+        draft.launch(self.grid(tiles, pass).iter().product(), 32 * tiles.warps as u32)
     }
 }
 
 pub fn kernel(op: &Attention, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     let pairs = Pairs::new(op, 3, 0, inputs)?;
-    let tiles = Tiles::new(&pairs, Rows::Forward);
-    let mut draft = pairs.draft(0, &tiles, Rows::Forward);
+    let tiles = Tiles::new(&pairs, Pass::Forward);
+    let mut draft = pairs.draft(0, &tiles, Pass::Forward);
     draft.writes("y", pairs.dtype, At::output(0));
     draft.writes("log_sums", pairs.sums(), At::output(1));
-    Some(LaunchPlan::of(pairs.launch(draft, FORWARD, &tiles, Rows::Forward)))
+    Some(LaunchPlan::of(pairs.launch(draft, FORWARD, &tiles, Pass::Forward)))
 }
 
 pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
@@ -290,29 +285,29 @@ pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     let rows = pairs.heads() * pairs.queries();
     let mut launch_plan = LaunchPlan::default();
     let [shares, norms] = [(); 2].map(|()| launch_plan.take(rows * pairs.sums().size()));
-    let draft = |side| {
-        let tiles = Tiles::new(&pairs, side);
-        let mut draft = pairs.draft(1, &tiles, side);
+    let draft = |pass| {
+        let tiles = Tiles::new(&pairs, pass);
+        let mut draft = pairs.draft(1, &tiles, pass);
         draft.reads("dy", pairs.dtype, At::input(0));
         draft.reads("log_sums", pairs.sums(), At::input(5));
         (tiles, draft)
     };
-    let (_, mut first) = draft(Rows::Queries);
+    let (_, mut first) = draft(Pass::QueryGradient);
     first.reads("y", pairs.dtype, At::input(4));
     first.writes("shares", pairs.sums(), shares);
     first.writes("norms", pairs.sums(), norms);
     launch_plan.launches.push(first.each(32 * rows, SHARES));
-    for (side, outputs) in [(Rows::Queries, &[("da", 0)][..]), (Rows::Keys, &[("da", 1), ("db", 2)])] {
-        let (tiles, mut draft) = draft(side);
+    for (pass, outputs) in [(Pass::QueryGradient, &[("da", 0)][..]), (Pass::KeyGradient, &[("da", 1), ("db", 2)])] {
+        let (tiles, mut draft) = draft(pass);
         draft.reads("shares", pairs.sums(), shares);
         draft.reads("norms", pairs.sums(), norms);
         for (name, output) in outputs {
             draft.writes(name, pairs.dtype, At::output(*output));
         }
-        if side == Rows::Queries {
+        if pass == Pass::QueryGradient {
             draft.add("Element* const db = 0;");
         }
-        launch_plan.launches.push(pairs.launch(draft, GRADIENT, &tiles, side));
+        launch_plan.launches.push(pairs.launch(draft, GRADIENT, &tiles, pass));
     }
     Some(launch_plan)
 }

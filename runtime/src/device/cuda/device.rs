@@ -7,6 +7,7 @@ use super::launch_plan::{Launch, LaunchPlan};
 use super::library_kernel::LibraryKernel;
 use super::matmul;
 use super::nccl::Nccl;
+use super::per_gpu::{MOST_GPUS, PerGpu};
 use super::stream::CudaStream;
 use crate::device::api::{Device, DeviceInfo, Kernel, OutputMode, Stream};
 use crate::device::buffer::{Buffer, DeviceMemory};
@@ -20,16 +21,13 @@ use compiler::op::table::rule;
 use compiler::tensor::fact::Fact;
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Name of the kind of device.
 pub const NAME: &str = "cuda";
 
 /// The first compute capability with tensor cores for TF32.
 const TF32_ARCHITECTURE: u32 = 8;
-
-/// GPUs whose functions a kernel can keep.
-const MOST_GPUS: usize = 64;
 
 pub struct CudaDevice {
     gpu: Arc<Gpu>,
@@ -74,14 +72,13 @@ pub struct CudaKernel {
     accumulating: Option<Launch>,
     /// In place of all launches, on GPUs where it works.
     library: Option<LibraryKernel>,
-    /// By launch, then by GPU: replicas share a kernel. The last are those of `accumulating`.
-    functions: Vec<Vec<OnceLock<Function>>>,
+    /// By launch. The last are those of `accumulating`.
+    functions: Vec<PerGpu<Function>>,
 }
 
 impl CudaKernel {
     fn new(name: &'static str, ops: usize, plan: LaunchPlan) -> CudaKernel {
-        let each = || (0..MOST_GPUS).map(|_| OnceLock::new()).collect();
-        let functions = (0..=plan.launches.len()).map(|_| each()).collect();
+        let functions = (0..=plan.launches.len()).map(|_| PerGpu::default()).collect();
         CudaKernel { name, ops, plan, accumulating: None, library: None, functions }
     }
 
@@ -109,12 +106,7 @@ impl CudaKernel {
     }
 
     fn function(&self, gpu: &Gpu, at: usize, launch: &Launch) -> Result<Function, DeviceError> {
-        let place = &self.functions[at][gpu.info().ordinal];
-        if let Some(function) = place.get() {
-            return Ok(*function);
-        }
-        let function = gpu.function(&launch.text).map_err(|error| gpu.failed(error))?;
-        Ok(*place.get_or_init(|| function))
+        self.functions[at].loaded(gpu, &launch.text).map_err(|error| gpu.failed(error))
     }
 
     /// The launches that are loaded before a run, so that none compiles during training. Those that accumulate are loaded
@@ -133,7 +125,7 @@ impl CudaKernel {
 
     /// The texts that [`CudaKernel::load`] compiles.
     fn texts(&self, gpu: &Gpu) -> impl Iterator<Item = Arc<str>> {
-        let is_new = |(at, _): &(usize, &Launch)| self.functions[*at][gpu.info().ordinal].get().is_none();
+        let is_new = |(at, _): &(usize, &Launch)| self.functions[*at].of(gpu).get().is_none();
         let launches = self.loaded_first(gpu).iter().enumerate().filter(is_new);
         launches.map(|(_, launch)| launch.text.clone())
     }
@@ -221,7 +213,7 @@ impl Device for CudaDevice {
         if let (Op::MatMul(op), [a, b], [c]) = (op, &inputs[..], &outputs[..]) {
             kernel.accumulating = matmul::accumulating(op, [a, b, c]);
         }
-        kernel.library = LibraryKernel::new(&self.gpu, MOST_GPUS, op, &inputs, &outputs, self.info.tf32);
+        kernel.library = LibraryKernel::new(&self.gpu, op, &inputs, &outputs, self.info.tf32);
         Ok(Arc::new(kernel))
     }
 

@@ -7,15 +7,14 @@
 //! of GPU and that adds in a fixed order. Precision is that of the type, so f32 is never rounded to TF32.
 
 use super::cudnn::{Computes, Convolution, Cudnn, Plan};
+use super::draft::PACK_BYTES;
 use super::gpu::{Gpu, GpuError};
 use super::library_product::{WORKSPACE_ALIGNMENT, aligned_workspace};
+use super::per_gpu::PerGpu;
 use super::queue::Queue;
 use crate::device::layout::TensorLayout;
 use compiler::op::{Op, Window};
-use std::sync::{Arc, OnceLock};
-
-/// Alignment in bytes of operands: that of the widest loads.
-const ALIGNMENT: u64 = 16;
+use std::sync::Arc;
 
 /// Bytes of the workspace besides copies of the operands.
 const WORKSPACE: usize = 64 << 20;
@@ -28,8 +27,8 @@ pub struct LibraryConvolution {
     convolution: Convolution,
     /// Bytes of the workspace without alignment.
     workspace: usize,
-    /// By GPU; `None` if the library cannot compute it there.
-    plans: Vec<OnceLock<Option<Arc<Plan>>>>,
+    /// `None` where the library cannot compute it.
+    plans: PerGpu<Option<Arc<Plan>>>,
 }
 
 impl Convolution {
@@ -65,7 +64,7 @@ impl Convolution {
             pads_begin: spatial(pads_begin, 0),
             pads_end: spatial(pads_end, 0),
             dilations: spatial(dilations, 1),
-            alignment: ALIGNMENT as i64,
+            alignment: PACK_BYTES as i64,
         })
     }
 
@@ -78,20 +77,14 @@ impl Convolution {
 
 impl LibraryConvolution {
     /// `None` if the op is no convolution, the library is not there, or it cannot compute it on this GPU.
-    pub fn new(
-        gpu: &Gpu,
-        gpus: usize,
-        op: &Op,
-        inputs: &[TensorLayout],
-        outputs: &[TensorLayout],
-    ) -> Option<LibraryConvolution> {
+    pub fn new(gpu: &Gpu, op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Option<LibraryConvolution> {
         let convolution = Convolution::of(op, inputs, outputs)?;
         let library = gpu.cudnn()?;
         gpu.bind().ok()?;
         let first = library.known_plan(&convolution, convolution.workspace_limit())?;
         let workspace = first.workspace;
-        let plans: Vec<OnceLock<Option<Arc<Plan>>>> = (0..gpus).map(|_| OnceLock::new()).collect();
-        plans[gpu.info().ordinal].get_or_init(|| Some(first));
+        let plans = PerGpu::default();
+        plans.of(gpu).get_or_init(|| Some(first));
         Some(LibraryConvolution { convolution, workspace, plans })
     }
 
@@ -105,7 +98,7 @@ impl LibraryConvolution {
         let library = gpu.cudnn()?;
         // Another kind of GPU may not use more than the memory plan has.
         let plan = || gpu.bind().ok().and_then(|()| library.known_plan(&self.convolution, self.workspace));
-        Some((library, self.plans[gpu.info().ordinal].get_or_init(plan).as_deref()?))
+        Some((library, self.plans.of(gpu).get_or_init(plan).as_deref()?))
     }
 
     /// Whether the library computes the convolution on a GPU.
@@ -120,7 +113,7 @@ impl LibraryConvolution {
     ///
     /// The addresses are of this GPU and have the sizes of the op's operands and of its workspace.
     pub unsafe fn run(&self, gpu: &Gpu, queue: &Queue, addresses: [u64; 3], workspace: u64) -> Result<bool, GpuError> {
-        let is_aligned = |address: &u64| address.is_multiple_of(ALIGNMENT);
+        let is_aligned = |address: &u64| address.is_multiple_of(PACK_BYTES as u64);
         let Some((library, plan)) = self.on(gpu).filter(|_| addresses.iter().all(is_aligned)) else {
             return Ok(false);
         };

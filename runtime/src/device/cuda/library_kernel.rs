@@ -4,6 +4,7 @@
 //! cuBLASLt takes the tensors as they are, and cuDNN would reorder them for tensor cores, which can take longer than the
 //! product. Products do not reach tensor cores where rows are not aligned, so those are left to cuDNN.
 
+use super::draft::PACK_BYTES;
 use super::gpu::{Gpu, GpuError};
 use super::library_convolution::LibraryConvolution;
 use super::library_product::LibraryProduct;
@@ -11,9 +12,6 @@ use super::padded_product::{MOST_BYTES, PaddedProduct};
 use super::queue::Queue;
 use crate::device::layout::TensorLayout;
 use compiler::op::{MatMul, Op};
-
-/// Bytes of which the size of each row is a multiple where a product takes the place of a convolution.
-const ROW_ALIGNMENT: usize = 16;
 
 /// An op of two inputs and one output on all GPUs that share its kernel.
 pub enum LibraryKernel {
@@ -29,7 +27,6 @@ impl LibraryKernel {
     /// f32 inputs to TF32.
     pub fn new(
         gpu: &Gpu,
-        gpus: usize,
         op: &Op,
         inputs: &[TensorLayout],
         outputs: &[TensorLayout],
@@ -37,16 +34,16 @@ impl LibraryKernel {
     ) -> Option<LibraryKernel> {
         match (op, inputs, outputs) {
             (Op::MatMul(op), [a, b], [c]) => {
-                let product = LibraryProduct::new(gpu, gpus, op, [a, b, c], tf32)?;
-                let padded = PaddedProduct::new(gpu, gpus, &product, MOST_BYTES);
+                let product = LibraryProduct::new(gpu, op, [a, b, c], tf32)?;
+                let padded = PaddedProduct::new(gpu, &product, MOST_BYTES);
                 Some(padded.map_or(LibraryKernel::Product(product), LibraryKernel::Padded))
             }
             _ => {
                 let pointwise = || {
                     let (product, [a, b, c]) = pointwise(op, inputs, outputs)?;
-                    LibraryProduct::new(gpu, gpus, &product, [&a, &b, &c], false).map(LibraryKernel::Pointwise)
+                    LibraryProduct::new(gpu, &product, [&a, &b, &c], false).map(LibraryKernel::Pointwise)
                 };
-                let convolution = || LibraryConvolution::new(gpu, gpus, op, inputs, outputs);
+                let convolution = || LibraryConvolution::new(gpu, op, inputs, outputs);
                 pointwise().or_else(|| convolution().map(LibraryKernel::Convolution))
             }
         }
@@ -115,7 +112,7 @@ fn pointwise(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Opti
         && window.pads_begin.iter().chain(&window.pads_end).all(|&pad| pad == 0)
         && weight.shape[2..].iter().all(|&taps| taps == 1);
     let plane: usize = data.shape[2..].iter().product();
-    if !is_plain || plane == 0 || !(plane * data.dtype.size()).is_multiple_of(ROW_ALIGNMENT) {
+    if !is_plain || plane == 0 || !(plane * data.dtype.size()).is_multiple_of(PACK_BYTES) {
         return None;
     }
     let with = |of: &TensorLayout, shape: Vec<usize>| TensorLayout { shape, dtype: of.dtype };

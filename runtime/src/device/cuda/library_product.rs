@@ -7,16 +7,15 @@
 //! its workspace, and without reductions in arbitrary order. It is chosen once for each shape and kind of GPU.
 
 use super::cublaslt::{Algorithm, CublasLt, Described, ProductType, Stored};
+use super::draft::PACK_BYTES;
 use super::gpu::{Gpu, GpuError};
 use super::offsets::{Walk, joined};
+use super::per_gpu::PerGpu;
 use super::queue::Queue;
 use crate::device::layout::TensorLayout;
 use compiler::op::MatMul;
 use std::collections::HashMap;
-use std::sync::{Mutex, OnceLock, PoisonError};
-
-/// Alignment in bytes of operands: that of the widest loads.
-const ALIGNMENT: usize = 16;
+use std::sync::{Mutex, PoisonError};
 
 /// Alignment in bytes of the workspace.
 pub(super) const WORKSPACE_ALIGNMENT: u64 = 256;
@@ -48,8 +47,8 @@ pub struct LibraryProduct {
     calls: Vec<[usize; 3]>,
     /// Bytes of the workspace without alignment.
     workspace: usize,
-    /// By GPU; `None` if the library cannot compute it there.
-    described: Vec<OnceLock<Option<Described>>>,
+    /// `None` where the library cannot compute it.
+    described: PerGpu<Option<Described>>,
 }
 
 /// The most workspace that an algorithm may use, as the library recommends.
@@ -95,8 +94,8 @@ impl Problem {
             calls = calls.iter().flat_map(|&start| (0..size).map(move |i| from(start, i))).collect();
         }
         let aligned = |at: usize| {
-            let step = calls.iter().fold(ALIGNMENT, |step, call| step | call[at]);
-            1 << step.trailing_zeros().min(ALIGNMENT.trailing_zeros())
+            let step = calls.iter().fold(PACK_BYTES, |step, call| step | call[at]);
+            1 << step.trailing_zeros().min(PACK_BYTES.trailing_zeros())
         };
         let alignments = [0, 1, 2].map(aligned);
         let transposes = [op.transpose_a, op.transpose_b];
@@ -142,28 +141,22 @@ impl Problem {
 impl LibraryProduct {
     /// `None` if the library is not there, or cannot compute the product on this GPU. With `tf32`, inputs of f32 may be
     /// rounded to TF32.
-    pub fn new(
-        gpu: &Gpu,
-        gpus: usize,
-        op: &MatMul,
-        [a, b, c]: [&TensorLayout; 3],
-        tf32: bool,
-    ) -> Option<LibraryProduct> {
+    pub fn new(gpu: &Gpu, op: &MatMul, [a, b, c]: [&TensorLayout; 3], tf32: bool) -> Option<LibraryProduct> {
         if [a, b, c].into_iter().any(|operand| operand.is_empty()) {
             return None;
         }
         let (mut problem, calls) = Problem::of(op, a, b, c)?;
         problem.types.tf32 = tf32;
-        LibraryProduct::of(gpu, gpus, problem, calls)
+        LibraryProduct::of(gpu, problem, calls)
     }
 
     /// The product of such matrices.
-    pub(super) fn of(gpu: &Gpu, gpus: usize, problem: Problem, calls: Vec<[usize; 3]>) -> Option<LibraryProduct> {
+    pub(super) fn of(gpu: &Gpu, problem: Problem, calls: Vec<[usize; 3]>) -> Option<LibraryProduct> {
         let library = gpu.cublaslt()?;
         let first = problem.describe(gpu, library, workspace_limit(gpu))?;
         let workspace = first.workspace;
-        let described: Vec<OnceLock<Option<Described>>> = (0..gpus).map(|_| OnceLock::new()).collect();
-        described[gpu.info().ordinal].get_or_init(|| Some(first));
+        let described = PerGpu::default();
+        described.of(gpu).get_or_init(|| Some(first));
         Some(LibraryProduct { problem, calls, workspace, described })
     }
 
@@ -189,7 +182,7 @@ impl LibraryProduct {
             }
             self.problem.describe(gpu, library, self.workspace)
         };
-        Some((library, self.described[gpu.info().ordinal].get_or_init(describe).as_ref()?))
+        Some((library, self.described.of(gpu).get_or_init(describe).as_ref()?))
     }
 
     /// Whether the library computes the product on a GPU.

@@ -6,10 +6,10 @@ use super::draft::{KernelBuilder, PACK_BYTES};
 use super::gpu::{Function, Gpu, GpuError};
 use super::launch_plan::{At, Launch};
 use super::library_product::{LibraryProduct, Problem, WORKSPACE_ALIGNMENT, aligned_workspace};
+use super::per_gpu::PerGpu;
 use super::queue::Queue;
 use crate::device::layout::is_half;
 use compiler::tensor::DType;
-use std::sync::OnceLock;
 
 /// Bytes of an element.
 const SIZE: usize = 2;
@@ -41,7 +41,7 @@ struct Block {
 /// The copy of a block, with its kernel by GPU.
 struct Copier {
     launch: Launch,
-    functions: Vec<OnceLock<Function>>,
+    functions: PerGpu<Function>,
 }
 
 /// Rows of `c` that are computed together.
@@ -64,14 +64,8 @@ pub struct PaddedProduct {
     offsets: [usize; 4],
 }
 
-impl Block {
-    fn bytes(&self) -> usize {
-        self.to[0] * self.to[1] * SIZE
-    }
-}
-
 impl Copier {
-    fn new(gpus: usize, block: Block) -> Copier {
+    fn new(block: Block) -> Copier {
         let Block { size: [rows, columns], from_line, to: [to_rows, to_columns] } = block;
         let mut draft = KernelBuilder::new((rows * from_line).max(to_rows * to_columns));
         draft.reads("from", DType::U16, At::input(0));
@@ -86,16 +80,11 @@ impl Copier {
              else for (int e = 0; e < (int)({count} - pack * {ALIGNED}); e++) to[pack * {ALIGNED} + e] = elements.of[e];"
         );
         let launch = draft.each_pack(padded(count), ALIGNED, &lines);
-        Copier { launch, functions: (0..gpus).map(|_| OnceLock::new()).collect() }
+        Copier { launch, functions: PerGpu::default() }
     }
 
     fn function(&self, gpu: &Gpu) -> Result<Function, GpuError> {
-        let place = &self.functions[gpu.info().ordinal];
-        if let Some(function) = place.get() {
-            return Ok(*function);
-        }
-        let function = gpu.function(&self.launch.text)?;
-        Ok(*place.get_or_init(|| function))
+        self.functions.loaded(gpu, &self.launch.text)
     }
 
     /// # Safety
@@ -126,11 +115,12 @@ fn blocks(whole: &Problem, rows: usize) -> [Option<Block>; 3] {
 
 impl PaddedProduct {
     /// `None` if the product is as fast without copies. The copies of `a` and of `c` take at most so many bytes each.
-    pub fn new(gpu: &Gpu, gpus: usize, product: &LibraryProduct, most_bytes: usize) -> Option<PaddedProduct> {
+    pub fn new(gpu: &Gpu, product: &LibraryProduct, most_bytes: usize) -> Option<PaddedProduct> {
         let whole = product.single()?.clone();
         let [rows, columns, terms] = whole.sizes;
-        let elements = [rows * terms, terms * columns, rows * columns];
-        let copied: usize = (0..3).filter(|&at| blocks(&whole, rows)[at].is_some()).map(|at| elements[at] * SIZE).sum();
+        let of_whole = blocks(&whole, rows);
+        let sizes = [rows * terms, terms * columns, rows * columns];
+        let copied: usize = (0..3).filter(|&at| of_whole[at].is_some()).map(|at| sizes[at] * SIZE).sum();
         let suits = is_half(whole.types.dtype) && whole.batch == 1 && gpu.info().architecture.major >= 8;
         if !suits || copied == 0 || 2 * rows * columns * terms / copied < LEAST_FLOPS {
             return None;
@@ -141,31 +131,27 @@ impl PaddedProduct {
         if limit == 0 {
             return None;
         }
-        let size = padded(rows.div_ceil(rows.div_ceil(limit)));
-        let piece = |rows: usize| {
-            let copied = blocks(&whole, rows);
-            let line = |at: usize| copied[at].map_or(whole.lines[at], |block| block.to[1]);
+        let size = padded(rows.div_ceil(rows.div_ceil(limit))).min(rows);
+        let elements = |block: Option<Block>| block.map_or(0, |block| block.to[0] * block.to[1]);
+        // Elements of the copies of a, b and c.
+        let (mut pieces, mut room) = (Vec::new(), [0, elements(of_whole[1]), 0]);
+        for rows in [size, rows % size].into_iter().filter(|&rows| rows > 0) {
+            let of_piece = blocks(&whole, rows);
+            let line = |at: usize| of_piece[at].map_or(whole.lines[at], |block| block.to[1]);
             let mut problem = whole.clone();
             problem.sizes = [rows, columns, terms].map(padded);
             problem.lines = [line(0), line(1), padded(columns)];
-            let product = LibraryProduct::of(gpu, gpus, problem, vec![[0; 3]])?;
-            let copies = [copied[0], copied[2]].map(|block| block.map(|block| Copier::new(gpus, block)));
-            Some(Piece { product, copies })
-        };
-        let sizes = if rows < size { [rows, 0] } else { [size, rows % size] };
-        let pieces = sizes.into_iter().filter(|&rows| rows > 0).map(piece).collect::<Option<Vec<_>>>()?;
-        let [of_a, of_b, of_c] = [0, 1, 2].map(|at| {
-            let most = |rows: usize| blocks(&whole, rows)[at].map_or(0, |block| block.bytes());
-            sizes.into_iter().filter(|&rows| rows > 0).map(most).max().unwrap_or(0)
-        });
-        // The copy of `c` has padded rows.
-        let of_c = if of_c == 0 { 0 } else { padded(sizes[0]) * padded(columns) * SIZE };
-        let mut offsets = [0; 4];
-        for (at, bytes) in [of_a, of_b, of_c].into_iter().enumerate() {
-            offsets[at + 1] = (offsets[at] + bytes).next_multiple_of(WORKSPACE_ALIGNMENT as usize);
+            let product = LibraryProduct::of(gpu, problem, vec![[0; 3]])?;
+            let copies = [of_piece[0], of_piece[2]].map(|block| block.map(Copier::new));
+            pieces.push(Piece { product, copies });
+            room[0] = room[0].max(elements(of_piece[0]));
+            room[2] = room[2].max(of_piece[2].map_or(0, |block| padded(rows) * block.from_line));
         }
-        let of_b = blocks(&whole, rows)[1].map(|block| Copier::new(gpus, block));
-        Some(PaddedProduct { whole, rows: sizes[0], pieces, of_b, offsets })
+        let mut offsets = [0; 4];
+        for at in 0..3 {
+            offsets[at + 1] = (offsets[at] + room[at] * SIZE).next_multiple_of(WORKSPACE_ALIGNMENT as usize);
+        }
+        Some(PaddedProduct { whole, rows: size, pieces, of_b: of_whole[1].map(Copier::new), offsets })
     }
 
     /// Bytes of the workspace wherever it starts.

@@ -1,6 +1,6 @@
 // Blocks: tiles of queries, heads, chunks of the result's columns. Late queries see the most keys and go first, so that
 // multiprocessors have equal shares.
-__shared__ Words memory[SHARED_WORDS];
+__shared__ Elements memory[SHARED_PACKS];
 Element* rows = (Element*)memory;
 Element* columns = rows + ROWS * DEPTH_LINE;
 Element* lines = columns + COLUMNS * DEPTH_LINE;

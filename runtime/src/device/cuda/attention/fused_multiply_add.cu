@@ -6,7 +6,7 @@ DEVICE u32 column_of(u32 c) { return c * 4 + member(); }
 DEVICE u32 place_of(u32 c) { return c / 4 * 16 + member() * 4 + c % 4; }
 // e^(s - shift).
 DEVICE Sum power(Sum s, Sum shift) { return m_exp(s - shift); }
-struct alignas(16) Four { Sum x[4]; };
+typedef Pack<Sum, 4> Four;
 
 // sums += rows columnsᵀ, of 16 rows and COLUMNS columns that are stored as lines.
 template <u32 CHUNK> DEVICE void add_scores(Sum (&sums)[2][SCORES], const Element* rows, const Element* columns) {
@@ -19,8 +19,8 @@ template <u32 CHUNK> DEVICE void add_scores(Sum (&sums)[2][SCORES], const Elemen
             Four column = *(const Four*)(columns + column_of(n) * line + k);
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
-                sums[0][n] = m_fma(a.x[i], column.x[i], sums[0][n]);
-                sums[1][n] = m_fma(b.x[i], column.x[i], sums[1][n]);
+                sums[0][n] = m_fma(a.of[i], column.of[i], sums[0][n]);
+                sums[1][n] = m_fma(b.of[i], column.of[i], sums[1][n]);
             }
         }
     }
@@ -46,8 +46,8 @@ DEVICE void add_lines(Sum (&sums)[2][CHUNK / 4], const Sum (&weights)[2][SCORES]
                 Four values = *(const Four*)(lines + (k + i) * line + place_of(n));
 #pragma unroll
                 for (u32 m = 0; m < 4; m++) {
-                    sums[0][n + m] = m_fma(a.x[i], values.x[m], sums[0][n + m]);
-                    sums[1][n + m] = m_fma(b.x[i], values.x[m], sums[1][n + m]);
+                    sums[0][n + m] = m_fma(a.of[i], values.of[m], sums[0][n + m]);
+                    sums[1][n + m] = m_fma(b.of[i], values.of[m], sums[1][n + m]);
                 }
             }
         }

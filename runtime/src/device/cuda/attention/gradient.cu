@@ -1,6 +1,6 @@
 // Blocks: tiles of rows, heads, chunks of the results' columns. With BY_KEYS the rows are keys and the columns all queries
 // of the heads that share them, else the rows are queries.
-__shared__ Words memory[SHARED_WORDS];
+__shared__ Elements memory[SHARED_PACKS];
 Element* rows_a = (Element*)memory;
 Element* rows_b = rows_a + ROWS * DEPTH_LINE;
 Element* columns_a = rows_b + ROWS * WIDTH_LINE;

@@ -11,7 +11,7 @@ const u32 VECTOR = 16 / sizeof(Element);
 const u32 DEPTH_LINE = DEPTH_CHUNK + VECTOR, WIDTH_LINE = WIDTH_CHUNK + VECTOR;
 // Scores and results that a lane holds for each of its rows.
 const u32 SCORES = COLUMNS / 4, DEPTHS = DEPTH_CHUNK / 4, WIDTHS = WIDTH_CHUNK / 4;
-struct alignas(16) Words { u32 words[4]; };
+typedef Pack<Element, VECTOR> Elements;
 
 DEVICE u32 group() { return threadIdx.x % 32 / 4; }
 DEVICE u32 member() { return threadIdx.x % 4; }
@@ -39,9 +39,9 @@ template <u32 LINES, u32 CHUNK> DEVICE void fill(Element* tile, const Element* f
     if (size % VECTOR == 0 && (u64)from % 16 == 0) {
         for (u32 i = threadIdx.x; i < LINES * (CHUNK / VECTOR); i += blockDim.x) {
             u32 l = i / (CHUNK / VECTOR), c = i % (CHUNK / VECTOR) * VECTOR;
-            Words words = {};
-            if (l < lines && start + c < size) words = *(const Words*)(from + l * size + start + c);
-            *(Words*)(tile + l * (CHUNK + VECTOR) + c) = words;
+            Elements elements = {};
+            if (l < lines && start + c < size) elements = *(const Elements*)(from + l * size + start + c);
+            *(Elements*)(tile + l * (CHUNK + VECTOR) + c) = elements;
         }
     } else {
         for (u32 i = threadIdx.x; i < LINES * CHUNK; i += blockDim.x) {
