@@ -7,7 +7,7 @@ use compiler::graph::{Graph, order};
 use compiler::op::{Op, Value};
 use compiler::pass::attribution::Attribution;
 use compiler::tensor::DType;
-use runtime::device::api::{Device, WeightRegions};
+use runtime::device::api::{Device, ParameterUpdate, WeightRegions};
 use runtime::device::buffer::Buffer;
 use runtime::device::error::DeviceError;
 use runtime::device::optimizer::{StepArgs, UpdateRule};
@@ -49,8 +49,9 @@ pub fn time((dtype, bytes): Size, device: &dyn Device, runs: &Runs) -> Result<Ti
     let mut step = || -> Result<(), DeviceError> {
         let [weight, gradient, momentum] = &mut held[next];
         let args = StepArgs { dtype, scale: 1.0, step: 1, rate: 1.0 };
-        let (weights, state) = (WeightRegions::InPlace(weight.region_mut()), &mut [momentum.region_mut()]);
-        stream.optimizer_step(&RULE, &args, weights, gradient.region(), state)?;
+        let weights = WeightRegions::InPlace(weight.region_mut());
+        let (gradient, state) = (gradient.region(), vec![momentum.region_mut()]);
+        stream.optimizer_step(&RULE, vec![ParameterUpdate { args, weights, gradient, state, rounded: None }])?;
         next = (next + 1) % copies;
         Ok(())
     };

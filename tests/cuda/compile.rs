@@ -13,7 +13,7 @@ use runtime::device::cuda::launch_plan::LaunchPlan;
 use runtime::device::cuda::library::CudaLibrary;
 use runtime::device::cuda::many;
 use runtime::device::cuda::prelude::PRELUDE;
-use runtime::device::cuda::verbs;
+use runtime::device::cuda::{optimizer, verbs};
 use runtime::device::layout::TensorLayout;
 use runtime::device::optimizer::UpdateRule;
 use std::collections::BTreeSet;
@@ -92,9 +92,12 @@ fn verb_texts() -> Vec<Arc<str>> {
     let sgds = [sgd(0.0, false), sgd(0.9, false), sgd(0.9, true)];
     for rule in sgds.into_iter().chain([adam(false), adam(true), rmsprop(0.0), rmsprop(0.9), adagrad]) {
         for dtype in [DType::F32, DType::F64] {
-            texts.push(verbs::step(&rule, dtype, &verbs::step_factors(&rule, (1.0, 1, 1.0))));
-            let factors = verbs::predict_factors(&rule, (1, 1, 1.0));
-            texts.extend(factors.map(|factors| verbs::predict(&rule, dtype, &factors)));
+            let factors = optimizer::step_factors(&rule, (1.0, 1, 1.0));
+            for rounded in [None, Some(DType::Bf16), Some(DType::F16)] {
+                texts.push(optimizer::step(&rule, dtype, rounded, &factors));
+            }
+            let factors = optimizer::predict_factors(&rule, (1, 1, 1.0));
+            texts.extend(factors.map(|factors| optimizer::predict(&rule, dtype, &factors)));
         }
     }
     texts

@@ -12,7 +12,7 @@ use runtime::device::cuda::gpu::{self, Gpu};
 use runtime::device::cuda::library_product::LibraryProduct;
 use runtime::device::cuda::padded_product::PaddedProduct;
 use runtime::device::cuda::queue::{Queue, RawEvent};
-use runtime::device::layout::TensorLayout;
+use runtime::device::layout::{TensorLayout, accumulation_type};
 use runtime::device::open;
 use std::sync::Arc;
 
@@ -63,12 +63,13 @@ fn check(device: &dyn Device, op: &MatMul, dtype: DType, shapes: [&[usize]; 2], 
     let want = &reference(&op, &inputs, &made).unwrap()[0];
     let what = format!("{op:?}, {dtype}, {shapes:?}, offset {offset}");
     let kernel = device.kernel(&op, &facts, &made).unwrap();
-    assert_eq!(kernel.can_accumulate(), dtype.size() >= 4, "{what}");
+    assert!(kernel.can_accumulate(), "{what}");
+    let sum_dtype = accumulation_type(dtype);
     let (stream, skipped) = (device.stream().unwrap(), offset * dtype.size());
     let uploaded = |bytes: &[u8]| device.upload(&[&vec![0xff; skipped][..], bytes].concat()).unwrap();
     let on_gpu = inputs.each_ref().map(|input| uploaded(input.bytes()));
     let regions = on_gpu.each_ref().map(|buffer| buffer.region_of(skipped..buffer.len()));
-    let before = values(dtype, want.shape(), 3);
+    let before = values(sum_dtype, want.shape(), 3);
     let limit = match dtype {
         DType::F64 => 1e-14,
         DType::F32 if device.info().tf32 => 2e-3,
@@ -76,11 +77,15 @@ fn check(device: &dyn Device, op: &MatMul, dtype: DType, shapes: [&[usize]; 2], 
         DType::F16 => 1e-3,
         _ => 8e-3,
     };
-    for mode in [OutputMode::Overwrite, OutputMode::Accumulate] {
+    for mode in [OutputMode::Overwrite, OutputMode::BeginSum, OutputMode::Accumulate] {
+        let dtype = if mode == OutputMode::Overwrite { dtype } else { sum_dtype };
+        let skipped = offset * dtype.size();
+        let uploaded = |bytes: &[u8]| device.upload(&[&vec![0xff; skipped][..], bytes].concat()).unwrap();
         let (first, want) = match mode {
             // A product that is not added reads nothing of its output.
-            OutputMode::Overwrite => (vec![0xff; want.bytes().len()], want.to_f64()),
-            OutputMode::Accumulate if !kernel.can_accumulate() => continue,
+            OutputMode::Overwrite | OutputMode::BeginSum => {
+                (vec![0xff; want.shape().iter().product::<usize>() * dtype.size()], want.to_f64())
+            }
             OutputMode::Accumulate => {
                 let sums = want.to_f64().into_iter().zip(before.to_f64());
                 (before.bytes().to_vec(), sums.map(|(product, before)| product + before).collect())
@@ -143,7 +148,9 @@ fn some_products() {
 fn padded_products_in_pieces() {
     let Some(device) = device() else { return };
     let (gpu, stream) = (Gpu::open(0).unwrap(), device.stream().unwrap());
-    for (op, dtype) in transposes().into_iter().flat_map(|op| [DType::F16, DType::Bf16].map(|dtype| (op, dtype))) {
+    let kinds = [DType::F16, DType::Bf16].into_iter().flat_map(|dtype| [false, true].map(|is_sum| (dtype, is_sum)));
+    let kinds: Vec<(DType, bool)> = kinds.collect();
+    for (op, (dtype, is_sum)) in transposes().into_iter().flat_map(|op| kinds.iter().map(move |kind| (op, *kind))) {
         // Rows, columns or terms, then all.
         for (sizes, most_bytes) in [
             ([403, 208, 264], 60_000),
@@ -151,32 +158,40 @@ fn padded_products_in_pieces() {
             ([400, 208, 135], 60_000),
             ([803, 403, 403], 340_000),
         ] {
+            // A wider result takes more to copy, which only pays off with more to compute.
+            let sizes = [sizes[0], sizes[1], sizes[2] * if is_sum { 2 } else { 1 }];
             let [a, b] = shapes(&op, sizes, (&[], &[]));
             let inputs = [values(dtype, &a, 1), values(dtype, &b, 2)];
             let facts = inputs.each_ref().map(|input| Fact::of(dtype, input.shape()));
             let op = Op::MatMul(op);
             let made = rule(&op).infer(&[&facts[0], &facts[1]]).unwrap();
             let want = &reference(&op, &inputs, &made).unwrap()[0];
-            let layouts = [&facts[0], &facts[1], &made[0]].map(TensorLayout::of);
+            let mut layouts = [&facts[0], &facts[1], &made[0]].map(TensorLayout::of);
+            let result = if is_sum { DType::F32 } else { dtype };
+            layouts[2].dtype = result;
             let Op::MatMul(product) = &op else { unreachable!() };
-            let what = format!("{product:?}, {dtype}, {sizes:?}");
+            let what = format!("{product:?}, {dtype} to {result}, {sizes:?}");
             let product = LibraryProduct::new(&gpu, product, layouts.each_ref(), false).unwrap();
             let padded = PaddedProduct::new(&gpu, &product, most_bytes).expect(&what);
             let on_gpu = inputs.each_ref().map(|input| device.upload(input.bytes()).unwrap());
-            let mut output = device.upload(&vec![0xff; want.bytes().len()]).unwrap();
+            let mut output = device.upload(&vec![0xff; layouts[2].bytes()]).unwrap();
             let mut workspace = device.upload(&vec![0xff; padded.workspace()]).unwrap();
             let queue = Queue::new().unwrap();
             let addresses = [on_gpu[0].region().address(), on_gpu[1].region().address(), output.region_mut().address()];
             stream.finish().unwrap();
+            let room = workspace.region_mut().address();
             // SAFETY: the buffers have the sizes of the product's operands and of its workspace.
-            assert!(
-                unsafe { padded.run(&gpu, &queue, addresses, workspace.region_mut().address()) }.unwrap(),
-                "{what}"
-            );
+            let run = |adds| unsafe { padded.run(&gpu, &queue, addresses, room, adds) }.unwrap();
+            assert!(run(false), "{what}");
+            assert_eq!(run(true), is_sum, "{what}");
             RawEvent::record(&queue).unwrap().synchronize().unwrap();
-            let got =
-                Tensor::new(dtype, want.shape().to_vec(), output.download().unwrap().into_owned().into()).unwrap();
-            let far = distance(&got, want);
+            let want: Vec<u8> = want
+                .to_f64()
+                .iter()
+                .flat_map(|product| (product * f64::from(1 + u8::from(is_sum))).to_le_bytes())
+                .collect();
+            let of = |dtype, bytes: Vec<u8>| Tensor::new(dtype, layouts[2].shape.clone(), bytes.into()).unwrap();
+            let far = distance(&of(result, output.download().unwrap().into_owned()), &of(DType::F64, want));
             assert!(far <= if dtype == DType::F16 { 1e-3 } else { 8e-3 }, "{what}: {far:e} away");
         }
     }
@@ -220,8 +235,8 @@ fn the_library_computes_products() {
         let Some((products, launches)) = on_simulated_gpu("products::products_of_all_shapes", variables) else {
             return;
         };
-        // Half of the element types are also added.
-        let least = 4 * (BATCHES.len() - 1) * SIZES.len() * (DTYPES.len() + 2);
+        // Each is written, and begins a sum, and is added.
+        let least = 4 * (BATCHES.len() - 1) * SIZES.len() * DTYPES.len() * 3;
         assert!(products >= least as u64 && launches == 0, "{products} products, {launches} launches");
     }
     let (products, launches) = on_simulated_gpu("products::padded_products_in_pieces", &[]).unwrap();

@@ -111,6 +111,7 @@ struct Settings {
     uint64_t memory = number("PIPEC_SIM_MEMORY", 4ull << 30);
     bool peer = number("PIPEC_SIM_PEER", 1) != 0;
     unsigned architecture = (unsigned)number("PIPEC_SIM_ARCH", 90);
+    bool computes = number("PIPEC_SIM_COMPUTE", 1) != 0;
     uint64_t seed = number("PIPEC_SIM_SEED", 0);
     std::vector<PlannedFault> faults = planned_faults();
 };
@@ -317,12 +318,13 @@ CUresult allocate(int ordinal, uint64_t bytes, CUdeviceptr* address, std::atomic
     }
     memory->mapped = (char*)mapped;
     char* start = memory->mapped + PAGE;
-    if (room < (64 << 20) || !fill_lazily(start, room)) {
+    bool is_poisoned = settings().computes;
+    if (!is_poisoned || room < (64 << 20) || !fill_lazily(start, room)) {
         if (mprotect(start, room, PROT_READ | PROT_WRITE) != 0) {
             device.used -= used - reused;
             return CUDA_ERROR_OUT_OF_MEMORY;
         }
-        memset(start, 0xff, room);
+        if (is_poisoned) memset(start, 0xff, room);
     }
     memory->host = start + room - used;
     Lock lock(m.memory);
@@ -870,7 +872,7 @@ void run_launch(Stream& stream, const Launch& launch) {
         fibers->size = launch.block;
         fibers->count = launch.block.x * launch.block.y * launch.block.z;
     }
-    uint64_t blocks = (uint64_t)launch.grid.x * launch.grid.y * launch.grid.z;
+    uint64_t blocks = settings().computes ? (uint64_t)launch.grid.x * launch.grid.y * launch.grid.z : 0;
     for (uint64_t n = 0; n < blocks; n++) {
         uint64_t i = backward_blocks ? blocks - 1 - n : n;
         uint64_t row = i / launch.grid.x;
@@ -1073,7 +1075,7 @@ CUresult release(uint64_t address, uint64_t reused = 0) {
     }
     m.devices[(size_t)memory->device].used -= rounded(memory->bytes, ALIGNMENT) - reused;
     counters().frees++;
-    if (!memory->is_overrun()) return CUDA_SUCCESS;
+    if (!settings().computes || !memory->is_overrun()) return CUDA_SUCCESS;
     complain("device %d: something was written behind the end of an allocation of %llu bytes", memory->device,
              (unsigned long long)memory->bytes);
     return CUDA_ERROR_ILLEGAL_ADDRESS;
@@ -2073,7 +2075,7 @@ API int pipec_sim_submit(void* handle, const PipecRange* ranges, unsigned count,
             if (!places[i]) return;
         }
         counters().library_products++;
-        work(copied.data(), places.data());
+        if (settings().computes) work(copied.data(), places.data());
     });
 }
 

@@ -202,10 +202,13 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Tests for an elementwise op that cannot fail.
+/// Tests for an elementwise op that cannot fail. Dropout also reads a counter.
 fn is_elementwise(graph: &Graph, id: NodeId) -> bool {
     let node = graph.node(id);
+    let values = graph.inputs(id);
+    let operands = if matches!(node.op, Op::Dropout(_)) { &values[..1] } else { &values[..] };
     let suits = match node.op {
+        Op::Dropout(_) => node.facts[0].dtype.is_float(),
         Op::Unary(op) => op != Unary::Not || node.facts[0].dtype == DType::Bool,
         Op::Binary(op) => !matches!(op, Binary::Mod | Binary::ShiftLeft | Binary::ShiftRight),
         Op::Compare(_) | Op::Select(_) | Op::Cast(_) => true,
@@ -215,7 +218,7 @@ fn is_elementwise(graph: &Graph, id: NodeId) -> bool {
     suits
         && is_plain(node.facts[0].dtype)
         && node.facts[0].bytes().is_some_and(|bytes| bytes > 0)
-        && graph.inputs(id).iter().all(|value| is_plain(graph.fact(*value).dtype))
+        && operands.iter().all(|value| is_plain(graph.fact(*value).dtype))
 }
 
 #[cfg(test)]

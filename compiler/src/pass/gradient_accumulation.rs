@@ -29,19 +29,26 @@ pub fn summed(backward: &Backward, before: &dyn Fn(NodeId) -> bool) -> BTreeMap<
     summed
 }
 
-/// The gradients that exist only in their sums: their producers accumulate, and no op reads them. An accumulating
-/// product rounds differently from a separate one. So a gradient with other readers is never accumulated, wherever the
-/// cuts are: it is on the path of a gradient to earlier ops.
+/// The gradients that exist only in their sums on every device: their producers accumulate, and no op reads them.
 pub fn accumulated_in_place(graph: &Graph, summed: &BTreeMap<Value, Vec<usize>>) -> HashSet<Value> {
-    let readers = graph.ids().filter(|id| runs(&graph.node(*id).op));
-    let read: HashSet<Value> = readers.flat_map(|id| graph.inputs(id)).map(|value| root(graph, value)).collect();
-    summed.keys().copied().filter(|value| is_added(graph, *value) && !read.contains(value)).collect()
+    read_only_as_sums(graph, summed).into_iter().filter(|value| is_added(graph, *value)).collect()
 }
 
-/// Tests whether the producing op can accumulate. Two-byte types cannot: their sums are f32.
+/// The gradients that no op reads. An accumulating product rounds differently from a separate one. So a gradient with
+/// other readers is never accumulated, wherever the cuts are: it is on the path of a gradient to earlier ops.
+pub fn read_only_as_sums(graph: &Graph, summed: &BTreeMap<Value, Vec<usize>>) -> HashSet<Value> {
+    let readers = graph.ids().filter(|id| runs(&graph.node(*id).op));
+    let read: HashSet<Value> = readers.flat_map(|id| graph.inputs(id)).map(|value| root(graph, value)).collect();
+    summed.keys().copied().filter(|value| !read.contains(value)).collect()
+}
+
+/// Tests whether the producing op can accumulate. Sums of two-byte types are f32, which only products write.
 fn is_added(graph: &Graph, value: Value) -> bool {
-    let adds = matches!(graph.node(value.node).op, Op::MatMul(_) | Op::ConvWeightGrad(_) | Op::ScatterAdd(_));
-    adds && graph.fact(value).dtype.size() >= 4
+    match graph.node(value.node).op {
+        Op::MatMul(_) => true,
+        Op::ConvWeightGrad(_) | Op::ScatterAdd(_) => graph.fact(value).dtype.size() >= 4,
+        _ => false,
+    }
 }
 
 /// The base of a view, or the value itself.

@@ -124,7 +124,8 @@ pub trait Kernel: Any + Send + Sync {
     /// Scratch bytes.
     fn workspace(&self) -> usize;
 
-    /// True if it can accumulate into its output.
+    /// True if it can write its output as a term of a sum, in the
+    /// [accumulation type](crate::device::layout::accumulation_type) of the output.
     fn can_accumulate(&self) -> bool;
 
     /// Number of ops that it computes.
@@ -138,7 +139,9 @@ pub trait Kernel: Any + Send + Sync {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OutputMode {
     Overwrite,
-    /// Requires [`Kernel::can_accumulate`].
+    /// Writes the first term of a sum. Requires [`Kernel::can_accumulate`], as does the next.
+    BeginSum,
+    /// Adds to a sum.
     Accumulate,
 }
 
@@ -150,6 +153,17 @@ pub enum WeightRegions<'a> {
         old: Region<'a>,
         new: RegionMut<'a>,
     },
+}
+
+/// The update of one parameter in an optimizer step.
+pub struct ParameterUpdate<'a> {
+    pub args: StepArgs,
+    pub weights: WeightRegions<'a>,
+    pub gradient: Region<'a>,
+    /// The tensors of [`UpdateRule::states`].
+    pub state: Vec<RegionMut<'a>>,
+    /// 16-bit weights that receive the new weights, rounded to nearest.
+    pub rounded: Option<(DType, RegionMut<'a>)>,
 }
 
 /// Rows of memory at equal distances.
@@ -236,15 +250,8 @@ pub trait Stream: Send {
     /// The sum of squares of each tensor of `f32` or `f64`. Waits.
     fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError>;
 
-    /// One optimizer step. `state` has the tensors of [`UpdateRule::states`].
-    fn optimizer_step(
-        &self,
-        rule: &UpdateRule,
-        step: &StepArgs,
-        weights: WeightRegions<'_>,
-        gradient: Region<'_>,
-        state: &mut [RegionMut<'_>],
-    ) -> Result<(), DeviceError>;
+    /// One optimizer step of some parameters.
+    fn optimizer_step(&self, rule: &UpdateRule, updates: Vec<ParameterUpdate<'_>>) -> Result<(), DeviceError>;
 
     /// `to` = weights after further updates in the direction of the last one: `w − steps·lr·v`. `v` is the momentum, or
     /// Adam's bias-corrected first moment over the root of its second.

@@ -66,8 +66,10 @@ mod wide;
 pub mod winograd;
 
 pub use super::layout::TensorLayout;
+use super::layout::accumulation_type;
 use compiler::op::table::rule;
 use compiler::op::{KernelError, Op};
+use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::view::{View, ViewMut};
 use std::sync::Arc;
@@ -78,11 +80,14 @@ pub const ALIGNMENT: usize = 64;
 /// A fast kernel's function of inputs, outputs and workspace. Lengths and alignment have been checked.
 pub type Body = Box<dyn Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> Result<(), KernelError> + Send + Sync>;
 
+/// A function that writes the first term of a sum, or adds to it if the flag is set. The sum has the accumulation type.
+pub type TermBody = Box<dyn Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8], bool) -> Result<(), KernelError> + Send + Sync>;
+
 pub struct FastKernel {
     pub workspace: usize,
     pub body: Body,
-    /// Accumulates into the single output instead of overwriting it.
-    pub adding: Option<Body>,
+    /// Writes the single output as a term of a sum.
+    pub term: Option<TermBody>,
 }
 
 /// One op at concrete shapes.
@@ -99,7 +104,7 @@ impl FastKernel {
     where
         F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> Result<(), KernelError> + Send + Sync + 'static,
     {
-        FastKernel { workspace: 0, body: Box::new(body), adding: None }
+        FastKernel { workspace: 0, body: Box::new(body), term: None }
     }
 
     /// A kernel whose body receives a flag to accumulate; the flag is only set if `adds`.
@@ -108,10 +113,10 @@ impl FastKernel {
         F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8], bool) -> Result<(), KernelError> + Send + Sync + 'static,
     {
         let written = Arc::new(body);
-        let added = written.clone();
-        let adding: Body = Box::new(move |inputs, outputs, workspace| added(inputs, outputs, workspace, true));
+        let term = written.clone();
+        let term: TermBody = Box::new(move |inputs, outputs, workspace, adds| term(inputs, outputs, workspace, adds));
         FastKernel {
-            adding: adds.then_some(adding),
+            term: adds.then_some(term),
             ..FastKernel::new(move |inputs, outputs, workspace| written(inputs, outputs, workspace, false))
         }
     }
@@ -145,28 +150,31 @@ impl Kernel {
 
     /// True if it can accumulate into its output.
     pub fn adds(&self) -> bool {
-        self.fast.as_ref().is_some_and(|fast| fast.adding.is_some())
+        self.fast.as_ref().is_some_and(|fast| fast.term.is_some())
     }
 
-    /// Runs and accumulates into the output. Panics if the kernel does not [`adds`](Kernel::adds), or if buffers or
-    /// workspace are not aligned.
-    pub fn run_adding(
+    /// Writes the output as the first term of a sum in its accumulation type, or with `adds` adds it to the sum. Panics if
+    /// the kernel does not [`adds`](Kernel::adds), or if buffers or workspace are not aligned.
+    pub fn run_term(
         &self,
         inputs: &[&[u8]],
         outputs: &mut [&mut [u8]],
         workspace: &mut [u8],
+        adds: bool,
     ) -> Result<(), KernelError> {
-        self.check_lengths(inputs, outputs);
+        self.check_lengths(inputs, outputs, accumulation_type);
         assert!(self.fits(inputs, outputs, workspace), "{}: buffers are not aligned", self.name());
-        match self.fast.as_ref().and_then(|fast| Some((fast.workspace, fast.adding.as_ref()?))) {
-            Some((scratch, adding)) => adding(inputs, outputs, &mut workspace[..scratch]),
+        match self.fast.as_ref().and_then(|fast| Some((fast.workspace, fast.term.as_ref()?))) {
+            Some((scratch, term)) => term(inputs, outputs, &mut workspace[..scratch], adds),
             None => panic!("{}: the kernel does not accumulate", self.name()),
         }
     }
 
-    fn check_lengths(&self, inputs: &[&[u8]], outputs: &[&mut [u8]]) {
+    /// The element type of each output in memory is `written` of its type.
+    fn check_lengths(&self, inputs: &[&[u8]], outputs: &[&mut [u8]], written: fn(DType) -> DType) {
         let given = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
-        let expected = self.inputs.iter().chain(&self.outputs).map(TensorLayout::bytes);
+        let output = |layout: &TensorLayout| layout.len() * written(layout.dtype).size();
+        let expected = self.inputs.iter().map(TensorLayout::bytes).chain(self.outputs.iter().map(output));
         assert!(given.eq(expected), "{}: buffer sizes do not match their facts", self.name());
     }
 
@@ -179,7 +187,7 @@ impl Kernel {
     /// Falls back to the reference if a buffer is not aligned for its element type, or the workspace is too small.
     /// Panics if a buffer length does not match its fact.
     pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
-        self.check_lengths(inputs, outputs);
+        self.check_lengths(inputs, outputs, |dtype| dtype);
         match &self.fast {
             Some(fast) if self.fits(inputs, outputs, workspace) => {
                 (fast.body)(inputs, outputs, &mut workspace[..fast.workspace])
@@ -211,7 +219,6 @@ pub(crate) mod tests {
     use super::*;
     use bytemuck::{cast_slice, cast_slice_mut};
     use compiler::op::{ConvWeightGrad, MatMul, ScatterAdd, Window};
-    use compiler::tensor::DType;
 
     /// Pseudo-random numbers in [-1, 1).
     pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
@@ -231,7 +238,7 @@ pub(crate) mod tests {
         let mut workspace = crate::device::buffer::Buffer::host(kernel.workspace());
         kernel.run(inputs, &mut [cast_slice_mut(&mut written)], workspace.bytes_mut()).unwrap();
         accumulate(DType::F32, cast_slice(&written), cast_slice_mut(&mut apart));
-        kernel.run_adding(inputs, &mut [cast_slice_mut(&mut added)], workspace.bytes_mut()).unwrap();
+        kernel.run_term(inputs, &mut [cast_slice_mut(&mut added)], workspace.bytes_mut(), true).unwrap();
         let most = apart.iter().fold(0.0f32, |most, value| most.max(value.abs()));
         let is_near = |(added, apart): (&f32, &f32)| (added - apart).abs() <= 1e-6 * most;
         assert!(added.iter().zip(&apart).all(is_near), "{op:?} {facts:?}");

@@ -39,6 +39,7 @@ pub mod movement;
 pub mod nccl;
 pub mod nvrtc;
 pub mod offsets;
+pub mod optimizer;
 pub mod ordering;
 pub mod padded_product;
 pub mod per_gpu;

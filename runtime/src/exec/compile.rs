@@ -15,7 +15,7 @@ use compiler::op::{NodeId, Op, Sharding as Split, Value};
 use compiler::pass::backward::{Backward, Made, Read, ReceivedGradients, backward};
 use compiler::pass::fragment::{Fragment, fragments};
 use compiler::pass::fuse::{Chains, chains};
-use compiler::pass::gradient_accumulation::{accumulated_in_place, root, summed};
+use compiler::pass::gradient_accumulation::{accumulated_in_place, read_only_as_sums, root, summed};
 use compiler::pass::loss::LOSS;
 use compiler::pass::memory::{Layout, Location, Needs, aligned};
 use compiler::pass::pipeline;
@@ -395,7 +395,10 @@ impl<'a> Assembly<'a> {
         let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
         let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
         let (together, _) = chains(graph, &order, &needs, &|a, b| is_second(a) == is_second(b));
-        let (tasks, layout) = tasks(self.device, graph, &order, together, &needs, self.joins)?;
+        // The kernels of a device may accumulate the gradients of more ops than all devices do.
+        let unread = read_only_as_sums(graph, &summed);
+        let of_device = Needs { added: &unread, ..needs };
+        let (tasks, layout) = tasks(self.device, graph, &order, together, &of_device, self.joins)?;
         // Sort the buffers of sent gradients by receiving stage, value and group.
         let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();
         for (made, output) in backward.output_roles.iter().zip(&graph.outputs) {
@@ -414,15 +417,14 @@ impl<'a> Assembly<'a> {
                 _ => None,
             })
             .collect();
-        // A 16-bit term cannot be written in place into its `f32` sum.
-        let first_term = |value: &Value| {
-            let value = root(graph, *value);
-            summed.get(&value).map(|terms| terms[0]).filter(|_| !is_half(graph.fact(value).dtype))
-        };
+        let first_term = |value: &Value| summed.get(&root(graph, *value)).map(|terms| terms[0]);
         let place = |value: &Value| {
             let slot = match (layout.locations.get(value), first_term(value)) {
-                (Some(&Location::Arena(offset)), Some(term)) => Slot::Gradient { term, offset },
-                (Some(&Location::Arena(offset)), None) => Slot::Arena(offset),
+                // A 16-bit term cannot be written in place into its `f32` sum, except by an op that accumulates.
+                (Some(&Location::Arena(offset)), Some(term)) if !is_half(graph.fact(*value).dtype) => {
+                    Slot::Gradient { term, offset }
+                }
+                (Some(&Location::Arena(offset)), _) => Slot::Arena(offset),
                 (Some(Location::Own(index)), _) => Slot::GradientOut(own_slot[index]),
                 (Some(Location::Source(node)), _) => sources[node],
                 (Some(&Location::Saved(offset)), _) => Slot::SplitBackward(offset),
@@ -436,7 +438,7 @@ impl<'a> Assembly<'a> {
         let mut second = Sequence::default();
         for task in tasks {
             let part = if is_second(task.node) { &mut second } else { &mut sequence };
-            let adds = task.can_accumulate() && added.contains(&task.outputs()[0]);
+            let adds = task.can_accumulate() && unread.contains(&task.outputs()[0]);
             let made = task.outputs().iter().filter_map(|value| summed.get(value)).flatten().copied().collect();
             let mut step = task.step(graph, &layout, &mut arena_bytes, place);
             if adds {

@@ -480,5 +480,5 @@ impl<'a> Executor<'a> {
 }
 
 fn mode_of(accumulates: bool) -> OutputMode {
-    if accumulates { OutputMode::Accumulate } else { OutputMode::Overwrite }
+    if accumulates { OutputMode::Accumulate } else { OutputMode::BeginSum }
 }

@@ -1,13 +1,13 @@
 //! The optimizer step of a stage: optimizer state, `f32` master weights of 16-bit parameters, and PipeMare's average of
 //! updates.
 
-use crate::device::api::WeightRegions;
+use crate::device::api::{ParameterUpdate, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::device::optimizer::{Prediction, StepArgs};
-use crate::device::region::{Region, RegionMut};
+use crate::device::region::Region;
 use crate::exec::executor::Weights;
 use crate::exec::stage_code::StageCode;
 use crate::optim::optimizer::Optimizer;
@@ -15,7 +15,17 @@ use crate::optim::policy::{DISCREPANCY, Staleness};
 use crate::optim::state::ParameterState;
 use crate::zero::shard::ShardRange;
 use compiler::tensor::DType;
+use std::ops::Range;
 use std::sync::Arc;
+
+/// The update of one parameter.
+pub struct ParameterStep {
+    pub parameter: usize,
+    pub weight: Arc<Buffer>,
+    /// Its sum over micro-batches and replicas.
+    pub gradient: Arc<Buffer>,
+    pub args: StepArgs,
+}
 
 /// Updates the parameters of a stage.
 pub struct ParameterUpdater<'a> {
@@ -74,48 +84,66 @@ impl<'a> ParameterUpdater<'a> {
         kept.map(Buffer::len).sum()
     }
 
-    /// Updates this replica's shard of a parameter. Overwrites the old version if it is unshared, else allocates.
-    pub fn step(
-        &mut self,
-        p: usize,
-        mut weight: Arc<Buffer>,
-        gradient: &Buffer,
-        args: &StepArgs,
-        device: &DeviceContext,
-    ) -> Result<Arc<Buffer>, DeviceError> {
-        let (rule, stream) = (&self.optimizer.rule, &device.stream);
-        let own = match self.share.keeps() {
-            true => 0..weight.len(),
-            false => self.share.own(p, weight.len(), self.dtypes[p].size()),
-        };
-        let mut state: Vec<RegionMut<'_>> = self.state[p].iter_mut().map(Buffer::region_mut).collect();
-        if let Some(master) = &mut self.masters[p] {
-            let in_place = WeightRegions::InPlace(master.region_mut());
-            stream.optimizer_step(rule, args, in_place, gradient.region(), &mut state)?;
-            if device.try_exclusive(&mut weight)?.is_none() {
-                weight = device.take(weight.len())?;
+    /// Updates this replica's shards of parameters, which are in ascending order, and returns the new versions. Overwrites
+    /// an old version if it is unshared, else allocates.
+    pub fn step(&mut self, mut steps: Vec<ParameterStep>, device: &DeviceContext) -> Result<Weights, DeviceError> {
+        let mut together = vec![true; steps.len()];
+        for (step, is_in_place) in steps.iter_mut().zip(&mut together) {
+            let has_master = self.masters[step.parameter].is_some();
+            // PipeMare's `δ` needs the difference of two versions.
+            let may_overwrite = has_master || self.drift.is_empty();
+            if may_overwrite && device.try_exclusive(&mut step.weight)?.is_some() {
+                continue;
             }
-            let rounded = Buffer::exclusive(&mut weight).slice(own);
-            stream.cast((DType::F32, master.region()), (self.dtypes[p], rounded))?;
-            return Ok(weight);
+            if has_master {
+                step.weight = device.take(step.weight.len())?;
+                continue;
+            }
+            self.step_out_of_place(step, device)?;
+            // The next one may reuse its memory.
+            device.give_shared(std::mem::replace(&mut step.gradient, Arc::new(Buffer::empty())))?;
+            *is_in_place = false;
         }
-        // PipeMare's `δ` needs the difference of two versions.
-        if self.drift.is_empty()
-            && let Some(sole) = device.try_exclusive(&mut weight)?
-        {
-            let in_place = WeightRegions::InPlace(sole.slice(own));
-            stream.optimizer_step(rule, args, in_place, gradient.region(), &mut state)?;
-            return Ok(weight);
+        let (mut updates, mut held) = (Vec::new(), self.masters.iter_mut().zip(&mut self.state).enumerate());
+        for step in steps.iter_mut().zip(&together).filter_map(|(step, is_in_place)| is_in_place.then_some(step)) {
+            let p = step.parameter;
+            let Some((_, (master, state))) = held.find(|(at, _)| *at == p) else { break };
+            let own = own_range(&self.share, p, &step.weight, self.dtypes[p]);
+            let weight = Buffer::exclusive(&mut step.weight).slice(own);
+            let (weights, rounded) = match master {
+                Some(master) => (master.region_mut(), Some((self.dtypes[p], weight))),
+                None => (weight, None),
+            };
+            let state = state.iter_mut().map(Buffer::region_mut).collect();
+            let (args, weights, gradient) = (step.args, WeightRegions::InPlace(weights), step.gradient.region());
+            updates.push(ParameterUpdate { args, weights, gradient, state, rounded });
         }
-        let mut next = device.take(weight.len())?;
-        let (old, new) = (weight.region_of(own.clone()), Buffer::exclusive(&mut next).slice(own));
-        stream.optimizer_step(rule, args, WeightRegions::OutOfPlace { old, new }, gradient.region(), &mut state)?;
+        device.stream.optimizer_step(&self.optimizer.rule, updates)?;
+        let finish = |(ParameterStep { weight, gradient, .. }, is_in_place): (ParameterStep, bool)| {
+            if is_in_place {
+                device.give_shared(gradient)?;
+            }
+            Ok(weight)
+        };
+        steps.into_iter().zip(together).map(finish).collect()
+    }
+
+    fn step_out_of_place(&mut self, step: &mut ParameterStep, device: &DeviceContext) -> Result<(), DeviceError> {
+        let (p, stream) = (step.parameter, &device.stream);
+        let own = own_range(&self.share, p, &step.weight, self.dtypes[p]);
+        let mut next = device.take(step.weight.len())?;
+        let (old, new) = (step.weight.region_of(own.clone()), Buffer::exclusive(&mut next).slice(own));
+        let (args, weights, gradient) = (step.args, WeightRegions::OutOfPlace { old, new }, step.gradient.region());
+        let state = self.state[p].iter_mut().map(Buffer::region_mut).collect();
+        let update = ParameterUpdate { args, weights, gradient, state, rounded: None };
+        stream.optimizer_step(&self.optimizer.rule, vec![update])?;
+        let old = std::mem::replace(&mut step.weight, next);
         if let Some(drift) = self.drift.get_mut(p) {
-            let versions = (weight.region(), next.region());
+            let versions = (old.region(), step.weight.region());
             stream.average_update(self.dtypes[p], versions, self.keep, drift.region_mut())?;
-            device.give(weight);
+            device.give(old);
         }
-        Ok(next)
+        Ok(())
     }
 
     /// Restores saved state.
@@ -188,6 +216,14 @@ impl<'a> ParameterUpdater<'a> {
     pub fn leave(&mut self, weights: Weights) -> Weights {
         let of = |(weight, master): (Arc<Buffer>, Option<Buffer>)| master.map_or(weight, Arc::new);
         weights.into_iter().zip(std::mem::take(&mut self.masters)).map(of).collect()
+    }
+}
+
+/// The bytes of a weight that this replica updates.
+fn own_range(share: &ShardRange, p: usize, weight: &Buffer, dtype: DType) -> Range<usize> {
+    match share.keeps() {
+        true => 0..weight.len(),
+        false => share.own(p, weight.len(), dtype.size()),
     }
 }
 

@@ -24,7 +24,7 @@ use crate::exec::stage_code::StageCode;
 use crate::optim::grad_norm::{NormAllReduce, Squares};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{Policy, Staleness};
-use crate::optim::update::ParameterUpdater;
+use crate::optim::update::{ParameterStep, ParameterUpdater};
 use crate::stage::gradient_buckets::{ReplicaGradients, RoundGradients};
 use crate::stage::gradients::{GradientTerms, lend_sums, scaled, total};
 use crate::stage::lag::Lag;
@@ -532,7 +532,6 @@ impl<'a> StageWorker<'a> {
         }
         let ready = self.ready.remove(&step.round);
         let Some(Ready { totals: Some(mut totals), samples, .. }) = ready else { return Ok(()) };
-        let mut new: Weights = Vec::with_capacity(old.len());
         if self.shard_comm.is_some() {
             let is_stepped = |p: &usize| step.factor.is_some() && self.share.is_sharded(*p) && totals[*p].is_some();
             let parameters = (0..old.len()).filter(is_stepped).collect();
@@ -542,14 +541,14 @@ impl<'a> StageWorker<'a> {
         for late in &mut self.late {
             late.waiting.push_back(step);
         }
-        for (p, weight) in old.drain(..).enumerate() {
-            new.push(match totals[p].take() {
-                // A parameter without a gradient stays unchanged.
-                None => weight,
-                Some(gradient) => self.apply(p, weight, gradient, step)?,
-            });
-        }
-        self.versions.insert(to, new);
+        // A parameter without a gradient stays unchanged.
+        let changes: Vec<usize> = (0..old.len()).filter(|p| totals[*p].is_some()).collect();
+        let take =
+            |p: &usize| Some((*p, std::mem::replace(&mut old[*p], Arc::new(Buffer::empty())), totals[*p].take()?));
+        let gradients = changes.iter().filter_map(take).collect();
+        let new = self.apply(gradients, step)?;
+        changes.into_iter().zip(new).for_each(|(p, weight)| old[p] = weight);
+        self.versions.insert(to, old);
         self.put(to)?;
         if step.factor.is_none() {
             // A skipped step does not count as an update.
@@ -561,30 +560,32 @@ impl<'a> StageWorker<'a> {
         follow(stream, self.policy.statistics, &self.code.follows, states, &samples, self.microbatches)
     }
 
+    /// Updates parameters, in ascending order, given with their weights and gradients. Returns the new weights.
     pub(super) fn apply(
         &mut self,
-        p: usize,
-        weight: Arc<Buffer>,
-        gradient: Arc<Buffer>,
+        parameters: Vec<(usize, Arc<Buffer>, Arc<Buffer>)>,
         step: OptimizerStep,
-    ) -> Result<Arc<Buffer>, DeviceError> {
-        let dtype = self.code.parameters[p].fact.dtype;
+    ) -> Result<Weights, DeviceError> {
+        let device = &self.executor.device;
         let Some(factor) = step.factor else {
-            self.executor.device.give_shared(gradient)?;
-            return Ok(weight);
+            let unchanged = |(_, weight, gradient)| device.give_shared(gradient).map(|()| weight);
+            return parameters.into_iter().map(unchanged).collect();
         };
         let scale = factor / f64::from(step.count.max(1));
-        // After a resume, the update count continues from the checkpoint.
-        let counted = u32::try_from(i64::from(step.round) + 1 - self.uncounted[p]).unwrap_or(1);
-        let args = StepArgs { dtype: accumulation_type(dtype), scale, step: counted, rate: step.rate };
-        if step.in_place {
-            self.drop_weight(&weight);
+        let mut steps = Vec::with_capacity(parameters.len());
+        for (parameter, weight, gradient) in parameters {
+            let dtype = self.code.parameters[parameter].fact.dtype;
+            // After a resume, the update count continues from the checkpoint.
+            let counted = u32::try_from(i64::from(step.round) + 1 - self.uncounted[parameter]).unwrap_or(1);
+            let args = StepArgs { dtype: accumulation_type(dtype), scale, step: counted, rate: step.rate };
+            if step.in_place {
+                self.drop_weight(&weight);
+            }
+            if self.keeps_gradients {
+                self.gradients.push((parameter, scaled(device, dtype, &gradient, scale)?));
+            }
+            steps.push(ParameterStep { parameter, weight, gradient, args });
         }
-        let next = self.updater.step(p, weight, &gradient, &args, &self.executor.device)?;
-        if self.keeps_gradients {
-            self.gradients.push((p, scaled(&self.executor.device, dtype, &gradient, scale)?));
-        }
-        self.executor.device.give_shared(gradient)?;
-        Ok(next)
+        self.updater.step(steps, device)
     }
 }

@@ -67,7 +67,8 @@ impl StageWorker<'_> {
                 }
                 // In-flight micro-batches may still use it.
                 let old = (Arc::strong_count(&weight) > 1).then(|| weight.clone());
-                self.late[at].weight = self.apply(p, weight, total, OptimizerStep { factor: Some(factor), ..step })?;
+                let new = self.apply(vec![(p, weight, total)], OptimizerStep { factor: Some(factor), ..step })?;
+                self.late[at].weight = new.into_iter().next().expect("one weight for each that was given");
                 old.into_iter().for_each(|old| self.executor.device.give(old));
             }
             self.late[at].version = step.round + 1;

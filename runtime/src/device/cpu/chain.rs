@@ -3,11 +3,13 @@
 //! A tile is a range of outermost rows with about `PIECE` elements. Every op has its own kernel for the tile shape, so
 //! it rounds as when run alone. Broadcast operands are broadcast within the tile.
 
+use super::dropout;
 use super::table;
 use super::walk::stretched;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use crate::device::chain::{Link, Operand};
-use compiler::op::KernelError;
+use bytemuck::cast_slice;
+use compiler::op::{KernelError, Op};
 use compiler::pass::fuse::{MOST_READ, MOST_WRITTEN};
 
 /// Elements per tile: a few tensors of it fit into the first-level cache.
@@ -64,6 +66,8 @@ struct Step {
     /// For a full tile and for the last, smaller one.
     kernels: [Option<FastKernel>; 2],
     operands: Vec<At>,
+    /// Whether the kernel also reads the number of the first element.
+    reads_place: bool,
     result: At,
 }
 
@@ -106,7 +110,10 @@ impl Chain {
                 };
                 let operands: Vec<TensorLayout> = link.operands.iter().map(layout).collect();
                 let result = TensorLayout { dtype: link.result.dtype, shape: piece(rows) };
-                table::fast_or_half(&link.op, &operands, &[result])
+                match &link.op {
+                    Op::Dropout(op) => dropout::piece(op, &result),
+                    op => table::fast_or_half(op, &operands, &[result]),
+                }
             };
             let rest = dims[cut] % height;
             let kernels = [Some(kernel(height)?), if rest > 0 { Some(kernel(rest)?) } else { None }];
@@ -115,7 +122,8 @@ impl Chain {
                 Operand::Result(i) => places[i],
             };
             let operands = link.operands.iter().map(at).collect();
-            steps.push(Step { kernels, operands, result: *result });
+            let reads_place = matches!(link.op, Op::Dropout(_));
+            steps.push(Step { kernels, operands, reads_place, result: *result });
         }
         let largest = links.iter().map(|l| l.result.dtype.size()).max()?;
         let slot_bytes = (height * width * largest).next_multiple_of(ALIGNMENT);
@@ -236,7 +244,12 @@ impl Chain {
                 }
             };
         }
-        body(&operands[..step.operands.len()], &mut [result], &mut kernel_memory[..*workspace])
+        let (place, mut count) = ([first as i64], step.operands.len());
+        if step.reads_place {
+            operands[count] = cast_slice(&place);
+            count += 1;
+        }
+        body(&operands[..count], &mut [result], &mut kernel_memory[..*workspace])
     }
 }
 
@@ -294,7 +307,7 @@ mod tests {
     use crate::device::buffer::Buffer;
     use crate::device::cpu::Kernel;
     use compiler::op::table::rule;
-    use compiler::op::{Binary, Cast, Compare, Op, Select, Unary};
+    use compiler::op::{Binary, Cast, Compare, Dropout, Select, Unary};
     use compiler::tensor::DType;
     use compiler::tensor::fact::Fact;
 
@@ -379,6 +392,16 @@ mod tests {
             unary(Unary::Tanh, Result(5), true),
             binary(Binary::Sub, Result(2), Result(4), true),
         ];
+        let drop = |x, counter| (Op::Dropout(Dropout { ratio: 0.3, stream: 5 }), vec![x, counter], false);
+        let dropped: Ops = vec![
+            binary(Binary::Add, Input(0), Input(1), false),
+            drop(Result(0), Input(2)),
+            binary(Binary::Add, Result(1), Input(0), true),
+            (Op::Cast(Cast { to: DType::Bf16 }), vec![Result(2)], false),
+            drop(Result(3), Input(2)),
+            (Op::Cast(Cast { to: DType::F32 }), vec![Result(4)], true),
+        ];
+        let counter = TensorLayout { dtype: DType::I64, shape: Vec::new() };
         let narrow = |x| (Op::Cast(Cast { to: DType::Bf16 }), vec![x], false);
         let narrow_ops: Ops = vec![
             narrow(Input(0)),
@@ -403,6 +426,7 @@ mod tests {
             let given = [of(shape), of(others[0]), of(others[1]), of(others[2])];
             same_as_apart(&ops, &given, shape);
             same_as_apart(&narrow_ops, &[of(shape), of(shape), given[2].clone()], shape);
+            same_as_apart(&dropped, &[of(shape), of(others[0]), counter.clone()], shape);
         }
     }
 }

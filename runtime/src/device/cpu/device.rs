@@ -4,14 +4,14 @@ use super::chain::Chain;
 use super::half::{is_half, narrow, widen};
 use super::update::WeightBytes;
 use super::{arithmetic, update};
-use crate::device::api::{AverageStep, Device, DeviceInfo, Kernel, OutputMode, Stream, WeightRegions};
+use crate::device::api::{AverageStep, Device, DeviceInfo, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::chain::Link;
 use crate::device::error::DeviceError;
 use crate::device::event::Event;
 use crate::device::host_memory;
 use crate::device::layout::TensorLayout;
-use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
+use crate::device::optimizer::{Prediction, UpdateRule};
 use crate::device::region::{Region, RegionMut};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::Op;
@@ -159,7 +159,8 @@ impl Stream for CpuStream {
         if let Some(kernel) = any.downcast_ref::<super::Kernel>() {
             match mode {
                 OutputMode::Overwrite => kernel.run(inputs, outputs, workspace)?,
-                OutputMode::Accumulate => kernel.run_adding(inputs, outputs, workspace)?,
+                OutputMode::BeginSum => kernel.run_term(inputs, outputs, workspace, false)?,
+                OutputMode::Accumulate => kernel.run_term(inputs, outputs, workspace, true)?,
             }
         } else if let (Some(chain), OutputMode::Overwrite) = (any.downcast_ref::<Chain>(), mode) {
             chain.run(inputs, outputs, workspace)?;
@@ -222,25 +223,28 @@ impl Stream for CpuStream {
         tensors.iter().map(|(dtype, values)| Ok(arithmetic::squared_norm(*dtype, values.host()?))).collect()
     }
 
-    fn optimizer_step(
-        &self,
-        rule: &UpdateRule,
-        step: &StepArgs,
-        weights: WeightRegions<'_>,
-        gradient: Region<'_>,
-        state: &mut [RegionMut<'_>],
-    ) -> Result<(), DeviceError> {
-        let weights = match weights {
-            WeightRegions::InPlace(weights) => WeightBytes::InPlace(weights.host()?),
-            WeightRegions::OutOfPlace { old, new } => WeightBytes::OutOfPlace { old: old.host()?, new: new.host()? },
-        };
-        let (mut states, gradient): ([&mut [u8]; 2], _) = (Default::default(), gradient.host()?);
-        for (bytes, region) in states.iter_mut().zip(state) {
-            *bytes = region.reborrow().host()?;
-        }
-        match step.dtype {
-            DType::F64 => update::step::<f64>(rule, step, weights, gradient, states),
-            _ => update::step::<f32>(rule, step, weights, gradient, states),
+    fn optimizer_step(&self, rule: &UpdateRule, updates: Vec<ParameterUpdate<'_>>) -> Result<(), DeviceError> {
+        for ParameterUpdate { args, weights, gradient, state, rounded } in updates {
+            let (mut states, gradient): ([&mut [u8]; 2], _) = (Default::default(), gradient.host()?);
+            for (bytes, region) in states.iter_mut().zip(state) {
+                *bytes = region.host()?;
+            }
+            let step = if args.dtype == DType::F64 { update::step::<f64> } else { update::step::<f32> };
+            let new: &[u8] = match weights {
+                WeightRegions::InPlace(weights) => {
+                    let weights = weights.host()?;
+                    step(rule, &args, WeightBytes::InPlace(weights), gradient, states);
+                    weights
+                }
+                WeightRegions::OutOfPlace { old, new } => {
+                    let new = new.host()?;
+                    step(rule, &args, WeightBytes::OutOfPlace { old: old.host()?, new }, gradient, states);
+                    new
+                }
+            };
+            if let Some((dtype, rounded)) = rounded {
+                narrow(dtype, cast_slice(new), rounded.host()?);
+            }
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! Dropout: the mask is recomputed wherever it is used.
 
+use super::half::{self, is_half};
 use super::real::Real;
 use super::wide::wide;
 use super::{FastKernel, TensorLayout};
@@ -43,15 +44,37 @@ fn part_of<T: Real>(op: DropoutPart) -> FastKernel {
 fn of<T: Real>(op: Dropout) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         let counter = cast_slice::<u8, i64>(inputs[1])[0];
-        drop_out(cast_slice::<u8, T>(inputs[0]), op.mask(counter), op.scale(), cast_slice_mut(outputs[0]));
+        drop_out(cast_slice::<u8, T>(inputs[0]), 0, op.mask(counter), op.scale(), cast_slice_mut(outputs[0]));
+        Ok(())
+    })
+}
+
+/// Dropout of some adjacent elements of a tensor. A third input is the number of the first one.
+pub fn piece(op: &Dropout, x: &TensorLayout) -> Option<FastKernel> {
+    match x.dtype {
+        DType::F32 => Some(piece_of::<f32>(*op)),
+        DType::F64 => Some(piece_of::<f64>(*op)),
+        dtype if is_half(dtype) => {
+            let number = || TensorLayout { dtype: DType::I64, shape: Vec::new() };
+            Some(half::wrapped(piece_of::<f32>(*op), &[x.clone(), number(), number()], &[x.clone()]))
+        }
+        _ => None,
+    }
+}
+
+fn piece_of<T: Real>(op: Dropout) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
+        let [counter, first] = [1, 2].map(|i: usize| cast_slice::<u8, i64>(inputs[i])[0]);
+        let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
+        drop_out(x, first as usize, op.mask(counter), op.scale(), y);
         Ok(())
     })
 }
 
 wide! {
-    fn drop_out[T: Real](x: &[T], mask: Mask, scale: f64, y: &mut [T]) {
+    fn drop_out[T: Real](x: &[T], first: usize, mask: Mask, scale: f64, y: &mut [T]) {
         for (i, (y, x)) in y.iter_mut().zip(x).enumerate() {
-            *y = if mask.keeps(i) { T::of(x.wide() * scale) } else { T::ZERO };
+            *y = if mask.keeps(first + i) { T::of(x.wide() * scale) } else { T::ZERO };
         }
     }
 }

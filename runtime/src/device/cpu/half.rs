@@ -2,7 +2,7 @@
 //! to nearest. Sums, means and products within an op therefore have `f32` precision.
 
 use super::table::fast;
-use super::{ALIGNMENT, FastKernel, TensorLayout};
+use super::{ALIGNMENT, FastKernel, TensorLayout, TermBody};
 pub use crate::device::layout::is_half;
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{Cast, Op};
@@ -39,21 +39,28 @@ pub fn kernel(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Opt
     };
     let wide = |layouts: &[TensorLayout]| -> Vec<TensorLayout> { layouts.iter().map(widened).collect() };
     let inner = fast(&op, &wide(inputs), &wide(outputs))?;
+    // Of the sums of two-byte types, all devices write only those of products.
+    let inner = if matches!(op, Op::MatMul(_)) { inner } else { FastKernel { term: None, ..inner } };
+    Some(wrapped(inner, inputs, outputs))
+}
+
+/// A kernel whose 16-bit operands are `f32` for `inner`.
+pub fn wrapped(inner: FastKernel, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> FastKernel {
     let scratch: usize = inputs.iter().chain(outputs).filter(|layout| is_half(layout.dtype)).map(room).sum();
     let (from, to) = (inputs.to_vec(), outputs.to_vec());
-    let own = inner.workspace;
+    let FastKernel { workspace: own, body: inner, term } = inner;
+    // The sum is f32, as the result of the inner kernel.
+    let term = term.map(|term| -> TermBody {
+        let from = from.clone();
+        Box::new(move |inputs, outputs, workspace, adds| {
+            let mut rest = workspace;
+            let read = widen_all(inputs, &from, &mut rest);
+            term(&read, outputs, &mut rest[..own], adds)
+        })
+    });
     let body = move |inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]| {
         let mut rest = workspace;
-        let mut read: Vec<&[u8]> = Vec::with_capacity(inputs.len());
-        for (&bytes, layout) in inputs.iter().zip(&from) {
-            if is_half(layout.dtype) {
-                let piece = take(&mut rest, layout);
-                widen(layout.dtype, bytes, cast_slice_mut(piece));
-                read.push(piece);
-            } else {
-                read.push(bytes);
-            }
-        }
+        let read = widen_all(inputs, &from, &mut rest);
         let narrow_ones = to.iter().filter(|layout| is_half(layout.dtype));
         let mut pieces: Vec<&mut [u8]> = narrow_ones.map(|layout| take(&mut rest, layout)).collect();
         {
@@ -66,7 +73,7 @@ pub fn kernel(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Opt
                     written.push(bytes);
                 }
             }
-            (inner.body)(&read, &mut written, &mut rest[..own])?;
+            inner(&read, &mut written, &mut rest[..own])?;
         }
         let narrow_ones = outputs.iter_mut().zip(&to).filter(|(_, layout)| is_half(layout.dtype));
         for ((bytes, layout), piece) in narrow_ones.zip(pieces) {
@@ -74,7 +81,20 @@ pub fn kernel(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Opt
         }
         Ok(())
     };
-    Some(FastKernel { workspace: 0, body: Box::new(body), adding: None }.with_workspace(scratch + own))
+    FastKernel { workspace: 0, body: Box::new(body), term }.with_workspace(scratch + own)
+}
+
+/// The inputs, of which those of 16 bits are widened into the workspace.
+fn widen_all<'a>(inputs: &[&'a [u8]], layouts: &[TensorLayout], workspace: &mut &'a mut [u8]) -> Vec<&'a [u8]> {
+    let widened = |(bytes, layout): (&&'a [u8], &TensorLayout)| -> &'a [u8] {
+        if !is_half(layout.dtype) {
+            return bytes;
+        }
+        let piece = take(workspace, layout);
+        widen(layout.dtype, bytes, cast_slice_mut(piece));
+        piece
+    };
+    inputs.iter().zip(layouts).map(widened).collect()
 }
 
 fn widened(layout: &TensorLayout) -> TensorLayout {

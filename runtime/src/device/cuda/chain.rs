@@ -4,9 +4,11 @@ use super::draft::KernelBuilder;
 use super::element::{held, load, store};
 use super::elementwise::{expression, loads, sources};
 use super::launch_plan::{At, LaunchPlan};
+use super::movement::dropped;
 use super::offsets::Walk;
 use crate::device::chain::{Link, Operand};
 use crate::device::layout::TensorLayout;
+use compiler::op::Op;
 use compiler::tensor::DType;
 
 /// `None` if an op is not elementwise, or a tensor is empty.
@@ -29,7 +31,10 @@ pub fn kernel(links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
         };
         let dtypes: Vec<DType> = link.operands.iter().map(dtype_of).collect();
         let operands: Vec<String> = link.operands.iter().map(name_of).collect();
-        let value = expression(&link.op, &dtypes, &operands)?;
+        let value = match (&link.op, &operands[..]) {
+            (Op::Dropout(op), [x, counter]) => dropped(op, dtypes[0], [x, counter, "(u64)n"]),
+            _ => expression(&link.op, &dtypes, &operands)?,
+        };
         let dtype = link.result.dtype;
         // Rounds as a stored tensor would, so that a chain gives the bits of its ops one by one.
         body.push_str(&format!("{} s{at} = {};\n", super::element::stored(dtype), store(dtype, &value)));

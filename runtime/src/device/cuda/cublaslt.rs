@@ -177,8 +177,10 @@ impl Drop for Object {
 /// The types of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ProductType {
-    /// Element type of all matrices.
+    /// Element type of `a` and `b`.
     pub dtype: DType,
+    /// Element type of `c`, which may be f32 for 16-bit inputs.
+    pub result: DType,
     /// Whether inputs of f32 may be rounded to TF32.
     pub tf32: bool,
 }
@@ -240,25 +242,25 @@ impl CublasLt {
         // inputs; and the type of β.
         let (compute, scale) = match of {
             ProductType { dtype: DType::F64, .. } => (70, 1),
-            ProductType { dtype: DType::F32, tf32: true } => (77, 0),
+            ProductType { dtype: DType::F32, tf32: true, .. } => (77, 0),
             _ => (68, 0),
         };
-        let dtype_number = match of.dtype {
-            DType::F32 => 0,
-            DType::F64 => 1,
-            DType::F16 => 2,
-            DType::Bf16 => 14,
-            _ => return Err(NOT_SUPPORTED),
+        let number_of = |dtype: DType| match dtype {
+            DType::F32 => Ok(0),
+            DType::F64 => Ok(1),
+            DType::F16 => Ok(2),
+            DType::Bf16 => Ok(14),
+            _ => Err(NOT_SUPPORTED),
         };
         // SAFETY: the library writes one handle in this and the next calls.
         let product = Object::new(f.product_destroy, |to| unsafe { (f.product_create)(to, compute, scale) })?;
         for (attribute, is_transposed) in TRANSPOSES.into_iter().zip(transposes) {
             product.set(f.product_set, attribute, c_int::from(is_transposed))?;
         }
-        let layout = |matrix: &Stored| {
+        let layout = |matrix: &Stored, dtype: DType| {
             let [rows, columns] = matrix.size;
             let number = |size: usize| i64::try_from(size).map_err(|_| NOT_SUPPORTED);
-            let leading = number(matrix.line)?;
+            let (leading, dtype_number) = (number(matrix.line)?, number_of(dtype)?);
             // SAFETY: as above.
             let layout = Object::new(f.layout_destroy, |to| unsafe {
                 (f.layout_create)(to, dtype_number, rows as u64, columns as u64, leading)
@@ -268,7 +270,7 @@ impl CublasLt {
             Ok(layout)
         };
         let [a, b, c] = matrices;
-        let layouts = [layout(a)?, layout(b)?, layout(c)?];
+        let layouts = [layout(a, of.dtype)?, layout(b, of.dtype)?, layout(c, of.result)?];
         let is_double = of.dtype == DType::F64;
         let mut described =
             Described { functions: f, product, layouts, algorithm: Algorithm::default(), workspace: 0, is_double };

@@ -8,12 +8,13 @@ use super::library_kernel::LibraryKernel;
 use super::matmul;
 use super::nccl::Nccl;
 use super::per_gpu::{MOST_GPUS, PerGpu};
+use super::reduce;
 use super::stream::CudaStream;
 use crate::device::api::{Device, DeviceInfo, Kernel, OutputMode, Stream};
 use crate::device::buffer::{Buffer, DeviceMemory};
 use crate::device::chain::Link;
 use crate::device::error::DeviceError;
-use crate::device::layout::TensorLayout;
+use crate::device::layout::{TensorLayout, accumulation_type};
 use crate::device::tensor_link::Transport;
 use compiler::op::Op;
 use compiler::op::collective::is_meeting;
@@ -68,27 +69,42 @@ pub struct CudaKernel {
     name: &'static str,
     ops: usize,
     plan: LaunchPlan,
-    /// In place of the plan if it accumulates into its output.
-    accumulating: Option<Launch>,
+    /// In place of the plan if the output is the first term of a sum, or is added to one.
+    terms: Option<[LaunchPlan; 2]>,
     /// In place of all launches, on GPUs where it works.
     library: Option<LibraryKernel>,
-    /// By launch. The last are those of `accumulating`.
+    /// In place of `terms`, if a sum has another type than the output.
+    library_term: Option<LibraryKernel>,
+    /// By launch. The last are those of `terms`.
     functions: Vec<PerGpu<Function>>,
 }
 
 impl CudaKernel {
     fn new(name: &'static str, ops: usize, plan: LaunchPlan) -> CudaKernel {
-        let functions = (0..=plan.launches.len()).map(|_| PerGpu::default()).collect();
-        CudaKernel { name, ops, plan, accumulating: None, library: None, functions }
+        CudaKernel { name, ops, plan, terms: None, library: None, library_term: None, functions: Vec::new() }.finished()
     }
 
     pub fn plan(&self) -> &LaunchPlan {
         &self.plan
     }
 
+    /// With place for the functions of all launches.
+    fn finished(mut self) -> CudaKernel {
+        let count = self.plans().map(|plan| plan.launches.len()).sum();
+        self.functions.resize_with(count, PerGpu::default);
+        self
+    }
+
+    fn plans(&self) -> impl Iterator<Item = &LaunchPlan> {
+        std::iter::once(&self.plan).chain(self.terms.iter().flatten())
+    }
+
     /// The library's kernel that replaces all launches, on GPUs where it works.
-    pub fn library(&self) -> Option<&LibraryKernel> {
-        self.library.as_ref()
+    pub fn library(&self, mode: OutputMode) -> Option<&LibraryKernel> {
+        match mode {
+            OutputMode::Overwrite => self.library.as_ref(),
+            OutputMode::BeginSum | OutputMode::Accumulate => self.library_term.as_ref().or(self.library.as_ref()),
+        }
     }
 
     /// The launches with their loaded kernels. `None` if it cannot write its output like this.
@@ -97,10 +113,13 @@ impl CudaKernel {
         gpu: &Gpu,
         mode: OutputMode,
     ) -> Option<impl Iterator<Item = Result<(&Launch, Function), DeviceError>>> {
-        let (launches, first) = match mode {
-            OutputMode::Overwrite => (&self.plan.launches[..], 0),
-            OutputMode::Accumulate => (std::slice::from_ref(self.accumulating.as_ref()?), self.plan.launches.len()),
+        let number = match mode {
+            OutputMode::Overwrite => 0,
+            OutputMode::BeginSum => 1,
+            OutputMode::Accumulate => 2,
         };
+        let first = self.plans().take(number).map(|plan| plan.launches.len()).sum::<usize>();
+        let launches = &self.plans().nth(number)?.launches;
         let loaded = move |(at, launch)| Ok((launch, self.function(gpu, first + at, launch)?));
         Some(launches.iter().enumerate().map(loaded))
     }
@@ -109,8 +128,8 @@ impl CudaKernel {
         self.functions[at].loaded(gpu, &launch.text).map_err(|error| gpu.failed(error))
     }
 
-    /// The launches that are loaded before a run, so that none compiles during training. Those that accumulate are loaded
-    /// on first use, since most products do not.
+    /// The launches that are loaded before a run, so that none compiles during training. Those of terms are loaded on
+    /// first use, since most products are none.
     fn loaded_first(&self, gpu: &Gpu) -> &[Launch] {
         match &self.library {
             Some(library) if library.works_on(gpu) => &[],
@@ -137,11 +156,12 @@ impl Kernel for CudaKernel {
     }
 
     fn workspace(&self) -> usize {
-        self.plan.scratch.max(self.library.as_ref().map_or(0, LibraryKernel::workspace))
+        let libraries = self.library.iter().chain(&self.library_term).map(LibraryKernel::workspace);
+        self.plans().map(|plan| plan.scratch).chain(libraries).max().unwrap_or(0)
     }
 
     fn can_accumulate(&self) -> bool {
-        self.accumulating.is_some()
+        self.terms.is_some()
     }
 
     fn ops(&self) -> usize {
@@ -210,11 +230,19 @@ impl Device for CudaDevice {
             None => return Err(DeviceError::NoKernel { device: self.info.name.clone(), op: name }),
         };
         let mut kernel = CudaKernel::new(name, 1, plan);
-        if let (Op::MatMul(op), [a, b], [c]) = (op, &inputs[..], &outputs[..]) {
-            kernel.accumulating = matmul::accumulating(op, [a, b, c]);
-        }
         kernel.library = LibraryKernel::new(&self.gpu, op, &inputs, &outputs, self.info.tf32);
-        Ok(Arc::new(kernel))
+        match (op, &inputs[..], &outputs[..]) {
+            (Op::MatMul(product), [a, b], [c]) => {
+                let sum = TensorLayout { dtype: accumulation_type(c.dtype), shape: c.shape.clone() };
+                kernel.terms = matmul::terms(product, [a, b, &sum]);
+                if sum.dtype != c.dtype {
+                    kernel.library_term = LibraryKernel::new(&self.gpu, op, &inputs, &[sum], self.info.tf32);
+                }
+            }
+            (Op::Reduce(reduce), [x], [y]) => kernel.terms = reduce::terms(reduce, x, accumulation_type(y.dtype)),
+            _ => {}
+        }
+        Ok(Arc::new(kernel.finished()))
     }
 
     fn chain(&self, links: &[Link], inputs: &[TensorLayout]) -> Option<Arc<dyn Kernel>> {

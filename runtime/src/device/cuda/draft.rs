@@ -91,10 +91,11 @@ impl KernelBuilder {
         results: &[(DType, At, Walk)],
         lines: &str,
     ) -> Launch {
+        // A scalar has no packs.
+        let packed = operands.iter().filter(|(.., walk)| walk.steps.iter().any(|step| *step != 0)).chain(results);
+        let packed: Vec<(usize, usize)> = packed.map(|(dtype, at, _)| (dtype.size(), at.offset)).collect();
         let fits = |width: &usize| {
-            operands.iter().chain(results).all(|(dtype, at, _)| {
-                width * dtype.size() <= PACK_BYTES && at.offset.is_multiple_of(width * dtype.size())
-            })
+            packed.iter().all(|(size, offset)| width * size <= PACK_BYTES && offset.is_multiple_of(width * size))
         };
         let most = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
         let walks: Vec<Walk> = operands.iter().chain(results).map(|(.., walk)| walk.clone()).collect();

@@ -24,7 +24,7 @@ pub enum LibraryKernel {
 
 impl LibraryKernel {
     /// `None` if the library is not there, or cannot compute the op on this GPU. `tf32` allows matrix products to round
-    /// f32 inputs to TF32.
+    /// f32 inputs to TF32. The result of a product of 16-bit matrices may be f32.
     pub fn new(
         gpu: &Gpu,
         op: &Op,
@@ -84,9 +84,9 @@ impl LibraryKernel {
         match self {
             // SAFETY: the caller passes the memory.
             LibraryKernel::Product(product) => unsafe { product.run(gpu, queue, addresses, workspace, adds) },
-            _ if adds => Ok(false),
             // SAFETY: as above.
-            LibraryKernel::Padded(product) => unsafe { product.run(gpu, queue, addresses, workspace) },
+            LibraryKernel::Padded(product) => unsafe { product.run(gpu, queue, addresses, workspace, adds) },
+            _ if adds => Ok(false),
             LibraryKernel::Pointwise(product) => {
                 let [data, weight, result] = addresses;
                 // SAFETY: as above; the product's operands have the sizes of the convolution's.

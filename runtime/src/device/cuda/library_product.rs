@@ -90,7 +90,8 @@ impl Problem {
         }
         let mut calls = vec![[0; 3]];
         for (size, steps) in dims {
-            let from = |start: [usize; 3], i: usize| [0, 1, 2].map(|at| start[at] + i * steps[at] * c.dtype.size());
+            let step = |at: usize| steps[at] * [a, b, c][at].dtype.size();
+            let from = |start: [usize; 3], i: usize| [0, 1, 2].map(|at| start[at] + i * step(at));
             calls = calls.iter().flat_map(|&start| (0..size).map(move |i| from(start, i))).collect();
         }
         let aligned = |at: usize| {
@@ -101,7 +102,7 @@ impl Problem {
         let transposes = [op.transpose_a, op.transpose_b];
         let sizes = [rows, columns, terms];
         let lines = [if op.transpose_a { rows } else { terms }, if op.transpose_b { terms } else { columns }, columns];
-        let types = ProductType { dtype: c.dtype, tf32: false };
+        let types = ProductType { dtype: a.dtype, result: c.dtype, tf32: false };
         Some((Problem { types, sizes, transposes, lines, batch, strides, alignments }, calls))
     }
 

@@ -142,11 +142,12 @@ pub fn kernel(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout)
     c.dtype.is_float().then(|| LaunchPlan::of(launch(op, [a, b, c], false)))
 }
 
-/// The launch that accumulates into the output, in place of [`kernel`]. `None` for 16-bit types, whose sums are wide, and
+/// The launches that write the product as the first term of a sum, and add it to one. The last operand is the sum. `None`
 /// for empty tensors.
-pub fn accumulating(op: &MatMul, operands: [&TensorLayout; 3]) -> Option<Launch> {
-    let is_wide = matches!(operands[2].dtype, DType::F32 | DType::F64);
-    (is_wide && !operands.into_iter().any(TensorLayout::is_empty)).then(|| launch(op, operands, true))
+pub fn terms(op: &MatMul, operands: [&TensorLayout; 3]) -> Option<[LaunchPlan; 2]> {
+    let is_empty = operands.into_iter().any(TensorLayout::is_empty);
+    (operands[2].dtype.is_float() && !is_empty)
+        .then(|| [false, true].map(|adds| LaunchPlan::of(launch(op, operands, adds))))
 }
 
 fn launch(op: &MatMul, [a, b, c]: [&TensorLayout; 3], adds: bool) -> Launch {

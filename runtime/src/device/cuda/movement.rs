@@ -1,13 +1,17 @@
 //! Data movement ops.
 
-use super::draft::{KernelBuilder, THREADS};
+use super::draft::{KernelBuilder, PACK_BYTES, THREADS};
 use super::element::{bits, held, literal, load, store, stored};
 use super::launch_plan::{At, Launch, LaunchPlan};
 use super::offsets::{Walk, joined, offsets};
 use crate::device::layout::TensorLayout;
 use compiler::op::slice::origin;
 use compiler::op::{Concat, Dropout, DropoutPart, Flip, Iota, Pad, Slice, Transpose, Uniform};
+use compiler::tensor::DType;
 use compiler::tensor::view::strides;
+
+/// The most inputs of a launch that concatenates.
+const MOST_JOINED: usize = 32;
 
 /// Smaller dimensions are transposed element by element.
 const LEAST_TILED: usize = 16;
@@ -24,10 +28,10 @@ pub fn moved(from: (At, usize), to: At, y: &TensorLayout, walk: &Walk) -> Launch
     )
 }
 
-/// Copies input `k`, `x`, to the elements of `y` at the walk's offsets.
-fn placed(k: usize, x: &TensorLayout, y: &TensorLayout, walk: Walk) -> Launch {
+/// Copies the input to the elements of `y` at the walk's offsets.
+fn placed(x: &TensorLayout, y: &TensorLayout, walk: Walk) -> Launch {
     let dtype = bits(y.dtype);
-    let operands = [(dtype, At::input(k), Walk::plain(&x.shape))];
+    let operands = [(dtype, At::input(0), Walk::plain(&x.shape))];
     KernelBuilder::new(y.len()).each_element(&x.shape, &operands, &[(dtype, At::output(0), walk)], "y0 = x0;")
 }
 
@@ -108,20 +112,43 @@ pub fn flip(op: &Flip, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan>
     from_walk(x, y, walk)
 }
 
-/// Concatenation: one launch per input.
+/// Concatenation. A row of the result has one of each input, whose elements are adjacent.
 pub fn concat(op: &Concat, inputs: &[TensorLayout], y: &TensorLayout) -> Option<LaunchPlan> {
-    let mut launch_plan = LaunchPlan::default();
-    let own = Walk::plain(&y.shape);
-    let mut first = 0;
-    for (k, x) in inputs.iter().enumerate() {
-        let base = first * own.steps[op.axis] as usize;
-        first += x.shape[op.axis];
-        if x.is_empty() {
-            continue;
-        }
-        launch_plan.launches.push(placed(k, x, y, Walk { base, steps: own.steps.clone() }));
+    let row = |of: &TensorLayout| of.shape[op.axis..].iter().product::<usize>();
+    let parts = inputs.iter().map(row).enumerate().filter(|(_, width)| *width > 0).collect::<Vec<_>>();
+    let (mut launch_plan, mut first) = (LaunchPlan::default(), 0);
+    for some in parts.chunks(MOST_JOINED) {
+        launch_plan.launches.push(side_by_side(some, y, row(y), first));
+        first += some.iter().map(|(_, width)| width).sum::<usize>();
     }
     Some(launch_plan)
+}
+
+/// Copies rows of inputs, given by number and width, to adjacent places from `first` on in rows of `y`.
+fn side_by_side(parts: &[(usize, usize)], y: &TensorLayout, row: usize, first: usize) -> Launch {
+    let dtype = bits(y.dtype);
+    let widths = || parts.iter().map(|(_, width)| *width);
+    let fits = |pack: &usize| {
+        pack * dtype.size() <= PACK_BYTES && widths().chain([row, first]).all(|size| size.is_multiple_of(*pack))
+    };
+    let width = [16, 8, 4, 2].into_iter().find(fits).unwrap_or(1);
+    let mut draft = KernelBuilder::new(y.len());
+    let (mut search, mut end, total) = (String::new(), 0, widths().sum::<usize>());
+    for (n, (k, part)) in parts.iter().enumerate() {
+        draft.reads(&format!("x{n}"), dtype, At::input(*k));
+        let start = end;
+        end += part;
+        let is_here = if end == total { String::new() } else { format!("if (column < (at){end}) ") };
+        search.push_str(&format!("{is_here}from = x{n} + (r * (at){part} + column - (at){start});\n"));
+        search.push_str(if end == total { "" } else { "else " });
+    }
+    draft.writes("y", dtype, At::output(0));
+    let (of, packs) = (stored(dtype), total / width);
+    let lines = format!(
+        "at r = pack / (at){packs}, column = pack % (at){packs} * {width};\nconst {of}* from;\n{search}\
+         *(Pack<{of}, {width}>*)(y + (r * (at){row} + (at){first} + column)) = *(const Pack<{of}, {width}>*)from;"
+    );
+    draft.each_pack(y.len() / row * total, width, &lines)
 }
 
 /// Edge and interior padding.
@@ -137,12 +164,12 @@ pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let value = match y.dtype.is_float() {
         true => store(y.dtype, &literal(y.dtype, op.value)),
         // Converts like the reference writes a float to an integer type.
-        false if y.dtype == compiler::tensor::DType::U64 => format!("{}ull", op.value as u64),
+        false if y.dtype == DType::U64 => format!("{}ull", op.value as u64),
         false => store(y.dtype, &format!("(i64){}ull", op.value as i64 as u64)),
     };
     let results = [(y.dtype, At::output(0), Walk::plain(&y.shape))];
     let fill = KernelBuilder::new(y.len()).each_element(&y.shape, &[], &results, &format!("y0 = {value};"));
-    let inner = placed(0, x, y, Walk { base: low, steps });
+    let inner = placed(x, y, Walk { base: low, steps });
     Some(LaunchPlan { launches: vec![fill, inner], scratch: 0 })
 }
 
@@ -177,7 +204,7 @@ pub fn dropout(op: &Dropout, x: &TensorLayout) -> Option<LaunchPlan> {
 /// Dropout of a tensor-parallel shard, with the mask of the whole tensor.
 pub fn dropout_part(op: &DropoutPart, x: &TensorLayout) -> Option<LaunchPlan> {
     let mut draft = KernelBuilder::new(x.len());
-    draft.reads("device", compiler::tensor::DType::I64, At::input(2));
+    draft.reads("device", DType::I64, At::input(2));
     dropout_by(&op.whole, x, draft, &shard_element("(u64)n", op.run, op.devices))
 }
 
@@ -186,17 +213,18 @@ pub fn shard_element(own: &str, run: usize, devices: usize) -> String {
     format!("(({own} / {run}ull * {devices}ull + (u64)device[0]) * {run}ull + {own} % {run}ull)")
 }
 
+/// The key of the mask, and the dropout of element number `element` with the value `x`.
+pub fn dropped(op: &Dropout, dtype: DType, [x, counter, element]: [&str; 3]) -> String {
+    let (least, kind) = ((op.ratio * (1u64 << 53) as f64) as u64, held(dtype));
+    let key = format!("mix(mix({}ull) ^ (u64){counter})", op.stream);
+    format!("(mix({key} ^ {element}) >> 11 >= {least}ull ? {x} * {} : ({kind})0)", literal(dtype, op.scale()))
+}
+
 /// Dropout with the mask of these elements.
 fn dropout_by(op: &Dropout, x: &TensorLayout, mut draft: KernelBuilder, element: &str) -> Option<LaunchPlan> {
-    draft.reads("counter", compiler::tensor::DType::I64, At::input(1));
-    let least = (op.ratio * (1u64 << 53) as f64) as u64;
-    let kind = held(x.dtype);
-    draft.add(&format!("u64 key = mix(mix({}ull) ^ (u64)counter[0]);", op.stream));
-    let kept = format!("{} * {}", load(x.dtype, "x0"), literal(x.dtype, op.scale()));
-    let lines = format!(
-        "{kind} v = mix(key ^ {element}) >> 11 >= {least}ull ? {kept} : ({kind})0;\ny0 = {};",
-        store(x.dtype, "v")
-    );
+    draft.reads("counter", DType::I64, At::input(1));
+    let value = dropped(op, x.dtype, [&load(x.dtype, "x0"), "counter[0]", element]);
+    let lines = format!("{} v = {value};\ny0 = {};", held(x.dtype), store(x.dtype, "v"));
     let walk = Walk::plain(&x.shape);
     let (operands, results) = ([(x.dtype, At::input(0), walk.clone())], [(x.dtype, At::output(0), walk)]);
     Some(LaunchPlan::of(draft.each_element(&x.shape, &operands, &results, &lines)))

@@ -3,6 +3,7 @@
 //! after the others to bound the memory of the copies.
 
 use super::draft::{KernelBuilder, PACK_BYTES};
+use super::element::stored;
 use super::gpu::{Function, Gpu, GpuError};
 use super::launch_plan::{At, Launch};
 use super::library_product::{LibraryProduct, Problem, WORKSPACE_ALIGNMENT, aligned_workspace};
@@ -11,7 +12,7 @@ use super::queue::Queue;
 use crate::device::layout::is_half;
 use compiler::tensor::DType;
 
-/// Bytes of an element.
+/// Bytes of an element of `a` and `b`.
 const SIZE: usize = 2;
 
 /// Elements of which each size is a multiple in the copies.
@@ -49,6 +50,8 @@ struct Piece {
     product: LibraryProduct,
     /// The copies of its part of `a`, and to `c`.
     copies: [Option<Copier>; 2],
+    /// Adds the copy of `c` to it, if it is f32.
+    adder: Option<Copier>,
 }
 
 /// A product in pieces of equal size, but for the last.
@@ -65,21 +68,30 @@ pub struct PaddedProduct {
 }
 
 impl Copier {
-    fn new(block: Block) -> Copier {
+    /// A copy of elements of this type, or with `adds` their addition to those of the target.
+    fn new(block: Block, dtype: DType, adds: bool) -> Copier {
         let Block { size: [rows, columns], from_line, to: [to_rows, to_columns] } = block;
         let mut draft = KernelBuilder::new((rows * from_line).max(to_rows * to_columns));
-        draft.reads("from", DType::U16, At::input(0));
-        draft.writes("to", DType::U16, At::output(0));
-        let count = to_rows * to_columns;
+        draft.reads("from", dtype, At::input(0));
+        draft.writes("to", dtype, At::output(0));
+        let (count, width) = (to_rows * to_columns, PACK_BYTES / dtype.size());
+        let pack = format!("Pack<{}, {width}>", stored(dtype));
+        let (start, [of_pack, of_element]) = match adds {
+            true => {
+                (format!("if (is_whole) elements = *(const {pack}*)to_pack;\n"), ["elements.of[e] + ", "to_pack[e] + "])
+            }
+            false => (String::new(), [""; 2]),
+        };
         let lines = format!(
-            "at row = pack * {ALIGNED} / {to_columns}, column = pack * {ALIGNED} % {to_columns};\n\
-             Pack<u16, {ALIGNED}> elements;\n#pragma unroll\nfor (int e = 0; e < {ALIGNED}; e++) {{\n\
-             elements.of[e] = row < {rows} && column < {columns} ? from[row * (at){from_line} + column] : 0;\n\
+            "at row = pack * {width} / {to_columns}, column = pack * {width} % {to_columns};\n\
+             auto to_pack = to + pack * {width};\nbool is_whole = (pack + 1) * {width} <= (at){count};\n\
+             {pack} elements;\n{start}#pragma unroll\nfor (int e = 0; e < {width}; e++) {{\n\
+             auto x = row < {rows} && column < {columns} ? from[row * (at){from_line} + column] : 0;\n\
+             if (is_whole) elements.of[e] = {of_pack}x;\nelse if (pack * {width} + e < (at){count}) to_pack[e] = {of_element}x;\n\
              if (++column == {to_columns}) {{ column = 0; row++; }}\n}}\n\
-             if ((pack + 1) * {ALIGNED} <= (at){count}) *(Pack<u16, {ALIGNED}>*)(to + pack * {ALIGNED}) = elements;\n\
-             else for (int e = 0; e < (int)({count} - pack * {ALIGNED}); e++) to[pack * {ALIGNED} + e] = elements.of[e];"
+             if (is_whole) *({pack}*)to_pack = elements;"
         );
-        let launch = draft.each_pack(padded(count), ALIGNED, &lines);
+        let launch = draft.each_pack(count.next_multiple_of(width), width, &lines);
         Copier { launch, functions: PerGpu::default() }
     }
 
@@ -120,13 +132,15 @@ impl PaddedProduct {
         let [rows, columns, terms] = whole.sizes;
         let of_whole = blocks(&whole, rows);
         let sizes = [rows * terms, terms * columns, rows * columns];
-        let copied: usize = (0..3).filter(|&at| of_whole[at].is_some()).map(|at| sizes[at] * SIZE).sum();
+        let result = whole.types.result;
+        let bytes = [SIZE, SIZE, result.size()];
+        let copied: usize = (0..3).filter(|&at| of_whole[at].is_some()).map(|at| sizes[at] * bytes[at]).sum();
         let suits = is_half(whole.types.dtype) && whole.batch == 1 && gpu.info().architecture.major >= 8;
         if !suits || copied == 0 || 2 * rows * columns * terms / copied < LEAST_FLOPS {
             return None;
         }
         // Copies of whole rows, so that all pieces but the last need no other padding.
-        let row_bytes = padded(terms).max(padded(columns)) * SIZE;
+        let row_bytes = (padded(terms) * SIZE).max(padded(columns) * result.size());
         let limit = most_bytes / row_bytes / ALIGNED * ALIGNED;
         if limit == 0 {
             return None;
@@ -142,16 +156,20 @@ impl PaddedProduct {
             problem.sizes = [rows, columns, terms].map(padded);
             problem.lines = [line(0), line(1), padded(columns)];
             let product = LibraryProduct::of(gpu, problem, vec![[0; 3]])?;
-            let copies = [of_piece[0], of_piece[2]].map(|block| block.map(Copier::new));
-            pieces.push(Piece { product, copies });
+            let of_a = of_piece[0].map(|block| Copier::new(block, DType::U16, false));
+            let copied = if result.size() == SIZE { DType::U16 } else { result };
+            let of_c = of_piece[2].map(|block| Copier::new(block, copied, false));
+            let adder = of_piece[2].filter(|_| copied == DType::F32).map(|block| Copier::new(block, copied, true));
+            pieces.push(Piece { product, copies: [of_a, of_c], adder });
             room[0] = room[0].max(elements(of_piece[0]));
             room[2] = room[2].max(of_piece[2].map_or(0, |block| padded(rows) * block.from_line));
         }
         let mut offsets = [0; 4];
         for at in 0..3 {
-            offsets[at + 1] = (offsets[at] + room[at] * SIZE).next_multiple_of(WORKSPACE_ALIGNMENT as usize);
+            offsets[at + 1] = (offsets[at] + room[at] * bytes[at]).next_multiple_of(WORKSPACE_ALIGNMENT as usize);
         }
-        Some(PaddedProduct { whole, rows: size, pieces, of_b: of_whole[1].map(Copier::new), offsets })
+        let of_b = of_whole[1].map(|block| Copier::new(block, DType::U16, false));
+        Some(PaddedProduct { whole, rows: size, pieces, of_b, offsets })
     }
 
     /// Bytes of the workspace wherever it starts.
@@ -162,17 +180,29 @@ impl PaddedProduct {
 
     /// Whether the library computes the product on a GPU.
     pub fn works_on(&self, gpu: &Gpu) -> bool {
-        let mut copiers = self.pieces.iter().flat_map(|piece| &piece.copies).chain([&self.of_b]).flatten();
+        let of_pieces = self.pieces.iter().flat_map(|piece| piece.copies.iter().chain([&piece.adder]));
+        let mut copiers = of_pieces.chain([&self.of_b]).flatten();
         self.pieces.iter().all(|piece| piece.product.works_on(gpu))
             && copiers.all(|copier| copier.function(gpu).is_ok())
     }
 
-    /// Queues the product. False if the library cannot compute it on this GPU or at these addresses of a, b and c.
+    /// Queues the product, added to `c` or not. False if the library cannot compute it on this GPU or at these addresses
+    /// of a, b and c, or if `c` has 16 bits and is to be added to.
     ///
     /// # Safety
     ///
     /// As for [`LibraryProduct::run`].
-    pub unsafe fn run(&self, gpu: &Gpu, queue: &Queue, [a, b, c]: [u64; 3], workspace: u64) -> Result<bool, GpuError> {
+    pub unsafe fn run(
+        &self,
+        gpu: &Gpu,
+        queue: &Queue,
+        [a, b, c]: [u64; 3],
+        workspace: u64,
+        adds: bool,
+    ) -> Result<bool, GpuError> {
+        if adds && self.whole.types.result != DType::F32 {
+            return Ok(false);
+        }
         if [a, b, c].into_iter().any(|address| !address.is_multiple_of(PACK_BYTES as u64)) {
             return Ok(false);
         }
@@ -186,10 +216,10 @@ impl PaddedProduct {
         for first in (0..self.whole.sizes[0]).step_by(self.rows) {
             let is_smaller = first + self.rows > self.whole.sizes[0];
             let piece = if is_smaller { self.pieces.last() } else { self.pieces.first() };
-            let Some(Piece { product, copies: [of_a, of_c] }) = piece else { return Ok(false) };
+            let Some(Piece { product, copies: [of_a, of_c], adder }) = piece else { return Ok(false) };
             let line_of_a = if self.whole.transposes[0] { 1 } else { self.whole.lines[0] };
             let a = a + (first * line_of_a * SIZE) as u64;
-            let c = c + (first * self.whole.lines[2] * SIZE) as u64;
+            let c = c + (first * self.whole.lines[2] * self.whole.types.result.size()) as u64;
             if let Some(copier) = of_a {
                 // SAFETY: as above.
                 unsafe { copier.run(gpu, queue, [a, to_a]) }?;
@@ -200,10 +230,10 @@ impl PaddedProduct {
                 if of_c.is_some() { to_c } else { c },
             ];
             // SAFETY: as above.
-            if !unsafe { product.run(gpu, queue, operands, own, false) }? {
+            if !unsafe { product.run(gpu, queue, operands, own, adds && of_c.is_none()) }? {
                 return Ok(false);
             }
-            if let Some(copier) = of_c {
+            if let Some(copier) = if adds { adder } else { of_c } {
                 // SAFETY: as above.
                 unsafe { copier.run(gpu, queue, [to_c, c]) }?;
             }

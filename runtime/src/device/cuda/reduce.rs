@@ -75,11 +75,32 @@ pub fn kernel(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchP
     Some(launch_plan)
 }
 
+/// The launches that write the reduction as the first term of a sum of this type, and add it to one. `None` for
+/// reductions other than sums of floats.
+pub fn terms(op: &Reduce, x: &TensorLayout, sum: DType) -> Option<[LaunchPlan; 2]> {
+    let suits = op.kind == ReduceKind::Sum && x.dtype.is_float() && !x.is_empty();
+    suits.then(|| {
+        [false, true].map(|adds| {
+            let (mut launch_plan, y) = (LaunchPlan::default(), Target { at: At::output(0), dtype: sum, adds });
+            reduce_and_divide(&mut launch_plan, op.kind, &op.axes, (At::input(0), x), y, 1);
+            launch_plan
+        })
+    })
+}
+
+/// Where a reduction is written, or added.
+#[derive(Clone, Copy)]
+struct Target {
+    at: At,
+    dtype: DType,
+    adds: bool,
+}
+
 /// Appends a reduction of `x` over `axes` to a plan.
 pub fn reduce(launch_plan: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At, &TensorLayout), y: (At, DType)) {
     let each: usize = axes.iter().map(|&axis| x.1.shape[axis]).product();
     let divisor = if kind == ReduceKind::Mean && x.1.dtype.is_float() { each } else { 1 };
-    reduce_and_divide(launch_plan, kind, axes, x, y, divisor);
+    reduce_and_divide(launch_plan, kind, axes, x, Target { at: y.0, dtype: y.1, adds: false }, divisor);
 }
 
 fn reduce_and_divide(
@@ -87,7 +108,7 @@ fn reduce_and_divide(
     kind: ReduceKind,
     axes: &[usize],
     (from, layout): (At, &TensorLayout),
-    y: (At, DType),
+    y: Target,
     divisor: usize,
 ) {
     let own = strides(&layout.shape);
@@ -105,7 +126,7 @@ fn reduce_and_divide(
     // Partial results keep the width of the compute type.
     let kept = if layout.dtype.is_float() { accumulator(layout.dtype) } else { wide(layout.dtype) };
     let partials = launch_plan.take(task.results * task.parts * kept.size());
-    launch_plan.launches.push(task.launch((partials, kept), 1));
+    launch_plan.launches.push(task.launch(Target { at: partials, dtype: kept, adds: false }, 1));
     let (shape, axis) = match task.way {
         Way::Columns { .. } => (vec![task.parts, task.results], 0),
         _ => (vec![task.results, task.parts], 1),
@@ -184,12 +205,12 @@ impl Task {
     }
 
     /// Writes every part of every result, divided by `divisor`.
-    fn launch(&self, y: (At, DType), divisor: usize) -> Launch {
+    fn launch(&self, y: Target, divisor: usize) -> Launch {
         let Task { results, each, parts, part, .. } = *self;
         let Join { held, start, of } = Join::new(self.kind, self.x.1);
         let mut draft = KernelBuilder::new(results * each * self.inner.width);
         draft.reads("x", self.x.1, self.x.0);
-        draft.writes("y", y.1, y.0);
+        draft.writes("y", y.dtype, y.at);
         let (width, packs) = (self.outer.width, results / self.outer.width);
         let (outer_lines, outer) = offsets("o", "result", &self.outer.shape, &self.outer.walks);
         let (inner_lines, inner) = offsets("r", "k", &self.inner.shape, &self.inner.walks);
@@ -218,10 +239,14 @@ impl Task {
             inner = inner[0],
         );
         let write = |to: &str| {
-            let result = format!("Pack<{}, {width}>", stored(y.1));
+            let result = format!("Pack<{}, {width}>", stored(y.dtype));
+            let (before, value) = match y.adds {
+                true => (format!(" = *(const {result}*)(y + {to})"), format!("{} + {value}", load(y.dtype, "q.of[e]"))),
+                false => (String::new(), value.clone()),
+            };
             format!(
-                "{result} q;\n#pragma unroll\nfor (int e = 0; e < {width}; e++) q.of[e] = {};\n*({result}*)(y + {to}) = q;",
-                store(y.1, &value)
+                "{result} q{before};\n#pragma unroll\nfor (int e = 0; e < {width}; e++) q.of[e] = {};\n*({result}*)(y + {to}) = q;",
+                store(y.dtype, &value)
             )
         };
         match self.way {

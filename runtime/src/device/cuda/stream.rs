@@ -9,16 +9,17 @@ use super::event::{CudaEvent, CudaTimestamp};
 use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Base, Fault};
 use super::many;
+use super::optimizer::{self, RuleVariant};
 use super::queue::{Queue, RawEvent};
 use super::staging::{PinnedMemory, StagingBuffers};
 use super::verbs;
-use super::verbs::{MOST_BLOCKS, PARTS, RuleVariant, THREADS, Verb};
-use crate::device::api::{AverageStep, Kernel, OutputMode, Rows, Stream, WeightRegions};
+use super::verbs::{MOST_BLOCKS, PARTS, THREADS, Verb};
+use crate::device::api::{AverageStep, Kernel, OutputMode, ParameterUpdate, Rows, Stream, WeightRegions};
 use crate::device::buffer::{Buffer, DeviceMemory};
 use crate::device::download::Download;
 use crate::device::error::DeviceError;
 use crate::device::event::{Event, Timestamp};
-use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
+use crate::device::optimizer::{Prediction, UpdateRule};
 use crate::device::region::{Region, RegionMut};
 use compiler::tensor::DType;
 use cudarc::driver::{DriverError, result};
@@ -202,7 +203,7 @@ impl Stream for CudaStream {
         let foreign = || DeviceError::Foreign { what: "kernel" };
         let kernel = (kernel as &dyn Any).downcast_ref::<CudaKernel>().ok_or_else(foreign)?;
         let launches = kernel.launches(&self.gpu, mode).ok_or_else(foreign)?;
-        if let (Some(library), [a, b], [c]) = (kernel.library(), inputs, &*outputs) {
+        if let (Some(library), [a, b], [c]) = (kernel.library(mode), inputs, &*outputs) {
             let (addresses, adds) = ([a.address(), b.address(), c.address()], mode == OutputMode::Accumulate);
             // SAFETY: addresses are of this GPU and have the sizes that the kernel was made for.
             let done = unsafe { library.run(&self.gpu, &self.queue, addresses, workspace.address(), adds) };
@@ -335,25 +336,40 @@ impl Stream for CudaStream {
         Ok(norms)
     }
 
-    fn optimizer_step(
-        &self,
-        rule: &UpdateRule,
-        step: &StepArgs,
-        weights: WeightRegions<'_>,
-        gradient: Region<'_>,
-        state: &mut [RegionMut<'_>],
-    ) -> Result<(), DeviceError> {
-        let (old, new) = match &weights {
-            WeightRegions::InPlace(weights) => (weights.address(), weights.address()),
-            WeightRegions::OutOfPlace { old, new } => (old.address(), new.address()),
-        };
-        let factors = verbs::step_factors(rule, (step.scale, step.step, step.rate));
-        let mut words = vec![old, new, gradient.address()];
-        words.extend(state.iter().take(rule.states()).map(|state| state.address()));
-        words.extend(factors.iter().map(|(_, factor)| factor.to_bits()));
-        let verb = Verb::Step(RuleVariant::of(rule), step.dtype);
-        let text = || verbs::step(rule, step.dtype, &factors);
-        self.each(verb, text, gradient.len() / step.dtype.size(), &words)
+    fn optimizer_step(&self, rule: &UpdateRule, updates: Vec<ParameterUpdate<'_>>) -> Result<(), DeviceError> {
+        let alike = |update: &ParameterUpdate<'_>| (update.args, update.rounded.as_ref().map(|(dtype, _)| *dtype));
+        let mut groups: Vec<Vec<&ParameterUpdate<'_>>> = Vec::new();
+        for update in updates.iter().filter(|update| !update.gradient.is_empty()) {
+            match groups.iter_mut().find(|group| group.len() < many::MOST && alike(group[0]) == alike(update)) {
+                Some(group) => group.push(update),
+                None => groups.push(vec![update]),
+            }
+        }
+        for group in groups {
+            let (args, rounded) = alike(group[0]);
+            let factors = optimizer::step_factors(rule, (args.scale, args.step, args.rate));
+            let (mut words, mut chunks) = (vec![0], 0);
+            for update in &group {
+                let (old, new) = match &update.weights {
+                    WeightRegions::InPlace(weights) => (weights.address(), weights.address()),
+                    WeightRegions::OutOfPlace { old, new } => (old.address(), new.address()),
+                };
+                let count = update.gradient.len() / args.dtype.size();
+                chunks += count.div_ceil(optimizer::CHUNK);
+                words.extend([old, new, update.gradient.address()]);
+                words.extend(update.state.iter().take(rule.states()).map(RegionMut::address));
+                words.extend(update.rounded.as_ref().map(|(_, to)| to.address()));
+                words.extend([count as u64, chunks as u64]);
+            }
+            let words_each = (words.len() - 1) / group.len();
+            words.resize(1 + words_each * many::MOST, 0);
+            words[0] = chunks as u64;
+            words.extend(factors.iter().map(|(_, factor)| factor.to_bits()));
+            let verb = Verb::Step(RuleVariant::of(rule), args.dtype, rounded);
+            let function = self.function(verb, || optimizer::step(rule, args.dtype, rounded, &factors))?;
+            self.launch(function, (chunks.min(MOST_BLOCKS) as u32, THREADS), &mut words)?;
+        }
+        Ok(())
     }
 
     fn predict_weights(
@@ -365,12 +381,14 @@ impl Stream for CudaStream {
         to: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
         let &Prediction { dtype, steps, made, rate } = prediction;
-        let Some(factors) = verbs::predict_factors(rule, (steps, made, rate)) else { return self.copy(weights, to) };
+        let Some(factors) = optimizer::predict_factors(rule, (steps, made, rate)) else {
+            return self.copy(weights, to);
+        };
         let mut words = vec![weights.address(), to.address()];
         words.extend(state.iter().take(rule.states()).map(|state| state.address()));
         words.extend(factors.iter().map(|(_, factor)| factor.to_bits()));
         let verb = Verb::Predict(RuleVariant::of(rule), dtype);
-        self.each(verb, || verbs::predict(rule, dtype, &factors), weights.len() / dtype.size(), &words)
+        self.each(verb, || optimizer::predict(rule, dtype, &factors), weights.len() / dtype.size(), &words)
     }
 
     fn average_update(

@@ -2,12 +2,12 @@
 
 use super::clock::Clock;
 use super::device::{Held, Shared, lock, sanitizer};
-use crate::device::api::{AverageStep, Kernel, OutputMode, Stream, WeightRegions};
+use crate::device::api::{AverageStep, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::CpuStream;
 use crate::device::error::DeviceError;
 use crate::device::event::{DeviceEvent, Event};
-use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
+use crate::device::optimizer::{Prediction, UpdateRule};
 use crate::device::region::{Region, RegionMut};
 use compiler::tensor::DType;
 use std::any::Any;
@@ -138,32 +138,32 @@ impl Stream for SanitizerStream {
         Ok(norms)
     }
 
-    fn optimizer_step(
-        &self,
-        rule: &UpdateRule,
-        step: &StepArgs,
-        weights: WeightRegions<'_>,
-        gradient: Region<'_>,
-        state: &mut [RegionMut<'_>],
-    ) -> Result<(), DeviceError> {
-        let verb = self.verb();
-        let (gradient, state) = (verb.read(gradient)?, verb.write_all(state)?);
-        // SAFETY: see above.
-        let mut state: Vec<RegionMut<'_>> = state.iter().map(|held| unsafe { held.region_mut() }).collect();
-        match weights {
-            WeightRegions::InPlace(weights) => {
-                let weights = verb.write(&weights)?;
+    fn optimizer_step(&self, rule: &UpdateRule, updates: Vec<ParameterUpdate<'_>>) -> Result<(), DeviceError> {
+        for ParameterUpdate { args, weights, gradient, state, rounded } in updates {
+            let verb = self.verb();
+            let (gradient, state) = (verb.read(gradient)?, verb.write_all(&state)?);
+            let (old, new) = match &weights {
+                WeightRegions::InPlace(weights) => (None, verb.write(weights)?),
+                WeightRegions::OutOfPlace { old, new } => (Some(verb.read(*old)?), verb.write(new)?),
+            };
+            let rounded = rounded.map(|(dtype, to)| Ok::<_, DeviceError>((dtype, verb.write(&to)?))).transpose()?;
+            // SAFETY: see above, as for all that follow.
+            let new = unsafe { new.region_mut() };
+            let update = ParameterUpdate {
+                args,
+                weights: match &old {
+                    None => WeightRegions::InPlace(new),
+                    Some(old) => WeightRegions::OutOfPlace { old: old.region(), new },
+                },
+                gradient: gradient.region(),
                 // SAFETY: see above.
-                let weights = WeightRegions::InPlace(unsafe { weights.region_mut() });
-                CpuStream.optimizer_step(rule, step, weights, gradient.region(), &mut state)
-            }
-            WeightRegions::OutOfPlace { old, new } => {
-                let (old, new) = (verb.read(old)?, verb.write(&new)?);
+                state: state.iter().map(|held| unsafe { held.region_mut() }).collect(),
                 // SAFETY: see above.
-                let weights = WeightRegions::OutOfPlace { old: old.region(), new: unsafe { new.region_mut() } };
-                CpuStream.optimizer_step(rule, step, weights, gradient.region(), &mut state)
-            }
+                rounded: rounded.as_ref().map(|(dtype, held)| (*dtype, unsafe { held.region_mut() })),
+            };
+            CpuStream.optimizer_step(rule, vec![update])?;
         }
+        Ok(())
     }
 
     fn predict_weights(
