@@ -3,5 +3,6 @@
 pub mod children;
 pub mod environment;
 pub mod role;
+pub mod run_token;
 pub mod signals;
 pub mod stop_signal;
