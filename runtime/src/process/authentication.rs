@@ -230,7 +230,9 @@ mod tests {
         let (mut one, mut other) = pair();
         let [first, second] = tokens;
         let accepting = std::thread::spawn(move || accept(&mut other, &second, &accepting));
-        (connect(&mut one, &first, &connecting, 0), accepting.join().unwrap())
+        let connected = connect(&mut one, &first, &connecting, 0);
+        drop(one);
+        (connected, accepting.join().unwrap())
     }
 
     fn challenges() -> (Challenge, Challenge) {
@@ -309,6 +311,16 @@ mod tests {
         stranger.say(Kind::Challenge, &[0; LONGEST_UNPROVED as usize + 1]).unwrap();
         let why = accepting.join().unwrap().unwrap_err();
         assert!(why.contains("exceeds the limit of this run, 1024 bytes"), "{why}");
+    }
+
+    #[test]
+    fn a_process_of_an_earlier_version_learns_why_it_is_refused() {
+        let (mut early, mut other) = pair();
+        let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &Challenge::new(0, 3).unwrap()));
+        // Without authentication, the hello came first.
+        early.say(Kind::Hello, &[7; 700]).unwrap();
+        assert_eq!(early.expect(Kind::Welcome), Ok(Err(EARLIER.to_string())));
+        assert_eq!(accepting.join().unwrap(), Err(EARLIER.to_string()));
     }
 
     #[test]

@@ -330,3 +330,58 @@ pub fn verdict(
         fault => Some(LinkError::Broken { process, peer, fault }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::authentication::RunToken;
+    use crate::process::handshake::Identity;
+    use std::net::TcpStream;
+    use std::thread;
+
+    /// Joins over streams that are already connected, as over MPI.
+    fn joined(own: usize, token: &str, streams: BTreeMap<usize, Stream>) -> Result<Vec<usize>, LinkError> {
+        let part = ProcessConfig {
+            own,
+            placement: WorkerPlacement { of: Vec::new(), processes: 3 },
+            identity: Identity { run: 1, parts: Vec::new() },
+            token: RunToken::of(token).unwrap(),
+            first: String::new(),
+            listen: None,
+            patience: Duration::from_secs(30),
+            deadline: Duration::from_secs(30),
+            nccl: false,
+            follows: false,
+        };
+        let names = (0..3).map(|process| format!("process {process}")).collect();
+        let lines = BTreeSet::from([(0, 1), (0, 2), (1, 2)]);
+        let mode = JoinMode::Open(streams, Box::new(()));
+        let connected = connect(names, &lines, &part, mode, &Arc::default(), &|_| {})?;
+        Ok(connected.talks.into_keys().collect())
+    }
+
+    fn all(tokens: [&'static str; 3]) -> [Result<Vec<usize>, LinkError>; 3] {
+        let mut streams = [(); 3].map(|()| BTreeMap::new());
+        for (one, other) in [(0, 1), (0, 2), (1, 2)] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            streams[one].insert(other, Stream::tcp(stream).unwrap());
+            streams[other].insert(one, Stream::tcp(listener.accept().unwrap().0).unwrap());
+        }
+        let mut own = 0..;
+        let threads = streams.map(|streams| {
+            let own = own.next().unwrap();
+            thread::spawn(move || joined(own, tokens[own], streams))
+        });
+        threads.map(|thread| thread.join().unwrap())
+    }
+
+    #[test]
+    fn connected_processes_authenticate_too() {
+        const TOKEN: &str = "0123456789abcdef";
+        assert_eq!(all([TOKEN; 3]), [Ok(vec![1, 2]), Ok(vec![0, 2]), Ok(vec![0, 1])]);
+        let [first, _, last] = all([TOKEN, TOKEN, "another token of the run"]);
+        assert!(matches!(first, Err(LinkError::Failed { process: 2, .. })), "{first:?}");
+        assert!(matches!(last, Err(LinkError::Another { .. })), "{last:?}");
+    }
+}

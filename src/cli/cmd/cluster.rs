@@ -84,7 +84,7 @@ struct Bench {
     /// Seconds to wait for all hosts to connect
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     connect_timeout: Duration,
-    /// What measures: pipec (links between workers of this machine), or torch (collectives of a torchrun job)
+    /// What measures: pipec (links between workers of this machine, or between hosts), or torch (collectives of a torchrun job)
     #[arg(long, value_name = "pipec|torch", default_value = "pipec", value_parser = ["pipec", "torch"])]
     engine: String,
     /// --engine torch: auto (GPUs if there are any), cpu or cuda
