@@ -278,6 +278,10 @@ pub fn link(error: &LinkError) -> Option<&'static str> {
         LinkError::Unreachable { .. } | LinkError::Missing { .. } => {
             Some("start all processes with the same command, or wait longer with `--connect-timeout SECONDS`")
         }
+        LinkError::Exposed { .. } => Some(
+            "make a token with `openssl rand -hex 32 > run.token`, copy it to every host, and pass `--token-file run.token` to every process, or set PIPEC_RUN_TOKEN",
+        ),
+        LinkError::Unproved { .. } => Some("all processes need the same run token and pipec version"),
         LinkError::Another { .. } | LinkError::Refused { .. } => {
             Some("all processes need the same pipec version, model, plan, data, weights and flags")
         }

@@ -2,6 +2,8 @@
 
 pub mod children;
 pub mod environment;
+pub mod host_links;
 pub mod role;
+pub mod run_token;
 pub mod signals;
 pub mod stop_signal;

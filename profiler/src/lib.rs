@@ -44,6 +44,7 @@
 
 pub mod cache;
 pub mod detect;
+pub mod host_links;
 pub mod kernel;
 pub mod links;
 pub mod machine;

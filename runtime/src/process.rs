@@ -1,19 +1,23 @@
-//! The processes of a run and their connections, over TCP between mutually trusted hosts, or over MPI.
+//! The processes of a run and their connections, over TCP or MPI. Processes trust each other, and nobody else.
 //!
 //! ```text
 //! worker ──▶ channel ──▶ worker of this process
 //!                   └──▶ connection ──frames──▶ router of another process ──▶ its worker
 //! ```
 //!
-//! [`handshake`] authenticates peers, [`process_group`] connects all processes, and [`exchange`] creates the local ends
-//! of channels and communicators that span processes. [`tensor_links`] lets tensors go from device to device. Every
-//! process learns of the first failure through [`run_status`].
+//! [`authentication`] keeps strangers out, [`handshake`] compares inputs, [`process_group`] connects all processes, and
+//! [`exchange`] creates the local ends of channels and communicators that span processes. [`tensor_links`] lets tensors
+//! go from device to device. Every process learns of the first failure through [`run_status`].
 
+pub mod accept;
+pub mod authentication;
 pub mod connection;
+pub mod dial;
 pub mod exchange;
 pub mod fields;
 pub mod frame;
 pub mod handshake;
+pub mod meeting;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod parts;

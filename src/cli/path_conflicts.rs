@@ -22,7 +22,7 @@ const WRITTEN: [(&str, &[&str]); 7] = [
 ];
 
 /// The arguments that name an input file, unless the command writes it.
-const READ: [&str; 13] = [
+const READ: [&str; 14] = [
     "file",
     "model",
     "plan",
@@ -30,6 +30,7 @@ const READ: [&str; 13] = [
     "cluster",
     "schedule",
     "hosts",
+    "token_file",
     "data",
     "eval_data",
     "weights",

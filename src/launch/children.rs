@@ -4,9 +4,9 @@
 //! by itself. At the end, the children still running are killed. Children also end when this process is killed.
 
 use crate::error::Error;
-use crate::launch::signals;
 use crate::launch::signals::Pauses;
 use crate::launch::stop_signal::Stop;
+use crate::launch::{run_token, signals};
 use runtime::process::run_status::{LinkError, RunStatus};
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
@@ -63,7 +63,7 @@ struct Started {
 /// Starts a child for each of these names, as processes 1, 2, … of a run. A child may be stopped for at most `deadline`.
 pub fn start(
     names: &[String],
-    (run, restarts, address): (u64, u32, &str),
+    (run, restarts, address, token): (u64, u32, &str, &str),
     (command_line, resumed): (&[OsString], Option<&Path>),
     deadline: Duration,
     fate: &Arc<RunStatus>,
@@ -82,6 +82,7 @@ pub fn start(
         let mut command = Command::new(program);
         command.args(arguments);
         command.env(VARIABLE, format!("{} {process} {run:x} {restarts} {address}", std::process::id()));
+        command.env(run_token::VARIABLE, token);
         if let Some(from) = resumed {
             command.env(RESUMED, from);
         }

@@ -5,16 +5,18 @@ use crate::events::EventSink;
 use crate::files::input;
 use crate::launch::children::Children;
 use crate::launch::environment::launched;
-use crate::launch::{children, signals};
+use crate::launch::{children, run_token, signals};
 use crate::{cluster, help};
 use compiler::export::quantity;
+use runtime::process::authentication::{RunToken, random_token};
 use runtime::process::handshake::Identity;
+use runtime::process::meeting::{Notice, ProcessConfig};
 use runtime::process::placement::WorkerPlacement;
-use runtime::process::process_group::{Group, JoinMode, Notice, ProcessConfig, join, listen};
+use runtime::process::process_group::{Connected, Group, JoinMode, connect, join, listen};
 use runtime::process::run_status::{LinkError, RunStatus};
 use runtime::train::job::TrainJob;
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
@@ -43,6 +45,8 @@ pub struct ProcessRequest {
     pub rank: Option<u32>,
     /// The address of process 0, `HOST:PORT`.
     pub address: Option<String>,
+    /// The file with the run token; if absent, the environment may have it.
+    pub token_file: Option<PathBuf>,
     /// Maximum time until all processes have connected.
     pub connect_timeout: Duration,
     /// Time without a heartbeat after which a process counts as dead.
@@ -70,6 +74,7 @@ impl Default for ProcessRequest {
             host: None,
             rank: None,
             address: None,
+            token_file: None,
             connect_timeout: Duration::from_secs(30),
             deadline: Duration::from_secs(5),
             max_restarts: 0,
@@ -111,6 +116,7 @@ pub struct Member {
     run: u64,
     restarts: u32,
     over_mpi: bool,
+    token: RunToken,
 }
 
 /// The distribution of workers over processes.
@@ -128,8 +134,21 @@ enum WorkerDistribution {
 impl ProcessRole {
     /// The role that the flags and the environment set.
     pub fn find(arguments: &ProcessRequest) -> Result<ProcessRole, Error> {
+        let role = ProcessRole::placed(arguments)?;
+        if let ProcessRole::Member(member) = &role
+            && !member.over_mpi
+        {
+            let addresses = [Some(&member.first), member.listen.as_ref()];
+            run_token::check(&member.token, &addresses.into_iter().flatten().map(String::as_str).collect::<Vec<_>>())?;
+        }
+        Ok(role)
+    }
+
+    fn placed(arguments: &ProcessRequest) -> Result<ProcessRole, Error> {
+        let token = || run_token::given(arguments);
         if let Some(said) = arguments.environment.get(children::VARIABLE) {
-            return child(said).map(ProcessRole::Member).ok_or_else(|| {
+            let token = token()?;
+            return child(said, token).map(ProcessRole::Member).ok_or_else(|| {
                 Error::input(format!(
                     "the variable {} may be set only by `pipec train --processes`",
                     children::VARIABLE
@@ -151,7 +170,7 @@ impl ProcessRole {
             };
             let first = arguments.address.clone().unwrap_or(first.clone());
             if let Some(rank) = arguments.rank {
-                return Ok(ProcessRole::Member(Member::ranked(rank, first)));
+                return Ok(ProcessRole::Member(Member::ranked(rank, first, token()?)));
             }
             let own = match arguments.host {
                 Some(host) => host as usize,
@@ -163,10 +182,20 @@ impl ProcessRole {
             };
             let listen = Some(address.clone());
             let share = WorkerDistribution::Hosts(hosts.iter().map(|(_, devices)| *devices).collect());
-            return Ok(ProcessRole::Member(Member { own, share, first, listen, run: 0, restarts: 0, over_mpi: false }));
+            let token = token()?;
+            return Ok(ProcessRole::Member(Member {
+                own,
+                share,
+                first,
+                listen,
+                run: 0,
+                restarts: 0,
+                over_mpi: false,
+                token,
+            }));
         }
         if let (Some(rank), Some(address)) = (arguments.rank, &arguments.address) {
-            return Ok(ProcessRole::Member(Member::ranked(rank, address.clone())));
+            return Ok(ProcessRole::Member(Member::ranked(rank, address.clone(), token()?)));
         }
         let found = launched(&|name| arguments.environment.get(name).cloned());
         let found =
@@ -198,7 +227,8 @@ impl ProcessRole {
         let own = arguments.rank.map_or(launched.rank, |rank| rank as usize);
         let listen = Some(first.clone()).filter(|_| own == 0 && !over_mpi);
         let share = WorkerDistribution::Processes(launched.processes);
-        Ok(ProcessRole::Member(Member { own, share, first, listen, run, restarts: 0, over_mpi }))
+        let token = token()?;
+        Ok(ProcessRole::Member(Member { own, share, first, listen, run, restarts: 0, over_mpi, token }))
     }
 
     /// True if this process reports on the run.
@@ -234,6 +264,7 @@ impl ProcessRole {
         let notice = |notice| match notice {
             Notice::Waits(whom) if is_own => own.note(&whom),
             Notice::Waits(_) => {}
+            Notice::SentAway(whom) if is_own => own.warn(&whom),
             Notice::SentAway(whom) => events.warn(&whom),
         };
         let meet = |part: ProcessConfig, door: JoinMode| {
@@ -246,12 +277,16 @@ impl ProcessRole {
             parts
         };
         let part =
-            |own: usize, placement: WorkerPlacement, first: String, listen: Option<String>, run: u64| ProcessConfig {
+            |own: usize, placement: WorkerPlacement, first: String, (run, token): (u64, RunToken)| ProcessConfig {
                 own,
                 placement,
                 identity: Identity { run, parts: agreed() },
+                token,
                 first,
-                listen,
+                listen: match self {
+                    ProcessRole::Member(member) if own > 0 => member.listen.clone(),
+                    _ => None,
+                },
                 patience: arguments.connect_timeout,
                 deadline: arguments.deadline,
                 nccl: arguments.nccl,
@@ -267,27 +302,28 @@ impl ProcessRole {
                 let names: Vec<String> =
                     (1..placement.processes).map(|process| placement.name(job.program, process)).collect();
                 let number = fresh();
+                let secret = random_token()
+                    .map_err(|why| Error::negative("cannot start the processes of the run").because(why))?;
+                let token = RunToken::of(&secret).unwrap_or_default();
                 let children: Children = children::start(
                     &names,
-                    (number, restarts, &address),
+                    (number, restarts, &address, &secret),
                     (&arguments.command, arguments.resumed.as_deref()),
                     arguments.deadline,
                     &fate,
                 )?;
-                let group = meet(part(0, placement, address, None, number), JoinMode::Port(port));
+                let group = meet(part(0, placement, address, (number, token)), JoinMode::Port(port));
                 children.end(group.and_then(|group| run(Some(group))))
             }
             ProcessRole::Member(member) => {
                 let placement = member.placement(workers)?;
-                let listened = member.listen.clone().filter(|_| member.own == 0);
-                let port = listened.as_deref().map(listen).transpose().map_err(unmet)?;
-                let door = match port {
+                let door = match member.port()? {
                     _ if member.over_mpi => over_mpi(&placement, member.own, events)?,
                     Some(port) => JoinMode::Port(port),
                     None => JoinMode::Outside,
                 };
-                let listens = member.listen.clone().filter(|_| member.own > 0);
-                let group = meet(part(member.own, placement, member.first.clone(), listens, member.run), door)?;
+                let known = (member.run, member.token.clone());
+                let group = meet(part(member.own, placement, member.first.clone(), known), door)?;
                 let hurry = hurry(fate.clone(), arguments.exit);
                 let done = run(Some(group));
                 hurry.store(true, Ordering::Relaxed);
@@ -298,8 +334,44 @@ impl ProcessRole {
 }
 
 impl Member {
+    /// The number of this process.
+    pub fn number(&self) -> usize {
+        self.own
+    }
+
+    /// Connects to the other processes, which have these names and equal digests and no program. `lines` lists the pairs
+    /// that need a connection.
+    pub fn connect(
+        &self,
+        request: &ProcessRequest,
+        (names, lines, digests): (Vec<String>, &BTreeSet<(usize, usize)>, Digests),
+        run_status: &Arc<RunStatus>,
+        notice: &dyn Fn(Notice),
+    ) -> Result<Connected, Error> {
+        let part = ProcessConfig {
+            own: self.own,
+            placement: WorkerPlacement { of: Vec::new(), processes: names.len() },
+            identity: Identity { run: self.run, parts: digests },
+            token: self.token.clone(),
+            first: self.first.clone(),
+            listen: self.listen.clone().filter(|_| self.own > 0),
+            patience: request.connect_timeout,
+            deadline: request.deadline,
+            nccl: false,
+            follows: false,
+        };
+        let port = self.port()?;
+        connect(names, lines, &part, port.map_or(JoinMode::Outside, JoinMode::Port), run_status, notice).map_err(unmet)
+    }
+
+    /// The port of process 0.
+    fn port(&self) -> Result<Option<TcpListener>, Error> {
+        let listened = self.listen.as_deref().filter(|_| self.own == 0);
+        listened.map(listen).transpose().map_err(unmet)
+    }
+
     /// The process of this rank, with one process per worker and process 0 at address `first`.
-    fn ranked(rank: u32, first: String) -> Member {
+    fn ranked(rank: u32, first: String, token: RunToken) -> Member {
         let listen = Some(first.clone()).filter(|_| rank == 0);
         Member {
             own: rank as usize,
@@ -309,6 +381,7 @@ impl Member {
             run: 0,
             restarts: 0,
             over_mpi: false,
+            token,
         }
     }
 
@@ -370,14 +443,16 @@ fn unmet(error: LinkError) -> Error {
     let help = help::link(&error);
     let failure = match error {
         LinkError::Bug { .. } => Error::bug(&error.to_string()),
-        LinkError::Address { .. } => Error::input("the processes of the run cannot connect").because(&error),
+        LinkError::Address { .. } | LinkError::Exposed { .. } => {
+            Error::input("the processes of the run cannot connect").because(&error)
+        }
         _ => Error::negative("the processes of the run did not connect").because(&error),
     };
     help.into_iter().fold(failure, Error::with_help)
 }
 
 /// Reads the variable that a parent sets for its child. The child ends when the parent ends.
-fn child(said: &str) -> Option<Member> {
+fn child(said: &str, token: RunToken) -> Option<Member> {
     let mut words = said.split(' ');
     let parent: u32 = words.next()?.parse().ok()?;
     let own = words.next()?.parse().ok().filter(|own| *own > 0)?;
@@ -388,7 +463,7 @@ fn child(said: &str) -> Option<Member> {
         // The parent has ended, so there is nobody to report to.
         std::process::exit(1);
     }
-    Some(Member { own, share: WorkerDistribution::Beside, first, listen: None, run, restarts, over_mpi: false })
+    Some(Member { own, share: WorkerDistribution::Beside, first, listen: None, run, restarts, over_mpi: false, token })
 }
 
 /// A number that is unlikely to be used by another run.

@@ -374,22 +374,49 @@ pub fn only_weights(task: &mut Task<'_>, prepared: &Prepared, events: &dyn Event
     }
 }
 
-/// Reports a checkpoint that was written or failed, and records the newest.
-pub fn report_saved(saved: &Saved, newest: &RefCell<Option<PathBuf>>, events: &dyn EventSink) {
+/// The checkpoints of a run so far.
+#[derive(Debug, Default)]
+pub struct WrittenCheckpoints {
+    /// The newest one.
+    pub newest: Option<PathBuf>,
+    /// The step of the last one, and why it was not written, if it was not.
+    failed: Option<(u32, String)>,
+}
+
+impl WrittenCheckpoints {
+    /// Fails if the last checkpoint was not written: a later run would lose steps, or could not resume.
+    pub fn check_last(&self) -> Result<(), Error> {
+        let Some((minibatches, fault)) = &self.failed else { return Ok(()) };
+        let what = format!("the run is complete, but its last checkpoint, after step {minibatches}, was not written");
+        let help = match &self.newest {
+            Some(folder) => format!("the other results are written; the newest checkpoint is {}", folder.display()),
+            None => "the other results are written; this run wrote no checkpoint".to_string(),
+        };
+        Err(Error::negative(what).because(fault).with_help(help))
+    }
+}
+
+/// Reports a checkpoint that was written or failed, and records it.
+pub fn report_saved(saved: &Saved, progress: &RefCell<WrittenCheckpoints>, events: &dyn EventSink) {
+    let mut progress = progress.borrow_mut();
     match saved {
         Saved::Done { folder, left, .. } => {
-            newest.replace(Some(folder.clone()));
+            *progress = WrittenCheckpoints { newest: Some(folder.clone()), failed: None };
             events.detail(&format!("wrote {}", folder.display()));
             if let Some(fault) = left {
                 events.warn(&format!("{} is complete, but {fault}", folder.display()));
             }
         }
-        Saved::Failed { minibatches, fault: fault @ CheckpointWriteError::RunFailed { .. } } => {
-            events.warn(&format!("no checkpoint after step {minibatches}: {fault}; the last complete checkpoint stays"))
+        Saved::Failed { minibatches, fault } => {
+            progress.failed = Some((*minibatches, fault.to_string()));
+            let goes_on = match fault {
+                CheckpointWriteError::RunFailed { .. } => "",
+                _ => "the run continues, and ",
+            };
+            events.warn(&format!(
+                "no checkpoint after step {minibatches}: {fault}; {goes_on}the last complete checkpoint stays"
+            ));
         }
-        Saved::Failed { minibatches, fault } => events.warn(&format!(
-            "no checkpoint after step {minibatches}: {fault}; the run continues, and the last complete checkpoint stays"
-        )),
     }
 }
 

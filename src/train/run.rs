@@ -210,8 +210,8 @@ fn once(
         (None, CountedLoss::One(loss, axis)) => (Some(loss), request.class_dim.or(axis)),
         (given, _) => (given, request.class_dim),
     };
-    let newest = RefCell::default();
-    let tell = |saved: &_| checkpoints::report_saved(saved, &newest, events);
+    let progress = RefCell::default();
+    let tell = |saved: &_| checkpoints::report_saved(saved, &progress, events);
     let unbiased = request.unbiased_variance.unwrap_or_else(|| ModelFormat::of(&request.model) == ModelFormat::Pt2);
     let precision = precision(request, &plan);
     let opened = for_precision(opened, precision, events);
@@ -305,7 +305,9 @@ fn once(
     if let Some(ended) = &done.ended {
         return Err(ended.error(prepared.steps));
     }
-    write_results(request, &done, newest.take(), events)?;
+    let progress = progress.take();
+    write_results(request, &done, progress.newest.as_deref(), events)?;
+    progress.check_last()?;
     let mut remarks = Vec::new();
     if request.plan.is_some() && !differing.is_empty() && !done.trained.losses.is_empty() {
         remarks.push(format!(
@@ -324,7 +326,7 @@ fn once(
 fn write_results(
     request: &TrainRequest,
     done: &Done,
-    newest: Option<PathBuf>,
+    newest: Option<&Path>,
     events: &dyn EventSink,
 ) -> Result<(), Error> {
     let trained = &done.trained;
@@ -342,7 +344,7 @@ fn write_results(
         let path = folder.join(WEIGHTS);
         write(&path, &trained.weights)?;
         written.push((path, "weights"));
-        written.extend(newest.map(|folder| (folder, "checkpoint")));
+        written.extend(newest.map(|folder| (folder.to_path_buf(), "checkpoint")));
     }
     if let Some(path) = &request.trace {
         output::write(path, &encode(&Trace::training(&done.tracks), &input::file_name(path)))?;

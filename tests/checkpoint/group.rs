@@ -3,9 +3,11 @@
 use crate::ready::{Ready, bits, mlp, momentum, plan, ready};
 use compiler::plan::schedule::Schedule;
 use runtime::optim::policy::Policy;
+use runtime::process::authentication::RunToken;
 use runtime::process::handshake::Identity;
+use runtime::process::meeting::ProcessConfig;
 use runtime::process::placement::WorkerPlacement;
-use runtime::process::process_group::{Group, JoinMode, ProcessConfig, join, listen};
+use runtime::process::process_group::{Group, JoinMode, join, listen};
 use runtime::process::run_status::RunStatus;
 use runtime::train::job::{RunOptions, Trained};
 use runtime::train::run::{agrees, run_in_group, train};
@@ -26,6 +28,7 @@ fn meet(ready: &Ready, own: usize, door: JoinMode, first: &str) -> Group {
         own,
         placement: seats,
         identity,
+        token: RunToken::default(),
         first,
         listen,
         patience: wait,

@@ -522,6 +522,30 @@ fn a_checkpoint_that_cannot_be_written_costs_the_run_nothing() {
     assert_eq!(names(folder), [".step-00000004.part", "step-00000002", "step-00000006", "weights.safetensors"]);
 }
 
+/// A later run would silently lose the steps after the checkpoint before.
+#[test]
+fn a_run_without_its_last_checkpoint_does_not_end_well() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let common = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "6"]]);
+    ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors"]]));
+    fs::create_dir(folder.join("ck")).unwrap();
+    fs::write(folder.join("ck/.step-00000006.part"), "").unwrap();
+    for more in [&[][..], &["--processes", "--resume", "auto"]] {
+        let said = ends(folder, 1, &flags(&[&common, &KEPT, &["--save", "kept.safetensors"], more]));
+        assert!(said.contains("its last checkpoint, after step 6, was not written"), "{said}");
+        assert!(said.contains("cannot write ck/.step-00000006.part"), "{said}");
+        assert!(said.contains("the newest checkpoint is ck/step-00000004") || !more.is_empty(), "{said}");
+        // The results are not lost.
+        assert!(bytes(folder, "kept.safetensors") == bytes(folder, "whole.safetensors"));
+        assert!(bytes(folder, "ck/weights.safetensors") == bytes(folder, "whole.safetensors"));
+    }
+    fs::remove_file(folder.join("ck/.step-00000006.part")).unwrap();
+    ends(folder, 0, &flags(&[&common, &KEPT, &["--resume", "auto"]]));
+    assert!(names(folder).contains(&"step-00000006".to_string()));
+}
+
 /// Diverging keeps earlier checkpoints, from which a run with a smaller learning rate resumes.
 #[test]
 fn a_run_that_diverges_keeps_what_was_good() {

@@ -1,12 +1,14 @@
 //! Training over two hosts, simulated by network namespaces. Creating them needs privileges: `PIPEC_NAMESPACES=1 cargo
-//! test --test hosts`.
+//! test --test process hosts`.
 
 #![cfg(target_os = "linux")]
 
+use crate::processes::{command, port};
 use assert_cmd::cargo::cargo_bin;
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,7 +24,9 @@ fn ip(arguments: &str) -> bool {
 
 impl Hosts {
     fn open() -> Option<Hosts> {
-        let own = std::process::id() % 10_000;
+        // Tests of one process run at the same time.
+        static OPENED: AtomicU32 = AtomicU32::new(0);
+        let own = format!("{}n{}", std::process::id() % 10_000, OPENED.fetch_add(1, Ordering::Relaxed));
         let names = ["a", "b"].map(|host| format!("pipec{own}{host}"));
         let hosts = Hosts { names };
         let [a, b] = &hosts.names;
@@ -40,13 +44,24 @@ impl Hosts {
         made.iter().all(|step| ip(step)).then_some(hosts)
     }
 
+    /// Limits what a host sends.
+    fn limit(&self, host: usize, rate: &str) -> bool {
+        let name = &self.names[host];
+        let arguments = format!("-n {name} qdisc add dev v{name} root tbf rate {rate} burst 64kb latency 50ms");
+        let quiet = Command::new("tc").args(arguments.split(' ')).stdout(Stdio::null()).stderr(Stdio::null()).status();
+        quiet.is_ok_and(|status| status.success())
+    }
+
     fn start(&self, folder: &Path, host: usize, more: &[&str]) -> Child {
+        let flags = ["--synthetic-data", "--batch", "256", "--stages", "1,2", "--hosts", "hosts.toml", "-q"];
+        self.spawn(folder, host, &[&["train", "m.onnx"][..], &flags, more].concat())
+    }
+
+    fn spawn(&self, folder: &Path, host: usize, arguments: &[&str]) -> Child {
         let mut command = Command::new("ip");
-        command.args(["netns", "exec", &self.names[host]]).arg(cargo_bin("pipec")).args(["train", "m.onnx"]);
-        command
-            .args(["--synthetic-data", "--batch", "256", "--stages", "1,2", "--hosts", "hosts.toml", "-q"])
-            .args(more);
-        command.current_dir(folder).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        command.args(["netns", "exec", &self.names[host]]).arg(cargo_bin("pipec")).args(arguments);
+        command.env("PIPEC_RUN_TOKEN", "a token of the tests").current_dir(folder);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 }
 
@@ -63,13 +78,68 @@ fn end(child: Child) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
+/// A cluster of two hosts with one and two devices.
+fn file(addresses: [&str; 2]) -> String {
+    let [one, other] = addresses;
+    format!(
+        "schema = \"pipec.cluster/1\"\n[device]\nkind = \"cpu\"\n[[level]]\nname = \"lan\"\ncount = 3\nbandwidth = \"1GB/s\"\n\
+         latency = \"10us\"\n[[host]]\naddress = \"{one}\"\ndevices = 1\n[[host]]\naddress = \"{other}\"\ndevices = 2\n"
+    )
+}
+
+#[test]
+fn the_bench_measures_between_hosts() {
+    let folder = tempfile::tempdir().unwrap();
+    let addresses = [port(), port()].map(|port| format!("127.0.0.1:{port}"));
+    fs::write(folder.path().join("hosts.toml"), file(addresses.each_ref().map(String::as_str))).unwrap();
+    let bench = |host: &str| {
+        command(folder.path(), &["cluster", "bench", "hosts.toml", "--host", host, "--format", "json"]).spawn().unwrap()
+    };
+    let [first, second] = ["0", "1"].map(bench).map(|child| child.wait_with_output().unwrap());
+    assert!(first.status.success(), "{}", String::from_utf8_lossy(&first.stderr));
+    let said = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(second.status.success() && said.contains("the results are on the first host"), "{said}");
+    let value: serde_json::Value = serde_json::from_slice(&first.stdout).unwrap();
+    let links = value["host_links"].as_array().unwrap();
+    let slowest = links.iter().map(|link| link["bytes_per_s"].as_f64().unwrap()).fold(f64::INFINITY, f64::min);
+    assert_eq!((links.len(), value["measured"]["levels"][0]["bandwidth"].as_f64()), (2, Some(slowest)), "{value}");
+}
+
+#[test]
+fn a_slow_network_is_measured_as_slow() {
+    let Some(hosts) = wanted() else { return };
+    if !(hosts.limit(0, "400mbit") && hosts.limit(1, "200mbit")) {
+        println!("skipped: tc cannot limit the rate of a link");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("hosts.toml"), file(["10.77.0.1:4100", "10.77.0.2:4100"])).unwrap();
+    let both =
+        [0, 1].map(|host| hosts.spawn(folder.path(), host, &["cluster", "bench", "hosts.toml", "--format", "json"]));
+    let [first, _] = both.map(|child| child.wait_with_output().unwrap());
+    assert!(first.status.success(), "{}", String::from_utf8_lossy(&first.stderr));
+    let value: serde_json::Value = serde_json::from_slice(&first.stdout).unwrap();
+    let rate = |at: usize| value["host_links"][at]["bytes_per_s"].as_f64().unwrap();
+    println!("links of 50 and 25 MB/s: {:.1} and {:.1} MB/s", rate(0) / 1e6, rate(1) / 1e6);
+    assert!((40e6..53e6).contains(&rate(0)) && (20e6..27e6).contains(&rate(1)), "{value}");
+}
+
+/// Two hosts, or the reason why not on standard output.
+fn wanted() -> Option<Hosts> {
+    if std::env::var_os("PIPEC_NAMESPACES").is_none() {
+        println!("skipped: PIPEC_NAMESPACES is not set");
+        return None;
+    }
+    let hosts = Hosts::open();
+    if hosts.is_none() {
+        println!("skipped: this machine does not allow network namespaces");
+    }
+    hosts
+}
+
 #[test]
 fn two_hosts_train_together_and_notice_a_cut_cable() {
-    let is_wanted = std::env::var_os("PIPEC_NAMESPACES").is_some();
-    let Some(hosts) = is_wanted.then(Hosts::open).flatten() else {
-        println!("skipped: no network namespaces, or PIPEC_NAMESPACES is not set");
-        return;
-    };
+    let Some(hosts) = wanted() else { return };
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     let here = |arguments: &[&str]| {
@@ -77,10 +147,7 @@ fn two_hosts_train_together_and_notice_a_cut_cable() {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     };
     here(&["zoo", "mlp", "-o", "m.onnx", "-q"]);
-    let file = "schema = \"pipec.cluster/1\"\n[device]\nkind = \"cpu\"\n[[level]]\nname = \"lan\"\ncount = 3\nbandwidth = \"1GB/s\"\n\
-                latency = \"10us\"\n[[host]]\naddress = \"10.77.0.1:4100\"\ndevices = 1\n[[host]]\naddress = \"10.77.0.2:4100\"\n\
-                devices = 2\n";
-    fs::write(at.join("hosts.toml"), file).unwrap();
+    fs::write(at.join("hosts.toml"), file(["10.77.0.1:4100", "10.77.0.2:4100"])).unwrap();
     let flags =
         ["--synthetic-data", "--batch", "256", "--stages", "1,2", "--steps", "6", "--save", "t.safetensors", "-q"];
     here(&[&["train", "m.onnx"][..], &flags].concat());

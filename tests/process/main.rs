@@ -3,6 +3,7 @@
 mod hosts;
 mod processes;
 mod signals;
+mod strangers;
 mod streams;
 
 #[path = "../support/mod.rs"]

@@ -116,6 +116,10 @@ kinds! {
     Taken = 22,
     /// The device that a process offers for tensor links.
     Devices = 23,
+    /// Numbers and nonce of a process that must prove that it belongs to the run.
+    Challenge = 25,
+    /// Proof that a process knows the run token.
+    Proof = 26,
 }
 
 pub struct FrameWriter<W> {

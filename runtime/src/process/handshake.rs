@@ -1,8 +1,8 @@
-//! The handshake of two processes: the connecting one sends a hello, and is welcomed or refused with a reason.
+//! The handshake of two authenticated processes: the connecting one sends a hello, and is welcomed or refused with a
+//! reason.
 //!
-//! A hello carries the protocol version, the run number, the process number, and digests of everything that must be
-//! equal in all processes: program, weights, data. A process of an earlier attempt has another run number and is
-//! refused.
+//! A hello carries the run number, the process number, and digests of everything that must be equal in all processes:
+//! program, weights, data. A process of an earlier attempt has another run number and is refused.
 
 use crate::process::connection::{DeadlineReader, Hangup};
 use crate::process::fields::{Fields, put_text};
@@ -10,7 +10,7 @@ use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use std::io::Write;
 
 /// Version of the frame protocol.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 
 /// Maximum content of a frame before the run begins.
 pub const LONGEST: u64 = 1 << 20;
@@ -30,27 +30,16 @@ pub struct Identity {
 /// The introduction of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
-    pub protocol: u32,
     pub process: u32,
-    pub processes: u32,
     pub pid: u32,
     pub address: String,
     pub identity: Identity,
 }
 
-/// The reason to refuse a process.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RejectReason {
-    /// It belongs to another run and will not return; this run continues.
-    Passing(String),
-    /// It belongs to this run but cannot take part, so this run can never be complete.
-    Fatal(String),
-}
-
 impl Hello {
     pub fn encode(&self) -> Vec<u8> {
         let mut content = Vec::new();
-        for number in [self.protocol, self.process, self.processes, self.pid] {
+        for number in [self.process, self.pid] {
             content.extend(number.to_le_bytes());
         }
         content.extend(self.identity.run.to_le_bytes());
@@ -65,9 +54,7 @@ impl Hello {
 
     pub fn decode(content: &[u8]) -> Result<Hello, FrameError> {
         let mut fields = Fields::of(content);
-        let mut number = |what| fields.u32(what);
-        let (protocol, process) = (number("the protocol")?, number("the process")?);
-        let (processes, pid) = (number("the number of processes")?, number("the process id")?);
+        let (process, pid) = (fields.u32("the process")?, fields.u32("the process id")?);
         let run = fields.u64("the run")?;
         let address = fields.text("the address")?;
         let count = fields.below(MOST_PARTS, "the number of digests")?;
@@ -78,32 +65,20 @@ impl Hello {
             parts.push((name, digest.map_err(|_| FrameError::Field { what: "a digest" })?));
         }
         fields.end()?;
-        Ok(Hello { protocol, process, processes, pid, address, identity: Identity { run, parts } })
+        Ok(Hello { process, pid, address, identity: Identity { run, parts } })
     }
 
-    /// Checks that the sender may take part in the run of `own`.
-    pub fn meets(&self, own: &Hello) -> Result<(), RejectReason> {
-        if self.protocol != own.protocol {
-            let what = format!("it uses protocol version {}, this process {}", self.protocol, own.protocol);
-            return Err(RejectReason::Fatal(what));
-        }
+    /// Checks that the sender may take part in the run of `own`, or says why not.
+    pub fn meets(&self, own: &Hello) -> Result<(), String> {
         if self.identity.run != own.identity.run {
-            let (here, there) = (own.identity.run, self.identity.run);
-            return Err(RejectReason::Passing(format!("it belongs to run {there:x}, this is run {here:x}")));
-        }
-        if self.processes != own.processes {
-            let what = format!("it has {} processes, this run {}", self.processes, own.processes);
-            return Err(RejectReason::Fatal(what));
-        }
-        if self.process >= own.processes {
-            return Err(RejectReason::Fatal(format!("it is process {} of {}", self.process, own.processes)));
+            return Err(format!("it belongs to run {:x}, this is run {:x}", self.identity.run, own.identity.run));
         }
         let differs = own.identity.parts.iter().filter(|part| !self.identity.parts.contains(part));
         let names: Vec<&str> = differs.map(|(name, _)| name.as_str()).collect();
         match names.is_empty() && self.identity.parts.len() == own.identity.parts.len() {
             true => Ok(()),
-            false if names.is_empty() => Err(RejectReason::Fatal("it has other settings than this process".into())),
-            false => Err(RejectReason::Fatal(format!("{} differ", names.join(", ")))),
+            false if names.is_empty() => Err("it has other settings than this process".into()),
+            false => Err(format!("{} differ", names.join(", "))),
         }
     }
 }
@@ -147,7 +122,12 @@ pub struct HandshakeConnection {
 impl HandshakeConnection {
     /// Reads a frame of the expected kind. A refusal, or the end of the run, returns its reason as the inner error.
     pub fn expect(&mut self, expected: Kind) -> Result<Result<Vec<u8>, String>, FrameError> {
-        match self.reader.read(LONGEST)? {
+        self.expect_within(expected, LONGEST)
+    }
+
+    /// As [`expect`](Self::expect), for a frame with at most `longest` bytes of content.
+    pub fn expect_within(&mut self, expected: Kind, longest: u64) -> Result<Result<Vec<u8>, String>, FrameError> {
+        match self.reader.read(longest)? {
             (kind, content) if kind == expected => Ok(Ok(content.to_vec())),
             (Kind::Refusal, content) => Ok(Err(Fields::of(content).text("the reason")?)),
             (Kind::Abort, content) => {
@@ -180,7 +160,7 @@ mod tests {
     fn hello() -> Hello {
         let parts = vec![("the program".to_string(), [1; 32]), ("the weights".to_string(), [2; 32])];
         let identity = Identity { run: 7, parts };
-        Hello { protocol: PROTOCOL, process: 1, processes: 3, pid: 9, address: "127.0.0.1:1".into(), identity }
+        Hello { process: 1, pid: 9, address: "127.0.0.1:1".into(), identity }
     }
 
     #[test]
@@ -202,12 +182,9 @@ mod tests {
             change(&mut other);
             other.meets(&hello())
         };
-        let fatal = |what: &str| Err(RejectReason::Fatal(what.to_string()));
+        let refused = |what: &str| Err(what.to_string());
         assert_eq!(check(&|_| {}), Ok(()));
-        assert_eq!(check(&|h| h.protocol = 8), fatal("it uses protocol version 8, this process 3"));
-        assert_eq!(check(&|h| h.processes = 4), fatal("it has 4 processes, this run 3"));
-        assert_eq!(check(&|h| h.process = 3), fatal("it is process 3 of 3"));
-        assert_eq!(check(&|h| h.identity.parts[1].1[0] = 0), fatal("the weights differ"));
-        assert!(matches!(check(&|h| h.identity.run = 8), Err(RejectReason::Passing(_))));
+        assert_eq!(check(&|h| h.identity.parts[1].1[0] = 0), refused("the weights differ"));
+        assert_eq!(check(&|h| h.identity.run = 8), refused("it belongs to run 8, this is run 7"));
     }
 }

@@ -234,7 +234,15 @@ impl Routes<'_> {
                 }
                 return Ok(false);
             }
-            Kind::Hello | Kind::Welcome | Kind::Refusal | Kind::Roster | Kind::Ready | Kind::Start | Kind::Devices => {
+            Kind::Hello
+            | Kind::Welcome
+            | Kind::Refusal
+            | Kind::Roster
+            | Kind::Ready
+            | Kind::Start
+            | Kind::Devices
+            | Kind::Challenge
+            | Kind::Proof => {
                 return Err(FrameError::Unexpected { kind });
             }
         }

@@ -17,8 +17,12 @@ pub enum LinkError {
     Address { address: String, why: String },
     #[error("no answer from {address} within {seconds} s: {why}")]
     Unreachable { address: String, seconds: f64, why: String },
-    #[error("{} did not connect to {address} within {seconds} s", missing.join("; "))]
-    Missing { missing: Vec<String>, address: String, seconds: f64 },
+    #[error("{} did not connect to {address} within {seconds} s{}", missing.join("; "), last_refused(refused))]
+    Missing { missing: Vec<String>, address: String, seconds: f64, refused: Option<String> },
+    #[error("no process of this run answered at {address} within {seconds} s: {why}")]
+    Unproved { address: String, seconds: f64, why: String },
+    #[error("other machines can reach {address}, but the run has no token: anybody could join it")]
+    Exposed { address: String },
     #[error("{address} does not use pipec's protocol: {fault}")]
     Foreign { address: String, fault: FrameError },
     #[error("{address} rejected this process: {why}")]
@@ -43,6 +47,10 @@ pub enum LinkError {
 
 fn last(doing: &Option<String>) -> String {
     doing.as_ref().map_or(String::new(), |doing| format!("; its last instruction was `{doing}`"))
+}
+
+fn last_refused(refused: &Option<String>) -> String {
+    refused.as_ref().map_or(String::new(), |refused| format!("; rejected last: {refused}"))
 }
 
 impl LinkError {

@@ -3,6 +3,7 @@
 use clap::Args;
 use pipec::error::Error;
 use pipec::launch::role::ProcessRequest;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 use std::{env, iter};
@@ -26,6 +27,9 @@ pub struct ProcessArguments {
     /// Address of process 0 [default: the first host's, or from the launcher's environment]
     #[arg(long, value_name = "HOST:PORT")]
     pub address: Option<String>,
+    /// File with the run token, a secret that all processes share [default: the variable PIPEC_RUN_TOKEN]. Required if other machines can reach the processes
+    #[arg(long, value_name = "FILE", conflicts_with = "processes")]
+    pub token_file: Option<PathBuf>,
     /// Seconds to wait for all processes to connect
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     pub connect_timeout: Duration,
@@ -46,27 +50,33 @@ impl ProcessArguments {
         let of = self.clone();
         let program = env::current_exe()
             .map_err(|error| Error::negative("cannot start the processes of the run").because(error))?;
-        let environment = env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
         Ok(ProcessRequest {
             spawn: of.processes,
             hosts: of.hosts,
             host: of.host,
             rank: of.rank,
             address: of.address,
+            token_file: of.token_file,
             connect_timeout: of.connect_timeout,
             deadline: of.deadline,
             max_restarts: of.max_restarts,
             nccl: of.nccl,
             resumed: None,
-            environment: environment.map(|(name, value)| (name, value.to_string_lossy().into_owned())).collect(),
+            environment: environment(),
             command: iter::once(program.into_os_string()).chain(env::args_os().skip(1)).collect(),
             exit,
         })
     }
 }
 
+/// The environment of this process.
+pub fn environment() -> BTreeMap<String, String> {
+    let known = env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
+    known.map(|(name, value)| (name, value.to_string_lossy().into_owned())).collect()
+}
+
 /// Reads a timeout: at least two heartbeats, at most a day.
-fn seconds(text: &str) -> Result<Duration, String> {
+pub fn seconds(text: &str) -> Result<Duration, String> {
     let value = text.parse::<f64>().ok().filter(|seconds| (2.0..=86_400.0).contains(seconds));
     value.map(Duration::from_secs_f64).ok_or_else(|| "it must be a number of seconds from 2 to 86400".to_string())
 }

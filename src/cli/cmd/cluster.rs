@@ -1,6 +1,7 @@
 //! `pipec cluster`: detects the devices of this machine, measures its links, shows a cluster file.
 
 use crate::cli::args::Devices;
+use crate::cli::args::processes::{environment, seconds};
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
 use clap::{Args, Subcommand};
@@ -14,12 +15,17 @@ use pipec::cluster::torch_links::{self, LinkTime, TorchLinks};
 use pipec::cluster::{self, ClusterRequest};
 use pipec::error::Error;
 use pipec::files::output;
+use pipec::launch::host_links;
+use pipec::launch::role::ProcessRequest;
 use pipec::train::device_request::DeviceRequest;
 use profiler::detect::{self, DetectError};
+use profiler::host_links::HostLink;
 use profiler::{links, machine};
 use runtime::device::cuda::gpu;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The most devices for which the bandwidth matrix is printed.
 const MOST_IN_MATRIX: u32 = 16;
@@ -36,9 +42,9 @@ enum What {
     /// Write the devices of this machine as a cluster file: its GPUs, or workers on its cores
     #[command(after_help = "Example:\n  pipec cluster detect -o cluster.toml")]
     Detect(Detect),
-    /// Measure the links of this machine and compare them with a cluster file
+    /// Measure the links of this machine, or between the hosts of a cluster file, and compare them with the file
     #[command(
-        after_help = "Examples:\n  pipec cluster bench cluster.toml -o measured.toml\n  torchrun --no-python --nproc-per-node 8 pipec cluster bench --engine torch -o cluster.toml"
+        after_help = "Examples:\n  pipec cluster bench cluster.toml -o measured.toml\n  pipec cluster bench hosts.toml --token-file run.token      # the same command on every host\n  torchrun --no-python --nproc-per-node 8 pipec cluster bench --engine torch -o cluster.toml"
     )]
     Bench(Bench),
     /// Show a cluster: its devices, its interconnect levels, and the bandwidth between any two devices
@@ -64,12 +70,21 @@ struct Detect {
 
 #[derive(Debug, Args)]
 struct Bench {
-    /// The cluster file [default: what `cluster detect` finds]
+    /// The cluster file [default: what `cluster detect` finds]. If it lists several hosts, start the same command on each
     file: Option<PathBuf>,
     /// Write the cluster file with the measured values
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// What measures: pipec (links between workers of this machine), or torch (collectives of a torchrun job)
+    /// Index of this host in the file, counted from 0 [default: the host whose address is this machine's]
+    #[arg(long, value_name = "N", requires = "file")]
+    host: Option<u32>,
+    /// File with the run token, a secret that all hosts share [default: the variable PIPEC_RUN_TOKEN]
+    #[arg(long, value_name = "FILE", requires = "file")]
+    token_file: Option<PathBuf>,
+    /// Seconds to wait for all hosts to connect
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    connect_timeout: Duration,
+    /// What measures: pipec (links between workers of this machine, or between hosts), or torch (collectives of a torchrun job)
     #[arg(long, value_name = "pipec|torch", default_value = "pipec", value_parser = ["pipec", "torch"])]
     engine: String,
     /// --engine torch: auto (GPUs if there are any), cpu or cuda
@@ -183,6 +198,70 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
         Some(path) => read(path)?,
         None => this_machine(None, false)?,
     };
+    let (mut measured, mut levels) = (said.clone(), BTreeSet::new());
+    let mut links = Vec::new();
+    if let (2.., Some(path)) = (said.hosts.len(), &arguments.file) {
+        let request = ProcessRequest {
+            hosts: Some(path.clone()),
+            host: arguments.host,
+            token_file: arguments.token_file.clone(),
+            connect_timeout: arguments.connect_timeout,
+            environment: environment(),
+            ..ProcessRequest::default()
+        };
+        let Some(found) = host_links::between_hosts(&request, &said, screen)? else {
+            screen.note(&format!("the results are on the first host, {}", shown(&said.hosts[0].address)));
+            return Ok(());
+        };
+        (measured, levels, links) = (found.cluster, found.levels, found.links);
+    }
+    if host_links::is_inside_hosts(&said, 0) {
+        // The innermost level is within this machine.
+        measured.levels[0] = inside_this_machine(&said)?;
+        levels.insert(0);
+    }
+    let measured = check(measured).map_err(|error| Error::negative("cannot use the measured values").because(error))?;
+    let row = |(at, (said, measured)): (usize, (&Level, &Level))| {
+        let or_not = |text: String| if levels.contains(&at) { text } else { "not measured".to_string() };
+        vec![
+            shown(&said.name).into_owned(),
+            said.count.to_string(),
+            quantity::rate(said.bandwidth.0),
+            or_not(quantity::rate(measured.bandwidth.0)),
+            quantity::time(said.latency.0 * 1e6),
+            or_not(quantity::time(measured.latency.0 * 1e6)),
+        ]
+    };
+    let rows: Vec<Vec<String>> = said.levels.iter().zip(&measured.levels).enumerate().map(row).collect();
+    let heads = ["level", "count", "bandwidth", "measured", "latency", "measured"];
+    let mut table = stage_table::table(&heads, &[1, 2, 3, 4, 5], rows);
+    if !links.is_empty() {
+        let host = |at: usize| shown(&said.hosts[at].address).into_owned();
+        let row = |link: &HostLink| {
+            let (rate, time) = (quantity::rate(link.bytes_per_s), quantity::time(link.seconds * 1e6));
+            vec![host(link.from), host(link.to), rate, time]
+        };
+        let heads = ["from", "to", "bandwidth", "latency"];
+        table += &format!("\n{}", stage_table::table(&heads, &[2, 3], links.iter().map(row).collect()));
+    }
+    if let Some(path) = &arguments.output {
+        output::write(path, to_toml(&measured).as_bytes())?;
+        screen.note(&format!("wrote {}", path.display()));
+    }
+    screen.text(&table);
+    let link = |link: &HostLink| json!({"from": link.from, "to": link.to, "bytes_per_s": link.bytes_per_s, "latency_s": link.seconds});
+    screen.json(&json!({
+        "stated": said,
+        "measured": measured,
+        "levels_measured": levels.len(),
+        "host_links": links.iter().map(link).collect::<Vec<_>>(),
+        "file": to_json(&measured),
+    }));
+    Ok(())
+}
+
+/// Measures the innermost level of a cluster on this machine.
+fn inside_this_machine(said: &Cluster) -> Result<Level, Error> {
     let mut measured = said.clone();
     let gpus = if said.device.kind == "cpu" || gpu::count() < 2 {
         Vec::new()
@@ -200,31 +279,7 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
             .because("this machine has fewer than two GPUs that pipec can use")
             .with_help("under torchrun, `pipec cluster bench --engine torch` measures them with NCCL; or write the values of nvbandwidth into the cluster file"));
     }
-    // Only the innermost level is within this machine, and only links were requested.
-    measured.device.clone_from(&said.device);
-    measured.levels[1..].clone_from_slice(&said.levels[1..]);
-    let measured = check(measured).map_err(|error| Error::negative("cannot use the measured values").because(error))?;
-    let row = |(at, (said, measured)): (usize, (&Level, &Level))| {
-        let or_not = |text: String| if at == 0 { text } else { "not measured".to_string() };
-        vec![
-            shown(&said.name).into_owned(),
-            said.count.to_string(),
-            quantity::rate(said.bandwidth.0),
-            or_not(quantity::rate(measured.bandwidth.0)),
-            quantity::time(said.latency.0 * 1e6),
-            or_not(quantity::time(measured.latency.0 * 1e6)),
-        ]
-    };
-    let rows: Vec<Vec<String>> = said.levels.iter().zip(&measured.levels).enumerate().map(row).collect();
-    let heads = ["level", "count", "bandwidth", "measured", "latency", "measured"];
-    let table = stage_table::table(&heads, &[1, 2, 3, 4, 5], rows);
-    if let Some(path) = &arguments.output {
-        output::write(path, to_toml(&measured).as_bytes())?;
-        screen.note(&format!("wrote {}", path.display()));
-    }
-    screen.text(&table);
-    screen.json(&json!({"stated": said, "measured": measured, "levels_measured": 1, "file": to_json(&measured)}));
-    Ok(())
+    Ok(measured.levels.swap_remove(0))
 }
 
 fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {

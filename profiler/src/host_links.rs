@@ -1,0 +1,244 @@
+//! Measures the connections between hosts, with the frames and sockets that training uses.
+//!
+//! One process of every host takes part. Process 0 names one pair after another, so that measurements do not disturb each
+//! other. The sender of a pair measures round trips of small frames, then the time until the receiver has confirmed
+//! more and more large ones.
+//!
+//! ```text
+//! process 0 ──receive from 1──▶ process 2
+//! process 0 ──send to 2───────▶ process 1 ──frames──▶ process 2
+//!           ◀──result──────────
+//! ```
+
+use runtime::process::fields::Fields;
+use runtime::process::frame::{FrameError, Kind};
+use runtime::process::handshake::HandshakeConnection;
+use runtime::process::process_group::Talks;
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+/// Content of a large frame, in bytes.
+const CHUNK: usize = 1 << 18;
+/// Maximum number of large frames in one measurement.
+const MOST_CHUNKS: u32 = 1 << 12;
+/// A measurement that takes as long as this counts: it exceeds the burst that a network accepts at once.
+const LONG: Duration = Duration::from_millis(500);
+/// Round trips; the median counts.
+const ROUNDS: usize = 101;
+/// Content of a small frame, in bytes.
+const SMALL: usize = 8;
+/// Maximum silence of another process, which may wait for its turn.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// With more processes, only neighbours are measured, not all pairs.
+const MOST_ALL: usize = 8;
+
+/// The commands of process 0.
+const OVER: u32 = 0;
+const SEND: u32 = 1;
+const RECEIVE: u32 = 2;
+
+/// A measured direction of a connection.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HostLink {
+    pub from: usize,
+    pub to: usize,
+    pub bytes_per_s: f64,
+    /// Half of a round trip.
+    pub seconds: f64,
+}
+
+/// The connection to a process failed during a measurement.
+#[derive(Clone, Debug)]
+pub struct LinkFault {
+    pub process: usize,
+    pub fault: FrameError,
+}
+
+/// The pairs that are measured, the lower first.
+pub fn pairs(processes: usize) -> BTreeSet<(usize, usize)> {
+    let all = (0..processes).flat_map(|one| (one + 1..processes).map(move |other| (one, other)));
+    let is_measured = |(one, other): &(usize, usize)| {
+        processes <= MOST_ALL || other - one == 1 || (*one, *other) == (0, processes - 1)
+    };
+    all.filter(is_measured).collect()
+}
+
+/// Measures the [`pairs`] in both directions. `talks` connects each pair, and process 0 with all. Only process 0 gets the
+/// results.
+pub fn measure(talks: &mut Talks, own: usize, processes: usize) -> Result<Vec<HostLink>, LinkFault> {
+    talks.values_mut().for_each(|talk| talk.reader.source().renew(PATIENCE));
+    match own {
+        0 => lead(talks, processes),
+        _ => follow(talks, own).map(|()| Vec::new()),
+    }
+}
+
+fn lead(talks: &mut Talks, processes: usize) -> Result<Vec<HostLink>, LinkFault> {
+    let both = pairs(processes).into_iter().flat_map(|(one, other)| [(one, other), (other, one)]);
+    let mut links = Vec::new();
+    for (from, to) in both {
+        if to > 0 {
+            with(talks, to, |talk| command(talk, RECEIVE, from))?;
+        }
+        let (bytes_per_s, seconds) = match from {
+            0 => with(talks, to, send)?,
+            _ => {
+                with(talks, from, |talk| command(talk, SEND, to))?;
+                if to == 0 {
+                    with(talks, from, receive)?;
+                }
+                with(talks, from, |talk| {
+                    let content = hear(talk, Kind::Loss)?;
+                    let mut fields = Fields::of(&content);
+                    let result = (fields.f64("the bandwidth")?, fields.f64("the latency")?);
+                    fields.end()?;
+                    Ok(result)
+                })?
+            }
+        };
+        links.push(HostLink { from, to, bytes_per_s, seconds });
+    }
+    (1..processes).try_for_each(|process| with(talks, process, |talk| command(talk, OVER, 0)))?;
+    Ok(links)
+}
+
+/// Carries out the commands of process 0.
+fn follow(talks: &mut Talks, own: usize) -> Result<(), LinkFault> {
+    loop {
+        let (what, process) = with(talks, 0, |talk| {
+            let content = hear(talk, Kind::Message)?;
+            let mut fields = Fields::of(&content);
+            let command = (fields.u32("the command")?, fields.u32("the process")? as usize);
+            fields.end()?;
+            Ok(command)
+        })?;
+        match what {
+            OVER => return Ok(()),
+            RECEIVE if process != own => with(talks, process, receive)?,
+            SEND if process != own => {
+                let (bandwidth, latency) = with(talks, process, send)?;
+                let content = [bandwidth.to_le_bytes(), latency.to_le_bytes()].concat();
+                with(talks, 0, |talk| talk.say(Kind::Loss, &content))?;
+            }
+            _ => return Err(LinkFault { process: 0, fault: FrameError::Field { what: "the command" } }),
+        }
+    }
+}
+
+fn with<T>(
+    talks: &mut Talks,
+    process: usize,
+    step: impl FnOnce(&mut HandshakeConnection) -> Result<T, FrameError>,
+) -> Result<T, LinkFault> {
+    let fail = |fault| LinkFault { process, fault };
+    step(talks.get_mut(&process).ok_or(fail(FrameError::Field { what: "the process" }))?).map_err(fail)
+}
+
+fn command(talk: &mut HandshakeConnection, what: u32, process: usize) -> Result<(), FrameError> {
+    talk.say(Kind::Message, &[what.to_le_bytes(), (process as u32).to_le_bytes()].concat())
+}
+
+fn hear(talk: &mut HandshakeConnection, kind: Kind) -> Result<Vec<u8>, FrameError> {
+    talk.expect(kind)?.map_err(|_| FrameError::Unexpected { kind: Kind::Refusal })
+}
+
+/// Bandwidth in bytes per second and latency in seconds of the way to a process that [`receive`]s.
+fn send(talk: &mut HandshakeConnection) -> Result<(f64, f64), FrameError> {
+    let mut rounds = Vec::with_capacity(ROUNDS);
+    for _ in 0..ROUNDS {
+        let start = Instant::now();
+        talk.say(Kind::Part, &[0; SMALL])?;
+        hear(talk, Kind::Posted)?;
+        rounds.push(start.elapsed().as_secs_f64());
+    }
+    rounds.sort_by(f64::total_cmp);
+    let chunk = vec![0x5a; CHUNK];
+    let mut chunks = 1;
+    let seconds = loop {
+        let start = Instant::now();
+        (0..chunks).try_for_each(|_| talk.say(Kind::Tensor, &chunk))?;
+        talk.say(Kind::Part, &[0; SMALL])?;
+        hear(talk, Kind::Posted)?;
+        let elapsed = start.elapsed();
+        if elapsed >= LONG || chunks >= MOST_CHUNKS {
+            break elapsed.as_secs_f64();
+        }
+        chunks *= 2;
+    };
+    talk.say(Kind::Bye, &[])?;
+    Ok(((CHUNK as f64 * f64::from(chunks)) / seconds.max(1e-9), rounds[ROUNDS / 2] / 2.0))
+}
+
+/// Confirms small frames until the sender has finished.
+fn receive(talk: &mut HandshakeConnection) -> Result<(), FrameError> {
+    loop {
+        match talk.reader.read(CHUNK as u64)? {
+            (Kind::Tensor, _) => {}
+            (Kind::Part, _) => talk.say(Kind::Posted, &[])?,
+            (Kind::Bye, _) => return Ok(()),
+            (kind, _) => return Err(FrameError::Unexpected { kind }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use runtime::process::connection::{DeadlineReader, Stream};
+    use runtime::process::frame::{FrameReader, FrameWriter};
+    use std::collections::BTreeMap;
+    use std::io::{self, Read, Write};
+    use std::net::{TcpListener, TcpStream};
+
+    /// The rate of the slow connection, in bytes per second.
+    const SLOW: f64 = 20e6;
+
+    fn talk(stream: TcpStream) -> HandshakeConnection {
+        let Stream { reader, writer, hangup } = Stream::tcp(stream).unwrap();
+        let reader = DeadlineReader::new(reader, PATIENCE, Box::new(|| false));
+        HandshakeConnection { reader: FrameReader::new(reader), writer: FrameWriter::new(writer), hangup }
+    }
+
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (one, listener.accept().unwrap().0)
+    }
+
+    /// Passes bytes on at [`SLOW`].
+    fn pass(mut from: TcpStream, mut to: TcpStream) {
+        let mut bytes = [0; 1 << 14];
+        let (start, mut passed) = (Instant::now(), 0);
+        while let Ok(count @ 1..) = from.read(&mut bytes) {
+            passed += count;
+            let due = Duration::from_secs_f64(passed as f64 / SLOW);
+            std::thread::sleep(due.saturating_sub(start.elapsed()));
+            if to.write_all(&bytes[..count]).is_err() {
+                break;
+            }
+        }
+        let _: io::Result<()> = to.shutdown(std::net::Shutdown::Write);
+    }
+
+    #[test]
+    fn few_processes_are_all_measured() {
+        assert_eq!(pairs(3), BTreeSet::from([(0, 1), (0, 2), (1, 2)]));
+        assert_eq!(pairs(8).len(), 28);
+        assert_eq!(pairs(9).len(), 9);
+    }
+
+    #[test]
+    fn a_slow_connection_is_measured_as_slow() {
+        let ((one, near), (far, other)) = (pair(), pair());
+        let back = (far.try_clone().unwrap(), near.try_clone().unwrap());
+        std::thread::spawn(move || pass(near, far));
+        std::thread::spawn(move || pass(back.0, back.1));
+        let follower = std::thread::spawn(move || measure(&mut BTreeMap::from([(0, talk(other))]), 1, 2).unwrap());
+        let links = measure(&mut BTreeMap::from([(1, talk(one))]), 0, 2).unwrap();
+        assert_eq!(follower.join().unwrap(), []);
+        assert_eq!(links.iter().map(|link| (link.from, link.to)).collect::<Vec<_>>(), [(0, 1), (1, 0)]);
+        for link in links {
+            assert!((0.3 * SLOW..1.3 * SLOW).contains(&link.bytes_per_s) && link.seconds > 0.0, "{link:?}");
+        }
+    }
+}

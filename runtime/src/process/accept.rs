@@ -1,0 +1,181 @@
+//! Accepts the processes of a run at a port.
+//!
+//! Anybody may connect, so a connection costs little until its process has proved that it belongs to the run: a thread
+//! that reads short frames for at most ten seconds. If there are too many such connections, the oldest are closed, since
+//! a process of the run authenticates at once. It connects again if it was closed. No stranger ends the run.
+
+use crate::process::authentication;
+use crate::process::authentication::{Challenge, RunToken};
+use crate::process::connection;
+use crate::process::connection::Stream;
+use crate::process::frame::Kind;
+use crate::process::handshake::{HandshakeConnection, Hello};
+use crate::process::meeting::{GREETING, Meeting, talk};
+use crate::process::run_status::{LinkError, RunStatus};
+use crossbeam_channel::{Sender, unbounded};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Maximum concurrent handshakes.
+const MOST_GREETINGS: usize = 64;
+/// Maximum threads of handshakes, with those whose connection was closed.
+const MOST_THREADS: usize = 2 * MOST_GREETINGS;
+/// Maximum connections that are accepted at once: a process of the run needs time to authenticate before newer
+/// connections replace its own.
+const MOST_AT_ONCE: usize = MOST_GREETINGS / 4;
+/// Polling interval for new connections.
+const LOOK: Duration = Duration::from_millis(5);
+/// Maximum number of processes named as missing.
+const LISTED: usize = 8;
+
+/// Accepted processes with their hellos.
+pub type Come = BTreeMap<usize, (HandshakeConnection, Hello)>;
+
+type Greeting = (SocketAddr, Result<(HandshakeConnection, Hello), String>);
+
+/// Connections whose processes have not authenticated yet.
+struct Greetings {
+    /// Oldest first.
+    open: VecDeque<(SocketAddr, TcpStream)>,
+    to: Sender<Greeting>,
+    /// Every thread has a copy.
+    threads: Arc<()>,
+}
+
+impl Greetings {
+    fn accept(&mut self, meeting: &Meeting<'_>, port: &TcpListener) -> Result<(), LinkError> {
+        for _ in 0..MOST_AT_ONCE {
+            if Arc::strong_count(&self.threads) > MOST_THREADS {
+                break;
+            }
+            let Ok((stream, from)) = port.accept() else { break };
+            let Ok(own) = stream.try_clone() else { continue };
+            self.open.push_back((from, own));
+            let greeting = Greet {
+                stream,
+                within: meeting.left().min(GREETING),
+                token: meeting.part.token.clone(),
+                challenge: meeting.challenge()?,
+                run_status: meeting.run_status.clone(),
+            };
+            let (to, thread) = (self.to.clone(), self.threads.clone());
+            let greet = move || {
+                // The receiver may be gone.
+                drop(to.send((from, greeting.greet())));
+                drop(thread);
+            };
+            // If no thread can start, the connection is dropped.
+            let _ = thread::Builder::new().name("greeting".into()).spawn(greet);
+            if self.open.len() > MOST_GREETINGS {
+                // Its thread ends and reports.
+                self.open.pop_front().iter().for_each(|(_, oldest)| connection::close(oldest));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Greetings {
+    /// Ends the threads.
+    fn drop(&mut self) {
+        self.open.iter().for_each(|(_, stream)| connection::close(stream));
+    }
+}
+
+/// A new connection.
+struct Greet {
+    stream: TcpStream,
+    within: Duration,
+    token: RunToken,
+    challenge: Challenge,
+    run_status: Arc<RunStatus>,
+}
+
+impl Greet {
+    /// Authenticates the process and reads its hello.
+    fn greet(self) -> Result<(HandshakeConnection, Hello), String> {
+        let stream = Stream::tcp(self.stream).map_err(|error| error.to_string())?;
+        let mut talk = talk(stream, self.within, self.run_status);
+        talk.reader.source().end_at(Instant::now() + self.within);
+        let process = authentication::accept(&mut talk, &self.token, &self.challenge)?;
+        let hello = talk.expect(Kind::Hello).map_err(|fault| fault.to_string())??;
+        let hello = Hello::decode(&hello).map_err(|fault| fault.to_string())?;
+        if hello.process as usize != process {
+            return Err(format!("it claims to be process {} after it proved to be process {process}", hello.process));
+        }
+        Ok((talk, hello))
+    }
+}
+
+/// Accepts these processes. Each connection has its own thread, so a stranger does not delay others.
+pub fn gather(
+    meeting: &Meeting<'_>,
+    port: &TcpListener,
+    mut awaited: BTreeSet<usize>,
+    own: &Hello,
+) -> Result<Come, LinkError> {
+    let listen = |error: io::Error| LinkError::Listen { address: own.address.clone(), why: error.to_string() };
+    port.set_nonblocking(true).map_err(listen)?;
+    let (to, come) = unbounded();
+    let mut greetings = Greetings { open: VecDeque::new(), to, threads: Arc::new(()) };
+    let mut present = Come::new();
+    let (began, mut is_reported) = (Instant::now(), false);
+    let error = loop {
+        if awaited.is_empty() {
+            return Ok(present);
+        }
+        meeting.wait(began, &mut is_reported, || {
+            let named: Vec<&str> = awaited.iter().map(|process| &*meeting.names[*process]).take(LISTED).collect();
+            let more = awaited.len() - named.len();
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            format!("{}{more} to connect to {}", named.join(", "), own.address)
+        });
+        if let Some(cause) = meeting.run_status.cause() {
+            break cause;
+        }
+        if meeting.left().is_zero() {
+            let missing = awaited.iter().map(|process| meeting.names[*process].clone()).collect();
+            let (address, seconds) = (own.address.clone(), meeting.part.patience.as_secs_f64());
+            break LinkError::Missing { missing, address, seconds, refused: meeting.last_refused() };
+        }
+        if let Err(error) = greetings.accept(meeting, port) {
+            break error;
+        }
+        for (from, greeting) in come.try_iter() {
+            let is_open = greetings.open.iter().any(|(of, _)| *of == from);
+            greetings.open.retain(|(of, _)| *of != from);
+            let (mut talk, hello) = match greeting {
+                Ok(greeting) => greeting,
+                Err(why) => {
+                    let why = if is_open { &why } else { "it had not authenticated when too many others connected" };
+                    meeting.refused(&format!("a connection from {from}"), from.ip(), why);
+                    continue;
+                }
+            };
+            let process = hello.process as usize;
+            let why = match hello.meets(own) {
+                Ok(()) if awaited.remove(&process) => {
+                    // The others may take longer than the greeting.
+                    talk.reader.source().renew(meeting.left());
+                    match talk.say(Kind::Welcome, &[]) {
+                        Ok(()) => _ = present.insert(process, (talk, hello)),
+                        Err(_) => _ = awaited.insert(process),
+                    }
+                    continue;
+                }
+                Ok(()) => format!("{} is already connected or was not expected", meeting.names[process]),
+                Err(why) => why,
+            };
+            talk.refuse(&why);
+            meeting.refused(&format!("process {} at {from}", hello.pid), from.ip(), &why);
+        }
+        thread::sleep(LOOK);
+    };
+    let why = error.to_string();
+    present.values_mut().for_each(|(talk, _)| talk.refuse(&why));
+    Err(error)
+}

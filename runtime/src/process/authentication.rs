@@ -1,0 +1,344 @@
+//! Mutual authentication of two processes of a run, before either reads anything else from the other.
+//!
+//! ```text
+//! connecting process                                        accepting process
+//! challenge: protocol, own number, processes, nonce  ───▶
+//!                                                    ◀───   challenge
+//! proof                                              ───▶   checked before this side proves anything
+//! checked                                            ◀───   proof
+//!
+//! proof = HMAC-SHA256(token, role ‖ challenge of the connecting process ‖ challenge of the accepting process)
+//! ```
+//!
+//! Both nonces are fresh, so a recorded proof is worthless on another connection. The role prevents that a proof is
+//! sent back to its maker. The proofs also cover the protocol version and the process numbers.
+//!
+//! The connection itself is not encrypted. Whoever can change packets between two hosts can still take over an
+//! authenticated connection.
+
+use crate::process::fields::Fields;
+use crate::process::frame::{FrameError, Kind};
+use crate::process::handshake::{HandshakeConnection, PROTOCOL};
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+use std::fmt;
+use std::net::{IpAddr, ToSocketAddrs};
+
+/// Maximum content of a frame of a peer that has proved nothing.
+pub const LONGEST_UNPROVED: u64 = 1 << 10;
+
+/// Minimum length of a token, so that it cannot be guessed from a recorded proof.
+pub const SHORTEST_TOKEN: usize = 16;
+
+/// Bytes of a random token, and of a nonce.
+const RANDOM: usize = 32;
+
+/// The roles in a proof, of equal length.
+const CONNECTS: &[u8] = b"pipec connecting";
+const ACCEPTS: &[u8] = b"pipec accepting ";
+
+/// The reason to refuse a process of a version without authentication.
+const EARLIER: &str = "it uses an earlier protocol version";
+
+/// The secret that all processes of a run share. Without one, only processes of this machine may connect.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct RunToken(Vec<u8>);
+
+impl fmt::Debug for RunToken {
+    /// Does not reveal the token.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_some() { "RunToken(..)" } else { "RunToken(none)" })
+    }
+}
+
+impl RunToken {
+    /// Reads a token. Space around it does not count. `None` if it is too short.
+    pub fn of(text: &str) -> Option<RunToken> {
+        let text = text.trim();
+        (text.len() >= SHORTEST_TOKEN).then(|| RunToken(text.as_bytes().to_vec()))
+    }
+
+    pub fn is_some(&self) -> bool {
+        !self.0.is_empty()
+    }
+
+    /// True if a process with this token may use the address: without a token, only one of this machine.
+    pub fn permits(&self, address: IpAddr) -> bool {
+        self.is_some() || address.to_canonical().is_loopback()
+    }
+
+    /// The first of these addresses that this token does not permit. A name without an address is not judged here.
+    pub fn exposed<'a>(&self, addresses: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+        let permits = |address: &str| address.to_socket_addrs().map(|mut found| found.all(|of| self.permits(of.ip())));
+        addresses.into_iter().find(|address| !permits(address).unwrap_or(true))
+    }
+
+    fn proof(&self, role: &[u8], connecting: &Challenge, accepting: &Challenge) -> Hmac<Sha256> {
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
+        [role, &connecting.encode(), &accepting.encode()].iter().for_each(|part| mac.update(part));
+        mac
+    }
+}
+
+/// A new token, as text for the environment of a process.
+pub fn random_token() -> Result<String, String> {
+    Ok(random()?.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn random() -> Result<[u8; RANDOM], String> {
+    let mut bytes = [0; RANDOM];
+    getrandom::fill(&mut bytes).map_err(|error| format!("the system provides no random numbers: {error}"))?;
+    Ok(bytes)
+}
+
+/// What a process says about itself first, and its nonce.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Challenge {
+    pub protocol: u32,
+    pub process: u32,
+    pub processes: u32,
+    pub nonce: [u8; RANDOM],
+}
+
+impl Challenge {
+    /// The challenge of this process, with a fresh nonce.
+    pub fn new(process: usize, processes: usize) -> Result<Challenge, String> {
+        Ok(Challenge { protocol: PROTOCOL, process: process as u32, processes: processes as u32, nonce: random()? })
+    }
+
+    pub fn encode(&self) -> Vec<u8> {
+        let numbers = [self.protocol, self.process, self.processes].map(u32::to_le_bytes);
+        [numbers.as_flattened(), &self.nonce].concat()
+    }
+
+    /// Reads the challenge of a peer and checks it. Every version of the protocol begins with its number.
+    fn read(content: &[u8], own: &Challenge) -> Result<Challenge, String> {
+        let mut fields = Fields::of(content);
+        let invalid = |error: FrameError| error.to_string();
+        let protocol = fields.u32("the protocol").map_err(invalid)?;
+        if protocol != own.protocol {
+            return Err(format!("it uses protocol version {protocol}, this process {}", own.protocol));
+        }
+        let (process, processes) =
+            (fields.u32("the process").map_err(invalid)?, fields.u32("the processes").map_err(invalid)?);
+        let nonce = fields.bytes(RANDOM, "the nonce").map_err(invalid)?;
+        fields.end().map_err(invalid)?;
+        if processes != own.processes {
+            return Err(format!("it has {processes} processes, this run {}", own.processes));
+        }
+        if process >= processes || process == own.process {
+            return Err(format!("it claims to be process {process} of {processes}, this is process {}", own.process));
+        }
+        let nonce = nonce.try_into().map_err(|_| "it has no nonce".to_string())?;
+        Ok(Challenge { protocol, process, processes, nonce })
+    }
+}
+
+/// Authenticates with a process that this one connects to, which must have the number `expected`.
+pub fn connect(
+    talk: &mut HandshakeConnection,
+    token: &RunToken,
+    own: &Challenge,
+    expected: usize,
+) -> Result<(), String> {
+    let invalid = |error: FrameError| error.to_string();
+    talk.say(Kind::Challenge, &own.encode()).map_err(invalid)?;
+    let other = Challenge::read(&hear(talk, Kind::Challenge)?, own)?;
+    if other.process as usize != expected {
+        return Err(format!("it claims to be process {}, not process {expected}", other.process));
+    }
+    talk.say(Kind::Proof, &token.proof(CONNECTS, own, &other).finalize().into_bytes()).map_err(invalid)?;
+    let proof = hear(talk, Kind::Proof)?;
+    check(token.proof(ACCEPTS, own, &other), &proof)
+}
+
+/// Authenticates with a process that connects to this one, and returns its number. A stranger whose first bytes are no
+/// frame gets no answer.
+pub fn accept(talk: &mut HandshakeConnection, token: &RunToken, own: &Challenge) -> Result<usize, String> {
+    let accepted = match hear(talk, Kind::Challenge) {
+        Err(why) if why != EARLIER => return Err(why),
+        heard => heard.and_then(|challenge| answered(talk, &challenge, token, own)),
+    };
+    if let Err(why) = &accepted {
+        talk.refuse(why);
+    }
+    accepted
+}
+
+fn answered(
+    talk: &mut HandshakeConnection,
+    challenge: &[u8],
+    token: &RunToken,
+    own: &Challenge,
+) -> Result<usize, String> {
+    let invalid = |error: FrameError| error.to_string();
+    let other = Challenge::read(challenge, own)?;
+    talk.say(Kind::Challenge, &own.encode()).map_err(invalid)?;
+    let proof = hear(talk, Kind::Proof)?;
+    check(token.proof(CONNECTS, &other, own), &proof)?;
+    talk.say(Kind::Proof, &token.proof(ACCEPTS, &other, own).finalize().into_bytes()).map_err(invalid)?;
+    Ok(other.process as usize)
+}
+
+/// Compares in constant time.
+fn check(expected: Hmac<Sha256>, proof: &[u8]) -> Result<(), String> {
+    let wrong = "its proof does not match: it has another run token, or none";
+    expected.verify_slice(proof).map_err(|_| wrong.to_string())
+}
+
+/// Reads a short frame of a peer that has proved nothing. Its texts may hold anything, so they are escaped.
+fn hear(talk: &mut HandshakeConnection, expected: Kind) -> Result<Vec<u8>, String> {
+    match talk.expect_within(expected, LONGEST_UNPROVED) {
+        Ok(Ok(content)) => Ok(content),
+        Ok(Err(why)) => Err(format!("it answers: {}", why.escape_debug())),
+        Err(FrameError::Unexpected { kind: Kind::Hello }) => Err(EARLIER.to_string()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::connection::{DeadlineReader, Stream};
+    use crate::process::frame::{FrameReader, FrameWriter};
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
+
+    type Outcome = (Result<(), String>, Result<usize, String>);
+
+    fn talk(stream: TcpStream) -> HandshakeConnection {
+        let Stream { reader, writer, hangup } = Stream::tcp(stream).unwrap();
+        let reader = DeadlineReader::new(reader, Duration::from_secs(5), Box::new(|| false));
+        HandshakeConnection { reader: FrameReader::new(reader), writer: FrameWriter::new(writer), hangup }
+    }
+
+    fn pair() -> (HandshakeConnection, HandshakeConnection) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (talk(one), talk(listener.accept().unwrap().0))
+    }
+
+    fn token(text: &str) -> RunToken {
+        RunToken::of(text).unwrap()
+    }
+
+    const ONE: &str = "0123456789abcdef";
+    const OTHER: &str = "0123456789abcdeF";
+    const WRONG: &str = "its proof does not match: it has another run token, or none";
+
+    fn met(tokens: [RunToken; 2], connecting: Challenge, accepting: Challenge) -> Outcome {
+        let (mut one, mut other) = pair();
+        let [first, second] = tokens;
+        let accepting = std::thread::spawn(move || accept(&mut other, &second, &accepting));
+        let connected = connect(&mut one, &first, &connecting, 0);
+        drop(one);
+        (connected, accepting.join().unwrap())
+    }
+
+    fn challenges() -> (Challenge, Challenge) {
+        (Challenge::new(2, 3).unwrap(), Challenge::new(0, 3).unwrap())
+    }
+
+    #[test]
+    fn processes_with_one_token_meet() {
+        let (connecting, accepting) = challenges();
+        assert_ne!(connecting.nonce, accepting.nonce);
+        assert_eq!(met([token(ONE), token(ONE)], connecting.clone(), accepting.clone()), (Ok(()), Ok(2)));
+        assert_eq!(met([RunToken::default(), RunToken::default()], connecting, accepting), (Ok(()), Ok(2)));
+    }
+
+    #[test]
+    fn another_token_version_or_number_is_refused() {
+        let refused = |tokens: [RunToken; 2], change: &dyn Fn(&mut Challenge), why: &str| {
+            let (mut connecting, accepting) = challenges();
+            change(&mut connecting);
+            let (connected, accepted) = met(tokens, connecting, accepting);
+            assert_eq!(accepted, Err(why.to_string()));
+            assert_eq!(connected, Err(format!("it answers: {why}")));
+        };
+        let same = || [token(ONE), token(ONE)];
+        refused([token(ONE), token(OTHER)], &|_| {}, WRONG);
+        refused([RunToken::default(), token(ONE)], &|_| {}, WRONG);
+        refused(same(), &|own| own.protocol = 1, &format!("it uses protocol version 1, this process {PROTOCOL}"));
+        refused(same(), &|own| own.processes = 4, "it has 4 processes, this run 3");
+        refused(same(), &|own| own.process = 3, "it claims to be process 3 of 3, this is process 0");
+        refused(same(), &|own| own.process = 0, "it claims to be process 0 of 3, this is process 0");
+        // The process at the address has another number.
+        let (connected, _) = met(same(), Challenge::new(2, 3).unwrap(), Challenge::new(1, 3).unwrap());
+        assert_eq!(connected, Err("it claims to be process 1, not process 0".to_string()));
+    }
+
+    #[test]
+    fn a_recorded_proof_is_worthless() {
+        let (connecting, accepting) = challenges();
+        let recorded = token(ONE).proof(CONNECTS, &connecting, &accepting).finalize().into_bytes();
+        let (mut stranger, mut other) = pair();
+        let again = Challenge::new(0, 3).unwrap();
+        let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &again));
+        stranger.say(Kind::Challenge, &connecting.encode()).unwrap();
+        hear(&mut stranger, Kind::Challenge).unwrap();
+        stranger.say(Kind::Proof, &recorded).unwrap();
+        assert_eq!(accepting.join().unwrap(), Err(WRONG.to_string()));
+    }
+
+    #[test]
+    fn a_proof_that_is_sent_back_is_worthless() {
+        let (mut one, mut stranger) = pair();
+        let connecting = std::thread::spawn(move || connect(&mut one, &token(ONE), &Challenge::new(2, 3).unwrap(), 0));
+        let mut content = hear(&mut stranger, Kind::Challenge).unwrap();
+        content[4..8].fill(0);
+        stranger.say(Kind::Challenge, &content).unwrap();
+        let proof = hear(&mut stranger, Kind::Proof).unwrap();
+        stranger.say(Kind::Proof, &proof).unwrap();
+        assert_eq!(connecting.join().unwrap(), Err(WRONG.to_string()));
+    }
+
+    #[test]
+    fn an_accepting_process_proves_nothing_to_a_stranger() {
+        let (mut stranger, mut other) = pair();
+        let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &Challenge::new(0, 3).unwrap()));
+        stranger.say(Kind::Challenge, &Challenge::new(1, 3).unwrap().encode()).unwrap();
+        hear(&mut stranger, Kind::Challenge).unwrap();
+        stranger.say(Kind::Proof, &[]).unwrap();
+        assert_eq!(hear(&mut stranger, Kind::Proof), Err(format!("it answers: {WRONG}")));
+        assert_eq!(accepting.join().unwrap(), Err(WRONG.to_string()));
+    }
+
+    #[test]
+    fn a_stranger_sends_only_short_frames() {
+        let (mut stranger, mut other) = pair();
+        let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &Challenge::new(0, 3).unwrap()));
+        stranger.say(Kind::Challenge, &[0; LONGEST_UNPROVED as usize + 1]).unwrap();
+        let why = accepting.join().unwrap().unwrap_err();
+        assert!(why.contains("exceeds the limit of this run, 1024 bytes"), "{why}");
+    }
+
+    #[test]
+    fn a_process_of_an_earlier_version_learns_why_it_is_refused() {
+        let (mut early, mut other) = pair();
+        let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &Challenge::new(0, 3).unwrap()));
+        // Without authentication, the hello came first.
+        early.say(Kind::Hello, &[7; 700]).unwrap();
+        assert_eq!(early.expect(Kind::Welcome), Ok(Err(EARLIER.to_string())));
+        assert_eq!(accepting.join().unwrap(), Err(EARLIER.to_string()));
+    }
+
+    #[test]
+    fn texts_of_strangers_are_escaped() {
+        let (mut one, mut stranger) = pair();
+        stranger.refuse("\u{1b}[2Jno");
+        assert_eq!(hear(&mut one, Kind::Challenge), Err("it answers: \\u{1b}[2Jno".to_string()));
+    }
+
+    #[test]
+    fn without_a_token_only_this_machine_is_permitted() {
+        let none = RunToken::default();
+        let addresses = ["127.0.0.1:1", "[::1]:1", "[::ffff:127.0.0.1]:1", "no such name:1", "10.0.0.1:1", "0.0.0.0:1"];
+        assert_eq!(none.exposed(addresses), Some("10.0.0.1:1"));
+        assert_eq!(none.exposed(["0.0.0.0:1"]), Some("0.0.0.0:1"));
+        assert_eq!(token(ONE).exposed(addresses), None);
+        assert_eq!(RunToken::of(" 0123456789abcde \n"), None);
+        assert_eq!(format!("{:?} {none:?}", token(ONE)), "RunToken(..) RunToken(none)");
+        assert_eq!(RunToken::of(&random_token().unwrap()).unwrap().0.len(), 64);
+    }
+}

@@ -1,0 +1,141 @@
+//! Connects to another process of the run.
+//!
+//! What listens at an address may be a stranger. A process believes nothing before the other one has authenticated, and
+//! tries again until it is the right one or no time is left.
+
+use crate::process::authentication;
+use crate::process::connection::{SILENT, Stream};
+use crate::process::frame::{FrameError, Kind};
+use crate::process::handshake::{HandshakeConnection, Hello};
+use crate::process::meeting::{GREETING, Meeting};
+use crate::process::run_status::LinkError;
+use std::io::{self, ErrorKind};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Interval between connection attempts.
+const AGAIN: Duration = Duration::from_millis(50);
+/// Interval after a connection to a process that did not authenticate.
+const LATER: Duration = Duration::from_millis(500);
+/// Timeout of one connection attempt.
+const ATTEMPT: Duration = Duration::from_secs(1);
+
+/// Makes the hello of a process with the address of its end of the connection.
+pub type MakeHello<'a> = dyn FnMut(SocketAddr) -> Result<Hello, LinkError> + 'a;
+
+/// Connects to a process that has the number `expected`, and is welcomed by it.
+pub fn dial(
+    meeting: &Meeting<'_>,
+    address: &str,
+    expected: usize,
+    hello: &mut MakeHello<'_>,
+) -> Result<HandshakeConnection, LinkError> {
+    let seconds = meeting.part.patience.as_secs_f64();
+    let mut why = "no time is left".to_string();
+    let (mut refused, mut is_reported) = (None, false);
+    let began = Instant::now();
+    let whom = || if address == meeting.part.first { format!("process 0 at {address}") } else { address.to_string() };
+    loop {
+        meeting.wait(began, &mut is_reported, whom);
+        if let Some(cause) = meeting.run_status.cause() {
+            return Err(cause);
+        }
+        let left = meeting.left();
+        if left.is_zero() {
+            let address = address.to_string();
+            return Err(match refused {
+                Some(why) => LinkError::Unproved { address, seconds, why },
+                None => LinkError::Unreachable { address, seconds, why },
+            });
+        }
+        let pause = match connect(address, left.min(ATTEMPT)) {
+            Ok((_, _, peer)) if !meeting.part.token.permits(peer.ip()) => {
+                return Err(LinkError::Exposed { address: address.to_string() });
+            }
+            Ok((stream, here, peer)) => {
+                let fault = match authenticated(meeting, stream, expected)? {
+                    Ok(talk) => match introduce(meeting, talk, address, &hello(here)?) {
+                        // The process ended, or had too many connections.
+                        Err(LinkError::Foreign { fault, .. }) if is_lost(&fault) => fault.to_string(),
+                        result => return result,
+                    },
+                    Err(fault) => fault,
+                };
+                meeting.refused(&format!("what listens at {address}"), peer.ip(), &fault);
+                refused = Some(fault);
+                LATER
+            }
+            Err(error) if error.kind() == ErrorKind::InvalidInput => {
+                return Err(LinkError::Address { address: address.to_string(), why: error.to_string() });
+            }
+            Err(error) => {
+                why = error.to_string();
+                AGAIN
+            }
+        };
+        thread::sleep(pause.min(meeting.left()));
+    }
+}
+
+fn is_lost(fault: &FrameError) -> bool {
+    match fault {
+        FrameError::Closed | FrameError::Cut => true,
+        FrameError::System { kind, .. } => *kind != SILENT,
+        _ => false,
+    }
+}
+
+/// Authenticates with the other end, or says why that failed.
+fn authenticated(
+    meeting: &Meeting<'_>,
+    stream: TcpStream,
+    expected: usize,
+) -> Result<Result<HandshakeConnection, String>, LinkError> {
+    let stream = match Stream::tcp(stream) {
+        Ok(stream) => stream,
+        Err(error) => return Ok(Err(error.to_string())),
+    };
+    let within = meeting.left().min(GREETING);
+    let mut talk = meeting.talk(stream, within);
+    talk.reader.source().end_at(Instant::now() + within);
+    let challenge = meeting.challenge()?;
+    let connected = authentication::connect(&mut talk, &meeting.part.token, &challenge, expected);
+    Ok(connected.map(|()| {
+        talk.reader.source().renew(meeting.left());
+        talk
+    }))
+}
+
+/// Sends a hello to an authenticated process and waits for the welcome.
+pub fn introduce(
+    meeting: &Meeting<'_>,
+    mut talk: HandshakeConnection,
+    address: &str,
+    hello: &Hello,
+) -> Result<HandshakeConnection, LinkError> {
+    let foreign = |fault| meeting.ended(LinkError::Foreign { address: address.to_string(), fault });
+    talk.say(Kind::Hello, &hello.encode()).map_err(foreign)?;
+    match talk.expect(Kind::Welcome).map_err(foreign)? {
+        Ok(_) => Ok(talk),
+        Err(why) => Err(LinkError::Refused { address: address.to_string(), why }),
+    }
+}
+
+/// A connection, with the addresses of this and the other end.
+fn connect(address: &str, within: Duration) -> io::Result<(TcpStream, SocketAddr, SocketAddr)> {
+    let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
+    for address in address.to_socket_addrs()? {
+        let connected = TcpStream::connect_timeout(&address, within)
+            .and_then(|stream| Ok((stream.local_addr()?, stream.peer_addr()?, stream)));
+        match connected {
+            // The system may assign the target port to the connecting socket itself, if no process listens there.
+            Ok((here, there, _)) if here == there => {
+                last = io::Error::new(ErrorKind::ConnectionRefused, "no process listens there");
+            }
+            Ok((here, there, stream)) => return Ok((stream, here, there)),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
