@@ -278,6 +278,7 @@ pub fn link(error: &LinkError) -> Option<&'static str> {
         LinkError::Unreachable { .. } | LinkError::Missing { .. } => {
             Some("start all processes with the same command, or wait longer with `--connect-timeout SECONDS`")
         }
+        LinkError::Unlinked { .. } => Some("wait longer with `--connect-timeout SECONDS`, or omit `--nccl`"),
         LinkError::Another { .. } | LinkError::Refused { .. } => {
             Some("all processes need the same pipec version, model, plan, data, weights and flags")
         }

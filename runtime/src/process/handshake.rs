@@ -10,7 +10,7 @@ use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use std::io::Write;
 
 /// Version of the frame protocol.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 
 /// Maximum content of a frame before the run begins.
 pub const LONGEST: u64 = 1 << 20;
@@ -204,7 +204,7 @@ mod tests {
         };
         let fatal = |what: &str| Err(RejectReason::Fatal(what.to_string()));
         assert_eq!(check(&|_| {}), Ok(()));
-        assert_eq!(check(&|h| h.protocol = 8), fatal("it uses protocol version 8, this process 3"));
+        assert_eq!(check(&|h| h.protocol = 8), fatal("it uses protocol version 8, this process 4"));
         assert_eq!(check(&|h| h.processes = 4), fatal("it has 4 processes, this run 3"));
         assert_eq!(check(&|h| h.process = 3), fatal("it is process 3 of 3"));
         assert_eq!(check(&|h| h.identity.parts[1].1[0] = 0), fatal("the weights differ"));

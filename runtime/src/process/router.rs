@@ -15,7 +15,7 @@ use crate::process::parts;
 use crate::process::parts::PartForm;
 use crate::process::process_group::{Progress, verdict};
 use crate::process::recv_buffers::Ring;
-use crate::process::run_status::{LinkError, NOBODY, RunStatus};
+use crate::process::run_status::{LinkError, RunStatus, abort_reason};
 use crate::process::stop::StopAgreement;
 use crate::process::wire::Contribution;
 use crate::process::worker_result::Leaving;
@@ -219,9 +219,7 @@ impl Routes<'_> {
                 stopping.take(self.process, kind, &mut fields)?;
             }
             Kind::Abort => {
-                let process = Some(fields.u32("the failed process")?).filter(|process| *process != NOBODY);
-                let what = fields.text("the reason for the end")?;
-                let process = process.map(|process| process as usize);
+                let (process, what) = abort_reason(content)?;
                 let doing = process.and_then(|process| (self.doing)(process));
                 run_status.end(LinkError::Reported { process, peer: self.name.clone(), doing, what });
                 return Ok(false);
@@ -234,9 +232,14 @@ impl Routes<'_> {
                 }
                 return Ok(false);
             }
-            Kind::Hello | Kind::Welcome | Kind::Refusal | Kind::Roster | Kind::Ready | Kind::Start | Kind::Devices => {
-                return Err(FrameError::Unexpected { kind });
-            }
+            Kind::Hello
+            | Kind::Welcome
+            | Kind::Refusal
+            | Kind::Roster
+            | Kind::Ready
+            | Kind::Start
+            | Kind::Devices
+            | Kind::Linked => return Err(FrameError::Unexpected { kind }),
         }
         Ok(true)
     }
