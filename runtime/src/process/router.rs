@@ -7,7 +7,7 @@
 use crate::checkpoint::StageSnapshot;
 use crate::comm::channel::{Message, TensorMessage};
 use crate::comm::communicator::Communicator;
-use crate::device::tensor_link::TensorLink;
+use crate::device::tensor_link::{Role, TensorLink};
 use crate::process::connection::{DeadlineReader, Outbound};
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, FrameReader, Kind};
@@ -171,6 +171,7 @@ impl Routes<'_> {
         if let (Kind::Message | Kind::Part, Some(link)) = (kind, &self.link) {
             let is_linked = fields.below_byte(2, "the way of the tensors")? == 1;
             ring.link = is_linked.then(|| link.clone());
+            ring.role = if kind == Kind::Part { Role::Operand } else { Role::Message };
         }
         match kind {
             Kind::Message => {

@@ -6,6 +6,7 @@
 
 use crate::device::api::Device;
 use crate::device::error::DeviceError;
+use crate::device::memory_counter::MemoryCounter;
 use crate::device::tensor_link::{LinkEnd, TensorLink, Transport};
 use crate::process::connection::{DeadlineReader, LOOK};
 use crate::process::fields::Fields;
@@ -13,7 +14,7 @@ use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use crate::process::handshake::LONGEST;
 use crate::process::process_group::{Group, verdict};
 use crate::process::run_status::{LinkError, RunStatus, abort, abort_reason};
-use crossbeam_channel::{Receiver, unbounded};
+use crossbeam_channel::{Receiver, Sender, unbounded};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -82,12 +83,15 @@ type Links = BTreeMap<usize, TensorLinks>;
 
 /// Opens the links of this process; none if the run did not ask for them. Returns when all processes of the run have
 /// opened theirs. A process that cannot ends the run.
-pub fn connect(group: &mut Group, offered: Option<Offered>) -> Result<Links, LinkError> {
+/// `operands` counts the memory of received operands of collectives.
+pub fn connect(group: &mut Group, offered: Option<Offered>, operands: &Arc<MemoryCounter>) -> Result<Links, LinkError> {
     let (own, peer) = (group.part.own, group.names[group.part.own].clone());
     let opened = match offered {
         None => return Ok(Links::new()),
         Some(Ok(transport)) => {
-            pairs(group, transport.as_deref()).and_then(|pairs| open(group, transport.map(|it| (it, pairs))))
+            let pairs = pairs(group, transport.as_deref());
+            let operands = operands.clone();
+            pairs.and_then(|pairs| open(group, transport.map(|transport| Opening { transport, pairs, operands })))
         }
         Some(Err(what)) => Err(LinkError::Failed { process: own, peer: peer.clone(), what }),
     };
@@ -113,9 +117,9 @@ struct Pair {
 
 impl Pair {
     /// Waits for the other process.
-    fn open(&self, transport: &dyn Transport) -> Result<TensorLinks, DeviceError> {
-        let first = transport.open(&self.ids[0], self.ends[0])?;
-        let second = transport.open(&self.ids[1], self.ends[1])?;
+    fn open(&self, transport: &dyn Transport, operands: &Arc<MemoryCounter>) -> Result<TensorLinks, DeviceError> {
+        let first = transport.open(&self.ids[0], self.ends[0], operands)?;
+        let second = transport.open(&self.ids[1], self.ends[1], operands)?;
         Ok(match self.ends[0] {
             LinkEnd::Sending => TensorLinks { outgoing: first, incoming: second },
             LinkEnd::Receiving => TensorLinks { outgoing: second, incoming: first },
@@ -165,6 +169,27 @@ fn pairs(group: &mut Group, transport: Option<&dyn Transport>) -> Result<Vec<Pai
     Ok(pairs)
 }
 
+/// The links that a process opens.
+struct Opening {
+    transport: Arc<dyn Transport>,
+    pairs: Vec<Pair>,
+    operands: Arc<MemoryCounter>,
+}
+
+impl Opening {
+    /// Opens all links in order, until one fails.
+    fn run(self, to: &Sender<Event>) {
+        for pair in self.pairs {
+            let links = pair.open(&*self.transport, &self.operands);
+            let is_open = links.is_ok();
+            // The receiver is gone if the wait was too long.
+            if to.send(Event::Opened(pair.process, links)).is_err() || !is_open {
+                return;
+            }
+        }
+    }
+}
+
 /// What a process learns while links are opened.
 enum Event {
     /// The links to a process are open, or why not.
@@ -176,24 +201,15 @@ enum Event {
 /// Opens the links, and waits until all processes have. Each tells process 0, which then tells all.
 ///
 /// NCCL waits for a peer without a limit. It does so on a thread of its own, which a failed run leaves behind.
-fn open(group: &mut Group, opening: Option<(Arc<dyn Transport>, Vec<Pair>)>) -> Result<Links, LinkError> {
+fn open(group: &mut Group, opening: Option<Opening>) -> Result<Links, LinkError> {
     let (to, events) = unbounded();
     let own = group.part.own;
     let missing: VecDeque<usize> =
-        opening.iter().flat_map(|(_, pairs)| pairs.iter().map(|pair| pair.process)).collect();
+        opening.iter().flat_map(|opening| opening.pairs.iter().map(|pair| pair.process)).collect();
     let cannot = |error: io::Error| LinkError::Ended { process: None, what: format!("cannot start a thread: {error}") };
-    if let Some((transport, pairs)) = opening.filter(|_| !missing.is_empty()) {
-        let opened = to.clone();
-        let open_all = move || {
-            for pair in pairs {
-                let links = pair.open(&*transport);
-                // The receiver is gone if the wait was too long.
-                if links.is_err() | opened.send(Event::Opened(pair.process, links)).is_err() {
-                    return;
-                }
-            }
-        };
-        Builder::new().name("links".into()).spawn(open_all).map_err(cannot)?;
+    if let Some(opening) = opening.filter(|_| !missing.is_empty()) {
+        let to = to.clone();
+        Builder::new().name("links".into()).spawn(move || opening.run(&to)).map_err(cannot)?;
     }
     let Group { talks, names, part, run_status, .. } = group;
     let names = &*names;
@@ -205,7 +221,11 @@ fn open(group: &mut Group, opening: Option<(Arc<dyn Transport>, Vec<Pair>)>) -> 
             let (reader, to) = (&mut talk.reader, to.clone());
             writers.insert(process, &mut talk.writer);
             let hear = move || drop(to.send(Event::Linked(process, linked(reader, process, &names[process]))));
-            Builder::new().name(format!("from process {process}")).spawn_scoped(scope, hear).map_err(cannot)?;
+            Builder::new()
+                .name(format!("from process {process}"))
+                .spawn_scoped(scope, hear)
+                .map_err(cannot)
+                .inspect_err(|cause| run_status.end(cause.clone()))?;
         }
         let mut wait = Wait { own, names, run_status, patience: part.patience, events, missing, links: Links::new() };
         let done = wait.run(writers);
