@@ -365,4 +365,49 @@ mod tests {
         assert!((0..bytes.len()).all(|length| Offer::decode(&bytes[..length]).is_err()));
         assert_eq!(Offer::decode(&Offer::default().encode()), Ok(Offer::default()));
     }
+
+    /// The culprit that process 0 finds: its own failure comes first, then reports of others.
+    fn culprit(first: LinkError, later: Vec<(usize, LinkError)>) -> Option<usize> {
+        let names: Vec<String> = (0..4).map(|process| format!("process {process}")).collect();
+        let (to, events) = unbounded();
+        for (by, error) in later {
+            let (process, what) = (error.culprit(), error.to_string());
+            let reported = LinkError::Reported { process, peer: names[by].clone(), doing: None, what };
+            to.send(Event::Linked(by, Err(if by == 0 { error } else { reported }))).unwrap();
+        }
+        drop(to);
+        let (run_status, patience) = (RunStatus::default(), Duration::ZERO);
+        let (missing, links) = (VecDeque::new(), Links::new());
+        let wait = Wait { own: 0, names: &names, run_status: &run_status, patience, events, missing, links };
+        wait.root((0, first)).culprit()
+    }
+
+    #[test]
+    fn the_root_is_who_waits_for_nobody() {
+        let peer = String::new;
+        let late = |process| LinkError::Unlinked { process, peer: peer(), links: peer(), seconds: 1.0 };
+        let failed = |process| LinkError::Failed { process, peer: peer(), what: peer() };
+        let lost = |process| LinkError::Lost { process, peer: peer(), doing: None, fault: FrameError::Closed };
+        assert_eq!(culprit(late(1), vec![]), Some(1));
+        assert_eq!(culprit(late(1), vec![(1, late(2)), (2, late(3))]), Some(3));
+        assert_eq!(culprit(late(1), vec![(1, late(2)), (2, late(1))]), Some(2));
+        assert_eq!(culprit(failed(0), vec![(0, lost(2))]), Some(2));
+        assert_eq!(culprit(failed(0), vec![(1, failed(1))]), Some(0));
+        assert_eq!(culprit(late(1), vec![(1, failed(1))]), Some(1));
+    }
+
+    #[test]
+    fn a_process_waits_longer_for_those_that_know_more() {
+        let names: Vec<String> = (0..3).map(|process| format!("process {process}")).collect();
+        let (run_status, patience) = (RunStatus::default(), Duration::from_secs(10));
+        let late = |own: usize, missing: &[usize], absent: usize, waited: Duration| {
+            let missing = missing.iter().copied().collect();
+            let (events, links) = (unbounded().1, Links::new());
+            let wait = Wait { own, names: &names, run_status: &run_status, patience, events, missing, links };
+            wait.late(waited, Some(&absent)).and_then(|(_, error)| error.culprit())
+        };
+        assert_eq!((late(1, &[2], 0, patience), late(1, &[2], 0, patience / 2)), (Some(2), None));
+        assert_eq!((late(0, &[], 1, patience), late(0, &[], 1, patience + LATER)), (None, Some(1)));
+        assert_eq!((late(2, &[], 0, patience + LATER), late(2, &[], 0, patience + 2 * LATER)), (None, Some(0)));
+    }
 }
