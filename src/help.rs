@@ -282,6 +282,7 @@ pub fn link(error: &LinkError) -> Option<&'static str> {
             "make a token with `openssl rand -hex 32 > run.token`, copy it to every host, and pass `--token-file run.token` to every process, or set PIPEC_RUN_TOKEN",
         ),
         LinkError::Unproved { .. } => Some("all processes need the same run token and pipec version"),
+        LinkError::Unlinked { .. } => Some("wait longer with `--connect-timeout SECONDS`, or omit `--nccl`"),
         LinkError::Another { .. } | LinkError::Refused { .. } => {
             Some("all processes need the same pipec version, model, plan, data, weights and flags")
         }

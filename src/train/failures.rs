@@ -1,6 +1,7 @@
 //! Error messages for training that ended early.
 
 use crate::error::Error;
+use crate::help;
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
@@ -33,9 +34,10 @@ pub fn describe(error: &TrainError) -> Error {
             Error::input("cannot train").because(error).with_help("use `--momentum 0.9` or `--optimizer adam`")
         }
         TrainError::Diverged(diverged) => self::diverged(diverged),
-        TrainError::Worker(_) | TrainError::Link(_) | TrainError::Device(_) => {
-            Error::negative("training stopped").because(error)
+        TrainError::Link(link) => {
+            help::link(link).into_iter().fold(Error::negative("training stopped").because(error), Error::with_help)
         }
+        TrainError::Worker(_) | TrainError::Device(_) => Error::negative("training stopped").because(error),
         _ => Error::input("cannot train").because(error),
     }
 }

@@ -2055,6 +2055,9 @@ API CUresult cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y
     });
 }
 
+// For libraries: is a fault of this kind planned for their `now`th call?
+API int pipec_sim_is_planned(const char* kind, int device, uint64_t now) { return is_planned(kind, device, now, now); }
+
 // For simulated libraries; see machine.h.
 API int pipec_sim_submit(void* handle, const PipecRange* ranges, unsigned count, PipecWork work, const void* data,
                          unsigned long long bytes) {

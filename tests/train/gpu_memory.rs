@@ -44,6 +44,46 @@ fn measured(folder: &Path, driver: &Path, (replicas, zero, schedule): (u64, u32,
     ]
 }
 
+/// Replicas in processes receive the gradients of all others, in memory that the run counts.
+#[test]
+fn processes_count_what_they_receive_over_nccl() {
+    let Some(driver) = driver() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    run(at, pipec(), "zoo mlp --hidden 1024 -o model.onnx");
+    for (stages, gpus, zero) in [("2", 2, 0), ("4", 4, 0), ("2", 2, 1), ("1,1", 2, 0)] {
+        let plan = format!(
+            "partition model.onnx -o plan.json --gpus {gpus} --stages {stages} --micro-batch 2 --batch 16 --zero {zero} \
+             --schedule 1f1b --optimizer adam --recompute never --profile analytic:h100 --precision fp32"
+        );
+        run(at, pipec(), &plan);
+        let mut processes = on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), driver);
+        processes.env("PIPEC_SIM_DEVICES", gpus.to_string()).env("PIPEC_SIM_STATS", "stats-%p");
+        let train = "train model.onnx --plan plan.json --optimizer adam --synthetic-data --steps 6 --device cuda -q \
+                     --metrics metrics.jsonl --processes --nccl";
+        run(at, processes, train);
+        let metrics = fs::read_to_string(at.join("metrics.jsonl")).unwrap();
+        let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
+        let held = |stage: &Value| stage["peak_memory_bytes"].as_f64().unwrap();
+        let held = last["total"]["stages"].as_array().unwrap().iter().map(held).fold(0.0, f64::max);
+        let mut allocated = 0.0f64;
+        for path in fs::read_dir(at).unwrap().map(|entry| entry.unwrap().path()) {
+            if path.file_name().unwrap().to_string_lossy().starts_with("stats-") {
+                let stats: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+                let peaks = stats["peak_bytes"].as_array().unwrap().iter();
+                allocated = peaks.map(|peak| peak.as_f64().unwrap()).fold(allocated, f64::max);
+                fs::remove_file(path).unwrap();
+            }
+        }
+        fs::remove_file(at.join("metrics.jsonl")).unwrap();
+        println!("{stages} with ZeRO {zero}: {held} bytes held, {allocated} allocated");
+        assert!(
+            (0.98..=1.02).contains(&(held / allocated)),
+            "{stages}, ZeRO {zero}: {held} held, {allocated} allocated"
+        );
+    }
+}
+
 #[test]
 fn replicas_hold_what_was_planned() {
     let Some(driver) = driver() else { return };

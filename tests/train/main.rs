@@ -1,5 +1,6 @@
 //! Training is exact: schedules, replicas, ZeRO, precision, tensor parallelism.
 
+mod delayed;
 mod diverged;
 mod gpu_memory;
 mod gpu_results;
@@ -8,6 +9,8 @@ mod held_out;
 mod losses;
 mod nccl;
 mod parity;
+mod parity_matrix;
+mod parity_processes;
 mod policy;
 mod recompute;
 mod shared_runs;

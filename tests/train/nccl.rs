@@ -136,3 +136,32 @@ fn a_lost_process_ends_the_run() {
         }
     }
 }
+
+const LATE: &str = "after 2 s";
+const KILLED: &str = "was killed by signal 9";
+
+/// Processes begin together, when all links are open. Who does not come is reported within the limit, and a process
+/// that dies at once.
+#[test]
+fn a_process_that_opens_no_links_ends_the_run() {
+    let Some(driver) = driver() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    let gpus = planned(at, "1,1,1 --schedule 1f1b --micro-batch 2 --batch 8");
+    for (fault, patience, limit, why) in [
+        ("meet:1:0", "2", 15, &["worker 0.0", "worker 1.0", LATE][..]),
+        ("meet:1:1", "2", 15, &["worker 0.0", "worker 1.0", LATE]),
+        ("meet:3:1", "2", 15, &["worker 1.0", "worker 2.0", LATE]),
+        ("kill:1:1", "60", 20, &["worker 1.0", KILLED]),
+        ("kill:1:2", "60", 20, &["worker 2.0", KILLED]),
+    ] {
+        let start = Instant::now();
+        let more = ["--processes", "--nccl", "--connect-timeout", patience];
+        let done = train(at, driver, gpus, &more, &[("PIPEC_SIM_FAULT", fault)]);
+        let said = String::from_utf8_lossy(&done.stderr);
+        println!("{fault}, {:?}: {said}", start.elapsed());
+        assert!(!done.status.success() && why.iter().all(|why| said.contains(why)), "{fault}: {said}");
+        assert!(!said.contains("panicked") && !said.contains("bug in pipec"), "{fault}: {said}");
+        assert!(start.elapsed() < Duration::from_secs(limit), "{fault}: {:?}", start.elapsed());
+    }
+}

@@ -30,16 +30,27 @@ fn rows(t: &Tensor) -> Tensor {
     t.reshaped(shape).unwrap()
 }
 
-struct Set {
-    folder: PathBuf,
-    model: Model,
-    arrays: BTreeMap<String, Tensor>,
-    expected: BTreeMap<String, Tensor>,
-    batch: usize,
-    lr: f64,
+/// A model with the data of its steps and PyTorch's results.
+pub struct Set {
+    pub folder: PathBuf,
+    pub model: Model,
+    pub arrays: BTreeMap<String, Tensor>,
+    pub expected: BTreeMap<String, Tensor>,
+    pub batch: usize,
+    pub lr: f64,
 }
 
-fn set(root: &Path, name: &str, file: &str) -> Set {
+impl Set {
+    pub fn weights(&self) -> BTreeMap<String, Tensor> {
+        let given = |(name, weight): (&String, &Weight)| match weight {
+            Weight::Given(tensor) => (name.clone(), tensor.clone()),
+            Weight::Missing { path } => panic!("no weights at {path}"),
+        };
+        self.model.weights.iter().map(given).collect()
+    }
+}
+
+pub fn set(root: &Path, name: &str, file: &str) -> Set {
     let folder = root.join(name);
     let model = load(&folder.join(file), &Options::default()).unwrap();
     let inputs = arrays(&folder.join("inputs.npz"));
@@ -52,7 +63,7 @@ fn set(root: &Path, name: &str, file: &str) -> Set {
     Set { expected: arrays(&folder.join("expected.npz")), folder, model, arrays: all, batch, lr }
 }
 
-fn optimizers(lr: f64) -> Vec<(&'static str, Optimizer)> {
+pub fn optimizers(lr: f64) -> Vec<(&'static str, Optimizer)> {
     let sgd = |lr, momentum, nesterov, weight_decay| {
         Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov, weight_decay })
     };
@@ -106,15 +117,7 @@ fn run_shared(
     let generate = |pipeline: &Pipeline| generators::schedule(schedule, pipeline, count);
     let of = RunTarget { device: &*devices[0], splits: schedule.splits_backward(), program: &generate };
     let prepared = prepare_with(&set.model.graph, stages, pipeline, &settings, of).unwrap();
-    let weights: BTreeMap<String, Tensor> = set
-        .model
-        .weights
-        .iter()
-        .map(|(name, w)| match w {
-            Weight::Given(t) => (name.clone(), t.clone()),
-            Weight::Missing { path } => panic!("no weights at {path}"),
-        })
-        .collect();
+    let weights = set.weights();
     let dataset =
         Dataset::new(set.arrays.clone(), &feeds(&prepared.codes), batch / count.microbatches as usize).unwrap();
     let steps = count.minibatches as usize;
@@ -131,7 +134,7 @@ fn run_shared(
     runtime::train::run::run(&training, RunOptions { devices, ..RunOptions::default() }, &mut |_| {}).unwrap()
 }
 
-fn worst(got: &[f64], want: &Tensor) -> f64 {
+pub fn worst(got: &[f64], want: &Tensor) -> f64 {
     let want = want.to_f64();
     assert_eq!(got.len(), want.len());
     got.iter().zip(&want).map(|(g, w)| (g - w).abs() / w.abs()).fold(0.0, f64::max)
@@ -247,17 +250,22 @@ fn first_gradients_are_those_of_pytorch() {
     }
 }
 
-#[test]
-fn asynchronous_losses_are_those_of_the_reference() {
-    let Some(root) = data("parity") else { return };
-    let set = set(&root, "async_mlp3", "model.onnx");
+/// The stages of ops in the reference of asynchronous schedules: three, and two.
+pub fn async_stages(set: &Set) -> [Vec<usize>; 2] {
     let ops = order::numbered(&set.model.graph);
     let after = |name: &str| {
         ops.iter().position(|id| set.model.graph.node(*id).origin.source == name).expect("the node is there")
     };
     let (a, b) = (after("/0/0.3/Relu"), after("/1/1.3/Relu"));
-    let three: Vec<usize> = (0..ops.len()).map(|i| usize::from(i > a) + usize::from(i > b)).collect();
-    let two: Vec<usize> = (0..ops.len()).map(|i| usize::from(i > b)).collect();
+    let three = (0..ops.len()).map(|op| usize::from(op > a) + usize::from(op > b)).collect();
+    [three, (0..ops.len()).map(|op| usize::from(op > b)).collect()]
+}
+
+#[test]
+fn asynchronous_losses_are_those_of_the_reference() {
+    let Some(root) = data("parity") else { return };
+    let set = set(&root, "async_mlp3", "model.onnx");
+    let [three, two] = async_stages(&set);
     let cases: [(&str, Schedule, &[usize], &[u32]); 6] = [
         ("stash", Schedule::OneFOneBRr, &three, &[1, 1, 1]),
         ("vsync", Schedule::OneFOneBRrVsync, &three, &[1, 1, 1]),

@@ -7,6 +7,7 @@
 
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
+use crate::device::memory_counter::MemoryCounter;
 use std::sync::Arc;
 
 /// The end of a link.
@@ -14,6 +15,16 @@ use std::sync::Arc;
 pub enum LinkEnd {
     Sending,
     Receiving,
+}
+
+/// What a received buffer is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Role {
+    /// A tensor of another stage. The stage that reads it counts its memory.
+    #[default]
+    Message,
+    /// An operand of a collective.
+    Operand,
 }
 
 /// What connects a device to those of other processes.
@@ -24,8 +35,9 @@ pub trait Transport: Send + Sync {
     /// The id of a new link, for both of its ends.
     fn new_id(&self) -> Result<Vec<u8>, DeviceError>;
 
-    /// Opens one end of a link. Waits until another process opens the other one.
-    fn open(&self, id: &[u8], end: LinkEnd) -> Result<Arc<dyn TensorLink>, DeviceError>;
+    /// Opens one end of a link. Waits until another process opens the other one. `operands` counts the buffers of
+    /// received operands of collectives.
+    fn open(&self, id: &[u8], end: LinkEnd, operands: &Arc<MemoryCounter>) -> Result<Arc<dyn TensorLink>, DeviceError>;
 }
 
 /// One end of a link.
@@ -34,7 +46,7 @@ pub trait TensorLink: Send + Sync {
     fn send(&self, buffer: &Buffer) -> Result<(), DeviceError>;
 
     /// Queues the next buffer, which has as many bytes as the one that was sent. Readers acquire it.
-    fn receive(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError>;
+    fn receive(&self, bytes: usize, role: Role) -> Result<Arc<Buffer>, DeviceError>;
 
     /// The failure of the device or of the link, if there is one. Does not wait.
     fn check(&self) -> Result<(), DeviceError>;

@@ -110,11 +110,13 @@ pub fn write(
             let parts = [way, &frame.head[..]].into_iter().chain(bodies.iter().map(|body| &**body));
             let parts: Vec<&[u8]> = parts.collect();
             let is_last = matches!(frame.kind, Kind::Abort | Kind::Bye);
-            if to.write(frame.kind, &parts).is_err() || is_last {
-                return Ok(());
-            }
+            // Before the frame: its reader may answer, and a transfer queued after what a worker does with the answer
+            // would wait for that, and so for itself.
             if let Some(link) = linked {
                 frame.bodies.iter().try_for_each(|buffer| link.send(buffer))?;
+            }
+            if to.write(frame.kind, &parts).is_err() || is_last {
+                return Ok(());
             }
         }
         if Instant::now() >= next {
@@ -217,8 +219,12 @@ pub fn close(stream: &TcpStream) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::api::Device;
+    use crate::device::sanitizer::device::sanitizer;
+    use crate::device::tensor_link::Role;
     use crate::process::frame::{FrameError, FrameReader};
     use std::net::TcpListener;
+    use std::sync::Mutex;
 
     fn pair() -> (Stream, Stream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -243,6 +249,56 @@ mod tests {
         assert_eq!(reader.read(9), Ok((Kind::Bye, &[1, 2, 3][..])));
         writer.join().unwrap().unwrap();
         assert_eq!(reader.read(9), Err(FrameError::Closed));
+    }
+
+    /// A log of what happens, as a link and as a connection.
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<&'static str>>>);
+
+    impl Log {
+        fn add(&self, what: &'static str) {
+            self.0.lock().unwrap().push(what);
+        }
+    }
+
+    impl Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.add("frame");
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl TensorLink for Log {
+        fn send(&self, _: &Buffer) -> Result<(), DeviceError> {
+            self.add("tensor");
+            Ok(())
+        }
+
+        fn receive(&self, bytes: usize, _: Role) -> Result<Arc<Buffer>, DeviceError> {
+            Ok(Arc::new(Buffer::host(bytes)))
+        }
+
+        fn check(&self) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn abort(&self) {}
+    }
+
+    /// A transfer waits for what its buffer was last used for, so it is queued before the peer can answer.
+    #[test]
+    fn tensors_are_queued_before_their_frame() {
+        let log = Log::default();
+        let (to, queue) = crossbeam_channel::unbounded();
+        let bodies = vec![Arc::new(sanitizer().allocate(8).unwrap())];
+        to.send(Outbound { kind: Kind::Message, head: vec![1], bodies }).unwrap();
+        to.send(Outbound::of(Kind::Bye, Vec::new())).unwrap();
+        write(FrameWriter::new(Box::new(log.clone())), &queue, &Vec::new, Some(&log)).unwrap();
+        assert_eq!(log.0.lock().unwrap()[..2], ["tensor", "frame"]);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::comm::channel;
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
+use crate::device::memory_counter::MemoryCounter;
 use crate::exec::stage_code::StageCode;
 use crate::process::connection::{DeadlineReader, Hangup, Outbound, RemoteChannel};
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
@@ -39,6 +40,8 @@ const FAREWELL: Duration = Duration::from_secs(3);
 pub struct Exchange<'a> {
     group: Group,
     program: &'a Program,
+    /// Counts the operands of collectives that this process receives over links.
+    operands: Arc<MemoryCounter>,
     queues: BTreeMap<usize, Sender<Outbound>>,
     lines: Vec<ConnectionThreads<'a>>,
     channels: u32,
@@ -77,7 +80,8 @@ impl<'a> Exchange<'a> {
         gate: Option<&'a MinibatchBarrier<'a>>,
     ) -> Result<Exchange<'a>, LinkError> {
         let mut group = group;
-        let mut all_links = connect(&mut group, transport)?;
+        let operands = Arc::default();
+        let mut all_links = connect(&mut group, transport, &operands)?;
         let (leave, outcomes) = unbounded();
         let (release, released) = unbounded();
         let (taken, room) = unbounded();
@@ -134,6 +138,7 @@ impl<'a> Exchange<'a> {
         Ok(Exchange {
             group,
             program,
+            operands,
             queues,
             lines,
             channels: 0,
@@ -341,7 +346,7 @@ impl<'a> Exchange<'a> {
     /// early.
     pub fn finish(
         mut self,
-        left: Vec<(usize, WorkerResult)>,
+        mut left: Vec<(usize, WorkerResult)>,
         is_well: bool,
     ) -> Result<Vec<(usize, WorkerResult)>, LinkError> {
         let run_status = self.run_status();
@@ -352,6 +357,8 @@ impl<'a> Exchange<'a> {
                 what: "a worker lost its peer".to_string(),
             });
         }
+        // Links keep their buffers, so the largest count is that of the end.
+        left.first_mut().into_iter().for_each(|(_, first)| first.peak_memory_bytes += self.operands.peak());
         let mut all = Vec::new();
         if self.reports() {
             all = left;

@@ -116,6 +116,8 @@ kinds! {
     Taken = 22,
     /// The device that a process offers for tensor links.
     Devices = 23,
+    /// All tensor links of a process are open; from process 0, those of all processes.
+    Linked = 24,
     /// Numbers and nonce of a process that must prove that it belongs to the run.
     Challenge = 25,
     /// Proof that a process knows the run token.

@@ -2,7 +2,7 @@
 
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
-use crate::device::tensor_link::TensorLink;
+use crate::device::tensor_link::{Role, TensorLink};
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
 use std::collections::HashMap;
@@ -15,6 +15,8 @@ pub struct Ring {
     made: HashMap<usize, Vec<Arc<Buffer>>>,
     /// Brings the tensors of the current frame, if they are not in it.
     pub link: Option<Arc<dyn TensorLink>>,
+    /// What they are for.
+    pub role: Role,
 }
 
 impl Ring {
@@ -27,7 +29,7 @@ impl Ring {
     ) -> Result<Arc<Buffer>, FrameError> {
         let failed = |error: DeviceError| FrameError::System { kind: ErrorKind::Other, why: error.to_string() };
         match &self.link {
-            Some(link) => link.receive(bytes).map_err(failed),
+            Some(link) => link.receive(bytes, self.role).map_err(failed),
             None => Ok(self.copy_of(fields.bytes(bytes, what)?)),
         }
     }

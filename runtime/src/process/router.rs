@@ -7,7 +7,7 @@
 use crate::checkpoint::StageSnapshot;
 use crate::comm::channel::{Message, TensorMessage};
 use crate::comm::communicator::Communicator;
-use crate::device::tensor_link::TensorLink;
+use crate::device::tensor_link::{Role, TensorLink};
 use crate::process::connection::{DeadlineReader, Outbound};
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, FrameReader, Kind};
@@ -15,7 +15,7 @@ use crate::process::parts;
 use crate::process::parts::PartForm;
 use crate::process::process_group::{Progress, verdict};
 use crate::process::recv_buffers::Ring;
-use crate::process::run_status::{LinkError, NOBODY, RunStatus};
+use crate::process::run_status::{LinkError, RunStatus, abort_reason};
 use crate::process::stop::StopAgreement;
 use crate::process::wire::Contribution;
 use crate::process::worker_result::Leaving;
@@ -171,6 +171,7 @@ impl Routes<'_> {
         if let (Kind::Message | Kind::Part, Some(link)) = (kind, &self.link) {
             let is_linked = fields.below_byte(2, "the way of the tensors")? == 1;
             ring.link = is_linked.then(|| link.clone());
+            ring.role = if kind == Kind::Part { Role::Operand } else { Role::Message };
         }
         match kind {
             Kind::Message => {
@@ -219,9 +220,7 @@ impl Routes<'_> {
                 stopping.take(self.process, kind, &mut fields)?;
             }
             Kind::Abort => {
-                let process = Some(fields.u32("the failed process")?).filter(|process| *process != NOBODY);
-                let what = fields.text("the reason for the end")?;
-                let process = process.map(|process| process as usize);
+                let (process, what) = abort_reason(content)?;
                 let doing = process.and_then(|process| (self.doing)(process));
                 run_status.end(LinkError::Reported { process, peer: self.name.clone(), doing, what });
                 return Ok(false);
@@ -241,6 +240,7 @@ impl Routes<'_> {
             | Kind::Ready
             | Kind::Start
             | Kind::Devices
+            | Kind::Linked
             | Kind::Challenge
             | Kind::Proof => {
                 return Err(FrameError::Unexpected { kind });

@@ -1,7 +1,7 @@
 //! The status of a multi-process run: the first failure is kept, and all processes learn of it.
 
 use crate::process::connection::Outbound;
-use crate::process::fields::put_text;
+use crate::process::fields::{Fields, put_text};
 use crate::process::frame::{FrameError, Kind};
 use crossbeam_channel::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -33,6 +33,8 @@ pub enum LinkError {
     Lost { process: usize, peer: String, doing: Option<String>, fault: FrameError },
     #[error("{peer} has sent nothing for {seconds:.1} s{}", last(doing))]
     Silent { process: usize, peer: String, doing: Option<String>, seconds: f64 },
+    #[error("{peer} has not opened its NCCL {links} after {seconds} s")]
+    Unlinked { process: usize, peer: String, links: String, seconds: f64 },
     #[error("a message from {peer} is not valid: {fault}")]
     Broken { process: usize, peer: String, fault: FrameError },
     #[error("{peer} stopped: {what}")]
@@ -59,6 +61,7 @@ impl LinkError {
         match self {
             LinkError::Lost { process, .. }
             | LinkError::Silent { process, .. }
+            | LinkError::Unlinked { process, .. }
             | LinkError::Broken { process, .. }
             | LinkError::Failed { process, .. } => Some(*process),
             LinkError::Reported { process, .. } | LinkError::Ended { process, .. } => *process,
@@ -92,7 +95,7 @@ struct State {
 const LINGER: Duration = Duration::from_secs(2);
 
 /// Process number that stands for no culprit.
-pub const NOBODY: u32 = u32::MAX;
+const NOBODY: u32 = u32::MAX;
 
 impl RunStatus {
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -165,6 +168,13 @@ pub fn abort(cause: &LinkError) -> Outbound {
     let mut head = cause.culprit().map_or(NOBODY, |process| process as u32).to_le_bytes().to_vec();
     put_text(&mut head, &cause.describe());
     Outbound::of(Kind::Abort, head)
+}
+
+/// The culprit and the reason in the content of such a frame.
+pub fn abort_reason(content: &[u8]) -> Result<(Option<usize>, String), FrameError> {
+    let mut fields = Fields::of(content);
+    let process = Some(fields.u32("the failed process")?).filter(|process| *process != NOBODY);
+    Ok((process.map(|process| process as usize), fields.text("the reason for the end")?))
 }
 
 #[cfg(test)]

@@ -1,18 +1,30 @@
 //! Links between the devices of connected processes (NCCL): how processes agree on them.
 //!
 //! With `--nccl`, every process offers its device to all that it is connected to. Two that exchange tensors open a link in
-//! each direction. The lower-numbered makes the ids. All open the links of pairs in the same order, so nobody waits for
-//! ever.
+//! each direction. The lower-numbered makes the ids. All open the links of pairs in the same order. No process begins
+//! the run before all have all their links, and none waits longer than for connections.
 
 use crate::device::api::Device;
 use crate::device::error::DeviceError;
+use crate::device::memory_counter::MemoryCounter;
 use crate::device::tensor_link::{LinkEnd, TensorLink, Transport};
+use crate::process::connection::{DeadlineReader, LOOK};
 use crate::process::fields::Fields;
-use crate::process::frame::{FrameError, Kind};
-use crate::process::process_group::Group;
-use crate::process::run_status::{LinkError, abort};
-use std::collections::BTreeMap;
+use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
+use crate::process::handshake::LONGEST;
+use crate::process::process_group::{Group, verdict};
+use crate::process::run_status::{LinkError, RunStatus, abort, abort_reason};
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io::{self, Write};
 use std::sync::Arc;
+use std::thread::{self, Builder};
+use std::time::{Duration, Instant};
+
+/// Time after a failure in which process 0 hears the reports of others.
+const GRACE: Duration = Duration::from_millis(500);
+/// Time that a process leaves others to report who is missing, if they know better.
+const LATER: Duration = Duration::from_secs(2);
 
 /// The links to a process.
 #[derive(Clone)]
@@ -67,25 +79,56 @@ pub fn transport(devices: &[Arc<dyn Device>], workers: impl Iterator<Item = usiz
         .ok_or_else(|| format!("`--nccl` requires a GPU and NCCL 2.7 or later: {}", first.info().name))
 }
 
-/// Opens the links of this process; none if the run did not ask for them. A process that cannot ends the run.
-pub fn connect(group: &mut Group, offered: Option<Offered>) -> Result<BTreeMap<usize, TensorLinks>, LinkError> {
+type Links = BTreeMap<usize, TensorLinks>;
+
+/// Opens the links of this process; none if the run did not ask for them. Returns when all processes of the run have
+/// opened theirs. A process that cannot ends the run.
+/// `operands` counts the memory of received operands of collectives.
+pub fn connect(group: &mut Group, offered: Option<Offered>, operands: &Arc<MemoryCounter>) -> Result<Links, LinkError> {
     let (own, peer) = (group.part.own, group.names[group.part.own].clone());
     let opened = match offered {
-        None => return Ok(BTreeMap::new()),
-        Some(Ok(transport)) => open(group, transport.as_deref()),
+        None => return Ok(Links::new()),
+        Some(Ok(transport)) => {
+            let pairs = pairs(group, transport.as_deref());
+            let operands = operands.clone();
+            pairs.and_then(|pairs| open(group, transport.map(|transport| Opening { transport, pairs, operands })))
+        }
         Some(Err(what)) => Err(LinkError::Failed { process: own, peer: peer.clone(), what }),
     };
-    if let Err(LinkError::Failed { process, what, .. }) = &opened
-        && *process == own
-    {
-        let end = abort(&LinkError::Reported { process: Some(own), peer, doing: None, what: what.clone() });
+    if let Err(cause) = &opened {
+        let end = match cause {
+            LinkError::Failed { process, what, .. } if *process == own => {
+                abort(&LinkError::Reported { process: Some(own), peer, doing: None, what: what.clone() })
+            }
+            other => abort(other),
+        };
         // A peer may have ended already.
         group.talks.values_mut().for_each(|talk| drop(talk.say(end.kind, &end.head)));
     }
     opened
 }
 
-fn open(group: &mut Group, transport: Option<&dyn Transport>) -> Result<BTreeMap<usize, TensorLinks>, LinkError> {
+/// Ids of the links to and from a process, in the order in which both open them.
+struct Pair {
+    process: usize,
+    ids: [Vec<u8>; 2],
+    ends: [LinkEnd; 2],
+}
+
+impl Pair {
+    /// Waits for the other process.
+    fn open(&self, transport: &dyn Transport, operands: &Arc<MemoryCounter>) -> Result<TensorLinks, DeviceError> {
+        let first = transport.open(&self.ids[0], self.ends[0], operands)?;
+        let second = transport.open(&self.ids[1], self.ends[1], operands)?;
+        Ok(match self.ends[0] {
+            LinkEnd::Sending => TensorLinks { outgoing: first, incoming: second },
+            LinkEnd::Receiving => TensorLinks { outgoing: second, incoming: first },
+        })
+    }
+}
+
+/// Agrees with all processes on the links between them.
+fn pairs(group: &mut Group, transport: Option<&dyn Transport>) -> Result<Vec<Pair>, LinkError> {
     let own = group.part.own;
     let (names, lines) = (group.names.clone(), group.lines.clone());
     let exchanges = |process: usize| lines.contains(&(own.min(process), own.max(process)));
@@ -105,29 +148,209 @@ fn open(group: &mut Group, transport: Option<&dyn Transport>) -> Result<BTreeMap
         talk.say(Kind::Devices, &offer.encode()).map_err(|fault| lost(process, fault))?;
         own_offers.insert(process, offer);
     }
-    let mut links = BTreeMap::new();
+    let mut pairs = Vec::new();
     for (&process, talk) in &mut group.talks {
         let content = talk.expect(Kind::Devices).map_err(|fault| lost(process, fault))?;
         let content = content.map_err(|what| failed(process, what))?;
-        let offers = [&own_offers[&process], &Offer::decode(&content).map_err(|fault| lost(process, fault))?];
-        let Some(transport) = transport else { continue };
-        if offers.iter().any(|offer| offer.identity.is_empty()) {
+        let theirs = Offer::decode(&content).map_err(|fault| lost(process, fault))?;
+        let Some(ours) = own_offers.remove(&process) else { continue };
+        if ours.identity.is_empty() || theirs.identity.is_empty() {
             continue;
         }
-        if offers[0].identity == offers[1].identity {
+        if ours.identity == theirs.identity {
             let what = format!("`--nccl` requires a GPU for each process, but {} has the same one", names[process]);
             return Err(failed(own, what));
         }
-        let (ids, ends) = match own < process {
-            true => (&offers[0].ids, [LinkEnd::Sending, LinkEnd::Receiving]),
-            false => (&offers[1].ids, [LinkEnd::Receiving, LinkEnd::Sending]),
-        };
-        let first = transport.open(&ids[0], ends[0]).map_err(here)?;
-        let second = transport.open(&ids[1], ends[1]).map_err(here)?;
-        let (outgoing, incoming) = if own < process { (first, second) } else { (second, first) };
-        links.insert(process, TensorLinks { outgoing, incoming });
+        pairs.push(match own < process {
+            true => Pair { process, ids: ours.ids, ends: [LinkEnd::Sending, LinkEnd::Receiving] },
+            false => Pair { process, ids: theirs.ids, ends: [LinkEnd::Receiving, LinkEnd::Sending] },
+        });
     }
-    Ok(links)
+    Ok(pairs)
+}
+
+/// The links that a process opens.
+struct Opening {
+    transport: Arc<dyn Transport>,
+    pairs: Vec<Pair>,
+    operands: Arc<MemoryCounter>,
+}
+
+impl Opening {
+    /// Opens all links in order, until one fails.
+    fn run(self, to: &Sender<Event>) {
+        for pair in self.pairs {
+            let links = pair.open(&*self.transport, &self.operands);
+            let is_open = links.is_ok();
+            // The receiver is gone if the wait was too long.
+            if to.send(Event::Opened(pair.process, links)).is_err() || !is_open {
+                return;
+            }
+        }
+    }
+}
+
+/// What a process learns while links are opened.
+enum Event {
+    /// The links to a process are open, or why not.
+    Opened(usize, Result<TensorLinks, DeviceError>),
+    /// All links of a process are open, or of all processes if it is process 0. Or why the run ends.
+    Linked(usize, Result<(), LinkError>),
+}
+
+/// Opens the links, and waits until all processes have. Each tells process 0, which then tells all.
+///
+/// NCCL waits for a peer without a limit. It does so on a thread of its own, which a failed run leaves behind.
+fn open(group: &mut Group, opening: Option<Opening>) -> Result<Links, LinkError> {
+    let (to, events) = unbounded();
+    let own = group.part.own;
+    let missing: VecDeque<usize> =
+        opening.iter().flat_map(|opening| opening.pairs.iter().map(|pair| pair.process)).collect();
+    let cannot = |error: io::Error| LinkError::Ended { process: None, what: format!("cannot start a thread: {error}") };
+    if let Some(opening) = opening.filter(|_| !missing.is_empty()) {
+        let to = to.clone();
+        Builder::new().name("links".into()).spawn(move || opening.run(&to)).map_err(cannot)?;
+    }
+    let Group { talks, names, part, run_status, .. } = group;
+    let names = &*names;
+    thread::scope(|scope| {
+        let mut writers = BTreeMap::new();
+        for (&process, talk) in talks.iter_mut().filter(|(process, _)| own == 0 || **process == 0) {
+            // The wait below has the limit.
+            talk.reader.source().renew(Duration::MAX);
+            let (reader, to) = (&mut talk.reader, to.clone());
+            writers.insert(process, &mut talk.writer);
+            let hear = move || drop(to.send(Event::Linked(process, linked(reader, process, &names[process]))));
+            Builder::new()
+                .name(format!("from process {process}"))
+                .spawn_scoped(scope, hear)
+                .map_err(cannot)
+                .inspect_err(|cause| run_status.end(cause.clone()))?;
+        }
+        let mut wait = Wait { own, names, run_status, patience: part.patience, events, missing, links: Links::new() };
+        let done = wait.run(writers);
+        // Ends the readers.
+        done.as_ref().err().into_iter().for_each(|cause| run_status.end(cause.clone()));
+        done
+    })
+}
+
+/// Reads the frame of a process that has all its links.
+fn linked(reader: &mut FrameReader<DeadlineReader>, process: usize, name: &str) -> Result<(), LinkError> {
+    let ended = || LinkError::Ended { process: None, what: "the run is over".to_string() };
+    let fault = match reader.read(LONGEST) {
+        Ok((Kind::Linked, _)) => return Ok(()),
+        Ok((Kind::Abort, content)) => match abort_reason(content) {
+            Ok((process, what)) => {
+                return Err(LinkError::Reported { process, peer: name.to_string(), doing: None, what });
+            }
+            Err(fault) => fault,
+        },
+        Ok((kind, _)) => FrameError::Unexpected { kind },
+        Err(fault) => fault,
+    };
+    Err(verdict(fault, process, name, None, Duration::ZERO).unwrap_or_else(ended))
+}
+
+type Writers<'a> = BTreeMap<usize, &'a mut FrameWriter<Box<dyn Write + Send>>>;
+
+/// The wait of a process for its own links and those of others.
+struct Wait<'a> {
+    own: usize,
+    names: &'a [String],
+    run_status: &'a RunStatus,
+    patience: Duration,
+    events: Receiver<Event>,
+    /// Processes whose links are not open, in the order of opening.
+    missing: VecDeque<usize>,
+    links: Links,
+}
+
+impl Wait<'_> {
+    fn run(&mut self, mut writers: Writers<'_>) -> Result<Links, LinkError> {
+        let began = Instant::now();
+        let mut waits_for: BTreeSet<usize> = writers.keys().copied().collect();
+        let mut is_told = false;
+        loop {
+            if !is_told && self.missing.is_empty() && (self.own > 0 || waits_for.is_empty()) {
+                is_told = true;
+                for (&process, writer) in &mut writers {
+                    let system = |error: io::Error| FrameError::System { kind: error.kind(), why: error.to_string() };
+                    writer.write(Kind::Linked, &[]).map_err(|error| self.lost(process, system(error)))?;
+                }
+            }
+            if is_told && waits_for.is_empty() {
+                return Ok(std::mem::take(&mut self.links));
+            }
+            let first = match self.events.recv_timeout(LOOK) {
+                Ok(Event::Linked(process, Ok(()))) => {
+                    waits_for.remove(&process);
+                    continue;
+                }
+                Ok(Event::Opened(process, Ok(links))) => {
+                    self.links.insert(process, links);
+                    self.missing.retain(|other| *other != process);
+                    continue;
+                }
+                Ok(event) => self.failure(event),
+                Err(_) => self.late(Instant::now().saturating_duration_since(began), waits_for.first()),
+            };
+            if let Some(cause) = self.run_status.cause() {
+                return Err(cause);
+            }
+            if let Some(first) = first {
+                return Err(self.root(first));
+            }
+        }
+    }
+
+    /// The failure in an event, with the process that reports it.
+    fn failure(&self, event: Event) -> Option<(usize, LinkError)> {
+        match event {
+            Event::Opened(_, Ok(_)) | Event::Linked(_, Ok(())) => None,
+            Event::Opened(_, Err(fault)) => {
+                let (process, peer) = (self.own, self.names[self.own].clone());
+                Some((self.own, LinkError::Failed { process, peer, what: fault.to_string() }))
+            }
+            Event::Linked(process, Err(error @ LinkError::Reported { .. })) => Some((process, error)),
+            Event::Linked(_, Err(error)) => Some((self.own, error)),
+        }
+    }
+
+    /// The first failure; on process 0 the root of all that are reported shortly after it. If a process is lost, others
+    /// blame the one that they wait for, which waits in turn. The root is blamed, and blames nobody else.
+    fn root(&self, first: (usize, LinkError)) -> LinkError {
+        let mut reports = vec![first];
+        let until = Instant::now() + GRACE;
+        while let Ok(event) = self.events.recv_deadline(until) {
+            reports.extend(self.failure(event).filter(|_| self.own == 0));
+        }
+        // Of each reporter, the other process that it blames.
+        let blamed: Vec<(usize, Option<usize>)> =
+            reports.iter().map(|(by, error)| (*by, error.culprit().filter(|process| process != by))).collect();
+        let waits = |process: usize| blamed.iter().any(|(by, of)| *by == process && of.is_some());
+        let root = blamed.iter().position(|(_, of)| of.is_some_and(|process| !waits(process)));
+        // Or two blame each other.
+        let mutual = |(by, of): &(usize, Option<usize>)| of.is_some_and(|of| blamed.contains(&(of, Some(*by))));
+        let root = root.or_else(|| blamed.iter().position(mutual));
+        reports.swap_remove(root.unwrap_or(0)).1
+    }
+
+    /// Who is late after this time, if anyone is. Who opens a link reports first, as it knows whom it waits for; then
+    /// process 0, which knows who still opens links; then those that wait for process 0.
+    fn late(&self, waited: Duration, absent: Option<&usize>) -> Option<(usize, LinkError)> {
+        let (process, links, limit) = match (self.missing.front(), absent) {
+            (Some(process), _) => (*process, format!("link to {}", self.names[self.own]), self.patience),
+            (None, Some(0)) => (0, "links".to_string(), self.patience + 2 * LATER),
+            (None, absent) => (*absent?, "links".to_string(), self.patience + LATER),
+        };
+        let (peer, seconds) = (self.names[process].clone(), self.patience.as_secs_f64());
+        (waited >= limit).then_some((self.own, LinkError::Unlinked { process, peer, links, seconds }))
+    }
+
+    fn lost(&self, process: usize, fault: FrameError) -> LinkError {
+        LinkError::Lost { process, peer: self.names[process].clone(), doing: None, fault }
+    }
 }
 
 #[cfg(test)]
@@ -141,5 +364,50 @@ mod tests {
         assert_eq!(Offer::decode(&bytes), Ok(offer));
         assert!((0..bytes.len()).all(|length| Offer::decode(&bytes[..length]).is_err()));
         assert_eq!(Offer::decode(&Offer::default().encode()), Ok(Offer::default()));
+    }
+
+    /// The culprit that process 0 finds: its own failure comes first, then reports of others.
+    fn culprit(first: LinkError, later: Vec<(usize, LinkError)>) -> Option<usize> {
+        let names: Vec<String> = (0..4).map(|process| format!("process {process}")).collect();
+        let (to, events) = unbounded();
+        for (by, error) in later {
+            let (process, what) = (error.culprit(), error.to_string());
+            let reported = LinkError::Reported { process, peer: names[by].clone(), doing: None, what };
+            to.send(Event::Linked(by, Err(if by == 0 { error } else { reported }))).unwrap();
+        }
+        drop(to);
+        let (run_status, patience) = (RunStatus::default(), Duration::ZERO);
+        let (missing, links) = (VecDeque::new(), Links::new());
+        let wait = Wait { own: 0, names: &names, run_status: &run_status, patience, events, missing, links };
+        wait.root((0, first)).culprit()
+    }
+
+    #[test]
+    fn the_root_is_who_waits_for_nobody() {
+        let peer = String::new;
+        let late = |process| LinkError::Unlinked { process, peer: peer(), links: peer(), seconds: 1.0 };
+        let failed = |process| LinkError::Failed { process, peer: peer(), what: peer() };
+        let lost = |process| LinkError::Lost { process, peer: peer(), doing: None, fault: FrameError::Closed };
+        assert_eq!(culprit(late(1), vec![]), Some(1));
+        assert_eq!(culprit(late(1), vec![(1, late(2)), (2, late(3))]), Some(3));
+        assert_eq!(culprit(late(1), vec![(1, late(2)), (2, late(1))]), Some(2));
+        assert_eq!(culprit(failed(0), vec![(0, lost(2))]), Some(2));
+        assert_eq!(culprit(failed(0), vec![(1, failed(1))]), Some(0));
+        assert_eq!(culprit(late(1), vec![(1, failed(1))]), Some(1));
+    }
+
+    #[test]
+    fn a_process_waits_longer_for_those_that_know_more() {
+        let names: Vec<String> = (0..3).map(|process| format!("process {process}")).collect();
+        let (run_status, patience) = (RunStatus::default(), Duration::from_secs(10));
+        let late = |own: usize, missing: &[usize], absent: usize, waited: Duration| {
+            let missing = missing.iter().copied().collect();
+            let (events, links) = (unbounded().1, Links::new());
+            let wait = Wait { own, names: &names, run_status: &run_status, patience, events, missing, links };
+            wait.late(waited, Some(&absent)).and_then(|(_, error)| error.culprit())
+        };
+        assert_eq!((late(1, &[2], 0, patience), late(1, &[2], 0, patience / 2)), (Some(2), None));
+        assert_eq!((late(0, &[], 1, patience), late(0, &[], 1, patience + LATER)), (None, Some(1)));
+        assert_eq!((late(2, &[], 0, patience + LATER), late(2, &[], 0, patience + 2 * LATER)), (None, Some(0)));
     }
 }

@@ -12,8 +12,9 @@ use super::stream::CudaStream;
 use crate::device::api::Stream;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
+use crate::device::memory_counter::MemoryCounter;
 use crate::device::pool::Pool;
-use crate::device::tensor_link::{LinkEnd, TensorLink, Transport};
+use crate::device::tensor_link::{LinkEnd, Role, TensorLink, Transport};
 use cudarc::driver::{DriverError, sys};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
@@ -104,7 +105,7 @@ impl Transport for Nccl {
         Ok(id.0.to_vec())
     }
 
-    fn open(&self, id: &[u8], end: LinkEnd) -> Result<Arc<dyn TensorLink>, DeviceError> {
+    fn open(&self, id: &[u8], end: LinkEnd, operands: &Arc<MemoryCounter>) -> Result<Arc<dyn TensorLink>, DeviceError> {
         let gpu = self.gpu.clone();
         let bytes: [u8; ID_BYTES] = id.try_into().map_err(|_| DeviceError::Foreign { what: "NCCL id" })?;
         let device = open(gpu.info().ordinal)?;
@@ -113,12 +114,13 @@ impl Transport for Nccl {
         gpu.bind().map_err(|error| gpu.failed(error))?;
         // SAFETY: the library writes one handle; the other process passes the same id and the other rank.
         self.functions.checked(&gpu, unsafe { (self.functions.init)(&mut comm, 2, UniqueId(bytes), rank) })?;
-        let state = Mutex::new(State { comm, stream, pool: Pool::new(device, Arc::default()) });
+        let pools = [Pool::new(device.clone(), Arc::default()), Pool::new(device, operands.clone())];
+        let state = Mutex::new(State { comm, stream, pools });
         let link = NcclLink { functions: self.functions, gpu, peer: 1 - rank, state };
         // The first transfer connects both ends, and waits for it on the host.
         match end {
             LinkEnd::Sending => link.send(&*link.one_byte()?)?,
-            LinkEnd::Receiving => _ = link.receive(1)?,
+            LinkEnd::Receiving => _ = link.receive(1, Role::Message)?,
         }
         link.lock().stream.finish()?;
         Ok(Arc::new(link))
@@ -129,8 +131,8 @@ struct State {
     /// Null after its end.
     comm: Comm,
     stream: CudaStream,
-    /// Buffers of received tensors.
-    pool: Pool,
+    /// Buffers of received tensors, by [`Role`].
+    pools: [Pool; 2],
 }
 
 // SAFETY: a communicator may be used by one thread at a time: the one that holds the lock.
@@ -153,7 +155,7 @@ impl NcclLink {
     /// A buffer of one byte.
     fn one_byte(&self) -> Result<Arc<Buffer>, DeviceError> {
         let mut state = self.lock();
-        let buffer = state.pool.take(1)?;
+        let buffer = state.pools[Role::Message as usize].take(1)?;
         state.stream.release(&buffer)?;
         Ok(buffer)
     }
@@ -190,12 +192,12 @@ impl TensorLink for NcclLink {
         state.stream.release(buffer)
     }
 
-    fn receive(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
+    fn receive(&self, bytes: usize, role: Role) -> Result<Arc<Buffer>, DeviceError> {
         let mut state = self.lock();
         if state.comm.is_null() {
             return Err(self.lost());
         }
-        let mut buffer = state.pool.take(bytes)?;
+        let mut buffer = state.pools[role as usize].take(bytes)?;
         if bytes == 0 {
             return Ok(buffer);
         }
@@ -208,7 +210,7 @@ impl TensorLink for NcclLink {
         self.functions.checked(&self.gpu, status)?;
         state.stream.release(&buffer)?;
         // It is taken again when its readers have dropped it.
-        state.pool.give(buffer.clone());
+        state.pools[role as usize].give(buffer.clone());
         Ok(buffer)
     }
 

@@ -1,0 +1,167 @@
+//! The `pipec` command on two, three and four simulated GPUs, against PyTorch's losses of ten steps: processes over a
+//! simulated NCCL have the bits of threads, and random delays change none. Needs the shared data.
+//!
+//! ZeRO 2 and 3 and tensor parallelism are refused in processes.
+
+use crate::delayed;
+use crate::delayed::{Delays, stages_of};
+use crate::parity::{Set, set};
+use crate::parity_matrix::{MODELS, MOST_APART, momentum, relative};
+use crate::support::shared::data;
+use crate::support::simulated_gpus::{driver, on_simulated_gpus};
+use compiler::graph::order;
+use compiler::import::import::Batch;
+use compiler::pass::loss::Loss;
+use compiler::plan::schedule::Schedule;
+use compiler::schedule::Pipeline;
+use compiler::schedule::semantics::StepCount;
+use runtime::data::weights::write;
+use runtime::train::prepare::{Settings, prepare};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+const STEPS: u32 = 10;
+
+/// A plan of a model, with one or two replicas of each rank.
+struct Case {
+    model: &'static str,
+    schedule: Schedule,
+    ranks: Vec<u32>,
+    zero: u32,
+}
+
+fn cases(model: &'static str) -> Vec<Case> {
+    let trained = |schedule: &Schedule| schedule.trains() && schedule.stashes();
+    let of = |schedule: Schedule| {
+        let replicas: [(&[u32], u32); 5] =
+            [(&[1, 1], 0), (&[1, 1, 1], 0), (&[1, 1, 1, 1], 0), (&[2, 2], 0), (&[2, 2], 1)];
+        replicas.map(|(ranks, zero)| Case { model, schedule, ranks: ranks.to_vec(), zero })
+    };
+    Schedule::GENERATED.into_iter().filter(trained).flat_map(of).collect()
+}
+
+fn run(folder: &Path, mut command: Command, arguments: &str) {
+    let arguments: Vec<&str> = arguments.split_whitespace().collect();
+    let done = command.current_dir(folder).args(&arguments).output().unwrap();
+    assert!(done.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&done.stderr));
+}
+
+/// A folder with the model, its data, and a plan.
+fn planned(root: &Path, set: &Set, case: &Case) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    fs::copy(root.join(case.model).join("model_dynbatch.onnx"), at.join("model.onnx")).unwrap();
+    write(&at.join("data.safetensors"), &set.arrays).unwrap();
+    let chunks = if case.schedule.has_chunks() { 2 } else { 1 };
+    let stages: Vec<String> = (0..chunks).flat_map(|_| case.ranks.iter().map(u32::to_string)).collect();
+    let (rows, batch) = match case.schedule.is_round_robin() {
+        true => (set.batch, String::new()),
+        false => (set.batch / 4, format!("--batch {}", set.batch)),
+    };
+    let plan = format!(
+        "partition model.onnx -o plan.json --gpus {} --stages {} --schedule {} --micro-batch {rows} {batch} --zero {} \
+         --precision fp32 --momentum 0.9",
+        case.ranks.iter().sum::<u32>(),
+        stages.join(","),
+        case.schedule,
+        case.zero,
+    );
+    run(at, Command::new(env!("CARGO_BIN_EXE_pipec")), &plan);
+    folder
+}
+
+/// Losses and the bytes of the weights after ten steps.
+fn trained(set: &Set, folder: &Path, libraries: &Path, more: &str, seed: u32) -> (Vec<f64>, Vec<u8>) {
+    let mut command = on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), libraries);
+    command.env("PIPEC_SIM_DEVICES", "4").env("PIPEC_SIM_SEED", seed.to_string());
+    let (lr, momentum) = momentum(set);
+    let train = format!(
+        "train model.onnx --plan plan.json --data data.safetensors --batch {} --steps {STEPS} --optimizer sgd --lr {lr} \
+         --momentum {momentum} --device cuda --metrics metrics.jsonl --save weights.safetensors -q {more}",
+        set.batch
+    );
+    let _ = fs::remove_file(folder.join("metrics.jsonl"));
+    run(folder, command, &train);
+    let metrics = fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+    let lines = metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let losses = lines.filter(|line| line.get("step").is_some()).map(|line| line["loss"].as_f64().unwrap());
+    (losses.collect(), fs::read(folder.join("weights.safetensors")).unwrap())
+}
+
+/// The losses that the plan should have.
+fn reference(set: &Set, folder: &Path, case: &Case) -> Vec<f64> {
+    if case.schedule.flushes() {
+        return set.expected["loss64_sgd_m09_micro4"].to_f64();
+    }
+    let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
+    let number = |value: &Value| value.as_u64().unwrap() as u32;
+    let mut placed = vec![0; order::numbered(&set.model.graph).len()];
+    for (at, stage) in plan["stages"].as_array().unwrap().iter().enumerate() {
+        for range in stage["ops"].as_array().unwrap() {
+            placed[number(&range[0]) as usize..number(&range[1]) as usize].fill(at);
+        }
+    }
+    let in_flight: Vec<u32> = plan["schedule"]["in_flight"].as_array().unwrap().iter().map(number).collect();
+    let microbatches = if case.schedule.is_round_robin() { 1 } else { 4 };
+    let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed") };
+    let dims = BTreeMap::from([(name.clone(), (set.batch / microbatches as usize) as i64)]);
+    let count = StepCount { minibatches: STEPS, microbatches };
+    let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule: case.schedule, count };
+    let pipeline = Pipeline::balanced(&case.ranks, 2.0).with_caps(&in_flight);
+    let codes = prepare(&set.model.graph, &placed, pipeline, &settings).unwrap().codes;
+    let delays = Delays {
+        schedule: case.schedule,
+        microbatches,
+        stages: case.ranks.iter().copied().zip(in_flight).collect(),
+        stages_of: stages_of(&codes),
+    };
+    delayed::losses(set, &delays, STEPS, momentum(set))
+}
+
+/// A sample of the plans, or all with `PIPEC_LARGE`.
+#[test]
+fn processes_over_nccl_train_like_pytorch() {
+    let Some((root, driver)) = data("parity").zip(driver()) else { return };
+    let stride = if std::env::var_os("PIPEC_LARGE").is_some() { 1 } else { 43 };
+    let all = MODELS.into_iter().flat_map(cases).step_by(stride);
+    let mut worst: BTreeMap<&str, (usize, f64)> = BTreeMap::new();
+    for case in all {
+        let Case { model, schedule, ranks, zero } = &case;
+        let what = format!("{model}, {schedule}, replicas {ranks:?}, ZeRO {zero}");
+        let set = set(&root, model, "model_dynbatch.onnx");
+        let folder = planned(&root, &set, &case);
+        let threads = trained(&set, folder.path(), driver, "", 1);
+        let processes = trained(&set, folder.path(), driver, "--processes --nccl", 2);
+        assert!(threads == processes, "{what}: other bits in processes");
+        let apart = relative(&processes.0, &reference(&set, folder.path(), &case));
+        println!("{apart:.1e}: {what}");
+        assert!(apart <= MOST_APART, "{what}: {apart:.1e}");
+        let (runs, most) = worst.entry(model).or_default();
+        (*runs, *most) = (*runs + 1, most.max(apart));
+    }
+    println!("| model | plans | worst relative difference of a loss |\n| --- | --- | --- |");
+    worst.iter().for_each(|(model, (runs, most))| println!("| {model} | {runs} | {most:.1e} |"));
+}
+
+/// The GPT under 1F1B on four GPUs, with 200 seeds if `PIPEC_LARGE` is set.
+#[test]
+fn delays_of_four_gpus_change_no_bit() {
+    let Some((root, driver)) = data("parity").zip(driver()) else { return };
+    let seeds = if std::env::var_os("PIPEC_LARGE").is_some() { 200 } else { 2 };
+    let set = set(&root, "gpt", "model_dynbatch.onnx");
+    let case = Case { model: "gpt", schedule: Schedule::OneFOneB, ranks: vec![1; 4], zero: 0 };
+    let folder = planned(&root, &set, &case);
+    let expected = trained(&set, folder.path(), driver, "", 0);
+    let apart = relative(&expected.0, &reference(&set, folder.path(), &case));
+    assert!(apart <= MOST_APART, "{apart:.1e}");
+    for more in ["", "--processes --nccl"] {
+        for seed in 1..=seeds {
+            let found = trained(&set, folder.path(), driver, more, seed);
+            assert!(found == expected, "seed {seed} {more}: other bits");
+        }
+        println!("{seeds} seeds {more}: no difference, {apart:.1e} from PyTorch");
+    }
+}
