@@ -219,7 +219,6 @@ pub fn close(stream: &TcpStream) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::api::Device;
     use crate::device::sanitizer::device::sanitizer;
     use crate::device::tensor_link::Role;
     use crate::process::frame::{FrameError, FrameReader};
