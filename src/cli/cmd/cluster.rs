@@ -44,7 +44,7 @@ enum What {
     Detect(Detect),
     /// Measure the links of this machine, or between the hosts of a cluster file, and compare them with the file
     #[command(
-        after_help = "Examples:\n  pipec cluster bench cluster.toml -o measured.toml\n  pipec cluster bench hosts.toml --token-file run.token      # the same command on every host\n  torchrun --no-python --nproc-per-node 8 pipec cluster bench --engine torch -o cluster.toml"
+        after_help = "Examples:\n  pipec cluster bench cluster.toml -o measured.toml\n  pipec cluster bench hosts.toml --token-file run.token\n  torchrun --no-python --nproc-per-node 8 pipec cluster bench --engine torch -o cluster.toml"
     )]
     Bench(Bench),
     /// Show a cluster: its devices, its interconnect levels, and the bandwidth between any two devices
