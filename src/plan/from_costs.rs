@@ -5,13 +5,14 @@ use crate::error::Error;
 use crate::plan::custom_schedule::CustomSchedule;
 use crate::plan::infeasible::describe;
 use crate::plan::request::{BucketSize, PlanOptions};
-use crate::plan::tensor_parallel::TensorParallel;
+use crate::plan::tensor_parallel::{TensorParallel, problem_as_trained};
 use crate::plan::tied_weights;
 use compiler::cluster::Bytes;
 use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::bucket_size::{FIRST, best};
 use compiler::partition::search::in_flight::Efficiency;
+use compiler::partition::search::tensor_parallel::as_trained;
 use compiler::plan::groups;
 use compiler::plan::problem::{CostModel, InFlight, Problem};
 use compiler::plan::schedule::{Schedule, VersionRule};
@@ -31,7 +32,7 @@ const UNSHARDED: &str = "`--tensor auto` tried only degree 1, because the cluste
 
 /// The plan for these costs.
 pub fn solve(file: &Path, costs: Costs, options: &PlanOptions) -> Result<Planned, Error> {
-    let shared = options.tensor_parallel().costs(&costs, options.target)?;
+    let shared = options.tensor_parallel().costs_for(&costs, options)?;
     solve_with_groups(file, costs, shared, options)
 }
 
@@ -78,6 +79,7 @@ fn search(
     let source = costs.source.clone();
     let experts = costs.shareable.as_ref().map(|model| experts::of_graph(&model.graph, &HashMap::new()));
     let custom = options.custom_schedule()?;
+    let known = (is_simulated && !shared.is_empty()).then(|| costs.clone());
     let problem = problem(costs, shared, options, custom.as_ref())?;
     let finds_bucket = options.bucket == BucketSize::Auto;
     let simulates = is_simulated || !problem.schedule.flushes();
@@ -92,6 +94,11 @@ fn search(
         Some(_) => Ok(planned),
     });
     let mut planned = planned.map_err(|error| describe(file, error, problem.schedule))?;
+    // The figures of the plan are those of its stages as they run.
+    let asked = known.as_ref().and_then(|costs| problem_as_trained(&problem, costs, &planned.plan));
+    let trained = asked.as_ref().and_then(|asked| as_trained(asked, &planned, &planner));
+    let figures = asked.as_ref().filter(|_| trained.is_some()).unwrap_or(&problem);
+    planned = trained.unwrap_or(planned);
     if let Some(custom) = &custom {
         let pipeline = pipeline(&planned.plan).map_err(|error| Error::bug(&error.to_string()))?;
         custom.program(&pipeline, 1)?;
@@ -99,7 +106,7 @@ fn search(
     if options.tensor_parallel() == TensorParallel::Auto && problem.cluster.is_mixed() {
         planned.plan.warnings.push(UNSHARDED.to_string());
     }
-    state_collectives(&mut planned.plan, &problem.shared, experts.unwrap_or_default());
+    state_collectives(&mut planned.plan, &figures.shared, experts.unwrap_or_default());
     if let Some(name) = source {
         planned.plan.options.insert(COSTS.to_string(), name.into());
     }

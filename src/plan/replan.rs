@@ -4,16 +4,26 @@ use crate::costs::Costs;
 use crate::error::Error;
 use crate::plan::optimizer::Optimizer;
 use crate::plan::request::{BucketSize, PlanOptions, ScheduleChoice};
-use crate::plan::tensor_parallel::TensorParallel;
+use crate::plan::tensor_parallel::{TensorParallel, problem_as_trained};
 use crate::plan::zero::ZeroStage;
 use compiler::cluster::Bytes;
+use compiler::plan::check::verify;
 use compiler::plan::problem::{InFlight, Problem, Recomputation, Target};
 use compiler::plan::zero::MOST;
 use compiler::plan::{Plan, buckets};
 use serde_json::Value;
 
-/// The problem whose solution is this plan, for evaluating other cuts.
+/// The problem whose solution is this plan, for evaluating other cuts. The costs of its tensor-parallel groups are those
+/// of its stages as trained if these are the plan's.
 pub fn problem(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
+    let known = costs.clone();
+    let searched = searched(plan, costs)?;
+    let trained = problem_as_trained(&searched, &known, plan);
+    Ok(trained.filter(|trained| verify::check(trained, plan).is_ok()).unwrap_or(searched))
+}
+
+/// The problem with the costs that its search had.
+fn searched(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
     let shared = TensorParallel::in_plan(plan).costs(&costs, target(plan))?;
     let mut problem = costs.problem(plan.cost);
     problem.shared = shared;
@@ -67,7 +77,7 @@ pub fn options(plan: &Plan) -> PlanOptions {
 }
 
 /// The size of gradient buckets.
-fn bucket(plan: &Plan) -> Bytes {
+pub fn bucket(plan: &Plan) -> Bytes {
     Bytes(plan.options.get("bucket_bytes").and_then(Value::as_u64).unwrap_or(buckets::USUAL_BYTES))
 }
 

@@ -2,13 +2,18 @@
 
 use crate::costs::Costs;
 use crate::error::Error;
+use crate::plan::replan;
+use crate::plan::request::PlanOptions;
+use compiler::cluster::device::CPU;
 use compiler::plan::groups::MOST;
-use compiler::plan::problem::Target;
+use compiler::plan::problem::{CostModel, Problem, Recomputation, Target};
 use compiler::plan::{Plan, Stage};
 use compiler::profile::shared::{ActivationSharding, TensorParallelCosts};
 use compiler::tensor_parallel::cost::Machine;
-use compiler::tensor_parallel::costs::shared_costs;
+use compiler::tensor_parallel::costs::shared_costs_by;
 use compiler::tensor_parallel::experts;
+use compiler::tensor_parallel::segments::{Scratch, Segments, Sharded};
+use profiler::scratch::scratch;
 use serde_json::Value;
 
 /// The layout of weights and activations in a group.
@@ -36,6 +41,17 @@ impl GroupLayout {
             all.push(GroupLayout::ExpertParallel);
         }
         all
+    }
+
+    /// The layout of a plan.
+    fn of_plan(plan: &Plan) -> GroupLayout {
+        let keeps_weights = plan.stages.iter().any(|stage| stage.tensor_parallel.is_some_and(|of| of.keeps_weights));
+        match plan.activations() {
+            ActivationSharding::Replicated if keeps_weights => GroupLayout::KeepsWeights,
+            ActivationSharding::Replicated => GroupLayout::Any,
+            ActivationSharding::Sequence => GroupLayout::SequenceParallel,
+            ActivationSharding::Batch => GroupLayout::ExpertParallel,
+        }
     }
 }
 
@@ -104,11 +120,36 @@ impl TensorParallel {
 
     /// The costs of the model on such groups, for a target framework if there is one.
     pub fn costs(self, costs: &Costs, target: Option<Target>) -> Result<Vec<TensorParallelCosts>, Error> {
+        self.costs_by(costs, target, &|_| false)
+    }
+
+    /// The costs for these options. Groups are cut between any two ops if the options need it.
+    pub fn costs_for(self, costs: &Costs, options: &PlanOptions) -> Result<Vec<TensorParallelCosts>, Error> {
+        let stages = options.replicas.as_ref().map_or(0, Vec::len);
+        let ends = options.cut_after.is_some() || !options.pins.is_empty();
+        // Target frameworks shard layers, so they cut where segments of layers end.
+        let names_ends = ends && options.target.is_none();
+        let is_coarse = |found: &TensorParallelCosts| {
+            let segments = found.graph.ops.iter().filter(|op| op.joins.is_none()).count();
+            matches!(self, TensorParallel::Degree(_)) && (names_ends || segments < stages)
+        };
+        self.costs_by(costs, options.target, &is_coarse)
+    }
+
+    fn costs_by(
+        self,
+        costs: &Costs,
+        target: Option<Target>,
+        is_coarse: &dyn Fn(&TensorParallelCosts) -> bool,
+    ) -> Result<Vec<TensorParallelCosts>, Error> {
         let mut all: Vec<TensorParallelCosts> = Vec::new();
         let layouts = GroupLayout::of(costs, target);
         for devices in self.sizes(costs)? {
             for &layout in &layouts {
-                let found = group_costs(costs, devices, layout)?;
+                let mut found = group_costs(costs, devices, layout)?;
+                if is_coarse(&found) {
+                    found = segment_costs(costs, devices, layout, Segments::Ops)?;
+                }
                 // Layouts may have the same costs.
                 if all.iter().all(|known| known.devices != devices || known.graph != found.graph) {
                     all.push(found);
@@ -121,6 +162,38 @@ impl TensorParallel {
 
 /// The costs of the model on groups of this many devices.
 pub fn group_costs(costs: &Costs, devices: u32, layout: GroupLayout) -> Result<TensorParallelCosts, Error> {
+    segment_costs(costs, devices, layout, Segments::Cheapest)
+}
+
+/// The same costs as training has, which shards each stage of the plan as a whole. `None` if the plan has one device per
+/// replica, or if its stages are not sharded so: a target framework has its own way, and recomputation may be of a part
+/// of a stage.
+pub fn costs_as_trained(costs: &Costs, plan: &Plan) -> Option<TensorParallelCosts> {
+    let degree = plan.stages.first().map(Stage::degree).filter(|degree| *degree > 1)?;
+    let is_other = plan.options.contains_key("target") || plan.schedule.kind.is_custom() || plan.schedule.chunks > 1;
+    if is_other || plan.cost != CostModel::Pipec || plan.stages.iter().any(|stage| stage.recompute) {
+        return None;
+    }
+    let stages: Vec<Vec<u32>> = plan.stages.iter().map(|stage| stage.op_ids().collect()).collect();
+    segment_costs(costs, degree, GroupLayout::of_plan(plan), Segments::Stages(&stages)).ok()
+}
+
+/// The problem of a plan with the costs of its stages as training has them; `problem` is the searched one.
+pub fn problem_as_trained(problem: &Problem, costs: &Costs, plan: &Plan) -> Option<Problem> {
+    let mut asked = Problem { shared: vec![costs_as_trained(costs, plan)?], ..problem.clone() };
+    asked.count_updates();
+    asked.schedule = plan.schedule.kind;
+    asked.zero = plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0);
+    (asked.recompute, asked.bucket) = (Recomputation::Never, replan::bucket(plan));
+    Some(asked)
+}
+
+fn segment_costs(
+    costs: &Costs,
+    devices: u32,
+    layout: GroupLayout,
+    segments: Segments<'_>,
+) -> Result<TensorParallelCosts, Error> {
     let fail = |why: &dyn std::fmt::Display| {
         Error::input(format!("cannot compute the tensor-parallel costs of {}", costs.model.file)).because(why)
     };
@@ -141,5 +214,8 @@ pub fn group_costs(costs: &Costs, devices: u32, layout: GroupLayout) -> Result<T
             GroupLayout::ExpertParallel => ActivationSharding::Batch,
         },
     };
-    shared_costs(&known.graph, known.training, &costs.graph, &machine).map_err(|error| fail(&error))
+    // The workspace of kernels is known only for CPUs.
+    let is_known = known.device.kind == CPU && matches!(segments, Segments::Stages(_));
+    let of = Sharded { segments, scratch: is_known.then_some(&scratch as Scratch<'_>) };
+    shared_costs_by(&known.graph, known.training, &costs.graph, &machine, of).map_err(|error| fail(&error))
 }

@@ -5,6 +5,7 @@ mod cluster;
 mod doctor;
 mod export;
 mod gpus;
+mod planned_memory;
 mod profile;
 mod report;
 mod sweep;

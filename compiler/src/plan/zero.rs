@@ -21,7 +21,8 @@
 //! is bitwise the same if a replica has one micro-batch per round; else the order of summation differs. The
 //! reduce-scatter moves gradient sums and the all-gather weights, each half as many bytes as an all-reduce of them. At
 //! level 3, forward and backward each gather the weights of an op before it and release them after it, so weights
-//! travel twice per micro-batch. Tied weights are not sharded: every stage that has them steps all of them.
+//! travel twice per micro-batch. Tied weights are not sharded: every stage that has them steps all of them. From level 2,
+//! g is at least their sum over stages, and their sum over replicas if that is not in place: both exist at once.
 
 use crate::plan::Stage;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
@@ -51,6 +52,8 @@ pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64)
     // Under 2BW the all-replica sum is made when no micro-batch needs the older version any more, and reuses its
     // buffer.
     let reused = if multiples.schedule.is_double_buffered() && masters == 0 { weights.min(terms) } else { 0 };
+    // Tied weights have a sum of all replicas, unless it is in place, and one of all stages.
+    let tied = if multiples.in_place { shared } else { shared.saturating_mul(2) };
     let gradients = match multiples.level() {
         0 if replicas < 2 => own,
         // Each replica keeps the all-replica sums, or its shard of them, where they are.
@@ -61,8 +64,8 @@ pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64)
             .saturating_add(waiting)
             .saturating_sub(reused),
         // The all-reduce of tied weights runs when no op makes gradients, so the two share the space.
-        2 => largest.max(shared).saturating_add(open),
-        _ => needed.max(shared).saturating_add(open),
+        2 => largest.max(tied).saturating_add(open),
+        _ => needed.max(tied).saturating_add(open),
     };
     let stepped = match multiples.level() {
         0 => state(summed, masters),

@@ -1,9 +1,9 @@
 //! The planner's per-op costs of a model under tensor parallelism.
 //!
-//! Each segment of ops ([`segments`](super::segments)) is sharded separately: its forward and backward are built as a
-//! stage and the cheapest sharding is chosen. The resulting times and bytes per device are attributed to its ops. Equal
-//! segments ([`dedup`](super::dedup)) are processed once. A stage of several segments is slightly overestimated,
-//! because training shards it as a whole.
+//! Each segment of ops ([`Segments`]) is sharded separately: its forward and backward are built as a stage and the
+//! cheapest sharding is chosen. The resulting times and bytes per device are attributed to its ops. Equal segments
+//! ([`dedup`](super::dedup)) are processed once. A search over stages uses segments of a few layers. Training shards a
+//! stage as a whole, so the figures of a plan are those of its stages as segments.
 //!
 //! Times are the given ones, for example measured, scaled by the roofline ratio of sharded to unsharded execution, plus
 //! collectives by a ring model:
@@ -28,7 +28,7 @@ use crate::pass::gradient_accumulation::root;
 use crate::pass::loss::LOSS;
 use crate::pass::memory::SharedArena;
 use crate::pass::pipeline::{self, PassBug};
-use crate::profile::arena::Live;
+use crate::profile::arena::{ArenaPosition, Live};
 use crate::profile::cost_graph::{CostGraph, OpId};
 use crate::profile::shared::{OpTraffic, TensorParallelCosts};
 use crate::tensor::fact::Fact;
@@ -36,12 +36,12 @@ use crate::tensor_parallel::cost::{Machine, Time, sum};
 use crate::tensor_parallel::dedup::KeyContext;
 use crate::tensor_parallel::experts;
 use crate::tensor_parallel::partition_stage::{Shared, Stage, share};
-use crate::tensor_parallel::segments::{cheapest, layer_starts, pieces};
-use crate::tensor_parallel::strategy_search::{ChooseError, Chosen, choose_within};
+use crate::tensor_parallel::segments::{Segments, Sharded, cheapest, fused_ops, layer_starts, pieces};
+use crate::tensor_parallel::strategy_search::{ChooseError, Chosen, choose, choose_within};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
-/// Table size limit of the search per segment.
+/// Table size limit of the search per segment. Stages have that of training, so that the choice is the same.
 const MOST_ENTRIES: usize = 1 << 20;
 
 #[derive(Debug, Error)]
@@ -66,12 +66,27 @@ pub fn shared_costs(
     alone: &CostGraph,
     machine: &Machine,
 ) -> Result<TensorParallelCosts, CostsError> {
+    shared_costs_by(graph, training, alone, machine, Sharded { segments: Segments::Cheapest, scratch: None })
+}
+
+/// Like [`shared_costs`], with other segments.
+pub fn shared_costs_by(
+    graph: &Graph,
+    training: Training,
+    alone: &CostGraph,
+    machine: &Machine,
+    of: Sharded<'_>,
+) -> Result<TensorParallelCosts, CostsError> {
     let mut whole = tagged(graph, training)?;
     if let Training::Loss(..) = training {
         // Predictions are not returned during training.
         whole.graph.outputs.retain(|output| output.name == LOSS);
     }
-    let pieces = pieces(alone);
+    let pieces = match of.segments {
+        Segments::Cheapest => pieces(alone),
+        Segments::Ops => fused_ops(alone),
+        Segments::Stages(stages) => stages.to_vec(),
+    };
     let placed: Vec<NodeId> = order::executed(&whole.graph);
     let placed: Vec<NodeId> = placed.into_iter().filter(|id| owner(whole.graph.node(*id)).is_some()).collect();
     let all: HashSet<NodeId> = placed.iter().copied().collect();
@@ -97,6 +112,7 @@ pub fn shared_costs(
         placed: &placed,
         places: vec![Vec::new(); pieces.len()],
         machine,
+        of,
         surroundings,
         known: HashMap::new(),
     };
@@ -105,10 +121,16 @@ pub fn shared_costs(
             sharer.places[piece].push(place);
         }
     }
-    // A framework that keeps weights in place also keeps layers whole.
-    let starts = if machine.keeps_weights { layer_starts(alone, &pieces) } else { vec![false; pieces.len()] };
-    let runs = cheapest(&pieces, &starts, |start, end| sharer.price(start, end))?;
+    let runs = match of.segments {
+        Segments::Cheapest => {
+            // A framework that keeps weights in place also keeps layers whole.
+            let starts = if machine.keeps_weights { layer_starts(alone, &pieces) } else { vec![false; pieces.len()] };
+            cheapest(&pieces, &starts, |start, end| sharer.price(start, end))?
+        }
+        Segments::Ops | Segments::Stages(_) => (0..pieces.len()).map(|at| (at, at + 1)).collect(),
+    };
     let mut costs = Costs::new(alone, &whole, machine, &learned);
+    costs.may_be_cut = of.segments.is_of_stages();
     for (start, end) in runs {
         costs.add(&sharer.run(start, end)?);
     }
@@ -177,8 +199,11 @@ struct OpSegmentCosts {
     traffic: OpTraffic,
     saved: u64,
     live: Live,
+    /// Workspace of the kernels of its shards, if known.
+    scratch: Option<u64>,
     between: u64,
     arriving: u64,
+    reads_as_it_makes: bool,
 }
 
 struct Segment<'a> {
@@ -199,6 +224,7 @@ struct Sharer<'a> {
     /// For each piece, the positions of its nodes in `placed`.
     places: Vec<Vec<usize>>,
     machine: &'a Machine,
+    of: Sharded<'a>,
     surroundings: KeyContext<'a>,
     known: HashMap<String, CachedSegment>,
 }
@@ -212,7 +238,10 @@ impl Sharer<'_> {
         }
         let staged = self.staged(start, end)?;
         let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied, self.machine);
-        let chosen = choose_within(stage.task(), self.machine, MOST_ENTRIES)?;
+        let chosen = match self.of.segments.is_of_stages() {
+            true => choose(stage.task(), self.machine)?,
+            false => choose_within(stage.task(), self.machine, MOST_ENTRIES)?,
+        };
         let cost = chosen.cost;
         self.known.insert(words, CachedSegment { first: (start, end), chosen, figures: None });
         Ok(cost)
@@ -310,8 +339,15 @@ impl Sharer<'_> {
         let parts = attributed(&shared.fragment, shared.backward.as_ref());
         let ops = self.ops(start, end);
         let mut figures = SegmentCosts { ops: vec![OpSegmentCosts::default(); ops.len()], ..SegmentCosts::default() };
+        let scratch = self.of.scratch.map(|scratch| scratch(&parts));
         for (own, &op) in figures.ops.iter_mut().zip(&ops) {
             *own = self.of_op(op as usize, &alone, &parts);
+            own.scratch = scratch.as_ref().map(|bytes| bytes[op as usize]);
+            if self.of.segments.is_of_stages() {
+                // What crosses the ends of the stage is in message buffers.
+                let ends = ArenaPosition { first: true, last: true };
+                own.live = Live { whole: [own.live.at(ends, false); 4], split: [own.live.at(ends, true); 4] };
+            }
         }
         self.crossing(&mut figures, &staged, &shared, &parts, (&ops, outside));
         let graph = &self.whole.graph;
@@ -365,6 +401,8 @@ impl Sharer<'_> {
             live: parts.live[op],
             between: parts.between_bytes[op],
             arriving: parts.arriving_bytes[op],
+            reads_as_it_makes: parts.read_as_made.contains(&op),
+            scratch: None,
         }
     }
 
@@ -452,6 +490,8 @@ struct Costs<'a> {
     /// Ops that save their sent value replicated, and values that readers save.
     keeping: BTreeSet<usize>,
     kept: BTreeMap<Value, usize>,
+    /// True if segments may be cut: those of a plan's stages, whose figures are compared with other cuts.
+    may_be_cut: bool,
 }
 
 impl<'a> Costs<'a> {
@@ -460,7 +500,20 @@ impl<'a> Costs<'a> {
         let (traffic, layouts) = (vec![OpTraffic::default(); alone.ops.len()], HashMap::new());
         let parameters = alone.params.iter().enumerate().map(|(at, param)| (param.name.as_str(), at)).collect();
         let (keeping, kept) = (BTreeSet::new(), BTreeMap::new());
-        Costs { alone, whole, machine, learned, graph, meetings, traffic, layouts, parameters, keeping, kept }
+        Costs {
+            alone,
+            whole,
+            machine,
+            learned,
+            graph,
+            meetings,
+            traffic,
+            layouts,
+            parameters,
+            keeping,
+            kept,
+            may_be_cut: false,
+        }
     }
 
     fn add(&mut self, run: &Segment<'_>) {
@@ -479,7 +532,11 @@ impl<'a> Costs<'a> {
             (cost.between_bytes, cost.arriving_bytes) = (figures.between, figures.arriving);
             // Tensor-parallel stages do not batch weight gradients.
             (cost.batched_grad_bytes, cost.batched_grad_workspace_bytes) = (0, 0);
-            cost.joins = leader.filter(|leader| *leader != op).map(OpId);
+            cost.reads_as_it_makes = figures.reads_as_it_makes;
+            cost.workspace_bytes = figures.scratch.unwrap_or(cost.workspace_bytes);
+            if !self.may_be_cut {
+                cost.joins = leader.filter(|leader| *leader != op).map(OpId);
+            }
             self.meetings[op as usize] = meetings.map(rounded);
             self.traffic[op as usize] = figures.traffic;
         }

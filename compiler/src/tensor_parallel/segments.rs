@@ -9,8 +9,10 @@
 //! └────────────── piece ───────┘
 //! ```
 
-use crate::profile::cost_graph::CostGraph;
+use crate::pass::attribution::Attribution;
+use crate::profile::cost_graph::{CostGraph, OpId};
 use crate::tensor_parallel::cost::{Time, sum};
+use std::collections::BTreeMap;
 
 /// A cut is narrow if no cut within this distance crosses fewer tensors.
 const NEAR: usize = 32;
@@ -28,6 +30,34 @@ const LONGEST: usize = 128;
 
 /// Ops that, if they read parameters, justify a piece.
 const PRODUCTS: [&str; 6] = ["matmul", "conv", "gather", "lstm", "gru", "rnn"];
+
+/// The parts of a model that are sharded separately.
+#[derive(Clone, Copy, Debug)]
+pub enum Segments<'a> {
+    /// A few layers each, whichever are cheapest. Stages end only where one of them does.
+    Cheapest,
+    /// Single ops, so that stages may end wherever those of one device may. Times are overestimated.
+    Ops,
+    /// The ops of each stage of a plan.
+    Stages(&'a [Vec<u32>]),
+}
+
+impl Segments<'_> {
+    pub fn is_of_stages(&self) -> bool {
+        matches!(self, Segments::Stages(_))
+    }
+}
+
+/// For each op of an attribution, the largest workspace of its kernels.
+pub type Scratch<'a> = &'a dyn Fn(&Attribution) -> Vec<u64>;
+
+/// How the costs of a group are computed.
+#[derive(Clone, Copy)]
+pub struct Sharded<'a> {
+    pub segments: Segments<'a>,
+    /// Workspace of the kernels of shards; without it, that of whole ops is kept.
+    pub scratch: Option<Scratch<'a>>,
+}
 
 /// The ops of each piece, ascending; ops that join others are included.
 pub fn pieces(graph: &CostGraph) -> Vec<Vec<u32>> {
@@ -61,6 +91,15 @@ pub fn pieces(graph: &CostGraph) -> Vec<Vec<u32>> {
         pieces[starts.partition_point(|&start| start <= place[op]) - 1].push(op as u32);
     }
     pieces
+}
+
+/// Each op that joins no other, with those that join it.
+pub fn fused_ops(graph: &CostGraph) -> Vec<Vec<u32>> {
+    let mut all: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for op in 0..graph.ops.len() as u32 {
+        all.entry(graph.leader(OpId(op)).0).or_default().push(op);
+    }
+    all.into_values().collect()
 }
 
 /// The number of tensors that cross before each leader.
@@ -133,7 +172,7 @@ pub fn cheapest<E>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
+    use crate::profile::cost_graph::{OpCost, ParamCost, TensorCost};
 
     /// Blocks of `x + product(light(x))`.
     fn blocks(count: u32) -> CostGraph {

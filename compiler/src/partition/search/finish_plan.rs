@@ -6,7 +6,7 @@ use crate::partition::search::build_plan;
 use crate::partition::search::in_flight::ENOUGH;
 use crate::partition::search::numbers::same;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
-use crate::partition::search::simulate_candidate::Played;
+use crate::partition::search::simulate_candidate::{LINKS, Played};
 use crate::plan::buckets;
 use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify;
@@ -119,7 +119,7 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
     if let Some(link) = checked.busiest_link.as_ref().filter(|link| link.share > 1.0 + verify::TOLERANCE) {
         let (level, percent) = (link.level.escape_debug(), link.share * 100.0);
         plan.warnings.push(format!(
-            "the links of group {} on {level} need {percent:.0} % of the predicted time for their traffic; this cost \
+            "the links of group {} on {level} need {percent:.0} % {LINKS}; this cost \
              model assumes a separate link for each transfer and all-reduce",
             link.unit
         ));

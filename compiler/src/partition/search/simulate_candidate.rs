@@ -28,9 +28,20 @@ const HELD: &str = "the in-flight limits";
 /// Text of the bottleneck if transfers do; a transfer waits until the buffer of an earlier one is free.
 const WAITS: &str = "waiting for transfers";
 
+/// Part of the warning about in-flight limits.
+const EFFICIENCY: &str = "of the ideal throughput";
+
+/// Part of the warning about links that need more than the predicted time.
+pub const LINKS: &str = "of the predicted time for their traffic";
+
 /// Returns whether a bottleneck comes from the simulation and not from the plan checker.
 pub fn is_from_simulation(bottleneck: &str) -> bool {
     bottleneck.starts_with(HELD) || bottleneck.starts_with(WAITS)
+}
+
+/// Returns whether a warning of a plan states figures of its simulation or of its links.
+pub fn is_of_figures(warning: &str) -> bool {
+    [EFFICIENCY, WAITS, LINKS].iter().any(|part| warning.contains(part))
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -131,7 +142,7 @@ pub fn played(
 }
 
 fn efficiency_warning(which: &str, percent: f64) -> String {
-    format!("{which} in-flight limits reach {percent:.0} % of the ideal throughput")
+    format!("{which} in-flight limits reach {percent:.0} % {EFFICIENCY}")
 }
 
 fn pipeline(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Option<Pipeline> {

@@ -15,12 +15,13 @@ use crate::partition::planned::Planned;
 use crate::partition::search::context::{SearchContext, SearchLimits};
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::select::play_baselines;
-use crate::partition::search::simulate_candidate::Played;
+use crate::partition::search::simulate_candidate::{Played, is_of_figures};
 use crate::partition::single_degree;
 use crate::plan::check::verify;
 use crate::plan::device_memory::fullest;
-use crate::plan::problem::{CostModel, Objective, Problem, ProblemError};
+use crate::plan::problem::{Constraints, CostModel, Objective, Problem, ProblemError};
 use crate::plan::{Baselines, Edge, Fits, Plan, Stage, TensorParallelCost, groups};
+use crate::profile::cost_graph::OpId;
 use crate::profile::shared::TensorParallelCosts;
 use serde_json::json;
 use std::cmp::Ordering;
@@ -181,6 +182,42 @@ pub fn of_groups(
         candidate.tensor = costs.devices;
     }
     Ok(planned)
+}
+
+/// The same stages with the costs of `problem`, which are those of these stages, each sharded as a whole. `None` if they
+/// do not fit in memory, or if the planner places them elsewhere.
+pub fn as_trained(problem: &Problem, searched: &Planned, options: &PlannerOptions<'_>) -> Option<Planned> {
+    let (costs, before) = (problem.shared.first()?, &searched.plan);
+    let mut asked = group_problem(problem, costs)?;
+    // Ops of one stage are fused, so that no other stages are possible.
+    for stage in &before.stages {
+        let leader = stage.op_ids().find(|op| asked.graph.ops[*op as usize].joins.is_none())?;
+        for op in stage.op_ids() {
+            asked.graph.ops[op as usize].joins = Some(OpId(leader)).filter(|_| op != leader);
+        }
+    }
+    asked.graph.check().ok()?;
+    let replicas = before.stages.iter().map(|stage| stage.replicas).collect();
+    asked.constraints = Constraints { replicas: Some(replicas), ..Constraints::default() };
+    let mut planned = of_groups(problem, costs, &asked, options, &single_degree::plan).ok()?;
+    planned.set_idle(problem);
+    let plan = &mut planned.plan;
+    let is_same = |(one, other): (&Stage, &Stage)| (&one.ops, &one.devices) == (&other.ops, &other.devices);
+    if plan.stages.len() != before.stages.len() || !plan.stages.iter().zip(&before.stages).all(is_same) {
+        return None;
+    }
+    // The search stands as it was; only figures of its result change.
+    plan.lower_bound_us = before.lower_bound_us.min(plan.predicted.minibatch_us);
+    plan.proven_optimal =
+        before.proven_optimal && plan.predicted.minibatch_us <= before.lower_bound_us * (1.0 + verify::TOLERANCE);
+    (plan.search, plan.options, plan.baselines) = (before.search.clone(), before.options.clone(), before.baselines);
+    plan.warnings.extend(before.warnings.iter().filter(|warning| !is_of_figures(warning)).cloned());
+    let mut compared = searched.compared.clone();
+    if let (Some(first), Some(own)) = (compared.first_mut(), planned.compared.first()) {
+        (first.minibatch_us, first.peak_bytes) = (own.minibatch_us, own.peak_bytes);
+    }
+    planned.compared = compared;
+    Some(planned)
 }
 
 fn whole(stage: &Stage, degree: u32) -> Stage {

@@ -100,8 +100,10 @@ pub fn held(stage: &Stage, (versions, kind): (u32, Schedule), is_in_place: bool,
         2.. if versions > 1 => part(of.terms, of.shared).saturating_mul(2),
         _ => part(of.terms, of.shared),
     };
-    // From ZeRO 2, a replica holds the gradients of the running op, or during their all-reduce those of tied weights.
-    let unsharded_bytes = if stage.zero == 1 { own } else { of.largest.max(of.shared) };
+    // From ZeRO 2, a replica holds the gradients of the running op, or during their all-reduce those of tied weights:
+    // summed over replicas, apart from its own if not in place, and summed over stages.
+    let copies = if is_in_place { 1 } else { 2 };
+    let unsharded_bytes = if stage.zero == 1 { own } else { of.largest.max(of.shared.saturating_mul(copies)) };
     let stepped = state(part(of.summed, of.shared), part(of.masters, of.shared.min(of.masters)));
     (unsharded_bytes.saturating_add(shard_bytes), stepped)
 }
