@@ -274,12 +274,14 @@ const SMALLER: &str = "use a smaller `--batch`, or more `--microbatches` with a 
 pub fn link(error: &LinkError) -> Option<&'static str> {
     match error {
         LinkError::Listen { .. } => Some("choose another port in `--address`, or stop the process that uses this one"),
-        LinkError::Address { .. } => Some("write `--address HOST:PORT`, for example node0:29500"),
+        LinkError::Address { .. } => {
+            Some("write HOST:PORT, with an IP address or a name that this machine can resolve")
+        }
         LinkError::Unreachable { .. } | LinkError::Missing { .. } => {
             Some("start all processes with the same command, or wait longer with `--connect-timeout SECONDS`")
         }
         LinkError::Exposed { .. } => Some(
-            "make a token with `openssl rand -hex 32 > run.token`, copy it to every host, and pass `--token-file run.token` to every process, or set PIPEC_RUN_TOKEN",
+            "make a token with `(umask 077; openssl rand -hex 32 > run.token)`, copy it to every host, and pass `--token-file run.token` to every process, or set PIPEC_RUN_TOKEN",
         ),
         LinkError::Unproved { .. } => Some("all processes need the same run token and pipec version"),
         LinkError::Unlinked { .. } => Some("wait longer with `--connect-timeout SECONDS`, or omit `--nccl`"),

@@ -183,6 +183,9 @@ impl ProcessRole {
             let listen = Some(address.clone());
             let share = WorkerDistribution::Hosts(hosts.iter().map(|(_, devices)| *devices).collect());
             let token = token()?;
+            let addresses: Vec<&str> = hosts.iter().map(|(address, _)| address.as_str()).collect();
+            run_token::check(&token, &addresses)?;
+            run_token::check_reachable(&addresses, own)?;
             return Ok(ProcessRole::Member(Member {
                 own,
                 share,
@@ -481,8 +484,17 @@ fn own_host(hosts: &[(String, u32)]) -> Result<usize, Error> {
     let own: Vec<usize> = hosts.iter().enumerate().filter(|(_, host)| is_own(host)).map(|(at, _)| at).collect();
     match own[..] {
         [one] => Ok(one),
-        [] => Err(Error::input("no host has an address of this machine")
-            .with_help("set the index of this host with `--host N`")),
+        [] => {
+            let is_unknown = |(address, _): &&(String, u32)| address.to_socket_addrs().is_err();
+            let unknown: Vec<&str> = hosts.iter().filter(is_unknown).map(|(address, _)| address.as_str()).collect();
+            let failure = Error::input("no host has an address of this machine");
+            Err(match &unknown[..] {
+                [] => failure.with_help("set the index of this host with `--host N`"),
+                _ => failure
+                    .because(format!("this machine cannot resolve {}", unknown.join(", ")))
+                    .with_help("write names that every host can resolve, or IP addresses"),
+            })
+        }
         _ => {
             let which = own.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
             Err(Error::input(format!("hosts {which} all have an address of this machine"))

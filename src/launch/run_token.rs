@@ -7,6 +7,7 @@ use crate::help;
 use crate::launch::role::ProcessRequest;
 use runtime::process::authentication::{RunToken, SHORTEST_TOKEN};
 use runtime::process::run_status::LinkError;
+use std::net::ToSocketAddrs;
 
 /// The variable with the token. A command line would show it to every user of the machine.
 pub const VARIABLE: &str = "PIPEC_RUN_TOKEN";
@@ -36,4 +37,32 @@ pub fn check(token: &RunToken, addresses: &[&str]) -> Result<(), Error> {
     let exposed = LinkError::Exposed { address: address.to_string() };
     let failure = Error::input("the processes of the run cannot connect").because(&exposed);
     Err(help::link(&exposed).into_iter().fold(failure, Error::with_help))
+}
+
+/// Refuses hosts of which this one has only a loopback address, if the others must reach it from elsewhere.
+pub fn check_reachable(hosts: &[&str], own: usize) -> Result<(), Error> {
+    let is_local = |address: &str| {
+        address.to_socket_addrs().ok().map(|mut found| found.all(|of| of.ip().to_canonical().is_loopback()))
+    };
+    let Some(address) = hosts.get(own).filter(|address| is_local(address) == Some(true)) else { return Ok(()) };
+    match hosts.iter().any(|other| is_local(other) == Some(false)) {
+        false => Ok(()),
+        true => Err(Error::input(format!("other hosts cannot reach {address}"))
+            .because("it is a loopback address on this machine")
+            .with_help("write an address of the network between the hosts, for example 10.0.0.1:29500")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::check_reachable;
+
+    #[test]
+    fn a_loopback_address_is_for_hosts_on_one_machine() {
+        assert!(check_reachable(&["127.0.0.1:1", "127.0.0.1:2"], 1).is_ok());
+        assert!(check_reachable(&["192.0.2.1:1", "192.0.2.2:2"], 1).is_ok());
+        assert!(check_reachable(&["192.0.2.1:1", "127.0.1.1:2"], 0).is_ok());
+        let refused = check_reachable(&["192.0.2.1:1", "127.0.1.1:2"], 1).unwrap_err();
+        assert!(refused.to_string().contains("other hosts cannot reach 127.0.1.1:2"), "{refused}");
+    }
 }

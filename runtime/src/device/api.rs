@@ -104,6 +104,11 @@ pub trait Device: Send + Sync {
         Ok(())
     }
 
+    /// Like [`Device::load`], for kernels that write terms of sums.
+    fn load_terms(&self, _kernels: &[&dyn Kernel]) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// A new, empty stream.
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError>;
 

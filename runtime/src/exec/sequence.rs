@@ -230,6 +230,9 @@ pub fn tasks(
     let adding =
         planned.iter().filter(|planned| planned.can_accumulate()).filter_map(|planned| planned.outputs.first());
     let added: HashSet<Value> = adding.filter(|value| needs.added.contains(value)).copied().collect();
+    let is_term = |planned: &&Planned| planned.outputs.first().is_some_and(|made| added.contains(made));
+    let of_sums = planned.iter().filter(is_term).flat_map(|planned| planned.joint.iter().chain([&planned.kernel]));
+    device.load_terms(&of_sums.map(|kernel| &**kernel).collect::<Vec<_>>())?;
     let layout = memory::plan(graph, order, &Needs { added: &added, workspace: &workspace, chains: &chains, ..*needs });
     Ok((planned, layout))
 }

@@ -84,11 +84,11 @@ impl<'a> ParameterUpdater<'a> {
         kept.map(Buffer::len).sum()
     }
 
-    /// Updates this replica's shards of parameters, which are in ascending order, and returns the new versions. Overwrites
-    /// an old version if it is unshared, else allocates.
+    /// Updates this replica's shards of different parameters, and returns the new versions. Overwrites an old version if
+    /// it is unshared, else allocates.
     pub fn step(&mut self, mut steps: Vec<ParameterStep>, device: &DeviceContext) -> Result<Weights, DeviceError> {
-        let mut together = vec![true; steps.len()];
-        for (step, is_in_place) in steps.iter_mut().zip(&mut together) {
+        let mut in_place = vec![true; steps.len()];
+        for (step, is_in_place) in steps.iter_mut().zip(&mut in_place) {
             let has_master = self.masters[step.parameter].is_some();
             // PipeMare's `δ` needs the difference of two versions.
             let may_overwrite = has_master || self.drift.is_empty();
@@ -104,10 +104,11 @@ impl<'a> ParameterUpdater<'a> {
             device.give_shared(std::mem::replace(&mut step.gradient, Arc::new(Buffer::empty())))?;
             *is_in_place = false;
         }
-        let (mut updates, mut held) = (Vec::new(), self.masters.iter_mut().zip(&mut self.state).enumerate());
-        for step in steps.iter_mut().zip(&together).filter_map(|(step, is_in_place)| is_in_place.then_some(step)) {
+        let mut held: Vec<_> = self.masters.iter_mut().zip(&mut self.state).map(Some).collect();
+        let mut updates = Vec::new();
+        for step in steps.iter_mut().zip(&in_place).filter_map(|(step, is_in_place)| is_in_place.then_some(step)) {
             let p = step.parameter;
-            let Some((_, (master, state))) = held.find(|(at, _)| *at == p) else { break };
+            let (master, state) = held[p].take().expect("a parameter steps once");
             let own = own_range(&self.share, p, &step.weight, self.dtypes[p]);
             let weight = Buffer::exclusive(&mut step.weight).slice(own);
             let (weights, rounded) = match master {
@@ -125,7 +126,7 @@ impl<'a> ParameterUpdater<'a> {
             }
             Ok(weight)
         };
-        steps.into_iter().zip(together).map(finish).collect()
+        steps.into_iter().zip(in_place).map(finish).collect()
     }
 
     fn step_out_of_place(&mut self, step: &mut ParameterStep, device: &DeviceContext) -> Result<(), DeviceError> {

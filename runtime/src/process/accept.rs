@@ -1,8 +1,9 @@
 //! Accepts the processes of a run at a port.
 //!
 //! Anybody may connect, so a connection costs little until its process has proved that it belongs to the run: a thread
-//! that reads short frames for at most ten seconds. If there are too many such connections, the oldest are closed, since
-//! a process of the run authenticates at once. It connects again if it was closed. No stranger ends the run.
+//! that reads short frames for at most ten seconds. If there are too many such connections, one of the address with the
+//! most is closed: the oldest, or the new one if all are recent. A process of the run connects again if it was closed.
+//! Strangers can only delay it.
 
 use crate::process::authentication;
 use crate::process::authentication::{Challenge, RunToken};
@@ -15,13 +16,15 @@ use crate::process::run_status::{LinkError, RunStatus};
 use crossbeam_channel::{Sender, unbounded};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// Maximum concurrent handshakes.
 const MOST_GREETINGS: usize = 64;
+/// Time that a handshake has even if newer connections of its address need its place.
+const RECENT: Duration = Duration::from_secs(1);
 /// Maximum threads of handshakes, with those whose connection was closed.
 const MOST_THREADS: usize = 2 * MOST_GREETINGS;
 /// Maximum connections that are accepted at once: a process of the run needs time to authenticate before newer
@@ -29,6 +32,8 @@ const MOST_THREADS: usize = 2 * MOST_GREETINGS;
 const MOST_AT_ONCE: usize = MOST_GREETINGS / 4;
 /// Polling interval for new connections.
 const LOOK: Duration = Duration::from_millis(5);
+/// Why a connection was closed before its process authenticated.
+const TOO_MANY: &str = "too many others were connecting";
 /// Maximum number of processes named as missing.
 const LISTED: usize = 8;
 
@@ -37,10 +42,17 @@ pub type Come = BTreeMap<usize, (HandshakeConnection, Hello)>;
 
 type Greeting = (SocketAddr, Result<(HandshakeConnection, Hello), String>);
 
+/// A connection whose process has not authenticated yet.
+struct Open {
+    from: SocketAddr,
+    stream: TcpStream,
+    since: Instant,
+}
+
 /// Connections whose processes have not authenticated yet.
 struct Greetings {
     /// Oldest first.
-    open: VecDeque<(SocketAddr, TcpStream)>,
+    open: VecDeque<Open>,
     to: Sender<Greeting>,
     /// Every thread has a copy.
     threads: Arc<()>,
@@ -54,7 +66,11 @@ impl Greetings {
             }
             let Ok((stream, from)) = port.accept() else { break };
             let Ok(own) = stream.try_clone() else { continue };
-            self.open.push_back((from, own));
+            if !self.makes_room(from.ip()) {
+                meeting.refused(&format!("a connection from {from}"), from.ip(), TOO_MANY);
+                continue;
+            }
+            self.open.push_back(Open { from, stream: own, since: Instant::now() });
             let greeting = Greet {
                 stream,
                 within: meeting.left().min(GREETING),
@@ -70,19 +86,34 @@ impl Greetings {
             };
             // If no thread can start, the connection is dropped.
             let _ = thread::Builder::new().name("greeting".into()).spawn(greet);
-            if self.open.len() > MOST_GREETINGS {
-                // Its thread ends and reports.
-                self.open.pop_front().iter().for_each(|(_, oldest)| connection::close(oldest));
-            }
         }
         Ok(())
+    }
+
+    /// Closes a connection of the address with the most if there are too many. False if those are recent and have this
+    /// address.
+    fn makes_room(&mut self, new: IpAddr) -> bool {
+        let address = |open: &Open| open.from.ip();
+        let count = |of: IpAddr| self.open.iter().filter(|open| address(open) == of).count();
+        let most = self.open.iter().map(|open| count(address(open))).max().unwrap_or(0);
+        let Some(oldest) = self.open.iter().position(|open| count(address(open)) == most) else { return true };
+        let Open { from, since, .. } = &self.open[oldest];
+        match self.open.len() < MOST_GREETINGS {
+            true => true,
+            false if from.ip() == new && since.elapsed() < RECENT => false,
+            false => {
+                // Its thread ends and reports.
+                self.open.remove(oldest).iter().for_each(|open| connection::close(&open.stream));
+                true
+            }
+        }
     }
 }
 
 impl Drop for Greetings {
     /// Ends the threads.
     fn drop(&mut self) {
-        self.open.iter().for_each(|(_, stream)| connection::close(stream));
+        self.open.iter().for_each(|open| connection::close(&open.stream));
     }
 }
 
@@ -146,12 +177,12 @@ pub fn gather(
             break error;
         }
         for (from, greeting) in come.try_iter() {
-            let is_open = greetings.open.iter().any(|(of, _)| *of == from);
-            greetings.open.retain(|(of, _)| *of != from);
+            let is_open = greetings.open.iter().any(|open| open.from == from);
+            greetings.open.retain(|open| open.from != from);
             let (mut talk, hello) = match greeting {
                 Ok(greeting) => greeting,
                 Err(why) => {
-                    let why = if is_open { &why } else { "it had not authenticated when too many others connected" };
+                    let why = if is_open { &why } else { TOO_MANY };
                     meeting.refused(&format!("a connection from {from}"), from.ip(), why);
                     continue;
                 }

@@ -264,13 +264,13 @@ impl Joiner<'_> {
         };
         let failed = |what| LinkError::Failed { process, peer: self.meeting.names[process].clone(), what };
         let mut talk = self.meeting.talk(stream, self.meeting.left());
-        authentication::accept(&mut talk, &self.part.token, &self.meeting.challenge()?)
+        let proved = authentication::accept(&mut talk, &self.part.token, &self.meeting.challenge()?)
             .map_err(|what| self.meeting.ended(failed(what)))?;
         let content = talk.expect(Kind::Hello).map_err(lost)?.map_err(failed)?;
         let hello = Hello::decode(&content).map_err(lost)?;
-        let met = match hello.process as usize == process {
+        let met = match [proved, hello.process as usize] == [process; 2] {
             true => hello.meets(own),
-            false => Err(format!("it claims to be process {}", hello.process)),
+            false => Err(format!("it proved to be process {proved} and claims to be {}", hello.process)),
         };
         if let Err(what) = met {
             talk.refuse(&what);

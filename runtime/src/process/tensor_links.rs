@@ -268,7 +268,8 @@ struct Wait<'a> {
 
 impl Wait<'_> {
     fn run(&mut self, mut writers: Writers<'_>) -> Result<Links, LinkError> {
-        let began = Instant::now();
+        // Each link has the whole time.
+        let mut began = Instant::now();
         let mut waits_for: BTreeSet<usize> = writers.keys().copied().collect();
         let mut is_told = false;
         loop {
@@ -285,11 +286,13 @@ impl Wait<'_> {
             let first = match self.events.recv_timeout(LOOK) {
                 Ok(Event::Linked(process, Ok(()))) => {
                     waits_for.remove(&process);
+                    began = Instant::now();
                     continue;
                 }
                 Ok(Event::Opened(process, Ok(links))) => {
                     self.links.insert(process, links);
                     self.missing.retain(|other| *other != process);
+                    began = Instant::now();
                     continue;
                 }
                 Ok(event) => self.failure(event),

@@ -560,7 +560,7 @@ impl<'a> StageWorker<'a> {
         follow(stream, self.policy.statistics, &self.code.follows, states, &samples, self.microbatches)
     }
 
-    /// Updates parameters, in ascending order, given with their weights and gradients. Returns the new weights.
+    /// Updates parameters, given with their weights and gradients. Returns the new weights.
     pub(super) fn apply(
         &mut self,
         parameters: Vec<(usize, Arc<Buffer>, Arc<Buffer>)>,

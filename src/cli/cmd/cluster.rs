@@ -78,7 +78,7 @@ struct Bench {
     /// Index of this host in the file, counted from 0 [default: the host whose address is this machine's]
     #[arg(long, value_name = "N", requires = "file")]
     host: Option<u32>,
-    /// File with the run token, a secret that all hosts share [default: the variable PIPEC_RUN_TOKEN]
+    /// File with the run token, a secret that all hosts share [default: the variable PIPEC_RUN_TOKEN]. Required if other machines can reach the hosts
     #[arg(long, value_name = "FILE", requires = "file")]
     token_file: Option<PathBuf>,
     /// Seconds to wait for all hosts to connect

@@ -39,7 +39,7 @@ pub fn kernel(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Opt
     };
     let wide = |layouts: &[TensorLayout]| -> Vec<TensorLayout> { layouts.iter().map(widened).collect() };
     let inner = fast(&op, &wide(inputs), &wide(outputs))?;
-    // Of the sums of two-byte types, all devices write only those of products.
+    // Plans count on no other sums of two-byte types.
     let inner = if matches!(op, Op::MatMul(_)) { inner } else { FastKernel { term: None, ..inner } };
     Some(wrapped(inner, inputs, outputs))
 }

@@ -73,15 +73,27 @@ pub struct CudaKernel {
     terms: Option<[LaunchPlan; 2]>,
     /// In place of all launches, on GPUs where it works.
     library: Option<LibraryKernel>,
-    /// In place of `terms`, if a sum has another type than the output.
+    /// In place of `terms`, if sums are wider than the output.
     library_term: Option<LibraryKernel>,
+    /// True if sums have another type than the output.
+    sums_are_wider: bool,
     /// By launch. The last are those of `terms`.
     functions: Vec<PerGpu<Function>>,
 }
 
 impl CudaKernel {
     fn new(name: &'static str, ops: usize, plan: LaunchPlan) -> CudaKernel {
-        CudaKernel { name, ops, plan, terms: None, library: None, library_term: None, functions: Vec::new() }.finished()
+        CudaKernel {
+            name,
+            ops,
+            plan,
+            terms: None,
+            library: None,
+            library_term: None,
+            sums_are_wider: false,
+            functions: Vec::new(),
+        }
+        .finished()
     }
 
     pub fn plan(&self) -> &LaunchPlan {
@@ -103,7 +115,8 @@ impl CudaKernel {
     pub fn library(&self, mode: OutputMode) -> Option<&LibraryKernel> {
         match mode {
             OutputMode::Overwrite => self.library.as_ref(),
-            OutputMode::BeginSum | OutputMode::Accumulate => self.library_term.as_ref().or(self.library.as_ref()),
+            _ if self.sums_are_wider => self.library_term.as_ref(),
+            OutputMode::BeginSum | OutputMode::Accumulate => self.library.as_ref(),
         }
     }
 
@@ -128,26 +141,29 @@ impl CudaKernel {
         self.functions[at].loaded(gpu, &launch.text).map_err(|error| gpu.failed(error))
     }
 
-    /// The launches that are loaded before a run, so that none compiles during training. Those of terms are loaded on
-    /// first use, since most products are none.
-    fn loaded_first(&self, gpu: &Gpu) -> &[Launch] {
-        match &self.library {
-            Some(library) if library.works_on(gpu) => &[],
-            _ => &self.plan.launches,
+    /// The launches that are loaded before a run, so that none compiles during training, and their numbers.
+    fn loaded_first(&self, gpu: &Gpu, are_terms: bool) -> Vec<(usize, &Launch)> {
+        let mode = if are_terms { OutputMode::Accumulate } else { OutputMode::Overwrite };
+        if self.library(mode).is_some_and(|library| library.works_on(gpu)) {
+            return Vec::new();
         }
+        let all = self.plans().flat_map(|plan| &plan.launches).enumerate();
+        all.filter(|(at, _)| (*at >= self.plan.launches.len()) == are_terms).collect()
     }
+}
 
-    fn load(&self, gpu: &Gpu) -> Result<(), DeviceError> {
-        let launches = self.loaded_first(gpu).iter().enumerate();
-        launches.map(|(at, launch)| self.function(gpu, at, launch)).try_for_each(|loaded| loaded.map(drop))
-    }
-
-    /// The texts that [`CudaKernel::load`] compiles.
-    fn texts(&self, gpu: &Gpu) -> impl Iterator<Item = Arc<str>> {
-        let is_new = |(at, _): &(usize, &Launch)| self.functions[*at].of(gpu).get().is_none();
-        let launches = self.loaded_first(gpu).iter().enumerate().filter(is_new);
-        launches.map(|(_, launch)| launch.text.clone())
-    }
+/// Compiles and loads the kernels of ops, or of terms of sums.
+fn load(gpu: &Gpu, kernels: &[&dyn Kernel], are_terms: bool) -> Result<(), DeviceError> {
+    let own: Option<Vec<&CudaKernel>> = kernels.iter().map(|kernel| (*kernel as &dyn Any).downcast_ref()).collect();
+    let own = own.ok_or(DeviceError::Foreign { what: "kernel" })?;
+    let launches =
+        || own.iter().flat_map(|kernel| kernel.loaded_first(gpu, are_terms).into_iter().map(move |of| (kernel, of)));
+    let is_new = |(kernel, (at, _)): &(&&CudaKernel, (usize, &Launch))| kernel.functions[*at].of(gpu).get().is_none();
+    compile_all(
+        launches().filter(is_new).map(|(_, (_, launch))| launch.text.clone()).collect(),
+        gpu.info().architecture,
+    );
+    launches().try_for_each(|(kernel, (at, launch))| kernel.function(gpu, at, launch).map(drop))
 }
 
 impl Kernel for CudaKernel {
@@ -235,7 +251,8 @@ impl Device for CudaDevice {
             (Op::MatMul(product), [a, b], [c]) => {
                 let sum = TensorLayout { dtype: accumulation_type(c.dtype), shape: c.shape.clone() };
                 kernel.terms = matmul::terms(product, [a, b, &sum]);
-                if sum.dtype != c.dtype {
+                kernel.sums_are_wider = sum.dtype != c.dtype;
+                if kernel.sums_are_wider {
                     kernel.library_term = LibraryKernel::new(&self.gpu, op, &inputs, &[sum], self.info.tf32);
                 }
             }
@@ -250,11 +267,11 @@ impl Device for CudaDevice {
     }
 
     fn load(&self, kernels: &[&dyn Kernel]) -> Result<(), DeviceError> {
-        let own: Option<Vec<&CudaKernel>> = kernels.iter().map(|kernel| (*kernel as &dyn Any).downcast_ref()).collect();
-        let own = own.ok_or(DeviceError::Foreign { what: "kernel" })?;
-        let texts = own.iter().flat_map(|kernel| kernel.texts(&self.gpu)).collect();
-        compile_all(texts, self.gpu.info().architecture);
-        own.iter().try_for_each(|kernel| kernel.load(&self.gpu))
+        load(&self.gpu, kernels, false)
+    }
+
+    fn load_terms(&self, kernels: &[&dyn Kernel]) -> Result<(), DeviceError> {
+        load(&self.gpu, kernels, true)
     }
 
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {

@@ -200,7 +200,8 @@ impl PaddedProduct {
         workspace: u64,
         adds: bool,
     ) -> Result<bool, GpuError> {
-        if adds && self.whole.types.result != DType::F32 {
+        // Pieces that were added already must not be added again.
+        if adds && (self.whole.types.result != DType::F32 || !self.works_on(gpu)) {
             return Ok(false);
         }
         if [a, b, c].into_iter().any(|address| !address.is_multiple_of(PACK_BYTES as u64)) {
