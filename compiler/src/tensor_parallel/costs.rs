@@ -21,12 +21,11 @@ use crate::op::{NodeId, Op, Sharding, Value};
 use crate::pass::attribution::{
     Attribution, AttributionError, Tagged, Training, leaders, loss_of, of_stage, owner, tagged,
 };
-use crate::pass::backward::{Backward, BackwardError, Made, Read, ReceivedGradients, backward};
+use crate::pass::backward::{Backward, BackwardError, Read, ReceivedGradients, backward};
 use crate::pass::costs::tensor_values;
 use crate::pass::fragment::{Fragment, FragmentError, Term, fragment};
 use crate::pass::gradient_accumulation::root;
 use crate::pass::loss::LOSS;
-use crate::pass::memory::SharedArena;
 use crate::pass::pipeline::{self, PassBug};
 use crate::profile::arena::{ArenaPosition, Live};
 use crate::profile::cost_graph::{CostGraph, OpId};
@@ -35,7 +34,7 @@ use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, Time, sum};
 use crate::tensor_parallel::dedup::KeyContext;
 use crate::tensor_parallel::experts;
-use crate::tensor_parallel::partition_stage::{Shared, Stage, share};
+use crate::tensor_parallel::partition_stage::{Shared, Stage, passages, share};
 use crate::tensor_parallel::segments::{Segments, Sharded, cheapest, fused_ops, layer_starts, pieces};
 use crate::tensor_parallel::strategy_search::{ChooseError, Chosen, choose, choose_within};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -456,24 +455,6 @@ impl Sharer<'_> {
             }
         }
     }
-}
-
-/// The tensors that the forward and backward of a segment share with other segments of its stage.
-fn passages(fragment: &Fragment, backward: Option<&Backward>) -> [SharedArena; 2] {
-    let whole = |node: NodeId| Value { node, output: 0 };
-    let forward = SharedArena {
-        comes: fragment.received.iter().map(|received| whole(received.local)).collect(),
-        goes: fragment.sent.iter().map(|sent| sent.local).collect(),
-    };
-    let Some(made) = backward else { return [forward, SharedArena::default()] };
-    let arrives = |read: &Read| matches!(read, Read::Gradient { .. });
-    let leaves = |made: &Made| matches!(made, Made::Gradient { .. });
-    let outputs = made.output_roles.iter().zip(&made.graph.outputs);
-    let backward = SharedArena {
-        comes: made.reads.iter().filter(|(_, read)| arrives(read)).map(|(id, _)| whole(*id)).collect(),
-        goes: outputs.filter(|(made, _)| leaves(made)).map(|(_, output)| output.value).collect(),
-    };
-    [forward, backward]
 }
 
 /// Accumulates the costs of the whole model, segment by segment.

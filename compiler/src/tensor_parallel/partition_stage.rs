@@ -7,8 +7,9 @@
 use crate::graph::{Graph, Output, order};
 use crate::op::table::rule;
 use crate::op::{Input, NodeId, Op, Sharding, Value};
-use crate::pass::backward::{Backward, Read};
+use crate::pass::backward::{Backward, Made, Read};
 use crate::pass::fragment::{Fragment, ParameterTerm, Received, Sent};
+use crate::pass::memory::SharedArena;
 use crate::pass::pipeline::{self, PassBug};
 use crate::tensor_parallel::cost::Machine;
 use crate::tensor_parallel::forward_backward_graph::{Joint, joint};
@@ -251,6 +252,24 @@ fn simplify(fragment: &mut Fragment, backward: Option<&mut Backward>) -> Result<
         }
     }
     Ok(())
+}
+
+/// The tensors that the forward and backward of a segment share with other segments of its stage.
+pub fn passages(fragment: &Fragment, backward: Option<&Backward>) -> [SharedArena; 2] {
+    let whole = |node: NodeId| Value { node, output: 0 };
+    let forward = SharedArena {
+        comes: fragment.received.iter().map(|received| whole(received.local)).collect(),
+        goes: fragment.sent.iter().map(|sent| sent.local).collect(),
+    };
+    let Some(made) = backward else { return [forward, SharedArena::default()] };
+    let arrives = |read: &Read| matches!(read, Read::Gradient { .. });
+    let leaves = |made: &Made| matches!(made, Made::Gradient { .. });
+    let outputs = made.output_roles.iter().zip(&made.graph.outputs);
+    let backward = SharedArena {
+        comes: made.reads.iter().filter(|(_, read)| arrives(read)).map(|(id, _)| whole(*id)).collect(),
+        goes: outputs.filter(|(made, _)| leaves(made)).map(|(_, output)| output.value).collect(),
+    };
+    [forward, backward]
 }
 
 /// The memory of a stage on each device.

@@ -43,6 +43,7 @@ pub enum Segments<'a> {
 }
 
 impl Segments<'_> {
+    /// True if each segment is a stage, as it is trained.
     pub fn is_of_stages(&self) -> bool {
         matches!(self, Segments::Stages(_))
     }
