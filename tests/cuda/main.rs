@@ -4,6 +4,7 @@
 mod attention;
 mod compile;
 mod convolutions;
+mod gradients;
 mod large;
 mod many;
 mod products;

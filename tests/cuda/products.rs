@@ -35,7 +35,7 @@ const SIZES: [[usize; 3]; 5] = [[1, 1, 1], [3, 5, 7], [1, 8, 16], [17, 33, 65], 
 const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::Bf16];
 
 /// Values between -1 and 1.
-fn values(dtype: DType, shape: &[usize], seed: u64) -> Tensor {
+pub fn values(dtype: DType, shape: &[usize], seed: u64) -> Tensor {
     let mut state = seed;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -45,7 +45,7 @@ fn values(dtype: DType, shape: &[usize], seed: u64) -> Tensor {
     Tensor::from_f32(shape, &values).cast(dtype)
 }
 
-fn device() -> Option<Arc<dyn Device>> {
+pub fn device() -> Option<Arc<dyn Device>> {
     if gpu::count() == 0 {
         println!("skipped: no GPU");
         return None;

@@ -313,11 +313,12 @@ mod tests {
         });
         // With three versions, sums are double-buffered: others may still be in the previous round.
         assert_eq!((made.gradients, made.optimizer), (600 + 2 * 667, 668));
-        // Tied-weight sums are doubled during their all-reduce, while no op makes gradients.
+        // Tied weights have a sum over replicas and one over stages, while no op makes gradients.
         let summed = MemoryMultipliers { replicas: 3, zero: 2, versions: 1, ..multiples };
-        assert_eq!(tail.held(&summed).gradients, 1000 + 1000 + 334);
+        assert_eq!(tail.held(&summed).gradients, 2 * 1000 + 1000 + 334);
+        assert_eq!(tail.held(&MemoryMultipliers { in_place: true, ..summed }).gradients, 1000 + 1000 + 334);
         let two_rounds = MemoryMultipliers { schedule: Schedule::TwoBw, versions: 2, ..summed };
-        assert_eq!(tail.held(&two_rounds).gradients, 1000 + 2 * (1000 + 334));
+        assert_eq!(tail.held(&two_rounds).gradients, 2 * 1000 + 2 * (1000 + 334));
         // Batched weight gradients need 8 micro-batches per worker, and unsharded gradients if replicated.
         let joint =
             MemoryTerms { arena: Arena::by(|way| if way.is_joint { 70 } else { 9 }), batched_grads: 50, ..tail };
