@@ -56,7 +56,7 @@ pub fn piece(op: &Dropout, x: &TensorLayout) -> Option<FastKernel> {
         DType::F64 => Some(piece_of::<f64>(*op)),
         dtype if is_half(dtype) => {
             let number = || TensorLayout { dtype: DType::I64, shape: Vec::new() };
-            Some(half::wrapped(piece_of::<f32>(*op), &[x.clone(), number(), number()], &[x.clone()]))
+            Some(half::wrapped(piece_of::<f32>(*op), &[x.clone(), number(), number()], std::slice::from_ref(x)))
         }
         _ => None,
     }
