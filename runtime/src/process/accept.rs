@@ -2,8 +2,7 @@
 //!
 //! Anybody may connect, so a connection costs little until its process has proved that it belongs to the run: a thread
 //! that reads short frames for at most ten seconds. If there are too many such connections, one of the address with the
-//! most is closed: the oldest, or the new one if all are recent. A process of the run connects again if it was closed.
-//! Strangers can only delay it.
+//! most is closed. A process of the run connects again if its connection was closed. Strangers can only delay it.
 
 use crate::process::authentication;
 use crate::process::authentication::{Challenge, RunToken};
@@ -14,7 +13,8 @@ use crate::process::handshake::{HandshakeConnection, Hello};
 use crate::process::meeting::{GREETING, Meeting, talk};
 use crate::process::run_status::{LinkError, RunStatus};
 use crossbeam_channel::{Sender, unbounded};
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -23,8 +23,6 @@ use std::time::{Duration, Instant};
 
 /// Maximum concurrent handshakes.
 const MOST_GREETINGS: usize = 64;
-/// Time that a handshake has even if newer connections of its address need its place.
-const RECENT: Duration = Duration::from_secs(1);
 /// Maximum threads of handshakes, with those whose connection was closed.
 const MOST_THREADS: usize = 2 * MOST_GREETINGS;
 /// Maximum connections that are accepted at once: a process of the run needs time to authenticate before newer
@@ -42,17 +40,9 @@ pub type Come = BTreeMap<usize, (HandshakeConnection, Hello)>;
 
 type Greeting = (SocketAddr, Result<(HandshakeConnection, Hello), String>);
 
-/// A connection whose process has not authenticated yet.
-struct Open {
-    from: SocketAddr,
-    stream: TcpStream,
-    since: Instant,
-}
-
 /// Connections whose processes have not authenticated yet.
 struct Greetings {
-    /// Oldest first.
-    open: VecDeque<Open>,
+    open: Vec<(SocketAddr, TcpStream)>,
     to: Sender<Greeting>,
     /// Every thread has a copy.
     threads: Arc<()>,
@@ -66,11 +56,8 @@ impl Greetings {
             }
             let Ok((stream, from)) = port.accept() else { break };
             let Ok(own) = stream.try_clone() else { continue };
-            if !self.makes_room(from.ip()) {
-                meeting.refused(&format!("a connection from {from}"), from.ip(), TOO_MANY);
-                continue;
-            }
-            self.open.push_back(Open { from, stream: own, since: Instant::now() });
+            self.make_room();
+            self.open.push((from, own));
             let greeting = Greet {
                 stream,
                 within: meeting.left().min(GREETING),
@@ -90,22 +77,21 @@ impl Greetings {
         Ok(())
     }
 
-    /// Closes a connection of the address with the most if there are too many. False if those are recent and have this
-    /// address.
-    fn makes_room(&mut self, new: IpAddr) -> bool {
-        let address = |open: &Open| open.from.ip();
-        let count = |of: IpAddr| self.open.iter().filter(|open| address(open) == of).count();
-        let most = self.open.iter().map(|open| count(address(open))).max().unwrap_or(0);
-        let Some(oldest) = self.open.iter().position(|open| count(address(open)) == most) else { return true };
-        let Open { from, since, .. } = &self.open[oldest];
-        match self.open.len() < MOST_GREETINGS {
-            true => true,
-            false if from.ip() == new && since.elapsed() < RECENT => false,
-            false => {
-                // Its thread ends and reports.
-                self.open.remove(oldest).iter().for_each(|open| connection::close(&open.stream));
-                true
-            }
+    /// Closes a connection of the address with the most if there are too many: any one, so that neither old connections
+    /// that say nothing nor many new ones keep out a process that needs time.
+    fn make_room(&mut self) {
+        if self.open.len() < MOST_GREETINGS {
+            return;
+        }
+        let mut by_address: BTreeMap<IpAddr, Vec<usize>> = BTreeMap::new();
+        for (at, (from, _)) in self.open.iter().enumerate() {
+            by_address.entry(from.ip()).or_default().push(at);
+        }
+        let most = by_address.into_values().max_by_key(Vec::len).unwrap_or_default();
+        let random = RandomState::new().hash_one(self.open.len()) as usize;
+        if let Some(at) = most.get(random % most.len().max(1)) {
+            // Its thread ends and reports.
+            connection::close(&self.open.swap_remove(*at).1);
         }
     }
 }
@@ -113,7 +99,7 @@ impl Greetings {
 impl Drop for Greetings {
     /// Ends the threads.
     fn drop(&mut self) {
-        self.open.iter().for_each(|open| connection::close(&open.stream));
+        self.open.iter().for_each(|(_, stream)| connection::close(stream));
     }
 }
 
@@ -152,7 +138,7 @@ pub fn gather(
     let listen = |error: io::Error| LinkError::Listen { address: own.address.clone(), why: error.to_string() };
     port.set_nonblocking(true).map_err(listen)?;
     let (to, come) = unbounded();
-    let mut greetings = Greetings { open: VecDeque::new(), to, threads: Arc::new(()) };
+    let mut greetings = Greetings { open: Vec::new(), to, threads: Arc::new(()) };
     let mut present = Come::new();
     let (began, mut is_reported) = (Instant::now(), false);
     let error = loop {
@@ -177,8 +163,8 @@ pub fn gather(
             break error;
         }
         for (from, greeting) in come.try_iter() {
-            let is_open = greetings.open.iter().any(|open| open.from == from);
-            greetings.open.retain(|open| open.from != from);
+            let is_open = greetings.open.iter().any(|(of, _)| *of == from);
+            greetings.open.retain(|(of, _)| *of != from);
             let (mut talk, hello) = match greeting {
                 Ok(greeting) => greeting,
                 Err(why) => {
