@@ -31,7 +31,7 @@ const MOST_AT_ONCE: usize = MOST_GREETINGS / 4;
 /// Polling interval for new connections.
 const LOOK: Duration = Duration::from_millis(5);
 /// Why a connection was closed before its process authenticated.
-const TOO_MANY: &str = "too many others were connecting";
+const TOO_MANY: &str = "it had not authenticated when too many others connected";
 /// Maximum number of processes named as missing.
 const LISTED: usize = 8;
 
