@@ -186,16 +186,8 @@ impl ProcessRole {
             let addresses: Vec<&str> = hosts.iter().map(|(address, _)| address.as_str()).collect();
             run_token::check(&token, &addresses)?;
             run_token::check_reachable(&addresses, own)?;
-            return Ok(ProcessRole::Member(Member {
-                own,
-                share,
-                first,
-                listen,
-                run: 0,
-                restarts: 0,
-                over_mpi: false,
-                token,
-            }));
+            let member = Member { own, share, listen, ..Member::ranked(0, first, token) };
+            return Ok(ProcessRole::Member(member));
         }
         if let (Some(rank), Some(address)) = (arguments.rank, &arguments.address) {
             return Ok(ProcessRole::Member(Member::ranked(rank, address.clone(), token()?)));

@@ -10,17 +10,15 @@ use crate::parity::{Set, set};
 use crate::support::devices::under_test;
 use crate::support::shared::data;
 use crate::support::simulated_gpus::{driver, on_simulated_gpus};
-use compiler::cluster::{BytesPerSecond, Seconds, device};
+use crate::tensor_parallel::group;
 use compiler::graph::order;
 use compiler::import::import::Batch;
 use compiler::pass::loss::Loss;
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
-use compiler::profile::shared::ActivationSharding;
 use compiler::schedule::generators::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, StageSpec};
-use compiler::tensor_parallel::cost::Machine;
 use runtime::comm::tensor_group::Layouts;
 use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::device::api::Device;
@@ -91,20 +89,6 @@ fn cases(model: &'static str) -> Vec<Case> {
         add(&[1, 1], 0, 2);
     }
     cases
-}
-
-/// Devices with a free link, so that everything splittable is split.
-fn group(devices: usize) -> Machine {
-    let mut device = device::find("cpu").unwrap().device();
-    device.launch = Seconds(0.0);
-    Machine {
-        device,
-        devices,
-        bandwidth: BytesPerSecond(1e15),
-        latency: Seconds(0.0),
-        keeps_weights: false,
-        activations: ActivationSharding::Replicated,
-    }
 }
 
 /// Stages of about equally many ops.

@@ -46,7 +46,7 @@ fn set(root: &Path, name: &str) -> Set {
 }
 
 /// Devices with a free link, so that everything splittable is split.
-fn group(devices: usize) -> Machine {
+pub fn group(devices: usize) -> Machine {
     let mut device = device::find("cpu").unwrap().device();
     device.launch = Seconds(0.0);
     Machine {

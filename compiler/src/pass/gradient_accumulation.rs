@@ -1,9 +1,8 @@
 //! Selects the parameter gradients that the backward accumulates directly into their sums.
 //!
 //! A parameter's gradient is a sum over micro-batches and uses. Matrix products, weight gradients of convolutions and
-//! scatters accumulate into the sum;
-//! results of other ops are added after they run. Terms therefore need no memory besides their sums, except for one op
-//! at a time.
+//! scatters accumulate into the sum; results of other ops are added after they run. Terms therefore need no memory
+//! besides their sums, except for one op at a time.
 
 use crate::graph::Graph;
 use crate::op::table::rule;

@@ -156,14 +156,14 @@ impl CudaKernel {
 fn load(gpu: &Gpu, kernels: &[&dyn Kernel], are_terms: bool) -> Result<(), DeviceError> {
     let own: Option<Vec<&CudaKernel>> = kernels.iter().map(|kernel| (*kernel as &dyn Any).downcast_ref()).collect();
     let own = own.ok_or(DeviceError::Foreign { what: "kernel" })?;
-    let launches =
-        || own.iter().flat_map(|kernel| kernel.loaded_first(gpu, are_terms).into_iter().map(move |of| (kernel, of)));
-    let is_new = |(kernel, (at, _)): &(&&CudaKernel, (usize, &Launch))| kernel.functions[*at].of(gpu).get().is_none();
-    compile_all(
-        launches().filter(is_new).map(|(_, (_, launch))| launch.text.clone()).collect(),
-        gpu.info().architecture,
-    );
-    launches().try_for_each(|(kernel, (at, launch))| kernel.function(gpu, at, launch).map(drop))
+    let mut launches: Vec<(&CudaKernel, usize, &Launch)> = Vec::new();
+    for kernel in own {
+        launches.extend(kernel.loaded_first(gpu, are_terms).into_iter().map(|(at, launch)| (kernel, at, launch)));
+    }
+    let is_new = |(kernel, at, _): &&(&CudaKernel, usize, &Launch)| kernel.functions[*at].of(gpu).get().is_none();
+    let texts = launches.iter().filter(is_new).map(|(.., launch)| launch.text.clone()).collect();
+    compile_all(texts, gpu.info().architecture);
+    launches.into_iter().try_for_each(|(kernel, at, launch)| kernel.function(gpu, at, launch).map(drop))
 }
 
 impl Kernel for CudaKernel {

@@ -213,7 +213,7 @@ pub fn shard_element(own: &str, run: usize, devices: usize) -> String {
     format!("(({own} / {run}ull * {devices}ull + (u64)device[0]) * {run}ull + {own} % {run}ull)")
 }
 
-/// The key of the mask, and the dropout of element number `element` with the value `x`.
+/// The expression of the dropout of element number `element` of a tensor, which has the value `x`.
 pub fn dropped(op: &Dropout, dtype: DType, [x, counter, element]: [&str; 3]) -> String {
     let (least, kind) = ((op.ratio * (1u64 << 53) as f64) as u64, held(dtype));
     let key = format!("mix(mix({}ull) ^ (u64){counter})", op.stream);
