@@ -12,7 +12,7 @@
 #   --results DIR      folder of results [default: results in the current folder]
 #   --limit SECONDS    end after this time; the next `run` continues [default: none]
 #   --small            small models and few runs
-#   --steps A,B        only these groups: facts, ceilings, ops, parity, profile, train, peers, compiled
+#   --steps A,B        only these groups: facts, ceilings, ops, sanitizer, parity, profile, train, peers, compiled
 #   --models A,B       only these models
 #   --precisions A,B   only these precisions of models, of fp32 and bf16
 #   --again            also run steps again that failed, took too long or were skipped
@@ -72,15 +72,22 @@ pack() {
 }
 
 rehearse() {
-  local folder=$1 driver
+  local folder=$1 driver source library
   shift
   driver=$folder/simulated
   mkdir -p "$driver"
   driver=$(cd "$driver" && pwd)
   local sources=$here/../tests/cuda_driver
   local flags=(-std=c++17 -O2 -fPIC -shared -fvisibility=hidden -pthread "-Wl,-z,nodelete")
-  "${CXX:-g++}" "${flags[@]}" -Wl,-soname,libcuda.so "$sources/driver.cpp" -o "$driver/libcuda.so" -ldl
-  "${CXX:-g++}" "${flags[@]}" -Wl,-soname,libnvrtc.so "$sources/nvrtc.cpp" -o "$driver/libnvrtc.so"
+  while read -r source library; do
+    "${CXX:-g++}" "${flags[@]}" "-Wl,-soname,$library.so" "$sources/$source.cpp" -o "$driver/$library.so" -ldl
+  done <<END
+driver libcuda
+nvrtc libnvrtc
+cublaslt libcublasLt
+cudnn libcudnn
+nccl libnccl
+END
   export PIPEC_CUDA_LIBS=$driver PIPEC_SIM_CACHE=${PIPEC_SIM_CACHE:-$driver/cache}
   exec "$folder/gpu.sh" run --small "$@"
 }
@@ -111,6 +118,9 @@ steps() {
   for model in $models; do echo "peers peers-$model"; done
   for model in $models; do echo "train several-$model-bf16"; done
   for model in $models; do echo "compiled compiled-$model"; done
+  # Slow, so last.
+  echo "sanitizer memcheck"
+  echo "sanitizer racecheck"
 }
 
 chosen() {
@@ -131,6 +141,7 @@ budget() {
     ops) echo 240 ;;
     parity) echo 240 ;;
     compiled-*) echo 180 ;;
+    memcheck | racecheck) echo 500 ;;
     *) echo 120 ;;
   esac
 }
@@ -323,6 +334,16 @@ step_ops() {
   RUST_BACKTRACE=0 "$(program cuda)" --exact a_gpu_gives_what_the_reference_gives --nocapture
 }
 
+# The kernels under a tool of NVIDIA's compute-sanitizer.
+step_sanitizer() {
+  local sanitizer
+  is_simulated && skip "a simulated GPU has no sanitizer"
+  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+  [ -n "$sanitizer" ] || skip "no compute-sanitizer"
+  RUST_BACKTRACE=0 "$sanitizer" --tool "$1" --error-exitcode 1 --launch-timeout 60 \
+    "$(program cuda)" --exact a_gpu_gives_what_the_reference_gives --nocapture
+}
+
 step_parity() {
   local devices=cuda:0
   export PIPEC_DATA=${PIPEC_DATA:-$here/data}
@@ -388,6 +409,7 @@ step() {
   case $name in
     facts | copies | matmul | ops | parity) "step_$name" ;;
     matmul-torch) step_matmul_torch ;;
+    memcheck | racecheck) step_sanitizer "$name" ;;
     profile-*) step_profile "${model%-*}" "$precision" ;;
     train-*) step_train "${model%-*}" "$precision" ;;
     several-*) step_several "${model%-*}" "$precision" ;;
@@ -407,7 +429,7 @@ text() {
     [ -e "$file" ] || continue
     case $step in
       facts) ;;
-      copies | ops | parity | matmul | profile-* | train-* | several-*)
+      copies | ops | parity | matmul | memcheck | racecheck | profile-* | train-* | several-*)
         printf '## %s\n\n```text\n' "$step"
         grep -v -e '^next: ' -e '^wrote ' -e '^ *pipec ' -e '^$' "$file" | tail -n 12 | cut -c 1-200
         printf '```\n\n'

@@ -28,18 +28,21 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Block(nn.Module):
-    """A block of a transformer: GPT-2 normalises first, BERT last."""
+    """A block of a transformer. GPT-2 normalises first and has one product for queries, keys and values; BERT normalises
+    last and has three."""
 
     def __init__(self, width: int, heads: int, dropout: float, epsilon: float, causal: bool) -> None:
         super().__init__()
         self.heads, self.dropout, self.causal = heads, dropout, causal
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        widths = [3 * width] if causal else 3 * [width]
+        self.qkv, self.proj = nn.ModuleList(nn.Linear(width, each) for each in widths), nn.Linear(width, width)
         self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.ln1, self.ln2 = nn.LayerNorm(width, epsilon), nn.LayerNorm(width, epsilon)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, 2))
+        parts = [part for linear in self.qkv for part in linear(x).split(width, 2)]
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
         ratio = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=ratio, is_causal=self.causal)
         return self.drop(self.proj(y.transpose(1, 2).reshape(batch, length, width)))

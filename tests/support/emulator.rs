@@ -1,7 +1,7 @@
 //! Runs CUDA kernel sources on the CPU: compiles them with the host C++ compiler and executes the launches with GPU
-//! geometry and arguments. Buffers end at a guard page, and threads of a block run in two orders.
+//! geometry and arguments. Buffers end at a guard page, and blocks and their threads run in two orders.
 
-use runtime::device::cuda::launch_plan::{Base, Fault, LaunchPlan};
+use runtime::device::cuda::launch_plan::{Base, COUNTERS, Fault, LaunchPlan};
 use runtime::device::cuda::prelude::PRELUDE;
 use std::collections::HashMap;
 use std::fs;
@@ -53,7 +53,7 @@ pub fn play(compiler: &str, cases: &[Case]) -> Vec<Played> {
     let (forward, backward) = (run("forward"), run("backward"));
     let (forward, backward) = (read(cases, &forward), read(cases, &backward));
     for (i, (a, b)) in forward.iter().zip(&backward).enumerate() {
-        assert_eq!(a, b, "case {i} depends on the order of threads");
+        assert_eq!(a, b, "case {i} depends on the order of threads or blocks");
     }
     forward
 }
@@ -63,7 +63,7 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
     let mut table = "static const Entry ENTRIES[] = {\n".to_string();
     for (i, kernel) in kernels.iter().enumerate() {
         let body = kernel.replace(PRELUDE, "").replace("extern \"C\" ", "static ");
-        let meets = ["__sync", "__shfl", "across"].iter().any(|call| body.contains(call));
+        let meets = ["__sync", "__shfl", "across", "is_last_block"].iter().any(|call| body.contains(call));
         text.push_str(&format!("namespace k{i} {{\n{body}\n}}\n"));
         table.push_str(&format!("{{[](void** a) {{ call(k{i}::kernel, a); }}, {meets}}},\n"));
     }
@@ -84,7 +84,8 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
 
 fn sizes(case: &Case) -> Vec<usize> {
     let inputs = case.inputs.iter().map(Vec::len);
-    inputs.chain(case.outputs.iter().copied()).chain([case.launch_plan.scratch, size_of::<Fault>()]).collect()
+    let own = [case.launch_plan.scratch, size_of::<Fault>(), COUNTERS * size_of::<u32>()];
+    inputs.chain(case.outputs.iter().copied()).chain(own).collect()
 }
 
 fn written(cases: &[Case], known: &HashMap<Arc<str>, usize>) -> Vec<u8> {
@@ -97,7 +98,7 @@ fn written(cases: &[Case], known: &HashMap<Arc<str>, usize>) -> Vec<u8> {
             job.write_all(&(size as u64).to_le_bytes()).unwrap();
             match case.inputs.get(i) {
                 Some(bytes) => job.write_all(bytes).unwrap(),
-                None if i + 1 == sizes.len() => job.write_all(&vec![0; size]).unwrap(),
+                None if i + 2 >= sizes.len() => job.write_all(&vec![0; size]).unwrap(),
                 None => job.write_all(&vec![0xff; size]).unwrap(),
             }
         }
@@ -118,12 +119,13 @@ fn written(cases: &[Case], known: &HashMap<Arc<str>, usize>) -> Vec<u8> {
                     Base::Output(i) => inputs + i,
                     Base::Scratch => inputs + outputs,
                     Base::Fault => inputs + outputs + 1,
+                    Base::Counters => inputs + outputs + 2,
                 };
                 put(first + buffer);
                 put(at.offset);
             }
         }
-        first += inputs + outputs + 2;
+        first += inputs + outputs + 3;
     }
     job
 }
@@ -136,6 +138,7 @@ fn read(cases: &[Case], mut bytes: &[u8]) -> Vec<Played> {
     };
     let played = cases.iter().map(|case| {
         let mut buffers: Vec<Vec<u8>> = sizes(case).into_iter().map(&mut next).collect();
+        assert!(buffers.pop().unwrap().iter().all(|byte| *byte == 0), "a counter of blocks is not set back");
         let cell: [u8; size_of::<Fault>()] = buffers.pop().unwrap().try_into().unwrap();
         let fault = Fault::of(&cell);
         let outputs = buffers.drain(case.inputs.len()..).take(case.outputs.len()).collect();

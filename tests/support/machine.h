@@ -1,5 +1,5 @@
-// A GPU played on the CPU, block after block. The threads of a block are fibers that change at barriers; in which order
-// they run between two barriers is the caller's choice, so that a missing barrier shows as a difference.
+// A GPU played on the CPU, block after block. The threads of a block are fibers that change at barriers. In which order
+// blocks run, and threads between two barriers, is the caller's choice, so that a missing barrier shows as a difference.
 
 #include <cstdint>
 #include <cstdio>
@@ -59,6 +59,12 @@ static void meet(bool is_of_block) {
 }
 static void __syncthreads() { meet(true); }
 static void __syncwarp() { meet(false); }
+static void __threadfence() {}
+static unsigned atomicAdd(unsigned* at, unsigned value) {
+    unsigned before = *at;
+    *at += value;
+    return before;
+}
 
 template <class T> static T __shfl_sync(unsigned, T value, unsigned lane) {
     static T values[1024];
@@ -155,7 +161,8 @@ static int play(const Entry* entries, FILE* job, FILE* result, bool backward) {
         }
         entry = kernel.call;
         given = arguments.data();
-        for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {
+        for (unsigned block = 0; block < gridDim.x; block++) {
+            blockIdx.x = backward ? gridDim.x - 1 - block : block;
             if (kernel.meets) {
                 play_block(backward);
             } else {

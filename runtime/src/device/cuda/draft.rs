@@ -1,7 +1,7 @@
 //! A builder of kernel source and its argument list.
 
 use super::element::stored;
-use super::launch_plan::{At, Launch};
+use super::launch_plan::{At, Base, Launch};
 use super::offsets::{Packed, Walk, offsets};
 use super::prelude::{ENTRY, PRELUDE};
 use super::rows::Rows;
@@ -51,6 +51,12 @@ impl KernelBuilder {
     pub fn faults(&mut self, at: At) {
         self.parameters.push("Fault* fault".to_string());
         self.arguments.push(at);
+    }
+
+    /// Adds the counters of blocks as parameter `counters`.
+    pub fn counts(&mut self) {
+        self.parameters.push("u32* counters".to_string());
+        self.arguments.push(At { base: Base::Counters, offset: 0 });
     }
 
     /// Appends definitions that come before the kernel.

@@ -10,7 +10,12 @@ pub enum Base {
     Output(usize),
     Scratch,
     Fault,
+    /// [`COUNTERS`] words of the stream, which are zero between launches.
+    Counters,
 }
+
+/// Words in which blocks count themselves, so that the last one can finish what all began.
+pub const COUNTERS: usize = 1 << 11;
 
 /// The address of an argument, relative to its base.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

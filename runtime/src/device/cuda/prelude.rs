@@ -161,4 +161,19 @@ template <class T, class F> DEVICE T across_rows(T value, u32 lanes, F join) {
     __syncthreads();
     return result;
 }
+// Whether this is the last of so many blocks to come here. It sees what the others wrote before.
+DEVICE bool is_last_block(u32* counter, u32 blocks) {
+    __shared__ u32 before;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        before = atomicAdd(counter, 1u);
+        if (before == blocks - 1) *counter = 0;
+    }
+    __syncthreads();
+    bool is_last = before == blocks - 1;
+    __threadfence();
+    __syncthreads();
+    return is_last;
+}
 "#;

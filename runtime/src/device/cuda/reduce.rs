@@ -1,10 +1,11 @@
 //! Reductions. Where the elements of a result are adjacent, a block has one result. Where adjacent results are, a block
 //! has the columns of a few and its threads the rows. Else a thread has one result. With too few results to fill a GPU,
-//! a first launch reduces parts.
+//! parts are reduced first. The last block of a result joins its parts, always in the same order; where threads have
+//! results, a second launch does.
 
 use super::draft::{KernelBuilder, PACK_BYTES, THREADS, threads_for};
 use super::element::{accumulator, held, load, store, stored};
-use super::launch_plan::{At, Launch, LaunchPlan};
+use super::launch_plan::{At, COUNTERS, Launch, LaunchPlan};
 use super::offsets::{Packed, Walk, joined, offsets};
 use crate::device::layout::TensorLayout;
 use compiler::op::{Reduce, ReduceKind};
@@ -13,6 +14,9 @@ use compiler::tensor::view::strides;
 
 /// Threads that fill a GPU.
 const ENOUGH: usize = 1 << 17;
+
+// A result in parts has at least 2 blocks of 32 threads.
+const _: () = assert!(ENOUGH / 64 <= COUNTERS);
 
 /// Fewest elements of a part that one thread has.
 const LEAST_EACH: usize = 4;
@@ -126,12 +130,14 @@ fn reduce_and_divide(
     // Partial results keep the width of the compute type.
     let kept = if layout.dtype.is_float() { accumulator(layout.dtype) } else { wide(layout.dtype) };
     let partials = launch_plan.take(task.results * task.parts * kept.size());
-    launch_plan.launches.push(task.launch(Target { at: partials, dtype: kept, adds: false }, 1));
-    let (shape, axis) = match task.way {
-        Way::Columns { .. } => (vec![task.parts, task.results], 0),
-        _ => (vec![task.results, task.parts], 1),
-    };
-    reduce_and_divide(launch_plan, kind, &[axis], (partials, &TensorLayout { dtype: kept, shape }), y, divisor);
+    let partial = Target { at: partials, dtype: kept, adds: false };
+    if let Way::Thread = task.way {
+        launch_plan.launches.push(task.launch(partial, 1));
+        let layout = TensorLayout { dtype: kept, shape: vec![task.results, task.parts] };
+        reduce_and_divide(launch_plan, kind, &[1], (partials, &layout), y, divisor);
+    } else {
+        launch_plan.launches.push(task.launch_joined(partial, y, divisor));
+    }
 }
 
 fn wide(dtype: DType) -> DType {
@@ -206,11 +212,24 @@ impl Task {
 
     /// Writes every part of every result, divided by `divisor`.
     fn launch(&self, y: Target, divisor: usize) -> Launch {
+        self.launch_and_join(y, divisor, None)
+    }
+
+    /// Writes every part of every result. The last block of a result joins its parts.
+    fn launch_joined(&self, partial: Target, y: Target, divisor: usize) -> Launch {
+        self.launch_and_join(partial, 1, Some((y, divisor)))
+    }
+
+    fn launch_and_join(&self, y: Target, divisor: usize, joined: Option<(Target, usize)>) -> Launch {
         let Task { results, each, parts, part, .. } = *self;
         let Join { held, start, of } = Join::new(self.kind, self.x.1);
         let mut draft = KernelBuilder::new(results * each * self.inner.width);
         draft.reads("x", self.x.1, self.x.0);
         draft.writes("y", y.dtype, y.at);
+        if let Some((joined, _)) = joined {
+            draft.writes("all", joined.dtype, joined.at);
+            draft.counts();
+        }
         let (width, packs) = (self.outer.width, results / self.outer.width);
         let (outer_lines, outer) = offsets("o", "result", &self.outer.shape, &self.outer.walks);
         let (inner_lines, inner) = offsets("r", "k", &self.inner.shape, &self.inner.walks);
@@ -225,12 +244,11 @@ impl Task {
         let join = format!(
             "[](Total l, Total r) {{ for (int e = 0; e < {width}; e++) {{ {held} a = l.of[e], b = r.of[e]; l.of[e] = {of}; }} return l; }}"
         );
-        let value =
-            format!("total.of[e]{}", if divisor == 1 { String::new() } else { format!(" / ({held}){divisor}") });
+        let empty = format!("#pragma unroll\nfor (int e = 0; e < {width}; e++) total.of[e] = {start};\n");
         let body = format!(
             "typedef Pack<{held}, {width}> Total;\ntypedef Pack<{stored}, {read}> Elements;\n\
              {outer_lines}at from = {outer}, end = (piece + 1) * (at){part} < (at){each} ? (piece + 1) * (at){part} : (at){each};\n\
-             Total total;\n#pragma unroll\nfor (int e = 0; e < {width}; e++) total.of[e] = {start};\n\
+             Total total;\n{empty}\
              #pragma unroll 4\nfor (at k = piece * (at){part} + {first}; k < end; k += {step}) {{\n{inner_lines}\
              Elements p = *(const Elements*)(x + (from + {inner}));\n#pragma unroll\nfor (int e = 0; e < {read}; e++) {{\n\
              {held} a = {total}, b = ({held}){element};\n{total} = {of};\n}}\n}}\n",
@@ -238,34 +256,59 @@ impl Task {
             outer = outer[0],
             inner = inner[0],
         );
-        let write = |to: &str| {
+        let write = |name: &str, y: Target, divisor: usize, to: &str| {
+            let value = match divisor {
+                1 => "total.of[e]".to_string(),
+                _ => format!("total.of[e] / ({held}){divisor}"),
+            };
             let result = format!("Pack<{}, {width}>", stored(y.dtype));
             let (before, value) = match y.adds {
-                true => (format!(" = *(const {result}*)(y + {to})"), format!("{} + {value}", load(y.dtype, "q.of[e]"))),
-                false => (String::new(), value.clone()),
+                true => {
+                    (format!(" = *(const {result}*)({name} + {to})"), format!("{} + {value}", load(y.dtype, "q.of[e]")))
+                }
+                false => (String::new(), value),
             };
             format!(
-                "{result} q{before};\n#pragma unroll\nfor (int e = 0; e < {width}; e++) q.of[e] = {};\n*({result}*)(y + {to}) = q;",
+                "{result} q{before};\n#pragma unroll\nfor (int e = 0; e < {width}; e++) q.of[e] = {};\n*({result}*)({name} + {to}) = q;",
                 store(y.dtype, &value)
+            )
+        };
+        // Joins the parts from `place` on, `apart` apart.
+        let finish = |counter: &str, (place, apart): (&str, usize), across: &str, writes: &str, to: &str| {
+            let Some((joined, divisor)) = joined else { return String::new() };
+            format!(
+                "\nif (is_last_block(counters + {counter}, {parts})) {{\n{empty}\
+                 for (at k = {first}; k < (at){parts}; k += {step}) {{\n\
+                 typedef Pack<{kept}, {width}> Part;\nPart p = *(const Part*)(y + ({place} + k * (at){apart}));\n\
+                 #pragma unroll\nfor (int e = 0; e < {width}; e++) {{\n\
+                 {held} a = total.of[e], b = p.of[e];\ntotal.of[e] = {of};\n}}\n}}\n\
+                 total = {across};\nif ({writes}) {{\n{}\n}}\n}}",
+                write("all", joined, divisor, to),
+                kept = stored(y.dtype),
             )
         };
         match self.way {
             Way::Block => {
+                let (across, writes) = (format!("across(total, {join})"), "threadIdx.x == 0");
                 let lines = format!(
-                    "at result = i / (at){parts}, piece = i % (at){parts};\n{body}total = across(total, {join});\n\
-                     if (threadIdx.x == 0) {{\n{}\n}}",
-                    write("i")
+                    "at result = i / (at){parts}, piece = i % (at){parts};\n{body}total = {across};\n\
+                     if ({writes}) {{\n{}\n}}{}",
+                    write("y", y, divisor, "i"),
+                    finish("result", (&format!("result * (at){parts}"), 1), &across, writes, "result")
                 );
                 draft.block_each(results * parts, part, &lines)
             }
             Way::Columns { lanes } => {
                 let tiles = packs.div_ceil(lanes);
+                let across = format!("across_rows(total, {lanes}, {join})");
+                let writes = format!("is_within && threadIdx.x < {lanes}");
+                let own = format!("result * {width}");
                 let lines = format!(
-                    "at piece = i / (at){tiles}, result = i % (at){tiles} * {lanes} + threadIdx.x % {lanes};\n\
+                    "at piece = i / (at){tiles}, tile = i % (at){tiles}, result = tile * {lanes} + threadIdx.x % {lanes};\n\
                      bool is_within = result < (at){packs};\nif (!is_within) result = 0;\n{body}\
-                     total = across_rows(total, {lanes}, {join});\n\
-                     if (is_within && threadIdx.x < {lanes}) {{\n{}\n}}",
-                    write(&format!("(piece * (at){packs} + result) * {width}"))
+                     total = {across};\nif ({writes}) {{\n{}\n}}{}",
+                    write("y", y, divisor, &format!("(piece * (at){packs} + result) * {width}")),
+                    finish("tile", (&own, results), &across, &writes, &own)
                 );
                 draft.block_each(tiles * parts, THREADS as usize, &lines)
             }
@@ -273,7 +316,7 @@ impl Task {
                 // The result varies fastest, so that adjacent threads read adjacent results.
                 let lines = format!(
                     "at result = i % (at){results}, piece = i / (at){results};\n{body}{}",
-                    write(&format!("result * (at){parts} + piece"))
+                    write("y", y, divisor, &format!("result * (at){parts} + piece"))
                 );
                 draft.each(results * parts, &lines)
             }

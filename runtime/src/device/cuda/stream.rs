@@ -7,7 +7,7 @@ use super::device::CudaKernel;
 use super::download::CudaDownload;
 use super::event::{CudaEvent, CudaTimestamp};
 use super::gpu::{Function, Gpu, GpuMemory};
-use super::launch_plan::{Base, Fault};
+use super::launch_plan::{Base, COUNTERS, Fault};
 use super::many;
 use super::optimizer::{self, RuleVariant};
 use super::queue::{Queue, RawEvent};
@@ -35,6 +35,7 @@ pub struct CudaStream {
     gpu: Arc<Gpu>,
     /// The first fault of a kernel.
     fault: GpuMemory,
+    counters: GpuMemory,
     /// Downloads under way return their memory from other threads.
     staging: Arc<Mutex<StagingBuffers>>,
     state: RefCell<HostState>,
@@ -60,8 +61,9 @@ impl CudaStream {
         };
         let (queue, pinned) = made().map_err(|error| gpu.failed(error))?;
         let fault = gpu.allocate(FAULT_BYTES).map_err(|error| gpu.failed(error))?;
+        let counters = gpu.allocate(COUNTERS * size_of::<u32>()).map_err(|error| gpu.failed(error))?;
         let state = HostState { fault: pinned, fault_copied: None, scratch: None, functions: HashMap::new() };
-        Ok(CudaStream { gpu, fault, staging: Arc::default(), state: RefCell::new(state), queue })
+        Ok(CudaStream { gpu, fault, counters, staging: Arc::default(), state: RefCell::new(state), queue })
     }
 
     pub(super) fn queue(&self) -> &Queue {
@@ -219,6 +221,7 @@ impl Stream for CudaStream {
                     Base::Output(i) => outputs[i].address(),
                     Base::Scratch => workspace.address(),
                     Base::Fault => self.fault.address(),
+                    Base::Counters => self.counters.address(),
                 };
                 base + at.offset as u64
             };
