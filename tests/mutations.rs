@@ -3,9 +3,12 @@
 //! The fuzz targets in `tests/fuzz` use the same edits. A counting allocator bounds the live bytes of each case.
 //! `PIPEC_MUTATIONS` sets the number of cases of each kind, `PIPEC_SEED` the first seed.
 
+#[path = "fuzz/src/damage.rs"]
+mod damage;
 #[path = "fuzz/src/meet.rs"]
 mod meet;
 
+use damage::{Random, damage};
 use meet::FuzzStage;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::panic::catch_unwind;
@@ -45,50 +48,6 @@ fn setting(name: &str, usual: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
 }
 
-/// xorshift64*.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    fn below(&mut self, count: usize) -> usize {
-        (self.next() >> 11) as usize % count.max(1)
-    }
-}
-
-/// Flips, truncates, duplicates and moves bytes.
-fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
-    for _ in 0..1 + random.below(8) {
-        let (at, length) = (random.below(bytes.len()), 1 + random.below(24));
-        let end = (at + length).min(bytes.len());
-        match random.below(6) {
-            0 => bytes.truncate(at),
-            1 => {
-                bytes.drain(at..end);
-            }
-            2 => {
-                let part = bytes[at..end].to_vec();
-                let to = random.below(bytes.len());
-                bytes.splice(to..to, part);
-            }
-            3 => bytes[at..end].fill(0xff),
-            _ => {
-                if let Some(byte) = bytes.get_mut(at) {
-                    *byte ^= 1 << random.below(8);
-                }
-            }
-        }
-        if bytes.is_empty() {
-            return;
-        }
-    }
-}
-
 /// Runs a case and checks its resources; a panic states how to repeat it.
 fn case(kind: &str, seed: u64, input: &[u8], run: fn(&[u8]) -> FuzzStage) -> FuzzStage {
     let (before, started) = (LIVE.load(Relaxed), Instant::now());
@@ -112,7 +71,7 @@ fn damaged_models_are_refused_or_planned() {
     }
     let mut reached = [[0u64; 3]; 4];
     for seed in start..start + count {
-        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        let mut random = Random::new(seed);
         let (format, bytes) = &seeds[random.below(seeds.len())];
         let mut bytes = bytes.clone();
         damage(&mut bytes, &mut random);

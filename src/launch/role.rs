@@ -205,6 +205,10 @@ impl ProcessRole {
                 .with_help(
                     "add `--rank N` for each process, or start them with mpirun, srun or torchrun, which set the rank",
                 )),
+                None if arguments.token_file.is_some() => {
+                    Err(Error::input("`--token-file` is for several processes, but this run has one")
+                        .with_help("omit it, or add `--rank` and `--address` or `--hosts`"))
+                }
                 None => Ok(ProcessRole::Alone),
             };
         };

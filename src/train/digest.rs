@@ -15,15 +15,19 @@ pub fn digests(task: &Task<'_>, prepared: &Prepared) -> Vec<(String, [u8; 32])> 
         (what.to_string(), <[u8; 32]>::from(sha.finalize()))
     };
     let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
-    let order = (task.order, task.seed, task.keep_gradients, prepared.batch, prepared.steps);
-    let settings = (training.optimizer, training.policy, order);
     // With different settings, parts of a checkpoint would be missing.
     let cuts = task.keeping.as_ref().map(|keeping| keeping.every);
     vec![
         of("the versions of pipec", &text(env!("CARGO_PKG_VERSION").to_string())),
         of("the models", &text(hash(prepared.graph()))),
         of("the plans or schedules", &text(training.program.to_string())),
-        of("the training settings", &text(format!("{settings:?}"))),
+        of("the optimizers or learning rates", &text(format!("{:?}", training.optimizer))),
+        of("the gradient clipping, statistics, staleness or loss scaling", &text(format!("{:?}", training.policy))),
+        of("the batches", &text(prepared.batch.to_string())),
+        of("the numbers of steps", &text(prepared.steps.to_string())),
+        of("the orders of rows", &text(format!("{:?}", task.order))),
+        of("the seeds", &text(task.seed.to_string())),
+        of("the uses of `--save-gradients`", &text(task.keep_gradients.to_string())),
         of("`--checkpoint-dir` or `--checkpoint-every`", &text(format!("{cuts:?}"))),
         of("the initial weights", &|sha| {
             training.weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))

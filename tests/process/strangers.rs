@@ -129,7 +129,8 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
         with_token(at, "1", &address, TOKEN, &["--lr", "0.5"]),
         with_token(at, "1", &address, TOKEN, &["--schedule", "gpipe", "--microbatches", "4"]),
     ];
-    for (child, why) in processes.into_iter().zip([MISMATCH, MISMATCH, "the training settings", "schedules"]) {
+    for (child, why) in processes.into_iter().zip([MISMATCH, MISMATCH, "the optimizers or learning rates", "schedules"])
+    {
         let (code, printed) = end(child);
         assert_eq!(code, Some(1), "{printed}");
         assert!(printed.contains(why), "{why}: {printed}");
@@ -152,7 +153,7 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
         "it has 3 processes, this run 2",
         MISMATCH,
         "rejected process ",
-        "the training settings differ",
+        "the optimizers or learning rates differ",
         "too many others connected",
     ];
     for reason in reasons {
@@ -170,11 +171,11 @@ fn a_run_that_only_strangers_join_names_the_last_one() {
     let second = rank(at, "1", &address, &["--steps", "5", "--lr", "0.5", "-q"]);
     let (code, printed) = end(second);
     assert_eq!(code, Some(1), "{printed}");
-    assert!(printed.contains("rejected this process: the training settings differ"), "{printed}");
+    assert!(printed.contains("rejected this process: the optimizers or learning rates differ"), "{printed}");
     let (code, printed) = end(first);
     assert_eq!(code, Some(1), "{printed}");
     let named = format!("worker 1.0 (stage 1) did not connect to {address} within 4 s; rejected last: process ");
-    assert!(printed.contains(&named) && printed.contains(": the training settings differ"), "{printed}");
+    assert!(printed.contains(&named) && printed.contains(": the optimizers or learning rates differ"), "{printed}");
 }
 
 /// Answers every connection with its own frames, as process 0, `times` times.

@@ -1,5 +1,6 @@
 //! Parses, validates and prints `profile.json`.
 
+use crate::profile::cost_graph::MAX_US;
 use crate::profile::json::{self, JsonError};
 use crate::profile::{Profile, SCHEMA};
 
@@ -28,8 +29,8 @@ pub enum ProfileError {
     /// No op takes any time.
     #[error("all times are 0, so nothing was measured; profile the model anew")]
     NoTime,
-    /// A time or fraction is negative or not finite.
-    #[error("{place}: `{field}` is {value}; it must be finite and not negative")]
+    /// A time or fraction is negative, not a number, or too large.
+    #[error("{place}: `{field}` is {value}; it must be from 0 to {MAX_US:e}")]
     Figure {
         /// `ops[3] (conv1)` or `whole`.
         place: String,
@@ -95,8 +96,7 @@ pub fn check(profile: &Profile) -> Result<(), ProfileError> {
 }
 
 fn figure(place: impl Fn() -> String, field: &'static str, value: f64) -> Result<(), ProfileError> {
-    let fine = value.is_finite() && value >= 0.0;
-    if fine { Ok(()) } else { Err(ProfileError::Figure { place: place(), field, value }) }
+    if (0.0..=MAX_US).contains(&value) { Ok(()) } else { Err(ProfileError::Figure { place: place(), field, value }) }
 }
 
 #[cfg(test)]

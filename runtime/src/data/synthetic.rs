@@ -6,7 +6,7 @@ use compiler::graph::Graph;
 use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
 use compiler::pass::loss::TARGET;
-use compiler::tensor::Tensor;
+use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 
 /// Generates `rows` rows for feeds whose first dimension is `item_rows`, and one value of the feed's own shape for
@@ -35,7 +35,11 @@ pub fn synthetic(
         let draw = |i: usize| mix(mix(seed ^ mix(stream as u64)) ^ i as u64);
         let tensor = if feed.fact.dtype.is_float() {
             let unit = |i| (draw(i) >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
-            Tensor::from_f64(&shape, &(0..count).map(unit).collect::<Vec<_>>())
+            match feed.fact.dtype {
+                // The usual type needs no memory beside its own.
+                DType::F32 => Tensor::from_f32(&shape, &(0..count).map(|i| unit(i) as f32).collect::<Vec<_>>()),
+                _ => Tensor::from_f64(&shape, &(0..count).map(unit).collect::<Vec<_>>()),
+            }
         } else {
             let limit = if feed.name == COUNTER { 1 } else { limit(graph, &feed.name).map_or(2, |limit| limit.below) };
             let limit = limit.max(1) as u64;

@@ -1,18 +1,91 @@
-//! Host memory, as the system reports it.
+//! Host memory that this process may use: what the system has, within the limits of its control group and of `ulimit -v`.
+
+use std::fs::read_to_string;
+use std::path::{Path, PathBuf};
+
+/// The folder of control groups, version 2.
+const GROUPS: &str = "/sys/fs/cgroup";
 
 /// Bytes of memory. `None` if the system does not report it.
 pub fn total() -> Option<u64> {
-    reported("MemTotal:")
+    let all = meminfo("MemTotal:")?;
+    Some(groups().iter().filter_map(|group| limit(group)).fold(all, u64::min))
 }
 
 /// Bytes that can be used without swapping. `None` if the system does not report it.
 pub fn available() -> Option<u64> {
-    reported("MemAvailable:")
+    let all = meminfo("MemAvailable:")?;
+    Some(groups().iter().filter_map(|group| left(group)).chain(address_space()).fold(all, u64::min))
 }
 
-fn reported(key: &str) -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+fn meminfo(key: &str) -> Option<u64> {
+    kibibytes(&read_to_string("/proc/meminfo").ok()?, key)
+}
+
+/// The bytes of a line such as `MemTotal:  16 kB`.
+fn kibibytes(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
-    kibibytes.checked_mul(1024)
+    number(line.split_whitespace().next()?)?.checked_mul(1024)
+}
+
+/// A number; `None` for `max` and `unlimited`.
+fn number(text: &str) -> Option<u64> {
+    text.trim().parse().ok()
+}
+
+/// The control group of this process and those that contain it.
+fn groups() -> Vec<PathBuf> {
+    let text = read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let own = text.lines().find_map(|line| line.strip_prefix("0::/"));
+    let own = own.map(|own| Path::new(GROUPS).join(own));
+    own.iter().flat_map(|own| own.ancestors()).take_while(|at| at.starts_with(GROUPS)).map(PathBuf::from).collect()
+}
+
+fn limit(group: &Path) -> Option<u64> {
+    number(&read_to_string(group.join("memory.max")).ok()?)
+}
+
+/// Bytes that a control group can still take. Cached files give way.
+fn left(group: &Path) -> Option<u64> {
+    let used = number(&read_to_string(group.join("memory.current")).ok()?)?;
+    let cached = read_to_string(group.join("memory.stat")).unwrap_or_default();
+    let cached = cached.lines().find_map(|line| number(line.strip_prefix("inactive_file ")?)).unwrap_or(0);
+    Some(limit(group)?.saturating_sub(used.saturating_sub(cached)))
+}
+
+/// Bytes of address space that the process can still take; `None` without a limit.
+fn address_space() -> Option<u64> {
+    let limits = read_to_string("/proc/self/limits").ok()?;
+    let most = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
+    let most = number(most.split_whitespace().next()?)?;
+    let used = kibibytes(&read_to_string("/proc/self/status").ok()?, "VmSize:")?;
+    Some(most.saturating_sub(used))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_control_group_limits_memory() {
+        let group = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(group.path().join(name), text).unwrap();
+        assert_eq!(left(group.path()), None);
+        write("memory.max", "max\n");
+        write("memory.current", "600\n");
+        assert_eq!((limit(group.path()), left(group.path())), (None, None));
+        write("memory.max", "1000\n");
+        assert_eq!((limit(group.path()), left(group.path())), (Some(1000), Some(400)));
+        write("memory.stat", "anon 400\ninactive_file 150\nactive_file 50\n");
+        assert_eq!(left(group.path()), Some(550));
+        write("memory.current", "2000\n");
+        assert_eq!(left(group.path()), Some(0));
+    }
+
+    #[test]
+    fn numbers_are_read_as_the_system_writes_them() {
+        assert_eq!(kibibytes("MemTotal:       24 kB\nMemFree: 3 kB\n", "MemFree:"), Some(3072));
+        assert_eq!(kibibytes("MemTotal:       24 kB\n", "MemAvailable:"), None);
+        assert_eq!((number("unlimited"), number(" 7\n")), (None, Some(7)));
+    }
 }

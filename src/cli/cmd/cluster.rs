@@ -87,9 +87,9 @@ struct Bench {
     /// What measures: pipec (links between workers of this machine, or between hosts), or torch (collectives of a torchrun job)
     #[arg(long, value_name = "pipec|torch", default_value = "pipec", value_parser = ["pipec", "torch"])]
     engine: String,
-    /// --engine torch: auto (GPUs if there are any), cpu or cuda
-    #[arg(long, value_name = "auto|cpu|cuda", default_value = "auto", value_parser = ["auto", "cpu", "cuda"])]
-    device: String,
+    /// --engine torch: auto (GPUs if there are any), cpu or cuda [default: auto]
+    #[arg(long, value_name = "auto|cpu|cuda", value_parser = ["auto", "cpu", "cuda"])]
+    device: Option<String>,
     /// --engine torch: the Python with torch [default: that of $VIRTUAL_ENV, else python3]
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
@@ -163,7 +163,8 @@ fn deliver(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<
 
 /// Measures the collectives of a torchrun job. Only the first process prints.
 fn torch_bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
-    let links = TorchLinks { device: arguments.device.clone(), python: arguments.python.clone() };
+    let device = arguments.device.clone().unwrap_or_else(|| "auto".to_string());
+    let links = TorchLinks { device, python: arguments.python.clone() };
     let Some((cluster, times)) = torch_links::measure(&links)? else { return Ok(()) };
     let cluster = check(cluster).map_err(|error| Error::negative("cannot use the measured values").because(error))?;
     let row = |one: &LinkTime| {
@@ -194,10 +195,19 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
         }
         return torch_bench(arguments, screen);
     }
+    if arguments.device.is_some() || arguments.python.is_some() {
+        return Err(Error::input("`--device` and `--python` are for `--engine torch`").with_help("omit them"));
+    }
     let said = match &arguments.file {
         Some(path) => read(path)?,
         None => this_machine(None, false)?,
     };
+    if said.hosts.len() < 2 && (arguments.host.is_some() || arguments.token_file.is_some()) {
+        return Err(Error::input(
+            "`--host` and `--token-file` are for several hosts, but the cluster file lists fewer",
+        )
+        .with_help("omit them, or add a table `[[host]]` for each host"));
+    }
     let (mut measured, mut levels) = (said.clone(), BTreeSet::new());
     let mut links = Vec::new();
     if let (2.., Some(path)) = (said.hosts.len(), &arguments.file) {
