@@ -26,6 +26,7 @@ pub mod process_group;
 pub mod recv_buffers;
 pub mod router;
 pub mod run_status;
+pub mod shard_messages;
 pub mod stop;
 pub mod tensor_links;
 pub mod wire;

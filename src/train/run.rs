@@ -43,7 +43,6 @@ use compiler::profile::precision::Precision;
 use profiler::machine;
 use runtime::data::RowOrder;
 use runtime::device::api::Device;
-use runtime::train::validate::check_shares;
 use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -297,7 +296,6 @@ fn once(
     let run = |group| watched(&task, &prepared, metrics, group, events);
     let job = prepared.training(&task);
     // Before any process is started, so that the refusal does not depend on which process fails first.
-    check_shares(job.program, has_processes).map_err(|error| Error::input("cannot train").because(error))?;
     let digests = || digest::digests(&task, &prepared);
     let Some(done) = role.run(&request.processes, (&job, &digests), restarts, (events, process_events), run)? else {
         return Ok(None);

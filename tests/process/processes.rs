@@ -47,8 +47,9 @@ fn models(folder: &Path) {
 }
 
 fn planned(folder: &Path, model: &str, more: &[&str]) {
-    let flags = ["--cost", "pipec", "--micro-batch", "2", "-o", "plan.json", "-q"];
-    done(folder, &[&["partition", model][..], &flags, more].concat());
+    let rows: &[&str] = if more.contains(&"--micro-batch") { &[] } else { &["--micro-batch", "2"] };
+    let flags = ["--cost", "pipec", "-o", "plan.json", "-q"];
+    done(folder, &[&["partition", model][..], &flags, rows, more].concat());
 }
 
 /// Trains in threads and in processes, and compares all output files.
@@ -110,6 +111,27 @@ fn processes_train_as_threads_do_under_a_flush() {
     same(at, "a shared embedding in bf16", &[&shared[..], &["--clip-norm", "0.1", "--dtype", "bf16"]].concat());
     planned(at, "g.onnx", &["--gpus", "2", "--schedule", "interleaved", "--chunks", "2", "--microbatches", "4"]);
     same(at, "interleaved", &["g.onnx", "--steps", "4", "--plan", "plan.json"]);
+}
+
+#[test]
+fn four_processes_train_with_shards_as_threads_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    models(at);
+    let flush = ["--schedule", "1f1b", "--microbatches", "4"];
+    for zero in ["2", "3"] {
+        for (model, replicas, schedule) in [
+            ("m.onnx", "4", &flush[..]),
+            ("g.onnx", "2,2", &flush[..]),
+            ("c.onnx", "2,2", &["--schedule", "1f1b-rr"]),
+            ("m.onnx", "3,1", &["--schedule", "2bw", "--microbatches", "4"]),
+        ] {
+            let more = ["--gpus", "4", "--stages", replicas, "--zero", zero, "--optimizer", "adam"];
+            planned(at, model, &[&more[..], schedule].concat());
+            let what = format!("{model}, {replicas}, {schedule:?}, ZeRO {zero}");
+            same(at, &what, &[model, "--steps", "4", "--plan", "plan.json", "--optimizer", "adam"]);
+        }
+    }
 }
 
 fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
@@ -234,6 +256,27 @@ mod supervised {
         assert_eq!(printed.lines().filter(|line| line.starts_with("error:")).count(), 1, "{printed}");
         assert!(seconds < 6.0, "{seconds} s");
         all_gone(&pids);
+    }
+
+    #[test]
+    fn a_replica_that_is_killed_leaves_nobody_waiting_for_its_shards() {
+        for zero in ["2", "3"] {
+            let folder = tempfile::tempdir().unwrap();
+            let at = folder.path();
+            done(at, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+            let plan = ["--gpus", "4", "--stages", "4", "--schedule", "1f1b", "--microbatches", "4", "--zero", zero];
+            planned(at, "m.onnx", &[&plan[..], &["--micro-batch", "64"]].concat());
+            let mut long = Long::start(at, "m.jsonl", &["--plan", "plan.json", "--processes"]);
+            long.wait_until_it_trains();
+            let pids = children(long.pid());
+            assert_eq!(pids.len(), 4);
+            send("KILL", pids[2]);
+            let (code, printed, seconds) = long.end();
+            assert_eq!(code, Some(1), "{printed}");
+            assert!(printed.contains(&format!("process {}, was killed by signal 9 (SIGKILL)", pids[2])), "{printed}");
+            assert!(seconds < 6.0, "{seconds} s");
+            all_gone(&pids);
+        }
     }
 
     #[test]

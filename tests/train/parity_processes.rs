@@ -1,7 +1,7 @@
 //! The `pipec` command on two, three and four simulated GPUs, against PyTorch's losses of ten steps: processes over a
 //! simulated NCCL have the bits of threads, and random delays change none. Needs the shared data.
 //!
-//! ZeRO 2 and 3 and tensor parallelism are refused in processes.
+//! Tensor parallelism is refused in processes.
 
 use crate::delayed;
 use crate::delayed::{Delays, stages_of};
@@ -36,8 +36,8 @@ struct Case {
 fn cases(model: &'static str) -> Vec<Case> {
     let trained = |schedule: &Schedule| schedule.trains() && schedule.stashes();
     let of = |schedule: Schedule| {
-        let replicas: [(&[u32], u32); 5] =
-            [(&[1, 1], 0), (&[1, 1, 1], 0), (&[1, 1, 1, 1], 0), (&[2, 2], 0), (&[2, 2], 1)];
+        let replicas: [(&[u32], u32); 7] =
+            [(&[1, 1], 0), (&[1, 1, 1], 0), (&[1, 1, 1, 1], 0), (&[2, 2], 0), (&[2, 2], 1), (&[2, 2], 2), (&[2, 2], 3)];
         replicas.map(|(ranks, zero)| Case { model, schedule, ranks: ranks.to_vec(), zero })
     };
     Schedule::GENERATED.into_iter().filter(trained).flat_map(of).collect()

@@ -82,8 +82,15 @@ fn weights_are_the_same_with_shares() {
     }
     assert!(trained(folder, "2.json", &steps) == trained(folder, "3.json", &steps));
     for plan in ["2.json", "3.json"] {
-        let [_, message] = ends(folder, 2, &[&TRAIN[..], &[plan, "--steps", "2", "--processes"]].concat());
-        assert!(message.contains("does not work across processes"), "{message}");
+        let kept = ["--checkpoint-dir", "kept", "--checkpoint-every", "3", "--steps", "5", "--processes"];
+        let whole = trained(folder, plan, &steps);
+        assert!(trained(folder, plan, &kept) == whole, "{plan} in processes");
+        let resumed = trained(folder, plan, &["--resume", "kept/step-00000003", "--steps", "5", "--processes"]);
+        assert!(resumed == whole, "{plan} in processes, resumed");
+        fs::remove_dir_all(folder.join("kept")).unwrap();
+        let more = ["--dtype", "bf16", "--steps", "5"];
+        let threads = trained(folder, plan, &more);
+        assert!(trained(folder, plan, &[&more[..], &["--processes"]].concat()) == threads, "{plan} in bf16");
     }
 }
 
@@ -105,6 +112,8 @@ fn runs_without_a_flush_go_on_under_any_level() {
         fs::remove_dir_all(folder.join("kept/step-00000012")).ok();
         let resumed = trained(folder, after, &["--resume", "kept/step-00000004", "--steps", "12"]);
         assert!(resumed == whole, "{before} and then {after}");
+        let processes = ["--resume", "kept/step-00000004", "--steps", "12", "--processes"];
+        assert!(trained(folder, after, &processes) == whole, "{before} and then {after} in processes");
         fs::remove_dir_all(folder.join("kept")).unwrap();
     }
 }

@@ -15,12 +15,16 @@ use crate::process::parts::PartForm;
 use crate::process::process_group::{Group, doing};
 use crate::process::router::{Gathering, RemoteCommunicator, Route, Routes};
 use crate::process::run_status::{FailureCause, LinkError, RunStatus};
+use crate::process::shard_messages::ShardMessages;
 use crate::process::stop::StopAgreement;
 use crate::process::tensor_links::{Offered, TensorLinks, connect};
 use crate::process::wire::Contribution;
 use crate::process::worker_result::Leaving;
-use crate::process::{connection, parts, worker_result};
+use crate::process::{connection, parts, shard_messages, worker_result};
 use crate::stage::worker::{Event, WorkerResult};
+use crate::zero::gradient_shards::GradientShards;
+use crate::zero::remote_replicas::{RemoteReplicas, SendMessage};
+use crate::zero::shard::ShardRange;
 use compiler::op::Value;
 use compiler::schedule::{Program, WorkerId};
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -262,6 +266,46 @@ impl<'a> Exchange<'a> {
             self.line(process)?.1.meetings.insert(number, (hall.clone(), members));
         }
         Ok(place)
+    }
+
+    /// Creates the gradient and weight shards of a stage's replicas, whose workers these are. Rounds, versions and
+    /// micro-batches are below `rounds`; `share` is that of any replica.
+    pub fn shards(
+        &mut self,
+        members: &[usize],
+        share: ShardRange,
+        code: &StageCode,
+        rounds: u32,
+    ) -> Result<Arc<GradientShards>, LinkError> {
+        let number = self.meetings;
+        self.meetings += 1;
+        let there = |worker: &usize| (!self.is_here(*worker)).then(|| self.group.part.placement.of[*worker]);
+        let processes: Vec<Option<usize>> = members.iter().map(there).collect();
+        let here: Vec<usize> = (0..members.len()).filter(|member| processes[*member].is_none()).collect();
+        let others: BTreeSet<usize> = processes.iter().flatten().copied().collect();
+        if here.is_empty() || others.is_empty() {
+            return Ok(Arc::new(GradientShards::new(RemoteReplicas::none(members.len()))));
+        }
+        let queue = |process: &usize| Ok((*process, self.line(*process)?.0.clone()));
+        let queues: BTreeMap<usize, Sender<Outbound>> = others.iter().map(queue).collect::<Result<_, LinkError>>()?;
+        let send: SendMessage = Box::new(move |process, member, message| {
+            let mut head = number.to_le_bytes().to_vec();
+            head.extend(0u64.to_le_bytes());
+            head.extend((member as u32).to_le_bytes());
+            let mut bodies = Vec::new();
+            shard_messages::pack(message, &mut head, &mut bodies);
+            // The queue has no reader after the end of the run.
+            if let Some(queue) = queues.get(&process) {
+                let _ = queue.send(Outbound { kind: Kind::Part, head, bodies });
+            }
+        });
+        let shards = Arc::new(GradientShards::new(RemoteReplicas { processes: processes.clone(), send }));
+        let sink = Arc::new(ShardMessages::new(shards.clone(), here, share, code, rounds));
+        for process in others {
+            let theirs = (0..members.len()).filter(|member| processes[*member] == Some(process)).collect();
+            self.line(process)?.1.meetings.insert(number, (sink.clone(), theirs));
+        }
+        Ok(shards)
     }
 
     /// Starts the reader and writer threads.

@@ -2,6 +2,7 @@
 
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
+use crate::device::memory_counter::MemoryCounter;
 use crate::device::tensor_link::{Role, TensorLink};
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
@@ -32,6 +33,22 @@ impl Ring {
             Some(link) => link.receive(bytes, self.role).map_err(failed),
             None => Ok(self.copy_of(fields.bytes(bytes, what)?)),
         }
+    }
+
+    /// The next tensor of a frame, in memory that is freed after use. `ledger` counts it, unless the link does.
+    pub fn once(
+        &mut self,
+        fields: &mut Fields<'_>,
+        bytes: usize,
+        what: &'static str,
+        ledger: &Arc<MemoryCounter>,
+    ) -> Result<Arc<Buffer>, FrameError> {
+        if self.link.is_some() {
+            return self.tensor(fields, bytes, what);
+        }
+        let mut buffer = Buffer::host_copy(fields.bytes(bytes, what)?);
+        buffer.count_in(ledger);
+        Ok(Arc::new(buffer))
     }
 
     /// A copy of these bytes in host memory, in a buffer that only the ring and the caller hold.

@@ -65,7 +65,7 @@ pub fn collect_sums(
         let mut made = None;
         accumulate_term(&mut made, executor, item, term, dtype)?;
         if let (Some(shard_stream), Some(made)) = (shard_stream, made) {
-            shard_stream.add(code, at, item.turn, made.region(), &executor.device)?;
+            shard_stream.add(code, at, item.turn, &made, &executor.device)?;
             executor.device.give(made);
         }
     }

@@ -22,6 +22,7 @@ use crate::stage::worker::Key;
 use crate::train::error::TrainError;
 use crate::train::job::TrainJob;
 use crate::zero::gradient_shards::GradientShards;
+use crate::zero::remote_replicas::RemoteReplicas;
 use crate::zero::shard::ShardRange;
 use compiler::op::Value;
 use compiler::plan::StageId;
@@ -142,6 +143,7 @@ pub struct ZeroCommunicators {
 pub fn shard_comms(
     training: &TrainJob<'_>,
     stage: usize,
+    ties: &[Tie],
     exchange: &mut Option<Exchange<'_>>,
 ) -> Result<ZeroCommunicators, LinkError> {
     let (program, code) = (training.program, &training.codes[stage]);
@@ -158,8 +160,17 @@ pub fn shard_comms(
     let is_apart = training.policy.clip_norm.is_some() && !program.schedule.flushes();
     let names = numbers(training);
     let norms = is_apart.then(|| meeting(exchange, &members, || SquaresForm { names }, rounds));
-    let gradient_shards = (known.zero >= 2).then(|| Arc::new(GradientShards::new(known.replicas as usize)));
-    Ok(ZeroCommunicators { shard_comm: Some(shard_comm), norms: norms.transpose()?, gradient_shards })
+    let norms = norms.transpose()?;
+    let gradient_shards = match exchange {
+        _ if known.zero < 2 => None,
+        Some(exchange) => {
+            let tied = members.first().map(|first| tied_of(ties, code, (*first, stage))).unwrap_or_default();
+            let share = share(program, stage, 0, code, &tied);
+            Some(exchange.shards(&members, share, code, program.items.saturating_add(2))?)
+        }
+        None => Some(Arc::new(GradientShards::new(RemoteReplicas::none(members.len())))),
+    };
+    Ok(ZeroCommunicators { shard_comm: Some(shard_comm), norms, gradient_shards })
 }
 
 /// The parameter shards of one replica. Tied parameters are not sharded.

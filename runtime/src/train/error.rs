@@ -41,11 +41,6 @@ pub enum TrainError {
     Shares { stage: usize, schedule: Schedule },
     #[error("worker {worker}, instruction {at} (`{instruction}`): the run has no checkpoint folder")]
     NoPlace { worker: String, at: usize, instruction: String },
-    #[error(
-        "ZeRO stage {level} does not work across processes (stage {stage}): its replicas accumulate into shared \
-         memory; use ZeRO 1 or one process"
-    )]
-    Apart { stage: usize, level: u32 },
     #[error(transparent)]
     Resume(#[from] ResumeError),
     #[error(transparent)]

@@ -30,7 +30,7 @@ use crate::train::error::TrainError;
 use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use crate::train::losses::LossTracker;
 use crate::train::resume::check_states as check_read_states;
-use crate::train::validate::{check_instructions, check_parts, check_policy, check_shares, check_states};
+use crate::train::validate::{check_instructions, check_parts, check_policy, check_states};
 use crate::zero::gradient_shards::GradientShards;
 use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
@@ -188,7 +188,6 @@ pub fn run_tensor_parallel(
     }
     let scales_loss = scales_loss(training);
     check_policy(training, scales_loss)?;
-    check_shares(program, group.is_some())?;
     check_states(training.codes)?;
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
     let most_shares = most_shares(program);
@@ -218,7 +217,7 @@ pub fn run_tensor_parallel(
     let replicas: Vec<_> =
         (0..program.stages.len()).map(|stage| replicas(training, stage, &mut exchange)).collect::<Result<_, _>>()?;
     let all_reduces = all_reduces(program, &devices, &exchange)?;
-    let shared = (0..program.stages.len()).map(|stage| shard_comms(training, stage, &mut exchange));
+    let shared = (0..program.stages.len()).map(|stage| shard_comms(training, stage, &ties, &mut exchange));
     let shared: Vec<ZeroCommunicators> = shared.collect::<Result<_, _>>()?;
     let progress = match &exchange {
         Some(exchange) => exchange.progress(),

@@ -6,7 +6,7 @@ use crate::optim::policy::Staleness;
 use crate::train::error::TrainError;
 use crate::train::job::TrainJob;
 use compiler::plan::StageId;
-use compiler::schedule::{Instruction, Program, ProgramStage, WorkerId};
+use compiler::schedule::{Instruction, Program, WorkerId};
 use std::collections::BTreeSet;
 
 /// Rejects a program with `Checkpoint` instructions if nothing receives them.
@@ -76,13 +76,4 @@ pub fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
         }
     }
     Ok(())
-}
-
-/// Rejects ZeRO 2 and 3 across processes: they exchange shards through shared memory.
-pub fn check_shares(program: &Program, in_group: bool) -> Result<(), TrainError> {
-    let one = |(stage, of): (usize, &ProgramStage)| (of.zero > 1).then_some((stage, of.zero));
-    match program.stages.iter().enumerate().find_map(one).filter(|_| in_group) {
-        Some((stage, level)) => Err(TrainError::Apart { stage, level }),
-        None => Ok(()),
-    }
 }

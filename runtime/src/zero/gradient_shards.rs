@@ -6,6 +6,10 @@
 //! which every replica does before its first micro-batch.
 //!
 //! The owner of a shard is charged for its memory.
+//!
+//! A gradient for owners in another process is added there by whoever comes first after its predecessor: the thread that
+//! receives it, or the one that adds the predecessor. A replica sends a gradient only once all processes have added its
+//! last one, so that neither they nor the network hold more than one of each replica.
 
 use crate::comm::communicator::CollectiveError;
 use crate::device::api::Device;
@@ -15,10 +19,11 @@ use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::region::Region;
+use crate::zero::remote_replicas::{RemoteReplicas, ShardMessage};
 use crate::zero::shard::ShardRange;
 use crate::zero::weight_shards::WeightShards;
 use compiler::tensor::DType;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// A gradient is copied to its owner in at most this many chunks, of at least so many bytes.
@@ -37,7 +42,28 @@ pub struct Term {
 #[derive(Default)]
 struct Sum {
     added: u32,
+    /// True while a thread adds a micro-batch, and holds the shards.
+    is_adding: bool,
     shares: Vec<Option<Buffer>>,
+    /// Gradients from other processes, by the number of predecessors.
+    early: BTreeMap<u32, Arrival>,
+}
+
+impl Sum {
+    /// Takes the shards, to add a micro-batch.
+    fn begin(&mut self) -> Vec<Option<Buffer>> {
+        self.is_adding = true;
+        std::mem::take(&mut self.shares)
+    }
+}
+
+/// A gradient from another process.
+pub struct Arrival {
+    pub from: usize,
+    /// Element type of the sum.
+    pub dtype: DType,
+    /// Each with the replica that owns it.
+    pub parts: Vec<(usize, Arc<Buffer>)>,
 }
 
 /// A replica that owns shards.
@@ -51,6 +77,12 @@ struct Owner {
 
 struct State {
     owners: Vec<Option<Owner>>,
+    /// The last round for which replicas of other processes have memory.
+    lasts: Vec<Option<u32>>,
+    /// Number of processes that have not added a replica's last gradient.
+    unadded: Vec<usize>,
+    /// True while a gradient of a replica of another process has come and is not added.
+    is_early: Vec<bool>,
     sums: HashMap<Term, Sum>,
     is_abandoned: bool,
 }
@@ -59,14 +91,22 @@ struct State {
 pub struct GradientShards {
     /// Weight shards, under ZeRO 3.
     pub weights: WeightShards,
+    remote: Arc<RemoteReplicas>,
     state: Mutex<State>,
     changed: Condvar,
+    /// Adds gradients from other processes.
+    receiver: Mutex<Option<DeviceContext>>,
 }
 
 impl GradientShards {
-    pub fn new(replicas: usize) -> GradientShards {
-        let state = State { owners: vec![None; replicas], sums: HashMap::new(), is_abandoned: false };
-        GradientShards { weights: WeightShards::new(replicas), state: Mutex::new(state), changed: Condvar::new() }
+    pub fn new(remote: RemoteReplicas) -> GradientShards {
+        let (replicas, remote) = (remote.processes.len(), Arc::new(remote));
+        let (owners, lasts) = (vec![None; replicas], vec![None; replicas]);
+        let (unadded, is_early) = (vec![0; replicas], vec![false; replicas]);
+        let state = State { owners, lasts, unadded, is_early, sums: HashMap::new(), is_abandoned: false };
+        let weights = WeightShards::new(remote.clone());
+        let (state, changed, receiver) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
+        GradientShards { weights, remote, state, changed, receiver }
     }
 
     // No code panics while it holds the lock with inconsistent state.
@@ -80,6 +120,7 @@ impl GradientShards {
         if let Some(own) = self.lock().owners.get_mut(replica) {
             *own = Some(Owner { device: device.clone(), ledger: ledger.clone(), last });
         }
+        self.remote.tell_all(replica, || ShardMessage::Open { last });
         self.changed.notify_all();
     }
 
@@ -88,7 +129,21 @@ impl GradientShards {
         if let Some(Some(own)) = self.lock().owners.get_mut(replica) {
             own.last = last.max(own.last);
         }
+        self.remote.tell_all(replica, || ShardMessage::Open { last });
         self.changed.notify_all();
+    }
+
+    /// A replica of another process accepts gradients of rounds up to `last`.
+    pub fn open_there(&self, replica: usize, last: u32) {
+        if let Some(known) = self.lock().lasts.get_mut(replica) {
+            *known = Some(known.map_or(last, |known| known.max(last)));
+        }
+        self.changed.notify_all();
+    }
+
+    /// The memory counter of a replica of this process, once it takes part.
+    pub fn ledger(&self, replica: usize) -> Option<Arc<MemoryCounter>> {
+        self.lock().owners.get(replica)?.as_ref().map(|owner| owner.ledger.clone())
     }
 
     /// Accumulates a micro-batch's term after `before` predecessors of its round. `parameter` and `dtype` describe the
@@ -97,30 +152,48 @@ impl GradientShards {
         &self,
         term: Term,
         before: u32,
-        gradient: Region<'_>,
+        gradient: &Arc<Buffer>,
         (parameter, dtype): (usize, DType),
         share: &ShardRange,
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
+        let (own, others) = (share.replica(), self.remote.others());
         let mut state = self.lock();
         let owners = loop {
             if state.is_abandoned {
                 return Err(CollectiveError::PeerLost);
             }
-            let with_room = |owner: &Option<Owner>| owner.clone().filter(|owner| term.round <= owner.last);
-            let owners: Option<Vec<Owner>> = state.owners.iter().map(with_room).collect();
-            match owners {
-                Some(owners) if state.sums.entry(term).or_default().added == before => break owners,
-                _ => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            let has_room = |(replica, owner): (usize, &Option<Owner>)| match self.remote.is_here(replica) {
+                true => owner.as_ref().is_some_and(|owner| term.round <= owner.last),
+                false => state.lasts[replica].is_some_and(|last| term.round <= last),
+            };
+            let is_free =
+                state.owners.iter().enumerate().all(has_room) && state.unadded.get(own).is_none_or(|of| *of == 0);
+            if is_free && state.sums.entry(term).or_default().added == before {
+                break state.owners.clone();
             }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         };
         // Only the micro-batch whose turn it is touches the sum, so the lock can be released.
-        let mut shares = state.sums.get_mut(&term).map(|sum| std::mem::take(&mut sum.shares)).unwrap_or_default();
+        let mut shares = state.sums.get_mut(&term).map(Sum::begin).unwrap_or_default();
+        if let Some(unadded) = state.unadded.get_mut(own) {
+            *unadded = others.len();
+        }
         drop(state);
         let dtype = accumulation_type(dtype);
+        let range = |replica: usize| share.range_of(parameter, gradient.len(), dtype.size(), replica);
+        if !others.is_empty() {
+            device.release(gradient)?;
+        }
+        for process in others {
+            let there = (0..owners.len()).filter(|replica| self.remote.process(*replica) == Some(process));
+            let parts = there.map(|replica| Arc::new(Buffer::part(gradient.clone(), range(replica)))).collect();
+            (self.remote.send)(process, own, ShardMessage::Add { term, before, parts });
+        }
         shares.resize_with(owners.len(), || None);
         for (replica, (owner, sum)) in owners.iter().zip(&mut shares).enumerate() {
-            let part = gradient.slice(share.range_of(parameter, gradient.len(), dtype.size(), replica));
+            let Some(owner) = owner else { continue };
+            let part = gradient.region_of(range(replica));
             device.on(&owner.device, |on_owner| {
                 if Arc::ptr_eq(&owner.device, &device.device) {
                     return add_part(on_owner, dtype, part, sum, &owner.ledger);
@@ -128,11 +201,76 @@ impl GradientShards {
                 send_part(device, on_owner, dtype, part, sum, &owner.ledger)
             })?;
         }
+        self.end(term, shares);
+        self.add_early(term, device)
+    }
+
+    /// Returns the shards of a sum to which a micro-batch was added.
+    fn end(&self, term: Term, shares: Vec<Option<Buffer>>) {
         if let Some(sum) = self.lock().sums.get_mut(&term) {
-            (sum.shares, sum.added) = (shares, before + 1);
+            (sum.shares, sum.added, sum.is_adding) = (shares, sum.added + 1, false);
         }
         self.changed.notify_all();
-        Ok(())
+    }
+
+    /// Adds gradients from other processes whose turn it is.
+    fn add_early(&self, term: Term, device: &DeviceContext) -> Result<(), CollectiveError> {
+        loop {
+            let mut state = self.lock();
+            let owners = state.owners.clone();
+            let Some(sum) = state.sums.get_mut(&term).filter(|sum| !sum.is_adding) else { return Ok(()) };
+            let Some(arrival) = sum.early.remove(&sum.added) else { return Ok(()) };
+            let mut shares = sum.begin();
+            drop(state);
+            shares.resize_with(owners.len(), || None);
+            let Arrival { from, dtype, parts } = arrival;
+            for (replica, part) in parts {
+                let owner = owners.get(replica).and_then(Option::as_ref).ok_or(CollectiveError::PeerLost)?;
+                device.on(&owner.device, |on_owner| {
+                    let part = on_owner.receive(part)?;
+                    add_part(on_owner, dtype, part.region(), &mut shares[replica], &owner.ledger)?;
+                    on_owner.give_foreign(part)
+                })?;
+            }
+            self.end(term, shares);
+            self.lock().is_early.get_mut(from).into_iter().for_each(|is_early| *is_early = false);
+            if let Some(own) = (0..owners.len()).find(|replica| self.remote.is_here(*replica)) {
+                self.remote.tell(own, from, ShardMessage::Added { to: from });
+            }
+        }
+    }
+
+    /// Takes a gradient from another process, after `before` predecessors of its round. Fails if it cannot be there.
+    pub fn arrive(&self, term: Term, before: u32, arrival: Arrival) -> Result<(), CollectiveError> {
+        let mut state = self.lock();
+        let has_room = |(replica, _): &(usize, Arc<Buffer>)| {
+            state.owners.get(*replica).is_some_and(|owner| owner.as_ref().is_some_and(|owner| term.round <= owner.last))
+        };
+        if !arrival.parts.iter().all(has_room) {
+            return Err(CollectiveError::PeerLost);
+        }
+        // A replica sends its next gradient after this one was added.
+        if state.is_early.get_mut(arrival.from).is_none_or(|is_early| std::mem::replace(is_early, true)) {
+            return Err(CollectiveError::PeerLost);
+        }
+        let device = state.owners.iter().flatten().next().map(|owner| owner.device.clone());
+        let sum = state.sums.entry(term).or_default();
+        let is_late = before < sum.added || (before == sum.added && sum.is_adding);
+        if is_late || sum.early.insert(before, arrival).is_some() {
+            return Err(CollectiveError::PeerLost);
+        }
+        drop(state);
+        let mut receiver = self.receiver.lock().unwrap_or_else(PoisonError::into_inner);
+        if let (None, Some(device)) = (&*receiver, device) {
+            *receiver = Some(DeviceContext::new(device, Arc::default())?);
+        }
+        receiver.as_ref().map_or(Ok(()), |receiver| self.add_early(term, receiver))
+    }
+
+    /// Another process has added a replica's last gradient.
+    pub fn added_there(&self, replica: usize) {
+        self.lock().unadded.get_mut(replica).into_iter().for_each(|of| *of = of.saturating_sub(1));
+        self.changed.notify_all();
     }
 
     /// Takes a replica's shard of a finished sum; none if no micro-batch has added to it.
@@ -214,7 +352,7 @@ mod tests {
     /// Arrival order must not matter; rounding would reveal a different order of addition.
     #[test]
     fn items_add_in_order() {
-        let gradient_shards = GradientShards::new(2);
+        let gradient_shards = GradientShards::new(RemoteReplicas::none(2));
         let ledgers = [Arc::<MemoryCounter>::default(), Arc::<MemoryCounter>::default()];
         let numbers = [[1e8f32, 1.0, 2.0], [1.0, 1.0, 1.0], [-1e8, 1.0, 0.5], [0.25, 1.0, 1.0]];
         let term = Term { round: 3, term: 0 };
@@ -224,8 +362,8 @@ mod tests {
                 let own = bytes(&numbers[item as usize]);
                 scope.spawn(move || {
                     let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
-                    let own = Buffer::host_copy(&own);
-                    gradient_shards.add(term, item, own.region(), (0, DType::F32), &share, &device).unwrap();
+                    let own = Arc::new(Buffer::host_copy(&own));
+                    gradient_shards.add(term, item, &own, (0, DType::F32), &share, &device).unwrap();
                 });
             }
             ledgers.iter().enumerate().for_each(|(replica, ledger)| gradient_shards.enter(replica, &cpu(), ledger, 2));
@@ -242,13 +380,13 @@ mod tests {
 
     #[test]
     fn nobody_waits_for_one_that_is_gone() {
-        let gradient_shards = GradientShards::new(1);
+        let gradient_shards = GradientShards::new(RemoteReplicas::none(1));
         let share = ShardRange::of(0, 1, vec![true]);
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| {
                 let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
-                let (term, own) = (Term { round: 0, term: 0 }, Buffer::host_copy(&bytes(&[1.0])));
-                gradient_shards.add(term, 1, own.region(), (0, DType::F32), &share, &device)
+                let (term, own) = (Term { round: 0, term: 0 }, Arc::new(Buffer::host_copy(&bytes(&[1.0]))));
+                gradient_shards.add(term, 1, &own, (0, DType::F32), &share, &device)
             });
             gradient_shards.abandon();
             assert_eq!(waits.join().unwrap(), Err(CollectiveError::PeerLost));

@@ -10,7 +10,6 @@ use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_bytes;
 use crate::device::memory_counter::MemoryCounter;
-use crate::device::region::Region;
 use crate::exec::executor::{Item, Sum, Weights};
 use crate::exec::phase::{RoundPosition, RunPhase};
 use crate::exec::sequence::{Sequence, Slot, Step, TensorAddress};
@@ -80,7 +79,7 @@ impl ShardStream {
         code: &StageCode,
         term: usize,
         turn: RoundPosition,
-        made: Region<'_>,
+        made: &Arc<Buffer>,
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
         let parameter = code.gradient_terms[term].parameter;
@@ -99,7 +98,8 @@ impl ShardStream {
     ) -> Result<Arc<Buffer>, CollectiveError> {
         let mut whole = device.stream.allocate(code.parameters[parameter].bytes)?;
         ledger.into_iter().for_each(|ledger| whole.count_in(ledger));
-        self.gradient_shards.weights.read(version, parameter, whole.region_mut(), device)?;
+        let reader = self.share.replica();
+        self.gradient_shards.weights.read(reader, (version, parameter), whole.region_mut(), device)?;
         Ok(Arc::new(whole))
     }
 
@@ -185,7 +185,7 @@ impl StepHook for ShardStream {
         }
         for &term in &moment.ended {
             if let Some(made) = item.sums[term].take() {
-                self.add(code, term, item.turn, made.buffer.region(), device)?;
+                self.add(code, term, item.turn, &made.buffer, device)?;
             }
         }
         Ok(())
