@@ -338,7 +338,7 @@ step_ops() {
 step_sanitizer() {
   local sanitizer
   is_simulated && skip "a simulated GPU has no sanitizer"
-  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
   [ -n "$sanitizer" ] || skip "no compute-sanitizer"
   RUST_BACKTRACE=0 "$sanitizer" --tool "$1" --error-exitcode 1 --launch-timeout 60 \
     "$(program cuda)" --exact a_gpu_gives_what_the_reference_gives --nocapture

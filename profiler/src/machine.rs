@@ -68,9 +68,14 @@ pub fn memory_bytes() -> u64 {
     host_memory::total().unwrap_or(0)
 }
 
-/// Available memory in bytes; `u64::MAX` if unknown.
+/// Memory in bytes that this process can use; `u64::MAX` if unknown.
 pub fn available_bytes() -> u64 {
     host_memory::available().unwrap_or(u64::MAX)
+}
+
+/// Memory in bytes that processes of this machine can use together; `u64::MAX` if unknown.
+pub fn available_to_all() -> u64 {
+    host_memory::available_to_all().unwrap_or(u64::MAX)
 }
 
 /// Size of the largest cache of CPU 0, in bytes.

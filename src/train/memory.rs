@@ -7,14 +7,22 @@ use compiler::plan::in_flight::{StageInFlight, synced};
 use compiler::plan::schedule::{Chunks, InFlightRule, VersionRule};
 use compiler::schedule::Program;
 use compiler::schedule::action::pending_weight_grads;
-use profiler::machine::available_bytes;
+use profiler::machine::{available_bytes, available_to_all};
 use runtime::device::cpu::half::is_half;
 use runtime::exec::stage_code::{NamedTensor, StageCode, Transfer};
 use runtime::optim::optimizer::Optimizer;
 
-/// Refuses an allocation that does not fit.
+/// Refuses an allocation of this process that does not fit.
 pub fn check(what: &str, needed: u64, help: &str) -> Result<(), Error> {
-    let available = available_bytes();
+    check_within(available_bytes(), what, needed, help)
+}
+
+/// Refuses allocations of several processes that do not fit together.
+pub fn check_of_all(what: &str, needed: u64, help: &str) -> Result<(), Error> {
+    check_within(available_to_all(), what, needed, help)
+}
+
+fn check_within(available: u64, what: &str, needed: u64, help: &str) -> Result<(), Error> {
     if needed <= available {
         return Ok(());
     }

@@ -169,11 +169,13 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         false => memory::of_training(&made.codes, &made.program, task.optimizer, task.reduces_in_place())
             .saturating_mul(task.tensor.max(1) as u64),
     };
-    memory::check(
-        "training",
-        held.saturating_add(made_up),
-        "use a smaller `--batch`, fewer in-flight minibatches (`--in-flight`) or more `--microbatches`",
-    )?;
+    let help = "use a smaller `--batch`, fewer in-flight minibatches (`--in-flight`) or more `--microbatches`";
+    // Each process makes the data, and has only some of the workers.
+    memory::check("the synthetic data", made_up, help)?;
+    match task.has_processes {
+        true => memory::check_of_all("training", held.saturating_add(made_up), help)?,
+        false => memory::check("training", held.saturating_add(made_up), help)?,
+    }
     let item_rows = task.batch as usize / task.microbatches as usize;
     let subject = subject(task, loss, &task.devices[0]);
     let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {

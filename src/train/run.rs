@@ -295,7 +295,6 @@ fn once(
     let metrics = request.metrics.as_deref().filter(|_| role.reports());
     let run = |group| watched(&task, &prepared, metrics, group, events);
     let job = prepared.training(&task);
-    // Before any process is started, so that the refusal does not depend on which process fails first.
     let digests = || digest::digests(&task, &prepared);
     let Some(done) = role.run(&request.processes, (&job, &digests), restarts, (events, process_events), run)? else {
         return Ok(None);

@@ -145,7 +145,8 @@ fn prepare(folder: &Path) {
     fs::write(folder.join("hosts.toml"), file(["10.77.0.1:4100", "10.77.0.2:4100"])).unwrap();
 }
 
-/// One host of the two is killed at a random time, and both start again. `PIPEC_KILLS` sets how often.
+/// One host of the two is killed at a random time, and both start again. `PIPEC_KILLS` sets how often,
+/// `PIPEC_SEED` when.
 #[test]
 fn hosts_that_are_killed_again_and_again_end_as_if_they_never_were() {
     let Some(hosts) = wanted() else { return };
@@ -168,7 +169,7 @@ fn hosts_that_are_killed_again_and_again_end_as_if_they_never_were() {
     assert!(read("again.safetensors") == read("whole.safetensors"));
     fs::remove_dir_all(at.join("ck")).unwrap();
 
-    let seed = u64::from(std::process::id());
+    let seed: u64 = std::env::var("PIPEC_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(1);
     println!("seed {seed}, {whole:?} without kills");
     let mut ended = 0;
     for kill in 0..kills {

@@ -274,7 +274,7 @@ mod supervised {
             let (code, printed, seconds) = long.end();
             assert_eq!(code, Some(1), "{printed}");
             assert!(printed.contains(&format!("process {}, was killed by signal 9 (SIGKILL)", pids[2])), "{printed}");
-            assert!(seconds < 6.0, "{seconds} s");
+            assert!(seconds < 30.0, "{seconds} s");
             all_gone(&pids);
         }
     }

@@ -137,10 +137,10 @@ fn a_lost_process_ends_the_run() {
     }
 }
 
-const LATE: &[&str] = &["has not opened its NCCL link to worker ", "after 2 s"];
+const LATE: &[&str] = &["has not opened its NCCL link", "after 2 s"];
 const KILLED: &str = "was killed by signal 9";
 
-/// Processes begin together, when all links are open. Who does not come is reported within the limit, and a process
+/// Processes begin together, when all links are open. A process that does not come is reported within the limit, and one
 /// that dies at once.
 #[test]
 fn a_process_that_opens_no_links_ends_the_run() {

@@ -113,7 +113,7 @@ impl Buffer {
         Buffer::of(Memory::Device(memory), bytes)
     }
 
-    /// A range of a buffer that the caller alone holds.
+    /// A range of a buffer that nobody writes any more.
     pub fn part(whole: Arc<Buffer>, range: Range<usize>) -> Buffer {
         let bytes = whole.region_of(range.clone()).len();
         Buffer::of(Memory::Part(whole, range.start), bytes)

@@ -12,10 +12,15 @@ pub fn total() -> Option<u64> {
     Some(groups().iter().filter_map(|group| limit(group)).fold(all, u64::min))
 }
 
-/// Bytes that can be used without swapping. `None` if the system does not report it.
+/// Bytes that this process can use without swapping. `None` if the system does not report it.
 pub fn available() -> Option<u64> {
+    available_to_all().map(|all| all.min(address_space().unwrap_or(u64::MAX)))
+}
+
+/// Bytes that this process and others of its control group can use together without swapping.
+pub fn available_to_all() -> Option<u64> {
     let all = meminfo("MemAvailable:")?;
-    Some(groups().iter().filter_map(|group| left(group)).chain(address_space()).fold(all, u64::min))
+    Some(groups().iter().filter_map(|group| left(group)).fold(all, u64::min))
 }
 
 fn meminfo(key: &str) -> Option<u64> {
@@ -45,11 +50,12 @@ fn limit(group: &Path) -> Option<u64> {
     number(&read_to_string(group.join("memory.max")).ok()?)
 }
 
-/// Bytes that a control group can still take. Cached files give way.
+/// Bytes that a control group can still take. The system reclaims cached files first.
 fn left(group: &Path) -> Option<u64> {
     let used = number(&read_to_string(group.join("memory.current")).ok()?)?;
-    let cached = read_to_string(group.join("memory.stat")).unwrap_or_default();
-    let cached = cached.lines().find_map(|line| number(line.strip_prefix("inactive_file ")?)).unwrap_or(0);
+    let stat = read_to_string(group.join("memory.stat")).unwrap_or_default();
+    let of = |key: &str| stat.lines().find_map(|line| number(line.strip_prefix(key)?)).unwrap_or(0);
+    let cached: u64 = ["inactive_file ", "active_file ", "slab_reclaimable "].into_iter().map(of).sum();
     Some(limit(group)?.saturating_sub(used.saturating_sub(cached)))
 }
 
@@ -77,7 +83,7 @@ mod tests {
         write("memory.max", "1000\n");
         assert_eq!((limit(group.path()), left(group.path())), (Some(1000), Some(400)));
         write("memory.stat", "anon 400\ninactive_file 150\nactive_file 50\n");
-        assert_eq!(left(group.path()), Some(550));
+        assert_eq!(left(group.path()), Some(600));
         write("memory.current", "2000\n");
         assert_eq!(left(group.path()), Some(0));
     }

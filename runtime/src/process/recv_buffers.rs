@@ -35,7 +35,7 @@ impl Ring {
         }
     }
 
-    /// The next tensor of a frame, in memory that is freed after use. `ledger` counts it, unless the link does.
+    /// The next tensor of a frame. Host memory is counted by `ledger` and freed after use; a link counts and keeps its own.
     pub fn once(
         &mut self,
         fields: &mut Fields<'_>,

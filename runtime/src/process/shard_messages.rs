@@ -1,4 +1,4 @@
-//! Messages of ZeRO 2 and 3 between processes, as contributions without an order.
+//! Messages of ZeRO 2 and 3 between processes: `Part` frames whose sequence number is 0.
 
 use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;

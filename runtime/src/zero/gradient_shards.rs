@@ -7,9 +7,9 @@
 //!
 //! The owner of a shard is charged for its memory.
 //!
-//! A gradient for owners in another process is added there by whoever comes first after its predecessor: the thread that
-//! receives it, or the one that adds the predecessor. A replica sends a gradient only once all processes have added its
-//! last one, so that neither they nor the network hold more than one of each replica.
+//! A gradient for owners in another process is added there by the thread that receives it, or by the thread that has just
+//! added its predecessor. A replica sends a gradient only once all processes have added its last one, so that neither
+//! they nor the network hold more than one gradient per replica.
 
 use crate::comm::communicator::CollectiveError;
 use crate::device::api::Device;
@@ -169,7 +169,12 @@ impl GradientShards {
             };
             let is_free =
                 state.owners.iter().enumerate().all(has_room) && state.unadded.get(own).is_none_or(|of| *of == 0);
-            if is_free && state.sums.entry(term).or_default().added == before {
+            let sum = state.sums.entry(term).or_default();
+            if sum.added > before {
+                // Another process has added a gradient in the turn of this one.
+                return Err(CollectiveError::PeerLost);
+            }
+            if is_free && sum.added == before && !sum.is_adding {
                 break state.owners.clone();
             }
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);

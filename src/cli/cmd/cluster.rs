@@ -203,10 +203,8 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
         None => this_machine(None, false)?,
     };
     if said.hosts.len() < 2 && (arguments.host.is_some() || arguments.token_file.is_some()) {
-        return Err(Error::input(
-            "`--host` and `--token-file` are for several hosts, but the cluster file lists fewer",
-        )
-        .with_help("omit them, or add a table `[[host]]` for each host"));
+        return Err(Error::input("`--host` and `--token-file` require a cluster file with several hosts")
+            .with_help("omit them, or add a table `[[host]]` for each host"));
     }
     let (mut measured, mut levels) = (said.clone(), BTreeSet::new());
     let mut links = Vec::new();

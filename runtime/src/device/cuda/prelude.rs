@@ -161,12 +161,13 @@ template <class T, class F> DEVICE T across_rows(T value, u32 lanes, F join) {
     __syncthreads();
     return result;
 }
-// Whether this is the last of so many blocks to come here. It sees what the others wrote before.
+// True in the last of `blocks` blocks that call it. This block sees all that the others wrote before their calls.
 DEVICE bool is_last_block(u32* counter, u32 blocks) {
     __shared__ u32 before;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
+        __threadfence();
         before = atomicAdd(counter, 1u);
         if (before == blocks - 1) *counter = 0;
     }

@@ -1,7 +1,7 @@
 //! Reductions. Where the elements of a result are adjacent, a block has one result. Where adjacent results are, a block
 //! has the columns of a few and its threads the rows. Else a thread has one result. With too few results to fill a GPU,
-//! parts are reduced first. The last block of a result joins its parts, always in the same order; where threads have
-//! results, a second launch does.
+//! parts are reduced first. The last block of a result joins its parts, always in the same order. If each thread has a
+//! result, a second launch does.
 
 use super::draft::{KernelBuilder, PACK_BYTES, THREADS, threads_for};
 use super::element::{accumulator, held, load, store, stored};
@@ -273,7 +273,7 @@ impl Task {
                 store(y.dtype, &value)
             )
         };
-        // Joins the parts from `place` on, `apart` apart.
+        // Joins the parts, which start at `place` with stride `apart`.
         let finish = |counter: &str, (place, apart): (&str, usize), across: &str, writes: &str, to: &str| {
             let Some((joined, divisor)) = joined else { return String::new() };
             format!(
@@ -289,24 +289,24 @@ impl Task {
         };
         match self.way {
             Way::Block => {
-                let (across, writes) = (format!("across(total, {join})"), "threadIdx.x == 0");
+                let (across, writes) = ("across(total, join)", "threadIdx.x == 0");
                 let lines = format!(
-                    "at result = i / (at){parts}, piece = i % (at){parts};\n{body}total = {across};\n\
+                    "at result = i / (at){parts}, piece = i % (at){parts};\n{body}auto join = {join};\ntotal = {across};\n\
                      if ({writes}) {{\n{}\n}}{}",
                     write("y", y, divisor, "i"),
-                    finish("result", (&format!("result * (at){parts}"), 1), &across, writes, "result")
+                    finish("result", (&format!("result * (at){parts}"), 1), across, writes, "result")
                 );
                 draft.block_each(results * parts, part, &lines)
             }
             Way::Columns { lanes } => {
                 let tiles = packs.div_ceil(lanes);
-                let across = format!("across_rows(total, {lanes}, {join})");
+                let across = format!("across_rows(total, {lanes}, join)");
                 let writes = format!("is_within && threadIdx.x < {lanes}");
                 let own = format!("result * {width}");
                 let lines = format!(
                     "at piece = i / (at){tiles}, tile = i % (at){tiles}, result = tile * {lanes} + threadIdx.x % {lanes};\n\
                      bool is_within = result < (at){packs};\nif (!is_within) result = 0;\n{body}\
-                     total = {across};\nif ({writes}) {{\n{}\n}}{}",
+                     auto join = {join};\ntotal = {across};\nif ({writes}) {{\n{}\n}}{}",
                     write("y", y, divisor, &format!("(piece * (at){packs} + result) * {width}")),
                     finish("tile", (&own, results), &across, &writes, &own)
                 );
