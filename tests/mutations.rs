@@ -8,7 +8,7 @@ mod damage;
 #[path = "fuzz/src/meet.rs"]
 mod meet;
 
-use damage::{Random, damage};
+use damage::{Random, damage, setting};
 use meet::FuzzStage;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::panic::catch_unwind;
@@ -43,10 +43,6 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
-
-fn setting(name: &str, usual: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
-}
 
 /// Runs a case and checks its resources; a panic states how to repeat it.
 fn case(kind: &str, seed: u64, input: &[u8], run: fn(&[u8]) -> FuzzStage) -> FuzzStage {

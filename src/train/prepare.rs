@@ -170,11 +170,13 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
             .saturating_mul(task.tensor.max(1) as u64),
     };
     let help = "use a smaller `--batch`, fewer in-flight minibatches (`--in-flight`) or more `--microbatches`";
-    // Each process makes the data, and has only some of the workers.
-    memory::check("the synthetic data", made_up, help)?;
-    match task.has_processes {
-        true => memory::check_of_all("training", held.saturating_add(made_up), help)?,
-        false => memory::check("training", held.saturating_add(made_up), help)?,
+    let needed = held.saturating_add(made_up);
+    if task.has_processes {
+        // Each process makes the data, and has only some of the workers.
+        memory::check("the synthetic data", made_up, help)?;
+        memory::check_of_all("training", needed, help)?;
+    } else {
+        memory::check("training", needed, help)?;
     }
     let item_rows = task.batch as usize / task.microbatches as usize;
     let subject = subject(task, loss, &task.devices[0]);

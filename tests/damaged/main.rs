@@ -7,7 +7,7 @@
 mod damage;
 
 use compiler::tensor::{DType, Tensor};
-use damage::{Random, damage, edit_text};
+use damage::{Random, damage, edit_text, setting};
 use runtime::data::weights;
 use std::fs;
 use std::path::Path;
@@ -130,10 +130,6 @@ node4 -- Linear -- forward_compute_time=2.0, backward_compute_time=3.0, activati
 \tnode2 -- node4
 \tnode3 -- node4
 ";
-
-fn setting(name: &str, usual: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
-}
 
 fn pipec(folder: &Path, arguments: &str) -> Command {
     let script = format!("ulimit -v {MOST_KB}; ulimit -t {MOST_CPU_SECONDS}; exec \"$0\" -q {arguments}");

@@ -40,6 +40,11 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// Maximum time to flush queues after a successful run.
 const FAREWELL: Duration = Duration::from_secs(3);
 
+/// The start of a `Part` frame: the number of the communicator, the sequence number, and the member.
+fn part_head(number: u32, meeting: u64, member: usize) -> Vec<u8> {
+    [&number.to_le_bytes()[..], &meeting.to_le_bytes(), &(member as u32).to_le_bytes()].concat()
+}
+
 /// This process's connections to its peers.
 pub struct Exchange<'a> {
     group: Group,
@@ -250,10 +255,7 @@ impl<'a> Exchange<'a> {
         let queues: Vec<Sender<Outbound>> =
             others.keys().map(|process| Ok(self.line(*process)?.0.clone())).collect::<Result<_, LinkError>>()?;
         let forward: Forward<T> = Box::new(move |meeting, member, part| {
-            let mut head = number.to_le_bytes().to_vec();
-            head.extend(meeting.to_le_bytes());
-            head.extend((member as u32).to_le_bytes());
-            let mut bodies = Vec::new();
+            let (mut head, mut bodies) = (part_head(number, meeting, member), Vec::new());
             part.pack(&mut head, &mut bodies);
             for queue in &queues {
                 // The queue has no reader after the end of the run.
@@ -289,10 +291,7 @@ impl<'a> Exchange<'a> {
         let queue = |process: &usize| Ok((*process, self.line(*process)?.0.clone()));
         let queues: BTreeMap<usize, Sender<Outbound>> = others.iter().map(queue).collect::<Result<_, LinkError>>()?;
         let send: SendMessage = Box::new(move |process, member, message| {
-            let mut head = number.to_le_bytes().to_vec();
-            head.extend(0u64.to_le_bytes());
-            head.extend((member as u32).to_le_bytes());
-            let mut bodies = Vec::new();
+            let (mut head, mut bodies) = (part_head(number, 0, member), Vec::new());
             shard_messages::pack(message, &mut head, &mut bodies);
             // The queue has no reader after the end of the run.
             if let Some(queue) = queues.get(&process) {

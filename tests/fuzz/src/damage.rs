@@ -2,6 +2,11 @@
 
 #![allow(dead_code)]
 
+/// The number in a variable of the environment.
+pub fn setting(name: &str, usual: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
+}
+
 /// xorshift64*.
 pub struct Random(u64);
 

@@ -124,7 +124,7 @@ fn reduce_and_divide(
     let (outer, inner) = (along(false), along(true));
     let task = Task::new(kind, (from, layout.dtype), outer, inner);
     if task.parts == 1 {
-        launch_plan.launches.push(task.launch(y, divisor));
+        launch_plan.launches.push(task.launch(y, divisor, None));
         return;
     }
     // Partial results keep the width of the compute type.
@@ -132,11 +132,11 @@ fn reduce_and_divide(
     let partials = launch_plan.take(task.results * task.parts * kept.size());
     let partial = Target { at: partials, dtype: kept, adds: false };
     if let Way::Thread = task.way {
-        launch_plan.launches.push(task.launch(partial, 1));
+        launch_plan.launches.push(task.launch(partial, 1, None));
         let layout = TensorLayout { dtype: kept, shape: vec![task.results, task.parts] };
         reduce_and_divide(launch_plan, kind, &[1], (partials, &layout), y, divisor);
     } else {
-        launch_plan.launches.push(task.launch_joined(partial, y, divisor));
+        launch_plan.launches.push(task.launch(partial, 1, Some((y, divisor))));
     }
 }
 
@@ -210,17 +210,9 @@ impl Task {
         Task { kind, x, outer, inner, results, each, way, parts, part }
     }
 
-    /// Writes every part of every result, divided by `divisor`.
-    fn launch(&self, y: Target, divisor: usize) -> Launch {
-        self.launch_and_join(y, divisor, None)
-    }
-
-    /// Writes every part of every result. The last block of a result joins its parts.
-    fn launch_joined(&self, partial: Target, y: Target, divisor: usize) -> Launch {
-        self.launch_and_join(partial, 1, Some((y, divisor)))
-    }
-
-    fn launch_and_join(&self, y: Target, divisor: usize, joined: Option<(Target, usize)>) -> Launch {
+    /// Writes every part of every result, divided by `divisor`. If `joined` is given, the last block of a result joins its
+    /// parts, and writes them there, divided by that divisor.
+    fn launch(&self, y: Target, divisor: usize, joined: Option<(Target, usize)>) -> Launch {
         let Task { results, each, parts, part, .. } = *self;
         let Join { held, start, of } = Join::new(self.kind, self.x.1);
         let mut draft = KernelBuilder::new(results * each * self.inner.width);
