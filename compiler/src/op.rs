@@ -710,6 +710,9 @@ pub struct Dropout {
 pub struct CrossEntropy {
     pub axis: usize,
     pub ignore: Option<i64>,
+    /// True if the outputs are `f32` though the logits have a two-byte type.
+    #[serde(default)]
+    pub wide: bool,
 }
 
 /// Gradient of [`CrossEntropy`] for the logits. Inputs: dloss (scalar), logits, target, log-sum-exp.
@@ -718,6 +721,9 @@ pub struct CrossEntropyGrad {
     pub axis: usize,
     /// The ignored target value, as PyTorch's `ignore_index`.
     pub ignore: Option<i64>,
+    /// As [`CrossEntropy::wide`]. The gradient has the type of the logits.
+    #[serde(default)]
+    pub wide: bool,
 }
 
 /// All-reduce of terms over a tensor-parallel group. See [`collective`].

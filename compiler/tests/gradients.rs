@@ -187,10 +187,7 @@ fn symbolic_gradients_bind_to_the_plain_ones() {
         (Op::LogSoftmax(LogSoftmax { axis: 1 }), vec![float("b n")]),
         (Op::LayerNorm(LayerNorm { axis: 1, epsilon: 1e-5 }), vec![float("b n"), float("n"), float("n")]),
         (Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), vec![float("b 3 n"), float("3"), float("3")]),
-        (
-            Op::CrossEntropy(CrossEntropy { axis: 1, ignore: Some(2) }),
-            vec![float("b 7 n"), Fact::new(DType::I64, dims("b n"))],
-        ),
+        (Op::CrossEntropy(CrossEntropy::new(1, Some(2))), vec![float("b 7 n"), Fact::new(DType::I64, dims("b n"))]),
         (Op::Gather(Gather { axis: 0 }), vec![float("n+2 3"), Fact::new(DType::I64, dims("b"))]),
     ];
     let bindings = Bindings::from([("b".to_string(), 3), ("n".to_string(), 5)]);

@@ -173,11 +173,11 @@ fn divisible() -> Vec<Sample> {
     ];
     for (axis, ignore) in [(2, Some(-100)), (0, Some(-100))] {
         let shape = if axis == 2 { [3, 4, 8] } else { [8, 3, 4] };
-        let loss = CrossEntropy { axis, ignore };
+        let loss = CrossEntropy::new(axis, ignore);
         let (logits, target) = (x(&shape), labels(12, 8));
         let lse = run(&loss, &[logits.clone(), target.clone()]).remove(1);
         list.push(of(Op::CrossEntropy(loss), vec![logits.clone(), target.clone()]));
-        let grad = CrossEntropyGrad { axis, ignore };
+        let grad = CrossEntropyGrad::new(axis, ignore);
         list.push(of(Op::CrossEntropyGrad(grad), vec![Tensor::from_f32(&[], &[0.7]), logits, target, lse]));
     }
     for kind in [ReduceKind::Sum, ReduceKind::Mean, ReduceKind::Max, ReduceKind::Min, ReduceKind::Prod] {
@@ -294,13 +294,10 @@ fn what_does_not_exist_is_refused_by_all_devices() {
         ),
         (Op::Gather(Gather { axis: 0 }), vec![ramp(&[8, 4], 1), Tensor::from_i64(&[2], &[1, 8])]),
         (
-            Op::CrossEntropy(CrossEntropy { axis: 1, ignore: Some(-100) }),
+            Op::CrossEntropy(CrossEntropy::new(1, Some(-100))),
             vec![classes.clone(), Tensor::from_i64(&[4], &[0, 8, -100, 2])],
         ),
-        (
-            Op::CrossEntropy(CrossEntropy { axis: 1, ignore: None }),
-            vec![classes, Tensor::from_i64(&[4], &[0, 1, -1, 2])],
-        ),
+        (Op::CrossEntropy(CrossEntropy::new(1, None)), vec![classes, Tensor::from_i64(&[4], &[0, 1, -1, 2])]),
     ];
     for (op, inputs) in ops {
         assert!(try_run(rule(&op), &inputs).is_err());

@@ -45,8 +45,8 @@ pub fn cases() -> Vec<(Op, Vec<Tensor>)> {
         let [outer, classes, inner] = shape;
         let (x, target) = (values(&shape, 1), labels(&[outer, inner], classes));
         cases.push((Op::Softmax(Softmax { axis }), vec![x.clone()]));
-        cases.push((Op::CrossEntropy(CrossEntropy { axis, ignore: Some(7) }), vec![x.clone(), target.clone()]));
-        let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis, ignore: Some(7) });
+        cases.push((Op::CrossEntropy(CrossEntropy::new(axis, Some(7))), vec![x.clone(), target.clone()]));
+        let grad = Op::CrossEntropyGrad(CrossEntropyGrad::new(axis, Some(7)));
         cases.push((grad, vec![Tensor::from_f32(&[], &[0.5]), x, target, values(&[outer, inner], 2)]));
     }
     for (shape, axes) in [

@@ -483,15 +483,15 @@ fn losses_of_many_shapes() {
         let logits = random(&shape, 14);
         let target = labels(n * inner, classes, 15).reshaped(target_shape).unwrap();
         for ignore in [None, Some(2)] {
-            let loss = Op::CrossEntropy(CrossEntropy { axis: 1, ignore });
+            let loss = Op::CrossEntropy(CrossEntropy::new(1, ignore));
             let inputs = [logits.clone(), target.clone()];
             ask_both("", loss.clone(), &inputs);
             let lse = reference(&loss, &inputs, &infer(&loss, &inputs)).unwrap()[1].clone();
             let inputs = [Tensor::from_f32(&[], &[0.7]), logits.clone(), target.clone(), lse];
-            ask_both("", Op::CrossEntropyGrad(CrossEntropyGrad { axis: 1, ignore }), &inputs);
+            ask_both("", Op::CrossEntropyGrad(CrossEntropyGrad::new(1, ignore)), &inputs);
         }
     }
-    let loss = Op::CrossEntropy(CrossEntropy { axis: 1, ignore: None });
+    let loss = Op::CrossEntropy(CrossEntropy::new(1, None));
     ask("label outside", &loss, &[random(&[2, 3], 1), Tensor::from_i64(&[2], &[0, 3])]);
 }
 

@@ -20,6 +20,20 @@ use super::sample::{ramp, run};
 use super::softmax::{max_and_sum, rows};
 use super::*;
 
+impl CrossEntropy {
+    /// Outputs have the type of the logits.
+    pub fn new(axis: usize, ignore: Option<i64>) -> CrossEntropy {
+        CrossEntropy { axis, ignore, wide: false }
+    }
+}
+
+impl CrossEntropyGrad {
+    /// The inputs have the type of the logits.
+    pub fn new(axis: usize, ignore: Option<i64>) -> CrossEntropyGrad {
+        CrossEntropyGrad { axis, ignore, wide: false }
+    }
+}
+
 impl OpRule for CrossEntropy {
     fn name(&self) -> &'static str {
         "cross_entropy"
@@ -27,8 +41,8 @@ impl OpRule for CrossEntropy {
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [logits, target] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
-        let lse = check(logits, target, self.axis)?;
-        Ok(vec![Fact::new(logits.dtype, vec![]), lse])
+        let lse = check(logits, target, self.axis, self.wide)?;
+        Ok(vec![Fact::new(lse.dtype, vec![]), lse])
     }
 
     // Per logit: a comparison, a difference, an exponential (16 flops, as in `unary`) and an addition.
@@ -39,7 +53,7 @@ impl OpRule for CrossEntropy {
     // dlogits = CrossEntropyGrad(dloss, logits, target, lse)
     fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (Some(dloss), true) = (at.d_outputs[0], at.wanted[0]) else { return vec![None; 2] };
-        let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis: self.axis, ignore: self.ignore });
+        let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis: self.axis, ignore: self.ignore, wide: self.wide });
         vec![Some(out.emit(grad, &[dloss, at.inputs[0], at.inputs[1], at.outputs[1]])), None]
     }
 
@@ -92,8 +106,8 @@ impl OpRule for CrossEntropyGrad {
         let [dloss, logits, target, lse] = inputs else {
             return Err(FactError::Arity { expected: 4, got: inputs.len() });
         };
-        let expected = check(logits, target, self.axis)?;
-        same("the gradient of the loss", dloss, "the loss", &Fact::new(logits.dtype, vec![]))?;
+        let expected = check(logits, target, self.axis, self.wide)?;
+        same("the gradient of the loss", dloss, "the loss", &Fact::new(expected.dtype, vec![]))?;
         same("the log-sum-exp", lse, "one value a target", &expected)?;
         Ok(vec![(*logits).clone()])
     }
@@ -147,7 +161,7 @@ impl OpRule for CrossEntropyGrad {
     }
 }
 
-fn check(logits: &Fact, target: &Fact, axis: usize) -> Result<Fact, FactError> {
+fn check(logits: &Fact, target: &Fact, axis: usize, wide: bool) -> Result<Fact, FactError> {
     if !logits.dtype.is_float() {
         return Err(FactError::DType { what: "logits", expected: "a float".into(), got: logits.dtype });
     }
@@ -161,7 +175,7 @@ fn check(logits: &Fact, target: &Fact, axis: usize) -> Result<Fact, FactError> {
     shape.remove(axis);
     let expected = Fact::new(target.dtype, shape.clone());
     same("the target", target, "the logits without their classes", &expected)?;
-    Ok(Fact::new(logits.dtype, shape))
+    Ok(Fact::new(if wide && logits.dtype.size() == 2 { DType::F32 } else { logits.dtype }, shape))
 }
 
 /// The class of target `i`, or `None` if it is ignored.
@@ -190,13 +204,13 @@ pub fn samples() -> Vec<Sample> {
         ("one row without a batch", 0, None, ramp(&[6], 6), labels(&[], &[3])),
     ];
     let both = |(title, axis, ignore, logits, target): (_, usize, Option<i64>, Tensor, Tensor)| {
-        let forward = CrossEntropy { axis, ignore };
+        let forward = CrossEntropy::new(axis, ignore);
         let inputs = vec![logits.clone(), target.clone()];
         let lse = run(&forward, &inputs).remove(1);
         let dloss = Tensor::from_f32(&[], &[0.75]);
         // At a large logit, the step of a finite difference is too coarse.
         let differentiate = if title == "large logits" { vec![] } else { vec![0] };
-        let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis, ignore });
+        let grad = Op::CrossEntropyGrad(CrossEntropyGrad::new(axis, ignore));
         [
             Sample { title, op: Op::CrossEntropy(forward), inputs, differentiate },
             Sample { title, op: grad, inputs: vec![dloss, logits, target, lse], differentiate: vec![] },
@@ -215,12 +229,12 @@ mod tests {
     fn numbers_agree_with_pytorch() {
         let logits = Tensor::from_f64(&[2, 3, 2], &[1., 2., 0.5, -1., 0., 3., 2., 2., -2., 0.25, 1., 1.]);
         let target = Tensor::from_i64(&[2, 2], &[2, 0, -100, 1]);
-        let op = CrossEntropy { axis: 1, ignore: Some(-100) };
+        let op = CrossEntropy::new(1, Some(-100));
         let saved = run(&op, &[logits.clone(), target.clone()]);
         assert_eq!((saved[0].shape(), saved[1].shape()), (&[][..], &[2, 2][..]));
         assert_close(&saved[0], &[1.7298959262626579]);
         assert_close(&saved[1], &[1.6802696706417346, 3.3265626412674703, 2.3265626412674703, 2.432855466878769]);
-        let grad = CrossEntropyGrad { axis: 1, ignore: Some(-100) };
+        let grad = CrossEntropyGrad::new(1, Some(-100));
         let dloss = Tensor::from_f64(&[], &[1.0]);
         let dlogits = run(&grad, &[dloss, logits, target, saved[1].clone()]);
         let expected = [
@@ -246,9 +260,9 @@ mod tests {
         for label in [3, -1, -100, i64::MIN, i64::MAX] {
             let target = Tensor::from_i64(&[2], &[0, label]);
             let expected = Err(KernelError::Label { label, classes: 3 });
-            let op = CrossEntropy { axis: 1, ignore: Some(-2) };
+            let op = CrossEntropy::new(1, Some(-2));
             assert_eq!(try_run(&op, &[logits.clone(), target.clone()]), expected);
-            let grad = CrossEntropyGrad { axis: 1, ignore: Some(-2) };
+            let grad = CrossEntropyGrad::new(1, Some(-2));
             let (dloss, lse) = (Tensor::from_f32(&[], &[1.0]), Tensor::from_f32(&[2], &[0.0; 2]));
             assert_eq!(try_run(&grad, &[dloss, logits.clone(), target, lse]), expected);
         }
@@ -257,9 +271,9 @@ mod tests {
     #[test]
     fn nothing_left_to_average_is_zero_without_a_gradient() {
         let (logits, target) = (ramp(&[2, 3], 1), Tensor::from_i64(&[2], &[7, 7]));
-        let saved = run(&CrossEntropy { axis: 1, ignore: Some(7) }, &[logits.clone(), target.clone()]);
+        let saved = run(&CrossEntropy::new(1, Some(7)), &[logits.clone(), target.clone()]);
         assert_eq!(saved[0].to_f64(), [0.0]);
-        let grad = CrossEntropyGrad { axis: 1, ignore: Some(7) };
+        let grad = CrossEntropyGrad::new(1, Some(7));
         let dlogits = run(&grad, &[Tensor::from_f32(&[], &[1.0]), logits, target, saved[1].clone()]);
         assert_eq!(dlogits[0].to_f64(), [0.0; 6]);
     }
@@ -268,9 +282,9 @@ mod tests {
     fn a_masked_class_weighs_nothing() {
         let logits = Tensor::from_f64(&[1, 3], &[1.0, f64::NEG_INFINITY, 1.0]);
         let target = Tensor::from_i64(&[1], &[0]);
-        let saved = run(&CrossEntropy { axis: 1, ignore: None }, &[logits.clone(), target.clone()]);
+        let saved = run(&CrossEntropy::new(1, None), &[logits.clone(), target.clone()]);
         assert_close(&saved[0], &[std::f64::consts::LN_2]);
-        let grad = CrossEntropyGrad { axis: 1, ignore: None };
+        let grad = CrossEntropyGrad::new(1, None);
         let dlogits = run(&grad, &[Tensor::from_f64(&[], &[1.0]), logits, target, saved[1].clone()]);
         assert_close(&dlogits[0], &[-0.5, 0.0, 0.5]);
     }
@@ -279,7 +293,7 @@ mod tests {
     fn shapes_and_errors() {
         let logits = Fact::of(DType::F32, &[2, 5, 3]);
         let infer = |axis, target: Fact| {
-            let facts = CrossEntropy { axis, ignore: None }.infer(&[&logits, &target]);
+            let facts = CrossEntropy::new(axis, None).infer(&[&logits, &target]);
             facts.map_or_else(|e| e.to_string(), |f| format!("{} {}", f[0], f[1]))
         };
         assert_eq!(infer(1, Fact::of(DType::I32, &[2, 3])), "f32[] f32[2, 3]");

@@ -111,7 +111,8 @@ pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<
     if !fact.dtype.is_float() {
         return Err(LossError::NotFloat { name, fact: fact.to_string() });
     }
-    if matches!(fact.dtype, DType::F16 | DType::Bf16) {
+    let is_narrow = matches!(fact.dtype, DType::F16 | DType::Bf16);
+    if is_narrow && loss != Loss::CrossEntropy {
         let mut out = Writer { graph, origin: Origin { source: LOSS.into(), module: String::new() } };
         y = out.emit(Op::Cast(Cast { to: DType::F32 }), &[y]);
         fact.dtype = DType::F32;
@@ -136,7 +137,8 @@ pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<
             let mut shape = fact.shape.clone();
             shape.remove(axis);
             let labels = target(&mut out, Fact::new(DType::I64, shape));
-            out.emit(Op::CrossEntropy(CrossEntropy { axis, ignore: Some(IGNORED) }), &[y, labels])
+            // The logits are often the largest tensor of a model, so they are not copied into `f32`.
+            out.emit(Op::CrossEntropy(CrossEntropy { axis, ignore: Some(IGNORED), wide: is_narrow }), &[y, labels])
         }
         Loss::Mse => {
             let wanted = target(&mut out, fact.clone());

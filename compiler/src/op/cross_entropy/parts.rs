@@ -31,7 +31,7 @@ impl CrossEntropy {
     pub(super) fn by_classes(&self, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let logits = at.inputs[0];
         let targets = Targets::of(out, at.inputs[1], at.whole[0].shape[self.axis].clone(), self.ignore, at.devices);
-        let local = CrossEntropy { axis: self.axis, ignore: Some(NO_CLASS) };
+        let local = CrossEntropy { ignore: Some(NO_CLASS), ..*self };
         let both = out.emit_all(Op::CrossEntropy(local), &[logits, targets.labels]);
         let [mean, own_lse] = both[..] else { unreachable!("infer gives two outputs") };
 
@@ -81,6 +81,8 @@ impl CrossEntropyGrad {
         let as_column = |out: &mut dyn Emit, value| out.emit(Op::Reshape(Reshape { shape: column.clone() }), &[value]);
 
         let lse = as_column(out, lse);
+        let narrow = logits;
+        let logits = cast(out, logits, lse);
         let below = out.emit(Op::Binary(Binary::Sub), &[logits, lse]);
         let weight = out.emit(Op::Unary(Unary::Exp), &[below]);
         let mut row = vec![Dim::Known(1); out.fact(logits).rank()];
@@ -96,7 +98,8 @@ impl CrossEntropyGrad {
         let slope = out.emit(Op::Binary(Binary::Mul), &[each, slope]);
         let counted = as_column(out, targets.counted);
         let zero = out.emit(scalar(out.fact(logits).dtype, 0.0), &[]);
-        vec![out.emit(Op::Select(Select {}), &[counted, slope, zero])]
+        let slope = out.emit(Op::Select(Select {}), &[counted, slope, zero]);
+        vec![cast(out, slope, narrow)]
     }
 }
 

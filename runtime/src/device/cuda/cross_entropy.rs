@@ -7,6 +7,7 @@ use super::rows::Written;
 use super::softmax::{most_and_total, operand, rows_of};
 use crate::device::layout::TensorLayout;
 use compiler::op::{CrossEntropy, CrossEntropyGrad};
+use compiler::tensor::DType;
 
 /// C++ condition that label `t` is not ignored.
 fn counts(ignore: Option<i64>) -> String {
@@ -21,7 +22,7 @@ fn counts(ignore: Option<i64>) -> String {
 fn count(target: &TensorLayout, input: usize, classes: usize, ignore: Option<i64>, to: At) -> Launch {
     let mut draft = KernelBuilder::new(target.len());
     draft.reads("target", target.dtype, At::input(input));
-    draft.writes("count", compiler::tensor::DType::U64, to);
+    draft.writes("count", DType::U64, to);
     draft.faults(At { base: Base::Fault, offset: 0 });
     let lines = format!(
         "u64 counted = 0, wrong = ~0ull;\n\
@@ -38,8 +39,8 @@ fn count(target: &TensorLayout, input: usize, classes: usize, ignore: Option<i64
     draft.block_each(1, target.len(), &lines)
 }
 
-/// Outputs the loss and the log-sum-exp of every row.
-pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -> Option<LaunchPlan> {
+/// Outputs the loss and the log-sum-exp of every row, in type `results`.
+pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout, results: DType) -> Option<LaunchPlan> {
     let (size, inner) = (logits.shape[op.axis], logits.shape[op.axis + 1..].iter().product::<usize>());
     let (rows, from) = rows_of(logits, op.axis);
     let sums = accumulator(logits.dtype);
@@ -51,14 +52,14 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
     let mut draft = KernelBuilder::new(logits.len());
     draft.reads("x", logits.dtype, At::input(0));
     draft.reads("target", target.dtype, At::input(1));
-    draft.writes("lse", logits.dtype, At::output(1));
+    draft.writes("lse", results, At::output(1));
     draft.writes("losses", sums, losses);
     let lines = format!(
         "{from}{}\
          if (threadIdx.x == 0) {{\n{kind} l = most + m_log(total);\nlse[i] = {};\ni64 t = (i64){};\n\
          losses[i] = {} && (u64)t < (u64){size} ? l - {} : ({kind})0;\n}}",
         most_and_total(logits.dtype, &rows),
-        store(logits.dtype, "l"),
+        store(results, "l"),
         load(target.dtype, "target[i]"),
         counts(op.ignore),
         load(logits.dtype, &format!("x[from + (at)t * (at){inner}]"))
@@ -66,13 +67,13 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
     launch_plan.launches.push(draft.rows_each(target.len(), &rows, &lines));
     let mut draft = KernelBuilder::new(target.len());
     draft.reads("losses", sums, losses);
-    draft.reads("count", compiler::tensor::DType::U64, counted);
-    draft.writes("loss", logits.dtype, At::output(0));
+    draft.reads("count", DType::U64, counted);
+    draft.writes("loss", results, At::output(0));
     let lines = format!(
         "{kind} sum = 0;\nfor (at k = threadIdx.x; k < (at){}; k += blockDim.x) sum += losses[k];\nsum = sum_across(sum);\n\
          if (threadIdx.x == 0) loss[0] = {};",
         target.len(),
-        store(logits.dtype, &format!("sum / ({kind})(count[0] > 0 ? count[0] : 1)"))
+        store(results, &format!("sum / ({kind})(count[0] > 0 ? count[0] : 1)"))
     );
     launch_plan.launches.push(draft.block_each(1, target.len(), &lines));
     Some(launch_plan)
@@ -93,11 +94,11 @@ pub fn grad(
     draft.reads("dloss", dloss.dtype, At::input(0));
     draft.reads("x", logits.dtype, At::input(1));
     draft.reads("target", target.dtype, At::input(2));
-    draft.reads("lse", logits.dtype, At::input(3));
-    draft.reads("count", compiler::tensor::DType::U64, counted);
+    draft.reads("lse", dloss.dtype, At::input(3));
+    draft.reads("count", DType::U64, counted);
     draft.writes("y", logits.dtype, At::output(0));
     let of_row = |row: &str| {
-        let (t, lse) = (load(target.dtype, &format!("target[{row}]")), load(logits.dtype, &format!("lse[{row}]")));
+        let (t, lse) = (load(target.dtype, &format!("target[{row}]")), load(dloss.dtype, &format!("lse[{row}]")));
         let (dloss, is_counted) = (load(dloss.dtype, "dloss[0]"), counts(op.ignore));
         format!(
             "i64 t = (i64){t};\nbool is_counted = {is_counted};\n{kind} log_sum = {lse}, slope = {dloss} / ({kind})count[0];\n"

@@ -61,7 +61,9 @@ impl LaunchPlan {
             (Op::BatchNormGrad(_), [_, x, scale, ..], _) => batch_norm::grad(x, scale),
             (Op::Dropout(op), [x, _], _) => movement::dropout(op, x),
             (Op::DropoutPart(op), [x, _, _], _) => movement::dropout_part(op, x),
-            (Op::CrossEntropy(op), [logits, target], _) => cross_entropy::kernel(op, logits, target),
+            (Op::CrossEntropy(op), [logits, target], [loss, _]) => {
+                cross_entropy::kernel(op, logits, target, loss.dtype)
+            }
             (Op::CrossEntropyGrad(op), [dloss, logits, target, _], _) => cross_entropy::grad(op, dloss, logits, target),
             _ => None,
         }

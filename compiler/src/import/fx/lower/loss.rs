@@ -52,7 +52,7 @@ pub fn cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
     let weights = scope.optional("weight")?;
     if reduction == Reduction::Mean && weights.is_none() {
-        return one(scope.add(Op::CrossEntropy(CrossEntropy { axis: 1, ignore }), &[logits, target])?);
+        return one(scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits, target])?);
     }
     let logarithm = scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?;
     one(picked(scope, logarithm, target, weights, reduction, ignore)?)
@@ -68,7 +68,7 @@ pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     let loss = match behind && reduction == Reduction::Mean && weights.is_none() {
         true => {
             let logits = scope.graph.inputs(logarithm.node)[0];
-            scope.add(Op::CrossEntropy(CrossEntropy { axis: 1, ignore }), &[logits, target])?
+            scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits, target])?
         }
         false => picked(scope, logarithm, target, weights, reduction, ignore)?,
     };

@@ -49,7 +49,7 @@ pub fn softmax_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
             let weights = scope.optional(2)?;
             picked(scope, logarithm, target, weights, reduction, ignore)?
         }
-        _ => scope.add(Op::CrossEntropy(CrossEntropy { axis: 1, ignore }), &[logits, target])?,
+        _ => scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits, target])?,
     }));
     outputs.extend(logarithm.map(Known::Value));
     Ok(outputs)
@@ -63,7 +63,7 @@ pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     let behind = scope.graph.node(logarithm.node).op == Op::LogSoftmax(LogSoftmax { axis: 1 });
     if reduction == Reduction::Mean && !scope.has(2) && behind {
         let logits = scope.graph.inputs(logarithm.node);
-        let loss = scope.add(Op::CrossEntropy(CrossEntropy { axis: 1, ignore }), &[logits[0], target])?;
+        let loss = scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits[0], target])?;
         return Ok(vec![Known::Value(loss)]);
     }
     let weights = scope.optional(2)?;
