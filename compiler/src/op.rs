@@ -711,7 +711,7 @@ pub struct CrossEntropy {
     pub axis: usize,
     pub ignore: Option<i64>,
     /// True if the outputs are `f32` though the logits have a two-byte type.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub wide: bool,
 }
 
@@ -722,7 +722,7 @@ pub struct CrossEntropyGrad {
     /// The ignored target value, as PyTorch's `ignore_index`.
     pub ignore: Option<i64>,
     /// As [`CrossEntropy::wide`]. The gradient has the type of the logits.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub wide: bool,
 }
 

@@ -177,8 +177,13 @@ fn divisible() -> Vec<Sample> {
         let (logits, target) = (x(&shape), labels(12, 8));
         let lse = run(&loss, &[logits.clone(), target.clone()]).remove(1);
         list.push(of(Op::CrossEntropy(loss), vec![logits.clone(), target.clone()]));
-        let grad = CrossEntropyGrad::new(axis, ignore);
-        list.push(of(Op::CrossEntropyGrad(grad), vec![Tensor::from_f32(&[], &[0.7]), logits, target, lse]));
+        let (grad, dloss) = (CrossEntropyGrad::new(axis, ignore), Tensor::from_f32(&[], &[0.7]));
+        list.push(of(Op::CrossEntropyGrad(grad), vec![dloss.clone(), logits.clone(), target.clone(), lse]));
+        let (loss, narrow) = (CrossEntropy { wide: true, ..loss }, logits.cast(DType::Bf16));
+        let lse = run(&loss, &[narrow.clone(), target.clone()]).remove(1);
+        list.push(of(Op::CrossEntropy(loss), vec![narrow.clone(), target.clone()]));
+        let grad = CrossEntropyGrad { wide: true, ..grad };
+        list.push(of(Op::CrossEntropyGrad(grad), vec![dloss, narrow, target, lse]));
     }
     for kind in [ReduceKind::Sum, ReduceKind::Mean, ReduceKind::Max, ReduceKind::Min, ReduceKind::Prod] {
         for keep in [true, false] {

@@ -495,6 +495,33 @@ fn losses_of_many_shapes() {
     ask("label outside", &loss, &[random(&[2, 3], 1), Tensor::from_i64(&[2], &[0, 3])]);
 }
 
+/// Wide losses of 16-bit logits are those of the logits in `f32`, bit for bit, and their gradient is rounded once.
+#[test]
+fn wide_losses_are_those_of_wider_logits() {
+    for dtype in [DType::F16, DType::Bf16] {
+        for (n, classes) in [(64, 10), (7, 1000)] {
+            let (logits, target) = (random(&[n, classes], 16).cast(dtype), labels(n, classes, 17));
+            let made = |op: &Op, inputs: &[Tensor]| {
+                let outputs = infer(op, inputs);
+                run(&Kernel::new(op, &facts_of(inputs), &outputs), inputs, &outputs).unwrap()
+            };
+            let loss = CrossEntropy::new(1, Some(2));
+            let wider = logits.cast(DType::F32);
+            let want = made(&Op::CrossEntropy(loss), &[wider.clone(), target.clone()]);
+            let wide = Op::CrossEntropy(CrossEntropy { wide: true, ..loss });
+            let got = made(&wide, &[logits.clone(), target.clone()]);
+            let bytes = |tensors: &[Tensor]| tensors.iter().map(|t| t.bytes().to_vec()).collect::<Vec<_>>();
+            assert_eq!((got[0].dtype(), bytes(&got)), (DType::F32, bytes(&want)), "{dtype}");
+            let (dloss, lse) = (Tensor::from_f32(&[], &[0.7]), want[1].clone());
+            let grad = CrossEntropyGrad::new(1, Some(2));
+            let inputs = [dloss.clone(), wider, target.clone(), lse.clone()];
+            let want = made(&Op::CrossEntropyGrad(grad), &inputs)[0].cast(dtype);
+            let wide = Op::CrossEntropyGrad(CrossEntropyGrad { wide: true, ..grad });
+            assert_eq!(made(&wide, &[dloss, logits, target, lse])[0].bytes(), want.bytes(), "{dtype}");
+        }
+    }
+}
+
 #[test]
 fn elementwise_broadcasts_of_many_shapes() {
     let shapes: [[&[usize]; 2]; 7] = [

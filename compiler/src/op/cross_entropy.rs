@@ -289,6 +289,15 @@ mod tests {
         assert_close(&dlogits[0], &[-0.5, 0.0, 0.5]);
     }
 
+    // Plans know a model by the hash of its graph, which has the attributes of its ops.
+    #[test]
+    fn attributes_of_imported_losses_are_those_of_earlier_plans() {
+        let text = |wide| serde_json::to_string(&CrossEntropy { wide, ..CrossEntropy::new(1, None) }).unwrap();
+        assert_eq!(text(false), r#"{"axis":1,"ignore":null}"#);
+        assert_eq!(serde_json::from_str::<CrossEntropy>(&text(false)).unwrap(), CrossEntropy::new(1, None));
+        assert!(serde_json::from_str::<CrossEntropy>(&text(true)).unwrap().wide);
+    }
+
     #[test]
     fn shapes_and_errors() {
         let logits = Fact::of(DType::F32, &[2, 5, 3]);
