@@ -71,6 +71,11 @@ impl<T> Communicator<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// True if other processes receive the contributions of local members.
+    pub fn forwards(&self) -> bool {
+        self.forward.is_some()
+    }
+
     /// Contributes a value to collective `number` without blocking.
     pub fn bring(&self, number: u64, member: usize, part: T) {
         if let Some(forward) = &self.forward {

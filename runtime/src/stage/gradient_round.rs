@@ -66,9 +66,12 @@ impl StageWorker<'_> {
         samples.sort_by_key(|(item, _)| *item);
         self.take_sums(round, bucket, &mut terms);
         // On separate devices every replica would sum in its own buffer. In one process other replicas may still read
-        // this contribution.
+        // this contribution. A buffer that waits to be sent to another process is held here until then.
+        let is_sent = self.replicas.forwards();
         for own in all.get(self.gathered.replica).into_iter().flat_map(|own| own.terms.iter().flatten()) {
-            own.release_slot();
+            if !is_sent {
+                own.release_slot();
+            }
             self.executor.device.give(own.clone());
         }
         match self.reduced.get_mut(&round) {

@@ -76,8 +76,11 @@ impl StageWorker<'_> {
     pub fn receive_shards(&mut self, version: u32, bucket: u32) -> Result<bool, CollectiveError> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(false) };
         let all = shard_comm.meet(self.meeting(version, bucket))?;
-        // All replicas have contributed: charge buffers still to be read to their readers, as on separate devices.
-        all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.release_slot());
+        // All replicas have contributed: charge buffers still to be read to their readers, as on separate devices. Those
+        // that wait to be sent to another process are held here until then.
+        if !shard_comm.forwards() {
+            all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.release_slot());
+        }
         let in_place = self.all_reduce.as_ref().map_or(Vec::new(), |_| self.stepped_in(version, bucket));
         let device = &self.executor.device;
         let weights = self.versions.get_mut(&version).ok_or(CollectiveError::PeerLost)?;

@@ -44,12 +44,15 @@ impl StageWorker<'_> {
             let Some(step) = self.late[at].waiting.pop_front() else { break };
             let (p, tied) = (self.late[at].parameter, &mut self.tied[self.late[at].tied]);
             let (terms, own) = tied.meet(u64::from(step.round) + 1, &self.executor.device)?;
+            let is_sent = tied.place.forwards();
             let (dtype, stays) = (self.code.parameters[p].fact.dtype, self.shard_stream.is_none());
             let total = total(&self.executor.device, dtype, terms, stays)?;
             // On separate devices each rank would have a copy of the others' terms; here the others may still read this
-            // one's.
+            // one's. A term that waits to be sent to another process is held here until then.
             for (_, term) in own {
-                term.release_slot();
+                if !is_sent {
+                    term.release_slot();
+                }
                 self.executor.device.give(term);
             }
             if let Some(total) = total {
