@@ -18,6 +18,7 @@ mod shared_runs;
 mod shares;
 mod sums;
 mod tensor_parallel;
+mod traffic;
 mod train;
 mod zero;
 

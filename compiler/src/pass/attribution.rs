@@ -8,7 +8,7 @@
 use super::backward::BackwardError;
 use super::backward::{Backward, Made, Read, ReceivedGradients, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
-use super::fuse::{Chains, chains};
+use super::fuse::{Chains, Rules, chains};
 use super::loss::{LOSS, Loss, LossError, TARGET, attach};
 use super::memory::{ALIGNMENT, Needs, SharedArena, tensors};
 use super::pipeline::{self, PassBug};
@@ -398,7 +398,8 @@ impl PeakBytes {
         let (none, workspace, apart) = (HashSet::new(), HashMap::new(), Chains::default());
         let needs = Needs { own: &none, kept, held: &none, added, workspace: &workspace, chains: &apart, passage };
         // Nodes of one op are never separated.
-        let (together, alive) = chains(graph, order, &needs, &|a, b| owners.get(&a) == owners.get(&b));
+        let together = |a, b| owners.get(&a) == owners.get(&b);
+        let (together, alive) = chains(graph, order, &needs, &Rules { together: &together, starts: &|_| false });
         let crossing = self.crossing(run, &Needs { chains: &together, ..needs });
         for ((id, alive), [made, read]) in order.iter().zip(alive).zip(crossing) {
             if let (true, Some(&owner)) = (runs(&graph.node(*id).op), owners.get(id)) {

@@ -1,5 +1,5 @@
 //! Fuses elementwise ops into chains. A chain runs as one loop over blocks in the L1 cache, so its intermediates are
-//! never written to memory.
+//! never written to memory. On some devices a normalisation may be the first op of a chain.
 //!
 //! The results of a chain have one shape. A chain runs at the position of its last op, so an op may join only if no
 //! other op reads its result earlier. Every op rounds as it does alone: results are bitwise equal.
@@ -50,6 +50,16 @@ impl Chains {
         places
     }
 
+    /// Takes the first op out of a chain. Dissolves a chain of two.
+    pub fn without_first(&mut self, last: NodeId) {
+        let Some(ops) = self.by_last.get_mut(&last) else { return };
+        let first = ops.remove(0);
+        self.inner.remove(&Value { node: first, output: 0 });
+        if ops.len() < 2 {
+            self.dissolve(last);
+        }
+    }
+
     pub fn dissolve(&mut self, last: NodeId) {
         for op in self.by_last.remove(&last).unwrap_or_default() {
             self.inner.remove(&Value { node: op, output: 0 });
@@ -57,7 +67,7 @@ impl Chains {
     }
 }
 
-/// The tensors that a chain reads and those that it writes, each once.
+/// The tensors that a chain reads and those that it writes, each once, in the order of the ops.
 pub fn ends(graph: &Graph, ops: &[NodeId], inner: &HashSet<Value>) -> (Vec<Value>, Vec<Value>) {
     let mut read: Vec<Value> = Vec::new();
     for value in ops.iter().flat_map(|op| graph.inputs(*op)) {
@@ -65,21 +75,25 @@ pub fn ends(graph: &Graph, ops: &[NodeId], inner: &HashSet<Value>) -> (Vec<Value
             read.push(value);
         }
     }
-    let made = ops.iter().map(|op| Value { node: *op, output: 0 });
+    let made = ops.iter().flat_map(|op| graph.values(*op));
     (read, made.filter(|value| !inner.contains(value)).collect())
 }
 
-/// Finds the chains of a graph of fixed sizes executed in `order`; ops for which `together` is false are not fused.
-/// Chains that would raise the memory peak are dissolved. Also returns [`live`] bytes with these chains.
-pub fn chains(
-    graph: &Graph,
-    order: &[NodeId],
-    needs: &Needs<'_>,
-    together: &dyn Fn(NodeId, NodeId) -> bool,
-) -> (Chains, Vec<usize>) {
+/// Which ops may be in one chain.
+pub struct Rules<'a> {
+    /// Ops for which this is false are not fused.
+    pub together: &'a dyn Fn(NodeId, NodeId) -> bool,
+    /// True for an op that is not elementwise but may be the first of a chain, whose elements are those of its first
+    /// result.
+    pub starts: &'a dyn Fn(&Op) -> bool,
+}
+
+/// Finds the chains of a graph of fixed sizes executed in `order`. Chains that would raise the memory peak are dissolved.
+/// Also returns [`live`] bytes with these chains.
+pub fn chains(graph: &Graph, order: &[NodeId], needs: &Needs<'_>, rules: &Rules<'_>) -> (Chains, Vec<usize>) {
     let mut search = Search::new(graph, order, needs);
     for &id in order {
-        search.place(id, together);
+        search.place(id, rules);
     }
     let mut chains = search.found();
     let unfused = live(graph, order, needs);
@@ -107,27 +121,34 @@ struct Search<'a> {
     chain_of: HashMap<NodeId, usize>,
     /// Chains of one or more ops; merged ones are empty.
     chains: Vec<Vec<NodeId>>,
+    /// Ops that may be the first of a chain but are not elementwise.
+    starts: HashSet<NodeId>,
 }
 
 impl<'a> Search<'a> {
     fn new(graph: &'a Graph, order: &[NodeId], needs: &'a Needs<'a>) -> Search<'a> {
         let position = order.iter().enumerate().map(|(at, id)| (*id, at)).collect();
         let results = graph.outputs.iter().map(|output| output.value).collect();
-        Search { graph, needs, position, results, chain_of: HashMap::new(), chains: Vec::new() }
+        Search { graph, needs, position, results, chain_of: HashMap::new(), chains: Vec::new(), starts: HashSet::new() }
     }
 
     /// Merges an op into the chains of its inputs where legal, or starts a new one.
-    fn place(&mut self, id: NodeId, together: &dyn Fn(NodeId, NodeId) -> bool) {
-        if !is_elementwise(self.graph, id) {
+    fn place(&mut self, id: NodeId, rules: &Rules<'_>) {
+        let is_start = (rules.starts)(&self.graph.node(id).op);
+        if !is_start && !is_elementwise(self.graph, id) {
             return;
         }
         let own = self.chains.len();
         self.chains.push(vec![id]);
         self.chain_of.insert(id, own);
+        if is_start {
+            self.starts.insert(id);
+            return;
+        }
         for value in self.graph.inputs(id) {
             let Some(&other) = self.chain_of.get(&value.node) else { continue };
             let own = self.chain_of[&id];
-            if other != own && self.may_join(other, own, id, together) {
+            if other != own && self.may_join(other, own, id, rules) {
                 let mut joined = std::mem::take(&mut self.chains[other]);
                 joined.append(&mut self.chains[own]);
                 joined.sort_by_key(|op| self.position[op]);
@@ -140,22 +161,38 @@ impl<'a> Search<'a> {
     }
 
     /// Tests whether a chain may merge with `id`'s chain and run at `id`.
-    fn may_join(&self, other: usize, own: usize, id: NodeId, together: &dyn Fn(NodeId, NodeId) -> bool) -> bool {
+    fn may_join(&self, other: usize, own: usize, id: NodeId, rules: &Rules<'_>) -> bool {
         let (others, owns) = (&self.chains[other], &self.chains[own]);
         let shape = |id: NodeId| &self.graph.node(id).facts[0].shape;
-        if others.len() + owns.len() > MOST_OPS || shape(others[0]) != shape(id) || !together(others[0], id) {
+        if others.len() + owns.len() > MOST_OPS || shape(others[0]) != shape(id) || !(rules.together)(others[0], id) {
             return false;
         }
         let here = self.position[&id];
-        let waits = |op: &NodeId| self.first_read(Value { node: *op, output: 0 }, [other, own]) > here;
-        if !others.iter().chain(owns).all(waits) {
+        let waits = |value: Value| self.first_read(value, [other, own]) > here;
+        if !others.iter().chain(owns).all(|op| self.graph.values(*op).into_iter().all(waits)) {
             return false;
         }
         let mut ops = others.clone();
         ops.extend(owns);
+        if !self.starts_well(&ops) {
+            return false;
+        }
         let inner = self.inner(&ops);
         let (read, written) = ends(self.graph, &ops, &inner);
-        read.len() <= MOST_READ && written.len() <= MOST_WRITTEN
+        let of_start = ops.iter().map(|op| self.graph.node(*op).facts.len() - 1).sum::<usize>();
+        read.len() <= MOST_READ && written.len() <= MOST_WRITTEN + of_start
+    }
+
+    /// Tests that the only op that is not elementwise, if there is one, runs first, and that the others read its first
+    /// result alone.
+    fn starts_well(&self, ops: &[NodeId]) -> bool {
+        let mut starts = ops.iter().filter(|op| self.starts.contains(op));
+        let Some(start) = starts.next() else { return true };
+        let is_first = ops.iter().all(|op| self.position[op] >= self.position[start]);
+        let reads_statistics = |value: Value| value.node == *start && value.output > 0;
+        starts.next().is_none()
+            && is_first
+            && !ops.iter().any(|op| self.graph.inputs(*op).into_iter().any(reads_statistics))
     }
 
     /// The first position at which a value is read outside these chains or through a view, which would see data not yet
@@ -188,7 +225,7 @@ impl<'a> Search<'a> {
             let readers = self.graph.consumers(*value);
             !is_needed && !readers.is_empty() && readers.iter().all(|(reader, _)| ops.contains(reader))
         };
-        ops.iter().map(|op| Value { node: *op, output: 0 }).filter(is_inner).collect()
+        ops.iter().flat_map(|op| self.graph.values(*op)).filter(is_inner).collect()
     }
 
     fn found(self) -> Chains {
@@ -225,7 +262,7 @@ fn is_elementwise(graph: &Graph, id: NodeId) -> bool {
 mod tests {
     use super::*;
     use crate::graph::{Origin, Output, order};
-    use crate::op::{Input, MatMul};
+    use crate::op::{BatchNorm, Input, MatMul};
     use crate::pass::memory::{Location, plan};
     use crate::tensor::fact::Fact;
 
@@ -245,7 +282,11 @@ mod tests {
         }
 
         /// The chains if `result` is the output and `kept` is saved.
-        fn chains(mut self, result: Value, kept: &[Value]) -> Chains {
+        fn chains(self, result: Value, kept: &[Value]) -> Chains {
+            self.chains_from(&|_| false, result, kept)
+        }
+
+        fn chains_from(mut self, starts: &dyn Fn(&Op) -> bool, result: Value, kept: &[Value]) -> Chains {
             self.0.outputs.push(Output { name: "y".to_string(), value: result });
             let graph = self.0;
             let order = order::canonical(&graph);
@@ -260,7 +301,8 @@ mod tests {
                 chains: &none,
                 passage: None,
             };
-            let (chains, _) = chains(&graph, &order, &needs, &|_, _| true);
+            let rules = Rules { together: &|_, _| true, starts };
+            let (chains, _) = chains(&graph, &order, &needs, &rules);
             // Inner values have no location, all others have one.
             let layout = plan(&graph, &order, &Needs { chains: &chains, ..needs });
             for value in graph.ids().flat_map(|id| graph.values(id)) {
@@ -301,6 +343,42 @@ mod tests {
         let r = net.op(ADD, &[t, y]);
         let chains = net.chains(r, &[]);
         assert_eq!(chains.by_last.into_values().collect::<Vec<_>>(), [nodes(&[s, t])]);
+    }
+
+    #[test]
+    fn a_norm_starts_one_chain() {
+        let is_norm = &|op: &Op| matches!(op, Op::BatchNorm(_));
+        let norm = |net: &mut Net, x: Value| {
+            let [scale, bias] = ["scale", "bias"].map(|name| net.input(name, &[4]));
+            net.op(Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), &[x, scale, bias])
+        };
+        let mut net = Net(Graph::new("net"));
+        let [x, z] = ["x", "z"].map(|name| net.input(name, &[2, 4, 8]));
+        let y = norm(&mut net, x);
+        let s = net.op(ADD, &[y, z]);
+        let r = net.op(Op::Unary(Unary::Relu), &[s]);
+        // Its statistics are written.
+        let chains = net.chains_from(is_norm, r, &[Value { output: 1, ..y }]);
+        assert_eq!(chains.by_last.into_iter().collect::<Vec<_>>(), [(r.node, nodes(&[y, s, r]))]);
+        assert_eq!(chains.inner, HashSet::from([y, s]));
+
+        // The sum of two norms is in the chain of one of them.
+        let mut net = Net(Graph::new("net"));
+        let x = net.input("x", &[2, 4, 8]);
+        let (one, other) = (norm(&mut net, x), norm(&mut net, x));
+        let s = net.op(ADD, &[one, other]);
+        let chains = net.chains_from(is_norm, s, &[]);
+        assert_eq!(chains.by_last.into_values().collect::<Vec<_>>(), [nodes(&[one, s])]);
+        assert_eq!(chains.inner, HashSet::from([one]));
+
+        // Elementwise ops before a norm are no part of its chain.
+        let mut net = Net(Graph::new("net"));
+        let x = net.input("x", &[2, 4, 8]);
+        let e = net.op(Op::Unary(Unary::Exp), &[x]);
+        let y = norm(&mut net, e);
+        let s = net.op(ADD, &[y, e]);
+        let chains = net.chains_from(is_norm, s, &[]);
+        assert_eq!(chains.by_last.into_values().collect::<Vec<_>>(), [nodes(&[y, s])]);
     }
 
     #[test]

@@ -95,7 +95,13 @@ pub trait Device: Send + Sync {
     /// The kernel of an op at concrete shapes.
     fn kernel(&self, op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Result<Arc<dyn Kernel>, DeviceError>;
 
-    /// The kernel of a chain of elementwise ops. `None` if its ops must run one by one.
+    /// True if a chain may begin with this op, which is not elementwise.
+    fn starts_chain(&self, _op: &Op) -> bool {
+        false
+    }
+
+    /// The kernel of a chain of elementwise ops, which may begin with one for which [`Device::starts_chain`] is true.
+    /// `None` if its ops must run one by one.
     fn chain(&self, links: &[Link], inputs: &[TensorLayout]) -> Option<Arc<dyn Kernel>>;
 
     /// Compiles kernels, on all cores, and loads them; otherwise the first run of each does. Another device of this kind

@@ -1,4 +1,4 @@
-//! Chains of elementwise ops, which a device computes as one kernel.
+//! Chains of elementwise ops, which a device computes as one kernel. A normalisation may be the first op.
 
 use crate::device::layout::TensorLayout;
 use compiler::op::Op;
@@ -20,4 +20,6 @@ pub struct Link {
     pub result: TensorLayout,
     /// True if the result is an output of the chain; outputs are in op order.
     pub is_written: bool,
+    /// The further results of the first op, which are outputs after the first result.
+    pub others: Vec<TensorLayout>,
 }

@@ -54,5 +54,6 @@ pub mod softmax;
 pub mod staging;
 pub mod stream;
 pub mod table;
+mod tail;
 pub mod verbs;
 pub mod windows;

@@ -14,7 +14,7 @@ use compiler::graph::{Graph, order};
 use compiler::op::{NodeId, Op, Sharding as Split, Value};
 use compiler::pass::backward::{Backward, Made, Read, ReceivedGradients, backward};
 use compiler::pass::fragment::{Fragment, fragments};
-use compiler::pass::fuse::{Chains, chains};
+use compiler::pass::fuse::{Chains, Rules, chains};
 use compiler::pass::gradient_accumulation::{accumulated_in_place, read_only_as_sums, root, summed};
 use compiler::pass::loss::LOSS;
 use compiler::pass::memory::{Layout, Location, Needs, aligned};
@@ -238,7 +238,9 @@ impl<'a> Assembly<'a> {
         let (own, kept, held) = (&own, &kept, &held);
         let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
         let is_recomputed = |id: NodeId| recomputed.contains(&id);
-        let (together, _) = chains(graph, &order, &needs, &|a, b| is_recomputed(a) == is_recomputed(b));
+        let together = |a, b| is_recomputed(a) == is_recomputed(b);
+        let rules = Rules { together: &together, starts: &|op| self.device.starts_chain(op) };
+        let (together, _) = chains(graph, &order, &needs, &rules);
         let (tasks, layout) = tasks(self.device, graph, &order, together, &needs, false)?;
         let recomputed_steps = tasks.iter().filter(|task| is_recomputed(task.node)).count();
         let ends = layout.locations.iter().filter_map(|(value, location)| match location {
@@ -394,7 +396,9 @@ impl<'a> Assembly<'a> {
         let (own, kept, held) = (&own, &kept, &held);
         let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
         let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
-        let (together, _) = chains(graph, &order, &needs, &|a, b| is_second(a) == is_second(b));
+        let together = |a, b| is_second(a) == is_second(b);
+        let rules = Rules { together: &together, starts: &|op| self.device.starts_chain(op) };
+        let (together, _) = chains(graph, &order, &needs, &rules);
         // The kernels of a device may accumulate the gradients of more ops than all devices do.
         let unread = read_only_as_sums(graph, &summed);
         let of_device = Needs { added: &unread, ..needs };

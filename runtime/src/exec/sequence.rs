@@ -189,7 +189,13 @@ pub fn tasks(
 ) -> Result<(Vec<Planned>, memory::Layout), DeviceError> {
     let mut made: BTreeMap<NodeId, Planned> = BTreeMap::new();
     for last in chains.by_last.keys().copied().collect::<Vec<_>>() {
-        match chain(device, graph, last, &chains) {
+        let mut planned = chain(device, graph, last, &chains);
+        if planned.is_none() && device.starts_chain(&graph.node(chains.by_last[&last][0]).op) {
+            // The other ops may suit without the first.
+            chains.without_first(last);
+            planned = chains.by_last.get(&last).and_then(|_| chain(device, graph, last, &chains));
+        }
+        match planned {
             Some(planned) => drop(made.insert(last, planned)),
             None => chains.dissolve(last),
         }
@@ -269,6 +275,7 @@ fn chain(device: &dyn Device, graph: &Graph, last: NodeId, chains: &Chains) -> O
             operands: graph.inputs(*op).into_iter().map(operand).collect::<Option<_>>()?,
             result: TensorLayout::of(graph.fact(value)),
             is_written: !chains.inner.contains(&value),
+            others: graph.node(*op).facts.iter().skip(1).map(TensorLayout::of).collect(),
         })
     };
     let links: Vec<Link> = ops.iter().map(link).collect::<Option<_>>()?;

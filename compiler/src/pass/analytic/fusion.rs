@@ -112,6 +112,8 @@ fn fuses(op: &Op) -> bool {
             | Op::LogSoftmax(_)
             | Op::LayerNorm(_)
             | Op::LayerNormGrad(_)
+            | Op::BatchNorm(_)
+            | Op::BatchNormGrad(_)
             | Op::CrossEntropy(_)
             | Op::CrossEntropyGrad(_)
     )

@@ -361,7 +361,7 @@ mod tests {
         }
         let link = |(at, (op, operands, is_written)): (usize, &(Op, Vec<Operand>, bool))| {
             let (op, operands, result) = (op.clone(), operands.clone(), made[at].0.clone());
-            Link { op, operands, result, is_written: *is_written }
+            Link { op, operands, result, is_written: *is_written, others: Vec::new() }
         };
         let links: Vec<Link> = ops.iter().enumerate().map(link).collect();
         let chain = Chain::new(&links, given).expect("these shapes suit");

@@ -5,6 +5,8 @@ use super::draft::{KernelBuilder, THREADS};
 use super::element::{accumulator, held, load, store};
 use super::launch_plan::{At, Launch, LaunchPlan};
 use super::rows::{Read, Rows, Written};
+use super::tail::Tail;
+use crate::device::chain::Link;
 use crate::device::layout::TensorLayout;
 use compiler::op::BatchNorm;
 use compiler::tensor::DType;
@@ -75,7 +77,17 @@ impl Channels {
 }
 
 /// Outputs y, mean, variance and reciprocal standard deviation.
-pub fn kernel(op: &BatchNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
+pub fn kernel(op: &BatchNorm, x: &TensorLayout, scale: &TensorLayout) -> LaunchPlan {
+    with(op, [x, scale], &Tail::none(x.dtype, 3))
+}
+
+/// A batch norm and the elementwise ops after it.
+pub fn chain(op: &BatchNorm, links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
+    let [x, scale, ..] = inputs else { return None };
+    Some(with(op, [x, scale], &Tail::of(links, inputs, 3, &[(0, "x")])?))
+}
+
+fn with(op: &BatchNorm, [x, scale]: [&TensorLayout; 2], tail: &Tail) -> LaunchPlan {
     let channels = Channels::new(x);
     let (kind, sums, count) = (channels.kind(), accumulator(x.dtype), channels.count);
     let mut launch_plan = LaunchPlan::default();
@@ -108,9 +120,10 @@ pub fn kernel(op: &BatchNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<
     for (i, name) in ["x", "scale", "bias"].into_iter().enumerate() {
         draft.reads(name, of(i), At::input(i));
     }
-    for (i, name) in ["y", "means", "variances", "rstds"].into_iter().enumerate() {
-        draft.writes(name, of(i), At::output(i));
+    for (k, name) in ["means", "variances", "rstds"].into_iter().enumerate() {
+        draft.writes(name, scale.dtype, tail.other(k));
     }
+    tail.declare(&mut draft);
     draft.reads("partials", sums, partials);
     let lines = format!(
         "{kind} mean = {} / ({kind}){count};\n{kind} variance = {} / ({kind}){count};\n\
@@ -126,13 +139,13 @@ pub fn kernel(op: &BatchNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<
         store(scale.dtype, "rstd"),
         channels.rows.pass(
             true,
-            &[channels.operand("x")],
-            &[channels.result("y")],
-            &format!("y_k = {};", store(x.dtype, "(x_k - mean) * rstd * scale_of + bias_of"))
+            &[channels.operand("x")].into_iter().chain(tail.reads("from")).collect::<Vec<_>>(),
+            &tail.written("from"),
+            &tail.lines(&format!("from + {} + e", channels.rows.place()), "(x_k - mean) * rstd * scale_of + bias_of")
         )
     );
     launch_plan.launches.push(channels.each_part(draft, &lines));
-    Some(launch_plan)
+    launch_plan
 }
 
 /// Outputs dx, dscale and dbias.

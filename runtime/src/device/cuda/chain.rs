@@ -1,25 +1,44 @@
 //! Chains of elementwise ops as one kernel: each operand is read once, and results inside the chain stay in registers.
+//! After a batch norm, or the gradient of a layer norm, they are part of its last pass.
 
 use super::draft::KernelBuilder;
-use super::element::{held, load, store};
+use super::element::{held, load, store, stored};
 use super::elementwise::{expression, loads, sources};
 use super::launch_plan::{At, LaunchPlan};
 use super::movement::dropped;
 use super::offsets::Walk;
+use super::{batch_norm, layer_norm};
 use crate::device::chain::{Link, Operand};
 use crate::device::layout::TensorLayout;
 use compiler::op::Op;
 use compiler::tensor::DType;
 
-/// `None` if an op is not elementwise, or a tensor is empty.
+/// `None` if an op after the first is not elementwise, or a tensor is empty.
 pub fn kernel(links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     let result = &links.last()?.result;
     if result.is_empty() || inputs.iter().any(TensorLayout::is_empty) {
         return None;
     }
+    match &links[0].op {
+        Op::BatchNorm(op) => return batch_norm::chain(op, links, inputs),
+        Op::LayerNormGrad(_) => return layer_norm::grad_chain(links, inputs),
+        _ => {}
+    }
     let builder = KernelBuilder::new(inputs.iter().map(TensorLayout::len).chain([result.len()]).max()?);
     let mut body = loads(&inputs.iter().map(|x| x.dtype).collect::<Vec<_>>());
-    let mut results = Vec::new();
+    body.push_str(&results(links, inputs, 0)?);
+    let written = links.iter().filter(|link| link.is_written).enumerate();
+    let mut outputs = Vec::new();
+    for (at, link) in written {
+        outputs.push((link.result.dtype, At::output(at), Walk::plain(&result.shape)));
+    }
+    Some(LaunchPlan::of(builder.each_element(&result.shape, &sources(inputs, &result.shape), &outputs, &body)))
+}
+
+/// Code that computes the results `r0`… of the links from `first` on, of operands `v0`…, and assigns the written ones of
+/// all links to `y0`…. `None` if one of them is not elementwise.
+pub fn results(links: &[Link], inputs: &[TensorLayout], first: usize) -> Option<String> {
+    let (mut body, mut written) = (String::new(), 0);
     for (at, link) in links.iter().enumerate() {
         let dtype_of = |operand: &Operand| match *operand {
             Operand::Input(k) => inputs[k].dtype,
@@ -31,18 +50,20 @@ pub fn kernel(links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
         };
         let dtypes: Vec<DType> = link.operands.iter().map(dtype_of).collect();
         let operands: Vec<String> = link.operands.iter().map(name_of).collect();
-        let value = match (&link.op, &operands[..]) {
-            (Op::Dropout(op), [x, counter]) => dropped(op, dtypes[0], [x, counter, "(u64)n"]),
-            _ => expression(&link.op, &dtypes, &operands)?,
-        };
         let dtype = link.result.dtype;
-        // Rounds as a stored tensor would, so that a chain gives the bits of its ops one by one.
-        body.push_str(&format!("{} s{at} = {};\n", super::element::stored(dtype), store(dtype, &value)));
+        if at >= first {
+            let value = match (&link.op, &operands[..]) {
+                (Op::Dropout(op), [x, counter]) => dropped(op, dtypes[0], [x, counter, "(u64)n"]),
+                _ => expression(&link.op, &dtypes, &operands)?,
+            };
+            // Rounds as a stored tensor would, so that a chain gives the bits of its ops one by one.
+            body.push_str(&format!("{} s{at} = {};\n", stored(dtype), store(dtype, &value)));
+        }
         body.push_str(&format!("{} r{at} = {};\n", held(dtype), load(dtype, &format!("s{at}"))));
         if link.is_written {
-            body.push_str(&format!("y{} = s{at};\n", results.len()));
-            results.push((dtype, At::output(results.len()), Walk::plain(&result.shape)));
+            body.push_str(&format!("y{written} = s{at};\n"));
+            written += 1;
         }
     }
-    Some(LaunchPlan::of(builder.each_element(&result.shape, &sources(inputs, &result.shape), &results, &body)))
+    Some(body)
 }

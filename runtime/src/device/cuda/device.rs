@@ -262,6 +262,10 @@ impl Device for CudaDevice {
         Ok(Arc::new(kernel.finished()))
     }
 
+    fn starts_chain(&self, op: &Op) -> bool {
+        matches!(op, Op::BatchNorm(_) | Op::LayerNormGrad(_))
+    }
+
     fn chain(&self, links: &[Link], inputs: &[TensorLayout]) -> Option<Arc<dyn Kernel>> {
         Some(Arc::new(CudaKernel::new("chain", links.len(), chain::kernel(links, inputs)?)))
     }

@@ -5,6 +5,8 @@ use super::draft::{KernelBuilder, THREADS};
 use super::element::{accumulator, held, load, store};
 use super::launch_plan::{At, Launch, LaunchPlan};
 use super::rows::{Read, Rows, Written};
+use super::tail::Tail;
+use crate::device::chain::Link;
 use crate::device::layout::TensorLayout;
 use compiler::op::LayerNorm;
 use compiler::tensor::DType;
@@ -52,7 +54,17 @@ pub fn kernel(op: &LayerNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<
 }
 
 /// Outputs dx, dscale and dbias.
-pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
+pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> LaunchPlan {
+    with([x, scale], &Tail::none(x.dtype, 2))
+}
+
+/// A backward and the elementwise ops after it.
+pub fn grad_chain(links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
+    let [_, x, scale, ..] = inputs else { return None };
+    Some(with([x, scale], &Tail::of(links, inputs, 5, &[(0, "dy"), (1, "x")])?))
+}
+
+fn with([x, scale]: [&TensorLayout; 2], tail: &Tail) -> LaunchPlan {
     let size = scale.len();
     let count = x.len() / size;
     let blocks = count.min(MOST_SUMS);
@@ -64,7 +76,7 @@ pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
         draft.reads(name, if i < 2 { x.dtype } else { scale.dtype }, At::input(i));
     }
-    draft.writes("dx", x.dtype, At::output(0));
+    tail.declare(&mut draft);
     let rows = Rows::new(size, 1, x.dtype.size().max(sums.size()));
     for (name, at) in partials {
         draft.writes(name, sums, at);
@@ -89,13 +101,18 @@ pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
         add("scale_sums", "dy_k * x_hat"),
         add("bias_sums", "dy_k")
     );
-    let dx = store(x.dtype, "rstd * (dy_k * scale_k - g - (x_k - mean) * rstd * g_x)");
+    let dx = "rstd * (dy_k * scale_k - g - (x_k - mean) * rstd * g_x)";
     draft.add(&format!(
         "for (at i = blockIdx.x; i < (at){count}; i += gridDim.x) {{\nat from = i * (at){size};\n\
          {kind} mean = {mean}, rstd = {rstd}, sum = 0, sum_x = 0;\n{}\
          {kind} g = sum_across(sum) / ({kind}){size}, g_x = sum_across(sum_x) / ({kind}){size};\n{}}}",
         rows.pass(true, &reads(), &[], &first),
-        rows.pass(false, &reads(), &[Written { name: "dx", dtype: x.dtype, from: "from" }], &format!("dx_k = {dx};"))
+        rows.pass(
+            false,
+            &reads().into_iter().chain(tail.reads("from")).collect::<Vec<_>>(),
+            &tail.written("from"),
+            &tail.lines("from + k", dx)
+        )
     ));
     if rows.fit() {
         let own = format!("(at)blockIdx.x * (at){size}");
@@ -104,17 +121,18 @@ pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
         draft.add(&rows.pass(true, &[], &written, &lines));
     }
     launch_plan.launches.push(draft.launch(blocks, rows.threads));
-    launch_plan.launches.push(added(partials.map(|(_, at)| at), sums, (blocks, size), scale.dtype));
-    Some(launch_plan)
+    let outputs = [0, 1].map(|k| tail.other(k));
+    launch_plan.launches.push(added(partials.map(|(_, at)| at), outputs, sums, (blocks, size), scale.dtype));
+    launch_plan
 }
 
-/// Adds the rows of two tables: outputs 1 and 2.
-fn added(tables: [At; 2], sums: DType, (count, size): (usize, usize), dtype: DType) -> Launch {
+/// Adds the rows of two tables.
+fn added(tables: [At; 2], outputs: [At; 2], sums: DType, (count, size): (usize, usize), dtype: DType) -> Launch {
     let kind = held(sums);
     let mut draft = KernelBuilder::new(count * size);
-    for (k, at) in tables.into_iter().enumerate() {
-        draft.reads(&format!("x{k}"), sums, at);
-        draft.writes(&format!("y{k}"), dtype, At::output(k + 1));
+    for (k, (table, output)) in tables.into_iter().zip(outputs).enumerate() {
+        draft.reads(&format!("x{k}"), sums, table);
+        draft.writes(&format!("y{k}"), dtype, output);
     }
     let tiles = size.div_ceil(COLUMNS);
     let lines = format!(
