@@ -41,6 +41,8 @@ use std::sync::Arc;
 pub struct StageSnapshot {
     pub stage: StageId,
     pub replica: u32,
+    /// The worker's rank in its tensor-parallel group; 0 without one, and if the shards of all ranks are gathered.
+    pub tensor_rank: usize,
     /// Minibatches before the checkpoint.
     pub minibatches: u32,
     /// Number of replicas that share the optimizer state: the replica count under ZeRO, else 1.

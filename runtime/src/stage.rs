@@ -16,3 +16,4 @@ pub mod stage_worker;
 pub mod tied_parameter;
 pub mod tied_weights;
 pub mod worker;
+pub mod worker_error;

@@ -1,4 +1,4 @@
-//! The child processes of a run: one for each worker, watched until the end.
+//! The child processes of a run: one for each rank, watched until the end.
 //!
 //! A child that dies ends the run. So does a signal to this process, which is passed on, unless the run stops after the current step
 //! by itself. At the end, the children still running are killed. Children also end when this process is killed.

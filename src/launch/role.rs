@@ -35,7 +35,7 @@ const LOOK: Duration = Duration::from_millis(50);
 /// The processes of a run and their timeouts.
 #[derive(Clone, Debug)]
 pub struct ProcessRequest {
-    /// True if every worker runs in its own process on this machine.
+    /// True if every worker, or every rank of its tensor-parallel group, runs in its own process on this machine.
     pub spawn: bool,
     /// A cluster file with the hosts of the run.
     pub hosts: Option<PathBuf>,
@@ -97,6 +97,9 @@ impl ProcessRequest {
 /// SHA-256 of what processes must have in common, by name.
 pub type Digests = Vec<(String, [u8; 32])>;
 
+/// The digests of a run with this placement.
+pub type DigestsFor<'a> = &'a dyn Fn(&WorkerPlacement) -> Digests;
+
 /// The role of this process in a run.
 pub enum ProcessRole {
     /// The only process.
@@ -119,7 +122,7 @@ pub struct Member {
     token: RunToken,
 }
 
-/// The distribution of workers over processes.
+/// The distribution of ranks over processes: workers, or with tensor parallelism the ranks of their groups.
 enum WorkerDistribution {
     /// One for each process except the first.
     Beside,
@@ -247,11 +250,12 @@ impl ProcessRole {
     }
 
     /// Runs a training job with the other processes, which must have equal `digests`. `run` gets the process group, if
-    /// there are others. `events` receives the events of the run, `own` those of this process.
+    /// there are others. `degree` is the tensor-parallel degree. `events` receives the events of the run, `own` those of
+    /// this process.
     pub fn run<T>(
         &self,
         arguments: &ProcessRequest,
-        (job, digests): (&TrainJob<'_>, &dyn Fn() -> Digests),
+        (job, degree, digests): (&TrainJob<'_>, usize, DigestsFor<'_>),
         restarts: u32,
         (events, own): (&dyn EventSink, &dyn EventSink),
         run: impl FnOnce(Option<Group>) -> Result<T, Error>,
@@ -270,16 +274,16 @@ impl ProcessRole {
             let lines = part.placement.lines(job.program, job.codes, runtime::train::run::agrees(job));
             join(job.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
         };
-        let agreed = || {
-            let mut parts = digests();
+        let agreed = |placement: &WorkerPlacement| {
+            let mut parts = digests(placement);
             parts.push(("the `--nccl` options".to_string(), Sha256::digest([u8::from(arguments.nccl)]).into()));
             parts
         };
         let part =
             |own: usize, placement: WorkerPlacement, first: String, (run, token): (u64, RunToken)| ProcessConfig {
                 own,
+                identity: Identity { run, parts: agreed(&placement) },
                 placement,
-                identity: Identity { run, parts: agreed() },
                 token,
                 first,
                 listen: match self {
@@ -297,7 +301,7 @@ impl ProcessRole {
                 let port = listen("127.0.0.1:0").map_err(unmet)?;
                 let address =
                     port.local_addr().map_err(|error| Error::negative("cannot listen").because(error))?.to_string();
-                let placement = WorkerPlacement::beside(workers);
+                let placement = WorkerPlacement::beside(workers, degree);
                 let names: Vec<String> =
                     (1..placement.processes).map(|process| placement.name(job.program, process)).collect();
                 let number = fresh();
@@ -315,7 +319,7 @@ impl ProcessRole {
                 children.end(group.and_then(|group| run(Some(group))))
             }
             ProcessRole::Member(member) => {
-                let placement = member.placement(workers)?;
+                let placement = member.placement(workers, degree)?;
                 let door = match member.port()? {
                     _ if member.over_mpi => over_mpi(&placement, member.own, events)?,
                     Some(port) => JoinMode::Port(port),
@@ -349,7 +353,7 @@ impl Member {
     ) -> Result<Connected, Error> {
         let part = ProcessConfig {
             own: self.own,
-            placement: WorkerPlacement { of: Vec::new(), processes: names.len() },
+            placement: WorkerPlacement { of: Vec::new(), processes: names.len(), degree: 1 },
             identity: Identity { run: self.run, parts: digests },
             token: self.token.clone(),
             first: self.first.clone(),
@@ -369,7 +373,7 @@ impl Member {
         listened.map(listen).transpose().map_err(unmet)
     }
 
-    /// The process of this rank, with one process per worker and process 0 at address `first`.
+    /// The process of this number, with one process per rank and process 0 at address `first`.
     fn ranked(rank: u32, first: String, token: RunToken) -> Member {
         let listen = Some(first.clone()).filter(|_| rank == 0);
         Member {
@@ -384,31 +388,37 @@ impl Member {
         }
     }
 
-    fn placement(&self, workers: usize) -> Result<WorkerPlacement, Error> {
+    fn placement(&self, workers: usize, degree: usize) -> Result<WorkerPlacement, Error> {
         let (placement, there) = match &self.share {
-            WorkerDistribution::Beside => (Some(WorkerPlacement::beside(workers)), "one process for each".to_string()),
-            WorkerDistribution::Each => (WorkerPlacement::dealt(workers, workers), "one process for each".to_string()),
+            WorkerDistribution::Beside => {
+                (Some(WorkerPlacement::beside(workers, degree)), "one process for each".to_string())
+            }
+            WorkerDistribution::Each => {
+                (WorkerPlacement::dealt(workers, degree, workers * degree), "one process for each".to_string())
+            }
             WorkerDistribution::Processes(count) => {
-                (WorkerPlacement::dealt(workers, *count), format!("{count} processes"))
+                (WorkerPlacement::dealt(workers, degree, *count), format!("{count} processes"))
             }
             WorkerDistribution::Hosts(devices) => {
                 let sum: u64 = devices.iter().map(|count| u64::from(*count)).sum();
-                (WorkerPlacement::by_host(workers, devices), format!("{sum} devices on the hosts"))
+                (WorkerPlacement::by_host(workers, degree, devices), format!("{sum} devices on the hosts"))
             }
         };
+        let needed = quantity::plural(workers as u64, "worker", "workers");
+        let (needed, one) = match degree {
+            1 => (needed, "worker"),
+            _ => (format!("{needed} of {degree} tensor-parallel devices"), "device"),
+        };
         let placement = placement.ok_or_else(|| {
-            Error::input(format!(
-                "the plan has {}, but there are {there}",
-                quantity::plural(workers as u64, "worker", "workers")
+            Error::input(format!("the plan has {needed}, but there are {there}")).with_help(format!(
+                "start at most one process per {one}, or plan for as many devices as the hosts have"
             ))
-            .with_help("start at most one process per worker, or plan for as many devices as the hosts have")
         })?;
         match self.own < placement.processes {
             true => Ok(placement),
             false => Err(Error::input(format!(
-                "this is process {}, but the plan has {}: processes are counted from 0",
-                self.own,
-                quantity::plural(workers as u64, "worker", "workers")
+                "this is process {}, but the plan has {needed}: processes are counted from 0",
+                self.own
             ))
             .with_help(format!("use `--rank 0` to `--rank {}`", placement.processes - 1))),
         }

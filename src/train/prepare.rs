@@ -137,7 +137,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let splits = task.own.map_or(settings.schedule.splits_backward(), CustomSchedule::splits_backward);
     let of = RunTarget { device: &*task.devices[0], splits, program: &program };
     let made = match task.tensor {
-        0 | 1 => prepare::prepare_with(&graph, &stages, pipeline, &settings, of),
+        1 => prepare::prepare_with(&graph, &stages, pipeline, &settings, of),
         devices => {
             let made = tensor_parallel::prepare(&graph, &stages, pipeline, &settings, of, (task.plan, devices));
             made.map(|(made, shared)| (sharing.replace(shared), made).1)
@@ -307,7 +307,7 @@ pub fn run(
         on_step(step);
     };
     let trained = match &prepared.sharing {
-        Some(sharing) => sharing.train(&training, course, report_step).map(Some),
+        Some(sharing) => sharing.train(&training, course, report_step, group),
         None => run::run_in_group(&training, course, report_step, group).map_err(|error| failures::describe(&error)),
     };
     tell();

@@ -133,11 +133,8 @@ fn once(
     let opened = request.device.open()?;
     let has_processes = !matches!(role, ProcessRole::Alone);
     let devices = request.tensor_parallel.map_or_else(|| given.as_ref().map_or(1, degree), |devices| devices as usize);
-    if devices > 1 && has_processes {
-        return Err(Error::input(
-            "tensor parallelism runs as threads of one process, but several processes were started",
-        )
-        .with_help("start `pipec train` as one process, or plan without `--tensor`"));
+    if devices == 0 {
+        return Err(Error::input("the tensor-parallel degree is 0").with_help("degree 1 is no tensor parallelism"));
     }
     let mut import = request.import.clone();
     if let Some(plan) = &given {
@@ -295,8 +292,10 @@ fn once(
     let metrics = request.metrics.as_deref().filter(|_| role.reports());
     let run = |group| watched(&task, &prepared, metrics, group, events);
     let job = prepared.training(&task);
-    let digests = || digest::digests(&task, &prepared);
-    let Some(done) = role.run(&request.processes, (&job, &digests), restarts, (events, process_events), run)? else {
+    let digests = |placement: &_| digest::digests(&task, &prepared, placement);
+    let Some(done) =
+        role.run(&request.processes, (&job, devices, &digests), restarts, (events, process_events), run)?
+    else {
         return Ok(None);
     };
     if let Some(ended) = &done.ended {
@@ -503,4 +502,17 @@ fn plan_on_cpu(
         ..PlanOptions::default()
     };
     Ok(solve(&request.model, costs, &options)?.plan)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn degree_zero_is_refused() {
+        let request =
+            TrainRequest { tensor_parallel: Some(0), ..TrainRequest::new("no-model.onnx", DataInput::Synthetic) };
+        let Err(refused) = train(request, &Silent) else { panic!("it was accepted") };
+        assert!(refused.line().contains("the tensor-parallel degree is 0"), "{}", refused.line());
+    }
 }

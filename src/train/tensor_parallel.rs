@@ -10,10 +10,12 @@ use compiler::profile::shared::ActivationSharding;
 use compiler::schedule::Pipeline;
 use compiler::tensor_parallel::cost::Machine;
 use runtime::comm::tensor_group::Layouts;
+use runtime::exec::sequence::Collective;
 use runtime::exec::stage_code::StageCode;
+use runtime::process::process_group::Group;
 use runtime::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use runtime::train::prepare::{PrepareError, Prepared, RunTarget, Settings};
-use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared_with, run_shared};
+use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared_with, run_shared_in_group};
 use runtime::train::tensor_shards::whole_codes;
 
 /// Latency of a collective between two threads.
@@ -75,21 +77,38 @@ pub fn prepare(
 }
 
 impl Sharing {
-    /// Trains on all devices of the group.
+    /// Trains on all devices of the group, or those of this process in a process group. Only process 0 returns a result.
     pub fn train(
         &self,
         training: &TrainJob<'_>,
         course: RunOptions<'_>,
         on_step: &mut dyn FnMut(StepDone),
-    ) -> Result<Trained, Error> {
-        run_shared(training, course, (&self.layouts, self.devices), on_step).map_err(|error| match &error {
-            TensorParallelError::Panic { .. } => Error::bug(&error.to_string()),
+        group: Option<Group>,
+    ) -> Result<Option<Trained>, Error> {
+        let sharding = (&self.layouts, self.devices);
+        run_shared_in_group(training, course, sharding, on_step, group).map_err(|error| match &error {
             TensorParallelError::Train(error) => failures::describe(error),
-            TensorParallelError::Thread { .. } | TensorParallelError::Device(_) => {
+            TensorParallelError::Gather(_) | TensorParallelError::Missing { .. } => {
                 Error::negative("training stopped").because(&error)
             }
             TensorParallelError::Weight { .. } => Error::input("cannot train").because(&error),
         })
+    }
+
+    /// What processes that train together must have in common: the degree, the shardings of parameters, and the
+    /// collectives of the compiled stages, in order.
+    pub fn describe(&self, codes: &[StageCode]) -> String {
+        let split = self.layouts.iter().filter(|(_, layout)| matches!(layout, Sharding::Split(_)));
+        let mut text = format!("{} {:?}", self.devices, split.collect::<Vec<_>>());
+        for (stage, code) in codes.iter().enumerate() {
+            for (pass, sequence) in [("forward", &code.forward), ("backward", &code.backward), ("weight", &code.weight)]
+            {
+                for Collective { op, operand } in sequence.steps.iter().filter_map(|step| step.collective.as_ref()) {
+                    text += &format!("\n{stage} {pass} {op:?} {} {:?}", operand.dtype, operand.shape);
+                }
+            }
+        }
+        text
     }
 
     /// A sentence about the degree and the sharding.

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 fn meet(ready: &Ready, own: usize, door: JoinMode, first: &str) -> Group {
     let training = ready.training(&ready.weights);
-    let seats = WorkerPlacement::beside(training.program.workers.len());
+    let seats = WorkerPlacement::beside(training.program.workers.len(), 1);
     let lines = seats.lines(training.program, training.codes, agrees(&training));
     let identity = Identity { run: 1, parts: Vec::new() };
     let wait = Duration::from_secs(30);

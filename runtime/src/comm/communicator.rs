@@ -124,6 +124,11 @@ impl<T> Communicator<T> {
         }
     }
 
+    /// Number of collectives that have contributions, local or remote, and that not all local members have read.
+    pub fn unfinished(&self) -> usize {
+        self.lock().meetings.len()
+    }
+
     /// Fails all current and future waits, after a member was lost.
     pub fn abandon(&self) {
         self.lock().abandoned = true;

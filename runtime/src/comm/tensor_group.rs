@@ -2,9 +2,10 @@
 //!
 //! All devices of a group run the same kernels, so their collectives come in the same order and a counter identifies
 //! them. A worker contributes its tensor, waits for the others, and computes its own result. Sums are added in device
-//! order, so all devices get bitwise equal results. A wait ends when all have contributed or one has failed.
+//! order, so all devices get bitwise equal results. A wait ends when all have contributed or one has failed. Devices of
+//! other processes contribute over connections.
 
-use crate::comm::communicator::{Communicator, PeerLost};
+use crate::comm::communicator::{CollectiveError, Communicator, PeerLost};
 use crate::device::api::Rows;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
@@ -12,7 +13,7 @@ use crate::device::error::DeviceError;
 use crate::device::layout::{TensorLayout, accumulation_bytes, accumulation_type};
 use crate::device::region::{Region, RegionMut};
 use compiler::op::collective::met;
-use compiler::op::sharding::runs;
+use compiler::op::sharding::{runs, whole_of};
 use compiler::op::{KernelError, Op, ReduceKind, Sharding, SplitDim};
 use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
@@ -26,8 +27,22 @@ pub type TensorComm = Communicator<TensorPart>;
 #[derive(Clone)]
 pub enum TensorPart {
     Host(Tensor),
-    /// In device memory.
-    Device(Arc<Buffer>),
+    /// In the memory of its device, or received from another process.
+    Buffer(Arc<Buffer>),
+}
+
+/// One rank of all tensor-parallel groups of a run, which have equal degrees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupRank {
+    pub degree: usize,
+    pub rank: usize,
+}
+
+impl GroupRank {
+    /// The number of this rank of a worker among the ranks of all workers. Those of a group are consecutive.
+    pub fn global(self, worker: usize) -> usize {
+        worker * self.degree + self.rank
+    }
 }
 
 /// The shape of a device's shard of an operand, and how the operand is cut.
@@ -56,18 +71,53 @@ impl TensorRank {
         self.table.meet(number)
     }
 
-    fn gather_host(&self, own: Tensor) -> Result<Vec<Tensor>, PeerLost> {
+    /// This rank's place in the group.
+    pub fn rank(&self) -> usize {
+        self.device
+    }
+
+    fn gather_host(&self, own: Tensor) -> Result<Vec<Tensor>, CollectiveError> {
+        let (dtype, shape) = (own.dtype(), own.shape().to_vec());
         let parts = self.gather(TensorPart::Host(own))?;
-        let host = |part: &TensorPart| match part {
-            TensorPart::Host(tensor) => tensor.clone(),
-            TensorPart::Device(_) => unreachable!("all devices run the same op"),
+        let host = |(at, part): (usize, &TensorPart)| match part {
+            TensorPart::Host(tensor) => Ok(tensor.clone()),
+            TensorPart::Buffer(received) => {
+                let bytes = received.download()?;
+                let size = shape.iter().product::<usize>() * dtype.size();
+                check_size(at, bytes.len(), size)?;
+                Ok(Tensor::new(dtype, shape.clone(), bytes.to_vec().into()).expect("the size was checked"))
+            }
         };
-        Ok(parts.iter().map(host).collect())
+        parts.iter().enumerate().map(host).collect::<Result<_, DeviceError>>().map_err(CollectiveError::Device)
+    }
+
+    /// True if [`TensorRank::gather_shards`] needs this rank's tensor of that name.
+    pub fn is_gathered(&self, name: &str) -> bool {
+        self.device == 0 || matches!(self.layouts.get(name), Some(Sharding::Split(_)))
+    }
+
+    /// Gathers the shards of named parameters on rank 0; the others return `None`. All ranks must call it with the same
+    /// names of split parameters. Blocks until all have contributed.
+    pub fn gather_shards(
+        &self,
+        own: BTreeMap<String, Tensor>,
+    ) -> Result<Option<BTreeMap<String, Tensor>>, CollectiveError> {
+        let mut all = BTreeMap::new();
+        for (name, own) in own {
+            match self.layouts.get(&name) {
+                Some(Sharding::Split(cut)) if self.device == 0 => {
+                    all.insert(name, whole_of(&self.gather_host(own)?, *cut));
+                }
+                Some(Sharding::Split(_)) => _ = self.gather(TensorPart::Host(own))?,
+                _ => _ = all.insert(name, own),
+            }
+        }
+        Ok(Some(all).filter(|_| self.device == 0))
     }
 
     /// All-reduces the sums of squares of these parameters' gradients. Unsharded parameters are equal on all devices
     /// and count once.
-    pub fn whole_squares(&self, names: &[&str], own: &[f64]) -> Result<Vec<f64>, PeerLost> {
+    pub fn whole_squares(&self, names: &[&str], own: &[f64]) -> Result<Vec<f64>, CollectiveError> {
         let all = self.gather_host(Tensor::from_f64(&[own.len()], own))?;
         let of: Vec<Vec<f64>> = all.iter().map(Tensor::to_f64).collect();
         let is_split = |name: &&str| matches!(self.layouts.get(*name), Some(Sharding::Split(_)));
@@ -115,7 +165,10 @@ impl TensorRank {
     ) -> Result<(), DeviceError> {
         let own = Tensor::new(layout.dtype, layout.shape.clone(), device.stream.begin_download(own)?.bytes()?.into());
         let own = own.expect("a region has the size of its layout");
-        let parts = self.gather_host(own).map_err(|_| KernelError::Disconnected)?;
+        let parts = self.gather_host(own).map_err(|error| match error {
+            CollectiveError::PeerLost => KernelError::Disconnected.into(),
+            CollectiveError::Device(fault) => fault,
+        })?;
         let got = met(op, &parts, self.device).expect("only tensor-parallel collectives reach this");
         device.stream.upload(got.bytes(), output)
     }
@@ -146,10 +199,11 @@ impl TensorRank {
         let mut copy = device.take_staging(own.len())?;
         device.stream.copy(own, Buffer::exclusive(&mut copy))?;
         device.release(&copy)?;
-        let parts = self.gather(TensorPart::Device(copy.clone())).map_err(|_| KernelError::Disconnected)?;
+        let parts = self.gather(TensorPart::Buffer(copy.clone())).map_err(|_| KernelError::Disconnected)?;
         device.give(copy);
         for (at, part) in parts.iter().enumerate() {
-            let TensorPart::Device(part) = part else { unreachable!("all devices run the same op") };
+            let TensorPart::Buffer(part) = part else { unreachable!("all devices run the same op") };
+            check_size(at, part.len(), own.len())?;
             let part = device.receive(part.clone())?;
             match (&mut cut_out, shard) {
                 (Some(to), Some((shape, cut))) => {
@@ -212,6 +266,17 @@ impl TensorRank {
     }
 }
 
+/// An operand from another process has one of the sizes that the stage has, which may be that of another collective.
+fn check_size(rank: usize, found: usize, expected: usize) -> Result<(), DeviceError> {
+    match found == expected {
+        true => Ok(()),
+        false => Err(DeviceError::Failed {
+            device: format!("of tensor-parallel rank {rank}"),
+            what: format!("its operand has {found} bytes, expected {expected}"),
+        }),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -255,6 +320,48 @@ mod tests {
                 }
             });
         }
+    }
+
+    /// Another process may send an operand of another collective of the stage.
+    #[test]
+    fn operands_of_other_sizes_are_refused() {
+        let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
+        let layout = TensorLayout { dtype: DType::F32, shape: vec![2] };
+        for kind in [ReduceKind::Sum, ReduceKind::Max] {
+            for bytes in [0, 4, 16] {
+                let table = Arc::new(TensorComm::among(2, 1, None));
+                let tensor_rank = TensorRank::new(table.clone(), 0, 2, Arc::default());
+                assert!(table.arrive(0, 1, TensorPart::Buffer(Arc::new(Buffer::host(bytes)))));
+                let (own, mut result) = (Buffer::host(8), Buffer::host(8));
+                let op = Op::AllReduce(AllReduce { kind, devices: 2 });
+                let refused =
+                    tensor_rank.meet(&op, (&layout, own.region()), result.region_mut(), &context).unwrap_err();
+                let said = refused.to_string();
+                let what = format!("its operand has {bytes} bytes, expected 8");
+                assert!(said.contains("of tensor-parallel rank 1") && said.contains(&what), "{said}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_rank_gathers_shards() {
+        let layouts = Arc::new(Layouts::from([("split".to_string(), Sharding::split(0))]));
+        let table = Arc::new(TensorComm::new(2));
+        let gathered = std::thread::scope(|scope| {
+            let ranks = [0, 1].map(|device| {
+                let tensor_rank = TensorRank::new(table.clone(), device, 2, layouts.clone());
+                assert_eq!([tensor_rank.is_gathered("split"), tensor_rank.is_gathered("both")], [true, device == 0]);
+                scope.spawn(move || {
+                    let own = |values: &[f64]| Tensor::from_f64(&[1], values);
+                    let split = ("split".to_string(), own(&[device as f64]));
+                    tensor_rank.gather_shards(BTreeMap::from([split, ("both".to_string(), own(&[7.0]))])).unwrap()
+                })
+            });
+            ranks.map(|rank| rank.join().unwrap())
+        });
+        let whole = gathered[0].as_ref().unwrap();
+        assert_eq!((whole["split"].to_f64(), whole["both"].to_f64()), (vec![0.0, 1.0], vec![7.0]));
+        assert!(gathered[1].is_none() && table.unfinished() == 0);
     }
 
     #[test]

@@ -71,6 +71,12 @@ pub trait Device: Send + Sync {
         false
     }
 
+    /// What decides how its kernels round: the kind of processor and the versions of its libraries. Devices for which it
+    /// is equal compute equal bits.
+    fn arithmetic(&self) -> String {
+        self.info().model.clone()
+    }
+
     /// The same device, whose products of f32 may round their inputs to TF32. `None` if it has no such products.
     fn with_tf32(&self) -> Option<Arc<dyn Device>> {
         None

@@ -7,17 +7,19 @@ use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::comm::channel;
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
+use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::stage_code::StageCode;
 use crate::process::connection::{DeadlineReader, Hangup, Outbound, RemoteChannel};
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
 use crate::process::parts::PartForm;
 use crate::process::process_group::{Group, doing};
-use crate::process::router::{Gathering, RemoteCommunicator, Route, Routes};
+use crate::process::router::{ContributionSink, Gathering, RemoteCommunicator, Route, Routes};
 use crate::process::run_status::{FailureCause, LinkError, RunStatus};
 use crate::process::shard_messages::ShardMessages;
 use crate::process::stop::StopAgreement;
 use crate::process::tensor_links::{Offered, TensorLinks, connect};
+use crate::process::tensor_operands::{OperandForm, TensorOperands};
 use crate::process::wire::Contribution;
 use crate::process::worker_result::Leaving;
 use crate::process::{connection, parts, shard_messages, worker_result};
@@ -26,7 +28,7 @@ use crate::zero::gradient_shards::GradientShards;
 use crate::zero::remote_replicas::{RemoteReplicas, SendMessage};
 use crate::zero::shard::ShardRange;
 use compiler::op::Value;
-use compiler::schedule::{Program, WorkerId};
+use compiler::schedule::Program;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Write;
@@ -95,7 +97,8 @@ impl<'a> Exchange<'a> {
         let (release, released) = unbounded();
         let (taken, room) = unbounded();
         // The snapshots of one checkpoint of this process may be in transit.
-        let own = group.part.placement.workers(group.part.own);
+        let placement = &group.part.placement;
+        let own = placement.ranks(group.part.own).map(|rank| placement.worker(rank));
         let parts = own.map(|worker| program.stages_of(program.workers[worker].rank).count()).sum();
         (0..parts).for_each(|_| _ = taken.send(()));
         let (mut queues, mut lines, mut hangups) = (BTreeMap::new(), Vec::new(), Vec::new());
@@ -108,22 +111,22 @@ impl<'a> Exchange<'a> {
             // ends.
             let is_followed = group.part.follows && process == 0;
             talk.reader.source().renew(if is_followed { Duration::MAX } else { group.part.deadline });
-            let workers: Vec<usize> = group.part.placement.workers(process).collect();
+            let ranks: Vec<usize> = group.part.placement.ranks(process).collect();
             let (placement, progress) = (group.part.placement.clone(), group.progress.clone());
-            let leaving = workers.iter().map(|worker| (*worker, Leaving::of(program, codes, *worker)));
+            let leaving = ranks.iter().map(|rank| (*rank, Leaving::of(program, codes, placement.worker(*rank))));
             let gathering = (group.part.own == 0).then(|| Gathering {
-                workers: leaving.collect(),
-                events: Some(events.clone()).filter(|_| !workers.is_empty()),
+                ranks: leaving.collect(),
+                events: Some(events.clone()).filter(|_| !ranks.is_empty()),
                 outcomes: leave.clone(),
                 reply: queues[&process].clone(),
-                parts: keeper.clone().filter(|_| !workers.is_empty()),
-                form: PartForm::of(program, codes, &workers),
+                parts: keeper.clone().filter(|_| !ranks.is_empty()),
+                form: PartForm::of(program, codes, &placement, process),
             });
             let links = all_links.remove(&process);
             let routes = Routes {
                 process,
                 name: group.names[process].clone(),
-                workers,
+                ranks,
                 doing: Box::new(move |process| doing(program, &placement, &progress, process)),
                 channels: HashMap::new(),
                 posted: HashMap::new(),
@@ -162,9 +165,9 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// True if the worker runs in this process.
-    pub fn is_here(&self, worker: usize) -> bool {
-        self.group.is_here(worker)
+    /// True if the global rank runs in this process.
+    pub fn is_here(&self, rank: usize) -> bool {
+        self.group.is_here(rank)
     }
 
     /// True for process 0, which reports the run.
@@ -198,18 +201,18 @@ impl<'a> Exchange<'a> {
         Ok((queue, &mut line.routes))
     }
 
-    /// The ends in this process of a channel between two workers. `tensors` are those of each message.
+    /// The ends in this process of a channel between two global ranks. `tensors` are those of each message.
     pub fn channel(
         &mut self,
-        from: WorkerId,
-        to: WorkerId,
+        from: usize,
+        to: usize,
         tensors: Vec<(Value, usize, usize)>,
     ) -> Result<(Option<Outgoing>, Option<Incoming>), LinkError> {
         let number = self.channels;
         self.channels += 1;
-        let place = |worker: WorkerId, exchange: &Exchange<'_>| exchange.group.part.placement.of[worker.index()];
+        let place = |rank: usize, exchange: &Exchange<'_>| exchange.group.part.placement.of[rank];
         let (there, here) = (place(to, self), place(from, self));
-        match (self.is_here(from.index()), self.is_here(to.index())) {
+        match (self.is_here(from), self.is_here(to)) {
             (true, true) => {
                 let (outgoing, incoming) = channel();
                 Ok((Some(outgoing), Some(incoming)))
@@ -232,7 +235,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Creates a communicator of these workers, one per member. Sequence numbers are below `meetings`.
+    /// Creates a communicator of these global ranks, one per member. Sequence numbers are below `meetings`.
     pub fn meeting<T: Contribution + Send + Sync + 'static>(
         &mut self,
         members: &[usize],
@@ -242,12 +245,34 @@ impl<'a> Exchange<'a> {
     where
         T::Form: 'static,
     {
+        self.communicator(members, |place| Arc::new(RemoteCommunicator { place, form, meetings }))
+    }
+
+    /// Creates the communicator of a worker's tensor-parallel group, whose stages have this code. `layouts` gives the
+    /// sharding of the parameters.
+    pub fn tensor_group<'c>(
+        &mut self,
+        worker: usize,
+        degree: usize,
+        (stages, layouts): (impl Iterator<Item = &'c StageCode>, &Layouts),
+    ) -> Result<Arc<TensorComm>, LinkError> {
+        let members: Vec<usize> = (0..degree).map(|rank| GroupRank { degree, rank }.global(worker)).collect();
+        let form = OperandForm::of(stages, layouts);
+        self.communicator(&members, |group| Arc::new(TensorOperands::new(group, form, degree)))
+    }
+
+    /// Creates a communicator of these global ranks. `sink` receives the contributions of other processes.
+    fn communicator<T: Contribution + Send + Sync + 'static, S: ContributionSink + 'static>(
+        &mut self,
+        members: &[usize],
+        sink: impl FnOnce(Arc<Communicator<T>>) -> Arc<S>,
+    ) -> Result<Arc<Communicator<T>>, LinkError> {
         let number = self.meetings;
         self.meetings += 1;
-        let here = members.iter().filter(|worker| self.is_here(**worker)).count();
+        let here = members.iter().filter(|rank| self.is_here(**rank)).count();
         let mut others: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
-        for (member, worker) in members.iter().enumerate().filter(|(_, worker)| !self.is_here(**worker)) {
-            others.entry(self.group.part.placement.of[*worker]).or_default().insert(member);
+        for (member, rank) in members.iter().enumerate().filter(|(_, rank)| !self.is_here(**rank)) {
+            others.entry(self.group.part.placement.of[*rank]).or_default().insert(member);
         }
         if here == 0 || others.is_empty() {
             return Ok(Arc::new(Communicator::new(members.len())));
@@ -263,14 +288,14 @@ impl<'a> Exchange<'a> {
             }
         });
         let place = Arc::new(Communicator::among(members.len(), here, Some(forward)));
-        let hall = Arc::new(RemoteCommunicator { place: place.clone(), form, meetings });
+        let sink = sink(place.clone());
         for (process, members) in others {
-            self.line(process)?.1.meetings.insert(number, (hall.clone(), members));
+            self.line(process)?.1.meetings.insert(number, (sink.clone(), members));
         }
         Ok(place)
     }
 
-    /// Creates the gradient and weight shards of a stage's replicas, whose workers these are. Rounds, versions and
+    /// Creates the gradient and weight shards of a stage's replicas, whose global ranks these are. Rounds, versions and
     /// micro-batches are below `rounds`; `share` is that of any replica.
     pub fn shards(
         &mut self,
@@ -281,7 +306,7 @@ impl<'a> Exchange<'a> {
     ) -> Result<Arc<GradientShards>, LinkError> {
         let number = self.meetings;
         self.meetings += 1;
-        let there = |worker: &usize| (!self.is_here(*worker)).then(|| self.group.part.placement.of[*worker]);
+        let there = |rank: &usize| (!self.is_here(*rank)).then(|| self.group.part.placement.of[*rank]);
         let processes: Vec<Option<usize>> = members.iter().map(there).collect();
         let here: Vec<usize> = (0..members.len()).filter(|member| processes[*member].is_none()).collect();
         let others: BTreeSet<usize> = processes.iter().flatten().copied().collect();
@@ -312,7 +337,7 @@ impl<'a> Exchange<'a> {
     where
         'a: 'scope,
     {
-        let own: Vec<usize> = self.group.part.placement.workers(self.group.part.own).collect();
+        let own: Vec<usize> = self.group.part.placement.ranks(self.group.part.own).collect();
         let none = |error| LinkError::Ended { process: None, what: format!("cannot start a thread: {error}") };
         if let Some(stopping) = self.stopping.take() {
             let (working, over) = bounded(0);
@@ -327,8 +352,8 @@ impl<'a> Exchange<'a> {
             let ConnectionThreads { reader, writer, queue, routes, links } = line;
             let (progress, own, run_status) = (self.group.progress.clone(), own.clone(), self.group.run_status.clone());
             let beat = move || -> Vec<u8> {
-                let at = |worker: &usize| progress.get(*worker).map_or(0, |at| at.load(Ordering::Relaxed));
-                own.iter().flat_map(|worker| at(worker).to_le_bytes()).collect()
+                let at = |rank: &usize| progress.get(*rank).map_or(0, |at| at.load(Ordering::Relaxed));
+                own.iter().flat_map(|rank| at(rank).to_le_bytes()).collect()
             };
             let alive = self.writing.as_ref().map(|(alive, _)| alive.clone());
             let writing = run_status.clone();
@@ -384,9 +409,9 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Ends the run after the workers of this process, with the results of those that succeeded; `is_well` is true if
-    /// all did. Process 0 returns the results of all workers, others return none. Fails with the cause if the run ended
-    /// early.
+    /// Ends the run after the workers of this process, with the results of those that succeeded, by global rank;
+    /// `is_well` is true if all did. Process 0 returns the results of all ranks in order, others return none. Fails with
+    /// the cause if the run ended early.
     pub fn finish(
         mut self,
         mut left: Vec<(usize, WorkerResult)>,
@@ -406,8 +431,8 @@ impl<'a> Exchange<'a> {
         if self.reports() {
             all = left;
             all.extend(self.outcomes.try_iter());
-            all.sort_by_key(|(worker, _)| *worker);
-            if run_status.cause().is_none() && all.len() != self.program.workers.len() {
+            all.sort_by_key(|(rank, _)| *rank);
+            if run_status.cause().is_none() && all.len() != self.group.part.placement.of.len() {
                 run_status
                     .end(LinkError::Bug { what: "a process ended without the results of its workers".to_string() });
             }
@@ -415,8 +440,10 @@ impl<'a> Exchange<'a> {
                 run_status.release();
             }
         } else {
-            let frames =
-                left.into_iter().flat_map(|(worker, outcome)| worker_result::leave(self.program, worker, outcome));
+            let placement = &self.group.part.placement;
+            let frames = left.into_iter().flat_map(|(rank, outcome)| {
+                worker_result::leave(self.program, (placement.worker(rank), rank), outcome)
+            });
             frames.for_each(|frame| self.send(0, frame));
             // Returns when process 0 releases this process or the connection ends.
             let _ = self.released.recv();

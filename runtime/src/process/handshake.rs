@@ -10,7 +10,7 @@ use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use std::io::Write;
 
 /// Version of the frame protocol.
-pub const PROTOCOL: u32 = 5;
+pub const PROTOCOL: u32 = 6;
 
 /// Maximum content of a frame before the run begins.
 pub const LONGEST: u64 = 1 << 20;

@@ -1,6 +1,7 @@
 //! Serialises stage snapshots for process 0, which writes checkpoints.
 //!
-//! A snapshot is written field by field, each buffer with a length prefix. A length must match the parameter or state.
+//! A snapshot is written field by field, each buffer with a length prefix. A length must match the parameter or state, and
+//! a rank's snapshots of a stage must come in the order of the run.
 
 use crate::checkpoint::{StageSnapshot, StageState};
 use crate::comm::device_all_reduce::range;
@@ -12,6 +13,7 @@ use crate::exec::stage_code::{NamedTensor, StageCode};
 use crate::optim::state::ParameterState;
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
+use crate::process::placement::WorkerPlacement;
 use compiler::plan::StageId;
 use compiler::schedule::Program;
 use std::collections::BTreeMap;
@@ -22,30 +24,35 @@ const MOST_STATE: u32 = 8;
 /// Upper bound of the numbers per parameter or state, in bytes.
 const NUMBERS: usize = 256;
 
-/// A stage on one worker, with its replica number, replica count and in-flight limit.
+/// A stage on one rank, with its replica number, tensor-parallel rank, replica count, in-flight limit, and the
+/// minibatches before its newest snapshot.
 struct Held {
     stage: StageId,
     replica: u32,
+    tensor_rank: usize,
     replicas: u32,
     cap: u32,
+    newest: u32,
 }
 
 /// The valid contents of snapshots from one process.
 pub struct PartForm<'a> {
     held: Vec<Held>,
     codes: &'a [StageCode],
+    /// Minibatches of the run.
+    minibatches: u32,
 }
 
 impl<'a> PartForm<'a> {
-    pub fn of(program: &Program, codes: &'a [StageCode], workers: &[usize]) -> PartForm<'a> {
-        let own = workers.iter().map(|worker| &program.workers[*worker]);
-        let held = own.flat_map(|own| {
-            program.stages_of(own.rank).map(|stage| {
+    pub fn of(program: &Program, codes: &'a [StageCode], placement: &WorkerPlacement, process: usize) -> PartForm<'a> {
+        let held = placement.ranks(process).flat_map(|rank| {
+            let (own, tensor_rank) = (&program.workers[placement.worker(rank)], placement.tensor_rank(rank));
+            program.stages_of(own.rank).map(move |stage| {
                 let of = &program.stages[stage.index()];
-                Held { stage, replica: own.replica, replicas: of.replicas, cap: of.cap }
+                Held { stage, replica: own.replica, tensor_rank, replicas: of.replicas, cap: of.cap, newest: 0 }
             })
         });
-        PartForm { held: held.collect(), codes }
+        PartForm { held: held.collect(), codes, minibatches: program.items / program.microbatches.max(1) }
     }
 
     /// Maximum size of a snapshot, in bytes.
@@ -100,6 +107,7 @@ fn put_weights(to: &mut Vec<u8>, sets: &BTreeMap<u32, Weights>) -> Result<(), De
 
 pub fn pack(part: &StageSnapshot) -> Result<Vec<u8>, DeviceError> {
     let mut to = [part.stage.0.to_le_bytes(), part.replica.to_le_bytes(), part.minibatches.to_le_bytes()].concat();
+    put_count(&mut to, part.tensor_rank);
     to.extend(part.replicas.to_le_bytes());
     put_count(&mut to, part.moves.len());
     part.moves.iter().try_for_each(|moves| put_moves(&mut to, moves))?;
@@ -178,16 +186,19 @@ fn take_weights(fields: &mut Fields<'_>, code: &StageCode) -> Result<BTreeMap<u3
 }
 
 /// Reads and checks a snapshot.
-pub fn unpack(form: &PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageSnapshot, FrameError> {
+pub fn unpack(form: &mut PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageSnapshot, FrameError> {
     let what = "the stage of a checkpoint";
     let (stage, replica) = (StageId(fields.u32(what)?), fields.u32(what)?);
     let minibatches = fields.u32("the step of a checkpoint")?;
-    if !form.held.iter().any(|of| (of.stage, of.replica) == (stage, replica)) {
-        return Err(FrameError::Field { what });
+    let tensor_rank = fields.u32("the tensor-parallel rank of a checkpoint")? as usize;
+    let is_held = |of: &Held| (of.stage, of.replica, of.tensor_rank) == (stage, replica, tensor_rank);
+    let at = form.held.iter().position(is_held).ok_or(FrameError::Field { what })?;
+    let known = form.held[at].replicas;
+    if minibatches <= form.held[at].newest || minibatches > form.minibatches {
+        return Err(FrameError::Field { what: "the step of a checkpoint" });
     }
     let code = form.codes.get(stage.index()).ok_or(FrameError::Field { what })?;
     let what = "the replicas of a checkpoint";
-    let known = form.held.iter().find(|of| (of.stage, of.replica) == (stage, replica)).map_or(1, |of| of.replicas);
     let replicas = fields.u32(what)?;
     if replicas != 1 && replicas != known {
         return Err(FrameError::Field { what });
@@ -231,9 +242,11 @@ pub fn unpack(form: &PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageSnaps
         shared.insert(parameter, older);
     }
     fields.end()?;
+    form.held[at].newest = minibatches;
     Ok(StageSnapshot {
         stage,
         replica,
+        tensor_rank,
         minibatches,
         replicas,
         moves: of_share,
@@ -243,4 +256,62 @@ pub fn unpack(form: &PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageSnaps
         shared,
         counted: None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use compiler::plan::schedule::Schedule;
+    use compiler::schedule::{ProgramStage, RankId, WorkerProgram};
+
+    /// One stage without parameters, on two tensor-parallel ranks in two processes: six minibatches of two.
+    fn program() -> Program {
+        let stage = ProgramStage { rank: RankId(0), replicas: 1, cap: 1, recompute: false, buckets: 1, zero: 0 };
+        let worker = WorkerProgram { rank: RankId(0), replica: 0, instructions: Vec::new() };
+        Program {
+            schedule: Schedule::OneFOneB,
+            items: 12,
+            microbatches: 2,
+            stages: vec![stage],
+            edges: Vec::new(),
+            workers: vec![worker],
+        }
+    }
+
+    fn snapshot(tensor_rank: usize, minibatches: u32) -> StageSnapshot {
+        StageSnapshot {
+            stage: StageId(0),
+            replica: 0,
+            tensor_rank,
+            minibatches,
+            replicas: 1,
+            moves: Vec::new(),
+            whole: None,
+            versions: BTreeMap::new(),
+            forwards: BTreeMap::new(),
+            shared: BTreeMap::new(),
+            counted: None,
+        }
+    }
+
+    #[test]
+    fn snapshots_come_in_order_from_the_ranks_of_their_process() {
+        let (program, codes) = (program(), [StageCode::default()]);
+        let placement = WorkerPlacement::dealt(1, 2, 2).unwrap();
+        let mut form = PartForm::of(&program, &codes, &placement, 1);
+        let mut take = |tensor_rank: usize, minibatches: u32| {
+            let bytes = pack(&snapshot(tensor_rank, minibatches)).unwrap();
+            unpack(&mut form, &mut Fields::of(&bytes)).map(|part| (part.tensor_rank, part.minibatches))
+        };
+        let refused = |what| Err(FrameError::Field { what });
+        let (step, stage) = ("the step of a checkpoint", "the stage of a checkpoint");
+        assert_eq!(take(1, 0), refused(step), "nothing is done");
+        assert_eq!(take(1, 2), Ok((1, 2)));
+        assert_eq!(take(1, 2), refused(step), "it has come already");
+        assert_eq!(take(1, 1), refused(step), "it is older");
+        assert_eq!(take(0, 3), refused(stage), "another process has this rank");
+        assert_eq!(take(2, 3), refused(stage), "there is no such rank");
+        assert_eq!(take(1, 7), refused(step), "the run is over");
+        assert_eq!(take(1, 6), Ok((1, 6)));
+    }
 }

@@ -1,49 +1,91 @@
-//! The placement of workers on processes.
+//! The placement of workers, and of the ranks of their tensor-parallel groups, on processes.
 
+use crate::comm::tensor_group::GroupRank;
 use crate::exec::stage_code::StageCode;
 use compiler::schedule::{Instruction, Program, WorkerId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The process of every worker. Process 0 coordinates and reports; it may have no worker.
+/// The process of every rank: a worker, or with tensor parallelism a device of its group. The ranks of a group are
+/// consecutive. Process 0 coordinates and reports; it may have no rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerPlacement {
-    /// Indexed by worker.
+    /// Indexed by global rank: see [`GroupRank::global`].
     pub of: Vec<usize>,
     pub processes: usize,
+    /// The tensor-parallel degree.
+    pub degree: usize,
 }
 
 impl WorkerPlacement {
-    /// One process per worker, plus process 0 without a worker.
-    pub fn beside(workers: usize) -> WorkerPlacement {
-        WorkerPlacement { of: (1..=workers).collect(), processes: workers + 1 }
+    /// One process per rank, plus process 0 without a rank.
+    pub fn beside(workers: usize, degree: usize) -> WorkerPlacement {
+        let ranks = workers * degree;
+        WorkerPlacement { of: (1..=ranks).collect(), processes: ranks + 1, degree }
     }
 
-    /// Splits workers in order over `processes` processes, as evenly as possible. `None` if some would have none.
-    pub fn dealt(workers: usize, processes: usize) -> Option<WorkerPlacement> {
-        let of = (0..workers).map(|worker| worker * processes / workers.max(1)).collect();
-        (1..=workers).contains(&processes).then_some(WorkerPlacement { of, processes })
+    /// Splits ranks in order over `processes` processes, as evenly as possible. `None` if some would have none.
+    pub fn dealt(workers: usize, degree: usize, processes: usize) -> Option<WorkerPlacement> {
+        let ranks = workers * degree;
+        let of = (0..ranks).map(|rank| rank * processes / ranks.max(1)).collect();
+        (1..=ranks).contains(&processes).then_some(WorkerPlacement { of, processes, degree })
     }
 
-    /// Assigns `hosts[i]` consecutive workers to host i. `None` if the sum is not `workers`.
-    pub fn by_host(workers: usize, hosts: &[u32]) -> Option<WorkerPlacement> {
+    /// Assigns `hosts[i]` consecutive ranks to host i. `None` if their sum differs.
+    pub fn by_host(workers: usize, degree: usize, hosts: &[u32]) -> Option<WorkerPlacement> {
         let placement: u64 = hosts.iter().map(|count| u64::from(*count)).sum();
-        if placement != workers as u64 {
+        if placement != (workers * degree) as u64 {
             return None;
         }
         let of = (0..).zip(hosts).flat_map(|(host, count)| (0..*count).map(move |_| host)).collect();
-        Some(WorkerPlacement { of, processes: hosts.len() })
+        Some(WorkerPlacement { of, processes: hosts.len(), degree })
     }
 
-    pub fn workers(&self, process: usize) -> impl Iterator<Item = usize> + '_ {
-        self.of.iter().enumerate().filter(move |(_, of)| **of == process).map(|(worker, _)| worker)
+    /// The global ranks of a process.
+    pub fn ranks(&self, process: usize) -> impl Iterator<Item = usize> + '_ {
+        self.of.iter().enumerate().filter(move |(_, of)| **of == process).map(|(rank, _)| rank)
     }
 
-    /// Display name of a process: its workers and their stages.
+    /// The worker of a global rank.
+    pub fn worker(&self, rank: usize) -> usize {
+        rank / self.degree
+    }
+
+    /// The place of a global rank in its tensor-parallel group.
+    pub fn tensor_rank(&self, rank: usize) -> usize {
+        rank % self.degree
+    }
+
+    /// The tensor-parallel ranks that a process has of some worker.
+    pub fn tensor_ranks(&self, process: usize) -> BTreeSet<usize> {
+        self.ranks(process).map(|rank| self.tensor_rank(rank)).collect()
+    }
+
+    /// True if a tensor-parallel group is in several processes.
+    pub fn has_split_groups(&self) -> bool {
+        self.of.chunks(self.degree).any(|group| group.iter().any(|process| *process != group[0]))
+    }
+
+    /// Display name of a process: its workers and their stages. A worker that it has only in part is named with its
+    /// tensor-parallel rank.
     pub fn name(&self, program: &Program, process: usize) -> String {
-        let workers: Vec<usize> = self.workers(process).filter(|worker| *worker < program.workers.len()).collect();
+        let mut held: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for rank in self.ranks(process) {
+            held.entry(self.worker(rank)).or_default().push(self.tensor_rank(rank));
+        }
+        let workers: Vec<usize> = held.keys().copied().filter(|worker| *worker < program.workers.len()).collect();
         let of = |worker: &usize| program.stages_of(program.workers[*worker].rank).map(|stage| stage.0);
         let stages: BTreeSet<u32> = workers.iter().flat_map(of).collect();
-        let names: Vec<String> = workers.iter().map(|w| program.worker_name(WorkerId(*w as u32))).collect();
+        let name = |worker: &usize| {
+            let (worker, ranks) = (WorkerId(*worker as u32), &held[worker]);
+            let name = program.worker_name(worker);
+            match &ranks[..] {
+                all if all.len() == self.degree => name,
+                [one] => rank_name(program, worker, GroupRank { degree: self.degree, rank: *one }),
+                [first, .., last] => format!("{name} tensor ranks {first} to {last}"),
+                [] => name,
+            }
+        };
+        let names: Vec<String> = workers.iter().map(name).collect();
         let stages: Vec<String> = stages.iter().map(u32::to_string).collect();
         let plural = |count: usize| if count == 1 { "" } else { "s" };
         match workers.is_empty() {
@@ -63,30 +105,36 @@ impl WorkerPlacement {
     pub fn lines(&self, program: &Program, codes: &[StageCode], agrees: bool) -> BTreeSet<(usize, usize)> {
         let mut lines: BTreeSet<(usize, usize)> = (1..self.processes).map(|process| (0, process)).collect();
         let mut together: Vec<Vec<usize>> = Vec::new();
-        for (worker, own) in program.workers.iter().enumerate() {
-            for instruction in &own.instructions {
-                if let Instruction::Send { peer, .. } = instruction
-                    && let (Some(from), Some(to)) = (self.of.get(worker), self.of.get(peer.index()))
-                    && from != to
-                {
-                    lines.insert((*from.min(to), *from.max(to)));
-                }
-            }
-        }
-        let holders = |stages: &BTreeSet<usize>| -> Vec<usize> {
-            let holds = |rank| program.stages_of(rank).any(|stage| stages.contains(&stage.index()));
-            let workers = program.workers.iter().zip(&self.of);
-            workers.filter(|(own, _)| holds(own.rank)).map(|(_, process)| *process).collect()
-        };
         let mut readers: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
         for (stage, code) in codes.iter().enumerate() {
-            together.push(holders(&BTreeSet::from([stage])));
             code.parameters.iter().for_each(|named| _ = readers.entry(&named.name).or_default().insert(stage));
         }
-        together.extend(readers.values().filter(|stages| stages.len() > 1).map(holders));
-        if agrees {
-            together.push(self.of.clone());
+        for rank in 0..self.degree {
+            let rank = GroupRank { degree: self.degree, rank };
+            let process = |worker: usize| self.of.get(rank.global(worker)).copied();
+            for (worker, own) in program.workers.iter().enumerate() {
+                for instruction in &own.instructions {
+                    if let Instruction::Send { peer, .. } = instruction
+                        && let (Some(from), Some(to)) = (process(worker), process(peer.index()))
+                        && from != to
+                    {
+                        lines.insert((from.min(to), from.max(to)));
+                    }
+                }
+            }
+            let holders = |stages: &BTreeSet<usize>| -> Vec<usize> {
+                let holds = |rank| program.stages_of(rank).any(|stage| stages.contains(&stage.index()));
+                let workers = program.workers.iter().enumerate();
+                workers.filter(|(_, own)| holds(own.rank)).filter_map(|(worker, _)| process(worker)).collect()
+            };
+            together.extend((0..codes.len()).map(|stage| holders(&BTreeSet::from([stage]))));
+            together.extend(readers.values().filter(|stages| stages.len() > 1).map(holders));
+            if agrees {
+                together.push((0..program.workers.len()).filter_map(process).collect());
+            }
         }
+        // The group of each worker.
+        together.extend(self.of.chunks(self.degree).map(<[usize]>::to_vec));
         for group in together {
             let group: BTreeSet<usize> = group.into_iter().collect();
             for &one in &group {
@@ -97,17 +145,40 @@ impl WorkerPlacement {
     }
 }
 
+/// Display name of a worker's rank: the worker's own without tensor parallelism.
+pub fn rank_name(program: &Program, worker: WorkerId, rank: GroupRank) -> String {
+    let name = program.worker_name(worker);
+    match rank.degree {
+        1 => name,
+        _ => format!("{name} tensor rank {}", rank.rank),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn even_placement_is_contiguous() {
-        assert_eq!(WorkerPlacement::dealt(5, 2).map(|placement| placement.of), Some(vec![0, 0, 0, 1, 1]));
-        assert_eq!(WorkerPlacement::dealt(3, 3).map(|placement| placement.of), Some(vec![0, 1, 2]));
-        assert_eq!((WorkerPlacement::dealt(2, 3), WorkerPlacement::dealt(2, 0)), (None, None));
-        assert_eq!(WorkerPlacement::by_host(3, &[1, 2]).map(|placement| placement.of), Some(vec![0, 1, 1]));
-        assert_eq!(WorkerPlacement::by_host(3, &[u32::MAX, 2]), None);
-        assert_eq!(WorkerPlacement::beside(2), WorkerPlacement { of: vec![1, 2], processes: 3 });
+        assert_eq!(WorkerPlacement::dealt(5, 1, 2).map(|placement| placement.of), Some(vec![0, 0, 0, 1, 1]));
+        assert_eq!(WorkerPlacement::dealt(3, 1, 3).map(|placement| placement.of), Some(vec![0, 1, 2]));
+        assert_eq!((WorkerPlacement::dealt(2, 1, 3), WorkerPlacement::dealt(2, 1, 0)), (None, None));
+        assert_eq!(WorkerPlacement::by_host(3, 1, &[1, 2]).map(|placement| placement.of), Some(vec![0, 1, 1]));
+        assert_eq!(WorkerPlacement::by_host(3, 1, &[u32::MAX, 2]), None);
+        assert_eq!(WorkerPlacement::beside(2, 1), WorkerPlacement { of: vec![1, 2], processes: 3, degree: 1 });
+    }
+
+    #[test]
+    fn ranks_of_groups_are_consecutive() {
+        let whole = WorkerPlacement::dealt(2, 2, 2).unwrap();
+        assert_eq!((&whole.of[..], whole.tensor_ranks(1)), (&[0, 0, 1, 1][..], BTreeSet::from([0, 1])));
+        assert_eq!(whole.ranks(1).map(|rank| whole.worker(rank)).collect::<Vec<_>>(), [1, 1]);
+        let apart = WorkerPlacement::dealt(2, 2, 4).unwrap();
+        assert_eq!((apart.tensor_ranks(1), apart.worker(1)), (BTreeSet::from([1]), 0));
+        assert_eq!(WorkerPlacement::by_host(2, 2, &[1, 3]).map(|placement| placement.of), Some(vec![0, 1, 1, 1]));
+        assert_eq!((WorkerPlacement::dealt(2, 2, 5), WorkerPlacement::by_host(2, 2, &[2])), (None, None));
+        assert_eq!(WorkerPlacement::beside(1, 2).of, [1, 2]);
+        let alone = WorkerPlacement::beside(2, 1);
+        assert_eq!([whole, apart, alone].map(|of| of.has_split_groups()), [false, true, false]);
     }
 }

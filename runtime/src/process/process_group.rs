@@ -13,7 +13,7 @@ use crate::process::handshake::{HandshakeConnection, Hello, Known, decode_roster
 use crate::process::meeting::{Meeting, Notice, ProcessConfig};
 use crate::process::placement::WorkerPlacement;
 use crate::process::run_status::{LinkError, RunStatus};
-use compiler::schedule::{Program, WorkerId};
+use compiler::schedule::Program;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
@@ -21,14 +21,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// Current instruction of every worker.
+/// Current instruction of every global rank.
 pub type Progress = Arc<Vec<AtomicU32>>;
 
 /// A connected process group, as seen by one process.
 pub struct Group {
     pub part: ProcessConfig,
     pub run_status: Arc<RunStatus>,
-    /// Last known progress of all workers.
+    /// Last known progress of all ranks.
     pub progress: Progress,
     /// Display names, by process.
     pub names: Vec<String>,
@@ -76,7 +76,7 @@ pub fn join(
 ) -> Result<Group, LinkError> {
     let all = (0..part.placement.processes).map(|process| part.placement.name(program, process)).collect();
     let Connected { talks, names, carrier } = connect(all, lines, &part, door, &run_status, notice)?;
-    let progress = Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect());
+    let progress = Arc::new(part.placement.of.iter().map(|_| AtomicU32::new(0)).collect());
     Ok(Group { part, run_status, progress, names, talks, lines: lines.clone(), carrier })
 }
 
@@ -110,17 +110,17 @@ pub fn connect(
 }
 
 impl Group {
-    /// True if the worker runs in this process.
-    pub fn is_here(&self, worker: usize) -> bool {
-        self.part.placement.of.get(worker) == Some(&self.part.own)
+    /// True if the global rank runs in this process.
+    pub fn is_here(&self, rank: usize) -> bool {
+        self.part.placement.of.get(rank) == Some(&self.part.own)
     }
 }
 
-/// Last known instruction of the first worker of a process.
+/// Last known instruction of the first rank of a process.
 pub fn doing(program: &Program, placement: &WorkerPlacement, progress: &[AtomicU32], process: usize) -> Option<String> {
-    let worker = placement.workers(process).next()?;
-    let at = progress.get(worker)?.load(Ordering::Relaxed) as usize;
-    let instruction = program.workers.get(WorkerId(worker as u32).index())?.instructions.get(at)?;
+    let rank = placement.ranks(process).next()?;
+    let at = progress.get(rank)?.load(Ordering::Relaxed) as usize;
+    let instruction = program.workers.get(placement.worker(rank))?.instructions.get(at)?;
     Some(program.show(instruction))
 }
 
@@ -343,7 +343,7 @@ mod tests {
     fn joined(own: usize, token: &str, streams: BTreeMap<usize, Stream>) -> Result<Vec<usize>, LinkError> {
         let part = ProcessConfig {
             own,
-            placement: WorkerPlacement { of: Vec::new(), processes: 3 },
+            placement: WorkerPlacement { of: Vec::new(), processes: 3, degree: 1 },
             identity: Identity { run: 1, parts: Vec::new() },
             token: RunToken::of(token).unwrap(),
             first: String::new(),

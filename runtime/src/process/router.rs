@@ -77,14 +77,14 @@ impl<T: Contribution + Send + Sync> ContributionSink for RemoteCommunicator<T> {
 
 /// State that process 0 collects from the workers of another process.
 pub struct Gathering<'a> {
-    /// Workers whose results are not complete.
-    pub workers: BTreeMap<usize, Leaving<'a>>,
-    /// Receiver of losses; `None` once the last worker has finished.
+    /// Global ranks whose results are not complete.
+    pub ranks: BTreeMap<usize, Leaving<'a>>,
+    /// Receiver of losses; `None` once the last rank has finished.
     pub events: Option<Sender<Event>>,
     pub outcomes: Sender<(usize, WorkerResult)>,
     /// Queue for [`Kind::Taken`] replies.
     pub reply: Sender<Outbound>,
-    /// Receiver of snapshots, if checkpoints are made; `None` once the last worker has finished.
+    /// Receiver of snapshots, if checkpoints are made; `None` once the last rank has finished.
     pub parts: Option<Sender<StageSnapshot>>,
     /// Valid contents of snapshots.
     pub form: PartForm<'a>,
@@ -94,8 +94,9 @@ pub struct Gathering<'a> {
 pub struct Routes<'a> {
     pub process: usize,
     pub name: String,
-    pub workers: Vec<usize>,
-    /// Last known instruction of a process's first worker.
+    /// Its global ranks.
+    pub ranks: Vec<usize>,
+    /// Last known instruction of a process's first rank.
     pub doing: Box<dyn Fn(usize) -> Option<String> + Send + 'a>,
     /// Channels on which it sends.
     pub channels: HashMap<u32, Route>,
@@ -201,9 +202,9 @@ impl Routes<'_> {
                 meeting.0.arrive(number, member, &mut fields, ring)?;
             }
             Kind::Heartbeat => {
-                for worker in &self.workers {
+                for rank in &self.ranks {
                     let at = fields.u32("the worker's progress")?;
-                    self.progress.get(*worker).into_iter().for_each(|known| known.store(at, Ordering::Relaxed));
+                    self.progress.get(*rank).into_iter().for_each(|known| known.store(at, Ordering::Relaxed));
                 }
                 fields.end()?;
             }
@@ -261,15 +262,15 @@ impl Routes<'_> {
         }
         if kind == Kind::Checkpoint {
             let parts = gathering.parts.as_ref().ok_or(FrameError::Unexpected { kind })?;
-            let part = parts::unpack(&gathering.form, fields)?;
+            let part = parts::unpack(&mut gathering.form, fields)?;
             // Blocks while the previous checkpoint is written. If the receiver is gone, the run is over.
             let _ = parts.send(part);
             let _ = gathering.reply.send(Outbound::of(Kind::Taken, Vec::new()));
             return Ok(());
         }
-        let worker = fields.u32("the worker")? as usize;
-        let unknown = || FrameError::Field { what: "the worker" };
-        let leaving = gathering.workers.get_mut(&worker).ok_or_else(unknown)?;
+        let rank = fields.u32("the rank")? as usize;
+        let unknown = || FrameError::Field { what: "the rank" };
+        let leaving = gathering.ranks.get_mut(&rank).ok_or_else(unknown)?;
         match kind {
             Kind::Tensor => leaving.tensor(fields),
             Kind::Spans => leaving.spans(fields, self.stages),
@@ -277,9 +278,9 @@ impl Routes<'_> {
                 let held = fields.u64("the worker's memory")?;
                 let given = fields.u64("the worker's checkpoint memory")?;
                 fields.end()?;
-                let leaving = gathering.workers.remove(&worker).ok_or_else(unknown)?;
-                let _ = gathering.outcomes.send((worker, leaving.done(held, given)?));
-                if gathering.workers.is_empty() {
+                let leaving = gathering.ranks.remove(&rank).ok_or_else(unknown)?;
+                let _ = gathering.outcomes.send((rank, leaving.done(held, given)?));
+                if gathering.ranks.is_empty() {
                     (gathering.events, gathering.parts) = (None, None);
                 }
                 Ok(())

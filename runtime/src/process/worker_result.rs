@@ -18,7 +18,7 @@ use std::sync::Arc;
 const SPANS: usize = 1 << 14;
 /// Bytes of a span: type, two numbers, start and end.
 const SPAN: usize = 1 + 4 + 4 + 8 + 8;
-/// Numbers before a tensor: worker, stage, list, index.
+/// Numbers before a tensor: global rank, stage, list, index.
 const BEFORE: usize = 4 + 4 + 1 + 4;
 
 /// Lists that a tensor may belong to.
@@ -26,9 +26,10 @@ const WEIGHTS: u8 = 0;
 const STATES: u8 = 1;
 const GRADIENTS: u8 = 2;
 
-/// The frames of a worker result. Only the first replica of a stage sends tensors.
-pub fn leave(program: &Program, worker: usize, outcome: WorkerResult) -> Vec<Outbound> {
-    let number = worker as u32;
+/// The frames of the result of a worker, or of one rank of its tensor-parallel group. Only the first replica of a stage
+/// sends tensors.
+pub fn leave(program: &Program, (worker, rank): (usize, usize), outcome: WorkerResult) -> Vec<Outbound> {
+    let number = rank as u32;
     let mut frames = Vec::new();
     let own = &program.workers[worker];
     let stages = program.stages_of(own.rank).zip(outcome.stages);
@@ -121,7 +122,7 @@ impl<'a> Leaving<'a> {
         Leaving { stages: stages.collect(), spans: Vec::new() }
     }
 
-    /// Reads a tensor; the worker number has already been read.
+    /// Reads a tensor; the rank has already been read.
     pub fn tensor(&mut self, fields: &mut Fields<'_>) -> Result<(), FrameError> {
         let what = "a result tensor";
         let (stage, list, at) = (fields.u32(what)?, fields.u8(what)?, fields.u32(what)? as usize);
@@ -143,7 +144,7 @@ impl<'a> Leaving<'a> {
         if is_new { fields.end() } else { Err(unfit) }
     }
 
-    /// Reads spans; the worker number has already been read.
+    /// Reads spans; the rank has already been read.
     pub fn spans(&mut self, fields: &mut Fields<'_>, stages: u32) -> Result<(), FrameError> {
         while fields.end().is_err() {
             if self.spans.len() >= MOST_SPANS {

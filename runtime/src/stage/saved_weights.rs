@@ -30,21 +30,27 @@ impl Checkpoint {
 impl StageWorker<'_> {
     /// Copies a weight version and the current states, by name. The newest version has 16-bit parameters in `f32`;
     /// older versions, and sharded masters, do not. A tied weight with versions of its own has its current value. Under
-    /// ZeRO 3 it blocks until replicas have published their shards.
-    pub fn checkpoint(&self, version: u32) -> Result<BTreeMap<String, Tensor>, CollectiveError> {
+    /// ZeRO 3 it blocks until replicas have published their shards, and under tensor parallelism until all ranks have
+    /// contributed theirs; ranks other than the first then return `None`.
+    pub fn checkpoint(&self, version: u32) -> Result<Option<BTreeMap<String, Tensor>>, CollectiveError> {
+        let is_needed = |name: &str| self.executor.tensor_rank.as_ref().is_none_or(|rank| rank.is_gathered(name));
         let is_newest = self.versions.keys().next_back() == Some(&version);
         let mut written = BTreeMap::new();
         let weights = self.versions.get(&version).map(|weights| self.whole(version, weights)).transpose()?;
         let parameters = self.code.parameters.iter().zip(weights.iter().flatten());
-        for (at, (named, weight)) in parameters.enumerate() {
+        for (at, (named, weight)) in parameters.enumerate().filter(|(_, (named, _))| is_needed(&named.name)) {
             let weight = self.late.iter().find(|late| late.parameter == at).map_or(weight, |late| &late.weight);
             let master = self.updater.master(at).filter(|_| is_newest);
             written.insert(named.name.clone(), self.download(named, master.unwrap_or(weight).region())?);
         }
-        for (named, state) in self.code.states.iter().zip(&self.executor.states) {
+        let states = self.code.states.iter().zip(&self.executor.states);
+        for (named, state) in states.filter(|(named, _)| is_needed(&named.name)) {
             written.insert(named.name.clone(), self.download(named, state.region())?);
         }
-        Ok(written)
+        match &self.executor.tensor_rank {
+            Some(tensor_rank) => tensor_rank.gather_shards(written),
+            None => Ok(Some(written)),
+        }
     }
 
     fn download(&self, named: &NamedTensor, region: Region<'_>) -> Result<Tensor, DeviceError> {

@@ -165,9 +165,11 @@ impl StageWorker<'_> {
             true => (0..self.code.parameters.len()).map(own).collect::<Result<_, _>>()?,
             false => Vec::new(),
         };
+        let tensor_rank = self.executor.tensor_rank.as_ref().map_or(0, |rank| rank.rank());
         let mut part = StageSnapshot {
             stage,
             replica,
+            tensor_rank,
             minibatches,
             replicas,
             moves,

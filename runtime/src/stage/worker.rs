@@ -10,9 +10,7 @@ use crate::comm::channel::{Incoming, Message, Outgoing};
 use crate::comm::communicator::CollectiveError;
 use crate::data::Batches;
 use crate::device::buffer::Buffer;
-use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
-use crate::exec::executor::ExecuteError;
 use crate::exec::phase::RoundPosition;
 use crate::optim::grad_norm::{LossScale, NormAllReduce, factor};
 use crate::optim::optimizer::Optimizer;
@@ -23,6 +21,7 @@ use crate::stage::optimizer_step::OptimizerStep;
 use crate::stage::saved_weights::Checkpoint;
 use crate::stage::snapshot::CheckpointPoint;
 use crate::stage::stage_worker::{StageConfig, StageResult, StageSetup, StageWorker};
+use crate::stage::worker_error::WorkerError;
 use compiler::plan::StageId;
 use compiler::schedule::action::Phase;
 use compiler::schedule::resume::{minibatch, version_at, versions_before};
@@ -33,20 +32,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
-use thiserror::Error;
-
-#[derive(Debug, Error, Clone, PartialEq)]
-#[allow(missing_docs)]
-pub enum WorkerError {
-    #[error("worker {worker}: {fault}")]
-    Execute { worker: String, fault: ExecuteError },
-    #[error("worker {worker}: {fault}")]
-    Device { worker: String, fault: DeviceError },
-    #[error("worker {worker}: another worker stopped")]
-    PeerGone { worker: String },
-    #[error("bug in pipec: worker {worker}, instruction {at}: {what}")]
-    Program { worker: String, at: usize, what: String },
-}
 
 /// Channel endpoint: edge, direction and peer.
 pub type Key = (EdgeId, Payload, WorkerId);
@@ -54,6 +39,8 @@ pub type Key = (EdgeId, Payload, WorkerId);
 /// The inputs of a worker.
 pub struct WorkerContext<'a> {
     pub id: WorkerId,
+    /// Display name of the worker, with its tensor-parallel rank if it has one.
+    pub name: String,
     pub program: &'a Program,
     pub stages: Vec<StageSetup<'a>>,
     pub outgoing: HashMap<Key, Outgoing>,
@@ -68,8 +55,10 @@ pub struct WorkerContext<'a> {
     pub events: Sender<Event>,
     /// Start of the run; spans are relative to it.
     pub epoch: Instant,
-    /// Current instruction of every worker.
+    /// Current instruction of every worker's ranks.
     pub progress: Arc<Vec<AtomicU32>>,
+    /// This worker's place in `progress`.
+    pub global_rank: usize,
     /// Return the averaged gradients of the last step.
     pub keep_gradients: bool,
     /// Checkpoint positions, if checkpoints are made.
@@ -181,7 +170,7 @@ struct Worker<'a> {
 }
 
 pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
-    let name = gear.program.worker_name(gear.id);
+    let name = gear.name.clone();
     let instructions = &gear.program.workers[gear.id.index()].instructions;
     let (ledger, given) = (Arc::<MemoryCounter>::default(), Arc::<MemoryCounter>::default());
     let places = std::mem::take(&mut gear.stages);
@@ -214,7 +203,7 @@ pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
         gear,
     };
     for (at, instruction) in instructions.iter().enumerate() {
-        worker.gear.progress[worker.gear.id.index()].store(at as u32, Ordering::Relaxed);
+        worker.gear.progress[worker.gear.global_rank].store(at as u32, Ordering::Relaxed);
         if worker.gear.is_over.load(Ordering::Relaxed) {
             return Err(worker.gone());
         }
@@ -315,8 +304,9 @@ impl<'a> Worker<'a> {
                 if !self.stage_worker(at, stage)?.has(version) {
                     return Err(self.bug(at, "version is gone"));
                 }
-                let weights = self.on_stage(at, stage, |of| of.checkpoint(version))?;
-                let _ = self.gear.events.send(Event::Checkpoint(Checkpoint { stage, version, weights }));
+                if let Some(weights) = self.on_stage(at, stage, |of| of.checkpoint(version))? {
+                    let _ = self.gear.events.send(Event::Checkpoint(Checkpoint { stage, version, weights }));
+                }
             }
             Instruction::AllGather { stage, version: Version(version), bucket, token } => {
                 self.on_stage(at, stage, |of| of.contribute_shards(version, bucket))?;

@@ -3,10 +3,14 @@
 //! In one process all endpoints are local. In several, only this process's workers have local endpoints; the rest use
 //! connections. All processes traverse the program in the same order, so they assign the same numbers to channels and
 //! communicators.
+//!
+//! With tensor parallelism, each rank of the groups has its own channels and communicators. Only the communicator of a
+//! group connects ranks.
 
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
 use crate::comm::device_all_reduce::DeviceAllReduce;
+use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::api::Device;
 use crate::device::error::DeviceError;
 use crate::exec::sequence::Slot;
@@ -26,18 +30,79 @@ use crate::zero::remote_replicas::RemoteReplicas;
 use crate::zero::shard::ShardRange;
 use compiler::op::Value;
 use compiler::plan::StageId;
-use compiler::schedule::{EdgeId, Instruction, Payload, Program, WorkerId};
+use compiler::schedule::{EdgeId, Instruction, Payload, Program, WorkerId, WorkerProgram};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// The channel endpoints of a worker.
 pub type Ends = (HashMap<Key, Outgoing>, HashMap<Key, Incoming>);
 
-/// Creates a channel for every pair of communicating workers. Returns the endpoints of this process.
-pub fn channels(
+/// What the channels and communicators of one rank of the tensor-parallel groups are opened with.
+pub struct RankContext<'e, 'a> {
+    /// The other processes, if there are any.
+    pub exchange: &'e mut Option<Exchange<'a>>,
+    pub rank: GroupRank,
+    /// The devices of all ranks, in turn; the CPU if there are none.
+    pub devices: &'e [Arc<dyn Device>],
+}
+
+/// The channels and communicators of one rank of the tensor-parallel groups.
+pub struct RankChannels {
+    pub ties: Vec<Tie>,
+    /// For the gradient norm, if all workers share one.
+    pub norms: Option<Arc<Communicator<Squares>>>,
+    pub ends: HashMap<WorkerId, Ends>,
+    /// By stage, like the following.
+    pub replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
+    pub all_reduces: Vec<Option<Arc<DeviceAllReduce>>>,
+    pub zero: Vec<ZeroCommunicators>,
+}
+
+impl RankChannels {
+    /// `agrees` is true if all workers share a gradient norm.
+    pub fn open(
+        training: &TrainJob<'_>,
+        agrees: bool,
+        mut context: RankContext<'_, '_>,
+    ) -> Result<RankChannels, TrainError> {
+        let (program, context) = (training.program, &mut context);
+        let stages = 0..program.stages.len();
+        let ties = ties(training, context)?;
+        let norms = agrees.then(|| {
+            let all: Vec<usize> = (0..program.workers.len()).collect();
+            let rounds = u64::from(program.items) + 1;
+            meeting(context, &all, || SquaresForm { names: numbers(training) }, rounds)
+        });
+        let norms = norms.transpose()?;
+        let ends = channels(training, context)?;
+        let replicas = stages.clone().map(|stage| replicas(training, stage, context)).collect::<Result<_, _>>()?;
+        let all_reduces = stages.clone().map(|stage| all_reduce(context, &members(program, stage)));
+        let all_reduces = all_reduces.collect::<Result<_, _>>()?;
+        let zero = stages.map(|stage| shard_comms(training, stage, &ties, context)).collect::<Result<_, _>>()?;
+        Ok(RankChannels { ties, norms, ends, replicas, all_reduces, zero })
+    }
+}
+
+/// The communicator of each worker's tensor-parallel group; empty without tensor parallelism. `layouts` gives the
+/// sharding of the parameters.
+pub fn tensor_groups(
     training: &TrainJob<'_>,
+    (degree, layouts): (usize, &Layouts),
     exchange: &mut Option<Exchange<'_>>,
-) -> Result<HashMap<WorkerId, Ends>, LinkError> {
+) -> Result<Vec<Arc<TensorComm>>, LinkError> {
+    let workers = training.program.workers.iter().enumerate().filter(|_| degree > 1);
+    let group = |(worker, own): (usize, &WorkerProgram)| match exchange {
+        Some(exchange) => {
+            let stages = training.program.stages_of(own.rank).map(|stage| &training.codes[stage.index()]);
+            exchange.tensor_group(worker, degree, (stages, layouts))
+        }
+        None => Ok(Arc::new(TensorComm::new(degree))),
+    };
+    workers.map(group).collect()
+}
+
+/// Creates a channel for every pair of communicating workers. Returns the endpoints of this process.
+fn channels(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<HashMap<WorkerId, Ends>, LinkError> {
     let program = training.program;
     let mut known = BTreeSet::new();
     let mut ends: HashMap<WorkerId, Ends> = HashMap::new();
@@ -47,8 +112,11 @@ pub fn channels(
             if let Instruction::Send { edge, kind, peer, .. } = *instruction
                 && known.insert((edge, kind == Payload::Activation, from, peer))
             {
-                let (sender, receiver) = match exchange {
-                    Some(exchange) => exchange.channel(from, peer, tensors(training, edge, kind))?,
+                let (sender, receiver) = match context.exchange {
+                    Some(exchange) => {
+                        let [from, to] = [w, peer.index()].map(|worker| context.rank.global(worker));
+                        exchange.channel(from, to, tensors(training, edge, kind))?
+                    }
                     None => {
                         let (sender, receiver) = channel();
                         (Some(sender), Some(receiver))
@@ -78,8 +146,8 @@ fn tensors(training: &TrainJob<'_>, edge: EdgeId, kind: Payload) -> Vec<(Value, 
 }
 
 /// Creates a communicator; `members` are worker indices, in rank order.
-pub fn meeting<T: Contribution + Send + Sync + 'static>(
-    exchange: &mut Option<Exchange<'_>>,
+fn meeting<T: Contribution + Send + Sync + 'static>(
+    context: &mut RankContext<'_, '_>,
     members: &[usize],
     form: impl FnOnce() -> T::Form,
     meetings: u64,
@@ -87,17 +155,22 @@ pub fn meeting<T: Contribution + Send + Sync + 'static>(
 where
     T::Form: 'static,
 {
-    match exchange {
-        Some(exchange) => exchange.meeting(members, form(), meetings),
+    let rank = context.rank;
+    match context.exchange {
+        Some(exchange) => exchange.meeting(&global(rank, members), form(), meetings),
         None => Ok(Arc::new(Communicator::new(members.len()))),
     }
 }
 
+fn global(rank: GroupRank, workers: &[usize]) -> Vec<usize> {
+    workers.iter().map(|worker| rank.global(*worker)).collect()
+}
+
 /// The gradient all-reduce of a stage's replicas.
-pub fn replicas(
+fn replicas(
     training: &TrainJob<'_>,
     stage: usize,
-    exchange: &mut Option<Exchange<'_>>,
+    context: &mut RankContext<'_, '_>,
 ) -> Result<Arc<Communicator<ReplicaGradients>>, LinkError> {
     let program = training.program;
     let known = &program.stages[stage];
@@ -105,28 +178,17 @@ pub fn replicas(
     // Forward passes, which produce samples, run ahead of the round that uses the samples.
     let most_items = known.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
     let form = || ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
-    meeting(exchange, &members, form, (u64::from(program.items) + 1) * u64::from(known.buckets.max(1)))
-}
-
-/// The gradient all-reduce in place of each stage's replicas.
-pub fn all_reduces(
-    program: &Program,
-    devices: &[Arc<dyn Device>],
-    exchange: &Option<Exchange<'_>>,
-) -> Result<Vec<Option<Arc<DeviceAllReduce>>>, DeviceError> {
-    (0..program.stages.len()).map(|stage| all_reduce(devices, &members(program, stage), exchange)).collect()
+    meeting(context, &members, form, (u64::from(program.items) + 1) * u64::from(known.buckets.max(1)))
 }
 
 /// The all-reduce in place of these workers, if it can be: tensors from other processes are in the host's memory.
-fn all_reduce(
-    devices: &[Arc<dyn Device>],
-    workers: &[usize],
-    exchange: &Option<Exchange<'_>>,
-) -> Result<Option<Arc<DeviceAllReduce>>, DeviceError> {
-    if devices.is_empty() || exchange.is_some() {
+fn all_reduce(context: &RankContext<'_, '_>, workers: &[usize]) -> Result<Option<Arc<DeviceAllReduce>>, DeviceError> {
+    let devices = context.devices;
+    if devices.is_empty() || context.exchange.is_some() {
         return Ok(None);
     }
-    let devices: Vec<_> = workers.iter().map(|worker| devices[worker % devices.len()].clone()).collect();
+    let ranks = global(context.rank, workers);
+    let devices: Vec<_> = ranks.iter().map(|rank| devices[rank % devices.len()].clone()).collect();
     Ok(DeviceAllReduce::new(&devices)?.map(Arc::new))
 }
 
@@ -140,11 +202,11 @@ pub struct ZeroCommunicators {
 }
 
 /// Creates the ZeRO communicators of a stage.
-pub fn shard_comms(
+fn shard_comms(
     training: &TrainJob<'_>,
     stage: usize,
     ties: &[Tie],
-    exchange: &mut Option<Exchange<'_>>,
+    context: &mut RankContext<'_, '_>,
 ) -> Result<ZeroCommunicators, LinkError> {
     let (program, code) = (training.program, &training.codes[stage]);
     let known = &program.stages[stage];
@@ -156,17 +218,18 @@ pub fn shard_comms(
     let form =
         || SharesForm { most: code.parameters.iter().map(each).cycle().take(2 * code.parameters.len()).collect() };
     let rounds = u64::from(program.items) + 2;
-    let shard_comm = meeting(exchange, &members, form, rounds * u64::from(known.buckets.max(1)))?;
+    let shard_comm = meeting(context, &members, form, rounds * u64::from(known.buckets.max(1)))?;
     let is_apart = training.policy.clip_norm.is_some() && !program.schedule.flushes();
     let names = numbers(training);
-    let norms = is_apart.then(|| meeting(exchange, &members, || SquaresForm { names }, rounds));
+    let norms = is_apart.then(|| meeting(context, &members, || SquaresForm { names }, rounds));
     let norms = norms.transpose()?;
-    let gradient_shards = match exchange {
+    let rank = context.rank;
+    let gradient_shards = match context.exchange {
         _ if known.zero < 2 => None,
         Some(exchange) => {
             let tied = members.first().map(|first| tied_of(ties, code, (*first, stage))).unwrap_or_default();
             let share = share(program, stage, 0, code, &tied);
-            Some(exchange.shards(&members, share, code, program.items.saturating_add(2))?)
+            Some(exchange.shards(&global(rank, &members), share, code, program.items.saturating_add(2))?)
         }
         None => Some(Arc::new(GradientShards::new(RemoteReplicas::none(members.len())))),
     };
@@ -193,7 +256,7 @@ pub fn most_shares(program: &Program) -> usize {
 }
 
 /// Number of parameters times the maximum number of shards.
-pub fn numbers(training: &TrainJob<'_>) -> usize {
+fn numbers(training: &TrainJob<'_>) -> usize {
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
     names.len() * most_shares(training.program)
 }
@@ -216,11 +279,7 @@ pub struct Tie {
 }
 
 /// Finds the tied parameters. Rejects those whose copies could not be kept equal.
-pub fn ties(
-    training: &TrainJob<'_>,
-    devices: &[Arc<dyn Device>],
-    exchange: &mut Option<Exchange<'_>>,
-) -> Result<Vec<Tie>, TrainError> {
+fn ties(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<Vec<Tie>, TrainError> {
     let mut holders: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
     for (stage, code) in training.codes.iter().enumerate() {
         for named in &code.parameters {
@@ -249,9 +308,9 @@ pub fn ties(
         });
         let members: Vec<(usize, usize)> = holders.collect();
         let workers: Vec<usize> = members.iter().map(|(worker, _)| *worker).collect();
-        let place = meeting(exchange, &workers, || terms(training, name), u64::from(program.items) + 2)?;
+        let place = meeting(context, &workers, || terms(training, name), u64::from(program.items) + 2)?;
         let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
-        let all_reduce = all_reduce(devices, &workers, exchange)?;
+        let all_reduce = all_reduce(context, &workers)?;
         ties.push(Tie { name: name.to_string(), members, place, holders, all_reduce });
     }
     Ok(ties)

@@ -3,10 +3,9 @@
 use crate::device::error::DeviceError;
 use crate::exec::evaluate::EvaluateError;
 use crate::process::run_status::LinkError;
-use crate::stage::worker::WorkerError;
+use crate::stage::worker_error::WorkerError;
 use crate::train::losses::Diverged;
 use crate::train::resume::ResumeError;
-use compiler::op::KernelError;
 use compiler::plan::schedule::Schedule;
 use compiler::tensor::DType;
 use thiserror::Error;
@@ -59,10 +58,7 @@ impl TrainError {
     /// True if the error only reports that another worker stopped.
     pub fn lost_another(&self) -> bool {
         match self {
-            TrainError::Worker(WorkerError::PeerGone { .. }) => true,
-            TrainError::Worker(WorkerError::Execute { fault, .. }) => {
-                fault.fault == DeviceError::Kernel(KernelError::Disconnected)
-            }
+            TrainError::Worker(error) => error.lost_another(),
             _ => false,
         }
     }

@@ -1,7 +1,8 @@
 //! Trains compiled stages under a program: one thread per worker, until all instructions have run.
 
+use crate::checkpoint::resume_point::ResumePoint;
 use crate::comm::communicator::Communicator;
-use crate::comm::tensor_group::TensorRank;
+use crate::comm::tensor_group::{GroupRank, Layouts, TensorRank};
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::cpu;
@@ -12,23 +13,22 @@ use crate::exec::stage_code::{NamedTensor, StageCode};
 use crate::optim::grad_norm::{NormAllReduce, Squares, share_number};
 use crate::optim::optimizer::trains;
 use crate::process::exchange::Exchange;
+use crate::process::placement::rank_name;
 use crate::process::process_group::Group;
 use crate::process::run_status::FailureCause;
 use crate::process::tensor_links::transport;
-use crate::process::wire::SquaresForm;
 use crate::stage::gradient_buckets::ReplicaGradients;
-use crate::stage::saved_weights::{Checkpoint, tensor};
+use crate::stage::saved_weights::Checkpoint;
 use crate::stage::shard_versions::ShardComm;
 use crate::stage::stage_worker::StageSetup;
 use crate::stage::tied_parameter::TiedGradientComm;
 use crate::stage::worker;
-use crate::stage::worker::{CheckpointPlan, Event, WorkerContext, WorkerError, WorkerResult};
-use crate::train::channels::{
-    ZeroCommunicators, all_reduces, channels, meeting, most_shares, replicas, shard_comms, share, tied_of, ties,
-};
+use crate::stage::worker::{CheckpointPlan, Event, WorkerContext};
+use crate::train::channels::{RankChannels, RankContext, most_shares, share, tensor_groups, tied_of};
 use crate::train::error::TrainError;
 use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use crate::train::losses::LossTracker;
+use crate::train::results::{collect, finish, join};
 use crate::train::resume::check_states as check_read_states;
 use crate::train::validate::{check_instructions, check_parts, check_policy, check_states};
 use crate::zero::gradient_shards::GradientShards;
@@ -165,18 +165,36 @@ pub fn run_in_group(
     on_step: &mut dyn FnMut(StepDone),
     group: Option<Group>,
 ) -> Result<Option<Trained>, TrainError> {
-    run_tensor_parallel(training, course, on_step, group, &[])
+    let own = RankInputs { weights: training.weights, start: course.start };
+    let ranks = TensorRanks { inputs: vec![Some(own)], layouts: Arc::default() };
+    Ok(run_ranks(training, course, on_step, group, ranks)?.and_then(|mut all| all.pop()))
 }
 
-/// Like [`run_in_group`] with the tensor-parallel rank of each worker; empty without tensor parallelism.
-pub fn run_tensor_parallel(
+/// What one rank of the tensor-parallel groups starts from.
+#[derive(Clone, Copy)]
+pub struct RankInputs<'a> {
+    pub weights: &'a BTreeMap<String, Tensor>,
+    pub start: Option<&'a ResumePoint>,
+}
+
+/// The ranks of the tensor-parallel groups, which have equal degrees. One rank is no tensor parallelism.
+pub struct TensorRanks<'a> {
+    /// By rank; `None` for one that no worker of this process has.
+    pub inputs: Vec<Option<RankInputs<'a>>>,
+    pub layouts: Arc<Layouts>,
+}
+
+/// Like [`run_in_group`] for tensor-parallel groups. `on_part` receives the snapshots of all ranks. Returns the results by
+/// rank: weights and gradients are that rank's shards; losses are only in the first.
+pub fn run_ranks(
     training: &TrainJob<'_>,
     course: RunOptions<'_>,
     on_step: &mut dyn FnMut(StepDone),
     group: Option<Group>,
-    tensor_ranks: &[Arc<TensorRank>],
-) -> Result<Option<Trained>, TrainError> {
+    ranks: TensorRanks<'_>,
+) -> Result<Option<Vec<Trained>>, TrainError> {
     let RunOptions { start, cuts, gate, devices, on_part, mut on_checkpoint } = course;
+    let degree = ranks.inputs.len();
     let done = start.map_or(0, |start| start.minibatches);
     let left = start.map(|_| rest(training.program, done));
     let program = left.as_ref().unwrap_or(training.program);
@@ -192,36 +210,32 @@ pub fn run_tensor_parallel(
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
     let most_shares = most_shares(program);
     let (events, event_receiver) = crossbeam_channel::unbounded();
+    // All ranks of a group have equal losses, and the first one reports them.
+    let (discarded, _) = crossbeam_channel::unbounded();
     // One checkpoint may be queued while another is written. The writing process queues parts of all workers, others
     // only of theirs.
-    let gives = |w: &usize| group.as_ref().is_none_or(|group| group.part.own == 0 || group.is_here(*w));
-    let workers = program.workers.iter().enumerate().filter(|(w, _)| gives(w));
-    let room = workers.map(|(_, worker)| program.stages_of(worker.rank).count()).sum();
+    let gives = |rank: &usize| group.as_ref().is_none_or(|group| group.part.own == 0 || group.is_here(*rank));
+    let givers = (0..program.workers.len() * degree).filter(gives);
+    let room = givers.map(|rank| program.stages_of(program.workers[rank / degree].rank).count()).sum();
     let (to_keeper, parts) = crossbeam_channel::bounded(room);
     let keeper = on_part.is_some().then(|| to_keeper.clone());
     let open = |group: Group| {
-        let own = group.part.placement.workers(group.part.own);
+        let own = group.part.placement.ranks(group.part.own);
         let transport = group.part.nccl.then(|| transport(&devices, own));
         Exchange::new(group, transport, program, training.codes, &events, keeper, gate)
     };
     let mut exchange = group.map(open).transpose()?;
-    let ties = ties(training, &devices, &mut exchange)?;
-    let norms = agrees(training).then(|| {
-        let all: Vec<usize> = (0..program.workers.len()).collect();
-        let rounds = u64::from(program.items) + 1;
-        meeting(&mut exchange, &all, || SquaresForm { names: names.len() * most_shares }, rounds)
-    });
-    let norms: Option<Arc<Communicator<Squares>>> = norms.transpose()?;
     let numbers: HashMap<&str, usize> = names.into_iter().zip(0..).collect();
-    let mut ends = channels(training, &mut exchange)?;
-    let replicas: Vec<_> =
-        (0..program.stages.len()).map(|stage| replicas(training, stage, &mut exchange)).collect::<Result<_, _>>()?;
-    let all_reduces = all_reduces(program, &devices, &exchange)?;
-    let shared = (0..program.stages.len()).map(|stage| shard_comms(training, stage, &ties, &mut exchange));
-    let shared: Vec<ZeroCommunicators> = shared.collect::<Result<_, _>>()?;
+    let all_ranks = (0..degree).map(|rank| GroupRank { degree, rank });
+    let opened = all_ranks.clone().map(|rank| {
+        let context = RankContext { exchange: &mut exchange, rank, devices: &devices };
+        RankChannels::open(training, agrees(training), context)
+    });
+    let opened: Vec<RankChannels> = opened.collect::<Result<_, _>>()?;
+    let tensor_groups = tensor_groups(training, (degree, &ranks.layouts), &mut exchange)?;
     let progress = match &exchange {
         Some(exchange) => exchange.progress(),
-        None => Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect()),
+        None => Arc::new((0..program.workers.len() * degree).map(|_| AtomicU32::new(0)).collect()),
     };
     // If another process writes checkpoints, it receives this process's snapshots.
     let elsewhere = exchange.as_ref().filter(|exchange| !exchange.reports() && cuts.is_some()).map(Exchange::parts);
@@ -230,71 +244,82 @@ pub fn run_tensor_parallel(
     let is_over = AtomicBool::new(false);
     let epoch = Instant::now();
     let mut gears = Vec::new();
-    for (w, own) in program.workers.iter().enumerate() {
-        if exchange.as_ref().is_some_and(|exchange| !exchange.is_here(w)) {
-            continue;
-        }
-        let device = if devices.is_empty() { cpu() } else { devices[w % devices.len()].clone() };
-        let (outgoing, incoming) = ends.remove(&WorkerId(w as u32)).unwrap_or_default();
-        let place = |stage: StageId| -> Result<StageSetup<'_>, TrainError> {
-            let (code, shard_comms) = (&training.codes[stage.index()], &shared[stage.index()]);
-            let tied = tied_of(&ties, code, (w, stage.index()));
-            let share = share(program, stage.index(), own.replica, code, &tied);
-            let number = |(p, named): (usize, &NamedTensor)| {
-                let replica = if share.is_sharded(p) { share.replica() } else { 0 };
-                share_number(numbers[named.name.as_str()], replica, most_shares)
+    for (rank, mut of) in all_ranks.zip(opened) {
+        let Some(RankInputs { weights, start: begin }) = ranks.inputs[rank.rank] else { continue };
+        let training = &TrainJob { weights, ..*training };
+        for (w, own) in program.workers.iter().enumerate() {
+            let global_rank = rank.global(w);
+            if exchange.as_ref().is_some_and(|exchange| !exchange.is_here(global_rank)) {
+                continue;
+            }
+            let device = if devices.is_empty() { cpu() } else { devices[global_rank % devices.len()].clone() };
+            let (outgoing, incoming) = of.ends.remove(&WorkerId(w as u32)).unwrap_or_default();
+            let tensor_rank = tensor_groups
+                .get(w)
+                .map(|group| Arc::new(TensorRank::new(group.clone(), rank.rank, degree, ranks.layouts.clone())));
+            let place = |stage: StageId| -> Result<StageSetup<'_>, TrainError> {
+                let (code, zero) = (&training.codes[stage.index()], &of.zero[stage.index()]);
+                let tied = tied_of(&of.ties, code, (w, stage.index()));
+                let share = share(program, stage.index(), own.replica, code, &tied);
+                let number = |(p, named): (usize, &NamedTensor)| {
+                    let replica = if share.is_sharded(p) { share.replica() } else { 0 };
+                    share_number(numbers[named.name.as_str()], replica, most_shares)
+                };
+                Ok(StageSetup {
+                    stage,
+                    device: device.clone(),
+                    code,
+                    weights: buffers("parameter", &code.parameters, training.weights, &*device)?
+                        .into_iter()
+                        .map(Arc::new)
+                        .collect(),
+                    masters: code
+                        .parameters
+                        .iter()
+                        .map(|named| master(named, training.weights, &*device))
+                        .collect::<Result<_, _>>()?,
+                    numbers: code.parameters.iter().enumerate().map(number).collect(),
+                    delay: program.stages[stage.index()].cap.saturating_sub(1),
+                    ends_with_round: sees_the_newest(program, stage),
+                    states: buffers("state", &code.states, training.weights, &*device)?,
+                    buckets: program.stages[stage.index()].buckets,
+                    replicas: of.replicas[stage.index()].clone(),
+                    all_reduce: of.all_reduces[stage.index()].clone(),
+                    shard_comm: zero.shard_comm.clone(),
+                    gradient_shards: zero.gradient_shards.clone(),
+                    norms: zero.norms.clone().map(|place| NormAllReduce { place, member: own.replica as usize }),
+                    share,
+                    tied,
+                    replica: own.replica as usize,
+                    begin: begin.map(|start| start.begin(stage, own.replica, code, training, &*device)).transpose()?,
+                    tensor_rank: tensor_rank.clone(),
+                })
             };
-            Ok(StageSetup {
-                stage,
-                device: device.clone(),
-                code,
-                weights: buffers("parameter", &code.parameters, training.weights, &*device)?
-                    .into_iter()
-                    .map(Arc::new)
-                    .collect(),
-                masters: code
-                    .parameters
-                    .iter()
-                    .map(|named| master(named, training.weights, &*device))
-                    .collect::<Result<_, _>>()?,
-                numbers: code.parameters.iter().enumerate().map(number).collect(),
-                delay: program.stages[stage.index()].cap.saturating_sub(1),
-                ends_with_round: sees_the_newest(program, stage),
-                states: buffers("state", &code.states, training.weights, &*device)?,
-                buckets: program.stages[stage.index()].buckets,
-                replicas: replicas[stage.index()].clone(),
-                all_reduce: all_reduces[stage.index()].clone(),
-                shard_comm: shard_comms.shard_comm.clone(),
-                gradient_shards: shard_comms.gradient_shards.clone(),
-                norms: shard_comms.norms.clone().map(|place| NormAllReduce { place, member: own.replica as usize }),
-                share,
-                tied,
-                replica: own.replica as usize,
-                begin: start.map(|start| start.begin(stage, own.replica, code, training, &*device)).transpose()?,
-                tensor_rank: tensor_ranks.get(w).cloned(),
-            })
-        };
-        gears.push(WorkerContext {
-            id: WorkerId(w as u32),
-            program,
-            stages: program.stages_of(own.rank).map(place).collect::<Result<_, _>>()?,
-            outgoing,
-            incoming,
-            batches: training.batches,
-            optimizer: training.optimizer,
-            policy: training.policy,
-            norms: norms.clone().map(|place| NormAllReduce { place, member: w }),
-            scales_loss,
-            events: events.clone(),
-            epoch,
-            progress: progress.clone(),
-            keep_gradients: training.keep_gradients,
-            cutting: cutting.clone(),
-            scale: start.and_then(|start| start.scale),
-            is_over: &is_over,
-        });
+            let context = WorkerContext {
+                id: WorkerId(w as u32),
+                name: rank_name(program, WorkerId(w as u32), rank),
+                program,
+                stages: program.stages_of(own.rank).map(place).collect::<Result<_, _>>()?,
+                outgoing,
+                incoming,
+                batches: training.batches,
+                optimizer: training.optimizer,
+                policy: training.policy,
+                norms: of.norms.clone().map(|place| NormAllReduce { place, member: w }),
+                scales_loss,
+                events: if rank.rank == 0 { events.clone() } else { discarded.clone() },
+                epoch,
+                progress: progress.clone(),
+                global_rank,
+                keep_gradients: training.keep_gradients,
+                cutting: cutting.clone(),
+                scale: start.and_then(|start| start.scale),
+                is_over: &is_over,
+            };
+            gears.push((context, tensor_rank));
+        }
     }
-    drop((events, cutting));
+    drop((events, discarded, cutting));
     let mut losses = LossTracker::new(program, done, scales_loss);
     let results = std::thread::scope(|scope| {
         if let Some(exchange) = &mut exchange {
@@ -308,8 +333,8 @@ pub fn run_tensor_parallel(
         };
         let threads: Vec<_> = gears
             .into_iter()
-            .map(|gear| {
-                let (worker, name) = (gear.id.index(), program.worker_name(gear.id));
+            .map(|(gear, tensor_rank)| {
+                let (global_rank, name) = (gear.global_rank, gear.name.clone());
                 // If a worker ends early, no peer may wait for it in a communicator.
                 let meetings = gear.stages.iter().flat_map(|place| &place.tied).map(|t| t.place.clone()).collect();
                 let replicas = gear.stages.iter().map(|place| place.replicas.clone()).collect();
@@ -318,27 +343,19 @@ pub fn run_tensor_parallel(
                 let of_stages = gear.stages.iter().filter_map(|place| place.norms.as_ref());
                 let norms = gear.norms.iter().chain(of_stages).map(|norms| norms.place.clone()).collect();
                 let blame = exchange.as_ref().map(Exchange::blame);
-                let guard = AbandonGuard {
-                    replicas,
-                    shard_comms,
-                    shelves,
-                    tied: meetings,
-                    norms,
-                    blame,
-                    tensor_rank: tensor_ranks.get(worker).cloned(),
-                };
+                let guard = AbandonGuard { replicas, shard_comms, shelves, tied: meetings, norms, blame, tensor_rank };
                 let body = move || {
                     let outcome = worker::run(gear);
                     match (&outcome, &guard.blame) {
                         (Ok(_), _) => std::mem::forget(guard),
                         // A worker that lost its peer is not the cause.
-                        (Err(WorkerError::PeerGone { .. }), _) | (Err(_), None) => {}
-                        (Err(error), Some(blame)) => blame.end(&error.to_string()),
+                        (Err(error), Some(blame)) if !error.lost_another() => blame.end(&error.to_string()),
+                        (Err(_), _) => {}
                     }
                     outcome
                 };
                 let builder = std::thread::Builder::new().name(format!("worker {name}"));
-                (worker, name, builder.spawn_scoped(scope, body))
+                (global_rank, name, builder.spawn_scoped(scope, body))
             })
             .collect();
         for event in event_receiver {
@@ -358,7 +375,7 @@ pub fn run_tensor_parallel(
                 (Event::Stepped { .. } | Event::Checkpoint(_), _) => {}
             }
         }
-        let results: Vec<_> = threads.into_iter().map(|(worker, name, thread)| (worker, join(name, thread))).collect();
+        let results: Vec<_> = threads.into_iter().map(|(rank, name, thread)| (rank, join(name, thread))).collect();
         // Send remaining snapshots before the workers' results.
         if exchange.as_ref().is_some_and(|exchange| !exchange.reports()) {
             keeping.into_iter().for_each(|keeping| _ = keeping.join());
@@ -369,7 +386,11 @@ pub fn run_tensor_parallel(
     if let Some(diverged) = losses.diverged() {
         return Err(TrainError::Diverged(diverged));
     }
-    results?.map(|outcomes| collect(training, outcomes, losses.done(), seconds)).transpose()
+    let Some(outcomes) = results? else { return Ok(None) };
+    let (mut by_rank, mut losses) = ((0..degree).map(|_| Vec::new()).collect::<Vec<_>>(), Some(losses.done()));
+    outcomes.into_iter().enumerate().for_each(|(rank, outcome)| by_rank[rank % degree].push(outcome));
+    let one = |outcomes| collect(training, outcomes, losses.take().unwrap_or_default(), seconds);
+    by_rank.into_iter().map(one).collect::<Result<_, _>>().map(Some)
 }
 
 /// Fails all waits of peers for this worker, unless it finished.
@@ -395,88 +416,6 @@ impl Drop for AbandonGuard {
         self.norms.iter().for_each(|n| n.abandon());
         self.tensor_rank.iter().for_each(|tensor_rank| tensor_rank.abandon());
     }
-}
-
-/// The results of all workers; `None` if another process reports them. The error is that of the first worker that
-/// failed by itself; the others only lost their peer.
-fn finish(
-    exchange: Option<Exchange<'_>>,
-    results: Vec<(usize, Result<WorkerResult, TrainError>)>,
-) -> Result<Option<Vec<WorkerResult>>, TrainError> {
-    let (mut left, mut lost, mut failed) = (Vec::new(), None, None);
-    for (worker, result) in results {
-        match result {
-            Ok(outcome) => left.push((worker, outcome)),
-            Err(e @ TrainError::Worker(WorkerError::PeerGone { .. })) => lost = lost.or(Some(e)),
-            Err(e) => failed = failed.or(Some(e)),
-        }
-    }
-    let is_well = lost.is_none() && failed.is_none();
-    let reports = exchange.as_ref().is_none_or(Exchange::reports);
-    let finished = match exchange {
-        Some(exchange) => exchange.finish(left, is_well).map_err(TrainError::Link),
-        None => Ok(left),
-    };
-    if let Some(e) = failed {
-        return Err(e);
-    }
-    let all = finished?;
-    match lost {
-        Some(e) => Err(e),
-        None => Ok(reports.then(|| all.into_iter().map(|(_, outcome)| outcome).collect())),
-    }
-}
-
-type Thread<'scope> = std::io::Result<std::thread::ScopedJoinHandle<'scope, Result<WorkerResult, WorkerError>>>;
-
-fn join(name: String, thread: Thread<'_>) -> Result<WorkerResult, TrainError> {
-    let panicked = |what: String| TrainError::Panic { worker: name.clone(), what };
-    let thread = thread.map_err(|e| panicked(format!("cannot start a thread: {e}")))?;
-    match thread.join() {
-        Ok(outcome) => Ok(outcome?),
-        Err(payload) => {
-            let text = payload.downcast_ref::<String>().cloned();
-            let text = text.or_else(|| payload.downcast_ref::<&str>().map(|s| s.to_string()));
-            Err(panicked(text.unwrap_or_else(|| "no message".into())))
-        }
-    }
-}
-
-fn collect(
-    training: &TrainJob<'_>,
-    outcomes: Vec<WorkerResult>,
-    losses: Vec<f64>,
-    seconds: f64,
-) -> Result<Trained, TrainError> {
-    let mut weights = BTreeMap::new();
-    let mut gradients = BTreeMap::new();
-    let mut spans = Vec::new();
-    let (mut peak_memory_bytes, mut checkpoint_bytes) = (Vec::new(), Vec::new());
-    for (own, outcome) in training.program.workers.iter().zip(outcomes) {
-        let stages = training.program.stages_of(own.rank).zip(outcome.stages);
-        for (stage, left) in stages.filter(|_| own.replica == 0) {
-            let code = &training.codes[stage.index()];
-            let put = |to: &mut BTreeMap<String, Tensor>, named: &NamedTensor, buffer: &Buffer| {
-                to.insert(named.name.clone(), tensor(named, &buffer.download()?));
-                Ok::<(), DeviceError>(())
-            };
-            code.parameters.iter().zip(&left.weights).try_for_each(|(n, b)| put(&mut weights, n, b))?;
-            for (at, (named, buffer)) in code.states.iter().zip(&left.states).enumerate() {
-                // Return a state that nothing updates as it was given, without rounding.
-                match training.weights.get(&named.name) {
-                    Some(given) if is_half(named.fact.dtype) && code.follows.iter().all(|f| f.state != at) => {
-                        weights.insert(named.name.clone(), given.clone());
-                    }
-                    _ => put(&mut weights, named, buffer)?,
-                }
-            }
-            left.gradients.iter().try_for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b))?;
-        }
-        spans.push(outcome.spans);
-        peak_memory_bytes.push(outcome.peak_memory_bytes);
-        checkpoint_bytes.push(outcome.checkpoint_bytes);
-    }
-    Ok(Trained { weights, gradients, losses, seconds, spans, peak_memory_bytes, checkpoint_bytes })
 }
 
 /// The `f32` master weights of a 16-bit parameter.

@@ -1,32 +1,34 @@
 //! Tensor-parallel training: the devices of a group run the whole pipeline in parallel, each on its shards.
 //!
 //! Each device has a worker for each worker of the program, with the same kernels. Tensors between stages are unsharded
-//! on every device, or split along the sequence, and each device sends its own. So messages and replica all-reduces stay among the workers of one device. Only collective ops in
-//! the graph involve other devices ([`tensor_group`](crate::comm::tensor_group)). Parameters and optimizer state are
-//! sharded; the results are gathered at the end.
+//! on every device, or split along the sequence, and each device sends its own. So messages and replica all-reduces stay
+//! among the workers of one device. Only collective ops in the graph involve other devices
+//! ([`tensor_group`](crate::comm::tensor_group)), in threads of this process or in other processes. Parameters and
+//! optimizer state are sharded; the results are gathered at the end.
 
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::resume_point::ResumePoint;
-use crate::comm::tensor_group::{Layouts, TensorComm, TensorRank};
-use crate::device::api::Device;
+use crate::comm::tensor_group::{GroupRank, Layouts};
 use crate::device::cpu::device::cpu;
-use crate::device::error::DeviceError;
 use crate::exec::compile::{PassOptions, compile_tensor_parallel};
 use crate::exec::compile_error::CompileError;
+use crate::process::placement::WorkerPlacement;
+use crate::process::process_group::Group;
+use crate::process::run_status::{LinkError, RunStatus};
 use crate::stage::saved_weights::Checkpoint;
 use crate::train::error::TrainError;
 use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use crate::train::prepare::{PrepareError, Prepared, RunTarget, Settings, prepare_by};
-use crate::train::run::run_tensor_parallel;
-use crate::train::tensor_shards::{ShardGatherer, dealt, joined, start_of};
+use crate::train::run::{RankInputs, TensorRanks, run_ranks};
+use crate::train::shard_gatherer::{GatherError, ShardGatherer};
+use crate::train::tensor_shards::{joined, shards_of, start_of};
 use compiler::graph::Graph;
-use compiler::schedule::Pipeline;
 use compiler::schedule::generators::schedule;
+use compiler::schedule::{Pipeline, Program, WorkerProgram};
 use compiler::tensor::Tensor;
 use compiler::tensor_parallel::cost::Machine;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::thread::{Builder, ScopedJoinHandle};
+use std::sync::Arc;
 use thiserror::Error;
 
 #[derive(Debug, Error)]
@@ -36,12 +38,10 @@ pub enum TensorParallelError {
     Train(#[from] TrainError),
     #[error("weight `{name}` is {got:?}, which does not match the sharding of its stage over {devices} devices")]
     Weight { name: String, got: Vec<usize>, devices: usize },
+    #[error("the result of tensor rank {tensor_rank} has no fitting shard of `{name}`")]
+    Missing { name: String, tensor_rank: usize },
     #[error(transparent)]
-    Device(#[from] DeviceError),
-    #[error("cannot start the thread of device {device}: {fault}")]
-    Thread { device: usize, fault: std::io::Error },
-    #[error("bug in pipec: the thread of device {device} panicked")]
-    Panic { device: usize },
+    Gather(#[from] GatherError),
 }
 
 /// Prepares a run whose stages are tensor-parallel over a group like `machine`.
@@ -83,12 +83,6 @@ pub fn prepare_shared_with(
     Ok((prepared, layouts))
 }
 
-/// The device of each worker of one rank of a group of this degree: the devices of a group are neighbours.
-fn own_devices(all: &[Arc<dyn Device>], workers: usize, (degree, rank): (usize, usize)) -> Vec<Arc<dyn Device>> {
-    let of = |worker: usize| all[(worker * degree + rank) % all.len()].clone();
-    if all.is_empty() { Vec::new() } else { (0..workers).map(of).collect() }
-}
-
 /// Trains on every device of a group. Returns gathered weights; times are those of the first device.
 pub fn train_tensor_parallel(
     training: &TrainJob<'_>,
@@ -103,127 +97,131 @@ pub fn train_tensor_parallel(
 pub fn run_shared(
     training: &TrainJob<'_>,
     course: RunOptions<'_>,
-    (layouts, devices): (&Layouts, usize),
+    sharding: (&Layouts, usize),
     on_step: &mut dyn FnMut(StepDone),
 ) -> Result<Trained, TensorParallelError> {
-    let RunOptions { start, cuts, gate, devices: all_devices, on_part, mut on_checkpoint } = course;
-    let parts = (0..devices).map(|device| dealt(training.weights, |name| name, (layouts, devices), device));
-    let weights: Vec<BTreeMap<String, Tensor>> = parts.collect::<Result<_, _>>()?;
-    let starts = (0..devices).map(|device| start.map(|start| start_of(start, (layouts, devices), device)).transpose());
-    let starts: Vec<Option<ResumePoint>> = starts.collect::<Result<_, _>>()?;
-    let tables: Vec<Arc<TensorComm>> =
-        training.program.workers.iter().map(|_| Arc::new(TensorComm::new(devices))).collect();
-    let known = Arc::new(layouts.clone());
-    let tensor_ranks_of = |device: usize| -> Vec<Arc<TensorRank>> {
-        tables.iter().map(|table| Arc::new(TensorRank::new(table.clone(), device, devices, known.clone()))).collect()
+    let trained = run_shared_in_group(training, course, sharding, on_step, None)?;
+    Ok(trained.expect("a process that runs all workers reports all"))
+}
+
+/// A rank's shards of the weights and of the checkpoint.
+type RankShards = (BTreeMap<String, Tensor>, Option<ResumePoint>);
+
+/// Like [`run_shared`] for the devices of this process in a process group. Process 0 gathers the shards of all devices.
+pub fn run_shared_in_group(
+    training: &TrainJob<'_>,
+    course: RunOptions<'_>,
+    (layouts, devices): (&Layouts, usize),
+    on_step: &mut dyn FnMut(StepDone),
+    group: Option<Group>,
+) -> Result<Option<Trained>, TensorParallelError> {
+    let RunOptions { start: begin, cuts, gate, devices: all_devices, mut on_part, on_checkpoint } = course;
+    let here = match &group {
+        Some(group) => group.part.placement.tensor_ranks(group.part.own),
+        None => (0..devices).collect(),
     };
-    let (keeps, writes) = (on_part.is_some(), on_checkpoint.is_some());
-    // The device that contributes the last shard of a checkpoint passes it on; others wait while it does.
-    let keeper = Mutex::new((ShardGatherer::new(training.codes, layouts, devices), on_part));
-    let gather_fault = Mutex::new(None);
-    let mut joining = ShardGatherer::new(training.codes, layouts, devices);
-    let (reports, written) = mpsc::channel::<(usize, Checkpoint)>();
-    type Reported = mpsc::Sender<(usize, Checkpoint)>;
-    let run =
-        |device: usize, tensor_ranks: Vec<Arc<TensorRank>>, reports: Reported, on_step: &mut dyn FnMut(StepDone)| {
-            let mut leaving = AbandonGuard { tensor_ranks: &tensor_ranks, is_done: false };
-            let own = TrainJob { weights: &weights[device], ..*training };
-            let mut take = |part: StageSnapshot| {
-                let mut keeper = keeper.lock().unwrap_or_else(PoisonError::into_inner);
-                let (joining, on_part) = &mut *keeper;
-                match (joining.take(device, part), on_part) {
-                    (Ok(whole), Some(on_part)) => whole.into_iter().for_each(on_part),
-                    (Ok(_), None) => {}
-                    (Err(fault), _) => {
-                        *gather_fault.lock().unwrap_or_else(PoisonError::into_inner) = Some(fault);
-                    }
-                }
-            };
-            // The receiver lives until all devices have finished.
-            let mut tell = |checkpoint: Checkpoint| drop(reports.send((device, checkpoint)));
-            let course = RunOptions {
-                start: starts[device].as_ref(),
-                cuts,
-                gate,
-                devices: own_devices(&all_devices, training.program.workers.len(), (devices, device)),
-                on_part: keeps.then_some(&mut take as &mut (dyn FnMut(StageSnapshot) + Send)),
-                on_checkpoint: writes.then_some(&mut tell as &mut dyn FnMut(Checkpoint)),
-            };
-            let done = run_tensor_parallel(&own, course, on_step, None, &tensor_ranks);
-            leaving.is_done = done.is_ok();
-            done
-        };
-    let mut hear = || {
-        for (device, checkpoint) in written.try_iter() {
-            if let (Some(on_checkpoint), Some(whole)) = (&mut on_checkpoint, joining.written(device, checkpoint)) {
-                on_checkpoint(whole);
+    let shards = |rank: usize| {
+        let weights = shards_of(training.weights, |name| name, (layouts, devices), rank)?;
+        let start = begin.map(|start| start_of(start, (layouts, devices), rank)).transpose()?;
+        Ok::<_, TensorParallelError>((weights, start))
+    };
+    let shards = (0..devices).map(|rank| here.contains(&rank).then(|| shards(rank)).transpose());
+    let shards: Vec<Option<RankShards>> = shards.collect::<Result<_, _>>()?;
+    let own =
+        shards.iter().map(|own| own.as_ref().map(|(weights, start)| RankInputs { weights, start: start.as_ref() }));
+    let ranks = TensorRanks { inputs: own.collect(), layouts: Arc::new(layouts.clone()) };
+    let mut gatherer = ShardGatherer::new(training.program, training.codes, layouts, devices);
+    let (keeps, mut fault) = (on_part.is_some(), None);
+    let ending = group.as_ref().map(|group| GatherFailure::of(training.program, group));
+    let mut take = |part: StageSnapshot| {
+        let Some(on_part) = on_part.as_mut().filter(|_| fault.is_none()) else { return };
+        match gatherer.take(part) {
+            Ok(whole) => whole.into_iter().for_each(on_part),
+            Err(error) => {
+                ending.iter().for_each(|ending| ending.end(&error));
+                fault = Some(error);
             }
         }
     };
-    let outcomes: Vec<Result<Trained, TensorParallelError>> = std::thread::scope(|scope| {
-        let start = |device: usize| {
-            let (run, tensor_ranks, reports) = (&run, tensor_ranks_of(device), reports.clone());
-            let started = Builder::new().spawn_scoped(scope, move || run(device, tensor_ranks, reports, &mut |_| ()));
-            // The devices that have started would wait for this one.
-            started.inspect_err(|_| tables.iter().for_each(|table| table.abandon()))
-        };
-        let others: Vec<_> = (1..devices).map(start).collect();
-        let first = run(0, tensor_ranks_of(0), reports.clone(), &mut |step| {
-            hear();
-            on_step(step);
-        });
-        let outcome = |device: usize, done: std::thread::Result<Result<Option<Trained>, TrainError>>| match done {
-            Ok(Ok(Some(trained))) => Ok(trained),
-            Ok(Err(error)) => Err(TensorParallelError::Train(error)),
-            Ok(Ok(None)) | Err(_) => Err(TensorParallelError::Panic { device }),
-        };
-        let other = |(at, started): (usize, std::io::Result<ScopedJoinHandle<'_, _>>)| match started {
-            Ok(started) => outcome(at + 1, started.join()),
-            Err(fault) => Err(TensorParallelError::Thread { device: at + 1, fault }),
-        };
-        std::iter::once(outcome(0, Ok(first))).chain(others.into_iter().enumerate().map(other)).collect()
-    });
-    hear();
-    let mut left = first_cause(outcomes)?;
-    if let Some(fault) = gather_fault.into_inner().unwrap_or_else(PoisonError::into_inner) {
+    let on_part = keeps.then_some(&mut take as &mut (dyn FnMut(StageSnapshot) + Send));
+    let on_checkpoint = on_checkpoint.map(|write| write as &mut dyn FnMut(Checkpoint));
+    let course = RunOptions { start: begin, cuts, gate, devices: all_devices, on_part, on_checkpoint };
+    let trained = run_ranks(training, course, on_step, group, ranks)?;
+    if let Some(fault) = fault {
         return Err(fault.into());
     }
+    let Some(mut all) = trained else { return Ok(None) };
     let mut whole = |of: fn(&mut Trained) -> &mut BTreeMap<String, Tensor>| {
-        let each: Vec<_> = left.iter_mut().map(|own| std::mem::take(of(own))).collect();
+        let each: Vec<_> = all.iter_mut().map(|own| std::mem::take(of(own))).collect();
         joined(&each, layouts)
     };
-    let (weights, gradients) = (whole(|own| &mut own.weights), whole(|own| &mut own.gradients));
-    Ok(Trained { weights, gradients, ..left.swap_remove(0) })
+    let (weights, gradients) = (whole(|own| &mut own.weights)?, whole(|own| &mut own.gradients)?);
+    Ok(Some(Trained { weights, gradients, ..all.swap_remove(0) }))
 }
 
-/// Fails the waits of other devices if this device ends early, also by a panic. An error before its workers start has
-/// no worker to report it.
-struct AbandonGuard<'a> {
-    tensor_ranks: &'a [Arc<TensorRank>],
-    is_done: bool,
+/// Ends a run over processes when a snapshot does not fit those of the other ranks.
+struct GatherFailure<'a> {
+    program: &'a Program,
+    placement: WorkerPlacement,
+    names: Vec<String>,
+    run_status: Arc<RunStatus>,
 }
 
-impl Drop for AbandonGuard<'_> {
-    fn drop(&mut self) {
-        if !self.is_done {
-            self.tensor_ranks.iter().for_each(|tensor_rank| tensor_rank.abandon());
-        }
+impl<'a> GatherFailure<'a> {
+    fn of(program: &'a Program, group: &Group) -> GatherFailure<'a> {
+        let (placement, names) = (group.part.placement.clone(), group.names.clone());
+        GatherFailure { program, placement, names, run_status: group.run_status.clone() }
+    }
+
+    /// The process of the rank whose snapshot the error names.
+    fn process(&self, error: &GatherError) -> Option<usize> {
+        let GatherError::Snapshot { stage, replica, tensor_rank, .. } = *error else { return None };
+        let rank = self.program.stages.get(stage as usize)?.rank;
+        let is_own = |own: &WorkerProgram| own.rank == rank && own.replica == replica;
+        let worker = self.program.workers.iter().position(is_own)?;
+        let of = GroupRank { degree: self.placement.degree, rank: tensor_rank };
+        self.placement.of.get(of.global(worker)).copied()
+    }
+
+    /// Ends the run in all processes. The message names the process.
+    fn end(&self, error: &GatherError) {
+        let process = self.process(error);
+        let name = process.and_then(|process| self.names.get(process));
+        let what = name.map_or_else(|| error.to_string(), |name| format!("{name}: {error}"));
+        self.run_status.end(LinkError::Ended { process, what });
     }
 }
 
-/// The results of all devices, or the first error that is not a lost peer.
-fn first_cause(outcomes: Vec<Result<Trained, TensorParallelError>>) -> Result<Vec<Trained>, TensorParallelError> {
-    let (mut left, mut failed) = (Vec::new(), Vec::new());
-    for outcome in outcomes {
-        match outcome {
-            Ok(trained) => left.push(trained),
-            Err(error) => failed.push(error),
-        }
-    }
-    let cause =
-        failed.iter().position(|error| !matches!(error, TensorParallelError::Train(error) if error.lost_another()));
-    match failed.is_empty() {
-        true => Ok(left),
-        false => Err(failed.swap_remove(cause.unwrap_or(0))),
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use compiler::plan::schedule::Schedule;
+    use compiler::schedule::{ProgramStage, RankId};
+
+    #[test]
+    fn a_snapshot_that_does_not_fit_ends_the_run_and_names_its_process() {
+        let stage = |rank| ProgramStage { rank, replicas: 1, cap: 1, recompute: false, buckets: 1, zero: 0 };
+        let worker = |rank| WorkerProgram { rank, replica: 0, instructions: Vec::new() };
+        let ranks = [RankId(0), RankId(1)];
+        let program = Program {
+            schedule: Schedule::OneFOneB,
+            items: 4,
+            microbatches: 1,
+            stages: ranks.map(stage).to_vec(),
+            edges: Vec::new(),
+            workers: ranks.map(worker).to_vec(),
+        };
+        let ending = GatherFailure {
+            program: &program,
+            placement: WorkerPlacement::beside(2, 2),
+            names: (0..5).map(|process| format!("process {process}")).collect(),
+            run_status: Arc::default(),
+        };
+        let error =
+            |stage, tensor_rank| GatherError::Snapshot { stage, replica: 0, tensor_rank, what: "it has come already" };
+        assert_eq!(ending.process(&error(2, 1)), None);
+        ending.end(&error(1, 1));
+        let what = "process 4: the snapshot of stage 1, replica 0, from tensor rank 1: it has come already";
+        assert_eq!(ending.run_status.cause(), Some(LinkError::Ended { process: Some(4), what: what.to_string() }));
     }
 }

@@ -12,10 +12,10 @@ use std::{env, iter};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Processes and hosts")]
 pub struct ProcessArguments {
-    /// Run one process per worker on this machine; if one fails, all end
+    /// Run one process per worker on this machine, one per device with tensor parallelism; if one fails, all end
     #[arg(long, conflicts_with_all = ["hosts", "rank", "address"])]
     pub processes: bool,
-    /// Run on the hosts of this cluster file ([[host]] address = "NAME:PORT", devices = WORKERS); start the same command on each
+    /// Run on the hosts of this cluster file ([[host]] address = "NAME:PORT", devices = N); start the same command on each
     #[arg(long, value_name = "FILE")]
     pub hosts: Option<PathBuf>,
     /// Index of this host in the file, counted from 0 [default: the host whose address is this machine's]

@@ -61,8 +61,8 @@ pub struct Arguments {
     /// Micro-batches per minibatch [default: the plan's, else 1]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Data")]
     microbatches: Option<u32>,
-    /// Tensor-parallel degree: number of threads that share the ops of every stage [default: the plan's, else 1]
-    #[arg(long, value_name = "N", value_parser = devices, conflicts_with_all = ["processes", "hosts", "rank"], help_heading = "Plan and schedule")]
+    /// Tensor-parallel degree: number of threads or processes that share the ops of every stage [default: the plan's, else 1]
+    #[arg(long, value_name = "N", value_parser = devices, help_heading = "Plan and schedule")]
     tensor: Option<u32>,
     /// Pipeline schedule: a name, a table FILE.csv, or programs FILE.json [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
     #[arg(long, value_name = "NAME|FILE", value_parser = schedule::name_or_file, help_heading = "Plan and schedule")]

@@ -48,6 +48,14 @@ impl Device for CpuDevice {
         host_memory::available()
     }
 
+    fn arithmetic(&self) -> String {
+        #[cfg(target_arch = "x86_64")]
+        let has_avx512 = super::panels::is_at_hand();
+        #[cfg(not(target_arch = "x86_64"))]
+        let has_avx512 = false;
+        format!("{}{}", std::env::consts::ARCH, if has_avx512 { " with AVX-512" } else { "" })
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
         Ok(Buffer::host(bytes))
     }

@@ -4,6 +4,7 @@ use super::chain;
 use super::compile::compile_all;
 use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Launch, LaunchPlan};
+use super::library::CudaLibrary;
 use super::library_kernel::LibraryKernel;
 use super::matmul;
 use super::nccl::Nccl;
@@ -205,6 +206,12 @@ impl Device for CudaDevice {
 
     fn is_asynchronous(&self) -> bool {
         true
+    }
+
+    fn arithmetic(&self) -> String {
+        let version = |library: CudaLibrary| library.find().ok().and_then(|found| found.version.clone());
+        let libraries = [CudaLibrary::Nvrtc, CudaLibrary::CublasLt, CudaLibrary::Cudnn].map(version);
+        format!("{} {libraries:?}", self.info.model)
     }
 
     fn transport(&self) -> Option<Arc<dyn Transport>> {
