@@ -5,6 +5,7 @@ mod processes;
 mod signals;
 mod strangers;
 mod streams;
+mod tensor_parallel;
 
 #[path = "../support/mod.rs"]
 mod support;

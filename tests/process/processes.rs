@@ -46,20 +46,20 @@ fn models(folder: &Path) {
     done(folder, &[&["zoo", "gpt", "--tied", "true", "--dropout", "0.1", "-o", "g.onnx", "-q"], &gpt[..]].concat());
 }
 
-fn planned(folder: &Path, model: &str, more: &[&str]) {
+pub fn planned(folder: &Path, model: &str, more: &[&str]) {
     let rows: &[&str] = if more.contains(&"--micro-batch") { &[] } else { &["--micro-batch", "2"] };
     let flags = ["--cost", "pipec", "-o", "plan.json", "-q"];
     done(folder, &[&["partition", model][..], &flags, rows, more].concat());
 }
 
 /// Trains in threads and in processes, and compares all output files.
-fn same(folder: &Path, what: &str, arguments: &[&str]) {
+pub fn same(folder: &Path, what: &str, arguments: &[&str]) {
     let run = |name: &str, more: &[&str]| {
         let files = ["w.safetensors", "g.safetensors", "m.jsonl", "t.json"].map(|file| format!("{name}.{file}"));
         let [weights, gradients, metrics, trace] = &files;
         let write = ["--save", weights, "--save-gradients", gradients, "--metrics", metrics, "--trace", trace, "-q"];
-        let printed =
-            done(folder, &[&["train"][..], arguments, &["--synthetic-data", "--batch", "8"], &write, more].concat());
+        let batch: &[&str] = if arguments.contains(&"--batch") { &[] } else { &["--batch", "8"] };
+        let printed = done(folder, &[&["train"][..], arguments, &["--synthetic-data"], batch, &write, more].concat());
         let lines = fs::read_to_string(folder.join(metrics)).unwrap();
         let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
         let losses: Vec<u64> =
@@ -134,7 +134,7 @@ fn four_processes_train_with_shards_as_threads_do() {
     }
 }
 
-fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+pub fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap().flatten() {
         match entry.file_type().unwrap().is_dir() {
@@ -184,13 +184,13 @@ fn checkpoints_of_processes_are_those_of_threads_and_go_on() {
 }
 
 /// A long run, killed when dropped.
-struct Long {
+pub struct Long {
     child: Option<Child>,
     metrics: PathBuf,
 }
 
 impl Long {
-    fn start(folder: &Path, name: &str, more: &[&str]) -> Long {
+    pub fn start(folder: &Path, name: &str, more: &[&str]) -> Long {
         let metrics = folder.join(name);
         let flags =
             ["train", "m.onnx", "--synthetic-data", "--batch", "256", "--steps", "20000", "-q", "--metrics", name];
@@ -198,11 +198,11 @@ impl Long {
         Long { child: Some(child), metrics }
     }
 
-    fn pid(&self) -> u32 {
+    pub fn pid(&self) -> u32 {
         self.child.as_ref().unwrap().id()
     }
 
-    fn wait_until_it_trains(&mut self) {
+    pub fn wait_until_it_trains(&mut self) {
         let until = Instant::now() + PATIENCE;
         while fs::metadata(&self.metrics).map_or(0, |file| file.len()) == 0 {
             let early = self.child.as_mut().unwrap().try_wait().unwrap();
@@ -212,7 +212,7 @@ impl Long {
     }
 
     /// Exit code, standard error, seconds until then.
-    fn end(mut self) -> (Option<i32>, String, f64) {
+    pub fn end(mut self) -> (Option<i32>, String, f64) {
         let start = Instant::now();
         let output = self.child.take().unwrap().wait_with_output().unwrap();
         let (code, printed) = ended(&output);

@@ -15,26 +15,26 @@ use std::time::{Duration, Instant};
 /// Timeout for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-const TRAIN: [&str; 8] = ["train", "m.onnx", "--synthetic-data", "--batch", "64", "--momentum", "0.9", "-q"];
-const KEPT: [&str; 6] = ["--checkpoint-dir", "ck", "--checkpoint-every", "20", "--keep", "1"];
+pub const TRAIN: [&str; 8] = ["train", "m.onnx", "--synthetic-data", "--batch", "64", "--momentum", "0.9", "-q"];
+pub const KEPT: [&str; 6] = ["--checkpoint-dir", "ck", "--checkpoint-every", "20", "--keep", "1"];
 
-fn spawned(folder: &Path, parts: &[&[&str]]) -> Child {
+pub fn spawned(folder: &Path, parts: &[&[&str]]) -> Child {
     let mut command = Command::new(cargo_bin("pipec"));
     command.current_dir(folder).args(parts.concat()).stdin(Stdio::null());
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-fn ended(child: Child) -> (Option<i32>, String) {
+pub fn ended(child: Child) -> (Option<i32>, String) {
     let output = child.wait_with_output().unwrap();
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-fn done(folder: &Path, parts: &[&[&str]]) {
+pub fn done(folder: &Path, parts: &[&[&str]]) {
     let (code, message) = ended(spawned(folder, parts));
     assert_eq!(code, Some(0), "{message}");
 }
 
-fn model(folder: &Path) {
+pub fn model(folder: &Path) {
     done(folder, &[&["zoo", "mlp", "-o", "m.onnx", "-q"]]);
 }
 
@@ -46,7 +46,7 @@ fn checkpoints(folder: &Path) -> Vec<String> {
 }
 
 /// Waits for a condition, unless the process ends first.
-fn until(child: &mut Child, what: &str, is_so: impl Fn() -> bool) {
+pub fn until(child: &mut Child, what: &str, is_so: impl Fn() -> bool) {
     let began = Instant::now();
     while !is_so() {
         let early = child.try_wait().unwrap();
@@ -60,19 +60,19 @@ fn until(child: &mut Child, what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-fn begun(folder: &Path, child: &mut Child) {
+pub fn begun(folder: &Path, child: &mut Child) {
     until(child, "a checkpoint", || checkpoints(folder).iter().any(|name| name.starts_with("step-")));
 }
 
 /// The step after which a run reports to have stopped.
-fn step(message: &str, signal: &str) -> u32 {
+pub fn step(message: &str, signal: &str) -> u32 {
     let ended = format!("error: stopped by {signal} after step ");
     let step = message.split(&ended).nth(1).and_then(|rest| rest.split(' ').next());
     step.and_then(|step| step.parse().ok()).unwrap_or_else(|| panic!("it does not say how far it was: {message}"))
 }
 
 /// Resumes after that step and compares with an uninterrupted run.
-fn goes_on(folder: &Path, plan: &[&str], step: u32) {
+pub fn goes_on(folder: &Path, plan: &[&str], step: u32) {
     assert_eq!(checkpoints(folder), [format!("step-{step:08}")], "one is kept, and nothing is written at the end");
     let steps = (step + 3).to_string();
     done(folder, &[&TRAIN, plan, &["--steps", &steps, "--save", "whole.safetensors"]]);

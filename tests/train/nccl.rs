@@ -30,7 +30,7 @@ fn train(folder: &Path, libraries: &Path, gpus: u32, more: &[&str], variables: &
     command.envs(variables.iter().copied()).output().unwrap()
 }
 
-/// Writes a model and a plan for it; returns the number of workers.
+/// Writes a model and a plan for it; returns the number of GPUs.
 fn planned(folder: &Path, flags: &str) -> u32 {
     let run = |arguments: &str| {
         let arguments: Vec<&str> = arguments.split_whitespace().collect();
@@ -40,8 +40,10 @@ fn planned(folder: &Path, flags: &str) -> u32 {
     run("zoo gpt -o model.onnx");
     let stages = flags.split_whitespace().next().unwrap();
     let workers: u32 = stages.split(',').map(|replicas| replicas.parse::<u32>().unwrap()).sum();
-    run(&format!("partition model.onnx -o plan.json --gpus {workers} --stages {flags}"));
-    workers
+    let degree = flags.split_once("--tensor ").map_or(1, |(_, rest)| rest.split(' ').next().unwrap().parse().unwrap());
+    let gpus = workers * degree;
+    run(&format!("partition model.onnx -o plan.json --gpus {gpus} --stages {flags}"));
+    gpus
 }
 
 /// A folder with the libraries but NCCL.
@@ -93,6 +95,29 @@ fn processes_train_like_threads() {
             assert!(transfers > 2 && bytes < through_host, "{flags}: {transfers} transfers, {bytes} of {through_host}");
         }
     }
+}
+
+/// True if the groups of the plan have collectives.
+pub fn has_collectives(folder: &Path) -> bool {
+    let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
+    let mut stages = plan["stages"].as_array().unwrap().iter();
+    stages.any(|stage| stage["tensor_parallel"]["collective_bwd_us"].as_f64().unwrap_or(0.0) > 0.0)
+}
+
+/// The launches of a GPU take longer than the kernels of a small model, so only costs of a CPU shard it.
+#[test]
+fn groups_in_processes_train_like_threads() {
+    let Some(driver) = driver() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    let group = "1 --tensor 2 --profile analytic:cpu --schedule 1f1b --micro-batch 2 --batch 4 --precision fp32";
+    let gpus = planned(at, group);
+    assert!(gpus == 2 && has_collectives(at), "nothing is sharded");
+    let threads = trained(at, driver, gpus, &[], &[]);
+    let stats = [("PIPEC_SIM_STATS", "stats-%p"), ("PIPEC_SIM_SEED", "7")];
+    let over_nccl = trained(at, driver, gpus, &["--processes", "--nccl"], &stats);
+    let (_, transfers) = counts(at);
+    assert!(over_nccl == threads && transfers > 2, "{transfers} transfers");
 }
 
 #[test]

@@ -1,10 +1,9 @@
 //! The `pipec` command on two, three and four simulated GPUs, against PyTorch's losses of ten steps: processes over a
 //! simulated NCCL have the bits of threads, and random delays change none. Needs the shared data.
-//!
-//! Tensor parallelism is refused in processes.
 
 use crate::delayed;
 use crate::delayed::{Delays, stages_of};
+use crate::nccl::has_collectives;
 use crate::parity::{Set, set};
 use crate::parity_matrix::{MODELS, MOST_APART, momentum, relative};
 use crate::support::shared::data;
@@ -31,14 +30,21 @@ struct Case {
     schedule: Schedule,
     ranks: Vec<u32>,
     zero: u32,
+    tensor: u32,
 }
 
 fn cases(model: &'static str) -> Vec<Case> {
     let trained = |schedule: &Schedule| schedule.trains() && schedule.stashes();
     let of = |schedule: Schedule| {
-        let replicas: [(&[u32], u32); 7] =
+        let alone: [(&[u32], u32); 7] =
             [(&[1, 1], 0), (&[1, 1, 1], 0), (&[1, 1, 1, 1], 0), (&[2, 2], 0), (&[2, 2], 1), (&[2, 2], 2), (&[2, 2], 3)];
-        replicas.map(|(ranks, zero)| Case { model, schedule, ranks: ranks.to_vec(), zero })
+        let pairs: [(&[u32], u32); 3] = [(&[1, 1], 0), (&[2], 1), (&[2], 3)];
+        let case = move |tensor| {
+            move |(ranks, zero): (&[u32], u32)| Case { model, schedule, ranks: ranks.to_vec(), zero, tensor }
+        };
+        // A schedule with several stages per rank needs several ranks.
+        let pairs = pairs.into_iter().filter(move |(ranks, _)| ranks.len() > 1 || !schedule.has_chunks());
+        alone.into_iter().map(case(1)).chain(pairs.map(case(2)))
     };
     Schedule::GENERATED.into_iter().filter(trained).flat_map(of).collect()
 }
@@ -63,11 +69,14 @@ fn planned(root: &Path, set: &Set, case: &Case) -> tempfile::TempDir {
     };
     let plan = format!(
         "partition model.onnx -o plan.json --gpus {} --stages {} --schedule {} --micro-batch {rows} {batch} --zero {} \
-         --precision fp32 --momentum 0.9",
-        case.ranks.iter().sum::<u32>(),
+         --precision fp32 --momentum 0.9 --tensor {}{}",
+        case.ranks.iter().sum::<u32>() * case.tensor,
         stages.join(","),
         case.schedule,
         case.zero,
+        case.tensor,
+        // The launches of a GPU take longer than the kernels of these models, so a plan for GPUs would shard nothing.
+        if case.tensor > 1 { " --profile analytic:cpu" } else { "" },
     );
     run(at, Command::new(env!("CARGO_BIN_EXE_pipec")), &plan);
     folder
@@ -129,10 +138,11 @@ fn processes_over_nccl_train_like_pytorch() {
     let all = MODELS.into_iter().flat_map(cases).step_by(stride);
     let mut worst: BTreeMap<&str, (usize, f64)> = BTreeMap::new();
     for case in all {
-        let Case { model, schedule, ranks, zero } = &case;
-        let what = format!("{model}, {schedule}, replicas {ranks:?}, ZeRO {zero}");
+        let Case { model, schedule, ranks, zero, tensor } = &case;
+        let what = format!("{model}, {schedule}, replicas {ranks:?}, ZeRO {zero}, tensor {tensor}");
         let set = set(&root, model, "model_dynbatch.onnx");
         let folder = planned(&root, &set, &case);
+        assert_eq!(has_collectives(folder.path()), *tensor > 1, "{what}");
         let threads = trained(&set, folder.path(), driver, "", 1);
         let processes = trained(&set, folder.path(), driver, "--processes --nccl", 2);
         assert!(threads == processes, "{what}: other bits in processes");
@@ -152,7 +162,7 @@ fn delays_of_four_gpus_change_no_bit() {
     let Some((root, driver)) = data("parity").zip(driver()) else { return };
     let seeds = if std::env::var_os("PIPEC_LARGE").is_some() { 200 } else { 2 };
     let set = set(&root, "gpt", "model_dynbatch.onnx");
-    let case = Case { model: "gpt", schedule: Schedule::OneFOneB, ranks: vec![1; 4], zero: 0 };
+    let case = Case { model: "gpt", schedule: Schedule::OneFOneB, ranks: vec![1; 4], zero: 0, tensor: 1 };
     let folder = planned(&root, &set, &case);
     let expected = trained(&set, folder.path(), driver, "", 0);
     let apart = relative(&expected.0, &reference(&set, folder.path(), &case));
