@@ -8,6 +8,7 @@ mod gradients;
 mod large;
 mod many;
 mod products;
+mod scattered_sums;
 mod tails;
 
 #[path = "../support/mod.rs"]

@@ -2,6 +2,7 @@
 
 use super::chain;
 use super::compile::compile_all;
+use super::gather;
 use super::gpu::{Function, Gpu, GpuMemory};
 use super::launch_plan::{Launch, LaunchPlan};
 use super::library::CudaLibrary;
@@ -262,6 +263,11 @@ impl Device for CudaDevice {
                 if kernel.sums_are_wider {
                     kernel.library_term = LibraryKernel::new(&self.gpu, op, &inputs, &[sum], self.info.tf32);
                 }
+            }
+            (Op::ScatterAdd(scatter), [dy, indices], [y]) => {
+                let sum = TensorLayout { dtype: accumulation_type(y.dtype), shape: y.shape.clone() };
+                kernel.terms = gather::terms(scatter, dy, indices, &sum);
+                kernel.sums_are_wider = sum.dtype != y.dtype;
             }
             (Op::Reduce(reduce), [x], [y]) => kernel.terms = reduce::terms(reduce, x, accumulation_type(y.dtype)),
             _ => {}

@@ -133,6 +133,26 @@ pub fn scatter_add(op: &ScatterAdd, dy: &TensorLayout, indices: &TensorLayout, y
     join(rows, y.shape[op.axis + 1..].iter().product(), ScatterKind::Add, None, (At::input(0), dy), y)
 }
 
+/// The launches that write these sums as the first term of a sum of this type, and add them to one. `None` for empty
+/// tensors.
+pub fn terms(
+    op: &ScatterAdd,
+    dy: &TensorLayout,
+    indices: &TensorLayout,
+    sum: &TensorLayout,
+) -> Option<[LaunchPlan; 2]> {
+    if !sum.dtype.is_float() || [dy, indices, sum].into_iter().any(TensorLayout::is_empty) {
+        return None;
+    }
+    let rows = Rows { indices, size: sum.shape[op.axis], examples: 1 };
+    let run = sum.shape[op.axis + 1..].iter().product();
+    let with = |adds: bool| {
+        let to = adds.then(|| At::output(0));
+        join(rows, run, ScatterKind::Add, to, (At::input(0), dy), sum)
+    };
+    Some([with(false)?, with(true)?])
+}
+
 /// Adds slices of `dy`, with separate indices for each example.
 pub fn batch_scatter_add(
     op: &BatchScatterAdd,
@@ -150,6 +170,8 @@ pub fn scatter(op: &Scatter, indices: &TensorLayout, updates: &TensorLayout, y: 
     join(rows, y.shape[op.axis + 1..].iter().product(), op.kind, Some(At::input(0)), (At::input(2), updates), y)
 }
 
+/// `x` are the first operands of every result, else they are 0. If they are the results themselves, those without updates
+/// stay.
 fn join(
     rows: Rows<'_>,
     run: usize,
@@ -168,15 +190,22 @@ fn join(
         d => held(d),
     };
     let mut draft = KernelBuilder::new(updates.1.len().max(y.len()));
-    if let Some(x) = x {
+    let is_in_place = x == Some(At::output(0));
+    if let Some(x) = x.filter(|_| !is_in_place) {
         draft.reads("x", y.dtype, x);
     }
-    draft.reads("updates", y.dtype, updates.0);
+    let of = updates.1.dtype;
+    draft.reads("updates", of, updates.0);
     draft.reads("first", DType::U64, first);
     draft.reads("next", DType::U64, next);
     draft.writes("y", y.dtype, At::output(0));
-    let width = width(y.dtype, run);
-    let start = if x.is_some() { load(y.dtype, "x[i + e]") } else { "0".to_string() };
+    let width = width(if of.size() > y.dtype.size() { of } else { y.dtype }, run);
+    let start = match (x, is_in_place) {
+        (None, _) => "0".to_string(),
+        (_, true) => load(y.dtype, "y[i + e]"),
+        (_, false) => load(y.dtype, "x[i + e]"),
+    };
+    let stays = if is_in_place { "if (first[place] == ~0ull) continue;\n" } else { "" };
     let joined = match kind {
         ScatterKind::Replace => "b",
         ScatterKind::Add => "a + b",
@@ -185,18 +214,19 @@ fn join(
         ScatterKind::Min => "m_min(a, b)",
     };
     let lines = format!(
-        "typedef Pack<{stored}, {width}> Slice;\nat i = pack * {width};\n\
-         at within = i % (at){run}, place = i / (at){run} % (at){size}, block = i / (at){};\n{value} sums[{width}];\n\
+        "typedef Pack<{}, {width}> Slice;\ntypedef Pack<{}, {width}> Result;\nat i = pack * {width};\n\
+         at within = i % (at){run}, place = i / (at){run} % (at){size}, block = i / (at){};\n{stays}{value} sums[{width}];\n\
          #pragma unroll\nfor (int e = 0; e < {width}; e++) sums[e] = ({value}){start};\n\
          for (u64 k = first[place]; k != ~0ull; k = next[k]) {{\n\
          Slice slice = *(const Slice*)(updates + ((block * (at){} + (at)k) * (at){run} + within));\n\
          #pragma unroll\nfor (int e = 0; e < {width}; e++) {{\n{value} a = sums[e], b = ({value}){};\nsums[e] = {joined};\n}}\n}}\n\
-         Slice slice;\n#pragma unroll\nfor (int e = 0; e < {width}; e++) slice.of[e] = {};\n*(Slice*)(y + i) = slice;",
+         Result result;\n#pragma unroll\nfor (int e = 0; e < {width}; e++) result.of[e] = {};\n*(Result*)(y + i) = result;",
+        stored(of),
+        stored(y.dtype),
         run * size,
         indices.len(),
-        load(y.dtype, "slice.of[e]"),
+        load(of, "slice.of[e]"),
         store(y.dtype, "sums[e]"),
-        stored = stored(y.dtype),
     );
     launch_plan.launches.push(draft.each_pack(y.len(), width, &lines));
     Some(launch_plan)
