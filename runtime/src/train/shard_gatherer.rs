@@ -14,16 +14,10 @@ use crate::optim::state::ParameterState;
 use crate::stage::saved_weights::tensor;
 use crate::train::tensor_shards::split_of;
 use compiler::op::sharding::whole_of;
-use compiler::schedule::Program;
 use compiler::tensor::Tensor;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use thiserror::Error;
-
-/// Snapshots of a stage by which one rank may be ahead of another, besides those that the in-flight limit permits. Of a
-/// slow process, one is on its way, one waits to be sent, one is queued and one waits for the queue; and the other rank
-/// may be a step ahead.
-const MOST_AHEAD: usize = 5;
 
 #[derive(Debug, Error, Clone, PartialEq)]
 #[allow(missing_docs)]
@@ -39,18 +33,16 @@ pub struct ShardGatherer<'a> {
     codes: &'a [StageCode],
     layouts: &'a Layouts,
     degree: usize,
-    /// Checkpoints of a stage that may wait for snapshots at once.
-    most_open: usize,
     /// Snapshots by tensor rank and replica. The key is stage, replica (0 if ZeRO shards must be merged), and
     /// minibatches.
     open: BTreeMap<(u32, u32, u32), Vec<BTreeMap<u32, StageSnapshot>>>,
 }
 
 impl<'a> ShardGatherer<'a> {
-    /// A gatherer for a run of these stages. `degree` is the tensor-parallel degree.
-    pub fn new(program: &Program, codes: &'a [StageCode], layouts: &'a Layouts, degree: usize) -> ShardGatherer<'a> {
-        let cap = program.stages.iter().map(|stage| stage.cap as usize).max().unwrap_or(0);
-        ShardGatherer { codes, layouts, degree, most_open: MOST_AHEAD.saturating_add(cap), open: BTreeMap::new() }
+    /// A gatherer for a run of these stages. `degree` is the tensor-parallel degree. Where all parameters are replicated,
+    /// ranks do not wait for each other, so any number of checkpoints may be incomplete.
+    pub fn new(codes: &'a [StageCode], layouts: &'a Layouts, degree: usize) -> ShardGatherer<'a> {
+        ShardGatherer { codes, layouts, degree, open: BTreeMap::new() }
     }
 
     /// Adds the snapshot of a rank. Returns the gathered snapshots that it completes. Fails if the snapshot does not
@@ -60,11 +52,6 @@ impl<'a> ShardGatherer<'a> {
         let StageSnapshot { stage, minibatches, tensor_rank, .. } = part;
         let replica = if part.replicas > 1 { 0 } else { part.replica };
         let key = (stage.0, replica, minibatches);
-        let is_open = self.open.contains_key(&key);
-        let open = self.open.range((stage.0, replica, 0)..=(stage.0, replica, u32::MAX)).count();
-        if !is_open && open >= self.most_open {
-            return Err(refused("the other ranks are too many checkpoints behind"));
-        }
         let ranks = self.open.entry(key).or_insert_with(|| (0..self.degree).map(|_| BTreeMap::new()).collect());
         let others = ranks.iter().flat_map(BTreeMap::values).map(|other| other.replicas);
         if others.clone().any(|replicas| replicas != part.replicas) {
@@ -269,8 +256,6 @@ mod tests {
     use super::*;
     use compiler::op::Sharding;
     use compiler::plan::StageId;
-    use compiler::plan::schedule::Schedule;
-    use compiler::schedule::{ProgramStage, RankId};
     use compiler::tensor::DType;
     use compiler::tensor::dim::Dim;
     use compiler::tensor::fact::Fact;
@@ -288,12 +273,6 @@ mod tests {
 
     fn layouts() -> Layouts {
         Layouts::from([("split".to_string(), Sharding::split(0))])
-    }
-
-    fn program(replicas: u32, zero: u32) -> Program {
-        let stage = ProgramStage { rank: RankId(0), replicas, cap: 1, recompute: false, buckets: 1, zero };
-        let schedule = Schedule::OneFOneB;
-        Program { schedule, items: 99, microbatches: 1, stages: vec![stage], edges: Vec::new(), workers: Vec::new() }
     }
 
     fn floats(values: &[f32]) -> Buffer {
@@ -344,7 +323,7 @@ mod tests {
     #[test]
     fn shards_of_all_ranks_are_joined() {
         let (codes, layouts) = (codes(), layouts());
-        let mut gatherer = ShardGatherer::new(&program(1, 0), &codes, &layouts, 2);
+        let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
         assert!(gatherer.take(snapshot(1, 4)).unwrap().is_empty());
         let whole = gatherer.take(snapshot(0, 4)).unwrap();
         assert_eq!((whole.len(), whole[0].minibatches), (1, 4));
@@ -398,10 +377,10 @@ mod tests {
 
     #[test]
     fn ranks_whose_snapshots_differ_are_refused_by_name() {
-        let (codes, layouts, program) = (codes(), layouts(), program(1, 0));
+        let (codes, layouts) = (codes(), layouts());
         for (at, (change, why)) in WRONG.into_iter().enumerate() {
             for is_first in [true, false] {
-                let mut gatherer = ShardGatherer::new(&program, &codes, &layouts, 2);
+                let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
                 let mut wrong = snapshot(1, 4);
                 change(&mut wrong);
                 let parts = if is_first { [wrong, snapshot(0, 4)] } else { [snapshot(0, 4), wrong] };
@@ -417,7 +396,7 @@ mod tests {
     /// All ranks agree, but not with the stage.
     #[test]
     fn snapshots_that_do_not_fit_the_stage_are_refused() {
-        let (codes, layouts, program) = (codes(), layouts(), program(1, 0));
+        let (codes, layouts) = (codes(), layouts());
         let wrong: [(Change, &str); 12] = [
             (|of| state_of(of).weights[0] = Arc::new(Buffer::empty()), "the size of its shard"),
             (|of| state_of(of).weights[1] = Arc::new(Buffer::host(8)), "the size of its shard"),
@@ -433,7 +412,7 @@ mod tests {
             (|of| drop(of.shared.insert(2, BTreeMap::new())), "a tied weight"),
         ];
         for (at, (change, why)) in wrong.into_iter().enumerate() {
-            let mut gatherer = ShardGatherer::new(&program, &codes, &layouts, 2);
+            let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
             let [first, second] = [0, 1].map(|rank| {
                 let mut own = snapshot(rank, 4);
                 change(&mut own);
@@ -444,7 +423,7 @@ mod tests {
             assert!(said.contains(why), "{at}: {said}");
         }
         // A version that another replica saves, and a tied weight with versions of its own.
-        let mut gatherer = ShardGatherer::new(&program, &codes, &layouts, 2);
+        let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
         for (rank, whole) in [(0, 0), (1, 1)] {
             let mut own = snapshot(rank, 4);
             own.versions.insert(2, Weights::new());
@@ -455,7 +434,7 @@ mod tests {
 
     #[test]
     fn each_rank_and_replica_comes_once() {
-        let (codes, layouts, program) = (codes(), layouts(), program(2, 1));
+        let (codes, layouts) = (codes(), layouts());
         let of_two = |rank: usize, replica: u32| {
             let own = snapshot(rank, 4);
             let whole = own.whole.filter(|_| replica == 0);
@@ -463,7 +442,7 @@ mod tests {
             StageSnapshot { replica, replicas: 2, whole, moves, ..snapshot(rank, 4) }
         };
         let taken = |parts: Vec<StageSnapshot>| {
-            let mut gatherer = ShardGatherer::new(&program, &codes, &layouts, 2);
+            let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
             parts.into_iter().map(|part| gatherer.take(part).map(|whole| whole.len())).last().unwrap()
         };
         assert_eq!(taken(vec![of_two(0, 0), of_two(0, 1), of_two(1, 1), of_two(1, 0)]), Ok(2));
@@ -476,19 +455,5 @@ mod tests {
         assert!(other.contains("tensor rank 1: it has another number of ZeRO replicas"), "{other}");
         let foreign = said(vec![StageSnapshot { tensor_rank: 2, ..of_two(0, 0) }]);
         assert!(foreign.contains("there is no such rank"), "{foreign}");
-    }
-
-    #[test]
-    fn a_rank_cannot_run_ahead_of_the_others() {
-        let (codes, layouts, program) = (codes(), layouts(), program(1, 0));
-        let mut gatherer = ShardGatherer::new(&program, &codes, &layouts, 2);
-        let most = MOST_AHEAD as u32 + 1;
-        for minibatches in 1..=most {
-            assert!(gatherer.take(snapshot(1, minibatches)).unwrap().is_empty());
-        }
-        let said = refused(gatherer.take(snapshot(1, most + 1)));
-        assert!(said.contains("from tensor rank 1: the other ranks are too many checkpoints behind"), "{said}");
-        assert_eq!(gatherer.take(snapshot(0, 1)).unwrap().len(), 1);
-        assert!(gatherer.take(snapshot(1, most + 1)).unwrap().is_empty());
     }
 }

@@ -130,7 +130,7 @@ pub fn run_shared_in_group(
     let own =
         shards.iter().map(|own| own.as_ref().map(|(weights, start)| RankInputs { weights, start: start.as_ref() }));
     let ranks = TensorRanks { inputs: own.collect(), layouts: Arc::new(layouts.clone()) };
-    let mut gatherer = ShardGatherer::new(training.program, training.codes, layouts, devices);
+    let mut gatherer = ShardGatherer::new(training.codes, layouts, devices);
     let (keeps, mut fault) = (on_part.is_some(), None);
     let ending = group.as_ref().map(|group| GatherFailure::of(training.program, group));
     let mut take = |part: StageSnapshot| {
