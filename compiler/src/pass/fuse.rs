@@ -358,9 +358,15 @@ mod tests {
         let s = net.op(ADD, &[y, z]);
         let r = net.op(Op::Unary(Unary::Relu), &[s]);
         // Its statistics are written.
-        let chains = net.chains_from(is_norm, r, &[Value { output: 1, ..y }]);
-        assert_eq!(chains.by_last.into_iter().collect::<Vec<_>>(), [(r.node, nodes(&[y, s, r]))]);
+        let mut chains = net.chains_from(is_norm, r, &[Value { output: 1, ..y }]);
+        assert_eq!(chains.by_last, BTreeMap::from([(r.node, nodes(&[y, s, r]))]));
         assert_eq!(chains.inner, HashSet::from([y, s]));
+        // The others go on without it, unless only one is left.
+        chains.without_first(r.node);
+        assert_eq!(chains.by_last, BTreeMap::from([(r.node, nodes(&[s, r]))]));
+        assert_eq!(chains.inner, HashSet::from([s]));
+        chains.without_first(r.node);
+        assert!(chains.by_last.is_empty() && chains.inner.is_empty());
 
         // The sum of two norms is in the chain of one of them.
         let mut net = Net(Graph::new("net"));

@@ -28,10 +28,8 @@ pub fn kernel(links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     let mut body = loads(&inputs.iter().map(|x| x.dtype).collect::<Vec<_>>());
     body.push_str(&results(links, inputs, 0)?);
     let written = links.iter().filter(|link| link.is_written).enumerate();
-    let mut outputs = Vec::new();
-    for (at, link) in written {
-        outputs.push((link.result.dtype, At::output(at), Walk::plain(&result.shape)));
-    }
+    let output = |(at, link): (usize, &Link)| (link.result.dtype, At::output(at), Walk::plain(&result.shape));
+    let outputs: Vec<_> = written.map(output).collect();
     Some(LaunchPlan::of(builder.each_element(&result.shape, &sources(inputs, &result.shape), &outputs, &body)))
 }
 

@@ -267,7 +267,6 @@ impl Device for CudaDevice {
             (Op::ScatterAdd(scatter), [dy, indices], [y]) => {
                 let sum = TensorLayout { dtype: accumulation_type(y.dtype), shape: y.shape.clone() };
                 kernel.terms = gather::terms(scatter, dy, indices, &sum);
-                kernel.sums_are_wider = sum.dtype != y.dtype;
             }
             (Op::Reduce(reduce), [x], [y]) => kernel.terms = reduce::terms(reduce, x, accumulation_type(y.dtype)),
             _ => {}

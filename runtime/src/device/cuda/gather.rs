@@ -129,8 +129,7 @@ fn chains(launch_plan: &mut LaunchPlan, rows: Rows<'_>) -> (At, At) {
 
 /// Adds slices of `dy` at their indices.
 pub fn scatter_add(op: &ScatterAdd, dy: &TensorLayout, indices: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
-    let rows = Rows { indices, size: y.shape[op.axis], examples: 1 };
-    join(rows, y.shape[op.axis + 1..].iter().product(), ScatterKind::Add, None, (At::input(0), dy), y)
+    add(op, dy, indices, y, None)
 }
 
 /// The launches that write these sums as the first term of a sum of this type, and add them to one. `None` for empty
@@ -144,13 +143,19 @@ pub fn terms(
     if !sum.dtype.is_float() || [dy, indices, sum].into_iter().any(TensorLayout::is_empty) {
         return None;
     }
-    let rows = Rows { indices, size: sum.shape[op.axis], examples: 1 };
-    let run = sum.shape[op.axis + 1..].iter().product();
-    let with = |adds: bool| {
-        let to = adds.then(|| At::output(0));
-        join(rows, run, ScatterKind::Add, to, (At::input(0), dy), sum)
-    };
-    Some([with(false)?, with(true)?])
+    Some([add(op, dy, indices, sum, None)?, add(op, dy, indices, sum, Some(At::output(0)))?])
+}
+
+/// `x` as for [`join`].
+fn add(
+    op: &ScatterAdd,
+    dy: &TensorLayout,
+    indices: &TensorLayout,
+    y: &TensorLayout,
+    x: Option<At>,
+) -> Option<LaunchPlan> {
+    let rows = Rows { indices, size: y.shape[op.axis], examples: 1 };
+    join(rows, y.shape[op.axis + 1..].iter().product(), ScatterKind::Add, x, (At::input(0), dy), y)
 }
 
 /// Adds slices of `dy`, with separate indices for each example.
