@@ -74,6 +74,7 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
     let known = Known::of(subject, &model, &sizes);
     let steps = arguments.steps.unwrap_or(subject.steps);
     let runs: Vec<_> = LINES.iter().map(|line| known.ready(line.way, known.plan(line.way), steps)).collect();
+    let (mut twice, mut compiled) = (Vec::new(), Vec::new());
     let mut lines: Vec<Figures> = runs
         .iter()
         .map(|run| Figures {
@@ -102,9 +103,16 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
                 Err(error) => eprintln!("{}, {}, round {round}: {error}", subject.name, line.about),
             }
         }
+        twice.push(runs[0].run_twice());
+        if let Some(peer) = peer.as_mut().filter(|_| compiled.len() == round as usize) {
+            match peer.run(subject.name, "compiled1", steps, subject.batch) {
+                Ok(theirs) => compiled.push(theirs),
+                Err(error) => eprintln!("{}, torch.compile, round {round}: {error}", subject.name),
+            }
+        }
         eprintln!("{}: round {} of {}", subject.name, round + 1, arguments.rounds);
     }
-    Measured { subject, parameters, lines }
+    Measured { subject, parameters, lines, twice, compiled }
 }
 
 fn main() {

@@ -116,6 +116,10 @@ pub fn problem(error: &ProblemError) -> Option<String> {
         ProblemError::TooManyReplicas { wanted, .. } => {
             format!("use fewer replicas, or {wanted} devices: `--gpus {wanted}`, or `--workers {wanted}` with `pipec train`")
         }
+        ProblemError::TooManyGroups { wanted, degree, .. } => {
+            let devices = wanted.saturating_mul(u64::from(*degree));
+            format!("use fewer stages or replicas, a smaller `--tensor`, or {devices} devices: `--gpus {devices}`")
+        }
         ProblemError::EmptyCut { .. } => {
             "every stage between two cuts needs an op: `pipec inspect MODEL --text` lists the ops in order"
                 .to_string()

@@ -18,6 +18,15 @@ impl Round {
     }
 }
 
+/// Two runs at the same time.
+pub fn together([one, other]: [Round; 2]) -> Round {
+    Round {
+        samples_per_s: one.samples_per_s + other.samples_per_s,
+        // Each counts the threads of both.
+        cpu_seconds: (one.cpu_seconds + other.cpu_seconds) / 4.0,
+    }
+}
+
 /// `None` for an empty list.
 pub fn median(mut numbers: Vec<f64>) -> Option<f64> {
     numbers.sort_by(f64::total_cmp);

@@ -1,6 +1,6 @@
 //! The pipec side of the benchmark: profiles each model, plans with the profile, and trains under the plan.
 
-use crate::figures::{Round, on_processors};
+use crate::figures::{Round, on_processors, together};
 use crate::subjects::Subject;
 use compiler::graph::bind::bind;
 use compiler::graph::hash::hash;
@@ -198,6 +198,14 @@ struct Moment {
 }
 
 impl Ready<'_> {
+    /// Two of these runs at the same time: what the machine gives two workers that share nothing.
+    pub fn run_twice(&self) -> Round {
+        std::thread::scope(|scope| {
+            let runs = [(); 2].map(|()| scope.spawn(|| self.run().round));
+            together(runs.map(|run| run.join().expect("a run does not panic")))
+        })
+    }
+
     /// Trains from the initial weights. Time is measured between the losses of two minibatches.
     pub fn run(&self) -> Outcome {
         let training = TrainJob {

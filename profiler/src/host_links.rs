@@ -13,7 +13,7 @@
 use runtime::process::fields::Fields;
 use runtime::process::frame::{FrameError, Kind};
 use runtime::process::handshake::HandshakeConnection;
-use runtime::process::process_group::Talks;
+use runtime::process::process_group::Connections;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const MOST_ALL: usize = 8;
 
 /// The commands of process 0.
-const OVER: u32 = 0;
+const END: u32 = 0;
 const SEND: u32 = 1;
 const RECEIVE: u32 = 2;
 
@@ -63,32 +63,32 @@ pub fn pairs(processes: usize) -> BTreeSet<(usize, usize)> {
     all.filter(is_measured).collect()
 }
 
-/// Measures the [`pairs`] in both directions. `talks` connects each pair, and process 0 with all. Only process 0 gets the
+/// Measures the [`pairs`] in both directions. `connections` connects each pair, and process 0 with all. Only process 0 gets the
 /// results.
-pub fn measure(talks: &mut Talks, own: usize, processes: usize) -> Result<Vec<HostLink>, LinkFault> {
-    talks.values_mut().for_each(|talk| talk.reader.source().renew(PATIENCE));
+pub fn measure(connections: &mut Connections, own: usize, processes: usize) -> Result<Vec<HostLink>, LinkFault> {
+    connections.values_mut().for_each(|connection| connection.reader.source().renew(PATIENCE));
     match own {
-        0 => lead(talks, processes),
-        _ => follow(talks, own).map(|()| Vec::new()),
+        0 => lead(connections, processes),
+        _ => follow(connections, own).map(|()| Vec::new()),
     }
 }
 
-fn lead(talks: &mut Talks, processes: usize) -> Result<Vec<HostLink>, LinkFault> {
+fn lead(connections: &mut Connections, processes: usize) -> Result<Vec<HostLink>, LinkFault> {
     let both = pairs(processes).into_iter().flat_map(|(one, other)| [(one, other), (other, one)]);
     let mut links = Vec::new();
     for (from, to) in both {
         if to > 0 {
-            with(talks, to, |talk| command(talk, RECEIVE, from))?;
+            with(connections, to, |connection| command(connection, RECEIVE, from))?;
         }
         let (bytes_per_s, seconds) = match from {
-            0 => with(talks, to, send)?,
+            0 => with(connections, to, send)?,
             _ => {
-                with(talks, from, |talk| command(talk, SEND, to))?;
+                with(connections, from, |connection| command(connection, SEND, to))?;
                 if to == 0 {
-                    with(talks, from, receive)?;
+                    with(connections, from, receive)?;
                 }
-                with(talks, from, |talk| {
-                    let content = hear(talk, Kind::Loss)?;
+                with(connections, from, |connection| {
+                    let content = receive_frame(connection, Kind::Loss)?;
                     let mut fields = Fields::of(&content);
                     let result = (fields.f64("the bandwidth")?, fields.f64("the latency")?);
                     fields.end()?;
@@ -98,27 +98,27 @@ fn lead(talks: &mut Talks, processes: usize) -> Result<Vec<HostLink>, LinkFault>
         };
         links.push(HostLink { from, to, bytes_per_s, seconds });
     }
-    (1..processes).try_for_each(|process| with(talks, process, |talk| command(talk, OVER, 0)))?;
+    (1..processes).try_for_each(|process| with(connections, process, |connection| command(connection, END, 0)))?;
     Ok(links)
 }
 
 /// Carries out the commands of process 0.
-fn follow(talks: &mut Talks, own: usize) -> Result<(), LinkFault> {
+fn follow(connections: &mut Connections, own: usize) -> Result<(), LinkFault> {
     loop {
-        let (what, process) = with(talks, 0, |talk| {
-            let content = hear(talk, Kind::Message)?;
+        let (what, process) = with(connections, 0, |connection| {
+            let content = receive_frame(connection, Kind::Message)?;
             let mut fields = Fields::of(&content);
             let command = (fields.u32("the command")?, fields.u32("the process")? as usize);
             fields.end()?;
             Ok(command)
         })?;
         match what {
-            OVER => return Ok(()),
-            RECEIVE if process != own => with(talks, process, receive)?,
+            END => return Ok(()),
+            RECEIVE if process != own => with(connections, process, receive)?,
             SEND if process != own => {
-                let (bandwidth, latency) = with(talks, process, send)?;
+                let (bandwidth, latency) = with(connections, process, send)?;
                 let content = [bandwidth.to_le_bytes(), latency.to_le_bytes()].concat();
-                with(talks, 0, |talk| talk.say(Kind::Loss, &content))?;
+                with(connections, 0, |connection| connection.send_frame(Kind::Loss, &content))?;
             }
             _ => return Err(LinkFault { process: 0, fault: FrameError::Field { what: "the command" } }),
         }
@@ -126,29 +126,29 @@ fn follow(talks: &mut Talks, own: usize) -> Result<(), LinkFault> {
 }
 
 fn with<T>(
-    talks: &mut Talks,
+    connections: &mut Connections,
     process: usize,
     step: impl FnOnce(&mut HandshakeConnection) -> Result<T, FrameError>,
 ) -> Result<T, LinkFault> {
     let fail = |fault| LinkFault { process, fault };
-    step(talks.get_mut(&process).ok_or(fail(FrameError::Field { what: "the process" }))?).map_err(fail)
+    step(connections.get_mut(&process).ok_or(fail(FrameError::Field { what: "the process" }))?).map_err(fail)
 }
 
-fn command(talk: &mut HandshakeConnection, what: u32, process: usize) -> Result<(), FrameError> {
-    talk.say(Kind::Message, &[what.to_le_bytes(), (process as u32).to_le_bytes()].concat())
+fn command(connection: &mut HandshakeConnection, what: u32, process: usize) -> Result<(), FrameError> {
+    connection.send_frame(Kind::Message, &[what.to_le_bytes(), (process as u32).to_le_bytes()].concat())
 }
 
-fn hear(talk: &mut HandshakeConnection, kind: Kind) -> Result<Vec<u8>, FrameError> {
-    talk.expect(kind)?.map_err(|_| FrameError::Unexpected { kind: Kind::Refusal })
+fn receive_frame(connection: &mut HandshakeConnection, kind: Kind) -> Result<Vec<u8>, FrameError> {
+    connection.expect(kind)?.map_err(|_| FrameError::Unexpected { kind: Kind::Refusal })
 }
 
 /// Bandwidth in bytes per second and latency in seconds of the way to a process that [`receive`]s.
-fn send(talk: &mut HandshakeConnection) -> Result<(f64, f64), FrameError> {
+fn send(connection: &mut HandshakeConnection) -> Result<(f64, f64), FrameError> {
     let mut rounds = Vec::with_capacity(ROUNDS);
     for _ in 0..ROUNDS {
         let start = Instant::now();
-        talk.say(Kind::Part, &[0; SMALL])?;
-        hear(talk, Kind::Posted)?;
+        connection.send_frame(Kind::Part, &[0; SMALL])?;
+        receive_frame(connection, Kind::Posted)?;
         rounds.push(start.elapsed().as_secs_f64());
     }
     rounds.sort_by(f64::total_cmp);
@@ -156,25 +156,25 @@ fn send(talk: &mut HandshakeConnection) -> Result<(f64, f64), FrameError> {
     let mut chunks = 1;
     let seconds = loop {
         let start = Instant::now();
-        (0..chunks).try_for_each(|_| talk.say(Kind::Tensor, &chunk))?;
-        talk.say(Kind::Part, &[0; SMALL])?;
-        hear(talk, Kind::Posted)?;
+        (0..chunks).try_for_each(|_| connection.send_frame(Kind::Tensor, &chunk))?;
+        connection.send_frame(Kind::Part, &[0; SMALL])?;
+        receive_frame(connection, Kind::Posted)?;
         let elapsed = start.elapsed();
         if elapsed >= LONG || chunks >= MOST_CHUNKS {
             break elapsed.as_secs_f64();
         }
         chunks *= 2;
     };
-    talk.say(Kind::Bye, &[])?;
+    connection.send_frame(Kind::Bye, &[])?;
     Ok(((CHUNK as f64 * f64::from(chunks)) / seconds.max(1e-9), rounds[ROUNDS / 2] / 2.0))
 }
 
 /// Confirms small frames until the sender has finished.
-fn receive(talk: &mut HandshakeConnection) -> Result<(), FrameError> {
+fn receive(connection: &mut HandshakeConnection) -> Result<(), FrameError> {
     loop {
-        match talk.reader.read(CHUNK as u64)? {
+        match connection.reader.read(CHUNK as u64)? {
             (Kind::Tensor, _) => {}
-            (Kind::Part, _) => talk.say(Kind::Posted, &[])?,
+            (Kind::Part, _) => connection.send_frame(Kind::Posted, &[])?,
             (Kind::Bye, _) => return Ok(()),
             (kind, _) => return Err(FrameError::Unexpected { kind }),
         }
@@ -193,7 +193,7 @@ mod tests {
     /// The rate of the slow connection, in bytes per second.
     const SLOW: f64 = 20e6;
 
-    fn talk(stream: TcpStream) -> HandshakeConnection {
+    fn connection(stream: TcpStream) -> HandshakeConnection {
         let Stream { reader, writer, hangup } = Stream::tcp(stream).unwrap();
         let reader = DeadlineReader::new(reader, PATIENCE, Box::new(|| false));
         HandshakeConnection { reader: FrameReader::new(reader), writer: FrameWriter::new(writer), hangup }
@@ -233,8 +233,9 @@ mod tests {
         let back = (far.try_clone().unwrap(), near.try_clone().unwrap());
         std::thread::spawn(move || pass(near, far));
         std::thread::spawn(move || pass(back.0, back.1));
-        let follower = std::thread::spawn(move || measure(&mut BTreeMap::from([(0, talk(other))]), 1, 2).unwrap());
-        let links = measure(&mut BTreeMap::from([(1, talk(one))]), 0, 2).unwrap();
+        let follower =
+            std::thread::spawn(move || measure(&mut BTreeMap::from([(0, connection(other))]), 1, 2).unwrap());
+        let links = measure(&mut BTreeMap::from([(1, connection(one))]), 0, 2).unwrap();
         assert_eq!(follower.join().unwrap(), []);
         assert_eq!(links.iter().map(|link| (link.from, link.to)).collect::<Vec<_>>(), [(0, 1), (1, 0)]);
         for link in links {

@@ -1,7 +1,9 @@
 //! Communication between the workers of one process: channels between stages, and communicators whose members exchange
 //! tensors in rank order.
 
+pub mod all_reduce;
 pub mod channel;
 pub mod communicator;
 pub mod device_all_reduce;
+pub mod pipelined_all_reduce;
 pub mod tensor_group;

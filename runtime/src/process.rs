@@ -11,6 +11,7 @@
 
 pub mod accept;
 pub mod authentication;
+pub mod chain_messages;
 pub mod connection;
 pub mod dial;
 pub mod exchange;

@@ -27,9 +27,9 @@ pub const RESUMED: &str = "PIPEC_RESUMED";
 /// Interval between checks for stopped children.
 const ASK: Duration = Duration::from_millis(500);
 /// Time after the heartbeat timeout at which a stopped child is reported; the connection reports it first.
-const LATER: Duration = Duration::from_millis(400);
+const STOP_GRACE: Duration = Duration::from_millis(400);
 /// Interval between checks for ended children.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time for the connection to report the death of a child in more detail than the system.
 const DETAIL: Duration = Duration::from_millis(150);
 /// Time for the system to report the exit status of a child whose connection is lost.
@@ -106,7 +106,8 @@ pub fn start(
         thread::Builder::new().name(format!("child {process}")).spawn(listen).map_err(fail)?;
     }
     let fate = fate.clone();
-    let watch = thread::Builder::new().name("watch".into()).spawn(move || shared.watch(&fate, deadline + LATER, stop));
+    let watch =
+        thread::Builder::new().name("watch".into()).spawn(move || shared.watch(&fate, deadline + STOP_GRACE, stop));
     children.watch = Some(watch.map_err(fail)?);
     Ok(children)
 }
@@ -165,7 +166,7 @@ impl Shared {
                     return fate.end(LinkError::Ended { process: Some(at + 1), what });
                 }
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
@@ -242,7 +243,7 @@ impl Children {
         if matches!(cause, LinkError::Lost { .. } | LinkError::Reported { .. }) {
             let until = Instant::now() + STATUS;
             while Instant::now() < until && self.shared.lock().get_mut(at).is_some_and(|of| of.status().is_none()) {
-                thread::sleep(LOOK);
+                thread::sleep(POLL_INTERVAL);
             }
         }
         let doing = match &cause {
@@ -277,7 +278,7 @@ impl Children {
     fn wait(&self, within: Duration) {
         let until = Instant::now() + within;
         while Instant::now() < until && self.shared.lock().iter_mut().any(|of| of.status().is_none()) {
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }

@@ -43,7 +43,7 @@ pub fn between_hosts(
     };
     let run_status = Arc::new(RunStatus::default());
     let mut connected = member.connect(request, (names, &lines, digests), &run_status, &notice)?;
-    let links = measure(&mut connected.talks, member.number(), hosts).map_err(|lost| {
+    let links = measure(&mut connected.connections, member.number(), hosts).map_err(|lost| {
         let host = &connected.names[lost.process];
         Error::negative("cannot measure the links between the hosts").because(format!("{host}: {}", lost.fault))
     })?;

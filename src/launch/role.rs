@@ -30,7 +30,7 @@ const MOST_BYTES: u64 = 1 << 20;
 /// Time for workers to notice that the run is over, before the process exits without them.
 const GRACE: Duration = Duration::from_millis(700);
 /// Interval between these checks.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The processes of a run and their timeouts.
 #[derive(Clone, Debug)]
@@ -47,10 +47,10 @@ pub struct ProcessRequest {
     pub address: Option<String>,
     /// The file with the run token; if absent, the environment may have it.
     pub token_file: Option<PathBuf>,
-    /// Maximum time until all processes have connected.
-    pub connect_timeout: Duration,
-    /// Time without a heartbeat after which a process counts as dead.
-    pub deadline: Duration,
+    /// Maximum time until all processes have connected; 30 s if absent.
+    pub connect_timeout: Option<Duration>,
+    /// Time without a heartbeat after which a process counts as dead; 5 s if absent.
+    pub deadline: Option<Duration>,
     /// Maximum number of restarts of all processes after one of them died.
     pub max_restarts: u32,
     /// True if processes exchange tensors over NCCL.
@@ -75,8 +75,8 @@ impl Default for ProcessRequest {
             rank: None,
             address: None,
             token_file: None,
-            connect_timeout: Duration::from_secs(30),
-            deadline: Duration::from_secs(5),
+            connect_timeout: None,
+            deadline: None,
             max_restarts: 0,
             nccl: false,
             resumed: None,
@@ -88,6 +88,24 @@ impl Default for ProcessRequest {
 }
 
 impl ProcessRequest {
+    fn connect_timeout(&self) -> Duration {
+        self.connect_timeout.unwrap_or(Duration::from_secs(30))
+    }
+
+    fn deadline(&self) -> Duration {
+        self.deadline.unwrap_or(Duration::from_secs(5))
+    }
+
+    /// A flag without effect on a run of one process.
+    fn unused_alone(&self) -> Option<&'static str> {
+        let flags = [
+            ("--token-file", self.token_file.is_some()),
+            ("--connect-timeout", self.connect_timeout.is_some()),
+            ("--deadline", self.deadline.is_some()),
+        ];
+        flags.into_iter().find(|(_, is_given)| *is_given).map(|(flag, _)| flag)
+    }
+
     /// The checkpoint to resume from, if a parent started this process and set one.
     pub fn resumed_by_parent(&self) -> Option<PathBuf> {
         self.environment.get(children::VARIABLE).and(self.environment.get(children::RESUMED)).map(PathBuf::from)
@@ -208,11 +226,11 @@ impl ProcessRole {
                 .with_help(
                     "add `--rank N` for each process, or start them with mpirun, srun or torchrun, which set the rank",
                 )),
-                None if arguments.token_file.is_some() => {
-                    Err(Error::input("`--token-file` is for several processes, but this run has one")
-                        .with_help("omit it, or add `--rank` and `--address` or `--hosts`"))
-                }
-                None => Ok(ProcessRole::Alone),
+                None => match arguments.unused_alone() {
+                    Some(flag) => Err(Error::input(format!("`{flag}` is for several processes, but this run has one"))
+                        .with_help("omit it, or add `--processes`, `--hosts`, or `--rank` and `--address`")),
+                    None => Ok(ProcessRole::Alone),
+                },
             };
         };
         let said = arguments.address.clone().or(launched.address);
@@ -290,8 +308,8 @@ impl ProcessRole {
                     ProcessRole::Member(member) if own > 0 => member.listen.clone(),
                     _ => None,
                 },
-                patience: arguments.connect_timeout,
-                deadline: arguments.deadline,
+                connect_timeout: arguments.connect_timeout(),
+                deadline: arguments.deadline(),
                 nccl: arguments.nccl,
                 follows: matches!(self, ProcessRole::Member(Member { share: WorkerDistribution::Beside, .. })),
             };
@@ -312,7 +330,7 @@ impl ProcessRole {
                     &names,
                     (number, restarts, &address, &secret),
                     (&arguments.command, arguments.resumed.as_deref()),
-                    arguments.deadline,
+                    arguments.deadline(),
                     &fate,
                 )?;
                 let group = meet(part(0, placement, address, (number, token)), JoinMode::Port(port));
@@ -358,8 +376,8 @@ impl Member {
             token: self.token.clone(),
             first: self.first.clone(),
             listen: self.listen.clone().filter(|_| self.own > 0),
-            patience: request.connect_timeout,
-            deadline: request.deadline,
+            connect_timeout: request.connect_timeout(),
+            deadline: request.deadline(),
             nccl: false,
             follows: false,
         };
@@ -394,10 +412,10 @@ impl Member {
                 (Some(WorkerPlacement::beside(workers, degree)), "one process for each".to_string())
             }
             WorkerDistribution::Each => {
-                (WorkerPlacement::dealt(workers, degree, workers * degree), "one process for each".to_string())
+                (WorkerPlacement::even(workers, degree, workers * degree), "one process for each".to_string())
             }
             WorkerDistribution::Processes(count) => {
-                (WorkerPlacement::dealt(workers, degree, *count), format!("{count} processes"))
+                (WorkerPlacement::even(workers, degree, *count), format!("{count} processes"))
             }
             WorkerDistribution::Hosts(devices) => {
                 let sum: u64 = devices.iter().map(|count| u64::from(*count)).sum();
@@ -521,7 +539,7 @@ fn hurry(fate: Arc<RunStatus>, exit: fn(&Error) -> !) -> Arc<AtomicBool> {
                     exit(&Error::negative("training stopped").because(cause));
                 }
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     };
     // Without this thread the process exits a little later.

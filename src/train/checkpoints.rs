@@ -177,7 +177,7 @@ fn begun(
     if let Some(lack) = lacks(&weights, prepared) {
         return Ok(Err(lack));
     }
-    let is_same_plan = manifest.plan == prepared.dealt();
+    let is_same_plan = manifest.plan == prepared.layout();
     let is_short = is_same_plan && ends_before(&manifest, prepared);
     if !is_same_plan || is_short {
         start.flight = None;
@@ -256,7 +256,7 @@ fn report_resume(
     prepared: &Prepared,
     events: &dyn EventSink,
 ) {
-    let (done, here) = (manifest.minibatches, prepared.dealt());
+    let (done, here) = (manifest.minibatches, prepared.layout());
     events.note(&format!("resuming after step {done} of {} from {}", prepared.steps, folder.display()));
     if manifest.steps != prepared.steps {
         let length = format!(
@@ -324,7 +324,7 @@ pub fn kept_of<'a>(keeping: &CheckpointSettings<'_>, task: &Task<'a>, prepared: 
         keep: keeping.keep.map(|keep| keep as usize),
         begun: prepared.begun.as_ref().map(|begun| begun.start.minibatches),
         run: terms(task, prepared).into_iter().map(|(name, term)| (name, term.text)).collect(),
-        plan: prepared.dealt(),
+        plan: prepared.layout(),
         steps: prepared.steps,
         per_epoch: u32::try_from(prepared.per_epoch).unwrap_or(u32::MAX),
         codes: training.codes,

@@ -108,7 +108,7 @@ impl Prepared {
     }
 
     /// The distribution of parameters and work over workers.
-    pub fn dealt(&self) -> ShardLayout {
+    pub fn layout(&self) -> ShardLayout {
         ShardLayout::of(&self.made.program, &self.made.codes, self.policy.staleness)
     }
 

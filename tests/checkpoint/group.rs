@@ -31,7 +31,7 @@ fn meet(ready: &Ready, own: usize, door: JoinMode, first: &str) -> Group {
         token: RunToken::default(),
         first,
         listen,
-        patience: wait,
+        connect_timeout: wait,
         deadline: wait,
         nccl: false,
         follows: false,

@@ -28,7 +28,7 @@ fn connected(address: &str) -> TcpStream {
     }
 }
 
-fn talk(stream: TcpStream, record: Option<Arc<Mutex<Vec<u8>>>>) -> HandshakeConnection {
+fn connection(stream: TcpStream, record: Option<Arc<Mutex<Vec<u8>>>>) -> HandshakeConnection {
     let Stream { reader, writer, hangup } = Stream::tcp(stream).unwrap();
     let reader = DeadlineReader::new(reader, PATIENCE, Box::new(|| false));
     let writer: Box<dyn Write + Send> = match record {
@@ -107,8 +107,9 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
     assert_eq!(answer(&address, &huge()), b"");
     let token = RunToken::of(TOKEN).unwrap();
     let mut own = Challenge::new(1, 2).unwrap();
-    let refusal =
-        |own: &Challenge, token: &RunToken| connect(&mut talk(connected(&address), None), token, own, 0).unwrap_err();
+    let refusal = |own: &Challenge, token: &RunToken| {
+        connect(&mut connection(connected(&address), None), token, own, 0).unwrap_err()
+    };
     own.protocol = 99;
     assert!(refusal(&own, &token).contains("it uses protocol version 99, this process "));
     let own = Challenge::new(1, 3).unwrap();
@@ -117,7 +118,7 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
     let own = Challenge::new(1, 2).unwrap();
     assert!(refusal(&own, &RunToken::default()).contains(MISMATCH));
     let record = Arc::new(Mutex::new(Vec::new()));
-    let recorded = connect(&mut talk(connected(&address), Some(record.clone())), &token, &own, 0);
+    let recorded = connect(&mut connection(connected(&address), Some(record.clone())), &token, &own, 0);
     recorded.unwrap();
     let bytes = record.lock().unwrap().clone();
     assert!(text(&answer(&address, &bytes)).contains(MISMATCH));
@@ -182,13 +183,13 @@ fn a_run_that_only_strangers_join_names_the_last_one() {
 fn reflect(address: &str, times: usize) {
     let listener = TcpListener::bind(address).unwrap();
     for _ in 0..times {
-        let mut talk = talk(listener.accept().unwrap().0, None);
-        let mut challenge = talk.expect(Kind::Challenge).unwrap().unwrap();
+        let mut connection = connection(listener.accept().unwrap().0, None);
+        let mut challenge = connection.expect(Kind::Challenge).unwrap().unwrap();
         challenge[4..8].fill(0);
-        talk.say(Kind::Challenge, &challenge).unwrap();
-        let proof = talk.expect(Kind::Proof).unwrap().unwrap();
-        talk.say(Kind::Proof, &proof).unwrap();
-        assert!(talk.expect(Kind::Hello).is_err(), "it believes a stranger");
+        connection.send_frame(Kind::Challenge, &challenge).unwrap();
+        let proof = connection.expect(Kind::Proof).unwrap().unwrap();
+        connection.send_frame(Kind::Proof, &proof).unwrap();
+        assert!(connection.expect(Kind::Hello).is_err(), "it believes a stranger");
     }
 }
 

@@ -174,7 +174,7 @@ fn a_process_that_opens_no_links_ends_the_run() {
     let at = folder.path();
     let gpus = planned(at, "1,1,1 --schedule 1f1b --micro-batch 2 --batch 8");
     // On a busy machine, the first report may be of a process that itself waits for another.
-    for (fault, patience, why) in [
+    for (fault, connect_timeout, why) in [
         ("meet:1:0", "2", LATE),
         ("meet:1:1", "2", LATE),
         ("meet:3:1", "2", LATE),
@@ -182,7 +182,7 @@ fn a_process_that_opens_no_links_ends_the_run() {
         ("kill:1:2", "600", &["worker 2.0", KILLED]),
     ] {
         let start = Instant::now();
-        let more = ["--processes", "--nccl", "--connect-timeout", patience];
+        let more = ["--processes", "--nccl", "--connect-timeout", connect_timeout];
         let done = train(at, driver, gpus, &more, &[("PIPEC_SIM_FAULT", fault)]);
         let said = String::from_utf8_lossy(&done.stderr);
         println!("{fault}, {:?}: {said}", start.elapsed());

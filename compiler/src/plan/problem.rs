@@ -266,6 +266,8 @@ pub enum ProblemError {
     },
     #[error("the stages need {wanted} devices, the cluster has {devices}")]
     TooManyReplicas { wanted: u64, devices: u32 },
+    #[error("the stages need {wanted} tensor-parallel groups of {degree} devices, the cluster has {devices} devices")]
+    TooManyGroups { wanted: u64, degree: u32, devices: u32 },
     #[error("{stages} stages are requested, the model has {ops} ops")]
     TooManyStages { stages: usize, ops: usize },
     #[error("{cuts} cuts give {stages} stages, but there are {replicas} replica counts")]

@@ -6,10 +6,10 @@
 //! `(n - 1) / n` of the bytes. A range is accessed by one stream alone, in all buffers, so no other order is needed.
 //! Terms of other devices pass through a chunk of staging memory. An all-gather is the second half alone.
 //!
-//! The last member to come queues the work of all. Nobody waits here: a member learns from a
-//! [`Communicator`](crate::comm::communicator::Communicator), to which it contributes afterwards, that the work is
-//! queued, and acquires its sum. It is then the only holder of its buffers.
+//! The last member to come queues the work of all, so nobody waits here.
 
+use crate::comm::all_reduce::{Addends, AllReduce, Collective, Parts, chunk_bytes, exclusive, range};
+use crate::comm::communicator::CollectiveError;
 use crate::device::api::{Device, Stream};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
@@ -19,34 +19,6 @@ use compiler::tensor::DType;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// Limits of the bytes of a chunk; between them, this part of the bytes that a member reduces per round.
-const LEAST_CHUNK: usize = 64 << 10;
-const MOST_CHUNK: usize = 4 << 20;
-const CHUNK_PART: usize = 128;
-
-/// A member's part of one sum.
-pub struct Addends {
-    /// Element type.
-    pub dtype: DType,
-    /// Each with its rank in the sum.
-    pub terms: Vec<(usize, Arc<Buffer>)>,
-    /// Will hold the sum, or this member's range of it.
-    pub sum: Arc<Buffer>,
-    /// False if every member keeps its own range only.
-    pub is_whole: bool,
-}
-
-/// A collective with its sequence number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Collective {
-    AllReduce(u64),
-    /// The members' ranges of `sum` are there already.
-    AllGather(u64),
-}
-
-/// Parts of a collective's sums. All members list the same sums; those that do not exist are `None`.
-pub type Parts = Vec<Option<Addends>>;
 
 /// A member's device, with a stream for the ranges that it owns.
 struct Member {
@@ -87,26 +59,25 @@ impl DeviceAllReduce {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    /// Registers a member, before it contributes. It reduces `bytes` per round. `ledger` counts staging memory.
-    pub fn enter(
+impl AllReduce for DeviceAllReduce {
+    fn enter(
         &self,
         member: usize,
         device: &Arc<dyn Device>,
         bytes: usize,
         ledger: &Arc<MemoryCounter>,
     ) -> Result<(), DeviceError> {
-        let chunk = (bytes / CHUNK_PART).clamp(LEAST_CHUNK, MOST_CHUNK).next_multiple_of(256);
         let (device, stream, ledger) = (device.clone(), device.stream()?, ledger.clone());
-        let own = Member { device, stream, ledger, chunk, staging: [None, None] };
+        let own = Member { device, stream, ledger, chunk: chunk_bytes(bytes), staging: [None, None] };
         if let Some(place) = self.lock().members.get_mut(member) {
             *place = Some(own);
         }
         Ok(())
     }
 
-    /// Contributes to a collective the buffers that the member's stream has released. The last member queues the work.
-    pub fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
+    fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
         // Streams are used by one thread at a time: the one that holds the lock.
         let mut state = self.lock();
         let State { members, brought } = &mut *state;
@@ -123,6 +94,13 @@ impl DeviceAllReduce {
             None => Ok(()),
         })
     }
+
+    /// Has nothing to wait for after all members have contributed.
+    fn wait(&self, _: Collective, _: usize) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+
+    fn abandon(&self) {}
 }
 
 impl Member {
@@ -140,7 +118,7 @@ impl Member {
                     continue;
                 }
                 for other in of.iter().filter(|other| other.is_whole && !Arc::ptr_eq(&other.sum, sum)) {
-                    self.stream.copy(sum.region_of(range.clone()), exclusive(&other.sum, range.clone()))?;
+                    self.stream.copy(sum.region_of(range.clone()), writable(&other.sum, range.clone()))?;
                 }
             }
         }
@@ -166,7 +144,7 @@ impl Member {
         while start < range.end {
             let chunk = start..range.end.min(start + self.chunk);
             start = chunk.end;
-            let mut to = exclusive(sum, chunk.clone());
+            let mut to = writable(sum, chunk.clone());
             let mut after = after;
             match (before, place) {
                 ([], Some(_)) => {}
@@ -229,18 +207,10 @@ fn in_order<'a>(parts: &[&'a Addends]) -> Vec<&'a Arc<Buffer>> {
 }
 
 /// A range of a buffer that other members hold too, and do not access.
-fn exclusive(buffer: &Buffer, range: Range<usize>) -> RegionMut<'_> {
+fn writable(buffer: &Buffer, range: Range<usize>) -> RegionMut<'_> {
     // SAFETY: the memory is a device's, which the host cannot dereference. Members neither read nor write the buffers
     // that they have contributed before the events of all owners, and one owner's stream alone accesses the range.
-    unsafe { buffer.region_of(range).assume_exclusive() }
-}
-
-/// Byte range of one of `members` shards.
-pub fn range(bytes: usize, element: usize, member: usize, members: usize) -> Range<usize> {
-    let element = element.max(1);
-    let elements = (bytes / element) as u128;
-    let edge = |member: usize| (elements * member as u128 / members.max(1) as u128) as usize * element;
-    edge(member)..edge(member + 1)
+    unsafe { exclusive(buffer, range) }
 }
 
 #[cfg(test)]
@@ -316,19 +286,5 @@ mod tests {
         assert!(DeviceAllReduce::new(&[cpu(), cpu()]).unwrap().is_none());
         assert!(DeviceAllReduce::new(&[sanitizer(), cpu()]).unwrap().is_none());
         assert!(DeviceAllReduce::new(&[sanitizer()]).unwrap().is_none());
-    }
-
-    #[test]
-    fn shares_are_even_and_whole_elements() {
-        for (elements, members) in [(10, 4), (3, 8), (0, 2), (1, 1), (1 << 20, 7)] {
-            let mut end = 0;
-            for member in 0..members {
-                let of = range(elements * 4, 4, member, members);
-                assert_eq!((of.start, of.end % 4), (end, 0));
-                assert!(of.len() <= elements.div_ceil(members) * 4);
-                end = of.end;
-            }
-            assert_eq!(end, elements * 4);
-        }
     }
 }

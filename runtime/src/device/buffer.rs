@@ -36,6 +36,8 @@ enum Memory {
     Device(Arc<dyn DeviceMemory>),
     /// A range of another buffer, from this byte on.
     Part(Arc<Buffer>, usize),
+    /// The same, with events of its own.
+    Window(Arc<Buffer>, usize),
 }
 
 /// An allocation that the host cannot dereference.
@@ -45,8 +47,8 @@ pub trait DeviceMemory: Any + Send + Sync {
 
     fn bytes(&self) -> usize;
 
-    /// Copies the memory to the host, and waits. Earlier work on it is done.
-    fn download(&self, to: &mut [u8]) -> Result<(), DeviceError>;
+    /// Copies the bytes from `start` on to the host, and waits. Earlier work on them is done. Panics if there are fewer.
+    fn download(&self, start: usize, to: &mut [u8]) -> Result<(), DeviceError>;
 
     /// The memory will be freed after these events, which streams of other devices may record. The default waits on the
     /// host. After a failure there is nothing to wait for.
@@ -119,11 +121,35 @@ impl Buffer {
         Buffer::of(Memory::Part(whole, range.start), bytes)
     }
 
+    /// A range of a buffer, with events of its own. So streams that acquire it do not wait for work on other ranges.
+    /// [`Buffer::close_window`] ends it.
+    pub fn window(whole: Arc<Buffer>, range: Range<usize>) -> Buffer {
+        let bytes = whole.region_of(range.clone()).len();
+        Buffer::of(Memory::Window(whole, range.start), bytes)
+    }
+
+    /// Adds the events of a window to its buffer, which may have later ones of the same streams.
+    pub fn close_window(self) {
+        if let Memory::Window(whole, _) = &self.memory {
+            let mut events = whole.with_events().events.lock().unwrap_or_else(PoisonError::into_inner);
+            events.retain(|earlier| !earlier.has_occurred());
+            events.extend(self.events().into_iter().filter(|event| !event.has_occurred()));
+        }
+    }
+
     /// The buffer that this is a range of.
     pub fn whole(&self) -> Option<&Arc<Buffer>> {
         match &self.memory {
-            Memory::Part(whole, _) => Some(whole),
+            Memory::Part(whole, _) | Memory::Window(whole, _) => Some(whole),
             Memory::Host(_) | Memory::Device(_) => None,
+        }
+    }
+
+    /// The buffer that has the events of this one.
+    fn with_events(&self) -> &Buffer {
+        match &self.memory {
+            Memory::Part(whole, _) => whole.with_events(),
+            _ => self,
         }
     }
 
@@ -136,7 +162,7 @@ impl Buffer {
         match &self.memory {
             Memory::Host(_) => true,
             Memory::Device(_) => false,
-            Memory::Part(whole, _) => whole.is_host(),
+            Memory::Part(whole, _) | Memory::Window(whole, _) => whole.is_host(),
         }
     }
 
@@ -144,7 +170,7 @@ impl Buffer {
     pub fn device_memory(&self) -> Option<&Arc<dyn DeviceMemory>> {
         match &self.memory {
             Memory::Device(memory) => Some(memory),
-            Memory::Part(whole, _) => whole.device_memory(),
+            Memory::Part(whole, _) | Memory::Window(whole, _) => whole.device_memory(),
             Memory::Host(_) => None,
         }
     }
@@ -182,7 +208,9 @@ impl Buffer {
 
     pub fn region(&self) -> Region<'_> {
         let (start, is_host) = match &self.memory {
-            Memory::Part(whole, start) => return whole.region_of(*start..*start + self.bytes),
+            Memory::Part(whole, start) | Memory::Window(whole, start) => {
+                return whole.region_of(*start..*start + self.bytes);
+            }
             Memory::Host(memory) => (memory.start.as_ptr(), true),
             Memory::Device(memory) => (without_provenance_mut(memory.address() as usize), false),
         };
@@ -208,13 +236,19 @@ impl Buffer {
     /// The bytes on the host, after the work with which streams have released the buffer: the memory itself, or a copy
     /// of a device's.
     pub fn download(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
+        self.events().iter().try_for_each(Event::synchronize)?;
+        self.copy_of(0..self.bytes)
+    }
+
+    fn copy_of(&self, range: Range<usize>) -> Result<Cow<'_, [u8]>, DeviceError> {
         match &self.memory {
-            Memory::Host(_) => Ok(Cow::Borrowed(self.region().host()?)),
-            Memory::Part(whole, start) => Ok(Cow::Owned(whole.download()?[*start..*start + self.bytes].to_vec())),
+            Memory::Host(_) => Ok(Cow::Borrowed(self.region_of(range).host()?)),
+            Memory::Part(whole, start) | Memory::Window(whole, start) => {
+                whole.copy_of(start + range.start..start + range.end)
+            }
             Memory::Device(memory) => {
-                self.events().iter().try_for_each(Event::synchronize)?;
-                let mut copy = vec![0; self.bytes];
-                memory.download(&mut copy)?;
+                let mut copy = vec![0; range.len()];
+                memory.download(range.start, &mut copy)?;
                 Ok(Cow::Owned(copy))
             }
         }
@@ -222,20 +256,14 @@ impl Buffer {
 
     /// Adds work to those that [`Buffer::events`] returns. Work that is done is dropped, and earlier work of the same stream.
     pub fn add_event(&self, event: Event) {
-        if let Some(whole) = self.whole() {
-            return whole.add_event(event);
-        }
-        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut events = self.with_events().events.lock().unwrap_or_else(PoisonError::into_inner);
         let stream = |event: &Event| event.device_event().map(DeviceEvent::stream);
         events.retain(|earlier| stream(earlier) != stream(&event) && !earlier.has_occurred());
         events.push(event);
     }
 
     pub fn events(&self) -> Vec<Event> {
-        if let Some(whole) = self.whole() {
-            return whole.events();
-        }
-        self.events.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.with_events().events.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Overwrites a host buffer of this length. Panics for other memory.

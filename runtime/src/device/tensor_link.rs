@@ -45,8 +45,8 @@ pub trait TensorLink: Send + Sync {
     /// Queues a buffer of this device that was released.
     fn send(&self, buffer: &Buffer) -> Result<(), DeviceError>;
 
-    /// Queues the next buffer, which has as many bytes as the one that was sent. Readers acquire it.
-    fn receive(&self, bytes: usize, role: Role) -> Result<Arc<Buffer>, DeviceError>;
+    /// Queues the next buffer that was sent, of `bytes` bytes, in one of `room` bytes. Readers acquire it.
+    fn receive(&self, bytes: usize, room: usize, role: Role) -> Result<Arc<Buffer>, DeviceError>;
 
     /// The failure of the device or of the link, if there is one. Does not wait.
     fn check(&self) -> Result<(), DeviceError>;

@@ -10,7 +10,7 @@ use crate::process::connection;
 use crate::process::connection::Stream;
 use crate::process::frame::Kind;
 use crate::process::handshake::{HandshakeConnection, Hello};
-use crate::process::meeting::{GREETING, Meeting, talk};
+use crate::process::meeting::{HANDSHAKE_TIME, Meeting, connection};
 use crate::process::run_status::{LinkError, RunStatus};
 use crossbeam_channel::{Sender, unbounded};
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,33 +22,33 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Maximum concurrent handshakes.
-const MOST_GREETINGS: usize = 64;
+const MOST_HANDSHAKES: usize = 64;
 /// Maximum threads of handshakes, with those whose connection was closed.
-const MOST_THREADS: usize = 2 * MOST_GREETINGS;
+const MOST_THREADS: usize = 2 * MOST_HANDSHAKES;
 /// Maximum connections that are accepted at once: a process of the run needs time to authenticate before newer
 /// connections replace its own.
-const MOST_AT_ONCE: usize = MOST_GREETINGS / 4;
+const MOST_AT_ONCE: usize = MOST_HANDSHAKES / 4;
 /// Polling interval for new connections.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Why a connection was closed before its process authenticated.
 const TOO_MANY: &str = "it had not authenticated when too many others connected";
 /// Maximum number of processes named as missing.
 const LISTED: usize = 8;
 
 /// Accepted processes with their hellos.
-pub type Come = BTreeMap<usize, (HandshakeConnection, Hello)>;
+pub type Accepted = BTreeMap<usize, (HandshakeConnection, Hello)>;
 
-type Greeting = (SocketAddr, Result<(HandshakeConnection, Hello), String>);
+type HandshakeResult = (SocketAddr, Result<(HandshakeConnection, Hello), String>);
 
 /// Connections whose processes have not authenticated yet.
-struct Greetings {
+struct Handshakes {
     open: Vec<(SocketAddr, TcpStream)>,
-    to: Sender<Greeting>,
+    to: Sender<HandshakeResult>,
     /// Every thread has a copy.
     threads: Arc<()>,
 }
 
-impl Greetings {
+impl Handshakes {
     fn accept(&mut self, meeting: &Meeting<'_>, port: &TcpListener) -> Result<(), LinkError> {
         for _ in 0..MOST_AT_ONCE {
             if Arc::strong_count(&self.threads) > MOST_THREADS {
@@ -58,21 +58,21 @@ impl Greetings {
             let Ok(own) = stream.try_clone() else { continue };
             self.make_room();
             self.open.push((from, own));
-            let greeting = Greet {
+            let task = HandshakeTask {
                 stream,
-                within: meeting.left().min(GREETING),
+                within: meeting.left().min(HANDSHAKE_TIME),
                 token: meeting.part.token.clone(),
                 challenge: meeting.challenge()?,
                 run_status: meeting.run_status.clone(),
             };
             let (to, thread) = (self.to.clone(), self.threads.clone());
-            let greet = move || {
+            let thread_body = move || {
                 // The receiver may be gone.
-                drop(to.send((from, greeting.greet())));
+                drop(to.send((from, task.run())));
                 drop(thread);
             };
             // If no thread can start, the connection is dropped.
-            let _ = thread::Builder::new().name("greeting".into()).spawn(greet);
+            let _ = thread::Builder::new().name("handshake".into()).spawn(thread_body);
         }
         Ok(())
     }
@@ -80,7 +80,7 @@ impl Greetings {
     /// Closes a connection of the address with the most if there are too many: any one, so that neither old connections
     /// that say nothing nor many new ones keep out a process that needs time.
     fn make_room(&mut self) {
-        if self.open.len() < MOST_GREETINGS {
+        if self.open.len() < MOST_HANDSHAKES {
             return;
         }
         let mut by_address: BTreeMap<IpAddr, Vec<usize>> = BTreeMap::new();
@@ -96,7 +96,7 @@ impl Greetings {
     }
 }
 
-impl Drop for Greetings {
+impl Drop for Handshakes {
     /// Ends the threads.
     fn drop(&mut self) {
         self.open.iter().for_each(|(_, stream)| connection::close(stream));
@@ -104,7 +104,7 @@ impl Drop for Greetings {
 }
 
 /// A new connection.
-struct Greet {
+struct HandshakeTask {
     stream: TcpStream,
     within: Duration,
     token: RunToken,
@@ -112,19 +112,19 @@ struct Greet {
     run_status: Arc<RunStatus>,
 }
 
-impl Greet {
+impl HandshakeTask {
     /// Authenticates the process and reads its hello.
-    fn greet(self) -> Result<(HandshakeConnection, Hello), String> {
+    fn run(self) -> Result<(HandshakeConnection, Hello), String> {
         let stream = Stream::tcp(self.stream).map_err(|error| error.to_string())?;
-        let mut talk = talk(stream, self.within, self.run_status);
-        talk.reader.source().end_at(Instant::now() + self.within);
-        let process = authentication::accept(&mut talk, &self.token, &self.challenge)?;
-        let hello = talk.expect(Kind::Hello).map_err(|fault| fault.to_string())??;
+        let mut connection = connection(stream, self.within, self.run_status);
+        connection.reader.source().end_at(Instant::now() + self.within);
+        let process = authentication::accept(&mut connection, &self.token, &self.challenge)?;
+        let hello = connection.expect(Kind::Hello).map_err(|fault| fault.to_string())??;
         let hello = Hello::decode(&hello).map_err(|fault| fault.to_string())?;
         if hello.process as usize != process {
             return Err(format!("it claims to be process {} after it proved to be process {process}", hello.process));
         }
-        Ok((talk, hello))
+        Ok((connection, hello))
     }
 }
 
@@ -134,12 +134,12 @@ pub fn gather(
     port: &TcpListener,
     mut awaited: BTreeSet<usize>,
     own: &Hello,
-) -> Result<Come, LinkError> {
+) -> Result<Accepted, LinkError> {
     let listen = |error: io::Error| LinkError::Listen { address: own.address.clone(), why: error.to_string() };
     port.set_nonblocking(true).map_err(listen)?;
-    let (to, come) = unbounded();
-    let mut greetings = Greetings { open: Vec::new(), to, threads: Arc::new(()) };
-    let mut present = Come::new();
+    let (to, accepted) = unbounded();
+    let mut handshakes = Handshakes { open: Vec::new(), to, threads: Arc::new(()) };
+    let mut present = Accepted::new();
     let (began, mut is_reported) = (Instant::now(), false);
     let error = loop {
         if awaited.is_empty() {
@@ -156,17 +156,17 @@ pub fn gather(
         }
         if meeting.left().is_zero() {
             let missing = awaited.iter().map(|process| meeting.names[*process].clone()).collect();
-            let (address, seconds) = (own.address.clone(), meeting.part.patience.as_secs_f64());
+            let (address, seconds) = (own.address.clone(), meeting.part.connect_timeout.as_secs_f64());
             break LinkError::Missing { missing, address, seconds, refused: meeting.last_refused() };
         }
-        if let Err(error) = greetings.accept(meeting, port) {
+        if let Err(error) = handshakes.accept(meeting, port) {
             break error;
         }
-        for (from, greeting) in come.try_iter() {
-            let is_open = greetings.open.iter().any(|(of, _)| *of == from);
-            greetings.open.retain(|(of, _)| *of != from);
-            let (mut talk, hello) = match greeting {
-                Ok(greeting) => greeting,
+        for (from, result) in accepted.try_iter() {
+            let is_open = handshakes.open.iter().any(|(of, _)| *of == from);
+            handshakes.open.retain(|(of, _)| *of != from);
+            let (mut connection, hello) = match result {
+                Ok(accepted) => accepted,
                 Err(why) => {
                     let why = if is_open { &why } else { TOO_MANY };
                     meeting.refused(&format!("a connection from {from}"), from.ip(), why);
@@ -176,10 +176,10 @@ pub fn gather(
             let process = hello.process as usize;
             let why = match hello.meets(own) {
                 Ok(()) if awaited.remove(&process) => {
-                    // The others may take longer than the greeting.
-                    talk.reader.source().renew(meeting.left());
-                    match talk.say(Kind::Welcome, &[]) {
-                        Ok(()) => _ = present.insert(process, (talk, hello)),
+                    // The others may take longer than the handshake.
+                    connection.reader.source().renew(meeting.left());
+                    match connection.send_frame(Kind::Welcome, &[]) {
+                        Ok(()) => _ = present.insert(process, (connection, hello)),
                         Err(_) => _ = awaited.insert(process),
                     }
                     continue;
@@ -187,12 +187,12 @@ pub fn gather(
                 Ok(()) => format!("{} is already connected or was not expected", meeting.names[process]),
                 Err(why) => why,
             };
-            talk.refuse(&why);
+            connection.refuse(&why);
             meeting.refused(&format!("process {} at {from}", hello.pid), from.ip(), &why);
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     };
     let why = error.to_string();
-    present.values_mut().for_each(|(talk, _)| talk.refuse(&why));
+    present.values_mut().for_each(|(connection, _)| connection.refuse(&why));
     Err(error)
 }

@@ -136,47 +136,47 @@ impl Challenge {
 
 /// Authenticates with a process that this one connects to, which must have the number `expected`.
 pub fn connect(
-    talk: &mut HandshakeConnection,
+    connection: &mut HandshakeConnection,
     token: &RunToken,
     own: &Challenge,
     expected: usize,
 ) -> Result<(), String> {
     let invalid = |error: FrameError| error.to_string();
-    talk.say(Kind::Challenge, &own.encode()).map_err(invalid)?;
-    let other = Challenge::read(&hear(talk, Kind::Challenge)?, own)?;
+    connection.send_frame(Kind::Challenge, &own.encode()).map_err(invalid)?;
+    let other = Challenge::read(&receive_frame(connection, Kind::Challenge)?, own)?;
     if other.process as usize != expected {
         return Err(format!("it claims to be process {}, not process {expected}", other.process));
     }
-    talk.say(Kind::Proof, &token.proof(CONNECTS, own, &other).finalize().into_bytes()).map_err(invalid)?;
-    let proof = hear(talk, Kind::Proof)?;
+    connection.send_frame(Kind::Proof, &token.proof(CONNECTS, own, &other).finalize().into_bytes()).map_err(invalid)?;
+    let proof = receive_frame(connection, Kind::Proof)?;
     check(token.proof(ACCEPTS, own, &other), &proof)
 }
 
 /// Authenticates with a process that connects to this one, and returns its number. A stranger whose first bytes are no
 /// frame gets no answer.
-pub fn accept(talk: &mut HandshakeConnection, token: &RunToken, own: &Challenge) -> Result<usize, String> {
-    let accepted = match hear(talk, Kind::Challenge) {
+pub fn accept(connection: &mut HandshakeConnection, token: &RunToken, own: &Challenge) -> Result<usize, String> {
+    let accepted = match receive_frame(connection, Kind::Challenge) {
         Err(why) if why != EARLIER => return Err(why),
-        heard => heard.and_then(|challenge| answered(talk, &challenge, token, own)),
+        heard => heard.and_then(|challenge| answered(connection, &challenge, token, own)),
     };
     if let Err(why) = &accepted {
-        talk.refuse(why);
+        connection.refuse(why);
     }
     accepted
 }
 
 fn answered(
-    talk: &mut HandshakeConnection,
+    connection: &mut HandshakeConnection,
     challenge: &[u8],
     token: &RunToken,
     own: &Challenge,
 ) -> Result<usize, String> {
     let invalid = |error: FrameError| error.to_string();
     let other = Challenge::read(challenge, own)?;
-    talk.say(Kind::Challenge, &own.encode()).map_err(invalid)?;
-    let proof = hear(talk, Kind::Proof)?;
+    connection.send_frame(Kind::Challenge, &own.encode()).map_err(invalid)?;
+    let proof = receive_frame(connection, Kind::Proof)?;
     check(token.proof(CONNECTS, &other, own), &proof)?;
-    talk.say(Kind::Proof, &token.proof(ACCEPTS, &other, own).finalize().into_bytes()).map_err(invalid)?;
+    connection.send_frame(Kind::Proof, &token.proof(ACCEPTS, &other, own).finalize().into_bytes()).map_err(invalid)?;
     Ok(other.process as usize)
 }
 
@@ -187,8 +187,8 @@ fn check(expected: Hmac<Sha256>, proof: &[u8]) -> Result<(), String> {
 }
 
 /// Reads a short frame of a peer that has proved nothing. Its texts may hold anything, so they are escaped.
-fn hear(talk: &mut HandshakeConnection, expected: Kind) -> Result<Vec<u8>, String> {
-    match talk.expect_within(expected, LONGEST_UNPROVED) {
+fn receive_frame(connection: &mut HandshakeConnection, expected: Kind) -> Result<Vec<u8>, String> {
+    match connection.expect_within(expected, LONGEST_UNPROVED) {
         Ok(Ok(content)) => Ok(content),
         Ok(Err(why)) => Err(format!("it answers: {}", why.escape_debug())),
         Err(FrameError::Unexpected { kind: Kind::Hello }) => Err(EARLIER.to_string()),
@@ -206,7 +206,7 @@ mod tests {
 
     type Outcome = (Result<(), String>, Result<usize, String>);
 
-    fn talk(stream: TcpStream) -> HandshakeConnection {
+    fn connection(stream: TcpStream) -> HandshakeConnection {
         let Stream { reader, writer, hangup } = Stream::tcp(stream).unwrap();
         let reader = DeadlineReader::new(reader, Duration::from_secs(5), Box::new(|| false));
         HandshakeConnection { reader: FrameReader::new(reader), writer: FrameWriter::new(writer), hangup }
@@ -215,7 +215,7 @@ mod tests {
     fn pair() -> (HandshakeConnection, HandshakeConnection) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (talk(one), talk(listener.accept().unwrap().0))
+        (connection(one), connection(listener.accept().unwrap().0))
     }
 
     fn token(text: &str) -> RunToken {
@@ -275,9 +275,9 @@ mod tests {
         let (mut stranger, mut other) = pair();
         let again = Challenge::new(0, 3).unwrap();
         let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &again));
-        stranger.say(Kind::Challenge, &connecting.encode()).unwrap();
-        hear(&mut stranger, Kind::Challenge).unwrap();
-        stranger.say(Kind::Proof, &recorded).unwrap();
+        stranger.send_frame(Kind::Challenge, &connecting.encode()).unwrap();
+        receive_frame(&mut stranger, Kind::Challenge).unwrap();
+        stranger.send_frame(Kind::Proof, &recorded).unwrap();
         assert_eq!(accepting.join().unwrap(), Err(WRONG.to_string()));
     }
 
@@ -285,11 +285,11 @@ mod tests {
     fn a_proof_that_is_sent_back_is_worthless() {
         let (mut one, mut stranger) = pair();
         let connecting = std::thread::spawn(move || connect(&mut one, &token(ONE), &Challenge::new(2, 3).unwrap(), 0));
-        let mut content = hear(&mut stranger, Kind::Challenge).unwrap();
+        let mut content = receive_frame(&mut stranger, Kind::Challenge).unwrap();
         content[4..8].fill(0);
-        stranger.say(Kind::Challenge, &content).unwrap();
-        let proof = hear(&mut stranger, Kind::Proof).unwrap();
-        stranger.say(Kind::Proof, &proof).unwrap();
+        stranger.send_frame(Kind::Challenge, &content).unwrap();
+        let proof = receive_frame(&mut stranger, Kind::Proof).unwrap();
+        stranger.send_frame(Kind::Proof, &proof).unwrap();
         assert_eq!(connecting.join().unwrap(), Err(WRONG.to_string()));
     }
 
@@ -297,10 +297,10 @@ mod tests {
     fn an_accepting_process_proves_nothing_to_a_stranger() {
         let (mut stranger, mut other) = pair();
         let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &Challenge::new(0, 3).unwrap()));
-        stranger.say(Kind::Challenge, &Challenge::new(1, 3).unwrap().encode()).unwrap();
-        hear(&mut stranger, Kind::Challenge).unwrap();
-        stranger.say(Kind::Proof, &[]).unwrap();
-        assert_eq!(hear(&mut stranger, Kind::Proof), Err(format!("it answers: {WRONG}")));
+        stranger.send_frame(Kind::Challenge, &Challenge::new(1, 3).unwrap().encode()).unwrap();
+        receive_frame(&mut stranger, Kind::Challenge).unwrap();
+        stranger.send_frame(Kind::Proof, &[]).unwrap();
+        assert_eq!(receive_frame(&mut stranger, Kind::Proof), Err(format!("it answers: {WRONG}")));
         assert_eq!(accepting.join().unwrap(), Err(WRONG.to_string()));
     }
 
@@ -308,7 +308,7 @@ mod tests {
     fn a_stranger_sends_only_short_frames() {
         let (mut stranger, mut other) = pair();
         let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &Challenge::new(0, 3).unwrap()));
-        stranger.say(Kind::Challenge, &[0; LONGEST_UNPROVED as usize + 1]).unwrap();
+        stranger.send_frame(Kind::Challenge, &[0; LONGEST_UNPROVED as usize + 1]).unwrap();
         let why = accepting.join().unwrap().unwrap_err();
         assert!(why.contains("exceeds the limit of this run, 1024 bytes"), "{why}");
     }
@@ -318,7 +318,7 @@ mod tests {
         let (mut early, mut other) = pair();
         let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &Challenge::new(0, 3).unwrap()));
         // Without authentication, the hello came first.
-        early.say(Kind::Hello, &[7; 700]).unwrap();
+        early.send_frame(Kind::Hello, &[7; 700]).unwrap();
         assert_eq!(early.expect(Kind::Welcome), Ok(Err(EARLIER.to_string())));
         assert_eq!(accepting.join().unwrap(), Err(EARLIER.to_string()));
     }
@@ -327,7 +327,7 @@ mod tests {
     fn texts_of_strangers_are_escaped() {
         let (mut one, mut stranger) = pair();
         stranger.refuse("\u{1b}[2Jno");
-        assert_eq!(hear(&mut one, Kind::Challenge), Err("it answers: \\u{1b}[2Jno".to_string()));
+        assert_eq!(receive_frame(&mut one, Kind::Challenge), Err("it answers: \\u{1b}[2Jno".to_string()));
     }
 
     #[test]

@@ -17,13 +17,13 @@ use std::time::{Duration, Instant};
 pub const BEAT: Duration = Duration::from_secs(1);
 
 /// Interval at which a blocked reader checks its deadline.
-pub const LOOK: Duration = Duration::from_millis(100);
+pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A gap between two checks longer than this means that this process itself was suspended.
-const AWAY: Duration = Duration::from_secs(1);
+const SUSPENSION: Duration = Duration::from_secs(1);
 
 /// A transport-independent connection. Reads fail with `WouldBlock` or `TimedOut` when nothing has arrived for
-/// [`LOOK`].
+/// [`POLL_INTERVAL`].
 pub struct Stream {
     pub reader: Box<dyn Read + Send>,
     pub writer: Box<dyn Write + Send>,
@@ -38,7 +38,7 @@ impl Stream {
     pub fn tcp(stream: TcpStream) -> io::Result<Stream> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(LOOK))?;
+        stream.set_read_timeout(Some(POLL_INTERVAL))?;
         let (reader, writer) = (stream.try_clone()?, stream.try_clone()?);
         Ok(Stream { reader: Box::new(reader), writer: Box::new(writer), hangup: Box::new(move || close(&stream)) })
     }
@@ -119,6 +119,8 @@ pub fn write(
                 return Ok(());
             }
         }
+        // Its reader may answer, and the answer may replace its tensors.
+        drop(frame);
         if Instant::now() >= next {
             if to.write(Kind::Heartbeat, &[&beat()]).is_err() {
                 return Ok(());
@@ -133,17 +135,17 @@ pub fn write(
 /// A reader that retries timeouts until its deadline or the end of the run.
 pub struct DeadlineReader {
     stream: Box<dyn Read + Send>,
-    heard: Instant,
-    looked: Instant,
+    last_received: Instant,
+    last_checked: Instant,
     deadline: Duration,
     end: Option<Instant>,
     is_over: Box<dyn Fn() -> bool + Send>,
 }
 
 /// Error kind of a read that ended because the run is over.
-pub const OVER: ErrorKind = ErrorKind::ConnectionAborted;
+pub const RUN_OVER: ErrorKind = ErrorKind::ConnectionAborted;
 /// Error kind of a read that ended because nothing arrived in time.
-pub const SILENT: ErrorKind = ErrorKind::TimedOut;
+pub const NO_DATA: ErrorKind = ErrorKind::TimedOut;
 
 impl DeadlineReader {
     /// `deadline` counts from the last received bytes. `is_over` ends blocked reads.
@@ -153,13 +155,13 @@ impl DeadlineReader {
         is_over: Box<dyn Fn() -> bool + Send>,
     ) -> DeadlineReader {
         let now = Instant::now();
-        DeadlineReader { stream, heard: now, looked: now, deadline, end: None, is_over }
+        DeadlineReader { stream, last_received: now, last_checked: now, deadline, end: None, is_over }
     }
 
     /// Restarts the wait with a new deadline.
     pub fn renew(&mut self, deadline: Duration) {
         let now = Instant::now();
-        (self.heard, self.looked, self.deadline, self.end) = (now, now, deadline, None);
+        (self.last_received, self.last_checked, self.deadline, self.end) = (now, now, deadline, None);
     }
 
     /// Sets an absolute time limit, which received bytes do not extend.
@@ -168,18 +170,18 @@ impl DeadlineReader {
     }
 
     /// Updates the clock. Time in which this process was suspended does not count as silence of the peer.
-    fn look(&mut self) {
+    fn update_clock(&mut self) {
         let now = Instant::now();
-        let away = now.duration_since(self.looked);
-        if away > AWAY {
-            self.heard = (self.heard + away).min(now);
+        let away = now.duration_since(self.last_checked);
+        if away > SUSPENSION {
+            self.last_received = (self.last_received + away).min(now);
         }
-        self.looked = now;
+        self.last_checked = now;
     }
 
     /// Time since the last received bytes.
     pub fn silence(&self) -> Duration {
-        self.heard.elapsed()
+        self.last_received.elapsed()
     }
 }
 
@@ -189,20 +191,22 @@ impl Read for DeadlineReader {
             match self.stream.read(bytes) {
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                     if (self.is_over)() {
-                        return Err(io::Error::new(OVER, "the run is over"));
+                        return Err(io::Error::new(RUN_OVER, "the run is over"));
                     }
-                    self.look();
-                    if self.heard.elapsed() > self.deadline || self.end.is_some_and(|end| self.looked > end) {
-                        return Err(io::Error::new(SILENT, "no data arrives"));
+                    self.update_clock();
+                    if self.last_received.elapsed() > self.deadline
+                        || self.end.is_some_and(|end| self.last_checked > end)
+                    {
+                        return Err(io::Error::new(NO_DATA, "no data arrives"));
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
                 Ok(got) => {
-                    self.heard = Instant::now();
-                    self.looked = self.heard;
-                    if self.end.is_some_and(|end| self.heard > end) {
-                        return Err(io::Error::new(SILENT, "it takes too long"));
+                    self.last_received = Instant::now();
+                    self.last_checked = self.last_received;
+                    if self.end.is_some_and(|end| self.last_received > end) {
+                        return Err(io::Error::new(NO_DATA, "it takes too long"));
                     }
                     return Ok(got);
                 }
@@ -277,7 +281,7 @@ mod tests {
             Ok(())
         }
 
-        fn receive(&self, bytes: usize, _: Role) -> Result<Arc<Buffer>, DeviceError> {
+        fn receive(&self, bytes: usize, _: usize, _: Role) -> Result<Arc<Buffer>, DeviceError> {
             Ok(Arc::new(Buffer::host(bytes)))
         }
 
@@ -301,27 +305,27 @@ mod tests {
     }
 
     #[test]
-    fn patience_ends() {
+    fn waits_end() {
         let kind = |is_over: bool| {
             let (_one, other) = pair();
-            let mut patient = DeadlineReader::new(other.reader, Duration::from_millis(150), Box::new(move || is_over));
-            patient.read(&mut [0; 4]).unwrap_err().kind()
+            let mut reader = DeadlineReader::new(other.reader, Duration::from_millis(150), Box::new(move || is_over));
+            reader.read(&mut [0; 4]).unwrap_err().kind()
         };
-        assert_eq!((kind(false), kind(true)), (SILENT, OVER));
+        assert_eq!((kind(false), kind(true)), (NO_DATA, RUN_OVER));
     }
 
     #[test]
     fn who_was_stopped_itself_does_not_blame_others() {
         let (_one, other) = pair();
-        let mut patient = DeadlineReader::new(other.reader, Duration::from_secs(2), Box::new(|| false));
+        let mut reader = DeadlineReader::new(other.reader, Duration::from_secs(2), Box::new(|| false));
         let Some(before) = Instant::now().checked_sub(Duration::from_secs(9)) else { return };
-        (patient.heard, patient.looked) = (before, before);
-        patient.look();
-        assert!(patient.silence() < Duration::from_secs(1));
+        (reader.last_received, reader.last_checked) = (before, before);
+        reader.update_clock();
+        assert!(reader.silence() < Duration::from_secs(1));
         // With regular checks, silence of the peer is detected.
-        patient.heard = before;
-        patient.look();
-        assert!(patient.silence() > Duration::from_secs(8));
+        reader.last_received = before;
+        reader.update_clock();
+        assert!(reader.silence() > Duration::from_secs(8));
     }
 
     #[test]
@@ -332,18 +336,18 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(20));
             }
         });
-        let mut patient = DeadlineReader::new(other.reader, Duration::from_secs(5), Box::new(|| false));
+        let mut reader = DeadlineReader::new(other.reader, Duration::from_secs(5), Box::new(|| false));
         let began = Instant::now();
-        patient.end_at(began + Duration::from_millis(300));
+        reader.end_at(began + Duration::from_millis(300));
         let kind = loop {
-            if let Err(error) = patient.read(&mut [0; 1]) {
+            if let Err(error) = reader.read(&mut [0; 1]) {
                 break error.kind();
             }
         };
-        assert_eq!(kind, SILENT);
+        assert_eq!(kind, NO_DATA);
         assert!(began.elapsed() < Duration::from_secs(3));
         (other.hangup)();
-        drop(patient);
+        drop(reader);
         drip.join().unwrap();
     }
 }

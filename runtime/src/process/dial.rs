@@ -4,10 +4,10 @@
 //! tries again until it is the right one or no time is left.
 
 use crate::process::authentication;
-use crate::process::connection::{SILENT, Stream};
+use crate::process::connection::{NO_DATA, Stream};
 use crate::process::frame::{FrameError, Kind};
 use crate::process::handshake::{HandshakeConnection, Hello};
-use crate::process::meeting::{GREETING, Meeting};
+use crate::process::meeting::{HANDSHAKE_TIME, Meeting};
 use crate::process::run_status::LinkError;
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -15,9 +15,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Interval between connection attempts.
-const AGAIN: Duration = Duration::from_millis(50);
+const RETRY: Duration = Duration::from_millis(50);
 /// Interval after a connection to a process that did not authenticate.
-const LATER: Duration = Duration::from_millis(500);
+const RETRY_AFTER_REFUSAL: Duration = Duration::from_millis(500);
 /// Timeout of one connection attempt.
 const ATTEMPT: Duration = Duration::from_secs(1);
 
@@ -31,7 +31,7 @@ pub fn dial(
     expected: usize,
     hello: &mut MakeHello<'_>,
 ) -> Result<HandshakeConnection, LinkError> {
-    let seconds = meeting.part.patience.as_secs_f64();
+    let seconds = meeting.part.connect_timeout.as_secs_f64();
     let mut why = "no time is left".to_string();
     let (mut refused, mut is_reported) = (None, false);
     let began = Instant::now();
@@ -55,7 +55,7 @@ pub fn dial(
             }
             Ok((stream, here, peer)) => {
                 let fault = match authenticated(meeting, stream, expected)? {
-                    Ok(talk) => match introduce(meeting, talk, address, &hello(here)?) {
+                    Ok(connection) => match introduce(meeting, connection, address, &hello(here)?) {
                         // The process ended, or had too many connections.
                         Err(LinkError::Foreign { fault, .. }) if is_lost(&fault) => fault.to_string(),
                         result => return result,
@@ -64,14 +64,14 @@ pub fn dial(
                 };
                 meeting.refused(&format!("what listens at {address}"), peer.ip(), &fault);
                 refused = Some(fault);
-                LATER
+                RETRY_AFTER_REFUSAL
             }
             Err(error) if error.kind() == ErrorKind::InvalidInput => {
                 return Err(LinkError::Address { address: address.to_string(), why: error.to_string() });
             }
             Err(error) => {
                 why = error.to_string();
-                AGAIN
+                RETRY
             }
         };
         thread::sleep(pause.min(meeting.left()));
@@ -81,7 +81,7 @@ pub fn dial(
 fn is_lost(fault: &FrameError) -> bool {
     match fault {
         FrameError::Closed | FrameError::Cut => true,
-        FrameError::System { kind, .. } => *kind != SILENT,
+        FrameError::System { kind, .. } => *kind != NO_DATA,
         _ => false,
     }
 }
@@ -96,28 +96,28 @@ fn authenticated(
         Ok(stream) => stream,
         Err(error) => return Ok(Err(error.to_string())),
     };
-    let within = meeting.left().min(GREETING);
-    let mut talk = meeting.talk(stream, within);
-    talk.reader.source().end_at(Instant::now() + within);
+    let within = meeting.left().min(HANDSHAKE_TIME);
+    let mut connection = meeting.connection(stream, within);
+    connection.reader.source().end_at(Instant::now() + within);
     let challenge = meeting.challenge()?;
-    let connected = authentication::connect(&mut talk, &meeting.part.token, &challenge, expected);
+    let connected = authentication::connect(&mut connection, &meeting.part.token, &challenge, expected);
     Ok(connected.map(|()| {
-        talk.reader.source().renew(meeting.left());
-        talk
+        connection.reader.source().renew(meeting.left());
+        connection
     }))
 }
 
 /// Sends a hello to an authenticated process and waits for the welcome.
 pub fn introduce(
     meeting: &Meeting<'_>,
-    mut talk: HandshakeConnection,
+    mut connection: HandshakeConnection,
     address: &str,
     hello: &Hello,
 ) -> Result<HandshakeConnection, LinkError> {
     let foreign = |fault| meeting.ended(LinkError::Foreign { address: address.to_string(), fault });
-    talk.say(Kind::Hello, &hello.encode()).map_err(foreign)?;
-    match talk.expect(Kind::Welcome).map_err(foreign)? {
-        Ok(_) => Ok(talk),
+    connection.send_frame(Kind::Hello, &hello.encode()).map_err(foreign)?;
+    match connection.expect(Kind::Welcome).map_err(foreign)? {
+        Ok(_) => Ok(connection),
         Err(why) => Err(LinkError::Refused { address: address.to_string(), why }),
     }
 }

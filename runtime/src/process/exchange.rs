@@ -7,9 +7,11 @@ use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::comm::channel;
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
+use crate::comm::pipelined_all_reduce::{PipelinedAllReduce, SendChainMessage};
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::stage_code::StageCode;
+use crate::process::chain_messages::ChainMessages;
 use crate::process::connection::{DeadlineReader, Hangup, Outbound, RemoteChannel};
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
 use crate::process::parts::PartForm;
@@ -22,7 +24,7 @@ use crate::process::tensor_links::{Offered, TensorLinks, connect};
 use crate::process::tensor_operands::{OperandForm, TensorOperands};
 use crate::process::wire::Contribution;
 use crate::process::worker_result::Leaving;
-use crate::process::{connection, parts, shard_messages, worker_result};
+use crate::process::{chain_messages, connection, parts, shard_messages, worker_result};
 use crate::stage::worker::{Event, WorkerResult};
 use crate::zero::gradient_shards::GradientShards;
 use crate::zero::remote_replicas::{RemoteReplicas, SendMessage};
@@ -38,9 +40,9 @@ use std::thread::{Builder, Scope};
 use std::time::Duration;
 
 /// Maximum time to flush queues after a run that failed.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+const FLUSH_TIME_AFTER_FAILURE: Duration = Duration::from_millis(500);
 /// Maximum time to flush queues after a successful run.
-const FAREWELL: Duration = Duration::from_secs(3);
+const FLUSH_TIME: Duration = Duration::from_secs(3);
 
 /// The start of a `Part` frame: the number of the communicator, the sequence number, and the member.
 fn part_head(number: u32, meeting: u64, member: usize) -> Vec<u8> {
@@ -103,14 +105,14 @@ impl<'a> Exchange<'a> {
         (0..parts).for_each(|_| _ = taken.send(()));
         let (mut queues, mut lines, mut hangups) = (BTreeMap::new(), Vec::new(), Vec::new());
         let most_left = worker_result::most(codes);
-        for (process, mut talk) in std::mem::take(&mut group.talks) {
+        for (process, mut connection) in std::mem::take(&mut group.connections) {
             let (to, queue) = unbounded();
-            group.run_status.tell(to.clone());
+            group.run_status.notify(to.clone());
             queues.insert(process, to);
             // The starting process may be suspended like any job. If it dies, its connection closes and this process
             // ends.
             let is_followed = group.part.follows && process == 0;
-            talk.reader.source().renew(if is_followed { Duration::MAX } else { group.part.deadline });
+            connection.reader.source().renew(if is_followed { Duration::MAX } else { group.part.deadline });
             let ranks: Vec<usize> = group.part.placement.ranks(process).collect();
             let (placement, progress) = (group.part.placement.clone(), group.progress.clone());
             let leaving = ranks.iter().map(|rank| (*rank, Leaving::of(program, codes, placement.worker(*rank))));
@@ -141,8 +143,14 @@ impl<'a> Exchange<'a> {
                 items: program.items,
                 stages: program.stages.len() as u32,
             };
-            hangups.push(talk.hangup);
-            lines.push(ConnectionThreads { reader: talk.reader, writer: talk.writer, queue, routes, links });
+            hangups.push(connection.hangup);
+            lines.push(ConnectionThreads {
+                reader: connection.reader,
+                writer: connection.writer,
+                queue,
+                routes,
+                links,
+            });
         }
         let stopping = gate.map(|gate| Arc::new(StopAgreement::new(gate, group.part.own, queues.clone())));
         lines.iter_mut().for_each(|line: &mut ConnectionThreads<'a>| line.routes.stopping = stopping.clone());
@@ -270,29 +278,77 @@ impl<'a> Exchange<'a> {
         let number = self.meetings;
         self.meetings += 1;
         let here = members.iter().filter(|rank| self.is_here(**rank)).count();
-        let mut others: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
-        for (member, rank) in members.iter().enumerate().filter(|(_, rank)| !self.is_here(**rank)) {
-            others.entry(self.group.part.placement.of[*rank]).or_default().insert(member);
-        }
+        let processes = self.processes(members);
+        let others: BTreeSet<usize> = processes.iter().flatten().copied().collect();
         if here == 0 || others.is_empty() {
             return Ok(Arc::new(Communicator::new(members.len())));
         }
-        let queues: Vec<Sender<Outbound>> =
-            others.keys().map(|process| Ok(self.line(*process)?.0.clone())).collect::<Result<_, LinkError>>()?;
+        let queues = self.queues_to(&others)?;
         let forward: Forward<T> = Box::new(move |meeting, member, part| {
             let (mut head, mut bodies) = (part_head(number, meeting, member), Vec::new());
             part.pack(&mut head, &mut bodies);
-            for queue in &queues {
+            for queue in queues.values() {
                 // The queue has no reader after the end of the run.
                 let _ = queue.send(Outbound { kind: Kind::Part, head: head.clone(), bodies: bodies.clone() });
             }
         });
         let place = Arc::new(Communicator::among(members.len(), here, Some(forward)));
-        let sink = sink(place.clone());
-        for (process, members) in others {
-            self.line(process)?.1.meetings.insert(number, (sink.clone(), members));
-        }
+        self.deliver(number, sink(place.clone()), &processes)?;
         Ok(place)
+    }
+
+    /// Creates the all-reduce of a stage's replicas, whose global ranks these are. Sequence numbers are below
+    /// `collectives`. `None` if all or none of them are in this process.
+    pub fn all_reduce(
+        &mut self,
+        members: &[usize],
+        collectives: u64,
+    ) -> Result<Option<Arc<PipelinedAllReduce>>, LinkError> {
+        let number = self.meetings;
+        self.meetings += 1;
+        let processes = self.processes(members);
+        let others: BTreeSet<usize> = processes.iter().flatten().copied().collect();
+        if others.is_empty() || processes.iter().all(Option::is_some) {
+            return Ok(None);
+        }
+        let queues = self.queues_to(&others)?;
+        let send: SendChainMessage = Box::new(move |process, member, message| {
+            let (mut content, mut bodies) = (Vec::new(), Vec::new());
+            let collective = chain_messages::pack(message, &mut content, &mut bodies);
+            let head = [part_head(number, collective, member), content].concat();
+            // The queue has no reader after the end of the run.
+            if let Some(queue) = queues.get(&process) {
+                let _ = queue.send(Outbound { kind: Kind::Part, head, bodies });
+            }
+        });
+        let all_reduce = Arc::new(PipelinedAllReduce::new(processes.clone(), send));
+        let sink = ChainMessages { all_reduce: all_reduce.clone(), members: members.len(), collectives };
+        self.deliver(number, Arc::new(sink), &processes)?;
+        Ok(Some(all_reduce))
+    }
+
+    /// The process of each rank; `None` for this one.
+    fn processes(&self, ranks: &[usize]) -> Vec<Option<usize>> {
+        let there = |rank: &usize| (!self.is_here(*rank)).then(|| self.group.part.placement.of[*rank]);
+        ranks.iter().map(there).collect()
+    }
+
+    fn queues_to(&mut self, processes: &BTreeSet<usize>) -> Result<BTreeMap<usize, Sender<Outbound>>, LinkError> {
+        processes.iter().map(|process| Ok((*process, self.line(*process)?.0.clone()))).collect()
+    }
+
+    /// Lets the members of each other process contribute to communicator `number`.
+    fn deliver(
+        &mut self,
+        number: u32,
+        sink: Arc<dyn ContributionSink>,
+        processes: &[Option<usize>],
+    ) -> Result<(), LinkError> {
+        for process in processes.iter().flatten().copied().collect::<BTreeSet<_>>() {
+            let theirs = (0..processes.len()).filter(|member| processes[*member] == Some(process)).collect();
+            self.line(process)?.1.meetings.insert(number, (sink.clone(), theirs));
+        }
+        Ok(())
     }
 
     /// Creates the gradient and weight shards of a stage's replicas, whose global ranks these are. Rounds, versions and
@@ -306,15 +362,13 @@ impl<'a> Exchange<'a> {
     ) -> Result<Arc<GradientShards>, LinkError> {
         let number = self.meetings;
         self.meetings += 1;
-        let there = |rank: &usize| (!self.is_here(*rank)).then(|| self.group.part.placement.of[*rank]);
-        let processes: Vec<Option<usize>> = members.iter().map(there).collect();
+        let processes = self.processes(members);
         let here: Vec<usize> = (0..members.len()).filter(|member| processes[*member].is_none()).collect();
         let others: BTreeSet<usize> = processes.iter().flatten().copied().collect();
         if here.is_empty() || others.is_empty() {
             return Ok(Arc::new(GradientShards::new(RemoteReplicas::none(members.len()))));
         }
-        let queue = |process: &usize| Ok((*process, self.line(*process)?.0.clone()));
-        let queues: BTreeMap<usize, Sender<Outbound>> = others.iter().map(queue).collect::<Result<_, LinkError>>()?;
+        let queues = self.queues_to(&others)?;
         let send: SendMessage = Box::new(move |process, member, message| {
             let (mut head, mut bodies) = (part_head(number, 0, member), Vec::new());
             shard_messages::pack(message, &mut head, &mut bodies);
@@ -325,10 +379,7 @@ impl<'a> Exchange<'a> {
         });
         let shards = Arc::new(GradientShards::new(RemoteReplicas { processes: processes.clone(), send }));
         let sink = Arc::new(ShardMessages::new(shards.clone(), here, share, code, rounds));
-        for process in others {
-            let theirs = (0..members.len()).filter(|member| processes[*member] == Some(process)).collect();
-            self.line(process)?.1.meetings.insert(number, (sink.clone(), theirs));
-        }
+        self.deliver(number, sink, &processes)?;
         Ok(shards)
     }
 
@@ -451,7 +502,7 @@ impl<'a> Exchange<'a> {
         if run_status.is_released() {
             self.queues.keys().for_each(|process| self.send(*process, Outbound::of(Kind::Bye, Vec::new())));
         }
-        self.close(if run_status.is_released() { FAREWELL } else { LAST_WORDS });
+        self.close(if run_status.is_released() { FLUSH_TIME } else { FLUSH_TIME_AFTER_FAILURE });
         match run_status.cause() {
             None => Ok(all),
             Some(cause) => Err(cause),

@@ -10,7 +10,7 @@ use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use std::io::Write;
 
 /// Version of the frame protocol.
-pub const PROTOCOL: u32 = 6;
+pub const PROTOCOL: u32 = 7;
 
 /// Maximum content of a frame before the run begins.
 pub const LONGEST: u64 = 1 << 20;
@@ -144,10 +144,10 @@ impl HandshakeConnection {
         let mut content = Vec::new();
         put_text(&mut content, why);
         // The peer may have closed the connection.
-        let _ = self.say(Kind::Refusal, &content);
+        let _ = self.send_frame(Kind::Refusal, &content);
     }
 
-    pub fn say(&mut self, kind: Kind, content: &[u8]) -> Result<(), FrameError> {
+    pub fn send_frame(&mut self, kind: Kind, content: &[u8]) -> Result<(), FrameError> {
         let written = self.writer.write(kind, &[content]);
         written.map_err(|error| FrameError::System { kind: error.kind(), why: error.to_string() })
     }

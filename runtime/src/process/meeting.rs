@@ -13,9 +13,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Maximum time from connection to hello.
-pub const GREETING: Duration = Duration::from_secs(10);
+pub const HANDSHAKE_TIME: Duration = Duration::from_secs(10);
 /// Delay before missing processes are reported.
-const SOON: Duration = Duration::from_secs(1);
+const REPORT_AFTER: Duration = Duration::from_secs(1);
 /// Maximum number of refused connections that are reported: a stranger must not fill the log.
 const MOST_REFUSALS: usize = 64;
 
@@ -34,7 +34,7 @@ pub struct ProcessConfig {
     /// Listening address; `None` uses any free port.
     pub listen: Option<String>,
     /// Maximum time to wait for the other processes.
-    pub patience: Duration,
+    pub connect_timeout: Duration,
     /// Maximum silence of a process during the run.
     pub deadline: Duration,
     /// True if tensors go over NCCL, which every process must then support; else through the host.
@@ -79,7 +79,7 @@ impl<'a> Meeting<'a> {
         run_status: &'a Arc<RunStatus>,
         notice: &'a dyn Fn(Notice),
     ) -> Meeting<'a> {
-        let until = Instant::now() + part.patience;
+        let until = Instant::now() + part.connect_timeout;
         Meeting { part, run_status, notice, until, names, refusals: RefCell::default() }
     }
 
@@ -98,10 +98,10 @@ impl<'a> Meeting<'a> {
         challenge.map_err(|what| LinkError::Ended { process: None, what })
     }
 
-    /// After [`SOON`], reports once which processes are missing.
+    /// After [`REPORT_AFTER`], reports once which processes are missing.
     pub fn wait(&self, began: Instant, is_reported: &mut bool, whom: impl FnOnce() -> String) {
         let (waited, left) = (began.elapsed(), self.left());
-        if *is_reported || waited < SOON || left.is_zero() {
+        if *is_reported || waited < REPORT_AFTER || left.is_zero() {
             return;
         }
         *is_reported = true;
@@ -127,13 +127,13 @@ impl<'a> Meeting<'a> {
         self.refusals.borrow().last.clone()
     }
 
-    pub fn talk(&self, stream: Stream, within: Duration) -> HandshakeConnection {
-        talk(stream, within, self.run_status.clone())
+    pub fn connection(&self, stream: Stream, within: Duration) -> HandshakeConnection {
+        connection(stream, within, self.run_status.clone())
     }
 }
 
 /// Prepares a new connection for the handshake.
-pub fn talk(stream: Stream, within: Duration, run_status: Arc<RunStatus>) -> HandshakeConnection {
+pub fn connection(stream: Stream, within: Duration, run_status: Arc<RunStatus>) -> HandshakeConnection {
     let Stream { reader, writer, hangup } = stream;
     let reader = DeadlineReader::new(reader, within, Box::new(move || run_status.is_over()));
     HandshakeConnection { reader: FrameReader::new(reader), writer: FrameWriter::new(writer), hangup }

@@ -5,7 +5,7 @@
 //! chunks and readers take chunks from it. Both queues are short: a slow reader blocks the sender, as with TCP. An
 //! empty message ends a stream.
 
-use crate::process::connection::{LOOK, Stream};
+use crate::process::connection::{POLL_INTERVAL, Stream};
 use crate::process::run_status::LinkError;
 use crossbeam_channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender, TryRecvError, bounded};
 use mpi::point_to_point::MatchedReceiveVec;
@@ -28,9 +28,9 @@ const LONGEST: usize = 1 << 20;
 const IDLE: u32 = 200;
 const SLEEP: Duration = Duration::from_micros(100);
 /// Maximum wait for the other processes to end their streams.
-const FAREWELL: Duration = Duration::from_secs(3);
+const END_TIME: Duration = Duration::from_secs(3);
 
-/// Keeps MPI running. Dropping it waits up to [`FAREWELL`] for the other processes to end too.
+/// Keeps MPI running. Dropping it waits up to [`END_TIME`] for the other processes to end too.
 pub struct Carrier {
     ended: Receiver<()>,
 }
@@ -49,14 +49,14 @@ impl Drop for Carrier {
     fn drop(&mut self) {
         // Nothing is ever sent here: the wait ends with the thread. If peers are missing, `mpirun` ends the remaining
         // processes.
-        let _ = self.ended.recv_timeout(FAREWELL);
+        let _ = self.ended.recv_timeout(END_TIME);
     }
 }
 
 /// Initialises MPI, which is possible only once per process.
 pub fn open() -> Result<Opened, LinkError> {
     let failed = |what: &str| LinkError::Ended { process: None, what: format!("cannot start MPI: {what}") };
-    let (tell, init_result) = bounded(1);
+    let (init_sender, init_result) = bounded(1);
     let (alive, ended) = bounded::<()>(0);
     let serve = move || {
         let _alive = alive;
@@ -64,7 +64,7 @@ pub fn open() -> Result<Opened, LinkError> {
         let world = universe.world();
         let (own, processes) = (world.rank(), world.size());
         let (peers, streams): (Vec<Peer>, _) = (0..processes).filter(|rank| *rank != own).map(Peer::new).unzip();
-        if tell.send((own as usize, processes as usize, streams)).is_ok() {
+        if init_sender.send((own as usize, processes as usize, streams)).is_ok() {
             carry(&world, peers);
         }
         // Finalises MPI, which waits for the other processes.
@@ -192,7 +192,7 @@ impl Read for Pieces {
             if self.is_closed.load(Ordering::Relaxed) {
                 return Ok(0);
             }
-            match self.from.recv_timeout(LOOK) {
+            match self.from.recv_timeout(POLL_INTERVAL) {
                 Ok(piece) => (self.piece, self.at) = (piece, 0),
                 Err(RecvTimeoutError::Timeout) => return Err(ErrorKind::WouldBlock.into()),
                 Err(RecvTimeoutError::Disconnected) => return Ok(0),
@@ -222,7 +222,7 @@ impl Write for Piecewise {
             if self.is_closed.load(Ordering::Relaxed) {
                 return Err(ErrorKind::BrokenPipe.into());
             }
-            match self.to.send_timeout(piece, LOOK) {
+            match self.to.send_timeout(piece, POLL_INTERVAL) {
                 Ok(()) => return Ok(count),
                 Err(SendTimeoutError::Timeout(back)) => piece = back,
                 Err(SendTimeoutError::Disconnected(_)) => return Err(ErrorKind::BrokenPipe.into()),

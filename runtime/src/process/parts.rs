@@ -4,7 +4,7 @@
 //! a rank's snapshots of a stage must come in the order of the run.
 
 use crate::checkpoint::{StageSnapshot, StageState};
-use crate::comm::device_all_reduce::range;
+use crate::comm::all_reduce::range;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn snapshots_come_in_order_from_the_ranks_of_their_process() {
         let (program, codes) = (program(), [StageCode::default()]);
-        let placement = WorkerPlacement::dealt(1, 2, 2).unwrap();
+        let placement = WorkerPlacement::even(1, 2, 2).unwrap();
         let mut form = PartForm::of(&program, &codes, &placement, 1);
         let mut take = |tensor_rank: usize, minibatches: u32| {
             let bytes = pack(&snapshot(tensor_rank, minibatches)).unwrap();

@@ -24,7 +24,7 @@ impl WorkerPlacement {
     }
 
     /// Splits ranks in order over `processes` processes, as evenly as possible. `None` if some would have none.
-    pub fn dealt(workers: usize, degree: usize, processes: usize) -> Option<WorkerPlacement> {
+    pub fn even(workers: usize, degree: usize, processes: usize) -> Option<WorkerPlacement> {
         let ranks = workers * degree;
         let of = (0..ranks).map(|rank| rank * processes / ranks.max(1)).collect();
         (1..=ranks).contains(&processes).then_some(WorkerPlacement { of, processes, degree })
@@ -160,9 +160,9 @@ mod tests {
 
     #[test]
     fn even_placement_is_contiguous() {
-        assert_eq!(WorkerPlacement::dealt(5, 1, 2).map(|placement| placement.of), Some(vec![0, 0, 0, 1, 1]));
-        assert_eq!(WorkerPlacement::dealt(3, 1, 3).map(|placement| placement.of), Some(vec![0, 1, 2]));
-        assert_eq!((WorkerPlacement::dealt(2, 1, 3), WorkerPlacement::dealt(2, 1, 0)), (None, None));
+        assert_eq!(WorkerPlacement::even(5, 1, 2).map(|placement| placement.of), Some(vec![0, 0, 0, 1, 1]));
+        assert_eq!(WorkerPlacement::even(3, 1, 3).map(|placement| placement.of), Some(vec![0, 1, 2]));
+        assert_eq!((WorkerPlacement::even(2, 1, 3), WorkerPlacement::even(2, 1, 0)), (None, None));
         assert_eq!(WorkerPlacement::by_host(3, 1, &[1, 2]).map(|placement| placement.of), Some(vec![0, 1, 1]));
         assert_eq!(WorkerPlacement::by_host(3, 1, &[u32::MAX, 2]), None);
         assert_eq!(WorkerPlacement::beside(2, 1), WorkerPlacement { of: vec![1, 2], processes: 3, degree: 1 });
@@ -170,13 +170,13 @@ mod tests {
 
     #[test]
     fn ranks_of_groups_are_consecutive() {
-        let whole = WorkerPlacement::dealt(2, 2, 2).unwrap();
+        let whole = WorkerPlacement::even(2, 2, 2).unwrap();
         assert_eq!((&whole.of[..], whole.tensor_ranks(1)), (&[0, 0, 1, 1][..], BTreeSet::from([0, 1])));
         assert_eq!(whole.ranks(1).map(|rank| whole.worker(rank)).collect::<Vec<_>>(), [1, 1]);
-        let apart = WorkerPlacement::dealt(2, 2, 4).unwrap();
+        let apart = WorkerPlacement::even(2, 2, 4).unwrap();
         assert_eq!((apart.tensor_ranks(1), apart.worker(1)), (BTreeSet::from([1]), 0));
         assert_eq!(WorkerPlacement::by_host(2, 2, &[1, 3]).map(|placement| placement.of), Some(vec![0, 1, 1, 1]));
-        assert_eq!((WorkerPlacement::dealt(2, 2, 5), WorkerPlacement::by_host(2, 2, &[2])), (None, None));
+        assert_eq!((WorkerPlacement::even(2, 2, 5), WorkerPlacement::by_host(2, 2, &[2])), (None, None));
         assert_eq!(WorkerPlacement::beside(1, 2).of, [1, 2]);
         let alone = WorkerPlacement::beside(2, 1);
         assert_eq!([whole, apart, alone].map(|of| of.has_split_groups()), [false, true, false]);

@@ -4,9 +4,9 @@
 //! addresses of the others. The higher-numbered of two communicating processes connects. When all connections exist,
 //! process 0 starts the run.
 
-use crate::process::accept::{Come, gather};
+use crate::process::accept::{Accepted, gather};
 use crate::process::authentication;
-use crate::process::connection::{OVER, SILENT, Stream};
+use crate::process::connection::{NO_DATA, RUN_OVER, Stream};
 use crate::process::dial::{dial, introduce};
 use crate::process::frame::{FrameError, Kind};
 use crate::process::handshake::{HandshakeConnection, Hello, Known, decode_roster, encode_roster};
@@ -32,7 +32,7 @@ pub struct Group {
     pub progress: Progress,
     /// Display names, by process.
     pub names: Vec<String>,
-    pub talks: BTreeMap<usize, HandshakeConnection>,
+    pub connections: BTreeMap<usize, HandshakeConnection>,
     /// The pairs of processes that exchange tensors.
     pub lines: BTreeSet<(usize, usize)>,
     /// Keeps the transport alive.
@@ -75,14 +75,14 @@ pub fn join(
     notice: &dyn Fn(Notice),
 ) -> Result<Group, LinkError> {
     let all = (0..part.placement.processes).map(|process| part.placement.name(program, process)).collect();
-    let Connected { talks, names, carrier } = connect(all, lines, &part, door, &run_status, notice)?;
+    let Connected { connections, names, carrier } = connect(all, lines, &part, door, &run_status, notice)?;
     let progress = Arc::new(part.placement.of.iter().map(|_| AtomicU32::new(0)).collect());
-    Ok(Group { part, run_status, progress, names, talks, lines: lines.clone(), carrier })
+    Ok(Group { part, run_status, progress, names, connections, lines: lines.clone(), carrier })
 }
 
 /// Connected processes that have no program yet.
 pub struct Connected {
-    pub talks: Talks,
+    pub connections: Connections,
     /// Display names, by process, with the process ids and addresses.
     pub names: Vec<String>,
     /// Keeps the transport alive.
@@ -99,14 +99,14 @@ pub fn connect(
     notice: &dyn Fn(Notice),
 ) -> Result<Connected, LinkError> {
     let joiner = Joiner { part, run_status, meeting: &Meeting::new(names, part, run_status, notice) };
-    let ((talks, roster), carrier) = match door {
+    let ((connections, roster), carrier) = match door {
         JoinMode::Port(port) => (joiner.open(&port)?, None),
         JoinMode::Outside => (joiner.enter(lines)?, None),
         JoinMode::Open(streams, carrier) => (joiner.stand(streams, lines)?, Some(carrier)),
     };
     let named = |(name, known): (&String, &Known)| format!("{name}, process {} at {}", known.pid, known.address);
     let names = joiner.meeting.names.iter().zip(&roster).map(named).collect();
-    Ok(Connected { talks, names, carrier })
+    Ok(Connected { connections, names, carrier })
 }
 
 impl Group {
@@ -125,7 +125,7 @@ pub fn doing(program: &Program, placement: &WorkerPlacement, progress: &[AtomicU
 }
 
 /// Connections by process.
-pub type Talks = BTreeMap<usize, HandshakeConnection>;
+pub type Connections = BTreeMap<usize, HandshakeConnection>;
 
 /// The result of a handshake step: done, refused with a reason, or a connection error.
 type Said = Result<Result<(), String>, FrameError>;
@@ -143,35 +143,42 @@ impl Joiner<'_> {
     }
 
     /// Process 0: accepts all others and starts the run once they are connected.
-    fn open(&self, port: &TcpListener) -> Result<(Talks, Vec<Known>), LinkError> {
+    fn open(&self, port: &TcpListener) -> Result<(Connections, Vec<Known>), LinkError> {
         let own = self.hello(self.heard_at(port)?);
         let awaited = (1..self.part.placement.processes).collect();
-        let come = gather(self.meeting, port, awaited, &own)?;
-        self.begin(come, own)
+        let accepted = gather(self.meeting, port, awaited, &own)?;
+        self.begin(accepted, own)
     }
 
     /// Process 0: sends the roster to all processes and starts them once they are connected.
-    fn begin(&self, come: Come, own: Hello) -> Result<(Talks, Vec<Known>), LinkError> {
+    fn begin(&self, accepted: Accepted, own: Hello) -> Result<(Connections, Vec<Known>), LinkError> {
         let address = own.address;
         let mut roster = vec![Known { pid: own.pid, address }];
-        roster.extend(come.values().map(|(_, hello)| Known { pid: hello.pid, address: hello.address.clone() }));
-        let mut talks: Talks = come.into_iter().map(|(process, (talk, _))| (process, talk)).collect();
+        roster.extend(accepted.values().map(|(_, hello)| Known { pid: hello.pid, address: hello.address.clone() }));
+        let mut connections: Connections =
+            accepted.into_iter().map(|(process, (connection, _))| (process, connection)).collect();
         let content = encode_roster(&roster);
-        let started = self.each(&mut talks, &|talk| talk.say(Kind::Roster, &content).map(Ok));
-        let started = started.and_then(|()| self.each(&mut talks, &|talk| Ok(talk.expect(Kind::Ready)?.map(drop))));
-        let started = started.and_then(|()| self.each(&mut talks, &|talk| talk.say(Kind::Start, &[]).map(Ok)));
+        let started = self.each(&mut connections, &|connection| connection.send_frame(Kind::Roster, &content).map(Ok));
+        let started = started
+            .and_then(|()| self.each(&mut connections, &|connection| Ok(connection.expect(Kind::Ready)?.map(drop))));
+        let started = started
+            .and_then(|()| self.each(&mut connections, &|connection| connection.send_frame(Kind::Start, &[]).map(Ok)));
         if let Err(error) = started {
             let why = error.to_string();
-            talks.values_mut().for_each(|talk| talk.refuse(&why));
+            connections.values_mut().for_each(|connection| connection.refuse(&why));
             return Err(error);
         }
-        Ok((talks, roster))
+        Ok((connections, roster))
     }
 
-    fn each(&self, talks: &mut Talks, step: &dyn Fn(&mut HandshakeConnection) -> Said) -> Result<(), LinkError> {
-        for (&process, talk) in talks {
+    fn each(
+        &self,
+        connections: &mut Connections,
+        step: &dyn Fn(&mut HandshakeConnection) -> Said,
+    ) -> Result<(), LinkError> {
+        for (&process, connection) in connections {
             let peer = self.meeting.names[process].clone();
-            match step(talk) {
+            match step(connection) {
                 Ok(Ok(())) => {}
                 Ok(Err(what)) => return Err(LinkError::Failed { process, peer, what }),
                 Err(fault) => {
@@ -184,11 +191,11 @@ impl Joiner<'_> {
     }
 
     /// Other processes: connect to process 0 and to their lower-numbered peers, and accept the higher-numbered ones.
-    fn enter(&self, lines: &BTreeSet<(usize, usize)>) -> Result<(Talks, Vec<Known>), LinkError> {
+    fn enter(&self, lines: &BTreeSet<(usize, usize)>) -> Result<(Connections, Vec<Known>), LinkError> {
         let own = self.part.own;
         let first = self.part.first.clone();
         let mut port = self.part.listen.as_deref().map(listen).transpose()?;
-        let mut talk = dial(self.meeting, &first, 0, &mut |here| {
+        let mut connection = dial(self.meeting, &first, 0, &mut |here| {
             let port = match &mut port {
                 Some(port) => &*port,
                 none => none.insert(listen(&SocketAddr::new(here.ip(), 0).to_string())?),
@@ -199,26 +206,26 @@ impl Joiner<'_> {
         let bug = || LinkError::Bug { what: "this process does not listen".to_string() };
         let port = port.ok_or_else(bug)?;
         let hello = self.hello(self.part.listen.clone().map_or_else(|| self.heard_at(&port), Ok)?);
-        let roster = self.roster(&mut talk, &first)?;
-        let mut talks = Talks::new();
+        let roster = self.roster(&mut connection, &first)?;
+        let mut connections = Connections::new();
         for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == own) {
             let address = roster[lower].address.clone();
-            talks.insert(lower, dial(self.meeting, &address, lower, &mut |_| Ok(hello.clone()))?);
+            connections.insert(lower, dial(self.meeting, &address, lower, &mut |_| Ok(hello.clone()))?);
         }
         let awaited = lines.iter().filter(|(lower, _)| *lower == own).map(|(_, higher)| *higher).collect();
-        let come = gather(self.meeting, &port, awaited, &hello)?;
-        talks.extend(come.into_iter().map(|(process, (talk, _))| (process, talk)));
-        self.start(&mut talk, &first)?;
-        talks.insert(0, talk);
-        Ok((talks, roster))
+        let accepted = gather(self.meeting, &port, awaited, &hello)?;
+        connections.extend(accepted.into_iter().map(|(process, (connection, _))| (process, connection)));
+        self.start(&mut connection, &first)?;
+        connections.insert(0, connection);
+        Ok((connections, roster))
     }
 
-    /// All connected (MPI): every process greets the lower-numbered ones and accepts the higher-numbered ones.
+    /// All connected (MPI): every process connects to the lower-numbered ones and accepts the higher-numbered ones.
     fn stand(
         &self,
         mut streams: BTreeMap<usize, Stream>,
         lines: &BTreeSet<(usize, usize)>,
-    ) -> Result<(Talks, Vec<Known>), LinkError> {
+    ) -> Result<(Connections, Vec<Known>), LinkError> {
         let own = self.part.own;
         let hello = self.hello(format!("rank {own}"));
         let mut take = |process: usize| {
@@ -230,54 +237,61 @@ impl Joiner<'_> {
             _ => lines.iter().filter(|(lower, _)| *lower == own).map(|(_, higher)| *higher).collect(),
         };
         if own == 0 {
-            let come = behind.into_iter().map(|process| Ok((process, self.hear(process, take(process)?, &hello)?)));
-            return self.begin(come.collect::<Result<_, LinkError>>()?, hello);
+            let accepted =
+                behind.into_iter().map(|process| Ok((process, self.receive_hello(process, take(process)?, &hello)?)));
+            return self.begin(accepted.collect::<Result<_, LinkError>>()?, hello);
         }
         let rank = |process: usize| format!("rank {process}");
-        let mut talk = self.greet(take(0)?, 0, &hello)?;
-        let roster = self.roster(&mut talk, &rank(0))?;
-        let mut talks = Talks::new();
+        let mut connection = self.handshake(take(0)?, 0, &hello)?;
+        let roster = self.roster(&mut connection, &rank(0))?;
+        let mut connections = Connections::new();
         for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == own) {
-            talks.insert(lower, self.greet(take(lower)?, lower, &hello)?);
+            connections.insert(lower, self.handshake(take(lower)?, lower, &hello)?);
         }
         for process in behind {
-            talks.insert(process, self.hear(process, take(process)?, &hello)?.0);
+            connections.insert(process, self.receive_hello(process, take(process)?, &hello)?.0);
         }
-        self.start(&mut talk, &rank(0))?;
-        talks.insert(0, talk);
-        Ok((talks, roster))
+        self.start(&mut connection, &rank(0))?;
+        connections.insert(0, connection);
+        Ok((connections, roster))
     }
 
     /// Authenticates with a lower-numbered process that is already connected.
-    fn greet(&self, stream: Stream, process: usize, hello: &Hello) -> Result<HandshakeConnection, LinkError> {
-        let (mut talk, address) = (self.meeting.talk(stream, self.meeting.left()), format!("rank {process}"));
-        authentication::connect(&mut talk, &self.part.token, &self.meeting.challenge()?, process)
+    fn handshake(&self, stream: Stream, process: usize, hello: &Hello) -> Result<HandshakeConnection, LinkError> {
+        let (mut connection, address) =
+            (self.meeting.connection(stream, self.meeting.left()), format!("rank {process}"));
+        authentication::connect(&mut connection, &self.part.token, &self.meeting.challenge()?, process)
             .map_err(|what| self.meeting.ended(LinkError::Another { peer: address.clone(), what }))?;
-        introduce(self.meeting, talk, &address, hello)
+        introduce(self.meeting, connection, &address, hello)
     }
 
     /// Authenticates with a higher-numbered process that is already connected, reads its hello and welcomes it.
-    fn hear(&self, process: usize, stream: Stream, own: &Hello) -> Result<(HandshakeConnection, Hello), LinkError> {
+    fn receive_hello(
+        &self,
+        process: usize,
+        stream: Stream,
+        own: &Hello,
+    ) -> Result<(HandshakeConnection, Hello), LinkError> {
         let lost = |fault| {
             let peer = self.meeting.names[process].clone();
             self.meeting.ended(LinkError::Lost { process, peer, doing: None, fault })
         };
         let failed = |what| LinkError::Failed { process, peer: self.meeting.names[process].clone(), what };
-        let mut talk = self.meeting.talk(stream, self.meeting.left());
-        let proved = authentication::accept(&mut talk, &self.part.token, &self.meeting.challenge()?)
+        let mut connection = self.meeting.connection(stream, self.meeting.left());
+        let proved = authentication::accept(&mut connection, &self.part.token, &self.meeting.challenge()?)
             .map_err(|what| self.meeting.ended(failed(what)))?;
-        let content = talk.expect(Kind::Hello).map_err(lost)?.map_err(failed)?;
+        let content = connection.expect(Kind::Hello).map_err(lost)?.map_err(failed)?;
         let hello = Hello::decode(&content).map_err(lost)?;
         let met = match [proved, hello.process as usize] == [process; 2] {
             true => hello.meets(own),
             false => Err(format!("it proved to be process {proved} and claims to be {}", hello.process)),
         };
         if let Err(what) = met {
-            talk.refuse(&what);
+            connection.refuse(&what);
             return Err(LinkError::Another { peer: format!("process {} at {}", hello.pid, hello.address), what });
         }
-        talk.say(Kind::Welcome, &[]).map_err(lost)?;
-        Ok((talk, hello))
+        connection.send_frame(Kind::Welcome, &[]).map_err(lost)?;
+        Ok((connection, hello))
     }
 
     /// The address of a port, which the token must permit.
@@ -293,20 +307,20 @@ impl Joiner<'_> {
         }
     }
 
-    fn roster(&self, talk: &mut HandshakeConnection, first: &str) -> Result<Vec<Known>, LinkError> {
+    fn roster(&self, connection: &mut HandshakeConnection, first: &str) -> Result<Vec<Known>, LinkError> {
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
         let refused = |why| LinkError::Refused { address: first.to_string(), why };
         let content =
-            talk.expect(Kind::Roster).map_err(|fault| self.meeting.ended(foreign(fault)))?.map_err(refused)?;
+            connection.expect(Kind::Roster).map_err(|fault| self.meeting.ended(foreign(fault)))?.map_err(refused)?;
         decode_roster(&content, self.part.placement.processes).map_err(foreign)
     }
 
     /// Reports ready to process 0 and waits for the start.
-    fn start(&self, talk: &mut HandshakeConnection, first: &str) -> Result<(), LinkError> {
+    fn start(&self, connection: &mut HandshakeConnection, first: &str) -> Result<(), LinkError> {
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
         let refused = |why| LinkError::Refused { address: first.to_string(), why };
-        talk.say(Kind::Ready, &[]).map_err(foreign)?;
-        talk.expect(Kind::Start).map_err(|fault| self.meeting.ended(foreign(fault)))?.map_err(refused).map(drop)
+        connection.send_frame(Kind::Ready, &[]).map_err(foreign)?;
+        connection.expect(Kind::Start).map_err(|fault| self.meeting.ended(foreign(fault)))?.map_err(refused).map(drop)
     }
 }
 
@@ -320,8 +334,8 @@ pub fn verdict(
 ) -> Option<LinkError> {
     let peer = peer.to_string();
     match fault {
-        FrameError::System { kind: OVER, .. } => None,
-        FrameError::System { kind: SILENT, .. } => {
+        FrameError::System { kind: RUN_OVER, .. } => None,
+        FrameError::System { kind: NO_DATA, .. } => {
             Some(LinkError::Silent { process, peer, doing, seconds: silence.as_secs_f64() })
         }
         FrameError::Closed | FrameError::Cut | FrameError::System { .. } => {
@@ -348,7 +362,7 @@ mod tests {
             token: RunToken::of(token).unwrap(),
             first: String::new(),
             listen: None,
-            patience: Duration::from_secs(30),
+            connect_timeout: Duration::from_secs(30),
             deadline: Duration::from_secs(30),
             nccl: false,
             follows: false,
@@ -357,7 +371,7 @@ mod tests {
         let lines = BTreeSet::from([(0, 1), (0, 2), (1, 2)]);
         let mode = JoinMode::Open(streams, Box::new(()));
         let connected = connect(names, &lines, &part, mode, &Arc::default(), &|_| {})?;
-        Ok(connected.talks.into_keys().collect())
+        Ok(connected.connections.into_keys().collect())
     }
 
     fn all(tokens: [&'static str; 3]) -> [Result<Vec<usize>, LinkError>; 3] {

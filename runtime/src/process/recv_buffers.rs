@@ -28,9 +28,23 @@ impl Ring {
         bytes: usize,
         what: &'static str,
     ) -> Result<Arc<Buffer>, FrameError> {
+        self.tensor_within(fields, bytes, bytes, what)
+    }
+
+    /// The next tensor of a frame, which a link receives in a buffer of `room` bytes.
+    pub fn tensor_within(
+        &mut self,
+        fields: &mut Fields<'_>,
+        bytes: usize,
+        room: usize,
+        what: &'static str,
+    ) -> Result<Arc<Buffer>, FrameError> {
         let failed = |error: DeviceError| FrameError::System { kind: ErrorKind::Other, why: error.to_string() };
         match &self.link {
-            Some(link) => link.receive(bytes, self.role).map_err(failed),
+            Some(link) => {
+                let buffer = link.receive(bytes, room, self.role).map_err(failed)?;
+                Ok(if room == bytes { buffer } else { Arc::new(Buffer::part(buffer, 0..bytes)) })
+            }
             None => Ok(self.copy_of(fields.bytes(bytes, what)?)),
         }
     }

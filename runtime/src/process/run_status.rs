@@ -114,7 +114,7 @@ impl RunStatus {
     }
 
     /// Registers a queue to notify.
-    pub fn tell(&self, queue: Sender<Outbound>) {
+    pub fn notify(&self, queue: Sender<Outbound>) {
         let mut state = self.lock();
         if let Some(cause) = &state.cause {
             let _ = queue.send(abort(cause));
@@ -185,14 +185,14 @@ mod tests {
     fn the_first_cause_is_the_one_that_all_learn() {
         let run_status = RunStatus::default();
         let (to, received) = crossbeam_channel::unbounded();
-        run_status.tell(to.clone());
+        run_status.notify(to.clone());
         let first = LinkError::Failed { process: 2, peer: "worker 1.0".into(), what: "it broke".into() };
         run_status.end(first.clone());
         run_status.end(LinkError::Ended { process: None, what: "later".into() });
         assert_eq!((run_status.cause(), received.len()), (Some(first), 1));
         let frame = received.recv().unwrap();
         assert_eq!((frame.kind, &frame.head[..4]), (Kind::Abort, &2u32.to_le_bytes()[..]));
-        run_status.tell(to);
+        run_status.notify(to);
         assert_eq!(received.recv().map(|frame| frame.kind), Ok(Kind::Abort));
     }
 }

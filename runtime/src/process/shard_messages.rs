@@ -34,7 +34,7 @@ pub fn pack(message: ShardMessage, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buff
             head.extend((shard.len() as u64).to_le_bytes());
             bodies.push(shard);
         }
-        ShardMessage::LetGo { version } => put(5, &[version]),
+        ShardMessage::Release { version } => put(5, &[version]),
     }
 }
 
@@ -137,7 +137,7 @@ impl ContributionSink for ShardMessages {
                 let parameter = fields.below(self.parameters.len() as u32, "a parameter")? as usize;
                 let owner = self.here(fields)?;
                 fields.end()?;
-                self.shards.weights.ask(from, owner, version, parameter);
+                self.shards.weights.request(from, owner, version, parameter);
             }
             4 => {
                 let to = self.here(fields)?;
@@ -155,7 +155,7 @@ impl ContributionSink for ShardMessages {
             _ => {
                 let version = fields.below(self.rounds, "a version")?;
                 fields.end()?;
-                self.shards.weights.let_go_there(version, from);
+                self.shards.weights.release_remote(version, from);
             }
         }
         Ok(())
@@ -209,7 +209,7 @@ mod tests {
             add(1, 0, 2.5),
             packed(ShardMessage::Added { to: 0 }),
             packed(ShardMessage::Read { version: 2, parameter: 0, of: 0 }),
-            packed(ShardMessage::LetGo { version: 2 }),
+            packed(ShardMessage::Release { version: 2 }),
         ];
         for bytes in all {
             let of = shards();

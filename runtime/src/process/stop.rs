@@ -18,7 +18,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Polling interval for the stop signal.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The end in a frame if the run has no later end position.
 const NEVER: u32 = u32::MAX;
@@ -62,7 +62,7 @@ impl<'a> StopAgreement<'a> {
     /// Polls for the stop signal until the workers have ended, which disconnects `over`.
     pub fn watch(&self, over: &Receiver<()>, run_status: &RunStatus) {
         let mut is_reported = false;
-        while over.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+        while over.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let reason = u32::try_from(self.gate.asked()).unwrap_or(NEVER);
             if reason != 0 && !is_reported {
                 is_reported = true;

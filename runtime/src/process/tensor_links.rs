@@ -8,7 +8,7 @@ use crate::device::api::Device;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::tensor_link::{LinkEnd, TensorLink, Transport};
-use crate::process::connection::{DeadlineReader, LOOK};
+use crate::process::connection::{DeadlineReader, POLL_INTERVAL};
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use crate::process::handshake::LONGEST;
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 /// Time after a failure in which process 0 hears the reports of others.
 const GRACE: Duration = Duration::from_millis(500);
 /// Time that a process leaves others to report who is missing, if they know better.
-const LATER: Duration = Duration::from_secs(2);
+const REPORT_TIME: Duration = Duration::from_secs(2);
 
 /// The links to a process.
 #[derive(Clone)]
@@ -103,7 +103,7 @@ pub fn connect(group: &mut Group, offered: Option<Offered>, operands: &Arc<Memor
             other => abort(other),
         };
         // A peer may have ended already.
-        group.talks.values_mut().for_each(|talk| drop(talk.say(end.kind, &end.head)));
+        group.connections.values_mut().for_each(|connection| drop(connection.send_frame(end.kind, &end.head)));
     }
     opened
 }
@@ -136,7 +136,7 @@ fn pairs(group: &mut Group, transport: Option<&dyn Transport>) -> Result<Vec<Pai
     let lost = |process: usize, fault| LinkError::Lost { process, peer: names[process].clone(), doing: None, fault };
     let here = |fault: DeviceError| failed(own, fault.to_string());
     let mut own_offers = BTreeMap::new();
-    for (&process, talk) in &mut group.talks {
+    for (&process, connection) in &mut group.connections {
         let offer = match transport.filter(|_| exchanges(process)) {
             Some(transport) if own < process => Offer {
                 identity: transport.identity(),
@@ -145,12 +145,12 @@ fn pairs(group: &mut Group, transport: Option<&dyn Transport>) -> Result<Vec<Pai
             Some(transport) => Offer { identity: transport.identity(), ids: Default::default() },
             None => Offer::default(),
         };
-        talk.say(Kind::Devices, &offer.encode()).map_err(|fault| lost(process, fault))?;
+        connection.send_frame(Kind::Devices, &offer.encode()).map_err(|fault| lost(process, fault))?;
         own_offers.insert(process, offer);
     }
     let mut pairs = Vec::new();
-    for (&process, talk) in &mut group.talks {
-        let content = talk.expect(Kind::Devices).map_err(|fault| lost(process, fault))?;
+    for (&process, connection) in &mut group.connections {
+        let content = connection.expect(Kind::Devices).map_err(|fault| lost(process, fault))?;
         let content = content.map_err(|what| failed(process, what))?;
         let theirs = Offer::decode(&content).map_err(|fault| lost(process, fault))?;
         let Some(ours) = own_offers.remove(&process) else { continue };
@@ -211,23 +211,31 @@ fn open(group: &mut Group, opening: Option<Opening>) -> Result<Links, LinkError>
         let to = to.clone();
         Builder::new().name("links".into()).spawn(move || opening.run(&to)).map_err(cannot)?;
     }
-    let Group { talks, names, part, run_status, .. } = group;
+    let Group { connections, names, part, run_status, .. } = group;
     let names = &*names;
     thread::scope(|scope| {
         let mut writers = BTreeMap::new();
-        for (&process, talk) in talks.iter_mut().filter(|(process, _)| own == 0 || **process == 0) {
+        for (&process, connection) in connections.iter_mut().filter(|(process, _)| own == 0 || **process == 0) {
             // The wait below has the limit.
-            talk.reader.source().renew(Duration::MAX);
-            let (reader, to) = (&mut talk.reader, to.clone());
-            writers.insert(process, &mut talk.writer);
-            let hear = move || drop(to.send(Event::Linked(process, linked(reader, process, &names[process]))));
+            connection.reader.source().renew(Duration::MAX);
+            let (reader, to) = (&mut connection.reader, to.clone());
+            writers.insert(process, &mut connection.writer);
+            let report = move || drop(to.send(Event::Linked(process, linked(reader, process, &names[process]))));
             Builder::new()
                 .name(format!("from process {process}"))
-                .spawn_scoped(scope, hear)
+                .spawn_scoped(scope, report)
                 .map_err(cannot)
                 .inspect_err(|cause| run_status.end(cause.clone()))?;
         }
-        let mut wait = Wait { own, names, run_status, patience: part.patience, events, missing, links: Links::new() };
+        let mut wait = Wait {
+            own,
+            names,
+            run_status,
+            connect_timeout: part.connect_timeout,
+            events,
+            missing,
+            links: Links::new(),
+        };
         let done = wait.run(writers);
         // Ends the readers.
         done.as_ref().err().into_iter().for_each(|cause| run_status.end(cause.clone()));
@@ -259,7 +267,7 @@ struct Wait<'a> {
     own: usize,
     names: &'a [String],
     run_status: &'a RunStatus,
-    patience: Duration,
+    connect_timeout: Duration,
     events: Receiver<Event>,
     /// Processes whose links are not open, in the order of opening.
     missing: VecDeque<usize>,
@@ -283,7 +291,7 @@ impl Wait<'_> {
             if is_told && waits_for.is_empty() {
                 return Ok(std::mem::take(&mut self.links));
             }
-            let first = match self.events.recv_timeout(LOOK) {
+            let first = match self.events.recv_timeout(POLL_INTERVAL) {
                 Ok(Event::Linked(process, Ok(()))) => {
                     waits_for.remove(&process);
                     began = Instant::now();
@@ -343,11 +351,11 @@ impl Wait<'_> {
     /// process 0, which knows who still opens links; then those that wait for process 0.
     fn late(&self, waited: Duration, absent: Option<&usize>) -> Option<(usize, LinkError)> {
         let (process, links, limit) = match (self.missing.front(), absent) {
-            (Some(process), _) => (*process, format!("link to {}", self.names[self.own]), self.patience),
-            (None, Some(0)) => (0, "links".to_string(), self.patience + 2 * LATER),
-            (None, absent) => (*absent?, "links".to_string(), self.patience + LATER),
+            (Some(process), _) => (*process, format!("link to {}", self.names[self.own]), self.connect_timeout),
+            (None, Some(0)) => (0, "links".to_string(), self.connect_timeout + 2 * REPORT_TIME),
+            (None, absent) => (*absent?, "links".to_string(), self.connect_timeout + REPORT_TIME),
         };
-        let (peer, seconds) = (self.names[process].clone(), self.patience.as_secs_f64());
+        let (peer, seconds) = (self.names[process].clone(), self.connect_timeout.as_secs_f64());
         (waited >= limit).then_some((self.own, LinkError::Unlinked { process, peer, links, seconds }))
     }
 
@@ -379,9 +387,9 @@ mod tests {
             to.send(Event::Linked(by, Err(if by == 0 { error } else { reported }))).unwrap();
         }
         drop(to);
-        let (run_status, patience) = (RunStatus::default(), Duration::ZERO);
+        let (run_status, connect_timeout) = (RunStatus::default(), Duration::ZERO);
         let (missing, links) = (VecDeque::new(), Links::new());
-        let wait = Wait { own: 0, names: &names, run_status: &run_status, patience, events, missing, links };
+        let wait = Wait { own: 0, names: &names, run_status: &run_status, connect_timeout, events, missing, links };
         wait.root((0, first)).culprit()
     }
 
@@ -402,15 +410,18 @@ mod tests {
     #[test]
     fn a_process_waits_longer_for_those_that_know_more() {
         let names: Vec<String> = (0..3).map(|process| format!("process {process}")).collect();
-        let (run_status, patience) = (RunStatus::default(), Duration::from_secs(10));
+        let (run_status, connect_timeout) = (RunStatus::default(), Duration::from_secs(10));
         let late = |own: usize, missing: &[usize], absent: usize, waited: Duration| {
             let missing = missing.iter().copied().collect();
             let (events, links) = (unbounded().1, Links::new());
-            let wait = Wait { own, names: &names, run_status: &run_status, patience, events, missing, links };
+            let wait = Wait { own, names: &names, run_status: &run_status, connect_timeout, events, missing, links };
             wait.late(waited, Some(&absent)).and_then(|(_, error)| error.culprit())
         };
-        assert_eq!((late(1, &[2], 0, patience), late(1, &[2], 0, patience / 2)), (Some(2), None));
-        assert_eq!((late(0, &[], 1, patience), late(0, &[], 1, patience + LATER)), (None, Some(1)));
-        assert_eq!((late(2, &[], 0, patience + LATER), late(2, &[], 0, patience + 2 * LATER)), (None, Some(0)));
+        assert_eq!((late(1, &[2], 0, connect_timeout), late(1, &[2], 0, connect_timeout / 2)), (Some(2), None));
+        assert_eq!((late(0, &[], 1, connect_timeout), late(0, &[], 1, connect_timeout + REPORT_TIME)), (None, Some(1)));
+        assert_eq!(
+            (late(2, &[], 0, connect_timeout + REPORT_TIME), late(2, &[], 0, connect_timeout + 2 * REPORT_TIME)),
+            (None, Some(0))
+        );
     }
 }

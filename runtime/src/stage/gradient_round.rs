@@ -3,8 +3,8 @@
 //! A bucket holds whole parameters. The plan may assign parameters to buckets; the rest go with the last one. Without a plan's
 //! assignment, buckets are about equally large, from the stage's last parameter to its first. Bucketing does not change any sum.
 
+use crate::comm::all_reduce::{Addends, AllReduce, Collective};
 use crate::comm::communicator::CollectiveError;
-use crate::comm::device_all_reduce::{Addends, Collective, DeviceAllReduce};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
@@ -42,7 +42,7 @@ impl StageWorker<'_> {
         self.contribute_tied(round, Some(bucket), &mut part.terms)?;
         let number = self.meeting(round, bucket);
         match self.all_reduce.clone() {
-            Some(all_reduce) => part.terms = self.reduce_in_place(&all_reduce, (number, bucket), part.terms)?,
+            Some(all_reduce) => part.terms = self.reduce_in_place(&*all_reduce, (number, bucket), part.terms)?,
             None => part.terms.iter().flatten().try_for_each(|term| self.executor.device.release(term))?,
         }
         self.replicas.bring(number, replica, part);
@@ -58,20 +58,20 @@ impl StageWorker<'_> {
     pub fn reduced(&mut self, round: u32, bucket: u32) -> Result<(), CollectiveError> {
         let number = self.meeting(round, bucket);
         let all = self.replicas.meet(number)?;
-        let mut terms = match self.gathered.reducing.remove(&number) {
-            Some(own) => self.reduced_in_place(own, &all)?,
-            None => self.sum(&all)?,
+        let mut terms = match (self.gathered.reducing.remove(&number), &self.all_reduce) {
+            (Some(own), Some(all_reduce)) => {
+                all_reduce.wait(Collective::AllReduce(number), self.gathered.replica)?;
+                self.reduced_in_place(own, &all)?
+            }
+            _ => self.sum(&all)?,
         };
         let mut samples: Vec<Samples> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
         samples.sort_by_key(|(item, _)| *item);
         self.take_sums(round, bucket, &mut terms);
         // On separate devices every replica would sum in its own buffer. In one process other replicas may still read
-        // this contribution. A buffer that waits to be sent to another process is held here until then.
-        let is_sent = self.replicas.forwards();
+        // this contribution.
         for own in all.get(self.gathered.replica).into_iter().flat_map(|own| own.terms.iter().flatten()) {
-            if !is_sent {
-                own.release_slot();
-            }
+            own.release_slot();
             self.executor.device.give(own.clone());
         }
         match self.reduced.get_mut(&round) {
@@ -122,7 +122,7 @@ impl StageWorker<'_> {
     /// Contributes a bucket to an all-reduce in place. Returns which terms this replica has, without their memory.
     fn reduce_in_place(
         &mut self,
-        all_reduce: &DeviceAllReduce,
+        all_reduce: &dyn AllReduce,
         (number, bucket): (u64, u32),
         terms: Vec<Option<Arc<Buffer>>>,
     ) -> Result<Vec<Option<Arc<Buffer>>>, DeviceError> {

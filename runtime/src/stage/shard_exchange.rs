@@ -4,8 +4,8 @@
 //! version before they do. A parameter without a gradient, or a skipped step, leaves the values unchanged on all replicas. With
 //! ZeRO 3 buckets carry no data: they only signal that all replicas have stepped, and runs read from the `weight_shards`.
 
+use crate::comm::all_reduce::{Addends, Collective, Parts};
 use crate::comm::communicator::CollectiveError;
-use crate::comm::device_all_reduce::{Addends, Collective, Parts};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
@@ -75,12 +75,13 @@ impl StageWorker<'_> {
     /// Receives the other replicas' shards of one bucket of a version. Blocks. Returns true if the version is complete.
     pub fn receive_shards(&mut self, version: u32, bucket: u32) -> Result<bool, CollectiveError> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(false) };
-        let all = shard_comm.meet(self.meeting(version, bucket))?;
-        // All replicas have contributed: charge buffers still to be read to their readers, as on separate devices. Those
-        // that wait to be sent to another process are held here until then.
-        if !shard_comm.forwards() {
-            all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.release_slot());
+        let number = self.meeting(version, bucket);
+        let all = shard_comm.meet(number)?;
+        if let Some(all_reduce) = &self.all_reduce {
+            all_reduce.wait(Collective::AllGather(number), self.share.replica())?;
         }
+        // All replicas have contributed: charge buffers still to be read to their readers, as on separate devices.
+        all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.release_slot());
         let in_place = self.all_reduce.as_ref().map_or(Vec::new(), |_| self.stepped_in(version, bucket));
         let device = &self.executor.device;
         let weights = self.versions.get_mut(&version).ok_or(CollectiveError::PeerLost)?;
@@ -118,8 +119,8 @@ impl StageWorker<'_> {
     }
 
     /// Releases a version for this replica, under ZeRO 3.
-    pub(super) fn let_go(&self, version: u32) {
-        self.shard_stream.iter().for_each(|shard_stream| shard_stream.let_go(version));
+    pub(super) fn release_version(&self, version: u32) {
+        self.shard_stream.iter().for_each(|shard_stream| shard_stream.release(version));
     }
 
     /// Gathers all sharded parameters of a version.
@@ -152,11 +153,11 @@ impl StageWorker<'_> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
         let parameters = self.code.parameters.len();
         // Numbers from `parameters` on stand for gradients.
-        let dealt = |p: &usize| self.share.is_sharded(*p);
+        let is_sharded = |p: &usize| self.share.is_sharded(*p);
         let in_shares = |p: &usize| self.share.keeps() || is_half(self.code.parameters[*p].fact.dtype);
-        let masters = (0..parameters).filter(|p| dealt(p) && in_shares(p));
+        let masters = (0..parameters).filter(|p| is_sharded(p) && in_shares(p));
         let mut own: Vec<(usize, Arc<Buffer>)> = masters.map(|p| (p, weights[p].clone())).collect();
-        let copies = gradients.iter().filter(|(p, _)| dealt(p));
+        let copies = gradients.iter().filter(|(p, _)| is_sharded(p));
         for (p, share) in copies {
             own.push((parameters + p, Arc::new(self.executor.device.copy_of(share.region())?)));
         }

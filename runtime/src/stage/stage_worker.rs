@@ -5,8 +5,8 @@
 //! shares the parameter.
 
 use crate::checkpoint::ResumeState;
+use crate::comm::all_reduce::AllReduce;
 use crate::comm::communicator::{CollectiveError, Communicator};
-use crate::comm::device_all_reduce::DeviceAllReduce;
 use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
 use crate::device::api::Device;
@@ -65,7 +65,7 @@ pub struct StageSetup<'a> {
     pub buckets: u32,
     pub replicas: Arc<Communicator<ReplicaGradients>>,
     /// Sums the replicas' gradients in place, if their devices can.
-    pub all_reduce: Option<Arc<DeviceAllReduce>>,
+    pub all_reduce: Option<Arc<dyn AllReduce>>,
     /// The replica's parameter shards.
     pub share: ShardRange,
     /// Exchange of weight shards, under ZeRO.
@@ -101,7 +101,7 @@ pub struct StageWorker<'a> {
     pub stage: StageId,
     pub(super) code: &'a StageCode,
     pub(super) replicas: Arc<Communicator<ReplicaGradients>>,
-    pub(super) all_reduce: Option<Arc<DeviceAllReduce>>,
+    pub(super) all_reduce: Option<Arc<dyn AllReduce>>,
     pub(super) share: ShardRange,
     pub(super) shard_comm: Option<Arc<ShardComm>>,
     pub(super) shard_stream: Option<Arc<ShardStream>>,
@@ -293,7 +293,7 @@ impl<'a> StageWorker<'a> {
 
     /// Frees a weight version.
     pub fn drop_version(&mut self, version: u32) {
-        self.let_go(version);
+        self.release_version(version);
         for buffer in self.versions.remove(&version).unwrap_or_default() {
             if !self.drop_weight(&buffer) {
                 self.executor.device.give(buffer);
@@ -527,7 +527,7 @@ impl<'a> StageWorker<'a> {
         let to = step.round + 1;
         let mut old = self.versions.get(&step.from).cloned().unwrap_or_default();
         if step.in_place {
-            self.let_go(step.from);
+            self.release_version(step.from);
             self.versions.remove(&step.from);
         }
         let ready = self.ready.remove(&step.round);

@@ -1,7 +1,7 @@
 //! Several stages share a tied parameter and exchange its gradients.
 
+use crate::comm::all_reduce::{Addends, AllReduce, Collective};
 use crate::comm::communicator::{Communicator, PeerLost};
-use crate::comm::device_all_reduce::{Addends, Collective, DeviceAllReduce};
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
@@ -28,7 +28,7 @@ pub struct TiedParameter {
     /// micro-batch sees the newest one that needs no waiting. Empty if all stages step together.
     pub holders: Vec<StageId>,
     /// Sums the terms in place, if the workers' devices can.
-    pub all_reduce: Option<Arc<DeviceAllReduce>>,
+    pub all_reduce: Option<Arc<dyn AllReduce>>,
     /// Buffers of collectives in flight that are summed in place: the sum, then this worker's other terms.
     pub reducing: HashMap<u64, Vec<Arc<Buffer>>>,
 }

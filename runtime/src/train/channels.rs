@@ -7,6 +7,7 @@
 //! With tensor parallelism, each rank of the groups has its own channels and communicators. Only the communicator of a
 //! group connects ranks.
 
+use crate::comm::all_reduce::AllReduce;
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
 use crate::comm::device_all_reduce::DeviceAllReduce;
@@ -54,7 +55,7 @@ pub struct RankChannels {
     pub ends: HashMap<WorkerId, Ends>,
     /// By stage, like the following.
     pub replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
-    pub all_reduces: Vec<Option<Arc<DeviceAllReduce>>>,
+    pub all_reduces: Vec<Option<Arc<dyn AllReduce>>>,
     pub zero: Vec<ZeroCommunicators>,
 }
 
@@ -76,7 +77,7 @@ impl RankChannels {
         let norms = norms.transpose()?;
         let ends = channels(training, context)?;
         let replicas = stages.clone().map(|stage| replicas(training, stage, context)).collect::<Result<_, _>>()?;
-        let all_reduces = stages.clone().map(|stage| all_reduce(context, &members(program, stage)));
+        let all_reduces = stages.clone().map(|stage| of_replicas(program, stage, context));
         let all_reduces = all_reduces.collect::<Result<_, _>>()?;
         let zero = stages.map(|stage| shard_comms(training, stage, &ties, context)).collect::<Result<_, _>>()?;
         Ok(RankChannels { ties, norms, ends, replicas, all_reduces, zero })
@@ -178,18 +179,46 @@ fn replicas(
     // Forward passes, which produce samples, run ahead of the round that uses the samples.
     let most_items = known.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
     let form = || ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
-    meeting(context, &members, form, (u64::from(program.items) + 1) * u64::from(known.buckets.max(1)))
+    meeting(context, &members, form, collectives(program, stage))
 }
 
-/// The all-reduce in place of these workers, if it can be: tensors from other processes are in the host's memory.
-fn all_reduce(context: &RankContext<'_, '_>, workers: &[usize]) -> Result<Option<Arc<DeviceAllReduce>>, DeviceError> {
+/// The all-reduce in place of a stage's replicas: those of several processes have one, others if their devices can.
+fn of_replicas(
+    program: &Program,
+    stage: usize,
+    context: &mut RankContext<'_, '_>,
+) -> Result<Option<Arc<dyn AllReduce>>, TrainError> {
+    let workers = members(program, stage);
+    let ranks = global(context.rank, &workers);
+    if let Some(exchange) = context.exchange
+        && let Some(pipelined) = exchange.all_reduce(&ranks, collectives(program, stage))?
+    {
+        return Ok(Some(pipelined));
+    }
+    let is_here = |rank: &usize| context.exchange.as_ref().is_none_or(|exchange| exchange.is_here(*rank));
+    if !ranks.iter().all(is_here) {
+        return Ok(None);
+    }
+    Ok(between_devices(context, &workers)?)
+}
+
+/// Sequence numbers of the collectives of a stage's replicas are below this.
+fn collectives(program: &Program, stage: usize) -> u64 {
+    (u64::from(program.items) + 2) * u64::from(program.stages[stage].buckets.max(1))
+}
+
+/// The all-reduce in place of these workers of this process, if their devices can.
+fn between_devices(
+    context: &RankContext<'_, '_>,
+    workers: &[usize],
+) -> Result<Option<Arc<dyn AllReduce>>, DeviceError> {
     let devices = context.devices;
-    if devices.is_empty() || context.exchange.is_some() {
+    if devices.is_empty() {
         return Ok(None);
     }
     let ranks = global(context.rank, workers);
     let devices: Vec<_> = ranks.iter().map(|rank| devices[rank % devices.len()].clone()).collect();
-    Ok(DeviceAllReduce::new(&devices)?.map(Arc::new))
+    Ok(DeviceAllReduce::new(&devices)?.map(|all_reduce| Arc::new(all_reduce) as Arc<dyn AllReduce>))
 }
 
 /// The ZeRO communicators of a stage; all `None` without ZeRO.
@@ -217,10 +246,10 @@ fn shard_comms(
     let each = |named: &NamedTensor| named.gradient().1;
     let form =
         || SharesForm { most: code.parameters.iter().map(each).cycle().take(2 * code.parameters.len()).collect() };
-    let rounds = u64::from(program.items) + 2;
-    let shard_comm = meeting(context, &members, form, rounds * u64::from(known.buckets.max(1)))?;
+    let shard_comm = meeting(context, &members, form, collectives(program, stage))?;
     let is_apart = training.policy.clip_norm.is_some() && !program.schedule.flushes();
     let names = numbers(training);
+    let rounds = u64::from(program.items) + 2;
     let norms = is_apart.then(|| meeting(context, &members, || SquaresForm { names }, rounds));
     let norms = norms.transpose()?;
     let rank = context.rank;
@@ -275,7 +304,7 @@ pub struct Tie {
     members: Vec<(usize, usize)>,
     place: Arc<TiedGradientComm>,
     holders: Vec<StageId>,
-    all_reduce: Option<Arc<DeviceAllReduce>>,
+    all_reduce: Option<Arc<dyn AllReduce>>,
 }
 
 /// Finds the tied parameters. Rejects those whose copies could not be kept equal.
@@ -310,7 +339,8 @@ fn ties(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<Ve
         let workers: Vec<usize> = members.iter().map(|(worker, _)| *worker).collect();
         let place = meeting(context, &workers, || terms(training, name), u64::from(program.items) + 2)?;
         let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
-        let all_reduce = all_reduce(context, &workers)?;
+        // Tied gradients of other processes are in the host's memory.
+        let all_reduce = if context.exchange.is_some() { None } else { between_devices(context, &workers)? };
         ties.push(Tie { name: name.to_string(), members, place, holders, all_reduce });
     }
     Ok(ties)

@@ -43,7 +43,7 @@ pub struct LossTracker {
     steps: usize,
     done: Vec<f64>,
     /// Consecutive minibatches without a finite loss that end the run.
-    patience: usize,
+    most_nonfinite: usize,
     finite: Option<(usize, f64)>,
     /// Set while the latest minibatches have no finite loss.
     lost: Option<Diverged>,
@@ -53,7 +53,7 @@ impl LossTracker {
     /// Starts after `before` finished minibatches. `is_scaled` is true with loss scaling.
     pub fn new(program: &Program, before: u32, is_scaled: bool) -> LossTracker {
         let microbatches = program.microbatches.max(1) as usize;
-        let patience = if is_scaled { PATIENCE } else { 1 };
+        let most_nonfinite = if is_scaled { PATIENCE } else { 1 };
         let (before, steps) = (before as usize, program.items as usize / microbatches);
         LossTracker {
             microbatches,
@@ -61,7 +61,7 @@ impl LossTracker {
             before,
             steps,
             done: Vec::new(),
-            patience,
+            most_nonfinite,
             finite: None,
             lost: None,
         }
@@ -97,7 +97,7 @@ impl LossTracker {
         self.lost.is_some_and(|lost| {
             // A resumed run does not know earlier losses.
             let is_all = self.finite.is_none() && self.before == 0 && next == self.steps;
-            next - lost.step >= self.patience || is_all
+            next - lost.step >= self.most_nonfinite || is_all
         })
     }
 
@@ -115,9 +115,18 @@ impl LossTracker {
 mod tests {
     use super::*;
 
-    fn losses(patience: usize, steps: usize) -> LossTracker {
+    fn losses(most_nonfinite: usize, steps: usize) -> LossTracker {
         let open = BTreeMap::new();
-        LossTracker { microbatches: 2, open, before: 0, steps, done: Vec::new(), patience, finite: None, lost: None }
+        LossTracker {
+            microbatches: 2,
+            open,
+            before: 0,
+            steps,
+            done: Vec::new(),
+            most_nonfinite,
+            finite: None,
+            lost: None,
+        }
     }
 
     /// The reported losses for micro-batches arriving in this order, and the divergence.

@@ -1,6 +1,7 @@
 //! Trains compiled stages under a program: one thread per worker, until all instructions have run.
 
 use crate::checkpoint::resume_point::ResumePoint;
+use crate::comm::all_reduce::AllReduce;
 use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorRank};
 use crate::device::api::Device;
@@ -336,14 +337,16 @@ pub fn run_ranks(
             .map(|(gear, tensor_rank)| {
                 let (global_rank, name) = (gear.global_rank, gear.name.clone());
                 // If a worker ends early, no peer may wait for it in a communicator.
-                let meetings = gear.stages.iter().flat_map(|place| &place.tied).map(|t| t.place.clone()).collect();
+                let tied = gear.stages.iter().flat_map(|place| &place.tied).map(|t| t.place.clone()).collect();
                 let replicas = gear.stages.iter().map(|place| place.replicas.clone()).collect();
+                let all_reduces = gear.stages.iter().filter_map(|place| place.all_reduce.clone()).collect();
                 let shard_comms = gear.stages.iter().filter_map(|place| place.shard_comm.clone()).collect();
                 let shelves = gear.stages.iter().filter_map(|place| place.gradient_shards.clone()).collect();
                 let of_stages = gear.stages.iter().filter_map(|place| place.norms.as_ref());
                 let norms = gear.norms.iter().chain(of_stages).map(|norms| norms.place.clone()).collect();
                 let blame = exchange.as_ref().map(Exchange::blame);
-                let guard = AbandonGuard { replicas, shard_comms, shelves, tied: meetings, norms, blame, tensor_rank };
+                let guard =
+                    AbandonGuard { replicas, all_reduces, shard_comms, shelves, tied, norms, blame, tensor_rank };
                 let body = move || {
                     let outcome = worker::run(gear);
                     match (&outcome, &guard.blame) {
@@ -396,6 +399,7 @@ pub fn run_ranks(
 /// Fails all waits of peers for this worker, unless it finished.
 struct AbandonGuard {
     replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
+    all_reduces: Vec<Arc<dyn AllReduce>>,
     shard_comms: Vec<Arc<ShardComm>>,
     shelves: Vec<Arc<GradientShards>>,
     tied: Vec<Arc<TiedGradientComm>>,
@@ -410,6 +414,7 @@ impl Drop for AbandonGuard {
             blame.end("it panicked");
         }
         self.replicas.iter().for_each(|r| r.abandon());
+        self.all_reduces.iter().for_each(|a| a.abandon());
         self.shard_comms.iter().for_each(|b| b.abandon());
         self.shelves.iter().for_each(|s| s.abandon());
         self.tied.iter().for_each(|t| t.abandon());

@@ -80,7 +80,7 @@ struct State {
     /// The last round for which replicas of other processes have memory.
     lasts: Vec<Option<u32>>,
     /// Number of processes that have not added a replica's last gradient.
-    unadded: Vec<usize>,
+    not_added: Vec<usize>,
     /// True while a gradient of a replica of another process has come and is not added.
     is_early: Vec<bool>,
     sums: HashMap<Term, Sum>,
@@ -102,8 +102,8 @@ impl GradientShards {
     pub fn new(remote: RemoteReplicas) -> GradientShards {
         let (replicas, remote) = (remote.processes.len(), Arc::new(remote));
         let (owners, lasts) = (vec![None; replicas], vec![None; replicas]);
-        let (unadded, is_early) = (vec![0; replicas], vec![false; replicas]);
-        let state = State { owners, lasts, unadded, is_early, sums: HashMap::new(), is_abandoned: false };
+        let (not_added, is_early) = (vec![0; replicas], vec![false; replicas]);
+        let state = State { owners, lasts, not_added, is_early, sums: HashMap::new(), is_abandoned: false };
         let weights = WeightShards::new(remote.clone());
         let (state, changed, receiver) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
         GradientShards { weights, remote, state, changed, receiver }
@@ -120,7 +120,7 @@ impl GradientShards {
         if let Some(own) = self.lock().owners.get_mut(replica) {
             *own = Some(Owner { device: device.clone(), ledger: ledger.clone(), last });
         }
-        self.remote.tell_all(replica, || ShardMessage::Open { last });
+        self.remote.send_to_all(replica, || ShardMessage::Open { last });
         self.changed.notify_all();
     }
 
@@ -129,7 +129,7 @@ impl GradientShards {
         if let Some(Some(own)) = self.lock().owners.get_mut(replica) {
             own.last = last.max(own.last);
         }
-        self.remote.tell_all(replica, || ShardMessage::Open { last });
+        self.remote.send_to_all(replica, || ShardMessage::Open { last });
         self.changed.notify_all();
     }
 
@@ -168,7 +168,7 @@ impl GradientShards {
                 false => state.lasts[replica].is_some_and(|last| term.round <= last),
             };
             let is_free =
-                state.owners.iter().enumerate().all(has_room) && state.unadded.get(own).is_none_or(|of| *of == 0);
+                state.owners.iter().enumerate().all(has_room) && state.not_added.get(own).is_none_or(|of| *of == 0);
             let sum = state.sums.entry(term).or_default();
             if sum.added > before {
                 // Another process has added a gradient in the turn of this one.
@@ -181,8 +181,8 @@ impl GradientShards {
         };
         // Only the micro-batch whose turn it is touches the sum, so the lock can be released.
         let mut shares = state.sums.get_mut(&term).map(Sum::begin).unwrap_or_default();
-        if let Some(unadded) = state.unadded.get_mut(own) {
-            *unadded = others.len();
+        if let Some(not_added) = state.not_added.get_mut(own) {
+            *not_added = others.len();
         }
         drop(state);
         let dtype = accumulation_type(dtype);
@@ -240,7 +240,7 @@ impl GradientShards {
             self.end(term, shares);
             self.lock().is_early.get_mut(from).into_iter().for_each(|is_early| *is_early = false);
             if let Some(own) = (0..owners.len()).find(|replica| self.remote.is_here(*replica)) {
-                self.remote.tell(own, from, ShardMessage::Added { to: from });
+                self.remote.send_to(own, from, ShardMessage::Added { to: from });
             }
         }
     }
@@ -274,7 +274,7 @@ impl GradientShards {
 
     /// Another process has added a replica's last gradient.
     pub fn added_there(&self, replica: usize) {
-        self.lock().unadded.get_mut(replica).into_iter().for_each(|of| *of = of.saturating_sub(1));
+        self.lock().not_added.get_mut(replica).into_iter().for_each(|of| *of = of.saturating_sub(1));
         self.changed.notify_all();
     }
 

@@ -21,7 +21,7 @@ pub enum ShardMessage {
     /// The shard that replica `to` asked for.
     Shard { to: usize, shard: Arc<Buffer> },
     /// It does not read a version any more.
-    LetGo { version: u32 },
+    Release { version: u32 },
 }
 
 /// Sends a replica's message to a process.
@@ -56,12 +56,12 @@ impl RemoteReplicas {
     }
 
     /// Sends a message to all other processes.
-    pub fn tell_all(&self, from: usize, message: impl Fn() -> ShardMessage) {
+    pub fn send_to_all(&self, from: usize, message: impl Fn() -> ShardMessage) {
         self.others().into_iter().for_each(|process| (self.send)(process, from, message()));
     }
 
     /// Sends a message to the process of a replica.
-    pub fn tell(&self, from: usize, to: usize, message: ShardMessage) {
+    pub fn send_to(&self, from: usize, to: usize, message: ShardMessage) {
         if let Some(process) = self.process(to) {
             (self.send)(process, from, message);
         }

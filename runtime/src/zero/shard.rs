@@ -3,7 +3,7 @@
 //! Every parameter is divided by elements into contiguous ranges, one per replica and as even as possible. Gradients, optimizer
 //! state and master weights of a range are buffers of its size. A parameter shared with other stages is not sharded.
 
-use crate::comm::device_all_reduce::range;
+use crate::comm::all_reduce::range;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
@@ -18,7 +18,7 @@ pub struct ShardRange {
     replica: usize,
     replicas: usize,
     /// True for each parameter that is sharded.
-    is_dealt: Vec<bool>,
+    sharded: Vec<bool>,
     /// True if weights are sharded too (ZeRO 3).
     keeps: bool,
 }
@@ -26,12 +26,12 @@ pub struct ShardRange {
 impl ShardRange {
     /// No sharding.
     pub fn whole(parameters: usize) -> ShardRange {
-        ShardRange { replica: 0, replicas: 1, is_dealt: vec![false; parameters], keeps: false }
+        ShardRange { replica: 0, replicas: 1, sharded: vec![false; parameters], keeps: false }
     }
 
-    /// The shards of one replica, for parameters with `is_dealt`.
-    pub fn of(replica: usize, replicas: usize, is_dealt: Vec<bool>) -> ShardRange {
-        ShardRange { replica, replicas, is_dealt, keeps: false }
+    /// The shards of one replica, for parameters with `sharded`.
+    pub fn of(replica: usize, replicas: usize, sharded: Vec<bool>) -> ShardRange {
+        ShardRange { replica, replicas, sharded, keeps: false }
     }
 
     /// Shards the weights too (ZeRO 3).
@@ -73,11 +73,11 @@ impl ShardRange {
     }
 
     pub fn is_sharded(&self, parameter: usize) -> bool {
-        self.is_dealt.get(parameter).copied().unwrap_or(false)
+        self.sharded.get(parameter).copied().unwrap_or(false)
     }
 
     pub fn shards_any(&self) -> bool {
-        self.is_dealt.contains(&true)
+        self.sharded.contains(&true)
     }
 
     /// Byte range of this replica's shard in a tensor with the parameter's shape; `element` is the element size.

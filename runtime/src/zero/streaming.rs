@@ -117,14 +117,14 @@ impl ShardStream {
     }
 
     /// Releases a version for this replica.
-    pub fn let_go(&self, version: u32) {
-        self.gradient_shards.weights.let_go(version, self.share.replica());
+    pub fn release(&self, version: u32) {
+        self.gradient_shards.weights.release(version, self.share.replica());
     }
 
     /// Marks this replica's last backward of a round.
     pub fn end_round(&self, round: u32) {
         if self.ends_with_round {
-            self.let_go(round);
+            self.release(round);
         }
     }
 

@@ -48,7 +48,7 @@ impl State {
     }
 
     /// Releases a version for a replica. Returns false if it had done so.
-    fn let_go(&mut self, version: u32, replica: usize) -> bool {
+    fn release(&mut self, version: u32, replica: usize) -> bool {
         let Some(known) = self.versions.get_mut(&version) else { return false };
         let Some(is_gone) = known.is_gone.get_mut(replica).filter(|is_gone| !**is_gone) else { return false };
         *is_gone = true;
@@ -96,12 +96,12 @@ impl WeightShards {
     /// Sends a shard to a reader in another process. Returns false if it is not there.
     fn answer(&self, state: &State, (reader, owner): (usize, usize), version: u32, parameter: usize) -> bool {
         let Some(shard) = state.shard(version, parameter, owner) else { return false };
-        self.remote.tell(owner, reader, ShardMessage::Shard { to: reader, shard });
+        self.remote.send_to(owner, reader, ShardMessage::Shard { to: reader, shard });
         true
     }
 
     /// A replica of another process asks for a shard, which it receives once it is published.
-    pub fn ask(&self, reader: usize, owner: usize, version: u32, parameter: usize) {
+    pub fn request(&self, reader: usize, owner: usize, version: u32, parameter: usize) {
         let mut state = self.lock();
         if !self.answer(&state, (reader, owner), version, parameter) {
             state.asked.insert((reader, owner), (version, parameter));
@@ -119,17 +119,17 @@ impl WeightShards {
     }
 
     /// A replica of another process has released a version.
-    pub fn let_go_there(&self, version: u32, replica: usize) {
+    pub fn release_remote(&self, version: u32, replica: usize) {
         let mut state = self.lock();
         state.versions.entry(version).or_insert_with(|| Version::new(self.replicas()));
-        state.let_go(version, replica);
+        state.release(version, replica);
     }
 
     /// Releases a version for a replica. The last release frees it.
-    pub fn let_go(&self, version: u32, replica: usize) {
-        let is_new = self.lock().let_go(version, replica);
+    pub fn release(&self, version: u32, replica: usize) {
+        let is_new = self.lock().release(version, replica);
         if is_new {
-            self.remote.tell_all(replica, || ShardMessage::LetGo { version });
+            self.remote.send_to_all(replica, || ShardMessage::Release { version });
         }
     }
 
@@ -146,7 +146,7 @@ impl WeightShards {
         let mut state = self.lock();
         for &of in &there {
             state.expected.insert((reader, of), None);
-            self.remote.tell(reader, of, ShardMessage::Read { version, parameter, of });
+            self.remote.send_to(reader, of, ShardMessage::Read { version, parameter, of });
         }
         let shares: Vec<Arc<Buffer>> = loop {
             if state.is_abandoned {
@@ -203,12 +203,12 @@ mod tests {
             weight_shards.read(0, (3, 0), whole.region_mut(), &device).unwrap();
         });
         assert_eq!(whole.download().unwrap(), &[1, 2, 3, 4, 5][..]);
-        weight_shards.let_go(3, 0);
-        weight_shards.let_go(3, 0);
+        weight_shards.release(3, 0);
+        weight_shards.release(3, 0);
         weight_shards.read(0, (3, 0), whole.region_mut(), &device).unwrap();
         let refused = weight_shards.read(0, (3, 0), Buffer::host(4).region_mut(), &device);
         assert_eq!(refused, Err(CollectiveError::PeerLost));
-        weight_shards.let_go(3, 1);
+        weight_shards.release(3, 1);
         assert!(weight_shards.lock().versions.is_empty());
     }
 

@@ -30,12 +30,12 @@ pub struct ProcessArguments {
     /// File with the run token, a secret that all processes share [default: the variable PIPEC_RUN_TOKEN]. Required if other machines can reach the processes
     #[arg(long, value_name = "FILE", conflicts_with = "processes")]
     pub token_file: Option<PathBuf>,
-    /// Seconds to wait for all processes to connect
-    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
-    pub connect_timeout: Duration,
-    /// Seconds without a heartbeat after which a process counts as failed
-    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
-    pub deadline: Duration,
+    /// Seconds to wait for all processes to connect [default: 30]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub connect_timeout: Option<Duration>,
+    /// Seconds without a heartbeat after which a process counts as failed [default: 5]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub deadline: Option<Duration>,
     /// Maximum number of times to restart all processes when one of them dies
     #[arg(long, value_name = "N", default_value_t = 0, requires = "processes", value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub max_restarts: u32,

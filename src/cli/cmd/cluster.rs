@@ -213,7 +213,7 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
             hosts: Some(path.clone()),
             host: arguments.host,
             token_file: arguments.token_file.clone(),
-            connect_timeout: arguments.connect_timeout,
+            connect_timeout: Some(arguments.connect_timeout),
             environment: environment(),
             ..ProcessRequest::default()
         };

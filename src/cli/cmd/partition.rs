@@ -7,8 +7,7 @@ use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use compiler::export::quantity;
 use compiler::plan::problem::{CostModel, Target};
-use compiler::plan::read;
-use compiler::plan::schedule::Schedule;
+use compiler::plan::{Plan, read};
 use pipec::error::Error;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
@@ -78,7 +77,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", path.display()),
         _ => match request.options.target {
             Some(target) => export(&arguments.file, &path, custom, target),
-            None => next(&arguments.file, &path, custom, plan.schedule.kind, untrainable.is_some()),
+            None => next(&arguments.file, &path, custom, plan, untrainable.is_some()),
         },
     };
     screen.text(&format!("\n{wrote} {}", path.display()));
@@ -96,17 +95,22 @@ fn export(model: &Path, plan: &Path, custom: Option<&Path>, target: Target) -> S
 
 /// The next commands. A plan for a custom schedule needs the schedule file again, because the plan does not contain it.
 /// An inference pipeline is not trained.
-fn next(model: &Path, plan: &Path, custom: Option<&Path>, kind: Schedule, is_refused: bool) -> String {
-    let plan = plan.display();
+fn next(model: &Path, path: &Path, custom: Option<&Path>, plan: &Plan, is_refused: bool) -> String {
+    let path = path.display();
     let schedule = match custom {
         Some(file) => format!(" --schedule {}", file.display()),
         None if is_refused => " --schedule 1f1b".to_string(),
         None => String::new(),
     };
-    let mut text = format!("next: pipec simulate {plan}{}\n", if custom.is_some() { &schedule } else { "" });
-    let trains = kind.trains();
-    if trains && model.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
-        text += &format!("      pipec train {} --plan {plan}{schedule} --data train.npz\n", model.display());
+    let mut text = format!("next: pipec simulate {path}{}\n", if custom.is_some() { &schedule } else { "" });
+    if plan.schedule.kind.trains()
+        && model.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2")
+    {
+        let optimizer = match plan.optimizer.as_str() {
+            "" | "sgd" => String::new(),
+            other => format!(" --optimizer {other}"),
+        };
+        text += &format!("      pipec train {} --plan {path}{schedule}{optimizer} --data train.npz\n", model.display());
     }
     text
 }

@@ -167,7 +167,13 @@ pub fn of_groups(
         }
     });
     let of_groups = PlannerOptions { efficiency: efficiency.as_ref().map(|own| own as _), ..*options };
-    let mut planned = plan(asked, &of_groups)?;
+    let mut planned = plan(asked, &of_groups).map_err(|error| match error {
+        PlanError::Problem(ProblemError::TooManyReplicas { wanted, .. }) => {
+            let (degree, devices) = (costs.devices, problem.cluster.devices());
+            PlanError::Problem(ProblemError::TooManyGroups { wanted, degree, devices })
+        }
+        other => other,
+    })?;
     let plan = &mut planned.plan;
     plan.cluster.levels = problem.cluster.levels.clone();
     plan.cluster.devices = problem.cluster.devices();

@@ -351,10 +351,11 @@ impl DeviceMemory for GpuMemory {
         self.bytes
     }
 
-    fn download(&self, to: &mut [u8]) -> Result<(), DeviceError> {
-        // SAFETY: `Buffer::download` passes as many bytes as the memory has.
-        let copied =
-            self.gpu.bind().and_then(|()| unsafe { result::memcpy_dtoh_sync(&mut to[..self.bytes], self.address) });
+    fn download(&self, start: usize, to: &mut [u8]) -> Result<(), DeviceError> {
+        assert!(start <= self.bytes && to.len() <= self.bytes - start, "a range lies within its memory");
+        let from = self.address + start as u64;
+        // SAFETY: the memory has these bytes.
+        let copied = self.gpu.bind().and_then(|()| unsafe { result::memcpy_dtoh_sync(to, from) });
         copied.map_err(|error| self.gpu.failed(error))
     }
 

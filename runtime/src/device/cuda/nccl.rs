@@ -120,7 +120,7 @@ impl Transport for Nccl {
         // The first transfer connects both ends, and waits for it on the host.
         match end {
             LinkEnd::Sending => link.send(&*link.one_byte()?)?,
-            LinkEnd::Receiving => _ = link.receive(1, Role::Message)?,
+            LinkEnd::Receiving => _ = link.receive(1, 1, Role::Message)?,
         }
         link.lock().stream.finish()?;
         Ok(Arc::new(link))
@@ -192,12 +192,12 @@ impl TensorLink for NcclLink {
         state.stream.release(buffer)
     }
 
-    fn receive(&self, bytes: usize, role: Role) -> Result<Arc<Buffer>, DeviceError> {
+    fn receive(&self, bytes: usize, room: usize, role: Role) -> Result<Arc<Buffer>, DeviceError> {
         let mut state = self.lock();
         if state.comm.is_null() {
             return Err(self.lost());
         }
-        let mut buffer = state.pools[role as usize].take(bytes)?;
+        let mut buffer = state.pools[role as usize].take(room.max(bytes))?;
         if bytes == 0 {
             return Ok(buffer);
         }

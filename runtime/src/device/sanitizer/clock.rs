@@ -62,9 +62,11 @@ impl History {
         conflict
     }
 
-    /// The first write that is not known to be done.
-    pub fn unfinished_write(&self, done: &Clock) -> Option<Access> {
-        self.accesses().find(|access| access.is_write && !done.has(access.stream, access.count))
+    /// The first write of the range that is not known to be done.
+    pub fn unfinished_write(&self, range: &Range<usize>, done: &Clock) -> Option<Access> {
+        let overlaps = |of: &Range<usize>| of.start < range.end && range.start < of.end;
+        let is_open = |access: &Access| access.is_write && !done.has(access.stream, access.count);
+        self.accesses().find(|access| overlaps(&access.range) && is_open(access))
     }
 
     fn accesses(&self) -> impl Iterator<Item = Access> {
@@ -105,6 +107,7 @@ mod tests {
         assert_eq!(conflict(&mut history, access(2, 2, 4..5, false), &unknown), Some(1));
         assert_eq!(conflict(&mut history, access(3, 1, 4..5, false), &first), None);
         assert_eq!(conflict(&mut history, access(3, 2, 15..16, true), &first), Some(1));
-        assert!(history.unfinished_write(&first).is_some_and(|access| access.stream == 3));
+        assert!(history.unfinished_write(&(12..16), &first).is_some_and(|access| access.stream == 3));
+        assert!(history.unfinished_write(&(0..12), &first).is_none());
     }
 }

@@ -117,16 +117,17 @@ impl DeviceMemory for Handle {
         self.0.host.len()
     }
 
-    fn download(&self, to: &mut [u8]) -> Result<(), DeviceError> {
+    fn download(&self, start: usize, to: &mut [u8]) -> Result<(), DeviceError> {
+        let range = start..start + to.len();
         // Locked in the order of `Shared::access`.
         let shared = lock(&self.0.shared);
-        let unfinished = self.0.history().unfinished_write(&shared.done);
+        let unfinished = self.0.history().unfinished_write(&range, &shared.done);
         drop(shared);
         if let Some(write) = unfinished {
             let what = format!("the host reads a buffer before stream {} has written it", write.stream);
             return Err(DeviceError::Failed { device: NAME.to_string(), what });
         }
-        to.copy_from_slice(self.0.host.region().host()?);
+        to.copy_from_slice(self.0.host.region_of(range).host()?);
         Ok(())
     }
 }
