@@ -2,6 +2,7 @@
 //! tensors in rank order.
 
 pub mod all_reduce;
+pub mod chain;
 pub mod channel;
 pub mod communicator;
 pub mod device_all_reduce;

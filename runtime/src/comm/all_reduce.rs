@@ -13,7 +13,7 @@ use compiler::tensor::DType;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Limits of the bytes of a chunk; between them, this part of the bytes that a member reduces per round.
+/// Limits of the bytes of a chunk. Otherwise a chunk is `1 / CHUNK_PART` of the bytes that a member reduces per round.
 const LEAST_CHUNK: usize = 64 << 10;
 pub const MOST_CHUNK: usize = 4 << 20;
 const CHUNK_PART: usize = 128;

@@ -1,7 +1,7 @@
 //! A communicator: every member contributes a value, and every member receives all values in rank order.
 //!
-//! All-reduce over replicas uses it. Every replica adds the same terms in the same order, so all get bitwise equal
-//! results without a leader. If members are in several processes, each process has its own copy and forwards its
+//! Replicas of one process whose devices share memory all-reduce with it. Every replica adds the same terms in the same
+//! order, so all get bitwise equal results without a leader. If members are in several processes, each process has its own copy and forwards its
 //! contributions.
 
 use crate::device::error::DeviceError;

@@ -10,7 +10,9 @@
 //!
 //! If members keep only their shards of a sum, a chunk goes back no further than its owner.
 
-use crate::comm::all_reduce::{Addends, AllReduce, Collective, Parts, chunk_bytes, exclusive, range};
+use crate::comm::all_reduce::{Addends, AllReduce, Collective, Parts, chunk_bytes, exclusive};
+use crate::comm::chain::Direction::{Down, Up};
+use crate::comm::chain::{ChainMessage, Chunk, Content, Direction, Open, Refused, SendChainMessage};
 use crate::comm::communicator::{CollectiveError, PeerLost};
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
@@ -22,64 +24,14 @@ use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Interval at which a member looks whether its last chunks are sent.
-const POLL: Duration = Duration::from_micros(100);
+/// Shortest and longest interval at which a member checks whether chunks are sent.
+const POLL: [Duration; 2] = [Duration::from_micros(100), Duration::from_millis(5)];
 
-/// Along the chain.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// To the next member.
-    Up,
-    /// To the previous member.
-    Down,
-}
+/// Number of these checks after which a neighbour is refused that answers before it can have received a chunk.
+const MOST_CHECKS: u32 = 10_000;
 
-use Direction::{Down, Up};
-
-impl Direction {
-    /// The neighbour of a member, if there is one.
-    pub fn from(self, member: usize, members: usize) -> Option<usize> {
-        match self {
-            Up => Some(member + 1).filter(|next| *next < members),
-            Down => member.checked_sub(1),
-        }
-    }
-
-    fn back(self) -> Direction {
-        if self == Up { Down } else { Up }
-    }
-}
-
-/// A message to a neighbour.
-pub enum Content {
-    /// The sender has contributed.
-    Ready,
-    /// A chunk of a sum, `None` if no member so far has a term.
-    Chunk { chunk: usize, part: Option<Arc<Buffer>> },
-}
-
-/// A message along the chain.
-pub struct ChainMessage {
-    pub direction: Direction,
-    pub collective: Collective,
-    pub content: Content,
-}
-
-/// Sends a member's message to a process.
-pub type SendChainMessage = Box<dyn Fn(usize, usize, ChainMessage) + Send + Sync>;
-
-/// A message that was refused, or whose chunk the device could not add.
-#[derive(Debug, PartialEq)]
-pub enum Refused {
-    Unexpected,
-    Device(DeviceError),
-}
-
-impl From<DeviceError> for Refused {
-    fn from(fault: DeviceError) -> Refused {
-        Refused::Device(fault)
-    }
-}
+/// Maximum number of collectives to which neighbours of this process's members have contributed before these.
+const MOST_EARLY: usize = 1 << 16;
 
 /// A member of this process: its device, with a stream for its collectives.
 struct Member {
@@ -88,33 +40,8 @@ struct Member {
     chunk: usize,
     /// A chunk of another device. Allocated on first use.
     staging: Option<Buffer>,
-}
-
-/// A range of one sum.
-struct Chunk {
-    at: usize,
-    range: Range<usize>,
-    /// The only member that needs it, or that has it.
-    owner: Option<usize>,
-    /// True once this member's buffer holds a sum of terms.
-    is_there: bool,
-    /// What was received, in each direction.
-    received: [bool; 2],
-    /// The part that was sent up.
-    sent: Option<Arc<Buffer>>,
-}
-
-/// A collective of one member.
-struct Open {
-    parts: Vec<Option<Addends>>,
-    chunks: Vec<Chunk>,
-    /// Neighbours that have contributed, by direction, and the chunks to send there.
-    ready: [bool; 2],
-    waiting: [VecDeque<usize>; 2],
-    /// Messages still to be sent or received.
-    left: usize,
-    /// Parts that may not be sent yet.
-    sent: Vec<Arc<Buffer>>,
+    /// The last chunk from another process. While its sum is queued, the next one arrives in other memory.
+    last: Option<Arc<Buffer>>,
 }
 
 struct State {
@@ -137,80 +64,12 @@ pub struct PipelinedAllReduce {
     changed: Condvar,
 }
 
-impl Chunk {
-    /// True if a member receives the chunk from the opposite of `direction`.
-    fn arrives(&self, collective: Collective, direction: Direction, member: usize, members: usize) -> bool {
-        match (collective, direction) {
-            (Collective::AllReduce(_), Up) => member > 0,
-            (Collective::AllReduce(_), Down) => member + 1 < members && self.owner.is_none_or(|owner| owner <= member),
-            (Collective::AllGather(_), Up) => self.owner.is_some_and(|owner| owner < member),
-            (Collective::AllGather(_), Down) => self.owner.is_some_and(|owner| owner > member),
-        }
-    }
-
-    /// True if a member sends the chunk in `direction`: if its neighbour receives it.
-    fn leaves(&self, collective: Collective, direction: Direction, member: usize, members: usize) -> bool {
-        let neighbour = direction.from(member, members);
-        neighbour.is_some_and(|to| self.arrives(collective, direction, to, members))
-    }
-}
-
-impl Open {
-    fn new(collective: Collective, parts: Parts, chunk: usize, member: usize, members: usize) -> Open {
-        let mut chunks = Vec::new();
-        for (at, part) in parts.iter().enumerate() {
-            let Some(Addends { dtype, terms, sum, is_whole }) = part else { continue };
-            let is_sum = matches!(collective, Collective::AllReduce(_));
-            let shards: Vec<(Option<usize>, Range<usize>)> = match is_sum && *is_whole {
-                true => vec![(None, 0..sum.len())],
-                false => (0..members).map(|of| (Some(of), range(sum.len(), dtype.size(), of, members))).collect(),
-            };
-            for (owner, shard) in shards {
-                let is_there = if is_sum { !terms.is_empty() } else { owner == Some(member) };
-                chunks.extend(shard.clone().step_by(chunk).map(|start| Chunk {
-                    at,
-                    range: start..shard.end.min(start + chunk),
-                    owner,
-                    is_there,
-                    received: [false; 2],
-                    sent: None,
-                }));
-            }
-        }
-        let moves = |chunk: &Chunk| {
-            let of = |direction| {
-                usize::from(chunk.arrives(collective, direction, member, members))
-                    + usize::from(chunk.leaves(collective, direction, member, members))
-            };
-            of(Up) + of(Down)
-        };
-        let neighbours = [Up, Down].iter().filter(|direction| direction.from(member, members).is_some()).count();
-        let left = chunks.iter().map(moves).sum::<usize>() + neighbours;
-        Open { parts, chunks, ready: [false; 2], waiting: Default::default(), left, sent: Vec::new() }
-    }
-
-    fn sum(&self, chunk: usize) -> Option<&Addends> {
-        self.parts[self.chunks[chunk].at].as_ref()
-    }
-
-    /// Drops the parts that are sent. Returns true if all are.
-    fn is_sent(&mut self) -> bool {
-        for part in std::mem::take(&mut self.sent) {
-            match Arc::try_unwrap(part) {
-                Ok(part) => part.close_window(),
-                Err(part) => self.sent.push(part),
-            }
-        }
-        self.sent.is_empty()
-    }
-}
-
 impl Member {
     /// Adds a part to a range of `sum`, or copies it there.
     fn take(&mut self, part: &Arc<Buffer>, of: &Addends, range: Range<usize>, adds: bool) -> Result<(), DeviceError> {
-        let Member { context, ledger, chunk, staging } = self;
+        let Member { context, ledger, chunk, staging, .. } = self;
         // SAFETY: until the end of the collective, only messages of this chunk access the range: they are received one
-        // after another under a lock, and what was sent up is no longer read when the sum comes down (see `receive`).
+        // after another under a lock, and a window that was sent up is dropped before the sum comes down (see `receive`).
         // The stream acquired the buffer in `contribute`, and acquires the part below.
         let mut to = unsafe { exclusive(&of.sum, range) };
         if !adds {
@@ -266,11 +125,40 @@ impl PipelinedAllReduce {
 
     /// Handles a message from another process to a member of this one.
     pub fn arrive(&self, to: usize, message: ChainMessage) -> Result<(), Refused> {
-        let mut state = self.lock();
         if self.processes.get(to) != Some(&None) {
             return Err(Refused::Unexpected);
         }
-        self.deliver(&mut state, Local::from([(to, message)]))
+        let part = match &message.content {
+            Content::Chunk { chunk, part } => {
+                if message.direction == Down {
+                    self.wait_until_sent(to, message.collective, *chunk)?;
+                }
+                part.clone()
+            }
+            Content::Ready => None,
+        };
+        let mut state = self.lock();
+        self.deliver(&mut state, Local::from([(to, message)]))?;
+        if let Some(Some(own)) = state.members.get_mut(to).filter(|_| part.is_some()) {
+            own.last = part;
+        }
+        Ok(())
+    }
+
+    /// Waits until the thread that sent a chunk up has dropped it. A neighbour that answers has received it, so this takes
+    /// no time, unless the answer is false.
+    fn wait_until_sent(&self, to: usize, collective: Collective, chunk: usize) -> Result<(), Refused> {
+        for _ in 0..MOST_CHECKS {
+            let state = self.lock();
+            let known = state.open.get(&(to, collective)).and_then(|open| open.chunks.get(chunk));
+            let window = known.and_then(|known| known.sent_up.as_ref());
+            if state.is_abandoned || window.is_none_or(|window| Arc::strong_count(window) == 1) {
+                return Ok(());
+            }
+            drop(state);
+            std::thread::sleep(POLL[0]);
+        }
+        Err(Refused::Unexpected)
     }
 
     /// Handles messages to members of this process, and those that they cause.
@@ -285,7 +173,7 @@ impl PipelinedAllReduce {
                             open.left -= usize::from(!open.ready[back as usize]);
                             !std::mem::replace(&mut open.ready[back as usize], true)
                         }
-                        None => state.early.insert((to, collective, back)),
+                        None => state.early.len() < MOST_EARLY && state.early.insert((to, collective, back)),
                     };
                     if !is_new {
                         return Err(Refused::Unexpected);
@@ -316,7 +204,7 @@ impl PipelinedAllReduce {
         let known = &mut open.chunks[chunk];
         let is_sum = matches!(collective, Collective::AllReduce(_));
         // A sum goes back after the member's term went up, which it contains.
-        let is_early = is_sum && direction == Down && known.sent.is_none();
+        let is_early = is_sum && direction == Down && known.sent_up.is_none();
         let is_missing = part.is_none() && (known.is_there && direction == Down || !is_sum);
         if !known.arrives(collective, direction, to, members)
             || part.is_some_and(|part| part.len() != known.range.len())
@@ -326,18 +214,12 @@ impl PipelinedAllReduce {
         {
             return Err(Refused::Unexpected);
         }
+        // See `wait_until_sent`: no other thread reads the range.
         if direction == Down
-            && let Some(mut sent) = known.sent.take()
+            && let Some(mut window) = known.sent_up.take()
+            && Arc::get_mut(&mut window).is_none()
         {
-            // The neighbour has received and added it. So its transfer is done, and its sender is about to drop it.
-            let sent = loop {
-                match Arc::try_unwrap(sent) {
-                    Ok(sent) => break sent,
-                    Err(held) => sent = held,
-                }
-                std::thread::yield_now();
-            };
-            sent.close_window();
+            return Err(Refused::Unexpected);
         }
         if let Some(part) = part {
             own.take(part, of, known.range.clone(), is_sum && direction == Up && known.is_there)?;
@@ -374,10 +256,10 @@ impl PipelinedAllReduce {
                     part = Some(Arc::new(window));
                 }
                 // Without a term, an empty buffer remembers that the chunk went up.
-                let sent = part.clone().unwrap_or_else(|| Arc::new(Buffer::empty()));
+                let window = part.clone().unwrap_or_else(|| Arc::new(Buffer::empty()));
                 match (direction, collective) {
-                    (Up, Collective::AllReduce(_)) => open.chunks[chunk].sent = Some(sent),
-                    _ => open.sent.push(sent),
+                    (Up, Collective::AllReduce(_)) => open.chunks[chunk].sent_up = Some(window),
+                    _ => open.sent.push(window),
                 }
                 open.left -= 1;
                 let content = Content::Chunk { chunk, part };
@@ -387,9 +269,9 @@ impl PipelinedAllReduce {
         if open.left == 0 {
             let sums = open.parts.iter().flatten().map(|of| &of.sum);
             sums.into_iter().try_for_each(|sum| own.context.stream.release(sum))?;
-            // Those whose sum stays above.
-            let sent: Vec<Arc<Buffer>> = open.chunks.iter_mut().filter_map(|chunk| chunk.sent.take()).collect();
-            open.sent.extend(sent);
+            // The sums of these chunks are for members above, and do not come down.
+            let others: Vec<Arc<Buffer>> = open.chunks.iter_mut().filter_map(|chunk| chunk.sent_up.take()).collect();
+            open.sent.extend(others);
         }
         Ok(())
     }
@@ -413,7 +295,7 @@ impl AllReduce for PipelinedAllReduce {
         ledger: &Arc<MemoryCounter>,
     ) -> Result<(), DeviceError> {
         let context = DeviceContext::new(device.clone(), Arc::default())?;
-        let own = Member { context, ledger: ledger.clone(), chunk: chunk_bytes(bytes), staging: None };
+        let own = Member { context, ledger: ledger.clone(), chunk: chunk_bytes(bytes), staging: None, last: None };
         if let Some(place) = self.lock().members.get_mut(member) {
             *place = Some(own);
         }
@@ -453,20 +335,19 @@ impl AllReduce for PipelinedAllReduce {
     }
 
     fn wait(&self, collective: Collective, member: usize) -> Result<(), CollectiveError> {
-        let mut state = self.lock();
+        let (mut state, mut poll) = (self.lock(), POLL[0]);
         loop {
-            if state.is_abandoned {
-                return Err(PeerLost.into());
-            }
-            let key = (member, collective);
-            let Some(open) = state.open.get_mut(&key) else { return Err(PeerLost.into()) };
-            if open.left > 0 {
+            let State { members, open, is_abandoned, .. } = &mut *state;
+            let own = open.get_mut(&(member, collective)).filter(|_| !*is_abandoned).ok_or(PeerLost)?;
+            if own.left > 0 {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-            } else if open.is_sent() {
-                state.open.remove(&key);
+            } else if own.drop_sent() {
+                open.remove(&(member, collective));
+                members[member].iter_mut().for_each(|own| own.last = None);
                 return Ok(());
             } else {
-                state = self.changed.wait_timeout(state, POLL).unwrap_or_else(PoisonError::into_inner).0;
+                state = self.changed.wait_timeout(state, poll).unwrap_or_else(PoisonError::into_inner).0;
+                poll = (poll * 2).min(POLL[1]);
             }
         }
     }
@@ -480,6 +361,7 @@ impl AllReduce for PipelinedAllReduce {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::all_reduce::range;
     use crate::device::cpu::device::cpu;
     use crate::device::sanitizer::device::sanitizer;
     use compiler::tensor::DType;
@@ -510,16 +392,13 @@ mod tests {
     /// A message to a member of another process.
     type Sent = (usize, ChainMessage);
 
-    /// The all-reduces of all processes, whose threads carry the messages as copies in host memory.
+    /// The all-reduces of all processes, with the messages to each.
     fn processes(places: &[usize]) -> Vec<(Arc<PipelinedAllReduce>, Receiver<Sent>)> {
         let count = places.iter().max().unwrap() + 1;
         let (senders, receivers): (Vec<Sender<Sent>>, Vec<_>) = (0..count).map(|_| unbounded()).unzip();
         let of = |(own, receiver)| {
             let (senders, members) = (senders.clone(), places.len());
-            let send: SendChainMessage = Box::new(move |process: usize, from, mut message: ChainMessage| {
-                if let Content::Chunk { part: Some(part), .. } = &mut message.content {
-                    *part = Arc::new(Buffer::host_copy(&part.download().unwrap()));
-                }
+            let send: SendChainMessage = Box::new(move |process: usize, from, message: ChainMessage| {
                 let to = message.direction.from(from, members).unwrap();
                 let _ = senders[process].send((to, message));
             });
@@ -578,9 +457,12 @@ mod tests {
             for (own, receiver) in &all {
                 scope.spawn(move || {
                     while !own.lock().is_abandoned {
-                        if let Ok((to, message)) = receiver.recv_timeout(Duration::from_millis(5)) {
-                            own.arrive(to, message).unwrap();
+                        let Ok((to, mut message)) = receiver.recv_timeout(Duration::from_millis(5)) else { continue };
+                        // The sender's window is dropped before the answer, but not before the collective may be done.
+                        if let Content::Chunk { part: Some(part), .. } = &mut message.content {
+                            *part = Arc::new(Buffer::host_copy(&part.download().unwrap()));
                         }
+                        own.arrive(to, message).unwrap();
                     }
                 });
             }

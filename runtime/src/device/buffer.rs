@@ -1,7 +1,7 @@
 //! Buffers of device memory. Host memory is aligned for vector kernels.
 
 use crate::device::error::DeviceError;
-use crate::device::event::{DeviceEvent, Event};
+use crate::device::event::Event;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::region::{Region, RegionMut};
 use compiler::pass::memory::ALIGNMENT;
@@ -121,20 +121,11 @@ impl Buffer {
         Buffer::of(Memory::Part(whole, range.start), bytes)
     }
 
-    /// A range of a buffer, with events of its own. So streams that acquire it do not wait for work on other ranges.
-    /// [`Buffer::close_window`] ends it.
+    /// A range of a buffer, with events of its own. So streams that acquire it do not wait for work on other ranges. The
+    /// buffer gets these events when the window is dropped.
     pub fn window(whole: Arc<Buffer>, range: Range<usize>) -> Buffer {
         let bytes = whole.region_of(range.clone()).len();
         Buffer::of(Memory::Window(whole, range.start), bytes)
-    }
-
-    /// Adds the events of a window to its buffer, which may have later ones of the same streams.
-    pub fn close_window(self) {
-        if let Memory::Window(whole, _) = &self.memory {
-            let mut events = whole.with_events().events.lock().unwrap_or_else(PoisonError::into_inner);
-            events.retain(|earlier| !earlier.has_occurred());
-            events.extend(self.events().into_iter().filter(|event| !event.has_occurred()));
-        }
     }
 
     /// The buffer that this is a range of.
@@ -254,21 +245,23 @@ impl Buffer {
         }
     }
 
-    /// Adds work to those that [`Buffer::events`] returns. Work that is done is dropped, and earlier work of the same stream.
+    /// Adds work to those that [`Buffer::events`] returns. Of the work of a stream, the latest stays. Work that is done is
+    /// dropped.
     pub fn add_event(&self, event: Event) {
         let mut events = self.with_events().events.lock().unwrap_or_else(PoisonError::into_inner);
-        let stream = |event: &Event| event.device_event().map(DeviceEvent::stream);
-        events.retain(|earlier| stream(earlier) != stream(&event) && !earlier.has_occurred());
-        events.push(event);
+        if !events.iter().any(|known| known.includes(&event)) {
+            events.retain(|known| !event.includes(known) && !known.has_occurred());
+            events.push(event);
+        }
     }
 
     pub fn events(&self) -> Vec<Event> {
         self.with_events().events.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Overwrites a host buffer of this length. Panics for other memory.
+    /// Overwrites the start of a host buffer. Panics for other memory, or if it is shorter.
     pub fn fill_host(&mut self, bytes: &[u8]) {
-        self.bytes_mut().copy_from_slice(bytes);
+        self.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
     }
 
     /// The bytes of a host buffer. Panics for other memory.
@@ -280,8 +273,10 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         self.release_slot();
-        if let Memory::Device(memory) = &self.memory {
-            memory.free_after(&self.events());
+        match &self.memory {
+            Memory::Device(memory) => memory.free_after(&self.events()),
+            Memory::Window(whole, _) => self.events().into_iter().for_each(|event| whole.add_event(event)),
+            Memory::Host(_) | Memory::Part(..) => {}
         }
     }
 }

@@ -3,11 +3,16 @@
 use crate::device::error::DeviceError;
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// A point in a stream.
 #[derive(Clone)]
-pub struct Event(Option<Arc<dyn DeviceEvent>>);
+pub struct Event {
+    event: Option<Arc<dyn DeviceEvent>>,
+    /// Position among all events, in the order in which they were recorded.
+    number: u64,
+}
 
 /// An event of a device whose streams run asynchronously.
 pub trait DeviceEvent: Any + Send + Sync {
@@ -22,15 +27,23 @@ pub trait DeviceEvent: Any + Send + Sync {
 
 impl Event {
     /// An event that has occurred.
-    pub const OCCURRED: Event = Event(None);
+    pub const OCCURRED: Event = Event { event: None, number: 0 };
 
+    /// An event that has just been recorded.
     pub fn new(event: Arc<dyn DeviceEvent>) -> Event {
-        Event(Some(event))
+        static RECORDED: AtomicU64 = AtomicU64::new(1);
+        Event { event: Some(event), number: RECORDED.fetch_add(1, Ordering::Relaxed) }
     }
 
     /// The device's event; `None` if it has occurred.
     pub fn device_event(&self) -> Option<&dyn DeviceEvent> {
-        self.0.as_deref()
+        self.event.as_deref()
+    }
+
+    /// True if both are of one stream, and `other` does not occur after this event.
+    pub fn includes(&self, other: &Event) -> bool {
+        let stream = |event: &Event| event.device_event().map(DeviceEvent::stream);
+        stream(self) == stream(other) && self.number >= other.number
     }
 
     pub fn has_occurred(&self) -> bool {

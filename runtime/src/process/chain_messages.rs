@@ -2,13 +2,13 @@
 
 use crate::comm::all_reduce::AllReduce;
 use crate::comm::all_reduce::{Collective, MOST_CHUNK};
-use crate::comm::pipelined_all_reduce::{ChainMessage, Content, Direction, PipelinedAllReduce, Refused};
+use crate::comm::chain::{ChainMessage, Content, Direction, Refused};
+use crate::comm::pipelined_all_reduce::PipelinedAllReduce;
 use crate::device::buffer::Buffer;
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
 use crate::process::recv_buffers::Ring;
 use crate::process::router::ContributionSink;
-use std::io::ErrorKind;
 use std::sync::Arc;
 
 /// Appends a message to `head`, and its chunk to `bodies`. Returns the number of the collective.
@@ -63,7 +63,7 @@ impl ContributionSink for ChainMessages {
         let message = ChainMessage { direction, collective, content };
         self.all_reduce.arrive(to, message).map_err(|refused| match refused {
             Refused::Unexpected => invalid("a chunk"),
-            Refused::Device(fault) => FrameError::System { kind: ErrorKind::Other, why: fault.to_string() },
+            Refused::Device(fault) => FrameError::device(fault),
         })
     }
 

@@ -1,6 +1,7 @@
 //! A connection to another process: a thread that writes a queue, and a reader with a deadline.
 //!
-//! A worker never waits for a connection: it queues, and the program bounds the queue. The writer sends a heartbeat
+//! A worker queues and does not wait for the connection, except for the last chunks of an all-reduce. The program bounds the
+//! queue. The writer sends a heartbeat
 //! every second. The reader gives up when nothing has arrived within the deadline, or when the run is over.
 
 use crate::comm::channel::{Disconnected, Message, RemoteEnd};
@@ -119,7 +120,7 @@ pub fn write(
                 return Ok(());
             }
         }
-        // Its reader may answer, and the answer may replace its tensors.
+        // Its tensors are free now. Their memory may be overwritten by the answer of the reader, which waits for this.
         drop(frame);
         if Instant::now() >= next {
             if to.write(Kind::Heartbeat, &[&beat()]).is_err() {

@@ -4,10 +4,11 @@
 
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::barrier::MinibatchBarrier;
+use crate::comm::chain::SendChainMessage;
 use crate::comm::channel;
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
-use crate::comm::pipelined_all_reduce::{PipelinedAllReduce, SendChainMessage};
+use crate::comm::pipelined_all_reduce::PipelinedAllReduce;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::stage_code::StageCode;

@@ -14,6 +14,7 @@
 //! Truncated, corrupt, repeated and missing frames are detected. No frame makes the reader allocate more than the
 //! caller's limit, or more than has arrived plus one chunk.
 
+use crate::device::error::DeviceError;
 use crc32fast::Hasher;
 use std::io::{self, ErrorKind, Read, Write};
 use thiserror::Error;
@@ -50,6 +51,15 @@ pub enum FrameError {
     Unexpected { kind: Kind },
     #[error("{why}")]
     System { kind: ErrorKind, why: String },
+    /// The device of this process failed at what the frame brought.
+    #[error("{what}")]
+    Device { what: String },
+}
+
+impl FrameError {
+    pub fn device(fault: DeviceError) -> FrameError {
+        FrameError::Device { what: fault.to_string() }
+    }
 }
 
 macro_rules! kinds {

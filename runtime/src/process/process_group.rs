@@ -341,6 +341,8 @@ pub fn verdict(
         FrameError::Closed | FrameError::Cut | FrameError::System { .. } => {
             Some(LinkError::Lost { process, peer, doing, fault })
         }
+        // Not the peer's fault.
+        FrameError::Device { what } => Some(LinkError::Ended { process: None, what }),
         fault => Some(LinkError::Broken { process, peer, fault }),
     }
 }

@@ -1,13 +1,11 @@
 //! Receive buffers for messages from other processes, reused once their readers release them.
 
 use crate::device::buffer::Buffer;
-use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::tensor_link::{Role, TensorLink};
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
 use std::collections::HashMap;
-use std::io::ErrorKind;
 use std::sync::Arc;
 
 /// All buffers of one connection, by size. Their number is the maximum in use at once, which the program bounds.
@@ -31,7 +29,7 @@ impl Ring {
         self.tensor_within(fields, bytes, bytes, what)
     }
 
-    /// The next tensor of a frame, which a link receives in a buffer of `room` bytes.
+    /// The next tensor of a frame, in a buffer of `room` bytes.
     pub fn tensor_within(
         &mut self,
         fields: &mut Fields<'_>,
@@ -39,14 +37,11 @@ impl Ring {
         room: usize,
         what: &'static str,
     ) -> Result<Arc<Buffer>, FrameError> {
-        let failed = |error: DeviceError| FrameError::System { kind: ErrorKind::Other, why: error.to_string() };
-        match &self.link {
-            Some(link) => {
-                let buffer = link.receive(bytes, room, self.role).map_err(failed)?;
-                Ok(if room == bytes { buffer } else { Arc::new(Buffer::part(buffer, 0..bytes)) })
-            }
-            None => Ok(self.copy_of(fields.bytes(bytes, what)?)),
-        }
+        let buffer = match &self.link {
+            Some(link) => link.receive(bytes, room, self.role).map_err(FrameError::device)?,
+            None => self.copy_of(fields.bytes(bytes, what)?, room),
+        };
+        Ok(if room == bytes { buffer } else { Arc::new(Buffer::part(buffer, 0..bytes)) })
     }
 
     /// The next tensor of a frame. Host memory is counted by `ledger` and freed after use; a link counts and keeps its own.
@@ -65,12 +60,12 @@ impl Ring {
         Ok(Arc::new(buffer))
     }
 
-    /// A copy of these bytes in host memory, in a buffer that only the ring and the caller hold.
-    fn copy_of(&mut self, bytes: &[u8]) -> Arc<Buffer> {
-        let made = self.made.entry(bytes.len()).or_default();
+    /// A copy of these bytes in host memory, in a buffer of `room` bytes that only the ring and the caller hold.
+    fn copy_of(&mut self, bytes: &[u8], room: usize) -> Arc<Buffer> {
+        let made = self.made.entry(room).or_default();
         let free = made.iter_mut().position(|buffer| Arc::get_mut(buffer).is_some());
         // The least recently used buffer is the next to become free.
-        let mut buffer = free.map_or_else(|| Arc::new(Buffer::host(bytes.len())), |at| made.remove(at));
+        let mut buffer = free.map_or_else(|| Arc::new(Buffer::host(room)), |at| made.remove(at));
         if let Some(own) = Arc::get_mut(&mut buffer) {
             own.fill_host(bytes);
         }
@@ -86,11 +81,11 @@ mod tests {
     #[test]
     fn what_nobody_reads_is_filled_again() {
         let mut ring = Ring::default();
-        let first = ring.copy_of(b"abc");
-        let second = ring.copy_of(b"def");
+        let first = ring.copy_of(b"abc", 3);
+        let second = ring.copy_of(b"def", 3);
         let address = first.region().address();
         drop(first);
-        let third = ring.copy_of(b"ghi");
+        let third = ring.copy_of(b"ghi", 3);
         let bytes = |buffer: &Buffer| buffer.download().unwrap().to_vec();
         assert_eq!((third.region().address(), bytes(&second), bytes(&third)), (address, b"def".into(), b"ghi".into()));
     }

@@ -12,7 +12,6 @@ use crate::zero::gradient_shards::{Arrival, GradientShards, Term};
 use crate::zero::remote_replicas::ShardMessage;
 use crate::zero::shard::ShardRange;
 use compiler::tensor::DType;
-use std::io::ErrorKind;
 use std::sync::Arc;
 
 /// Appends a message to `head`, and its tensors to `bodies`.
@@ -122,9 +121,7 @@ impl ContributionSink for ShardMessages {
                 let arrival = Arrival { from, dtype: form.dtype, parts };
                 self.shards.arrive(Term { round, term }, before, arrival).map_err(|error| match error {
                     CollectiveError::PeerLost => invalid("a gradient"),
-                    CollectiveError::Device(fault) => {
-                        FrameError::System { kind: ErrorKind::Other, why: fault.to_string() }
-                    }
+                    CollectiveError::Device(fault) => FrameError::device(fault),
                 })?;
             }
             2 => {

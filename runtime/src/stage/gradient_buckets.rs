@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// A replica's contribution to an all-reduce.
 pub struct ReplicaGradients {
     /// Sum of each gradient term over this replica's micro-batches; none if it had none, or if the term is in another
-    /// bucket.
+    /// bucket. An empty buffer stands for one that is all-reduced in place.
     pub terms: Vec<Option<Arc<Buffer>>>,
     /// Moving-average samples, by micro-batch.
     pub samples: Vec<Samples>,

@@ -64,7 +64,7 @@ pub struct StageSetup<'a> {
     pub states: Vec<Buffer>,
     pub buckets: u32,
     pub replicas: Arc<Communicator<ReplicaGradients>>,
-    /// Sums the replicas' gradients in place, if their devices can.
+    /// Sums the replicas' gradients in place, if they can.
     pub all_reduce: Option<Arc<dyn AllReduce>>,
     /// The replica's parameter shards.
     pub share: ShardRange,

@@ -167,7 +167,8 @@ fn global(rank: GroupRank, workers: &[usize]) -> Vec<usize> {
     workers.iter().map(|worker| rank.global(*worker)).collect()
 }
 
-/// The gradient all-reduce of a stage's replicas.
+/// What a stage's replicas exchange in each round: gradients, or with an all-reduce in place only which ones there are; and
+/// samples of moving averages.
 fn replicas(
     training: &TrainJob<'_>,
     stage: usize,
@@ -182,7 +183,8 @@ fn replicas(
     meeting(context, &members, form, collectives(program, stage))
 }
 
-/// The all-reduce in place of a stage's replicas: those of several processes have one, others if their devices can.
+/// The all-reduce in place of a stage's replicas. Replicas in several processes always have one; those of one process have
+/// one if their devices can access each other's memory.
 fn of_replicas(
     program: &Program,
     stage: usize,
@@ -339,7 +341,7 @@ fn ties(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<Ve
         let workers: Vec<usize> = members.iter().map(|(worker, _)| *worker).collect();
         let place = meeting(context, &workers, || terms(training, name), u64::from(program.items) + 2)?;
         let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
-        // Tied gradients of other processes are in the host's memory.
+        // Tied gradients may come from other processes, as whole buffers.
         let all_reduce = if context.exchange.is_some() { None } else { between_devices(context, &workers)? };
         ties.push(Tie { name: name.to_string(), members, place, holders, all_reduce });
     }

@@ -1,0 +1,154 @@
+//! The messages and chunks of an all-reduce along a chain: see [`super::pipelined_all_reduce`].
+
+use crate::comm::all_reduce::{Addends, Collective, Parts, range};
+use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Along the chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// To the next member.
+    Up,
+    /// To the previous member.
+    Down,
+}
+
+use Direction::{Down, Up};
+
+impl Direction {
+    /// The neighbour of a member, if there is one.
+    pub fn from(self, member: usize, members: usize) -> Option<usize> {
+        match self {
+            Up => Some(member + 1).filter(|next| *next < members),
+            Down => member.checked_sub(1),
+        }
+    }
+
+    pub fn back(self) -> Direction {
+        if self == Up { Down } else { Up }
+    }
+}
+
+/// A message to a neighbour.
+pub enum Content {
+    /// The sender has contributed.
+    Ready,
+    /// A chunk of a sum, `None` if no member so far has a term.
+    Chunk { chunk: usize, part: Option<Arc<Buffer>> },
+}
+
+/// A message along the chain.
+pub struct ChainMessage {
+    pub direction: Direction,
+    pub collective: Collective,
+    pub content: Content,
+}
+
+/// Sends a member's message to a process.
+pub type SendChainMessage = Box<dyn Fn(usize, usize, ChainMessage) + Send + Sync>;
+
+/// A message that was refused, or whose chunk the device could not add.
+#[derive(Debug, PartialEq)]
+pub enum Refused {
+    Unexpected,
+    Device(DeviceError),
+}
+
+impl From<DeviceError> for Refused {
+    fn from(fault: DeviceError) -> Refused {
+        Refused::Device(fault)
+    }
+}
+
+/// A range of one sum.
+pub(super) struct Chunk {
+    pub at: usize,
+    pub range: Range<usize>,
+    /// The only member that needs it, or that has it.
+    pub owner: Option<usize>,
+    /// True once this member's buffer holds a sum of terms.
+    pub is_there: bool,
+    /// What was received, in each direction.
+    pub received: [bool; 2],
+    /// The window that was sent up.
+    pub sent_up: Option<Arc<Buffer>>,
+}
+
+/// A collective of one member.
+pub(super) struct Open {
+    pub parts: Vec<Option<Addends>>,
+    pub chunks: Vec<Chunk>,
+    /// Neighbours that have contributed, by direction, and the chunks to send there.
+    pub ready: [bool; 2],
+    pub waiting: [VecDeque<usize>; 2],
+    /// Messages still to be sent or received.
+    pub left: usize,
+    /// Windows that were sent; those that others hold wait to be sent, or to be read.
+    pub sent: Vec<Arc<Buffer>>,
+}
+
+impl Chunk {
+    /// True if a member receives the chunk from the opposite of `direction`.
+    pub fn arrives(&self, collective: Collective, direction: Direction, member: usize, members: usize) -> bool {
+        match (collective, direction) {
+            (Collective::AllReduce(_), Up) => member > 0,
+            (Collective::AllReduce(_), Down) => member + 1 < members && self.owner.is_none_or(|owner| owner <= member),
+            (Collective::AllGather(_), Up) => self.owner.is_some_and(|owner| owner < member),
+            (Collective::AllGather(_), Down) => self.owner.is_some_and(|owner| owner > member),
+        }
+    }
+
+    /// True if a member sends the chunk in `direction`: if its neighbour receives it.
+    pub fn leaves(&self, collective: Collective, direction: Direction, member: usize, members: usize) -> bool {
+        let neighbour = direction.from(member, members);
+        neighbour.is_some_and(|to| self.arrives(collective, direction, to, members))
+    }
+}
+
+impl Open {
+    pub fn new(collective: Collective, parts: Parts, chunk: usize, member: usize, members: usize) -> Open {
+        let mut chunks = Vec::new();
+        for (at, part) in parts.iter().enumerate() {
+            let Some(Addends { dtype, terms, sum, is_whole }) = part else { continue };
+            let is_sum = matches!(collective, Collective::AllReduce(_));
+            let shards: Vec<(Option<usize>, Range<usize>)> = match is_sum && *is_whole {
+                true => vec![(None, 0..sum.len())],
+                false => (0..members).map(|of| (Some(of), range(sum.len(), dtype.size(), of, members))).collect(),
+            };
+            for (owner, shard) in shards {
+                let is_there = if is_sum { !terms.is_empty() } else { owner == Some(member) };
+                chunks.extend(shard.clone().step_by(chunk).map(|start| Chunk {
+                    at,
+                    range: start..shard.end.min(start + chunk),
+                    owner,
+                    is_there,
+                    received: [false; 2],
+                    sent_up: None,
+                }));
+            }
+        }
+        let moves = |chunk: &Chunk| {
+            let of = |direction| {
+                usize::from(chunk.arrives(collective, direction, member, members))
+                    + usize::from(chunk.leaves(collective, direction, member, members))
+            };
+            of(Up) + of(Down)
+        };
+        let neighbours = [Up, Down].iter().filter(|direction| direction.from(member, members).is_some()).count();
+        let left = chunks.iter().map(moves).sum::<usize>() + neighbours;
+        Open { parts, chunks, ready: [false; 2], waiting: Default::default(), left, sent: Vec::new() }
+    }
+
+    pub fn sum(&self, chunk: usize) -> Option<&Addends> {
+        self.parts[self.chunks[chunk].at].as_ref()
+    }
+
+    /// Drops the windows that nobody else holds. Returns true if none are left.
+    pub fn drop_sent(&mut self) -> bool {
+        self.sent.retain_mut(|window| Arc::get_mut(window).is_none());
+        self.sent.is_empty()
+    }
+}
