@@ -179,6 +179,10 @@ impl ProcessRole {
         if arguments.spawn {
             return Ok(ProcessRole::Parent);
         }
+        if arguments.max_restarts > 0 {
+            return Err(Error::input("`--max-restarts` requires `--processes`")
+                .with_help("processes that are started elsewhere are restarted there: with `--checkpoint-dir` and `--resume` they continue"));
+        }
         if let Some(path) = &arguments.hosts {
             let text = input::text(path, MOST_BYTES)?;
             let cluster = cluster::from_toml(&text, path)?;

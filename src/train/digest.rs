@@ -20,16 +20,13 @@ pub fn digests(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement
     };
     let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
     let sharding = prepared.sharing.as_ref().map_or_else(String::new, |sharing| sharing.describe(training.codes));
-    // The ranks of a group must update unsharded parameters alike.
-    let devices = if placement.has_split_groups() { arithmetic(task.devices) } else { BTreeSet::new() };
     // With different settings, parts of a checkpoint would be missing.
     let cuts = task.keeping.as_ref().map(|keeping| keeping.every);
-    vec![
+    let mut all = vec![
         of("the versions of pipec", &text(env!("CARGO_PKG_VERSION").to_string())),
         of("the models", &text(hash(prepared.graph()))),
         of("the plans or schedules", &text(training.program.to_string())),
         of("the tensor-parallel degrees or shardings", &text(sharding)),
-        of("the processors or libraries of tensor-parallel groups", &text(format!("{devices:?}"))),
         of("the optimizers or learning rates", &text(format!("{:?}", training.optimizer))),
         of("the gradient clipping, statistics, staleness or loss scaling", &text(format!("{:?}", training.policy))),
         of("the batch sizes", &text(prepared.batch.to_string())),
@@ -43,7 +40,13 @@ pub fn digests(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement
         }),
         of("the checkpoints", &text(prepared.first().to_string())),
         ("the data".to_string(), *prepared.data_digest()),
-    ]
+    ];
+    // The ranks of a group must update unsharded parameters alike.
+    if placement.has_split_groups() {
+        let devices = arithmetic(task.devices);
+        all.push(of("the processors or libraries of tensor-parallel groups", &text(format!("{devices:?}"))));
+    }
+    all
 }
 
 fn arithmetic(devices: &[Arc<dyn Device>]) -> BTreeSet<String> {

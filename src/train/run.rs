@@ -90,7 +90,7 @@ pub fn train(mut request: TrainRequest, events: &dyn EventSink) -> Result<Option
         match once(&request, &role, restarts, (events, process_events)) {
             Err(error) if error.is_retryable() && restarts < max_restarts => {
                 restarts += 1;
-                events.warn(&format!("{}; restart {restarts} of {max_restarts}", error.line()));
+                events.warn(&format!("restart {restarts} of {max_restarts}: {}", error.line()));
             }
             done => return done,
         }

@@ -78,7 +78,7 @@ pub(super) struct Chunk {
 }
 
 /// A collective of one member.
-pub(super) struct Open {
+pub(super) struct OpenCollective {
     pub parts: Vec<Option<Addends>>,
     pub chunks: Vec<Chunk>,
     /// Neighbours that have contributed, by direction, and the chunks to send there.
@@ -108,8 +108,8 @@ impl Chunk {
     }
 }
 
-impl Open {
-    pub fn new(collective: Collective, parts: Parts, chunk: usize, member: usize, members: usize) -> Open {
+impl OpenCollective {
+    pub fn new(collective: Collective, parts: Parts, chunk: usize, member: usize, members: usize) -> OpenCollective {
         let mut chunks = Vec::new();
         for (at, part) in parts.iter().enumerate() {
             let Some(Addends { dtype, terms, sum, is_whole }) = part else { continue };
@@ -139,7 +139,7 @@ impl Open {
         };
         let neighbours = [Up, Down].iter().filter(|direction| direction.from(member, members).is_some()).count();
         let left = chunks.iter().map(moves).sum::<usize>() + neighbours;
-        Open { parts, chunks, ready: [false; 2], waiting: Default::default(), left, sent: Vec::new() }
+        OpenCollective { parts, chunks, ready: [false; 2], waiting: Default::default(), left, sent: Vec::new() }
     }
 
     pub fn sum(&self, chunk: usize) -> Option<&Addends> {

@@ -12,7 +12,7 @@
 
 use crate::comm::all_reduce::{Addends, AllReduce, Collective, Parts, chunk_bytes, exclusive};
 use crate::comm::chain::Direction::{Down, Up};
-use crate::comm::chain::{ChainMessage, Chunk, Content, Direction, Open, Refused, SendChainMessage};
+use crate::comm::chain::{ChainMessage, Chunk, Content, Direction, OpenCollective, Refused, SendChainMessage};
 use crate::comm::communicator::{CollectiveError, PeerLost};
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
@@ -46,7 +46,7 @@ struct Member {
 
 struct State {
     members: Vec<Option<Member>>,
-    open: HashMap<(usize, Collective), Open>,
+    open: HashMap<(usize, Collective), OpenCollective>,
     /// Neighbours that have contributed before the member.
     early: HashSet<(usize, Collective, Direction)>,
     is_abandoned: bool,
@@ -308,7 +308,7 @@ impl AllReduce for PipelinedAllReduce {
         let members = self.processes.len();
         let Some(Some(own)) = state.members.get(member) else { return Ok(()) };
         parts.iter().flatten().try_for_each(|of| own.context.stream.acquire(&of.sum))?;
-        let mut open = Open::new(collective, parts, own.chunk, member, members);
+        let mut open = OpenCollective::new(collective, parts, own.chunk, member, members);
         let mut local = Local::new();
         for direction in [Up, Down] {
             open.ready[direction as usize] = state.early.remove(&(member, collective, direction));

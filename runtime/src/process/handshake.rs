@@ -73,9 +73,11 @@ impl Hello {
         if self.identity.run != own.identity.run {
             return Err(format!("it belongs to run {:x}, this is run {:x}", self.identity.run, own.identity.run));
         }
-        let differs = own.identity.parts.iter().filter(|part| !self.identity.parts.contains(part));
+        // A part that only one has follows from another that differs.
+        let theirs = |name: &str| self.identity.parts.iter().find(|(other, _)| other == name);
+        let differs = own.identity.parts.iter().filter(|part| theirs(&part.0).is_some_and(|other| other != *part));
         let names: Vec<&str> = differs.map(|(name, _)| name.as_str()).collect();
-        match names.is_empty() && self.identity.parts.len() == own.identity.parts.len() {
+        match self.identity.parts == own.identity.parts {
             true => Ok(()),
             false if names.is_empty() => Err("it has other settings than this process".into()),
             false => Err(format!("{} differ", names.join(", "))),
@@ -185,6 +187,8 @@ mod tests {
         let refused = |what: &str| Err(what.to_string());
         assert_eq!(check(&|_| {}), Ok(()));
         assert_eq!(check(&|h| h.identity.parts[1].1[0] = 0), refused("the weights differ"));
+        assert_eq!(check(&|h| drop(h.identity.parts.pop())), refused("it has other settings than this process"));
+        assert_eq!(check(&|h| h.identity.parts[1].0.clear()), refused("it has other settings than this process"));
         assert_eq!(check(&|h| h.identity.run = 8), refused("it belongs to run 8, this is run 7"));
     }
 }

@@ -37,7 +37,7 @@ pub struct ProcessArguments {
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub deadline: Option<Duration>,
     /// Maximum number of times to restart all processes when one of them dies
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "processes", value_parser = clap::value_parser!(u32).range(0..=1000))]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub max_restarts: u32,
     /// Exchange tensors of processes with one GPU each over NCCL; tested with a simulated library only
     #[arg(long)]
