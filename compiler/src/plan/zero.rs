@@ -12,6 +12,10 @@
 //!                                              kernels that need both (recurrent layers)
 //! ```
 //!
+//! Under 1F1B-RR, a replica contributes the gradients of up to V rounds, V its weight versions, before it steps the first of
+//! them. In `f32` they take the memory of versions that are not made yet. Narrower weights leave them no such memory, so
+//! V - 1 more G count at levels 0 and 1.
+//!
 //! O is the optimizer state, with master copies for two-byte parameters. r is the number of replicas and g the
 //! parameter bytes of the op that uses most. v is 2 with several weight versions, else 1: other replicas may add to a
 //! shard before its owner has stepped the previous round.
@@ -54,12 +58,14 @@ pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64)
     let reused = if multiples.schedule.is_double_buffered() && masters == 0 { weights.min(terms) } else { 0 };
     // Tied weights have a sum of all replicas, unless it is in place, and one of all stages.
     let tied = if multiples.in_place { shared } else { shared.saturating_mul(2) };
+    let rounds = if multiples.schedule.is_round_robin() && masters > 0 { multiples.versions.max(1) } else { 1 };
+    let contributed = own.saturating_add(terms.saturating_mul(u64::from(rounds - 1)));
     let gradients = match multiples.level() {
         0 if replicas < 2 => own,
         // Each replica keeps the all-replica sums, or its shard of them, where they are.
-        0 | 1 if multiples.in_place => own,
-        0 => own.saturating_add(terms).saturating_sub(reused),
-        1 => own
+        0 | 1 if multiples.in_place => contributed,
+        0 => contributed.saturating_add(terms).saturating_sub(reused),
+        1 => contributed
             .saturating_add(share(terms.saturating_sub(shared), replicas))
             .saturating_add(waiting)
             .saturating_sub(reused),

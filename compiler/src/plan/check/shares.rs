@@ -74,6 +74,11 @@ pub fn late(plan: &Plan, stage: usize) -> u64 {
 pub fn held(stage: &Stage, (versions, kind): (u32, Schedule), is_in_place: bool, of: &UnshardedBytes) -> (u64, u64) {
     let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
     let own = of.terms.saturating_add(of.shared);
+    // Gradients of later rounds, contributed before the first is stepped. Weight versions of the same element type leave them
+    // their memory.
+    let is_apart = kind.is_round_robin() && stage.replicas > 1 && of.masters > 0;
+    let later = if is_apart { versions.saturating_sub(1) } else { 0 };
+    let own = own.saturating_add(of.terms.saturating_mul(u64::from(later)));
     if stage.replicas < 2 || stage.zero == 0 {
         let with_others = match stage.replicas {
             0 | 1 => 0,
