@@ -377,7 +377,7 @@ def answer(request, wholes, pipelines):
     torch.set_num_threads(2 if mode == "eager2" else 1)
     compiled = mode == "compiled1"
     if all(of != name for of, _ in wholes):
-        # Models are requested one after another, so only one is kept.
+        # Models are requested one after another, so only those of one name are kept.
         wholes.clear()
     if (name, compiled) not in wholes:
         wholes[name, compiled] = Whole(name, compiled)

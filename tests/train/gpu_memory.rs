@@ -22,6 +22,17 @@ fn pipec() -> Command {
     Command::new(env!("CARGO_BIN_EXE_pipec"))
 }
 
+/// Bytes of each stage as planned in `plan.json`, and as held by the run that has just written `metrics.jsonl`.
+fn planned_and_held(folder: &Path) -> Vec<[f64; 2]> {
+    let json = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
+    let plan: Value = serde_json::from_str(&json("plan.json")).unwrap();
+    let last: Value = serde_json::from_str(json("metrics.jsonl").lines().last().unwrap()).unwrap();
+    fs::remove_file(folder.join("metrics.jsonl")).unwrap();
+    let planned = plan["stages"].as_array().unwrap().iter().map(|stage| stage["memory"]["total"].as_f64().unwrap());
+    let held = last["total"]["stages"].as_array().unwrap().iter();
+    planned.zip(held.map(|stage| stage["peak_memory_bytes"].as_f64().unwrap())).map(<[f64; 2]>::from).collect()
+}
+
 /// Planned bytes of each stage, with those that its fullest GPU holds and allocates.
 fn measured(folder: &Path, driver: &Path, (replicas, zero, schedule): (u64, u32, &str), precision: &str) -> [f64; 3] {
     let (batch, microbatches) = if schedule == "1f1b-rr" { (replicas, replicas) } else { (4 * replicas, 2) };
@@ -37,15 +48,9 @@ fn measured(folder: &Path, driver: &Path, (replicas, zero, schedule): (u64, u32,
     let train = "train model.onnx --plan plan.json --optimizer adam --synthetic-data --steps 6 --device cuda -q \
                  --metrics metrics.jsonl";
     run(folder, gpus, train);
-    let json = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
-    let plan: Value = serde_json::from_str(&json("plan.json")).unwrap();
-    let last: Value = serde_json::from_str(json("metrics.jsonl").lines().last().unwrap()).unwrap();
-    let stats: Value = serde_json::from_str(&json("stats.json")).unwrap();
-    [
-        plan["stages"][0]["memory"]["total"].as_f64().unwrap(),
-        last["total"]["stages"][0]["peak_memory_bytes"].as_f64().unwrap(),
-        allocated(&stats),
-    ]
+    let [planned, held] = planned_and_held(folder)[0];
+    let stats: Value = serde_json::from_str(&fs::read_to_string(folder.join("stats.json")).unwrap()).unwrap();
+    [planned, held, allocated(&stats)]
 }
 
 /// Replicas in processes hold what was planned, and the chunks of gradients that arrive over NCCL.
@@ -68,10 +73,8 @@ fn replicas_in_processes_hold_what_was_planned() {
         let train = "train model.onnx --plan plan.json --optimizer adam --synthetic-data --steps 6 --device cuda -q \
                      --metrics metrics.jsonl --processes --nccl";
         run(at, processes, train);
-        let metrics = fs::read_to_string(at.join("metrics.jsonl")).unwrap();
-        let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
-        let held = |stage: &Value| stage["peak_memory_bytes"].as_f64().unwrap();
-        let held = last["total"]["stages"].as_array().unwrap().iter().map(held).fold(0.0, f64::max);
+        let each = planned_and_held(at);
+        let [planned, held] = [0, 1].map(|of| each.iter().map(|stage| stage[of]).fold(0.0, f64::max));
         let mut most = 0.0f64;
         for path in fs::read_dir(at).unwrap().map(|entry| entry.unwrap().path()) {
             if path.file_name().unwrap().to_string_lossy().starts_with("stats-") {
@@ -80,10 +83,6 @@ fn replicas_in_processes_hold_what_was_planned() {
                 fs::remove_file(path).unwrap();
             }
         }
-        fs::remove_file(at.join("metrics.jsonl")).unwrap();
-        let plan: Value = serde_json::from_str(&fs::read_to_string(at.join("plan.json")).unwrap()).unwrap();
-        let planned = |stage: &Value| stage["memory"]["total"].as_f64().unwrap();
-        let planned = plan["stages"].as_array().unwrap().iter().map(planned).fold(0.0, f64::max);
         println!("{stages} with ZeRO {zero}: {planned} bytes planned, {held} held, {most} allocated");
         assert!((0.98..=1.02).contains(&(held / most)), "{stages}, ZeRO {zero}: {held} held, {most} allocated");
         assert!((0.95..=1.05).contains(&(held / planned)), "{stages}, ZeRO {zero}: {held} held, {planned} planned");
@@ -140,12 +139,7 @@ fn round_robin_replicas_hold_what_was_planned() {
         let train = "train model.onnx --plan plan.json --optimizer adam --synthetic-data --steps 30 --device cuda -q \
                      --metrics metrics.jsonl";
         run(at, gpus, train);
-        let plan: Value = serde_json::from_str(&fs::read_to_string(at.join("plan.json")).unwrap()).unwrap();
-        let metrics = fs::read_to_string(at.join("metrics.jsonl")).unwrap();
-        let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
-        fs::remove_file(at.join("metrics.jsonl")).unwrap();
-        let planned = plan["stages"][0]["memory"]["total"].as_f64().unwrap();
-        let held = last["total"]["stages"][0]["peak_memory_bytes"].as_f64().unwrap();
+        let [planned, held] = planned_and_held(at)[0];
         println!("{precision}, {cap} in flight: {planned} bytes planned, {:.3} held", held / planned);
         assert!((0.85..=1.02).contains(&(held / planned)), "{precision}, {cap}: {held} held, {planned} planned");
     }

@@ -8,7 +8,6 @@ use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
-use crate::device::region::RegionMut;
 use compiler::tensor::DType;
 use std::ops::Range;
 use std::sync::Arc;
@@ -67,16 +66,6 @@ pub trait AllReduce: Send + Sync {
 /// Bytes of the chunks of a member that reduces `bytes` per round.
 pub(super) fn chunk_bytes(bytes: usize) -> usize {
     (bytes / CHUNK_PART).clamp(LEAST_CHUNK, MOST_CHUNK).next_multiple_of(256)
-}
-
-/// A range of a buffer that others hold too.
-///
-/// # Safety
-///
-/// Nobody else accesses the range for the lifetime, on the host or in work that the writing stream is not ordered after.
-pub(super) unsafe fn exclusive(buffer: &Buffer, range: Range<usize>) -> RegionMut<'_> {
-    // SAFETY: as above.
-    unsafe { buffer.region_of(range).assume_exclusive() }
 }
 
 /// Byte range of one of `members` shards.

@@ -8,7 +8,7 @@
 //!
 //! The last member to come queues the work of all, so nobody waits here.
 
-use crate::comm::all_reduce::{Addends, AllReduce, Collective, Parts, chunk_bytes, exclusive, range};
+use crate::comm::all_reduce::{Addends, AllReduce, Collective, Parts, chunk_bytes, range};
 use crate::comm::communicator::CollectiveError;
 use crate::device::api::{Device, Stream};
 use crate::device::buffer::Buffer;
@@ -118,7 +118,7 @@ impl Member {
                     continue;
                 }
                 for other in of.iter().filter(|other| other.is_whole && !Arc::ptr_eq(&other.sum, sum)) {
-                    self.stream.copy(sum.region_of(range.clone()), writable(&other.sum, range.clone()))?;
+                    self.stream.copy(sum.region_of(range.clone()), exclusive(&other.sum, range.clone()))?;
                 }
             }
         }
@@ -144,7 +144,7 @@ impl Member {
         while start < range.end {
             let chunk = start..range.end.min(start + self.chunk);
             start = chunk.end;
-            let mut to = writable(sum, chunk.clone());
+            let mut to = exclusive(sum, chunk.clone());
             let mut after = after;
             match (before, place) {
                 ([], Some(_)) => {}
@@ -207,10 +207,10 @@ fn in_order<'a>(parts: &[&'a Addends]) -> Vec<&'a Arc<Buffer>> {
 }
 
 /// A range of a buffer that other members hold too, and do not access.
-fn writable(buffer: &Buffer, range: Range<usize>) -> RegionMut<'_> {
+fn exclusive(buffer: &Buffer, range: Range<usize>) -> RegionMut<'_> {
     // SAFETY: the memory is a device's, which the host cannot dereference. Members neither read nor write the buffers
     // that they have contributed before the events of all owners, and one owner's stream alone accesses the range.
-    unsafe { exclusive(buffer, range) }
+    unsafe { buffer.region_of(range).assume_exclusive() }
 }
 
 #[cfg(test)]

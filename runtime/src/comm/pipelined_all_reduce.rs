@@ -10,7 +10,7 @@
 //!
 //! If members keep only their shards of a sum, a chunk goes back no further than its owner.
 
-use crate::comm::all_reduce::{Addends, AllReduce, Collective, Parts, chunk_bytes, exclusive};
+use crate::comm::all_reduce::{Addends, AllReduce, Collective, Parts, chunk_bytes};
 use crate::comm::chain::Direction::{Down, Up};
 use crate::comm::chain::{ChainMessage, Chunk, Content, Direction, OpenCollective, Refused, SendChainMessage};
 use crate::comm::communicator::{CollectiveError, PeerLost};
@@ -71,7 +71,7 @@ impl Member {
         // SAFETY: until the end of the collective, only messages of this chunk access the range: they are received one
         // after another under a lock, and a window that was sent up is dropped before the sum comes down (see `receive`).
         // The stream acquired the buffer in `contribute`, and acquires the part below.
-        let mut to = unsafe { exclusive(&of.sum, range) };
+        let mut to = unsafe { of.sum.region_of(range).assume_exclusive() };
         if !adds {
             return context.copy_from(part, to);
         }

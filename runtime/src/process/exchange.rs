@@ -10,6 +10,7 @@ use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
 use crate::comm::pipelined_all_reduce::PipelinedAllReduce;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
+use crate::device::buffer::Buffer;
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::stage_code::StageCode;
 use crate::process::chain_messages::ChainMessages;
@@ -48,6 +49,14 @@ const FLUSH_TIME: Duration = Duration::from_secs(3);
 /// The start of a `Part` frame: the number of the communicator, the sequence number, and the member.
 fn part_head(number: u32, meeting: u64, member: usize) -> Vec<u8> {
     [&number.to_le_bytes()[..], &meeting.to_le_bytes(), &(member as u32).to_le_bytes()].concat()
+}
+
+/// Sends a `Part` frame to a process.
+fn send_part(queues: &BTreeMap<usize, Sender<Outbound>>, process: usize, head: Vec<u8>, bodies: Vec<Arc<Buffer>>) {
+    // The queue has no reader after the end of the run.
+    if let Some(queue) = queues.get(&process) {
+        let _ = queue.send(Outbound { kind: Kind::Part, head, bodies });
+    }
 }
 
 /// This process's connections to its peers.
@@ -316,11 +325,7 @@ impl<'a> Exchange<'a> {
         let send: SendChainMessage = Box::new(move |process, member, message| {
             let (mut content, mut bodies) = (Vec::new(), Vec::new());
             let collective = chain_messages::pack(message, &mut content, &mut bodies);
-            let head = [part_head(number, collective, member), content].concat();
-            // The queue has no reader after the end of the run.
-            if let Some(queue) = queues.get(&process) {
-                let _ = queue.send(Outbound { kind: Kind::Part, head, bodies });
-            }
+            send_part(&queues, process, [part_head(number, collective, member), content].concat(), bodies);
         });
         let all_reduce = Arc::new(PipelinedAllReduce::new(processes.clone(), send));
         let sink = ChainMessages { all_reduce: all_reduce.clone(), members: members.len(), collectives };
@@ -373,10 +378,7 @@ impl<'a> Exchange<'a> {
         let send: SendMessage = Box::new(move |process, member, message| {
             let (mut head, mut bodies) = (part_head(number, 0, member), Vec::new());
             shard_messages::pack(message, &mut head, &mut bodies);
-            // The queue has no reader after the end of the run.
-            if let Some(queue) = queues.get(&process) {
-                let _ = queue.send(Outbound { kind: Kind::Part, head, bodies });
-            }
+            send_part(&queues, process, head, bodies);
         });
         let shards = Arc::new(GradientShards::new(RemoteReplicas { processes: processes.clone(), send }));
         let sink = Arc::new(ShardMessages::new(shards.clone(), here, share, code, rounds));

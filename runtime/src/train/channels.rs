@@ -180,7 +180,7 @@ fn replicas(
     // Forward passes, which produce samples, run ahead of the round that uses the samples.
     let most_items = known.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
     let form = || ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
-    meeting(context, &members, form, collectives(program, stage))
+    meeting(context, &members, form, collectives(program, stage, program.items.saturating_add(1)))
 }
 
 /// The all-reduce in place of a stage's replicas. Replicas in several processes always have one; those of one process have
@@ -193,7 +193,7 @@ fn of_replicas(
     let workers = members(program, stage);
     let ranks = global(context.rank, &workers);
     if let Some(exchange) = context.exchange
-        && let Some(pipelined) = exchange.all_reduce(&ranks, collectives(program, stage))?
+        && let Some(pipelined) = exchange.all_reduce(&ranks, collectives(program, stage, versions(program)))?
     {
         return Ok(Some(pipelined));
     }
@@ -204,9 +204,14 @@ fn of_replicas(
     Ok(between_devices(context, &workers)?)
 }
 
-/// Sequence numbers of the collectives of a stage's replicas are below this.
-fn collectives(program: &Program, stage: usize) -> u64 {
-    (u64::from(program.items) + 2) * u64::from(program.stages[stage].buckets.max(1))
+/// Sequence numbers of a stage's collectives are below this, with `rounds` rounds or versions of all buckets.
+fn collectives(program: &Program, stage: usize, rounds: u32) -> u64 {
+    u64::from(rounds) * u64::from(program.stages[stage].buckets.max(1))
+}
+
+/// Upper bound of weight versions, rounds and micro-batches.
+fn versions(program: &Program) -> u32 {
+    program.items.saturating_add(2)
 }
 
 /// The all-reduce in place of these workers of this process, if their devices can.
@@ -248,11 +253,10 @@ fn shard_comms(
     let each = |named: &NamedTensor| named.gradient().1;
     let form =
         || SharesForm { most: code.parameters.iter().map(each).cycle().take(2 * code.parameters.len()).collect() };
-    let shard_comm = meeting(context, &members, form, collectives(program, stage))?;
+    let shard_comm = meeting(context, &members, form, collectives(program, stage, versions(program)))?;
     let is_apart = training.policy.clip_norm.is_some() && !program.schedule.flushes();
     let names = numbers(training);
-    let rounds = u64::from(program.items) + 2;
-    let norms = is_apart.then(|| meeting(context, &members, || SquaresForm { names }, rounds));
+    let norms = is_apart.then(|| meeting(context, &members, || SquaresForm { names }, versions(program).into()));
     let norms = norms.transpose()?;
     let rank = context.rank;
     let gradient_shards = match context.exchange {
@@ -260,7 +264,7 @@ fn shard_comms(
         Some(exchange) => {
             let tied = members.first().map(|first| tied_of(ties, code, (*first, stage))).unwrap_or_default();
             let share = share(program, stage, 0, code, &tied);
-            Some(exchange.shards(&global(rank, &members), share, code, program.items.saturating_add(2))?)
+            Some(exchange.shards(&global(rank, &members), share, code, versions(program))?)
         }
         None => Some(Arc::new(GradientShards::new(RemoteReplicas::none(members.len())))),
     };
