@@ -10,6 +10,7 @@ pub mod plan_differences;
 pub mod prediction;
 pub mod render_error;
 pub mod screen;
+pub mod shell;
 pub mod stage_rows;
 pub mod stage_table;
 pub mod table;

@@ -281,7 +281,7 @@ pub fn link(error: &LinkError) -> Option<&'static str> {
         LinkError::Address { .. } => {
             Some("write HOST:PORT, with an IP address or a name that this machine can resolve")
         }
-        LinkError::Unreachable { .. } | LinkError::Missing { .. } => {
+        LinkError::Unreachable { .. } | LinkError::Missing { .. } | LinkError::NotStarted { .. } => {
             Some("start all processes with the same command, or wait longer with `--connect-timeout SECONDS`")
         }
         LinkError::Exposed { .. } => Some(

@@ -35,12 +35,18 @@ pub fn describe(error: &TrainError) -> Error {
         }
         TrainError::Diverged(diverged) => self::diverged(diverged),
         TrainError::Link(link) => {
-            help::link(link).into_iter().fold(Error::negative("training stopped").because(error), Error::with_help)
+            let again = link.culprit().map(|_| AGAIN);
+            let failure = Error::negative("training stopped").because(error);
+            help::link(link).or(again).into_iter().fold(failure, Error::with_help)
         }
         TrainError::Worker(_) | TrainError::Device(_) => Error::negative("training stopped").because(error),
         _ => Error::input("cannot train").because(error),
     }
 }
+
+/// Help if a process of the run failed.
+const AGAIN: &str =
+    "start all processes again; with `--checkpoint-dir FOLDER --resume auto` they continue from the newest checkpoint";
 
 /// The error for a loss that is not finite.
 fn diverged(diverged: &Diverged) -> Error {

@@ -251,7 +251,7 @@ mod supervised {
         let (code, printed, seconds) = long.end();
         assert_eq!(code, Some(1), "{printed}");
         let named =
-            format!("worker 1.0 (stage 1), process {}, was killed by signal 9 (SIGKILL); it was last at `", pids[1]);
+            format!("worker 1.0 (stage 1), process {}, was killed by signal 9 (SIGKILL); it was last at the ", pids[1]);
         assert!(printed.contains(&named), "{printed}");
         assert_eq!(printed.lines().filter(|line| line.starts_with("error:")).count(), 1, "{printed}");
         assert!(seconds < 6.0, "{seconds} s");

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const TOKEN: &str = "a token of the tests";
-const MISMATCH: &str = "its proof does not match: it has another run token, or none";
+const MISMATCH: &str = "its proof does not match: the two processes have different run tokens, or only one has one";
 
 fn connected(address: &str) -> TcpStream {
     let until = Instant::now() + PATIENCE;

@@ -15,6 +15,7 @@ use crate::op::table::rule;
 use crate::op::{Cost, NodeId, Op, Value};
 use crate::pass::analytic::fusion::{Traffic, is_free, traffic};
 use crate::pass::analytic::matmul::Product;
+use crate::pass::batched_weight_grad::{batched_grads, joined};
 use crate::profile::cost_graph::MOMENTUM_PASSES;
 use crate::profile::{Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA, Settings};
 use crate::tensor::DType;
@@ -72,6 +73,8 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
         let (bwd_us, _) = sum(backward.as_ref(), nodes);
         let second: Vec<NodeId> = nodes.iter().copied().filter(|id| attribution.second.contains(id)).collect();
         let (weight_grad_us, _) = sum(backward.as_ref(), &second);
+        let batched =
+            backward.as_ref().map_or(0, |run| second.iter().filter_map(|id| batched_grad_bytes(run.graph, *id)).sum());
         OpProfile {
             id: op.id,
             name: op.name,
@@ -86,7 +89,7 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
             saved_bytes: op.saved_bytes,
             out_bytes: op.out_bytes,
             workspace_bytes: 0,
-            batched_grad_bytes: 0,
+            batched_grad_bytes: batched,
             batched_grad_workspace_bytes: 0,
             flops: flops as u64,
             source: "roofline".to_string(),
@@ -114,6 +117,14 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
 /// Time of an SGD step with momentum, as one kernel.
 fn update_us(device: &Device, bytes: u64) -> f64 {
     (MOMENTUM_PASSES * bytes as f64 / (STREAMING * device.memory_bandwidth.0) + device.launch.0) * 1e6
+}
+
+/// Bytes that a weight gradient buffers if it is computed for several micro-batches at once; `None` if it never is.
+fn batched_grad_bytes(graph: &Graph, id: NodeId) -> Option<u64> {
+    let node = graph.node(id);
+    let inputs: Vec<Fact> = graph.inputs(id).into_iter().map(|value| graph.fact(value).clone()).collect();
+    joined(&node.op, &inputs, node.facts.first()?)?;
+    batched_grads(&inputs)
 }
 
 /// Rounds microseconds to whole picoseconds, so that the decimal form in a file is exact.

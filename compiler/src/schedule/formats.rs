@@ -1,6 +1,7 @@
-//! Program formats: text, JSON, torch's compute tables, and charts.
+//! Program formats: text, prose, JSON, torch's compute tables, and charts.
 
 pub mod chart;
 pub mod csv;
 pub mod json;
+pub mod prose;
 pub mod text;

@@ -182,7 +182,7 @@ fn answered(
 
 /// Compares in constant time.
 fn check(expected: Hmac<Sha256>, proof: &[u8]) -> Result<(), String> {
-    let wrong = "its proof does not match: it has another run token, or none";
+    let wrong = "its proof does not match: the two processes have different run tokens, or only one has one";
     expected.verify_slice(proof).map_err(|_| wrong.to_string())
 }
 
@@ -224,7 +224,7 @@ mod tests {
 
     const ONE: &str = "0123456789abcdef";
     const OTHER: &str = "0123456789abcdeF";
-    const WRONG: &str = "its proof does not match: it has another run token, or none";
+    const WRONG: &str = "its proof does not match: the two processes have different run tokens, or only one has one";
 
     fn met(tokens: [RunToken; 2], connecting: Challenge, accepting: Challenge) -> Outcome {
         let (mut one, mut other) = pair();

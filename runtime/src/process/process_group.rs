@@ -120,8 +120,7 @@ impl Group {
 pub fn doing(program: &Program, placement: &WorkerPlacement, progress: &[AtomicU32], process: usize) -> Option<String> {
     let rank = placement.ranks(process).next()?;
     let at = progress.get(rank)?.load(Ordering::Relaxed) as usize;
-    let instruction = program.workers.get(placement.worker(rank))?.instructions.get(at)?;
-    Some(program.show(instruction))
+    program.describe(program.workers.get(placement.worker(rank))?, at)
 }
 
 /// Connections by process.
@@ -309,18 +308,19 @@ impl Joiner<'_> {
 
     fn roster(&self, connection: &mut HandshakeConnection, first: &str) -> Result<Vec<Known>, LinkError> {
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
-        let refused = |why| LinkError::Refused { address: first.to_string(), why };
+        // Process 0 has welcomed this one.
+        let stopped = |why| LinkError::NotStarted { address: first.to_string(), why };
         let content =
-            connection.expect(Kind::Roster).map_err(|fault| self.meeting.ended(foreign(fault)))?.map_err(refused)?;
+            connection.expect(Kind::Roster).map_err(|fault| self.meeting.ended(foreign(fault)))?.map_err(stopped)?;
         decode_roster(&content, self.part.placement.processes).map_err(foreign)
     }
 
     /// Reports ready to process 0 and waits for the start.
     fn start(&self, connection: &mut HandshakeConnection, first: &str) -> Result<(), LinkError> {
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
-        let refused = |why| LinkError::Refused { address: first.to_string(), why };
+        let stopped = |why| LinkError::NotStarted { address: first.to_string(), why };
         connection.send_frame(Kind::Ready, &[]).map_err(foreign)?;
-        connection.expect(Kind::Start).map_err(|fault| self.meeting.ended(foreign(fault)))?.map_err(refused).map(drop)
+        connection.expect(Kind::Start).map_err(|fault| self.meeting.ended(foreign(fault)))?.map_err(stopped).map(drop)
     }
 }
 

@@ -27,6 +27,8 @@ pub enum LinkError {
     Foreign { address: String, fault: FrameError },
     #[error("{address} rejected this process: {why}")]
     Refused { address: String, why: String },
+    #[error("process 0 at {address} did not start the run: {why}")]
+    NotStarted { address: String, why: String },
     #[error("{peer} belongs to a different run: {what}")]
     Another { peer: String, what: String },
     #[error("the connection to {peer} is lost: {fault}{}", last(doing))]
@@ -39,7 +41,7 @@ pub enum LinkError {
     Broken { process: usize, peer: String, fault: FrameError },
     #[error("{peer} stopped: {what}")]
     Failed { process: usize, peer: String, what: String },
-    #[error("{peer} ended the run: {what}")]
+    #[error("{what}; reported by {peer}")]
     Reported { process: Option<usize>, peer: String, doing: Option<String>, what: String },
     #[error("{what}")]
     Ended { process: Option<usize>, what: String },
@@ -48,7 +50,7 @@ pub enum LinkError {
 }
 
 fn last(doing: &Option<String>) -> String {
-    doing.as_ref().map_or(String::new(), |doing| format!("; its last instruction was `{doing}`"))
+    doing.as_ref().map_or(String::new(), |doing| format!("; it was last at {doing}"))
 }
 
 fn last_refused(refused: &Option<String>) -> String {

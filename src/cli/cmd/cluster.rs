@@ -3,6 +3,7 @@
 use crate::cli::args::Devices;
 use crate::cli::args::processes::{environment, seconds};
 use crate::cli::screen::Screen;
+use crate::cli::shell::word;
 use crate::cli::stage_table;
 use clap::{Args, Subcommand};
 use compiler::cluster::read::check;
@@ -118,8 +119,7 @@ fn found(arguments: &Detect, screen: &Screen) -> Result<(), Error> {
     deliver(&cluster, arguments.output.as_deref(), screen)?;
     screen.note(&cluster::in_one_line(&cluster));
     if let Some(path) = &arguments.output {
-        screen
-            .note(&format!("next: pipec cluster bench {0}\n      pipec partition MODEL --cluster {0}", path.display()));
+        screen.note(&format!("next: pipec cluster bench {0}\n      pipec partition MODEL --cluster {0}", word(path)));
     }
     Ok(())
 }

@@ -5,6 +5,7 @@ use crate::cli::candidates;
 use crate::cli::instances::{piper, placement};
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
+use crate::cli::shell::word;
 use compiler::export::quantity;
 use compiler::plan::problem::{CostModel, Target};
 use compiler::plan::{Plan, read};
@@ -12,6 +13,7 @@ use pipec::error::Error;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
 use pipec::plan::batch_search;
+use pipec::plan::optimizer::Optimizer;
 use pipec::plan::request::ScheduleChoice;
 use pipec::plan::result::PlanResult;
 use pipec::plan::solve;
@@ -74,10 +76,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     let custom = request.options.schedule.as_ref().and_then(ScheduleChoice::file);
     let next = match plan.cost {
         // Instances have no simulation.
-        CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", path.display()),
+        CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", word(&path)),
         _ => match request.options.target {
             Some(target) => export(&arguments.file, &path, custom, target),
-            None => next(&arguments.file, &path, custom, plan, untrainable.is_some()),
+            None => next(&arguments, &path, custom, plan, untrainable.is_some()),
         },
     };
     screen.text(&format!("\n{wrote} {}", path.display()));
@@ -87,18 +89,18 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
 
 /// The next command of a plan for a framework.
 fn export(model: &Path, plan: &Path, custom: Option<&Path>, target: Target) -> String {
-    let schedule = custom.map_or(String::new(), |file| format!(" --schedule {}", file.display()));
-    let (plan, name) = (plan.display(), target.name());
-    let model = if target == Target::Torch { format!(" --model {}", model.display()) } else { String::new() };
+    let schedule = custom.map_or(String::new(), |file| format!(" --schedule {}", word(file)));
+    let (plan, name) = (word(plan), target.name());
+    let model = if target == Target::Torch { format!(" --model {}", word(model)) } else { String::new() };
     format!("next: pipec simulate {plan}{schedule}\n      pipec export {plan} --to {name}{model}{schedule}\n")
 }
 
 /// The next commands. A plan for a custom schedule needs the schedule file again, because the plan does not contain it.
 /// An inference pipeline is not trained.
-fn next(model: &Path, path: &Path, custom: Option<&Path>, plan: &Plan, is_refused: bool) -> String {
-    let path = path.display();
+fn next(arguments: &Arguments, path: &Path, custom: Option<&Path>, plan: &Plan, is_refused: bool) -> String {
+    let (model, path) = (&arguments.file, word(path));
     let schedule = match custom {
-        Some(file) => format!(" --schedule {}", file.display()),
+        Some(file) => format!(" --schedule {}", word(file)),
         None if is_refused => " --schedule 1f1b".to_string(),
         None => String::new(),
     };
@@ -110,7 +112,13 @@ fn next(model: &Path, path: &Path, custom: Option<&Path>, plan: &Plan, is_refuse
             "" | "sgd" => String::new(),
             other => format!(" --optimizer {other}"),
         };
-        text += &format!("      pipec train {} --plan {path}{schedule}{optimizer} --data train.npz\n", model.display());
+        let usual = Optimizer::from_name(&plan.optimizer).map_or(0.0, Optimizer::default_momentum);
+        let momentum = arguments.question.momentum.filter(|it| *it != usual);
+        let momentum = momentum.map_or(String::new(), |it| format!(" --momentum {it}"));
+        text += &format!(
+            "      pipec train {} --plan {path}{schedule}{optimizer}{momentum} --data train.npz\n",
+            word(model)
+        );
     }
     text
 }

@@ -8,6 +8,7 @@
 use crate::cli::cmd::{eval, profile};
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
+use crate::cli::shell::word;
 use crate::cli::stage_table;
 use clap::{Args, ValueEnum};
 use compiler::export::quantity;
@@ -215,7 +216,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     ));
     screen.next(&format!(
         "next: open trace.json in https://ui.perfetto.dev, or: pipec simulate {} --chart\n",
-        at("plan.json").display()
+        word(&at("plan.json"))
     ));
     screen.json(&json!({
         "folder": folder.display().to_string(),

@@ -50,10 +50,14 @@ impl Device for CpuDevice {
 
     fn arithmetic(&self) -> String {
         #[cfg(target_arch = "x86_64")]
-        let has_avx512 = super::panels::is_at_hand();
+        let vectors = match (super::panels::is_at_hand(), super::panels::avx2::is_at_hand()) {
+            (true, _) => " with AVX-512",
+            (_, true) => " with AVX2",
+            _ => "",
+        };
         #[cfg(not(target_arch = "x86_64"))]
-        let has_avx512 = false;
-        format!("{}{}", std::env::consts::ARCH, if has_avx512 { " with AVX-512" } else { "" })
+        let vectors = "";
+        format!("{}{vectors}", std::env::consts::ARCH)
     }
 
     fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {

@@ -1,4 +1,4 @@
-//! Single-threaded matrix products: own AVX-512 panels for `f32` if available, else the `gemm` crate.
+//! Single-threaded matrix products: own panels for `f32` with AVX-512 or AVX2, else the `gemm` crate.
 
 use super::movement::transpose_matrix;
 #[cfg(target_arch = "x86_64")]
@@ -74,7 +74,9 @@ fn batched<T: Real>(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorL
 /// True if a product of this size uses panels, which read transposed operands equally fast.
 pub fn has_panels<T: Real>(m: usize, n: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return T::DTYPE == DType::F32 && m > 1 && n >= MIN_COLUMNS && panels::is_at_hand();
+    return T::DTYPE == DType::F32
+        && n >= MIN_COLUMNS
+        && if panels::is_at_hand() { m > 1 } else { panels::avx2::is_at_hand() };
     #[cfg(not(target_arch = "x86_64"))]
     return false;
 }
@@ -113,7 +115,10 @@ pub fn product<T: Real>(
         let rows =
             |of: Matrix<'_, T>| panels::Rows { at: of.values.as_ptr().cast(), row: of.strides.0, step: of.strides.1 };
         // SAFETY: the asserts above keep every access inside its slice, `c` is borrowed exclusively, and `T` is `f32`.
-        return unsafe { panels::product::matrices([m, n, k], rows(a), rows(b), (c.as_mut_ptr().cast(), c_row), add) };
+        return unsafe {
+            let matrices = if panels::is_at_hand() { panels::product::matrices } else { panels::avx2::matrices };
+            matrices([m, n, k], rows(a), rows(b), (c.as_mut_ptr().cast(), c_row), add);
+        };
     }
     let (alpha, beta) = (if add { T::ONE } else { T::ZERO }, T::ONE);
     let (a_rows, a_columns) = (a.strides.0 as isize, a.strides.1 as isize);

@@ -1,4 +1,5 @@
-//! `f32` matrix products with AVX-512: operands are packed into panels sized for the first two cache levels.
+//! `f32` matrix products with AVX-512: operands are packed into panels sized for the first two cache levels. For AVX2 see
+//! [`avx2`].
 //!
 //! ```text
 //! for 256 of the depth:                  panels of a, [256][8] for every 8 rows, stay in the second-level cache
@@ -13,6 +14,7 @@
 //! Each result element is one ordered sum over the depth with fused multiply-adds. After a number of depth steps that
 //! depends on the sizes it is added to the previous partial sum. Its bits therefore depend only on the sizes.
 
+pub mod avx2;
 pub mod dots;
 pub mod images;
 pub mod laid;

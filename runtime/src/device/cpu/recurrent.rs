@@ -4,7 +4,7 @@ use super::ALIGNMENT;
 use super::matmul::{Matrix, has_panels, product};
 use super::movement::transpose_matrix;
 #[cfg(target_arch = "x86_64")]
-use super::panels::{Rows, laid};
+use super::panels::{self, Rows, avx2, laid};
 use super::real::Real;
 use bytemuck::cast_slice_mut;
 
@@ -117,12 +117,12 @@ impl<T: Real> Laid<'_, T> {
 
 #[cfg(target_arch = "x86_64")]
 fn fits_panels(depth: usize) -> bool {
-    laid::is_for(depth)
+    if panels::is_at_hand() { laid::is_for(depth) } else { avx2::is_for(depth) }
 }
 
 #[cfg(target_arch = "x86_64")]
 fn panel_elements(columns: usize, depth: usize) -> usize {
-    laid::elements(columns, depth)
+    if panels::is_at_hand() { laid::elements(columns, depth) } else { avx2::elements(columns, depth) }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -133,8 +133,13 @@ fn rows<T>(of: Matrix<'_, T>) -> Rows {
 /// Writes the panels of an `[k, n]` weight.
 #[cfg(target_arch = "x86_64")]
 fn lay<T: Real>(weight: Matrix<'_, T>, [n, k]: [usize; 2], room: &mut [T]) {
-    // SAFETY: panels require `f32` and AVX-512, and the caller has checked the lengths.
-    unsafe { laid::lay(&rows(weight), [n, k], room.as_mut_ptr().cast()) }
+    // SAFETY: panels require `f32` and these instructions, and the caller has checked the lengths.
+    unsafe {
+        match panels::is_at_hand() {
+            true => laid::lay(&rows(weight), [n, k], room.as_mut_ptr().cast()),
+            false => avx2::lay(rows(weight), [n, k], room.as_mut_ptr().cast()),
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -155,7 +160,8 @@ fn by_panels<T: Real>(
     // SAFETY: the asserts keep every access inside its slice, the panels have these sizes, `c` is borrowed exclusively,
     // and `T` is `f32`.
     unsafe {
-        laid::product([m, n, k], rows(a), panels.as_ptr().cast(), (c.as_mut_ptr().cast(), c_row), add, backwards);
+        let product = if panels::is_at_hand() { laid::product } else { avx2::product_laid };
+        product([m, n, k], rows(a), panels.as_ptr().cast(), (c.as_mut_ptr().cast(), c_row), add, backwards);
     }
 }
 

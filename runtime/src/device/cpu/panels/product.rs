@@ -311,11 +311,11 @@ pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut 
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
-    use crate::device::cpu::panels::is_at_hand;
+    use crate::device::cpu::panels::{avx2, is_at_hand};
 
-    fn numbers(count: usize, seed: u64) -> Vec<f32> {
+    pub fn numbers(count: usize, seed: u64) -> Vec<f32> {
         let mut state = seed;
         let mut next = || {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -324,8 +324,21 @@ mod tests {
         (0..count).map(|_| next()).collect()
     }
 
-    /// The product by [`matrices`], with operands in either layout and rows of the result padded by 3.
+    /// [`matrices`] or that of [`avx2`].
+    type Matrices = unsafe fn([usize; 3], Rows, Rows, (*mut f32, usize), bool);
+
+    /// The products that this processor can compute.
+    fn at_hand() -> Vec<Matrices> {
+        let known: [(&str, bool, Matrices); 2] =
+            [("AVX-512", is_at_hand(), matrices), ("AVX2", avx2::is_at_hand(), avx2::matrices)];
+        let missing = known.iter().filter(|(_, is_at_hand, _)| !is_at_hand);
+        missing.for_each(|(name, ..)| println!("skipped: no {name}"));
+        known.into_iter().filter(|(_, is_at_hand, _)| *is_at_hand).map(|(.., matrices)| matrices).collect()
+    }
+
+    /// The product by `matrices`, with operands in either layout and rows of the result padded by 3.
     fn by_panels(
+        matrices: Matrices,
         [m, n, k]: [usize; 3],
         a: &[f32],
         b: &[f32],
@@ -344,7 +357,7 @@ mod tests {
         }
     }
 
-    const SHAPES: [[usize; 3]; 23] = [
+    pub const SHAPES: [[usize; 3]; 26] = [
         [1, 1, 1],
         [3, 5, 7],
         [2, 100, 300],
@@ -368,14 +381,14 @@ mod tests {
         [130, 7, 600],
         [775, 20, 30],
         [800, 49, 270],
+        [10, 300, 70],
+        [11, 256, 31],
+        [300, 700, 130],
     ];
 
     #[test]
     fn products_of_all_cuts_are_those_of_the_definition() {
-        if !is_at_hand() {
-            return println!("skipped: no AVX-512");
-        }
-        for [m, n, k] in SHAPES {
+        for (matrices, [m, n, k]) in at_hand().into_iter().flat_map(|of| SHAPES.map(|shape| (of, shape))) {
             for turned in [[false, false], [true, false], [false, true], [true, true]] {
                 let (a, b) = (numbers(m * k, 1), numbers(k * n, 2));
                 let before = numbers(m * (n + 3), 3);
@@ -384,7 +397,7 @@ mod tests {
                 };
                 for add in [false, true] {
                     let mut c = before.clone();
-                    by_panels([m, n, k], &a, &b, turned, &mut c, add);
+                    by_panels(matrices, [m, n, k], &a, &b, turned, &mut c, add);
                     for (i, row) in c.chunks(n + 3).enumerate() {
                         for (j, &got) in row.iter().enumerate() {
                             let old = before[i * (n + 3) + j];
@@ -404,20 +417,17 @@ mod tests {
 
     #[test]
     fn bits_do_not_depend_on_what_was_multiplied_before() {
-        if !is_at_hand() {
-            return println!("skipped: no AVX-512");
-        }
         let (a, b) = (numbers(800 * 600, 1), numbers(600 * 400, 2));
-        let of = |m: usize, n: usize, k: usize, turned: bool| {
+        let of = |matrices: Matrices, m: usize, n: usize, k: usize, turned: bool| {
             let mut c = vec![0.0; m * (n + 3)];
-            by_panels([m, n, k], &a[..m * k], &b[..n * k], [false, turned], &mut c, false);
+            by_panels(matrices, [m, n, k], &a[..m * k], &b[..n * k], [false, turned], &mut c, false);
             c
         };
-        for turned in [false, true] {
+        for (matrices, turned) in at_hand().into_iter().flat_map(|of| [(of, false), (of, true)]) {
             for (m, n) in [(9, 17), (40, 300), (70, 33)] {
-                let first = of(m, n, 77, turned);
-                of(800, 400, 600, !turned);
-                assert_eq!(first, of(m, n, 77, turned), "{m}x{n}");
+                let first = of(matrices, m, n, 77, turned);
+                of(matrices, 800, 400, 600, !turned);
+                assert_eq!(first, of(matrices, m, n, 77, turned), "{m}x{n}");
             }
         }
     }

@@ -1,0 +1,623 @@
+//! `f32` matrix products with AVX2 and FMA, for processors without AVX-512.
+//!
+//! ```text
+//! for 256 of the depth:                      panels of one operand stay in the second-level cache,
+//!   for 6 rows or 16 columns of the other:   a panel of it, [256][6] or [256][16], stays in the first-level cache
+//!     for each panel of the first operand:   12 sums in registers, 8 loads for every 12 multiplications
+//! ```
+//!
+//! The operand of fewer elements is the one in the second-level cache, so that the other is packed once. A few rows times
+//! a transposed matrix are dot products, and a few rows times a matrix read it in place, in memory order. A weight that
+//! many products read is packed once ([`lay`]).
+//!
+//! Each result element is one ordered sum over the depth with fused multiply-adds, or a few for a dot product. Its bits
+//! depend only on the sizes.
+
+// Index loops are fully unrolled; iterator closures would not be compiled for these vectors.
+#![allow(clippy::needless_range_loop)]
+
+use super::{Ahead, Rows, piece};
+use std::arch::x86_64::{
+    __m256, __m256i, _MM_HINT_T0, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_prefetch, _mm_shuffle_ps,
+    _mm256_add_ps, _mm256_broadcast_ss, _mm256_castps256_ps128, _mm256_cmpgt_epi32, _mm256_extractf128_ps,
+    _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_maskload_ps, _mm256_maskstore_ps, _mm256_permute2f128_ps,
+    _mm256_set1_epi32, _mm256_setr_epi32, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_storeu_ps, _mm256_unpackhi_ps,
+    _mm256_unpacklo_ps,
+};
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// `f32` lanes per vector.
+const LANES: usize = 8;
+/// Rows of a result tile.
+const ROWS: usize = 6;
+/// Columns of a result tile.
+const COLUMNS: usize = 2 * LANES;
+/// Maximum depth summed in registers at once.
+const DEPTH: usize = 256;
+/// Elements of panels that stay in the second-level cache.
+const CACHE: usize = 64 * 1024;
+/// Depth steps between prefetches.
+const TURN: usize = 4;
+
+/// Maximum rows of a product that is bound by reading its right operand once. Long rows are then read in place, side by
+/// side.
+const FEW_ROWS: usize = 11;
+const LONG_ROW: usize = 256;
+/// Maximum rows of a right operand that are read side by side.
+const STREAMS: usize = 32;
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+struct Line([f32; COLUMNS]);
+
+struct Panels {
+    /// Panels of the operand in the second-level cache. A store may end a vector after its panel.
+    many: Vec<Line>,
+    /// A panel of the other.
+    one: Vec<Line>,
+}
+
+thread_local! {
+    /// Allocated with the first product of a thread.
+    static PANELS: RefCell<Panels> = RefCell::new(Panels {
+        many: vec![Line([0.0; COLUMNS]); CACHE / COLUMNS + 1],
+        one: vec![Line([0.0; COLUMNS]); DEPTH + 1],
+    });
+}
+
+/// True if the processor has AVX2 and FMA.
+pub fn is_at_hand() -> bool {
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
+}
+
+/// `c = a b`, or `c += a b` with `add`, of matrices in memory, for non-zero sizes m, n, k. `far` is the row stride of
+/// `c`.
+///
+/// # Safety
+///
+/// [`is_at_hand`] holds, and the operands have these sizes.
+pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32, usize), add: bool) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        if m <= MOST_DOT_ROWS && b.row == 1 && a.step == 1 {
+            return dots([m, n, k], a, b, (c, far), add);
+        }
+        let is_streamed = m <= FEW_ROWS && n >= LONG_ROW && b.step == 1;
+        let most = if is_streamed { STREAMS } else { DEPTH };
+        let deep = k.div_ceil(k.div_ceil(most)).next_multiple_of(LANES).min(most);
+        PANELS.with_borrow_mut(|panels| {
+            let (many, one) = (panels.many.as_mut_ptr().cast::<f32>(), panels.one.as_mut_ptr().cast::<f32>());
+            for first in (0..k).step_by(deep) {
+                let depth = deep.min(k - first);
+                let block = Block {
+                    depth,
+                    a: Rows { at: a.at.wrapping_add(first * a.step), ..a },
+                    b: Rows { at: b.at.wrapping_add(first * b.row), ..b },
+                    c,
+                    far,
+                    add: add || first > 0,
+                    many,
+                    one,
+                };
+                // Panels that fit into the cache, and how often the other operand is packed.
+                let (rows, columns) = (CACHE / depth / ROWS * ROWS, CACHE / depth / COLUMNS * COLUMNS);
+                let by_columns = m + n * m.div_ceil(rows);
+                let by_rows = n + m * n.div_ceil(columns);
+                if is_streamed || by_columns < by_rows {
+                    for first in (0..m).step_by(rows) {
+                        block.by_columns(first..m.min(first + rows), n, is_streamed);
+                    }
+                } else {
+                    for first in (0..n).step_by(columns) {
+                        block.by_rows(m, first..n.min(first + columns));
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// True if a left operand of this depth fits into the cache for [`product_laid`].
+pub fn is_for(depth: usize) -> bool {
+    depth * ROWS <= CACHE
+}
+
+/// Elements of an operand of this size after [`lay`].
+pub fn elements(columns: usize, depth: usize) -> usize {
+    columns.next_multiple_of(COLUMNS) * depth
+}
+
+/// Packs a right operand of `columns` × `depth` into consecutive panels.
+///
+/// # Safety
+///
+/// [`is_at_hand`] holds, the operand has this size, and `to` has room for its [`elements`].
+pub unsafe fn lay(b: Rows, [columns, depth]: [usize; 2], to: *mut f32) {
+    for first in (0..columns).step_by(COLUMNS) {
+        let from = Rows { at: b.at.wrapping_add(first * b.step), ..b };
+        // SAFETY: guaranteed by the caller.
+        unsafe { right(from, depth, COLUMNS.min(columns - first), to.wrapping_add(first * depth)) };
+    }
+}
+
+/// As [`matrices`], with a right operand packed by [`lay`]. `backwards` reads its panels from the last to the first, to
+/// reuse what the previous product left in the cache.
+///
+/// # Safety
+///
+/// As for [`matrices`]; [`is_for`] holds for the depth.
+pub unsafe fn product_laid(
+    [m, n, k]: [usize; 3],
+    a: Rows,
+    laid: *const f32,
+    (c, far): (*mut f32, usize),
+    add: bool,
+    backwards: bool,
+) {
+    let deep = k.div_ceil(k.div_ceil(DEPTH)).next_multiple_of(LANES);
+    let (most, count) = (CACHE / k / ROWS * ROWS, n.div_ceil(COLUMNS));
+    PANELS.with_borrow_mut(|panels| {
+        let many = panels.many.as_mut_ptr().cast::<f32>();
+        for rows in (0..m).step_by(most).map(|first| first..m.min(first + most)) {
+            for (first, height, panel) in panels_of(rows.clone(), k, many) {
+                // SAFETY: guaranteed by the caller; the panels have room for these rows.
+                unsafe { left(Rows { at: a.at.wrapping_add(first * a.row), ..a }, height, k, panel) };
+            }
+            for at in 0..count {
+                let at = if backwards { count - 1 - at } else { at };
+                let (column, panel) = (at * COLUMNS, laid.wrapping_add(at * COLUMNS * k));
+                let next = if backwards { panel.wrapping_sub(COLUMNS * k) } else { panel.wrapping_add(COLUMNS * k) };
+                let mut ahead = Ahead::of(next, [k, COLUMNS], COLUMNS);
+                for depth in (0..k).step_by(deep).map(|first| first..k.min(first + deep)) {
+                    let b = Rows { at: laid, row: COLUMNS, step: 1 };
+                    let add = add || depth.start > 0;
+                    let block = Block { depth: depth.len(), a, b, c, far, add, many, one: std::ptr::null_mut() };
+                    let b = (panel.wrapping_add(depth.start * COLUMNS), COLUMNS);
+                    for (first, height, panel) in panels_of(rows.clone(), k, many) {
+                        let panel = panel.wrapping_add(depth.start * height);
+                        let columns = (column, COLUMNS.min(n - column));
+                        // SAFETY: guaranteed by the caller.
+                        unsafe { block.tile((first, height, panel), columns, b, &mut ahead) };
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// A block of the depth.
+struct Block {
+    depth: usize,
+    a: Rows,
+    b: Rows,
+    c: *mut f32,
+    far: usize,
+    add: bool,
+    many: *mut f32,
+    one: *mut f32,
+}
+
+impl Block {
+    fn left(&self, row: usize) -> Rows {
+        Rows { at: self.a.at.wrapping_add(row * self.a.row), ..self.a }
+    }
+
+    fn right(&self, column: usize) -> Rows {
+        Rows { at: self.b.at.wrapping_add(column * self.b.step), ..self.b }
+    }
+
+    /// Packs these rows, and each panel of columns once.
+    unsafe fn by_columns(&self, rows: Range<usize>, n: usize, is_streamed: bool) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            for (first, height, panel) in panels_of(rows.clone(), self.depth, self.many) {
+                left(self.left(first), height, self.depth, panel);
+            }
+            for column in (0..n).step_by(COLUMNS) {
+                let width = COLUMNS.min(n - column);
+                let from = self.right(column);
+                let mut ahead = self.ahead(column + COLUMNS, n);
+                let (b, b_row) = if is_streamed && width == COLUMNS {
+                    (from.at, from.row)
+                } else {
+                    right(from, self.depth, width, self.one);
+                    (self.one.cast_const(), COLUMNS)
+                };
+                for (first, height, panel) in panels_of(rows.clone(), self.depth, self.many) {
+                    self.tile((first, height, panel), (column, width), (b, b_row), &mut ahead);
+                }
+            }
+        }
+    }
+
+    /// Packs these columns, and each panel of rows once.
+    unsafe fn by_rows(&self, m: usize, columns: Range<usize>) {
+        let panel = |column: usize| self.many.wrapping_add((column - columns.start) * self.depth);
+        let width = |column: usize| COLUMNS.min(columns.end - column);
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            for column in columns.clone().step_by(COLUMNS) {
+                right(self.right(column), self.depth, width(column), panel(column));
+            }
+            for (first, height, _) in panels_of(0..m, self.depth, self.many) {
+                left(self.left(first), height, self.depth, self.one);
+                for column in columns.clone().step_by(COLUMNS) {
+                    let b = (panel(column).cast_const(), COLUMNS);
+                    self.tile((first, height, self.one), (column, width(column)), b, &mut Ahead::NOTHING.clone());
+                }
+            }
+        }
+    }
+
+    /// The right operand's panel that begins at this column, to prefetch.
+    fn ahead(&self, column: usize, n: usize) -> Ahead {
+        let width = COLUMNS.min(n.saturating_sub(column));
+        let from = self.right(column);
+        match width {
+            0 => Ahead::NOTHING,
+            _ if self.b.row == 1 => Ahead::of(from.at, [width, self.depth], from.step),
+            _ if self.b.step == 1 => Ahead::of(from.at, [self.depth, width], from.row),
+            _ => Ahead::NOTHING,
+        }
+    }
+
+    #[inline]
+    unsafe fn tile(
+        &self,
+        (row, rows, a): (usize, usize, *mut f32),
+        (column, columns): (usize, usize),
+        b: (*const f32, usize),
+        ahead: &mut Ahead,
+    ) {
+        let to = self.c.wrapping_add(row * self.far + column);
+        let it = Tile {
+            depth: self.depth,
+            a: a.cast_const(),
+            b: b.0,
+            b_row: b.1,
+            c: to,
+            c_row: self.far,
+            columns,
+            add: self.add,
+        };
+        macro_rules! heights {
+            ($($rows:literal)*) => {
+                match (rows, columns > LANES) {
+                    $(
+                        // SAFETY: guaranteed by the caller.
+                        ($rows, true) => unsafe { it.sums::<$rows, 2>(ahead) },
+                        // SAFETY: guaranteed by the caller.
+                        ($rows, false) => unsafe { it.sums::<$rows, 1>(ahead) },
+                    )*
+                    _ => unreachable!("too many rows for a tile"),
+                }
+            };
+        }
+        heights!(1 2 3 4 5 6);
+    }
+}
+
+/// First row, height and address of each panel of rows.
+fn panels_of(rows: Range<usize>, depth: usize, panels: *mut f32) -> impl Iterator<Item = (usize, usize, *mut f32)> {
+    let mut row = rows.start;
+    std::iter::from_fn(move || {
+        let (first, height) = (row, piece(rows.end - row, ROWS));
+        row += height;
+        (height > 0).then(|| (first, height, panels.wrapping_add((first - rows.start) * depth)))
+    })
+}
+
+/// A tile of the result.
+struct Tile {
+    depth: usize,
+    /// A panel `[depth][rows]`.
+    a: *const f32,
+    /// Rows of [`COLUMNS`] with stride `b_row`.
+    b: *const f32,
+    b_row: usize,
+    c: *mut f32,
+    c_row: usize,
+    columns: usize,
+    add: bool,
+}
+
+impl Tile {
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn sums<const R: usize, const V: usize>(&self, later: &mut Ahead) {
+        let mut ahead = *later;
+        let Tile { depth, a, b, b_row, c, c_row, columns, add } = *self;
+        let mut sums = [[_mm256_setzero_ps(); V]; R];
+        let (mut a_at, mut b_at) = (a, b);
+        // SAFETY: guaranteed by the caller; a prefetch may use any address.
+        unsafe {
+            for r in 0..R {
+                _mm_prefetch::<_MM_HINT_T0>(c.wrapping_add(r * c_row).cast());
+            }
+            macro_rules! step {
+                () => {
+                    let mut row = [_mm256_setzero_ps(); V];
+                    for v in 0..V {
+                        row[v] = _mm256_loadu_ps(b_at.wrapping_add(v * LANES));
+                    }
+                    for r in 0..R {
+                        let factor = _mm256_broadcast_ss(&*a_at.wrapping_add(r));
+                        for v in 0..V {
+                            sums[r][v] = _mm256_fmadd_ps(factor, row[v], sums[r][v]);
+                        }
+                    }
+                    a_at = a_at.wrapping_add(R);
+                    b_at = b_at.wrapping_add(b_row);
+                };
+            }
+            for _ in 0..depth / TURN {
+                ahead.ask(1);
+                step!();
+                step!();
+                step!();
+                step!();
+            }
+            for _ in 0..depth % TURN {
+                step!();
+            }
+            *later = ahead;
+            let last = columns - (V - 1) * LANES;
+            for r in 0..R {
+                for v in 0..V {
+                    let to = c.wrapping_add(r * c_row + v * LANES);
+                    let mut sum = sums[r][v];
+                    if v + 1 == V && last < LANES {
+                        let lanes = lanes(last);
+                        if add {
+                            sum = _mm256_add_ps(_mm256_maskload_ps(to, lanes), sum);
+                        }
+                        _mm256_maskstore_ps(to, lanes, sum);
+                    } else {
+                        if add {
+                            sum = _mm256_add_ps(_mm256_loadu_ps(to), sum);
+                        }
+                        _mm256_storeu_ps(to, sum);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Mask of the first `count` lanes.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn lanes(count: usize) -> __m256i {
+    _mm256_cmpgt_epi32(_mm256_set1_epi32(count as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
+}
+
+/// Packs a panel `[depth][rows]` of a left operand. Up to a vector after it is overwritten.
+#[target_feature(enable = "avx2")]
+unsafe fn left(a: Rows, rows: usize, depth: usize, panel: *mut f32) {
+    // SAFETY: guaranteed by the caller; groups of eight are read only if complete.
+    unsafe {
+        let mut done = 0;
+        if a.step == 1 {
+            done = depth / LANES * LANES;
+            for p in (0..done).step_by(LANES) {
+                let mut lines = [_mm256_setzero_ps(); LANES];
+                for r in 0..ROWS {
+                    if r < rows {
+                        lines[r] = _mm256_loadu_ps(a.at.add(r * a.row + p));
+                    }
+                }
+                lines = eight_turned(lines);
+                for i in 0..LANES {
+                    _mm256_storeu_ps(panel.add((p + i) * rows), lines[i]);
+                }
+            }
+        } else if a.row == 1 {
+            done = depth;
+            let lanes = lanes(rows);
+            for p in 0..depth {
+                _mm256_storeu_ps(panel.add(p * rows), _mm256_maskload_ps(a.at.add(p * a.step), lanes));
+            }
+        }
+        for p in done..depth {
+            for r in 0..rows {
+                *panel.add(p * rows + r) = *a.at.add(r * a.row + p * a.step);
+            }
+        }
+    }
+}
+
+/// Packs a panel `[depth][16]` of a right operand, zero-padded.
+#[target_feature(enable = "avx2")]
+unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
+    // SAFETY: guaranteed by the caller; reads past the last column or depth are masked.
+    unsafe {
+        if b.step == 1 && columns == COLUMNS {
+            for p in 0..depth {
+                let (from, to) = (b.at.add(p * b.row), panel.add(p * COLUMNS));
+                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(8 * b.row).cast());
+                _mm256_storeu_ps(to, _mm256_loadu_ps(from));
+                _mm256_storeu_ps(to.add(LANES), _mm256_loadu_ps(from.add(LANES)));
+            }
+            return;
+        }
+        let mut done = 0;
+        if b.step == 1 {
+            done = depth;
+            let masks = [lanes(columns), lanes(columns.saturating_sub(LANES))];
+            for p in 0..depth {
+                for half in 0..2 {
+                    let from = b.at.wrapping_add(p * b.row + half * LANES);
+                    _mm256_storeu_ps(panel.add(p * COLUMNS + half * LANES), _mm256_maskload_ps(from, masks[half]));
+                }
+            }
+        } else if b.row == 1 {
+            done = depth / LANES * LANES;
+            for p in (0..done).step_by(LANES) {
+                for half in [0, LANES] {
+                    let mut lines = [_mm256_setzero_ps(); LANES];
+                    for lane in 0..LANES {
+                        if half + lane < columns {
+                            lines[lane] = _mm256_loadu_ps(b.at.add((half + lane) * b.step + p));
+                        }
+                    }
+                    lines = eight_turned(lines);
+                    for i in 0..LANES {
+                        _mm256_storeu_ps(panel.add((p + i) * COLUMNS + half), lines[i]);
+                    }
+                }
+            }
+        }
+        for p in done..depth {
+            for lane in 0..COLUMNS {
+                let is_inside = lane < columns;
+                *panel.add(p * COLUMNS + lane) = if is_inside { *b.at.add(p * b.row + lane * b.step) } else { 0.0 };
+            }
+        }
+    }
+}
+
+/// Transposes 8×8.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn eight_turned(rows: [__m256; LANES]) -> [__m256; LANES] {
+    let mut fours = [_mm256_setzero_ps(); LANES];
+    for i in 0..2 {
+        let (a, b, c, d) = (rows[4 * i], rows[4 * i + 1], rows[4 * i + 2], rows[4 * i + 3]);
+        let (ab, cd) = (_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d));
+        let (upper_ab, upper_cd) = (_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d));
+        fours[4 * i] = _mm256_shuffle_ps::<0x44>(ab, cd);
+        fours[4 * i + 1] = _mm256_shuffle_ps::<0xee>(ab, cd);
+        fours[4 * i + 2] = _mm256_shuffle_ps::<0x44>(upper_ab, upper_cd);
+        fours[4 * i + 3] = _mm256_shuffle_ps::<0xee>(upper_ab, upper_cd);
+    }
+    let mut columns = [_mm256_setzero_ps(); LANES];
+    for i in 0..4 {
+        columns[i] = _mm256_permute2f128_ps::<0x20>(fours[i], fours[4 + i]);
+        columns[4 + i] = _mm256_permute2f128_ps::<0x31>(fours[i], fours[4 + i]);
+    }
+    columns
+}
+
+/// Maximum rows of a product that is computed as dot products of contiguous rows.
+const MOST_DOT_ROWS: usize = 8;
+
+/// Elements of the left rows that stay in the first-level cache while the right operand is streamed.
+const AT_HAND: usize = 4 * 1024;
+
+/// `c = a b` or `c += a b` for at most [`MOST_DOT_ROWS`] contiguous rows of `a` and contiguous columns of `b`.
+unsafe fn dots([m, n, k]: [usize; 3], a: Rows, b: Rows, c: (*mut f32, usize), add: bool) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        match m {
+            1 => dots_of::<1, 8>(n, k, a, b, c, add),
+            2 => dots_of::<2, 4>(n, k, a, b, c, add),
+            3 => dots_of::<3, 3>(n, k, a, b, c, add),
+            4 => dots_of::<4, 3>(n, k, a, b, c, add),
+            5 => dots_of::<5, 2>(n, k, a, b, c, add),
+            6 => dots_of::<6, 2>(n, k, a, b, c, add),
+            7 => dots_of::<7, 1>(n, k, a, b, c, add),
+            MOST_DOT_ROWS => dots_of::<8, 1>(n, k, a, b, c, add),
+            _ => unreachable!("there are at most {MOST_DOT_ROWS} rows"),
+        }
+    }
+}
+
+/// Multiplies `M` rows of `a` with `R` columns of `b` at a time.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn dots_of<const M: usize, const R: usize>(
+    n: usize,
+    k: usize,
+    a: Rows,
+    b: Rows,
+    (c, far): (*mut f32, usize),
+    add: bool,
+) {
+    let most = (AT_HAND / M).next_multiple_of(LANES);
+    let block = k.div_ceil(k.div_ceil(most)).next_multiple_of(LANES);
+    for (first, column) in (0..k).step_by(block).flat_map(|first| (0..n).step_by(R).map(move |column| (first, column)))
+    {
+        let (end, add) = (k.min(first + block), add || first > 0);
+        let mut sums = [[_mm256_setzero_ps(); M]; R];
+        // After the last column, it is read again.
+        let (mut columns, mut later) = ([b.at; R], [b.at; R]);
+        for r in 0..R {
+            columns[r] = b.at.wrapping_add((column + r).min(n - 1) * b.step);
+            later[r] = b.at.wrapping_add((column + 2 * R + r).min(n - 1) * b.step);
+        }
+        let whole = first + (end - first) / LANES * LANES;
+        let mut depth = first;
+        // SAFETY: guaranteed by the caller; a prefetch may use any address.
+        unsafe {
+            while depth < whole {
+                let mut right = [_mm256_setzero_ps(); R];
+                for r in 0..R {
+                    right[r] = _mm256_loadu_ps(columns[r].wrapping_add(depth));
+                    _mm_prefetch::<_MM_HINT_T0>(later[r].wrapping_add(depth).cast());
+                }
+                for i in 0..M {
+                    let left = _mm256_loadu_ps(a.at.wrapping_add(i * a.row + depth));
+                    for r in 0..R {
+                        sums[r][i] = _mm256_fmadd_ps(left, right[r], sums[r][i]);
+                    }
+                }
+                depth += LANES;
+            }
+            for r in 0..R.min(n - column) {
+                for i in 0..M {
+                    let mut sum = added_up(sums[r][i]);
+                    for depth in whole..end {
+                        sum = (*a.at.wrapping_add(i * a.row + depth)).mul_add(*columns[r].wrapping_add(depth), sum);
+                    }
+                    let to = c.wrapping_add(i * far + column + r);
+                    *to = if add { *to + sum } else { sum };
+                }
+            }
+        }
+    }
+}
+
+/// The lane sum of a vector.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn added_up(sums: __m256) -> f32 {
+    let four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
+    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::panels::product::tests::{SHAPES, numbers};
+
+    #[test]
+    fn products_with_a_packed_factor_are_those_of_the_factor_as_it_lies() {
+        if !is_at_hand() {
+            return println!("skipped: no AVX2");
+        }
+        for ([m, n, k], turned) in SHAPES.iter().flat_map(|&shape| [(shape, false), (shape, true)]) {
+            let (a, b, before) = (numbers(m * k, 1), numbers(n * k, 2), numbers(m * (n + 3), 3));
+            let a = Rows { at: a.as_ptr(), row: k, step: 1 };
+            let (row, step) = if turned { (1, k) } else { (n, 1) };
+            let b = Rows { at: b.as_ptr(), row, step };
+            let mut laid = vec![0.0; elements(n, k)];
+            assert!(is_for(k));
+            // SAFETY: the operand and its panels have this size.
+            unsafe { lay(b, [n, k], laid.as_mut_ptr()) };
+            for add in [false, true] {
+                let (mut want, mut got, mut other) = (before.clone(), before.clone(), before.clone());
+                // SAFETY: the operands have these sizes.
+                unsafe {
+                    matrices([m, n, k], a, b, (want.as_mut_ptr(), n + 3), add);
+                    product_laid([m, n, k], a, laid.as_ptr(), (got.as_mut_ptr(), n + 3), add, false);
+                    product_laid([m, n, k], a, laid.as_ptr(), (other.as_mut_ptr(), n + 3), add, true);
+                }
+                let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 2e-6 * (k as f32).sqrt();
+                assert!(want.iter().zip(&got).all(close), "{m}x{n}x{k} {turned} {add}");
+                assert_eq!(got, other, "{m}x{n}x{k} {turned} {add}: backwards");
+                let beside = |c: &[f32]| c.chunks(n + 3).flat_map(|row| row[n..].to_vec()).collect::<Vec<_>>();
+                assert_eq!(beside(&got), beside(&before), "{m}x{n}x{k}: beside the result");
+            }
+        }
+    }
+}
