@@ -16,10 +16,12 @@
 // Index loops are fully unrolled; iterator closures would not be compiled for these vectors.
 #![allow(clippy::needless_range_loop)]
 
+pub mod few_rows;
+
 use super::{Ahead, Rows, piece};
+use few_rows::{FEW_ROWS, dots, few_rows};
 use std::arch::x86_64::{
-    __m256, __m256i, _MM_HINT_T0, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_prefetch, _mm_shuffle_ps,
-    _mm256_add_ps, _mm256_broadcast_ss, _mm256_castps256_ps128, _mm256_cmpgt_epi32, _mm256_extractf128_ps,
+    __m256, __m256i, _MM_HINT_T0, _mm_prefetch, _mm256_add_ps, _mm256_broadcast_ss, _mm256_cmpgt_epi32,
     _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_maskload_ps, _mm256_maskstore_ps, _mm256_permute2f128_ps,
     _mm256_set1_epi32, _mm256_setr_epi32, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_storeu_ps, _mm256_unpackhi_ps,
     _mm256_unpacklo_ps,
@@ -39,13 +41,6 @@ const DEPTH: usize = 256;
 const CACHE: usize = 64 * 1024;
 /// Depth steps between prefetches.
 const TURN: usize = 4;
-
-/// Maximum rows of a product that is bound by reading its right operand once. Long rows are then read in place, side by
-/// side.
-const FEW_ROWS: usize = 11;
-const LONG_ROW: usize = 256;
-/// Maximum rows of a right operand that are read side by side.
-const STREAMS: usize = 32;
 
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
@@ -80,14 +75,15 @@ pub fn is_at_hand() -> bool {
 pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32, usize), add: bool) {
     // SAFETY: guaranteed by the caller.
     unsafe {
-        if m <= MOST_DOT_ROWS && b.row == 1 && a.step == 1 {
-            return dots([m, n, k], a, b, (c, far), add);
-        }
-        let is_streamed = m <= FEW_ROWS && n >= LONG_ROW && b.step == 1;
-        let most = if is_streamed { STREAMS } else { DEPTH };
-        let deep = k.div_ceil(k.div_ceil(most)).next_multiple_of(LANES).min(most);
         PANELS.with_borrow_mut(|panels| {
             let (many, one) = (panels.many.as_mut_ptr().cast::<f32>(), panels.one.as_mut_ptr().cast::<f32>());
+            if m <= FEW_ROWS && b.row == 1 && a.step == 1 {
+                return dots([m, n, k], (a, b), (c, far), add, one);
+            }
+            if m <= FEW_ROWS && b.step == 1 {
+                return few_rows([m, n, k], (a, b), (c, far), add, [one, many]);
+            }
+            let deep = k.div_ceil(k.div_ceil(DEPTH)).next_multiple_of(LANES);
             for first in (0..k).step_by(deep) {
                 let depth = deep.min(k - first);
                 let block = Block {
@@ -104,9 +100,9 @@ pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut 
                 let (rows, columns) = (CACHE / depth / ROWS * ROWS, CACHE / depth / COLUMNS * COLUMNS);
                 let by_columns = m + n * m.div_ceil(rows);
                 let by_rows = n + m * n.div_ceil(columns);
-                if is_streamed || by_columns < by_rows {
+                if by_columns < by_rows {
                     for first in (0..m).step_by(rows) {
-                        block.by_columns(first..m.min(first + rows), n, is_streamed);
+                        block.by_columns(first..m.min(first + rows), n);
                     }
                 } else {
                     for first in (0..n).step_by(columns) {
@@ -173,7 +169,7 @@ pub unsafe fn product_laid(
                     let b = Rows { at: laid, row: COLUMNS, step: 1 };
                     let add = add || depth.start > 0;
                     let block = Block { depth: depth.len(), a, b, c, far, add, many, one: std::ptr::null_mut() };
-                    let b = (panel.wrapping_add(depth.start * COLUMNS), COLUMNS);
+                    let b = panel.wrapping_add(depth.start * COLUMNS);
                     for (first, height, panel) in panels_of(rows.clone(), k, many) {
                         let panel = panel.wrapping_add(depth.start * height);
                         let columns = (column, COLUMNS.min(n - column));
@@ -208,7 +204,7 @@ impl Block {
     }
 
     /// Packs these rows, and each panel of columns once.
-    unsafe fn by_columns(&self, rows: Range<usize>, n: usize, is_streamed: bool) {
+    unsafe fn by_columns(&self, rows: Range<usize>, n: usize) {
         // SAFETY: guaranteed by the caller.
         unsafe {
             for (first, height, panel) in panels_of(rows.clone(), self.depth, self.many) {
@@ -216,16 +212,10 @@ impl Block {
             }
             for column in (0..n).step_by(COLUMNS) {
                 let width = COLUMNS.min(n - column);
-                let from = self.right(column);
+                right(self.right(column), self.depth, width, self.one);
                 let mut ahead = self.ahead(column + COLUMNS, n);
-                let (b, b_row) = if is_streamed && width == COLUMNS {
-                    (from.at, from.row)
-                } else {
-                    right(from, self.depth, width, self.one);
-                    (self.one.cast_const(), COLUMNS)
-                };
                 for (first, height, panel) in panels_of(rows.clone(), self.depth, self.many) {
-                    self.tile((first, height, panel), (column, width), (b, b_row), &mut ahead);
+                    self.tile((first, height, panel), (column, width), self.one, &mut ahead);
                 }
             }
         }
@@ -243,7 +233,7 @@ impl Block {
             for (first, height, _) in panels_of(0..m, self.depth, self.many) {
                 left(self.left(first), height, self.depth, self.one);
                 for column in columns.clone().step_by(COLUMNS) {
-                    let b = (panel(column).cast_const(), COLUMNS);
+                    let b = panel(column).cast_const();
                     self.tile((first, height, self.one), (column, width(column)), b, &mut Ahead::NOTHING.clone());
                 }
             }
@@ -267,20 +257,11 @@ impl Block {
         &self,
         (row, rows, a): (usize, usize, *mut f32),
         (column, columns): (usize, usize),
-        b: (*const f32, usize),
+        b: *const f32,
         ahead: &mut Ahead,
     ) {
         let to = self.c.wrapping_add(row * self.far + column);
-        let it = Tile {
-            depth: self.depth,
-            a: a.cast_const(),
-            b: b.0,
-            b_row: b.1,
-            c: to,
-            c_row: self.far,
-            columns,
-            add: self.add,
-        };
+        let it = Tile { depth: self.depth, a: a.cast_const(), b, c: to, c_row: self.far, columns, add: self.add };
         macro_rules! heights {
             ($($rows:literal)*) => {
                 match (rows, columns > LANES) {
@@ -313,9 +294,8 @@ struct Tile {
     depth: usize,
     /// A panel `[depth][rows]`.
     a: *const f32,
-    /// Rows of [`COLUMNS`] with stride `b_row`.
+    /// A panel `[depth][16]`.
     b: *const f32,
-    b_row: usize,
     c: *mut f32,
     c_row: usize,
     columns: usize,
@@ -326,7 +306,7 @@ impl Tile {
     #[target_feature(enable = "avx2,fma")]
     unsafe fn sums<const R: usize, const V: usize>(&self, later: &mut Ahead) {
         let mut ahead = *later;
-        let Tile { depth, a, b, b_row, c, c_row, columns, add } = *self;
+        let Tile { depth, a, b, c, c_row, columns, add } = *self;
         let mut sums = [[_mm256_setzero_ps(); V]; R];
         let (mut a_at, mut b_at) = (a, b);
         // SAFETY: guaranteed by the caller; a prefetch may use any address.
@@ -347,7 +327,7 @@ impl Tile {
                         }
                     }
                     a_at = a_at.wrapping_add(R);
-                    b_at = b_at.wrapping_add(b_row);
+                    b_at = b_at.wrapping_add(COLUMNS);
                 };
             }
             for _ in 0..depth / TURN {
@@ -496,93 +476,6 @@ fn eight_turned(rows: [__m256; LANES]) -> [__m256; LANES] {
         columns[4 + i] = _mm256_permute2f128_ps::<0x31>(fours[i], fours[4 + i]);
     }
     columns
-}
-
-/// Maximum rows of a product that is computed as dot products of contiguous rows.
-const MOST_DOT_ROWS: usize = 8;
-
-/// Elements of the left rows that stay in the first-level cache while the right operand is streamed.
-const AT_HAND: usize = 4 * 1024;
-
-/// `c = a b` or `c += a b` for at most [`MOST_DOT_ROWS`] contiguous rows of `a` and contiguous columns of `b`.
-unsafe fn dots([m, n, k]: [usize; 3], a: Rows, b: Rows, c: (*mut f32, usize), add: bool) {
-    // SAFETY: guaranteed by the caller.
-    unsafe {
-        match m {
-            1 => dots_of::<1, 8>(n, k, a, b, c, add),
-            2 => dots_of::<2, 4>(n, k, a, b, c, add),
-            3 => dots_of::<3, 3>(n, k, a, b, c, add),
-            4 => dots_of::<4, 3>(n, k, a, b, c, add),
-            5 => dots_of::<5, 2>(n, k, a, b, c, add),
-            6 => dots_of::<6, 2>(n, k, a, b, c, add),
-            7 => dots_of::<7, 1>(n, k, a, b, c, add),
-            MOST_DOT_ROWS => dots_of::<8, 1>(n, k, a, b, c, add),
-            _ => unreachable!("there are at most {MOST_DOT_ROWS} rows"),
-        }
-    }
-}
-
-/// Multiplies `M` rows of `a` with `R` columns of `b` at a time.
-#[target_feature(enable = "avx2,fma")]
-unsafe fn dots_of<const M: usize, const R: usize>(
-    n: usize,
-    k: usize,
-    a: Rows,
-    b: Rows,
-    (c, far): (*mut f32, usize),
-    add: bool,
-) {
-    let most = (AT_HAND / M).next_multiple_of(LANES);
-    let block = k.div_ceil(k.div_ceil(most)).next_multiple_of(LANES);
-    for (first, column) in (0..k).step_by(block).flat_map(|first| (0..n).step_by(R).map(move |column| (first, column)))
-    {
-        let (end, add) = (k.min(first + block), add || first > 0);
-        let mut sums = [[_mm256_setzero_ps(); M]; R];
-        // After the last column, it is read again.
-        let (mut columns, mut later) = ([b.at; R], [b.at; R]);
-        for r in 0..R {
-            columns[r] = b.at.wrapping_add((column + r).min(n - 1) * b.step);
-            later[r] = b.at.wrapping_add((column + 2 * R + r).min(n - 1) * b.step);
-        }
-        let whole = first + (end - first) / LANES * LANES;
-        let mut depth = first;
-        // SAFETY: guaranteed by the caller; a prefetch may use any address.
-        unsafe {
-            while depth < whole {
-                let mut right = [_mm256_setzero_ps(); R];
-                for r in 0..R {
-                    right[r] = _mm256_loadu_ps(columns[r].wrapping_add(depth));
-                    _mm_prefetch::<_MM_HINT_T0>(later[r].wrapping_add(depth).cast());
-                }
-                for i in 0..M {
-                    let left = _mm256_loadu_ps(a.at.wrapping_add(i * a.row + depth));
-                    for r in 0..R {
-                        sums[r][i] = _mm256_fmadd_ps(left, right[r], sums[r][i]);
-                    }
-                }
-                depth += LANES;
-            }
-            for r in 0..R.min(n - column) {
-                for i in 0..M {
-                    let mut sum = added_up(sums[r][i]);
-                    for depth in whole..end {
-                        sum = (*a.at.wrapping_add(i * a.row + depth)).mul_add(*columns[r].wrapping_add(depth), sum);
-                    }
-                    let to = c.wrapping_add(i * far + column + r);
-                    *to = if add { *to + sum } else { sum };
-                }
-            }
-        }
-    }
-}
-
-/// The lane sum of a vector.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn added_up(sums: __m256) -> f32 {
-    let four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
-    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
 }
 
 #[cfg(test)]
