@@ -281,9 +281,10 @@ pub fn link(error: &LinkError) -> Option<&'static str> {
         LinkError::Address { .. } => {
             Some("write HOST:PORT, with an IP address or a name that this machine can resolve")
         }
-        LinkError::Unreachable { .. } | LinkError::Missing { .. } | LinkError::NotStarted { .. } => {
+        LinkError::Unreachable { .. } | LinkError::Missing { .. } => {
             Some("start all processes with the same command, or wait longer with `--connect-timeout SECONDS`")
         }
+        LinkError::NotStarted { .. } => Some("start all processes again with the same command"),
         LinkError::Exposed { .. } => Some(
             "make a token with `(umask 077; openssl rand -hex 32 > run.token)`, copy it to every host, and pass `--token-file run.token` to every process, or set PIPEC_RUN_TOKEN",
         ),

@@ -190,7 +190,7 @@ impl Started {
                 None => format!("exited with code {}", status.code().unwrap_or(-1)),
             },
         };
-        let at = doing.map_or(String::new(), |doing| format!("; it was last at {doing}"));
+        let at = doing.map_or(String::new(), |doing| format!("; the worker was last at {doing}"));
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         let said = String::from_utf8_lossy(said.make_contiguous()).trim().to_string();
         let error = said.rfind("error: ").map_or(String::new(), |at| format!("\n{}", &said[at + "error: ".len()..]));

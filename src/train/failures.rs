@@ -5,6 +5,7 @@ use crate::help;
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
+use runtime::process::run_status::LinkError;
 use runtime::train::error::TrainError;
 use runtime::train::losses::Diverged;
 use runtime::train::resume::ResumeError;
@@ -35,7 +36,11 @@ pub fn describe(error: &TrainError) -> Error {
         }
         TrainError::Diverged(diverged) => self::diverged(diverged),
         TrainError::Link(link) => {
-            let again = link.culprit().map(|_| AGAIN);
+            let is_lost = matches!(
+                link,
+                LinkError::Lost { .. } | LinkError::Silent { .. } | LinkError::Reported { process: Some(_), .. }
+            );
+            let again = is_lost.then_some(AGAIN);
             let failure = Error::negative("training stopped").because(error);
             help::link(link).or(again).into_iter().fold(failure, Error::with_help)
         }
@@ -44,9 +49,9 @@ pub fn describe(error: &TrainError) -> Error {
     }
 }
 
-/// Help if a process of the run failed.
+/// Help if a process of the run is gone.
 const AGAIN: &str =
-    "start all processes again; with `--checkpoint-dir FOLDER --resume auto` they continue from the newest checkpoint";
+    "start all processes again; if the run wrote checkpoints, `--resume auto` continues from the newest one";
 
 /// The error for a loss that is not finite.
 fn diverged(diverged: &Diverged) -> Error {

@@ -11,6 +11,7 @@ use profiler::machine::{available_bytes, available_to_all};
 use runtime::device::cpu::half::is_half;
 use runtime::exec::stage_code::{NamedTensor, StageCode, Transfer};
 use runtime::optim::optimizer::Optimizer;
+use std::collections::HashMap;
 
 /// Refuses an allocation of this process that does not fit.
 pub fn check(what: &str, needed: u64, help: &str) -> Result<(), Error> {
@@ -59,6 +60,10 @@ pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer
 /// all-reduce gradients in their own buffer.
 pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer, in_place: bool) -> Vec<u64> {
     let pending_weight_grads = pending_weight_grads(program);
+    let mut stages_of: HashMap<&str, u64> = HashMap::new();
+    for named in codes.iter().flat_map(|code| &code.parameters) {
+        *stages_of.entry(&named.name).or_default() += 1;
+    }
     let stage = |at: usize| -> u64 {
         let (code, stage) = (&codes[at], &program.stages[at]);
         let most = program.items.div_ceil(stage.replicas.max(1));
@@ -85,15 +90,22 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer, 
         // sharded like the others.
         let shares = if stage.zero > 0 { u64::from(stage.replicas) } else { 1 };
         let dealt = u64::from(stage.replicas > 1 && !in_place) + optimizer.buffers() as u64;
-        let weights = |named: &NamedTensor| {
+        let mut terms = vec![0u64; code.parameters.len()];
+        for term in &code.gradient_terms {
+            terms[term.parameter] += 1;
+        }
+        let weights = |(named, terms): (&NamedTensor, &u64)| {
             let bytes = named.bytes as u64;
             let (wide, masters) = if is_half(named.fact.dtype) { (bytes.saturating_mul(2), 1) } else { (bytes, 0) };
             let shared = wide.saturating_mul(dealt + masters).div_ceil(shares);
             let kept = bytes.saturating_mul(versions);
             let kept = if stage.zero >= 3 { kept.div_ceil(shares) } else { kept };
-            kept.saturating_add(wide).saturating_add(shared)
+            // One sum for each op that uses the parameter, and one of all stages that share it.
+            let tied = u64::from(stages_of.get(&*named.name).is_some_and(|stages| *stages > 1));
+            let sums = wide.saturating_mul((*terms).max(1) + tied);
+            kept.saturating_add(sums).saturating_add(shared)
         };
-        let weights = code.parameters.iter().map(weights).fold(0, u64::saturating_add);
+        let weights = code.parameters.iter().zip(&terms).map(weights).fold(0, u64::saturating_add);
         let own: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();
         let recomputed = code.recomputed_bytes as u64;
         let halves = if code.in_parts { u64::from(pending_weight_grads[at]).max(1) } else { 1 };

@@ -250,8 +250,10 @@ mod supervised {
         send("KILL", pids[1]);
         let (code, printed, seconds) = long.end();
         assert_eq!(code, Some(1), "{printed}");
-        let named =
-            format!("worker 1.0 (stage 1), process {}, was killed by signal 9 (SIGKILL); it was last at the ", pids[1]);
+        let named = format!(
+            "worker 1.0 (stage 1), process {}, was killed by signal 9 (SIGKILL); the worker was last at the ",
+            pids[1]
+        );
         assert!(printed.contains(&named), "{printed}");
         assert_eq!(printed.lines().filter(|line| line.starts_with("error:")).count(), 1, "{printed}");
         assert!(seconds < 6.0, "{seconds} s");
@@ -520,6 +522,10 @@ fn processes_that_cannot_meet_say_why() {
     assert!(printed[0].1.contains("worker 2.0 (stage 2) did not connect"), "{printed:?}");
     assert!(printed[0].1.contains("rejected last: process "), "{printed:?}");
     assert!(printed[1..].iter().any(|(_, printed)| printed.contains("is already connected")), "{printed:?}");
+    assert!(
+        printed[1..].iter().any(|(_, printed)| printed.contains("did not start the run: worker 2.0")),
+        "{printed:?}"
+    );
 }
 
 /// A proxy to process 0 that corrupts what the process sends after `after` bytes.

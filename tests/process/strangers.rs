@@ -15,7 +15,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const TOKEN: &str = "a token of the tests";
-const MISMATCH: &str = "its proof does not match: the two processes have different run tokens, or only one has one";
+const MISMATCH: &str =
+    "its proof does not match: the two processes have different run tokens, or only one of them has a token";
 
 fn connected(address: &str) -> TcpStream {
     let until = Instant::now() + PATIENCE;

@@ -119,9 +119,13 @@ fn update_us(device: &Device, bytes: u64) -> f64 {
     (MOMENTUM_PASSES * bytes as f64 / (STREAMING * device.memory_bandwidth.0) + device.launch.0) * 1e6
 }
 
-/// Bytes that a weight gradient buffers if it is computed for several micro-batches at once; `None` if it never is.
+/// Bytes that a weight gradient buffers if it is computed for several micro-batches at once, `None` if it never is. GPUs
+/// do not accumulate those of convolutions.
 fn batched_grad_bytes(graph: &Graph, id: NodeId) -> Option<u64> {
     let node = graph.node(id);
+    if !matches!(node.op, Op::MatMul(_)) {
+        return None;
+    }
     let inputs: Vec<Fact> = graph.inputs(id).into_iter().map(|value| graph.fact(value).clone()).collect();
     joined(&node.op, &inputs, node.facts.first()?)?;
     batched_grads(&inputs)

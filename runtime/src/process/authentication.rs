@@ -182,7 +182,8 @@ fn answered(
 
 /// Compares in constant time.
 fn check(expected: Hmac<Sha256>, proof: &[u8]) -> Result<(), String> {
-    let wrong = "its proof does not match: the two processes have different run tokens, or only one has one";
+    let wrong =
+        "its proof does not match: the two processes have different run tokens, or only one of them has a token";
     expected.verify_slice(proof).map_err(|_| wrong.to_string())
 }
 
@@ -224,7 +225,8 @@ mod tests {
 
     const ONE: &str = "0123456789abcdef";
     const OTHER: &str = "0123456789abcdeF";
-    const WRONG: &str = "its proof does not match: the two processes have different run tokens, or only one has one";
+    const WRONG: &str =
+        "its proof does not match: the two processes have different run tokens, or only one of them has a token";
 
     fn met(tokens: [RunToken; 2], connecting: Challenge, accepting: Challenge) -> Outcome {
         let (mut one, mut other) = pair();

@@ -78,7 +78,8 @@ pub fn dial(
     }
 }
 
-fn is_lost(fault: &FrameError) -> bool {
+/// True if the connection has ended.
+pub fn is_lost(fault: &FrameError) -> bool {
     match fault {
         FrameError::Closed | FrameError::Cut => true,
         FrameError::System { kind, .. } => *kind != NO_DATA,

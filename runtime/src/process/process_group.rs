@@ -7,7 +7,7 @@
 use crate::process::accept::{Accepted, gather};
 use crate::process::authentication;
 use crate::process::connection::{NO_DATA, RUN_OVER, Stream};
-use crate::process::dial::{dial, introduce};
+use crate::process::dial::{dial, introduce, is_lost};
 use crate::process::frame::{FrameError, Kind};
 use crate::process::handshake::{HandshakeConnection, Hello, Known, decode_roster, encode_roster};
 use crate::process::meeting::{Meeting, Notice, ProcessConfig};
@@ -307,20 +307,33 @@ impl Joiner<'_> {
     }
 
     fn roster(&self, connection: &mut HandshakeConnection, first: &str) -> Result<Vec<Known>, LinkError> {
+        let content = self.expect_of_first(connection, Kind::Roster, first)?;
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
-        // Process 0 has welcomed this one.
-        let stopped = |why| LinkError::NotStarted { address: first.to_string(), why };
-        let content =
-            connection.expect(Kind::Roster).map_err(|fault| self.meeting.ended(foreign(fault)))?.map_err(stopped)?;
         decode_roster(&content, self.part.placement.processes).map_err(foreign)
     }
 
     /// Reports ready to process 0 and waits for the start.
     fn start(&self, connection: &mut HandshakeConnection, first: &str) -> Result<(), LinkError> {
-        let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
-        let stopped = |why| LinkError::NotStarted { address: first.to_string(), why };
-        connection.send_frame(Kind::Ready, &[]).map_err(foreign)?;
-        connection.expect(Kind::Start).map_err(|fault| self.meeting.ended(foreign(fault)))?.map_err(stopped).map(drop)
+        connection.send_frame(Kind::Ready, &[]).map_err(|fault| self.lost_first(first, fault))?;
+        self.expect_of_first(connection, Kind::Start, first).map(drop)
+    }
+
+    /// Reads a frame of process 0, which has welcomed this one.
+    fn expect_of_first(
+        &self,
+        connection: &mut HandshakeConnection,
+        kind: Kind,
+        first: &str,
+    ) -> Result<Vec<u8>, LinkError> {
+        let content = connection.expect(kind).map_err(|fault| self.lost_first(first, fault))?;
+        content.map_err(|why| LinkError::NotStarted { address: first.to_string(), why })
+    }
+
+    fn lost_first(&self, first: &str, fault: FrameError) -> LinkError {
+        self.meeting.ended(match is_lost(&fault) {
+            true => LinkError::Lost { process: 0, peer: format!("process 0 at {first}"), doing: None, fault },
+            false => LinkError::Foreign { address: first.to_string(), fault },
+        })
     }
 }
 

@@ -27,7 +27,7 @@ pub enum LinkError {
     Foreign { address: String, fault: FrameError },
     #[error("{address} rejected this process: {why}")]
     Refused { address: String, why: String },
-    #[error("process 0 at {address} did not start the run: {why}")]
+    #[error("process 0 ({address}) did not start the run: {why}")]
     NotStarted { address: String, why: String },
     #[error("{peer} belongs to a different run: {what}")]
     Another { peer: String, what: String },
@@ -41,7 +41,7 @@ pub enum LinkError {
     Broken { process: usize, peer: String, fault: FrameError },
     #[error("{peer} stopped: {what}")]
     Failed { process: usize, peer: String, what: String },
-    #[error("{what}; reported by {peer}")]
+    #[error("{what}{}", reporter(peer, what))]
     Reported { process: Option<usize>, peer: String, doing: Option<String>, what: String },
     #[error("{what}")]
     Ended { process: Option<usize>, what: String },
@@ -50,7 +50,12 @@ pub enum LinkError {
 }
 
 fn last(doing: &Option<String>) -> String {
-    doing.as_ref().map_or(String::new(), |doing| format!("; it was last at {doing}"))
+    doing.as_ref().map_or(String::new(), |doing| format!("; the worker was last at {doing}"))
+}
+
+/// The process that reported a failure, unless that was its own.
+fn reporter(peer: &str, what: &str) -> String {
+    if what.starts_with(peer) { String::new() } else { format!("; reported by {peer}") }
 }
 
 fn last_refused(refused: &Option<String>) -> String {
@@ -182,6 +187,17 @@ pub fn abort_reason(content: &[u8]) -> Result<(Option<usize>, String), FrameErro
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_report_names_the_culprit_first() {
+        let reported = |peer: &str, what: &str| {
+            let (peer, what) = (peer.to_string(), what.to_string());
+            LinkError::Reported { process: Some(1), peer, doing: None, what }.to_string()
+        };
+        let own = "worker 1.0, process 7, stopped: the disk is full";
+        assert_eq!(reported("worker 1.0, process 7", own), own);
+        assert_eq!(reported("worker 2.0", own), format!("{own}; reported by worker 2.0"));
+    }
 
     #[test]
     fn the_first_cause_is_the_one_that_all_learn() {

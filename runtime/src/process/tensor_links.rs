@@ -93,15 +93,10 @@ pub fn connect(group: &mut Group, offered: Option<Offered>, operands: &Arc<Memor
             let operands = operands.clone();
             pairs.and_then(|pairs| open(group, transport.map(|transport| Opening { transport, pairs, operands })))
         }
-        Some(Err(what)) => Err(LinkError::Failed { process: own, peer: peer.clone(), what }),
+        Some(Err(what)) => Err(LinkError::Failed { process: own, peer, what }),
     };
     if let Err(cause) = &opened {
-        let end = match cause {
-            LinkError::Failed { process, what, .. } if *process == own => {
-                abort(&LinkError::Reported { process: Some(own), peer, doing: None, what: what.clone() })
-            }
-            other => abort(other),
-        };
+        let end = abort(cause);
         // A peer may have ended already.
         group.connections.values_mut().for_each(|connection| drop(connection.send_frame(end.kind, &end.head)));
     }

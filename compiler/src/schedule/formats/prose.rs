@@ -3,14 +3,20 @@
 use crate::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, StageId, Token, WorkerProgram};
 
 impl Program {
-    /// The instruction at this position of a worker as a noun phrase: `the forward of step 3 in stage 0`. `None` after
+    /// The instruction at this position of a worker as a noun phrase: `the forward pass of step 3 in stage 0`. `None` after
     /// its last one.
     pub fn describe(&self, worker: &WorkerProgram, at: usize) -> Option<String> {
         let instruction = worker.instructions.get(at)?;
         let Instruction::Wait { token } = instruction else { return Some(self.phrase(instruction)) };
         let starts = |it: &&Instruction| token_of(it) == Some(*token);
         let awaited = worker.instructions[..at].iter().rev().find(starts);
-        Some(awaited.map_or("a wait".to_string(), |awaited| format!("the wait for {}", self.phrase(awaited))))
+        Some(match awaited {
+            Some(&Instruction::Recv { edge, item, kind, peer, .. }) => {
+                format!("the wait for {} from worker {}", self.message(edge, item, kind), self.worker_name(peer))
+            }
+            Some(awaited) => format!("the wait for {}", self.phrase(awaited)),
+            None => "a wait".to_string(),
+        })
     }
 
     fn microbatch(&self, item: MicrobatchId) -> String {
@@ -26,10 +32,10 @@ impl Program {
     fn message(&self, edge: EdgeId, item: MicrobatchId, kind: Payload) -> String {
         let (from, to) = self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)));
         let what = match kind {
-            Payload::Activation => format!("the activations of stage {}", from.0),
-            Payload::Gradient => format!("the gradients of stage {}", to.0),
+            Payload::Activation => format!("activations of stage {}", from.0),
+            Payload::Gradient => format!("activation gradients of stage {}", to.0),
         };
-        format!("{what} for {}", self.microbatch(item))
+        format!("{what} ({})", self.microbatch(item))
     }
 
     fn phrase(&self, instruction: &Instruction) -> String {
@@ -37,9 +43,9 @@ impl Program {
             format!("the {what} of {} in stage {}", self.microbatch(item), stage.0)
         };
         match *instruction {
-            Instruction::Load { stage, item } => of("loading", item, stage),
-            Instruction::Forward { stage, item, .. } => of("forward", item, stage),
-            Instruction::Backward { stage, item, .. } => of("backward", item, stage),
+            Instruction::Load { stage, item } => of("load", item, stage),
+            Instruction::Forward { stage, item, .. } => of("forward pass", item, stage),
+            Instruction::Backward { stage, item, .. } => of("backward pass", item, stage),
             Instruction::BackwardInput { stage, item, .. } => of("input gradients", item, stage),
             Instruction::BackwardWeight { stage, item, .. } => of("weight gradients", item, stage),
             Instruction::Recompute { stage, item, .. } => of("recomputation", item, stage),
@@ -50,26 +56,41 @@ impl Program {
                 format!("the receive of {} from worker {}", self.message(edge, item, kind), self.worker_name(peer))
             }
             Instruction::Wait { .. } => "a wait".to_string(),
-            Instruction::AllReduce { stage, round, .. } => {
-                format!("the all-reduce of the gradients of stage {}, round {}", stage.0, round + 1)
+            Instruction::AllReduce { stage, round, bucket, .. } => {
+                format!(
+                    "the all-reduce of weight gradients of stage {}, round {}{}",
+                    stage.0,
+                    round + 1,
+                    in_bucket(bucket)
+                )
             }
-            Instruction::ReduceScatter { stage, round, .. } => {
-                format!("the reduce-scatter of the gradients of stage {}, round {}", stage.0, round + 1)
+            Instruction::ReduceScatter { stage, round, bucket, .. } => {
+                format!(
+                    "the reduce-scatter of weight gradients of stage {}, round {}{}",
+                    stage.0,
+                    round + 1,
+                    in_bucket(bucket)
+                )
             }
-            Instruction::AllGather { stage, version, .. } => {
-                format!("the all-gather of the weights of stage {}, version {}", stage.0, version.0)
+            Instruction::AllGather { stage, version, bucket, .. } => {
+                format!("the all-gather of weights of stage {}, version {}{}", stage.0, version.0, in_bucket(bucket))
             }
             Instruction::Step { stage, round, .. } => {
                 format!("the optimizer step of stage {}, round {}", stage.0, round + 1)
             }
             Instruction::Drop { stage, version } => {
-                format!("the release of the weights of stage {}, version {}", stage.0, version.0)
+                format!("the release of weights of stage {}, version {}", stage.0, version.0)
             }
             Instruction::Checkpoint { stage, version } => {
                 format!("the checkpoint of stage {}, version {}", stage.0, version.0)
             }
         }
     }
+}
+
+/// The bucket of a collective; bucket 0 is omitted.
+fn in_bucket(bucket: u32) -> String {
+    if bucket == 0 { String::new() } else { format!(", bucket {bucket}") }
 }
 
 /// The token of an instruction that starts an operation.
@@ -101,20 +122,20 @@ mod tests {
         assert_eq!(
             described(0),
             [
-                "the loading of micro-batch 2 of step 2 in stage 0",
-                "the forward of micro-batch 2 of step 2 in stage 0",
-                "the send of the activations of stage 0 for micro-batch 2 of step 2 to worker 1.0",
-                "the wait for the send of the activations of stage 0 for micro-batch 2 of step 2 to worker 1.0",
+                "the load of micro-batch 2 of step 2 in stage 0",
+                "the forward pass of micro-batch 2 of step 2 in stage 0",
+                "the send of activations of stage 0 (micro-batch 2 of step 2) to worker 1.0",
+                "the wait for the send of activations of stage 0 (micro-batch 2 of step 2) to worker 1.0",
                 "the optimizer step of stage 0, round 2",
             ]
         );
         assert_eq!(
             described(1),
             [
-                "the receive of the activations of stage 0 for micro-batch 2 of step 2 from worker 0.0",
-                "the wait for the receive of the activations of stage 0 for micro-batch 2 of step 2 from worker 0.0",
-                "the forward of micro-batch 2 of step 2 in stage 1",
-                "the backward of micro-batch 2 of step 2 in stage 1",
+                "the receive of activations of stage 0 (micro-batch 2 of step 2) from worker 0.0",
+                "the wait for activations of stage 0 (micro-batch 2 of step 2) from worker 0.0",
+                "the forward pass of micro-batch 2 of step 2 in stage 1",
+                "the backward pass of micro-batch 2 of step 2 in stage 1",
                 "a wait",
             ]
         );

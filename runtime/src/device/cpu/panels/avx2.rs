@@ -10,8 +10,8 @@
 //! a transposed matrix are dot products, and a few rows times a matrix read it in place, in memory order. A weight that
 //! many products read is packed once ([`lay`]).
 //!
-//! Each result element is one ordered sum over the depth with fused multiply-adds, or a few for a dot product. Its bits
-//! depend only on the sizes.
+//! Each result element is an ordered sum over blocks of the depth with fused multiply-adds; a dot product has one sum per
+//! lane. Its bits depend only on the sizes and layouts.
 
 // Index loops are fully unrolled; iterator closures would not be compiled for these vectors.
 #![allow(clippy::needless_range_loop)]
@@ -39,6 +39,9 @@ const COLUMNS: usize = 2 * LANES;
 const DEPTH: usize = 256;
 /// Elements of panels that stay in the second-level cache.
 const CACHE: usize = 64 * 1024;
+/// Minimum depth of dot products, and minimum columns of few rows: tiles are faster for smaller sizes.
+const MIN_DEPTH: usize = 16;
+const MIN_COLUMNS: usize = 32;
 /// Depth steps between prefetches.
 const TURN: usize = 4;
 
@@ -66,6 +69,12 @@ pub fn is_at_hand() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
 }
 
+/// True if `gemm` is faster: a narrow product of a transposed matrix, which packs few elements of each cache line at a
+/// time.
+pub fn is_narrow([m, n]: [usize; 2], (row, _): (usize, usize)) -> bool {
+    row == 1 && m > FEW_ROWS && n < MIN_COLUMNS
+}
+
 /// `c = a b`, or `c += a b` with `add`, of matrices in memory, for non-zero sizes m, n, k. `far` is the row stride of
 /// `c`.
 ///
@@ -77,10 +86,10 @@ pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut 
     unsafe {
         PANELS.with_borrow_mut(|panels| {
             let (many, one) = (panels.many.as_mut_ptr().cast::<f32>(), panels.one.as_mut_ptr().cast::<f32>());
-            if m <= FEW_ROWS && b.row == 1 && a.step == 1 {
+            if m <= FEW_ROWS && b.row == 1 && a.step == 1 && k >= MIN_DEPTH {
                 return dots([m, n, k], (a, b), (c, far), add, one);
             }
-            if m <= FEW_ROWS && b.step == 1 {
+            if m <= FEW_ROWS && b.step == 1 && n >= MIN_COLUMNS {
                 return few_rows([m, n, k], (a, b), (c, far), add, [one, many]);
             }
             let deep = k.div_ceil(k.div_ceil(DEPTH)).next_multiple_of(LANES);

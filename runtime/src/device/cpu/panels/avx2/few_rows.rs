@@ -27,7 +27,7 @@ pub unsafe fn dots([m, n, k]: [usize; 3], of: (Rows, Rows), c: (*mut f32, usize)
     // SAFETY: guaranteed by the caller.
     unsafe {
         match m {
-            1 => dots_of::<1, 8>([n, k], of, c, add, room),
+            1 => dots_of::<1, 2>([n, k], of, c, add, room),
             2 => dots_of::<2, 4>([n, k], of, c, add, room),
             3 => dots_of::<3, 3>([n, k], of, c, add, room),
             4 => dots_of::<4, 3>([n, k], of, c, add, room),
@@ -108,8 +108,8 @@ unsafe fn dots_of<const M: usize, const R: usize>(
 ///
 /// # Safety
 ///
-/// As for [`matrices`](super::matrices); `room` fits [`AT_HAND`] elements, and the second part a vector more for each
-/// row.
+/// As for [`matrices`](super::matrices); both parts of `room` fit `m` rows of `AT_HAND / m` elements, rounded up to
+/// [`COLUMNS`], and [`COLUMNS`] more for each row.
 pub unsafe fn few_rows([m, n, k]: [usize; 3], of: (Rows, Rows), c: (*mut f32, usize), add: bool, room: [*mut f32; 2]) {
     // SAFETY: guaranteed by the caller.
     unsafe {
