@@ -21,6 +21,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+/// Time to wait for the reason of process 0 after the connect timeout, which began at another moment there.
+const REFUSAL_TIME: Duration = Duration::from_secs(2);
+
 /// Current instruction of every global rank.
 pub type Progress = Arc<Vec<AtomicU32>>;
 
@@ -325,14 +328,24 @@ impl Joiner<'_> {
         kind: Kind,
         first: &str,
     ) -> Result<Vec<u8>, LinkError> {
+        // Process 0 says which processes are missing when its own time is over.
+        connection.reader.source().renew(self.meeting.left() + REFUSAL_TIME);
         let content = connection.expect(kind).map_err(|fault| self.lost_first(first, fault))?;
         content.map_err(|why| LinkError::NotStarted { address: first.to_string(), why })
     }
 
     fn lost_first(&self, first: &str, fault: FrameError) -> LinkError {
-        self.meeting.ended(match is_lost(&fault) {
-            true => LinkError::Lost { process: 0, peer: format!("process 0 at {first}"), doing: None, fault },
-            false => LinkError::Foreign { address: first.to_string(), fault },
+        let address = first.to_string();
+        self.meeting.ended(match fault {
+            FrameError::System { kind: NO_DATA, .. } => {
+                let seconds = self.part.connect_timeout.as_secs_f64();
+                let why = format!("it waited over {seconds} s, probably for other processes");
+                LinkError::NotStarted { address, why }
+            }
+            fault if is_lost(&fault) => {
+                LinkError::Lost { process: 0, peer: format!("process 0 at {first}"), doing: None, fault }
+            }
+            fault => LinkError::Foreign { address, fault },
         })
     }
 }
