@@ -4,7 +4,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::super::Rows;
-use super::{COLUMNS, LANES, lanes};
+use super::{COLUMNS, DEPTH, LANES, lanes};
 use std::arch::x86_64::{
     __m256, _MM_HINT_T0, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_prefetch, _mm_shuffle_ps,
     _mm256_broadcast_ss, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
@@ -140,10 +140,11 @@ unsafe fn rows_of<const M: usize>(
     let block = n.div_ceil(n.div_ceil(most)).next_multiple_of(COLUMNS);
     // Rows at a distance of a power of two would compete for few cache lines.
     let pitch = block + COLUMNS;
-    for columns in (0..n).step_by(block).map(|first| first..n.min(first + block)) {
-        let mut depth = 0;
-        while depth < k {
-            let count = if k - depth >= STREAMS { STREAMS } else { 1 };
+    let blocks = (0..n).step_by(block).flat_map(|column| (0..k).step_by(DEPTH).map(move |first| (column, first)));
+    for (columns, first) in blocks.map(|(column, first)| (column..n.min(column + block), first)) {
+        let (mut depth, end, add) = (first, k.min(first + DEPTH), add || first > 0);
+        while depth < end {
+            let count = if end - depth >= STREAMS { STREAMS } else { 1 };
             // SAFETY: guaranteed by the caller; the room fits these factors and sums.
             unsafe {
                 for p in 0..count {
@@ -153,8 +154,8 @@ unsafe fn rows_of<const M: usize>(
                 }
                 let b = (b.at.wrapping_add(depth * b.row + columns.start), b.row);
                 match count {
-                    STREAMS => multiples::<M, STREAMS>(columns.len(), factors, b, (sums, pitch), depth > 0),
-                    _ => multiples::<M, 1>(columns.len(), factors, b, (sums, pitch), depth > 0),
+                    STREAMS => multiples::<M, STREAMS>(columns.len(), factors, b, (sums, pitch), depth > first),
+                    _ => multiples::<M, 1>(columns.len(), factors, b, (sums, pitch), depth > first),
                 }
             }
             depth += count;
