@@ -467,6 +467,11 @@ pub struct Program {
 }
 
 impl Program {
+    /// The stages that an edge connects; stage 0 twice if there is no such edge.
+    fn ends(&self, edge: EdgeId) -> (StageId, StageId) {
+        self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)))
+    }
+
     pub fn worker_name(&self, worker: WorkerId) -> String {
         match self.workers.get(worker.index()) {
             Some(program) => format!("{}.{}", program.rank.0, program.replica),

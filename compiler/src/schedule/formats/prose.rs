@@ -30,7 +30,7 @@ impl Program {
 
     /// What a message over an edge carries.
     fn message(&self, edge: EdgeId, item: MicrobatchId, kind: Payload) -> String {
-        let (from, to) = self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)));
+        let (from, to) = self.ends(edge);
         let what = match kind {
             Payload::Activation => format!("activations of stage {}", from.0),
             Payload::Gradient => format!("activation gradients of stage {}", to.0),

@@ -84,7 +84,7 @@ impl fmt::Display for Program {
 impl Program {
     pub fn show(&self, instruction: &Instruction) -> String {
         let made_by = |edge: EdgeId, kind: Payload, item: MicrobatchId| {
-            let (from, to) = self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)));
+            let (from, to) = self.ends(edge);
             match kind {
                 Payload::Activation => format!("{}F{}", from.0, item.0),
                 Payload::Gradient => format!("{}B{}", to.0, item.0),
@@ -92,7 +92,7 @@ impl Program {
         };
         // The receiving stage, if its rank has several.
         let taker = |edge: EdgeId, kind: Payload| {
-            let (from, to) = self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)));
+            let (from, to) = self.ends(edge);
             let taker = if kind == Payload::Activation { to } else { from };
             let several = self.stages.get(taker.index()).is_some_and(|s| self.stages_of(s.rank).nth(1).is_some());
             if several { format!(" as {}", taker.0) } else { String::new() }

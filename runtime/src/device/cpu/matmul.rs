@@ -111,7 +111,7 @@ pub fn product<T: Real>(
     }
     assert!(last(m, k, a.strides) < a.values.len() && last(k, n, b.strides) < b.values.len(), "a factor is too short");
     #[cfg(target_arch = "x86_64")]
-    if has_panels::<T>(m, n) && (panels::is_at_hand() || !panels::avx2::is_narrow([m, n], a.strides)) {
+    if has_panels::<T>(m, n) && (panels::is_at_hand() || !panels::avx2::is_narrow([m, n], a.strides.0)) {
         let rows =
             |of: Matrix<'_, T>| panels::Rows { at: of.values.as_ptr().cast(), row: of.strides.0, step: of.strides.1 };
         // SAFETY: the asserts above keep every access inside its slice, `c` is borrowed exclusively, and `T` is `f32`.

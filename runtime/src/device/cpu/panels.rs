@@ -39,6 +39,11 @@ pub const COLUMNS: usize = VECTORS * LANES;
 /// Maximum depth summed in registers at once.
 pub const DEPTH: usize = 256;
 
+/// A cache line of buffers.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+struct Line([f32; LANES]);
+
 /// A strided matrix of `f32` in memory.
 #[derive(Clone, Copy)]
 pub struct Rows {
@@ -143,12 +148,17 @@ pub fn whole_pieces(left: usize, most: usize) -> usize {
     if left.is_multiple_of(most) { left / most } else { (left / most).saturating_sub(1) }
 }
 
-/// Row range and address of each panel.
-pub fn pieces(rows: Range<usize>, depth: usize, panels: *mut f32) -> impl Iterator<Item = (Range<usize>, *mut f32)> {
+/// Row range and address of each panel of at most `most` rows.
+pub fn pieces(
+    rows: Range<usize>,
+    most: usize,
+    depth: usize,
+    panels: *mut f32,
+) -> impl Iterator<Item = (Range<usize>, *mut f32)> {
     let mut row = rows.start;
     std::iter::from_fn(move || {
         let (first, panel) = (row, panels.wrapping_add((row - rows.start) * depth));
-        row += piece(rows.end - row, ROWS);
+        row += piece(rows.end - row, most);
         (first < row).then_some((first..row, panel))
     })
 }

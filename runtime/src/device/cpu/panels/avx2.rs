@@ -18,13 +18,13 @@
 
 pub mod few_rows;
 
-use super::{Ahead, Rows, piece};
+use super::pack::eight_turned;
+use super::{Ahead, Line, Rows, pieces};
 use few_rows::{FEW_ROWS, dots, few_rows};
 use std::arch::x86_64::{
-    __m256, __m256i, _MM_HINT_T0, _mm_prefetch, _mm256_add_ps, _mm256_broadcast_ss, _mm256_cmpgt_epi32,
-    _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_maskload_ps, _mm256_maskstore_ps, _mm256_permute2f128_ps,
-    _mm256_set1_epi32, _mm256_setr_epi32, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_storeu_ps, _mm256_unpackhi_ps,
-    _mm256_unpacklo_ps,
+    __m256i, _MM_HINT_T0, _mm_prefetch, _mm256_add_ps, _mm256_broadcast_ss, _mm256_cmpgt_epi32, _mm256_fmadd_ps,
+    _mm256_loadu_ps, _mm256_maskload_ps, _mm256_maskstore_ps, _mm256_set1_epi32, _mm256_setr_epi32, _mm256_setzero_ps,
+    _mm256_storeu_ps,
 };
 use std::cell::RefCell;
 use std::ops::Range;
@@ -44,10 +44,6 @@ const MIN_DEPTH: usize = 16;
 const MIN_COLUMNS: usize = 32;
 /// Depth steps between prefetches.
 const TURN: usize = 4;
-
-#[repr(C, align(64))]
-#[derive(Clone, Copy)]
-struct Line([f32; COLUMNS]);
 
 struct Panels {
     /// Panels of the operand in the second-level cache. A store may end a vector after its panel.
@@ -71,8 +67,8 @@ pub fn is_at_hand() -> bool {
 
 /// True if `gemm` is faster: a narrow product of a transposed matrix, which packs few elements of each cache line at a
 /// time.
-pub fn is_narrow([m, n]: [usize; 2], (row, _): (usize, usize)) -> bool {
-    row == 1 && m > FEW_ROWS && n < MIN_COLUMNS
+pub fn is_narrow([m, n]: [usize; 2], a_row: usize) -> bool {
+    a_row == 1 && m > FEW_ROWS && n < MIN_COLUMNS
 }
 
 /// `c = a b`, or `c += a b` with `add`, of matrices in memory, for non-zero sizes m, n, k. `far` is the row stride of
@@ -165,9 +161,9 @@ pub unsafe fn product_laid(
     PANELS.with_borrow_mut(|panels| {
         let many = panels.many.as_mut_ptr().cast::<f32>();
         for rows in (0..m).step_by(most).map(|first| first..m.min(first + most)) {
-            for (first, height, panel) in panels_of(rows.clone(), k, many) {
+            for (own, panel) in pieces(rows.clone(), ROWS, k, many) {
                 // SAFETY: guaranteed by the caller; the panels have room for these rows.
-                unsafe { left(Rows { at: a.at.wrapping_add(first * a.row), ..a }, height, k, panel) };
+                unsafe { left(Rows { at: a.at.wrapping_add(own.start * a.row), ..a }, own.len(), k, panel) };
             }
             for at in 0..count {
                 let at = if backwards { count - 1 - at } else { at };
@@ -179,11 +175,11 @@ pub unsafe fn product_laid(
                     let add = add || depth.start > 0;
                     let block = Block { depth: depth.len(), a, b, c, far, add, many, one: std::ptr::null_mut() };
                     let b = panel.wrapping_add(depth.start * COLUMNS);
-                    for (first, height, panel) in panels_of(rows.clone(), k, many) {
-                        let panel = panel.wrapping_add(depth.start * height);
+                    for (own, panel) in pieces(rows.clone(), ROWS, k, many) {
+                        let panel = panel.wrapping_add(depth.start * own.len());
                         let columns = (column, COLUMNS.min(n - column));
                         // SAFETY: guaranteed by the caller.
-                        unsafe { block.tile((first, height, panel), columns, b, &mut ahead) };
+                        unsafe { block.tile((own, panel), columns, b, &mut ahead) };
                     }
                 }
             }
@@ -216,15 +212,15 @@ impl Block {
     unsafe fn by_columns(&self, rows: Range<usize>, n: usize) {
         // SAFETY: guaranteed by the caller.
         unsafe {
-            for (first, height, panel) in panels_of(rows.clone(), self.depth, self.many) {
-                left(self.left(first), height, self.depth, panel);
+            for (own, panel) in pieces(rows.clone(), ROWS, self.depth, self.many) {
+                left(self.left(own.start), own.len(), self.depth, panel);
             }
             for column in (0..n).step_by(COLUMNS) {
                 let width = COLUMNS.min(n - column);
                 right(self.right(column), self.depth, width, self.one);
                 let mut ahead = self.ahead(column + COLUMNS, n);
-                for (first, height, panel) in panels_of(rows.clone(), self.depth, self.many) {
-                    self.tile((first, height, panel), (column, width), self.one, &mut ahead);
+                for (own, panel) in pieces(rows.clone(), ROWS, self.depth, self.many) {
+                    self.tile((own, panel), (column, width), self.one, &mut ahead);
                 }
             }
         }
@@ -239,11 +235,11 @@ impl Block {
             for column in columns.clone().step_by(COLUMNS) {
                 right(self.right(column), self.depth, width(column), panel(column));
             }
-            for (first, height, _) in panels_of(0..m, self.depth, self.many) {
-                left(self.left(first), height, self.depth, self.one);
+            for (own, _) in pieces(0..m, ROWS, self.depth, self.many) {
+                left(self.left(own.start), own.len(), self.depth, self.one);
                 for column in columns.clone().step_by(COLUMNS) {
                     let b = panel(column).cast_const();
-                    self.tile((first, height, self.one), (column, width(column)), b, &mut Ahead::NOTHING.clone());
+                    self.tile((own.clone(), self.one), (column, width(column)), b, &mut Ahead::NOTHING.clone());
                 }
             }
         }
@@ -264,16 +260,16 @@ impl Block {
     #[inline]
     unsafe fn tile(
         &self,
-        (row, rows, a): (usize, usize, *mut f32),
+        (rows, a): (Range<usize>, *mut f32),
         (column, columns): (usize, usize),
         b: *const f32,
         ahead: &mut Ahead,
     ) {
-        let to = self.c.wrapping_add(row * self.far + column);
+        let to = self.c.wrapping_add(rows.start * self.far + column);
         let it = Tile { depth: self.depth, a: a.cast_const(), b, c: to, c_row: self.far, columns, add: self.add };
         macro_rules! heights {
             ($($rows:literal)*) => {
-                match (rows, columns > LANES) {
+                match (rows.len(), columns > LANES) {
                     $(
                         // SAFETY: guaranteed by the caller.
                         ($rows, true) => unsafe { it.sums::<$rows, 2>(ahead) },
@@ -286,16 +282,6 @@ impl Block {
         }
         heights!(1 2 3 4 5 6);
     }
-}
-
-/// First row, height and address of each panel of rows.
-fn panels_of(rows: Range<usize>, depth: usize, panels: *mut f32) -> impl Iterator<Item = (usize, usize, *mut f32)> {
-    let mut row = rows.start;
-    std::iter::from_fn(move || {
-        let (first, height) = (row, piece(rows.end - row, ROWS));
-        row += height;
-        (height > 0).then(|| (first, height, panels.wrapping_add((first - rows.start) * depth)))
-    })
 }
 
 /// A tile of the result.
@@ -463,28 +449,6 @@ unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
             }
         }
     }
-}
-
-/// Transposes 8×8.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn eight_turned(rows: [__m256; LANES]) -> [__m256; LANES] {
-    let mut fours = [_mm256_setzero_ps(); LANES];
-    for i in 0..2 {
-        let (a, b, c, d) = (rows[4 * i], rows[4 * i + 1], rows[4 * i + 2], rows[4 * i + 3]);
-        let (ab, cd) = (_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d));
-        let (upper_ab, upper_cd) = (_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d));
-        fours[4 * i] = _mm256_shuffle_ps::<0x44>(ab, cd);
-        fours[4 * i + 1] = _mm256_shuffle_ps::<0xee>(ab, cd);
-        fours[4 * i + 2] = _mm256_shuffle_ps::<0x44>(upper_ab, upper_cd);
-        fours[4 * i + 3] = _mm256_shuffle_ps::<0xee>(upper_ab, upper_cd);
-    }
-    let mut columns = [_mm256_setzero_ps(); LANES];
-    for i in 0..4 {
-        columns[i] = _mm256_permute2f128_ps::<0x20>(fours[i], fours[4 + i]);
-        columns[4 + i] = _mm256_permute2f128_ps::<0x31>(fours[i], fours[4 + i]);
-    }
-    columns
 }
 
 #[cfg(test)]

@@ -194,7 +194,7 @@ impl Left for Results<'_> {
     }
 
     unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panels: *mut f32) {
-        for (rows, panel) in pieces(rows, depth.len(), panels) {
+        for (rows, panel) in pieces(rows, ROWS, depth.len(), panels) {
             // SAFETY: guaranteed by the caller.
             unsafe { self.copy(rows, depth.clone(), panel) }
         }
@@ -301,7 +301,7 @@ impl Left for Flipped {
     }
 
     unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panels: *mut f32) {
-        for (rows, panel) in pieces(rows, depth.len(), panels) {
+        for (rows, panel) in pieces(rows, ROWS, depth.len(), panels) {
             // SAFETY: guaranteed by the caller.
             unsafe { self.copy(rows, depth.clone(), panel) }
         }

@@ -102,14 +102,10 @@ pub unsafe fn product(
 
 #[cfg(test)]
 mod tests {
-    use super::super::is_at_hand;
     use super::super::product::matrices;
+    use super::super::{Line, is_at_hand};
     use super::*;
     use compiler::op::dropout::mix;
-
-    #[repr(C, align(64))]
-    #[derive(Clone, Copy)]
-    struct Line([f32; LANES]);
 
     /// Sizes with full and partial tiles, panels and depth blocks.
     const SHAPES: [[usize; 3]; 9] = [

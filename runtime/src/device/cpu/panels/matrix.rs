@@ -18,7 +18,7 @@ impl Left for Rows {
             Rows { at, ..*self }
         };
         let whole = if self.row == 1 { whole_pieces(rows.len(), ROWS) / 4 * 4 * ROWS } else { 0 };
-        for (piece, panel) in pieces(rows.clone(), depth.len(), panels) {
+        for (piece, panel) in pieces(rows.clone(), ROWS, depth.len(), panels) {
             let row = piece.start - rows.start;
             // SAFETY: guaranteed by the caller.
             unsafe {

@@ -170,7 +170,7 @@ pub(super) fn sixteen_turned(rows: [__m512; 16]) -> [__m512; 16] {
 /// Transposes 8×8.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn eight_turned(rows: [__m256; 8]) -> [__m256; 8] {
+pub(super) fn eight_turned(rows: [__m256; 8]) -> [__m256; 8] {
     let mut fours = [_mm256_setzero_ps(); 8];
     for i in 0..2 {
         let (a, b, c, d) = (rows[4 * i], rows[4 * i + 1], rows[4 * i + 2], rows[4 * i + 3]);

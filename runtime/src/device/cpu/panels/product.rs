@@ -3,7 +3,7 @@
 use super::dots::{MOST_ROWS, dots};
 use super::matrix::{Plain, Turned};
 use super::tile::{Tiles, tiles};
-use super::{Ahead, COLUMNS, DEPTH, LANES, Left, ROWS, Right, Rows, Target, VECTORS, piece, whole_pieces};
+use super::{Ahead, COLUMNS, DEPTH, LANES, Left, Line, ROWS, Right, Rows, Target, VECTORS, piece, whole_pieces};
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::cell::RefCell;
 use std::ops::{Range, RangeInclusive};
@@ -21,10 +21,6 @@ const FEW_ROWS_OF_STREAMS: usize = 64;
 const LONG_ROW: usize = 256;
 /// Maximum rows of a right operand that are read side by side.
 pub const STREAMS: usize = 32;
-
-#[repr(C, align(64))]
-#[derive(Clone, Copy)]
-struct Line([f32; LANES]);
 
 struct Panels {
     a: Vec<Line>,
