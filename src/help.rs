@@ -281,14 +281,16 @@ pub fn link(error: &LinkError) -> Option<&'static str> {
         LinkError::Address { .. } => {
             Some("write HOST:PORT, with an IP address or a name that this machine can resolve")
         }
-        LinkError::Unreachable { .. } | LinkError::Missing { .. } => {
-            Some("start all processes with the same command, or wait longer with `--connect-timeout SECONDS`")
-        }
-        LinkError::NotStarted { .. } => Some("start all processes again with the same command"),
+        LinkError::Unreachable { .. } | LinkError::Missing { .. } => Some(
+            "start all processes, with the same flags except `--rank`, or wait longer with `--connect-timeout SECONDS`",
+        ),
+        LinkError::NotStarted { .. } => Some("start all processes again, with the same flags except `--rank`"),
         LinkError::Exposed { .. } => Some(
             "make a token with `(umask 077; openssl rand -hex 32 > run.token)`, copy it to every host, and pass `--token-file run.token` to every process, or set PIPEC_RUN_TOKEN",
         ),
-        LinkError::Unproved { .. } => Some("all processes need the same run token and pipec version"),
+        LinkError::Unproved { .. } => Some(
+            "all processes need the same run token (`--token-file` or PIPEC_RUN_TOKEN), pipec version and number of workers",
+        ),
         LinkError::Unlinked { .. } => Some("wait longer with `--connect-timeout SECONDS`, or omit `--nccl`"),
         LinkError::Another { .. } | LinkError::Refused { .. } => {
             Some("all processes need the same pipec version, model, plan, data, weights and flags")

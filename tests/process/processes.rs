@@ -510,7 +510,7 @@ fn processes_that_cannot_meet_say_why() {
             assert!(printed.contains(what) && printed.contains("differ"), "{printed}");
         }
     };
-    differ([&["--steps", "5"], &["--steps", "6"]], "the plans or schedules, the numbers of steps");
+    differ([&["--steps", "5"], &["--steps", "6"]], "the plans or schedules and the numbers of steps");
     differ([&["--steps", "5"], &["--steps", "5", "--lr", "0.5"]], "the optimizers or learning rates");
     // Two processes claim the same rank.
     let address = format!("127.0.0.1:{}", port());

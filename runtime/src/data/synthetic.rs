@@ -20,7 +20,10 @@ pub fn synthetic(
     seed: u64,
 ) -> BTreeMap<String, Tensor> {
     let mut arrays = BTreeMap::new();
-    for (stream, feed) in feeds.iter().enumerate() {
+    // The order of the feeds depends on the cuts, so streams are numbered by name, that of the target last.
+    let mut order: Vec<&NamedTensor> = feeds.iter().collect();
+    order.sort_by_key(|feed| (feed.name == TARGET, &feed.name));
+    for (stream, feed) in order.into_iter().enumerate() {
         let mut shape = feed.fact.concrete().unwrap_or_default();
         match shape.first_mut() {
             Some(first) if *first == item_rows => *first = rows,

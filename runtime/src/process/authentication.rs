@@ -117,14 +117,17 @@ impl Challenge {
         let invalid = |error: FrameError| error.to_string();
         let protocol = fields.u32("the protocol").map_err(invalid)?;
         if protocol != own.protocol {
-            return Err(format!("it uses protocol version {protocol}, this process {}", own.protocol));
+            return Err(format!("one process uses protocol version {protocol}, the other {}", own.protocol));
         }
         let (process, processes) =
             (fields.u32("the process").map_err(invalid)?, fields.u32("the processes").map_err(invalid)?);
         let nonce = fields.bytes(RANDOM, "the nonce").map_err(invalid)?;
         fields.end().map_err(invalid)?;
         if processes != own.processes {
-            return Err(format!("it has {processes} processes, this run {}", own.processes));
+            return Err(format!(
+                "process {process} expects {processes} processes, process {} expects {}",
+                own.process, own.processes
+            ));
         }
         if process >= processes || process == own.process {
             return Err(format!("it claims to be process {process} of {processes}, this is process {}", own.process));
@@ -261,8 +264,8 @@ mod tests {
         let same = || [token(ONE), token(ONE)];
         refused([token(ONE), token(OTHER)], &|_| {}, WRONG);
         refused([RunToken::default(), token(ONE)], &|_| {}, WRONG);
-        refused(same(), &|own| own.protocol = 1, &format!("it uses protocol version 1, this process {PROTOCOL}"));
-        refused(same(), &|own| own.processes = 4, "it has 4 processes, this run 3");
+        refused(same(), &|own| own.protocol = 1, &format!("one process uses protocol version 1, the other {PROTOCOL}"));
+        refused(same(), &|own| own.processes = 4, "process 2 expects 4 processes, process 0 expects 3");
         refused(same(), &|own| own.process = 3, "it claims to be process 3 of 3, this is process 0");
         refused(same(), &|own| own.process = 0, "it claims to be process 0 of 3, this is process 0");
         // The process at the address has another number.

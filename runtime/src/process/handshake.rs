@@ -80,8 +80,16 @@ impl Hello {
         match self.identity.parts == own.identity.parts {
             true => Ok(()),
             false if names.is_empty() => Err("it has other settings than this process".into()),
-            false => Err(format!("{} differ", names.join(", "))),
+            false => Err(format!("{} differ", listed(&names))),
         }
+    }
+}
+
+/// A list in a sentence.
+fn listed(names: &[&str]) -> String {
+    match names {
+        [first @ .., last] if !first.is_empty() => format!("{} and {last}", first.join(", ")),
+        _ => names.concat(),
     }
 }
 
@@ -189,6 +197,8 @@ mod tests {
         assert_eq!(check(&|h| h.identity.parts[1].1[0] = 0), refused("the weights differ"));
         assert_eq!(check(&|h| drop(h.identity.parts.pop())), refused("it has other settings than this process"));
         assert_eq!(check(&|h| h.identity.parts[1].0.clear()), refused("it has other settings than this process"));
+        let both = |h: &mut Hello| h.identity.parts.iter_mut().for_each(|part| part.1[0] = 0);
+        assert_eq!(check(&both), refused("the program and the weights differ"));
         assert_eq!(check(&|h| h.identity.run = 8), refused("it belongs to run 8, this is run 7"));
     }
 }

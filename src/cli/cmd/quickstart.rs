@@ -215,8 +215,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         folder.display(),
     ));
     screen.next(&format!(
-        "next: open trace.json in https://ui.perfetto.dev, or: pipec simulate {} --chart\n",
-        word(&at("plan.json"))
+        "next: pipec simulate {} --chart\n      open {} in https://ui.perfetto.dev\n",
+        word(&at("plan.json")),
+        at("trace.json").display()
     ));
     screen.json(&json!({
         "folder": folder.display().to_string(),
