@@ -46,7 +46,6 @@ const RULE: Rule = Rule::Sgd { learning_rate: 0.01, momentum: 0.9, nesterov: fal
 /// A training mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
-    /// One stage per worker.
     pub workers: u32,
     pub microbatches: u32,
 }
@@ -55,6 +54,11 @@ impl Way {
     /// The schedule; without micro-batches, one without a flush.
     fn kind(self) -> Schedule {
         if self.microbatches == 1 { Schedule::OneFOneBRr } else { Schedule::OneFOneB }
+    }
+
+    /// Replicas of each stage. 1F1B-RR leaves them to the planner; PyTorch's 1F1B has one stage per worker.
+    fn replicas(self) -> Option<Vec<u32>> {
+        (self.microbatches > 1).then(|| vec![1; self.workers as usize])
     }
 }
 
@@ -107,7 +111,7 @@ impl<'a> Known<'a> {
             .profile
     }
 
-    /// The plan with one stage per worker.
+    /// The plan for these workers.
     pub fn plan(&self, way: Way) -> Plan {
         let graph = self.graph(way.microbatches);
         let attribution = attribute(&graph, TRAINS).expect("the zoo's models have gradients");
@@ -125,7 +129,7 @@ impl<'a> Known<'a> {
         problem.optimizer_state = 1.0;
         problem.count_updates();
         problem.recompute = Recomputation::Never;
-        problem.constraints.replicas = Some(vec![1; way.workers as usize]);
+        problem.constraints.replicas = way.replicas();
         let levels = &problem.cluster.levels;
         let efficiency = |stages: &[Stage], edges: &[Edge], caps: &[u32]| {
             let played = pipeline_of(levels, stages, edges, caps).ok().and_then(|pipeline| steady(&pipeline).ok());

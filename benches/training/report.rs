@@ -4,7 +4,7 @@ use crate::figures::{Round, cheaper, faster, median, middle};
 use crate::ours::{Spent, Way};
 use crate::subjects::Subject;
 use crate::table::Table;
-use compiler::plan::Plan;
+use compiler::plan::{Plan, Stage};
 
 /// Goal: speedup of 1F1B-RR on two workers over PyTorch eager on two threads.
 const ROUND_ROBIN: f64 = 1.1;
@@ -63,11 +63,18 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Maximum speedup of 1F1B-RR over one worker: the time of all stages over that of the slowest.
+    /// Maximum speedup of 1F1B-RR over one worker: the time of all stages over that of the slowest, whose replicas
+    /// share its minibatches.
     fn bound(&self) -> f64 {
-        let times: Vec<f64> = self.lines[1].plan.stages.iter().map(|stage| stage.fwd_us + stage.bwd_us).collect();
-        times.iter().sum::<f64>() / times.iter().copied().fold(f64::MIN_POSITIVE, f64::max)
+        let stages = &self.lines[1].plan.stages;
+        let slowest = stages.iter().map(|stage| busy_ms(stage) / f64::from(stage.replicas));
+        stages.iter().map(busy_ms).sum::<f64>() / slowest.fold(f64::MIN_POSITIVE, f64::max)
     }
+}
+
+/// Forward and backward of one minibatch or micro-batch.
+fn busy_ms(stage: &Stage) -> f64 {
+    (stage.fwd_us + stage.bwd_us) / 1e3
 }
 
 fn shown(number: Option<f64>, digits: usize) -> String {
@@ -170,17 +177,21 @@ fn plans(all: &[Measured]) -> String {
             let measured = middle(&it.ours, |round| 1e3 * one.subject.batch as f64 / round.samples_per_s);
             let predicted = it.plan.predicted.step_us / 1e3;
             let time = measured.map(|measured| off(predicted, measured));
-            let planned: Vec<f64> = it.plan.stages.iter().map(|stage| stage.memory.total as f64).collect();
+            let replicas = it.plan.stages.iter().flat_map(|stage| (0..stage.replicas).map(move |_| stage));
+            let planned: Vec<f64> = replicas.map(|stage| stage.memory.total as f64).collect();
             let held: Vec<f64> = it.peak_memory_bytes.iter().map(|bytes| *bytes as f64).collect();
             let memory: Vec<f64> = planned.iter().zip(&held).map(|(planned, held)| off(*planned, *held)).collect();
             let joined = |numbers: Vec<String>| numbers.join(" + ");
             let mebibytes =
                 |bytes: &[f64]| joined(bytes.iter().map(|it| format!("{:.1}", it / f64::from(1 << 20))).collect());
-            let stages = it.plan.stages.iter().map(|stage| (stage.fwd_us + stage.bwd_us) / 1e3);
+            let stages = it.plan.stages.iter().map(|stage| match stage.replicas {
+                1 => format!("{:.1}", busy_ms(stage)),
+                replicas => format!("{:.1} x {replicas} replicas", busy_ms(stage)),
+            });
             table.row(&[
                 one.subject.name.to_string(),
                 line.about.to_string(),
-                joined(stages.map(|time| format!("{time:.1}")).collect()),
+                joined(stages.collect()),
                 format!("{predicted:.1}"),
                 shown(measured, 1),
                 time.map_or("–".to_string(), percent),

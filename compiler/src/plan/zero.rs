@@ -3,10 +3,11 @@
 //!
 //! ```text
 //! level   optimizer   gradients        weights
-//! 0       O           G + G            W       sums of the replica and of all replicas; 2BW reuses the buffer of an unused older
-//!                                              version for the latter
-//! 1       O / r       G + G / r        W       the all-replica sum is sharded; under 2BW G + G / r beside two versions
-//! 0, 1                G                        in place, as on GPUs: the all-replica sums replace those of the replica
+//! 0       O           G                W       the sums of all replicas replace those of the replica
+//! 1       O / r       G                W       the same, of the replica's shard
+//! 0       O           G + G            W       not in place: torchtitan, and replicas on CPUs and GPUs. 2BW reuses the
+//!                                              buffer of an unused older version for the sums of all replicas
+//! 1       O / r       G + G / r        W       the same, for the replica's shard; under 2BW beside two versions
 //! 2       O / r       v G / r + g      W       sharded sums, and the gradients of the op that is running
 //! 3       O / r       v G / r + g      W / r   each version is sharded; g holds the op's gathered weights or its gradients, both for
 //!                                              kernels that need both (recurrent layers)

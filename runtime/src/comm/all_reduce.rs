@@ -4,6 +4,8 @@
 //! that all have contributed.
 
 use crate::comm::communicator::CollectiveError;
+use crate::comm::device_all_reduce::DeviceAllReduce;
+use crate::comm::host_all_reduce::HostAllReduce;
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
@@ -76,9 +78,115 @@ pub fn range(bytes: usize, element: usize, member: usize, members: usize) -> Ran
     edge(member)..edge(member + 1)
 }
 
+/// The collectives of members on these devices, in one process. `None` if the memory of some is the host's and of others
+/// is not, or if the devices cannot copy each other's.
+pub fn in_one_process(devices: &[Arc<dyn Device>]) -> Result<Option<Arc<dyn AllReduce>>, DeviceError> {
+    if let Some(all_reduce) = HostAllReduce::new(devices)? {
+        return Ok(Some(Arc::new(all_reduce)));
+    }
+    Ok(DeviceAllReduce::new(devices)?.map(|all_reduce| Arc::new(all_reduce) as Arc<dyn AllReduce>))
+}
+
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+    use crate::comm::communicator::Communicator;
+    use crate::device::context::DeviceContext;
+
+    const COUNT: usize = 70_001;
+
+    fn values(seed: usize) -> Vec<f32> {
+        (0..COUNT).map(|at| ((at * 37 + seed * 101) % 997) as f32 * 1e-3 + 1e4 * (seed % 3) as f32).collect()
+    }
+
+    fn buffer(context: &DeviceContext, values: &[f32]) -> Arc<Buffer> {
+        let mut buffer = context.take(size_of_val(values)).unwrap();
+        context.stream.upload(bytemuck::cast_slice(values), Buffer::exclusive(&mut buffer)).unwrap();
+        buffer
+    }
+
+    fn content(context: &DeviceContext, buffer: &mut Arc<Buffer>) -> Vec<f32> {
+        assert!(context.try_exclusive(buffer).unwrap().is_some());
+        let mut got = vec![0f32; COUNT];
+        context.stream.download(buffer.region(), bytemuck::cast_slice_mut(&mut got)).unwrap();
+        got
+    }
+
+    /// Calls `run` for each member, in a thread of its own.
+    fn of_members(
+        all: &Arc<dyn AllReduce>,
+        device: fn() -> Arc<dyn Device>,
+        members: usize,
+        run: impl Fn(usize, &DeviceContext, &Communicator<()>) + Sync,
+    ) {
+        let place = Communicator::new(members);
+        std::thread::scope(|scope| {
+            for member in 0..members {
+                let (place, run) = (&place, &run);
+                scope.spawn(move || {
+                    let (context, ledger) = (DeviceContext::new(device(), Arc::default()).unwrap(), Arc::default());
+                    all.enter(member, &context.device, 0, &ledger).unwrap();
+                    run(member, &context, place);
+                });
+            }
+        });
+    }
+
+    /// Every member has the terms of these ranks.
+    pub fn check_sums(
+        of: impl Fn(usize) -> Arc<dyn AllReduce>,
+        device: fn() -> Arc<dyn Device>,
+        ranks: &[&[usize]],
+        is_whole: bool,
+    ) {
+        let (all, members) = (of(ranks.len()), ranks.len());
+        let mut order: Vec<usize> = ranks.iter().flat_map(|of| of.iter().copied()).collect();
+        order.sort_unstable();
+        let mut want = values(order[0]);
+        for &rank in &order[1..] {
+            want.iter_mut().zip(values(rank)).for_each(|(sum, term)| *sum += term);
+        }
+        of_members(&all, device, members, |member, context, place| {
+            for number in 0..5 {
+                let terms: Vec<_> = ranks[member].iter().map(|&rank| (rank, buffer(context, &values(rank)))).collect();
+                let first = terms.first().map(|(_, term)| term.clone());
+                let mut sum = first.unwrap_or_else(|| context.take(COUNT * 4).unwrap());
+                terms.iter().for_each(|(_, term)| context.release(term).unwrap());
+                context.release(&sum).unwrap();
+                let own: Vec<_> = terms.iter().skip(1).map(|(_, term)| term.clone()).collect();
+                let part = Addends { dtype: DType::F32, terms, sum: sum.clone(), is_whole };
+                all.contribute(Collective::AllReduce(number), member, vec![None, Some(part)]).unwrap();
+                place.bring(number, member, ());
+                place.meet(number).unwrap();
+                all.wait(Collective::AllReduce(number), member).unwrap();
+                let range = if is_whole { 0..COUNT } else { range(COUNT, 1, member, members) };
+                let got = content(context, &mut sum);
+                assert!(got[range.clone()] == want[range], "member {member} of {members}");
+                [own, vec![sum]].into_iter().flatten().for_each(|buffer| context.give(buffer));
+            }
+        });
+    }
+
+    /// Every member has its range.
+    pub fn check_gathers(of: impl Fn(usize) -> Arc<dyn AllReduce>, device: fn() -> Arc<dyn Device>, members: usize) {
+        let (all, want) = (of(members), values(1));
+        of_members(&all, device, members, |member, context, place| {
+            for number in 0..5 {
+                let own = range(COUNT, 1, member, members);
+                let mut part = vec![0f32; COUNT];
+                part[own.clone()].copy_from_slice(&want[own]);
+                let mut sum = buffer(context, &part);
+                context.release(&sum).unwrap();
+                let part = Addends { dtype: DType::F32, terms: Vec::new(), sum: sum.clone(), is_whole: true };
+                all.contribute(Collective::AllGather(number), member, vec![Some(part), None]).unwrap();
+                place.bring(number, member, ());
+                place.meet(number).unwrap();
+                all.wait(Collective::AllGather(number), member).unwrap();
+                assert!(content(context, &mut sum) == want, "member {member} of {members}");
+                context.give(sum);
+            }
+        });
+    }
 
     #[test]
     fn shares_are_even_and_whole_elements() {

@@ -216,69 +216,21 @@ fn exclusive(buffer: &Buffer, range: Range<usize>) -> RegionMut<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::communicator::Communicator;
-    use crate::device::context::DeviceContext;
+    use crate::comm::all_reduce::tests::{check_gathers, check_sums};
     use crate::device::cpu::device::cpu;
     use crate::device::sanitizer::device::sanitizer;
 
-    const COUNT: usize = 70_001;
-
-    fn values(seed: usize) -> Vec<f32> {
-        (0..COUNT).map(|at| ((at * 37 + seed * 101) % 997) as f32 * 1e-3 + 1e4 * (seed % 3) as f32).collect()
-    }
-
-    fn buffer(context: &DeviceContext, values: &[f32]) -> Arc<Buffer> {
-        let mut buffer = context.take(size_of_val(values)).unwrap();
-        context.stream.upload(bytemuck::cast_slice(values), Buffer::exclusive(&mut buffer)).unwrap();
-        buffer
-    }
-
-    /// Every member has the terms of these ranks.
-    fn check(ranks: &[&[usize]], is_whole: bool) {
-        let all = DeviceAllReduce::new(&vec![sanitizer(); ranks.len()]).unwrap().unwrap();
-        let (place, members) = (Communicator::new(ranks.len()), ranks.len());
-        let mut order: Vec<usize> = ranks.iter().flat_map(|of| of.iter().copied()).collect();
-        order.sort_unstable();
-        let mut want = values(order[0]);
-        for &rank in &order[1..] {
-            want.iter_mut().zip(values(rank)).for_each(|(sum, term)| *sum += term);
-        }
-        std::thread::scope(|scope| {
-            for (member, ranks) in ranks.iter().enumerate() {
-                let (all, place, want) = (&all, &place, &want);
-                scope.spawn(move || {
-                    let (context, ledger) = (DeviceContext::new(sanitizer(), Arc::default()).unwrap(), Arc::default());
-                    all.enter(member, &context.device, 0, &ledger).unwrap();
-                    for number in 0..5 {
-                        let terms: Vec<_> = ranks.iter().map(|&rank| (rank, buffer(&context, &values(rank)))).collect();
-                        let first = terms.first().map(|(_, term)| term.clone());
-                        let mut sum = first.unwrap_or_else(|| context.take(COUNT * 4).unwrap());
-                        terms.iter().for_each(|(_, term)| context.release(term).unwrap());
-                        context.release(&sum).unwrap();
-                        let own: Vec<_> = terms.iter().skip(1).map(|(_, term)| term.clone()).collect();
-                        let part = Addends { dtype: DType::F32, terms, sum: sum.clone(), is_whole };
-                        all.contribute(Collective::AllReduce(number), member, vec![None, Some(part)]).unwrap();
-                        place.bring(number, member, ());
-                        place.meet(number).unwrap();
-                        assert!(context.try_exclusive(&mut sum).unwrap().is_some());
-                        let mut got = vec![0f32; COUNT];
-                        context.stream.download(sum.region(), bytemuck::cast_slice_mut(&mut got)).unwrap();
-                        let range = if is_whole { 0..COUNT } else { range(COUNT, 1, member, members) };
-                        assert!(got[range.clone()] == want[range], "member {member} of {members}");
-                        [own, vec![sum]].into_iter().flatten().for_each(|buffer| context.give(buffer));
-                    }
-                });
-            }
-        });
-    }
-
     #[test]
     fn sums_are_those_of_one_adder() {
+        let of = |members: usize| -> Arc<dyn AllReduce> {
+            Arc::new(DeviceAllReduce::new(&vec![sanitizer(); members]).unwrap().unwrap())
+        };
         for is_whole in [true, false] {
-            check(&[&[0], &[1]], is_whole);
-            check(&[&[0], &[1], &[2], &[3], &[4]], is_whole);
+            check_sums(of, sanitizer, &[&[0], &[1]], is_whole);
+            check_sums(of, sanitizer, &[&[0], &[1], &[2], &[3], &[4]], is_whole);
         }
-        check(&[&[3, 0], &[], &[1, 2]], true);
+        check_sums(of, sanitizer, &[&[3, 0], &[], &[1, 2]], true);
+        check_gathers(of, sanitizer, 3);
     }
 
     #[test]

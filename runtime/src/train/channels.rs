@@ -7,12 +7,13 @@
 //! With tensor parallelism, each rank of the groups has its own channels and communicators. Only the communicator of a
 //! group connects ranks.
 
-use crate::comm::all_reduce::AllReduce;
+use crate::comm::all_reduce::{AllReduce, in_one_process};
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
 use crate::comm::device_all_reduce::DeviceAllReduce;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::api::Device;
+use crate::device::cpu::device::cpu;
 use crate::device::error::DeviceError;
 use crate::exec::sequence::Slot;
 use crate::exec::stage_code::{NamedTensor, StageCode, Transfer};
@@ -201,7 +202,7 @@ fn of_replicas(
     if !ranks.iter().all(is_here) {
         return Ok(None);
     }
-    Ok(between_devices(context, &workers)?)
+    Ok(in_one_process(&devices_of(context, &workers))?)
 }
 
 /// Sequence numbers of a stage's collectives are below this, with `rounds` rounds or versions of all buckets.
@@ -214,18 +215,11 @@ fn versions(program: &Program) -> u32 {
     program.items.saturating_add(2)
 }
 
-/// The all-reduce in place of these workers of this process, if their devices can.
-fn between_devices(
-    context: &RankContext<'_, '_>,
-    workers: &[usize],
-) -> Result<Option<Arc<dyn AllReduce>>, DeviceError> {
+/// The devices of these workers of this process.
+fn devices_of(context: &RankContext<'_, '_>, workers: &[usize]) -> Vec<Arc<dyn Device>> {
     let devices = context.devices;
-    if devices.is_empty() {
-        return Ok(None);
-    }
-    let ranks = global(context.rank, workers);
-    let devices: Vec<_> = ranks.iter().map(|rank| devices[rank % devices.len()].clone()).collect();
-    Ok(DeviceAllReduce::new(&devices)?.map(|all_reduce| Arc::new(all_reduce) as Arc<dyn AllReduce>))
+    let device = |rank: &usize| if devices.is_empty() { cpu() } else { devices[rank % devices.len()].clone() };
+    global(context.rank, workers).iter().map(device).collect()
 }
 
 /// The ZeRO communicators of a stage; all `None` without ZeRO.
@@ -345,8 +339,12 @@ fn ties(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<Ve
         let workers: Vec<usize> = members.iter().map(|(worker, _)| *worker).collect();
         let place = meeting(context, &workers, || terms(training, name), u64::from(program.items) + 2)?;
         let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
-        // Tied gradients may come from other processes, as whole buffers.
-        let all_reduce = if context.exchange.is_some() { None } else { between_devices(context, &workers)? };
+        // Tied gradients may come from other processes, as whole buffers. Plans count a sum over the stages beside them.
+        let all_reduce = match context.exchange {
+            Some(_) => None,
+            None => DeviceAllReduce::new(&devices_of(context, &workers))?,
+        };
+        let all_reduce = all_reduce.map(|all_reduce| Arc::new(all_reduce) as Arc<dyn AllReduce>);
         ties.push(Tie { name: name.to_string(), members, place, holders, all_reduce });
     }
     Ok(ties)

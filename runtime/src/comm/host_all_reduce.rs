@@ -1,0 +1,322 @@
+//! All-reduce and all-gather in place between workers whose buffers are in the memory of one host.
+//!
+//! The buffers are divided into chunks. A member that waits for the collective takes chunks until none is left: it adds
+//! the terms of a chunk in rank order, and copies the sum to all members. So every byte is read and written once by
+//! some member, and members that wait at the same time share the work. A member never waits for one that computes.
+
+use crate::comm::all_reduce::{AllReduce, Collective, Parts, range};
+use crate::comm::communicator::{CollectiveError, PeerLost};
+use crate::device::api::{Device, Stream};
+use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
+use crate::device::memory_counter::MemoryCounter;
+use crate::device::region::{Region, RegionMut};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// Bytes that a member adds before it copies their sum: they stay in the first-level cache.
+const BLOCK: usize = 16 << 10;
+/// Bytes that a member takes at a time.
+const CHUNK: usize = 16 * BLOCK;
+
+/// A range of one sum.
+struct Chunk {
+    at: usize,
+    range: Range<usize>,
+    /// The only member that needs the sum, or the member that has it.
+    owner: Option<usize>,
+}
+
+/// A collective to which all members have contributed.
+struct Work {
+    collective: Collective,
+    all: Vec<Parts>,
+    chunks: Vec<Chunk>,
+}
+
+/// A collective until its last chunk is done.
+struct Open {
+    brought: Vec<Option<Parts>>,
+    /// `None` until all have contributed.
+    work: Option<Arc<Work>>,
+    /// The next chunk to take, and the number of chunks that are not done.
+    next: usize,
+    left: usize,
+    /// A member failed at a chunk.
+    failed: Option<CollectiveError>,
+}
+
+#[derive(Default)]
+struct State {
+    open: HashMap<Collective, Open>,
+    is_abandoned: bool,
+}
+
+/// Collectives of a fixed group of members.
+pub struct HostAllReduce {
+    members: usize,
+    /// Adds and copies. Any member's device can.
+    device: Arc<dyn Device>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl HostAllReduce {
+    /// For members on these devices; `None` unless the memory of all is the host's.
+    pub fn new(devices: &[Arc<dyn Device>]) -> Result<Option<HostAllReduce>, DeviceError> {
+        let probes = devices.iter().map(|device| device.allocate(1)).collect::<Result<Vec<_>, _>>()?;
+        let (Some(device), true) = (devices.first(), devices.len() > 1 && probes.iter().all(Buffer::is_host)) else {
+            return Ok(None);
+        };
+        let (state, changed) = Default::default();
+        Ok(Some(HostAllReduce { members: devices.len(), device: device.clone(), state, changed }))
+    }
+
+    // No code panics while it holds the lock with inconsistent state.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a chunk, or waits for those that others have taken. `None` at the end of the collective.
+    fn take(&self, collective: Collective) -> Result<Option<(Arc<Work>, usize)>, CollectiveError> {
+        let mut state = self.lock();
+        loop {
+            let is_abandoned = state.is_abandoned;
+            // A member waits after its own contribution, so a collective that is gone is done.
+            let Some(open) = state.open.get_mut(&collective) else { return Ok(None) };
+            if let Some(error) = &open.failed {
+                return Err(error.clone());
+            }
+            match &open.work {
+                Some(work) if open.next < work.chunks.len() => {
+                    let taken = (work.clone(), open.next);
+                    open.next += 1;
+                    return Ok(Some(taken));
+                }
+                None if is_abandoned => return Err(PeerLost.into()),
+                _ => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// Ends a chunk. After the last one, nobody holds the buffers but their members.
+    fn end(&self, collective: Collective, outcome: Result<(), CollectiveError>) {
+        let mut state = self.lock();
+        let Some(open) = state.open.get_mut(&collective) else { return };
+        open.left -= 1;
+        match outcome {
+            Err(error) => open.failed = Some(error),
+            Ok(()) if open.left == 0 && open.failed.is_none() => drop(state.open.remove(&collective)),
+            Ok(()) => return,
+        }
+        self.changed.notify_all();
+    }
+}
+
+impl AllReduce for HostAllReduce {
+    fn enter(&self, _: usize, _: &Arc<dyn Device>, _: usize, _: &Arc<MemoryCounter>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
+        let mut state = self.lock();
+        let open = state.open.entry(collective).or_insert_with(|| Open {
+            brought: (0..self.members).map(|_| None).collect(),
+            work: None,
+            next: 0,
+            left: 0,
+            failed: None,
+        });
+        if let Some(place) = open.brought.get_mut(member) {
+            *place = Some(parts);
+        }
+        if open.brought.iter().any(Option::is_none) {
+            return Ok(());
+        }
+        let work = Work::new(collective, open.brought.drain(..).flatten().collect());
+        open.left = work.chunks.len();
+        open.work = Some(Arc::new(work));
+        if open.left == 0 {
+            state.open.remove(&collective);
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn wait(&self, collective: Collective, _: usize) -> Result<(), CollectiveError> {
+        let mut tools = None;
+        while let Some((work, chunk)) = self.take(collective)? {
+            let mut claim = Claim { all_reduce: self, collective, outcome: Err(PeerLost.into()) };
+            let outcome = match &mut tools {
+                Some(tools) => work.run(chunk, tools),
+                none => Tools::new(&*self.device).and_then(|new| work.run(chunk, none.insert(new))),
+            };
+            // The last claim to end makes the members the only holders of their buffers.
+            drop(work);
+            claim.outcome = outcome.map_err(CollectiveError::from);
+        }
+        Ok(())
+    }
+
+    fn abandon(&self) {
+        self.lock().is_abandoned = true;
+        self.changed.notify_all();
+    }
+}
+
+/// A chunk that a member has taken. It fails if the member panics.
+struct Claim<'a> {
+    all_reduce: &'a HostAllReduce,
+    collective: Collective,
+    outcome: Result<(), CollectiveError>,
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        self.all_reduce.end(self.collective, std::mem::replace(&mut self.outcome, Ok(())));
+    }
+}
+
+/// What a member adds with.
+struct Tools {
+    stream: Box<dyn Stream>,
+    /// The sum of one block.
+    block: Buffer,
+}
+
+impl Tools {
+    fn new(device: &dyn Device) -> Result<Tools, DeviceError> {
+        Ok(Tools { stream: device.stream()?, block: device.allocate(BLOCK)? })
+    }
+}
+
+impl Work {
+    fn new(collective: Collective, all: Vec<Parts>) -> Work {
+        let mut chunks = Vec::new();
+        for at in 0..all.iter().map(Vec::len).min().unwrap_or(0) {
+            let mut lengths = all.iter().map(|parts| parts[at].as_ref().map(|part| part.sum.len()));
+            let (Some(part), Some(Some(bytes))) = (&all[0][at], lengths.next()) else { continue };
+            if lengths.any(|other| other != Some(bytes)) {
+                continue;
+            }
+            let shards: Vec<(Option<usize>, Range<usize>)> = match collective {
+                Collective::AllReduce(_) if part.is_whole => vec![(None, 0..bytes)],
+                _ => (0..all.len()).map(|of| (Some(of), range(bytes, part.dtype.size(), of, all.len()))).collect(),
+            };
+            for (owner, shard) in shards {
+                chunks.extend(pieces(shard, CHUNK).map(|range| Chunk { at, range, owner }));
+            }
+        }
+        Work { collective, all, chunks }
+    }
+
+    /// Reads and writes a chunk of all buffers.
+    fn run(&self, chunk: usize, tools: &mut Tools) -> Result<(), DeviceError> {
+        let Chunk { at, range, owner } = &self.chunks[chunk];
+        let parts: Vec<_> = self.all.iter().filter_map(|parts| parts[*at].as_ref()).collect();
+        let Some(dtype) = parts.first().map(|part| part.dtype) else { return Ok(()) };
+        if let (Collective::AllGather(_), Some(owner)) = (self.collective, owner) {
+            let from = &parts[*owner].sum;
+            let others = parts.iter().filter(|part| part.is_whole && !Arc::ptr_eq(&part.sum, from));
+            return others
+                .map(|part| &part.sum)
+                .try_for_each(|sum| tools.stream.copy(from.region_of(range.clone()), exclusive(sum, range.clone())));
+        }
+        let mut terms: Vec<&(usize, Arc<Buffer>)> = parts.iter().flat_map(|part| &part.terms).collect();
+        terms.sort_by_key(|(rank, _)| *rank);
+        let Some(((_, first), rest)) = terms.split_first() else { return Ok(()) };
+        for block in pieces(range.clone(), BLOCK) {
+            let mut sum = tools.block.region_mut().slice(0..block.len());
+            match rest {
+                [] => tools.stream.copy(of(first, &block), sum.reborrow())?,
+                [(_, second), ..] => tools.stream.add(dtype, of(first, &block), of(second, &block), sum.reborrow())?,
+            }
+            rest.iter()
+                .skip(1)
+                .try_for_each(|(_, term)| tools.stream.accumulate(dtype, of(term, &block), sum.reborrow()))?;
+            let takers = parts.iter().enumerate().filter(|(member, _)| owner.is_none_or(|owner| owner == *member));
+            for (_, part) in takers {
+                tools.stream.copy(sum.as_region(), exclusive(&part.sum, block.clone()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn of<'a>(term: &'a Buffer, block: &Range<usize>) -> Region<'a> {
+    term.region_of(block.clone())
+}
+
+/// A range in pieces of at most `bytes`.
+fn pieces(whole: Range<usize>, bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    whole.clone().step_by(bytes).map(move |start| start..whole.end.min(start + bytes))
+}
+
+/// A range of a buffer that other members hold too, and do not access.
+fn exclusive(buffer: &Buffer, range: Range<usize>) -> RegionMut<'_> {
+    // SAFETY: members neither read nor write the buffers that they have contributed before `wait` returns, which is after
+    // all chunks are done. The member that has taken the chunk alone accesses its range, in all buffers, and no region
+    // that it reads is alive when it writes the same buffer.
+    unsafe { buffer.region_of(range).assume_exclusive() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::all_reduce::Addends;
+    use crate::comm::all_reduce::tests::{check_gathers, check_sums};
+    use crate::device::cpu::device::cpu;
+    use crate::device::sanitizer::device::sanitizer;
+    use compiler::tensor::DType;
+
+    fn of(members: usize) -> Arc<dyn AllReduce> {
+        Arc::new(HostAllReduce::new(&vec![cpu(); members]).unwrap().unwrap())
+    }
+
+    #[test]
+    fn sums_are_those_of_one_adder() {
+        for is_whole in [true, false] {
+            check_sums(of, cpu, &[&[0], &[1]], is_whole);
+            check_sums(of, cpu, &[&[0], &[1], &[2], &[3], &[4]], is_whole);
+        }
+        check_sums(of, cpu, &[&[3, 0], &[], &[1, 2]], true);
+        check_gathers(of, cpu, 3);
+    }
+
+    #[test]
+    fn a_member_that_waits_alone_does_all() {
+        let all = of(2);
+        let sums: Vec<Arc<Buffer>> =
+            [1f32, 2.0].map(|x| Buffer::host_copy(bytemuck::cast_slice(&[x; 100_000]))).map(Arc::new).into();
+        for (member, sum) in sums.iter().enumerate() {
+            let part =
+                Addends { dtype: DType::F32, terms: vec![(member, sum.clone())], sum: sum.clone(), is_whole: true };
+            all.contribute(Collective::AllReduce(0), member, vec![Some(part)]).unwrap();
+        }
+        all.wait(Collective::AllReduce(0), 1).unwrap();
+        for sum in sums {
+            assert!(bytemuck::cast_slice::<u8, f32>(&sum.download().unwrap()).iter().all(|x| *x == 3.0));
+            assert_eq!(Arc::strong_count(&sum), 1);
+        }
+        all.wait(Collective::AllReduce(0), 0).unwrap();
+    }
+
+    #[test]
+    fn a_lost_member_fails_the_others() {
+        let all = of(2);
+        all.contribute(Collective::AllReduce(7), 0, vec![None]).unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| all.wait(Collective::AllReduce(7), 0));
+            all.abandon();
+            assert_eq!(waits.join().unwrap(), Err(PeerLost.into()));
+        });
+    }
+
+    #[test]
+    fn memory_of_devices_is_not_reduced_here() {
+        assert!(HostAllReduce::new(&[sanitizer(), sanitizer()]).unwrap().is_none());
+        assert!(HostAllReduce::new(&[cpu(), sanitizer()]).unwrap().is_none());
+        assert!(HostAllReduce::new(&[cpu()]).unwrap().is_none());
+    }
+}
