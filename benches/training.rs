@@ -8,8 +8,9 @@
 //!
 //! Prints Markdown. PyTorch runs in `$PIPEC_PYTHON`, by default `python3`, from `training/peer.py`; without it, only
 //! pipec is measured. All models train in f32 with SGD and momentum 0.9 on synthetic data. Every model is profiled and
-//! planned here: with one stage per worker where PyTorch pipelines too, as the planner chooses for 1F1B-RR. Two workers,
-//! or two PyTorch threads or processes, need two idle cores; CPU time shows the cost if other work uses them.
+//! planned here: with one stage per worker where PyTorch pipelines too, as the planner chooses for 1F1B-RR. Two replicas
+//! update once per two minibatches. Two workers, or two PyTorch threads or processes, need two idle cores; CPU time
+//! shows the cost if other work uses them.
 //!
 //! | column | |
 //! | --- | --- |
@@ -77,12 +78,11 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
     let (mut twice, mut compiled) = (Vec::new(), Vec::new());
     let mut lines: Vec<Figures> = runs
         .iter()
-        .zip(&LINES)
-        .map(|(run, line)| Figures {
+        .map(|run| Figures {
             plan: run.plan.clone(),
             ours: Vec::new(),
             theirs: Vec::new(),
-            peak_memory_bytes: vec![0; line.way.workers as usize],
+            peak_memory_bytes: vec![0; run.plan.stages.iter().map(|stage| stage.replicas as usize).sum()],
             spent: Vec::new(),
         })
         .collect();

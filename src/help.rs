@@ -282,19 +282,24 @@ pub fn link(error: &LinkError) -> Option<&'static str> {
             Some("write HOST:PORT, with an IP address or a name that this machine can resolve")
         }
         LinkError::Unreachable { .. } | LinkError::Missing { .. } => Some(
-            "start all processes, with the same flags except `--rank`, or wait longer with `--connect-timeout SECONDS`",
+            "start all processes, with the same flags except `--rank` and `--host`, or wait longer with `--connect-timeout SECONDS`",
         ),
-        LinkError::NotStarted { .. } => Some("start all processes again, with the same flags except `--rank`"),
+        LinkError::NotStarted { .. } => {
+            Some("start all processes again, with the same flags except `--rank` and `--host`")
+        }
         LinkError::Exposed { .. } => Some(
             "make a token with `(umask 077; openssl rand -hex 32 > run.token)`, copy it to every host, and pass `--token-file run.token` to every process, or set PIPEC_RUN_TOKEN",
         ),
         LinkError::Unproved { .. } => Some(
-            "all processes need the same run token (`--token-file` or PIPEC_RUN_TOKEN), pipec version and number of workers",
+            "all processes need the same run token (`--token-file` or PIPEC_RUN_TOKEN), pipec version and number of processes",
         ),
         LinkError::Unlinked { .. } => Some("wait longer with `--connect-timeout SECONDS`, or omit `--nccl`"),
         LinkError::Another { .. } | LinkError::Refused { .. } => {
             Some("all processes need the same pipec version, model, plan, data, weights and flags")
         }
+        LinkError::Lost { .. } | LinkError::Silent { .. } | LinkError::Reported { process: Some(_), .. } => Some(
+            "start all processes again; if the run wrote checkpoints, `--resume auto` continues from the newest one",
+        ),
         _ => None,
     }
 }

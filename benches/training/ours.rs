@@ -144,7 +144,9 @@ impl<'a> Known<'a> {
         let schedule: Schedule = generated(plan.schedule.kind).expect("these schedules are generated");
         // Steps before the measured ones fill the pipeline, and steps after them keep it full.
         let filling = plan.schedule.in_flight.iter().copied().max().unwrap_or(1).max(2);
-        let first = filling.max(WARM_UP);
+        // Replicas end a round of minibatches at almost the same time.
+        let round = plan.stages.iter().map(|stage| stage.replicas).max().unwrap_or(1);
+        let (first, steps) = (filling.max(WARM_UP).next_multiple_of(round), steps.next_multiple_of(round));
         let minibatches = first + steps + filling;
         let count = StepCount { minibatches, microbatches: way.microbatches };
         let settings = Settings { dims: Bindings::new(), loss: Loss::CrossEntropy, class_axis: None, schedule, count };

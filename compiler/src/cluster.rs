@@ -159,11 +159,6 @@ impl Cluster {
         !self.classes.is_empty()
     }
 
-    /// Returns whether workers run on CPUs.
-    pub fn has_cpus(&self) -> bool {
-        self.device.is_cpu() || self.classes.iter().any(|class| class.device.is_cpu())
-    }
-
     /// Merges all levels into one with the lowest bandwidth and the highest latency. Cost models that require whole
     /// groups use it for plans whose stages do not fill whole groups.
     pub fn flattened(&self) -> Cluster {

@@ -471,8 +471,7 @@ fn over_mpi(_: &WorkerPlacement, _: usize, _: &dyn EventSink) -> Result<JoinMode
 
 /// The error for processes that could not connect.
 fn unmet(error: LinkError) -> Error {
-    let again = matches!(error, LinkError::Lost { .. }).then_some("start all processes again");
-    let help = help::link(&error).or(again);
+    let help = help::link(&error);
     let failure = match error {
         LinkError::Bug { .. } => Error::bug(&error.to_string()),
         LinkError::Address { .. } | LinkError::Exposed { .. } => {

@@ -5,7 +5,6 @@ use crate::help;
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
-use runtime::process::run_status::LinkError;
 use runtime::train::error::TrainError;
 use runtime::train::losses::Diverged;
 use runtime::train::resume::ResumeError;
@@ -36,22 +35,13 @@ pub fn describe(error: &TrainError) -> Error {
         }
         TrainError::Diverged(diverged) => self::diverged(diverged),
         TrainError::Link(link) => {
-            let is_lost = matches!(
-                link,
-                LinkError::Lost { .. } | LinkError::Silent { .. } | LinkError::Reported { process: Some(_), .. }
-            );
-            let again = is_lost.then_some(AGAIN);
             let failure = Error::negative("training stopped").because(error);
-            help::link(link).or(again).into_iter().fold(failure, Error::with_help)
+            help::link(link).into_iter().fold(failure, Error::with_help)
         }
         TrainError::Worker(_) | TrainError::Device(_) => Error::negative("training stopped").because(error),
         _ => Error::input("cannot train").because(error),
     }
 }
-
-/// Help if a process of the run is gone.
-const AGAIN: &str =
-    "start all processes again; if the run wrote checkpoints, `--resume auto` continues from the newest one";
 
 /// The error for a loss that is not finite.
 fn diverged(diverged: &Diverged) -> Error {

@@ -49,16 +49,15 @@ pub fn of_data(feeds: &[NamedTensor], items: u64) -> u64 {
 }
 
 /// Bytes of all workers during training.
-pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer, in_place: bool) -> u64 {
-    let stages = of_stages(codes, program, optimizer, in_place);
+pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> u64 {
+    let stages = of_stages(codes, program, optimizer);
     let held = program.workers.iter().flat_map(|own| program.stages_of(own.rank));
     held.fold(0, |all: u64, stage| all.saturating_add(stages[stage.index()]))
 }
 
 /// Bytes of one replica of each stage during training: weight versions, gradients, optimizer state, saved activations of in-flight
-/// micro-batches, messages of the current and the previous micro-batch, and an arena. `in_place` is true if replicas
-/// all-reduce gradients in their own buffer.
-pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer, in_place: bool) -> Vec<u64> {
+/// micro-batches, messages of the current and the previous micro-batch, and an arena.
+pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> Vec<u64> {
     let pending_weight_grads = pending_weight_grads(program);
     let mut stages_of: HashMap<&str, u64> = HashMap::new();
     for named in codes.iter().flat_map(|code| &code.parameters) {
@@ -89,7 +88,6 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer, 
         // Half-precision versions have f32 master weights, and gradients and state are as large as these. With ZeRO, tied weights count as
         // sharded like the others.
         let shares = if stage.zero > 0 { u64::from(stage.replicas) } else { 1 };
-        let dealt = u64::from(stage.replicas > 1 && !in_place) + optimizer.buffers() as u64;
         let mut terms = vec![0u64; code.parameters.len()];
         for term in &code.gradient_terms {
             terms[term.parameter] += 1;
@@ -97,7 +95,7 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer, 
         let weights = |(named, terms): (&NamedTensor, &u64)| {
             let bytes = named.bytes as u64;
             let (wide, masters) = if is_half(named.fact.dtype) { (bytes.saturating_mul(2), 1) } else { (bytes, 0) };
-            let shared = wide.saturating_mul(dealt + masters).div_ceil(shares);
+            let shared = wide.saturating_mul(optimizer.buffers() as u64 + masters).div_ceil(shares);
             let kept = bytes.saturating_mul(versions);
             let kept = if stage.zero >= 3 { kept.div_ceil(shares) } else { kept };
             // One sum for each op that uses the parameter, and one of all stages that share it.

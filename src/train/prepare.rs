@@ -166,8 +166,9 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     };
     let held = match task.is_on_gpus() {
         true => 0,
-        false => memory::of_training(&made.codes, &made.program, task.optimizer, task.reduces_in_place())
-            .saturating_mul(task.tensor.max(1) as u64),
+        false => {
+            memory::of_training(&made.codes, &made.program, task.optimizer).saturating_mul(task.tensor.max(1) as u64)
+        }
     };
     let help = "use a smaller `--batch`, fewer in-flight minibatches (`--in-flight`) or more `--microbatches`";
     let needed = held.saturating_add(made_up);

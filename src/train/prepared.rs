@@ -135,7 +135,7 @@ impl Prepared {
 
     /// Estimated peak bytes of one replica of each stage, from the compiled code and the program.
     pub fn memory_estimate(&self, task: &Task<'_>) -> Vec<u64> {
-        memory::of_stages(&self.made.codes, &self.made.program, task.optimizer, task.reduces_in_place())
+        memory::of_stages(&self.made.codes, &self.made.program, task.optimizer)
     }
 
     /// Simulated samples per second with workers sharing this number of cores; `None` if it cannot be simulated.

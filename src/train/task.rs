@@ -106,11 +106,6 @@ impl Task<'_> {
     pub fn is_on_gpus(&self) -> bool {
         self.devices.iter().all(|device| device.is_asynchronous())
     }
-
-    /// True if replicas all-reduce gradients in their own buffer.
-    pub fn reduces_in_place(&self) -> bool {
-        self.is_on_gpus() && !self.has_processes
-    }
 }
 
 /// Settings of the checkpoints that a run writes.

@@ -202,7 +202,7 @@ fn targets_get_plans_that_they_run() {
         let out = folder.join("out");
         if out.is_dir() { std::fs::remove_dir_all(out).unwrap() } else { std::fs::remove_file(out).unwrap() }
     }
-    // Replicas all-reduce in place, also without a target, as workers on GPUs do.
+    // Replicas all-reduce in place, also without a target.
     let asked =
         ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--optimizer", "adam", "--microbatches", "16"];
     let more =

@@ -332,14 +332,10 @@ impl Problem {
         if may { self.recompute } else { Recomputation::Never }
     }
 
-    /// True if gradients are all-reduced in their own buffer, as pipec does unless replicas are on CPUs and on GPUs, and
-    /// Megatron-LM, DeepSpeed, and the runtime of the torch bundle do. torchtitan's data parallelism copies them into
-    /// buckets.
+    /// True if gradients are all-reduced in their own buffer, as pipec, Megatron-LM, DeepSpeed, and the runtime of the
+    /// torch bundle do. torchtitan's data parallelism copies them into buckets.
     pub fn reduces_in_place(&self) -> bool {
-        match self.constraints.target {
-            Some(target) => target != Target::Torchtitan,
-            None => !(self.cluster.has_cpus() && self.cluster.is_mixed()),
-        }
+        self.constraints.target != Some(Target::Torchtitan)
     }
 
     /// Memory limit of the given devices; `None` means no limit.

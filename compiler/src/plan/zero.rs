@@ -5,8 +5,8 @@
 //! level   optimizer   gradients        weights
 //! 0       O           G                W       the sums of all replicas replace those of the replica
 //! 1       O / r       G                W       the same, of the replica's shard
-//! 0       O           G + G            W       not in place: torchtitan, and replicas on CPUs and GPUs. 2BW reuses the
-//!                                              buffer of an unused older version for the sums of all replicas
+//! 0       O           G + G            W       not in place, as in torchtitan; 2BW reuses the buffer of an unused older
+//!                                              version for the sums of all replicas
 //! 1       O / r       G + G / r        W       the same, for the replica's shard; under 2BW beside two versions
 //! 2       O / r       v G / r + g      W       sharded sums, and the gradients of the op that is running
 //! 3       O / r       v G / r + g      W / r   each version is sharded; g holds the op's gathered weights or its gradients, both for

@@ -1,8 +1,8 @@
 //! A communicator: every member contributes a value, and every member receives all values in rank order.
 //!
-//! Stages exchange the gradients of tied weights with it, and replicas on CPUs and GPUs those of all weights. Every member
-//! adds the same terms in the same order, so all get bitwise equal results without a leader. If members are in several
-//! processes, each process has its own copy and forwards its contributions.
+//! Stages exchange the gradients of tied weights with it. Replicas learn which gradients there are, and exchange samples
+//! of moving averages and norms. Every member adds the same terms in the same order, so all get bitwise equal results
+//! without a leader. If members are in several processes, each process has its own copy and forwards its contributions.
 
 use crate::device::error::DeviceError;
 use std::collections::HashMap;

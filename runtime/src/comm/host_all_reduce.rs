@@ -1,8 +1,8 @@
 //! All-reduce and all-gather in place between workers whose buffers are in the memory of one host.
 //!
-//! The buffers are divided into chunks. A member that waits for the collective takes chunks until none is left: it adds
-//! the terms of a chunk in rank order, and copies the sum to all members. So every byte is read and written once by
-//! some member, and members that wait at the same time share the work. A member never waits for one that computes.
+//! The buffers are divided into chunks. After all members have contributed, one that waits takes chunks until none is left:
+//! it adds the terms of a chunk in rank order, and copies the sum to all members. So every byte is read and written once
+//! by some member, and members that wait at the same time share the work. None waits for others to come and share it.
 
 use crate::comm::all_reduce::{AllReduce, Collective, Parts, range};
 use crate::comm::communicator::{CollectiveError, PeerLost};
@@ -115,6 +115,7 @@ impl HostAllReduce {
 }
 
 impl AllReduce for HostAllReduce {
+    /// Nothing to do: a member holds one block more than its buffers, and only while it adds.
     fn enter(&self, _: usize, _: &Arc<dyn Device>, _: usize, _: &Arc<MemoryCounter>) -> Result<(), DeviceError> {
         Ok(())
     }
@@ -311,6 +312,19 @@ mod tests {
             all.abandon();
             assert_eq!(waits.join().unwrap(), Err(PeerLost.into()));
         });
+    }
+
+    /// A term that is too short makes the member that adds it panic.
+    #[test]
+    fn a_member_that_panics_fails_the_others() {
+        let all = of(2);
+        for (member, bytes) in [(0, 64), (1, 32)] {
+            let (sum, term) = (Arc::new(Buffer::host(64)), Arc::new(Buffer::host(bytes)));
+            let part = Addends { dtype: DType::F32, terms: vec![(member, term)], sum, is_whole: true };
+            all.contribute(Collective::AllReduce(0), member, vec![Some(part)]).unwrap();
+        }
+        std::thread::scope(|scope| assert!(scope.spawn(|| all.wait(Collective::AllReduce(0), 0)).join().is_err()));
+        assert_eq!(all.wait(Collective::AllReduce(0), 1), Err(PeerLost.into()));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::exec::stage_code::NamedTensor;
 use compiler::graph::Graph;
 use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
-use compiler::pass::loss::TARGET;
+use compiler::pass::loss::{LOSS_SCALE, TARGET};
 use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 
@@ -20,9 +20,11 @@ pub fn synthetic(
     seed: u64,
 ) -> BTreeMap<String, Tensor> {
     let mut arrays = BTreeMap::new();
-    // The order of the feeds depends on the cuts, so streams are numbered by name, that of the target last.
+    // The order of the feeds depends on the cuts, so streams are numbered by name. Those that passes add come last, since
+    // they depend on the precision; so the data of the others stays.
     let mut order: Vec<&NamedTensor> = feeds.iter().collect();
-    order.sort_by_key(|feed| (feed.name == TARGET, &feed.name));
+    let added = [TARGET, COUNTER, LOSS_SCALE];
+    order.sort_by_key(|feed| (added.iter().position(|name| *name == feed.name), &feed.name));
     for (stream, feed) in order.into_iter().enumerate() {
         let mut shape = feed.fact.concrete().unwrap_or_default();
         match shape.first_mut() {

@@ -65,7 +65,8 @@ struct HostMemory {
 
 // SAFETY: it owns its bytes, like a boxed slice.
 unsafe impl Send for HostMemory {}
-// SAFETY: shared access is only through `&[u8]`.
+// SAFETY: shared access reads. Writes through a shared buffer go through `Region::assume_exclusive`, whose caller excludes
+// all other access to those bytes.
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {

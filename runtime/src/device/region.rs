@@ -23,8 +23,8 @@ pub struct RegionMut<'a>(Region<'a>, PhantomData<&'a mut [u8]>);
 impl<'a> Region<'a> {
     /// # Safety
     ///
-    /// The memory is allocated, and not written, for the lifetime. With `is_host`, the host may dereference `start` and
-    /// the bytes are initialised.
+    /// The memory is allocated for the lifetime, and not written where it is read. With `is_host`, the host may dereference
+    /// `start` and the bytes are initialised.
     pub(super) unsafe fn new(start: *mut u8, bytes: usize, is_host: bool) -> Region<'a> {
         Region { start, bytes, is_host, memory: PhantomData }
     }

@@ -117,7 +117,10 @@ impl Challenge {
         let invalid = |error: FrameError| error.to_string();
         let protocol = fields.u32("the protocol").map_err(invalid)?;
         if protocol != own.protocol {
-            return Err(format!("one process uses protocol version {protocol}, the other {}", own.protocol));
+            return Err(format!(
+                "process {} uses protocol version {}, the other process {protocol}",
+                own.process, own.protocol
+            ));
         }
         let (process, processes) =
             (fields.u32("the process").map_err(invalid)?, fields.u32("the processes").map_err(invalid)?);
@@ -264,7 +267,11 @@ mod tests {
         let same = || [token(ONE), token(ONE)];
         refused([token(ONE), token(OTHER)], &|_| {}, WRONG);
         refused([RunToken::default(), token(ONE)], &|_| {}, WRONG);
-        refused(same(), &|own| own.protocol = 1, &format!("one process uses protocol version 1, the other {PROTOCOL}"));
+        refused(
+            same(),
+            &|own| own.protocol = 1,
+            &format!("process 0 uses protocol version {PROTOCOL}, the other process 1"),
+        );
         refused(same(), &|own| own.processes = 4, "process 2 expects 4 processes, process 0 expects 3");
         refused(same(), &|own| own.process = 3, "it claims to be process 3 of 3, this is process 0");
         refused(same(), &|own| own.process = 0, "it claims to be process 0 of 3, this is process 0");

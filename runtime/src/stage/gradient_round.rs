@@ -68,8 +68,8 @@ impl StageWorker<'_> {
         let mut samples: Vec<Samples> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
         samples.sort_by_key(|(item, _)| *item);
         self.take_sums(round, bucket, &mut terms);
-        // On separate devices every replica would sum in its own buffer. In one process other replicas may still read
-        // this contribution.
+        // Without an all-reduce in place, other replicas may still read this contribution: each would have a copy on
+        // separate devices.
         for own in all.get(self.gathered.replica).into_iter().flat_map(|own| own.terms.iter().flatten()) {
             own.release_slot();
             self.executor.device.give(own.clone());

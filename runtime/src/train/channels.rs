@@ -14,7 +14,6 @@ use crate::comm::device_all_reduce::DeviceAllReduce;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::api::Device;
 use crate::device::cpu::device::cpu;
-use crate::device::error::DeviceError;
 use crate::exec::sequence::Slot;
 use crate::exec::stage_code::{NamedTensor, StageCode, Transfer};
 use crate::optim::grad_norm::Squares;
