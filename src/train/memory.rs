@@ -101,9 +101,14 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
             // One sum for each op that uses the parameter, and one of all stages that share it.
             let tied = u64::from(stages_of.get(&*named.name).is_some_and(|stages| *stages > 1));
             let sums = wide.saturating_mul((*terms).max(1) + tied);
+            let open = if versions > 1 { 2 } else { 1 };
+            let sums = if stage.zero >= 2 { sums.div_ceil(shares).saturating_mul(open) } else { sums };
             kept.saturating_add(sums).saturating_add(shared)
         };
-        let weights = code.parameters.iter().zip(&terms).map(weights).fold(0, u64::saturating_add);
+        // From ZeRO 2 on, gradients are sharded as soon as an op has made them.
+        let largest = code.parameters.iter().map(|named| named.gradient().1 as u64).max();
+        let whole = largest.filter(|_| stage.zero >= 2).unwrap_or(0);
+        let weights = code.parameters.iter().zip(&terms).map(weights).fold(whole, u64::saturating_add);
         let own: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();
         let recomputed = code.recomputed_bytes as u64;
         let halves = if code.in_parts { u64::from(pending_weight_grads[at]).max(1) } else { 1 };

@@ -392,10 +392,12 @@ fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Error> {
             Ok(pipeline.with_caps(&published_caps(&replicas)))
         }
         InFlight::Given(caps) if caps.len() == stages && !caps.contains(&0) => Ok(pipeline.with_caps(caps)),
-        InFlight::Given(caps) => Err(Error::input(format!(
-            "`--in-flight` has {} numbers for {stages} stages; each must be at least 1",
-            caps.len()
-        ))
+        InFlight::Given(caps) => Err(Error::input(match caps.iter().position(|cap| *cap == 0) {
+            Some(stage) if caps.len() == stages => {
+                format!("`--in-flight` has 0 for stage {stage}; each number must be at least 1")
+            }
+            _ => format!("the number of limits in `--in-flight` is {}, the number of stages {stages}", caps.len()),
+        })
         .with_help(format!("use at least `--in-flight {}`, or auto", vec!["1"; stages].join(",")))),
     }
 }

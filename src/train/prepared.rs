@@ -6,6 +6,7 @@ use crate::train::memory;
 use crate::train::task::{CheckpointSettings, Task};
 use crate::train::tensor_parallel::Sharing;
 use compiler::graph::Graph;
+use compiler::plan::{Plan, Stage};
 use compiler::schedule::Program;
 use compiler::schedule::generators::schedule;
 use compiler::schedule::resume::period;
@@ -16,6 +17,7 @@ use runtime::checkpoint::manifest::ShardLayout;
 use runtime::checkpoint::points::Cuts;
 use runtime::checkpoint::resume_point::ResumePoint;
 use runtime::data::{Batches, Dataset};
+use runtime::exec::stage_code::StageCode;
 use runtime::optim::policy::Policy;
 use runtime::train::job::TrainJob;
 use std::collections::BTreeMap;
@@ -136,6 +138,15 @@ impl Prepared {
     /// Estimated peak bytes of one replica of each stage, from the compiled code and the program.
     pub fn memory_estimate(&self, task: &Task<'_>) -> Vec<u64> {
         memory::of_stages(&self.made.codes, &self.made.program, task.optimizer)
+    }
+
+    /// Peak bytes of one replica of each stage: those of the plan, with the arenas of the compiled code.
+    pub fn planned_memory(&self, plan: &Plan) -> Vec<u64> {
+        let of = |(stage, code): (&Stage, &StageCode)| {
+            let memory = &stage.memory;
+            memory.total.saturating_sub(memory.workspace).saturating_add(code.arena_bytes as u64)
+        };
+        plan.stages.iter().zip(&self.made.codes).map(of).collect()
     }
 
     /// Simulated samples per second with workers sharing this number of cores; `None` if it cannot be simulated.

@@ -257,7 +257,10 @@ fn once(
     let mut prepared = prepare::prepare(&mut task)?;
     let differing = differences(&task, request);
     let estimate = prepared.memory_estimate(&task);
-    match exceeds_limit(&plan, &estimate) {
+    // The estimate is coarser than a plan for this kind of device.
+    let is_planned = differing.is_empty() && plan.cluster.device.is_cpu() != task.is_on_gpus();
+    let needed = if is_planned { prepared.planned_memory(&plan) } else { estimate.clone() };
+    match exceeds_limit(&plan, &needed) {
         Some(why) if !differing.is_empty() => {
             return Err(Error::input("this run does not fit in the memory limit of the plan")
                 .because(why)

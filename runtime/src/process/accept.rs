@@ -184,7 +184,9 @@ pub fn gather(
                     }
                     continue;
                 }
-                Ok(()) => format!("{} is already connected or was not expected", meeting.names[process]),
+                Ok(()) => {
+                    format!("process {process} ({}) is already connected or was not expected", meeting.names[process])
+                }
                 Err(why) => why,
             };
             connection.refuse(&why);

@@ -147,13 +147,14 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             path
         }
     };
+    let wrote = if path.is_file() { "replaced" } else { "wrote" };
     output::write(&path, &bytes)?;
     let (size, parameters) = (bytes.len() as u64, built.counts.parameters);
     // Models with more parameters than fit in 64 bits are refused earlier.
     let parameters = u64::try_from(parameters).unwrap_or(u64::MAX);
     let without = if options.structure { ", without weights" } else { "" };
     let count = quantity::count(parameters);
-    screen.text(&format!("wrote {} ({count} parameters{without}, {})", path.display(), quantity::bytes(size)));
+    screen.text(&format!("{wrote} {} ({count} parameters{without}, {})", path.display(), quantity::bytes(size)));
     screen.json(&json!({
         "model": name,
         "file": path.display().to_string(),
