@@ -29,6 +29,9 @@ pub const ENOUGH: f64 = 0.985;
 /// Largest increase of a cap over its start; in measurements 3 was enough for every known plan.
 const MOST: u32 = 6;
 
+/// Relative difference of equal throughputs.
+const SAME: f64 = 1e-4;
+
 /// Simulation budget in forwards and backwards: to try each cap in one step, to try each cap in all steps, and in
 /// total.
 const PIECES_OF_A_STEP: u64 = 400_000;
@@ -174,6 +177,39 @@ pub fn more(
     let mut lacks_memory = false;
     let (caps, steady) = at_once(caps, run(caps), PIECES, &run, &fits, &mut lacks_memory);
     Chosen { caps, share: steady.share, lacks_memory }
+}
+
+/// Lowers caps to the published ones, together or else one by one, as long as the throughput stays the same.
+pub fn fewer(published: &[u32], caps: &[u32], efficiency: &dyn Fn(&[u32]) -> Steady) -> Vec<u32> {
+    let mut caps = caps.to_vec();
+    if caps == published {
+        return caps;
+    }
+    let known = efficiency(&caps);
+    let is_same = |other: &Steady| other.share >= known.share * (1.0 - SAME);
+    let other = efficiency(published);
+    let mut spent = known.pieces + other.pieces;
+    if is_same(&other) {
+        return published.to_vec();
+    }
+    for at in 0..caps.len() {
+        while caps[at] > published[at] && spent < PIECES_ALONE {
+            caps[at] -= 1;
+            let other = efficiency(&caps);
+            spent += other.pieces;
+            if !is_same(&other) {
+                caps[at] += 1;
+                break;
+            }
+        }
+    }
+    caps
+}
+
+/// True if caps that memory forbids would raise the throughput.
+pub fn would_help(caps: &[u32], efficiency: &dyn Fn(&[u32]) -> Steady) -> bool {
+    let more: Vec<u32> = caps.iter().map(|cap| cap + MOST).collect();
+    efficiency(&more).share > efficiency(caps).share * (1.0 + SAME)
 }
 
 /// Raises all caps by the same number while they fit, until the efficiency suffices. Then lowers each cap again as far

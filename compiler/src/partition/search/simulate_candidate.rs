@@ -120,6 +120,14 @@ pub fn played(
         }
         (played.caps, played.lacks_memory) = (more.caps, more.lacks_memory);
     }
+    if is_auto && program.is_some() && problem.schedule.trains() {
+        // The steady state may have raised limits that the schedule has no use for.
+        let programmed = |caps: &[u32]| programmed(problem, &pipeline, objective_us, caps);
+        played.lacks_memory = played.lacks_memory && in_flight::would_help(&played.caps, &programmed);
+        played.caps = in_flight::fewer(&build_plan::published_caps(problem, shape), &played.caps, &programmed);
+        let share = programmed(&played.caps).share;
+        us = if share > 0.0 { objective_us / share } else { us };
+    }
     if objective_us < in_flight::ENOUGH * us {
         played.minibatch_us = us;
         if is_starved || played.lacks_memory {
