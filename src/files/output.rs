@@ -41,6 +41,11 @@ pub fn pictures<'a>(folder: &Path, names: impl IntoIterator<Item = &'a str>) -> 
     names.into_iter().try_for_each(|name| check(&folder.join(name), &Mark::Picture))
 }
 
+/// What writing the file does: replaces it if there is one.
+pub fn verb(path: &Path) -> &'static str {
+    if path.is_file() { "replaced" } else { "wrote" }
+}
+
 /// Writes tensors; an existing file must hold tensors in the same format.
 pub fn write_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>, what: &str) -> Result<(), Error> {
     overwrite::check(path, &Mark::tensors(path))?;

@@ -216,9 +216,12 @@ fn versions(program: &Program) -> u32 {
 
 /// The devices of these workers of this process.
 fn devices_of(context: &RankContext<'_, '_>, workers: &[usize]) -> Vec<Arc<dyn Device>> {
-    let devices = context.devices;
-    let device = |rank: &usize| if devices.is_empty() { cpu() } else { devices[rank % devices.len()].clone() };
-    global(context.rank, workers).iter().map(device).collect()
+    global(context.rank, workers).iter().map(|rank| device_of(context.devices, *rank)).collect()
+}
+
+/// The device of a rank: ranks take the devices in turn. Without devices, the CPU.
+pub fn device_of(devices: &[Arc<dyn Device>], rank: usize) -> Arc<dyn Device> {
+    if devices.is_empty() { cpu() } else { devices[rank % devices.len()].clone() }
 }
 
 /// The ZeRO communicators of a stage; all `None` without ZeRO.

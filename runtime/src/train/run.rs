@@ -6,7 +6,6 @@ use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorRank};
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
-use crate::device::cpu::device::cpu;
 use crate::device::error::DeviceError;
 use crate::device::layout::{accumulation_type, is_half};
 use crate::exec::evaluate::buffers;
@@ -25,7 +24,7 @@ use crate::stage::stage_worker::StageSetup;
 use crate::stage::tied_parameter::TiedGradientComm;
 use crate::stage::worker;
 use crate::stage::worker::{CheckpointPlan, Event, WorkerContext};
-use crate::train::channels::{RankChannels, RankContext, most_shares, share, tensor_groups, tied_of};
+use crate::train::channels::{RankChannels, RankContext, device_of, most_shares, share, tensor_groups, tied_of};
 use crate::train::error::TrainError;
 use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use crate::train::losses::LossTracker;
@@ -253,7 +252,7 @@ pub fn run_ranks(
             if exchange.as_ref().is_some_and(|exchange| !exchange.is_here(global_rank)) {
                 continue;
             }
-            let device = if devices.is_empty() { cpu() } else { devices[global_rank % devices.len()].clone() };
+            let device = device_of(&devices, global_rank);
             let (outgoing, incoming) = of.ends.remove(&WorkerId(w as u32)).unwrap_or_default();
             let tensor_rank = tensor_groups
                 .get(w)

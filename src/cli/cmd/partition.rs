@@ -55,7 +55,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     }
     // Another run may have written the file in the meantime.
     request.protect_output(&plan.model)?;
-    let wrote = if path.is_file() { "replaced" } else { "wrote" };
+    let wrote = output::verb(&path);
     output::write(&path, json.as_bytes())?;
     if let Some(verdict) = prediction::verdict(plan) {
         screen.prose(&verdict);

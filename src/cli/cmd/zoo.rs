@@ -147,7 +147,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             path
         }
     };
-    let wrote = if path.is_file() { "replaced" } else { "wrote" };
+    let wrote = output::verb(&path);
     output::write(&path, &bytes)?;
     let (size, parameters) = (bytes.len() as u64, built.counts.parameters);
     // Models with more parameters than fit in 64 bits are refused earlier.

@@ -179,37 +179,33 @@ pub fn more(
     Chosen { caps, share: steady.share, lacks_memory }
 }
 
-/// Lowers caps to the published ones, together or else one by one, as long as the throughput stays the same.
-pub fn fewer(published: &[u32], caps: &[u32], efficiency: &dyn Fn(&[u32]) -> Steady) -> Vec<u32> {
-    let mut caps = caps.to_vec();
+/// Lowers caps with this share of the ideal throughput to the published ones, together or else one by one, as long as the
+/// throughput stays the same. Returns the new caps and their share; `None` if no cap was lowered.
+pub fn fewer(
+    published: &[u32],
+    caps: &[u32],
+    share: f64,
+    efficiency: &dyn Fn(&[u32]) -> Steady,
+) -> Option<(Vec<u32>, f64)> {
     if caps == published {
-        return caps;
+        return None;
     }
-    let known = efficiency(&caps);
-    let is_same = |other: &Steady| other.share >= known.share * (1.0 - SAME);
-    let other = efficiency(published);
-    let mut spent = known.pieces + other.pieces;
-    if is_same(&other) {
-        return published.to_vec();
+    let enough = share * (1.0 - SAME);
+    let steady = efficiency(published);
+    if steady.share >= enough {
+        return Some((published.to_vec(), steady.share));
     }
-    for at in 0..caps.len() {
-        while caps[at] > published[at] && spent < PIECES_ALONE {
-            caps[at] -= 1;
-            let other = efficiency(&caps);
-            spent += other.pieces;
-            if !is_same(&other) {
-                caps[at] += 1;
-                break;
-            }
-        }
-    }
-    caps
+    // The given caps were simulated too.
+    let left = PIECES_ALONE.saturating_sub(2 * steady.pieces);
+    let mut caps = caps.to_vec();
+    let steady = lowered(&mut caps, published, (enough, left), efficiency)?;
+    Some((caps, steady.share))
 }
 
-/// True if caps that memory forbids would raise the throughput.
-pub fn would_help(caps: &[u32], efficiency: &dyn Fn(&[u32]) -> Steady) -> bool {
+/// True if caps that memory forbids would raise the share of the ideal throughput.
+pub fn would_help(caps: &[u32], share: f64, efficiency: &dyn Fn(&[u32]) -> Steady) -> bool {
     let more: Vec<u32> = caps.iter().map(|cap| cap + MOST).collect();
-    efficiency(&more).share > efficiency(caps).share * (1.0 + SAME)
+    efficiency(&more).share > share * (1.0 + SAME)
 }
 
 /// Raises all caps by the same number while they fit, until the efficiency suffices. Then lowers each cap again as far
@@ -246,20 +242,33 @@ fn at_once(
         }
         tried = raised;
     }
-    let enough = best.share.min(ENOUGH);
+    let wanted = (best.share.min(ENOUGH), left.saturating_sub(spent));
+    let best = lowered(&mut caps, start, wanted, run).unwrap_or(best);
+    (caps, best)
+}
+
+/// Lowers caps one by one, to `least` at most, as long as the share is `enough` and budget is `left`. Returns the last
+/// simulation that had enough.
+fn lowered(
+    caps: &mut [u32],
+    least: &[u32],
+    (enough, left): (f64, u64),
+    run: &dyn Fn(&[u32]) -> Steady,
+) -> Option<Steady> {
+    let (mut best, mut spent) = (None, 0);
     for at in 0..caps.len() {
-        while caps[at] > start[at] && spent <= left {
+        while caps[at] > least[at] && spent < left {
             caps[at] -= 1;
-            let other = run(&caps);
+            let other = run(caps);
             spent += other.pieces;
             if other.share < enough {
                 caps[at] += 1;
                 break;
             }
-            best = other;
+            best = Some(other);
         }
     }
-    (caps, best)
+    best
 }
 
 /// The published caps, raised to cover the round-trip time of a micro-batch. If those do not fit, each cap is limited to

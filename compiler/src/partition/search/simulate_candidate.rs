@@ -123,10 +123,13 @@ pub fn played(
     if is_auto && program.is_some() && problem.schedule.trains() {
         // The steady state may have raised limits that the schedule has no use for.
         let programmed = |caps: &[u32]| programmed(problem, &pipeline, objective_us, caps);
-        played.lacks_memory = played.lacks_memory && in_flight::would_help(&played.caps, &programmed);
-        played.caps = in_flight::fewer(&build_plan::published_caps(problem, shape), &played.caps, &programmed);
-        let share = programmed(&played.caps).share;
-        us = if share > 0.0 { objective_us / share } else { us };
+        let share = share_of(objective_us, us);
+        played.lacks_memory = played.lacks_memory && in_flight::would_help(&played.caps, share, &programmed);
+        let published = build_plan::published_caps(problem, shape);
+        if let Some((caps, share)) = in_flight::fewer(&published, &played.caps, share, &programmed) {
+            played.caps = caps;
+            us = if share > 0.0 { objective_us / share } else { us };
+        }
     }
     if objective_us < in_flight::ENOUGH * us {
         played.minibatch_us = us;
@@ -186,5 +189,10 @@ fn programmed(problem: &Problem, pipeline: &Pipeline, objective_us: f64, caps: &
         .and_then(|kind| step_time::step_us(kind, &pipeline, problem.microbatches).ok()?);
     // A full schedule costs many times a steady-state simulation, at least that of a few hundred micro-batches.
     let pieces = 40 * 720 * caps.len() as u64;
-    Steady { share: us.map_or(0.0, |us| if us > 0.0 { objective_us / us } else { 1.0 }), held, pieces }
+    Steady { share: us.map_or(0.0, |us| share_of(objective_us, us)), held, pieces }
+}
+
+/// The share of the ideal throughput of a schedule that takes `us`.
+fn share_of(objective_us: f64, us: f64) -> f64 {
+    if us > 0.0 { objective_us / us } else { 1.0 }
 }
