@@ -8,6 +8,8 @@
 //! 2. If no single cap helps, or trying each is too slow, raise all caps that hold back work and still fit.
 //! 3. If that does not help, raise all stages at once and lower each cap that is not needed.
 //!
+//! Limits that the whole schedule, with its updates, has no use for are lowered again (see [`fewer`]).
+//!
 //! The search ends at an efficiency of [`ENOUGH`], if nothing fits or helps, or when the simulation budget is used up.
 
 use crate::partition::dp::nested_partition::Shape;
