@@ -8,7 +8,7 @@
 //!
 //! Prints Markdown. PyTorch runs in `$PIPEC_PYTHON`, by default `python3`, from `training/peer.py`; without it, only
 //! pipec is measured. All models train in f32 with SGD and momentum 0.9 on synthetic data. Every model is profiled and
-//! planned here: with one stage per worker where PyTorch pipelines too, as the planner chooses for 1F1B-RR. Two replicas
+//! planned here, under the number of workers that then run: with one stage per worker where PyTorch pipelines too, as the planner chooses for 1F1B-RR. Two replicas
 //! update once per two minibatches. Two workers, or two PyTorch threads or processes, need two idle cores; CPU time
 //! shows the cost if other work uses them.
 //!
@@ -18,6 +18,7 @@
 //! | CPU-s/step | CPU seconds per minibatch, over all threads and processes |
 //! | faster, cheaper | speedup of pipec in wall time, and in CPU time |
 //! | off | relative excess of the prediction over the measurement |
+//! | expected | the range that the plan states |
 
 #[path = "training/figures.rs"]
 mod figures;
@@ -69,10 +70,7 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
         assert_eq!(parameters, counted, "{}: the peer's model is different", subject.name);
     }
     eprintln!("{}: {}, {parameters} parameters, batch {}; profiling", subject.name, subject.about, subject.batch);
-    let mut sizes: Vec<u32> = LINES.iter().map(|line| line.way.microbatches).collect();
-    sizes.sort_unstable();
-    sizes.dedup();
-    let known = Known::of(subject, &model, &sizes);
+    let known = Known::of(subject, &model, LINES.iter().map(|line| line.way));
     let steps = arguments.steps.unwrap_or(subject.steps);
     let runs: Vec<_> = LINES.iter().map(|line| known.ready(line.way, known.plan(line.way), steps)).collect();
     let (mut twice, mut compiled) = (Vec::new(), Vec::new());

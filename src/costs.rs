@@ -153,7 +153,7 @@ pub fn published_on(path: &Path, cluster: Cluster, micro_batch: u64, dtype: &str
         graph,
         cluster,
         has_memory: false,
-        profile: PlannedProfile { sha256: model.sha256.clone(), method: Method::Imported },
+        profile: PlannedProfile::new(model.sha256.clone(), Method::Imported),
         model,
         micro_batch,
         dtype: dtype.to_string(),
@@ -256,7 +256,7 @@ pub fn assemble(
                 let joint = costs.ops.iter_mut().zip(of_joint(&attribution, &*cpu()));
                 joint.for_each(|(op, joint)| [op.batched_grad_bytes, op.batched_grad_workspace_bytes] = joint);
             }
-            PlannedProfile { sha256: String::new(), method: Method::Analytic }
+            PlannedProfile::new(String::new(), Method::Analytic)
         }
         Times::Profile(path, sha256, profile) => {
             fill(&mut costs, &profile, Some(&model.sha256)).map_err(|error| {
@@ -266,7 +266,7 @@ pub fn assemble(
                 );
                 Error::file("use", &path, error).with_help(help)
             })?;
-            PlannedProfile { sha256, method: profile.method }
+            PlannedProfile::of(&profile, sha256)
         }
     };
     let dtype = precision.map_or(own, Precision::dtype).name().to_string();

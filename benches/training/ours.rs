@@ -13,7 +13,7 @@ use compiler::pass::loss::Loss;
 use compiler::plan::problem::{CostModel, InFlight, Problem, Recomputation};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Edge, Plan, PlannedModel, PlannedProfile, Stage};
-use compiler::profile::{Method, Profile, ProfiledModel};
+use compiler::profile::{Profile, ProfiledModel};
 use compiler::schedule::action::Phase;
 use compiler::schedule::pipeline::{generated, pipeline, pipeline_of};
 use compiler::schedule::semantics::StepCount;
@@ -44,7 +44,7 @@ const WARM_UP: u32 = 8;
 const RULE: Rule = Rule::Sgd { learning_rate: 0.01, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
 
 /// A training mode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Way {
     pub workers: u32,
     pub microbatches: u32,
@@ -67,21 +67,21 @@ pub struct Known<'a> {
     subject: &'a Subject,
     model: &'a Model,
     weights: BTreeMap<String, Tensor>,
-    profiles: BTreeMap<u32, Profile>,
+    profiles: BTreeMap<Way, Profile>,
 }
 
 impl<'a> Known<'a> {
-    /// Profiles the model for each of these numbers of micro-batches.
-    pub fn of(subject: &'a Subject, model: &'a Model, microbatches: &[u32]) -> Known<'a> {
+    /// Profiles the model for each of these ways.
+    pub fn of(subject: &'a Subject, model: &'a Model, ways: impl Iterator<Item = Way>) -> Known<'a> {
         let given = |(name, weight): (&String, &Weight)| match weight {
             Weight::Given(tensor) => Some((name.clone(), tensor.clone())),
             Weight::Missing { .. } => None,
         };
         let weights = model.weights.iter().filter_map(given).collect();
         let mut known = Known { subject, model, weights, profiles: BTreeMap::new() };
-        for &count in microbatches {
-            let profile = known.profiled(count);
-            known.profiles.insert(count, profile);
+        for way in ways {
+            let profile = known.profiled(way);
+            known.profiles.insert(way, profile);
         }
         known
     }
@@ -96,7 +96,7 @@ impl<'a> Known<'a> {
         bind(&self.model.graph, &dims).expect("the batch is the only symbol")
     }
 
-    fn profiled(&self, microbatches: u32) -> Profile {
+    fn profiled(&self, Way { workers, microbatches }: Way) -> Profile {
         let (file, sha256) = (self.model.file.clone(), self.model.sha256.clone());
         let model = measure::Model {
             graph: &self.graph(microbatches),
@@ -106,7 +106,7 @@ impl<'a> Known<'a> {
             micro_batch: self.rows(microbatches) as u64,
             weights: &self.weights,
         };
-        measure(&model, &cpu(), &Measuring::default(), None, &mut |_| {})
+        measure(&model, &cpu(), &Measuring { workers, ..Measuring::default() }, None, &mut |_| {})
             .expect("the zoo's models can be measured")
             .profile
     }
@@ -116,11 +116,12 @@ impl<'a> Known<'a> {
         let graph = self.graph(way.microbatches);
         let attribution = attribute(&graph, TRAINS).expect("the zoo's models have gradients");
         let mut costs = cost_graph(&graph, &attribution);
-        fill(&mut costs, &self.profiles[&way.microbatches], None).expect("the profile is that of this graph");
+        let profile = &self.profiles[&way];
+        fill(&mut costs, profile, None).expect("the profile is that of this graph");
         let cluster = cluster_of_this_cpu(way.workers).expect("there is a worker");
         let mut problem = Problem::new(costs, cluster, CostModel::Pipec);
         problem.model = PlannedModel { graph_hash: hash(&self.model.graph), ..problem.model };
-        problem.profile = PlannedProfile { sha256: String::new(), method: Method::Measured };
+        problem.profile = PlannedProfile::of(profile, String::new());
         problem.schedule = way.kind();
         problem.in_flight = InFlight::Auto;
         problem.micro_batch = self.rows(way.microbatches) as u64;

@@ -22,6 +22,8 @@ const MICROBATCHING: f64 = 1.15;
 const MEMORY: f64 = 0.05;
 /// Goal: relative error of predicted time.
 const TIME: f64 = 0.1;
+/// Goal: fraction of measured times within the stated range.
+const INSIDE: f64 = 0.9;
 
 /// A training mode, here and for PyTorch.
 pub struct Line {
@@ -166,10 +168,20 @@ fn goals(all: &[Measured]) -> String {
 }
 
 fn plans(all: &[Measured]) -> String {
-    let columns =
-        ["model", "mode", "stages, ms", "predicted ms/step", "measured", "off", "estimated MiB", "measured MiB", "off"];
+    let columns = [
+        "model",
+        "mode",
+        "stages, ms",
+        "predicted ms/step",
+        "expected",
+        "measured",
+        "off",
+        "estimated MiB",
+        "measured MiB",
+        "off",
+    ];
     let mut table = Table::new("Plans: stages, time and peak memory of each worker", &columns);
-    let (mut times, mut memories) = (Vec::new(), Vec::new());
+    let (mut times, mut memories, mut inside) = (Vec::new(), Vec::new(), Vec::new());
     let off = |predicted: f64, found: f64| predicted / found - 1.0;
     let percent = |part: f64| format!("{:+.1} %", 100.0 * part);
     for one in all {
@@ -177,6 +189,9 @@ fn plans(all: &[Measured]) -> String {
             let measured = middle(&it.ours, |round| 1e3 * one.subject.batch as f64 / round.samples_per_s);
             let predicted = it.plan.predicted.step_us / 1e3;
             let time = measured.map(|measured| off(predicted, measured));
+            let expected = it.plan.profile.spread.map(|spread| spread.map(|ratio| ratio * predicted));
+            let is_inside = measured.zip(expected).map(|(it, [low, high])| (low..=high).contains(&it));
+            let word = if is_inside == Some(false) { " missed" } else { "" };
             let replicas = it.plan.stages.iter().flat_map(|stage| (0..stage.replicas).map(move |_| stage));
             let planned: Vec<f64> = replicas.map(|stage| stage.memory.total as f64).collect();
             let held: Vec<f64> = it.peak_memory_bytes.iter().map(|bytes| *bytes as f64).collect();
@@ -193,6 +208,7 @@ fn plans(all: &[Measured]) -> String {
                 line.about.to_string(),
                 joined(stages.collect()),
                 format!("{predicted:.1}"),
+                expected.map_or("–".to_string(), |[low, high]| format!("{low:.1} to {high:.1}{word}")),
                 shown(measured, 1),
                 time.map_or("–".to_string(), percent),
                 mebibytes(&planned),
@@ -200,6 +216,7 @@ fn plans(all: &[Measured]) -> String {
                 memory.iter().map(|part| percent(*part)).collect::<Vec<_>>().join(", "),
             ]);
             times.extend(time.map(f64::abs));
+            inside.extend(is_inside);
             memories.extend(memory.into_iter().map(f64::abs));
         }
     }
@@ -210,7 +227,10 @@ fn plans(all: &[Measured]) -> String {
     };
     let (time, memory) =
         (summary("Time, median of all rows", time, TIME), summary("Memory, worst worker", memory, MEMORY));
-    format!("{}\n{time}{memory}", table.text())
+    let (all, within) = (inside.len(), inside.iter().filter(|is_inside| **is_inside).count());
+    let word = if (within as f64) < INSIDE * all as f64 { ", missed" } else { "" };
+    let inside = format!("Within the expected range: {within} of {all} rows (goal {} %{word}).\n", 100.0 * INSIDE);
+    format!("{}\n{time}{inside}{memory}", table.text())
 }
 
 fn workers(all: &[Measured]) -> String {

@@ -25,9 +25,9 @@ pub mod zero;
 
 use crate::cluster::{Bytes, Device, DeviceClass, Level};
 use crate::plan::schedule::Schedule;
-use crate::profile::Method;
 use crate::profile::precision::{ElementTypes, Precision};
 use crate::profile::shared::ActivationSharding;
+use crate::profile::{Method, Profile, Whole, is_one, one};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -86,6 +86,26 @@ pub struct PlannedProfile {
     pub sha256: String,
     /// Source of its times.
     pub method: Method,
+    /// Workers that ran at the same time when it was measured; absent if 1.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub workers: u32,
+    /// Range of the time of a step of a run, relative to `predicted.step_us`, for nine of ten runs. Absent if the whole model
+    /// was not measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spread: Option<[f64; 2]>,
+}
+
+impl PlannedProfile {
+    /// A profile without measurements of the whole model.
+    pub fn new(sha256: String, method: Method) -> PlannedProfile {
+        PlannedProfile { sha256, method, workers: 1, spread: None }
+    }
+
+    /// A profile from a file with this SHA-256.
+    pub fn of(profile: &Profile, sha256: String) -> PlannedProfile {
+        let spread = profile.whole.as_ref().and_then(Whole::spread);
+        PlannedProfile { sha256, method: profile.method, workers: profile.settings.workers, spread }
+    }
 }
 
 /// The cluster a plan was made for.

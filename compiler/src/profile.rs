@@ -79,9 +79,20 @@ pub struct Settings {
     pub runs: u32,
     /// Seed of the inputs.
     pub seed: u64,
+    /// Workers that ran the model at the same time on the CPU, the measured one included; absent if 1.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub workers: u32,
     /// The loss added to the output, if any; its times count for the op that computes the predictions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<String>,
+}
+
+pub(crate) fn one() -> u32 {
+    1
+}
+
+pub(crate) fn is_one(count: &u32) -> bool {
+    *count == 1
 }
 
 fn is_none(bytes: &u64) -> bool {
@@ -141,6 +152,27 @@ pub struct Whole {
     pub fwd_us: f64,
     /// Backward time in microseconds.
     pub bwd_us: f64,
+    /// Forward plus backward of nine of ten runs: at least and at most, in microseconds. Absent if unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub range_us: Option<[f64; 2]>,
+}
+
+/// Part of a time by which the cost model may be off, either way.
+const MODEL_ERROR: f64 = 0.1;
+
+impl Whole {
+    /// Range of the time of most runs relative to a predicted time: that of the measured runs relative to their median,
+    /// widened by the error of the cost model.
+    pub fn spread(&self) -> Option<[f64; 2]> {
+        let median = self.fwd_us + self.bwd_us;
+        let [low, high] = self.range_us.filter(|_| median > 0.0)?;
+        let rounded = |ratio: f64| (1e4 * ratio).round() / 1e4;
+        // A range of the sum may leave out the sum of the medians.
+        Some([
+            rounded((low / median).min(1.0) * (1.0 - MODEL_ERROR)),
+            rounded((high / median).max(1.0) * (1.0 + MODEL_ERROR)),
+        ])
+    }
 }
 
 /// Costs of every op of a model on one device.
@@ -170,7 +202,7 @@ impl Profile {
     pub fn sum(&self) -> Whole {
         let fwd_us = self.ops.iter().map(|op| op.fwd_us).sum();
         let bwd_us = self.ops.iter().map(|op| op.bwd_us).sum();
-        Whole { fwd_us, bwd_us }
+        Whole { fwd_us, bwd_us, range_us: None }
     }
 
     /// Total microseconds of weight gradients; `None` if it is unknown for some op.

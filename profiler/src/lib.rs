@@ -47,6 +47,7 @@ pub mod detect;
 pub mod host_links;
 pub mod kernel;
 pub mod links;
+mod load;
 pub mod machine;
 pub mod measure;
 pub mod scratch;

@@ -7,6 +7,7 @@
 
 use crate::cache::{Cache, Time};
 use crate::kernel::{self, Runs, Subject};
+use crate::load::Load;
 use crate::machine::{cache_bytes, profiled_device};
 use crate::scratch::{of_chains, of_joint};
 use crate::update;
@@ -35,11 +36,13 @@ pub struct Settings {
     pub seed: u64,
     /// Time limit per kernel; the whole model gets eight times as much.
     pub budget: Duration,
+    /// Workers of a CPU that run the model at the same time, the measured one included.
+    pub workers: u32,
 }
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { warmup: 3, runs: 25, seed: 0, budget: Duration::from_millis(250) }
+        Settings { warmup: 3, runs: 25, seed: 0, budget: Duration::from_millis(250), workers: 1 }
     }
 }
 
@@ -89,6 +92,8 @@ pub enum MeasureError {
     Kernel { name: String, fault: DeviceError },
     #[error(transparent)]
     Device(#[from] DeviceError),
+    #[error("{workers} workers cannot run the whole model at the same time: memory, or a kernel, does not permit it")]
+    Workers { workers: u32 },
 }
 
 struct Job {
@@ -124,7 +129,7 @@ pub fn measure(
         rotation_bytes,
         budget: settings.budget,
     };
-    let head = key_head(&device, target.info().tf32, &runs);
+    let head = key_head(&device, target.info().tf32, settings.workers, &runs);
     let (mut jobs, uses) = jobs(&attribution, &**target, &head)?;
     let costs = cost_graph(model.graph, &attribution);
     let names: Vec<String> = costs.ops.iter().map(|op| op.name.clone()).collect();
@@ -154,32 +159,43 @@ pub fn measure(
     let total = measured + usize::from(measures_whole);
     let mut keeper = CheckpointWriter { cache, fault: None };
     let mut done = 0;
-    for job in jobs.iter_mut().filter(|job| job.time.is_none()) {
-        let name = &names[job.op];
-        progress(Progress { done, total, name });
-        let time = run(job, name, &**target, &runs)?;
-        job.time = Some(time);
-        keeper.keep(&job.key, &[time]);
-        done += 1;
-    }
-    for (size, time) in updates.iter_mut().filter(|(_, time)| time.is_none()) {
-        progress(Progress { done, total, name: "an optimizer step" });
-        let (bytes, available) = (size.1.saturating_mul(3), free_bytes(&**target));
-        if bytes > available {
-            return Err(MeasureError::Memory { name: "an optimizer step".to_string(), bytes, available });
+    let mut measure_all = || -> Result<(), MeasureError> {
+        for job in jobs.iter_mut().filter(|job| job.time.is_none()) {
+            let name = &names[job.op];
+            progress(Progress { done, total, name });
+            let time = run(job, name, &**target, &runs)?;
+            job.time = Some(time);
+            keeper.keep(&job.key, &[time]);
+            done += 1;
         }
-        let found = update::time(*size, &**target, &runs)?;
-        *time = Some(found);
-        keeper.keep(&update_key(size), &[found]);
-        done += 1;
-    }
-    if let (Some(whole), true) = (&whole, measures_whole) {
-        progress(Progress { done, total, name: "the whole model" });
-        let runs = Runs { budget: settings.budget * 8, ..runs };
-        whole_times = whole.time(target, model.weights, &runs);
-        if let Some(times) = &whole_times {
-            keeper.keep(&whole_key, &times.list());
+        for (size, time) in updates.iter_mut().filter(|(_, time)| time.is_none()) {
+            progress(Progress { done, total, name: "an optimizer step" });
+            let (bytes, available) = (size.1.saturating_mul(3), free_bytes(&**target));
+            if bytes > available {
+                return Err(MeasureError::Memory { name: "an optimizer step".to_string(), bytes, available });
+            }
+            let found = update::time(*size, &**target, &runs)?;
+            *time = Some(found);
+            keeper.keep(&update_key(size), &[found]);
+            done += 1;
         }
+        if let (Some(whole), true) = (&whole, measures_whole) {
+            progress(Progress { done, total, name: "the whole model" });
+            let runs = Runs { budget: settings.budget * 8, ..runs };
+            whole_times = whole.time(target, model.weights, &runs);
+            if let Some(times) = &whole_times {
+                keeper.keep(&whole_key, &times.list());
+            }
+        }
+        Ok(())
+    };
+    match settings.workers.saturating_sub(1) {
+        others if others > 0 && total > 0 => {
+            let load = |whole| Load { whole, device: target, weights: model.weights, seed: settings.seed };
+            let all = whole.as_ref().map(load).and_then(|load| load.during(others, measure_all));
+            all.ok_or(MeasureError::Workers { workers: settings.workers })??;
+        }
+        _ => measure_all()?,
     }
 
     let (chains, joint) = (of_chains(&attribution, &**target), of_joint(&attribution, &**target));
@@ -231,13 +247,15 @@ pub fn measure(
             warmup: settings.warmup,
             runs: settings.runs,
             seed: settings.seed,
+            workers: settings.workers.max(1),
             loss: model.loss.clone(),
         },
         method: Method::Measured,
         ops,
-        whole: whole_times.map(|Times { whole: [forward, backward], .. }| profile::Whole {
+        whole: whole_times.map(|Times { whole: [forward, backward], range, .. }| profile::Whole {
             fwd_us: us(forward),
             bwd_us: us(backward),
+            range_us: Some(range.map(|picoseconds| nanoseconds(picoseconds) / 1e3)),
         }),
     };
     Ok(Measured { profile, kernels: jobs.len() + updates.len(), measured, cache_fault: keeper.fault })
@@ -335,10 +353,10 @@ fn rotation(whole: Option<&Whole>, cache: usize) -> usize {
 }
 
 /// The part of the cache key that all kernels share.
-fn key_head(device: &ProfiledDevice, tf32: bool, runs: &Runs) -> String {
+fn key_head(device: &ProfiledDevice, tf32: bool, workers: u32, runs: &Runs) -> String {
     let Runs { warmup, samples, seed, rotation_bytes, budget } = runs;
     format!(
-        "{} | {} {}{} | warmup {warmup} runs {samples} seed {seed} rotation {rotation_bytes} budget {}us |",
+        "{} | {} {}{} | workers {workers} warmup {warmup} runs {samples} seed {seed} rotation {rotation_bytes} budget {}us |",
         device.name,
         device.driver,
         build(),

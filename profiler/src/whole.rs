@@ -31,22 +31,25 @@ const STAND_IN: &str = "loss placeholder";
 #[derive(Clone, Debug, PartialEq)]
 pub struct Times {
     pub whole: [Time; 2],
+    /// Forward plus backward of nine of ten runs: at least and at most, in picoseconds.
+    pub range: [u64; 2],
     /// Forward and backward of every op, in picoseconds.
     pub ops: Vec<[u64; 2]>,
 }
 
 impl Times {
-    /// Flattens to a list for the cache: the whole, then op by op.
+    /// Flattens to a list for the cache: the whole, its range, then op by op.
     pub fn list(&self) -> Vec<Time> {
-        let ops = self.ops.iter().flatten().map(|&median_ps| Time { median_ps, spread_ps: 0 });
-        self.whole.into_iter().chain(ops).collect()
+        let ops = self.range.iter().chain(self.ops.iter().flatten());
+        self.whole.into_iter().chain(ops.map(|&median_ps| Time { median_ps, spread_ps: 0 })).collect()
     }
 
     /// Parses a list for the given number of ops.
     pub fn of_list(list: &[Time], ops: usize) -> Option<Times> {
-        let ([forward, backward], rest) = list.split_first_chunk()?;
+        let ([forward, backward, low, high], rest) = list.split_first_chunk()?;
         let ops_of_list = rest.chunks_exact(2).map(|pair| [pair[0].median_ps, pair[1].median_ps]).collect();
-        (rest.len() == 2 * ops).then_some(Times { whole: [*forward, *backward], ops: ops_of_list })
+        let range = [low.median_ps, high.median_ps];
+        (rest.len() == 2 * ops).then_some(Times { whole: [*forward, *backward], range, ops: ops_of_list })
     }
 }
 
@@ -115,12 +118,13 @@ impl Whole {
         named.chain([code.arena_bytes, code.kept_bytes]).chain(code.own_bytes.iter().copied()).chain(sums).sum()
     }
 
-    /// Measures forward and backward. Missing weights are generated. `None` if memory does not suffice or a kernel
-    /// rejects the synthetic data.
-    pub fn time(&self, device: &Arc<dyn Device>, weights: &BTreeMap<String, Tensor>, runs: &Runs) -> Option<Times> {
-        if self.footprint() as u64 > device.available_memory().unwrap_or(u64::MAX) / 2 {
-            return None;
-        }
+    /// Prepares runs on synthetic data. Missing weights are generated. `None` if a kernel rejects the data.
+    pub fn ready(
+        &self,
+        device: &Arc<dyn Device>,
+        weights: &BTreeMap<String, Tensor>,
+        seed: u64,
+    ) -> Option<(Executor<'_>, Item)> {
         let code = &self.code;
         let given = |named: &NamedTensor| weights.get(&named.name).filter(|t| t.bytes().len() == named.bytes);
         let upload = |tensor: &Tensor| -> Result<Buffer, DeviceError> { device.upload(tensor.bytes()) };
@@ -133,12 +137,12 @@ impl Whole {
         let mut item: Item = executor.begin().ok()?;
         let parameters = code.parameters.iter().map(|named| match given(named) {
             Some(tensor) => upload(tensor).map(Arc::new),
-            None => upload(&spread(named, runs.seed)).map(Arc::new),
+            None => upload(&spread(named, seed)).map(Arc::new),
         });
         item.weights = parameters.collect::<Result<_, _>>().ok()?;
         for (i, feed) in code.feeds.iter().enumerate() {
             let rows = feed.fact.concrete().and_then(|shape| shape.first().copied()).unwrap_or(1);
-            let mut made = synthetic(&self.graph, std::slice::from_ref(feed), rows, rows, runs.seed ^ i as u64);
+            let mut made = synthetic(&self.graph, std::slice::from_ref(feed), rows, rows, seed ^ i as u64);
             let tensor = made.remove(&feed.name).filter(|t| t.bytes().len() == feed.bytes)?;
             item.feeds.push(Arc::new(upload(&tensor).ok()?));
         }
@@ -148,6 +152,16 @@ impl Whole {
         item.sums = lend_sums(&mut vec![None; code.gradient_terms.len()], &executor, None).ok()?;
         executor.backward(&mut item).ok()?;
         executor.device.stream.finish().ok()?;
+        Some((executor, item))
+    }
+
+    /// Measures forward and backward. `None` if memory does not suffice or the model cannot run.
+    pub fn time(&self, device: &Arc<dyn Device>, weights: &BTreeMap<String, Tensor>, runs: &Runs) -> Option<Times> {
+        if self.footprint() as u64 > device.available_memory().unwrap_or(u64::MAX) / 2 {
+            return None;
+        }
+        let code = &self.code;
+        let (mut executor, item) = self.ready(device, weights, runs.seed)?;
         let began = Instant::now();
         let mut samples =
             [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len(), device.is_asynchronous()));
@@ -181,8 +195,18 @@ impl Whole {
                 }
             });
         }
-        Some(Times { whole: samples.map(|samples| summary(samples.whole)), ops })
+        let [forward, backward] = &samples;
+        let range = nine_of_ten(forward.whole.iter().zip(&backward.whole).map(|(a, b)| a + b).collect());
+        Some(Times { whole: samples.map(|samples| summary(samples.whole)), range, ops })
     }
+}
+
+/// The least and the most without a twentieth of the values at each end; zeros without values.
+fn nine_of_ten(mut values: Vec<u64>) -> [u64; 2] {
+    values.sort_unstable();
+    let outer = values.len() / 20;
+    let inner = values.get(outer..values.len() - outer).unwrap_or_default();
+    [inner.first(), inner.last()].map(|value| value.copied().unwrap_or_default())
 }
 
 /// Times of forward and backward, without timestamps between their steps.
@@ -280,4 +304,24 @@ fn made_up(named: &NamedTensor, value: impl Fn(usize) -> f64) -> Tensor {
         false => vec![0.0; count],
     };
     Tensor::from_f64(&[count], &values).cast(named.fact.dtype)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_leaves_out_a_twentieth_at_each_end() {
+        assert_eq!(nine_of_ten(vec![]), [0, 0]);
+        assert_eq!(nine_of_ten(vec![3, 1, 2]), [1, 3]);
+        assert_eq!(nine_of_ten((1..=40).rev().collect()), [3, 38]);
+    }
+
+    #[test]
+    fn a_list_holds_all_times() {
+        let time = |median_ps| Time { median_ps, spread_ps: 1 };
+        let times = Times { whole: [time(5), time(7)], range: [11, 14], ops: vec![[1, 2], [4, 5]] };
+        assert_eq!(Times::of_list(&times.list(), 2), Some(times.clone()));
+        assert_eq!(Times::of_list(&times.list(), 3), None);
+    }
 }

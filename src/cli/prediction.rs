@@ -224,6 +224,16 @@ pub fn prediction(plan: &Plan) -> String {
         quantity::samples(predicted.throughput_per_s),
         predicted.bottleneck
     );
+    if let Some([low, high]) = plan.profile.spread {
+        let [low, high] = [low, high].map(|ratio| quantity::time(ratio * step));
+        text += &format!("expected       {low} to {high} {what}, in nine of ten runs\n");
+    }
+    if let Some(workers) = other_workers(plan) {
+        let measured = plural(u64::from(plan.profile.workers), "worker", "workers");
+        text += &format!(
+            "contention     measured with {measured}, planned for {workers}: `pipec profile --workers {workers}` measures shared memory bandwidth\n"
+        );
+    }
     if let Some(line) = utilisation(plan) {
         text += &format!("compute        {line}\n");
     }
@@ -483,6 +493,15 @@ pub fn shared(plan: &Plan) -> Option<String> {
         format!(": {} samples/s in simulation; the figures above assume one core per worker", quantity::samples(rate))
     });
     Some(text + &rate)
+}
+
+/// The plan's workers, if the profile was measured with another number of them on the cores of one machine.
+fn other_workers(plan: &Plan) -> Option<u32> {
+    let cores = plan.cluster.device.cores?;
+    plan.profile.spread?;
+    let workers = plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len() as u32;
+    let is_one_host = workers <= cores && plan.cluster.levels.len() == 1;
+    (is_one_host && workers != plan.profile.workers).then_some(workers)
 }
 
 /// Simulated samples per second on this number of cores.

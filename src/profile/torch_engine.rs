@@ -262,6 +262,7 @@ impl Report {
         let whole = |of: &Value| Whole {
             fwd_us: of["fwd_us"].as_f64().unwrap_or(0.0),
             bwd_us: of["bwd_us"].as_f64().unwrap_or(0.0),
+            range_us: None,
         };
         if let Some(device) = line.get("device") {
             (self.device, self.torch) = (device.clone(), text("torch"));

@@ -7,6 +7,7 @@ mod export;
 mod gpus;
 mod planned_memory;
 mod profile;
+mod profiled_workers;
 mod report;
 mod sweep;
 mod torch_engine;

@@ -106,6 +106,7 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
             warmup: 0,
             runs: 0,
             seed: 0,
+            workers: 1,
             loss: subject.loss.clone(),
         },
         method: Method::Analytic,

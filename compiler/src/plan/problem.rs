@@ -312,7 +312,7 @@ impl Problem {
             recompute: Recomputation::Auto,
             constraints: Constraints::default(),
             model,
-            profile: PlannedProfile { sha256: String::new(), method: Method::Imported },
+            profile: PlannedProfile::new(String::new(), Method::Imported),
             dtype: "f32".to_string(),
             precision: None,
             optimizer: "sgd".to_string(),

@@ -29,6 +29,9 @@ pub enum ProfileError {
     /// No op takes any time.
     #[error("all times are 0, so nothing was measured; profile the model anew")]
     NoTime,
+    /// A range whose end is below its start.
+    #[error("whole: `range_us` is {low} to {high}; the second must not be less than the first")]
+    Range { low: f64, high: f64 },
     /// A time or fraction is negative, not a number, or too large.
     #[error("{place}: `{field}` is {value}; it must be from 0 to {MAX_US:e}")]
     Figure {
@@ -91,6 +94,12 @@ pub fn check(profile: &Profile) -> Result<(), ProfileError> {
     if let Some(whole) = &profile.whole {
         figure(|| "whole".to_string(), "fwd_us", whole.fwd_us)?;
         figure(|| "whole".to_string(), "bwd_us", whole.bwd_us)?;
+        if let Some([low, high]) = whole.range_us {
+            [low, high].into_iter().try_for_each(|value| figure(|| "whole".to_string(), "range_us", value))?;
+            if low > high {
+                return Err(ProfileError::Range { low, high });
+            }
+        }
     }
     Ok(())
 }
@@ -118,6 +127,17 @@ mod tests {
     }
 
     #[test]
+    fn a_spread_is_that_of_the_runs_and_of_the_model() {
+        let spread = |range: &str| {
+            let file = FILE.replace("\"bwd_us\":2}", &format!("\"bwd_us\":2{range}}}"));
+            from_json(&file).unwrap().whole.unwrap().spread()
+        };
+        assert_eq!(spread(""), None);
+        assert_eq!(spread(",\"range_us\":[2.7,3.6]"), Some([0.81, 1.32]));
+        assert_eq!(spread(",\"range_us\":[3.1,3.6]"), Some([0.9, 1.32]));
+    }
+
+    #[test]
     fn the_part_of_weights_is_optional() {
         assert!(!to_json(&from_json(FILE).unwrap()).unwrap().contains("weight_grad_us"));
         let said = from_json(&FILE.replace("\"bwd_us\":2.0", "\"bwd_us\":2.0,\"weight_grad_us\":0.5")).unwrap();
@@ -135,6 +155,8 @@ mod tests {
         let timeless = FILE.replace("\"fwd_us\":1.5,\"bwd_us\":2.0", "\"fwd_us\":0,\"bwd_us\":0");
         assert_eq!(from_json(&timeless), Err(ProfileError::NoTime));
         assert!(error("\"id\":0", "\"id\":7").contains("id 7"));
+        assert!(error("\"bwd_us\":2}", "\"bwd_us\":2,\"range_us\":[4,3]}").contains("is 4 to 3"));
+        assert!(error("\"bwd_us\":2}", "\"bwd_us\":2,\"range_us\":[-1,3]}").contains("whole: `range_us`"));
         assert!(error("\"ops\":1}", "\"ops\":2}").contains("lists 1"));
         assert!(error("\"id\":0,", "\"id\":0,\"id\":0,").contains("duplicate"));
         assert!(error("\"flops\"", "\"flaps\"").contains("flaps"));

@@ -19,6 +19,7 @@ use pipec::profile::{ProfileDevice, ProfileRequest, profile};
 use pipec::train::device_request::one_device;
 use profiler::measure::Settings;
 use std::path::PathBuf;
+use std::thread::available_parallelism;
 
 /// Number of ops listed, the most expensive first.
 const LISTED: usize = 12;
@@ -57,6 +58,9 @@ pub struct Arguments {
     /// Warm-up runs of each kernel
     #[arg(long, value_name = "N", default_value_t = Settings::default().warmup, value_parser = clap::value_parser!(u32).range(0..=10_000))]
     warmup: u32,
+    /// CPU: workers that run the model at the same time, each on one core. They share the memory bandwidth, as the workers of a plan will
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    workers: u32,
     /// Seed of the input values
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -93,6 +97,19 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             )
         })?),
     };
+    if arguments.workers > 1 {
+        let cores = available_parallelism().map_or(1, |cores| cores.get() as u64);
+        if is_torch || arguments.device != "cpu" {
+            let why = "`--workers` requires `--device cpu` and `--engine pipec`";
+            return Err(Error::input(why).with_help("a worker on a GPU shares it with no other"));
+        }
+        if u64::from(arguments.workers) > cores {
+            let cores = quantity::plural(cores, "core", "cores");
+            let why =
+                format!("`--workers {}`: this machine has {cores}, and every worker needs one", arguments.workers);
+            return Err(Error::input(why));
+        }
+    }
     let profile = profile(
         &ProfileRequest {
             model: arguments.file,
@@ -105,6 +122,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
                 warmup: arguments.warmup,
                 runs: arguments.runs,
                 seed: arguments.seed,
+                workers: arguments.workers,
                 ..Settings::default()
             },
             uses_cache: !arguments.no_cache,
@@ -152,8 +170,12 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
     }
     let weights = profile.weight_grad_us().filter(|_| sum.bwd_us > 0.0);
     let weights = weights.map_or(String::new(), |us| format!(", of which {} for weight gradients", quantity::time(us)));
+    let workers = match profile.settings.workers {
+        1 => String::new(),
+        workers => format!(", {workers} workers at the same time"),
+    };
     let sums = format!(
-        "\n{} on {}, micro-batch {}, {}\nsum of ops   forward {}, backward {}{weights}\n",
+        "\n{} on {}, micro-batch {}, {}{workers}\nsum of ops   forward {}, backward {}{weights}\n",
         shown(&profile.model.file),
         shown(&profile.device.name),
         profile.settings.micro_batch,
@@ -163,11 +185,11 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
     );
     text += &folded(&sums, width);
     if let Some(whole) = &profile.whole {
-        text += &format!(
-            "full model   forward {}, backward {}\n",
-            quantity::time(whole.fwd_us),
-            quantity::time(whole.bwd_us)
-        );
+        let range = whole.range_us.map_or(String::new(), |[low, high]| {
+            format!("; nine of ten runs take {} to {}", quantity::time(low), quantity::time(high))
+        });
+        let [forward, backward] = [whole.fwd_us, whole.bwd_us].map(quantity::time);
+        text += &folded(&format!("full model   forward {forward}, backward {backward}{range}\n"), width);
     }
     text
 }

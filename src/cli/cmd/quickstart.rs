@@ -49,6 +49,7 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::thread::available_parallelism;
 use std::time::Instant;
 
 const WORKERS: u32 = 4;
@@ -237,7 +238,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 
 fn profiled(loaded: &LoadedModel, path: &Path, screen: &Screen) -> Result<(Profile, String), Error> {
     let subject = MeasuredGraph { loaded, graph: &loaded.at(BATCH)?, micro_batch: BATCH, loss: CountedLoss::Default };
-    let measured = measure_graph(&subject, &cpu(), &Settings::default(), true, screen)?;
+    let cores = available_parallelism().map_or(1, |cores| cores.get() as u32);
+    let settings = Settings { workers: WORKERS.min(cores), ..Settings::default() };
+    let measured = measure_graph(&subject, &cpu(), &settings, true, screen)?;
     let json = to_json(&measured).map_err(|error| Error::bug(&error.to_string()))?;
     output::write(path, json.as_bytes())?;
     Ok((measured, sha256(json.as_bytes())))

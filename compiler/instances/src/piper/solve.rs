@@ -115,7 +115,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
         dtype: "f32".to_string(),
         element_types: None,
         optimizer: "sgd".to_string(),
-        profile: PlannedProfile { sha256: request.sha256.clone(), method: Method::Imported },
+        profile: PlannedProfile::new(request.sha256.clone(), Method::Imported),
         cluster: PlannedCluster {
             device: compiler::cluster::Device { memory, ..cluster.device },
             levels: cluster.levels,

@@ -143,7 +143,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         dtype: "f32".to_string(),
         element_types: None,
         optimizer: "sgd".to_string(),
-        profile: PlannedProfile { sha256: request.sha256.clone(), method: Method::Imported },
+        profile: PlannedProfile::new(request.sha256.clone(), Method::Imported),
         cluster: cluster(placement, bytes)?,
         cost: CostModel::Load,
         objective: Objective::Throughput,

@@ -1,0 +1,66 @@
+//! `profile --workers`: several workers of a CPU are measured at the same time, and plans state the range of their times.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::thread::available_parallelism;
+
+fn pipec(folder: &Path, code: i32, arguments: &[&str]) -> String {
+    let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
+    let [out, error] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {out}{error}");
+    out + &error
+}
+
+fn read(folder: &Path, name: &str) -> Value {
+    serde_json::from_str(&fs::read_to_string(folder.join(name)).unwrap()).unwrap()
+}
+
+/// Line of a plan's prediction with this heading.
+fn line<'a>(text: &'a str, heading: &str) -> Option<&'a str> {
+    text.lines().find(|line| line.starts_with(heading))
+}
+
+#[test]
+fn a_plan_states_the_range_of_its_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    pipec(folder, 0, &["zoo", "mlp", "-o", "m.onnx"]);
+    let measure = ["profile", "m.onnx", "--runs", "3", "--no-cache", "-o", "p.json", "--workers"];
+    let partition = ["partition", "m.onnx", "--cluster", "c.toml", "--profile", "p.json", "-o", "plan.json"];
+    pipec(folder, 0, &["cluster", "detect", "--cpu", "--workers", "2", "-o", "c.toml"]);
+    pipec(folder, 0, &[&measure[..], &["1"]].concat());
+    assert!(read(folder, "p.json")["settings"].get("workers").is_none());
+    let text = pipec(folder, 0, &partition);
+    let plan = read(folder, "plan.json");
+    let [low, high] = [0, 1].map(|at| plan["profile"]["spread"][at].as_f64().unwrap());
+    assert!(0.0 < low && low <= 0.9 && 1.1 <= high, "{low} to {high}");
+    assert!(line(&text, "expected  ").unwrap().ends_with("in nine of ten runs"), "{text}");
+    if available_parallelism().map_or(1, |cores| cores.get()) < 2 {
+        assert!(pipec(folder, 2, &[&measure[..], &["2"]].concat()).contains("this machine has 1 core"));
+        return;
+    }
+    assert!(line(&text, "contention").unwrap().contains("`pipec profile --workers 2`"), "{text}");
+    let text = pipec(folder, 0, &[&measure[..], &["2"]].concat());
+    assert!(text.contains("2 workers at the same time"), "{text}");
+    assert_eq!(read(folder, "p.json")["settings"]["workers"], 2);
+    let text = pipec(folder, 0, &partition);
+    assert!(line(&text, "expected  ").is_some() && line(&text, "contention").is_none(), "{text}");
+    assert_eq!(read(folder, "plan.json")["profile"]["workers"], 2);
+    pipec(folder, 0, &["plan", "check", "plan.json", "--model", "m.onnx", "--profile", "p.json"]);
+}
+
+#[test]
+fn workers_are_those_of_this_cpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    pipec(folder, 0, &["zoo", "mlp", "-o", "m.onnx"]);
+    for device in ["cuda:0", "analytic:h100"] {
+        let text = pipec(folder, 2, &["profile", "m.onnx", "--workers", "2", "--device", device]);
+        assert!(text.contains("`--workers` requires `--device cpu` and `--engine pipec`"), "{text}");
+    }
+    let text = pipec(folder, 2, &["profile", "m.onnx", "--workers", "1024"]);
+    assert!(text.contains("every worker needs one"), "{text}");
+    assert!(!folder.join("m.profile.json").exists());
+}
