@@ -57,6 +57,9 @@ struct Arguments {
     bench: bool,
 }
 
+/// Runs of 1F1B-RR on two workers per round, each followed by two independent workers.
+const PAIRS: u32 = 3;
+
 fn named(name: &str) -> Result<&'static Subject, String> {
     let names = || SUBJECTS.iter().map(|subject| subject.name).collect::<Vec<_>>().join(", ");
     SUBJECTS.iter().find(|subject| subject.name == name).ok_or_else(|| format!("there are {}", names()))
@@ -73,7 +76,7 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
     let known = Known::of(subject, &model, LINES.iter().map(|line| line.way));
     let steps = arguments.steps.unwrap_or(subject.steps);
     let runs: Vec<_> = LINES.iter().map(|line| known.ready(line.way, known.plan(line.way), steps)).collect();
-    let (mut twice, mut compiled) = (Vec::new(), Vec::new());
+    let (mut beside, mut twice, mut compiled) = (Vec::new(), Vec::new(), Vec::new());
     let mut lines: Vec<Figures> = runs
         .iter()
         .map(|run| Figures {
@@ -102,7 +105,11 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
                 Err(error) => eprintln!("{}, {}, round {round}: {error}", subject.name, line.about),
             }
         }
-        twice.push(runs[0].run_twice());
+        // In turn: a machine that is shared may be slower minutes later.
+        for _ in 0..PAIRS {
+            beside.push(runs[1].run().round);
+            twice.push(runs[0].run_twice());
+        }
         if let Some(peer) = peer.as_mut().filter(|_| compiled.len() == round as usize) {
             match peer.run(subject.name, "compiled1", steps, subject.batch) {
                 Ok(theirs) => compiled.push(theirs),
@@ -111,7 +118,7 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
         }
         eprintln!("{}: round {} of {}", subject.name, round + 1, arguments.rounds);
     }
-    Measured { subject, parameters, lines, twice, compiled }
+    Measured { subject, parameters, lines, beside, twice, compiled }
 }
 
 fn main() {
