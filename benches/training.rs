@@ -1,16 +1,17 @@
 //! Training speed of pipec and PyTorch: the same models, batches and optimizer, in alternating rounds.
 //!
 //! ```text
-//! cargo bench --bench training                                       everything, five rounds: half an hour
+//! cargo bench --bench training                                       everything, five rounds: about an hour
 //! cargo bench --bench training -- --models mlp-64,lstm --rounds 3    a quick look
 //! cargo bench --bench training -- --steps 2                          two minibatches per round
 //! ```
 //!
 //! Prints Markdown. PyTorch runs in `$PIPEC_PYTHON`, by default `python3`, from `training/peer.py`; without it, only
-//! pipec is measured. All models train in f32 with SGD and momentum 0.9 on synthetic data. Every model is profiled and
-//! planned here, under the number of workers that then run: with one stage per worker where PyTorch pipelines too, as the planner chooses for 1F1B-RR. Two replicas
-//! update once per two minibatches. Two workers, or two PyTorch threads or processes, need two idle cores; CPU time
-//! shows the cost if other work uses them.
+//! pipec is measured. All models train in f32 with SGD and momentum 0.9 on synthetic data. Each row has a profile of its
+//! own, measured with its number of workers. Where PyTorch pipelines too, there is one stage per worker; for 1F1B-RR the
+//! planner chooses. Two replicas update once per two minibatches. Two independent workers run right after 1F1B-RR, three
+//! times per round, because the speed of a shared machine changes. Two workers, or two PyTorch threads or processes, need
+//! two idle cores; CPU time shows the cost if other work uses them.
 //!
 //! | column | |
 //! | --- | --- |
@@ -18,7 +19,7 @@
 //! | CPU-s/step | CPU seconds per minibatch, over all threads and processes |
 //! | faster, cheaper | speedup of pipec in wall time, and in CPU time |
 //! | off | relative excess of the prediction over the measurement |
-//! | expected | the range that the plan states |
+//! | expected | the prediction interval of the plan |
 
 #[path = "training/figures.rs"]
 mod figures;

@@ -294,9 +294,9 @@ pub fn link(error: &LinkError) -> Option<&'static str> {
             "all processes need the same run token (`--token-file` or PIPEC_RUN_TOKEN), pipec version and number of processes",
         ),
         LinkError::Unlinked { .. } => Some("wait longer with `--connect-timeout SECONDS`, or omit `--nccl`"),
-        LinkError::Another { .. } | LinkError::Refused { .. } => {
-            Some("all processes need the same pipec version, model, plan, data, weights and flags")
-        }
+        LinkError::Another { .. } | LinkError::Refused { .. } => Some(
+            "all processes need a `--rank` of their own, and the same pipec version, model, plan, data, weights and other flags",
+        ),
         LinkError::Lost { .. } | LinkError::Silent { .. } | LinkError::Reported { process: Some(_), .. } => Some(
             "start all processes again; if the run wrote checkpoints, `--resume auto` continues from the newest one",
         ),

@@ -23,6 +23,7 @@ use profiler::measure::{MeasureError, Model, Settings, measure};
 use runtime::device::api::Device;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread::available_parallelism;
 
 pub mod torch_engine;
 
@@ -65,8 +66,29 @@ pub struct ProfileRequest {
     pub protected_output: Option<PathBuf>,
 }
 
+/// Checks that several workers can be measured at the same time.
+fn check_workers(request: &ProfileRequest) -> Result<(), Error> {
+    let workers = request.settings.workers;
+    if workers <= 1 {
+        return Ok(());
+    }
+    if request.device != ProfileDevice::Measured(OneDevice::Cpu) {
+        let help = "the workers of a CPU share its memory bandwidth; other costs do not depend on their number";
+        return Err(Error::input("`--workers` requires `--device cpu` and `--engine pipec`").with_help(help));
+    }
+    let cores = available_parallelism().map_or(1, |cores| cores.get() as u64);
+    if u64::from(workers) > cores {
+        let cores = quantity::plural(cores, "core", "cores");
+        return Err(Error::input(format!(
+            "`--workers {workers}`: this machine has {cores}, and every worker needs one"
+        )));
+    }
+    Ok(())
+}
+
 /// Profiles a model.
 pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profile, Error> {
+    check_workers(request)?;
     match &request.device {
         ProfileDevice::Measured(device) => {
             let device = for_precision(vec![device.open()?], request.precision, events).remove(0);
@@ -175,6 +197,10 @@ pub fn measure_graph(
         let failure = Error::input(format!("cannot profile {}", loaded.model.file)).because(&error);
         match error {
             MeasureError::Memory { .. } => failure.with_help("use a smaller `--micro-batch N`"),
+            MeasureError::WorkersMemory { .. } => {
+                failure.with_help("use fewer `--workers` or a smaller `--micro-batch N`")
+            }
+            MeasureError::Workers { .. } => failure.with_help("measure one worker, without `--workers`"),
             _ => failure,
         }
     })?;

@@ -1,7 +1,5 @@
 //! Statistics of training rounds: medians, and ratios of adjacent rounds.
 
-use std::fs;
-
 /// One round of one training mode.
 #[derive(Clone, Copy, Debug)]
 pub struct Round {
@@ -53,14 +51,16 @@ pub fn cheaper(ours: &[Round], other: &[Round]) -> Option<f64> {
     median(ours.iter().zip(other).map(|(a, b)| b.cpu_seconds / a.cpu_seconds).collect())
 }
 
-/// Ticks of `/proc` per second, on all Linux systems that Rust supports.
-const TICKS: f64 = 100.0;
-
 /// CPU seconds of all threads, also of those that ended; `None` if the system does not report them.
+#[cfg(unix)]
 pub fn on_processors() -> Option<f64> {
-    let text = fs::read_to_string("/proc/self/stat").ok()?;
-    // The name before the last bracket may hold spaces. User and system time are fields 14 and 15.
-    let fields: Vec<&str> = text.rsplit(')').next()?.split_whitespace().collect();
-    let ticks = |at: usize| fields.get(at)?.parse::<f64>().ok();
-    Some((ticks(11)? + ticks(12)?) / TICKS)
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes the time through the pointer.
+    let is_known = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) } == 0;
+    is_known.then_some(time.tv_sec as f64 + time.tv_nsec as f64 / 1e9)
+}
+
+#[cfg(not(unix))]
+pub fn on_processors() -> Option<f64> {
+    None
 }

@@ -22,7 +22,7 @@ const MICROBATCHING: f64 = 1.15;
 const MEMORY: f64 = 0.05;
 /// Goal: relative error of predicted time.
 const TIME: f64 = 0.1;
-/// Goal: fraction of measured times within the stated range.
+/// Goal: fraction of rounds within the prediction interval.
 const INSIDE: f64 = 0.9;
 
 /// A training mode, here and for PyTorch.
@@ -192,9 +192,11 @@ fn plans(all: &[Measured]) -> String {
             let measured = middle(&it.ours, |round| 1e3 * one.subject.batch as f64 / round.samples_per_s);
             let predicted = it.plan.predicted.step_us / 1e3;
             let time = measured.map(|measured| off(predicted, measured));
-            let expected = it.plan.profile.spread.map(|spread| spread.map(|ratio| ratio * predicted));
-            let is_inside = measured.zip(expected).map(|(it, [low, high])| (low..=high).contains(&it));
-            let word = if is_inside == Some(false) { " missed" } else { "" };
+            let expected = it.plan.profile.interval.map(|interval| interval.map(|ratio| ratio * predicted));
+            let rounds = it.ours.iter().map(|round| 1e3 * one.subject.batch as f64 / round.samples_per_s);
+            let [low, high] = expected.unwrap_or([0.0, f64::INFINITY]);
+            let are_inside: Vec<bool> = rounds.map(|time| (low..=high).contains(&time)).collect();
+            let word = if are_inside.contains(&false) { " missed" } else { "" };
             let replicas = it.plan.stages.iter().flat_map(|stage| (0..stage.replicas).map(move |_| stage));
             let planned: Vec<f64> = replicas.map(|stage| stage.memory.total as f64).collect();
             let held: Vec<f64> = it.peak_memory_bytes.iter().map(|bytes| *bytes as f64).collect();
@@ -219,7 +221,7 @@ fn plans(all: &[Measured]) -> String {
                 memory.iter().map(|part| percent(*part)).collect::<Vec<_>>().join(", "),
             ]);
             times.extend(time.map(f64::abs));
-            inside.extend(is_inside);
+            inside.extend(are_inside);
             memories.extend(memory.into_iter().map(f64::abs));
         }
     }
@@ -232,7 +234,8 @@ fn plans(all: &[Measured]) -> String {
         (summary("Time, median of all rows", time, TIME), summary("Memory, worst worker", memory, MEMORY));
     let (all, within) = (inside.len(), inside.iter().filter(|is_inside| **is_inside).count());
     let word = if (within as f64) < INSIDE * all as f64 { ", missed" } else { "" };
-    let inside = format!("Within the expected range: {within} of {all} rows (goal {} %{word}).\n", 100.0 * INSIDE);
+    let inside =
+        format!("Within the prediction interval: {within} of {all} rounds (goal {} %{word}).\n", 100.0 * INSIDE);
     format!("{}\n{time}{inside}{memory}", table.text())
 }
 

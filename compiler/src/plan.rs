@@ -89,22 +89,22 @@ pub struct PlannedProfile {
     /// Workers that ran at the same time when it was measured; absent if 1.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub workers: u32,
-    /// Range of the time of a step of a run, relative to `predicted.step_us`, for nine of ten runs. Absent if the whole model
-    /// was not measured.
+    /// Prediction interval of the time of a step, relative to `predicted.step_us`: the 5th to 95th percentile of the
+    /// measured runs of the whole model, and 10 % either way for the cost model. Absent if they were not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub spread: Option<[f64; 2]>,
+    pub interval: Option<[f64; 2]>,
 }
 
 impl PlannedProfile {
     /// A profile without measurements of the whole model.
     pub fn new(sha256: String, method: Method) -> PlannedProfile {
-        PlannedProfile { sha256, method, workers: 1, spread: None }
+        PlannedProfile { sha256, method, workers: 1, interval: None }
     }
 
     /// A profile from a file with this SHA-256.
     pub fn of(profile: &Profile, sha256: String) -> PlannedProfile {
-        let spread = profile.whole.as_ref().and_then(Whole::spread);
-        PlannedProfile { sha256, method: profile.method, workers: profile.settings.workers, spread }
+        let interval = profile.whole.as_ref().and_then(Whole::interval);
+        PlannedProfile { sha256, method: profile.method, workers: profile.settings.workers, interval }
     }
 }
 
@@ -465,7 +465,7 @@ pub struct Search {
     pub method: String,
     /// Number of states explored.
     pub states: u64,
-    /// The reason why the search was truncated, or null.
+    /// The reason why the search is not exhaustive, or null.
     pub fallback: Option<String>,
 }
 

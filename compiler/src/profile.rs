@@ -152,20 +152,21 @@ pub struct Whole {
     pub fwd_us: f64,
     /// Backward time in microseconds.
     pub bwd_us: f64,
-    /// Forward plus backward of nine of ten runs: at least and at most, in microseconds. Absent if unknown.
+    /// 5th and 95th percentile of forward plus backward of the measured runs, in microseconds; of fewer than 20 runs, the
+    /// least and the most. Absent if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub range_us: Option<[f64; 2]>,
 }
 
-/// Part of a time by which the cost model may be off, either way.
+/// Error of the cost model in the prediction interval: the goal of `benches/training` for its median.
 const MODEL_ERROR: f64 = 0.1;
 
 impl Whole {
-    /// Range of the time of most runs relative to a predicted time: that of the measured runs relative to their median,
-    /// widened by the error of the cost model.
-    pub fn spread(&self) -> Option<[f64; 2]> {
+    /// Prediction interval relative to a predicted time: that of the measured runs relative to their median, widened by
+    /// the error of the cost model.
+    pub fn interval(&self) -> Option<[f64; 2]> {
         let median = self.fwd_us + self.bwd_us;
-        let [low, high] = self.range_us.filter(|_| median > 0.0)?;
+        let [low, high] = self.range_us.filter(|[_, high]| median > 0.0 && (high / median).is_finite())?;
         let rounded = |ratio: f64| (1e4 * ratio).round() / 1e4;
         // A range of the sum may leave out the sum of the medians.
         Some([

@@ -43,11 +43,11 @@
 //! ```
 
 pub mod cache;
+mod contention;
 pub mod detect;
 pub mod host_links;
 pub mod kernel;
 pub mod links;
-mod load;
 pub mod machine;
 pub mod measure;
 pub mod scratch;

@@ -6,8 +6,8 @@
 //! on noise.
 
 use crate::cache::{Cache, Time};
+use crate::contention::{BackgroundFault, BackgroundWorkers};
 use crate::kernel::{self, Runs, Subject};
-use crate::load::Load;
 use crate::machine::{cache_bytes, profiled_device};
 use crate::scratch::{of_chains, of_joint};
 use crate::update;
@@ -92,7 +92,11 @@ pub enum MeasureError {
     Kernel { name: String, fault: DeviceError },
     #[error(transparent)]
     Device(#[from] DeviceError),
-    #[error("{workers} workers cannot run the whole model at the same time: memory, or a kernel, does not permit it")]
+    #[error("{workers} workers need {bytes} bytes, and half of the {available} that are free may be used")]
+    WorkersMemory { workers: u32, bytes: u64, available: u64 },
+    #[error(
+        "{workers} workers at the same time need a model that runs as a whole on synthetic data; this one does not"
+    )]
     Workers { workers: u32 },
 }
 
@@ -129,7 +133,12 @@ pub fn measure(
         rotation_bytes,
         budget: settings.budget,
     };
-    let head = key_head(&device, target.info().tf32, settings.workers, &runs);
+    let workers = settings.workers.max(1);
+    let mut head = key_head(&device, target.info().tf32, &runs);
+    if workers > 1 {
+        // Times depend on the model that the other workers run.
+        head += &format!(" workers {workers} {:?} {} |", model.training, hash(model.graph));
+    }
     let (mut jobs, uses) = jobs(&attribution, &**target, &head)?;
     let costs = cost_graph(model.graph, &attribution);
     let names: Vec<String> = costs.ops.iter().map(|op| op.name.clone()).collect();
@@ -189,13 +198,15 @@ pub fn measure(
         }
         Ok(())
     };
-    match settings.workers.saturating_sub(1) {
-        others if others > 0 && total > 0 => {
-            let load = |whole| Load { whole, device: target, weights: model.weights, seed: settings.seed };
-            let all = whole.as_ref().map(load).and_then(|load| load.during(others, measure_all));
-            all.ok_or(MeasureError::Workers { workers: settings.workers })??;
-        }
-        _ => measure_all()?,
+    if workers == 1 || total == 0 {
+        measure_all()?;
+    } else {
+        let whole = whole.as_ref().ok_or(MeasureError::Workers { workers })?;
+        let others = BackgroundWorkers { whole, device: target, weights: model.weights, seed: settings.seed };
+        others.during(workers - 1, measure_all).map_err(|fault| match fault {
+            BackgroundFault::Memory { bytes, available } => MeasureError::WorkersMemory { workers, bytes, available },
+            BackgroundFault::Run => MeasureError::Workers { workers },
+        })??;
     }
 
     let (chains, joint) = (of_chains(&attribution, &**target), of_joint(&attribution, &**target));
@@ -247,7 +258,7 @@ pub fn measure(
             warmup: settings.warmup,
             runs: settings.runs,
             seed: settings.seed,
-            workers: settings.workers.max(1),
+            workers,
             loss: model.loss.clone(),
         },
         method: Method::Measured,
@@ -353,10 +364,10 @@ fn rotation(whole: Option<&Whole>, cache: usize) -> usize {
 }
 
 /// The part of the cache key that all kernels share.
-fn key_head(device: &ProfiledDevice, tf32: bool, workers: u32, runs: &Runs) -> String {
+fn key_head(device: &ProfiledDevice, tf32: bool, runs: &Runs) -> String {
     let Runs { warmup, samples, seed, rotation_bytes, budget } = runs;
     format!(
-        "{} | {} {}{} | workers {workers} warmup {warmup} runs {samples} seed {seed} rotation {rotation_bytes} budget {}us |",
+        "{} | {} {}{} | warmup {warmup} runs {samples} seed {seed} rotation {rotation_bytes} budget {}us |",
         device.name,
         device.driver,
         build(),

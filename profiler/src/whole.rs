@@ -31,7 +31,7 @@ const STAND_IN: &str = "loss placeholder";
 #[derive(Clone, Debug, PartialEq)]
 pub struct Times {
     pub whole: [Time; 2],
-    /// Forward plus backward of nine of ten runs: at least and at most, in picoseconds.
+    /// 5th and 95th percentile of forward plus backward, in picoseconds.
     pub range: [u64; 2],
     /// Forward and backward of every op, in picoseconds.
     pub ops: Vec<[u64; 2]>,
@@ -196,13 +196,13 @@ impl Whole {
             });
         }
         let [forward, backward] = &samples;
-        let range = nine_of_ten(forward.whole.iter().zip(&backward.whole).map(|(a, b)| a + b).collect());
+        let range = percentiles(forward.whole.iter().zip(&backward.whole).map(|(a, b)| a + b).collect());
         Some(Times { whole: samples.map(|samples| summary(samples.whole)), range, ops })
     }
 }
 
-/// The least and the most without a twentieth of the values at each end; zeros without values.
-fn nine_of_ten(mut values: Vec<u64>) -> [u64; 2] {
+/// The 5th and 95th percentile; of fewer than 20 values the least and the most, and zeros without values.
+fn percentiles(mut values: Vec<u64>) -> [u64; 2] {
     values.sort_unstable();
     let outer = values.len() / 20;
     let inner = values.get(outer..values.len() - outer).unwrap_or_default();
@@ -312,9 +312,9 @@ mod tests {
 
     #[test]
     fn a_range_leaves_out_a_twentieth_at_each_end() {
-        assert_eq!(nine_of_ten(vec![]), [0, 0]);
-        assert_eq!(nine_of_ten(vec![3, 1, 2]), [1, 3]);
-        assert_eq!(nine_of_ten((1..=40).rev().collect()), [3, 38]);
+        assert_eq!(percentiles(vec![]), [0, 0]);
+        assert_eq!(percentiles(vec![3, 1, 2]), [1, 3]);
+        assert_eq!(percentiles((1..=40).rev().collect()), [3, 38]);
     }
 
     #[test]

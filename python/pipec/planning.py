@@ -115,6 +115,7 @@ def profile(
     micro_batch: Optional[int] = None,
     precision: Optional[str] = None,
     runs: Optional[int] = None,
+    workers: Optional[int] = None,
     extra: Sequence[str] = (),
 ) -> Profile:
     """Measures the cost of every op of a model: `pipec profile`. Pass the result to `partition(..., profile=...)`.
@@ -123,6 +124,7 @@ def profile(
     device: "cpu" (default) measures on one core of this machine, "analytic:h100" computes costs from a data sheet.
     engine: "torch" measures with PyTorch instead of pipec's own kernels, if the installed `pipec` supports it.
     micro_batch: samples per micro-batch. precision: as for `partition`. runs: measured runs of each kernel.
+    workers: number of CPU workers that run the model at the same time (default 1), for a plan of that many.
     """
     with tempfile.TemporaryDirectory() as folder:
         file, micro_batch = file_of(model, example_args, example_kwargs, folder, micro_batch, "any")
@@ -130,7 +132,7 @@ def profile(
         command += option("--device", device) + option("--engine", engine) + option("--micro-batch", micro_batch)
         if engine == "torch" and "--python" not in extra:
             command += ["--python", sys.executable]
-        command += option("--precision", precision) + option("--runs", runs)
+        command += option("--precision", precision) + option("--runs", runs) + option("--workers", workers)
         try:
             return Profile(json.loads(run_on(model, [*command, *extra], folder)))
         except InputError as fault:

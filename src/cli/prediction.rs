@@ -6,6 +6,7 @@
 
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
+use compiler::cluster::device::{CPU, find};
 use compiler::export::gradients::gradients;
 use compiler::export::quantity::plural;
 use compiler::export::quantity::{self, short};
@@ -14,6 +15,7 @@ use compiler::partition::search::in_flight::ENOUGH;
 use compiler::pass::analytic::matmul;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, PlannedCollective, PlannedExperts, Stage};
+use compiler::profile::Method;
 use compiler::profile::shared::ActivationSharding;
 use compiler::schedule::generators::schedule;
 use compiler::schedule::pipeline::{generated, pipeline};
@@ -224,15 +226,11 @@ pub fn prediction(plan: &Plan) -> String {
         quantity::samples(predicted.throughput_per_s),
         predicted.bottleneck
     );
-    if let Some([low, high]) = plan.profile.spread {
-        let [low, high] = [low, high].map(|ratio| quantity::time(ratio * step));
-        text += &format!("expected       {low} to {high} {what}, in nine of ten runs\n");
+    if let Some(line) = expected(plan) {
+        text += &format!("expected       {line} {what}\n");
     }
-    if let Some(workers) = other_workers(plan) {
-        let measured = plural(u64::from(plan.profile.workers), "worker", "workers");
-        text += &format!(
-            "contention     measured with {measured}, planned for {workers}: `pipec profile --workers {workers}` measures shared memory bandwidth\n"
-        );
+    if let Some(line) = contention(plan) {
+        text += &format!("contention     {line}\n");
     }
     if let Some(line) = utilisation(plan) {
         text += &format!("compute        {line}\n");
@@ -495,13 +493,33 @@ pub fn shared(plan: &Plan) -> Option<String> {
     Some(text + &rate)
 }
 
-/// The plan's workers, if the profile was measured with another number of them on the cores of one machine.
-fn other_workers(plan: &Plan) -> Option<u32> {
-    let cores = plan.cluster.device.cores?;
-    plan.profile.spread?;
+/// The plan's workers, if they share this machine and its cores suffice.
+fn workers_of_one_host(plan: &Plan) -> Option<u32> {
+    let [level] = &plan.cluster.levels[..] else { return None };
     let workers = plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len() as u32;
-    let is_one_host = workers <= cores && plan.cluster.levels.len() == 1;
-    (is_one_host && workers != plan.profile.workers).then_some(workers)
+    let is_in_memory = find(CPU).is_some_and(|kind| kind.link().0 == level.name);
+    (is_in_memory && workers <= plan.cluster.device.cores?).then_some(workers)
+}
+
+/// The prediction interval of a step, if the profile was measured under the conditions of the plan.
+fn expected(plan: &Plan) -> Option<String> {
+    let interval = plan.profile.interval.filter(|_| plan.cost == CostModel::Pipec)?;
+    if workers_of_one_host(plan) != Some(plan.profile.workers) {
+        return None;
+    }
+    let [low, high] = interval.map(|ratio| quantity::time(ratio * plan.predicted.step_us));
+    Some(format!("{low} to {high}"))
+}
+
+/// Says that a profile was measured with another number of workers on the cores of the machine.
+fn contention(plan: &Plan) -> Option<String> {
+    let (workers, measured) = (workers_of_one_host(plan)?, plan.profile.workers);
+    let is_other = plan.profile.method == Method::Measured && workers != measured;
+    let measured = plural(u64::from(measured), "worker", "workers");
+    is_other.then(|| match workers {
+        1 => format!("measured with {measured} at the same time; one alone is faster"),
+        _ => format!("measured with {measured}; `pipec profile --workers {workers}` includes the memory bandwidth that {workers} share"),
+    })
 }
 
 /// Simulated samples per second on this number of cores.

@@ -75,7 +75,7 @@ pub fn lost(name: &str, steps: u32) -> Error {
 const LARGE: f64 = 1e6;
 
 /// Help against divergence, most likely remedy first.
-const TRY: &str = "try a smaller `--lr`, `--lr-schedule warmup:100,constant` or `--clip-norm 1`; with half precision, `--precision fp32`, or \
+const TRY: &str = "try a smaller `--lr`, `--lr-schedule warmup:100,constant` or `--clip-norm 1`; with half precision, `--precision fp32`, or, with a flush, \
     `--precision fp16`, which uses loss scaling";
 
 /// The first tensor that contains NaN or an infinity and differs from its initial value.

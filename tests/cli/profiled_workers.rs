@@ -1,7 +1,7 @@
-//! `profile --workers`: several workers of a CPU are measured at the same time, and plans state the range of their times.
+//! `profile --workers`: several workers of a CPU are measured at the same time, and plans state a prediction interval.
 
 use assert_cmd::Command;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use std::thread::available_parallelism;
@@ -23,32 +23,46 @@ fn line<'a>(text: &'a str, heading: &str) -> Option<&'a str> {
 }
 
 #[test]
-fn a_plan_states_the_range_of_its_time() {
+fn a_plan_states_its_prediction_interval() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     pipec(folder, 0, &["zoo", "mlp", "-o", "m.onnx"]);
     let measure = ["profile", "m.onnx", "--runs", "3", "--no-cache", "-o", "p.json", "--workers"];
-    let partition = ["partition", "m.onnx", "--cluster", "c.toml", "--profile", "p.json", "-o", "plan.json"];
+    let partition =
+        ["partition", "m.onnx", "--cluster", "c.toml", "--profile", "p.json", "-o", "plan.json", "--stages"];
     pipec(folder, 0, &["cluster", "detect", "--cpu", "--workers", "2", "-o", "c.toml"]);
     pipec(folder, 0, &[&measure[..], &["1"]].concat());
     assert!(read(folder, "p.json")["settings"].get("workers").is_none());
-    let text = pipec(folder, 0, &partition);
+    let text = pipec(folder, 0, &[&partition[..], &["1"]].concat());
     let plan = read(folder, "plan.json");
-    let [low, high] = [0, 1].map(|at| plan["profile"]["spread"][at].as_f64().unwrap());
+    let [low, high] = [0, 1].map(|at| plan["profile"]["interval"][at].as_f64().unwrap());
     assert!(0.0 < low && low <= 0.9 && 1.1 <= high, "{low} to {high}");
-    assert!(line(&text, "expected  ").unwrap().ends_with("in nine of ten runs"), "{text}");
+    assert!(line(&text, "expected  ").unwrap().ends_with("per minibatch"), "{text}");
+    assert!(line(&text, "contention").is_none(), "{text}");
     if available_parallelism().map_or(1, |cores| cores.get()) < 2 {
         assert!(pipec(folder, 2, &[&measure[..], &["2"]].concat()).contains("this machine has 1 core"));
         return;
     }
+    let text = pipec(folder, 0, &[&partition[..], &["1,1"]].concat());
     assert!(line(&text, "contention").unwrap().contains("`pipec profile --workers 2`"), "{text}");
+    assert!(line(&text, "expected  ").is_none(), "{text}");
     let text = pipec(folder, 0, &[&measure[..], &["2"]].concat());
     assert!(text.contains("2 workers at the same time"), "{text}");
     assert_eq!(read(folder, "p.json")["settings"]["workers"], 2);
-    let text = pipec(folder, 0, &partition);
+    let text = pipec(folder, 0, &[&partition[..], &["1"]].concat());
+    assert!(line(&text, "contention").unwrap().contains("one alone is faster"), "{text}");
+    let text = pipec(folder, 0, &[&partition[..], &["1,1"]].concat());
     assert!(line(&text, "expected  ").is_some() && line(&text, "contention").is_none(), "{text}");
     assert_eq!(read(folder, "plan.json")["profile"]["workers"], 2);
     pipec(folder, 0, &["plan", "check", "plan.json", "--model", "m.onnx", "--profile", "p.json"]);
+    let mut plan = read(folder, "plan.json");
+    plan["profile"]["interval"] = json!([2.0, 1.0]);
+    fs::write(folder.join("wrong.json"), plan.to_string()).unwrap();
+    assert!(pipec(folder, 2, &["plan", "check", "wrong.json"]).contains("`profile.interval` is 2 to 1"));
+    plan["profile"]["interval"] = json!([1.0, 2.0]);
+    plan["profile"]["workers"] = json!(0);
+    fs::write(folder.join("wrong.json"), plan.to_string()).unwrap();
+    assert!(pipec(folder, 2, &["plan", "check", "wrong.json"]).contains("`profile.workers` is 0"));
 }
 
 #[test]
@@ -56,11 +70,12 @@ fn workers_are_those_of_this_cpu() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     pipec(folder, 0, &["zoo", "mlp", "-o", "m.onnx"]);
-    for device in ["cuda:0", "analytic:h100"] {
+    for device in ["analytic:cpu", "analytic:h100"] {
         let text = pipec(folder, 2, &["profile", "m.onnx", "--workers", "2", "--device", device]);
         assert!(text.contains("`--workers` requires `--device cpu` and `--engine pipec`"), "{text}");
     }
-    let text = pipec(folder, 2, &["profile", "m.onnx", "--workers", "1024"]);
+    let more = (available_parallelism().map_or(1, |cores| cores.get()) + 1).to_string();
+    let text = pipec(folder, 2, &["profile", "m.onnx", "--workers", &more]);
     assert!(text.contains("every worker needs one"), "{text}");
     assert!(!folder.join("m.profile.json").exists());
 }

@@ -226,7 +226,7 @@ fn two_hosts_train_together_and_notice_a_cut_cable() {
     let cut = Instant::now();
     let message = both.map(end);
     assert!(cut.elapsed() < Duration::from_secs(30), "{:?}", cut.elapsed());
-    let peers = ["workers 1.0, 1.1 (stage 1), process ", "worker 0.0 (stage 0), process "];
+    let peers = ["rank 1 (workers 1.0, 1.1 of stage 1), process ", "rank 0 (worker 0.0 of stage 0), process "];
     for ((code, message), peer) in message.iter().zip(peers) {
         assert_eq!(*code, Some(1), "{message}");
         assert!(message.contains(peer) && message.contains("has sent nothing for 5"), "{message}");

@@ -251,7 +251,7 @@ mod supervised {
         let (code, printed, seconds) = long.end();
         assert_eq!(code, Some(1), "{printed}");
         let named = format!(
-            "worker 1.0 (stage 1), process {}, was killed by signal 9 (SIGKILL); the worker was last at the ",
+            "rank 1 (worker 1.0 of stage 1), process {}, was killed by signal 9 (SIGKILL); the worker was last at the ",
             pids[1]
         );
         assert!(printed.contains(&named), "{printed}");
@@ -288,7 +288,7 @@ mod supervised {
         send("STOP", pids[0]);
         let (code, printed, seconds) = long.end();
         assert_eq!(code, Some(1), "{printed}");
-        assert!(printed.contains("worker 0.0 (stage 0), process "), "{printed}");
+        assert!(printed.contains("rank 0 (worker 0.0 of stage 0), process "), "{printed}");
         assert!(printed.contains("has sent nothing for 2.") && printed.contains("is stopped (SIGSTOP)"), "{printed}");
         // The last heartbeat may have arrived a second earlier.
         assert!((0.9..6.0).contains(&seconds), "{seconds} s");
@@ -478,8 +478,14 @@ fn processes_that_cannot_meet_say_why() {
     let address = format!("127.0.0.1:{}", port());
     let (code, printed) = end(rank(at, "0", &address, &["--steps", "5", "--connect-timeout", "5"]));
     assert_eq!(code, Some(1));
-    assert!(printed.contains(&format!("waits for worker 1.0 (stage 1) to connect to {address}, up to ")), "{printed}");
-    assert!(printed.contains(&format!("worker 1.0 (stage 1) did not connect to {address} within 5 s")), "{printed}");
+    assert!(
+        printed.contains(&format!("waits for rank 1 (worker 1.0 of stage 1) to connect to {address}, up to ")),
+        "{printed}"
+    );
+    assert!(
+        printed.contains(&format!("rank 1 (worker 1.0 of stage 1) did not connect to {address} within 5 s")),
+        "{printed}"
+    );
     let (code, printed) = end(rank(at, "1", &address, &["--steps", "5", "--connect-timeout", "5"]));
     assert_eq!(code, Some(1));
     assert!(printed.contains(&format!("waits for process 0 at {address}, up to ")), "{printed}");
@@ -519,7 +525,7 @@ fn processes_that_cannot_meet_say_why() {
     let one = |number: &str| command(at, &[&flags[..], &more, &["--rank", number]].concat()).spawn().unwrap();
     let printed = [one("0"), one("1"), one("1")].map(end);
     assert!(printed.iter().all(|(code, _)| *code == Some(1)), "{printed:?}");
-    assert!(printed[0].1.contains("worker 2.0 (stage 2) did not connect"), "{printed:?}");
+    assert!(printed[0].1.contains("rank 2 (worker 2.0 of stage 2) did not connect"), "{printed:?}");
     assert!(printed[0].1.contains("rejected last: process "), "{printed:?}");
     assert!(printed[1..].iter().any(|(_, printed)| printed.contains("is already connected")), "{printed:?}");
     assert!(
@@ -574,8 +580,8 @@ fn what_is_flipped_or_cut_on_its_way_ends_the_run_by_name() {
     };
     let cut: fn(&mut [u8]) -> bool = |_| false;
     let cases = [
-        (flip, "a message from worker 1.0 (stage 1), process"),
-        (cut, "the connection to worker 1.0 (stage 1), process"),
+        (flip, "a message from rank 1 (worker 1.0 of stage 1), process"),
+        (cut, "the connection to rank 1 (worker 1.0 of stage 1), process"),
     ];
     for (spoil, expected) in cases {
         let address = format!("127.0.0.1:{}", port());

@@ -114,7 +114,7 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
     own.protocol = 99;
     assert!(refusal(&own, &token).contains(", the other process 99"));
     let own = Challenge::new(1, 3).unwrap();
-    assert!(refusal(&own, &token).contains("process 1 expects 3 processes, process 0 expects 2"));
+    assert!(refusal(&own, &token).contains("rank 1 expects 3 processes, rank 0 expects 2"));
     // A stranger who repeats what a process of the run has sent.
     let own = Challenge::new(1, 2).unwrap();
     assert!(refusal(&own, &RunToken::default()).contains(MISMATCH));
@@ -151,8 +151,8 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
         "rejected a connection from 127.0.0.1:",
         "the bytes are not a pipec frame",
         "a frame of 1099511627776 bytes exceeds the limit of this run, 1024 bytes",
-        "process 0 uses protocol version ",
-        "process 1 expects 3 processes, process 0 expects 2",
+        "rank 0 uses protocol version ",
+        "rank 1 expects 3 processes, rank 0 expects 2",
         MISMATCH,
         "rejected process ",
         "the optimizers or learning rates differ",
@@ -176,7 +176,8 @@ fn a_run_that_only_strangers_join_names_the_last_one() {
     assert!(printed.contains("rejected this process: the optimizers or learning rates differ"), "{printed}");
     let (code, printed) = end(first);
     assert_eq!(code, Some(1), "{printed}");
-    let named = format!("worker 1.0 (stage 1) did not connect to {address} within 4 s; rejected last: process ");
+    let named =
+        format!("rank 1 (worker 1.0 of stage 1) did not connect to {address} within 4 s; rejected last: process ");
     assert!(printed.contains(&named) && printed.contains(": the optimizers or learning rates differ"), "{printed}");
 }
 

@@ -79,7 +79,7 @@ def test_every_kind_of_model_gives_the_same_plan(tmp_path: Path) -> None:
 
 def test_profiles_fit_the_model() -> None:
     model = chain(2)
-    profile = pipec.profile(model, (X,), micro_batch=4, runs=3)
+    profile = pipec.profile(model, (X,), micro_batch=4, runs=3, workers=1)
     plan = pipec.partition(model, (torch.randn(5, 8),), gpus=2, batch=16, profile=profile)
     assert plan.schedule.micro_batch == 4 and plan.json["profile"]["method"] == "measured"
 

@@ -24,8 +24,8 @@ pub enum FillError {
     #[error("the profile is for another model: op {id} is `{profiled}` in the profile and `{model}` in the model")]
     Op { id: usize, profiled: String, model: String },
     #[error(
-        "the profile has other sizes (micro-batch {micro_batch}, {dtype}): op {id} `{name}` outputs {profiled} bytes \
-         in the profile and {model} here; profile again at this micro-batch"
+        "the profile has other tensor sizes (micro-batch {micro_batch}, {dtype}): op {id} `{name}` outputs {profiled} bytes \
+         in the profile and {model} here; profile again with this micro-batch and precision"
     )]
     Size { id: usize, name: String, profiled: u64, model: u64, micro_batch: u64, dtype: String },
 }

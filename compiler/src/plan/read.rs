@@ -15,8 +15,10 @@ pub enum PlanFileError {
     Unknown { field: String },
     #[error("`stages[{stage}].weight_grad_us` is {weight_grad_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
     Part { stage: usize, weight_grad_us: f64, bwd_us: f64 },
-    #[error("`profile.spread` is {low} to {high}; the second must not be less than the first")]
-    Spread { low: f64, high: f64 },
+    #[error("`profile.interval` is {low} to {high}; the second must not be less than the first")]
+    Interval { low: f64, high: f64 },
+    #[error("`profile.workers` is 0; one worker is the least")]
+    Workers,
     #[error("`{field}` is {value}; it must be finite and not negative")]
     Figure { field: String, value: f64 },
 }
@@ -62,11 +64,14 @@ fn check(plan: &Plan) -> Result<(), PlanFileError> {
     figure("predicted.step_us".into(), predicted.step_us)?;
     figure("predicted.throughput_per_s".into(), predicted.throughput_per_s)?;
     figure("predicted.bubble".into(), predicted.bubble)?;
-    if let Some([low, high]) = plan.profile.spread {
-        figure("profile.spread[0]".into(), low)?;
-        figure("profile.spread[1]".into(), high)?;
+    if plan.profile.workers == 0 {
+        return Err(PlanFileError::Workers);
+    }
+    if let Some([low, high]) = plan.profile.interval {
+        figure("profile.interval[0]".into(), low)?;
+        figure("profile.interval[1]".into(), high)?;
         if low > high {
-            return Err(PlanFileError::Spread { low, high });
+            return Err(PlanFileError::Interval { low, high });
         }
     }
     figure("lower_bound_us".into(), plan.lower_bound_us)?;

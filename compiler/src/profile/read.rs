@@ -29,6 +29,8 @@ pub enum ProfileError {
     /// No op takes any time.
     #[error("all times are 0, so nothing was measured; profile the model anew")]
     NoTime,
+    #[error("`settings.workers` is 0; one worker is the least")]
+    Workers,
     /// A range whose end is below its start.
     #[error("whole: `range_us` is {low} to {high}; the second must not be less than the first")]
     Range { low: f64, high: f64 },
@@ -91,6 +93,9 @@ pub fn check(profile: &Profile) -> Result<(), ProfileError> {
     if is_timeless && profile.ops.iter().any(|op| op.flops > 0) {
         return Err(ProfileError::NoTime);
     }
+    if profile.settings.workers == 0 {
+        return Err(ProfileError::Workers);
+    }
     if let Some(whole) = &profile.whole {
         figure(|| "whole".to_string(), "fwd_us", whole.fwd_us)?;
         figure(|| "whole".to_string(), "bwd_us", whole.bwd_us)?;
@@ -111,6 +116,7 @@ fn figure(place: impl Fn() -> String, field: &'static str, value: f64) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::profile::Whole;
 
     const FILE: &str = r#"{"schema":"pipec.profile/1","model":{"file":"m.onnx","sha256":"00","ops":1},
         "device":{"name":"cpu","driver":"","memory_bytes":1},
@@ -127,14 +133,16 @@ mod tests {
     }
 
     #[test]
-    fn a_spread_is_that_of_the_runs_and_of_the_model() {
-        let spread = |range: &str| {
+    fn an_interval_is_that_of_the_runs_and_of_the_model() {
+        let interval = |range: &str| {
             let file = FILE.replace("\"bwd_us\":2}", &format!("\"bwd_us\":2{range}}}"));
-            from_json(&file).unwrap().whole.unwrap().spread()
+            from_json(&file).unwrap().whole.unwrap().interval()
         };
-        assert_eq!(spread(""), None);
-        assert_eq!(spread(",\"range_us\":[2.7,3.6]"), Some([0.81, 1.32]));
-        assert_eq!(spread(",\"range_us\":[3.1,3.6]"), Some([0.9, 1.32]));
+        assert_eq!(interval(""), None);
+        assert_eq!(interval(",\"range_us\":[2.7,3.6]"), Some([0.81, 1.32]));
+        assert_eq!(interval(",\"range_us\":[3.1,3.6]"), Some([0.9, 1.32]));
+        let tiny = Whole { fwd_us: 1e-310, bwd_us: 0.0, range_us: Some([0.0, 1.0]) };
+        assert_eq!(tiny.interval(), None);
     }
 
     #[test]
@@ -155,6 +163,7 @@ mod tests {
         let timeless = FILE.replace("\"fwd_us\":1.5,\"bwd_us\":2.0", "\"fwd_us\":0,\"bwd_us\":0");
         assert_eq!(from_json(&timeless), Err(ProfileError::NoTime));
         assert!(error("\"id\":0", "\"id\":7").contains("id 7"));
+        assert!(error("\"seed\":0", "\"seed\":0,\"workers\":0").contains("`settings.workers` is 0"));
         assert!(error("\"bwd_us\":2}", "\"bwd_us\":2,\"range_us\":[4,3]}").contains("is 4 to 3"));
         assert!(error("\"bwd_us\":2}", "\"bwd_us\":2,\"range_us\":[-1,3]}").contains("whole: `range_us`"));
         assert!(error("\"ops\":1}", "\"ops\":2}").contains("lists 1"));

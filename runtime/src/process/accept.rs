@@ -122,7 +122,7 @@ impl HandshakeTask {
         let hello = connection.expect(Kind::Hello).map_err(|fault| fault.to_string())??;
         let hello = Hello::decode(&hello).map_err(|fault| fault.to_string())?;
         if hello.process as usize != process {
-            return Err(format!("it claims to be process {} after it proved to be process {process}", hello.process));
+            return Err(format!("it claims to be rank {} after it proved to be rank {process}", hello.process));
         }
         Ok((connection, hello))
     }
@@ -185,7 +185,7 @@ pub fn gather(
                     continue;
                 }
                 Ok(()) => {
-                    format!("process {process} ({}) is already connected or was not expected", meeting.names[process])
+                    format!("{} is already connected or was not expected", meeting.names[process])
                 }
                 Err(why) => why,
             };

@@ -118,7 +118,7 @@ impl Challenge {
         let protocol = fields.u32("the protocol").map_err(invalid)?;
         if protocol != own.protocol {
             return Err(format!(
-                "process {} uses protocol version {}, the other process {protocol}",
+                "rank {} uses protocol version {}, the other process {protocol}",
                 own.process, own.protocol
             ));
         }
@@ -128,12 +128,12 @@ impl Challenge {
         fields.end().map_err(invalid)?;
         if processes != own.processes {
             return Err(format!(
-                "process {process} expects {processes} processes, process {} expects {}",
+                "rank {process} expects {processes} processes, rank {} expects {}",
                 own.process, own.processes
             ));
         }
         if process >= processes || process == own.process {
-            return Err(format!("it claims to be process {process} of {processes}, this is process {}", own.process));
+            return Err(format!("it claims to be rank {process} of {processes}, this is rank {}", own.process));
         }
         let nonce = nonce.try_into().map_err(|_| "it has no nonce".to_string())?;
         Ok(Challenge { protocol, process, processes, nonce })
@@ -151,7 +151,7 @@ pub fn connect(
     connection.send_frame(Kind::Challenge, &own.encode()).map_err(invalid)?;
     let other = Challenge::read(&receive_frame(connection, Kind::Challenge)?, own)?;
     if other.process as usize != expected {
-        return Err(format!("it claims to be process {}, not process {expected}", other.process));
+        return Err(format!("it claims to be rank {}, not {expected}", other.process));
     }
     connection.send_frame(Kind::Proof, &token.proof(CONNECTS, own, &other).finalize().into_bytes()).map_err(invalid)?;
     let proof = receive_frame(connection, Kind::Proof)?;
@@ -270,14 +270,14 @@ mod tests {
         refused(
             same(),
             &|own| own.protocol = 1,
-            &format!("process 0 uses protocol version {PROTOCOL}, the other process 1"),
+            &format!("rank 0 uses protocol version {PROTOCOL}, the other process 1"),
         );
-        refused(same(), &|own| own.processes = 4, "process 2 expects 4 processes, process 0 expects 3");
-        refused(same(), &|own| own.process = 3, "it claims to be process 3 of 3, this is process 0");
-        refused(same(), &|own| own.process = 0, "it claims to be process 0 of 3, this is process 0");
+        refused(same(), &|own| own.processes = 4, "rank 2 expects 4 processes, rank 0 expects 3");
+        refused(same(), &|own| own.process = 3, "it claims to be rank 3 of 3, this is rank 0");
+        refused(same(), &|own| own.process = 0, "it claims to be rank 0 of 3, this is rank 0");
         // The process at the address has another number.
         let (connected, _) = met(same(), Challenge::new(2, 3).unwrap(), Challenge::new(1, 3).unwrap());
-        assert_eq!(connected, Err("it claims to be process 1, not process 0".to_string()));
+        assert_eq!(connected, Err("it claims to be rank 1, not 0".to_string()));
     }
 
     #[test]

@@ -65,7 +65,7 @@ impl WorkerPlacement {
         self.of.chunks(self.degree).any(|group| group.iter().any(|process| *process != group[0]))
     }
 
-    /// Display name of a process: its workers and their stages. A worker that it has only in part is named with its
+    /// Display name of a process: its rank, its workers and their stages. A worker that it has only in part is named with its
     /// tensor-parallel rank.
     pub fn name(&self, program: &Program, process: usize) -> String {
         let mut held: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
@@ -91,7 +91,7 @@ impl WorkerPlacement {
         match workers.is_empty() {
             true => "the process that reports".to_string(),
             false => format!(
-                "worker{} {} (stage{} {})",
+                "rank {process} (worker{} {} of stage{} {})",
                 plural(names.len()),
                 names.join(", "),
                 plural(stages.len()),

@@ -286,7 +286,7 @@ impl Joiner<'_> {
         let hello = Hello::decode(&content).map_err(lost)?;
         let met = match [proved, hello.process as usize] == [process; 2] {
             true => hello.meets(own),
-            false => Err(format!("it proved to be process {proved} and claims to be {}", hello.process)),
+            false => Err(format!("it proved to be rank {proved} and claims to be {}", hello.process)),
         };
         if let Err(what) = met {
             connection.refuse(&what);

@@ -19,7 +19,6 @@ use pipec::profile::{ProfileDevice, ProfileRequest, profile};
 use pipec::train::device_request::one_device;
 use profiler::measure::Settings;
 use std::path::PathBuf;
-use std::thread::available_parallelism;
 
 /// Number of ops listed, the most expensive first.
 const LISTED: usize = 12;
@@ -58,7 +57,7 @@ pub struct Arguments {
     /// Warm-up runs of each kernel
     #[arg(long, value_name = "N", default_value_t = Settings::default().warmup, value_parser = clap::value_parser!(u32).range(0..=10_000))]
     warmup: u32,
-    /// CPU: workers that run the model at the same time, each on one core. They share the memory bandwidth, as the workers of a plan will
+    /// CPU: number of workers that run the model at the same time, at most one per core; they share memory bandwidth
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     workers: u32,
     /// Seed of the input values
@@ -97,19 +96,6 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             )
         })?),
     };
-    if arguments.workers > 1 {
-        let cores = available_parallelism().map_or(1, |cores| cores.get() as u64);
-        if is_torch || arguments.device != "cpu" {
-            let why = "`--workers` requires `--device cpu` and `--engine pipec`";
-            return Err(Error::input(why).with_help("a worker on a GPU shares it with no other"));
-        }
-        if u64::from(arguments.workers) > cores {
-            let cores = quantity::plural(cores, "core", "cores");
-            let why =
-                format!("`--workers {}`: this machine has {cores}, and every worker needs one", arguments.workers);
-            return Err(Error::input(why));
-        }
-    }
     let profile = profile(
         &ProfileRequest {
             model: arguments.file,
@@ -186,7 +172,7 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
     text += &folded(&sums, width);
     if let Some(whole) = &profile.whole {
         let range = whole.range_us.map_or(String::new(), |[low, high]| {
-            format!("; nine of ten runs take {} to {}", quantity::time(low), quantity::time(high))
+            format!("; 5th to 95th percentile of both {} to {}", quantity::time(low), quantity::time(high))
         });
         let [forward, backward] = [whole.fwd_us, whole.bwd_us].map(quantity::time);
         text += &folded(&format!("full model   forward {forward}, backward {backward}{range}\n"), width);

@@ -102,7 +102,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
     let mut warnings = Vec::new();
     let fallback = answer.fallback.filter(|_| !proven_optimal);
     if let Some(fallback) = &fallback {
-        warnings.push(format!("search truncated ({fallback}); a better plan may exist"));
+        warnings.push(format!("the search is not exhaustive ({fallback}); a better plan may exist"));
     }
     let stages = stages(&layers, spans);
     let [single, data_parallel, uniform] = baselines(&layers);

@@ -115,7 +115,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
     let worst = load(placement, &units, &answer.stages);
     let meets = worst <= bound * (1.0 + 1e-9);
     if let Some(fallback) = answer.fallback.as_ref().filter(|_| !meets) {
-        warnings.push(format!("search truncated ({fallback}); a better placement may exist"));
+        warnings.push(format!("the search is not exhaustive ({fallback}); a better placement may exist"));
     }
     let lower_bound_us = proven.unwrap_or(bound).min(worst);
     let stages = stages(placement, &units, &answer.stages);

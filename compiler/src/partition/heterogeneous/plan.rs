@@ -149,7 +149,7 @@ pub fn plan(
     );
     if !is_all && !plan.proven_optimal {
         plan.warnings.push(format!(
-            "search truncated: {looked} orders of the device classes along the pipeline were tried, {count} of them \
+            "the search is not exhaustive: {looked} orders of the device classes along the pipeline were tried, {count} of them \
              in full; another order may be better"
         ));
     }

@@ -51,7 +51,7 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
         );
     }
     if let Some(fallback) = found.fallback.as_ref().filter(|_| !proven_optimal) {
-        warnings.push(format!("search truncated ({fallback}); a better plan may exist"));
+        warnings.push(format!("the search is not exhaustive ({fallback}); a better plan may exist"));
     }
     if flattens && problem.cost != CostModel::Pipec {
         warnings.push(

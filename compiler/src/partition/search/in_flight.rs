@@ -181,8 +181,8 @@ pub fn more(
     Chosen { caps, share: steady.share, lacks_memory }
 }
 
-/// Lowers caps with this share of the ideal throughput to the published ones, together or else one by one, as long as the
-/// throughput stays the same. Returns the new caps and their share; `None` if no cap was lowered.
+/// `share` is the throughput under `caps`, relative to the ideal. Tries the published caps, then lowers one cap at a time,
+/// as long as the throughput stays the same. Returns the new caps and their share; `None` if no cap was lowered.
 pub fn fewer(
     published: &[u32],
     caps: &[u32],
@@ -197,7 +197,7 @@ pub fn fewer(
     if steady.share >= enough {
         return Some((published.to_vec(), steady.share));
     }
-    // The given caps were simulated too.
+    // The caller has simulated `caps` for about as many pieces.
     let left = PIECES_ALONE.saturating_sub(2 * steady.pieces);
     let mut caps = caps.to_vec();
     let steady = lowered(&mut caps, published, (enough, left), efficiency)?;
@@ -249,7 +249,7 @@ fn at_once(
     (caps, best)
 }
 
-/// Lowers caps one by one, to `least` at most, as long as the share is `enough` and budget is `left`. Returns the last
+/// Lowers caps one by one, never below `least`, as long as the share is `enough` and budget is `left`. Returns the last
 /// simulation that had enough.
 fn lowered(
     caps: &mut [u32],

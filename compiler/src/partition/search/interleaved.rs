@@ -77,8 +77,8 @@ fn choices(problem: &Problem) -> Result<Vec<(u32, u32)>, ProblemError> {
         let stages = given.len() as u32;
         if given.iter().any(|r| *r != given[0]) || !stages.is_multiple_of(chunks) || stages / chunks < 2 {
             let what = format!(
-                "`--stages` with {chunks} stages per rank needs equal replicas and at least 2 ranks, which is {} \
-                numbers",
+                "with {chunks} stages per rank and at least 2 ranks, `--stages` takes a multiple of {chunks} equal \
+                numbers, {} or more",
                 2 * u64::from(chunks)
             );
             return Err(ProblemError::Unmet { what });
