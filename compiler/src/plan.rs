@@ -90,7 +90,7 @@ pub struct PlannedProfile {
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub workers: u32,
     /// Prediction interval of the time of a step, relative to `predicted.step_us`: the 5th to 95th percentile of the
-    /// measured runs of the whole model, and 10 % either way for the cost model. Absent if they were not measured.
+    /// measured runs of the whole model, and 20 % either way for other errors. Absent if they were not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interval: Option<[f64; 2]>,
 }

@@ -251,7 +251,7 @@ mod supervised {
         let (code, printed, seconds) = long.end();
         assert_eq!(code, Some(1), "{printed}");
         let named = format!(
-            "rank 1 (worker 1.0 of stage 1), process {}, was killed by signal 9 (SIGKILL); the worker was last at the ",
+            "worker 1.0 (stage 1), process {}, was killed by signal 9 (SIGKILL); the worker was last at the ",
             pids[1]
         );
         assert!(printed.contains(&named), "{printed}");
@@ -288,7 +288,7 @@ mod supervised {
         send("STOP", pids[0]);
         let (code, printed, seconds) = long.end();
         assert_eq!(code, Some(1), "{printed}");
-        assert!(printed.contains("rank 0 (worker 0.0 of stage 0), process "), "{printed}");
+        assert!(printed.contains("worker 0.0 (stage 0), process "), "{printed}");
         assert!(printed.contains("has sent nothing for 2.") && printed.contains("is stopped (SIGSTOP)"), "{printed}");
         // The last heartbeat may have arrived a second earlier.
         assert!((0.9..6.0).contains(&seconds), "{seconds} s");
@@ -529,7 +529,7 @@ fn processes_that_cannot_meet_say_why() {
     assert!(printed[0].1.contains("rejected last: process "), "{printed:?}");
     assert!(printed[1..].iter().any(|(_, printed)| printed.contains("is already connected")), "{printed:?}");
     assert!(
-        printed[1..].iter().any(|(_, printed)| printed.contains("did not start the run: worker 2.0")),
+        printed[1..].iter().any(|(_, printed)| printed.contains("did not start the run: rank 2 (worker 2.0")),
         "{printed:?}"
     );
 }

@@ -192,8 +192,7 @@ fn a_rank_that_is_killed_is_named_and_nobody_waits_for_it() {
     send("KILL", pids[3]);
     let (code, printed, seconds) = long.end();
     assert_eq!(code, Some(1), "{printed}");
-    let named =
-        format!("rank 3 (worker 1.0 tensor rank 1 of stage 1), process {}, was killed by signal 9 (SIGKILL)", pids[3]);
+    let named = format!("worker 1.0 tensor rank 1 (stage 1), process {}, was killed by signal 9 (SIGKILL)", pids[3]);
     assert!(printed.contains(&named), "{printed}");
     assert!(seconds < 20.0, "{seconds} s");
     all_gone(&pids);

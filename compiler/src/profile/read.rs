@@ -139,8 +139,8 @@ mod tests {
             from_json(&file).unwrap().whole.unwrap().interval()
         };
         assert_eq!(interval(""), None);
-        assert_eq!(interval(",\"range_us\":[2.7,3.6]"), Some([0.81, 1.32]));
-        assert_eq!(interval(",\"range_us\":[3.1,3.6]"), Some([0.9, 1.32]));
+        assert_eq!(interval(",\"range_us\":[2.7,3.6]"), Some([0.72, 1.44]));
+        assert_eq!(interval(",\"range_us\":[3.1,3.6]"), Some([0.8, 1.44]));
         let tiny = Whole { fwd_us: 1e-310, bwd_us: 0.0, range_us: Some([0.0, 1.0]) };
         assert_eq!(tiny.interval(), None);
     }

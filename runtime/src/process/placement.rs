@@ -65,7 +65,7 @@ impl WorkerPlacement {
         self.of.chunks(self.degree).any(|group| group.iter().any(|process| *process != group[0]))
     }
 
-    /// Display name of a process: its rank, its workers and their stages. A worker that it has only in part is named with its
+    /// Display name of a process: its rank if users start the ranks, its workers and their stages. A worker that it has only in part is named with its
     /// tensor-parallel rank.
     pub fn name(&self, program: &Program, process: usize) -> String {
         let mut held: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
@@ -88,15 +88,18 @@ impl WorkerPlacement {
         let names: Vec<String> = workers.iter().map(name).collect();
         let stages: Vec<String> = stages.iter().map(u32::to_string).collect();
         let plural = |count: usize| if count == 1 { "" } else { "s" };
+        let (workers_of, stages_of) = (names.join(", "), stages.join(", "));
+        let (worker, stage) = (
+            format!("worker{} {workers_of}", plural(names.len())),
+            format!("stage{} {stages_of}", plural(stages.len())),
+        );
         match workers.is_empty() {
             true => "the process that reports".to_string(),
-            false => format!(
-                "rank {process} (worker{} {} of stage{} {})",
-                plural(names.len()),
-                names.join(", "),
-                plural(stages.len()),
-                stages.join(", ")
-            ),
+            // Users start ranks by number, unless the process that reports has started them.
+            false if self.ranks(0).any(|rank| self.worker(rank) < program.workers.len()) => {
+                format!("rank {process} ({worker} of {stage})")
+            }
+            false => format!("{worker} ({stage})"),
         }
     }
 
