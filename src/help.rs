@@ -282,7 +282,7 @@ pub fn link(error: &LinkError) -> Option<&'static str> {
             Some("write HOST:PORT, with an IP address or a name that this machine can resolve")
         }
         LinkError::Unreachable { .. } | LinkError::Missing { .. } => Some(
-            "start all processes, with the same flags except `--rank` and `--host`, or wait longer with `--connect-timeout SECONDS`",
+            "start all processes, with the same flags except `--rank` and `--host`, or wait longer with `--connect-timeout SECONDS`; a run that has started takes no other processes",
         ),
         LinkError::NotStarted { .. } => {
             Some("start all processes again, with the same flags except `--rank` and `--host`")

@@ -162,13 +162,16 @@ pub struct Whole {
 /// host other machines share were within it; their median error was 12 to 15 %.
 const MODEL_ERROR: f64 = 0.2;
 
+/// Upper bound of a prediction interval, relative to the prediction.
+pub(crate) const MAX_INTERVAL: f64 = 1e3;
+
 impl Whole {
     /// Prediction interval relative to a predicted time: that of the measured runs relative to their median, widened by
     /// the error of the cost model.
     pub fn interval(&self) -> Option<[f64; 2]> {
         let median = self.fwd_us + self.bwd_us;
         let [low, high] = self.range_us.filter(|[_, high]| median > 0.0 && (high / median).is_finite())?;
-        let rounded = |ratio: f64| (1e4 * ratio).round() / 1e4;
+        let rounded = |ratio: f64| ((1e4 * ratio).round() / 1e4).min(MAX_INTERVAL);
         // A range of the sum may leave out the sum of the medians.
         Some([
             rounded((low / median).min(1.0) * (1.0 - MODEL_ERROR)),

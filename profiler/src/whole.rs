@@ -18,7 +18,6 @@ use runtime::device::event::Timestamp;
 use runtime::exec::compile::compile;
 use runtime::exec::compile_error::CompileError;
 use runtime::exec::executor::{ExecuteError, Executor, Item};
-use runtime::exec::sequence::Step;
 use runtime::exec::stage_code::{NamedTensor, StageCode};
 use runtime::stage::gradients::lend_sums;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -163,8 +162,7 @@ impl Whole {
         let code = &self.code;
         let (mut executor, item) = self.ready(device, weights, runs.seed)?;
         let began = Instant::now();
-        let mut samples =
-            [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len(), device.is_asynchronous()));
+        let mut samples = [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len()));
         let all = runs.warmup + runs.samples.max(1);
         for run in 0..all {
             let start = executor.device.stream.timestamp().ok()?;
@@ -189,7 +187,8 @@ impl Whole {
         executor.finish(item).ok()?;
         let mut ops = vec![[0; 2]; self.ops];
         for (way, (samples, sequence)) in samples.iter().zip([&code.forward, &code.backward]).enumerate() {
-            samples.share_out(&sequence.steps, |op, picoseconds| {
+            let nodes: Vec<&[String]> = sequence.steps.iter().map(|step| &step.nodes[..]).collect();
+            samples.share_out(&nodes, |op, picoseconds| {
                 if let Some(op) = ops.get_mut(op) {
                     op[way] += picoseconds;
                 }
@@ -249,15 +248,13 @@ impl Clock {
 
 /// Times of many runs of one sequence, in picoseconds.
 struct Samples {
-    /// True if the whole is measured apart from the steps.
-    is_scaled: bool,
     whole: Vec<u64>,
     by_step: Vec<Vec<u64>>,
 }
 
 impl Samples {
-    fn of(steps: usize, is_scaled: bool) -> Samples {
-        Samples { is_scaled, whole: Vec::new(), by_step: vec![Vec::new(); steps] }
+    fn of(steps: usize) -> Samples {
+        Samples { whole: Vec::new(), by_step: vec![Vec::new(); steps] }
     }
 
     fn add(&mut self, RunTimes { whole, steps }: RunTimes) {
@@ -265,17 +262,18 @@ impl Samples {
         self.by_step.iter_mut().zip(steps).for_each(|(samples, step)| samples.push(step));
     }
 
-    /// Reports each op's part of every step's time. The steps add up to at most the whole.
-    fn share_out(&self, steps: &[Step], mut tell: impl FnMut(usize, u64)) {
+    /// Reports each op's part of every step's time; `nodes` are those of the steps. The steps add up to the whole: the median of the sums of steps is above
+    /// the sum of their medians if other work interrupts a few steps of every run, and on a GPU timestamps delay the steps.
+    fn share_out(&self, nodes: &[&[String]], mut tell: impl FnMut(usize, u64)) {
         let medians: Vec<u64> = self.by_step.iter().map(|samples| summary(samples.clone()).median_ps).collect();
         let (all, whole) = (medians.iter().sum::<u64>(), summary(self.whole.clone()).median_ps);
-        let scale = if self.is_scaled && all > 0 { whole as f64 / all as f64 } else { 1.0 };
+        let scale = if all > 0 { whole as f64 / all as f64 } else { 1.0 };
         let mut before = 0;
-        for (step, median) in steps.iter().zip(medians) {
-            if step.nodes.iter().all(|node| node == STAND_IN) {
+        for (nodes, median) in nodes.iter().zip(medians) {
+            if nodes.iter().all(|node| node == STAND_IN) {
                 continue;
             }
-            let mut owners: Vec<usize> = step.nodes.iter().filter_map(|node| node.parse().ok()).collect();
+            let mut owners: Vec<usize> = nodes.iter().filter_map(|node| node.parse().ok()).collect();
             if owners.is_empty() {
                 // A gradient sum belongs to no op: it is charged to the last one before it.
                 owners.push(before);
@@ -309,6 +307,20 @@ fn made_up(named: &NamedTensor, value: impl Fn(usize) -> f64) -> Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn steps_add_up_to_the_whole() {
+        // Another step is interrupted in each run.
+        let mut samples = Samples::of(3);
+        for late in 0..3 {
+            let steps: Vec<u64> = (0..3).map(|step| if step == late { 40 } else { 10 }).collect();
+            samples.add(RunTimes { whole: steps.iter().sum(), steps });
+        }
+        let nodes = ["0", "1", "1"].map(|node| [node.to_string()]);
+        let mut sums = [0; 2];
+        samples.share_out(&nodes.each_ref().map(|node| &node[..]), |op, picoseconds| sums[op] += picoseconds);
+        assert_eq!(sums, [20, 40]);
+    }
 
     #[test]
     fn a_range_leaves_out_a_twentieth_at_each_end() {

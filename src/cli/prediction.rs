@@ -501,9 +501,13 @@ fn workers_of_one_host(plan: &Plan) -> Option<u32> {
     (is_in_memory && workers <= plan.cluster.device.cores?).then_some(workers)
 }
 
+/// Shortest step with a prediction interval, in microseconds. The time to wake threads decides about shorter ones.
+const SHORTEST_US: f64 = 1e3;
+
 /// The prediction interval of a step, if the profile was measured under the conditions of the plan.
 fn expected(plan: &Plan) -> Option<String> {
-    let interval = plan.profile.interval.filter(|_| plan.cost == CostModel::Pipec)?;
+    let is_long = plan.predicted.step_us >= SHORTEST_US;
+    let interval = plan.profile.interval.filter(|_| is_long && plan.cost == CostModel::Pipec)?;
     if workers_of_one_host(plan) != Some(plan.profile.workers) {
         return None;
     }

@@ -29,7 +29,7 @@ pub enum ProfileError {
     /// No op takes any time.
     #[error("all times are 0, so nothing was measured; profile the model anew")]
     NoTime,
-    #[error("`settings.workers` is 0; one worker is the least")]
+    #[error("`settings.workers` is 0; it must be at least 1")]
     Workers,
     /// A range whose end is below its start.
     #[error("whole: `range_us` is {low} to {high}; the second must not be less than the first")]
