@@ -131,7 +131,7 @@ fn incompatible_settings_are_reported() {
     assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::Interleaved, 9, 4)).contains("9 stages"));
     let mut unequal = problem(graph(), "4:1GB/s", Schedule::Interleaved, 2, 4);
     unequal.constraints.replicas = Some(vec![1, 1, 2, 1]);
-    assert!(plan_error(&unequal).contains("equal replicas"));
+    assert!(plan_error(&unequal).contains("equal numbers"));
     unequal.constraints.replicas = Some(vec![2, 2, 2, 2]);
     assert_eq!(planned(&unequal).plan.stages.len(), 4);
 }
