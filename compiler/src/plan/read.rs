@@ -68,10 +68,10 @@ fn check(plan: &Plan) -> Result<(), PlanFileError> {
     if plan.profile.workers == 0 {
         return Err(PlanFileError::Workers);
     }
-    if let Some([low, high]) = plan.profile.interval {
-        if !(0.0..=1.0).contains(&low) || !(1.0..=MAX_INTERVAL).contains(&high) {
-            return Err(PlanFileError::Interval { low, high });
-        }
+    if let Some([low, high]) = plan.profile.interval
+        && !((0.0..=1.0).contains(&low) && (1.0..=MAX_INTERVAL).contains(&high))
+    {
+        return Err(PlanFileError::Interval { low, high });
     }
     figure("lower_bound_us".into(), plan.lower_bound_us)?;
     figure("baselines.single".into(), plan.baselines.single)?;
