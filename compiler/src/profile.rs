@@ -158,8 +158,8 @@ pub struct Whole {
     pub range_us: Option<[f64; 2]>,
 }
 
-/// Error of predictions beyond the variation of the measured runs. Nine of ten rounds of `benches/training` on a CPU whose
-/// host other machines share were within it; their median error was 12 to 15 %.
+/// Error of predictions beyond the variation of the measured runs. With it, the interval held 33 of 36 rows of two runs of
+/// `benches/training` on a CPU whose host other machines share.
 const MODEL_ERROR: f64 = 0.2;
 
 /// Upper bound of a prediction interval, relative to the prediction.
