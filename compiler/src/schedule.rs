@@ -444,11 +444,11 @@ fn is_first(number: &u32) -> bool {
     *number == 0
 }
 
-fn one() -> u32 {
+pub(crate) fn one() -> u32 {
     1
 }
 
-fn is_one(number: &u32) -> bool {
+pub(crate) fn is_one(number: &u32) -> bool {
     *number == 1
 }
 

@@ -262,8 +262,9 @@ impl Samples {
         self.by_step.iter_mut().zip(steps).for_each(|(samples, step)| samples.push(step));
     }
 
-    /// Reports each op's part of every step's time; `nodes` are those of the steps. The steps add up to the whole: the median of the sums of steps is above
-    /// the sum of their medians if other work interrupts a few steps of every run, and on a GPU timestamps delay the steps.
+    /// Reports each op's part of every step's time; `nodes` are those of the steps. The steps add up to the whole: the
+    /// median of the sums of steps is above the sum of their medians if other work interrupts a few steps of every run,
+    /// and on a GPU timestamps delay the steps.
     fn share_out(&self, nodes: &[&[String]], mut tell: impl FnMut(usize, u64)) {
         let medians: Vec<u64> = self.by_step.iter().map(|samples| summary(samples.clone()).median_ps).collect();
         let (all, whole) = (medians.iter().sum::<u64>(), summary(self.whole.clone()).median_ps);

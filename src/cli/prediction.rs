@@ -480,8 +480,7 @@ pub fn verdict(plan: &Plan) -> Option<String> {
 /// Throughput of the plan if its workers outnumber the cores they share; `None` if each has its own device.
 pub fn shared(plan: &Plan) -> Option<String> {
     let cores = plan.cluster.device.cores?;
-    // A device with several stages is one worker.
-    let workers = plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len() as u64;
+    let workers = u64::from(workers(plan));
     // Cores belong to one host, and only the first level is known to be within a host.
     if workers <= u64::from(cores) || plan.cluster.levels.len() > 1 {
         return None;
@@ -493,10 +492,15 @@ pub fn shared(plan: &Plan) -> Option<String> {
     Some(text + &rate)
 }
 
+/// Number of the plan's workers. A device with several stages is one.
+fn workers(plan: &Plan) -> u32 {
+    plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len() as u32
+}
+
 /// The plan's workers, if they share this machine and its cores suffice.
 fn workers_of_one_host(plan: &Plan) -> Option<u32> {
     let [level] = &plan.cluster.levels[..] else { return None };
-    let workers = plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len() as u32;
+    let workers = workers(plan);
     let is_in_memory = find(CPU).is_some_and(|kind| kind.link().0 == level.name);
     (is_in_memory && workers <= plan.cluster.device.cores?).then_some(workers)
 }

@@ -65,8 +65,8 @@ impl WorkerPlacement {
         self.of.chunks(self.degree).any(|group| group.iter().any(|process| *process != group[0]))
     }
 
-    /// Display name of a process: its rank if users start the ranks, its workers and their stages. A worker that it has only in part is named with its
-    /// tensor-parallel rank.
+    /// Display name of a process: its rank if users start the ranks, its workers and their stages. A worker that it has
+    /// only in part is named with its tensor-parallel rank.
     pub fn name(&self, program: &Program, process: usize) -> String {
         let mut held: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for rank in self.ranks(process) {
