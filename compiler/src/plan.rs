@@ -28,7 +28,7 @@ use crate::plan::schedule::Schedule;
 use crate::profile::precision::{ElementTypes, Precision};
 use crate::profile::shared::ActivationSharding;
 use crate::profile::{Method, Profile, Whole};
-use crate::schedule::{is_one, one};
+use crate::profile::{is_one, one};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

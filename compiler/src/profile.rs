@@ -13,7 +13,6 @@ pub mod read;
 pub mod recompute_scope;
 pub mod shared;
 
-use crate::schedule::{is_one, one};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -86,6 +85,14 @@ pub struct Settings {
     /// The loss added to the output, if any; its times count for the op that computes the predictions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<String>,
+}
+
+pub(crate) fn one() -> u32 {
+    1
+}
+
+pub(crate) fn is_one(number: &u32) -> bool {
+    *number == 1
 }
 
 fn is_none(bytes: &u64) -> bool {

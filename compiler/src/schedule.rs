@@ -45,6 +45,7 @@ use std::str::FromStr;
 
 use crate::plan::StageId;
 use crate::plan::ports::Ports;
+use crate::profile::{is_one, one};
 pub use crate::schedule::error::ScheduleError;
 
 macro_rules! id {
@@ -442,14 +443,6 @@ pub struct ProgramStage {
 
 fn is_first(number: &u32) -> bool {
     *number == 0
-}
-
-pub(crate) fn one() -> u32 {
-    1
-}
-
-pub(crate) fn is_one(number: &u32) -> bool {
-    *number == 1
 }
 
 /// The programs of all workers, with the data that the checker needs.
