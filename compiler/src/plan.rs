@@ -11,6 +11,7 @@ pub mod cost_estimate;
 pub mod cut_bytes;
 pub mod device_memory;
 pub mod diff;
+pub mod expected_time;
 pub mod gradient_buffers;
 pub mod groups;
 pub mod in_flight;

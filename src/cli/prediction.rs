@@ -6,7 +6,6 @@
 
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
-use compiler::cluster::device::{CPU, find};
 use compiler::export::gradients::gradients;
 use compiler::export::quantity::plural;
 use compiler::export::quantity::{self, short};
@@ -480,7 +479,7 @@ pub fn verdict(plan: &Plan) -> Option<String> {
 /// Throughput of the plan if its workers outnumber the cores they share; `None` if each has its own device.
 pub fn shared(plan: &Plan) -> Option<String> {
     let cores = plan.cluster.device.cores?;
-    let workers = u64::from(workers(plan));
+    let workers = u64::from(plan.workers());
     // Cores belong to one host, and only the first level is known to be within a host.
     if workers <= u64::from(cores) || plan.cluster.levels.len() > 1 {
         return None;
@@ -492,36 +491,15 @@ pub fn shared(plan: &Plan) -> Option<String> {
     Some(text + &rate)
 }
 
-/// Number of the plan's workers. A device with several stages is one.
-fn workers(plan: &Plan) -> u32 {
-    plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len() as u32
-}
-
-/// The plan's workers, if they share this machine and its cores suffice.
-fn workers_of_one_host(plan: &Plan) -> Option<u32> {
-    let [level] = &plan.cluster.levels[..] else { return None };
-    let workers = workers(plan);
-    let is_in_memory = find(CPU).is_some_and(|kind| kind.link().0 == level.name);
-    (is_in_memory && workers <= plan.cluster.device.cores?).then_some(workers)
-}
-
-/// Shortest step with a prediction interval, in microseconds. The time to wake threads decides about shorter ones.
-const SHORTEST_US: f64 = 1e3;
-
-/// The prediction interval of a step, if the profile was measured under the conditions of the plan.
+/// The prediction interval of a step.
 fn expected(plan: &Plan) -> Option<String> {
-    let is_long = plan.predicted.step_us >= SHORTEST_US;
-    let interval = plan.profile.interval.filter(|_| is_long && plan.cost == CostModel::Pipec)?;
-    if workers_of_one_host(plan) != Some(plan.profile.workers) {
-        return None;
-    }
-    let [low, high] = interval.map(|ratio| quantity::time(ratio * plan.predicted.step_us));
+    let [low, high] = plan.expected_step_us()?.map(quantity::time);
     Some(format!("{low} to {high}"))
 }
 
 /// Says that a profile was measured with another number of workers on the cores of the machine.
 fn contention(plan: &Plan) -> Option<String> {
-    let (workers, measured) = (workers_of_one_host(plan)?, plan.profile.workers);
+    let (workers, measured) = (plan.workers_of_one_host()?, plan.profile.workers);
     let is_other = plan.profile.method == Method::Measured && workers != measured;
     let measured = plural(u64::from(measured), "worker", "workers");
     is_other.then(|| match workers {

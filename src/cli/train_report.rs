@@ -3,6 +3,8 @@
 use crate::cli::screen::Screen;
 use compiler::export::quantity;
 use compiler::plan::Plan;
+use compiler::plan::problem::CostModel;
+use compiler::profile::Method;
 use pipec::train::metrics::of_device;
 use pipec::train::run::TrainReport;
 use serde_json::json;
@@ -22,6 +24,24 @@ fn held(plan: &Plan, own: Option<&[u64]>, workers: &[u64]) -> String {
         parts.push(format!("{} ({} {word})", quantity::bytes(most), quantity::bytes(of_device(plan, at, bytes))));
     }
     format!("peak memory per stage: {}", parts.join(", "))
+}
+
+/// Measured and predicted time of a minibatch, if the plan's profile was measured on this kind of device.
+fn pace(report: &TrainReport, us: f64) -> Option<String> {
+    let plan = &report.plan;
+    let is_measured = plan.profile.method == Method::Measured && plan.cost == CostModel::Pipec;
+    let predicted = Some(plan.predicted.step_us).filter(|_| report.is_predicted && is_measured)?;
+    let expected = plan.expected_step_us().map_or(String::new(), |[low, high]| {
+        let place = if us < low {
+            "below"
+        } else if us > high {
+            "above"
+        } else {
+            "within"
+        };
+        format!(", {place} the {} to {} expected", quantity::time(low), quantity::time(high))
+    });
+    Some(format!("{} per minibatch: {} predicted{expected}", quantity::time(us), quantity::time(predicted)))
 }
 
 /// Prints the result.
@@ -46,6 +66,9 @@ pub fn report(report: &TrainReport, screen: &Screen) {
         quantity::short(last),
         quantity::samples(done.samples_per_s),
     ));
+    if let Some(line) = done.step_us.and_then(|us| pace(report, us)) {
+        screen.note(&line);
+    }
     // Without loss scaling, a loss that is not finite stops the run.
     let left_out = losses.iter().filter(|loss| !loss.is_finite()).count();
     if left_out > 0 {

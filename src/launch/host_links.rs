@@ -7,6 +7,7 @@ use compiler::cluster::write::to_toml;
 use compiler::cluster::{BytesPerSecond, Cluster, Seconds};
 use compiler::plan::links::Wire;
 use profiler::host_links::{HostLink, measure, pairs};
+use runtime::process::handshake::RunInput;
 use runtime::process::meeting::Notice;
 use runtime::process::run_status::RunStatus;
 use sha2::{Digest, Sha256};
@@ -36,13 +37,14 @@ pub fn between_hosts(
     let names = cluster.hosts.iter().enumerate().map(|(at, host)| format!("host {at} ({})", host.address)).collect();
     let mut lines: BTreeSet<(usize, usize)> = (1..hosts).map(|host| (0, host)).collect();
     lines.extend(pairs(hosts));
-    let digests = vec![("the cluster files".to_string(), Sha256::digest(to_toml(cluster).as_bytes()).into())];
+    let digest = Sha256::digest(to_toml(cluster).as_bytes());
+    let inputs = vec![("the cluster files".to_string(), RunInput::Digest(digest.into()))];
     let notice = |notice| match notice {
         Notice::Waits(whom) => events.note(&whom),
         Notice::SentAway(whom) => events.warn(&whom),
     };
     let run_status = Arc::new(RunStatus::default());
-    let mut connected = member.connect(request, (names, &lines, digests), &run_status, &notice)?;
+    let mut connected = member.connect(request, (names, &lines, inputs), &run_status, &notice)?;
     let links = measure(&mut connected.connections, member.number(), hosts).map_err(|lost| {
         let host = &connected.names[lost.process];
         Error::negative("cannot measure the links between the hosts").because(format!("{host}: {}", lost.fault))

@@ -9,7 +9,7 @@ use crate::launch::{children, run_token, signals};
 use crate::{cluster, help};
 use compiler::export::quantity;
 use runtime::process::authentication::{RunToken, random_token};
-use runtime::process::handshake::Identity;
+use runtime::process::handshake::{Identity, RunInput};
 use runtime::process::meeting::{Notice, ProcessConfig};
 use runtime::process::placement::WorkerPlacement;
 use runtime::process::process_group::{Connected, Group, JoinMode, connect, join, listen};
@@ -112,11 +112,11 @@ impl ProcessRequest {
     }
 }
 
-/// SHA-256 of what processes must have in common, by name.
-pub type Digests = Vec<(String, [u8; 32])>;
+/// What processes must have in common, by name.
+pub type RunInputs = Vec<(String, RunInput)>;
 
-/// The digests of a run with this placement.
-pub type DigestsFor<'a> = &'a dyn Fn(&WorkerPlacement) -> Digests;
+/// The inputs of a run with this placement.
+pub type InputsFor<'a> = &'a dyn Fn(&WorkerPlacement) -> RunInputs;
 
 /// The role of this process in a run.
 pub enum ProcessRole {
@@ -271,13 +271,13 @@ impl ProcessRole {
         }
     }
 
-    /// Runs a training job with the other processes, which must have equal `digests`. `run` gets the process group, if
+    /// Runs a training job with the other processes, which must have equal `inputs`. `run` gets the process group, if
     /// there are others. `degree` is the tensor-parallel degree. `events` receives the events of the run, `own` those of
     /// this process.
     pub fn run<T>(
         &self,
         arguments: &ProcessRequest,
-        (job, degree, digests): (&TrainJob<'_>, usize, DigestsFor<'_>),
+        (job, degree, inputs): (&TrainJob<'_>, usize, InputsFor<'_>),
         restarts: u32,
         (events, own): (&dyn EventSink, &dyn EventSink),
         run: impl FnOnce(Option<Group>) -> Result<T, Error>,
@@ -297,14 +297,14 @@ impl ProcessRole {
             join(job.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
         };
         let agreed = |placement: &WorkerPlacement| {
-            let mut parts = digests(placement);
-            parts.push(("the `--nccl` options".to_string(), Sha256::digest([u8::from(arguments.nccl)]).into()));
-            parts
+            let mut all = inputs(placement);
+            all.push(("`--nccl`".to_string(), RunInput::Setting(arguments.nccl.to_string())));
+            all
         };
         let part =
             |own: usize, placement: WorkerPlacement, first: String, (run, token): (u64, RunToken)| ProcessConfig {
                 own,
-                identity: Identity { run, parts: agreed(&placement) },
+                identity: Identity { run, inputs: agreed(&placement) },
                 placement,
                 token,
                 first,
@@ -364,19 +364,19 @@ impl Member {
         self.own
     }
 
-    /// Connects to the other processes, which have these names and equal digests and no program. `lines` lists the pairs
+    /// Connects to the other processes, which have these names and equal inputs and no program. `lines` lists the pairs
     /// that need a connection.
     pub fn connect(
         &self,
         request: &ProcessRequest,
-        (names, lines, digests): (Vec<String>, &BTreeSet<(usize, usize)>, Digests),
+        (names, lines, inputs): (Vec<String>, &BTreeSet<(usize, usize)>, RunInputs),
         run_status: &Arc<RunStatus>,
         notice: &dyn Fn(Notice),
     ) -> Result<Connected, Error> {
         let part = ProcessConfig {
             own: self.own,
             placement: WorkerPlacement { of: Vec::new(), processes: names.len(), degree: 1 },
-            identity: Identity { run: self.run, parts: digests },
+            identity: Identity { run: self.run, inputs },
             token: self.token.clone(),
             first: self.first.clone(),
             listen: self.listen.clone().filter(|_| self.own > 0),

@@ -62,6 +62,9 @@ use std::sync::{OnceLock, mpsc};
 /// Minibatches of synthetic data; they are repeated.
 const SYNTHETIC_MINIBATCHES: usize = 8;
 
+/// Minibatches before the pipeline has filled and memory is allocated, and the fewest that are timed after them.
+const FILLING: usize = 8;
+
 /// Default warm-up of PipeMare's learning rate: the run's minibatches divided by this.
 const ANNEALED: u32 = 4;
 
@@ -73,6 +76,8 @@ pub struct Done {
     pub tracks: Vec<Track>,
     /// Samples per second over the run.
     pub samples_per_s: f64,
+    /// Microseconds per minibatch after the pipeline has filled; `None` for a short run.
+    pub step_us: Option<f64>,
     /// The evaluation of the trained model on held-out rows.
     pub score: Option<Score>,
     /// Set if a signal stopped the run before its end.
@@ -303,8 +308,10 @@ pub fn run(
         on_checkpoint: kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint)),
         devices: task.devices.to_vec(),
     };
-    let report_step = &mut |step| {
+    let mut ends = Vec::new();
+    let report_step = &mut |step: StepDone| {
         tell();
+        ends.push(step.seconds);
         on_step(step);
     };
     let trained = match &prepared.sharing {
@@ -326,7 +333,17 @@ pub fn run(
         stop.into_iter().for_each(Stop::unanswered);
     }
     let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.error(prepared.steps))) };
-    Ok(Some(done(task, prepared, trained, ended)?))
+    let step_us = steady_us(&ends, period(program) as usize);
+    Ok(Some(Done { step_us, ..done(task, prepared, trained, ended)? }))
+}
+
+/// Microseconds per minibatch after the first [`FILLING`], from the seconds at which minibatches ended. The replicas of a
+/// stage end a round of `period` minibatches at about the same time, so only whole rounds count.
+fn steady_us(ends: &[f64], period: usize) -> Option<f64> {
+    let first = FILLING.checked_next_multiple_of(period)?;
+    let counted = ends.len().checked_sub(first)? / period * period;
+    let seconds = ends.get(first + counted - 1)? - ends.get(first - 1)?;
+    (counted >= FILLING).then_some(seconds * 1e6 / counted as f64)
 }
 
 /// The result of a run, with throughput and evaluation.
@@ -341,7 +358,7 @@ fn done(task: &Task<'_>, prepared: &Prepared, trained: Trained, ended: Option<En
         Some(data) if ended.is_none() => Some(score(task, prepared.loss, data, &trained.weights)?),
         _ => None,
     };
-    Ok(Done { trained, tracks, samples_per_s, score, ended })
+    Ok(Done { trained, tracks, samples_per_s, step_us: None, score, ended })
 }
 
 /// The score on held-out rows. The CPU evaluates a model that does not fit in one GPU.
@@ -418,4 +435,21 @@ fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
         Track { name, spans: spans.iter().map(span).collect() }
     };
     spans.iter().enumerate().map(one).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whole_rounds_after_the_first_minibatches_are_timed() {
+        // Both replicas end a round of two seconds together, after a slow begin.
+        let ends: Vec<f64> = (0..32).map(|at| 50.0 + f64::from(at / 2) * 2.0).collect();
+        assert_eq!(steady_us(&ends, 2), Some(1e6));
+        assert_eq!(steady_us(&ends[..31], 2), Some(1e6));
+        assert_eq!(steady_us(&ends[..16], 2), Some(1e6));
+        assert_eq!(steady_us(&ends[..15], 2), None);
+        assert_eq!([0, 1, 8].map(|end| steady_us(&ends[..end], 1)), [None; 3]);
+        assert_eq!(steady_us(&ends, usize::MAX), None);
+    }
 }

@@ -18,12 +18,12 @@ use crate::train::arrays;
 use crate::train::auto_device;
 use crate::train::checkpoints::{self, WEIGHTS};
 use crate::train::device_request::for_precision;
-use crate::train::digest;
 use crate::train::initial_weights::initial;
 use crate::train::metrics::{self, watched};
 use crate::train::prepare::{self, Done};
 use crate::train::prepared::Prepared;
 use crate::train::request::{DataInput, HeldOutInput, PlanInput, TrainRequest};
+use crate::train::run_inputs;
 use crate::train::run_memory::{differences, exceeds_limit, exceeds_plan};
 use crate::train::task::{CheckpointSettings, Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel::degree;
@@ -54,6 +54,8 @@ pub struct TrainReport {
     pub plan: Plan,
     /// Estimated bytes of one replica of each stage, if the settings of the run differ from the plan's.
     pub memory_estimate: Option<Vec<u64>>,
+    /// True if the plan predicts the time of this run: its settings, its kind of device, one process.
+    pub is_predicted: bool,
     /// Samples per minibatch.
     pub batch: u64,
     /// Total number of minibatches, including those before a resumed run.
@@ -272,6 +274,7 @@ fn once(
         None if differing.is_empty() => exceeds_plan(&plan, &estimate).iter().for_each(|note| events.note(note)),
         None => {}
     }
+    let is_predicted = is_planned && !has_processes;
     let memory_estimate = (!differing.is_empty()).then_some(estimate);
     notes(&task, &prepared, events);
     policy_notes(request, &task, &prepared, events);
@@ -295,9 +298,8 @@ fn once(
     let metrics = request.metrics.as_deref().filter(|_| role.reports());
     let run = |group| watched(&task, &prepared, metrics, group, events);
     let job = prepared.training(&task);
-    let digests = |placement: &_| digest::digests(&task, &prepared, placement);
-    let Some(done) =
-        role.run(&request.processes, (&job, devices, &digests), restarts, (events, process_events), run)?
+    let inputs = |placement: &_| run_inputs::inputs(&task, &prepared, placement);
+    let Some(done) = role.run(&request.processes, (&job, devices, &inputs), restarts, (events, process_events), run)?
     else {
         return Ok(None);
     };
@@ -318,7 +320,7 @@ fn once(
     let (batch, steps) = (prepared.batch, prepared.steps);
     drop(prepared);
     drop(task);
-    Ok(Some(TrainReport { plan, memory_estimate, batch, steps, total, done, remarks }))
+    Ok(Some(TrainReport { plan, memory_estimate, is_predicted, batch, steps, total, done, remarks }))
 }
 
 /// Writes weights, gradients and the trace.

@@ -14,7 +14,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
 /// The setting that checkpoints of older versions do not have.
-const DATA: &str = "sha256 of the data";
+pub const DATA: &str = "sha256 of the data";
+
+/// The hash of the graph.
+pub const GRAPH: &str = "the graph of the model";
 
 /// One setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,7 +49,7 @@ pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Term> {
     let counted = CountedLoss::One(loss, task.class_dim).written().unwrap_or_default();
     let scale = format!("{} at first, doubled after {} good steps", number(loss_scaling.first), loss_scaling.every);
     let terms = [
-        ("the graph of the model", Term::new(hash(&task.loaded.model.graph))),
+        (GRAPH, Term::new(hash(&task.loaded.model.graph))),
         ("optimizer", Term::since(rule(&task.optimizer.rule), &task.optimizer.rule)),
         ("learning rate", Term::since(rate(task.optimizer.rate), task.optimizer.rate)),
         ("data rows", Term::new(prepared.rows)),

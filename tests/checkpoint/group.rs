@@ -21,7 +21,7 @@ fn meet(ready: &Ready, own: usize, door: JoinMode, first: &str) -> Group {
     let training = ready.training(&ready.weights);
     let seats = WorkerPlacement::beside(training.program.workers.len(), 1);
     let lines = seats.lines(training.program, training.codes, agrees(&training));
-    let identity = Identity { run: 1, parts: Vec::new() };
+    let identity = Identity { run: 1, inputs: Vec::new() };
     let wait = Duration::from_secs(30);
     let (first, listen) = (first.to_string(), None);
     let part = ProcessConfig {

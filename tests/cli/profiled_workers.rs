@@ -57,6 +57,12 @@ fn a_plan_states_its_prediction_interval() {
     assert!(line(&text, "expected  ").is_some() && line(&text, "contention").is_none(), "{text}");
     assert_eq!(read(folder, "plan.json")["profile"]["workers"], 2);
     pipec(folder, 0, &["plan", "check", "plan.json", "--model", "m.onnx", "--profile", "p.json"]);
+    let train = ["train", "m.onnx", "--plan", "plan.json", "--synthetic-data", "--steps"];
+    let paced = |text: &str| text.lines().any(|line| line.contains(" per minibatch: ") && line.ends_with(" expected"));
+    let text = pipec(folder, 0, &[&train[..], &["20"]].concat());
+    assert!(paced(&text), "{text}");
+    assert!(!paced(&pipec(folder, 0, &[&train[..], &["20", "--batch", "64"]].concat())));
+    assert!(!paced(&pipec(folder, 0, &[&train[..], &["9"]].concat())));
     let mut plan = read(folder, "plan.json");
     plan["profile"]["interval"] = json!([2.0, 1.0]);
     fs::write(folder.join("wrong.json"), plan.to_string()).unwrap();

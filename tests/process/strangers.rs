@@ -131,7 +131,8 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
         with_token(at, "1", &address, TOKEN, &["--lr", "0.5"]),
         with_token(at, "1", &address, TOKEN, &["--schedule", "gpipe", "--microbatches", "4"]),
     ];
-    for (child, why) in processes.into_iter().zip([MISMATCH, MISMATCH, "the optimizers or learning rates", "schedules"])
+    for (child, why) in
+        processes.into_iter().zip([MISMATCH, MISMATCH, "optimizer: rank 1 has `sgd, lr 0.5, ", "schedules"])
     {
         let (code, printed) = end(child);
         assert_eq!(code, Some(1), "{printed}");
@@ -155,7 +156,7 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
         "rank 1 expects 3 processes, rank 0 expects 2",
         MISMATCH,
         "rejected process ",
-        "the optimizers or learning rates differ",
+        ": optimizer: rank 1 has `sgd, lr 0.5, ",
         "too many others connected",
     ];
     for reason in reasons {
@@ -173,12 +174,12 @@ fn a_run_that_only_strangers_join_names_the_last_one() {
     let second = rank(at, "1", &address, &["--steps", "5", "--lr", "0.5", "-q"]);
     let (code, printed) = end(second);
     assert_eq!(code, Some(1), "{printed}");
-    assert!(printed.contains("rejected this process: the optimizers or learning rates differ"), "{printed}");
+    assert!(printed.contains("rejected this process: optimizer: rank 1 has `sgd, lr 0.5, "), "{printed}");
     let (code, printed) = end(first);
     assert_eq!(code, Some(1), "{printed}");
     let named =
         format!("rank 1 (worker 1.0 of stage 1) did not connect to {address} within 4 s; rejected last: process ");
-    assert!(printed.contains(&named) && printed.contains(": the optimizers or learning rates differ"), "{printed}");
+    assert!(printed.contains(&named) && printed.contains(": optimizer: rank 1 has `sgd, lr 0.5, "), "{printed}");
 }
 
 /// Answers every connection with its own frames, as process 0, `times` times.

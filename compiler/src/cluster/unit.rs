@@ -129,7 +129,8 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
         let known = names.collect::<Vec<_>>().join(", ") + &meant;
         return Err(UnitError::Unknown { text: shown(text), unit: shown(unit), quantity: what, known });
     };
-    let value = number * factor;
+    // A division by 1e6 is exact to the last bit, unlike a product with 1e-6: `5us` is 5e-6.
+    let value = if *factor < 1.0 { number / (1.0 / factor).round() } else { number * factor };
     if value.is_finite() {
         Ok(value)
     } else {
@@ -195,6 +196,7 @@ mod tests {
         assert_eq!(bytes(" 141 GB "), Ok(Bytes(141_000_000_000)));
         assert_eq!(seconds("1ms"), Ok(Seconds(0.001)));
         assert_eq!(seconds("0us"), Ok(Seconds(0.0)));
+        assert_eq!(seconds("5us"), Ok(Seconds(5e-6)));
     }
 
     #[test]

@@ -25,7 +25,7 @@ impl<'a> Fields<'a> {
         Ok(bytes)
     }
 
-    fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], FrameError> {
+    pub fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], FrameError> {
         self.bytes(N, what)?.try_into().map_err(|_| FrameError::Field { what })
     }
 

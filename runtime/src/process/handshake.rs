@@ -1,8 +1,8 @@
 //! The handshake of two authenticated processes: the connecting one sends a hello, and is welcomed or refused with a
 //! reason.
 //!
-//! A hello carries the run number, the process number, and digests of everything that must be equal in all processes:
-//! program, weights, data. A process of an earlier attempt has another run number and is refused.
+//! A hello carries the run number, the process number, and everything that must be equal in all processes: settings by
+//! value, and digests of program, weights and data. A process of an earlier attempt has another run number and is refused.
 
 use crate::process::connection::{DeadlineReader, Hangup};
 use crate::process::fields::{Fields, put_text};
@@ -10,21 +10,33 @@ use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use std::io::Write;
 
 /// Version of the frame protocol.
-pub const PROTOCOL: u32 = 7;
+pub const PROTOCOL: u32 = 8;
 
 /// Maximum content of a frame before the run begins.
 pub const LONGEST: u64 = 1 << 20;
 
-/// Maximum number of digests in a hello.
-const MOST_PARTS: u32 = 64;
+/// Maximum number of inputs in a hello.
+const MOST_INPUTS: u32 = 64;
+
+/// Maximum length in characters of a setting of another process in a message.
+const LONGEST_SETTING: usize = 120;
+
+/// An input of a run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RunInput {
+    /// SHA-256 of something large.
+    Digest([u8; 32]),
+    /// A setting as text.
+    Setting(String),
+}
 
 /// The inputs of a run that must be equal in all processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// Distinguishes runs with equal inputs.
     pub run: u64,
-    /// SHA-256 digests with the name of the input.
-    pub parts: Vec<(String, [u8; 32])>,
+    /// The inputs by name.
+    pub inputs: Vec<(String, RunInput)>,
 }
 
 /// The introduction of a process.
@@ -44,10 +56,19 @@ impl Hello {
         }
         content.extend(self.identity.run.to_le_bytes());
         put_text(&mut content, &self.address);
-        content.extend((self.identity.parts.len() as u32).to_le_bytes());
-        for (name, digest) in &self.identity.parts {
+        content.extend((self.identity.inputs.len() as u32).to_le_bytes());
+        for (name, input) in &self.identity.inputs {
             put_text(&mut content, name);
-            content.extend(digest);
+            match input {
+                RunInput::Digest(digest) => {
+                    content.push(0);
+                    content.extend(digest);
+                }
+                RunInput::Setting(setting) => {
+                    content.push(1);
+                    put_text(&mut content, setting);
+                }
+            }
         }
         content
     }
@@ -57,15 +78,18 @@ impl Hello {
         let (process, pid) = (fields.u32("the process")?, fields.u32("the process id")?);
         let run = fields.u64("the run")?;
         let address = fields.text("the address")?;
-        let count = fields.below(MOST_PARTS, "the number of digests")?;
-        let mut parts = Vec::new();
+        let count = fields.below(MOST_INPUTS, "the number of inputs")?;
+        let mut inputs = Vec::new();
         for _ in 0..count {
-            let name = fields.text("the name of a digest")?;
-            let digest = fields.bytes(32, "a digest")?.try_into();
-            parts.push((name, digest.map_err(|_| FrameError::Field { what: "a digest" })?));
+            let name = fields.text("the name of an input")?;
+            let input = match fields.below_byte(2, "the kind of an input")? {
+                0 => RunInput::Digest(fields.array("a digest")?),
+                _ => RunInput::Setting(fields.text("a setting")?),
+            };
+            inputs.push((name, input));
         }
         fields.end()?;
-        Ok(Hello { process, pid, address, identity: Identity { run, parts } })
+        Ok(Hello { process, pid, address, identity: Identity { run, inputs } })
     }
 
     /// Checks that the sender may take part in the run of `own`, or says why not.
@@ -73,15 +97,35 @@ impl Hello {
         if self.identity.run != own.identity.run {
             return Err(format!("it belongs to run {:x}, this is run {:x}", self.identity.run, own.identity.run));
         }
-        // A part that only one has follows from another that differs.
-        let theirs = |name: &str| self.identity.parts.iter().find(|(other, _)| other == name);
-        let differs = own.identity.parts.iter().filter(|part| theirs(&part.0).is_some_and(|other| other != *part));
-        let names: Vec<&str> = differs.map(|(name, _)| name.as_str()).collect();
-        match self.identity.parts == own.identity.parts {
-            true => Ok(()),
-            false if names.is_empty() => Err("it has other settings than this process".into()),
-            false => Err(format!("{} differ", listed(&names))),
+        if self.identity.inputs == own.identity.inputs {
+            return Ok(());
         }
+        let (mut reasons, mut names) = (Vec::new(), Vec::new());
+        for (name, input) in &own.identity.inputs {
+            // An input that only one has follows from another that differs.
+            let Some((_, other)) = self.identity.inputs.iter().find(|(other, _)| other == name) else { continue };
+            match (other, input) {
+                _ if other == input => {}
+                (RunInput::Setting(theirs), RunInput::Setting(here)) => {
+                    let [theirs, here] = [theirs, here].map(|setting| quoted(setting));
+                    let (rank, own) = (self.process, own.process);
+                    reasons.push(format!("{name}: rank {rank} has {theirs}, rank {own} {here}"));
+                }
+                _ => names.push(name.as_str()),
+            }
+        }
+        if !names.is_empty() {
+            reasons.push(format!("{} differ", listed(&names)));
+        }
+        Err(if reasons.is_empty() { "it has other settings than this process".into() } else { reasons.join("; ") })
+    }
+}
+
+/// A setting in a message.
+fn quoted(setting: &str) -> String {
+    match setting {
+        "" => "none".to_string(),
+        _ => format!("`{}`", setting.chars().filter(|c| !c.is_control()).take(LONGEST_SETTING).collect::<String>()),
     }
 }
 
@@ -168,8 +212,12 @@ mod tests {
     use super::*;
 
     fn hello() -> Hello {
-        let parts = vec![("the program".to_string(), [1; 32]), ("the weights".to_string(), [2; 32])];
-        let identity = Identity { run: 7, parts };
+        let inputs = [
+            ("the program", RunInput::Digest([1; 32])),
+            ("the weights", RunInput::Digest([2; 32])),
+            ("seed", RunInput::Setting("3".to_string())),
+        ];
+        let identity = Identity { run: 7, inputs: inputs.map(|(name, input)| (name.to_string(), input)).into() };
         Hello { process: 1, pid: 9, address: "127.0.0.1:1".into(), identity }
     }
 
@@ -194,11 +242,18 @@ mod tests {
         };
         let refused = |what: &str| Err(what.to_string());
         assert_eq!(check(&|_| {}), Ok(()));
-        assert_eq!(check(&|h| h.identity.parts[1].1[0] = 0), refused("the weights differ"));
-        assert_eq!(check(&|h| drop(h.identity.parts.pop())), refused("it has other settings than this process"));
-        assert_eq!(check(&|h| h.identity.parts[1].0.clear()), refused("it has other settings than this process"));
-        let both = |h: &mut Hello| h.identity.parts.iter_mut().for_each(|part| part.1[0] = 0);
+        let other = RunInput::Digest([0; 32]);
+        let seed = |seed: &str| RunInput::Setting(seed.to_string());
+        assert_eq!(check(&|h| h.identity.inputs[1].1 = other.clone()), refused("the weights differ"));
+        assert_eq!(check(&|h| drop(h.identity.inputs.pop())), refused("it has other settings than this process"));
+        assert_eq!(check(&|h| h.identity.inputs[1].0.clear()), refused("it has other settings than this process"));
+        let both = |h: &mut Hello| h.identity.inputs[..2].iter_mut().for_each(|input| input.1 = other.clone());
         assert_eq!(check(&both), refused("the program and the weights differ"));
+        assert_eq!(check(&|h| h.identity.inputs[2].1 = seed("4\u{1b}")), refused("seed: rank 1 has `4`, rank 1 `3`"));
+        let all = |h: &mut Hello| {
+            (h.process, h.identity.inputs[0].1, h.identity.inputs[2].1) = (2, other.clone(), seed(""));
+        };
+        assert_eq!(check(&all), refused("seed: rank 2 has none, rank 1 `3`; the program differ"));
         assert_eq!(check(&|h| h.identity.run = 8), refused("it belongs to run 8, this is run 7"));
     }
 }

@@ -386,7 +386,7 @@ mod tests {
         let part = ProcessConfig {
             own,
             placement: WorkerPlacement { of: Vec::new(), processes: 3, degree: 1 },
-            identity: Identity { run: 1, parts: Vec::new() },
+            identity: Identity { run: 1, inputs: Vec::new() },
             token: RunToken::of(token).unwrap(),
             first: String::new(),
             listen: None,

@@ -24,7 +24,7 @@ use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify;
 use crate::plan::check::verify::TOLERANCE;
 use crate::plan::problem::{CostModel, HOST, NOMINAL, Objective, Target};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// Largest absolute difference between two equal fractions of a step.
 const SHARE: f64 = 1e-9;
@@ -71,7 +71,7 @@ fn idle(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let has_stage = |device: u32| plan.stages.iter().any(|stage| stage.devices.contains(&device));
     let is_right = said.windows(2).all(|pair| pair[0] < pair[1])
         && said.iter().all(|device| *device < plan.cluster.devices && !has_stage(*device));
-    let busy = plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len();
+    let busy = plan.workers() as usize;
     if !said.is_empty() && (!is_right || said.len() + busy != plan.cluster.devices as usize) {
         let found = format!("the devices without a stage; {busy} of {} have one", plan.cluster.devices);
         faults.push(PlanFault::Figure {
