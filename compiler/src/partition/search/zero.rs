@@ -1,8 +1,8 @@
 //! Chooses the ZeRO stage for `--zero auto`.
 //!
 //! ZeRO 0 is tried first and kept if memory rules nothing out. Otherwise all ZeRO stages are planned and the best plan
-//! wins; ties go to the lowest stage. A higher stage is never faster by itself, but may free memory for a faster
-//! partition.
+//! wins; ties go to the lowest stage. A higher stage may free memory for a faster partition. By itself it is no faster under
+//! the cost model, which counts the whole optimizer step at every stage, although from ZeRO 1 a replica steps only its shard.
 
 use crate::partition::error::PlanError;
 use crate::partition::options::PlannerOptions;
