@@ -47,6 +47,7 @@ use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread::available_parallelism;
 
 /// The result of a training run.
 pub struct TrainReport {
@@ -54,7 +55,8 @@ pub struct TrainReport {
     pub plan: Plan,
     /// Estimated bytes of one replica of each stage, if the settings of the run differ from the plan's.
     pub memory_estimate: Option<Vec<u64>>,
-    /// True if the plan predicts the time of this run: its settings, its kind of device, one process.
+    /// True if the plan predicts the time of this run: it has the plan's settings, freezes nothing, and runs in one
+    /// process on a CPU with a core for each worker.
     pub is_predicted: bool,
     /// Samples per minibatch.
     pub batch: u64,
@@ -274,7 +276,12 @@ fn once(
         None if differing.is_empty() => exceeds_plan(&plan, &estimate).iter().for_each(|note| events.note(note)),
         None => {}
     }
-    let is_predicted = is_planned && !has_processes;
+    let cores = available_parallelism().map_or(1, |cores| cores.get());
+    let is_predicted = is_planned
+        && !has_processes
+        && !task.is_on_gpus()
+        && task.frozen.is_empty()
+        && plan.workers() as usize <= cores;
     let memory_estimate = (!differing.is_empty()).then_some(estimate);
     notes(&task, &prepared, events);
     policy_notes(request, &task, &prepared, events);

@@ -3,7 +3,7 @@
 use crate::launch::role::RunInputs;
 use crate::train::data_digest::named;
 use crate::train::prepared::Prepared;
-use crate::train::run_settings::{DATA, GRAPH, terms};
+use crate::train::run_settings::{DATA, FROZEN, GRAPH, PRECISION, terms};
 use crate::train::task::Task;
 use compiler::graph::hash::hash;
 use runtime::device::api::Device;
@@ -12,6 +12,9 @@ use runtime::process::placement::WorkerPlacement;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+
+/// Settings that the digests of the graph and of the data cover.
+const IN_DIGESTS: [&str; 4] = [DATA, GRAPH, FROZEN, PRECISION];
 
 /// The inputs by name. A name is the subject of the message `… differ` for a digest, and the heading of both values for a
 /// setting.
@@ -24,6 +27,7 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
     };
     let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
     let setting = |name: &str, value: String| (name.to_string(), RunInput::Setting(value));
+    let state = |is_on: bool| if is_on { "on" } else { "off" }.to_string();
     let sharding = prepared.sharing.as_ref().map_or_else(String::new, |sharing| sharing.describe(training.codes));
     // With different settings, parts of a checkpoint would be missing.
     let every = task.keeping.as_ref().and_then(|keeping| keeping.every);
@@ -32,23 +36,23 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
         digest("the models", &text(hash(prepared.graph()))),
         digest("the plans or schedules", &text(training.program.to_string())),
         digest("the tensor-parallel degrees or shardings", &text(sharding)),
-        setting("`--steps`", prepared.steps.to_string()),
-        setting("`--save-gradients`", task.keep_gradients.to_string()),
-        setting("`--checkpoint-dir`", task.keeping.is_some().to_string()),
+        setting("steps", prepared.steps.to_string()),
+        setting("`--save-gradients`", state(task.keep_gradients)),
+        setting("checkpoints", state(task.keeping.is_some())),
         setting("`--checkpoint-every`", every.map_or(String::new(), |every| every.to_string())),
-        setting("minibatches done before", prepared.first().to_string()),
+        setting("minibatches in the checkpoint", prepared.first().to_string()),
         digest("the initial weights", &|sha| {
             training.weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))
         }),
         ("the data".to_string(), RunInput::Digest(*prepared.data_digest())),
     ];
-    // What a name stands for by its SHA-256 has a digest above.
-    let settings = terms(task, prepared).into_iter().filter(|(name, _)| *name != DATA && *name != GRAPH);
+    // The digest of the data is above, and that of the graph includes precision and frozen parameters.
+    let settings = terms(task, prepared).into_iter().filter(|(name, _)| !IN_DIGESTS.contains(&name.as_str()));
     all.extend(settings.map(|(name, term)| (name, RunInput::Setting(term.text))));
     // The ranks of a group must update unsharded parameters alike.
     if placement.has_split_groups() {
         let devices: Vec<String> = arithmetic(task.devices).into_iter().collect();
-        all.push(setting("processors or libraries of tensor-parallel groups", devices.join(", ")));
+        all.push(digest("the processors or libraries of tensor-parallel groups", &text(devices.join(", "))));
     }
     all
 }

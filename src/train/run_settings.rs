@@ -18,6 +18,10 @@ pub const DATA: &str = "sha256 of the data";
 
 /// The hash of the graph.
 pub const GRAPH: &str = "the graph of the model";
+/// Names of parameters that are not trained.
+pub const FROZEN: &str = "frozen parameters";
+/// The element type of the run.
+pub const PRECISION: &str = "precision";
 
 /// One setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,14 +62,14 @@ pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Term> {
         ("data order", Term::new(order)),
         ("seed", Term::new(task.seed)),
         ("loss", Term { text: counted, before: format!("{loss:?}, axis of classes {:?}", task.class_dim) }),
-        ("precision", Term::new(task.dtype.map_or("the model's", |dtype| dtype.name()))),
+        (PRECISION, Term::new(task.dtype.map_or("the model's", |dtype| dtype.name()))),
         ("gradient clipping", Term::new(clip_norm.map_or("none".to_string(), |norm| norm.to_string()))),
         (
             "running statistics",
             Term { text: of_batches(statistics, unbiased), before: format!("{statistics:?}, unbiased {unbiased}") },
         ),
         ("loss scaling", Term::since(scale, loss_scaling)),
-        ("frozen parameters", Term::new(task.frozen.join(","))),
+        (FROZEN, Term::new(task.frozen.join(","))),
         ("staleness", Term::since(stale(staleness), staleness)),
     ];
     terms.into_iter().map(|(name, term)| (name.to_string(), term)).collect()

@@ -516,10 +516,7 @@ fn processes_that_cannot_meet_say_why() {
             assert!(printed.contains(what), "{printed}");
         }
     };
-    differ(
-        [&["--steps", "5"], &["--steps", "6"]],
-        "`--steps`: rank 1 has `6`, rank 0 `5`; the plans or schedules differ",
-    );
+    differ([&["--steps", "5"], &["--steps", "6"]], "steps: rank 1 has `6`, rank 0 `5`; the plans or schedules differ");
     differ(
         [&["--steps", "5"], &["--steps", "5", "--lr", "0.5"]],
         "optimizer: rank 1 has `sgd, lr 0.5, momentum 0, weight decay 0`, rank 0 `sgd, lr ",

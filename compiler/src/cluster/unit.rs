@@ -70,6 +70,9 @@ const RATE: &[(&str, f64)] = &[
 
 const TIME: &[(&str, f64)] = &[("ns", 1e-9), ("us", 1e-6), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0)];
 
+/// The powers of ten of units that binary fractions cannot hold.
+const TIME_EXPONENTS: [(f64, i32); 3] = [(1e-9, -9), (1e-6, -6), (1e-3, -3)];
+
 /// Parses a memory size such as `141GB` or `16GiB`; at least one byte.
 pub fn bytes(text: &str) -> Result<Bytes, UnitError> {
     let value = quantity(text, "memory", "\"16GiB\" or \"141GB\"", MEMORY)?;
@@ -129,8 +132,11 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
         let known = names.collect::<Vec<_>>().join(", ") + &meant;
         return Err(UnitError::Unknown { text: shown(text), unit: shown(unit), quantity: what, known });
     };
-    // A division by 1e6 is exact to the last bit, unlike a product with 1e-6: `5us` is 5e-6.
-    let value = if *factor < 1.0 { number / (1.0 / factor).round() } else { number * factor };
+    // Read as decimals, so that `5us` is 5e-6 to the last bit; the product with 1e-6 is not.
+    let value = match TIME_EXPONENTS.iter().find(|(of, _)| of == factor) {
+        Some((_, exponent)) => format!("{number}e{exponent}").parse().unwrap_or(f64::NAN),
+        None => number * factor,
+    };
     if value.is_finite() {
         Ok(value)
     } else {
@@ -196,7 +202,9 @@ mod tests {
         assert_eq!(bytes(" 141 GB "), Ok(Bytes(141_000_000_000)));
         assert_eq!(seconds("1ms"), Ok(Seconds(0.001)));
         assert_eq!(seconds("0us"), Ok(Seconds(0.0)));
-        assert_eq!(seconds("5us"), Ok(Seconds(5e-6)));
+        let exact =
+            [("5us", 5e-6), ("0.1us", 1e-7), ("0.05us", 5e-8), ("0.03ms", 3e-5), ("0.47ns", 4.7e-10), ("1e3us", 1e-3)];
+        exact.into_iter().for_each(|(text, value)| assert_eq!(seconds(text), Ok(Seconds(value)), "{text}"));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 use crate::process::connection::{DeadlineReader, Hangup};
 use crate::process::fields::{Fields, put_text};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
+use compiler::import::onnx::name::shown;
 use std::io::Write;
 
 /// Version of the frame protocol.
@@ -17,9 +18,6 @@ pub const LONGEST: u64 = 1 << 20;
 
 /// Maximum number of inputs in a hello.
 const MOST_INPUTS: u32 = 64;
-
-/// Maximum length in characters of a setting of another process in a message.
-const LONGEST_SETTING: usize = 120;
 
 /// An input of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -125,7 +123,7 @@ impl Hello {
 fn quoted(setting: &str) -> String {
     match setting {
         "" => "none".to_string(),
-        _ => format!("`{}`", setting.chars().filter(|c| !c.is_control()).take(LONGEST_SETTING).collect::<String>()),
+        _ => format!("`{}`", shown(setting)),
     }
 }
 

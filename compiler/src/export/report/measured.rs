@@ -170,14 +170,10 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
     } else {
         String::new()
     };
-    let expected = plan.expected_step_us().map_or(String::new(), |interval| {
-        let [low, high] = interval.map(quantity::duration);
-        format!(" and expects {low} to {high}")
-    });
     let mut text = paragraph(
         "",
         &format!(
-            "{count} in {}: {} each on average{ratio}; the median is {}. The plan predicts {}{expected}.",
+            "{count} in {}: {} each on average{ratio}; the median is {}. The plan predicts {}.",
             quantity::duration(whole * 1e6),
             quantity::duration(mean),
             quantity::duration(typical),
