@@ -192,7 +192,7 @@ fn plans(all: &[Measured]) -> String {
             let measured = middle(&it.ours, |round| 1e3 * one.subject.batch as f64 / round.samples_per_s);
             let predicted = it.plan.predicted.step_us / 1e3;
             let time = measured.map(|measured| off(predicted, measured));
-            let expected = it.plan.profile.interval.map(|interval| interval.map(|ratio| ratio * predicted));
+            let expected = it.plan.expected_step_us().map(|interval| interval.map(|us| us / 1e3));
             let rounds = it.ours.iter().map(|round| 1e3 * one.subject.batch as f64 / round.samples_per_s);
             let [low, high] = expected.unwrap_or([0.0, f64::INFINITY]);
             let are_inside: Vec<bool> = rounds.map(|time| (low..=high).contains(&time)).collect();

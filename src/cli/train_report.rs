@@ -66,7 +66,7 @@ pub fn report(report: &TrainReport, screen: &Screen) {
         quantity::short(last),
         quantity::samples(done.samples_per_s),
     ));
-    if let Some(line) = done.step_us.and_then(|us| pace(report, us)) {
+    if let Some(line) = total.step_us.and_then(|us| pace(report, us)) {
         screen.note(&line);
     }
     // Without loss scaling, a loss that is not finite stops the run.

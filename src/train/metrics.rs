@@ -54,7 +54,7 @@ pub fn watched(
     events.event(Event::ProgressEnd);
     let Some(done) = done? else { return Ok(None) };
     if done.ended.is_none() {
-        line(Line::End(End { total: totals(task.plan, prepared, &done) }));
+        line(Line::End(Box::new(End { total: totals(task.plan, prepared, &done) })));
     }
     let flushed = file.map_or(Ok(()), |mut file| file.flush());
     match (fault.or(flushed.err()), metrics) {
@@ -95,6 +95,7 @@ pub fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> Total {
         last_loss: losses.last().copied().and_then(finite),
         seconds: done.trained.seconds,
         samples_per_s: done.samples_per_s,
+        step_us: done.step_us,
         stages: measured(done),
         plan: PlanTotal { graph: plan.model.graph_hash.clone(), stages: plan.stages.iter().map(place).collect() },
         order: MeasuredOrder {

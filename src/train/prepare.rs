@@ -62,8 +62,11 @@ use std::sync::{OnceLock, mpsc};
 /// Minibatches of synthetic data; they are repeated.
 const SYNTHETIC_MINIBATCHES: usize = 8;
 
-/// Minibatches before the pipeline has filled and memory is allocated, and the fewest that are timed after them.
-const FILLING: usize = 8;
+/// Minibatches in which memory is allocated and the pipeline fills, unless in-flight limits are higher. They are not timed.
+const WARM_UP: usize = 8;
+
+/// Minimum number of timed minibatches.
+const TIMED: usize = 8;
 
 /// Default warm-up of PipeMare's learning rate: the run's minibatches divided by this.
 const ANNEALED: u32 = 4;
@@ -333,17 +336,19 @@ pub fn run(
         stop.into_iter().for_each(Stop::unanswered);
     }
     let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.error(prepared.steps))) };
-    let step_us = steady_us(&ends, period(program) as usize);
+    let filling = prepared.made.pipeline.stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max();
+    let filling = filling.unwrap_or(0).div_ceil(program.microbatches.max(1));
+    let step_us = steady_us(&ends, WARM_UP.max(filling as usize), period(program) as usize);
     Ok(Some(Done { step_us, ..done(task, prepared, trained, ended)? }))
 }
 
-/// Microseconds per minibatch after the first [`FILLING`], from the seconds at which minibatches ended. The replicas of a
+/// Microseconds per minibatch after the first `warm_up`, from the seconds at which minibatches ended. The replicas of a
 /// stage end a round of `period` minibatches at about the same time, so only whole rounds count.
-fn steady_us(ends: &[f64], period: usize) -> Option<f64> {
-    let first = FILLING.checked_next_multiple_of(period)?;
+fn steady_us(ends: &[f64], warm_up: usize, period: usize) -> Option<f64> {
+    let first = warm_up.checked_next_multiple_of(period)?;
     let counted = ends.len().checked_sub(first)? / period * period;
     let seconds = ends.get(first + counted - 1)? - ends.get(first - 1)?;
-    (counted >= FILLING).then_some(seconds * 1e6 / counted as f64)
+    (counted >= TIMED).then_some(seconds * 1e6 / counted as f64)
 }
 
 /// The result of a run, with throughput and evaluation.
@@ -443,13 +448,15 @@ mod tests {
 
     #[test]
     fn whole_rounds_after_the_first_minibatches_are_timed() {
-        // Both replicas end a round of two seconds together, after a slow begin.
+        // Both replicas end a round of two seconds together; the run started 50 seconds late.
         let ends: Vec<f64> = (0..32).map(|at| 50.0 + f64::from(at / 2) * 2.0).collect();
-        assert_eq!(steady_us(&ends, 2), Some(1e6));
-        assert_eq!(steady_us(&ends[..31], 2), Some(1e6));
-        assert_eq!(steady_us(&ends[..16], 2), Some(1e6));
-        assert_eq!(steady_us(&ends[..15], 2), None);
-        assert_eq!([0, 1, 8].map(|end| steady_us(&ends[..end], 1)), [None; 3]);
-        assert_eq!(steady_us(&ends, usize::MAX), None);
+        assert_eq!(steady_us(&ends, 8, 2), Some(1e6));
+        assert_eq!(steady_us(&ends, 23, 2), Some(1e6));
+        assert_eq!(steady_us(&ends, 25, 2), None);
+        assert_eq!(steady_us(&ends[..31], 8, 2), Some(1e6));
+        assert_eq!(steady_us(&ends[..16], 8, 2), Some(1e6));
+        assert_eq!(steady_us(&ends[..15], 8, 2), None);
+        assert_eq!([0, 1, 8].map(|end| steady_us(&ends[..end], 8, 1)), [None; 3]);
+        assert_eq!(steady_us(&ends, 8, usize::MAX), None);
     }
 }

@@ -277,7 +277,11 @@ fn once(
         None => {}
     }
     let cores = available_parallelism().map_or(1, |cores| cores.get());
+    // The plan's times include neither clipping nor regular checkpoints.
+    let has_extra_work =
+        task.policy.clip_norm.is_some() || task.keeping.as_ref().is_some_and(|keeping| keeping.every.is_some());
     let is_predicted = is_planned
+        && !has_extra_work
         && !has_processes
         && !task.is_on_gpus()
         && task.frozen.is_empty()

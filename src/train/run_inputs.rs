@@ -20,13 +20,9 @@ const IN_DIGESTS: [&str; 4] = [DATA, GRAPH, FROZEN, PRECISION];
 /// setting.
 pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement) -> RunInputs {
     let training = prepared.training(task);
-    let digest = |what: &str, put: &dyn Fn(&mut Sha256)| {
-        let mut sha = Sha256::new();
-        put(&mut sha);
-        (what.to_string(), RunInput::Digest(sha.finalize().into()))
-    };
+    let digest = |what: &str, put: &dyn Fn(&mut Sha256)| (what.to_string(), RunInput::digest(put));
     let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
-    let setting = |name: &str, value: String| (name.to_string(), RunInput::Setting(value));
+    let setting = |name: &str, value: String| (name.to_string(), RunInput::setting(value));
     let state = |is_on: bool| if is_on { "on" } else { "off" }.to_string();
     let sharding = prepared.sharing.as_ref().map_or_else(String::new, |sharing| sharing.describe(training.codes));
     // With different settings, parts of a checkpoint would be missing.
@@ -48,7 +44,7 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
     ];
     // The digest of the data is above, and that of the graph includes precision and frozen parameters.
     let settings = terms(task, prepared).into_iter().filter(|(name, _)| !IN_DIGESTS.contains(&name.as_str()));
-    all.extend(settings.map(|(name, term)| (name, RunInput::Setting(term.text))));
+    all.extend(settings.map(|(name, term)| (name, RunInput::setting(term.text))));
     // The ranks of a group must update unsharded parameters alike.
     if placement.has_split_groups() {
         let devices: Vec<String> = arithmetic(task.devices).into_iter().collect();

@@ -8,8 +8,8 @@ use compiler::import::onnx::name::shown;
 use runtime::data::RowOrder;
 use runtime::exec::moving_average::Statistics;
 use runtime::optim::lr_schedule::{Rate, Shape};
-use runtime::optim::optimizer::Rule;
-use runtime::optim::policy::{Policy, Staleness};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::{LossScaling, Policy, Staleness};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
@@ -45,17 +45,19 @@ impl Term {
 /// The settings of a run, by name.
 pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Term> {
     let Policy { clip_norm, statistics, loss_scaling, staleness } = task.policy;
+    let Optimizer { rule, rate } = task.optimizer;
+    let LossScaling { first, every } = loss_scaling;
     let order = match task.order {
         RowOrder::InOrder => "in order",
         RowOrder::Shuffled { .. } => "shuffled",
     };
     let (loss, unbiased) = (prepared.loss(), task.unbiased);
     let counted = CountedLoss::One(loss, task.class_dim).written().unwrap_or_default();
-    let scale = format!("{} at first, doubled after {} good steps", number(loss_scaling.first), loss_scaling.every);
+    let scale = format!("{} at first, doubled after {every} good steps", number(first));
     let terms = [
         (GRAPH, Term::new(hash(&task.loaded.model.graph))),
-        ("optimizer", Term::since(rule(&task.optimizer.rule), &task.optimizer.rule)),
-        ("learning rate", Term::since(rate(task.optimizer.rate), task.optimizer.rate)),
+        ("optimizer", Term::since(rule_text(rule), rule)),
+        ("learning rate", Term::since(rate_text(*rate), rate)),
         ("data rows", Term::new(prepared.rows)),
         (DATA, Term::new(prepared.data_digest().iter().map(|byte| format!("{byte:02x}")).collect::<String>())),
         ("batch", Term::new(prepared.batch)),
@@ -93,7 +95,7 @@ pub fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, Ter
 }
 
 /// The optimizer, in the terms of the flags.
-fn rule(rule: &Rule) -> String {
+fn rule_text(rule: &Rule) -> String {
     let with = |name: &str, numbers: &[(&str, f64)]| {
         let numbers = numbers.iter().map(|(name, value)| format!(", {name} {}", number(*value)));
         name.to_string() + &numbers.collect::<String>()
@@ -120,7 +122,7 @@ fn rule(rule: &Rule) -> String {
 }
 
 /// The learning-rate schedule, in the form of `--lr-schedule`.
-fn rate(Rate { warmup, shape }: Rate) -> String {
+fn rate_text(Rate { warmup, shape }: Rate) -> String {
     let first = if warmup > 0 { format!("warmup:{warmup},") } else { String::new() };
     first
         + &match shape {
@@ -187,14 +189,14 @@ mod tests {
     #[test]
     fn words_are_those_of_the_flags() {
         let sgd = Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: true, weight_decay: 1e-4 };
-        assert_eq!(rule(&sgd), "sgd, nesterov, lr 0.1, momentum 0.9, weight decay 1e-4");
+        assert_eq!(rule_text(&sgd), "sgd, nesterov, lr 0.1, momentum 0.9, weight decay 1e-4");
         let adam =
             Rule::Adam { learning_rate: 0.001, betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.0, decoupled: true };
-        assert_eq!(rule(&adam), "adamw, betas 0.9,0.999, lr 0.001, eps 1e-8, weight decay 0");
-        assert_eq!(rate(Rate { warmup: 20, shape: Shape::Cosine { floor: 0.1 } }), "warmup:20,cosine:0.1");
-        assert_eq!(rate(Rate::CONSTANT), "constant");
+        assert_eq!(rule_text(&adam), "adamw, betas 0.9,0.999, lr 0.001, eps 1e-8, weight decay 0");
+        assert_eq!(rate_text(Rate { warmup: 20, shape: Shape::Cosine { floor: 0.1 } }), "warmup:20,cosine:0.1");
+        assert_eq!(rate_text(Rate::CONSTANT), "constant");
         // A checkpoint of an older version has the same setting in another form.
-        let now = BTreeMap::from([("optimizer".to_string(), Term::since(rule(&adam), &adam))]);
+        let now = BTreeMap::from([("optimizer".to_string(), Term::since(rule_text(&adam), &adam))]);
         let older = BTreeMap::from([("optimizer".to_string(), format!("{adam:?}"))]);
         assert!(differences(&older, &now).is_empty());
     }

@@ -66,7 +66,10 @@ fn a_plan_states_its_prediction_interval() {
     let mut plan = read(folder, "plan.json");
     plan["profile"]["interval"] = json!([2.0, 1.0]);
     fs::write(folder.join("wrong.json"), plan.to_string()).unwrap();
-    assert!(pipec(folder, 2, &["plan", "check", "wrong.json"]).contains("`profile.interval` is 2e0 to 1e0"));
+    assert!(
+        pipec(folder, 2, &["plan", "check", "wrong.json"])
+            .contains("`profile.interval` is [2, 1]; the first must be from 0 to 1")
+    );
     plan["profile"]["interval"] = json!([1.0, 2.0]);
     plan["profile"]["workers"] = json!(0);
     fs::write(folder.join("wrong.json"), plan.to_string()).unwrap();

@@ -20,7 +20,7 @@ pub enum Line {
     /// A completed minibatch.
     Step(Step),
     /// The end of a run.
-    End(End),
+    End(Box<End>),
 }
 
 /// A completed minibatch.
@@ -63,6 +63,9 @@ pub struct Total {
     pub seconds: f64,
     /// Samples per second.
     pub samples_per_s: f64,
+    /// Microseconds per minibatch in the steady state: without the first minibatches, in which the pipeline fills; null for a
+    /// short run.
+    pub step_us: Option<f64>,
     /// Times and memory of each stage of this process's workers.
     pub stages: Vec<StageTotal>,
     /// The plan of the run.

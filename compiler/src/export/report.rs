@@ -113,6 +113,8 @@ pub struct MeasuredStage {
 pub struct Measured {
     /// For each minibatch: its loss, and the seconds from the start of the run to its end.
     pub steps: Vec<(f64, f64)>,
+    /// Microseconds per minibatch in the steady state.
+    pub step_us: Option<f64>,
     pub stages: Vec<MeasuredStage>,
     pub plan: Option<MeasuredPlan>,
     pub order: Option<MeasuredOrder>,

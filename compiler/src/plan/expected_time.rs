@@ -1,11 +1,11 @@
-//! The range in which a measured step is expected.
+//! The prediction interval of the time per minibatch.
 
 use crate::cluster::device::{CPU, find};
 use crate::plan::Plan;
 use crate::plan::problem::CostModel;
 use std::collections::BTreeSet;
 
-/// Shortest step with a prediction interval, in microseconds. The time to wake threads decides about shorter ones.
+/// Shortest step with a prediction interval, in microseconds. The time to wake threads dominates shorter ones.
 const SHORTEST_US: f64 = 1e3;
 
 impl Plan {
@@ -21,7 +21,8 @@ impl Plan {
         (is_in_memory && self.workers() <= self.cluster.device.cores?).then_some(self.workers())
     }
 
-    /// Prediction interval of a step in microseconds; `None` unless the profile was measured under the conditions of the plan.
+    /// Prediction interval of a step in microseconds. `None` for short steps, for other cost models, and unless the
+    /// profile was measured on a CPU with the plan's number of workers.
     pub fn expected_step_us(&self) -> Option<[f64; 2]> {
         let is_long = self.predicted.step_us >= SHORTEST_US;
         let interval = self.profile.interval.filter(|_| is_long && self.cost == CostModel::Pipec)?;

@@ -5,9 +5,10 @@
 //! value, and digests of program, weights and data. A process of an earlier attempt has another run number and is refused.
 
 use crate::process::connection::{DeadlineReader, Hangup};
-use crate::process::fields::{Fields, put_text};
+use crate::process::fields::{Fields, LONGEST_TEXT, put_text};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use compiler::import::onnx::name::shown;
+use sha2::{Digest, Sha256};
 use std::io::Write;
 
 /// Version of the frame protocol.
@@ -24,8 +25,25 @@ const MOST_INPUTS: u32 = 64;
 pub enum RunInput {
     /// SHA-256 of something large.
     Digest([u8; 32]),
-    /// A setting as text.
+    /// A setting as text that fits in a frame.
     Setting(String),
+}
+
+impl RunInput {
+    /// The digest of what `put` puts.
+    pub fn digest(put: &dyn Fn(&mut Sha256)) -> RunInput {
+        let mut sha = Sha256::new();
+        put(&mut sha);
+        RunInput::Digest(sha.finalize().into())
+    }
+
+    /// A setting by value, or its digest if a frame would truncate it.
+    pub fn setting(value: String) -> RunInput {
+        match value.len() {
+            ..=LONGEST_TEXT => RunInput::Setting(value),
+            _ => RunInput::digest(&|sha| sha.update(value.as_bytes())),
+        }
+    }
 }
 
 /// The inputs of a run that must be equal in all processes.
@@ -211,7 +229,7 @@ mod tests {
 
     fn hello() -> Hello {
         let inputs = [
-            ("the program", RunInput::Digest([1; 32])),
+            ("the programs", RunInput::Digest([1; 32])),
             ("the weights", RunInput::Digest([2; 32])),
             ("seed", RunInput::Setting("3".to_string())),
         ];
@@ -232,6 +250,18 @@ mod tests {
     }
 
     #[test]
+    fn a_long_setting_is_compared_in_full() {
+        let of = |last: &str| {
+            let mut hello = hello();
+            hello.identity.inputs[2].1 = RunInput::setting("a".repeat(LONGEST_TEXT) + last);
+            hello
+        };
+        let read = Hello::decode(&of("b").encode()).unwrap();
+        assert_eq!(read.meets(&of("b")), Ok(()));
+        assert_eq!(read.meets(&of("c")), Err("seed differ".to_string()));
+    }
+
+    #[test]
     fn what_differs_is_named() {
         let check = |change: &dyn Fn(&mut Hello)| {
             let mut other = hello();
@@ -246,12 +276,12 @@ mod tests {
         assert_eq!(check(&|h| drop(h.identity.inputs.pop())), refused("it has other settings than this process"));
         assert_eq!(check(&|h| h.identity.inputs[1].0.clear()), refused("it has other settings than this process"));
         let both = |h: &mut Hello| h.identity.inputs[..2].iter_mut().for_each(|input| input.1 = other.clone());
-        assert_eq!(check(&both), refused("the program and the weights differ"));
+        assert_eq!(check(&both), refused("the programs and the weights differ"));
         assert_eq!(check(&|h| h.identity.inputs[2].1 = seed("4\u{1b}")), refused("seed: rank 1 has `4`, rank 1 `3`"));
         let all = |h: &mut Hello| {
             (h.process, h.identity.inputs[0].1, h.identity.inputs[2].1) = (2, other.clone(), seed(""));
         };
-        assert_eq!(check(&all), refused("seed: rank 2 has none, rank 1 `3`; the program differ"));
+        assert_eq!(check(&all), refused("seed: rank 2 has none, rank 1 `3`; the programs differ"));
         assert_eq!(check(&|h| h.identity.run = 8), refused("it belongs to run 8, this is run 7"));
     }
 }

@@ -88,6 +88,7 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
             measured.stages = stages(total);
             measured.plan = plan_of(total);
             measured.order = total.get("order").and_then(|order| MeasuredOrder::deserialize(order).ok());
+            measured.step_us = total.get("step_us").and_then(Value::as_f64).filter(|us| us.is_finite());
             let number = |name: &str| total.get(name).and_then(Value::as_u64);
             measured.shared = number("workers").zip(number("cores"));
             continue;
@@ -140,12 +141,6 @@ fn steps(measured: &Measured) -> Vec<f64> {
     measured.steps.iter().map(step).collect()
 }
 
-fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
-}
-
 /// A notice if the run used another schedule or other batch sizes than the plan.
 fn other_order(plan: &Plan, order: &MeasuredOrder) -> Option<String> {
     let planned = &plan.schedule;
@@ -161,23 +156,24 @@ fn other_order(plan: &Plan, order: &MeasuredOrder) -> Option<String> {
 
 pub fn section(plan: &Plan, measured: &Measured) -> String {
     let steps = steps(measured);
-    let (typical, predicted) = (median(&steps), plan.predicted.step_us);
+    let predicted = plan.predicted.step_us;
     let count = quantity::plural(steps.len() as u64, "minibatch", "minibatches");
     let whole = measured.steps.last().map_or(0.0, |(_, seconds)| *seconds);
     let mean = whole * 1e6 / steps.len().max(1) as f64;
+    let steady = measured.step_us.unwrap_or(mean);
     let ratio = if predicted > 0.0 {
-        format!(", {} times the prediction", quantity::short(mean / predicted))
+        format!(", {} times the prediction of {}", quantity::short(steady / predicted), quantity::duration(predicted))
     } else {
         String::new()
     };
+    let filled =
+        measured.step_us.map_or(String::new(), |us| format!(", {} in the steady state", quantity::duration(us)));
     let mut text = paragraph(
         "",
         &format!(
-            "{count} in {}: {} each on average{ratio}; the median is {}. The plan predicts {}.",
+            "{count} in {}: {} each on average{filled}{ratio}.",
             quantity::duration(whole * 1e6),
             quantity::duration(mean),
-            quantity::duration(typical),
-            quantity::duration(predicted)
         ),
     );
     if let Some(other) = measured.order.as_ref().and_then(|order| other_order(plan, order)) {
@@ -219,10 +215,10 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
             ),
         );
     }
-    text + &table(plan, measured, mean)
+    text + &table(plan, measured, steady)
 }
 
-fn table(plan: &Plan, measured: &Measured, mean: f64) -> String {
+fn table(plan: &Plan, measured: &Measured, step_us: f64) -> String {
     let caption = "Predicted and measured. Stage times are per micro-batch on the slowest replica; memory is the peak \
                    per device, over all stages on the same devices.";
     let columns = [
@@ -236,7 +232,7 @@ fn table(plan: &Plan, measured: &Measured, mean: f64) -> String {
         let ratio = if predicted > 0.0 { quantity::short(found / predicted) } else { String::new() };
         table.row(&[what, tell(predicted), tell(found), ratio]);
     };
-    row("minibatch".to_string(), plan.predicted.step_us, mean, &quantity::duration);
+    row("minibatch".to_string(), plan.predicted.step_us, step_us, &quantity::duration);
     for found in &measured.stages {
         let Some(stage) = plan.stages.get(found.stage as usize) else { continue };
         let id = found.stage;
@@ -272,10 +268,11 @@ mod tests {
         let line = |loss: f64, seconds: f64| {
             format!("{{\"step\":0,\"loss\":{loss},\"seconds\":{seconds},\"samples_per_s\":1.0}}\n")
         };
-        let total = "{\"total\":{\"stages\":[{\"stage\":0,\"fwd_us\":1.5,\"bwd_us\":3.0,\"peak_memory_bytes\":7}]}}\n";
+        let total = "{\"total\":{\"step_us\":2.5e5,\"stages\":[{\"stage\":0,\"fwd_us\":1.5,\"bwd_us\":3.0,\"peak_memory_bytes\":7}]}}\n";
         let read_back = read(&(line(2.0, 0.5) + &line(1.0, 0.75) + total)).unwrap();
         assert_eq!(read_back.steps, [(2.0, 0.5), (1.0, 0.75)]);
         assert_eq!(read_back.stages, [MeasuredStage { stage: 0, fwd_us: 1.5, bwd_us: 3.0, peak_memory_bytes: 7 }]);
+        assert_eq!(read_back.step_us, Some(2.5e5));
         assert_eq!(steps(&read_back), [0.5e6, 0.25e6]);
         assert_eq!(read(""), Err(MetricsError::Empty));
         assert_eq!(read("{\"loss\":1}"), Err(MetricsError::Field { line: 1, field: "seconds" }));
