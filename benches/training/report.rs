@@ -194,8 +194,8 @@ fn plans(all: &[Measured]) -> String {
             let time = measured.map(|measured| off(predicted, measured));
             let expected = it.plan.expected_step_us().map(|interval| interval.map(|us| us / 1e3));
             let rounds = it.ours.iter().map(|round| 1e3 * one.subject.batch as f64 / round.samples_per_s);
-            let [low, high] = expected.unwrap_or([0.0, f64::INFINITY]);
-            let are_inside: Vec<bool> = rounds.map(|time| (low..=high).contains(&time)).collect();
+            let are_inside: Vec<bool> =
+                expected.map_or(Vec::new(), |[low, high]| rounds.map(|time| (low..=high).contains(&time)).collect());
             let word = if are_inside.contains(&false) { " missed" } else { "" };
             let replicas = it.plan.stages.iter().flat_map(|stage| (0..stage.replicas).map(move |_| stage));
             let planned: Vec<f64> = replicas.map(|stage| stage.memory.total as f64).collect();

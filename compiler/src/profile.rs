@@ -158,7 +158,7 @@ pub struct Whole {
     pub range_us: Option<[f64; 2]>,
 }
 
-/// Error of predictions beyond the variation of the measured runs. With it, the interval held 33 of 36 rows of two runs of
+/// Error of predictions beyond the variation of the measured runs. With it, the interval contained 44 of 48 rounds of
 /// `benches/training` on a CPU whose host other machines share.
 const MODEL_ERROR: f64 = 0.2;
 

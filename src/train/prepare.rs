@@ -62,7 +62,7 @@ use std::sync::{OnceLock, mpsc};
 /// Minibatches of synthetic data; they are repeated.
 const SYNTHETIC_MINIBATCHES: usize = 8;
 
-/// Minibatches in which memory is allocated and the pipeline fills, unless in-flight limits are higher. They are not timed.
+/// Minimum number of minibatches before timing. Meanwhile memory is allocated and the pipeline fills.
 const WARM_UP: usize = 8;
 
 /// Minimum number of timed minibatches.
@@ -79,7 +79,7 @@ pub struct Done {
     pub tracks: Vec<Track>,
     /// Samples per second over the run.
     pub samples_per_s: f64,
-    /// Microseconds per minibatch after the pipeline has filled; `None` for a short run.
+    /// Microseconds per minibatch after the pipeline has filled; `None` if this run has too few minibatches.
     pub step_us: Option<f64>,
     /// The evaluation of the trained model on held-out rows.
     pub score: Option<Score>,
@@ -336,10 +336,14 @@ pub fn run(
         stop.into_iter().for_each(Stop::unanswered);
     }
     let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.error(prepared.steps))) };
-    let filling = prepared.made.pipeline.stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max();
-    let filling = filling.unwrap_or(0).div_ceil(program.microbatches.max(1));
-    let step_us = steady_us(&ends, WARM_UP.max(filling as usize), period(program) as usize);
+    let step_us = steady_us(&ends, warm_up(program), period(program) as usize);
     Ok(Some(Done { step_us, ..done(task, prepared, trained, ended)? }))
+}
+
+/// Minibatches before timing: those that may be in flight without a flush, and at least [`WARM_UP`].
+fn warm_up(program: &Program) -> usize {
+    let in_flight = program.stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max().unwrap_or(0);
+    if program.schedule.flushes() { WARM_UP } else { WARM_UP.max(in_flight as usize) }
 }
 
 /// Microseconds per minibatch after the first `warm_up`, from the seconds at which minibatches ended. The replicas of a
@@ -445,10 +449,11 @@ fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use compiler::schedule::StageSpec;
 
     #[test]
     fn whole_rounds_after_the_first_minibatches_are_timed() {
-        // Both replicas end a round of two seconds together; the run started 50 seconds late.
+        // Both replicas end a round of two seconds together; the first round ends after 50 seconds.
         let ends: Vec<f64> = (0..32).map(|at| 50.0 + f64::from(at / 2) * 2.0).collect();
         assert_eq!(steady_us(&ends, 8, 2), Some(1e6));
         assert_eq!(steady_us(&ends, 23, 2), Some(1e6));
@@ -458,5 +463,17 @@ mod tests {
         assert_eq!(steady_us(&ends[..15], 8, 2), None);
         assert_eq!([0, 1, 8].map(|end| steady_us(&ends[..end], 8, 1)), [None; 3]);
         assert_eq!(steady_us(&ends, 8, usize::MAX), None);
+    }
+
+    #[test]
+    fn minibatches_in_flight_are_not_timed() {
+        let of = |kind, caps: &[u32]| {
+            let stage = StageSpec::new(1, 1.0, 2.0);
+            let pipeline = Pipeline::chain(vec![stage; caps.len()]).with_caps(caps);
+            warm_up(&schedule(kind, &pipeline, StepCount { minibatches: 4, microbatches: 4 }).unwrap())
+        };
+        assert_eq!(of(Schedule::OneFOneBRr, &[3, 1]), WARM_UP);
+        assert_eq!(of(Schedule::OneFOneBRr, &[20, 1]), 20);
+        assert_eq!(of(Schedule::Gpipe, &[20, 20]), WARM_UP);
     }
 }

@@ -55,8 +55,8 @@ pub struct TrainReport {
     pub plan: Plan,
     /// Estimated bytes of one replica of each stage, if the settings of the run differ from the plan's.
     pub memory_estimate: Option<Vec<u64>>,
-    /// True if the plan predicts the time of this run: it has the plan's settings, freezes nothing, and runs in one
-    /// process on a CPU with a core for each worker.
+    /// True if the plan predicts the time of this run: it has the plan's settings, neither freezes parameters nor clips
+    /// gradients nor writes regular checkpoints, and runs in one process on a CPU with a core for each worker.
     pub is_predicted: bool,
     /// Samples per minibatch.
     pub batch: u64,
@@ -280,7 +280,10 @@ fn once(
     // The plan's times include neither clipping nor regular checkpoints.
     let has_extra_work =
         task.policy.clip_norm.is_some() || task.keeping.as_ref().is_some_and(|keeping| keeping.every.is_some());
+    // Methods against stale weights run the schedule with other in-flight limits.
+    let is_planned_schedule = prepared.order().0 == plan.schedule.kind.name();
     let is_predicted = is_planned
+        && is_planned_schedule
         && !has_extra_work
         && !has_processes
         && !task.is_on_gpus()

@@ -3,9 +3,10 @@
 use crate::launch::role::RunInputs;
 use crate::train::data_digest::named;
 use crate::train::prepared::Prepared;
-use crate::train::run_settings::{DATA, FROZEN, GRAPH, PRECISION, terms};
+use crate::train::run_settings::{DATA, GRAPH, terms};
 use crate::train::task::Task;
 use compiler::graph::hash::hash;
+use compiler::plan::{Plan, Stage};
 use runtime::device::api::Device;
 use runtime::process::handshake::RunInput;
 use runtime::process::placement::WorkerPlacement;
@@ -13,14 +14,18 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Settings that the digests of the graph and of the data cover.
-const IN_DIGESTS: [&str; 4] = [DATA, GRAPH, FROZEN, PRECISION];
+/// Settings that are digests, and are among the inputs under another name.
+const IN_DIGESTS: [&str; 2] = [DATA, GRAPH];
 
 /// The inputs by name. A name is the subject of the message `… differ` for a digest, and the heading of both values for a
 /// setting.
 pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement) -> RunInputs {
     let training = prepared.training(task);
-    let digest = |what: &str, put: &dyn Fn(&mut Sha256)| (what.to_string(), RunInput::digest(put));
+    let digest = |what: &str, put: &dyn Fn(&mut Sha256)| {
+        let mut sha = Sha256::new();
+        put(&mut sha);
+        (what.to_string(), RunInput::Digest(sha.finalize().into()))
+    };
     let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
     let setting = |name: &str, value: String| (name.to_string(), RunInput::setting(value));
     let state = |is_on: bool| if is_on { "on" } else { "off" }.to_string();
@@ -30,7 +35,7 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
     let mut all = vec![
         setting("version of pipec", env!("CARGO_PKG_VERSION").to_string()),
         digest("the models", &text(hash(prepared.graph()))),
-        digest("the plans or schedules", &text(training.program.to_string())),
+        digest("the plans or schedules", &text(format!("{}{}", training.program, stages(task.plan)))),
         digest("the tensor-parallel degrees or shardings", &text(sharding)),
         setting("steps", prepared.steps.to_string()),
         setting("`--save-gradients`", state(task.keep_gradients)),
@@ -42,7 +47,6 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
         }),
         ("the data".to_string(), RunInput::Digest(*prepared.data_digest())),
     ];
-    // The digest of the data is above, and that of the graph includes precision and frozen parameters.
     let settings = terms(task, prepared).into_iter().filter(|(name, _)| !IN_DIGESTS.contains(&name.as_str()));
     all.extend(settings.map(|(name, term)| (name, RunInput::setting(term.text))));
     // The ranks of a group must update unsharded parameters alike.
@@ -51,6 +55,15 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
         all.push(digest("the processors or libraries of tensor-parallel groups", &text(devices.join(", "))));
     }
     all
+}
+
+/// The ops of each stage, and the parameters of its gradient buckets. A program has only their numbers.
+fn stages(plan: &Plan) -> String {
+    let of = |stage: &Stage| {
+        let buckets: Vec<&[String]> = stage.buckets.iter().map(|bucket| &bucket.parameters[..]).collect();
+        format!("{:?} {buckets:?}\n", stage.ops)
+    };
+    plan.stages.iter().map(of).collect()
 }
 
 fn arithmetic(devices: &[Arc<dyn Device>]) -> BTreeSet<String> {

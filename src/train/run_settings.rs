@@ -19,9 +19,9 @@ pub const DATA: &str = "sha256 of the data";
 /// The hash of the graph.
 pub const GRAPH: &str = "the graph of the model";
 /// Names of parameters that are not trained.
-pub const FROZEN: &str = "frozen parameters";
+const FROZEN: &str = "frozen parameters";
 /// The element type of the run.
-pub const PRECISION: &str = "precision";
+const PRECISION: &str = "precision";
 
 /// One setting.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -61,14 +61,18 @@ fn a_plan_states_its_prediction_interval() {
     let paced = |text: &str| text.lines().any(|line| line.contains(" per minibatch: ") && line.ends_with(" expected"));
     let text = pipec(folder, 0, &[&train[..], &["20"]].concat());
     assert!(paced(&text), "{text}");
-    assert!(!paced(&pipec(folder, 0, &[&train[..], &["20", "--batch", "64"]].concat())));
+    for other in [&["--batch", "64"][..], &["--clip-norm", "1"], &["--staleness", "predict"], &["--freeze", "fc1*"]] {
+        assert!(!paced(&pipec(folder, 0, &[&train[..], &["20"], other].concat())), "{other:?}");
+    }
+    let checkpoints = ["20", "--checkpoint-dir", "ck", "--checkpoint-every", "5"];
+    assert!(!paced(&pipec(folder, 0, &[&train[..], &checkpoints].concat())));
     assert!(!paced(&pipec(folder, 0, &[&train[..], &["9"]].concat())));
     let mut plan = read(folder, "plan.json");
     plan["profile"]["interval"] = json!([2.0, 1.0]);
     fs::write(folder.join("wrong.json"), plan.to_string()).unwrap();
     assert!(
         pipec(folder, 2, &["plan", "check", "wrong.json"])
-            .contains("`profile.interval` is [2, 1]; the first must be from 0 to 1")
+            .contains("`profile.interval` is [2.0, 1.0]; the first must be from 0 to 1")
     );
     plan["profile"]["interval"] = json!([1.0, 2.0]);
     plan["profile"]["workers"] = json!(0);

@@ -521,6 +521,21 @@ fn processes_that_cannot_meet_say_why() {
         [&["--steps", "5"], &["--steps", "5", "--lr", "0.5"]],
         "optimizer: rank 1 has `sgd, lr 0.5, momentum 0, weight decay 0`, rank 0 `sgd, lr ",
     );
+    differ(
+        [&["--steps", "5"], &["--steps", "5", "--precision", "bf16"]],
+        "precision: rank 1 has `bf16`, rank 0 `the model's`; the models",
+    );
+    // Only the cuts differ: both messages between the stages have the same shape.
+    for cut in ["relu1", "relu2"] {
+        let plan = ["partition", "m.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "8", "--cut-after"];
+        done(at, &[&plan[..], &[&format!("/{cut}/Relu"), "-o", &format!("{cut}.json"), "-q"]].concat());
+    }
+    differ(
+        [["--steps", "5", "--plan", "relu1.json"], ["--steps", "5", "--plan", "relu2.json"]]
+            .each_ref()
+            .map(|it| &it[..]),
+        "the plans or schedules differ",
+    );
     // Two processes claim the same rank.
     let address = format!("127.0.0.1:{}", port());
     let more = ["--steps", "5", "--stages", "1,1,1", "--connect-timeout", "6"];

@@ -63,8 +63,8 @@ pub struct Total {
     pub seconds: f64,
     /// Samples per second.
     pub samples_per_s: f64,
-    /// Microseconds per minibatch in the steady state: without the first minibatches, in which the pipeline fills; null for a
-    /// short run.
+    /// Microseconds per minibatch in the steady state: after the first 8 minibatches, or as many as are in flight; null if
+    /// fewer than 8 follow them in this run.
     pub step_us: Option<f64>,
     /// Times and memory of each stage of this process's workers.
     pub stages: Vec<StageTotal>,

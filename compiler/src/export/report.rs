@@ -113,7 +113,7 @@ pub struct MeasuredStage {
 pub struct Measured {
     /// For each minibatch: its loss, and the seconds from the start of the run to its end.
     pub steps: Vec<(f64, f64)>,
-    /// Microseconds per minibatch in the steady state.
+    /// Microseconds per minibatch in the steady state; `None` if the file does not say it.
     pub step_us: Option<f64>,
     pub stages: Vec<MeasuredStage>,
     pub plan: Option<MeasuredPlan>,

@@ -21,8 +21,9 @@ impl Plan {
         (is_in_memory && self.workers() <= self.cluster.device.cores?).then_some(self.workers())
     }
 
-    /// Prediction interval of a step in microseconds. `None` for short steps, for other cost models, and unless the
-    /// profile was measured on a CPU with the plan's number of workers.
+    /// Prediction interval of a step in microseconds. `None` for steps under 1 ms, for cost models other than `pipec`,
+    /// and unless the profile has an interval and was measured with the plan's number of workers, on one CPU with a core
+    /// for each.
     pub fn expected_step_us(&self) -> Option<[f64; 2]> {
         let is_long = self.predicted.step_us >= SHORTEST_US;
         let interval = self.profile.interval.filter(|_| is_long && self.cost == CostModel::Pipec)?;

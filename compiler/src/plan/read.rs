@@ -17,7 +17,7 @@ pub enum PlanFileError {
     #[error("`stages[{stage}].weight_grad_us` is {weight_grad_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
     Part { stage: usize, weight_grad_us: f64, bwd_us: f64 },
     #[error(
-        "`profile.interval` is [{low}, {high}]; the first must be from 0 to 1, the second from 1 to {MAX_INTERVAL}"
+        "`profile.interval` is [{low:?}, {high:?}]; the first must be from 0 to 1, the second from 1 to {MAX_INTERVAL}"
     )]
     Interval { low: f64, high: f64 },
     #[error("`profile.workers` is 0; it must be at least 1")]

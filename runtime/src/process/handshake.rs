@@ -2,7 +2,7 @@
 //! reason.
 //!
 //! A hello carries the run number, the process number, and everything that must be equal in all processes: settings by
-//! value, and digests of program, weights and data. A process of an earlier attempt has another run number and is refused.
+//! value, and digests of programs, weights and data. A process of an earlier attempt has another run number and is refused.
 
 use crate::process::connection::{DeadlineReader, Hangup};
 use crate::process::fields::{Fields, LONGEST_TEXT, put_text};
@@ -20,29 +20,27 @@ pub const LONGEST: u64 = 1 << 20;
 /// Maximum number of inputs in a hello.
 const MOST_INPUTS: u32 = 64;
 
+/// Characters of a long setting that messages contain.
+const BEGIN: usize = 64;
+
 /// An input of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunInput {
     /// SHA-256 of something large.
     Digest([u8; 32]),
-    /// A setting as text that fits in a frame.
+    /// A setting as text of at most [`LONGEST_TEXT`] bytes.
     Setting(String),
 }
 
 impl RunInput {
-    /// The digest of what `put` puts.
-    pub fn digest(put: &dyn Fn(&mut Sha256)) -> RunInput {
-        let mut sha = Sha256::new();
-        put(&mut sha);
-        RunInput::Digest(sha.finalize().into())
-    }
-
-    /// A setting by value, or its digest if a frame would truncate it.
+    /// A setting. A long one is represented by its beginning and its SHA-256.
     pub fn setting(value: String) -> RunInput {
-        match value.len() {
-            ..=LONGEST_TEXT => RunInput::Setting(value),
-            _ => RunInput::digest(&|sha| sha.update(value.as_bytes())),
+        if value.len() <= LONGEST_TEXT {
+            return RunInput::Setting(value);
         }
+        let begin: String = value.chars().take(BEGIN).collect();
+        let hex: String = Sha256::digest(&value).iter().map(|byte| format!("{byte:02x}")).collect();
+        RunInput::Setting(format!("{begin}…, SHA-256 {hex}"))
     }
 }
 
@@ -253,12 +251,13 @@ mod tests {
     fn a_long_setting_is_compared_in_full() {
         let of = |last: &str| {
             let mut hello = hello();
-            hello.identity.inputs[2].1 = RunInput::setting("a".repeat(LONGEST_TEXT) + last);
+            hello.identity.inputs[2].1 = RunInput::setting("ä".repeat(LONGEST_TEXT) + last);
             hello
         };
         let read = Hello::decode(&of("b").encode()).unwrap();
         assert_eq!(read.meets(&of("b")), Ok(()));
-        assert_eq!(read.meets(&of("c")), Err("seed differ".to_string()));
+        let why = read.meets(&of("c")).unwrap_err();
+        assert!(why.starts_with(&format!("seed: rank 1 has `{}…, SHA-256 ", "ä".repeat(BEGIN))), "{why}");
     }
 
     #[test]

@@ -80,6 +80,7 @@ fn ranges(list: &[(u32, u32)]) -> String {
 
 pub fn read(text: &str) -> Result<Measured, MetricsError> {
     let mut measured = Measured::default();
+    let (mut found, mut resumed_after) = (Vec::new(), None);
     for (at, line) in text.lines().enumerate().take(MOST).filter(|(_, line)| !line.trim().is_empty()) {
         let line_number = at + 1;
         let value: Value = serde_json::from_str(line).map_err(|_| MetricsError::Line { line: line_number })?;
@@ -88,9 +89,10 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
             measured.stages = stages(total);
             measured.plan = plan_of(total);
             measured.order = total.get("order").and_then(|order| MeasuredOrder::deserialize(order).ok());
-            measured.step_us = total.get("step_us").and_then(Value::as_f64).filter(|us| us.is_finite());
+            measured.step_us = total.get("step_us").and_then(Value::as_f64).filter(|us| us.is_finite() && *us > 0.0);
             let number = |name: &str| total.get(name).and_then(Value::as_u64);
             measured.shared = number("workers").zip(number("cores"));
+            resumed_after = number("resumed_after");
             continue;
         }
         let number = |field: &'static str| {
@@ -100,13 +102,38 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
         let seconds = number("seconds")?;
         // The loss of a diverged run is null; the run is still shown.
         let loss = object.get("loss").and_then(Value::as_f64).unwrap_or(f64::NAN);
-        let before = measured.steps.last().map_or(0.0, |(_, seconds)| *seconds);
-        if seconds < before {
-            return Err(MetricsError::Order { line: line_number, found: seconds, before });
-        }
-        measured.steps.push((loss, seconds));
+        found.push(StepLine { line: line_number, step: object.get("step").and_then(Value::as_u64), loss, seconds });
     }
+    measured.steps = joined(&found, resumed_after)?;
     if measured.steps.is_empty() { Err(MetricsError::Empty) } else { Ok(measured) }
+}
+
+/// The line of a minibatch.
+struct StepLine {
+    line: usize,
+    /// Index of the minibatch over the whole training; `None` in files of other tools.
+    step: Option<u64>,
+    loss: f64,
+    /// Seconds since its run began.
+    seconds: f64,
+}
+
+/// Loss and seconds of every minibatch. The seconds of a resumed run begin at 0; here they continue those of the run before.
+fn joined(lines: &[StepLine], resumed_after: Option<u64>) -> Result<Vec<(f64, f64)>, MetricsError> {
+    let (mut steps, mut earlier, mut before) = (Vec::new(), 0.0, 0.0);
+    let mut last = None;
+    for &StepLine { line, step, loss, seconds } in lines {
+        let is_next = step.is_some() && step > last;
+        if last.is_some() && is_next && (step == resumed_after || seconds < before) {
+            (earlier, before) = (earlier + before, 0.0);
+        }
+        if seconds < before {
+            return Err(MetricsError::Order { line, found: seconds, before });
+        }
+        (last, before) = (step, seconds);
+        steps.push((loss, earlier + seconds));
+    }
+    Ok(steps)
 }
 
 /// The plan of the run; `None` if it is missing or malformed.
@@ -166,8 +193,10 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
     } else {
         String::new()
     };
-    let filled =
-        measured.step_us.map_or(String::new(), |us| format!(", {} in the steady state", quantity::duration(us)));
+    let filled = match measured.step_us {
+        Some(us) => format!(", {} in the steady state", quantity::duration(us)),
+        None => ", with the time in which the pipeline fills".to_string(),
+    };
     let mut text = paragraph(
         "",
         &format!(
@@ -232,7 +261,8 @@ fn table(plan: &Plan, measured: &Measured, step_us: f64) -> String {
         let ratio = if predicted > 0.0 { quantity::short(found / predicted) } else { String::new() };
         table.row(&[what, tell(predicted), tell(found), ratio]);
     };
-    row("minibatch".to_string(), plan.predicted.step_us, step_us, &quantity::duration);
+    let what = if measured.step_us.is_some() { "minibatch, in the steady state" } else { "minibatch, on average" };
+    row(what.to_string(), plan.predicted.step_us, step_us, &quantity::duration);
     for found in &measured.stages {
         let Some(stage) = plan.stages.get(found.stage as usize) else { continue };
         let id = found.stage;
@@ -268,11 +298,22 @@ mod tests {
         let line = |loss: f64, seconds: f64| {
             format!("{{\"step\":0,\"loss\":{loss},\"seconds\":{seconds},\"samples_per_s\":1.0}}\n")
         };
-        let total = "{\"total\":{\"step_us\":2.5e5,\"stages\":[{\"stage\":0,\"fwd_us\":1.5,\"bwd_us\":3.0,\"peak_memory_bytes\":7}]}}\n";
+        let stage = "{\"stage\":0,\"fwd_us\":1.5,\"bwd_us\":3.0,\"peak_memory_bytes\":7}";
+        let total = &format!("{{\"total\":{{\"step_us\":2.5e5,\"stages\":[{stage}]}}}}\n");
         let read_back = read(&(line(2.0, 0.5) + &line(1.0, 0.75) + total)).unwrap();
         assert_eq!(read_back.steps, [(2.0, 0.5), (1.0, 0.75)]);
         assert_eq!(read_back.stages, [MeasuredStage { stage: 0, fwd_us: 1.5, bwd_us: 3.0, peak_memory_bytes: 7 }]);
         assert_eq!(read_back.step_us, Some(2.5e5));
+        for step_us in ["-1", "0", "null", "\"1\""] {
+            let total = format!("{{\"total\":{{\"step_us\":{step_us}}}}}");
+            assert_eq!(read(&(line(2.0, 0.5) + &total)).unwrap().step_us, None, "{step_us}");
+        }
+        // The second run resumed after the first minibatch; its seconds begin again.
+        let resumed = |step: u64, seconds: f64| format!("{{\"step\":{step},\"loss\":1,\"seconds\":{seconds}}}\n");
+        let both = resumed(0, 0.5) + &resumed(1, 0.75) + &resumed(2, 0.25) + &resumed(3, 0.5);
+        assert_eq!(read(&both).unwrap().steps, [(1.0, 0.5), (1.0, 0.75), (1.0, 1.0), (1.0, 1.25)]);
+        let both = resumed(0, 0.25) + &resumed(1, 0.5) + "{\"total\":{\"resumed_after\":1}}";
+        assert_eq!(read(&both).unwrap().steps, [(1.0, 0.25), (1.0, 0.75)]);
         assert_eq!(steps(&read_back), [0.5e6, 0.25e6]);
         assert_eq!(read(""), Err(MetricsError::Empty));
         assert_eq!(read("{\"loss\":1}"), Err(MetricsError::Field { line: 1, field: "seconds" }));
