@@ -132,6 +132,7 @@ pub fn count(batch: u64, micro_batch: u64) -> Result<u32, Error> {
     u32::try_from(batch / micro_batch).ok().filter(|_| batch.is_multiple_of(micro_batch)).ok_or_else(|| {
         Error::input(format!("`--batch {batch}` is not a multiple of the micro-batch size {micro_batch}"))
             .because("the costs are for that size")
+            .with_help(format!("use a multiple of {micro_batch}, or costs for another `--micro-batch`"))
     })
 }
 

@@ -103,6 +103,7 @@ pub fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> Total {
             micro_batch: prepared.batch / u64::from(microbatches),
             microbatches,
         },
+        differs_from_plan: prepared.differs_from_plan.iter().map(|what| what.to_string()).collect(),
         workers: done.trained.peak_memory_bytes.len() as u64,
         cores: available_parallelism().map_or(1, |cores| cores.get() as u64),
         held_out: done.score.map(|score| HeldOut {

@@ -260,6 +260,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         data: OnceLock::new(),
         begun: None,
         sharing,
+        differs_from_plan: Vec::new(),
     })
 }
 

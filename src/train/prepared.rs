@@ -54,6 +54,8 @@ pub struct Prepared {
     pub begun: Option<ResumedState>,
     /// Tensor parallelism, if the degree is above 1.
     pub sharing: Option<Sharing>,
+    /// Settings and work that differ from the plan's, so that its times do not apply.
+    pub differs_from_plan: Vec<&'static str>,
 }
 
 /// The state that a run resumes from.

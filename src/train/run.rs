@@ -24,7 +24,7 @@ use crate::train::prepare::{self, Done};
 use crate::train::prepared::Prepared;
 use crate::train::request::{DataInput, HeldOutInput, PlanInput, TrainRequest};
 use crate::train::run_inputs;
-use crate::train::run_memory::{differences, exceeds_limit, exceeds_plan};
+use crate::train::run_memory::{differences, exceeds_limit, exceeds_plan, unplanned_work};
 use crate::train::task::{CheckpointSettings, Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel::degree;
 use compiler::export::metrics::Total;
@@ -260,6 +260,7 @@ fn once(
     };
     let mut prepared = prepare::prepare(&mut task)?;
     let differing = differences(&task, request);
+    prepared.differs_from_plan = [&differing[..], &unplanned_work(&task, prepared.order().0)].concat();
     let estimate = prepared.memory_estimate(&task);
     // The estimate is coarser than a plan for this kind of device.
     let is_planned = differing.is_empty() && plan.cluster.device.is_cpu() != task.is_on_gpus();
@@ -277,17 +278,10 @@ fn once(
         None => {}
     }
     let cores = available_parallelism().map_or(1, |cores| cores.get());
-    // The plan's times include neither clipping nor regular checkpoints.
-    let has_extra_work =
-        task.policy.clip_norm.is_some() || task.keeping.as_ref().is_some_and(|keeping| keeping.every.is_some());
-    // Methods against stale weights run the schedule with other in-flight limits.
-    let is_planned_schedule = prepared.order().0 == plan.schedule.kind.name();
     let is_predicted = is_planned
-        && is_planned_schedule
-        && !has_extra_work
+        && prepared.differs_from_plan.is_empty()
         && !has_processes
         && !task.is_on_gpus()
-        && task.frozen.is_empty()
         && plan.workers() as usize <= cores;
     let memory_estimate = (!differing.is_empty()).then_some(estimate);
     notes(&task, &prepared, events);
@@ -297,6 +291,10 @@ fn once(
             Error::file("create the folder", folder, error)
                 .with_help("choose a writable location for `--checkpoint-dir`")
         })?;
+    }
+    let has_output = request.save.is_some() || request.save_gradients.is_some() || request.metrics.is_some();
+    if !role.reports() && has_output {
+        events.note("rank 0 alone writes weights, gradients and metrics, if it has the flags");
     }
     let _held = folder.filter(|_| role.reports()).map(checkpoints::hold).transpose()?;
     checkpoints::only_weights(&mut task, &prepared, events);

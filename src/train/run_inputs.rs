@@ -3,7 +3,7 @@
 use crate::launch::role::RunInputs;
 use crate::train::data_digest::named;
 use crate::train::prepared::Prepared;
-use crate::train::run_settings::{DATA, GRAPH, terms};
+use crate::train::run_settings::{DATA, GRAPH, LEARNING_RATE, terms};
 use crate::train::task::Task;
 use compiler::graph::hash::hash;
 use compiler::plan::{Plan, Stage};
@@ -21,6 +21,7 @@ const IN_DIGESTS: [&str; 2] = [DATA, GRAPH];
 /// setting.
 pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement) -> RunInputs {
     let training = prepared.training(task);
+    let (schedule, microbatches) = prepared.order();
     let digest = |what: &str, put: &dyn Fn(&mut Sha256)| {
         let mut sha = Sha256::new();
         put(&mut sha);
@@ -38,6 +39,8 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
         digest("the plans or schedules", &text(format!("{}{}", training.program, stages(task.plan)))),
         digest("the tensor-parallel degrees or shardings", &text(sharding)),
         setting("steps", prepared.steps.to_string()),
+        setting("schedule", schedule.to_string()),
+        setting("micro-batches", microbatches.to_string()),
         setting("`--save-gradients`", state(task.keep_gradients)),
         setting("checkpoints", state(task.keeping.is_some())),
         setting("`--checkpoint-every`", every.map_or(String::new(), |every| every.to_string())),
@@ -48,7 +51,10 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
         ("the data".to_string(), RunInput::Digest(*prepared.data_digest())),
     ];
     let settings = terms(task, prepared).into_iter().filter(|(name, _)| !IN_DIGESTS.contains(&name.as_str()));
-    all.extend(settings.map(|(name, term)| (name, RunInput::setting(term.text))));
+    all.extend(settings.map(|(name, term)| match name == LEARNING_RATE {
+        true => setting("`--lr-schedule`", term.text),
+        false => setting(&name, term.text),
+    }));
     // The ranks of a group must update unsharded parameters alike.
     if placement.has_split_groups() {
         let devices: Vec<String> = arithmetic(task.devices).into_iter().collect();

@@ -1,4 +1,4 @@
-//! Compares the memory of a run with that of its plan.
+//! Compares a run with its plan: settings and memory.
 
 use crate::loss::CountedLoss;
 use crate::train::metrics::of_device;
@@ -29,6 +29,20 @@ pub fn differences(task: &Task<'_>, request: &TrainRequest) -> Vec<&'static str>
         ("batch", (task.batch, microbatches) != (batch, plan.schedule.microbatches)),
         ("optimizer", is_other_optimizer),
         ("loss", plan.model.import.loss.is_some() && plan.model.import.loss != counted.written()),
+    ];
+    all.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
+}
+
+/// What the run does and the plan's times leave out.
+pub fn unplanned_work(task: &Task<'_>, schedule: &str) -> Vec<&'static str> {
+    let writes_checkpoints = task.keeping.as_ref().is_some_and(|keeping| keeping.every.is_some());
+    let is_planned = task.schedule == task.plan.schedule.kind && task.own.is_none();
+    let all = [
+        ("gradient clipping", task.policy.clip_norm.is_some()),
+        ("regular checkpoints", writes_checkpoints),
+        ("frozen parameters", !task.frozen.is_empty()),
+        // Methods against stale weights run the schedule with other in-flight limits.
+        ("staleness", is_planned && schedule != task.plan.schedule.kind.name()),
     ];
     all.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
 }

@@ -18,6 +18,8 @@ pub const DATA: &str = "sha256 of the data";
 
 /// The hash of the graph.
 pub const GRAPH: &str = "the graph of the model";
+/// The learning-rate schedule. Checkpoints of older versions have it under this name.
+pub const LEARNING_RATE: &str = "learning rate";
 /// Names of parameters that are not trained.
 const FROZEN: &str = "frozen parameters";
 /// The element type of the run.
@@ -57,7 +59,7 @@ pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Term> {
     let terms = [
         (GRAPH, Term::new(hash(&task.loaded.model.graph))),
         ("optimizer", Term::since(rule_text(rule), rule)),
-        ("learning rate", Term::since(rate_text(*rate), rate)),
+        (LEARNING_RATE, Term::since(rate_text(*rate), rate)),
         ("data rows", Term::new(prepared.rows)),
         (DATA, Term::new(prepared.data_digest().iter().map(|byte| format!("{byte:02x}")).collect::<String>())),
         ("batch", Term::new(prepared.batch)),

@@ -59,10 +59,15 @@ fn a_plan_states_its_prediction_interval() {
     pipec(folder, 0, &["plan", "check", "plan.json", "--model", "m.onnx", "--profile", "p.json"]);
     let train = ["train", "m.onnx", "--plan", "plan.json", "--synthetic-data", "--steps"];
     let paced = |text: &str| text.lines().any(|line| line.contains(" per minibatch: ") && line.ends_with(" expected"));
-    let text = pipec(folder, 0, &[&train[..], &["20"]].concat());
+    let text = pipec(folder, 0, &[&train[..], &["20", "--metrics", "m.jsonl"]].concat());
     assert!(paced(&text), "{text}");
-    for other in [&["--batch", "64"][..], &["--clip-norm", "1"], &["--staleness", "predict"], &["--freeze", "fc1*"]] {
-        assert!(!paced(&pipec(folder, 0, &[&train[..], &["20"], other].concat())), "{other:?}");
+    pipec(folder, 0, &["report", "plan.json", "--metrics", "m.jsonl", "--html", "r.html"]);
+    assert!(fs::read_to_string(folder.join("r.html")).unwrap().contains(" expected."));
+    for other in [&["--batch", "64"][..], &["--clip-norm", "1"], &["--staleness", "none"], &["--freeze", "fc1*"]] {
+        assert!(!paced(&pipec(folder, 0, &[&train[..], &["20", "--metrics", "m.jsonl"], other].concat())), "{other:?}");
+        let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
+        let total: serde_json::Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
+        assert_eq!(total["total"]["differs_from_plan"].as_array().unwrap().len(), 1, "{other:?}");
     }
     let checkpoints = ["20", "--checkpoint-dir", "ck", "--checkpoint-every", "5"];
     assert!(!paced(&pipec(folder, 0, &[&train[..], &checkpoints].concat())));

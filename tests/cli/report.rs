@@ -167,10 +167,24 @@ fn a_run_stands_beside_its_prediction() {
         );
     }
     metrics += "{\"total\":{\"steps\":20,\"step_us\":9000,\"stages\":[{\"stage\":1,\"fwd_us\":4000,\"bwd_us\":8000,\"peak_memory_bytes\":5000000}]}}\n";
-    fs::write(folder.join("m.jsonl"), metrics).unwrap();
+    fs::write(folder.join("m.jsonl"), &metrics).unwrap();
     let text = page(folder, &["--metrics", "m.jsonl"]);
     // 12 ms on average, 9 ms in the steady state, 6 ms predicted; stage 1 takes twice the planned time.
     assert!(text.contains("1.500 times the prediction") && text.contains("stage 1, backward"), "no measurement");
+    assert!(text.contains("9.000 ms in the steady state") && !text.contains("no totals"), "{text}");
+    // A run of other settings, and one that did not end.
+    let other = metrics.replace("\"step_us\":9000", "\"differs_from_plan\":[\"batch\",\"gradient clipping\"]");
+    fs::write(folder.join("m.jsonl"), other).unwrap();
+    let text = page(folder, &["--metrics", "m.jsonl"]);
+    assert!(text.contains("differs from the plan (batch, gradient clipping)"), "{text}");
+    assert!(!text.contains("times the prediction"), "{text}");
+    fs::write(folder.join("m.jsonl"), metrics.split("{\"total").next().unwrap()).unwrap();
+    let text = page(folder, &["--metrics", "m.jsonl"]);
+    assert!(
+        text.contains("The file has no totals") && text.contains("with the time in which the pipeline fills"),
+        "{text}"
+    );
+    assert!(text.contains("2.000 times the prediction"), "{text}");
     let more =
         "{\"total\":{\"stages\":[{\"stage\":2,\"fwd_us\":4000,\"bwd_us\":8000,\"peak_memory_bytes\":5000000}]}}\n";
     fs::write(folder.join("m.jsonl"), format!("{{\"loss\":1,\"seconds\":1}}\n{more}")).unwrap();

@@ -509,31 +509,33 @@ fn processes_that_cannot_meet_say_why() {
     // The processes have different inputs.
     let differ = |more: [&[&str]; 2], what: &str| {
         let address = format!("127.0.0.1:{}", port());
-        let both = [("0", more[0]), ("1", more[1])];
-        let both = both.map(|(number, more)| rank(at, number, &address, &[more, &["--connect-timeout", "4"]].concat()));
-        for (code, printed) in both.map(end) {
+        let common = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--address", &address];
+        let both = [["--rank", "0"], ["--rank", "1"]].into_iter().zip(more);
+        let start = |(rank, more): ([&str; 2], &[&str])| {
+            command(at, &[&common[..], &["--connect-timeout", "4"], &rank, more].concat()).spawn().unwrap()
+        };
+        for (code, printed) in both.map(start).collect::<Vec<_>>().into_iter().map(end) {
             assert_eq!(code, Some(1), "{printed}");
             assert!(printed.contains(what), "{printed}");
         }
     };
-    differ([&["--steps", "5"], &["--steps", "6"]], "steps: rank 1 has `6`, rank 0 `5`; the plans or schedules differ");
+    let stages = ["--stages", "1,1", "--steps", "5"];
+    let own = |flag: &'static str, value: &'static str| [&stages[..], &[flag, value]].concat();
     differ(
-        [&["--steps", "5"], &["--steps", "5", "--lr", "0.5"]],
-        "optimizer: rank 1 has `sgd, lr 0.5, momentum 0, weight decay 0`, rank 0 `sgd, lr ",
+        [&stages, &own("--lr", "0.5")],
+        "optimizer: rank 1 has `sgd, lr 0.5, momentum 0, weight decay 0`, rank 0 `sgd, ",
     );
-    differ(
-        [&["--steps", "5"], &["--steps", "5", "--precision", "bf16"]],
-        "precision: rank 1 has `bf16`, rank 0 `the model's`; the models",
-    );
-    // Only the cuts differ: both messages between the stages have the same shape.
+    differ([&stages, &["--stages", "1,1", "--steps", "6"]], "steps: rank 1 has `6`, rank 0 `5`\n");
+    differ([&stages, &own("--precision", "bf16")], "precision: rank 1 has `bf16`, rank 0 `the model's`\n");
+    differ([&stages, &own("--freeze", "fc1*")], "frozen parameters: rank 1 has `fc1*`, rank 0 none\n");
+    differ([&stages, &own("--seed", "7")], "seed: rank 1 has `7`, rank 0 `0`");
+    // Only the cuts differ: the messages between the stages have the same shape.
     for cut in ["relu1", "relu2"] {
         let plan = ["partition", "m.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "8", "--cut-after"];
         done(at, &[&plan[..], &[&format!("/{cut}/Relu"), "-o", &format!("{cut}.json"), "-q"]].concat());
     }
     differ(
-        [["--steps", "5", "--plan", "relu1.json"], ["--steps", "5", "--plan", "relu2.json"]]
-            .each_ref()
-            .map(|it| &it[..]),
+        [&["--steps", "5", "--plan", "relu1.json"], &["--steps", "5", "--plan", "relu2.json"]],
         "the plans or schedules differ",
     );
     // Two processes claim the same rank.

@@ -131,9 +131,12 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
         with_token(at, "1", &address, TOKEN, &["--lr", "0.5"]),
         with_token(at, "1", &address, TOKEN, &["--schedule", "gpipe", "--microbatches", "4"]),
     ];
-    for (child, why) in
-        processes.into_iter().zip([MISMATCH, MISMATCH, "optimizer: rank 1 has `sgd, lr 0.5, ", "schedules"])
-    {
+    for (child, why) in processes.into_iter().zip([
+        MISMATCH,
+        MISMATCH,
+        "optimizer: rank 1 has `sgd, lr 0.5, ",
+        "schedule: rank 1 has `gpipe`, rank 0 `1f1b-rr`",
+    ]) {
         let (code, printed) = end(child);
         assert_eq!(code, Some(1), "{printed}");
         assert!(printed.contains(why), "{why}: {printed}");

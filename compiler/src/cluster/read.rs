@@ -196,8 +196,13 @@ pub fn figures(place: &str, device: &Device) -> Result<(), ClusterError> {
     if !(0.01..=1.0).contains(&fraction) {
         return Err(ClusterError::Fraction { key: format!("{place}.matmul_efficiency"), value: fraction });
     }
-    if device.multiprocessors == Some(0) {
-        return Err(ClusterError::Figure { key: format!("{place}.multiprocessors"), value: 0.0 });
+    let counts = [
+        ("multiprocessors", device.multiprocessors),
+        ("cores", device.cores),
+        ("threads_per_worker", device.threads_per_worker),
+    ];
+    if let Some((key, _)) = counts.into_iter().find(|(_, count)| *count == Some(0)) {
+        return Err(ClusterError::Figure { key: format!("{place}.{key}"), value: 0.0 });
     }
     Ok(())
 }

@@ -72,6 +72,8 @@ pub struct Total {
     pub plan: PlanTotal,
     /// Schedule and batch sizes.
     pub order: MeasuredOrder,
+    /// Settings and work of the run that differ from the plan's, so that its predictions do not apply.
+    pub differs_from_plan: Vec<String>,
     /// Workers of this process.
     pub workers: u64,
     /// Cores that these workers share.

@@ -97,7 +97,7 @@ pub struct Answer {
 }
 
 /// Measurements of one stage in a training run, for its slowest replica.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct MeasuredStage {
     pub stage: u32,
     /// Microseconds of the forward pass of one micro-batch.
@@ -118,12 +118,18 @@ pub struct Measured {
     pub stages: Vec<MeasuredStage>,
     pub plan: Option<MeasuredPlan>,
     pub order: Option<MeasuredOrder>,
+    /// Settings and work that differ from the plan's.
+    pub differs_from_plan: Vec<String>,
+    /// Seconds of the whole run; `None` if it resumed an earlier one, or did not end.
+    pub seconds: Option<f64>,
+    /// True if the file has the totals that a run writes at its end.
+    pub has_totals: bool,
     /// Number of workers and of the cores they share.
     pub shared: Option<(u64, u64)>,
 }
 
 /// Identifies the plan of a run.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 pub struct MeasuredPlan {
     pub graph: String,
     pub stages: Vec<MeasuredPlace>,

@@ -128,7 +128,8 @@ impl Hello {
                 _ => names.push(name.as_str()),
             }
         }
-        if !names.is_empty() {
+        // Digests may differ only because settings do.
+        if reasons.is_empty() && !names.is_empty() {
             reasons.push(format!("{} differ", listed(&names)));
         }
         Err(if reasons.is_empty() { "it has other settings than this process".into() } else { reasons.join("; ") })
@@ -257,7 +258,7 @@ mod tests {
         let read = Hello::decode(&of("b").encode()).unwrap();
         assert_eq!(read.meets(&of("b")), Ok(()));
         let why = read.meets(&of("c")).unwrap_err();
-        assert!(why.starts_with(&format!("seed: rank 1 has `{}…, SHA-256 ", "ä".repeat(BEGIN))), "{why}");
+        assert!(why.starts_with("seed: rank 1 has `äää") && why.contains("`, rank 1 `äää"), "{why}");
     }
 
     #[test]
@@ -280,7 +281,7 @@ mod tests {
         let all = |h: &mut Hello| {
             (h.process, h.identity.inputs[0].1, h.identity.inputs[2].1) = (2, other.clone(), seed(""));
         };
-        assert_eq!(check(&all), refused("seed: rank 2 has none, rank 1 `3`; the programs differ"));
+        assert_eq!(check(&all), refused("seed: rank 2 has none, rank 1 `3`"));
         assert_eq!(check(&|h| h.identity.run = 8), refused("it belongs to run 8, this is run 7"));
     }
 }

@@ -152,7 +152,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let (epochs, lr) = arguments.model.usual();
     let (epochs, lr) = (arguments.epochs.unwrap_or(epochs), arguments.lr.unwrap_or(lr));
     screen.text(&format!(
-        "\n4. Train: {WORKERS} workers, weight stashing, {epochs} epochs of {} digits\n",
+        "\n4. Train: {WORKERS} workers, weight stashing, {} of {} digits\n",
+        quantity::plural(u64::from(epochs), "epoch", "epochs"),
         digits.train.rows
     ));
     let initial = loaded.weights()?;

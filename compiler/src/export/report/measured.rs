@@ -7,9 +7,11 @@ use crate::export::axis::Unit;
 use crate::export::plot::{Curve, HorizontalAxis, Plot};
 use crate::export::quantity;
 use crate::export::report::markup::{Column, Table, figure, paragraph};
-use crate::export::report::{Measured, MeasuredOrder, MeasuredPlace, MeasuredPlan, MeasuredStage};
+use crate::export::report::{Measured, MeasuredOrder, MeasuredPlace};
+use crate::import::onnx::name::shown;
 use crate::plan::Plan;
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 /// Maximum number of points of a curve; longer runs are subsampled.
@@ -18,6 +20,8 @@ const POINTS: usize = 400;
 const SHOWN: usize = 8;
 /// Maximum number of minibatches read.
 const MOST: usize = 10_000_000;
+/// Longest time read, in microseconds: about 30 years.
+const LONGEST_US: f64 = 1e15;
 
 /// Errors in a metrics file. Lines are counted from 1.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -29,6 +33,8 @@ pub enum MetricsError {
     /// Times are not monotonic.
     #[error("line {line}: time {found} s follows {before} s")]
     Order { line: usize, found: f64, before: f64 },
+    #[error("line {line}: `total.{field}` is not as `pipec train --metrics` writes it")]
+    Total { line: usize, field: &'static str },
     #[error("the run has no minibatch")]
     Empty,
     #[error("the run used another plan: {what}")]
@@ -86,13 +92,9 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
         let value: Value = serde_json::from_str(line).map_err(|_| MetricsError::Line { line: line_number })?;
         let Some(object) = value.as_object() else { return Err(MetricsError::Line { line: line_number }) };
         if let Some(total) = object.get("total") {
-            measured.stages = stages(total);
-            measured.plan = plan_of(total);
-            measured.order = total.get("order").and_then(|order| MeasuredOrder::deserialize(order).ok());
-            measured.step_us = total.get("step_us").and_then(Value::as_f64).filter(|us| us.is_finite() && *us > 0.0);
-            let number = |name: &str| total.get(name).and_then(Value::as_u64);
-            measured.shared = number("workers").zip(number("cores"));
-            resumed_after = number("resumed_after");
+            let total = TotalFields { total, line: line_number };
+            resumed_after = total.field("resumed_after")?;
+            read_total(total, resumed_after, &mut measured)?;
             continue;
         }
         let number = |field: &'static str| {
@@ -136,25 +138,42 @@ fn joined(lines: &[StepLine], resumed_after: Option<u64>) -> Result<Vec<(f64, f6
     Ok(steps)
 }
 
-/// The plan of the run; `None` if it is missing or malformed.
-fn plan_of(total: &Value) -> Option<MeasuredPlan> {
-    let plan = total.get("plan")?;
-    let stages = Vec::<MeasuredPlace>::deserialize(plan.get("stages")?).ok()?;
-    Some(MeasuredPlan { graph: plan.get("graph")?.as_str()?.to_string(), stages })
+/// The totals of a run. Every field may be missing or null.
+#[derive(Clone, Copy)]
+struct TotalFields<'a> {
+    total: &'a Value,
+    line: usize,
 }
 
-fn stages(total: &Value) -> Vec<MeasuredStage> {
-    let list = total.get("stages").and_then(Value::as_array);
-    let one = |value: &Value| {
-        let time = |field: &str| value.get(field).and_then(Value::as_f64).filter(|us| us.is_finite());
-        Some(MeasuredStage {
-            stage: u32::try_from(value.get("stage")?.as_u64()?).ok()?,
-            fwd_us: time("fwd_us")?,
-            bwd_us: time("bwd_us")?,
-            peak_memory_bytes: value.get("peak_memory_bytes")?.as_u64()?,
-        })
-    };
-    list.map(|list| list.iter().filter_map(one).collect()).unwrap_or_default()
+impl TotalFields<'_> {
+    fn field<T: DeserializeOwned>(self, field: &'static str) -> Result<Option<T>, MetricsError> {
+        let wrong = MetricsError::Total { line: self.line, field };
+        let fields = self.total.as_object().ok_or(MetricsError::Line { line: self.line })?;
+        fields.get(field).map_or(Ok(None), |value| Option::<T>::deserialize(value).map_err(|_| wrong))
+    }
+
+    fn time_us(self, field: &'static str, us: f64) -> Result<f64, MetricsError> {
+        let wrong = MetricsError::Total { line: self.line, field };
+        if (0.0..=LONGEST_US).contains(&us) { Ok(us) } else { Err(wrong) }
+    }
+}
+
+fn read_total(total: TotalFields<'_>, resumed: Option<u64>, measured: &mut Measured) -> Result<(), MetricsError> {
+    measured.stages = total.field("stages")?.unwrap_or_default();
+    for stage in &measured.stages {
+        total.time_us("stages", stage.fwd_us.max(stage.bwd_us))?;
+        total.time_us("stages", stage.fwd_us.min(stage.bwd_us))?;
+    }
+    measured.plan = total.field("plan")?;
+    measured.order = total.field("order")?;
+    measured.differs_from_plan = total.field("differs_from_plan")?.unwrap_or_default();
+    measured.step_us = total.field("step_us")?.map(|us| total.time_us("step_us", us)).transpose()?;
+    let seconds: Option<f64> = total.field("seconds")?;
+    let us = seconds.map(|seconds| total.time_us("seconds", seconds * 1e6)).transpose()?;
+    measured.seconds = us.map(|us| us / 1e6).filter(|_| resumed.unwrap_or(0) == 0);
+    measured.shared = total.field("workers")?.zip(total.field("cores")?);
+    measured.has_totals = true;
+    Ok(())
 }
 
 /// Microseconds between the ends of consecutive minibatches. The first ones include the pipeline fill.
@@ -166,6 +185,34 @@ fn steps(measured: &Measured) -> Vec<f64> {
         us
     };
     measured.steps.iter().map(step).collect()
+}
+
+/// A notice if the run is not one that the plan describes.
+fn other_run(plan: &Plan, measured: &Measured) -> Option<String> {
+    let order = || measured.order.as_ref().and_then(|order| other_order(plan, order));
+    match &measured.differs_from_plan[..] {
+        [] => order(),
+        all => Some(format!(
+            "The run differs from the plan ({}): the predicted times and memory do not apply.",
+            all.iter().map(|what| shown(what)).collect::<Vec<_>>().join(", ")
+        )),
+    }
+}
+
+/// The prediction interval, if the run had the conditions of the profile.
+fn expected(plan: &Plan, measured: &Measured) -> Option<String> {
+    let us = measured.step_us?;
+    let (workers, cores) = measured.shared?;
+    let [low, high] = plan.expected_step_us().filter(|_| workers == u64::from(plan.workers()) && workers <= cores)?;
+    let place = if us < low {
+        "below"
+    } else if us > high {
+        "above"
+    } else {
+        "within"
+    };
+    let [low, high] = [low, high].map(quantity::duration);
+    Some(format!(" It is {place} the {low} to {high} expected."))
 }
 
 /// A notice if the run used another schedule or other batch sizes than the plan.
@@ -185,40 +232,45 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
     let steps = steps(measured);
     let predicted = plan.predicted.step_us;
     let count = quantity::plural(steps.len() as u64, "minibatch", "minibatches");
-    let whole = measured.steps.last().map_or(0.0, |(_, seconds)| *seconds);
+    let last = measured.steps.last().map_or(0.0, |(_, seconds)| *seconds);
+    let whole = measured.seconds.unwrap_or(last).max(last);
     let mean = whole * 1e6 / steps.len().max(1) as f64;
     let steady = measured.step_us.unwrap_or(mean);
-    let ratio = if predicted > 0.0 {
+    let other = other_run(plan, measured);
+    let ratio = if predicted > 0.0 && other.is_none() {
         format!(", {} times the prediction of {}", quantity::short(steady / predicted), quantity::duration(predicted))
     } else {
         String::new()
     };
     let filled = match measured.step_us {
         Some(us) => format!(", {} in the steady state", quantity::duration(us)),
-        None => ", with the time in which the pipeline fills".to_string(),
+        None => " with the time in which the pipeline fills".to_string(),
     };
     let mut text = paragraph(
         "",
         &format!(
-            "{count} in {}: {} each on average{filled}{ratio}.",
+            "{count} in {}: {} each on average{filled}{ratio}.{}",
             quantity::duration(whole * 1e6),
             quantity::duration(mean),
+            if other.is_none() { expected(plan, measured).unwrap_or_default() } else { String::new() },
         ),
     );
-    if let Some(other) = measured.order.as_ref().and_then(|order| other_order(plan, order)) {
-        text += &paragraph("", &other);
+    let is_other = other.is_some();
+    let unfinished = "The file has no totals: the run did not end.".to_string();
+    for notice in other.into_iter().chain((!measured.has_totals).then_some(unfinished)) {
+        text += &paragraph("", &notice);
     }
     let every = steps.len().div_ceil(POINTS).max(1);
     let line = |values: Vec<f64>| -> Vec<(f64, f64)> {
         let all = values.into_iter().enumerate().step_by(every);
         all.map(|(at, value)| (at as f64, value)).filter(|(_, value)| value.is_finite()).collect()
     };
-    let last = steps.len().saturating_sub(1).max(1) as f64;
+    let last_step = steps.len().saturating_sub(1).max(1) as f64;
     let curve = |name: &str, points, is_reference| Curve { name: name.to_string(), points, is_reference };
     let plot = |title: &str, up_name: &str, up, curves| Plot {
         title: title.to_string(),
         across_name: "minibatch".to_string(),
-        across: HorizontalAxis::Upto(last),
+        across: HorizontalAxis::Upto(last_step),
         up_name: up_name.to_string(),
         up,
         curves,
@@ -228,7 +280,7 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
     };
     let times = vec![
         curve("measured", line(steps.clone()), false),
-        curve("predicted", vec![(0.0, predicted), (last, predicted)], true),
+        curve("predicted", vec![(0.0, predicted), (last_step, predicted)], true),
     ];
     let losses = vec![curve("loss", line(measured.steps.iter().map(|(loss, _)| *loss).collect()), false)];
     let time = plot("Minibatch time", "", Unit::Time, times).draw();
@@ -244,10 +296,10 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
             ),
         );
     }
-    text + &table(plan, measured, steady)
+    text + &table(plan, measured, steady, is_other)
 }
 
-fn table(plan: &Plan, measured: &Measured, step_us: f64) -> String {
+fn table(plan: &Plan, measured: &Measured, step_us: f64, is_other: bool) -> String {
     let caption = "Predicted and measured. Stage times are per micro-batch on the slowest replica; memory is the peak \
                    per device, over all stages on the same devices.";
     let columns = [
@@ -258,7 +310,8 @@ fn table(plan: &Plan, measured: &Measured, step_us: f64) -> String {
     ];
     let mut table = Table::new(caption, &columns);
     let mut row = |what: String, predicted: f64, found: f64, tell: &dyn Fn(f64) -> String| {
-        let ratio = if predicted > 0.0 { quantity::short(found / predicted) } else { String::new() };
+        let is_comparable = predicted > 0.0 && !is_other;
+        let ratio = if is_comparable { quantity::short(found / predicted) } else { String::new() };
         table.row(&[what, tell(predicted), tell(found), ratio]);
     };
     let what = if measured.step_us.is_some() { "minibatch, in the steady state" } else { "minibatch, on average" };
@@ -292,6 +345,7 @@ fn table(plan: &Plan, measured: &Measured, step_us: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::export::report::MeasuredStage;
 
     #[test]
     fn metrics_are_read_and_refused() {
@@ -304,9 +358,25 @@ mod tests {
         assert_eq!(read_back.steps, [(2.0, 0.5), (1.0, 0.75)]);
         assert_eq!(read_back.stages, [MeasuredStage { stage: 0, fwd_us: 1.5, bwd_us: 3.0, peak_memory_bytes: 7 }]);
         assert_eq!(read_back.step_us, Some(2.5e5));
-        for step_us in ["-1", "0", "null", "\"1\""] {
-            let total = format!("{{\"total\":{{\"step_us\":{step_us}}}}}");
-            assert_eq!(read(&(line(2.0, 0.5) + &total)).unwrap().step_us, None, "{step_us}");
+        assert!(read_back.has_totals && !read(&line(2.0, 0.5)).unwrap().has_totals);
+        let total = |content: &str| read(&(line(2.0, 0.5) + &format!("{{\"total\":{content}}}")));
+        assert_eq!(total("{\"step_us\":null}").unwrap().step_us, None);
+        assert_eq!(total("\"x\""), Err(MetricsError::Line { line: 2 }));
+        for (field, value) in [
+            ("step_us", "-1"),
+            ("step_us", "\"1\""),
+            ("stages", "{}"),
+            ("stages", "[{\"stage\":0,\"fwd_us\":1e308,\"bwd_us\":3.0,\"peak_memory_bytes\":7}]"),
+            ("stages", "[{\"stage\":0,\"fwd_us\":\"1\",\"bwd_us\":3.0,\"peak_memory_bytes\":7}]"),
+            ("seconds", "-1"),
+            ("plan", "7"),
+            ("differs_from_plan", "[1]"),
+        ] {
+            assert_eq!(
+                total(&format!("{{\"{field}\":{value}}}")),
+                Err(MetricsError::Total { line: 2, field }),
+                "{value}"
+            );
         }
         // The second run resumed after the first minibatch; its seconds begin again.
         let resumed = |step: u64, seconds: f64| format!("{{\"step\":{step},\"loss\":1,\"seconds\":{seconds}}}\n");
