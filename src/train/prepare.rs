@@ -471,7 +471,7 @@ mod tests {
         let of = |kind, caps: &[u32]| {
             let stage = StageSpec::new(1, 1.0, 2.0);
             let pipeline = Pipeline::chain(vec![stage; caps.len()]).with_caps(caps);
-            warm_up(&schedule(kind, &pipeline, StepCount { minibatches: 4, microbatches: 4 }).unwrap())
+            warm_up(&schedule(kind, &pipeline, StepCount { minibatches: 4, microbatches: 1 }).unwrap())
         };
         assert_eq!(of(Schedule::OneFOneBRr, &[3, 1]), WARM_UP);
         assert_eq!(of(Schedule::OneFOneBRr, &[20, 1]), 20);
