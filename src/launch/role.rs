@@ -299,6 +299,8 @@ impl ProcessRole {
         let agreed = |placement: &WorkerPlacement| {
             let mut all = inputs(placement);
             all.push(("`--nccl`".to_string(), RunInput::Setting(arguments.nccl.to_string())));
+            let processes: Vec<String> = placement.of.iter().map(|process| process.to_string()).collect();
+            all.push(("process of each rank".to_string(), RunInput::setting(processes.join(","))));
             all
         };
         let part =

@@ -343,8 +343,9 @@ pub fn run(
 
 /// Minibatches before timing: those that may be in flight without a flush, and at least [`WARM_UP`].
 fn warm_up(program: &Program) -> usize {
-    let in_flight = program.stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max().unwrap_or(0);
-    if program.schedule.flushes() { WARM_UP } else { WARM_UP.max(in_flight as usize) }
+    let in_flight = program.stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max();
+    let minibatches = in_flight.unwrap_or(0).div_ceil(program.microbatches.max(1));
+    if program.schedule.flushes() { WARM_UP } else { WARM_UP.max(minibatches as usize) }
 }
 
 /// Microseconds per minibatch after the first `warm_up`, from the seconds at which minibatches ended. The replicas of a
@@ -468,13 +469,14 @@ mod tests {
 
     #[test]
     fn minibatches_in_flight_are_not_timed() {
-        let of = |kind, caps: &[u32]| {
+        let of = |kind, microbatches, caps: &[u32]| {
             let stage = StageSpec::new(1, 1.0, 2.0);
             let pipeline = Pipeline::chain(vec![stage; caps.len()]).with_caps(caps);
-            warm_up(&schedule(kind, &pipeline, StepCount { minibatches: 4, microbatches: 1 }).unwrap())
+            warm_up(&schedule(kind, &pipeline, StepCount { minibatches: 4, microbatches }).unwrap())
         };
-        assert_eq!(of(Schedule::OneFOneBRr, &[3, 1]), WARM_UP);
-        assert_eq!(of(Schedule::OneFOneBRr, &[20, 1]), 20);
-        assert_eq!(of(Schedule::Gpipe, &[20, 20]), WARM_UP);
+        assert_eq!(of(Schedule::OneFOneBRr, 1, &[3, 1]), WARM_UP);
+        assert_eq!(of(Schedule::OneFOneBRr, 1, &[20, 1]), 20);
+        assert_eq!(of(Schedule::Gpipe, 4, &[20, 20]), WARM_UP);
+        assert_eq!(of(Schedule::TwoBw, 4, &[20, 20]), WARM_UP);
     }
 }

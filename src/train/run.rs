@@ -292,10 +292,6 @@ fn once(
                 .with_help("choose a writable location for `--checkpoint-dir`")
         })?;
     }
-    let has_output = request.save.is_some() || request.save_gradients.is_some() || request.metrics.is_some();
-    if !role.reports() && has_output {
-        events.note("rank 0 alone writes weights, gradients and metrics, if it has the flags");
-    }
     let _held = folder.filter(|_| role.reports()).map(checkpoints::hold).transpose()?;
     checkpoints::only_weights(&mut task, &prepared, events);
     // Another run may have written checkpoints here in the meantime.

@@ -3,7 +3,7 @@
 use crate::launch::role::RunInputs;
 use crate::train::data_digest::named;
 use crate::train::prepared::Prepared;
-use crate::train::run_settings::{DATA, GRAPH, LEARNING_RATE, terms};
+use crate::train::run_settings::{DATA, FROZEN, GRAPH, LEARNING_RATE, PRECISION, terms};
 use crate::train::task::Task;
 use compiler::graph::hash::hash;
 use compiler::plan::{Plan, Stage};
@@ -51,9 +51,11 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
         ("the data".to_string(), RunInput::Digest(*prepared.data_digest())),
     ];
     let settings = terms(task, prepared).into_iter().filter(|(name, _)| !IN_DIGESTS.contains(&name.as_str()));
-    all.extend(settings.map(|(name, term)| match name == LEARNING_RATE {
-        true => setting("`--lr-schedule`", term.text),
-        false => setting(&name, term.text),
+    all.extend(settings.map(|(name, term)| match &name[..] {
+        LEARNING_RATE => setting("`--lr-schedule`", term.text),
+        // The same graph may be described in several ways.
+        FROZEN | PRECISION => (name, RunInput::cause(term.text)),
+        _ => setting(&name, term.text),
     }));
     // The ranks of a group must update unsharded parameters alike.
     if placement.has_split_groups() {

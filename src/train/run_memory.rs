@@ -41,6 +41,9 @@ pub fn unplanned_work(task: &Task<'_>, schedule: &str) -> Vec<&'static str> {
         ("gradient clipping", task.policy.clip_norm.is_some()),
         ("regular checkpoints", writes_checkpoints),
         ("frozen parameters", !task.frozen.is_empty()),
+        ("device type", task.plan.cluster.device.is_cpu() == task.is_on_gpus()),
+        // Threads share memory, processes send messages.
+        ("several processes", task.has_processes && task.plan.workers_of_one_host().is_some()),
         // Methods against stale weights run the schedule with other in-flight limits.
         ("staleness", is_planned && schedule != task.plan.schedule.kind.name()),
     ];

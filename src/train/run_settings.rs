@@ -21,9 +21,9 @@ pub const GRAPH: &str = "the graph of the model";
 /// The learning-rate schedule. Checkpoints of older versions have it under this name.
 pub const LEARNING_RATE: &str = "learning rate";
 /// Names of parameters that are not trained.
-const FROZEN: &str = "frozen parameters";
+pub const FROZEN: &str = "frozen parameters";
 /// The element type of the run.
-const PRECISION: &str = "precision";
+pub const PRECISION: &str = "precision";
 
 /// One setting.
 #[derive(Clone, Debug, PartialEq, Eq)]

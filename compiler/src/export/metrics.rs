@@ -63,20 +63,20 @@ pub struct Total {
     pub seconds: f64,
     /// Samples per second.
     pub samples_per_s: f64,
-    /// Microseconds per minibatch in the steady state: after the first 8 minibatches, or as many as are in flight; null if
-    /// fewer than 8 follow them in this run.
+    /// Microseconds per minibatch in the steady state: after the first 8 minibatches, or as many as are in flight, in
+    /// whole rounds of the replicas; null if fewer than 8 follow them in this run.
     pub step_us: Option<f64>,
-    /// Times and memory of each stage of this process's workers.
+    /// Times and memory of each stage.
     pub stages: Vec<StageTotal>,
     /// The plan of the run.
     pub plan: PlanTotal,
     /// Schedule and batch sizes.
     pub order: MeasuredOrder,
-    /// Settings and work of the run that differ from the plan's, so that its predictions do not apply.
+    /// Settings and work of the run that differ from the plan's, so that its predictions may not apply.
     pub differs_from_plan: Vec<String>,
-    /// Workers of this process.
+    /// Workers of all processes.
     pub workers: u64,
-    /// Cores that these workers share.
+    /// Cores of this process's host.
     pub cores: u64,
     /// Validation results on held-out rows; null if there are none.
     pub held_out: Option<HeldOut>,

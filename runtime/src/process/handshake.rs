@@ -5,7 +5,7 @@
 //! value, and digests of programs, weights and data. A process of an earlier attempt has another run number and is refused.
 
 use crate::process::connection::{DeadlineReader, Hangup};
-use crate::process::fields::{Fields, LONGEST_TEXT, put_text};
+use crate::process::fields::{Fields, put_text};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use compiler::import::onnx::name::shown;
 use sha2::{Digest, Sha256};
@@ -20,28 +20,42 @@ pub const LONGEST: u64 = 1 << 20;
 /// Maximum number of inputs in a hello.
 const MOST_INPUTS: u32 = 64;
 
-/// Characters of a long setting that messages contain.
-const BEGIN: usize = 64;
+/// Characters of the longest setting that messages contain whole.
+const WHOLE: usize = 120;
+
+/// Characters that messages contain of a longer one.
+const BEGIN: usize = 40;
 
 /// An input of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunInput {
     /// SHA-256 of something large.
     Digest([u8; 32]),
-    /// A setting as text of at most [`LONGEST_TEXT`] bytes.
+    /// A setting as text of at most [`WHOLE`] characters.
     Setting(String),
+    /// A setting that may differ if the digests are equal, and else explains why they differ.
+    Cause(String),
 }
 
 impl RunInput {
     /// A setting. A long one is represented by its beginning and its SHA-256.
     pub fn setting(value: String) -> RunInput {
-        if value.len() <= LONGEST_TEXT {
-            return RunInput::Setting(value);
-        }
-        let begin: String = value.chars().take(BEGIN).collect();
-        let hex: String = Sha256::digest(&value).iter().map(|byte| format!("{byte:02x}")).collect();
-        RunInput::Setting(format!("{begin}…, SHA-256 {hex}"))
+        RunInput::Setting(shortened(value))
     }
+
+    /// As [`setting`](Self::setting), for one that the digests cover.
+    pub fn cause(value: String) -> RunInput {
+        RunInput::Cause(shortened(value))
+    }
+}
+
+fn shortened(value: String) -> String {
+    if value.chars().count() <= WHOLE {
+        return value;
+    }
+    let begin: String = value.chars().take(BEGIN).collect();
+    let hex: String = Sha256::digest(&value).iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{begin}…, SHA-256 {hex}")
 }
 
 /// The inputs of a run that must be equal in all processes.
@@ -78,8 +92,8 @@ impl Hello {
                     content.push(0);
                     content.extend(digest);
                 }
-                RunInput::Setting(setting) => {
-                    content.push(1);
+                RunInput::Setting(setting) | RunInput::Cause(setting) => {
+                    content.push(if matches!(input, RunInput::Setting(_)) { 1 } else { 2 });
                     put_text(&mut content, setting);
                 }
             }
@@ -96,9 +110,10 @@ impl Hello {
         let mut inputs = Vec::new();
         for _ in 0..count {
             let name = fields.text("the name of an input")?;
-            let input = match fields.below_byte(2, "the kind of an input")? {
+            let input = match fields.below_byte(3, "the kind of an input")? {
                 0 => RunInput::Digest(fields.array("a digest")?),
-                _ => RunInput::Setting(fields.text("a setting")?),
+                1 => RunInput::Setting(fields.text("a setting")?),
+                _ => RunInput::Cause(fields.text("a setting")?),
             };
             inputs.push((name, input));
         }
@@ -114,19 +129,28 @@ impl Hello {
         if self.identity.inputs == own.identity.inputs {
             return Ok(());
         }
-        let (mut reasons, mut names) = (Vec::new(), Vec::new());
+        let (mut reasons, mut causes, mut names) = (Vec::new(), Vec::new(), Vec::new());
+        let is_same_set =
+            self.identity.inputs.iter().map(|(name, _)| name).eq(own.identity.inputs.iter().map(|(name, _)| name));
+        let both = |name: &str, theirs: &str, here: &str| {
+            let [theirs, here] = [theirs, here].map(quoted);
+            format!("{name}: rank {} has {theirs}, rank {} {here}", self.process, own.process)
+        };
         for (name, input) in &own.identity.inputs {
             // An input that only one has follows from another that differs.
             let Some((_, other)) = self.identity.inputs.iter().find(|(other, _)| other == name) else { continue };
             match (other, input) {
                 _ if other == input => {}
-                (RunInput::Setting(theirs), RunInput::Setting(here)) => {
-                    let [theirs, here] = [theirs, here].map(|setting| quoted(setting));
-                    let (rank, own) = (self.process, own.process);
-                    reasons.push(format!("{name}: rank {rank} has {theirs}, rank {own} {here}"));
-                }
+                (RunInput::Setting(theirs), RunInput::Setting(here)) => reasons.push(both(name, theirs, here)),
+                (RunInput::Cause(theirs), RunInput::Cause(here)) => causes.push(both(name, theirs, here)),
                 _ => names.push(name.as_str()),
             }
+        }
+        if reasons.is_empty() && names.is_empty() && is_same_set {
+            return Ok(());
+        }
+        if !names.is_empty() {
+            reasons.append(&mut causes);
         }
         // Digests may differ only because settings do.
         if reasons.is_empty() && !names.is_empty() {
@@ -252,13 +276,28 @@ mod tests {
     fn a_long_setting_is_compared_in_full() {
         let of = |last: &str| {
             let mut hello = hello();
-            hello.identity.inputs[2].1 = RunInput::setting("ä".repeat(LONGEST_TEXT) + last);
+            hello.identity.inputs[2].1 = RunInput::setting("ä".repeat(WHOLE) + last);
             hello
         };
         let read = Hello::decode(&of("b").encode()).unwrap();
         assert_eq!(read.meets(&of("b")), Ok(()));
         let why = read.meets(&of("c")).unwrap_err();
-        assert!(why.starts_with("seed: rank 1 has `äää") && why.contains("`, rank 1 `äää"), "{why}");
+        let begin = "ä".repeat(BEGIN);
+        assert!(why.starts_with(&format!("seed: rank 1 has `{begin}…, SHA-256 ")), "{why}");
+        assert!(why.contains(&format!("`, rank 1 `{begin}…, SHA-256 ")), "{why}");
+    }
+
+    #[test]
+    fn a_cause_matters_only_if_a_digest_differs() {
+        let of = |frozen: &str, program: u8| {
+            let mut hello = hello();
+            hello.identity.inputs[0].1 = RunInput::Digest([program; 32]);
+            hello.identity.inputs.push(("frozen".to_string(), RunInput::cause(frozen.to_string())));
+            Hello::decode(&hello.encode()).unwrap()
+        };
+        assert_eq!(of("a,b", 1).meets(&of("b,a", 1)), Ok(()));
+        assert_eq!(of("a", 2).meets(&of("b", 1)), Err("frozen: rank 1 has `a`, rank 1 `b`".to_string()));
+        assert_eq!(of("a", 2).meets(&of("a", 1)), Err("the programs differ".to_string()));
     }
 
     #[test]

@@ -28,7 +28,7 @@ const LONGEST_US: f64 = 1e15;
 pub enum MetricsError {
     #[error("line {line} is not a JSON object")]
     Line { line: usize },
-    #[error("line {line}: `{field}` is not a number")]
+    #[error("line {line}: `{field}` is not a number, or too large")]
     Field { line: usize, field: &'static str },
     /// Times are not monotonic.
     #[error("line {line}: time {found} s follows {before} s")]
@@ -102,6 +102,9 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
             number.ok_or(MetricsError::Field { line: line_number, field })
         };
         let seconds = number("seconds")?;
+        if seconds * 1e6 > LONGEST_US {
+            return Err(MetricsError::Field { line: line_number, field: "seconds" });
+        }
         // The loss of a diverged run is null; the run is still shown.
         let loss = object.get("loss").and_then(Value::as_f64).unwrap_or(f64::NAN);
         found.push(StepLine { line: line_number, step: object.get("step").and_then(Value::as_u64), loss, seconds });
@@ -121,6 +124,7 @@ struct StepLine {
 }
 
 /// Loss and seconds of every minibatch. The seconds of a resumed run begin at 0; here they continue those of the run before.
+/// An earlier resumption is found only if they fall.
 fn joined(lines: &[StepLine], resumed_after: Option<u64>) -> Result<Vec<(f64, f64)>, MetricsError> {
     let (mut steps, mut earlier, mut before) = (Vec::new(), 0.0, 0.0);
     let mut last = None;
@@ -193,7 +197,7 @@ fn other_run(plan: &Plan, measured: &Measured) -> Option<String> {
     match &measured.differs_from_plan[..] {
         [] => order(),
         all => Some(format!(
-            "The run differs from the plan ({}): the predicted times and memory do not apply.",
+            "The run differs from the plan ({}): the predicted times and memory may not apply.",
             all.iter().map(|what| shown(what)).collect::<Vec<_>>().join(", ")
         )),
     }
@@ -256,7 +260,7 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
         ),
     );
     let is_other = other.is_some();
-    let unfinished = "The file has no totals: the run did not end.".to_string();
+    let unfinished = "The file has no totals, for example because the run was stopped.".to_string();
     for notice in other.into_iter().chain((!measured.has_totals).then_some(unfinished)) {
         text += &paragraph("", &notice);
     }
@@ -358,6 +362,7 @@ mod tests {
         assert_eq!(read_back.steps, [(2.0, 0.5), (1.0, 0.75)]);
         assert_eq!(read_back.stages, [MeasuredStage { stage: 0, fwd_us: 1.5, bwd_us: 3.0, peak_memory_bytes: 7 }]);
         assert_eq!(read_back.step_us, Some(2.5e5));
+        assert_eq!(read(&line(1.0, 1e300)), Err(MetricsError::Field { line: 1, field: "seconds" }));
         assert!(read_back.has_totals && !read(&line(2.0, 0.5)).unwrap().has_totals);
         let total = |content: &str| read(&(line(2.0, 0.5) + &format!("{{\"total\":{content}}}")));
         assert_eq!(total("{\"step_us\":null}").unwrap().step_us, None);

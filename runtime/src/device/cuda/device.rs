@@ -212,7 +212,8 @@ impl Device for CudaDevice {
     fn arithmetic(&self) -> String {
         let version = |library: CudaLibrary| library.find().ok().and_then(|found| found.version.clone());
         let libraries = [CudaLibrary::Nvrtc, CudaLibrary::CublasLt, CudaLibrary::Cudnn].map(version);
-        format!("{} {libraries:?}", self.info.model)
+        let tf32 = if self.info.tf32 { " tf32" } else { "" };
+        format!("{} {libraries:?}{tf32}", self.info.model)
     }
 
     fn transport(&self) -> Option<Arc<dyn Transport>> {
