@@ -31,14 +31,7 @@ fn pace(report: &TrainReport, us: f64) -> Option<String> {
     let plan = &report.plan;
     let is_measured = plan.profile.method == Method::Measured && plan.cost == CostModel::Pipec;
     let predicted = Some(plan.predicted.step_us).filter(|_| report.is_predicted && is_measured)?;
-    let expected = plan.expected_step_us().map_or(String::new(), |[low, high]| {
-        let place = if us < low {
-            "below"
-        } else if us > high {
-            "above"
-        } else {
-            "within"
-        };
+    let expected = plan.compared(us).map_or(String::new(), |(place, [low, high])| {
         format!(", {place} the {} to {} expected", quantity::time(low), quantity::time(high))
     });
     Some(format!("{} per minibatch: {} predicted{expected}", quantity::time(us), quantity::time(predicted)))

@@ -278,8 +278,7 @@ fn once(
         None => {}
     }
     let cores = available_parallelism().map_or(1, |cores| cores.get());
-    let is_predicted = is_planned
-        && prepared.differs_from_plan.is_empty()
+    let is_predicted = prepared.differs_from_plan.is_empty()
         && !has_processes
         && !task.is_on_gpus()
         && plan.workers() as usize <= cores;

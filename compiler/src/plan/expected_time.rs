@@ -30,4 +30,16 @@ impl Plan {
         (self.workers_of_one_host() == Some(self.profile.workers))
             .then(|| interval.map(|ratio| ratio * self.predicted.step_us))
     }
+    /// The prediction interval, and whether a measured step, in microseconds, is `below`, `within` or `above` it.
+    pub fn compared(&self, step_us: f64) -> Option<(&'static str, [f64; 2])> {
+        let [low, high] = self.expected_step_us()?;
+        let place = if step_us < low {
+            "below"
+        } else if step_us > high {
+            "above"
+        } else {
+            "within"
+        };
+        Some((place, [low, high]))
+    }
 }

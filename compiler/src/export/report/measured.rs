@@ -205,17 +205,9 @@ fn other_run(plan: &Plan, measured: &Measured) -> Option<String> {
 
 /// The prediction interval, if the run had the conditions of the profile.
 fn expected(plan: &Plan, measured: &Measured) -> Option<String> {
-    let us = measured.step_us?;
-    let (workers, cores) = measured.shared?;
-    let [low, high] = plan.expected_step_us().filter(|_| workers == u64::from(plan.workers()) && workers <= cores)?;
-    let place = if us < low {
-        "below"
-    } else if us > high {
-        "above"
-    } else {
-        "within"
-    };
-    let [low, high] = [low, high].map(quantity::duration);
+    let (workers, cores) = measured.shared.filter(|(workers, _)| *workers == u64::from(plan.workers()))?;
+    let (place, interval) = plan.compared(measured.step_us?).filter(|_| workers <= cores)?;
+    let [low, high] = interval.map(quantity::duration);
     Some(format!(" It is {place} the {low} to {high} expected."))
 }
 
