@@ -6,13 +6,13 @@ use crate::help;
 use compiler::cluster::class;
 use compiler::cluster::device::{Kind, find, hint, names};
 use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, Peak, Seconds, read};
-use compiler::import::onnx::name::shown;
 use compiler::plan::PlannedCluster;
 use compiler::profile::{OpProfile, Profile};
+use compiler::text::name::short_name;
 use profiler::machine;
 use std::path::{Path, PathBuf};
 
-use compiler::export::quantity;
+use compiler::text::quantity;
 
 pub mod torch_links;
 
@@ -154,7 +154,7 @@ pub fn in_one_line(cluster: &Cluster) -> String {
         format!("{} on {} at {}", level.count, level.name, quantity::rate(level.bandwidth.0))
     };
     let levels: Vec<String> = cluster.levels.iter().map(level).collect();
-    let of_kind = |count: u32, kind: &str| format!("{count} x {}", shown(kind));
+    let of_kind = |count: u32, kind: &str| format!("{count} x {}", short_name(kind));
     let devices = match cluster.classes.is_empty() {
         true => of_kind(cluster.devices(), &cluster.device.kind),
         false => {

@@ -9,11 +9,11 @@ use compiler::import::import::ImportError;
 use compiler::import::onnx::error::{DecodeError, FormatError};
 use compiler::import::onnx::lower::error::LowerError;
 use compiler::import::onnx::lower::input::InputError;
-use compiler::import::onnx::name::shown;
 use compiler::import::with_inputs;
 use compiler::pass::loss::{LossError, TARGET};
 use compiler::plan::problem::ProblemError;
 use compiler::schedule::error::ScheduleError;
+use compiler::text::name::short_name;
 use runtime::data::DataError;
 use runtime::data::weights::FileError;
 use runtime::exec::compile_error::CompileError;
@@ -25,7 +25,7 @@ use std::path::Path;
 /// Help for a model that cannot be imported.
 pub fn import(path: &Path, error: &ImportError) -> String {
     let names: Vec<String> =
-        with_inputs::followed(error).into_iter().map(|name| format!("`{}`", shown(&name))).collect();
+        with_inputs::followed(error).into_iter().map(|name| format!("`{}`", short_name(&name))).collect();
     if !names.is_empty() {
         let names = names.join(", ");
         return format!(
@@ -68,7 +68,7 @@ pub fn import(path: &Path, error: &ImportError) -> String {
 
 /// Help for weights that cannot be read.
 pub fn weights(path: &Path, error: &FileError) -> String {
-    let name = shown(&path.display().to_string()).into_owned();
+    let name = short_name(&path.display().to_string());
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
     match (error, extension) {
         (FileError::Read { fault, .. }, _) if fault.kind() == ErrorKind::NotFound => missing::help(path),
@@ -79,7 +79,7 @@ pub fn weights(path: &Path, error: &FileError) -> String {
         (FileError::Extension { .. }, "pt" | "pth" | "bin" | "ckpt" | "pkl") => format!(
             "pipec never reads pickles; convert the weights in Python with \
              `safetensors.torch.save_file(torch.load(\"{name}\", weights_only=True), \"{}\")`",
-            shown(&path.with_extension("safetensors").display().to_string())
+            short_name(&path.with_extension("safetensors").display().to_string())
         ),
         (FileError::Extension { .. }, _) => {
             "`safetensors.torch.save_file(model.state_dict(), \"weights.safetensors\")` in Python writes weights"
@@ -178,7 +178,7 @@ pub fn data(error: &DataError) -> String {
         DataError::Rows { .. } => "all arrays need the same number of rows, one per sample".to_string(),
         DataError::Shape { name, got, expected } if got.len() > 1 && got.get(1..) == expected.get(1..) => format!(
             "the file has a fixed size there; if the rows are samples, pass `--batch-dim {}=0`, and the same for every other such input",
-            shown(name)
+            short_name(name)
         ),
         DataError::Shape { got, expected, .. } => shape(got, expected),
         DataError::Label { classes, .. } => format!(

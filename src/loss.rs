@@ -4,9 +4,9 @@
 
 use crate::error::Error;
 use compiler::graph::Graph;
-use compiler::import::onnx::name::shown;
 use compiler::pass::attribution::{Attribution, AttributionError, Training, attribute};
 use compiler::pass::loss;
+use compiler::text::name::short_name;
 
 /// A training loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,7 +93,7 @@ impl CountedLoss {
         let loss = Loss::from_name(name);
         match (loss, axis) {
             (Some(loss), Some(axis)) => Ok(CountedLoss::One(loss, axis)),
-            _ => Err(Error::input(format!("unknown loss `{}`", shown(text)))
+            _ => Err(Error::input(format!("unknown loss `{}`", short_name(text)))
                 .because("a newer version of pipec may have written it")),
         }
     }

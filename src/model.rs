@@ -13,7 +13,6 @@ use compiler::graph::order;
 use compiler::import::import::{self, Batch, ImportError, Model, Options, Weight};
 use compiler::import::onnx::decode;
 use compiler::import::onnx::error::{DecodeError, FormatError};
-use compiler::import::onnx::name::shown;
 use compiler::import::training_warning::TrainingWarning;
 use compiler::import::with_inputs;
 use compiler::op::Op;
@@ -22,6 +21,7 @@ use compiler::plan::{ImportSettings, PlannedModel};
 use compiler::profile::ProfiledModel;
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
+use compiler::text::name::short_name;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -110,7 +110,7 @@ pub fn load_for(path: &Path, arrays: &BTreeMap<String, Tensor>, events: &dyn Eve
 }
 
 fn list(names: &[String]) -> String {
-    names.iter().map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ")
+    names.iter().map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ")
 }
 
 /// The error for a file that cannot be imported; files of pipec are named by their type.
@@ -172,7 +172,7 @@ impl LoadedModel {
         let Some(size) = self.exported_batch().filter(|size| *size != samples) else { return Ok(()) };
         let inputs = self.model.graph.ids().filter_map(|id| match &self.model.graph.node(id).op {
             Op::Input(input) if input.name != COUNTER => {
-                Some(format!("\"{}\": {{0: torch.export.Dim.AUTO}}", shown(&input.name)))
+                Some(format!("\"{}\": {{0: torch.export.Dim.AUTO}}", short_name(&input.name)))
             }
             _ => None,
         });

@@ -9,15 +9,15 @@ use crate::loss::{CountedLoss, attributed};
 use crate::model::{self, ImportRequest, LoadedModel};
 use crate::train::device_request::{OneDevice, for_precision};
 use crate::train::memory;
-use compiler::export::quantity;
 use compiler::graph::Graph;
-use compiler::import::onnx::name::shown;
 use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::AttributionError;
 use compiler::pass::costs::dtype;
 use compiler::profile::Profile;
 use compiler::profile::precision::Precision;
 use compiler::tensor::DType;
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use profiler::cache::Cache;
 use profiler::measure::{MeasureError, Model, Settings, measure};
 use runtime::device::api::Device;
@@ -188,7 +188,7 @@ pub fn measure_graph(
     };
     let cache = if uses_cache { Cache::of_user() } else { None };
     let measured = measure(&model, device, settings, cache.as_ref(), &mut |progress| {
-        let message = shown(progress.name);
+        let message = short_name(progress.name);
         let (done, total) = (progress.done as u64, progress.total as u64);
         events.event(Event::Progress { unit: "kernels", done, total, message: &message });
     });

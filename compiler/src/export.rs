@@ -11,7 +11,6 @@ pub mod failure;
 pub mod gradients;
 pub mod metrics;
 pub mod plot;
-pub mod quantity;
 pub mod report;
 pub mod stage_name;
 pub mod svg;

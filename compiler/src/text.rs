@@ -8,6 +8,8 @@
 //! Only the expected part is reworded; the found part is quoted from the file. For an unknown name the nearest known
 //! name is suggested ([`suggest`]).
 
+pub mod name;
+pub mod quantity;
 pub mod suggest;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,9 +2,9 @@
 
 use crate::cli::prediction;
 use crate::cli::table::{Give, fitted, folded};
-use compiler::export::quantity;
 use compiler::partition::planned::{ComparedPlan, Planned};
 use compiler::plan::problem::Objective;
+use compiler::text::quantity;
 use pipec::plan::result::{Losses, Tried, TriedPlan};
 use std::collections::BTreeMap;
 

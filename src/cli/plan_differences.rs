@@ -1,8 +1,8 @@
 //! The differences between two plans in words.
 
-use compiler::export::quantity;
 use compiler::plan::diff::Diff;
 use compiler::plan::{Plan, Stage};
+use compiler::text::quantity;
 
 /// What differs: the request first, then the stages, then what follows from them.
 pub fn words(left: &Plan, right: &Plan, found: &Diff) -> Vec<String> {

@@ -7,8 +7,6 @@
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
 use compiler::export::gradients::gradients;
-use compiler::export::quantity::plural;
-use compiler::export::quantity::{self, short};
 use compiler::export::stage_name::{per_stage, ranges};
 use compiler::partition::search::in_flight::ENOUGH;
 use compiler::pass::analytic::matmul;
@@ -23,6 +21,8 @@ use compiler::simulate::run::Machine;
 use compiler::simulate::steady_throughput::Run;
 use compiler::simulate::step_time;
 use compiler::tensor::DType;
+use compiler::text::quantity::plural;
+use compiler::text::quantity::{self, short};
 use pipec::plan::configuration_search::BOUND;
 use pipec::plan::request::cost_name;
 use pipec::plan::result::Alternative;

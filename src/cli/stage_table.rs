@@ -5,14 +5,14 @@ use crate::cli::stage_rows::{self, Row};
 use crate::cli::table::folded;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
-use compiler::export::quantity;
 use compiler::export::stage_name::{LAYERS, layers_within, ranges, replicas, sparing};
-use compiler::import::onnx::name::shown;
 use compiler::plan::problem::CostModel;
 use compiler::plan::{Plan, Stage};
 use compiler::profile::Method;
 use compiler::schedule::StageSpec;
 use compiler::schedule::pipeline::pipeline;
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use pipec::cluster;
 use pipec::costs::COSTS;
 use pipec::plan::request::cost_name;
@@ -41,11 +41,11 @@ pub fn table(header: &[&str], right: &[usize], rows: Vec<Vec<String>>) -> String
 
 /// The model, devices, cost source and settings of the plan.
 pub fn heading(plan: &Plan) -> String {
-    let source = plan.options.get(COSTS).and_then(|name| name.as_str()).map(shown);
+    let source = plan.options.get(COSTS).and_then(|name| name.as_str()).map(short_name);
     let costs = match plan.profile.method {
         Method::Measured => source.map_or("measured costs".to_string(), |name| format!("costs measured on {name}")),
         Method::Analytic => {
-            let kind = source.unwrap_or_else(|| shown(&plan.cluster.device.kind));
+            let kind = source.unwrap_or_else(|| short_name(&plan.cluster.device.kind));
             format!("analytic costs of {kind} (nothing was measured)")
         }
         Method::Imported => "costs from the file".to_string(),
@@ -57,7 +57,7 @@ pub fn heading(plan: &Plan) -> String {
     };
     format!(
         "{}: {} ops on {}\n{costs}, cost model {}, {}, {items}schedule {}\n{batch}",
-        shown(model),
+        short_name(model),
         quantity::count(plan.model.ops),
         cluster::describe(&plan.cluster),
         cost_name(plan.cost),
@@ -293,7 +293,7 @@ pub fn kinds(plan: &Plan, stage: &Stage) -> String {
             kinds.push(&class.device.kind);
         }
     }
-    if kinds.is_empty() { String::new() } else { format!(" ({})", shown(&kinds.join(", "))) }
+    if kinds.is_empty() { String::new() } else { format!(" ({})", short_name(&kinds.join(", "))) }
 }
 
 fn bar(share: f64, width: usize) -> String {

@@ -1,10 +1,10 @@
 //! The result of a training run as text and JSON.
 
 use crate::cli::screen::Screen;
-use compiler::export::quantity;
 use compiler::plan::Plan;
 use compiler::plan::problem::CostModel;
 use compiler::profile::Method;
+use compiler::text::quantity;
 use pipec::train::metrics::of_device;
 use pipec::train::run::TrainReport;
 use serde_json::json;

@@ -177,6 +177,6 @@ fn other(
     match solve_fast(file, costs, shared, &PlanOptions { microbatches, ..options.clone() }) {
         Ok(planned) => Ok(answer(&planned.plan)),
         Err(failure) if failure.kind() == ErrorKind::Infeasible => Err("does not fit".to_string()),
-        Err(failure) => Err(short(&failure.reason(), 80).into_owned()),
+        Err(failure) => Err(short(&failure.reason(), 80)),
     }
 }

@@ -1,7 +1,7 @@
 //! The workers of a simulation as a table; of many workers, those alike share a row.
 
 use crate::cli::stage_table::table;
-use compiler::export::quantity;
+use compiler::text::quantity;
 
 /// The most workers with a row each.
 const FOLDED: usize = 24;

@@ -1,8 +1,8 @@
 //! Checks that a plan belongs to a model, and reports the differences.
 
 use crate::error::Error;
-use compiler::import::onnx::name::shown;
 use compiler::plan::{Plan, PlannedModel};
+use compiler::text::name::short_name;
 
 /// Characters of a fingerprint that are shown.
 const SHOWN: usize = 12;
@@ -19,7 +19,7 @@ pub fn check(plan: &Plan, here: &PlannedModel) -> Result<(), Error> {
     }
     let name = |model: &PlannedModel| match model.file.is_empty() {
         true => "the model".to_string(),
-        false => shown(&model.file).into_owned(),
+        false => short_name(&model.file),
     };
     let failure = Error::input(format!("{} is not the model of the plan", name(here)));
     let first = |mark: &str| mark.chars().take(SHOWN).collect::<String>();
@@ -49,8 +49,8 @@ fn mark(model: &PlannedModel) -> &str {
 /// The import flags of a model, as on the command line.
 fn flags(model: &PlannedModel) -> String {
     let import = &model.import;
-    let dims = import.dims.iter().map(|(name, size)| format!("`--dim {}={size}`", shown(name)));
-    let axes = import.batch_dims.iter().map(|(name, axis)| format!("`--batch-dim {}={axis}`", shown(name)));
+    let dims = import.dims.iter().map(|(name, size)| format!("`--dim {}={size}`", short_name(name)));
+    let axes = import.batch_dims.iter().map(|(name, axis)| format!("`--batch-dim {}={axis}`", short_name(name)));
     let mode = import.train_mode.then(|| "`--train-mode`".to_string());
     let all: Vec<String> = dims.chain(axes).chain(mode).collect();
     if all.is_empty() { "none".to_string() } else { all.join(" ") }

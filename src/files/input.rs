@@ -4,9 +4,9 @@ use crate::error::Error;
 use crate::files::detect;
 use crate::files::missing;
 use compiler::graph::hash::sha256;
-use compiler::import::onnx::name::shown;
 use compiler::plan::{Plan, read};
 use compiler::profile::{self, Profile};
+use compiler::text::name::short_name;
 use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
@@ -68,7 +68,8 @@ pub fn other_file(text: &str, expected: &str) -> Option<String> {
         Err(_) => text.lines().find_map(|line| line.strip_prefix("schema = \"")?.split('"').next())?,
     };
     let kind = schema.strip_prefix("pipec.")?.split('/').next()?;
-    (kind != expected).then(|| format!("it is a {} (`{}`); expected a {expected}", shown(kind), shown(schema)))
+    (kind != expected)
+        .then(|| format!("it is a {} (`{}`); expected a {expected}", short_name(kind), short_name(schema)))
 }
 
 /// Describes a JSON file that ends early.
@@ -85,7 +86,7 @@ pub fn read_profile(path: &Path) -> Result<(String, Profile), Error> {
         let writes = "`pipec profile MODEL -o profile.json` writes one".to_string();
         let help = match other.as_deref() {
             Some(other) if other.starts_with("it is a cluster") => {
-                format!("pass it with `--cluster {}`; {writes}", shown(&path.display().to_string()))
+                format!("pass it with `--cluster {}`; {writes}", short_name(&path.display().to_string()))
             }
             _ => writes,
         };

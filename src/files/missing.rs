@@ -1,6 +1,6 @@
 //! Help for a file that does not exist.
 
-use compiler::import::onnx::name::shown;
+use compiler::text::name::short_name;
 use compiler::text::suggest::nearest;
 use std::fs;
 use std::path::Path;
@@ -22,7 +22,10 @@ pub fn help(path: &Path) -> String {
     names.sort();
     let wanted = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     if let Some(near) = nearest(&wanted, names.iter().map(String::as_str)) {
-        return format!("did you mean {}?", shown(&folder.join(near).display().to_string()).trim_start_matches("./"));
+        return format!(
+            "did you mean {}?",
+            short_name(&folder.join(near).display().to_string()).trim_start_matches("./")
+        );
     }
     if path.extension().is_some_and(|extension| extension == "toml") {
         return "`pipec cluster detect -o cluster.toml` writes a cluster file of this machine".to_string();
@@ -30,7 +33,9 @@ pub fn help(path: &Path) -> String {
     names.retain(|name| Path::new(name).extension() == path.extension());
     let there = match names.is_empty() {
         true => "has no such file".to_string(),
-        false => format!("has {}", names.iter().take(LISTED).map(|name| shown(name)).collect::<Vec<_>>().join(", ")),
+        false => {
+            format!("has {}", names.iter().take(LISTED).map(|name| short_name(name)).collect::<Vec<_>>().join(", "))
+        }
     };
     let folder = if folder == Path::new(".") { "this folder".to_string() } else { folder.display().to_string() };
     format!("check the path: {folder} {there}")

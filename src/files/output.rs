@@ -4,8 +4,8 @@ use crate::error::Error;
 use crate::files::input;
 use crate::files::overwrite;
 use crate::files::overwrite::Mark;
-use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
+use compiler::text::name::short_name;
 use runtime::data::weights;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -81,10 +81,10 @@ pub fn protect(path: &Path, model: &Path, marks: &[(&str, &str)], kind: &str) ->
     let (path, name) = (path.display(), input::file_name(model));
     let (what, other) = match file == name {
         true => (
-            format!("another {} or an earlier version", shown(file)),
+            format!("another {} or an earlier version", short_name(file)),
             "`-o FILE` with another name keeps both files".to_string(),
         ),
-        false => (shown(file).into_owned(), format!("`-o {name}.{kind}.json` keeps both files")),
+        false => (short_name(file), format!("`-o {name}.{kind}.json` keeps both files")),
     };
     Err(Error::input(format!("{path} is the {kind} of another model"))
         .because(format!("it was made from {what}, and pipec does not overwrite it"))

@@ -5,7 +5,7 @@
 
 use crate::error::Error;
 use crate::files::detect;
-use compiler::import::onnx::name::shown;
+use compiler::text::name::short_name;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -67,7 +67,7 @@ impl Mark {
     /// The name of the file type, without article; `None` if it has no name.
     fn describe(&self) -> Option<String> {
         Some(match self {
-            Mark::Ours(kind) => shown(kind).into_owned(),
+            Mark::Ours(kind) => short_name(kind),
             Mark::Model => "model made by pipec".to_string(),
             Mark::Safetensors => ".safetensors file".to_string(),
             Mark::Npz => ".npz file".to_string(),

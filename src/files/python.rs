@@ -1,7 +1,7 @@
 //! Runs the user's Python with a script that pipec carries. The script reads a request as JSON from standard input and
 //! writes one JSON object per line.
 
-use compiler::import::onnx::name::shown;
+use compiler::text::name::short_name;
 use serde_json::Value;
 use std::env;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -68,7 +68,7 @@ pub fn run(python: &Path, script: &str, request: &Value, on_line: &mut dyn FnMut
         None if status.success() => Ok(()),
         None => {
             let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
-            Err(failed(format!("Python ended with {status}: {}", shown(last))))
+            Err(failed(format!("Python ended with {status}: {}", short_name(last))))
         }
     }
 }

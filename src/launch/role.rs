@@ -7,7 +7,7 @@ use crate::launch::children::Children;
 use crate::launch::environment::launched;
 use crate::launch::{children, run_token, signals};
 use crate::{cluster, help};
-use compiler::export::quantity;
+use compiler::text::quantity;
 use runtime::process::authentication::{RunToken, random_token};
 use runtime::process::handshake::{Identity, RunInput};
 use runtime::process::meeting::{Notice, ProcessConfig};

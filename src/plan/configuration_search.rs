@@ -25,7 +25,6 @@ use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
 use crate::plan::tied_weights;
 use crate::plan::variant::{MOST_OPS, SizedCosts, Variant, sizes};
 use crate::plan::zero::ZeroStage;
-use compiler::export::quantity;
 use compiler::partition::error::PlanError;
 use compiler::partition::explain::infeasible::is_infeasible;
 use compiler::partition::partitioners::Partitioner;
@@ -37,6 +36,7 @@ use compiler::plan::Plan;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
+use compiler::text::quantity;
 use serde_json::json;
 use std::ops::RangeInclusive;
 

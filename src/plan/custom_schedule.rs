@@ -6,13 +6,13 @@
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::input;
-use compiler::export::quantity::plural;
 use compiler::plan::schedule::Schedule;
 use compiler::schedule::check::verify::check;
 use compiler::schedule::fit::fit;
 use compiler::schedule::formats::csv::ComputeTable;
 use compiler::schedule::formats::json::from_json;
 use compiler::schedule::{Instruction, Pipeline, Program, ScheduleError};
+use compiler::text::quantity::plural;
 use std::path::Path;
 
 /// Maximum size of a file in bytes.

@@ -2,10 +2,10 @@
 
 use crate::error::Error;
 use crate::help;
-use compiler::export::quantity;
 use compiler::partition::error::{Infeasible, PlanError};
 use compiler::plan::problem::ProblemError;
 use compiler::plan::schedule::Schedule;
+use compiler::text::quantity;
 use std::path::Path;
 
 /// The error of a planner, with the smallest sufficient memory limit if no plan fits.

@@ -8,11 +8,11 @@ use crate::plan::request::{PlanRequest, ScheduleChoice};
 use crate::plan::request_costs;
 use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::zero::ZeroStage;
-use compiler::export::quantity;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, Recomputation};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
+use compiler::text::quantity;
 
 /// Adds the single changes that make an infeasible request feasible, found by planning with each of them. Large requests get generic
 /// advice instead.

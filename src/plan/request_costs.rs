@@ -11,10 +11,10 @@ use crate::plan::request::PlanRequest;
 use compiler::cluster::Cluster;
 use compiler::cluster::device::{self, Kind};
 use compiler::import::import::Batch;
-use compiler::import::onnx::name::shown;
 use compiler::plan::problem::Target;
 use compiler::profile::{Method, Profile};
 use compiler::tensor::DType;
+use compiler::text::name::short_name;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -35,7 +35,7 @@ impl OpenedCosts {
             CostInput::Profile(path) => {
                 let text = path.display().to_string();
                 if !path.exists() && device::find(&text).is_some() {
-                    return Err(Error::input(format!("no profile file `{}`", shown(&text)))
+                    return Err(Error::input(format!("no profile file `{}`", short_name(&text)))
                         .with_help(format!("`--profile analytic:{text}` uses the data sheet of that device type")));
                 }
                 let (sha256, profile) = input::read_profile(path)?;
@@ -76,7 +76,7 @@ pub fn costs(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Err
 
 /// The warning about a model that cannot be trained.
 pub fn untrainable(why: &str) -> String {
-    format!("the model cannot be trained: {}; it is planned with its forward costs only", shown(why))
+    format!("the model cannot be trained: {}; it is planned with its forward costs only", short_name(why))
 }
 
 /// The costs of a request at any micro-batch size.
@@ -194,8 +194,8 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCos
         events.warn(&format!(
             "the costs are for {}, but the cluster's devices are of type {}: times are valid only for the former \
              (`--profile analytic` uses the data sheet of the latter)",
-            shown(&other),
-            shown(kind)
+            short_name(&other),
+            short_name(kind)
         ));
     }
     if let Some(format) = request.format {

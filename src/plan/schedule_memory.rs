@@ -3,14 +3,14 @@
 //! The memory estimate of a plan assumes its in-flight limits. A table or programs from a file may need more, so a plan that fits may not
 //! fit with another schedule. Bytes are computed as in the plan.
 
-use compiler::export::quantity;
-use compiler::export::quantity::plural;
 use compiler::plan::check::cost::class_of;
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Plan, Stage};
 use compiler::schedule::action;
 use compiler::schedule::action::Phase;
 use compiler::schedule::{Instruction, Program, WorkerProgram};
+use compiler::text::quantity;
+use compiler::text::quantity::plural;
 
 /// Help for such a schedule.
 pub const HELP: &str = "`pipec partition MODEL --schedule FILE` makes a plan with the memory of this schedule, or reports that it does not fit";

@@ -3,10 +3,10 @@
 use crate::error::Error;
 use crate::plan::parallel::in_parallel;
 use crate::plan::variant::Variant;
-use compiler::export::quantity;
 use compiler::partition::search::layouts::Layouts;
 use compiler::plan::problem::Problem;
 use compiler::plan::schedule::Schedule;
+use compiler::text::quantity;
 use std::path::Path;
 
 /// What a search of configurations covers, besides its variants.

@@ -1,7 +1,5 @@
 //! Tied weights across stages: which schedules can train them, and with which weight version.
 
-use compiler::export::quantity;
-use compiler::import::onnx::name::shown;
 use compiler::partition::error::PlanError;
 use compiler::partition::planned::Planned;
 use compiler::plan::device_memory::fullest;
@@ -9,6 +7,8 @@ use compiler::plan::problem::{CostModel, Objective, Problem};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Plan, Stage};
 use compiler::profile::cost_graph::ParamCost;
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use std::cmp::Reverse;
 
 /// The tied parameters, with the stages that use them.
@@ -46,7 +46,7 @@ pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
     Some(format!(
         "stages {} share the parameter `{}`{} but have different numbers of replicas: `pipec train` refuses this under {}, but not with `--schedule 1f1b`",
         listed(stages),
-        shown(&first.name),
+        short_name(&first.name),
         more(shared.len()),
         plan.schedule.kind.name()
     ))
@@ -120,7 +120,7 @@ pub fn trained(
         "stages {} of the best plan under {kind} ({without}) share the parameter `{}`{} but have different numbers of replicas, which `pipec train` \
          refuses: {instead}; `--schedule {kind}` gives the refused plan",
         listed(stages),
-        shown(&first.name),
+        short_name(&first.name),
         more(shared.len()),
     ));
     Ok(other)
@@ -140,7 +140,7 @@ pub fn aged(params: &[ParamCost], plan: &Plan) -> Option<String> {
     Some(format!(
         "stages {} share the parameter `{}`{}: all use the weight version of stage {}, which is older than the version in the programs of the others",
         listed(stages),
-        shown(&first.name),
+        short_name(&first.name),
         more(shared.len()),
         oldest.id.0
     ))

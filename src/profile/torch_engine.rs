@@ -10,13 +10,13 @@ use crate::files::python::{self, PythonError};
 use crate::loss::{Attributed, CountedLoss};
 use crate::model::LoadedModel;
 use compiler::cluster::device;
-use compiler::export::quantity;
 use compiler::graph::Graph;
-use compiler::import::onnx::name::shown;
 use compiler::op::Op;
 use compiler::pass::analytic::{self, Subject};
 use compiler::profile::precision::Precision;
 use compiler::profile::{Method, OpProfile, Profile, ProfiledDevice, Whole};
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use profiler::machine;
 use profiler::measure::Settings;
 use serde_json::{Value, json};
@@ -112,11 +112,11 @@ pub fn measure(
     let is_archive =
         File::open(subject.file).and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == *b"PK";
     if !is_archive {
-        return Err(Error::input(format!("cannot measure {} with torch", shown(name)))
+        return Err(Error::input(format!("cannot measure {} with torch", short_name(name)))
             .because("torch loads only files of torch.export.save")
             .with_help("export the model with torch.export, or use `--engine pipec`"));
     }
-    events.note(&format!("torch loads {} and runs it; pipec executes nothing of it", shown(name)));
+    events.note(&format!("torch loads {} and runs it; pipec executes nothing of it", short_name(name)));
     let report = run(engine, subject, settings, events)?;
     let named = report.device["name"].as_str().unwrap_or_default().to_lowercase().replace(' ', "");
     // The longest name in "NVIDIA H100 80GB HBM3" and the like.
@@ -271,7 +271,12 @@ impl Report {
         } else if let Some(progress) = line.get("progress") {
             let number = |at: usize| progress[at].as_u64().unwrap_or(0);
             let name = text("name");
-            events.event(Event::Progress { unit: "nodes", done: number(0), total: number(1), message: &shown(&name) });
+            events.event(Event::Progress {
+                unit: "nodes",
+                done: number(0),
+                total: number(1),
+                message: &short_name(&name),
+            });
         } else if let Some(loss) = line.get("loss") {
             self.loss = Some(NodeTime::of(loss));
         } else if let Some(update) = line.get("update") {
@@ -283,7 +288,7 @@ impl Report {
         } else if let Some(peak) = line.get("peak_bytes") {
             self.peak_bytes = peak.as_u64();
         } else if line.get("note").is_some() {
-            events.note(&shown(&text("note")));
+            events.note(&short_name(&text("note")));
         }
     }
 }

@@ -5,11 +5,11 @@ use crate::events::EventSink;
 use crate::files::detect;
 use crate::files::missing;
 use compiler::graph::Graph;
-use compiler::import::onnx::name::shown;
 use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
 use compiler::pass::loss::TARGET;
 use compiler::tensor::Tensor;
+use compiler::text::name::short_name;
 use runtime::data::DataError;
 use runtime::data::weights;
 use runtime::data::weights::FileError;
@@ -92,7 +92,11 @@ pub fn named(graph: &Graph, mut arrays: BTreeMap<String, Tensor>, events: &dyn E
         if let [only] = &names[..]
             && let Some(array) = arrays.remove(only)
         {
-            events.note(&format!("array `{}` is used as the model's only input `{}`", shown(only), shown(input)));
+            events.note(&format!(
+                "array `{}` is used as the model's only input `{}`",
+                short_name(only),
+                short_name(input)
+            ));
             arrays.insert(input.clone(), array);
         }
     }
@@ -104,9 +108,9 @@ pub fn check(graph: &Graph, arrays: &BTreeMap<String, Tensor>, path: &Path) -> R
     match inputs(graph).iter().find(|name| !arrays.contains_key(*name)) {
         None => Ok(()),
         Some(missing) => {
-            let found = arrays.keys().map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ");
+            let found = arrays.keys().map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ");
             let found = if found.is_empty() { "nothing".to_string() } else { found };
-            let why = format!("the model needs `{}`, but the file has {found}", shown(missing));
+            let why = format!("the model needs `{}`, but the file has {found}", short_name(missing));
             Err(Error::file("use", path, why).with_help("name arrays after the model's inputs, see `pipec inspect`"))
         }
     }
@@ -119,7 +123,7 @@ pub fn check_numbers(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> Result
         let view = array.view();
         if let Some(at) = (0..view.len()).find(|at| view.f64(*at).is_nan()) {
             let per_row = array.len() / array.shape().first().copied().unwrap_or(1).max(1);
-            let why = format!("array `{}` contains NaN in row {}", shown(&name), at / per_row.max(1));
+            let why = format!("array `{}` contains NaN in row {}", short_name(&name), at / per_row.max(1));
             return Err(Error::input("the data does not match the model")
                 .because(why)
                 .with_help("clean the array, for example with `numpy.nan_to_num`"));

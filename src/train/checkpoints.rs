@@ -9,10 +9,10 @@ use crate::train::prepared::{Prepared, ResumedState};
 use crate::train::request::{CheckpointRequest, Resume};
 use crate::train::run_settings::{differences, terms};
 use crate::train::task::{CheckpointSettings, Task};
-use compiler::export::quantity;
-use compiler::import::onnx::name::shown;
 use compiler::plan::schedule::Schedule;
 use compiler::tensor::Tensor;
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use runtime::checkpoint::error::CheckpointWriteError;
 use runtime::checkpoint::find::{self, FindError, Found};
 use runtime::checkpoint::lock::{self, Held, LockError};
@@ -302,8 +302,9 @@ fn apart(before: &ShardLayout, now: &ShardLayout) -> String {
         plan.stages.iter().map(|stage| of(stage).to_string()).collect::<Vec<_>>().join(",")
     };
     let stages = |plan: &ShardLayout| quantity::plural(plan.stages.len() as u64, "stage", "stages");
-    let change =
-        |what: &str, before: &str, now: &str| (before != now).then(|| format!("{what}{}, now {now}", shown(before)));
+    let change = |what: &str, before: &str, now: &str| {
+        (before != now).then(|| format!("{what}{}, now {now}", short_name(before)))
+    };
     let count = |plan: &ShardLayout| plan.microbatches.to_string();
     let replicas = |plan: &ShardLayout| list(&|stage| stage.replicas, plan);
     let caps = |plan: &ShardLayout| list(&|stage| stage.cap, plan);

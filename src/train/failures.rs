@@ -2,9 +2,9 @@
 
 use crate::error::Error;
 use crate::help;
-use compiler::export::quantity;
-use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use runtime::train::error::TrainError;
 use runtime::train::losses::Diverged;
 use runtime::train::resume::ResumeError;
@@ -28,7 +28,7 @@ pub fn describe(error: &TrainError) -> Error {
         }
         TrainError::NotFinite { name, .. } => Error::input("cannot train").because(error).with_help(format!(
             "if it is a constant, such as an attention mask, exclude it from training: `--freeze {}`",
-            shown(name)
+            short_name(name)
         )),
         TrainError::NoVelocity => {
             Error::input("cannot train").because(error).with_help("use `--momentum 0.9` or `--optimizer adam`")

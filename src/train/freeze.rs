@@ -3,8 +3,8 @@
 use crate::error::Error;
 use crate::train::initial_weights::listed;
 use compiler::graph::Graph;
-use compiler::import::onnx::name::shown;
 use compiler::op::{NodeId, Op, Parameter, State};
+use compiler::text::name::short_name;
 use compiler::text::suggest::nearest;
 
 /// Turns the parameters that match the patterns into states: exact names, or `prefix*`.
@@ -42,9 +42,9 @@ pub fn freeze(graph: &mut Graph, patterns: &[String]) -> Result<(), Error> {
 fn unknown(pattern: &str, parameters: &[(NodeId, Parameter)]) -> Error {
     let mut names: Vec<String> = parameters.iter().map(|(_, parameter)| parameter.name.clone()).collect();
     names.sort();
-    let failure = Error::input(format!("`--freeze`: the model has no parameter `{}`", shown(pattern)));
+    let failure = Error::input(format!("`--freeze`: the model has no parameter `{}`", short_name(pattern)));
     match nearest(pattern, names.iter().map(String::as_str)) {
-        Some(near) => failure.with_help(format!("did you mean `{}`?", shown(near))),
+        Some(near) => failure.with_help(format!("did you mean `{}`?", short_name(near))),
         None => failure.with_help(format!("it has {}; `prefix*` matches all names that start with it", listed(&names))),
     }
 }

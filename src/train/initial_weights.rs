@@ -4,8 +4,8 @@ use crate::error::Error;
 use crate::events::EventSink;
 use crate::help;
 use crate::model::LoadedModel;
-use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
+use compiler::text::name::short_name;
 use runtime::checkpoint::find;
 use runtime::data::weights;
 use std::collections::BTreeMap;
@@ -63,7 +63,7 @@ pub fn initial(
 
 /// The first names, and the number of names if more.
 pub fn listed(names: &[String]) -> String {
-    let first = names.iter().take(LISTED).map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ");
+    let first = names.iter().take(LISTED).map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ");
     match names.len() {
         count if count > LISTED => format!("{first} … ({count} in all)"),
         _ => first,

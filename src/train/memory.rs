@@ -1,12 +1,12 @@
 //! Checks that an allocation fits in the available memory.
 
 use crate::error::Error;
-use compiler::export::quantity;
 use compiler::graph::Graph;
 use compiler::plan::in_flight::{StageInFlight, synced};
 use compiler::plan::schedule::{Chunks, InFlightRule, VersionRule};
 use compiler::schedule::Program;
 use compiler::schedule::action::pending_weight_grads;
+use compiler::text::quantity;
 use profiler::machine::{available_bytes, available_to_all};
 use runtime::device::cpu::half::is_half;
 use runtime::exec::stage_code::{NamedTensor, StageCode, Transfer};

@@ -28,7 +28,6 @@ use crate::train::run_memory::{differences, exceeds_limit, exceeds_plan, unplann
 use crate::train::task::{CheckpointSettings, Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel::degree;
 use compiler::export::metrics::Total;
-use compiler::export::quantity;
 use compiler::export::stage_name::ranges;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
@@ -40,6 +39,7 @@ use compiler::plan::Plan;
 use compiler::plan::problem::Recomputation;
 use compiler::plan::schedule::Schedule;
 use compiler::profile::precision::Precision;
+use compiler::text::quantity;
 use profiler::machine;
 use runtime::data::RowOrder;
 use runtime::device::api::Device;

@@ -6,10 +6,10 @@ use crate::train::request::TrainRequest;
 use crate::train::task::Task;
 use crate::train::tensor_parallel::degree;
 use compiler::cluster::device::CPU;
-use compiler::export::quantity;
-use compiler::import::onnx::name::shown;
 use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 
 /// Estimates may exceed the plan by this fraction (1 / `MORE`) without a note.
 const MORE: u64 = 100;
@@ -60,7 +60,7 @@ pub fn exceeds_plan(plan: &Plan, estimate: &[u64]) -> Option<String> {
         let [planned, held] = [planned, held].map(quantity::bytes);
         format!(
             "memory was planned for {}: {planned} on the device of stage {at}; this run needs about {held} there, on this processor",
-            shown(kind)
+            short_name(kind)
         )
     })
 }

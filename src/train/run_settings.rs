@@ -4,7 +4,7 @@ use crate::loss::CountedLoss;
 use crate::train::prepared::Prepared;
 use crate::train::task::Task;
 use compiler::graph::hash::hash;
-use compiler::import::onnx::name::shown;
+use compiler::text::name::short_name;
 use runtime::data::RowOrder;
 use runtime::exec::moving_average::Statistics;
 use runtime::optim::lr_schedule::{Rate, Shape};
@@ -85,13 +85,13 @@ pub fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, Ter
     let quoted = |of: Option<&str>| match of {
         None => "nothing".to_string(),
         Some("") => "none".to_string(),
-        Some(value) => format!("`{}`", shown(value)),
+        Some(value) => format!("`{}`", short_name(value)),
     };
     let one = |name: &String| {
         let (was, is) = (before.get(name), now.get(name));
         let is_same = was.zip(is).is_some_and(|(was, is)| *was == is.text || *was == is.before);
         let (was, is) = (quoted(was.map(String::as_str)), quoted(is.map(|term| term.text.as_str())));
-        (!is_same).then(|| format!("{}: the checkpoint has {was}, this run {is}", shown(name)))
+        (!is_same).then(|| format!("{}: the checkpoint has {was}, this run {is}", short_name(name)))
     };
     names.into_iter().filter(|name| *name != DATA || before.contains_key(DATA)).filter_map(one).collect()
 }

@@ -148,7 +148,7 @@ fn a_device_with_several_stages_holds_them_all() {
     assert!(text.contains("4 of 4 devices") && text.contains(">Stages 0, 4</text>"), "one bar a device");
     let total = |at: usize| plan["stages"][at]["memory"]["total"].as_u64().unwrap();
     let fullest = (0..4).map(|at| total(at) + total(at + 4)).max().unwrap();
-    let fullest_device = compiler::export::quantity::bytes(fullest);
+    let fullest_device = compiler::text::quantity::bytes(fullest);
     assert!(text.contains(&format!("<dt>Peak memory per device</dt><dd>{fullest_device}<small>")), "{fullest_device}");
 }
 

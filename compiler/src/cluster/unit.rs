@@ -3,6 +3,7 @@
 //! A number without a unit is always rejected: a bandwidth in Gbit/s read as GB/s would silently give a wrong plan.
 
 use crate::cluster::{Bytes, BytesPerSecond, Seconds};
+use crate::text::name::short_name;
 use crate::text::suggest::hint;
 use std::fmt;
 
@@ -78,7 +79,7 @@ pub fn bytes(text: &str) -> Result<Bytes, UnitError> {
     let value = quantity(text, "memory", "\"16GiB\" or \"141GB\"", MEMORY)?;
     if !(1.0..9.2e18).contains(&value) {
         return Err(UnitError::Range {
-            text: shown(text),
+            text: short_name(text),
             quantity: "memory",
             range: "at least one byte and below 9.2 EB",
         });
@@ -90,7 +91,11 @@ pub fn bytes(text: &str) -> Result<Bytes, UnitError> {
 pub fn bandwidth(text: &str) -> Result<BytesPerSecond, UnitError> {
     let value = quantity(text, "bandwidth", "\"450GB/s\" or \"25Gbit/s\"", RATE)?;
     if !(1.0..=1e18).contains(&value) {
-        return Err(UnitError::Range { text: shown(text), quantity: "bandwidth", range: "from 1 B/s to 1e18 B/s" });
+        return Err(UnitError::Range {
+            text: short_name(text),
+            quantity: "bandwidth",
+            range: "from 1 B/s to 1e18 B/s",
+        });
     }
     Ok(BytesPerSecond(value))
 }
@@ -99,7 +104,7 @@ pub fn bandwidth(text: &str) -> Result<BytesPerSecond, UnitError> {
 pub fn seconds(text: &str) -> Result<Seconds, UnitError> {
     let value = quantity(text, "time", "\"3us\" or \"1ms\"", TIME)?;
     if !(0.0..=3600.0).contains(&value) {
-        return Err(UnitError::Range { text: shown(text), quantity: "time", range: "from 0 to 3600 seconds" });
+        return Err(UnitError::Range { text: short_name(text), quantity: "time", range: "from 0 to 3600 seconds" });
     }
     Ok(Seconds(value))
 }
@@ -112,10 +117,10 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
         .rev()
         .filter(|&end| trimmed.is_char_boundary(end))
         .find_map(|end| Some((trimmed[..end].parse::<f64>().ok()?, &trimmed[end..])));
-    let Some((number, rest)) = parsed else { return Err(UnitError::NoNumber { text: shown(text), example }) };
+    let Some((number, rest)) = parsed else { return Err(UnitError::NoNumber { text: short_name(text), example }) };
     let unit = rest.trim();
     if unit.is_empty() {
-        return Err(UnitError::NoUnit { text: shown(text), example });
+        return Err(UnitError::NoUnit { text: short_name(text), example });
     }
     let Some((_, factor)) = units.iter().find(|(name, _)| *name == unit) else {
         let names = units.iter().map(|(name, _)| *name);
@@ -130,7 +135,7 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
             None => hint(unit, names.clone()),
         };
         let known = names.collect::<Vec<_>>().join(", ") + &meant;
-        return Err(UnitError::Unknown { text: shown(text), unit: shown(unit), quantity: what, known });
+        return Err(UnitError::Unknown { text: short_name(text), unit: short_name(unit), quantity: what, known });
     };
     // Read as decimals, so that `5us` is 5e-6 to the last bit; the product with 1e-6 is not.
     let value = match TIME_EXPONENTS.iter().find(|(of, _)| of == factor) {
@@ -140,7 +145,7 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
     if value.is_finite() {
         Ok(value)
     } else {
-        Err(UnitError::Range { text: shown(text), quantity: what, range: "finite" })
+        Err(UnitError::Range { text: short_name(text), quantity: what, range: "finite" })
     }
 }
 
@@ -153,11 +158,6 @@ fn rate(unit: &str) -> Option<String> {
     let (prefix, name) = bytes.or(bits)?;
     let known = ["", "k", "M", "G", "T"].into_iter().find(|known| known.eq_ignore_ascii_case(prefix))?;
     Some(format!("{known}{name}"))
-}
-
-// User text is truncated and stripped of control characters before it goes into a message.
-fn shown(text: &str) -> String {
-    text.chars().take(40).map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 impl fmt::Display for Bytes {

@@ -1,7 +1,6 @@
 //! Escaping of untrusted text for HTML and SVG.
 
-use crate::import::onnx::name::{display_name, shown};
-use std::borrow::Cow;
+use crate::text::name::{display_name, short_name};
 
 /// Removes control and formatting characters and escapes markup. The result is safe between tags and between double
 /// quotes.
@@ -28,8 +27,8 @@ pub fn escape(text: &str) -> String {
 }
 
 /// Shortens a name in the middle to at most `most` characters. The result is not escaped.
-pub fn short(name: &str, most: usize) -> Cow<'_, str> {
-    let name = shown(name);
+pub fn short(name: &str, most: usize) -> String {
+    let name = short_name(name);
     let count = name.chars().count();
     if count <= most {
         return name;
@@ -38,7 +37,7 @@ pub fn short(name: &str, most: usize) -> Cow<'_, str> {
     let tail = most.saturating_sub(1) - head;
     let start: String = name.chars().take(head).collect();
     let end: String = name.chars().skip(count - tail).collect();
-    Cow::Owned(format!("{start}…{end}"))
+    format!("{start}…{end}")
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 //! Describes the gradient all-reduce of a plan in a sentence.
 
-use crate::export::quantity;
 use crate::plan::Plan;
 use crate::plan::buckets::USUAL_BYTES;
 use crate::schedule::pipeline::{generated, pipeline};
 use crate::simulate::overlap::hidden;
+use crate::text::quantity;
 use serde_json::Value;
 
 /// The number of buckets, and the fraction of the all-reduce time hidden behind computation. `None` without all-reduce,

@@ -181,7 +181,7 @@ fn plain(value: f64) -> String {
 }
 
 fn format_value(value: f64, unit: Unit) -> String {
-    use crate::export::quantity;
+    use crate::text::quantity;
     match unit {
         Unit::Time => quantity::duration(value),
         Unit::Bytes => quantity::bytes(value.max(0.0) as u64),

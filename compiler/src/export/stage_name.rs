@@ -1,7 +1,7 @@
 //! Short descriptions of a stage: layers, replicas, devices.
 
-use crate::import::onnx::name::shown;
 use crate::plan::{RecomputedOps, Stage};
+use crate::text::name::short_name;
 
 /// Default maximum length of a layer description, in characters.
 pub const LAYERS: usize = 44;
@@ -34,7 +34,7 @@ pub fn layers_within(stage: &Stage, most: usize) -> String {
     for (depth, layers) in deepest_first {
         let text = at(depth, layers);
         if text.chars().count() <= most {
-            return shown(&text).into_owned();
+            return short_name(&text);
         }
     }
     span(names[0], names[names.len() - 1], most)
@@ -98,9 +98,9 @@ fn span(first: &str, last: &str, most: usize) -> String {
 }
 
 fn cut(name: &str, most: usize) -> String {
-    let name = shown(name);
+    let name = short_name(name);
     match name.chars().count() {
-        length if length <= most => name.into_owned(),
+        length if length <= most => name,
         length => format!("…{}", name.chars().skip(length + 1 - most).collect::<String>()),
     }
 }

@@ -6,12 +6,12 @@
 
 use crate::export::axis::Unit;
 use crate::export::plot::{Curve, HorizontalAxis, Plot};
-use crate::export::quantity::{self, plural};
 use crate::export::svg::Svg;
 use crate::plan::device_memory::fullest;
 use crate::plan::problem::CostModel;
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
+use crate::text::quantity::{self, plural};
 use std::collections::BTreeSet;
 
 /// The request and result of one plan.

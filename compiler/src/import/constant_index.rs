@@ -1,14 +1,14 @@
 //! Refuses indices that are constants of the model and lie outside the axis that they index: every run would fail.
 
 use crate::graph::Graph;
-use crate::import::onnx::name::shown;
 use crate::op::gather::resolve;
 use crate::op::{BatchGather, Constant, Gather, KernelError, Op, Scatter};
+use crate::text::name::short_name;
 use thiserror::Error;
 
 /// A constant index outside of its axis.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("node `{}` reads index {index} of an axis of size {size}", shown(.node))]
+#[error("node `{}` reads index {index} of an axis of size {size}", short_name(.node))]
 pub struct WrongIndex {
     node: String,
     index: i64,

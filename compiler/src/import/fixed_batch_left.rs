@@ -2,9 +2,9 @@
 
 use crate::graph::{Graph, Output};
 use crate::import::onnx::lower::input::Inputs;
-use crate::import::onnx::name::shown;
 use crate::op::{Binary, Op, ReduceKind, Value};
 use crate::tensor::dim::Dim;
+use crate::text::name::short_name;
 
 /// Maximum number of ops followed back from a division.
 const FOLLOWED: usize = 16;
@@ -28,7 +28,7 @@ pub fn closed(graph: &Graph, inputs: &Inputs) -> Option<String> {
     Some(format!(
         "output `{}` would have {number} rows for every batch; export with a batch size that divides no other size, \
         such as 7 or 11",
-        shown(&output.name)
+        short_name(&output.name)
     ))
 }
 
@@ -56,7 +56,7 @@ pub fn counted(graph: &Graph, inputs: &Inputs) -> Option<String> {
     Some(format!(
         "node `{}` divides a sum over the batch by {number}, from the exported batch of {size}: with another batch, \
          or micro-batches, that is not a mean; use `.mean()` instead of `/ x.shape[0]`, or export with a dynamic batch",
-        shown(graph.node(node).label())
+        short_name(graph.node(node).label())
     ))
 }
 

@@ -25,7 +25,6 @@ use crate::import::onnx::lower::error::LowerError;
 use crate::import::onnx::lower::input::{self, InputError, Inputs};
 use crate::import::onnx::lower::lower_model::{self, Lowered};
 use crate::import::onnx::model::{Dim as SourceDim, OnnxModel, ValueInfo};
-use crate::import::onnx::name::shown;
 use crate::import::onnx::training::{TrainModeError, train_mode};
 use crate::import::onnx::training_warnings;
 use crate::import::prune::prune;
@@ -35,6 +34,7 @@ use crate::op::Op;
 use crate::pass::pipeline::{self, PassBug};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Bindings;
+use crate::text::name::short_name;
 use std::collections::BTreeMap;
 use std::path::Path;
 use thiserror::Error;
@@ -278,7 +278,7 @@ enum Exporter {
 impl Exporter {
     /// The export command for a dynamic batch.
     fn open_batch(self, input: &str) -> String {
-        let input = shown(input);
+        let input = short_name(input);
         match self {
             Exporter::Onnx => format!(
                 "`torch.onnx.export(…, dynamo=False, dynamic_axes={{\"{input}\": {{0: \"batch\"}}}})`, for all inputs \
@@ -339,8 +339,8 @@ fn lower(
                     let first = &infos[0].name;
                     remarks.push(format!(
                         "axis 0 of input `{}` is the time axis of node `{}`, so axis 1 is the batch",
-                        shown(first),
-                        shown(&fault.node)
+                        short_name(first),
+                        short_name(&fault.node)
                     ));
                     axes.insert(first.clone(), 1);
                     continue;
@@ -377,11 +377,11 @@ fn other_batch_axis_hint(infos: &[ValueInfo], inputs: &Inputs) -> String {
     let any = others().find(|(_, fact)| fact.rank() > 0);
     match (equal, any) {
         (Some((info, axis)), _) => {
-            let (name, flags) = (shown(&info.name), batch_dim_flags(inputs, &info.name, axis));
+            let (name, flags) = (short_name(&info.name), batch_dim_flags(inputs, &info.name, axis));
             format!(", or, if axis {axis} of input `{name}` is also the batch, `{flags}`")
         }
         (None, Some((info, _))) => {
-            let name = shown(&info.name);
+            let name = short_name(&info.name);
             format!(", or, if the batch is an axis of input `{name}`, `--batch-dim {name}=0`")
         }
         (None, None) => String::new(),
@@ -391,7 +391,7 @@ fn other_batch_axis_hint(infos: &[ValueInfo], inputs: &Inputs) -> String {
 /// The flags that declare this batch axis in addition to the known ones.
 fn batch_dim_flags(inputs: &Inputs, name: &str, axis: usize) -> String {
     let all = inputs.opened.iter().map(|(name, axis)| (name.as_str(), *axis)).chain([(name, axis)]);
-    all.map(|(name, axis)| format!("--batch-dim {}={axis}", shown(name))).collect::<Vec<_>>().join(" ")
+    all.map(|(name, axis)| format!("--batch-dim {}={axis}", short_name(name))).collect::<Vec<_>>().join(" ")
 }
 
 /// Reports an input that may also have the batch axis, without evidence.
@@ -408,7 +408,7 @@ fn undetected_batch_input(graph: &Graph, inputs: &Inputs) -> Option<String> {
     Some(format!(
         "input `{}` has size {number} along axis 0 like the batch, but no op relates the two: it keeps that size; \
         `{}` makes it the batch",
-        shown(&name),
+        short_name(&name),
         batch_dim_flags(inputs, &name, 0)
     ))
 }
@@ -428,7 +428,8 @@ fn differs(source: &OnnxModel, graph: &Graph, inputs: &Inputs) -> Option<String>
             _ => true,
         };
         let fits = fact.rank() == dims.len() && fact.shape.iter().zip(dims).all(same);
-        (!fits)
-            .then(|| format!("graph output `{}` would be {fact}, but the file declares {dims:?}", shown(&output.name)))
+        (!fits).then(|| {
+            format!("graph output `{}` would be {fact}, but the file declares {dims:?}", short_name(&output.name))
+        })
     })
 }

@@ -2,9 +2,9 @@
 
 use crate::graph::AddError;
 use crate::graph::evaluate::EvaluateError;
-use crate::import::onnx::name::shown;
 use crate::tensor::dim::DimError;
 use crate::tensor::fact::Fact;
+use crate::text::name::short_name;
 use thiserror::Error;
 
 /// The reason why a node cannot be lowered. The caller adds the name of the node.
@@ -35,20 +35,20 @@ pub enum LowerReason {
     #[error(transparent)]
     Fold(#[from] EvaluateError),
     /// Another model input also has the batch axis. The importer then restarts.
-    #[error("input `{}` also has the batch along axis {axis}", shown(input))]
+    #[error("input `{}` also has the batch along axis {axis}", short_name(input))]
     Batch { input: String, axis: usize },
     /// The assumed batch axis is the time axis of a recurrent layer.
     #[error("the batch would be the time axis of a recurrent layer")]
     Time,
     /// An axis must be the batch but cannot be made symbolic.
-    #[error("axis {axis} of `{}` must be the batch, but has a fixed size in the file: {why}", shown(at))]
+    #[error("axis {axis} of `{}` must be the batch, but has a fixed size in the file: {why}", short_name(at))]
     Fixed { at: String, axis: usize, why: &'static str },
     /// An input size may or may not be a multiple of the batch.
     #[error(
         "axis {axis} of input `{}` must also be the batch: it has size {size} in the file, a multiple of the batch \
          {batch}, and an earlier reshape is ambiguous; export with a batch size that divides no other size, such as 7 \
          or 11",
-        shown(input)
+        short_name(input)
     )]
     Alike {
         input: String,
@@ -65,7 +65,7 @@ pub enum LowerReason {
 const LISTED: usize = 8;
 
 fn name_list(names: &[String]) -> String {
-    let listed: Vec<String> = names.iter().take(LISTED).map(|name| format!("`{}`", shown(name))).collect();
+    let listed: Vec<String> = names.iter().take(LISTED).map(|name| format!("`{}`", short_name(name))).collect();
     let more = names.len().saturating_sub(LISTED);
     if more == 0 { listed.join(", ") } else { format!("{} and {more} more", listed.join(", ")) }
 }

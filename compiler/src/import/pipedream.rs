@@ -14,6 +14,7 @@
 //! search starts from it. Among the others, the ready node with the smallest number comes first.
 
 use crate::profile::cost_graph::{CostGraph, CostGraphError, OpCost, OpId, ParamCost, TensorCost};
+use crate::text::name::short_name;
 use std::collections::{BTreeSet, HashMap};
 
 /// Maximum file size in bytes. The largest published profile is smaller than 1 MB.
@@ -89,7 +90,11 @@ pub fn read(text: &str) -> Result<CostGraph, PipedreamError> {
         } else if !line.trim().is_empty() {
             let node = node(number, line)?;
             if let Some(&first) = index.get(node.id) {
-                return Err(PipedreamError::Duplicate { line: number, node: shown(node.id), first: nodes[first].line });
+                return Err(PipedreamError::Duplicate {
+                    line: number,
+                    node: short_name(node.id),
+                    first: nodes[first].line,
+                });
             }
             if nodes.len() == MAX_NODES {
                 return Err(PipedreamError::TooLarge { what: "nodes", found: MAX_NODES + 1, limit: MAX_NODES });
@@ -101,7 +106,7 @@ pub fn read(text: &str) -> Result<CostGraph, PipedreamError> {
     let mut edges = Vec::with_capacity(named_edges.len());
     for (line, from, to) in named_edges {
         let find =
-            |id: &str| index.get(id).copied().ok_or_else(|| PipedreamError::UnknownNode { line, node: shown(id) });
+            |id: &str| index.get(id).copied().ok_or_else(|| PipedreamError::UnknownNode { line, node: short_name(id) });
         edges.push((find(from)?, find(to)?));
     }
     edges.sort_unstable();
@@ -125,11 +130,11 @@ fn node(line: usize, text: &str) -> Result<Node<'_>, PipedreamError> {
     let id = id.trim();
     let field = |name: &'static str| {
         let found = fields.split(", ").find_map(|part| part.trim().strip_prefix(name)?.strip_prefix('='));
-        found.ok_or_else(|| PipedreamError::Missing { line, node: shown(id), field: name })
+        found.ok_or_else(|| PipedreamError::Missing { line, node: short_name(id), field: name })
     };
     let number = |name: &'static str, text: &str| {
         let value = text.trim().parse::<f64>().ok().filter(|value| value.is_finite() && *value >= 0.0);
-        let wrong = || PipedreamError::Number { line, node: shown(id), field: name, found: shown(text) };
+        let wrong = || PipedreamError::Number { line, node: short_name(id), field: name, found: short_name(text) };
         value.filter(|value| *value < 1e18).ok_or_else(wrong)
     };
     let activation = match field("activation_size")?.trim() {
@@ -247,7 +252,7 @@ fn cycle(nodes: &[Node<'_>], edges: &[(usize, usize)], waits: &[usize]) -> Piped
     let start = at;
     let mut ring = Vec::new();
     while let Some(node) = at {
-        ring.push(shown(nodes[node].id));
+        ring.push(short_name(nodes[node].id));
         at = before[node].filter(|&next| Some(next) != start && ring.len() < 8);
     }
     ring.reverse();
@@ -261,11 +266,7 @@ fn natural(id: &str) -> (String, u64) {
 }
 
 fn syntax(line: usize, text: &str) -> PipedreamError {
-    PipedreamError::Syntax { line, found: shown(text) }
-}
-
-fn shown(text: &str) -> String {
-    text.chars().take(60).map(|c| if c.is_control() { '?' } else { c }).collect()
+    PipedreamError::Syntax { line, found: short_name(text) }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! normalisations, remove dropout, or merge tensors that have equal initial values. Each warning states the finding,
 //! its location and effect, and how to export the model for training.
 
-use crate::import::onnx::name::shown;
+use crate::text::name::short_name;
 use std::fmt;
 
 /// Command that exports a PyTorch model as ONNX for training.
@@ -84,7 +84,7 @@ impl TrainingWarning {
 impl fmt::Display for TrainingWarning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let TrainingWarning { finding, count, first, beside } = self;
-        let (first, beside) = (shown(first), shown(beside));
+        let (first, beside) = (short_name(first), short_name(beside));
         let many = |one: &'static str, more: &'static str| if *count == 1 { one } else { more };
         match finding {
             Finding::FoldedBatchNorm => write!(

@@ -10,6 +10,7 @@ use crate::op::{NodeId, Op, Value, elements};
 use crate::profile::Profile;
 use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use crate::tensor::DType;
+use crate::text::name::short_name;
 use std::collections::{HashMap, HashSet};
 use thiserror::Error;
 
@@ -181,28 +182,28 @@ pub fn dtype(graph: &Graph) -> DType {
 /// `sha256`, the model file's fingerprint is not compared.
 pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> Result<(), FillError> {
     if profile.ops.len() != costs.ops.len() {
-        let model = shown(&profile.model.file);
+        let model = short_name(&profile.model.file);
         return Err(FillError::Count { profiled: profile.ops.len(), model, ops: costs.ops.len() });
     }
     for (id, (op, profiled)) in costs.ops.iter().zip(&profile.ops).enumerate() {
         if op.name != profiled.name || op.op != profiled.op {
-            let describe = |name: &str, op: &str| format!("{} ({})", shown(name), shown(op));
+            let describe = |name: &str, op: &str| format!("{} ({})", short_name(name), short_name(op));
             let (there, here) = (describe(&profiled.name, &profiled.op), describe(&op.name, &op.op));
             return Err(FillError::Op { id, profiled: there, model: here });
         }
     }
     if let Some(sha256) = sha256.filter(|sha| *sha != profile.model.sha256) {
-        return Err(FillError::Sha { profiled: shown(&profile.model.sha256), model: shown(sha256) });
+        return Err(FillError::Sha { profiled: short_name(&profile.model.sha256), model: short_name(sha256) });
     }
     for (id, (op, profiled)) in costs.ops.iter().zip(&profile.ops).enumerate() {
         if op.out_bytes != profiled.out_bytes {
             return Err(FillError::Size {
                 id,
-                name: shown(&op.name),
+                name: short_name(&op.name),
                 profiled: profiled.out_bytes,
                 model: op.out_bytes,
                 micro_batch: profile.settings.micro_batch,
-                dtype: shown(&profile.settings.dtype),
+                dtype: short_name(&profile.settings.dtype),
             });
         }
     }
@@ -217,9 +218,4 @@ pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> R
             (profiled.batched_grad_bytes, profiled.batched_grad_workspace_bytes);
     }
     Ok(())
-}
-
-/// Sanitises a name from a file for a one-line message.
-fn shown(name: &str) -> String {
-    name.chars().take(120).map(|c| if c.is_control() { '?' } else { c }).collect()
 }

@@ -5,6 +5,7 @@
 
 use crate::profile::arena::{Arena, ArenaPosition, Live, Needs, Way};
 use crate::profile::recompute_scope::RecomputeScope;
+use crate::text::name::short_name;
 use serde::{Deserialize, Serialize};
 
 /// Largest number of ops, of tensors and of parameters.
@@ -343,7 +344,7 @@ impl CostGraph {
         }
         for (index, op) in self.ops.iter().enumerate() {
             if op.id as usize != index {
-                return Err(CostGraphError::Id { name: shown(&op.name), index, id: op.id });
+                return Err(CostGraphError::Id { name: short_name(&op.name), index, id: op.id });
             }
             let weight_grad_us = op.weight_grad_us.unwrap_or(0.0);
             for (field, value) in [
@@ -353,11 +354,11 @@ impl CostGraph {
                 ("update_us", op.update_us),
             ] {
                 if !(0.0..=MAX_US).contains(&value) {
-                    return Err(CostGraphError::Time { name: shown(&op.name), field, value });
+                    return Err(CostGraphError::Time { name: short_name(&op.name), field, value });
                 }
             }
             if weight_grad_us > op.bwd_us {
-                return Err(CostGraphError::Part { name: shown(&op.name), weight_grad_us, bwd_us: op.bwd_us });
+                return Err(CostGraphError::Part { name: short_name(&op.name), weight_grad_us, bwd_us: op.bwd_us });
             }
         }
         for op in &self.ops {
@@ -365,7 +366,7 @@ impl CostGraph {
             self.refers(&op.name, &[to])?;
             if self.ops[to.index()].joins.is_some() {
                 let why = "is itself fused with another op";
-                return Err(CostGraphError::Joins { name: shown(&op.name), to: to.0, why });
+                return Err(CostGraphError::Joins { name: short_name(&op.name), to: to.0, why });
             }
         }
         for tensor in &self.tensors {
@@ -375,7 +376,7 @@ impl CostGraph {
                 && *first <= tensor.producer
             {
                 return Err(CostGraphError::Order {
-                    name: shown(&tensor.name),
+                    name: short_name(&tensor.name),
                     producer: tensor.producer.0,
                     consumer: first.0,
                 });
@@ -383,14 +384,14 @@ impl CostGraph {
             let made = self.leader(tensor.producer);
             if let Some(&early) = tensor.consumers.iter().find(|reader| self.leader(**reader) < made) {
                 let joined = if made == tensor.producer { early } else { tensor.producer };
-                let (name, to) = (shown(&self.ops[joined.index()].name), self.leader(joined).0);
+                let (name, to) = (short_name(&self.ops[joined.index()].name), self.leader(joined).0);
                 return Err(CostGraphError::Joins { name, to, why: "would make a tensor go backward" });
             }
         }
         for param in &self.params {
             self.exist(&param.name, &param.users)?;
             if !param.users.is_sorted() {
-                return Err(CostGraphError::Unsorted { name: shown(&param.name) });
+                return Err(CostGraphError::Unsorted { name: short_name(&param.name) });
             }
         }
         total("outputs", self.ops.iter().map(|op| op.out_bytes))?;
@@ -427,14 +428,14 @@ impl CostGraph {
     fn refers(&self, name: &str, ops: &[OpId]) -> Result<(), CostGraphError> {
         self.exist(name, ops)?;
         if ops.windows(2).any(|pair| pair[0] >= pair[1]) {
-            return Err(CostGraphError::Unsorted { name: shown(name) });
+            return Err(CostGraphError::Unsorted { name: short_name(name) });
         }
         Ok(())
     }
 
     fn exist(&self, name: &str, ops: &[OpId]) -> Result<(), CostGraphError> {
         if let Some(op) = ops.iter().find(|op| op.index() >= self.ops.len()) {
-            return Err(CostGraphError::UnknownOp { name: shown(name), op: op.0, ops: self.ops.len() });
+            return Err(CostGraphError::UnknownOp { name: short_name(name), op: op.0, ops: self.ops.len() });
         }
         Ok(())
     }
@@ -446,10 +447,6 @@ fn total(what: &'static str, mut sizes: impl Iterator<Item = u64>) -> Result<(),
         Some(sum) if sum <= 1 << 62 => Ok(()),
         _ => Err(CostGraphError::Overflow { what }),
     }
-}
-
-fn shown(name: &str) -> String {
-    name.chars().take(120).map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 #[cfg(test)]

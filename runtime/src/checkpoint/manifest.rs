@@ -8,6 +8,7 @@ use crate::exec::stage_code::StageCode;
 use crate::optim::policy::Staleness;
 use compiler::graph::hash::sha256;
 use compiler::schedule::Program;
+use compiler::text::name::short_name;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -115,7 +116,7 @@ impl Manifest {
             return Err("it is damaged: its sha256 does not match its content".to_string());
         }
         if manifest.schema != SCHEMA {
-            return Err(format!("its schema is `{}`, expected `{SCHEMA}`", shown(&manifest.schema)));
+            return Err(format!("its schema is `{}`, expected `{SCHEMA}`", short_name(&manifest.schema)));
         }
         if manifest.minibatches == 0 || manifest.minibatches > manifest.steps {
             return Err(format!("{} minibatches of {} are done", manifest.minibatches, manifest.steps));
@@ -132,7 +133,7 @@ impl Manifest {
             }
             // Only exact file names are valid, so none can lead out of the folder.
             if *name != holds.file_name(*stage, *replica) {
-                return Err(format!("`{}` is not a file name of stage {stage}", shown(name)));
+                return Err(format!("`{}` is not a file name of stage {stage}", short_name(name)));
             }
             if !names.insert(name) {
                 return Err(format!("`{name}` is listed twice"));
@@ -173,10 +174,6 @@ fn own_hash(bytes: &[u8], written: &str) -> Option<String> {
     let mut bytes = bytes.to_vec();
     bytes[at..at + DIGITS].fill(b'0');
     Some(sha256(&bytes))
-}
-
-fn shown(text: &str) -> String {
-    text.chars().take(80).collect()
 }
 
 #[cfg(test)]

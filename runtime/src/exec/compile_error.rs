@@ -1,11 +1,11 @@
 //! The errors of the stage compiler.
 
 use crate::device::error::DeviceError;
-use compiler::export::quantity;
 use compiler::pass::backward::BackwardError;
 use compiler::pass::fragment::FragmentError;
 use compiler::pass::pipeline::PassBug;
 use compiler::tensor_parallel::strategy_search::ChooseError;
+use compiler::text::quantity;
 use thiserror::Error;
 
 #[derive(Debug, Error)]

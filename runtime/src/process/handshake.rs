@@ -8,7 +8,7 @@ use crate::process::connection::{DeadlineReader, Hangup};
 use crate::process::fields::{Fields, put_text};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use compiler::graph::hash::sha256;
-use compiler::import::onnx::name::shown;
+use compiler::text::name::short_name;
 use std::io::Write;
 
 /// Version of the frame protocol.
@@ -160,7 +160,7 @@ impl Hello {
 fn quoted(setting: &str) -> String {
     match setting {
         "" => "none".to_string(),
-        _ => format!("`{}`", shown(setting)),
+        _ => format!("`{}`", short_name(setting)),
     }
 }
 

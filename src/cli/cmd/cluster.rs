@@ -9,9 +9,9 @@ use clap::{Args, Subcommand};
 use compiler::cluster::read::check;
 use compiler::cluster::write::{to_json, to_toml};
 use compiler::cluster::{Cluster, Level};
-use compiler::export::quantity;
-use compiler::import::onnx::name::shown;
 use compiler::plan::links::Wire;
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use pipec::cluster::torch_links::{self, LinkTime, TorchLinks};
 use pipec::cluster::{self, ClusterRequest};
 use pipec::error::Error;
@@ -218,7 +218,7 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
             ..ProcessRequest::default()
         };
         let Some(found) = host_links::between_hosts(&request, &said, screen)? else {
-            screen.note(&format!("the results are on the first host, {}", shown(&said.hosts[0].address)));
+            screen.note(&format!("the results are on the first host, {}", short_name(&said.hosts[0].address)));
             return Ok(());
         };
         (measured, levels, links) = (found.cluster, found.levels, found.links);
@@ -232,7 +232,7 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
     let row = |(at, (said, measured)): (usize, (&Level, &Level))| {
         let or_not = |text: String| if levels.contains(&at) { text } else { "not measured".to_string() };
         vec![
-            shown(&said.name).into_owned(),
+            short_name(&said.name),
             said.count.to_string(),
             quantity::rate(said.bandwidth.0),
             or_not(quantity::rate(measured.bandwidth.0)),
@@ -244,7 +244,7 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
     let heads = ["level", "count", "bandwidth", "measured", "latency", "measured"];
     let mut table = stage_table::table(&heads, &[1, 2, 3, 4, 5], rows);
     if !links.is_empty() {
-        let host = |at: usize| shown(&said.hosts[at].address).into_owned();
+        let host = |at: usize| short_name(&said.hosts[at].address);
         let row = |link: &HostLink| {
             let (rate, time) = (quantity::rate(link.bytes_per_s), quantity::time(link.seconds * 1e6));
             vec![host(link.from), host(link.to), rate, time]
@@ -283,7 +283,7 @@ fn inside_this_machine(said: &Cluster) -> Result<Level, Error> {
         links::measure(&gpus[..gpus.len().min(level.count as usize)], level)
             .map_err(|error| Error::negative("cannot measure the links between the GPUs").because(error))?;
     } else {
-        return Err(Error::negative(format!("cannot measure the links of {}", shown(&said.device.kind)))
+        return Err(Error::negative(format!("cannot measure the links of {}", short_name(&said.device.kind)))
             .because("this machine has fewer than two GPUs that pipec can use")
             .with_help("under torchrun, `pipec cluster bench --engine torch` measures them with NCCL; or write the values of nvbandwidth into the cluster file"));
     }
@@ -301,7 +301,7 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
     let of = |device: &compiler::cluster::Device, count: u32, speed: Option<f64>| {
         vec![
             count.to_string(),
-            shown(&device.kind).into_owned(),
+            short_name(&device.kind),
             quantity::bytes(device.memory.0),
             quantity::rate(device.memory_bandwidth.0),
             format!("{}/s", quantity::flops(device.peak_flops.f32)),
@@ -319,7 +319,7 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
     let level = |level: &Level| {
         inside = inside.saturating_mul(level.count);
         vec![
-            shown(&level.name).into_owned(),
+            short_name(&level.name),
             level.count.to_string(),
             inside.to_string(),
             quantity::rate(level.bandwidth.0),
@@ -334,7 +334,7 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
         screen.text(&format!("\nbandwidth between two devices, GB/s\n{}", matrix(&cluster)));
     }
     if !cluster.hosts.is_empty() {
-        let rows = cluster.hosts.iter().map(|host| vec![shown(&host.address).into_owned(), host.devices.to_string()]);
+        let rows = cluster.hosts.iter().map(|host| vec![short_name(&host.address), host.devices.to_string()]);
         screen.text(&format!("\n{}", stage_table::table(&["host", "devices"], &[1], rows.collect())));
     }
     Ok(())

@@ -12,12 +12,12 @@ use crate::cli::plan_differences::{faster, words};
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
 use crate::cli::table::{Give, fitted};
-use compiler::export::quantity;
 use compiler::export::stage_name::{per_stage, ranges, recomputed, replicas};
-use compiler::import::onnx::name::shown;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::diff::{Diff, Moved, StageChange, diff, is_rearranged};
 use compiler::plan::{Plan, Stage};
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use pipec::error::Error;
 use pipec::plan::read::read_checked;
 use pipec::plan::request::cost_name;
@@ -50,7 +50,7 @@ pub fn run(before: &Path, after: &Path, screen: &Screen) -> Result<(), Error> {
 fn describe(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String {
     let mut text = String::new();
     if left.model.graph_hash != right.model.graph_hash || left.model.sha256 != right.model.sha256 {
-        let [first, second] = [left, right].map(|plan| shown(&plan.model.file).into_owned());
+        let [first, second] = [left, right].map(|plan| short_name(&plan.model.file));
         text += &format!("the plans are for different models: {first} and {second}\n");
     }
     let rows = settings(left, right).into_iter().filter(|(_, before, after)| before != after);
@@ -122,8 +122,8 @@ fn describe_move(plan: &Plan, moved: &Moved) -> String {
     let stage = |stage: Option<usize>| stage.map_or("no stage".to_string(), |stage| format!("stage {stage}"));
     let names = [first, last].map(|op| name(plan, moved.from, op));
     let named = match names {
-        [Some(first), Some(last)] if first != last => format!(" ({} … {})", shown(&first), shown(&last)),
-        [Some(first), _] => format!(" ({})", shown(&first)),
+        [Some(first), Some(last)] if first != last => format!(" ({} … {})", short_name(&first), short_name(&last)),
+        [Some(first), _] => format!(" ({})", short_name(&first)),
         _ => String::new(),
     };
     format!("{ops}{named}: {} to {}", stage(moved.from), stage(moved.to))
@@ -150,8 +150,8 @@ fn settings(left: &Plan, right: &Plan) -> Vec<(String, String, String)> {
             ("in flight", per_stage(&plan.schedule.in_flight)),
             ("devices", pipec::cluster::describe(&plan.cluster)),
             ("ZeRO", zero(plan)),
-            ("optimizer", shown(&plan.optimizer).into_owned()),
-            ("precision", shown(plan.precision_name()).into_owned()),
+            ("optimizer", short_name(&plan.optimizer)),
+            ("precision", short_name(plan.precision_name())),
             ("limit", plan.cluster.memory_per_device.map_or("none".to_string(), |limit| quantity::bytes(limit.0))),
         ]
     };
@@ -159,7 +159,7 @@ fn settings(left: &Plan, right: &Plan) -> Vec<(String, String, String)> {
     let own = of(left).into_iter().zip(of(right)).map(pair);
     let names: BTreeSet<&String> = left.options.keys().chain(right.options.keys()).collect();
     let given = |plan: &Plan, name: &str| match plan.options.get(name) {
-        Some(Value::String(text)) => shown(text).into_owned(),
+        Some(Value::String(text)) => short_name(text),
         Some(value) => value.to_string(),
         None => "-".to_string(),
     };

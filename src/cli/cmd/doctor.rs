@@ -6,7 +6,7 @@ use self::cuda::Cuda;
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
 use clap::Args;
-use compiler::export::quantity;
+use compiler::text::quantity;
 use pipec::error::Error;
 use profiler::cache::Cache;
 use profiler::machine;

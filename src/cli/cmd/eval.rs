@@ -3,13 +3,13 @@
 use crate::cli::path_conflicts;
 use crate::cli::screen::Screen;
 use clap::Args;
-use compiler::export::quantity;
 use compiler::graph::Graph;
-use compiler::import::onnx::name::shown;
 use compiler::op::Op;
 use compiler::profile::precision::Precision;
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::{DType, Tensor};
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use pipec::error::{Error, ErrorKind};
 use pipec::files::input;
 use pipec::files::output;
@@ -72,7 +72,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let answer = one(&files, &opened()?, arrays::check_numbers, screen)?;
     let mut text = String::new();
     for (name, tensor) in &answer.outputs {
-        text += &format!("{} {}{:?}\n", shown(name), tensor.dtype(), tensor.shape());
+        text += &format!("{} {}{:?}\n", short_name(name), tensor.dtype(), tensor.shape());
     }
     if let Some(accuracy) = answer.accuracy {
         text += &format!("accuracy {:.2} %\n", accuracy * 100.0);

@@ -4,16 +4,16 @@ use crate::cli::args::Dims;
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
 use clap::Args;
-use compiler::export::quantity;
 use compiler::graph::{Graph, order, text};
 use compiler::import::import::Batch;
-use compiler::import::onnx::name::shown;
 use compiler::import::training_warning::TrainingWarning;
 use compiler::op::dropout::COUNTER;
 use compiler::op::table::rule;
 use compiler::op::{Op, Value};
 use compiler::pass::analytic::node_cost;
 use compiler::pass::attribution::{Training, attribute};
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use pipec::error::Error;
 use pipec::model::{self, LoadedModel};
 use serde_json::json;
@@ -100,7 +100,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         Batch::Fixed { size: None, why } => format!("none: {why}"),
     };
     let list = |named: &[(String, String)]| {
-        named.iter().map(|(name, fact)| format!("{} {fact}", shown(name))).collect::<Vec<_>>().join("\n            ")
+        named
+            .iter()
+            .map(|(name, fact)| format!("{} {fact}", short_name(name)))
+            .collect::<Vec<_>>()
+            .join("\n            ")
     };
     screen.prose(&format!(
         "model       {} ({})\nops         {} of {}\nparameters  {} in {}, {}\n",
@@ -128,7 +132,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     ));
     let tied = tied(graph);
     if !tied.is_empty() {
-        let rows = tied.iter().take(LISTED).map(|(name, users)| format!("{}, used by {users} ops", shown(name)));
+        let rows = tied.iter().take(LISTED).map(|(name, users)| format!("{}, used by {users} ops", short_name(name)));
         screen.prose(&format!("tied        {}\n", rows.collect::<Vec<_>>().join("\n            ")));
         if tied.len() > LISTED {
             screen.text(&format!("            … and {} more", tied.len() - LISTED));
@@ -151,8 +155,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     if !modules.is_empty() {
         let rows = modules.iter().take(LISTED).map(|(name, module)| {
             let sums = [quantity::count(module.ops), quantity::count(module.parameters), quantity::flops(module.flops)];
-            let name = if name.is_empty() { NO_MODULE.into() } else { shown(name) };
-            std::iter::once(name.into_owned()).chain(sums).collect()
+            let name = if name.is_empty() { NO_MODULE.into() } else { short_name(name) };
+            std::iter::once(name).chain(sums).collect()
         });
         screen.text(&format!(
             "\n{}",

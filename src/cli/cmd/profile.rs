@@ -6,11 +6,11 @@ use crate::cli::args::plan::precision;
 use crate::cli::screen::Screen;
 use crate::cli::table::{Give, fitted, folded};
 use clap::Args;
-use compiler::export::quantity;
-use compiler::import::onnx::name::shown;
 use compiler::profile::precision::Precision;
 use compiler::profile::read::to_json;
 use compiler::profile::{OpProfile, Profile};
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use pipec::error::Error;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
@@ -138,7 +138,7 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
         let share = if all > 0.0 { (op.fwd_us + op.bwd_us) / all * 100.0 } else { 0.0 };
         vec![
             op.id.to_string(),
-            shown(&op.name).into_owned(),
+            short_name(&op.name),
             op.op.clone(),
             quantity::time(op.fwd_us),
             quantity::time(op.bwd_us),
@@ -162,8 +162,8 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
     };
     let sums = format!(
         "\n{} on {}, micro-batch {}, {}{workers}\nsum of ops   forward {}, backward {}{weights}\n",
-        shown(&profile.model.file),
-        shown(&profile.device.name),
+        short_name(&profile.model.file),
+        short_name(&profile.device.name),
         profile.settings.micro_batch,
         profile.settings.dtype,
         quantity::time(sum.fwd_us),

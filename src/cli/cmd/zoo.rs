@@ -5,7 +5,7 @@
 
 use crate::cli::screen::Screen;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_parser};
-use compiler::export::quantity;
+use compiler::text::quantity;
 use models::choice::Setting;
 use models::zoo::{self, ENTRIES, Entry, Options, ZooError};
 use pipec::error::Error;

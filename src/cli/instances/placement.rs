@@ -4,11 +4,11 @@ use crate::cli::args::partition::Arguments;
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use compiler::cluster::unit;
-use compiler::export::quantity;
 use compiler::graph::hash::sha256;
-use compiler::import::onnx::name::shown;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::{Plan, PlannedModel, read};
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use instances::placement::check::check as judged;
 use instances::placement::read as dnn_partitioning;
 use instances::placement::solve::{Request, SolveError, solve};
@@ -91,7 +91,7 @@ pub fn is_of(plan: &Plan, path: &Path, text: &str) -> Result<(), Error> {
         return Ok(());
     }
     let what = format!("{} is not the instance of the plan", path.display());
-    Err(Error::input(what).because(format!("the plan is for {}, whose contents differ", shown(&plan.model.file))))
+    Err(Error::input(what).because(format!("the plan is for {}, whose contents differ", short_name(&plan.model.file))))
 }
 
 /// Writes the plan of an instance, and prints it.

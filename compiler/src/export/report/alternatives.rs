@@ -1,10 +1,10 @@
 //! Compares the plan with a single device, data parallelism, the uniform pipeline and the lower bound.
 
 use crate::export::axis::{Axis, Unit};
-use crate::export::quantity;
 use crate::export::report::Report;
 use crate::export::report::markup::{Column, Table};
 use crate::export::svg::{Anchor, Svg};
+use crate::text::quantity;
 
 const WIDE: f64 = 1060.0;
 const LEFT: f64 = 126.0;

@@ -1,12 +1,12 @@
 //! The ops in order with the cuts between them, and the effect of moving each cut.
 
 use crate::export::escape::short;
-use crate::export::quantity;
 use crate::export::report::markup::{Column, Table, details, paragraph};
 use crate::export::report::{CutCost, ModelInfo, Move};
 use crate::export::stage_name::layers;
 use crate::plan::{Plan, Stage};
 use crate::profile::cost_graph::OpCost;
+use crate::text::quantity;
 
 /// Maximum number of op rows; beyond it, consecutive ops of one module share a row.
 const ROWS: usize = 400;
@@ -72,7 +72,7 @@ fn change(plan: &Plan, moved: Option<&Move>) -> String {
 fn name(modelled: &ModelInfo, moved: Option<&Move>) -> String {
     let Some(moved) = moved else { return String::new() };
     let first = moved.ops.first().and_then(|op| modelled.graph.ops.get(*op as usize));
-    let name = first.map_or(String::new(), |op| short(shown(op), 34).into_owned());
+    let name = first.map_or(String::new(), |op| short(shown(op), 34));
     if moved.ops.len() > 1 { format!("{name} and {} with it", moved.ops.len() - 1) } else { name }
 }
 
@@ -122,7 +122,7 @@ fn ops(plan: &Plan, modelled: &ModelInfo) -> String {
         for row in rows(stage, modelled, depth) {
             let share = if all > 0.0 { (row.fwd_us + row.bwd_us) / all * 100.0 } else { 0.0 };
             table.row(&[
-                short(&row.name, 60).into_owned(),
+                short(&row.name, 60),
                 row.ops.to_string(),
                 quantity::duration(row.fwd_us),
                 quantity::duration(row.bwd_us),

@@ -4,13 +4,13 @@
 //! many spans is drawn in time slices instead, each filled in proportion to the worker's busy time.
 
 use crate::export::axis::{Axis, Unit};
-use crate::export::quantity;
 use crate::export::report::Played;
 use crate::export::report::markup::{Column, Table, paragraph};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::StageId;
 use crate::schedule::{Instruction, MicrobatchId, Payload};
 use crate::simulate::{Activity, Span, Timeline, Track};
+use crate::text::quantity;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum number of workers drawn; with more, only the first replica of each rank is drawn.

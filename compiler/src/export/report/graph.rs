@@ -1,12 +1,12 @@
 //! The stages as boxes in a row, with their replicas and the transfers between them. Plans with many stages use `grid`.
 
 use crate::export::escape::short;
-use crate::export::quantity;
 use crate::export::report::grid;
 use crate::export::report::markup::{Column, Table};
 use crate::export::stage_name::{layers, ranges, replicas, sparing};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Edge, Plan, Stage};
+use crate::text::quantity;
 
 /// Maximum number of stages drawn; the table has all.
 const MOST: usize = 256;
@@ -140,10 +140,10 @@ pub fn table(plan: &Plan) -> String {
         table.row(&[
             stage.id.0.to_string(),
             quantity::count(stage.op_ids().count() as u64),
-            short(&layers(stage), 60).into_owned(),
+            short(&layers(stage), 60),
             replicas(stage),
             if stage.replicas > 1 { stage.buckets.len().max(1).to_string() } else { String::new() },
-            short(&ranges(&stage.devices), 40).into_owned(),
+            short(&ranges(&stage.devices), 40),
             quantity::duration(stage.fwd_us),
             quantity::duration(stage.bwd_us),
             stage.weight_grad_us.map_or(String::new(), quantity::duration),

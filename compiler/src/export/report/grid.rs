@@ -4,10 +4,10 @@
 //! several rows would cross too many others.
 
 use crate::export::escape::short;
-use crate::export::quantity;
 use crate::export::stage_name::{layers, ranges, sparing};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Edge, Plan, Stage};
+use crate::text::quantity;
 
 const ACROSS: usize = 6;
 const BOX: [f64; 2] = [146.0, 90.0];

@@ -5,11 +5,11 @@
 
 use crate::export::axis::Unit;
 use crate::export::plot::{Curve, HorizontalAxis, Plot};
-use crate::export::quantity;
 use crate::export::report::markup::{Column, Table, figure, paragraph};
 use crate::export::report::{Measured, MeasuredOrder, MeasuredPlace};
-use crate::import::onnx::name::shown;
 use crate::plan::Plan;
+use crate::text::name::short_name;
+use crate::text::quantity;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -198,7 +198,7 @@ fn other_run(plan: &Plan, measured: &Measured) -> Option<String> {
         [] => order(),
         all => Some(format!(
             "The run differs from the plan ({}): the predicted times and memory may not apply.",
-            all.iter().map(|what| shown(what)).collect::<Vec<_>>().join(", ")
+            all.iter().map(|what| short_name(what)).collect::<Vec<_>>().join(", ")
         )),
     }
 }

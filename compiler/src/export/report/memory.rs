@@ -2,11 +2,11 @@
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::escape::short;
-use crate::export::quantity;
 use crate::export::report::markup::{Column, Table};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::device_memory::{DeviceMemory, held};
 use crate::plan::{Plan, StageMemory};
+use crate::text::quantity;
 
 /// Maximum number of bars drawn; the table has all.
 const MOST: usize = 256;
@@ -39,7 +39,7 @@ fn parts(memory: &StageMemory) -> [(&'static str, u64); 8] {
 fn name(bar: &DeviceMemory) -> String {
     let stages: Vec<String> = bar.stages.iter().map(usize::to_string).collect();
     let word = if stages.len() == 1 { "Stage" } else { "Stages" };
-    short(&format!("{word} {}", stages.join(", ")), 14).into_owned()
+    short(&format!("{word} {}", stages.join(", ")), 14)
 }
 
 pub fn draw(plan: &Plan) -> Svg {

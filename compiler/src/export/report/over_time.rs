@@ -1,10 +1,10 @@
 //! Worker memory over time: weight versions, gradients and activations of in-flight micro-batches.
 
 use crate::export::axis::{Axis, Unit};
-use crate::export::quantity;
 use crate::export::report::Played;
 use crate::export::report::markup::{Column, Table, paragraph};
 use crate::export::svg::{Anchor, Svg};
+use crate::text::quantity;
 
 /// Maximum number of curves.
 const MOST: usize = 128;

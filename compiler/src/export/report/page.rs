@@ -7,13 +7,13 @@
 use crate::export::colour::{PICTURE, variables};
 use crate::export::escape::escape;
 use crate::export::gradients::gradients;
-use crate::export::quantity;
 use crate::export::report::markup::{details, figure, paragraph};
 use crate::export::report::{
     Report, alternatives, costs, gantt, graph, measured, memory, over_time, provenance, what_if,
 };
 use crate::export::svg::Svg;
 use crate::plan::{Stage, device_memory};
+use crate::text::quantity;
 use sha2::{Digest, Sha256};
 
 const STYLE: &str = include_str!("page.css");

@@ -33,7 +33,7 @@ pub fn provenance(report: &Report<'_>) -> String {
         ("cost model", cost(plan.cost).to_string()),
         ("objective", objective.to_string()),
         ("partitioner", partitioner(plan)),
-        ("states explored", crate::export::quantity::count(plan.search.states)),
+        ("states explored", crate::text::quantity::count(plan.search.states)),
         ("fallback", fallback),
         ("optimizer", plan.optimizer.clone()),
         ("precision", plan.precision_name().to_string()),

@@ -1,9 +1,9 @@
 //! Plans for other numbers of devices and other minibatch sizes.
 
 use crate::export::escape::escape;
-use crate::export::quantity;
 use crate::export::report::markup::paragraph;
 use crate::export::report::{Report, WhatIf};
+use crate::text::quantity;
 
 const SHADES: f64 = 4.0;
 

@@ -6,16 +6,16 @@
 
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput};
-use crate::export::quantity;
 use crate::export::stage_name::{layers, ranges, recomputed, replicas};
-use crate::import::onnx::name::{display_name, shown};
 use crate::plan::{Plan, Stage};
+use crate::text::name::{display_name, short_name};
+use crate::text::quantity;
 use std::collections::BTreeMap;
 
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     let mut text = String::from("digraph plan {\n  rankdir=LR;\n  node [shape=box];\n");
-    let model = shown(&plan.model.file);
+    let model = short_name(&plan.model.file);
     let title = format!("{model}\n{}, micro-batch {}", plan.schedule.kind.name(), plan.schedule.micro_batch);
     text += &format!("  label={};\n  labelloc=t;\n", quoted(&title));
     for (at, (devices, stages)) in shared(plan).into_iter().enumerate() {
@@ -34,7 +34,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     }
     for edge in &plan.edges {
         let tensors = match edge.tensors.as_slice() {
-            [one] => shown(one).into_owned(),
+            [one] => short_name(one),
             many => format!("{} tensors", many.len()),
         };
         let caption = quoted(&format!("{}\n{tensors}", quantity::bytes(edge.bytes)));

@@ -2,10 +2,10 @@
 
 use super::refusal::Refusal;
 use super::{ExportInput, Imported};
-use crate::import::onnx::name::shown;
 use crate::plan::problem::CostModel;
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
+use crate::text::name::short_name;
 
 /// Refuses a plan for a published instance, which has no model.
 pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
@@ -71,7 +71,7 @@ pub fn share(plan: &Plan, replicas: u32) -> Result<u32, Refusal> {
 pub fn handed_on(plan: &Plan, tool: &'static str) -> Option<String> {
     let passing = plan.edges.iter().filter(|edge| edge.to.0 != edge.from.0 + 1);
     let (first, more) = (passing.clone().next()?, passing.count() - 1);
-    let tensor = first.tensors.first().map(|name| format!(" (`{}`)", shown(name))).unwrap_or_default();
+    let tensor = first.tensors.first().map(|name| format!(" (`{}`)", short_name(name))).unwrap_or_default();
     let more = if more > 0 { format!(", and {more} more pairs of stages") } else { String::new() };
     Some(format!(
         "tensors go from stage {} to stage {}{tensor}{more}: {tool} only sends module outputs to the next stage; \

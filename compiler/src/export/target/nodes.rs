@@ -10,8 +10,8 @@ use crate::graph::Graph;
 use crate::graph::order::numbered;
 use crate::import::onnx::check_graph::{free, subgraphs};
 use crate::import::onnx::model::{Node, OnnxModel};
-use crate::import::onnx::name::shown;
 use crate::plan::Plan;
+use crate::text::name::short_name;
 use std::collections::{BTreeSet, HashMap};
 
 /// Maximum number of names listed in a note.
@@ -112,7 +112,7 @@ pub fn moved_note(moved: &[String]) -> Option<String> {
     if moved.is_empty() {
         return None;
     }
-    let names: Vec<String> = moved.iter().take(LISTED).map(|name| format!("`{}`", shown(name))).collect();
+    let names: Vec<String> = moved.iter().take(LISTED).map(|name| format!("`{}`", short_name(name))).collect();
     let more = moved.len().saturating_sub(LISTED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     Some(format!(

@@ -20,7 +20,7 @@ use crate::import::import::{Batch, ImportError, from_onnx};
 use crate::import::onnx::lower::error::LowerError;
 use crate::import::onnx::lower::weight::dtype_of;
 use crate::import::onnx::model::{OnnxModel, ValueInfo};
-use crate::import::onnx::name::{shown, unique_names};
+use crate::import::onnx::name::unique_names;
 use crate::import::onnx::proto::tensor_proto::DataType;
 use crate::import::onnx::proto::tensor_shape_proto::Dimension;
 use crate::import::onnx::proto::tensor_shape_proto::dimension;
@@ -28,6 +28,7 @@ use crate::import::onnx::proto::type_proto::{self, Tensor as TensorType};
 use crate::import::onnx::proto::{GraphProto, ModelProto, NodeProto, TensorShapeProto, TypeProto, ValueInfoProto};
 use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
+use crate::text::name::short_name;
 use bytes::Bytes;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -155,7 +156,7 @@ impl<'a> Cut<'a> {
             let made = maker.get(output.name.as_str());
             let stage = made.map(|at| stages[*at].unwrap_or(last));
             stage.map(|stage| (output.name.as_str(), stage)).ok_or_else(|| Refusal::Model {
-                what: format!("no node computes result `{}`, an input or a constant", shown(&output.name)),
+                what: format!("no node computes result `{}`, an input or a constant", short_name(&output.name)),
             })
         });
         for (name, stage) in crossing.into_iter().map(Ok).chain(results).collect::<Result<Vec<_>, Refusal>>()? {
@@ -275,7 +276,7 @@ fn types(
     match between.iter().find(|name| !types.contains_key(**name)) {
         None => Ok(types),
         Some(name) => Err(Refusal::Model {
-            what: format!("the type of `{}`, which is sent between stages, is unknown", shown(name)),
+            what: format!("the type of `{}`, which is sent between stages, is unknown", short_name(name)),
         }),
     }
 }

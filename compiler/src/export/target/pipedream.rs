@@ -12,9 +12,9 @@
 
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
-use crate::import::onnx::name::display_name;
 use crate::plan::schedule::Schedule;
 use crate::profile::cost_graph::CostGraph;
+use crate::text::name::display_name;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,8 +1,8 @@
 //! Reasons why a target cannot express a plan, with suggested planner options.
 
-use crate::import::onnx::name::shown;
 use crate::plan::schedule::Schedule;
 use crate::schedule::ScheduleError;
+use crate::text::name::short_name;
 
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
@@ -27,15 +27,15 @@ pub enum Refusal {
     Schedule { tool: &'static str, kind: Schedule, has: &'static str, instead: &'static str },
     #[error("stage {stage} has no named module: its ops belong to no module of the source")]
     NoModules { stage: u32 },
-    #[error("module `{}` is in stages {first} and {second}, and {tool} cannot split it", shown(.module))]
+    #[error("module `{}` is in stages {first} and {second}, and {tool} cannot split it", short_name(.module))]
     CutModule { tool: &'static str, module: String, first: u32, second: u32 },
-    #[error("module `{}` of stage {stage} is within `{}`, and {tool} {why}", shown(.module), shown(.within))]
+    #[error("module `{}` of stage {stage} is within `{}`, and {tool} {why}", short_name(.module), short_name(.within))]
     Nested { tool: &'static str, module: String, within: String, stage: u32, why: &'static str },
-    #[error("module `{}` of stage {stage} {why}", shown(.module))]
+    #[error("module `{}` of stage {stage} {why}", short_name(.module))]
     Place { module: String, stage: u32, why: String },
     #[error("the plan has no list of numbered layers, such as `layers.0` and `layers.1`")]
     NoLayers,
-    #[error("the model has layers in `{}` and in `{}`, and {tool} has one list of transformer layers", shown(.first), shown(.second))]
+    #[error("the model has layers in `{}` and in `{}`, and {tool} has one list of transformer layers", short_name(.first), short_name(.second))]
     Lists { tool: &'static str, first: String, second: String },
     #[error("stage {stage} only has parts of nodes, and this format keeps nodes whole")]
     Parts { stage: u32 },

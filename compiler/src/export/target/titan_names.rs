@@ -11,8 +11,8 @@
 
 use super::layers::are_shallow;
 use super::refusal::Refusal;
-use crate::import::onnx::name::shown;
 use crate::profile::module_units::{longest, numbered};
+use crate::text::name::short_name;
 use std::collections::BTreeSet;
 
 const KNOWN: [(&str, &[&str]); 3] = [
@@ -62,7 +62,7 @@ pub fn named(parts: Vec<Vec<String>>, tool: &'static str) -> Result<Named, Refus
             };
             is_rotary |= inner == "embed_tokens";
             if !seen.insert(name.clone()) {
-                let why = format!("would be another `{}` in {tool}", shown(&name));
+                let why = format!("would be another `{}` in {tool}", short_name(&name));
                 return Err(Refusal::Place { module: module.clone(), stage, why });
             }
             own.push(name);
@@ -92,8 +92,9 @@ fn wrapper(parts: &[Vec<String>]) -> Option<Wrapper> {
 }
 
 fn note(wrapper: &Wrapper, unknown: &[String], tool: &str) -> String {
-    let renamed = format!("modules have the names of {tool}'s models: `{}.0` is `{LAYERS}.0`", shown(&wrapper.list));
-    let listed: Vec<String> = unknown.iter().take(8).map(|name| format!("`{}`", shown(name))).collect();
+    let renamed =
+        format!("modules have the names of {tool}'s models: `{}.0` is `{LAYERS}.0`", short_name(&wrapper.list));
+    let listed: Vec<String> = unknown.iter().take(8).map(|name| format!("`{}`", short_name(name))).collect();
     match listed.is_empty() {
         true => renamed,
         false => format!("{renamed}; its models have no {}", listed.join(", ")),

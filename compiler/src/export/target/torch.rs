@@ -13,8 +13,8 @@ use super::nodes;
 use super::orders::{Order, order};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
-use crate::import::onnx::name::shown;
 use crate::plan::Plan;
+use crate::text::name::short_name;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -70,7 +70,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     if !is_exported && !planned.is_empty() {
         bundle.notes.push(other_format(plan, planned));
     }
-    let model = if is_exported { shown(planned) } else { "MODEL.pt2".into() };
+    let model = if is_exported { short_name(planned) } else { "MODEL.pt2".into() };
     bundle.notes.push(format!(
         "train with: torchrun --nproc-per-node {processes} FOLDER/train.py --model {model} --data DATA.npz"
     ));
@@ -82,12 +82,12 @@ fn other_format(plan: &Plan, planned: &str) -> String {
     let mut held: BTreeMap<&str, u32> = BTreeMap::new();
     let named = plan.stages.iter().flat_map(|stage| stage.modules.iter().map(|module| (module.as_str(), stage.id.0)));
     let cut = named.into_iter().find(|(module, stage)| *held.entry(module).or_insert(*stage) != *stage);
-    let planned = shown(planned);
+    let planned = short_name(planned);
     match cut {
         Some((module, _)) => format!(
             "the plan is for {planned} and cuts module `{}`: the script can only match it to a model with the same nodes. \
              Plan the file of torch.export.save instead, or use `--target torchtitan`, which keeps modules whole",
-            shown(module)
+            short_name(module)
         ),
         None => format!(
             "the plan is for {planned}, but the script trains a file of torch.export.save: export the same module with \

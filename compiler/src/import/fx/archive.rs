@@ -3,7 +3,7 @@
 use crate::import::fx::entries::{entries, opened};
 use crate::import::fx::error::FxError;
 use crate::import::fx::legacy;
-use crate::import::onnx::name::shown;
+use crate::text::name::short_name;
 use bytes::Bytes;
 use std::collections::BTreeMap;
 
@@ -46,7 +46,7 @@ impl Archive {
             if content.len() <= CHECKED && (!values || inner.ends_with(".json")) {
                 let summed = zip.by_index(at).map_err(std::io::Error::from);
                 let summed = summed.and_then(|mut entry| std::io::copy(&mut entry, &mut std::io::sink()));
-                summed.map_err(|e| FxError::Zip(format!("entry `{}`: {e}", shown(inner))))?;
+                summed.map_err(|e| FxError::Zip(format!("entry `{}`: {e}", short_name(inner))))?;
             }
             // Sample inputs are pickles and are never read.
             if !inner.starts_with("data/sample_inputs/") {

@@ -1,6 +1,6 @@
 //! Errors of exported programs. Every message is safe to print.
 
-use crate::import::onnx::name::shown;
+use crate::text::name::short_name;
 use thiserror::Error;
 
 /// Shows the user how to export a file.
@@ -16,29 +16,37 @@ pub enum FxError {
     #[error("not a valid zip archive: {0}")]
     Zip(String),
     /// Two entries have one name; zip readers differ in which one they take.
-    #[error("duplicate entry `{}` in the zip archive", shown(entry))]
+    #[error("duplicate entry `{}` in the zip archive", short_name(entry))]
     Duplicate { entry: String },
-    #[error("entry `{}` of the zip archive is compressed; torch.export.save stores entries as they are", shown(entry))]
+    #[error(
+        "entry `{}` of the zip archive is compressed; torch.export.save stores entries as they are",
+        short_name(entry)
+    )]
     Compressed { entry: String },
-    #[error("entry `{}` of the zip archive declares {size} bytes, more than the file has", shown(entry))]
+    #[error("entry `{}` of the zip archive declares {size} bytes, more than the file has", short_name(entry))]
     EntrySize { entry: String, size: u64 },
     #[error("a zip archive without an exported program (a torch.save checkpoint holds no graph); {EXPORT}")]
     NoProgram,
     /// The pickled table of contents of torch 2.6 or 2.7 cannot be read.
-    #[error("entry `{}`: {reason}", shown(entry))]
+    #[error("entry `{}`: {reason}", short_name(entry))]
     Table { entry: String, reason: String },
-    #[error("node `{}`: its arguments do not match the inputs of the graph that it runs", shown(node))]
+    #[error("node `{}`: its arguments do not match the inputs of the graph that it runs", short_name(node))]
     Region { node: String },
     #[error("an AOTInductor package: it holds a compiled library and no graph, and pipec never loads code; {EXPORT}")]
     Compiled,
     #[error("the archive has {count} programs, expected one: {names}")]
     Several { count: usize, names: String },
-    #[error("the weights are in byte order `{}`, expected `little`", shown(found))]
+    #[error("the weights are in byte order `{}`, expected `little`", short_name(found))]
     ByteOrder {
         /// The file's byte order, possibly truncated.
         found: String,
     },
-    #[error("entry `{}` is not valid JSON for this format, at `{}`: {}", shown(entry), shown(at), shown(reason))]
+    #[error(
+        "entry `{}` is not valid JSON for this format, at `{}`: {}",
+        short_name(entry),
+        short_name(at),
+        short_name(reason)
+    )]
     Json {
         entry: String,
         /// Path within the document.
@@ -47,21 +55,21 @@ pub enum FxError {
     },
     #[error("schema version {found} of the exported program is not supported, only {known} is")]
     Schema { found: i64, known: i64 },
-    #[error("weight `{}`: {reason}", shown(name))]
+    #[error("weight `{}`: {reason}", short_name(name))]
     Weight {
         /// Its name in the module.
         name: String,
         reason: WeightError,
     },
-    #[error("input `{}`: {}", shown(name), shown(reason))]
+    #[error("input `{}`: {}", short_name(name), short_name(reason))]
     Input { name: String, reason: String },
-    #[error("`{}` has a symbolic size with an unsupported expression: {reason}", shown(tensor))]
+    #[error("`{}` has a symbolic size with an unsupported expression: {reason}", short_name(tensor))]
     Expression { tensor: String, reason: ExpressionError },
-    #[error("node `{}` reads `{}`, which no node computes", shown(node), shown(name))]
+    #[error("node `{}` reads `{}`, which no node computes", short_name(node), short_name(name))]
     Unknown { node: String, name: String },
-    #[error("duplicate value `{}`: node `{}` computes it a second time", shown(name), shown(node))]
+    #[error("duplicate value `{}`: node `{}` computes it a second time", short_name(name), short_name(node))]
     MadeTwice { node: String, name: String },
-    #[error("`{}` is in the signature, but its type is not in the graph", shown(name))]
+    #[error("`{}` is in the signature, but its type is not in the graph", short_name(name))]
     NoFacts { name: String },
 }
 
@@ -98,7 +106,7 @@ impl FxError {
 /// Text that is not a symbolic size.
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum ExpressionError {
-    #[error("`{}` is not a sum, product or quotient of symbols and numbers", shown(.0))]
+    #[error("`{}` is not a sum, product or quotient of symbols and numbers", short_name(.0))]
     Syntax(String),
     #[error("it is nested more than {0} deep")]
     Depth(usize),

@@ -14,10 +14,10 @@ use crate::import::fx::schema::{
 };
 use crate::import::fx::weight::{WeightLocation, dtype_of, onnx_code};
 use crate::import::onnx::model::{Dim as SourceDim, ValueInfo};
-use crate::import::onnx::name::shown;
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
+use crate::text::name::short_name;
 use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use sha2::{Digest, Sha256};
@@ -179,7 +179,7 @@ impl Program {
             self.warnings.push(format!(
                 "no operator reads input `{}`: torch.export merges one tensor passed under two names, as in \
                  `model(input_ids=ids, labels=ids)`; export with a copy, `labels=ids.clone()`",
-                shown(&twin.name)
+                short_name(&twin.name)
             ));
         }
     }
@@ -221,14 +221,14 @@ impl Program {
             self.warnings.push(format!(
                 "{} parameters, such as `{}`, have requires_grad=False in the program: they are frozen",
                 frozen.len(),
-                shown(first)
+                short_name(first)
             ));
         }
         if let Some(first) = loader.missing.first() {
             self.warnings.push(format!(
                 "the archive has no values for {} weights, such as `{}`: it can be planned but not trained",
                 loader.missing.len(),
-                shown(first)
+                short_name(first)
             ));
         }
         Ok(())
@@ -303,13 +303,13 @@ impl Program {
             if *other == place {
                 self.warnings.push(format!(
                     "`{}` is tied to `{}`: they are one parameter under that name",
-                    shown(name),
-                    shown(&self.weights[*at].name)
+                    short_name(name),
+                    short_name(&self.weights[*at].name)
                 ));
                 return Ok(*at);
             }
             if other.meets(&place) {
-                return Err(WeightError::Overlaps(shown(&self.weights[*at].name).into_owned()));
+                return Err(WeightError::Overlaps(short_name(&self.weights[*at].name)));
             }
         }
         others.push((place, self.weights.len()));
@@ -367,7 +367,7 @@ fn name(archive: &Archive) -> Result<String, FxError> {
         [] if archive.within("data/aotinductor/").next().is_some() => Err(FxError::Compiled),
         [] => Err(FxError::NoProgram),
         several => {
-            let listed: Vec<_> = several.iter().take(8).map(|n| shown(n)).collect();
+            let listed: Vec<_> = several.iter().take(8).map(|n| short_name(n)).collect();
             Err(FxError::Several { count: several.len(), names: listed.join(", ") })
         }
     }

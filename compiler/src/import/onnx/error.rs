@@ -1,22 +1,22 @@
 //! Errors in ONNX files. Non-fatal findings are in `warning`.
 //!
-//! All messages are safe to print: names from the file pass through `name::shown`, which removes control characters and
+//! All messages are safe to print: names from the file pass through `text::name::short_name`, which removes control characters and
 //! limits the length.
 
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::import::onnx::name::shown;
 use crate::import::onnx::tensor_error::TensorError;
+use crate::text::name::short_name;
 
 /// Maximum number of faults listed in one message; the rest is only counted.
 const LISTED: usize = 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
-    #[error("cannot open {}: {source}", shown(&path.to_string_lossy()))]
+    #[error("cannot open {}: {source}", short_name(&path.to_string_lossy()))]
     Open { path: PathBuf, source: std::io::Error },
-    #[error("{} is {kind}, not a regular file", shown(&path.to_string_lossy()))]
+    #[error("{} is {kind}, not a regular file", short_name(&path.to_string_lossy()))]
     NotRegular {
         path: PathBuf,
         /// With its article, such as `a directory`.
@@ -92,38 +92,38 @@ pub enum Fault {
     /// A standard operator is used, but the standard domain is not imported.
     #[error(
         "node `{}`: opset_import does not name the standard domain, which its operator {} needs",
-        shown(node),
-        shown(op)
+        short_name(node),
+        short_name(op)
     )]
     OpsetOfStandard {
         /// The first such node.
         node: String,
         op: String,
     },
-    #[error("opset_import names the domain `{}` twice, with versions {first} and {second}", shown(domain))]
+    #[error("opset_import names the domain `{}` twice, with versions {first} and {second}", short_name(domain))]
     OpsetTwice { domain: String, first: i64, second: i64 },
-    #[error("graph input `{}` has no tensor type{}", shown(name), if *other_kind { ": sequences, maps and optionals are not supported" } else { "" })]
+    #[error("graph input `{}` has no tensor type{}", short_name(name), if *other_kind { ": sequences, maps and optionals are not supported" } else { "" })]
     InputType {
         name: String,
         /// It has a type, but not a tensor type.
         other_kind: bool,
     },
-    #[error("`{}` has an unknown element type, code {code}", shown(name))]
+    #[error("`{}` has an unknown element type, code {code}", short_name(name))]
     ElementType { name: String, code: i32 },
-    #[error("`{}`: dimension {axis} is negative: {dim}", shown(name))]
+    #[error("`{}`: dimension {axis} is negative: {dim}", short_name(name))]
     NegativeDim { name: String, axis: usize, dim: i64 },
-    #[error("node `{}` has no operator type", shown(node))]
+    #[error("node `{}` has no operator type", short_name(node))]
     NoOperator { node: String },
-    #[error("duplicate graph input `{}`", shown(name))]
+    #[error("duplicate graph input `{}`", short_name(name))]
     DuplicateInput { name: String },
-    #[error("duplicate initializer `{}`", shown(name))]
+    #[error("duplicate initializer `{}`", short_name(name))]
     DuplicateInitializer { name: String },
     /// Violation of single static assignment.
     #[error(
         "duplicate output: tensor `{}` is computed by {} and by node `{}`",
-        shown(tensor),
-        shown(first),
-        shown(node)
+        short_name(tensor),
+        short_name(first),
+        short_name(node)
     )]
     DuplicateOutput {
         tensor: String,
@@ -131,24 +131,29 @@ pub enum Fault {
         first: String,
         node: String,
     },
-    #[error("node `{}` ({}) reads tensor `{}`, which no node computes", shown(node), shown(op), shown(tensor))]
+    #[error(
+        "node `{}` ({}) reads tensor `{}`, which no node computes",
+        short_name(node),
+        short_name(op),
+        short_name(tensor)
+    )]
     UnknownTensor { node: String, op: String, tensor: String },
-    #[error("no node computes graph output `{}`", shown(tensor))]
+    #[error("no node computes graph output `{}`", short_name(tensor))]
     UnknownOutput { tensor: String },
     #[error("cycle: {}", arrows(nodes))]
     Cycle {
         /// In data-flow order; the last node feeds the first.
         nodes: Vec<String>,
     },
-    #[error("node `{}` has the attribute `{}` twice", shown(node), shown(attribute))]
+    #[error("node `{}` has the attribute `{}` twice", short_name(node), short_name(attribute))]
     DuplicateAttribute { node: String, attribute: String },
-    #[error("node `{}`: control flow (If, Loop, Scan) is nested more than {limit} deep", shown(node))]
+    #[error("node `{}`: control flow (If, Loop, Scan) is nested more than {limit} deep", short_name(node))]
     Nesting {
         /// The node of the main graph or of a function that contains the subgraphs.
         node: String,
         limit: usize,
     },
-    #[error("duplicate function `{}`", shown(name))]
+    #[error("duplicate function `{}`", short_name(name))]
     DuplicateFunction { name: String },
     #[error("recursive function: {}", arrows(functions))]
     RecursiveFunction {
@@ -157,7 +162,7 @@ pub enum Fault {
     },
     #[error("the inlined functions of the model have more than {limit} nodes")]
     Expansion { limit: u64 },
-    #[error("sparse initializer `{}`: sparse tensors are not supported", shown(name))]
+    #[error("sparse initializer `{}`: sparse tensors are not supported", short_name(name))]
     Sparse {
         /// The tensor, or the node whose attribute it is.
         name: String,
@@ -173,8 +178,8 @@ pub enum Fault {
 
 fn place(place_of: &Option<String>, name: &str) -> String {
     match place_of {
-        None => format!("initializer `{}`", shown(name)),
-        Some(node) => format!("node `{}`: tensor in attribute `{}`", shown(node), shown(name)),
+        None => format!("initializer `{}`", short_name(name)),
+        Some(node) => format!("node `{}`: tensor in attribute `{}`", short_name(node), short_name(name)),
     }
 }
 
@@ -187,7 +192,7 @@ fn arrows(names: &[String]) -> String {
             text += &format!("… {} more -> ", names.len() - SHOW);
             break;
         }
-        text += &format!("`{}` -> ", shown(name));
+        text += &format!("`{}` -> ", short_name(name));
     }
-    text + &names.first().map(|name| format!("`{}`", shown(name))).unwrap_or_default()
+    text + &names.first().map(|name| format!("`{}`", short_name(name))).unwrap_or_default()
 }

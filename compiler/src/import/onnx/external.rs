@@ -25,10 +25,10 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 
 use crate::import::onnx::file::{kind_name, map_file};
-use crate::import::onnx::name::shown;
 use crate::import::onnx::proto::StringStringEntryProto;
 use crate::import::onnx::tensor_error::ExternalError;
 use crate::import::onnx::warning::Warning;
+use crate::text::name::short_name;
 
 /// The external data files of one model, each opened at most once.
 #[derive(Debug, Default)]
@@ -125,8 +125,7 @@ impl Files {
                 // The SHA-1 checksum gives no protection against tampering and would need a full read.
                 "checksum" => continue,
                 other => {
-                    self.ignored
-                        .push(Warning::ExternalKey { tensor: tensor.to_owned(), key: shown(other).into_owned() });
+                    self.ignored.push(Warning::ExternalKey { tensor: tensor.to_owned(), key: short_name(other) });
                     continue;
                 }
             };
@@ -198,7 +197,7 @@ fn number(key: &'static str, text: Option<&str>) -> Result<Option<u64>, External
     let Some(text) = text else { return Ok(None) };
     let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let value = if plain { text.parse().ok() } else { None };
-    value.map(Some).ok_or_else(|| ExternalError::Number { key, value: shown(text).into_owned() })
+    value.map(Some).ok_or_else(|| ExternalError::Number { key, value: short_name(text) })
 }
 
 #[cfg(test)]

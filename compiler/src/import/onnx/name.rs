@@ -1,43 +1,8 @@
-//! Node names: unique names, safe display of untrusted names, and module paths.
-//!
-//! A name in a model file is arbitrary UTF-8: empty, duplicated, a path, or terminal escape codes. The compiler keeps
-//! names unchanged internally; all output passes through [`display_name`].
+//! Unique node names and module paths of ONNX files.
 
-use std::borrow::Cow;
 use std::collections::HashSet;
 
 use crate::import::onnx::proto::NodeProto;
-
-/// Maximum length in characters of the result of [`shown`].
-const SHOWN: usize = 120;
-
-/// `name` without characters that control a terminal: control characters (such as ESC and NUL), line separators and
-/// bidirectional formatting marks.
-///
-/// ```
-/// use compiler::import::onnx::name::display_name;
-/// assert_eq!(display_name("\u{1b}[31mred\0"), "[31mred");
-/// ```
-pub fn display_name(name: &str) -> Cow<'_, str> {
-    if name.chars().any(acts) { Cow::Owned(name.chars().filter(|c| !acts(*c)).collect()) } else { Cow::Borrowed(name) }
-}
-
-/// [`display_name`], shortened in the middle to 120 characters for use in messages: a name may be megabytes long.
-pub fn shown(name: &str) -> Cow<'_, str> {
-    let name = display_name(name);
-    if name.len() <= SHOWN || name.chars().count() <= SHOWN {
-        return name;
-    }
-    let half = SHOWN / 2 - 1;
-    let head: String = name.chars().take(half).collect();
-    let tail: Vec<char> = name.chars().rev().take(half).collect();
-    Cow::Owned(format!("{head}…{}", tail.into_iter().rev().collect::<String>()))
-}
-
-fn acts(c: char) -> bool {
-    c.is_control()
-        || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
-}
 
 /// Unique, non-empty names for `nodes`, which depend only on the file.
 ///
@@ -142,12 +107,6 @@ mod tests {
             node("a", "Add"),
         ];
         assert_eq!(unique_names(&nodes), ["Gemm_0", "a", "a_2", "Gemm_3_1", "Gemm_3", "a_1", "a_3"]);
-    }
-
-    #[test]
-    fn escape_codes_and_direction_marks_go() {
-        assert_eq!(display_name("\u{1b}]0;x\u{7}\u{9b}31m\u{202e}é"), "]0;x31mé");
-        assert!(shown(&"x".repeat(1 << 20)).chars().count() <= SHOWN);
     }
 
     #[test]

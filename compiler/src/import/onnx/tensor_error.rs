@@ -1,7 +1,7 @@
 //! Errors in the values of a tensor, in the model file or in an external one.
 
 use crate::import::onnx::element::{SizeError, element_name};
-use crate::import::onnx::name::shown;
+use crate::text::name::short_name;
 
 /// Errors in the values of one tensor. The messages continue a sentence after the tensor's name.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -34,21 +34,21 @@ pub enum ExternalError {
     NoFolder,
     #[error("without a location")]
     NoLocation,
-    #[error("at location `{}`, which {why}: it must be inside the model's folder", shown(location))]
+    #[error("at location `{}`, which {why}: it must be inside the model's folder", short_name(location))]
     Escapes { location: String, why: &'static str },
     /// The location resolves, through links, to a path outside the model's folder.
-    #[error("at location `{}`, a link that leads outside the model's folder", shown(location))]
+    #[error("at location `{}`, a link that leads outside the model's folder", short_name(location))]
     LinkEscapes { location: String },
-    #[error("at location `{}`, which is {kind}, not a regular file", shown(location))]
+    #[error("at location `{}`, which is {kind}, not a regular file", short_name(location))]
     NotRegular { location: String, kind: &'static str },
-    #[error("at location `{}`, which cannot be read: {error}", shown(location))]
+    #[error("at location `{}`, which cannot be read: {error}", short_name(location))]
     Unreadable { location: String, error: String },
-    #[error("with {key} `{}`, which is not a number of bytes", shown(value))]
+    #[error("with {key} `{}`, which is not a number of bytes", short_name(value))]
     Number { key: &'static str, value: String },
     #[error("with two different values for `{key}`")]
     TwoValues { key: &'static str },
     #[error("with length {length} bytes, but its type and dims need {expected}")]
     Length { length: u64, expected: u64 },
-    #[error("at offset {offset} with length {length} of `{}`, whose size is {size} bytes", shown(location))]
+    #[error("at offset {offset} with length {length} of `{}`, whose size is {size} bytes", short_name(location))]
     PastEnd { offset: u64, length: u64, size: u64, location: String },
 }

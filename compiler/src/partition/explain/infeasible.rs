@@ -96,7 +96,7 @@ pub fn error(question: &SearchContext<'_>, candidates: &[PlanCandidate]) -> Plan
     });
     let leaves = least.shape.leaves();
     let name = |op: Option<&u32>| {
-        op.map_or(String::new(), |&op| shown(&problem.graph.ops[op as usize].name, question.joined.leader(op)))
+        op.map_or(String::new(), |&op| op_name(&problem.graph.ops[op as usize].name, question.joined.leader(op)))
     };
     let (first_op, last_op) = (name(leaves[stage].ops.first()), name(leaves[stage].ops.last()));
     let (stages, replicas) = (leaves.len(), leaves[stage].replicas);
@@ -129,7 +129,7 @@ pub fn error(question: &SearchContext<'_>, candidates: &[PlanCandidate]) -> Plan
         class,
         kind: class
             .and_then(|class| classes.get(class as usize))
-            .map_or(String::new(), |class| shown(&class.device.kind, 0)),
+            .map_or(String::new(), |class| op_name(&class.device.kind, 0)),
         memory,
         missing: smallest.saturating_sub(memory),
         smallest,
@@ -175,7 +175,7 @@ pub fn in_cluster_order(error: PlanError, of: &[DeviceClass], own: &[DeviceClass
     }
 }
 
-fn shown(name: &str, op: u32) -> String {
+fn op_name(name: &str, op: u32) -> String {
     let name = if name.is_empty() { op.to_string() } else { name.to_string() };
     name.chars().take(80).map(|c| if c.is_control() { '?' } else { c }).collect()
 }

@@ -3,6 +3,7 @@
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::plan::problem::ProblemError;
 use crate::profile::cost_graph::CostGraph;
+use crate::text::name::short_name;
 use crate::text::suggest::hint;
 
 /// Returns an order of the fused ops and the stage ends in it, for cuts after each of `names`.
@@ -40,10 +41,10 @@ pub fn resolve(
         }
         if ends.last() == Some(&order.len()) {
             let why = "an earlier cut already covers it";
-            return Err(ProblemError::EmptyCut { name: shown(name), why });
+            return Err(ProblemError::EmptyCut { name: short_name(name), why });
         }
         if order.len() == graph.ops.len() {
-            return Err(ProblemError::EmptyCut { name: shown(name), why: "the stage after it would be empty" });
+            return Err(ProblemError::EmptyCut { name: short_name(name), why: "the stage after it would be empty" });
         }
         ends.push(order.len());
     }
@@ -62,11 +63,11 @@ pub fn moved(joined: &FusedGraph<'_>, names: &[String]) -> Vec<String> {
             continue;
         }
         if let Some(&last) = leaders.iter().max() {
-            let with = shown(&joined.full.ops[last as usize].name);
+            let with = short_name(&joined.full.ops[last as usize].name);
             let with = if with.is_empty() { last.to_string() } else { with };
             notes.push(format!(
                 "`--cut-after {}`: it depends on parameters only and is fused with `{with}`; the cut is after that",
-                shown(name)
+                short_name(name)
             ));
         }
     }
@@ -85,7 +86,7 @@ pub fn pinned(joined: &FusedGraph<'_>, pins: &[(String, u32)]) -> Result<Vec<(u3
     all.dedup();
     if let Some(pair) = all.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         let op = &joined.full.ops[joined.leader(pair[0].0) as usize];
-        let what = format!("`--pin` puts `{}` in stage {} and in stage {}", shown(&op.name), pair[0].1, pair[1].1);
+        let what = format!("`--pin` puts `{}` in stage {} and in stage {}", short_name(&op.name), pair[0].1, pair[1].1);
         return Err(ProblemError::Unmet { what });
     }
     Ok(all)
@@ -113,11 +114,7 @@ fn named(graph: &CostGraph, flag: &'static str, name: &str) -> Result<Vec<usize>
         return Ok(modules);
     }
     let hint = hint(name, graph.ops.iter().flat_map(|op| [op.name.as_str(), op.module.as_str()]));
-    Err(ProblemError::UnknownName { flag, name: shown(name), hint })
-}
-
-fn shown(text: &str) -> String {
-    text.chars().take(120).map(|c| if c.is_control() { '?' } else { c }).collect()
+    Err(ProblemError::UnknownName { flag, name: short_name(name), hint })
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use crate::plan::StageId;
 use crate::plan::schedule::Schedule;
 use crate::profile::json;
 use crate::schedule::{Program, ProgramStage, WorkerProgram};
+use crate::text::name::short_name;
 
 /// Value of the `schema` field.
 pub const SCHEMA: &str = "pipec.program/1";
@@ -45,7 +46,7 @@ struct File {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum JsonError {
-    #[error("{}", shown(&.0.to_string()))]
+    #[error("{}", short_name(&.0.to_string()))]
     Json(#[from] json::JsonError),
     #[error("its schema is `{found}`, expected `{SCHEMA}`")]
     Schema { found: String },
@@ -65,19 +66,16 @@ pub fn from_json(text: &str) -> Result<Program, JsonError> {
     // The slower reader is used only to locate an error: programs are long.
     let file: File = serde_json::from_str(text).or_else(|_| json::read(text))?;
     if file.schema != SCHEMA {
-        return Err(JsonError::Schema { found: shown(&file.schema) });
+        return Err(JsonError::Schema { found: short_name(&file.schema) });
     }
-    let schedule: Schedule = file.schedule.parse().map_err(|_| JsonError::Schedule { found: shown(&file.schedule) })?;
+    let schedule: Schedule =
+        file.schedule.parse().map_err(|_| JsonError::Schedule { found: short_name(&file.schedule) })?;
     let File { items, microbatches, stages, edges, workers, .. } = file;
     Ok(Program { schedule, items, microbatches, stages, edges, workers })
 }
 
 pub fn json_schema() -> serde_json::Value {
     schemars::schema_for!(File).to_value()
-}
-
-fn shown(text: &str) -> String {
-    text.chars().take(200).map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 #[cfg(test)]

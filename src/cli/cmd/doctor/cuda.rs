@@ -2,8 +2,8 @@
 
 use super::{Finding, State};
 use crate::cli::stage_table;
-use compiler::export::quantity;
 use compiler::tensor::DType;
+use compiler::text::quantity;
 use runtime::device::cuda::compile::{Architecture, CompileFault, cubin};
 use runtime::device::cuda::gpu::{self, Gpu, GpuError, GpuInfo};
 use runtime::device::cuda::launch_plan::At;

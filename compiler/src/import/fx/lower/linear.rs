@@ -227,9 +227,8 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     let given: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
     let tensors = scope.values("tensors")?;
     let ranks: Vec<usize> = tensors.iter().map(|value| scope.fact(*value).rank()).collect();
-    let equation = without_dots(&given, &ranks).ok_or_else(|| {
-        LowerReason::Unsupported(format!("the equation `{}`", crate::import::onnx::name::shown(&given)))
-    })?;
+    let equation = without_dots(&given, &ranks)
+        .ok_or_else(|| LowerReason::Unsupported(format!("the equation `{}`", crate::text::name::short_name(&given))))?;
     let (inputs, result) = match equation.split_once("->") {
         Some((inputs, result)) => (inputs.to_string(), Some(result.to_string())),
         None => (equation.clone(), None),
@@ -249,10 +248,7 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
         term.iter().enumerate().all(|(at, letter)| letter.is_ascii_alphabetic() && !term[..at].contains(letter))
     });
     if !plain || terms.len() != tensors.len() || terms.len() > 64 {
-        return Err(LowerReason::Unsupported(format!(
-            "the equation `{}`",
-            crate::import::onnx::name::shown(&equation)
-        )));
+        return Err(LowerReason::Unsupported(format!("the equation `{}`", crate::text::name::short_name(&equation))));
     }
     let mut list = Vec::with_capacity(terms.len());
     for (letters, value) in terms.into_iter().zip(tensors) {

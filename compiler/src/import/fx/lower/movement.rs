@@ -10,9 +10,9 @@ use crate::import::onnx::lower::attribute::{axes, axis};
 use crate::import::onnx::lower::movement::{met, transposed};
 use crate::import::onnx::lower::reshape::target;
 use crate::import::onnx::lower::slice::part;
-use crate::import::onnx::name::shown;
 use crate::op::{Concat, Flip, Op, Pad, StopGradient, Value};
 use crate::tensor::dim::{Dim, volume};
+use crate::text::name::short_name;
 
 /// Reshapes to the shape in argument `name`, with -1 inferred.
 pub fn view(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
@@ -245,7 +245,7 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
         "reflect" => return resize::pad(scope, Edge::Reflect, "pad"),
         "replicate" => return resize::pad(scope, Edge::Replicate, "pad"),
         "circular" => return resize::pad(scope, Edge::Circular, "pad"),
-        other => return Err(LowerReason::Unsupported(format!("padding of mode `{}`", shown(other)))),
+        other => return Err(LowerReason::Unsupported(format!("padding of mode `{}`", short_name(other)))),
     }
     let mut x = scope.value("self")?;
     let (rank, pads, value) = (scope.fact(x).rank(), scope.shape("pad")?, scope.float("value", 0.0)?);

@@ -20,12 +20,12 @@ use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::error::{Fault, Faults, LowerError};
 use crate::import::onnx::lower::lower_model::{Lowered, kept};
 use crate::import::onnx::lower::{ImportedWeights, StaticSizes, Weight};
-use crate::import::onnx::name::shown;
 use crate::import::prune::prune;
 use crate::import::symbolic_batch;
 use crate::op::{Input, Op, Value};
 use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
+use crate::text::name::short_name;
 use std::collections::HashMap;
 
 /// State of a view after its elements changed.
@@ -266,7 +266,7 @@ impl Walk<'_> {
             return Ok(Some(Made::Tensors(vec![Known::Weight(at)])));
         }
         if weight.trainable || weight.fact.dtype.is_float() || weight.fact.rank() > 0 {
-            return Err(LowerReason::Unsupported(format!("an in-place change of `{}`", shown(&weight.name))));
+            return Err(LowerReason::Unsupported(format!("an in-place change of `{}`", short_name(&weight.name))));
         }
         Ok(Some(Made::Tensors(vec![COUNTED])))
     }
@@ -439,7 +439,7 @@ impl Walk<'_> {
                 "{} batch normalisations, such as `{}`, use stored statistics instead of batch statistics; PyTorch \
                  trains a different model; call model.train() before the export",
                 self.ledger.stored_statistics.len(),
-                shown(first)
+                short_name(first)
             ));
         }
         Ok(Lowered { graph, weights, warnings })
@@ -451,13 +451,13 @@ impl Walk<'_> {
             // A running statistic, described by [`Graph::averages`].
             Some(Known::Absent(_) | Known::Weight(_)) | None => Ok(()),
             Some(Known::Complex(..)) => {
-                Err(LowerReason::Unsupported(format!("an in-place change of `{}`", shown(target))))
+                Err(LowerReason::Unsupported(format!("an in-place change of `{}`", short_name(target))))
             }
             Some(Known::Value(value)) => {
                 let fact = self.graph.fact(*value);
                 match fact.dtype.is_integer() && fact.rank() == 0 {
                     true => Ok(()),
-                    false => Err(LowerReason::Unsupported(format!("an in-place change of `{}`", shown(target)))),
+                    false => Err(LowerReason::Unsupported(format!("an in-place change of `{}`", short_name(target)))),
                 }
             }
         }

@@ -5,11 +5,12 @@ use super::{Known, LowerReason};
 use crate::import::onnx::check_graph;
 use crate::import::onnx::check_graph::Body as Wiring;
 use crate::import::onnx::model::Node;
-use crate::import::onnx::name::{shown, unique_names};
+use crate::import::onnx::name::unique_names;
 use crate::import::onnx::payload;
 use crate::import::onnx::proto::GraphProto;
 use crate::import::onnx::proto::attribute_proto::AttributeType;
 use crate::import::onnx::signature;
+use crate::text::name::short_name;
 use prost::Message;
 use std::collections::{BTreeSet, HashSet};
 
@@ -71,7 +72,7 @@ impl Body {
                 Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("a missing result"))),
                 None if whole => Err(Some(LowerReason::Inputs(format!(
                     "no node computes the result `{}` of its subgraph",
-                    shown(&info.name)
+                    short_name(&info.name)
                 )))),
                 None => Err(None),
             };

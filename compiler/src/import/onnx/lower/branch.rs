@@ -9,7 +9,7 @@ use super::walk::Walk;
 use super::{Known, LowerReason, truth};
 use crate::import::build::Build;
 use crate::import::onnx::model::Node;
-use crate::import::onnx::name::shown;
+use crate::text::name::short_name;
 
 /// Returns the results of an `If`; `Err(None)` if an error inside it was already reported.
 pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<LowerReason>> {
@@ -53,7 +53,7 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
     }
     walk.ledger.warnings.push(format!(
         "node `{}`: the condition of this If is unknown, so both branches run and one result is selected",
-        shown(&node.name)
+        short_name(&node.name)
     ));
     Ok(selected)
 }

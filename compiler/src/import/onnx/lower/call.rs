@@ -6,7 +6,7 @@ use super::frame::Frame;
 use super::walk::Walk;
 use super::{Known, LowerReason};
 use crate::import::onnx::model::{Function, Node};
-use crate::import::onnx::name::shown;
+use crate::text::name::short_name;
 use prost::Message;
 use std::rc::Rc;
 
@@ -16,7 +16,7 @@ pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec
     if given.len() > function.inputs.len() {
         return Err(Some(LowerReason::Inputs(format!(
             "the function `{}` has {} parameters, the call gives {}",
-            shown(&function.name),
+            short_name(&function.name),
             function.inputs.len(),
             given.len()
         ))));
@@ -45,7 +45,7 @@ pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec
         let result = |name: &String| match walk.frames.find(name) {
             Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("an input that the call omits"))),
             None if whole => {
-                Err(Some(LowerReason::Inputs(format!("no node in the function computes `{}`", shown(name)))))
+                Err(Some(LowerReason::Inputs(format!("no node in the function computes `{}`", short_name(name)))))
             }
             None => Err(None),
         };

@@ -8,9 +8,9 @@ use super::gather::count;
 use super::movement::transposed;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
-use crate::import::onnx::name::shown;
 use crate::op::{Binary, Compare, MatMul, Op, ReduceKind, Value};
 use crate::tensor::dim::{Dim, volume};
+use crate::text::name::short_name;
 
 /// An axis label: a letter, or the distance from the right within `...`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,7 +27,7 @@ struct Term {
 }
 
 fn wrong(equation: &str, why: &str) -> LowerReason {
-    LowerReason::Inputs(format!("the equation `{}` {why}", shown(equation)))
+    LowerReason::Inputs(format!("the equation `{}` {why}", short_name(equation)))
 }
 
 /// Parses the labels of one operand or of the result, with `dots` axes for `...`.

@@ -3,8 +3,8 @@
 use super::LowerReason;
 use super::support::Unsupported;
 use crate::graph::AddError;
-use crate::import::onnx::name::shown;
 use crate::tensor::fact::Fact;
+use crate::text::name::short_name;
 use std::fmt;
 use thiserror::Error;
 
@@ -22,9 +22,9 @@ pub enum LowerError {
     Opset { found: i64 },
     #[error("{0}")]
     Nodes(Faults),
-    #[error("input `{}` is {expected}, the value given is {found}", shown(name))]
+    #[error("input `{}` is {expected}, the value given is {found}", short_name(name))]
     Given { name: String, expected: Fact, found: Fact },
-    #[error("graph output `{}`: {reason}", shown(name))]
+    #[error("graph output `{}`: {reason}", short_name(name))]
     Output { name: String, reason: Box<LowerReason> },
     #[error("the graph has no outputs")]
     NoOutputs,
@@ -43,7 +43,7 @@ impl From<AddError> for LowerError {
 pub struct Faults(pub Vec<Fault>);
 
 #[derive(Debug, Error)]
-#[error("node `{}` ({}){}: {reason}", shown(node), shown(operator), self.place())]
+#[error("node `{}` ({}){}: {reason}", short_name(node), short_name(operator), self.place())]
 pub struct Fault {
     pub node: String,
     pub operator: String,
@@ -56,8 +56,8 @@ pub struct Fault {
 
 impl Fault {
     fn place(&self) -> String {
-        let module = if self.module.is_empty() { String::new() } else { format!(" in `{}`", shown(&self.module)) };
-        let line = if self.line.is_empty() { String::new() } else { format!(", {}", shown(&self.line)) };
+        let module = if self.module.is_empty() { String::new() } else { format!(" in `{}`", short_name(&self.module)) };
+        let line = if self.line.is_empty() { String::new() } else { format!(", {}", short_name(&self.line)) };
         module + &line
     }
 }

@@ -9,10 +9,10 @@ use super::StaticSizes;
 use super::weight::dtype_of;
 use crate::import::onnx::element::element_name;
 use crate::import::onnx::model::{Dim as SourceDim, ValueInfo};
-use crate::import::onnx::name::shown;
 use crate::op::dropout::COUNTER;
 use crate::tensor::dim::{Bindings, Dim, DimError, is_symbol};
 use crate::tensor::fact::Fact;
+use crate::text::name::short_name;
 use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
@@ -20,20 +20,20 @@ const BATCH: &str = "batch";
 
 #[derive(Debug, Error, PartialEq)]
 pub enum InputError {
-    #[error("input `{}` has no shape", shown(name))]
+    #[error("input `{}` has no shape", short_name(name))]
     NoShape { name: String },
-    #[error("input `{}` has element type {}, which is not supported", shown(name), element_name(*elem_type))]
+    #[error("input `{}` has element type {}, which is not supported", short_name(name), element_name(*elem_type))]
     ElementType { name: String, elem_type: i32 },
     /// The name is reserved for an input that pipec adds.
     #[error("input `{COUNTER}` has the name of pipec's internal counter; rename it")]
     Reserved,
-    #[error("input `{}` is empty: its axis {axis} has size zero", shown(name))]
+    #[error("input `{}` is empty: its axis {axis} has size zero", short_name(name))]
     Empty { name: String, axis: usize },
     /// The batch axis refers to an unknown input, or to an axis that the input does not have.
-    #[error("`{}` has no batch axis {axis}: the inputs are {inputs}", shown(name))]
+    #[error("`{}` has no batch axis {axis}: the inputs are {inputs}", short_name(name))]
     BatchAxis { name: String, axis: usize, inputs: String },
     /// Batch axes of different sizes.
-    #[error("the batch axis of `{}` has size {found}, other inputs have {expected}", shown(name))]
+    #[error("the batch axis of `{}` has size {found}, other inputs have {expected}", short_name(name))]
     BatchSize {
         name: String,
         /// Size of its batch axis.
@@ -42,9 +42,9 @@ pub enum InputError {
         expected: Dim,
     },
     /// A size was given for a dimension that the model does not have.
-    #[error("the model has no symbolic dimension `{}`; it has {open}", shown(name))]
+    #[error("the model has no symbolic dimension `{}`; it has {open}", short_name(name))]
     UnknownDim { name: String, open: String },
-    #[error("dimension `{}` cannot be {value}", shown(name))]
+    #[error("dimension `{}` cannot be {value}", short_name(name))]
     Value { name: String, value: i64 },
     #[error(transparent)]
     Dim(#[from] DimError),
@@ -96,7 +96,7 @@ pub fn read(
     let by_name = |name: &str| infos.iter().position(|info| info.name == name);
     for (name, &axis) in axes {
         if by_name(name).is_none_or(|at| axis >= facts[at].rank()) {
-            let described = infos.iter().zip(&facts).map(|(i, f)| format!("`{}` {f}", shown(&i.name)));
+            let described = infos.iter().zip(&facts).map(|(i, f)| format!("`{}` {f}", short_name(&i.name)));
             let inputs = described.collect::<Vec<_>>().join(", ");
             return Err(InputError::BatchAxis { name: name.clone(), axis, inputs });
         }

@@ -10,11 +10,11 @@ use super::{
 use crate::graph::{Graph, Origin, Output};
 use crate::import::known_inputs::Known as Beyond;
 use crate::import::onnx::model::{Function, Node, OnnxModel};
-use crate::import::onnx::name::shown;
 use crate::op::{Input, NodeId, Op, Value};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
+use crate::text::name::short_name;
 use std::collections::HashSet;
 
 #[derive(Debug)]
@@ -102,7 +102,7 @@ fn lower_node(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
     }
     let lower = table::find_in(&node.domain, &node.op_type);
     let lower =
-        lower.ok_or_else(|| Some(LowerReason::Unsupported(format!("the operator {}", shown(&node.op_type)))))?;
+        lower.ok_or_else(|| Some(LowerReason::Unsupported(format!("the operator {}", short_name(&node.op_type)))))?;
     let old = standard && walk.frames.top().opset < opset_upgrade::MODERN;
     let translated = if old { opset_upgrade::node(node)? } else { None };
     let node = translated.as_ref().unwrap_or(node);
@@ -141,7 +141,7 @@ fn part(walk: &mut Walk<'_>) {
             "the exporter merged {} tensors as parameter and running statistic, because they start equal; the \
              statistics are now separate, starting with `{}`",
             parted.len(),
-            shown(&first.name)
+            short_name(&first.name)
         ));
     }
     walk.ledger.weights.extend(parted);
@@ -151,7 +151,7 @@ fn finish(mut walk: Walk<'_>, model: &OnnxModel) -> Result<Lowered, LowerError> 
     for output in &model.outputs {
         if let Some(Some(Known::Absent(what))) = walk.frames.find(&output.name) {
             // Exporters list the running statistics of normalisations among the graph outputs.
-            walk.ledger.warnings.push(format!("graph output `{}` is dropped: it is {what}", shown(&output.name)));
+            walk.ledger.warnings.push(format!("graph output `{}` is dropped: it is {what}", short_name(&output.name)));
             continue;
         }
         // Graph outputs are read like the inputs of a node.

@@ -6,10 +6,10 @@ use super::window::with_bias;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
-use crate::import::onnx::name::shown;
 use crate::op::{BatchNorm, Binary, LayerNorm, Op, Pad, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
+use crate::text::name::short_name;
 
 /// A constant-valued tensor, in place of an omitted scale or bias.
 pub fn filled(scope: &mut impl Build, dtype: DType, shape: &[Dim], value: f64) -> Result<Value, LowerReason> {
@@ -192,7 +192,7 @@ fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64
                 scope.ledger.warnings.push(format!(
                     "node `{}`: a running statistic of BatchNormalization is not an initializer; its updates are not \
                     stored",
-                    shown(&scope.node.name)
+                    short_name(&scope.node.name)
                 ));
             }
         }

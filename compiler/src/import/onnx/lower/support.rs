@@ -2,7 +2,7 @@
 
 use super::table;
 use crate::import::onnx::model::{Function, Node, OnnxModel};
-use crate::import::onnx::name::shown;
+use crate::text::name::short_name;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 
@@ -30,12 +30,12 @@ impl fmt::Display for Unsupported {
         for (n, missing) in self.0.iter().enumerate() {
             let Missing { operator, count, node, module, line, why } = missing;
             let comma = if n > 0 { ", " } else { "" };
-            write!(f, "{comma}{} ×{count} (first: node `{}`", shown(operator), shown(node))?;
+            write!(f, "{comma}{} ×{count} (first: node `{}`", short_name(operator), short_name(node))?;
             if !module.is_empty() {
-                write!(f, " in module `{}`", shown(module))?;
+                write!(f, " in module `{}`", short_name(module))?;
             }
             if !line.is_empty() {
-                write!(f, ", {}", shown(line))?;
+                write!(f, ", {}", short_name(line))?;
             }
             if let Some(why) = why {
                 write!(f, "; {why}")?;

@@ -13,10 +13,10 @@ use super::{Known, Weight};
 use crate::import::onnx::check_graph::each_node;
 use crate::import::onnx::element::element_name;
 use crate::import::onnx::model::{Node, Payload, Tensor as Source};
-use crate::import::onnx::name::shown;
 use crate::import::onnx::proto::tensor_proto::DataType;
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
+use crate::text::name::short_name;
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// Number of elements from which an initializer with a generated name counts as a weight.
@@ -59,7 +59,9 @@ pub fn tensor_of(source: &Source) -> Result<Tensor, String> {
     match &source.payload {
         Payload::Bytes(bytes) => Tensor::new(fact.dtype, shape, bytes.clone()).map_err(|e| e.to_string()),
         Payload::Strings(_) => Err("a tensor of strings".to_string()),
-        Payload::Missing { path } => Err(format!("a constant in the file `{}`, which does not exist,", shown(path))),
+        Payload::Missing { path } => {
+            Err(format!("a constant in the file `{}`, which does not exist,", short_name(path)))
+        }
     }
 }
 
@@ -165,7 +167,7 @@ pub fn warning<'a>(names: impl Iterator<Item = &'a str>) -> Option<String> {
          model's own, and may have untied or joined them; export with `dynamo=False, \
          training=torch.onnx.TrainingMode.TRAINING, do_constant_folding=False` to keep them",
         names.len(),
-        shown(first)
+        short_name(first)
     ))
 }
 
