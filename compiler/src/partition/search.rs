@@ -14,6 +14,7 @@ pub mod finish_plan;
 pub mod first_stage;
 pub mod fixed_stages;
 pub mod fused_graph;
+pub mod improve;
 pub mod in_flight;
 pub mod interleaved;
 pub mod largest_in_range;

@@ -30,6 +30,11 @@ impl Prefix {
             gradient_bytes: run.holdings.summed as f64,
             first: placement.first,
             replicas: placement.replicas,
+            in_flight: placing.in_flight(
+                placement.replicas,
+                placing.devices - placement.first - placement.replicas,
+                Some(self.placements.len()),
+            ),
         });
         let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
         for tensor in placing.places.inputs(placement.from, placement.to) {

@@ -69,13 +69,17 @@ pub fn side_by_side(problem: &Problem, shape: &Shape) -> Vec<StagePosition> {
 }
 
 pub fn asked(problem: &Problem) -> FlowQuery {
-    FlowQuery::of(&flow(problem, problem.cluster.devices()), problem.objective == Objective::Latency)
+    FlowQuery::of(
+        &flow(problem, problem.cluster.devices()),
+        problem.objective == Objective::Latency,
+        problem.bucket.0 as f64,
+    )
 }
 
-pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<PlacedStage> {
+pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Vec<PlacedStage> {
     let ops = &problem.graph.ops;
     let holdings = holdings(problem, shape);
-    let placed = |((leaf, spot), holdings): ((StageGroup<'_>, &StagePosition), &MemoryTerms)| {
+    let placed = |(((leaf, spot), holdings), &in_flight): (((StageGroup<'_>, &StagePosition), &MemoryTerms), &u32)| {
         let pace = pace(problem, spot, leaf.replicas);
         let sum = |of: &[u32], us: fn(&OpCost) -> f64| of.iter().map(|&op| us(&ops[op as usize])).sum::<f64>() / pace;
         PlacedStage {
@@ -84,13 +88,20 @@ pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<
             gradient_bytes: holdings.summed as f64,
             first: spot.first,
             replicas: leaf.replicas,
+            in_flight,
         }
     };
-    shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect()
+    shape.leaves().into_iter().zip(spots).zip(&holdings).zip(caps).map(placed).collect()
 }
 
-pub fn outlook(problem: &Problem, asked: &FlowQuery, shape: &Shape, spots: &[StagePosition]) -> CostEstimate {
-    let stages = placed(problem, shape, spots);
+pub fn outlook(
+    problem: &Problem,
+    asked: &FlowQuery,
+    shape: &Shape,
+    spots: &[StagePosition],
+    caps: &[u32],
+) -> CostEstimate {
+    let stages = placed(problem, shape, spots, caps);
     let (levels, edges) = (&problem.cluster.levels, edges(problem, shape));
     match problem.chunks > 1 && stages.len() > 1 {
         true => chunks::outlook(asked, levels, &stages, &edges),
@@ -164,9 +175,9 @@ pub fn fits(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &
 }
 
 /// The objective of a shape under the problem's cost model, in microseconds.
-pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> f64 {
+pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> f64 {
     match problem.cost {
-        CostModel::Pipec => outlook(problem, &asked(problem), shape, spots).minibatch_us,
+        CostModel::Pipec => outlook(problem, &asked(problem), shape, spots, caps).minibatch_us,
         CostModel::Paper | CostModel::Pipedream => {
             shape.minibatch_us(problem).max(uneven_levels::busiest_us(problem, shape, spots))
         }
@@ -178,6 +189,14 @@ pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -
 pub fn flow(problem: &Problem, workers: u32) -> ScheduleFlow {
     let &Problem { schedule, microbatches, chunks, room, .. } = problem;
     ScheduleFlow { schedule, microbatches, chunks, workers, room }
+}
+
+/// The given in-flight limits, or those of the schedule's rule.
+pub fn caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
+    match &problem.in_flight {
+        InFlight::Given(caps) if caps.len() == shape.leaves().len() => caps.clone(),
+        _ => published_caps(problem, shape),
+    }
 }
 
 pub fn published_caps(problem: &Problem, shape: &Shape) -> Vec<u32> {

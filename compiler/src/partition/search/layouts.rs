@@ -124,7 +124,7 @@ impl<'a> Layouts<'a> {
             for zero in zero.clone() {
                 let layout = Layout { zero, ..layout };
                 let Some((recomputed, peak_bytes)) = self.fitted(cut, &layout, held) else { continue };
-                let estimate = LayoutEstimate { peak_bytes, ..self.time(cut, &layout, &recomputed) };
+                let estimate = LayoutEstimate { peak_bytes, ..self.time(cut, &layout, &recomputed, held) };
                 if estimate.minibatch_us < best_us {
                     best_us = estimate.minibatch_us;
                     found.push(estimate);
@@ -280,7 +280,7 @@ impl<'a> Layouts<'a> {
     /// With k micro-batches on each replica, rank r computes `k Σ C_s` over its stages s. It starts after the forward of
     /// the first stages of all ranks before it, and unless the backward is split, their backward follows. The all-reduce
     /// of the first stage overlaps at most with its last backward.
-    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[f64]) -> LayoutEstimate {
+    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[f64], held: &Counts) -> LayoutEstimate {
         let &Layout { schedule, ranks, replicas, chunks, zero } = layout;
         let levels = &self.problem.cluster.levels;
         let stage = |at: usize| {
@@ -300,10 +300,16 @@ impl<'a> Layouts<'a> {
                 gradient_bytes: cut.holdings[at].summed as f64,
                 first,
                 replicas,
+                in_flight: held.caps[at],
             }
         };
         let stages: Vec<PlacedStage> = (0..cut.ops.len()).map(stage).collect();
-        let asked = FlowQuery { schedule, microbatches: self.problem.microbatches, latency: false };
+        let asked = FlowQuery {
+            schedule,
+            microbatches: self.problem.microbatches,
+            latency: false,
+            bucket_bytes: self.problem.bucket.0 as f64,
+        };
         let reduce_us = match replicas {
             1 => 0.0,
             _ => links::all_reduce_us(&links::rings_of_range(levels, 0, replicas, stages[0].gradient_bytes)),
@@ -366,7 +372,7 @@ impl<'a> Layouts<'a> {
         let Counts { caps, pending_weight_grads } = held;
         let memory = build_plan::memory(problem, &shape, &spots, &cut.holdings, &caps, &pending_weight_grads);
         let fits = build_plan::fits(problem, &shape, &spots, &memory);
-        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots);
+        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots, &caps);
         Some(PlanCandidate { name: "pipec", shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits })
     }
 
@@ -383,7 +389,7 @@ impl<'a> Layouts<'a> {
             Recomputation::Never | Recomputation::Full => None,
         };
         let minibatch_us = match &fewer {
-            Some(fewer) => build_plan::minibatch_us(&full, &shape, fewer),
+            Some(fewer) => build_plan::minibatch_us(&full, &shape, fewer, &caps),
             None => minibatch_us,
         };
         let spots = fewer.unwrap_or(spots);

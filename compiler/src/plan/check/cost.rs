@@ -6,6 +6,7 @@
 pub mod chunks;
 
 use crate::cluster::{DeviceClass, Level};
+use crate::plan::buckets::USUAL_BYTES;
 use crate::plan::check::recompute;
 use crate::plan::groups;
 use crate::plan::problem::{Objective, Problem};
@@ -91,6 +92,7 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
 /// [`time`] for given loads.
 pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads) -> (f64, String) {
     let Loads { forward, compute, gradients, sent } = loads;
+    let loads_of = loads;
     // One device represents each tensor-parallel group.
     if let Some((levels, stages)) = groups::led(levels, &plan.stages) {
         return under(&levels, objective, &Plan { stages, ..plan.clone() }, loads);
@@ -183,7 +185,7 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
         let all = if never_flushed { times } else { m };
         loads.push((times * (messages + reduces), all * (messages + reduces), what));
     }
-    let worst = loads.iter().map(|load| load.0).fold(0.0, f64::max);
+    let mut worst = loads.iter().map(|load| load.0).fold(0.0, f64::max);
     let mut busiest = (0.0, "compute of stage 0".to_string());
     for (_, all, what) in loads {
         if all > busiest.0 {
@@ -195,7 +197,44 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
     }
     let ways = if trains { 2.0 } else { 1.0 };
     let way: f64 = (0..count).map(|at| compute[at] + ways * way_in[at]).sum();
-    (worst + way + reduce.iter().copied().fold(0.0, f64::max), busiest.1)
+    let waiting = waiting_us(plan, worst, compute, &way_in);
+    if waiting > 0.0 {
+        busiest.1 = "the in-flight limits, while messages are on their way".to_string();
+    }
+    worst += waiting;
+    (worst + way + exposed_us(plan, loads_of, &way_in, &reduce), busiest.1)
+}
+
+/// How much longer than `worst` the minibatch takes because replicas wait until items in flight have come back.
+fn waiting_us(plan: &Plan, worst: f64, compute: &[f64], way_in: &[f64]) -> f64 {
+    let kind = plan.schedule.kind;
+    if !kind.flushes() || kind.splits_backward() {
+        return 0.0;
+    }
+    let mut longest = 0.0f64;
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let later = at + 1..plan.stages.len();
+        let trip = compute[at] + later.map(|next| compute[next] + 2.0 * way_in[next]).sum::<f64>();
+        let items = plan.schedule.microbatches.div_ceil(stage.replicas.max(1)).max(1) - 1;
+        let in_flight = plan.schedule.in_flight.get(at).copied().unwrap_or(1).max(1);
+        let meanwhile = worst * f64::from(in_flight) / f64::from(items.max(1));
+        longest = longest.max(f64::from(items / in_flight) * (trip - meanwhile));
+    }
+    longest
+}
+
+/// The longest part of an all-reduce that is left when the first stage ends its last backward.
+fn exposed_us(plan: &Plan, loads: &Loads, way_in: &[f64], reduce: &[f64]) -> f64 {
+    let bucket = plan.options.get("bucket_bytes").and_then(serde_json::Value::as_f64).unwrap_or(USUAL_BYTES as f64);
+    let mut longest = 0.0f64;
+    for (at, &us) in reduce.iter().enumerate() {
+        let backward = |stage: usize| loads.compute[stage] - loads.forward[stage];
+        let last = (bucket / loads.gradients[at].max(1.0)).min(1.0);
+        let behind = (us - (1.0 - last) * backward(at)).max(us * last);
+        let before: f64 = (0..at).map(|stage| backward(stage) + way_in[stage + 1]).sum();
+        longest = longest.max(behind - before - way_in[0]);
+    }
+    longest
 }
 
 /// Speed of a stage's slowest device. Replicas work round-robin, so it determines the speed of all.
