@@ -10,6 +10,7 @@ pub mod constraints;
 pub mod context;
 pub mod downset_lattice;
 pub mod downsets;
+pub mod evaluate;
 pub mod finish_plan;
 pub mod first_stage;
 pub mod fixed_stages;

@@ -100,7 +100,8 @@ mod tests {
                 }
             };
             let stages: Vec<PlacedStage> = (0..4 * chunks).map(stage).collect();
-            outlook(&FlowQuery { schedule, microbatches: 8, latency: false, bucket_bytes: 1e9 }, &cluster, &stages, &[]).minibatch_us
+            outlook(&FlowQuery { schedule, microbatches: 8, latency: false, bucket_bytes: 1e9 }, &cluster, &stages, &[])
+                .minibatch_us
         };
         // Eight micro-batches of 3 us on each rank, and a bubble of 9 / v.
         assert_eq!(time(Schedule::Interleaved, 1), 24.0 + 9.0);

@@ -14,7 +14,7 @@ use crate::plan::in_flight::{First, ScheduleFlow, StageInFlight};
 use crate::plan::memory;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
-use crate::plan::{Edge, RecomputedOps, Stage, StageId, StageMemory};
+use crate::plan::{Edge, GradientBucket, RecomputedOps, Stage, StageId, StageMemory};
 use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
 use crate::profile::recompute_scope::{self, RecomputeCosts, RecomputeTerms};
@@ -109,7 +109,8 @@ pub fn outlook(
     }
 }
 
-fn pace(problem: &Problem, spot: &StagePosition, replicas: u32) -> f64 {
+/// Relative speed of the slowest device of a stage.
+pub fn pace(problem: &Problem, spot: &StagePosition, replicas: u32) -> f64 {
     class::slowest(&problem.cluster.classes, spot.first..spot.first.saturating_add(replicas))
 }
 
@@ -204,18 +205,17 @@ pub fn published_caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
 }
 
 pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
-    of_lanes(problem, shape, caps, ScheduleFlow::versions)
+    of_lanes(problem, &shape.replicas(), caps, ScheduleFlow::versions)
 }
 
 fn of_lanes(
     problem: &Problem,
-    shape: &Shape,
+    replicas: &[u32],
     caps: &[u32],
     says: fn(&ScheduleFlow, StageInFlight, First) -> u32,
 ) -> Vec<u32> {
     let flow = flow(problem, problem.cluster.devices());
-    let lanes =
-        shape.replicas().into_iter().zip(caps).map(|(replicas, &in_flight)| StageInFlight { replicas, in_flight });
+    let lanes = replicas.iter().zip(caps).map(|(&replicas, &in_flight)| StageInFlight { replicas, in_flight });
     let lanes: Vec<StageInFlight> = lanes.collect();
     let first = lanes.first().map_or(First::Unknown, |&first| First::Known(first));
     lanes.into_iter().map(|own| says(&flow, own, first)).collect()
@@ -259,17 +259,18 @@ pub fn memory(
         let multiples = MemoryMultipliers { recompute: spots[at].recompute.is_any(), ..multiples };
         MemoryTerms { recompute, ..holdings[at] }.held(&multiples)
     };
-    multiples(problem, shape, caps, pending_weight_grads).into_iter().enumerate().map(held).collect()
+    multiples(problem, &shape.replicas(), caps, pending_weight_grads).into_iter().enumerate().map(held).collect()
 }
 
 /// The multipliers of the memory terms of each stage, without recomputation.
 pub fn multiples(
     problem: &Problem,
-    shape: &Shape,
+    replicas: &[u32],
     caps: &[u32],
     pending_weight_grads: &[u32],
 ) -> Vec<MemoryMultipliers> {
-    let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, ScheduleFlow::late));
+    let versions = of_lanes(problem, replicas, caps, ScheduleFlow::versions);
+    let late = of_lanes(problem, replicas, caps, ScheduleFlow::late);
     let one = |(at, replicas): (usize, u32)| MemoryMultipliers {
         in_flight: caps[at],
         pending_weight_grads: pending_weight_grads.get(at).copied().unwrap_or(0),
@@ -283,7 +284,7 @@ pub fn multiples(
         schedule: problem.schedule,
         microbatches: problem.microbatches,
     };
-    shape.replicas().into_iter().enumerate().map(one).collect()
+    replicas.iter().copied().enumerate().map(one).collect()
 }
 
 fn recomputed(problem: &Problem, ops: &[u32], recompute: Recompute) -> RecomputeTerms {
@@ -294,24 +295,7 @@ fn recomputed(problem: &Problem, ops: &[u32], recompute: Recompute) -> Recompute
 
 pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> Vec<Stage> {
     let ops = &problem.graph.ops;
-    let mut stages = Vec::new();
-    for (at, ((leaf, memory), spot)) in shape.leaves().into_iter().zip(memory).zip(spots).enumerate() {
-        let pace = pace(problem, spot, leaf.replicas);
-        let sum = |of: &[u32], us: fn(&OpCost) -> f64| of.iter().map(|&op| us(&ops[op as usize])).sum::<f64>() / pace;
-        let again = spot.recompute.of(leaf.ops);
-        let (fwd_us, again_us) = (sum(leaf.ops, |op| op.fwd_us), sum(again, OpCost::recompute_us));
-        let layers = recompute_scope::layers(again.iter().map(|&op| &ops[op as usize]));
-        let recomputed = match spot.recompute {
-            Recompute::None => None,
-            Recompute::All if layers.is_none() => None,
-            Recompute::First(_) | Recompute::All => {
-                Some(RecomputedOps { ops: again.len() as u32, layers, fwd_us: again_us })
-            }
-        }
-        .filter(|_| layers != Some(0));
-        let bwd_us = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum::<f64>() / pace;
-        let is_known = leaf.ops.iter().any(|&op| ops[op as usize].weight_grad_us.is_some());
-        let weight_grad_us = leaf.ops.iter().map(|&op| ops[op as usize].weight_part_us()).sum::<f64>() / pace;
+    let stage = |(at, ((leaf, memory), spot)): (usize, ((StageGroup<'_>, &StageMemory), &StagePosition))| {
         let mut modules: Vec<String> = Vec::new();
         let mut seen = std::collections::HashSet::new();
         for &op in leaf.ops {
@@ -324,34 +308,122 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
             let name = &ops[op as usize].name;
             if name.is_empty() { op.to_string() } else { name.clone() }
         };
-        let zero = if leaf.replicas > 1 && problem.schedule.trains() { problem.zero } else { 0 };
-        stages.push(Stage {
+        let placed = Placed { first: spot.first, replicas: leaf.replicas, pace: pace(problem, spot, leaf.replicas) };
+        Stage {
             id: StageId(at as u32),
             ops: ranges(leaf.ops),
             op_names: leaf.ops.iter().map(name).collect(),
             modules,
-            replicas: leaf.replicas,
+            memory: *memory,
+            hierarchy: leaf.hierarchy,
+            ..StageCosts::of(problem, leaf.ops, spot.recompute).stage(problem, &placed)
+        }
+    };
+    shape.leaves().into_iter().zip(memory).zip(spots).enumerate().map(stage).collect()
+}
+
+/// The devices of a stage.
+#[derive(Clone, Copy, Debug)]
+pub struct Placed {
+    pub first: u32,
+    pub replicas: u32,
+    /// Relative speed of the slowest device.
+    pub pace: f64,
+}
+
+/// What a stage costs, whatever its devices.
+#[derive(Clone, Debug)]
+pub struct StageCosts {
+    recompute: bool,
+    recomputed: Option<RecomputedOps>,
+    forward_us: f64,
+    backward_us: f64,
+    weight_grad_us: Option<f64>,
+    buckets: Vec<GradientBucket>,
+    parameter_bytes: u64,
+    gradient_bytes: u64,
+}
+
+impl StageCosts {
+    /// The costs of these ops; `ops` must be sorted.
+    pub fn of(problem: &Problem, ops: &[u32], recompute: Recompute) -> StageCosts {
+        let costs = &problem.graph.ops;
+        let sum = |of: &[u32], us: fn(&OpCost) -> f64| of.iter().map(|&op| us(&costs[op as usize])).sum::<f64>();
+        let again = recompute.of(ops);
+        let again_us = sum(again, OpCost::recompute_us);
+        let layers = recompute_scope::layers(again.iter().map(|&op| &costs[op as usize]));
+        let recomputed = match recompute {
+            Recompute::None => None,
+            Recompute::All if layers.is_none() => None,
+            Recompute::First(_) | Recompute::All => {
+                Some(RecomputedOps { ops: again.len() as u32, layers, fwd_us: again_us })
+            }
+        }
+        .filter(|_| layers != Some(0));
+        let is_known = ops.iter().any(|&op| costs[op as usize].weight_grad_us.is_some());
+        StageCosts {
+            recompute: recompute.is_any() && layers != Some(0),
+            recomputed,
+            forward_us: sum(ops, |op| op.fwd_us),
+            backward_us: sum(ops, |op| op.bwd_us) + again_us,
+            weight_grad_us: is_known.then(|| sum(ops, OpCost::weight_part_us)),
+            buckets: if problem.schedule.trains() {
+                buckets(&problem.graph, ops, problem.bucket.0)
+            } else {
+                Vec::new()
+            },
+            parameter_bytes: parameter_bytes(problem, ops, |param| param.bytes),
+            gradient_bytes: gradient_bytes(problem, ops),
+        }
+    }
+
+    /// The same costs, without the names of parameters in buckets.
+    pub fn without_names(mut self) -> StageCosts {
+        self.buckets.iter_mut().for_each(|bucket| bucket.parameters = Vec::new());
+        self
+    }
+
+    /// The stage on these devices, without its ops and names.
+    pub fn stage(&self, problem: &Problem, placed: &Placed) -> Stage {
+        let &Placed { first, replicas, pace } = placed;
+        let reduces = replicas > 1 && problem.schedule.trains();
+        let zero = if reduces { problem.zero } else { 0 };
+        let slower = |recomputed: RecomputedOps| RecomputedOps { fwd_us: recomputed.fwd_us / pace, ..recomputed };
+        Stage {
+            id: StageId(0),
+            ops: Vec::new(),
+            op_names: Vec::new(),
+            modules: Vec::new(),
+            replicas,
             tensor_degree: None,
             tensor_parallel: None,
             choices: Vec::new(),
-            devices: (spot.first..spot.first + leaf.replicas).collect(),
-            recompute: spot.recompute.is_any() && layers != Some(0),
-            recomputed,
-            fwd_us,
-            bwd_us: bwd_us + again_us,
-            weight_grad_us: is_known.then_some(weight_grad_us),
-            buckets: match leaf.replicas > 1 && problem.schedule.trains() {
-                true => buckets(&problem.graph, leaf.ops, problem.bucket.0),
-                false => Vec::new(),
-            },
+            devices: (first..first + replicas).collect(),
+            recompute: self.recompute,
+            recomputed: self.recomputed.map(slower),
+            fwd_us: self.forward_us / pace,
+            bwd_us: self.backward_us / pace,
+            weight_grad_us: self.weight_grad_us.map(|us| us / pace),
+            buckets: if reduces { self.buckets.clone() } else { Vec::new() },
             zero,
-            parameter_bytes: if zero >= 3 { parameter_bytes(problem, leaf.ops, |param| param.bytes) } else { 0 },
-            gradient_bytes: gradient_bytes(problem, leaf.ops),
-            memory: *memory,
-            hierarchy: leaf.hierarchy,
-        });
+            parameter_bytes: if zero >= 3 { self.parameter_bytes } else { 0 },
+            gradient_bytes: self.gradient_bytes,
+            memory: StageMemory::default(),
+            hierarchy: Vec::new(),
+        }
     }
-    stages
+
+    /// The stage in the cost model.
+    pub fn placed(&self, placed: &Placed, gradient_bytes: u64, in_flight: u32) -> PlacedStage {
+        PlacedStage {
+            forward_us: self.forward_us / placed.pace,
+            backward_us: self.backward_us / placed.pace,
+            gradient_bytes: gradient_bytes as f64,
+            first: placed.first,
+            replicas: placed.replicas,
+            in_flight,
+        }
+    }
 }
 
 /// Bytes of the parameters used by these ops; `ops` must be sorted.

@@ -9,7 +9,7 @@
 //! | cut | a stage ends 1, 2, 4, 8 … ops earlier or later |
 //! | device | from one stage to another, to an idle place, or from it |
 //! | merge, split | two neighbours become one stage, or one becomes two |
-//! | limit | one micro-batch more or fewer in flight, at one stage or at all |
+//! | limit | one micro-batch more in flight, at one stage or at all |
 //!
 //! Among plans within [`ALIKE`] of the fastest the simplest wins: fewer stages, fewer devices, fewer micro-batches in
 //! flight, less memory.
@@ -17,20 +17,21 @@
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::options::PlannerOptions;
 use crate::partition::search::balanced_cuts::Line;
-use crate::partition::search::build_plan::{self, Recompute, StagePosition};
+use crate::partition::search::build_plan::{self, StagePosition};
 use crate::partition::search::context::SearchContext;
+use crate::partition::search::downsets::DownSets;
+use crate::partition::search::evaluate::{Evaluator, Stages};
 use crate::partition::search::module_boundaries::Borders;
+use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::result::PlanCandidate;
 use crate::partition::search::simulate_candidate::{Played, played};
 use crate::partition::search::{linear_order, linear_search};
-use crate::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation};
+use crate::plan::gradient_buffers::GradientBuffers;
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use std::collections::HashSet;
 
 /// Work of a climb, in micro-batches times stages; about two microseconds each.
 const WORK: u64 = 600_000;
-
-/// Work of one evaluation besides its simulation, for each op of the graph.
-const WORK_OF_OP: u64 = 1;
 
 /// Plans from which the climb starts, after all starts were simulated.
 const CLIMBED: usize = 3;
@@ -54,19 +55,6 @@ struct Freedom {
     limits: bool,
 }
 
-/// Stages along an order of the ops.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Layout {
-    order: usize,
-    /// Where stages begin and end in the order.
-    ends: Vec<usize>,
-    replicas: Vec<u32>,
-    /// The first device of each stage, if they are not side by side.
-    firsts: Option<Vec<u32>>,
-    /// Micro-batches in flight beyond the schedule's rule.
-    more: Vec<u32>,
-}
-
 /// A simulated plan.
 #[derive(Clone)]
 pub struct Simulated {
@@ -74,18 +62,39 @@ pub struct Simulated {
     pub played: Played,
 }
 
+/// A topological order, and the positions at which it may be cut.
+struct Order {
+    ops: Vec<u32>,
+    cuts: Vec<usize>,
+    space: DownSets,
+}
+
+/// Stages along the order of this number.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Layout {
+    order: usize,
+    stages: Stages,
+}
+
+/// A layout as good as the fastest.
+struct Kept {
+    layout: Layout,
+    us: f64,
+    spots: Vec<StagePosition>,
+    caps: Vec<u32>,
+}
+
 struct Climb<'a> {
     problem: &'a Problem,
     context: &'a SearchContext<'a>,
     options: &'a PlannerOptions<'a>,
     freedom: Freedom,
-    /// Topological orders, and where each may be cut.
-    orders: Vec<(Vec<u32>, Vec<usize>)>,
+    orders: &'a [Order],
+    evaluators: Vec<Evaluator<'a>>,
     work: u64,
     seen: HashSet<Layout>,
     best_us: f64,
-    /// All plans that are as good as the fastest so far.
-    kept: Vec<(Layout, Simulated)>,
+    kept: Vec<Kept>,
     states: u64,
 }
 
@@ -118,78 +127,48 @@ pub fn improve(
             && problem.in_flight == InFlight::Auto
             && constraints.target.is_none(),
     };
+    let mut starts = Starts { context, orders: Vec::new(), layouts: Vec::new() };
+    let first = starts.layout_of(&best.candidate);
+    others.iter().filter(|other| other.fits).for_each(|other| {
+        let layout = starts.layout_of(other);
+        starts.layouts.push((other.minibatch_us, layout));
+    });
+    if freedom.replicas {
+        starts.add_equal_layouts();
+    }
+    let Starts { orders, layouts, .. } = starts;
+    let passing = GradientBuffers::of(&problem.cluster);
+    let costs: Vec<RangeCosts<'_>> =
+        orders.iter().map(|order| RangeCosts::new(&problem.graph, &order.space, passing)).collect();
+    let evaluators = orders.iter().zip(&costs).map(|(order, costs)| Evaluator::new(problem, &order.ops, costs));
     let mut climb = Climb {
         problem,
         context,
         options,
         freedom,
-        orders: Vec::new(),
+        orders: &orders,
+        evaluators: evaluators.collect(),
         work: WORK,
         seen: HashSet::new(),
         best_us: best.played.minibatch_us,
         kept: Vec::new(),
         states: 0,
     };
-    let found = climb.run(best, others);
+    let found = climb.run(best, first, layouts);
     (found, climb.states)
 }
 
-impl Climb<'_> {
-    fn run(&mut self, best: &Simulated, others: &[PlanCandidate]) -> Option<Simulated> {
-        let mut starts: Vec<(f64, Layout)> = Vec::new();
-        for candidate in std::iter::once(&best.candidate).chain(others.iter().filter(|other| other.fits)) {
-            let layout = self.layout_of(candidate);
-            starts.push((candidate.minibatch_us, layout));
-        }
-        let first = starts[0].1.clone();
-        self.keep(first.clone(), best.clone());
-        self.seen.insert(first);
-        if self.freedom.replicas {
-            starts.extend(self.equal_layouts());
-        }
-        let mut ranked = starts.split_off(1);
-        ranked.sort_by(|left, right| left.0.total_cmp(&right.0));
-        let mut climbed = vec![(best.played.minibatch_us, starts.swap_remove(0).1)];
-        for (_, layout) in ranked.into_iter().take(SIMULATED) {
-            if let Some(us) = self.try_layout(&layout) {
-                climbed.push((us, layout));
-            }
-        }
-        climbed.sort_by(|left, right| left.0.total_cmp(&right.0));
-        let each = self.work / CLIMBED as u64;
-        for (us, layout) in climbed.into_iter().take(CLIMBED) {
-            let left = self.work.saturating_sub(each);
-            self.work = self.work.min(each);
-            self.climb(us, layout);
-            self.work += left;
-        }
-        self.simplest().filter(|simplest| simplest.candidate.spots != best.candidate.spots
-            || simplest.candidate.shape != best.candidate.shape
-            || simplest.candidate.caps != best.candidate.caps)
-    }
+/// The layouts from which the climb may start, with their estimates.
+struct Starts<'a> {
+    context: &'a SearchContext<'a>,
+    orders: Vec<Order>,
+    layouts: Vec<(f64, Layout)>,
+}
 
-    /// Takes faster moves until there is none, or the work is spent.
-    fn climb(&mut self, us: f64, layout: Layout) {
-        let (mut us, mut layout) = (us, layout);
-        let mut is_improved = true;
-        while is_improved {
-            is_improved = false;
-            for moved in self.moves(&layout) {
-                if self.work == 0 {
-                    return;
-                }
-                let Some(other) = self.try_layout(&moved) else { continue };
-                if other < us * FASTER {
-                    (us, layout, is_improved) = (other, moved, true);
-                    break;
-                }
-            }
-        }
-    }
-
+impl Starts<'_> {
     /// The layout of a candidate, in an order of its own.
     fn layout_of(&mut self, candidate: &PlanCandidate) -> Layout {
-        let graph = &self.problem.graph;
+        let graph = &self.context.problem.graph;
         let depth_first = linear_search::orders(graph).pop().unwrap_or_default();
         let mut rank = vec![0usize; graph.ops.len()];
         depth_first.iter().enumerate().for_each(|(at, &op)| rank[op as usize] = at);
@@ -208,60 +187,92 @@ impl Climb<'_> {
             Some(first)
         });
         let is_side_by_side = side_by_side.eq(firsts.iter().copied());
-        let more = vec![0; replicas.len()];
-        let order = self.order(order);
-        Layout { order, ends, replicas, firsts: (!is_side_by_side).then_some(firsts), more }
+        let stages = Stages { firsts: (!is_side_by_side).then_some(firsts), ..Stages::new(ends, replicas) };
+        Layout { order: self.order(order), stages }
     }
 
     /// The number of an order.
-    fn order(&mut self, order: Vec<u32>) -> usize {
-        if let Some(at) = self.orders.iter().position(|(known, _)| *known == order) {
+    fn order(&mut self, ops: Vec<u32>) -> usize {
+        if let Some(at) = self.orders.iter().position(|known| known.ops == ops) {
             return at;
         }
-        let keeps_modules = self.problem.constraints.target.is_some_and(|target| target.keeps_modules());
+        let problem = self.context.problem;
+        let keeps_modules = problem.constraints.target.is_some_and(|target| target.keeps_modules());
         let cuts = match keeps_modules {
-            true => Borders::of(self.context.joined).ends(&order),
-            false => (0..=order.len()).collect(),
+            true => Borders::of(self.context.joined).ends(&ops),
+            false => (0..=ops.len()).collect(),
         };
-        self.orders.push((order, cuts));
+        let space = DownSets::chain(&problem.graph, CostModel::Paper, ops.clone(), (0..=ops.len()).collect());
+        self.orders.push(Order { ops, cuts, space });
         self.orders.len() - 1
     }
 
     /// Pipelines of equal stages, with all devices or one a stage.
-    fn equal_layouts(&mut self) -> Vec<(f64, Layout)> {
-        let problem = self.problem;
+    fn add_equal_layouts(&mut self) {
+        let problem = self.context.problem;
         let order = linear_search::orders(&problem.graph).pop().unwrap_or_default();
         let line = Line::new(problem, order.clone(), (0..=order.len()).collect());
         let at = self.order(order);
         let devices = problem.cluster.devices();
         let most = problem.constraints.most_stages.unwrap_or(u32::MAX).min(devices).min(problem.graph.ops.len() as u32);
-        let mut found = Vec::new();
         for stages in 1..=most {
             let Some(ends) = line.cheapest(stages as usize, line.shortest(stages as usize) * 1.01) else { continue };
             let mut counts = vec![devices / stages];
             counts.extend((devices / stages > 1).then_some(1));
             for replicas in counts {
-                let replicas = vec![replicas; stages as usize];
-                let layout =
-                    Layout { order: at, ends: ends.clone(), more: vec![0; replicas.len()], replicas, firsts: None };
-                let shape = self.shape(&layout);
+                let shape = line.shape(&ends, replicas);
                 let spots = build_plan::side_by_side(problem, &shape);
                 let caps = build_plan::caps(problem, &shape);
-                found.push((build_plan::minibatch_us(problem, &shape, &spots, &caps), layout));
+                let us = build_plan::minibatch_us(problem, &shape, &spots, &caps);
+                let stages = Stages::new(ends.clone(), vec![replicas; stages as usize]);
+                self.layouts.push((us, Layout { order: at, stages }));
             }
         }
-        found
+    }
+}
+
+impl Climb<'_> {
+    fn run(&mut self, best: &Simulated, first: Layout, mut starts: Vec<(f64, Layout)>) -> Option<Simulated> {
+        self.seen.insert(first.clone());
+        let (spots, caps) = (best.candidate.spots.clone(), best.played.caps.clone());
+        self.keep(Kept { layout: first.clone(), us: self.best_us, spots, caps });
+        starts.sort_by(|left, right| left.0.total_cmp(&right.0));
+        let mut climbed = vec![(self.best_us, first.clone())];
+        for (_, layout) in starts.into_iter().take(SIMULATED) {
+            if let Some(us) = self.try_layout(&layout) {
+                climbed.push((us, layout));
+            }
+        }
+        climbed.sort_by(|left, right| left.0.total_cmp(&right.0));
+        let each = self.work / CLIMBED as u64;
+        for (us, layout) in climbed.into_iter().take(CLIMBED) {
+            let left = self.work.saturating_sub(each);
+            self.work = self.work.min(each);
+            self.climb(us, layout);
+            self.work += left;
+        }
+        let simplest = self.simplest().filter(|simplest| simplest.layout != first)?;
+        Some(self.simulated(&simplest))
     }
 
-    fn shape(&self, layout: &Layout) -> Shape {
-        let order = &self.orders[layout.order].0;
-        let stage = |(pair, &replicas): (&[usize], &u32)| {
-            let mut ops = order[pair[0]..pair[1]].to_vec();
-            ops.sort_unstable();
-            (ops, replicas)
-        };
-        let stages = layout.ends.windows(2).zip(&layout.replicas).map(stage).collect();
-        Shape::flat(stages, self.problem.cluster.levels.len() > 1)
+    /// Takes faster moves until there is none, or the work is spent.
+    fn climb(&mut self, us: f64, layout: Layout) {
+        let (mut us, mut layout) = (us, layout);
+        let mut is_improved = true;
+        while is_improved {
+            is_improved = false;
+            for stages in self.moves(&layout) {
+                if self.work == 0 {
+                    return;
+                }
+                let moved = Layout { stages, ..layout };
+                let Some(other) = self.try_layout(&moved) else { continue };
+                if other < us * FASTER {
+                    (us, layout, is_improved) = (other, moved, true);
+                    break;
+                }
+            }
+        }
     }
 
     /// The simulated time of a layout that fits and was not tried before.
@@ -270,109 +281,78 @@ impl Climb<'_> {
             return None;
         }
         let problem = self.problem;
-        self.work = self.work.saturating_sub(WORK_OF_OP * problem.graph.ops.len() as u64 + 200);
-        let shape = self.shape(layout);
-        let mut spots = build_plan::side_by_side(problem, &shape);
-        if let Some(firsts) = &layout.firsts {
-            spots.iter_mut().zip(firsts).for_each(|(spot, first)| spot.first = *first);
-        }
-        let us = build_plan::minibatch_us(problem, &shape, &spots, &self.caps(layout, &shape));
-        if us > HOPELESS * self.best_us {
-            return None;
-        }
-        let mut candidate = self.context.placed("pipec", shape, spots);
-        self.limit(layout, &mut candidate);
-        if !candidate.fits && problem.recomputation() == Recomputation::Auto {
-            self.recompute(&mut candidate);
-        }
-        if !candidate.fits {
-            return None;
-        }
+        self.work = self.work.saturating_sub(20 * layout.stages.replicas.len() as u64);
+        let evaluator = &mut self.evaluators[layout.order];
+        let evaluated = evaluator.evaluate(&layout.stages, HOPELESS * self.best_us)?;
         self.states += 1;
-        let items = u64::from(problem.microbatches) * 4 * candidate.caps.len() as u64;
-        self.work = self.work.saturating_sub(if problem.schedule.flushes() { items.min(120_000) } else { 20_000 });
-        let PlanCandidate { shape, spots, caps, minibatch_us, .. } = &candidate;
-        let played = played(problem, shape, spots, caps, *minibatch_us, self.options.efficiency);
-        let us = played.minibatch_us;
-        self.keep(layout.clone(), Simulated { candidate, played });
+        let (us, caps) = if problem.schedule.flushes() {
+            let items = u64::from(problem.microbatches) * 4 * evaluated.caps.len() as u64;
+            self.work = self.work.saturating_sub(items.min(120_000));
+            (evaluator.simulated_us(&evaluated), evaluated.caps)
+        } else {
+            self.work = self.work.saturating_sub(20_000);
+            let shape = self.shape(layout);
+            let us = evaluated.estimate_us;
+            let played = played(problem, &shape, &evaluated.spots, &evaluated.caps, us, self.options.efficiency);
+            (played.minibatch_us, played.caps)
+        };
+        self.keep(Kept { layout: layout.clone(), us, spots: evaluated.spots, caps });
         Some(us)
     }
 
-    /// The in-flight limits of a layout.
-    fn caps(&self, layout: &Layout, shape: &Shape) -> Vec<u32> {
-        let rule = build_plan::caps(self.problem, shape);
-        let raised = |((cap, more), replicas): ((u32, &u32), &u32)| match more {
-            0 => cap,
-            more => (cap + more).min(self.problem.microbatches.div_ceil(*replicas).max(1)),
-        };
-        rule.into_iter().zip(&layout.more).zip(&layout.replicas).map(raised).collect()
+    fn shape(&self, layout: &Layout) -> Shape {
+        let evaluator = &self.evaluators[layout.order];
+        let stage = |(at, &replicas): (usize, &u32)| (evaluator.ops(&layout.stages, at), replicas);
+        let stages = layout.stages.replicas.iter().enumerate().map(stage).collect();
+        Shape::flat(stages, self.problem.cluster.levels.len() > 1)
     }
 
-    /// Sets the in-flight limits of a layout.
-    fn limit(&self, layout: &Layout, candidate: &mut PlanCandidate) {
-        let caps = self.caps(layout, &candidate.shape);
-        if caps != candidate.caps {
-            candidate.caps = caps;
-            self.measure(candidate);
+    /// The plan of a layout.
+    fn simulated(&self, kept: &Kept) -> Simulated {
+        let problem = self.problem;
+        let mut candidate = self.context.placed("pipec", self.shape(&kept.layout), kept.spots.clone());
+        if problem.schedule.flushes() {
+            let PlanCandidate { shape, spots, .. } = &candidate;
+            let pending = build_plan::pending_weight_grads(problem, shape, &kept.caps);
+            let holdings = build_plan::holdings(problem, shape);
+            let memory = build_plan::memory(problem, shape, spots, &holdings, &kept.caps, &pending);
+            let minibatch_us = build_plan::minibatch_us(problem, shape, spots, &kept.caps);
+            let caps = kept.caps.clone();
+            candidate = PlanCandidate { memory, minibatch_us, caps, pending_weight_grads: pending, ..candidate };
         }
+        let PlanCandidate { shape, spots, caps, minibatch_us, .. } = &candidate;
+        let played = played(problem, shape, spots, caps, *minibatch_us, self.options.efficiency);
+        Simulated { candidate, played }
     }
 
-    /// Recomputes the stages that do not fit.
-    fn recompute(&self, candidate: &mut PlanCandidate) {
-        let limit_of = |spot: &StagePosition, replicas: u32| {
-            self.problem.limit_of(spot.first..spot.first.saturating_add(replicas)).unwrap_or(u64::MAX)
-        };
-        let replicas = candidate.shape.replicas();
-        for ((spot, memory), replicas) in candidate.spots.iter_mut().zip(&candidate.memory).zip(replicas) {
-            if memory.total > limit_of(spot, replicas) {
-                spot.recompute = Recompute::All;
-            }
+    fn keep(&mut self, kept: Kept) {
+        if kept.us < self.best_us {
+            self.best_us = kept.us;
+            let most = kept.us * (1.0 + ALIKE);
+            self.kept.retain(|other| other.us <= most);
         }
-        self.measure(candidate);
-    }
-
-    /// Sets the memory of a candidate.
-    fn measure(&self, candidate: &mut PlanCandidate) {
-        let PlanCandidate { shape, spots, caps, .. } = &*candidate;
-        let pending = build_plan::pending_weight_grads(self.problem, shape, caps);
-        let holdings = build_plan::holdings(self.problem, shape);
-        let memory = build_plan::memory(self.problem, shape, spots, &holdings, caps, &pending);
-        let fits = build_plan::fits(self.problem, shape, spots, &memory);
-        let minibatch_us = build_plan::minibatch_us(self.problem, shape, spots, caps);
-        (candidate.fits, candidate.minibatch_us) = (fits, minibatch_us);
-        (candidate.pending_weight_grads, candidate.memory) = (pending, memory);
-    }
-
-    fn keep(&mut self, layout: Layout, simulated: Simulated) {
-        let us = simulated.played.minibatch_us;
-        if us <= self.best_us * (1.0 + ALIKE) {
-            self.kept.push((layout, simulated));
-        }
-        if us < self.best_us {
-            self.best_us = us;
-            let most = us * (1.0 + ALIKE);
-            self.kept.retain(|(_, other)| other.played.minibatch_us <= most);
+        if kept.us <= self.best_us * (1.0 + ALIKE) {
+            self.kept.push(kept);
         }
     }
 
     /// The simplest of the plans that are as good as the fastest.
-    fn simplest(&mut self) -> Option<Simulated> {
-        let key = |(_, one): &(Layout, Simulated)| {
-            let candidate = &one.candidate;
-            let in_flight: u32 = one.played.caps.iter().sum();
-            (candidate.memory.len(), candidate.devices(), in_flight)
+    fn simplest(&mut self) -> Option<Kept> {
+        let key = |kept: &Kept| {
+            let replicas = &kept.layout.stages.replicas;
+            (replicas.len(), replicas.iter().sum::<u32>(), kept.caps.iter().sum::<u32>())
         };
         let at = (0..self.kept.len()).min_by(|&left, &right| {
             let (left, right) = (&self.kept[left], &self.kept[right]);
-            key(left).cmp(&key(right)).then(left.1.played.minibatch_us.total_cmp(&right.1.played.minibatch_us))
+            key(left).cmp(&key(right)).then(left.us.total_cmp(&right.us))
         })?;
-        Some(self.kept.swap_remove(at).1)
+        Some(self.kept.swap_remove(at))
     }
 
-    fn moves(&self, layout: &Layout) -> Vec<Layout> {
+    fn moves(&self, layout: &Layout) -> Vec<Stages> {
         let mut moves = Vec::new();
         if self.freedom.limits {
-            self.limit_moves(layout, &mut moves);
+            limit_moves(&layout.stages, &mut moves);
         }
         self.cut_moves(layout, &mut moves);
         if self.freedom.replicas {
@@ -382,34 +362,18 @@ impl Climb<'_> {
         moves
     }
 
-    fn limit_moves(&self, layout: &Layout, moves: &mut Vec<Layout>) {
-        let stages = layout.more.len();
-        let mut push = |more: Vec<u32>| moves.push(Layout { more, ..layout.clone() });
-        if stages < 2 {
-            return;
-        }
-        // The last stage never waits for a backward.
-        let raised = |most: usize| (0..stages).map(|at| layout.more[at] + u32::from(at < most)).collect::<Vec<_>>();
-        push(raised(stages - 1));
-        for at in 0..stages - 1 {
-            let mut more = layout.more.clone();
-            more[at] += 1;
-            push(more);
-        }
-    }
-
-    fn cut_moves(&self, layout: &Layout, moves: &mut Vec<Layout>) {
-        let cuts = &self.orders[layout.order].1;
-        for at in 1..layout.ends.len() - 1 {
-            let Ok(place) = cuts.binary_search(&layout.ends[at]) else { continue };
+    fn cut_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
+        let cuts = &self.orders[layout.order].cuts;
+        for at in 1..layout.stages.ends.len() - 1 {
+            let Ok(place) = cuts.binary_search(&layout.stages.ends[at]) else { continue };
             let mut step = 1;
             while step < cuts.len() {
                 for moved in [place.checked_sub(step), place.checked_add(step)].into_iter().flatten() {
                     let Some(&end) = cuts.get(moved) else { continue };
-                    if end > layout.ends[at - 1] && end < layout.ends[at + 1] {
-                        let mut ends = layout.ends.clone();
+                    if end > layout.stages.ends[at - 1] && end < layout.stages.ends[at + 1] {
+                        let mut ends = layout.stages.ends.clone();
                         ends[at] = end;
-                        moves.push(Layout { ends, ..layout.clone() });
+                        moves.push(Stages { ends, ..layout.stages.clone() });
                     }
                 }
                 step *= 2;
@@ -418,57 +382,51 @@ impl Climb<'_> {
     }
 
     fn idle(&self, layout: &Layout) -> u32 {
-        self.problem.cluster.devices().saturating_sub(layout.replicas.iter().sum())
+        self.problem.cluster.devices().saturating_sub(layout.stages.replicas.iter().sum())
     }
 
     /// A layout with other replicas: with the same cuts, and with balanced ones.
-    fn push_with(&self, layout: &Layout, ends: Option<Vec<usize>>, replicas: Vec<u32>, moves: &mut Vec<Layout>) {
-        let more = vec![layout.more.iter().copied().max().unwrap_or(0); replicas.len()];
-        let of = |ends: Vec<usize>| Layout {
-            order: layout.order,
-            ends,
-            replicas: replicas.clone(),
-            firsts: None,
-            more: more.clone(),
-        };
+    fn push_with(&self, layout: &Layout, ends: Option<Vec<usize>>, replicas: Vec<u32>, moves: &mut Vec<Stages>) {
+        let more = vec![layout.stages.more.iter().copied().max().unwrap_or(0); replicas.len()];
+        let of = |ends: Vec<usize>| Stages { ends, replicas: replicas.clone(), firsts: None, more: more.clone() };
         if let Some(ends) = ends {
             moves.push(of(ends));
         }
-        let order = &self.orders[layout.order].0;
+        let order = &self.orders[layout.order].ops;
         let ends = linear_order::balanced(&self.problem.graph, order, &replicas);
         if ends.len() == replicas.len() + 1 {
             moves.push(of(ends));
         }
     }
 
-    fn device_moves(&self, layout: &Layout, moves: &mut Vec<Layout>) {
+    fn device_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
         let idle = self.idle(layout);
-        let stages = layout.replicas.len();
+        let stages = layout.stages.replicas.len();
         for to in 0..stages {
-            let mut replicas = layout.replicas.clone();
+            let mut replicas = layout.stages.replicas.clone();
             replicas[to] += 1;
             if idle > 0 {
-                self.push_with(layout, Some(layout.ends.clone()), replicas.clone(), moves);
+                self.push_with(layout, Some(layout.stages.ends.clone()), replicas.clone(), moves);
             }
-            for from in (0..stages).filter(|from| *from != to && layout.replicas[*from] > 1) {
+            for from in (0..stages).filter(|from| *from != to && layout.stages.replicas[*from] > 1) {
                 let mut replicas = replicas.clone();
                 replicas[from] -= 1;
-                self.push_with(layout, Some(layout.ends.clone()), replicas, moves);
+                self.push_with(layout, Some(layout.stages.ends.clone()), replicas, moves);
             }
         }
-        for from in (0..stages).filter(|from| layout.replicas[*from] > 1) {
-            let mut replicas = layout.replicas.clone();
+        for from in (0..stages).filter(|from| layout.stages.replicas[*from] > 1) {
+            let mut replicas = layout.stages.replicas.clone();
             replicas[from] -= 1;
-            self.push_with(layout, Some(layout.ends.clone()), replicas, moves);
+            self.push_with(layout, Some(layout.stages.ends.clone()), replicas, moves);
         }
     }
 
-    fn stage_moves(&self, layout: &Layout, moves: &mut Vec<Layout>) {
-        let (stages, idle) = (layout.replicas.len(), self.idle(layout));
+    fn stage_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
+        let (stages, idle) = (layout.stages.replicas.len(), self.idle(layout));
         for at in 0..stages.saturating_sub(1) {
-            let mut ends = layout.ends.clone();
+            let mut ends = layout.stages.ends.clone();
             ends.remove(at + 1);
-            let mut replicas = layout.replicas.clone();
+            let mut replicas = layout.stages.replicas.clone();
             let later = replicas.remove(at + 1);
             replicas[at] += later;
             self.push_with(layout, Some(ends.clone()), replicas.clone(), moves);
@@ -480,14 +438,14 @@ impl Climb<'_> {
         if self.problem.constraints.most_stages.is_some_and(|most| stages as u32 >= most) {
             return;
         }
-        for at in (0..stages).filter(|at| layout.ends[at + 1] - layout.ends[*at] > 1) {
-            let have = layout.replicas[at] + idle;
+        for at in (0..stages).filter(|at| layout.stages.ends[at + 1] - layout.stages.ends[*at] > 1) {
+            let have = layout.stages.replicas[at] + idle;
             let halves = [(have.div_ceil(2), have / 2), (have.saturating_sub(1), 1), (1, have.saturating_sub(1))];
             for (first, second) in halves.into_iter().filter(|(first, second)| *first > 0 && *second > 0) {
-                let mut replicas = layout.replicas.clone();
+                let mut replicas = layout.stages.replicas.clone();
                 replicas[at] = first;
                 replicas.insert(at + 1, second);
-                let mut ends = layout.ends.clone();
+                let mut ends = layout.stages.ends.clone();
                 ends.insert(at + 1, self.middle(layout, at, first, second));
                 self.push_with(layout, Some(ends), replicas, moves);
             }
@@ -496,8 +454,8 @@ impl Climb<'_> {
 
     /// Where a stage is cut in proportion to the devices of its parts.
     fn middle(&self, layout: &Layout, at: usize, first: u32, second: u32) -> usize {
-        let (from, to) = (layout.ends[at], layout.ends[at + 1]);
-        let order = &self.orders[layout.order].0;
+        let (from, to) = (layout.stages.ends[at], layout.stages.ends[at + 1]);
+        let order = &self.orders[layout.order].ops;
         let us = |op: &u32| {
             let op = &self.problem.graph.ops[*op as usize];
             op.fwd_us + op.bwd_us
@@ -511,5 +469,22 @@ impl Climb<'_> {
             }
         }
         to - 1
+    }
+}
+
+/// One micro-batch more in flight, at one stage or at all.
+fn limit_moves(stages: &Stages, moves: &mut Vec<Stages>) {
+    let count = stages.more.len();
+    let mut push = |more: Vec<u32>| moves.push(Stages { more, ..stages.clone() });
+    if count < 2 {
+        return;
+    }
+    // The last stage never waits for a backward.
+    let raised = |most: usize| (0..count).map(|at| stages.more[at] + u32::from(at < most)).collect::<Vec<_>>();
+    push(raised(count - 1));
+    for at in 0..count - 1 {
+        let mut more = stages.more.clone();
+        more[at] += 1;
+        push(more);
     }
 }

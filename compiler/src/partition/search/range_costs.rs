@@ -171,6 +171,11 @@ impl<'a> RangeCosts<'a> {
         places
     }
 
+    /// The tensors that cross the cut after a set.
+    pub fn crossing(&self, set: usize) -> &[u32] {
+        &self.crossing[set]
+    }
+
     pub fn len(&self) -> usize {
         self.forward.len()
     }
