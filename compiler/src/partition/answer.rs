@@ -138,7 +138,7 @@ fn improved(
 ) -> (PlanCandidate, Played) {
     let problem = question.problem;
     let least_us = finish_plan::spread(problem).max(found.proven_us.unwrap_or(0.0));
-    let is_ours = options.partitioner == Partitioner::Pipec && question.among.is_alone();
+    let is_ours = options.partitioner == Partitioner::Pipec && question.among.is_alone() && !options.is_draft;
     if is_ours && best.played.minibatch_us > least_us * (1.0 + GAP) {
         let (better, states) = improve(question, options, &best, &found.candidates);
         found.states += states;
