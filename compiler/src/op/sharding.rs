@@ -94,12 +94,9 @@ pub enum Local {
     Written,
 }
 
-/// A sharding strategy of an op.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Strategy {
-    /// Required input shardings.
     pub inputs: Vec<Sharding>,
-    /// Resulting output shardings.
     pub outputs: Vec<Sharding>,
     pub local: Local,
     /// The op is invariant to a permutation of the split axes that is common to all tensors, so that block splits are
@@ -149,14 +146,14 @@ impl Strategy {
     }
 
     fn fits(&self, inputs: &[&Fact], outputs: &[Fact], devices: usize) -> bool {
-        let whole = inputs.iter().copied().chain(outputs);
-        self.inputs.iter().chain(&self.outputs).zip(whole).all(|(layout, fact)| layout.part(fact, devices).is_some())
+        let facts = inputs.iter().copied().chain(outputs);
+        self.inputs.iter().chain(&self.outputs).zip(facts).all(|(layout, fact)| layout.part(fact, devices).is_some())
     }
 }
 
 /// All strategies of an op at fixed sizes, full replication first.
 pub fn strategies(op: &Op, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
-    let mut all = vec![Strategy::replicated(inputs.len(), outputs.len())];
+    let mut list = vec![Strategy::replicated(inputs.len(), outputs.len())];
     for strategy in rule(op).strategies(inputs, outputs, group) {
         let mut ways = vec![strategy.clone()];
         if strategy.any_order {
@@ -169,12 +166,12 @@ pub fn strategies(op: &Op, inputs: &[&Fact], outputs: &[Fact], group: &Group) ->
             ways.extend(blocks.map(|&blocks| strategy.in_blocks(blocks)));
         }
         for way in ways {
-            if way.fits(inputs, outputs, group.devices) && !all.contains(&way) {
-                all.push(way);
+            if way.fits(inputs, outputs, group.devices) && !list.contains(&way) {
+                list.push(way);
             }
         }
     }
-    all
+    list
 }
 
 pub(crate) fn size(fact: &Fact, axis: usize) -> Option<usize> {
@@ -183,7 +180,6 @@ pub(crate) fn size(fact: &Fact, axis: usize) -> Option<usize> {
 
 /// The context in which a rule emits the local ops of a device.
 pub struct LocalContext<'a> {
-    /// The local inputs.
     pub inputs: &'a [Value],
     /// Facts of the full inputs.
     pub whole: &'a [&'a Fact],
@@ -191,11 +187,11 @@ pub struct LocalContext<'a> {
 }
 
 /// Emits the local ops of a strategy.
-pub fn write(op: &Op, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+pub fn write(op: &Op, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
     match &strategy.local {
-        Local::Same => out.emit_all(op.clone(), at.inputs),
-        Local::Sized(sized) => out.emit_all(sized.clone(), at.inputs),
-        Local::Written => rule(op).write_part(strategy, at, out),
+        Local::Same => out.emit_all(op.clone(), context.inputs),
+        Local::Sized(sized) => out.emit_all(sized.clone(), context.inputs),
+        Local::Written => rule(op).write_part(strategy, context, out),
     }
 }
 
@@ -231,8 +227,8 @@ pub fn runs(part: &[usize], cut: SplitDim, dtype: DType) -> (usize, usize) {
 /// Strategies of an elementwise op with broadcasting.
 pub(crate) fn elementwise(inputs: &[&Fact], output: &Fact) -> Vec<Strategy> {
     let aligned = |input: &Fact, axis: usize| {
-        let own = (axis + input.rank()).checked_sub(output.rank())?;
-        (!input.shape[own].is(1)).then_some(own)
+        let input_axis = (axis + input.rank()).checked_sub(output.rank())?;
+        (!input.shape[input_axis].is(1)).then_some(input_axis)
     };
     let axes = (0..output.rank()).filter(|axis| !output.shape[*axis].is(1));
     axes.map(|axis| {

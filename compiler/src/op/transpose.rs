@@ -21,32 +21,33 @@ impl OpRule for Transpose {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+        Cost { flops: 0.0, bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = dy with the inverse permutation
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(at.inputs[0]).dtype.is_float() {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(context.inputs[0]).dtype.is_float() {
             return vec![None];
         }
         let mut perm = vec![0; self.perm.len()];
         for (to, &from) in self.perm.iter().enumerate() {
             perm[from] = to;
         }
-        vec![Some(out.emit(Op::Transpose(Transpose { perm }), &[at.dy()]))]
+        vec![Some(out.emit(Op::Transpose(Transpose { perm }), &[context.dy()]))]
     }
 
     fn strategies(&self, _: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let axes = self.perm.iter().enumerate();
-        let mut ways: Vec<Strategy> = axes.map(|(axis, from)| Strategy::along(&[Some(*from)], &[Some(axis)])).collect();
-        ways.push(Strategy::linear(&[true], outputs.len()));
-        ways
+        let mut strategies: Vec<Strategy> =
+            axes.map(|(axis, from)| Strategy::along(&[Some(*from)], &[Some(axis)])).collect();
+        strategies.push(Strategy::linear(&[true], outputs.len()));
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
-        let own = strides(x.shape);
-        let steps: Vec<isize> = self.perm.iter().map(|&axis| own[axis] as isize).collect();
+        let x_strides = strides(x.shape);
+        let steps: Vec<isize> = self.perm.iter().map(|&axis| x_strides[axis] as isize).collect();
         let from = walk(0, &steps, y.shape);
         copy_elements(x, y, from);
         Ok(())

@@ -33,7 +33,7 @@ pub type Entries = BTreeMap<String, (usize, Result<Bytes, FxError>)>;
 
 /// Lists the entries of an open archive.
 pub fn entries(bytes: &Bytes, zip: &mut ZipArchive<Cursor<&[u8]>>) -> Result<Entries, FxError> {
-    let mut found = BTreeMap::new();
+    let mut contents = BTreeMap::new();
     let mut total = 0u64;
     for at in 0..zip.len() {
         let entry = zip.by_index_data(at).map_err(|e| FxError::Zip(e.to_string()))?;
@@ -45,14 +45,14 @@ pub fn entries(bytes: &Bytes, zip: &mut ZipArchive<Cursor<&[u8]>>) -> Result<Ent
             return Err(FxError::Zip("its entries together are longer than the file".to_string()));
         }
         if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
-            found.insert(name.clone(), (at, Err(FxError::Compressed { entry: name })));
+            contents.insert(name.clone(), (at, Err(FxError::Compressed { entry: name })));
             continue;
         }
         let slice = slice(bytes, header, entry.compressed_size()).filter(|_| entry.size() == entry.compressed_size());
         let content = slice.ok_or_else(|| FxError::EntrySize { entry: name.clone(), size: entry.size() });
-        found.insert(name, (at, content));
+        contents.insert(name, (at, content));
     }
-    Ok(found)
+    Ok(contents)
 }
 
 /// The entries of a nested archive, all of which must be uncompressed.

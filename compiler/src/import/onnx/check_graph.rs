@@ -131,15 +131,15 @@ fn free_names(graph: &GraphProto, depth: usize) -> Option<BTreeSet<&str>> {
     let mut defined_names: HashSet<&str> = graph.input.iter().map(|input| input.name()).collect();
     defined_names.extend(graph.initializer.iter().map(|tensor| tensor.name()));
     defined_names.extend(graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str)));
-    let mut read: BTreeSet<&str> = graph.output.iter().map(|output| output.name()).collect();
+    let mut names: BTreeSet<&str> = graph.output.iter().map(|output| output.name()).collect();
     for node in &graph.node {
-        read.extend(node.input.iter().map(String::as_str));
+        names.extend(node.input.iter().map(String::as_str));
         for inner in subgraphs(&node.attribute) {
-            read.extend(free_names(inner, depth + 1)?);
+            names.extend(free_names(inner, depth + 1)?);
         }
     }
-    read.retain(|name| !name.is_empty() && !defined_names.contains(name));
-    Some(read)
+    names.retain(|name| !name.is_empty() && !defined_names.contains(name));
+    Some(names)
 }
 
 #[cfg(test)]
