@@ -139,10 +139,10 @@ impl OpRule for DropoutPart {
 pub fn samples() -> Vec<Sample> {
     let counter = |value| Tensor::from_i64(&[], &[value]);
     let sample = |title, op, inputs| Sample { title, op, inputs, differentiate: vec![0] };
-    let whole = |ratio, stream| Dropout { ratio, stream };
+    let dropout = |ratio, stream| Dropout { ratio, stream };
     let dropout_sample =
-        |title, ratio, stream, x, at| sample(title, Op::Dropout(whole(ratio, stream)), vec![x, counter(at)]);
-    let part = DropoutPart { whole: whole(0.4, 2), run: 6, devices: 3 };
+        |title, ratio, stream, x, at| sample(title, Op::Dropout(dropout(ratio, stream)), vec![x, counter(at)]);
+    let part = DropoutPart { whole: dropout(0.4, 2), run: 6, devices: 3 };
     vec![
         dropout_sample("half", 0.5, 0, ramp(&[4, 6], 1), 7),
         dropout_sample("a tenth, another stream", 0.1, 3, ramp(&[2, 3, 5], 2), -1),

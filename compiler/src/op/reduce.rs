@@ -301,7 +301,7 @@ pub fn samples() -> Vec<Sample> {
         differentiate: vec![],
     };
     let x = || Tensor::from_f32(&[2, 3, 2], &[1.5, -2.0, 0.3, 4.1, -0.6, 2.2, 3.7, 0.9, -1.1, 2.8, 5.0, -3.3]);
-    let whole = || Tensor::from_i64(&[2, 2], &[i64::MAX, -2, 3, 4]);
+    let integers = || Tensor::from_i64(&[2, 2], &[i64::MAX, -2, 3, 4]);
     let large = || {
         let bytes = [3, u64::MAX, 7].map(u64::to_le_bytes).concat();
         Tensor::new(DType::U64, vec![3], bytes.into()).expect("three numbers of eight bytes")
@@ -318,7 +318,7 @@ pub fn samples() -> Vec<Sample> {
         list.push(sample("nothing", kind, &[1], false, Tensor::zeros(DType::F32, &[0, 3])));
         list.push(sample("brain floats", kind, &[1], false, x().cast(DType::Bf16)));
         if kind != Mean {
-            list.push(sample("integers", kind, &[1], false, whole()));
+            list.push(sample("integers", kind, &[1], false, integers()));
             list.push(sample("unsigned", kind, &[0], false, large()));
             list.push(sample("bytes", kind, &[0], true, Tensor::from_i64(&[3], &[200, 100, 3]).cast(DType::U8)));
         }
@@ -338,7 +338,7 @@ pub fn samples() -> Vec<Sample> {
         list.push(arg_sample("the first axis, kept", largest, 0, true, x()));
         list.push(arg_sample("the first of ties", largest, 0, false, Tensor::from_f32(&[4], &[1.0, 2.0, 2.0, 1.0])));
         list.push(arg_sample("not a number", largest, 0, false, Tensor::from_f32(&[3], &[1.0, f32::NAN, 2.0])));
-        list.push(arg_sample("integers", largest, 1, false, whole()));
+        list.push(arg_sample("integers", largest, 1, false, integers()));
         list.push(arg_sample("unsigned", largest, 0, false, large()));
     }
     list

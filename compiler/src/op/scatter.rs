@@ -183,8 +183,8 @@ pub fn samples() -> Vec<Sample> {
         list.push(sample("one index", kind, 0, ramp(&[3, 2], 7), index(&[], &[1]), ramp(&[2], 8)));
         let nothing = Tensor::zeros(DType::F32, &[0, 2]);
         list.push(sample("no indices", kind, 0, ramp(&[3, 2], 7), index(&[0], &[]), nothing));
-        let whole = [index(&[3], &[i64::MAX, 2, 3]), index(&[3], &[0, 0, 2]), index(&[3], &[5, -7, 2])];
-        let [x, indices, updates] = whole;
+        let integer_inputs = [index(&[3], &[i64::MAX, 2, 3]), index(&[3], &[0, 0, 2]), index(&[3], &[5, -7, 2])];
+        let [x, indices, updates] = integer_inputs;
         list.push(sample("integers", kind, 0, x, indices, updates));
         list.push(sample("bytes", kind, 0, bytes(&[200, 2]), index(&[2], &[0, 0]), bytes(&[100, 3])));
     }
@@ -200,8 +200,8 @@ mod tests {
 
     #[test]
     fn updates_are_joined_in_their_order() {
-        let whole = |v: &[i64]| Tensor::from_i64(&[v.len()], v);
-        let inputs = [whole(&[1, 2, 3]), whole(&[0, -1, 0]), whole(&[5, 4, -2])];
+        let integers = |v: &[i64]| Tensor::from_i64(&[v.len()], v);
+        let inputs = [integers(&[1, 2, 3]), integers(&[0, -1, 0]), integers(&[5, 4, -2])];
         let run = |kind| run(&Scatter { kind, axis: 0 }, &inputs)[0].to_i64();
         assert_eq!(run(ScatterKind::Replace), [-2, 2, 4]);
         assert_eq!(run(ScatterKind::Add), [4, 2, 7]);

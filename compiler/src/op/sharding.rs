@@ -157,8 +157,8 @@ pub fn strategies(op: &Op, inputs: &[&Fact], outputs: &[Fact], group: &Group) ->
     for strategy in rule(op).strategies(inputs, outputs, group) {
         let mut ways = vec![strategy.clone()];
         if strategy.any_order {
-            let whole = inputs.iter().copied().chain(outputs);
-            let split = strategy.inputs.iter().chain(&strategy.outputs).zip(whole).find_map(|pair| match pair {
+            let facts = inputs.iter().copied().chain(outputs);
+            let split = strategy.inputs.iter().chain(&strategy.outputs).zip(facts).find_map(|pair| match pair {
                 (Sharding::Split(cut), fact) => size(fact, cut.axis),
                 _ => None,
             });
@@ -251,14 +251,14 @@ mod tests {
 
     #[test]
     fn parts_in_blocks_are_joined_again() {
-        let whole = Tensor::from_i64(&[2, 8], &(0..16).collect::<Vec<_>>());
-        let part = |axis, blocks, device| part_of(&whole, SplitDim { axis, blocks }, 2, device).to_i64();
+        let tensor = Tensor::from_i64(&[2, 8], &(0..16).collect::<Vec<_>>());
+        let part = |axis, blocks, device| part_of(&tensor, SplitDim { axis, blocks }, 2, device).to_i64();
         assert_eq!(part(1, 1, 0), [0, 1, 2, 3, 8, 9, 10, 11]);
         assert_eq!(part(1, 2, 1), [2, 3, 6, 7, 10, 11, 14, 15]);
         assert_eq!(part(0, 1, 1), (8..16).collect::<Vec<_>>());
         for cut in [SplitDim { axis: 0, blocks: 1 }, SplitDim { axis: 1, blocks: 1 }, SplitDim { axis: 1, blocks: 4 }] {
-            let parts: Vec<Tensor> = (0..2).map(|device| part_of(&whole, cut, 2, device)).collect();
-            assert_eq!(whole_of(&parts, cut), whole);
+            let parts: Vec<Tensor> = (0..2).map(|device| part_of(&tensor, cut, 2, device)).collect();
+            assert_eq!(whole_of(&parts, cut), tensor);
         }
     }
 

@@ -61,20 +61,20 @@ pub fn samples() -> Vec<Sample> {
         differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
         inputs: vec![x],
     };
-    let counted = |shape: &[usize]| {
+    let ramp = |shape: &[usize]| {
         let count: usize = shape.iter().product();
         Tensor::from_f32(shape, &(0..count).map(|i| i as f32 - 4.5).collect::<Vec<_>>())
     };
     vec![
-        sample("a matrix", counted(&[2, 3]), &[1, 0]),
+        sample("a matrix", ramp(&[2, 3]), &[1, 0]),
         // A cycle of three is not its own inverse.
-        sample("a cycle", counted(&[2, 3, 2]), &[1, 2, 0]),
-        sample("outer axes", counted(&[2, 3, 2, 2]), &[1, 0, 3, 2]),
-        sample("nothing moves", counted(&[2, 2]), &[0, 1]),
-        sample("a scalar", counted(&[]), &[]),
-        sample("nothing", counted(&[0, 3]), &[1, 0]),
+        sample("a cycle", ramp(&[2, 3, 2]), &[1, 2, 0]),
+        sample("outer axes", ramp(&[2, 3, 2, 2]), &[1, 0, 3, 2]),
+        sample("nothing moves", ramp(&[2, 2]), &[0, 1]),
+        sample("a scalar", ramp(&[]), &[]),
+        sample("nothing", ramp(&[0, 3]), &[1, 0]),
         sample("integers", Tensor::from_i64(&[2, 2], &[1, i64::MAX, 3, 4]), &[1, 0]),
-        sample("bytes", counted(&[2, 3]).cast(DType::U8), &[1, 0]),
+        sample("bytes", ramp(&[2, 3]).cast(DType::U8), &[1, 0]),
         sample("booleans", Tensor::from_bool(&[1, 2], &[true, false]), &[1, 0]),
     ]
 }

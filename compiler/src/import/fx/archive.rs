@@ -1,6 +1,6 @@
 //! The zip archive of an exported program: its entries by name, as slices of the mapped file.
 
-use crate::import::fx::entries::{entries, opened};
+use crate::import::fx::entries::{entries, open_zip};
 use crate::import::fx::error::FxError;
 use crate::import::fx::legacy;
 use crate::text::name::short_name;
@@ -28,7 +28,7 @@ impl Archive {
     }
 
     fn read_zip(bytes: &Bytes) -> Result<Archive, FxError> {
-        let mut zip = opened(bytes)?;
+        let mut zip = open_zip(bytes)?;
         let zip_entries = entries(bytes, &mut zip)?;
         if zip_entries.contains_key(legacy::PROGRAM) {
             let mut entries = BTreeMap::new();

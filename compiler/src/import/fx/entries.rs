@@ -14,7 +14,7 @@ use zip::{CompressionMethod, ZipArchive};
 const MOST_ENTRIES: usize = 1 << 20;
 
 /// Opens the archive; duplicate names are an error.
-pub fn opened(bytes: &Bytes) -> Result<ZipArchive<Cursor<&[u8]>>, FxError> {
+pub fn open_zip(bytes: &Bytes) -> Result<ZipArchive<Cursor<&[u8]>>, FxError> {
     // The archive must start at offset 0. Searching for another start would find nested archives: the sample inputs are
     // stored uncompressed.
     let start = Config { archive_offset: ArchiveOffset::Known(0) };
@@ -57,7 +57,7 @@ pub fn entries(bytes: &Bytes, zip: &mut ZipArchive<Cursor<&[u8]>>) -> Result<Ent
 
 /// The entries of a nested archive, all of which must be uncompressed.
 pub fn stored(bytes: &Bytes) -> Result<BTreeMap<String, Bytes>, FxError> {
-    let mut zip = opened(bytes)?;
+    let mut zip = open_zip(bytes)?;
     entries(bytes, &mut zip)?.into_iter().map(|(name, (_, content))| Ok((name, content?))).collect()
 }
 

@@ -61,20 +61,20 @@ pub enum Known {
 }
 
 #[derive(Debug)]
-pub enum Made {
+pub enum NodeOutputs {
     /// In the order of the operator's definition.
     Tensors(Vec<Known>),
     Size(Dim),
 }
 
-pub type Outputs = Result<Made, LowerReason>;
+pub type Outputs = Result<NodeOutputs, LowerReason>;
 
 pub fn one(value: Value) -> Outputs {
-    Ok(Made::Tensors(vec![Known::Value(value)]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(value)]))
 }
 
 pub fn many(values: Vec<Value>) -> Outputs {
-    Ok(Made::Tensors(values.into_iter().map(Known::Value).collect()))
+    Ok(NodeOutputs::Tensors(values.into_iter().map(Known::Value).collect()))
 }
 
 #[derive(Debug, Default)]

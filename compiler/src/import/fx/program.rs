@@ -210,11 +210,11 @@ impl Program {
                 InputSpec::TensorConstant { arg, tensor_constant_name } => (arg, tensor_constant_name, false),
                 _ => continue,
             };
-            let kept = !parameter && matches!(spec, InputSpec::Parameter { .. });
+            let is_kept = !parameter && matches!(spec, InputSpec::Parameter { .. });
             let at = self
                 .weight(&mut loader, &placeholder.name, name, parameter)
                 .map_err(|reason| FxError::Weight { name: name.clone(), reason })?;
-            self.weights[at].kept |= kept;
+            self.weights[at].kept |= is_kept;
             self.placeholders.insert(placeholder.name.clone(), at);
         }
         if let Some(first) = frozen.first() {

@@ -190,7 +190,7 @@ impl Decoder {
         }
         let outer_names: Vec<(&str, &'static str)> = outer_names.into_iter().collect();
         let outputs: Vec<&str> = graph.output.iter().map(|output| output.name()).collect();
-        let body = Body { nodes: &graph.node, names, given: &outer_names, outputs: &outputs };
+        let body = Body { nodes: &graph.node, names, outer_names: &outer_names, outputs: &outputs };
         check_graph::check(&body, &mut self.faults, &mut self.warnings)
     }
 
@@ -250,7 +250,7 @@ impl Decoder {
         let outer_names: Vec<(&str, &'static str)> =
             proto.input.iter().map(|name| (name.as_str(), "function input")).collect();
         let outputs: Vec<&str> = proto.output.iter().map(String::as_str).collect();
-        let body = Body { nodes: &proto.node, names: &names, given: &outer_names, outputs: &outputs };
+        let body = Body { nodes: &proto.node, names: &names, outer_names: &outer_names, outputs: &outputs };
         let order = check_graph::check(&body, &mut self.faults, &mut self.warnings);
         let nodes = self.nodes(std::mem::take(&mut proto.node), names, &order);
         let name = proto.name.unwrap_or_default();

@@ -47,7 +47,7 @@ pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<
     let mut truths = None;
     if let Some(mask) = scope.optional("attn_mask")? {
         let mut operands = [scores, mask];
-        scope.alike(&mut operands, None)?;
+        scope.align_batch(&mut operands, None)?;
         let mask = operands[1];
         scores = match scope.fact(mask).dtype {
             DType::Bool => {

@@ -5,7 +5,7 @@
 
 use super::resize::mixed;
 use super::table::{self, Lower};
-use super::{Known, Made, Outputs, Scope, one};
+use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::fx::program::names;
 use crate::import::lower_error::LowerReason;
@@ -63,7 +63,7 @@ fn find_row(reads_complex: bool, name: &str) -> Option<Lower> {
 }
 
 fn pair((re, im): Parts) -> Outputs {
-    Ok(Made::Tensors(vec![Known::Complex(re, im)]))
+    Ok(NodeOutputs::Tensors(vec![Known::Complex(re, im)]))
 }
 
 /// The parts of an argument; a real tensor has no imaginary part.
@@ -141,7 +141,7 @@ fn product(scope: &mut Scope<'_>) -> Outputs {
     let ((a, b), (c, d)) = (parts(scope, "self")?, parts(scope, "other")?);
     let multiply = |scope: &mut Scope<'_>, a: Value, b: Value| -> Result<Value, LowerReason> {
         let mut factors = [a, b];
-        scope.alike(&mut factors, None)?;
+        scope.align_batch(&mut factors, None)?;
         scope.binary(Binary::Mul, factors[0], factors[1])
     };
     let ac = multiply(scope, a, c)?;
@@ -183,8 +183,8 @@ fn lower_on_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> 
         ledger: &mut *scope.ledger,
     };
     match lower(&mut inner)? {
-        Made::Tensors(list) => Ok(list),
-        Made::Size(_) => Err(LowerReason::Inputs("a size of a complex tensor".to_string())),
+        NodeOutputs::Tensors(list) => Ok(list),
+        NodeOutputs::Size(_) => Err(LowerReason::Inputs("a size of a complex tensor".to_string())),
     }
 }
 
@@ -216,7 +216,7 @@ fn lower_parts(scope: &mut Scope<'_>) -> Outputs {
     for (re, im) in re.into_iter().zip(im) {
         results.push(Known::Complex(scope.read(re)?, scope.read(im)?));
     }
-    Ok(Made::Tensors(results))
+    Ok(NodeOutputs::Tensors(results))
 }
 
 /// Applies an operator that is linear in each of two operands.

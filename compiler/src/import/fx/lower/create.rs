@@ -1,7 +1,7 @@
 //! Operators that create tensors from sizes and numbers, and triangular parts.
 
 use super::argument::{Number, Operand};
-use super::{Made, Outputs, Scope, one, promote};
+use super::{NodeOutputs, Outputs, Scope, one, promote};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::movement::triangle;
@@ -148,11 +148,11 @@ pub fn sym_size(scope: &mut Scope<'_>) -> Outputs {
     if fact.rank() == 0 {
         return Err(LowerReason::Inputs("a scalar has no axes".to_string()));
     }
-    Ok(Made::Size(fact.shape[scope.axis("dim", 0, fact.rank())?].clone()))
+    Ok(NodeOutputs::Size(fact.shape[scope.axis("dim", 0, fact.rank())?].clone()))
 }
 
 pub fn sym_numel(scope: &mut Scope<'_>) -> Outputs {
-    Ok(Made::Size(volume(&scope.fact_of("self")?.shape)?))
+    Ok(NodeOutputs::Size(volume(&scope.fact_of("self")?.shape)?))
 }
 
 /// Arithmetic on sizes. Operands are positional: Python's operators do not name them.
@@ -171,5 +171,5 @@ pub fn size_arithmetic(
             .ok_or_else(|| LowerReason::Inputs(format!("operand {at} is not a size"))),
         _ => Err(LowerReason::Inputs(format!("operand {at} is not a size"))),
     };
-    Ok(Made::Size(join(&operand(0)?, &operand(1)?)?))
+    Ok(NodeOutputs::Size(join(&operand(0)?, &operand(1)?)?))
 }

@@ -2,7 +2,7 @@
 
 use super::argument::{Number, Operand};
 use super::function::toward_zero;
-use super::{Known, Made, Outputs, Scope, one, promote};
+use super::{Known, NodeOutputs, Outputs, Scope, one, promote};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::symbolic_batch;
@@ -29,7 +29,7 @@ pub fn real(scope: &mut Scope<'_>, op: Unary) -> Outputs {
 
 pub fn identity(scope: &mut Scope<'_>) -> Outputs {
     let name = if scope.has("self") { "self" } else { "input" };
-    Ok(Made::Tensors(vec![scope.known(name)?]))
+    Ok(NodeOutputs::Tensors(vec![scope.known(name)?]))
 }
 
 /// `clone`: weights become graph values, so that an in-place change affects only the copy.
@@ -37,7 +37,7 @@ pub fn duplicate(scope: &mut Scope<'_>) -> Outputs {
     let name = if scope.has("self") { "self" } else { "input" };
     match scope.known(name)? {
         Known::Weight(_) => one(scope.value(name)?),
-        known => Ok(Made::Tensors(vec![known])),
+        known => Ok(NodeOutputs::Tensors(vec![known])),
     }
 }
 
@@ -47,7 +47,7 @@ pub fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     let dtype = promote::common(scope, &operands);
     let [a, b] = operands;
     let mut pair_values = [promote::value(scope, &a, dtype)?, promote::value(scope, &b, dtype)?];
-    scope.alike(&mut pair_values, None)?;
+    scope.align_batch(&mut pair_values, None)?;
     Ok((pair_values[0], pair_values[1]))
 }
 

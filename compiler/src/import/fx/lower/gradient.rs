@@ -2,7 +2,7 @@
 
 use super::attention::{probabilities, scale_of};
 use super::window::pool_window;
-use super::{Known, Made, Outputs, Scope, many, one};
+use super::{Known, NodeOutputs, Outputs, Scope, many, one};
 use crate::import::build::Build;
 use crate::import::fx::schema::Argument;
 use crate::import::lower_error::LowerReason;
@@ -49,7 +49,7 @@ pub fn convolution(scope: &mut Scope<'_>) -> Outputs {
         let axes: Vec<usize> = (0..input.rank()).filter(|at| *at != 1).collect();
         gradients[2] = Known::Value(scope.reduce(ReduceKind::Sum, dy, &axes, false)?);
     }
-    Ok(Made::Tensors(gradients))
+    Ok(NodeOutputs::Tensors(gradients))
 }
 
 /// Gradient of a max pooling, computed from the input instead of the indices.
@@ -110,7 +110,7 @@ pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let gradients = scope.add_all(Op::LayerNormGrad(LayerNormGrad { axis }), &[dy, x, scale, mean, rstd])?;
     let requested = mask(scope);
     let keep_requested = |(value, requested): (Value, bool)| if requested { Known::Value(value) } else { UNASKED };
-    Ok(Made::Tensors(gradients.into_iter().zip(requested).map(keep_requested).collect()))
+    Ok(NodeOutputs::Tensors(gradients.into_iter().zip(requested).map(keep_requested).collect()))
 }
 
 /// Gradients of attention for query, key and value, with the probabilities recomputed: `dv = pᵀ·do`, `ds = p·(do·vᵀ - Σ

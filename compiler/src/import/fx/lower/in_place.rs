@@ -13,7 +13,7 @@ use crate::tensor::dim::Dim;
 pub fn write_view(scope: &mut Scope<'_>, base: Value, value: Value) -> Result<Option<Value>, LowerReason> {
     let shape = scope.fact(base).shape;
     let rank = shape.len();
-    let whole = match table::name(&scope.node.target) {
+    let updated_base = match table::name(&scope.node.target) {
         "slice" => {
             let at = axis(scope.int("dim", 0)?, rank)?;
             let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
@@ -49,5 +49,5 @@ pub fn write_view(scope: &mut Scope<'_>, base: Value, value: Value) -> Result<Op
         }
         _ => return Ok(None),
     };
-    Ok(Some(whole))
+    Ok(Some(updated_base))
 }

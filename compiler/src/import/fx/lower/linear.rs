@@ -143,12 +143,13 @@ struct Lettered {
 }
 
 impl Lettered {
-    /// Sums over the letters not in `kept`.
-    fn sum_out(mut self, scope: &mut Scope<'_>, kept: &[char]) -> Result<Lettered, LowerReason> {
-        let axes: Vec<usize> = (0..self.letters.len()).filter(|at| !kept.contains(&self.letters[*at])).collect();
+    /// Sums over the letters not in `kept_letters`.
+    fn sum_out(mut self, scope: &mut Scope<'_>, kept_letters: &[char]) -> Result<Lettered, LowerReason> {
+        let axes: Vec<usize> =
+            (0..self.letters.len()).filter(|at| !kept_letters.contains(&self.letters[*at])).collect();
         if !axes.is_empty() {
             self.value = scope.reduce(ReduceKind::Sum, self.value, &axes, false)?;
-            self.letters.retain(|letter| kept.contains(letter));
+            self.letters.retain(|letter| kept_letters.contains(letter));
         }
         Ok(self)
     }
@@ -161,11 +162,11 @@ impl Lettered {
         transposed(scope, self.value, perm)
     }
 
-    /// Multiplies with another operand and contracts the common letters that are not in `kept`.
-    fn contract(self, scope: &mut Scope<'_>, factor: Lettered, kept: &[char]) -> Result<Lettered, LowerReason> {
+    /// Multiplies with another operand and contracts the common letters that are not in `kept_letters`.
+    fn contract(self, scope: &mut Scope<'_>, factor: Lettered, kept_letters: &[char]) -> Result<Lettered, LowerReason> {
         let shared: Vec<char> = self.letters.iter().copied().filter(|l| factor.letters.contains(l)).collect();
-        let batch: Vec<char> = shared.iter().copied().filter(|l| kept.contains(l)).collect();
-        let inner: Vec<char> = shared.iter().copied().filter(|l| !kept.contains(l)).collect();
+        let batch: Vec<char> = shared.iter().copied().filter(|l| kept_letters.contains(l)).collect();
+        let inner: Vec<char> = shared.iter().copied().filter(|l| !kept_letters.contains(l)).collect();
         let left: Vec<char> = self.letters.iter().copied().filter(|l| !shared.contains(l)).collect();
         let right: Vec<char> = factor.letters.iter().copied().filter(|l| !shared.contains(l)).collect();
         let a = self.permute(scope, &[&batch[..], &left, &inner].concat())?;

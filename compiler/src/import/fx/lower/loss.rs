@@ -1,6 +1,6 @@
 //! Losses.
 
-use super::{Known, Made, Outputs, Scope, one};
+use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::loss::{Reduction, select_class};
@@ -72,7 +72,7 @@ pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
         }
         false => select_class(scope, logarithm, target, weights, reduction, ignore)?,
     };
-    Ok(Made::Tensors(vec![Known::Value(loss), Known::Absent("the total weight of a loss")]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(loss), Known::Absent("the total weight of a loss")]))
 }
 
 pub fn reduce(scope: &mut Scope<'_>, losses: Value, reduction: Reduction) -> Result<Value, LowerReason> {

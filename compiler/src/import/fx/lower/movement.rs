@@ -65,7 +65,7 @@ pub fn strided(scope: &mut Scope<'_>) -> Outputs {
 
 pub fn broadcast_tensors(scope: &mut Scope<'_>) -> Outputs {
     let mut values = scope.values("tensors")?;
-    scope.alike(&mut values, None)?;
+    scope.align_batch(&mut values, None)?;
     let mut shape = Vec::new();
     for value in &values {
         shape = broadcast_shape(&shape, &scope.fact(*value).shape)?;
@@ -214,7 +214,7 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     for part in &mut parts {
         *part = scope.cast(*part, dtype.unwrap_or(scope.fact(first).dtype))?;
     }
-    scope.alike(&mut parts, Some(axis))?;
+    scope.align_batch(&mut parts, Some(axis))?;
     match parts.as_slice() {
         [only] => one(*only),
         _ => one(scope.add(Op::Concat(Concat { axis }), &parts)?),

@@ -1,7 +1,7 @@
 //! Normalisations.
 
 use super::reduce::reduce_norm;
-use super::{Known, Made, Outputs, Scope, one};
+use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
@@ -76,7 +76,7 @@ pub fn group_norm(scope: &mut Scope<'_>, groups: &'static str) -> Outputs {
     let y = grouped(scope, x, Dim::Known(count), epsilon)?;
     let y = affine(scope, y)?;
     let absent = Known::Absent("the statistics output of a group normalisation");
-    Ok(Made::Tensors(vec![Known::Value(y), absent, absent]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent, absent]))
 }
 
 /// Instance normalisation with batch or stored statistics.
@@ -117,7 +117,7 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
     let absent = Known::Absent("the statistics output of a batch normalisation");
     if !training && scope.has("running_mean") {
         let y = normalise_with_stored(scope, x, epsilon)?;
-        return Ok(Made::Tensors(vec![Known::Value(y), absent, absent, absent, absent]));
+        return Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent, absent, absent, absent]));
     }
     let scale = match scope.optional("weight")? {
         Some(scale) => scale,
@@ -134,7 +134,7 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
         }
     }
     // The core op also returns the batch mean and reciprocal deviation.
-    Ok(Made::Tensors(vec![
+    Ok(NodeOutputs::Tensors(vec![
         Known::Value(outputs[0]),
         Known::Value(outputs[1]),
         Known::Value(outputs[3]),

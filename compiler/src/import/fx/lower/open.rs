@@ -10,7 +10,7 @@ use crate::tensor::dim::Dim;
 impl Scope<'_> {
     /// `x` broadcast to `target_shape`, if it was broadcast to the values that the symbols of `target_shape` have in
     /// the file; otherwise `x`.
-    pub fn opened(&mut self, x: Value, target_shape: &[Dim]) -> Result<Value, LowerReason> {
+    pub fn open_batch(&mut self, x: Value, target_shape: &[Dim]) -> Result<Value, LowerReason> {
         let have = self.fact(x).shape;
         if have == target_shape || have.len() != target_shape.len() {
             return Ok(x);
@@ -31,7 +31,7 @@ impl Scope<'_> {
     }
 
     /// Replaces exported sizes by symbolic ones: values take the symbolic axes of the others. Axis `free` may differ.
-    pub fn alike(&mut self, values: &mut [Value], free: Option<usize>) -> Result<(), LowerReason> {
+    pub fn align_batch(&mut self, values: &mut [Value], free: Option<usize>) -> Result<(), LowerReason> {
         let facts: Vec<Vec<Dim>> = values.iter().map(|v| self.fact(*v).shape).collect();
         let rank = facts.iter().map(Vec::len).max().unwrap_or(0);
         for (value, shape) in values.iter_mut().zip(&facts) {
@@ -48,7 +48,7 @@ impl Scope<'_> {
                     dim.clone_from(symbolic);
                 }
             }
-            *value = self.opened(*value, &target_shape)?;
+            *value = self.open_batch(*value, &target_shape)?;
         }
         Ok(())
     }

@@ -4,7 +4,7 @@
 //! recomputed forward, another cut or another thread count draws the same numbers.
 
 use super::elementwise::identity;
-use super::{Known, Made, Outputs, Scope, one};
+use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::random;
@@ -22,10 +22,10 @@ pub fn dropout(scope: &mut Scope<'_>, channels: bool) -> Outputs {
     let p = scope.float("p", 0.5)?;
     if !scope.flag("train", true)? || p == 0.0 {
         let known = match identity(scope)? {
-            Made::Tensors(known) => known,
+            NodeOutputs::Tensors(known) => known,
             other => return Ok(other),
         };
-        return Ok(Made::Tensors(vec![known[0], Known::Absent("the mask of a dropout")]));
+        return Ok(NodeOutputs::Tensors(vec![known[0], Known::Absent("the mask of a dropout")]));
     }
     let x = scope.value(operand(scope))?;
     let counter = scope.counter()?;
@@ -40,7 +40,7 @@ pub fn dropout(scope: &mut Scope<'_>, channels: bool) -> Outputs {
             scope.binary(Binary::Mul, x, mask)?
         }
     };
-    Ok(Made::Tensors(vec![Known::Value(y), Known::Absent("the mask of a dropout in training mode")]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y), Known::Absent("the mask of a dropout in training mode")]))
 }
 
 /// `[N, C, 1, …]`: one number per channel and example.

@@ -87,7 +87,7 @@ impl Stack {
             )));
         }
         shape[1] = scope.fact(self.x).shape[1].clone();
-        let stacked = scope.opened(initial, &shape)?;
+        let stacked = scope.open_batch(initial, &shape)?;
         let mut states = Vec::with_capacity(cells);
         for at in 0..cells {
             let state = part(scope, stacked, 0, Dim::from(at), Dim::from(at + 1))?;

@@ -1,6 +1,6 @@
 //! Reductions and softmax.
 
-use super::{Known, Made, Outputs, Scope, many, one, promote};
+use super::{Known, NodeOutputs, Outputs, Scope, many, one, promote};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::op::{ArgReduce, Binary, Compare, Iota, LogSoftmax, Op, ReduceKind, Softmax, Unary, Value};
@@ -43,7 +43,7 @@ pub fn extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let rank = scope.fact(x).rank();
     let (axis, keep) = (scope.axis("dim", 0, rank)?, scope.flag("keepdim", false)?);
     if rank == 0 {
-        return Ok(Made::Tensors(vec![Known::Value(x), Known::Absent("an index of a scalar")]));
+        return Ok(NodeOutputs::Tensors(vec![Known::Value(x), Known::Absent("an index of a scalar")]));
     }
     let y = scope.reduce(kind, x, &[axis], keep)?;
     let index = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?;
@@ -194,8 +194,8 @@ pub fn of_numbers(scope: &mut Scope<'_>, mean: bool) -> Outputs {
     if !mean {
         return one(sum);
     }
-    let counted = scope.cast(is_number, dtype)?;
-    let count = scope.reduce(ReduceKind::Sum, counted, &axes, keep)?;
+    let number_flags = scope.cast(is_number, dtype)?;
+    let count = scope.reduce(ReduceKind::Sum, number_flags, &axes, keep)?;
     one(scope.binary(Binary::Div, sum, count)?)
 }
 

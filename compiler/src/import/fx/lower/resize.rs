@@ -2,7 +2,7 @@
 //! do not tile. Axes are processed one after another. Nearest-neighbour resizing and padding from the image are
 //! gathers.
 
-use super::{Known, Made, Outputs, Scope, one};
+use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::grid::{self, GridSampling, Padding};
@@ -275,5 +275,5 @@ pub fn pad(scope: &mut Scope<'_>, edge: Edge, name: &'static str) -> Outputs {
         let index = scope.constant(Tensor::from_i64(&[indices.len()], &indices))?;
         x = scope.add(Op::Gather(Gather { axis }), &[x, index])?;
     }
-    Ok(Made::Tensors(vec![Known::Value(x)]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(x)]))
 }

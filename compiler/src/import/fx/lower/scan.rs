@@ -1,6 +1,6 @@
 //! Sorting and cumulative operators along an axis.
 
-use super::{Known, Made, Outputs, Scope, many, one};
+use super::{Known, NodeOutputs, Outputs, Scope, many, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
@@ -50,7 +50,7 @@ pub fn sort(scope: &mut Scope<'_>) -> Outputs {
 /// `argsort`: the indices of [`sort`].
 pub fn argsort(scope: &mut Scope<'_>) -> Outputs {
     match sort(scope)? {
-        Made::Tensors(made) => Ok(Made::Tensors(made[1..].to_vec())),
+        NodeOutputs::Tensors(made) => Ok(NodeOutputs::Tensors(made[1..].to_vec())),
         other => Ok(other),
     }
 }
@@ -146,5 +146,5 @@ pub fn bucket(scope: &mut Scope<'_>, values: &'static str, boundaries: &'static 
     let counts = scope.cast(before, to)?;
     let axis = attribute::axis(-1, scope.fact(counts).rank())?;
     let y = scope.reduce(ReduceKind::Sum, counts, &[axis], false)?;
-    Ok(Made::Tensors(vec![Known::Value(y)]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y)]))
 }

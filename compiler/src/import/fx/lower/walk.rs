@@ -10,7 +10,7 @@
 use super::alias::{self, operand};
 use super::live::live;
 use super::movement::stop_gradient;
-use super::{Known, Made, Names, Scope, complex, support, table};
+use super::{Known, Names, NodeOutputs, Scope, complex, support, table};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
 use crate::import::fx::lower::{detach, in_place};
@@ -175,7 +175,7 @@ impl Walk<'_> {
                         true => without_gradients(&mut scope, outputs),
                         false => Ok(outputs),
                     });
-                    let Ok(Made::Tensors(outputs)) = outputs else { break };
+                    let Ok(NodeOutputs::Tensors(outputs)) = outputs else { break };
                     for (name, known) in maker.outputs.iter().flat_map(names).zip(outputs) {
                         if outer.tensors.get(name) == Some(&CHANGED) {
                             outer.tensors.insert(name.to_string(), known);
@@ -210,7 +210,7 @@ impl Walk<'_> {
     }
 
     /// Lowers a node; `Err(None)` if one of its inputs is undefined.
-    fn node(&mut self, node: &schema::Node, outer: &Names) -> Result<Made, Option<LowerReason>> {
+    fn node(&mut self, node: &schema::Node, outer: &Names) -> Result<NodeOutputs, Option<LowerReason>> {
         let is_defined = |name: &str| outer.tensors.contains_key(name) || outer.sizes.contains_key(name);
         if !node.inputs.iter().flat_map(|input| names(&input.arg)).all(is_defined) {
             return Err(None);
@@ -258,27 +258,27 @@ impl Walk<'_> {
     }
 
     /// Handles an in-place change of a weight: a counter is ignored, any other is refused.
-    fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Made>, LowerReason> {
+    fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<NodeOutputs>, LowerReason> {
         let Ok(Known::Weight(at)) = self.scope(node, outer).known("self") else { return Ok(None) };
         let weight = &self.ledger.weights[at];
         if !weight.trainable && table::name(&node.target) == "detach_" {
-            return Ok(Some(Made::Tensors(vec![Known::Weight(at)])));
+            return Ok(Some(NodeOutputs::Tensors(vec![Known::Weight(at)])));
         }
         if weight.trainable || weight.fact.dtype.is_float() || weight.fact.rank() > 0 {
             return Err(LowerReason::Unsupported(format!("an in-place change of `{}`", short_name(&weight.name))));
         }
-        Ok(Some(Made::Tensors(vec![COUNTED])))
+        Ok(Some(NodeOutputs::Tensors(vec![COUNTED])))
     }
 
     fn named<'g>(
         &mut self,
         node: &'g schema::Node,
-        outputs: Made,
+        outputs: NodeOutputs,
         outer: &mut Names,
         views: &mut Views<'g>,
     ) -> Result<(), Option<LowerReason>> {
         let outputs = match outputs {
-            Made::Size(dim) => {
+            NodeOutputs::Size(dim) => {
                 for output in &node.outputs {
                     if let Argument::AsSymInt(SymArgument::AsName(name)) = output {
                         outer.sizes.insert(name.clone(), dim.clone());
@@ -286,7 +286,7 @@ impl Walk<'_> {
                 }
                 return Ok(());
             }
-            Made::Tensors(outputs) => outputs,
+            NodeOutputs::Tensors(outputs) => outputs,
         };
         let mut outputs = outputs.into_iter();
         let first = operand(node);
@@ -464,8 +464,8 @@ impl Walk<'_> {
     }
 }
 
-fn without_gradients(scope: &mut Scope<'_>, outputs: Made) -> Result<Made, LowerReason> {
-    let Made::Tensors(mut list) = outputs else { return Ok(outputs) };
+fn without_gradients(scope: &mut Scope<'_>, outputs: NodeOutputs) -> Result<NodeOutputs, LowerReason> {
+    let NodeOutputs::Tensors(mut list) = outputs else { return Ok(outputs) };
     for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
         *known = match *known {
             Known::Complex(re, im) => Known::Complex(stop_gradient(scope, re)?, stop_gradient(scope, im)?),
@@ -475,7 +475,7 @@ fn without_gradients(scope: &mut Scope<'_>, outputs: Made) -> Result<Made, Lower
             }
         };
     }
-    Ok(Made::Tensors(list))
+    Ok(NodeOutputs::Tensors(list))
 }
 
 /// A placeholder node for ops that belong to no node.

@@ -1,7 +1,7 @@
 //! Convolutions and poolings.
 
 use super::argument::Number;
-use super::{Known, Made, Outputs, Scope, one, resize};
+use super::{Known, NodeOutputs, Outputs, Scope, one, resize};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::window::with_bias;
@@ -169,7 +169,7 @@ pub fn max_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     let (kernel, window, ceil) = pool_window(scope, axes, true)?;
     let y = scope.add(Op::MaxPool(MaxPool { kernel, window, ceil }), &[x])?;
     let y = narrowed(scope, y, &shape)?;
-    Ok(Made::Tensors(vec![Known::Value(y), Known::Absent("the indices of a max pooling")]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y), Known::Absent("the indices of a max pooling")]))
 }
 
 pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
@@ -215,7 +215,7 @@ pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outpu
         let kind = if largest { ReduceKind::Max } else { ReduceKind::Mean };
         let y = scope.reduce(kind, x, &(2..2 + axes).collect::<Vec<_>>(), true)?;
         let y = narrowed(scope, y, &shape)?;
-        return Ok(Made::Tensors(vec![Known::Value(y), absent]));
+        return Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent]));
     }
     let mut kernel = Vec::with_capacity(axes);
     for (size, output_size) in sizes.iter().zip(&output_size) {
@@ -226,7 +226,7 @@ pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outpu
     if kernel.len() < axes {
         let y = resize::adaptive(scope, x, &output_size, largest)?;
         let y = narrowed(scope, y, &shape)?;
-        return Ok(Made::Tensors(vec![Known::Value(y), absent]));
+        return Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent]));
     }
     let window = symmetric(kernel.clone(), vec![0; axes], vec![1; axes]);
     let y = match largest {
@@ -234,5 +234,5 @@ pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outpu
         false => scope.add(Op::AvgPool(AvgPool { kernel, window, ceil: false, count_padding: true }), &[x])?,
     };
     let y = narrowed(scope, y, &shape)?;
-    Ok(Made::Tensors(vec![Known::Value(y), absent]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent]))
 }

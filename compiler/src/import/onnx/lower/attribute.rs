@@ -96,11 +96,11 @@ pub fn axis(given: i64, rank: usize) -> Result<usize, LowerReason> {
 }
 
 /// Normalises and sorts axes. Duplicates are an error.
-pub fn axes(given: &[i64], rank: usize) -> Result<Vec<usize>, LowerReason> {
-    let mut list = given.iter().map(|&a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?;
+pub fn axes(axis_list: &[i64], rank: usize) -> Result<Vec<usize>, LowerReason> {
+    let mut list = axis_list.iter().map(|&a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?;
     list.sort_unstable();
     if list.windows(2).any(|pair| pair[0] == pair[1]) {
-        return Err(LowerReason::Inputs(format!("the axes {given:?} repeat an axis")));
+        return Err(LowerReason::Inputs(format!("the axes {axis_list:?} repeat an axis")));
     }
     Ok(list)
 }

@@ -103,7 +103,7 @@ fn order(graph: &GraphProto) -> Result<Vec<usize>, LowerReason> {
     let outputs: Vec<&str> = graph.output.iter().map(|output| output.name()).collect();
     let names = unique_names(&graph.node);
     let (mut faults, mut warnings) = (Vec::new(), Vec::new());
-    let wiring = Wiring { nodes: &graph.node, names: &names, given: &outer_names, outputs: &outputs };
+    let wiring = Wiring { nodes: &graph.node, names: &names, outer_names: &outer_names, outputs: &outputs };
     let order = check_graph::check(&wiring, &mut faults, &mut warnings);
     match faults.first() {
         None => Ok(order),

@@ -44,14 +44,15 @@ pub fn non_max_suppression(scope: &mut Scope<'_>) -> Outputs {
                 .collect();
             // A stable sort keeps boxes of equal score in index order.
             order.sort_by(|&a, &b| score(b).total_cmp(&score(a)));
-            let mut kept: Vec<usize> = Vec::new();
+            let mut kept_boxes: Vec<usize> = Vec::new();
             for at in order {
-                if kept.len() < max_per_class && kept.iter().all(|&k| overlap_ratio(&bounds[at], &bounds[k]) <= overlap)
+                if kept_boxes.len() < max_per_class
+                    && kept_boxes.iter().all(|&k| overlap_ratio(&bounds[at], &bounds[k]) <= overlap)
                 {
-                    kept.push(at);
+                    kept_boxes.push(at);
                 }
             }
-            selected.extend(kept.into_iter().flat_map(|at| [batch, class, at].map(|v| v as i64)));
+            selected.extend(kept_boxes.into_iter().flat_map(|at| [batch, class, at].map(|v| v as i64)));
         }
     }
     Ok(vec![Known::Tensor(Tensor::from_i64(&[selected.len() / 3, 3], &selected))])

@@ -99,8 +99,8 @@ mod tests {
         assert_eq!(determinant(&[&[7.0]]), 7.0);
         assert_eq!(determinant(&[&[1.0, 2.0], &[3.0, 4.0]]), -2.0);
         assert_eq!(determinant(&[&[2.0, 0.0, 1.0], &[1.0, 3.0, 2.0], &[1.0, 1.0, 4.0]]), 18.0);
-        let turned: [&[f64]; 4] = [&[0., 1., 0., 0.], &[0., 0., 1., 0.], &[0., 0., 0., 1.], &[1., 0., 0., 0.]];
-        assert_eq!(determinant(&turned), -1.0);
+        let permutation: [&[f64]; 4] = [&[0., 1., 0., 0.], &[0., 0., 1., 0.], &[0., 0., 0., 1.], &[1., 0., 0., 0.]];
+        assert_eq!(determinant(&permutation), -1.0);
         assert_eq!(determinant(&[&[1.0, 2.0, 3.0], &[4.0, 5.0, 6.0], &[7.0, 8.0, 9.0]]), 0.0);
     }
 }

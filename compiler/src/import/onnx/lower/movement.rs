@@ -51,7 +51,7 @@ pub fn broadcast_shape(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
 /// `Expand`: broadcasts the input with the requested shape. Where that is 1, the input's size remains.
 pub fn expand(scope: &mut Scope<'_>) -> Outputs {
     let mut target_shape = scope.dims(1, "the shape")?.ok_or(LowerReason::Missing { slot: 1 })?;
-    let x = match opened(scope, 0, &target_shape)? {
+    let x = match open_batch(scope, 0, &target_shape)? {
         Some(value) => value,
         None => scope.value(0)?,
     };
@@ -72,7 +72,7 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
 
 /// Input `slot` with size 1 in place of the static batch size. Applies to a constant that has the static batch size
 /// where `target_shape` (right-aligned) has the symbol, and equal values for all samples; else `None`.
-pub fn opened(scope: &mut Scope<'_>, slot: usize, target_shape: &[Dim]) -> Result<Option<Value>, LowerReason> {
+pub fn open_batch(scope: &mut Scope<'_>, slot: usize, target_shape: &[Dim]) -> Result<Option<Value>, LowerReason> {
     let Some(Some(Known::Tensor(tensor))) = scope.inputs.get(slot) else { return Ok(None) };
     let mut batch_axis = None;
     for (at, want) in (0..tensor.shape().len()).rev().zip(target_shape.iter().rev()) {

@@ -9,7 +9,7 @@
 
 use super::cell::{self, Function};
 use super::lengths::Lengths;
-use super::movement::opened;
+use super::movement::open_batch;
 use super::slice::part;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::graph::Graph;
@@ -228,7 +228,7 @@ impl Layer {
         let axis = usize::from(self.batch_first);
         let mut full_shape = shape.clone();
         full_shape.insert(axis, Dim::from(self.reversed.len()));
-        let initial = match opened(scope, slot, &full_shape)? {
+        let initial = match open_batch(scope, slot, &full_shape)? {
             Some(sample) => Some(scope.broadcast(sample, full_shape)?),
             None => scope.optional(slot)?,
         };

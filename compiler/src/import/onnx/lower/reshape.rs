@@ -83,11 +83,11 @@ pub fn target(
         return solve(input);
     }
     let statics = symbol::substitute(input, frozen)?;
-    opened(input, &solve(&statics)?, frozen, stride_within)
+    restore_batch(input, &solve(&statics)?, frozen, stride_within)
 }
 
 /// Puts the symbol back into the static result `shape` of a reshape, based on strides.
-fn opened(
+fn restore_batch(
     input: &[Dim],
     shape: &[Dim],
     frozen: &StaticSizes,
