@@ -58,7 +58,7 @@ use crate::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 pub use crate::op::sharding::{Group, LocalContext, Sharding, SplitDim, Strategy};
-pub use rule::{BackwardContext, Cost, Emit, FactError, KernelError, OpRule, Sample, elements, moved};
+pub use rule::{BackwardContext, Cost, Emit, FactError, KernelError, OpRule, Sample, elements, moved_bytes};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -775,7 +775,6 @@ pub struct DropoutPart {
     pub devices: usize,
 }
 
-/// Identifies a node of a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct NodeId(pub u32);

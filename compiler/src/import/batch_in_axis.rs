@@ -10,13 +10,13 @@ use std::collections::HashSet;
 const MOST: usize = 1024;
 
 /// The number of entries of the axis between consecutive samples, if known; 1 for an axis that is only the batch.
-pub fn within(graph: &Graph, value: Value, axis: usize) -> Option<i64> {
+pub fn stride_within(graph: &Graph, value: Value, axis: usize) -> Option<i64> {
     follow(graph, value, axis, &mut HashSet::new())
 }
 
 /// The axis of shape `to` that contains a factor whose stride is `first`, and the stride within that axis. `None` if
 /// there is none, or if it does not divide evenly.
-pub fn place(first: i64, factor: i64, to: &[i64]) -> Option<(usize, i64)> {
+pub fn locate_factor(first: i64, factor: i64, to: &[i64]) -> Option<(usize, i64)> {
     let last = first.checked_mul(factor)?;
     let mut stride = 1i64;
     for axis in (0..to.len()).rev() {
@@ -42,28 +42,32 @@ fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, u
         return None;
     }
     let inputs = graph.inputs(value.node);
-    let of = |slot: usize| graph.fact(inputs[slot]).shape.as_slice();
+    let shape_of = |slot: usize| graph.fact(inputs[slot]).shape.as_slice();
     // The corresponding axis of a broadcast operand, if it has the full size.
     let aligned = |slot: usize| {
-        let at = (axis + of(slot).len()).checked_sub(shape.len())?;
-        (of(slot)[at] == shape[axis]).then_some((slot, at))
+        let at = (axis + shape_of(slot).len()).checked_sub(shape.len())?;
+        (shape_of(slot)[at] == shape[axis]).then_some((slot, at))
     };
     let (slot, at) = match &graph.node(value.node).op {
         Op::Reshape(_) => {
-            let has = |dims: &[Dim]| (0..dims.len()).filter(|at| dims[*at].known().is_none()).collect::<Vec<_>>();
-            let (&[at], [_]) = (has(of(0)).as_slice(), has(shape).as_slice()) else { return None };
-            let steps = volume(&of(0)[at + 1..]).ok()?.known()?.checked_mul(follow(graph, inputs[0], at, seen)?)?;
-            let behind = volume(&shape[axis + 1..]).ok()?.known().filter(|behind| *behind > 0)?;
-            return (steps % behind == 0).then_some(steps / behind);
+            let symbolic_axes =
+                |dims: &[Dim]| (0..dims.len()).filter(|at| dims[*at].known().is_none()).collect::<Vec<_>>();
+            let (&[at], [_]) = (symbolic_axes(shape_of(0)).as_slice(), symbolic_axes(shape).as_slice()) else {
+                return None;
+            };
+            let stride =
+                volume(&shape_of(0)[at + 1..]).ok()?.known()?.checked_mul(follow(graph, inputs[0], at, seen)?)?;
+            let inner_size = volume(&shape[axis + 1..]).ok()?.known().filter(|inner_size| *inner_size > 0)?;
+            return (stride % inner_size == 0).then_some(stride / inner_size);
         }
         // Concatenation of batches.
         Op::Concat(op) if op.axis == axis => {
-            let is_batch = |slot: usize| of(slot)[axis] == Dim::symbol(name);
+            let is_batch = |slot: usize| shape_of(slot)[axis] == Dim::symbol(name);
             return (0..inputs.len()).all(is_batch).then_some(1);
         }
         Op::Concat(_) => (0, axis),
         Op::Unary(_) | Op::Cast(_) | Op::Softmax(_) | Op::LogSoftmax(_) | Op::LayerNorm(_) => (0, axis),
-        Op::Slice(_) | Op::Pad(_) | Op::Flip(_) if of(0)[axis] == shape[axis] => (0, axis),
+        Op::Slice(_) | Op::Pad(_) | Op::Flip(_) if shape_of(0)[axis] == shape[axis] => (0, axis),
         Op::Dropout(_) if value.output == 0 => (0, axis),
         Op::Binary(_) | Op::Compare(_) | Op::Select(_) => {
             return (0..inputs.len()).filter_map(aligned).find_map(|(slot, at)| follow(graph, inputs[slot], at, seen));
@@ -72,23 +76,24 @@ fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, u
         // Scattering to the indices of a sort restores the order of the sorted axis.
         Op::Scatter(op) if op.axis == axis => {
             return follow(graph, inputs[0], axis, seen).or_else(|| {
-                let (sorted, along) = places_of(graph, inputs[1])?;
-                (graph.fact(sorted).shape[along] == shape[axis]).then(|| follow(graph, sorted, along, seen))?
+                let (sorted, sorted_axis) = sort_source(graph, inputs[1])?;
+                (graph.fact(sorted).shape[sorted_axis] == shape[axis])
+                    .then(|| follow(graph, sorted, sorted_axis, seen))?
             });
         }
         Op::Scatter(_) => (0, axis),
         Op::TopK(op) if op.axis != axis => (0, axis),
         Op::Transpose(op) => (0, op.perm[axis]),
         Op::Reduce(op) if op.keep => (0, axis),
-        Op::Reduce(op) => (0, (0..of(0).len()).filter(|at| !op.axes.contains(at)).nth(axis)?),
+        Op::Reduce(op) => (0, (0..shape_of(0).len()).filter(|at| !op.axes.contains(at)).nth(axis)?),
         Op::MatMul(_) if axis + 2 < shape.len() => {
             return (0..2).filter_map(aligned).find_map(|(slot, at)| follow(graph, inputs[slot], at, seen));
         }
         Op::GroupedMatMul(_) if axis == 0 => (0, 0),
-        Op::MatMul(op) if axis + 2 == shape.len() => (0, of(0).len() - if op.transpose_a { 1 } else { 2 }),
-        Op::MatMul(op) => (1, of(1).len() - if op.transpose_b { 2 } else { 1 }),
+        Op::MatMul(op) if axis + 2 == shape.len() => (0, shape_of(0).len() - if op.transpose_a { 1 } else { 2 }),
+        Op::MatMul(op) => (1, shape_of(1).len() - if op.transpose_b { 2 } else { 1 }),
         Op::Conv(_) | Op::MaxPool(_) | Op::AvgPool(_) | Op::BatchNorm(_) if axis == 0 && value.output == 0 => (0, 0),
-        Op::Gather(op) => match (op.axis, of(1).len()) {
+        Op::Gather(op) => match (op.axis, shape_of(1).len()) {
             (before, _) if axis < before => (0, axis),
             (before, rank) if axis < before + rank => (1, axis - before),
             (_, rank) => (0, axis + 1 - rank),
@@ -99,7 +104,7 @@ fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, u
 }
 
 /// The tensor and axis whose sort indices (from TopK) the value contains.
-fn places_of(graph: &Graph, mut value: Value) -> Option<(Value, usize)> {
+fn sort_source(graph: &Graph, mut value: Value) -> Option<(Value, usize)> {
     loop {
         match &graph.node(value.node).op {
             Op::Cast(_) => value = graph.inputs(value.node)[0],
@@ -130,23 +135,26 @@ mod tests {
         };
         let x = add(Op::Input(Input { name: "x".into(), fact: Fact::new(DType::F32, dims("batch 24 8")) }), &[]);
         let reshaped = |to: &str| Op::Reshape(Reshape { shape: dims(to) });
-        let ahead = add(reshaped("batch*24 8"), &[x]);
-        let turned = add(Op::Transpose(Transpose { perm: vec![1, 0, 2] }), &[x]);
-        let behind = add(reshaped("batch*24 8"), &[turned]);
-        let same = add(Op::Unary(Unary::Neg), &[behind]);
-        let split = add(reshaped("batch*48 4"), &[same]);
-        assert_eq!([x, ahead, behind, same, split].map(|value| within(&graph, value, 0)), [1, 24, 1, 1, 2].map(Some));
-        assert_eq!(within(&graph, x, 1), None);
+        let merged_in_front = add(reshaped("batch*24 8"), &[x]);
+        let transposed = add(Op::Transpose(Transpose { perm: vec![1, 0, 2] }), &[x]);
+        let merged_behind = add(reshaped("batch*24 8"), &[transposed]);
+        let negated = add(Op::Unary(Unary::Neg), &[merged_behind]);
+        let split = add(reshaped("batch*48 4"), &[negated]);
+        assert_eq!(
+            [x, merged_in_front, merged_behind, negated, split].map(|value| stride_within(&graph, value, 0)),
+            [1, 24, 1, 1, 2].map(Some)
+        );
+        assert_eq!(stride_within(&graph, x, 1), None);
     }
 
     #[test]
     fn factor_is_located_by_stride() {
         // 24 steps of a batch of 8, width 32.
-        assert_eq!(place(32, 8, &[24, 8, 32]), Some((1, 1)));
+        assert_eq!(locate_factor(32, 8, &[24, 8, 32]), Some((1, 1)));
         // Batch-major instead.
-        assert_eq!(place(24 * 32, 8, &[8, 24, 32]), Some((0, 1)));
-        assert_eq!(place(24 * 32, 8, &[192, 32]), Some((0, 24)));
-        assert_eq!(place(32, 8, &[4, 12, 4, 32]), None);
-        assert_eq!(place(0, 8, &[0, 4]), None);
+        assert_eq!(locate_factor(24 * 32, 8, &[8, 24, 32]), Some((0, 1)));
+        assert_eq!(locate_factor(24 * 32, 8, &[192, 32]), Some((0, 24)));
+        assert_eq!(locate_factor(32, 8, &[4, 12, 4, 32]), None);
+        assert_eq!(locate_factor(0, 8, &[0, 4]), None);
     }
 }

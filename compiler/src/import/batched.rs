@@ -24,10 +24,10 @@ pub fn slices(
     if to.len() != dims.len() || along + 1 >= dims.len() {
         return Ok(None);
     }
-    let added = to.len() - from.len();
-    let own = |axis: usize| axis.checked_sub(added).map(|axis| &from[axis]);
-    let is_whole = |axis: usize| own(axis) == Some(&to[axis]) && (axis == along || to[axis] == dims[axis]);
-    let is_stretched = |axis: usize| own(axis).is_none_or(|size| size.is(1)) && to[axis] == dims[axis];
+    let leading = to.len() - from.len();
+    let source_size = |axis: usize| axis.checked_sub(leading).map(|axis| &from[axis]);
+    let is_whole = |axis: usize| source_size(axis) == Some(&to[axis]) && (axis == along || to[axis] == dims[axis]);
+    let is_stretched = |axis: usize| source_size(axis).is_none_or(|size| size.is(1)) && to[axis] == dims[axis];
     if !(0..=along).all(is_whole) || !(along + 1..to.len()).all(is_stretched) {
         return Ok(None);
     }

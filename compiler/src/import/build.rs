@@ -47,8 +47,8 @@ pub trait Build {
             if fact.shape.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
                 return Err(LowerReason::Inputs(format!("its result would have the shape {fact}")));
             }
-            let known = fact.shape.iter().all(|d| d.known().is_some());
-            if (known && fact.bytes().is_none_or(|bytes| bytes > LARGEST)) || fact.is_hollow() {
+            let is_static = fact.shape.iter().all(|d| d.known().is_some());
+            if (is_static && fact.bytes().is_none_or(|bytes| bytes > LARGEST)) || fact.is_hollow() {
                 return Err(LowerReason::Large(fact.clone()));
             }
         }
@@ -69,9 +69,9 @@ pub trait Build {
 
     /// The dropout counter: an extra graph input, shared by all random ops.
     fn counter(&mut self) -> Result<Value, LowerReason> {
-        let known =
+        let existing =
             self.graph().ids().find(|id| matches!(&self.graph().node(*id).op, Op::Input(i) if i.name == COUNTER));
-        match known {
+        match existing {
             Some(node) => Ok(Value { node, output: 0 }),
             None => {
                 let op = Op::Input(Input { name: COUNTER.to_string(), fact: Fact::of(DType::I64, &[]) });
@@ -138,13 +138,13 @@ pub trait Build {
     fn root(&mut self, sum: Value, p: f64) -> Result<Value, LowerReason> {
         let dtype = self.graph().fact(sum).dtype;
         let (zero, one) = (self.scalar(dtype, 0.0)?, self.scalar(dtype, 1.0)?);
-        let none = self.compare(Compare::Equal, sum, zero)?;
-        let inside = self.select(none, one, sum)?;
+        let is_zero = self.compare(Compare::Equal, sum, zero)?;
+        let safe_sum = self.select(is_zero, one, sum)?;
         let root = match p {
-            2.0 => self.unary(Unary::Sqrt, inside)?,
-            p => self.with_number(Binary::Pow, inside, 1.0 / p)?,
+            2.0 => self.unary(Unary::Sqrt, safe_sum)?,
+            p => self.with_number(Binary::Pow, safe_sum, 1.0 / p)?,
         };
-        self.select(none, zero, root)
+        self.select(is_zero, zero, root)
     }
 
     fn reduce(&mut self, kind: ReduceKind, x: Value, axes: &[usize], keep: bool) -> Result<Value, LowerReason> {

@@ -10,7 +10,7 @@ use crate::text::name::short_name;
 const FOLLOWED: usize = 16;
 
 /// Warns of an output whose leading dimension is the static batch size: somewhere the batch was not recognised.
-pub fn closed(graph: &Graph, inputs: &Inputs) -> Option<String> {
+pub fn warn_fixed_output(graph: &Graph, inputs: &Inputs) -> Option<String> {
     let number = inputs.frozen.values().next().copied()?;
     // Gradients of parameters have parameter shapes. Parameters that are not trained are states.
     let is_parameter = |shape: &[Dim]| {
@@ -34,25 +34,25 @@ pub fn closed(graph: &Graph, inputs: &Inputs) -> Option<String> {
 
 /// Warns of a sum over the batch that is divided by a multiple of the static batch size, which is wrong for any other
 /// batch.
-pub fn counted(graph: &Graph, inputs: &Inputs) -> Option<String> {
+pub fn warn_fixed_divisor(graph: &Graph, inputs: &Inputs) -> Option<String> {
     let size = inputs.frozen.values().next().copied()? as f64;
     let is_multiple = |number: f64| {
-        let times = (number / size).round();
-        times >= 1.0 && (number / (times * size) - 1.0).abs() < 1e-6
+        let multiple = (number / size).round();
+        multiple >= 1.0 && (number / (multiple * size) - 1.0).abs() < 1e-6
     };
-    let found = graph.ids().find_map(|id| {
-        let from = graph.inputs(id);
+    let division = graph.ids().find_map(|id| {
+        let operands = graph.inputs(id);
         let divided = match &graph.node(id).op {
-            Op::Binary(Binary::Div) => vec![(from[0], scalar(graph, from[1])?)],
+            Op::Binary(Binary::Div) => vec![(operands[0], scalar(graph, operands[1])?)],
             Op::Binary(Binary::Mul) => {
-                (0..2).filter_map(|at| Some((from[1 - at], scalar(graph, from[at])?.recip()))).collect()
+                (0..2).filter_map(|at| Some((operands[1 - at], scalar(graph, operands[at])?.recip()))).collect()
             }
             _ => return None,
         };
-        let by = divided.into_iter().find(|(sum, number)| is_multiple(*number) && is_batch_sum(graph, *sum))?.1;
-        Some((id, (by / size).round() * size))
+        let divisor = divided.into_iter().find(|(sum, number)| is_multiple(*number) && is_batch_sum(graph, *sum))?.1;
+        Some((id, (divisor / size).round() * size))
     });
-    let (node, number) = found?;
+    let (node, number) = division?;
     Some(format!(
         "node `{}` divides a sum over the batch by {number}, from the exported batch of {size}: with another batch, \
          or micro-batches, that is not a mean; use `.mean()` instead of `/ x.shape[0]`, or export with a dynamic batch",
@@ -75,20 +75,20 @@ fn scalar(graph: &Graph, mut value: Value) -> Option<f64> {
 /// True if the value is a sum over the batch, possibly scaled, shifted or added to others.
 fn is_batch_sum(graph: &Graph, mut value: Value) -> bool {
     for _ in 0..FOLLOWED {
-        let from = graph.inputs(value.node);
+        let operands = graph.inputs(value.node);
         match &graph.node(value.node).op {
             Op::Reduce(op) => {
-                let of = &graph.fact(from[0]).shape;
-                if op.kind == ReduceKind::Sum && op.axes.iter().any(|axis| of[*axis].known().is_none()) {
+                let shape = &graph.fact(operands[0]).shape;
+                if op.kind == ReduceKind::Sum && op.axes.iter().any(|axis| shape[*axis].known().is_none()) {
                     return true;
                 }
-                value = from[0];
+                value = operands[0];
             }
             Op::Binary(_) => {
-                let other = from.iter().find(|value| scalar(graph, **value).is_none());
-                value = *other.unwrap_or(&from[0]);
+                let summand = operands.iter().find(|value| scalar(graph, **value).is_none());
+                value = *summand.unwrap_or(&operands[0]);
             }
-            Op::Unary(_) | Op::Cast(_) | Op::Reshape(_) => value = from[0],
+            Op::Unary(_) | Op::Cast(_) | Op::Reshape(_) => value = operands[0],
             _ => return false,
         }
     }

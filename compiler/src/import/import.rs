@@ -150,7 +150,7 @@ impl Source {
             Err(DecodeError::Protobuf { .. }) if archive => {
                 Err(ImportError::NoArchive { found: "an unknown file type".to_string() })
             }
-            Err(other) => Err(other.into()),
+            Err(error) => Err(error.into()),
         }
     }
 
@@ -174,23 +174,23 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
     if let Some(folded) = doubts.iter().find(|d| options.train_mode && d.finding == Finding::FoldedBatchNorm) {
         return Err(TrainModeError::Folded(folded.clone()).into());
     }
-    let turned = if options.train_mode { Some(train_mode(source)?) } else { None };
-    let doubts = turned.as_ref().map_or(doubts, training_warnings::doubts);
-    let source = turned.as_ref().unwrap_or(source);
-    let with = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
+    let trained_model = if options.train_mode { Some(train_mode(source)?) } else { None };
+    let doubts = trained_model.as_ref().map_or(doubts, training_warnings::doubts);
+    let source = trained_model.as_ref().unwrap_or(source);
+    let lower_inputs = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
         (false, Some(fixed)) => lower_model::lower(source, fixed, &Bindings::new(), &options.known),
         _ => lower_model::lower(source, &inputs.facts, &inputs.frozen, &options.known),
     };
     let differs = |graph: &Graph, inputs: &Inputs| differs(source, graph, inputs);
-    let found = lower(&source.inputs, options, with, differs, Exporter::Onnx)?;
-    let about = FileMetadata {
+    let lowered = lower(&source.inputs, options, lower_inputs, differs, Exporter::Onnx)?;
+    let metadata = FileMetadata {
         warnings: source.warnings.iter().map(ToString::to_string).collect(),
         doubts,
         sha256: source.sha256_hex(),
         file: file.to_string(),
         producer: source.producer.clone(),
     };
-    finish(found, about)
+    finish(lowered, metadata)
 }
 
 /// Imports a decoded `torch.export` program; `file` is its name.
@@ -200,21 +200,21 @@ pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<
         return Err(TrainModeError::Program.into());
     }
     // Lowering itself compares each result with the shape in the file.
-    let with = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
+    let lower_inputs = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
         (false, Some(fixed)) => fx::lower(program, fixed, &Bindings::new()),
         _ => fx::lower(program, &inputs.facts, &inputs.frozen),
     };
     let mut options = options.clone();
     options.known.unread = program.unread();
-    let found = lower(&program.inputs, &options, with, |_, _| None, Exporter::Program)?;
-    let about = FileMetadata {
+    let lowered = lower(&program.inputs, &options, lower_inputs, |_, _| None, Exporter::Program)?;
+    let metadata = FileMetadata {
         warnings: program.warnings.clone(),
         doubts: Vec::new(),
         sha256: program.sha256_hex(),
         file: file.to_string(),
         producer: format!("pytorch {}", program.torch),
     };
-    finish(found, about)
+    finish(lowered, metadata)
 }
 
 struct FileMetadata {
@@ -226,8 +226,8 @@ struct FileMetadata {
 }
 
 /// Final steps for all formats: verification, canonical form, selection of the weights that are read.
-fn finish(found: LoweredWithBatch, about: FileMetadata) -> Result<Model, ImportError> {
-    let LoweredWithBatch { lowered, batch, inputs, remarks } = found;
+fn finish(lowering: LoweredWithBatch, metadata: FileMetadata) -> Result<Model, ImportError> {
+    let LoweredWithBatch { lowered, batch, inputs, remarks } = lowering;
     verify(&lowered.graph).map_err(|e| ImportError::Verify(Box::new(e)))?;
     let mut graph = lowered.graph;
     row_dropout::row_dropout(&mut graph);
@@ -236,7 +236,7 @@ fn finish(found: LoweredWithBatch, about: FileMetadata) -> Result<Model, ImportE
     pipeline::canonical(&mut graph)?;
     let graph = prune(&graph).map_err(LowerError::from)?;
     constant_index::check(&graph)?;
-    let FileMetadata { mut warnings, doubts, sha256, file, producer } = about;
+    let FileMetadata { mut warnings, doubts, sha256, file, producer } = metadata;
     warnings.extend(lowered.warnings);
     warnings.extend(remarks);
     warnings.extend(inputs.open.iter().map(|s| format!("dimension `{s}` has no size; give one with `--dim {s}=N`")));
@@ -244,7 +244,8 @@ fn finish(found: LoweredWithBatch, about: FileMetadata) -> Result<Model, ImportE
         Ok(tensor) => Weight::Given(tensor),
         Err(path) => Weight::Missing { path },
     };
-    let weights = lower_model::kept(&graph, lowered.weights).into_iter().map(|w| (w.name, weight(w.initial))).collect();
+    let weights =
+        lower_model::used_weights(&graph, lowered.weights).into_iter().map(|w| (w.name, weight(w.initial))).collect();
     Ok(Model { graph, weights, batch, warnings, doubts, sha256, file, producer })
 }
 
@@ -298,7 +299,7 @@ impl Exporter {
 fn lower(
     infos: &[ValueInfo],
     options: &Options,
-    with: impl Fn(&Inputs, bool) -> Result<Lowered, LowerError>,
+    lower_inputs: impl Fn(&Inputs, bool) -> Result<Lowered, LowerError>,
     differs: impl Fn(&Graph, &Inputs) -> Option<String>,
     exporter: Exporter,
 ) -> Result<LoweredWithBatch, ImportError> {
@@ -310,22 +311,24 @@ fn lower(
         inputs.refuse_empty(infos, options.known.empty)?;
         let Some(name) = inputs.batch.clone() else {
             let batch = Batch::Fixed { size: None, why: "no input has a batch axis".to_string() };
-            return Ok(LoweredWithBatch { lowered: with(&inputs, true)?, batch, inputs, remarks });
+            return Ok(LoweredWithBatch { lowered: lower_inputs(&inputs, true)?, batch, inputs, remarks });
         };
-        let open = with(&inputs, true);
+        let dynamic = lower_inputs(&inputs, true);
         let batch = Batch::Symbol { name: name.clone(), default: inputs.default };
         if inputs.fixed.is_none() {
-            return Ok(LoweredWithBatch { lowered: open?, batch, inputs, remarks });
+            return Ok(LoweredWithBatch { lowered: dynamic?, batch, inputs, remarks });
         }
-        let why = match open {
+        let reason = match dynamic {
             Ok(lowered) => {
-                match differs(&lowered.graph, &inputs).or_else(|| fixed_batch_left::closed(&lowered.graph, &inputs)) {
+                match differs(&lowered.graph, &inputs)
+                    .or_else(|| fixed_batch_left::warn_fixed_output(&lowered.graph, &inputs))
+                {
                     None => {
                         remarks.extend(undetected_batch_input(&lowered.graph, &inputs));
-                        remarks.extend(fixed_batch_left::counted(&lowered.graph, &inputs));
+                        remarks.extend(fixed_batch_left::warn_fixed_divisor(&lowered.graph, &inputs));
                         return Ok(LoweredWithBatch { lowered, batch, inputs, remarks });
                     }
-                    Some(why) => why,
+                    Some(reason) => reason,
                 }
             }
             Err(LowerError::Nodes(faults)) => match faults.0.first().map(|fault| (fault, &fault.reason)) {
@@ -348,34 +351,35 @@ fn lower(
                 Some((fault, _)) => fault.to_string(),
                 None => "the model depends on its size".to_string(),
             },
-            Err(other) => other.to_string(),
+            Err(error) => error.to_string(),
         };
-        let lowered = with(&inputs, false)?;
+        let lowered = lower_inputs(&inputs, false)?;
         let size = inputs.frozen.get(&name).copied();
         let first = infos.first().map(|info| info.name.as_str()).unwrap_or_default();
         // Equal sizes are ambiguous; another exported batch size resolves that.
-        let apart = if why.contains("7 or 11") {
+        let advice = if reason.contains("7 or 11") {
             ""
         } else {
             "; a batch size that divides no other size, such as 7 or 11, can resolve the ambiguity"
         };
         remarks = vec![format!(
-            "the batch keeps the exported size {}: {why}; {} makes it dynamic{}{apart}",
+            "the batch keeps the exported size {}: {reason}; {} makes it dynamic{}{advice}",
             size.unwrap_or_default(),
             exporter.open_batch(first),
             if options.batch_axes.is_empty() { other_batch_axis_hint(infos, &inputs) } else { String::new() }
         )];
-        return Ok(LoweredWithBatch { lowered, batch: Batch::Fixed { size, why }, inputs, remarks });
+        return Ok(LoweredWithBatch { lowered, batch: Batch::Fixed { size, why: reason }, inputs, remarks });
     }
 }
 
 /// Suggests flags for a batch axis of another input.
 fn other_batch_axis_hint(infos: &[ValueInfo], inputs: &Inputs) -> String {
     let number = inputs.frozen.values().next().copied().unwrap_or_default();
-    let others = || infos.iter().zip(&inputs.facts).filter(|(info, _)| !inputs.opened.contains_key(&info.name));
-    let equal = others().find_map(|(info, fact)| Some((info, fact.shape.iter().position(|dim| dim.is(number))?)));
-    let any = others().find(|(_, fact)| fact.rank() > 0);
-    match (equal, any) {
+    let static_inputs = || infos.iter().zip(&inputs.facts).filter(|(info, _)| !inputs.opened.contains_key(&info.name));
+    let equal =
+        static_inputs().find_map(|(info, fact)| Some((info, fact.shape.iter().position(|dim| dim.is(number))?)));
+    let first_axis = static_inputs().find(|(_, fact)| fact.rank() > 0);
+    match (equal, first_axis) {
         (Some((info, axis)), _) => {
             let (name, flags) = (short_name(&info.name), batch_dim_flags(inputs, &info.name, axis));
             format!(", or, if axis {axis} of input `{name}` is also the batch, `{flags}`")
@@ -390,21 +394,21 @@ fn other_batch_axis_hint(infos: &[ValueInfo], inputs: &Inputs) -> String {
 
 /// The flags that declare this batch axis in addition to the known ones.
 fn batch_dim_flags(inputs: &Inputs, name: &str, axis: usize) -> String {
-    let all = inputs.opened.iter().map(|(name, axis)| (name.as_str(), *axis)).chain([(name, axis)]);
-    all.map(|(name, axis)| format!("--batch-dim {}={axis}", short_name(name))).collect::<Vec<_>>().join(" ")
+    let axes_by_name = inputs.opened.iter().map(|(name, axis)| (name.as_str(), *axis)).chain([(name, axis)]);
+    axes_by_name.map(|(name, axis)| format!("--batch-dim {}={axis}", short_name(name))).collect::<Vec<_>>().join(" ")
 }
 
 /// Reports an input that may also have the batch axis, without evidence.
 fn undetected_batch_input(graph: &Graph, inputs: &Inputs) -> Option<String> {
     let number = inputs.frozen.values().next().copied()?;
-    let alike = |id| match &graph.node(id).op {
+    let static_batch = |id| match &graph.node(id).op {
         Op::Input(input) if input.fact.shape.first().is_some_and(|dim| dim.is(number)) => {
             let is_read = !graph.successors(id).is_empty() && !inputs.opened.contains_key(&input.name);
             is_read.then(|| input.name.clone())
         }
         _ => None,
     };
-    let name = graph.ids().find_map(alike)?;
+    let name = graph.ids().find_map(static_batch)?;
     Some(format!(
         "input `{}` has size {number} along axis 0 like the batch, but no op relates the two: it keeps that size; \
         `{}` makes it the batch",
@@ -415,20 +419,20 @@ fn undetected_batch_input(graph: &Graph, inputs: &Inputs) -> Option<String> {
 
 /// Reports an output shape that differs from the file when the symbol has its static value.
 fn differs(source: &OnnxModel, graph: &Graph, inputs: &Inputs) -> Option<String> {
-    let bound = match bind(graph, &inputs.frozen) {
-        Ok(bound) => bound,
+    let static_graph = match bind(graph, &inputs.frozen) {
+        Ok(static_graph) => static_graph,
         Err(error) => return Some(error.to_string()),
     };
     let declared = |o: &Output| source.outputs.iter().find(|info| info.name == o.name)?.dims.as_ref();
-    bound.outputs.iter().find_map(|output| {
-        let fact = bound.fact(output.value);
+    static_graph.outputs.iter().find_map(|output| {
+        let fact = static_graph.fact(output.value);
         let dims = declared(output)?;
-        let same = |(have, said): (&crate::tensor::dim::Dim, &SourceDim)| match said {
-            SourceDim::Known(size) => have.known().is_none_or(|v| v == *size),
+        let is_same = |(dim, declared_dim): (&crate::tensor::dim::Dim, &SourceDim)| match declared_dim {
+            SourceDim::Known(size) => dim.known().is_none_or(|v| v == *size),
             _ => true,
         };
-        let fits = fact.rank() == dims.len() && fact.shape.iter().zip(dims).all(same);
-        (!fits).then(|| {
+        let agrees = fact.rank() == dims.len() && fact.shape.iter().zip(dims).all(is_same);
+        (!agrees).then(|| {
             format!("graph output `{}` would be {fact}, but the file declares {dims:?}", short_name(&output.name))
         })
     })

@@ -111,9 +111,9 @@ pub fn read(text: &str) -> Result<CostGraph, PipedreamError> {
     }
     edges.sort_unstable();
     edges.dedup();
-    let kept = kept(&nodes, &edges);
-    edges.retain(|&(from, to)| kept[from] && kept[to]);
-    build(&nodes, &edges, &kept)
+    let used = used_nodes(&nodes, &edges);
+    edges.retain(|&(from, to)| used[from] && used[to]);
+    build(&nodes, &edges, &used)
 }
 
 fn unit(field: &str) -> &'static str {
@@ -122,10 +122,10 @@ fn unit(field: &str) -> &'static str {
 
 fn node(line: usize, text: &str) -> Result<Node<'_>, PipedreamError> {
     // The description may contain anything, including ` -- `, so the fields are located from the end.
-    let (id, rest) = text.split_once(" -- ").ok_or_else(|| syntax(line, text))?;
-    let fields_at = rest.rfind(" -- forward_compute_time=").ok_or_else(|| syntax(line, text))?;
-    let description = &rest[..fields_at];
-    let fields = &rest[fields_at + " -- ".len()..];
+    let (id, fields_text) = text.split_once(" -- ").ok_or_else(|| syntax(line, text))?;
+    let fields_at = fields_text.rfind(" -- forward_compute_time=").ok_or_else(|| syntax(line, text))?;
+    let description = &fields_text[..fields_at];
+    let fields = &fields_text[fields_at + " -- ".len()..];
     let fields = fields.split_once(" -- ").map_or(fields, |(fields, _stage)| fields);
     let id = id.trim();
     let field = |name: &'static str| {
@@ -134,8 +134,8 @@ fn node(line: usize, text: &str) -> Result<Node<'_>, PipedreamError> {
     };
     let number = |name: &'static str, text: &str| {
         let value = text.trim().parse::<f64>().ok().filter(|value| value.is_finite() && *value >= 0.0);
-        let wrong = || PipedreamError::Number { line, node: short_name(id), field: name, found: short_name(text) };
-        value.filter(|value| *value < 1e18).ok_or_else(wrong)
+        let error = || PipedreamError::Number { line, node: short_name(id), field: name, found: short_name(text) };
+        value.filter(|value| *value < 1e18).ok_or_else(error)
     };
     let activation = match field("activation_size")?.trim() {
         list if list.starts_with('[') && list.ends_with(']') => {
@@ -155,20 +155,20 @@ fn node(line: usize, text: &str) -> Result<Node<'_>, PipedreamError> {
     })
 }
 
-fn kept(nodes: &[Node<'_>], edges: &[(usize, usize)]) -> Vec<bool> {
-    let mut kept: Vec<bool> = nodes.iter().map(|node| !node.description.starts_with("Input")).collect();
-    let mut read = vec![false; nodes.len()];
+fn used_nodes(nodes: &[Node<'_>], edges: &[(usize, usize)]) -> Vec<bool> {
+    let mut used: Vec<bool> = nodes.iter().map(|node| !node.description.starts_with("Input")).collect();
+    let mut is_read = vec![false; nodes.len()];
     for &(from, to) in edges {
-        read[from] |= kept[to];
+        is_read[from] |= used[to];
     }
     for (at, node) in nodes.iter().enumerate() {
-        kept[at] &= read[at] || !node.description.starts_with("__getitem__");
+        used[at] &= is_read[at] || !node.description.starts_with("__getitem__");
     }
-    kept
+    used
 }
 
-fn build(nodes: &[Node<'_>], edges: &[(usize, usize)], kept: &[bool]) -> Result<CostGraph, PipedreamError> {
-    let order = order(nodes, edges, kept)?;
+fn build(nodes: &[Node<'_>], edges: &[(usize, usize)], used: &[bool]) -> Result<CostGraph, PipedreamError> {
+    let order = order(nodes, edges, used)?;
     let mut id_of = vec![OpId(0); nodes.len()];
     for (at, &node) in order.iter().enumerate() {
         id_of[node] = OpId(at as u32);
@@ -212,38 +212,42 @@ fn build(nodes: &[Node<'_>], edges: &[(usize, usize)], kept: &[bool]) -> Result<
     Ok(graph)
 }
 
-fn order(nodes: &[Node<'_>], edges: &[(usize, usize)], kept: &[bool]) -> Result<Vec<usize>, PipedreamError> {
-    let mut waits = vec![0usize; nodes.len()];
+fn order(nodes: &[Node<'_>], edges: &[(usize, usize)], used: &[bool]) -> Result<Vec<usize>, PipedreamError> {
+    let mut pending_inputs = vec![0usize; nodes.len()];
     let mut first_out = vec![edges.len(); nodes.len() + 1];
     for (at, &(from, to)) in edges.iter().enumerate().rev() {
-        waits[to] += 1;
+        pending_inputs[to] += 1;
         first_out[from] = at;
     }
-    let first = (0..nodes.len()).find(|&at| kept[at] && waits[at] == 0);
+    let first = (0..nodes.len()).find(|&at| used[at] && pending_inputs[at] == 0);
     let key = |at: usize| (Some(at) != first, natural(nodes[at].id), at);
-    let mut ready: BTreeSet<_> = (0..nodes.len()).filter(|&at| kept[at] && waits[at] == 0).map(key).collect();
+    let mut ready: BTreeSet<_> = (0..nodes.len()).filter(|&at| used[at] && pending_inputs[at] == 0).map(key).collect();
     let mut order = Vec::with_capacity(nodes.len());
     while let Some((_, _, at)) = ready.pop_first() {
         order.push(at);
         for &(_, to) in edges[first_out[at].min(edges.len())..].iter().take_while(|(from, _)| *from == at) {
-            waits[to] -= 1;
-            if waits[to] == 0 {
+            pending_inputs[to] -= 1;
+            if pending_inputs[to] == 0 {
                 ready.insert(key(to));
             }
         }
     }
-    if order.len() == kept.iter().filter(|kept| **kept).count() { Ok(order) } else { Err(cycle(nodes, edges, &waits)) }
+    if order.len() == used.iter().filter(|used| **used).count() {
+        Ok(order)
+    } else {
+        Err(cycle(nodes, edges, &pending_inputs))
+    }
 }
 
 // Each unsorted node has an unsorted predecessor, so walking back must revisit a node.
-fn cycle(nodes: &[Node<'_>], edges: &[(usize, usize)], waits: &[usize]) -> PipedreamError {
+fn cycle(nodes: &[Node<'_>], edges: &[(usize, usize)], pending_inputs: &[usize]) -> PipedreamError {
     let mut before = vec![None; nodes.len()];
     for &(from, to) in edges {
-        if waits[from] > 0 && waits[to] > 0 {
+        if pending_inputs[from] > 0 && pending_inputs[to] > 0 {
             before[to] = Some(from);
         }
     }
-    let mut at = (0..nodes.len()).find(|&node| waits[node] > 0);
+    let mut at = (0..nodes.len()).find(|&node| pending_inputs[node] > 0);
     let mut seen = vec![false; nodes.len()];
     while let Some(node) = at.filter(|&node| !seen[node]) {
         seen[node] = true;

@@ -17,14 +17,14 @@ pub fn uniform(scope: &mut (impl Build + ?Sized), dtype: DType, shape: &[Dim]) -
 }
 
 /// Uniform numbers in [low, high).
-pub fn between(
+pub fn uniform_between(
     scope: &mut (impl Build + ?Sized),
     dtype: DType,
     shape: &[Dim],
     [low, high]: [f64; 2],
 ) -> Result<Value, LowerReason> {
-    let drawn = uniform(scope, dtype, shape)?;
-    let scaled = if high - low == 1.0 { drawn } else { scope.with_number(Binary::Mul, drawn, high - low)? };
+    let samples = uniform(scope, dtype, shape)?;
+    let scaled = if high - low == 1.0 { samples } else { scope.with_number(Binary::Mul, samples, high - low)? };
     if low == 0.0 { Ok(scaled) } else { scope.with_number(Binary::Add, scaled, low) }
 }
 
@@ -37,11 +37,11 @@ pub fn normal(
     deviation: f64,
 ) -> Result<Value, LowerReason> {
     // Half precision has too few bits for the tails.
-    let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
-    let (u, v) = (uniform(scope, wide, shape)?, uniform(scope, wide, shape)?);
-    let one = scope.scalar(wide, 1.0)?;
-    let rest = scope.binary(Binary::Sub, one, u)?;
-    let log = scope.unary(Unary::Log, rest)?;
+    let sample_type = if dtype == DType::F64 { dtype } else { DType::F32 };
+    let (u, v) = (uniform(scope, sample_type, shape)?, uniform(scope, sample_type, shape)?);
+    let one = scope.scalar(sample_type, 1.0)?;
+    let complement = scope.binary(Binary::Sub, one, u)?;
+    let log = scope.unary(Unary::Log, complement)?;
     let square = scope.with_number(Binary::Mul, log, -2.0)?;
     let radius = scope.unary(Unary::Sqrt, square)?;
     let angle = scope.with_number(Binary::Mul, v, std::f64::consts::TAU)?;
@@ -63,11 +63,11 @@ pub fn bernoulli(
     dtype: DType,
     shape: &[Dim],
 ) -> Result<Value, LowerReason> {
-    let wide = if scope.fact(probability).dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    let probability = scope.cast(probability, wide)?;
-    let drawn = uniform(scope, wide, shape)?;
-    let hit = scope.compare(Compare::Less, drawn, probability)?;
-    scope.cast(hit, dtype)
+    let sample_type = if scope.fact(probability).dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let probability = scope.cast(probability, sample_type)?;
+    let samples = uniform(scope, sample_type, shape)?;
+    let is_below = scope.compare(Compare::Less, samples, probability)?;
+    scope.cast(is_below, dtype)
 }
 
 /// Bernoulli with the same probability for all elements.

@@ -14,7 +14,7 @@ pub fn row_dropout(graph: &mut Graph) {
     for id in order::canonical(graph) {
         // An earlier replacement may have made the node dead, but not removed it.
         match graph.node(id).op {
-            Op::Binary(Binary::Div) => divided(graph, id),
+            Op::Binary(Binary::Div) => replace_division(graph, id),
             Op::Binary(Binary::Mul) => multiplied(graph, id),
             _ => {}
         }
@@ -22,7 +22,7 @@ pub fn row_dropout(graph: &mut Graph) {
 }
 
 /// `mask / keep`
-fn divided(graph: &mut Graph, id: NodeId) {
+fn replace_division(graph: &mut Graph, id: NodeId) {
     let inputs = graph.inputs(id);
     let Some(mask) = Mask::read(graph, inputs[0]).filter(|mask| mask.is_kept_share(graph, inputs[1])) else { return };
     let ones = mask.write(graph, id);
@@ -63,7 +63,7 @@ impl Mask {
         if !sole(value) || !graph.fact(value).dtype.is_float() {
             return None;
         }
-        let drawn = |value: Value| match graph.node(value.node).op {
+        let uniform_of = |value: Value| match graph.node(value.node).op {
             Op::Uniform(_) if sole(value) => Some(from(value)[0]),
             _ => None,
         };
@@ -72,12 +72,12 @@ impl Mask {
             inner = from(inner)[0];
         }
         let (counter, keep) = match graph.node(inner.node).op {
-            Op::Compare(Compare::Less) if sole(inner) => (drawn(from(inner)[0])?, number(graph, from(inner)[1])?),
+            Op::Compare(Compare::Less) if sole(inner) => (uniform_of(from(inner)[0])?, number(graph, from(inner)[1])?),
             Op::Unary(Unary::Floor) => {
                 let sum = from(inner)[0];
                 let Op::Binary(Binary::Add) = graph.node(sum.node).op else { return None };
                 let [a, b] = from(sum)[..] else { return None };
-                match (drawn(a), drawn(b)) {
+                match (uniform_of(a), uniform_of(b)) {
                     (Some(counter), None) => (counter, number(graph, b)?),
                     (None, Some(counter)) => (counter, number(graph, a)?),
                     _ => return None,
@@ -101,10 +101,10 @@ impl Mask {
         let origin = graph.node(at).origin.clone();
         let mut out = Writer { graph, origin };
         let tensor = Tensor::from_f64(&[], &[1.0]).cast(fact.dtype);
-        let one = out.emit(Op::Constant(Constant { tensor }), &[]);
+        let scalar_one = out.emit(Op::Constant(Constant { tensor }), &[]);
         let ones = match fact.rank() {
-            0 => one,
-            _ => out.emit(Op::Broadcast(Broadcast { shape: fact.shape }), &[one]),
+            0 => scalar_one,
+            _ => out.emit(Op::Broadcast(Broadcast { shape: fact.shape }), &[scalar_one]),
         };
         // The probability may be stored as an F32; 0.1 in the source stays 0.1.
         let ratio = shortest(1.0 - shortest(self.keep));

@@ -51,7 +51,7 @@ pub fn smaller(a: &Dim, b: &Dim) -> Option<Dim> {
 
 /// The larger of two sizes, if decidable.
 pub fn larger(a: &Dim, b: &Dim) -> Option<Dim> {
-    smaller(a, b).map(|less| if less == *a { b.clone() } else { a.clone() })
+    smaller(a, b).map(|minimum| if minimum == *a { b.clone() } else { a.clone() })
 }
 
 pub fn substitute(dims: &[Dim], values: &Bindings) -> Result<Vec<Dim>, DimError> {

@@ -9,7 +9,7 @@
 //! samples, the batch cannot be symbolic, and the error names that node.
 
 use crate::graph::Graph;
-use crate::import::batch_in_axis::{place, within};
+use crate::import::batch_in_axis::{locate_factor, stride_within};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::op::{Broadcast, Constant, Iota, Op, Reshape, Slice, Value};
@@ -43,7 +43,7 @@ pub fn agree<B: Build + ?Sized>(build: &mut B, op: &Op, inputs: &[Value]) -> Res
         return Ok(inputs);
     }
     if let Op::Reshape(reshape) = op {
-        if let Some((axis, want)) = reshaped(build, inputs[0], &reshape.shape)? {
+        if let Some((axis, want)) = reshape_demand(build, inputs[0], &reshape.shape)? {
             inputs[0] = rebuild_with_batch(build, inputs[0], axis, &want)?;
         }
         return Ok(inputs);
@@ -53,7 +53,7 @@ pub fn agree<B: Build + ?Sized>(build: &mut B, op: &Op, inputs: &[Value]) -> Res
         Op::Scatter(scatter) => refuse_static_indices(build, scatter.axis, &inputs)?,
         _ => {}
     }
-    for (slot, axis, want) in demands(build, op, &inputs)? {
+    for (slot, axis, want) in find_demands(build, op, &inputs)? {
         inputs[slot] = rebuild_with_batch(build, inputs[slot], axis, &want)?;
     }
     Ok(inputs)
@@ -65,7 +65,7 @@ fn refuse_static_indices<B: Build + ?Sized>(build: &B, axis: usize, inputs: &[Va
     let (data, at) = (build.graph().fact(inputs[0]), build.graph().fact(inputs[1]));
     for have in &at.shape {
         if is_frozen(build, have, &data.shape[axis])? {
-            return Err(stuck(build.graph(), inputs[1], 0, "it selects samples with indices from the file"));
+            return Err(fixed_error(build.graph(), inputs[1], 0, "it selects samples with indices from the file"));
         }
     }
     Ok(())
@@ -123,7 +123,7 @@ fn is_frozen<B: Build + ?Sized>(build: &B, have: &Dim, want: &Dim) -> Result<boo
 /// Input slot, axis, and the size it must have.
 type Demand = (usize, usize, BatchDim);
 
-fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Vec<Demand>, LowerReason> {
+fn find_demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Vec<Demand>, LowerReason> {
     let shapes: Vec<&[Dim]> = inputs.iter().map(|value| build.graph().fact(*value).shape.as_slice()).collect();
     // Groups of (slot, axis) whose sizes must be equal.
     let mut groups: Vec<Vec<(usize, usize)>> = Vec::new();
@@ -159,10 +159,10 @@ fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Ve
             groups.push(vec![(0, 1), (5, 0), (6, 0)]);
         }
         Op::Broadcast(broadcast) => {
-            let ahead = broadcast.shape.len().saturating_sub(shapes[0].len());
+            let leading = broadcast.shape.len().saturating_sub(shapes[0].len());
             let mut list = Vec::new();
             for (axis, have) in shapes[0].iter().enumerate() {
-                if let Some(want) = broadcast.shape.get(ahead + axis).filter(|want| have != *want)
+                if let Some(want) = broadcast.shape.get(leading + axis).filter(|want| have != *want)
                     && is_frozen(build, have, want)?
                 {
                     list.push((0, axis, BatchDim::new(want)));
@@ -175,15 +175,18 @@ fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Ve
     let mut list = Vec::new();
     for group in groups {
         let dim = |(slot, axis): &(usize, usize)| shapes.get(*slot).and_then(|shape| shape.get(*axis));
-        let is_open = |place: &&(usize, usize)| dim(place).is_some_and(|dim| dim.known().is_none());
-        let Some(&(of, along)) = group.iter().find(is_open) else { continue };
-        let size = shapes[of][along].clone();
-        for place in &group {
-            if let Some(have) = dim(place)
+        let is_open = |position: &&(usize, usize)| dim(position).is_some_and(|dim| dim.known().is_none());
+        let Some(&(source_slot, source_axis)) = group.iter().find(is_open) else { continue };
+        let size = shapes[source_slot][source_axis].clone();
+        for position in &group {
+            if let Some(have) = dim(position)
                 && is_frozen(build, have, &size)?
             {
-                let want = BatchDim { size: size.clone(), step: within(build.graph(), inputs[of], along) };
-                list.push((place.0, place.1, want));
+                let want = BatchDim {
+                    size: size.clone(),
+                    step: stride_within(build.graph(), inputs[source_slot], source_axis),
+                };
+                list.push((position.0, position.1, want));
             }
         }
     }
@@ -191,7 +194,7 @@ fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Ve
 }
 
 /// The input axis of a reshape that must become symbolic, because the new shape has the batch and the input does not.
-fn reshaped<B: Build + ?Sized>(
+fn reshape_demand<B: Build + ?Sized>(
     build: &B,
     value: Value,
     shape: &[Dim],
@@ -210,34 +213,34 @@ fn reshaped<B: Build + ?Sized>(
             return Ok(Some((axis, BatchDim::new(&shape[at]))));
         }
     }
-    let mut new = shape.to_vec();
-    new[at] = number;
-    batch_axis_in(build, &new, at, have, &BatchDim::new(&shape[at]))
+    let mut target = shape.to_vec();
+    target[at] = number;
+    batch_axis_in(build, &target, at, have, &BatchDim::new(&shape[at]))
 }
 
-/// The only axis of `other`, a reshape of `shape`, that can contain the batch of axis `at`, and its symbolic size.
+/// The only axis of `target`, a reshape of `shape`, that can contain the batch of axis `at`, and its symbolic size.
 fn batch_axis_in<B: Build + ?Sized>(
     build: &B,
     shape: &[Dim],
     at: usize,
-    other: &[Dim],
+    target: &[Dim],
     want: &BatchDim,
 ) -> Result<Option<(usize, BatchDim)>, LowerReason> {
     let symbols = want.size.symbols();
     let ([name], Some(frozen)) = (symbols.as_slice(), build.frozen()) else { return Ok(None) };
     let numbers = |dims: &[Dim]| dims.iter().map(Dim::known).collect::<Option<Vec<i64>>>();
-    let (Some(from), Some(to), Some(&size)) = (numbers(shape), numbers(other), frozen.get(name)) else {
+    let (Some(from), Some(to), Some(&size)) = (numbers(shape), numbers(target), frozen.get(name)) else {
         return Ok(None);
     };
     let inner_size = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size));
     let first = want.step.zip(inner_size).and_then(|(step, inner_size)| inner_size.checked_mul(step));
-    let found = match first {
-        Some(first) => place(first, size, &to).map(|(axis, step)| (axis, Some(step))),
-        None => {
-            alone(&from, at, &to, size).or_else(|| outer_factor_axis(&from, at, &to, size)).map(|axis| (axis, None))
-        }
+    let batch_axis = match first {
+        Some(first) => locate_factor(first, size, &to).map(|(axis, step)| (axis, Some(step))),
+        None => unique_axis(&from, at, &to, size)
+            .or_else(|| outer_factor_axis(&from, at, &to, size))
+            .map(|axis| (axis, None)),
     };
-    let Some((axis, step)) = found else { return Ok(None) };
+    let Some((axis, step)) = batch_axis else { return Ok(None) };
     let size = Dim::symbol(name).mul(&Dim::Known(to[axis] / size))?;
     Ok(Some((axis, BatchDim { step: step.or(BatchDim::new(&size).step), size })))
 }
@@ -246,12 +249,12 @@ fn batch_axis_in<B: Build + ?Sized>(
 fn outer_factor_axis(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
     let inner_size = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size))?;
     let first = inner_size.checked_mul(from[at])?.checked_div(factor)?;
-    place(first, factor, to).map(|(axis, _)| axis)
+    locate_factor(first, factor, to).map(|(axis, _)| axis)
 }
 
 /// The axis of `to` that contains a factor of axis `at` after a reshape. It must be the only corresponding axis whose
 /// size is a multiple of the factor, else `None`.
-pub fn alone(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
+pub fn unique_axis(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
     let (mut read, mut written) = (0, 0);
     if factor < 2 {
         return None;
@@ -270,8 +273,8 @@ pub fn alone(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> 
             }
         }
         if (first..read).contains(&at) {
-            let mut fit = (start..written).filter(|axis| to[*axis] > 1 && to[*axis] % factor == 0);
-            return fit.next().filter(|_| fit.next().is_none());
+            let mut candidates = (start..written).filter(|axis| to[*axis] > 1 && to[*axis] % factor == 0);
+            return candidates.next().filter(|_| candidates.next().is_none());
         }
     }
     None
@@ -294,9 +297,9 @@ fn rebuild_with_size<B: Build + ?Sized>(
     want: &BatchDim,
     depth: usize,
 ) -> Result<Value, LowerReason> {
-    let (whole_want, want) = (want, &want.size);
-    if let Some(known) = build.opened().and_then(|opened| opened.get(&(value, axis))) {
-        return Ok(*known);
+    let (batch_dim, want) = (want, &want.size);
+    if let Some(existing) = build.opened().and_then(|opened| opened.get(&(value, axis))) {
+        return Ok(*existing);
     }
     let graph = build.graph();
     let shape = graph.fact(value).shape.clone();
@@ -304,7 +307,7 @@ fn rebuild_with_size<B: Build + ?Sized>(
         return Ok(value);
     }
     let node = graph.node(value.node);
-    let stuck = |why: &'static str| stuck(graph, value, axis, why);
+    let stuck = |why: &'static str| fixed_error(graph, value, axis, why);
     if depth == 0 {
         return Err(stuck("the chain of ops before it is too long"));
     }
@@ -316,10 +319,10 @@ fn rebuild_with_size<B: Build + ?Sized>(
         let at = (axis + facts[slot].len()).checked_sub(shape.len())?;
         (facts[slot][at] == shape[axis]).then_some(at)
     };
-    let whole = |slot: usize, at: usize| facts[slot].get(at) == Some(&shape[axis]);
+    let is_full = |slot: usize, at: usize| facts[slot].get(at) == Some(&shape[axis]);
     // For each input, the axis that must get the size.
-    let mut along: Vec<Option<usize>> = vec![None; inputs.len()];
-    let (mut op, mut inner) = (op, whole_want.clone());
+    let mut input_axes: Vec<Option<usize>> = vec![None; inputs.len()];
+    let (mut op, mut inner) = (op, batch_dim.clone());
     match &mut op {
         Op::Input(input) if *want == symbol_of(want) => {
             return Err(LowerReason::Batch { input: input.name.clone(), axis });
@@ -332,103 +335,105 @@ fn rebuild_with_size<B: Build + ?Sized>(
         Op::Parameter(_) => return Err(stuck("it is a parameter")),
         Op::State(_) => return Err(stuck("its values are unknown or differ between samples")),
         Op::Constant(constant) => {
-            let one = sample(&constant.tensor, axis)
+            let slice = sample(&constant.tensor, axis)
                 .ok_or_else(|| stuck("it is a constant whose values differ between samples"))?;
-            let one = build.add(Op::Constant(Constant { tensor: one }), &[])?;
+            let slice = build.add(Op::Constant(Constant { tensor: slice }), &[])?;
             let mut shape = shape;
             shape[axis] = want.clone();
-            return add_rebuilt(build, (value, axis), Op::Broadcast(Broadcast { shape }), &[one]);
+            return add_rebuilt(build, (value, axis), Op::Broadcast(Broadcast { shape }), &[slice]);
         }
         Op::Iota(Iota { fact, .. }) => fact.shape[axis] = want.clone(),
         Op::Uniform(uniform) => uniform.fact.shape[axis] = want.clone(),
         Op::Broadcast(broadcast) => {
-            along[0] = aligned(0);
+            input_axes[0] = aligned(0);
             broadcast.shape[axis] = want.clone();
         }
-        Op::Unary(_) | Op::Cast(_) => along[0] = Some(axis),
-        Op::Dropout(_) if value.output == 0 => along[0] = Some(axis),
+        Op::Unary(_) | Op::Cast(_) => input_axes[0] = Some(axis),
+        Op::Dropout(_) if value.output == 0 => input_axes[0] = Some(axis),
         Op::Binary(_) | Op::Compare(_) | Op::Select(_) => {
-            for (slot, along) in along.iter_mut().enumerate() {
-                *along = aligned(slot);
+            for (slot, input_axes) in input_axes.iter_mut().enumerate() {
+                *input_axes = aligned(slot);
             }
         }
-        Op::Softmax(op) if op.axis != axis => along[0] = Some(axis),
-        Op::LogSoftmax(op) if op.axis != axis => along[0] = Some(axis),
-        Op::LayerNorm(op) if axis < op.axis => along[0] = Some(axis),
-        Op::Transpose(op) => along[0] = Some(op.perm[axis]),
+        Op::Softmax(op) if op.axis != axis => input_axes[0] = Some(axis),
+        Op::LogSoftmax(op) if op.axis != axis => input_axes[0] = Some(axis),
+        Op::LayerNorm(op) if axis < op.axis => input_axes[0] = Some(axis),
+        Op::Transpose(op) => input_axes[0] = Some(op.perm[axis]),
         Op::Reshape(Reshape { shape: new }) => {
             let inner_size = volume(&new[axis + 1..])?;
             for at in 0..facts[0].len() {
-                if whole(0, at) && volume(&facts[0][at + 1..])? == inner_size {
-                    along[0] = Some(at);
+                if is_full(0, at) && volume(&facts[0][at + 1..])? == inner_size {
+                    input_axes[0] = Some(at);
                 }
             }
-            if along[0].is_none() {
-                let found = batch_axis_in(build, new, axis, &facts[0], whole_want)?;
+            if input_axes[0].is_none() {
+                let batch_axis = batch_axis_in(build, new, axis, &facts[0], batch_dim)?;
                 let (at, size) =
-                    found.ok_or_else(|| stuck("it is a reshape, and the batch axis of its input is not clear"))?;
-                (along[0], inner) = (Some(at), size);
+                    batch_axis.ok_or_else(|| stuck("it is a reshape, and the batch axis of its input is not clear"))?;
+                (input_axes[0], inner) = (Some(at), size);
             }
             new[axis] = want.clone();
         }
         Op::Slice(Slice { begin, end, step }) => {
-            if !whole(0, axis) || !begin[axis].is(0) || step[axis] != 1 {
+            if !is_full(0, axis) || !begin[axis].is(0) || step[axis] != 1 {
                 return Err(stuck("it is a part of an axis"));
             }
-            along[0] = Some(axis);
+            input_axes[0] = Some(axis);
             end[axis] = want.clone();
         }
-        Op::Pad(pad) if pad.low[axis].is(0) && pad.high[axis].is(0) && pad.interior[axis] == 0 => along[0] = Some(axis),
-        Op::Flip(flip) if !flip.axes.contains(&axis) => along[0] = Some(axis),
-        Op::Concat(concat) if concat.axis != axis => along = vec![Some(axis); inputs.len()],
+        Op::Pad(pad) if pad.low[axis].is(0) && pad.high[axis].is(0) && pad.interior[axis] == 0 => {
+            input_axes[0] = Some(axis)
+        }
+        Op::Flip(flip) if !flip.axes.contains(&axis) => input_axes[0] = Some(axis),
+        Op::Concat(concat) if concat.axis != axis => input_axes = vec![Some(axis); inputs.len()],
         Op::Gather(gather) => {
             let (at, rank) = (gather.axis, facts[1].len());
             let slot = usize::from(axis >= at && axis < at + rank);
-            along[slot] = Some(match slot {
+            input_axes[slot] = Some(match slot {
                 1 => axis - at,
                 _ if axis < at => axis,
                 _ => axis + 1 - rank,
             });
         }
         Op::BatchGather(gather) => match axis.checked_sub(facts[1].len()) {
-            Some(within) => along[0] = Some(gather.batch + 1 + within),
-            None if axis < gather.batch => along = vec![Some(axis); 2],
-            None => along[1] = Some(axis),
+            Some(within) => input_axes[0] = Some(gather.batch + 1 + within),
+            None if axis < gather.batch => input_axes = vec![Some(axis); 2],
+            None => input_axes[1] = Some(axis),
         },
-        Op::BatchScatterAdd(scatter) if axis < scatter.batch => along = vec![Some(axis); 2],
+        Op::BatchScatterAdd(scatter) if axis < scatter.batch => input_axes = vec![Some(axis); 2],
         Op::BatchScatterAdd(scatter) if axis > scatter.batch => {
-            along[0] = Some(axis + facts[1].len() - scatter.batch - 1);
+            input_axes[0] = Some(axis + facts[1].len() - scatter.batch - 1);
         }
-        Op::TopK(top) if top.axis != axis => along[0] = Some(axis),
-        Op::Cumulative(along_axis) if along_axis.axis != axis => along[0] = Some(axis),
+        Op::TopK(top) if top.axis != axis => input_axes[0] = Some(axis),
+        Op::Cumulative(along_axis) if along_axis.axis != axis => input_axes[0] = Some(axis),
         Op::Reduce(reduce) => {
-            let kept = |at: &usize| !reduce.axes.contains(at);
-            along[0] = if reduce.keep { Some(axis) } else { (0..facts[0].len()).filter(kept).nth(axis) };
+            let is_kept = |at: &usize| !reduce.axes.contains(at);
+            input_axes[0] = if reduce.keep { Some(axis) } else { (0..facts[0].len()).filter(is_kept).nth(axis) };
         }
-        Op::GroupedMatMul(_) if axis == 0 => along[0] = Some(0),
-        Op::MatMul(_) if axis + 2 < shape.len() => along = vec![aligned(0), aligned(1)],
+        Op::GroupedMatMul(_) if axis == 0 => input_axes[0] = Some(0),
+        Op::MatMul(_) if axis + 2 < shape.len() => input_axes = vec![aligned(0), aligned(1)],
         Op::MatMul(op) if axis + 2 == shape.len() => {
-            along[0] = Some(facts[0].len() - if op.transpose_a { 1 } else { 2 })
+            input_axes[0] = Some(facts[0].len() - if op.transpose_a { 1 } else { 2 })
         }
         Op::Conv(_) | Op::MaxPool(_) | Op::AvgPool(_) | Op::BatchNorm(_) if axis == 0 && value.output == 0 => {
-            along[0] = Some(0);
+            input_axes[0] = Some(0);
         }
         // y [T, N, H], and the final h and c [N, H].
         Op::Lstm(_) if (value.output, axis) == (0, 1) || (matches!(value.output, 1 | 2) && axis == 0) => {
-            (along[0], along[5], along[6]) = (Some(1), Some(0), Some(0));
+            (input_axes[0], input_axes[5], input_axes[6]) = (Some(1), Some(0), Some(0));
         }
         _ => return Err(stuck("pipec does not track it through this op")),
     }
-    let mut carried = inputs.clone();
-    for (slot, at) in along.into_iter().enumerate() {
+    let mut new_inputs = inputs.clone();
+    for (slot, at) in input_axes.into_iter().enumerate() {
         if let Some(at) = at {
-            carried[slot] = rebuild_with_size(build, inputs[slot], at, &inner, depth - 1)?;
+            new_inputs[slot] = rebuild_with_size(build, inputs[slot], at, &inner, depth - 1)?;
         }
     }
     // Each recursion path that changes a value ends at an op with an explicit static size.
-    let made = add_rebuilt(build, (value, axis), op, &carried)?;
-    let fact = build.graph().fact(made);
-    if fact.shape.get(axis) == Some(want) { Ok(made) } else { Err(fixed_batch_error_at(build.graph(), value, axis)) }
+    let rebuilt = add_rebuilt(build, (value, axis), op, &new_inputs)?;
+    let fact = build.graph().fact(rebuilt);
+    if fact.shape.get(axis) == Some(want) { Ok(rebuilt) } else { Err(fixed_batch_error_at(build.graph(), value, axis)) }
 }
 
 fn add_rebuilt<B: Build + ?Sized>(
@@ -439,18 +444,18 @@ fn add_rebuilt<B: Build + ?Sized>(
 ) -> Result<Value, LowerReason> {
     let origin = build.graph().node(at.0.node).origin.clone();
     let node = build.graph_mut().add(op, inputs, &origin)?;
-    let made = Value { node, output: at.0.output };
+    let rebuilt = Value { node, output: at.0.output };
     if let Some(opened) = build.opened() {
-        opened.insert(at, made);
+        opened.insert(at, rebuilt);
     }
-    Ok(made)
+    Ok(rebuilt)
 }
 
 fn symbol_of(dim: &Dim) -> Dim {
     dim.symbols().first().map_or(Dim::Known(0), |name| Dim::symbol(name))
 }
 
-fn stuck(graph: &Graph, value: Value, axis: usize, why: &'static str) -> LowerReason {
+fn fixed_error(graph: &Graph, value: Value, axis: usize, why: &'static str) -> LowerReason {
     let node = graph.node(value.node);
     let at = match &node.op {
         Op::Parameter(o) => &o.name,
@@ -462,7 +467,7 @@ fn stuck(graph: &Graph, value: Value, axis: usize, why: &'static str) -> LowerRe
 }
 
 fn fixed_batch_error_at(graph: &Graph, value: Value, axis: usize) -> LowerReason {
-    stuck(graph, value, axis, "its inputs do not have the batch axis")
+    fixed_error(graph, value, axis, "its inputs do not have the batch axis")
 }
 
 #[cfg(test)]
@@ -472,12 +477,12 @@ mod tests {
     #[test]
     fn factor_goes_to_the_only_matching_axis() {
         // 394 becomes 197 and 2; only one of them is even.
-        assert_eq!(alone(&[394, 768], 0, &[197, 2, 768], 2), Some(1));
-        assert_eq!(alone(&[64], 0, &[4, 15], 4), None, "no reshape");
-        assert_eq!(alone(&[60], 0, &[4, 15], 4), Some(0));
-        assert_eq!(alone(&[64], 0, &[4, 16], 4), None, "either could");
-        assert_eq!(alone(&[3, 1, 8, 5], 2, &[3, 8, 1, 5], 4), Some(1));
-        assert_eq!(alone(&[8, 4], 1, &[8, 2, 2], 4), None);
+        assert_eq!(unique_axis(&[394, 768], 0, &[197, 2, 768], 2), Some(1));
+        assert_eq!(unique_axis(&[64], 0, &[4, 15], 4), None, "no reshape");
+        assert_eq!(unique_axis(&[60], 0, &[4, 15], 4), Some(0));
+        assert_eq!(unique_axis(&[64], 0, &[4, 16], 4), None, "either could");
+        assert_eq!(unique_axis(&[3, 1, 8, 5], 2, &[3, 8, 1, 5], 4), Some(1));
+        assert_eq!(unique_axis(&[8, 4], 1, &[8, 2, 2], 4), None);
         assert_eq!(outer_factor_axis(&[64], 0, &[4, 16], 4), Some(0), "outermost");
         assert_eq!(outer_factor_axis(&[394, 768], 0, &[197, 2, 768], 2), None);
         assert_eq!(outer_factor_axis(&[0], 0, &[4, 0], 4), None);

@@ -85,45 +85,45 @@ impl fmt::Display for TrainingWarning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let TrainingWarning { finding, count, first, beside } = self;
         let (first, beside) = (short_name(first), short_name(beside));
-        let many = |one: &'static str, more: &'static str| if *count == 1 { one } else { more };
+        let plural = |one: &'static str, more: &'static str| if *count == 1 { one } else { more };
         match finding {
             Finding::FoldedBatchNorm => write!(
                 f,
                 "{count} BatchNormalization {} folded into the weights of other nodes, first at node `{first}`: \
                  scales, biases and running statistics are gone, and training updates other weights than the \
                  framework's",
-                many("layer is", "layers are")
+                plural("layer is", "layers are")
             ),
             Finding::InferenceBatchNorm => write!(
                 f,
                 "{count} BatchNormalization {} in inference mode, first node `{first}`: stored statistics replace \
                  batch statistics and are not updated, so losses and gradients differ from training",
-                many("node is", "nodes are")
+                plural("node is", "nodes are")
             ),
             Finding::InferenceDropout => write!(
                 f,
                 "{count} Dropout {} in inference mode{}, first node `{first}`: the model trains without that \
                  regularisation",
-                many("node is", "nodes are"),
+                plural("node is", "nodes are"),
                 if beside.is_empty() { String::new() } else { format!(", {beside}") }
             ),
             Finding::RemovedBias => write!(
                 f,
                 "{count} {} removed, first at node `{first}`: the exporter dropped parameters that start at zero, and \
                  they are not trained",
-                many("bias was", "biases were")
+                plural("bias was", "biases were")
             ),
             Finding::Merged => write!(
                 f,
                 "{count} {} several parameters, first `{first}`, {beside}: the exporter merged parameters that start \
                  equal, so training keeps them equal",
-                many("tensor replaces", "tensors replace")
+                plural("tensor replaces", "tensors replace")
             ),
             Finding::Untied => write!(
                 f,
                 "{count} {} of tensors with the same values, first `{first}` and `{beside}`: the exporter split a \
                  tied parameter into two, which training will make different",
-                many("pair", "pairs")
+                plural("pair", "pairs")
             ),
         }
     }

@@ -46,7 +46,7 @@ pub fn import(
 /// Adds the data that `error` asks for. Returns false if nothing helps.
 fn add_requested_data(known: &mut Known, error: &ImportError, data: &BTreeMap<String, Tensor>) -> bool {
     let before = known.values.len();
-    for name in followed(error) {
+    for name in required_inputs(error) {
         if let Some(tensor) = data.get(&name) {
             known.values.insert(name, tensor.clone());
         }
@@ -63,14 +63,16 @@ fn add_requested_data(known: &mut Known, error: &ImportError, data: &BTreeMap<St
 }
 
 /// The graph inputs whose values the import needs.
-pub fn followed(error: &ImportError) -> BTreeSet<String> {
-    let of = |reason: &LowerReason| match reason {
+pub fn required_inputs(error: &ImportError) -> BTreeSet<String> {
+    let inputs_of = |reason: &LowerReason| match reason {
         LowerReason::Follows { inputs, .. } => inputs.clone(),
         _ => Vec::new(),
     };
     match error {
-        ImportError::Lower(LowerError::Nodes(faults)) => faults.0.iter().flat_map(|fault| of(&fault.reason)).collect(),
-        ImportError::Lower(LowerError::Output { reason, .. }) => of(reason).into_iter().collect(),
+        ImportError::Lower(LowerError::Nodes(faults)) => {
+            faults.0.iter().flat_map(|fault| inputs_of(&fault.reason)).collect()
+        }
+        ImportError::Lower(LowerError::Output { reason, .. }) => inputs_of(reason).into_iter().collect(),
         _ => BTreeSet::new(),
     }
 }

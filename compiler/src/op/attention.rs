@@ -13,8 +13,8 @@
 //!
 //! With fewer key heads than query heads, consecutive query heads share one (Ainslie et al., GQA, 2023).
 
-use super::broadcast::{broadcast_shapes, stretched};
-use super::layer_norm::same;
+use super::broadcast::{broadcast_indices, broadcast_shapes};
+use super::layer_norm::check_same;
 use super::sample::{ramp, run};
 use super::*;
 
@@ -65,7 +65,7 @@ impl Attention {
     }
 
     /// The facts of output and log-sum-exp.
-    fn outputs(&self, [query, key, value]: [&Fact; 3], rest: &[&Fact]) -> Result<[Fact; 2], FactError> {
+    fn outputs(&self, [query, key, value]: [&Fact; 3], optional_facts: &[&Fact]) -> Result<[Fact; 2], FactError> {
         if !self.scale.is_finite() {
             return Err(FactError::Attribute(format!("the scale is {}", self.scale)));
         }
@@ -89,31 +89,41 @@ impl Attention {
                 return Err(FactError::Rank { what, expected, got: fact.rank() });
             }
         }
-        let agree = |left_name, left: &[Dim], right_name, right: &[Dim]| {
+        let check_equal = |left_name, left: &[Dim], right_name, right: &[Dim]| {
             let text = broadcast::shape_text;
             let mismatch = || FactError::Mismatch { left_name, left: text(left), right_name, right: text(right) };
             (left == right).then_some(()).ok_or_else(mismatch)
         };
-        agree("the leading shape of the query", &query.shape[..heads], "that of the key", &key.shape[..heads])?;
-        let counted = heads + 2;
-        agree("the shape of the key", &key.shape[..counted], "that of the value", &value.shape[..counted])?;
-        agree("the head size of the query", &query.shape[counted..], "that of the key", &key.shape[counted..])?;
-        let (own, shared) = (&query.shape[heads], &key.shape[heads]);
-        if own != shared && (shared.is(0) || own.div_exact(shared).is_err()) {
-            return Err(FactError::Attribute(format!("{own} query heads do not share {shared} key heads")));
+        check_equal("the leading shape of the query", &query.shape[..heads], "that of the key", &key.shape[..heads])?;
+        let head_axis = heads + 2;
+        check_equal("the shape of the key", &key.shape[..head_axis], "that of the value", &value.shape[..head_axis])?;
+        check_equal(
+            "the head size of the query",
+            &query.shape[head_axis..],
+            "that of the key",
+            &key.shape[head_axis..],
+        )?;
+        let (query_heads, key_heads) = (&query.shape[heads], &key.shape[heads]);
+        if query_heads != key_heads && (key_heads.is(0) || query_heads.div_exact(key_heads).is_err()) {
+            return Err(FactError::Attribute(format!("{query_heads} query heads do not share {key_heads} key heads")));
         }
-        let mut scores = query.shape[..counted].to_vec();
+        let mut scores = query.shape[..head_axis].to_vec();
         scores.push(key.shape[heads + 1].clone());
-        let extras = self.extras(0, rest.len())?;
-        if let Some(mask) = extras.mask.map(|at| rest[at]) {
+        let extras = self.extras(0, optional_facts.len())?;
+        if let Some(mask) = extras.mask.map(|at| optional_facts[at]) {
             if mask.dtype != DType::Bool && mask.dtype != query.dtype {
                 let expected = format!("bool or {}", query.dtype);
                 return Err(FactError::DType { what: "the mask", expected, got: mask.dtype });
             }
-            agree("the shape of mask and scores", &broadcast_shapes(&mask.shape, &scores)?, "the scores", &scores)?;
+            check_equal(
+                "the shape of mask and scores",
+                &broadcast_shapes(&mask.shape, &scores)?,
+                "the scores",
+                &scores,
+            )?;
         }
         for at in [extras.counter, extras.device].into_iter().flatten() {
-            same("a random input", rest[at], "a single index", &Fact::of(DType::I64, &[]))?;
+            check_same("a random input", optional_facts[at], "a single index", &Fact::of(DType::I64, &[]))?;
         }
         if let Some(Dropout { ratio, .. }) = self.dropout.filter(|op| !(0.0..=1.0).contains(&op.ratio)) {
             return Err(FactError::Attribute(format!("the ratio is {ratio}, not from 0 to 1")));
@@ -121,31 +131,31 @@ impl Attention {
         if self.part.is_some_and(|part| part.run == 0 || part.devices == 0 || self.dropout.is_none()) {
             return Err(FactError::Attribute("a part of a dropout has devices, and runs of elements".into()));
         }
-        let mut shape = query.shape[..counted].to_vec();
+        let mut shape = query.shape[..head_axis].to_vec();
         let kind = if query.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let sums = Fact::new(kind, shape.clone());
-        shape.push(value.shape[counted].clone());
+        shape.push(value.shape[head_axis].clone());
         Ok([Fact::new(query.dtype, shape), sums])
     }
 
     /// FLOPs of the forward: two products and a softmax, of the scores up to the diagonal if causal.
     fn flops(&self, query: &Fact, value: &Fact) -> f64 {
-        let size = |fact: &Fact, back: usize| {
-            fact.rank().checked_sub(back).and_then(|axis| fact.shape[axis].known()).unwrap_or(0) as f64
+        let size = |fact: &Fact, axis_from_end: usize| {
+            fact.rank().checked_sub(axis_from_end).and_then(|axis| fact.shape[axis].known()).unwrap_or(0) as f64
         };
         let (queries, keys) = (size(query, 2), size(value, 2));
         let square = queries.min(keys);
-        let seen = match self.causal {
+        let pairs = match self.causal {
             true => square * (square + 1.0) / 2.0 + (queries - square) * keys,
             false => queries * keys,
         };
         let heads = if queries > 0.0 { elements(query) / queries / size(query, 1).max(1.0) } else { 0.0 };
-        heads * seen * (2.0 * (size(query, 1) + size(value, 1)) + SOFTMAX_FLOPS)
+        heads * pairs * (2.0 * (size(query, 1) + size(value, 1)) + SOFTMAX_FLOPS)
     }
 
     /// Shardings. The first inputs and the outputs are tensors of the query, or of the keys if `shared`; of the others,
     /// only the mask is given.
-    fn ways(
+    fn list_strategies(
         &self,
         rank: usize,
         inputs: &[Option<&Fact>],
@@ -154,23 +164,23 @@ impl Attention {
         key_heads: &Dim,
     ) -> Vec<Strategy> {
         // The mask aligns with the scores from its last axis, as of the query up to the queries.
-        let own = |at: usize, axis: usize| match inputs[at] {
+        let input_axis = |at: usize, axis: usize| match inputs[at] {
             None => None,
             Some(mask) if at >= shared.len() => {
-                let own = (axis + mask.rank()).checked_sub(rank)?;
-                (!mask.shape[own].is(1)).then_some(own)
+                let input_axis = (axis + mask.rank()).checked_sub(rank)?;
+                (!mask.shape[input_axis].is(1)).then_some(input_axis)
             }
             Some(_) => Some(axis),
         };
-        let mut ways = Vec::new();
+        let mut strategies = Vec::new();
         if self.part.is_some() {
-            return ways;
+            return strategies;
         }
         // Examples and heads.
         for axis in 0..=rank - 3 {
-            let split: Vec<Option<usize>> = (0..inputs.len()).map(|at| own(at, axis)).collect();
-            let way = Strategy::along(&split, &vec![Some(axis); outputs.len()]);
-            ways.push(if self.dropout.is_some() { way.written() } else { way });
+            let split: Vec<Option<usize>> = (0..inputs.len()).map(|at| input_axis(at, axis)).collect();
+            let strategy = Strategy::along(&split, &vec![Some(axis); outputs.len()]);
+            strategies.push(if self.dropout.is_some() { strategy.written() } else { strategy });
         }
         // Without dropout: heads of the query that share one of the key, and queries that all see the same keys.
         if self.dropout.is_none() {
@@ -182,23 +192,30 @@ impl Attention {
                 rows.push(rank - 2);
             }
             for axis in rows {
-                let split = |at: usize| if at < shared.len() && shared[at] { None } else { own(at, axis) };
+                let split = |at: usize| if at < shared.len() && shared[at] { None } else { input_axis(at, axis) };
                 let split: Vec<Option<usize>> = (0..inputs.len()).map(split).collect();
-                let made: Vec<Option<usize>> = outputs.iter().map(|shared| (!shared).then_some(axis)).collect();
-                ways.push(Strategy::along(&split, &made));
+                let output_axes: Vec<Option<usize>> = outputs.iter().map(|shared| (!shared).then_some(axis)).collect();
+                strategies.push(Strategy::along(&split, &output_axes));
             }
         }
-        ways
+        strategies
     }
 
     /// The op of a device, for a strategy that splits the query, input `query`, along an example or head axis.
-    fn part(&self, strategy: &Strategy, at: &LocalContext<'_>, query: usize, out: &mut dyn Emit) -> (Attention, Value) {
+    fn part(
+        &self,
+        strategy: &Strategy,
+        context: &LocalContext<'_>,
+        query: usize,
+        out: &mut dyn Emit,
+    ) -> (Attention, Value) {
         let Sharding::Split(cut) = strategy.inputs[query] else { unreachable!("an axis of the query is sharded") };
-        let sizes = |value: usize| out.fact(at.inputs[value]).concrete().expect("sizes are known under sharding");
-        let (own, key) = (sizes(query), sizes(query + 1));
-        let run = own[cut.axis..own.len() - 1].iter().product::<usize>() * key[key.len() - 2];
-        let part = Attention { part: Some(DropoutShard { run, devices: at.devices }), ..*self };
-        (part, collective::device(out, at.devices))
+        let sizes = |value: usize| out.fact(context.inputs[value]).concrete().expect("sizes are known under sharding");
+        let (query_shape, key_shape) = (sizes(query), sizes(query + 1));
+        let run =
+            query_shape[cut.axis..query_shape.len() - 1].iter().product::<usize>() * key_shape[key_shape.len() - 2];
+        let part = Attention { part: Some(DropoutShard { run, devices: context.devices }), ..*self };
+        (part, collective::device(out, context.devices))
     }
 }
 
@@ -208,26 +225,26 @@ impl OpRule for Attention {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [query, key, value, rest @ ..] = inputs else {
+        let [query, key, value, optional_facts @ ..] = inputs else {
             return Err(FactError::Arity { expected: 3 + self.random_inputs(), got: inputs.len() });
         };
-        Ok(self.outputs([query, key, value], rest)?.to_vec())
+        Ok(self.outputs([query, key, value], optional_facts)?.to_vec())
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: self.flops(inputs[0], inputs[2]), bytes: moved(inputs, outputs) }
+        Cost { flops: self.flops(inputs[0], inputs[2]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // dq, dk, dv = AttentionGrad(do, q, k, v, o, lse, …)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let mut gradients = vec![None; at.inputs.len()];
-        let Some(dy) = at.d_outputs[0] else { return gradients };
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let mut gradients = vec![None; context.inputs.len()];
+        let Some(dy) = context.d_outputs[0] else { return gradients };
         let mut inputs = vec![dy];
-        inputs.extend(&at.inputs[..3]);
-        inputs.extend(at.outputs);
-        inputs.extend(&at.inputs[3..]);
-        let made = out.emit_all(Op::AttentionGrad(AttentionGrad { forward: *self }), &inputs);
-        for (slot, gradient) in made.into_iter().enumerate().filter(|(slot, _)| at.wanted[*slot]) {
+        inputs.extend(&context.inputs[..3]);
+        inputs.extend(context.outputs);
+        inputs.extend(&context.inputs[3..]);
+        let input_gradients = out.emit_all(Op::AttentionGrad(AttentionGrad { forward: *self }), &inputs);
+        for (slot, gradient) in input_gradients.into_iter().enumerate().filter(|(slot, _)| context.wanted[*slot]) {
             gradients[slot] = Some(gradient);
         }
         gradients
@@ -242,24 +259,25 @@ impl OpRule for Attention {
         let tensors: Vec<Option<&Fact>> =
             (0..inputs.len()).map(|at| (at < 3 || extras.mask == Some(at)).then_some(inputs[at])).collect();
         let rank = inputs[0].rank();
-        self.ways(rank, &tensors, &[false, true, true], &[false, false], &inputs[1].shape[rank - 3])
+        self.list_strategies(rank, &tensors, &[false, true, true], &[false, false], &inputs[1].shape[rank - 3])
     }
 
-    fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let (part, device) = self.part(strategy, at, 0, out);
-        out.emit_all(Op::Attention(part), &[at.inputs, &[device]].concat())
+    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let (part, device) = self.part(strategy, context, 0, out);
+        out.emit_all(Op::Attention(part), &[context.inputs, &[device]].concat())
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [y, sums] = outputs else { unreachable!("infer gives two outputs") };
         let scores = Scores::new(self, 3, [&inputs[0], &inputs[1], &inputs[2]], inputs)?;
         for row in 0..scores.rows {
-            let own = scores.of(row);
-            let sum = scores.log_sum_exp(&own);
-            let weights = scores.weights(own, sum);
+            let row_scores = scores.of(row);
+            let sum = scores.log_sum_exp(&row_scores);
+            let weights = scores.weights(row_scores, sum);
             sums.set_f64(row, sum);
             for c in 0..scores.width {
-                let term = |j: usize| scores.kept(row, j) * weights[j] * inputs[2].f64(scores.value(row, j, c));
+                let term =
+                    |j: usize| scores.dropout_factor(row, j) * weights[j] * inputs[2].f64(scores.value(row, j, c));
                 y.set_f64(row * scores.width + c, (0..scores.keys).map(term).sum());
             }
         }
@@ -273,18 +291,18 @@ impl OpRule for AttentionGrad {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, query, key, value, y, sums, rest @ ..] = inputs else {
+        let [dy, query, key, value, y, sums, optional_facts @ ..] = inputs else {
             return Err(FactError::Arity { expected: 6 + self.forward.random_inputs(), got: inputs.len() });
         };
-        let [output, saved] = self.forward.outputs([query, key, value], rest)?;
-        same("the output gradient", dy, "the output", &output)?;
-        same("the saved output", y, "the output", &output)?;
-        same("the log-sum-exp", sums, "the shape of the queries", &saved)?;
+        let [output, sums_fact] = self.forward.outputs([query, key, value], optional_facts)?;
+        check_same("the output gradient", dy, "the output", &output)?;
+        check_same("the saved output", y, "the output", &output)?;
+        check_same("the log-sum-exp", sums, "the shape of the queries", &sums_fact)?;
         Ok([query, key, value].into_iter().map(|fact| (*fact).clone()).collect())
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: BACKWARD * self.forward.flops(inputs[1], inputs[3]), bytes: moved(inputs, outputs) }
+        Cost { flops: BACKWARD * self.forward.flops(inputs[1], inputs[3]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // No second-order gradient: no core op expresses it.
@@ -299,41 +317,41 @@ impl OpRule for AttentionGrad {
             (0..inputs.len()).map(|at| (at < 6 || extras.mask == Some(at)).then_some(inputs[at])).collect();
         let rank = inputs[1].rank();
         let shared = [false, false, true, true, false, false];
-        self.forward.ways(rank, &tensors, &shared, &[false, true, true], &inputs[2].shape[rank - 3])
+        self.forward.list_strategies(rank, &tensors, &shared, &[false, true, true], &inputs[2].shape[rank - 3])
     }
 
-    fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let (forward, device) = self.forward.part(strategy, at, 1, out);
-        out.emit_all(Op::AttentionGrad(AttentionGrad { forward }), &[at.inputs, &[device]].concat())
+    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let (forward, device) = self.forward.part(strategy, context, 1, out);
+        out.emit_all(Op::AttentionGrad(AttentionGrad { forward }), &[context.inputs, &[device]].concat())
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [dy, query, key, value, y, sums, ..] = inputs else { unreachable!("infer checks the arity") };
         let scores = Scores::new(&self.forward, 6, [query, key, value], inputs)?;
         let scale = self.forward.scale;
-        let mut made = [query, key, value].map(|x| vec![0.0; x.len()]);
+        let mut gradients = [query, key, value].map(|x| vec![0.0; x.len()]);
         for row in 0..scores.rows {
             let sum = sums.f64(row);
             let weights = scores.weights(scores.of(row), sum);
             let is_empty = sum == f64::NEG_INFINITY;
             let out = |c: usize| dy.f64(row * scores.width + c);
-            let share: f64 = (0..scores.width).map(|c| out(c) * y.f64(row * scores.width + c)).sum();
+            let row_dot: f64 = (0..scores.width).map(|c| out(c) * y.f64(row * scores.width + c)).sum();
             for (j, p) in weights.into_iter().enumerate() {
-                let kept = scores.kept(row, j);
+                let factor = scores.dropout_factor(row, j);
                 let dp: f64 = (0..scores.width).map(|c| out(c) * value.f64(scores.value(row, j, c))).sum();
                 // A mean of all values does not depend on the scores.
                 let flat = is_empty && self.forward.empty != EmptyRow::Nan;
-                let ds = if flat { 0.0 } else { scale * p * (kept * dp - share) };
-                (0..scores.width).for_each(|c| made[2][scores.value(row, j, c)] += kept * p * out(c));
+                let ds = if flat { 0.0 } else { scale * p * (factor * dp - row_dot) };
+                (0..scores.width).for_each(|c| gradients[2][scores.value(row, j, c)] += factor * p * out(c));
                 for c in 0..scores.depth {
                     let (q_at, k_at) = (row * scores.depth + c, scores.key(row, j, c));
-                    made[0][q_at] += ds * key.f64(k_at);
-                    made[1][k_at] += ds * query.f64(q_at);
+                    gradients[0][q_at] += ds * key.f64(k_at);
+                    gradients[1][k_at] += ds * query.f64(q_at);
                 }
             }
         }
-        for (output, made) in outputs.iter_mut().zip(made) {
-            made.into_iter().enumerate().for_each(|(i, v)| output.set_f64(i, v));
+        for (output, gradients) in outputs.iter_mut().zip(gradients) {
+            gradients.into_iter().enumerate().for_each(|(i, v)| output.set_f64(i, v));
         }
         Ok(())
     }
@@ -352,7 +370,7 @@ struct Scores<'a> {
     depth: usize,
     width: usize,
     /// Query heads per key head.
-    each: usize,
+    heads_per_key: usize,
 }
 
 impl<'a> Scores<'a> {
@@ -368,7 +386,7 @@ impl<'a> Scores<'a> {
         let mut shape = query.shape[..heads + 2].to_vec();
         let rows = shape.iter().product();
         shape.push(keys);
-        let mask = extras.mask.map(|at| (&inputs[at], stretched(inputs[at].shape, &shape).collect()));
+        let mask = extras.mask.map(|at| (&inputs[at], broadcast_indices(inputs[at].shape, &shape).collect()));
         let dropout = match (op.dropout, extras.counter) {
             (Some(dropout), Some(at)) => {
                 let device = extras.device.map_or(Ok(0), |at| op.device(inputs[at].i64(0)))?;
@@ -377,8 +395,8 @@ impl<'a> Scores<'a> {
             _ => None,
         };
         let (depth, width) = (query.shape[heads + 2], value.shape[heads + 2]);
-        let each = query.shape[heads].checked_div(key.shape[heads]).unwrap_or(1).max(1);
-        Ok(Scores { op, query, keys_of: key, mask, dropout, rows, queries, keys, depth, width, each })
+        let heads_per_key = query.shape[heads].checked_div(key.shape[heads]).unwrap_or(1).max(1);
+        Ok(Scores { op, query, keys_of: key, mask, dropout, rows, queries, keys, depth, width, heads_per_key })
     }
 
     /// The scores of a query; -∞ for a key that it does not see.
@@ -392,8 +410,8 @@ impl<'a> Scores<'a> {
                 .sum::<f64>();
             match &self.mask {
                 None => self.op.scale * products,
-                Some((mask, places)) => {
-                    let at = places[row * self.keys + j];
+                Some((mask, mask_index)) => {
+                    let at = mask_index[row * self.keys + j];
                     match (mask.dtype, mask.bool(at)) {
                         (DType::Bool, true) => self.op.scale * products,
                         (DType::Bool, false) => f64::NEG_INFINITY,
@@ -409,8 +427,8 @@ impl<'a> Scores<'a> {
         if scores.iter().all(|s| *s == f64::NEG_INFINITY) {
             return f64::NEG_INFINITY;
         }
-        let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        most + scores.iter().map(|s| (s - most).exp()).sum::<f64>().ln()
+        let maximum = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        maximum + scores.iter().map(|s| (s - maximum).exp()).sum::<f64>().ln()
     }
 
     /// The weights of a row of scores, before dropout.
@@ -420,24 +438,23 @@ impl<'a> Scores<'a> {
         }
         let mut weights: Vec<f64> = scores.into_iter().map(|score| (score - sum).exp()).collect();
         if sum.is_finite() && sum.abs() > COARSE {
-            let all: f64 = weights.iter().sum();
-            weights.iter_mut().for_each(|weight| *weight /= all);
+            let total: f64 = weights.iter().sum();
+            weights.iter_mut().for_each(|weight| *weight /= total);
         }
         weights
     }
 
-    /// The dropout factor.
-    fn kept(&self, row: usize, j: usize) -> f64 {
+    fn dropout_factor(&self, row: usize, j: usize) -> f64 {
         let Some((mask, scale, device)) = self.dropout else { return 1.0 };
         if mask.keeps(self.op.place(row * self.keys + j, device)) { scale } else { 0.0 }
     }
 
     fn key(&self, row: usize, j: usize, c: usize) -> usize {
-        ((row / self.queries / self.each) * self.keys + j) * self.depth + c
+        ((row / self.queries / self.heads_per_key) * self.keys + j) * self.depth + c
     }
 
     fn value(&self, row: usize, j: usize, c: usize) -> usize {
-        ((row / self.queries / self.each) * self.keys + j) * self.width + c
+        ((row / self.queries / self.heads_per_key) * self.keys + j) * self.width + c
     }
 }
 
@@ -469,9 +486,9 @@ pub fn samples() -> Vec<Sample> {
     // The second row is empty.
     let bools =
         Tensor::from_bool(&[3, 4], &[true, false, true, true, false, false, false, false, true, true, true, false]);
-    let mut added = ramp(&[2, 1, 1, 4], 9).to_f32();
-    added[5] = f32::NEG_INFINITY;
-    let added = Tensor::from_f32(&[2, 1, 1, 4], &added);
+    let mut additive = ramp(&[2, 1, 1, 4], 9).to_f32();
+    additive[5] = f32::NEG_INFINITY;
+    let additive = Tensor::from_f32(&[2, 1, 1, 4], &additive);
     type Case = (&'static str, Attention, [&'static [usize]; 3], Vec<Tensor>);
     let cases: Vec<Case> = vec![
         ("two heads", plain, [&[2, 2, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 3]], vec![]),
@@ -488,7 +505,7 @@ pub fn samples() -> Vec<Sample> {
             [&[2, 2, 3, 2], &[2, 2, 4, 2], &[2, 2, 4, 3]],
             vec![bools.clone()],
         ),
-        ("additive mask", plain, [&[2, 2, 3, 2], &[2, 2, 4, 2], &[2, 2, 4, 3]], vec![added]),
+        ("additive mask", plain, [&[2, 2, 3, 2], &[2, 2, 4, 2], &[2, 2, 4, 3]], vec![additive]),
         ("dropout", dropped(causal), [&[2, 2, 4, 2], &[2, 2, 4, 2], &[2, 2, 4, 2]], vec![counter.clone()]),
         (
             "boolean mask and dropout",
@@ -503,7 +520,7 @@ pub fn samples() -> Vec<Sample> {
             vec![counter, Tensor::from_i64(&[], &[1])],
         ),
     ];
-    let both = |(title, op, shapes, extras): Case| {
+    let with_gradient = |(title, op, shapes, extras): Case| {
         let mut inputs: Vec<Tensor> = (1..).zip(shapes).map(|(seed, shape)| ramp(shape, seed)).collect();
         inputs.extend(extras.iter().cloned());
         let saved = run(&op, &inputs);
@@ -517,7 +534,7 @@ pub fn samples() -> Vec<Sample> {
             Sample { title, op: grad, inputs: grad_inputs, differentiate: vec![] },
         ]
     };
-    cases.into_iter().flat_map(both).collect()
+    cases.into_iter().flat_map(with_gradient).collect()
 }
 
 #[cfg(test)]
@@ -536,23 +553,26 @@ mod tests {
         let scores = run(&MatMul { transpose_a: false, transpose_b: true }, &[q.clone(), k.clone()]).remove(0);
         let half = Tensor::from_f64(&[], &[0.5]);
         let weights = run(&Softmax { axis: 2 }, &run(&Binary::Mul, &[scores, half])).remove(0);
-        let want = run(&MatMul { transpose_a: false, transpose_b: false }, &[weights, v.clone()]).remove(0);
-        let got = run(&plain(), &[q, k, v]).remove(0);
-        assert!(got.to_f64().iter().zip(want.to_f64()).all(|(g, w)| (g - w).abs() < 1e-15), "{got:?}, not {want:?}");
+        let expected = run(&MatMul { transpose_a: false, transpose_b: false }, &[weights, v.clone()]).remove(0);
+        let actual = run(&plain(), &[q, k, v]).remove(0);
+        assert!(
+            actual.to_f64().iter().zip(expected.to_f64()).all(|(g, w)| (g - w).abs() < 1e-15),
+            "{actual:?}, not {expected:?}"
+        );
     }
 
     #[test]
     fn an_empty_row_is_what_its_attribute_says() {
         let (q, v) = (ramp(&[1, 1, 2], 1), Tensor::from_f32(&[1, 2, 1], &[1.0, 4.0]));
         let mask = Tensor::from_bool(&[1, 1, 2], &[false, false]);
-        let of = |empty| {
+        let first_output = |empty| {
             let inputs = [q.clone(), ramp(&[1, 2, 2], 2), v.clone(), mask.clone()];
-            let made = run(&Attention { empty, ..plain() }, &inputs);
-            assert_eq!(made[1].to_f64(), [f64::NEG_INFINITY]);
-            made[0].to_f64()[0]
+            let outputs = run(&Attention { empty, ..plain() }, &inputs);
+            assert_eq!(outputs[1].to_f64(), [f64::NEG_INFINITY]);
+            outputs[0].to_f64()[0]
         };
-        assert_eq!((of(EmptyRow::Zero), of(EmptyRow::Mean)), (0.0, 2.5));
-        assert!(of(EmptyRow::Nan).is_nan());
+        assert_eq!((first_output(EmptyRow::Zero), first_output(EmptyRow::Mean)), (0.0, 2.5));
+        assert!(first_output(EmptyRow::Nan).is_nan());
     }
 
     #[test]
@@ -560,11 +580,11 @@ mod tests {
         let fact = |shape: &[usize]| Fact::of(DType::Bf16, shape);
         let infer = |op: Attention, shapes: &[&[usize]]| {
             let facts: Vec<Fact> = shapes.iter().map(|s| fact(s)).collect();
-            let made = op.infer(&facts.iter().collect::<Vec<_>>());
-            made.map_or_else(|e| e.to_string(), |f| format!("{}, {}", f[0], f[1]))
+            let inferred = op.infer(&facts.iter().collect::<Vec<_>>());
+            inferred.map_or_else(|e| e.to_string(), |f| format!("{}, {}", f[0], f[1]))
         };
-        let got = infer(plain(), &[&[2, 8, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 6]]);
-        assert_eq!(got, "bf16[2, 8, 3, 6], f32[2, 8, 3]");
+        let output = infer(plain(), &[&[2, 8, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 6]]);
+        assert_eq!(output, "bf16[2, 8, 3, 6], f32[2, 8, 3]");
         let error = infer(plain(), &[&[2, 8, 3, 4], &[2, 3, 5, 4], &[2, 3, 5, 6]]);
         assert_eq!(error, "8 query heads do not share 3 key heads");
         let error = infer(plain(), &[&[2, 3, 4], &[2, 5, 4], &[2, 6, 4]]);

@@ -3,11 +3,11 @@
 use super::gather::{add_up, check_indices, local_indices, or_zero, resolve, take};
 use super::*;
 
-fn shared<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Result<&'a [Dim], FactError> {
+fn check_batch_axes<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Result<&'a [Dim], FactError> {
     check_indices(indices)?;
-    for (what, fact, least) in [("the tensor of slices", slices, batch), ("the tensor of indices", indices, batch)] {
-        if fact.rank() < least {
-            return Err(FactError::Rank { what, expected: format!("at least {least}"), got: fact.rank() });
+    for (what, fact, minimum) in [("the tensor of slices", slices, batch), ("the tensor of indices", indices, batch)] {
+        if fact.rank() < minimum {
+            return Err(FactError::Rank { what, expected: format!("at least {minimum}"), got: fact.rank() });
         }
     }
     if slices.shape[..batch] != indices.shape[..batch] {
@@ -31,24 +31,24 @@ impl OpRule for BatchGather {
         if self.batch >= x.rank() {
             return Err(FactError::Axis { axis: self.batch, rank: x.rank() });
         }
-        shared(self.batch, x, indices)?;
+        check_batch_axes(self.batch, x, indices)?;
         let shape = [&indices.shape, &x.shape[self.batch + 1..]].concat();
         Ok(vec![Fact::new(x.dtype, shape)])
     }
 
     // Only the selected slices are read.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) + moved(&inputs[1..], &[]) }
+        Cost { flops: 0.0, bytes: 2.0 * moved_bytes(&[], outputs) + moved_bytes(&inputs[1..], &[]) }
     }
 
     // dx = Σ dy per index, for each example
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(at.inputs[0]);
-        if !x.dtype.is_float() || !at.wanted[0] {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(context.inputs[0]);
+        if !x.dtype.is_float() || !context.wanted[0] {
             return vec![None, None];
         }
         let scatter = BatchScatterAdd { batch: self.batch, size: x.shape[self.batch].clone() };
-        vec![Some(out.emit(Op::BatchScatterAdd(scatter), &[at.dy(), at.inputs[1]])), None]
+        vec![Some(out.emit(Op::BatchScatterAdd(scatter), &[context.dy(), context.inputs[1]])), None]
     }
 
     // Batch axes, axes of the slices, or axes of the indices. Along the indexed axis every device gathers from its
@@ -56,21 +56,22 @@ impl OpRule for BatchGather {
     fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let [x, indices] = inputs else { return Vec::new() };
         let (batch, rank) = (self.batch, indices.rank());
-        let mut ways: Vec<Strategy> =
+        let mut strategies: Vec<Strategy> =
             (0..batch).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[Some(axis)])).collect();
-        ways.extend((batch..rank).map(|axis| Strategy::along(&[None, Some(axis)], &[Some(axis)])));
-        let within = batch + 1..x.rank();
-        ways.extend(within.map(|axis| Strategy::along(&[Some(axis), None], &[Some(axis + rank - batch - 1)])));
-        ways.push(Strategy::along(&[Some(batch), None], &[None]).written());
-        ways.push(Strategy::linear(&[true, false], 1));
-        ways
+        strategies.extend((batch..rank).map(|axis| Strategy::along(&[None, Some(axis)], &[Some(axis)])));
+        let inner_axes = batch + 1..x.rank();
+        strategies
+            .extend(inner_axes.map(|axis| Strategy::along(&[Some(axis), None], &[Some(axis + rank - batch - 1)])));
+        strategies.push(Strategy::along(&[Some(batch), None], &[None]).written());
+        strategies.push(Strategy::linear(&[true, false], 1));
+        strategies
     }
 
-    fn write_part(&self, _: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let own = local_indices(out, at.inputs[1], at.whole[0].shape[self.batch].clone(), at.devices);
-        let taken = out.emit(Op::BatchGather(*self), &[at.inputs[0], own.places]);
-        let rank = out.fact(taken).rank();
-        vec![or_zero(out, own.has, taken, rank)]
+    fn write_part(&self, _: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let local = local_indices(out, context.inputs[1], context.whole[0].shape[self.batch].clone(), context.devices);
+        let gathered = out.emit(Op::BatchGather(*self), &[context.inputs[0], local.indices]);
+        let rank = out.fact(gathered).rank();
+        vec![or_zero(out, local.in_shard, gathered, rank)]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -95,7 +96,7 @@ impl OpRule for BatchScatterAdd {
         if self.size.known().is_some_and(|v| v < 0) {
             return Err(FactError::Attribute(format!("an axis cannot have size {}", self.size)));
         }
-        let batch = shared(self.batch, dy, indices)?;
+        let batch = check_batch_axes(self.batch, dy, indices)?;
         let Some(after) = dy.shape.strip_prefix(&indices.shape[..]) else {
             return Err(FactError::Mismatch {
                 left_name: "dy",
@@ -109,38 +110,39 @@ impl OpRule for BatchScatterAdd {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: elements(inputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // d(dy) = the slices of the output's gradient at the indices, for each example
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(at.inputs[0]).dtype.is_float() || !at.wanted[0] {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(context.inputs[0]).dtype.is_float() || !context.wanted[0] {
             return vec![None, None];
         }
         let gather = Op::BatchGather(BatchGather { batch: self.batch });
-        vec![Some(out.emit(gather, &[at.dy(), at.inputs[1]])), None]
+        vec![Some(out.emit(gather, &[context.dy(), context.inputs[1]])), None]
     }
 
     // Mirrors the gather; along the indexed axis every device sums the gradients of its own slices.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let ([_, indices], [dx]) = (inputs, outputs) else { return Vec::new() };
         let (batch, rank) = (self.batch, indices.rank());
-        let mut ways: Vec<Strategy> =
+        let mut strategies: Vec<Strategy> =
             (0..batch).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[Some(axis)])).collect();
-        ways.extend((batch..rank).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[None])));
-        let within = batch + 1..dx.rank();
-        ways.extend(within.map(|axis| Strategy::along(&[Some(axis + rank - batch - 1), None], &[Some(axis)])));
-        ways.push(Strategy::along(&[None, None], &[Some(batch)]).written());
-        ways.push(Strategy::linear(&[true, false], 1));
-        ways
+        strategies.extend((batch..rank).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[None])));
+        let inner_axes = batch + 1..dx.rank();
+        strategies
+            .extend(inner_axes.map(|axis| Strategy::along(&[Some(axis + rank - batch - 1), None], &[Some(axis)])));
+        strategies.push(Strategy::along(&[None, None], &[Some(batch)]).written());
+        strategies.push(Strategy::linear(&[true, false], 1));
+        strategies
     }
 
-    fn write_part(&self, _: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let own = local_indices(out, at.inputs[1], self.size.clone(), at.devices);
-        let rank = out.fact(at.inputs[0]).rank();
-        let dy = or_zero(out, own.has, at.inputs[0], rank);
-        let scatter = BatchScatterAdd { batch: self.batch, size: own.size };
-        vec![out.emit(Op::BatchScatterAdd(scatter), &[dy, own.places])]
+    fn write_part(&self, _: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let local = local_indices(out, context.inputs[1], self.size.clone(), context.devices);
+        let rank = out.fact(context.inputs[0]).rank();
+        let dy = or_zero(out, local.in_shard, context.inputs[0], rank);
+        let scatter = BatchScatterAdd { batch: self.batch, size: local.size };
+        vec![out.emit(Op::BatchScatterAdd(scatter), &[dy, local.indices])]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

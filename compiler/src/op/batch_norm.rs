@@ -3,7 +3,7 @@
 //! The formulas are those of [`super::layer_norm`], with means over all elements of a channel (batch and spatial axes)
 //! and one scale and bias per channel. Gradients of the statistics are ignored. An empty batch has NaN statistics.
 
-use super::layer_norm::{same, statistic_type};
+use super::layer_norm::{check_same, statistic_type};
 use super::sample::{ramp, run};
 use super::*;
 
@@ -15,22 +15,23 @@ impl OpRule for BatchNorm {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, scale, bias] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
         let channels = per_channel(x, scale)?;
-        same("the scale", scale, "one value a channel", &channels)?;
-        same("the bias", bias, "one value a channel", &channels)?;
+        check_same("the scale", scale, "one value a channel", &channels)?;
+        check_same("the bias", bias, "one value a channel", &channels)?;
         Ok(vec![(*x).clone(), channels.clone(), channels.clone(), channels])
     }
 
     // Per element: 1 flop for the mean, 3 for the variance, 3 for y.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 7.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: 7.0 * elements(&outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx, dscale, dbias = BatchNormGrad(dy, x, scale, mean, rstd)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let Some(dy) = at.d_outputs[0] else { return vec![None; 3] };
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let Some(dy) = context.d_outputs[0] else { return vec![None; 3] };
         let grad = Op::BatchNormGrad(BatchNormGrad {});
-        let all = out.emit_all(grad, &[dy, at.inputs[0], at.inputs[1], at.outputs[1], at.outputs[3]]);
-        all.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+        let gradients =
+            out.emit_all(grad, &[dy, context.inputs[0], context.inputs[1], context.outputs[1], context.outputs[3]]);
+        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -72,16 +73,16 @@ impl OpRule for BatchNormGrad {
             return Err(FactError::Arity { expected: 5, got: inputs.len() });
         };
         let channels = per_channel(x, scale)?;
-        same("the output gradient", dy, "the input", x)?;
-        same("the scale", scale, "one value a channel", &channels)?;
-        same("the mean", mean, "one value a channel", &channels)?;
-        same("the reciprocal deviation", rstd, "one value a channel", &channels)?;
+        check_same("the output gradient", dy, "the input", x)?;
+        check_same("the scale", scale, "one value a channel", &channels)?;
+        check_same("the mean", mean, "one value a channel", &channels)?;
+        check_same("the reciprocal deviation", rstd, "one value a channel", &channels)?;
         Ok(vec![(*x).clone(), channels.clone(), channels])
     }
 
     // Per element: 2 flops for x̂, 3 for dscale and dbias, which are also the sums in dx, and 5 for dx.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 10.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: 10.0 * elements(&outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // No second-order gradient, as for the layer norm.
@@ -141,7 +142,7 @@ pub fn samples() -> Vec<Sample> {
         ("two spatial dims", &[2, 3, 3, 2], 1e-3),
         ("a batch of one", &[1, 2, 2, 3], 1e-5),
     ];
-    let both = |(title, shape, epsilon): (&'static str, &[usize], f64)| {
+    let with_gradient = |(title, shape, epsilon): (&'static str, &[usize], f64)| {
         let forward = BatchNorm { epsilon };
         let inputs = vec![ramp(shape, 1), ramp(&shape[1..2], 2), ramp(&shape[1..2], 3)];
         let saved = run(&forward, &inputs);
@@ -152,7 +153,7 @@ pub fn samples() -> Vec<Sample> {
             Sample { title, op: Op::BatchNormGrad(BatchNormGrad {}), inputs: grad_inputs, differentiate: vec![] },
         ]
     };
-    cases.into_iter().flat_map(both).collect()
+    cases.into_iter().flat_map(with_gradient).collect()
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Elementwise functions of two inputs.
 
-use super::broadcast::{broadcast_shapes, stretched, sum_to};
+use super::broadcast::{broadcast_indices, broadcast_shapes, sum_to};
 use super::unary::scalar;
 use super::*;
 use crate::op::sharding::elementwise;
@@ -26,12 +26,12 @@ impl OpRule for Binary {
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
-        let (fits, expected) = match self {
+        let (is_supported, expected) = match self {
             Binary::And | Binary::Or | Binary::Xor => (!a.dtype.is_float(), "bool or an integer"),
             Binary::ShiftLeft | Binary::ShiftRight => (a.dtype.is_integer(), "an integer"),
             _ => (a.dtype != DType::Bool, "a number"),
         };
-        if !fits {
+        if !is_supported {
             return Err(FactError::DType { what: "the first input", expected: expected.into(), got: a.dtype });
         }
         if a.dtype != b.dtype {
@@ -49,11 +49,11 @@ impl OpRule for Binary {
             Binary::Pow => 32.0,
             _ => 1.0,
         };
-        Cost { flops: flops * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: flops * elements(&outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (a, b, y, dy) = (at.inputs[0], at.inputs[1], at.outputs[0], at.dy());
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (a, b, y, dy) = (context.inputs[0], context.inputs[1], context.outputs[0], context.dy());
         let (fact_a, fact_b) = (out.fact(a), out.fact(b));
         let dtype = fact_a.dtype;
         if !dtype.is_float() {
@@ -63,7 +63,7 @@ impl OpRule for Binary {
         let neg = |out: &mut dyn Emit, x| out.emit(Op::Unary(Unary::Neg), &[x]);
         let select = |out: &mut dyn Emit, c, a, b| out.emit(Op::Select(Select {}), &[c, a, b]);
         // Gradients before the sums over broadcast axes.
-        let da = at.wanted[0].then(|| match self {
+        let da = context.wanted[0].then(|| match self {
             Binary::Add | Binary::Sub => dy,
             // da = dy b
             Binary::Mul => binary(out, Binary::Mul, dy, b),
@@ -72,8 +72,8 @@ impl OpRule for Binary {
             // da = b ≠ 0 ? dy b a^(b-1) : 0, so that 0·0^(-1) is no NaN
             Binary::Pow => {
                 let (zero, one) = (out.emit(scalar(dtype, 0.0), &[]), out.emit(scalar(dtype, 1.0), &[]));
-                let less = binary(out, Binary::Sub, b, one);
-                let power = binary(out, Binary::Pow, a, less);
+                let exponent = binary(out, Binary::Sub, b, one);
+                let power = binary(out, Binary::Pow, a, exponent);
                 let slope = binary(out, Binary::Mul, b, power);
                 let flat = out.emit(Op::Compare(Compare::Equal), &[b, zero]);
                 let guarded = select(out, flat, zero, slope);
@@ -90,7 +90,7 @@ impl OpRule for Binary {
                 unreachable!("bits are not floats, which returned above")
             }
         });
-        let db = at.wanted[1].then(|| match self {
+        let db = context.wanted[1].then(|| match self {
             Binary::Add => dy,
             Binary::Sub => neg(out, dy),
             // db = dy a
@@ -118,8 +118,8 @@ impl OpRule for Binary {
             // db = -dy ⌊a/b⌋
             Binary::Mod => {
                 let ratio = binary(out, Binary::Div, a, b);
-                let times = out.emit(Op::Unary(Unary::Floor), &[ratio]);
-                let slope = binary(out, Binary::Mul, dy, times);
+                let quotient = out.emit(Op::Unary(Unary::Floor), &[ratio]);
+                let slope = binary(out, Binary::Mul, dy, quotient);
                 neg(out, slope)
             }
             Binary::And | Binary::Or | Binary::Xor | Binary::ShiftLeft | Binary::ShiftRight => {
@@ -130,7 +130,7 @@ impl OpRule for Binary {
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        let mut ways = elementwise(inputs, &outputs[0]);
+        let mut strategies = elementwise(inputs, &outputs[0]);
         let float = outputs[0].dtype.is_float();
         let terms: &[[bool; 2]] = match self {
             Binary::Add | Binary::Sub => &[[true, true]],
@@ -138,13 +138,13 @@ impl OpRule for Binary {
             Binary::Div if float => &[[true, false]],
             _ => &[],
         };
-        ways.extend(terms.iter().map(|terms| Strategy::linear(terms, 1)));
-        ways
+        strategies.extend(terms.iter().map(|terms| Strategy::linear(terms, 1)));
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (a, b, y) = (&inputs[0], &inputs[1], &mut outputs[0]);
-        for (i, (ia, ib)) in stretched(a.shape, y.shape).zip(stretched(b.shape, y.shape)).enumerate() {
+        for (i, (ia, ib)) in broadcast_indices(a.shape, y.shape).zip(broadcast_indices(b.shape, y.shape)).enumerate() {
             match a.dtype {
                 DType::Bool => y.set_bool(i, logic(*self, a.bool(ia), b.bool(ib))),
                 DType::U64 => y.set_i64(i, apply_u64(*self, a.i64(ia) as u64, b.i64(ib) as u64) as i64),
@@ -218,12 +218,12 @@ pub fn apply_i64(op: Binary, a: i64, b: i64) -> i64 {
 
 /// Shifts `a`, a number of `dtype` extended to 64 bits, by `b` bits.
 fn shift(op: Binary, dtype: DType, a: i64, b: i64) -> i64 {
-    let places = u32::try_from(b).ok().filter(|&b| (b as usize) < 8 * dtype.size());
-    match (op, places) {
-        (Binary::ShiftLeft, Some(places)) => a << places,
+    let bits = u32::try_from(b).ok().filter(|&b| (b as usize) < 8 * dtype.size());
+    match (op, bits) {
+        (Binary::ShiftLeft, Some(bits)) => a << bits,
         (Binary::ShiftLeft, None) => 0,
-        (_, Some(places)) if dtype == DType::U64 => (a as u64 >> places) as i64,
-        (_, Some(places)) => a >> places,
+        (_, Some(bits)) if dtype == DType::U64 => (a as u64 >> bits) as i64,
+        (_, Some(bits)) => a >> bits,
         (_, None) if dtype == DType::U64 => 0,
         (_, None) => a >> 63,
     }
@@ -278,56 +278,57 @@ pub fn samples() -> Vec<Sample> {
     let column = Tensor::from_f32(&[2, 1], &[1.9, -0.75]);
     let number = Tensor::from_f32(&[], &[1.3]);
     let bases = Tensor::from_f32(&[2, 3], &[0.5, 1.2, 2.0, 3.5, 0.1, 1.0]);
-    let whole = Tensor::from_i64(&[6], &[7, -7, 7, -7, 6, i64::MIN]);
-    let by = Tensor::from_i64(&[6], &[2, 2, -2, -2, 0, -1]);
+    let dividends = Tensor::from_i64(&[6], &[7, -7, 7, -7, 6, i64::MIN]);
+    let divisors = Tensor::from_i64(&[6], &[2, 2, -2, -2, 0, -1]);
     let large = Tensor::new(DType::U64, vec![2], [u64::MAX, 5].map(u64::to_le_bytes).concat().into())
         .expect("two numbers of eight bytes");
     let small = Tensor::from_i64(&[2], &[2, 7]).cast(DType::U64);
-    let (bytes, more) = (Tensor::from_i64(&[3], &[250, 3, 9]).cast(DType::U8), Tensor::from_i64(&[3], &[10, 7, 0]));
-    let more = more.cast(DType::U8);
+    let (bytes, wide_bytes) =
+        (Tensor::from_i64(&[3], &[250, 3, 9]).cast(DType::U8), Tensor::from_i64(&[3], &[10, 7, 0]));
+    let wide_bytes = wide_bytes.cast(DType::U8);
     let (p, q) = ([true, true, false, false], [true, false, true, false]);
     let (p, q) = (Tensor::from_bool(&[2, 2], &p), Tensor::from_bool(&[2, 2], &q));
 
-    let mut all = Vec::new();
+    let mut list = Vec::new();
     for op in [Add, Sub, Mul, Div, Max, Min, Mod] {
-        all.push(sample("equal shapes", op, &a, &b));
-        all.push(sample("a row on the right", op, &a, &row));
-        all.push(sample("a column on the left", op, &column, &a));
-        all.push(sample("both stretched", op, &column, &row));
-        all.push(sample("integers", op, &whole, &by));
-        all.push(sample("unsigned", op, &large, &small));
-        all.push(sample("bytes", op, &bytes, &more));
+        list.push(sample("equal shapes", op, &a, &b));
+        list.push(sample("a row on the right", op, &a, &row));
+        list.push(sample("a column on the left", op, &column, &a));
+        list.push(sample("both stretched", op, &column, &row));
+        list.push(sample("integers", op, &dividends, &divisors));
+        list.push(sample("unsigned", op, &large, &small));
+        list.push(sample("bytes", op, &bytes, &wide_bytes));
     }
-    all.push(sample("two scalars", Mul, &number, &number));
-    all.push(sample("a scalar", Add, &a, &number));
-    all.push(sample("nothing", Add, &Tensor::zeros(DType::F32, &[0, 3]), &row));
-    all.push(sample("half precision", Mul, &a.cast(DType::F16), &b.cast(DType::F16)));
-    all.push(sample("brain floats", Add, &a.cast(DType::Bf16), &row.cast(DType::Bf16)));
-    all.push(sample("double precision", Div, &a.cast(DType::F64), &b.cast(DType::F64)));
-    all.push(sample("positive bases", Pow, &bases, &b));
-    all.push(sample("a base of its own", Pow, &number, &b));
+    list.push(sample("two scalars", Mul, &number, &number));
+    list.push(sample("a scalar", Add, &a, &number));
+    list.push(sample("nothing", Add, &Tensor::zeros(DType::F32, &[0, 3]), &row));
+    list.push(sample("half precision", Mul, &a.cast(DType::F16), &b.cast(DType::F16)));
+    list.push(sample("brain floats", Add, &a.cast(DType::Bf16), &row.cast(DType::Bf16)));
+    list.push(sample("double precision", Div, &a.cast(DType::F64), &b.cast(DType::F64)));
+    list.push(sample("positive bases", Pow, &bases, &b));
+    list.push(sample("a base of its own", Pow, &number, &b));
     // An integer exponent, so that a negative base has a power; only the base is differentiable then.
     let square = Sample { differentiate: vec![0], ..sample("a square", Pow, &a, &Tensor::from_f32(&[], &[2.0])) };
-    all.push(square);
-    all.push(sample(
+    list.push(square);
+    list.push(sample(
         "integers",
         Pow,
         &Tensor::from_i64(&[4], &[3, -2, -1, 0]),
         &Tensor::from_i64(&[4], &[4, 3, -3, 0]),
     ));
     for op in [ShiftLeft, ShiftRight] {
-        all.push(sample("bits of integers", op, &whole, &by));
-        all.push(sample("bits of unsigned", op, &large, &small));
-        all.push(sample("bits of bytes", op, &bytes, &more));
-        all.push(sample("one number of places", op, &whole, &Tensor::from_i64(&[], &[3])));
+        list.push(sample("bits of integers", op, &dividends, &divisors));
+        list.push(sample("bits of unsigned", op, &large, &small));
+        list.push(sample("bits of bytes", op, &bytes, &wide_bytes));
+        list.push(sample("one number of places", op, &dividends, &Tensor::from_i64(&[], &[3])));
     }
     for op in [And, Or, Xor] {
-        all.push(sample("bits of integers", op, &whole, &by));
-        all.push(sample("bits of unsigned", op, &large, &small));
-        all.push(sample("boolean table", op, &p, &q));
-        all.push(sample("broadcast booleans", op, &p, &Tensor::from_bool(&[], &[true])));
+        list.push(sample("bits of integers", op, &dividends, &divisors));
+        list.push(sample("bits of unsigned", op, &large, &small));
+        list.push(sample("boolean table", op, &p, &q));
+        list.push(sample("broadcast booleans", op, &p, &Tensor::from_bool(&[], &[true])));
     }
-    all
+    list
 }
 
 #[cfg(test)]
@@ -337,9 +338,9 @@ mod tests {
     #[test]
     fn the_rest_has_the_sign_of_the_divisor() {
         // Results of Python's `a % b`.
-        for (a, b, rest) in [(7, 3, 1), (-7, 3, 2), (7, -3, -2), (-7, -3, -1), (6, -3, 0)] {
-            assert_eq!(apply_i64(Binary::Mod, a, b), rest);
-            assert_eq!(apply(Binary::Mod, a as f64, b as f64), rest as f64);
+        for (a, b, remainder) in [(7, 3, 1), (-7, 3, 2), (7, -3, -2), (-7, -3, -1), (6, -3, 0)] {
+            assert_eq!(apply_i64(Binary::Mod, a, b), remainder);
+            assert_eq!(apply(Binary::Mod, a as f64, b as f64), remainder as f64);
         }
         assert_eq!(apply(Binary::Mod, -1.0, f64::INFINITY), f64::INFINITY);
         assert!(apply(Binary::Mod, 1.0, 0.0).is_nan());
@@ -366,7 +367,7 @@ mod tests {
     #[test]
     fn bits_are_moved_within_their_type() {
         use Binary::{ShiftLeft, ShiftRight};
-        for (op, dtype, a, b, moved) in [
+        for (op, dtype, a, b, expected) in [
             (ShiftLeft, DType::U8, 16, 1, 32),
             (ShiftLeft, DType::I8, 64, 8, 0),
             (ShiftLeft, DType::I32, 5, -1, 0),
@@ -376,7 +377,7 @@ mod tests {
             (ShiftRight, DType::U64, -1, 63, 1),
             (ShiftRight, DType::U64, -1, 64, 0),
         ] {
-            assert_eq!(shift(op, dtype, a, b), moved, "{op:?} {dtype} {a} {b}");
+            assert_eq!(shift(op, dtype, a, b), expected, "{op:?} {dtype} {a} {b}");
         }
         assert_eq!(apply_i64(Binary::Xor, 6, -1), -7);
     }

@@ -22,7 +22,7 @@ impl OpRule for BitCast {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+        Cost { flops: 0.0, bytes: moved_bytes(inputs, outputs) }
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {

@@ -23,28 +23,28 @@ impl OpRule for Broadcast {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+        Cost { flops: 0.0, bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = Σ dy over the broadcast axes
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(at.inputs[0]);
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(context.inputs[0]);
         if !x.dtype.is_float() {
             return vec![None];
         }
-        let dy = at.dy();
+        let dy = context.dy();
         vec![Some(sum_to(out, dy, &x))]
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
-        let sized = |way: Strategy| {
-            let part = way.outputs[0].part(&outputs[0], group.devices)?;
-            Some(way.sized(Op::Broadcast(Broadcast { shape: part.shape })))
+        let with_local_shape = |strategy: Strategy| {
+            let part = strategy.outputs[0].part(&outputs[0], group.devices)?;
+            Some(strategy.sized(Op::Broadcast(Broadcast { shape: part.shape })))
         };
-        let mut ways: Vec<Strategy> =
-            sharding::elementwise(inputs, &outputs[0]).into_iter().filter_map(sized).collect();
-        ways.push(Strategy::linear(&[true], 1));
-        ways
+        let mut strategies: Vec<Strategy> =
+            sharding::elementwise(inputs, &outputs[0]).into_iter().filter_map(with_local_shape).collect();
+        strategies.push(Strategy::linear(&[true], 1));
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -54,7 +54,7 @@ impl OpRule for Broadcast {
             fill(y.bytes_mut(), x.bytes());
             return Ok(());
         }
-        let from = stretched(x.shape, y.shape);
+        let from = broadcast_indices(x.shape, y.shape);
         copy_elements(x, y, from);
         Ok(())
     }
@@ -83,23 +83,23 @@ pub fn broadcast_shapes(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, FactError> {
         .collect()
 }
 
-/// Reduces the gradient `value` to the shape of `like`, summing over the broadcast axes. Returns `value` if the shapes
-/// are equal.
-pub fn sum_to(out: &mut dyn Emit, value: Value, like: &Fact) -> Value {
+/// Reduces the gradient `value` to the shape of `target`, summing over the broadcast axes. Returns `value` if the
+/// shapes are equal.
+pub fn sum_to(out: &mut dyn Emit, value: Value, target: &Fact) -> Value {
     let from = out.fact(value);
-    if from.shape == like.shape {
+    if from.shape == target.shape {
         return value;
     }
-    let added = from.rank() - like.rank();
+    let leading = from.rank() - target.rank();
     let axes: Vec<usize> = (0..from.rank())
-        .filter(|&axis| !from.shape[axis].is(1) && (axis < added || like.shape[axis - added].is(1)))
+        .filter(|&axis| !from.shape[axis].is(1) && (axis < leading || target.shape[axis - leading].is(1)))
         .collect();
     let mut sum = value;
     if !axes.is_empty() {
         sum = out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes, keep: true }), &[sum]);
     }
-    if added > 0 {
-        sum = out.emit(Op::Reshape(Reshape { shape: like.shape.clone() }), &[sum]);
+    if leading > 0 {
+        sum = out.emit(Op::Reshape(Reshape { shape: target.shape.clone() }), &[sum]);
     }
     sum
 }
@@ -119,11 +119,11 @@ pub fn check_sizes(op: &str, shape: &[Dim]) -> Result<(), FactError> {
 }
 
 /// For every element of `out`, in order, the index of the operand's element that is broadcast to it.
-pub fn stretched(shape: &[usize], out: &[usize]) -> impl Iterator<Item = usize> + use<> {
-    let added = out.len() - shape.len();
-    let own = strides(shape);
+pub fn broadcast_indices(shape: &[usize], out: &[usize]) -> impl Iterator<Item = usize> + use<> {
+    let leading = out.len() - shape.len();
+    let own_strides = strides(shape);
     let steps: Vec<isize> = (0..out.len())
-        .map(|axis| if axis < added || shape[axis - added] == 1 { 0 } else { own[axis - added] as isize })
+        .map(|axis| if axis < leading || shape[axis - leading] == 1 { 0 } else { own_strides[axis - leading] as isize })
         .collect();
     walk(0, &steps, out)
 }
@@ -154,9 +154,9 @@ fn fill(bytes: &mut [u8], element: &[u8]) {
     let mut filled = element.len().min(bytes.len());
     bytes[..filled].copy_from_slice(&element[..filled]);
     while filled < bytes.len() {
-        let more = filled.min(bytes.len() - filled);
-        bytes.copy_within(..more, filled);
-        filled += more;
+        let step = filled.min(bytes.len() - filled);
+        bytes.copy_within(..step, filled);
+        filled += step;
     }
 }
 

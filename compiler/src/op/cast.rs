@@ -14,22 +14,22 @@ impl OpRule for Cast {
     }
 
     // dx = dy cast to the element type of x; integers have no gradient
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let to = out.fact(at.inputs[0]).dtype;
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let to = out.fact(context.inputs[0]).dtype;
         if !to.is_float() || !self.to.is_float() {
             return vec![None];
         }
-        vec![Some(out.emit(Op::Cast(Cast { to }), &[at.dy()]))]
+        vec![Some(out.emit(Op::Cast(Cast { to }), &[context.dy()]))]
     }
 
     // Partial sums may be widened; narrowing would round each term before the sum.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        let mut ways = elementwise(inputs, &outputs[0]);
+        let mut strategies = elementwise(inputs, &outputs[0]);
         let (from, to) = (inputs[0].dtype, self.to);
         if from.is_float() && to.is_float() && to.size() > from.size() {
-            ways.push(Strategy::linear(&[true], 1));
+            strategies.push(Strategy::linear(&[true], 1));
         }
-        ways
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -51,7 +51,7 @@ pub fn samples() -> Vec<Sample> {
         differentiate: if x.dtype().is_float() && to == DType::F64 { vec![0] } else { vec![] },
         inputs: vec![x],
     };
-    let mut all = vec![
+    let mut list = vec![
         sample("a scalar", Tensor::from_f32(&[], &[2.5]), DType::F64),
         sample("wider", floats(), DType::F64),
         sample("floats truncate", floats(), DType::I64),
@@ -63,10 +63,10 @@ pub fn samples() -> Vec<Sample> {
         sample("the 64th bit", Tensor::from_i64(&[1], &[-1]).cast(DType::U64), DType::F32),
         sample("nothing", Tensor::zeros(DType::F32, &[0]), DType::I32),
     ];
-    all.extend([DType::F32, DType::F16, DType::Bf16].map(|to| sample("between floats", floats(), to)));
+    list.extend([DType::F32, DType::F16, DType::Bf16].map(|to| sample("between floats", floats(), to)));
     let bytes = integers().cast(DType::U8);
-    all.extend([DType::I8, DType::I16, DType::I32, DType::U64].map(|to| sample("from bytes", bytes.clone(), to)));
-    all
+    list.extend([DType::I8, DType::I16, DType::I32, DType::U64].map(|to| sample("from bytes", bytes.clone(), to)));
+    list
 }
 
 #[cfg(test)]

@@ -65,7 +65,7 @@ macro_rules! collective {
 
             // Local memory traffic only; communication is costed separately.
             fn cost(&self, _: &[&Fact], outputs: &[Fact]) -> Cost {
-                Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) }
+                Cost { flops: 0.0, bytes: 2.0 * moved_bytes(&[], outputs) }
             }
 
             fn takes_gradient(&self, _: usize) -> bool {
@@ -98,15 +98,15 @@ collective!(Shard, "shard", |op, x| part(x, op.cut, op.devices));
 
 /// The results of a collective on every device, from all inputs in rank order; `None` for other ops.
 pub fn meet(op: &Op, parts: &[Tensor]) -> Option<Vec<Tensor>> {
-    (0..parts.len()).map(|device| met(op, parts, device)).collect()
+    (0..parts.len()).map(|device| run_together(op, parts, device)).collect()
 }
 
-pub fn met(op: &Op, parts: &[Tensor], device: usize) -> Option<Tensor> {
+pub fn run_together(op: &Op, parts: &[Tensor], device: usize) -> Option<Tensor> {
     Some(match op {
         Op::AllReduce(o) => reduce_terms(o.kind, parts),
         Op::ReduceScatter(o) => {
-            let own: Vec<Tensor> = parts.iter().map(|term| part_of(term, o.cut, parts.len(), device)).collect();
-            reduce_terms(ReduceKind::Sum, &own)
+            let shards: Vec<Tensor> = parts.iter().map(|term| part_of(term, o.cut, parts.len(), device)).collect();
+            reduce_terms(ReduceKind::Sum, &shards)
         }
         Op::AllGather(o) => whole_of(parts, o.cut),
         Op::AllToAll(o) => part_of(&whole_of(parts, o.from), o.to, parts.len(), device),
@@ -139,9 +139,9 @@ fn reduce_terms(kind: ReduceKind, parts: &[Tensor]) -> Tensor {
 
 /// This device's rank in the group, as an `i64` scalar.
 pub(in crate::op) fn device(out: &mut dyn Emit, devices: usize) -> Value {
-    let all = out.emit(Op::Iota(Iota { fact: Fact::of(DType::I64, &[devices]), axis: 0 }), &[]);
-    let own = out.emit(Op::Shard(Shard { cut: SplitDim { axis: 0, blocks: 1 }, devices }), &[all]);
-    out.emit(Op::Reshape(Reshape { shape: vec![] }), &[own])
+    let ranks = out.emit(Op::Iota(Iota { fact: Fact::of(DType::I64, &[devices]), axis: 0 }), &[]);
+    let rank = out.emit(Op::Shard(Shard { cut: SplitDim { axis: 0, blocks: 1 }, devices }), &[ranks]);
+    out.emit(Op::Reshape(Reshape { shape: vec![] }), &[rank])
 }
 
 /// Test cases for a group of one; larger groups have separate tests.
@@ -167,7 +167,7 @@ mod tests {
         [Tensor::from_f32(&[2, 2], &[1., 2., 3., 4.]), Tensor::from_f32(&[2, 2], &[10., 20., 30., 40.])]
     }
 
-    fn met(op: Op) -> Vec<Vec<f64>> {
+    fn run_together(op: Op) -> Vec<Vec<f64>> {
         meet(&op, &parts()).unwrap().iter().map(Tensor::to_f64).collect()
     }
 
@@ -176,15 +176,15 @@ mod tests {
         let (rows, columns) = (SplitDim { axis: 0, blocks: 1 }, SplitDim { axis: 1, blocks: 1 });
         let devices = 2;
         let sum = [11., 22., 33., 44.];
-        assert_eq!(met(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices })), [sum, sum]);
-        let most = [10., 20., 30., 40.];
-        assert_eq!(met(Op::AllReduce(AllReduce { kind: ReduceKind::Max, devices })), [most, most]);
-        assert_eq!(met(Op::ReduceScatter(ReduceScatter { cut: rows, devices })), [[11., 22.], [33., 44.]]);
-        let all = [1., 2., 10., 20., 3., 4., 30., 40.];
-        assert_eq!(met(Op::AllGather(AllGather { cut: columns, devices })), [all, all]);
+        assert_eq!(run_together(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices })), [sum, sum]);
+        let maxima = [10., 20., 30., 40.];
+        assert_eq!(run_together(Op::AllReduce(AllReduce { kind: ReduceKind::Max, devices })), [maxima, maxima]);
+        assert_eq!(run_together(Op::ReduceScatter(ReduceScatter { cut: rows, devices })), [[11., 22.], [33., 44.]]);
+        let gathered = [1., 2., 10., 20., 3., 4., 30., 40.];
+        assert_eq!(run_together(Op::AllGather(AllGather { cut: columns, devices })), [gathered, gathered]);
         let swapped = [[1., 2., 10., 20.], [3., 4., 30., 40.]];
-        assert_eq!(met(Op::AllToAll(AllToAll { from: columns, to: rows, devices })), swapped);
-        assert_eq!(met(Op::Shard(Shard { cut: columns, devices })), [[1., 3.], [20., 40.]]);
+        assert_eq!(run_together(Op::AllToAll(AllToAll { from: columns, to: rows, devices })), swapped);
+        assert_eq!(run_together(Op::Shard(Shard { cut: columns, devices })), [[1., 3.], [20., 40.]]);
     }
 
     #[test]
@@ -194,8 +194,8 @@ mod tests {
         let cut = |axis, blocks| SplitDim { axis, blocks };
         assert_eq!(infer(Op::Shard(Shard { cut: cut(1, 3), devices: 2 })).unwrap(), "f32[4, 3]");
         assert_eq!(infer(Op::AllGather(AllGather { cut: cut(0, 1), devices: 4 })).unwrap(), "f32[16, 6]");
-        let turned = AllToAll { from: cut(0, 1), to: cut(1, 1), devices: 2 };
-        assert_eq!(infer(Op::AllToAll(turned)).unwrap(), "f32[8, 3]");
+        let exchanged = AllToAll { from: cut(0, 1), to: cut(1, 1), devices: 2 };
+        assert_eq!(infer(Op::AllToAll(exchanged)).unwrap(), "f32[8, 3]");
         assert!(infer(Op::Shard(Shard { cut: cut(1, 1), devices: 4 })).is_err());
         assert!(infer(Op::Shard(Shard { cut: cut(2, 1), devices: 2 })).is_err());
         assert!(infer(Op::AllReduce(AllReduce { kind: ReduceKind::Mean, devices: 2 })).is_err());

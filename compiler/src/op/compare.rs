@@ -1,6 +1,6 @@
 //! Elementwise comparisons, broadcasting.
 
-use super::broadcast::{broadcast_shapes, stretched};
+use super::broadcast::{broadcast_indices, broadcast_shapes};
 use super::*;
 use crate::op::sharding::elementwise;
 
@@ -28,13 +28,13 @@ impl OpRule for Compare {
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (a, b, y) = (&inputs[0], &inputs[1], &mut outputs[0]);
-        for (i, (ia, ib)) in stretched(a.shape, y.shape).zip(stretched(b.shape, y.shape)).enumerate() {
-            let truth = match a.dtype {
+        for (i, (ia, ib)) in broadcast_indices(a.shape, y.shape).zip(broadcast_indices(b.shape, y.shape)).enumerate() {
+            let result = match a.dtype {
                 d if d.is_float() => holds(*self, &a.f64(ia), &b.f64(ib)),
                 DType::U64 => holds(*self, &(a.i64(ia) as u64), &(b.i64(ib) as u64)),
                 _ => holds(*self, &a.i64(ia), &b.i64(ib)),
             };
-            y.set_bool(i, truth);
+            y.set_bool(i, result);
         }
         Ok(())
     }
@@ -60,26 +60,31 @@ pub fn samples() -> Vec<Sample> {
         let bytes = [u64::MAX, 3].map(u64::to_le_bytes).concat();
         Tensor::new(DType::U64, vec![2], bytes.into()).expect("two numbers of eight bytes")
     };
-    let mut all = Vec::new();
+    let mut list = Vec::new();
     for op in [Compare::Equal, Compare::Less, Compare::LessEqual] {
         let a = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, -1.0, f32::NAN, f32::INFINITY]);
-        all.push(sample("floats", op, a(), Tensor::from_f32(&[2, 3], &[1.0, 3.0, 2.0, -2.0, f32::NAN, f32::INFINITY])));
-        all.push(sample("a row", op, a(), Tensor::from_f32(&[3], &[1.0, 1.5, 4.0])));
-        all.push(sample("a scalar on the left", op, Tensor::from_f32(&[], &[1.0]), a()));
+        list.push(sample(
+            "floats",
+            op,
+            a(),
+            Tensor::from_f32(&[2, 3], &[1.0, 3.0, 2.0, -2.0, f32::NAN, f32::INFINITY]),
+        ));
+        list.push(sample("a row", op, a(), Tensor::from_f32(&[3], &[1.0, 1.5, 4.0])));
+        list.push(sample("a scalar on the left", op, Tensor::from_f32(&[], &[1.0]), a()));
         // Neighbours that are equal as f64.
-        let (near, next) = (i64::MAX - 1, i64::MAX);
-        all.push(sample("integers", op, Tensor::from_i64(&[2], &[near, -3]), Tensor::from_i64(&[2], &[next, -3])));
-        all.push(sample("unsigned", op, large(), Tensor::from_i64(&[2], &[1, 3]).cast(DType::U64)));
+        let (below_max, max) = (i64::MAX - 1, i64::MAX);
+        list.push(sample("integers", op, Tensor::from_i64(&[2], &[below_max, -3]), Tensor::from_i64(&[2], &[max, -3])));
+        list.push(sample("unsigned", op, large(), Tensor::from_i64(&[2], &[1, 3]).cast(DType::U64)));
         let bytes = |v: &[i64]| Tensor::from_i64(&[v.len()], v).cast(DType::U8);
-        all.push(sample("bytes", op, bytes(&[200, 7, 0]), bytes(&[100, 7, 1])));
-        all.push(sample(
+        list.push(sample("bytes", op, bytes(&[200, 7, 0]), bytes(&[100, 7, 1])));
+        list.push(sample(
             "booleans",
             op,
             Tensor::from_bool(&[2, 1], &[true, false]),
             Tensor::from_bool(&[2], &[true, false]),
         ));
     }
-    all
+    list
 }
 
 #[cfg(test)]
@@ -88,14 +93,14 @@ mod tests {
 
     #[test]
     fn numbers_compare_exactly_in_every_type() {
-        let less = |a: Tensor, b: Tensor| {
+        let is_less = |a: Tensor, b: Tensor| {
             let mut bytes = vec![9];
             Compare::Less.reference(&[a.view(), b.view()], &mut [ViewMut::new(DType::Bool, &[1], &mut bytes)]).unwrap();
             bytes[0] == 1
         };
-        assert!(less(Tensor::from_i64(&[1], &[i64::MAX - 1]), Tensor::from_i64(&[1], &[i64::MAX])));
+        assert!(is_less(Tensor::from_i64(&[1], &[i64::MAX - 1]), Tensor::from_i64(&[1], &[i64::MAX])));
         let huge = Tensor::new(DType::U64, vec![1], u64::MAX.to_le_bytes().to_vec().into()).unwrap();
-        assert!(!less(huge.clone(), Tensor::from_i64(&[1], &[1]).cast(DType::U64)));
-        assert!(!less(Tensor::from_f32(&[1], &[f32::NAN]), Tensor::from_f32(&[1], &[1.0])));
+        assert!(!is_less(huge.clone(), Tensor::from_i64(&[1], &[1]).cast(DType::U64)));
+        assert!(!is_less(Tensor::from_f32(&[1], &[f32::NAN]), Tensor::from_f32(&[1], &[1.0])));
     }
 }

@@ -9,12 +9,12 @@ impl OpRule for Concat {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let Some((first, rest)) = inputs.split_first() else { return Err(FactError::Arity { expected: 1, got: 0 }) };
+        let Some((first, others)) = inputs.split_first() else { return Err(FactError::Arity { expected: 1, got: 0 }) };
         if self.axis >= first.rank() {
             return Err(FactError::Axis { axis: self.axis, rank: first.rank() });
         }
         let mut y = (*first).clone();
-        for x in rest {
+        for x in others {
             if x.dtype != y.dtype {
                 let expected = format!("{}, as the first", y.dtype);
                 return Err(FactError::DType { what: "an input", expected, got: x.dtype });
@@ -34,19 +34,19 @@ impl OpRule for Concat {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+        Cost { flops: 0.0, bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx_i = its slice of dy
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let dy = at.dy();
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let dy = context.dy();
         let y = out.fact(dy);
         if !y.dtype.is_float() {
-            return vec![None; at.inputs.len()];
+            return vec![None; context.inputs.len()];
         }
         let mut offset = Dim::Known(0);
         let mut gradients = Vec::new();
-        for (&input, wanted) in at.inputs.iter().zip(at.wanted) {
+        for (&input, wanted) in context.inputs.iter().zip(context.wanted) {
             let x = out.fact(input);
             let next = offset.add(&x.shape[self.axis]).expect("infer has added up the same dims");
             gradients.push(wanted.then(|| {
@@ -64,22 +64,22 @@ impl OpRule for Concat {
     // Any other axis; along the concatenated axis, inputs of equal size, each of which becomes a block.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
         let count = inputs.len();
-        let mut ways: Vec<Strategy> = (0..outputs[0].rank())
+        let mut strategies: Vec<Strategy> = (0..outputs[0].rank())
             .filter(|axis| *axis != self.axis)
             .map(|axis| Strategy::along(&vec![Some(axis); count], &[Some(axis)]))
             .collect();
-        let own = inputs[0].shape[self.axis].clone();
-        if let (Some(size), true) = (own.known(), inputs.iter().all(|x| x.shape[self.axis] == own)) {
-            let several = group.blocks.get(&(size as usize)).into_iter().flatten().copied();
-            ways.extend(several.chain([1]).map(|blocks| Strategy {
+        let part_size = inputs[0].shape[self.axis].clone();
+        if let (Some(size), true) = (part_size.known(), inputs.iter().all(|x| x.shape[self.axis] == part_size)) {
+            let block_counts = group.blocks.get(&(size as usize)).into_iter().flatten().copied();
+            strategies.extend(block_counts.chain([1]).map(|blocks| Strategy {
                 inputs: vec![Sharding::Split(SplitDim { axis: self.axis, blocks }); count],
                 outputs: vec![Sharding::Split(SplitDim { axis: self.axis, blocks: blocks * count })],
                 local: sharding::Local::Same,
                 any_order: false,
             }));
         }
-        ways.push(Strategy::linear(&vec![true; count], 1));
-        ways
+        strategies.push(Strategy::linear(&vec![true; count], 1));
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

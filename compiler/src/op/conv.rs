@@ -17,7 +17,7 @@ impl OpRule for Conv {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, w] = two(inputs, ["the input", "the weight"])?;
+        let [x, w] = check_operands(inputs, ["the input", "the weight"])?;
         let kernel = known_kernel(w)?;
         check_groups(self.groups, "output", &w.shape[0])?;
         let channels = w.shape[1].mul(&number("group count", self.groups)?)?;
@@ -36,21 +36,21 @@ impl OpRule for Conv {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: flops(&outputs[0], inputs[1]), bytes: moved(inputs, outputs) }
+        Cost { flops: flops(&outputs[0], inputs[1]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = ConvInputGrad(dy, w), dw = ConvWeightGrad(dy, x)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (x, w, dy) = (at.inputs[0], at.inputs[1], at.dy());
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (x, w, dy) = (context.inputs[0], context.inputs[1], context.dy());
         let (window, groups) = (&self.window, self.groups);
-        let dx = at.wanted[0].then(|| input_grad(out, window, groups, dy, w, x));
-        let dw = at.wanted[1].then(|| weight_grad(out, window, groups, dy, x, w));
+        let dx = context.wanted[0].then(|| input_grad(out, window, groups, dy, w, x));
+        let dw = context.wanted[1].then(|| weight_grad(out, window, groups, dy, x, w));
         vec![dx, dw]
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], group: &Group) -> Vec<Strategy> {
         let divided = |groups| Op::Conv(Conv { groups, ..self.clone() });
-        ways([DATA, FILTERS], RESULT, (self.groups, group), divided)
+        list_strategies([DATA, FILTERS], RESULT, (self.groups, group), divided)
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -59,34 +59,34 @@ impl OpRule for Conv {
         each_product(&self.window, x.shape, w.shape, y.shape, |x_at, w_at, y_at| {
             sums[y_at] += x.f64(x_at) * w.f64(w_at);
         });
-        write(y, &sums);
+        write_values(y, &sums);
         Ok(())
     }
 }
 
-/// Emits the gradient for an input with the shape of `like`.
+/// Emits the gradient for an input with the shape of `target`.
 pub(in crate::op) fn input_grad(
     out: &mut dyn Emit,
     window: &Window,
     groups: usize,
     dy: Value,
     w: Value,
-    like: Value,
+    target: Value,
 ) -> Value {
-    let spatial = out.fact(like).shape[2..].to_vec();
+    let spatial = out.fact(target).shape[2..].to_vec();
     out.emit(Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial }), &[dy, w])
 }
 
-/// Emits the gradient for a weight with the shape of `like`.
+/// Emits the gradient for a weight with the shape of `target`.
 pub(in crate::op) fn weight_grad(
     out: &mut dyn Emit,
     window: &Window,
     groups: usize,
     dy: Value,
     x: Value,
-    like: Value,
+    target: Value,
 ) -> Value {
-    let shape = out.fact(like).shape;
+    let shape = out.fact(target).shape;
     let kernel = shape[2..]
         .iter()
         .map(|k| k.known().and_then(|k| usize::try_from(k).ok()).expect("infer only accepts kernels of known size"))
@@ -95,7 +95,10 @@ pub(in crate::op) fn weight_grad(
 }
 
 /// Checks both inputs: floats of one type, one rank, one to three spatial axes.
-pub(in crate::op) fn two<'a>(inputs: &[&'a Fact], names: [&'static str; 2]) -> Result<[&'a Fact; 2], FactError> {
+pub(in crate::op) fn check_operands<'a>(
+    inputs: &[&'a Fact],
+    names: [&'static str; 2],
+) -> Result<[&'a Fact; 2], FactError> {
     let &[a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
     for (fact, what) in [a, b].into_iter().zip(names) {
         if !fact.dtype.is_float() {
@@ -180,7 +183,7 @@ pub(in crate::op) fn each_product(
     }
 }
 
-pub(in crate::op) fn write(to: &mut ViewMut<'_>, values: &[f64]) {
+pub(in crate::op) fn write_values(to: &mut ViewMut<'_>, values: &[f64]) {
     for (i, &v) in values.iter().enumerate() {
         to.set_f64(i, v);
     }
@@ -224,9 +227,9 @@ pub(super) const RESULT: usize = 2;
 
 /// Sharding strategies of a convolution or one of its gradients: batch, output channels, input channels, or whole
 /// groups. For the latter each device runs the op `divided`.
-pub(super) fn ways(
+pub(super) fn list_strategies(
     [left, right]: [usize; 2],
-    made: usize,
+    result: usize,
     (groups, group): (usize, &Group),
     divided: impl FnOnce(usize) -> Op,
 ) -> Vec<Strategy> {
@@ -234,23 +237,23 @@ pub(super) fn ways(
     let batch = [Some(0), None, Some(0)];
     let (outs, ins) = ([None, Some(0), Some(1)], [Some(1), Some(1), None]);
     let whole_groups = [Some(1), Some(0), Some(1)];
-    let along = |axes: [Option<usize>; 3]| Strategy::along(&[axes[left], axes[right]], &[axes[made]]);
-    let mut ways = vec![along(batch)];
+    let split = |axes: [Option<usize>; 3]| Strategy::along(&[axes[left], axes[right]], &[axes[result]]);
+    let mut strategies = vec![split(batch)];
     match (groups, groups % group.devices) {
         (1, _) => {
             // Strategies with partial sums come last.
             let mut channels = [outs, ins];
-            channels.sort_by_key(|axes| axes[made].is_none());
-            ways.extend(channels.map(along));
+            channels.sort_by_key(|axes| axes[result].is_none());
+            strategies.extend(channels.map(split));
         }
         (_, 0) => {
-            let own = along(whole_groups).sized(divided(groups / group.devices));
-            ways.push(Strategy { any_order: false, ..own });
+            let by_groups = split(whole_groups).sized(divided(groups / group.devices));
+            strategies.push(Strategy { any_order: false, ..by_groups });
         }
         _ => {}
     }
-    ways.extend([[true, false], [false, true]].map(|terms| Strategy::linear(&terms, 1)));
-    ways
+    strategies.extend([[true, false], [false, true]].map(|terms| Strategy::linear(&terms, 1)));
+    strategies
 }
 
 pub fn samples() -> Vec<Sample> {

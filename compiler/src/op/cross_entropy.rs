@@ -15,7 +15,7 @@
 
 mod parts;
 
-use super::layer_norm::same;
+use super::layer_norm::check_same;
 use super::sample::{ramp, run};
 use super::softmax::{max_and_sum, rows};
 use super::*;
@@ -47,14 +47,14 @@ impl OpRule for CrossEntropy {
 
     // Per logit: a comparison, a difference, an exponential (16 flops, as in `unary`) and an addition.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 19.0 * elements(inputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: 19.0 * elements(inputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // dlogits = CrossEntropyGrad(dloss, logits, target, lse)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (Some(dloss), true) = (at.d_outputs[0], at.wanted[0]) else { return vec![None; 2] };
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (Some(dloss), true) = (context.d_outputs[0], context.wanted[0]) else { return vec![None; 2] };
         let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis: self.axis, ignore: self.ignore, wide: self.wide });
-        vec![Some(out.emit(grad, &[dloss, at.inputs[0], at.inputs[1], at.outputs[1]])), None]
+        vec![Some(out.emit(grad, &[dloss, context.inputs[0], context.inputs[1], context.outputs[1]])), None]
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -69,14 +69,18 @@ impl OpRule for CrossEntropy {
             let row = Some(axis - (axis > self.axis) as usize);
             Strategy::along(&[Some(axis), row], &[None, row]).written()
         };
-        let mut ways: Vec<Strategy> = (0..logits.rank()).filter(|axis| *axis != self.axis).map(rows).collect();
+        let mut strategies: Vec<Strategy> = (0..logits.rank()).filter(|axis| *axis != self.axis).map(rows).collect();
         let outputs = vec![Sharding::Partial, Sharding::Replicated];
-        ways.push(Strategy { outputs, ..Strategy::along(&[Some(self.axis), None], &[None; 2]).written() });
-        ways
+        strategies.push(Strategy { outputs, ..Strategy::along(&[Some(self.axis), None], &[None; 2]).written() });
+        strategies
     }
 
-    fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        if strategy.outputs[1] == Sharding::Replicated { self.by_classes(at, out) } else { self.by_rows(at, out) }
+    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        if strategy.outputs[1] == Sharding::Replicated {
+            self.by_classes(context, out)
+        } else {
+            self.by_rows(context, out)
+        }
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -107,14 +111,14 @@ impl OpRule for CrossEntropyGrad {
             return Err(FactError::Arity { expected: 4, got: inputs.len() });
         };
         let expected = check(logits, target, self.axis, self.wide)?;
-        same("the gradient of the loss", dloss, "the loss", &Fact::new(expected.dtype, vec![]))?;
-        same("the log-sum-exp", lse, "one value a target", &expected)?;
+        check_same("the gradient of the loss", dloss, "the loss", &Fact::new(expected.dtype, vec![]))?;
+        check_same("the log-sum-exp", lse, "one value a target", &expected)?;
         Ok(vec![(*logits).clone()])
     }
 
     // Per logit: a difference, an exponential (16 flops, as in `unary`), a difference and a product.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 19.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: 19.0 * elements(&outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // No second-order gradient, as for the normalisations.
@@ -129,15 +133,15 @@ impl OpRule for CrossEntropyGrad {
             let row = Some(axis - (axis > self.axis) as usize);
             Strategy::along(&[None, Some(axis), row, row], &[Some(axis)]).written()
         };
-        let mut ways: Vec<Strategy> = (0..logits.rank()).filter(|axis| *axis != self.axis).map(rows).collect();
-        ways.push(Strategy::along(&[None, Some(self.axis), None, None], &[Some(self.axis)]).written());
-        ways.push(Strategy::linear(&[true, false, false, false], 1));
-        ways
+        let mut strategies: Vec<Strategy> = (0..logits.rank()).filter(|axis| *axis != self.axis).map(rows).collect();
+        strategies.push(Strategy::along(&[None, Some(self.axis), None, None], &[Some(self.axis)]).written());
+        strategies.push(Strategy::linear(&[true, false, false, false], 1));
+        strategies
     }
 
-    fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let classes = matches!(strategy.inputs[1], Sharding::Split(cut) if cut.axis == self.axis);
-        if classes { self.by_classes(at, out) } else { self.by_rows(at, out) }
+        if classes { self.by_classes(context, out) } else { self.by_rows(context, out) }
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -148,13 +152,13 @@ impl OpRule for CrossEntropyGrad {
         for i in 0..target.len() {
             count += class(target, i, classes, self.ignore)?.is_some() as usize;
         }
-        let each = dloss.f64(0) / count as f64;
+        let row_gradient = dloss.f64(0) / count as f64;
         for (i, row) in rows(logits.shape, self.axis).enumerate() {
             let target = class(target, i, classes, self.ignore)?;
             for (k, at) in row.into_iter().enumerate() {
-                let hit = (target == Some(k)) as u8 as f64;
-                let slope = (logits.f64(at) - lse.f64(i)).exp() - hit;
-                dlogits.set_f64(at, if target.is_some() { each * slope } else { 0.0 });
+                let indicator = (target == Some(k)) as u8 as f64;
+                let slope = (logits.f64(at) - lse.f64(i)).exp() - indicator;
+                dlogits.set_f64(at, if target.is_some() { row_gradient * slope } else { 0.0 });
             }
         }
         Ok(())
@@ -174,7 +178,7 @@ fn check(logits: &Fact, target: &Fact, axis: usize, wide: bool) -> Result<Fact, 
     let mut shape = logits.shape.clone();
     shape.remove(axis);
     let expected = Fact::new(target.dtype, shape.clone());
-    same("the target", target, "the logits without their classes", &expected)?;
+    check_same("the target", target, "the logits without their classes", &expected)?;
     Ok(Fact::new(if wide && logits.dtype.size() == 2 { DType::F32 } else { logits.dtype }, shape))
 }
 
@@ -203,7 +207,7 @@ pub fn samples() -> Vec<Sample> {
         ("large logits", 1, None, large, labels(&[2], &[2, 0])),
         ("one row without a batch", 0, None, ramp(&[6], 6), labels(&[], &[3])),
     ];
-    let both = |(title, axis, ignore, logits, target): (_, usize, Option<i64>, Tensor, Tensor)| {
+    let with_gradient = |(title, axis, ignore, logits, target): (_, usize, Option<i64>, Tensor, Tensor)| {
         let forward = CrossEntropy::new(axis, ignore);
         let inputs = vec![logits.clone(), target.clone()];
         let lse = run(&forward, &inputs).remove(1);
@@ -216,7 +220,7 @@ pub fn samples() -> Vec<Sample> {
             Sample { title, op: grad, inputs: vec![dloss, logits, target, lse], differentiate: vec![] },
         ]
     };
-    cases.into_iter().flat_map(both).collect()
+    cases.into_iter().flat_map(with_gradient).collect()
 }
 
 #[cfg(test)]

@@ -21,12 +21,12 @@ impl OpRule for Cumulative {
     }
 
     // dx is the cumulative sum of dy in the other direction.
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(at.inputs[0]).dtype.is_float() || self.kind == CumulativeKind::Prod {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(context.inputs[0]).dtype.is_float() || self.kind == CumulativeKind::Prod {
             return vec![None];
         }
-        let back = Cumulative { reverse: !self.reverse, ..*self };
-        vec![Some(out.emit(Op::Cumulative(back), &[at.dy()]))]
+        let opposite = Cumulative { reverse: !self.reverse, ..*self };
+        vec![Some(out.emit(Op::Cumulative(opposite), &[context.dy()]))]
     }
 
     fn takes_gradient(&self, _: usize) -> bool {
@@ -34,11 +34,11 @@ impl OpRule for Cumulative {
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        let mut ways = sharding::all_but(inputs[0], &[self.axis], outputs.len());
+        let mut strategies = sharding::all_but(inputs[0], &[self.axis], outputs.len());
         if self.kind == CumulativeKind::Sum {
-            ways.push(Strategy::linear(&[true], 1));
+            strategies.push(Strategy::linear(&[true], 1));
         }
-        ways
+        strategies
     }
 
     // Floats accumulate in f64 and round on each write; integers wrap.
@@ -55,16 +55,16 @@ impl OpRule for Cumulative {
             if x.dtype.is_float() {
                 let start = if self.kind == CumulativeKind::Sum { 0.0 } else { 1.0 };
                 row.iter().fold(start, |before, &i| {
-                    let joined = binary::apply(op, before, x.f64(i));
-                    y.set_f64(i, if self.exclusive { before } else { joined });
-                    joined
+                    let accumulated = binary::apply(op, before, x.f64(i));
+                    y.set_f64(i, if self.exclusive { before } else { accumulated });
+                    accumulated
                 });
             } else {
                 let start = if self.kind == CumulativeKind::Sum { 0 } else { 1 };
                 row.iter().fold(start, |before, &i| {
-                    let joined = binary::apply_i64(op, before, x.i64(i));
-                    y.set_i64(i, if self.exclusive { before } else { joined });
-                    joined
+                    let accumulated = binary::apply_i64(op, before, x.i64(i));
+                    y.set_i64(i, if self.exclusive { before } else { accumulated });
+                    accumulated
                 });
             }
         }
@@ -79,12 +79,12 @@ pub fn samples() -> Vec<Sample> {
         differentiate: if x.dtype().is_float() && kind == CumulativeKind::Sum { vec![0] } else { vec![] },
         inputs: vec![x],
     };
-    let mut all = Vec::new();
+    let mut list = Vec::new();
     for kind in [CumulativeKind::Sum, CumulativeKind::Prod] {
         for (exclusive, reverse) in [(false, false), (true, false), (false, true), (true, true)] {
-            all.push(sample("the last axis", kind, 1, exclusive, reverse, ramp(&[3, 4], 1)));
-            all.push(sample("the middle axis", kind, 1, exclusive, reverse, ramp(&[2, 3, 2], 2)));
-            all.push(sample(
+            list.push(sample("the last axis", kind, 1, exclusive, reverse, ramp(&[3, 4], 1)));
+            list.push(sample("the middle axis", kind, 1, exclusive, reverse, ramp(&[2, 3, 2], 2)));
+            list.push(sample(
                 "bytes",
                 kind,
                 0,
@@ -93,10 +93,10 @@ pub fn samples() -> Vec<Sample> {
                 Tensor::from_i64(&[3], &[200, 3, 9]).cast(DType::U8),
             ));
         }
-        all.push(sample("integers", kind, 0, false, false, Tensor::from_i64(&[3], &[i64::MAX, 2, -3])));
-        all.push(sample("nothing", kind, 1, true, false, Tensor::zeros(DType::F32, &[2, 0])));
+        list.push(sample("integers", kind, 0, false, false, Tensor::from_i64(&[3], &[i64::MAX, 2, -3])));
+        list.push(sample("nothing", kind, 1, true, false, Tensor::zeros(DType::F32, &[2, 0])));
     }
-    all
+    list
 }
 
 #[cfg(test)]
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
     use crate::op::sample::run;
 
-    fn joined(kind: CumulativeKind, exclusive: bool, reverse: bool) -> Vec<i64> {
+    fn accumulate(kind: CumulativeKind, exclusive: bool, reverse: bool) -> Vec<i64> {
         let op = Cumulative { kind, axis: 0, exclusive, reverse };
         run(&op, &[Tensor::from_i64(&[4], &[1, 2, 3, 4])])[0].to_i64()
     }
@@ -112,12 +112,12 @@ mod tests {
     #[test]
     fn all_that_came_before() {
         use CumulativeKind::{Prod, Sum};
-        assert_eq!(joined(Sum, false, false), [1, 3, 6, 10]);
-        assert_eq!(joined(Sum, true, false), [0, 1, 3, 6]);
-        assert_eq!(joined(Sum, false, true), [10, 9, 7, 4]);
-        assert_eq!(joined(Sum, true, true), [9, 7, 4, 0]);
-        assert_eq!(joined(Prod, false, false), [1, 2, 6, 24]);
-        assert_eq!(joined(Prod, true, true), [24, 12, 4, 1]);
+        assert_eq!(accumulate(Sum, false, false), [1, 3, 6, 10]);
+        assert_eq!(accumulate(Sum, true, false), [0, 1, 3, 6]);
+        assert_eq!(accumulate(Sum, false, true), [10, 9, 7, 4]);
+        assert_eq!(accumulate(Sum, true, true), [9, 7, 4, 0]);
+        assert_eq!(accumulate(Prod, false, false), [1, 2, 6, 24]);
+        assert_eq!(accumulate(Prod, true, true), [24, 12, 4, 1]);
     }
 
     #[test]

@@ -37,10 +37,9 @@ impl Mask {
 }
 
 impl Dropout {
-    /// The mask for a counter.
     pub fn mask(&self, counter: i64) -> Mask {
-        let least = (self.ratio * (1u64 << 53) as f64) as u64;
-        Mask { key: mix(mix(self.stream) ^ counter as u64), least }
+        let threshold = (self.ratio * (1u64 << 53) as f64) as u64;
+        Mask { key: mix(mix(self.stream) ^ counter as u64), least: threshold }
     }
 
     /// The scale of kept elements; 0 if none is kept.
@@ -62,27 +61,27 @@ impl OpRule for Dropout {
         if !x.dtype.is_float() {
             return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
         }
-        layer_norm::same("the counter", counter, "a single index", &Fact::of(DType::I64, &[]))?;
+        layer_norm::check_same("the counter", counter, "a single index", &Fact::of(DType::I64, &[]))?;
         Ok(vec![(*x).clone()])
     }
 
     // dx is dy under the same mask.
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        vec![at.wanted[0].then(|| out.emit(Op::Dropout(*self), &[at.dy(), at.inputs[1]])), None]
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        vec![context.wanted[0].then(|| out.emit(Op::Dropout(*self), &[context.dy(), context.inputs[1]])), None]
     }
 
     // Any axis: each device computes the mask of its shard.
     fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let along = |axis| Strategy::along(&[Some(axis), None], &[Some(axis)]).written();
-        (0..inputs[0].rank()).map(along).chain([Strategy::linear(&[true, false], 1)]).collect()
+        let split = |axis| Strategy::along(&[Some(axis), None], &[Some(axis)]).written();
+        (0..inputs[0].rank()).map(split).chain([Strategy::linear(&[true, false], 1)]).collect()
     }
 
-    fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let [Sharding::Split(cut), _] = strategy.inputs[..] else { unreachable!("an axis of x is sharded") };
-        let own = out.fact(at.inputs[0]).concrete().expect("sizes are known under tensor parallelism");
-        let part = DropoutPart { whole: *self, run: own[cut.axis..].iter().product(), devices: at.devices };
-        let device = collective::device(out, at.devices);
-        vec![out.emit(Op::DropoutPart(part), &[at.inputs[0], at.inputs[1], device])]
+        let shape = out.fact(context.inputs[0]).concrete().expect("sizes are known under tensor parallelism");
+        let part = DropoutPart { whole: *self, run: shape[cut.axis..].iter().product(), devices: context.devices };
+        let device = collective::device(out, context.devices);
+        vec![out.emit(Op::DropoutPart(part), &[context.inputs[0], context.inputs[1], device])]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -112,14 +111,16 @@ impl OpRule for DropoutPart {
         if self.run == 0 || self.devices == 0 {
             return Err(FactError::Attribute("a part has devices, and runs of elements".into()));
         }
-        layer_norm::same("the device", device, "a single index", &Fact::of(DType::I64, &[]))?;
+        layer_norm::check_same("the device", device, "a single index", &Fact::of(DType::I64, &[]))?;
         self.whole.infer(&[*x, *counter])
     }
 
     // As for the full tensor.
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let dx = |out: &mut dyn Emit| out.emit(Op::DropoutPart(*self), &[at.dy(), at.inputs[1], at.inputs[2]]);
-        vec![at.wanted[0].then(|| dx(out)), None, None]
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let dx = |out: &mut dyn Emit| {
+            out.emit(Op::DropoutPart(*self), &[context.dy(), context.inputs[1], context.inputs[2]])
+        };
+        vec![context.wanted[0].then(|| dx(out)), None, None]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -128,8 +129,8 @@ impl OpRule for DropoutPart {
         let device = usize::try_from(index).ok().filter(|device| *device < self.devices);
         let device = device.ok_or(KernelError::Index { index, size: self.devices })?;
         for i in 0..inputs[0].len() {
-            let stays = mask.keeps(self.place(i, device));
-            outputs[0].set_f64(i, if stays { inputs[0].f64(i) * scale } else { 0.0 });
+            let is_kept = mask.keeps(self.place(i, device));
+            outputs[0].set_f64(i, if is_kept { inputs[0].f64(i) * scale } else { 0.0 });
         }
         Ok(())
     }
@@ -138,14 +139,15 @@ impl OpRule for DropoutPart {
 pub fn samples() -> Vec<Sample> {
     let counter = |value| Tensor::from_i64(&[], &[value]);
     let sample = |title, op, inputs| Sample { title, op, inputs, differentiate: vec![0] };
-    let whole = |ratio, stream| Dropout { ratio, stream };
-    let of = |title, ratio, stream, x, at| sample(title, Op::Dropout(whole(ratio, stream)), vec![x, counter(at)]);
-    let part = DropoutPart { whole: whole(0.4, 2), run: 6, devices: 3 };
+    let dropout = |ratio, stream| Dropout { ratio, stream };
+    let dropout_sample =
+        |title, ratio, stream, x, at| sample(title, Op::Dropout(dropout(ratio, stream)), vec![x, counter(at)]);
+    let part = DropoutPart { whole: dropout(0.4, 2), run: 6, devices: 3 };
     vec![
-        of("half", 0.5, 0, ramp(&[4, 6], 1), 7),
-        of("a tenth, another stream", 0.1, 3, ramp(&[2, 3, 5], 2), -1),
-        of("nothing", 0.0, 1, ramp(&[5], 3), 0),
-        of("everything", 1.0, u64::MAX, ramp(&[5], 3), i64::MIN),
+        dropout_sample("half", 0.5, 0, ramp(&[4, 6], 1), 7),
+        dropout_sample("a tenth, another stream", 0.1, 3, ramp(&[2, 3, 5], 2), -1),
+        dropout_sample("nothing", 0.0, 1, ramp(&[5], 3), 0),
+        dropout_sample("everything", 1.0, u64::MAX, ramp(&[5], 3), i64::MIN),
         sample("the second of three", Op::DropoutPart(part), vec![ramp(&[4, 2, 3], 4), counter(5), counter(1)]),
     ]
 }
@@ -155,7 +157,7 @@ mod tests {
     use super::sample::run;
     use super::*;
 
-    fn kept(ratio: f64, stream: u64, counter: i64) -> Vec<bool> {
+    fn keep_mask(ratio: f64, stream: u64, counter: i64) -> Vec<bool> {
         let inputs = [Tensor::from_f64(&[10_000], &[1.0; 10_000]), Tensor::from_i64(&[], &[counter])];
         let y = run(&Dropout { ratio, stream }, &inputs)[0].to_f64();
         assert!(y.iter().all(|v| *v == 0.0 || (v * (1.0 - ratio) - 1.0).abs() < 1e-12));
@@ -165,15 +167,15 @@ mod tests {
     #[test]
     fn masks_have_their_share_and_do_not_agree_by_chance() {
         let share = |mask: &[bool]| mask.iter().filter(|kept| **kept).count() as f64 / mask.len() as f64;
-        let one = kept(0.3, 0, 5);
+        let first = keep_mask(0.3, 0, 5);
         // Five standard deviations of a binomial of 10 000 draws are 0.023.
-        assert!((share(&one) - 0.7).abs() < 0.023);
+        assert!((share(&first) - 0.7).abs() < 0.023);
         for (stream, counter) in [(1, 5), (0, 6), (5, 0)] {
-            let other = kept(0.3, stream, counter);
-            let agree: Vec<bool> = one.iter().zip(&other).map(|(a, b)| a == b).collect();
-            assert!((share(&agree) - 0.58).abs() < 0.025, "stream {stream}, counter {counter}: {}", share(&agree));
+            let second = keep_mask(0.3, stream, counter);
+            let equal: Vec<bool> = first.iter().zip(&second).map(|(a, b)| a == b).collect();
+            assert!((share(&equal) - 0.58).abs() < 0.025, "stream {stream}, counter {counter}: {}", share(&equal));
         }
-        assert_eq!(one, kept(0.3, 0, 5));
+        assert_eq!(first, keep_mask(0.3, 0, 5));
     }
 
     #[test]

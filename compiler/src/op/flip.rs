@@ -17,21 +17,21 @@ impl OpRule for Flip {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+        Cost { flops: 0.0, bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = dy flipped back
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(at.inputs[0]).dtype.is_float() {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(context.inputs[0]).dtype.is_float() {
             return vec![None];
         }
-        vec![Some(out.emit(Op::Flip(self.clone()), &[at.dy()]))]
+        vec![Some(out.emit(Op::Flip(self.clone()), &[context.dy()]))]
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        let mut ways = sharding::all_but(inputs[0], &self.axes, outputs.len());
-        ways.push(Strategy::linear(&[true], outputs.len()));
-        ways
+        let mut strategies = sharding::all_but(inputs[0], &self.axes, outputs.len());
+        strategies.push(Strategy::linear(&[true], outputs.len()));
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

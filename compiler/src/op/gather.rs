@@ -19,17 +19,17 @@ impl OpRule for Gather {
 
     // Only the selected slices are read.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) + moved(&inputs[1..], &[]) }
+        Cost { flops: 0.0, bytes: 2.0 * moved_bytes(&[], outputs) + moved_bytes(&inputs[1..], &[]) }
     }
 
     // dx = Σ dy by index
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(at.inputs[0]);
-        if !x.dtype.is_float() || !at.wanted[0] {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(context.inputs[0]);
+        if !x.dtype.is_float() || !context.wanted[0] {
             return vec![None, None];
         }
         let scatter = ScatterAdd { axis: self.axis, size: x.shape[self.axis].clone() };
-        vec![Some(out.emit(Op::ScatterAdd(scatter), &[at.dy(), at.inputs[1]])), None]
+        vec![Some(out.emit(Op::ScatterAdd(scatter), &[context.dy(), context.inputs[1]])), None]
     }
 
     // Other axes of x, or axes of the indices. Along the indexed axis every device gathers from its shard, with zeros
@@ -37,21 +37,22 @@ impl OpRule for Gather {
     fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let [x, indices] = inputs else { return Vec::new() };
         let after = |axis: usize| if axis < self.axis { axis } else { axis + indices.rank() - 1 };
-        let mut ways: Vec<Strategy> = (0..x.rank())
+        let mut strategies: Vec<Strategy> = (0..x.rank())
             .filter(|axis| *axis != self.axis)
             .map(|axis| Strategy::along(&[Some(axis), None], &[Some(after(axis))]))
             .collect();
-        ways.extend((0..indices.rank()).map(|axis| Strategy::along(&[None, Some(axis)], &[Some(self.axis + axis)])));
-        ways.push(Strategy::along(&[Some(self.axis), None], &[None]).written());
-        ways.push(Strategy::linear(&[true, false], 1));
-        ways
+        strategies
+            .extend((0..indices.rank()).map(|axis| Strategy::along(&[None, Some(axis)], &[Some(self.axis + axis)])));
+        strategies.push(Strategy::along(&[Some(self.axis), None], &[None]).written());
+        strategies.push(Strategy::linear(&[true, false], 1));
+        strategies
     }
 
-    fn write_part(&self, _: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let own = local_indices(out, at.inputs[1], at.whole[0].shape[self.axis].clone(), at.devices);
-        let taken = out.emit(Op::Gather(*self), &[at.inputs[0], own.places]);
-        let (indices, after) = (out.fact(own.places).rank(), at.whole[0].rank() - self.axis - 1);
-        vec![or_zero(out, own.has, taken, indices + after)]
+    fn write_part(&self, _: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let local = local_indices(out, context.inputs[1], context.whole[0].shape[self.axis].clone(), context.devices);
+        let gathered = out.emit(Op::Gather(*self), &[context.inputs[0], local.indices]);
+        let (indices, after) = (out.fact(local.indices).rank(), context.whole[0].rank() - self.axis - 1);
+        vec![or_zero(out, local.in_shard, gathered, indices + after)]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -79,8 +80,8 @@ impl OpRule for ScatterAdd {
         if self.axis > dy.rank() {
             return Err(FactError::Axis { axis: self.axis, rank: dy.rank() });
         }
-        let (before, rest) = dy.shape.split_at(self.axis);
-        let Some(after) = rest.strip_prefix(&indices.shape[..]) else {
+        let (before, trailing) = dy.shape.split_at(self.axis);
+        let Some(after) = trailing.strip_prefix(&indices.shape[..]) else {
             return Err(FactError::Mismatch {
                 left_name: "dy",
                 left: format!("{dy} from axis {} on", self.axis),
@@ -93,38 +94,38 @@ impl OpRule for ScatterAdd {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: elements(inputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // d(dy) = the slices of the output's gradient by index
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(at.inputs[0]).dtype.is_float() || !at.wanted[0] {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(context.inputs[0]).dtype.is_float() || !context.wanted[0] {
             return vec![None, None];
         }
-        vec![Some(out.emit(Op::Gather(Gather { axis: self.axis }), &[at.dy(), at.inputs[1]])), None]
+        vec![Some(out.emit(Op::Gather(Gather { axis: self.axis }), &[context.dy(), context.inputs[1]])), None]
     }
 
     // Mirrors the gather; along the indexed axis every device sums the gradients of its own slices.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let ([_, indices], [dx]) = (inputs, outputs) else { return Vec::new() };
         let before = |axis: usize| if axis < self.axis { axis } else { axis + indices.rank() - 1 };
-        let mut ways: Vec<Strategy> = (0..dx.rank())
+        let mut strategies: Vec<Strategy> = (0..dx.rank())
             .filter(|axis| *axis != self.axis)
             .map(|axis| Strategy::along(&[Some(before(axis)), None], &[Some(axis)]))
             .collect();
         let along_indices = |axis| Strategy::along(&[Some(self.axis + axis), Some(axis)], &[None]);
-        ways.extend((0..indices.rank()).map(along_indices));
-        ways.push(Strategy::along(&[None, None], &[Some(self.axis)]).written());
-        ways.push(Strategy::linear(&[true, false], 1));
-        ways
+        strategies.extend((0..indices.rank()).map(along_indices));
+        strategies.push(Strategy::along(&[None, None], &[Some(self.axis)]).written());
+        strategies.push(Strategy::linear(&[true, false], 1));
+        strategies
     }
 
-    fn write_part(&self, _: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let own = local_indices(out, at.inputs[1], self.size.clone(), at.devices);
-        let (dy, indices) = (at.inputs[0], out.fact(own.places).rank());
+    fn write_part(&self, _: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let local = local_indices(out, context.inputs[1], self.size.clone(), context.devices);
+        let (dy, indices) = (context.inputs[0], out.fact(local.indices).rank());
         let after = out.fact(dy).rank() - self.axis - indices;
-        let dy = or_zero(out, own.has, dy, indices + after);
-        vec![out.emit(Op::ScatterAdd(ScatterAdd { axis: self.axis, size: own.size }), &[dy, own.places])]
+        let dy = or_zero(out, local.in_shard, dy, indices + after);
+        vec![out.emit(Op::ScatterAdd(ScatterAdd { axis: self.axis, size: local.size }), &[dy, local.indices])]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -196,19 +197,19 @@ pub(crate) fn resolve(indices: &View<'_>, size: usize) -> Result<Vec<usize>, Ker
 }
 
 /// Indices into a sharded axis, localised to one device.
-pub(in crate::op) struct OwnIndices {
+pub(in crate::op) struct LocalIndices {
     /// Mask of indices in this device's shard.
-    pub has: Value,
+    pub in_shard: Value,
     /// Local indices; 0 outside the shard.
-    pub places: Value,
+    pub indices: Value,
     pub size: Dim,
 }
 
 /// Localises indices into a sharded axis of `size` elements. An index out of range is an error on every device, as
 /// without sharding.
-pub(in crate::op) fn local_indices(out: &mut dyn Emit, indices: Value, size: Dim, devices: usize) -> OwnIndices {
-    let all = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![size.clone()]), axis: 0 }), &[]);
-    let checked = out.emit(Op::Gather(Gather { axis: 0 }), &[all, indices]);
+pub(in crate::op) fn local_indices(out: &mut dyn Emit, indices: Value, size: Dim, devices: usize) -> LocalIndices {
+    let identity = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![size.clone()]), axis: 0 }), &[]);
+    let checked = out.emit(Op::Gather(Gather { axis: 0 }), &[identity, indices]);
     let part = size.div_exact(&Dim::from(devices)).expect("the axis is divided into equal shards");
     let number = |out: &mut dyn Emit, value: i64| {
         out.emit(Op::Constant(Constant { tensor: Tensor::from_i64(&[], &[value]) }), &[])
@@ -216,22 +217,22 @@ pub(in crate::op) fn local_indices(out: &mut dyn Emit, indices: Value, size: Dim
     let (zero, end) = (number(out, 0), number(out, part.known().expect("sizes are known under tensor parallelism")));
     let device = collective::device(out, devices);
     let first = out.emit(Op::Binary(Binary::Mul), &[device, end]);
-    let places = out.emit(Op::Binary(Binary::Sub), &[checked, first]);
-    let not_before = out.emit(Op::Compare(Compare::LessEqual), &[zero, places]);
-    let not_behind = out.emit(Op::Compare(Compare::Less), &[places, end]);
-    let has = out.emit(Op::Binary(Binary::And), &[not_before, not_behind]);
-    let places = out.emit(Op::Select(Select {}), &[has, places, zero]);
-    OwnIndices { has, places, size: part }
+    let indices = out.emit(Op::Binary(Binary::Sub), &[checked, first]);
+    let not_before = out.emit(Op::Compare(Compare::LessEqual), &[zero, indices]);
+    let not_behind = out.emit(Op::Compare(Compare::Less), &[indices, end]);
+    let in_shard = out.emit(Op::Binary(Binary::And), &[not_before, not_behind]);
+    let indices = out.emit(Op::Select(Select {}), &[in_shard, indices, zero]);
+    LocalIndices { in_shard, indices, size: part }
 }
 
 /// Zeroes the slices outside this device's shard. The index axes begin `from_end` axes before the end.
-pub(in crate::op) fn or_zero(out: &mut dyn Emit, has: Value, slices: Value, from_end: usize) -> Value {
+pub(in crate::op) fn or_zero(out: &mut dyn Emit, in_shard: Value, slices: Value, from_end: usize) -> Value {
     let fact = out.fact(slices);
-    let mut shape = out.fact(has).shape;
+    let mut shape = out.fact(in_shard).shape;
     shape.resize(from_end, Dim::Known(1));
-    let has = out.emit(Op::Reshape(Reshape { shape }), &[has]);
+    let in_shard = out.emit(Op::Reshape(Reshape { shape }), &[in_shard]);
     let zero = out.emit(unary::scalar(fact.dtype, 0.0), &[]);
-    out.emit(Op::Select(Select {}), &[has, slices, zero])
+    out.emit(Op::Select(Select {}), &[in_shard, slices, zero])
 }
 
 pub fn samples() -> Vec<Sample> {
@@ -244,27 +245,27 @@ pub fn samples() -> Vec<Sample> {
     let gather = |axis| Op::Gather(Gather { axis });
     let scatter = |axis, size: usize| Op::ScatterAdd(ScatterAdd { axis, size: Dim::from(size) });
     let index = |shape: &[usize], v: &[i64]| Tensor::from_i64(shape, v);
-    let counted = |shape: &[usize]| {
+    let ramp = |shape: &[usize]| {
         let count: usize = shape.iter().product();
         Tensor::from_f32(shape, &(0..count).map(|i| i as f32 * 0.5 - 2.0).collect::<Vec<_>>())
     };
     vec![
-        sample("an embedding", gather(0), counted(&[4, 3]), index(&[2, 3], &[0, 3, 1, 1, 2, 0])),
-        sample("columns", gather(1), counted(&[2, 4]), index(&[3], &[3, 0, 3])),
-        sample("in the middle", gather(1), counted(&[2, 3, 2]), index(&[2, 2], &[2, 0, 1, 2])),
-        sample("one index drops the axis", gather(1), counted(&[2, 3]), index(&[], &[1])),
-        sample("from the end", gather(0), counted(&[4, 2]), index(&[3], &[-1, -4, 2])),
-        sample("no indices", gather(0), counted(&[4, 2]), index(&[0], &[])),
-        sample("narrow indices", gather(0), counted(&[4]), index(&[2], &[3, -2]).cast(DType::I8)),
+        sample("an embedding", gather(0), ramp(&[4, 3]), index(&[2, 3], &[0, 3, 1, 1, 2, 0])),
+        sample("columns", gather(1), ramp(&[2, 4]), index(&[3], &[3, 0, 3])),
+        sample("in the middle", gather(1), ramp(&[2, 3, 2]), index(&[2, 2], &[2, 0, 1, 2])),
+        sample("one index drops the axis", gather(1), ramp(&[2, 3]), index(&[], &[1])),
+        sample("from the end", gather(0), ramp(&[4, 2]), index(&[3], &[-1, -4, 2])),
+        sample("no indices", gather(0), ramp(&[4, 2]), index(&[0], &[])),
+        sample("narrow indices", gather(0), ramp(&[4]), index(&[2], &[3, -2]).cast(DType::I8)),
         sample("integers", gather(0), index(&[3], &[i64::MAX, 5, 6]), index(&[2], &[0, 2])),
         sample("booleans", gather(0), Tensor::from_bool(&[2], &[true, false]), index(&[3], &[1, 1, 0])),
-        sample("rows that repeat", scatter(0, 4), counted(&[3, 2]), index(&[3], &[1, 3, 1])),
-        sample("columns", scatter(1, 3), counted(&[2, 4]), index(&[4], &[2, 0, 2, -1])),
-        sample("a table of indices", scatter(1, 3), counted(&[2, 2, 2, 2]), index(&[2, 2], &[2, 0, 1, 2])),
-        sample("one index makes the axis", scatter(1, 3), counted(&[2]), index(&[], &[1])),
-        sample("no indices", scatter(0, 2), counted(&[0, 3]), index(&[0], &[])),
+        sample("rows that repeat", scatter(0, 4), ramp(&[3, 2]), index(&[3], &[1, 3, 1])),
+        sample("columns", scatter(1, 3), ramp(&[2, 4]), index(&[4], &[2, 0, 2, -1])),
+        sample("a table of indices", scatter(1, 3), ramp(&[2, 2, 2, 2]), index(&[2, 2], &[2, 0, 1, 2])),
+        sample("one index makes the axis", scatter(1, 3), ramp(&[2]), index(&[], &[1])),
+        sample("no indices", scatter(0, 2), ramp(&[0, 3]), index(&[0], &[])),
         sample("integers", scatter(0, 2), index(&[3], &[i64::MAX, 1, 6]), index(&[3], &[0, 0, 1])),
-        sample("half precision", scatter(0, 2), counted(&[3]).cast(DType::F16), index(&[3], &[0, 0, 1])),
+        sample("half precision", scatter(0, 2), ramp(&[3]).cast(DType::F16), index(&[3], &[0, 0, 1])),
     ]
 }
 

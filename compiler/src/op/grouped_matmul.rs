@@ -32,7 +32,7 @@ fn same_type(a: &Fact, b: &Fact, what: &'static str) -> Result<(), FactError> {
     (a.dtype == b.dtype).then_some(()).ok_or_else(|| FactError::DType { what, expected: expected(), got: b.dtype })
 }
 
-fn agree(left_name: &'static str, left: &Dim, right_name: &'static str, right: &Dim) -> Result<(), FactError> {
+fn check_equal(left_name: &'static str, left: &Dim, right_name: &'static str, right: &Dim) -> Result<(), FactError> {
     let mismatch = || FactError::Mismatch { left_name, left: left.to_string(), right_name, right: right.to_string() };
     (left == right).then_some(()).ok_or_else(mismatch)
 }
@@ -50,36 +50,36 @@ impl OpRule for GroupedMatMul {
             return Err(FactError::Rank { what: "the matrices", expected: "3".into(), got: w.rank() });
         };
         let (k, n) = if self.transpose { (second, first) } else { (first, second) };
-        agree("the width of the rows", &x.shape[1], "the inner dim of the matrices", k)?;
-        agree("the number of matrices", g, "that of the groups", &ends.shape[0])?;
+        check_equal("the width of the rows", &x.shape[1], "the inner dim of the matrices", k)?;
+        check_equal("the number of matrices", g, "that of the groups", &ends.shape[0])?;
         Ok(vec![Fact::new(x.dtype, vec![x.shape[0].clone(), n.clone()])])
     }
 
     // S N K multiply-adds, independent of the group sizes.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let inner = inputs.first().map_or(0, |x| x.shape[1].known().unwrap_or(0));
-        Cost { flops: 2.0 * elements(&outputs[0]) * inner as f64, bytes: moved(inputs, outputs) }
+        Cost { flops: 2.0 * elements(&outputs[0]) * inner as f64, bytes: moved_bytes(inputs, outputs) }
     }
 
     // Within a group, dx = dy wᵀ and dw = xᵀ dy.
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let ([x, w, ends], dy) = ([at.inputs[0], at.inputs[1], at.inputs[2]], at.dy());
-        let turned = Op::GroupedMatMul(GroupedMatMul { transpose: !self.transpose });
-        let dx = at.wanted[0].then(|| out.emit(turned, &[dy, w, ends]));
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let ([x, w, ends], dy) = ([context.inputs[0], context.inputs[1], context.inputs[2]], context.dy());
+        let transposed = Op::GroupedMatMul(GroupedMatMul { transpose: !self.transpose });
+        let dx = context.wanted[0].then(|| out.emit(transposed, &[dy, w, ends]));
         let (a, b) = if self.transpose { (dy, x) } else { (x, dy) };
-        let dw = at.wanted[1].then(|| out.emit(Op::GroupedMatMulGrad(GroupedMatMulGrad {}), &[a, b, ends]));
+        let dw = context.wanted[1].then(|| out.emit(Op::GroupedMatMulGrad(GroupedMatMulGrad {}), &[a, b, ends]));
         vec![dx, dw, None]
     }
 
     // Columns of the matrices, or the inner axis with partial sums.
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let (k, n) = if self.transpose { (2, 1) } else { (1, 2) };
-        let mut ways = vec![
+        let mut strategies = vec![
             Strategy::along(&[None, Some(n), None], &[Some(1)]),
             Strategy::along(&[Some(1), Some(k), None], &[None]),
         ];
-        ways.extend([[true, false, false], [false, true, false]].map(|terms| Strategy::linear(&terms, 1)));
-        ways
+        strategies.extend([[true, false, false], [false, true, false]].map(|terms| Strategy::linear(&terms, 1)));
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -107,7 +107,7 @@ impl OpRule for GroupedMatMulGrad {
         check(a, "the first rows", ends)?;
         check(b, "the second rows", ends)?;
         same_type(a, b, "the second rows")?;
-        agree("the number of the first rows", &a.shape[0], "that of the second", &b.shape[0])?;
+        check_equal("the number of the first rows", &a.shape[0], "that of the second", &b.shape[0])?;
         let shape = vec![ends.shape[0].clone(), a.shape[1].clone(), b.shape[1].clone()];
         Ok(vec![Fact::new(a.dtype, shape)])
     }
@@ -115,23 +115,24 @@ impl OpRule for GroupedMatMulGrad {
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let columns = inputs.get(1).map_or(0, |b| b.shape[1].known().unwrap_or(0));
         let flops = 2.0 * inputs.first().map_or(0.0, |a| elements(a)) * columns as f64;
-        Cost { flops, bytes: moved(inputs, outputs) }
+        Cost { flops, bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         // c = aᵀ b within a group: da = b dcᵀ, db = a dc.
-        let ([a, b, ends], dc) = ([at.inputs[0], at.inputs[1], at.inputs[2]], at.dy());
-        let mut of = |rows, transpose| out.emit(Op::GroupedMatMul(GroupedMatMul { transpose }), &[rows, dc, ends]);
-        vec![at.wanted[0].then(|| of(b, true)), at.wanted[1].then(|| of(a, false)), None]
+        let ([a, b, ends], dc) = ([context.inputs[0], context.inputs[1], context.inputs[2]], context.dy());
+        let mut multiply =
+            |rows, transpose| out.emit(Op::GroupedMatMul(GroupedMatMul { transpose }), &[rows, dc, ends]);
+        vec![context.wanted[0].then(|| multiply(b, true)), context.wanted[1].then(|| multiply(a, false)), None]
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let mut ways = vec![
+        let mut strategies = vec![
             Strategy::along(&[Some(1), None, None], &[Some(1)]),
             Strategy::along(&[None, Some(1), None], &[Some(2)]),
         ];
-        ways.extend([[true, false, false], [false, true, false]].map(|terms| Strategy::linear(&terms, 1)));
-        ways
+        strategies.extend([[true, false, false], [false, true, false]].map(|terms| Strategy::linear(&terms, 1)));
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

@@ -17,12 +17,12 @@
 //!   dx_t = (da_r, da_z, da_n) W_ih,  dW_ih = Σ (da_r, da_z, da_n)ᵀ x_t,  dU_rz = Σ (da_r, da_z)ᵀ h
 //!   db_ih = Σ (da_r, da_z, da_n),  db_hh = Σ (da_r, da_z, e)
 
-use super::layer_norm::same;
+use super::layer_norm::check_same;
 use super::lstm::{Sizes, before, inputs_of, logistic, order, products, zeros};
 use super::sample::{ramp, run};
 use super::*;
 
-fn kept(sizes: &Sizes) -> Result<Fact, FactError> {
+fn saved_fact(sizes: &Sizes) -> Result<Fact, FactError> {
     Ok(sizes.sequence(&sizes.hidden.mul(&Dim::from(4usize))?))
 }
 
@@ -37,32 +37,32 @@ impl OpRule for Gru {
         };
         let sizes = Sizes::of(x, w_hh, 3)?;
         sizes.weights(w_ih, w_hh)?;
-        same("the input bias", b_ih, "one value a gate", &sizes.bias())?;
-        same("the hidden bias", b_hh, "one value a gate", &sizes.bias())?;
-        same("the first state", h0, "one state a row", &sizes.state())?;
-        Ok(vec![sizes.sequence(&sizes.hidden), sizes.state(), kept(&sizes)?])
+        check_same("the input bias", b_ih, "one value a gate", &sizes.bias())?;
+        check_same("the hidden bias", b_hh, "one value a gate", &sizes.bias())?;
+        check_same("the first state", h0, "one state a row", &sizes.state())?;
+        Ok(vec![sizes.sequence(&sizes.hidden), sizes.state(), saved_fact(&sizes)?])
     }
 
     // The matrix products; per unit 3 additions at three gates, 3 activations, and 5 flops for n and h.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = products(inputs[0], inputs[2]) + 17.0 * elements(&outputs[0]);
-        Cost { flops, bytes: moved(inputs, outputs) }
+        Cost { flops, bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let [x, w_ih, w_hh, _, _, h0] = at.inputs else { unreachable!("infer checks the arity") };
-        if at.d_outputs[..2].iter().all(Option::is_none) {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let [x, w_ih, w_hh, _, _, h0] = context.inputs else { unreachable!("infer checks the arity") };
+        if context.d_outputs[..2].iter().all(Option::is_none) {
             return vec![None; 6];
         }
-        let mut arrived = Vec::with_capacity(2);
-        for (output, gradient) in at.outputs.iter().zip(&at.d_outputs[..2]) {
-            arrived.push(gradient.unwrap_or_else(|| zeros(out, *output)));
+        let mut d_outputs = Vec::with_capacity(2);
+        for (output, gradient) in context.outputs.iter().zip(&context.d_outputs[..2]) {
+            d_outputs.push(gradient.unwrap_or_else(|| zeros(out, *output)));
         }
-        let known = [*x, *w_ih, *w_hh, *h0, at.outputs[0], at.outputs[2]];
-        let inputs: Vec<Value> = arrived.into_iter().chain(known).collect();
+        let saved = [*x, *w_ih, *w_hh, *h0, context.outputs[0], context.outputs[2]];
+        let inputs: Vec<Value> = d_outputs.into_iter().chain(saved).collect();
         let grad = GruGrad { reverse: self.reverse, reset_after: self.reset_after };
         let gradients = out.emit_all(Op::GruGrad(grad), &inputs);
-        gradients.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -93,22 +93,22 @@ impl OpRule for Gru {
                 let r: Vec<f64> = (0..hidden).map(|j| logistic(from_x(j) + from_h(&h, j))).collect();
                 let z: Vec<f64> = (hidden..2 * hidden).map(|k| logistic(from_x(k) + from_h(&h, k))).collect();
                 let reset: Vec<f64> = r.iter().zip(&h).map(|(r, h)| r * h).collect();
-                let mut new = Vec::with_capacity(hidden);
+                let mut next_h = Vec::with_capacity(hidden);
                 for j in 0..hidden {
                     let k = 2 * hidden + j;
-                    let (m, met) = if self.reset_after {
+                    let (m, from_h_n) = if self.reset_after {
                         let product = from_h(&h, k);
                         (r[j] * product, product)
                     } else {
                         (from_h(&reset, k), reset[j])
                     };
                     let candidate = (from_x(k) + m).tanh();
-                    for (gate, value) in [r[j], z[j], candidate, met].into_iter().enumerate() {
+                    for (gate, value) in [r[j], z[j], candidate, from_h_n].into_iter().enumerate() {
                         gates.set_f64((row * 4 + gate) * hidden + j, value);
                     }
-                    new.push((1.0 - z[j]) * candidate + z[j] * h[j]);
+                    next_h.push((1.0 - z[j]) * candidate + z[j] * h[j]);
                 }
-                h = new;
+                h = next_h;
                 h.iter().enumerate().for_each(|(j, &h)| y.set_f64(row * hidden + j, h));
             }
             h.iter().enumerate().for_each(|(j, &h)| last_h.set_f64(n * hidden + j, h));
@@ -129,18 +129,18 @@ impl OpRule for GruGrad {
         let sizes = Sizes::of(x, w_hh, 3)?;
         sizes.weights(w_ih, w_hh)?;
         let (state, sequence) = (sizes.state(), sizes.sequence(&sizes.hidden));
-        same("the gradient of the last state", dh, "one state a row", &state)?;
-        same("the first state", h0, "one state a row", &state)?;
-        same("the output gradient", dy, "one state a step", &sequence)?;
-        same("the output", y, "one state a step", &sequence)?;
-        same("the gates", gates, "four values a unit and step", &kept(&sizes)?)?;
+        check_same("the gradient of the last state", dh, "one state a row", &state)?;
+        check_same("the first state", h0, "one state a row", &state)?;
+        check_same("the output gradient", dy, "one state a step", &sequence)?;
+        check_same("the output", y, "one state a step", &sequence)?;
+        check_same("the gates", gates, "four values a unit and step", &saved_fact(&sizes)?)?;
         Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), sizes.bias(), sizes.bias(), state])
     }
 
     // Two products per forward product; about 20 further flops per unit.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = 2.0 * products(inputs[2], inputs[4]) + 20.0 * elements(inputs[0]);
-        Cost { flops, bytes: moved(inputs, outputs) }
+        Cost { flops, bytes: moved_bytes(inputs, outputs) }
     }
 
     // No second-order gradient, as for the LSTM.
@@ -179,11 +179,12 @@ impl OpRule for GruGrad {
                     da[two + j] = dh[j] * (1.0 - z) * (1.0 - candidate * candidate);
                     e[j] = if self.reset_after { da[two + j] * r } else { da[two + j] };
                 }
-                let through = |j: usize| -> f64 { (0..hidden).map(|k| e[k] * w_hh.f64((two + k) * hidden + j)).sum() };
-                let d: Vec<f64> = (0..hidden).map(through).collect();
+                let from_candidate =
+                    |j: usize| -> f64 { (0..hidden).map(|k| e[k] * w_hh.f64((two + k) * hidden + j)).sum() };
+                let d: Vec<f64> = (0..hidden).map(from_candidate).collect();
                 for j in 0..hidden {
-                    let (r, met) = (gate(0, j), gate(3, j));
-                    let dr = if self.reset_after { da[two + j] * met } else { d[j] * h(j) };
+                    let (r, from_h_n) = (gate(0, j), gate(3, j));
+                    let dr = if self.reset_after { da[two + j] * from_h_n } else { d[j] * h(j) };
                     da[j] = dr * r * (1.0 - r);
                 }
                 for j in 0..hidden {
@@ -200,8 +201,8 @@ impl OpRule for GruGrad {
                     let at_h = if k < two { da[k] } else { e[k - two] };
                     db_h[k] += at_h;
                     for j in 0..hidden {
-                        let read = if k < two || self.reset_after { h(j) } else { gate(3, j) };
-                        dw_h[k * hidden + j] += at_h * read;
+                        let h_in = if k < two || self.reset_after { h(j) } else { gate(3, j) };
+                        dw_h[k * hidden + j] += at_h * h_in;
                     }
                 }
             }
@@ -215,10 +216,10 @@ impl OpRule for GruGrad {
 }
 
 /// The gradient's inputs: output gradients, forward inputs and saved outputs.
-fn grad_inputs(forward: &Gru, inputs: &[Tensor], arrived: [Tensor; 2]) -> Vec<Tensor> {
-    let made = run(forward, inputs);
-    let known = [0, 1, 2, 5].map(|i: usize| inputs[i].clone());
-    arrived.into_iter().chain(known).chain([made[0].clone(), made[2].clone()]).collect()
+fn grad_inputs(forward: &Gru, inputs: &[Tensor], d_outputs: [Tensor; 2]) -> Vec<Tensor> {
+    let outputs = run(forward, inputs);
+    let forward_inputs = [0, 1, 2, 5].map(|i: usize| inputs[i].clone());
+    d_outputs.into_iter().chain(forward_inputs).chain([outputs[0].clone(), outputs[2].clone()]).collect()
 }
 
 pub fn samples() -> Vec<Sample> {
@@ -229,19 +230,19 @@ pub fn samples() -> Vec<Sample> {
         ("reset before, reverse", [4, 1, 2, 3], true, false),
         ("one step", [1, 1, 4, 2], false, true),
     ];
-    let both = |(title, sizes, reverse, reset_after): (&'static str, [usize; 4], bool, bool)| {
+    let with_gradient = |(title, sizes, reverse, reset_after): (&'static str, [usize; 4], bool, bool)| {
         let [steps, batch, _, hidden] = sizes;
         let inputs = inputs_of(3, sizes, 1);
         let forward = Gru { reverse, reset_after };
-        let arrived = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9)];
-        let read = grad_inputs(&forward, &inputs, arrived);
+        let d_outputs = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9)];
+        let gradient_inputs = grad_inputs(&forward, &inputs, d_outputs);
         let grad = Op::GruGrad(GruGrad { reverse, reset_after });
         [
             Sample { title, op: Op::Gru(forward), inputs, differentiate: (0..6).collect() },
-            Sample { title, op: grad, inputs: read, differentiate: vec![] },
+            Sample { title, op: grad, inputs: gradient_inputs, differentiate: vec![] },
         ]
     };
-    cases.into_iter().flat_map(both).collect()
+    cases.into_iter().flat_map(with_gradient).collect()
 }
 
 #[cfg(test)]
@@ -285,12 +286,12 @@ mod tests {
     fn shapes_and_errors() {
         let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
         let fact = |text: &str| Fact::new(DType::F32, dims(text));
-        let all = ["t b 3", "6 3", "6 2", "6", "6", "b 2"].map(fact);
+        let inputs = ["t b 3", "6 3", "6 2", "6", "6", "b 2"].map(fact);
         let inferred =
             |facts: &[Fact]| Gru { reverse: false, reset_after: true }.infer(&facts.iter().collect::<Vec<_>>());
-        let shapes: Vec<String> = inferred(&all).unwrap().iter().map(Fact::to_string).collect();
+        let shapes: Vec<String> = inferred(&inputs).unwrap().iter().map(Fact::to_string).collect();
         assert_eq!(shapes, ["f32[t, b, 2]", "f32[b, 2]", "f32[t, b, 8]"]);
-        let mut wrong = all.clone();
+        let mut wrong = inputs.clone();
         wrong[1] = fact("8 3");
         assert!(inferred(&wrong).unwrap_err().to_string().contains("the input weight is f32[8, 3]"));
     }

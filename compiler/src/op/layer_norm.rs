@@ -19,22 +19,23 @@ impl OpRule for LayerNorm {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, scale, bias] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
         let (statistic, row) = (statistic(x, scale, self.axis)?, row(x, scale, self.axis));
-        same("the scale", scale, "the normalised shape", &row)?;
-        same("the bias", bias, "the normalised shape", &row)?;
+        check_same("the scale", scale, "the normalised shape", &row)?;
+        check_same("the bias", bias, "the normalised shape", &row)?;
         Ok(vec![(*x).clone(), statistic.clone(), statistic])
     }
 
     // Per element: 1 flop for the mean, 3 for the variance, 3 for y.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 7.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: 7.0 * elements(&outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx, dscale, dbias = LayerNormGrad(dy, x, scale, mean, rstd)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let Some(dy) = at.d_outputs[0] else { return vec![None; 3] };
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let Some(dy) = context.d_outputs[0] else { return vec![None; 3] };
         let grad = Op::LayerNormGrad(LayerNormGrad { axis: self.axis });
-        let all = out.emit_all(grad, &[dy, at.inputs[0], at.inputs[1], at.outputs[1], at.outputs[2]]);
-        all.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+        let gradients =
+            out.emit_all(grad, &[dy, context.inputs[0], context.inputs[1], context.outputs[1], context.outputs[2]]);
+        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -43,8 +44,8 @@ impl OpRule for LayerNorm {
 
     // Axes before the normalised ones.
     fn strategies(&self, _: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        let along = |axis| Strategy::along(&[Some(axis), None, None], &vec![Some(axis); outputs.len()]);
-        (0..self.axis).map(along).collect()
+        let split_along = |axis| Strategy::along(&[Some(axis), None, None], &vec![Some(axis); outputs.len()]);
+        (0..self.axis).map(split_along).collect()
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -76,16 +77,16 @@ impl OpRule for LayerNormGrad {
             return Err(FactError::Arity { expected: 5, got: inputs.len() });
         };
         let statistic = statistic(x, scale, self.axis)?;
-        same("the output gradient", dy, "the input", x)?;
-        same("the scale", scale, "the normalised shape", &row(x, scale, self.axis))?;
-        same("the mean", mean, "the shape of a statistic", &statistic)?;
-        same("the reciprocal deviation", rstd, "the shape of a statistic", &statistic)?;
+        check_same("the output gradient", dy, "the input", x)?;
+        check_same("the scale", scale, "the normalised shape", &row(x, scale, self.axis))?;
+        check_same("the mean", mean, "the shape of a statistic", &statistic)?;
+        check_same("the reciprocal deviation", rstd, "the shape of a statistic", &statistic)?;
         Ok(vec![(*x).clone(), (*scale).clone(), (*scale).clone()])
     }
 
     // Per element: 2 flops for x̂, 1 for g, 3 for the two means, 4 for dx, 3 for dscale and dbias.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 13.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: 13.0 * elements(&outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // No second-order gradient: no core op expresses it.
@@ -95,11 +96,11 @@ impl OpRule for LayerNormGrad {
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let along = |axis: usize| {
-            let own = Some(axis);
-            Strategy::along(&[own, own, None, own, own], &[own, None, None])
+        let split_along = |axis: usize| {
+            let split = Some(axis);
+            Strategy::along(&[split, split, None, split, split], &[split, None, None])
         };
-        (0..self.axis).map(along).collect()
+        (0..self.axis).map(split_along).collect()
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -148,7 +149,7 @@ fn statistic(x: &Fact, scale: &Fact, axis: usize) -> Result<Fact, FactError> {
     Ok(Fact::new(statistic_type(x, scale), shape))
 }
 
-pub(in crate::op) fn same(
+pub(in crate::op) fn check_same(
     left_name: &'static str,
     left: &Fact,
     right_name: &'static str,
@@ -167,7 +168,7 @@ pub fn samples() -> Vec<Sample> {
         ("last two dims", &[3, 2, 4], 1, 1e-3),
         ("all dims", &[2, 5], 0, 1e-5),
     ];
-    let both = |(title, shape, axis, epsilon): (&'static str, &[usize], usize, f64)| {
+    let with_gradient = |(title, shape, axis, epsilon): (&'static str, &[usize], usize, f64)| {
         let forward = LayerNorm { axis, epsilon };
         let inputs = vec![ramp(shape, 1), ramp(&shape[axis..], 2), ramp(&shape[axis..], 3)];
         let saved = run(&forward, &inputs);
@@ -179,7 +180,7 @@ pub fn samples() -> Vec<Sample> {
             Sample { title, op: grad, inputs: grad_inputs, differentiate: vec![] },
         ]
     };
-    cases.into_iter().flat_map(both).collect()
+    cases.into_iter().flat_map(with_gradient).collect()
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@
 //!   da_g = dc i (1 - g²),  da_o = dh tanh(c_t) o (1 - o);  dc = dc f,  dh = da W_hh
 //!   dx_t = da W_ih,  dW_ih = Σ daᵀ x_t,  dW_hh = Σ daᵀ h,  db = Σ da
 
-use super::layer_norm::same;
+use super::layer_norm::check_same;
 use super::sample::{ramp, run};
 use super::unary::scalar;
 use super::*;
@@ -24,7 +24,7 @@ pub(super) struct Sizes {
     x: Fact,
     pub hidden: Dim,
     /// Rows of the weights: gates × units.
-    pub wide: Dim,
+    pub gate_rows: Dim,
 }
 
 impl Sizes {
@@ -38,7 +38,7 @@ impl Sizes {
         let [_, hidden] = w_hh.shape.as_slice() else {
             return Err(FactError::Rank { what: "the hidden weight", expected: "2".into(), got: w_hh.rank() });
         };
-        Ok(Sizes { x: x.clone(), hidden: hidden.clone(), wide: hidden.mul(&Dim::from(gates))? })
+        Ok(Sizes { x: x.clone(), hidden: hidden.clone(), gate_rows: hidden.mul(&Dim::from(gates))? })
     }
 
     fn fact(&self, shape: Vec<Dim>) -> Fact {
@@ -47,7 +47,7 @@ impl Sizes {
 
     /// `[gates·H]`
     pub fn bias(&self) -> Fact {
-        self.fact(vec![self.wide.clone()])
+        self.fact(vec![self.gate_rows.clone()])
     }
 
     /// `[N, H]`
@@ -62,10 +62,10 @@ impl Sizes {
 
     /// Checks that the weights are `[gates·H, I]` and `[gates·H, H]`.
     pub fn weights(&self, w_ih: &Fact, w_hh: &Fact) -> Result<(), FactError> {
-        let input = self.fact(vec![self.wide.clone(), self.x.shape[2].clone()]);
-        same("the input weight", w_ih, "every gate of the input", &input)?;
-        let hidden = self.fact(vec![self.wide.clone(), self.hidden.clone()]);
-        same("the hidden weight", w_hh, "every gate of the state", &hidden)
+        let input = self.fact(vec![self.gate_rows.clone(), self.x.shape[2].clone()]);
+        check_same("the input weight", w_ih, "every gate of the input", &input)?;
+        let hidden = self.fact(vec![self.gate_rows.clone(), self.hidden.clone()]);
+        check_same("the hidden weight", w_hh, "every gate of the state", &hidden)
     }
 }
 
@@ -88,36 +88,36 @@ impl OpRule for Lstm {
         let sizes = Sizes::of(x, w_hh, 4)?;
         sizes.weights(w_ih, w_hh)?;
         let bias = sizes.bias();
-        same("the input bias", b_ih, "one value a gate", &bias)?;
-        same("the hidden bias", b_hh, "one value a gate", &bias)?;
+        check_same("the input bias", b_ih, "one value a gate", &bias)?;
+        check_same("the hidden bias", b_hh, "one value a gate", &bias)?;
         let state = sizes.state();
-        same("the first state", h0, "one state a row", &state)?;
-        same("the first cell", c0, "one state a row", &state)?;
+        check_same("the first state", h0, "one state a row", &state)?;
+        check_same("the first cell", c0, "one state a row", &state)?;
         let y = sizes.sequence(&sizes.hidden);
-        Ok(vec![y.clone(), state.clone(), state, sizes.sequence(&sizes.wide), y])
+        Ok(vec![y.clone(), state.clone(), state, sizes.sequence(&sizes.gate_rows), y])
     }
 
     // The matrix products; per unit 3 additions at four gates, 5 activations, and 4 flops for c and h.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = products(inputs[0], inputs[2]) + 21.0 * elements(&outputs[0]);
-        Cost { flops, bytes: moved(inputs, outputs) }
+        Cost { flops, bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let [x, w_ih, w_hh, _, _, h0, c0] = at.inputs else { unreachable!("infer checks the arity") };
-        if at.d_outputs[..3].iter().all(Option::is_none) {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let [x, w_ih, w_hh, _, _, h0, c0] = context.inputs else { unreachable!("infer checks the arity") };
+        if context.d_outputs[..3].iter().all(Option::is_none) {
             return vec![None; 7];
         }
-        let mut arrived = Vec::with_capacity(3);
-        for (output, gradient) in at.outputs.iter().zip(&at.d_outputs[..3]) {
-            arrived.push(gradient.unwrap_or_else(|| zeros(out, *output)));
+        let mut d_outputs = Vec::with_capacity(3);
+        for (output, gradient) in context.outputs.iter().zip(&context.d_outputs[..3]) {
+            d_outputs.push(gradient.unwrap_or_else(|| zeros(out, *output)));
         }
-        let kept = [*x, *w_ih, *w_hh, *h0, *c0, at.outputs[0], at.outputs[3], at.outputs[4]];
-        let inputs: Vec<Value> = arrived.into_iter().chain(kept).collect();
-        let all = out.emit_all(Op::LstmGrad(LstmGrad { reverse: self.reverse }), &inputs);
-        let [dx, dw_ih, dw_hh, db, dh0, dc0] = all[..] else { unreachable!("the gradient has six outputs") };
+        let saved = [*x, *w_ih, *w_hh, *h0, *c0, context.outputs[0], context.outputs[3], context.outputs[4]];
+        let inputs: Vec<Value> = d_outputs.into_iter().chain(saved).collect();
+        let gradients_all = out.emit_all(Op::LstmGrad(LstmGrad { reverse: self.reverse }), &inputs);
+        let [dx, dw_ih, dw_hh, db, dh0, dc0] = gradients_all[..] else { unreachable!("the gradient has six outputs") };
         let gradients = [dx, dw_ih, dw_hh, db, db, dh0, dc0];
-        gradients.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -186,12 +186,12 @@ impl OpRule for LstmGrad {
             ("the first state", h0),
             ("the first cell", c0),
         ] {
-            same(what, fact, "one state a row", &state)?;
+            check_same(what, fact, "one state a row", &state)?;
         }
         for (what, fact) in [("the output gradient", dy), ("the output", y), ("the cells", cells)] {
-            same(what, fact, "one state a step", &sequence)?;
+            check_same(what, fact, "one state a step", &sequence)?;
         }
-        same("the gates", gates, "four gates a step", &sizes.sequence(&sizes.wide))?;
+        check_same("the gates", gates, "four gates a step", &sizes.sequence(&sizes.gate_rows))?;
         let bias = sizes.bias();
         Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), bias, state.clone(), state])
     }
@@ -199,7 +199,7 @@ impl OpRule for LstmGrad {
     // Two products per forward product; about 30 further flops per unit.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = 2.0 * products(inputs[3], inputs[5]) + 30.0 * elements(inputs[0]);
-        Cost { flops, bytes: moved(inputs, outputs) }
+        Cost { flops, bytes: moved_bytes(inputs, outputs) }
     }
 
     // No second-order gradient, as for the normalisations.
@@ -280,25 +280,26 @@ pub(super) fn logistic(x: f64) -> f64 {
 }
 
 /// Zeros in place of a missing output gradient.
-pub(super) fn zeros(out: &mut dyn Emit, like: Value) -> Value {
-    let fact = out.fact(like);
+pub(super) fn zeros(out: &mut dyn Emit, target: Value) -> Value {
+    let fact = out.fact(target);
     let zero = out.emit(scalar(fact.dtype, 0.0), &[]);
     out.emit(Op::Broadcast(Broadcast { shape: fact.shape }), &[zero])
 }
 
 /// Sample inputs of a layer with `gates` gates: x, both weights, both biases, and the initial states.
 pub(super) fn inputs_of(gates: usize, [steps, batch, width, hidden]: [usize; 4], states: usize) -> Vec<Tensor> {
-    let wide = gates * hidden;
-    let layer: [&[usize]; 5] = [&[steps, batch, width], &[wide, width], &[wide, hidden], &[wide], &[wide]];
+    let gate_rows = gates * hidden;
+    let layer: [&[usize]; 5] =
+        [&[steps, batch, width], &[gate_rows, width], &[gate_rows, hidden], &[gate_rows], &[gate_rows]];
     let state: &[usize] = &[batch, hidden];
     layer.into_iter().chain(vec![state; states]).zip(1..).map(|(shape, seed)| ramp(shape, seed)).collect()
 }
 
 /// The gradient's inputs: output gradients, forward inputs and saved outputs.
-fn grad_inputs(forward: &Lstm, inputs: &[Tensor], arrived: [Tensor; 3]) -> Vec<Tensor> {
-    let made = run(forward, inputs);
-    let known = [0, 1, 2, 5, 6].map(|i: usize| inputs[i].clone());
-    arrived.into_iter().chain(known).chain([0, 3, 4].map(|i: usize| made[i].clone())).collect()
+fn grad_inputs(forward: &Lstm, inputs: &[Tensor], d_outputs: [Tensor; 3]) -> Vec<Tensor> {
+    let outputs = run(forward, inputs);
+    let forward_inputs = [0, 1, 2, 5, 6].map(|i: usize| inputs[i].clone());
+    d_outputs.into_iter().chain(forward_inputs).chain([0, 3, 4].map(|i: usize| outputs[i].clone())).collect()
 }
 
 pub fn samples() -> Vec<Sample> {
@@ -308,19 +309,19 @@ pub fn samples() -> Vec<Sample> {
         ("one step", [1, 1, 4, 2], false),
         ("one unit, a long sequence", [6, 1, 1, 1], true),
     ];
-    let both = |(title, sizes, reverse): (&'static str, [usize; 4], bool)| {
+    let with_gradient = |(title, sizes, reverse): (&'static str, [usize; 4], bool)| {
         let [steps, batch, _, hidden] = sizes;
         let inputs = inputs_of(4, sizes, 2);
         let forward = Lstm { reverse };
-        let arrived = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9), ramp(&[batch, hidden], 10)];
-        let read = grad_inputs(&forward, &inputs, arrived);
+        let d_outputs = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9), ramp(&[batch, hidden], 10)];
+        let gradient_inputs = grad_inputs(&forward, &inputs, d_outputs);
         let grad = Op::LstmGrad(LstmGrad { reverse });
         [
             Sample { title, op: Op::Lstm(forward), inputs, differentiate: (0..7).collect() },
-            Sample { title, op: grad, inputs: read, differentiate: vec![] },
+            Sample { title, op: grad, inputs: gradient_inputs, differentiate: vec![] },
         ]
     };
-    cases.into_iter().flat_map(both).collect()
+    cases.into_iter().flat_map(with_gradient).collect()
 }
 
 #[cfg(test)]
@@ -343,19 +344,19 @@ mod tests {
     #[test]
     fn no_step_gives_the_first_state_back() {
         let inputs = inputs_of(4, [0, 2, 3, 2], 2);
-        let made = run(&Lstm { reverse: false }, &inputs);
-        assert_eq!((&made[1], &made[2]), (&inputs[5], &inputs[6]));
+        let outputs = run(&Lstm { reverse: false }, &inputs);
+        assert_eq!((&outputs[1], &outputs[2]), (&inputs[5], &inputs[6]));
     }
 
     #[test]
     fn shapes_and_errors() {
         let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
         let fact = |text: &str| Fact::new(DType::F32, dims(text));
-        let all = ["t b 3", "8 3", "8 2", "8", "8", "b 2", "b 2"].map(fact);
+        let inputs = ["t b 3", "8 3", "8 2", "8", "8", "b 2", "b 2"].map(fact);
         let inferred = |facts: &[Fact]| Lstm { reverse: false }.infer(&facts.iter().collect::<Vec<_>>());
-        let shapes: Vec<String> = inferred(&all).unwrap().iter().map(Fact::to_string).collect();
+        let shapes: Vec<String> = inferred(&inputs).unwrap().iter().map(Fact::to_string).collect();
         assert_eq!(shapes, ["f32[t, b, 2]", "f32[b, 2]", "f32[b, 2]", "f32[t, b, 8]", "f32[t, b, 2]"]);
-        let mut wrong = all.clone();
+        let mut wrong = inputs.clone();
         wrong[3] = fact("4");
         assert_eq!(inferred(&wrong).unwrap_err().to_string(), "the input bias is f32[4], one value a gate is f32[8]");
         wrong[0] = fact("b 3");

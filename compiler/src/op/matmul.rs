@@ -43,22 +43,22 @@ impl OpRule for MatMul {
     // M N K multiply-adds per pair of matrices.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let inner = inputs.first().map_or(0, |a| split(a, self.transpose_a).2.known().unwrap_or(0));
-        Cost { flops: 2.0 * elements(&outputs[0]) * inner as f64, bytes: moved(inputs, outputs) }
+        Cost { flops: 2.0 * elements(&outputs[0]) * inner as f64, bytes: moved_bytes(inputs, outputs) }
     }
 
     // With C = A' B', where A' and B' are the operands after transposition:
     //   dA' = dC B'ᵀ; dA is dA', or its transpose B' dCᵀ if A is stored transposed
     //   dB' = A'ᵀ dC; dB is dB', or its transpose dCᵀ A' if B is stored transposed
     // Transposition is only a flag of the product. Broadcast leading axes are summed.
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (a, b, dc) = (at.inputs[0], at.inputs[1], at.dy());
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (a, b, dc) = (context.inputs[0], context.inputs[1], context.dy());
         let (ta, tb) = (self.transpose_a, self.transpose_b);
         let (a_fact, b_fact) = (out.fact(a), out.fact(b));
-        let da = at.wanted[0].then(|| {
+        let da = context.wanted[0].then(|| {
             let da = if ta { product(out, b, dc, tb, true) } else { product(out, dc, b, false, !tb) };
             sum_to(out, da, &a_fact)
         });
-        let db = at.wanted[1].then(|| {
+        let db = context.wanted[1].then(|| {
             // A weight shared by a whole batch: flattening the batch into rows makes its gradient one product instead
             // of a sum over the batch. This requires an untransposed first operand and an element count that fits 64
             // bits.
@@ -77,8 +77,8 @@ impl OpRule for MatMul {
         let ([a, b], [c]) = (inputs, outputs) else { return Vec::new() };
         let lead = c.rank() - 2;
         let aligned = |x: &Fact, axis: usize| {
-            let own = (axis + x.rank()).checked_sub(c.rank())?;
-            (!x.shape[own].is(1)).then_some(own)
+            let operand_axis = (axis + x.rank()).checked_sub(c.rank())?;
+            (!x.shape[operand_axis].is(1)).then_some(operand_axis)
         };
         // The outer and the inner axis.
         let ends = |x: &Fact, outer_last: bool| {
@@ -86,13 +86,13 @@ impl OpRule for MatMul {
             if outer_last { (last, first) } else { (first, last) }
         };
         let ((m, a_inner), (n, b_inner)) = (ends(a, self.transpose_a), ends(b, !self.transpose_b));
-        let mut ways: Vec<Strategy> =
+        let mut strategies: Vec<Strategy> =
             (0..lead).map(|axis| Strategy::along(&[aligned(a, axis), aligned(b, axis)], &[Some(axis)])).collect();
-        ways.push(Strategy::along(&[Some(m), None], &[Some(lead)]));
-        ways.push(Strategy::along(&[None, Some(n)], &[Some(lead + 1)]));
-        ways.push(Strategy::along(&[Some(a_inner), Some(b_inner)], &[None]));
-        ways.extend([[true, false], [false, true]].map(|terms| Strategy::linear(&terms, 1)));
-        ways
+        strategies.push(Strategy::along(&[Some(m), None], &[Some(lead)]));
+        strategies.push(Strategy::along(&[None, Some(n)], &[Some(lead + 1)]));
+        strategies.push(Strategy::along(&[Some(a_inner), Some(b_inner)], &[None]));
+        strategies.extend([[true, false], [false, true]].map(|terms| Strategy::linear(&terms, 1)));
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -139,8 +139,12 @@ fn rows(out: &mut dyn Emit, x: Value) -> Value {
 /// Index of the operand's matrix that is broadcast to `index` of the leading axes.
 fn matrix_of(shape: &[usize], index: &[usize]) -> usize {
     let lead = &shape[..shape.len() - 2];
-    let own = &index[index.len() - lead.len()..];
-    lead.iter().zip(strides(lead)).zip(own).map(|((&size, stride), &i)| if size == 1 { 0 } else { i * stride }).sum()
+    let lead_index = &index[index.len() - lead.len()..];
+    lead.iter()
+        .zip(strides(lead))
+        .zip(lead_index)
+        .map(|((&size, stride), &i)| if size == 1 { 0 } else { i * stride })
+        .sum()
 }
 
 pub fn samples() -> Vec<Sample> {
@@ -230,7 +234,7 @@ mod tests {
         }
     }
 
-    fn written(a: &[usize], b: &[usize], wanted: [bool; 2]) -> Vec<Op> {
+    fn backward_ops(a: &[usize], b: &[usize], wanted: [bool; 2]) -> Vec<Op> {
         let op = MatMul { transpose_a: false, transpose_b: true };
         let (a, b) = (Fact::of(DType::F32, a), Fact::of(DType::F32, b));
         let c = op.infer(&[&a, &b]).unwrap().remove(0);
@@ -245,14 +249,14 @@ mod tests {
 
     #[test]
     fn the_gradient_of_a_shared_weight_is_one_product_of_matrices() {
-        let ops = written(&[2, 3, 4], &[5, 4], [false, true]);
+        let ops = backward_ops(&[2, 3, 4], &[5, 4], [false, true]);
         let reshape = |rows: i64, columns: i64| Op::Reshape(Reshape { shape: vec![rows.into(), columns.into()] });
         let product = Op::MatMul(MatMul { transpose_a: true, transpose_b: false });
         assert_eq!(ops, [reshape(6, 4), reshape(6, 5), product]);
         // The gradient of the batched operand is a single product.
-        assert_eq!(written(&[2, 3, 4], &[5, 4], [true, false]).len(), 1);
+        assert_eq!(backward_ops(&[2, 3, 4], &[5, 4], [true, false]).len(), 1);
         // If flattening would overflow, the gradient is a product, a sum and a reshape.
-        assert_eq!(written(&[1 << 40, 1 << 40, 4], &[5, 4], [false, true]).len(), 3);
+        assert_eq!(backward_ops(&[1 << 40, 1 << 40, 4], &[5, 4], [false, true]).len(), 3);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Padding around and between elements.
 
 use super::broadcast::walk;
-use super::slice::{origin, spread};
+use super::slice::{origin, spread_size};
 use super::*;
 use crate::tensor::view::strides;
 
@@ -24,40 +24,40 @@ impl OpRule for Pad {
                     let text = format!("axis {axis} is padded by {low} and {high}, which must not be negative");
                     return Err(FactError::Attribute(text));
                 }
-                Ok(spread(&x.shape[axis], self.interior[axis])?.add(low)?.add(high)?)
+                Ok(spread_size(&x.shape[axis], self.interior[axis])?.add(low)?.add(high)?)
             })
             .collect::<Result<_, _>>()?;
         Ok(vec![Fact::new(x.dtype, shape)])
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+        Cost { flops: 0.0, bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = the elements of dy at the positions of x: from `low` on, `interior + 1` apart
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(at.inputs[0]);
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(context.inputs[0]);
         if !x.dtype.is_float() {
             return vec![None];
         }
         let end = (0..x.rank())
-            .map(|axis| spread(&x.shape[axis], self.interior[axis])?.add(&self.low[axis]))
+            .map(|axis| spread_size(&x.shape[axis], self.interior[axis])?.add(&self.low[axis]))
             .collect::<Result<_, _>>()
             .expect("infer has added up the same dims");
         let step = self.interior.iter().map(|between| between.saturating_add(1)).collect();
-        vec![Some(out.emit(Op::Slice(Slice { begin: self.low.clone(), end, step }), &[at.dy()]))]
+        vec![Some(out.emit(Op::Slice(Slice { begin: self.low.clone(), end, step }), &[context.dy()]))]
     }
 
     // Unpadded axes.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let [x] = inputs else { return Vec::new() };
         let as_it_is = |axis: &usize| self.low[*axis].is(0) && self.high[*axis].is(0) && self.interior[*axis] == 0;
-        let mut ways: Vec<Strategy> =
+        let mut strategies: Vec<Strategy> =
             (0..x.rank()).filter(as_it_is).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)])).collect();
         if self.value == 0.0 {
-            ways.push(Strategy::linear(&[true], outputs.len()));
+            strategies.push(Strategy::linear(&[true], outputs.len()));
         }
-        ways
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -68,11 +68,11 @@ impl OpRule for Pad {
         if x.is_empty() {
             return Ok(());
         }
-        let own = strides(y.shape);
+        let y_strides = strides(y.shape);
         let base = origin(&self.low, y.shape)?;
         // A single element has no neighbour: its step is unused, and may be huge.
         let step = |axis: usize| if x.shape[axis] > 1 { self.interior[axis] + 1 } else { 0 };
-        let steps: Vec<isize> = (0..own.len()).map(|axis| (own[axis] * step(axis)) as isize).collect();
+        let steps: Vec<isize> = (0..y_strides.len()).map(|axis| (y_strides[axis] * step(axis)) as isize).collect();
         let size = x.dtype.size();
         for (from, to) in walk(base, &steps, x.shape).enumerate() {
             y.bytes_mut()[to * size..(to + 1) * size].copy_from_slice(&x.bytes()[from * size..(from + 1) * size]);
@@ -142,7 +142,7 @@ pub fn samples() -> Vec<Sample> {
 mod tests {
     use super::*;
 
-    fn padded(size: &str, low: &str, high: &str, interior: usize) -> Result<Dim, FactError> {
+    fn padded_size(size: &str, low: &str, high: &str, interior: usize) -> Result<Dim, FactError> {
         let dim = |text| Dim::parse(text).unwrap();
         let pad = Pad { low: vec![dim(low)], high: vec![dim(high)], interior: vec![interior], value: 0.0 };
         Ok(pad.infer(&[&Fact::new(DType::F32, vec![dim(size)])])?[0].shape[0].clone())
@@ -156,15 +156,15 @@ mod tests {
             ("batch", "0", "seq", 0, "batch+seq"),
             ("batch", "1", "0", 1, "batch*2"),
         ] {
-            assert_eq!(padded(size, low, high, interior), Ok(Dim::parse(total).unwrap()));
+            assert_eq!(padded_size(size, low, high, interior), Ok(Dim::parse(total).unwrap()));
         }
     }
 
     #[test]
     fn hostile_padding_is_refused() {
-        assert!(padded("3", "-1", "2", 0).is_err());
-        assert!(padded("3", "0", "0", usize::MAX).is_err());
-        assert!(padded("3", "0", "0", i64::MAX as usize).is_err());
-        assert!(padded("3", "9223372036854775807", "1", 0).is_err());
+        assert!(padded_size("3", "-1", "2", 0).is_err());
+        assert!(padded_size("3", "0", "0", usize::MAX).is_err());
+        assert!(padded_size("3", "0", "0", i64::MAX as usize).is_err());
+        assert!(padded_size("3", "9223372036854775807", "1", 0).is_err());
     }
 }

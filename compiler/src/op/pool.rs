@@ -15,18 +15,18 @@ impl OpRule for MaxPool {
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
-        Ok(vec![pooled(x, &self.window, &self.kernel, self.ceil)?])
+        Ok(vec![pooled_fact(x, &self.window, &self.kernel, self.ceil)?])
     }
 
     // One comparison per window element.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: elements(&outputs[0]) * volume(&self.kernel), bytes: moved(inputs, outputs) }
+        Cost { flops: elements(&outputs[0]) * volume(&self.kernel), bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = MaxPoolGrad(x, dy)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let dy = at.dy();
-        vec![Some(out.emit(Op::MaxPoolGrad(MaxPoolGrad { forward: self.clone() }), &[at.inputs[0], dy]))]
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let dy = context.dy();
+        vec![Some(out.emit(Op::MaxPoolGrad(MaxPoolGrad { forward: self.clone() }), &[context.inputs[0], dy]))]
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
@@ -36,8 +36,8 @@ impl OpRule for MaxPool {
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         let (x_shape, y_shape) = (x.shape, y.shape);
-        each_window(&self.window, &self.kernel, x_shape, y_shape, |y_at, _, seen| {
-            y.set_f64(y_at, winner(x, seen).map_or(f64::NEG_INFINITY, |i| x.f64(i)));
+        each_window(&self.window, &self.kernel, x_shape, y_shape, |y_at, _, elements| {
+            y.set_f64(y_at, winner(x, elements).map_or(f64::NEG_INFINITY, |i| x.f64(i)));
         });
         Ok(())
     }
@@ -51,13 +51,13 @@ impl OpRule for MaxPoolGrad {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, dy] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
         let forward = &self.forward;
-        same_output(dy, &pooled(x, &forward.window, &forward.kernel, forward.ceil)?)?;
+        same_output(dy, &pooled_fact(x, &forward.window, &forward.kernel, forward.ceil)?)?;
         Ok(vec![(*x).clone()])
     }
 
     // The forward comparisons again, and one addition per window.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: elements(inputs[1]) * (volume(&self.forward.kernel) + 1.0), bytes: moved(inputs, outputs) }
+        Cost { flops: elements(inputs[1]) * (volume(&self.forward.kernel) + 1.0), bytes: moved_bytes(inputs, outputs) }
     }
 
     // No second-order gradient: no core op selects elements by the argmax.
@@ -67,15 +67,15 @@ impl OpRule for MaxPoolGrad {
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let each = (0..2).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[Some(axis)]));
-        each.chain([Strategy::linear(&[false, true], 1)]).collect()
+        let batch_and_channels = (0..2).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[Some(axis)]));
+        batch_and_channels.chain([Strategy::linear(&[false, true], 1)]).collect()
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, dy, dx) = (&inputs[0], &inputs[1], &mut outputs[0]);
         let mut sums = vec![0.0; dx.len()];
-        each_window(&self.forward.window, &self.forward.kernel, x.shape, dy.shape, |y_at, _, seen| {
-            if let Some(i) = winner(x, seen) {
+        each_window(&self.forward.window, &self.forward.kernel, x.shape, dy.shape, |y_at, _, elements| {
+            if let Some(i) = winner(x, elements) {
                 sums[i] += dy.f64(y_at);
             }
         });
@@ -91,48 +91,51 @@ impl OpRule for AvgPool {
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
-        Ok(vec![pooled(x, &self.window, &self.kernel, self.ceil)?])
+        Ok(vec![pooled_fact(x, &self.window, &self.kernel, self.ceil)?])
     }
 
     // One addition per window element, and one division.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: elements(&outputs[0]) * (volume(&self.kernel) + 1.0), bytes: moved(inputs, outputs) }
+        Cost { flops: elements(&outputs[0]) * (volume(&self.kernel) + 1.0), bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = AvgPoolGrad(dy)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let spatial = out.fact(at.inputs[0]).shape[2..].to_vec();
-        let dy = at.dy();
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let spatial = out.fact(context.inputs[0]).shape[2..].to_vec();
+        let dy = context.dy();
         vec![Some(out.emit(Op::AvgPoolGrad(AvgPoolGrad { forward: self.clone(), spatial }), &[dy]))]
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let each = (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)]));
-        each.chain([Strategy::linear(&[true], 1)]).collect()
+        let batch_and_channels = (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)]));
+        batch_and_channels.chain([Strategy::linear(&[true], 1)]).collect()
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         let (x_shape, y_shape) = (x.shape, y.shape);
-        each_window(&self.window, &self.kernel, x_shape, y_shape, |y_at, at, seen| {
-            let sum: f64 = seen.iter().map(|&i| x.f64(i)).sum();
-            y.set_f64(y_at, if seen.is_empty() { 0.0 } else { sum / self.divisor(at, seen.len(), &x_shape[2..]) });
+        each_window(&self.window, &self.kernel, x_shape, y_shape, |y_at, at, elements| {
+            let sum: f64 = elements.iter().map(|&i| x.f64(i)).sum();
+            y.set_f64(
+                y_at,
+                if elements.is_empty() { 0.0 } else { sum / self.divisor(at, elements.len(), &x_shape[2..]) },
+            );
         });
         Ok(())
     }
 }
 
 impl AvgPool {
-    /// The divisor of the window at `at`, which overlaps `seen` data elements.
-    fn divisor(&self, at: &[usize], seen: usize, spatial: &[usize]) -> f64 {
+    /// The divisor of the window at `at`, which overlaps `overlap` data elements.
+    fn divisor(&self, at: &[usize], overlap: usize, spatial: &[usize]) -> f64 {
         if !self.count_padding {
-            return seen as f64;
+            return overlap as f64;
         }
-        let inside = |axis: usize| {
+        let padded_taps = |axis: usize| {
             let padded = self.window.pads_begin[axis] + spatial[axis] + self.window.pads_end[axis];
             (0..self.kernel[axis]).filter(|&tap| self.window.padded_position(axis, at[axis], tap) < padded).count()
         };
-        (0..at.len()).map(|axis| inside(axis) as f64).product()
+        (0..at.len()).map(|axis| padded_taps(axis) as f64).product()
     }
 }
 
@@ -147,33 +150,33 @@ impl OpRule for AvgPoolGrad {
         let mut shape = dy.shape[..2].to_vec();
         shape.extend_from_slice(&self.spatial);
         let x = Fact::new(dy.dtype, shape);
-        same_output(dy, &pooled(&x, &self.forward.window, &self.forward.kernel, self.forward.ceil)?)?;
+        same_output(dy, &pooled_fact(&x, &self.forward.window, &self.forward.kernel, self.forward.ceil)?)?;
         Ok(vec![x])
     }
 
     // One addition per window element, and one division.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: elements(inputs[0]) * (volume(&self.forward.kernel) + 1.0), bytes: moved(inputs, outputs) }
+        Cost { flops: elements(inputs[0]) * (volume(&self.forward.kernel) + 1.0), bytes: moved_bytes(inputs, outputs) }
     }
 
     // The op is the adjoint of the linear pool: d(dy) = AvgPool(g)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let g = at.dy();
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let g = context.dy();
         vec![Some(out.emit(Op::AvgPool(self.forward.clone()), &[g]))]
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let each = (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)]));
-        each.chain([Strategy::linear(&[true], 1)]).collect()
+        let batch_and_channels = (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)]));
+        batch_and_channels.chain([Strategy::linear(&[true], 1)]).collect()
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (dy, dx) = (&inputs[0], &mut outputs[0]);
         let mut sums = vec![0.0; dx.len()];
         let x_shape = dx.shape;
-        each_window(&self.forward.window, &self.forward.kernel, x_shape, dy.shape, |y_at, at, seen| {
-            let divisor = self.forward.divisor(at, seen.len(), &x_shape[2..]);
-            seen.iter().for_each(|&i| sums[i] += dy.f64(y_at) / divisor);
+        each_window(&self.forward.window, &self.forward.kernel, x_shape, dy.shape, |y_at, at, elements| {
+            let divisor = self.forward.divisor(at, elements.len(), &x_shape[2..]);
+            elements.iter().for_each(|&i| sums[i] += dy.f64(y_at) / divisor);
         });
         sums.iter().enumerate().for_each(|(i, &sum)| dx.set_f64(i, sum));
         Ok(())
@@ -191,7 +194,7 @@ fn check(x: &Fact, what: &'static str) -> Result<(), FactError> {
     Ok(())
 }
 
-fn pooled(x: &Fact, window: &Window, kernel: &[usize], ceil: bool) -> Result<Fact, FactError> {
+fn pooled_fact(x: &Fact, window: &Window, kernel: &[usize], ceil: bool) -> Result<Fact, FactError> {
     check(x, "the input")?;
     let kernel = kernel.iter().map(|&k| number("kernel size", k)).collect::<Result<Vec<_>, _>>()?;
     let mut shape = x.shape[..2].to_vec();
@@ -212,8 +215,8 @@ fn volume(kernel: &[usize]) -> f64 {
 }
 
 /// The first largest element; NaN wins, so that a diverged run is visible.
-fn winner(x: &View<'_>, seen: &[usize]) -> Option<usize> {
-    seen.iter().copied().reduce(|best, i| {
+fn winner(x: &View<'_>, elements: &[usize]) -> Option<usize> {
+    elements.iter().copied().reduce(|best, i| {
         let (largest, v) = (x.f64(best), x.f64(i));
         if v > largest || (v.is_nan() && !largest.is_nan()) { i } else { best }
     })
@@ -232,8 +235,8 @@ fn each_window(
     for (e, at) in indices(&y[2..]).enumerate() {
         let taps = window.taps(&at, kernel, &x[2..]);
         for plane in 0..x[0] * x[1] {
-            let seen: Vec<usize> = taps.iter().map(|&(_, element)| plane * x_size + element).collect();
-            visit(plane * y_size + e, &at, &seen);
+            let elements: Vec<usize> = taps.iter().map(|&(_, element)| plane * x_size + element).collect();
+            visit(plane * y_size + e, &at, &elements);
         }
     }
 }
@@ -264,13 +267,13 @@ pub fn samples() -> Vec<Sample> {
             false,
         ),
     ];
-    let mut all = Vec::new();
+    let mut list = Vec::new();
     for (title, shape, kernel, window, ceil) in cases {
         let x = ramp(shape, 1);
         let max = MaxPool { kernel: kernel.to_vec(), window: window.clone(), ceil };
         let dy = ramp(run(&max, std::slice::from_ref(&x))[0].shape(), 2);
         let grad = Op::MaxPoolGrad(MaxPoolGrad { forward: max.clone() });
-        let mut add = |op, inputs, differentiate| all.push(Sample { title, op, inputs, differentiate });
+        let mut add = |op, inputs, differentiate| list.push(Sample { title, op, inputs, differentiate });
         add(Op::MaxPool(max), vec![x.clone()], vec![0]);
         add(grad, vec![x.clone(), dy.clone()], vec![]);
         for count_padding in [false, true] {
@@ -280,7 +283,7 @@ pub fn samples() -> Vec<Sample> {
             add(Op::AvgPoolGrad(AvgPoolGrad { forward, spatial }), vec![dy.clone()], vec![0]);
         }
     }
-    all
+    list
 }
 
 #[cfg(test)]

@@ -13,56 +13,56 @@ impl OpRule for Reduce {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
         check_axes(&self.axes, x.rank())?;
-        let (fits, expected) = match self.kind {
+        let (is_supported, expected) = match self.kind {
             ReduceKind::Mean => (x.dtype.is_float(), "a float"),
             ReduceKind::Sum | ReduceKind::Prod => (x.dtype != DType::Bool, "a number"),
             // On bool these are `any` and `all`.
             ReduceKind::Max | ReduceKind::Min => (true, ""),
         };
-        if !fits {
+        if !is_supported {
             return Err(FactError::DType { what: "the input", expected: expected.into(), got: x.dtype });
         }
-        let shape = if self.keep { kept(&x.shape, &self.axes) } else { dropped(&x.shape, &self.axes) };
+        let shape = if self.keep { kept_shape(&x.shape, &self.axes) } else { dropped_shape(&x.shape, &self.axes) };
         Ok(vec![Fact::new(x.dtype, shape)])
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: elements(inputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(at.inputs[0]);
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(context.inputs[0]);
         if !x.dtype.is_float() {
             return vec![None];
         }
         // Gradient and result with the reduced axes at size 1, so that they broadcast over x.
-        let narrow = kept(&x.shape, &self.axes);
+        let narrow = kept_shape(&x.shape, &self.axes);
         let with_axes = |out: &mut dyn Emit, value| {
-            let stays = out.fact(value).shape == narrow;
-            if stays { value } else { out.emit(Op::Reshape(Reshape { shape: narrow.clone() }), &[value]) }
+            let has_shape = out.fact(value).shape == narrow;
+            if has_shape { value } else { out.emit(Op::Reshape(Reshape { shape: narrow.clone() }), &[value]) }
         };
-        let dy = with_axes(out, at.dy());
+        let dy = with_axes(out, context.dy());
         let dx = match self.kind {
             // dx = dy
             ReduceKind::Sum => dy,
             // dx = dy / count
             ReduceKind::Mean => {
-                let share = share(&x, &self.axes, out);
+                let share = reciprocal_count(&x, &self.axes, out);
                 out.emit(Op::Binary(Binary::Mul), &[dy, share])
             }
             // dx = (x == y) dy / Σ (x == y)
             ReduceKind::Max | ReduceKind::Min => {
-                let y = with_axes(out, at.outputs[0]);
-                let equal = out.emit(Op::Compare(Compare::Equal), &[at.inputs[0], y]);
-                let hits = out.emit(Op::Cast(Cast { to: x.dtype }), &[equal]);
+                let y = with_axes(out, context.outputs[0]);
+                let equal = out.emit(Op::Compare(Compare::Equal), &[context.inputs[0], y]);
+                let is_extremum = out.emit(Op::Cast(Cast { to: x.dtype }), &[equal]);
                 let sum = Reduce { kind: ReduceKind::Sum, axes: self.axes.clone(), keep: true };
-                let ties = out.emit(Op::Reduce(sum), &[hits]);
+                let ties = out.emit(Op::Reduce(sum), &[is_extremum]);
                 let part = out.emit(Op::Binary(Binary::Div), &[dy, ties]);
-                out.emit(Op::Binary(Binary::Mul), &[hits, part])
+                out.emit(Op::Binary(Binary::Mul), &[is_extremum, part])
             }
             // dx = dy · the product of the other elements
             ReduceKind::Prod => {
-                let others = others(at.inputs[0], &self.axes, out);
+                let others = product_of_others(context.inputs[0], &self.axes, out);
                 out.emit(Op::Binary(Binary::Mul), &[dy, others])
             }
         };
@@ -76,9 +76,9 @@ impl OpRule for Reduce {
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let [x] = inputs else { return Vec::new() };
         let after = |axis: usize| if self.keep { axis } else { axis - self.axes.iter().filter(|a| **a < axis).count() };
-        let mut ways: Vec<Strategy> = Vec::new();
+        let mut strategies: Vec<Strategy> = Vec::new();
         for axis in 0..x.rank() {
-            ways.push(match (self.axes.contains(&axis), self.kind) {
+            strategies.push(match (self.axes.contains(&axis), self.kind) {
                 (false, _) => Strategy::along(&[Some(axis)], &[Some(after(axis))]),
                 (true, ReduceKind::Sum) => Strategy::along(&[Some(axis)], &[None]),
                 (true, ReduceKind::Mean) => Strategy::along(&[Some(axis)], &[None]).written(),
@@ -90,19 +90,19 @@ impl OpRule for Reduce {
             });
         }
         if matches!(self.kind, ReduceKind::Sum | ReduceKind::Mean) {
-            ways.push(Strategy::linear(&[true], outputs.len()));
+            strategies.push(Strategy::linear(&[true], outputs.len()));
         }
-        ways
+        strategies
     }
 
-    fn write_part(&self, _: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part(&self, _: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let kind = if self.kind == ReduceKind::Mean { ReduceKind::Sum } else { self.kind };
-        let own = out.emit(Op::Reduce(Reduce { kind, ..self.clone() }), at.inputs);
+        let local = out.emit(Op::Reduce(Reduce { kind, ..self.clone() }), context.inputs);
         if self.kind != ReduceKind::Mean {
-            return vec![out.emit(Op::AllReduce(AllReduce { kind, devices: at.devices }), &[own])];
+            return vec![out.emit(Op::AllReduce(AllReduce { kind, devices: context.devices }), &[local])];
         }
-        let share = share(at.whole[0], &self.axes, out);
-        vec![out.emit(Op::Binary(Binary::Mul), &[own, share])]
+        let share = reciprocal_count(context.whole[0], &self.axes, out);
+        vec![out.emit(Op::Binary(Binary::Mul), &[local, share])]
     }
 
     // Floats accumulate in f64 and round once; integers wrap. Over no elements, a sum is 0, a product is 1, and a
@@ -122,22 +122,23 @@ impl OpRule for Reduce {
                 ReduceKind::Max => f64::NEG_INFINITY,
                 ReduceKind::Min => f64::INFINITY,
             };
-            let mut joined = vec![start; y.len()];
-            targets.for_each(|(i, to)| joined[to] = join(self.kind, joined[to], x.f64(i)));
+            let mut accumulators = vec![start; y.len()];
+            targets.for_each(|(i, to)| accumulators[to] = join(self.kind, accumulators[to], x.f64(i)));
             let count: usize = self.axes.iter().map(|&axis| x.shape[axis]).product();
             let divisor = if self.kind == ReduceKind::Mean { count as f64 } else { 1.0 };
-            joined.iter().enumerate().for_each(|(i, &v)| y.set_f64(i, v / divisor));
+            accumulators.iter().enumerate().for_each(|(i, &v)| y.set_f64(i, v / divisor));
         } else {
-            let (least, greatest) = range(x.dtype);
+            let (lowest, highest) = range(x.dtype);
             let start = match self.kind {
                 ReduceKind::Sum | ReduceKind::Mean => 0,
                 ReduceKind::Prod => 1,
-                ReduceKind::Max => least,
-                ReduceKind::Min => greatest,
+                ReduceKind::Max => lowest,
+                ReduceKind::Min => highest,
             };
-            let mut joined = vec![start; y.len()];
-            targets.for_each(|(i, to)| joined[to] = join_integers(self.kind, x.dtype, joined[to], x.i64(i)));
-            joined.iter().enumerate().for_each(|(i, &v)| y.set_i64(i, v));
+            let mut accumulators = vec![start; y.len()];
+            targets
+                .for_each(|(i, to)| accumulators[to] = join_integers(self.kind, x.dtype, accumulators[to], x.i64(i)));
+            accumulators.iter().enumerate().for_each(|(i, &v)| y.set_i64(i, v));
         }
         Ok(())
     }
@@ -154,12 +155,12 @@ impl OpRule for ArgReduce {
         if x.shape[self.axis].is(0) {
             return Err(FactError::Attribute(format!("axis {} of {x} has no elements to select", self.axis)));
         }
-        let shape = if self.keep { kept(&x.shape, &[self.axis]) } else { dropped(&x.shape, &[self.axis]) };
+        let shape = if self.keep { kept_shape(&x.shape, &[self.axis]) } else { dropped_shape(&x.shape, &[self.axis]) };
         Ok(vec![Fact::new(DType::I64, shape)])
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: elements(inputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
@@ -172,8 +173,8 @@ impl OpRule for ArgReduce {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         let (size, inner) = (x.shape[self.axis], x.shape[self.axis + 1..].iter().product::<usize>());
         for i in 0..y.len() {
-            let (block, within) = (i / inner, i % inner);
-            let element = |k: usize| (block * size + k) * inner + within;
+            let (block, offset) = (i / inner, i % inner);
+            let element = |k: usize| (block * size + k) * inner + offset;
             let best = (1..size).fold(0, |best, k| if self.beats(x, element(k), element(best)) { k } else { best });
             y.set_i64(i, best as i64);
         }
@@ -188,7 +189,7 @@ impl ArgReduce {
             let (a, b) = (x.f64(i), x.f64(j));
             return !b.is_nan() && (a.is_nan() || if self.largest { a > b } else { a < b });
         }
-        let (a, b) = (ordered(x.dtype, x.i64(i)), ordered(x.dtype, x.i64(j)));
+        let (a, b) = (order_key(x.dtype, x.i64(i)), order_key(x.dtype, x.i64(j)));
         if self.largest { a > b } else { a < b }
     }
 }
@@ -204,47 +205,47 @@ pub fn check_axes(axes: &[usize], rank: usize) -> Result<(), FactError> {
     Ok(())
 }
 
-fn kept(shape: &[Dim], axes: &[usize]) -> Vec<Dim> {
+fn kept_shape(shape: &[Dim], axes: &[usize]) -> Vec<Dim> {
     shape.iter().enumerate().map(|(i, d)| if axes.contains(&i) { Dim::Known(1) } else { d.clone() }).collect()
 }
 
-fn dropped(shape: &[Dim], axes: &[usize]) -> Vec<Dim> {
+fn dropped_shape(shape: &[Dim], axes: &[usize]) -> Vec<Dim> {
     shape.iter().enumerate().filter(|(i, _)| !axes.contains(i)).map(|(_, d)| d.clone()).collect()
 }
 
 /// `1/count` of the elements along `axes`, as a scalar. A symbolic count is emitted as a sum of ones, which folds to
 /// the same constant once the symbols are bound.
-fn share(x: &Fact, axes: &[usize], out: &mut dyn Emit) -> Value {
+fn reciprocal_count(x: &Fact, axes: &[usize], out: &mut dyn Emit) -> Value {
     let sizes: Vec<Dim> = axes.iter().map(|&axis| x.shape[axis].clone()).collect();
-    if let Some(known) = sizes.iter().map(Dim::known).collect::<Option<Vec<i64>>>() {
-        let count: f64 = known.iter().map(|&size| size as f64).product();
+    if let Some(static_sizes) = sizes.iter().map(Dim::known).collect::<Option<Vec<i64>>>() {
+        let count: f64 = static_sizes.iter().map(|&size| size as f64).product();
         return out.emit(scalar(x.dtype, 1.0 / count), &[]);
     }
     let one = out.emit(scalar(DType::F64, 1.0), &[]);
     let ones = out.emit(Op::Broadcast(Broadcast { shape: sizes }), &[one]);
-    let all = Reduce { kind: ReduceKind::Sum, axes: (0..axes.len()).collect(), keep: false };
-    let count = out.emit(Op::Reduce(all), &[ones]);
+    let sum = Reduce { kind: ReduceKind::Sum, axes: (0..axes.len()).collect(), keep: false };
+    let count = out.emit(Op::Reduce(sum), &[ones]);
     let share = out.emit(Op::Unary(Unary::Reciprocal), &[count]);
     out.emit(Op::Cast(Cast { to: x.dtype }), &[share])
 }
 
 /// For each element the product of the others along `axes`. Let p be the product of all non-zero elements. Without
 /// zeros it is p/x; with one zero, p at that element and 0 elsewhere; with more, 0.
-fn others(x: Value, axes: &[usize], out: &mut dyn Emit) -> Value {
+fn product_of_others(x: Value, axes: &[usize], out: &mut dyn Emit) -> Value {
     let dtype = out.fact(x).dtype;
     let (zero, one) = (out.emit(scalar(dtype, 0.0), &[]), out.emit(scalar(dtype, 1.0), &[]));
-    let joined = |kind| Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep: true });
+    let reduction = |kind| Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep: true });
     let is_zero = out.emit(Op::Compare(Compare::Equal), &[x, zero]);
-    let filled = out.emit(Op::Select(Select {}), &[is_zero, one, x]);
-    let product = out.emit(joined(ReduceKind::Prod), &[filled]);
-    let counted = out.emit(Op::Cast(Cast { to: dtype }), &[is_zero]);
-    let zeros = out.emit(joined(ReduceKind::Sum), &[counted]);
-    let none = out.emit(Op::Compare(Compare::Equal), &[zeros, zero]);
+    let nonzero = out.emit(Op::Select(Select {}), &[is_zero, one, x]);
+    let product = out.emit(reduction(ReduceKind::Prod), &[nonzero]);
+    let zero_flags = out.emit(Op::Cast(Cast { to: dtype }), &[is_zero]);
+    let zeros = out.emit(reduction(ReduceKind::Sum), &[zero_flags]);
+    let no_zeros = out.emit(Op::Compare(Compare::Equal), &[zeros, zero]);
     let single = out.emit(Op::Compare(Compare::Equal), &[zeros, one]);
-    let all = out.emit(Op::Select(Select {}), &[none, product, zero]);
-    let alone = out.emit(Op::Select(Select {}), &[single, product, zero]);
-    let quotient = out.emit(Op::Binary(Binary::Div), &[all, filled]);
-    out.emit(Op::Select(Select {}), &[is_zero, alone, quotient])
+    let product_or_zero = out.emit(Op::Select(Select {}), &[no_zeros, product, zero]);
+    let product_of_rest = out.emit(Op::Select(Select {}), &[single, product, zero]);
+    let quotient = out.emit(Op::Binary(Binary::Div), &[product_or_zero, nonzero]);
+    out.emit(Op::Select(Select {}), &[is_zero, product_of_rest, quotient])
 }
 
 pub(in crate::op) fn join(kind: ReduceKind, so_far: f64, x: f64) -> f64 {
@@ -260,13 +261,13 @@ pub(in crate::op) fn join_integers(kind: ReduceKind, dtype: DType, so_far: i64, 
     match kind {
         ReduceKind::Sum | ReduceKind::Mean => so_far.wrapping_add(x),
         ReduceKind::Prod => so_far.wrapping_mul(x),
-        ReduceKind::Max => std::cmp::max_by_key(so_far, x, |v| ordered(dtype, *v)),
-        ReduceKind::Min => std::cmp::min_by_key(so_far, x, |v| ordered(dtype, *v)),
+        ReduceKind::Max => std::cmp::max_by_key(so_far, x, |v| order_key(dtype, *v)),
+        ReduceKind::Min => std::cmp::min_by_key(so_far, x, |v| order_key(dtype, *v)),
     }
 }
 
 /// Converts to an integer that preserves the order; `u64` arrives as bits.
-pub(in crate::op) fn ordered(dtype: DType, bits: i64) -> i128 {
+pub(in crate::op) fn order_key(dtype: DType, bits: i64) -> i128 {
     if dtype == DType::U64 { bits as u64 as i128 } else { bits as i128 }
 }
 
@@ -293,54 +294,54 @@ pub fn samples() -> Vec<Sample> {
         differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
         inputs: vec![x],
     };
-    let place = |title, largest, axis, keep, x: Tensor| Sample {
+    let arg_sample = |title, largest, axis, keep, x: Tensor| Sample {
         title,
         op: Op::ArgReduce(ArgReduce { largest, axis, keep }),
         inputs: vec![x],
         differentiate: vec![],
     };
     let x = || Tensor::from_f32(&[2, 3, 2], &[1.5, -2.0, 0.3, 4.1, -0.6, 2.2, 3.7, 0.9, -1.1, 2.8, 5.0, -3.3]);
-    let whole = || Tensor::from_i64(&[2, 2], &[i64::MAX, -2, 3, 4]);
+    let integers = || Tensor::from_i64(&[2, 2], &[i64::MAX, -2, 3, 4]);
     let large = || {
         let bytes = [3, u64::MAX, 7].map(u64::to_le_bytes).concat();
         Tensor::new(DType::U64, vec![3], bytes.into()).expect("three numbers of eight bytes")
     };
-    let mut all = Vec::new();
+    let mut list = Vec::new();
     for kind in [Sum, Mean, Max, Min, Prod] {
-        all.push(sample("the last axis", kind, &[2], false, x()));
-        all.push(sample("the middle axis, kept", kind, &[1], true, x()));
-        all.push(sample("two axes apart", kind, &[0, 2], false, x()));
-        all.push(sample("all axes", kind, &[0, 1, 2], false, x()));
-        all.push(sample("all axes, kept", kind, &[0, 1, 2], true, x()));
-        all.push(sample("no axes", kind, &[], false, x()));
-        all.push(sample("a scalar", kind, &[], false, Tensor::from_f32(&[], &[2.5])));
-        all.push(sample("nothing", kind, &[1], false, Tensor::zeros(DType::F32, &[0, 3])));
-        all.push(sample("brain floats", kind, &[1], false, x().cast(DType::Bf16)));
+        list.push(sample("the last axis", kind, &[2], false, x()));
+        list.push(sample("the middle axis, kept", kind, &[1], true, x()));
+        list.push(sample("two axes apart", kind, &[0, 2], false, x()));
+        list.push(sample("all axes", kind, &[0, 1, 2], false, x()));
+        list.push(sample("all axes, kept", kind, &[0, 1, 2], true, x()));
+        list.push(sample("no axes", kind, &[], false, x()));
+        list.push(sample("a scalar", kind, &[], false, Tensor::from_f32(&[], &[2.5])));
+        list.push(sample("nothing", kind, &[1], false, Tensor::zeros(DType::F32, &[0, 3])));
+        list.push(sample("brain floats", kind, &[1], false, x().cast(DType::Bf16)));
         if kind != Mean {
-            all.push(sample("integers", kind, &[1], false, whole()));
-            all.push(sample("unsigned", kind, &[0], false, large()));
-            all.push(sample("bytes", kind, &[0], true, Tensor::from_i64(&[3], &[200, 100, 3]).cast(DType::U8)));
+            list.push(sample("integers", kind, &[1], false, integers()));
+            list.push(sample("unsigned", kind, &[0], false, large()));
+            list.push(sample("bytes", kind, &[0], true, Tensor::from_i64(&[3], &[200, 100, 3]).cast(DType::U8)));
         }
     }
-    all.push(sample("over no elements", Sum, &[0], false, Tensor::zeros(DType::F32, &[0, 3])));
+    list.push(sample("over no elements", Sum, &[0], false, Tensor::zeros(DType::F32, &[0, 3])));
     let zeros = Tensor::from_f32(&[3, 3], &[0.0, 2.0, -3.0, 0.0, 0.0, 1.5, 0.5, 4.0, 1.0]);
-    all.push(sample("one zero, two zeros, none", Prod, &[1], false, zeros));
+    list.push(sample("one zero, two zeros, none", Prod, &[1], false, zeros));
     for kind in [Max, Min] {
         let truth = Tensor::from_bool(&[2, 2], &[true, false, false, false]);
-        all.push(sample("booleans", kind, &[1], false, truth));
+        list.push(sample("booleans", kind, &[1], false, truth));
         // Ties split the gradient; a finite difference is undefined there.
         let ties = sample("ties", kind, &[0], false, Tensor::from_f32(&[3], &[2.0, 2.0, 2.0]));
-        all.push(Sample { differentiate: vec![], ..ties });
+        list.push(Sample { differentiate: vec![], ..ties });
     }
     for largest in [true, false] {
-        all.push(place("the last axis", largest, 2, false, x()));
-        all.push(place("the first axis, kept", largest, 0, true, x()));
-        all.push(place("the first of ties", largest, 0, false, Tensor::from_f32(&[4], &[1.0, 2.0, 2.0, 1.0])));
-        all.push(place("not a number", largest, 0, false, Tensor::from_f32(&[3], &[1.0, f32::NAN, 2.0])));
-        all.push(place("integers", largest, 1, false, whole()));
-        all.push(place("unsigned", largest, 0, false, large()));
+        list.push(arg_sample("the last axis", largest, 2, false, x()));
+        list.push(arg_sample("the first axis, kept", largest, 0, true, x()));
+        list.push(arg_sample("the first of ties", largest, 0, false, Tensor::from_f32(&[4], &[1.0, 2.0, 2.0, 1.0])));
+        list.push(arg_sample("not a number", largest, 0, false, Tensor::from_f32(&[3], &[1.0, f32::NAN, 2.0])));
+        list.push(arg_sample("integers", largest, 1, false, integers()));
+        list.push(arg_sample("unsigned", largest, 0, false, large()));
     }
-    all
+    list
 }
 
 #[cfg(test)]

@@ -30,12 +30,12 @@ impl OpRule for Reshape {
     }
 
     // dx = dy in the shape of x
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(at.inputs[0]);
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(context.inputs[0]);
         if !x.dtype.is_float() {
             return vec![None];
         }
-        vec![Some(out.emit(Op::Reshape(Reshape { shape: x.shape }), &[at.dy()]))]
+        vec![Some(out.emit(Op::Reshape(Reshape { shape: x.shape }), &[context.dy()]))]
     }
 
     // Write the row-major element number as digits (outer, device, inner). A shard is the set of elements with one
@@ -43,21 +43,29 @@ impl OpRule for Reshape {
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
         let ([x], [y]) = (inputs, outputs) else { return Vec::new() };
         let (Some(from), Some(to)) = (x.concrete(), y.concrete()) else { return Vec::new() };
-        let mut ways = vec![Strategy::linear(&[true], 1)];
+        let mut strategies = vec![Strategy::linear(&[true], 1)];
         for (axis, &size) in from.iter().enumerate().filter(|(_, size)| **size > 1) {
             let Some(before) = element_count(&from[..axis]) else { continue };
             for blocks in [1].into_iter().chain(group.blocks.get(&size).into_iter().flatten().copied()) {
-                let Some(other) = before.checked_mul(blocks).and_then(|outer| place(&to, outer, group.devices)) else {
+                let Some(output_split) =
+                    before.checked_mul(blocks).and_then(|outer| find_split(&to, outer, group.devices))
+                else {
                     continue;
                 };
                 let mut shape = self.shape.clone();
-                shape[other.axis] = Dim::from(to[other.axis] / group.devices);
-                let (own, other) = (Sharding::Split(SplitDim { axis, blocks }), Sharding::Split(other));
-                let along = Strategy::along(&[None], &[None]).sized(Op::Reshape(Reshape { shape }));
-                ways.push(Strategy { inputs: vec![own], outputs: vec![other], any_order: false, ..along });
+                shape[output_split.axis] = Dim::from(to[output_split.axis] / group.devices);
+                let (input_split, output_split) =
+                    (Sharding::Split(SplitDim { axis, blocks }), Sharding::Split(output_split));
+                let base = Strategy::along(&[None], &[None]).sized(Op::Reshape(Reshape { shape }));
+                strategies.push(Strategy {
+                    inputs: vec![input_split],
+                    outputs: vec![output_split],
+                    any_order: false,
+                    ..base
+                });
             }
         }
-        ways
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -71,7 +79,7 @@ impl OpRule for Reshape {
 }
 
 /// The split dim of a tensor whose shards alternate every `1/(outer · devices)` of its elements.
-fn place(shape: &[usize], outer: usize, devices: usize) -> Option<SplitDim> {
+fn find_split(shape: &[usize], outer: usize, devices: usize) -> Option<SplitDim> {
     let mut before = 1usize;
     for (axis, &size) in shape.iter().enumerate() {
         let fits = |blocks: &usize| blocks.checked_mul(devices).is_some_and(|parts| parts > 0 && size % parts == 0);

@@ -10,7 +10,7 @@
 //!   da = (dh + dy_t) φ'(h_t);  dh = da W_hh
 //!   dx_t = da W_ih,  dW_ih = Σ daᵀ x_t,  dW_hh = Σ daᵀ h,  db = Σ da
 
-use super::layer_norm::same;
+use super::layer_norm::check_same;
 use super::lstm::{Sizes, before, inputs_of, logistic, order, products, zeros};
 use super::sample::{ramp, run};
 use super::*;
@@ -46,31 +46,31 @@ impl OpRule for Rnn {
         };
         let sizes = Sizes::of(x, w_hh, 1)?;
         sizes.weights(w_ih, w_hh)?;
-        same("the input bias", b_ih, "one value a unit", &sizes.bias())?;
-        same("the hidden bias", b_hh, "one value a unit", &sizes.bias())?;
-        same("the first state", h0, "one state a row", &sizes.state())?;
+        check_same("the input bias", b_ih, "one value a unit", &sizes.bias())?;
+        check_same("the hidden bias", b_hh, "one value a unit", &sizes.bias())?;
+        check_same("the first state", h0, "one state a row", &sizes.state())?;
         Ok(vec![sizes.sequence(&sizes.hidden), sizes.state()])
     }
 
     // The matrix products; 3 additions and an activation per unit.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = products(inputs[0], inputs[2]) + 4.0 * elements(&outputs[0]);
-        Cost { flops, bytes: moved(inputs, outputs) }
+        Cost { flops, bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let [x, w_ih, w_hh, _, _, h0] = at.inputs else { unreachable!("infer checks the arity") };
-        let mut arrived = Vec::with_capacity(2);
-        for (output, gradient) in at.outputs.iter().zip(at.d_outputs) {
-            arrived.push(gradient.unwrap_or_else(|| zeros(out, *output)));
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let [x, w_ih, w_hh, _, _, h0] = context.inputs else { unreachable!("infer checks the arity") };
+        let mut d_outputs = Vec::with_capacity(2);
+        for (output, gradient) in context.outputs.iter().zip(context.d_outputs) {
+            d_outputs.push(gradient.unwrap_or_else(|| zeros(out, *output)));
         }
-        let known = [*x, *w_ih, *w_hh, *h0, at.outputs[0]];
-        let inputs: Vec<Value> = arrived.into_iter().chain(known).collect();
+        let saved = [*x, *w_ih, *w_hh, *h0, context.outputs[0]];
+        let inputs: Vec<Value> = d_outputs.into_iter().chain(saved).collect();
         let grad = RnnGrad { reverse: self.reverse, activation: self.activation };
-        let all = out.emit_all(Op::RnnGrad(grad), &inputs);
-        let [dx, dw_ih, dw_hh, db, dh0] = all[..] else { unreachable!("the gradient has five outputs") };
+        let gradients_all = out.emit_all(Op::RnnGrad(grad), &inputs);
+        let [dx, dw_ih, dw_hh, db, dh0] = gradients_all[..] else { unreachable!("the gradient has five outputs") };
         let gradients = [dx, dw_ih, dw_hh, db, db, dh0];
-        gradients.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
     }
 
     // The batch axis.
@@ -114,17 +114,17 @@ impl OpRule for RnnGrad {
         let sizes = Sizes::of(x, w_hh, 1)?;
         sizes.weights(w_ih, w_hh)?;
         let (state, sequence) = (sizes.state(), sizes.sequence(&sizes.hidden));
-        same("the gradient of the last state", dh, "one state a row", &state)?;
-        same("the first state", h0, "one state a row", &state)?;
-        same("the output gradient", dy, "one state a step", &sequence)?;
-        same("the output", y, "one state a step", &sequence)?;
+        check_same("the gradient of the last state", dh, "one state a row", &state)?;
+        check_same("the first state", h0, "one state a row", &state)?;
+        check_same("the output gradient", dy, "one state a step", &sequence)?;
+        check_same("the output", y, "one state a step", &sequence)?;
         Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), sizes.bias(), state])
     }
 
     // Two products per forward product; 4 further flops per unit.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = 2.0 * products(inputs[2], inputs[4]) + 4.0 * elements(inputs[0]);
-        Cost { flops, bytes: moved(inputs, outputs) }
+        Cost { flops, bytes: moved_bytes(inputs, outputs) }
     }
 
     // No second-order gradient, as for the LSTM.
@@ -179,9 +179,9 @@ impl OpRule for RnnGrad {
 }
 
 /// The gradient's inputs: output gradients, forward inputs and saved outputs.
-fn grad_inputs(forward: &Rnn, inputs: &[Tensor], arrived: [Tensor; 2]) -> Vec<Tensor> {
-    let known = [0, 1, 2, 5].map(|i: usize| inputs[i].clone());
-    arrived.into_iter().chain(known).chain([run(forward, inputs)[0].clone()]).collect()
+fn grad_inputs(forward: &Rnn, inputs: &[Tensor], d_outputs: [Tensor; 2]) -> Vec<Tensor> {
+    let forward_inputs = [0, 1, 2, 5].map(|i: usize| inputs[i].clone());
+    d_outputs.into_iter().chain(forward_inputs).chain([run(forward, inputs)[0].clone()]).collect()
 }
 
 pub fn samples() -> Vec<Sample> {
@@ -192,19 +192,19 @@ pub fn samples() -> Vec<Sample> {
         ("sigmoid", [2, 2, 3, 2], true, Activation::Sigmoid),
         ("one step", [1, 1, 4, 2], false, Activation::Tanh),
     ];
-    let both = |(title, sizes, reverse, activation): (&'static str, [usize; 4], bool, _)| {
+    let with_gradient = |(title, sizes, reverse, activation): (&'static str, [usize; 4], bool, _)| {
         let [steps, batch, _, hidden] = sizes;
         let inputs = inputs_of(1, sizes, 1);
         let forward = Rnn { reverse, activation };
-        let arrived = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9)];
-        let read = grad_inputs(&forward, &inputs, arrived);
+        let d_outputs = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9)];
+        let gradient_inputs = grad_inputs(&forward, &inputs, d_outputs);
         let grad = Op::RnnGrad(RnnGrad { reverse, activation });
         [
             Sample { title, op: Op::Rnn(forward), inputs, differentiate: (0..6).collect() },
-            Sample { title, op: grad, inputs: read, differentiate: vec![] },
+            Sample { title, op: grad, inputs: gradient_inputs, differentiate: vec![] },
         ]
     };
-    cases.into_iter().flat_map(both).collect()
+    cases.into_iter().flat_map(with_gradient).collect()
 }
 
 #[cfg(test)]
@@ -238,11 +238,11 @@ mod tests {
         ];
         let first = 1f64.tanh();
         let second = (2.0 + first / 2.0).tanh();
-        let made = run(&Rnn { reverse: false, activation: Activation::Tanh }, &inputs);
-        assert_eq!((made[0].to_f64(), made[1].to_f64()), (vec![first, second], vec![second]));
+        let outputs = run(&Rnn { reverse: false, activation: Activation::Tanh }, &inputs);
+        assert_eq!((outputs[0].to_f64(), outputs[1].to_f64()), (vec![first, second], vec![second]));
         let first = 2f64.tanh();
         let second = (1.0 + first / 2.0).tanh();
-        let made = run(&Rnn { reverse: true, activation: Activation::Tanh }, &inputs);
-        assert_eq!((made[0].to_f64(), made[1].to_f64()), (vec![second, first], vec![second]));
+        let outputs = run(&Rnn { reverse: true, activation: Activation::Tanh }, &inputs);
+        assert_eq!((outputs[0].to_f64(), outputs[1].to_f64()), (vec![second, first], vec![second]));
     }
 }

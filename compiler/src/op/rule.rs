@@ -76,7 +76,6 @@ pub enum KernelError {
     Label { label: i64, classes: usize },
 }
 
-/// The rule that defines an op.
 pub trait OpRule {
     /// Name in the text form and in messages, lower case: `layer_norm`.
     fn name(&self) -> &'static str;
@@ -86,13 +85,14 @@ pub trait OpRule {
 
     /// Cost of one run at concrete shapes. Default: one flop per output element, every tensor moved once.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: outputs.first().map_or(0.0, elements), bytes: moved(inputs, outputs) }
+        Cost { flops: outputs.first().map_or(0.0, elements), bytes: moved_bytes(inputs, outputs) }
     }
 
-    /// The gradient of each input as core ops; `None` if it has none. `at.d_outputs` contains at least one gradient.
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    /// The gradient of each input as core ops; `None` if it has none. `context.d_outputs` contains at least one
+    /// gradient.
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let _ = out;
-        vec![None; at.inputs.len()]
+        vec![None; context.inputs.len()]
     }
 
     /// Tests whether [`OpRule::backward`] uses the gradient of this output. If it does not, training is refused:
@@ -115,8 +115,8 @@ pub trait OpRule {
 
     /// Emits the per-device ops of a strategy with [`Local::Written`](crate::op::sharding::Local::Written); returns the
     /// local outputs.
-    fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let _ = (at, out);
+    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let _ = (context, out);
         unreachable!("{} has no sharding rule for {strategy:?}", self.name())
     }
 
@@ -130,7 +130,7 @@ pub fn elements(fact: &Fact) -> f64 {
     fact.shape.iter().map(|d| d.known().unwrap_or(0) as f64).product()
 }
 
-pub fn moved(inputs: &[&Fact], outputs: &[Fact]) -> f64 {
+pub fn moved_bytes(inputs: &[&Fact], outputs: &[Fact]) -> f64 {
     inputs.iter().copied().chain(outputs).map(|f| elements(f) * f.dtype.size() as f64).sum()
 }
 

@@ -50,23 +50,29 @@ pub fn try_run(rule: &dyn OpRule, inputs: &[Tensor]) -> Result<Vec<Tensor>, Kern
 }
 
 /// Asserts that a gradient op gives the derivatives of the `weights`-weighted sum of all outputs. The gradient of input
-/// `slot` is `gradients[places[slot]]`. All tensors are `f64`.
+/// `slot` is `gradients[gradient_slots[slot]]`. All tensors are `f64`.
 #[cfg(test)]
-pub fn assert_slopes(rule: &dyn OpRule, inputs: &[Tensor], weights: &[Tensor], gradients: &[Tensor], places: &[usize]) {
+pub fn assert_slopes(
+    rule: &dyn OpRule,
+    inputs: &[Tensor],
+    weights: &[Tensor],
+    gradients: &[Tensor],
+    gradient_slots: &[usize],
+) {
     let loss = |inputs: &[Tensor]| -> f64 {
         let dot = |(w, y): (&Tensor, &Tensor)| w.to_f64().iter().zip(y.to_f64()).map(|(w, y)| w * y).sum::<f64>();
         weights.iter().zip(&run(rule, inputs)).map(dot).sum()
     };
-    for (slot, &place) in places.iter().enumerate() {
+    for (slot, &gradient_slot) in gradient_slots.iter().enumerate() {
         let x = inputs[slot].to_f64();
-        for (at, slope) in gradients[place].to_f64().into_iter().enumerate() {
-            let moved = |by: f64| {
+        for (at, slope) in gradients[gradient_slot].to_f64().into_iter().enumerate() {
+            let loss_at = |step: f64| {
                 let (mut x, mut inputs) = (x.clone(), inputs.to_vec());
-                x[at] += by;
+                x[at] += step;
                 inputs[slot] = Tensor::from_f64(inputs[slot].shape(), &x);
                 loss(&inputs)
             };
-            let difference = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+            let difference = (loss_at(1e-5) - loss_at(-1e-5)) / 2e-5;
             assert!((slope - difference).abs() < 1e-8, "input {slot}, {at}: {slope} is not {difference}");
         }
     }

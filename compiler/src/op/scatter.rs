@@ -40,19 +40,19 @@ impl OpRule for Scatter {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: elements(inputs[2]), bytes: moved(inputs, outputs) }
+        Cost { flops: elements(inputs[2]), bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(at.inputs[0]).dtype.is_float() {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(context.inputs[0]).dtype.is_float() {
             return vec![None; 3];
         }
         let [dx, du] = match self.kind {
-            ScatterKind::Replace => self.replaced(&at, out),
+            ScatterKind::Replace => self.backward_replace(&context, out),
             // dx = dy, du = dy gathered at the indices
-            ScatterKind::Add => [Some(at.dy()), Some(self.taken(out, at.dy(), at.inputs[1]))],
+            ScatterKind::Add => [Some(context.dy()), Some(self.gather_updates(out, context.dy(), context.inputs[1]))],
             ScatterKind::Mul => [None, None],
-            ScatterKind::Max | ScatterKind::Min => self.shared(&at, out),
+            ScatterKind::Max | ScatterKind::Min => self.backward_extreme(&context, out),
         };
         vec![dx, None, du]
     }
@@ -73,12 +73,12 @@ impl OpRule for Scatter {
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, updates, y) = (&inputs[0], &inputs[2], &mut outputs[0]);
         let size = x.shape[self.axis];
-        let places = resolve(&inputs[1], size)?;
+        let indices = resolve(&inputs[1], size)?;
         let outer: usize = x.shape[..self.axis].iter().product();
         let run: usize = x.shape[self.axis + 1..].iter().product();
         // Destination of element i of the updates.
         let targets = (0..outer)
-            .flat_map(|block| places.iter().map(move |place| (block * size + place) * run))
+            .flat_map(|block| indices.iter().map(move |index| (block * size + index) * run))
             .flat_map(|start| start..start + run)
             .enumerate();
         y.bytes_mut().copy_from_slice(x.bytes());
@@ -93,74 +93,74 @@ impl OpRule for Scatter {
             ScatterKind::Min => Binary::Min,
         };
         if x.dtype.is_float() {
-            let mut joined: Vec<f64> = (0..x.len()).map(|i| x.f64(i)).collect();
-            targets.for_each(|(i, to)| joined[to] = binary::apply(op, joined[to], updates.f64(i)));
-            joined.iter().enumerate().for_each(|(i, &v)| y.set_f64(i, v));
+            let mut accumulators: Vec<f64> = (0..x.len()).map(|i| x.f64(i)).collect();
+            targets.for_each(|(i, to)| accumulators[to] = binary::apply(op, accumulators[to], updates.f64(i)));
+            accumulators.iter().enumerate().for_each(|(i, &v)| y.set_f64(i, v));
         } else {
             let apply = |a: i64, b: i64| match x.dtype {
                 DType::U64 => binary::apply_u64(op, a as u64, b as u64) as i64,
                 _ => binary::apply_i64(op, a, b),
             };
-            let mut joined: Vec<i64> = (0..x.len()).map(|i| x.i64(i)).collect();
-            targets.for_each(|(i, to)| joined[to] = apply(joined[to], updates.i64(i)));
-            joined.iter().enumerate().for_each(|(i, &v)| y.set_i64(i, v));
+            let mut accumulators: Vec<i64> = (0..x.len()).map(|i| x.i64(i)).collect();
+            targets.for_each(|(i, to)| accumulators[to] = apply(accumulators[to], updates.i64(i)));
+            accumulators.iter().enumerate().for_each(|(i, &v)| y.set_i64(i, v));
         }
         Ok(())
     }
 }
 
 impl Scatter {
-    /// Gathers slices of `value` at the indices.
-    fn taken(&self, out: &mut dyn Emit, value: Value, indices: Value) -> Value {
+    fn gather_updates(&self, out: &mut dyn Emit, value: Value, indices: Value) -> Value {
         out.emit(Op::Gather(Gather { axis: self.axis }), &[value, indices])
     }
 
     // dx = dy, 0 at written slices. du = dy gathered at the indices, 0 for an update that a later one overwrote. The
     // last writer is found by scattering the update numbers.
-    fn replaced(&self, at: &BackwardContext<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
-        let (dy, indices) = (at.dy(), at.inputs[1]);
-        let (x, updates) = (out.fact(at.inputs[0]), out.fact(at.inputs[2]));
+    fn backward_replace(&self, context: &BackwardContext<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
+        let (dy, indices) = (context.dy(), context.inputs[1]);
+        let (x, updates) = (out.fact(context.inputs[0]), out.fact(context.inputs[2]));
         let zero = out.emit(scalar(x.dtype, 0.0), &[]);
-        let dx = at.wanted[0].then(|| {
+        let dx = context.wanted[0].then(|| {
             let zeros = out.emit(Op::Broadcast(Broadcast { shape: updates.shape.clone() }), &[zero]);
             out.emit(Op::Scatter(*self), &[dy, indices, zeros])
         });
-        let du = at.wanted[2].then(|| {
-            let taken = self.taken(out, dy, indices);
+        let du = context.wanted[2].then(|| {
+            let gathered = self.gather_updates(out, dy, indices);
             let mut shape = out.fact(indices).shape;
             let count = volume(&shape).expect("the indices were counted when the fact was inferred");
             let order = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[]);
             let order = out.emit(Op::Reshape(Reshape { shape: shape.clone() }), &[order]);
-            let none = out.emit(scalar(DType::I64, 0.0), &[]);
-            let nobody = Broadcast { shape: vec![x.shape[self.axis].clone()] };
-            let nobody = out.emit(Op::Broadcast(nobody), &[none]);
+            let zero_index = out.emit(scalar(DType::I64, 0.0), &[]);
+            let no_update = Broadcast { shape: vec![x.shape[self.axis].clone()] };
+            let no_update = out.emit(Op::Broadcast(no_update), &[zero_index]);
             let last = Scatter { kind: ScatterKind::Replace, axis: 0 };
-            let last = out.emit(Op::Scatter(last), &[nobody, indices, order]);
+            let last = out.emit(Op::Scatter(last), &[no_update, indices, order]);
             let last = out.emit(Op::Gather(Gather { axis: 0 }), &[last, indices]);
-            let stays = out.emit(Op::Compare(Compare::Equal), &[last, order]);
+            let is_last = out.emit(Op::Compare(Compare::Equal), &[last, order]);
             shape.resize(shape.len() + x.rank() - self.axis - 1, Dim::Known(1));
-            let stays = out.emit(Op::Reshape(Reshape { shape }), &[stays]);
-            out.emit(Op::Select(Select {}), &[stays, taken, zero])
+            let is_last = out.emit(Op::Reshape(Reshape { shape }), &[is_last]);
+            out.emit(Op::Select(Select {}), &[is_last, gathered, zero])
         });
         [dx, du]
     }
 
     // Let hits = (x == y) and (u == y at the indices), and ties = the number of hits per slice. Then dx = hits dy /
     // ties, and du likewise at the indices.
-    fn shared(&self, at: &BackwardContext<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
-        let (x, indices, updates) = (at.inputs[0], at.inputs[1], at.inputs[2]);
+    fn backward_extreme(&self, context: &BackwardContext<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
+        let (x, indices, updates) = (context.inputs[0], context.inputs[1], context.inputs[2]);
         let dtype = out.fact(x).dtype;
-        let hits = |out: &mut dyn Emit, a, b| {
+        let indicator = |out: &mut dyn Emit, a, b| {
             let equal = out.emit(Op::Compare(Compare::Equal), &[a, b]);
             out.emit(Op::Cast(Cast { to: dtype }), &[equal])
         };
-        let taken = self.taken(out, at.outputs[0], indices);
-        let (of_x, of_updates) = (hits(out, x, at.outputs[0]), hits(out, updates, taken));
+        let gathered = self.gather_updates(out, context.outputs[0], indices);
+        let (of_x, of_updates) = (indicator(out, x, context.outputs[0]), indicator(out, updates, gathered));
         let sum = Scatter { kind: ScatterKind::Add, axis: self.axis };
         let ties = out.emit(Op::Scatter(sum), &[of_x, indices, of_updates]);
-        let part = out.emit(Op::Binary(Binary::Div), &[at.dy(), ties]);
-        let taken = self.taken(out, part, indices);
-        [(of_x, part), (of_updates, taken)].map(|(hit, part)| Some(out.emit(Op::Binary(Binary::Mul), &[hit, part])))
+        let part = out.emit(Op::Binary(Binary::Div), &[context.dy(), ties]);
+        let gathered = self.gather_updates(out, part, indices);
+        [(of_x, part), (of_updates, gathered)]
+            .map(|(mask, part)| Some(out.emit(Op::Binary(Binary::Mul), &[mask, part])))
     }
 }
 
@@ -173,24 +173,24 @@ pub fn samples() -> Vec<Sample> {
     };
     let index = |shape: &[usize], v: &[i64]| Tensor::from_i64(shape, v);
     let bytes = |v: &[i64]| index(&[v.len()], v).cast(DType::U8);
-    let mut all = Vec::new();
+    let mut list = Vec::new();
     use ScatterKind::*;
     for kind in [Replace, Add, Mul, Max, Min] {
-        all.push(sample("rows that repeat", kind, 0, ramp(&[4, 2], 1), index(&[3], &[1, 3, 1]), ramp(&[3, 2], 2)));
-        all.push(sample("columns", kind, 1, ramp(&[2, 4], 3), index(&[3], &[-1, 0, 2]), ramp(&[2, 3], 4)));
+        list.push(sample("rows that repeat", kind, 0, ramp(&[4, 2], 1), index(&[3], &[1, 3, 1]), ramp(&[3, 2], 2)));
+        list.push(sample("columns", kind, 1, ramp(&[2, 4], 3), index(&[3], &[-1, 0, 2]), ramp(&[2, 3], 4)));
         let table = index(&[2, 2], &[2, 0, 0, 2]);
-        all.push(sample("a table", kind, 1, ramp(&[2, 3, 2], 5), table, ramp(&[2, 2, 2, 2], 6)));
-        all.push(sample("one index", kind, 0, ramp(&[3, 2], 7), index(&[], &[1]), ramp(&[2], 8)));
+        list.push(sample("a table", kind, 1, ramp(&[2, 3, 2], 5), table, ramp(&[2, 2, 2, 2], 6)));
+        list.push(sample("one index", kind, 0, ramp(&[3, 2], 7), index(&[], &[1]), ramp(&[2], 8)));
         let nothing = Tensor::zeros(DType::F32, &[0, 2]);
-        all.push(sample("no indices", kind, 0, ramp(&[3, 2], 7), index(&[0], &[]), nothing));
-        let whole = [index(&[3], &[i64::MAX, 2, 3]), index(&[3], &[0, 0, 2]), index(&[3], &[5, -7, 2])];
-        let [x, indices, updates] = whole;
-        all.push(sample("integers", kind, 0, x, indices, updates));
-        all.push(sample("bytes", kind, 0, bytes(&[200, 2]), index(&[2], &[0, 0]), bytes(&[100, 3])));
+        list.push(sample("no indices", kind, 0, ramp(&[3, 2], 7), index(&[0], &[]), nothing));
+        let integer_inputs = [index(&[3], &[i64::MAX, 2, 3]), index(&[3], &[0, 0, 2]), index(&[3], &[5, -7, 2])];
+        let [x, indices, updates] = integer_inputs;
+        list.push(sample("integers", kind, 0, x, indices, updates));
+        list.push(sample("bytes", kind, 0, bytes(&[200, 2]), index(&[2], &[0, 0]), bytes(&[100, 3])));
     }
     let (x, updates) = (Tensor::from_bool(&[3], &[true, false, true]), Tensor::from_bool(&[2], &[false, true]));
-    all.push(sample("booleans", Replace, 0, x, index(&[2], &[0, 1]), updates));
-    all
+    list.push(sample("booleans", Replace, 0, x, index(&[2], &[0, 1]), updates));
+    list
 }
 
 #[cfg(test)]
@@ -200,8 +200,8 @@ mod tests {
 
     #[test]
     fn updates_are_joined_in_their_order() {
-        let whole = |v: &[i64]| Tensor::from_i64(&[v.len()], v);
-        let inputs = [whole(&[1, 2, 3]), whole(&[0, -1, 0]), whole(&[5, 4, -2])];
+        let integers = |v: &[i64]| Tensor::from_i64(&[v.len()], v);
+        let inputs = [integers(&[1, 2, 3]), integers(&[0, -1, 0]), integers(&[5, 4, -2])];
         let run = |kind| run(&Scatter { kind, axis: 0 }, &inputs)[0].to_i64();
         assert_eq!(run(ScatterKind::Replace), [-2, 2, 4]);
         assert_eq!(run(ScatterKind::Add), [4, 2, 7]);

@@ -1,6 +1,6 @@
 //! Elementwise select, broadcasting.
 
-use super::broadcast::{broadcast_shapes, stretched, sum_to};
+use super::broadcast::{broadcast_indices, broadcast_shapes, sum_to};
 use super::unary::scalar;
 use super::*;
 use crate::op::sharding::elementwise;
@@ -24,32 +24,32 @@ impl OpRule for Select {
     }
 
     // da = condition ? dy : 0, db = condition ? 0 : dy, summed over broadcast axes
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (condition, dy) = (at.inputs[0], at.dy());
-        let dtype = out.fact(at.inputs[1]).dtype;
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (condition, dy) = (context.inputs[0], context.dy());
+        let dtype = out.fact(context.inputs[1]).dtype;
         if !dtype.is_float() {
             return vec![None; 3];
         }
         let zero = out.emit(scalar(dtype, 0.0), &[]);
         let mut gradient = |input: usize, choices: [Value; 2]| {
-            at.wanted[input].then(|| {
+            context.wanted[input].then(|| {
                 let chosen = out.emit(Op::Select(Select {}), &[condition, choices[0], choices[1]]);
-                let like = out.fact(at.inputs[input]);
-                sum_to(out, chosen, &like)
+                let target = out.fact(context.inputs[input]);
+                sum_to(out, chosen, &target)
             })
         };
         vec![None, gradient(1, [dy, zero]), gradient(2, [zero, dy])]
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        let mut ways = elementwise(inputs, &outputs[0]);
-        ways.push(Strategy::linear(&[false, true, true], 1));
-        ways
+        let mut strategies = elementwise(inputs, &outputs[0]);
+        strategies.push(Strategy::linear(&[false, true, true], 1));
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (condition, a, b, y) = (&inputs[0], &inputs[1], &inputs[2], &mut outputs[0]);
-        let [of_condition, of_a, of_b] = [condition, a, b].map(|x| stretched(x.shape, y.shape));
+        let [of_condition, of_a, of_b] = [condition, a, b].map(|x| broadcast_indices(x.shape, y.shape));
         for (i, (c, (ia, ib))) in of_condition.zip(of_a.zip(of_b)).enumerate() {
             if condition.bool(c) { y.copy_from(i, a, ia) } else { y.copy_from(i, b, ib) }
         }

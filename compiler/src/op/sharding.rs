@@ -94,12 +94,9 @@ pub enum Local {
     Written,
 }
 
-/// A sharding strategy of an op.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Strategy {
-    /// Required input shardings.
     pub inputs: Vec<Sharding>,
-    /// Resulting output shardings.
     pub outputs: Vec<Sharding>,
     pub local: Local,
     /// The op is invariant to a permutation of the split axes that is common to all tensors, so that block splits are
@@ -149,19 +146,19 @@ impl Strategy {
     }
 
     fn fits(&self, inputs: &[&Fact], outputs: &[Fact], devices: usize) -> bool {
-        let whole = inputs.iter().copied().chain(outputs);
-        self.inputs.iter().chain(&self.outputs).zip(whole).all(|(layout, fact)| layout.part(fact, devices).is_some())
+        let facts = inputs.iter().copied().chain(outputs);
+        self.inputs.iter().chain(&self.outputs).zip(facts).all(|(layout, fact)| layout.part(fact, devices).is_some())
     }
 }
 
 /// All strategies of an op at fixed sizes, full replication first.
 pub fn strategies(op: &Op, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
-    let mut all = vec![Strategy::replicated(inputs.len(), outputs.len())];
+    let mut list = vec![Strategy::replicated(inputs.len(), outputs.len())];
     for strategy in rule(op).strategies(inputs, outputs, group) {
         let mut ways = vec![strategy.clone()];
         if strategy.any_order {
-            let whole = inputs.iter().copied().chain(outputs);
-            let split = strategy.inputs.iter().chain(&strategy.outputs).zip(whole).find_map(|pair| match pair {
+            let facts = inputs.iter().copied().chain(outputs);
+            let split = strategy.inputs.iter().chain(&strategy.outputs).zip(facts).find_map(|pair| match pair {
                 (Sharding::Split(cut), fact) => size(fact, cut.axis),
                 _ => None,
             });
@@ -169,12 +166,12 @@ pub fn strategies(op: &Op, inputs: &[&Fact], outputs: &[Fact], group: &Group) ->
             ways.extend(blocks.map(|&blocks| strategy.in_blocks(blocks)));
         }
         for way in ways {
-            if way.fits(inputs, outputs, group.devices) && !all.contains(&way) {
-                all.push(way);
+            if way.fits(inputs, outputs, group.devices) && !list.contains(&way) {
+                list.push(way);
             }
         }
     }
-    all
+    list
 }
 
 pub(crate) fn size(fact: &Fact, axis: usize) -> Option<usize> {
@@ -183,7 +180,6 @@ pub(crate) fn size(fact: &Fact, axis: usize) -> Option<usize> {
 
 /// The context in which a rule emits the local ops of a device.
 pub struct LocalContext<'a> {
-    /// The local inputs.
     pub inputs: &'a [Value],
     /// Facts of the full inputs.
     pub whole: &'a [&'a Fact],
@@ -191,11 +187,11 @@ pub struct LocalContext<'a> {
 }
 
 /// Emits the local ops of a strategy.
-pub fn write(op: &Op, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+pub fn write(op: &Op, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
     match &strategy.local {
-        Local::Same => out.emit_all(op.clone(), at.inputs),
-        Local::Sized(sized) => out.emit_all(sized.clone(), at.inputs),
-        Local::Written => rule(op).write_part(strategy, at, out),
+        Local::Same => out.emit_all(op.clone(), context.inputs),
+        Local::Sized(sized) => out.emit_all(sized.clone(), context.inputs),
+        Local::Written => rule(op).write_part(strategy, context, out),
     }
 }
 
@@ -231,8 +227,8 @@ pub fn runs(part: &[usize], cut: SplitDim, dtype: DType) -> (usize, usize) {
 /// Strategies of an elementwise op with broadcasting.
 pub(crate) fn elementwise(inputs: &[&Fact], output: &Fact) -> Vec<Strategy> {
     let aligned = |input: &Fact, axis: usize| {
-        let own = (axis + input.rank()).checked_sub(output.rank())?;
-        (!input.shape[own].is(1)).then_some(own)
+        let input_axis = (axis + input.rank()).checked_sub(output.rank())?;
+        (!input.shape[input_axis].is(1)).then_some(input_axis)
     };
     let axes = (0..output.rank()).filter(|axis| !output.shape[*axis].is(1));
     axes.map(|axis| {
@@ -255,14 +251,14 @@ mod tests {
 
     #[test]
     fn parts_in_blocks_are_joined_again() {
-        let whole = Tensor::from_i64(&[2, 8], &(0..16).collect::<Vec<_>>());
-        let part = |axis, blocks, device| part_of(&whole, SplitDim { axis, blocks }, 2, device).to_i64();
+        let tensor = Tensor::from_i64(&[2, 8], &(0..16).collect::<Vec<_>>());
+        let part = |axis, blocks, device| part_of(&tensor, SplitDim { axis, blocks }, 2, device).to_i64();
         assert_eq!(part(1, 1, 0), [0, 1, 2, 3, 8, 9, 10, 11]);
         assert_eq!(part(1, 2, 1), [2, 3, 6, 7, 10, 11, 14, 15]);
         assert_eq!(part(0, 1, 1), (8..16).collect::<Vec<_>>());
         for cut in [SplitDim { axis: 0, blocks: 1 }, SplitDim { axis: 1, blocks: 1 }, SplitDim { axis: 1, blocks: 4 }] {
-            let parts: Vec<Tensor> = (0..2).map(|device| part_of(&whole, cut, 2, device)).collect();
-            assert_eq!(whole_of(&parts, cut), whole);
+            let parts: Vec<Tensor> = (0..2).map(|device| part_of(&tensor, cut, 2, device)).collect();
+            assert_eq!(whole_of(&parts, cut), tensor);
         }
     }
 

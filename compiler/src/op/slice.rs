@@ -25,42 +25,42 @@ impl OpRule for Slice {
 
     // Only the selected elements are read.
     fn cost(&self, _: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) }
+        Cost { flops: 0.0, bytes: 2.0 * moved_bytes(&[], outputs) }
     }
 
     // dx = dy spread `step` apart from `begin` on, in zeros:
     //   high = size - (begin + (count - 1) step + 1)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (x, y) = (out.fact(at.inputs[0]), out.fact(at.outputs[0]));
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (x, y) = (out.fact(context.inputs[0]), out.fact(context.outputs[0]));
         if !x.dtype.is_float() {
             return vec![None];
         }
         let high = (0..x.rank())
             .map(|axis| {
-                let spread = spread(&y.shape[axis], self.step[axis] - 1)?;
+                let spread = spread_size(&y.shape[axis], self.step[axis] - 1)?;
                 x.shape[axis].sub(&self.begin[axis])?.sub(&spread)
             })
             .collect::<Result<_, _>>()
             .expect("infer has added up the same dims");
         let interior = self.step.iter().map(|step| step - 1).collect();
         let pad = Pad { low: self.begin.clone(), high, interior, value: 0.0 };
-        vec![Some(out.emit(Op::Pad(pad), &[at.dy()]))]
+        vec![Some(out.emit(Op::Pad(pad), &[context.dy()]))]
     }
 
     // Axes that are not sliced, and whole blocks of a block-split axis.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
         let [x] = inputs else { return Vec::new() };
-        let mut ways = vec![Strategy::linear(&[true], outputs.len())];
+        let mut strategies = vec![Strategy::linear(&[true], outputs.len())];
         for axis in 0..x.rank() {
             let Some(size) = sharding::size(x, axis) else { continue };
             let (begin, end) = (self.begin[axis].known(), self.end[axis].known());
             let (Some(begin), Some(end)) = (begin.map(|at| at as usize), end.map(|at| at as usize)) else { continue };
-            let all = begin == 0 && end == size;
+            let is_full = begin == 0 && end == size;
             if self.step[axis] != 1 || end <= begin {
                 continue;
             }
-            let several = group.blocks.get(&size).into_iter().flatten().copied();
-            for blocks in several.chain(all.then_some(1)) {
+            let block_counts = group.blocks.get(&size).into_iter().flatten().copied();
+            for blocks in block_counts.chain(is_full.then_some(1)) {
                 let block = size / blocks;
                 if block == 0
                     || size % blocks != 0
@@ -73,16 +73,17 @@ impl OpRule for Slice {
                 let mut op = self.clone();
                 op.begin[axis] = Dim::from(begin / group.devices);
                 op.end[axis] = Dim::from(end / group.devices);
-                let (own, other) = (SplitDim { axis, blocks }, SplitDim { axis, blocks: (end - begin) / block });
-                ways.push(Strategy {
-                    inputs: vec![Sharding::Split(own)],
-                    outputs: vec![Sharding::Split(other)],
+                let (input_split, output_split) =
+                    (SplitDim { axis, blocks }, SplitDim { axis, blocks: (end - begin) / block });
+                strategies.push(Strategy {
+                    inputs: vec![Sharding::Split(input_split)],
+                    outputs: vec![Sharding::Split(output_split)],
                     local: sharding::Local::Sized(Op::Slice(op)),
                     any_order: false,
                 });
             }
         }
-        ways
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -90,11 +91,11 @@ impl OpRule for Slice {
         if y.is_empty() {
             return Ok(());
         }
-        let own = strides(x.shape);
+        let x_strides = strides(x.shape);
         let base = origin(&self.begin, x.shape)?;
         // With a single element the step is irrelevant, and may be too large to multiply.
         let step = |axis: usize| if y.shape[axis] > 1 { self.step[axis] } else { 0 };
-        let steps: Vec<isize> = (0..own.len()).map(|axis| (own[axis] * step(axis)) as isize).collect();
+        let steps: Vec<isize> = (0..x_strides.len()).map(|axis| (x_strides[axis] * step(axis)) as isize).collect();
         let from = walk(base, &steps, y.shape);
         copy_elements(x, y, from);
         Ok(())
@@ -113,14 +114,14 @@ fn count(size: &Dim, begin: &Dim, end: &Dim, step: usize) -> Result<Dim, FactErr
     // Rounds up to a multiple of the step. If the quotient is exact, the amount depends only on the constant term,
     // which is the span with all symbols zero.
     let zeros: Bindings = span.symbols().into_iter().map(|symbol| (symbol, 0)).collect();
-    let over = span.bind(&zeros)?.rem_euclid(step);
-    let missing = if over == 0 { 0 } else { step - over };
+    let remainder = span.bind(&zeros)?.rem_euclid(step);
+    let missing = if remainder == 0 { 0 } else { step - remainder };
     Ok(span.add(&Dim::Known(missing))?.div_exact(&Dim::Known(step))?)
 }
 
 /// The extent of `count` elements with `interior` others between neighbours: `count + (count - 1) interior`, or 0 for
 /// none. A symbolic count is assumed to be at least 1.
-pub fn spread(count: &Dim, interior: usize) -> Result<Dim, DimError> {
+pub fn spread_size(count: &Dim, interior: usize) -> Result<Dim, DimError> {
     if count.is(0) || interior == 0 {
         return Ok(count.clone());
     }
@@ -176,7 +177,7 @@ pub fn samples() -> Vec<Sample> {
 mod tests {
     use super::*;
 
-    fn counted(size: &str, begin: &str, end: &str, step: usize) -> Result<Dim, FactError> {
+    fn counted_size(size: &str, begin: &str, end: &str, step: usize) -> Result<Dim, FactError> {
         let dim = |text| Dim::parse(text).unwrap();
         count(&dim(size), &dim(begin), &dim(end), step)
     }
@@ -193,9 +194,9 @@ mod tests {
             ("batch*2", "1", "batch*2", 2, "batch"),
             ("batch*3+1", "0", "batch*3+1", 3, "batch+1"),
         ] {
-            assert_eq!(counted(size, begin, end, step), Ok(Dim::parse(n).unwrap()), "{begin}..{end} by {step}");
+            assert_eq!(counted_size(size, begin, end, step), Ok(Dim::parse(n).unwrap()), "{begin}..{end} by {step}");
         }
-        assert!(counted("batch", "0", "batch", 2).is_err());
+        assert!(counted_size("batch", "0", "batch", 2).is_err());
     }
 
     #[test]
@@ -210,7 +211,7 @@ mod tests {
             ("7", "0", "7", usize::MAX),
             ("7", "-9223372036854775807", "9223372036854775807", 1),
         ] {
-            assert!(counted(size, begin, end, step).is_err(), "{begin}..{end} by {step} of {size}");
+            assert!(counted_size(size, begin, end, step).is_err(), "{begin}..{end} by {step} of {size}");
         }
     }
 }

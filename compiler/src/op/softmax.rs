@@ -15,16 +15,16 @@ impl OpRule for Softmax {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        along(inputs, self.axis)
+        infer_along(inputs, self.axis)
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: FLOPS * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: FLOPS * elements(&outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = y (dy - Σ y dy)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (y, dy) = (at.outputs[0], at.dy());
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (y, dy) = (context.outputs[0], context.dy());
         let y_dy = out.emit(Op::Binary(Binary::Mul), &[y, dy]);
         let sum = sum_along(out, y_dy, self.axis);
         let centred = out.emit(Op::Binary(Binary::Sub), &[dy, sum]);
@@ -53,16 +53,16 @@ impl OpRule for LogSoftmax {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        along(inputs, self.axis)
+        infer_along(inputs, self.axis)
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: FLOPS * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: FLOPS * elements(&outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = dy - e^y Σ dy
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (y, dy) = (at.outputs[0], at.dy());
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (y, dy) = (context.outputs[0], context.dy());
         let softmax = out.emit(Op::Unary(Unary::Exp), &[y]);
         let sum = sum_along(out, dy, self.axis);
         let share = out.emit(Op::Binary(Binary::Mul), &[softmax, sum]);
@@ -85,7 +85,7 @@ impl OpRule for LogSoftmax {
     }
 }
 
-fn along(inputs: &[&Fact], axis: usize) -> Result<Vec<Fact>, FactError> {
+fn infer_along(inputs: &[&Fact], axis: usize) -> Result<Vec<Fact>, FactError> {
     let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
     if !x.dtype.is_float() {
         return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
@@ -124,20 +124,20 @@ pub fn samples() -> Vec<Sample> {
     let masked = Tensor::from_f32(&[2, 3], &[0.5, f32::NEG_INFINITY, -0.25, 1.0, 2.0, f32::NEG_INFINITY]);
     let undefined = Tensor::from_f32(&[1, 2], &[f32::NEG_INFINITY; 2]);
     // Not differentiated: undefined at a mask, and too imprecise at large numbers.
-    let plain = |title, op, x| Sample { title, op, inputs: vec![x], differentiate: vec![] };
+    let forward_sample = |title, op, x| Sample { title, op, inputs: vec![x], differentiate: vec![] };
     vec![
         sample("last axis", soft(1), ramp(&[3, 5], 1)),
         sample("middle axis", soft(1), ramp(&[2, 4, 3], 2)),
         sample("first axis of one", soft(0), ramp(&[6], 3)),
-        plain("large numbers", soft(1), large()),
-        plain("masked", soft(1), masked.clone()),
-        plain("all masked", soft(1), undefined.clone()),
+        forward_sample("large numbers", soft(1), large()),
+        forward_sample("masked", soft(1), masked.clone()),
+        forward_sample("all masked", soft(1), undefined.clone()),
         sample("last axis", log(1), ramp(&[3, 5], 1)),
         sample("middle axis", log(1), ramp(&[2, 4, 3], 2)),
         sample("first axis of one", log(0), ramp(&[6], 3)),
-        plain("large numbers", log(1), large()),
-        plain("masked", log(1), masked),
-        plain("all masked", log(1), undefined),
+        forward_sample("large numbers", log(1), large()),
+        forward_sample("masked", log(1), masked),
+        forward_sample("all masked", log(1), undefined),
     ]
 }
 

@@ -3,7 +3,6 @@
 use super::*;
 use serde_json::{Map, Value as Json, json};
 
-/// The rule of an op.
 pub fn rule(op: &Op) -> &dyn OpRule {
     match op {
         Op::Input(o) => o,

@@ -1,6 +1,6 @@
 //! The k largest or smallest elements along one axis, sorted, with their indices.
 
-use super::reduce::ordered;
+use super::reduce::order_key;
 use super::sample::ramp;
 use super::softmax::rows;
 use super::*;
@@ -33,34 +33,34 @@ impl OpRule for TopK {
     // Comparisons of a full sort.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let size = inputs[0].shape[self.axis].known().unwrap_or(1) as f64;
-        Cost { flops: elements(inputs[0]) * size.log2().max(1.0), bytes: moved(inputs, outputs) }
+        Cost { flops: elements(inputs[0]) * size.log2().max(1.0), bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = dy at the indices, 0 elsewhere. With the axis moved last, dx[row·n + index] = dy.
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(at.inputs[0]);
-        let Some(dy) = at.d_outputs[0].filter(|_| x.dtype.is_float()) else { return vec![None] };
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(context.inputs[0]);
+        let Some(dy) = context.d_outputs[0].filter(|_| x.dtype.is_float()) else { return vec![None] };
         let last = x.rank() - 1;
         let mut perm: Vec<usize> = (0..=last).collect();
         perm.swap(self.axis, last);
-        let turned = |out: &mut dyn Emit, value| match self.axis == last {
+        let swap_axes = |out: &mut dyn Emit, value| match self.axis == last {
             true => value,
             // Swapping two axes is its own inverse.
             false => out.emit(Op::Transpose(Transpose { perm: perm.clone() }), &[value]),
         };
         let shape: Vec<Dim> = perm.iter().map(|&axis| x.shape[axis].clone()).collect();
         let size = |dims: &[Dim]| volume(dims).expect("the elements were counted when the fact was inferred");
-        let (rows, all) = (size(&shape[..last]), size(&shape));
+        let (rows, count) = (size(&shape[..last]), size(&shape));
         let flat = |out: &mut dyn Emit, value| {
             out.emit(Op::Reshape(Reshape { shape: vec![rows.clone(), self.count.clone()] }), &[value])
         };
-        let (dy, indices) = (turned(out, dy), turned(out, at.outputs[1]));
+        let (dy, indices) = (swap_axes(out, dy), swap_axes(out, context.outputs[1]));
         let (dy, indices) = (flat(out, dy), flat(out, indices));
-        let starts = starts(out, &rows, &shape[last], &all);
-        let places = out.emit(Op::Binary(Binary::Add), &[indices, starts]);
-        let dx = out.emit(Op::ScatterAdd(ScatterAdd { axis: 0, size: all }), &[dy, places]);
+        let starts = starts(out, &rows, &shape[last], &count);
+        let flat_index = out.emit(Op::Binary(Binary::Add), &[indices, starts]);
+        let dx = out.emit(Op::ScatterAdd(ScatterAdd { axis: 0, size: count }), &[dy, flat_index]);
         let dx = out.emit(Op::Reshape(Reshape { shape }), &[dx]);
-        vec![Some(turned(out, dx))]
+        vec![Some(swap_axes(out, dx))]
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -93,7 +93,7 @@ impl OpRule for TopK {
 /// Compares two elements; NaN is larger than every number.
 fn compared(x: &View<'_>, i: usize, j: usize) -> Ordering {
     if !x.dtype.is_float() {
-        return ordered(x.dtype, x.i64(i)).cmp(&ordered(x.dtype, x.i64(j)));
+        return order_key(x.dtype, x.i64(i)).cmp(&order_key(x.dtype, x.i64(j)));
     }
     let (a, b) = (x.f64(i), x.f64(j));
     a.partial_cmp(&b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
@@ -119,18 +119,18 @@ pub fn samples() -> Vec<Sample> {
     let large = Tensor::new(DType::U64, vec![3], [3, u64::MAX, 7].map(u64::to_le_bytes).concat().into())
         .expect("three numbers of eight bytes");
     let odd = Tensor::from_f32(&[4], &[1.0, f32::NAN, 3.0, f32::INFINITY]);
-    let mut all = Vec::new();
+    let mut list = Vec::new();
     for largest in [true, false] {
-        all.push(sample("the last axis", 1, 2, largest, ramp(&[3, 4], 1)));
-        all.push(sample("the middle axis", 1, 2, largest, ramp(&[2, 3, 2], 2)));
-        all.push(sample("the first axis, all of it", 0, 4, largest, ramp(&[4, 2], 3)));
-        all.push(sample("ties", 0, 3, largest, Tensor::from_i64(&[5], &[2, 3, 2, 3, 3])));
-        all.push(sample("unsigned", 0, 2, largest, large.clone()));
+        list.push(sample("the last axis", 1, 2, largest, ramp(&[3, 4], 1)));
+        list.push(sample("the middle axis", 1, 2, largest, ramp(&[2, 3, 2], 2)));
+        list.push(sample("the first axis, all of it", 0, 4, largest, ramp(&[4, 2], 3)));
+        list.push(sample("ties", 0, 3, largest, Tensor::from_i64(&[5], &[2, 3, 2, 3, 3])));
+        list.push(sample("unsigned", 0, 2, largest, large.clone()));
         // A finite difference around NaN is undefined.
-        all.push(Sample { differentiate: vec![], ..sample("not a number", 0, 3, largest, odd.clone()) });
-        all.push(sample("none", 1, 0, largest, Tensor::from_i64(&[2, 3], &[1, 2, 3, 4, 5, 6])));
+        list.push(Sample { differentiate: vec![], ..sample("not a number", 0, 3, largest, odd.clone()) });
+        list.push(sample("none", 1, 0, largest, Tensor::from_i64(&[2, 3], &[1, 2, 3, 4, 5, 6])));
     }
-    all
+    list
 }
 
 #[cfg(test)]

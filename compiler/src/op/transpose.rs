@@ -21,32 +21,33 @@ impl OpRule for Transpose {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+        Cost { flops: 0.0, bytes: moved_bytes(inputs, outputs) }
     }
 
     // dx = dy with the inverse permutation
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(at.inputs[0]).dtype.is_float() {
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(context.inputs[0]).dtype.is_float() {
             return vec![None];
         }
         let mut perm = vec![0; self.perm.len()];
         for (to, &from) in self.perm.iter().enumerate() {
             perm[from] = to;
         }
-        vec![Some(out.emit(Op::Transpose(Transpose { perm }), &[at.dy()]))]
+        vec![Some(out.emit(Op::Transpose(Transpose { perm }), &[context.dy()]))]
     }
 
     fn strategies(&self, _: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let axes = self.perm.iter().enumerate();
-        let mut ways: Vec<Strategy> = axes.map(|(axis, from)| Strategy::along(&[Some(*from)], &[Some(axis)])).collect();
-        ways.push(Strategy::linear(&[true], outputs.len()));
-        ways
+        let mut strategies: Vec<Strategy> =
+            axes.map(|(axis, from)| Strategy::along(&[Some(*from)], &[Some(axis)])).collect();
+        strategies.push(Strategy::linear(&[true], outputs.len()));
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
-        let own = strides(x.shape);
-        let steps: Vec<isize> = self.perm.iter().map(|&axis| own[axis] as isize).collect();
+        let x_strides = strides(x.shape);
+        let steps: Vec<isize> = self.perm.iter().map(|&axis| x_strides[axis] as isize).collect();
         let from = walk(0, &steps, y.shape);
         copy_elements(x, y, from);
         Ok(())
@@ -60,20 +61,20 @@ pub fn samples() -> Vec<Sample> {
         differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
         inputs: vec![x],
     };
-    let counted = |shape: &[usize]| {
+    let ramp = |shape: &[usize]| {
         let count: usize = shape.iter().product();
         Tensor::from_f32(shape, &(0..count).map(|i| i as f32 - 4.5).collect::<Vec<_>>())
     };
     vec![
-        sample("a matrix", counted(&[2, 3]), &[1, 0]),
+        sample("a matrix", ramp(&[2, 3]), &[1, 0]),
         // A cycle of three is not its own inverse.
-        sample("a cycle", counted(&[2, 3, 2]), &[1, 2, 0]),
-        sample("outer axes", counted(&[2, 3, 2, 2]), &[1, 0, 3, 2]),
-        sample("nothing moves", counted(&[2, 2]), &[0, 1]),
-        sample("a scalar", counted(&[]), &[]),
-        sample("nothing", counted(&[0, 3]), &[1, 0]),
+        sample("a cycle", ramp(&[2, 3, 2]), &[1, 2, 0]),
+        sample("outer axes", ramp(&[2, 3, 2, 2]), &[1, 0, 3, 2]),
+        sample("nothing moves", ramp(&[2, 2]), &[0, 1]),
+        sample("a scalar", ramp(&[]), &[]),
+        sample("nothing", ramp(&[0, 3]), &[1, 0]),
         sample("integers", Tensor::from_i64(&[2, 2], &[1, i64::MAX, 3, 4]), &[1, 0]),
-        sample("bytes", counted(&[2, 3]).cast(DType::U8), &[1, 0]),
+        sample("bytes", ramp(&[2, 3]).cast(DType::U8), &[1, 0]),
         sample("booleans", Tensor::from_bool(&[1, 2], &[true, false]), &[1, 0]),
     ]
 }

@@ -41,12 +41,12 @@ impl OpRule for Unary {
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
-        let (fits, expected) = match self {
+        let (is_supported, expected) = match self {
             Unary::Not => (!x.dtype.is_float(), "bool or an integer"),
             Unary::Neg | Unary::Abs | Unary::Sign | Unary::Relu => (x.dtype != DType::Bool, "a number"),
             _ => (x.dtype.is_float(), "a float"),
         };
-        if !fits {
+        if !is_supported {
             return Err(FactError::DType { what: "the input", expected: expected.into(), got: x.dtype });
         }
         Ok(vec![(*x).clone()])
@@ -59,11 +59,11 @@ impl OpRule for Unary {
             Unary::Floor | Unary::Ceil | Unary::Round | Unary::Sqrt | Unary::Rsqrt | Unary::Reciprocal => 2.0,
             _ => 16.0,
         };
-        Cost { flops: flops * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: flops * elements(&outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (x, y, dy) = (at.inputs[0], at.outputs[0], at.dy());
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (x, y, dy) = (context.inputs[0], context.outputs[0], context.dy());
         let dtype = out.fact(x).dtype;
         let scalar = |out: &mut dyn Emit, v: f64| out.emit(scalar(dtype, v), &[]);
         let mul = |out: &mut dyn Emit, a, b| out.emit(Op::Binary(Binary::Mul), &[a, b]);
@@ -109,16 +109,16 @@ impl OpRule for Unary {
             // dx = dy / √(1 - x²), negated for arccos
             Unary::Asin | Unary::Acos => {
                 let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
-                let rest = out.emit(Op::Binary(Binary::Sub), &[one, x2]);
-                let root = out.emit(Op::Unary(Unary::Sqrt), &[rest]);
+                let complement = out.emit(Op::Binary(Binary::Sub), &[one, x2]);
+                let root = out.emit(Op::Unary(Unary::Sqrt), &[complement]);
                 let slope = out.emit(Op::Binary(Binary::Div), &[dy, root]);
                 if *self == Unary::Asin { slope } else { out.emit(Op::Unary(Unary::Neg), &[slope]) }
             }
             // dx = dy / (1 + x²)
             Unary::Atan => {
                 let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
-                let grown = out.emit(Op::Binary(Binary::Add), &[x2, one]);
-                out.emit(Op::Binary(Binary::Div), &[dy, grown])
+                let denominator = out.emit(Op::Binary(Binary::Add), &[x2, one]);
+                out.emit(Op::Binary(Binary::Div), &[dy, denominator])
             }
             Unary::Sinh => {
                 let cosh = out.emit(Op::Unary(Unary::Cosh), &[x]);
@@ -132,15 +132,15 @@ impl OpRule for Unary {
             Unary::Asinh | Unary::Acosh => {
                 let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
                 let op = if *self == Unary::Asinh { Binary::Add } else { Binary::Sub };
-                let moved = out.emit(Op::Binary(op), &[x2, one]);
-                let root = out.emit(Op::Unary(Unary::Sqrt), &[moved]);
+                let radicand = out.emit(Op::Binary(op), &[x2, one]);
+                let root = out.emit(Op::Unary(Unary::Sqrt), &[radicand]);
                 out.emit(Op::Binary(Binary::Div), &[dy, root])
             }
             // dx = dy / (1 - x²)
             Unary::Atanh => {
                 let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
-                let rest = out.emit(Op::Binary(Binary::Sub), &[one, x2]);
-                out.emit(Op::Binary(Binary::Div), &[dy, rest])
+                let complement = out.emit(Op::Binary(Binary::Sub), &[one, x2]);
+                out.emit(Op::Binary(Binary::Div), &[dy, complement])
             }
             // dx = dy (1 - y²)
             Unary::Tanh => {
@@ -151,8 +151,8 @@ impl OpRule for Unary {
             // dx = dy y (1 - y)
             Unary::Sigmoid => {
                 let one = scalar(out, 1.0);
-                let rest = out.emit(Op::Binary(Binary::Sub), &[one, y]);
-                let slope = mul(out, y, rest);
+                let complement = out.emit(Op::Binary(Binary::Sub), &[one, y]);
+                let slope = mul(out, y, complement);
                 mul(out, dy, slope)
             }
             // dx = y > 0 ? dy : 0; using y means that x need not be saved
@@ -176,8 +176,8 @@ impl OpRule for Unary {
                 let root = scalar(out, std::f64::consts::FRAC_1_SQRT_2);
                 let u = mul(out, x, root);
                 let erf = out.emit(Op::Unary(Unary::Erf), &[u]);
-                let grown = out.emit(Op::Binary(Binary::Add), &[erf, one]);
-                let cdf = mul(out, grown, half);
+                let denominator = out.emit(Op::Binary(Binary::Add), &[erf, one]);
+                let cdf = mul(out, denominator, half);
                 let u2 = mul(out, u, u);
                 let minus = out.emit(Op::Unary(Unary::Neg), &[u2]);
                 let bell = out.emit(Op::Unary(Unary::Exp), &[minus]);
@@ -193,9 +193,9 @@ impl OpRule for Unary {
                 let (k, c) = (scalar(out, GELU_K), scalar(out, GELU_C));
                 let x2 = mul(out, x, x);
                 let cx2 = mul(out, x2, c);
-                let grown = out.emit(Op::Binary(Binary::Add), &[cx2, one]);
+                let denominator = out.emit(Op::Binary(Binary::Add), &[cx2, one]);
                 let kx = mul(out, x, k);
-                let inner = mul(out, kx, grown);
+                let inner = mul(out, kx, denominator);
                 let t = out.emit(Op::Unary(Unary::Tanh), &[inner]);
                 let t1 = out.emit(Op::Binary(Binary::Add), &[t, one]);
                 let left = mul(out, t1, half);
@@ -214,10 +214,10 @@ impl OpRule for Unary {
             Unary::Silu => {
                 let one = scalar(out, 1.0);
                 let s = out.emit(Op::Unary(Unary::Sigmoid), &[x]);
-                let rest = out.emit(Op::Binary(Binary::Sub), &[one, s]);
-                let x_rest = mul(out, x, rest);
-                let grown = out.emit(Op::Binary(Binary::Add), &[x_rest, one]);
-                let slope = mul(out, s, grown);
+                let complement = out.emit(Op::Binary(Binary::Sub), &[one, s]);
+                let x_rest = mul(out, x, complement);
+                let denominator = out.emit(Op::Binary(Binary::Add), &[x_rest, one]);
+                let slope = mul(out, s, denominator);
                 mul(out, dy, slope)
             }
             Unary::Softplus => {
@@ -230,11 +230,11 @@ impl OpRule for Unary {
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        let mut ways = elementwise(inputs, &outputs[0]);
+        let mut strategies = elementwise(inputs, &outputs[0]);
         if *self == Unary::Neg {
-            ways.push(Strategy::linear(&[true], 1));
+            strategies.push(Strategy::linear(&[true], 1));
         }
-        ways
+        strategies
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -333,27 +333,27 @@ pub fn samples() -> Vec<Sample> {
         [Neg, Exp, Sin, Cos, Atan, Sinh, Cosh, Tanh, Asinh, Sigmoid, Erf, Gelu, GeluTanh, Silu, Softplus, Abs, Relu];
     let positive = [Log, Sqrt, Rsqrt, Reciprocal];
     let steps = [Sign, Floor, Ceil, Round];
-    let any = Tensor::from_f32(&[2, 5], &[-3.1, -1.5, -0.7, -0.2, 0.4, 0.5, 0.9, 1.7, 2.5, 4.2]);
+    let mixed = Tensor::from_f32(&[2, 5], &[-3.1, -1.5, -0.7, -0.2, 0.4, 0.5, 0.9, 1.7, 2.5, 4.2]);
     let above = Tensor::from_f32(&[2, 3], &[0.1, 0.5, 1.0, 2.0, 3.5, 10.0]);
-    let inside = Tensor::from_f32(&[5], &[-0.9, -0.4, 0.1, 0.3, 0.8]);
-    let beyond = Tensor::from_f32(&[3], &[1.2, 2.0, 30.0]);
+    let within_one = Tensor::from_f32(&[5], &[-0.9, -0.4, 0.1, 0.3, 0.8]);
+    let above_one = Tensor::from_f32(&[3], &[1.2, 2.0, 30.0]);
     let sample = |op, x: &Tensor, smooth: bool| Sample {
         title: "a few numbers",
         op: Op::Unary(op),
         inputs: vec![x.clone()],
         differentiate: if smooth { vec![0] } else { vec![] },
     };
-    let mut all: Vec<Sample> = smooth.iter().map(|&op| sample(op, &any, true)).collect();
-    all.extend(positive.iter().map(|&op| sample(op, &above, true)));
-    all.extend([Asin, Acos, Atanh].iter().map(|&op| sample(op, &inside, true)));
-    all.push(sample(Acosh, &beyond, true));
-    all.extend(steps.iter().map(|&op| sample(op, &any, false)));
-    all.push(sample(Not, &Tensor::from_bool(&[3], &[true, false, true]), false));
+    let mut list: Vec<Sample> = smooth.iter().map(|&op| sample(op, &mixed, true)).collect();
+    list.extend(positive.iter().map(|&op| sample(op, &above, true)));
+    list.extend([Asin, Acos, Atanh].iter().map(|&op| sample(op, &within_one, true)));
+    list.push(sample(Acosh, &above_one, true));
+    list.extend(steps.iter().map(|&op| sample(op, &mixed, false)));
+    list.push(sample(Not, &Tensor::from_bool(&[3], &[true, false, true]), false));
     for op in [Neg, Not] {
-        all.push(sample(op, &Tensor::from_i64(&[2], &[3, -4]), false));
+        list.push(sample(op, &Tensor::from_i64(&[2], &[3, -4]), false));
     }
-    all.push(sample(Not, &Tensor::from_i64(&[2], &[3, 200]).cast(DType::U8), false));
-    all
+    list.push(sample(Not, &Tensor::from_i64(&[2], &[3, 200]).cast(DType::U8), false));
+    list
 }
 
 #[cfg(test)]

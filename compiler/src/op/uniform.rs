@@ -34,7 +34,7 @@ impl OpRule for Uniform {
             return Err(FactError::DType { what: "the result", expected: "a float".into(), got: self.fact.dtype });
         }
         broadcast::check_sizes("uniform", &self.fact.shape)?;
-        layer_norm::same("the counter", counter, "a single index", &Fact::of(DType::I64, &[]))?;
+        layer_norm::check_same("the counter", counter, "a single index", &Fact::of(DType::I64, &[]))?;
         Ok(vec![self.fact.clone()])
     }
 
@@ -69,7 +69,7 @@ mod tests {
     use super::sample::run;
     use super::*;
 
-    fn drawn(dtype: DType, stream: u64, counter: i64) -> Vec<f64> {
+    fn draw(dtype: DType, stream: u64, counter: i64) -> Vec<f64> {
         let op = Uniform { fact: Fact::of(dtype, &[10_000]), stream };
         run(&op, &[Tensor::from_i64(&[], &[counter])])[0].to_f64()
     }
@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn samples_are_uniform_in_half_open_interval() {
         for dtype in [DType::F64, DType::F32, DType::F16, DType::Bf16] {
-            let numbers = drawn(dtype, 0, 5);
+            let numbers = draw(dtype, 0, 5);
             assert!(numbers.iter().all(|u| (0.0..1.0).contains(u)), "{dtype:?}");
             let mean = numbers.iter().sum::<f64>() / 1e4;
             let variance = numbers.iter().map(|u| (u - mean).powi(2)).sum::<f64>() / 1e4;
@@ -90,10 +90,10 @@ mod tests {
 
     #[test]
     fn streams_and_counters_give_other_numbers_and_equal_ones_the_same() {
-        let numbers = drawn(DType::F32, 0, 5);
-        assert_eq!(numbers, drawn(DType::F32, 0, 5));
+        let numbers = draw(DType::F32, 0, 5);
+        assert_eq!(numbers, draw(DType::F32, 0, 5));
         for (stream, counter) in [(1, 5), (0, 6), (5, 0)] {
-            let other = drawn(DType::F32, stream, counter);
+            let other = draw(DType::F32, stream, counter);
             let product: f64 = numbers.iter().zip(&other).map(|(a, b)| (a - 0.5) * (b - 0.5)).sum::<f64>() / 1e4;
             assert!(product.abs() < 5.0 / 12.0 / 100.0, "stream {stream}, counter {counter}: {product}");
         }

@@ -58,14 +58,14 @@ impl Window {
         if room.known().is_some_and(|r| r < 0) {
             return attribute(format!("kernel of size {kernel} spans {span} elements, the padded input has {padded}"));
         }
-        let (floor, rest) = divide(&room, &stride)?;
+        let (floor, remainder) = divide(&room, &stride)?;
         if !ceil {
             return Ok(floor.add(&one)?);
         }
-        let last = if rest == 0 { floor } else { floor.add(&one)? };
+        let last = if remainder == 0 { floor } else { floor.add(&one)? };
         // Distance of the last window's start from the end of the data.
-        let beyond = last.mul(&stride)?.sub(&size.add(&begin)?)?;
-        match beyond.known() {
+        let overhang = last.mul(&stride)?.sub(&size.add(&begin)?)?;
+        match overhang.known() {
             Some(b) if b >= 0 => Ok(last),
             Some(_) => Ok(last.add(&one)?),
             None => attribute(format!(
@@ -92,12 +92,14 @@ impl Window {
     pub fn taps(&self, at: &[usize], kernel: &[usize], spatial: &[usize]) -> Vec<(usize, usize)> {
         let mut taps = vec![(0, 0)];
         for axis in 0..spatial.len() {
-            let seen: Vec<(usize, usize)> = (0..kernel[axis])
+            let axis_taps: Vec<(usize, usize)> = (0..kernel[axis])
                 .filter_map(|tap| Some((tap, self.element(axis, at[axis], tap, spatial[axis])?)))
                 .collect();
             taps = taps
                 .iter()
-                .flat_map(|(t, e)| seen.iter().map(move |(tap, el)| (t * kernel[axis] + tap, e * spatial[axis] + el)))
+                .flat_map(|(t, e)| {
+                    axis_taps.iter().map(move |(tap, el)| (t * kernel[axis] + tap, e * spatial[axis] + el))
+                })
                 .collect();
         }
         taps
@@ -118,9 +120,9 @@ fn divide(a: &Dim, b: &Dim) -> Result<(Dim, i64), FactError> {
     }
     let exact = a.div_exact(b);
     // Real strides are small; larger ones are not worth the search.
-    for rest in 1..b.known().filter(|_| exact.is_err()).unwrap_or(1).min(64) {
-        if let Ok(quotient) = a.sub(&Dim::from(rest)).and_then(|a| a.div_exact(b)) {
-            return Ok((quotient, rest));
+    for remainder in 1..b.known().filter(|_| exact.is_err()).unwrap_or(1).min(64) {
+        if let Ok(quotient) = a.sub(&Dim::from(remainder)).and_then(|a| a.div_exact(b)) {
+            return Ok((quotient, remainder));
         }
     }
     Ok((exact?, 0))
@@ -185,8 +187,8 @@ mod tests {
         assert!(along(5i64, i64::MAX, 1, [0, 0], 3, false).contains("overflows"));
         assert!(along(5i64, 2, 1, [i64::MAX as usize, 0], 1, false).contains("overflows"));
         assert!(along(-5i64, 2, 1, [9, 9], 1, false).contains("negative"));
-        let short = Window { strides: vec![], ..Window::plain(1) };
-        let error = short.output(&[Dim::from(5i64)], &[Dim::from(2i64)], false).unwrap_err();
+        let no_strides = Window { strides: vec![], ..Window::plain(1) };
+        let error = no_strides.output(&[Dim::from(5i64)], &[Dim::from(2i64)], false).unwrap_err();
         assert_eq!(error.to_string(), "the list of strides has rank 0, expected 1, as the spatial dims");
     }
 

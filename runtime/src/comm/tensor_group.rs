@@ -12,7 +12,7 @@ use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
 use crate::device::layout::{TensorLayout, accumulation_bytes, accumulation_type};
 use crate::device::region::{Region, RegionMut};
-use compiler::op::collective::met;
+use compiler::op::collective::run_together;
 use compiler::op::sharding::{runs, whole_of};
 use compiler::op::{KernelError, Op, ReduceKind, Sharding, SplitDim};
 use compiler::tensor::{DType, Tensor};
@@ -169,7 +169,7 @@ impl TensorRank {
             CollectiveError::PeerLost => KernelError::Disconnected.into(),
             CollectiveError::Device(fault) => fault,
         })?;
-        let got = met(op, &parts, self.device).expect("only tensor-parallel collectives reach this");
+        let got = run_together(op, &parts, self.device).expect("only tensor-parallel collectives reach this");
         device.stream.upload(got.bytes(), output)
     }
 
@@ -309,7 +309,7 @@ mod tests {
                     scope.spawn(move || {
                         let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
                         for op in ops {
-                            let (want, own) = (met(op, all, device).unwrap(), &all[device]);
+                            let (want, own) = (run_together(op, all, device).unwrap(), &all[device]);
                             let layout = TensorLayout { dtype, shape: own.shape().to_vec() };
                             let own = Buffer::host_copy(own.bytes());
                             let mut got = Buffer::host_copy(&vec![0xff; want.bytes().len()]);

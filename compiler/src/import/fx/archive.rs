@@ -1,6 +1,6 @@
 //! The zip archive of an exported program: its entries by name, as slices of the mapped file.
 
-use crate::import::fx::entries::{entries, opened};
+use crate::import::fx::entries::{entries, open_zip};
 use crate::import::fx::error::FxError;
 use crate::import::fx::legacy;
 use crate::text::name::short_name;
@@ -18,7 +18,7 @@ pub struct Archive {
 
 impl Archive {
     pub fn open(bytes: &Bytes) -> Result<Archive, FxError> {
-        Archive::whole(bytes).map_err(|error| match error {
+        Archive::read_zip(bytes).map_err(|error| match error {
             // The directory that was found may belong to a nested archive.
             FxError::Zip(_) | FxError::EntrySize { .. } | FxError::NoProgram if !ends(bytes) => {
                 FxError::Ends { bytes: bytes.len() }
@@ -27,19 +27,19 @@ impl Archive {
         })
     }
 
-    fn whole(bytes: &Bytes) -> Result<Archive, FxError> {
-        let mut zip = opened(bytes)?;
-        let found = entries(bytes, &mut zip)?;
-        if found.contains_key(legacy::PROGRAM) {
+    fn read_zip(bytes: &Bytes) -> Result<Archive, FxError> {
+        let mut zip = open_zip(bytes)?;
+        let zip_entries = entries(bytes, &mut zip)?;
+        if zip_entries.contains_key(legacy::PROGRAM) {
             let mut entries = BTreeMap::new();
-            for (name, (_, content)) in found {
+            for (name, (_, content)) in zip_entries {
                 entries.insert(name, content?);
             }
-            return Ok(Archive { entries: legacy::translated(entries)? });
+            return Ok(Archive { entries: legacy::rename_entries(entries)? });
         }
-        let folder = folder(found.keys())?;
+        let folder = folder(zip_entries.keys())?;
         let mut entries = BTreeMap::new();
-        for (name, (at, content)) in found {
+        for (name, (at, content)) in zip_entries {
             let Some(inner) = name.strip_prefix(&folder).and_then(|n| n.strip_prefix('/')) else { continue };
             let values = inner.starts_with("data/weights/") || inner.starts_with("data/constants/");
             let content = content?;

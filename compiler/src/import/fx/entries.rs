@@ -14,7 +14,7 @@ use zip::{CompressionMethod, ZipArchive};
 const MOST_ENTRIES: usize = 1 << 20;
 
 /// Opens the archive; duplicate names are an error.
-pub fn opened(bytes: &Bytes) -> Result<ZipArchive<Cursor<&[u8]>>, FxError> {
+pub fn open_zip(bytes: &Bytes) -> Result<ZipArchive<Cursor<&[u8]>>, FxError> {
     // The archive must start at offset 0. Searching for another start would find nested archives: the sample inputs are
     // stored uncompressed.
     let start = Config { archive_offset: ArchiveOffset::Known(0) };
@@ -33,7 +33,7 @@ pub type Entries = BTreeMap<String, (usize, Result<Bytes, FxError>)>;
 
 /// Lists the entries of an open archive.
 pub fn entries(bytes: &Bytes, zip: &mut ZipArchive<Cursor<&[u8]>>) -> Result<Entries, FxError> {
-    let mut found = BTreeMap::new();
+    let mut contents = BTreeMap::new();
     let mut total = 0u64;
     for at in 0..zip.len() {
         let entry = zip.by_index_data(at).map_err(|e| FxError::Zip(e.to_string()))?;
@@ -45,19 +45,19 @@ pub fn entries(bytes: &Bytes, zip: &mut ZipArchive<Cursor<&[u8]>>) -> Result<Ent
             return Err(FxError::Zip("its entries together are longer than the file".to_string()));
         }
         if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
-            found.insert(name.clone(), (at, Err(FxError::Compressed { entry: name })));
+            contents.insert(name.clone(), (at, Err(FxError::Compressed { entry: name })));
             continue;
         }
         let slice = slice(bytes, header, entry.compressed_size()).filter(|_| entry.size() == entry.compressed_size());
         let content = slice.ok_or_else(|| FxError::EntrySize { entry: name.clone(), size: entry.size() });
-        found.insert(name, (at, content));
+        contents.insert(name, (at, content));
     }
-    Ok(found)
+    Ok(contents)
 }
 
 /// The entries of a nested archive, all of which must be uncompressed.
 pub fn stored(bytes: &Bytes) -> Result<BTreeMap<String, Bytes>, FxError> {
-    let mut zip = opened(bytes)?;
+    let mut zip = open_zip(bytes)?;
     entries(bytes, &mut zip)?.into_iter().map(|(name, (_, content))| Ok((name, content?))).collect()
 }
 

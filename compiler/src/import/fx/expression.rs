@@ -86,9 +86,9 @@ impl<'a> Reader<'a> {
 
     /// Consumes `mark` if it comes next.
     fn takes(&mut self, mark: &str) -> bool {
-        let here = self.tokens.get(self.at) == Some(&Token::Mark(mark));
-        self.at += usize::from(here);
-        here
+        let is_next = self.tokens.get(self.at) == Some(&Token::Mark(mark));
+        self.at += usize::from(is_next);
+        is_next
     }
 
     fn expect(&mut self, mark: &str) -> Result<(), ExpressionError> {
@@ -165,12 +165,12 @@ impl<'a> Reader<'a> {
         if name == "Symbol" {
             return self.symbol();
         }
-        let mut given = vec![self.sum()?];
+        let mut arguments = vec![self.sum()?];
         while !self.takes(")") {
             self.expect(",")?;
-            given.push(self.sum()?);
+            arguments.push(self.sum()?);
         }
-        match (name, given.as_slice()) {
+        match (name, arguments.as_slice()) {
             ("Integer", [number]) if number.known().is_some() => Ok(number.clone()),
             ("Add", terms) => terms.iter().try_fold(Dim::Known(0), |sum, d| Ok(sum.add(d)?)),
             ("Mul", factors) => factors.iter().try_fold(Dim::Known(1), |product, d| Ok(product.mul(d)?)),
@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn both_writings_are_read() {
-        for (text, want) in [
+        for (text, expected) in [
             ("s0", "s0"),
             ("s0 + 1", "s0+1"),
             ("-2*s0 - (3 - s1)*s0", "s0*s1-s0*5"),
@@ -217,7 +217,7 @@ mod tests {
             ("Add(Mul(Integer(-1), Symbol('s0')), Pow(Symbol('s1'), Integer(2)), 7)", "s1*s1-s0+7"),
             ("FloorDiv(Integer(7), Integer(2))", "3"),
         ] {
-            assert_eq!(parse(text).map(|d| d.to_string()), Ok(want.to_string()), "{text}");
+            assert_eq!(parse(text).map(|d| d.to_string()), Ok(expected.to_string()), "{text}");
         }
     }
 

@@ -8,8 +8,11 @@ type Size<'a> = (&'a str, usize);
 /// Maps each symbol to the symbol that the guards state it equals. A guard compares sizes or products of sizes,
 /// `(L['a'].size()[1]*L['a'].size()[0]) == (L['b'].size()[1]*L['b'].size()[0])`; in products, sizes of the same axis
 /// are assumed equal. `symbol` returns the symbol of an input's axis.
-pub fn equal(guards: &[String], symbol: &dyn Fn(&str, usize) -> Option<String>) -> HashMap<String, String> {
-    let mut known: HashMap<String, String> = HashMap::new();
+pub fn merge_equal_symbols(
+    guards: &[String],
+    symbol: &dyn Fn(&str, usize) -> Option<String>,
+) -> HashMap<String, String> {
+    let mut aliases: HashMap<String, String> = HashMap::new();
     for guard in guards {
         let Some((left, right)) = guard.split_once(" == ") else { continue };
         let (Some(mut left), Some(mut right)) = (factors(left), factors(right)) else { continue };
@@ -22,19 +25,19 @@ pub fn equal(guards: &[String], symbol: &dyn Fn(&str, usize) -> Option<String>) 
         }
         for (a, b) in left.into_iter().zip(right) {
             let (Some(a), Some(b)) = (symbol(a.0, a.1), symbol(b.0, b.1)) else { continue };
-            let (a, b) = (first(&known, a), first(&known, b));
+            let (a, b) = (resolve(&aliases, a), resolve(&aliases, b));
             if a != b {
-                known.insert(a, b);
+                aliases.insert(a, b);
             }
         }
     }
-    let names: Vec<String> = known.keys().cloned().collect();
-    names.into_iter().map(|name| (name.clone(), first(&known, name))).collect()
+    let names: Vec<String> = aliases.keys().cloned().collect();
+    names.into_iter().map(|name| (name.clone(), resolve(&aliases, name))).collect()
 }
 
-fn first(known: &HashMap<String, String>, mut name: String) -> String {
-    while let Some(other) = known.get(&name) {
-        name.clone_from(other);
+fn resolve(aliases: &HashMap<String, String>, mut name: String) -> String {
+    while let Some(alias) = aliases.get(&name) {
+        name.clone_from(alias);
     }
     name
 }
@@ -65,8 +68,8 @@ mod tests {
             "L['x'].size()[0] <= 8",
             "(L['x'].size()[0]*L['x'].size()[2]) == (L['y'].size()[1]*L['y'].size()[0])",
         ];
-        let known = equal(&guards.map(String::from), &symbol);
-        let of = |name: &str| first(&known, name.to_string());
+        let known = merge_equal_symbols(&guards.map(String::from), &symbol);
+        let of = |name: &str| resolve(&known, name.to_string());
         assert_eq!((of("m1"), of("x0")), (of("x1"), of("y0")));
         assert_eq!(of("x1"), of("y1"));
         assert_ne!(of("x0"), of("x1"));

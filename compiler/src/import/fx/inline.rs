@@ -31,18 +31,18 @@ const SET_GRAD: &str = "wrap_with_set_grad_enabled";
 const AUTOCAST: &str = "wrap_with_autocast";
 
 /// Inlines all regions; also returns the inlined name of each region result.
-pub fn inlined(graph: Graph) -> Result<(Graph, HashMap<String, String>), FxError> {
+pub fn inline_regions(graph: Graph) -> Result<(Graph, HashMap<String, String>), FxError> {
     if !graph.nodes.iter().any(|node| is_wrapper(&node.target)) {
         return Ok((graph, HashMap::new()));
     }
     let Graph { inputs, mut outputs, nodes, tensor_values } = graph;
     let mut inliner = Inliner { nodes: Vec::new(), tensor_values, regions: 0 };
-    let mut known = HashMap::new();
-    inliner.graph(nodes, Region::default(), "", &mut known)?;
+    let mut renames = HashMap::new();
+    inliner.graph(nodes, Region::default(), "", &mut renames)?;
     for output in &mut outputs {
-        rename(output, "", &known);
+        rename(output, "", &renames);
     }
-    Ok((Graph { inputs, outputs, nodes: inliner.nodes, tensor_values: inliner.tensor_values }, known))
+    Ok((Graph { inputs, outputs, nodes: inliner.nodes, tensor_values: inliner.tensor_values }, renames))
 }
 
 struct Inliner {
@@ -52,25 +52,25 @@ struct Inliner {
 }
 
 impl Inliner {
-    /// Adds the nodes of one graph; names get `prefix` unless `known` maps them.
+    /// Adds the nodes of one graph; names get `prefix` unless `renames` maps them.
     fn graph(
         &mut self,
         nodes: Vec<Node>,
         region: Region,
         prefix: &str,
-        known: &mut HashMap<String, String>,
+        renames: &mut HashMap<String, String>,
     ) -> Result<(), FxError> {
         for mut node in nodes {
             for input in &mut node.inputs {
-                rename(&mut input.arg, prefix, known);
+                rename(&mut input.arg, prefix, renames);
             }
             if is_wrapper(&node.target) {
-                self.region(node, region, known)?;
+                self.region(node, region, renames)?;
                 continue;
             }
             node.name = Some(label(&node));
             for output in &mut node.outputs {
-                rename(output, prefix, known);
+                rename(output, prefix, renames);
             }
             node.region = region;
             self.nodes.push(node);
@@ -79,87 +79,87 @@ impl Inliner {
     }
 
     /// Adds the graph that a node runs. The operands follow the graph among the node's arguments.
-    fn region(&mut self, node: Node, around: Region, known: &mut HashMap<String, String>) -> Result<(), FxError> {
-        let wrong = FxError::Region { node: label(&node) };
-        let (mut switch, mut inner, mut passed) = (None, None, Vec::new());
+    fn region(&mut self, node: Node, outer: Region, renames: &mut HashMap<String, String>) -> Result<(), FxError> {
+        let error = FxError::Region { node: label(&node) };
+        let (mut switch, mut inner, mut arguments) = (None, None, Vec::new());
         for input in node.inputs {
             match input.arg {
                 Argument::AsGraph(graph) if inner.is_none() => inner = Some(graph.graph),
                 Argument::AsBool(on) if inner.is_none() && switch.is_none() => switch = Some(on),
-                argument if inner.is_some() => passed.extend(names(&argument).map(String::from)),
+                argument if inner.is_some() => arguments.extend(names(&argument).map(String::from)),
                 _ => {}
             }
         }
-        let Some(inner) = inner else { return Err(wrong) };
+        let Some(inner) = inner else { return Err(error) };
         let placeholders: Vec<String> = inner.inputs.iter().flat_map(names).map(String::from).collect();
-        if placeholders.len() != passed.len() {
-            return Err(wrong);
+        if placeholders.len() != arguments.len() {
+            return Err(error);
         }
-        let mut region = around;
+        let mut region = outer;
         match (node.target.rsplit('.').next(), switch) {
             // Regions nested in a `no_grad` region have no gradients either.
             (Some(SET_GRAD), Some(on)) => region.no_gradients |= !on,
             (Some(AUTOCAST), Some(on)) => region.autocast = on,
-            (Some(SET_GRAD | AUTOCAST), None) => return Err(wrong),
+            (Some(SET_GRAD | AUTOCAST), None) => return Err(error),
             _ => {}
         }
         self.regions += 1;
-        let own = format!("{}:", self.regions);
-        let mut within: HashMap<String, String> = placeholders.into_iter().zip(passed).collect();
+        let prefix = format!("{}:", self.regions);
+        let mut inner_renames: HashMap<String, String> = placeholders.into_iter().zip(arguments).collect();
         for (name, meta) in inner.tensor_values {
-            if !within.contains_key(&name) {
-                self.tensor_values.insert(format!("{own}{name}"), meta);
+            if !inner_renames.contains_key(&name) {
+                self.tensor_values.insert(format!("{prefix}{name}"), meta);
             }
         }
-        self.graph(inner.nodes, region, &own, &mut within)?;
+        self.graph(inner.nodes, region, &prefix, &mut inner_renames)?;
         let mut results = inner.outputs;
         for result in &mut results {
-            rename(result, &own, &within);
+            rename(result, &prefix, &inner_renames);
         }
-        let made: Vec<&str> = node.outputs.iter().flat_map(names).collect();
-        let given: Vec<&str> = results.iter().flat_map(names).collect();
-        if made.len() > given.len() {
-            return Err(wrong);
+        let output_names: Vec<&str> = node.outputs.iter().flat_map(names).collect();
+        let result_names: Vec<&str> = results.iter().flat_map(names).collect();
+        if output_names.len() > result_names.len() {
+            return Err(error);
         }
-        for (name, result) in made.into_iter().zip(given) {
-            known.insert(name.to_string(), result.to_string());
+        for (name, result) in output_names.into_iter().zip(result_names) {
+            renames.insert(name.to_string(), result.to_string());
         }
         Ok(())
     }
 }
 
 /// Rewrites every name in an argument to its inlined name.
-fn rename(argument: &mut Argument, prefix: &str, known: &HashMap<String, String>) {
-    let outside = |name: &mut String| match known.get(name.as_str()) {
-        Some(other) => name.clone_from(other),
+fn rename(argument: &mut Argument, prefix: &str, renames: &HashMap<String, String>) {
+    let rewrite = |name: &mut String| match renames.get(name.as_str()) {
+        Some(renamed) => name.clone_from(renamed),
         None if prefix.is_empty() => {}
         None => name.insert_str(0, prefix),
     };
     match argument {
         Argument::AsTensor(name) | Argument::AsOptionalTensor(OptionalTensor::AsTensor(name)) => {
-            outside(&mut name.name);
+            rewrite(&mut name.name);
         }
-        Argument::AsTensors(list) => list.iter_mut().for_each(|name| outside(&mut name.name)),
+        Argument::AsTensors(list) => list.iter_mut().for_each(|name| rewrite(&mut name.name)),
         Argument::AsOptionalTensors(list) => {
             for tensor in list {
                 if let OptionalTensor::AsTensor(name) = tensor {
-                    outside(&mut name.name);
+                    rewrite(&mut name.name);
                 }
             }
         }
-        Argument::AsSymInt(SymArgument::AsName(name)) => outside(name),
+        Argument::AsSymInt(SymArgument::AsName(name)) => rewrite(name),
         Argument::AsSymInts(list) => {
             for size in list {
                 if let SymArgument::AsName(name) = size {
-                    outside(name);
+                    rewrite(name);
                 }
             }
         }
         Argument::AsSymBool(number) | Argument::AsSymFloat(number) => {
-            number.as_name.iter_mut().for_each(outside);
+            number.as_name.iter_mut().for_each(rewrite);
         }
         Argument::AsSymBools(list) | Argument::AsSymFloats(list) => {
-            list.iter_mut().flat_map(|number| number.as_name.iter_mut()).for_each(outside);
+            list.iter_mut().flat_map(|number| number.as_name.iter_mut()).for_each(rewrite);
         }
         _ => {}
     }

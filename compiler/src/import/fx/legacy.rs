@@ -28,23 +28,23 @@ const MOST: usize = 1 << 22;
 const AXES: usize = 64;
 
 /// Renames the entries to those of later versions.
-pub fn translated(entries: BTreeMap<String, Bytes>) -> Result<BTreeMap<String, Bytes>, FxError> {
-    let mut made = BTreeMap::new();
+pub fn rename_entries(entries: BTreeMap<String, Bytes>) -> Result<BTreeMap<String, Bytes>, FxError> {
+    let mut new_entries = BTreeMap::new();
     for (entry, folder, kind) in STORES {
         let Some(bytes) = entries.get(entry).filter(|bytes| !bytes.is_empty()) else { continue };
-        let wrong = |reason: String| FxError::Table { entry: entry.to_string(), reason };
+        let error = |reason: String| FxError::Table { entry: entry.to_string(), reason };
         let inner = stored(bytes)?;
         let find = |name: &str| inner.iter().find_map(|(n, b)| (n.split_once('/')?.1 == name).then_some(b));
         if find("byteorder").is_some_and(|order| order.as_ref() != b"little") {
-            return Err(wrong("its numbers are not little-endian".to_string()));
+            return Err(error("its numbers are not little-endian".to_string()));
         }
-        let pickle = find("data.pkl").ok_or_else(|| wrong("it has no data.pkl".to_string()))?;
-        let table = tensors(pickle).map_err(|reason| wrong(reason.to_string()))?;
+        let pickle = find("data.pkl").ok_or_else(|| error("it has no data.pkl".to_string()))?;
+        let table = tensors(pickle).map_err(|reason| error(reason.to_string()))?;
         let mut config = serde_json::Map::new();
         for (name, tensor) in table {
             let sizes = |list: &[i64]| list.iter().map(|n| json!({"as_int": n})).collect::<Vec<_>>();
             if let Some(storage) = find(&format!("data/{}", tensor.storage)) {
-                made.insert(format!("{folder}{}", tensor.storage), storage.clone());
+                new_entries.insert(format!("{folder}{}", tensor.storage), storage.clone());
             }
             let meta = json!({
                 "dtype": tensor.dtype, "sizes": sizes(&tensor.sizes), "strides": sizes(&tensor.strides),
@@ -53,12 +53,12 @@ pub fn translated(entries: BTreeMap<String, Bytes>) -> Result<BTreeMap<String, B
             config.insert(name, json!({"path_name": tensor.storage, "use_pickle": false, "tensor_meta": meta}));
         }
         let document = json!({ "config": config }).to_string();
-        made.insert(format!("{folder}model_{kind}_config.json"), Bytes::from(document));
+        new_entries.insert(format!("{folder}model_{kind}_config.json"), Bytes::from(document));
     }
     if let Some(program) = entries.get(PROGRAM) {
-        made.insert("models/model.json".to_string(), program.clone());
+        new_entries.insert("models/model.json".to_string(), program.clone());
     }
-    Ok(made)
+    Ok(new_entries)
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -88,22 +88,22 @@ enum PickleValue {
 /// A value and its nesting depth.
 #[derive(Clone, Debug)]
 struct NestedValue {
-    thing: Rc<PickleValue>,
+    value: Rc<PickleValue>,
     depth: usize,
 }
 
 impl NestedValue {
-    fn new(thing: PickleValue) -> Result<NestedValue, &'static str> {
-        let within = match &thing {
-            PickleValue::List(list) => list.iter().map(|held| held.depth).max(),
+    fn new(value: PickleValue) -> Result<NestedValue, &'static str> {
+        let inner_depth = match &value {
+            PickleValue::List(list) => list.iter().map(|item| item.depth).max(),
             PickleValue::Table(rows) => rows.iter().map(|(key, value)| key.depth.max(value.depth)).max(),
             _ => None,
         };
-        let depth = within.map_or(0, |depth| depth + 1);
+        let depth = inner_depth.map_or(0, |depth| depth + 1);
         if depth > DEEPEST {
             Err("data.pkl is nested more than 32 levels deep")
         } else {
-            Ok(NestedValue { thing: Rc::new(thing), depth })
+            Ok(NestedValue { value: Rc::new(value), depth })
         }
     }
 }
@@ -115,21 +115,21 @@ struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
     fn take(&mut self, count: usize) -> Result<&'a [u8], &'static str> {
-        let (taken, rest) = self.0.split_at_checked(count).ok_or(CUT)?;
+        let (head, rest) = self.0.split_at_checked(count).ok_or(CUT)?;
         self.0 = rest;
-        Ok(taken)
+        Ok(head)
     }
 
     /// A little-endian integer of up to eight bytes.
     fn number(&mut self, bytes: usize, signed: bool) -> Result<i64, &'static str> {
-        let taken = self.take(bytes)?;
+        let source = self.take(bytes)?;
         if bytes > 8 {
             return Err("a number in data.pkl has more than eight bytes");
         }
-        let negative = signed && taken.last().is_some_and(|byte| byte & 0x80 != 0);
-        let mut whole = [if negative { 0xff } else { 0 }; 8];
-        whole[..bytes].copy_from_slice(taken);
-        Ok(i64::from_le_bytes(whole))
+        let negative = signed && source.last().is_some_and(|byte| byte & 0x80 != 0);
+        let mut buffer = [if negative { 0xff } else { 0 }; 8];
+        buffer[..bytes].copy_from_slice(source);
+        Ok(i64::from_le_bytes(buffer))
     }
 
     fn size(&mut self, bytes: usize) -> Result<usize, &'static str> {
@@ -145,10 +145,10 @@ impl<'a> Reader<'a> {
 
 /// The tensors in a pickled table, by name.
 fn tensors(pickle: &[u8]) -> Result<Vec<(String, Stored)>, &'static str> {
-    let PickleValue::Table(rows) = &*read(pickle)?.thing else { return Err(OTHER) };
+    let PickleValue::Table(rows) = &*read(pickle)?.value else { return Err(OTHER) };
     let mut tensors = Vec::with_capacity(rows.len());
     for (key, value) in rows {
-        match (&*key.thing, &*value.thing) {
+        match (&*key.value, &*value.value) {
             (PickleValue::Text(name), PickleValue::Tensor(tensor)) => tensors.push((name.clone(), tensor.clone())),
             // Constants may be non-tensors, which no operator reads.
             (PickleValue::Text(_), _) => {}
@@ -165,13 +165,13 @@ fn read(pickle: &[u8]) -> Result<NestedValue, &'static str> {
     let mut marks: Vec<usize> = Vec::new();
     let mut memo: HashMap<usize, NestedValue> = HashMap::new();
     // Appending copies a list, so the total work is bounded.
-    let mut gone_over = 0;
+    let mut copied = 0;
     loop {
-        if gone_over > MOST || stack.len() > MOST || memo.len() > MOST || marks.len() > MOST {
+        if copied > MOST || stack.len() > MOST || memo.len() > MOST || marks.len() > MOST {
             return Err("data.pkl is too large");
         }
         let code = reader.take(1)?[0];
-        let made = match code {
+        let value = match code {
             // PROTO, FRAME
             0x80 => {
                 reader.take(1)?;
@@ -222,52 +222,51 @@ fn read(pickle: &[u8]) -> Result<NestedValue, &'static str> {
             b'c' => PickleValue::Global(format!("{} {}", reader.line()?, reader.line()?)),
             b'}' => PickleValue::Table(Vec::new()),
             b')' | b']' => PickleValue::List(Vec::new()),
-            0x85..=0x87 => PickleValue::List(popped(&mut stack, usize::from(code - 0x84))?),
-            b't' => PickleValue::List(marked(&mut stack, &mut marks)?),
+            0x85..=0x87 => PickleValue::List(pop_many(&mut stack, usize::from(code - 0x84))?),
+            b't' => PickleValue::List(pop_to_mark(&mut stack, &mut marks)?),
             b'a' | b'e' => {
-                let more = if code == b'e' { marked(&mut stack, &mut marks)? } else { popped(&mut stack, 1)? };
-                let PickleValue::List(mut list) = unshared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
-                gone_over += list.len();
-                list.extend(more);
+                let items = if code == b'e' { pop_to_mark(&mut stack, &mut marks)? } else { pop_many(&mut stack, 1)? };
+                let PickleValue::List(mut list) = unwrap_shared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
+                copied += list.len();
+                list.extend(items);
                 PickleValue::List(list)
             }
             b's' | b'u' => {
-                let more = if code == b'u' { marked(&mut stack, &mut marks)? } else { popped(&mut stack, 2)? };
-                let PickleValue::Table(mut rows) = unshared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
-                gone_over += rows.len();
-                rows.extend(more.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())));
+                let items = if code == b'u' { pop_to_mark(&mut stack, &mut marks)? } else { pop_many(&mut stack, 2)? };
+                let PickleValue::Table(mut rows) = unwrap_shared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
+                copied += rows.len();
+                rows.extend(items.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())));
                 PickleValue::Table(rows)
             }
             // BUILD: attributes of a table, ignored.
             b'b' => {
-                popped(&mut stack, 1)?;
+                pop_many(&mut stack, 1)?;
                 continue;
             }
             b'Q' => storage(&stack.pop().ok_or(OTHER)?)?,
             b'R' => {
-                let [function, given] = popped(&mut stack, 2)?.try_into().map_err(|_| OTHER)?;
-                called(&function, &given)?
+                let [function, arguments] = pop_many(&mut stack, 2)?.try_into().map_err(|_| OTHER)?;
+                evaluate_call(&function, &arguments)?
             }
             _ => return Err(OTHER),
         };
-        stack.push(NestedValue::new(made)?);
+        stack.push(NestedValue::new(value)?);
     }
 }
 
-fn popped(stack: &mut Vec<NestedValue>, count: usize) -> Result<Vec<NestedValue>, &'static str> {
+fn pop_many(stack: &mut Vec<NestedValue>, count: usize) -> Result<Vec<NestedValue>, &'static str> {
     let at = stack.len().checked_sub(count).ok_or(OTHER)?;
     Ok(stack.split_off(at))
 }
 
-/// Pops the values above the last mark.
-fn marked(stack: &mut Vec<NestedValue>, marks: &mut Vec<usize>) -> Result<Vec<NestedValue>, &'static str> {
+fn pop_to_mark(stack: &mut Vec<NestedValue>, marks: &mut Vec<usize>) -> Result<Vec<NestedValue>, &'static str> {
     let at = marks.pop().filter(|at| *at <= stack.len()).ok_or(OTHER)?;
     Ok(stack.split_off(at))
 }
 
 /// Takes the value out of its `Rc`. A memoised list is copied: the memo keeps the old state, which tables never read.
-fn unshared(held: NestedValue) -> PickleValue {
-    Rc::try_unwrap(held.thing).unwrap_or_else(|shared| match &*shared {
+fn unwrap_shared(nested: NestedValue) -> PickleValue {
+    Rc::try_unwrap(nested.value).unwrap_or_else(|shared| match &*shared {
         PickleValue::List(list) => PickleValue::List(list.clone()),
         PickleValue::Table(rows) => PickleValue::Table(rows.clone()),
         _ => PickleValue::None,
@@ -276,10 +275,10 @@ fn unshared(held: NestedValue) -> PickleValue {
 
 /// Parses `('storage', torch.FloatStorage, '0', 'cpu', 128)`.
 fn storage(id: &NestedValue) -> Result<PickleValue, &'static str> {
-    let PickleValue::List(parts) = &*id.thing else { return Err(OTHER) };
+    let PickleValue::List(parts) = &*id.value else { return Err(OTHER) };
     let [kind, class, key, ..] = parts.as_slice() else { return Err(OTHER) };
     let (PickleValue::Text(kind), PickleValue::Global(class), PickleValue::Text(key)) =
-        (&*kind.thing, &*class.thing, &*key.thing)
+        (&*kind.value, &*class.value, &*key.value)
     else {
         return Err(OTHER);
     };
@@ -301,26 +300,26 @@ fn storage(id: &NestedValue) -> Result<PickleValue, &'static str> {
 }
 
 /// The result of one of the calls that a table of tensors contains.
-fn called(function: &NestedValue, given: &NestedValue) -> Result<PickleValue, &'static str> {
-    let (PickleValue::Global(name), PickleValue::List(given)) = (&*function.thing, &*given.thing) else {
+fn evaluate_call(function: &NestedValue, arguments: &NestedValue) -> Result<PickleValue, &'static str> {
+    let (PickleValue::Global(name), PickleValue::List(arguments)) = (&*function.value, &*arguments.value) else {
         return Err(OTHER);
     };
     match name.as_str() {
-        "collections OrderedDict" if given.is_empty() => Ok(PickleValue::Table(Vec::new())),
-        "torch._utils _rebuild_parameter" => match given.first().map(|first| &*first.thing) {
+        "collections OrderedDict" if arguments.is_empty() => Ok(PickleValue::Table(Vec::new())),
+        "torch._utils _rebuild_parameter" => match arguments.first().map(|first| &*first.value) {
             Some(PickleValue::Tensor(tensor)) => Ok(PickleValue::Tensor(tensor.clone())),
             _ => Err(OTHER),
         },
         "torch._utils _rebuild_tensor_v2" => {
-            let [storage, offset, sizes, strides, ..] = given.as_slice() else { return Err(OTHER) };
-            let (PickleValue::Storage(dtype, storage), PickleValue::Number(offset)) = (&*storage.thing, &*offset.thing)
+            let [storage, offset, sizes, strides, ..] = arguments.as_slice() else { return Err(OTHER) };
+            let (PickleValue::Storage(dtype, storage), PickleValue::Number(offset)) = (&*storage.value, &*offset.value)
             else {
                 return Err(OTHER);
             };
             let (sizes, strides) = (numbers(sizes)?, numbers(strides)?);
             Ok(PickleValue::Tensor(Stored { storage: storage.clone(), dtype: *dtype, offset: *offset, sizes, strides }))
         }
-        "torch Size" => match given.first() {
+        "torch Size" => match arguments.first() {
             Some(list) => Ok(PickleValue::List(
                 numbers(list)?.into_iter().map(PickleValue::Number).map(NestedValue::new).collect::<Result<_, _>>()?,
             )),
@@ -331,11 +330,11 @@ fn called(function: &NestedValue, given: &NestedValue) -> Result<PickleValue, &'
 }
 
 fn numbers(list: &NestedValue) -> Result<Vec<i64>, &'static str> {
-    let PickleValue::List(list) = &*list.thing else { return Err(OTHER) };
+    let PickleValue::List(list) = &*list.value else { return Err(OTHER) };
     if list.len() > AXES {
         return Err("a tensor in data.pkl has more than 64 axes");
     }
-    let number = |held: &NestedValue| match &*held.thing {
+    let number = |nested: &NestedValue| match &*nested.value {
         PickleValue::Number(number) => Ok(*number),
         _ => Err(OTHER),
     };
@@ -357,9 +356,9 @@ mod tests {
 
     #[test]
     fn a_table_of_tensors_is_read_as_data() {
-        let found = tensors(&table()).unwrap();
+        let stored = tensors(&table()).unwrap();
         let tensor = Stored { storage: "0".into(), dtype: 7, offset: 0, sizes: vec![2, 3], strides: vec![3, 1] };
-        assert_eq!(found, [("w".to_string(), tensor)]);
+        assert_eq!(stored, [("w".to_string(), tensor)]);
     }
 
     #[test]
@@ -372,11 +371,11 @@ mod tests {
         deep.push(b'.');
         assert!(tensors(&deep).unwrap_err().contains("levels deep"));
         // A truncated or corrupted table is parsed or refused, without a panic.
-        let whole = table();
-        for at in 0..whole.len() {
-            assert!(tensors(&whole[..at]).is_err(), "{at}");
+        let pickle = table();
+        for at in 0..pickle.len() {
+            assert!(tensors(&pickle[..at]).is_err(), "{at}");
             for byte in [0, b'(', b't', b'R', b'u', 0xff] {
-                let mut other = whole.clone();
+                let mut other = pickle.clone();
                 other[at] = byte;
                 let _ = tensors(&other);
             }

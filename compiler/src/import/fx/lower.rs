@@ -61,20 +61,20 @@ pub enum Known {
 }
 
 #[derive(Debug)]
-pub enum Made {
+pub enum NodeOutputs {
     /// In the order of the operator's definition.
     Tensors(Vec<Known>),
     Size(Dim),
 }
 
-pub type Outputs = Result<Made, LowerReason>;
+pub type Outputs = Result<NodeOutputs, LowerReason>;
 
 pub fn one(value: Value) -> Outputs {
-    Ok(Made::Tensors(vec![Known::Value(value)]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(value)]))
 }
 
 pub fn many(values: Vec<Value>) -> Outputs {
-    Ok(Made::Tensors(values.into_iter().map(Known::Value).collect()))
+    Ok(NodeOutputs::Tensors(values.into_iter().map(Known::Value).collect()))
 }
 
 #[derive(Debug, Default)]
@@ -87,16 +87,16 @@ pub struct Names {
 impl Names {
     /// The names that a node reads, with `map` applied to each tensor.
     pub fn mapped<E>(&self, node: &Node, mut map: impl FnMut(&str, Known) -> Result<Known, E>) -> Result<Names, E> {
-        let mut within = Names::default();
+        let mut mapped = Names::default();
         for name in node.inputs.iter().flat_map(|input| names(&input.arg)) {
             if let Some(size) = self.sizes.get(name) {
-                within.sizes.insert(name.to_string(), size.clone());
+                mapped.sizes.insert(name.to_string(), size.clone());
             }
             if let Some(known) = self.tensors.get(name) {
-                within.tensors.insert(name.to_string(), map(name, *known)?);
+                mapped.tensors.insert(name.to_string(), map(name, *known)?);
             }
         }
-        Ok(within)
+        Ok(mapped)
     }
 }
 
@@ -107,7 +107,7 @@ pub struct Scope<'a> {
     pub origin: Origin,
     pub names: &'a Names,
     /// Tensor metadata of the file, by name.
-    pub said: &'a HashMap<String, TensorMeta>,
+    pub metas: &'a HashMap<String, TensorMeta>,
     /// Values of symbols that the file's constants fix.
     pub frozen: &'a StaticSizes,
     pub graph: &'a mut Graph,

@@ -7,7 +7,7 @@ use crate::import::fx::archive::Archive;
 use crate::import::fx::error::{FxError, WeightError};
 use crate::import::fx::expression;
 use crate::import::fx::guards;
-use crate::import::fx::inline::inlined;
+use crate::import::fx::inline::inline_regions;
 use crate::import::fx::schema::{
     Argument, ExportedProgram, Graph, InputSpec, Node, OptionalTensor, OutputSpec, Payload, SymArgument, SymInt,
     TensorMeta, Weights,
@@ -100,11 +100,11 @@ impl Program {
         let signature = program.graph_module.signature;
         let joint = signature.output_specs.iter().any(|o| matches!(o, OutputSpec::GradientToParameter { .. }));
         check(&graph)?;
-        let (graph, renamed) = inlined(graph)?;
+        let (graph, renamed) = inline_regions(graph)?;
         if !renamed.is_empty() {
             check(&graph)?;
         }
-        let mut read = Program {
+        let mut parsed = Program {
             name,
             graph,
             inputs: Vec::new(),
@@ -119,20 +119,20 @@ impl Program {
             equal: HashMap::new(),
             joint,
         };
-        read.equal = guards::equal(&program.guards_code, &|input, axis| read.symbol(input, axis));
+        parsed.equal = guards::merge_equal_symbols(&program.guards_code, &|input, axis| parsed.symbol(input, axis));
         if joint {
-            read.warnings.push(JOINT.to_string());
+            parsed.warnings.push(JOINT.to_string());
         }
-        read.sources(&signature.input_specs, &archive, &stores)?;
-        read.results(&signature.output_specs)?;
-        let results = read.outputs.iter_mut().map(|(_, name)| name);
-        for name in results.chain(read.mutations.iter_mut().map(|(name, _)| name)) {
+        parsed.sources(&signature.input_specs, &archive, &stores)?;
+        parsed.results(&signature.output_specs)?;
+        let results = parsed.outputs.iter_mut().map(|(_, name)| name);
+        for name in results.chain(parsed.mutations.iter_mut().map(|(name, _)| name)) {
             if let Some(inner) = renamed.get(name) {
                 name.clone_from(inner);
             }
         }
-        read.one_tensor_twice();
-        Ok(read)
+        parsed.one_tensor_twice();
+        Ok(parsed)
     }
 
     /// [`Program::sha256`] in hexadecimal, 64 characters.
@@ -143,9 +143,9 @@ impl Program {
     /// Inputs that no operator reads and that are not outputs.
     pub fn unread(&self) -> BTreeSet<String> {
         let nodes = self.graph.nodes.iter().flat_map(|node| &node.inputs).flat_map(|input| names(&input.arg));
-        let read: HashSet<&str> = nodes.chain(self.outputs.iter().map(|(_, name)| name.as_str())).collect();
+        let used: HashSet<&str> = nodes.chain(self.outputs.iter().map(|(_, name)| name.as_str())).collect();
         let inputs = self.inputs.iter().map(|info| &info.name);
-        inputs.filter(|name| !read.contains(name.as_str())).cloned().collect()
+        inputs.filter(|name| !used.contains(name.as_str())).cloned().collect()
     }
 
     /// Converts a size of the file to a [`Dim`], with equal symbols merged and the batch symbol renamed.
@@ -172,8 +172,8 @@ impl Program {
         let unread = self.unread();
         let alike = |a: &ValueInfo, b: &ValueInfo| (a.elem_type, &a.dims) == (b.elem_type, &b.dims);
         let is_twin = |info: &&ValueInfo| {
-            let others = self.inputs.iter().filter(|other| !unread.contains(&other.name));
-            unread.contains(&info.name) && others.into_iter().any(|other| alike(info, other))
+            let used = self.inputs.iter().filter(|other| !unread.contains(&other.name));
+            unread.contains(&info.name) && used.into_iter().any(|other| alike(info, other))
         };
         if let Some(twin) = self.inputs.iter().find(is_twin) {
             self.warnings.push(format!(
@@ -210,11 +210,11 @@ impl Program {
                 InputSpec::TensorConstant { arg, tensor_constant_name } => (arg, tensor_constant_name, false),
                 _ => continue,
             };
-            let kept = !parameter && matches!(spec, InputSpec::Parameter { .. });
+            let is_kept = !parameter && matches!(spec, InputSpec::Parameter { .. });
             let at = self
                 .weight(&mut loader, &placeholder.name, name, parameter)
                 .map_err(|reason| FxError::Weight { name: name.clone(), reason })?;
-            self.weights[at].kept |= kept;
+            self.weights[at].kept |= is_kept;
             self.placeholders.insert(placeholder.name.clone(), at);
         }
         if let Some(first) = frozen.first() {
@@ -278,13 +278,13 @@ impl Program {
         if payload.use_pickle {
             return Err(WeightError::Pickle);
         }
-        let place = WeightLocation::read(payload.tensor_meta.as_ref().ok_or(WeightError::Unlisted)?)?;
-        let fact = Fact::of(place.dtype, &place.sizes);
+        let location = WeightLocation::read(payload.tensor_meta.as_ref().ok_or(WeightError::Unlisted)?)?;
+        let fact = Fact::of(location.dtype, &location.sizes);
         let path = format!("{folder}{}", payload.path_name);
         let initial = match loader.archive.get(&path) {
             // Modules on the meta device and fake tensors have no values.
-            Some(bytes) if bytes.is_empty() && !place.sizes.contains(&0) => Err(path.clone()),
-            Some(bytes) => Ok(place.tensor(bytes)?),
+            Some(bytes) if bytes.is_empty() && !location.sizes.contains(&0) => Err(path.clone()),
+            Some(bytes) => Ok(location.tensor(bytes)?),
             None => Err(path.clone()),
         };
         if let Some(graph) = self.graph.tensor_values.get(placeholder).and_then(|meta| self.fact(meta))
@@ -298,9 +298,9 @@ impl Program {
         // Without values, tied weights cannot be recognised.
         let is_empty = loader.archive.get(&path).is_some_and(|bytes| bytes.is_empty());
         // Two names for one storage are tied if they view the same elements.
-        let others = loader.kept.entry(path).or_default();
-        for (other, at) in others.iter().filter(|(_, at)| parameter && !is_empty && self.weights[*at].parameter) {
-            if *other == place {
+        let aliases = loader.kept.entry(path).or_default();
+        for (alias, at) in aliases.iter().filter(|(_, at)| parameter && !is_empty && self.weights[*at].parameter) {
+            if *alias == location {
                 self.warnings.push(format!(
                     "`{}` is tied to `{}`: they are one parameter under that name",
                     short_name(name),
@@ -308,11 +308,11 @@ impl Program {
                 ));
                 return Ok(*at);
             }
-            if other.meets(&place) {
+            if alias.meets(&location) {
                 return Err(WeightError::Overlaps(short_name(&self.weights[*at].name)));
             }
         }
-        others.push((place, self.weights.len()));
+        aliases.push((location, self.weights.len()));
         self.weights.push(Source { name: name.to_string(), fact, initial, parameter, kept: false });
         Ok(self.weights.len() - 1)
     }
@@ -363,7 +363,7 @@ impl<'a> Loader<'a> {
 fn name(archive: &Archive) -> Result<String, FxError> {
     let names: Vec<&str> = archive.within("models/").filter_map(|n| n.strip_suffix(".json")).collect();
     match names.as_slice() {
-        [one] => Ok((*one).to_string()),
+        [name] => Ok((*name).to_string()),
         [] if archive.within("data/aotinductor/").next().is_some() => Err(FxError::Compiled),
         [] => Err(FxError::NoProgram),
         several => {
@@ -385,13 +385,13 @@ fn json<T: DeserializeOwned>(entry: &str, bytes: &[u8]) -> Result<T, FxError> {
 
 /// Checks that every value is defined once and before its use, nested graphs included.
 fn check(graph: &Graph) -> Result<(), FxError> {
-    let mut made: HashSet<&str> = HashSet::new();
+    let mut defined: HashSet<&str> = HashSet::new();
     for input in &graph.inputs {
-        made.extend(names(input));
+        defined.extend(names(input));
     }
     for node in &graph.nodes {
         for input in &node.inputs {
-            if let Some(name) = names(&input.arg).find(|name| !made.contains(name)) {
+            if let Some(name) = names(&input.arg).find(|name| !defined.contains(name)) {
                 return Err(FxError::Unknown { node: label(node), name: name.to_string() });
             }
             if let Argument::AsGraph(inner) = &input.arg {
@@ -399,12 +399,12 @@ fn check(graph: &Graph) -> Result<(), FxError> {
             }
         }
         for name in node.outputs.iter().flat_map(names) {
-            if !made.insert(name) {
+            if !defined.insert(name) {
                 return Err(FxError::MadeTwice { node: label(node), name: name.to_string() });
             }
         }
     }
-    match graph.outputs.iter().flat_map(names).find(|name| !made.contains(name)) {
+    match graph.outputs.iter().flat_map(names).find(|name| !defined.contains(name)) {
         Some(name) => Err(FxError::Unknown { node: "output".to_string(), name: name.to_string() }),
         None => Ok(()),
     }

@@ -18,7 +18,7 @@ pub struct Body<'a> {
     /// Unique node names, parallel to `nodes`.
     pub names: &'a [String],
     /// Tensors defined before the first node runs: the name and a description for messages, such as `graph input`.
-    pub given: &'a [(&'a str, &'static str)],
+    pub outer_names: &'a [(&'a str, &'static str)],
     pub outputs: &'a [&'a str],
 }
 
@@ -97,8 +97,8 @@ enum Writer {
 }
 
 fn writers<'a>(body: &Body<'a>, faults: &mut Vec<Fault>) -> HashMap<&'a str, Writer> {
-    let mut writers: HashMap<&str, Writer> = HashMap::with_capacity(body.given.len() + body.nodes.len());
-    writers.extend(body.given.iter().map(|(name, what)| (*name, Writer::Given(what))));
+    let mut writers: HashMap<&str, Writer> = HashMap::with_capacity(body.outer_names.len() + body.nodes.len());
+    writers.extend(body.outer_names.iter().map(|(name, what)| (*name, Writer::Given(what))));
     for (index, node) in body.nodes.iter().enumerate() {
         for tensor in node.output.iter().map(String::as_str).filter(|name| !name.is_empty()) {
             match writers.get(tensor) {
@@ -131,15 +131,15 @@ fn free_names(graph: &GraphProto, depth: usize) -> Option<BTreeSet<&str>> {
     let mut defined_names: HashSet<&str> = graph.input.iter().map(|input| input.name()).collect();
     defined_names.extend(graph.initializer.iter().map(|tensor| tensor.name()));
     defined_names.extend(graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str)));
-    let mut read: BTreeSet<&str> = graph.output.iter().map(|output| output.name()).collect();
+    let mut names: BTreeSet<&str> = graph.output.iter().map(|output| output.name()).collect();
     for node in &graph.node {
-        read.extend(node.input.iter().map(String::as_str));
+        names.extend(node.input.iter().map(String::as_str));
         for inner in subgraphs(&node.attribute) {
-            read.extend(free_names(inner, depth + 1)?);
+            names.extend(free_names(inner, depth + 1)?);
         }
     }
-    read.retain(|name| !name.is_empty() && !defined_names.contains(name));
-    Some(read)
+    names.retain(|name| !name.is_empty() && !defined_names.contains(name));
+    Some(names)
 }
 
 #[cfg(test)]
@@ -160,7 +160,7 @@ mod tests {
     fn faults(nodes: &[NodeProto], outputs: &[&str]) -> (Vec<String>, Vec<usize>, Vec<Warning>) {
         let names: Vec<String> = nodes.iter().map(|node| node.name().to_owned()).collect();
         let (mut faults, mut warnings) = (Vec::new(), Vec::new());
-        let body = Body { nodes, names: &names, given: &[("x", "graph input")], outputs };
+        let body = Body { nodes, names: &names, outer_names: &[("x", "graph input")], outputs };
         let order = check(&body, &mut faults, &mut warnings);
         (faults.iter().map(ToString::to_string).collect(), order, warnings)
     }

@@ -109,8 +109,8 @@ impl Decoder {
         let opsets = self.opsets(&proto.opset_import);
         self.standard_opset(&opsets, &graph.node, &names);
         let newest = opsets.iter().filter(|set| set.domain.is_empty()).map(|set| set.version).max();
-        if let Some(found) = newest.filter(|version| *version > NEWEST_OPSET) {
-            self.warnings.push(Warning::Opset { found, known: NEWEST_OPSET });
+        if let Some(opset) = newest.filter(|version| *version > NEWEST_OPSET) {
+            self.warnings.push(Warning::Opset { found: opset, known: NEWEST_OPSET });
         }
         function::check(&proto.functions, &graph.node, &mut self.faults);
 
@@ -174,23 +174,23 @@ impl Decoder {
     }
 
     fn wiring(&mut self, graph: &GraphProto, names: &[String]) -> Vec<usize> {
-        let mut given: HashMap<&str, &'static str> =
+        let mut outer_names: HashMap<&str, &'static str> =
             graph.input.iter().map(|input| (input.name(), "graph input")).collect();
         let mut seen = HashSet::new();
         for tensor in &graph.initializer {
             if !seen.insert(tensor.name()) {
                 self.faults.push(Fault::DuplicateInitializer { name: tensor.name().to_owned() });
             }
-            given.insert(tensor.name(), "initializer");
+            outer_names.insert(tensor.name(), "initializer");
         }
         for sparse in &graph.sparse_initializer {
             let name = sparse.values.as_ref().map(|values| values.name()).unwrap_or_default();
             self.faults.push(Fault::Sparse { name: name.to_owned() });
-            given.insert(name, "sparse initializer");
+            outer_names.insert(name, "sparse initializer");
         }
-        let given: Vec<(&str, &'static str)> = given.into_iter().collect();
+        let outer_names: Vec<(&str, &'static str)> = outer_names.into_iter().collect();
         let outputs: Vec<&str> = graph.output.iter().map(|output| output.name()).collect();
-        let body = Body { nodes: &graph.node, names, given: &given, outputs: &outputs };
+        let body = Body { nodes: &graph.node, names, outer_names: &outer_names, outputs: &outputs };
         check_graph::check(&body, &mut self.faults, &mut self.warnings)
     }
 
@@ -247,10 +247,10 @@ impl Decoder {
 
     fn function(&mut self, mut proto: FunctionProto) -> Function {
         let names = unique_names(&proto.node);
-        let given: Vec<(&str, &'static str)> =
+        let outer_names: Vec<(&str, &'static str)> =
             proto.input.iter().map(|name| (name.as_str(), "function input")).collect();
         let outputs: Vec<&str> = proto.output.iter().map(String::as_str).collect();
-        let body = Body { nodes: &proto.node, names: &names, given: &given, outputs: &outputs };
+        let body = Body { nodes: &proto.node, names: &names, outer_names: &outer_names, outputs: &outputs };
         let order = check_graph::check(&body, &mut self.faults, &mut self.warnings);
         let nodes = self.nodes(std::mem::take(&mut proto.node), names, &order);
         let name = proto.name.unwrap_or_default();
@@ -343,12 +343,12 @@ mod tests {
 
     #[test]
     fn initializers_among_the_inputs_are_parameters() {
-        let read = parsed(&model()).unwrap();
+        let decoded = parsed(&model()).unwrap();
         let x = ValueInfo { name: "x".into(), elem_type: 1, dims: Some(vec![Dim::Unknown]) };
-        assert_eq!(read.inputs, [x]);
-        assert_eq!(read.warnings, [Warning::MinusOne { name: "x".into() }]);
-        assert_eq!((read.nodes[0].name.as_str(), read.nodes[0].domain.as_str()), ("Add_0", ""));
-        assert_eq!(read.opset(""), Some(8));
+        assert_eq!(decoded.inputs, [x]);
+        assert_eq!(decoded.warnings, [Warning::MinusOne { name: "x".into() }]);
+        assert_eq!((decoded.nodes[0].name.as_str(), decoded.nodes[0].domain.as_str()), ("Add_0", ""));
+        assert_eq!(decoded.opset(""), Some(8));
         let newer = parsed(&ModelProto { ir_version: Some(4), ..model() }).unwrap();
         assert_eq!(newer.warnings[1], Warning::DefaultInputs { count: 1, example: "w".into() });
         let mut future = model();
@@ -382,15 +382,15 @@ mod tests {
 
     #[test]
     fn constants_in_attributes_are_resolved_too() {
-        let mut with = model();
+        let mut proto = model();
         let value = TensorProto { data_type: Some(7), dims: vec![2], int64_data: vec![1, -1], ..Default::default() };
         let attribute = AttributeProto { name: Some("value".into()), t: Some(value), ..Default::default() };
-        with.graph.as_mut().unwrap().node[0].attribute = vec![attribute.clone()];
-        let read = parsed(&with).unwrap();
-        let tensor = payload::tensor(read.nodes[0].attributes[0].t.as_ref().unwrap());
+        proto.graph.as_mut().unwrap().node[0].attribute = vec![attribute.clone()];
+        let decoded = parsed(&proto).unwrap();
+        let tensor = payload::tensor(decoded.nodes[0].attributes[0].t.as_ref().unwrap());
         let bytes = [1_i64, -1].iter().flat_map(|v| v.to_le_bytes()).collect();
         assert_eq!(tensor.payload, Payload::Bytes(bytes));
-        with.graph.as_mut().unwrap().node[0].attribute = vec![attribute.clone(), attribute];
-        assert_eq!(parsed(&with).unwrap_err().to_string(), "node `Add_0` has the attribute `value` twice");
+        proto.graph.as_mut().unwrap().node[0].attribute = vec![attribute.clone(), attribute];
+        assert_eq!(parsed(&proto).unwrap_err().to_string(), "node `Add_0` has the attribute `value` twice");
     }
 }

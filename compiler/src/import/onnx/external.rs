@@ -59,7 +59,7 @@ impl Files {
     /// Searches the folder of the model file at `path` and, if it is a link, that of its target.
     pub fn of_model(path: &Path) -> Self {
         let mut files = Self::beneath(path.parent().unwrap_or(Path::new("")));
-        let linked = std::fs::symlink_metadata(path).is_ok_and(|about| about.is_symlink());
+        let linked = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_symlink());
         if linked && let Some(real) = path.canonicalize().ok().as_deref().and_then(Path::parent) {
             if real.file_name().is_some_and(|name| name == "blobs") {
                 files.blobs = Some(real.to_owned());
@@ -87,9 +87,9 @@ impl Files {
         let file = match self.opened.get(keys.location) {
             Some(known) => known.clone(),
             None => {
-                let found = self.open(keys.location);
-                self.opened.insert(keys.location.to_owned(), found.clone());
-                found
+                let content = self.open(keys.location);
+                self.opened.insert(keys.location.to_owned(), content.clone());
+                content
             }
         };
         let Some(file) = file? else {
@@ -97,22 +97,22 @@ impl Files {
             return Ok(None);
         };
         let size = file.len() as u64;
-        let past = || ExternalError::PastEnd { offset, length, size, location: keys.location.to_owned() };
-        let end = offset.checked_add(length).filter(|end| *end <= size).ok_or_else(past)?;
+        let past_end = || ExternalError::PastEnd { offset, length, size, location: keys.location.to_owned() };
+        let end = offset.checked_add(length).filter(|end| *end <= size).ok_or_else(past_end)?;
         // Both fit a `usize`, since they are at most the length of a buffer.
         Ok(Some(file.slice(offset as usize..end as usize)))
     }
 
     pub fn paths(&self) -> BTreeSet<PathBuf> {
-        let read = self.opened.iter().filter(|(_, found)| matches!(found, Ok(Some(_))));
-        let place = |location: &String| self.roots.iter().find_map(|root| root.join(location).canonicalize().ok());
-        read.filter_map(|(location, _)| place(location)).collect()
+        let loaded = self.opened.iter().filter(|(_, found)| matches!(found, Ok(Some(_))));
+        let full_path = |location: &String| self.roots.iter().find_map(|root| root.join(location).canonicalize().ok());
+        loaded.filter_map(|(location, _)| full_path(location)).collect()
     }
 
     /// Warnings: ignored keys first, then missing files in alphabetical order.
     pub fn into_warnings(self) -> Vec<Warning> {
-        let missing = self.missing.into_iter().map(|(path, tensors)| Warning::MissingFile { path, tensors });
-        self.ignored.into_iter().chain(missing).collect()
+        let missing_files = self.missing.into_iter().map(|(path, tensors)| Warning::MissingFile { path, tensors });
+        self.ignored.into_iter().chain(missing_files).collect()
     }
 
     fn keys<'a>(&mut self, tensor: &str, entries: &'a [StringStringEntryProto]) -> Result<Keys<'a>, ExternalError> {
@@ -139,8 +139,8 @@ impl Files {
     }
 
     fn open(&self, location: &str) -> Result<Option<Bytes>, ExternalError> {
-        if let Some(why) = suspicious(location) {
-            return Err(ExternalError::Escapes { location: location.to_owned(), why });
+        if let Some(reason) = suspicious(location) {
+            return Err(ExternalError::Escapes { location: location.to_owned(), why: reason });
         }
         if self.roots.is_empty() {
             return Err(ExternalError::NoFolder);
@@ -195,8 +195,8 @@ fn suspicious(location: &str) -> Option<&'static str> {
 
 fn number(key: &'static str, text: Option<&str>) -> Result<Option<u64>, ExternalError> {
     let Some(text) = text else { return Ok(None) };
-    let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let value = if plain { text.parse().ok() } else { None };
+    let is_decimal = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let value = if is_decimal { text.parse().ok() } else { None };
     value.map(Some).ok_or_else(|| ExternalError::Number { key, value: short_name(text) })
 }
 
@@ -261,8 +261,8 @@ mod tests {
         }
         assert_eq!(read(&mut files, "gone.bin"), Ok(None));
         assert!(matches!(read(&mut files, "."), Err(ExternalError::NotRegular { kind: "a directory", .. })));
-        let two = entries(&[("location", "w.bin"), ("location", "v.bin")]);
-        assert_eq!(files.read("w", &two, 4), Err(ExternalError::TwoValues { key: "location" }));
+        let duplicated = entries(&[("location", "w.bin"), ("location", "v.bin")]);
+        assert_eq!(files.read("w", &duplicated, 4), Err(ExternalError::TwoValues { key: "location" }));
         assert_eq!(files.paths(), BTreeSet::from([folder.0.join("w.bin")]));
         assert_eq!(files.into_warnings(), [Warning::MissingFile { path: "gone.bin".into(), tensors: 1 }]);
     }
@@ -273,8 +273,8 @@ mod tests {
         use std::os::unix::fs::symlink;
         let folder = Folder::new("links");
         let at = |path: &str| folder.0.join(path);
-        for made in ["blobs", "snapshots/abc/onnx", "other"] {
-            std::fs::create_dir_all(at(made)).unwrap();
+        for subfolder in ["blobs", "snapshots/abc/onnx", "other"] {
+            std::fs::create_dir_all(at(subfolder)).unwrap();
         }
         for file in ["blobs/m", "blobs/d", "other/secret", "snapshots/abc/onnx/plain.onnx", "other/real.onnx"] {
             std::fs::write(at(file), b"01234567").unwrap();

@@ -23,11 +23,11 @@ pub fn map(path: &Path) -> Result<Bytes, DecodeError> {
 }
 
 pub fn map_file(file: &File) -> io::Result<Bytes> {
-    let about = file.metadata()?;
-    if !about.is_file() {
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
-    if about.len() == 0 {
+    if metadata.len() == 0 {
         return Ok(Bytes::new());
     }
     // SAFETY: the map is private and read-only, and `Bytes` hands out shared slices only while it is alive. Another
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn formats() {
-        for (bytes, want) in [
+        for (bytes, expected) in [
             (&b""[..], Some(FormatError::Empty)),
             (b"version https://git-lfs.github.com/spec/v1\noid", Some(FormatError::LfsPointer)),
             (b"PK\x03\x04\0\0", Some(FormatError::Zip)),
@@ -102,7 +102,7 @@ mod tests {
             (b"\x03\0\0\0\0\0\0\0{\"}", Some(FormatError::Safetensors)),
             (b"\x08\x09\x3a\x00", None),
         ] {
-            assert_eq!(refuse_other_formats(bytes).err(), want, "{bytes:?}");
+            assert_eq!(refuse_other_formats(bytes).err(), expected, "{bytes:?}");
         }
         assert!(is_text(b"<html>\n404</html>"));
         assert!(!is_text(b"\x08\x09"));

@@ -14,8 +14,8 @@ use crate::import::onnx::proto::{ModelProto, TensorProto};
 /// Computes the fingerprint of `model`, which is left unchanged.
 pub fn fingerprint(model: &mut ModelProto) -> [u8; 32] {
     let full = model.graph.as_mut().map(|graph| {
-        let without = graph.initializer.iter().map(without_values).collect();
-        std::mem::replace(&mut graph.initializer, without)
+        let initializers = graph.initializer.iter().map(without_values).collect();
+        std::mem::replace(&mut graph.initializer, initializers)
     });
     let digest = Sha256::digest(model.encode_to_vec());
     if let (Some(graph), Some(full)) = (model.graph.as_mut(), full) {

@@ -25,18 +25,20 @@ pub fn check(functions: &[FunctionProto], main: &[NodeProto], faults: &mut Vec<F
         }
     }
     let calls = |nodes: &[NodeProto]| {
-        let (mut plain, mut called) = (0_u64, Vec::new());
+        let (mut node_count, mut callees) = (0_u64, Vec::new());
         each_node(nodes, &mut |node| match index.get(&(node.domain(), node.op_type(), node.overload())) {
-            Some(&callee) => called.push(callee),
-            None => plain += 1,
+            Some(&callee) => callees.push(callee),
+            None => node_count += 1,
         });
-        (plain, called)
+        (node_count, callees)
     };
     let bodies: Vec<(u64, Vec<usize>)> = functions.iter().map(|function| calls(&function.node)).collect();
     match sizes(&bodies) {
         Ok(sizes) => {
-            let (plain, called) = calls(main);
-            if called.iter().fold(plain, |sum, callee| sum.saturating_add(sizes[*callee])) > INLINE_BUDGET.max(plain) {
+            let (node_count, callees) = calls(main);
+            if callees.iter().fold(node_count, |sum, callee| sum.saturating_add(sizes[*callee]))
+                > INLINE_BUDGET.max(node_count)
+            {
                 faults.push(Fault::Expansion { limit: INLINE_BUDGET });
             }
         }
@@ -73,8 +75,8 @@ fn sizes(bodies: &[(u64, Vec<usize>)]) -> Result<Vec<u64>, Vec<usize>> {
         while let Some((at, done)) = stack.last_mut() {
             let at = *at;
             let Some(&callee) = bodies[at].1.get(*done) else {
-                let called = bodies[at].1.iter().fold(0_u64, |sum, callee| sum.saturating_add(sizes[*callee]));
-                sizes[at] = called.saturating_add(bodies[at].0);
+                let callee_nodes = bodies[at].1.iter().fold(0_u64, |sum, callee| sum.saturating_add(sizes[*callee]));
+                sizes[at] = callee_nodes.saturating_add(bodies[at].0);
                 state[at] = State::Done;
                 stack.pop();
                 continue;

@@ -143,7 +143,7 @@ impl Weight {
 }
 
 /// The value of a boolean condition; `None` if it is not known at import time.
-pub fn truth(known: &Known) -> Result<Option<bool>, LowerReason> {
+pub fn read_condition(known: &Known) -> Result<Option<bool>, LowerReason> {
     match known {
         Known::Tensor(tensor) if tensor.len() == 1 => Ok(Some(tensor.view().bool(0))),
         Known::Tensor(tensor) => {
@@ -232,11 +232,11 @@ impl Scope<'_> {
             };
             parts.push(if dims.scalar { size } else { self.reshape(size, vec![Dim::Known(1)])? });
         }
-        let joined = match parts.as_slice() {
-            [one] => *one,
+        let vector = match parts.as_slice() {
+            [scalar_size] => *scalar_size,
             _ => self.add(Op::Concat(Concat { axis: 0 }), &parts)?,
         };
-        self.cast(joined, dims.dtype)
+        self.cast(vector, dims.dtype)
     }
 
     pub fn has(&self, slot: usize) -> bool {
@@ -275,12 +275,12 @@ impl Scope<'_> {
                 self.constants.insert(self.node.inputs[slot].clone(), value);
                 Ok(value)
             }
-            other => self.made(&other),
+            known => self.materialise(&known),
         }
     }
 
     /// Converts any known tensor to a graph value.
-    pub fn made(&mut self, known: &Known) -> Result<Value, LowerReason> {
+    pub fn materialise(&mut self, known: &Known) -> Result<Value, LowerReason> {
         match known {
             Known::Value(value) => Ok(*value),
             Known::Weight(at) => self.weight(*at, false),
@@ -338,29 +338,29 @@ impl Scope<'_> {
     /// The error for an input `slot` that is not constant; names the graph inputs it depends on, if any.
     pub fn not_constant(&self, slot: usize, what: &'static str) -> LowerReason {
         let inputs = match self.inputs.get(slot) {
-            Some(Some(Known::Value(value))) => self.followed(*value),
+            Some(Some(Known::Value(value))) => self.input_dependencies(*value),
             _ => Vec::new(),
         };
         if inputs.is_empty() { LowerReason::NotConstant { what } } else { LowerReason::Follows { what, inputs } }
     }
 
     /// The graph inputs that a value depends on, in graph order.
-    fn followed(&self, value: Value) -> Vec<String> {
+    fn input_dependencies(&self, value: Value) -> Vec<String> {
         let mut seen = HashSet::from([value.node]);
-        let mut waiting = vec![value.node];
-        let mut found = BTreeMap::new();
-        while let Some(id) = waiting.pop() {
+        let mut pending = vec![value.node];
+        let mut names = BTreeMap::new();
+        while let Some(id) = pending.pop() {
             if let Op::Input(input) = &self.graph.node(id).op {
-                found.insert(id, input.name.clone());
+                names.insert(id, input.name.clone());
             }
-            waiting.extend(self.graph.inputs(id).into_iter().map(|v| v.node).filter(|id| seen.insert(*id)));
+            pending.extend(self.graph.inputs(id).into_iter().map(|v| v.node).filter(|id| seen.insert(*id)));
             let traced = self.ledger.traced.get() + 1;
             self.ledger.traced.set(traced);
             if traced > MAX_VISITED_NODES {
                 return Vec::new();
             }
         }
-        found.into_values().collect()
+        names.into_values().collect()
     }
 
     /// The elements of input `slot` as integers; `None` if it is omitted.

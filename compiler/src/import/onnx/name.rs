@@ -9,9 +9,9 @@ use crate::import::onnx::proto::NodeProto;
 /// The first node with a name keeps it. An unnamed node at index `i` becomes `OP_i`. Further nodes with the same name
 /// get the suffix `_1`, `_2`, …, skipping names that are taken.
 pub fn unique_names(nodes: &[NodeProto]) -> Vec<String> {
-    let mut taken: HashSet<&str> = HashSet::with_capacity(nodes.len());
-    let first: Vec<bool> = nodes.iter().map(|node| !node.name().is_empty() && taken.insert(node.name())).collect();
-    let mut taken: HashSet<String> = taken.into_iter().map(str::to_owned).collect();
+    let mut used_names: HashSet<&str> = HashSet::with_capacity(nodes.len());
+    let first: Vec<bool> = nodes.iter().map(|node| !node.name().is_empty() && used_names.insert(node.name())).collect();
+    let mut used_names: HashSet<String> = used_names.into_iter().map(str::to_owned).collect();
     // The next suffix per name. Avoids quadratic time for many nodes with the same name.
     let mut next = std::collections::HashMap::<String, usize>::new();
     let mut names = Vec::with_capacity(nodes.len());
@@ -22,19 +22,19 @@ pub fn unique_names(nodes: &[NodeProto]) -> Vec<String> {
         }
         let unnamed = node.name().is_empty();
         let stem = if unnamed { format!("{}_{index}", node.op_type()) } else { node.name().to_owned() };
-        let name = if unnamed && !taken.contains(&stem) {
+        let name = if unnamed && !used_names.contains(&stem) {
             stem
         } else {
             let count = next.entry(stem.clone()).or_insert(1);
             loop {
                 let name = format!("{stem}_{count}");
                 *count += 1;
-                if !taken.contains(&name) {
+                if !used_names.contains(&name) {
                     break name;
                 }
             }
         };
-        taken.insert(name.clone());
+        used_names.insert(name.clone());
         names.push(name);
     }
     names
@@ -74,14 +74,14 @@ fn scope_of(name: &str) -> String {
 
 /// Parses the `repr` of a Python list of plain strings; `None` for any other text.
 fn python_list(text: &str) -> Option<Vec<String>> {
-    let mut rest = text.trim().strip_prefix('[')?.strip_suffix(']')?.trim();
+    let mut unread = text.trim().strip_prefix('[')?.strip_suffix(']')?.trim();
     let mut items = Vec::new();
-    while !rest.is_empty() {
-        let quote = rest.chars().next().filter(|c| matches!(c, '\'' | '"'))?;
-        let (item, after) = rest[1..].split_once(quote)?;
+    while !unread.is_empty() {
+        let quote = unread.chars().next().filter(|c| matches!(c, '\'' | '"'))?;
+        let (item, after) = unread[1..].split_once(quote)?;
         items.push(item.to_owned());
-        rest = after.trim_start();
-        rest = rest.strip_prefix(',').unwrap_or(rest).trim_start();
+        unread = after.trim_start();
+        unread = unread.strip_prefix(',').unwrap_or(unread).trim_start();
     }
     Some(items)
 }
@@ -121,12 +121,12 @@ mod tests {
         ] {
             assert_eq!(scope_of(name), path, "{name}");
         }
-        let mut with = node("node_conv2d", "Conv");
+        let mut renamed = node("node_conv2d", "Conv");
         let entry =
             |key: &str, value: &str| StringStringEntryProto { key: Some(key.into()), value: Some(value.into()) };
-        with.metadata_props = vec![entry("namespace", ": a.Net/features: b.Seq/features.0: c.Conv2d/conv2d: aten")];
-        assert_eq!(module_path(&with), "features.0");
-        with.metadata_props.push(entry("pkg.torch.onnx.name_scopes", "['', 'features', 'features.3', 'conv2d']"));
-        assert_eq!(module_path(&with), "features.3");
+        renamed.metadata_props = vec![entry("namespace", ": a.Net/features: b.Seq/features.0: c.Conv2d/conv2d: aten")];
+        assert_eq!(module_path(&renamed), "features.0");
+        renamed.metadata_props.push(entry("pkg.torch.onnx.name_scopes", "['', 'features', 'features.3', 'conv2d']"));
+        assert_eq!(module_path(&renamed), "features.3");
     }
 }

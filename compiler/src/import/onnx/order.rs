@@ -9,44 +9,44 @@ use std::collections::BinaryHeap;
 /// contains the nodes of one cycle in data-flow order.
 pub fn topological(reads: &[Vec<usize>]) -> Result<Vec<usize>, Vec<usize>> {
     let mut readers = vec![Vec::new(); reads.len()];
-    let mut waits: Vec<usize> = reads.iter().map(Vec::len).collect();
+    let mut pending_inputs: Vec<usize> = reads.iter().map(Vec::len).collect();
     for (node, from) in reads.iter().enumerate() {
         for &source in from {
             readers[source].push(node);
         }
     }
     let mut ready: BinaryHeap<Reverse<usize>> =
-        waits.iter().enumerate().filter(|(_, count)| **count == 0).map(|(node, _)| Reverse(node)).collect();
+        pending_inputs.iter().enumerate().filter(|(_, count)| **count == 0).map(|(node, _)| Reverse(node)).collect();
     let mut order = Vec::with_capacity(reads.len());
     while let Some(Reverse(node)) = ready.pop() {
         order.push(node);
         for &reader in &readers[node] {
-            waits[reader] -= 1;
-            if waits[reader] == 0 {
+            pending_inputs[reader] -= 1;
+            if pending_inputs[reader] == 0 {
                 ready.push(Reverse(reader));
             }
         }
     }
-    if order.len() == reads.len() { Ok(order) } else { Err(cycle(reads, &waits)) }
+    if order.len() == reads.len() { Ok(order) } else { Err(cycle(reads, &pending_inputs)) }
 }
 
 /// Finds one cycle among the unsorted nodes. Each of them reads from another unsorted node, so walking from reader to
 /// source must revisit a node.
-fn cycle(reads: &[Vec<usize>], waits: &[usize]) -> Vec<usize> {
+fn cycle(reads: &[Vec<usize>], pending_inputs: &[usize]) -> Vec<usize> {
     let mut seen_at = vec![usize::MAX; reads.len()];
     let mut walk = Vec::new();
-    let mut next = waits.iter().position(|count| *count > 0);
+    let mut next = pending_inputs.iter().position(|count| *count > 0);
     while let Some(node) = next {
         if seen_at[node] != usize::MAX {
-            let mut found = walk.split_off(seen_at[node]);
-            found.reverse();
-            let least = found.iter().enumerate().min_by_key(|(_, node)| **node).map_or(0, |(at, _)| at);
-            found.rotate_left(least);
-            return found;
+            let mut ring = walk.split_off(seen_at[node]);
+            ring.reverse();
+            let smallest = ring.iter().enumerate().min_by_key(|(_, node)| **node).map_or(0, |(at, _)| at);
+            ring.rotate_left(smallest);
+            return ring;
         }
         seen_at[node] = walk.len();
         walk.push(node);
-        next = reads[node].iter().copied().find(|source| waits[*source] > 0);
+        next = reads[node].iter().copied().find(|source| pending_inputs[*source] > 0);
     }
     walk
 }

@@ -43,8 +43,8 @@ pub fn resolve(tensor: &mut TensorProto, files: &mut Files) -> Result<(), Tensor
     };
     if raw.len() as u64 != expected {
         let source_name = source.unwrap_or("raw_data");
-        let (dims, found) = (tensor.dims.clone(), raw.len() as u64);
-        return Err(TensorError::Bytes { elem_type, dims, expected, found, source_name });
+        let (dims, length) = (tensor.dims.clone(), raw.len() as u64);
+        return Err(TensorError::Bytes { elem_type, dims, expected, found: length, source_name });
     }
     tensor.float_data = Vec::new();
     tensor.int32_data = Vec::new();
@@ -85,8 +85,8 @@ fn source(tensor: &TensorProto) -> Result<Option<&'static str>, TensorError> {
         ("uint64_data", !tensor.uint64_data.is_empty()),
         ("string_data", !tensor.string_data.is_empty()),
     ];
-    let mut found = present.into_iter().filter(|(_, is)| *is).map(|(name, _)| name);
-    match (found.next(), found.next()) {
+    let mut fields = present.into_iter().filter(|(_, is)| *is).map(|(name, _)| name);
+    match (fields.next(), fields.next()) {
         (Some(first), Some(second)) => Err(TensorError::TwoSources { first, second }),
         (first, _) => Ok(first),
     }
@@ -98,7 +98,7 @@ fn typed(tensor: &TensorProto, field: &'static str, elements: u64, bits: u64) ->
     use DataType::*;
     let elem_type = tensor.data_type();
     let kind = DataType::try_from(elem_type).map_err(|_| TensorError::DataType(elem_type))?;
-    let wrong = TensorError::WrongField { elem_type, field };
+    let error = TensorError::WrongField { elem_type, field };
     // Number of entries of the field. An entry is one element, half of a complex number, or several packed elements.
     let parts = |each: u64| {
         elements
@@ -142,15 +142,15 @@ fn typed(tensor: &TensorProto, field: &'static str, elements: u64, bits: u64) ->
         ("int32_data", _) if bits <= 32 && !matches!(kind, Float | Uint32) => {
             let per_entry = (8 / bits).max(1);
             entries(tensor, elements.div_ceil(per_entry), tensor.int32_data.len(), field)?;
-            narrow(&tensor.int32_data, bits.max(8), elem_type)?
+            narrow_values(&tensor.int32_data, bits.max(8), elem_type)?
         }
-        _ => return Err(wrong),
+        _ => return Err(error),
     })
 }
 
 /// Keeps the low `bits` (8, 16 or 32) of each entry. Exporters disagree on sign or zero extension of negative numbers,
 /// so both are accepted; values outside both ranges are refused.
-fn narrow(values: &[i32], bits: u64, elem_type: i32) -> Result<Bytes, TensorError> {
+fn narrow_values(values: &[i32], bits: u64, elem_type: i32) -> Result<Bytes, TensorError> {
     let width = bits as usize / 8;
     let (low, high) = (-(1_i64 << (bits - 1)), (1_i64 << bits) - 1);
     let mut raw = Vec::with_capacity(values.len() * width);
@@ -192,7 +192,11 @@ fn entries(tensor: &TensorProto, expected: u64, found: usize, field: &'static st
 mod tests {
     use super::*;
 
-    fn made(kind: DataType, dims: &[i64], fill: impl FnOnce(&mut TensorProto)) -> Result<Vec<u8>, TensorError> {
+    fn decode_tensor(
+        kind: DataType,
+        dims: &[i64],
+        fill: impl FnOnce(&mut TensorProto),
+    ) -> Result<Vec<u8>, TensorError> {
         let mut proto = TensorProto { dims: dims.to_vec(), data_type: Some(kind as i32), ..Default::default() };
         fill(&mut proto);
         resolve(&mut proto, &mut Files::none())?;
@@ -205,17 +209,20 @@ mod tests {
     #[test]
     fn typed_fields_pack_as_the_standard_says() {
         use DataType::*;
-        assert_eq!(made(Float, &[1], |t| t.float_data = vec![1.0]), Ok(vec![0, 0, 128, 63]));
-        assert_eq!(made(Complex64, &[1], |t| t.float_data = vec![1.0, 0.0]), Ok(vec![0, 0, 128, 63, 0, 0, 0, 0]));
-        assert_eq!(made(Float16, &[2], |t| t.int32_data = vec![0x3c00, 0xbc00]), Ok(vec![0, 0x3c, 0, 0xbc]));
-        assert_eq!(made(Int8, &[2], |t| t.int32_data = vec![-1, 255]), Ok(vec![255, 255]));
-        assert_eq!(made(Int32, &[1], |t| t.int32_data = vec![-2]), Ok(vec![254, 255, 255, 255]));
-        assert_eq!(made(Bool, &[3], |t| t.int32_data = vec![0, 1, 7]), Ok(vec![0, 1, 1]));
-        assert_eq!(made(Int4, &[3], |t| t.int32_data = vec![0x21, 0x03]), Ok(vec![0x21, 0x03]));
-        assert_eq!(made(Uint2, &[5], |t| t.int32_data = vec![0xe4, 1]), Ok(vec![0xe4, 1]));
-        assert_eq!(made(Uint32, &[1], |t| t.uint64_data = vec![7]), Ok(vec![7, 0, 0, 0]));
-        assert_eq!(made(Float6e2m3, &[4], |t| t.int32_data = vec![1, 2, 3, 63]), Ok(vec![0x81, 0x30, 0xfc]));
-        assert_eq!(made(Int64, &[0, 3], |_| {}), Ok(vec![]));
+        assert_eq!(decode_tensor(Float, &[1], |t| t.float_data = vec![1.0]), Ok(vec![0, 0, 128, 63]));
+        assert_eq!(
+            decode_tensor(Complex64, &[1], |t| t.float_data = vec![1.0, 0.0]),
+            Ok(vec![0, 0, 128, 63, 0, 0, 0, 0])
+        );
+        assert_eq!(decode_tensor(Float16, &[2], |t| t.int32_data = vec![0x3c00, 0xbc00]), Ok(vec![0, 0x3c, 0, 0xbc]));
+        assert_eq!(decode_tensor(Int8, &[2], |t| t.int32_data = vec![-1, 255]), Ok(vec![255, 255]));
+        assert_eq!(decode_tensor(Int32, &[1], |t| t.int32_data = vec![-2]), Ok(vec![254, 255, 255, 255]));
+        assert_eq!(decode_tensor(Bool, &[3], |t| t.int32_data = vec![0, 1, 7]), Ok(vec![0, 1, 1]));
+        assert_eq!(decode_tensor(Int4, &[3], |t| t.int32_data = vec![0x21, 0x03]), Ok(vec![0x21, 0x03]));
+        assert_eq!(decode_tensor(Uint2, &[5], |t| t.int32_data = vec![0xe4, 1]), Ok(vec![0xe4, 1]));
+        assert_eq!(decode_tensor(Uint32, &[1], |t| t.uint64_data = vec![7]), Ok(vec![7, 0, 0, 0]));
+        assert_eq!(decode_tensor(Float6e2m3, &[4], |t| t.int32_data = vec![1, 2, 3, 63]), Ok(vec![0x81, 0x30, 0xfc]));
+        assert_eq!(decode_tensor(Int64, &[0, 3], |_| {}), Ok(vec![]));
     }
 
     #[test]
@@ -223,26 +230,26 @@ mod tests {
         use DataType::*;
         type E = TensorError;
         let raw = |bytes: usize| move |t: &mut TensorProto| t.raw_data = Some(vec![0; bytes].into());
-        assert!(matches!(made(Float, &[4, 4], raw(63)), Err(E::Bytes { expected: 64, found: 63, .. })));
-        assert!(matches!(made(Float, &[4, 4], |_| {}), Err(E::Bytes { found: 0, .. })));
-        assert!(matches!(made(Float, &[-4, 4], raw(64)), Err(E::Size(SizeError::Negative { .. }))));
-        assert!(matches!(made(Float, &[1 << 62, 4], raw(16)), Err(E::Size(SizeError::Overflow { .. }))));
-        assert!(matches!(made(Undefined, &[1], raw(4)), Err(E::DataType(0))));
+        assert!(matches!(decode_tensor(Float, &[4, 4], raw(63)), Err(E::Bytes { expected: 64, found: 63, .. })));
+        assert!(matches!(decode_tensor(Float, &[4, 4], |_| {}), Err(E::Bytes { found: 0, .. })));
+        assert!(matches!(decode_tensor(Float, &[-4, 4], raw(64)), Err(E::Size(SizeError::Negative { .. }))));
+        assert!(matches!(decode_tensor(Float, &[1 << 62, 4], raw(16)), Err(E::Size(SizeError::Overflow { .. }))));
+        assert!(matches!(decode_tensor(Undefined, &[1], raw(4)), Err(E::DataType(0))));
         assert!(matches!(
-            made(Float, &[1], |t| t.int32_data = vec![1]),
+            decode_tensor(Float, &[1], |t| t.int32_data = vec![1]),
             Err(E::WrongField { field: "int32_data", .. })
         ));
-        assert!(matches!(made(Uint8, &[1], |t| t.int32_data = vec![256]), Err(E::Range { .. })));
-        assert!(matches!(made(Uint32, &[1], |t| t.uint64_data = vec![1 << 32]), Err(E::Range { .. })));
+        assert!(matches!(decode_tensor(Uint8, &[1], |t| t.int32_data = vec![256]), Err(E::Range { .. })));
+        assert!(matches!(decode_tensor(Uint32, &[1], |t| t.uint64_data = vec![1 << 32]), Err(E::Range { .. })));
         assert!(matches!(
-            made(Float, &[2], |t| t.float_data = vec![1.0]),
+            decode_tensor(Float, &[2], |t| t.float_data = vec![1.0]),
             Err(E::Entries { expected: 2, found: 1, .. })
         ));
-        assert!(matches!(made(String, &[1], raw(4)), Err(E::WrongField { field: "raw_data", .. })));
-        let both = made(Float, &[1], |t| {
+        assert!(matches!(decode_tensor(String, &[1], raw(4)), Err(E::WrongField { field: "raw_data", .. })));
+        let two_sources = decode_tensor(Float, &[1], |t| {
             t.raw_data = Some(vec![0; 4].into());
             t.float_data = vec![0.0];
         });
-        assert_eq!(both, Err(E::TwoSources { first: "raw_data", second: "float_data" }));
+        assert_eq!(two_sources, Err(E::TwoSources { first: "raw_data", second: "float_data" }));
     }
 }

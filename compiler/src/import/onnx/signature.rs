@@ -43,12 +43,12 @@ impl Reader<'_> {
     /// Graph inputs without an initializer. Before IR version 4 every initializer is also listed as an input; later
     /// this is an input with a default value.
     fn inputs(&mut self, graph: &GraphProto, ir_version: i64) -> Vec<ValueInfo> {
-        let filled: HashSet<&str> = graph.initializer.iter().map(|tensor| tensor.name()).collect();
+        let with_values: HashSet<&str> = graph.initializer.iter().map(|tensor| tensor.name()).collect();
         let (mut seen, mut inputs, mut defaults) = (HashSet::new(), Vec::new(), Vec::new());
         for input in &graph.input {
             if !seen.insert(input.name()) {
                 self.faults.push(Fault::DuplicateInput { name: input.name().to_owned() });
-            } else if filled.contains(input.name()) {
+            } else if with_values.contains(input.name()) {
                 defaults.push(input.name());
             } else {
                 match self.value_info(input) {

@@ -35,10 +35,10 @@ pub enum TrainModeError {
 /// Copies the model with its BatchNorm and Dropout nodes in training mode.
 pub fn train_mode(model: &OnnxModel) -> Result<OnnxModel, TrainModeError> {
     let opset = model.opset("").unwrap_or(NORM_MODE_OPSET);
-    let (mut turned, modes) = (model.clone(), Modes::of(model));
+    let (mut training_model, modes) = (model.clone(), Modes::of(model));
     let mut names = Names::of(model);
     let mut truth = None;
-    for node in &mut turned.nodes {
+    for node in &mut training_model.nodes {
         if modes.is_inference_norm(node) {
             normalise(node, opset, &mut names);
         } else if modes.is_inference_dropout(node) {
@@ -52,9 +52,9 @@ pub fn train_mode(model: &OnnxModel) -> Result<OnnxModel, TrainModeError> {
     }
     if let Some(name) = truth {
         let payload = Payload::Bytes(vec![1].into());
-        turned.initializers.push(Tensor { name, elem_type: DataType::Bool as i32, dims: Vec::new(), payload });
+        training_model.initializers.push(Tensor { name, elem_type: DataType::Bool as i32, dims: Vec::new(), payload });
     }
-    Ok(turned)
+    Ok(training_model)
 }
 
 /// Sets a BatchNorm node to training mode: by its attribute or, before operator set 14, by its outputs.
@@ -79,8 +79,8 @@ struct Names(HashSet<String>);
 impl Names {
     fn of(model: &OnnxModel) -> Names {
         let written = model.nodes.iter().flat_map(|node| node.outputs.iter());
-        let given = model.initializers.iter().map(|tensor| &tensor.name);
-        Names(written.chain(given).chain(model.inputs.iter().map(|input| &input.name)).cloned().collect())
+        let initializer_names = model.initializers.iter().map(|tensor| &tensor.name);
+        Names(written.chain(initializer_names).chain(model.inputs.iter().map(|input| &input.name)).cloned().collect())
     }
 
     /// A new unique name that starts with `stem`.

@@ -37,15 +37,15 @@ const DROPOUT_MODE_OPSET: i64 = 12;
 /// All training warnings for a model, in a fixed order.
 pub fn doubts(model: &OnnxModel) -> Vec<TrainingWarning> {
     let (readers, modes) = (readers(model), Modes::of(model));
-    let found = [
+    let warnings = [
         folded(model),
         nodes(Finding::InferenceBatchNorm, model, |node| modes.is_inference_norm(node)),
         dropouts(model, &modes),
         unbiased(model),
         merged(model, &readers),
-        untied(model, &readers),
+        find_untied(model, &readers),
     ];
-    found.into_iter().flatten().collect()
+    warnings.into_iter().flatten().collect()
 }
 
 /// Determines the mode of BatchNorm and Dropout nodes from the operator set and the constants of the model.
@@ -56,12 +56,12 @@ pub struct Modes<'a> {
 
 impl<'a> Modes<'a> {
     pub fn of(model: &'a OnnxModel) -> Modes<'a> {
-        let given = model.initializers.iter().filter_map(|t| Some((t.name.as_str(), bytes(t)?)));
-        let made = model.nodes.iter().filter(|node| standard(node, "Constant")).filter_map(|node| {
+        let initializers = model.initializers.iter().filter_map(|t| Some((t.name.as_str(), bytes(t)?)));
+        let constants = model.nodes.iter().filter(|node| standard(node, "Constant")).filter_map(|node| {
             let value = node.attributes.iter().find(|a| a.name() == "value")?.t.as_ref()?;
             Some((node.outputs.first()?.as_str(), value.raw_data.as_deref()?))
         });
-        Modes { opset: model.opset(""), constants: given.chain(made).collect() }
+        Modes { opset: model.opset(""), constants: initializers.chain(constants).collect() }
     }
 
     /// True for a BatchNorm that normalises with running statistics.
@@ -103,22 +103,22 @@ fn standard(node: &Node, operator: &str) -> bool {
     node.domain.is_empty() && node.op_type == operator
 }
 
-fn nodes(finding: Finding, model: &OnnxModel, is: impl Fn(&Node) -> bool) -> Option<TrainingWarning> {
-    let mut found = model.nodes.iter().filter(|node| is(node));
-    let first = found.next()?.name.clone();
-    Some(TrainingWarning { finding, count: 1 + found.count(), first, beside: String::new() })
+fn nodes(finding: Finding, model: &OnnxModel, matches_role: impl Fn(&Node) -> bool) -> Option<TrainingWarning> {
+    let mut matches = model.nodes.iter().filter(|node| matches_role(node));
+    let first = matches.next()?.name.clone();
+    Some(TrainingWarning { finding, count: 1 + matches.count(), first, beside: String::new() })
 }
 
 fn dropouts(model: &OnnxModel, modes: &Modes<'_>) -> Option<TrainingWarning> {
-    let doubt = nodes(Finding::InferenceDropout, model, |node| modes.is_inference_dropout(node))?;
-    let training = model.nodes.iter().filter(|node| standard(node, "Dropout")).count() - doubt.count;
+    let warning = nodes(Finding::InferenceDropout, model, |node| modes.is_inference_dropout(node))?;
+    let training = model.nodes.iter().filter(|node| standard(node, "Dropout")).count() - warning.count;
     let beside = if training > 0 { format!("while {training} others are in training mode") } else { String::new() };
-    Some(TrainingWarning { beside, ..doubt })
+    Some(TrainingWarning { beside, ..warning })
 }
 
-/// True if the node's metadata under `key` contains `what`.
-fn says(node: &Node, key: &str, what: &str) -> bool {
-    node.metadata.iter().any(|property| property.key() == key && property.value().contains(what))
+/// True if the node's metadata under `key` contains `value`.
+fn has_attribute(node: &Node, key: &str, value: &str) -> bool {
+    node.metadata.iter().any(|property| property.key() == key && property.value().contains(value))
 }
 
 const RULES: &str = "pkg.onnxscript.rewriter.rule_name";
@@ -127,12 +127,14 @@ const RULES: &str = "pkg.onnxscript.rewriter.rule_name";
 fn unbiased(model: &OnnxModel) -> Option<TrainingWarning> {
     nodes(Finding::RemovedBias, model, |node| {
         let source = "pkg.torch.onnx.fx_node";
-        says(node, RULES, "RemoveOptionalBias") && !says(node, RULES, "FuseBatchNorm") && says(node, source, "_bias")
+        has_attribute(node, RULES, "RemoveOptionalBias")
+            && !has_attribute(node, RULES, "FuseBatchNorm")
+            && has_attribute(node, source, "_bias")
     })
 }
 
 fn folded(model: &OnnxModel) -> Option<TrainingWarning> {
-    let marked = |node: &Node| says(node, RULES, "FuseBatchNorm");
+    let marked = |node: &Node| has_attribute(node, RULES, "FuseBatchNorm");
     // The older exporter names a computed weight after its operator plus a number.
     let renamed = |node: &Node| {
         matches!(node.op_type.as_str(), "Conv" | "ConvTranspose")
@@ -190,23 +192,23 @@ fn is_float(tensor: &Tensor) -> bool {
 }
 
 fn merged(model: &OnnxModel, readers: &Readers<'_>) -> Option<TrainingWarning> {
-    let mut doubt: Option<TrainingWarning> = None;
+    let mut warning: Option<TrainingWarning> = None;
     for tensor in model.initializers.iter().filter(|t| is_float(t) && t.dims.len() == 1 && t.dims[0] > 1) {
         let uses = readers.get(tensor.name.as_str()).map(Vec::as_slice).unwrap_or_default();
-        let Some(beside) = why_merged(tensor, uses) else { continue };
-        match &mut doubt {
-            Some(doubt) => doubt.count += 1,
+        let Some(beside) = find_merge_reason(tensor, uses) else { continue };
+        match &mut warning {
+            Some(warning) => warning.count += 1,
             None => {
                 let first = tensor.name.clone();
-                doubt = Some(TrainingWarning { finding: Finding::Merged, count: 1, first, beside });
+                warning = Some(TrainingWarning { finding: Finding::Merged, count: 1, first, beside });
             }
         }
     }
-    doubt
+    warning
 }
 
 /// Describes the modules that share a vector unintentionally; `None` if sharing may be intended.
-fn why_merged(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
+fn find_merge_reason(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
     if uses.len() < 2 {
         return None;
     }
@@ -229,11 +231,11 @@ fn why_merged(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
     // Without module paths, only a constant-valued scale or bias of several normalisations is certain.
     let norms = parameters.iter().filter(|(node, _)| is_norm(node)).count();
     let sure = named >= 2 || (named == 0 && level.is_some() && norms >= 2);
-    let ((one, _), (other, _)) = (
+    let ((first, _), (second, _)) = (
         parameters.first()?,
         parameters.iter().find(|(n, _)| n.module != parameters[0].0.module).or(parameters.last())?,
     );
-    sure.then(|| format!("read by {} nodes such as {} and {}", parameters.len(), one.name, other.name))
+    sure.then(|| format!("read by {} nodes such as {} and {}", parameters.len(), first.name, second.name))
 }
 
 fn is_constant_valued(tensor: &Tensor, bytes: &[u8]) -> Option<bool> {
@@ -266,46 +268,46 @@ impl<'a> Matrix<'a> {
 
     /// True if two matrices agree at all sampled elements and are not constant-valued. With `transposed`, compares with
     /// the transpose of `other`.
-    fn agrees(&self, other: &Matrix<'_>, transposed: bool) -> bool {
+    fn is_equal_to(&self, other: &Matrix<'_>, transposed: bool) -> bool {
         let [rows, columns] = self.dims;
-        let fits = if transposed { other.dims == [columns, rows] } else { other.dims == self.dims };
-        if !fits || self.tensor.elem_type != other.tensor.elem_type {
+        let same_shape = if transposed { other.dims == [columns, rows] } else { other.dims == self.dims };
+        if !same_shape || self.tensor.elem_type != other.tensor.elem_type {
             return false;
         }
         let (mut differ, first) = (false, self.at(0, 0));
         for n in 0..COMPARED {
             // Samples are spread over rows and columns without a regular pattern.
             let (row, column) = (n.wrapping_mul(7919) % rows, n.wrapping_mul(104_729) % columns);
-            let here = self.at(row, column);
-            let there = if transposed { other.at(column, row) } else { other.at(row, column) };
-            if here != there {
+            let mine = self.at(row, column);
+            let theirs = if transposed { other.at(column, row) } else { other.at(row, column) };
+            if mine != theirs {
                 return false;
             }
-            differ |= here != first;
+            differ |= mine != first;
         }
         differ
     }
 }
 
-fn untied(model: &OnnxModel, readers: &Readers<'_>) -> Option<TrainingWarning> {
-    let read = |tensor: &Tensor, is: fn(&Node, usize) -> bool| {
-        readers.get(tensor.name.as_str()).is_some_and(|uses| uses.iter().any(|(node, slot)| is(node, *slot)))
+fn find_untied(model: &OnnxModel, readers: &Readers<'_>) -> Option<TrainingWarning> {
+    let tensor_of = |tensor: &Tensor, matches_role: fn(&Node, usize) -> bool| {
+        readers.get(tensor.name.as_str()).is_some_and(|uses| uses.iter().any(|(node, slot)| matches_role(node, *slot)))
     };
     let embeds = |node: &Node, slot: usize| node.op_type == "Gather" && slot == 0;
     let projects =
         |node: &Node, slot: usize| matches!((node.op_type.as_str(), slot), ("MatMul" | "Gemm", 1) | ("Transpose", 0));
-    let matrices = |is: fn(&Node, usize) -> bool, most: usize| -> Vec<Matrix<'_>> {
-        model.initializers.iter().filter(|t| read(t, is)).filter_map(Matrix::of).take(most).collect()
+    let matrices = |matches_role: fn(&Node, usize) -> bool, max_uses: usize| -> Vec<Matrix<'_>> {
+        model.initializers.iter().filter(|t| tensor_of(t, matches_role)).filter_map(Matrix::of).take(max_uses).collect()
     };
     let (tables, projections) = (matrices(embeds, TABLES), matrices(projects, PROJECTIONS));
-    let mut doubt: Option<TrainingWarning> = None;
+    let mut warning: Option<TrainingWarning> = None;
     for table in &tables {
         for projection in projections.iter().filter(|p| p.tensor.name != table.tensor.name) {
-            if table.agrees(projection, false) || table.agrees(projection, true) {
+            if table.is_equal_to(projection, false) || table.is_equal_to(projection, true) {
                 let (first, beside) = (table.tensor.name.clone(), projection.tensor.name.clone());
-                doubt.get_or_insert(TrainingWarning { finding: Finding::Untied, count: 0, first, beside }).count += 1;
+                warning.get_or_insert(TrainingWarning { finding: Finding::Untied, count: 0, first, beside }).count += 1;
             }
         }
     }
-    doubt
+    warning
 }

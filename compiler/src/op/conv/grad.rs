@@ -1,8 +1,8 @@
 //! The gradients of convolution for its input and its weight.
 
 use super::{
-    Case, DATA, FILTERS, RESULT, cases, check_groups, each_product, flops, input_grad, known_kernel, two, ways,
-    weight_grad, write,
+    Case, DATA, FILTERS, RESULT, cases, check_groups, check_operands, each_product, flops, input_grad, known_kernel,
+    list_strategies, weight_grad, write_values,
 };
 use crate::op::sample::ramp;
 use crate::op::window::number;
@@ -14,7 +14,7 @@ impl OpRule for ConvInputGrad {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, w] = two(inputs, ["the output gradient", "the weight"])?;
+        let [dy, w] = check_operands(inputs, ["the output gradient", "the weight"])?;
         check_groups(self.groups, "output", &w.shape[0])?;
         if dy.shape[1] != w.shape[0] {
             return Err(FactError::Mismatch {
@@ -40,22 +40,22 @@ impl OpRule for ConvInputGrad {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: flops(inputs[0], inputs[1]), bytes: moved(inputs, outputs) }
+        Cost { flops: flops(inputs[0], inputs[1]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // With g the gradient of dx: d(dy) = Conv(g, w), dw = ConvWeightGrad(dy, g)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (dy, w, g) = (at.inputs[0], at.inputs[1], at.dy());
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (dy, w, g) = (context.inputs[0], context.inputs[1], context.dy());
         let (window, groups) = (&self.window, self.groups);
         let forward = Op::Conv(Conv { window: window.clone(), groups });
-        let d_dy = at.wanted[0].then(|| out.emit(forward, &[g, w]));
-        let dw = at.wanted[1].then(|| weight_grad(out, window, groups, dy, g, w));
+        let d_dy = context.wanted[0].then(|| out.emit(forward, &[g, w]));
+        let dw = context.wanted[1].then(|| weight_grad(out, window, groups, dy, g, w));
         vec![d_dy, dw]
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], group: &Group) -> Vec<Strategy> {
         let divided = |groups| Op::ConvInputGrad(ConvInputGrad { groups, ..self.clone() });
-        ways([RESULT, FILTERS], DATA, (self.groups, group), divided)
+        list_strategies([RESULT, FILTERS], DATA, (self.groups, group), divided)
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -64,7 +64,7 @@ impl OpRule for ConvInputGrad {
         each_product(&self.window, dx.shape, w.shape, dy.shape, |x_at, w_at, y_at| {
             sums[x_at] += dy.f64(y_at) * w.f64(w_at);
         });
-        write(dx, &sums);
+        write_values(dx, &sums);
         Ok(())
     }
 }
@@ -75,7 +75,7 @@ impl OpRule for ConvWeightGrad {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, x] = two(inputs, ["the output gradient", "the input"])?;
+        let [dy, x] = check_operands(inputs, ["the output gradient", "the input"])?;
         if dy.shape[0] != x.shape[0] {
             return Err(FactError::Mismatch {
                 left_name: "gradient batch",
@@ -95,22 +95,22 @@ impl OpRule for ConvWeightGrad {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        Cost { flops: flops(inputs[0], &outputs[0]), bytes: moved(inputs, outputs) }
+        Cost { flops: flops(inputs[0], &outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
     // With g the gradient of dw: d(dy) = Conv(x, g), dx = ConvInputGrad(dy, g)
-    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (dy, x, g) = (at.inputs[0], at.inputs[1], at.dy());
+    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (dy, x, g) = (context.inputs[0], context.inputs[1], context.dy());
         let (window, groups) = (&self.window, self.groups);
         let forward = Op::Conv(Conv { window: window.clone(), groups });
-        let d_dy = at.wanted[0].then(|| out.emit(forward, &[x, g]));
-        let dx = at.wanted[1].then(|| input_grad(out, window, groups, dy, g, x));
+        let d_dy = context.wanted[0].then(|| out.emit(forward, &[x, g]));
+        let dx = context.wanted[1].then(|| input_grad(out, window, groups, dy, g, x));
         vec![d_dy, dx]
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], group: &Group) -> Vec<Strategy> {
         let divided = |groups| Op::ConvWeightGrad(ConvWeightGrad { groups, ..self.clone() });
-        ways([RESULT, DATA], FILTERS, (self.groups, group), divided)
+        list_strategies([RESULT, DATA], FILTERS, (self.groups, group), divided)
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -119,7 +119,7 @@ impl OpRule for ConvWeightGrad {
         each_product(&self.window, x.shape, dw.shape, dy.shape, |x_at, w_at, y_at| {
             sums[w_at] += dy.f64(y_at) * x.f64(x_at);
         });
-        write(dw, &sums);
+        write_values(dw, &sums);
         Ok(())
     }
 }
@@ -138,7 +138,7 @@ fn same_windows(dy: &Fact, expected: &[Dim]) -> Result<(), FactError> {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let both = |(title, window, groups, x, w): Case| {
+    let with_gradients = |(title, window, groups, x, w): Case| {
         let spatial: Vec<Dim> = x[2..].iter().map(|&d| Dim::from(d)).collect();
         let kernel: Vec<Dim> = w[2..].iter().map(|&k| Dim::from(k)).collect();
         let sizes = window.output(&spatial, &kernel, false).expect("the window of a sample fits");
@@ -151,7 +151,7 @@ pub fn samples() -> Vec<Sample> {
             Sample { title, op: weight, inputs: vec![dy, ramp(x, 1)], differentiate: vec![0, 1] },
         ]
     };
-    cases().into_iter().flat_map(both).collect()
+    cases().into_iter().flat_map(with_gradients).collect()
 }
 
 #[cfg(test)]
@@ -192,8 +192,8 @@ mod tests {
         };
         assert_eq!(input(&[8], 1, &[2, 4, 6], &[4, 3, 3]), "f32[2, 3, 8]");
         assert_eq!(input(&[8], 2, &[2, 4, 6], &[4, 3, 3]), "f32[2, 6, 8]");
-        let wrong = "the spatial shape of the gradient is [6], that of the convolution is [7]";
-        assert_eq!(input(&[9], 1, &[2, 4, 6], &[4, 3, 3]), wrong);
+        let message = "the spatial shape of the gradient is [6], that of the convolution is [7]";
+        assert_eq!(input(&[9], 1, &[2, 4, 6], &[4, 3, 3]), message);
         assert_eq!(input(&[8], 1, &[2, 5, 6], &[4, 3, 3]), "weight output channels is 4, gradient channels is 5");
         assert!(input(&[-1], 1, &[2, 4, 6], &[4, 3, 3]).contains("negative"));
         assert!(input(&[8, 8], 1, &[2, 4, 6], &[4, 3, 3]).contains("the list of spatial dims has rank 2"));

@@ -10,7 +10,7 @@
 //!
 //! Only one number per row is communicated, never the logits.
 
-use super::super::gather::{OwnIndices, local_indices};
+use super::super::gather::{LocalIndices, local_indices};
 use super::super::unary::scalar;
 use super::*;
 use crate::op::sharding::LocalContext;
@@ -19,69 +19,75 @@ use crate::op::sharding::LocalContext;
 const NO_CLASS: i64 = -1;
 
 impl CrossEntropy {
-    pub(super) fn by_rows(&self, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let both = out.emit_all(Op::CrossEntropy(*self), at.inputs);
-        let own = counted(out, at.inputs[1], self.ignore);
-        let own = count(out, own);
-        let share = share(out, own, at.devices);
-        let share = cast(out, share, both[0]);
-        vec![out.emit(Op::Binary(Binary::Mul), &[both[0], share]), both[1]]
+    pub(super) fn by_rows(&self, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let outputs = out.emit_all(Op::CrossEntropy(*self), context.inputs);
+        let valid = valid_mask(out, context.inputs[1], self.ignore);
+        let local_count = count(out, valid);
+        let fraction = local_fraction(out, local_count, context.devices);
+        let fraction = cast(out, fraction, outputs[0]);
+        vec![out.emit(Op::Binary(Binary::Mul), &[outputs[0], fraction]), outputs[1]]
     }
 
-    pub(super) fn by_classes(&self, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let logits = at.inputs[0];
-        let targets = Targets::of(out, at.inputs[1], at.whole[0].shape[self.axis].clone(), self.ignore, at.devices);
+    pub(super) fn by_classes(&self, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let logits = context.inputs[0];
+        let targets = Targets::of(
+            out,
+            context.inputs[1],
+            context.whole[0].shape[self.axis].clone(),
+            self.ignore,
+            context.devices,
+        );
         let local = CrossEntropy { ignore: Some(NO_CLASS), ..*self };
-        let both = out.emit_all(Op::CrossEntropy(local), &[logits, targets.labels]);
-        let [mean, own_lse] = both[..] else { unreachable!("infer gives two outputs") };
+        let outputs = out.emit_all(Op::CrossEntropy(local), &[logits, targets.labels]);
+        let [mean, own_lse] = outputs[..] else { unreachable!("infer gives two outputs") };
 
         let reduced = |out: &mut dyn Emit, kind, value| {
-            out.emit(Op::AllReduce(AllReduce { kind, devices: at.devices }), &[value])
+            out.emit(Op::AllReduce(AllReduce { kind, devices: context.devices }), &[value])
         };
-        let most = reduced(out, ReduceKind::Max, own_lse);
-        let below = out.emit(Op::Binary(Binary::Sub), &[own_lse, most]);
+        let maximum = reduced(out, ReduceKind::Max, own_lse);
+        let below = out.emit(Op::Binary(Binary::Sub), &[own_lse, maximum]);
         let part = out.emit(Op::Unary(Unary::Exp), &[below]);
         let sum = reduced(out, ReduceKind::Sum, part);
         let log = out.emit(Op::Unary(Unary::Log), &[sum]);
-        let lse = out.emit(Op::Binary(Binary::Add), &[most, log]);
+        let lse = out.emit(Op::Binary(Binary::Add), &[maximum, log]);
 
         let zero = out.emit(scalar(out.fact(mean).dtype, 0.0), &[]);
-        let own = count(out, targets.own);
-        let own = cast(out, own, mean);
-        let total = out.emit(Op::Binary(Binary::Mul), &[mean, own]);
+        let local_count = count(out, targets.local);
+        let local_count = cast(out, local_count, mean);
+        let total = out.emit(Op::Binary(Binary::Mul), &[mean, local_count]);
         // Adds the small terms first: a sum with large logits would be rounded.
-        let missing = out.emit(Op::Binary(Binary::Sub), &[most, own_lse]);
-        let missing = out.emit(Op::Binary(Binary::Add), &[missing, log]);
-        let missing = out.emit(Op::Select(Select {}), &[targets.own, missing, zero]);
-        let missing = sum_of(out, missing);
-        let total = out.emit(Op::Binary(Binary::Add), &[total, missing]);
-        let all = count(out, targets.counted);
-        let all = cast(out, all, mean);
-        let all = at_least_one(out, all);
-        vec![out.emit(Op::Binary(Binary::Div), &[total, all]), lse]
+        let correction = out.emit(Op::Binary(Binary::Sub), &[maximum, own_lse]);
+        let correction = out.emit(Op::Binary(Binary::Add), &[correction, log]);
+        let correction = out.emit(Op::Select(Select {}), &[targets.local, correction, zero]);
+        let correction = sum_of(out, correction);
+        let total = out.emit(Op::Binary(Binary::Add), &[total, correction]);
+        let total_count = count(out, targets.valid);
+        let total_count = cast(out, total_count, mean);
+        let total_count = at_least_one(out, total_count);
+        vec![out.emit(Op::Binary(Binary::Div), &[total, total_count]), lse]
     }
 }
 
 impl CrossEntropyGrad {
-    pub(super) fn by_rows(&self, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let [dloss, logits, target, lse] = *at.inputs else { unreachable!("infer checks the arity") };
-        let own = counted(out, target, self.ignore);
-        let own = count(out, own);
-        let share = share(out, own, at.devices);
-        let share = cast(out, share, dloss);
-        let dloss = out.emit(Op::Binary(Binary::Mul), &[dloss, share]);
+    pub(super) fn by_rows(&self, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let [dloss, logits, target, lse] = *context.inputs else { unreachable!("infer checks the arity") };
+        let valid = valid_mask(out, target, self.ignore);
+        let local_count = count(out, valid);
+        let fraction = local_fraction(out, local_count, context.devices);
+        let fraction = cast(out, fraction, dloss);
+        let dloss = out.emit(Op::Binary(Binary::Mul), &[dloss, fraction]);
         vec![out.emit(Op::CrossEntropyGrad(*self), &[dloss, logits, target, lse])]
     }
 
-    pub(super) fn by_classes(&self, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let [dloss, logits, target, lse] = *at.inputs else { unreachable!("infer checks the arity") };
-        let targets = Targets::of(out, target, at.whole[1].shape[self.axis].clone(), self.ignore, at.devices);
+    pub(super) fn by_classes(&self, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let [dloss, logits, target, lse] = *context.inputs else { unreachable!("infer checks the arity") };
+        let targets = Targets::of(out, target, context.whole[1].shape[self.axis].clone(), self.ignore, context.devices);
         let mut column = out.fact(logits).shape;
         column[self.axis] = Dim::Known(1);
         let as_column = |out: &mut dyn Emit, value| out.emit(Op::Reshape(Reshape { shape: column.clone() }), &[value]);
 
         let lse = as_column(out, lse);
-        let narrow = logits;
+        let logits_input = logits;
         let logits = cast(out, logits, lse);
         let below = out.emit(Op::Binary(Binary::Sub), &[logits, lse]);
         let weight = out.emit(Op::Unary(Unary::Exp), &[below]);
@@ -89,52 +95,52 @@ impl CrossEntropyGrad {
         row[self.axis] = out.fact(logits).shape[self.axis].clone();
         let classes = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, row), axis: self.axis }), &[]);
         let labels = as_column(out, targets.labels);
-        let hit = out.emit(Op::Compare(Compare::Equal), &[classes, labels]);
-        let hit = cast(out, hit, logits);
-        let slope = out.emit(Op::Binary(Binary::Sub), &[weight, hit]);
-        let all = count(out, targets.counted);
-        let all = cast(out, all, dloss);
-        let each = out.emit(Op::Binary(Binary::Div), &[dloss, all]);
-        let slope = out.emit(Op::Binary(Binary::Mul), &[each, slope]);
-        let counted = as_column(out, targets.counted);
+        let is_label = out.emit(Op::Compare(Compare::Equal), &[classes, labels]);
+        let is_label = cast(out, is_label, logits);
+        let slope = out.emit(Op::Binary(Binary::Sub), &[weight, is_label]);
+        let total_count = count(out, targets.valid);
+        let total_count = cast(out, total_count, dloss);
+        let row_gradient = out.emit(Op::Binary(Binary::Div), &[dloss, total_count]);
+        let slope = out.emit(Op::Binary(Binary::Mul), &[row_gradient, slope]);
+        let valid = as_column(out, targets.valid);
         let zero = out.emit(scalar(out.fact(logits).dtype, 0.0), &[]);
-        let slope = out.emit(Op::Select(Select {}), &[counted, slope, zero]);
-        vec![cast(out, slope, narrow)]
+        let slope = out.emit(Op::Select(Select {}), &[valid, slope, zero]);
+        vec![cast(out, slope, logits_input)]
     }
 }
 
 /// The targets of all rows, seen by a device with a shard of the classes.
 struct Targets {
     /// Mask of targets that are not ignored.
-    counted: Value,
+    valid: Value,
     /// Mask of counted targets among this device's classes.
-    own: Value,
+    local: Value,
     /// Local class index, [`NO_CLASS`] for all other targets.
     labels: Value,
 }
 
 impl Targets {
     fn of(out: &mut dyn Emit, target: Value, classes: Dim, ignore: Option<i64>, devices: usize) -> Targets {
-        let counted = counted(out, target, ignore);
+        let valid = valid_mask(out, target, ignore);
         let target = out.emit(Op::Cast(Cast { to: DType::I64 }), &[target]);
         let number = |out: &mut dyn Emit, value: i64| {
             out.emit(Op::Constant(Constant { tensor: Tensor::from_i64(&[], &[value]) }), &[])
         };
         // A negative index counts from the end, but a negative label is invalid: it becomes an index out of range.
-        let (zero, none) = (number(out, 0), number(out, NO_CLASS));
-        let outside = number(out, classes.known().expect("sizes are known under tensor parallelism"));
+        let (zero, no_class) = (number(out, 0), number(out, NO_CLASS));
+        let out_of_range = number(out, classes.known().expect("sizes are known under tensor parallelism"));
         let below = out.emit(Op::Compare(Compare::Less), &[target, zero]);
-        let target = out.emit(Op::Select(Select {}), &[below, outside, target]);
-        let target = out.emit(Op::Select(Select {}), &[counted, target, zero]);
-        let OwnIndices { has, places, size: _ } = local_indices(out, target, classes, devices);
-        let own = out.emit(Op::Binary(Binary::And), &[has, counted]);
-        let labels = out.emit(Op::Select(Select {}), &[own, places, none]);
-        Targets { counted, own, labels }
+        let target = out.emit(Op::Select(Select {}), &[below, out_of_range, target]);
+        let target = out.emit(Op::Select(Select {}), &[valid, target, zero]);
+        let LocalIndices { in_shard, indices, size: _ } = local_indices(out, target, classes, devices);
+        let is_local = out.emit(Op::Binary(Binary::And), &[in_shard, valid]);
+        let labels = out.emit(Op::Select(Select {}), &[is_local, indices, no_class]);
+        Targets { valid, local: is_local, labels }
     }
 }
 
 /// Mask of targets that are not ignored.
-fn counted(out: &mut dyn Emit, target: Value, ignore: Option<i64>) -> Value {
+fn valid_mask(out: &mut dyn Emit, target: Value, ignore: Option<i64>) -> Value {
     let Some(ignore) = ignore else {
         return out.emit(Op::Compare(Compare::Equal), &[target, target]);
     };
@@ -148,8 +154,8 @@ fn counted(out: &mut dyn Emit, target: Value, ignore: Option<i64>) -> Value {
 }
 
 /// Number of true elements, as `i64`: a narrow float could not count them.
-fn count(out: &mut dyn Emit, which: Value) -> Value {
-    let ones = out.emit(Op::Cast(Cast { to: DType::I64 }), &[which]);
+fn count(out: &mut dyn Emit, mask: Value) -> Value {
+    let ones = out.emit(Op::Cast(Cast { to: DType::I64 }), &[mask]);
     sum_of(out, ones)
 }
 
@@ -159,11 +165,11 @@ fn sum_of(out: &mut dyn Emit, x: Value) -> Value {
 }
 
 /// This device's fraction of the group's count; 0 if the count is 0.
-fn share(out: &mut dyn Emit, own: Value, devices: usize) -> Value {
-    let all = out.emit(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices }), &[own]);
-    let [own, all] = [own, all].map(|count| out.emit(Op::Cast(Cast { to: DType::F64 }), &[count]));
-    let all = at_least_one(out, all);
-    out.emit(Op::Binary(Binary::Div), &[own, all])
+fn local_fraction(out: &mut dyn Emit, local_count: Value, devices: usize) -> Value {
+    let total = out.emit(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices }), &[local_count]);
+    let [local_count, total] = [local_count, total].map(|count| out.emit(Op::Cast(Cast { to: DType::F64 }), &[count]));
+    let total = at_least_one(out, total);
+    out.emit(Op::Binary(Binary::Div), &[local_count, total])
 }
 
 fn at_least_one(out: &mut dyn Emit, count: Value) -> Value {
@@ -171,7 +177,7 @@ fn at_least_one(out: &mut dyn Emit, count: Value) -> Value {
     out.emit(Op::Binary(Binary::Max), &[count, one])
 }
 
-fn cast(out: &mut dyn Emit, value: Value, like: Value) -> Value {
-    let to = out.fact(like).dtype;
+fn cast(out: &mut dyn Emit, value: Value, target: Value) -> Value {
+    let to = out.fact(target).dtype;
     if out.fact(value).dtype == to { value } else { out.emit(Op::Cast(Cast { to }), &[value]) }
 }

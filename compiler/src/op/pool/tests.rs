@@ -24,7 +24,7 @@ fn scattered() -> Tensor {
 }
 
 /// `[1, 1, 3, 3]`: 1 to 9.
-fn counting() -> Tensor {
+fn ramp() -> Tensor {
     Tensor::from_f64(&[1, 1, 3, 3], &(1..10).map(f64::from).collect::<Vec<_>>())
 }
 
@@ -35,7 +35,7 @@ fn max_pool_agrees_with_pytorch() {
     let y = run(&forward, &[scattered()]);
     assert_eq!(y[0].shape(), [1, 1, 3, 3]);
     assert_close(&y[0], &[15., 16., 16., 17., 19., 18., 12., 19., 13.]);
-    let dx = run(&MaxPoolGrad { forward }, &[scattered(), counting()]);
+    let dx = run(&MaxPoolGrad { forward }, &[scattered(), ramp()]);
     let expected = [0., 0., 0., 0., 0., 1., 0., 0., 5., 0., 0., 4., 0., 0., 6., 0., 7., 13., 0., 9.];
     assert_close(&dx[0], &expected);
 }
@@ -44,13 +44,13 @@ fn max_pool_agrees_with_pytorch() {
 #[test]
 fn avg_pool_agrees_with_pytorch() {
     let sixth = 1.0 / 6.0;
-    let without = [6., 8. + sixth, 7., 10. + sixth, 10. + 4. * sixth, 11. + sixth, 8.5, 12. + 2. * sixth, 9.5];
-    let with = [24. / 9., 49. / 9., 28. / 9., 61. / 9., 96. / 9., 67. / 9., 17. / 6., 37. / 6., 19. / 6.];
-    for (count_padding, expected) in [(false, without), (true, with)] {
+    let excluding = [6., 8. + sixth, 7., 10. + sixth, 10. + 4. * sixth, 11. + sixth, 8.5, 12. + 2. * sixth, 9.5];
+    let including = [24. / 9., 49. / 9., 28. / 9., 61. / 9., 96. / 9., 67. / 9., 17. / 6., 37. / 6., 19. / 6.];
+    for (count_padding, expected) in [(false, excluding), (true, including)] {
         let forward = AvgPool { kernel: vec![3, 3], window: window(2, 2, 1, 1), ceil: true, count_padding };
         assert_close(&run(&forward, &[scattered()])[0], &expected);
         let spatial = vec![Dim::from(4i64), Dim::from(5i64)];
-        let dx = run(&AvgPoolGrad { forward, spatial }, &[counting()])[0].to_f64();
+        let dx = run(&AvgPoolGrad { forward, spatial }, &[ramp()])[0].to_f64();
         let corner = if count_padding { 1.0 / 9.0 } else { 0.25 };
         assert!((dx[0] - corner).abs() < 1e-12 && (dx[19] - if count_padding { 39. / 18. } else { 5.5 }).abs() < 1e-12);
     }

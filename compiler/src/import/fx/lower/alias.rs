@@ -9,7 +9,7 @@ use crate::import::fx::schema::{Argument, Node, SymInt, TensorMeta};
 use std::collections::HashMap;
 
 /// The outputs of a node that are views, each with its base.
-pub fn views<'n>(node: &'n Node, said: &HashMap<String, TensorMeta>) -> Vec<(&'n str, &'n str)> {
+pub fn views<'n>(node: &'n Node, metas: &HashMap<String, TensorMeta>) -> Vec<(&'n str, &'n str)> {
     let results = node.outputs.iter().flat_map(names);
     match table::name(&node.target) {
         // One view per operand.
@@ -19,7 +19,7 @@ pub fn views<'n>(node: &'n Node, said: &HashMap<String, TensorMeta>) -> Vec<(&'n
         }
         name => {
             let Some(base) = operand(node) else { return Vec::new() };
-            results.filter(|result| is_view(node, name, base, result, said)).map(|result| (result, base)).collect()
+            results.filter(|result| is_view(node, name, base, result, metas)).map(|result| (result, base)).collect()
         }
     }
 }
@@ -39,10 +39,10 @@ pub fn reshapes_in_place(target: &str) -> bool {
     )
 }
 
-fn is_view(node: &Node, name: &str, base: &str, result: &str, said: &HashMap<String, TensorMeta>) -> bool {
+fn is_view(node: &Node, name: &str, base: &str, result: &str, metas: &HashMap<String, TensorMeta>) -> bool {
     let flag = |name: &str| {
-        let given = node.inputs.iter().find(|input| input.name == name);
-        given.and_then(|input| if let Argument::AsBool(flag) = input.arg { Some(flag) } else { None })
+        let input = node.inputs.iter().find(|input| input.name == name);
+        input.and_then(|input| if let Argument::AsBool(flag) = input.arg { Some(flag) } else { None })
     };
     match name {
         "view" | "_unsafe_view" | "view_as" | "unflatten" | "permute" | "transpose" | "t" | "numpy_T" | "mT" | "mH"
@@ -54,20 +54,20 @@ fn is_view(node: &Node, name: &str, base: &str, result: &str, said: &HashMap<Str
         // In evaluation, or with rate 0, the result is the operand itself.
         "dropout" | "feature_dropout" | "alpha_dropout" | "feature_alpha_dropout" => {
             let rate = node.inputs.iter().find(|input| input.name == "p").map(|input| &input.arg);
-            let none = matches!(rate, Some(Argument::AsInt(0)))
+            let is_identity = matches!(rate, Some(Argument::AsInt(0)))
                 || matches!(rate, Some(Argument::AsFloat(rate)) if rate.value() == Some(0.0));
-            none || flag("train") == Some(false)
+            is_identity || flag("train") == Some(false)
         }
         "to" | "type_as" if flag("copy") == Some(true) => false,
-        "to" | "type_as" => match (said.get(base), said.get(result)) {
+        "to" | "type_as" => match (metas.get(base), metas.get(result)) {
             (Some(from), Some(to)) => from.dtype == to.dtype && is_laid_alike(from, to),
             _ => true,
         },
-        "contiguous" => match (said.get(base), said.get(result)) {
+        "contiguous" => match (metas.get(base), metas.get(result)) {
             (Some(from), Some(to)) => is_laid_alike(from, to),
             _ => true,
         },
-        "reshape" | "reshape_as" | "flatten" | "ravel" => match (said.get(base), said.get(result)) {
+        "reshape" | "reshape_as" | "flatten" | "ravel" => match (metas.get(base), metas.get(result)) {
             (Some(from), Some(to)) => can_view(from, to),
             _ => true,
         },
@@ -101,7 +101,7 @@ fn can_view(from: &TensorMeta, to: &TensorMeta) -> bool {
         return true;
     };
     // Runs of mutually contiguous axes, from the last: their product, and the stride of the innermost.
-    let mut wanted = to.iter().rev();
+    let mut sizes = to.iter().rev();
     let mut at = axes.len();
     while at > 0 {
         let (mut elements, step) = axes[at - 1];
@@ -110,13 +110,13 @@ fn can_view(from: &TensorMeta, to: &TensorMeta) -> bool {
             elements = elements.saturating_mul(axes[at - 1].0);
             at -= 1;
         }
-        let mut taken = 1i64;
-        while taken < elements
-            && let Some(size) = wanted.next()
+        let mut product = 1i64;
+        while product < elements
+            && let Some(size) = sizes.next()
         {
-            taken = taken.saturating_mul(*size);
+            product = product.saturating_mul(*size);
         }
-        if taken != elements {
+        if product != elements {
             return false;
         }
     }
@@ -135,24 +135,24 @@ mod tests {
 
     #[test]
     fn a_reshape_is_a_view_where_axes_lie_one_within_the_other() {
-        let whole = meta(&[2, 3, 4], &[12, 4, 1]);
-        let turned = meta(&[2, 4, 3], &[12, 1, 4]);
+        let contiguous = meta(&[2, 3, 4], &[12, 4, 1]);
+        let transposed = meta(&[2, 4, 3], &[12, 1, 4]);
         let sliced = meta(&[2, 2, 4], &[12, 4, 1]);
         let to = |sizes: &[i64]| meta(sizes, &vec![0; sizes.len()]);
-        for (from, shape, want) in [
-            (&whole, &[6, 4][..], true),
-            (&whole, &[24], true),
-            (&whole, &[2, 2, 6], true),
-            (&turned, &[2, 12], false),
-            (&turned, &[2, 2, 2, 3], true),
-            (&turned, &[8, 3], false),
+        for (from, shape, expected) in [
+            (&contiguous, &[6, 4][..], true),
+            (&contiguous, &[24], true),
+            (&contiguous, &[2, 2, 6], true),
+            (&transposed, &[2, 12], false),
+            (&transposed, &[2, 2, 2, 3], true),
+            (&transposed, &[8, 3], false),
             (&sliced, &[2, 8], true),
             (&sliced, &[16], false),
             (&sliced, &[2, 1, 2, 2, 2], true),
         ] {
-            assert_eq!(can_view(from, &to(shape)), want, "{from:?} {shape:?}");
+            assert_eq!(can_view(from, &to(shape)), expected, "{from:?} {shape:?}");
         }
-        assert!(!is_laid_alike(&turned, &meta(&[2, 4, 3], &[12, 3, 1])));
+        assert!(!is_laid_alike(&transposed, &meta(&[2, 4, 3], &[12, 3, 1])));
         assert!(is_laid_alike(&meta(&[2, 1, 3], &[3, 7, 1]), &meta(&[2, 1, 3], &[3, 3, 1])));
     }
 }

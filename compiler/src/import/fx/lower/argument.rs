@@ -60,10 +60,10 @@ pub enum Operand {
 impl Scope<'_> {
     /// The argument, unless omitted or `None`.
     pub fn argument(&self, name: &str) -> Option<&Argument> {
-        let found = &self.node.inputs.iter().find(|input| input.name == name)?.arg;
-        match found {
+        let argument = &self.node.inputs.iter().find(|input| input.name == name)?.arg;
+        match argument {
             Argument::AsNone(_) | Argument::AsOptionalTensor(OptionalTensor::AsNone(_)) => None,
-            found => Some(found),
+            argument => Some(argument),
         }
     }
 
@@ -143,13 +143,13 @@ impl Scope<'_> {
     /// Strides of a tensor argument in elements, for the exported sizes.
     pub fn strides(&self, name: &str) -> Option<Vec<i64>> {
         let Some(Argument::AsTensor(tensor)) = self.argument(name) else { return None };
-        self.said.get(&tensor.name)?.strides.iter().map(SymInt::known).collect()
+        self.metas.get(&tensor.name)?.strides.iter().map(SymInt::known).collect()
     }
 
     /// Storage offset of a tensor argument in elements.
     pub fn storage_offset(&self, name: &str) -> Option<i64> {
         let Some(Argument::AsTensor(tensor)) = self.argument(name) else { return None };
-        self.said.get(&tensor.name)?.storage_offset.as_ref().map_or(Some(0), SymInt::known)
+        self.metas.get(&tensor.name)?.storage_offset.as_ref().map_or(Some(0), SymInt::known)
     }
 
     pub fn number(&self, name: &'static str) -> Result<Option<Number>, LowerReason> {
@@ -226,8 +226,8 @@ impl Scope<'_> {
         match size {
             SymArgument::AsInt(value) => Ok(Dim::Known(*value)),
             SymArgument::AsName(name) => {
-                let found = self.names.sizes.get(name).cloned();
-                found.ok_or_else(|| LowerReason::Inputs("it reads a size that is not a size".to_string()))
+                let stored = self.names.sizes.get(name).cloned();
+                stored.ok_or_else(|| LowerReason::Inputs("it reads a size that is not a size".to_string()))
             }
         }
     }

@@ -18,7 +18,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
         return Err(LowerReason::Inputs(format!("queries {fact} and keys {}", scope.fact(key))));
     }
     if scope.flag("enable_gqa", false)? {
-        (key, value) = (shared(scope, key, &fact)?, shared(scope, value, &fact)?);
+        (key, value) = (repeat_kv_heads(scope, key, &fact)?, repeat_kv_heads(scope, value, &fact)?);
     }
     let mut weights = probabilities(scope, query, key)?;
     let ratio = scope.float("dropout_p", 0.0)?;
@@ -41,18 +41,18 @@ pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<
     let scores = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[query, key])?;
     let mut scores = scope.with_number(Binary::Mul, scores, scale)?;
     if scope.flag("is_causal", false)? {
-        let kept = causal(scope, scores)?;
-        scores = hidden(scope, scores, kept)?;
+        let causal_mask = causal(scope, scores)?;
+        scores = mask_scores(scope, scores, causal_mask)?;
     }
     let mut truths = None;
     if let Some(mask) = scope.optional("attn_mask")? {
-        let mut both = [scores, mask];
-        scope.alike(&mut both, None)?;
-        let mask = both[1];
+        let mut operands = [scores, mask];
+        scope.align_batch(&mut operands, None)?;
+        let mask = operands[1];
         scores = match scope.fact(mask).dtype {
             DType::Bool => {
                 truths = Some(mask);
-                hidden(scope, scores, mask)?
+                mask_scores(scope, scores, mask)?
             }
             _ => scope.binary(Binary::Add, scores, mask)?,
         };
@@ -79,25 +79,25 @@ fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, LowerReason> {
 }
 
 /// Sets masked scores to the lowest finite number: a row of minus infinities would give NaN.
-fn hidden(scope: &mut Scope<'_>, scores: Value, kept: Value) -> Result<Value, LowerReason> {
+fn mask_scores(scope: &mut Scope<'_>, scores: Value, mask: Value) -> Result<Value, LowerReason> {
     let dtype = scope.fact(scores).dtype;
     let lowest = -largest(dtype);
-    let never = scope.scalar(dtype, lowest)?;
-    scope.select(kept, scores, never)
+    let fill = scope.scalar(dtype, lowest)?;
+    scope.select(mask, scores, fill)
 }
 
 /// Repeats the heads of `x [… G, S, E]` to the number of query heads (grouped-query attention).
-fn shared(scope: &mut Scope<'_>, x: Value, query: &Fact) -> Result<Value, LowerReason> {
+fn repeat_kv_heads(scope: &mut Scope<'_>, x: Value, query: &Fact) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     let Some(heads) = shape.len().checked_sub(3) else { return Ok(x) };
-    let times = query.shape[heads].div_exact(&shape[heads])?;
-    let mut apart = shape.clone();
-    apart.insert(heads + 1, Dim::Known(1));
-    let mut stretched = shape.clone();
-    stretched.insert(heads + 1, times);
-    let mut joined = shape;
-    joined[heads] = query.shape[heads].clone();
-    let x = scope.reshape(x, apart)?;
-    let x = scope.broadcast(x, stretched)?;
-    scope.reshape(x, joined)
+    let repeats = query.shape[heads].div_exact(&shape[heads])?;
+    let mut split_shape = shape.clone();
+    split_shape.insert(heads + 1, Dim::Known(1));
+    let mut expanded_shape = shape.clone();
+    expanded_shape.insert(heads + 1, repeats);
+    let mut merged_shape = shape;
+    merged_shape[heads] = query.shape[heads].clone();
+    let x = scope.reshape(x, split_shape)?;
+    let x = scope.broadcast(x, expanded_shape)?;
+    scope.reshape(x, merged_shape)
 }

@@ -5,7 +5,7 @@
 
 use super::resize::mixed;
 use super::table::{self, Lower};
-use super::{Known, Made, Outputs, Scope, one};
+use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::fx::program::names;
 use crate::import::lower_error::LowerReason;
@@ -20,27 +20,27 @@ type Parts = (Value, Value);
 
 /// The lowering of a node that makes or reads complex tensors; `None` for all others.
 pub fn find(reads_complex: bool, target: &str) -> Option<Lower> {
-    let refused: Lower = |_| Err(LowerReason::Unsupported("this operator on complex numbers".to_string()));
-    row(reads_complex, table::name(target)).or(reads_complex.then_some(refused))
+    let unsupported: Lower = |_| Err(LowerReason::Unsupported("this operator on complex numbers".to_string()));
+    find_row(reads_complex, table::name(target)).or(reads_complex.then_some(unsupported))
 }
 
 /// Tests whether an operator supports complex operands.
-pub fn knows(target: &str) -> bool {
-    row(true, table::name(target)).is_some()
+pub fn is_supported(target: &str) -> bool {
+    find_row(true, table::name(target)).is_some()
 }
 
-fn row(reads_complex: bool, name: &str) -> Option<Lower> {
+fn find_row(reads_complex: bool, name: &str) -> Option<Lower> {
     let lower: Lower = match name {
-        "view_as_complex" => of_pairs,
-        "complex" => of_parts,
-        "polar" => of_angle,
-        "fft_fft" | "fft_fft2" | "fft_fftn" => |s| transformed(s, true),
-        "fft_ifft" | "fft_ifft2" | "fft_ifftn" => |s| transformed(s, false),
-        "fft_rfft" | "fft_rfft2" | "fft_rfftn" => halved,
-        "_fft_r2c" => of_real,
+        "view_as_complex" => from_pairs,
+        "complex" => from_parts,
+        "polar" => from_angle,
+        "fft_fft" | "fft_fft2" | "fft_fftn" => |s| transform(s, true),
+        "fft_ifft" | "fft_ifft2" | "fft_ifftn" => |s| transform(s, false),
+        "fft_rfft" | "fft_rfft2" | "fft_rfftn" => half_transform,
+        "_fft_r2c" => transform_real,
         "_fft_c2c" => |s| {
             let forward = s.flag("forward", true)?;
-            transformed(s, forward)
+            transform(s, forward)
         },
         "fft_irfft" | "fft_irfft2" | "fft_irfftn" | "_fft_c2r" => to_real,
         _ if !reads_complex => return None,
@@ -48,14 +48,14 @@ fn row(reads_complex: bool, name: &str) -> Option<Lower> {
         "real" => |s| one(operand(s)?.0),
         "imag" => |s| one(operand(s)?.1),
         "abs" => size,
-        "conj" | "_conj" | "conj_physical" | "_conj_physical" => conjugated,
+        "conj" | "_conj" | "conj_physical" | "_conj_physical" => conjugate,
         "mul" | "mul_" | "multiply" => product,
         "to" | "_to_copy" | "resolve_conj" | "resolve_neg" => |s| pair(operand(s)?),
         "view" | "reshape" | "_unsafe_view" | "view_as" | "reshape_as" | "flatten" | "unflatten" | "unsqueeze"
         | "squeeze" | "expand" | "expand_as" | "slice" | "select" | "narrow" | "transpose" | "permute" | "t"
         | "index" | "index_select" | "cat" | "stack" | "clone" | "contiguous" | "detach" | "alias" | "neg" | "sum"
         | "mean" | "repeat" | "flip" | "roll" | "split" | "split_with_sizes" | "chunk" | "unbind" | "movedim"
-        | "add" | "sub" | "div" | "lift_fresh_copy" => both,
+        | "add" | "sub" | "div" | "lift_fresh_copy" => lower_parts,
         "matmul" | "mm" | "bmm" | "einsum" => bilinear,
         _ => return None,
     };
@@ -63,7 +63,7 @@ fn row(reads_complex: bool, name: &str) -> Option<Lower> {
 }
 
 fn pair((re, im): Parts) -> Outputs {
-    Ok(Made::Tensors(vec![Known::Complex(re, im)]))
+    Ok(NodeOutputs::Tensors(vec![Known::Complex(re, im)]))
 }
 
 /// The parts of an argument; a real tensor has no imaginary part.
@@ -85,7 +85,7 @@ fn operand(scope: &mut Scope<'_>) -> Result<Parts, LowerReason> {
 }
 
 /// `view_as_complex`: the last axis has the two parts.
-fn of_pairs(scope: &mut Scope<'_>) -> Outputs {
+fn from_pairs(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
     let Some((last, rest)) = shape.split_last().filter(|(last, _)| last.is(2)) else {
@@ -107,13 +107,13 @@ fn to_pairs(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::Concat(Concat { axis }), &parts)?)
 }
 
-fn of_parts(scope: &mut Scope<'_>) -> Outputs {
+fn from_parts(scope: &mut Scope<'_>) -> Outputs {
     let parts = (scope.value("real")?, scope.value("imag")?);
     pair(parts)
 }
 
 /// `polar`: `abs·(cos angle + i sin angle)`.
-fn of_angle(scope: &mut Scope<'_>) -> Outputs {
+fn from_angle(scope: &mut Scope<'_>) -> Outputs {
     let (abs, angle) = (scope.value("abs")?, scope.value("angle")?);
     let (cos, sin) = (scope.unary(Unary::Cos, angle)?, scope.unary(Unary::Sin, angle)?);
     pair((scope.binary(Binary::Mul, abs, cos)?, scope.binary(Binary::Mul, abs, sin)?))
@@ -126,7 +126,7 @@ fn size(scope: &mut Scope<'_>) -> Outputs {
     one(scope.root(sum, 2.0)?)
 }
 
-fn conjugated(scope: &mut Scope<'_>) -> Outputs {
+fn conjugate(scope: &mut Scope<'_>) -> Outputs {
     let (re, im) = operand(scope)?;
     pair((re, scope.unary(Unary::Neg, im)?))
 }
@@ -139,21 +139,21 @@ fn product(scope: &mut Scope<'_>) -> Outputs {
         return pair((scope.with_number(Binary::Mul, re, number)?, scope.with_number(Binary::Mul, im, number)?));
     }
     let ((a, b), (c, d)) = (parts(scope, "self")?, parts(scope, "other")?);
-    let times = |scope: &mut Scope<'_>, a: Value, b: Value| -> Result<Value, LowerReason> {
-        let mut both = [a, b];
-        scope.alike(&mut both, None)?;
-        scope.binary(Binary::Mul, both[0], both[1])
+    let multiply = |scope: &mut Scope<'_>, a: Value, b: Value| -> Result<Value, LowerReason> {
+        let mut factors = [a, b];
+        scope.align_batch(&mut factors, None)?;
+        scope.binary(Binary::Mul, factors[0], factors[1])
     };
-    let ac = times(scope, a, c)?;
+    let ac = multiply(scope, a, c)?;
     let re = match (b, d) {
         (Some(b), Some(d)) => {
-            let bd = times(scope, b, d)?;
+            let bd = multiply(scope, b, d)?;
             scope.binary(Binary::Sub, ac, bd)?
         }
         _ => ac,
     };
-    let ad = d.map(|d| times(scope, a, d)).transpose()?;
-    let bc = b.map(|b| times(scope, b, c)).transpose()?;
+    let ad = d.map(|d| multiply(scope, a, d)).transpose()?;
+    let bc = b.map(|b| multiply(scope, b, c)).transpose()?;
     let im = match (ad, bc) {
         (Some(ad), Some(bc)) => scope.binary(Binary::Add, ad, bc)?,
         (Some(one), None) | (None, Some(one)) => one,
@@ -163,7 +163,7 @@ fn product(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Lowers the node on real tensors that `pick` chooses for the complex ones, by name.
-fn with_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Result<Vec<Known>, LowerReason> {
+fn lower_on_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Result<Vec<Known>, LowerReason> {
     let lower = table::find(&scope.node.target).ok_or_else(|| LowerReason::Unsupported(scope.node.target.clone()))?;
     let real = |name: &str, known| {
         Ok::<_, LowerReason>(match known {
@@ -171,20 +171,20 @@ fn with_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Resu
             other => other,
         })
     };
-    let within = scope.names.mapped(scope.node, real)?;
+    let real_names = scope.names.mapped(scope.node, real)?;
     let mut inner = Scope {
         node: scope.node,
         origin: scope.origin.clone(),
-        names: &within,
-        said: scope.said,
+        names: &real_names,
+        metas: scope.metas,
         frozen: scope.frozen,
         graph: &mut *scope.graph,
         constants: &mut *scope.constants,
         ledger: &mut *scope.ledger,
     };
     match lower(&mut inner)? {
-        Made::Tensors(list) => Ok(list),
-        Made::Size(_) => Err(LowerReason::Inputs("a size of a complex tensor".to_string())),
+        NodeOutputs::Tensors(list) => Ok(list),
+        NodeOutputs::Size(_) => Err(LowerReason::Inputs("a size of a complex tensor".to_string())),
     }
 }
 
@@ -194,46 +194,48 @@ fn read<'a>(scope: &Scope<'a>) -> Vec<&'a str> {
 }
 
 /// Applies an operator to both parts. Addends must all be complex, divisors must be real.
-fn both(scope: &mut Scope<'_>) -> Outputs {
+fn lower_parts(scope: &mut Scope<'_>) -> Outputs {
     let tensors = |scope: &Scope<'_>| {
-        let read = scope.node.inputs.iter().flat_map(|input| names(&input.arg));
-        read.filter(|name| scope.names.tensors.contains_key(*name)).count()
+        let operands = scope.node.inputs.iter().flat_map(|input| names(&input.arg));
+        operands.filter(|name| scope.names.tensors.contains_key(*name)).count()
     };
-    let (complex, all) = (read(scope).len(), tensors(scope));
+    let (complex_count, tensor_count) = (read(scope).len(), tensors(scope));
     let name = table::name(&scope.node.target).trim_end_matches('_');
     let mixes = match name {
-        "add" | "sub" => complex != 2,
-        "cat" | "stack" => complex != all,
+        "add" | "sub" => complex_count != 2,
+        "cat" | "stack" => complex_count != tensor_count,
         "div" => scope.has("other") && matches!(scope.known("other"), Ok(Known::Complex(..))),
         _ => false,
     };
     if mixes {
         return Err(LowerReason::Unsupported("real and complex numbers in one operator".to_string()));
     }
-    let re = with_real(scope, |_, parts| parts.0)?;
-    let im = with_real(scope, |_, parts| parts.1)?;
-    let mut made = Vec::with_capacity(re.len());
+    let re = lower_on_real(scope, |_, parts| parts.0)?;
+    let im = lower_on_real(scope, |_, parts| parts.1)?;
+    let mut results = Vec::with_capacity(re.len());
     for (re, im) in re.into_iter().zip(im) {
-        made.push(Known::Complex(scope.read(re)?, scope.read(im)?));
+        results.push(Known::Complex(scope.read(re)?, scope.read(im)?));
     }
-    Ok(Made::Tensors(made))
+    Ok(NodeOutputs::Tensors(results))
 }
 
 /// Applies an operator that is linear in each of two operands.
 fn bilinear(scope: &mut Scope<'_>) -> Outputs {
     let complex = read(scope);
     match complex[..] {
-        [_] => both(scope),
+        [_] => lower_parts(scope),
         [a, b] if a != b => {
-            let mut of = |first: bool, second: bool| -> Result<Value, LowerReason> {
-                let made = with_real(scope, |name, (re, im)| {
+            let mut multiply = |first: bool, second: bool| -> Result<Value, LowerReason> {
+                let results = lower_on_real(scope, |name, (re, im)| {
                     let imaginary = if name == a { first } else { second };
                     if imaginary { im } else { re }
                 })?;
-                let known = made.first().copied().unwrap_or(Known::Absent("an output that its operator does not have"));
+                let known =
+                    results.first().copied().unwrap_or(Known::Absent("an output that its operator does not have"));
                 scope.read(known)
             };
-            let (ac, bd, ad, bc) = (of(false, false)?, of(true, true)?, of(false, true)?, of(true, false)?);
+            let (ac, bd, ad, bc) =
+                (multiply(false, false)?, multiply(true, true)?, multiply(false, true)?, multiply(true, false)?);
             pair((scope.binary(Binary::Sub, ac, bd)?, scope.binary(Binary::Add, ad, bc)?))
         }
         _ => Err(LowerReason::Unsupported("this product of complex tensors".to_string())),
@@ -243,13 +245,13 @@ fn bilinear(scope: &mut Scope<'_>) -> Outputs {
 /// The axes of a transform in the order given; a real transform halves the last.
 fn axes(scope: &Scope<'_>, rank: usize) -> Result<Vec<usize>, LowerReason> {
     let name = table::name(&scope.node.target);
-    let given = match scope.ints("dim")? {
+    let dims = match scope.ints("dim")? {
         Some(list) => list,
         None if name.ends_with('2') => vec![-2, -1],
         None if name.ends_with('n') => (0..rank as i64).collect(),
         None => vec![-1],
     };
-    given.into_iter().map(|axis| attribute::axis(axis, rank)).collect()
+    dims.into_iter().map(|axis| attribute::axis(axis, rank)).collect()
 }
 
 fn length(scope: &Scope<'_>, x: Value, axis: usize) -> Result<i64, LowerReason> {
@@ -276,11 +278,11 @@ fn scale(scope: &Scope<'_>, elements: f64, forward: bool) -> Result<f64, LowerRe
     }
 }
 
-fn no_other_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), LowerReason> {
+fn check_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), LowerReason> {
     for name in ["s", "n"] {
-        let Some(asked) = scope.ints(name)? else { continue };
-        for (asked, axis) in asked.iter().zip(axes) {
-            if *asked != -1 && *asked != length(scope, x, *axis)? {
+        let Some(requested) = scope.ints(name)? else { continue };
+        for (requested, axis) in requested.iter().zip(axes) {
+            if *requested != -1 && *requested != length(scope, x, *axis)? {
                 return Err(LowerReason::Unsupported("an FFT that pads or cuts its input".to_string()));
             }
         }
@@ -289,11 +291,11 @@ fn no_other_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), Low
 }
 
 /// Products along an axis with `cos` and `sin` of `2πkm/n`, for `k < rows`.
-fn waves(scope: &mut Scope<'_>, x: Value, axis: usize, rows: i64) -> Result<Parts, LowerReason> {
+fn project_on_waves(scope: &mut Scope<'_>, x: Value, axis: usize, rows: i64) -> Result<Parts, LowerReason> {
     let n = length(scope, x, axis)?;
     let angle = |k: i64, m: i64| TAU * (k as f64 * m as f64 % n as f64) / n as f64;
-    let matrix = |of: fn(f64) -> f64| -> Vec<Vec<(i64, f64)>> {
-        (0..rows).map(|k| (0..n).map(|m| (m, of(angle(k, m)))).collect()).collect()
+    let matrix = |wave: fn(f64) -> f64| -> Vec<Vec<(i64, f64)>> {
+        (0..rows).map(|k| (0..n).map(|m| (m, wave(angle(k, m)))).collect()).collect()
     };
     if rows.saturating_mul(n) > 1 << 22 {
         return Err(LowerReason::Unsupported(format!("a transform of length {n}")));
@@ -302,107 +304,110 @@ fn waves(scope: &mut Scope<'_>, x: Value, axis: usize, rows: i64) -> Result<Part
 }
 
 /// The first `rows` elements of the DFT along one axis: `Σ x e^(∓2πikm/n)`.
-fn along(
+fn transform_axis(
     scope: &mut Scope<'_>,
     (re, im): (Value, Option<Value>),
     axis: usize,
     rows: i64,
     forward: bool,
 ) -> Result<Parts, LowerReason> {
-    let (re_cos, re_sin) = waves(scope, re, axis, rows)?;
-    let turned = if forward { scope.unary(Unary::Neg, re_sin)? } else { re_sin };
-    let Some(im) = im else { return Ok((re_cos, turned)) };
-    let (im_cos, im_sin) = waves(scope, im, axis, rows)?;
+    let (re_cos, re_sin) = project_on_waves(scope, re, axis, rows)?;
+    let sin_part = if forward { scope.unary(Unary::Neg, re_sin)? } else { re_sin };
+    let Some(im) = im else { return Ok((re_cos, sin_part)) };
+    let (im_cos, im_sin) = project_on_waves(scope, im, axis, rows)?;
     let re = scope.binary(if forward { Binary::Add } else { Binary::Sub }, re_cos, im_sin)?;
-    Ok((re, scope.binary(Binary::Add, im_cos, turned)?))
+    Ok((re, scope.binary(Binary::Add, im_cos, sin_part)?))
 }
 
-fn scaled(scope: &mut Scope<'_>, (re, im): Parts, factor: f64) -> Outputs {
+fn scale_parts(scope: &mut Scope<'_>, (re, im): Parts, factor: f64) -> Outputs {
     if factor == 1.0 {
         return pair((re, im));
     }
     pair((scope.with_number(Binary::Mul, re, factor)?, scope.with_number(Binary::Mul, im, factor)?))
 }
 
-fn transformed(scope: &mut Scope<'_>, forward: bool) -> Outputs {
+fn transform(scope: &mut Scope<'_>, forward: bool) -> Outputs {
     let mut x = parts(scope, "self")?;
     let axes = axes(scope, scope.fact(x.0).rank())?;
-    no_other_sizes(scope, x.0, &axes)?;
+    check_sizes(scope, x.0, &axes)?;
     let mut elements = 1.0;
     for axis in axes {
         let n = length(scope, x.0, axis)?;
         elements *= n as f64;
-        let (re, im) = along(scope, x, axis, n, forward)?;
+        let (re, im) = transform_axis(scope, x, axis, n, forward)?;
         x = (re, Some(im));
     }
     let (re, Some(im)) = x else { return Err(LowerReason::Inputs("it has no axes".to_string())) };
     let factor = scale(scope, elements, forward)?;
-    scaled(scope, (re, im), factor)
+    scale_parts(scope, (re, im), factor)
 }
 
 /// The DFT of a real tensor, reduced to the non-redundant half of the last axis.
-fn halved(scope: &mut Scope<'_>) -> Outputs {
-    real_transformed(scope, true)
+fn half_transform(scope: &mut Scope<'_>) -> Outputs {
+    transform_real_axes(scope, true)
 }
 
 /// The DFT of a real tensor; `onesided` selects the half.
-fn of_real(scope: &mut Scope<'_>) -> Outputs {
+fn transform_real(scope: &mut Scope<'_>) -> Outputs {
     let half = scope.flag("onesided", true)?;
-    real_transformed(scope, half)
+    transform_real_axes(scope, half)
 }
 
-fn real_transformed(scope: &mut Scope<'_>, half: bool) -> Outputs {
+fn transform_real_axes(scope: &mut Scope<'_>, half: bool) -> Outputs {
     let value = scope.value("self")?;
     let axes = axes(scope, scope.fact(value).rank())?;
-    no_other_sizes(scope, value, &axes)?;
+    check_sizes(scope, value, &axes)?;
     let (mut x, mut elements) = ((value, None), 1.0);
     for (at, axis) in axes.iter().rev().enumerate() {
         let n = length(scope, x.0, *axis)?;
         elements *= n as f64;
         let rows = if at == 0 && half { n / 2 + 1 } else { n };
-        let (re, im) = along(scope, x, *axis, rows, true)?;
+        let (re, im) = transform_axis(scope, x, *axis, rows, true)?;
         x = (re, Some(im));
     }
     let (re, Some(im)) = x else { return Err(LowerReason::Inputs("it has no axes".to_string())) };
     let factor = scale(scope, elements, true)?;
-    scaled(scope, (re, im), factor)
+    scale_parts(scope, (re, im), factor)
 }
 
 /// Inverse real DFT: the missing half of the last axis is the conjugate mirror.
 fn to_real(scope: &mut Scope<'_>) -> Outputs {
     let mut x = operand(scope)?;
     let axes = axes(scope, scope.fact(x.0).rank())?;
-    let Some((last, others)) = axes.split_last() else { return Err(LowerReason::Inputs("it has no axes".to_string())) };
-    let kept = length(scope, x.0, *last)?;
+    let Some((last, leading)) = axes.split_last() else {
+        return Err(LowerReason::Inputs("it has no axes".to_string()));
+    };
+    let half_length = length(scope, x.0, *last)?;
     let sizes = match scope.ints("s")? {
         Some(list) => list,
         None => scope.ints("n")?.unwrap_or_default(),
     };
-    let asked = if scope.has("last_dim_size") { scope.int("last_dim_size", 0)? } else { *sizes.last().unwrap_or(&-1) };
-    let n = if asked > 0 { asked } else { 2 * (kept - 1) };
-    if n < 1 || n / 2 + 1 != kept {
+    let requested =
+        if scope.has("last_dim_size") { scope.int("last_dim_size", 0)? } else { *sizes.last().unwrap_or(&-1) };
+    let n = if requested > 0 { requested } else { 2 * (half_length - 1) };
+    if n < 1 || n / 2 + 1 != half_length {
         return Err(LowerReason::Unsupported("an FFT that pads or cuts its input".to_string()));
     }
     let mut elements = n as f64;
-    for (at, axis) in others.iter().enumerate() {
-        let own = length(scope, x.0, *axis)?;
-        if sizes.get(at).is_some_and(|size| *size != -1 && *size != own) {
+    for (at, axis) in leading.iter().enumerate() {
+        let axis_length = length(scope, x.0, *axis)?;
+        if sizes.get(at).is_some_and(|size| *size != -1 && *size != axis_length) {
             return Err(LowerReason::Unsupported("an FFT that pads or cuts its input".to_string()));
         }
-        elements *= own as f64;
-        x = along(scope, (x.0, Some(x.1)), *axis, own, false)?;
+        elements *= axis_length as f64;
+        x = transform_axis(scope, (x.0, Some(x.1)), *axis, axis_length, false)?;
     }
     // x[m] = Σ w_k (re_k cos - im_k sin): all but the first, and the middle one of an even number, count twice.
     let weight = |k: i64| if k == 0 || 2 * k == n { 1.0 } else { 2.0 };
     let angle = |k: i64, m: i64| TAU * (k as f64 * m as f64 % n as f64) / n as f64;
-    let matrix = |of: fn(f64) -> f64| -> Vec<Vec<(i64, f64)>> {
-        (0..n).map(|m| (0..kept).map(|k| (k, weight(k) * of(angle(k, m)))).collect()).collect()
+    let matrix = |wave: fn(f64) -> f64| -> Vec<Vec<(i64, f64)>> {
+        (0..n).map(|m| (0..half_length).map(|k| (k, weight(k) * wave(angle(k, m)))).collect()).collect()
     };
-    if n.saturating_mul(kept) > 1 << 22 {
+    if n.saturating_mul(half_length) > 1 << 22 {
         return Err(LowerReason::Unsupported(format!("a transform of length {n}")));
     }
-    let re = mixed(scope, x.0, *last, kept, &matrix(f64::cos))?;
-    let im = mixed(scope, x.1, *last, kept, &matrix(f64::sin))?;
+    let re = mixed(scope, x.0, *last, half_length, &matrix(f64::cos))?;
+    let im = mixed(scope, x.1, *last, half_length, &matrix(f64::sin))?;
     let y = scope.binary(Binary::Sub, re, im)?;
     let factor = scale(scope, elements, false)?;
     one(if factor == 1.0 { y } else { scope.with_number(Binary::Mul, y, factor)? })

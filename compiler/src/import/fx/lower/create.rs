@@ -1,7 +1,7 @@
 //! Operators that create tensors from sizes and numbers, and triangular parts.
 
 use super::argument::{Number, Operand};
-use super::{Made, Outputs, Scope, one, promote};
+use super::{NodeOutputs, Outputs, Scope, one, promote};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::movement::triangle;
@@ -32,10 +32,10 @@ pub fn arange(scope: &mut Scope<'_>) -> Outputs {
         (_, Some(0)) | (_, None) => return Err(LowerReason::Inputs(format!("a range with step {step}"))),
         (_, Some(1)) => span,
         (Some(span), Some(step)) => {
-            let whole = span.checked_div_euclid(step).unwrap_or(0);
-            let rest = i64::from(span.checked_rem_euclid(step).unwrap_or(0) != 0);
+            let quotient = span.checked_div_euclid(step).unwrap_or(0);
+            let remainder = i64::from(span.checked_rem_euclid(step).unwrap_or(0) != 0);
             // For a negative step, the Euclidean quotient already rounds up.
-            Dim::Known(if step > 0 { whole + rest } else { whole })
+            Dim::Known(if step > 0 { quotient + remainder } else { quotient })
         }
         (None, Some(step)) => span.div_exact(&Dim::Known(step))?,
     };
@@ -73,8 +73,8 @@ pub fn linspace(scope: &mut Scope<'_>, powers: bool) -> Outputs {
         return Err(LowerReason::Inputs(format!("{steps} numbers")));
     }
     let base = scope.float("base", 10.0)?;
-    let between = (steps - 1).max(1) as f64;
-    let at = |i: i64| if i == steps - 1 && steps > 1 { end } else { start + (end - start) * i as f64 / between };
+    let intervals = (steps - 1).max(1) as f64;
+    let at = |i: i64| if i == steps - 1 && steps > 1 { end } else { start + (end - start) * i as f64 / intervals };
     let values: Vec<f64> = (0..steps).map(|i| if powers { base.powf(at(i)) } else { at(i) }).collect();
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
     one(scope.constant(Tensor::from_f64(&[values.len()], &values).cast(dtype))?)
@@ -87,9 +87,9 @@ pub fn eye(scope: &mut Scope<'_>) -> Outputs {
     let row = Fact::new(DType::I64, vec![Dim::Known(1), columns]);
     let i = scope.add(Op::Iota(Iota { fact: column, axis: 0 }), &[])?;
     let j = scope.add(Op::Iota(Iota { fact: row, axis: 1 }), &[])?;
-    let on = scope.compare(Compare::Equal, i, j)?;
+    let is_diagonal = scope.compare(Compare::Equal, i, j)?;
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
-    one(scope.cast(on, dtype)?)
+    one(scope.cast(is_diagonal, dtype)?)
 }
 
 /// `tril_indices` and `triu_indices`: row indices, then column indices.
@@ -98,11 +98,12 @@ pub fn triangle_places(scope: &mut Scope<'_>, upper: bool) -> Outputs {
     if !(0..=1 << 10).contains(&rows) || !(0..=1 << 10).contains(&columns) {
         return Err(LowerReason::Inputs(format!("a {rows} by {columns} triangular matrix")));
     }
-    let all = (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j)));
-    let places: Vec<(i64, i64)> = all.filter(|(i, j)| if upper { j - i >= offset } else { j - i <= offset }).collect();
-    let values: Vec<i64> = places.iter().map(|p| p.0).chain(places.iter().map(|p| p.1)).collect();
+    let pairs = (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j)));
+    let selected: Vec<(i64, i64)> =
+        pairs.filter(|(i, j)| if upper { j - i >= offset } else { j - i <= offset }).collect();
+    let values: Vec<i64> = selected.iter().map(|p| p.0).chain(selected.iter().map(|p| p.1)).collect();
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::I64);
-    one(scope.constant(Tensor::from_i64(&[2, places.len()], &values).cast(dtype))?)
+    one(scope.constant(Tensor::from_i64(&[2, selected.len()], &values).cast(dtype))?)
 }
 
 fn size(dim: &Dim) -> Operand {
@@ -147,11 +148,11 @@ pub fn sym_size(scope: &mut Scope<'_>) -> Outputs {
     if fact.rank() == 0 {
         return Err(LowerReason::Inputs("a scalar has no axes".to_string()));
     }
-    Ok(Made::Size(fact.shape[scope.axis("dim", 0, fact.rank())?].clone()))
+    Ok(NodeOutputs::Size(fact.shape[scope.axis("dim", 0, fact.rank())?].clone()))
 }
 
 pub fn sym_numel(scope: &mut Scope<'_>) -> Outputs {
-    Ok(Made::Size(volume(&scope.fact_of("self")?.shape)?))
+    Ok(NodeOutputs::Size(volume(&scope.fact_of("self")?.shape)?))
 }
 
 /// Arithmetic on sizes. Operands are positional: Python's operators do not name them.
@@ -170,5 +171,5 @@ pub fn size_arithmetic(
             .ok_or_else(|| LowerReason::Inputs(format!("operand {at} is not a size"))),
         _ => Err(LowerReason::Inputs(format!("operand {at} is not a size"))),
     };
-    Ok(Made::Size(join(&operand(0)?, &operand(1)?)?))
+    Ok(NodeOutputs::Size(join(&operand(0)?, &operand(1)?)?))
 }

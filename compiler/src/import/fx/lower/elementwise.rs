@@ -2,7 +2,7 @@
 
 use super::argument::{Number, Operand};
 use super::function::toward_zero;
-use super::{Known, Made, Outputs, Scope, one, promote};
+use super::{Known, NodeOutputs, Outputs, Scope, one, promote};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::symbolic_batch;
@@ -29,7 +29,7 @@ pub fn real(scope: &mut Scope<'_>, op: Unary) -> Outputs {
 
 pub fn identity(scope: &mut Scope<'_>) -> Outputs {
     let name = if scope.has("self") { "self" } else { "input" };
-    Ok(Made::Tensors(vec![scope.known(name)?]))
+    Ok(NodeOutputs::Tensors(vec![scope.known(name)?]))
 }
 
 /// `clone`: weights become graph values, so that an in-place change affects only the copy.
@@ -37,7 +37,7 @@ pub fn duplicate(scope: &mut Scope<'_>) -> Outputs {
     let name = if scope.has("self") { "self" } else { "input" };
     match scope.known(name)? {
         Known::Weight(_) => one(scope.value(name)?),
-        known => Ok(Made::Tensors(vec![known])),
+        known => Ok(NodeOutputs::Tensors(vec![known])),
     }
 }
 
@@ -46,9 +46,9 @@ pub fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     let operands = [required(scope, "self")?, required(scope, "other")?];
     let dtype = promote::common(scope, &operands);
     let [a, b] = operands;
-    let mut both = [promote::value(scope, &a, dtype)?, promote::value(scope, &b, dtype)?];
-    scope.alike(&mut both, None)?;
-    Ok((both[0], both[1]))
+    let mut pair_values = [promote::value(scope, &a, dtype)?, promote::value(scope, &b, dtype)?];
+    scope.align_batch(&mut pair_values, None)?;
+    Ok((pair_values[0], pair_values[1]))
 }
 
 pub fn binary(scope: &mut Scope<'_>, op: Binary) -> Outputs {
@@ -94,11 +94,11 @@ pub fn divide(scope: &mut Scope<'_>, default: &'static str) -> Outputs {
             let quotient = scope.binary(Binary::Div, a, b)?;
             one(toward_zero(scope, quotient)?)
         }
-        // The remainder has the divisor's sign, so `a - rest` divides exactly to the floor.
+        // The remainder has the divisor's sign, so `a - remainder` divides exactly to the floor.
         "floor" => {
-            let rest = scope.binary(Binary::Mod, a, b)?;
-            let whole = scope.binary(Binary::Sub, a, rest)?;
-            let quotient = scope.binary(Binary::Div, whole, b)?;
+            let remainder = scope.binary(Binary::Mod, a, b)?;
+            let multiple = scope.binary(Binary::Sub, a, remainder)?;
+            let quotient = scope.binary(Binary::Div, multiple, b)?;
             one(if float { scope.unary(Unary::Round, quotient)? } else { quotient })
         }
         other => Err(LowerReason::Unsupported(format!("a division with rounding mode `{other}`"))),
@@ -141,32 +141,32 @@ pub fn square(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, x, x)?)
 }
 
-/// Compares `a` with `b`; "greater" is "less" with `exchanged` operands.
-pub fn compare(scope: &mut Scope<'_>, op: Compare, exchanged: bool) -> Outputs {
+/// Compares `a` with `b`; "greater" is "less" with `swapped` operands.
+pub fn compare(scope: &mut Scope<'_>, op: Compare, swapped: bool) -> Outputs {
     let (a, b) = pair(scope)?;
-    one(if exchanged { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
+    one(if swapped { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
 }
 
-pub fn differs(scope: &mut Scope<'_>) -> Outputs {
+pub fn not_equal(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = pair(scope)?;
-    let same = scope.compare(Compare::Equal, a, b)?;
-    one(scope.unary(Unary::Not, same)?)
+    let equal = scope.compare(Compare::Equal, a, b)?;
+    one(scope.unary(Unary::Not, equal)?)
 }
 
 /// `x ≠ 0`.
-fn truth(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
+fn to_bool(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let dtype = scope.fact(x).dtype;
     if dtype == DType::Bool {
         return Ok(x);
     }
     let zero = scope.scalar(dtype, 0.0)?;
-    let same = scope.compare(Compare::Equal, x, zero)?;
-    scope.unary(Unary::Not, same)
+    let is_zero = scope.compare(Compare::Equal, x, zero)?;
+    scope.unary(Unary::Not, is_zero)
 }
 
 pub fn logical(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let (a, b) = pair(scope)?;
-    let (a, b) = (truth(scope, a)?, truth(scope, b)?);
+    let (a, b) = (to_bool(scope, a)?, to_bool(scope, b)?);
     one(scope.binary(op, a, b)?)
 }
 
@@ -179,19 +179,19 @@ pub fn bitwise(scope: &mut Scope<'_>, op: Binary) -> Outputs {
 /// Logical not, or bitwise not.
 pub fn negate(scope: &mut Scope<'_>, bitwise: bool) -> Outputs {
     let x = scope.value("self")?;
-    let x = if bitwise { x } else { truth(scope, x)? };
+    let x = if bitwise { x } else { to_bool(scope, x)? };
     one(scope.unary(Unary::Not, x)?)
 }
 
 pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
-    let same = scope.compare(Compare::Equal, x, x)?;
-    one(scope.unary(Unary::Not, same)?)
+    let equals_self = scope.compare(Compare::Equal, x, x)?;
+    one(scope.unary(Unary::Not, equals_self)?)
 }
 
 pub fn choose(scope: &mut Scope<'_>) -> Outputs {
     let condition = scope.value("condition")?;
-    let condition = truth(scope, condition)?;
+    let condition = to_bool(scope, condition)?;
     let (a, b) = pair(scope)?;
     one(scope.select(condition, a, b)?)
 }
@@ -208,13 +208,13 @@ pub fn masked_fill(scope: &mut Scope<'_>) -> Outputs {
 pub fn clamp(scope: &mut Scope<'_>, low: &'static str, high: &'static str) -> Outputs {
     let x = Operand::Tensor(scope.value("self")?);
     let (low, high) = (scope.operand(low)?, scope.operand(high)?);
-    let all: Vec<Operand> = [Some(x.clone()), low.clone(), high.clone()].into_iter().flatten().collect();
-    let dtype = promote::common(scope, &all);
+    let operands: Vec<Operand> = [Some(x.clone()), low.clone(), high.clone()].into_iter().flatten().collect();
+    let dtype = promote::common(scope, &operands);
     let mut y = promote::value(scope, &x, dtype)?;
-    for (op, bound) in [(Binary::Max, low), (Binary::Min, high)] {
-        if let Some(bound) = bound {
-            let bound = promote::value(scope, &bound, dtype)?;
-            y = scope.binary(op, y, bound)?;
+    for (op, limit) in [(Binary::Max, low), (Binary::Min, high)] {
+        if let Some(limit) = limit {
+            let limit = promote::value(scope, &limit, dtype)?;
+            y = scope.binary(op, y, limit)?;
         }
     }
     one(y)
@@ -286,8 +286,8 @@ pub fn hard_sigmoid(scope: &mut Scope<'_>, gated: bool) -> Outputs {
     let x = scope.value("self")?;
     let shifted = scope.with_number(Binary::Add, x, 3.0)?;
     let below = scope.with_number(Binary::Min, shifted, 6.0)?;
-    let kept = scope.with_number(Binary::Max, below, 0.0)?;
-    let gate = scope.with_number(Binary::Div, kept, 6.0)?;
+    let clamped = scope.with_number(Binary::Max, below, 0.0)?;
+    let gate = scope.with_number(Binary::Div, clamped, 6.0)?;
     one(if gated { scope.binary(Binary::Mul, x, gate)? } else { gate })
 }
 
@@ -302,8 +302,8 @@ pub fn softplus(scope: &mut Scope<'_>) -> Outputs {
         return one(y);
     }
     let limit = scope.scalar(scope.fact(x).dtype, threshold)?;
-    let beyond = scope.compare(Compare::Less, limit, scaled)?;
-    one(scope.select(beyond, x, y)?)
+    let is_linear = scope.compare(Compare::Less, limit, scaled)?;
+    one(scope.select(is_linear, x, y)?)
 }
 
 /// `x·tanh(softplus(x))`

@@ -31,7 +31,7 @@ fn compared(scope: &mut Scope<'_>, op: Compare, x: Value, number: f64) -> Result
 }
 
 /// `condition ? number : x`
-fn replaced(scope: &mut Scope<'_>, condition: Value, number: f64, x: Value) -> Result<Value, LowerReason> {
+fn replace(scope: &mut Scope<'_>, condition: Value, number: f64, x: Value) -> Result<Value, LowerReason> {
     let number = scope.scalar(scope.fact(x).dtype, number)?;
     scope.select(condition, number, x)
 }
@@ -60,17 +60,17 @@ pub fn power_of_two(scope: &mut Scope<'_>) -> Outputs {
 pub fn log_one_plus(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let size = scope.unary(Unary::Abs, x)?;
-    let near = compared(scope, Compare::Less, size, 0.5)?;
-    let inner = replaced(scope, near, 0.0, x)?;
+    let is_small = compared(scope, Compare::Less, size, 0.5)?;
+    let inner = replace(scope, is_small, 0.0, x)?;
     let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
-    let inside = scope.select(near, x, zero)?;
-    let beyond = scope.with_number(Binary::Add, inside, 2.0)?;
-    let ratio = scope.binary(Binary::Div, inside, beyond)?;
+    let small_x = scope.select(is_small, x, zero)?;
+    let denominator = scope.with_number(Binary::Add, small_x, 2.0)?;
+    let ratio = scope.binary(Binary::Div, small_x, denominator)?;
     let area = scope.unary(Unary::Atanh, ratio)?;
     let small = scope.with_number(Binary::Mul, area, 2.0)?;
     let shifted = scope.with_number(Binary::Add, inner, 1.0)?;
     let large = scope.unary(Unary::Log, shifted)?;
-    one(scope.select(near, small, large)?)
+    one(scope.select(is_small, small, large)?)
 }
 
 pub fn complementary_error(scope: &mut Scope<'_>) -> Outputs {
@@ -91,18 +91,18 @@ pub fn toward_zero(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason
         return Ok(x);
     }
     let below = compared(scope, Compare::Less, x, 0.0)?;
-    let (up, down) = (scope.unary(Unary::Ceil, x)?, scope.unary(Unary::Floor, x)?);
-    scope.select(below, up, down)
+    let (ceil, floor) = (scope.unary(Unary::Ceil, x)?, scope.unary(Unary::Floor, x)?);
+    scope.select(below, ceil, floor)
 }
 
-/// `trunc`, or the fractional part with `rest`.
-pub fn truncated(scope: &mut Scope<'_>, rest: bool) -> Outputs {
+/// `trunc`, or the fractional part with `fraction`.
+pub fn truncate(scope: &mut Scope<'_>, fraction: bool) -> Outputs {
     let x = scope.value("self")?;
-    let whole = toward_zero(scope, x)?;
-    one(if rest { scope.binary(Binary::Sub, x, whole)? } else { whole })
+    let integral = toward_zero(scope, x)?;
+    one(if fraction { scope.binary(Binary::Sub, x, integral)? } else { integral })
 }
 
-pub fn rounded(scope: &mut Scope<'_>, op: Unary) -> Outputs {
+pub fn round(scope: &mut Scope<'_>, op: Unary) -> Outputs {
     let x = scope.value("self")?;
     if !scope.fact(x).dtype.is_float() {
         return one(x);
@@ -113,8 +113,8 @@ pub fn rounded(scope: &mut Scope<'_>, op: Unary) -> Outputs {
     }
     let factor = 10f64.powi(decimals.clamp(-400, 400) as i32);
     let scaled = scope.with_number(Binary::Mul, x, factor)?;
-    let whole = scope.unary(op, scaled)?;
-    one(scope.with_number(Binary::Div, whole, factor)?)
+    let rounded = scope.unary(op, scaled)?;
+    one(scope.with_number(Binary::Div, rounded, factor)?)
 }
 
 /// Tests the sign bit, so that `-0` is negative.
@@ -134,16 +134,16 @@ pub fn sign_bit(scope: &mut Scope<'_>) -> Outputs {
     one(negative(scope, x)?)
 }
 
-/// Tests for infinity, or for finite numbers with `opposite`.
-pub fn infinite(scope: &mut Scope<'_>, opposite: bool) -> Outputs {
+/// Tests for infinity, or for finite numbers with `negate`.
+pub fn infinite(scope: &mut Scope<'_>, negate: bool) -> Outputs {
     let x = scope.value("self")?;
     if !scope.fact(x).dtype.is_float() {
         let shape = scope.fact(x).shape;
-        let answer = scope.constant(Number::Bool(opposite).tensor(DType::Bool))?;
-        return one(scope.broadcast(answer, shape)?);
+        let result = scope.constant(Number::Bool(negate).tensor(DType::Bool))?;
+        return one(scope.broadcast(result, shape)?);
     }
     let size = scope.unary(Unary::Abs, x)?;
-    one(compared(scope, if opposite { Compare::Less } else { Compare::Equal }, size, f64::INFINITY)?)
+    one(compared(scope, if negate { Compare::Less } else { Compare::Equal }, size, f64::INFINITY)?)
 }
 
 pub fn largest(dtype: DType) -> f64 {
@@ -156,8 +156,8 @@ pub fn largest(dtype: DType) -> f64 {
 }
 
 fn is_nan(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
-    let same = scope.compare(Compare::Equal, x, x)?;
-    scope.unary(Unary::Not, same)
+    let equals_self = scope.compare(Compare::Equal, x, x)?;
+    scope.unary(Unary::Not, equals_self)
 }
 
 pub fn nan_to_num(scope: &mut Scope<'_>) -> Outputs {
@@ -167,11 +167,11 @@ pub fn nan_to_num(scope: &mut Scope<'_>) -> Outputs {
         return one(x);
     }
     let nan = is_nan(scope, x)?;
-    let mut y = replaced(scope, nan, scope.float("nan", 0.0)?, x)?;
+    let mut y = replace(scope, nan, scope.float("nan", 0.0)?, x)?;
     for (name, from, to) in [("posinf", f64::INFINITY, largest(dtype)), ("neginf", f64::NEG_INFINITY, -largest(dtype))]
     {
         let at = compared(scope, Compare::Equal, x, from)?;
-        y = replaced(scope, at, scope.float(name, to)?, y)?;
+        y = replace(scope, at, scope.float(name, to)?, y)?;
     }
     one(y)
 }
@@ -179,9 +179,9 @@ pub fn nan_to_num(scope: &mut Scope<'_>) -> Outputs {
 /// `fmax` or `fmin`: NaN loses against a number.
 pub fn number_wins(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let (a, b) = pair(scope)?;
-    let better = scope.binary(op, a, b)?;
+    let extremum = scope.binary(op, a, b)?;
     let (no_a, no_b) = (is_nan(scope, a)?, is_nan(scope, b)?);
-    let y = scope.select(no_b, a, better)?;
+    let y = scope.select(no_b, a, extremum)?;
     one(scope.select(no_a, b, y)?)
 }
 
@@ -190,8 +190,8 @@ pub fn copy_sign(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = floats(scope)?;
     let sign = negative(scope, b)?;
     let size = scope.unary(Unary::Abs, a)?;
-    let opposite = scope.unary(Unary::Neg, size)?;
-    one(scope.select(sign, opposite, size)?)
+    let negated = scope.unary(Unary::Neg, size)?;
+    one(scope.select(sign, negated, size)?)
 }
 
 /// `atan2(self, other)`. The smaller coordinate is divided by the larger one, so that quotient and gradient stay
@@ -202,19 +202,19 @@ pub fn angle(scope: &mut Scope<'_>) -> Outputs {
     let (high, wide) = (scope.unary(Unary::Abs, y)?, scope.unary(Unary::Abs, x)?);
     let steep = scope.compare(Compare::Less, wide, high)?;
     let (upper, lower) = (scope.select(steep, x, y)?, scope.select(steep, y, x)?);
-    let none = compared(scope, Compare::Equal, lower, 0.0)?;
-    let lower = replaced(scope, none, 1.0, lower)?;
+    let is_zero = compared(scope, Compare::Equal, lower, 0.0)?;
+    let lower = replace(scope, is_zero, 1.0, lower)?;
     let ratio = scope.binary(Binary::Div, upper, lower)?;
-    let turn = scope.unary(Unary::Atan, ratio)?;
-    let down = negative(scope, y)?;
+    let angle = scope.unary(Unary::Atan, ratio)?;
+    let is_negative = negative(scope, y)?;
     let (plus, minus) = (scope.scalar(dtype, FRAC_PI_2)?, scope.scalar(dtype, -FRAC_PI_2)?);
-    let quarter = scope.select(down, minus, plus)?;
-    let from_axis = scope.binary(Binary::Sub, quarter, turn)?;
-    let left = compared(scope, Compare::Less, x, 0.0)?;
+    let quarter = scope.select(is_negative, minus, plus)?;
+    let from_axis = scope.binary(Binary::Sub, quarter, angle)?;
+    let is_left = compared(scope, Compare::Less, x, 0.0)?;
     let (plus, minus) = (scope.scalar(dtype, PI)?, scope.scalar(dtype, -PI)?);
-    let half = scope.select(down, minus, plus)?;
-    let beyond = scope.binary(Binary::Add, turn, half)?;
-    let flat = scope.select(left, beyond, turn)?;
+    let half = scope.select(is_negative, minus, plus)?;
+    let shifted = scope.binary(Binary::Add, angle, half)?;
+    let flat = scope.select(is_left, shifted, angle)?;
     one(scope.select(steep, from_axis, flat)?)
 }
 
@@ -226,12 +226,12 @@ pub fn hypotenuse(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `fmod`: the remainder has the sign of `a`.
-pub fn rest(scope: &mut Scope<'_>) -> Outputs {
+pub fn remainder(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = pair(scope)?;
-    let (size, by) = (scope.unary(Unary::Abs, a)?, scope.unary(Unary::Abs, b)?);
-    let rest = scope.binary(Binary::Mod, size, by)?;
+    let (size, divisor) = (scope.unary(Unary::Abs, a)?, scope.unary(Unary::Abs, b)?);
+    let remainder = scope.binary(Binary::Mod, size, divisor)?;
     let sign = scope.unary(Unary::Sign, a)?;
-    one(scope.binary(Binary::Mul, rest, sign)?)
+    one(scope.binary(Binary::Mul, remainder, sign)?)
 }
 
 pub fn scaled_by_power(scope: &mut Scope<'_>) -> Outputs {
@@ -246,21 +246,21 @@ pub fn log_of_sum(scope: &mut Scope<'_>, binary: bool) -> Outputs {
     let (a, b) = floats(scope)?;
     let top = scope.binary(Binary::Max, a, b)?;
     let difference = scope.binary(Binary::Sub, a, b)?;
-    let apart = scope.unary(Unary::Abs, difference)?;
-    let below = scope.with_number(Binary::Mul, apart, if binary { -LN_2 } else { -1.0 })?;
-    let mut more = scope.unary(Unary::Softplus, below)?;
+    let distance = scope.unary(Unary::Abs, difference)?;
+    let below = scope.with_number(Binary::Mul, distance, if binary { -LN_2 } else { -1.0 })?;
+    let mut correction = scope.unary(Unary::Softplus, below)?;
     if binary {
-        more = scope.with_number(Binary::Div, more, LN_2)?;
+        correction = scope.with_number(Binary::Div, correction, LN_2)?;
     }
-    one(scope.binary(Binary::Add, top, more)?)
+    one(scope.binary(Binary::Add, top, correction)?)
 }
 
 /// `a·log b`, and 0 where `a` is 0.
 pub fn times_log(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = floats(scope)?;
-    let none = compared(scope, Compare::Equal, a, 0.0)?;
-    let inside = replaced(scope, none, 1.0, b)?;
-    let log = scope.unary(Unary::Log, inside)?;
+    let is_zero = compared(scope, Compare::Equal, a, 0.0)?;
+    let safe_b = replace(scope, is_zero, 1.0, b)?;
+    let log = scope.unary(Unary::Log, safe_b)?;
     one(scope.binary(Binary::Mul, a, log)?)
 }
 
@@ -269,19 +269,19 @@ pub fn step(scope: &mut Scope<'_>) -> Outputs {
     let (x, values) = (scope.value("self")?, scope.value("values")?);
     let (above, at) = (compared(scope, Compare::Less, x, 0.0)?, compared(scope, Compare::Equal, x, 0.0)?);
     let one_value = scope.scalar(scope.fact(x).dtype, 1.0)?;
-    let outside = replaced(scope, above, 0.0, one_value)?;
-    one(scope.select(at, values, outside)?)
+    let unit_step = replace(scope, above, 0.0, one_value)?;
+    one(scope.select(at, values, unit_step)?)
 }
 
 /// `sin(πx)/(πx)`, and 1 at 0.
 pub fn sinc(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let at = compared(scope, Compare::Equal, x, 0.0)?;
-    let away = replaced(scope, at, 1.0, x)?;
-    let angle = scope.with_number(Binary::Mul, away, PI)?;
+    let safe_x = replace(scope, at, 1.0, x)?;
+    let angle = scope.with_number(Binary::Mul, safe_x, PI)?;
     let sin = scope.unary(Unary::Sin, angle)?;
     let y = scope.binary(Binary::Div, sin, angle)?;
-    one(replaced(scope, at, 1.0, y)?)
+    one(replace(scope, at, 1.0, y)?)
 }
 
 /// `log(x/(1 - x))`, with `x` clamped to `eps .. 1 - eps`.
@@ -292,16 +292,16 @@ pub fn logit(scope: &mut Scope<'_>) -> Outputs {
         x = scope.with_number(Binary::Min, x, 1.0 - eps)?;
     }
     let one_value = scope.scalar(scope.fact(x).dtype, 1.0)?;
-    let rest = scope.binary(Binary::Sub, one_value, x)?;
-    let odds = scope.binary(Binary::Div, x, rest)?;
+    let complement = scope.binary(Binary::Sub, one_value, x)?;
+    let odds = scope.binary(Binary::Div, x, complement)?;
     one(scope.unary(Unary::Log, odds)?)
 }
 
 /// `log σ(x) = -log(1 + e^-x)`
 pub fn log_sigmoid(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
-    let opposite = scope.unary(Unary::Neg, x)?;
-    let soft = scope.unary(Unary::Softplus, opposite)?;
+    let negated = scope.unary(Unary::Neg, x)?;
+    let soft = scope.unary(Unary::Softplus, negated)?;
     one(scope.unary(Unary::Neg, soft)?)
 }
 
@@ -309,21 +309,21 @@ pub fn log_sigmoid(scope: &mut Scope<'_>) -> Outputs {
 pub fn shrink(scope: &mut Scope<'_>, soft: bool) -> Outputs {
     let (x, lambda) = (scope.value("self")?, scope.float("lambd", 0.5)?);
     let size = scope.unary(Unary::Abs, x)?;
-    let inside = compared(scope, Compare::LessEqual, size, lambda)?;
+    let is_inside = compared(scope, Compare::LessEqual, size, lambda)?;
     if !soft {
-        return one(replaced(scope, inside, 0.0, x)?);
+        return one(replace(scope, is_inside, 0.0, x)?);
     }
     let sign = scope.unary(Unary::Sign, x)?;
-    let toward = scope.with_number(Binary::Mul, sign, lambda)?;
-    let y = scope.binary(Binary::Sub, x, toward)?;
-    one(replaced(scope, inside, 0.0, y)?)
+    let offset = scope.with_number(Binary::Mul, sign, lambda)?;
+    let y = scope.binary(Binary::Sub, x, offset)?;
+    one(replace(scope, is_inside, 0.0, y)?)
 }
 
 pub fn threshold(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let (threshold, value) = (scope.float("threshold", 0.0)?, scope.float("value", 0.0)?);
     let below = compared(scope, Compare::LessEqual, x, threshold)?;
-    one(replaced(scope, below, value, x)?)
+    one(replace(scope, below, value, x)?)
 }
 
 /// `x > 0 ? x : weight·x` with one weight, or one per channel.
@@ -343,7 +343,7 @@ pub fn prelu(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `glu`: the first half of an axis times the sigmoid of the second.
-pub fn gated_halves(scope: &mut Scope<'_>) -> Outputs {
+pub fn gated_linear_unit(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
     let axis = attribute::axis(scope.int("dim", -1)?, shape.len())?;
@@ -363,21 +363,21 @@ pub fn with_pair(scope: &mut Scope<'_>, op: Binary) -> Outputs {
         values.push(promote::value(scope, operand, dtype)?);
     }
     let factor = scope.float("value", 1.0)?;
-    let mut joined = scope.binary(op, values[1], values[2])?;
+    let mut result = scope.binary(op, values[1], values[2])?;
     if factor != 1.0 {
-        joined = scope.with_number(Binary::Mul, joined, factor)?;
+        result = scope.with_number(Binary::Mul, result, factor)?;
     }
-    one(scope.binary(Binary::Add, values[0], joined)?)
+    one(scope.binary(Binary::Add, values[0], result)?)
 }
 
 /// `lerp`: `self + weight·(end - self)`.
-pub fn between(scope: &mut Scope<'_>) -> Outputs {
+pub fn lerp(scope: &mut Scope<'_>) -> Outputs {
     let (x, end) = (scope.value("self")?, scope.value("end")?);
-    let way = scope.binary(Binary::Sub, end, x)?;
+    let distance = scope.binary(Binary::Sub, end, x)?;
     let weight = required(scope, "weight")?;
     let weight = promote::value(scope, &weight, scope.fact(x).dtype)?;
-    let moved = scope.binary(Binary::Mul, way, weight)?;
-    one(scope.binary(Binary::Add, x, moved)?)
+    let step = scope.binary(Binary::Mul, distance, weight)?;
+    one(scope.binary(Binary::Add, x, step)?)
 }
 
 pub fn shift(scope: &mut Scope<'_>, op: Binary) -> Outputs {
@@ -391,8 +391,7 @@ pub fn shift(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     one(scope.binary(op, a, b)?)
 }
 
-/// `isclose`.
-pub fn close(scope: &mut Scope<'_>) -> Outputs {
+pub fn is_close(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = pair(scope)?;
     let (relative, absolute) = (scope.float("rtol", 1e-5)?, scope.float("atol", 1e-8)?);
     let equal = scope.compare(Compare::Equal, a, b)?;
@@ -400,18 +399,18 @@ pub fn close(scope: &mut Scope<'_>) -> Outputs {
         return one(equal);
     }
     let difference = scope.binary(Binary::Sub, a, b)?;
-    let apart = scope.unary(Unary::Abs, difference)?;
+    let distance = scope.unary(Unary::Abs, difference)?;
     let size = scope.unary(Unary::Abs, b)?;
     let scaled = scope.with_number(Binary::Mul, size, relative)?;
     let allowed = scope.with_number(Binary::Add, scaled, absolute)?;
-    let near = scope.compare(Compare::LessEqual, apart, allowed)?;
-    let known = compared(scope, Compare::Less, allowed, f64::INFINITY)?;
-    let near = scope.binary(Binary::And, near, known)?;
-    let mut met = scope.binary(Binary::Or, equal, near)?;
+    let is_near = scope.compare(Compare::LessEqual, distance, allowed)?;
+    let is_finite = compared(scope, Compare::Less, allowed, f64::INFINITY)?;
+    let is_near = scope.binary(Binary::And, is_near, is_finite)?;
+    let mut is_close = scope.binary(Binary::Or, equal, is_near)?;
     if scope.flag("equal_nan", false)? {
         let (a, b) = (is_nan(scope, a)?, is_nan(scope, b)?);
-        let both = scope.binary(Binary::And, a, b)?;
-        met = scope.binary(Binary::Or, met, both)?;
+        let both_nan = scope.binary(Binary::And, a, b)?;
+        is_close = scope.binary(Binary::Or, is_close, both_nan)?;
     }
-    one(met)
+    one(is_close)
 }

@@ -2,7 +2,7 @@
 
 use super::attention::{probabilities, scale_of};
 use super::window::pool_window;
-use super::{Known, Made, Outputs, Scope, many, one};
+use super::{Known, NodeOutputs, Outputs, Scope, many, one};
 use crate::import::build::Build;
 use crate::import::fx::schema::Argument;
 use crate::import::lower_error::LowerReason;
@@ -35,21 +35,21 @@ pub fn convolution(scope: &mut Scope<'_>) -> Outputs {
     let sizes = kernel.concrete().filter(|s| s.len() > 2 && s.len() == input.rank());
     let sizes = sizes.ok_or_else(|| LowerReason::Inputs(format!("its weight is {kernel}, its input {input}")))?;
     let (window, groups) = super::window::convolution_window(scope, sizes.len() - 2)?;
-    let mut made = vec![UNASKED; 3];
+    let mut gradients = vec![UNASKED; 3];
     let [for_input, for_weight, for_bias] = mask(scope);
     if for_input {
         let op = ConvInputGrad { window: window.clone(), groups, spatial: input.shape[2..].to_vec() };
-        made[0] = Known::Value(scope.add(Op::ConvInputGrad(op), &[dy, weight])?);
+        gradients[0] = Known::Value(scope.add(Op::ConvInputGrad(op), &[dy, weight])?);
     }
     if for_weight {
         let op = ConvWeightGrad { window, groups, kernel: sizes[2..].to_vec() };
-        made[1] = Known::Value(scope.add(Op::ConvWeightGrad(op), &[dy, x])?);
+        gradients[1] = Known::Value(scope.add(Op::ConvWeightGrad(op), &[dy, x])?);
     }
     if for_bias {
         let axes: Vec<usize> = (0..input.rank()).filter(|at| *at != 1).collect();
-        made[2] = Known::Value(scope.reduce(ReduceKind::Sum, dy, &axes, false)?);
+        gradients[2] = Known::Value(scope.reduce(ReduceKind::Sum, dy, &axes, false)?);
     }
-    Ok(Made::Tensors(made))
+    Ok(NodeOutputs::Tensors(gradients))
 }
 
 /// Gradient of a max pooling, computed from the input instead of the indices.
@@ -86,12 +86,12 @@ pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     if padding >= 0 {
         let index = scope.cast(index, DType::I64)?;
         let number = scope.scalar(DType::I64, padding as f64)?;
-        let is = scope.compare(crate::op::Compare::Equal, index, number)?;
-        let mut column = scope.fact(is).shape;
+        let is_padding = scope.compare(crate::op::Compare::Equal, index, number)?;
+        let mut column = scope.fact(is_padding).shape;
         column.push(Dim::Known(1));
-        let is = scope.reshape(is, column)?;
+        let is_padding = scope.reshape(is_padding, column)?;
         let zero = scope.scalar(scope.fact(dy).dtype, 0.0)?;
-        dy = scope.select(is, zero, dy)?;
+        dy = scope.select(is_padding, zero, dy)?;
     }
     one(scope.add(Op::ScatterAdd(ScatterAdd { axis: 0, size }), &[dy, index])?)
 }
@@ -107,10 +107,10 @@ pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
         Some(scale) => scale,
         None => filled(scope, fact.dtype, &dims, 1.0)?,
     };
-    let made = scope.add_all(Op::LayerNormGrad(LayerNormGrad { axis }), &[dy, x, scale, mean, rstd])?;
-    let asked = mask(scope);
-    let each = |(value, asked): (Value, bool)| if asked { Known::Value(value) } else { UNASKED };
-    Ok(Made::Tensors(made.into_iter().zip(asked).map(each).collect()))
+    let gradients = scope.add_all(Op::LayerNormGrad(LayerNormGrad { axis }), &[dy, x, scale, mean, rstd])?;
+    let requested = mask(scope);
+    let keep_requested = |(value, requested): (Value, bool)| if requested { Known::Value(value) } else { UNASKED };
+    Ok(NodeOutputs::Tensors(gradients.into_iter().zip(requested).map(keep_requested).collect()))
 }
 
 /// Gradients of attention for query, key and value, with the probabilities recomputed: `dv = pᵀ·do`, `ds = p·(do·vᵀ - Σ

@@ -5,21 +5,21 @@ use crate::import::fx::lower::{Scope, scatter, table};
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute::axis;
 use crate::import::onnx::lower::movement::transposed;
-use crate::import::onnx::lower::slice::place;
+use crate::import::onnx::lower::slice::clamp_index;
 use crate::op::Value;
 use crate::tensor::dim::Dim;
 
-/// `base` with the elements of the view made by `scope`'s node replaced by `new`; `None` if the view has no inverse.
-pub fn back(scope: &mut Scope<'_>, base: Value, new: Value) -> Result<Option<Value>, LowerReason> {
+/// `base` with the elements of the view made by `scope`'s node replaced by `value`; `None` if the view has no inverse.
+pub fn write_view(scope: &mut Scope<'_>, base: Value, value: Value) -> Result<Option<Value>, LowerReason> {
     let shape = scope.fact(base).shape;
     let rank = shape.len();
-    let whole = match table::name(&scope.node.target) {
+    let updated_base = match table::name(&scope.node.target) {
         "slice" => {
             let at = axis(scope.int("dim", 0)?, rank)?;
             let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
-            let begin = place(&start, &shape[at], &Dim::Known(0), &shape[at])?;
+            let begin = clamp_index(&start, &shape[at], &Dim::Known(0), &shape[at])?;
             let step = scope.int("step", 1)?;
-            scatter::written(scope, base, at, &begin, step, new)?
+            scatter::write_slice(scope, base, at, &begin, step, value)?
         }
         "select" => {
             let at = axis(scope.int("dim", 0)?, rank)?;
@@ -27,17 +27,17 @@ pub fn back(scope: &mut Scope<'_>, base: Value, new: Value) -> Result<Option<Val
             let begin = if index.known().is_some_and(|v| v < 0) { shape[at].add(&index)? } else { index };
             let mut row = shape.clone();
             row[at] = Dim::Known(1);
-            let new = scope.reshape(new, row)?;
-            scatter::written(scope, base, at, &begin, 1, new)?
+            let value = scope.reshape(value, row)?;
+            scatter::write_slice(scope, base, at, &begin, 1, value)?
         }
         "view" | "reshape" | "_unsafe_view" | "view_as" | "reshape_as" | "flatten" | "unflatten" | "unsqueeze"
-        | "squeeze" | "ravel" => scope.reshape(new, shape)?,
-        "alias" | "contiguous" | "to" | "positive" if scope.fact(new) == scope.fact(base) => new,
-        "t" | "numpy_T" | "mT" if rank == 2 => transposed(scope, new, vec![1, 0])?,
+        | "squeeze" | "ravel" => scope.reshape(value, shape)?,
+        "alias" | "contiguous" | "to" | "positive" if scope.fact(value) == scope.fact(base) => value,
+        "t" | "numpy_T" | "mT" if rank == 2 => transposed(scope, value, vec![1, 0])?,
         "transpose" => {
             let mut perm: Vec<usize> = (0..rank).collect();
             perm.swap(axis(scope.int("dim0", 0)?, rank)?, axis(scope.int("dim1", 1)?, rank)?);
-            transposed(scope, new, perm)?
+            transposed(scope, value, perm)?
         }
         "permute" => {
             let list = scope.ints("dims")?.unwrap_or_default();
@@ -45,9 +45,9 @@ pub fn back(scope: &mut Scope<'_>, base: Value, new: Value) -> Result<Option<Val
             for (at, from) in list.into_iter().enumerate() {
                 perm[axis(from, rank)?] = at;
             }
-            transposed(scope, new, perm)?
+            transposed(scope, value, perm)?
         }
         _ => return Ok(None),
     };
-    Ok(Some(whole))
+    Ok(Some(updated_base))
 }

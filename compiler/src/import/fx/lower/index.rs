@@ -1,12 +1,12 @@
 //! Operators that gather elements by index.
 
-use super::movement::stopped;
+use super::movement::stop_gradient;
 use super::{Outputs, Scope, one};
 use crate::import::batched;
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
-use crate::import::onnx::lower::gather::{add_offset, count, scaled, steps};
-use crate::import::onnx::lower::movement::{met, transposed};
+use crate::import::onnx::lower::gather::{add_offset, count, scale_index, steps};
+use crate::import::onnx::lower::movement::{broadcast_shape, transposed};
 use crate::import::symbolic_batch::with_batch_of;
 use crate::op::{Compare, Gather, Op, Value};
 use crate::tensor::DType;
@@ -21,12 +21,12 @@ pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     }
     // The padding row gets no gradient.
     let number = scope.scalar(scope.fact(index).dtype, padding as f64)?;
-    let is = scope.compare(Compare::Equal, index, number)?;
-    let mut column = scope.fact(is).shape;
+    let is_padding = scope.compare(Compare::Equal, index, number)?;
+    let mut column = scope.fact(is_padding).shape;
     column.push(Dim::Known(1));
-    let is = scope.reshape(is, column)?;
-    let without_gradient = stopped(scope, rows)?;
-    one(scope.select(is, without_gradient, rows)?)
+    let is_padding = scope.reshape(is_padding, column)?;
+    let without_gradient = stop_gradient(scope, rows)?;
+    one(scope.select(is_padding, without_gradient, rows)?)
 }
 
 /// `index_select`.
@@ -39,48 +39,53 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
 
 /// Flat indices of the elements that `index` selects along an axis of a tensor of shape `dims`; the other coordinates
 /// are those of the index.
-pub fn flat_place(scope: &mut Scope<'_>, dims: &[Dim], index: Value, along: usize) -> Result<Value, LowerReason> {
-    let picked = scope.fact(index).shape;
-    if picked.len() != dims.len() || dims.is_empty() {
+pub fn flatten_index(
+    scope: &mut Scope<'_>,
+    dims: &[Dim],
+    index: Value,
+    index_axis: usize,
+) -> Result<Value, LowerReason> {
+    let index_shape = scope.fact(index).shape;
+    if index_shape.len() != dims.len() || dims.is_empty() {
         return Err(LowerReason::Inputs(format!(
             "an index of rank {} for an input of rank {}",
-            picked.len(),
+            index_shape.len(),
             dims.len()
         )));
     }
     let index = scope.cast(index, DType::I64)?;
-    let mut place = None;
-    for at in 0..dims.len() {
-        let stride = volume(&dims[at + 1..])?;
-        let steps = match at == along {
-            true => steps(scope, index, &dims[at], &stride)?,
+    let mut flat_index = None;
+    for axis in 0..dims.len() {
+        let stride = volume(&dims[axis + 1..])?;
+        let steps = match axis == index_axis {
+            true => steps(scope, index, &dims[axis], &stride)?,
             false => {
-                let count = count(scope, dims.len(), at, &picked[at])?;
-                scaled(scope, count, &stride)?
+                let count = count(scope, dims.len(), axis, &index_shape[axis])?;
+                scale_index(scope, count, &stride)?
             }
         };
-        place = add_offset(scope, place, steps)?;
+        flat_index = add_offset(scope, flat_index, steps)?;
     }
-    place.ok_or_else(|| LowerReason::Inputs("it has no index".to_string()))
+    flat_index.ok_or_else(|| LowerReason::Inputs("it has no index".to_string()))
 }
 
 /// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at one axis.
 pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     let dims = scope.fact(x).shape;
-    let along = scope.axis("dim", 0, dims.len())?;
+    let index_axis = scope.axis("dim", 0, dims.len())?;
     // On the other axes the coordinates are those of the index: a batch axis there is a batch axis of `x`.
-    let mut wide = scope.fact(index).shape;
-    if let (Some(size), Some(own)) = (wide.get_mut(along), dims.get(along)) {
-        size.clone_from(own);
+    let mut target_shape = scope.fact(index).shape;
+    if let (Some(size), Some(full_size)) = (target_shape.get_mut(index_axis), dims.get(index_axis)) {
+        size.clone_from(full_size);
     }
-    let x = with_batch_of(scope, x, &wide)?;
+    let x = with_batch_of(scope, x, &target_shape)?;
     let dims = scope.fact(x).shape;
-    if let Some(slices) = batched::slices(scope, &dims, index, along)? {
-        return one(batched::gather(scope, x, slices, along)?);
+    if let Some(slices) = batched::slices(scope, &dims, index, index_axis)? {
+        return one(batched::gather(scope, x, slices, index_axis)?);
     }
-    let place = flat_place(scope, &dims, index, along)?;
-    from_flat(scope, x, vec![volume(&dims)?], 0, place)
+    let flat_index = flatten_index(scope, &dims, index, index_axis)?;
+    gather_flat(scope, x, vec![volume(&dims)?], 0, flat_index)
 }
 
 /// `take_along_dim`: a gather whose index and input are broadcast along the other axes.
@@ -89,25 +94,25 @@ pub fn take_along(scope: &mut Scope<'_>) -> Outputs {
     if !scope.has("dim") {
         return take_from(scope, x, index);
     }
-    let (mut own, mut picked) = (scope.fact(x).shape, scope.fact(index).shape);
-    let along = scope.axis("dim", 0, own.len())?;
-    if own.len() != picked.len() || own.is_empty() {
+    let (mut x_shape, mut index_shape) = (scope.fact(x).shape, scope.fact(index).shape);
+    let index_axis = scope.axis("dim", 0, x_shape.len())?;
+    if x_shape.len() != index_shape.len() || x_shape.is_empty() {
         return Err(LowerReason::Inputs(format!(
             "an index of rank {} for an input of rank {}",
-            picked.len(),
-            own.len()
+            index_shape.len(),
+            x_shape.len()
         )));
     }
-    let (mut a, mut b) = (own.clone(), picked.clone());
-    (a[along], b[along]) = (Dim::Known(1), Dim::Known(1));
-    let mut all = met(&a, &b)?;
-    all[along] = std::mem::replace(&mut own[along], Dim::Known(1));
-    let x = scope.broadcast(x, all.clone())?;
-    all[along] = std::mem::replace(&mut picked[along], Dim::Known(1));
-    let index = scope.broadcast(index, all)?;
+    let (mut a, mut b) = (x_shape.clone(), index_shape.clone());
+    (a[index_axis], b[index_axis]) = (Dim::Known(1), Dim::Known(1));
+    let mut shape = broadcast_shape(&a, &b)?;
+    shape[index_axis] = std::mem::replace(&mut x_shape[index_axis], Dim::Known(1));
+    let x = scope.broadcast(x, shape.clone())?;
+    shape[index_axis] = std::mem::replace(&mut index_shape[index_axis], Dim::Known(1));
+    let index = scope.broadcast(index, shape)?;
     let dims = scope.fact(x).shape;
-    let place = flat_place(scope, &dims, index, along)?;
-    from_flat(scope, x, vec![volume(&dims)?], 0, place)
+    let flat_index = flatten_index(scope, &dims, index, index_axis)?;
+    gather_flat(scope, x, vec![volume(&dims)?], 0, flat_index)
 }
 
 pub fn take(scope: &mut Scope<'_>) -> Outputs {
@@ -117,17 +122,18 @@ pub fn take(scope: &mut Scope<'_>) -> Outputs {
 
 fn take_from(scope: &mut Scope<'_>, x: Value, index: Value) -> Outputs {
     let count = volume(&scope.fact(x).shape)?;
-    from_flat(scope, x, vec![count], 0, index)
+    gather_flat(scope, x, vec![count], 0, index)
 }
 
-/// An index list applied to a tensor: permute axes by `perm`, reshape to `flat`, and gather `place` along axis `lead`.
+/// An index list applied to a tensor: permute axes by `perm`, reshape to `flat`, and gather `flat_index` along axis
+/// `lead`.
 pub struct Indexed {
     /// Makes the indexed axes adjacent.
     pub perm: Vec<usize>,
     /// Number of axes before the indexed ones.
     pub lead: usize,
     /// The combined index of all indexed axes.
-    pub place: Value,
+    pub flat_index: Value,
     /// The shape with the indexed axes merged.
     pub flat: Vec<Dim>,
 }
@@ -136,80 +142,85 @@ impl Indexed {
     /// Reads the indices of the first axes of a tensor of shape `dims`; `None` skips an axis. Non-adjacent indexed axes
     /// move to the front, as in NumPy.
     pub fn read(scope: &mut Scope<'_>, dims: &[Dim], indices: Vec<Option<Value>>) -> Result<Indexed, LowerReason> {
-        let given: Vec<(usize, Value)> =
+        let axis_indices: Vec<(usize, Value)> =
             indices.into_iter().enumerate().filter_map(|(at, index)| Some((at, index?))).collect();
-        let (Some(&(first, _)), Some(&(last, _))) = (given.first(), given.last()) else {
+        let (Some(&(first, _)), Some(&(last, _))) = (axis_indices.first(), axis_indices.last()) else {
             return Err(LowerReason::Inputs("it has no index".to_string()));
         };
         if last >= dims.len() {
             return Err(LowerReason::Inputs(format!("an index of axis {last} for an input of rank {}", dims.len())));
         }
-        if given.iter().any(|(_, index)| !scope.fact(*index).dtype.is_integer()) {
+        if axis_indices.iter().any(|(_, index)| !scope.fact(*index).dtype.is_integer()) {
             return Err(LowerReason::Unsupported("a boolean index, whose result has no fixed size,".to_string()));
         }
-        let adjacent = last - first + 1 == given.len();
+        let adjacent = last - first + 1 == axis_indices.len();
         let lead = if adjacent { first } else { 0 };
-        let indexed: Vec<usize> = given.iter().map(|(at, _)| *at).collect();
+        let indexed: Vec<usize> = axis_indices.iter().map(|(at, _)| *at).collect();
         let mut perm: Vec<usize> = (0..dims.len()).filter(|at| !indexed.contains(at)).collect();
         perm.splice(lead..lead, indexed.iter().copied());
-        let turned: Vec<Dim> = perm.iter().map(|&at| dims[at].clone()).collect();
-        let sizes = &turned[lead..lead + given.len()];
-        let mut place = None;
-        for (at, (_, index)) in given.into_iter().enumerate() {
-            let index = every(scope, index, &sizes[at])?;
+        let permuted_dims: Vec<Dim> = perm.iter().map(|&at| dims[at].clone()).collect();
+        let sizes = &permuted_dims[lead..lead + axis_indices.len()];
+        let mut flat_index = None;
+        for (at, (_, index)) in axis_indices.into_iter().enumerate() {
+            let index = open_range(scope, index, &sizes[at])?;
             let index = scope.cast(index, DType::I64)?;
             let steps = match sizes {
                 // A gather accepts negative indices itself.
                 [_] => index,
                 _ => steps(scope, index, &sizes[at], &volume(&sizes[at + 1..])?)?,
             };
-            place = add_offset(scope, place, steps)?;
+            flat_index = add_offset(scope, flat_index, steps)?;
         }
-        let place = place.ok_or_else(|| LowerReason::Inputs("it has no index".to_string()))?;
-        let mut flat = turned[..lead].to_vec();
+        let flat_index = flat_index.ok_or_else(|| LowerReason::Inputs("it has no index".to_string()))?;
+        let mut flat = permuted_dims[..lead].to_vec();
         flat.push(volume(sizes)?);
-        flat.extend_from_slice(&turned[lead + sizes.len()..]);
-        Ok(Indexed { perm, lead, place, flat })
+        flat.extend_from_slice(&permuted_dims[lead + sizes.len()..]);
+        Ok(Indexed { perm, lead, flat_index, flat })
     }
 }
 
 /// `x[rows, columns]` where `rows` is `arange` over all rows, along a result axis on which the columns are constant.
 /// This gathers the same columns of every row, as mask lookups do. `None` in all other cases.
-fn of_every_row(scope: &mut Scope<'_>, x: Value, rows: Value, columns: Value) -> Result<Option<Value>, LowerReason> {
-    let Some(axis) = counted(scope, rows) else { return Ok(None) };
-    let (dims, mut picked) = (scope.fact(x).shape, scope.fact(columns).shape);
+fn gather_of_every_row(
+    scope: &mut Scope<'_>,
+    x: Value,
+    rows: Value,
+    columns: Value,
+) -> Result<Option<Value>, LowerReason> {
+    let Some(axis) = counting_axis(scope, rows) else { return Ok(None) };
+    let (dims, mut columns_shape) = (scope.fact(x).shape, scope.fact(columns).shape);
     if dims.len() < 2 || !scope.fact(columns).dtype.is_integer() {
         return Ok(None);
     }
-    let own = scope.fact(rows).shape;
+    let rows_shape = scope.fact(rows).shape;
     // Both at the broadcast rank.
-    picked.splice(0..0, vec![Dim::Known(1); own.len().saturating_sub(picked.len())]);
-    let under = axis + picked.len() - own.len();
-    let count = own[axis].clone();
-    let all = dims[0] == count || dims[0].substitute(scope.frozen)? == count.substitute(scope.frozen)?;
-    if !all || !picked[under].is(1) {
+    columns_shape.splice(0..0, vec![Dim::Known(1); rows_shape.len().saturating_sub(columns_shape.len())]);
+    let row_axis = axis + columns_shape.len() - rows_shape.len();
+    let count = rows_shape[axis].clone();
+    let covers_rows = dims[0] == count || dims[0].substitute(scope.frozen)? == count.substitute(scope.frozen)?;
+    if !covers_rows || !columns_shape[row_axis].is(1) {
         return Ok(None);
     }
-    picked.remove(under);
-    let columns = scope.reshape(columns, picked)?;
+    columns_shape.remove(row_axis);
+    let columns = scope.reshape(columns, columns_shape)?;
     let columns = scope.cast(columns, DType::I64)?;
     let y = scope.add(Op::Gather(Gather { axis: 1 }), &[x, columns])?;
     let rank = scope.fact(y).rank();
     // Moves the row axis to its position in the index.
-    let perm = (1..=under).chain([0]).chain(under + 1..rank).collect();
+    let perm = (1..=row_axis).chain([0]).chain(row_axis + 1..rank).collect();
     transposed(scope, y, perm).map(Some)
 }
 
 /// Opens an `arange` over the exported batch size: along the batch axis it covers the symbolic batch.
-pub fn every(scope: &mut Scope<'_>, index: Value, size: &Dim) -> Result<Value, LowerReason> {
-    let Some(axis) = counted(scope, index) else { return Ok(index) };
+pub fn open_range(scope: &mut Scope<'_>, index: Value, size: &Dim) -> Result<Value, LowerReason> {
+    let Some(axis) = counting_axis(scope, index) else { return Ok(index) };
     let mut shape = scope.fact(index).shape;
     shape[axis].clone_from(size);
     with_batch_of(scope, index, &shape)
 }
 
 /// The single axis along which a value counts `0, 1, …`; all its other axes have size 1.
-fn counted(scope: &Scope<'_>, mut value: Value) -> Option<usize> {
+fn counting_axis(scope: &Scope<'_>, mut value: Value) -> Option<usize> {
     let shape = scope.fact(value).shape;
     let mut wide = (0..shape.len()).filter(|at| !shape[*at].is(1));
     let axis = wide.next().filter(|_| wide.next().is_none())?;
@@ -229,16 +240,16 @@ pub fn index(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact(x).shape;
     let indices = scope.optional_values("indices")?;
     if let [Some(rows), Some(columns)] = indices[..]
-        && let Some(y) = of_every_row(scope, x, rows, columns)?
+        && let Some(y) = gather_of_every_row(scope, x, rows, columns)?
     {
         return one(y);
     }
-    let Indexed { perm, lead, place, flat } = Indexed::read(scope, &dims, indices)?;
-    let turned = transposed(scope, x, perm)?;
-    from_flat(scope, turned, flat, lead, place)
+    let Indexed { perm, lead, flat_index, flat } = Indexed::read(scope, &dims, indices)?;
+    let permuted = transposed(scope, x, perm)?;
+    gather_flat(scope, permuted, flat, lead, flat_index)
 }
 
-fn from_flat(scope: &mut Scope<'_>, x: Value, flat: Vec<Dim>, axis: usize, place: Value) -> Outputs {
+fn gather_flat(scope: &mut Scope<'_>, x: Value, flat: Vec<Dim>, axis: usize, flat_index: Value) -> Outputs {
     let flat = scope.reshape(x, flat)?;
-    one(scope.add(Op::Gather(Gather { axis }), &[flat, place])?)
+    one(scope.add(Op::Gather(Gather { axis }), &[flat, flat_index])?)
 }

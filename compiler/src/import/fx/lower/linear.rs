@@ -34,7 +34,7 @@ pub fn matmul(scope: &mut Scope<'_>, other: &'static str) -> Outputs {
     one(product(scope, a, b)?)
 }
 
-fn scaled(scope: &mut Scope<'_>, x: Value, name: &'static str) -> Result<Value, LowerReason> {
+fn scale(scope: &mut Scope<'_>, x: Value, name: &'static str) -> Result<Value, LowerReason> {
     match scope.number(name)?.map_or(1.0, Number::float) {
         1.0 => Ok(x),
         factor => scope.with_number(Binary::Mul, x, factor),
@@ -45,8 +45,8 @@ fn scaled(scope: &mut Scope<'_>, x: Value, name: &'static str) -> Result<Value, 
 pub fn with_sum(scope: &mut Scope<'_>, a: &'static str, b: &'static str) -> Outputs {
     let (sum, a, b) = (scope.value("self")?, scope.value(a)?, scope.value(b)?);
     let y = product(scope, a, b)?;
-    let y = scaled(scope, y, "alpha")?;
-    let sum = scaled(scope, sum, "beta")?;
+    let y = scale(scope, y, "alpha")?;
+    let sum = scale(scope, sum, "beta")?;
     one(scope.binary(Binary::Add, y, sum)?)
 }
 
@@ -55,8 +55,8 @@ pub fn with_sum_of_all(scope: &mut Scope<'_>) -> Outputs {
     let (sum, a, b) = (scope.value("self")?, scope.value("batch1")?, scope.value("batch2")?);
     let y = product(scope, a, b)?;
     let y = scope.reduce(ReduceKind::Sum, y, &[0], false)?;
-    let y = scaled(scope, y, "alpha")?;
-    let sum = scaled(scope, sum, "beta")?;
+    let y = scale(scope, y, "alpha")?;
+    let sum = scale(scope, sum, "beta")?;
     one(scope.binary(Binary::Add, y, sum)?)
 }
 
@@ -75,11 +75,11 @@ pub fn outer(scope: &mut Scope<'_>, sum: bool) -> Outputs {
         let (a, b) = (scope.value("self")?, scope.value("vec2")?);
         return one(outer_of(scope, a, b)?);
     }
-    let (own, a, b) = (scope.value("self")?, scope.value("vec1")?, scope.value("vec2")?);
+    let (input, a, b) = (scope.value("self")?, scope.value("vec1")?, scope.value("vec2")?);
     let y = outer_of(scope, a, b)?;
-    let y = scaled(scope, y, "alpha")?;
-    let own = scaled(scope, own, "beta")?;
-    one(scope.binary(Binary::Add, y, own)?)
+    let y = scale(scope, y, "alpha")?;
+    let input = scale(scope, input, "beta")?;
+    one(scope.binary(Binary::Add, y, input)?)
 }
 
 pub fn inner(scope: &mut Scope<'_>) -> Outputs {
@@ -108,7 +108,7 @@ pub fn grouped(scope: &mut Scope<'_>) -> Outputs {
         (None, 3, 3) => product(scope, a, b)?,
         (Some(ends), 2, 3) => {
             let ends = scope.cast(ends, DType::I64)?;
-            let (b, transpose) = match untransposed(scope, b) {
+            let (b, transpose) = match undo_transpose(scope, b) {
                 Some(stored) => (stored, true),
                 None => (b, false),
             };
@@ -128,7 +128,7 @@ pub fn grouped(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The operand of a transpose of the last two axes.
-fn untransposed(scope: &Scope<'_>, x: Value) -> Option<Value> {
+fn undo_transpose(scope: &Scope<'_>, x: Value) -> Option<Value> {
     match &scope.graph.node(x.node).op {
         Op::Transpose(op) if op.perm == [0, 2, 1] => Some(scope.graph.inputs(x.node)[0]),
         _ => None,
@@ -143,47 +143,48 @@ struct Lettered {
 }
 
 impl Lettered {
-    /// Sums over the letters not in `kept`.
-    fn summed(mut self, scope: &mut Scope<'_>, kept: &[char]) -> Result<Lettered, LowerReason> {
-        let axes: Vec<usize> = (0..self.letters.len()).filter(|at| !kept.contains(&self.letters[*at])).collect();
+    /// Sums over the letters not in `kept_letters`.
+    fn sum_out(mut self, scope: &mut Scope<'_>, kept_letters: &[char]) -> Result<Lettered, LowerReason> {
+        let axes: Vec<usize> =
+            (0..self.letters.len()).filter(|at| !kept_letters.contains(&self.letters[*at])).collect();
         if !axes.is_empty() {
             self.value = scope.reduce(ReduceKind::Sum, self.value, &axes, false)?;
-            self.letters.retain(|letter| kept.contains(letter));
+            self.letters.retain(|letter| kept_letters.contains(letter));
         }
         Ok(self)
     }
 
-    fn ordered(&self, scope: &mut Scope<'_>, letters: &[char]) -> Result<Value, LowerReason> {
-        let place = |letter: &char| self.letters.iter().position(|l| l == letter);
-        let perm: Option<Vec<usize>> = letters.iter().map(place).collect();
+    fn permute(&self, scope: &mut Scope<'_>, letters: &[char]) -> Result<Value, LowerReason> {
+        let position = |letter: &char| self.letters.iter().position(|l| l == letter);
+        let perm: Option<Vec<usize>> = letters.iter().map(position).collect();
         let perm = perm.filter(|p| p.len() == self.letters.len());
         let perm = perm.ok_or_else(|| LowerReason::Inputs("its result has labels that no operand has".to_string()))?;
         transposed(scope, self.value, perm)
     }
 
-    /// Multiplies with another operand and contracts the common letters that are not in `kept`.
-    fn times(self, scope: &mut Scope<'_>, other: Lettered, kept: &[char]) -> Result<Lettered, LowerReason> {
-        let both: Vec<char> = self.letters.iter().copied().filter(|l| other.letters.contains(l)).collect();
-        let batch: Vec<char> = both.iter().copied().filter(|l| kept.contains(l)).collect();
-        let inner: Vec<char> = both.iter().copied().filter(|l| !kept.contains(l)).collect();
-        let left: Vec<char> = self.letters.iter().copied().filter(|l| !both.contains(l)).collect();
-        let right: Vec<char> = other.letters.iter().copied().filter(|l| !both.contains(l)).collect();
-        let a = self.ordered(scope, &[&batch[..], &left, &inner].concat())?;
-        let b = other.ordered(scope, &[&batch[..], &inner, &right].concat())?;
-        let (own, its) = (scope.fact(a).shape, scope.fact(b).shape);
+    /// Multiplies with another operand and contracts the common letters that are not in `kept_letters`.
+    fn contract(self, scope: &mut Scope<'_>, factor: Lettered, kept_letters: &[char]) -> Result<Lettered, LowerReason> {
+        let shared: Vec<char> = self.letters.iter().copied().filter(|l| factor.letters.contains(l)).collect();
+        let batch: Vec<char> = shared.iter().copied().filter(|l| kept_letters.contains(l)).collect();
+        let inner: Vec<char> = shared.iter().copied().filter(|l| !kept_letters.contains(l)).collect();
+        let left: Vec<char> = self.letters.iter().copied().filter(|l| !shared.contains(l)).collect();
+        let right: Vec<char> = factor.letters.iter().copied().filter(|l| !shared.contains(l)).collect();
+        let a = self.permute(scope, &[&batch[..], &left, &inner].concat())?;
+        let b = factor.permute(scope, &[&batch[..], &inner, &right].concat())?;
+        let (a_shape, b_shape) = (scope.fact(a).shape, scope.fact(b).shape);
         let (n, m, k) = (batch.len(), left.len(), inner.len());
-        let rows = volume(&own[n..n + m])?;
-        let (depth, columns) = (volume(&own[n + m..])?, volume(&its[n + k..])?);
-        let a = scope.reshape(a, [&own[..n], &[rows, depth.clone()]].concat())?;
-        let b = scope.reshape(b, [&its[..n], &[depth, columns]].concat())?;
+        let rows = volume(&a_shape[n..n + m])?;
+        let (depth, columns) = (volume(&a_shape[n + m..])?, volume(&b_shape[n + k..])?);
+        let a = scope.reshape(a, [&a_shape[..n], &[rows, depth.clone()]].concat())?;
+        let b = scope.reshape(b, [&b_shape[..n], &[depth, columns]].concat())?;
         let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[a, b])?;
-        let value = scope.reshape(y, [&own[..n + m], &its[n + k..]].concat())?;
+        let value = scope.reshape(y, [&a_shape[..n + m], &b_shape[n + k..]].concat())?;
         Ok(Lettered { value, letters: [batch, left, right].concat() })
     }
 }
 
 /// Replaces `...` by unused letters; the last of them are common to all operands.
-fn without_dots(equation: &str, ranks: &[usize]) -> Option<String> {
+fn expand_ellipsis(equation: &str, ranks: &[usize]) -> Option<String> {
     if !equation.contains("...") {
         return Some(equation.to_string());
     }
@@ -201,34 +202,36 @@ fn without_dots(equation: &str, ranks: &[usize]) -> Option<String> {
         })
         .collect();
     let widths = widths.filter(|widths| widths.len() == terms.len() && terms.len() == ranks.len())?;
-    let most = widths.iter().copied().max()?;
-    let free: Vec<char> =
-        ('a'..='z').chain('A'..='Z').filter(|letter| !equation.contains(*letter)).take(most).collect();
-    let last = |width: usize| free[most - width..].iter().collect::<String>();
-    if free.len() < most {
+    let max_width = widths.iter().copied().max()?;
+    let unused_letters: Vec<char> =
+        ('a'..='z').chain('A'..='Z').filter(|letter| !equation.contains(*letter)).take(max_width).collect();
+    let last = |width: usize| unused_letters[max_width - width..].iter().collect::<String>();
+    if unused_letters.len() < max_width {
         return None;
     }
-    let written: Vec<String> =
+    let spelled_out: Vec<String> =
         terms.iter().zip(&widths).map(|(term, width)| term.replace("...", &last(*width))).collect();
     let result = match result {
-        Some(result) => result.replace("...", &last(most)),
+        Some(result) => result.replace("...", &last(max_width)),
         // Without an explicit output: the broadcast axes, then the letters that occur once, sorted.
         None => {
-            let all = || inputs.chars().filter(char::is_ascii_alphabetic);
-            let mut once: Vec<char> = all().filter(|c| all().filter(|d| d == c).count() == 1).collect();
-            once.sort_unstable();
-            last(most) + &once.into_iter().collect::<String>()
+            let letters = || inputs.chars().filter(char::is_ascii_alphabetic);
+            let mut unique_letters: Vec<char> =
+                letters().filter(|c| letters().filter(|d| d == c).count() == 1).collect();
+            unique_letters.sort_unstable();
+            last(max_width) + &unique_letters.into_iter().collect::<String>()
         }
     };
-    Some(format!("{}->{result}", written.join(",")))
+    Some(format!("{}->{result}", spelled_out.join(",")))
 }
 
 pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
-    let given: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
+    let spelling: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
     let tensors = scope.values("tensors")?;
     let ranks: Vec<usize> = tensors.iter().map(|value| scope.fact(*value).rank()).collect();
-    let equation = without_dots(&given, &ranks)
-        .ok_or_else(|| LowerReason::Unsupported(format!("the equation `{}`", crate::text::name::short_name(&given))))?;
+    let equation = expand_ellipsis(&spelling, &ranks).ok_or_else(|| {
+        LowerReason::Unsupported(format!("the equation `{}`", crate::text::name::short_name(&spelling)))
+    })?;
     let (inputs, result) = match equation.split_once("->") {
         Some((inputs, result)) => (inputs.to_string(), Some(result.to_string())),
         None => (equation.clone(), None),
@@ -238,16 +241,16 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     let result: Vec<char> = match result {
         Some(result) => result.chars().collect(),
         None => {
-            let all = || inputs.chars().filter(|c| *c != ',');
-            let mut once: Vec<char> = all().filter(|c| all().filter(|d| d == c).count() == 1).collect();
-            once.sort_unstable();
-            once
+            let labels = || inputs.chars().filter(|c| *c != ',');
+            let mut unique_letters: Vec<char> = labels().filter(|c| labels().filter(|d| d == c).count() == 1).collect();
+            unique_letters.sort_unstable();
+            unique_letters
         }
     };
-    let plain = terms.iter().chain([&result]).all(|term| {
+    let is_plain = terms.iter().chain([&result]).all(|term| {
         term.iter().enumerate().all(|(at, letter)| letter.is_ascii_alphabetic() && !term[..at].contains(letter))
     });
-    if !plain || terms.len() != tensors.len() || terms.len() > 64 {
+    if !is_plain || terms.len() != tensors.len() || terms.len() > 64 {
         return Err(LowerReason::Unsupported(format!("the equation `{}`", crate::text::name::short_name(&equation))));
     }
     let mut list = Vec::with_capacity(terms.len());
@@ -257,24 +260,24 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
         }
         list.push(Lettered { value, letters });
     }
-    let mut rest = list.into_iter();
-    let mut product = rest.next().ok_or_else(|| LowerReason::Inputs("it has no operands".to_string()))?;
-    let mut later: Vec<Lettered> = rest.collect();
+    let mut operands = list.into_iter();
+    let mut product = operands.next().ok_or_else(|| LowerReason::Inputs("it has no operands".to_string()))?;
+    let mut later: Vec<Lettered> = operands.collect();
     while !later.is_empty() {
         let next = later.remove(0);
-        let needed = |own: &Lettered| {
-            let mut kept = result.clone();
-            kept.extend(later.iter().flat_map(|l| l.letters.iter().copied()));
-            kept.extend(own.letters.iter().copied());
-            kept
+        let needed_letters = |operand: &Lettered| {
+            let mut kept_letters = result.clone();
+            kept_letters.extend(later.iter().flat_map(|l| l.letters.iter().copied()));
+            kept_letters.extend(operand.letters.iter().copied());
+            kept_letters
         };
-        let (of_next, of_product) = (needed(&next), needed(&product));
-        product = product.summed(scope, &of_next)?;
-        let next = next.summed(scope, &of_product)?;
-        let mut kept = result.clone();
-        kept.extend(later.iter().flat_map(|l| l.letters.iter().copied()));
-        product = product.times(scope, next, &kept)?;
+        let (of_next, of_product) = (needed_letters(&next), needed_letters(&product));
+        product = product.sum_out(scope, &of_next)?;
+        let next = next.sum_out(scope, &of_product)?;
+        let mut kept_letters = result.clone();
+        kept_letters.extend(later.iter().flat_map(|l| l.letters.iter().copied()));
+        product = product.contract(scope, next, &kept_letters)?;
     }
-    let product = product.summed(scope, &result)?;
-    one(product.ordered(scope, &result)?)
+    let product = product.sum_out(scope, &result)?;
+    one(product.permute(scope, &result)?)
 }

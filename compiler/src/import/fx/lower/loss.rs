@@ -1,9 +1,9 @@
 //! Losses.
 
-use super::{Known, Made, Outputs, Scope, one};
+use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
-use crate::import::onnx::lower::loss::{Reduction, picked};
+use crate::import::onnx::lower::loss::{Reduction, select_class};
 use crate::op::{Binary, CrossEntropy, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
 
@@ -46,7 +46,7 @@ pub fn cross_entropy(scope: &mut Scope<'_>) -> Outputs {
         return against_probabilities(scope, smoothing);
     }
     if smoothing != 0.0 {
-        return smoothed(scope, smoothing);
+        return label_smoothing(scope, smoothing);
     }
     let (logits, target) = operands(scope)?;
     let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
@@ -55,7 +55,7 @@ pub fn cross_entropy(scope: &mut Scope<'_>) -> Outputs {
         return one(scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits, target])?);
     }
     let logarithm = scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?;
-    one(picked(scope, logarithm, target, weights, reduction, ignore)?)
+    one(select_class(scope, logarithm, target, weights, reduction, ignore)?)
 }
 
 /// Negative log-likelihood of log-probabilities. After a log-softmax over the classes, it is the cross-entropy of the
@@ -64,24 +64,24 @@ pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     let (logarithm, target) = operands(scope)?;
     let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
     let weights = scope.optional("weight")?;
-    let behind = scope.graph.node(logarithm.node).op == Op::LogSoftmax(LogSoftmax { axis: 1 });
-    let loss = match behind && reduction == Reduction::Mean && weights.is_none() {
+    let is_log_softmax = scope.graph.node(logarithm.node).op == Op::LogSoftmax(LogSoftmax { axis: 1 });
+    let loss = match is_log_softmax && reduction == Reduction::Mean && weights.is_none() {
         true => {
             let logits = scope.graph.inputs(logarithm.node)[0];
             scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits, target])?
         }
-        false => picked(scope, logarithm, target, weights, reduction, ignore)?,
+        false => select_class(scope, logarithm, target, weights, reduction, ignore)?,
     };
-    Ok(Made::Tensors(vec![Known::Value(loss), Known::Absent("the total weight of a loss")]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(loss), Known::Absent("the total weight of a loss")]))
 }
 
-pub fn joined(scope: &mut Scope<'_>, each: Value, reduction: Reduction) -> Result<Value, LowerReason> {
-    let axes: Vec<usize> = (0..scope.fact(each).rank()).collect();
+pub fn reduce(scope: &mut Scope<'_>, losses: Value, reduction: Reduction) -> Result<Value, LowerReason> {
+    let axes: Vec<usize> = (0..scope.fact(losses).rank()).collect();
     match reduction {
-        _ if axes.is_empty() => Ok(each),
-        Reduction::None => Ok(each),
-        Reduction::Mean => scope.reduce(ReduceKind::Mean, each, &axes, false),
-        Reduction::Sum => scope.reduce(ReduceKind::Sum, each, &axes, false),
+        _ if axes.is_empty() => Ok(losses),
+        Reduction::None => Ok(losses),
+        Reduction::Mean => scope.reduce(ReduceKind::Mean, losses, &axes, false),
+        Reduction::Sum => scope.reduce(ReduceKind::Sum, losses, &axes, false),
     }
 }
 
@@ -119,16 +119,16 @@ fn against_probabilities(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
         product = scope.binary(Binary::Mul, product, weights)?;
     }
     let sum = scope.reduce(ReduceKind::Sum, product, &[1], false)?;
-    let mut each = scope.unary(Unary::Neg, sum)?;
+    let mut losses = scope.unary(Unary::Neg, sum)?;
     let reduction = reduction(scope)?;
     if shape.len() == 1 {
-        each = scope.reshape(each, Vec::new())?;
+        losses = scope.reshape(losses, Vec::new())?;
     }
-    one(joined(scope, each, reduction)?)
+    one(reduce(scope, losses, reduction)?)
 }
 
 /// Cross-entropy with label smoothing: `(1 - s) nll + s/C Σ_c -w_c log p_c`.
-fn smoothed(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
+fn label_smoothing(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
     let (logits, target) = operands(scope)?;
     let fact = scope.fact(logits);
     let classes = fact
@@ -140,26 +140,26 @@ fn smoothed(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
     let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
     let weights = scope.optional("weight")?;
     let logarithm = scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?;
-    let own = picked(scope, logarithm, target, weights, Reduction::None, ignore)?;
-    let mut all = logarithm;
+    let nll = select_class(scope, logarithm, target, weights, Reduction::None, ignore)?;
+    let mut weighted = logarithm;
     if let Some(weights) = weights {
         let row = weight_row(scope, weights, fact.rank())?;
-        all = scope.binary(Binary::Mul, all, row)?;
+        weighted = scope.binary(Binary::Mul, weighted, row)?;
     }
-    let sum = scope.reduce(ReduceKind::Sum, all, &[1], false)?;
-    let spread = scope.unary(Unary::Neg, sum)?;
+    let sum = scope.reduce(ReduceKind::Sum, weighted, &[1], false)?;
+    let uniform = scope.unary(Unary::Neg, sum)?;
     // With all log-probabilities -1, the loss counts the targets or sums their weights.
-    let minus = scope.scalar(fact.dtype, -1.0)?;
-    let minus = scope.broadcast(minus, fact.shape.clone())?;
-    let kept = picked(scope, minus, target, None, Reduction::None, ignore)?;
-    let spread = scope.binary(Binary::Mul, spread, kept)?;
-    let own = scope.with_number(Binary::Mul, own, 1.0 - smoothing)?;
-    let spread = scope.with_number(Binary::Mul, spread, smoothing / classes as f64)?;
-    let each = scope.binary(Binary::Add, own, spread)?;
+    let minus_one = scope.scalar(fact.dtype, -1.0)?;
+    let minus_one = scope.broadcast(minus_one, fact.shape.clone())?;
+    let not_ignored = select_class(scope, minus_one, target, None, Reduction::None, ignore)?;
+    let uniform = scope.binary(Binary::Mul, uniform, not_ignored)?;
+    let nll = scope.with_number(Binary::Mul, nll, 1.0 - smoothing)?;
+    let uniform = scope.with_number(Binary::Mul, uniform, smoothing / classes as f64)?;
+    let losses = scope.binary(Binary::Add, nll, uniform)?;
     if reduction != Reduction::Mean {
-        return one(joined(scope, each, reduction)?);
+        return one(reduce(scope, losses, reduction)?);
     }
-    let sum = joined(scope, each, Reduction::Sum)?;
-    let total = picked(scope, minus, target, weights, Reduction::Sum, ignore)?;
+    let sum = reduce(scope, losses, Reduction::Sum)?;
+    let total = select_class(scope, minus_one, target, weights, Reduction::Sum, ignore)?;
     one(scope.binary(Binary::Div, sum, total)?)
 }

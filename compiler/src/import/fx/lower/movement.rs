@@ -3,11 +3,11 @@
 
 use super::resize::{self, Edge};
 use super::{Outputs, Scope, many, one};
-use crate::import::batch_in_axis::within;
+use crate::import::batch_in_axis::stride_within;
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute::{axes, axis};
-use crate::import::onnx::lower::movement::{met, transposed};
+use crate::import::onnx::lower::movement::{broadcast_shape, transposed};
 use crate::import::onnx::lower::reshape::target;
 use crate::import::onnx::lower::slice::part;
 use crate::op::{Concat, Flip, Op, Pad, StopGradient, Value};
@@ -16,10 +16,10 @@ use crate::text::name::short_name;
 
 /// Reshapes to the shape in argument `name`, with -1 inferred.
 pub fn view(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
-    let asked = scope.shape(name)?;
+    let target_shape = scope.shape(name)?;
     let input = scope.fact_of("self")?.shape;
     let x = scope.value("self")?;
-    let shape = target(&input, &asked, true, scope.frozen, &|axis| within(scope.graph(), x, axis))?;
+    let shape = target(&input, &target_shape, true, scope.frozen, &|axis| stride_within(scope.graph(), x, axis))?;
     one(scope.reshape(x, shape)?)
 }
 
@@ -35,34 +35,40 @@ pub fn strided(scope: &mut Scope<'_>) -> Outputs {
     let refused = || LowerReason::Unsupported("as_strided, except of all elements in order,".to_string());
     let (sizes, strides) = (scope.shape("size")?, scope.ints("stride")?.unwrap_or_default());
     let x = scope.value("self")?;
-    let own = scope.fact(x).shape;
+    let old_shape = scope.fact(x).shape;
     let wide = |dims: &[Dim]| (0..dims.len()).filter(|at| !dims[*at].is(1)).collect::<Vec<_>>();
-    let (from, to) = (wide(&own), wide(&sizes));
-    let same = |(a, b): (&usize, &usize)| -> Result<bool, LowerReason> {
-        Ok(own[*a] == sizes[*b] || own[*a].substitute(scope.frozen)? == sizes[*b])
+    let (from, to) = (wide(&old_shape), wide(&sizes));
+    let is_same_size = |(a, b): (&usize, &usize)| -> Result<bool, LowerReason> {
+        Ok(old_shape[*a] == sizes[*b] || old_shape[*a].substitute(scope.frozen)? == sizes[*b])
     };
-    let all = from.len() == to.len()
-        && from.iter().zip(&to).map(same).collect::<Result<Vec<_>, _>>()?.into_iter().all(|same| same);
-    let steps = scope.strides("self").filter(|steps| steps.len() == own.len() && strides.len() == sizes.len());
-    let kept = steps.is_some_and(|steps| from.iter().zip(&to).all(|(a, b)| steps[*a] == strides[*b]));
-    let moved = scope.has("storage_offset") && Some(scope.int("storage_offset", 0)?) != scope.storage_offset("self");
-    if !all || !kept || moved {
+    let same_sizes = from.len() == to.len()
+        && from
+            .iter()
+            .zip(&to)
+            .map(is_same_size)
+            .collect::<Result<Vec<_>, _>>()?
+            .into_iter()
+            .all(|is_same_size| is_same_size);
+    let steps = scope.strides("self").filter(|steps| steps.len() == old_shape.len() && strides.len() == sizes.len());
+    let same_strides = steps.is_some_and(|steps| from.iter().zip(&to).all(|(a, b)| steps[*a] == strides[*b]));
+    let offset_changed =
+        scope.has("storage_offset") && Some(scope.int("storage_offset", 0)?) != scope.storage_offset("self");
+    if !same_sizes || !same_strides || offset_changed {
         return Err(refused());
     }
     let mut shape = sizes;
     for (a, b) in from.iter().zip(&to) {
-        shape[*b].clone_from(&own[*a]);
+        shape[*b].clone_from(&old_shape[*a]);
     }
     one(scope.reshape(x, shape)?)
 }
 
-/// `broadcast_tensors`.
-pub fn stretched(scope: &mut Scope<'_>) -> Outputs {
+pub fn broadcast_tensors(scope: &mut Scope<'_>) -> Outputs {
     let mut values = scope.values("tensors")?;
-    scope.alike(&mut values, None)?;
+    scope.align_batch(&mut values, None)?;
     let mut shape = Vec::new();
     for value in &values {
-        shape = met(&shape, &scope.fact(*value).shape)?;
+        shape = broadcast_shape(&shape, &scope.fact(*value).shape)?;
     }
     for value in &mut values {
         *value = scope.broadcast(*value, shape.clone())?;
@@ -93,8 +99,8 @@ pub fn unflatten(scope: &mut Scope<'_>) -> Outputs {
     if dims.is_empty() {
         return Err(LowerReason::Inputs("a scalar has no axes".to_string()));
     }
-    let asked = scope.shape("sizes")?;
-    let sizes = target(&dims[at..=at], &asked, true, scope.frozen, &|_| within(scope.graph(), x, at))?;
+    let new_sizes = scope.shape("sizes")?;
+    let sizes = target(&dims[at..=at], &new_sizes, true, scope.frozen, &|_| stride_within(scope.graph(), x, at))?;
     let mut shape = dims[..at].to_vec();
     shape.extend(sizes);
     shape.extend_from_slice(&dims[at + 1..]);
@@ -121,7 +127,7 @@ pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `t`: transposes a matrix; a vector is unchanged.
-pub fn turn(scope: &mut Scope<'_>) -> Outputs {
+pub fn reverse_axes(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let perm = (0..scope.fact(x).rank()).rev().collect();
     one(transposed(scope, x, perm)?)
@@ -139,29 +145,29 @@ pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
 pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let dims = scope.fact(x).shape;
-    let gone = match scope.ints("dim")? {
+    let squeezed_axes = match scope.ints("dim")? {
         Some(list) if !dims.is_empty() => axes(&list, dims.len())?,
         _ => (0..dims.len()).collect(),
     };
-    let kept = |at: &usize| !dims[*at].is(1) || gone.binary_search(at).is_err();
-    let shape = (0..dims.len()).filter(kept).map(|at| dims[at].clone()).collect();
+    let is_kept = |at: &usize| !dims[*at].is(1) || squeezed_axes.binary_search(at).is_err();
+    let shape = (0..dims.len()).filter(is_kept).map(|at| dims[at].clone()).collect();
     one(scope.reshape(x, shape)?)
 }
 
 /// Broadcasts to a shape; -1 keeps a size. A size equal to the exported batch size is the batch.
 pub fn expand(scope: &mut Scope<'_>) -> Outputs {
-    let own = scope.fact_of("self")?.shape;
-    let mut asked = match scope.has("other") {
+    let old_shape = scope.fact_of("self")?.shape;
+    let mut target_shape = match scope.has("other") {
         true => scope.fact_of("other")?.shape,
         false => scope.shape("size")?,
     };
-    for (have, want) in own.iter().rev().zip(asked.iter_mut().rev()) {
-        let same = have.known().is_none() && want.known().is_some() && have.substitute(scope.frozen)? == *want;
-        if want.is(-1) || same {
+    for (have, want) in old_shape.iter().rev().zip(target_shape.iter_mut().rev()) {
+        let is_frozen = have.known().is_none() && want.known().is_some() && have.substitute(scope.frozen)? == *want;
+        if want.is(-1) || is_frozen {
             want.clone_from(have);
         }
     }
-    let shape = met(&own, &asked)?;
+    let shape = broadcast_shape(&old_shape, &target_shape)?;
     let x = scope.value("self")?;
     one(scope.broadcast(x, shape)?)
 }
@@ -183,19 +189,19 @@ pub fn repeat(scope: &mut Scope<'_>) -> Outputs {
     if repeats.len() != dims.len() {
         return Err(LowerReason::Inputs(format!("{} repeats for {} axes", repeats.len(), dims.len())));
     }
-    let (mut apart, mut stretched, mut joined) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut unit_shape, mut expanded_shape, mut merged_shape) = (Vec::new(), Vec::new(), Vec::new());
     for (dim, repeat) in dims.iter().zip(&repeats) {
         if !repeat.is(1) {
-            apart.push(Dim::Known(1));
-            stretched.push(repeat.clone());
+            unit_shape.push(Dim::Known(1));
+            expanded_shape.push(repeat.clone());
         }
-        apart.push(dim.clone());
-        stretched.push(dim.clone());
-        joined.push(dim.mul(repeat)?);
+        unit_shape.push(dim.clone());
+        expanded_shape.push(dim.clone());
+        merged_shape.push(dim.mul(repeat)?);
     }
-    let x = scope.reshape(x, apart)?;
-    let x = scope.broadcast(x, stretched)?;
-    one(scope.reshape(x, joined)?)
+    let x = scope.reshape(x, unit_shape)?;
+    let x = scope.broadcast(x, expanded_shape)?;
+    one(scope.reshape(x, merged_shape)?)
 }
 
 /// Concatenation. Empty vectors are skipped, as in PyTorch.
@@ -204,11 +210,11 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     parts.retain(|v| !matches!(scope.fact(*v).shape.as_slice(), [only] if only.is(0)));
     let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it concatenates no tensors".to_string())) };
     let axis = scope.axis("dim", 0, scope.fact(first).rank())?;
-    let dtype = parts.iter().map(|v| scope.fact(*v).dtype).reduce(super::promote::joined);
+    let dtype = parts.iter().map(|v| scope.fact(*v).dtype).reduce(super::promote::promote);
     for part in &mut parts {
         *part = scope.cast(*part, dtype.unwrap_or(scope.fact(first).dtype))?;
     }
-    scope.alike(&mut parts, Some(axis))?;
+    scope.align_batch(&mut parts, Some(axis))?;
     match parts.as_slice() {
         [only] => one(*only),
         _ => one(scope.add(Op::Concat(Concat { axis }), &parts)?),
@@ -249,16 +255,16 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     }
     let mut x = scope.value("self")?;
     let (rank, pads, value) = (scope.fact(x).rank(), scope.shape("pad")?, scope.float("value", 0.0)?);
-    let fits = pads.len() % 2 == 0 && pads.len() / 2 <= rank;
-    if !fits || pads.iter().any(|d| d.known().is_none()) {
+    let is_paired = pads.len() % 2 == 0 && pads.len() / 2 <= rank;
+    if !is_paired || pads.iter().any(|d| d.known().is_none()) {
         return Err(LowerReason::Unsupported(format!("a padding of {pads:?}")));
     }
     let (mut low, mut high) = (vec![Dim::Known(0); rank], vec![Dim::Known(0); rank]);
     for (n, pair) in pads.chunks_exact(2).enumerate() {
         let at = rank - 1 - n;
         let zero = Dim::Known(0);
-        let cut = |d: &Dim| zero.sub(if d.known().is_some_and(|v| v < 0) { d } else { &zero });
-        let (before, after) = (cut(&pair[0])?, cut(&pair[1])?);
+        let crop = |d: &Dim| zero.sub(if d.known().is_some_and(|v| v < 0) { d } else { &zero });
+        let (before, after) = (crop(&pair[0])?, crop(&pair[1])?);
         if !before.is(0) || !after.is(0) {
             // A negative padding crops.
             let end = scope.fact(x).shape[at].sub(&after)?;
@@ -274,11 +280,11 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
 
 pub fn detach(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
-    one(stopped(scope, x)?)
+    one(stop_gradient(scope, x)?)
 }
 
 /// Stops the gradient of a value. [`detach::settle`](super::detach::settle) removes stops without effect.
-pub fn stopped(scope: &mut impl Build, x: Value) -> Result<Value, LowerReason> {
+pub fn stop_gradient(scope: &mut impl Build, x: Value) -> Result<Value, LowerReason> {
     match scope.fact(x).dtype.is_float() {
         true => scope.add(Op::StopGradient(StopGradient {}), &[x]),
         false => Ok(x),

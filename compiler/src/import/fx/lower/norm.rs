@@ -1,7 +1,7 @@
 //! Normalisations.
 
-use super::reduce::norm_of;
-use super::{Known, Made, Outputs, Scope, one};
+use super::reduce::reduce_norm;
+use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
@@ -12,18 +12,18 @@ use crate::op::{BatchNorm, Binary, LayerNorm, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::Dim;
 
 /// The first normalised axis and the sizes, from argument `normalized_shape`.
-fn normalised(scope: &Scope<'_>, x: Value) -> Result<(usize, Vec<Dim>), LowerReason> {
+fn normalized_axes(scope: &Scope<'_>, x: Value) -> Result<(usize, Vec<Dim>), LowerReason> {
     let shape = scope.fact(x).shape;
-    let asked = scope.shape("normalized_shape")?;
-    match shape.len().checked_sub(asked.len()) {
-        Some(axis) if !asked.is_empty() && shape[axis..] == asked => Ok((axis, asked)),
-        _ => Err(LowerReason::Inputs(format!("the last dims of {} are not {asked:?}", scope.fact(x)))),
+    let normalized_shape = scope.shape("normalized_shape")?;
+    match shape.len().checked_sub(normalized_shape.len()) {
+        Some(axis) if !normalized_shape.is_empty() && shape[axis..] == normalized_shape => Ok((axis, normalized_shape)),
+        _ => Err(LowerReason::Inputs(format!("the last dims of {} are not {normalized_shape:?}", scope.fact(x)))),
     }
 }
 
 pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("input")?;
-    let (axis, dims) = normalised(scope, x)?;
+    let (axis, dims) = normalized_axes(scope, x)?;
     let dtype = scope.fact(x).dtype;
     let scale = match scope.optional("weight")? {
         Some(scale) => scale,
@@ -40,7 +40,7 @@ pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
 /// `x/√(mean(x²) + eps)·weight` over the last axes.
 pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("input")?;
-    let (axis, _) = normalised(scope, x)?;
+    let (axis, _) = normalized_axes(scope, x)?;
     let fact = scope.fact(x);
     let epsilon = scope.float("eps", f64::from(f32::EPSILON))?;
     let square = scope.binary(Binary::Mul, x, x)?;
@@ -76,14 +76,14 @@ pub fn group_norm(scope: &mut Scope<'_>, groups: &'static str) -> Outputs {
     let y = grouped(scope, x, Dim::Known(count), epsilon)?;
     let y = affine(scope, y)?;
     let absent = Known::Absent("the statistics output of a group normalisation");
-    Ok(Made::Tensors(vec![Known::Value(y), absent, absent]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent, absent]))
 }
 
 /// Instance normalisation with batch or stored statistics.
 pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
     let (x, epsilon) = (scope.value("input")?, scope.float("eps", 1e-5)?);
     if !scope.flag("use_input_stats", true)? {
-        return one(with_stored(scope, x, epsilon)?);
+        return one(normalise_with_stored(scope, x, epsilon)?);
     }
     if scope.has("running_mean") {
         return Err(LowerReason::Unsupported("an instance normalisation with running statistics".to_string()));
@@ -99,7 +99,7 @@ pub fn weight_norm(scope: &mut Scope<'_>) -> Outputs {
     let rank = scope.fact(v).rank();
     let at = attribute::axis(scope.int("dim", 0)?, rank)?;
     let axes: Vec<usize> = (0..rank).filter(|axis| *axis != at).collect();
-    let length = norm_of(scope, v, 2.0, &axes, true)?;
+    let length = reduce_norm(scope, v, 2.0, &axes, true)?;
     let factor = scope.binary(Binary::Div, g, length)?;
     one(scope.binary(Binary::Mul, v, factor)?)
 }
@@ -116,8 +116,8 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
     let epsilon = scope.float("eps", 1e-5)?;
     let absent = Known::Absent("the statistics output of a batch normalisation");
     if !training && scope.has("running_mean") {
-        let y = with_stored(scope, x, epsilon)?;
-        return Ok(Made::Tensors(vec![Known::Value(y), absent, absent, absent, absent]));
+        let y = normalise_with_stored(scope, x, epsilon)?;
+        return Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent, absent, absent, absent]));
     }
     let scale = match scope.optional("weight")? {
         Some(scale) => scale,
@@ -130,11 +130,11 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
     let outputs = scope.add_all(Op::BatchNorm(BatchNorm { epsilon }), &[x, scale, bias])?;
     if training {
         for (name, sample) in [("running_mean", outputs[1]), ("running_var", outputs[2])] {
-            follow(scope, name, sample)?;
+            record_average(scope, name, sample)?;
         }
     }
     // The core op also returns the batch mean and reciprocal deviation.
-    Ok(Made::Tensors(vec![
+    Ok(NodeOutputs::Tensors(vec![
         Known::Value(outputs[0]),
         Known::Value(outputs[1]),
         Known::Value(outputs[3]),
@@ -144,7 +144,7 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
 }
 
 /// Updates a running statistic from that of the batch.
-fn follow(scope: &mut Scope<'_>, name: &'static str, sample: Value) -> Result<(), LowerReason> {
+fn record_average(scope: &mut Scope<'_>, name: &'static str, sample: Value) -> Result<(), LowerReason> {
     if !scope.has(name) {
         return Ok(());
     }
@@ -161,7 +161,7 @@ fn follow(scope: &mut Scope<'_>, name: &'static str, sample: Value) -> Result<()
     Ok(())
 }
 
-fn with_stored(scope: &mut Scope<'_>, x: Value, epsilon: f64) -> Result<Value, LowerReason> {
+fn normalise_with_stored(scope: &mut Scope<'_>, x: Value, epsilon: f64) -> Result<Value, LowerReason> {
     let mut stored = |name: &'static str| match scope.known(name)? {
         Known::Weight(at) => scope.weight(at, true),
         _ => scope.value(name),

@@ -19,7 +19,7 @@ fn kind(dtype: DType) -> u8 {
 }
 
 /// The smallest type that holds both.
-pub fn joined(a: DType, b: DType) -> DType {
+pub fn promote(a: DType, b: DType) -> DType {
     if a == b {
         return a;
     }
@@ -67,11 +67,11 @@ pub fn common(scope: &Scope<'_>, operands: &[Operand]) -> DType {
             Operand::Number(number) => (&mut numbers, number.dtype()),
             Operand::Size(_) => (&mut numbers, Number::Int(0).dtype()),
         };
-        *slot = Some(slot.map_or(dtype, |have| joined(have, dtype)));
+        *slot = Some(slot.map_or(dtype, |have| promote(have, dtype)));
     }
     let later = [axes, points, numbers].into_iter().flatten();
-    let met = later.reduce(|first, later| if kind(later) > kind(first) { joined(first, later) } else { first });
-    met.unwrap_or(DType::F32)
+    let promoted = later.reduce(|first, later| if kind(later) > kind(first) { promote(first, later) } else { first });
+    promoted.unwrap_or(DType::F32)
 }
 
 pub fn value(scope: &mut Scope<'_>, operand: &Operand, dtype: DType) -> Result<Value, LowerReason> {
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn types_join_as_in_pytorch() {
-        for (a, b, want) in [
+        for (a, b, expected) in [
             (DType::F16, DType::Bf16, DType::F32),
             (DType::F16, DType::F64, DType::F64),
             (DType::I64, DType::F16, DType::F16),
@@ -105,7 +105,7 @@ mod tests {
             (DType::Bool, DType::U8, DType::U8),
             (DType::I16, DType::I64, DType::I64),
         ] {
-            assert_eq!((joined(a, b), joined(b, a)), (want, want), "{a} {b}");
+            assert_eq!((promote(a, b), promote(b, a)), (expected, expected), "{a} {b}");
         }
     }
 }

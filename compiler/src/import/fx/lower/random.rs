@@ -4,7 +4,7 @@
 //! recomputed forward, another cut or another thread count draws the same numbers.
 
 use super::elementwise::identity;
-use super::{Known, Made, Outputs, Scope, one};
+use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::random;
@@ -22,10 +22,10 @@ pub fn dropout(scope: &mut Scope<'_>, channels: bool) -> Outputs {
     let p = scope.float("p", 0.5)?;
     if !scope.flag("train", true)? || p == 0.0 {
         let known = match identity(scope)? {
-            Made::Tensors(known) => known,
+            NodeOutputs::Tensors(known) => known,
             other => return Ok(other),
         };
-        return Ok(Made::Tensors(vec![known[0], Known::Absent("the mask of a dropout")]));
+        return Ok(NodeOutputs::Tensors(vec![known[0], Known::Absent("the mask of a dropout")]));
     }
     let x = scope.value(operand(scope))?;
     let counter = scope.counter()?;
@@ -35,16 +35,16 @@ pub fn dropout(scope: &mut Scope<'_>, channels: bool) -> Outputs {
         true => {
             let fact = scope.fact(x);
             let one = scope.scalar(fact.dtype, 1.0)?;
-            let ones = scope.add(Op::Broadcast(Broadcast { shape: of_channels(&fact.shape) }), &[one])?;
+            let ones = scope.add(Op::Broadcast(Broadcast { shape: channel_mask_shape(&fact.shape) }), &[one])?;
             let mask = scope.add(op, &[ones, counter])?;
             scope.binary(Binary::Mul, x, mask)?
         }
     };
-    Ok(Made::Tensors(vec![Known::Value(y), Known::Absent("the mask of a dropout in training mode")]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y), Known::Absent("the mask of a dropout in training mode")]))
 }
 
 /// `[N, C, 1, …]`: one number per channel and example.
-fn of_channels(shape: &[Dim]) -> Vec<Dim> {
+fn channel_mask_shape(shape: &[Dim]) -> Vec<Dim> {
     let size = |(axis, dim): (usize, &Dim)| if axis < 2 { dim.clone() } else { Dim::Known(1) };
     shape.iter().enumerate().map(size).collect()
 }
@@ -58,15 +58,15 @@ pub fn alpha_dropout(scope: &mut Scope<'_>, channels: bool) -> Outputs {
     }
     let x = scope.value(operand(scope))?;
     let fact = scope.fact(x);
-    let shape = if channels { of_channels(&fact.shape) } else { fact.shape.clone() };
-    let kept = random::coin(scope, 1.0 - p, DType::Bool, &shape)?;
+    let shape = if channels { channel_mask_shape(&fact.shape) } else { fact.shape.clone() };
+    let mask = random::coin(scope, 1.0 - p, DType::Bool, &shape)?;
     if p == 1.0 {
         let zero = scope.scalar(fact.dtype, 0.0)?;
         return one(scope.broadcast(zero, fact.shape)?);
     }
     let scale = 1.0 / ((1.0 - p) * (1.0 + p * SATURATION * SATURATION)).sqrt();
     let saturated = scope.scalar(fact.dtype, -SATURATION)?;
-    let y = scope.select(kept, x, saturated)?;
+    let y = scope.select(mask, x, saturated)?;
     let y = scope.with_number(Binary::Mul, y, scale)?;
     one(scope.with_number(Binary::Add, y, scale * SATURATION * p)?)
 }
@@ -97,7 +97,7 @@ fn sample_fact(scope: &mut Scope<'_>, like: bool, natural: DType) -> Result<(DTy
 }
 
 /// Uniform numbers in 0..1, or standard normal ones.
-pub fn drawn(scope: &mut Scope<'_>, like: bool, normal: bool) -> Outputs {
+pub fn sample(scope: &mut Scope<'_>, like: bool, normal: bool) -> Outputs {
     let (dtype, shape) = sample_fact(scope, like, DType::F32)?;
     one(match normal {
         true => random::normal(scope, dtype, &shape, 0.0, 1.0)?,
@@ -106,20 +106,20 @@ pub fn drawn(scope: &mut Scope<'_>, like: bool, normal: bool) -> Outputs {
 }
 
 /// Integers from `low` to `high`, exclusive.
-pub fn whole(scope: &mut Scope<'_>, like: bool) -> Outputs {
+pub fn random_integers(scope: &mut Scope<'_>, like: bool) -> Outputs {
     let (dtype, shape) = sample_fact(scope, like, DType::I64)?;
     let (low, high) = (scope.int("low", 0)?, scope.int("high", 1)?);
-    let range = random::between(scope, DType::F64, &shape, [low as f64, high as f64])?;
+    let range = random::uniform_between(scope, DType::F64, &shape, [low as f64, high as f64])?;
     let floor = scope.unary(Unary::Floor, range)?;
     one(scope.cast(floor, dtype)?)
 }
 
 /// A random permutation of `0..n`.
-pub fn order(scope: &mut Scope<'_>) -> Outputs {
+pub fn random_permutation(scope: &mut Scope<'_>) -> Outputs {
     let n = scope.dim("n")?.ok_or(LowerReason::NotConstant { what: "the number of elements" })?;
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::I64);
-    let drawn = random::uniform(scope, DType::F64, std::slice::from_ref(&n))?;
-    let sorted = scope.add_all(Op::TopK(TopK { axis: 0, count: n, largest: false }), &[drawn])?;
+    let samples = random::uniform(scope, DType::F64, std::slice::from_ref(&n))?;
+    let sorted = scope.add_all(Op::TopK(TopK { axis: 0, count: n, largest: false }), &[samples])?;
     one(scope.cast(sorted[1], dtype)?)
 }
 
@@ -127,7 +127,7 @@ pub fn order(scope: &mut Scope<'_>) -> Outputs {
 pub fn uniform(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     let range = [scope.float("from", 0.0)?, scope.float("to", 1.0)?];
-    one(random::between(scope, fact.dtype, &fact.shape, range)?)
+    one(random::uniform_between(scope, fact.dtype, &fact.shape, range)?)
 }
 
 /// Normal samples: in the operand's shape and type, or with tensors of means or deviations.
@@ -143,11 +143,11 @@ pub fn normal(scope: &mut Scope<'_>) -> Outputs {
     for (operand, natural) in [(mean, 0.0), (deviation, 1.0)] {
         let operand = operand.unwrap_or(super::argument::Operand::Number(super::argument::Number::Float(natural)));
         let value = super::promote::value(scope, &operand, DType::F32)?;
-        shape = crate::import::onnx::lower::movement::met(&shape, &scope.fact(value).shape)?;
+        shape = crate::import::onnx::lower::movement::broadcast_shape(&shape, &scope.fact(value).shape)?;
         values.push(value);
     }
-    let drawn = random::normal(scope, DType::F32, &shape, 0.0, 1.0)?;
-    let scaled = scope.binary(Binary::Mul, drawn, values[1])?;
+    let samples = random::normal(scope, DType::F32, &shape, 0.0, 1.0)?;
+    let scaled = scope.binary(Binary::Mul, samples, values[1])?;
     one(scope.binary(Binary::Add, scaled, values[0])?)
 }
 
@@ -155,10 +155,10 @@ pub fn normal(scope: &mut Scope<'_>) -> Outputs {
 pub fn exponential(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     let rate = scope.float("lambd", 1.0)?;
-    let drawn = random::uniform(scope, fact.dtype, &fact.shape)?;
+    let samples = random::uniform(scope, fact.dtype, &fact.shape)?;
     let one_value = scope.scalar(fact.dtype, 1.0)?;
-    let rest = scope.binary(Binary::Sub, one_value, drawn)?;
-    let log = scope.unary(Unary::Log, rest)?;
+    let complement = scope.binary(Binary::Sub, one_value, samples)?;
+    let log = scope.unary(Unary::Log, complement)?;
     one(scope.with_number(Binary::Mul, log, -1.0 / rate)?)
 }
 
@@ -168,7 +168,7 @@ pub fn leaky(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact(x);
     let range = [scope.float("lower", 1.0 / 8.0)?, scope.float("upper", 1.0 / 3.0)?];
     let slope: Value = match scope.flag("training", false)? {
-        true => random::between(scope, fact.dtype, &fact.shape, range)?,
+        true => random::uniform_between(scope, fact.dtype, &fact.shape, range)?,
         false => scope.scalar(fact.dtype, (range[0] + range[1]) / 2.0)?,
     };
     let zero = scope.scalar(fact.dtype, 0.0)?;

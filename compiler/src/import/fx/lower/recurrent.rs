@@ -35,12 +35,12 @@ impl Stack {
         if scope.has("data") {
             return Err(LowerReason::Unsupported("a packed sequence".to_string()));
         }
-        let given = scope.value("input")?;
-        if scope.fact(given).rank() != 3 {
-            return Err(LowerReason::Inputs(format!("its input is {}, expected three axes", scope.fact(given))));
+        let input = scope.value("input")?;
+        if scope.fact(input).rank() != 3 {
+            return Err(LowerReason::Inputs(format!("its input is {}, expected three axes", scope.fact(input))));
         }
         let batch_first = scope.flag("batch_first", false)?;
-        let x = if batch_first { transposed(scope, given, vec![1, 0, 2])? } else { given };
+        let x = if batch_first { transposed(scope, input, vec![1, 0, 2])? } else { input };
         let layers = scope.int("num_layers", 1)?;
         let layers = usize::try_from(layers).ok().filter(|_| (1..=LAYERS).contains(&layers)).ok_or_else(|| {
             let expected = "an integer from 1 to 4096";
@@ -48,28 +48,28 @@ impl Stack {
         })?;
         let directions: &[bool] = if scope.flag("bidirectional", false)? { &[false, true] } else { &[false] };
         let (params, biased) = (scope.values("params")?, scope.flag("has_biases", true)?);
-        let (cells, each) = (layers * directions.len(), if biased { 4 } else { 2 });
-        if params.len() == cells * (each + 1) {
+        let (cells, params_per_cell) = (layers * directions.len(), if biased { 4 } else { 2 });
+        if params.len() == cells * (params_per_cell + 1) {
             return Err(LowerReason::Unsupported("a recurrent layer with projections (`proj_size`)".to_string()));
         }
-        if params.len() != cells * each {
-            let found = params.len();
+        if params.len() != cells * params_per_cell {
+            let count = params.len();
             return Err(LowerReason::Inputs(format!(
-                "{found} parameters for {cells} layers and directions of {each} \
+                "{count} parameters for {cells} layers and directions of {params_per_cell} \
                 each"
             )));
         }
         let dtype = scope.fact(x).dtype;
         let mut weights = Vec::with_capacity(cells);
-        for own in params.chunks_exact(each) {
-            let biases = match own {
+        for cell_params in params.chunks_exact(params_per_cell) {
+            let biases = match cell_params {
                 [_, _, b_ih, b_hh] => [*b_ih, *b_hh],
                 _ => {
-                    let wide = scope.fact(own[0]).shape.first().cloned().unwrap_or(Dim::Known(gates));
-                    [filled(scope, dtype, &[wide], 0.0)?; 2]
+                    let gate_rows = scope.fact(cell_params[0]).shape.first().cloned().unwrap_or(Dim::Known(gates));
+                    [filled(scope, dtype, &[gate_rows], 0.0)?; 2]
                 }
             };
-            weights.push([own[0], own[1], biases[0], biases[1]]);
+            weights.push([cell_params[0], cell_params[1], biases[0], biases[1]]);
         }
         let ratio = if scope.flag("train", false)? { scope.float("dropout", 0.0)? } else { 0.0 };
         Ok(Stack { x, layers, directions, weights, batch_first, ratio })
@@ -77,21 +77,21 @@ impl Stack {
 
     /// Splits `[layers·directions, N, H]` into the initial state `[N, H]` of each layer and direction. A static
     /// export's zero state has the exported batch size, which is opened.
-    fn states(&self, scope: &mut Scope<'_>, given: Value) -> Result<Vec<Value>, LowerReason> {
-        let mut shape = scope.fact(given).shape;
+    fn states(&self, scope: &mut Scope<'_>, initial: Value) -> Result<Vec<Value>, LowerReason> {
+        let mut shape = scope.fact(initial).shape;
         let cells = self.weights.len();
         if shape.len() != 3 || !shape[0].is(cells as i64) {
             return Err(LowerReason::Inputs(format!(
                 "its initial state is {}, expected {cells} states",
-                scope.fact(given)
+                scope.fact(initial)
             )));
         }
         shape[1] = scope.fact(self.x).shape[1].clone();
-        let all = scope.opened(given, &shape)?;
+        let stacked = scope.open_batch(initial, &shape)?;
         let mut states = Vec::with_capacity(cells);
         for at in 0..cells {
-            let own = part(scope, all, 0, Dim::from(at), Dim::from(at + 1))?;
-            states.push(scope.reshape(own, shape[1..].to_vec())?);
+            let state = part(scope, stacked, 0, Dim::from(at), Dim::from(at + 1))?;
+            states.push(scope.reshape(state, shape[1..].to_vec())?);
         }
         Ok(states)
     }
@@ -111,9 +111,9 @@ impl Stack {
             }
             let mut sequences = Vec::with_capacity(self.directions.len());
             for (direction, reverse) in self.directions.iter().enumerate() {
-                let made = cell(scope, layer * self.directions.len() + direction, *reverse, x)?;
-                sequences.push(made[0]);
-                last.push(made[1..].to_vec());
+                let outputs = cell(scope, layer * self.directions.len() + direction, *reverse, x)?;
+                sequences.push(outputs[0]);
+                last.push(outputs[1..].to_vec());
             }
             x = match sequences[..] {
                 [one] => one,
@@ -124,10 +124,10 @@ impl Stack {
         let mut results = vec![y];
         for state in 0..last.first().map_or(0, Vec::len) {
             let mut parts = Vec::with_capacity(last.len());
-            for own in &last {
-                let mut shape = scope.fact(own[state]).shape;
+            for h in &last {
+                let mut shape = scope.fact(h[state]).shape;
                 shape.insert(0, Dim::Known(1));
-                parts.push(scope.reshape(own[state], shape)?);
+                parts.push(scope.reshape(h[state], shape)?);
             }
             results.push(match parts[..] {
                 [one] => one,

@@ -1,6 +1,6 @@
 //! Reductions and softmax.
 
-use super::{Known, Made, Outputs, Scope, many, one, promote};
+use super::{Known, NodeOutputs, Outputs, Scope, many, one, promote};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::op::{ArgReduce, Binary, Compare, Iota, LogSoftmax, Op, ReduceKind, Softmax, Unary, Value};
@@ -15,10 +15,10 @@ fn axes(scope: &Scope<'_>, rank: usize) -> Result<(Vec<usize>, bool), LowerReaso
 /// The operand cast to `dtype`; sums and products of integers are `int64`.
 fn operand(scope: &mut Scope<'_>, kind: ReduceKind) -> Result<Value, LowerReason> {
     let x = scope.value("self")?;
-    let own = scope.fact(x).dtype;
+    let input_type = scope.fact(x).dtype;
     let natural = match kind {
-        ReduceKind::Sum | ReduceKind::Prod if !own.is_float() => DType::I64,
-        _ => own,
+        ReduceKind::Sum | ReduceKind::Prod if !input_type.is_float() => DType::I64,
+        _ => input_type,
     };
     let dtype = scope.dtype("dtype")?.unwrap_or(natural);
     scope.cast(x, dtype)
@@ -43,15 +43,15 @@ pub fn extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let rank = scope.fact(x).rank();
     let (axis, keep) = (scope.axis("dim", 0, rank)?, scope.flag("keepdim", false)?);
     if rank == 0 {
-        return Ok(Made::Tensors(vec![Known::Value(x), Known::Absent("an index of a scalar")]));
+        return Ok(NodeOutputs::Tensors(vec![Known::Value(x), Known::Absent("an index of a scalar")]));
     }
     let y = scope.reduce(kind, x, &[axis], keep)?;
-    let place = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?;
-    many(vec![y, place])
+    let index = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?;
+    many(vec![y, index])
 }
 
 /// `argmax` or `argmin`.
-pub fn place(scope: &mut Scope<'_>, largest: bool) -> Outputs {
+pub fn arg_extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let mut x = scope.value("self")?;
     if !scope.has("dim") {
         x = scope.reshape(x, vec![volume(&scope.fact(x).shape)?])?;
@@ -60,18 +60,18 @@ pub fn place(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     one(scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?)
 }
 
-/// `any`, or `all` with `every`.
-pub fn truth(scope: &mut Scope<'_>, every: bool) -> Outputs {
+/// `any`, or `all` with `is_all`.
+pub fn any_or_all(scope: &mut Scope<'_>, is_all: bool) -> Outputs {
     let x = scope.value("self")?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
     let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
     let is_zero = scope.compare(Compare::Equal, x, zero)?;
-    let counted = scope.cast(is_zero, DType::I64)?;
+    let counts = scope.cast(is_zero, DType::I64)?;
     // The maximum of `is zero` is 1 if any element is zero; the minimum is 1 if all are.
-    let kind = if every { ReduceKind::Max } else { ReduceKind::Min };
-    let met = if axes.is_empty() { counted } else { scope.reduce(kind, counted, &axes, keep)? };
+    let kind = if is_all { ReduceKind::Max } else { ReduceKind::Min };
+    let total = if axes.is_empty() { counts } else { scope.reduce(kind, counts, &axes, keep)? };
     let zero = scope.scalar(DType::I64, 0.0)?;
-    one(scope.compare(Compare::Equal, met, zero)?)
+    one(scope.compare(Compare::Equal, total, zero)?)
 }
 
 /// Variance, or standard deviation with `with_root`; `with_mean` adds the mean as a second output.
@@ -94,10 +94,10 @@ pub fn variance(scope: &mut Scope<'_>, with_root: bool, with_mean: bool) -> Outp
             None => {
                 let n = Build::size(scope, &count)?;
                 let n = scope.cast(n, fact.dtype)?;
-                let less = scope.with_number(Binary::Sub, n, correction)?;
-                let less = scope.with_number(Binary::Max, less, 0.0)?;
-                let all = scope.binary(Binary::Mul, y, n)?;
-                scope.binary(Binary::Div, all, less)?
+                let freedom = scope.with_number(Binary::Sub, n, correction)?;
+                let freedom = scope.with_number(Binary::Max, freedom, 0.0)?;
+                let square_sum = scope.binary(Binary::Mul, y, n)?;
+                scope.binary(Binary::Div, square_sum, freedom)?
             }
         };
     }
@@ -128,7 +128,13 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `(Σ |x|^order)^(1/order)`, including orders 0 and ±∞.
-pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep: bool) -> Result<Value, LowerReason> {
+pub fn reduce_norm(
+    scope: &mut Scope<'_>,
+    x: Value,
+    order: f64,
+    axes: &[usize],
+    keep: bool,
+) -> Result<Value, LowerReason> {
     let size = scope.unary(Unary::Abs, x)?;
     if order == 1.0 {
         scope.reduce(ReduceKind::Sum, size, axes, keep)
@@ -144,8 +150,8 @@ pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep
         let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
         let is_zero = scope.compare(Compare::Equal, x, zero)?;
         let is_not = scope.unary(Unary::Not, is_zero)?;
-        let counted = scope.cast(is_not, scope.fact(x).dtype)?;
-        scope.reduce(ReduceKind::Sum, counted, axes, keep)
+        let nonzero = scope.cast(is_not, scope.fact(x).dtype)?;
+        scope.reduce(ReduceKind::Sum, nonzero, axes, keep)
     } else {
         let power = scope.with_number(Binary::Pow, size, order)?;
         let sum = scope.reduce(ReduceKind::Sum, power, axes, keep)?;
@@ -160,7 +166,7 @@ pub fn vector_norm(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
     let order = scope.float(name, 2.0)?;
     let x = operand(scope, ReduceKind::Mean)?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
-    one(norm_of(scope, x, order, &axes, keep)?)
+    one(reduce_norm(scope, x, order, &axes, keep)?)
 }
 
 /// Frobenius norm over two axes.
@@ -173,23 +179,23 @@ pub fn matrix_norm(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.ints("dim")?.unwrap_or_else(|| vec![-2, -1]);
     let axes = crate::import::onnx::lower::attribute::axes(&dims, scope.fact(x).rank())?;
     let keep = scope.flag("keepdim", false)?;
-    one(norm_of(scope, x, 2.0, &axes, keep)?)
+    one(reduce_norm(scope, x, 2.0, &axes, keep)?)
 }
 
 /// `nansum` or `nanmean`.
 pub fn of_numbers(scope: &mut Scope<'_>, mean: bool) -> Outputs {
     let x = operand(scope, ReduceKind::Sum)?;
     let dtype = scope.fact(x).dtype;
-    let is = scope.compare(Compare::Equal, x, x)?;
+    let is_number = scope.compare(Compare::Equal, x, x)?;
     let zero = scope.scalar(dtype, 0.0)?;
-    let kept = scope.select(is, x, zero)?;
+    let numbers = scope.select(is_number, x, zero)?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
-    let sum = scope.reduce(ReduceKind::Sum, kept, &axes, keep)?;
+    let sum = scope.reduce(ReduceKind::Sum, numbers, &axes, keep)?;
     if !mean {
         return one(sum);
     }
-    let counted = scope.cast(is, dtype)?;
-    let count = scope.reduce(ReduceKind::Sum, counted, &axes, keep)?;
+    let number_flags = scope.cast(is_number, dtype)?;
+    let count = scope.reduce(ReduceKind::Sum, number_flags, &axes, keep)?;
     one(scope.binary(Binary::Div, sum, count)?)
 }
 
@@ -200,12 +206,11 @@ pub fn count(scope: &mut Scope<'_>) -> Outputs {
     let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
     let is_zero = scope.compare(Compare::Equal, x, zero)?;
     let is_not = scope.unary(Unary::Not, is_zero)?;
-    let counted = scope.cast(is_not, DType::I64)?;
-    one(scope.reduce(ReduceKind::Sum, counted, &axes, false)?)
+    let nonzero = scope.cast(is_not, DType::I64)?;
+    one(scope.reduce(ReduceKind::Sum, nonzero, &axes, false)?)
 }
 
-/// `aminmax`.
-pub fn both_ends(scope: &mut Scope<'_>) -> Outputs {
+pub fn min_max(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
     let (axes, keep) = match scope.has("dim") {
@@ -233,7 +238,7 @@ pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
 /// limits mean the extremes of the operand.
 pub fn histogram(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
-    let own = scope.fact(x);
+    let fact = scope.fact(x);
     let (bins, low, high) = (scope.int("bins", 100)?, scope.float("min", 0.0)?, scope.float("max", 0.0)?);
     if !(1..=1 << 16).contains(&bins) || low > high {
         return Err(LowerReason::Inputs(format!(
@@ -241,9 +246,9 @@ pub fn histogram(scope: &mut Scope<'_>) -> Outputs {
         )));
     }
     // Bins are computed in the operand's element type, as in PyTorch, and rounded down.
-    let dtype = if own.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let dtype = if fact.dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let x = scope.cast(x, dtype)?;
-    let x = scope.reshape(x, vec![volume(&own.shape)?])?;
+    let x = scope.reshape(x, vec![volume(&fact.shape)?])?;
     let (low, high) = match low == high {
         true => {
             let (low, high) =
@@ -258,15 +263,15 @@ pub fn histogram(scope: &mut Scope<'_>) -> Outputs {
     let width = scope.binary(Binary::Sub, high, low)?;
     let from = scope.binary(Binary::Sub, x, low)?;
     let scaled = scope.with_number(Binary::Mul, from, bins as f64)?;
-    let place = scope.binary(Binary::Div, scaled, width)?;
-    let place = scope.unary(Unary::Floor, place)?;
+    let bin = scope.binary(Binary::Div, scaled, width)?;
+    let bin = scope.unary(Unary::Floor, bin)?;
     let last = scope.scalar(dtype, bins as f64 - 1.0)?;
     let is_end = scope.compare(Compare::Equal, x, high)?;
-    let place = scope.select(is_end, last, place)?;
-    let column = scope.reshape(place, vec![volume(&own.shape)?, Dim::Known(1)])?;
+    let bin = scope.select(is_end, last, bin)?;
+    let column = scope.reshape(bin, vec![volume(&fact.shape)?, Dim::Known(1)])?;
     let spans = Fact::new(dtype, vec![Dim::Known(bins)]);
     let spans = scope.add(Op::Iota(Iota { fact: spans, axis: 0 }), &[])?;
-    let hit = scope.compare(Compare::Equal, column, spans)?;
-    let counted = scope.cast(hit, own.dtype)?;
-    one(scope.reduce(ReduceKind::Sum, counted, &[0], false)?)
+    let in_bin = scope.compare(Compare::Equal, column, spans)?;
+    let counts = scope.cast(in_bin, fact.dtype)?;
+    one(scope.reduce(ReduceKind::Sum, counts, &[0], false)?)
 }

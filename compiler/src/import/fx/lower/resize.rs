@@ -2,7 +2,7 @@
 //! do not tile. Axes are processed one after another. Nearest-neighbour resizing and padding from the image are
 //! gathers.
 
-use super::{Known, Made, Outputs, Scope, one};
+use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::grid::{self, GridSampling, Padding};
@@ -57,20 +57,20 @@ impl Axis {
             // In single precision, as PyTorch computes them: the result is rounded down.
             Way::Nearest => vec![(((i as f32 * self.scale as f32).floor() as i64).clamp(0, last), 1.0)],
             Way::NearestExact => {
-                let place = (i as f32 + 0.5) * self.scale as f32 - 0.5;
-                vec![(((place + 0.5).floor() as i64).clamp(0, last), 1.0)]
+                let position = (i as f32 + 0.5) * self.scale as f32 - 0.5;
+                vec![(((position + 0.5).floor() as i64).clamp(0, last), 1.0)]
             }
             Way::Linear => {
-                let place = self.place(i).max(0.0);
-                let low = (place.floor() as i64).min(last);
-                let share = place - low as f64;
+                let position = self.place(i).max(0.0);
+                let low = (position.floor() as i64).min(last);
+                let share = position - low as f64;
                 vec![(low, 1.0 - share), ((low + 1).min(last), share)]
             }
             Way::Cubic => {
-                let place = self.place(i);
-                let (low, share) = (place.floor() as i64, place - place.floor());
-                let each = |k: i64| ((low + k).clamp(0, last), cubic((share - k as f64).abs(), -0.75));
-                (-1..3).map(each).collect()
+                let position = self.place(i);
+                let (low, share) = (position.floor() as i64, position - position.floor());
+                let tap = |k: i64| ((low + k).clamp(0, last), cubic((share - k as f64).abs(), -0.75));
+                (-1..3).map(tap).collect()
             }
             Way::LinearSmooth => self.smooth(i, 1.0, |t| (1.0 - t).max(0.0)),
             Way::CubicSmooth => self.smooth(i, 2.0, |t| cubic(t, -0.5)),
@@ -128,8 +128,8 @@ pub fn mixed(
     let last = fact.rank() - 1;
     let mut perm: Vec<usize> = (0..fact.rank()).collect();
     perm.swap(axis, last);
-    let turned = transposed(scope, x, perm.clone())?;
-    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[turned, matrix])?;
+    let permuted = transposed(scope, x, perm.clone())?;
+    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[permuted, matrix])?;
     transposed(scope, y, perm)
 }
 
@@ -142,19 +142,19 @@ pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
     let shape = scope.fact(x).shape;
     let axes = shape.len().saturating_sub(2);
     let corners = scope.flag("align_corners", false)?;
-    let asked = scope.dims("output_size")?.filter(|list| list.len() == axes);
+    let output_size = scope.dims("output_size")?.filter(|list| list.len() == axes);
     // The overloads give the factors as a list or one by one.
     let mut factors = scope.floats("scale_factors")?.unwrap_or_default();
     let names = ["scales_d", "scales_h", "scales_w"];
     let single = if axes == 1 && scope.has("scales") { &["scales"][..] } else { &names[3 - axes.min(3)..] };
-    for name in single.iter().filter(|_| asked.is_some()) {
+    for name in single.iter().filter(|_| output_size.is_some()) {
         factors.extend(scope.number(name)?.map(super::argument::Number::float));
     }
     for at in 0..axes {
         let from = side(&shape[2 + at])?;
         let factor = factors.get(at).copied().filter(|f| *f > 0.0 && factors.len() == axes);
-        let to = match (&asked, factor) {
-            (Some(asked), _) => side(&asked[at])?,
+        let to = match (&output_size, factor) {
+            (Some(output_size), _) => side(&output_size[at])?,
             (None, Some(factor)) => side(&Dim::Known((from as f64 * factor).floor() as i64))?,
             (None, None) => return Err(LowerReason::Inputs("no size is given".to_string())),
         };
@@ -171,8 +171,8 @@ pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
         let rows = Axis { from, to, scale, corners }.weights(way);
         x = match way {
             Way::Nearest | Way::NearestExact => {
-                let places: Vec<i64> = rows.iter().map(|row| row[0].0).collect();
-                let index = scope.constant(Tensor::from_i64(&[places.len()], &places))?;
+                let indices: Vec<i64> = rows.iter().map(|row| row[0].0).collect();
+                let index = scope.constant(Tensor::from_i64(&[indices.len()], &indices))?;
                 scope.add(Op::Gather(Gather { axis: 2 + at }), &[x, index])?
             }
             _ => mixed(scope, x, 2 + at, from, &rows)?,
@@ -181,23 +181,23 @@ pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
     one(x)
 }
 
-pub fn sampled(scope: &mut Scope<'_>) -> Outputs {
-    let (x, places) = (scope.value("input")?, scope.value("grid")?);
+pub fn grid_sample(scope: &mut Scope<'_>) -> Outputs {
+    let (x, grid) = (scope.value("input")?, scope.value("grid")?);
     let padding = match scope.int("padding_mode", 0)? {
         0 => Padding::Zeros,
         1 => Padding::Border,
         2 => Padding::Reflection,
         other => return Err(LowerReason::Unsupported(format!("padding mode {other}"))),
     };
-    let joined = match scope.int("interpolation_mode", 0)? {
+    let filter_code = match scope.int("interpolation_mode", 0)? {
         0 => 2,
         1 => 0,
         2 => 4,
         other => return Err(LowerReason::Unsupported(format!("interpolation mode {other}"))),
     };
-    let (corners, filter) = (scope.flag("align_corners", false)?, grid::filter_of(joined));
-    let reading = GridSampling { padding, border_first: joined != 4, corners, filter };
-    one(grid::sampled(scope, x, places, &reading)?)
+    let (corners, filter) = (scope.flag("align_corners", false)?, grid::filter_of(filter_code));
+    let sampling = GridSampling { padding, border_first: filter_code != 4, corners, filter };
+    one(grid::grid_sample(scope, x, grid, &sampling)?)
 }
 
 /// The windows of an adaptive pooling: `⌊i·from/to⌋ .. ⌈(i + 1)·from/to⌉`.
@@ -205,10 +205,10 @@ fn windows(from: i64, to: i64) -> Vec<(i64, i64)> {
     (0..to).map(|i| (i * from / to, ((i + 1) * from + to - 1) / to)).collect()
 }
 
-/// Adaptive average or max pooling to the sizes `asked` of the last axes, for windows that do not tile the input.
-pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, asked: &[Dim], largest: bool) -> Result<Value, LowerReason> {
-    let first = scope.fact(x).rank() - asked.len();
-    for (at, to) in asked.iter().enumerate() {
+/// Adaptive average or max pooling to the sizes `output_size` of the last axes, for windows that do not tile the input.
+pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, output_size: &[Dim], largest: bool) -> Result<Value, LowerReason> {
+    let first = scope.fact(x).rank() - output_size.len();
+    for (at, to) in output_size.iter().enumerate() {
         let axis = first + at;
         let from = scope.fact(x).shape[axis].clone();
         if from == *to {
@@ -230,7 +230,7 @@ pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, asked: &[Dim], largest: boo
             let window = part(scope, x, axis, Dim::Known(low), Dim::Known(high))?;
             parts.push(scope.reduce(ReduceKind::Max, window, &[axis], true)?);
         }
-        x = if let [only] = parts[..] { only } else { scope.add(Op::Concat(Concat { axis }), &parts)? };
+        x = if let [part] = parts[..] { part } else { scope.add(Op::Concat(Concat { axis }), &parts)? };
     }
     Ok(x)
 }
@@ -262,18 +262,18 @@ pub fn pad(scope: &mut Scope<'_>, edge: Edge, name: &'static str) -> Outputs {
         if pair.iter().any(|p| p.saturating_abs() > MOST) {
             return Err(LowerReason::Inputs(format!("paddings of {pads:?}")));
         }
-        let place = |at: i64| match edge {
+        let source_of = |at: i64| match edge {
             Edge::Replicate => at.clamp(0, size - 1),
             Edge::Circular => at.rem_euclid(size),
             Edge::Reflect if size == 1 => 0,
             Edge::Reflect => {
-                let within = at.rem_euclid(2 * (size - 1));
-                within.min(2 * (size - 1) - within)
+                let offset = at.rem_euclid(2 * (size - 1));
+                offset.min(2 * (size - 1) - offset)
             }
         };
-        let places: Vec<i64> = (-pair[0]..size + pair[1]).map(place).collect();
-        let index = scope.constant(Tensor::from_i64(&[places.len()], &places))?;
+        let indices: Vec<i64> = (-pair[0]..size + pair[1]).map(source_of).collect();
+        let index = scope.constant(Tensor::from_i64(&[indices.len()], &indices))?;
         x = scope.add(Op::Gather(Gather { axis }), &[x, index])?;
     }
-    Ok(Made::Tensors(vec![Known::Value(x)]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(x)]))
 }

@@ -1,6 +1,6 @@
 //! Sorting and cumulative operators along an axis.
 
-use super::{Known, Made, Outputs, Scope, many, one};
+use super::{Known, NodeOutputs, Outputs, Scope, many, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
@@ -10,7 +10,7 @@ use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
 /// The operand (a scalar is reshaped to one element), the axis, and whether the operand had axes before.
-fn along(scope: &mut Scope<'_>, default: i64) -> Result<(Value, usize, bool), LowerReason> {
+fn read_axis(scope: &mut Scope<'_>, default: i64) -> Result<(Value, usize, bool), LowerReason> {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
     let axis = scope.axis("dim", default, rank)?;
@@ -19,38 +19,38 @@ fn along(scope: &mut Scope<'_>, default: i64) -> Result<(Value, usize, bool), Lo
 }
 
 /// Restores rank 0 for a scalar operand.
-fn finished(scope: &mut Scope<'_>, values: Vec<Value>, had_axes: bool) -> Outputs {
-    let mut made = Vec::with_capacity(values.len());
+fn restore_scalars(scope: &mut Scope<'_>, values: Vec<Value>, has_axes: bool) -> Outputs {
+    let mut outputs = Vec::with_capacity(values.len());
     for value in values {
-        made.push(if had_axes { value } else { scope.reshape(value, Vec::new())? });
+        outputs.push(if has_axes { value } else { scope.reshape(value, Vec::new())? });
     }
-    many(made)
+    many(outputs)
 }
 
 /// Cumulative sums or products; `int64` for integers.
 pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
-    let (x, axis, had_axes) = along(scope, 0)?;
-    let own = scope.fact(x).dtype;
-    let natural = if own.is_float() { own } else { DType::I64 };
+    let (x, axis, has_axes) = read_axis(scope, 0)?;
+    let input_type = scope.fact(x).dtype;
+    let natural = if input_type.is_float() { input_type } else { DType::I64 };
     let dtype = scope.dtype("dtype")?.unwrap_or(natural);
     let x = scope.cast(x, dtype)?;
     let y = scope.add(Op::Cumulative(Cumulative { kind, axis, exclusive: false, reverse: false }), &[x])?;
-    finished(scope, vec![y], had_axes)
+    restore_scalars(scope, vec![y], has_axes)
 }
 
 /// Sorted values and indices.
 pub fn sort(scope: &mut Scope<'_>) -> Outputs {
-    let (x, axis, had_axes) = along(scope, -1)?;
+    let (x, axis, has_axes) = read_axis(scope, -1)?;
     let largest = scope.flag("descending", false)?;
     let count = scope.fact(x).shape[axis].clone();
-    let made = scope.add_all(Op::TopK(TopK { axis, count, largest }), &[x])?;
-    finished(scope, made, had_axes)
+    let outputs = scope.add_all(Op::TopK(TopK { axis, count, largest }), &[x])?;
+    restore_scalars(scope, outputs, has_axes)
 }
 
 /// `argsort`: the indices of [`sort`].
-pub fn places(scope: &mut Scope<'_>) -> Outputs {
+pub fn argsort(scope: &mut Scope<'_>) -> Outputs {
     match sort(scope)? {
-        Made::Tensors(made) => Ok(Made::Tensors(made[1..].to_vec())),
+        NodeOutputs::Tensors(made) => Ok(NodeOutputs::Tensors(made[1..].to_vec())),
         other => Ok(other),
     }
 }
@@ -64,25 +64,25 @@ pub fn sort_first(scope: &mut Scope<'_>) -> Outputs {
 
 /// The `k` largest or smallest elements and their indices.
 pub fn top(scope: &mut Scope<'_>) -> Outputs {
-    let (x, axis, had_axes) = along(scope, -1)?;
+    let (x, axis, has_axes) = read_axis(scope, -1)?;
     let largest = scope.flag("largest", true)?;
     let count = scope.dim("k")?.ok_or(LowerReason::NotConstant { what: "the number of elements" })?;
-    let made = scope.add_all(Op::TopK(TopK { axis, count, largest }), &[x])?;
-    finished(scope, made, had_axes)
+    let outputs = scope.add_all(Op::TopK(TopK { axis, count, largest }), &[x])?;
+    restore_scalars(scope, outputs, has_axes)
 }
 
 /// The `k`-th smallest element along an axis and its index; `k` counts from 1.
-fn ranked(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool) -> Result<Vec<Value>, LowerReason> {
+fn kth_smallest(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool) -> Result<Vec<Value>, LowerReason> {
     let mut shape = scope.fact(x).shape;
     let count = Dim::Known(k);
-    let made = scope.add_all(Op::TopK(TopK { axis, count: count.clone(), largest: false }), &[x])?;
+    let outputs = scope.add_all(Op::TopK(TopK { axis, count: count.clone(), largest: false }), &[x])?;
     if keep {
         shape[axis] = Dim::Known(1);
     } else {
         shape.remove(axis);
     }
-    let mut results = Vec::with_capacity(made.len());
-    for value in made {
+    let mut results = Vec::with_capacity(outputs.len());
+    for value in outputs {
         let last = part(scope, value, axis, Dim::Known(k - 1), count.clone())?;
         results.push(scope.reshape(last, shape.clone())?);
     }
@@ -91,29 +91,29 @@ fn ranked(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool) -> R
 
 /// `kthvalue`.
 pub fn kth(scope: &mut Scope<'_>) -> Outputs {
-    let (x, axis, had_axes) = along(scope, -1)?;
-    let keep = scope.flag("keepdim", false)? && had_axes;
+    let (x, axis, has_axes) = read_axis(scope, -1)?;
+    let keep = scope.flag("keepdim", false)? && has_axes;
     let k = scope.int("k", 1)?;
     if k < 1 {
         return Err(LowerReason::Attribute { name: "k", found: k.to_string(), expected: "an integer of at least 1" });
     }
-    let made = ranked(scope, x, axis, k, keep)?;
-    many(made)
+    let outputs = kth_smallest(scope, x, axis, k, keep)?;
+    many(outputs)
 }
 
 /// The lower median of all elements, or the lower medians along an axis and their indices.
 pub fn median(scope: &mut Scope<'_>) -> Outputs {
-    let (mut x, mut axis, had_axes) = along(scope, 0)?;
-    let whole = !scope.has("dim");
-    if whole {
+    let (mut x, mut axis, has_axes) = read_axis(scope, 0)?;
+    let is_flat = !scope.has("dim");
+    if is_flat {
         x = scope.reshape(x, vec![volume(&scope.fact(x).shape)?])?;
         axis = 0;
     }
     let size = scope.fact(x).shape[axis].known().filter(|n| *n > 0);
     let size = size.ok_or(LowerReason::NotConstant { what: "the size of the axis" })?;
-    let keep = scope.flag("keepdim", false)? && had_axes;
-    let made = ranked(scope, x, axis, (size + 1) / 2, keep)?;
-    if whole { one(made[0]) } else { many(made) }
+    let keep = scope.flag("keepdim", false)? && has_axes;
+    let outputs = kth_smallest(scope, x, axis, (size + 1) / 2, keep)?;
+    if is_flat { one(outputs[0]) } else { many(outputs) }
 }
 
 /// `bucketize` or `searchsorted`: the number of boundaries before each value.
@@ -129,7 +129,7 @@ pub fn bucket(scope: &mut Scope<'_>, values: &'static str, boundaries: &'static 
         None => return Err(LowerReason::NotConstant { what: "the value to insert" }),
     };
     let (fact, steps) = (scope.fact(x), scope.fact(bounds));
-    let dtype = super::promote::joined(fact.dtype, steps.dtype);
+    let dtype = super::promote::promote(fact.dtype, steps.dtype);
     let (x, mut bounds) = (scope.cast(x, dtype)?, scope.cast(bounds, dtype)?);
     let mut column = fact.shape.clone();
     column.push(Dim::Known(1));
@@ -143,8 +143,8 @@ pub fn bucket(scope: &mut Scope<'_>, values: &'static str, boundaries: &'static 
     let op = if right { Compare::LessEqual } else { Compare::Less };
     let before = scope.compare(op, bounds, x)?;
     let to = if scope.flag("out_int32", false)? { DType::I32 } else { DType::I64 };
-    let counted = scope.cast(before, to)?;
-    let axis = attribute::axis(-1, scope.fact(counted).rank())?;
-    let y = scope.reduce(ReduceKind::Sum, counted, &[axis], false)?;
-    Ok(Made::Tensors(vec![Known::Value(y)]))
+    let counts = scope.cast(before, to)?;
+    let axis = attribute::axis(-1, scope.fact(counts).rank())?;
+    let y = scope.reduce(ReduceKind::Sum, counts, &[axis], false)?;
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y)]))
 }

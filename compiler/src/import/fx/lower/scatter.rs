@@ -1,13 +1,13 @@
 //! Operators that write elements at indices. Each becomes a core scatter, along one axis or into the flattened tensor.
 
-use super::index::{Indexed, flat_place};
+use super::index::{Indexed, flatten_index};
 use super::{Outputs, Scope, one, promote};
 use crate::import::batched;
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::movement::transposed;
-use crate::import::onnx::lower::slice::place;
+use crate::import::onnx::lower::slice::clamp_index;
 use crate::import::symbolic_batch::with_batch_of;
 use crate::op::{
     Binary, Compare, Concat, Cumulative, CumulativeKind, Gather, Iota, Op, ReduceKind, Scatter, ScatterKind, Unary,
@@ -17,17 +17,17 @@ use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
 
-/// Scatters `updates` into the flattened `x` at flat indices `place` of the same shape.
+/// Scatters `updates` into the flattened `x` at flat indices `flat_index` of the same shape.
 fn into_flat(
     scope: &mut Scope<'_>,
     kind: ScatterKind,
     x: Value,
-    place: Value,
+    flat_index: Value,
     updates: Value,
 ) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     let flat = scope.reshape(x, vec![volume(&shape)?])?;
-    let y = scope.add(Op::Scatter(Scatter { kind, axis: 0 }), &[flat, place, updates])?;
+    let y = scope.add(Op::Scatter(Scatter { kind, axis: 0 }), &[flat, flat_index, updates])?;
     scope.reshape(y, shape)
 }
 
@@ -36,15 +36,15 @@ fn updates(scope: &mut Scope<'_>, index: &Fact, dtype: DType) -> Result<Value, L
     if scope.has("src") {
         let source = scope.value("src")?;
         let source = scope.cast(source, dtype)?;
-        let mut cut = crate::import::onnx::lower::slice::whole(&scope.fact(source).shape);
-        if cut.end.len() != index.rank() {
+        let mut slice = crate::import::onnx::lower::slice::full_slice(&scope.fact(source).shape);
+        if slice.end.len() != index.rank() {
             return Err(LowerReason::Inputs(format!("updates {} for indices {index}", scope.fact(source))));
         }
-        if cut.end == index.shape {
+        if slice.end == index.shape {
             return Ok(source);
         }
-        cut.end.clone_from(&index.shape);
-        return scope.add(Op::Slice(cut), &[source]);
+        slice.end.clone_from(&index.shape);
+        return scope.add(Op::Slice(slice), &[source]);
     }
     let number = scope.operand("value")?.ok_or(LowerReason::NotConstant { what: "the value to write" })?;
     let number = promote::value(scope, &number, dtype)?;
@@ -75,9 +75,9 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     {
         return one(batched::scatter_add(scope, x, slices, updates, axis)?);
     }
-    let place = flat_place(scope, &fact.shape, index, axis)?;
-    let start = if includes_self { x } else { emptied(scope, kind, x, place, &shape)? };
-    let y = into_flat(scope, kind, start, place, updates)?;
+    let flat_index = flatten_index(scope, &fact.shape, index, axis)?;
+    let start = if includes_self { x } else { reset_targets(scope, kind, x, flat_index, &shape)? };
+    let y = into_flat(scope, kind, start, flat_index, updates)?;
     if named != "mean" {
         return one(y);
     }
@@ -88,18 +88,18 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     let number = scope.scalar(fact.dtype, 1.0)?;
     let each = scope.broadcast(number, shape.shape.clone())?;
     let ones = scope.broadcast(number, fact.shape.clone())?;
-    let counted = if start == x { ones } else { emptied(scope, kind, ones, place, &shape)? };
-    let count = into_flat(scope, ScatterKind::Add, counted, place, each)?;
+    let counts = if start == x { ones } else { reset_targets(scope, kind, ones, flat_index, &shape)? };
+    let count = into_flat(scope, ScatterKind::Add, counts, flat_index, each)?;
     let count = scope.with_number(Binary::Max, count, 1.0)?;
     one(scope.binary(Binary::Div, y, count)?)
 }
 
 /// Sets the written elements of `x` to the neutral element of the reduction.
-fn emptied(
+fn reset_targets(
     scope: &mut Scope<'_>,
     kind: ScatterKind,
     x: Value,
-    place: Value,
+    flat_index: Value,
     index: &Fact,
 ) -> Result<Value, LowerReason> {
     let dtype = scope.fact(x).dtype;
@@ -114,11 +114,11 @@ fn emptied(
     };
     let neutral = scope.scalar(dtype, neutral)?;
     let neutral = scope.broadcast(neutral, index.shape.clone())?;
-    into_flat(scope, ScatterKind::Replace, x, place, neutral)
+    into_flat(scope, ScatterKind::Replace, x, flat_index, neutral)
 }
 
 /// `x[…, index, …] = values`, or added with `accumulate`. A boolean index is a mask.
-pub fn put(scope: &mut Scope<'_>) -> Outputs {
+pub fn index_put(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let fact = scope.fact(x);
     let accumulate = scope.flag("accumulate", false)?;
@@ -130,27 +130,28 @@ pub fn put(scope: &mut Scope<'_>) -> Outputs {
     {
         return masked(scope, x, mask, values, accumulate);
     }
-    let Indexed { perm, lead, place, mut flat } = Indexed::read(scope, &fact.shape, indices)?;
-    let turned = transposed(scope, x, perm.clone())?;
+    let Indexed { perm, lead, flat_index, mut flat } = Indexed::read(scope, &fact.shape, indices)?;
+    let permuted = transposed(scope, x, perm.clone())?;
     // One update per index: both have the batch axis.
-    let turned = if perm.len() == 1 { with_batch_of(scope, turned, &scope.fact(place).shape)? } else { turned };
-    let own = scope.fact(turned).shape;
+    let permuted =
+        if perm.len() == 1 { with_batch_of(scope, permuted, &scope.fact(flat_index).shape)? } else { permuted };
+    let permuted_shape = scope.fact(permuted).shape;
     if perm.len() == 1 {
-        flat.clone_from(&own);
+        flat.clone_from(&permuted_shape);
     }
-    let reshaped = scope.reshape(turned, flat.clone())?;
+    let reshaped = scope.reshape(permuted, flat.clone())?;
     let mut shape = flat[..lead].to_vec();
-    shape.extend(scope.fact(place).shape);
+    shape.extend(scope.fact(flat_index).shape);
     shape.extend_from_slice(&flat[lead + 1..]);
     let values = scope.broadcast(values, shape)?;
     let kind = if accumulate { ScatterKind::Add } else { ScatterKind::Replace };
-    let y = scope.add(Op::Scatter(Scatter { kind, axis: lead }), &[reshaped, place, values])?;
-    let y = scope.reshape(y, own)?;
-    let mut back = vec![0; perm.len()];
+    let y = scope.add(Op::Scatter(Scatter { kind, axis: lead }), &[reshaped, flat_index, values])?;
+    let y = scope.reshape(y, permuted_shape)?;
+    let mut inverse = vec![0; perm.len()];
     for (at, from) in perm.iter().enumerate() {
-        back[*from] = at;
+        inverse[*from] = at;
     }
-    one(transposed(scope, y, back)?)
+    one(transposed(scope, y, inverse)?)
 }
 
 /// `mask ? value : x` with a single value.
@@ -167,23 +168,23 @@ fn masked(scope: &mut Scope<'_>, x: Value, mask: Value, value: Value, accumulate
 }
 
 /// `masked_scatter`: `x[mask] = source`, read in order.
-pub fn masked_source(scope: &mut Scope<'_>) -> Outputs {
+pub fn masked_scatter(scope: &mut Scope<'_>) -> Outputs {
     let (x, mask, source) = (scope.value("self")?, scope.value("mask")?, scope.value("source")?);
     let shape = scope.fact(x).shape;
     let count = volume(&shape)?;
     let mask = scope.broadcast(mask, shape.clone())?;
     let flat = scope.reshape(mask, vec![count])?;
-    let counted = scope.cast(flat, DType::I64)?;
+    let counts = scope.cast(flat, DType::I64)?;
     let sum = Cumulative { kind: CumulativeKind::Sum, axis: 0, exclusive: true, reverse: false };
-    let place = scope.add(Op::Cumulative(sum), &[counted])?;
+    let flat_index = scope.add(Op::Cumulative(sum), &[counts])?;
     // Unselected elements after the last one may read any index.
-    let most = volume(&scope.fact(source).shape)?.sub(&Dim::Known(1))?;
-    let most = crate::import::onnx::lower::gather::number(scope, &most)?;
-    let place = scope.binary(Binary::Min, place, most)?;
+    let last = volume(&scope.fact(source).shape)?.sub(&Dim::Known(1))?;
+    let last = crate::import::onnx::lower::gather::number(scope, &last)?;
+    let flat_index = scope.binary(Binary::Min, flat_index, last)?;
     let source = scope.reshape(source, vec![volume(&scope.fact(source).shape)?])?;
-    let taken = scope.add(Op::Gather(Gather { axis: 0 }), &[source, place])?;
-    let taken = scope.reshape(taken, shape)?;
-    one(scope.select(mask, taken, x)?)
+    let values = scope.add(Op::Gather(Gather { axis: 0 }), &[source, flat_index])?;
+    let values = scope.reshape(values, shape)?;
+    one(scope.select(mask, values, x)?)
 }
 
 /// `index_copy`, or `index_add` with factor `alpha`.
@@ -191,12 +192,12 @@ pub fn slices(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     let fact = scope.fact(x);
     let axis = attribute::axis(scope.int("dim", 0)?, fact.rank())?;
-    let index = super::index::every(scope, index, &fact.shape[axis])?;
-    let mut places = scope.fact(index);
-    let index = if places.rank() == 0 { scope.reshape(index, vec![Dim::Known(1)])? } else { index };
-    places = scope.fact(index);
+    let index = super::index::open_range(scope, index, &fact.shape[axis])?;
+    let mut positions = scope.fact(index);
+    let index = if positions.rank() == 0 { scope.reshape(index, vec![Dim::Known(1)])? } else { index };
+    positions = scope.fact(index);
     let mut shape = fact.shape.clone();
-    shape.splice(axis..=axis, places.shape);
+    shape.splice(axis..=axis, positions.shape);
     let updates = if scope.has("source") {
         let source = scope.value("source")?;
         let source = scope.cast(source, fact.dtype)?;
@@ -217,7 +218,7 @@ pub fn slices(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
 }
 
 /// `x` with the elements `begin, begin + step, …` of an axis replaced by `source`.
-pub fn written(
+pub fn write_slice(
     scope: &mut Scope<'_>,
     x: Value,
     axis: usize,
@@ -237,7 +238,7 @@ pub fn written(
         if end != shape[axis] {
             parts.push(crate::import::onnx::lower::slice::part(scope, x, axis, end, shape[axis].clone())?);
         }
-        return if let [only] = parts[..] { Ok(only) } else { scope.add(Op::Concat(Concat { axis }), &parts) };
+        return if let [part] = parts[..] { Ok(part) } else { scope.add(Op::Concat(Concat { axis }), &parts) };
     }
     let mut index = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[])?;
     index = scope.with_number(Binary::Mul, index, step as f64)?;
@@ -252,13 +253,13 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let shape = scope.fact(x).shape;
     let axis = attribute::axis(scope.int("dim", 0)?, shape.len())?;
     let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
-    let begin = place(&start, &shape[axis], &Dim::Known(0), &shape[axis])?;
+    let begin = clamp_index(&start, &shape[axis], &Dim::Known(0), &shape[axis])?;
     let step = scope.int("step", 1)?;
     if step < 1 {
         return Err(LowerReason::Inputs("the step of a slice is below 1".to_string()));
     }
     let source = scope.cast(source, scope.fact(x).dtype)?;
-    one(written(scope, x, axis, &begin, step, source)?)
+    one(write_slice(scope, x, axis, &begin, step, source)?)
 }
 
 /// `x[index] = src` along one axis.
@@ -272,7 +273,7 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
     shape[axis] = Dim::Known(1);
     let source = scope.cast(source, fact.dtype)?;
     let source = scope.reshape(source, shape)?;
-    one(written(scope, x, axis, &begin, 1, source)?)
+    one(write_slice(scope, x, axis, &begin, 1, source)?)
 }
 
 pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
@@ -283,29 +284,29 @@ pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
     }
     let mut shape = scope.fact(x).shape;
     let row = Fact::new(DType::I64, vec![Dim::Known(classes)]);
-    let counted = scope.add(Op::Iota(Iota { fact: row, axis: 0 }), &[])?;
+    let class_index = scope.add(Op::Iota(Iota { fact: row, axis: 0 }), &[])?;
     shape.push(Dim::Known(1));
     let x = scope.cast(x, DType::I64)?;
     let x = scope.reshape(x, shape)?;
-    let hit = scope.compare(Compare::Equal, x, counted)?;
-    one(scope.cast(hit, DType::I64)?)
+    let is_class = scope.compare(Compare::Equal, x, class_index)?;
+    one(scope.cast(is_class, DType::I64)?)
 }
 
 /// `isin`.
 pub fn is_in(scope: &mut Scope<'_>) -> Outputs {
     let (x, list) = (scope.value("elements")?, scope.value("test_elements")?);
-    let dtype = promote::joined(scope.fact(x).dtype, scope.fact(list).dtype);
+    let dtype = promote::promote(scope.fact(x).dtype, scope.fact(list).dtype);
     let (x, list) = (scope.cast(x, dtype)?, scope.cast(list, dtype)?);
     let mut shape = scope.fact(x).shape;
     let axis = shape.len();
     shape.push(Dim::Known(1));
     let x = scope.reshape(x, shape)?;
     let list = scope.reshape(list, vec![volume(&scope.fact(list).shape)?])?;
-    let hit = scope.compare(Compare::Equal, x, list)?;
-    let counted = scope.cast(hit, DType::I64)?;
-    let sum = scope.reduce(ReduceKind::Sum, counted, &[axis], false)?;
-    let none = scope.scalar(DType::I64, 0.0)?;
-    let is_none = scope.compare(Compare::Equal, sum, none)?;
-    let met = if scope.flag("invert", false)? { is_none } else { scope.unary(Unary::Not, is_none)? };
-    one(met)
+    let is_equal = scope.compare(Compare::Equal, x, list)?;
+    let match_counts = scope.cast(is_equal, DType::I64)?;
+    let sum = scope.reduce(ReduceKind::Sum, match_counts, &[axis], false)?;
+    let zero = scope.scalar(DType::I64, 0.0)?;
+    let is_none = scope.compare(Compare::Equal, sum, zero)?;
+    let result = if scope.flag("invert", false)? { is_none } else { scope.unary(Unary::Not, is_none)? };
+    one(result)
 }

@@ -4,7 +4,7 @@ use super::{Outputs, Scope, many, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
-use crate::import::onnx::lower::slice::{part, place, whole};
+use crate::import::onnx::lower::slice::{clamp_index, full_slice, part};
 use crate::import::symbol;
 use crate::op::{Op, Value};
 use crate::tensor::dim::Dim;
@@ -27,13 +27,13 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let end = scope.dim("end")?.unwrap_or(Dim::Known(i64::MAX));
     // A static export slices the batch to the exported size.
     let frozen = size.known().is_none() && size.substitute(scope.frozen)? == end;
-    let begin = place(&start, size, &zero, size)?;
-    let end = if frozen { size.clone() } else { place(&end, size, &zero, size)? };
-    let unclear = || LowerReason::Inputs(format!("a slice from {begin} to {end} may or may not be empty"));
-    let end = symbol::larger(&begin, &end).ok_or_else(unclear)?;
-    let mut cut = whole(&dims);
-    (cut.begin[at], cut.end[at], cut.step[at]) = (begin, end, step.min(i32::MAX as usize));
-    one(if cut == whole(&dims) { x } else { scope.add(Op::Slice(cut), &[x])? })
+    let begin = clamp_index(&start, size, &zero, size)?;
+    let end = if frozen { size.clone() } else { clamp_index(&end, size, &zero, size)? };
+    let error = || LowerReason::Inputs(format!("a slice from {begin} to {end} may or may not be empty"));
+    let end = symbol::larger(&begin, &end).ok_or_else(error)?;
+    let mut slice = full_slice(&dims);
+    (slice.begin[at], slice.end[at], slice.step[at]) = (begin, end, step.min(i32::MAX as usize));
+    one(if slice == full_slice(&dims) { x } else { scope.add(Op::Slice(slice), &[x])? })
 }
 
 /// `length` elements from `start` on, along one axis.
@@ -41,7 +41,7 @@ pub fn narrow(scope: &mut Scope<'_>) -> Outputs {
     let (x, dims, at) = along(scope)?;
     let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
     let length = scope.dim("length")?.ok_or(LowerReason::NotConstant { what: "the length" })?;
-    let begin = place(&start, &dims[at], &Dim::Known(0), &dims[at])?;
+    let begin = clamp_index(&start, &dims[at], &Dim::Known(0), &dims[at])?;
     let end = begin.add(&length)?;
     one(part(scope, x, at, begin, end)?)
 }
@@ -72,25 +72,25 @@ pub enum Cut {
     Apart,
 }
 
-pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
+pub fn split(scope: &mut Scope<'_>, method: Cut) -> Outputs {
     let (x, dims, at) = along(scope)?;
     let size = dims[at].clone();
     let known = |what| size.known().filter(|n| (0..=1 << 20).contains(n)).ok_or(LowerReason::NotConstant { what });
-    let sizes = match cut {
+    let sizes = match method {
         Cut::Sizes(name) => scope.shape(name)?,
         Cut::Apart => vec![Dim::Known(1); usize::try_from(known("the size of the axis")?).unwrap_or(0)],
         Cut::Each(name) => {
-            let each = scope.dim(name)?.ok_or(LowerReason::NotConstant { what: "the size of a part" })?;
-            equal(&size, &each)?
+            let part_size = scope.dim(name)?.ok_or(LowerReason::NotConstant { what: "the size of a part" })?;
+            equal(&size, &part_size)?
         }
         Cut::Count(name) => {
             let count = scope.int(name, 1)?;
-            let each = match size.div_exact(&Dim::Known(count)) {
-                Ok(each) => each,
+            let part_size = match size.div_exact(&Dim::Known(count)) {
+                Ok(part_size) => part_size,
                 Err(_) if count > 0 => Dim::Known((known("the size of the axis")? + count - 1) / count),
                 Err(error) => return Err(error.into()),
             };
-            equal(&size, &each)?
+            equal(&size, &part_size)?
         }
     };
     let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;
@@ -99,10 +99,10 @@ pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
     }
     let mut begin = Dim::Known(0);
     let mut outputs = Vec::with_capacity(sizes.len());
-    for each in sizes {
-        let end = begin.add(&each)?;
-        let y = if each == size { x } else { part(scope, x, at, begin, end.clone())? };
-        outputs.push(if cut == Cut::Apart {
+    for part_size in sizes {
+        let end = begin.add(&part_size)?;
+        let y = if part_size == size { x } else { part(scope, x, at, begin, end.clone())? };
+        outputs.push(if method == Cut::Apart {
             let mut shape = dims.clone();
             shape.remove(at);
             scope.reshape(y, shape)?
@@ -114,19 +114,21 @@ pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
     many(outputs)
 }
 
-/// As many parts of size `each` as fit, and the remainder.
-fn equal(size: &Dim, each: &Dim) -> Result<Vec<Dim>, LowerReason> {
-    let most = 1 << 20;
-    let wrong = || LowerReason::Inputs(format!("an axis of size {size} in parts of size {each}"));
-    if let Ok(count) = size.div_exact(each) {
-        let count = count.known().filter(|n| (0..=most).contains(n)).ok_or_else(wrong)?;
-        return Ok(vec![each.clone(); usize::try_from(count).unwrap_or(0)]);
+/// As many parts of size `part_size` as fit, and the remainder.
+fn equal(size: &Dim, part_size: &Dim) -> Result<Vec<Dim>, LowerReason> {
+    let max_parts = 1 << 20;
+    let error = || LowerReason::Inputs(format!("an axis of size {size} in parts of size {part_size}"));
+    if let Ok(count) = size.div_exact(part_size) {
+        let count = count.known().filter(|n| (0..=max_parts).contains(n)).ok_or_else(error)?;
+        return Ok(vec![part_size.clone(); usize::try_from(count).unwrap_or(0)]);
     }
-    let (Some(size), Some(each)) = (size.known(), each.known().filter(|e| *e > 0)) else { return Err(wrong()) };
-    if size < 0 || size / each > most {
-        return Err(wrong());
+    let (Some(size), Some(part_size)) = (size.known(), part_size.known().filter(|e| *e > 0)) else {
+        return Err(error());
+    };
+    if size < 0 || size / part_size > max_parts {
+        return Err(error());
     }
-    let mut sizes = vec![Dim::Known(each); usize::try_from(size / each).unwrap_or(0)];
-    sizes.push(Dim::Known(size % each));
+    let mut sizes = vec![Dim::Known(part_size); usize::try_from(size / part_size).unwrap_or(0)];
+    sizes.push(Dim::Known(size % part_size));
     Ok(sizes)
 }

@@ -16,9 +16,9 @@ pub fn check(graph: &Graph) -> Result<(), Unsupported> {
 
 fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
     for node in live(graph) {
-        let why = match table::find(&node.target) {
+        let reason = match table::find(&node.target) {
             Some(_) => continue,
-            None if complex::knows(&node.target) => continue,
+            None if complex::is_supported(&node.target) => continue,
             None => why(&node.target),
         };
         let operator = node.target.strip_prefix("torch.ops.").unwrap_or(&node.target).to_string();
@@ -29,7 +29,7 @@ fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
             node: label(node),
             module: node.metadata.module.to_string(),
             line: node.metadata.line.to_string(),
-            why,
+            why: reason,
         };
         entry.or_insert_with(first).count += 1;
     }

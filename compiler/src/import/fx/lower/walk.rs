@@ -9,8 +9,8 @@
 
 use super::alias::{self, operand};
 use super::live::live;
-use super::movement::stopped;
-use super::{Known, Made, Names, Scope, complex, support, table};
+use super::movement::stop_gradient;
+use super::{Known, Names, NodeOutputs, Scope, complex, support, table};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
 use crate::import::fx::lower::{detach, in_place};
@@ -18,7 +18,7 @@ use crate::import::fx::program::{Program, label, names};
 use crate::import::fx::schema::{self, Argument, SymArgument};
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::error::{Fault, Faults, LowerError};
-use crate::import::onnx::lower::lower_model::{Lowered, kept};
+use crate::import::onnx::lower::lower_model::{Lowered, used_weights};
 use crate::import::onnx::lower::{ImportedWeights, StaticSizes, Weight};
 use crate::import::prune::prune;
 use crate::import::symbolic_batch;
@@ -52,41 +52,41 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &StaticSizes) -> Result
     let mut walk = Walk {
         program,
         frozen,
-        given: Bindings::new(),
+        bindings: Bindings::new(),
         graph: Graph::new(&program.name),
         constants: HashMap::new(),
         ledger: ImportedWeights { weights: program.weights.iter().map(weight).collect(), ..ImportedWeights::default() },
         faults: Vec::new(),
         gradients: Vec::new(),
     };
-    let mut outer = Names::default();
+    let mut names = Names::default();
     for (name, at) in &program.placeholders {
-        outer.tensors.insert(name.clone(), Known::Weight(*at));
+        names.tensors.insert(name.clone(), Known::Weight(*at));
     }
     for (info, fact) in program.inputs.iter().zip(inputs) {
         let op = Op::Input(Input { name: info.name.clone(), fact: fact.clone() });
         let node = walk.graph.add(op, &[], &Origin::default())?;
-        outer.tensors.insert(info.name.clone(), Known::Value(Value { node, output: 0 }));
+        names.tensors.insert(info.name.clone(), Known::Value(Value { node, output: 0 }));
         walk.note(&info.name, fact);
     }
     for (at, _) in program.weights.iter().enumerate().filter(|(_, source)| source.kept) {
-        walk.scope(&nobody(), &outer).weight(at, true).map_err(|reason| LowerError::Output {
+        walk.scope(&empty_node(), &names).weight(at, true).map_err(|reason| LowerError::Output {
             name: program.weights[at].name.clone(),
             reason: Box::new(reason),
         })?;
     }
-    walk.nodes(&mut outer);
+    walk.nodes(&mut names);
     if !walk.faults.is_empty() {
         return Err(LowerError::Nodes(Faults(walk.faults)));
     }
-    walk.finish(&outer)
+    walk.finish(&names)
 }
 
 struct Walk<'a> {
     program: &'a Program,
     frozen: &'a StaticSizes,
     /// Values that the caller bound to symbols of the file.
-    given: Bindings,
+    bindings: Bindings,
     graph: Graph,
     constants: HashMap<usize, Value>,
     ledger: ImportedWeights,
@@ -129,14 +129,14 @@ impl<'g> Views<'g> {
 impl Walk<'_> {
     /// Binds the symbols of an input to the sizes that the caller gave.
     fn note(&mut self, name: &str, fact: &Fact) {
-        let Some(said) = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta)) else {
+        let Some(declared) = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta)) else {
             return;
         };
-        for (said, have) in said.shape.iter().zip(&fact.shape) {
-            if let ([symbol], Some(value)) = (said.symbols().as_slice(), have.known())
-                && *said == Dim::symbol(symbol)
+        for (declared, have) in declared.shape.iter().zip(&fact.shape) {
+            if let ([symbol], Some(value)) = (declared.symbols().as_slice(), have.known())
+                && *declared == Dim::symbol(symbol)
             {
-                self.given.insert(symbol.clone(), value);
+                self.bindings.insert(symbol.clone(), value);
             }
         }
     }
@@ -146,7 +146,7 @@ impl Walk<'_> {
         let mut views = Views::default();
         for node in live(&program.graph) {
             self.recompute_stale_views(node, outer, &views);
-            match self.node(node, outer).and_then(|made| self.named(node, made, outer, &mut views)) {
+            match self.node(node, outer).and_then(|outputs| self.named(node, outputs, outer, &mut views)) {
                 Ok(()) | Err(None) => {}
                 Err(Some(reason)) => {
                     let operator = node.target.strip_prefix("torch.ops.").unwrap_or(&node.target).to_string();
@@ -157,27 +157,26 @@ impl Walk<'_> {
         }
     }
 
-    /// Recomputes stale views that a node reads.
     fn recompute_stale_views(&mut self, node: &schema::Node, outer: &mut Names, views: &Views<'_>) {
         for input in &node.inputs {
             for name in names(&input.arg) {
-                let mut ways = Vec::new();
+                let mut makers = Vec::new();
                 let mut stale = name;
-                while outer.tensors.get(stale) == Some(&CHANGED) && ways.len() < DEEPEST {
+                while outer.tensors.get(stale) == Some(&CHANGED) && makers.len() < DEEPEST {
                     let Some((maker, base)) = views.makers.get(stale).copied() else { break };
-                    ways.push(maker);
+                    makers.push(maker);
                     stale = base;
                 }
-                for maker in ways.into_iter().rev() {
+                for maker in makers.into_iter().rev() {
                     let Some(lower) = table::find(&maker.target) else { break };
                     // A view that cannot be recomputed stays stale; its reader reports the error.
                     let mut scope = self.scope(maker, outer);
-                    let made = lower(&mut scope).and_then(|made| match maker.region.no_gradients {
-                        true => without_gradients(&mut scope, made),
-                        false => Ok(made),
+                    let outputs = lower(&mut scope).and_then(|outputs| match maker.region.no_gradients {
+                        true => without_gradients(&mut scope, outputs),
+                        false => Ok(outputs),
                     });
-                    let Ok(Made::Tensors(made)) = made else { break };
-                    for (name, known) in maker.outputs.iter().flat_map(names).zip(made) {
+                    let Ok(NodeOutputs::Tensors(outputs)) = outputs else { break };
+                    for (name, known) in maker.outputs.iter().flat_map(names).zip(outputs) {
                         if outer.tensors.get(name) == Some(&CHANGED) {
                             outer.tensors.insert(name.to_string(), known);
                         }
@@ -190,14 +189,14 @@ impl Walk<'_> {
     /// Casts the float operands of a node under autocast to the element type that the file gives its first result.
     /// Autocast inserts such casts without recording them. `None` if the node casts nothing.
     fn cast_operands(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Names>, LowerReason> {
-        let said = &self.program.graph.tensor_values;
+        let declared = &self.program.graph.tensor_values;
         let keeps_types = |node: &schema::Node| table::is_cast(&node.target) || table::in_place(&node.target);
-        if !node.region.autocast || keeps_types(node) || !alias::views(node, said).is_empty() {
+        if !node.region.autocast || keeps_types(node) || !alias::views(node, declared).is_empty() {
             return Ok(None);
         }
         let first = node.outputs.iter().flat_map(names).next();
-        let said = first.and_then(|name| self.program.fact(said.get(name)?));
-        let Some(to) = said.map(|fact| fact.dtype).filter(|dtype| dtype.is_float()) else { return Ok(None) };
+        let declared = first.and_then(|name| self.program.fact(declared.get(name)?));
+        let Some(to) = declared.map(|fact| fact.dtype).filter(|dtype| dtype.is_float()) else { return Ok(None) };
         let cast = |_: &str, known: Known| {
             if matches!(known, Known::Absent(_) | Known::Complex(..)) {
                 return Ok(known);
@@ -211,25 +210,25 @@ impl Walk<'_> {
     }
 
     /// Lowers a node; `Err(None)` if one of its inputs is undefined.
-    fn node(&mut self, node: &schema::Node, outer: &Names) -> Result<Made, Option<LowerReason>> {
-        let whole = |name: &str| outer.tensors.contains_key(name) || outer.sizes.contains_key(name);
-        if !node.inputs.iter().flat_map(|input| names(&input.arg)).all(whole) {
+    fn node(&mut self, node: &schema::Node, outer: &Names) -> Result<NodeOutputs, Option<LowerReason>> {
+        let is_defined = |name: &str| outer.tensors.contains_key(name) || outer.sizes.contains_key(name);
+        if !node.inputs.iter().flat_map(|input| names(&input.arg)).all(is_defined) {
             return Err(None);
         }
         if table::in_place(&node.target)
-            && let Some(made) = self.counter(node, outer)?
+            && let Some(outputs) = self.counter(node, outer)?
         {
-            return Ok(made);
+            return Ok(outputs);
         }
         let is_complex = |name: &str| matches!(outer.tensors.get(name), Some(Known::Complex(..)));
         let reads_complex = node.inputs.iter().flat_map(|input| names(&input.arg)).any(is_complex);
         let lower = complex::find(reads_complex, &node.target).or_else(|| table::find(&node.target));
         let lower = lower.ok_or_else(|| Some(LowerReason::Unsupported(node.target.clone())))?;
-        let gradients = !node.region.no_gradients && !stops(node);
+        let gradients = !node.region.no_gradients && !stops_gradient(node);
         let cast = self.cast_operands(node, outer)?;
         let mut scope = self.scope(node, cast.as_ref().unwrap_or(outer));
-        let made = lower(&mut scope)?;
-        Ok(if gradients { made } else { without_gradients(&mut scope, made)? })
+        let outputs = lower(&mut scope)?;
+        Ok(if gradients { outputs } else { without_gradients(&mut scope, outputs)? })
     }
 
     fn has_gradient(&mut self, value: Value) -> bool {
@@ -250,7 +249,7 @@ impl Walk<'_> {
             node,
             origin: Origin { source: label(node), module: node.metadata.module.to_string() },
             names,
-            said: &self.program.graph.tensor_values,
+            metas: &self.program.graph.tensor_values,
             frozen: self.frozen,
             graph: &mut self.graph,
             constants: &mut self.constants,
@@ -259,27 +258,27 @@ impl Walk<'_> {
     }
 
     /// Handles an in-place change of a weight: a counter is ignored, any other is refused.
-    fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Made>, LowerReason> {
+    fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<NodeOutputs>, LowerReason> {
         let Ok(Known::Weight(at)) = self.scope(node, outer).known("self") else { return Ok(None) };
         let weight = &self.ledger.weights[at];
         if !weight.trainable && table::name(&node.target) == "detach_" {
-            return Ok(Some(Made::Tensors(vec![Known::Weight(at)])));
+            return Ok(Some(NodeOutputs::Tensors(vec![Known::Weight(at)])));
         }
         if weight.trainable || weight.fact.dtype.is_float() || weight.fact.rank() > 0 {
             return Err(LowerReason::Unsupported(format!("an in-place change of `{}`", short_name(&weight.name))));
         }
-        Ok(Some(Made::Tensors(vec![COUNTED])))
+        Ok(Some(NodeOutputs::Tensors(vec![COUNTED])))
     }
 
     fn named<'g>(
         &mut self,
         node: &'g schema::Node,
-        made: Made,
+        outputs: NodeOutputs,
         outer: &mut Names,
         views: &mut Views<'g>,
     ) -> Result<(), Option<LowerReason>> {
-        let made = match made {
-            Made::Size(dim) => {
+        let outputs = match outputs {
+            NodeOutputs::Size(dim) => {
                 for output in &node.outputs {
                     if let Argument::AsSymInt(SymArgument::AsName(name)) = output {
                         outer.sizes.insert(name.clone(), dim.clone());
@@ -287,30 +286,30 @@ impl Walk<'_> {
                 }
                 return Ok(());
             }
-            Made::Tensors(made) => made,
+            NodeOutputs::Tensors(outputs) => outputs,
         };
-        let mut made = made.into_iter();
+        let mut outputs = outputs.into_iter();
         let first = operand(node);
-        let shown: HashMap<&str, &str> = alias::views(node, &self.program.graph.tensor_values).into_iter().collect();
+        let bases: HashMap<&str, &str> = alias::views(node, &self.program.graph.tensor_values).into_iter().collect();
         let skipped = node.outputs.iter().map(|output| matches!(output, Argument::AsNone(_)));
-        let all = skipped.zip(&node.outputs).flat_map(|(skipped, output)| match skipped {
+        let output_names = skipped.zip(&node.outputs).flat_map(|(skipped, output)| match skipped {
             true => vec![None],
             false => names(output).map(Some).collect(),
         });
-        for name in all {
+        for name in output_names {
             // An unused output still has a place in the list.
             let Some(name) = name else {
-                made.next();
+                outputs.next();
                 continue;
             };
-            let mut known = made.next().unwrap_or(Known::Absent("an output that its operator does not have"));
+            let mut known = outputs.next().unwrap_or(Known::Absent("an output that its operator does not have"));
             if table::in_place(&node.target)
                 && known != COUNTED
                 && let Some(operand) = first
             {
                 known = self.replace(node, operand, known, outer, views)?;
                 views.join(name, operand);
-            } else if let Some(base) = shown.get(name) {
+            } else if let Some(base) = bases.get(name) {
                 views.show(name, base, node);
             }
             self.compare(name, known)?;
@@ -355,9 +354,9 @@ impl Walk<'_> {
         }
         let mut changes = vec![(old, Known::Value(value))];
         self.write_back(operand, value, outer, views, &mut changes)?;
-        let olds: Vec<Value> =
+        let old_values: Vec<Value> =
             changes.iter().filter_map(|(old, _)| if let Known::Value(old) = old { Some(*old) } else { None }).collect();
-        if node.region.no_gradients && olds.into_iter().any(|old| self.has_gradient(old)) {
+        if node.region.no_gradients && old_values.into_iter().any(|old| self.has_gradient(old)) {
             return Err(LowerReason::Unsupported(
                 "an in-place change under no_grad of a tensor that requires a gradient".to_string(),
             ));
@@ -376,7 +375,7 @@ impl Walk<'_> {
     fn write_back(
         &mut self,
         view: &str,
-        mut new: Value,
+        mut view_value: Value,
         outer: &Names,
         views: &Views<'_>,
         changes: &mut Vec<(Known, Known)>,
@@ -389,11 +388,11 @@ impl Walk<'_> {
                 break;
             }
             let mut scope = self.scope(maker, outer);
-            let Some(whole) = in_place::back(&mut scope, old, new)? else { break };
+            let Some(base_value) = in_place::write_view(&mut scope, old, view_value)? else { break };
             if !changes.iter().any(|(known, _)| *known == Known::Value(old)) {
-                changes.push((Known::Value(old), Known::Value(whole)));
+                changes.push((Known::Value(old), Known::Value(base_value)));
             }
-            (name, new) = (base, whole);
+            (name, view_value) = (base, base_value);
         }
         Ok(())
     }
@@ -401,23 +400,24 @@ impl Walk<'_> {
     /// Compares a result with the type and shape in the file, if those are known.
     fn compare(&self, name: &str, known: Known) -> Result<(), LowerReason> {
         let Known::Value(value) = known else { return Ok(()) };
-        let said = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta));
-        let Some(said) = said else { return Ok(()) };
-        let (have, said) = (self.graph.fact(value).substitute(self.frozen)?, said.substitute(&self.given)?);
-        if have == said {
+        let declared = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta));
+        let Some(declared) = declared else { return Ok(()) };
+        let (computed, declared) =
+            (self.graph.fact(value).substitute(self.frozen)?, declared.substitute(&self.bindings)?);
+        if computed == declared {
             Ok(())
         } else {
-            Err(LowerReason::Inputs(format!("its result would be {have}, but the file declares {said}")))
+            Err(LowerReason::Inputs(format!("its result would be {computed}, but the file declares {declared}")))
         }
     }
 
     fn finish(mut self, outer: &Names) -> Result<Lowered, LowerError> {
         let error =
             |name: &str, reason: LowerReason| LowerError::Output { name: name.to_string(), reason: Box::new(reason) };
-        let nobody = nobody();
+        let empty = empty_node();
         for (output, name) in &self.program.outputs {
             let known = outer.tensors.get(name).copied().unwrap_or(CHANGED);
-            let value = self.scope(&nobody, outer).read(known).map_err(|reason| error(output, reason))?;
+            let value = self.scope(&empty, outer).read(known).map_err(|reason| error(output, reason))?;
             self.graph.outputs.push(Output { name: output.clone(), value });
         }
         if self.graph.outputs.is_empty() {
@@ -432,7 +432,7 @@ impl Walk<'_> {
         }
         detach::settle(&mut self.graph);
         let graph = prune(&self.graph)?;
-        let weights = kept(&graph, self.ledger.weights);
+        let weights = used_weights(&graph, self.ledger.weights);
         let mut warnings = self.ledger.warnings;
         if let Some(first) = self.ledger.stored_statistics.first() {
             warnings.push(format!(
@@ -464,29 +464,29 @@ impl Walk<'_> {
     }
 }
 
-fn without_gradients(scope: &mut Scope<'_>, made: Made) -> Result<Made, LowerReason> {
-    let Made::Tensors(mut list) = made else { return Ok(made) };
+fn without_gradients(scope: &mut Scope<'_>, outputs: NodeOutputs) -> Result<NodeOutputs, LowerReason> {
+    let NodeOutputs::Tensors(mut list) = outputs else { return Ok(outputs) };
     for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
         *known = match *known {
-            Known::Complex(re, im) => Known::Complex(stopped(scope, re)?, stopped(scope, im)?),
+            Known::Complex(re, im) => Known::Complex(stop_gradient(scope, re)?, stop_gradient(scope, im)?),
             known => {
                 let value = scope.read(known)?;
-                Known::Value(stopped(scope, value)?)
+                Known::Value(stop_gradient(scope, value)?)
             }
         };
     }
-    Ok(Made::Tensors(list))
+    Ok(NodeOutputs::Tensors(list))
 }
 
 /// A placeholder node for ops that belong to no node.
-fn nobody() -> schema::Node {
+fn empty_node() -> schema::Node {
     let (metadata, region) = <(schema::Metadata, schema::Region)>::default();
     schema::Node { target: String::new(), inputs: Vec::new(), outputs: Vec::new(), metadata, name: None, region }
 }
 
 /// Tests whether the node stops gradients. `run_decompositions` removes `no_grad` regions and `detach`; only the
 /// recorded Python function remains.
-fn stops(node: &schema::Node) -> bool {
+fn stops_gradient(node: &schema::Node) -> bool {
     let from = node.metadata.torch_fn.as_deref().unwrap_or_default();
     let (call, kind) = from.split_once(';').unwrap_or((from, ""));
     call.starts_with("wrap_with_set_grad_enabled")

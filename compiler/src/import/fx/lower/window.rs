@@ -1,24 +1,24 @@
 //! Convolutions and poolings.
 
 use super::argument::Number;
-use super::{Known, Made, Outputs, Scope, one, resize};
+use super::{Known, NodeOutputs, Outputs, Scope, one, resize};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::window::with_bias;
 use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, ReduceKind, Value, Window};
 use crate::tensor::dim::Dim;
 
-/// One number per axis, each at least `least`; a single number applies to all `axes`.
+/// One number per axis, each at least `minimum`; a single number applies to all `axes`.
 fn each(
     scope: &Scope<'_>,
     name: &'static str,
     axes: usize,
     default: usize,
-    least: i64,
+    minimum: i64,
 ) -> Result<Vec<usize>, LowerReason> {
     let list = scope.ints(name)?.filter(|l| !l.is_empty());
     let list = list.unwrap_or_else(|| vec![default as i64]);
-    let fits = |v: &i64| u32::try_from(*v).ok().filter(|_| *v >= least).map(|v| v as usize);
+    let fits = |v: &i64| u32::try_from(*v).ok().filter(|_| *v >= minimum).map(|v| v as usize);
     let sizes: Option<Vec<usize>> = list.iter().map(fits).collect();
     match sizes {
         Some(sizes) if sizes.len() == axes => Ok(sizes),
@@ -122,9 +122,9 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     let mut spatial = Vec::with_capacity(axes);
     for i in 0..axes {
         let extent = Dim::from(window.dilations[i]).mul(&Dim::from(kernel[i] - 1))?.add(&Dim::from(extra[i] + 1))?;
-        let moved = sizes[2 + i].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[i]))?;
+        let last_start = sizes[2 + i].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[i]))?;
         let pads = Dim::from(window.pads_begin[i]).add(&Dim::from(window.pads_end[i]))?;
-        spatial.push(moved.add(&extent)?.sub(&pads)?);
+        spatial.push(last_start.add(&extent)?.sub(&pads)?);
     }
     let groups = groups(scope)?;
     let y = scope.add(Op::ConvInputGrad(ConvInputGrad { window, groups, spatial }), &[x, weight])?;
@@ -169,7 +169,7 @@ pub fn max_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     let (kernel, window, ceil) = pool_window(scope, axes, true)?;
     let y = scope.add(Op::MaxPool(MaxPool { kernel, window, ceil }), &[x])?;
     let y = narrowed(scope, y, &shape)?;
-    Ok(Made::Tensors(vec![Known::Value(y), Known::Absent("the indices of a max pooling")]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y), Known::Absent("the indices of a max pooling")]))
 }
 
 pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
@@ -203,30 +203,30 @@ pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
 pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outputs {
     let (x, shape) = spatial(scope, axes)?;
     let sizes = scope.fact(x).shape[2..].to_vec();
-    let mut asked = scope.shape("output_size")?;
-    if asked.len() == 1 {
-        asked = vec![asked[0].clone(); axes];
+    let mut output_size = scope.shape("output_size")?;
+    if output_size.len() == 1 {
+        output_size = vec![output_size[0].clone(); axes];
     }
-    if asked.len() != axes {
-        return Err(LowerReason::Inputs(format!("{} output sizes for {axes} spatial axes", asked.len())));
+    if output_size.len() != axes {
+        return Err(LowerReason::Inputs(format!("{} output sizes for {axes} spatial axes", output_size.len())));
     }
     let absent = Known::Absent("the indices of a max pooling");
-    if asked.iter().all(|d| d.is(1)) {
+    if output_size.iter().all(|d| d.is(1)) {
         let kind = if largest { ReduceKind::Max } else { ReduceKind::Mean };
         let y = scope.reduce(kind, x, &(2..2 + axes).collect::<Vec<_>>(), true)?;
         let y = narrowed(scope, y, &shape)?;
-        return Ok(Made::Tensors(vec![Known::Value(y), absent]));
+        return Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent]));
     }
     let mut kernel = Vec::with_capacity(axes);
-    for (size, asked) in sizes.iter().zip(&asked) {
-        let each = if asked == size { Ok(Dim::Known(1)) } else { size.div_exact(asked) };
+    for (size, output_size) in sizes.iter().zip(&output_size) {
+        let each = if output_size == size { Ok(Dim::Known(1)) } else { size.div_exact(output_size) };
         let each = each.ok().and_then(|d| d.known()).and_then(|v| u32::try_from(v).ok()).filter(|v| *v > 0);
         kernel.extend(each.map(|v| v as usize));
     }
     if kernel.len() < axes {
-        let y = resize::adaptive(scope, x, &asked, largest)?;
+        let y = resize::adaptive(scope, x, &output_size, largest)?;
         let y = narrowed(scope, y, &shape)?;
-        return Ok(Made::Tensors(vec![Known::Value(y), absent]));
+        return Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent]));
     }
     let window = symmetric(kernel.clone(), vec![0; axes], vec![1; axes]);
     let y = match largest {
@@ -234,5 +234,5 @@ pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outpu
         false => scope.add(Op::AvgPool(AvgPool { kernel, window, ceil: false, count_padding: true }), &[x])?,
     };
     let y = narrowed(scope, y, &shape)?;
-    Ok(Made::Tensors(vec![Known::Value(y), absent]))
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent]))
 }

@@ -107,12 +107,12 @@ fn pairwise(a: Option<&Dims>, b: Option<&Dims>, f: impl Fn(&Dim, &Dim) -> Option
 
 fn decide(a: Option<&Dims>, b: Option<&Dims>, holds: impl Fn(Ordering) -> bool) -> Option<Vec<Known>> {
     let (pairs, scalar) = aligned(a, b)?;
-    let truth = pairs.into_iter().map(|(a, b)| symbol::compare(a, b).map(&holds)).collect::<Option<Vec<bool>>>()?;
-    let shape: &[usize] = if scalar { &[] } else { &[truth.len()] };
-    Some(vec![Known::Tensor(Tensor::from_bool(shape, &truth))])
+    let outcomes = pairs.into_iter().map(|(a, b)| symbol::compare(a, b).map(&holds)).collect::<Option<Vec<bool>>>()?;
+    let shape: &[usize] = if scalar { &[] } else { &[outcomes.len()] };
+    Some(vec![Known::Tensor(Tensor::from_bool(shape, &outcomes))])
 }
 
-fn choose(scope: &Scope<'_>, yes: Option<&Dims>, no: Option<&Dims>) -> Option<Dims> {
+fn choose(scope: &Scope<'_>, chosen: Option<&Dims>, rejected: Option<&Dims>) -> Option<Dims> {
     let Some(Some(Known::Tensor(condition))) = scope.inputs.first() else { return None };
     if condition.shape().len() > 1 || condition.len() > LONGEST {
         return None;
@@ -123,13 +123,13 @@ fn choose(scope: &Scope<'_>, yes: Option<&Dims>, no: Option<&Dims>) -> Option<Di
         dtype: DType::I64,
     };
     // Broadcast both choices and the condition to one length.
-    let yes = pairwise(yes, Some(&truth), |value, _| Some(value.clone()))?;
-    let no = pairwise(no, Some(&yes), |value, _| Some(value.clone()))?;
-    let yes = pairwise(Some(&yes), Some(&no), |value, _| Some(value.clone()))?;
-    let (pairs, scalar) = aligned(Some(&yes), Some(&no))?;
+    let chosen = pairwise(chosen, Some(&truth), |value, _| Some(value.clone()))?;
+    let rejected = pairwise(rejected, Some(&chosen), |value, _| Some(value.clone()))?;
+    let chosen = pairwise(Some(&chosen), Some(&rejected), |value, _| Some(value.clone()))?;
+    let (pairs, scalar) = aligned(Some(&chosen), Some(&rejected))?;
     let at = |i: usize| if truth.dims.len() == 1 { &truth.dims[0] } else { &truth.dims[i] };
     let dims = pairs.into_iter().enumerate().map(|(i, (a, b))| if at(i).is(0) { b.clone() } else { a.clone() });
-    Some(Dims { dims: dims.collect(), scalar, dtype: yes.dtype })
+    Some(Dims { dims: dims.collect(), scalar, dtype: chosen.dtype })
 }
 
 fn concat(operands: &[Option<Dims>]) -> Option<Dims> {
@@ -147,8 +147,8 @@ fn gather(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, LowerReas
         return Ok(None);
     }
     axis(scope.int("axis", 0)?, 1)?;
-    let picked = indices.to_i64().into_iter().map(|i| axis(i, x.dims.len()).map(|at| x.dims[at].clone()));
-    let dims = picked.collect::<Result<Vec<_>, _>>()?;
+    let gathered = indices.to_i64().into_iter().map(|i| axis(i, x.dims.len()).map(|at| x.dims[at].clone()));
+    let dims = gathered.collect::<Result<Vec<_>, _>>()?;
     Ok(Some(Dims { dims, scalar: indices.shape().is_empty(), dtype: x.dtype }))
 }
 
@@ -211,7 +211,7 @@ fn expand(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, LowerReas
 fn total(
     scope: &Scope<'_>,
     x: Option<&Dims>,
-    join: impl Fn(&[Dim]) -> Option<Dim>,
+    combine: impl Fn(&[Dim]) -> Option<Dim>,
 ) -> Result<Option<Dims>, LowerReason> {
     let keep = scope.flag("keepdims", true)?;
     // The list has rank at most 1, so any choice of axes reduces all elements. The exception is `noop_with_empty_axes`.
@@ -219,5 +219,5 @@ fn total(
         return Ok(None);
     }
     let Some(x) = x else { return Ok(None) };
-    Ok(join(&x.dims).map(|dim| Dims { dims: vec![dim], scalar: x.scalar || !keep, dtype: x.dtype }))
+    Ok(combine(&x.dims).map(|dim| Dims { dims: vec![dim], scalar: x.scalar || !keep, dtype: x.dtype }))
 }

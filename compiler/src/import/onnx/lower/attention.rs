@@ -17,20 +17,20 @@ use crate::tensor::dim::Dim;
 /// `[B, S, heads·D]` to `[B, heads, S, D]`.
 fn split_heads(scope: &mut Scope<'_>, x: Value, heads: i64) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
-    let [batch, steps, wide] = fact.shape.as_slice() else {
+    let [batch, steps, width] = fact.shape.as_slice() else {
         return Err(LowerReason::Inputs(format!("its input {fact} does not have rank 3")));
     };
-    let each = wide.div_exact(&Dim::Known(heads))?;
-    let apart = scope.reshape(x, vec![batch.clone(), steps.clone(), Dim::Known(heads), each])?;
-    transposed(scope, apart, vec![0, 2, 1, 3])
+    let head_size = width.div_exact(&Dim::Known(heads))?;
+    let split = scope.reshape(x, vec![batch.clone(), steps.clone(), Dim::Known(heads), head_size])?;
+    transposed(scope, split, vec![0, 2, 1, 3])
 }
 
 /// `[B, heads, S, D]` to `[B, S, heads·D]`.
 fn join_heads(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
-    let turned = transposed(scope, x, vec![0, 2, 1, 3])?;
-    let shape = scope.fact(turned).shape;
-    let wide = shape[2].mul(&shape[3])?;
-    scope.reshape(turned, vec![shape[0].clone(), shape[1].clone(), wide])
+    let merged = transposed(scope, x, vec![0, 2, 1, 3])?;
+    let shape = scope.fact(merged).shape;
+    let width = shape[2].mul(&shape[3])?;
+    scope.reshape(merged, vec![shape[0].clone(), shape[1].clone(), width])
 }
 
 fn heads(scope: &Scope<'_>, name: &'static str) -> Result<i64, LowerReason> {
@@ -46,15 +46,15 @@ fn repeat_kv_heads(scope: &mut Scope<'_>, x: Value, query_heads: &Dim) -> Result
     if shape[1] == *query_heads {
         return Ok(x);
     }
-    let each = query_heads.div_exact(&shape[1])?;
-    let mut apart = shape.clone();
-    apart.insert(2, Dim::Known(1));
-    let x = scope.reshape(x, apart.clone())?;
-    apart[2] = each;
-    let wide = scope.broadcast(x, apart)?;
-    let mut joined = shape;
-    joined[1] = query_heads.clone();
-    scope.reshape(wide, joined)
+    let repeats = query_heads.div_exact(&shape[1])?;
+    let mut expanded_shape = shape.clone();
+    expanded_shape.insert(2, Dim::Known(1));
+    let x = scope.reshape(x, expanded_shape.clone())?;
+    expanded_shape[2] = repeats;
+    let expanded = scope.broadcast(x, expanded_shape)?;
+    let mut merged_shape = shape;
+    merged_shape[1] = query_heads.clone();
+    scope.reshape(expanded, merged_shape)
 }
 
 /// `Q·Kᵀ·scale`, with the square root of the scale applied to both factors to reduce overflow.
@@ -75,9 +75,9 @@ fn scores(scope: &mut Scope<'_>, q: Value, k: Value) -> Result<Value, LowerReaso
 }
 
 /// `0` where a condition holds, else `-∞`.
-fn allowed(scope: &mut Scope<'_>, condition: Value, dtype: DType) -> Result<Value, LowerReason> {
-    let (yes, no) = (scope.scalar(dtype, 0.0)?, scope.scalar(dtype, f64::NEG_INFINITY)?);
-    scope.select(condition, yes, no)
+fn mask_bias(scope: &mut Scope<'_>, condition: Value, dtype: DType) -> Result<Value, LowerReason> {
+    let (zero, infinity) = (scope.scalar(dtype, 0.0)?, scope.scalar(dtype, f64::NEG_INFINITY)?);
+    scope.select(condition, zero, infinity)
 }
 
 /// Upper limit of a window size.
@@ -106,22 +106,22 @@ impl AttentionMask {
     /// Adds the mask input. If it covers fewer keys than there are, the remaining keys are masked.
     fn mask(&mut self, scope: &mut Scope<'_>, mask: Value) -> Result<(), LowerReason> {
         let mut bias = match scope.fact(mask).dtype {
-            DType::Bool => allowed(scope, mask, self.dtype)?,
+            DType::Bool => mask_bias(scope, mask, self.dtype)?,
             _ => scope.cast(mask, self.dtype)?,
         };
         let shape = scope.fact(bias).shape;
-        if let Some(have) = shape.last()
-            && !have.is(1)
-            && *have != self.sizes[1]
+        if let Some(mask_keys) = shape.last()
+            && !mask_keys.is(1)
+            && *mask_keys != self.sizes[1]
         {
-            let missing = self.sizes[1].sub(have)?;
+            let missing = self.sizes[1].sub(mask_keys)?;
             if missing.known().is_some_and(|missing| missing < 0) {
-                return Err(LowerReason::Inputs(format!("a mask over {have} keys for {}", self.sizes[1])));
+                return Err(LowerReason::Inputs(format!("a mask over {mask_keys} keys for {}", self.sizes[1])));
             }
-            let none = vec![Dim::Known(0); shape.len()];
-            let mut high = none.clone();
+            let zeros = vec![Dim::Known(0); shape.len()];
+            let mut high = zeros.clone();
             high[shape.len() - 1] = missing;
-            let pad = Pad { low: none, high, interior: vec![0; shape.len()], value: f64::NEG_INFINITY };
+            let pad = Pad { low: zeros, high, interior: vec![0; shape.len()], value: f64::NEG_INFINITY };
             bias = scope.add(Op::Pad(pad), &[bias])?;
         }
         self.may_mask_all = true;
@@ -132,19 +132,19 @@ impl AttentionMask {
     /// `offset`.
     fn window(&mut self, scope: &mut Scope<'_>, offset: Value, sides: [Option<i64>; 2]) -> Result<(), LowerReason> {
         let (i, j) = (count(scope, 2, 0, &self.sizes[0])?, count(scope, 2, 1, &self.sizes[1])?);
-        let place = scope.binary(Binary::Add, i, offset)?;
+        let position = scope.binary(Binary::Add, i, offset)?;
         for (side, window_size) in sides.into_iter().enumerate() {
             // Limits the window size so that adding a position cannot overflow.
             let Some(window_size) = window_size.map(|window_size| window_size.min(MAX_WINDOW)) else { continue };
             let window_size = number(scope, &Dim::Known(window_size))?;
-            let seen = if side == 0 {
-                let first = scope.binary(Binary::Sub, place, window_size)?;
+            let visible = if side == 0 {
+                let first = scope.binary(Binary::Sub, position, window_size)?;
                 scope.compare(Compare::LessEqual, first, j)?
             } else {
-                let last = scope.binary(Binary::Add, place, window_size)?;
+                let last = scope.binary(Binary::Add, position, window_size)?;
                 scope.compare(Compare::LessEqual, j, last)?
             };
-            let bias = allowed(scope, seen, self.dtype)?;
+            let bias = mask_bias(scope, visible, self.dtype)?;
             self.add(scope, bias)?;
         }
         Ok(())
@@ -158,9 +158,9 @@ impl AttentionMask {
             return Ok((sum, None));
         }
         let last = scope.fact(bias).rank() - 1;
-        let most = scope.reduce(ReduceKind::Max, bias, &[last], true)?;
-        let none = scope.scalar(self.dtype, f64::NEG_INFINITY)?;
-        Ok((sum, Some(scope.compare(Compare::Equal, most, none)?)))
+        let row_max = scope.reduce(ReduceKind::Max, bias, &[last], true)?;
+        let infinity = scope.scalar(self.dtype, f64::NEG_INFINITY)?;
+        Ok((sum, Some(scope.compare(Compare::Equal, row_max, infinity)?)))
     }
 }
 
@@ -210,17 +210,17 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     let raw = scores(scope, q, k)?;
     let shape = scope.fact(raw).shape;
     let sizes = [shape[2].clone(), shape[3].clone()];
-    let mut sight = AttentionMask { dtype: inner, sizes, bias: None, may_mask_all: false };
-    collect_masks(scope, &mut sight, &shape[0], &past)?;
+    let mut mask = AttentionMask { dtype: inner, sizes, bias: None, may_mask_all: false };
+    collect_masks(scope, &mut mask, &shape[0], &past)?;
     let cap = scope.float("softcap", 0.0)?;
     let capped = if cap > 0.0 {
-        let small = scope.with_number(Binary::Div, raw, cap)?;
-        let bent = scope.unary(Unary::Tanh, small)?;
-        scope.with_number(Binary::Mul, bent, cap)?
+        let scaled = scope.with_number(Binary::Div, raw, cap)?;
+        let tanh = scope.unary(Unary::Tanh, scaled)?;
+        scope.with_number(Binary::Mul, tanh, cap)?
     } else {
         raw
     };
-    let (biased, may_mask_all) = sight.applied(scope, capped)?;
+    let (biased, may_mask_all) = mask.applied(scope, capped)?;
     let mut probabilities = biased;
     if let Some(precision) = precision(scope)? {
         probabilities = scope.cast(probabilities, precision)?;
@@ -237,7 +237,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[probabilities, v])?;
     let y = scope.cast(y, dtype)?;
     let y = if flat { join_heads(scope, y)? } else { y };
-    let shown = match scope.int("qk_matmul_output_mode", 0)? {
+    let qk_output = match scope.int("qk_matmul_output_mode", 0)? {
         0 => raw,
         1 => capped,
         2 => biased,
@@ -247,12 +247,17 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
             return Err(LowerReason::Attribute { name: "qk_matmul_output_mode", found, expected });
         }
     };
-    let shown = scope.cast(shown, dtype)?;
-    Ok([y, present_k, present_v, shown].map(Known::Value).to_vec())
+    let qk_output = scope.cast(qk_output, dtype)?;
+    Ok([y, present_k, present_v, qk_output].map(Known::Value).to_vec())
 }
 
 /// Collects all masks: causal, window, mask input, sequence lengths.
-fn collect_masks(scope: &mut Scope<'_>, sight: &mut AttentionMask, batch: &Dim, past: &Dim) -> Result<(), LowerReason> {
+fn collect_masks(
+    scope: &mut Scope<'_>,
+    mask_sum: &mut AttentionMask,
+    batch: &Dim,
+    past: &Dim,
+) -> Result<(), LowerReason> {
     let side = |scope: &Scope<'_>, name: &'static str| -> Result<Option<i64>, LowerReason> {
         Ok(Some(scope.int(name, -1)?).filter(|window_size| *window_size >= 0))
     };
@@ -267,26 +272,26 @@ fn collect_masks(scope: &mut Scope<'_>, sight: &mut AttentionMask, batch: &Dim, 
         None => None,
     };
     if let Some(mask) = scope.optional(3)? {
-        sight.mask(scope, mask)?;
+        mask_sum.mask(scope, mask)?;
     }
     if left.is_some() || right.is_some() {
         let offset = match lengths {
             Some(lengths) => {
-                let queries = number(scope, &sight.sizes[0])?;
+                let queries = number(scope, &mask_sum.sizes[0])?;
                 scope.binary(Binary::Sub, lengths, queries)?
             }
             None => number(scope, past)?,
         };
-        sight.window(scope, offset, [left, right])?;
+        mask_sum.window(scope, offset, [left, right])?;
         // Without a left window, and with a non-negative offset, the first key is never masked.
-        sight.may_mask_all |= left.is_some() || lengths.is_some();
+        mask_sum.may_mask_all |= left.is_some() || lengths.is_some();
     }
     if let Some(lengths) = lengths {
-        let j = count(scope, 4, 3, &sight.sizes[1])?;
-        let seen = scope.compare(Compare::Less, j, lengths)?;
-        let bias = allowed(scope, seen, sight.dtype)?;
-        sight.may_mask_all = true;
-        sight.add(scope, bias)?;
+        let j = count(scope, 4, 3, &mask_sum.sizes[1])?;
+        let visible = scope.compare(Compare::Less, j, lengths)?;
+        let bias = mask_bias(scope, visible, mask_sum.dtype)?;
+        mask_sum.may_mask_all = true;
+        mask_sum.add(scope, bias)?;
     }
     Ok(())
 }
@@ -344,47 +349,47 @@ pub fn rotary(scope: &mut Scope<'_>) -> Outputs {
     let shape = scope.fact(x).shape;
     let size = shape.get(3).and_then(Dim::known).filter(|_| shape.len() == 4);
     let size = size.ok_or_else(|| LowerReason::Inputs("its head size is unknown".to_string()))?;
-    let wide = match scope.int("rotary_embedding_dim", 0)? {
+    let width = match scope.int("rotary_embedding_dim", 0)? {
         0 => size,
-        wide => wide,
+        width => width,
     };
-    if !(2..=size).contains(&wide) || wide % 2 != 0 {
-        let (found, expected) = (wide.to_string(), "an even number up to the head size");
+    if !(2..=size).contains(&width) || width % 2 != 0 {
+        let (found, expected) = (width.to_string(), "an even number up to the head size");
         return Err(LowerReason::Attribute { name: "rotary_embedding_dim", found, expected });
     }
-    let (cos, sin) = (angles(scope, 1, wide / 2)?, angles(scope, 2, wide / 2)?);
-    let next_to = scope.flag("interleaved", false)?;
+    let (cos, sin) = (angles(scope, 1, width / 2)?, angles(scope, 2, width / 2)?);
+    let interleaved = scope.flag("interleaved", false)?;
     let half = |scope: &mut Scope<'_>, second: i64| {
         let (begin, end, step) =
-            if next_to { (second, wide, 2) } else { (second * wide / 2, (second + 1) * wide / 2, 1) };
-        let mut slice = super::slice::whole(&shape);
+            if interleaved { (second, width, 2) } else { (second * width / 2, (second + 1) * width / 2, 1) };
+        let mut slice = super::slice::full_slice(&shape);
         (slice.begin[3], slice.end[3], slice.step[3]) = (Dim::Known(begin), Dim::Known(end), step);
         scope.add(Op::Slice(Slice { ..slice }), &[x])
     };
     let (a, b) = (half(scope, 0)?, half(scope, 1)?);
     let products = [(cos, a), (sin, b), (sin, a), (cos, b)];
-    let mut made = Vec::new();
+    let mut terms = Vec::new();
     for (angle, part) in products {
-        made.push(scope.binary(Binary::Mul, angle, part)?);
+        terms.push(scope.binary(Binary::Mul, angle, part)?);
     }
-    let real = scope.binary(Binary::Sub, made[0], made[1])?;
-    let imaginary = scope.binary(Binary::Add, made[2], made[3])?;
-    let turned = if next_to {
+    let real = scope.binary(Binary::Sub, terms[0], terms[1])?;
+    let imaginary = scope.binary(Binary::Add, terms[2], terms[3])?;
+    let rotated = if interleaved {
         let mut column = scope.fact(real).shape;
         column.push(Dim::Known(1));
         let parts = [scope.reshape(real, column.clone())?, scope.reshape(imaginary, column)?];
         let pairs = scope.add(Op::Concat(Concat { axis: 4 }), &parts)?;
-        let mut joined = shape.clone();
-        joined[3] = Dim::Known(wide);
-        scope.reshape(pairs, joined)?
+        let mut merged_shape = shape.clone();
+        merged_shape[3] = Dim::Known(width);
+        scope.reshape(pairs, merged_shape)?
     } else {
         scope.add(Op::Concat(Concat { axis: 3 }), &[real, imaginary])?
     };
-    let y = if wide < size {
-        let rest = part(scope, x, 3, Dim::Known(wide), Dim::Known(size))?;
-        scope.add(Op::Concat(Concat { axis: 3 }), &[turned, rest])?
+    let y = if width < size {
+        let tail = part(scope, x, 3, Dim::Known(width), Dim::Known(size))?;
+        scope.add(Op::Concat(Concat { axis: 3 }), &[rotated, tail])?
     } else {
-        turned
+        rotated
     };
     Ok(vec![Known::Value(if flat { join_heads(scope, y)? } else { y })])
 }
@@ -392,8 +397,8 @@ pub fn rotary(scope: &mut Scope<'_>) -> Outputs {
 /// The cosines or sines of all positions, `[B, 1, S, half]`.
 fn angles(scope: &mut Scope<'_>, slot: usize, half: i64) -> Result<Value, LowerReason> {
     let mut cache = scope.value(slot)?;
-    if let Some(places) = scope.optional(3)? {
-        cache = scope.add(Op::Gather(Gather { axis: 0 }), &[cache, places])?;
+    if let Some(positions) = scope.optional(3)? {
+        cache = scope.add(Op::Gather(Gather { axis: 0 }), &[cache, positions])?;
     }
     let mut shape = scope.fact(cache).shape;
     if shape.len() != 3 || !shape[2].is(half) {

@@ -10,13 +10,13 @@ use crate::import::onnx::proto::attribute_proto::AttributeType;
 
 impl Scope<'_> {
     fn attribute(&self, name: &'static str, kind: AttributeType) -> Result<Option<&AttributeProto>, LowerReason> {
-        let Some(found) = self.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
-        if found.ref_attr_name.as_ref().is_some_and(|name| !name.is_empty()) {
+        let Some(attribute) = self.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
+        if attribute.ref_attr_name.as_ref().is_some_and(|name| !name.is_empty()) {
             return Err(LowerReason::Unsupported(format!("attribute `{name}`, set by the enclosing function,")));
         }
-        match found.r#type() {
-            AttributeType::Undefined => Ok(Some(found)),
-            given if given == kind => Ok(Some(found)),
+        match attribute.r#type() {
+            AttributeType::Undefined => Ok(Some(attribute)),
+            given if given == kind => Ok(Some(attribute)),
             given => Err(LowerReason::Attribute {
                 name,
                 found: format!("of type {}", given.as_str_name()),
@@ -65,21 +65,21 @@ impl Scope<'_> {
         Ok(self.attribute(name, AttributeType::Tensor)?.and_then(|a| a.t.as_ref()).map(payload::tensor))
     }
 
-    /// One value per spatial axis, each at least `least`; `default` for all axes if the attribute is absent.
+    /// One value per spatial axis, each at least `minimum`; `default` for all axes if the attribute is absent.
     pub fn sizes_of(
         &self,
         name: &'static str,
         axes: usize,
         default: usize,
-        least: i64,
+        minimum: i64,
     ) -> Result<Vec<usize>, LowerReason> {
         let Some(list) = self.ints(name)? else { return Ok(vec![default; axes]) };
         if list.len() != axes {
             let expected = "one number for each spatial axis";
             return Err(LowerReason::Attribute { name, found: format!("{list:?}"), expected });
         }
-        let expected = if least == 0 { "numbers of at least 0" } else { "numbers of at least 1" };
-        let fits = |v: i64| u32::try_from(v).ok().filter(|_| v >= least).map(|v| v as usize);
+        let expected = if minimum == 0 { "numbers of at least 0" } else { "numbers of at least 1" };
+        let fits = |v: i64| u32::try_from(v).ok().filter(|_| v >= minimum).map(|v| v as usize);
         let sizes: Option<Vec<usize>> = list.iter().map(|&v| fits(v)).collect();
         sizes.ok_or_else(|| LowerReason::Attribute { name, found: format!("{list:?}"), expected })
     }
@@ -88,19 +88,19 @@ impl Scope<'_> {
 /// Normalises an axis of a tensor of rank `rank`; -1 is the last axis.
 pub fn axis(given: i64, rank: usize) -> Result<usize, LowerReason> {
     let ranks = i64::try_from(rank).unwrap_or(i64::MAX);
-    let counted = if given < 0 { given.saturating_add(ranks) } else { given };
-    match usize::try_from(counted) {
+    let wrapped = if given < 0 { given.saturating_add(ranks) } else { given };
+    match usize::try_from(wrapped) {
         Ok(axis) if axis < rank => Ok(axis),
         _ => Err(LowerReason::Inputs(format!("axis {given} does not exist in a tensor of rank {rank}"))),
     }
 }
 
 /// Normalises and sorts axes. Duplicates are an error.
-pub fn axes(given: &[i64], rank: usize) -> Result<Vec<usize>, LowerReason> {
-    let mut list = given.iter().map(|&a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?;
+pub fn axes(axis_list: &[i64], rank: usize) -> Result<Vec<usize>, LowerReason> {
+    let mut list = axis_list.iter().map(|&a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?;
     list.sort_unstable();
     if list.windows(2).any(|pair| pair[0] == pair[1]) {
-        return Err(LowerReason::Inputs(format!("the axes {given:?} repeat an axis")));
+        return Err(LowerReason::Inputs(format!("the axes {axis_list:?} repeat an axis")));
     }
     Ok(list)
 }

@@ -53,24 +53,26 @@ impl Body {
         &self,
         walk: &mut Walk<'_>,
         node: &Node,
-        turn: Option<u64>,
-        given: Vec<Known>,
+        iteration: Option<u64>,
+        arguments: Vec<Known>,
     ) -> Result<Vec<Known>, Option<LowerReason>> {
-        if given.len() != self.inputs.len() {
-            let (takes, gets) = (self.inputs.len(), given.len());
-            return Err(Some(LowerReason::Inputs(format!("its subgraph takes {takes} inputs and is given {gets}"))));
+        if arguments.len() != self.inputs.len() {
+            let (expected_count, argument_count) = (self.inputs.len(), arguments.len());
+            return Err(Some(LowerReason::Inputs(format!(
+                "its subgraph takes {expected_count} inputs and is given {argument_count}"
+            ))));
         }
-        let name = turn.map_or_else(|| node.name.clone(), |turn| format!("{}/{turn}", node.name));
-        let mut frame = walk.frames.within(&name, &node.module, turn.is_some());
+        let name = iteration.map_or_else(|| node.name.clone(), |iteration| format!("{}/{iteration}", node.name));
+        let mut frame = walk.frames.within(&name, &node.module, iteration.is_some());
         frame.known.extend(self.constants.iter().cloned());
-        frame.known.extend(self.inputs.iter().cloned().zip(given));
+        frame.known.extend(self.inputs.iter().cloned().zip(arguments));
         walk.within(frame, |walk| {
             // An empty iteration also costs one node.
             walk.frames.spend(1)?;
-            let whole = walk.nodes(&self.nodes)?;
+            let complete = walk.nodes(&self.nodes)?;
             let result = |info: &crate::import::onnx::model::ValueInfo| match walk.frames.find(&info.name) {
                 Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("a missing result"))),
-                None if whole => Err(Some(LowerReason::Inputs(format!(
+                None if complete => Err(Some(LowerReason::Inputs(format!(
                     "no node computes the result `{}` of its subgraph",
                     short_name(&info.name)
                 )))),
@@ -84,20 +86,24 @@ impl Body {
 /// The topological order of a subgraph, or an error if its structure is invalid. Captured names were checked with the
 /// enclosing graph.
 fn order(graph: &GraphProto) -> Result<Vec<usize>, LowerReason> {
-    let made: HashSet<&str> = graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str)).collect();
+    let node_outputs: HashSet<&str> =
+        graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str)).collect();
     let inputs = graph.input.iter().map(|input| (input.name(), "input of its subgraph"));
     let initializers = graph.initializer.iter().map(|tensor| (tensor.name(), "initializer of its subgraph"));
-    let mut given: Vec<(&str, &'static str)> = inputs.chain(initializers).collect();
-    let defined: HashSet<&str> = given.iter().map(|(name, _)| *name).collect();
-    let free = check_graph::free(graph)
+    let mut outer_names: Vec<(&str, &'static str)> = inputs.chain(initializers).collect();
+    let defined: HashSet<&str> = outer_names.iter().map(|(name, _)| *name).collect();
+    let captured = check_graph::free(graph)
         .ok_or_else(|| LowerReason::Unsupported("a subgraph that is nested deeper".to_string()))?;
-    given.extend(
-        free.into_iter().filter(|name| !defined.contains(name) && !made.contains(name)).map(|n| (n, "outside")),
+    outer_names.extend(
+        captured
+            .into_iter()
+            .filter(|name| !defined.contains(name) && !node_outputs.contains(name))
+            .map(|n| (n, "outside")),
     );
     let outputs: Vec<&str> = graph.output.iter().map(|output| output.name()).collect();
     let names = unique_names(&graph.node);
     let (mut faults, mut warnings) = (Vec::new(), Vec::new());
-    let wiring = Wiring { nodes: &graph.node, names: &names, given: &given, outputs: &outputs };
+    let wiring = Wiring { nodes: &graph.node, names: &names, outer_names: &outer_names, outputs: &outputs };
     let order = check_graph::check(&wiring, &mut faults, &mut warnings);
     match faults.first() {
         None => Ok(order),

@@ -6,7 +6,7 @@
 
 use super::body::Body;
 use super::walk::Walk;
-use super::{Known, LowerReason, truth};
+use super::{Known, LowerReason, read_condition};
 use crate::import::build::Build;
 use crate::import::onnx::model::Node;
 use crate::text::name::short_name;
@@ -14,7 +14,7 @@ use crate::text::name::short_name;
 /// Returns the results of an `If`; `Err(None)` if an error inside it was already reported.
 pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<LowerReason>> {
     let condition = walk.scope(node).ok_or(None)?.known(0)?.clone();
-    if let Some(holds) = truth(&condition)? {
+    if let Some(holds) = read_condition(&condition)? {
         let body = Body::read(walk, node, if holds { "then_branch" } else { "else_branch" })?;
         return body.run(walk, node, None, Vec::new());
     }
@@ -25,17 +25,17 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
         let body = Body::read(walk, node, name)?;
         results.push(body.run(walk, node, None, Vec::new()));
     }
-    let both: Option<Vec<Vec<Known>>> = results.into_iter().map(Result::ok).collect();
-    let Some(both) = both else {
+    let branches: Option<Vec<Vec<Known>>> = results.into_iter().map(Result::ok).collect();
+    let Some(branches) = branches else {
         // The failing branch may be the one that never runs, so the unknown condition is reported instead of its
         // errors.
         walk.faults.truncate(faults_before);
-        return Err(Some(undecided(walk, node, "the condition, with a branch that does not fit here,")?));
+        return Err(Some(describe_undecided(walk, node, "the condition, with a branch that does not fit here,")?));
     };
     if walk.ledger.averages.len() > averages {
-        return Err(Some(undecided(walk, node, "the condition, with running statistics in a branch,")?));
+        return Err(Some(describe_undecided(walk, node, "the condition, with running statistics in a branch,")?));
     }
-    let (yes, no) = (&both[0], &both[1]);
+    let (yes, no) = (&branches[0], &branches[1]);
     if yes.len() != no.len() {
         let counts = format!("its branches give {} and {} results", yes.len(), no.len());
         return Err(Some(LowerReason::Inputs(counts)));
@@ -43,9 +43,9 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
     let mut selected = Vec::with_capacity(yes.len());
     for (yes, no) in yes.iter().zip(no) {
         let mut scope = walk.scope(node).ok_or(None)?;
-        let (yes, no) = (scope.made(yes)?, scope.made(no)?);
+        let (yes, no) = (scope.materialise(yes)?, scope.materialise(no)?);
         if scope.fact(yes) != scope.fact(no) {
-            return Err(Some(undecided(walk, node, "the condition, with branches of different shapes,")?));
+            return Err(Some(describe_undecided(walk, node, "the condition, with branches of different shapes,")?));
         }
         let condition = scope.value(0)?;
         let condition = scope.reshape(condition, Vec::new())?;
@@ -58,6 +58,10 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
     Ok(selected)
 }
 
-fn undecided(walk: &mut Walk<'_>, node: &Node, what: &'static str) -> Result<LowerReason, Option<LowerReason>> {
+fn describe_undecided(
+    walk: &mut Walk<'_>,
+    node: &Node,
+    what: &'static str,
+) -> Result<LowerReason, Option<LowerReason>> {
     Ok(walk.scope(node).ok_or(None)?.not_constant(0, what))
 }

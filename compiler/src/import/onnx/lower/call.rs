@@ -12,13 +12,13 @@ use std::rc::Rc;
 
 /// Returns the results of a call; `Err(None)` if an error inside it was already reported.
 pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec<Known>, Option<LowerReason>> {
-    let given = walk.scope(node).ok_or(None)?.inputs;
-    if given.len() > function.inputs.len() {
+    let arguments = walk.scope(node).ok_or(None)?.inputs;
+    if arguments.len() > function.inputs.len() {
         return Err(Some(LowerReason::Inputs(format!(
             "the function `{}` has {} parameters, the call gives {}",
             short_name(&function.name),
             function.inputs.len(),
-            given.len()
+            arguments.len()
         ))));
     }
     let size = node.attributes.iter().chain(&function.attribute_defaults).map(Message::encoded_len).sum();
@@ -31,7 +31,7 @@ pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec
     let mut frame =
         Frame { opset: opset.unwrap_or(outer.opset), bindings: Some(Rc::from(bindings)), sees_outer: false, ..outer };
     for (at, name) in function.inputs.iter().enumerate() {
-        match given.get(at).cloned().flatten() {
+        match arguments.get(at).cloned().flatten() {
             Some(known) => {
                 frame.known.insert(name.clone(), known);
             }
@@ -41,10 +41,10 @@ pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec
         }
     }
     walk.within(frame, |walk| {
-        let whole = walk.nodes(&function.nodes)?;
+        let complete = walk.nodes(&function.nodes)?;
         let result = |name: &String| match walk.frames.find(name) {
             Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("an input that the call omits"))),
-            None if whole => {
+            None if complete => {
                 Err(Some(LowerReason::Inputs(format!("no node in the function computes `{}`", short_name(name)))))
             }
             None => Err(None),

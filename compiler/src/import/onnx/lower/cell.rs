@@ -27,31 +27,31 @@ const FUNCTIONS: [(&str, Option<f64>, Option<f64>); 11] = [
     ("thresholdedrelu", Some(1.0), None),
 ];
 
-/// The activation functions of each direction: from the attribute, or `usual`. The lists of alphas and betas have one
-/// entry for each function that takes one, in order.
-pub fn functions(scope: &Scope<'_>, usual: &[&str], directions: usize) -> Result<Vec<Vec<Function>>, LowerReason> {
-    let given = texts(scope, "activations")?;
-    let names: Vec<String> = match given {
-        Some(given) if !given.is_empty() => given,
-        _ => usual.iter().cycle().take(usual.len() * directions).map(|name| (*name).to_string()).collect(),
+/// The activation functions of each direction: from the attribute, or `defaults`. The lists of alphas and betas have
+/// one entry for each function that takes one, in order.
+pub fn functions(scope: &Scope<'_>, defaults: &[&str], directions: usize) -> Result<Vec<Vec<Function>>, LowerReason> {
+    let names_given = texts(scope, "activations")?;
+    let names: Vec<String> = match names_given {
+        Some(names_given) if !names_given.is_empty() => names_given,
+        _ => defaults.iter().cycle().take(defaults.len() * directions).map(|name| (*name).to_string()).collect(),
     };
-    if names.len() != usual.len() * directions {
+    if names.len() != defaults.len() * directions {
         let found = format!("{names:?}");
         return Err(LowerReason::Attribute { name: "activations", found, expected: "one per function of the layer" });
     }
     let mut alphas = scope.floats("activation_alpha")?.unwrap_or_default().into_iter().map(f64::from);
     let mut betas = scope.floats("activation_beta")?.unwrap_or_default().into_iter().map(f64::from);
-    let mut all = Vec::with_capacity(names.len());
+    let mut functions = Vec::with_capacity(names.len());
     for name in names {
         let lower = name.to_ascii_lowercase();
-        let Some((_, alpha, beta)) = FUNCTIONS.iter().find(|(known, ..)| *known == lower) else {
+        let Some((_, alpha, beta)) = FUNCTIONS.iter().find(|(candidate, ..)| *candidate == lower) else {
             return Err(LowerReason::Unsupported(format!("the activation `{name}` of a recurrent layer")));
         };
-        let alpha = alpha.map_or(0.0, |usual| alphas.next().unwrap_or(usual));
-        let beta = beta.map_or(0.0, |usual| betas.next().unwrap_or(usual));
-        all.push(Function { name: lower, alpha, beta });
+        let alpha = alpha.map_or(0.0, |defaults| alphas.next().unwrap_or(defaults));
+        let beta = beta.map_or(0.0, |defaults| betas.next().unwrap_or(defaults));
+        functions.push(Function { name: lower, alpha, beta });
     }
-    Ok(all.chunks(usual.len().max(1)).map(<[Function]>::to_vec).collect())
+    Ok(functions.chunks(defaults.len().max(1)).map(<[Function]>::to_vec).collect())
 }
 
 impl Function {
@@ -69,7 +69,7 @@ impl Function {
                 let exp = scope.unary(Unary::Exp, below)?;
                 let shifted = scope.with_number(Binary::Sub, exp, 1.0)?;
                 let scaled = scope.with_number(Binary::Mul, shifted, alpha)?;
-                above(scope, x, 0.0, scaled)
+                select_above(scope, x, 0.0, scaled)
             }
             "hardsigmoid" => {
                 let line = line(scope, x, alpha, beta)?;
@@ -78,7 +78,7 @@ impl Function {
             }
             "leakyrelu" => {
                 let scaled = scope.with_number(Binary::Mul, x, alpha)?;
-                above(scope, x, 0.0, scaled)
+                select_above(scope, x, 0.0, scaled)
             }
             "relu" => scope.unary(Unary::Relu, x),
             "scaledtanh" => {
@@ -95,7 +95,7 @@ impl Function {
             }
             "thresholdedrelu" => {
                 let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
-                above(scope, x, alpha, zero)
+                select_above(scope, x, alpha, zero)
             }
             _ => scope.unary(Unary::Tanh, x),
         }
@@ -108,18 +108,18 @@ fn line(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value,
     scope.with_number(Binary::Add, scaled, beta)
 }
 
-/// `x > bound ? x : other`
-fn above(scope: &mut Scope<'_>, x: Value, bound: f64, other: Value) -> Result<Value, LowerReason> {
+/// `x > bound ? x : replacement`
+fn select_above(scope: &mut Scope<'_>, x: Value, bound: f64, replacement: Value) -> Result<Value, LowerReason> {
     let bound = scope.scalar(scope.fact(x).dtype, bound)?;
     let large = scope.compare(Compare::Less, bound, x)?;
-    scope.select(large, x, other)
+    scope.select(large, x, replacement)
 }
 
 fn texts(scope: &Scope<'_>, name: &'static str) -> Result<Option<Vec<String>>, LowerReason> {
-    let Some(found) = scope.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
-    if !matches!(found.r#type(), AttributeType::Strings | AttributeType::Undefined) {
-        let found = format!("of type {}", found.r#type().as_str_name());
-        return Err(LowerReason::Attribute { name, found, expected: "a list of strings" });
+    let Some(attribute) = scope.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
+    if !matches!(attribute.r#type(), AttributeType::Strings | AttributeType::Undefined) {
+        let attribute = format!("of type {}", attribute.r#type().as_str_name());
+        return Err(LowerReason::Attribute { name, found: attribute, expected: "a list of strings" });
     }
-    Ok(Some(found.strings.iter().map(|s| String::from_utf8_lossy(s).into_owned()).collect()))
+    Ok(Some(attribute.strings.iter().map(|s| String::from_utf8_lossy(s).into_owned()).collect()))
 }

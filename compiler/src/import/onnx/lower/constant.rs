@@ -54,11 +54,11 @@ pub fn range(scope: &mut Scope<'_>) -> Outputs {
         return range_of_sizes(scope, dtype);
     }
     let mut bounds = [0.0; 3];
-    let mut whole = [0i64; 3];
+    let mut integers = [0i64; 3];
     for slot in 0..3 {
         let tensor = scope.tensor(slot, "a bound of the range")?.ok_or(LowerReason::Missing { slot })?;
         match (tensor.to_f64().as_slice(), tensor.to_i64().as_slice()) {
-            (&[float], &[int]) => (bounds[slot], whole[slot]) = (float, int),
+            (&[float], &[int]) => (bounds[slot], integers[slot]) = (float, int),
             _ => return Err(LowerReason::Inputs("a bound of the range is not one number".to_string())),
         }
     }
@@ -70,7 +70,7 @@ pub fn range(scope: &mut Scope<'_>) -> Outputs {
         ((limit - start) / delta).ceil().max(0.0) as i64
     } else {
         // In 128 bits the difference of two 64-bit numbers cannot overflow.
-        let [start, limit, delta] = whole.map(i128::from);
+        let [start, limit, delta] = integers.map(i128::from);
         let rounded = (limit - start + delta - delta.signum()) / delta;
         i64::try_from(rounded.max(0)).map_err(|_| LowerReason::Inputs("the range is too large".to_string()))?
     };
@@ -78,7 +78,7 @@ pub fn range(scope: &mut Scope<'_>) -> Outputs {
     let steps = scope.add(Op::Iota(Iota { fact: fact.clone(), axis: 0 }), &[])?;
     let number = |scope: &mut Scope<'_>, at: usize| match dtype.is_float() {
         true => scope.constant(Tensor::from_f64(&[], &[bounds[at]])),
-        false => scope.constant(Tensor::from_i64(&[], &[whole[at]])),
+        false => scope.constant(Tensor::from_i64(&[], &[integers[at]])),
     };
     let mut y = steps;
     if delta != 1.0 {
@@ -94,16 +94,16 @@ pub fn range(scope: &mut Scope<'_>) -> Outputs {
 
 fn range_of_sizes(scope: &mut Scope<'_>, dtype: DType) -> Outputs {
     let what = "a bound of the range";
-    let one = |scope: &Scope<'_>, slot: usize| match scope.dims(slot, what)?.as_deref() {
+    let bound = |scope: &Scope<'_>, slot: usize| match scope.dims(slot, what)?.as_deref() {
         Some([dim]) => Ok(dim.clone()),
         _ => Err(LowerReason::Inputs("a bound of the range is not one number".to_string())),
     };
-    let (start, limit, delta) = (one(scope, 0)?, one(scope, 1)?, one(scope, 2)?);
+    let (start, limit, delta) = (bound(scope, 0)?, bound(scope, 1)?, bound(scope, 2)?);
     let count = limit.sub(&start)?.div_exact(&delta)?;
     let steps = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[])?;
     let mut y = steps;
     for (op, slot, neutral) in [(Binary::Mul, 2, 1), (Binary::Add, 0, 0)] {
-        if one(scope, slot)?.is(neutral) {
+        if bound(scope, slot)?.is(neutral) {
             continue;
         }
         let number = scope.value(slot)?;
@@ -117,8 +117,8 @@ fn range_of_sizes(scope: &mut Scope<'_>, dtype: DType) -> Outputs {
 pub fn shape(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact_of(0)?.shape;
     let rank = dims.len() as i64;
-    let place = |at: i64| (if at < 0 { at.saturating_add(rank) } else { at }).clamp(0, rank) as usize;
-    let (start, end) = (place(scope.int("start", 0)?), place(scope.int("end", rank)?));
+    let clamp = |at: i64| (if at < 0 { at.saturating_add(rank) } else { at }).clamp(0, rank) as usize;
+    let (start, end) = (clamp(scope.int("start", 0)?), clamp(scope.int("end", rank)?));
     let dims = dims.get(start..end).unwrap_or_default().to_vec();
     Ok(vec![Dims { dims, scalar: false, dtype: DType::I64 }.known()])
 }

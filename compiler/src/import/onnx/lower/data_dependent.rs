@@ -14,7 +14,7 @@ use std::cmp::Ordering;
 const LARGEST: usize = 1 << 22;
 
 /// A constant input that determines the output size.
-fn deciding(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Tensor, LowerReason> {
+fn read_deciding_input(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Tensor, LowerReason> {
     match scope.tensor(slot, what)?.ok_or(LowerReason::Missing { slot })? {
         tensor if tensor.len() > LARGEST => Err(LowerReason::Inputs(format!("{what} has {} elements", tensor.len()))),
         tensor => Ok(tensor),
@@ -23,20 +23,20 @@ fn deciding(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Tensor
 
 /// Indices of the non-zero elements: `[axes, elements]`.
 pub fn non_zero(scope: &mut Scope<'_>) -> Outputs {
-    let x = deciding(scope, 0, "the input of NonZero or Compress")?;
+    let x = read_deciding_input(scope, 0, "the input of NonZero or Compress")?;
     // A scalar is treated as a vector of one element.
     let shape = if x.shape().is_empty() { vec![1] } else { x.shape().to_vec() };
     let view = x.view();
-    let found: Vec<Vec<usize>> =
+    let nonzero: Vec<Vec<usize>> =
         indices(&shape).enumerate().filter(|(i, _)| view.bool(*i)).map(|(_, index)| index).collect();
-    let places: Vec<i64> = (0..shape.len()).flat_map(|at| found.iter().map(move |index| index[at] as i64)).collect();
-    Ok(vec![Known::Tensor(Tensor::from_i64(&[shape.len(), found.len()], &places))])
+    let indices: Vec<i64> = (0..shape.len()).flat_map(|at| nonzero.iter().map(move |index| index[at] as i64)).collect();
+    Ok(vec![Known::Tensor(Tensor::from_i64(&[shape.len(), nonzero.len()], &indices))])
 }
 
 /// The slices along an axis, or the elements of the flattened tensor, where the condition is true.
 pub fn compress(scope: &mut Scope<'_>) -> Outputs {
-    let condition = deciding(scope, 1, "the condition of a selection")?;
-    let chosen: Vec<i64> = (0..condition.len()).filter(|i| condition.view().bool(*i)).map(|i| i as i64).collect();
+    let condition = read_deciding_input(scope, 1, "the condition of a selection")?;
+    let selected: Vec<i64> = (0..condition.len()).filter(|i| condition.view().bool(*i)).map(|i| i as i64).collect();
     let mut x = scope.value(0)?;
     let dims = scope.fact(x).shape;
     let at = match scope.is_set("axis") {
@@ -47,30 +47,30 @@ pub fn compress(scope: &mut Scope<'_>) -> Outputs {
         }
     };
     let size = scope.fact(x).shape[at].clone();
-    if size.known().is_none_or(|size| chosen.last().is_some_and(|last| *last >= size)) {
+    if size.known().is_none_or(|size| selected.last().is_some_and(|last| *last >= size)) {
         return Err(LowerReason::Inputs(format!("a condition of {} elements for {size}", condition.len())));
     }
-    let index = scope.constant(Tensor::from_i64(&[chosen.len()], &chosen))?;
+    let index = scope.constant(Tensor::from_i64(&[selected.len()], &selected))?;
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: at }), &[x, index])?)])
 }
 
 /// Unique elements, or unique slices along an axis. Further outputs: first occurrence, inverse indices and counts.
 pub fn unique(scope: &mut Scope<'_>) -> Outputs {
-    let x = deciding(scope, 0, "the input of Unique")?;
+    let x = read_deciding_input(scope, 0, "the input of Unique")?;
     let sorted = scope.flag("sorted", true)?;
-    // `place` gives the flat index of a slice's elements along the axis.
+    // `start` gives the flat index of a slice's elements along the axis.
     let (shape, at) = match scope.is_set("axis") {
         true => (x.shape().to_vec(), axis(scope.int("axis", 0)?, x.shape().len())?),
         false => (vec![x.len()], 0),
     };
     let inner: usize = shape[at + 1..].iter().product();
     let outer: usize = shape[..at].iter().product();
-    let place = |slice: usize, block: usize| (block * shape[at] + slice) * inner;
+    let start = |slice: usize, block: usize| (block * shape[at] + slice) * inner;
     let view = x.view();
     let ordered = |a: usize, b: usize| {
-        let places = (0..outer).flat_map(|block| (0..inner).map(move |i| (block, i)));
-        let compared = |(block, i)| compared(&view, place(a, block) + i, place(b, block) + i);
-        places.map(compared).find(|order| order.is_ne()).unwrap_or(Ordering::Equal)
+        let starts = (0..outer).flat_map(|block| (0..inner).map(move |i| (block, i)));
+        let compared = |(block, i)| compared(&view, start(a, block) + i, start(b, block) + i);
+        starts.map(compared).find(|order| order.is_ne()).unwrap_or(Ordering::Equal)
     };
     let mut order: Vec<usize> = (0..shape[at]).collect();
     order.sort_by(|&a, &b| ordered(a, b));
@@ -85,22 +85,22 @@ pub fn unique(scope: &mut Scope<'_>) -> Outputs {
     if !sorted {
         groups.sort_by_key(|group| group[0]);
     }
-    let mut which = vec![0; shape[at]];
-    groups.iter().enumerate().for_each(|(n, group)| group.iter().for_each(|&slice| which[slice] = n as i64));
+    let mut inverse = vec![0; shape[at]];
+    groups.iter().enumerate().for_each(|(n, group)| group.iter().for_each(|&slice| inverse[slice] = n as i64));
     let width = inner * x.dtype().size();
     let slice = |(block, group): (usize, &Vec<usize>)| {
-        let from = place(group[0], block) * x.dtype().size();
+        let from = start(group[0], block) * x.dtype().size();
         x.bytes().slice(from..from + width)
     };
     let bytes: Vec<u8> = (0..outer).flat_map(|block| groups.iter().map(move |g| (block, g))).flat_map(slice).collect();
-    let mut kept = shape.clone();
-    kept[at] = groups.len();
-    let values = Tensor::new(x.dtype(), kept, bytes.into()).map_err(|e| LowerReason::Inputs(e.to_string()))?;
+    let mut kept_shape = shape.clone();
+    kept_shape[at] = groups.len();
+    let values = Tensor::new(x.dtype(), kept_shape, bytes.into()).map_err(|e| LowerReason::Inputs(e.to_string()))?;
     let list = |list: Vec<i64>| Known::Tensor(Tensor::from_i64(&[list.len()], &list));
     Ok(vec![
         Known::Tensor(values),
         list(groups.iter().map(|group| group[0] as i64).collect()),
-        list(which),
+        list(inverse),
         list(groups.iter().map(|group| group.len() as i64).collect()),
     ])
 }

@@ -23,15 +23,15 @@ const LARGEST: i64 = 10;
 fn minors(n: u32, size: u32) -> Vec<(i64, i64, f64)> {
     let sets = |size: u32| (0..1u32 << n).filter(move |set| set.count_ones() == size);
     let smaller: Vec<u32> = sets(size - 1).collect();
-    let of = |set: u32| {
+    let terms = |set: u32| {
         let smaller = &smaller;
         (0..n).filter(move |j| set >> j & 1 == 1).map(move |j| {
-            let rest = smaller.binary_search(&(set & !(1 << j))).expect("a set without one of its columns is smaller");
-            let behind = (set >> (j + 1)).count_ones();
-            (i64::from(j), rest as i64, if behind % 2 == 1 { -1.0 } else { 1.0 })
+            let minor = smaller.binary_search(&(set & !(1 << j))).expect("a set without one of its columns is smaller");
+            let columns_after = (set >> (j + 1)).count_ones();
+            (i64::from(j), minor as i64, if columns_after % 2 == 1 { -1.0 } else { 1.0 })
         })
     };
-    sets(size).flat_map(of).collect()
+    sets(size).flat_map(terms).collect()
 }
 
 pub fn det(scope: &mut Scope<'_>) -> Outputs {
@@ -49,14 +49,14 @@ pub fn det(scope: &mut Scope<'_>) -> Outputs {
     };
     let rank = leading.len();
     // M_1 is the first row.
-    let mut found = None;
+    let mut minors_so_far = None;
     for k in 1..=n {
         let row = part(scope, x, rank, Dim::Known(k - 1), Dim::Known(k))?;
         let mut flat = leading.to_vec();
         flat.push(Dim::Known(n));
         let row = scope.reshape(row, flat)?;
-        let Some(before) = found else {
-            found = Some(row);
+        let Some(before) = minors_so_far else {
+            minors_so_far = Some(row);
             continue;
         };
         let minors = minors(n as u32, k as u32);
@@ -69,12 +69,12 @@ pub fn det(scope: &mut Scope<'_>) -> Outputs {
         let minor = scope.add(Op::Gather(Gather { axis: rank }), &[before, of_minor])?;
         let product = scope.binary(Binary::Mul, a, minor)?;
         let product = scope.binary(Binary::Mul, product, signs)?;
-        let mut apart = leading.to_vec();
-        apart.extend([Dim::Known(minors.len() as i64 / k), Dim::Known(k)]);
-        let product = scope.reshape(product, apart)?;
-        found = Some(scope.reduce(ReduceKind::Sum, product, &[rank + 1], false)?);
+        let mut split_shape = leading.to_vec();
+        split_shape.extend([Dim::Known(minors.len() as i64 / k), Dim::Known(k)]);
+        let product = scope.reshape(product, split_shape)?;
+        minors_so_far = Some(scope.reduce(ReduceKind::Sum, product, &[rank + 1], false)?);
     }
-    let det = found.ok_or_else(|| LowerReason::Inputs("a matrix without rows".to_string()))?;
+    let det = minors_so_far.ok_or_else(|| LowerReason::Inputs("a matrix without rows".to_string()))?;
     Ok(vec![Known::Value(scope.reshape(det, leading.to_vec())?)])
 }
 
@@ -84,14 +84,14 @@ mod tests {
 
     fn determinant(a: &[&[f64]]) -> f64 {
         let n = a.len();
-        let mut found = a[0].to_vec();
+        let mut minors_so_far = a[0].to_vec();
         for (k, row) in a.iter().enumerate().skip(1) {
             let minors = minors(n as u32, k as u32 + 1);
             let terms: Vec<f64> =
-                minors.iter().map(|&(j, m, sign)| sign * row[j as usize] * found[m as usize]).collect();
-            found = terms.chunks(k + 1).map(|terms| terms.iter().sum()).collect();
+                minors.iter().map(|&(j, m, sign)| sign * row[j as usize] * minors_so_far[m as usize]).collect();
+            minors_so_far = terms.chunks(k + 1).map(|terms| terms.iter().sum()).collect();
         }
-        found[0]
+        minors_so_far[0]
     }
 
     #[test]
@@ -99,8 +99,8 @@ mod tests {
         assert_eq!(determinant(&[&[7.0]]), 7.0);
         assert_eq!(determinant(&[&[1.0, 2.0], &[3.0, 4.0]]), -2.0);
         assert_eq!(determinant(&[&[2.0, 0.0, 1.0], &[1.0, 3.0, 2.0], &[1.0, 1.0, 4.0]]), 18.0);
-        let turned: [&[f64]; 4] = [&[0., 1., 0., 0.], &[0., 0., 1., 0.], &[0., 0., 0., 1.], &[1., 0., 0., 0.]];
-        assert_eq!(determinant(&turned), -1.0);
+        let permutation: [&[f64]; 4] = [&[0., 1., 0., 0.], &[0., 0., 1., 0.], &[0., 0., 0., 1.], &[1., 0., 0., 0.]];
+        assert_eq!(determinant(&permutation), -1.0);
         assert_eq!(determinant(&[&[1.0, 2.0, 3.0], &[4.0, 5.0, 6.0], &[7.0, 8.0, 9.0]]), 0.0);
     }
 }

@@ -26,23 +26,23 @@ struct Term {
     labels: Vec<Label>,
 }
 
-fn wrong(equation: &str, why: &str) -> LowerReason {
-    LowerReason::Inputs(format!("the equation `{}` {why}", short_name(equation)))
+fn equation_error(equation: &str, reason: &str) -> LowerReason {
+    LowerReason::Inputs(format!("the equation `{}` {reason}", short_name(equation)))
 }
 
 /// Parses the labels of one operand or of the result, with `dots` axes for `...`.
-fn labels(equation: &str, part: &str, dots: usize) -> Result<Vec<Label>, LowerReason> {
+fn parse_labels(equation: &str, part: &str, dots: usize) -> Result<Vec<Label>, LowerReason> {
     let mut list = Vec::new();
-    let (mut rest, mut seen) = (part, false);
-    while let Some(first) = rest.chars().next() {
-        if let Some(after) = rest.strip_prefix("...").filter(|_| !seen) {
+    let (mut unread, mut seen) = (part, false);
+    while let Some(first) = unread.chars().next() {
+        if let Some(after) = unread.strip_prefix("...").filter(|_| !seen) {
             list.extend((0..dots).rev().map(Label::Dots));
-            (rest, seen) = (after, true);
+            (unread, seen) = (after, true);
         } else if first.is_ascii_alphabetic() {
             list.push(Label::Letter(first));
-            rest = &rest[1..];
+            unread = &unread[1..];
         } else {
-            return Err(wrong(equation, "has a character that is not a letter"));
+            return Err(equation_error(equation, "has a character that is not a letter"));
         }
     }
     Ok(list)
@@ -56,51 +56,55 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     };
     let parts: Vec<&str> = left.split(',').collect();
     if parts.len() != scope.inputs.len() {
-        return Err(wrong(&equation, &format!("has {} operands for {} inputs", parts.len(), scope.inputs.len())));
+        return Err(equation_error(
+            &equation,
+            &format!("has {} operands for {} inputs", parts.len(), scope.inputs.len()),
+        ));
     }
     let (mut terms, mut dots) = (Vec::new(), 0);
     for (slot, part) in parts.iter().enumerate() {
         let value = scope.value(slot)?;
         let letters = part.chars().filter(char::is_ascii_alphabetic).count();
-        let own = if part.contains("...") { scope.fact(value).rank().checked_sub(letters) } else { Some(0) };
-        let own = own.ok_or_else(|| wrong(&equation, "has more letters than an input has axes"))?;
-        dots = dots.max(own);
-        let labels = labels(&equation, part, own)?;
+        let ellipsis_rank = if part.contains("...") { scope.fact(value).rank().checked_sub(letters) } else { Some(0) };
+        let ellipsis_rank =
+            ellipsis_rank.ok_or_else(|| equation_error(&equation, "has more letters than an input has axes"))?;
+        dots = dots.max(ellipsis_rank);
+        let labels = parse_labels(&equation, part, ellipsis_rank)?;
         if labels.len() != scope.fact(value).rank() {
-            return Err(wrong(&equation, &format!("does not fit input {slot}, {}", scope.fact(value))));
+            return Err(equation_error(&equation, &format!("does not fit input {slot}, {}", scope.fact(value))));
         }
         terms.push(diagonal(scope, value, labels)?);
     }
     let output = match right {
-        Some(right) => labels(&equation, right, dots)?,
+        Some(right) => parse_labels(&equation, right, dots)?,
         None => free(&parts, dots),
     };
-    let known = |label: &Label| terms.iter().any(|term| term.labels.contains(label));
-    let twice = output.iter().enumerate().any(|(n, label)| output[..n].contains(label));
-    if twice || !output.iter().all(known) {
-        return Err(wrong(&equation, "has a result letter that is repeated or in no operand"));
+    let is_known = |label: &Label| terms.iter().any(|term| term.labels.contains(label));
+    let is_repeated = output.iter().enumerate().any(|(n, label)| output[..n].contains(label));
+    if is_repeated || !output.iter().all(is_known) {
+        return Err(equation_error(&equation, "has a result letter that is repeated or in no operand"));
     }
-    narrow(scope, &mut terms)?;
-    let mut rest = terms.into_iter();
-    let Some(mut all) = rest.next() else { return Err(LowerReason::Missing { slot: 0 }) };
-    while let Some(next) = rest.next() {
-        let later: Vec<Label> = rest.as_slice().iter().flat_map(|term| term.labels.iter().copied()).collect();
-        let read = |label: &Label| output.contains(label) || later.contains(label);
-        all = joined(scope, all, next, read)?;
+    drop_unit_axes(scope, &mut terms)?;
+    let mut operands = terms.into_iter();
+    let Some(mut product) = operands.next() else { return Err(LowerReason::Missing { slot: 0 }) };
+    while let Some(next) = operands.next() {
+        let later: Vec<Label> = operands.as_slice().iter().flat_map(|term| term.labels.iter().copied()).collect();
+        let needed = |label: &Label| output.contains(label) || later.contains(label);
+        product = contract(scope, product, next, needed)?;
     }
-    let all = summed(scope, all, |label| output.contains(label))?;
-    let place = |label: &Label| all.labels.iter().position(|l| l == label);
-    let perm = output.iter().map(place).collect::<Option<Vec<_>>>();
-    let perm = perm.ok_or_else(|| wrong(&equation, "has a result letter that no operand has"))?;
-    Ok(vec![Known::Value(transposed(scope, all.value, perm)?)])
+    let product = sum_out(scope, product, |label| output.contains(label))?;
+    let position = |label: &Label| product.labels.iter().position(|l| l == label);
+    let perm = output.iter().map(position).collect::<Option<Vec<_>>>();
+    let perm = perm.ok_or_else(|| equation_error(&equation, "has a result letter that no operand has"))?;
+    Ok(vec![Known::Value(transposed(scope, product.value, perm)?)])
 }
 
 /// The implicit result labels: the ellipsis axes, then the letters that occur once, in alphabetical order.
 fn free(parts: &[&str], dots: usize) -> Vec<Label> {
     let mut letters: Vec<char> = parts.iter().flat_map(|part| part.chars()).filter(char::is_ascii_alphabetic).collect();
     letters.sort_unstable();
-    let once = |n: &usize| letters.iter().filter(|l| **l == letters[*n]).count() == 1;
-    let letters = (0..letters.len()).filter(once).map(|n| Label::Letter(letters[n]));
+    let is_unique = |n: &usize| letters.iter().filter(|l| **l == letters[*n]).count() == 1;
+    let letters = (0..letters.len()).filter(is_unique).map(|n| Label::Letter(letters[n]));
     (0..dots).rev().map(Label::Dots).chain(letters).collect()
 }
 
@@ -115,27 +119,27 @@ fn diagonal(scope: &mut Scope<'_>, mut value: Value, mut labels: Vec<Label>) -> 
         }
         let i = count(scope, fact.rank(), first, &fact.shape[first])?;
         let j = count(scope, fact.rank(), second, &fact.shape[second])?;
-        let on = scope.compare(Compare::Equal, i, j)?;
+        let is_diagonal = scope.compare(Compare::Equal, i, j)?;
         let zero = scope.scalar(fact.dtype, 0.0)?;
-        let kept = scope.select(on, value, zero)?;
-        value = scope.reduce(ReduceKind::Sum, kept, &[second], false)?;
+        let diagonal = scope.select(is_diagonal, value, zero)?;
+        value = scope.reduce(ReduceKind::Sum, diagonal, &[second], false)?;
         labels.remove(second);
     }
     Ok(Term { value, labels })
 }
 
 /// Drops ellipsis axes of size 1 from each term if another term is wider there.
-fn narrow(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), LowerReason> {
-    let mut wide = Vec::new();
+fn drop_unit_axes(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), LowerReason> {
+    let mut wide_labels = Vec::new();
     for term in terms.iter() {
         let shape = scope.fact(term.value).shape;
         let dots = term.labels.iter().zip(&shape).filter(|(label, dim)| matches!(label, Label::Dots(_)) && !dim.is(1));
-        wide.extend(dots.map(|(label, _)| *label));
+        wide_labels.extend(dots.map(|(label, _)| *label));
     }
     for term in terms {
         let shape = scope.fact(term.value).shape;
-        let stays = |n: &usize| !(shape[*n].is(1) && wide.contains(&term.labels[*n]));
-        let kept: Vec<usize> = (0..shape.len()).filter(stays).collect();
+        let is_kept = |n: &usize| !(shape[*n].is(1) && wide_labels.contains(&term.labels[*n]));
+        let kept: Vec<usize> = (0..shape.len()).filter(is_kept).collect();
         term.value = scope.reshape(term.value, kept.iter().map(|n| shape[*n].clone()).collect())?;
         term.labels = kept.iter().map(|n| term.labels[*n]).collect();
     }
@@ -143,28 +147,29 @@ fn narrow(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), LowerReason> 
 }
 
 /// Sums a term over the labels that are not read later.
-fn summed(scope: &mut Scope<'_>, term: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
-    let gone: Vec<usize> = (0..term.labels.len()).filter(|n| !read(&term.labels[*n])).collect();
-    if gone.is_empty() {
+fn sum_out(scope: &mut Scope<'_>, term: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
+    let summed_axes: Vec<usize> = (0..term.labels.len()).filter(|n| !read(&term.labels[*n])).collect();
+    if summed_axes.is_empty() {
         return Ok(term);
     }
-    let value = scope.reduce(ReduceKind::Sum, term.value, &gone, false)?;
+    let value = scope.reduce(ReduceKind::Sum, term.value, &summed_axes, false)?;
     Ok(Term { value, labels: term.labels.into_iter().filter(|label| read(label)).collect() })
 }
 
 /// The product of two terms, summed over shared labels that are not read later.
-fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
-    let a = summed(scope, a, |label| read(label) || b.labels.contains(label))?;
-    let b = summed(scope, b, |label| read(label) || a.labels.contains(label))?;
-    let of = |list: &[Label], keep: &dyn Fn(&Label) -> bool| list.iter().copied().filter(keep).collect::<Vec<_>>();
-    let batch = of(&a.labels, &|l| b.labels.contains(l) && read(l));
-    let inner = of(&a.labels, &|l| b.labels.contains(l) && !read(l));
-    let left = of(&a.labels, &|l| !b.labels.contains(l));
-    let right = of(&b.labels, &|l| !a.labels.contains(l));
+fn contract(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
+    let a = sum_out(scope, a, |label| read(label) || b.labels.contains(label))?;
+    let b = sum_out(scope, b, |label| read(label) || a.labels.contains(label))?;
+    let select_labels =
+        |list: &[Label], keep: &dyn Fn(&Label) -> bool| list.iter().copied().filter(keep).collect::<Vec<_>>();
+    let batch = select_labels(&a.labels, &|l| b.labels.contains(l) && read(l));
+    let inner = select_labels(&a.labels, &|l| b.labels.contains(l) && !read(l));
+    let left_labels = select_labels(&a.labels, &|l| !b.labels.contains(l));
+    let right = select_labels(&b.labels, &|l| !a.labels.contains(l));
     // [batch, left, right, inner]; size 1 for labels that a term does not have.
-    let order: Vec<Label> = [batch.clone(), left.clone(), right.clone(), inner.clone()].concat();
-    let (a_dims, a_value) = aligned(scope, &a, &order)?;
-    let (b_dims, b_value) = aligned(scope, &b, &order)?;
+    let order: Vec<Label> = [batch.clone(), left_labels.clone(), right.clone(), inner.clone()].concat();
+    let (a_dims, a_value) = align(scope, &a, &order)?;
+    let (b_dims, b_value) = align(scope, &b, &order)?;
     let dims: Vec<Dim> = order
         .iter()
         .zip(a_dims.iter().zip(&b_dims))
@@ -178,12 +183,12 @@ fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool
             )));
         }
     }
-    let (l, r, i) = (batch.len(), batch.len() + left.len(), batch.len() + left.len() + right.len());
+    let (l, r, i) = (batch.len(), batch.len() + left_labels.len(), batch.len() + left_labels.len() + right.len());
     let labels = order[..i].to_vec();
     let value = if inner.is_empty() || !scope.fact(a_value).dtype.is_float() {
         let product = scope.binary(Binary::Mul, a_value, b_value)?;
-        let gone: Vec<usize> = (i..order.len()).collect();
-        if gone.is_empty() { product } else { scope.reduce(ReduceKind::Sum, product, &gone, false)? }
+        let summed_axes: Vec<usize> = (i..order.len()).collect();
+        if summed_axes.is_empty() { product } else { scope.reduce(ReduceKind::Sum, product, &summed_axes, false)? }
     } else {
         let sizes = [volume(&dims[l..r])?, volume(&dims[r..i])?, volume(&dims[i..])?];
         let rows = |size: &Dim| [dims[..l].to_vec(), vec![size.clone(), sizes[2].clone()]].concat();
@@ -196,12 +201,12 @@ fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool
 }
 
 /// Permutes a term's axes to `order`, with size 1 for labels it does not have.
-fn aligned(scope: &mut Scope<'_>, term: &Term, order: &[Label]) -> Result<(Vec<Dim>, Value), LowerReason> {
-    let place = |label: &Label| term.labels.iter().position(|l| l == label);
-    let value = transposed(scope, term.value, order.iter().filter_map(place).collect())?;
-    let mut own = scope.fact(value).shape.into_iter();
-    let one = |label: &Label| place(label).and_then(|_| own.next()).unwrap_or(Dim::Known(1));
-    let dims: Vec<Dim> = order.iter().map(one).collect();
+fn align(scope: &mut Scope<'_>, term: &Term, order: &[Label]) -> Result<(Vec<Dim>, Value), LowerReason> {
+    let position = |label: &Label| term.labels.iter().position(|l| l == label);
+    let value = transposed(scope, term.value, order.iter().filter_map(position).collect())?;
+    let mut sizes = scope.fact(value).shape.into_iter();
+    let size = |label: &Label| position(label).and_then(|_| sizes.next()).unwrap_or(Dim::Known(1));
+    let dims: Vec<Dim> = order.iter().map(size).collect();
     let value = scope.reshape(value, dims.clone())?;
     Ok((dims, value))
 }
@@ -212,7 +217,7 @@ mod tests {
 
     #[test]
     fn labels_are_letters_and_dots() {
-        let parse_labels = |part: &str, dots| labels("e", part, dots).map_err(|e| e.to_string());
+        let parse_labels = |part: &str, dots| parse_labels("e", part, dots).map_err(|e| e.to_string());
         let letter = Label::Letter;
         assert_eq!(parse_labels("a...b", 2), Ok(vec![letter('a'), Label::Dots(1), Label::Dots(0), letter('b')]));
         assert_eq!(parse_labels("", 0), Ok(vec![]));

@@ -25,7 +25,7 @@ pub fn binary(scope: &mut Scope<'_>, op: Binary) -> Outputs {
 }
 
 /// Left fold over any number of inputs: `f(… f(f(a, b), c) …)`.
-pub fn joined(scope: &mut Scope<'_>, op: Binary) -> Outputs {
+pub fn fold_inputs(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let mut y = scope.value(0)?;
     for slot in 1..scope.inputs.len() {
         let x = scope.value(slot)?;
@@ -36,16 +36,16 @@ pub fn joined(scope: &mut Scope<'_>, op: Binary) -> Outputs {
 
 pub fn mean(scope: &mut Scope<'_>) -> Outputs {
     let count = scope.inputs.len();
-    let Some(Known::Value(sum)) = joined(scope, Binary::Add)?.into_iter().next() else {
+    let Some(Known::Value(sum)) = fold_inputs(scope, Binary::Add)?.into_iter().next() else {
         return Err(LowerReason::Missing { slot: 0 });
     };
     one(scope.with_number(Binary::Mul, sum, 1.0 / count.max(1) as f64)?)
 }
 
-/// Comparison of `a` and `b`; `exchanged` swaps the operands, which turns less into greater.
-pub fn compare(scope: &mut Scope<'_>, op: Compare, exchanged: bool) -> Outputs {
+/// Comparison of `a` and `b`; `swapped` swaps the operands, which turns less into greater.
+pub fn compare(scope: &mut Scope<'_>, op: Compare, swapped: bool) -> Outputs {
     let (a, b) = (scope.value(0)?, scope.value(1)?);
-    one(if exchanged { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
+    one(if swapped { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
 }
 
 pub fn select(scope: &mut Scope<'_>) -> Outputs {
@@ -58,8 +58,8 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
 pub fn pow(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value(0)?, scope.value(1)?);
     let (base, exponent) = (scope.fact(a).dtype, scope.fact(b).dtype);
-    let wide = if exponent.is_float() && !base.is_float() { DType::F64 } else { base };
-    let (a, b) = (scope.cast(a, wide)?, scope.cast(b, wide)?);
+    let product_type = if exponent.is_float() && !base.is_float() { DType::F64 } else { base };
+    let (a, b) = (scope.cast(a, product_type)?, scope.cast(b, product_type)?);
     let y = scope.binary(Binary::Pow, a, b)?;
     one(scope.cast(y, base)?)
 }
@@ -72,18 +72,19 @@ pub fn modulo(scope: &mut Scope<'_>) -> Outputs {
     }
     let dtype = scope.fact(a).dtype;
     if !dtype.is_float() {
-        // `rest` has the sign of b. If a has the other sign and `rest` is not zero, the result is `rest - b`. Taking
-        // absolute values would overflow for the smallest integer.
-        let (rest, zero) = (scope.binary(Binary::Mod, a, b)?, scope.scalar(dtype, 0.0)?);
-        let (below, of_a) = (scope.compare(Compare::Less, rest, zero)?, scope.compare(Compare::Less, a, zero)?);
-        let (differs, none) = (scope.binary(Binary::Xor, below, of_a)?, scope.compare(Compare::Equal, rest, zero)?);
-        let moved = scope.binary(Binary::Sub, rest, b)?;
-        let turned = scope.select(differs, moved, rest)?;
-        return one(scope.select(none, rest, turned)?);
+        // `remainder` has the sign of b. If a has the other sign and `remainder` is not zero, the result is `remainder
+        // - b`. Taking absolute values would overflow for the smallest integer.
+        let (remainder, zero) = (scope.binary(Binary::Mod, a, b)?, scope.scalar(dtype, 0.0)?);
+        let (below, of_a) = (scope.compare(Compare::Less, remainder, zero)?, scope.compare(Compare::Less, a, zero)?);
+        let (differs, is_exact) =
+            (scope.binary(Binary::Xor, below, of_a)?, scope.compare(Compare::Equal, remainder, zero)?);
+        let shifted = scope.binary(Binary::Sub, remainder, b)?;
+        let floored = scope.select(differs, shifted, remainder)?;
+        return one(scope.select(is_exact, remainder, floored)?);
     }
     let (sign, a, b) = (scope.unary(Unary::Sign, a)?, scope.unary(Unary::Abs, a)?, scope.unary(Unary::Abs, b)?);
-    let rest = scope.binary(Binary::Mod, a, b)?;
-    one(scope.binary(Binary::Mul, rest, sign)?)
+    let remainder = scope.binary(Binary::Mod, a, b)?;
+    one(scope.binary(Binary::Mul, remainder, sign)?)
 }
 
 pub fn tan(scope: &mut Scope<'_>) -> Outputs {
@@ -122,7 +123,7 @@ pub fn gelu(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `x > bound`
-fn above(scope: &mut Scope<'_>, x: Value, bound: f64) -> Result<Value, LowerReason> {
+fn is_above(scope: &mut Scope<'_>, x: Value, bound: f64) -> Result<Value, LowerReason> {
     let bound = scope.scalar(scope.graph.fact(x).dtype, bound)?;
     scope.compare(Compare::Less, bound, x)
 }
@@ -130,7 +131,7 @@ fn above(scope: &mut Scope<'_>, x: Value, bound: f64) -> Result<Value, LowerReas
 /// `x > 0 ? x : slope·x`
 pub fn leaky_relu(scope: &mut Scope<'_>) -> Outputs {
     let (x, alpha) = (scope.value(0)?, scope.float("alpha", 0.01)?);
-    let positive = above(scope, x, 0.0)?;
+    let positive = is_above(scope, x, 0.0)?;
     let scaled = scope.with_number(Binary::Mul, x, alpha)?;
     one(scope.select(positive, x, scaled)?)
 }
@@ -138,7 +139,7 @@ pub fn leaky_relu(scope: &mut Scope<'_>) -> Outputs {
 /// `x > 0 ? x : slope·x` with a trained slope.
 pub fn prelu(scope: &mut Scope<'_>) -> Outputs {
     let (x, slope) = (scope.value(0)?, scope.value(1)?);
-    let positive = above(scope, x, 0.0)?;
+    let positive = is_above(scope, x, 0.0)?;
     let scaled = scope.binary(Binary::Mul, x, slope)?;
     one(scope.select(positive, x, scaled)?)
 }
@@ -146,7 +147,7 @@ pub fn prelu(scope: &mut Scope<'_>) -> Outputs {
 /// `x > alpha ? x : 0`
 pub fn thresholded_relu(scope: &mut Scope<'_>) -> Outputs {
     let (x, alpha) = (scope.value(0)?, scope.float("alpha", 1.0)?);
-    let large = above(scope, x, alpha)?;
+    let large = is_above(scope, x, alpha)?;
     let zero = scope.scalar(scope.graph.fact(x).dtype, 0.0)?;
     one(scope.select(large, x, zero)?)
 }
@@ -155,7 +156,7 @@ pub fn thresholded_relu(scope: &mut Scope<'_>) -> Outputs {
 /// result is not selected, it could overflow in the forward or backward pass.
 fn exponential_branch(scope: &mut Scope<'_>, alpha: f64, gamma: f64, width: f64) -> Outputs {
     let x = scope.value(0)?;
-    let positive = above(scope, x, 0.0)?;
+    let positive = is_above(scope, x, 0.0)?;
     let mut negative = scope.with_number(Binary::Min, x, 0.0)?;
     if width != 1.0 {
         negative = scope.with_number(Binary::Div, negative, width)?;
@@ -235,12 +236,12 @@ pub fn shrink(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let (bias, bound) = (scope.float("bias", 0.0)?, scope.float("lambd", 0.5)?);
     let dtype = scope.fact(x).dtype;
-    let (large, zero) = (above(scope, x, bound)?, scope.scalar(dtype, 0.0)?);
+    let (large, zero) = (is_above(scope, x, bound)?, scope.scalar(dtype, 0.0)?);
     let bound = scope.scalar(dtype, -bound)?;
     let small = scope.compare(Compare::Less, x, bound)?;
-    let (less, more) = (scope.with_number(Binary::Sub, x, bias)?, scope.with_number(Binary::Add, x, bias)?);
-    let y = scope.select(large, less, zero)?;
-    one(scope.select(small, more, y)?)
+    let (lowered, raised) = (scope.with_number(Binary::Sub, x, bias)?, scope.with_number(Binary::Add, x, bias)?);
+    let y = scope.select(large, lowered, zero)?;
+    one(scope.select(small, raised, y)?)
 }
 
 /// `x·tanh(softplus(x))`
@@ -276,8 +277,8 @@ pub fn clip(scope: &mut Scope<'_>) -> Outputs {
 
 pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
-    let same = scope.compare(Compare::Equal, x, x)?;
-    one(scope.unary(Unary::Not, same)?)
+    let equals_self = scope.compare(Compare::Equal, x, x)?;
+    one(scope.unary(Unary::Not, equals_self)?)
 }
 
 /// True for infinities; attributes select the signs.
@@ -297,11 +298,11 @@ pub fn is_inf(scope: &mut Scope<'_>) -> Outputs {
 
 /// Dropout: active only in training mode, otherwise the identity.
 pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
-    let truth = |t: Option<Tensor>| t.is_some_and(|t| t.to_i64().iter().any(|v| *v != 0));
-    if scope.opset >= 12 && truth(scope.tensor(2, "the training mode")?) {
-        let given = scope.tensor(1, "the ratio")?.and_then(|t| t.cast(DType::F32).to_f32().first().copied());
+    let is_true = |t: Option<Tensor>| t.is_some_and(|t| t.to_i64().iter().any(|v| *v != 0));
+    if scope.opset >= 12 && is_true(scope.tensor(2, "the training mode")?) {
+        let ratio_input = scope.tensor(1, "the ratio")?.and_then(|t| t.cast(DType::F32).to_f32().first().copied());
         // Converted through the shortest decimal: 0.1 in the source stays 0.1.
-        let ratio = given.unwrap_or(0.5);
+        let ratio = ratio_input.unwrap_or(0.5);
         let ratio = ratio.to_string().parse().unwrap_or(f64::from(ratio));
         if ratio != 0.0 {
             if scope.is_set("seed") {
@@ -317,8 +318,8 @@ pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
     let shape = scope.fact_of(0)?.shape;
     let mut outputs = identity(scope)?;
     if scope.node.outputs.get(1).is_some_and(|name| !name.is_empty()) {
-        let truth = scope.constant(Tensor::from_bool(&[], &[true]))?;
-        outputs.push(Known::Value(scope.broadcast(truth, shape)?));
+        let is_true = scope.constant(Tensor::from_bool(&[], &[true]))?;
+        outputs.push(Known::Value(scope.broadcast(is_true, shape)?));
     }
     Ok(outputs)
 }

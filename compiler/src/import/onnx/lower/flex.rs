@@ -19,14 +19,14 @@ pub fn is_changed(node: &Node) -> bool {
 /// Returns the result; `Err(None)` if an error in a subgraph was already reported.
 pub fn flex(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<LowerReason>> {
     let scores = flex_scores(&mut walk.scope(node).ok_or(None)?)?;
-    let scores = changed(walk, node, "score_mod", scores)?;
+    let scores = apply_graph(walk, node, "score_mod", scores)?;
     let weights = probabilities(&mut walk.scope(node).ok_or(None)?, scores)?;
-    let weights = changed(walk, node, "prob_mod", weights)?;
+    let weights = apply_graph(walk, node, "prob_mod", weights)?;
     Ok(flex_values(&mut walk.scope(node).ok_or(None)?, weights)?)
 }
 
 /// Applies the subgraph in attribute `name` to a value; returns the value unchanged if there is none.
-fn changed(walk: &mut Walk<'_>, node: &Node, name: &'static str, x: Value) -> Result<Value, Option<LowerReason>> {
+fn apply_graph(walk: &mut Walk<'_>, node: &Node, name: &'static str, x: Value) -> Result<Value, Option<LowerReason>> {
     if !node.attributes.iter().any(|a| a.name() == name) {
         return Ok(x);
     }
@@ -38,7 +38,7 @@ fn changed(walk: &mut Walk<'_>, node: &Node, name: &'static str, x: Value) -> Re
         ))));
     };
     let mut scope = walk.scope(node).ok_or(None)?;
-    let y = scope.made(result)?;
+    let y = scope.materialise(result)?;
     let (have, want) = (scope.fact(y), scope.fact(x));
     if have != want {
         return Err(Some(LowerReason::Inputs(format!("its subgraph `{name}` computes {have}, expected {want}"))));

@@ -58,8 +58,8 @@ pub fn fold(scope: &mut Scope<'_>, lower: fn(&mut Scope<'_>) -> Outputs) -> Resu
         matches!(node.op, Op::Constant(_)) || node.facts.iter().all(|f| f.bytes().is_some_and(|b| b <= LIMIT))
     };
     // Ops that read the dropout counter are not constant.
-    let open = graph.ids().any(|id| matches!(graph.node(id).op, Op::Input(_)));
-    if open || !graph.ids().all(small) {
+    let has_inputs = graph.ids().any(|id| matches!(graph.node(id).op, Op::Input(_)));
+    if has_inputs || !graph.ids().all(small) {
         return Ok(None);
     }
     let facts = |id| graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect::<Vec<_>>();

@@ -147,13 +147,13 @@ impl Frames {
         }
         let mut attributes = Vec::with_capacity(node.attributes.len());
         for attribute in &node.attributes {
-            let given = match attribute.ref_attr_name() {
+            let passed_attribute = match attribute.ref_attr_name() {
                 "" => Some(attribute),
                 outer => bindings.iter().find(|binding| binding.name() == outer),
             };
-            if let Some(given) = given {
-                self.copy(given.encoded_len())?;
-                attributes.push(AttributeProto { name: attribute.name.clone(), ..given.clone() });
+            if let Some(passed_attribute) = passed_attribute {
+                self.copy(passed_attribute.encoded_len())?;
+                attributes.push(AttributeProto { name: attribute.name.clone(), ..passed_attribute.clone() });
             }
         }
         Ok(Cow::Owned(Node { attributes, ..bare(node) }))

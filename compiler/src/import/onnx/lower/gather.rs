@@ -27,16 +27,17 @@ pub fn steps(scope: &mut impl Build, index: Value, size: &Dim, stride: &Dim) -> 
     let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;
     let negative = scope.compare(Compare::Less, index, zero)?;
     let size = number(scope, size)?;
-    let counted = scope.binary(Binary::Add, index, size)?;
-    let index = scope.select(negative, counted, index)?;
-    let place = scaled(scope, index, stride)?;
+    let wrapped = scope.binary(Binary::Add, index, size)?;
+    let index = scope.select(negative, wrapped, index)?;
+    let offset = scale_index(scope, index, stride)?;
     let outside = scope.constant(Tensor::from_i64(&[], &[OUTSIDE]))?;
-    let (before, within) = (scope.compare(Compare::Less, index, zero)?, scope.compare(Compare::Less, index, size)?);
-    let place = scope.select(within, place, outside)?;
-    scope.select(before, outside, place)
+    let (is_negative, is_below) =
+        (scope.compare(Compare::Less, index, zero)?, scope.compare(Compare::Less, index, size)?);
+    let offset = scope.select(is_below, offset, outside)?;
+    scope.select(is_negative, outside, offset)
 }
 
-pub fn scaled(scope: &mut impl Build, index: Value, stride: &Dim) -> Result<Value, LowerReason> {
+pub fn scale_index(scope: &mut impl Build, index: Value, stride: &Dim) -> Result<Value, LowerReason> {
     if stride.is(1) {
         return Ok(index);
     }
@@ -45,9 +46,9 @@ pub fn scaled(scope: &mut impl Build, index: Value, stride: &Dim) -> Result<Valu
 }
 
 /// Adds the offset along one more axis to the flat index.
-pub fn add_offset(scope: &mut impl Build, place: Option<Value>, steps: Value) -> Result<Option<Value>, LowerReason> {
-    Ok(Some(match place {
-        Some(place) => scope.binary(Binary::Add, place, steps)?,
+pub fn add_offset(scope: &mut impl Build, sum: Option<Value>, steps: Value) -> Result<Option<Value>, LowerReason> {
+    Ok(Some(match sum {
+        Some(sum) => scope.binary(Binary::Add, sum, steps)?,
         None => steps,
     }))
 }
@@ -59,48 +60,54 @@ pub fn count(scope: &mut impl Build, rank: usize, axis: usize, size: &Dim) -> Re
     scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, shape), axis }), &[])
 }
 
-/// For each element of `index`, the flat index into a tensor of shape `dims`: the value of `index` at axis `along`, its
-/// own coordinates at the other axes.
-pub fn element_places(scope: &mut impl Build, dims: &[Dim], index: Value, along: usize) -> Result<Value, LowerReason> {
-    let picked = scope.fact(index).shape;
-    if picked.len() != dims.len() {
+/// For each element of `index`, the flat index into a tensor of shape `dims`: the value of `index` at axis
+/// `index_axis`, its own coordinates at the other axes.
+pub fn element_places(
+    scope: &mut impl Build,
+    dims: &[Dim],
+    index: Value,
+    index_axis: usize,
+) -> Result<Value, LowerReason> {
+    let index_shape = scope.fact(index).shape;
+    if index_shape.len() != dims.len() {
         return Err(LowerReason::Inputs(format!(
             "an index of rank {} for an input of rank {}",
-            picked.len(),
+            index_shape.len(),
             dims.len()
         )));
     }
-    let larger = |at: usize| matches!((picked[at].known(), dims[at].known()), (Some(have), Some(size)) if have > size);
-    if let Some(at) = (0..dims.len()).find(|&at| at != along && larger(at)) {
-        let message = format!("an index of {} rows at axis {at}, where the input has {}", picked[at], dims[at]);
+    let larger =
+        |at: usize| matches!((index_shape[at].known(), dims[at].known()), (Some(have), Some(size)) if have > size);
+    if let Some(at) = (0..dims.len()).find(|&at| at != index_axis && larger(at)) {
+        let message = format!("an index of {} rows at axis {at}, where the input has {}", index_shape[at], dims[at]);
         return Err(LowerReason::Inputs(message));
     }
     let index = scope.cast(index, DType::I64)?;
-    let mut place = None;
+    let mut flat_index = None;
     for at in 0..dims.len() {
         let stride = volume(&dims[at + 1..])?;
-        let steps = if at == along {
+        let steps = if at == index_axis {
             steps(scope, index, &dims[at], &stride)?
         } else {
-            let count = count(scope, dims.len(), at, &picked[at])?;
-            scaled(scope, count, &stride)?
+            let count = count(scope, dims.len(), at, &index_shape[at])?;
+            scale_index(scope, count, &stride)?
         };
-        place = add_offset(scope, place, steps)?;
+        flat_index = add_offset(scope, flat_index, steps)?;
     }
-    place.ok_or_else(|| LowerReason::Inputs("a scalar has no axis to index".to_string()))
+    flat_index.ok_or_else(|| LowerReason::Inputs("a scalar has no axis to index".to_string()))
 }
 
 /// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at `axis`.
 pub fn elements(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value(0)?, scope.value(1)?);
     let dims = scope.fact(x).shape;
-    let along = axis(scope.int("axis", 0)?, dims.len())?;
-    if let Some(slices) = batched::slices(scope, &dims, index, along)? {
-        return Ok(vec![Known::Value(batched::gather(scope, x, slices, along)?)]);
+    let index_axis = axis(scope.int("axis", 0)?, dims.len())?;
+    if let Some(slices) = batched::slices(scope, &dims, index, index_axis)? {
+        return Ok(vec![Known::Value(batched::gather(scope, x, slices, index_axis)?)]);
     }
-    let place = element_places(scope, &dims, index, along)?;
+    let flat_index = element_places(scope, &dims, index, index_axis)?;
     let flat = scope.reshape(x, vec![volume(&dims)?])?;
-    Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])
+    Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, flat_index])?)])
 }
 
 /// For each row of `index`, the index of the slice it selects. The first `shared + width` axes of `dims` count as one
@@ -113,9 +120,9 @@ pub fn slice_places(
 ) -> Result<(Value, usize), LowerReason> {
     let shape = scope.fact(index).shape;
     let width = shape.last().and_then(Dim::known).and_then(|w| usize::try_from(w).ok());
-    let fits = |shared: usize, width: usize| width > 0 && shared < shape.len() && shared + width <= dims.len();
+    let is_valid = |shared: usize, width: usize| width > 0 && shared < shape.len() && shared + width <= dims.len();
     let (shared, width) = match (usize::try_from(shared), width) {
-        (Ok(shared), Some(width)) if fits(shared, width) => (shared, width),
+        (Ok(shared), Some(width)) if is_valid(shared, width) => (shared, width),
         _ => {
             return Err(LowerReason::Inputs(format!(
                 "indices of shape {shape:?} do not fit an input of shape {dims:?}"
@@ -123,28 +130,28 @@ pub fn slice_places(
         }
     };
     let index = scope.cast(index, DType::I64)?;
-    let (picked, last) = (&shape[..shape.len() - 1], shape.len() - 1);
+    let (index_shape, last) = (&shape[..shape.len() - 1], shape.len() - 1);
     let indexed = &dims[..shared + width];
-    let mut place = None;
+    let mut flat_index = None;
     for at in 0..indexed.len() {
         let stride = volume(&indexed[at + 1..])?;
         let steps = if at < shared {
-            let count = count(scope, picked.len(), at, &dims[at])?;
-            scaled(scope, count, &stride)?
+            let count = count(scope, index_shape.len(), at, &dims[at])?;
+            scale_index(scope, count, &stride)?
         } else {
             let column = (at - shared) as i64;
             let part = super::slice::part(scope, index, last, Dim::Known(column), Dim::Known(column + 1))?;
-            let part = scope.reshape(part, picked.to_vec())?;
+            let part = scope.reshape(part, index_shape.to_vec())?;
             steps(scope, part, &dims[at], &stride)?
         };
-        place = add_offset(scope, place, steps)?;
+        flat_index = add_offset(scope, flat_index, steps)?;
     }
-    let place = place.ok_or_else(|| LowerReason::Inputs("it has no index".to_string()))?;
-    Ok((place, indexed.len()))
+    let flat_index = flat_index.ok_or_else(|| LowerReason::Inputs("it has no index".to_string()))?;
+    Ok((flat_index, indexed.len()))
 }
 
 /// `x` with its first `count` axes flattened.
-pub fn joined(scope: &mut impl Build, x: Value, count: usize) -> Result<Value, LowerReason> {
+pub fn read_joined(scope: &mut impl Build, x: Value, count: usize) -> Result<Value, LowerReason> {
     let dims = scope.fact(x).shape;
     let mut shape = vec![volume(&dims[..count])?];
     shape.extend(dims[count..].iter().cloned());
@@ -154,8 +161,8 @@ pub fn joined(scope: &mut impl Build, x: Value, count: usize) -> Result<Value, L
 /// The number of batch axes, if it is at least one and the index has a single value per slice.
 fn one_index(dims: &[Dim], shape: &[Dim], shared: i64) -> Option<usize> {
     let batch = usize::try_from(shared).ok().filter(|batch| (1..dims.len()).contains(batch))?;
-    let fits = shape.len() > batch && shape[shape.len() - 1].is(1) && shape[..batch] == dims[..batch];
-    fits.then_some(batch)
+    let is_single = shape.len() > batch && shape[shape.len() - 1].is(1) && shape[..batch] == dims[..batch];
+    is_single.then_some(batch)
 }
 
 /// Slices of `x`, selected by the last axis of the index: one number per indexed leading axis, after `batch_dims`
@@ -173,9 +180,9 @@ pub fn nd(scope: &mut Scope<'_>) -> Outputs {
         let columns = scope.constant(columns)?;
         return Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 1 }), &[x, columns])?)]);
     }
-    let (place, indexed) = slice_places(scope, &dims, index, shared)?;
-    let flat = joined(scope, x, indexed)?;
-    Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])
+    let (flat_index, indexed) = slice_places(scope, &dims, index, shared)?;
+    let flat = read_joined(scope, x, indexed)?;
+    Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, flat_index])?)])
 }
 
 /// The columns that a constant index of (row, column) pairs selects, if they are the same in every row, as in mask
@@ -184,16 +191,16 @@ fn columns_of_every_row(scope: &Scope<'_>, dims: &[Dim], shared: i64) -> Result<
     let Known::Tensor(index) = scope.known(1)? else { return Ok(None) };
     let shape = index.shape();
     let ([_, _, ..], [rows, rest @ .., 2], 0) = (dims, shape, shared) else { return Ok(None) };
-    let all = dims[0].substitute(scope.frozen)?.is(*rows as i64);
-    let each: usize = rest.iter().product();
-    if !all || *rows < 2 || each == 0 {
+    let covers_rows = dims[0].substitute(scope.frozen)?.is(*rows as i64);
+    let row_pairs: usize = rest.iter().product();
+    if !covers_rows || *rows < 2 || row_pairs == 0 {
         return Ok(None);
     }
     let pairs = index.to_i64();
-    let columns: Vec<i64> = pairs[..2 * each].iter().skip(1).step_by(2).copied().collect();
+    let columns: Vec<i64> = pairs[..2 * row_pairs].iter().skip(1).step_by(2).copied().collect();
     let is_row = |(row, pairs): (usize, &[i64])| {
         pairs.chunks_exact(2).zip(&columns).all(|(pair, column)| pair == [row as i64, *column])
     };
-    let alike = pairs.chunks_exact(2 * each).enumerate().all(is_row);
-    Ok(alike.then(|| Tensor::from_i64(rest, &columns)))
+    let same_columns = pairs.chunks_exact(2 * row_pairs).enumerate().all(is_row);
+    Ok(same_columns.then(|| Tensor::from_i64(rest, &columns)))
 }

@@ -5,7 +5,7 @@
 //! gradient through the gather, the grid through the weights.
 
 use super::fold::charge;
-use super::gather::{count, number, scaled};
+use super::gather::{count, number, scale_index};
 use super::interpolate::Filter;
 use super::movement::transposed;
 use super::slice::part;
@@ -31,7 +31,7 @@ pub fn affine(scope: &mut Scope<'_>) -> Outputs {
     if rank == 0 || fact.rank() != 3 || !fact.shape[1].is(rank as i64) || !fact.shape[2].is(rank as i64 + 1) {
         return Err(LowerReason::Inputs(format!("the transform {fact} does not fit a grid of {rank} axes")));
     }
-    let base = regular(&spatial, corners)?;
+    let base = is_regular(&spatial, corners)?;
     charge(scope, base.len())?;
     let base = scope.constant(base.cast(fact.dtype))?;
     let grid = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[base, theta])?;
@@ -42,16 +42,16 @@ pub fn affine(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Homogeneous coordinates of a regular grid, last axis first: `[1, P, axes + 1]`.
-fn regular(spatial: &[usize], corners: bool) -> Result<Tensor, LowerReason> {
+fn is_regular(spatial: &[usize], corners: bool) -> Result<Tensor, LowerReason> {
     let width = spatial.len() + 1;
-    let places = spatial.iter().try_fold(1usize, |product, &d| product.checked_mul(d));
-    let places = places.filter(|p| p.checked_mul(width).is_some_and(|count| count <= LARGEST));
-    let places = places.ok_or_else(|| LowerReason::Unsupported(format!("a grid of shape {spatial:?}")))?;
-    let mut values = Vec::with_capacity(places * width);
-    for place in 0..places {
+    let point_count = spatial.iter().try_fold(1usize, |product, &d| product.checked_mul(d));
+    let point_count = point_count.filter(|p| p.checked_mul(width).is_some_and(|count| count <= LARGEST));
+    let point_count = point_count.ok_or_else(|| LowerReason::Unsupported(format!("a grid of shape {spatial:?}")))?;
+    let mut values = Vec::with_capacity(point_count * width);
+    for point in 0..point_count {
         let mut stride = 1;
         for &size in spatial.iter().rev() {
-            let (at, size) = ((place / stride % size) as f64, size);
+            let (at, size) = ((point / stride % size) as f64, size);
             values.push(match corners {
                 true if size == 1 => 0.0,
                 true => 2.0 * at / (size - 1) as f64 - 1.0,
@@ -61,7 +61,7 @@ fn regular(spatial: &[usize], corners: bool) -> Result<Tensor, LowerReason> {
         }
         values.push(1.0);
     }
-    Ok(Tensor::from_f64(&[1, places, width], &values))
+    Ok(Tensor::from_f64(&[1, point_count, width], &values))
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -87,52 +87,57 @@ pub struct GridSampling {
 
 /// The filter for a number of neighbours per axis: 0 for nearest, 2 for linear, 4 for cubic.
 pub fn filter_of(neighbour_count: usize) -> Option<(Vec<f64>, Filter)> {
-    let by = |cubic| Filter { cubic, antialias: false, exclude_outside: false };
+    let with_cubic = |cubic| Filter { cubic, antialias: false, exclude_outside: false };
     match neighbour_count {
         0 => None,
-        2 => Some((vec![0.0, 1.0], by(None))),
-        _ => Some((vec![-1.0, 0.0, 1.0, 2.0], by(Some(-0.75)))),
+        2 => Some((vec![0.0, 1.0], with_cubic(None))),
+        _ => Some((vec![-1.0, 0.0, 1.0, 2.0], with_cubic(Some(-0.75)))),
     }
 }
 
 /// `GridSample`: the values of `x [N, C, D…]` at the positions of a grid `[N, O…, axes]`. The coordinates are in
 /// reverse axis order.
 pub fn sample(scope: &mut Scope<'_>) -> Outputs {
-    let reading = reading(scope)?;
+    let sampling = read_sampling(scope)?;
     let (x, grid) = (scope.value(0)?, scope.value(1)?);
-    Ok(vec![Known::Value(sampled(scope, x, grid, &reading)?)])
+    Ok(vec![Known::Value(grid_sample(scope, x, grid, &sampling)?)])
 }
 
 /// Grid sampling, shared by all importers.
-pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &GridSampling) -> Result<Value, LowerReason> {
-    let (fact, places) = (scope.fact(x), scope.fact(grid));
+pub fn grid_sample(
+    scope: &mut impl Build,
+    x: Value,
+    grid: Value,
+    sampling: &GridSampling,
+) -> Result<Value, LowerReason> {
+    let (fact, grid_fact) = (scope.fact(x), scope.fact(grid));
     let axes = fact.rank().saturating_sub(2);
-    let fits = axes > 0 && places.rank() == fact.rank() && places.shape[axes + 1].is(axes as i64);
-    if !fits || places.shape[0] != fact.shape[0] || !places.dtype.is_float() {
-        return Err(LowerReason::Inputs(format!("a grid {places} does not sample an input {fact}")));
+    let is_valid = axes > 0 && grid_fact.rank() == fact.rank() && grid_fact.shape[axes + 1].is(axes as i64);
+    if !is_valid || grid_fact.shape[0] != fact.shape[0] || !grid_fact.dtype.is_float() {
+        return Err(LowerReason::Inputs(format!("a grid {grid_fact} does not sample an input {fact}")));
     }
-    let dtype = if places.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let dtype = if grid_fact.dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let grid = scope.cast(grid, dtype)?;
     let (batch, channels, spatial) = (fact.shape[0].clone(), fact.shape[1].clone(), fact.shape[2..].to_vec());
-    let count_of_places = volume(&places.shape[1..=axes])?;
+    let count_of_places = volume(&grid_fact.shape[1..=axes])?;
     let flat = vec![batch.clone(), count_of_places.clone(), Dim::from(axes)];
     let grid = scope.reshape(grid, flat)?;
     // Flat image index and weight of each neighbour: [N, P, K…].
-    let all = volume(&spatial)?;
+    let point_count = volume(&spatial)?;
     let images = count(scope, 2 + axes, 0, &batch)?;
-    let mut place = scaled(scope, images, &all)?;
+    let mut base = scale_index(scope, images, &point_count)?;
     let mut weight = None;
     for (at, size) in spatial.iter().enumerate() {
         let column = Dim::from(axes - 1 - at);
         let next = column.add(&Dim::Known(1))?;
         let coordinate = part(scope, grid, 2, column, next)?;
-        let (index, share) = around(scope, coordinate, size, reading)?;
+        let (index, share) = sample_corner(scope, coordinate, size, sampling)?;
         let mut shape = vec![batch.clone(), count_of_places.clone()];
         shape.resize(2 + axes, Dim::Known(1));
         shape[2 + at] = scope.fact(index).shape[2].clone();
         let index = scope.reshape(index, shape.clone())?;
-        let steps = scaled(scope, index, &volume(&spatial[at + 1..])?)?;
-        place = scope.binary(Binary::Add, place, steps)?;
+        let steps = scale_index(scope, index, &volume(&spatial[at + 1..])?)?;
+        base = scope.binary(Binary::Add, base, steps)?;
         if let Some(share) = share {
             let share = scope.reshape(share, shape)?;
             weight = Some(match weight {
@@ -142,10 +147,10 @@ pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &GridSamp
         }
     }
     // Images in channels-last order, as rows: [N·S, C].
-    let rows = scope.reshape(x, vec![batch.clone(), channels.clone(), all.clone()])?;
+    let rows = scope.reshape(x, vec![batch.clone(), channels.clone(), point_count.clone()])?;
     let rows = transposed(scope, rows, vec![0, 2, 1])?;
-    let rows = scope.reshape(rows, vec![batch.mul(&all)?, channels.clone()])?;
-    let mut y = scope.add(Op::Gather(Gather { axis: 0 }), &[rows, place])?;
+    let rows = scope.reshape(rows, vec![batch.mul(&point_count)?, channels.clone()])?;
+    let mut y = scope.add(Op::Gather(Gather { axis: 0 }), &[rows, base])?;
     if let Some(weight) = weight {
         let mut shape = scope.fact(weight).shape;
         shape.push(Dim::Known(1));
@@ -156,11 +161,11 @@ pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &GridSamp
     let y = scope.reduce(ReduceKind::Sum, y, &(2..2 + axes).collect::<Vec<_>>(), false)?;
     let y = transposed(scope, y, vec![0, 2, 1])?;
     let mut shape = vec![batch, channels];
-    shape.extend(places.shape[1..=axes].iter().cloned());
+    shape.extend(grid_fact.shape[1..=axes].iter().cloned());
     scope.reshape(y, shape)
 }
 
-fn reading(scope: &Scope<'_>) -> Result<GridSampling, LowerReason> {
+fn read_sampling(scope: &Scope<'_>) -> Result<GridSampling, LowerReason> {
     let padding = match scope.text("padding_mode", "zeros")?.as_str() {
         "zeros" => Padding::Zeros,
         "border" => Padding::Border,
@@ -182,18 +187,18 @@ fn reading(scope: &Scope<'_>) -> Result<GridSampling, LowerReason> {
 
 /// The neighbour indices along one axis, and their weights unless nearest, both `[N, P, K]`; from coordinates
 /// `[N, P, 1]`.
-fn around(
+fn sample_corner(
     scope: &mut impl Build,
     grid: Value,
     size: &Dim,
-    reading: &GridSampling,
+    sampling: &GridSampling,
 ) -> Result<(Value, Option<Value>), LowerReason> {
     let dtype = scope.fact(grid).dtype;
     let size = number(scope, size)?;
     let size = scope.cast(size, dtype)?;
     let last = scope.with_number(Binary::Sub, size, 1.0)?;
     // Bounds: reflection mirrors there, and positions beyond them are outside.
-    let (low, high) = match reading.corners {
+    let (low, high) = match sampling.corners {
         true => (scope.scalar(dtype, 0.0)?, last),
         false => (scope.scalar(dtype, -0.5)?, scope.with_number(Binary::Sub, size, 0.5)?),
     };
@@ -201,46 +206,46 @@ fn around(
     let half = scope.with_number(Binary::Mul, grid, 0.5)?;
     let share = scope.with_number(Binary::Add, half, 0.5)?;
     let span = scope.binary(Binary::Sub, high, low)?;
-    let place = scope.binary(Binary::Mul, share, span)?;
-    let mut place = scope.binary(Binary::Add, place, low)?;
-    if reading.filter.is_none() {
-        place = scope.unary(Unary::Round, place)?;
+    let position = scope.binary(Binary::Mul, share, span)?;
+    let mut position = scope.binary(Binary::Add, position, low)?;
+    if sampling.filter.is_none() {
+        position = scope.unary(Unary::Round, position)?;
     }
     let zero = scope.scalar(dtype, 0.0)?;
-    if reading.padding == Padding::Reflection {
-        place = reflected(scope, place, low, high)?;
+    if sampling.padding == Padding::Reflection {
+        position = reflect(scope, position, low, high)?;
     }
-    if reading.padding == Padding::Border && reading.border_first {
+    if sampling.padding == Padding::Border && sampling.border_first {
         // A position between the bound and the first element centre is not outside.
-        let below = scope.compare(Compare::Less, place, low)?;
-        let above = scope.compare(Compare::Less, high, place)?;
+        let below = scope.compare(Compare::Less, position, low)?;
+        let above = scope.compare(Compare::Less, high, position)?;
         let outside = scope.binary(Binary::Or, below, above)?;
-        let inside = clamp(scope, place, zero, last)?;
-        place = scope.select(outside, inside, place)?;
+        let is_inside = clamp(scope, position, zero, last)?;
+        position = scope.select(outside, is_inside, position)?;
     }
-    let (near, weight) = match &reading.filter {
-        None => (place, None),
+    let (taps, weight) = match &sampling.filter {
+        None => (position, None),
         Some((steps, filter)) => {
             let steps = scope.constant(Tensor::from_f64(&[steps.len()], steps).cast(dtype))?;
-            let left = scope.unary(Unary::Floor, place)?;
-            let near = scope.binary(Binary::Add, left, steps)?;
-            let distance = scope.binary(Binary::Sub, place, near)?;
-            (near, Some(filter_weights(scope, distance, filter)?))
+            let floor = scope.unary(Unary::Floor, position)?;
+            let taps = scope.binary(Binary::Add, floor, steps)?;
+            let distance = scope.binary(Binary::Sub, position, taps)?;
+            (taps, Some(filter_weights(scope, distance, filter)?))
         }
     };
     let mut weight = weight;
-    let mut index = near;
-    match reading.padding {
+    let mut index = taps;
+    match sampling.padding {
         Padding::Zeros => {
-            let starts = scope.compare(Compare::LessEqual, zero, near)?;
-            let ends = scope.compare(Compare::LessEqual, near, last)?;
-            let inside = scope.binary(Binary::And, starts, ends)?;
+            let starts = scope.compare(Compare::LessEqual, zero, taps)?;
+            let ends = scope.compare(Compare::LessEqual, taps, last)?;
+            let is_inside = scope.binary(Binary::And, starts, ends)?;
             weight = Some(match weight {
-                Some(weight) => scope.select(inside, weight, zero)?,
-                None => scope.cast(inside, dtype)?,
+                Some(weight) => scope.select(is_inside, weight, zero)?,
+                None => scope.cast(is_inside, dtype)?,
             });
         }
-        Padding::Reflection => index = reflected(scope, near, low, high)?,
+        Padding::Reflection => index = reflect(scope, taps, low, high)?,
         Padding::Border => {}
     }
     let index = clamp(scope, index, zero, last)?;
@@ -253,18 +258,18 @@ fn clamp(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Va
 }
 
 /// Reflects `x` at `low` and `high` into the range: with `s = high - low`, `low + s - |s - (x - low) mod 2s|`.
-fn reflected(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
+fn reflect(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
     let span = scope.binary(Binary::Sub, high, low)?;
-    let twice = scope.binary(Binary::Add, span, span)?;
-    let moved = scope.binary(Binary::Sub, x, low)?;
-    let rest = scope.binary(Binary::Mod, moved, twice)?;
-    let over = scope.binary(Binary::Sub, span, rest)?;
-    let over = scope.unary(Unary::Abs, over)?;
-    let folded = scope.binary(Binary::Sub, high, over)?;
+    let period = scope.binary(Binary::Add, span, span)?;
+    let offset = scope.binary(Binary::Sub, x, low)?;
+    let phase = scope.binary(Binary::Mod, offset, period)?;
+    let distance = scope.binary(Binary::Sub, span, phase)?;
+    let distance = scope.unary(Unary::Abs, distance)?;
+    let folded = scope.binary(Binary::Sub, high, distance)?;
     // With one element and `align_corners` the span is zero.
     let zero = scope.scalar(scope.fact(span).dtype, 0.0)?;
-    let wide = scope.compare(Compare::Less, zero, span)?;
-    scope.select(wide, folded, low)
+    let is_wide = scope.compare(Compare::Less, zero, span)?;
+    scope.select(is_wide, folded, low)
 }
 
 /// Filter weights at signed distances `[…, K]`. The cubic filter has one polynomial for the two inner and one for the
@@ -275,16 +280,16 @@ fn filter_weights(scope: &mut impl Build, distance: Value, filter: &Filter) -> R
         let minus = scope.unary(Unary::Neg, d)?;
         return scope.with_number(Binary::Add, minus, 1.0);
     };
-    let near = polynomial(scope, d, [a + 2.0, -(a + 3.0), 0.0, 1.0])?;
-    let far = polynomial(scope, d, [a, -5.0 * a, 8.0 * a, -4.0 * a])?;
+    let inner = polynomial(scope, d, [a + 2.0, -(a + 3.0), 0.0, 1.0])?;
+    let outside = polynomial(scope, d, [a, -5.0 * a, 8.0 * a, -4.0 * a])?;
     let outer = scope.constant(Tensor::from_bool(&[4], &[true, false, false, true]))?;
-    scope.select(outer, far, near)
+    scope.select(outer, outside, inner)
 }
 
 fn polynomial(scope: &mut impl Build, d: Value, coefficients: [f64; 4]) -> Result<Value, LowerReason> {
-    let [first, rest @ ..] = coefficients;
+    let [first, others @ ..] = coefficients;
     let mut y = scope.with_number(Binary::Mul, d, first)?;
-    for (n, coefficient) in rest.into_iter().enumerate() {
+    for (n, coefficient) in others.into_iter().enumerate() {
         if n > 0 {
             y = scope.binary(Binary::Mul, y, d)?;
         }

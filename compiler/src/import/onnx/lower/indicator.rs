@@ -29,14 +29,14 @@ pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
     let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;
     let negative = scope.compare(Compare::Less, index, zero)?;
     let size = number(scope, &depth)?;
-    let counted = scope.binary(Binary::Add, index, size)?;
-    let index = scope.select(negative, counted, index)?;
-    let places = count(scope, shape.len(), at, &depth)?;
-    let hits = scope.compare(Compare::Equal, places, index)?;
+    let wrapped = scope.binary(Binary::Add, index, size)?;
+    let index = scope.select(negative, wrapped, index)?;
+    let class_index = count(scope, shape.len(), at, &depth)?;
+    let is_class = scope.compare(Compare::Equal, class_index, index)?;
     let off = part(scope, values, 0, Dim::Known(0), Dim::Known(1))?;
     let on = part(scope, values, 0, Dim::Known(1), Dim::Known(2))?;
     let (off, on) = (scope.reshape(off, Vec::new())?, scope.reshape(on, Vec::new())?);
-    Ok(vec![Known::Value(scope.select(hits, on, off)?)])
+    Ok(vec![Known::Value(scope.select(is_class, on, off)?)])
 }
 
 /// `EyeLike`: ones on a diagonal of a matrix, zeros elsewhere.
@@ -59,6 +59,6 @@ pub fn eye_like(scope: &mut Scope<'_>) -> Outputs {
         let diagonal = scope.constant(Tensor::from_i64(&[], &[diagonal]))?;
         row = scope.binary(Binary::Add, row, diagonal)?;
     }
-    let hits = scope.compare(Compare::Equal, row, column)?;
-    Ok(vec![Known::Value(scope.cast(hits, dtype)?)])
+    let is_diagonal = scope.compare(Compare::Equal, row, column)?;
+    Ok(vec![Known::Value(scope.cast(is_diagonal, dtype)?)])
 }

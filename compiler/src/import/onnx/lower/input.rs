@@ -72,8 +72,8 @@ impl Inputs {
     /// Returns an error for an input with a zero dimension, unless `allowed`.
     pub fn refuse_empty(&self, infos: &[ValueInfo], allowed: bool) -> Result<(), InputError> {
         let empty = |fact: &Fact| fact.shape.iter().position(|dim| dim.is(0));
-        let found = infos.iter().zip(&self.facts).find_map(|(info, fact)| Some((info.name.clone(), empty(fact)?)));
-        match found {
+        let empty_dim = infos.iter().zip(&self.facts).find_map(|(info, fact)| Some((info.name.clone(), empty(fact)?)));
+        match empty_dim {
             Some((name, axis)) if !allowed => Err(InputError::Empty { name, axis }),
             _ => Ok(()),
         }
@@ -142,28 +142,28 @@ pub fn read(
 
 /// Binds open dimensions to the given sizes. The batch stays symbolic; its size becomes the default.
 fn bind(inputs: &mut Inputs, values: &Bindings) -> Result<(), InputError> {
-    let mut open: Vec<String> = inputs.facts.iter().flat_map(|f| f.shape.iter().flat_map(Dim::symbols)).collect();
-    open.sort();
-    open.dedup();
-    let mut others = values.clone();
+    let mut unbound: Vec<String> = inputs.facts.iter().flat_map(|f| f.shape.iter().flat_map(Dim::symbols)).collect();
+    unbound.sort();
+    unbound.dedup();
+    let mut unused = values.clone();
     for (name, &value) in values {
-        if !open.contains(name) {
-            let names: Vec<String> = open.iter().map(|s| format!("`{s}`")).collect();
-            let open = if names.is_empty() { "none".to_string() } else { names.join(", ") };
-            return Err(InputError::UnknownDim { name: name.clone(), open });
+        if !unbound.contains(name) {
+            let names: Vec<String> = unbound.iter().map(|s| format!("`{s}`")).collect();
+            let unbound = if names.is_empty() { "none".to_string() } else { names.join(", ") };
+            return Err(InputError::UnknownDim { name: name.clone(), open: unbound });
         }
         if value < 1 {
             return Err(InputError::Value { name: name.clone(), value });
         }
         if inputs.batch.as_ref() == Some(name) {
             inputs.default = Some(value);
-            others.remove(name);
+            unused.remove(name);
         }
     }
     for fact in inputs.facts.iter_mut().chain(inputs.fixed.iter_mut().flatten()) {
-        *fact = fact.substitute(&others)?;
+        *fact = fact.substitute(&unused)?;
     }
-    inputs.open = open.into_iter().filter(|s| !others.contains_key(s) && inputs.batch.as_ref() != Some(s)).collect();
+    inputs.open = unbound.into_iter().filter(|s| !unused.contains_key(s) && inputs.batch.as_ref() != Some(s)).collect();
     Ok(())
 }
 
@@ -210,17 +210,17 @@ impl Symbols {
 
     /// A valid, unused symbol derived from `text`.
     fn new_name(&self, text: &str) -> String {
-        let fits = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '.' { c } else { '_' };
-        let mut stem: String = text.chars().take(64).map(fits).collect();
+        let sanitise = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '.' { c } else { '_' };
+        let mut stem: String = text.chars().take(64).map(sanitise).collect();
         if !is_symbol(&stem) {
             stem.insert(0, '_');
         }
-        let taken = |name: &str| self.names.values().any(|symbol| symbol == name);
-        if !taken(&stem) {
+        let is_used = |name: &str| self.names.values().any(|symbol| symbol == name);
+        if !is_used(&stem) {
             return stem;
         }
-        let free = (1usize..).map(|n| format!("{stem}_{n}")).find(|name| !taken(name));
-        free.unwrap_or(stem)
+        let unused = (1usize..).map(|n| format!("{stem}_{n}")).find(|name| !is_used(name));
+        unused.unwrap_or(stem)
     }
 }
 
@@ -249,12 +249,12 @@ mod tests {
     #[test]
     fn a_static_batch_gets_a_symbol() {
         let infos = [info("x", &["16", "64"]), info("target", &["16"]), info("table", &["97", "16"])];
-        let want = "f32[batch, 64] f32[16] f32[97, 16] batch=Some(16) open []";
-        assert_eq!(described(&infos, &[], &[]), Ok(want.into()));
-        let want = "f32[16, 64] f32[16] f32[97, batch] batch=Some(16) open []";
-        assert_eq!(described(&infos, &[], &[("table", 1)]), Ok(want.into()));
-        let want = "f32[batch, 64] f32[batch] f32[97, 16] batch=Some(16) open []";
-        assert_eq!(described(&infos, &[], &[("target", 0), ("x", 0)]), Ok(want.into()));
+        let expected = "f32[batch, 64] f32[16] f32[97, 16] batch=Some(16) open []";
+        assert_eq!(described(&infos, &[], &[]), Ok(expected.into()));
+        let expected = "f32[16, 64] f32[16] f32[97, batch] batch=Some(16) open []";
+        assert_eq!(described(&infos, &[], &[("table", 1)]), Ok(expected.into()));
+        let expected = "f32[batch, 64] f32[batch] f32[97, 16] batch=Some(16) open []";
+        assert_eq!(described(&infos, &[], &[("target", 0), ("x", 0)]), Ok(expected.into()));
         assert_eq!(described(&infos[..1], &[("batch", 8)], &[]), Ok("f32[batch, 64] batch=Some(8) open []".into()));
         assert!(described(&infos, &[], &[("table", 0), ("x", 0)]).unwrap_err().contains("size 16"));
         assert!(described(&infos, &[], &[("y", 0)]).unwrap_err().contains("`y`"));
@@ -263,15 +263,15 @@ mod tests {
     #[test]
     fn open_dimensions_keep_their_names() {
         let infos = [info("x", &["N", "seq len", "2*seq", ""])];
-        let want = "f32[N, seq_len, seq*2, x_3] N=None open [\"seq\", \"seq_len\", \"x_3\"]";
-        assert_eq!(described(&infos, &[], &[]), Ok(want.into()));
-        let bound = "f32[N, 5, seq*2, x_3] N=Some(4) open [\"seq\", \"x_3\"]";
-        assert_eq!(described(&infos, &[("N", 4), ("seq_len", 5)], &[]), Ok(bound.into()));
+        let expected = "f32[N, seq_len, seq*2, x_3] N=None open [\"seq\", \"seq_len\", \"x_3\"]";
+        assert_eq!(described(&infos, &[], &[]), Ok(expected.into()));
+        let with_sizes = "f32[N, 5, seq*2, x_3] N=Some(4) open [\"seq\", \"x_3\"]";
+        assert_eq!(described(&infos, &[("N", 4), ("seq_len", 5)], &[]), Ok(with_sizes.into()));
         assert!(described(&infos, &[("batch", 4)], &[]).unwrap_err().contains("`seq_len`"));
         assert!(described(&infos, &[("N", 0)], &[]).unwrap_err().contains("cannot be 0"));
-        let (none, free) = ([info("x", &["0"])], BTreeMap::new());
-        let inputs = read(&none, &Bindings::new(), &free, &BTreeSet::new()).unwrap();
-        assert!(inputs.refuse_empty(&none, false).unwrap_err().to_string().contains("zero"));
-        assert_eq!(inputs.refuse_empty(&none, true), Ok(()));
+        let (no_batch, no_axes) = ([info("x", &["0"])], BTreeMap::new());
+        let inputs = read(&no_batch, &Bindings::new(), &no_axes, &BTreeSet::new()).unwrap();
+        assert!(inputs.refuse_empty(&no_batch, false).unwrap_err().to_string().contains("zero"));
+        assert_eq!(inputs.refuse_empty(&no_batch, true), Ok(()));
     }
 }

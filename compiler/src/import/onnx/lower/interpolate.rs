@@ -62,12 +62,12 @@ impl Rounding {
         })
     }
 
-    fn of(self, place: f64) -> f64 {
+    fn of(self, distance: f64) -> f64 {
         match self {
-            Rounding::PreferFloor => (place - 0.5).ceil(),
-            Rounding::PreferCeil => (place + 0.5).floor(),
-            Rounding::Floor => place.floor(),
-            Rounding::Ceil => place.ceil(),
+            Rounding::PreferFloor => (distance - 0.5).ceil(),
+            Rounding::PreferCeil => (distance + 0.5).floor(),
+            Rounding::Floor => distance.floor(),
+            Rounding::Ceil => distance.ceil(),
         }
     }
 }
@@ -134,8 +134,8 @@ impl Axis {
 
     /// For `Crop`, the result elements that come from outside the input; all false for other transforms.
     pub fn outside(&self, transform: Transform) -> Vec<bool> {
-        let inside = 0.0..=(self.from - 1) as f64;
-        (0..self.to).map(|at| transform == Transform::Crop && !inside.contains(&self.origin(transform, at))).collect()
+        let range = 0.0..=(self.from - 1) as f64;
+        (0..self.to).map(|at| transform == Transform::Crop && !range.contains(&self.origin(transform, at))).collect()
     }
 
     /// The nearest input element for each result element.
@@ -156,13 +156,13 @@ impl Axis {
             let mut total = 0.0;
             // Positions are floats, because far outside they would overflow an index.
             for step in 0..=(2.0 * radius) as usize {
-                let place = origin.floor() - radius + step as f64;
-                let outside = place < 0.0 || place > (self.from - 1) as f64;
-                if filter.exclude_outside && outside {
+                let position = origin.floor() - radius + step as f64;
+                let is_outside = position < 0.0 || position > (self.from - 1) as f64;
+                if filter.exclude_outside && is_outside {
                     continue;
                 }
-                let weight = filter.weight((place - origin) * stretch);
-                row[self.clamped(place)] += weight;
+                let weight = filter.weight((position - origin) * stretch);
+                row[self.clamped(position)] += weight;
                 total += weight;
             }
             if (filter.antialias || filter.exclude_outside) && total != 0.0 {
@@ -172,8 +172,8 @@ impl Axis {
         Ok(matrix)
     }
 
-    fn clamped(&self, place: f64) -> usize {
-        place.clamp(0.0, (self.from - 1) as f64) as usize
+    fn clamped(&self, position: f64) -> usize {
+        position.clamp(0.0, (self.from - 1) as f64) as usize
     }
 
     fn check(&self, width: usize) -> Result<(), LowerReason> {
@@ -248,8 +248,8 @@ mod tests {
 
     #[test]
     fn extreme_positions_and_sizes_are_handled() {
-        let far = Axis { region: [-1e300, f64::MAX], ..axis(3, 4) };
-        assert!(far.weights(Transform::Crop, filter(Some(-0.5))).is_ok());
+        let extreme = Axis { region: [-1e300, f64::MAX], ..axis(3, 4) };
+        assert!(extreme.weights(Transform::Crop, filter(Some(-0.5))).is_ok());
         let wide = Axis { scale: 1e-30, ..axis(3, 4) };
         assert!(wide.weights(Transform::Crop, Filter { antialias: true, ..filter(None) }).is_err());
         assert!(axis(1 << 20, 1 << 20).weights(Transform::HalfPixel, filter(None)).is_err());

@@ -72,7 +72,7 @@ pub fn gemm(scope: &mut Scope<'_>) -> Outputs {
 
 /// Multiplies `x` along `axis` by a matrix `[to, from]`. Half precision is computed in `f32`, so that the matrix is not
 /// rounded.
-pub fn mapped(scope: &mut impl Build, x: Value, axis: usize, matrix: &Tensor) -> Result<Value, LowerReason> {
+pub fn multiply_axis(scope: &mut impl Build, x: Value, axis: usize, matrix: &Tensor) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let dtype = if fact.dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let matrix = scope.constant(matrix.cast(dtype))?;
@@ -80,8 +80,8 @@ pub fn mapped(scope: &mut impl Build, x: Value, axis: usize, matrix: &Tensor) ->
     let mut perm: Vec<usize> = (0..=last).collect();
     perm.swap(axis, last);
     let mut rows = scope.cast(x, dtype)?;
-    let behind = axis + 2 == fact.rank();
-    if behind {
+    let is_last = axis + 2 == fact.rank();
+    if is_last {
         // For the last but one axis, no transpose is needed.
         let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[matrix, rows])?;
         return scope.cast(y, fact.dtype);

@@ -8,7 +8,7 @@ use crate::import::onnx::lower::body::Body;
 use crate::import::onnx::lower::slice::part;
 use crate::import::onnx::lower::walk::Walk;
 use crate::import::onnx::lower::weight::dtype_of;
-use crate::import::onnx::lower::{Known, LowerReason, Scope, attribute, truth};
+use crate::import::onnx::lower::{Known, LowerReason, Scope, attribute, read_condition};
 use crate::import::onnx::model::{Dim as SourceDim, Node, ValueInfo};
 use crate::op::{Concat, Op};
 use crate::tensor::dim::Dim;
@@ -21,43 +21,43 @@ type Results = Result<Vec<Known>, Option<LowerReason>>;
 
 pub fn repeat(walk: &mut Walk<'_>, node: &Node) -> Results {
     let scope = walk.scope(node).ok_or(None)?;
-    let most = scope.integers(0, "the trip count of a loop")?.and_then(|list| list.first().copied());
-    let mut goes_on = match scope.has(1) {
-        true => truth(scope.known(1)?)?.ok_or_else(|| scope.not_constant(1, "the condition of a loop"))?,
+    let trip_count = scope.integers(0, "the trip count of a loop")?.and_then(|list| list.first().copied());
+    let mut continues = match scope.has(1) {
+        true => read_condition(scope.known(1)?)?.ok_or_else(|| scope.not_constant(1, "the condition of a loop"))?,
         false => true,
     };
-    let mut carried = (2..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<Vec<_>, _>>()?;
+    let mut states = (2..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<Vec<_>, _>>()?;
     let body = Body::read(walk, node, "body")?;
-    let scanned = body.outputs.len().checked_sub(carried.len() + 1);
-    let scanned = scanned.ok_or_else(|| LowerReason::Inputs("its body gives too few results".to_string()))?;
-    let mut stacks = vec![Vec::new(); scanned];
-    let mut turn = 0u64;
-    while goes_on && most.is_none_or(|most| i128::from(turn) < i128::from(most)) {
-        let count = Tensor::from_i64(&[], &[turn as i64]);
-        let mut given = vec![Known::Tensor(count), Known::Tensor(Tensor::from_bool(&[], &[true]))];
-        given.append(&mut carried);
-        let mut results = body.run(walk, node, Some(turn), given)?.into_iter();
+    let scan_count = body.outputs.len().checked_sub(states.len() + 1);
+    let scan_count = scan_count.ok_or_else(|| LowerReason::Inputs("its body gives too few results".to_string()))?;
+    let mut stacks = vec![Vec::new(); scan_count];
+    let mut iteration = 0u64;
+    while continues && trip_count.is_none_or(|trip_count| i128::from(iteration) < i128::from(trip_count)) {
+        let count = Tensor::from_i64(&[], &[iteration as i64]);
+        let mut inputs = vec![Known::Tensor(count), Known::Tensor(Tensor::from_bool(&[], &[true]))];
+        inputs.append(&mut states);
+        let mut results = body.run(walk, node, Some(iteration), inputs)?.into_iter();
         let condition = results.next().ok_or(None)?;
-        let held = results.len() - scanned;
-        carried = results.by_ref().take(held).collect();
+        let state_count = results.len() - scan_count;
+        states = results.by_ref().take(state_count).collect();
         stacks.iter_mut().zip(results).for_each(|(stack, item)| stack.push(item));
-        goes_on = match truth(&condition)? {
-            Some(holds) => holds,
+        continues = match read_condition(&condition)? {
+            Some(condition_holds) => condition_holds,
             // After the last iteration the condition is irrelevant.
-            None if most == i64::try_from(turn + 1).ok() => false,
+            None if trip_count == i64::try_from(iteration + 1).ok() => false,
             None => {
                 let mut scope = walk.scope(node).ok_or(None)?;
                 scope.inputs = vec![Some(condition)];
                 return Err(Some(scope.not_constant(0, "the condition of a loop")));
             }
         };
-        turn += 1;
+        iteration += 1;
     }
-    let infos = &body.outputs[body.outputs.len() - scanned..];
+    let infos = &body.outputs[body.outputs.len() - scan_count..];
     for (items, info) in stacks.into_iter().zip(infos) {
-        carried.push(stack(walk, node, items, 0, Some(info))?);
+        states.push(stack(walk, node, items, 0, Some(info))?);
     }
-    Ok(carried)
+    Ok(states)
 }
 
 /// `Scan`: loop-carried values, and inputs of which each iteration reads one slice.
@@ -71,13 +71,13 @@ pub fn scan(walk: &mut Walk<'_>, node: &Node) -> Results {
     if batched && scope.has(0) {
         return Err(Some(LowerReason::Unsupported("a Scan with per-sample lengths".to_string())));
     }
-    let given = (first..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<Vec<_>, _>>()?;
+    let inputs = (first..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<Vec<_>, _>>()?;
     let body = Body::read(walk, node, "body")?;
     let outs = body.outputs.len().checked_sub(states);
     let outs = outs.ok_or_else(|| LowerReason::Inputs("its body gives too few results".to_string()))?;
     let scope = walk.scope(node).ok_or(None)?;
     let reversed = if batched { "directions" } else { "scan_input_directions" };
-    let way = ScanAxes {
+    let axes = ScanAxes {
         states,
         axes_in: list(&scope, "scan_input_axes", count)?,
         reversed_in: list(&scope, reversed, count)?,
@@ -85,17 +85,17 @@ pub fn scan(walk: &mut Walk<'_>, node: &Node) -> Results {
         reversed_out: list(&scope, "scan_output_directions", outs)?,
     };
     if !batched {
-        return scan_one(walk, node, &body, &way, given, 0);
+        return scan_one(walk, node, &body, &axes, inputs, 0);
     }
     // Before operator set 9, axis 0 of all tensors is a batch, and each sample is scanned separately.
-    let samples = length(&mut scope_of(walk, node, given.clone())?, 0, 0)?;
+    let samples = length(&mut scope_of(walk, node, inputs.clone())?, 0, 0)?;
     let mut stacks = vec![Vec::new(); body.outputs.len()];
     for sample in 0..samples {
-        let mut one = Vec::with_capacity(given.len());
-        for at in 0..given.len() {
-            one.push(pick(&mut scope_of(walk, node, given.clone())?, at, 0, sample)?);
+        let mut sample_inputs = Vec::with_capacity(inputs.len());
+        for at in 0..inputs.len() {
+            sample_inputs.push(slice_input(&mut scope_of(walk, node, inputs.clone())?, at, 0, sample)?);
         }
-        let results = scan_one(walk, node, &body, &way, one, sample)?;
+        let results = scan_one(walk, node, &body, &axes, sample_inputs, sample)?;
         stacks.iter_mut().zip(results).for_each(|(stack, item)| stack.push(item));
     }
     stacks.into_iter().map(|items| stack(walk, node, items, 0, None)).collect()
@@ -114,43 +114,43 @@ fn scan_one(
     walk: &mut Walk<'_>,
     node: &Node,
     body: &Body,
-    way: &ScanAxes,
-    given: Vec<Known>,
+    axes: &ScanAxes,
+    inputs: Vec<Known>,
     sample: usize,
 ) -> Results {
-    let mut scope = scope_of(walk, node, given.clone())?;
-    let mut places = Vec::new();
-    let mut turns = None;
-    for (at, given_axis) in way.axes_in.iter().enumerate() {
-        let slot = way.states + at;
+    let mut scope = scope_of(walk, node, inputs.clone())?;
+    let mut scan_inputs = Vec::new();
+    let mut steps = None;
+    for (at, given_axis) in axes.axes_in.iter().enumerate() {
+        let slot = axes.states + at;
         let axis = attribute::axis(*given_axis, scope.fact_of(slot)?.rank())?;
-        let found = length(&mut scope, slot, axis)?;
-        if *turns.get_or_insert(found) != found {
+        let size = length(&mut scope, slot, axis)?;
+        if *steps.get_or_insert(size) != size {
             return Err(Some(LowerReason::Inputs("its scan inputs have different lengths".to_string())));
         }
-        places.push((slot, axis, way.reversed_in[at] != 0));
+        scan_inputs.push((slot, axis, axes.reversed_in[at] != 0));
     }
-    let turns = turns.unwrap_or(0);
-    let mut carried = given[..way.states].to_vec();
-    let mut stacks = vec![Vec::new(); body.outputs.len() - way.states];
-    for turn in 0..turns {
-        let mut scope = scope_of(walk, node, given.clone())?;
-        for &(slot, axis, reversed) in &places {
-            let at = if reversed { turns - 1 - turn } else { turn };
-            carried.push(pick(&mut scope, slot, axis, at)?);
+    let length = steps.unwrap_or(0);
+    let mut states = inputs[..axes.states].to_vec();
+    let mut stacks = vec![Vec::new(); body.outputs.len() - axes.states];
+    for iteration in 0..length {
+        let mut scope = scope_of(walk, node, inputs.clone())?;
+        for &(slot, axis, reversed) in &scan_inputs {
+            let at = if reversed { length - 1 - iteration } else { iteration };
+            states.push(slice_input(&mut scope, slot, axis, at)?);
         }
-        let name = (sample * turns + turn) as u64;
-        let mut results = body.run(walk, node, Some(name), std::mem::take(&mut carried))?.into_iter();
-        carried = results.by_ref().take(way.states).collect();
+        let name = (sample * length + iteration) as u64;
+        let mut results = body.run(walk, node, Some(name), std::mem::take(&mut states))?.into_iter();
+        states = results.by_ref().take(axes.states).collect();
         stacks.iter_mut().zip(results).for_each(|(stack, item)| stack.push(item));
     }
     for (at, mut items) in stacks.into_iter().enumerate() {
-        if way.reversed_out[at] != 0 {
+        if axes.reversed_out[at] != 0 {
             items.reverse();
         }
-        carried.push(stack(walk, node, items, way.axes_out[at], body.outputs.get(way.states + at))?);
+        states.push(stack(walk, node, items, axes.axes_out[at], body.outputs.get(axes.states + at))?);
     }
-    Ok(carried)
+    Ok(states)
 }
 
 /// An integer list attribute of length `count`; zeros if it is absent.
@@ -164,21 +164,21 @@ fn list(scope: &Scope<'_>, name: &'static str, count: usize) -> Result<Vec<i64>,
     }
 }
 
-fn scope_of<'s>(walk: &'s mut Walk<'_>, node: &'s Node, given: Vec<Known>) -> Result<Scope<'s>, Option<LowerReason>> {
+fn scope_of<'s>(walk: &'s mut Walk<'_>, node: &'s Node, inputs: Vec<Known>) -> Result<Scope<'s>, Option<LowerReason>> {
     let mut scope = walk.scope(node).ok_or(None)?;
-    scope.inputs = given.into_iter().map(Some).collect();
+    scope.inputs = inputs.into_iter().map(Some).collect();
     Ok(scope)
 }
 
 fn length(scope: &mut Scope<'_>, slot: usize, axis: usize) -> Result<usize, LowerReason> {
     let fact = scope.fact_of(slot)?;
     let size = fact.shape.get(axis).ok_or_else(|| LowerReason::Inputs(format!("{fact} has no axis {axis}")))?;
-    let known = size.known().and_then(|size| usize::try_from(size).ok());
-    known.ok_or(LowerReason::NotConstant { what: "the length of a scan" })
+    let length = size.known().and_then(|size| usize::try_from(size).ok());
+    length.ok_or(LowerReason::NotConstant { what: "the length of a scan" })
 }
 
 /// One slice of input `slot` along `axis`, with the axis removed.
-fn pick(scope: &mut Scope<'_>, slot: usize, axis: usize, at: usize) -> Result<Known, LowerReason> {
+fn slice_input(scope: &mut Scope<'_>, slot: usize, axis: usize, at: usize) -> Result<Known, LowerReason> {
     if at >= length(scope, slot, axis)? {
         return Err(LowerReason::Inputs("its scan inputs have different lengths".to_string()));
     }
@@ -189,16 +189,16 @@ fn pick(scope: &mut Scope<'_>, slot: usize, axis: usize, at: usize) -> Result<Kn
         let bytes: Vec<u8> = rows.flat_map(|row| &row[at * inner..(at + 1) * inner]).copied().collect();
         let mut shape = tensor.shape().to_vec();
         shape.remove(axis);
-        let one = Tensor::new(tensor.dtype(), shape, bytes.into());
-        return one.map(Known::Tensor).map_err(|error| LowerReason::Inputs(error.to_string()));
+        let slice = Tensor::new(tensor.dtype(), shape, bytes.into());
+        return slice.map(Known::Tensor).map_err(|error| LowerReason::Inputs(error.to_string()));
     }
     let x = scope.known(slot)?.clone();
-    let x = scope.made(&x)?;
+    let x = scope.materialise(&x)?;
     let (begin, end) = (Dim::Known(at as i64), Dim::Known(at as i64 + 1));
-    let one = part(scope, x, axis, begin, end)?;
-    let mut shape = scope.fact(one).shape;
+    let slice = part(scope, x, axis, begin, end)?;
+    let mut shape = scope.fact(slice).shape;
     shape.remove(axis);
-    Ok(Known::Value(scope.reshape(one, shape)?))
+    Ok(Known::Value(scope.reshape(slice, shape)?))
 }
 
 /// Stacks the results of all iterations along a new axis. Without iterations, the file must declare the shape.
@@ -221,7 +221,7 @@ fn stack(
     let mut parts = Vec::with_capacity(items.len());
     let mut at = 0;
     for item in &items {
-        let value = scope.made(item)?;
+        let value = scope.materialise(item)?;
         let mut shape = scope.fact(value).shape;
         at = attribute::axis(axis, shape.len() + 1)?;
         shape.insert(at, Dim::Known(1));
@@ -238,8 +238,8 @@ fn constants(items: &[Known]) -> Option<Tensor> {
     let tensors: Vec<&Tensor> =
         items.iter().map(|i| if let Known::Tensor(t) = i { Some(t) } else { None }).collect::<Option<_>>()?;
     let first = tensors.first()?;
-    let alike = tensors.iter().all(|t| (t.dtype(), t.shape()) == (first.dtype(), first.shape()));
-    if !alike || first.bytes().len().saturating_mul(tensors.len()) > STACKED {
+    let same_shape = tensors.iter().all(|t| (t.dtype(), t.shape()) == (first.dtype(), first.shape()));
+    if !same_shape || first.bytes().len().saturating_mul(tensors.len()) > STACKED {
         return None;
     }
     let bytes: Vec<u8> = tensors.iter().flat_map(|t| t.bytes().iter().copied()).collect();

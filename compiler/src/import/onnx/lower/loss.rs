@@ -29,25 +29,25 @@ fn reduction(scope: &Scope<'_>) -> Result<Reduction, LowerReason> {
     }
 }
 
-fn ignored(scope: &Scope<'_>) -> Result<Option<i64>, LowerReason> {
+fn ignore_index(scope: &Scope<'_>) -> Result<Option<i64>, LowerReason> {
     if scope.is_set("ignore_index") { Ok(Some(scope.int("ignore_index", 0)?)) } else { Ok(None) }
 }
 
 /// Cross-entropy of logits `[N, C, …]` and classes `[N, …]`. The second output is the log-probabilities.
 pub fn softmax_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     let (logits, target) = (scope.value(0)?, scope.value(1)?);
-    let (reduction, ignore) = (reduction(scope)?, ignored(scope)?);
-    let wanted = scope.node.outputs.get(1).is_some_and(|name| !name.is_empty());
-    let plain = reduction == Reduction::Mean && !scope.has(2);
+    let (reduction, ignore) = (reduction(scope)?, ignore_index(scope)?);
+    let needs_log = scope.node.outputs.get(1).is_some_and(|name| !name.is_empty());
+    let is_core_mean = reduction == Reduction::Mean && !scope.has(2);
     let mut outputs = Vec::new();
-    let logarithm = match plain && !wanted {
+    let logarithm = match is_core_mean && !needs_log {
         true => None,
         false => Some(scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?),
     };
     outputs.push(Known::Value(match logarithm {
-        Some(logarithm) if !plain => {
+        Some(logarithm) if !is_core_mean => {
             let weights = scope.optional(2)?;
-            picked(scope, logarithm, target, weights, reduction, ignore)?
+            select_class(scope, logarithm, target, weights, reduction, ignore)?
         }
         _ => scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits, target])?,
     }));
@@ -59,20 +59,20 @@ pub fn softmax_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
 /// logits.
 pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     let (logarithm, target) = (scope.value(0)?, scope.value(1)?);
-    let (reduction, ignore) = (reduction(scope)?, ignored(scope)?);
-    let behind = scope.graph.node(logarithm.node).op == Op::LogSoftmax(LogSoftmax { axis: 1 });
-    if reduction == Reduction::Mean && !scope.has(2) && behind {
+    let (reduction, ignore) = (reduction(scope)?, ignore_index(scope)?);
+    let is_log_softmax = scope.graph.node(logarithm.node).op == Op::LogSoftmax(LogSoftmax { axis: 1 });
+    if reduction == Reduction::Mean && !scope.has(2) && is_log_softmax {
         let logits = scope.graph.inputs(logarithm.node);
         let loss = scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits[0], target])?;
         return Ok(vec![Known::Value(loss)]);
     }
     let weights = scope.optional(2)?;
-    Ok(vec![Known::Value(picked(scope, logarithm, target, weights, reduction, ignore)?)])
+    Ok(vec![Known::Value(select_class(scope, logarithm, target, weights, reduction, ignore)?)])
 }
 
 /// The reduced loss `-weight[target]·logarithm[target]` over targets that are not ignored. The mean divides by the sum
 /// of weights.
-pub fn picked(
+pub fn select_class(
     scope: &mut impl Build,
     logarithm: Value,
     target: Value,
@@ -81,19 +81,19 @@ pub fn picked(
     ignore: Option<i64>,
 ) -> Result<Value, LowerReason> {
     let fact = scope.fact(logarithm);
-    let mut left = fact.shape.clone();
-    let target = match left.len() {
+    let mut row_shape = fact.shape.clone();
+    let target = match row_shape.len() {
         0 | 1 => target,
         _ => {
-            let mut wanted = left.clone();
-            wanted.remove(1);
-            with_batch_of(scope, target, &wanted)?
+            let mut target_shape = row_shape.clone();
+            target_shape.remove(1);
+            with_batch_of(scope, target, &target_shape)?
         }
     };
     let classes_of = scope.fact(target);
     if fact.rank() < 2 || {
-        left.remove(1);
-        left != classes_of.shape
+        row_shape.remove(1);
+        row_shape != classes_of.shape
     } {
         return Err(LowerReason::Inputs(format!("scores {fact} do not fit targets {classes_of}")));
     }
@@ -102,40 +102,40 @@ pub fn picked(
     let mut ones = vec![Dim::Known(1); fact.rank()];
     ones[1] = fact.shape[1].clone();
     let classes = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, ones), axis: 1 }), &[])?;
-    let mut row = left.clone();
+    let mut row = row_shape.clone();
     row.insert(1, Dim::Known(1));
-    let spread = scope.reshape(target, row)?;
-    let hit = scope.compare(Compare::Equal, classes, spread)?;
+    let column = scope.reshape(target, row)?;
+    let is_target = scope.compare(Compare::Equal, classes, column)?;
     let zero = scope.scalar(fact.dtype, 0.0)?;
-    let at_target = scope.select(hit, logarithm, zero)?;
+    let at_target = scope.select(is_target, logarithm, zero)?;
     let sum = scope.reduce(ReduceKind::Sum, at_target, &[1], false)?;
     let mut loss = scope.unary(Unary::Neg, sum)?;
     let mut weight = None;
-    let kept = match ignore {
+    let not_ignored = match ignore {
         Some(ignore) => {
             let ignore = scope.constant(Tensor::from_i64(&[], &[ignore]))?;
-            let is = scope.compare(Compare::Equal, target, ignore)?;
-            Some(scope.unary(Unary::Not, is)?)
+            let is_ignored = scope.compare(Compare::Equal, target, ignore)?;
+            Some(scope.unary(Unary::Not, is_ignored)?)
         }
         None => None,
     };
     if let Some(weights) = weights {
         let first = scope.constant(Tensor::from_i64(&[], &[0]))?;
-        let index = match kept {
-            Some(kept) => scope.select(kept, target, first)?,
+        let index = match not_ignored {
+            Some(not_ignored) => scope.select(not_ignored, target, first)?,
             None => target,
         };
         weight = Some(scope.add(Op::Gather(Gather { axis: 0 }), &[weights, index])?);
     }
-    if let Some(kept) = kept {
-        let all = match weight {
+    if let Some(not_ignored) = not_ignored {
+        let row_weights = match weight {
             Some(weight) => weight,
             None => {
                 let one = scope.scalar(fact.dtype, 1.0)?;
-                scope.broadcast(one, left)?
+                scope.broadcast(one, row_shape)?
             }
         };
-        weight = Some(scope.select(kept, all, zero)?);
+        weight = Some(scope.select(not_ignored, row_weights, zero)?);
     }
     if let Some(weight) = weight {
         loss = scope.binary(Binary::Mul, loss, weight)?;

@@ -32,8 +32,14 @@ pub fn check(model: &OnnxModel) -> Result<(), LowerError> {
     }
 }
 
-/// Lowers a model that passed [`check`]. `inputs` are its input facts, `beyond` is further information about them.
-pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &StaticSizes, beyond: &Beyond) -> Result<Lowered, LowerError> {
+/// Lowers a model that passed [`check`]. `inputs` are its input facts, `known_inputs` is further information about
+/// them.
+pub fn lower(
+    model: &OnnxModel,
+    inputs: &[Fact],
+    frozen: &StaticSizes,
+    known_inputs: &Beyond,
+) -> Result<Lowered, LowerError> {
     let opset = model.opset("").unwrap_or(*OPSETS.end());
     let key = |f: &'_ Function| (f.domain.clone(), f.name.clone(), f.overload.clone());
     let mut walk = Walk {
@@ -56,7 +62,7 @@ pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &StaticSizes, beyond: &
     for (input, fact) in model.inputs.iter().zip(inputs) {
         let op = Op::Input(Input { name: input.name.clone(), fact: fact.clone() });
         let node = walk.graph.add(op, &[], &Origin::default())?;
-        let known = match beyond.values.get(&input.name) {
+        let known = match known_inputs.values.get(&input.name) {
             Some(tensor) if fits(fact, tensor) => Known::Tensor(tensor.cast(fact.dtype)),
             Some(tensor) => {
                 let (name, expected) = (input.name.clone(), fact.clone());
@@ -64,7 +70,7 @@ pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &StaticSizes, beyond: &
             }
             None => Known::Value(Value { node, output: 0 }),
         };
-        if model.optional.contains(&input.name) && beyond.leaves_out(&input.name) {
+        if model.optional.contains(&input.name) && known_inputs.leaves_out(&input.name) {
             walk.frames.top_mut().left_out.insert(input.name.clone());
         } else {
             walk.frames.top_mut().known.insert(input.name.clone(), known);
@@ -80,8 +86,8 @@ pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &StaticSizes, beyond: &
 
 /// True if a value matches an input for some values of its symbols.
 fn fits(fact: &Fact, tensor: &Tensor) -> bool {
-    let same = |(dim, size): (&Dim, &usize)| dim.known().is_none_or(|known| i64::try_from(*size) == Ok(known));
-    fact.rank() == tensor.shape().len() && fact.shape.iter().zip(tensor.shape()).all(same)
+    let size_fits = |(dim, size): (&Dim, &usize)| dim.known().is_none_or(|known| i64::try_from(*size) == Ok(known));
+    fact.rank() == tensor.shape().len() && fact.shape.iter().zip(tensor.shape()).all(size_fits)
 }
 
 /// Lowers one node; `Err(None)` if an input is undefined because its producer failed.
@@ -103,11 +109,11 @@ fn lower_node(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
     let lower = table::find_in(&node.domain, &node.op_type);
     let lower =
         lower.ok_or_else(|| Some(LowerReason::Unsupported(format!("the operator {}", short_name(&node.op_type)))))?;
-    let old = standard && walk.frames.top().opset < opset_upgrade::MODERN;
-    let translated = if old { opset_upgrade::node(node)? } else { None };
+    let is_old = standard && walk.frames.top().opset < opset_upgrade::MODERN;
+    let translated = if is_old { opset_upgrade::node(node)? } else { None };
     let node = translated.as_ref().unwrap_or(node);
     let mut scope = walk.scope(node).ok_or(None)?;
-    if old {
+    if is_old {
         opset_upgrade::inputs(&mut scope)?;
     }
     if fold::applies(&scope)
@@ -170,13 +176,13 @@ fn finish(mut walk: Walk<'_>, model: &OnnxModel) -> Result<Lowered, LowerError> 
     walk.graph.averages = std::mem::take(&mut walk.ledger.averages);
     part(&mut walk);
     let graph = prune::prune(&walk.graph)?;
-    let weights = kept(&graph, walk.ledger.weights);
+    let weights = used_weights(&graph, walk.ledger.weights);
     let mut warnings = walk.ledger.warnings;
     warnings.extend(weight::warning(weights.iter().filter(|w| w.trainable).map(|w| w.name.as_str())));
     Ok(Lowered { graph, weights, warnings })
 }
 
-pub fn kept(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {
+pub fn used_weights(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {
     let name = |id: NodeId| match &graph.node(id).op {
         Op::Parameter(o) => Some(o.name.as_str()),
         Op::State(o) => Some(o.name.as_str()),

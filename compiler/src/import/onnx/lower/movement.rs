@@ -36,7 +36,7 @@ pub fn transposed(scope: &mut impl Build, x: Value, perm: Vec<usize>) -> Result<
 }
 
 /// The broadcast shape of two shapes. A symbol and a number other than 1 do not broadcast.
-pub fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
+pub fn broadcast_shape(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
     let rank = a.len().max(b.len());
     let at = |dims: &[Dim], i: usize| (i + dims.len()).checked_sub(rank).map_or(Dim::Known(1), |at| dims[at].clone());
     let meet = |(a, b): (Dim, Dim)| match (a.is(1), b.is(1)) {
@@ -50,40 +50,40 @@ pub fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
 
 /// `Expand`: broadcasts the input with the requested shape. Where that is 1, the input's size remains.
 pub fn expand(scope: &mut Scope<'_>) -> Outputs {
-    let mut asked = scope.dims(1, "the shape")?.ok_or(LowerReason::Missing { slot: 1 })?;
-    let x = match opened(scope, 0, &asked)? {
+    let mut target_shape = scope.dims(1, "the shape")?.ok_or(LowerReason::Missing { slot: 1 })?;
+    let x = match open_batch(scope, 0, &target_shape)? {
         Some(value) => value,
         None => scope.value(0)?,
     };
-    let x = match asked.len().checked_sub(scope.fact(x).rank()) {
-        Some(ahead) => with_batch_of(scope, x, &asked[ahead..])?,
+    let x = match target_shape.len().checked_sub(scope.fact(x).rank()) {
+        Some(ahead) => with_batch_of(scope, x, &target_shape[ahead..])?,
         None => x,
     };
-    let own = scope.fact(x).shape;
+    let old_shape = scope.fact(x).shape;
     // Only axes of size 1 expand, so a constant equal to the static batch size means the symbolic batch here.
-    for (have, want) in own.iter().rev().zip(asked.iter_mut().rev()) {
+    for (have, want) in old_shape.iter().rev().zip(target_shape.iter_mut().rev()) {
         if have.known().is_none() && want.known().is_some() && have.substitute(scope.frozen)? == *want {
             want.clone_from(have);
         }
     }
-    let shape = met(&own, &asked)?;
+    let shape = broadcast_shape(&old_shape, &target_shape)?;
     scope.broadcast(x, shape).and_then(one)
 }
 
 /// Input `slot` with size 1 in place of the static batch size. Applies to a constant that has the static batch size
-/// where `asked` (right-aligned) has the symbol, and equal values for all samples; else `None`.
-pub fn opened(scope: &mut Scope<'_>, slot: usize, asked: &[Dim]) -> Result<Option<Value>, LowerReason> {
+/// where `target_shape` (right-aligned) has the symbol, and equal values for all samples; else `None`.
+pub fn open_batch(scope: &mut Scope<'_>, slot: usize, target_shape: &[Dim]) -> Result<Option<Value>, LowerReason> {
     let Some(Some(Known::Tensor(tensor))) = scope.inputs.get(slot) else { return Ok(None) };
-    let mut found = None;
-    for (at, want) in (0..tensor.shape().len()).rev().zip(asked.iter().rev()) {
+    let mut batch_axis = None;
+    for (at, want) in (0..tensor.shape().len()).rev().zip(target_shape.iter().rev()) {
         let size = tensor.shape()[at];
         let frozen = want.known().is_none() && size > 1 && want.substitute(scope.frozen)?.is(size as i64);
         if let Some(sample) = if frozen { sample(tensor, at) } else { None } {
-            found = Some(sample);
+            batch_axis = Some(sample);
             break;
         }
     }
-    found.map(|sample| scope.constant(sample)).transpose()
+    batch_axis.map(|sample| scope.constant(sample)).transpose()
 }
 
 pub fn concat(scope: &mut Scope<'_>) -> Outputs {
@@ -109,11 +109,11 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
         let mut shape = scope.fact(x).shape;
         let begin = if index < 0 { shape[axis].add(&Dim::Known(index))? } else { Dim::Known(index) };
         let end = begin.add(&Dim::Known(1))?;
-        let inside = symbol::at_most(&Dim::Known(0), &begin) && symbol::at_most(&end, &shape[axis]);
-        if shape[axis].known().is_some() && !inside {
+        let in_bounds = symbol::at_most(&Dim::Known(0), &begin) && symbol::at_most(&end, &shape[axis]);
+        if shape[axis].known().is_some() && !in_bounds {
             return Err(LowerReason::Inputs(format!("index {index} is outside an axis of size {}", shape[axis])));
         }
-        if inside {
+        if in_bounds {
             let y = part(scope, x, axis, begin, end)?;
             shape.remove(axis);
             return scope.reshape(y, shape).and_then(one);
@@ -145,7 +145,7 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     }
     if let Some(mode) = mode {
         for (n, &at) in axes.iter().enumerate() {
-            x = padding::repeated(scope, x, at, [&pads[n], &pads[n + axes.len()]], mode)?;
+            x = padding::pad_by_repetition(scope, x, at, [&pads[n], &pads[n + axes.len()]], mode)?;
         }
         return one(x);
     }
@@ -173,7 +173,7 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
             Known::Tensor(t) => t.to_f64().first().copied().unwrap_or(0.0),
             _ => {
                 let value = scope.value(2)?;
-                return padding::around(scope, x, low, high, value).and_then(one);
+                return padding::pad_with(scope, x, low, high, value).and_then(one);
             }
         },
     };
@@ -188,19 +188,19 @@ pub fn tile(scope: &mut Scope<'_>) -> Outputs {
     if repeats.len() != dims.len() {
         return Err(LowerReason::Inputs(format!("{} repeats for {} axes", repeats.len(), dims.len())));
     }
-    let (mut apart, mut stretched, mut joined) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut unit_shape, mut expanded_shape, mut merged_shape) = (Vec::new(), Vec::new(), Vec::new());
     for (dim, repeat) in dims.iter().zip(&repeats) {
         if !repeat.is(1) {
-            apart.push(Dim::Known(1));
-            stretched.push(repeat.clone());
+            unit_shape.push(Dim::Known(1));
+            expanded_shape.push(repeat.clone());
         }
-        apart.push(dim.clone());
-        stretched.push(dim.clone());
-        joined.push(dim.mul(repeat)?);
+        unit_shape.push(dim.clone());
+        expanded_shape.push(dim.clone());
+        merged_shape.push(dim.mul(repeat)?);
     }
-    let x = scope.reshape(x, apart)?;
-    let x = scope.broadcast(x, stretched)?;
-    scope.reshape(x, joined).and_then(one)
+    let x = scope.reshape(x, unit_shape)?;
+    let x = scope.broadcast(x, expanded_shape)?;
+    scope.reshape(x, merged_shape).and_then(one)
 }
 
 pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
@@ -240,9 +240,9 @@ fn triangle_at(scope: &mut impl Build, x: Value, upper: bool, diagonal: Option<V
         i = scope.binary(Binary::Add, i, diagonal)?;
     }
     let (a, b) = if upper { (i, j) } else { (j, i) };
-    let kept = scope.compare(Compare::LessEqual, a, b)?;
+    let is_inside = scope.compare(Compare::LessEqual, a, b)?;
     let zero = scope.scalar(fact.dtype, 0.0)?;
-    scope.select(kept, x, zero)
+    scope.select(is_inside, x, zero)
 }
 
 /// `[N, C, H, W]`: moves blocks of channels to height and width.
@@ -253,29 +253,29 @@ pub fn depth_to_space(scope: &mut Scope<'_>) -> Outputs {
         other => return Err(LowerReason::Unsupported(format!("the mode `{other}`"))),
     };
     let (x, b, [n, c, h, w]) = blocks(scope)?;
-    let deep = c.div_exact(&b.mul(&b)?)?;
-    let apart = match perm[1] {
-        3 => vec![n.clone(), b.clone(), b.clone(), deep.clone(), h.clone(), w.clone()],
-        _ => vec![n.clone(), deep.clone(), b.clone(), b.clone(), h.clone(), w.clone()],
+    let out_channels = c.div_exact(&b.mul(&b)?)?;
+    let split_shape = match perm[1] {
+        3 => vec![n.clone(), b.clone(), b.clone(), out_channels.clone(), h.clone(), w.clone()],
+        _ => vec![n.clone(), out_channels.clone(), b.clone(), b.clone(), h.clone(), w.clone()],
     };
-    let x = scope.reshape(x, apart)?;
+    let x = scope.reshape(x, split_shape)?;
     let x = transposed(scope, x, perm)?;
-    scope.reshape(x, vec![n, deep, h.mul(&b)?, w.mul(&b)?]).and_then(one)
+    scope.reshape(x, vec![n, out_channels, h.mul(&b)?, w.mul(&b)?]).and_then(one)
 }
 
 /// `[N, C, H, W]`: moves blocks of height and width to channels.
 pub fn space_to_depth(scope: &mut Scope<'_>) -> Outputs {
     let (x, b, [n, c, h, w]) = blocks(scope)?;
-    let (low, wide) = (h.div_exact(&b)?, w.div_exact(&b)?);
-    let apart = vec![n.clone(), c.clone(), low.clone(), b.clone(), wide.clone(), b.clone()];
-    let x = scope.reshape(x, apart)?;
+    let (out_height, out_width) = (h.div_exact(&b)?, w.div_exact(&b)?);
+    let split_shape = vec![n.clone(), c.clone(), out_height.clone(), b.clone(), out_width.clone(), b.clone()];
+    let x = scope.reshape(x, split_shape)?;
     let perm = match scope.text("mode", "DCR")?.as_str() {
         "DCR" => vec![0, 3, 5, 1, 2, 4],
         "CRD" => vec![0, 1, 3, 5, 2, 4],
         other => return Err(LowerReason::Unsupported(format!("the mode `{other}`"))),
     };
     let x = transposed(scope, x, perm)?;
-    scope.reshape(x, vec![n, c.mul(&b)?.mul(&b)?, low, wide]).and_then(one)
+    scope.reshape(x, vec![n, c.mul(&b)?.mul(&b)?, out_height, out_width]).and_then(one)
 }
 
 fn blocks(scope: &mut Scope<'_>) -> Result<(Value, Dim, [Dim; 4]), LowerReason> {

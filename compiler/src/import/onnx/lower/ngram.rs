@@ -26,8 +26,11 @@ pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
     let (shortest, longest) = lengths(scope)?;
     let skips = usize::try_from(scope.int("max_skip_count", 0)?).unwrap_or(0);
     let steps = skips.saturating_add(1).min(length.max(1));
-    let work = [rows, length, steps, longest - shortest + 1, longest].into_iter().try_fold(1usize, usize::checked_mul);
-    if work.is_none_or(|work| work > MOST) || rows.checked_mul(columns).is_none_or(|count| count > LARGEST) {
+    let steps_bound =
+        [rows, length, steps, longest - shortest + 1, longest].into_iter().try_fold(1usize, usize::checked_mul);
+    if steps_bound.is_none_or(|steps_bound| steps_bound > MOST)
+        || rows.checked_mul(columns).is_none_or(|count| count > LARGEST)
+    {
         return Err(LowerReason::Unsupported(format!(
             "n-grams of up to {longest} of {length} numbers, skipping {skips}"
         )));
@@ -58,19 +61,19 @@ type Grams = BTreeMap<Vec<i64>, (usize, usize)>;
 /// Parses the n-gram pool: all unigrams, then all bigrams and so on, starting at the offsets in `ngram_counts`.
 fn pool(scope: &Scope<'_>) -> Result<(usize, Grams), LowerReason> {
     let list = |name| Ok::<_, LowerReason>(scope.ints(name)?.unwrap_or_default());
-    let (pool, starts, places) = (list("pool_int64s")?, list("ngram_counts")?, list("ngram_indexes")?);
-    let odd = |what: &str| LowerReason::Inputs(format!("the list of n-grams is not valid: {what}"));
+    let (pool, starts, columns_of) = (list("pool_int64s")?, list("ngram_counts")?, list("ngram_indexes")?);
+    let invalid = |what: &str| LowerReason::Inputs(format!("the list of n-grams is not valid: {what}"));
     let columns =
-        places.iter().map(|&p| usize::try_from(p).ok().filter(|p| *p < LARGEST)).collect::<Option<Vec<usize>>>();
-    let columns = columns.ok_or_else(|| odd("a column is negative or too large"))?;
+        columns_of.iter().map(|&p| usize::try_from(p).ok().filter(|p| *p < LARGEST)).collect::<Option<Vec<usize>>>();
+    let columns = columns.ok_or_else(|| invalid("a column is negative or too large"))?;
     let mut starts: Vec<usize> = starts.iter().map(|&s| usize::try_from(s).unwrap_or(usize::MAX)).collect();
     starts.push(pool.len());
     let mut grams = Grams::new();
     let mut at = 0;
     for (n, bounds) in starts.windows(2).enumerate() {
-        let part = pool.get(bounds[0]..bounds[1]).ok_or_else(|| odd("the start of a size"))?;
+        let part = pool.get(bounds[0]..bounds[1]).ok_or_else(|| invalid("the start of a size"))?;
         for gram in part.chunks_exact(n + 1) {
-            let column = *columns.get(at).ok_or_else(|| odd("there are fewer columns than n-grams"))?;
+            let column = *columns.get(at).ok_or_else(|| invalid("there are fewer columns than n-grams"))?;
             grams.insert(gram.to_vec(), (column, at));
             at += 1;
         }
@@ -89,10 +92,10 @@ fn lengths(scope: &Scope<'_>) -> Result<(usize, usize), LowerReason> {
 /// Applies the mode: TF keeps the counts, IDF gives the weight or 0, TFIDF multiplies by the weight.
 fn weigh(scope: &Scope<'_>, counts: &mut [f64], columns: usize, grams: &Grams) -> Result<(), LowerReason> {
     let mut weights = vec![1.0; columns];
-    if let Some(given) = scope.floats("weights")? {
+    if let Some(factors) = scope.floats("weights")? {
         for &(column, at) in grams.values() {
             weights[column] =
-                f64::from(*given.get(at).ok_or_else(|| LowerReason::Inputs("fewer weights than n-grams".into()))?);
+                f64::from(*factors.get(at).ok_or_else(|| LowerReason::Inputs("fewer weights than n-grams".into()))?);
         }
     }
     let mode = scope.text("mode", "TF")?;

@@ -49,8 +49,8 @@ pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
 /// `(x - mean)/(deviation + 1e-9)`; the default axes are 0, 2 and 3.
 pub fn mean_variance(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
-    let given = scope.ints("axes")?.unwrap_or_else(|| vec![0, 2, 3]);
-    let axes = axes(&given, scope.fact(x).rank())?;
+    let axes_given = scope.ints("axes")?.unwrap_or_else(|| vec![0, 2, 3]);
+    let axes = axes(&axes_given, scope.fact(x).rank())?;
     let mean = scope.reduce(ReduceKind::Mean, x, &axes, true)?;
     let centred = scope.binary(Binary::Sub, x, mean)?;
     let square = scope.binary(Binary::Mul, centred, centred)?;
@@ -68,10 +68,10 @@ pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> R
     };
     let mut inner = vec![channels.div_exact(&groups)?];
     inner.extend(spatial.iter().cloned());
-    let mut apart = vec![batch.clone(), groups];
-    apart.extend(inner.iter().cloned());
+    let mut group_shape = vec![batch.clone(), groups];
+    group_shape.extend(inner.iter().cloned());
     let (ones, zeros) = (filled(scope, fact.dtype, &inner, 1.0)?, filled(scope, fact.dtype, &inner, 0.0)?);
-    let x = scope.reshape(x, apart)?;
+    let x = scope.reshape(x, group_shape)?;
     let y = scope.add(Op::LayerNorm(LayerNorm { axis: 2, epsilon }), &[x, ones, zeros])?;
     scope.reshape(y, fact.shape)
 }
@@ -95,10 +95,10 @@ pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact(x);
     if scope.opset < 21 && fact.rank() > 1 {
         // Before operator set 21 scale and bias have one value per group; repeat it for each channel.
-        let each = fact.shape[1].div_exact(&Dim::Known(groups))?;
+        let group_channels = fact.shape[1].div_exact(&Dim::Known(groups))?;
         for value in [&mut scale, &mut bias] {
             let column = scope.reshape(*value, vec![Dim::Known(groups), Dim::Known(1)])?;
-            let wide = scope.broadcast(column, vec![Dim::Known(groups), each.clone()])?;
+            let wide = scope.broadcast(column, vec![Dim::Known(groups), group_channels.clone()])?;
             *value = scope.reshape(wide, vec![fact.shape[1].clone()])?;
         }
     }
@@ -127,14 +127,14 @@ pub fn local_response(scope: &mut Scope<'_>) -> Outputs {
         return Err(LowerReason::Inputs(format!("its input {fact} has no channels")));
     };
     let square = scope.binary(Binary::Mul, x, x)?;
-    let around = |at: i64| {
+    let window = |at: i64| {
         let mut sizes = vec![Dim::Known(0); fact.rank()];
         sizes[1] = Dim::Known(at);
         sizes
     };
     // For an even size the extra channel is on the high side.
     let (low, high) = ((size - 1) / 2, size / 2);
-    let pad = Pad { low: around(low), high: around(high), interior: vec![0; fact.rank()], value: 0.0 };
+    let pad = Pad { low: window(low), high: window(high), interior: vec![0; fact.rank()], value: 0.0 };
     let padded = scope.add(Op::Pad(pad), &[square])?;
     let mut sum = part(scope, padded, 1, Dim::Known(0), channels.clone())?;
     for shift in 1..size {
@@ -161,16 +161,16 @@ pub fn batch_norm(scope: &mut Scope<'_>) -> Outputs {
     if training {
         with_batch(scope, [x, scale, bias], epsilon, keep)
     } else {
-        with_stored(scope, x, scale, bias, epsilon)
+        normalise_with_stored(scope, x, scale, bias, epsilon)
     }
 }
 
 /// Running statistics stored in initializers become states updated by moving averages. Otherwise they are computed as
-/// outputs: `old·keep + new·(1 - keep)`.
+/// outputs: `previous·keep + sample·(1 - keep)`.
 fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64) -> Outputs {
     let outputs = scope.add_all(Op::BatchNorm(BatchNorm { epsilon }), &inputs)?;
     let absent = Known::Absent("the running statistics as an output of BatchNormalization");
-    let mut known = vec![Known::Value(outputs[0]), absent.clone(), absent.clone(), absent.clone(), absent];
+    let mut results = vec![Known::Value(outputs[0]), absent.clone(), absent.clone(), absent.clone(), absent];
     for (slot, sample) in [(3, outputs[1]), (4, outputs[2])] {
         match scope.known(slot)? {
             Known::Weight(at) => {
@@ -184,11 +184,11 @@ fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64
                 scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep });
             }
             _ => {
-                let old = scope.value(slot)?;
-                let old = scope.with_number(Binary::Mul, old, keep)?;
-                let new = scope.cast(sample, scope.fact(old).dtype)?;
-                let new = scope.with_number(Binary::Mul, new, 1.0 - keep)?;
-                known[slot - 2] = Known::Value(scope.binary(Binary::Add, old, new)?);
+                let previous = scope.value(slot)?;
+                let previous = scope.with_number(Binary::Mul, previous, keep)?;
+                let updated = scope.cast(sample, scope.fact(previous).dtype)?;
+                let updated = scope.with_number(Binary::Mul, updated, 1.0 - keep)?;
+                results[slot - 2] = Known::Value(scope.binary(Binary::Add, previous, updated)?);
                 scope.ledger.warnings.push(format!(
                     "node `{}`: a running statistic of BatchNormalization is not an initializer; its updates are not \
                     stored",
@@ -197,11 +197,11 @@ fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64
             }
         }
     }
-    Ok(known)
+    Ok(results)
 }
 
 /// `(x - mean)·rsqrt(variance + epsilon)·scale + bias`
-fn with_stored(scope: &mut Scope<'_>, x: Value, scale: Value, bias: Value, epsilon: f64) -> Outputs {
+fn normalise_with_stored(scope: &mut Scope<'_>, x: Value, scale: Value, bias: Value, epsilon: f64) -> Outputs {
     let mut stored = |slot: usize| match scope.known(slot)? {
         Known::Weight(at) => {
             let at = *at;

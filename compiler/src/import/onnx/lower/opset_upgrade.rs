@@ -17,11 +17,11 @@ pub const MODERN: i64 = 7;
 
 /// Converts the attributes of a node; `None` if nothing changes.
 pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
-    let mut new = node.clone();
+    let mut upgraded = node.clone();
     let find = |name: &str| node.attributes.iter().find(|a| a.name() == name);
     let number = |name: &str| find(name).and_then(|a| a.i).unwrap_or(0);
     match node.op_type.as_str() {
-        "BatchNormalization" if number("is_test") != 0 => new.outputs.truncate(1),
+        "BatchNormalization" if number("is_test") != 0 => upgraded.outputs.truncate(1),
         "BatchNormalization" if find("spatial").is_some() && number("spatial") == 0 => {
             return Err(LowerReason::Unsupported("BatchNormalization with per-position statistics".to_string()));
         }
@@ -30,9 +30,9 @@ pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
             let Some(to) = to else { return Ok(None) };
             let code = DataType::from_str_name(&to.to_ascii_uppercase());
             let code = code.ok_or_else(|| LowerReason::Unsupported(format!("a cast to element type {to:?}")))?;
-            set(&mut new, int("to", code as i64));
+            set(&mut upgraded, int("to", code as i64));
         }
-        "Concat" if find("axis").is_none() => set(&mut new, int("axis", 1)),
+        "Concat" if find("axis").is_none() => set(&mut upgraded, int("axis", 1)),
         // Without `is_test` a Dropout is in training mode, as with `training_mode` later.
         "Dropout" if number("is_test") == 0 => {
             return Err(LowerReason::Unsupported("Dropout in training mode before operator set 12".to_string()));
@@ -42,17 +42,17 @@ pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
             if p.fract() != 0.0 || !(1.0..=64.0).contains(&p) {
                 return Err(LowerReason::Attribute { name: "p", found: p.to_string(), expected: "an integer" });
             }
-            set(&mut new, int("p", p as i64));
+            set(&mut upgraded, int("p", p as i64));
         }
         "Pad" if find("pads").is_none() => match find("paddings") {
-            Some(paddings) => set(&mut new, AttributeProto { name: Some("pads".to_string()), ..paddings.clone() }),
+            Some(paddings) => set(&mut upgraded, AttributeProto { name: Some("pads".to_string()), ..paddings.clone() }),
             None => return Ok(None),
         },
         "Selu" => {
             // The first definition has rounded defaults.
             for (name, value) in [("alpha", 1.6732), ("gamma", 1.0507)] {
                 if find(name).is_none() {
-                    set(&mut new, float(name, value));
+                    set(&mut upgraded, float(name, value));
                 }
             }
         }
@@ -60,7 +60,7 @@ pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
             let scale = |name: &str| find(name).and_then(|a| a.f);
             let (Some(height), Some(width)) = (scale("height_scale"), scale("width_scale")) else { return Ok(None) };
             set(
-                &mut new,
+                &mut upgraded,
                 AttributeProto {
                     name: Some("scales".to_string()),
                     r#type: Some(AttributeType::Floats as i32),
@@ -71,7 +71,7 @@ pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
         }
         _ => return Ok(None),
     }
-    Ok(Some(new))
+    Ok(Some(upgraded))
 }
 
 /// Converts the inputs of a node.
@@ -84,13 +84,13 @@ pub fn inputs(scope: &mut Scope<'_>) -> Result<(), LowerReason> {
             if slope.rank() != 1 || slope.shape[0].is(1) || rank < 2 {
                 return Ok(());
             }
-            stretched(scope, [slope.shape, vec![Dim::Known(1); rank - 2]].concat())
+            insert_expand(scope, [slope.shape, vec![Dim::Known(1); rank - 2]].concat())
         }
         "Tile" if scope.inputs.len() == 3 => {
             let mut repeats = vec![1; scope.fact_of(0)?.rank()];
-            let one = |list: Option<Vec<i64>>| list.and_then(|list| list.first().copied());
-            let tiles = one(scope.integers(1, "the number of repeats")?).ok_or(LowerReason::Missing { slot: 1 })?;
-            let axis = one(scope.integers(2, "the axis")?).ok_or(LowerReason::Missing { slot: 2 })?;
+            let first = |list: Option<Vec<i64>>| list.and_then(|list| list.first().copied());
+            let tiles = first(scope.integers(1, "the number of repeats")?).ok_or(LowerReason::Missing { slot: 1 })?;
+            let axis = first(scope.integers(2, "the axis")?).ok_or(LowerReason::Missing { slot: 2 })?;
             let at = crate::import::onnx::lower::attribute::axis(axis, repeats.len())?;
             repeats[at] = tiles;
             scope.inputs.truncate(1);
@@ -108,13 +108,13 @@ fn aligned(scope: &mut Scope<'_>) -> Result<(), LowerReason> {
     }
     let (rank, small) = (scope.fact_of(0)?.rank(), scope.fact_of(1)?);
     let at = crate::import::onnx::lower::attribute::axis(scope.int("axis", 0)?, rank)?;
-    let behind = rank.checked_sub(at + small.rank());
-    let behind =
-        behind.ok_or_else(|| LowerReason::Inputs(format!("{small} does not match axes from {at} of rank {rank}")))?;
-    stretched(scope, [small.shape, vec![Dim::Known(1); behind]].concat())
+    let trailing = rank.checked_sub(at + small.rank());
+    let trailing =
+        trailing.ok_or_else(|| LowerReason::Inputs(format!("{small} does not match axes from {at} of rank {rank}")))?;
+    insert_expand(scope, [small.shape, vec![Dim::Known(1); trailing]].concat())
 }
 
-fn stretched(scope: &mut Scope<'_>, shape: Vec<Dim>) -> Result<(), LowerReason> {
+fn insert_expand(scope: &mut Scope<'_>, shape: Vec<Dim>) -> Result<(), LowerReason> {
     let value = scope.value(1)?;
     let value = scope.reshape(value, shape)?;
     scope.inputs[1] = Some(Known::Value(value));

@@ -17,18 +17,18 @@ struct Slot {
 /// Learning rate, step count, and all parameters with `states` states each.
 fn read(scope: &mut Scope<'_>, states: usize) -> Result<(Value, Value, Vec<Slot>), LowerReason> {
     let (rate, steps) = (scope.value(0)?, scope.value(1)?);
-    let given = scope.inputs.len().saturating_sub(2);
-    let count = given / (2 + states);
-    if count == 0 || count * (2 + states) != given {
-        return Err(LowerReason::Inputs(format!("{given} tensors are not {} for each", 2 + states)));
+    let tensors = scope.inputs.len().saturating_sub(2);
+    let count = tensors / (2 + states);
+    if count == 0 || count * (2 + states) != tensors {
+        return Err(LowerReason::Inputs(format!("{tensors} tensors are not {} for each", 2 + states)));
     }
     let decay = scope.float("norm_coefficient", 0.0)?;
     let mut slots = Vec::with_capacity(count);
     for n in 0..count {
         let x = scope.value(2 + n)?;
         let gradient = scope.value(2 + count + n)?;
-        let own = scope.with_number(Binary::Mul, x, decay)?;
-        let gradient = scope.binary(Binary::Add, own, gradient)?;
+        let decayed = scope.with_number(Binary::Mul, x, decay)?;
+        let gradient = scope.binary(Binary::Add, decayed, gradient)?;
         let states = (2..2 + states).map(|k| scope.value(2 + k * count + n)).collect::<Result<Vec<_>, _>>()?;
         slots.push(Slot { x, gradient, states });
     }
@@ -41,16 +41,16 @@ fn mixed(scope: &mut Scope<'_>, a: f64, x: Value, b: f64, y: Value) -> Result<Va
     scope.binary(Binary::Add, x, y)
 }
 
-/// `x - rate·way`, where `way` is the update direction.
-fn moved(scope: &mut Scope<'_>, x: Value, rate: Value, way: Value) -> Result<Value, LowerReason> {
-    let way = scope.binary(Binary::Mul, rate, way)?;
-    scope.binary(Binary::Sub, x, way)
+/// `x - rate·direction`, where `direction` is the update direction.
+fn step_along(scope: &mut Scope<'_>, x: Value, rate: Value, direction: Value) -> Result<Value, LowerReason> {
+    let direction = scope.binary(Binary::Mul, rate, direction)?;
+    scope.binary(Binary::Sub, x, direction)
 }
 
 /// The output order: all new parameters, then all first states, then all second states.
-fn in_order(made: Vec<Vec<Value>>) -> Vec<Known> {
-    let width = made.first().map_or(0, Vec::len);
-    (0..width).flat_map(|k| made.iter().map(move |slot| Known::Value(slot[k]))).collect()
+fn order_outputs(updates: Vec<Vec<Value>>) -> Vec<Known> {
+    let width = updates.first().map_or(0, Vec::len);
+    (0..width).flat_map(|k| updates.iter().map(move |slot| Known::Value(slot[k]))).collect()
 }
 
 /// SGD with momentum, standard or Nesterov: `v' = alpha·v + beta·g`, where beta is 1 in the first step.
@@ -65,22 +65,22 @@ pub fn momentum(scope: &mut Scope<'_>) -> Outputs {
         }
     };
     let (rate, steps, slots) = read(scope, 1)?;
-    let before = later(scope, steps)?;
-    let mut made = Vec::new();
+    let before = increment(scope, steps)?;
+    let mut updates = Vec::new();
     for slot in slots {
         let dtype = scope.fact(slot.x).dtype;
         let (beta, one) = (scope.scalar(dtype, beta)?, scope.scalar(dtype, 1.0)?);
         let share = scope.select(before, beta, one)?;
-        let kept = scope.with_number(Binary::Mul, slot.states[0], alpha)?;
-        let added = scope.binary(Binary::Mul, slot.gradient, share)?;
-        let velocity = scope.binary(Binary::Add, kept, added)?;
-        let way = if nesterov { mixed(scope, 1.0, slot.gradient, alpha, velocity)? } else { velocity };
-        made.push(vec![moved(scope, slot.x, rate, way)?, velocity]);
+        let decayed = scope.with_number(Binary::Mul, slot.states[0], alpha)?;
+        let scaled_gradient = scope.binary(Binary::Mul, slot.gradient, share)?;
+        let velocity = scope.binary(Binary::Add, decayed, scaled_gradient)?;
+        let direction = if nesterov { mixed(scope, 1.0, slot.gradient, alpha, velocity)? } else { velocity };
+        updates.push(vec![step_along(scope, slot.x, rate, direction)?, velocity]);
     }
-    Ok(in_order(made))
+    Ok(order_outputs(updates))
 }
 
-fn later(scope: &mut Scope<'_>, steps: Value) -> Result<Value, LowerReason> {
+fn increment(scope: &mut Scope<'_>, steps: Value) -> Result<Value, LowerReason> {
     let zero = scope.scalar(scope.fact(steps).dtype, 0.0)?;
     scope.compare(Compare::Less, zero, steps)
 }
@@ -90,22 +90,22 @@ pub fn adagrad(scope: &mut Scope<'_>) -> Outputs {
     let (epsilon, decay) = (scope.float("epsilon", 0.0)?, scope.float("decay_factor", 0.0)?);
     let (rate, steps, slots) = read(scope, 1)?;
     let steps = scope.cast(steps, scope.fact(rate).dtype)?;
-    let grown = scope.with_number(Binary::Mul, steps, decay)?;
-    let below = scope.with_number(Binary::Add, grown, 1.0)?;
+    let decayed_steps = scope.with_number(Binary::Mul, steps, decay)?;
+    let below = scope.with_number(Binary::Add, decayed_steps, 1.0)?;
     let rate = scope.binary(Binary::Div, rate, below)?;
-    let mut made = Vec::new();
+    let mut updates = Vec::new();
     for slot in slots {
         let square = scope.binary(Binary::Mul, slot.gradient, slot.gradient)?;
         let sum = scope.binary(Binary::Add, slot.states[0], square)?;
-        let way = over_root(scope, slot.gradient, sum, epsilon)?;
+        let direction = divide_by_root(scope, slot.gradient, sum, epsilon)?;
         let rate = scope.cast(rate, scope.fact(slot.x).dtype)?;
-        made.push(vec![moved(scope, slot.x, rate, way)?, sum]);
+        updates.push(vec![step_along(scope, slot.x, rate, direction)?, sum]);
     }
-    Ok(in_order(made))
+    Ok(order_outputs(updates))
 }
 
 /// `a/(√b + epsilon)`
-fn over_root(scope: &mut Scope<'_>, a: Value, b: Value, epsilon: f64) -> Result<Value, LowerReason> {
+fn divide_by_root(scope: &mut Scope<'_>, a: Value, b: Value, epsilon: f64) -> Result<Value, LowerReason> {
     let root = scope.unary(Unary::Sqrt, b)?;
     let below = scope.with_number(Binary::Add, root, epsilon)?;
     scope.binary(Binary::Div, a, below)
@@ -116,31 +116,31 @@ pub fn adam(scope: &mut Scope<'_>) -> Outputs {
     let (alpha, beta) = (scope.float("alpha", 0.9)?, scope.float("beta", 0.999)?);
     let (epsilon, after) = (scope.float("epsilon", 0.0)?, scope.float("norm_coefficient_post", 0.0)?);
     let (rate, steps, slots) = read(scope, 2)?;
-    let before = later(scope, steps)?;
+    let before = increment(scope, steps)?;
     let steps = scope.cast(steps, scope.fact(rate).dtype)?;
-    let mut lacking = Vec::new();
+    let mut biases = Vec::new();
     for factor in [alpha, beta] {
         let factor = scope.scalar(scope.fact(rate).dtype, factor)?;
         let power = scope.binary(Binary::Pow, factor, steps)?;
         let one = scope.scalar(scope.fact(rate).dtype, 1.0)?;
-        lacking.push(scope.binary(Binary::Sub, one, power)?);
+        biases.push(scope.binary(Binary::Sub, one, power)?);
     }
-    let root = scope.unary(Unary::Sqrt, lacking[1])?;
-    let grown = scope.binary(Binary::Mul, rate, root)?;
-    let corrected = scope.binary(Binary::Div, grown, lacking[0])?;
+    let root = scope.unary(Unary::Sqrt, biases[1])?;
+    let corrected_rate = scope.binary(Binary::Mul, rate, root)?;
+    let corrected = scope.binary(Binary::Div, corrected_rate, biases[0])?;
     let rate = scope.select(before, corrected, rate)?;
-    let mut made = Vec::new();
+    let mut updates = Vec::new();
     for slot in slots {
         let mean = mixed(scope, alpha, slot.states[0], 1.0 - alpha, slot.gradient)?;
         let square = scope.binary(Binary::Mul, slot.gradient, slot.gradient)?;
         let variance = mixed(scope, beta, slot.states[1], 1.0 - beta, square)?;
-        let way = over_root(scope, mean, variance, epsilon)?;
+        let direction = divide_by_root(scope, mean, variance, epsilon)?;
         let rate = scope.cast(rate, scope.fact(slot.x).dtype)?;
-        let mut x = moved(scope, slot.x, rate, way)?;
+        let mut x = step_along(scope, slot.x, rate, direction)?;
         if after != 0.0 {
             x = scope.with_number(Binary::Mul, x, 1.0 - after)?;
         }
-        made.push(vec![x, mean, variance]);
+        updates.push(vec![x, mean, variance]);
     }
-    Ok(in_order(made))
+    Ok(order_outputs(updates))
 }

@@ -1,7 +1,7 @@
 //! Sorting and cumulative operators: `TopK`, `CumSum`, `CumProd`, `Hardmax`, `ReverseSequence`.
 
 use super::attribute::axis;
-use super::gather::{count, number, scaled};
+use super::gather::{count, number, scale_index};
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{ArgReduce, Binary, Compare, Cumulative, CumulativeKind, Flip, Gather, Op, TopK, Value};
@@ -26,11 +26,11 @@ pub fn top_k(scope: &mut Scope<'_>) -> Outputs {
 
 pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
     let x = scope.value(0)?;
-    let given = match scope.integers(1, "the axis of a cumulative sum")?.as_deref() {
+    let axis_input = match scope.integers(1, "the axis of a cumulative sum")?.as_deref() {
         Some([one]) => *one,
         _ => return Err(LowerReason::Inputs("the axis of a cumulative sum is not one number".to_string())),
     };
-    let axis = axis(given, scope.fact(x).rank())?;
+    let axis = axis(axis_input, scope.fact(x).rank())?;
     let (exclusive, reverse) = (scope.flag("exclusive", false)?, scope.flag("reverse", false)?);
     Ok(vec![Known::Value(scope.add(Op::Cumulative(Cumulative { kind, axis, exclusive, reverse }), &[x])?)])
 }
@@ -39,9 +39,9 @@ pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
 pub fn last_arg(scope: &mut Scope<'_>, largest: bool, x: Value, axis: usize, keep: bool) -> Result<Value, LowerReason> {
     let size = scope.fact(x).shape[axis].sub(&Dim::Known(1))?;
     let flipped = scope.add(Op::Flip(Flip { axes: vec![axis] }), &[x])?;
-    let found = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[flipped])?;
+    let flipped_index = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[flipped])?;
     let last = number(scope, &size)?;
-    scope.binary(Binary::Sub, last, found)
+    scope.binary(Binary::Sub, last, flipped_index)
 }
 
 /// 1 at the first maximum along an axis, else 0. Before operator set 13 all axes from `axis` on are flattened.
@@ -55,11 +55,11 @@ pub fn hardmax(scope: &mut Scope<'_>) -> Outputs {
         flat.push(volume(&fact.shape[at..])?);
     }
     let rows = scope.reshape(x, flat.clone())?;
-    let found = scope.add(Op::ArgReduce(ArgReduce { largest: true, axis: at, keep: true }), &[rows])?;
-    let places = count(scope, flat.len(), at, &flat[at])?;
-    let hits = scope.compare(Compare::Equal, places, found)?;
-    let hits = scope.reshape(hits, fact.shape)?;
-    Ok(vec![Known::Value(scope.cast(hits, fact.dtype)?)])
+    let index = scope.add(Op::ArgReduce(ArgReduce { largest: true, axis: at, keep: true }), &[rows])?;
+    let class_index = count(scope, flat.len(), at, &flat[at])?;
+    let is_maximum = scope.compare(Compare::Equal, class_index, index)?;
+    let is_maximum = scope.reshape(is_maximum, fact.shape)?;
+    Ok(vec![Known::Value(scope.cast(is_maximum, fact.dtype)?)])
 }
 
 /// Reverses the first `length` elements of each sequence.
@@ -84,14 +84,14 @@ pub fn reverse_sequence(scope: &mut Scope<'_>) -> Outputs {
     let lengths = scope.reshape(lengths, shape)?;
     // Within a sequence of n steps, step t comes from step n - 1 - t.
     let step = count(scope, 2, time, &dims[time])?;
-    let within = scope.compare(Compare::Less, step, lengths)?;
+    let is_valid = scope.compare(Compare::Less, step, lengths)?;
     let last = scope.with_number(Binary::Sub, lengths, 1.0)?;
     let mirrored = scope.binary(Binary::Sub, last, step)?;
-    let from = scope.select(within, mirrored, step)?;
-    let from = scaled(scope, from, if time == 0 { &dims[1] } else { &Dim::Known(1) })?;
+    let from = scope.select(is_valid, mirrored, step)?;
+    let from = scale_index(scope, from, if time == 0 { &dims[1] } else { &Dim::Known(1) })?;
     let example = count(scope, 2, batch, &dims[batch])?;
-    let example = scaled(scope, example, if batch == 0 { &dims[1] } else { &Dim::Known(1) })?;
-    let places = scope.binary(Binary::Add, from, example)?;
-    let flat = super::gather::joined(scope, x, 2)?;
-    Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, places])?)])
+    let example = scale_index(scope, example, if batch == 0 { &dims[1] } else { &Dim::Known(1) })?;
+    let positions = scope.binary(Binary::Add, from, example)?;
+    let flat = super::gather::read_joined(scope, x, 2)?;
+    Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, positions])?)])
 }

@@ -33,21 +33,27 @@ impl Mode {
     }
 
     /// The source index for a position before, inside or after an axis of `size > 0`.
-    fn source(self, place: i64, size: i64) -> i64 {
+    fn source(self, position: i64, size: i64) -> i64 {
         match self {
-            Mode::Edge => place.clamp(0, size - 1),
-            Mode::Wrap => place.rem_euclid(size),
+            Mode::Edge => position.clamp(0, size - 1),
+            Mode::Wrap => position.rem_euclid(size),
             Mode::Reflect if size == 1 => 0,
             Mode::Reflect => {
-                let rest = place.rem_euclid(2 * (size - 1));
-                rest.min(2 * (size - 1) - rest)
+                let phase = position.rem_euclid(2 * (size - 1));
+                phase.min(2 * (size - 1) - phase)
             }
         }
     }
 }
 
 /// Pads axis `at` with its own elements; negative padding crops.
-pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mode: Mode) -> Result<Value, LowerReason> {
+pub fn pad_by_repetition(
+    scope: &mut Scope<'_>,
+    x: Value,
+    at: usize,
+    pads: [&Dim; 2],
+    mode: Mode,
+) -> Result<Value, LowerReason> {
     let [before, after] = pads;
     if before.is(0) && after.is(0) {
         return Ok(x);
@@ -56,8 +62,8 @@ pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mod
     let (Some(size), Some(before), Some(after)) = (size.known(), before.known(), after.known()) else {
         return Err(LowerReason::Unsupported("non-constant padding of unknown size".to_string()));
     };
-    let fits = |n: i64| (-LARGEST..=LARGEST).contains(&n);
-    if !fits(before) || !fits(after) || !(1..=LARGEST).contains(&size) {
+    let in_range = |n: i64| (-LARGEST..=LARGEST).contains(&n);
+    if !in_range(before) || !in_range(after) || !(1..=LARGEST).contains(&size) {
         return Err(LowerReason::Inputs(format!("paddings of {before} and {after} of an axis of size {size}")));
     }
     charge(scope, (before + size + after).max(0) as usize)?;
@@ -67,7 +73,7 @@ pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mod
 }
 
 /// Pads with a value computed at run time; `low` and `high` are those of [`Pad`].
-pub fn around(
+pub fn pad_with(
     scope: &mut Scope<'_>,
     x: Value,
     low: Vec<Dim>,
@@ -76,28 +82,28 @@ pub fn around(
 ) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     let pad = |value| Op::Pad(Pad { interior: vec![0; low.len()], low: low.clone(), high: high.clone(), value });
-    let truth = scope.constant(Tensor::from_bool(&[], &[true]))?;
-    let inside = scope.broadcast(truth, shape)?;
-    let inside = scope.add(pad(0.0), &[inside])?;
+    let one = scope.constant(Tensor::from_bool(&[], &[true]))?;
+    let mask = scope.broadcast(one, shape)?;
+    let mask = scope.add(pad(0.0), &[mask])?;
     let y = scope.add(pad(0.0), &[x])?;
     let value = scope.reshape(value, Vec::new())?;
-    scope.select(inside, y, value)
+    scope.select(mask, y, value)
 }
 
 /// Centre crop or zero padding to the requested sizes. An odd element is cropped or added at the end.
 pub fn center_crop_pad(scope: &mut Scope<'_>) -> Outputs {
-    let asked = scope.dims(1, "the size to crop to")?.ok_or(LowerReason::Missing { slot: 1 })?;
+    let target_sizes = scope.dims(1, "the size to crop to")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let mut x = scope.value(0)?;
     let rank = scope.fact(x).rank();
     let axes = match scope.ints("axes")? {
         Some(list) => list.into_iter().map(|a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?,
         None => (0..rank).collect(),
     };
-    if asked.len() != axes.len() {
-        return Err(LowerReason::Inputs(format!("{} sizes for {} axes", asked.len(), axes.len())));
+    if target_sizes.len() != axes.len() {
+        return Err(LowerReason::Inputs(format!("{} sizes for {} axes", target_sizes.len(), axes.len())));
     }
     let (mut low, mut high) = (vec![Dim::Known(0); rank], vec![Dim::Known(0); rank]);
-    for (at, want) in axes.into_iter().zip(asked) {
+    for (at, want) in axes.into_iter().zip(target_sizes) {
         let have = scope.fact(x).shape[at].clone();
         if have == want {
             continue;
@@ -105,13 +111,13 @@ pub fn center_crop_pad(scope: &mut Scope<'_>) -> Outputs {
         let (Some(have), Some(want)) = (have.known(), want.known()) else {
             return Err(LowerReason::Unsupported(format!("a crop to {want} of an axis of size {have}")));
         };
-        let less = have.saturating_sub(want).saturating_abs();
+        let excess = have.saturating_sub(want).saturating_abs();
         if want < 0 {
             return Err(LowerReason::Inputs(format!("a requested size of {want}")));
         } else if want < have {
-            x = part(scope, x, at, Dim::Known(less / 2), Dim::Known(less / 2 + want))?;
+            x = part(scope, x, at, Dim::Known(excess / 2), Dim::Known(excess / 2 + want))?;
         } else {
-            (low[at], high[at]) = (Dim::Known(less / 2), Dim::Known(less - less / 2));
+            (low[at], high[at]) = (Dim::Known(excess / 2), Dim::Known(excess - excess / 2));
         }
     }
     if low.iter().chain(&high).any(|d| !d.is(0)) {

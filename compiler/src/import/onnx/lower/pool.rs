@@ -1,8 +1,8 @@
 //! Pooling operators beyond max and average pooling: max-pool indices, `MaxUnpool`, Lp pooling, `LpNormalization`,
 //! `Col2Im`.
 
-use super::gather::{count, scaled};
-use super::slice::whole;
+use super::gather::{count, scale_index};
+use super::slice::full_slice;
 use super::window::{pool_window, spatial_of};
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
@@ -45,13 +45,13 @@ pub fn places(
     };
     for axis in 0..axes {
         // Pads up to the end of the last window.
-        let moved = windows[axis].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[axis]))?;
+        let last_start = windows[axis].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[axis]))?;
         let extent =
-            moved.add(&Dim::from(window.dilations[axis].saturating_mul(kernel[axis] - 1)))?.add(&Dim::Known(1))?;
+            last_start.add(&Dim::from(window.dilations[axis].saturating_mul(kernel[axis] - 1)))?.add(&Dim::Known(1))?;
         let low = Dim::from(window.pads_begin[axis]);
-        let lacking = extent.sub(&spatial[axis])?.sub(&low)?;
+        let high = extent.sub(&spatial[axis])?.sub(&low)?;
         pad.low[axis + 2] = low;
-        pad.high[axis + 2] = if lacking.known().is_some_and(|v| v < 0) { Dim::Known(0) } else { lacking };
+        pad.high[axis + 2] = if high.known().is_some_and(|v| v < 0) { Dim::Known(0) } else { high };
     }
     let padded = scope.add(Op::Pad(pad), &[x])?;
     // Flat-index strides of the spatial axes.
@@ -59,44 +59,46 @@ pub fn places(
     for axis in 0..axes {
         strides.push(if by_columns { volume(&spatial[..axis])? } else { volume(&spatial[axis + 1..])? });
     }
-    let known: Option<Vec<i64>> = strides.iter().map(Dim::known).collect();
-    let known = known
+    let static_strides: Option<Vec<i64>> = strides.iter().map(Dim::known).collect();
+    let static_strides = static_strides
         .ok_or_else(|| LowerReason::Inputs("the indices for an image of symbolic size are unknown".to_string()))?;
     let (mut parts, mut table) = (Vec::with_capacity(taps), Vec::with_capacity(taps));
     let column: Vec<Dim> = [&shape[..2], &windows, &[Dim::Known(1)]].concat();
     for tap in 0..taps {
-        let mut slice = whole(&scope.fact(padded).shape);
-        let (mut rest, mut place) = (tap, 0i64);
+        let mut slice = full_slice(&scope.fact(padded).shape);
+        let (mut remaining_tap, mut index) = (tap, 0i64);
         for axis in (0..axes).rev() {
-            let at = (rest % kernel[axis]).saturating_mul(window.dilations[axis]);
-            rest /= kernel[axis];
-            let moved = windows[axis].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[axis]))?;
+            let at = (remaining_tap % kernel[axis]).saturating_mul(window.dilations[axis]);
+            remaining_tap /= kernel[axis];
+            let last_start = windows[axis].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[axis]))?;
             slice.begin[axis + 2] = Dim::from(at);
-            slice.end[axis + 2] = moved.add(&Dim::from(at + 1))?;
+            slice.end[axis + 2] = last_start.add(&Dim::from(at + 1))?;
             slice.step[axis + 2] = window.strides[axis];
-            place = place.saturating_add((at as i64 - window.pads_begin[axis] as i64).saturating_mul(known[axis]));
+            index =
+                index.saturating_add((at as i64 - window.pads_begin[axis] as i64).saturating_mul(static_strides[axis]));
         }
-        let seen = scope.add(Op::Slice(slice), &[padded])?;
-        parts.push(scope.reshape(seen, column.clone())?);
-        table.push(place);
+        let elements = scope.add(Op::Slice(slice), &[padded])?;
+        parts.push(scope.reshape(elements, column.clone())?);
+        table.push(index);
     }
-    let seen = if let [one] = parts[..] { one } else { scope.add(Op::Concat(Concat { axis: axes + 2 }), &parts)? };
-    let best = scope.add(Op::ArgReduce(ArgReduce { largest: true, axis: axes + 2, keep: false }), &[seen])?;
+    let elements =
+        if let [part] = parts[..] { part } else { scope.add(Op::Concat(Concat { axis: axes + 2 }), &parts)? };
+    let winner = scope.add(Op::ArgReduce(ArgReduce { largest: true, axis: axes + 2, keep: false }), &[elements])?;
     let table = scope.constant(Tensor::from_i64(&[taps], &table))?;
-    let mut place = scope.add(Op::Gather(Gather { axis: 0 }), &[table, best])?;
+    let mut index = scope.add(Op::Gather(Gather { axis: 0 }), &[table, winner])?;
     // Add the flat offset of each sample, channel and window.
     let image = volume(&spatial)?;
     let mut steps = vec![shape[1].mul(&image)?, image];
-    for (stride, &moved) in strides.iter().zip(&window.strides) {
-        steps.push(stride.mul(&Dim::from(moved))?);
+    for (stride, &last_start) in strides.iter().zip(&window.strides) {
+        steps.push(stride.mul(&Dim::from(last_start))?);
     }
     for (axis, step) in steps.iter().enumerate() {
-        let size = scope.fact(place).shape[axis].clone();
+        let size = scope.fact(index).shape[axis].clone();
         let number = count(scope, axes + 2, axis, &size)?;
-        let start = scaled(scope, number, step)?;
-        place = scope.binary(Binary::Add, place, start)?;
+        let start = scale_index(scope, number, step)?;
+        index = scope.binary(Binary::Add, index, start)?;
     }
-    Ok(place)
+    Ok(index)
 }
 
 /// `MaxUnpool`: puts each value at its index; other elements are zero.
@@ -110,8 +112,9 @@ pub fn max_unpool(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact(x);
     let mut shape = fact.shape[..2].to_vec();
     for axis in 0..axes {
-        let moved = sizes[axis].sub(&Dim::Known(1))?.mul(&Dim::from(strides[axis]))?.add(&Dim::from(kernel[axis]))?;
-        shape.push(moved.sub(&Dim::from(pads[axis]))?.sub(&Dim::from(pads[axes + axis]))?);
+        let full_size =
+            sizes[axis].sub(&Dim::Known(1))?.mul(&Dim::from(strides[axis]))?.add(&Dim::from(kernel[axis]))?;
+        shape.push(full_size.sub(&Dim::from(pads[axis]))?.sub(&Dim::from(pads[axes + axis]))?);
     }
     let (count, size) = (volume(&fact.shape)?, volume(&shape)?);
     let index = scope.cast(index, DType::I64)?;
@@ -123,21 +126,21 @@ pub fn max_unpool(scope: &mut Scope<'_>) -> Outputs {
         // Overlapping windows may share a maximum, which would be added several times; divide by the count.
         let one = scope.scalar(fact.dtype, 1.0)?;
         let ones = scope.broadcast(one, vec![count])?;
-        let times = scope.add(Op::ScatterAdd(scatter), &[ones, index])?;
-        let times = scope.with_number(Binary::Max, times, 1.0)?;
-        y = scope.binary(Binary::Div, y, times)?;
+        let counts = scope.add(Op::ScatterAdd(scatter), &[ones, index])?;
+        let counts = scope.with_number(Binary::Max, counts, 1.0)?;
+        y = scope.binary(Binary::Div, y, counts)?;
     }
     y = scope.reshape(y, shape.clone())?;
-    if let Some(asked) = scope.dims(2, "the shape of the output")? {
-        if asked.len() != shape.len() {
+    if let Some(target_shape) = scope.dims(2, "the shape of the output")? {
+        if target_shape.len() != shape.len() {
             return Err(LowerReason::Inputs(format!(
                 "an output of rank {} for an input of rank {}",
-                asked.len(),
+                target_shape.len(),
                 shape.len()
             )));
         }
         let mut high = Vec::with_capacity(shape.len());
-        for (want, have) in asked.iter().zip(&shape) {
+        for (want, have) in target_shape.iter().zip(&shape) {
             high.push(want.sub(have)?);
         }
         if high.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
@@ -197,8 +200,8 @@ pub fn lp_pool(scope: &mut Scope<'_>) -> Outputs {
             if let (Some(windows), Some(size)) = (known(&windows[axis]), known(&spatial[axis])) {
                 let span = window.dilations[axis].saturating_mul(kernel[axis] - 1) + 1;
                 let extent = windows.saturating_sub(1).saturating_mul(window.strides[axis]).saturating_add(span);
-                let have = size.saturating_add(window.pads_begin[axis]);
-                window.pads_end[axis] = window.pads_end[axis].max(extent.saturating_sub(have));
+                let padded = size.saturating_add(window.pads_begin[axis]);
+                window.pads_end[axis] = window.pads_end[axis].max(extent.saturating_sub(padded));
             }
         }
     }
@@ -231,8 +234,8 @@ pub fn lp_normalization(scope: &mut Scope<'_>) -> Outputs {
     let sum = scope.reduce(ReduceKind::Sum, power, &[at], true)?;
     // The root has no finite gradient at zero, so the sum is replaced by one there.
     let (zero, one) = (scope.scalar(fact.dtype, 0.0)?, scope.scalar(fact.dtype, 1.0)?);
-    let none = scope.compare(Compare::Equal, sum, zero)?;
-    let sum = scope.add(Op::Select(Select {}), &[none, one, sum])?;
+    let is_zero = scope.compare(Compare::Equal, sum, zero)?;
+    let sum = scope.add(Op::Select(Select {}), &[is_zero, one, sum])?;
     let length = norm.root(scope, sum)?;
     Ok(vec![Known::Value(scope.binary(Binary::Div, x, length)?)])
 }
@@ -257,23 +260,23 @@ pub fn col2im(scope: &mut Scope<'_>) -> Outputs {
         dilations: scope.sizes_of("dilations", axes, 1, 1)?,
     };
     let fact = scope.fact(x);
-    let [batch, wide, _] = fact.shape.as_slice() else {
+    let [batch, channel_elements, _] = fact.shape.as_slice() else {
         return Err(LowerReason::Inputs(format!("its input {fact} does not have rank 3")));
     };
-    let each = kernel.iter().try_fold(1usize, |n, k| n.checked_mul(*k)).filter(|n| *n <= TAPS);
-    let each = each.ok_or_else(|| LowerReason::Unsupported(format!("a block of {block:?} elements")))?;
-    let channels = wide.div_exact(&Dim::from(each))?;
+    let kernel_size = kernel.iter().try_fold(1usize, |n, k| n.checked_mul(*k)).filter(|n| *n <= TAPS);
+    let kernel_size = kernel_size.ok_or_else(|| LowerReason::Unsupported(format!("a block of {block:?} elements")))?;
+    let channels = channel_elements.div_exact(&Dim::from(kernel_size))?;
     let groups = channels.known().and_then(|c| usize::try_from(c).ok());
     let groups = groups.ok_or_else(|| LowerReason::Inputs(format!("the number of channels {channels} is unknown")))?;
     let windows = window.output(&spatial, &dims_of(&kernel), false).map_err(|e| LowerReason::Inputs(e.to_string()))?;
-    let dy = scope.reshape(x, [vec![batch.clone(), wide.clone()], windows].concat())?;
+    let dy = scope.reshape(x, [vec![batch.clone(), channel_elements.clone()], windows].concat())?;
     // Filter k of each channel is 1 at element k, else 0.
-    let square = |axis| Op::Iota(Iota { fact: Fact::of(DType::I64, &[each, each]), axis });
+    let square = |axis| Op::Iota(Iota { fact: Fact::of(DType::I64, &[kernel_size, kernel_size]), axis });
     let (row, column) = (scope.add(square(0), &[])?, scope.add(square(1), &[])?);
-    let same = scope.compare(Compare::Equal, row, column)?;
-    let picks = scope.cast(same, fact.dtype)?;
-    let picks = scope.broadcast(picks, vec![channels, Dim::from(each), Dim::from(each)])?;
-    let w = scope.reshape(picks, [vec![wide.clone(), Dim::Known(1)], dims_of(&kernel)].concat())?;
+    let is_diagonal = scope.compare(Compare::Equal, row, column)?;
+    let picks = scope.cast(is_diagonal, fact.dtype)?;
+    let picks = scope.broadcast(picks, vec![channels, Dim::from(kernel_size), Dim::from(kernel_size)])?;
+    let w = scope.reshape(picks, [vec![channel_elements.clone(), Dim::Known(1)], dims_of(&kernel)].concat())?;
     let op = Op::ConvInputGrad(ConvInputGrad { window, groups, spatial });
     Ok(vec![Known::Value(scope.add(op, &[dy, w])?)])
 }

@@ -7,7 +7,7 @@ use super::attribute::axis;
 use super::linear::product;
 use super::slice::part;
 use super::weight::dtype_of;
-use super::window::convolved;
+use super::window::convolve;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
@@ -37,10 +37,10 @@ fn type_of(scope: &Scope<'_>, name: &'static str) -> Result<Option<DType>, Lower
 }
 
 /// Expands a scale or zero point to broadcast with `dims`: per tensor, per axis or per block.
-fn stretched(scope: &mut Scope<'_>, given: Value, dims: &[Dim]) -> Result<Value, LowerReason> {
-    let shape = scope.fact(given).shape;
+fn expand_scale(scope: &mut Scope<'_>, scale: Value, dims: &[Dim]) -> Result<Value, LowerReason> {
+    let shape = scope.fact(scale).shape;
     if shape.iter().all(|d| d.is(1)) {
-        return scope.reshape(given, vec![]);
+        return scope.reshape(scale, vec![]);
     }
     let at = axis(scope.int("axis", 1)?, dims.len())?;
     if let [size] = shape.as_slice() {
@@ -48,25 +48,25 @@ fn stretched(scope: &mut Scope<'_>, given: Value, dims: &[Dim]) -> Result<Value,
         let at = if dims.len() == 1 { 0 } else { at };
         let mut row = vec![Dim::Known(1); dims.len()];
         row[at] = size.clone();
-        return scope.reshape(given, row);
+        return scope.reshape(scale, row);
     }
     let block = scope.int("block_size", 0)?;
     if block < 1 || shape.len() != dims.len() {
-        return Err(LowerReason::Inputs(format!("{} is not a scale for {dims:?}", scope.fact(given))));
+        return Err(LowerReason::Inputs(format!("{} is not a scale for {dims:?}", scope.fact(scale))));
     }
-    let (mut apart, mut joined) = (shape.clone(), shape.clone());
-    apart.insert(at + 1, Dim::Known(1));
-    let given = scope.reshape(given, apart.clone())?;
-    apart[at + 1] = Dim::Known(block);
-    let wide = scope.broadcast(given, apart)?;
-    joined[at] = shape[at].mul(&Dim::Known(block))?;
-    let wide = scope.reshape(wide, joined)?;
-    part(scope, wide, at, Dim::Known(0), dims[at].clone())
+    let (mut block_shape, mut merged_shape) = (shape.clone(), shape.clone());
+    block_shape.insert(at + 1, Dim::Known(1));
+    let scale = scope.reshape(scale, block_shape.clone())?;
+    block_shape[at + 1] = Dim::Known(block);
+    let expanded = scope.broadcast(scale, block_shape)?;
+    merged_shape[at] = shape[at].mul(&Dim::Known(block))?;
+    let expanded = scope.reshape(expanded, merged_shape)?;
+    part(scope, expanded, at, Dim::Known(0), dims[at].clone())
 }
 
 /// Rounds `x`, adds the zero point and saturates to the range of the element type.
-fn saturated(scope: &mut Scope<'_>, x: Value, zero: Option<Value>, to: DType) -> Result<Value, LowerReason> {
-    let (least, greatest) = range(to)?;
+fn saturate(scope: &mut Scope<'_>, x: Value, zero: Option<Value>, to: DType) -> Result<Value, LowerReason> {
+    let (lowest, greatest) = range(to)?;
     let mut y = scope.unary(Unary::Round, x)?;
     if scope.fact(y).dtype != DType::F64 {
         y = scope.cast(y, DType::F32)?;
@@ -75,7 +75,7 @@ fn saturated(scope: &mut Scope<'_>, x: Value, zero: Option<Value>, to: DType) ->
         let zero = scope.cast(zero, scope.fact(y).dtype)?;
         y = scope.binary(Binary::Add, y, zero)?;
     }
-    let y = scope.with_number(Binary::Max, y, least)?;
+    let y = scope.with_number(Binary::Max, y, lowest)?;
     let y = scope.with_number(Binary::Min, y, greatest)?;
     scope.cast(y, to)
 }
@@ -90,11 +90,11 @@ pub fn quantize(scope: &mut Scope<'_>) -> Outputs {
         (None, given) => given.unwrap_or(DType::U8),
     };
     let inner = type_of(scope, "precision")?.unwrap_or(scope.fact(scale).dtype);
-    let scale = stretched(scope, scale, &dims)?;
-    let zero = zero.map(|zero| stretched(scope, zero, &dims)).transpose()?;
+    let scale = expand_scale(scope, scale, &dims)?;
+    let zero = zero.map(|zero| expand_scale(scope, zero, &dims)).transpose()?;
     let (x, scale) = (scope.cast(x, inner)?, scope.cast(scale, inner)?);
     let y = scope.binary(Binary::Div, x, scale)?;
-    Ok(vec![Known::Value(saturated(scope, y, zero, to)?)])
+    Ok(vec![Known::Value(saturate(scope, y, zero, to)?)])
 }
 
 /// `(x - zero point)·scale`
@@ -104,11 +104,11 @@ pub fn dequantize(scope: &mut Scope<'_>) -> Outputs {
     let to = type_of(scope, "output_dtype")?.unwrap_or(scope.fact(scale).dtype);
     let mut y = scope.cast(x, DType::I32)?;
     if let Some(zero) = scope.optional(2)? {
-        let zero = stretched(scope, zero, &dims)?;
+        let zero = expand_scale(scope, zero, &dims)?;
         let zero = scope.cast(zero, DType::I32)?;
         y = scope.binary(Binary::Sub, y, zero)?;
     }
-    let scale = stretched(scope, scale, &dims)?;
+    let scale = expand_scale(scope, scale, &dims)?;
     let (y, scale) = (scope.cast(y, to)?, scope.cast(scale, to)?);
     Ok(vec![Known::Value(scope.binary(Binary::Mul, y, scale)?)])
 }
@@ -117,52 +117,57 @@ pub fn dequantize(scope: &mut Scope<'_>) -> Outputs {
 pub fn dynamic_quantize(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let axes: Vec<usize> = (0..scope.fact(x).rank()).collect();
-    let most = scope.reduce(ReduceKind::Max, x, &axes, false)?;
-    let most = scope.with_number(Binary::Max, most, 0.0)?;
-    let least = scope.reduce(ReduceKind::Min, x, &axes, false)?;
-    let least = scope.with_number(Binary::Min, least, 0.0)?;
-    let reach = scope.binary(Binary::Sub, most, least)?;
+    let maximum = scope.reduce(ReduceKind::Max, x, &axes, false)?;
+    let maximum = scope.with_number(Binary::Max, maximum, 0.0)?;
+    let minimum = scope.reduce(ReduceKind::Min, x, &axes, false)?;
+    let minimum = scope.with_number(Binary::Min, minimum, 0.0)?;
+    let reach = scope.binary(Binary::Sub, maximum, minimum)?;
     // For an all-zero input any scale is valid.
     let dtype = scope.fact(x).dtype;
     let (zero, one) = (scope.scalar(dtype, 0.0)?, scope.scalar(dtype, 1.0)?);
     let flat = scope.compare(Compare::Equal, reach, zero)?;
     let scale = scope.with_number(Binary::Div, reach, 255.0)?;
     let scale = scope.select(flat, one, scale)?;
-    let below = scope.binary(Binary::Div, least, scale)?;
+    let below = scope.binary(Binary::Div, minimum, scale)?;
     let zero = scope.unary(Unary::Neg, below)?;
-    let zero = saturated(scope, zero, None, DType::U8)?;
+    let zero = saturate(scope, zero, None, DType::U8)?;
     let y = scope.binary(Binary::Div, x, scale)?;
-    let y = saturated(scope, y, Some(zero), DType::U8)?;
+    let y = saturate(scope, y, Some(zero), DType::U8)?;
     Ok([y, scale, zero].map(Known::Value).to_vec())
 }
 
 /// Input `slot` minus the zero point in input `zero`, in `f64`. A vector of zero points belongs to the axis
 /// `from_back`, counted from the last.
-fn centred(scope: &mut Scope<'_>, slot: usize, zero: usize, from_back: usize) -> Result<Value, LowerReason> {
+fn subtract_zero_point(
+    scope: &mut Scope<'_>,
+    slot: usize,
+    zero: usize,
+    from_back: usize,
+) -> Result<Value, LowerReason> {
     let x = scope.value(slot)?;
     let x = scope.cast(x, DType::F64)?;
     let Some(zero) = scope.optional(zero)? else { return Ok(x) };
     let zero = scope.cast(zero, DType::F64)?;
-    let zero = listed(scope, zero, from_back)?;
+    let zero = expand_axis(scope, zero, from_back)?;
     scope.binary(Binary::Sub, x, zero)
 }
 
 /// Reshapes a scalar, or a vector along an axis counted from the last, for broadcasting.
-fn listed(scope: &mut Scope<'_>, given: Value, from_back: usize) -> Result<Value, LowerReason> {
-    let shape = scope.fact(given).shape;
+fn expand_axis(scope: &mut Scope<'_>, value: Value, from_back: usize) -> Result<Value, LowerReason> {
+    let shape = scope.fact(value).shape;
     match shape.as_slice() {
-        dims if dims.iter().all(|d| d.is(1)) => scope.reshape(given, vec![]),
+        dims if dims.iter().all(|d| d.is(1)) => scope.reshape(value, vec![]),
         [size] => {
             let mut row = vec![size.clone()];
             row.extend(vec![Dim::Known(1); from_back]);
-            scope.reshape(given, row)
+            scope.reshape(value, row)
         }
-        _ => Ok(given),
+        _ => Ok(value),
     }
 }
 
 pub fn matmul_integer(scope: &mut Scope<'_>) -> Outputs {
-    let (a, b) = (centred(scope, 0, 2, 1)?, centred(scope, 1, 3, 0)?);
+    let (a, b) = (subtract_zero_point(scope, 0, 2, 1)?, subtract_zero_point(scope, 1, 3, 0)?);
     let y = product(scope, a, b)?;
     Ok(vec![Known::Value(scope.cast(y, DType::I32)?)])
 }
@@ -170,52 +175,52 @@ pub fn matmul_integer(scope: &mut Scope<'_>) -> Outputs {
 /// Integer convolution in `i32`. Padding has the value zero after subtraction of the zero point.
 pub fn conv_integer(scope: &mut Scope<'_>) -> Outputs {
     let axes = scope.fact_of(1)?.rank().saturating_sub(1);
-    let (x, w) = (centred(scope, 0, 2, 0)?, centred(scope, 1, 3, axes)?);
-    let y = convolved(scope, x, w)?;
+    let (x, w) = (subtract_zero_point(scope, 0, 2, 0)?, subtract_zero_point(scope, 1, 3, axes)?);
+    let y = convolve(scope, x, w)?;
     Ok(vec![Known::Value(scope.cast(y, DType::I32)?)])
 }
 
 /// `y·(a·b / c)`, quantised again. The quotient has the precision of the scales.
-fn requantised(scope: &mut Scope<'_>, y: Value, scales: [Value; 3], zero: Option<Value>) -> Result<Value, LowerReason> {
+fn requantise(scope: &mut Scope<'_>, y: Value, scales: [Value; 3], zero: Option<Value>) -> Result<Value, LowerReason> {
     let [a, b, c] = scales;
     let product = scope.binary(Binary::Mul, a, b)?;
     let ratio = scope.binary(Binary::Div, product, c)?;
     let ratio = scope.cast(ratio, DType::F64)?;
     let y = scope.binary(Binary::Mul, y, ratio)?;
     let to = zero.map_or(DType::U8, |zero| scope.fact(zero).dtype);
-    saturated(scope, y, zero, to)
+    saturate(scope, y, zero, to)
 }
 
 pub fn qlinear_matmul(scope: &mut Scope<'_>) -> Outputs {
-    let (a, b) = (centred(scope, 0, 2, 1)?, centred(scope, 3, 5, 0)?);
+    let (a, b) = (subtract_zero_point(scope, 0, 2, 1)?, subtract_zero_point(scope, 3, 5, 0)?);
     let y = product(scope, a, b)?;
     let mut scales = Vec::new();
     for (slot, from_back) in [(1, 1), (4, 0), (6, 1)] {
         let scale = scope.value(slot)?;
-        scales.push(listed(scope, scale, from_back)?);
+        scales.push(expand_axis(scope, scale, from_back)?);
     }
     let zero = scope.optional(7)?;
-    let zero = zero.map(|zero| listed(scope, zero, 1)).transpose()?;
-    Ok(vec![Known::Value(requantised(scope, y, [scales[0], scales[1], scales[2]], zero)?)])
+    let zero = zero.map(|zero| expand_axis(scope, zero, 1)).transpose()?;
+    Ok(vec![Known::Value(requantise(scope, y, [scales[0], scales[1], scales[2]], zero)?)])
 }
 
 /// Quantised convolution with quantised result. The unit of the bias is the product of both input scales.
 pub fn qlinear_conv(scope: &mut Scope<'_>) -> Outputs {
     let rank = scope.fact_of(3)?.rank();
     let channel = rank.saturating_sub(2);
-    let (x, w) = (centred(scope, 0, 2, 0)?, centred(scope, 3, 5, rank.saturating_sub(1))?);
-    let mut y = convolved(scope, x, w)?;
+    let (x, w) = (subtract_zero_point(scope, 0, 2, 0)?, subtract_zero_point(scope, 3, 5, rank.saturating_sub(1))?);
+    let mut y = convolve(scope, x, w)?;
     if let Some(bias) = scope.optional(8)? {
         let bias = scope.cast(bias, DType::F64)?;
-        let bias = listed(scope, bias, channel)?;
+        let bias = expand_axis(scope, bias, channel)?;
         y = scope.binary(Binary::Add, y, bias)?;
     }
     let mut scales = Vec::new();
     for slot in [1, 4, 6] {
         let scale = scope.value(slot)?;
-        scales.push(listed(scope, scale, channel)?);
+        scales.push(expand_axis(scope, scale, channel)?);
     }
     let zero = scope.optional(7)?;
-    let zero = zero.map(|zero| listed(scope, zero, 0)).transpose()?;
-    Ok(vec![Known::Value(requantised(scope, y, [scales[0], scales[1], scales[2]], zero)?)])
+    let zero = zero.map(|zero| expand_axis(scope, zero, 0)).transpose()?;
+    Ok(vec![Known::Value(requantise(scope, y, [scales[0], scales[1], scales[2]], zero)?)])
 }

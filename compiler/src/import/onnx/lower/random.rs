@@ -19,7 +19,7 @@ fn dtype(scope: &Scope<'_>, natural: DType) -> Result<DType, LowerReason> {
 }
 
 /// Element type and shape of the result: with `like` those of the operand, else from attributes.
-fn asked(scope: &Scope<'_>, like: bool) -> Result<(DType, Vec<Dim>), LowerReason> {
+fn output_type(scope: &Scope<'_>, like: bool) -> Result<(DType, Vec<Dim>), LowerReason> {
     if like {
         let fact = scope.fact_of(0)?;
         return Ok((dtype(scope, fact.dtype)?, fact.shape));
@@ -37,13 +37,13 @@ fn one(value: Value) -> Outputs {
 }
 
 pub fn uniform(scope: &mut Scope<'_>, like: bool) -> Outputs {
-    let (dtype, shape) = asked(scope, like)?;
+    let (dtype, shape) = output_type(scope, like)?;
     let range = [scope.float("low", 0.0)?, scope.float("high", 1.0)?];
-    one(random::between(scope, floats(dtype)?, &shape, range)?)
+    one(random::uniform_between(scope, floats(dtype)?, &shape, range)?)
 }
 
 pub fn normal(scope: &mut Scope<'_>, like: bool) -> Outputs {
-    let (dtype, shape) = asked(scope, like)?;
+    let (dtype, shape) = output_type(scope, like)?;
     let (mean, scale) = (scope.float("mean", 0.0)?, scope.float("scale", 1.0)?);
     one(random::normal(scope, floats(dtype)?, &shape, mean, scale)?)
 }

@@ -9,7 +9,7 @@
 
 use super::cell::{self, Function};
 use super::lengths::Lengths;
-use super::movement::opened;
+use super::movement::open_batch;
 use super::slice::part;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::graph::Graph;
@@ -45,9 +45,9 @@ fn rows(fact: &Fact, lead: usize) -> Option<i64> {
 /// work, since a value concatenated with itself repeatedly has exponentially many paths.
 fn pieces(graph: &Graph, value: Value, lead: usize, depth: usize, visits: &mut usize) -> Option<Vec<Piece>> {
     let fact = graph.fact(value);
-    let whole = vec![Piece { value, lead, begin: 0, end: rows(fact, lead)? }];
+    let untraced = vec![Piece { value, lead, begin: 0, end: rows(fact, lead)? }];
     *visits = visits.saturating_sub(1);
-    let seen = match &graph.node(value.node).op {
+    let traced = match &graph.node(value.node).op {
         _ if depth == 0 || *visits == 0 => None,
         Op::Concat(Concat { axis: 0 }) => {
             let parts = graph.inputs(value.node).into_iter().map(|part| pieces(graph, part, lead, depth - 1, visits));
@@ -57,13 +57,16 @@ fn pieces(graph: &Graph, value: Value, lead: usize, depth: usize, visits: &mut u
             let from = graph.inputs(value.node)[0];
             let shape = &graph.fact(from).shape;
             let untouched = |i: usize| slice.begin[i].is(0) && slice.end[i] == shape[i];
-            let plain = slice.step.iter().all(|s| *s == 1) && (1..shape.len()).all(untouched);
+            let is_row_range = slice.step.iter().all(|s| *s == 1) && (1..shape.len()).all(untouched);
             let range = slice.begin[0].known().zip(slice.end[0].known());
             // With two leading axes, one entry of the first axis is several rows.
-            let each = shape.get(1..lead).and_then(|dims| dims.iter().try_fold(1i64, |n, d| n.checked_mul(d.known()?)));
-            match (plain, range, each) {
-                (true, Some((begin, end)), Some(each)) => pieces(graph, from, lead, depth - 1, visits)
-                    .and_then(|all| take(&all, begin.checked_mul(each)?, end.checked_mul(each)?)),
+            let rows_per_entry =
+                shape.get(1..lead).and_then(|dims| dims.iter().try_fold(1i64, |n, d| n.checked_mul(d.known()?)));
+            match (is_row_range, range, rows_per_entry) {
+                (true, Some((begin, end)), Some(rows_per_entry)) => pieces(graph, from, lead, depth - 1, visits)
+                    .and_then(|rows_before| {
+                        take(&rows_before, begin.checked_mul(rows_per_entry)?, end.checked_mul(rows_per_entry)?)
+                    }),
                 _ => None,
             }
         }
@@ -81,34 +84,34 @@ fn pieces(graph: &Graph, value: Value, lead: usize, depth: usize, visits: &mut u
         }
         _ => None,
     };
-    Some(seen.filter(|seen| seen.len() <= PIECES).unwrap_or(whole))
+    Some(traced.filter(|traced| traced.len() <= PIECES).unwrap_or(untraced))
 }
 
 /// Rows `begin..end` of the concatenated pieces; `None` if out of range.
 fn take(pieces: &[Piece], begin: i64, end: i64) -> Option<Vec<Piece>> {
-    let (mut at, mut taken) = (0i64, Vec::new());
+    let (mut at, mut range) = (0i64, Vec::new());
     for piece in pieces {
         let size = piece.end - piece.begin;
-        let (low, high) = ((begin - at).clamp(0, size), (end - at).clamp(0, size));
-        if low < high {
-            taken.push(Piece { begin: piece.begin + low, end: piece.begin + high, ..*piece });
+        let (from, to) = ((begin - at).clamp(0, size), (end - at).clamp(0, size));
+        if from < to {
+            range.push(Piece { begin: piece.begin + from, end: piece.begin + to, ..*piece });
         }
         at += size;
     }
-    (0 <= begin && begin <= end && end <= at).then_some(taken)
+    (0 <= begin && begin <= end && end <= at).then_some(range)
 }
 
-fn joined(pieces: Vec<Piece>) -> Vec<Piece> {
-    let mut list: Vec<Piece> = Vec::new();
+fn merge_adjacent(pieces: Vec<Piece>) -> Vec<Piece> {
+    let mut merged: Vec<Piece> = Vec::new();
     for piece in pieces {
-        match list.last_mut() {
+        match merged.last_mut() {
             Some(last) if (last.value, last.lead, last.end) == (piece.value, piece.lead, piece.begin) => {
                 last.end = piece.end;
             }
-            _ => list.push(piece),
+            _ => merged.push(piece),
         }
     }
-    list
+    merged
 }
 
 /// A weight of all directions, as rows.
@@ -146,19 +149,19 @@ impl DirectionWeights {
         let mut list = Vec::new();
         for block in order {
             let begin = first + block * hidden;
-            let taken = take(&self.pieces, begin, begin + hidden);
-            list.extend(taken.ok_or_else(|| LowerReason::Inputs("its weights have too few rows".to_string()))?);
+            let rows_of_block = take(&self.pieces, begin, begin + hidden);
+            list.extend(rows_of_block.ok_or_else(|| LowerReason::Inputs("its weights have too few rows".to_string()))?);
         }
         let mut parts = Vec::new();
-        for piece in joined(list) {
+        for piece in merge_adjacent(list) {
             let fact = scope.fact(piece.value);
-            let all = rows(&fact, piece.lead).unwrap_or(piece.end);
-            let mut shape = vec![Dim::Known(all)];
+            let row_count = rows(&fact, piece.lead).unwrap_or(piece.end);
+            let mut shape = vec![Dim::Known(row_count)];
             shape.extend(self.row.iter().cloned());
             let flat = scope.reshape(piece.value, shape)?;
-            let whole = piece.begin == 0 && piece.end == all;
+            let is_whole = piece.begin == 0 && piece.end == row_count;
             let (begin, end) = (Dim::Known(piece.begin), Dim::Known(piece.end));
-            parts.push(if whole { flat } else { part(scope, flat, 0, begin, end)? });
+            parts.push(if is_whole { flat } else { part(scope, flat, 0, begin, end)? });
         }
         match parts.as_slice() {
             [one] => Ok(*one),
@@ -202,19 +205,20 @@ impl Layer {
             return Err(LowerReason::Inputs(format!("its input {} is not a batch of sequences", scope.fact(x))));
         }
         if batch_first {
-            x = turned(scope, x, &[1, 0, 2])?;
+            x = transpose(scope, x, &[1, 0, 2])?;
         }
-        let wide = scope.fact_of(2)?.shape.get(1).and_then(Dim::known).filter(|rows| *rows > 0 && rows % gates == 0);
-        let wide =
-            wide.ok_or_else(|| LowerReason::Inputs(format!("its recurrent weights are {:?}", scope.fact_of(2).ok())))?;
+        let gate_rows =
+            scope.fact_of(2)?.shape.get(1).and_then(Dim::known).filter(|rows| *rows > 0 && rows % gates == 0);
+        let gate_rows = gate_rows
+            .ok_or_else(|| LowerReason::Inputs(format!("its recurrent weights are {:?}", scope.fact_of(2).ok())))?;
         let lengths = Lengths::read(scope, 4, x)?;
-        Ok(Layer { x, batch_first, reversed, hidden: wide / gates, lengths, functions, clip })
+        Ok(Layer { x, batch_first, reversed, hidden: gate_rows / gates, lengths, functions, clip })
     }
 
     /// True if a core op supports the layer: no clipping, and the given activations in each direction.
     fn is_plain(&self, activations: &[&str]) -> bool {
-        let usual = |list: &Vec<Function>| list.iter().zip(activations).all(|(f, name)| f.is(name));
-        self.clip.is_none() && self.functions.iter().all(usual)
+        let has_activations = |list: &Vec<Function>| list.iter().zip(activations).all(|(f, name)| f.is(name));
+        self.clip.is_none() && self.functions.iter().all(has_activations)
     }
 
     /// The initial state of a direction: a slice of input `slot`, or zeros.
@@ -222,49 +226,49 @@ impl Layer {
         let fact = scope.fact(self.x);
         let shape = vec![fact.shape[1].clone(), Dim::Known(self.hidden)];
         let axis = usize::from(self.batch_first);
-        let mut all = shape.clone();
-        all.insert(axis, Dim::from(self.reversed.len()));
-        let given = match opened(scope, slot, &all)? {
-            Some(sample) => Some(scope.broadcast(sample, all)?),
+        let mut full_shape = shape.clone();
+        full_shape.insert(axis, Dim::from(self.reversed.len()));
+        let initial = match open_batch(scope, slot, &full_shape)? {
+            Some(sample) => Some(scope.broadcast(sample, full_shape)?),
             None => scope.optional(slot)?,
         };
-        let Some(given) = given else {
+        let Some(initial) = initial else {
             let zero = scope.scalar(fact.dtype, 0.0)?;
             return scope.broadcast(zero, shape);
         };
-        if scope.fact(given).rank() != 3 {
-            return Err(LowerReason::Inputs(format!("its initial state is {}", scope.fact(given))));
+        if scope.fact(initial).rank() != 3 {
+            return Err(LowerReason::Inputs(format!("its initial state is {}", scope.fact(initial))));
         }
-        let own = match self.reversed.len() {
-            1 => given,
-            _ => part(scope, given, axis, Dim::from(direction), Dim::from(direction + 1))?,
+        let state = match self.reversed.len() {
+            1 => initial,
+            _ => part(scope, initial, axis, Dim::from(direction), Dim::from(direction + 1))?,
         };
-        scope.reshape(own, shape)
+        scope.reshape(state, shape)
     }
 
     /// Stacks the outputs `[T, N, H]` of all directions to `[T, D, N, H]`, or the batch-first layout.
-    fn sequence(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Known, LowerReason> {
+    fn sequence(&self, scope: &mut Scope<'_>, directions: &[Value]) -> Result<Known, LowerReason> {
         let mut parts = Vec::new();
-        for y in each {
+        for y in directions {
             let mut shape = scope.fact(*y).shape;
             shape.insert(1, Dim::Known(1));
             parts.push(scope.reshape(*y, shape)?);
         }
-        let all = if let [one] = parts[..] { one } else { scope.add(Op::Concat(Concat { axis: 1 }), &parts)? };
-        Ok(Known::Value(if self.batch_first { turned(scope, all, &[2, 0, 1, 3])? } else { all }))
+        let stacked = if let [one] = parts[..] { one } else { scope.add(Op::Concat(Concat { axis: 1 }), &parts)? };
+        Ok(Known::Value(if self.batch_first { transpose(scope, stacked, &[2, 0, 1, 3])? } else { stacked }))
     }
 
     /// Stacks the final states `[N, H]` of all directions to `[D, N, H]`, or the batch-first layout.
-    fn last(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Known, LowerReason> {
+    fn last(&self, scope: &mut Scope<'_>, directions: &[Value]) -> Result<Known, LowerReason> {
         let axis = usize::from(self.batch_first);
         let mut parts = Vec::new();
-        for h in each {
+        for h in directions {
             let mut shape = scope.fact(*h).shape;
             shape.insert(axis, Dim::Known(1));
             parts.push(scope.reshape(*h, shape)?);
         }
-        let all = if let [one] = parts[..] { one } else { scope.add(Op::Concat(Concat { axis }), &parts)? };
-        Ok(Known::Value(all))
+        let stacked = if let [one] = parts[..] { one } else { scope.add(Op::Concat(Concat { axis }), &parts)? };
+        Ok(Known::Value(stacked))
     }
 
     /// Runs a core op whose first outputs are y and the final state. With sequence lengths, a backward direction is
@@ -275,19 +279,19 @@ impl Layer {
         reverse: bool,
         h0: Value,
         op: impl FnOnce(bool) -> Op,
-        rest: &[Value],
+        weights: &[Value],
     ) -> Result<Vec<Value>, LowerReason> {
-        let Some(lengths) = &self.lengths else { return scope.add_all(op(reverse), &[&[self.x], rest].concat()) };
-        let x = if reverse { lengths.turned(scope, self.x)? } else { self.x };
-        let mut made = scope.add_all(op(false), &[&[x], rest].concat())?;
-        made[1] = lengths.last(scope, made[0], h0)?;
-        let y = if reverse { lengths.turned(scope, made[0])? } else { made[0] };
-        made[0] = lengths.masked(scope, y)?;
-        Ok(made)
+        let Some(lengths) = &self.lengths else { return scope.add_all(op(reverse), &[&[self.x], weights].concat()) };
+        let x = if reverse { lengths.reverse(scope, self.x)? } else { self.x };
+        let mut outputs = scope.add_all(op(false), &[&[x], weights].concat())?;
+        outputs[1] = lengths.final_state(scope, outputs[0], h0)?;
+        let y = if reverse { lengths.reverse(scope, outputs[0])? } else { outputs[0] };
+        outputs[0] = lengths.mask(scope, y)?;
+        Ok(outputs)
     }
 }
 
-fn turned(scope: &mut Scope<'_>, x: Value, perm: &[usize]) -> Result<Value, LowerReason> {
+fn transpose(scope: &mut Scope<'_>, x: Value, perm: &[usize]) -> Result<Value, LowerReason> {
     scope.add(Op::Transpose(crate::op::Transpose { perm: perm.to_vec() }), &[x])
 }
 
@@ -302,27 +306,28 @@ struct Weights {
 impl Weights {
     fn read(scope: &mut Scope<'_>, layer: &Layer, gates: i64) -> Result<Weights, LowerReason> {
         let (directions, hidden) = (layer.reversed.len() as i64, layer.hidden);
-        let wide = gates * hidden;
+        let gate_rows = gates * hidden;
         let fact = scope.fact(layer.x);
-        let w = DirectionWeights::read(scope, 1, [directions, wide], &fact.shape[2..])?;
-        let r = DirectionWeights::read(scope, 2, [directions, wide], &[Dim::Known(hidden)])?;
-        let b = if scope.has(3) { Some(DirectionWeights::read(scope, 3, [directions, 2 * wide], &[])?) } else { None };
+        let w = DirectionWeights::read(scope, 1, [directions, gate_rows], &fact.shape[2..])?;
+        let r = DirectionWeights::read(scope, 2, [directions, gate_rows], &[Dim::Known(hidden)])?;
+        let b =
+            if scope.has(3) { Some(DirectionWeights::read(scope, 3, [directions, 2 * gate_rows], &[])?) } else { None };
         Ok(Weights { w, r, b, gates, hidden })
     }
 
     /// w_ih, w_hh, b_ih and b_hh of one direction, with the gates in `order`.
     fn of(&self, scope: &mut Scope<'_>, layer: &Layer, at: i64, order: &[i64]) -> Result<[Value; 4], LowerReason> {
-        let (wide, hidden) = (self.gates * self.hidden, self.hidden);
-        let w = self.w.blocks(scope, at * wide, order, hidden)?;
-        let r = self.r.blocks(scope, at * wide, order, hidden)?;
+        let (gate_rows, hidden) = (self.gates * self.hidden, self.hidden);
+        let w = self.w.blocks(scope, at * gate_rows, order, hidden)?;
+        let r = self.r.blocks(scope, at * gate_rows, order, hidden)?;
         let [b_w, b_r] = match &self.b {
             Some(b) => {
-                let first = at * 2 * wide;
-                [b.blocks(scope, first, order, hidden)?, b.blocks(scope, first + wide, order, hidden)?]
+                let first = at * 2 * gate_rows;
+                [b.blocks(scope, first, order, hidden)?, b.blocks(scope, first + gate_rows, order, hidden)?]
             }
             None => {
                 let zero = scope.scalar(scope.fact(layer.x).dtype, 0.0)?;
-                [scope.broadcast(zero, vec![Dim::Known(wide)])?; 2]
+                [scope.broadcast(zero, vec![Dim::Known(gate_rows)])?; 2]
             }
         };
         Ok([w, r, b_w, b_r])
@@ -330,14 +335,14 @@ impl Weights {
 }
 
 pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
-    let usual = ["Sigmoid", "Tanh", "Tanh"];
-    let layer = Layer::read(scope, 4, &usual)?;
-    let plain = layer.is_plain(&usual) && !scope.has(7) && !scope.flag("input_forget", false)?;
+    let defaults = ["Sigmoid", "Tanh", "Tanh"];
+    let layer = Layer::read(scope, 4, &defaults)?;
+    let is_plain = layer.is_plain(&defaults) && !scope.has(7) && !scope.flag("input_forget", false)?;
     let weights = Weights::read(scope, &layer, 4)?;
     let (mut y, mut h, mut c) = (Vec::new(), Vec::new(), Vec::new());
     for (direction, &reverse) in layer.reversed.iter().enumerate() {
         let (h0, c0) = (layer.first(scope, 5, direction)?, layer.first(scope, 6, direction)?);
-        let made = if plain {
+        let outputs = if is_plain {
             // i, f, c, o from i, o, f, c.
             let [w, r, b_w, b_r] = weights.of(scope, &layer, direction as i64, &[0, 2, 3, 1])?;
             layer.run(scope, reverse, h0, |reverse| Op::Lstm(Lstm { reverse }), &[w, r, b_w, b_r, h0, c0])?
@@ -345,12 +350,12 @@ pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
             let parts = weights.of(scope, &layer, direction as i64, &[0, 1, 2, 3])?;
             unrolled_rnn::lstm(scope, &layer, direction, parts, [h0, c0])?
         };
-        y.push(made[0]);
-        h.push(made[1]);
-        c.push(made[2]);
+        y.push(outputs[0]);
+        h.push(outputs[1]);
+        c.push(outputs[2]);
     }
     let (y, h) = (layer.sequence(scope, &y)?, layer.last(scope, &h)?);
-    let c = match plain && layer.lengths.is_some() {
+    let c = match is_plain && layer.lengths.is_some() {
         true => Known::Absent("the last cell state of an LSTM over sequences of different lengths"),
         false => layer.last(scope, &c)?,
     };
@@ -358,14 +363,14 @@ pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
 }
 
 pub fn gru(scope: &mut Scope<'_>) -> Outputs {
-    let usual = ["Sigmoid", "Tanh"];
-    let layer = Layer::read(scope, 3, &usual)?;
+    let defaults = ["Sigmoid", "Tanh"];
+    let layer = Layer::read(scope, 3, &defaults)?;
     let reset_after = scope.flag("linear_before_reset", false)?;
     let weights = Weights::read(scope, &layer, 3)?;
     let (mut y, mut h) = (Vec::new(), Vec::new());
     for (direction, &reverse) in layer.reversed.iter().enumerate() {
         let h0 = layer.first(scope, 5, direction)?;
-        let made = if layer.is_plain(&usual) {
+        let outputs = if layer.is_plain(&defaults) {
             // r, z, n from z, r, h.
             let [w, r, b_w, b_r] = weights.of(scope, &layer, direction as i64, &[1, 0, 2])?;
             layer.run(scope, reverse, h0, |reverse| Op::Gru(Gru { reverse, reset_after }), &[w, r, b_w, b_r, h0])?
@@ -373,8 +378,8 @@ pub fn gru(scope: &mut Scope<'_>) -> Outputs {
             let parts = weights.of(scope, &layer, direction as i64, &[0, 1, 2])?;
             unrolled_rnn::gru(scope, &layer, direction, parts, h0, reset_after)?
         };
-        y.push(made[0]);
-        h.push(made[1]);
+        y.push(outputs[0]);
+        h.push(outputs[1]);
     }
     Ok(vec![layer.sequence(scope, &y)?, layer.last(scope, &h)?])
 }
@@ -387,10 +392,10 @@ pub fn rnn(scope: &mut Scope<'_>) -> Outputs {
     for (direction, &reverse) in layer.reversed.iter().enumerate() {
         let h0 = layer.first(scope, 5, direction)?;
         let parts = weights.of(scope, &layer, direction as i64, &[0])?;
-        let known = [("Tanh", Activation::Tanh), ("Relu", Activation::Relu), ("Sigmoid", Activation::Sigmoid)];
+        let activations = [("Tanh", Activation::Tanh), ("Relu", Activation::Relu), ("Sigmoid", Activation::Sigmoid)];
         let function = &layer.functions[direction][0];
-        let activation = known.into_iter().find(|(name, _)| function.is(name)).filter(|_| layer.clip.is_none());
-        let made = match activation {
+        let activation = activations.into_iter().find(|(name, _)| function.is(name)).filter(|_| layer.clip.is_none());
+        let outputs = match activation {
             Some((_, activation)) => {
                 let [w, r, b_w, b_r] = parts;
                 let op = |reverse| Op::Rnn(Rnn { reverse, activation });
@@ -398,8 +403,8 @@ pub fn rnn(scope: &mut Scope<'_>) -> Outputs {
             }
             None => unrolled_rnn::rnn(scope, &layer, direction, parts, h0)?,
         };
-        y.push(made[0]);
-        h.push(made[1]);
+        y.push(outputs[0]);
+        h.push(outputs[1]);
     }
     Ok(vec![layer.sequence(scope, &y)?, layer.last(scope, &h)?])
 }

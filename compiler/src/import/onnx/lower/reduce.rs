@@ -15,8 +15,8 @@ fn read(scope: &mut Scope<'_>, since: i64) -> Result<(Value, Option<Vec<usize>>,
     let x = scope.value(0)?;
     let rank = scope.fact(x).rank();
     let keep = scope.flag("keepdims", true)?;
-    let given = axes_of(scope, 1, since)?.filter(|list| !list.is_empty());
-    let list = match given {
+    let axis_list = axes_of(scope, 1, since)?.filter(|list| !list.is_empty());
+    let list = match axis_list {
         Some(list) => Some(axes(&list, rank)?),
         None if scope.flag("noop_with_empty_axes", false)? => None,
         None => Some((0..rank).collect()),
@@ -47,9 +47,9 @@ pub enum SumForm {
     Square,
 }
 
-pub fn sum_around(scope: &mut Scope<'_>, around: SumForm) -> Outputs {
+pub fn sum_around(scope: &mut Scope<'_>, form: SumForm) -> Outputs {
     let (x, list, keep) = read(scope, 18)?;
-    let before = match around {
+    let before = match form {
         SumForm::Absolute => scope.unary(Unary::Abs, x)?,
         SumForm::Norm | SumForm::Square => scope.binary(Binary::Mul, x, x)?,
         SumForm::Log => x,
@@ -58,7 +58,7 @@ pub fn sum_around(scope: &mut Scope<'_>, around: SumForm) -> Outputs {
         Some(list) => scope.reduce(ReduceKind::Sum, before, &list, keep)?,
         None => before,
     };
-    let y = match around {
+    let y = match form {
         SumForm::Norm => scope.root(sum, 2.0)?,
         SumForm::Log => scope.unary(Unary::Log, sum)?,
         SumForm::Absolute | SumForm::Square => sum,
@@ -79,8 +79,8 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     let mut y = scope.binary(Binary::Add, log, largest)?;
     if !keep {
         let dims = scope.fact(y).shape;
-        let left = dims.into_iter().enumerate().filter(|(i, _)| !list.contains(i)).map(|(_, d)| d).collect();
-        y = scope.reshape(y, left)?;
+        let kept_dims = dims.into_iter().enumerate().filter(|(i, _)| !list.contains(i)).map(|(_, d)| d).collect();
+        y = scope.reshape(y, kept_dims)?;
     }
     Ok(vec![Known::Value(y)])
 }
@@ -117,11 +117,11 @@ pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
         false => Op::Softmax(Softmax { axis }),
     };
     let at = axis(scope.int("axis", if scope.opset < 13 { 1 } else { -1 })?, dims.len())?;
-    let several = scope.opset < 13 && dims[at + 1..].iter().any(|d| !d.is(1));
-    if !several && !logarithm && scope.fact(x).dtype == DType::F16 {
+    let is_flattened = scope.opset < 13 && dims[at + 1..].iter().any(|d| !d.is(1));
+    if !is_flattened && !logarithm && scope.fact(x).dtype == DType::F16 {
         return Ok(vec![Known::Value(rounded_softmax(scope, x, at)?)]);
     }
-    if !several {
+    if !is_flattened {
         return Ok(vec![Known::Value(scope.add(op(at), &[x])?)]);
     }
     let mut flat: Vec<Dim> = dims[..at].to_vec();
@@ -133,8 +133,8 @@ pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
 
 /// Softmax of F16 as in the standard's function body, which rounds every intermediate result to F16.
 fn rounded_softmax(scope: &mut Scope<'_>, x: Value, axis: usize) -> Result<Value, LowerReason> {
-    let most = scope.reduce(ReduceKind::Max, x, &[axis], true)?;
-    let shifted = scope.binary(Binary::Sub, x, most)?;
+    let maximum = scope.reduce(ReduceKind::Max, x, &[axis], true)?;
+    let shifted = scope.binary(Binary::Sub, x, maximum)?;
     let powers = scope.unary(Unary::Exp, shifted)?;
     let sum = scope.reduce(ReduceKind::Sum, powers, &[axis], true)?;
     scope.binary(Binary::Div, powers, sum)

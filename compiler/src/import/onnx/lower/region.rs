@@ -1,7 +1,7 @@
 //! Bilinear sampling of images: `RoiAlign`, `DeformConv`. A sample is the weighted sum of the four surrounding pixels.
 //! Pixels are rows of a gather, so image and weights have gradients.
 
-use super::gather::{add_offset, count, number, scaled};
+use super::gather::{add_offset, count, number, scale_index};
 use super::movement::transposed;
 use super::slice::part;
 use super::window::with_bias;
@@ -17,55 +17,56 @@ struct BilinearAxis {
     weights: [Value; 2],
 }
 
-fn known(size: &Dim) -> Result<i64, LowerReason> {
+fn static_size(size: &Dim) -> Result<i64, LowerReason> {
     size.known().ok_or_else(|| LowerReason::Inputs(format!("the image size {size} is unknown")))
 }
 
 /// `low <= x <= high` as 1 or 0.
-fn inside(scope: &mut Scope<'_>, x: Value, low: f64, high: f64) -> Result<Value, LowerReason> {
+fn is_inside(scope: &mut Scope<'_>, x: Value, low: f64, high: f64) -> Result<Value, LowerReason> {
     let dtype = scope.fact(x).dtype;
     let (low, high) = (scope.scalar(dtype, low)?, scope.scalar(dtype, high)?);
-    let (above, below) = (scope.compare(Compare::LessEqual, low, x)?, scope.compare(Compare::LessEqual, x, high)?);
-    let within = scope.binary(Binary::And, above, below)?;
-    scope.cast(within, dtype)
+    let (above_low, below_high) =
+        (scope.compare(Compare::LessEqual, low, x)?, scope.compare(Compare::LessEqual, x, high)?);
+    let is_inside = scope.binary(Binary::And, above_low, below_high)?;
+    scope.cast(is_inside, dtype)
 }
 
 /// `1 - x`
-fn rest(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
+fn one_minus(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let one = scope.scalar(scope.fact(x).dtype, 1.0)?;
     scope.binary(Binary::Sub, one, x)
 }
 
 /// Samples an axis of `size` pixels with zero padding around the image.
-fn with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<BilinearAxis, LowerReason> {
+fn sample_with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<BilinearAxis, LowerReason> {
     let last = (size - 1) as f64;
     let low = scope.unary(Unary::Floor, x)?;
     let high = scope.with_number(Binary::Add, low, 1.0)?;
-    let above = scope.binary(Binary::Sub, x, low)?;
-    let mut weights = [rest(scope, above)?, above];
+    let fraction = scope.binary(Binary::Sub, x, low)?;
+    let mut weights = [one_minus(scope, fraction)?, fraction];
     let mut pixels = [low, high];
     for (pixel, weight) in pixels.iter_mut().zip(&mut weights) {
-        let there = inside(scope, *pixel, 0.0, last)?;
-        *weight = scope.binary(Binary::Mul, *weight, there)?;
-        let kept = scope.with_number(Binary::Max, *pixel, 0.0)?;
-        let kept = scope.with_number(Binary::Min, kept, last)?;
-        *pixel = scope.cast(kept, DType::I64)?;
+        let is_inside = is_inside(scope, *pixel, 0.0, last)?;
+        *weight = scope.binary(Binary::Mul, *weight, is_inside)?;
+        let clamped = scope.with_number(Binary::Max, *pixel, 0.0)?;
+        let clamped = scope.with_number(Binary::Min, clamped, last)?;
+        *pixel = scope.cast(clamped, DType::I64)?;
     }
     Ok(BilinearAxis { pixels, weights })
 }
 
 /// Samples an axis of `size` pixels where the border pixels extend by one pixel; beyond that the weights are zero.
-fn with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<BilinearAxis, LowerReason> {
+fn sample_with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<BilinearAxis, LowerReason> {
     let last = (size - 1) as f64;
-    let there = inside(scope, x, -1.0, size as f64)?;
+    let is_inside = is_inside(scope, x, -1.0, size as f64)?;
     let x = scope.with_number(Binary::Max, x, 0.0)?;
     let x = scope.with_number(Binary::Min, x, last)?;
     let low = scope.unary(Unary::Floor, x)?;
-    let next = scope.with_number(Binary::Add, low, 1.0)?;
-    let high = scope.with_number(Binary::Min, next, last)?;
-    let above = scope.binary(Binary::Sub, x, low)?;
-    let below = rest(scope, above)?;
-    let weights = [scope.binary(Binary::Mul, below, there)?, scope.binary(Binary::Mul, above, there)?];
+    let upper = scope.with_number(Binary::Add, low, 1.0)?;
+    let high = scope.with_number(Binary::Min, upper, last)?;
+    let fraction = scope.binary(Binary::Sub, x, low)?;
+    let complement = one_minus(scope, fraction)?;
+    let weights = [scope.binary(Binary::Mul, complement, is_inside)?, scope.binary(Binary::Mul, fraction, is_inside)?];
     Ok(BilinearAxis { pixels: [scope.cast(low, DType::I64)?, scope.cast(high, DType::I64)?], weights })
 }
 
@@ -77,41 +78,47 @@ fn corners(
     width: &Dim,
     [y, x]: [&BilinearAxis; 2],
 ) -> Result<Vec<Value>, LowerReason> {
-    let mut made = Vec::with_capacity(4);
+    let mut corners = Vec::with_capacity(4);
     for (y_pixel, y_weight) in y.pixels.iter().zip(&y.weights) {
-        let line = scaled(scope, *y_pixel, width)?;
-        let line = scope.binary(Binary::Add, first, line)?;
+        let row_start = scale_index(scope, *y_pixel, width)?;
+        let row_start = scope.binary(Binary::Add, first, row_start)?;
         for (x_pixel, x_weight) in x.pixels.iter().zip(&x.weights) {
-            let place = scope.binary(Binary::Add, line, *x_pixel)?;
-            let rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, place])?;
+            let row = scope.binary(Binary::Add, row_start, *x_pixel)?;
+            let rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, row])?;
             let weight = scope.binary(Binary::Mul, *y_weight, *x_weight)?;
             let mut column = scope.fact(weight).shape;
             column.push(Dim::Known(1));
             let weight = scope.reshape(weight, column)?;
-            made.push(scope.binary(Binary::Mul, rows, weight)?);
+            corners.push(scope.binary(Binary::Mul, rows, weight)?);
         }
     }
-    Ok(made)
+    Ok(corners)
 }
 
-fn joined(scope: &mut Scope<'_>, op: Binary, list: Vec<Value>) -> Result<Value, LowerReason> {
+fn fold_values(scope: &mut Scope<'_>, op: Binary, list: Vec<Value>) -> Result<Value, LowerReason> {
     let mut list = list.into_iter();
-    let mut all = list.next().ok_or_else(|| LowerReason::Inputs("it has no inputs to concatenate".to_string()))?;
+    let mut result = list.next().ok_or_else(|| LowerReason::Inputs("it has no inputs to concatenate".to_string()))?;
     for value in list {
-        all = scope.binary(op, all, value)?;
+        result = scope.binary(op, result, value)?;
     }
-    Ok(all)
+    Ok(result)
 }
 
 /// Sample points of regions along one axis, `[R, output·samples]`: centres of equal bins.
-fn sampled(scope: &mut Scope<'_>, start: Value, size: Value, output: i64, samples: i64) -> Result<Value, LowerReason> {
+fn sample_points(
+    scope: &mut Scope<'_>,
+    start: Value,
+    size: Value,
+    output: i64,
+    samples: i64,
+) -> Result<Value, LowerReason> {
     let points = output.saturating_mul(samples);
     let steps = count(scope, 2, 1, &Dim::Known(points))?;
     let steps = scope.cast(steps, scope.fact(start).dtype)?;
     let middle = scope.with_number(Binary::Add, steps, 0.5)?;
-    let share = scope.with_number(Binary::Mul, middle, 1.0 / points as f64)?;
-    let way = scope.binary(Binary::Mul, size, share)?;
-    scope.binary(Binary::Add, start, way)
+    let fraction = scope.with_number(Binary::Mul, middle, 1.0 / points as f64)?;
+    let distance = scope.binary(Binary::Mul, size, fraction)?;
+    scope.binary(Binary::Add, start, distance)
 }
 
 /// `RoiAlign`: samples each region and pools it to a fixed size.
@@ -141,9 +148,9 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
     let [images, channels, height, width] = fact.shape.as_slice() else {
         return Err(LowerReason::Inputs(format!("its input {fact} does not have rank 4")));
     };
-    let edges_of = scope.fact(rois);
-    let [regions, Dim::Known(4)] = edges_of.shape.as_slice() else {
-        return Err(LowerReason::Inputs(format!("its regions are {edges_of}, expected four coordinates each")));
+    let rois_fact = scope.fact(rois);
+    let [regions, Dim::Known(4)] = rois_fact.shape.as_slice() else {
+        return Err(LowerReason::Inputs(format!("its regions are {rois_fact}, expected four coordinates each")));
     };
     let mut edges = Vec::new();
     for at in 0..4 {
@@ -158,7 +165,7 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
         if !half {
             length = scope.with_number(Binary::Max, length, 1.0)?;
         }
-        let points = sampled(scope, edges[at], length, sizes[1 - at], samples)?;
+        let points = sample_points(scope, edges[at], length, sizes[1 - at], samples)?;
         let points = scope.cast(points, fact.dtype)?;
         let count = scope.fact(points).shape[1].clone();
         let row = match at {
@@ -166,20 +173,20 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
             _ => vec![regions.clone(), Dim::Known(1), count],
         };
         let points = scope.reshape(points, row)?;
-        axes.push(with_edges(scope, points, known(size)?)?);
+        axes.push(sample_with_edges(scope, points, static_size(size)?)?);
     }
     let table = transposed(scope, x, vec![0, 2, 3, 1])?;
     let image = height.mul(width)?;
     let table = scope.reshape(table, vec![images.mul(&image)?, channels.clone()])?;
     let batch = scope.cast(batch, DType::I64)?;
     let batch = scope.reshape(batch, vec![regions.clone(), Dim::Known(1), Dim::Known(1)])?;
-    let first = scaled(scope, batch, &image)?;
-    let four = corners(scope, table, first, width, [&axes[0], &axes[1]])?;
+    let first = scale_index(scope, batch, &image)?;
+    let corner_values = corners(scope, table, first, width, [&axes[0], &axes[1]])?;
     // [R, height·samples, width·samples, C]
-    let points = joined(scope, if largest { Binary::Max } else { Binary::Add }, four)?;
+    let points = fold_values(scope, if largest { Binary::Max } else { Binary::Add }, corner_values)?;
     let [rows, columns, samples] = [sizes[0], sizes[1], samples].map(Dim::Known);
-    let apart = vec![regions.clone(), rows, samples.clone(), columns, samples, channels.clone()];
-    let points = scope.reshape(points, apart)?;
+    let split_shape = vec![regions.clone(), rows, samples.clone(), columns, samples, channels.clone()];
+    let points = scope.reshape(points, split_shape)?;
     let kind = if largest { ReduceKind::Max } else { ReduceKind::Mean };
     let pooled = scope.reduce(kind, points, &[2, 4], false)?;
     Ok(vec![Known::Value(transposed(scope, pooled, vec![0, 3, 1, 2])?)])
@@ -202,9 +209,9 @@ fn taps(
 /// Deformable convolution: each kernel element has a learned offset per output position.
 pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
     let (x, w, offset) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
-    let (fact, weight, moves) = (scope.fact(x), scope.fact(w), scope.fact(offset));
+    let (fact, weight, offset_fact) = (scope.fact(x), scope.fact(w), scope.fact(offset));
     let ([batch, channels, height, width], [filters, _, k_y, k_x], [_, _, rows, columns]) =
-        (fact.shape.as_slice(), weight.shape.as_slice(), moves.shape.as_slice())
+        (fact.shape.as_slice(), weight.shape.as_slice(), offset_fact.shape.as_slice())
     else {
         return Err(LowerReason::Unsupported("a deformable convolution with other than two spatial axes".to_string()));
     };
@@ -215,48 +222,48 @@ pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
     let (strides, dilations) = (scope.sizes_of("strides", 2, 1, 1)?, scope.sizes_of("dilations", 2, 1, 1)?);
     let pads = scope.sizes_of("pads", 4, 0, 0)?;
     let (groups, parts) = (Dim::Known(scope.int("group", 1)?.max(1)), Dim::Known(scope.int("offset_group", 1)?.max(1)));
-    let each = channels.div_exact(&parts)?;
+    let group_channels = channels.div_exact(&parts)?;
     let points = [batch.clone(), parts.clone(), total.clone(), rows.clone(), columns.clone()];
-    let apart = [&points[..3], &[Dim::Known(2)], &points[3..]].concat();
-    let offset = scope.reshape(offset, apart)?;
+    let split_shape = [&points[..3], &[Dim::Known(2)], &points[3..]].concat();
+    let offset = scope.reshape(offset, split_shape)?;
     let mut axes = Vec::new();
     for (axis, (size, windows)) in [(height, rows), (width, columns)].into_iter().enumerate() {
-        let own = part(scope, offset, 3, Dim::from(axis), Dim::from(axis + 1))?;
-        let own = scope.reshape(own, points.to_vec())?;
+        let axis_offset = part(scope, offset, 3, Dim::from(axis), Dim::from(axis + 1))?;
+        let axis_offset = scope.reshape(axis_offset, points.to_vec())?;
         let taps = taps(scope, &kernel, axis, dilations[axis], pads[axis])?;
         let taps = scope.cast(taps, fact.dtype)?;
         let start = count(scope, 5, 3 + axis, windows)?;
         let start = scope.cast(start, fact.dtype)?;
         let start = scope.with_number(Binary::Mul, start, strides[axis] as f64)?;
-        let place = scope.binary(Binary::Add, own, taps)?;
-        let place = scope.binary(Binary::Add, place, start)?;
-        axes.push(with_zeros(scope, place, known(size)?)?);
+        let position = scope.binary(Binary::Add, axis_offset, taps)?;
+        let position = scope.binary(Binary::Add, position, start)?;
+        axes.push(sample_with_zeros(scope, position, static_size(size)?)?);
     }
     // A table row has the channels of one offset group at one pixel.
     let image = height.mul(width)?;
-    let table = scope.reshape(x, vec![batch.clone(), parts.clone(), each.clone(), image.clone()])?;
+    let table = scope.reshape(x, vec![batch.clone(), parts.clone(), group_channels.clone(), image.clone()])?;
     let table = transposed(scope, table, vec![0, 1, 3, 2])?;
-    let table = scope.reshape(table, vec![volume(&[batch.clone(), parts.clone(), image.clone()])?, each])?;
+    let table = scope.reshape(table, vec![volume(&[batch.clone(), parts.clone(), image.clone()])?, group_channels])?;
     let mut first = None;
     for (axis, step) in [(0, parts.mul(&image)?), (1, image)] {
         let number = count(scope, 5, axis, &points[axis])?;
-        let steps = scaled(scope, number, &step)?;
+        let steps = scale_index(scope, number, &step)?;
         first = add_offset(scope, first, steps)?;
     }
     let zero = number(scope, &Dim::Known(0))?;
-    let four = corners(scope, table, first.unwrap_or(zero), width, [&axes[0], &axes[1]])?;
+    let corner_values = corners(scope, table, first.unwrap_or(zero), width, [&axes[0], &axes[1]])?;
     // [N, parts, K, rows, columns, C/parts]
-    let mut seen = joined(scope, Binary::Add, four)?;
+    let mut samples = fold_values(scope, Binary::Add, corner_values)?;
     if let Some(mask) = scope.optional(4)? {
         let mask = scope.reshape(mask, [&points[..], &[Dim::Known(1)]].concat())?;
-        seen = scope.binary(Binary::Mul, seen, mask)?;
+        samples = scope.binary(Binary::Mul, samples, mask)?;
     }
     // [N, parts, C/parts, K, rows, columns], reshaped to [N, groups, C/groups·K, windows].
-    let seen = transposed(scope, seen, vec![0, 1, 5, 2, 3, 4])?;
-    let deep = channels.div_exact(&groups)?.mul(&total)?;
-    let seen = scope.reshape(seen, vec![batch.clone(), groups.clone(), deep.clone(), rows.mul(columns)?])?;
-    let w = scope.reshape(w, vec![Dim::Known(1), groups.clone(), filters.div_exact(&groups)?, deep])?;
-    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[w, seen])?;
+    let samples = transposed(scope, samples, vec![0, 1, 5, 2, 3, 4])?;
+    let depth = channels.div_exact(&groups)?.mul(&total)?;
+    let samples = scope.reshape(samples, vec![batch.clone(), groups.clone(), depth.clone(), rows.mul(columns)?])?;
+    let w = scope.reshape(w, vec![Dim::Known(1), groups.clone(), filters.div_exact(&groups)?, depth])?;
+    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[w, samples])?;
     let y = scope.reshape(y, vec![batch.clone(), filters.clone(), rows.clone(), columns.clone()])?;
     let y = match scope.optional(3)? {
         Some(bias) => with_bias(scope, Binary::Add, y, bias)?,

@@ -11,120 +11,119 @@
 
 use super::attribute::{axes, axis};
 use super::{Known, LowerReason, Outputs, Scope, StaticSizes, symbol};
-use crate::import::batch_in_axis::{place, within};
+use crate::import::batch_in_axis::{locate_factor, stride_within};
 use crate::import::build::Build;
-use crate::import::symbolic_batch::alone;
+use crate::import::symbolic_batch::unique_axis;
 use crate::tensor::dim::{Dim, volume};
 
 /// Reshapes to the second input, an attribute before operator set 5.
 pub fn reshape(scope: &mut Scope<'_>) -> Outputs {
     let allow_zero = scope.flag("allowzero", false)?;
-    let asked = if scope.opset < 5 {
+    let target_shape = if scope.opset < 5 {
         scope.ints("shape")?.map(|list| list.into_iter().map(Dim::Known).collect())
     } else {
         scope.dims(1, "the shape")?
     };
-    let asked = asked.ok_or(LowerReason::Missing { slot: 1 })?;
+    let target_shape = target_shape.ok_or(LowerReason::Missing { slot: 1 })?;
     let input = scope.fact_of(0)?.shape;
     let x = scope.value(0)?;
-    let shape = target(&input, &asked, allow_zero, scope.frozen, &|axis| within(scope.graph(), x, axis))?;
+    let shape = target(&input, &target_shape, allow_zero, scope.frozen, &|axis| stride_within(scope.graph(), x, axis))?;
     Ok(vec![Known::Value(scope.reshape(x, shape)?)])
 }
 
-/// Resolves the shape `asked`: copies zeros, infers -1, and replaces the static batch by its symbol. `within` returns
-/// the stride between samples within an axis of the input, if known.
+/// Resolves the shape `target_shape`: copies zeros, infers -1, and replaces the static batch by its symbol.
+/// `stride_within` returns the stride between samples within an axis of the input, if known.
 pub fn target(
     input: &[Dim],
-    asked: &[Dim],
+    target_shape: &[Dim],
     allow_zero: bool,
     frozen: &StaticSizes,
-    within: &dyn Fn(usize) -> Option<i64>,
+    stride_within: &dyn Fn(usize) -> Option<i64>,
 ) -> Result<Vec<Dim>, LowerReason> {
     let format_shape = |dims: &[Dim]| format!("[{}]", dims.iter().map(Dim::to_string).collect::<Vec<_>>().join(", "));
-    let open: Vec<usize> = (0..asked.len()).filter(|&i| asked[i].is(-1)).collect();
-    if open.len() > 1 {
-        return Err(LowerReason::Inputs(format!("the shape {} has more than one -1", format_shape(asked))));
+    let inferred: Vec<usize> = (0..target_shape.len()).filter(|&i| target_shape[i].is(-1)).collect();
+    if inferred.len() > 1 {
+        return Err(LowerReason::Inputs(format!("the shape {} has more than one -1", format_shape(target_shape))));
     }
-    if let Some(wrong) = asked.iter().find(|d| d.known().is_some_and(|v| v < -1)) {
-        return Err(LowerReason::Inputs(format!("the shape {} has a size of {wrong}", format_shape(asked))));
+    if let Some(negative) = target_shape.iter().find(|d| d.known().is_some_and(|v| v < -1)) {
+        return Err(LowerReason::Inputs(format!("the shape {} has a size of {negative}", format_shape(target_shape))));
     }
-    let copied = |from: &[Dim]| -> Result<Vec<Dim>, LowerReason> {
-        let one = |(i, dim): (usize, &Dim)| match from.get(i) {
+    let copy_zeros = |from: &[Dim]| -> Result<Vec<Dim>, LowerReason> {
+        let copy_size = |(i, dim): (usize, &Dim)| match from.get(i) {
             _ if allow_zero || !dim.is(0) => Ok(dim.clone()),
-            Some(same) => Ok(same.clone()),
+            Some(size) => Ok(size.clone()),
             None => Err(LowerReason::Inputs(format!(
                 "the shape {} copies an axis that {} does not have",
-                format_shape(asked),
+                format_shape(target_shape),
                 format_shape(from)
             ))),
         };
-        asked.iter().enumerate().map(one).collect()
+        target_shape.iter().enumerate().map(copy_size).collect()
     };
-    let solved = |from: &[Dim]| -> Result<Vec<Dim>, LowerReason> {
-        let mut shape = copied(from)?;
+    let solve = |from: &[Dim]| -> Result<Vec<Dim>, LowerReason> {
+        let mut shape = copy_zeros(from)?;
         let mismatch = || {
             LowerReason::Inputs(format!(
                 "the shape {} does not fit the input's {}",
-                format_shape(asked),
+                format_shape(target_shape),
                 format_shape(from)
             ))
         };
-        if let Some(&at) = open.first() {
+        if let Some(&at) = inferred.first() {
             shape[at] = Dim::Known(1);
-            let rest = volume(&shape)?;
+            let others = volume(&shape)?;
             shape[at] =
-                if rest.is(0) { Dim::Known(0) } else { volume(from)?.div_exact(&rest).map_err(|_| mismatch())? };
+                if others.is(0) { Dim::Known(0) } else { volume(from)?.div_exact(&others).map_err(|_| mismatch())? };
         }
         if volume(&shape)? == volume(from)? { Ok(shape) } else { Err(mismatch()) }
     };
-    let constant = asked.iter().all(|d| d.known().is_some());
-    let carries = |d: &Dim| d.symbols().iter().any(|s| frozen.contains_key(s));
-    if !constant || !input.iter().any(carries) {
-        return solved(input);
+    let constant = target_shape.iter().all(|d| d.known().is_some());
+    let has_batch = |d: &Dim| d.symbols().iter().any(|s| frozen.contains_key(s));
+    if !constant || !input.iter().any(has_batch) {
+        return solve(input);
     }
     let statics = symbol::substitute(input, frozen)?;
-    opened(input, &solved(&statics)?, frozen, within)
+    restore_batch(input, &solve(&statics)?, frozen, stride_within)
 }
 
 /// Puts the symbol back into the static result `shape` of a reshape, based on strides.
-fn opened(
+fn restore_batch(
     input: &[Dim],
     shape: &[Dim],
     frozen: &StaticSizes,
-    within: &dyn Fn(usize) -> Option<i64>,
+    stride_within: &dyn Fn(usize) -> Option<i64>,
 ) -> Result<Vec<Dim>, LowerReason> {
-    let unclear = |why: &str| {
+    let error = |why: &str| {
         LowerReason::Inputs(format!(
             "the position of the symbolic batch after a reshape is not clear: \
             {why}"
         ))
     };
     let carriers: Vec<usize> = (0..input.len()).filter(|&i| input[i].known().is_none()).collect();
-    let &[carrier] = carriers.as_slice() else { return Err(unclear("several axes depend on it")) };
+    let &[carrier] = carriers.as_slice() else { return Err(error("several axes depend on it")) };
     let symbols = input[carrier].symbols();
-    let [name] = symbols.as_slice() else { return Err(unclear("several symbols combine in one axis")) };
-    let Some(&size) = frozen.get(name) else { return Err(unclear("its size in the file is unknown")) };
+    let [name] = symbols.as_slice() else { return Err(error("several symbols combine in one axis")) };
+    let Some(&size) = frozen.get(name) else { return Err(error("its size in the file is unknown")) };
     let factor = input[carrier].div_exact(&Dim::symbol(name)).ok().and_then(|d| d.known());
-    let Some(factor) = factor else { return Err(unclear("its axis is not a multiple of it")) };
+    let Some(factor) = factor else { return Err(error("its axis is not a multiple of it")) };
     if size < 2 {
-        return Err(unclear("it is exported with size 1, which matches any axis; export with 2 or more"));
+        return Err(error("it is exported with size 1, which matches any axis; export with 2 or more"));
     }
     let numbers: Option<Vec<i64>> = shape.iter().map(Dim::known).collect();
-    let numbers = numbers.ok_or_else(|| unclear("other dimensions are symbolic as well"))?;
-    let inner =
-        volume(&input[carrier + 1..])?.known().ok_or_else(|| unclear("other dimensions are symbolic as well"))?;
-    let step = if factor == 1 { Some(1) } else { within(carrier) };
+    let numbers = numbers.ok_or_else(|| error("other dimensions are symbolic as well"))?;
+    let inner = volume(&input[carrier + 1..])?.known().ok_or_else(|| error("other dimensions are symbolic as well"))?;
+    let step = if factor == 1 { Some(1) } else { stride_within(carrier) };
     let at = match step {
         Some(step) => {
-            let first = inner.checked_mul(step).ok_or_else(|| unclear("the sizes overflow"))?;
-            let (at, _) = place(first, size, &numbers)
-                .ok_or_else(|| unclear("no axis of the result holds it alone or a multiple of it"))?;
+            let first = inner.checked_mul(step).ok_or_else(|| error("the sizes overflow"))?;
+            let (at, _) = locate_factor(first, size, &numbers)
+                .ok_or_else(|| error("no axis of the result holds it alone or a multiple of it"))?;
             at
         }
         None => {
             let statics = symbol::substitute(input, frozen)?.iter().map(Dim::known).collect::<Option<Vec<i64>>>();
-            let only = statics.and_then(|from| alone(&from, carrier, &numbers, size));
-            only.ok_or_else(|| unclear("several axes of the result match it"))?
+            let axis = statics.and_then(|from| unique_axis(&from, carrier, &numbers, size));
+            axis.ok_or_else(|| error("several axes of the result match it"))?
         }
     };
     let mut shape = shape.to_vec();
@@ -136,8 +135,9 @@ fn opened(
 pub fn flatten(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let dims = scope.fact(x).shape;
-    let given = scope.int("axis", 1)?;
-    let at = if usize::try_from(given) == Ok(dims.len()) { dims.len() } else { axis(given, dims.len())? };
+    let axis_attribute = scope.int("axis", 1)?;
+    let at =
+        if usize::try_from(axis_attribute) == Ok(dims.len()) { dims.len() } else { axis(axis_attribute, dims.len())? };
     let shape = vec![volume(&dims[..at])?, volume(&dims[at..])?];
     Ok(vec![Known::Value(scope.reshape(x, shape)?)])
 }
@@ -151,17 +151,17 @@ pub fn axes_of(scope: &Scope<'_>, slot: usize, since: i64) -> Result<Option<Vec<
 pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let dims = scope.fact(x).shape;
-    let gone = match axes_of(scope, 1, 13)? {
+    let squeezed = match axes_of(scope, 1, 13)? {
         Some(list) => axes(&list, dims.len())?,
         None => (0..dims.len()).filter(|&i| dims[i].is(1)).collect(),
     };
-    if let Some(&wrong) = gone.iter().find(|&&i| !dims[i].is(1)) {
+    if let Some(&long_axis) = squeezed.iter().find(|&&i| !dims[i].is(1)) {
         return Err(LowerReason::Inputs(format!(
-            "axis {wrong} has size {}; only an axis of size 1 can be squeezed",
-            dims[wrong]
+            "axis {long_axis} has size {}; only an axis of size 1 can be squeezed",
+            dims[long_axis]
         )));
     }
-    let shape = dims.iter().enumerate().filter(|(i, _)| gone.binary_search(i).is_err()).map(|(_, d)| d.clone());
+    let shape = dims.iter().enumerate().filter(|(i, _)| squeezed.binary_search(i).is_err()).map(|(_, d)| d.clone());
     let shape = shape.collect();
     Ok(vec![Known::Value(scope.reshape(x, shape)?)])
 }
@@ -172,11 +172,11 @@ pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact(x).shape;
     let list = axes_of(scope, 1, 13)?.ok_or(LowerReason::Missing { slot: 1 })?;
     let rank = dims.len() + list.len();
-    let new = axes(&list, rank)?;
-    let mut old = dims.into_iter();
-    let shape = (0..rank).map(|i| match new.binary_search(&i) {
+    let inserted = axes(&list, rank)?;
+    let mut sizes = dims.into_iter();
+    let shape = (0..rank).map(|i| match inserted.binary_search(&i) {
         Ok(_) => Some(Dim::Known(1)),
-        Err(_) => old.next(),
+        Err(_) => sizes.next(),
     });
     let shape =
         shape.collect::<Option<Vec<_>>>().ok_or_else(|| LowerReason::Inputs("its axes do not add up".to_string()))?;
@@ -191,16 +191,16 @@ mod tests {
         text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect()
     }
 
-    fn at_four(input: &str, asked: &str) -> Result<Vec<Dim>, String> {
+    fn at_four(input: &str, target_shape: &str) -> Result<Vec<Dim>, String> {
         let frozen = StaticSizes::from([("batch".to_string(), 4)]);
         // The batch is the outer part of merged axes.
         let ahead = |axis: usize| dims(input)[axis].div_exact(&Dim::symbol("batch")).ok().and_then(|rest| rest.known());
-        target(&dims(input), &dims(asked), false, &frozen, &ahead).map_err(|e| e.to_string())
+        target(&dims(input), &dims(target_shape), false, &frozen, &ahead).map_err(|e| e.to_string())
     }
 
     #[test]
     fn batch_position_follows_strides() {
-        for (input, asked, want) in [
+        for (input, target_shape, expected) in [
             ("batch 16 64", "4 16 4 16", "batch 16 4 16"),
             ("batch 16 97", "64 97", "batch*16 97"),
             ("batch 16 97", "-1 97", "batch*16 97"),
@@ -212,15 +212,15 @@ mod tests {
             ("batch 3 4", "0 -1", "batch 12"),
             ("batch 16", "1 0 -1", "1 batch*4 4"),
         ] {
-            assert_eq!(at_four(input, asked), Ok(dims(want)), "{input} -> {asked}");
+            assert_eq!(at_four(input, target_shape), Ok(dims(expected)), "{input} -> {target_shape}");
         }
     }
 
     #[test]
     fn batch_position_comes_from_the_producer_of_the_axis() {
         let frozen = StaticSizes::from([("batch".to_string(), 4)]);
-        let shape = |input: &str, asked: &str, step: Option<i64>| {
-            target(&dims(input), &dims(asked), false, &frozen, &|_| step).map_err(|e| e.to_string())
+        let shape = |input: &str, target_shape: &str, step: Option<i64>| {
+            target(&dims(input), &dims(target_shape), false, &frozen, &|_| step).map_err(|e| e.to_string())
         };
         // Time-major, then batch-major.
         assert_eq!(shape("batch*8 6", "8 4 6", Some(1)), Ok(dims("8 batch 6")));
@@ -235,9 +235,9 @@ mod tests {
     #[test]
     fn ambiguous_batch_is_refused() {
         assert!(at_four("batch 6", "3 8").unwrap_err().contains("not clear"));
-        let one = StaticSizes::from([("batch".to_string(), 1)]);
+        let batch_of_one = StaticSizes::from([("batch".to_string(), 1)]);
         assert!(
-            target(&dims("batch 16"), &dims("1 16"), false, &one, &|_| None)
+            target(&dims("batch 16"), &dims("1 16"), false, &batch_of_one, &|_| None)
                 .unwrap_err()
                 .to_string()
                 .contains("size 1")
@@ -251,7 +251,8 @@ mod tests {
     #[test]
     fn symbols_without_a_size_divide() {
         let none = StaticSizes::new();
-        let shape = |input: &str, asked: &str| target(&dims(input), &dims(asked), false, &none, &|_| None);
+        let shape =
+            |input: &str, target_shape: &str| target(&dims(input), &dims(target_shape), false, &none, &|_| None);
         assert_eq!(shape("b s 64", "b s 4 16").unwrap(), dims("b s 4 16"));
         assert_eq!(shape("b s 64", "-1 64").unwrap(), dims("b*s 64"));
         assert_eq!(shape("b 8 4", "0 -1").unwrap(), dims("b 32"));

@@ -3,7 +3,7 @@
 use super::attribute::axis;
 use super::fold::charge;
 use super::interpolate::{Axis, Filter, Rounding, Transform};
-use super::linear::mapped;
+use super::linear::multiply_axis;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Gather, Op, Value};
@@ -21,7 +21,7 @@ pub fn resize(scope: &mut Scope<'_>) -> Outputs {
         ..11 => (Transform::Asymmetric, method(scope, "floor")?),
         _ => (transform(scope)?, method(scope, "round_prefer_floor")?),
     };
-    let outside = scope.float("extrapolation_value", 0.0)?;
+    let fill = scope.float("extrapolation_value", 0.0)?;
     let axes = axes(scope, transform)?;
     let mut y = scope.value(0)?;
     for (at, axis) in axes {
@@ -31,7 +31,7 @@ pub fn resize(scope: &mut Scope<'_>) -> Outputs {
             let mut shape = vec![1; scope.fact(y).rank()];
             shape[at] = axis.to;
             let mask = scope.constant(Tensor::from_bool(&shape, &outside_at))?;
-            let value = scope.scalar(scope.fact(y).dtype, outside)?;
+            let value = scope.scalar(scope.fact(y).dtype, fill)?;
             y = scope.select(mask, value, y)?;
         }
     }
@@ -59,7 +59,7 @@ fn resized(
             let weights = axis.weights(transform, *filter)?;
             charge(scope, weights.len())?;
             let matrix = Tensor::from_f64(&[axis.to, axis.from], &weights);
-            mapped(scope, x, at, &matrix)
+            multiply_axis(scope, x, at, &matrix)
         }
     }
 }
@@ -94,29 +94,29 @@ fn method(scope: &Scope<'_>, rounding: &str) -> Result<Method, LowerReason> {
 
 fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, LowerReason> {
     let dims = scope.fact_of(0)?.shape;
-    let listed = match scope.ints("axes")? {
+    let axis_list = match scope.ints("axes")? {
         Some(list) => list.into_iter().map(|a| axis(a, dims.len())).collect::<Result<Vec<_>, _>>()?,
         None => (0..dims.len()).collect(),
     };
-    let regions = regions(scope, listed.len(), transform)?;
-    let asked = asked(scope, &dims, &listed)?;
+    let regions = regions(scope, axis_list.len(), transform)?;
+    let requested = requested_sizes(scope, &dims, &axis_list)?;
     let mut axes = Vec::new();
-    for ((at, region), asked) in listed.into_iter().zip(regions).zip(asked) {
-        let unchanged = match &asked {
-            RequestedSize::Size(size, _) => same(scope, &dims[at], size),
+    for ((at, region), requested) in axis_list.into_iter().zip(regions).zip(requested) {
+        let unchanged = match &requested {
+            RequestedSize::Size(size, _) => is_same_size(scope, &dims[at], size),
             RequestedSize::Scale(scale) => *scale == 1.0,
         };
         if unchanged && region == [0.0, 1.0] {
             continue;
         }
-        let open = || LowerReason::Unsupported(format!("a resize of an axis of unknown size {}", dims[at]));
-        let from = dims[at].known().and_then(|d| usize::try_from(d).ok()).ok_or_else(open)?;
+        let unknown_size = || LowerReason::Unsupported(format!("a resize of an axis of unknown size {}", dims[at]));
+        let from = dims[at].known().and_then(|d| usize::try_from(d).ok()).ok_or_else(unknown_size)?;
         if from == 0 {
             return Err(LowerReason::Inputs("an axis without elements cannot be resized".to_string()));
         }
-        let (to, scale) = match asked {
+        let (to, scale) = match requested {
             RequestedSize::Size(size, scale) => {
-                let to = size.known().and_then(|d| usize::try_from(d).ok()).ok_or_else(open)?;
+                let to = size.known().and_then(|d| usize::try_from(d).ok()).ok_or_else(unknown_size)?;
                 (to, scale.unwrap_or(to as f64 / from as f64))
             }
             // In F32, the precision of the scales: 10 elements times 0.7 are 7, although 0.7 is slightly smaller as a
@@ -134,7 +134,7 @@ enum RequestedSize {
     Scale(f64),
 }
 
-fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<RequestedSize>, LowerReason> {
+fn requested_sizes(scope: &Scope<'_>, dims: &[Dim], axis_list: &[usize]) -> Result<Vec<RequestedSize>, LowerReason> {
     let slot = if scope.opset < 11 { 1 } else { 2 };
     let what = "the scale of a resize";
     let scales: Vec<f64> = match scope.floats("scales")? {
@@ -145,27 +145,28 @@ fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Reques
         if scales.iter().any(|s| !s.is_finite() || *s <= 0.0) {
             return Err(LowerReason::Inputs(format!("the scales {scales:?} are not all positive")));
         }
-        return counted(scales.into_iter().map(RequestedSize::Scale).collect(), listed.len());
+        return check_count(scales.into_iter().map(RequestedSize::Scale).collect(), axis_list.len());
     }
     let sizes = scope.dims(3, "the size of a resize")?.ok_or(LowerReason::Missing { slot })?;
-    let sizes = counted(sizes, listed.len())?;
+    let sizes = check_count(sizes, axis_list.len())?;
     let ratio = |(size, &at): (&Dim, &usize)| Some(size.known()? as f64 / dims[at].known().filter(|d| *d > 0)? as f64);
-    let ratios = || sizes.iter().zip(listed).map(ratio).collect::<Option<Vec<f64>>>();
+    let ratios = || sizes.iter().zip(axis_list).map(ratio).collect::<Option<Vec<f64>>>();
     let scale = match scope.text("keep_aspect_ratio_policy", "stretch")?.as_str() {
         "stretch" => return Ok(sizes.into_iter().map(|size| RequestedSize::Size(size, None)).collect()),
         "not_larger" => ratios().and_then(|list| list.into_iter().reduce(f64::min)),
         "not_smaller" => ratios().and_then(|list| list.into_iter().reduce(f64::max)),
         other => return Err(LowerReason::Unsupported(format!("the aspect ratio policy `{other}`"))),
     };
-    let open = || LowerReason::Unsupported("an aspect ratio with axes of unknown size".to_string());
-    let scale = scale.ok_or_else(open)?;
+    let unknown_size = || LowerReason::Unsupported("an aspect ratio with axes of unknown size".to_string());
+    let scale = scale.ok_or_else(unknown_size)?;
     // Round half up.
     let size = |&at: &usize| dims[at].known().map(|d| Dim::Known((scale * d as f64 + 0.5).floor() as i64));
-    let sizes = listed.iter().map(|at| Some(RequestedSize::Size(size(at)?, Some(scale)))).collect::<Option<Vec<_>>>();
-    sizes.ok_or_else(open)
+    let sizes =
+        axis_list.iter().map(|at| Some(RequestedSize::Size(size(at)?, Some(scale)))).collect::<Option<Vec<_>>>();
+    sizes.ok_or_else(unknown_size)
 }
 
-fn counted<T>(list: Vec<T>, axes: usize) -> Result<Vec<T>, LowerReason> {
+fn check_count<T>(list: Vec<T>, axes: usize) -> Result<Vec<T>, LowerReason> {
     if list.len() == axes {
         Ok(list)
     } else {
@@ -190,6 +191,6 @@ fn span(region: [f64; 2]) -> f64 {
 }
 
 /// True if `want` equals `have`, or its static value in the file.
-fn same(scope: &Scope<'_>, have: &Dim, want: &Dim) -> bool {
+fn is_same_size(scope: &Scope<'_>, have: &Dim, want: &Dim) -> bool {
     have == want || want.known().is_some() && have.substitute(scope.frozen).is_ok_and(|d| d == *want)
 }

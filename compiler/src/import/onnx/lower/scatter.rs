@@ -2,7 +2,7 @@
 //! indices of `gather`.
 
 use super::attribute::axis;
-use super::gather::{count, element_places, joined, number, slice_places};
+use super::gather::{count, element_places, number, read_joined, slice_places};
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::batched;
 use crate::import::build::Build;
@@ -26,28 +26,28 @@ pub fn elements(scope: &mut Scope<'_>) -> Outputs {
     let kind = kind(scope)?;
     let (x, index, updates) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let dims = scope.fact(x).shape;
-    let along = axis(scope.int("axis", 0)?, dims.len())?;
+    let index_axis = axis(scope.int("axis", 0)?, dims.len())?;
     if kind == ScatterKind::Add
         && scope.fact(updates).shape == scope.fact(index).shape
-        && let Some(slices) = batched::slices(scope, &dims, index, along)?
+        && let Some(slices) = batched::slices(scope, &dims, index, index_axis)?
     {
-        return Ok(vec![Known::Value(batched::scatter_add(scope, x, slices, updates, along)?)]);
+        return Ok(vec![Known::Value(batched::scatter_add(scope, x, slices, updates, index_axis)?)]);
     }
-    Ok(vec![Known::Value(written(scope, kind, x, index, updates, along)?)])
+    Ok(vec![Known::Value(scatter_elements(scope, kind, x, index, updates, index_axis)?)])
 }
 
-fn written(
+fn scatter_elements(
     scope: &mut Scope<'_>,
     kind: ScatterKind,
     x: Value,
     index: Value,
     updates: Value,
-    along: usize,
+    index_axis: usize,
 ) -> Result<Value, LowerReason> {
     let dims = scope.fact(x).shape;
-    let places = element_places(scope, &dims, index, along)?;
+    let flat_index = element_places(scope, &dims, index, index_axis)?;
     let flat = scope.reshape(x, vec![volume(&dims)?])?;
-    let y = scope.add(Op::Scatter(Scatter { kind, axis: 0 }), &[flat, places, updates])?;
+    let y = scope.add(Op::Scatter(Scatter { kind, axis: 0 }), &[flat, flat_index, updates])?;
     scope.reshape(y, dims)
 }
 
@@ -56,9 +56,9 @@ pub fn nd(scope: &mut Scope<'_>) -> Outputs {
     let kind = kind(scope)?;
     let (x, index, updates) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let dims = scope.fact(x).shape;
-    let (places, indexed) = slice_places(scope, &dims, index, 0)?;
-    let flat = joined(scope, x, indexed)?;
-    let y = scope.add(Op::Scatter(Scatter { kind, axis: 0 }), &[flat, places, updates])?;
+    let (flat_index, indexed) = slice_places(scope, &dims, index, 0)?;
+    let flat = read_joined(scope, x, indexed)?;
+    let y = scope.add(Op::Scatter(Scatter { kind, axis: 0 }), &[flat, flat_index, updates])?;
     Ok(vec![Known::Value(scope.reshape(y, dims)?)])
 }
 
@@ -70,23 +70,23 @@ pub fn tensor(scope: &mut Scope<'_>) -> Outputs {
         other => return Err(LowerReason::Unsupported(format!("the mode `{other}`"))),
     };
     let (x, updates) = (scope.value(0)?, scope.value(1)?);
-    let (dims, piece) = (scope.fact(x).shape, scope.fact(updates).shape);
-    let along = axis(scope.int("axis", -2)?, dims.len())?;
-    if along == 0 || piece.len() != dims.len() {
-        return Err(LowerReason::Inputs(format!("a cache of rank {} has no sequence axis {along}", dims.len())));
+    let (dims, update_shape) = (scope.fact(x).shape, scope.fact(updates).shape);
+    let index_axis = axis(scope.int("axis", -2)?, dims.len())?;
+    if index_axis == 0 || update_shape.len() != dims.len() {
+        return Err(LowerReason::Inputs(format!("a cache of rank {} has no sequence axis {index_axis}", dims.len())));
     }
-    let mut place = count(scope, dims.len(), along, &piece[along])?;
+    let mut position = count(scope, dims.len(), index_axis, &update_shape[index_axis])?;
     if let Some(starts) = scope.optional(2)? {
         let mut shape = vec![Dim::Known(1); dims.len()];
         shape[0] = dims[0].clone();
         let starts = scope.reshape(starts, shape)?;
         let starts = scope.cast(starts, DType::I64)?;
-        place = scope.binary(Binary::Add, place, starts)?;
+        position = scope.binary(Binary::Add, position, starts)?;
     }
     if circular {
-        let size = number(scope, &dims[along])?;
-        place = scope.binary(Binary::Mod, place, size)?;
+        let size = number(scope, &dims[index_axis])?;
+        position = scope.binary(Binary::Mod, position, size)?;
     }
-    let place = scope.broadcast(place, piece)?;
-    Ok(vec![Known::Value(written(scope, ScatterKind::Replace, x, place, updates, along)?)])
+    let position = scope.broadcast(position, update_shape)?;
+    Ok(vec![Known::Value(scatter_elements(scope, ScatterKind::Replace, x, position, updates, index_axis)?)])
 }

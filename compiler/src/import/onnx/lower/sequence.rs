@@ -12,48 +12,48 @@ use crate::tensor::dim::Dim;
 pub fn split(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact_of(0)?.shape;
     let at = axis(scope.int("axis", 0)?, dims.len())?;
-    let whole = |size: &Dim| {
+    let known_size = |size: &Dim| {
         size.known().filter(|n| (0..=4096).contains(n)).ok_or(LowerReason::NotConstant { what: "the size of the axis" })
     };
     let drop_axis = !scope.has(1) && !scope.flag("keepdims", true)?;
     let sizes = match scope.inputs.get(1) {
         Some(Some(_)) => {
             let scalar = scope.fact_of(1)?.rank() == 0;
-            let given = scope.dims(1, "the sizes of the parts")?.unwrap_or_default();
-            match given.as_slice() {
+            let size_list = scope.dims(1, "the sizes of the parts")?.unwrap_or_default();
+            match size_list.as_slice() {
                 [each] if scalar => {
                     let count = match dims[at].div_exact(each) {
-                        Ok(count) => whole(&count)?,
+                        Ok(count) => known_size(&count)?,
                         Err(_) => {
-                            let each = whole(each)?.max(1);
-                            (whole(&dims[at])? + each - 1) / each
+                            let each = known_size(each)?.max(1);
+                            (known_size(&dims[at])? + each - 1) / each
                         }
                     };
                     in_parts_of(&dims[at], each, count)?
                 }
-                _ => given,
+                _ => size_list,
             }
         }
         _ => {
-            let count = whole(&dims[at])?;
+            let count = known_size(&dims[at])?;
             equal_parts(&dims[at], count, count as usize)?
         }
     };
     let mut values = parts(scope, at, sizes)?;
     if drop_axis {
-        let mut left = dims;
-        left.remove(at);
+        let mut slice_shape = dims;
+        slice_shape.remove(at);
         for value in &mut values {
-            *value = scope.reshape(*value, left.clone())?;
+            *value = scope.reshape(*value, slice_shape.clone())?;
         }
     }
     Ok(vec![Known::Sequence(values.into_iter().map(Known::Value).collect())])
 }
 
-/// The sizes of `count` parts of `each`; the last part may be smaller.
-fn in_parts_of(size: &Dim, each: &Dim, count: i64) -> Result<Vec<Dim>, LowerReason> {
-    let before = each.mul(&Dim::Known(count - 1))?;
-    let mut sizes = vec![each.clone(); usize::try_from(count).unwrap_or(0)];
+/// The sizes of `count` parts of `part_size`; the last part may be smaller.
+fn in_parts_of(size: &Dim, part_size: &Dim, count: i64) -> Result<Vec<Dim>, LowerReason> {
+    let before = part_size.mul(&Dim::Known(count - 1))?;
+    let mut sizes = vec![part_size.clone(); usize::try_from(count).unwrap_or(0)];
     if let Some(last) = sizes.last_mut() {
         *last = size.sub(&before)?;
     }
@@ -81,15 +81,15 @@ fn items(scope: &Scope<'_>) -> Result<Vec<Known>, LowerReason> {
 }
 
 /// The normalised index in input `slot` for a sequence of `count` elements.
-fn place(scope: &Scope<'_>, slot: usize, count: usize) -> Result<usize, LowerReason> {
+fn read_position(scope: &Scope<'_>, slot: usize, count: usize) -> Result<usize, LowerReason> {
     let index = scope.integers(slot, "the position in a sequence")?.and_then(|list| list.first().copied());
     axis(index.ok_or(LowerReason::Missing { slot })?, count)
 }
 
 pub fn at(scope: &mut Scope<'_>) -> Outputs {
     let mut items = items(scope)?;
-    let place = place(scope, 1, items.len())?;
-    Ok(vec![items.swap_remove(place)])
+    let position = read_position(scope, 1, items.len())?;
+    Ok(vec![items.swap_remove(position)])
 }
 
 pub fn construct(scope: &mut Scope<'_>) -> Outputs {
@@ -106,13 +106,13 @@ pub fn insert(scope: &mut Scope<'_>) -> Outputs {
     let mut items = items(scope)?;
     let index = scope.integers(2, "the position in a sequence")?.and_then(|list| list.first().copied());
     let count = items.len();
-    let place = match index {
+    let position = match index {
         None => count,
         // The index `count` appends.
         Some(index) if usize::try_from(index) == Ok(count) => count,
         Some(index) => axis(index, count)?,
     };
-    items.insert(place, scope.known(1)?.clone());
+    items.insert(position, scope.known(1)?.clone());
     sequence(items)
 }
 
@@ -120,8 +120,8 @@ pub fn insert(scope: &mut Scope<'_>) -> Outputs {
 pub fn erase(scope: &mut Scope<'_>) -> Outputs {
     let mut items = items(scope)?;
     let last = items.len().checked_sub(1).ok_or_else(|| LowerReason::Inputs("an empty sequence".to_string()))?;
-    let place = if scope.has(1) { place(scope, 1, items.len())? } else { last };
-    items.remove(place);
+    let position = if scope.has(1) { read_position(scope, 1, items.len())? } else { last };
+    items.remove(position);
     Ok(vec![Known::Sequence(items)])
 }
 
@@ -132,7 +132,7 @@ pub fn length(scope: &mut Scope<'_>) -> Outputs {
 
 pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     let items = items(scope)?;
-    let mut values = items.iter().map(|item| scope.made(item)).collect::<Result<Vec<_>, _>>()?;
+    let mut values = items.iter().map(|item| scope.materialise(item)).collect::<Result<Vec<_>, _>>()?;
     let stacked = scope.flag("new_axis", false)?;
     let first = values.first().ok_or_else(|| LowerReason::Inputs("an empty sequence".to_string()))?;
     let mut shape = scope.fact(*first).shape;

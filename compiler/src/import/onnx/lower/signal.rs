@@ -2,7 +2,7 @@
 
 use super::attribute::axis;
 use super::fold::charge;
-use super::linear::mapped;
+use super::linear::multiply_axis;
 use super::slice::part;
 use super::weight::dtype_of;
 use super::{Known, LowerReason, Outputs, Scope};
@@ -26,13 +26,13 @@ fn number(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Option<f
 
 /// A constant non-negative integer; `None` if omitted.
 fn count(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Option<usize>, LowerReason> {
-    let fits = |v: f64| if v >= 0.0 && v <= LARGEST as f64 { Ok(v as usize) } else { Err(v) };
-    let count = number(scope, slot, what)?.map(fits).transpose();
+    let in_range = |v: f64| if v >= 0.0 && v <= LARGEST as f64 { Ok(v as usize) } else { Err(v) };
+    let count = number(scope, slot, what)?.map(in_range).transpose();
     count.map_err(|v| LowerReason::Inputs(format!("{what} is {v}, expected 0 to {LARGEST}")))
 }
 
-fn required<T>(given: Option<T>, slot: usize) -> Result<T, LowerReason> {
-    given.ok_or(LowerReason::Missing { slot })
+fn required<T>(value: Option<T>, slot: usize) -> Result<T, LowerReason> {
+    value.ok_or(LowerReason::Missing { slot })
 }
 
 /// A discrete Fourier transform along one axis.
@@ -70,11 +70,11 @@ impl Transform {
 /// With the signal `a + ib` and angles θ, the forward transform is `(cos θ a + sin θ b) + i(cos θ b - sin θ a)`. The
 /// inverse negates the sines and scales by `1/length`. The one-sided inverse gives only real parts, and all frequencies
 /// except the first and the middle one count twice.
-fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transform) -> Result<Value, LowerReason> {
+fn transform_axis(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transform) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let last = fact.rank() - 1;
-    let open = || LowerReason::Unsupported(format!("a Fourier transform of unknown size {}", fact.shape[axis]));
-    let size = fact.shape[axis].known().and_then(|d| usize::try_from(d).ok()).ok_or_else(open)?;
+    let unknown_size = || LowerReason::Unsupported(format!("a Fourier transform of unknown size {}", fact.shape[axis]));
+    let size = fact.shape[axis].known().and_then(|d| usize::try_from(d).ok()).ok_or_else(unknown_size)?;
     let complex = match fact.shape[last].known() {
         Some(1) => false,
         Some(2) => true,
@@ -84,9 +84,9 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
     };
     // In F64: a matrix product of this size loses digits that a fast transform keeps.
     let component = |scope: &mut Scope<'_>, at: i64| -> Result<Value, LowerReason> {
-        let one = part(scope, x, last, Dim::Known(at), Dim::Known(at + 1))?;
-        let one = scope.reshape(one, fact.shape[..last].to_vec())?;
-        scope.cast(one, DType::F64)
+        let real_part = part(scope, x, last, Dim::Known(at), Dim::Known(at + 1))?;
+        let real_part = scope.reshape(real_part, fact.shape[..last].to_vec())?;
+        scope.cast(real_part, DType::F64)
     };
     let a = component(scope, 0)?;
     let b = if complex { Some(component(scope, 1)?) } else { None };
@@ -99,24 +99,24 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
     let rows = if transform.onesided && !transform.inverse { half } else { transform.length };
     // A longer signal is truncated. A shorter one is zero-padded, which needs no columns.
     let used = if back_to_real { half } else { transform.length };
-    let twice = |k: usize| back_to_real && k != 0 && 2 * k != transform.length;
-    let weight = |_: usize, k: usize| if k >= used { 0.0 } else { share * if twice(k) { 2.0 } else { 1.0 } };
+    let counts_twice = |k: usize| back_to_real && k != 0 && 2 * k != transform.length;
+    let weight = |_: usize, k: usize| if k >= used { 0.0 } else { share * if counts_twice(k) { 2.0 } else { 1.0 } };
     let [cos, sin] = transform.matrices(rows, size, weight)?;
     charge(scope, cos.len() + sin.len())?;
     // Real part: cosine product of the real input, plus or minus the sine product of the imaginary input.
-    let mut real = mapped(scope, a, axis, &cos)?;
+    let mut real = multiply_axis(scope, a, axis, &cos)?;
     if let Some(b) = b {
-        let turned = mapped(scope, b, axis, &sin)?;
-        real = scope.binary(if transform.inverse { Binary::Sub } else { Binary::Add }, real, turned)?;
+        let sin_part = multiply_axis(scope, b, axis, &sin)?;
+        real = scope.binary(if transform.inverse { Binary::Sub } else { Binary::Add }, real, sin_part)?;
     }
     let mut parts = vec![real];
     if !back_to_real {
-        let mut imaginary = mapped(scope, a, axis, &sin)?;
+        let mut imaginary = multiply_axis(scope, a, axis, &sin)?;
         if !transform.inverse {
             imaginary = scope.unary(Unary::Neg, imaginary)?;
         }
         if let Some(b) = b {
-            let straight = mapped(scope, b, axis, &cos)?;
+            let straight = multiply_axis(scope, b, axis, &cos)?;
             imaginary = scope.binary(Binary::Add, straight, imaginary)?;
         }
         parts.push(imaginary);
@@ -125,7 +125,7 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
     shape.push(Dim::Known(1));
     let parts = parts.into_iter().map(|p| scope.reshape(p, shape.clone())).collect::<Result<Vec<_>, _>>()?;
     let y = match parts.as_slice() {
-        [one] => *one,
+        [real_part] => *real_part,
         _ => scope.add(Op::Concat(Concat { axis: last }), &parts)?,
     };
     scope.cast(y, fact.dtype)
@@ -135,25 +135,26 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
 pub fn dft(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
-    let given = match scope.opset {
+    let axis_attribute = match scope.opset {
         ..20 => scope.int("axis", 1)?,
         _ => number(scope, 2, "the axis of a Fourier transform")?.unwrap_or(-2.0) as i64,
     };
-    let at = axis(given, fact.rank())?;
+    let at = axis(axis_attribute, fact.rank())?;
     if fact.rank() < 2 || at == fact.rank() - 1 {
-        return Err(LowerReason::Inputs(format!("axis {given} of {fact} is the real and imaginary axis")));
+        return Err(LowerReason::Inputs(format!("axis {axis_attribute} of {fact} is the real and imaginary axis")));
     }
     let (inverse, onesided) = (scope.flag("inverse", false)?, scope.flag("onesided", false)?);
     let length = match count(scope, 1, "the length of a Fourier transform")? {
         Some(length) => length,
         None => {
             let size = fact.shape[at].known().and_then(|d| usize::try_from(d).ok());
-            let open = || LowerReason::Unsupported(format!("a Fourier transform of unknown size {}", fact.shape[at]));
-            let size = size.ok_or_else(open)?;
+            let unknown_size =
+                || LowerReason::Unsupported(format!("a Fourier transform of unknown size {}", fact.shape[at]));
+            let size = size.ok_or_else(unknown_size)?;
             if inverse && onesided { size.saturating_sub(1).saturating_mul(2) } else { size }
         }
     };
-    Ok(vec![Known::Value(transformed(scope, x, at, Transform { length, inverse, onesided })?)])
+    Ok(vec![Known::Value(transform_axis(scope, x, at, Transform { length, inverse, onesided })?)])
 }
 
 /// `STFT`: transforms overlapping frames of a signal `[N, T, parts]` to `[N, frames, K, 2]`.
@@ -183,9 +184,9 @@ pub fn stft(scope: &mut Scope<'_>) -> Outputs {
         return Err(LowerReason::Unsupported(format!("{frames} frames of {length} samples")));
     }
     charge(scope, frames * length)?;
-    let places: Vec<i64> = (0..frames * length).map(|at| (at / length * step + at % length) as i64).collect();
-    let places = scope.constant(Tensor::from_i64(&[frames, length], &places))?;
-    let mut y = scope.add(Op::Gather(Gather { axis: 1 }), &[x, places])?;
+    let indices: Vec<i64> = (0..frames * length).map(|at| (at / length * step + at % length) as i64).collect();
+    let indices = scope.constant(Tensor::from_i64(&[frames, length], &indices))?;
+    let mut y = scope.add(Op::Gather(Gather { axis: 1 }), &[x, indices])?;
     if let Some(window) = window {
         let window = scope.reshape(window, vec![Dim::from(length), Dim::Known(1)])?;
         y = scope.binary(Binary::Mul, y, window)?;
@@ -193,7 +194,7 @@ pub fn stft(scope: &mut Scope<'_>) -> Outputs {
     // The spectrum of a complex signal is not redundant.
     let onesided = scope.flag("onesided", true)? && parts.is(1);
     let transform = Transform { length, inverse: false, onesided };
-    Ok(vec![Known::Value(transformed(scope, y, 2, transform)?)])
+    Ok(vec![Known::Value(transform_axis(scope, y, 2, transform)?)])
 }
 
 /// Window `a - b·cos(2πn/N) + c·cos(4πn/N)`, where N is the size, or size - 1 for a symmetric window.
@@ -234,10 +235,10 @@ pub fn mel_weight_matrix(scope: &mut Scope<'_>) -> Outputs {
     for (band, edge) in edges.windows(3).enumerate() {
         let [start, top, end] = [edge[0], edge[1], edge[2]];
         for at in start as usize..=end as usize {
-            let place = at as f64;
-            let rising = if top == start { 1.0 } else { (place - start) / (top - start) };
-            let falling = if end == top { 1.0 } else { (end - place) / (end - top) };
-            matrix[at * bands + band] = if place <= top { rising } else { falling };
+            let position = at as f64;
+            let rising = if top == start { 1.0 } else { (position - start) / (top - start) };
+            let falling = if end == top { 1.0 } else { (end - position) / (end - top) };
+            matrix[at * bands + band] = if position <= top { rising } else { falling };
         }
     }
     Ok(vec![Known::Tensor(Tensor::from_f64(&[rows, bands], &matrix).cast(dtype))])

@@ -7,37 +7,37 @@ use crate::op::{Flip, Op, Slice, Value};
 use crate::tensor::dim::Dim;
 
 /// A slice that covers all axes.
-pub fn whole(dims: &[Dim]) -> Slice {
+pub fn full_slice(dims: &[Dim]) -> Slice {
     Slice { begin: vec![Dim::Known(0); dims.len()], end: dims.to_vec(), step: vec![1; dims.len()] }
 }
 
 /// `x` from `begin` to `end` along one axis.
 pub fn part(scope: &mut impl Build, x: Value, axis: usize, begin: Dim, end: Dim) -> Result<Value, LowerReason> {
-    let mut slice = whole(&scope.fact(x).shape);
+    let mut slice = full_slice(&scope.fact(x).shape);
     (slice.begin[axis], slice.end[axis]) = (begin, end);
     scope.add(Op::Slice(slice), &[x])
 }
 
 /// Normalises a slice bound for an axis of `size` and clamps it to `low … high`.
-pub fn place(given: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, LowerReason> {
-    let unclear = || LowerReason::Inputs(format!("index {given} may or may not lie within an axis of size {size}"));
-    if given.known().is_some_and(|v| v >= i64::from(i32::MAX)) && size.known().is_none() {
+pub fn clamp_index(index: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, LowerReason> {
+    let error = || LowerReason::Inputs(format!("index {index} may or may not lie within an axis of size {size}"));
+    if index.known().is_some_and(|v| v >= i64::from(i32::MAX)) && size.known().is_none() {
         // Very large numbers mean "to the end".
         return Ok(high.clone());
     }
-    let counted = match symbol::least(given) {
-        Some(least) if least >= 0 => given.clone(),
-        _ if given.known().is_some_and(|v| v < -i64::from(i32::MAX)) => return Ok(low.clone()),
-        _ if given.known().is_some() => given.add(size)?,
-        _ => return Err(unclear()),
+    let wrapped = match symbol::least(index) {
+        Some(least) if least >= 0 => index.clone(),
+        _ if index.known().is_some_and(|v| v < -i64::from(i32::MAX)) => return Ok(low.clone()),
+        _ if index.known().is_some() => index.add(size)?,
+        _ => return Err(error()),
     };
-    let below = symbol::smaller(&counted, high).ok_or_else(unclear)?;
-    symbol::larger(&below, low).ok_or_else(unclear)
+    let below = symbol::smaller(&wrapped, high).ok_or_else(error)?;
+    symbol::larger(&below, low).ok_or_else(error)
 }
 
 pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact_of(0)?.shape;
-    let (starts, ends, listed, steps) = if scope.opset < 10 {
+    let (starts, ends, axis_list, steps) = if scope.opset < 10 {
         let sizes = |list: Option<Vec<i64>>| list.map(|l| l.into_iter().map(Dim::Known).collect::<Vec<_>>());
         (sizes(scope.ints("starts")?), sizes(scope.ints("ends")?), scope.ints("axes")?, None)
     } else {
@@ -46,16 +46,16 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     };
     let starts = starts.ok_or(LowerReason::Missing { slot: 1 })?;
     let ends = ends.ok_or(LowerReason::Missing { slot: 2 })?;
-    let listed = listed.unwrap_or_else(|| (0..starts.len() as i64).collect());
+    let axis_list = axis_list.unwrap_or_else(|| (0..starts.len() as i64).collect());
     let steps = steps.unwrap_or_else(|| vec![1; starts.len()]);
-    if [ends.len(), listed.len(), steps.len()] != [starts.len(); 3] {
+    if [ends.len(), axis_list.len(), steps.len()] != [starts.len(); 3] {
         return Err(LowerReason::Inputs("starts, ends, axes and steps differ in length".to_string()));
     }
-    axes(&listed, dims.len())?;
-    let mut cut = whole(&dims);
+    axes(&axis_list, dims.len())?;
+    let mut slice = full_slice(&dims);
     let mut flipped = Vec::new();
-    for (n, given) in listed.iter().enumerate() {
-        let at = axis(*given, dims.len())?;
+    for (n, axis_given) in axis_list.iter().enumerate() {
+        let at = axis(*axis_given, dims.len())?;
         let size = &dims[at];
         if steps[n] == 0 {
             return Err(LowerReason::Inputs("the step of the slice is 0".to_string()));
@@ -64,36 +64,36 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
         let step = usize::try_from(steps[n].unsigned_abs().min(i32::MAX as u64)).unwrap_or(1);
         let (begin, end) = if steps[n] > 0 {
             let zero = Dim::Known(0);
-            (place(&starts[n], size, &zero, size)?, place(&ends[n], size, &zero, size)?)
+            (clamp_index(&starts[n], size, &zero, size)?, clamp_index(&ends[n], size, &zero, size)?)
         } else {
             // A negative step is a positive step on the flipped axis, where index `p` becomes `size - 1 - p`.
             flipped.push(at);
             let (before, last) = (Dim::Known(-1), size.sub(&Dim::Known(1))?);
-            let start = place(&starts[n], size, &before, &last)?;
-            let end = place(&ends[n], size, &before, &last)?;
+            let start = clamp_index(&starts[n], size, &before, &last)?;
+            let end = clamp_index(&ends[n], size, &before, &last)?;
             (last.sub(&start)?, last.sub(&end)?)
         };
-        let unclear = || LowerReason::Inputs(format!("a slice from {begin} to {end} may or may not be empty"));
-        let end = symbol::larger(&begin, &end).ok_or_else(unclear)?;
-        (cut.begin[at], cut.end[at], cut.step[at]) = (begin, end, step);
+        let error = || LowerReason::Inputs(format!("a slice from {begin} to {end} may or may not be empty"));
+        let end = symbol::larger(&begin, &end).ok_or_else(error)?;
+        (slice.begin[at], slice.end[at], slice.step[at]) = (begin, end, step);
     }
     flipped.sort_unstable();
     let x = scope.value(0)?;
     let x = if flipped.is_empty() { x } else { scope.add(Op::Flip(Flip { axes: flipped }), &[x])? };
-    let y = if cut == whole(&dims) { x } else { scope.add(Op::Slice(cut), &[x])? };
+    let y = if slice == full_slice(&dims) { x } else { scope.add(Op::Slice(slice), &[x])? };
     Ok(vec![Known::Value(y)])
 }
 
 pub fn split(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact_of(0)?.shape;
     let at = axis(scope.int("axis", 0)?, dims.len())?;
-    let given = if scope.opset < 13 {
+    let sizes_given = if scope.opset < 13 {
         scope.ints("split")?.map(|list| list.into_iter().map(Dim::Known).collect())
     } else {
         scope.dims(1, "the sizes of the parts")?
     };
     let count = scope.node.outputs.len().max(1);
-    let sizes = match given {
+    let sizes = match sizes_given {
         Some(sizes) => sizes,
         None => equal_parts(&dims[at], scope.int("num_outputs", count as i64)?, count)?,
     };
@@ -125,14 +125,14 @@ pub fn equal_parts(size: &Dim, parts: i64, outputs: usize) -> Result<Vec<Dim>, L
     if usize::try_from(parts) != Ok(outputs) {
         return Err(LowerReason::Inputs(format!("{parts} parts for {outputs} outputs")));
     }
-    if let Ok(each) = size.div_exact(&Dim::Known(parts)) {
-        return Ok(vec![each; outputs]);
+    if let Ok(part_size) = size.div_exact(&Dim::Known(parts)) {
+        return Ok(vec![part_size; outputs]);
     }
     let size =
         size.known().ok_or_else(|| LowerReason::Inputs(format!("an axis of size {size} in {parts} equal parts")))?;
-    let each = size / parts + 1;
-    let last = size.saturating_sub(each.saturating_mul(parts - 1));
-    let mut sizes = vec![Dim::Known(each); outputs];
+    let part_size = size / parts + 1;
+    let last = size.saturating_sub(part_size.saturating_mul(parts - 1));
+    let mut sizes = vec![Dim::Known(part_size); outputs];
     sizes[outputs - 1] = Dim::Known(last);
     Ok(sizes)
 }

@@ -20,16 +20,16 @@ struct Rule {
 }
 
 /// `[B, T, heads·D]` to `[B, heads, T, D]`, in at least F32.
-fn unpacked(scope: &mut Scope<'_>, slot: usize, heads: i64) -> Result<Value, LowerReason> {
+fn unpack_heads(scope: &mut Scope<'_>, slot: usize, heads: i64) -> Result<Value, LowerReason> {
     let x = scope.value(slot)?;
     let x = if scope.fact(x).dtype == DType::F64 { x } else { scope.cast(x, DType::F32)? };
     let fact = scope.fact(x);
-    let [batch, steps, wide] = fact.shape.as_slice() else {
+    let [batch, steps, width] = fact.shape.as_slice() else {
         return Err(LowerReason::Inputs(format!("input {slot} is {fact}, expected rank 3")));
     };
-    let each = wide.div_exact(&Dim::Known(heads))?;
-    let apart = scope.reshape(x, vec![batch.clone(), steps.clone(), Dim::Known(heads), each])?;
-    transposed(scope, apart, vec![0, 2, 1, 3])
+    let head_size = width.div_exact(&Dim::Known(heads))?;
+    let split = scope.reshape(x, vec![batch.clone(), steps.clone(), Dim::Known(heads), head_size])?;
+    transposed(scope, split, vec![0, 2, 1, 3])
 }
 
 fn product(scope: &mut Scope<'_>, a: Value, b: Value, transpose_a: bool) -> Result<Value, LowerReason> {
@@ -55,7 +55,8 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
         return Err(LowerReason::Attribute { name: "q_num_heads", found, expected });
     }
     let out = scope.fact_of(0)?.dtype;
-    let (q, k, v) = (unpacked(scope, 0, query_heads)?, unpacked(scope, 1, heads)?, unpacked(scope, 2, heads)?);
+    let (q, k, v) =
+        (unpack_heads(scope, 0, query_heads)?, unpack_heads(scope, 1, heads)?, unpack_heads(scope, 2, heads)?);
     let (keys, values) = (scope.fact(k), scope.fact(v));
     let [batch, _, steps, key_size] = keys.shape.as_slice() else { unreachable!("it has four axes") };
     let value_size = values.shape[3].clone();
@@ -67,15 +68,15 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
     let length = steps.known().filter(|steps| (1..=STEPS).contains(steps)).ok_or_else(|| {
         LowerReason::Unsupported(format!("a linear attention over {steps} steps (supported: 1 to {STEPS})"))
     })?;
-    let decay = if rule.gated { Some(unpacked(scope, 4, heads)?) } else { None };
+    let decay = if rule.gated { Some(unpack_heads(scope, 4, heads)?) } else { None };
     let beta = match rule.delta {
         true => {
             let shared = scope.fact_of(5)?.shape.last().is_some_and(|last| last.is(1));
-            Some(unpacked(scope, 5, if shared { 1 } else { heads })?)
+            Some(unpack_heads(scope, 5, if shared { 1 } else { heads })?)
         }
         false => None,
     };
-    let (mut state, kept) = match scope.optional(3)? {
+    let (mut state, state_type) = match scope.optional(3)? {
         Some(past) => (scope.cast(past, keys.dtype)?, scope.fact(past).dtype),
         None => {
             let zero = scope.scalar(keys.dtype, 0.0)?;
@@ -86,7 +87,7 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
     // Query heads that share a state become rows of one product.
     let rows = Dim::Known(query_heads / heads);
     let grouped = vec![batch.clone(), Dim::Known(heads), rows.clone(), key_size.clone()];
-    let mut each = Vec::new();
+    let mut outputs = Vec::new();
     for t in 0..length {
         let at = |scope: &mut Scope<'_>, x: Value| part(scope, x, 2, Dim::Known(t), Dim::Known(t + 1));
         let (key, mut value) = (at(scope, k)?, at(scope, v)?);
@@ -97,21 +98,21 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
             state = scope.binary(Binary::Mul, state, factor)?;
         }
         if let Some(beta) = beta {
-            let held = product(scope, key, state, false)?;
-            let new = scope.binary(Binary::Sub, value, held)?;
+            let recalled = product(scope, key, state, false)?;
+            let delta = scope.binary(Binary::Sub, value, recalled)?;
             let beta = at(scope, beta)?;
-            value = scope.binary(Binary::Mul, new, beta)?;
+            value = scope.binary(Binary::Mul, delta, beta)?;
         }
-        let added = product(scope, key, value, true)?;
-        state = scope.binary(Binary::Add, state, added)?;
+        let update = product(scope, key, value, true)?;
+        state = scope.binary(Binary::Add, state, update)?;
         let query = at(scope, q)?;
         let query = scope.reshape(query, grouped.clone())?;
-        let read = product(scope, query, state, false)?;
-        let y = scope.with_number(Binary::Mul, read, scale)?;
-        each.push(scope.reshape(y, vec![batch.clone(), Dim::Known(1), Dim::Known(query_heads).mul(&value_size)?])?);
+        let y_step = product(scope, query, state, false)?;
+        let y = scope.with_number(Binary::Mul, y_step, scale)?;
+        outputs.push(scope.reshape(y, vec![batch.clone(), Dim::Known(1), Dim::Known(query_heads).mul(&value_size)?])?);
     }
-    let y = if let [one] = each[..] { one } else { scope.add(Op::Concat(Concat { axis: 1 }), &each)? };
-    let (y, state) = (scope.cast(y, out)?, scope.cast(state, kept)?);
+    let y = if let [one] = outputs[..] { one } else { scope.add(Op::Concat(Concat { axis: 1 }), &outputs)? };
+    let (y, state) = (scope.cast(y, out)?, scope.cast(state, state_type)?);
     Ok(vec![Known::Value(y), Known::Value(state)])
 }
 
@@ -147,6 +148,6 @@ pub fn causal_conv(scope: &mut Scope<'_>) -> Outputs {
             return Err(LowerReason::Attribute { name: "activation", found: other.to_string(), expected });
         }
     };
-    let carried = part(scope, padded, 2, steps.clone(), steps.add(&Dim::Known(before))?)?;
-    Ok(vec![Known::Value(y), Known::Value(carried)])
+    let next_state = part(scope, padded, 2, steps.clone(), steps.add(&Dim::Known(before))?)?;
+    Ok(vec![Known::Value(y), Known::Value(next_state)])
 }

@@ -53,12 +53,12 @@ pub fn check(model: &OnnxModel) -> Result<(), Unsupported> {
     let functions: HashMap<_, _> = model.functions.iter().map(|function| (key(function), function)).collect();
     let mut missing: BTreeMap<String, Missing> = BTreeMap::new();
     let mut seen: HashSet<(&str, &str, &str)> = HashSet::new();
-    let mut waiting: Vec<&[Node]> = vec![&model.nodes];
-    while let Some(nodes) = waiting.pop() {
+    let mut pending: Vec<&[Node]> = vec![&model.nodes];
+    while let Some(nodes) = pending.pop() {
         for node in nodes {
             if let Some(function) = functions.get(&(node.domain.clone(), node.op_type.clone(), node.overload.clone())) {
                 if seen.insert((&function.domain, &function.name, &function.overload)) {
-                    waiting.push(&function.nodes);
+                    pending.push(&function.nodes);
                 }
                 continue;
             }

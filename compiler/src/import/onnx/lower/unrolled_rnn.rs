@@ -19,7 +19,7 @@ fn product(scope: &mut Scope<'_>, a: Value, b: Value) -> Result<Value, LowerReas
 }
 
 /// Block `at` of size `hidden` along `axis`.
-fn block(scope: &mut Scope<'_>, x: Value, axis: usize, at: i64, hidden: i64) -> Result<Value, LowerReason> {
+fn gate_block(scope: &mut Scope<'_>, x: Value, axis: usize, at: i64, hidden: i64) -> Result<Value, LowerReason> {
     part(scope, x, axis, Dim::Known(at * hidden), Dim::Known((at + 1) * hidden))
 }
 
@@ -39,7 +39,7 @@ impl UnrolledDirection<'_> {
     }
 
     /// Unrolls all steps from the input projection `x·wᵀ + b` and the initial states. Returns y and the final states.
-    fn over(
+    fn unroll(
         &self,
         scope: &mut Scope<'_>,
         [w, b]: [Value; 2],
@@ -56,31 +56,31 @@ impl UnrolledDirection<'_> {
         let product = product(scope, x, w)?;
         let sums = scope.binary(Binary::Add, product, b)?;
         let reverse = self.layer.reversed[self.direction];
-        let mut each = Vec::new();
+        let mut outputs = Vec::new();
         for n in 0..steps {
             let t = if reverse { steps - 1 - n } else { n };
             let row = part(scope, sums, 0, Dim::Known(t), Dim::Known(t + 1))?;
             let shape = scope.fact(row).shape[1..].to_vec();
             let row = scope.reshape(row, shape)?;
-            let mut new = step(scope, row, &states)?;
-            let mut y = new[0];
+            let mut next_states = step(scope, row, &states)?;
+            let mut y = next_states[0];
             if let Some(lengths) = &self.layer.lengths {
-                let within = lengths.at(scope, t)?;
-                for (new, old) in new.iter_mut().zip(&states) {
-                    *new = scope.select(within, *new, *old)?;
+                let is_valid = lengths.at(scope, t)?;
+                for (next_states, previous) in next_states.iter_mut().zip(&states) {
+                    *next_states = scope.select(is_valid, *next_states, *previous)?;
                 }
                 let zero = scope.scalar(scope.fact(y).dtype, 0.0)?;
-                y = scope.select(within, y, zero)?;
+                y = scope.select(is_valid, y, zero)?;
             }
             let mut shape = scope.fact(y).shape;
             shape.insert(0, Dim::Known(1));
-            each.push(scope.reshape(y, shape)?);
-            states = new;
+            outputs.push(scope.reshape(y, shape)?);
+            states = next_states;
         }
         if reverse {
-            each.reverse();
+            outputs.reverse();
         }
-        let y = if let [one] = each[..] { one } else { scope.add(Op::Concat(Concat { axis: 0 }), &each)? };
+        let y = if let [one] = outputs[..] { one } else { scope.add(Op::Concat(Concat { axis: 0 }), &outputs)? };
         Ok([vec![y], states].concat())
     }
 }
@@ -93,12 +93,12 @@ pub fn rnn(
     [w, r, b_w, b_r]: [Value; 4],
     h0: Value,
 ) -> Result<Vec<Value>, LowerReason> {
-    let run = UnrolledDirection { layer, direction };
+    let cell = UnrolledDirection { layer, direction };
     let b = scope.binary(Binary::Add, b_w, b_r)?;
-    run.over(scope, [w, b], vec![h0], |scope, x, states| {
+    cell.unroll(scope, [w, b], vec![h0], |scope, x, states| {
         let from_h = product(scope, states[0], r)?;
         let sum = scope.binary(Binary::Add, x, from_h)?;
-        Ok(vec![run.apply(scope, 0, sum)?])
+        Ok(vec![cell.apply(scope, 0, sum)?])
     })
 }
 
@@ -111,34 +111,34 @@ pub fn gru(
     h0: Value,
     reset_after: bool,
 ) -> Result<Vec<Value>, LowerReason> {
-    let (run, hidden) = (UnrolledDirection { layer, direction }, layer.hidden);
+    let (cell, hidden) = (UnrolledDirection { layer, direction }, layer.hidden);
     let gates = part(scope, r, 0, Dim::Known(0), Dim::Known(2 * hidden))?;
     let b_gates = part(scope, b_r, 0, Dim::Known(0), Dim::Known(2 * hidden))?;
-    let (candidate, b_candidate) = (block(scope, r, 0, 2, hidden)?, block(scope, b_r, 0, 2, hidden)?);
-    run.over(scope, [w, b_w], vec![h0], |scope, x, states| {
+    let (candidate, b_candidate) = (gate_block(scope, r, 0, 2, hidden)?, gate_block(scope, b_r, 0, 2, hidden)?);
+    cell.unroll(scope, [w, b_w], vec![h0], |scope, x, states| {
         let h = states[0];
         let from_h = product(scope, h, gates)?;
         let from_h = scope.binary(Binary::Add, from_h, b_gates)?;
         let mut values = Vec::new();
         for gate in 0..2 {
-            let (a, b) = (block(scope, x, 1, gate, hidden)?, block(scope, from_h, 1, gate, hidden)?);
+            let (a, b) = (gate_block(scope, x, 1, gate, hidden)?, gate_block(scope, from_h, 1, gate, hidden)?);
             let sum = scope.binary(Binary::Add, a, b)?;
-            values.push(run.apply(scope, 0, sum)?);
+            values.push(cell.apply(scope, 0, sum)?);
         }
         let (z, reset) = (values[0], values[1]);
-        let read = if reset_after { h } else { scope.binary(Binary::Mul, reset, h)? };
-        let met = product(scope, read, candidate)?;
-        let mut met = scope.binary(Binary::Add, met, b_candidate)?;
+        let h_in = if reset_after { h } else { scope.binary(Binary::Mul, reset, h)? };
+        let from_h2 = product(scope, h_in, candidate)?;
+        let mut from_h2 = scope.binary(Binary::Add, from_h2, b_candidate)?;
         if reset_after {
-            met = scope.binary(Binary::Mul, reset, met)?;
+            from_h2 = scope.binary(Binary::Mul, reset, from_h2)?;
         }
-        let from_x = block(scope, x, 1, 2, hidden)?;
-        let sum = scope.binary(Binary::Add, from_x, met)?;
-        let new = run.apply(scope, 1, sum)?;
+        let from_x = gate_block(scope, x, 1, 2, hidden)?;
+        let sum = scope.binary(Binary::Add, from_x, from_h2)?;
+        let candidate_h = cell.apply(scope, 1, sum)?;
         // (1 - z)·new + z·h
-        let way = scope.binary(Binary::Sub, h, new)?;
-        let gone = scope.binary(Binary::Mul, z, way)?;
-        Ok(vec![scope.binary(Binary::Add, new, gone)?])
+        let difference = scope.binary(Binary::Sub, h, candidate_h)?;
+        let kept_part = scope.binary(Binary::Mul, z, difference)?;
+        Ok(vec![scope.binary(Binary::Add, candidate_h, kept_part)?])
     })
 }
 
@@ -150,34 +150,34 @@ pub fn lstm(
     [w, r, b_w, b_r]: [Value; 4],
     first: [Value; 2],
 ) -> Result<Vec<Value>, LowerReason> {
-    let (run, hidden) = (UnrolledDirection { layer, direction }, layer.hidden);
+    let (direction_run, hidden) = (UnrolledDirection { layer, direction }, layer.hidden);
     let coupled = scope.flag("input_forget", false)?;
     let b = scope.binary(Binary::Add, b_w, b_r)?;
     // Peepholes of i, o and f.
-    let mut holes = Vec::new();
-    if let Some(all) = scope.optional(7)? {
-        let (fact, directions) = (scope.fact(all), layer.reversed.len());
+    let mut peephole_blocks = Vec::new();
+    if let Some(peepholes) = scope.optional(7)? {
+        let (fact, directions) = (scope.fact(peepholes), layer.reversed.len());
         if fact.shape != [Dim::from(directions), Dim::Known(3 * hidden)] {
             let expected = format!("expected [{directions}, {}]", 3 * hidden);
             return Err(LowerReason::Inputs(format!("its peepholes are {fact}, {expected}")));
         }
-        let own = part(scope, all, 0, Dim::from(direction), Dim::from(direction + 1))?;
-        let own = scope.reshape(own, vec![Dim::Known(3 * hidden)])?;
+        let own_peepholes = part(scope, peepholes, 0, Dim::from(direction), Dim::from(direction + 1))?;
+        let own_peepholes = scope.reshape(own_peepholes, vec![Dim::Known(3 * hidden)])?;
         for at in 0..3 {
-            holes.push(block(scope, own, 0, at, hidden)?);
+            peephole_blocks.push(gate_block(scope, own_peepholes, 0, at, hidden)?);
         }
     }
-    run.over(scope, [w, b], first.to_vec(), |scope, x, states| {
+    direction_run.unroll(scope, [w, b], first.to_vec(), |scope, x, states| {
         let (h, c) = (states[0], states[1]);
         let from_h = product(scope, h, r)?;
         let sums = scope.binary(Binary::Add, x, from_h)?;
         let gate = |scope: &mut Scope<'_>, at: i64, cell: Value| -> Result<Value, LowerReason> {
-            let mut sum = block(scope, sums, 1, at, hidden)?;
-            if let Some(hole) = holes.get(at as usize) {
-                let seen = scope.binary(Binary::Mul, *hole, cell)?;
-                sum = scope.binary(Binary::Add, sum, seen)?;
+            let mut sum = gate_block(scope, sums, 1, at, hidden)?;
+            if let Some(peephole) = peephole_blocks.get(at as usize) {
+                let from_cell = scope.binary(Binary::Mul, *peephole, cell)?;
+                sum = scope.binary(Binary::Add, sum, from_cell)?;
             }
-            run.apply(scope, 0, sum)
+            direction_run.apply(scope, 0, sum)
         };
         let i = gate(scope, 0, c)?;
         let f = if coupled {
@@ -186,12 +186,12 @@ pub fn lstm(
         } else {
             gate(scope, 2, c)?
         };
-        let candidate = block(scope, sums, 1, 3, hidden)?;
-        let candidate = run.apply(scope, 1, candidate)?;
-        let (kept, added) = (scope.binary(Binary::Mul, f, c)?, scope.binary(Binary::Mul, i, candidate)?);
-        let cell = scope.binary(Binary::Add, kept, added)?;
+        let candidate = gate_block(scope, sums, 1, 3, hidden)?;
+        let candidate = direction_run.apply(scope, 1, candidate)?;
+        let (from_c, from_candidate) = (scope.binary(Binary::Mul, f, c)?, scope.binary(Binary::Mul, i, candidate)?);
+        let cell = scope.binary(Binary::Add, from_c, from_candidate)?;
         let o = gate(scope, 1, cell)?;
-        let shown = layer.functions[direction][2].apply(scope, cell)?;
-        Ok(vec![scope.binary(Binary::Mul, o, shown)?, cell])
+        let activated = layer.functions[direction][2].apply(scope, cell)?;
+        Ok(vec![scope.binary(Binary::Mul, o, activated)?, cell])
     })
 }

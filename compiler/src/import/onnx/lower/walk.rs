@@ -31,32 +31,32 @@ pub struct Walk<'a> {
 impl Walk<'_> {
     /// Lowers nodes in order. Returns false if any failed; its error is in `faults`.
     pub fn nodes(&mut self, nodes: &[Node]) -> Result<bool, LowerReason> {
-        let mut whole = true;
+        let mut complete = true;
         for node in nodes {
             let node = &*self.frames.resolved(node)?;
             self.frames.written(node)?;
             match (self.lower_node)(self, node) {
                 Ok(outputs) => self.name(node, outputs),
                 Err(failure) => {
-                    whole = false;
+                    complete = false;
                     let name = format!("{}{}", self.frames.top().prefix, node.name);
                     let operator = node.op_type.clone();
                     let module = node.module.clone();
-                    let fault = |reason| Fault { node: name, operator, module, line: String::new(), reason };
-                    self.faults.extend(failure.map(fault));
+                    let make_fault = |reason| Fault { node: name, operator, module, line: String::new(), reason };
+                    self.faults.extend(failure.map(make_fault));
                 }
             }
         }
-        Ok(whole)
+        Ok(complete)
     }
 
     pub fn within<T>(
         &mut self,
         frame: Frame,
-        work: impl FnOnce(&mut Self) -> Result<T, Option<LowerReason>>,
+        action: impl FnOnce(&mut Self) -> Result<T, Option<LowerReason>>,
     ) -> Result<T, Option<LowerReason>> {
         self.frames.enter(frame)?;
-        let result = work(self);
+        let result = action(self);
         self.frames.leave();
         result
     }
@@ -87,35 +87,35 @@ impl Walk<'_> {
         nodes: &[Node],
         buffers: &BTreeSet<String>,
     ) -> Vec<(String, Known)> {
-        let (known, found) = weight::sort(sources, nodes, buffers);
-        let mut places = Vec::with_capacity(found.len());
+        let (known, unnumbered) = weight::sort(sources, nodes, buffers);
+        let mut indices = Vec::with_capacity(unnumbered.len());
         let ImportedWeights { weights, named, .. } = &mut self.ledger;
         for (at, weight) in weights.iter().enumerate().skip(named.len()) {
             named.entry(weight.name.clone()).or_insert(at);
         }
-        for mut weight in found {
+        for mut weight in unnumbered {
             let Some(&at) = self.ledger.named.get(&weight.name) else {
-                places.push(self.ledger.weights.len());
+                indices.push(self.ledger.weights.len());
                 self.ledger.named.insert(weight.name.clone(), self.ledger.weights.len());
                 self.ledger.weights.push(weight);
                 continue;
             };
-            if same(&self.ledger.weights[at], &weight) {
-                places.push(at);
+            if is_same_weight(&self.ledger.weights[at], &weight) {
+                indices.push(at);
                 continue;
             }
             while self.ledger.named.contains_key(&weight.name) {
                 weight.name = format!("{}{}", self.frames.top().prefix, weight.name) + "_";
             }
-            places.push(self.ledger.weights.len());
+            indices.push(self.ledger.weights.len());
             self.ledger.named.insert(weight.name.clone(), self.ledger.weights.len());
             self.ledger.weights.push(weight);
         }
-        let placed = |known| match known {
-            Known::Weight(at) => Known::Weight(places[at]),
+        let numbered = |known| match known {
+            Known::Weight(at) => Known::Weight(indices[at]),
             other => other,
         };
-        let mut known: Vec<_> = known.into_iter().map(|(name, known)| (name, placed(known))).collect();
+        let mut known: Vec<_> = known.into_iter().map(|(name, known)| (name, numbered(known))).collect();
         known.sort_by(|a, b| a.0.cmp(&b.0));
         known
     }
@@ -132,7 +132,7 @@ impl Walk<'_> {
 }
 
 /// True if both are the same bytes of the file.
-fn same(a: &Weight, b: &Weight) -> bool {
+fn is_same_weight(a: &Weight, b: &Weight) -> bool {
     a.fact == b.fact
         && match (&a.initial, &b.initial) {
             (Ok(a), Ok(b)) => a.bytes().as_ptr() == b.bytes().as_ptr() && a.bytes().len() == b.bytes().len(),

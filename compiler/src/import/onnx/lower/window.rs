@@ -20,7 +20,7 @@ fn window(scope: &Scope<'_>, spatial: &[Dim], kernel: &[usize]) -> Result<Window
         mode @ ("SAME_UPPER" | "SAME_LOWER") => {
             let (mut begin, mut end) = (Vec::new(), Vec::new());
             for i in 0..axes {
-                let total = same(&spatial[i], kernel[i], strides[i], dilations[i])?;
+                let total = same_padding(&spatial[i], kernel[i], strides[i], dilations[i])?;
                 let small = total / 2;
                 let (before, after) =
                     if mode == "SAME_UPPER" { (small, total - small) } else { (total - small, small) };
@@ -35,12 +35,12 @@ fn window(scope: &Scope<'_>, spatial: &[Dim], kernel: &[usize]) -> Result<Window
 }
 
 /// The total padding that gives `⌈size / stride⌉` windows.
-fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usize, LowerReason> {
-    let open = || LowerReason::Inputs(format!("the padding that keeps an axis of size {size} is unknown"));
+fn same_padding(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usize, LowerReason> {
+    let unknown_size = || LowerReason::Inputs(format!("the padding that keeps an axis of size {size} is unknown"));
     if stride == 1 {
         return Ok(dilation.saturating_mul(kernel - 1));
     }
-    let size = size.known().and_then(|v| usize::try_from(v).ok()).ok_or_else(open)?;
+    let size = size.known().and_then(|v| usize::try_from(v).ok()).ok_or_else(unknown_size)?;
     let windows = size.div_ceil(stride);
     let extent = windows.saturating_sub(1).saturating_mul(stride).saturating_add(dilation.saturating_mul(kernel - 1));
     Ok((extent + 1).saturating_sub(size))
@@ -72,10 +72,10 @@ fn kernel_of(scope: &Scope<'_>, weight: Value, axes: usize) -> Result<Vec<usize>
     let kernel = kernel
         .filter(|k| k.len() == axes)
         .ok_or_else(|| LowerReason::Inputs(format!("its weight {fact} does not fit {axes} spatial dims")))?;
-    if let Some(said) = scope.ints("kernel_shape")?
-        && !said.iter().copied().eq(kernel.iter().map(|&k| k as i64))
+    if let Some(declared) = scope.ints("kernel_shape")?
+        && !declared.iter().copied().eq(kernel.iter().map(|&k| k as i64))
     {
-        let found = format!("{said:?}");
+        let found = format!("{declared:?}");
         return Err(LowerReason::Attribute { name: "kernel_shape", found, expected: "the last dims of the weight" });
     }
     Ok(kernel)
@@ -93,7 +93,7 @@ pub fn with_bias(scope: &mut impl Build, op: Binary, y: Value, bias: Value) -> R
     scope.binary(op, y, bias)
 }
 
-fn biased(scope: &mut Scope<'_>, y: Value) -> Outputs {
+fn add_bias(scope: &mut Scope<'_>, y: Value) -> Outputs {
     let y = match scope.optional(2)? {
         Some(bias) => with_bias(scope, Binary::Add, y, bias)?,
         None => y,
@@ -103,12 +103,12 @@ fn biased(scope: &mut Scope<'_>, y: Value) -> Outputs {
 
 pub fn conv(scope: &mut Scope<'_>) -> Outputs {
     let (x, w) = (scope.value(0)?, scope.value(1)?);
-    let y = convolved(scope, x, w)?;
-    biased(scope, y)
+    let y = convolve(scope, x, w)?;
+    add_bias(scope, y)
 }
 
 /// Convolution with the attributes of the node, without bias.
-pub fn convolved(scope: &mut Scope<'_>, x: Value, w: Value) -> Result<Value, LowerReason> {
+pub fn convolve(scope: &mut Scope<'_>, x: Value, w: Value) -> Result<Value, LowerReason> {
     let spatial = spatial_of(scope, x)?;
     let kernel = kernel_of(scope, w, spatial.len())?;
     let (window, groups) = (window(scope, &spatial, &kernel)?, groups(scope)?);
@@ -125,10 +125,10 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     let groups = groups(scope)?;
     let extra = scope.sizes_of("output_padding", axes, 0, 0)?;
     let mode = scope.text("auto_pad", "NOTSET")?;
-    let same = mode.starts_with("SAME");
-    let asked = scope.ints("output_shape")?;
+    let is_same = mode.starts_with("SAME");
+    let output_shape = scope.ints("output_shape")?;
     // With a given output shape, the padding is inferred.
-    let mut window = if same || asked.is_some() {
+    let mut window = if is_same || output_shape.is_some() {
         let (strides, dilations) = (scope.sizes_of("strides", axes, 1, 1)?, scope.sizes_of("dilations", axes, 1, 1)?);
         Window { strides, dilations, pads_begin: vec![0; axes], pads_end: vec![0; axes] }
     } else {
@@ -137,30 +137,30 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     let mut spatial = Vec::with_capacity(axes);
     for i in 0..axes {
         let extent = Dim::from(window.dilations[i]).mul(&Dim::from(kernel[i] - 1))?.add(&Dim::from(extra[i] + 1))?;
-        let moved = sizes[i].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[i]))?;
+        let last_start = sizes[i].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[i]))?;
         let pads = Dim::from(window.pads_begin[i]).add(&Dim::from(window.pads_end[i]))?;
-        let whole = moved.add(&extent)?.sub(&pads)?;
-        let want = match &asked {
+        let full_size = last_start.add(&extent)?.sub(&pads)?;
+        let wanted_size = match &output_shape {
             // Some files include batch and channels.
             Some(list) => list.len().checked_sub(axes).and_then(|from| list.get(from + i)).map(|v| Dim::Known(*v)),
-            None if same => Some(sizes[i].mul(&Dim::from(window.strides[i]))?),
-            None => Some(whole.clone()),
+            None if is_same => Some(sizes[i].mul(&Dim::from(window.strides[i]))?),
+            None => Some(full_size.clone()),
         };
-        let want = want.ok_or_else(|| LowerReason::Attribute {
+        let wanted_size = wanted_size.ok_or_else(|| LowerReason::Attribute {
             name: "output_shape",
-            found: format!("{asked:?}"),
+            found: format!("{output_shape:?}"),
             expected: "one number for each spatial axis",
         })?;
         // Excess size is removed by padding; a lack is filled with zeros at the end.
-        let total = whole.sub(&want)?.known().and_then(|v| usize::try_from(v).ok()).unwrap_or(0);
+        let total = full_size.sub(&wanted_size)?.known().and_then(|v| usize::try_from(v).ok()).unwrap_or(0);
         let (small, large) = (total / 2, total - total / 2);
         let (before, after) = if mode == "SAME_UPPER" { (small, large) } else { (large, small) };
         window.pads_begin[i] += before;
         window.pads_end[i] += after;
-        spatial.push(want);
+        spatial.push(wanted_size);
     }
     let y = scope.add(Op::ConvInputGrad(ConvInputGrad { window, groups, spatial }), &[x, w])?;
-    biased(scope, y)
+    add_bias(scope, y)
 }
 
 /// Kernel size, window and `ceil_mode` of a pooling operator.
