@@ -111,7 +111,7 @@ impl Shape {
         let dropout = match (self.op.dropout, self.counter) {
             (Some(dropout), Some(counter)) => {
                 let device = self.device.map_or(Ok(0), |at| self.op.device(index(at)))?;
-                Some(Kept { mask: dropout.mask(index(counter)), scale: dropout.scale(), op: self.op, device })
+                Some(DropoutFactors { mask: dropout.mask(index(counter)), scale: dropout.scale(), op: self.op, device })
             }
             _ => None,
         };
@@ -140,7 +140,7 @@ enum Sight<'a, T> {
 }
 
 #[derive(Clone, Copy)]
-struct Kept {
+struct DropoutFactors {
     mask: KeptMask,
     scale: f64,
     op: Attention,
@@ -155,7 +155,7 @@ struct Rule<'a, T> {
     keys: usize,
     mask: Sight<'a, T>,
     strides: [usize; 2],
-    dropout: Option<Kept>,
+    dropout: Option<DropoutFactors>,
 }
 
 /// A block of scores.
@@ -208,7 +208,7 @@ impl<T: Real> Rule<'_, T> {
     }
 }
 
-impl Kept {
+impl DropoutFactors {
     /// The factor of an element of the weights.
     #[inline(always)]
     fn factor(&self, i: usize) -> f64 {
@@ -298,13 +298,13 @@ fn forward<T: Real>(shape: Shape) -> Option<FastKernel> {
 }
 
 /// The result of a query that sees no key, with this weight for every value.
-fn fill_empty<T: Real>(y: &mut [T], v: &[T], weight: f64, dropout: Option<Kept>, from: usize) {
+fn fill_empty<T: Real>(y: &mut [T], v: &[T], weight: f64, dropout: Option<DropoutFactors>, from: usize) {
     y.fill(T::ZERO);
     if weight == 0.0 {
         return;
     }
     for (j, v) in v.chunks_exact(y.len()).enumerate() {
-        let weight = T::of(weight * dropout.map_or(1.0, |kept| kept.factor(from + j)));
+        let weight = T::of(weight * dropout.map_or(1.0, |factors| factors.factor(from + j)));
         for (y, v) in y.iter_mut().zip(v) {
             *y = *y + weight * *v;
         }
@@ -355,10 +355,10 @@ wide! {
                 *sum = row_sum;
             }
             *row_max = max;
-            if let Some(kept) = rule.dropout {
+            if let Some(factors) = rule.dropout {
                 let from = (block.head * block.head_queries + query) * rule.keys + block.keys[0];
                 for (j, p) in row.iter_mut().enumerate() {
-                    *p = T::of(p.wide() * kept.factor(from + j));
+                    *p = T::of(p.wide() * factors.factor(from + j));
                 }
             }
         }
@@ -462,7 +462,7 @@ fn empty_row<T: Real>(
 ) {
     let weight = shape.op.empty.weight(shape.keys);
     for (j, (p, dscore)) in weights.iter_mut().zip(dscores).take(size).enumerate() {
-        *p = T::of(weight * rule.dropout.map_or(1.0, |kept| kept.factor(from + j)));
+        *p = T::of(weight * rule.dropout.map_or(1.0, |factors| factors.factor(from + j)));
         // A mean of all values does not depend on the scores.
         *dscore = if shape.op.empty == EmptyRow::Nan { *p } else { T::ZERO };
     }
@@ -522,10 +522,10 @@ wide! {
                         *dscore = *p * (*dscore - delta) * rule.scale;
                     }
                 }
-                Some(kept) => {
+                Some(factors) => {
                     let from = (block.head * block.head_queries + query) * rule.keys + block.keys[0];
                     for (j, (p, dscore)) in row.iter_mut().zip(dscores).enumerate() {
-                        let factor = T::of(kept.factor(from + j));
+                        let factor = T::of(factors.factor(from + j));
                         *dscore = *p * (factor * *dscore - delta) * rule.scale;
                         *p = *p * factor;
                     }

@@ -379,7 +379,7 @@ mod tests {
         }
         let link = |(at, (op, operands, is_written)): (usize, &(Op, Vec<Operand>, bool))| {
             let (op, operands, result) = (op.clone(), operands.clone(), op_results[at].0.clone());
-            Link { op, operands, result, is_written: *is_written, others: Vec::new() }
+            Link { op, operands, result, is_written: *is_written, further_results: Vec::new() }
         };
         let links: Vec<Link> = ops.iter().enumerate().map(link).collect();
         let chain = Chain::new(&links, layouts).expect("these shapes suit");

@@ -46,13 +46,13 @@ fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKerne
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h, gates] = outputs else { unreachable!("a GRU has three outputs") };
         let [y, last_h, gates] = [y, last_h, gates].map(|o| cast_slice_mut::<u8, T>(o));
-        let (recurrent_room, rest) = workspace.split_at_mut(recurrent.bytes::<T>());
-        let (candidate_room, rest) = rest.split_at_mut(candidate.bytes::<T>());
+        let (recurrent_room, scratch) = workspace.split_at_mut(recurrent.bytes::<T>());
+        let (candidate_room, scratch) = scratch.split_at_mut(candidate.bytes::<T>());
         let recurrent = recurrent.arrange(w_hh, recurrent_room);
         let candidate = candidate.arrange(&w_hh[two * hidden..], candidate_room);
-        let sums = &mut cast_slice_mut::<u8, T>(rest)[..batch * three];
+        let sums = &mut cast_slice_mut::<u8, T>(scratch)[..batch * three];
         product([steps * batch, three, width], matrix(x, width), transposed(w_ih, width), gates, four, false);
-        let (mut rest, mut h): (&mut [T], &[T]) = (y, h0);
+        let (mut unwritten, mut h): (&mut [T], &[T]) = (y, h0);
         for t in order(steps, reverse) {
             let gates = &mut gates[sizes.step(t, four)];
             recurrent.multiply(t, matrix(h, hidden), sums, three, false);
@@ -64,7 +64,7 @@ fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKerne
                 let reset_h = from_column(gates, three, four);
                 candidate.multiply(t, reset_h, &mut sums[two..], three, false);
             }
-            let step = next(&mut rest, batch * hidden, reverse);
+            let step = next(&mut unwritten, batch * hidden, reverse);
             for n in 0..batch {
                 let (row, sums) = (n * hidden..(n + 1) * hidden, &sums[n * three + two..(n + 1) * three]);
                 let gates = &mut gates[n * four..(n + 1) * four];
@@ -129,18 +129,18 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKern
         let [dx, dw_ih, dw_hh, db_ih, db_hh, dh] = outputs else { unreachable!("its gradient has six outputs") };
         let [dx, dw_ih, dw_hh] = [dx, dw_ih, dw_hh].map(|o| cast_slice_mut::<u8, T>(o));
         let [db_ih, db_hh, dh] = [db_ih, db_hh, dh].map(|o| cast_slice_mut::<u8, T>(o));
-        let (gate_room, rest) = workspace.split_at_mut(of_gates.bytes::<T>());
-        let (candidate_room, rest) = rest.split_at_mut(of_candidate.bytes::<T>());
+        let (gate_room, scratch) = workspace.split_at_mut(of_gates.bytes::<T>());
+        let (candidate_room, scratch) = scratch.split_at_mut(of_candidate.bytes::<T>());
         let (w_gates, w_candidate) = w_hh.split_at(two * hidden);
         let (w_gates, w_candidate) =
             (of_gates.arrange(w_gates, gate_room), of_candidate.arrange(w_candidate, candidate_room));
-        let (sums, rest) = rest.split_at_mut(sums_bytes);
+        let (sums, scratch) = scratch.split_at_mut(sums_bytes);
         let sums = &mut cast_slice_mut::<u8, f64>(sums)[..three];
         // Gradients at the pre-activations (`da`), at the candidate's recurrent term (`e`), and through the candidate's
         // weight.
-        let (da, rest) = cast_slice_mut::<u8, T>(rest).split_at_mut(rows * three);
-        let (e, rest) = rest.split_at_mut(rows * hidden);
-        let dh_candidate = &mut rest[..batch * hidden];
+        let (da, scratch) = cast_slice_mut::<u8, T>(scratch).split_at_mut(rows * three);
+        let (e, scratch) = scratch.split_at_mut(rows * hidden);
+        let dh_candidate = &mut scratch[..batch * hidden];
         dh.copy_from_slice(last_dh);
         for t in order(steps, !reverse) {
             let h = before(t, steps, reverse).map_or(h0, |t| &y[sizes.step(t, hidden)]);
@@ -215,7 +215,11 @@ wide! {
         let (da_r, rest) = da.split_at_mut(hidden);
         let da_n = &rest[hidden..];
         for j in 0..hidden {
-            let (dr, dh_recurrent) = if reset_after { (da_n[j] * recurrent_term[j], dh_candidate[j]) } else { (dh_candidate[j] * h[j], dh_candidate[j] * r[j]) };
+            let (dr, dh_recurrent) = if reset_after {
+                (da_n[j] * recurrent_term[j], dh_candidate[j])
+            } else {
+                (dh_candidate[j] * h[j], dh_candidate[j] * r[j])
+            };
             da_r[j] = dr * r[j] * (T::ONE - r[j]);
             dh[j] = dh[j] * z[j] + dh_recurrent;
         }

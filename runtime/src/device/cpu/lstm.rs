@@ -158,11 +158,11 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
         let [dx, dw_ih, dw_hh, db, dh, dc] = outputs else { unreachable!("its gradient has six outputs") };
         let [dx, dw_ih, dw_hh] = [dx, dw_ih, dw_hh].map(|o| cast_slice_mut::<u8, T>(o));
         let [db, dh, dc] = [db, dh, dc].map(|o| cast_slice_mut::<u8, T>(o));
-        let (panels, rest) = workspace.split_at_mut(recurrent.bytes::<T>());
+        let (panels, scratch) = workspace.split_at_mut(recurrent.bytes::<T>());
         let w_hh = recurrent.arrange(w_hh, panels);
-        let (sums, rest) = rest.split_at_mut(sums_bytes);
+        let (sums, scratch) = scratch.split_at_mut(sums_bytes);
         let sums = &mut cast_slice_mut::<u8, f64>(sums)[..gate_width];
-        let da = &mut cast_slice_mut::<u8, T>(rest)[..rows * gate_width];
+        let da = &mut cast_slice_mut::<u8, T>(scratch)[..rows * gate_width];
         dh.copy_from_slice(last_dh);
         dc.copy_from_slice(last_dc);
         for t in order(steps, !reverse) {

@@ -34,8 +34,8 @@ pub(super) fn next<'a, T>(from: &mut &'a mut [T], size: usize, reverse: bool) ->
     let sequence = std::mem::take(from);
     let at = if reverse { sequence.len() - size } else { size };
     let (head, tail) = sequence.split_at_mut(at);
-    let (step, rest) = if reverse { (tail, head) } else { (head, tail) };
-    *from = rest;
+    let (step, remainder) = if reverse { (tail, head) } else { (head, tail) };
+    *from = remainder;
     step
 }
 
@@ -48,9 +48,9 @@ fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast
         let [y, last_h] = [y, last_h].map(|o| cast_slice_mut::<u8, T>(o));
         let w_hh = recurrent.arrange(w_hh, workspace);
         product([steps * batch, hidden, width], matrix(x, width), transposed(w_ih, width), y, hidden, false);
-        let (mut rest, mut h): (&mut [T], &[T]) = (y, h0);
+        let (mut unwritten, mut h): (&mut [T], &[T]) = (y, h0);
         for t in 0..steps {
-            let step = next(&mut rest, batch * hidden, reverse);
+            let step = next(&mut unwritten, batch * hidden, reverse);
             w_hh.multiply(t, matrix(h, hidden), step, hidden, true);
             step.chunks_exact_mut(hidden.max(1)).for_each(|row| cell(row, b_ih, b_hh, activation));
             h = step;
@@ -84,11 +84,11 @@ fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fas
         let [dy, last_dh, x, w_ih, w_hh, h0, y] = [0, 1, 2, 3, 4, 5, 6].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [dx, dw_ih, dw_hh, db, dh] = outputs else { unreachable!("its gradient has five outputs") };
         let [dx, dw_ih, dw_hh, db, dh] = [dx, dw_ih, dw_hh, db, dh].map(|o| cast_slice_mut::<u8, T>(o));
-        let (panels, rest) = workspace.split_at_mut(recurrent.bytes::<T>());
+        let (panels, scratch) = workspace.split_at_mut(recurrent.bytes::<T>());
         let w_hh = recurrent.arrange(w_hh, panels);
-        let (sums, rest) = rest.split_at_mut(sums_bytes);
+        let (sums, scratch) = scratch.split_at_mut(sums_bytes);
         let sums = &mut cast_slice_mut::<u8, f64>(sums)[..hidden];
-        let da = &mut cast_slice_mut::<u8, T>(rest)[..rows * hidden];
+        let da = &mut cast_slice_mut::<u8, T>(scratch)[..rows * hidden];
         dh.copy_from_slice(last_dh);
         for t in order(steps, !reverse) {
             let step = sizes.step(t, hidden);

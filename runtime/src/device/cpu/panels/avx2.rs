@@ -143,8 +143,8 @@ pub unsafe fn pack_all(b: Rows, [columns, depth]: [usize; 2], to: *mut f32) {
     }
 }
 
-/// As [`matrices`], with a right operand packed by [`pack_all`]. `backwards` reads its panels from the last to the first, to
-/// reuse what the previous product left in the cache.
+/// As [`matrices`], with a right operand packed by [`pack_all`]. `backwards` reads its panels from the last to the
+/// first, to reuse what the previous product left in the cache.
 ///
 /// # Safety
 ///

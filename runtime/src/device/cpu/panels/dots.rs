@@ -18,8 +18,8 @@ pub const MOST_ROWS: usize = 8;
 const AT_HAND: usize = 4 * 1024;
 
 /// `c = a bᵀ`, or `c += a bᵀ` with `add`, for sizes m, n, k with m at most [`MOST_ROWS`]. Rows of `a` and `b` are
-/// contiguous; `c_row` is the row stride of `c`. An element is written after its whole sum, or after blocks of depth that
-/// depend on the sizes.
+/// contiguous; `c_row` is the row stride of `c`. An element is written after its whole sum, or after blocks of depth
+/// that depend on the sizes.
 ///
 /// # Safety
 ///

@@ -51,10 +51,10 @@ pub(super) fn lanes_before(end: usize, vector: usize) -> u16 {
     !0 >> (LANES - (end - vector * LANES).min(LANES))
 }
 
-/// Loads the elements of some lanes, 0 in the others. `STEP` is the lane stride, 0 if it is `far`.
+/// Loads the elements of some lanes, 0 in the others. `STEP` is the lane stride, 0 if it is `stride`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, far: usize) -> __m512 {
+unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, stride: usize) -> __m512 {
     let mut line = _mm512_setzero_ps();
     for run in runs {
         let (at, lanes) = (from.wrapping_offset(run.at as isize), run.lanes & valid);
@@ -69,7 +69,7 @@ unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, fa
                     _mm512_mask_mov_ps(line, lanes, _mm512_permutex2var_ps(low, even, high))
                 }
                 _ => {
-                    let offsets = lane_multiples(far);
+                    let offsets = lane_multiples(stride);
                     _mm512_mask_i32gather_ps::<4>(line, lanes, offsets, at.cast())
                 }
             };
@@ -313,8 +313,9 @@ impl Left for Flipped {
 impl Flipped {
     #[target_feature(enable = "avx512f,avx2")]
     unsafe fn copy(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
-        let (height, far) = (rows.len(), self.taps as i32);
-        let offsets = _mm256_setr_epi32(0, far, 2 * far, 3 * far, 4 * far, 5 * far, 6 * far, 7 * far);
+        let (height, stride) = (rows.len(), self.taps as i32);
+        let offsets =
+            _mm256_setr_epi32(0, stride, 2 * stride, 3 * stride, 4 * stride, 5 * stride, 6 * stride, 7 * stride);
         let mut tap = depth.start % self.taps;
         let mut filter = self.w.wrapping_add((depth.start / self.taps * self.ins + rows.start) * self.taps);
         for p in 0..depth.len() {

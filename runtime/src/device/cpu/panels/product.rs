@@ -46,7 +46,7 @@ pub fn with_left<R>(work: impl FnOnce(*mut f32) -> R) -> R {
 ///
 /// # Safety
 ///
-/// [`is_supported`](super::is_at_hand) holds, and the operands have these sizes.
+/// [`is_supported`](super::is_supported) holds, and the operands have these sizes.
 pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A, b: &B, c: &C, add: bool) {
     let max_depth = most_depth(m, n, b.in_place().is_some());
     let (row_blocks, block_depth) = (m.div_ceil(BLOCK), k.div_ceil(k.div_ceil(max_depth)).next_multiple_of(LANES));
