@@ -42,7 +42,7 @@ use problems::{Random, add, chain, parallel, transformer};
 use published::{ANYWHERE, Golden, Optimum, PIPEDREAM, PLACEMENTS, WHOLE_SERVERS};
 use std::path::PathBuf;
 use std::time::Duration;
-use table::{Spent, Table, spending};
+use table::{ResourceUsage, Table, measure_usage};
 
 const COLUMNS: [&str; 9] = ["instance", "published", "ours", "ratio", "bound", "gap", "states", "CPU-s", "MiB"];
 
@@ -72,18 +72,18 @@ fn with(problem: &Problem, partitioner: Partitioner) -> Planned {
 
 /// Replicas by stage, as in "13-2-1".
 fn replicas(plan: &Plan) -> String {
-    let shown: Vec<String> = plan.stages.iter().map(|stage| stage.replicas.to_string()).collect();
-    if shown.len() > 8 { format!("{} stages", shown.len()) } else { shown.join("-") }
+    let counts: Vec<String> = plan.stages.iter().map(|stage| stage.replicas.to_string()).collect();
+    if counts.len() > 8 { format!("{} stages", counts.len()) } else { counts.join("-") }
 }
 
 /// A row; times are in units of `unit` microseconds.
-fn row(table: &mut Table, name: String, published: Option<f64>, plan: &Plan, unit: f64, spent: Spent) {
+fn row(table: &mut Table, name: String, published: Option<f64>, plan: &Plan, unit: f64, usage: ResourceUsage) {
     let (ours, bound) = (plan.predicted.minibatch_us / unit, plan.lower_bound_us / unit);
     let gap = match plan.proven_optimal {
         true => "proven".to_string(),
         false => format!("{:.2} %", (ours / bound - 1.0) * 100.0),
     };
-    let [cpu, mib] = spent.cells();
+    let [cpu, mib] = usage.cells();
     table.row(&[
         name,
         published.map_or("–".to_string(), |value| format!("{value:.4}")),
@@ -99,22 +99,22 @@ fn row(table: &mut Table, name: String, published: Option<f64>, plan: &Plan, uni
 
 fn golden(table: &mut Table, golden: &Golden, partitioner: Partitioner) {
     let name = format!("{} on {}", golden.profile, golden.levels);
-    let Some(graph) = profile(golden.profile) else { return table.skipped(&name) };
+    let Some(graph) = profile(golden.profile) else { return table.skipped_row(&name) };
     let problem = problem(graph, golden.cluster(), CostModel::Pipedream);
-    let (planned, spent) = spending(|| with(&problem, partitioner));
+    let (planned, usage) = measure_usage(|| with(&problem, partitioner));
     let name = format!("{name}, {} ({})", partitioner.name(), replicas(&planned.plan));
-    row(table, name, Some(golden.minibatch_ms), &planned.plan, 1e3, spent);
+    row(table, name, Some(golden.minibatch_ms), &planned.plan, 1e3, usage);
 }
 
 fn against_pipedream() -> String {
     let mut table = Table::new("PipeDream's profiles, cost `pipedream`, ms per minibatch", &COLUMNS);
-    for one in &PIPEDREAM {
-        golden(&mut table, one, Partitioner::Pipedream);
-        golden(&mut table, one, Partitioner::Pipec);
+    for entry in &PIPEDREAM {
+        golden(&mut table, entry, Partitioner::Pipedream);
+        golden(&mut table, entry, Partitioner::Pipec);
     }
     let mut text = table.text();
     let mut table = Table::new("Stages that span servers, cost `pipedream`, ms per minibatch", &COLUMNS);
-    WHOLE_SERVERS.iter().for_each(|one| golden(&mut table, one, Partitioner::Pipec));
+    WHOLE_SERVERS.iter().for_each(|entry| golden(&mut table, entry, Partitioner::Pipec));
     text += &table.text();
     text
 }
@@ -127,12 +127,12 @@ fn large_profiles() -> String {
         {
             let title = format!("{name} on 16:1.25GB/s, cost {label}");
             let Some(graph) = profile(name) else {
-                table.skipped(&title);
+                table.skipped_row(&title);
                 continue;
             };
             let problem = problem(graph, cluster("16:1.25GB/s"), cost);
-            let (planned, spent) = spending(|| with(&problem, Partitioner::Pipec));
-            row(&mut table, format!("{title} ({})", replicas(&planned.plan)), None, &planned.plan, 1e3, spent);
+            let (planned, usage) = measure_usage(|| with(&problem, Partitioner::Pipec));
+            row(&mut table, format!("{title} ({})", replicas(&planned.plan)), None, &planned.plan, 1e3, usage);
         }
     }
     table.text()
@@ -142,22 +142,23 @@ fn placements() -> String {
     let mut table = Table::new("Device placement, largest load in the unit of the files", &COLUMNS);
     let folder = data().join("partition/dnn-partitioning/throughput-inputs");
     let best = Optimum { instance: ANYWHERE.0, load: ANYWHERE.1, has_cpu: false };
-    let all = PLACEMENTS.iter().map(|optimum| (optimum, false)).chain([(&best, true)]);
-    for (&Optimum { instance: name, load: published, has_cpu }, anywhere) in all {
+    let optima = PLACEMENTS.iter().map(|optimum| (optimum, false)).chain([(&best, true)]);
+    for (&Optimum { instance: name, load: published, has_cpu }, anywhere) in optima {
         let Ok(text) = std::fs::read_to_string(folder.join(format!("{name}.json"))) else {
-            table.skipped(name);
+            table.skipped_row(name);
             continue;
         };
         let placement = if has_cpu { read_with_hosts(&text) } else { read(&text) };
         let placement = placement.expect("published instances can be read");
         let request = Request { anywhere, ..Request::default() };
-        let (plan, spent) = spending(|| solve(&placement, &request).expect("published instances have a placement"));
+        let (plan, usage) =
+            measure_usage(|| solve(&placement, &request).expect("published instances have a placement"));
         let label = match (anywhere, has_cpu) {
             (true, _) => ", not contiguous",
             (false, true) => ", with the CPU of the file",
             (false, false) => "",
         };
-        row(&mut table, format!("{name}{label}"), Some(published), &plan, 1.0, spent);
+        row(&mut table, format!("{name}{label}"), Some(published), &plan, 1.0, usage);
     }
     table.text()
 }
@@ -191,16 +192,16 @@ fn against_everything() -> String {
     for (cost, label) in [(CostModel::Paper, "paper"), (CostModel::Pipedream, "pipedream"), (CostModel::Pipec, "pipec")]
     {
         let (mut equal, mut worst, mut proven) = (0, 1.0f64, 0);
-        let (mut ours_seconds, mut all_seconds) = (0.0, 0.0);
+        let (mut ours_seconds, mut exhaustive_seconds) = (0.0, 0.0);
         const GRAPHS: u64 = 200;
         for seed in 0..GRAPHS {
             let mut random = Random(seed);
             let spec = ["2:1GB/s", "3:1GB/s", "4:0.2GB/s", "4:10GB/s"][random.below(4) as usize];
             let problem = problem(random_graph(&mut random), cluster(spec), cost);
-            let (ours, spent) = spending(|| with(&problem, Partitioner::Pipec).plan);
-            let (best, spent_on_all) = spending(|| with(&problem, Partitioner::Exhaustive).plan);
-            ours_seconds += spent.cpu_seconds;
-            all_seconds += spent_on_all.cpu_seconds;
+            let (ours, usage) = measure_usage(|| with(&problem, Partitioner::Pipec).plan);
+            let (best, exhaustive_usage) = measure_usage(|| with(&problem, Partitioner::Exhaustive).plan);
+            ours_seconds += usage.cpu_seconds;
+            exhaustive_seconds += exhaustive_usage.cpu_seconds;
             let best_us = best.predicted.minibatch_us;
             let ratio = if best_us > 0.0 { ours.predicted.minibatch_us / best_us } else { 1.0 };
             equal += usize::from(ratio <= 1.0 + 1e-9);
@@ -215,7 +216,7 @@ fn against_everything() -> String {
             format!("{worst:.4}"),
             proven.to_string(),
             format!("{ours_seconds:.2}"),
-            format!("{all_seconds:.2}"),
+            format!("{exhaustive_seconds:.2}"),
         ]);
     }
     table.text()
@@ -240,16 +241,16 @@ fn large() -> Vec<(&'static str, Problem)> {
     ]
 }
 
-fn at_size() -> String {
+fn large_problems() -> String {
     let mut table = Table::new("Large problems compared with their lower bound, ms per minibatch", &COLUMNS);
     for (name, problem) in large() {
-        let (planned, spent) = spending(|| with(&problem, Partitioner::Pipec));
-        row(&mut table, format!("{name} ({})", replicas(&planned.plan)), None, &planned.plan, 1e3, spent);
+        let (planned, usage) = measure_usage(|| with(&problem, Partitioner::Pipec));
+        row(&mut table, format!("{name} ({})", replicas(&planned.plan)), None, &planned.plan, 1e3, usage);
     }
     table.text()
 }
 
-fn shared() -> Vec<(String, Option<Problem>)> {
+fn shared_problems() -> Vec<(String, Option<Problem>)> {
     let of = |graph: Option<CostGraph>, spec: &str, cost| graph.map(|graph| problem(graph, cluster(spec), cost));
     vec![
         ("vgg16 on 4:1.25GB/s, cost pipedream".into(), of(profile("vgg16"), "4:1.25GB/s", CostModel::Pipedream)),
@@ -267,13 +268,13 @@ fn partitioners() -> String {
     let columns =
         ["instance", "partitioner", "replicas", "ms", "relative to pipec", "bound", "proven", "states", "CPU-s", "MiB"];
     let mut table = Table::new("Partitioners on the same problem, ms per minibatch", &columns);
-    for (name, problem) in shared() {
+    for (name, problem) in shared_problems() {
         let Some(problem) = problem else {
-            table.skipped(&name);
+            table.skipped_row(&name);
             continue;
         };
         let best_us = with(&problem, Partitioner::Pipec).plan.predicted.minibatch_us;
-        let all = [
+        let compared = [
             Partitioner::Pipec,
             Partitioner::Pipedream,
             Partitioner::Milp,
@@ -281,10 +282,10 @@ fn partitioners() -> String {
             Partitioner::DataParallel,
             Partitioner::Single,
         ];
-        for partitioner in all {
-            let (planned, spent) = spending(|| with(&problem, partitioner));
+        for partitioner in compared {
+            let (planned, usage) = measure_usage(|| with(&problem, partitioner));
             let plan = &planned.plan;
-            let [cpu, mib] = spent.cells();
+            let [cpu, mib] = usage.cells();
             table.row(&[
                 name.clone(),
                 partitioner.name().to_string(),
@@ -304,19 +305,19 @@ fn partitioners() -> String {
 
 fn tables() {
     let parts: [fn() -> String; 6] =
-        [against_pipedream, large_profiles, placements, against_everything, at_size, partitioners];
-    let mut all = String::from("# Plans: quality and search time\n");
-    println!("{all}");
+        [against_pipedream, large_profiles, placements, against_everything, large_problems, partitioners];
+    let mut report = String::from("# Plans: quality and search time\n");
+    println!("{report}");
     for part in parts {
         let text = part();
         println!("{text}");
-        all += &text;
+        report += &text;
     }
     if std::env::var_os("PIPEC_TABLES").is_some() {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("benches/results");
         let path = folder.join("partition.md");
-        let written = std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&path, all));
-        match written {
+        let outcome = std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&path, report));
+        match outcome {
             Ok(()) => println!("wrote {}", path.display()),
             Err(error) => eprintln!("cannot write {}: {error}", path.display()),
         }

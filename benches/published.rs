@@ -73,13 +73,13 @@ struct Hardware {
 }
 
 fn hardware(row: &Row) -> Option<Hardware> {
-    let known = |kind: &str| device::find(kind).map(device::Kind::device);
-    let h100 = Hardware { device: known("h100")?, nvlink: 450.0, network: 50.0, server: 8, is_flash: true };
+    let device_named = |kind: &str| device::find(kind).map(device::Kind::device);
+    let h100 = Hardware { device: device_named("h100")?, nvlink: 450.0, network: 50.0, server: 8, is_flash: true };
     match row.gpu.as_str() {
         // vTrain's cluster has 800 Gbit/s per server; that of Megatron-LM 1,600.
         "a100-80" => {
             let network = if row.id.starts_with("vtm") { 12.5 } else { 25.0 };
-            Some(Hardware { device: known("a100")?, nvlink: 300.0, network, server: 8, is_flash: false })
+            Some(Hardware { device: device_named("a100")?, nvlink: 300.0, network, server: 8, is_flash: false })
         }
         "h100-sxm" => Some(h100),
         // The memory is that of the source. The lower clock at 500 W is not modelled.
@@ -87,7 +87,7 @@ fn hardware(row: &Row) -> Option<Hardware> {
             let memory_bandwidth = BytesPerSecond(2.4e12);
             Some(Hardware { device: Device { memory: Bytes(96_000_000_000), memory_bandwidth, ..h100.device }, ..h100 })
         }
-        "gb200" => Some(Hardware { device: known("gb200")?, nvlink: 900.0, server: 64, ..h100 }),
+        "gb200" => Some(Hardware { device: device_named("gb200")?, nvlink: 900.0, server: 64, ..h100 }),
         _ => None,
     }
 }
@@ -110,7 +110,7 @@ fn levels(row: &Row, hardware: &Hardware) -> String {
 ///
 /// Unless they are recomputed, the softmax, its mask and its result after dropout are saved (Korthikanti et al., 2022,
 /// section 4.1).
-fn in_parts(graph: &mut CostGraph, row: &Row, device: &Device, micro_batch: u64, degree: u64) {
+fn split_attention(graph: &mut CostGraph, row: &Row, device: &Device, micro_batch: u64, degree: u64) {
     let (heads, sequence) = ((micro_batch * row.heads / degree) as f64, row.sequence as f64);
     let width = row.hidden as f64 / row.heads as f64;
     let multiprocessors = device.multiprocessors.expect("the device is a GPU");
@@ -127,14 +127,14 @@ fn in_parts(graph: &mut CostGraph, row: &Row, device: &Device, micro_batch: u64,
         op.bwd_us = (2.0 * products + stream(5.0) + stream(6.0)) * 1e6;
         op.weight_grad_us = Some(0.0);
         let bytes = (5.0 * scores) as u64;
-        let kept =
+        let bytes_field =
             if row.recompute == Some(Recompute::Attention) { &mut op.workspace_bytes } else { &mut op.saved_bytes };
-        *kept += bytes;
+        *bytes_field += bytes;
     }
 }
 
 /// The costs with the attention that the software of the run had.
-fn of_software(
+fn apply_software(
     costs: &mut Costs,
     shared: &mut [TensorParallelCosts],
     row: &Row,
@@ -142,16 +142,16 @@ fn of_software(
     micro_batch: u64,
 ) {
     if !hardware.is_flash {
-        in_parts(&mut costs.graph, row, &hardware.device, micro_batch, 1);
+        split_attention(&mut costs.graph, row, &hardware.device, micro_batch, 1);
         for shared in shared {
-            in_parts(&mut shared.graph, row, &hardware.device, micro_batch, u64::from(shared.devices));
+            split_attention(&mut shared.graph, row, &hardware.device, micro_batch, u64::from(shared.devices));
         }
     }
 }
 
 /// Recomputes ops block by block: their forward is added to their backward, and they save nothing. While a block runs
 /// backward, what its ops would save is in memory once.
-fn recompute(graph: &mut CostGraph, of: Recompute) {
+fn recompute(graph: &mut CostGraph, recomputation: Recompute) {
     // Products of the block so far, its last op, and its recomputed bytes.
     let mut blocks: BTreeMap<String, (u32, usize, u64)> = BTreeMap::new();
     for (at, op) in graph.ops.iter().enumerate() {
@@ -159,29 +159,29 @@ fn recompute(graph: &mut CostGraph, of: Recompute) {
             blocks.entry(block.to_string()).or_default().1 = at;
         }
     }
-    let mut again = vec![false; graph.ops.len()];
+    let mut is_repeated = vec![false; graph.ops.len()];
     for (at, op) in graph.ops.iter_mut().enumerate() {
         let Some((products, last, bytes)) = block(&op.module).and_then(|block| blocks.get_mut(block)) else { continue };
         *products += u32::from(op.op == "matmul");
-        again[at] = match of {
+        is_repeated[at] = match recomputation {
             Recompute::None => false,
             Recompute::Full => true,
             Recompute::Attention => op.op == "attention",
             Recompute::Operations if op.op == "matmul" => products.is_multiple_of(2),
             Recompute::Operations => op.op != "attention",
         };
-        if again[at] {
+        if is_repeated[at] {
             op.weight_grad_us = Some(op.weight_part_us());
             op.bwd_us += op.fwd_us;
             // The next block keeps its input.
-            if at != *last && of != Recompute::Attention {
+            if at != *last && recomputation != Recompute::Attention {
                 *bytes += std::mem::take(&mut op.saved_bytes);
                 op.unsaved = true;
             }
         }
     }
-    for (op, again) in graph.ops.iter_mut().zip(again) {
-        if let (Some(block), true) = (block(&op.module), again) {
+    for (op, is_repeated) in graph.ops.iter_mut().zip(is_repeated) {
+        if let (Some(block), true) = (block(&op.module), is_repeated) {
             op.workspace_bytes += blocks[block].2;
         }
     }
@@ -237,7 +237,13 @@ struct Prediction {
 
 /// The prediction of one configuration, in the layout of the framework: weights are never gathered in a
 /// group, and stages are whole blocks.
-fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64, again: Recompute) -> Option<Prediction> {
+fn predict(
+    row: &Row,
+    hardware: &Hardware,
+    micro_batch: u64,
+    chunks: u64,
+    recomputation: Recompute,
+) -> Option<Prediction> {
     // Weights that several stages share are replicated in a group, where Megatron-LM shards them.
     let group = row.group();
     // Devices of a group that has experts in common have micro-batches of their own.
@@ -254,9 +260,9 @@ fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64, again:
     let mut shared = tensor_parallel.costs(&costs, target).expect("the model can be sharded");
     let activations = if row.sequence_parallel { ActivationSharding::Sequence } else { ActivationSharding::Replicated };
     shared.retain(|shared| row.expert > 1 || shared.activations == activations);
-    of_software(&mut costs, &mut shared, row, hardware, micro_batch);
-    recompute(&mut costs.graph, again);
-    shared.iter_mut().for_each(|shared| recompute(&mut shared.graph, again));
+    apply_software(&mut costs, &mut shared, row, hardware, micro_batch);
+    recompute(&mut costs.graph, recomputation);
+    shared.iter_mut().for_each(|shared| recompute(&mut shared.graph, recomputation));
     let replicas = row.gpus / (row.pipeline * group);
     let options = PlanOptions {
         schedule: Some(ScheduleChoice::Named(if chunks > 1 { Schedule::Interleaved } else { Schedule::OneFOneB })),
@@ -288,12 +294,12 @@ fn options(row: &Row, micro_batch: u64) -> PlanOptions {
 }
 
 /// The costs of a row's model at any micro-batch size.
-struct OfRow<'a> {
+struct RowCosts<'a> {
     row: &'a Row,
     hardware: &'a Hardware,
 }
 
-impl SizedCosts for OfRow<'_> {
+impl SizedCosts for RowCosts<'_> {
     fn only_size(&self) -> Option<u64> {
         None
     }
@@ -302,51 +308,53 @@ impl SizedCosts for OfRow<'_> {
         // Under the same costs as the published configuration.
         let is_tied = self.row.group() == 1;
         let mut costs = costs(self.row, self.hardware, micro_batch, is_tied);
-        of_software(&mut costs, &mut [], self.row, self.hardware, micro_batch);
+        apply_software(&mut costs, &mut [], self.row, self.hardware, micro_batch);
         Ok(costs)
     }
 
     fn on_groups(&self, costs: &Costs, devices: u32, layout: GroupLayout) -> Result<TensorParallelCosts, Error> {
         let mut shared = [group_costs(costs, devices, layout)?];
-        of_software(&mut costs.clone(), &mut shared, self.row, self.hardware, costs.micro_batch);
+        apply_software(&mut costs.clone(), &mut shared, self.row, self.hardware, costs.micro_batch);
         let [shared] = shared;
         Ok(shared)
     }
 }
 
 /// Predicted seconds per iteration of pipec's own plan that fits in memory: everything but the batch is searched.
-fn own(row: &Row, hardware: &Hardware) -> Option<f64> {
+fn own_plan_seconds(row: &Row, hardware: &Hardware) -> Option<f64> {
     let request = PlanRequest {
         batch: Some(row.batch),
         options: PlanOptions { optimizer: Optimizer::Adam, ..PlanOptions::default() },
         ..PlanRequest::new(row.zoo(), u32::try_from(row.gpus).expect("a cluster has few devices"))
     };
-    let found = configuration_search::plan(&request, &OfRow { row, hardware }, row.batch, &Silent);
-    found.ok().map(|found| found.planned.plan.predicted.minibatch_us / 1e6)
+    let configuration = configuration_search::plan(&request, &RowCosts { row, hardware }, row.batch, &Silent);
+    configuration.ok().map(|configuration| configuration.planned.plan.predicted.minibatch_us / 1e6)
 }
 
 /// The fastest prediction over what the source leaves open, of those that fit in memory if any does.
 fn best(row: &Row, hardware: &Hardware) -> Option<(Prediction, u64, u64)> {
-    let micro_batches = row.micro_batch.map_or(vec![1, 2, 4], |known| vec![known]);
+    let micro_batches = row.micro_batch.map_or(vec![1, 2, 4], |value| vec![value]);
     let chunks = match row.chunks {
-        Some(known) => vec![known],
+        Some(value) => vec![value],
         None if row.pipeline == 1 => vec![1],
         None => vec![1, 2, 4],
     };
-    let rank = |one: &Prediction| (one.peak > hardware.device.memory.0, one.seconds);
-    let mut found: Option<(Prediction, u64, u64)> = None;
+    let rank = |prediction: &Prediction| (prediction.peak > hardware.device.memory.0, prediction.seconds);
+    let mut fastest: Option<(Prediction, u64, u64)> = None;
     for micro_batch in micro_batches.into_iter().filter(|size| row.batch.is_multiple_of(row.data * size)) {
         for &chunks in &chunks {
-            for &again in row.recompute.as_ref().map_or(&[Recompute::None, Recompute::Full][..], std::slice::from_ref) {
-                if let Some(one) = predict(row, hardware, micro_batch, chunks, again)
-                    && found.as_ref().is_none_or(|(known, ..)| rank(&one) < rank(known))
+            for &recomputation in
+                row.recompute.as_ref().map_or(&[Recompute::None, Recompute::Full][..], std::slice::from_ref)
+            {
+                if let Some(prediction) = predict(row, hardware, micro_batch, chunks, recomputation)
+                    && fastest.as_ref().is_none_or(|(fastest, ..)| rank(&prediction) < rank(fastest))
                 {
-                    found = Some((one, micro_batch, chunks));
+                    fastest = Some((prediction, micro_batch, chunks));
                 }
             }
         }
     }
-    found
+    fastest
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -372,11 +380,11 @@ fn correlation(left: &[f64], right: &[f64]) -> f64 {
 
 /// Pairs of predicted and measured seconds, with lines of the table. With `plans`, also pipec's own plan of each row.
 fn compare(rows: &[Row], filter: &str, plans: bool, text: &mut String) -> Vec<(f64, f64)> {
-    let more = if plans { [" own plan |", " --- |"] } else { ["", ""] };
+    let plan_columns = if plans { [" own plan |", " --- |"] } else { ["", ""] };
     let _ = writeln!(
         text,
         "| run | configuration | predicted | measured | error | memory |{}\n| --- | --- | --- | --- | --- | --- |{}",
-        more[0], more[1]
+        plan_columns[0], plan_columns[1]
     );
     let (mut slower, mut too_large) = (0, 0);
     let mut pairs = Vec::new();
@@ -394,18 +402,18 @@ fn compare(rows: &[Row], filter: &str, plans: bool, text: &mut String) -> Vec<(f
             );
             continue;
         };
-        let own = plans.then(|| own(row, &hardware)).flatten();
-        slower += usize::from(own.is_some_and(|own| own > predicted));
+        let own_seconds = plans.then(|| own_plan_seconds(row, &hardware)).flatten();
+        slower += usize::from(own_seconds.is_some_and(|own_seconds| own_seconds > predicted));
         let fits = if peak <= hardware.device.memory.0 { "fits" } else { "too large" };
         too_large += usize::from(peak > hardware.device.memory.0);
-        let own = match (plans, own) {
+        let own_seconds = match (plans, own_seconds) {
             (false, _) => String::new(),
             (true, None) => " none fits |".to_string(),
-            (true, Some(own)) => format!(" {own:.3} s |"),
+            (true, Some(own_seconds)) => format!(" {own_seconds:.3} s |"),
         };
         let _ = writeln!(
             text,
-            "| {} | {} × {} × {}, {chunks}, {micro_batch} | {predicted:.3} s | {measured:.3} s | {:+.1} % | {:.1} GB, {fits} |{own}",
+            "| {} | {} × {} × {}, {chunks}, {micro_batch} | {predicted:.3} s | {measured:.3} s | {:+.1} % | {:.1} GB, {fits} |{own_seconds}",
             row.id,
             row.pipeline,
             row.data,

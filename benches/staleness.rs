@@ -50,24 +50,24 @@ fn arrays(split: &Split) -> BTreeMap<String, Tensor> {
 }
 
 fn weights(model: &Model) -> BTreeMap<String, Tensor> {
-    let given = |(name, weight): (&String, &Weight)| match weight {
+    let named_tensor = |(name, weight): (&String, &Weight)| match weight {
         Weight::Given(tensor) => Some((name.clone(), tensor.clone())),
         Weight::Missing { .. } => None,
     };
-    model.weights.iter().filter_map(given).collect()
+    model.weights.iter().filter_map(named_tensor).collect()
 }
 
 fn run(model: &Model, digits: &Digits, seed: u64, schedule: Schedule, staleness: Staleness, rate: f64) -> Trained {
     let stages = if schedule.flushes() { 1 } else { STAGES };
     let ops = order::numbered(&model.graph).len();
-    let placed: Vec<usize> = (0..ops).map(|op| op * stages / ops).collect();
+    let op_stages: Vec<usize> = (0..ops).map(|op| op * stages / ops).collect();
     let per_epoch = digits.train.rows / BATCH;
     let count = StepCount::minibatches((EPOCHS * per_epoch) as u32);
     let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let pipeline = pipeline.with_caps(&published_caps(&vec![1; stages]));
-    let prepared = prepare(&model.graph, &placed, pipeline, &settings).expect("the model can be partitioned");
+    let prepared = prepare(&model.graph, &op_stages, pipeline, &settings).expect("the model can be partitioned");
     let data = Dataset::new(arrays(&digits.train), &feeds(&prepared.codes), BATCH).expect("the digits fit");
     let order = RowOrder::Shuffled { seed };
     let batches = Batches::new(data, BATCH, 1, EPOCHS * per_epoch, order).expect("there is an epoch of digits");
@@ -86,21 +86,21 @@ fn run(model: &Model, digits: &Digits, seed: u64, schedule: Schedule, staleness:
 
 /// Test accuracy; 0 if the weights are not finite.
 fn accuracy(model: &Model, digits: &Digits, trained: &BTreeMap<String, Tensor>) -> f64 {
-    let given = arrays(&digits.test);
+    let inputs = arrays(&digits.test);
     let dims = Bindings::from([("batch".to_string(), digits.test.rows as i64)]);
     let graph = bind(&model.graph, &dims).expect("the batch is the only symbol");
-    let answers = evaluate(&graph, true, &given, trained).expect("the trained model can be run");
+    let answers = evaluate(&graph, true, &inputs, trained).expect("the trained model can be run");
     let logits = answers.values().next().expect("the model has a result").to_f64();
-    let right = logits.chunks(10).zip(&digits.test.y).filter(|(row, label)| {
+    let correct = logits.chunks(10).zip(&digits.test.y).filter(|(row, label)| {
         let best = (0..10).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap_or(0);
         row.iter().all(|value| value.is_finite()) && best as i64 == **label
     });
-    right.count() as f64 / digits.test.rows as f64
+    correct.count() as f64 / digits.test.rows as f64
 }
 
 fn main() {
     let anneal = (EPOCHS * 1437 / BATCH / 4) as u32;
-    let ways = [
+    let methods = [
         ("no pipeline", Schedule::OneFOneB, Staleness::None),
         ("stash", Schedule::OneFOneBRr, Staleness::None),
         ("vertical-sync", Schedule::OneFOneBRrVsync, Staleness::None),
@@ -111,18 +111,18 @@ fn main() {
     println!("| staleness | lr | loss of the last epoch | accuracy | memory of the first stage |");
     println!("| --- | --- | --- | --- | --- |");
     for rate in RATES {
-        for (name, schedule, staleness) in ways {
-            let (mut loss, mut right, mut held) = (0.0, 0.0, 0);
+        for (name, schedule, staleness) in methods {
+            let (mut loss, mut accuracy_sum, mut peak_bytes) = (0.0, 0.0, 0);
             for seed in 0..SEEDS {
                 let (model, digits) = (model(seed), digits::load(seed));
                 let trained = run(&model, &digits, seed, schedule, staleness, rate);
-                let last = &trained.losses[trained.losses.len() - digits.train.rows / BATCH..];
-                loss += last.iter().sum::<f64>() / last.len() as f64;
-                right += accuracy(&model, &digits, &trained.weights);
-                held = held.max(trained.peak_memory_bytes[0]);
+                let last_epoch = &trained.losses[trained.losses.len() - digits.train.rows / BATCH..];
+                loss += last_epoch.iter().sum::<f64>() / last_epoch.len() as f64;
+                accuracy_sum += accuracy(&model, &digits, &trained.weights);
+                peak_bytes = peak_bytes.max(trained.peak_memory_bytes[0]);
             }
             let runs = SEEDS as f64;
-            println!("| {name} | {rate} | {:.4} | {:.2} % | {held} |", loss / runs, right / runs * 100.0);
+            println!("| {name} | {rate} | {:.4} | {:.2} % | {peak_bytes} |", loss / runs, accuracy_sum / runs * 100.0);
         }
     }
 }

@@ -36,7 +36,7 @@ mod subjects;
 mod table;
 
 use clap::Parser;
-use ours::Known;
+use ours::ProfiledSubject;
 use peer::Peer;
 use report::{Figures, LINES, Measured, report};
 use subjects::{SUBJECTS, Subject};
@@ -45,7 +45,7 @@ use subjects::{SUBJECTS, Subject};
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Models to train [default: all]
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = named)]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = find_subject)]
     models: Vec<&'static Subject>,
     /// Number of rounds; results are their medians
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -61,23 +61,26 @@ struct Arguments {
 /// Runs of 1F1B-RR on two workers per round, each followed by two independent workers.
 const PAIRS: u32 = 3;
 
-fn named(name: &str) -> Result<&'static Subject, String> {
+fn find_subject(name: &str) -> Result<&'static Subject, String> {
     let names = || SUBJECTS.iter().map(|subject| subject.name).collect::<Vec<_>>().join(", ");
     SUBJECTS.iter().find(|subject| subject.name == name).ok_or_else(|| format!("there are {}", names()))
 }
 
 /// Trains one model in all modes; PyTorch follows pipec in every round.
-fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<Peer>) -> Measured {
-    let (model, parameters) = subject.built();
+fn measure_subject(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<Peer>) -> Measured {
+    let (model, parameters) = subject.import();
     if let Some(peer) = peer {
         let counted = peer.parameters(subject.name).expect("the peer can count");
         assert_eq!(parameters, counted, "{}: the peer's model is different", subject.name);
     }
     eprintln!("{}: {}, {parameters} parameters, batch {}; profiling", subject.name, subject.about, subject.batch);
-    let known = Known::of(subject, &model, LINES.iter().map(|line| line.way));
+    let profiled = ProfiledSubject::of(subject, &model, LINES.iter().map(|line| line.parallelism));
     let steps = arguments.steps.unwrap_or(subject.steps);
-    let runs: Vec<_> = LINES.iter().map(|line| known.ready(line.way, known.plan(line.way), steps)).collect();
-    let (mut beside, mut twice, mut compiled) = (Vec::new(), Vec::new(), Vec::new());
+    let runs: Vec<_> = LINES
+        .iter()
+        .map(|line| profiled.prepare_run(line.parallelism, profiled.plan(line.parallelism), steps))
+        .collect();
+    let (mut paired, mut twice, mut compiled) = (Vec::new(), Vec::new(), Vec::new());
     let mut lines: Vec<Figures> = runs
         .iter()
         .map(|run| Figures {
@@ -96,7 +99,7 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
                 .peak_memory_bytes
                 .iter_mut()
                 .zip(&outcome.peak_memory_bytes)
-                .for_each(|(most, held)| *most = (*most).max(*held));
+                .for_each(|(max, peak)| *max = (*max).max(*peak));
             figures.spent = outcome.spent;
             // Rounds stay paired: after a failed one there are none.
             let Some(peer) = peer.as_mut().filter(|_| figures.theirs.len() == round as usize) else { continue };
@@ -108,7 +111,7 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
         }
         // In turn: a machine that is shared may be slower minutes later.
         for _ in 0..PAIRS {
-            beside.push(runs[1].run().round);
+            paired.push(runs[1].run().round);
             twice.push(runs[0].run_twice());
         }
         if let Some(peer) = peer.as_mut().filter(|_| compiled.len() == round as usize) {
@@ -119,7 +122,7 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
         }
         eprintln!("{}: round {} of {}", subject.name, round + 1, arguments.rounds);
     }
-    Measured { subject, parameters, lines, beside, twice, compiled }
+    Measured { subject, parameters, lines, paired, twice, compiled }
 }
 
 fn main() {
@@ -135,7 +138,8 @@ fn main() {
         [] => SUBJECTS.iter().collect(),
         chosen => chosen.to_vec(),
     };
-    let all: Vec<Measured> = subjects.into_iter().map(|subject| measured(subject, &arguments, &mut peer)).collect();
+    let results: Vec<Measured> =
+        subjects.into_iter().map(|subject| measure_subject(subject, &arguments, &mut peer)).collect();
     println!("# Training\n");
     let device = profiler::machine::this_cpu();
     let cores = std::thread::available_parallelism().map_or(1, |count| count.get());
@@ -143,5 +147,5 @@ fn main() {
     if let Some(peer) = &peer {
         println!("PyTorch {}.", peer.version);
     }
-    print!("{}", report(&all));
+    print!("{}", report(&results));
 }

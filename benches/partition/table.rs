@@ -20,7 +20,7 @@ impl Table {
     }
 
     /// Adds a placeholder row for missing data.
-    pub fn skipped(&mut self, name: &str) {
+    pub fn skipped_row(&mut self, name: &str) {
         self.text += &format!("| {name} | skipped: no shared data{} |\n", " |".repeat(self.columns - 2));
     }
 
@@ -31,14 +31,14 @@ impl Table {
 
 /// Resource usage.
 #[derive(Clone, Copy, Default)]
-pub struct Spent {
+pub struct ResourceUsage {
     /// CPU seconds of this thread; wall time if the system does not report it.
     pub cpu_seconds: f64,
     /// Peak memory of the process in MiB, if the system reports it.
     pub peak_mib: Option<f64>,
 }
 
-impl Spent {
+impl ResourceUsage {
     /// Both as table cells.
     pub fn cells(&self) -> [String; 2] {
         let peak = self.peak_mib.map_or("–".to_string(), |mib| format!("{mib:.0}"));
@@ -47,18 +47,18 @@ impl Spent {
 }
 
 /// Measures the resource usage of `work`.
-pub fn spending<T>(work: impl FnOnce() -> T) -> (T, Spent) {
+pub fn measure_usage<T>(work: impl FnOnce() -> T) -> (T, ResourceUsage) {
     // On Linux, writing 5 resets the peak; other systems have no such file.
-    let forgets = fs::write("/proc/self/clear_refs", "5").is_ok();
-    let (clock, before) = (Instant::now(), on_processor());
+    let resets_peak = fs::write("/proc/self/clear_refs", "5").is_ok();
+    let (clock, before) = (Instant::now(), thread_cpu_seconds());
     let value = work();
     let wall = clock.elapsed().as_secs_f64();
-    let cpu_seconds = before.zip(on_processor()).map_or(wall, |(before, after)| after - before);
-    (value, Spent { cpu_seconds, peak_mib: peak_mib().filter(|_| forgets) })
+    let cpu_seconds = before.zip(thread_cpu_seconds()).map_or(wall, |(before, after)| after - before);
+    (value, ResourceUsage { cpu_seconds, peak_mib: peak_mib().filter(|_| resets_peak) })
 }
 
 /// CPU seconds of this thread; planning is single-threaded.
-fn on_processor() -> Option<f64> {
+fn thread_cpu_seconds() -> Option<f64> {
     let text = fs::read_to_string("/proc/thread-self/schedstat").ok()?;
     Some(text.split(' ').next()?.parse::<f64>().ok()? / 1e9)
 }

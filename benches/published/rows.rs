@@ -83,22 +83,22 @@ fn recompute(text: &str) -> Option<Recompute> {
 pub fn runs(text: &str) -> Vec<Row> {
     let row = |fields: BTreeMap<&str, &str>| {
         let number = |name: &str| fields[name].parse::<u64>().ok();
-        let known = |name: &str| number(name).unwrap_or_else(|| panic!("`{name}` of {} is a number", fields["id"]));
+        let required = |name: &str| number(name).unwrap_or_else(|| panic!("`{name}` of {} is a number", fields["id"]));
         let mut row = Row {
             id: fields["id"].to_string(),
             model: fields["model"].to_string(),
-            layers: known("layers"),
-            hidden: known("hidden"),
-            heads: known("heads"),
-            key_heads: known("kv_heads"),
+            layers: required("layers"),
+            hidden: required("hidden"),
+            heads: required("heads"),
+            key_heads: required("kv_heads"),
             ffn: leading(fields["ffn"]).unwrap_or_else(|| panic!("`ffn` of {} is a number", fields["id"])),
-            sequence: known("seq"),
-            vocabulary: known("vocab"),
+            sequence: required("seq"),
+            vocabulary: required("vocab"),
             gpu: fields["gpu"].to_string(),
-            gpus: known("gpus"),
-            tensor: known("tp"),
-            pipeline: known("pp"),
-            data: known("dp"),
+            gpus: required("gpus"),
+            tensor: required("tp"),
+            pipeline: required("pp"),
+            data: required("dp"),
             expert: fields["note"].strip_prefix("experts over ").and_then(leading).unwrap_or(1),
             zero: match number("fsdp") {
                 Some(shards) if shards > 0 => 3,
@@ -109,7 +109,7 @@ pub fn runs(text: &str) -> Vec<Row> {
             },
             chunks: number("chunks"),
             micro_batch: number("micro_batch"),
-            batch: known("global_batch"),
+            batch: required("global_batch"),
             precision: fields["precision"].split(' ').next().unwrap_or_default().to_string(),
             recompute: recompute(fields["recompute"]),
             sequence_parallel: fields["seq_parallel"] == "yes",
@@ -133,28 +133,28 @@ pub fn runs(text: &str) -> Vec<Row> {
 /// The rows of `vtrain.tsv`.
 pub fn vtrain(text: &str) -> Vec<Row> {
     let row = |fields: BTreeMap<&str, &str>| {
-        let known = |name: &str| fields[name].parse::<u64>().unwrap_or_else(|_| panic!("`{name}` is a number"));
-        let hidden = known("hidden");
+        let required = |name: &str| fields[name].parse::<u64>().unwrap_or_else(|_| panic!("`{name}` is a number"));
+        let hidden = required("hidden");
         Row {
             id: fields["id"].to_string(),
             model: fields["model"].to_string(),
-            layers: known("layers"),
+            layers: required("layers"),
             hidden,
-            heads: known("heads"),
-            key_heads: known("heads"),
+            heads: required("heads"),
+            key_heads: required("heads"),
             ffn: 4 * hidden,
-            sequence: known("seq"),
+            sequence: required("seq"),
             vocabulary: VOCABULARY,
             gpu: "a100-80".to_string(),
-            gpus: known("gpus"),
-            tensor: known("tp"),
-            pipeline: known("pp"),
-            data: known("dp"),
+            gpus: required("gpus"),
+            tensor: required("tp"),
+            pipeline: required("pp"),
+            data: required("dp"),
             expert: 1,
             zero: 0,
-            chunks: Some(known("vpp/chunks")),
-            micro_batch: Some(known("microbatch")),
-            batch: known("global_batch"),
+            chunks: Some(required("vpp/chunks")),
+            micro_batch: Some(required("microbatch")),
+            batch: required("global_batch"),
             precision: "fp16".to_string(),
             recompute: recompute(fields["recompute"]),
             sequence_parallel: false,

@@ -17,11 +17,11 @@ impl Round {
 }
 
 /// Two runs at the same time.
-pub fn together([one, other]: [Round; 2]) -> Round {
+pub fn together([first, second]: [Round; 2]) -> Round {
     Round {
-        samples_per_s: one.samples_per_s + other.samples_per_s,
+        samples_per_s: first.samples_per_s + second.samples_per_s,
         // Each counts the threads of both.
-        cpu_seconds: (one.cpu_seconds + other.cpu_seconds) / 4.0,
+        cpu_seconds: (first.cpu_seconds + second.cpu_seconds) / 4.0,
     }
 }
 
@@ -37,30 +37,30 @@ pub fn median(mut numbers: Vec<f64>) -> Option<f64> {
 }
 
 /// The median of one figure over the rounds.
-pub fn middle(rounds: &[Round], figure: impl Fn(&Round) -> f64) -> Option<f64> {
+pub fn median_of(rounds: &[Round], figure: impl Fn(&Round) -> f64) -> Option<f64> {
     median(rounds.iter().map(figure).collect())
 }
 
-/// The median speedup of `ours` over `other` in the same rounds.
-pub fn faster(ours: &[Round], other: &[Round]) -> Option<f64> {
-    median(ours.iter().zip(other).map(|(a, b)| a.samples_per_s / b.samples_per_s).collect())
+/// The median speedup of `ours` over `theirs` in the same rounds.
+pub fn faster(ours: &[Round], theirs: &[Round]) -> Option<f64> {
+    median(ours.iter().zip(theirs).map(|(a, b)| a.samples_per_s / b.samples_per_s).collect())
 }
 
-/// The median ratio of CPU times, `other` over `ours`.
-pub fn cheaper(ours: &[Round], other: &[Round]) -> Option<f64> {
-    median(ours.iter().zip(other).map(|(a, b)| b.cpu_seconds / a.cpu_seconds).collect())
+/// The median ratio of CPU times, `theirs` over `ours`.
+pub fn cheaper(ours: &[Round], theirs: &[Round]) -> Option<f64> {
+    median(ours.iter().zip(theirs).map(|(a, b)| b.cpu_seconds / a.cpu_seconds).collect())
 }
 
 /// CPU seconds of all threads, also of those that ended; `None` if the system does not report them.
 #[cfg(unix)]
-pub fn on_processors() -> Option<f64> {
+pub fn process_cpu_seconds() -> Option<f64> {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes the time through the pointer.
-    let is_known = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) } == 0;
-    is_known.then_some(time.tv_sec as f64 + time.tv_nsec as f64 / 1e9)
+    let is_available = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) } == 0;
+    is_available.then_some(time.tv_sec as f64 + time.tv_nsec as f64 / 1e9)
 }
 
 #[cfg(not(unix))]
-pub fn on_processors() -> Option<f64> {
+pub fn process_cpu_seconds() -> Option<f64> {
     None
 }

@@ -1,6 +1,6 @@
 //! The pipec side of the benchmark: profiles each model, plans with the profile, and trains under the plan.
 
-use crate::figures::{Round, on_processors, together};
+use crate::figures::{Round, process_cpu_seconds, together};
 use crate::subjects::Subject;
 use compiler::graph::bind::bind;
 use compiler::graph::hash::hash;
@@ -45,12 +45,12 @@ const RULE: Rule = Rule::Sgd { learning_rate: 0.01, momentum: 0.9, nesterov: fal
 
 /// A training mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Way {
+pub struct Parallelism {
     pub workers: u32,
     pub microbatches: u32,
 }
 
-impl Way {
+impl Parallelism {
     /// The schedule; without micro-batches, one without a flush.
     fn kind(self) -> Schedule {
         if self.microbatches == 1 { Schedule::OneFOneBRr } else { Schedule::OneFOneB }
@@ -63,27 +63,31 @@ impl Way {
 }
 
 /// A model with its profiles.
-pub struct Known<'a> {
+pub struct ProfiledSubject<'a> {
     subject: &'a Subject,
     model: &'a Model,
     weights: BTreeMap<String, Tensor>,
-    profiles: BTreeMap<Way, Profile>,
+    profiles: BTreeMap<Parallelism, Profile>,
 }
 
-impl<'a> Known<'a> {
-    /// Profiles the model for each of these ways.
-    pub fn of(subject: &'a Subject, model: &'a Model, ways: impl Iterator<Item = Way>) -> Known<'a> {
-        let given = |(name, weight): (&String, &Weight)| match weight {
+impl<'a> ProfiledSubject<'a> {
+    /// Profiles the model for each of these degrees.
+    pub fn of(
+        subject: &'a Subject,
+        model: &'a Model,
+        parallelisms: impl Iterator<Item = Parallelism>,
+    ) -> ProfiledSubject<'a> {
+        let named_tensor = |(name, weight): (&String, &Weight)| match weight {
             Weight::Given(tensor) => Some((name.clone(), tensor.clone())),
             Weight::Missing { .. } => None,
         };
-        let weights = model.weights.iter().filter_map(given).collect();
-        let mut known = Known { subject, model, weights, profiles: BTreeMap::new() };
-        for way in ways {
-            let profile = known.profiled(way);
-            known.profiles.insert(way, profile);
+        let weights = model.weights.iter().filter_map(named_tensor).collect();
+        let mut profiled = ProfiledSubject { subject, model, weights, profiles: BTreeMap::new() };
+        for parallelism in parallelisms {
+            let profile = profiled.profile(parallelism);
+            profiled.profiles.insert(parallelism, profile);
         }
-        known
+        profiled
     }
 
     fn rows(&self, microbatches: u32) -> usize {
@@ -96,7 +100,7 @@ impl<'a> Known<'a> {
         bind(&self.model.graph, &dims).expect("the batch is the only symbol")
     }
 
-    fn profiled(&self, Way { workers, microbatches }: Way) -> Profile {
+    fn profile(&self, Parallelism { workers, microbatches }: Parallelism) -> Profile {
         let (file, sha256) = (self.model.file.clone(), self.model.sha256.clone());
         let model = measure::Model {
             graph: &self.graph(microbatches),
@@ -112,36 +116,37 @@ impl<'a> Known<'a> {
     }
 
     /// The plan for these workers.
-    pub fn plan(&self, way: Way) -> Plan {
-        let graph = self.graph(way.microbatches);
+    pub fn plan(&self, parallelism: Parallelism) -> Plan {
+        let graph = self.graph(parallelism.microbatches);
         let attribution = attribute(&graph, TRAINS).expect("the zoo's models have gradients");
         let mut costs = cost_graph(&graph, &attribution);
-        let profile = &self.profiles[&way];
+        let profile = &self.profiles[&parallelism];
         fill(&mut costs, profile, None).expect("the profile is that of this graph");
-        let cluster = cluster_of_this_cpu(way.workers).expect("there is a worker");
+        let cluster = cluster_of_this_cpu(parallelism.workers).expect("there is a worker");
         let mut problem = Problem::new(costs, cluster, CostModel::Pipec);
         problem.model = PlannedModel { graph_hash: hash(&self.model.graph), ..problem.model };
         problem.profile = PlannedProfile::of(profile, String::new());
-        problem.schedule = way.kind();
+        problem.schedule = parallelism.kind();
         problem.in_flight = InFlight::Auto;
-        problem.micro_batch = self.rows(way.microbatches) as u64;
-        problem.microbatches = way.microbatches;
+        problem.micro_batch = self.rows(parallelism.microbatches) as u64;
+        problem.microbatches = parallelism.microbatches;
         problem.optimizer = "sgd-momentum".to_string();
         problem.optimizer_state = 1.0;
         problem.count_updates();
         problem.recompute = Recomputation::Never;
-        problem.constraints.replicas = way.replicas();
+        problem.constraints.replicas = parallelism.replicas();
         let levels = &problem.cluster.levels;
         let efficiency = |stages: &[Stage], edges: &[Edge], caps: &[u32]| {
-            let played = pipeline_of(levels, stages, edges, caps).ok().and_then(|pipeline| steady(&pipeline).ok());
-            played.unwrap_or_else(|| Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 })
+            let steady_state =
+                pipeline_of(levels, stages, edges, caps).ok().and_then(|pipeline| steady(&pipeline).ok());
+            steady_state.unwrap_or_else(|| Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 })
         };
         let options = PlannerOptions { efficiency: Some(&efficiency), ..PlannerOptions::default() };
         plan(&problem, &options).expect("there is no limit to exceed").plan
     }
 
     /// Prepares training under the plan.
-    pub fn ready(&self, way: Way, plan: Plan, steps: u32) -> Ready<'_> {
+    pub fn prepare_run(&self, parallelism: Parallelism, plan: Plan, steps: u32) -> PreparedRun<'_> {
         let schedule: Schedule = generated(plan.schedule.kind).expect("these schedules are generated");
         // Steps before the measured ones fill the pipeline, and steps after them keep it full.
         let filling = plan.schedule.in_flight.iter().copied().max().unwrap_or(1).max(2);
@@ -149,29 +154,29 @@ impl<'a> Known<'a> {
         let round = plan.stages.iter().map(|stage| stage.replicas).max().unwrap_or(1);
         let (first, steps) = (filling.max(WARM_UP).next_multiple_of(round), steps.next_multiple_of(round));
         let minibatches = first + steps + filling;
-        let count = StepCount { minibatches, microbatches: way.microbatches };
+        let count = StepCount { minibatches, microbatches: parallelism.microbatches };
         let settings = Settings { dims: Bindings::new(), loss: Loss::CrossEntropy, class_axis: None, schedule, count };
         let mut stages = vec![0; plan.model.ops as usize];
         for (at, stage) in plan.stages.iter().enumerate() {
             stage.op_ids().for_each(|op| stages[op as usize] = at);
         }
         let pipeline = pipeline(&plan).expect("the plan is consistent");
-        let graph = self.graph(way.microbatches);
+        let graph = self.graph(parallelism.microbatches);
         let prepared = prepare(&graph, &stages, pipeline, &settings).expect("the zoo's models can be partitioned");
-        let (item_rows, rows) = (self.rows(way.microbatches), self.subject.batch * MINIBATCHES);
+        let (item_rows, rows) = (self.rows(parallelism.microbatches), self.subject.batch * MINIBATCHES);
         let feeds = feeds(&prepared.codes);
         let arrays = synthetic(&prepared.graph, &feeds, item_rows, rows, 1);
         let data = Dataset::new(arrays, &feeds, item_rows).expect("the data is made for the model");
-        let microbatches = way.microbatches as usize;
+        let microbatches = parallelism.microbatches as usize;
         let batches = Batches::new(data, self.subject.batch, microbatches, minibatches as usize, RowOrder::InOrder);
         let batches = batches.expect("there are several minibatches of data");
-        Ready { known: self, plan, prepared, batches, steps, first }
+        PreparedRun { profiled: self, plan, prepared, batches, steps, first }
     }
 }
 
 /// A model that can be trained repeatedly under one plan.
-pub struct Ready<'a> {
-    known: &'a Known<'a>,
+pub struct PreparedRun<'a> {
+    profiled: &'a ProfiledSubject<'a>,
     pub plan: Plan,
     prepared: Prepared,
     batches: Batches,
@@ -182,7 +187,7 @@ pub struct Ready<'a> {
 
 /// Seconds per minibatch of a worker, by activity.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Spent {
+pub struct ActivitySeconds {
     pub forward: f64,
     pub backward: f64,
     pub step: f64,
@@ -194,7 +199,7 @@ pub struct Outcome {
     pub round: Round,
     /// Peak bytes, by worker.
     pub peak_memory_bytes: Vec<u64>,
-    pub spent: Vec<Spent>,
+    pub spent: Vec<ActivitySeconds>,
 }
 
 /// Wall and CPU time at a point of a run.
@@ -204,7 +209,7 @@ struct Moment {
     processors: Option<f64>,
 }
 
-impl Ready<'_> {
+impl PreparedRun<'_> {
     /// Two of these runs at the same time: what the machine gives two workers that share nothing.
     pub fn run_twice(&self) -> Round {
         std::thread::scope(|scope| {
@@ -218,7 +223,7 @@ impl Ready<'_> {
         let training = TrainJob {
             codes: &self.prepared.codes,
             program: &self.prepared.program,
-            weights: &self.known.weights,
+            weights: &self.profiled.weights,
             batches: &self.batches,
             optimizer: &Optimizer::from(RULE),
             policy: Policy::default(),
@@ -227,16 +232,16 @@ impl Ready<'_> {
         let first = self.first as usize - 1;
         let ends = [first, first + self.steps as usize];
         let mut moments = Vec::new();
-        let trained = train(&training, &mut |done| {
-            if ends.contains(&done.step) {
-                moments.push(Moment { wall: done.seconds, processors: on_processors() });
+        let trained = train(&training, &mut |progress| {
+            if ends.contains(&progress.step) {
+                moments.push(Moment { wall: progress.seconds, processors: process_cpu_seconds() });
             }
         });
         let trained = trained.expect("the program was checked");
         assert!(
             trained.losses.iter().all(|loss| loss.is_finite()),
             "{}: {:?}",
-            self.known.subject.name,
+            self.profiled.subject.name,
             trained.losses
         );
         let [begin, end] = moments[..] else { panic!("there are steps before and after the measured ones") };
@@ -245,15 +250,15 @@ impl Ready<'_> {
         let cpu_seconds =
             begin.processors.zip(end.processors).map_or(seconds * trained.spans.len() as f64, |(a, b)| b - a);
         let spent = spent(&trained, [begin.wall, end.wall], self.steps);
-        let round = Round::of(seconds, cpu_seconds, self.steps, self.known.subject.batch);
+        let round = Round::of(seconds, cpu_seconds, self.steps, self.profiled.subject.batch);
         Outcome { round, peak_memory_bytes: trained.peak_memory_bytes, spent }
     }
 }
 
 /// Each worker's activity between two points in time, per minibatch.
-fn spent(trained: &Trained, [begin, end]: [f64; 2], steps: u32) -> Vec<Spent> {
+fn spent(trained: &Trained, [begin, end]: [f64; 2], steps: u32) -> Vec<ActivitySeconds> {
     let of = |spans: &Vec<runtime::stage::worker::Span>| {
-        let mut spent = Spent::default();
+        let mut spent = ActivitySeconds::default();
         for span in spans {
             let seconds = (span.end.min(end) - span.start.max(begin)).max(0.0) / f64::from(steps);
             match span.work {

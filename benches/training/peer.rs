@@ -18,25 +18,25 @@ impl Peer {
     pub fn start() -> Result<Peer, String> {
         let python = std::env::var("PIPEC_PYTHON").unwrap_or_else(|_| "python3".to_string());
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/training/peer.py");
-        let started = Command::new(&python).arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-        let mut child = started.map_err(|error| format!("`{python}` does not start: {error}"))?;
+        let spawned = Command::new(&python).arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = spawned.map_err(|error| format!("`{python}` does not start: {error}"))?;
         let requests = child.stdin.take();
         let answers = BufReader::new(child.stdout.take().expect("the output is a pipe"));
         let mut peer = Peer { child, requests, answers, version: String::new() };
-        let greeting = peer.answer().map_err(|error| format!("`{python}`: {error}"))?;
+        let greeting = peer.read_answer().map_err(|error| format!("`{python}`: {error}"))?;
         peer.version = greeting["torch"].as_str().unwrap_or("of an unknown version").to_string();
         Ok(peer)
     }
 
     /// Parameter count of its model.
     pub fn parameters(&mut self, model: &str) -> Result<u64, String> {
-        let answer = self.ask(&format!("count {model}"))?;
+        let answer = self.exchange(&format!("count {model}"))?;
         answer["parameters"].as_u64().ok_or_else(|| format!("`{answer}` has no count"))
     }
 
     /// Trains `steps` minibatches of `batch` samples.
     pub fn run(&mut self, model: &str, mode: &str, steps: u32, batch: usize) -> Result<Round, String> {
-        let answer = self.ask(&format!("run {model} {mode} {steps}"))?;
+        let answer = self.exchange(&format!("run {model} {mode} {steps}"))?;
         let number = |key: &str| answer[key].as_f64().filter(|it| it.is_finite());
         match (number("seconds"), number("cpu_seconds"), number("loss")) {
             (Some(seconds), Some(cpu_seconds), Some(_)) => Ok(Round::of(seconds, cpu_seconds, steps, batch)),
@@ -44,13 +44,13 @@ impl Peer {
         }
     }
 
-    fn ask(&mut self, request: &str) -> Result<Value, String> {
+    fn exchange(&mut self, request: &str) -> Result<Value, String> {
         let requests = self.requests.as_mut().ok_or("the peer has no input")?;
         writeln!(requests, "{request}").and_then(|()| requests.flush()).map_err(|error| error.to_string())?;
-        self.answer()
+        self.read_answer()
     }
 
-    fn answer(&mut self) -> Result<Value, String> {
+    fn read_answer(&mut self) -> Result<Value, String> {
         let mut line = String::new();
         self.answers.read_line(&mut line).map_err(|error| error.to_string())?;
         if line.is_empty() {

@@ -1,7 +1,7 @@
 //! The result tables: speed, goals, and accuracy of the plans.
 
-use crate::figures::{Round, cheaper, faster, median, middle};
-use crate::ours::{Spent, Way};
+use crate::figures::{Round, cheaper, faster, median, median_of};
+use crate::ours::{ActivitySeconds, Parallelism};
 use crate::subjects::Subject;
 use crate::table::Table;
 use compiler::plan::{Plan, Stage};
@@ -28,16 +28,28 @@ const INSIDE: f64 = 0.9;
 /// A training mode, here and for PyTorch.
 pub struct Line {
     pub about: &'static str,
-    pub way: Way,
+    pub parallelism: Parallelism,
     pub mode: &'static str,
 }
 
 /// In the order of [`Measured::lines`].
 pub const LINES: [Line; 4] = [
-    Line { about: "one thread", way: Way { workers: 1, microbatches: 1 }, mode: "eager1" },
-    Line { about: "two workers, 1F1B-RR / two threads", way: Way { workers: 2, microbatches: 1 }, mode: "eager2" },
-    Line { about: "one thread, 8 microbatches", way: Way { workers: 1, microbatches: 8 }, mode: "micro" },
-    Line { about: "two workers, 1F1B, 8 microbatches", way: Way { workers: 2, microbatches: 8 }, mode: "pipelining" },
+    Line { about: "one thread", parallelism: Parallelism { workers: 1, microbatches: 1 }, mode: "eager1" },
+    Line {
+        about: "two workers, 1F1B-RR / two threads",
+        parallelism: Parallelism { workers: 2, microbatches: 1 },
+        mode: "eager2",
+    },
+    Line {
+        about: "one thread, 8 microbatches",
+        parallelism: Parallelism { workers: 1, microbatches: 8 },
+        mode: "micro",
+    },
+    Line {
+        about: "two workers, 1F1B, 8 microbatches",
+        parallelism: Parallelism { workers: 2, microbatches: 8 },
+        mode: "pipelining",
+    },
 ];
 
 /// Results of one mode.
@@ -48,7 +60,7 @@ pub struct Figures {
     pub theirs: Vec<Round>,
     /// Peak bytes, by worker.
     pub peak_memory_bytes: Vec<u64>,
-    pub spent: Vec<Spent>,
+    pub spent: Vec<ActivitySeconds>,
 }
 
 /// Results of a model.
@@ -59,7 +71,7 @@ pub struct Measured {
     /// One for each of [`LINES`].
     pub lines: Vec<Figures>,
     /// 1F1B-RR on two workers, each time before one of `twice`.
-    pub beside: Vec<Round>,
+    pub paired: Vec<Round>,
     /// Two independent runs of one worker at the same time.
     pub twice: Vec<Round>,
     /// PyTorch with torch.compile, on one thread.
@@ -81,23 +93,23 @@ fn busy_ms(stage: &Stage) -> f64 {
     (stage.fwd_us + stage.bwd_us) / 1e3
 }
 
-fn shown(number: Option<f64>, digits: usize) -> String {
+fn format_number(number: Option<f64>, digits: usize) -> String {
     number.map_or("–".to_string(), |number| format!("{number:.digits$}"))
 }
 
 /// Ratios of wall time and CPU time; marked if the first misses its goal.
-fn ratio(wall: Option<f64>, processors: Option<f64>, met: impl Fn(f64) -> bool) -> String {
-    let word = if wall.is_some_and(|ratio| !met(ratio)) { " missed" } else { "" };
-    let beside = processors.map_or(String::new(), |ratio| format!(" ({ratio:.2})"));
-    format!("{}{beside}{word}", shown(wall, 2))
+fn ratio(wall: Option<f64>, processors: Option<f64>, reaches_goal: impl Fn(f64) -> bool) -> String {
+    let mark = if wall.is_some_and(|ratio| !reaches_goal(ratio)) { " missed" } else { "" };
+    let cpu_text = processors.map_or(String::new(), |ratio| format!(" ({ratio:.2})"));
+    format!("{}{cpu_text}{mark}", format_number(wall, 2))
 }
 
 /// The Markdown report.
-pub fn report(all: &[Measured]) -> String {
-    [speeds(all), goals(all), plans(all), workers(all)].concat()
+pub fn report(results: &[Measured]) -> String {
+    [speeds(results), goals(results), plans(results), workers(results)].concat()
 }
 
-fn speeds(all: &[Measured]) -> String {
+fn speeds(results: &[Measured]) -> String {
     let columns = [
         "model (batch)",
         "parameters",
@@ -110,25 +122,25 @@ fn speeds(all: &[Measured]) -> String {
         "cheaper",
     ];
     let mut table = Table::new("Speed: medians of rounds, and of the ratios of paired rounds", &columns);
-    for one in all {
-        for (line, it) in LINES.iter().zip(&one.lines) {
+    for result in results {
+        for (line, figures) in LINES.iter().zip(&result.lines) {
             table.row(&[
-                format!("{} ({})", one.subject.name, one.subject.batch),
-                one.parameters.to_string(),
+                format!("{} ({})", result.subject.name, result.subject.batch),
+                result.parameters.to_string(),
                 line.about.to_string(),
-                shown(middle(&it.ours, |round| round.samples_per_s), 1),
-                shown(middle(&it.theirs, |round| round.samples_per_s), 1),
-                shown(faster(&it.ours, &it.theirs), 2),
-                shown(middle(&it.ours, |round| round.cpu_seconds), 4),
-                shown(middle(&it.theirs, |round| round.cpu_seconds), 4),
-                shown(cheaper(&it.ours, &it.theirs), 2),
+                format_number(median_of(&figures.ours, |round| round.samples_per_s), 1),
+                format_number(median_of(&figures.theirs, |round| round.samples_per_s), 1),
+                format_number(faster(&figures.ours, &figures.theirs), 2),
+                format_number(median_of(&figures.ours, |round| round.cpu_seconds), 4),
+                format_number(median_of(&figures.theirs, |round| round.cpu_seconds), 4),
+                format_number(cheaper(&figures.ours, &figures.theirs), 2),
             ]);
         }
     }
     table.text()
 }
 
-fn goals(all: &[Measured]) -> String {
+fn goals(results: &[Measured]) -> String {
     let columns = [
         "model".to_string(),
         "one thread / eager (≥ 1.2, mlp-512 ≥ 1.1)".to_string(),
@@ -143,34 +155,40 @@ fn goals(all: &[Measured]) -> String {
     ];
     let columns = columns.each_ref().map(String::as_str);
     let mut table = Table::new("Goals: ratios of wall-clock time, of processor time in brackets", &columns);
-    let speed = |rounds: &[Round]| middle(rounds, |round| round.samples_per_s);
-    for one in all {
-        let [whole, robin, micro, flush] = &one.lines[..] else { continue };
-        let against = |it: &Figures, goal: f64| {
-            ratio(faster(&it.ours, &it.theirs), cheaper(&it.ours, &it.theirs), |ratio| ratio >= goal)
+    let speed = |rounds: &[Round]| median_of(rounds, |round| round.samples_per_s);
+    for result in results {
+        let [whole, robin, micro, flush] = &result.lines[..] else { continue };
+        let against = |figures: &Figures, goal: f64| {
+            ratio(faster(&figures.ours, &figures.theirs), cheaper(&figures.ours, &figures.theirs), |ratio| {
+                ratio >= goal
+            })
         };
-        let bound = one.bound();
-        let reached = faster(&robin.ours, &whole.ours).map(|gain| gain / bound);
+        let bound = result.bound();
+        let fraction = faster(&robin.ours, &whole.ours).map(|gain| gain / bound);
         let costs = |whole: &[Round], micro: &[Round], goal: f64| {
             ratio(faster(whole, micro), cheaper(whole, micro), |ratio| ratio <= goal)
         };
         table.row(&[
-            one.subject.name.to_string(),
-            against(whole, one.subject.goal),
+            result.subject.name.to_string(),
+            against(whole, result.subject.goal),
             against(robin, ROUND_ROBIN),
-            ratio(faster(&whole.ours, &one.compiled), cheaper(&whole.ours, &one.compiled), |ratio| ratio >= COMPILED),
-            format!("{} of {bound:.2}", ratio(reached, None, |ratio| ratio >= OF_BOUND)),
-            ratio(faster(&one.beside, &one.twice), cheaper(&one.beside, &one.twice), |ratio| ratio >= OF_TWO),
-            shown(speed(&one.twice).zip(speed(&whole.ours)).map(|(twice, whole)| twice / whole), 2),
+            ratio(faster(&whole.ours, &result.compiled), cheaper(&whole.ours, &result.compiled), |ratio| {
+                ratio >= COMPILED
+            }),
+            format!("{} of {bound:.2}", ratio(fraction, None, |ratio| ratio >= OF_BOUND)),
+            ratio(faster(&result.paired, &result.twice), cheaper(&result.paired, &result.twice), |ratio| {
+                ratio >= OF_TWO
+            }),
+            format_number(speed(&result.twice).zip(speed(&whole.ours)).map(|(twice, whole)| twice / whole), 2),
             against(flush, FLUSH),
-            costs(&whole.ours, &micro.ours, if one.subject.entry == "mlp" { f64::INFINITY } else { MICROBATCHING }),
+            costs(&whole.ours, &micro.ours, if result.subject.entry == "mlp" { f64::INFINITY } else { MICROBATCHING }),
             costs(&whole.theirs, &micro.theirs, f64::INFINITY),
         ]);
     }
     table.text()
 }
 
-fn plans(all: &[Measured]) -> String {
+fn plans(results: &[Measured]) -> String {
     let columns = [
         "model",
         "mode",
@@ -185,39 +203,41 @@ fn plans(all: &[Measured]) -> String {
     ];
     let mut table = Table::new("Plans: stages, time and peak memory of each worker", &columns);
     let (mut times, mut memories, mut inside) = (Vec::new(), Vec::new(), Vec::new());
-    let off = |predicted: f64, found: f64| predicted / found - 1.0;
+    let relative_error = |predicted: f64, measured: f64| predicted / measured - 1.0;
     let percent = |part: f64| format!("{:+.1} %", 100.0 * part);
-    for one in all {
-        for (line, it) in LINES.iter().zip(&one.lines) {
-            let measured = middle(&it.ours, |round| 1e3 * one.subject.batch as f64 / round.samples_per_s);
-            let predicted = it.plan.predicted.step_us / 1e3;
-            let time = measured.map(|measured| off(predicted, measured));
-            let expected = it.plan.expected_step_us().map(|interval| interval.map(|us| us / 1e3));
-            let rounds = it.ours.iter().map(|round| 1e3 * one.subject.batch as f64 / round.samples_per_s);
+    for result in results {
+        for (line, figures) in LINES.iter().zip(&result.lines) {
+            let measured = median_of(&figures.ours, |round| 1e3 * result.subject.batch as f64 / round.samples_per_s);
+            let predicted = figures.plan.predicted.step_us / 1e3;
+            let time = measured.map(|measured| relative_error(predicted, measured));
+            let expected = figures.plan.expected_step_us().map(|interval| interval.map(|us| us / 1e3));
+            let rounds = figures.ours.iter().map(|round| 1e3 * result.subject.batch as f64 / round.samples_per_s);
             let are_inside: Vec<bool> =
                 expected.map_or(Vec::new(), |[low, high]| rounds.map(|time| (low..=high).contains(&time)).collect());
             let word = if are_inside.contains(&false) { " missed" } else { "" };
-            let replicas = it.plan.stages.iter().flat_map(|stage| (0..stage.replicas).map(move |_| stage));
+            let replicas = figures.plan.stages.iter().flat_map(|stage| (0..stage.replicas).map(move |_| stage));
             let planned: Vec<f64> = replicas.map(|stage| stage.memory.total as f64).collect();
-            let held: Vec<f64> = it.peak_memory_bytes.iter().map(|bytes| *bytes as f64).collect();
-            let memory: Vec<f64> = planned.iter().zip(&held).map(|(planned, held)| off(*planned, *held)).collect();
-            let joined = |numbers: Vec<String>| numbers.join(" + ");
-            let mebibytes =
-                |bytes: &[f64]| joined(bytes.iter().map(|it| format!("{:.1}", it / f64::from(1 << 20))).collect());
-            let stages = it.plan.stages.iter().map(|stage| match stage.replicas {
+            let peaks: Vec<f64> = figures.peak_memory_bytes.iter().map(|bytes| *bytes as f64).collect();
+            let memory: Vec<f64> =
+                planned.iter().zip(&peaks).map(|(planned, peaks)| relative_error(*planned, *peaks)).collect();
+            let join = |numbers: Vec<String>| numbers.join(" + ");
+            let mebibytes = |bytes: &[f64]| {
+                join(bytes.iter().map(|figures| format!("{:.1}", figures / f64::from(1 << 20))).collect())
+            };
+            let stages = figures.plan.stages.iter().map(|stage| match stage.replicas {
                 1 => format!("{:.1}", busy_ms(stage)),
                 replicas => format!("{:.1} x {replicas} replicas", busy_ms(stage)),
             });
             table.row(&[
-                one.subject.name.to_string(),
+                result.subject.name.to_string(),
                 line.about.to_string(),
-                joined(stages.collect()),
+                join(stages.collect()),
                 format!("{predicted:.1}"),
                 expected.map_or("–".to_string(), |[low, high]| format!("{low:.1} to {high:.1}{word}")),
-                shown(measured, 1),
+                format_number(measured, 1),
                 time.map_or("–".to_string(), percent),
                 mebibytes(&planned),
-                mebibytes(&held),
+                mebibytes(&peaks),
                 memory.iter().map(|part| percent(*part)).collect::<Vec<_>>().join(", "),
             ]);
             times.extend(time.map(f64::abs));
@@ -228,27 +248,27 @@ fn plans(all: &[Measured]) -> String {
     let (time, memory) = (median(times), memories.into_iter().reduce(f64::max));
     let summary = |what: &str, part: Option<f64>, goal: f64| {
         let word = if part.is_some_and(|part| part > goal) { ", missed" } else { "" };
-        format!("{what}: {} % off (goal {} %{word}).\n", shown(part.map(|part| 100.0 * part), 1), 100.0 * goal)
+        format!("{what}: {} % off (goal {} %{word}).\n", format_number(part.map(|part| 100.0 * part), 1), 100.0 * goal)
     };
     let (time, memory) =
         (summary("Time, median of all rows", time, TIME), summary("Memory, worst worker", memory, MEMORY));
-    let (all, within) = (inside.len(), inside.iter().filter(|is_inside| **is_inside).count());
-    let word = if (within as f64) < INSIDE * all as f64 { ", missed" } else { "" };
+    let (results, within) = (inside.len(), inside.iter().filter(|is_inside| **is_inside).count());
+    let word = if (within as f64) < INSIDE * results as f64 { ", missed" } else { "" };
     let inside =
-        format!("Within the prediction interval: {within} of {all} rounds (goal {} %{word}).\n", 100.0 * INSIDE);
+        format!("Within the prediction interval: {within} of {results} rounds (goal {} %{word}).\n", 100.0 * INSIDE);
     format!("{}\n{time}{inside}{memory}", table.text())
 }
 
-fn workers(all: &[Measured]) -> String {
+fn workers(results: &[Measured]) -> String {
     let columns = ["model", "mode", "worker", "forward", "backward", "step", "waiting"];
     let mut table = Table::new("Worker time: milliseconds per minibatch of the last round", &columns);
-    for one in all {
-        for (line, it) in LINES.iter().zip(&one.lines) {
-            for (worker, spent) in it.spent.iter().enumerate() {
+    for result in results {
+        for (line, figures) in LINES.iter().zip(&result.lines) {
+            for (worker, spent) in figures.spent.iter().enumerate() {
                 let times = [spent.forward, spent.backward, spent.step, spent.wait];
                 let [forward, backward, step, wait] = times.map(|seconds| format!("{:.1}", 1e3 * seconds));
-                let (name, way) = (one.subject.name.to_string(), line.about.to_string());
-                table.row(&[name, way, worker.to_string(), forward, backward, step, wait]);
+                let (name, parallelism) = (result.subject.name.to_string(), line.about.to_string());
+                table.row(&[name, parallelism, worker.to_string(), forward, backward, step, wait]);
             }
         }
     }

@@ -107,7 +107,7 @@ pub const SUBJECTS: &[Subject] = &[
 
 impl Subject {
     /// The model imported from a file, and its parameter count.
-    pub fn built(&self) -> (Model, u64) {
+    pub fn import(&self) -> (Model, u64) {
         let options =
             self.settings.iter().fold(Options::default(), |options, (name, setting)| options.with(name, *setting));
         let built = build(self.entry, &options).expect("the zoo builds its models");

@@ -41,7 +41,7 @@ pub fn open(name: &str) -> Result<Arc<dyn Device>, DeviceError> {
         Some((kind, number)) => (kind, Some(number.parse().map_err(|_| unknown())?)),
         None => (name, None),
     };
-    let open = KINDS.iter().find(|(known, _)| *known == kind);
+    let open = KINDS.iter().find(|(name, _)| *name == kind);
     open.and_then(|(_, open)| open(number)).unwrap_or_else(|| Err(unknown()))
 }
 

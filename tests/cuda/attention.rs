@@ -1,6 +1,6 @@
 //! Attention over several tiles: with heads in chunks, ends within a tile, masks, shared keys and dropout.
 
-use super::{Question, question};
+use super::{KernelTest, kernel_test};
 use compiler::op::sample::{ramp, run};
 use compiler::op::*;
 use compiler::tensor::{DType, Tensor};
@@ -8,41 +8,48 @@ use compiler::tensor::{DType, Tensor};
 /// Heads, queries, keys, columns of queries and keys, and columns of values.
 type Sizes = [usize; 5];
 
-fn both(what: &str, op: Attention, dtype: DType, sizes: Sizes, each: usize, extras: &[Tensor]) -> Vec<Question> {
+fn forward_and_gradient(
+    what: &str,
+    op: Attention,
+    dtype: DType,
+    sizes: Sizes,
+    group_size: usize,
+    extras: &[Tensor],
+) -> Vec<KernelTest> {
     let [heads, queries, keys, depth, width] = sizes;
-    let of_type = |shape: &[usize], seed: u64| ramp(shape, seed).cast(dtype);
+    let tensor = |shape: &[usize], seed: u64| ramp(shape, seed).cast(dtype);
     let mut inputs = vec![
-        of_type(&[1, heads, queries, depth], 1),
-        of_type(&[1, heads / each, keys, depth], 2),
-        of_type(&[1, heads / each, keys, width], 3),
+        tensor(&[1, heads, queries, depth], 1),
+        tensor(&[1, heads / group_size, keys, depth], 2),
+        tensor(&[1, heads / group_size, keys, width], 3),
     ];
     inputs.extend(extras.iter().map(|t| if t.dtype() == DType::F32 { t.cast(dtype) } else { t.clone() }));
     let saved = run(&op, &inputs);
-    let mut given = vec![of_type(&[1, heads, queries, width], 4)];
-    given.extend_from_slice(&inputs[..3]);
-    given.extend(saved);
-    given.extend_from_slice(&inputs[3..]);
+    let mut grad_inputs = vec![tensor(&[1, heads, queries, width], 4)];
+    grad_inputs.extend_from_slice(&inputs[..3]);
+    grad_inputs.extend(saved);
+    grad_inputs.extend_from_slice(&inputs[3..]);
     let what = format!("attention of tiles, {what} {sizes:?} ({dtype})");
     let grad = Op::AttentionGrad(AttentionGrad { forward: op });
-    [question(&what, &Op::Attention(op), &inputs), question(&format!("{what}, gradient"), &grad, &given)]
+    [kernel_test(&what, &Op::Attention(op), &inputs), kernel_test(&format!("{what}, gradient"), &grad, &grad_inputs)]
         .into_iter()
         .flatten()
         .collect()
 }
 
-/// The questions of an element type.
-pub fn questions(dtype: DType) -> Vec<Question> {
+/// The tests of an element type.
+pub fn kernel_tests(dtype: DType) -> Vec<KernelTest> {
     let plain = Attention { scale: 0.8, causal: false, empty: EmptyRow::Zero, dropout: None, part: None };
     let causal = Attention { causal: true, ..plain };
     let bools: Vec<bool> = (0..70 * 40).map(|i| i / 40 % 30 != 7 && i * 7 % 11 > 3).collect();
     let mask = Tensor::from_bool(&[70, 40], &bools);
     let keys = Tensor::from_bool(&[1, 1, 1, 40], &bools[..40]);
-    let dropped = Attention { dropout: Some(Dropout { ratio: 0.4, stream: 2 }), ..causal };
+    let with_dropout = Attention { dropout: Some(Dropout { ratio: 0.4, stream: 2 }), ..causal };
     // The lowest number for all keys of a query: its log-sum-exp does not contain the number of keys.
     let lowest: Vec<f32> = (0..70).map(|i| if i % 30 == 7 { f32::MIN } else { 0.5 }).collect();
     let lowest = Tensor::from_f32(&[70, 1], &lowest);
-    let mut questions = Vec::new();
-    for (what, op, sizes, each, extras) in [
+    let mut kernel_tests = Vec::new();
+    for (what, op, sizes, group_size, extras) in [
         ("plain", plain, [1, 70, 90, 8, 24], 1, &[][..]),
         ("causal", causal, [2, 90, 90, 16, 16], 1, &[]),
         ("causal, fewer keys", causal, [1, 70, 40, 5, 3], 1, &[]),
@@ -52,17 +59,24 @@ pub fn questions(dtype: DType) -> Vec<Question> {
         ("a mask of keys", causal, [2, 70, 40, 8, 8], 2, &[keys]),
         ("an added mask", plain, [1, 70, 40, 8, 8], 1, &[ramp(&[1, 70, 40], 5)]),
         ("lowest", plain, [1, 70, 40, 8, 8], 1, &[lowest]),
-        ("dropout", dropped, [1, 70, 40, 8, 8], 1, &[Tensor::from_i64(&[], &[11])]),
+        ("dropout", with_dropout, [1, 70, 40, 8, 8], 1, &[Tensor::from_i64(&[], &[11])]),
     ] {
         // In f16 the lowest number of f32 is -∞.
         if what == "lowest" && dtype == DType::F16 {
             continue;
         }
-        questions.extend(both(what, op, dtype, sizes, each, extras));
+        kernel_tests.extend(forward_and_gradient(what, op, dtype, sizes, group_size, extras));
     }
     for empty in [EmptyRow::Zero, EmptyRow::Mean, EmptyRow::Nan] {
         let op = Attention { empty, causal: empty == EmptyRow::Nan, ..plain };
-        questions.extend(both("a mask", op, dtype, [1, 70, 40, 8, 8], 1, std::slice::from_ref(&mask)));
+        kernel_tests.extend(forward_and_gradient(
+            "a mask",
+            op,
+            dtype,
+            [1, 70, 40, 8, 8],
+            1,
+            std::slice::from_ref(&mask),
+        ));
     }
-    questions
+    kernel_tests
 }

@@ -1,6 +1,6 @@
 //! Compiles every kernel source with NVRTC for several architectures; no GPU is needed. No kernel may spill registers.
 
-use super::questions;
+use super::kernel_tests;
 use compiler::op::table::rule;
 use compiler::op::*;
 use compiler::tensor::DType;
@@ -8,7 +8,7 @@ use compiler::tensor::dim::Dim;
 use compiler::tensor::fact::Fact;
 use runtime::device::chain::{Link, Operand};
 use runtime::device::cuda::chain;
-use runtime::device::cuda::compile::{Architecture, CompileFault, compiled, cubin};
+use runtime::device::cuda::compile::{Architecture, CompileFault, compile, cubin};
 use runtime::device::cuda::launch_plan::LaunchPlan;
 use runtime::device::cuda::library::CudaLibrary;
 use runtime::device::cuda::many;
@@ -36,22 +36,22 @@ fn large_launch_plans() -> Vec<LaunchPlan> {
     type Inputs = Vec<(DType, Vec<usize>)>;
     let mut cases: Vec<(Op, Inputs)> = Vec::new();
     for dtype in [DType::F32, DType::F64, DType::Bf16] {
-        let of = |shapes: &[&[usize]]| shapes.iter().map(|shape| (dtype, shape.to_vec())).collect::<Vec<_>>();
+        let inputs_of = |shapes: &[&[usize]]| shapes.iter().map(|shape| (dtype, shape.to_vec())).collect::<Vec<_>>();
         let sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let product = MatMul { transpose_a: false, transpose_b: true };
-        cases.push((Op::MatMul(product), of(&[&[8, 12, 1024, 64], &[8, 12, 1024, 64]])));
-        cases.push((conv.clone(), of(&[&[32, 3, 224, 224], &[64, 3, 7, 7]])));
+        cases.push((Op::MatMul(product), inputs_of(&[&[8, 12, 1024, 64], &[8, 12, 1024, 64]])));
+        cases.push((conv.clone(), inputs_of(&[&[32, 3, 224, 224], &[64, 3, 7, 7]])));
         let grad = ConvInputGrad { window: window.clone(), groups: 1, spatial: spatial.clone() };
-        cases.push((Op::ConvInputGrad(grad), of(&[&[32, 64, 110, 110], &[64, 3, 7, 7]])));
+        cases.push((Op::ConvInputGrad(grad), inputs_of(&[&[32, 64, 110, 110], &[64, 3, 7, 7]])));
         let grad = ConvWeightGrad { window: window.clone(), groups: 1, kernel: vec![7, 7] };
-        cases.push((Op::ConvWeightGrad(grad), of(&[&[32, 64, 110, 110], &[32, 3, 224, 224]])));
+        cases.push((Op::ConvWeightGrad(grad), inputs_of(&[&[32, 64, 110, 110], &[32, 3, 224, 224]])));
         for (keys, width) in [(1024, 64), (1024, 128), (16, 128), (16, 256)] {
             for op in [plain, Attention { causal: false, dropout, ..plain }] {
                 let (q, kv): ([usize; 4], [usize; 4]) = ([4, 16, keys, width], [4, 4, keys, width]);
                 let counter = op.dropout.map(|_| (DType::I64, vec![])).into_iter();
-                let forward = of(&[&q, &kv, &kv]).into_iter().chain(counter.clone()).collect();
+                let forward = inputs_of(&[&q, &kv, &kv]).into_iter().chain(counter.clone()).collect();
                 cases.push((Op::Attention(op), forward));
-                let mut inputs = of(&[&q, &q, &kv, &kv, &q]);
+                let mut inputs = inputs_of(&[&q, &q, &kv, &kv, &q]);
                 inputs.push((sums, q[..3].to_vec()));
                 cases.push((
                     Op::AttentionGrad(AttentionGrad { forward: op }),
@@ -63,7 +63,7 @@ fn large_launch_plans() -> Vec<LaunchPlan> {
     let plan = |(op, inputs): (Op, Inputs)| {
         let facts: Vec<Fact> = inputs.iter().map(|(dtype, shape)| Fact::of(*dtype, shape)).collect();
         let outputs = rule(&op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
-        let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::of).collect::<Vec<_>>();
+        let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::inputs_of).collect::<Vec<_>>();
         LaunchPlan::new(&op, &layouts(&facts), &layouts(&outputs)).unwrap()
     };
     cases.into_iter().map(plan).collect()
@@ -73,7 +73,7 @@ fn large_launch_plans() -> Vec<LaunchPlan> {
 fn verb_texts() -> Vec<Arc<str>> {
     let floats = [DType::F32, DType::F64, DType::F16, DType::Bf16];
     let mut texts: Vec<Arc<str>> = floats.iter().flat_map(|&a| floats.map(|b| verbs::cast(a, b))).collect();
-    let of_type: [fn(DType) -> Arc<str>; 7] = [
+    let by_type: [fn(DType) -> Arc<str>; 7] = [
         verbs::accumulate,
         verbs::add,
         verbs::scale,
@@ -82,7 +82,7 @@ fn verb_texts() -> Vec<Arc<str>> {
         verbs::set_back,
         many::moving_averages,
     ];
-    texts.extend(of_type.into_iter().flat_map(|text| [DType::F32, DType::F64].map(text)));
+    texts.extend(by_type.into_iter().flat_map(|text| [DType::F32, DType::F64].map(text)));
     texts.extend([1, 2, 4, 8].map(many::pack));
     let (learning_rate, epsilon, weight_decay) = (0.1, 1e-8, 0.01);
     let sgd = |momentum, nesterov| UpdateRule::Sgd { learning_rate, momentum, nesterov, weight_decay };
@@ -116,7 +116,7 @@ fn chain_texts() -> Vec<Arc<str>> {
             let second = [Operand::Input(1), Operand::Input(2), Operand::Result(n / 2)][n % 3];
             let operands = if matches!(op, Op::Unary(_)) || n == 0 { 1 } else { 2 };
             let operands = if n == 0 { vec![first, Operand::Input(1)] } else { [first, second][..operands].to_vec() };
-            Link { op, operands, result: result.clone(), is_written: n % 6 == 5, others: Vec::new() }
+            Link { op, operands, result: result.clone(), is_written: n % 6 == 5, further_results: Vec::new() }
         });
         chain::kernel(&links.collect::<Vec<_>>(), &inputs).unwrap().launches
     });
@@ -152,15 +152,15 @@ impl Usage {
 }
 
 /// Compiles kernels together; a spilling one is named by its index.
-fn usage(texts: &[Arc<str>], architecture: Architecture, more: &[&str]) -> Result<Usage, CompileFault> {
+fn usage(texts: &[Arc<str>], architecture: Architecture, options: &[&str]) -> Result<Usage, CompileFault> {
     let mut usage = Usage::default();
-    for (n, some) in texts.chunks(TOGETHER).enumerate() {
+    for (n, group) in texts.chunks(TOGETHER).enumerate() {
         let mut text = format!("{PRELUDE}\n");
-        for (i, kernel) in some.iter().enumerate() {
+        for (i, kernel) in group.iter().enumerate() {
             let body = kernel.replace(PRELUDE, "").replace("extern \"C\" ", "");
             text.push_str(&format!("namespace k{} {{\n{body}\n}}\n", n * TOGETHER + i));
         }
-        usage.add(&compiled(&text, architecture, &[&["--ptxas-options=-v"], more].concat())?.log);
+        usage.add(&compile(&text, architecture, &[&["--ptxas-options=-v"], options].concat())?.log);
     }
     Ok(usage)
 }
@@ -173,7 +173,7 @@ fn index(name: &str) -> usize {
 
 #[test]
 fn every_text_compiles_without_spills_for_devices_that_are_not_here() {
-    let Ok(found) = CudaLibrary::Nvrtc.find() else {
+    let Ok(nvrtc) = CudaLibrary::Nvrtc.find() else {
         println!("skipped: no libnvrtc");
         return;
     };
@@ -182,26 +182,27 @@ fn every_text_compiles_without_spills_for_devices_that_are_not_here() {
         large.chain(verb_texts()).chain(chain_texts()).chain(super::tails::texts()).collect();
     let always: Vec<Arc<str>> = always.into_iter().collect();
     // Products on tensor cores do not compile with so few.
-    let few: Vec<Arc<str>> = always.iter().filter(|text| !text.contains("mma.sync")).take(TOGETHER).cloned().collect();
-    let control = usage(&few, Architecture { major: 8, minor: 0 }, &["--maxrregcount=16"]).unwrap();
+    let control_texts: Vec<Arc<str>> =
+        always.iter().filter(|text| !text.contains("mma.sync")).take(TOGETHER).cloned().collect();
+    let control = usage(&control_texts, Architecture { major: 8, minor: 0 }, &["--maxrregcount=16"]).unwrap();
     if control.kernels == 0 {
-        println!("skipped: {} reports no registers", found.path.display());
+        println!("skipped: {} reports no registers", nvrtc.path.display());
         return;
     }
     assert!(!control.spills.is_empty(), "no kernel spills with 16 registers");
-    let questions = questions();
+    let kernel_tests = kernel_tests();
     let samples: BTreeSet<Arc<str>> =
-        questions.iter().flat_map(|q| &q.case.launch_plan.launches).map(|launch| launch.text.clone()).collect();
+        kernel_tests.iter().flat_map(|q| &q.case.launch_plan.launches).map(|launch| launch.text.clone()).collect();
     // Kernels that differ only in numbers compile alike. `PIPEC_LARGE` tests all, for every architecture.
     let is_large = std::env::var_os("PIPEC_LARGE").is_some();
     let shape = |text: &str| text.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
-    let mut seen = BTreeSet::new();
-    let samples: Vec<Arc<str>> = samples.into_iter().filter(|text| is_large || seen.insert(shape(text))).collect();
-    println!("through {}", found.path.display());
-    for (major, every) in [(8, 1), (9, SAMPLED), (10, SAMPLED)] {
+    let mut shapes = BTreeSet::new();
+    let samples: Vec<Arc<str>> = samples.into_iter().filter(|text| is_large || shapes.insert(shape(text))).collect();
+    println!("through {}", nvrtc.path.display());
+    for (major, step) in [(8, 1), (9, SAMPLED), (10, SAMPLED)] {
         let architecture = Architecture { major, minor: 0 };
-        let some = samples.iter().step_by(if is_large { 1 } else { every }).cloned();
-        let texts: Vec<Arc<str>> = always.iter().cloned().chain(some).collect();
+        let selected = samples.iter().step_by(if is_large { 1 } else { step }).cloned();
+        let texts: Vec<Arc<str>> = always.iter().cloned().chain(selected).collect();
         let start = Instant::now();
         let usage = match usage(&texts, architecture, &[]) {
             Ok(usage) => usage,
@@ -211,8 +212,12 @@ fn every_text_compiles_without_spills_for_devices_that_are_not_here() {
             }
             Err(fault) => panic!("{fault}"),
         };
-        let (most, spills, seconds) = (usage.most_registers, usage.spills.len(), start.elapsed().as_secs_f64());
-        println!("{architecture}: {} kernels in {seconds:.1} s, at most {most} registers, {spills} spill", texts.len());
+        let (max_registers, spills, seconds) =
+            (usage.most_registers, usage.spills.len(), start.elapsed().as_secs_f64());
+        println!(
+            "{architecture}: {} kernels in {seconds:.1} s, at most {max_registers} registers, {spills} spill",
+            texts.len()
+        );
         assert_eq!(usage.kernels, texts.len(), "{architecture}");
         if let Some((kernel, line)) = usage.spills.first() {
             panic!("{architecture}: {line}\n{}", texts[index(kernel)]);

@@ -1,7 +1,7 @@
 //! Convolutions by cuDNN, and by pipec's kernels where it is missing, on a GPU if there is one. On other machines the
 //! simulated library and driver run the same tests, and a real cuDNN makes plans for GPUs that are not there.
 
-use super::{Question, ask, distance, on_simulated_gpu, question};
+use super::{KernelTest, distance, kernel_test, on_simulated_gpu, run_test};
 use crate::support::reference::in_type;
 use compiler::graph::bind::bind;
 use compiler::import::import::{Batch, Options, load};
@@ -67,7 +67,7 @@ fn values(shape: &[usize], seed: u64) -> Tensor {
 }
 
 /// Convolutions with as many channels as tensor cores want.
-fn wide_questions() -> Vec<Question> {
+fn wide_questions() -> Vec<KernelTest> {
     let even = |stride, pad, dilation| Window {
         strides: vec![stride; 2],
         pads_begin: vec![pad; 2],
@@ -82,68 +82,68 @@ fn wide_questions() -> Vec<Question> {
         (even(1, 2, 2), 4, [2, 64, 9, 9], [64, 16, 3, 3]),
         (even(1, 1, 1), 32, [2, 32, 10, 10], [32, 1, 3, 3]),
     ];
-    let mut questions = Vec::new();
+    let mut kernel_tests = Vec::new();
     for (window, groups, x, w) in cases {
         for (op, [first, second]) in with_gradients(&Conv { window, groups }, &x, &w) {
             for dtype in DTYPES {
                 let inputs = in_type(&[values(&first, 1), values(&second, 2)], dtype);
-                questions.extend(question(&format!("{op:?} ({dtype})"), &op, &inputs));
+                kernel_tests.extend(kernel_test(&format!("{op:?} ({dtype})"), &op, &inputs));
             }
         }
     }
-    questions
+    kernel_tests
 }
 
-fn sample_questions() -> Vec<Question> {
-    let mut questions = Vec::new();
+fn sample_questions() -> Vec<KernelTest> {
+    let mut kernel_tests = Vec::new();
     for sample in samples().into_iter().filter(|sample| is_convolution(&sample.op)) {
         for dtype in DTYPES {
             let what = format!("{}: {} ({dtype})", rule(&sample.op).name(), sample.title);
-            questions.extend(question(&what, &sample.op, &in_type(&sample.inputs, dtype)));
+            kernel_tests.extend(kernel_test(&what, &sample.op, &in_type(&sample.inputs, dtype)));
         }
     }
-    questions
+    kernel_tests
 }
 
 #[test]
 fn convolutions_of_all_shapes() {
     let Some(device) = device() else { return };
-    let questions: Vec<Question> = sample_questions().into_iter().chain(wide_questions()).collect();
-    questions.iter().for_each(|question| ask(&*device, question));
-    let by_library = questions.iter().filter(|question| {
-        let kernel = device.kernel(&question.op, &question.inputs, &question.outputs).unwrap();
+    let kernel_tests: Vec<KernelTest> = sample_questions().into_iter().chain(wide_questions()).collect();
+    kernel_tests.iter().for_each(|kernel_test| run_test(&*device, kernel_test));
+    let by_library = kernel_tests.iter().filter(|kernel_test| {
+        let kernel = device.kernel(&kernel_test.op, &kernel_test.inputs, &kernel_test.outputs).unwrap();
         (&*kernel as &dyn Any).downcast_ref::<CudaKernel>().unwrap().library(OutputMode::Overwrite).is_some()
     });
-    println!("{} of {} convolutions by cuDNN", by_library.count(), questions.len());
+    println!("{} of {} convolutions by cuDNN", by_library.count(), kernel_tests.len());
 }
 
 #[test]
 fn some_convolutions() {
     let Some(device) = device() else { return };
-    let three = sample_questions().into_iter().filter(|question| question.what.contains("pointwise (f32)"));
-    three.for_each(|question| ask(&*device, &question));
+    let pointwise = sample_questions().into_iter().filter(|kernel_test| kernel_test.what.contains("pointwise (f32)"));
+    pointwise.for_each(|kernel_test| run_test(&*device, &kernel_test));
 }
 
 /// Operands that start one element behind the start of their memory.
 #[test]
 fn convolutions_that_are_not_aligned() {
     let Some(device) = device() else { return };
-    for question in sample_questions().iter().filter(|question| question.what.contains("pointwise (f32)")) {
-        let kernel = device.kernel(&question.op, &question.inputs, &question.outputs).unwrap();
+    for kernel_test in sample_questions().iter().filter(|kernel_test| kernel_test.what.contains("pointwise (f32)")) {
+        let kernel = device.kernel(&kernel_test.op, &kernel_test.inputs, &kernel_test.outputs).unwrap();
         let stream = device.stream().unwrap();
-        let uploaded = |bytes: &[u8]| device.upload(&[&[0xff; 4], bytes].concat()).unwrap();
-        let inputs: Vec<Buffer> = question.case.inputs.iter().map(|bytes| uploaded(bytes)).collect();
+        let upload = |bytes: &[u8]| device.upload(&[&[0xff; 4], bytes].concat()).unwrap();
+        let inputs: Vec<Buffer> = kernel_test.case.inputs.iter().map(|bytes| upload(bytes)).collect();
         let regions: Vec<_> = inputs.iter().map(|buffer| buffer.region_of(4..buffer.len())).collect();
-        let mut output = uploaded(&vec![0xff; question.case.outputs[0]]);
+        let mut output = upload(&vec![0xff; kernel_test.case.outputs[0]]);
         let mut workspace = device.upload(&vec![0xff; kernel.workspace()]).unwrap();
         let end = output.len();
         let to = output.region_mut().slice(4..end);
         stream.run(&*kernel, &regions, &mut [to], workspace.region_mut(), OutputMode::Overwrite).unwrap();
         stream.finish().unwrap();
-        let want = &question.want.as_ref().unwrap()[0];
+        let want = &kernel_test.want.as_ref().unwrap()[0];
         let bytes = output.download().unwrap()[4..].to_vec();
         let got = Tensor::new(want.dtype(), want.shape().to_vec(), bytes.into()).unwrap();
-        assert!(distance(&got, want) <= 1e-6, "{}", question.what);
+        assert!(distance(&got, want) <= 1e-6, "{}", kernel_test.what);
     }
 }
 
@@ -151,8 +151,8 @@ fn convolutions_that_are_not_aligned() {
 fn the_library_computes_convolutions() {
     for variables in [&[][..], &[("PIPEC_SIM_SEED", "3")]] {
         let Some(counts) = on_simulated_gpu("convolutions::convolutions_of_all_shapes", variables) else { return };
-        let questions = sample_questions().len() + wide_questions().len();
-        assert_eq!(counts, (questions as u64, 0));
+        let kernel_tests = sample_questions().len() + wide_questions().len();
+        assert_eq!(counts, (kernel_tests as u64, 0));
     }
     assert_eq!(on_simulated_gpu("convolutions::convolutions_that_are_not_aligned", &[]), Some((0, 3)));
 }
@@ -174,10 +174,10 @@ fn gpus() -> [(&'static str, Value); 2] {
         "maxThreadsPerSM": 2048, "isTccDriver": 0, "supportCoopLaunch": 1, "cudaDeviceId": 0, "driverVer": 13000,
         "version": 1
     });
-    let with = |own: Value| {
-        let mut all = common.clone();
-        all.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
-        all
+    let with = |properties: Value| {
+        let mut merged = common.clone();
+        merged.as_object_mut().unwrap().extend(properties.as_object().unwrap().clone());
+        merged
     };
     let a100 = json!({
         "deviceName": "NVIDIA A100-SXM4-40GB", "deviceVer": 800, "multiProcessorCount": 108, "pciDeviceId": 0x20b0,
@@ -193,7 +193,7 @@ fn gpus() -> [(&'static str, Value); 2] {
 }
 
 /// The convolution of an op, as the library computes it.
-fn described(op: &Op, dtype: DType, inputs: &[Vec<usize>; 2]) -> Convolution {
+fn convolution_of(op: &Op, dtype: DType, inputs: &[Vec<usize>; 2]) -> Convolution {
     let facts = inputs.each_ref().map(|shape| Fact::of(dtype, shape));
     let outputs = rule(op).infer(&[&facts[0], &facts[1]]).unwrap();
     let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::of).collect::<Vec<_>>();
@@ -209,15 +209,15 @@ fn convolutions_of(model: &str) -> Vec<(Op, [Vec<usize>; 2])> {
     let imported = load(&file, &Options::default()).unwrap();
     let Batch::Symbol { name, .. } = imported.batch else { panic!("{model} has a fixed batch") };
     let graph = bind(&imported.graph, &Bindings::from([(name, BATCH)])).unwrap();
-    let mut found = Vec::new();
+    let mut convolutions = Vec::new();
     for node in graph.ids() {
         if let Op::Conv(op) = &graph.node(node).op {
             let shapes: Vec<Vec<usize>> =
                 graph.inputs(node).iter().map(|input| graph.fact(*input).concrete().unwrap()).collect();
-            found.extend(with_gradients(op, &shapes[0], &shapes[1]));
+            convolutions.extend(with_gradients(op, &shapes[0], &shapes[1]));
         }
     }
-    found
+    convolutions
 }
 
 #[test]
@@ -228,11 +228,11 @@ fn cudnn_has_plans_for_every_convolution_of_known_models() {
             return;
         };
         for model in ["resnet50", "vgg16"] {
-            let all = convolutions_of(model);
-            assert!(all.len() >= 3 * 13, "{model} has {} convolutions", all.len());
+            let convolutions = convolutions_of(model);
+            assert!(convolutions.len() >= 3 * 13, "{model} has {} convolutions", convolutions.len());
             for dtype in [DType::Bf16, DType::F16, DType::F32] {
                 let unique: HashSet<Convolution> =
-                    all.iter().map(|(op, inputs)| described(op, dtype, inputs)).collect();
+                    convolutions.iter().map(|(op, inputs)| convolution_of(op, dtype, inputs)).collect();
                 let (mut with_tensor_cores, mut workspace) = (0, 0);
                 for convolution in &unique {
                     let plan = library.plan(convolution, convolution.workspace_limit());

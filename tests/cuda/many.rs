@@ -18,23 +18,23 @@ fn tensors() -> Vec<Tensor> {
 }
 
 /// The tensors after two moving averages, all together.
-fn averaged(device: &dyn Device) -> Vec<u8> {
+fn average_twice(device: &dyn Device) -> Vec<u8> {
     let (stream, tensors) = (device.stream().unwrap(), tensors());
     let mut states: Vec<Buffer> = tensors.iter().map(|tensor| device.upload(tensor.bytes()).unwrap()).collect();
     for round in 1..3 {
         let sample = |tensor: &Tensor| (0..tensor.len()).map(|i| (i * round) as f64 / 7.0).collect();
         let samples: Vec<Vec<f64>> = tensors.iter().map(sample).collect();
-        let each = tensors.iter().zip(&samples).zip(&mut states).enumerate();
+        let triples = tensors.iter().zip(&samples).zip(&mut states).enumerate();
         let mut steps = Vec::new();
-        for (at, ((tensor, sample), state)) in each {
+        for (at, ((tensor, sample), state)) in triples {
             let keep = 0.9 - at as f64 / 1000.0;
             steps.push(AverageStep { dtype: tensor.dtype(), sample, keep, state: state.region_mut() });
         }
         stream.moving_averages(steps).unwrap();
     }
     let regions: Vec<_> = states.iter().map(Buffer::region).collect();
-    let all = stream.begin_download_all(&regions).unwrap();
-    all.bytes().unwrap()
+    let download = stream.begin_download_all(&regions).unwrap();
+    download.bytes().unwrap()
 }
 
 #[test]
@@ -44,7 +44,7 @@ fn a_gpu_averages_many_states_like_the_cpu() {
         return;
     }
     let devices: [Arc<dyn Device>; 2] = ["cpu", "cuda:0"].map(|name| open(name).unwrap());
-    let [cpu, gpu] = devices.map(|device| averaged(&*device));
+    let [cpu, gpu] = devices.map(|device| average_twice(&*device));
     assert!(cpu == gpu && !cpu.is_empty());
 }
 

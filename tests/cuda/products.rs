@@ -59,15 +59,15 @@ fn check(device: &dyn Device, op: &MatMul, dtype: DType, shapes: [&[usize]; 2], 
     let op = Op::MatMul(*op);
     let inputs = [values(dtype, shapes[0], 1), values(dtype, shapes[1], 2)];
     let facts = inputs.each_ref().map(|input| Fact::of(dtype, input.shape()));
-    let made = rule(&op).infer(&[&facts[0], &facts[1]]).unwrap();
-    let want = &reference(&op, &inputs, &made).unwrap()[0];
+    let results = rule(&op).infer(&[&facts[0], &facts[1]]).unwrap();
+    let want = &reference(&op, &inputs, &results).unwrap()[0];
     let what = format!("{op:?}, {dtype}, {shapes:?}, offset {offset}");
-    let kernel = device.kernel(&op, &facts, &made).unwrap();
+    let kernel = device.kernel(&op, &facts, &results).unwrap();
     assert!(kernel.can_accumulate(), "{what}");
     let sum_dtype = accumulation_type(dtype);
     let (stream, skipped) = (device.stream().unwrap(), offset * dtype.size());
-    let uploaded = |bytes: &[u8]| device.upload(&[&vec![0xff; skipped][..], bytes].concat()).unwrap();
-    let on_gpu = inputs.each_ref().map(|input| uploaded(input.bytes()));
+    let upload = |bytes: &[u8]| device.upload(&[&vec![0xff; skipped][..], bytes].concat()).unwrap();
+    let on_gpu = inputs.each_ref().map(|input| upload(input.bytes()));
     let regions = on_gpu.each_ref().map(|buffer| buffer.region_of(skipped..buffer.len()));
     let before = values(sum_dtype, want.shape(), 3);
     let limit = match dtype {
@@ -81,14 +81,14 @@ fn check(device: &dyn Device, op: &MatMul, dtype: DType, shapes: [&[usize]; 2], 
     let is_half = dtype != sum_dtype;
     let wide = inputs.each_ref().map(|input| input.cast(sum_dtype));
     let wide_facts = wide.each_ref().map(|input| Fact::of(sum_dtype, input.shape()));
-    let wide_made = rule(&op).infer(&[&wide_facts[0], &wide_facts[1]]).unwrap();
-    let term = &reference(&op, &wide, &wide_made).unwrap()[0];
+    let wide_results = rule(&op).infer(&[&wide_facts[0], &wide_facts[1]]).unwrap();
+    let term = &reference(&op, &wide, &wide_results).unwrap()[0];
     for mode in [OutputMode::Overwrite, OutputMode::BeginSum, OutputMode::Accumulate] {
         let (dtype, want) = if mode == OutputMode::Overwrite { (dtype, want) } else { (sum_dtype, term) };
         let limit = if is_half && mode != OutputMode::Overwrite { 1e-6 } else { limit };
         let skipped = offset * dtype.size();
-        let uploaded = |bytes: &[u8]| device.upload(&[&vec![0xff; skipped][..], bytes].concat()).unwrap();
-        let (first, want) = match mode {
+        let upload = |bytes: &[u8]| device.upload(&[&vec![0xff; skipped][..], bytes].concat()).unwrap();
+        let (initial, want) = match mode {
             // A product that is not added reads nothing of its output.
             OutputMode::Overwrite | OutputMode::BeginSum => {
                 (vec![0xff; want.shape().iter().product::<usize>() * dtype.size()], want.to_f64())
@@ -99,16 +99,16 @@ fn check(device: &dyn Device, op: &MatMul, dtype: DType, shapes: [&[usize]; 2], 
             }
         };
         let want: Vec<u8> = want.into_iter().flat_map(f64::to_le_bytes).collect();
-        let (mut output, mut workspace) = (uploaded(&first), device.upload(&vec![0xff; kernel.workspace()]).unwrap());
+        let (mut output, mut workspace) = (upload(&initial), device.upload(&vec![0xff; kernel.workspace()]).unwrap());
         let end = output.len();
         let to = output.region_mut().slice(skipped..end);
         stream.run(&*kernel, &regions, &mut [to], workspace.region_mut(), mode).unwrap();
         stream.finish().unwrap();
         let bytes = output.download().unwrap()[skipped..].to_vec();
-        let shape = made[0].concrete().unwrap();
+        let shape = results[0].concrete().unwrap();
         let tensor = |dtype, bytes: Vec<u8>| Tensor::new(dtype, shape.clone(), bytes.into()).unwrap();
-        let far = distance(&tensor(dtype, bytes), &tensor(DType::F64, want));
-        assert!(far <= limit, "{what}, {mode:?}: {far:e} away");
+        let error = distance(&tensor(dtype, bytes), &tensor(DType::F64, want));
+        assert!(error <= limit, "{what}, {mode:?}: {error:e} away");
     }
 }
 
@@ -171,9 +171,9 @@ fn padded_products_in_pieces() {
             let inputs = [values(dtype, &a, 1), values(dtype, &b, 2)];
             let facts = inputs.each_ref().map(|input| Fact::of(dtype, input.shape()));
             let op = Op::MatMul(op);
-            let made = rule(&op).infer(&[&facts[0], &facts[1]]).unwrap();
-            let want = &reference(&op, &inputs, &made).unwrap()[0];
-            let mut layouts = [&facts[0], &facts[1], &made[0]].map(TensorLayout::of);
+            let results = rule(&op).infer(&[&facts[0], &facts[1]]).unwrap();
+            let want = &reference(&op, &inputs, &results).unwrap()[0];
+            let mut layouts = [&facts[0], &facts[1], &results[0]].map(TensorLayout::tensor);
             let result = if is_sum { DType::F32 } else { dtype };
             layouts[2].dtype = result;
             let Op::MatMul(product) = &op else { unreachable!() };
@@ -186,9 +186,9 @@ fn padded_products_in_pieces() {
             let queue = Queue::new().unwrap();
             let addresses = [on_gpu[0].region().address(), on_gpu[1].region().address(), output.region_mut().address()];
             stream.finish().unwrap();
-            let room = workspace.region_mut().address();
+            let scratch_address = workspace.region_mut().address();
             // SAFETY: the buffers have the sizes of the product's operands and of its workspace.
-            let run = |adds| unsafe { padded.run(&gpu, &queue, addresses, room, adds) }.unwrap();
+            let run = |adds| unsafe { padded.run(&gpu, &queue, addresses, scratch_address, adds) }.unwrap();
             assert!(run(false), "{what}");
             assert_eq!(run(true), is_sum, "{what}");
             RawEvent::record(&queue).unwrap().synchronize().unwrap();
@@ -197,9 +197,9 @@ fn padded_products_in_pieces() {
                 .iter()
                 .flat_map(|product| (product * f64::from(1 + u8::from(is_sum))).to_le_bytes())
                 .collect();
-            let of = |dtype, bytes: Vec<u8>| Tensor::new(dtype, layouts[2].shape.clone(), bytes.into()).unwrap();
-            let far = distance(&of(result, output.download().unwrap().into_owned()), &of(DType::F64, want));
-            assert!(far <= if dtype == DType::F16 { 1e-3 } else { 8e-3 }, "{what}: {far:e} away");
+            let tensor = |dtype, bytes: Vec<u8>| Tensor::new(dtype, layouts[2].shape.clone(), bytes.into()).unwrap();
+            let error = distance(&tensor(result, output.download().unwrap().into_owned()), &tensor(DType::F64, want));
+            assert!(error <= if dtype == DType::F16 { 1e-3 } else { 8e-3 }, "{what}: {error:e} away");
         }
     }
 }

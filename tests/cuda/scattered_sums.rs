@@ -18,7 +18,7 @@ fn scattered_rows_are_written_to_sums_and_added() {
         return;
     };
     let (rows, indices) = (7, [3i64, 0, 3, 6, -7, 3]);
-    let (mut cases, mut wanted) = (Vec::new(), Vec::new());
+    let (mut cases, mut expected) = (Vec::new(), Vec::new());
     for (dtype, run) in FLOATS.into_iter().flat_map(|dtype| [1usize, 5, 16].map(|run| (dtype, run))) {
         let sum_dtype = accumulation_type(dtype);
         let scatter = ScatterAdd { axis: 0, size: rows.into() };
@@ -30,8 +30,8 @@ fn scattered_rows_are_written_to_sums_and_added() {
         let wide = [dy.cast(sum_dtype), at.clone()];
         let facts = wide.each_ref().map(|tensor| Fact::of(tensor.dtype(), tensor.shape()));
         let op = Op::ScatterAdd(scatter);
-        let made = rule(&op).infer(&[&facts[0], &facts[1]]).unwrap();
-        let want = reference(&op, &wide, &made).unwrap().remove(0);
+        let results = rule(&op).infer(&[&facts[0], &facts[1]]).unwrap();
+        let want = reference(&op, &wide, &results).unwrap().remove(0);
         // The first term alone, and with the same added to it.
         let both = LaunchPlan {
             launches: first.launches.iter().chain(&next.launches).cloned().collect(),
@@ -41,12 +41,12 @@ fn scattered_rows_are_written_to_sums_and_added() {
             let inputs = vec![dy.bytes().to_vec(), at.bytes().to_vec()];
             cases.push(Case { launch_plan, inputs, outputs: vec![rows * run * sum_dtype.size()] });
             let want: Vec<f64> = want.to_f64().iter().map(|value| times * value).collect();
-            wanted.push(Tensor::from_f64(&[rows, run], &want).cast(sum_dtype));
+            expected.push(Tensor::from_f64(&[rows, run], &want).cast(sum_dtype));
         }
     }
-    let played = play(compiler, &cases);
-    for (played, want) in played.iter().zip(&wanted) {
-        let got = Tensor::new(want.dtype(), want.shape().to_vec(), played.outputs[0].clone().into()).unwrap();
+    let outcomes = play(compiler, &cases);
+    for (outcome, want) in outcomes.iter().zip(&expected) {
+        let got = Tensor::new(want.dtype(), want.shape().to_vec(), outcome.outputs[0].clone().into()).unwrap();
         let limit = if want.dtype() == DType::F64 { 1e-14 } else { 1e-6 };
         assert!(distance(&got, want) <= limit, "{got:?} is not {want:?}");
     }

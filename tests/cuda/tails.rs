@@ -17,7 +17,7 @@ use std::sync::Arc;
 struct Chain {
     norm: Op,
     inputs: Vec<Fact>,
-    after: Vec<(Op, Vec<Operand>)>,
+    followers: Vec<(Op, Vec<Operand>)>,
     /// Whether each result is written; the last always is.
     written: Vec<bool>,
 }
@@ -28,11 +28,11 @@ fn layouts(facts: &[Fact]) -> Vec<TensorLayout> {
 
 impl Chain {
     fn results_of_norm(&self) -> Vec<Fact> {
-        rule(&self.norm).infer(&self.inputs[..self.own()].iter().collect::<Vec<_>>()).unwrap()
+        rule(&self.norm).infer(&self.inputs[..self.norm_inputs()].iter().collect::<Vec<_>>()).unwrap()
     }
 
-    /// Inputs of the norm.
-    fn own(&self) -> usize {
+    /// Number of inputs of the norm.
+    fn norm_inputs(&self) -> usize {
         if matches!(self.norm, Op::BatchNorm(_)) { 3 } else { 5 }
     }
 
@@ -40,19 +40,19 @@ impl Chain {
         let results = self.results_of_norm();
         let first = Link {
             op: self.norm.clone(),
-            operands: (0..self.own()).map(Operand::Input).collect(),
+            operands: (0..self.norm_inputs()).map(Operand::Input).collect(),
             result: TensorLayout::of(&results[0]),
             is_written: self.written[0],
-            others: layouts(&results[1..]),
+            further_results: layouts(&results[1..]),
         };
-        let after = self.after.iter().zip(&self.written[1..]).map(|((op, operands), is_written)| Link {
+        let followers = self.followers.iter().zip(&self.written[1..]).map(|((op, operands), is_written)| Link {
             op: op.clone(),
             operands: operands.clone(),
             result: TensorLayout::of(&results[0]),
             is_written: *is_written,
-            others: Vec::new(),
+            further_results: Vec::new(),
         });
-        [first].into_iter().chain(after).collect()
+        [first].into_iter().chain(followers).collect()
     }
 
     fn launch_plan(&self) -> Option<LaunchPlan> {
@@ -84,38 +84,39 @@ impl Chain {
                 sizes.extend(results[1..].iter().map(size));
             }
         }
-        let alone = LaunchPlan::new(&self.norm, &layouts(&self.inputs[..self.own()]), &layouts(&results)).unwrap();
+        let alone =
+            LaunchPlan::new(&self.norm, &layouts(&self.inputs[..self.norm_inputs()]), &layouts(&results)).unwrap();
         let whole = Case { launch_plan: self.launch_plan().unwrap(), inputs: data.clone(), outputs: sizes };
-        let inputs = data[..self.own()].to_vec();
+        let inputs = data[..self.norm_inputs()].to_vec();
         [whole, Case { launch_plan: alone, inputs, outputs: results.iter().map(size).collect() }]
     }
 
     /// The ops after the norm as a kernel of their own, which reads its first result.
-    fn rest(&self, first: &[u8]) -> Case {
+    fn followers_case(&self, first: &[u8]) -> Case {
         let result = self.results_of_norm()[0].clone();
         let mut inputs = self.inputs.clone();
         inputs.push(result.clone());
-        let operand = |of: &Operand| match *of {
+        let shifted = |operand: &Operand| match *operand {
             Operand::Result(0) => Operand::Input(self.inputs.len()),
             Operand::Result(k) => Operand::Result(k - 1),
-            of => of,
+            input => input,
         };
-        let links = self.after.iter().zip(&self.written[1..]).map(|((op, operands), is_written)| Link {
+        let links = self.followers.iter().zip(&self.written[1..]).map(|((op, operands), is_written)| Link {
             op: op.clone(),
-            operands: operands.iter().map(operand).collect(),
+            operands: operands.iter().map(shifted).collect(),
             result: TensorLayout::of(&result),
             is_written: *is_written,
-            others: Vec::new(),
+            further_results: Vec::new(),
         });
         // Its kernel reads all inputs at the shape of the result.
-        let wide: Vec<usize> = (0..self.own()).filter(|k| inputs[*k].shape != result.shape).collect();
-        let mut given = layouts(&inputs);
-        wide.iter().for_each(|k| given[*k] = TensorLayout::of(&result));
+        let wide: Vec<usize> = (0..self.norm_inputs()).filter(|k| inputs[*k].shape != result.shape).collect();
+        let mut input_layouts = layouts(&inputs);
+        wide.iter().for_each(|k| input_layouts[*k] = TensorLayout::of(&result));
         let mut data = [self.data(), vec![first.to_vec()]].concat();
         wide.iter().for_each(|k| data[*k] = first.to_vec());
         let size = result.bytes().unwrap() as usize;
         let count = self.written[1..].iter().filter(|is_written| **is_written).count();
-        let launch_plan = chain::kernel(&links.collect::<Vec<_>>(), &given).unwrap();
+        let launch_plan = chain::kernel(&links.collect::<Vec<_>>(), &input_layouts).unwrap();
         Case { launch_plan, inputs: data, outputs: vec![size; count] }
     }
 }
@@ -143,12 +144,12 @@ fn chains(dtype: DType, shape: &[usize]) -> Vec<Chain> {
     let grad = || Op::LayerNormGrad(LayerNormGrad { axis: shape.len() - 1 });
     let x = of(dtype, shape);
     vec![
-        Chain { norm: norm(), inputs: batch(), after: vec![(RELU, vec![Result(0)])], written: vec![false, true] },
-        Chain { norm: norm(), inputs: batch(), after: vec![(RELU, vec![Result(0)])], written: vec![true, true] },
+        Chain { norm: norm(), inputs: batch(), followers: vec![(RELU, vec![Result(0)])], written: vec![false, true] },
+        Chain { norm: norm(), inputs: batch(), followers: vec![(RELU, vec![Result(0)])], written: vec![true, true] },
         Chain {
             norm: norm(),
             inputs: [batch(), vec![x.clone(), of(dtype, &[])]].concat(),
-            after: vec![
+            followers: vec![
                 (ADD, vec![Result(0), Input(3)]),
                 (RELU, vec![Result(1)]),
                 (Op::Binary(Binary::Mul), vec![Result(2), Input(4)]),
@@ -159,7 +160,7 @@ fn chains(dtype: DType, shape: &[usize]) -> Vec<Chain> {
         Chain {
             norm: grad(),
             inputs: layer(&[x.clone(), of(DType::I64, &[])]),
-            after: vec![
+            followers: vec![
                 (ADD, vec![Result(0), Input(5)]),
                 (Op::Dropout(Dropout { ratio: 0.4, stream: 3 }), vec![Result(1), Input(6)]),
             ],
@@ -168,19 +169,23 @@ fn chains(dtype: DType, shape: &[usize]) -> Vec<Chain> {
         Chain {
             norm: norm(),
             inputs: [batch(), vec![of(DType::I64, &[])]].concat(),
-            after: vec![(Op::Dropout(Dropout { ratio: 0.4, stream: 3 }), vec![Result(0), Input(3)])],
+            followers: vec![(Op::Dropout(Dropout { ratio: 0.4, stream: 3 }), vec![Result(0), Input(3)])],
             written: vec![true, true],
         },
         Chain {
             norm: grad(),
             inputs: layer(std::slice::from_ref(&x)),
-            after: vec![(ADD, vec![Result(0), Input(5)])],
+            followers: vec![(ADD, vec![Result(0), Input(5)])],
             written: vec![false, true],
         },
         Chain {
             norm: grad(),
             inputs: layer(&[x]),
-            after: vec![(ADD, vec![Input(5), Result(0)]), (RELU, vec![Result(1)]), (ADD, vec![Result(2), Input(0)])],
+            followers: vec![
+                (ADD, vec![Input(5), Result(0)]),
+                (RELU, vec![Result(1)]),
+                (ADD, vec![Result(2), Input(0)]),
+            ],
             written: vec![true, true, false, true],
         },
     ]
@@ -193,19 +198,21 @@ fn ops_after_a_norm_give_the_bits_of_ops_of_their_own() {
         return;
     };
     let shapes: [&[usize]; 3] = [&[3, 5, 7], &[2, 3, 8, 8], &[2, 2, 2049]];
-    let all: Vec<Chain> = [DType::F32, DType::Bf16]
+    let chains: Vec<Chain> = [DType::F32, DType::Bf16]
         .into_iter()
         .flat_map(|dtype| shapes.map(|shape| chains(dtype, shape)))
         .flatten()
         .collect();
-    let cases: Vec<Case> = on_all_cores(&all, Chain::cases).into_iter().flatten().collect();
-    let played = play(compiler, &cases);
-    let alone: Vec<&[Vec<u8>]> = played.iter().skip(1).step_by(2).map(|played| &played.outputs[..]).collect();
-    let rest: Vec<Case> = all.iter().zip(&alone).map(|(chain, alone)| chain.rest(&alone[0])).collect();
-    let rest = play(compiler, &rest);
-    for (((chain, whole), alone), rest) in all.iter().zip(played.iter().step_by(2)).zip(alone).zip(rest) {
+    let cases: Vec<Case> = on_all_cores(&chains, Chain::cases).into_iter().flatten().collect();
+    let outcomes = play(compiler, &cases);
+    let alone: Vec<&[Vec<u8>]> = outcomes.iter().skip(1).step_by(2).map(|outcome| &outcome.outputs[..]).collect();
+    let followers: Vec<Case> =
+        chains.iter().zip(&alone).map(|(chain, alone)| chain.followers_case(&alone[0])).collect();
+    let followers = play(compiler, &followers);
+    for (((chain, whole), alone), followers) in chains.iter().zip(outcomes.iter().step_by(2)).zip(alone).zip(followers)
+    {
         let first = usize::from(!chain.written[0]);
-        let want: Vec<&Vec<u8>> = alone[first..].iter().chain(&rest.outputs).collect();
+        let want: Vec<&Vec<u8>> = alone[first..].iter().chain(&followers.outputs).collect();
         let what = format!("{} of {:?}", rule(&chain.norm).name(), chain.inputs[0]);
         assert!(whole.outputs.iter().eq(want), "{what}, written {:?}", chain.written);
     }
@@ -223,13 +230,13 @@ fn what_does_not_suit_a_norm_has_kernels_of_its_own() {
     // A row is not an operand of every element, nor is a wider tensor read in the same packs.
     assert!(!suits(&|chain| chain.inputs[3] = Fact::of(dtype, &[8])));
     assert!(!suits(&|chain| chain.inputs[3] = Fact::of(DType::F32, &shape)));
-    assert!(!suits(&|chain| chain.after[0].1[1] = Operand::Input(1)));
+    assert!(!suits(&|chain| chain.followers[0].1[1] = Operand::Input(1)));
 }
 
 /// Sources of kernels with ops after norms.
 pub fn texts() -> Vec<Arc<str>> {
-    let all = FLOATS
+    let all_chains = FLOATS
         .into_iter()
         .flat_map(|dtype| chains(dtype, &[8, 64, 56, 56]).into_iter().chain(chains(dtype, &[4, 512, 768])));
-    all.flat_map(|chain| chain.launch_plan().unwrap().launches).map(|launch| launch.text).collect()
+    all_chains.flat_map(|chain| chain.launch_plan().unwrap().launches).map(|launch| launch.text).collect()
 }

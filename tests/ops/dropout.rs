@@ -52,15 +52,15 @@ fn network(ratio: f64) -> (Graph, BTreeMap<String, Tensor>) {
     (graph, weights)
 }
 
-fn trained(ratio: f64, stages: usize, schedule: Schedule, microbatches: u32, seed: u64) -> Trained {
+fn train_network(ratio: f64, stages: usize, schedule: Schedule, microbatches: u32, seed: u64) -> Trained {
     let (graph, weights) = network(ratio);
     let count = StepCount { minibatches: STEPS as u32, microbatches };
     let item = BATCH / microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
-    let placed: Vec<usize> = (0..5).map(|op| op * stages / 5).collect();
-    let prepared = prepare(&graph, &placed, pipeline, &settings).unwrap();
+    let op_stages: Vec<usize> = (0..5).map(|op| op * stages / 5).collect();
+    let prepared = prepare(&graph, &op_stages, pipeline, &settings).unwrap();
     let feeds = feeds(&prepared.codes);
     assert!(feeds.iter().any(|f| f.name == COUNTER));
     let mut arrays = synthetic(&prepared.graph, &feeds, item, STEPS * BATCH, 3);
@@ -84,12 +84,12 @@ fn trained(ratio: f64, stages: usize, schedule: Schedule, microbatches: u32, see
 #[test]
 fn masks_are_the_same_in_every_cut_and_schedule() {
     for microbatches in [1, 4] {
-        let one = trained(0.4, 1, Schedule::OneFOneB, microbatches, 7);
+        let single = train_network(0.4, 1, Schedule::OneFOneB, microbatches, 7);
         for stages in [2, 3, 5] {
             for schedule in [Schedule::OneFOneB, Schedule::Gpipe] {
-                let other = trained(0.4, stages, schedule, microbatches, 7);
-                assert_eq!(one.losses, other.losses, "{stages} stages, {schedule}");
-                assert!(one.weights == other.weights, "{stages} stages, {schedule}");
+                let pipelined = train_network(0.4, stages, schedule, microbatches, 7);
+                assert_eq!(single.losses, pipelined.losses, "{stages} stages, {schedule}");
+                assert!(single.weights == pipelined.weights, "{stages} stages, {schedule}");
             }
         }
     }
@@ -97,7 +97,7 @@ fn masks_are_the_same_in_every_cut_and_schedule() {
 
 #[test]
 fn seeds_give_other_masks_and_ratio_zero_gives_none() {
-    let losses = |ratio, seed| trained(ratio, 2, Schedule::OneFOneB, 1, seed).losses;
+    let losses = |ratio, seed| train_network(ratio, 2, Schedule::OneFOneB, 1, seed).losses;
     assert_ne!(losses(0.4, 7), losses(0.4, 8));
     assert_eq!(losses(0.0, 7), losses(0.0, 8));
     assert_ne!(losses(0.0, 7), losses(0.4, 7));
@@ -112,17 +112,17 @@ fn items_have_counters_of_their_own() {
     let fact = Fact::of(DType::F32, &[1, 1]);
     let feed = runtime::exec::stage_code::NamedTensor { name: "x".into(), fact, bytes: 4 };
     let data = || Dataset::new(x.clone(), std::slice::from_ref(&feed), 1).unwrap();
-    let of = |seed: u64, item: u32| {
+    let counter = |seed: u64, item: u32| {
         let batches = Batches::new(data(), 2, 2, 2, RowOrder::InOrder).unwrap().with_seed(seed);
         let mut bytes = [0; 8];
         batches.fill(COUNTER, item, &mut bytes);
         i64::from_le_bytes(bytes)
     };
-    let mut all: Vec<i64> =
-        (0..3).flat_map(|seed| (0..50).map(move |item| (seed, item))).map(|(s, i)| of(s, i)).collect();
-    all.sort_unstable();
-    all.dedup();
-    assert_eq!(all.len(), 150);
+    let mut counters: Vec<i64> =
+        (0..3).flat_map(|seed| (0..50).map(move |item| (seed, item))).map(|(s, i)| counter(s, i)).collect();
+    counters.sort_unstable();
+    counters.dedup();
+    assert_eq!(counters.len(), 150);
 }
 
 #[test]
@@ -131,19 +131,19 @@ fn answers_drop_nothing() {
     let dims = Bindings::from([("batch".to_string(), 2)]);
     let graph = compiler::graph::bind::bind(&graph, &dims).unwrap();
     let values: Vec<f32> = (0..2 * WIDTH).map(|i| i as f32 / 8.0).collect();
-    let given = BTreeMap::from([("x".to_string(), Tensor::from_f32(&[2, WIDTH], &values))]);
+    let inputs = BTreeMap::from([("x".to_string(), Tensor::from_f32(&[2, WIDTH], &values))]);
     let (plain, _) = network(0.0);
     let plain = compiler::graph::bind::bind(&plain, &dims).unwrap();
-    let want = evaluate(&plain, false, &given, &weights).unwrap();
-    assert_eq!(evaluate(&graph, true, &given, &weights).unwrap(), want);
-    assert_ne!(evaluate(&graph, false, &given, &weights).unwrap(), want);
-    let mut answering = graph.clone();
-    inference(&mut answering);
-    verify(&answering).unwrap();
-    let left = answering.ids().any(|id| match &answering.node(id).op {
+    let want = evaluate(&plain, false, &inputs, &weights).unwrap();
+    assert_eq!(evaluate(&graph, true, &inputs, &weights).unwrap(), want);
+    assert_ne!(evaluate(&graph, false, &inputs, &weights).unwrap(), want);
+    let mut inference_graph = graph.clone();
+    inference(&mut inference_graph);
+    verify(&inference_graph).unwrap();
+    let has_dropout = inference_graph.ids().any(|id| match &inference_graph.node(id).op {
         Op::Dropout(_) => true,
         Op::Input(input) => input.name == COUNTER,
         _ => false,
     });
-    assert!(!left);
+    assert!(!has_dropout);
 }

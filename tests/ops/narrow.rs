@@ -11,7 +11,7 @@ use std::path::Path;
 
 const WIDTH: usize = 192;
 
-fn done(folder: &Path, arguments: &[&str]) {
+fn run_pipec(folder: &Path, arguments: &[&str]) {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
@@ -46,20 +46,20 @@ fn sums_and_masters_of_narrow_parameters_are_planned_as_they_are_held() {
         let bytes = (WIDTH * WIDTH) as u64;
         for (words, state) in [(&["--optimizer", "sgd"][..], 0), (&["--optimizer", "adam"], 2)] {
             let plan = ["partition", "model.onnx", "--gpus", "1", "--profile", "analytic:cpu", "-o", "plan.json"];
-            done(folder, &[&plan[..], &["--schedule", "1f1b", "--microbatches", "2"], words].concat());
+            run_pipec(folder, &[&plan[..], &["--schedule", "1f1b", "--microbatches", "2"], words].concat());
             let memory = &json(&folder.join("plan.json"))["stages"][0]["memory"];
             assert_eq!(memory["weights"], 2 * 2 * bytes, "{dtype}");
             assert_eq!(memory["gradients"], 3 * 4 * bytes, "a sum for each use");
             assert_eq!(memory["optimizer"], 2 * 4 * bytes * (1 + state), "masters, and {state} numbers for each");
             let train = ["train", "model.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "3"];
-            done(folder, &[&train[..], &["--metrics", "m.jsonl"], words].concat());
+            run_pipec(folder, &[&train[..], &["--metrics", "m.jsonl"], words].concat());
             let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
             let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
-            let held = last["total"]["stages"][0]["peak_memory_bytes"].as_f64().unwrap();
-            let ratio = held / memory["total"].as_f64().unwrap();
+            let peak_bytes = last["total"]["stages"][0]["peak_memory_bytes"].as_f64().unwrap();
+            let ratio = peak_bytes / memory["total"].as_f64().unwrap();
             // Without panels, kernels copy transposed operands while the arena is below its peak.
-            let least = if has_panels::<f32>(8, WIDTH) { 0.95 } else { 0.94 };
-            assert!((least..=1.05).contains(&ratio), "{dtype}, {words:?}: held {ratio} of what was planned");
+            let min_ratio = if has_panels::<f32>(8, WIDTH) { 0.95 } else { 0.94 };
+            assert!((min_ratio..=1.05).contains(&ratio), "{dtype}, {words:?}: held {ratio} of what was planned");
         }
     }
 }

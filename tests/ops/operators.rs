@@ -4,7 +4,7 @@ use crate::support::builder::*;
 use compiler::import::onnx::proto::{AttributeProto, NodeProto};
 use compiler::tensor::Tensor;
 
-type Given<'a> = (&'a str, Tensor);
+type NamedTensor<'a> = (&'a str, Tensor);
 
 fn code(tensor: &Tensor) -> i32 {
     match tensor.dtype() {
@@ -15,7 +15,7 @@ fn code(tensor: &Tensor) -> i32 {
 }
 
 /// The outputs of one node. Float and integer tensors are inputs; those that the importer requests become constants.
-fn run(node: NodeProto, attributes: &[AttributeProto], inputs: &[Given<'_>]) -> Vec<Tensor> {
+fn run(node: NodeProto, attributes: &[AttributeProto], inputs: &[NamedTensor<'_>]) -> Vec<Tensor> {
     let node = attributes.iter().fold(node, |node, attribute| with(node, attribute.clone()));
     let outputs: Vec<String> = node.output.clone();
     let typed: Vec<_> = inputs
@@ -28,7 +28,7 @@ fn run(node: NodeProto, attributes: &[AttributeProto], inputs: &[Given<'_>]) -> 
 }
 
 /// The values of the first output.
-fn first(op: &str, attributes: &[AttributeProto], inputs: &[Given<'_>]) -> Vec<f64> {
+fn first(op: &str, attributes: &[AttributeProto], inputs: &[NamedTensor<'_>]) -> Vec<f64> {
     let names: Vec<&str> = inputs.iter().map(|(name, _)| *name).collect();
     run(node(op, &names, &["y"]), attributes, inputs)[0].to_f64()
 }
@@ -96,13 +96,13 @@ fn a_map_without_a_turn_is_the_regular_grid() {
 #[test]
 fn a_transform_and_the_way_back() {
     let signal = ("x", f32s_of(&[1, 4, 1], &[1.0, 2.0, 3.0, 4.0]));
-    let there = run(node("DFT", &["x"], &["y"]), &[], std::slice::from_ref(&signal)).remove(0);
-    assert_near(&there.to_f64(), &[10.0, 0.0, -2.0, 2.0, -2.0, 0.0, -2.0, -2.0]);
-    assert_near(&first("DFT", &[int("inverse", 1)], &[("x", there)]), &[1.0, 0.0, 2.0, 0.0, 3.0, 0.0, 4.0, 0.0]);
-    let half = run(node("DFT", &["x"], &["y"]), &[int("onesided", 1)], &[signal]).remove(0);
-    assert_near(&half.to_f64(), &[10.0, 0.0, -2.0, 2.0, -2.0, 0.0]);
-    let back = first("DFT", &[int("onesided", 1), int("inverse", 1)], &[("x", half)]);
-    assert_near(&back, &[1.0, 2.0, 3.0, 4.0]);
+    let spectrum = run(node("DFT", &["x"], &["y"]), &[], std::slice::from_ref(&signal)).remove(0);
+    assert_near(&spectrum.to_f64(), &[10.0, 0.0, -2.0, 2.0, -2.0, 0.0, -2.0, -2.0]);
+    assert_near(&first("DFT", &[int("inverse", 1)], &[("x", spectrum)]), &[1.0, 0.0, 2.0, 0.0, 3.0, 0.0, 4.0, 0.0]);
+    let one_sided = run(node("DFT", &["x"], &["y"]), &[int("onesided", 1)], &[signal]).remove(0);
+    assert_near(&one_sided.to_f64(), &[10.0, 0.0, -2.0, 2.0, -2.0, 0.0]);
+    let restored = first("DFT", &[int("onesided", 1), int("inverse", 1)], &[("x", one_sided)]);
+    assert_near(&restored, &[1.0, 2.0, 3.0, 4.0]);
 }
 
 #[test]
@@ -125,10 +125,10 @@ fn elements_and_slices_are_written() {
     let index = ("i", Tensor::from_i64(&[2, 2], &[0, 0, -1, 1]));
     let updates = ("u", f32s_of(&[2, 2], &[10.0, 20.0, 30.0, 40.0]));
     let inputs = [x.clone(), index, updates];
-    let written = |reduction: &str| first("ScatterElements", &[int("axis", 1), text("reduction", reduction)], &inputs);
-    assert_eq!(written("none"), [20.0, 2.0, 3.0, 4.0, 40.0, 30.0]);
-    assert_eq!(written("add"), [31.0, 2.0, 3.0, 4.0, 45.0, 36.0]);
-    assert_eq!(written("min"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    let scatter = |reduction: &str| first("ScatterElements", &[int("axis", 1), text("reduction", reduction)], &inputs);
+    assert_eq!(scatter("none"), [20.0, 2.0, 3.0, 4.0, 40.0, 30.0]);
+    assert_eq!(scatter("add"), [31.0, 2.0, 3.0, 4.0, 45.0, 36.0]);
+    assert_eq!(scatter("min"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     let inputs = [x, ("i", Tensor::from_i64(&[1, 1], &[1])), ("u", f32s_of(&[1, 3], &[7.0, 8.0, 9.0]))];
     assert_eq!(first("ScatterND", &[], &inputs), [1.0, 2.0, 3.0, 7.0, 8.0, 9.0]);
 }
@@ -141,23 +141,23 @@ fn stretched_indices_are_those_of_slices() {
     let whole = ("j", Tensor::from_i64(&[2, 2, 2], &[2, 2, 0, 0, -2, -2, 1, 1]));
     let updates = ("u", f32s_of(&[2, 2, 2], &(0..8).map(|v| 100.0 * v as f32).collect::<Vec<_>>()));
     let shape = ("shape", Tensor::from_i64(&[3], &[2, 2, 2]));
-    let stretched = node("Expand", &["i", "shape"], &["j"]);
+    let expand = node("Expand", &["i", "shape"], &["j"]);
     let answer = |nodes: &[NodeProto], inputs: &[(&str, Tensor)]| {
         let sizes = |t: &Tensor| t.shape().iter().map(|d| *d as i64).collect::<Vec<_>>();
         let typed: Vec<_> = inputs.iter().map(|(name, t)| typed(name, code(t), &sizes(t))).collect();
         answers(&model(22, graph(nodes, &typed, &["y"])), inputs).unwrap().0.remove(0).to_f64()
     };
-    let taken = with(node("GatherElements", &["x", "j"], &["y"]), int("axis", 1));
-    let want = answer(std::slice::from_ref(&taken), &[x.clone(), whole.clone()]);
+    let gather = with(node("GatherElements", &["x", "j"], &["y"]), int("axis", 1));
+    let want = answer(std::slice::from_ref(&gather), &[x.clone(), whole.clone()]);
     assert_eq!(want, [4.0, 5.0, 0.0, 1.0, 8.0, 9.0, 8.0, 9.0]);
-    assert_eq!(answer(&[stretched.clone(), taken], &[x.clone(), slots.clone(), shape.clone()]), want);
+    assert_eq!(answer(&[expand.clone(), gather], &[x.clone(), slots.clone(), shape.clone()]), want);
     let by_batch = with(node("GatherND", &["x", "i"], &["y"]), int("batch_dims", 1));
     assert_eq!(answer(&[by_batch], &[x.clone(), slots.clone()]), want);
-    let added = with(node("ScatterElements", &["x", "j", "u"], &["y"]), int("axis", 1));
-    let added = with(added, text("reduction", "add"));
-    let want = answer(std::slice::from_ref(&added), &[x.clone(), whole, updates.clone()]);
+    let scatter_add = with(node("ScatterElements", &["x", "j", "u"], &["y"]), int("axis", 1));
+    let scatter_add = with(scatter_add, text("reduction", "add"));
+    let want = answer(std::slice::from_ref(&scatter_add), &[x.clone(), whole, updates.clone()]);
     assert_eq!(want, [200.0, 301.0, 2.0, 3.0, 4.0, 105.0, 6.0, 7.0, 1008.0, 1209.0, 10.0, 11.0]);
-    assert_eq!(answer(&[stretched, added], &[x, slots, shape, updates]), want);
+    assert_eq!(answer(&[expand, scatter_add], &[x, slots, shape, updates]), want);
 }
 
 #[test]
@@ -181,9 +181,9 @@ fn order_along_an_axis() {
     assert_eq!(first("Hardmax", &[], std::slice::from_ref(&x)), [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]);
     let sums = first("CumSum", &[int("exclusive", 1)], &[x.clone(), ("axis", Tensor::from_i64(&[], &[1]))]);
     assert_eq!(sums, [0.0, 1.0, 4.0, 0.0, 5.0, 9.0]);
-    let turned = [int("batch_axis", 0), int("time_axis", 1)];
-    let turned = first("ReverseSequence", &turned, &[x, ("lengths", i64s(&[2, 3]))]);
-    assert_eq!(turned, [3.0, 1.0, 3.0, 5.0, 4.0, 5.0]);
+    let reversed = [int("batch_axis", 0), int("time_axis", 1)];
+    let reversed = first("ReverseSequence", &reversed, &[x, ("lengths", i64s(&[2, 3]))]);
+    assert_eq!(reversed, [3.0, 1.0, 3.0, 5.0, 4.0, 5.0]);
 }
 
 #[test]
@@ -212,11 +212,11 @@ fn padding_of_every_kind() {
 fn sizes_that_depend_on_values_are_those_of_the_data() {
     let x = ("x", f32s_of(&[2, 2], &[0.0, 3.0, 3.0, 1.0]));
     assert_eq!(first("NonZero", &[], std::slice::from_ref(&x)), [0.0, 1.0, 1.0, 1.0, 0.0, 1.0]);
-    let chosen = [x.clone(), ("c", Tensor::from_bool(&[2], &[false, true]))];
-    assert_eq!(first("Compress", &[int("axis", 1)], &chosen), [3.0, 1.0]);
+    let inputs = [x.clone(), ("c", Tensor::from_bool(&[2], &[false, true]))];
+    assert_eq!(first("Compress", &[int("axis", 1)], &inputs), [3.0, 1.0]);
     let outputs = run(node("Unique", &["x"], &["y", "i", "w", "n"]), &[], std::slice::from_ref(&x));
-    let found: Vec<Vec<f64>> = outputs.iter().map(Tensor::to_f64).collect();
-    assert_eq!(found, [vec![0., 1., 3.], vec![0., 3., 1.], vec![0., 2., 2., 1.], vec![1., 1., 2.]]);
+    let values: Vec<Vec<f64>> = outputs.iter().map(Tensor::to_f64).collect();
+    assert_eq!(values, [vec![0., 1., 3.], vec![0., 3., 1.], vec![0., 2., 2., 1.], vec![1., 1., 2.]]);
     let outputs = run(node("Unique", &["x"], &["y", "i"]), &[int("sorted", 0)], std::slice::from_ref(&x));
     assert_eq!(outputs[0].to_f64(), [0.0, 3.0, 1.0]);
     let model = model(22, graph(&[node("NonZero", &["x"], &["y"])], &[typed("x", F32, &[2, 2])], &["y"]));
@@ -262,8 +262,8 @@ fn determinants() {
 fn corners_of_arithmetic() {
     let pair = |a: Tensor, b: Tensor| [("a", a), ("b", b)];
     assert_eq!(first("Pow", &[], &pair(i64s(&[4, 9, 2]), f32s(&[0.5, 0.5, 3.0]))), [2.0, 3.0, 8.0]);
-    let rests = first("Mod", &[int("fmod", 1)], &pair(i64s(&[7, -7, 7, -7, 6]), i64s(&[3, 3, -3, -3, -3])));
-    assert_eq!(rests, [1.0, -1.0, 1.0, -1.0, 0.0]);
+    let remainders = first("Mod", &[int("fmod", 1)], &pair(i64s(&[7, -7, 7, -7, 6]), i64s(&[3, 3, -3, -3, -3])));
+    assert_eq!(remainders, [1.0, -1.0, 1.0, -1.0, 0.0]);
     let shifted = first("BitShift", &[text("direction", "RIGHT")], &pair(i64s(&[-8, 8]), i64s(&[1, 64])));
     assert_eq!(shifted, [-4.0, 0.0]);
     let x = ("x", f32s(&[f32::INFINITY, f32::NEG_INFINITY, 1.0]));
@@ -312,6 +312,6 @@ fn an_index_outside_its_axis_is_refused_though_the_tensor_is_larger() {
 #[test]
 fn zeros_quantise_to_zero() {
     let x = [("x", f32s(&[0.0, 0.0]))];
-    let made = run(node("DynamicQuantizeLinear", &["x"], &["y", "scale", "zero"]), &[], &x);
-    assert_eq!(made.iter().map(|t| t.to_f64()).collect::<Vec<_>>(), [vec![0.0, 0.0], vec![1.0], vec![0.0]]);
+    let outputs = run(node("DynamicQuantizeLinear", &["x"], &["y", "scale", "zero"]), &[], &x);
+    assert_eq!(outputs.iter().map(|t| t.to_f64()).collect::<Vec<_>>(), [vec![0.0, 0.0], vec![1.0], vec![0.0]]);
 }

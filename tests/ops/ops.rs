@@ -43,13 +43,14 @@ fn infer(op: &Op, inputs: &[Tensor]) -> Vec<Fact> {
 }
 
 fn run(kernel: &Kernel, inputs: &[Tensor], outputs: &[Fact]) -> Result<Vec<Tensor>, KernelError> {
-    let given: Vec<Buffer> = inputs.iter().map(|t| Buffer::of(t.bytes())).collect();
-    let mut written: Vec<Buffer> = outputs.iter().map(|f| Buffer::poisoned(f.bytes().unwrap() as usize)).collect();
+    let input_buffers: Vec<Buffer> = inputs.iter().map(|t| Buffer::of(t.bytes())).collect();
+    let mut output_buffers: Vec<Buffer> =
+        outputs.iter().map(|f| Buffer::poisoned(f.bytes().unwrap() as usize)).collect();
     let mut workspace = Buffer::poisoned(kernel.workspace());
-    let given: Vec<&[u8]> = given.iter().map(Buffer::slice).collect();
-    let mut slices: Vec<&mut [u8]> = written.iter_mut().map(Buffer::slice_mut).collect();
-    kernel.run(&given, &mut slices, workspace.slice_mut())?;
-    Ok(tensors(outputs, &written.iter().map(Buffer::slice).collect::<Vec<_>>()))
+    let input_slices: Vec<&[u8]> = input_buffers.iter().map(Buffer::slice).collect();
+    let mut slices: Vec<&mut [u8]> = output_buffers.iter_mut().map(Buffer::slice_mut).collect();
+    kernel.run(&input_slices, &mut slices, workspace.slice_mut())?;
+    Ok(tensors(outputs, &output_buffers.iter().map(Buffer::slice).collect::<Vec<_>>()))
 }
 
 /// Equal up to rounding in the element type of `got`.
@@ -62,13 +63,13 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, relative: f64, absolute
     let (got, want) = (got.to_f64(), want.to_f64());
     let largest = want.iter().filter(|v| v.is_finite()).fold(0.0f64, |m, v| m.max(v.abs()));
     for (i, (g, w)) in got.iter().zip(&want).enumerate() {
-        let fine = (g.is_nan() && w.is_nan()) || g == w || (g - w).abs() <= relative * w.abs() + absolute * largest;
-        assert!(fine, "{what}: element {i} is {g}, the reference gives {w}");
+        let is_close = (g.is_nan() && w.is_nan()) || g == w || (g - w).abs() <= relative * w.abs() + absolute * largest;
+        assert!(is_close, "{what}: element {i} is {g}, the reference gives {w}");
     }
 }
 
 /// Tests one op. Returns true if it has a fast kernel.
-fn ask(what: &str, op: &Op, inputs: &[Tensor]) -> bool {
+fn check_op(what: &str, op: &Op, inputs: &[Tensor]) -> bool {
     let outputs = infer(op, inputs);
     let kernel = Kernel::new(op, &facts_of(inputs), &outputs);
     let (got, want) = (run(&kernel, inputs, &outputs), reference(op, inputs, &outputs));
@@ -100,7 +101,7 @@ fn every_sample_gives_what_the_reference_gives() {
             if rule(&sample.op).infer(&facts.iter().collect::<Vec<_>>()).is_err() {
                 continue;
             }
-            let fast = ask(&what, &sample.op, &inputs);
+            let fast = check_op(&what, &sample.op, &inputs);
             let source = matches!(sample.op, Op::Input(_) | Op::Parameter(_) | Op::State(_));
             if !fast && dtype == DType::F32 && !source {
                 let first = inputs.first().map_or("nothing".into(), |t| t.dtype().to_string());
@@ -144,10 +145,10 @@ fn labels(count: usize, classes: usize, seed: u64) -> Tensor {
 }
 
 /// Tests in `f32` and `f64`, and requires a fast kernel.
-fn ask_both(what: &str, op: Op, inputs: &[Tensor]) {
+fn check_both(what: &str, op: Op, inputs: &[Tensor]) {
     for dtype in [DType::F32, DType::F64] {
         let what = format!("{} {what} ({dtype})", rule(&op).name());
-        assert!(ask(&what, &op, &in_type(inputs, dtype)), "{what} runs the reference");
+        assert!(check_op(&what, &op, &in_type(inputs, dtype)), "{what} runs the reference");
     }
 }
 
@@ -173,28 +174,28 @@ fn products_of_many_shapes() {
             };
             let inputs = [random(&stored(a, transpose_a), 1), random(&stored(b, transpose_b), 2)];
             let what = format!("{a:?} {b:?} {transpose_a} {transpose_b}");
-            ask_both(&what, Op::MatMul(MatMul { transpose_a, transpose_b }), &inputs);
+            check_both(&what, Op::MatMul(MatMul { transpose_a, transpose_b }), &inputs);
         }
     }
 }
 
-/// Attention and its gradient on `[heads, queries, keys, depth, width]`, with one key head for every `each`.
-fn ask_attention(what: &str, op: Attention, sizes: [usize; 5], each: usize, extras: &[Tensor]) {
+/// Attention and its gradient on `[heads, queries, keys, depth, width]`, with one key head for every `group_size`.
+fn check_attention(what: &str, op: Attention, sizes: [usize; 5], group_size: usize, extras: &[Tensor]) {
     let [heads, queries, keys, depth, width] = sizes;
     let mut inputs = vec![
         random(&[2, heads, queries, depth], 1),
-        random(&[2, heads / each, keys, depth], 2),
-        random(&[2, heads / each, keys, width], 3),
+        random(&[2, heads / group_size, keys, depth], 2),
+        random(&[2, heads / group_size, keys, width], 3),
     ];
     inputs.extend_from_slice(extras);
     let what = format!("{what} {sizes:?}");
-    ask_both(&what, Op::Attention(op), &inputs);
+    check_both(&what, Op::Attention(op), &inputs);
     let saved = sample::run(&op, &inputs);
-    let mut given = vec![random(saved[0].shape(), 4)];
-    given.extend_from_slice(&inputs[..3]);
-    given.extend(saved);
-    given.extend_from_slice(extras);
-    ask_both(&what, Op::AttentionGrad(AttentionGrad { forward: op }), &given);
+    let mut grad_inputs = vec![random(saved[0].shape(), 4)];
+    grad_inputs.extend_from_slice(&inputs[..3]);
+    grad_inputs.extend(saved);
+    grad_inputs.extend_from_slice(extras);
+    check_both(&what, Op::AttentionGrad(AttentionGrad { forward: op }), &grad_inputs);
 }
 
 #[test]
@@ -203,27 +204,27 @@ fn attention_of_several_blocks() {
     let causal = Attention { causal: true, ..plain };
     // Neither number of queries or keys is a multiple of a block.
     for sizes in [[2, 300, 150, 5, 3], [1, 130, 300, 16, 24], [3, 2, 200, 4, 4], [2, 70, 2, 3, 2]] {
-        ask_attention("plain", plain, sizes, 1, &[]);
-        ask_attention("causal", causal, sizes, 1, &[]);
+        check_attention("plain", plain, sizes, 1, &[]);
+        check_attention("causal", causal, sizes, 1, &[]);
     }
-    ask_attention("grouped", causal, [4, 270, 140, 4, 3], 2, &[]);
+    check_attention("grouped", causal, [4, 270, 140, 4, 3], 2, &[]);
     let bools: Vec<bool> = (0..2 * 270 * 140).map(|i| i / 140 % 90 != 7 && i * 7 % 11 > 3).collect();
     let mask = Tensor::from_bool(&[2, 1, 270, 140], &bools);
     for empty in [EmptyRow::Zero, EmptyRow::Mean, EmptyRow::Nan] {
-        ask_attention("boolean", Attention { empty, ..plain }, [2, 270, 140, 4, 3], 1, std::slice::from_ref(&mask));
+        check_attention("boolean", Attention { empty, ..plain }, [2, 270, 140, 4, 3], 1, std::slice::from_ref(&mask));
     }
     let keys = Tensor::from_bool(&[2, 1, 1, 140], &bools[..280]);
-    ask_attention("keys", causal, [2, 270, 140, 4, 3], 2, &[keys]);
-    ask_attention("added", causal, [2, 270, 140, 4, 3], 1, &[random(&[2, 270, 140], 5)]);
-    ask_attention("added per query", plain, [2, 270, 140, 4, 3], 1, &[random(&[270, 1], 5)]);
+    check_attention("keys", causal, [2, 270, 140, 4, 3], 2, &[keys]);
+    check_attention("added", causal, [2, 270, 140, 4, 3], 1, &[random(&[2, 270, 140], 5)]);
+    check_attention("added per query", plain, [2, 270, 140, 4, 3], 1, &[random(&[270, 1], 5)]);
     // The lowest number for all keys of a query: its log-sum-exp does not contain the number of keys.
     let lowest: Vec<f32> = (0..270).map(|i| if i % 90 == 7 { f32::MIN } else { 0.5 }).collect();
-    ask_attention("lowest", plain, [2, 270, 140, 4, 3], 1, &[Tensor::from_f32(&[270, 1], &lowest)]);
-    let dropped = Attention { dropout: Some(Dropout { ratio: 0.4, stream: 2 }), ..causal };
-    ask_attention("dropout", dropped, [2, 270, 140, 4, 3], 1, &[Tensor::from_i64(&[], &[11])]);
-    let part = Attention { part: Some(DropoutShard { run: 2 * 270 * 140, devices: 3 }), ..dropped };
+    check_attention("lowest", plain, [2, 270, 140, 4, 3], 1, &[Tensor::from_f32(&[270, 1], &lowest)]);
+    let with_dropout = Attention { dropout: Some(Dropout { ratio: 0.4, stream: 2 }), ..causal };
+    check_attention("dropout", with_dropout, [2, 270, 140, 4, 3], 1, &[Tensor::from_i64(&[], &[11])]);
+    let part = Attention { part: Some(DropoutShard { run: 2 * 270 * 140, devices: 3 }), ..with_dropout };
     let extras = [mask, Tensor::from_i64(&[], &[11]), Tensor::from_i64(&[], &[2])];
-    ask_attention("a part of a dropout", part, [2, 270, 140, 4, 3], 1, &extras);
+    check_attention("a part of a dropout", part, [2, 270, 140, 4, 3], 1, &extras);
 }
 
 /// In 16 bits, the log-sum-exp stays wide, and sums have the precision of `f32`.
@@ -236,8 +237,8 @@ fn attention_in_two_bytes_sums_in_four() {
     let saved = sample::run(&op, &inputs);
     assert_eq!(saved[1].dtype(), DType::F32);
     let dy = narrow(random(saved[0].shape(), 4));
-    let given = [&[dy], &inputs[..], &saved[..]].concat();
-    for (op, inputs) in [(Op::Attention(op), inputs), (Op::AttentionGrad(AttentionGrad { forward: op }), given)] {
+    let grad_inputs = [&[dy], &inputs[..], &saved[..]].concat();
+    for (op, inputs) in [(Op::Attention(op), inputs), (Op::AttentionGrad(AttentionGrad { forward: op }), grad_inputs)] {
         let outputs = infer(&op, &inputs);
         let kernel = Kernel::new(&op, &facts_of(&inputs), &outputs);
         assert!(!kernel.is_reference());
@@ -273,8 +274,8 @@ fn attention_drops_what_a_dropout_of_its_weights_drops() {
 fn layer(gates: usize, states: usize, [steps, batch, width, hidden]: [usize; 4]) -> Vec<Tensor> {
     let weight = |columns: usize, seed| {
         let shape = [gates * hidden, columns];
-        let drawn = random(&shape, seed).to_f64();
-        let scaled: Vec<f32> = drawn.iter().map(|v| (v / (columns as f64).sqrt()) as f32).collect();
+        let values = random(&shape, seed).to_f64();
+        let scaled: Vec<f32> = values.iter().map(|v| (v / (columns as f64).sqrt()) as f32).collect();
         Tensor::from_f32(&shape, &scaled)
     };
     let bias = |seed| random(&[gates * hidden], seed);
@@ -288,25 +289,28 @@ fn recurrent_layers_of_many_shapes() {
     // From 8 steps on the recurrent weight is packed; the last one exceeds one block.
     for sizes in [[2, 3, 4, 5], [9, 1, 3, 8], [8, 2, 5, 3], [11, 5, 6, 17], [9, 16, 8, 50], [8, 20, 3, 200]] {
         let [steps, batch, _, hidden] = sizes;
-        let arrived = [random(&[steps, batch, hidden], 10), random(&[batch, hidden], 11), random(&[batch, hidden], 12)];
-        let both = |forward: Op, grad: Op, inputs: Vec<Tensor>, states: usize, kept: usize| {
+        let output_grads =
+            [random(&[steps, batch, hidden], 10), random(&[batch, hidden], 11), random(&[batch, hidden], 12)];
+        let check_pair = |forward: Op, grad: Op, inputs: Vec<Tensor>, states: usize, saved_count: usize| {
             let what = format!("{sizes:?} {forward:?}");
-            let made = reference(&forward, &inputs, &infer(&forward, &inputs)).unwrap();
+            let results = reference(&forward, &inputs, &infer(&forward, &inputs)).unwrap();
             // Output gradients, x and the weights, initial states, y, and saved values of the forward.
-            let read = arrived[..1 + states].iter().chain(&inputs[..3]).chain(&inputs[5..]).chain(&made[..1]);
-            let read: Vec<Tensor> = read.chain(&made[made.len() - kept..]).cloned().collect();
-            ask_both(&what, forward, &inputs);
-            ask_both(&what, grad, &read);
+            let grad_inputs =
+                output_grads[..1 + states].iter().chain(&inputs[..3]).chain(&inputs[5..]).chain(&results[..1]);
+            let grad_inputs: Vec<Tensor> =
+                grad_inputs.chain(&results[results.len() - saved_count..]).cloned().collect();
+            check_both(&what, forward, &inputs);
+            check_both(&what, grad, &grad_inputs);
         };
         for reverse in [false, true] {
-            both(Op::Lstm(Lstm { reverse }), Op::LstmGrad(LstmGrad { reverse }), layer(4, 2, sizes), 2, 2);
+            check_pair(Op::Lstm(Lstm { reverse }), Op::LstmGrad(LstmGrad { reverse }), layer(4, 2, sizes), 2, 2);
             for reset_after in [false, true] {
                 let (forward, grad) = (Gru { reverse, reset_after }, GruGrad { reverse, reset_after });
-                both(Op::Gru(forward), Op::GruGrad(grad), layer(3, 1, sizes), 1, 1);
+                check_pair(Op::Gru(forward), Op::GruGrad(grad), layer(3, 1, sizes), 1, 1);
             }
             let activation = if reverse { Activation::Tanh } else { Activation::Sigmoid };
             let (forward, grad) = (Rnn { reverse, activation }, RnnGrad { reverse, activation });
-            both(Op::Rnn(forward), Op::RnnGrad(grad), layer(1, 1, sizes), 1, 0);
+            check_pair(Op::Rnn(forward), Op::RnnGrad(grad), layer(1, 1, sizes), 1, 0);
         }
     }
 }
@@ -350,12 +354,12 @@ fn convolutions_of_many_shapes() {
         let forward = Op::Conv(Conv { window: window.clone(), groups });
         let inputs = [x.clone(), w.clone()];
         let dy = random(&infer(&forward, &inputs)[0].concrete().unwrap(), 3);
-        ask_both(&what, forward, &inputs);
+        check_both(&what, forward, &inputs);
         let spatial = x_shape[2..].iter().map(|&d| d.into()).collect();
         let input_grad = ConvInputGrad { window: window.clone(), groups, spatial };
-        ask_both(&what, Op::ConvInputGrad(input_grad), &[dy.clone(), w]);
+        check_both(&what, Op::ConvInputGrad(input_grad), &[dy.clone(), w]);
         let weight_grad = ConvWeightGrad { window, groups, kernel: w_shape[2..].to_vec() };
-        ask_both(&what, Op::ConvWeightGrad(weight_grad), &[dy, x]);
+        check_both(&what, Op::ConvWeightGrad(weight_grad), &[dy, x]);
     }
 }
 
@@ -366,23 +370,23 @@ fn convolutions_of_random_windows() {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         ((state >> 33) % limit) as usize
     };
-    let mut asked = 0;
-    while asked < 120 {
+    let mut checked = 0;
+    while checked < 120 {
         let dims = 1 + below(3);
         let mut pick =
             |from: u64, limit: u64| -> Vec<usize> { (0..dims).map(|_| from as usize + below(limit)).collect() };
         let (data, kernel, strides) = (pick(1, if dims == 3 { 7 } else { 20 }), pick(1, 4), pick(1, 3));
         let (begin, end, dilations) = (pick(0, 4), pick(0, 4), pick(1, 2));
-        let strides = if asked % 2 == 0 || asked % 8 == 7 { vec![1; dims] } else { strides };
+        let strides = if checked % 2 == 0 || checked % 8 == 7 { vec![1; dims] } else { strides };
         let fits = (0..dims).all(|a| data[a] + begin[a] + end[a] > dilations[a] * (kernel[a] - 1));
         let (groups, images) = (1 + below(2), 1 + below(6));
         let (ins, outs) = (1 + below(9), 1 + below(20));
         // Every fourth one is depthwise.
-        let (groups, ins, outs) = if asked % 4 >= 3 { (2 + outs % 7, 1, 1) } else { (groups, ins, outs) };
+        let (groups, ins, outs) = if checked % 4 >= 3 { (2 + outs % 7, 1, 1) } else { (groups, ins, outs) };
         if !fits {
             continue;
         }
-        asked += 1;
+        checked += 1;
         let window = window(&strides, &begin, &end, &dilations);
         let what = format!("{images} images {data:?}, {groups} groups, {ins} to {outs}, {kernel:?} {window:?}");
         let x = random(&[&[images, groups * ins], data.as_slice()].concat(), 1);
@@ -390,10 +394,14 @@ fn convolutions_of_random_windows() {
         let forward = Op::Conv(Conv { window: window.clone(), groups });
         let inputs = [x.clone(), w.clone()];
         let dy = random(&infer(&forward, &inputs)[0].concrete().unwrap(), 3);
-        ask_both(&what, forward, &inputs);
+        check_both(&what, forward, &inputs);
         let spatial = data.iter().map(|&d| d.into()).collect();
-        ask_both(&what, Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial }), &[dy.clone(), w]);
-        ask_both(&what, Op::ConvWeightGrad(ConvWeightGrad { window, groups, kernel }), &[dy, x]);
+        check_both(
+            &what,
+            Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial }),
+            &[dy.clone(), w],
+        );
+        check_both(&what, Op::ConvWeightGrad(ConvWeightGrad { window, groups, kernel }), &[dy, x]);
     }
 }
 
@@ -412,13 +420,13 @@ fn pools_of_many_shapes() {
         let x = random(shape, 4);
         let max = MaxPool { kernel: kernel.to_vec(), window: window.clone(), ceil };
         let dy = random(&infer(&Op::MaxPool(max.clone()), std::slice::from_ref(&x))[0].concrete().unwrap(), 5);
-        ask_both(&what, Op::MaxPool(max.clone()), std::slice::from_ref(&x));
-        ask_both(&what, Op::MaxPoolGrad(MaxPoolGrad { forward: max }), &[x.clone(), dy.clone()]);
+        check_both(&what, Op::MaxPool(max.clone()), std::slice::from_ref(&x));
+        check_both(&what, Op::MaxPoolGrad(MaxPoolGrad { forward: max }), &[x.clone(), dy.clone()]);
         for count_padding in [false, true] {
             let avg = AvgPool { kernel: kernel.to_vec(), window: window.clone(), ceil, count_padding };
-            ask_both(&what, Op::AvgPool(avg.clone()), std::slice::from_ref(&x));
+            check_both(&what, Op::AvgPool(avg.clone()), std::slice::from_ref(&x));
             let spatial = shape[2..].iter().map(|&d| d.into()).collect();
-            ask_both(&what, Op::AvgPoolGrad(AvgPoolGrad { forward: avg, spatial }), std::slice::from_ref(&dy));
+            check_both(&what, Op::AvgPoolGrad(AvgPoolGrad { forward: avg, spatial }), std::slice::from_ref(&dy));
         }
     }
 }
@@ -432,8 +440,8 @@ fn of_equal_elements_the_first_gets_the_gradient() {
         let max =
             MaxPool { kernel: vec![kernel; 2], window: window(&[stride; 2], &[0; 2], &[0; 2], &[1; 2]), ceil: false };
         let dy = random(&infer(&Op::MaxPool(max.clone()), std::slice::from_ref(&x))[0].concrete().unwrap(), 7);
-        ask_both(&format!("{shape:?}"), Op::MaxPool(max.clone()), std::slice::from_ref(&x));
-        ask_both(&format!("{shape:?}"), Op::MaxPoolGrad(MaxPoolGrad { forward: max }), &[x, dy]);
+        check_both(&format!("{shape:?}"), Op::MaxPool(max.clone()), std::slice::from_ref(&x));
+        check_both(&format!("{shape:?}"), Op::MaxPoolGrad(MaxPoolGrad { forward: max }), &[x, dy]);
     }
 }
 
@@ -441,25 +449,25 @@ fn of_equal_elements_the_first_gets_the_gradient() {
 fn rows_and_columns_of_many_shapes() {
     for shape in [[37, 101, 1], [4, 33, 50], [1, 1, 1], [300, 3, 2]] {
         let x = random(&shape, 6);
-        let all = std::slice::from_ref(&x);
+        let only_x = std::slice::from_ref(&x);
         for axis in 0..3 {
-            ask_both("", Op::Softmax(Softmax { axis }), all);
-            ask_both("", Op::LogSoftmax(LogSoftmax { axis }), all);
+            check_both("", Op::Softmax(Softmax { axis }), only_x);
+            check_both("", Op::LogSoftmax(LogSoftmax { axis }), only_x);
             for largest in [false, true] {
-                ask_both("", Op::ArgReduce(ArgReduce { largest, axis, keep: false }), all);
+                check_both("", Op::ArgReduce(ArgReduce { largest, axis, keep: false }), only_x);
             }
             let scale = random(&shape[axis..], 7);
             let norm = Op::LayerNorm(LayerNorm { axis, epsilon: 1e-5 });
             let inputs = [x.clone(), scale.clone(), random(&shape[axis..], 8)];
-            ask_both("", norm.clone(), &inputs);
+            check_both("", norm.clone(), &inputs);
             let statistics = reference(&norm, &inputs, &infer(&norm, &inputs)).unwrap();
             let inputs = [random(&shape, 9), x.clone(), scale, statistics[1].clone(), statistics[2].clone()];
-            ask_both("", Op::LayerNormGrad(LayerNormGrad { axis }), &inputs);
+            check_both("", Op::LayerNormGrad(LayerNormGrad { axis }), &inputs);
         }
         for axes in [vec![], vec![0], vec![1], vec![2], vec![0, 2], vec![1, 2], vec![0, 1, 2]] {
             use ReduceKind::*;
             for kind in [Sum, Mean, Max, Min, Prod] {
-                ask_both("", Op::Reduce(Reduce { kind, axes: axes.clone(), keep: false }), all);
+                check_both("", Op::Reduce(Reduce { kind, axes: axes.clone(), keep: false }), only_x);
             }
         }
     }
@@ -468,10 +476,10 @@ fn rows_and_columns_of_many_shapes() {
         let (x, scale) = (random(&shape, 10), random(&channels, 11));
         let norm = Op::BatchNorm(BatchNorm { epsilon: 1e-5 });
         let inputs = [x.clone(), scale.clone(), random(&channels, 12)];
-        ask_both("", norm.clone(), &inputs);
+        check_both("", norm.clone(), &inputs);
         let statistics = reference(&norm, &inputs, &infer(&norm, &inputs)).unwrap();
         let inputs = [random(&shape, 13), x, scale, statistics[1].clone(), statistics[3].clone()];
-        ask_both("", Op::BatchNormGrad(BatchNormGrad {}), &inputs);
+        check_both("", Op::BatchNormGrad(BatchNormGrad {}), &inputs);
     }
 }
 
@@ -485,14 +493,14 @@ fn losses_of_many_shapes() {
         for ignore in [None, Some(2)] {
             let loss = Op::CrossEntropy(CrossEntropy::new(1, ignore));
             let inputs = [logits.clone(), target.clone()];
-            ask_both("", loss.clone(), &inputs);
+            check_both("", loss.clone(), &inputs);
             let lse = reference(&loss, &inputs, &infer(&loss, &inputs)).unwrap()[1].clone();
             let inputs = [Tensor::from_f32(&[], &[0.7]), logits.clone(), target.clone(), lse];
-            ask_both("", Op::CrossEntropyGrad(CrossEntropyGrad::new(1, ignore)), &inputs);
+            check_both("", Op::CrossEntropyGrad(CrossEntropyGrad::new(1, ignore)), &inputs);
         }
     }
     let loss = Op::CrossEntropy(CrossEntropy::new(1, None));
-    ask("label outside", &loss, &[random(&[2, 3], 1), Tensor::from_i64(&[2], &[0, 3])]);
+    check_op("label outside", &loss, &[random(&[2, 3], 1), Tensor::from_i64(&[2], &[0, 3])]);
 }
 
 /// Wide losses of 16-bit logits are those of the logits in `f32`, bit for bit, and their gradient is rounded once.
@@ -501,23 +509,23 @@ fn wide_losses_are_those_of_wider_logits() {
     for dtype in [DType::F16, DType::Bf16] {
         for (n, classes) in [(64, 10), (7, 1000)] {
             let (logits, target) = (random(&[n, classes], 16).cast(dtype), labels(n, classes, 17));
-            let made = |op: &Op, inputs: &[Tensor]| {
+            let compute = |op: &Op, inputs: &[Tensor]| {
                 let outputs = infer(op, inputs);
                 run(&Kernel::new(op, &facts_of(inputs), &outputs), inputs, &outputs).unwrap()
             };
             let loss = CrossEntropy::new(1, Some(2));
             let wider = logits.cast(DType::F32);
-            let want = made(&Op::CrossEntropy(loss), &[wider.clone(), target.clone()]);
+            let want = compute(&Op::CrossEntropy(loss), &[wider.clone(), target.clone()]);
             let wide = Op::CrossEntropy(CrossEntropy { wide: true, ..loss });
-            let got = made(&wide, &[logits.clone(), target.clone()]);
+            let got = compute(&wide, &[logits.clone(), target.clone()]);
             let bytes = |tensors: &[Tensor]| tensors.iter().map(|t| t.bytes().to_vec()).collect::<Vec<_>>();
             assert_eq!((got[0].dtype(), bytes(&got)), (DType::F32, bytes(&want)), "{dtype}");
             let (dloss, lse) = (Tensor::from_f32(&[], &[0.7]), want[1].clone());
             let grad = CrossEntropyGrad::new(1, Some(2));
             let inputs = [dloss.clone(), wider, target.clone(), lse.clone()];
-            let want = made(&Op::CrossEntropyGrad(grad), &inputs)[0].cast(dtype);
+            let want = compute(&Op::CrossEntropyGrad(grad), &inputs)[0].cast(dtype);
             let wide = Op::CrossEntropyGrad(CrossEntropyGrad { wide: true, ..grad });
-            assert_eq!(made(&wide, &[dloss, logits, target, lse])[0].bytes(), want.bytes(), "{dtype}");
+            assert_eq!(compute(&wide, &[dloss, logits, target, lse])[0].bytes(), want.bytes(), "{dtype}");
         }
     }
 }
@@ -537,14 +545,14 @@ fn elementwise_broadcasts_of_many_shapes() {
         let inputs = [random(a, 16), random(b, 17)];
         let what = format!("{a:?} {b:?}");
         for op in [Binary::Add, Binary::Sub, Binary::Mul, Binary::Div, Binary::Max, Binary::Min] {
-            ask_both(&what, Op::Binary(op), &inputs);
+            check_both(&what, Op::Binary(op), &inputs);
         }
         for op in [Compare::Less, Compare::LessEqual, Compare::Equal] {
-            ask_both(&what, Op::Compare(op), &inputs);
+            check_both(&what, Op::Compare(op), &inputs);
         }
         let condition = Tensor::from_bool(b, &random(b, 18).to_f32().iter().map(|v| *v > 0.0).collect::<Vec<_>>());
-        ask_both(&what, Op::Select(Select {}), &[condition.clone(), inputs[0].clone(), inputs[1].clone()]);
-        ask_both(&what, Op::Select(Select {}), &[condition, inputs[1].clone(), inputs[0].clone()]);
+        check_both(&what, Op::Select(Select {}), &[condition.clone(), inputs[0].clone(), inputs[1].clone()]);
+        check_both(&what, Op::Select(Select {}), &[condition, inputs[1].clone(), inputs[0].clone()]);
     }
     let x = random(&[1000], 19);
     use Unary::*;
@@ -553,65 +561,65 @@ fn elementwise_broadcasts_of_many_shapes() {
     for op in
         [Neg, Abs, Sign, Exp, Sin, Cos, Tanh, Sigmoid, Relu, Erf, Gelu, GeluTanh, Silu, Softplus, Floor, Ceil, Round]
     {
-        ask_both("wide", Op::Unary(op), &wide);
+        check_both("wide", Op::Unary(op), &wide);
     }
     let positive = [Tensor::from_f32(&[1000], &x.to_f32().iter().map(|v| v.abs() * 5.0 + 1e-3).collect::<Vec<_>>())];
     for op in [Log, Sqrt, Rsqrt, Reciprocal] {
-        ask_both("positive", Op::Unary(op), &positive);
+        check_both("positive", Op::Unary(op), &positive);
     }
 }
 
 #[test]
 fn movements_of_many_shapes() {
     let x = random(&[5, 37, 4, 50], 20);
-    let all = std::slice::from_ref(&x);
+    let only_x = std::slice::from_ref(&x);
     for perm in [[0, 2, 1, 3], [0, 1, 3, 2], [3, 2, 1, 0], [0, 3, 1, 2], [1, 0, 2, 3], [2, 3, 0, 1]] {
-        ask_both("", Op::Transpose(Transpose { perm: perm.to_vec() }), all);
+        check_both("", Op::Transpose(Transpose { perm: perm.to_vec() }), only_x);
     }
     for axes in [vec![0], vec![3], vec![1, 3], vec![0, 1, 2, 3]] {
-        ask_both("", Op::Flip(Flip { axes }), all);
+        check_both("", Op::Flip(Flip { axes }), only_x);
     }
     let dims = |list: [i64; 4]| list.iter().map(|&d| compiler::tensor::dim::Dim::from(d)).collect::<Vec<_>>();
     let slice = Slice { begin: dims([1, 0, 3, 7]), end: dims([5, 37, 4, 49]), step: vec![2, 3, 1, 5] };
-    ask_both("", Op::Slice(slice), all);
+    check_both("", Op::Slice(slice), only_x);
     let pad = Pad { low: dims([1, 0, 0, 2]), high: dims([0, 2, 0, 3]), interior: vec![0, 1, 0, 2], value: 1.5 };
-    ask_both("", Op::Pad(pad), all);
+    check_both("", Op::Pad(pad), only_x);
     let shape = [3usize, 5, 37, 4, 50].iter().map(|&d| d.into()).collect();
-    ask_both("", Op::Broadcast(Broadcast { shape }), all);
+    check_both("", Op::Broadcast(Broadcast { shape }), only_x);
     for axis in 0..4 {
-        ask_both("", Op::Concat(Concat { axis }), &[x.clone(), random(&[5, 37, 4, 50], 21)]);
+        check_both("", Op::Concat(Concat { axis }), &[x.clone(), random(&[5, 37, 4, 50], 21)]);
     }
     let table = random(&[100, 33], 22);
     let indices = labels(60, 100, 23).reshaped(vec![4, 15]).unwrap();
-    ask_both("", Op::Gather(Gather { axis: 0 }), &[table, indices.clone()]);
+    check_both("", Op::Gather(Gather { axis: 0 }), &[table, indices.clone()]);
     let scatter = ScatterAdd { axis: 0, size: 100usize.into() };
-    ask_both("", Op::ScatterAdd(scatter), &[random(&[4, 15, 33], 24), indices.clone()]);
-    ask_both("", Op::BatchGather(BatchGather { batch: 1 }), &[random(&[4, 100, 33], 25), indices.clone()]);
+    check_both("", Op::ScatterAdd(scatter), &[random(&[4, 15, 33], 24), indices.clone()]);
+    check_both("", Op::BatchGather(BatchGather { batch: 1 }), &[random(&[4, 100, 33], 25), indices.clone()]);
     let scatter = BatchScatterAdd { batch: 1, size: 100usize.into() };
-    ask_both("", Op::BatchScatterAdd(scatter), &[random(&[4, 15, 33], 26), indices]);
+    check_both("", Op::BatchScatterAdd(scatter), &[random(&[4, 15, 33], 26), indices]);
 }
 
 #[test]
 fn nothing_is_answered_like_the_reference() {
     let x = random(&[2, 0, 3], 1);
-    let all = std::slice::from_ref(&x);
+    let only_x = std::slice::from_ref(&x);
     for axis in 0..3 {
-        ask("empty", &Op::Softmax(Softmax { axis }), all);
+        check_op("empty", &Op::Softmax(Softmax { axis }), only_x);
         for kind in [ReduceKind::Sum, ReduceKind::Mean, ReduceKind::Max] {
-            ask("empty", &Op::Reduce(Reduce { kind, axes: vec![axis], keep: true }), all);
+            check_op("empty", &Op::Reduce(Reduce { kind, axes: vec![axis], keep: true }), only_x);
         }
         let inputs = [x.clone(), random(x.shape()[axis..].as_ref(), 2), random(x.shape()[axis..].as_ref(), 3)];
-        ask("empty", &Op::LayerNorm(LayerNorm { axis, epsilon: 1e-5 }), &inputs);
+        check_op("empty", &Op::LayerNorm(LayerNorm { axis, epsilon: 1e-5 }), &inputs);
     }
-    ask("empty", &Op::Transpose(Transpose { perm: vec![2, 0, 1] }), all);
-    ask("empty", &Op::Flip(Flip { axes: vec![1] }), all);
-    ask("empty", &Op::Binary(Binary::Add), &[x.clone(), random(&[3], 4)]);
+    check_op("empty", &Op::Transpose(Transpose { perm: vec![2, 0, 1] }), only_x);
+    check_op("empty", &Op::Flip(Flip { axes: vec![1] }), only_x);
+    check_op("empty", &Op::Binary(Binary::Add), &[x.clone(), random(&[3], 4)]);
     let only_padding = Conv { window: window(&[1], &[2], &[2], &[1]), groups: 1 };
-    ask("only padding", &Op::Conv(only_padding), &[random(&[1, 2, 0], 5), random(&[3, 2, 2], 6)]);
+    check_op("only padding", &Op::Conv(only_padding), &[random(&[1, 2, 0], 5), random(&[3, 2, 2], 6)]);
     let no_images = Conv { window: window(&[1], &[0], &[0], &[1]), groups: 1 };
-    ask("no images", &Op::Conv(no_images), &[random(&[0, 2, 4], 5), random(&[3, 2, 2], 6)]);
+    check_op("no images", &Op::Conv(no_images), &[random(&[0, 2, 4], 5), random(&[3, 2, 2], 6)]);
     let no_spatial = [random(&[3, 2, 0], 7), random(&[2], 8), random(&[2], 9)];
-    ask("no spatial", &Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), &no_spatial);
+    check_op("no spatial", &Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), &no_spatial);
     let pool = MaxPool { kernel: vec![2], window: window(&[1], &[2], &[2], &[1]), ceil: false };
-    ask("only padding", &Op::MaxPool(pool), &[random(&[1, 2, 0], 5)]);
+    check_op("only padding", &Op::MaxPool(pool), &[random(&[1, 2, 0], 5)]);
 }

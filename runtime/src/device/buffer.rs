@@ -24,8 +24,8 @@ const SMALL_PAGE: usize = 4096;
 pub struct Buffer {
     memory: Memory,
     bytes: usize,
-    pub(super) ledger: Option<Arc<MemoryCounter>>,
-    lent: AtomicBool,
+    pub(super) counter: Option<Arc<MemoryCounter>>,
+    slot_released: AtomicBool,
     pub(super) pool: Option<Arc<()>>,
     /// Work of other streams that may not be done: see [`Stream::release`](crate::device::api::Stream::release).
     events: Mutex<Vec<Event>>,
@@ -77,7 +77,7 @@ impl HostMemory {
         let start = unsafe { alloc(layout) };
         let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
         if bytes >= LARGE_PAGE {
-            ask_for_large_pages(start, bytes);
+            advise_large_pages(start, bytes);
         }
         // SAFETY: the bytes have just been allocated.
         unsafe { start.as_ptr().write_bytes(0, layout.size()) };
@@ -94,8 +94,8 @@ impl Drop for HostMemory {
 
 impl Buffer {
     fn of(memory: Memory, bytes: usize) -> Buffer {
-        let (lent, events) = (AtomicBool::new(false), Mutex::default());
-        Buffer { memory, bytes, ledger: None, lent, pool: None, events }
+        let (slot_released, events) = (AtomicBool::new(false), Mutex::default());
+        Buffer { memory, bytes, counter: None, slot_released, pool: None, events }
     }
 
     /// A zeroed buffer in host memory.
@@ -138,9 +138,9 @@ impl Buffer {
     }
 
     /// The buffer that has the events of this one.
-    fn with_events(&self) -> &Buffer {
+    fn event_owner(&self) -> &Buffer {
         match &self.memory {
-            Memory::Part(whole, _) => whole.with_events(),
+            Memory::Part(whole, _) => whole.event_owner(),
             _ => self,
         }
     }
@@ -167,26 +167,26 @@ impl Buffer {
         }
     }
 
-    /// Counts the buffer in `ledger` until it is dropped.
-    pub fn count_in(&mut self, ledger: &Arc<MemoryCounter>) {
-        ledger.add(self.bytes);
-        self.ledger = Some(ledger.clone());
+    /// Counts the buffer in `counter` until it is dropped.
+    pub fn count_in(&mut self, counter: &Arc<MemoryCounter>) {
+        counter.add(self.bytes);
+        self.counter = Some(counter.clone());
     }
 
     /// Stops counting the buffer until its pool reuses it: the producer is done, and a remaining reader counts it. On
     /// separate devices each would hold a copy, and the producer's would be free.
     pub fn release_slot(&self) {
-        if let (Some(ledger), false) = (&self.ledger, self.lent.swap(true, Ordering::Relaxed)) {
+        if let (Some(counter), false) = (&self.counter, self.slot_released.swap(true, Ordering::Relaxed)) {
             match self.pool {
-                Some(_) => ledger.free_slot(self.bytes),
-                None => ledger.remove(self.bytes),
+                Some(_) => counter.free_slot(self.bytes),
+                None => counter.remove(self.bytes),
             }
         }
     }
 
     pub(super) fn reclaim_slot(&self) {
-        if let (Some(ledger), true) = (&self.ledger, self.lent.swap(false, Ordering::Relaxed)) {
-            ledger.reserve_slot(self.bytes);
+        if let (Some(counter), true) = (&self.counter, self.slot_released.swap(false, Ordering::Relaxed)) {
+            counter.reserve_slot(self.bytes);
         }
     }
 
@@ -249,15 +249,15 @@ impl Buffer {
     /// Adds work to those that [`Buffer::events`] returns. Of the work of a stream, the latest stays. Work that is done is
     /// dropped.
     pub fn add_event(&self, event: Event) {
-        let mut events = self.with_events().events.lock().unwrap_or_else(PoisonError::into_inner);
-        if !events.iter().any(|known| known.includes(&event)) {
-            events.retain(|known| !event.includes(known) && !known.has_occurred());
+        let mut events = self.event_owner().events.lock().unwrap_or_else(PoisonError::into_inner);
+        if !events.iter().any(|e| e.includes(&event)) {
+            events.retain(|e| !event.includes(e) && !e.has_occurred());
             events.push(event);
         }
     }
 
     pub fn events(&self) -> Vec<Event> {
-        self.with_events().events.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.event_owner().events.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Overwrites the start of a host buffer. Panics for other memory, or if it is shorter.
@@ -289,12 +289,12 @@ fn layout(bytes: usize) -> Layout {
 
 /// Must run before the first write, when the system chooses pages.
 #[cfg(target_os = "linux")]
-fn ask_for_large_pages(start: NonNull<u8>, bytes: usize) {
-    let beyond = start.as_ptr() as usize % SMALL_PAGE;
+fn advise_large_pages(start: NonNull<u8>, bytes: usize) {
+    let page_offset = start.as_ptr() as usize % SMALL_PAGE;
     // SAFETY: the advice changes no memory content, neither in these bytes nor in the rest of the outer pages. If it
     // fails, pages stay small.
-    unsafe { libc::madvise(start.as_ptr().sub(beyond).cast(), bytes + beyond, libc::MADV_HUGEPAGE) };
+    unsafe { libc::madvise(start.as_ptr().sub(page_offset).cast(), bytes + page_offset, libc::MADV_HUGEPAGE) };
 }
 
 #[cfg(not(target_os = "linux"))]
-fn ask_for_large_pages(_: NonNull<u8>, _: usize) {}
+fn advise_large_pages(_: NonNull<u8>, _: usize) {}

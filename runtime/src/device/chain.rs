@@ -21,5 +21,5 @@ pub struct Link {
     /// True if the result is an output of the chain; outputs are in op order.
     pub is_written: bool,
     /// The further results of the first op, which are outputs after the first result.
-    pub others: Vec<TensorLayout>,
+    pub further_results: Vec<TensorLayout>,
 }

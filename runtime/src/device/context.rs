@@ -17,21 +17,21 @@ pub struct DeviceContext {
     /// Buffers that this pool does not count: operands of collectives, and copies of buffers of other devices.
     staging: RefCell<Pool>,
     /// Contexts on other devices.
-    others: RefCell<Vec<DeviceContext>>,
+    other_contexts: RefCell<Vec<DeviceContext>>,
 }
 
 impl DeviceContext {
-    /// A context with its own stream. `ledger` counts the memory of its pool.
-    pub fn new(device: Arc<dyn Device>, ledger: Arc<MemoryCounter>) -> Result<DeviceContext, DeviceError> {
-        let (pool, staging) = (Pool::new(device.clone(), ledger), Pool::new(device.clone(), Arc::default()));
+    /// A context with its own stream. `counter` counts the memory of its pool.
+    pub fn new(device: Arc<dyn Device>, counter: Arc<MemoryCounter>) -> Result<DeviceContext, DeviceError> {
+        let (pool, staging) = (Pool::new(device.clone(), counter), Pool::new(device.clone(), Arc::default()));
         let stream = device.stream()?;
-        let others = RefCell::default();
-        Ok(DeviceContext { device, stream, pool: RefCell::new(pool), staging: RefCell::new(staging), others })
+        let other_contexts = RefCell::default();
+        Ok(DeviceContext { device, stream, pool: RefCell::new(pool), staging: RefCell::new(staging), other_contexts })
     }
 
     /// Counts the pool's buffers.
     pub fn ledger(&self) -> Arc<MemoryCounter> {
-        self.pool.borrow().ledger.clone()
+        self.pool.borrow().counter.clone()
     }
 
     /// An unshared buffer of the pool, with arbitrary content.
@@ -48,7 +48,7 @@ impl DeviceContext {
     /// A buffer that is freed, not pooled, after use.
     pub fn once(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
         let mut buffer = self.stream.allocate(bytes)?;
-        buffer.count_in(&self.pool.borrow().ledger);
+        buffer.count_in(&self.pool.borrow().counter);
         Ok(Arc::new(buffer))
     }
 
@@ -93,31 +93,31 @@ impl DeviceContext {
         if Arc::ptr_eq(device, &self.device) {
             return work(self);
         }
-        let mut others = self.others.borrow_mut();
-        let at = match others.iter().position(|other| Arc::ptr_eq(device, &other.device)) {
+        let mut contexts = self.other_contexts.borrow_mut();
+        let at = match contexts.iter().position(|other| Arc::ptr_eq(device, &other.device)) {
             Some(at) => at,
             None => {
-                others.push(DeviceContext::new(device.clone(), Arc::default())?);
-                others.len() - 1
+                contexts.push(DeviceContext::new(device.clone(), Arc::default())?);
+                contexts.len() - 1
             }
         };
-        work(&others[at])
+        work(&contexts[at])
     }
 
     /// A copy of memory of this context for another context of the same thread, freed after use.
-    pub fn send_to(&self, other: &DeviceContext, from: Region<'_>) -> Result<Buffer, DeviceError> {
-        let mut sent = other.stream.allocate(from.len())?;
-        if !self.device.can_copy(&sent) {
+    pub fn send_to(&self, target: &DeviceContext, from: Region<'_>) -> Result<Buffer, DeviceError> {
+        let mut copy = target.stream.allocate(from.len())?;
+        if !self.device.can_copy(&copy) {
             let bytes = self.stream.begin_download(from)?.bytes()?;
-            other.stream.upload(&bytes, sent.region_mut())?;
-            return Ok(sent);
+            target.stream.upload(&bytes, copy.region_mut())?;
+            return Ok(copy);
         }
-        other.stream.release(&sent)?;
-        self.stream.acquire(&sent)?;
-        self.stream.copy(from, sent.region_mut())?;
-        self.stream.release(&sent)?;
-        other.stream.acquire(&sent)?;
-        Ok(sent)
+        target.stream.release(&copy)?;
+        self.stream.acquire(&copy)?;
+        self.stream.copy(from, copy.region_mut())?;
+        self.stream.release(&copy)?;
+        target.stream.acquire(&copy)?;
+        Ok(copy)
     }
 
     /// Copies a buffer of any device, through the host if need be.
@@ -138,9 +138,9 @@ impl DeviceContext {
     /// The memory of a buffer that nobody else holds any more, after the reads of its earlier holders. `None` if it is
     /// shared.
     pub fn try_exclusive<'b>(&self, buffer: &'b mut Arc<Buffer>) -> Result<Option<RegionMut<'b>>, DeviceError> {
-        let Some(sole) = Arc::get_mut(buffer) else { return Ok(None) };
-        self.stream.acquire(sole)?;
-        Ok(Some(sole.region_mut()))
+        let Some(exclusive) = Arc::get_mut(buffer) else { return Ok(None) };
+        self.stream.acquire(exclusive)?;
+        Ok(Some(exclusive.region_mut()))
     }
 
     /// Takes a buffer over from another thread: itself if the device can read it, else a copy on the device, through the
@@ -150,9 +150,9 @@ impl DeviceContext {
             self.stream.acquire(&buffer)?;
             return Ok(buffer);
         }
-        let mut own = self.take_staging(buffer.len())?;
-        self.copy_from(&buffer, Buffer::exclusive(&mut own))?;
-        Ok(own)
+        let mut copy = self.take_staging(buffer.len())?;
+        self.copy_from(&buffer, Buffer::exclusive(&mut copy))?;
+        Ok(copy)
     }
 }
 
@@ -164,14 +164,14 @@ mod tests {
 
     #[test]
     fn what_is_used_once_is_counted_until_it_is_dropped() {
-        let ledger = Arc::<MemoryCounter>::default();
-        let context = DeviceContext::new(cpu(), ledger.clone()).unwrap();
-        let held = || ledger.now.load(Ordering::Relaxed);
-        let taken = context.take(200).unwrap();
+        let counter = Arc::<MemoryCounter>::default();
+        let context = DeviceContext::new(cpu(), counter.clone()).unwrap();
+        let counted = || counter.current.load(Ordering::Relaxed);
+        let pooled = context.take(200).unwrap();
         let once = context.once(50).unwrap();
-        assert_eq!(held(), 250);
+        assert_eq!(counted(), 250);
         drop(once);
-        assert_eq!((held(), ledger.peak()), (200, 250));
-        context.give(taken);
+        assert_eq!((counted(), counter.peak()), (200, 250));
+        context.give(pooled);
     }
 }

@@ -107,17 +107,17 @@ impl FastKernel {
         FastKernel { workspace: 0, body: Box::new(body), term: None }
     }
 
-    /// A kernel whose body receives a flag to accumulate; the flag is only set if `adds`.
-    pub fn adding<F>(adds: bool, body: F) -> FastKernel
+    /// A kernel whose body receives a flag to accumulate; the flag is only set if `can_add`.
+    pub fn adding<F>(can_add: bool, body: F) -> FastKernel
     where
         F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8], bool) -> Result<(), KernelError> + Send + Sync + 'static,
     {
-        let written = Arc::new(body);
-        let term = written.clone();
+        let shared = Arc::new(body);
+        let term = shared.clone();
         let term: TermBody = Box::new(move |inputs, outputs, workspace, adds| term(inputs, outputs, workspace, adds));
         FastKernel {
-            term: adds.then_some(term),
-            ..FastKernel::new(move |inputs, outputs, workspace| written(inputs, outputs, workspace, false))
+            term: can_add.then_some(term),
+            ..FastKernel::new(move |inputs, outputs, workspace| shared(inputs, outputs, workspace, false))
         }
     }
 
@@ -149,12 +149,12 @@ impl Kernel {
     }
 
     /// True if it can accumulate into its output.
-    pub fn adds(&self) -> bool {
+    pub fn can_accumulate(&self) -> bool {
         self.fast.as_ref().is_some_and(|fast| fast.term.is_some())
     }
 
     /// Writes the output as the first term of a sum in its accumulation type, or with `adds` adds it to the sum. Panics if
-    /// the kernel does not [`adds`](Kernel::adds), or if buffers or workspace are not aligned.
+    /// the kernel does not [accumulate](Kernel::can_accumulate), or if buffers or workspace are not aligned.
     pub fn run_term(
         &self,
         inputs: &[&[u8]],
@@ -163,19 +163,19 @@ impl Kernel {
         adds: bool,
     ) -> Result<(), KernelError> {
         self.check_lengths(inputs, outputs, accumulation_type);
-        assert!(self.fits(inputs, outputs, workspace), "{}: buffers are not aligned", self.name());
+        assert!(self.can_run_fast(inputs, outputs, workspace), "{}: buffers are not aligned", self.name());
         match self.fast.as_ref().and_then(|fast| Some((fast.workspace, fast.term.as_ref()?))) {
             Some((scratch, term)) => term(inputs, outputs, &mut workspace[..scratch], adds),
             None => panic!("{}: the kernel does not accumulate", self.name()),
         }
     }
 
-    /// The element type of each output in memory is `written` of its type.
-    fn check_lengths(&self, inputs: &[&[u8]], outputs: &[&mut [u8]], written: fn(DType) -> DType) {
-        let given = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
-        let output = |layout: &TensorLayout| layout.len() * written(layout.dtype).size();
+    /// The element type of each output in memory is `output_type` of its type.
+    fn check_lengths(&self, inputs: &[&[u8]], outputs: &[&mut [u8]], output_type: fn(DType) -> DType) {
+        let lengths = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
+        let output = |layout: &TensorLayout| layout.len() * output_type(layout.dtype).size();
         let expected = self.inputs.iter().map(TensorLayout::bytes).chain(self.outputs.iter().map(output));
-        assert!(given.eq(expected), "{}: buffer sizes do not match their facts", self.name());
+        assert!(lengths.eq(expected), "{}: buffer sizes do not match their facts", self.name());
     }
 
     pub fn name(&self) -> &'static str {
@@ -189,14 +189,14 @@ impl Kernel {
     pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
         self.check_lengths(inputs, outputs, |dtype| dtype);
         match &self.fast {
-            Some(fast) if self.fits(inputs, outputs, workspace) => {
+            Some(fast) if self.can_run_fast(inputs, outputs, workspace) => {
                 (fast.body)(inputs, outputs, &mut workspace[..fast.workspace])
             }
             _ => self.reference(inputs, outputs),
         }
     }
 
-    fn fits(&self, inputs: &[&[u8]], outputs: &[&mut [u8]], workspace: &[u8]) -> bool {
+    fn can_run_fast(&self, inputs: &[&[u8]], outputs: &[&mut [u8]], workspace: &[u8]) -> bool {
         let aligned = |layout: &TensorLayout, at: *const u8| (at as usize).is_multiple_of(layout.dtype.size());
         let scratch = self.workspace();
         self.inputs.iter().zip(inputs).all(|(l, b)| aligned(l, b.as_ptr()))
@@ -207,9 +207,9 @@ impl Kernel {
     fn reference(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]]) -> Result<(), KernelError> {
         let views: Vec<View<'_>> =
             self.inputs.iter().zip(inputs).map(|(l, bytes)| View::new(l.dtype, &l.shape, bytes)).collect();
-        let mut written: Vec<ViewMut<'_>> =
+        let mut output_views: Vec<ViewMut<'_>> =
             self.outputs.iter().zip(outputs).map(|(l, bytes)| ViewMut::new(l.dtype, &l.shape, bytes)).collect();
-        rule(&self.op).reference(&views, &mut written)
+        rule(&self.op).reference(&views, &mut output_views)
     }
 }
 
@@ -228,20 +228,20 @@ pub(crate) mod tests {
     }
 
     /// Checks that a kernel accumulates, with the result of a separate write and addition.
-    fn adds(op: Op, inputs: &[&[u8]], facts: &[Fact]) {
+    fn assert_accumulates(op: Op, inputs: &[&[u8]], facts: &[Fact]) {
         let outputs = rule(&op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
         let kernel = Kernel::new(&op, facts, &outputs);
-        assert!(kernel.adds(), "{op:?} {facts:?}");
+        assert!(kernel.can_accumulate(), "{op:?} {facts:?}");
         let count = outputs[0].bytes().unwrap() as usize / 4;
         let before = numbers(count, 7);
-        let (mut apart, mut written, mut added) = (before.clone(), numbers(count, 8), before);
+        let (mut separate, mut overwritten, mut accumulated) = (before.clone(), numbers(count, 8), before);
         let mut workspace = crate::device::buffer::Buffer::host(kernel.workspace());
-        kernel.run(inputs, &mut [cast_slice_mut(&mut written)], workspace.bytes_mut()).unwrap();
-        accumulate(DType::F32, cast_slice(&written), cast_slice_mut(&mut apart));
-        kernel.run_term(inputs, &mut [cast_slice_mut(&mut added)], workspace.bytes_mut(), true).unwrap();
-        let most = apart.iter().fold(0.0f32, |most, value| most.max(value.abs()));
-        let is_near = |(added, apart): (&f32, &f32)| (added - apart).abs() <= 1e-6 * most;
-        assert!(added.iter().zip(&apart).all(is_near), "{op:?} {facts:?}");
+        kernel.run(inputs, &mut [cast_slice_mut(&mut overwritten)], workspace.bytes_mut()).unwrap();
+        accumulate(DType::F32, cast_slice(&overwritten), cast_slice_mut(&mut separate));
+        kernel.run_term(inputs, &mut [cast_slice_mut(&mut accumulated)], workspace.bytes_mut(), true).unwrap();
+        let max = separate.iter().fold(0.0f32, |max, value| max.max(value.abs()));
+        let is_near = |(accumulated, separate): (&f32, &f32)| (accumulated - separate).abs() <= 1e-6 * max;
+        assert!(accumulated.iter().zip(&separate).all(is_near), "{op:?} {facts:?}");
     }
 
     #[test]
@@ -251,12 +251,12 @@ pub(crate) mod tests {
         {
             for (transpose_a, transpose_b) in [(false, false), (true, false), (false, true), (true, true)] {
                 let (a, b) = (numbers(m * k, 1), numbers(k * n, 2));
-                let fact = |turned: bool, rows: usize, columns: usize| {
-                    Fact::of(DType::F32, &if turned { [columns, rows] } else { [rows, columns] })
+                let fact = |is_transposed: bool, rows: usize, columns: usize| {
+                    Fact::of(DType::F32, &if is_transposed { [columns, rows] } else { [rows, columns] })
                 };
                 let facts = [fact(transpose_a, m, k), fact(transpose_b, k, n)];
                 let op = Op::MatMul(MatMul { transpose_a, transpose_b });
-                adds(op, &[cast_slice(&a), cast_slice(&b)], &facts);
+                assert_accumulates(op, &[cast_slice(&a), cast_slice(&b)], &facts);
             }
         }
         // The last two are depthwise, and dilated grouped, which no fast kernel of the others supports.
@@ -273,11 +273,11 @@ pub(crate) mod tests {
             let (strides, dilations, pads) = (vec![1, 1], vec![dilation; 2], vec![dilation; 2]);
             let window = Window { strides, pads_begin: pads.clone(), pads_end: pads, dilations };
             let op = ConvWeightGrad { window, groups, kernel: vec![3, 3] };
-            adds(Op::ConvWeightGrad(op), &[cast_slice(&dy), cast_slice(&x)], &facts);
+            assert_accumulates(Op::ConvWeightGrad(op), &[cast_slice(&dy), cast_slice(&x)], &facts);
         }
         let (dy, rows) = (numbers(6 * 10, 5), [3i64, 0, 3, -1, 3, 0]);
         let facts = [Fact::of(DType::F32, &[6, 10]), Fact::of(DType::I64, &[6])];
         let op = Op::ScatterAdd(ScatterAdd { axis: 0, size: 5i64.into() });
-        adds(op, &[cast_slice(&dy), cast_slice(&rows)], &facts);
+        assert_accumulates(op, &[cast_slice(&dy), cast_slice(&rows)], &facts);
     }
 }

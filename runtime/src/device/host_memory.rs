@@ -8,8 +8,8 @@ const GROUPS: &str = "/sys/fs/cgroup";
 
 /// Bytes of memory. `None` if the system does not report it.
 pub fn total() -> Option<u64> {
-    let all = meminfo("MemTotal:")?;
-    Some(groups().iter().filter_map(|group| limit(group)).fold(all, u64::min))
+    let bytes = meminfo("MemTotal:")?;
+    Some(groups().iter().filter_map(|group| limit(group)).fold(bytes, u64::min))
 }
 
 /// Bytes that this process can use without swapping. `None` if the system does not report it.
@@ -19,8 +19,8 @@ pub fn available() -> Option<u64> {
 
 /// Bytes that this process and others of its control group can use together without swapping.
 pub fn available_to_all() -> Option<u64> {
-    let all = meminfo("MemAvailable:")?;
-    Some(groups().iter().filter_map(|group| left(group)).fold(all, u64::min))
+    let bytes = meminfo("MemAvailable:")?;
+    Some(groups().iter().filter_map(|group| available_in_group(group)).fold(bytes, u64::min))
 }
 
 fn meminfo(key: &str) -> Option<u64> {
@@ -41,9 +41,14 @@ fn number(text: &str) -> Option<u64> {
 /// The control group of this process and those that contain it.
 fn groups() -> Vec<PathBuf> {
     let text = read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let own = text.lines().find_map(|line| line.strip_prefix("0::/"));
-    let own = own.map(|own| Path::new(GROUPS).join(own));
-    own.iter().flat_map(|own| own.ancestors()).take_while(|at| at.starts_with(GROUPS)).map(PathBuf::from).collect()
+    let group = text.lines().find_map(|line| line.strip_prefix("0::/"));
+    let group = group.map(|group| Path::new(GROUPS).join(group));
+    group
+        .iter()
+        .flat_map(|group| group.ancestors())
+        .take_while(|at| at.starts_with(GROUPS))
+        .map(PathBuf::from)
+        .collect()
 }
 
 fn limit(group: &Path) -> Option<u64> {
@@ -51,21 +56,21 @@ fn limit(group: &Path) -> Option<u64> {
 }
 
 /// Bytes that a control group can still take. The system reclaims cached files first.
-fn left(group: &Path) -> Option<u64> {
+fn available_in_group(group: &Path) -> Option<u64> {
     let used = number(&read_to_string(group.join("memory.current")).ok()?)?;
     let stat = read_to_string(group.join("memory.stat")).unwrap_or_default();
-    let of = |key: &str| stat.lines().find_map(|line| number(line.strip_prefix(key)?)).unwrap_or(0);
-    let cached: u64 = ["inactive_file ", "active_file ", "slab_reclaimable "].into_iter().map(of).sum();
+    let field = |key: &str| stat.lines().find_map(|line| number(line.strip_prefix(key)?)).unwrap_or(0);
+    let cached: u64 = ["inactive_file ", "active_file ", "slab_reclaimable "].into_iter().map(field).sum();
     Some(limit(group)?.saturating_sub(used.saturating_sub(cached)))
 }
 
 /// Bytes of address space that the process can still take; `None` without a limit.
 fn address_space() -> Option<u64> {
     let limits = read_to_string("/proc/self/limits").ok()?;
-    let most = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
-    let most = number(most.split_whitespace().next()?)?;
+    let limit = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
+    let limit = number(limit.split_whitespace().next()?)?;
     let used = kibibytes(&read_to_string("/proc/self/status").ok()?, "VmSize:")?;
-    Some(most.saturating_sub(used))
+    Some(limit.saturating_sub(used))
 }
 
 #[cfg(test)]
@@ -76,16 +81,16 @@ mod tests {
     fn a_control_group_limits_memory() {
         let group = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(group.path().join(name), text).unwrap();
-        assert_eq!(left(group.path()), None);
+        assert_eq!(available_in_group(group.path()), None);
         write("memory.max", "max\n");
         write("memory.current", "600\n");
-        assert_eq!((limit(group.path()), left(group.path())), (None, None));
+        assert_eq!((limit(group.path()), available_in_group(group.path())), (None, None));
         write("memory.max", "1000\n");
-        assert_eq!((limit(group.path()), left(group.path())), (Some(1000), Some(400)));
+        assert_eq!((limit(group.path()), available_in_group(group.path())), (Some(1000), Some(400)));
         write("memory.stat", "anon 400\ninactive_file 150\nactive_file 50\n");
-        assert_eq!(left(group.path()), Some(600));
+        assert_eq!(available_in_group(group.path()), Some(600));
         write("memory.current", "2000\n");
-        assert_eq!(left(group.path()), Some(0));
+        assert_eq!(available_in_group(group.path()), Some(0));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// process it is read from the sender's buffer.
 #[derive(Default)]
 pub struct MemoryCounter {
-    pub(super) now: AtomicU64,
+    pub(super) current: AtomicU64,
     peak: AtomicU64,
     /// Used and allocated slots, by size.
     slots: Mutex<HashMap<usize, Slots>>,
@@ -19,8 +19,8 @@ pub struct MemoryCounter {
 
 #[derive(Clone, Copy, Default)]
 struct Slots {
-    taken: usize,
-    all: usize,
+    used: usize,
+    allocated: usize,
 }
 
 impl MemoryCounter {
@@ -30,12 +30,12 @@ impl MemoryCounter {
     }
 
     pub fn add(&self, bytes: usize) {
-        let now = self.now.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
-        self.peak.fetch_max(now, Ordering::Relaxed);
+        let current = self.current.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+        self.peak.fetch_max(current, Ordering::Relaxed);
     }
 
     pub fn remove(&self, bytes: usize) {
-        self.now.fetch_sub(bytes as u64, Ordering::Relaxed);
+        self.current.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
     // No code panics while it holds the lock with inconsistent state.
@@ -45,38 +45,38 @@ impl MemoryCounter {
 
     /// Occupies a slot of this size; allocates one if none is free.
     pub fn reserve_slot(&self, bytes: usize) {
-        let mut all = self.slots();
-        let slots = all.entry(bytes).or_default();
-        slots.taken += 1;
-        if slots.taken > slots.all {
-            slots.all = slots.taken;
+        let mut slots = self.slots();
+        let slot = slots.entry(bytes).or_default();
+        slot.used += 1;
+        if slot.used > slot.allocated {
+            slot.allocated = slot.used;
             self.add(bytes);
         }
     }
 
     /// Frees a slot.
     pub fn free_slot(&self, bytes: usize) {
-        if let Some(slots) = self.slots().get_mut(&bytes) {
-            slots.taken = slots.taken.saturating_sub(1);
+        if let Some(slot) = self.slots().get_mut(&bytes) {
+            slot.used = slot.used.saturating_sub(1);
         }
     }
 }
 
 /// Bytes counted until this is dropped.
 pub struct CountedBytes {
-    ledger: Arc<MemoryCounter>,
+    counter: Arc<MemoryCounter>,
     bytes: usize,
 }
 
 impl CountedBytes {
-    pub fn new(ledger: &Arc<MemoryCounter>, bytes: usize) -> CountedBytes {
-        ledger.add(bytes);
-        CountedBytes { ledger: ledger.clone(), bytes }
+    pub fn new(counter: &Arc<MemoryCounter>, bytes: usize) -> CountedBytes {
+        counter.add(bytes);
+        CountedBytes { counter: counter.clone(), bytes }
     }
 }
 
 impl Drop for CountedBytes {
     fn drop(&mut self) {
-        self.ledger.remove(self.bytes);
+        self.counter.remove(self.bytes);
     }
 }

@@ -13,29 +13,29 @@ pub struct Pool {
     free: HashMap<usize, Vec<Arc<Buffer>>>,
     /// Identity of the pool. It takes back only its own buffers; otherwise two pools would exchange and keep buffers
     /// forever. An address is no identity, since it is reused after a free.
-    own: Arc<()>,
+    identity: Arc<()>,
     /// Counts the pool's buffers.
-    pub ledger: Arc<MemoryCounter>,
+    pub counter: Arc<MemoryCounter>,
 }
 
 impl Pool {
-    pub fn new(device: Arc<dyn Device>, ledger: Arc<MemoryCounter>) -> Pool {
-        Pool { device, free: HashMap::new(), own: Arc::default(), ledger }
+    pub fn new(device: Arc<dyn Device>, counter: Arc<MemoryCounter>) -> Pool {
+        Pool { device, free: HashMap::new(), identity: Arc::default(), counter }
     }
 
     /// An unshared buffer with arbitrary content. The stream that writes it acquires it first.
     pub fn take(&mut self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
         let free = self.free.entry(bytes).or_default();
         // A receiver may still read a returned buffer; it is skipped until released.
-        let mut found = None;
+        let mut free_index = None;
         for (at, buffer) in free.iter_mut().enumerate() {
             // The last reader since its return has released it.
             if Arc::get_mut(buffer).is_some() {
                 buffer.release_slot();
-                found = found.or(Some(at));
+                free_index = free_index.or(Some(at));
             }
         }
-        match found {
+        match free_index {
             Some(at) => {
                 let buffer = free.swap_remove(at);
                 buffer.reclaim_slot();
@@ -43,8 +43,8 @@ impl Pool {
             }
             None => {
                 let mut buffer = self.device.allocate(bytes)?;
-                self.ledger.reserve_slot(bytes);
-                (buffer.ledger, buffer.pool) = (Some(self.ledger.clone()), Some(self.own.clone()));
+                self.counter.reserve_slot(bytes);
+                (buffer.counter, buffer.pool) = (Some(self.counter.clone()), Some(self.identity.clone()));
                 Ok(Arc::new(buffer))
             }
         }
@@ -53,7 +53,7 @@ impl Pool {
     /// True if the buffer comes from this pool.
     pub fn owns(&self, buffer: &Buffer) -> bool {
         let buffer = buffer.whole().map_or(buffer, |whole| whole);
-        buffer.pool.as_ref().is_some_and(|pool| Arc::ptr_eq(pool, &self.own))
+        buffer.pool.as_ref().is_some_and(|pool| Arc::ptr_eq(pool, &self.identity))
     }
 
     /// Returns a buffer, or the one that it is a part of. Others may still read it or return it too; it is listed once.
@@ -86,23 +86,23 @@ mod tests {
         let mut pool = Pool::new(cpu(), Arc::default());
         let buffer = pool.take(100).unwrap();
         let reader = buffer.clone();
-        let held = |pool: &Pool| pool.ledger.now.load(Ordering::Relaxed);
+        let counted = |pool: &Pool| pool.counter.current.load(Ordering::Relaxed);
         buffer.release_slot();
         buffer.release_slot();
         pool.give(buffer);
         // A reader remains: a second buffer takes its slot, and a third needs a new slot.
-        let other = pool.take(100).unwrap();
-        assert_eq!(held(&pool), 100);
+        let second = pool.take(100).unwrap();
+        assert_eq!(counted(&pool), 100);
         let third = pool.take(100).unwrap();
-        assert_eq!(held(&pool), 200);
-        [other, third].into_iter().for_each(|buffer| pool.give(buffer));
+        assert_eq!(counted(&pool), 200);
+        [second, third].into_iter().for_each(|buffer| pool.give(buffer));
         drop(reader);
-        pool.ledger.reserve_slot(100);
-        let again = pool.take(100).unwrap();
-        assert_eq!((held(&pool), pool.ledger.peak()), (200, 200));
-        pool.ledger.free_slot(100);
-        drop(again);
-        assert_eq!((held(&pool), pool.ledger.peak()), (200, 200));
+        pool.counter.reserve_slot(100);
+        let reused = pool.take(100).unwrap();
+        assert_eq!((counted(&pool), pool.counter.peak()), (200, 200));
+        pool.counter.free_slot(100);
+        drop(reused);
+        assert_eq!((counted(&pool), pool.counter.peak()), (200, 200));
     }
 
     #[test]

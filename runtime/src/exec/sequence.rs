@@ -275,7 +275,7 @@ fn chain(device: &dyn Device, graph: &Graph, last: NodeId, chains: &Chains) -> O
             operands: graph.inputs(*op).into_iter().map(operand).collect::<Option<_>>()?,
             result: TensorLayout::of(graph.fact(value)),
             is_written: !chains.inner.contains(&value),
-            others: graph.node(*op).facts.iter().skip(1).map(TensorLayout::of).collect(),
+            further_results: graph.node(*op).facts.iter().skip(1).map(TensorLayout::of).collect(),
         })
     };
     let links: Vec<Link> = ops.iter().map(link).collect::<Option<_>>()?;

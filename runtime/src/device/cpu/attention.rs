@@ -11,7 +11,7 @@
 use super::matmul::{Matrix, product};
 use super::real::Real;
 use super::sum::{largest, sum_of_pairs, tree};
-use super::walk::{Walk, stretched};
+use super::walk::{Walk, broadcast_strides};
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -49,7 +49,7 @@ struct Shape {
     /// Query heads of all examples.
     heads: usize,
     /// Query heads per key head.
-    each: usize,
+    group_size: usize,
     queries: usize,
     keys: usize,
     depth: usize,
@@ -73,28 +73,28 @@ impl Shape {
     fn new(op: &Attention, fixed: usize, operands: &[TensorLayout], inputs: &[TensorLayout]) -> Option<Shape> {
         let [query, key, value] = operands else { return None };
         let extras = op.extras(fixed, inputs.len()).ok()?;
-        let at = query.shape.len() - 3;
-        let (queries, keys) = (query.shape[at + 1], key.shape[at + 1]);
-        let mut shape = query.shape[..at + 2].to_vec();
-        let heads = shape[..=at].iter().product();
+        let head_axis = query.shape.len() - 3;
+        let (queries, keys) = (query.shape[head_axis + 1], key.shape[head_axis + 1]);
+        let mut shape = query.shape[..head_axis + 2].to_vec();
+        let heads = shape[..=head_axis].iter().product();
         shape.push(keys);
         let mask = match extras.mask {
             None => None,
             Some(input) => {
-                let strides = stretched(&inputs[input].shape, &shape);
-                let walk = Walk::new(&shape[..=at], [&strides[..=at]], [0])?;
-                let strides = [strides[at + 1] as usize, strides[at + 2] as usize];
+                let strides = broadcast_strides(&inputs[input].shape, &shape);
+                let walk = Walk::new(&shape[..=head_axis], [&strides[..=head_axis]], [0])?;
+                let strides = [strides[head_axis + 1] as usize, strides[head_axis + 2] as usize];
                 Some(MaskLayout { input, is_bool: inputs[input].dtype == DType::Bool, walk, strides })
             }
         };
         Some(Shape {
             op: *op,
             heads,
-            each: query.shape[at] / key.shape[at],
+            group_size: query.shape[head_axis] / key.shape[head_axis],
             queries,
             keys,
-            depth: query.shape[at + 2],
-            width: value.shape[at + 2],
+            depth: query.shape[head_axis + 2],
+            width: value.shape[head_axis + 2],
             mask,
             counter: extras.counter,
             device: extras.device,
@@ -111,7 +111,7 @@ impl Shape {
         let dropout = match (self.op.dropout, self.counter) {
             (Some(dropout), Some(counter)) => {
                 let device = self.device.map_or(Ok(0), |at| self.op.device(index(at)))?;
-                Some(Kept { mask: dropout.mask(index(counter)), scale: dropout.scale(), op: self.op, device })
+                Some(DropoutFactors { mask: dropout.mask(index(counter)), scale: dropout.scale(), op: self.op, device })
             }
             _ => None,
         };
@@ -140,7 +140,7 @@ enum Sight<'a, T> {
 }
 
 #[derive(Clone, Copy)]
-struct Kept {
+struct DropoutFactors {
     mask: KeptMask,
     scale: f64,
     op: Attention,
@@ -155,7 +155,7 @@ struct Rule<'a, T> {
     keys: usize,
     mask: Sight<'a, T>,
     strides: [usize; 2],
-    dropout: Option<Kept>,
+    dropout: Option<DropoutFactors>,
 }
 
 /// A block of scores.
@@ -169,8 +169,7 @@ struct Block {
     keys: [usize; 2],
     /// Row stride.
     row: usize,
-    /// Queries of a head.
-    all: usize,
+    head_queries: usize,
 }
 
 impl<T: Real> Rule<'_, T> {
@@ -178,9 +177,9 @@ impl<T: Real> Rule<'_, T> {
     /// whole lanes where there are more. Scores above the diagonal are -∞.
     #[inline(always)]
     fn score(&self, row: &mut [T], block: &Block, query: usize) -> usize {
-        let seen = if self.causal { (query + 1).saturating_sub(block.keys[0]).min(row.len()) } else { row.len() };
-        let wide = seen.next_multiple_of(LANES).min(row.len());
-        let (row, above) = row[..wide].split_at_mut(seen);
+        let visible = if self.causal { (query + 1).saturating_sub(block.keys[0]).min(row.len()) } else { row.len() };
+        let padded = visible.next_multiple_of(LANES).min(row.len());
+        let (row, above) = row[..padded].split_at_mut(visible);
         above.fill(T::LOWEST);
         let from = block.mask + query * self.strides[0] + block.keys[0] * self.strides[1];
         match (self.mask, self.strides[1]) {
@@ -195,7 +194,7 @@ impl<T: Real> Rule<'_, T> {
                 }
             }
             (Sight::Plus(mask), 1) => {
-                for (s, &m) in row.iter_mut().zip(&mask[from..from + seen]) {
+                for (s, &m) in row.iter_mut().zip(&mask[from..from + visible]) {
                     *s = *s * self.scale + m;
                 }
             }
@@ -205,11 +204,11 @@ impl<T: Real> Rule<'_, T> {
                 }
             }
         }
-        wide
+        padded
     }
 }
 
-impl Kept {
+impl DropoutFactors {
     /// The factor of an element of the weights.
     #[inline(always)]
     fn factor(&self, i: usize) -> f64 {
@@ -218,9 +217,9 @@ impl Kept {
 }
 
 /// Splits `count` elements off the scratch, in whole cache lines.
-fn take<'a, T: Real>(rest: &mut &'a mut [u8], count: usize) -> &'a mut [T] {
-    let (piece, after) = std::mem::take(rest).split_at_mut(room::<T>(count));
-    *rest = after;
+fn take<'a, T: Real>(scratch: &mut &'a mut [u8], count: usize) -> &'a mut [T] {
+    let (piece, remainder) = std::mem::take(scratch).split_at_mut(room::<T>(count));
+    *scratch = remainder;
     &mut cast_slice_mut::<u8, T>(piece)[..count]
 }
 
@@ -228,9 +227,9 @@ fn room<T>(count: usize) -> usize {
     (count * size_of::<T>()).next_multiple_of(ALIGNMENT)
 }
 
-/// `(first, size)` of the blocks of `all` elements from `first` on.
-fn blocks(first: usize, all: usize, most: usize) -> impl Iterator<Item = [usize; 2]> {
-    (first..all).step_by(most).map(move |at| [at, most.min(all - at)])
+/// `(first, size)` of the blocks of elements from `first` up to `end`.
+fn blocks(first: usize, end: usize, size: usize) -> impl Iterator<Item = [usize; 2]> {
+    (first..end).step_by(size).map(move |at| [at, size.min(end - at)])
 }
 
 fn rows<T>(values: &[T], first: usize, count: usize, size: usize) -> &[T] {
@@ -241,51 +240,52 @@ fn matrix<T>(values: &[T], row: usize) -> Matrix<'_, T> {
     Matrix { values, strides: (row, 1) }
 }
 
-fn turned<T>(values: &[T], row: usize) -> Matrix<'_, T> {
+fn transposed<T>(values: &[T], row: usize) -> Matrix<'_, T> {
     Matrix { values, strides: (1, row) }
 }
 
 fn forward<T: Real>(shape: Shape) -> Option<FastKernel> {
-    let [most_queries, most_keys] = shape.block();
-    let scratch = room::<T>(most_queries * most_keys) + room::<T>(most_queries) + room::<f64>(most_queries);
+    let [block_queries, block_keys] = shape.block();
+    let scratch = room::<T>(block_queries * block_keys) + room::<T>(block_queries) + room::<f64>(block_queries);
     let kernel = FastKernel::new(move |inputs, outputs, mut workspace| {
         let rule = shape.rule::<T>(inputs)?;
         let [q, k, v] = [0, 1, 2].map(|at: usize| cast_slice::<u8, T>(inputs[at]));
         let [y, log_sums] = outputs else { unreachable!("attention has two outputs") };
         let (y, log_sums) = (cast_slice_mut::<u8, T>(y), cast_slice_mut::<u8, T>(log_sums));
-        let Shape { queries, keys, depth, width, each, .. } = shape;
-        let scores = take::<T>(&mut workspace, most_queries * most_keys);
-        let most = take::<T>(&mut workspace, most_queries);
-        let sums = take::<f64>(&mut workspace, most_queries);
+        let Shape { queries, keys, depth, width, group_size, .. } = shape;
+        let scores = take::<T>(&mut workspace, block_queries * block_keys);
+        let maxima = take::<T>(&mut workspace, block_queries);
+        let sums = take::<f64>(&mut workspace, block_queries);
         for (head, mask) in shape.each_head() {
-            let (k, v) = (rows(k, head / each * keys, keys, depth), rows(v, head / each * keys, keys, width));
-            for [first, count] in blocks(0, queries, most_queries) {
+            let (k, v) =
+                (rows(k, head / group_size * keys, keys, depth), rows(v, head / group_size * keys, keys, width));
+            for [first, count] in blocks(0, queries, block_queries) {
                 let at = head * queries + first;
                 let y = &mut y[at * width..(at + count) * width];
-                most[..count].fill(T::LOWEST);
+                maxima[..count].fill(T::LOWEST);
                 sums[..count].fill(0.0);
                 let last = if rule.causal { keys.min(first + count) } else { keys };
-                for [key, size] in blocks(0, last, most_keys) {
+                for [key, size] in blocks(0, last, block_keys) {
                     // Queries before the first key see none of the block.
                     let skipped = if rule.causal { key.saturating_sub(first).min(count) } else { 0 };
-                    let rest = count - skipped;
-                    let q = rows(q, at + skipped, rest, depth);
-                    let keys = turned(rows(k, key, size, depth), depth);
-                    product([rest, size, depth], matrix(q, depth), keys, scores, size, false);
+                    let remaining = count - skipped;
+                    let q = rows(q, at + skipped, remaining, depth);
+                    let keys = transposed(rows(k, key, size, depth), depth);
+                    product([remaining, size, depth], matrix(q, depth), keys, scores, size, false);
                     let block = Block {
                         head,
                         mask,
-                        queries: [first + skipped, rest],
+                        queries: [first + skipped, remaining],
                         keys: [key, size],
                         row: size,
-                        all: queries,
+                        head_queries: queries,
                     };
                     let y = &mut y[skipped * width..];
-                    weigh(scores, &block, &rule, &mut most[skipped..count], &mut sums[skipped..count], y);
+                    weigh(scores, &block, &rule, &mut maxima[skipped..count], &mut sums[skipped..count], y);
                     let values = matrix(rows(v, key, size, width), width);
-                    product([rest, width, size], matrix(scores, size), values, y, width, key > 0);
+                    product([remaining, width, size], matrix(scores, size), values, y, width, key > 0);
                 }
-                finish(y, &mut log_sums[at..at + count], &most[..count], &sums[..count], width);
+                finish(y, &mut log_sums[at..at + count], &maxima[..count], &sums[..count], width);
                 for r in (0..count).filter(|r| log_sums[at + r] == T::LOWEST) {
                     let weight = shape.op.empty.weight(keys);
                     fill_empty(&mut y[r * width..(r + 1) * width], v, weight, rule.dropout, (at + r) * keys);
@@ -298,13 +298,13 @@ fn forward<T: Real>(shape: Shape) -> Option<FastKernel> {
 }
 
 /// The result of a query that sees no key, with this weight for every value.
-fn fill_empty<T: Real>(y: &mut [T], v: &[T], weight: f64, dropout: Option<Kept>, from: usize) {
+fn fill_empty<T: Real>(y: &mut [T], v: &[T], weight: f64, dropout: Option<DropoutFactors>, from: usize) {
     y.fill(T::ZERO);
     if weight == 0.0 {
         return;
     }
     for (j, v) in v.chunks_exact(y.len()).enumerate() {
-        let weight = T::of(weight * dropout.map_or(1.0, |kept| kept.factor(from + j)));
+        let weight = T::of(weight * dropout.map_or(1.0, |factors| factors.factor(from + j)));
         for (y, v) in y.iter_mut().zip(v) {
             *y = *y + weight * *v;
         }
@@ -317,20 +317,20 @@ wide! {
         scores: &mut [T],
         block: &Block,
         rule: &Rule<'_, T>,
-        most: &mut [T],
+        maxima: &mut [T],
         sums: &mut [f64],
         y: &mut [T],
     ) {
-        let width = y.len() / most.len();
-        for (r, (most, sum)) in most.iter_mut().zip(sums).enumerate() {
+        let width = y.len() / maxima.len();
+        for (r, (row_max, sum)) in maxima.iter_mut().zip(sums).enumerate() {
             let query = block.queries[0] + r;
             let row = &mut scores[r * block.row..r * block.row + block.keys[1]];
-            let seen = rule.score(row, block, query);
-            row[seen..].fill(T::ZERO);
-            let row = &mut row[..seen];
-            let new = most.larger(largest(row));
+            let visible = rule.score(row, block, query);
+            row[visible..].fill(T::ZERO);
+            let row = &mut row[..visible];
+            let max = row_max.larger(largest(row));
             // While no key is seen, all weights are e^-∞.
-            let shift = if new == T::LOWEST { T::ZERO } else { new };
+            let shift = if max == T::LOWEST { T::ZERO } else { max };
             let mut lanes = [T::ZERO; LANES];
             let whole = row.len() / LANES * LANES;
             for at in (0..whole).step_by(LANES) {
@@ -344,21 +344,21 @@ wide! {
                 *s = (*s - shift).exp();
                 *lane = *lane + *s;
             }
-            let added = tree(lanes, |a, b| a + b).wide();
+            let row_sum = tree(lanes, |a, b| a + b).wide();
             if block.keys[0] > 0 {
-                let old = (*most - shift).exp();
-                *sum = *sum * old.wide() + added;
+                let correction = (*row_max - shift).exp();
+                *sum = *sum * correction.wide() + row_sum;
                 for y in &mut y[r * width..(r + 1) * width] {
-                    *y = *y * old;
+                    *y = *y * correction;
                 }
             } else {
-                *sum = added;
+                *sum = row_sum;
             }
-            *most = new;
-            if let Some(kept) = rule.dropout {
-                let from = (block.head * block.all + query) * rule.keys + block.keys[0];
+            *row_max = max;
+            if let Some(factors) = rule.dropout {
+                let from = (block.head * block.head_queries + query) * rule.keys + block.keys[0];
                 for (j, p) in row.iter_mut().enumerate() {
-                    *p = T::of(p.wide() * kept.factor(from + j));
+                    *p = T::of(p.wide() * factors.factor(from + j));
                 }
             }
         }
@@ -366,76 +366,83 @@ wide! {
 }
 
 wide! {
-    fn finish[T: Real](y: &mut [T], log_sums: &mut [T], most: &[T], sums: &[f64], width: usize) {
-        for ((log_sum, &most), &sum) in log_sums.iter_mut().zip(most).zip(sums) {
-            *log_sum = if most == T::LOWEST { T::LOWEST } else { most + T::of(sum).ln() };
+    fn finish[T: Real](y: &mut [T], log_sums: &mut [T], maxima: &[T], sums: &[f64], width: usize) {
+        for ((log_sum, &max), &sum) in log_sums.iter_mut().zip(maxima).zip(sums) {
+            *log_sum = if max == T::LOWEST { T::LOWEST } else { max + T::of(sum).ln() };
         }
         for (r, sum) in sums.iter().enumerate() {
-            let share = T::of(1.0 / sum);
+            let reciprocal = T::of(1.0 / sum);
             for y in &mut y[r * width..(r + 1) * width] {
-                *y = *y * share;
+                *y = *y * reciprocal;
             }
         }
     }
 }
 
 fn backward<T: Real>(shape: Shape) -> Option<FastKernel> {
-    let [most_queries, most_keys] = shape.block();
-    let scratch = 2 * room::<T>(most_queries * most_keys) + 2 * room::<T>(shape.queries);
+    let [block_queries, block_keys] = shape.block();
+    let scratch = 2 * room::<T>(block_queries * block_keys) + 2 * room::<T>(shape.queries);
     let kernel = FastKernel::new(move |inputs, outputs, mut workspace| {
         let rule = shape.rule::<T>(inputs)?;
         let [dy, q, k, v, y, log_sums] = [0, 1, 2, 3, 4, 5].map(|at: usize| cast_slice::<u8, T>(inputs[at]));
         let [dq, dk, dv] = outputs else { unreachable!("the gradient of attention has three outputs") };
         let [dq, dk, dv] = [dq, dk, dv].map(|output| cast_slice_mut::<u8, T>(output));
-        let Shape { queries, keys, depth, width, each, .. } = shape;
-        let scores = take::<T>(&mut workspace, most_queries * most_keys);
-        let slopes = take::<T>(&mut workspace, most_queries * most_keys);
-        let (shares, norms) = (take::<T>(&mut workspace, queries), take::<T>(&mut workspace, queries));
+        let Shape { queries, keys, depth, width, group_size, .. } = shape;
+        let scores = take::<T>(&mut workspace, block_queries * block_keys);
+        let dscores = take::<T>(&mut workspace, block_queries * block_keys);
+        let (deltas, norms) = (take::<T>(&mut workspace, queries), take::<T>(&mut workspace, queries));
         dq.fill(T::ZERO);
         dk.fill(T::ZERO);
         dv.fill(T::ZERO);
         for (head, mask) in shape.each_head() {
-            let (from, shared) = (head * queries, head / each * keys);
-            products_of_rows(rows(dy, from, queries, width), rows(y, from, queries, width), shares);
+            let (from, first_key) = (head * queries, head / group_size * keys);
+            products_of_rows(rows(dy, from, queries, width), rows(y, from, queries, width), deltas);
             norms.fill(T::ONE);
             for query in (0..queries).filter(|query| is_coarse(log_sums[from + query])) {
                 let q = rows(q, from + query, 1, depth);
                 let mut sum = 0.0;
-                for [key, size] in blocks(0, keys, most_keys) {
-                    let k = rows(k, shared + key, size, depth);
-                    product([1, size, depth], matrix(q, depth), turned(k, depth), scores, size, false);
-                    let block = Block { head, mask, queries: [query, 1], keys: [key, size], row: size, all: queries };
-                    let seen = rule.score(&mut scores[..size], &block, query);
-                    sum += scores[..seen].iter().map(|s| (*s - log_sums[from + query]).exp().wide()).sum::<f64>();
+                for [key, size] in blocks(0, keys, block_keys) {
+                    let k = rows(k, first_key + key, size, depth);
+                    product([1, size, depth], matrix(q, depth), transposed(k, depth), scores, size, false);
+                    let block =
+                        Block { head, mask, queries: [query, 1], keys: [key, size], row: size, head_queries: queries };
+                    let visible = rule.score(&mut scores[..size], &block, query);
+                    sum += scores[..visible].iter().map(|s| (*s - log_sums[from + query]).exp().wide()).sum::<f64>();
                 }
                 norms[query] = T::of(1.0 / sum);
             }
-            for [key, size] in blocks(0, keys, most_keys) {
-                let k = rows(k, shared + key, size, depth);
-                let v = rows(v, shared + key, size, width);
-                let dk = &mut dk[(shared + key) * depth..(shared + key + size) * depth];
-                let dv = &mut dv[(shared + key) * width..(shared + key + size) * width];
+            for [key, size] in blocks(0, keys, block_keys) {
+                let k = rows(k, first_key + key, size, depth);
+                let v = rows(v, first_key + key, size, width);
+                let dk = &mut dk[(first_key + key) * depth..(first_key + key + size) * depth];
+                let dv = &mut dv[(first_key + key) * width..(first_key + key + size) * width];
                 let first = if rule.causal { key.min(queries) } else { 0 };
-                for [first, count] in blocks(first, queries, most_queries) {
+                for [first, count] in blocks(first, queries, block_queries) {
                     let at = from + first;
                     let (q, dy) = (rows(q, at, count, depth), rows(dy, at, count, width));
-                    product([count, size, depth], matrix(q, depth), turned(k, depth), scores, size, false);
-                    product([count, size, width], matrix(dy, width), turned(v, width), slopes, size, false);
-                    let block =
-                        Block { head, mask, queries: [first, count], keys: [key, size], row: size, all: queries };
+                    product([count, size, depth], matrix(q, depth), transposed(k, depth), scores, size, false);
+                    product([count, size, width], matrix(dy, width), transposed(v, width), dscores, size, false);
+                    let block = Block {
+                        head,
+                        mask,
+                        queries: [first, count],
+                        keys: [key, size],
+                        row: size,
+                        head_queries: queries,
+                    };
                     let log_sums = &log_sums[at..at + count];
-                    let of_rows = [log_sums, &shares[first..first + count], &norms[first..first + count]];
-                    differentiate(scores, slopes, &block, &rule, of_rows);
+                    let statistics = [log_sums, &deltas[first..first + count], &norms[first..first + count]];
+                    differentiate(scores, dscores, &block, &rule, statistics);
                     if shape.op.empty != EmptyRow::Zero {
                         for r in (0..count).filter(|r| log_sums[*r] == T::LOWEST) {
                             let from = (at + r) * keys + key;
-                            empty_row(&mut scores[r * size..], &mut slopes[r * size..], size, &shape, &rule, from);
+                            empty_row(&mut scores[r * size..], &mut dscores[r * size..], size, &shape, &rule, from);
                         }
                     }
-                    product([size, width, count], turned(scores, size), matrix(dy, width), dv, width, true);
-                    product([size, depth, count], turned(slopes, size), matrix(q, depth), dk, depth, true);
+                    product([size, width, count], transposed(scores, size), matrix(dy, width), dv, width, true);
+                    product([size, depth, count], transposed(dscores, size), matrix(q, depth), dk, depth, true);
                     let dq = &mut dq[at * depth..(at + count) * depth];
-                    product([count, depth, size], matrix(slopes, size), matrix(k, depth), dq, depth, true);
+                    product([count, depth, size], matrix(dscores, size), matrix(k, depth), dq, depth, true);
                 }
             }
         }
@@ -444,20 +451,20 @@ fn backward<T: Real>(shape: Shape) -> Option<FastKernel> {
     Some(kernel.with_workspace(scratch))
 }
 
-/// Weights and slopes of a query that sees no key.
+/// Weights and score gradients of a query that sees no key.
 fn empty_row<T: Real>(
     weights: &mut [T],
-    slopes: &mut [T],
+    dscores: &mut [T],
     size: usize,
     shape: &Shape,
     rule: &Rule<'_, T>,
     from: usize,
 ) {
     let weight = shape.op.empty.weight(shape.keys);
-    for (j, (p, slope)) in weights.iter_mut().zip(slopes).take(size).enumerate() {
-        *p = T::of(weight * rule.dropout.map_or(1.0, |kept| kept.factor(from + j)));
+    for (j, (p, dscore)) in weights.iter_mut().zip(dscores).take(size).enumerate() {
+        *p = T::of(weight * rule.dropout.map_or(1.0, |factors| factors.factor(from + j)));
         // A mean of all values does not depend on the scores.
-        *slope = if shape.op.empty == EmptyRow::Nan { *p } else { T::ZERO };
+        *dscore = if shape.op.empty == EmptyRow::Nan { *p } else { T::ZERO };
     }
 }
 
@@ -483,24 +490,24 @@ wide! {
     // those products. Each query has a log-sum-exp, the product of its output and the gradient, and a factor of its weights.
     fn differentiate[T: Real](
         scores: &mut [T],
-        slopes: &mut [T],
+        dscores: &mut [T],
         block: &Block,
         rule: &Rule<'_, T>,
-        of_rows: [&[T]; 3],
+        statistics: [&[T]; 3],
     ) {
-        let [log_sums, shares, norms] = of_rows;
+        let [log_sums, deltas, norms] = statistics;
         for r in 0..log_sums.len() {
             let (query, at) = (block.queries[0] + r, r * block.row);
             let row = &mut scores[at..at + block.keys[1]];
-            let slopes = &mut slopes[at..at + block.keys[1]];
-            let seen = rule.score(row, block, query);
-            row[seen..].fill(T::ZERO);
-            slopes[seen..].fill(T::ZERO);
+            let dscores = &mut dscores[at..at + block.keys[1]];
+            let visible = rule.score(row, block, query);
+            row[visible..].fill(T::ZERO);
+            dscores[visible..].fill(T::ZERO);
             // All scores of an empty row are -∞, and all weights 0.
             let shift = if log_sums[r] == T::LOWEST { T::ZERO } else { log_sums[r] };
-            let (share, norm) = (shares[r], norms[r]);
-            let (row, slopes) = (&mut row[..seen], &mut slopes[..seen]);
-            let whole = seen / LANES * LANES;
+            let (delta, norm) = (deltas[r], norms[r]);
+            let (row, dscores) = (&mut row[..visible], &mut dscores[..visible]);
+            let whole = visible / LANES * LANES;
             for at in (0..whole).step_by(LANES) {
                 for p in &mut row[at..at + LANES] {
                     *p = (*p - shift).exp() * norm;
@@ -511,15 +518,15 @@ wide! {
             }
             match rule.dropout {
                 None => {
-                    for (p, slope) in row.iter().zip(slopes) {
-                        *slope = *p * (*slope - share) * rule.scale;
+                    for (p, dscore) in row.iter().zip(dscores) {
+                        *dscore = *p * (*dscore - delta) * rule.scale;
                     }
                 }
-                Some(kept) => {
-                    let from = (block.head * block.all + query) * rule.keys + block.keys[0];
-                    for (j, (p, slope)) in row.iter_mut().zip(slopes).enumerate() {
-                        let factor = T::of(kept.factor(from + j));
-                        *slope = *p * (factor * *slope - share) * rule.scale;
+                Some(factors) => {
+                    let from = (block.head * block.head_queries + query) * rule.keys + block.keys[0];
+                    for (j, (p, dscore)) in row.iter_mut().zip(dscores).enumerate() {
+                        let factor = T::of(factors.factor(from + j));
+                        *dscore = *p * (factor * *dscore - delta) * rule.scale;
                         *p = *p * factor;
                     }
                 }

@@ -11,7 +11,7 @@ use compiler::tensor::view::View;
 /// For any element type.
 pub fn gather(op: &BatchGather, x: &TensorLayout, indices: &TensorLayout) -> Option<FastKernel> {
     let size = x.shape[op.batch];
-    let each: usize = indices.shape[op.batch..].iter().product();
+    let per_example: usize = indices.shape[op.batch..].iter().product();
     let run = x.shape[op.batch + 1..].iter().product::<usize>() * x.dtype.size();
     let indices = indices.clone();
     Some(FastKernel::new(move |inputs, outputs, _| {
@@ -19,7 +19,7 @@ pub fn gather(op: &BatchGather, x: &TensorLayout, indices: &TensorLayout) -> Opt
         let rows = View::new(indices.dtype, &indices.shape, inputs[1]);
         check(&rows, size)?;
         for i in 0..rows.len() {
-            let from = (i / each * size + row(&rows, i, size)?) * run;
+            let from = (i / per_example * size + row(&rows, i, size)?) * run;
             y[i * run..(i + 1) * run].copy_from_slice(&x[from..from + run]);
         }
         Ok(())
@@ -42,7 +42,7 @@ pub fn scatter_add(
 
 fn scatter<T: Real>(batch: usize, indices: &TensorLayout, y: &TensorLayout) -> FastKernel {
     let size = y.shape[batch];
-    let each: usize = indices.shape[batch..].iter().product();
+    let per_example: usize = indices.shape[batch..].iter().product();
     let run: usize = y.shape[batch + 1..].iter().product();
     let indices = indices.clone();
     FastKernel::new(move |inputs, outputs, _| {
@@ -51,7 +51,7 @@ fn scatter<T: Real>(batch: usize, indices: &TensorLayout, y: &TensorLayout) -> F
         check(&rows, size)?;
         y.fill(T::ZERO);
         for i in 0..rows.len() {
-            let to = (i / each * size + row(&rows, i, size)?) * run;
+            let to = (i / per_example * size + row(&rows, i, size)?) * run;
             add(&dy[i * run..(i + 1) * run], &mut y[to..to + run]);
         }
         Ok(())

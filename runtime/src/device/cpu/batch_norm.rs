@@ -49,8 +49,8 @@ impl Planes {
     /// Channel ranges for which `tensors` tensors fit into the second-level cache, so later passes find them there.
     fn runs(self, tensors: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
         let channel = (tensors * self.count as usize * size).max(1);
-        let each = (CACHED_BYTES / channel).clamp(1, self.channels.max(1));
-        (0..self.channels).step_by(each).map(move |first| first..self.channels.min(first + each))
+        let step = (CACHED_BYTES / channel).clamp(1, self.channels.max(1));
+        (0..self.channels).step_by(step).map(move |first| first..self.channels.min(first + step))
     }
 
     /// Element ranges of some channels, by image.
@@ -150,8 +150,8 @@ wide! {
 }
 
 wide! {
-    fn add_products[T: Real](planes: Planes, run: &Range<usize>, dy: &[T], x: &[T], given: [&[T]; 2], sums: &mut [f64]) {
-        let (sums, [mean, rstd]) = (&mut sums[run.clone()], given.map(|g| &g[run.clone()]));
+    fn add_products[T: Real](planes: Planes, run: &Range<usize>, dy: &[T], x: &[T], statistics: [&[T]; 2], sums: &mut [f64]) {
+        let (sums, [mean, rstd]) = (&mut sums[run.clone()], statistics.map(|g| &g[run.clone()]));
         for image in planes.images(run) {
             let (dy, x) = (&dy[image.clone()], &x[image]);
             if planes.inner == 1 {
@@ -169,9 +169,9 @@ wide! {
 }
 
 wide! {
-    // `given` are scale and bias, `found` are means and reciprocal standard deviations.
-    fn normalise[T: Real](planes: Planes, run: &Range<usize>, x: &[T], given: [&[T]; 2], found: [&[f64]; 2], y: &mut [T]) {
-        let ([scale, bias], [means, rstds]) = (given.map(|g| &g[run.clone()]), found.map(|f| &f[run.clone()]));
+    // `affine` are scale and bias, `statistics` are means and reciprocal standard deviations.
+    fn normalise[T: Real](planes: Planes, run: &Range<usize>, x: &[T], affine: [&[T]; 2], statistics: [&[f64]; 2], y: &mut [T]) {
+        let ([scale, bias], [means, rstds]) = (affine.map(|g| &g[run.clone()]), statistics.map(|f| &f[run.clone()]));
         for image in planes.images(run) {
             let (x, y) = (&x[image.clone()], &mut y[image]);
             if planes.inner == 1 {
@@ -191,11 +191,11 @@ wide! {
 }
 
 wide! {
-    // dx = rstd scale (dy - mean(dy) - x̂ mean(dy x̂)); `found` are the means of dy x̂ and of dy.
-    fn input_grad[T: Real](planes: Planes, run: &Range<usize>, given: [&[T]; 5], found: [&[f64]; 2], dx: &mut [T]) {
-        let [dy, x, scale, mean, rstd] = given;
+    // dx = rstd scale (dy - mean(dy) - x̂ mean(dy x̂)); `grad_means` are the means of dy x̂ and of dy.
+    fn input_grad[T: Real](planes: Planes, run: &Range<usize>, operands: [&[T]; 5], grad_means: [&[f64]; 2], dx: &mut [T]) {
+        let [dy, x, scale, mean, rstd] = operands;
         let [scale, mean, rstd] = [scale, mean, rstd].map(|g| &g[run.clone()]);
-        let [product_means, means] = found.map(|f| &f[run.clone()]);
+        let [product_means, means] = grad_means.map(|f| &f[run.clone()]);
         for image in planes.images(run) {
             let (dy, x, dx) = (&dy[image.clone()], &x[image.clone()], &mut dx[image]);
             if planes.inner == 1 {

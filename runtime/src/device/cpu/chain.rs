@@ -1,11 +1,11 @@
 //! Fused elementwise ops, run tile by tile so that intermediates stay in the first-level cache.
 //!
-//! A tile is a range of outermost rows with about `PIECE` elements. Every op has its own kernel for the tile shape, so
-//! it rounds as when run alone. Broadcast operands are broadcast within the tile.
+//! A tile is a range of outermost rows with about `TILE_ELEMENTS` elements. Every op has its own kernel for the tile
+//! shape, so it rounds as when run alone. Broadcast operands are broadcast within the tile.
 
 use super::dropout;
 use super::table;
-use super::walk::stretched;
+use super::walk::broadcast_strides;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use crate::device::chain::{Link, Operand};
 use bytemuck::cast_slice;
@@ -13,7 +13,7 @@ use compiler::op::{KernelError, Op};
 use compiler::pass::fuse::{MOST_READ, MOST_WRITTEN};
 
 /// Elements per tile: a few tensors of it fit into the first-level cache.
-const PIECE: usize = 2048;
+const TILE_ELEMENTS: usize = 2048;
 /// Maximum dimensions outside a tile, after merging.
 const MOST_OUTER: usize = 8;
 /// Maximum live intermediates of a tile.
@@ -23,8 +23,8 @@ const MOST_OPERANDS: usize = 3;
 
 /// A chain at concrete shapes.
 pub struct Chain {
-    given: Vec<Given>,
-    written: Vec<TensorLayout>,
+    inputs: Vec<ChainInput>,
+    outputs: Vec<TensorLayout>,
     steps: Vec<Step>,
     /// Merged dimensions outside a tile; `rows` is the dimension split into tiles.
     outer: Vec<usize>,
@@ -39,7 +39,7 @@ pub struct Chain {
 }
 
 /// A chain input and its strides between tiles, in bytes.
-struct Given {
+struct ChainInput {
     layout: TensorLayout,
     outer: Vec<usize>,
     row: usize,
@@ -49,14 +49,14 @@ struct Given {
 
 #[derive(Clone, Copy)]
 enum At {
-    Given(usize),
+    Input(usize),
     /// An intermediate: slot and bytes per element.
     Slot(usize, usize),
-    Written(usize),
+    Output(usize),
 }
 
 /// Position of a tile: start byte in each input, first output element, number of rows.
-struct Piece {
+struct TilePosition {
     starts: [usize; MOST_READ],
     first: usize,
     rows: usize,
@@ -67,70 +67,86 @@ struct Step {
     kernels: [Option<FastKernel>; 2],
     operands: Vec<At>,
     /// Whether the kernel also reads the number of the first element.
-    reads_place: bool,
+    reads_offset: bool,
     result: At,
 }
 
 impl Chain {
     /// `None` if an op has no fast kernel or the shapes are unsuitable.
-    pub fn new(links: &[Link], given: &[TensorLayout]) -> Option<Chain> {
+    pub fn new(links: &[Link], inputs: &[TensorLayout]) -> Option<Chain> {
         let shape = &links.first()?.result.shape;
-        let written: Vec<TensorLayout> = links.iter().filter(|l| l.is_written).map(|l| l.result.clone()).collect();
-        let is_small = given.len() <= MOST_READ && written.len() <= MOST_WRITTEN && !shape.contains(&0);
+        let outputs: Vec<TensorLayout> = links.iter().filter(|l| l.is_written).map(|l| l.result.clone()).collect();
+        let is_small = inputs.len() <= MOST_READ && outputs.len() <= MOST_WRITTEN && !shape.contains(&0);
         if !is_small || links.iter().any(|l| l.result.shape != *shape || l.operands.len() > MOST_OPERANDS) {
             return None;
         }
-        let strides: Vec<Vec<isize>> = given.iter().map(|layout| stretched(&layout.shape, shape)).collect();
-        let (dims, strides) = joined(shape, &strides);
-        let cut = (0..dims.len()).find(|&axis| dims[axis + 1..].iter().product::<usize>() <= PIECE)?;
-        if cut > MOST_OUTER {
+        let strides: Vec<Vec<isize>> = inputs.iter().map(|layout| broadcast_strides(&layout.shape, shape)).collect();
+        let (dims, strides) = merge_dims(shape, &strides);
+        let tile_axis = (0..dims.len()).find(|&axis| dims[axis + 1..].iter().product::<usize>() <= TILE_ELEMENTS)?;
+        if tile_axis > MOST_OUTER {
             return None;
         }
-        let width: usize = dims[cut + 1..].iter().product();
-        let height = (PIECE / width).clamp(1, dims[cut]);
+        let width: usize = dims[tile_axis + 1..].iter().product();
+        let height = (TILE_ELEMENTS / width).clamp(1, dims[tile_axis]);
         // Shape of an input within a tile of `rows` rows.
-        let part = |of: usize, rows: usize| -> Vec<usize> {
-            let size = |axis: usize| if axis == cut { rows } else { dims[axis] };
-            (cut..dims.len()).map(|axis| if strides[of][axis] == 0 { 1 } else { size(axis) }).collect()
+        let input_shape = |of: usize, rows: usize| -> Vec<usize> {
+            let size = |axis: usize| if axis == tile_axis { rows } else { dims[axis] };
+            (tile_axis..dims.len()).map(|axis| if strides[of][axis] == 0 { 1 } else { size(axis) }).collect()
         };
-        let piece = |rows: usize| [&[rows][..], &dims[cut + 1..]].concat();
-        let given_parts = given.iter().zip(&strides).enumerate().map(|(of, (layout, strides))| {
-            let far = |axis: usize| strides[axis] as usize * layout.dtype.size();
-            let bytes = part(of, 1).iter().product::<usize>() * layout.dtype.size();
-            Given { layout: layout.clone(), outer: (0..cut).map(far).collect(), row: far(cut), bytes }
+        let tile_shape = |rows: usize| [&[rows][..], &dims[tile_axis + 1..]].concat();
+        let chain_inputs = inputs.iter().zip(&strides).enumerate().map(|(of, (layout, strides))| {
+            let stride = |axis: usize| strides[axis] as usize * layout.dtype.size();
+            let bytes = input_shape(of, 1).iter().product::<usize>() * layout.dtype.size();
+            ChainInput {
+                layout: layout.clone(),
+                outer: (0..tile_axis).map(stride).collect(),
+                row: stride(tile_axis),
+                bytes,
+            }
         });
-        let given_parts: Vec<Given> = given_parts.collect();
-        let (places, slots) = places(links)?;
+        let chain_inputs: Vec<ChainInput> = chain_inputs.collect();
+        let (locations, slots) = assign_slots(links)?;
         let mut steps = Vec::new();
-        for (link, result) in links.iter().zip(&places) {
+        for (link, result) in links.iter().zip(&locations) {
             let kernel = |rows: usize| {
                 let layout = |operand: &Operand| match *operand {
-                    Operand::Input(i) => TensorLayout { dtype: given[i].dtype, shape: part(i, rows) },
-                    Operand::Result(i) => TensorLayout { dtype: links[i].result.dtype, shape: piece(rows) },
+                    Operand::Input(i) => TensorLayout { dtype: inputs[i].dtype, shape: input_shape(i, rows) },
+                    Operand::Result(i) => TensorLayout { dtype: links[i].result.dtype, shape: tile_shape(rows) },
                 };
                 let operands: Vec<TensorLayout> = link.operands.iter().map(layout).collect();
-                let result = TensorLayout { dtype: link.result.dtype, shape: piece(rows) };
+                let result = TensorLayout { dtype: link.result.dtype, shape: tile_shape(rows) };
                 match &link.op {
                     Op::Dropout(op) => dropout::piece(op, &result),
                     op => table::fast_or_half(op, &operands, &[result]),
                 }
             };
-            let rest = dims[cut] % height;
-            let kernels = [Some(kernel(height)?), if rest > 0 { Some(kernel(rest)?) } else { None }];
+            let remainder = dims[tile_axis] % height;
+            let kernels = [Some(kernel(height)?), if remainder > 0 { Some(kernel(remainder)?) } else { None }];
             let at = |operand: &Operand| match *operand {
-                Operand::Input(i) => At::Given(i),
-                Operand::Result(i) => places[i],
+                Operand::Input(i) => At::Input(i),
+                Operand::Result(i) => locations[i],
             };
             let operands = link.operands.iter().map(at).collect();
-            let reads_place = matches!(link.op, Op::Dropout(_));
-            steps.push(Step { kernels, operands, reads_place, result: *result });
+            let reads_offset = matches!(link.op, Op::Dropout(_));
+            steps.push(Step { kernels, operands, reads_offset, result: *result });
         }
         let largest = links.iter().map(|l| l.result.dtype.size()).max()?;
         let slot_bytes = (height * width * largest).next_multiple_of(ALIGNMENT);
         let kernel_bytes =
             steps.iter().flat_map(|step| step.kernels.iter().flatten()).map(|fast| fast.workspace).max()?;
-        let (outer, rows) = (dims[..cut].to_vec(), dims[cut]);
-        Some(Chain { given: given_parts, written, steps, outer, rows, height, width, slots, slot_bytes, kernel_bytes })
+        let (outer, rows) = (dims[..tile_axis].to_vec(), dims[tile_axis]);
+        Some(Chain {
+            inputs: chain_inputs,
+            outputs,
+            steps,
+            outer,
+            rows,
+            height,
+            width,
+            slots,
+            slot_bytes,
+            kernel_bytes,
+        })
     }
 
     pub fn ops(&self) -> usize {
@@ -145,7 +161,7 @@ impl Chain {
     /// Runs on aligned row-major buffers. Panics if a buffer length does not match its layout.
     pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
         let lengths = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
-        let expected = self.given.iter().map(|g| g.layout.bytes()).chain(self.written.iter().map(TensorLayout::bytes));
+        let expected = self.inputs.iter().map(|g| g.layout.bytes()).chain(self.outputs.iter().map(TensorLayout::bytes));
         assert!(lengths.eq(expected), "buffer sizes of a chain do not match their layouts");
         let mut slots: [&mut [u8]; MOST_SLOTS] = Default::default();
         let (slot_memory, kernel_memory) = workspace.split_at_mut(self.slots * self.slot_bytes);
@@ -154,27 +170,27 @@ impl Chain {
         }
         let mut at = [0; MOST_READ];
         let mut counters = [0; MOST_OUTER];
-        let mut done = 0;
+        let mut element = 0;
         for _ in 0..self.outer.iter().product::<usize>() {
             for row in (0..self.rows).step_by(self.height) {
                 let rows = self.height.min(self.rows - row);
-                let mut piece = Piece { starts: at, first: done, rows };
-                for (start, given) in piece.starts.iter_mut().zip(&self.given) {
-                    *start += row * given.row;
+                let mut tile = TilePosition { starts: at, first: element, rows };
+                for (start, input) in tile.starts.iter_mut().zip(&self.inputs) {
+                    *start += row * input.row;
                 }
-                self.piece(inputs, outputs, &mut slots, kernel_memory, &piece)?;
-                done += rows * self.width;
+                self.run_tile(inputs, outputs, &mut slots, kernel_memory, &tile)?;
+                element += rows * self.width;
             }
             for axis in (0..self.outer.len()).rev() {
                 counters[axis] += 1;
-                let back = counters[axis] == self.outer[axis];
-                for (at, given) in at.iter_mut().zip(&self.given) {
-                    match back {
-                        true => *at -= given.outer[axis] * (self.outer[axis] - 1),
-                        false => *at += given.outer[axis],
+                let wraps = counters[axis] == self.outer[axis];
+                for (at, input) in at.iter_mut().zip(&self.inputs) {
+                    match wraps {
+                        true => *at -= input.outer[axis] * (self.outer[axis] - 1),
+                        false => *at += input.outer[axis],
                     }
                 }
-                if !back {
+                if !wraps {
                     break;
                 }
                 counters[axis] = 0;
@@ -184,48 +200,48 @@ impl Chain {
     }
 
     /// Runs one tile.
-    fn piece(
+    fn run_tile(
         &self,
         inputs: &[&[u8]],
         outputs: &mut [&mut [u8]],
         slots: &mut [&mut [u8]; MOST_SLOTS],
         kernel_memory: &mut [u8],
-        piece: &Piece,
+        tile: &TilePosition,
     ) -> Result<(), KernelError> {
-        let (first, count) = (piece.first, piece.rows * self.width);
+        let (first, count) = (tile.first, tile.rows * self.width);
         for step in &self.steps {
             // Move the output out so that the other buffers can be borrowed.
             match step.result {
                 At::Slot(slot, size) => {
                     let whole = std::mem::take(&mut slots[slot]);
-                    let done =
-                        self.step(step, inputs, outputs, slots, piece, (&mut whole[..count * size], kernel_memory));
+                    let outcome =
+                        self.run_step(step, inputs, outputs, slots, tile, (&mut whole[..count * size], kernel_memory));
                     slots[slot] = whole;
-                    done?;
+                    outcome?;
                 }
-                At::Written(i) => {
-                    let (whole, size) = (std::mem::take(&mut outputs[i]), self.written[i].dtype.size());
+                At::Output(i) => {
+                    let (whole, size) = (std::mem::take(&mut outputs[i]), self.outputs[i].dtype.size());
                     let range = first * size..(first + count) * size;
-                    let done = self.step(step, inputs, outputs, slots, piece, (&mut whole[range], kernel_memory));
+                    let outcome = self.run_step(step, inputs, outputs, slots, tile, (&mut whole[range], kernel_memory));
                     outputs[i] = whole;
-                    done?;
+                    outcome?;
                 }
-                At::Given(_) => unreachable!("a result is not an operand"),
+                At::Input(_) => unreachable!("a result is not an operand"),
             }
         }
         Ok(())
     }
 
-    fn step(
+    fn run_step(
         &self,
         step: &Step,
         inputs: &[&[u8]],
         outputs: &[&mut [u8]],
         slots: &[&mut [u8]; MOST_SLOTS],
-        piece: &Piece,
+        tile: &TilePosition,
         (result, kernel_memory): (&mut [u8], &mut [u8]),
     ) -> Result<(), KernelError> {
-        let (first, rows, count) = (piece.first, piece.rows, piece.rows * self.width);
+        let (first, rows, count) = (tile.first, tile.rows, tile.rows * self.width);
         let kernel = &step.kernels[usize::from(rows < self.height)];
         let Some(FastKernel { body, workspace, .. }) = kernel else {
             unreachable!("there is a kernel for the remaining rows")
@@ -233,20 +249,20 @@ impl Chain {
         let mut operands: [&[u8]; MOST_OPERANDS] = Default::default();
         for (bytes, operand) in operands.iter_mut().zip(&step.operands) {
             *bytes = match *operand {
-                At::Given(i) => {
-                    let (given, start) = (&self.given[i], piece.starts[i]);
-                    &inputs[i][start..start + if given.row == 0 { given.bytes } else { rows * given.bytes }]
+                At::Input(i) => {
+                    let (input, start) = (&self.inputs[i], tile.starts[i]);
+                    &inputs[i][start..start + if input.row == 0 { input.bytes } else { rows * input.bytes }]
                 }
                 At::Slot(slot, size) => &slots[slot][..count * size],
-                At::Written(i) => {
-                    let size = self.written[i].dtype.size();
+                At::Output(i) => {
+                    let size = self.outputs[i].dtype.size();
                     &outputs[i][first * size..(first + count) * size]
                 }
             };
         }
-        let (place, mut count) = ([first as i64], step.operands.len());
-        if step.reads_place {
-            operands[count] = cast_slice(&place);
+        let (offset, mut count) = ([first as i64], step.operands.len());
+        if step.reads_offset {
+            operands[count] = cast_slice(&offset);
             count += 1;
         }
         body(&operands[..count], &mut [result], &mut kernel_memory[..*workspace])
@@ -254,21 +270,21 @@ impl Chain {
 }
 
 /// Result locations and the number of slots. A slot is free after the last op that reads it.
-fn places(links: &[Link]) -> Option<(Vec<At>, usize)> {
-    let mut last: Vec<usize> = (0..links.len()).collect();
+fn assign_slots(links: &[Link]) -> Option<(Vec<At>, usize)> {
+    let mut last_use: Vec<usize> = (0..links.len()).collect();
     for (at, link) in links.iter().enumerate() {
         for operand in &link.operands {
-            if let Operand::Result(made) = *operand {
-                last[made] = at;
+            if let Operand::Result(result) = *operand {
+                last_use[result] = at;
             }
         }
     }
     let mut busy_until: Vec<Option<usize>> = Vec::new();
-    let (mut places, mut written) = (Vec::new(), 0);
+    let (mut locations, mut outputs) = (Vec::new(), 0);
     for (at, link) in links.iter().enumerate() {
         if link.is_written {
-            places.push(At::Written(written));
-            written += 1;
+            locations.push(At::Output(outputs));
+            outputs += 1;
             continue;
         }
         // Operands of this op are still in use.
@@ -276,29 +292,31 @@ fn places(links: &[Link]) -> Option<(Vec<At>, usize)> {
         if slot == busy_until.len() {
             busy_until.push(None);
         }
-        busy_until[slot] = Some(last[at]);
-        places.push(At::Slot(slot, link.result.dtype.size()));
+        busy_until[slot] = Some(last_use[at]);
+        locations.push(At::Slot(slot, link.result.dtype.size()));
     }
-    (busy_until.len() <= MOST_SLOTS).then_some((places, busy_until.len()))
+    (busy_until.len() <= MOST_SLOTS).then_some((locations, busy_until.len()))
 }
 
 /// Drops dimensions of size 1 and merges adjacent dimensions that are contiguous for every operand.
-fn joined(shape: &[usize], strides: &[Vec<isize>]) -> (Vec<usize>, Vec<Vec<isize>>) {
+fn merge_dims(shape: &[usize], strides: &[Vec<isize>]) -> (Vec<usize>, Vec<Vec<isize>>) {
     let mut dims: Vec<usize> = Vec::new();
-    let mut joined: Vec<Vec<isize>> = vec![Vec::new(); strides.len()];
+    let mut merged: Vec<Vec<isize>> = vec![Vec::new(); strides.len()];
     for (axis, &dim) in shape.iter().enumerate().filter(|&(_, &dim)| dim != 1) {
-        let crosses = |(above, own): (&Vec<isize>, &Vec<isize>)| above.last() == Some(&(own[axis] * dim as isize));
-        if !dims.is_empty() && joined.iter().zip(strides).all(crosses) {
+        let crosses = |(merged_strides, operand): (&Vec<isize>, &Vec<isize>)| {
+            merged_strides.last() == Some(&(operand[axis] * dim as isize))
+        };
+        if !dims.is_empty() && merged.iter().zip(strides).all(crosses) {
             *dims.last_mut().expect("there is a dim above") *= dim;
-            for (above, own) in joined.iter_mut().zip(strides) {
-                *above.last_mut().expect("there is a dim above") = own[axis];
+            for (merged_strides, operand) in merged.iter_mut().zip(strides) {
+                *merged_strides.last_mut().expect("there is a dim above") = operand[axis];
             }
         } else {
             dims.push(dim);
-            joined.iter_mut().zip(strides).for_each(|(above, own)| above.push(own[axis]));
+            merged.iter_mut().zip(strides).for_each(|(merged_strides, operand)| merged_strides.push(operand[axis]));
         }
     }
-    (dims, joined)
+    (dims, merged)
 }
 
 #[cfg(test)]
@@ -322,9 +340,9 @@ mod tests {
     type Ops = Vec<(Op, Vec<Operand>, bool)>;
 
     /// Requires equal bytes from the separate ops and the chain.
-    fn same_as_apart(ops: &Ops, given: &[TensorLayout], shape: &[usize]) {
+    fn assert_like_separate_ops(ops: &Ops, layouts: &[TensorLayout], shape: &[usize]) {
         let fact = |layout: &TensorLayout| Fact::of(layout.dtype, &layout.shape);
-        let inputs: Vec<Vec<u64>> = given
+        let inputs: Vec<Vec<u64>> = layouts
             .iter()
             .enumerate()
             .map(|(i, layout)| {
@@ -335,44 +353,44 @@ mod tests {
             })
             .collect();
         let inputs: Vec<&[u8]> =
-            inputs.iter().zip(given).map(|(b, l)| &bytemuck::cast_slice::<u64, u8>(b)[..l.bytes()]).collect();
-        let mut made: Vec<(TensorLayout, Vec<u64>)> = Vec::new();
+            inputs.iter().zip(layouts).map(|(b, l)| &bytemuck::cast_slice::<u64, u8>(b)[..l.bytes()]).collect();
+        let mut op_results: Vec<(TensorLayout, Vec<u64>)> = Vec::new();
         for (op, operands, _) in ops {
             let layout = |operand: &Operand| match *operand {
-                Operand::Input(i) => given[i].clone(),
-                Operand::Result(i) => made[i].0.clone(),
+                Operand::Input(i) => layouts[i].clone(),
+                Operand::Result(i) => op_results[i].0.clone(),
             };
             let facts: Vec<Fact> = operands.iter().map(|o| fact(&layout(o))).collect();
             let results = rule(op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
             let result = TensorLayout::of(&results[0]);
             assert_eq!(result.shape, shape);
             let mut buffer = aligned(result.bytes());
-            let read: Vec<&[u8]> = operands
+            let buffers: Vec<&[u8]> = operands
                 .iter()
                 .map(|operand| match *operand {
                     Operand::Input(i) => inputs[i],
-                    Operand::Result(i) => &bytemuck::cast_slice::<u64, u8>(&made[i].1)[..made[i].0.bytes()],
+                    Operand::Result(i) => &bytemuck::cast_slice::<u64, u8>(&op_results[i].1)[..op_results[i].0.bytes()],
                 })
                 .collect();
             let kernel = Kernel::new(op, &facts, &results);
             let mut workspace = Buffer::host(kernel.workspace());
-            kernel.run(&read, &mut [slice(&mut buffer, result.bytes())], workspace.bytes_mut()).unwrap();
-            made.push((result, buffer));
+            kernel.run(&buffers, &mut [slice(&mut buffer, result.bytes())], workspace.bytes_mut()).unwrap();
+            op_results.push((result, buffer));
         }
         let link = |(at, (op, operands, is_written)): (usize, &(Op, Vec<Operand>, bool))| {
-            let (op, operands, result) = (op.clone(), operands.clone(), made[at].0.clone());
-            Link { op, operands, result, is_written: *is_written, others: Vec::new() }
+            let (op, operands, result) = (op.clone(), operands.clone(), op_results[at].0.clone());
+            Link { op, operands, result, is_written: *is_written, further_results: Vec::new() }
         };
         let links: Vec<Link> = ops.iter().enumerate().map(link).collect();
-        let chain = Chain::new(&links, given).expect("these shapes suit");
-        let wanted: Vec<&(TensorLayout, Vec<u64>)> =
-            made.iter().zip(ops).filter(|(_, op)| op.2).map(|(made, _)| made).collect();
-        let mut outputs: Vec<Vec<u64>> = wanted.iter().map(|(layout, _)| aligned(layout.bytes())).collect();
+        let chain = Chain::new(&links, layouts).expect("these shapes suit");
+        let expected: Vec<&(TensorLayout, Vec<u64>)> =
+            op_results.iter().zip(ops).filter(|(_, op)| op.2).map(|(result, _)| result).collect();
+        let mut outputs: Vec<Vec<u64>> = expected.iter().map(|(layout, _)| aligned(layout.bytes())).collect();
         let mut written: Vec<&mut [u8]> =
-            outputs.iter_mut().zip(&wanted).map(|(buffer, (layout, _))| slice(buffer, layout.bytes())).collect();
+            outputs.iter_mut().zip(&expected).map(|(buffer, (layout, _))| slice(buffer, layout.bytes())).collect();
         let mut workspace = Buffer::host(chain.workspace());
         chain.run(&inputs, &mut written, workspace.bytes_mut()).unwrap();
-        for (got, (_, want)) in outputs.iter().zip(&wanted) {
+        for (got, (_, want)) in outputs.iter().zip(&expected) {
             assert!(got == want, "{shape:?}");
         }
     }
@@ -393,7 +411,7 @@ mod tests {
             binary(Binary::Sub, Result(2), Result(4), true),
         ];
         let drop = |x, counter| (Op::Dropout(Dropout { ratio: 0.3, stream: 5 }), vec![x, counter], false);
-        let dropped: Ops = vec![
+        let dropout_ops: Ops = vec![
             binary(Binary::Add, Input(0), Input(1), false),
             drop(Result(0), Input(2)),
             binary(Binary::Add, Result(1), Input(0), true),
@@ -411,7 +429,7 @@ mod tests {
             (Op::Cast(Cast { to: DType::F32 }), vec![Result(3)], false),
             binary(Binary::Mul, Result(4), Input(2), true),
         ];
-        let of = |shape: &[usize]| TensorLayout { dtype: DType::F32, shape: shape.to_vec() };
+        let layout = |shape: &[usize]| TensorLayout { dtype: DType::F32, shape: shape.to_vec() };
         let shapes: [(&[usize], [&[usize]; 3]); 8] = [
             (&[7], [&[7], &[1], &[]]),
             (&[5000], [&[5000], &[1], &[]]),
@@ -422,11 +440,12 @@ mod tests {
             (&[4, 6, 33, 40], [&[6, 1, 1], &[33, 40], &[4, 6, 33, 40]]),
             (&[2, 1, 3000, 2], [&[1, 2], &[2, 1, 3000, 1], &[3000, 1]]),
         ];
-        for (shape, others) in shapes {
-            let given = [of(shape), of(others[0]), of(others[1]), of(others[2])];
-            same_as_apart(&ops, &given, shape);
-            same_as_apart(&narrow_ops, &[of(shape), of(shape), given[2].clone()], shape);
-            same_as_apart(&dropped, &[of(shape), of(others[0]), counter.clone()], shape);
+        for (shape, operand_shapes) in shapes {
+            let layouts =
+                [layout(shape), layout(operand_shapes[0]), layout(operand_shapes[1]), layout(operand_shapes[2])];
+            assert_like_separate_ops(&ops, &layouts, shape);
+            assert_like_separate_ops(&narrow_ops, &[layout(shape), layout(shape), layouts[2].clone()], shape);
+            assert_like_separate_ops(&dropout_ops, &[layout(shape), layout(operand_shapes[0]), counter.clone()], shape);
         }
     }
 }

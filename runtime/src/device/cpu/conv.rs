@@ -45,16 +45,16 @@ pub fn kernel(
         tile: Tile::of(&grid, x.shape[1] / groups, x.shape[0]),
     };
     #[cfg(target_arch = "x86_64")]
-    if x.dtype == DType::F32 && !shape.has_own_filters() && !shape.is_direct() {
+    if x.dtype == DType::F32 && !shape.is_depthwise() && !shape.is_direct() {
         let sizes = implicit::Sizes { images: shape.images, groups, ins: shape.ins, outs: shape.outs };
-        let ways = [few::kernel, winograd::kernel, implicit::kernel];
-        if let Some(fast) = ways.iter().find_map(|way| way(role, &grid, sizes)) {
+        let candidates = [few::kernel, winograd::kernel, implicit::kernel];
+        if let Some(fast) = candidates.iter().find_map(|candidate| candidate(role, &grid, sizes)) {
             return Some(fast);
         }
     }
     match x.dtype {
-        DType::F32 => Some(made::<f32>(role, shape)),
-        DType::F64 => Some(made::<f64>(role, shape)),
+        DType::F32 => Some(patch_kernel::<f32>(role, shape)),
+        DType::F64 => Some(patch_kernel::<f64>(role, shape)),
         _ => None,
     }
 }
@@ -76,8 +76,8 @@ impl Tile {
             let rows = (columns / width).clamp(1, grid.rows().max(1));
             return Tile { images: 1, rows: grid.rows().max(1).div_ceil(grid.rows().max(1).div_ceil(rows)) };
         }
-        let together = (columns / grid.out_len().max(1)).clamp(1, images);
-        Tile { images: images.div_ceil(images.div_ceil(together)), rows: grid.rows().max(1) }
+        let tile_images = (columns / grid.out_len().max(1)).clamp(1, images);
+        Tile { images: images.div_ceil(images.div_ceil(tile_images)), rows: grid.rows().max(1) }
     }
 }
 
@@ -102,8 +102,7 @@ impl Shape {
         self.tile.images * self.tile.rows * self.grid.out[2]
     }
 
-    /// True for a depthwise convolution.
-    fn has_own_filters(&self) -> bool {
+    fn is_depthwise(&self) -> bool {
         self.ins == 1 && self.outs == 1 && self.groups > 1
     }
 
@@ -140,31 +139,31 @@ impl Shape {
     }
 }
 
-fn made<T: Real>(role: Role, shape: Shape) -> FastKernel {
-    let own = shape.has_own_filters().then(|| depthwise::kernel::<T>(role, &shape.grid, shape.groups));
-    if let Some(fast) = own.flatten() {
+fn patch_kernel<T: Real>(role: Role, shape: Shape) -> FastKernel {
+    let depthwise = shape.is_depthwise().then(|| depthwise::kernel::<T>(role, &shape.grid, shape.groups));
+    if let Some(fast) = depthwise.flatten() {
         return fast;
     }
     let patches = if shape.is_direct() { 0 } else { shape.depth() * shape.columns() };
-    let beside = if shape.tile.images > 1 { shape.outs * shape.columns() } else { 0 };
+    let scratch = if shape.tile.images > 1 { shape.outs * shape.columns() } else { 0 };
     let first = (patches * size_of::<T>()).next_multiple_of(ALIGNMENT);
     let fast = FastKernel::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
         let (head, tail) = workspace.split_at_mut(first);
         let patches = &mut cast_slice_mut::<u8, T>(head)[..patches];
-        let beside = &mut cast_slice_mut::<u8, T>(&mut tail[..beside * size_of::<T>()])[..];
+        let scratch = &mut cast_slice_mut::<u8, T>(&mut tail[..scratch * size_of::<T>()])[..];
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let result = cast_slice_mut::<u8, T>(outputs[0]);
         match role {
-            Role::Forward => forward(&shape, a, b, result, patches, beside),
-            Role::InputGrad => input_grad(&shape, a, b, result, patches, beside),
-            Role::WeightGrad => weight_grad(&shape, [a, b], result, patches, beside, add),
+            Role::Forward => forward(&shape, a, b, result, patches, scratch),
+            Role::InputGrad => input_grad(&shape, a, b, result, patches, scratch),
+            Role::WeightGrad => weight_grad(&shape, [a, b], result, patches, scratch, add),
         }
         Ok(())
     });
-    fast.with_workspace(first + beside * size_of::<T>())
+    fast.with_workspace(first + scratch * size_of::<T>())
 }
 
-fn forward<T: Real>(s: &Shape, x: &[T], w: &[T], y: &mut [T], patches: &mut [T], beside: &mut [T]) {
+fn forward<T: Real>(s: &Shape, x: &[T], w: &[T], y: &mut [T], patches: &mut [T], scratch: &mut [T]) {
     for (images, rows) in s.tiles() {
         for group in 0..s.groups {
             let w = Matrix { values: &w[s.w_of(group)], strides: (s.depth(), 1) };
@@ -178,15 +177,15 @@ fn forward<T: Real>(s: &Shape, x: &[T], w: &[T], y: &mut [T], patches: &mut [T],
             }
             collect(s, x, &images, &rows, group, patches, n);
             let p = Matrix { values: &*patches, strides: (n, 1) };
-            if images.len() == 1 && beside.is_empty() {
+            if images.len() == 1 && scratch.is_empty() {
                 let y = &mut y[s.y_of(images.start, group)][from..];
                 product([s.outs, n, s.depth()], w, p, y, s.grid.out_len(), false);
             } else {
-                product([s.outs, n, s.depth()], w, p, beside, n, false);
+                product([s.outs, n, s.depth()], w, p, scratch, n, false);
                 let size = s.grid.out_len();
                 for (i, image) in images.clone().enumerate() {
                     for (o, y) in y[s.y_of(image, group)].chunks_exact_mut(size).enumerate() {
-                        y.copy_from_slice(&beside[o * n + i * size..o * n + (i + 1) * size]);
+                        y.copy_from_slice(&scratch[o * n + i * size..o * n + (i + 1) * size]);
                     }
                 }
             }
@@ -194,7 +193,7 @@ fn forward<T: Real>(s: &Shape, x: &[T], w: &[T], y: &mut [T], patches: &mut [T],
     }
 }
 
-fn input_grad<T: Real>(s: &Shape, dy: &[T], w: &[T], dx: &mut [T], patches: &mut [T], beside: &mut [T]) {
+fn input_grad<T: Real>(s: &Shape, dy: &[T], w: &[T], dx: &mut [T], patches: &mut [T], scratch: &mut [T]) {
     if !s.is_direct() {
         dx.fill(T::ZERO);
     }
@@ -203,7 +202,7 @@ fn input_grad<T: Real>(s: &Shape, dy: &[T], w: &[T], dx: &mut [T], patches: &mut
             let w = Matrix { values: &w[s.w_of(group)], strides: (1, s.depth()) };
             let n = images.len() * rows.len() * s.grid.out[2];
             let from = rows.start * s.grid.out[2];
-            let dy = side_by_side(s, dy, &images, from, group, beside);
+            let dy = side_by_side(s, dy, &images, from, group, scratch);
             if s.is_direct() {
                 let dx = &mut dx[s.x_of(images.start, group)][from..];
                 product([s.depth(), n, s.outs], w, dy, dx, s.grid.out_len(), false);
@@ -220,14 +219,14 @@ fn weight_grad<T: Real>(
     [dy, x]: [&[T]; 2],
     dw: &mut [T],
     patches: &mut [T],
-    beside: &mut [T],
+    scratch: &mut [T],
     mut add: bool,
 ) {
     for (images, rows) in s.tiles() {
         for group in 0..s.groups {
             let n = images.len() * rows.len() * s.grid.out[2];
             let from = rows.start * s.grid.out[2];
-            let dy = side_by_side(s, dy, &images, from, group, beside);
+            let dy = side_by_side(s, dy, &images, from, group, scratch);
             let p = if s.is_direct() {
                 Matrix { values: &x[s.x_of(images.start, group)][from..], strides: (1, s.grid.out_len()) }
             } else {
@@ -247,19 +246,19 @@ fn side_by_side<'a, T: Real>(
     images: &Range<usize>,
     from: usize,
     group: usize,
-    beside: &'a mut [T],
+    scratch: &'a mut [T],
 ) -> Matrix<'a, T> {
     let size = s.grid.out_len();
-    if beside.is_empty() {
+    if scratch.is_empty() {
         return Matrix { values: &dy[s.y_of(images.start, group)][from..], strides: (size, 1) };
     }
     let n = images.len() * size;
     for (i, image) in images.clone().enumerate() {
         for (o, dy) in dy[s.y_of(image, group)].chunks_exact(size).enumerate() {
-            beside[o * n + i * size..o * n + (i + 1) * size].copy_from_slice(dy);
+            scratch[o * n + i * size..o * n + (i + 1) * size].copy_from_slice(dy);
         }
     }
-    Matrix { values: beside, strides: (n, 1) }
+    Matrix { values: scratch, strides: (n, 1) }
 }
 
 wide! {
@@ -312,17 +311,17 @@ pub(super) mod tests {
 
     /// Compares an `f32` 3×3 convolution algorithm with the `f64` reference. Returns the number of supported cases by
     /// role.
-    pub fn met(cases: &[Case], way: impl Fn(Role, &Grid, Sizes) -> Option<FastKernel>) -> [usize; 3] {
-        let mut met = [0; 3];
+    pub fn count_supported(cases: &[Case], algorithm: impl Fn(Role, &Grid, Sizes) -> Option<FastKernel>) -> [usize; 3] {
+        let mut supported = [0; 3];
         for &([images, groups, ins, outs], [height, width], pad) in cases {
             let [strides, dilations] = [(); 2].map(|()| vec![1, 1]);
             let window = Window { strides, pads_begin: vec![pad; 2], pads_end: vec![pad; 2], dilations };
-            let [down, across] = [height, width].map(|size| size + 2 * pad - 2);
+            let [out_height, out_width] = [height, width].map(|size| size + 2 * pad - 2);
             let fact = |shape: [usize; 4]| Fact::of(DType::F32, &shape);
             let x = fact([images, groups * ins, height, width]);
             let w = fact([groups * outs, ins, 3, 3]);
-            let y = fact([images, groups * outs, down, across]);
-            let grid = Grid::new(&window, &[height, width], &[3, 3], &[down, across]).unwrap();
+            let y = fact([images, groups * outs, out_height, out_width]);
+            let grid = Grid::new(&window, &[height, width], &[3, 3], &[out_height, out_width]).unwrap();
             let spatial = vec![(height as i64).into(), (width as i64).into()];
             let input_grad = Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial });
             let weight_grad = Op::ConvWeightGrad(ConvWeightGrad { window: window.clone(), groups, kernel: vec![3, 3] });
@@ -332,29 +331,29 @@ pub(super) mod tests {
                 (Role::WeightGrad, weight_grad, [&y, &x]),
             ];
             for (i, (role, op, facts)) in ops.into_iter().enumerate() {
-                let Some(fast) = way(role, &grid, Sizes { images, groups, ins, outs }) else { continue };
-                met[i] += 1;
-                let off = distance(&op, &fast, facts);
-                assert!(off < 1e-6, "{op:?} {facts:?}: {off:e}");
+                let Some(fast) = algorithm(role, &grid, Sizes { images, groups, ins, outs }) else { continue };
+                supported[i] += 1;
+                let error = distance(&op, &fast, facts);
+                assert!(error < 1e-6, "{op:?} {facts:?}: {error:e}");
             }
         }
-        met
+        supported
     }
 
     /// Relative error norm against the `f64` reference.
     fn distance(op: &Op, fast: &FastKernel, facts: [&Fact; 2]) -> f64 {
         let out = rule(op).infer(&facts).unwrap().remove(0);
-        let of = |fact: &Fact, seed| numbers(fact.bytes().unwrap() as usize / 4, seed);
-        let (factors, mut result) = ([of(facts[0], 1), of(facts[1], 2)], of(&out, 3));
+        let random = |fact: &Fact, seed| numbers(fact.bytes().unwrap() as usize / 4, seed);
+        let (factors, mut result) = ([random(facts[0], 1), random(facts[1], 2)], random(&out, 3));
         let mut workspace = Buffer::host(fast.workspace);
         let inputs = [0, 1].map(|i| cast_slice::<f32, u8>(&factors[i]));
         (fast.body)(&inputs, &mut [cast_slice_mut(&mut result)], workspace.bytes_mut()).unwrap();
-        let wide = |fact: &Fact| TensorLayout::of(&Fact { dtype: DType::F64, ..fact.clone() });
-        let definition = Kernel::from_parts(op.clone(), facts.map(wide).to_vec(), vec![wide(&out)], None);
+        let double = |fact: &Fact| TensorLayout::of(&Fact { dtype: DType::F64, ..fact.clone() });
+        let reference = Kernel::from_parts(op.clone(), facts.map(double).to_vec(), vec![double(&out)], None);
         let factors = factors.map(|factor| factor.into_iter().map(f64::from).collect::<Vec<_>>());
         let mut exact = vec![0.0f64; result.len()];
         let inputs = [0, 1].map(|i| cast_slice::<f64, u8>(&factors[i]));
-        definition.run(&inputs, &mut [cast_slice_mut(&mut exact)], &mut []).unwrap();
+        reference.run(&inputs, &mut [cast_slice_mut(&mut exact)], &mut []).unwrap();
         let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
         norm(&mut result.iter().zip(&exact).map(|(a, b)| f64::from(*a) - b)) / norm(&mut exact.iter().copied())
     }

@@ -12,8 +12,8 @@ use compiler::tensor::view::View;
 pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -> Option<FastKernel> {
     let rows = Rows::new(logits, target, op.axis, op.ignore);
     match logits.dtype {
-        DType::F32 => Some(loss::<f32>(rows)),
-        DType::F64 => Some(loss::<f64>(rows)),
+        DType::F32 => Some(loss_kernel::<f32>(rows)),
+        DType::F64 => Some(loss_kernel::<f64>(rows)),
         _ => None,
     }
 }
@@ -21,8 +21,8 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
 pub fn grad(op: &CrossEntropyGrad, logits: &TensorLayout, target: &TensorLayout) -> Option<FastKernel> {
     let rows = Rows::new(logits, target, op.axis, op.ignore);
     match logits.dtype {
-        DType::F32 => Some(slopes::<f32>(rows)),
-        DType::F64 => Some(slopes::<f64>(rows)),
+        DType::F32 => Some(grad_kernel::<f32>(rows)),
+        DType::F64 => Some(grad_kernel::<f64>(rows)),
         _ => None,
     }
 }
@@ -57,7 +57,7 @@ impl Rows {
     }
 }
 
-fn loss<T: Real>(rows: Rows) -> FastKernel {
+fn loss_kernel<T: Real>(rows: Rows) -> FastKernel {
     let scratch = if rows.inner == 1 { 0 } else { rows.classes * size_of::<T>() };
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [loss, lse] = outputs else { unreachable!("the loss has two outputs") };
@@ -66,16 +66,16 @@ fn loss<T: Real>(rows: Rows) -> FastKernel {
         let (mut sum, mut count) = (0.0, 0usize);
         for (i, lse) in lse.iter_mut().enumerate() {
             let first = rows.first(i);
-            let exact = if rows.inner == 1 {
+            let log_sum = if rows.inner == 1 {
                 log_sum_exp(&logits[first..first + rows.classes])
             } else {
                 let row = &mut cast_slice_mut::<u8, T>(workspace)[..rows.classes];
                 row.iter_mut().enumerate().for_each(|(k, v)| *v = logits[first + k * rows.inner]);
                 log_sum_exp(row)
             };
-            *lse = T::of(exact);
+            *lse = T::of(log_sum);
             if let Some(class) = rows.class(&target, i)? {
-                sum += exact - logits[first + class * rows.inner].wide();
+                sum += log_sum - logits[first + class * rows.inner].wide();
                 count += 1;
             }
         }
@@ -92,7 +92,7 @@ wide! {
     }
 }
 
-fn slopes<T: Real>(rows: Rows) -> FastKernel {
+fn grad_kernel<T: Real>(rows: Rows) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         let (dloss, logits) = (cast_slice::<u8, T>(inputs[0])[0], cast_slice::<u8, T>(inputs[1]));
         let target = View::new(rows.target.dtype, &rows.target.shape, inputs[2]);
@@ -102,7 +102,7 @@ fn slopes<T: Real>(rows: Rows) -> FastKernel {
         for i in 0..target.len() {
             count += rows.class(&target, i)?.is_some() as usize;
         }
-        let each = dloss.wide() / count as f64;
+        let scale = dloss.wide() / count as f64;
         for (i, lse) in lse.iter().enumerate() {
             let (first, step) = (rows.first(i), rows.inner);
             let Some(class) = rows.class(&target, i)? else {
@@ -111,25 +111,25 @@ fn slopes<T: Real>(rows: Rows) -> FastKernel {
             };
             if step == 1 {
                 let range = first..first + rows.classes;
-                slope_row(&logits[range.clone()], &mut dlogits[range], *lse, T::of(each));
+                grad_row(&logits[range.clone()], &mut dlogits[range], *lse, T::of(scale));
             } else {
                 for k in 0..rows.classes {
                     let at = first + k * step;
-                    dlogits[at] = (logits[at] - *lse).exp() * T::of(each);
+                    dlogits[at] = (logits[at] - *lse).exp() * T::of(scale);
                 }
             }
-            let hit = first + class * step;
-            let p = T::of(logits[hit].wide() - lse.wide()).exp().wide();
-            dlogits[hit] = T::of((p - 1.0) * each);
+            let class_at = first + class * step;
+            let p = T::of(logits[class_at].wide() - lse.wide()).exp().wide();
+            dlogits[class_at] = T::of((p - 1.0) * scale);
         }
         Ok(())
     })
 }
 
 wide! {
-    fn slope_row[T: Real](logits: &[T], dlogits: &mut [T], lse: T, each: T) {
+    fn grad_row[T: Real](logits: &[T], dlogits: &mut [T], lse: T, scale: T) {
         for (d, &x) in dlogits.iter_mut().zip(logits) {
-            *d = (x - lse).exp() * each;
+            *d = (x - lse).exp() * scale;
         }
     }
 }

@@ -5,7 +5,7 @@
 use super::FastKernel;
 use super::conv_role::Role;
 use super::patches::Grid;
-use super::planes::{LANES, Planes, Seen, lay, take};
+use super::planes::{LANES, Planes, TapRun, rearrange, restore};
 use super::real::Real;
 use super::wide::wide;
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -20,10 +20,10 @@ pub fn kernel<T: Real>(role: Role, grid: &Grid, channels: usize) -> Option<FastK
     let planes = Planes::new(grid, channels)?;
     let bytes = planes.workspace::<T>();
     let fast = FastKernel::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
-        let (sums, rest) = workspace.split_at_mut(planes.seen.len() * LANES * size_of::<f64>());
-        let rest = &mut cast_slice_mut::<u8, T>(rest)[..planes.data_room() + planes.window_room()];
-        rest.fill(T::ZERO);
-        let (data, windows) = rest.split_at_mut(planes.data_room());
+        let (sums, buffers) = workspace.split_at_mut(planes.tap_runs.len() * LANES * size_of::<f64>());
+        let buffers = &mut cast_slice_mut::<u8, T>(buffers)[..planes.data_room() + planes.window_room()];
+        buffers.fill(T::ZERO);
+        let (data, windows) = buffers.split_at_mut(planes.data_room());
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let result = cast_slice_mut::<u8, T>(outputs[0]);
         match role {
@@ -39,15 +39,15 @@ pub fn kernel<T: Real>(role: Role, grid: &Grid, channels: usize) -> Option<FastK
 wide! {
     // The loop over channels is outermost to keep the filter in registers.
     fn forward[T: Real](planes: &Planes, x: &[T], w: &[T], y: &mut [T], data: &mut [T], windows: &mut [T]) {
-        let (taps, images) = (planes.seen.len(), y.len() / (planes.channels * planes.out_len));
+        let (taps, images) = (planes.tap_runs.len(), y.len() / (planes.channels * planes.out_len));
         let windows = &mut windows[..planes.whole_windows()];
         for channel in 0..planes.channels {
             let w = &w[channel * taps..(channel + 1) * taps];
             for plane in (0..images).map(|image| image * planes.channels + channel) {
-                lay(&planes.data, planes.step, &x[plane * planes.data_len..(plane + 1) * planes.data_len], data);
-                correlate(&planes.seen, w, data, windows);
+                rearrange(&planes.data, planes.step, &x[plane * planes.data_len..(plane + 1) * planes.data_len], data);
+                correlate(&planes.tap_runs, w, data, windows);
                 let y = &mut y[plane * planes.out_len..(plane + 1) * planes.out_len];
-                take(&planes.results, 1, windows, y);
+                restore(&planes.results, 1, windows, y);
             }
         }
     }
@@ -55,19 +55,19 @@ wide! {
 
 wide! {
     fn input_grad[T: Real](planes: &Planes, dy: &[T], w: &[T], dx: &mut [T], data: &mut [T], windows: &mut [T]) {
-        let (taps, images) = (planes.seen.len(), dy.len() / (planes.channels * planes.out_len));
+        let (taps, images) = (planes.tap_runs.len(), dy.len() / (planes.channels * planes.out_len));
         // For elements that no window reads.
         dx.fill(T::ZERO);
         for channel in 0..planes.channels {
             let w = &w[channel * taps..(channel + 1) * taps];
             for plane in (0..images).map(|image| image * planes.channels + channel) {
                 let dy = &dy[plane * planes.out_len..(plane + 1) * planes.out_len];
-                lay(&planes.results, 1, dy, &mut windows[planes.zeros..]);
-                for (part, seeing) in data.chunks_exact_mut(planes.part).zip(&planes.seeing) {
-                    correlate(seeing, w, windows, part);
+                rearrange(&planes.results, 1, dy, &mut windows[planes.zeros..]);
+                for (group, tap_runs) in data.chunks_exact_mut(planes.group_len).zip(&planes.readers) {
+                    correlate(tap_runs, w, windows, group);
                 }
                 let dx = &mut dx[plane * planes.data_len..(plane + 1) * planes.data_len];
-                take(&planes.data, planes.step, data, dx);
+                restore(&planes.data, planes.step, data, dx);
             }
         }
     }
@@ -75,21 +75,21 @@ wide! {
 
 wide! {
     // Each tap's products are summed in lanes over all images, and the lanes at the end.
-    fn weight_grad[T: Real](planes: &Planes, dy: &[T], x: &[T], dw: &mut [T], laid: [&mut [T]; 2], sums: &mut [f64], add: bool) {
-        let (taps, images) = (planes.seen.len(), dy.len() / (planes.channels * planes.out_len));
-        let [data, windows] = laid;
+    fn weight_grad[T: Real](planes: &Planes, dy: &[T], x: &[T], dw: &mut [T], buffers: [&mut [T]; 2], sums: &mut [f64], add: bool) {
+        let (taps, images) = (planes.tap_runs.len(), dy.len() / (planes.channels * planes.out_len));
+        let [data, windows] = buffers;
         let windows = &mut windows[..planes.whole_windows()];
         for channel in 0..planes.channels {
             sums.fill(0.0);
             for plane in (0..images).map(|image| image * planes.channels + channel) {
-                lay(&planes.data, planes.step, &x[plane * planes.data_len..(plane + 1) * planes.data_len], data);
-                lay(&planes.results, 1, &dy[plane * planes.out_len..(plane + 1) * planes.out_len], windows);
-                for (&(seen, _), sums) in planes.seen.iter().zip(sums.chunks_exact_mut(LANES)) {
-                    add_products(windows, &data[seen..seen + windows.len()], sums);
+                rearrange(&planes.data, planes.step, &x[plane * planes.data_len..(plane + 1) * planes.data_len], data);
+                rearrange(&planes.results, 1, &dy[plane * planes.out_len..(plane + 1) * planes.out_len], windows);
+                for (&(start, _), sums) in planes.tap_runs.iter().zip(sums.chunks_exact_mut(LANES)) {
+                    add_products(windows, &data[start..start + windows.len()], sums);
                 }
             }
-            let own = dw[channel * taps..(channel + 1) * taps].iter_mut();
-            for (dw, sums) in own.zip(sums.chunks_exact(LANES)) {
+            let gradients = dw[channel * taps..(channel + 1) * taps].iter_mut();
+            for (dw, sums) in gradients.zip(sums.chunks_exact(LANES)) {
                 let sum: f64 = sums.iter().sum();
                 *dw = T::of(if add { dw.wide() + sum } else { sum });
             }
@@ -97,15 +97,15 @@ wide! {
     }
 }
 
-/// `to[i] = Σ w[tap] · from[seen + i]`, in tap order.
+/// `to[i] = Σ w[tap] · from[start + i]`, in tap order.
 #[inline(always)]
-fn correlate<T: Real>(seen: &[Seen], w: &[T], from: &[T], to: &mut [T]) {
+fn correlate<T: Real>(tap_runs: &[TapRun], w: &[T], from: &[T], to: &mut [T]) {
     let mut at = 0;
-    let mut fours = to.chunks_exact_mut(TOGETHER * LANES);
-    for to in &mut fours {
+    let mut groups = to.chunks_exact_mut(TOGETHER * LANES);
+    for to in &mut groups {
         let mut sums = [[T::ZERO; LANES]; TOGETHER];
-        for &(seen, tap) in seen {
-            let (factor, from) = (w[tap], &from[seen + at..seen + at + TOGETHER * LANES]);
+        for &(start, tap) in tap_runs {
+            let (factor, from) = (w[tap], &from[start + at..start + at + TOGETHER * LANES]);
             for (v, sums) in sums.iter_mut().enumerate() {
                 for lane in 0..LANES {
                     sums[lane] = sums[lane] + from[v * LANES + lane] * factor;
@@ -117,10 +117,10 @@ fn correlate<T: Real>(seen: &[Seen], w: &[T], from: &[T], to: &mut [T]) {
         }
         at += TOGETHER * LANES;
     }
-    for to in fours.into_remainder().chunks_exact_mut(LANES) {
+    for to in groups.into_remainder().chunks_exact_mut(LANES) {
         let mut sums = [T::ZERO; LANES];
-        for &(seen, tap) in seen {
-            let (factor, from) = (w[tap], &from[seen + at..seen + at + LANES]);
+        for &(start, tap) in tap_runs {
+            let (factor, from) = (w[tap], &from[start + at..start + at + LANES]);
             for lane in 0..LANES {
                 sums[lane] = sums[lane] + from[lane] * factor;
             }

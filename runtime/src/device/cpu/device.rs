@@ -50,7 +50,7 @@ impl Device for CpuDevice {
 
     fn arithmetic(&self) -> String {
         #[cfg(target_arch = "x86_64")]
-        let vectors = match (super::panels::is_at_hand(), super::panels::avx2::is_at_hand()) {
+        let vectors = match (super::panels::is_supported(), super::panels::avx2::is_supported()) {
             (true, _) => " with AVX-512",
             (_, true) => " with AVX2",
             _ => "",
@@ -91,7 +91,7 @@ impl Kernel for super::Kernel {
     }
 
     fn can_accumulate(&self) -> bool {
-        self.adds()
+        self.can_accumulate()
     }
 
     fn ops(&self) -> usize {
@@ -139,11 +139,11 @@ impl Stream for CpuStream {
     ) -> Result<(), DeviceError> {
         let (mut few_inputs, mut many_inputs) = ([&[][..]; FEW], Vec::new());
         let inputs: &[&[u8]] = match few_inputs.get_mut(..inputs.len()) {
-            Some(few) => {
-                for (bytes, region) in few.iter_mut().zip(inputs) {
+            Some(slots) => {
+                for (bytes, region) in slots.iter_mut().zip(inputs) {
                     *bytes = region.host()?;
                 }
-                few
+                slots
             }
             None => {
                 for region in inputs {
@@ -154,11 +154,11 @@ impl Stream for CpuStream {
         };
         let (mut few_outputs, mut many_outputs) = (<[&mut [u8]; FEW]>::default(), Vec::new());
         let outputs: &mut [&mut [u8]] = match few_outputs.get_mut(..outputs.len()) {
-            Some(few) => {
-                for (bytes, region) in few.iter_mut().zip(outputs) {
+            Some(slots) => {
+                for (bytes, region) in slots.iter_mut().zip(outputs) {
                     *bytes = region.reborrow().host()?;
                 }
-                few
+                slots
             }
             None => {
                 for region in outputs {
@@ -208,7 +208,7 @@ impl Stream for CpuStream {
     ) -> Result<(), DeviceError> {
         let (from, to) = (from.host()?, to.host()?);
         match (from_dtype, to_dtype) {
-            (one, other) if one == other => to.copy_from_slice(from),
+            (a, b) if a == b => to.copy_from_slice(from),
             (half, DType::F32) if is_half(half) => widen(half, from, cast_slice_mut(to)),
             (DType::F32, half) if is_half(half) => narrow(half, cast_slice(from), to),
             (from, to) => return Err(DeviceError::Cast { device: NAME.to_string(), from, to }),

@@ -12,8 +12,8 @@ use compiler::tensor::DType;
 /// Its gradient is the same kernel.
 pub fn kernel(op: &Dropout, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
-        DType::F32 => Some(of::<f32>(*op)),
-        DType::F64 => Some(of::<f64>(*op)),
+        DType::F32 => Some(whole_kernel::<f32>(*op)),
+        DType::F64 => Some(whole_kernel::<f64>(*op)),
         _ => None,
     }
 }
@@ -21,13 +21,13 @@ pub fn kernel(op: &Dropout, x: &TensorLayout) -> Option<FastKernel> {
 /// Dropout of a tensor-parallel shard, with the mask of the whole tensor.
 pub fn part(op: &DropoutPart, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
-        DType::F32 => Some(part_of::<f32>(*op)),
-        DType::F64 => Some(part_of::<f64>(*op)),
+        DType::F32 => Some(part_kernel::<f32>(*op)),
+        DType::F64 => Some(part_kernel::<f64>(*op)),
         _ => None,
     }
 }
 
-fn part_of<T: Real>(op: DropoutPart) -> FastKernel {
+fn part_kernel<T: Real>(op: DropoutPart) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         let [counter, index] = [1, 2].map(|i: usize| cast_slice::<u8, i64>(inputs[i])[0]);
         let device = usize::try_from(index).ok().filter(|device| *device < op.devices);
@@ -41,7 +41,7 @@ fn part_of<T: Real>(op: DropoutPart) -> FastKernel {
     })
 }
 
-fn of<T: Real>(op: Dropout) -> FastKernel {
+fn whole_kernel<T: Real>(op: Dropout) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         let counter = cast_slice::<u8, i64>(inputs[1])[0];
         drop_out(cast_slice::<u8, T>(inputs[0]), 0, op.mask(counter), op.scale(), cast_slice_mut(outputs[0]));
@@ -52,17 +52,17 @@ fn of<T: Real>(op: Dropout) -> FastKernel {
 /// Dropout of some adjacent elements of a tensor. A third input is the number of the first one.
 pub fn piece(op: &Dropout, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
-        DType::F32 => Some(piece_of::<f32>(*op)),
-        DType::F64 => Some(piece_of::<f64>(*op)),
+        DType::F32 => Some(piece_kernel::<f32>(*op)),
+        DType::F64 => Some(piece_kernel::<f64>(*op)),
         dtype if is_half(dtype) => {
-            let number = || TensorLayout { dtype: DType::I64, shape: Vec::new() };
-            Some(half::wrapped(piece_of::<f32>(*op), &[x.clone(), number(), number()], std::slice::from_ref(x)))
+            let scalar = || TensorLayout { dtype: DType::I64, shape: Vec::new() };
+            Some(half::wrap(piece_kernel::<f32>(*op), &[x.clone(), scalar(), scalar()], std::slice::from_ref(x)))
         }
         _ => None,
     }
 }
 
-fn piece_of<T: Real>(op: Dropout) -> FastKernel {
+fn piece_kernel<T: Real>(op: Dropout) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         let [counter, first] = [1, 2].map(|i: usize| cast_slice::<u8, i64>(inputs[i])[0]);
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));

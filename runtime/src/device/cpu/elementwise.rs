@@ -2,7 +2,7 @@
 
 use super::function::*;
 use super::real::Real;
-use super::walk::{Walk, row_major, stretched};
+use super::walk::{Walk, broadcast_strides, row_major};
 use super::wide::wide;
 use super::{FastKernel, TensorLayout};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
@@ -74,7 +74,7 @@ wide! {
 }
 
 pub fn binary(op: Binary, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
-    let walk = joint(a, b, y)?;
+    let walk = broadcast_walk(a, b, y)?;
     match a.dtype {
         DType::F32 => binary_real::<f32>(op, walk),
         DType::F64 => binary_real::<f64>(op, walk),
@@ -102,7 +102,7 @@ fn binary_real<T: Real>(op: Binary, walk: Walk<3>) -> Option<FastKernel> {
 }
 
 pub fn compare(op: Compare, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
-    let walk = joint(a, b, y)?;
+    let walk = broadcast_walk(a, b, y)?;
     match a.dtype {
         DType::F32 => Some(compare_as::<f32>(op, walk)),
         DType::F64 => Some(compare_as::<f64>(op, walk)),
@@ -120,8 +120,8 @@ fn compare_as<T: Pod + PartialOrd>(op: Compare, walk: Walk<3>) -> FastKernel {
     }
 }
 
-fn joint(a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<Walk<3>> {
-    let (a, b) = (stretched(&a.shape, &y.shape), stretched(&b.shape, &y.shape));
+fn broadcast_walk(a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<Walk<3>> {
+    let (a, b) = (broadcast_strides(&a.shape, &y.shape), broadcast_strides(&b.shape, &y.shape));
     Walk::new(&y.shape, [&row_major(&y.shape), &a, &b], [0; 3])
 }
 
@@ -173,7 +173,7 @@ wide! {
 
 /// Select, for any element type.
 pub fn select(condition: &TensorLayout, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
-    let strides = [condition, a, b].map(|l| stretched(&l.shape, &y.shape));
+    let strides = [condition, a, b].map(|l| broadcast_strides(&l.shape, &y.shape));
     let walk = Walk::new(&y.shape, [&row_major(&y.shape), &strides[0], &strides[1], &strides[2]], [0; 4])?;
     Some(match y.dtype.size() {
         1 => choose::<u8>(walk),

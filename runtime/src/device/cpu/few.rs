@@ -10,11 +10,11 @@
 use super::conv_role::Role;
 use super::implicit::Sizes;
 use super::panels::dots::{self, dots};
-use super::panels::images::{Patches, PatchesTurned, Results, Terms};
+use super::panels::images::{Patches, Results, Terms, TransposedPatches};
 use super::panels::matrix::Plain;
 use super::panels::product::{pack_all, panels_len, product, product_by_rows};
 use super::panels::windows::Windows;
-use super::panels::{LANES, Right, Rows, is_at_hand, pack};
+use super::panels::{LANES, Right, Rows, is_supported, pack};
 use super::patches::Grid;
 use super::{ALIGNMENT, FastKernel};
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -30,100 +30,100 @@ const LONG_FILTER: usize = 256;
 /// Sizes are non-zero. `None` if the processor is unsuitable or another algorithm is faster.
 pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let (windows, depth) = (sizes.images.checked_mul(grid.out_len())?, sizes.ins.checked_mul(grid.taps())?);
-    let most = match role {
+    let max_windows = match role {
         Role::Forward => dots::MOST_ROWS,
         Role::InputGrad => MOST_FOR_INPUTS,
         Role::WeightGrad => MOST_FOR_WEIGHTS,
     };
-    if windows > most || sizes.outs < MANY_FILTERS || depth < LONG_FILTER || !is_at_hand() {
+    if windows > max_windows || sizes.outs < MANY_FILTERS || depth < LONG_FILTER || !is_supported() {
         return None;
     }
     match role {
         Role::InputGrad => input_grad(grid, sizes),
-        _ => of_patches(role, grid, sizes),
+        _ => patch_kernel(role, grid, sizes),
     }
 }
 
 /// Elements per group in x, w and y; elements per image in x and y.
-fn parts(grid: &Grid, Sizes { groups, ins, outs, .. }: Sizes) -> ([usize; 3], [usize; 2]) {
+fn group_and_image_sizes(grid: &Grid, Sizes { groups, ins, outs, .. }: Sizes) -> ([usize; 3], [usize; 2]) {
     let [x, w, y] = [ins * grid.data_len(), outs * ins * grid.taps(), outs * grid.out_len()];
     ([x, w, y], [groups * x, groups * y])
 }
 
-fn of_patches(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
+fn patch_kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let Sizes { images, groups, ins, outs } = sizes;
-    let (of_group, [x_image, y_image]) = parts(grid, sizes);
+    let (group_sizes, [x_image, y_image]) = group_and_image_sizes(grid, sizes);
     let (depth, count) = (ins * grid.taps(), grid.out_len());
-    let places = Windows::new(grid, images, [x_image, y_image])?;
-    let (windows, pitch) = (places.columns, depth.next_multiple_of(LANES));
-    let of_patches = panels_len(windows, depth);
+    let windows = Windows::new(grid, images, [x_image, y_image])?;
+    let (window_count, pitch) = (windows.columns, depth.next_multiple_of(LANES));
+    let patch_elements = panels_len(window_count, depth);
     let fast = FastKernel::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
         let (a, b) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
         let c = cast_slice_mut::<u8, f32>(outputs[0]);
         let workspace = cast_slice_mut::<u8, f32>(workspace);
-        let (patches, rest) = workspace.split_at_mut(of_patches);
+        let (patches, scratch) = workspace.split_at_mut(patch_elements);
         for group in 0..groups {
-            let [x_at, w_at, y_at] = of_group.map(|size| group * size);
+            let [x_at, w_at, y_at] = group_sizes.map(|size| group * size);
             // SAFETY: lengths are checked, the windows belong to these images, and the processor features are present.
             // Nothing writes through addresses of read-only data.
             unsafe {
-                let turned = |x: &[f32]| PatchesTurned(Patches { windows: &places, x: x[x_at..].as_ptr() });
+                let transposed = |x: &[f32]| TransposedPatches(Patches { windows: &windows, x: x[x_at..].as_ptr() });
                 if role == Role::Forward {
-                    let lengths = [images * x_image, groups * of_group[1], images * y_image];
+                    let lengths = [images * x_image, groups * group_sizes[1], images * y_image];
                     assert_eq!([a.len(), b.len(), c.len()], lengths);
-                    turned(a).pack(0..windows, 0..depth, patches.as_mut_ptr());
+                    transposed(a).pack(0..window_count, 0..depth, patches.as_mut_ptr());
                     let rows = Rows { at: patches.as_ptr(), row: pitch, step: 1 };
-                    let beside = &mut rest[..windows * outs];
+                    let by_window = &mut scratch[..window_count * outs];
                     let filters = Rows { at: b[w_at..].as_ptr(), row: depth, step: 1 };
-                    dots([windows, outs, depth], rows, filters, (beside.as_mut_ptr(), outs), false);
-                    for (image, beside) in beside.chunks_exact(count * outs).enumerate() {
+                    dots([window_count, outs, depth], rows, filters, (by_window.as_mut_ptr(), outs), false);
+                    for (image, by_window) in by_window.chunks_exact(count * outs).enumerate() {
                         let y = &mut c[image * y_image + y_at..][..outs * count];
                         for (out, y) in y.chunks_exact_mut(count).enumerate() {
-                            y.iter_mut().enumerate().for_each(|(window, y)| *y = beside[window * outs + out]);
+                            y.iter_mut().enumerate().for_each(|(window, y)| *y = by_window[window * outs + out]);
                         }
                     }
                 } else {
-                    let lengths = [images * y_image, images * x_image, groups * of_group[1]];
+                    let lengths = [images * y_image, images * x_image, groups * group_sizes[1]];
                     assert_eq!([a.len(), b.len(), c.len()], lengths);
-                    pack_all(&turned(b), windows, depth, patches.as_mut_ptr());
-                    let dy = Results { windows: &places, y: a[y_at..].as_ptr().cast_mut() };
+                    pack_all(&transposed(b), window_count, depth, patches.as_mut_ptr());
+                    let dy = Results { windows: &windows, y: a[y_at..].as_ptr().cast_mut() };
                     let dw = Plain { at: c[w_at..].as_mut_ptr(), row: depth };
-                    product_by_rows([outs, depth, windows], &dy, patches.as_ptr(), &dw, add);
+                    product_by_rows([outs, depth, window_count], &dy, patches.as_ptr(), &dw, add);
                 }
             }
         }
         Ok(())
     });
-    let beside = if role == Role::Forward { windows * outs } else { 0 };
-    Some(fast.with_workspace((of_patches + beside) * size_of::<f32>()))
+    let by_window = if role == Role::Forward { window_count * outs } else { 0 };
+    Some(fast.with_workspace((patch_elements + by_window) * size_of::<f32>()))
 }
 
 fn input_grad(grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let Sizes { images, groups, ins, outs } = sizes;
-    let (of_group, [x_image, y_image]) = parts(grid, sizes);
+    let (group_sizes, [x_image, y_image]) = group_and_image_sizes(grid, sizes);
     let (plane, count) = (grid.data_len(), grid.out_len());
     let (depth, windows) = (ins * grid.taps(), images * count);
     // The terms that each element sums; the terms of all images are side by side.
     let elements = Windows::new(&grid.flipped()?, images, [count, x_image])?;
-    let (across, pitch) = (outs.next_multiple_of(LANES), windows.next_multiple_of(LANES));
-    let sizes = [windows * across, windows * depth, depth * pitch].map(|size| size.next_multiple_of(ALIGNMENT));
+    let (out_pitch, pitch) = (outs.next_multiple_of(LANES), windows.next_multiple_of(LANES));
+    let sizes = [windows * out_pitch, windows * depth, depth * pitch].map(|size| size.next_multiple_of(ALIGNMENT));
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let (dy, w) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
         let dx = cast_slice_mut::<u8, f32>(outputs[0]);
-        assert_eq!([dy.len(), w.len(), dx.len()], [images * y_image, groups * of_group[1], images * x_image]);
+        assert_eq!([dy.len(), w.len(), dx.len()], [images * y_image, groups * group_sizes[1], images * x_image]);
         let workspace = &mut cast_slice_mut::<u8, f32>(workspace)[..sizes.iter().sum()];
-        let (turned, rest) = workspace.split_at_mut(sizes[0]);
-        let (by_window, terms) = rest.split_at_mut(sizes[1]);
+        let (transposed, scratch) = workspace.split_at_mut(sizes[0]);
+        let (by_window, terms) = scratch.split_at_mut(sizes[1]);
         for group in 0..groups {
-            let [x_at, w_at, y_at] = of_group.map(|size| group * size);
+            let [x_at, w_at, y_at] = group_sizes.map(|size| group * size);
             // SAFETY: lengths and workspace are checked, the windows belong to these images, and the processor features
             // are present.
             unsafe {
                 for image in 0..images {
                     let dy = Rows { at: dy[image * y_image + y_at..].as_ptr(), row: 1, step: count };
-                    pack::right(dy, count, outs, turned[image * count * across..].as_mut_ptr());
+                    pack::right(dy, count, outs, transposed[image * count * out_pitch..].as_mut_ptr());
                 }
-                let dy = Rows { at: turned.as_ptr(), row: across, step: 1 };
+                let dy = Rows { at: transposed.as_ptr(), row: out_pitch, step: 1 };
                 let filters = Rows { at: w[w_at..].as_ptr(), row: depth, step: 1 };
                 let result = Plain { at: by_window.as_mut_ptr(), row: depth };
                 product([windows, depth, outs], &dy, &filters, &result, false);
@@ -141,11 +141,11 @@ fn input_grad(grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::conv::tests::met;
+    use crate::device::cpu::conv::tests::count_supported;
 
     #[test]
     fn all_three_are_those_of_the_definition() {
-        if !is_at_hand() {
+        if !is_supported() {
             return println!("skipped: no AVX-512");
         }
         let cases = [
@@ -157,6 +157,6 @@ mod tests {
             ([3, 1, 31, 80], [3, 3], 1),
             ([1, 1, 32, 64], [2, 2], 2),
         ];
-        assert_eq!(met(&cases, kernel), [4, 7, 7]);
+        assert_eq!(count_supported(&cases, kernel), [4, 7, 7]);
     }
 }

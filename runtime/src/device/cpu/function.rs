@@ -10,7 +10,7 @@ pub trait Function2<T, U>: Copy + Send + Sync + 'static {
     fn at(self, a: T, b: T) -> U;
 }
 
-macro_rules! one {
+macro_rules! unary {
     ($($(#[$doc:meta])* $name:ident($x:ident) = $value:expr;)*) => {
         $($(#[$doc])*
         #[derive(Clone, Copy)]
@@ -25,7 +25,7 @@ macro_rules! one {
     };
 }
 
-macro_rules! two {
+macro_rules! binary {
     ($($(#[$doc:meta])* $name:ident($a:ident, $b:ident) = $value:expr;)*) => {
         $($(#[$doc])*
         #[derive(Clone, Copy)]
@@ -40,7 +40,7 @@ macro_rules! two {
     };
 }
 
-one! {
+unary! {
     Neg(x) = -x;
     Abs(x) = x.abs();
     /// -1, 0 or 1; keeps NaN.
@@ -80,7 +80,7 @@ one! {
     Round(x) = x.round();
 }
 
-two! {
+binary! {
     Add(a, b) = a + b;
     Sub(a, b) = a - b;
     Mul(a, b) = a * b;
@@ -96,7 +96,7 @@ two! {
     Min(a, b) = a.smaller(b);
 }
 
-macro_rules! question {
+macro_rules! comparison {
     ($($(#[$doc:meta])* $name:ident($a:ident, $b:ident) = $value:expr;)*) => {
         $($(#[$doc])*
         #[derive(Clone, Copy)]
@@ -111,13 +111,13 @@ macro_rules! question {
     };
 }
 
-question! {
+comparison! {
     Equal(a, b) = a == b;
     Less(a, b) = a < b;
     LessEqual(a, b) = a <= b;
 }
 
-macro_rules! truth {
+macro_rules! logical {
     ($($(#[$doc:meta])* $name:ident($a:ident, $b:ident) = $value:expr;)*) => {
         $($(#[$doc])*
         #[derive(Clone, Copy)]
@@ -132,7 +132,7 @@ macro_rules! truth {
     };
 }
 
-truth! {
+logical! {
     And(a, b) = (a != 0) & (b != 0);
     Or(a, b) = (a != 0) | (b != 0);
     Xor(a, b) = (a != 0) ^ (b != 0);

@@ -46,25 +46,26 @@ fn scatter<T: Real>(axis: usize, indices: &TensorLayout, y: &TensorLayout) -> Fa
     let indices = indices.clone();
     let count: usize = indices.shape.iter().product();
     // Workspace: sorted (target, source) pairs, and the sum for one target.
-    let (places, sum) = ((count * size_of::<[usize; 2]>()).next_multiple_of(ALIGNMENT), run * size_of::<T>());
+    let (order_bytes, sum_bytes) =
+        ((count * size_of::<[usize; 2]>()).next_multiple_of(ALIGNMENT), run * size_of::<T>());
     let fast = FastKernel::adding(true, move |inputs, outputs, workspace, adds| {
         let (dy, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         let rows = View::new(indices.dtype, &indices.shape, inputs[1]);
         check(&rows, size)?;
         if adds {
-            let (order, sum) = workspace.split_at_mut(places);
+            let (order, sum) = workspace.split_at_mut(order_bytes);
             let order = &mut cast_slice_mut::<u8, [usize; 2]>(order)[..count];
-            for (i, place) in order.iter_mut().enumerate() {
-                *place = [row(&rows, i, size)?, i];
+            for (i, entry) in order.iter_mut().enumerate() {
+                *entry = [row(&rows, i, size)?, i];
             }
             order.sort_unstable();
             let sum = &mut cast_slice_mut::<u8, T>(sum)[..run];
             for block in 0..outer {
                 let (dy, y) = (&dy[block * count * run..], &mut y[block * size * run..]);
-                for same in order.chunk_by(|a, b| a[0] == b[0]) {
+                for target in order.chunk_by(|a, b| a[0] == b[0]) {
                     sum.fill(T::ZERO);
-                    same.iter().for_each(|[_, from]| add(&dy[from * run..(from + 1) * run], sum));
-                    add(sum, &mut y[same[0][0] * run..(same[0][0] + 1) * run]);
+                    target.iter().for_each(|[_, from]| add(&dy[from * run..(from + 1) * run], sum));
+                    add(sum, &mut y[target[0][0] * run..(target[0][0] + 1) * run]);
                 }
             }
             return Ok(());
@@ -79,7 +80,7 @@ fn scatter<T: Real>(axis: usize, indices: &TensorLayout, y: &TensorLayout) -> Fa
         }
         Ok(())
     });
-    fast.with_workspace(places + sum)
+    fast.with_workspace(order_bytes + sum_bytes)
 }
 
 wide! {

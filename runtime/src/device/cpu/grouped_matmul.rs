@@ -10,8 +10,8 @@ use compiler::tensor::DType;
 
 pub fn kernel(op: &GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
-        DType::F32 => Some(rows::<f32>(*op, x, w, ends)),
-        DType::F64 => Some(rows::<f64>(*op, x, w, ends)),
+        DType::F32 => Some(product_kernel::<f32>(*op, x, w, ends)),
+        DType::F64 => Some(product_kernel::<f64>(*op, x, w, ends)),
         _ => None,
     }
 }
@@ -19,23 +19,23 @@ pub fn kernel(op: &GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &Ten
 /// Gradient with respect to the matrices.
 pub fn grad(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout) -> Option<FastKernel> {
     match a.dtype {
-        DType::F32 => Some(sums::<f32>(a, b, ends)),
-        DType::F64 => Some(sums::<f64>(a, b, ends)),
+        DType::F32 => Some(grad_kernel::<f32>(a, b, ends)),
+        DType::F64 => Some(grad_kernel::<f64>(a, b, ends)),
         _ => None,
     }
 }
 
-fn rows<T: Real>(op: GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &TensorLayout) -> FastKernel {
-    let ([s, k], groups_of) = ([x.shape[0], x.shape[1]], ends.shape[0]);
+fn product_kernel<T: Real>(op: GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &TensorLayout) -> FastKernel {
+    let ([s, k], group_count) = ([x.shape[0], x.shape[1]], ends.shape[0]);
     let n = w.shape[if op.transpose { 1 } else { 2 }];
     let strides = if op.transpose { (1, k) } else { (n, 1) };
     FastKernel::new(move |inputs, outputs, _| {
         let (x, w) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
-        let ends = &cast_slice::<u8, i64>(inputs[2])[..groups_of];
+        let ends = &cast_slice::<u8, i64>(inputs[2])[..group_count];
         let y: &mut [T] = cast_slice_mut(outputs[0]);
-        let mut done = 0;
+        let mut end = 0;
         for (g, range) in groups(ends.iter().copied(), s).enumerate() {
-            done = range.end;
+            end = range.end;
             if range.is_empty() {
                 continue;
             }
@@ -43,16 +43,16 @@ fn rows<T: Real>(op: GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &T
             let b = Matrix { values: &w[g * k * n..(g + 1) * k * n], strides };
             product([range.len(), n, k], a, b, &mut y[range.start * n..range.end * n], n, false);
         }
-        y[done * n..].fill(T::ZERO);
+        y[end * n..].fill(T::ZERO);
         Ok(())
     })
 }
 
-fn sums<T: Real>(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout) -> FastKernel {
-    let (s, m, n, groups_of) = (a.shape[0], a.shape[1], b.shape[1], ends.shape[0]);
+fn grad_kernel<T: Real>(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout) -> FastKernel {
+    let (s, m, n, group_count) = (a.shape[0], a.shape[1], b.shape[1], ends.shape[0]);
     FastKernel::new(move |inputs, outputs, _| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
-        let ends = &cast_slice::<u8, i64>(inputs[2])[..groups_of];
+        let ends = &cast_slice::<u8, i64>(inputs[2])[..group_count];
         let c: &mut [T] = cast_slice_mut(outputs[0]);
         for (g, range) in groups(ends.iter().copied(), s).enumerate() {
             let left = Matrix { values: &a[range.start * m..range.end * m], strides: (1, m) };

@@ -1,10 +1,10 @@
 //! GRU and its gradient: one or two `gemm` products per step for the recurrence, one for the whole sequence otherwise.
 
-use super::lstm::{Sizes, logistic, of_state, plain, turned};
+use super::lstm::{Sizes, logistic, matrix, state_weight_grad, transposed};
 use super::matmul::{Matrix, product};
 use super::real::Real;
 use super::recurrent::Recurrent;
-use super::rnn::{columns, next};
+use super::rnn::{next, sum_columns};
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -39,71 +39,71 @@ fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKerne
     let Sizes { steps, batch, width, hidden } = sizes;
     let (two, three, four) = (2 * hidden, 3 * hidden, 4 * hidden);
     // If the reset gate applies before the product, the candidate's product must follow the gate.
-    let together = if reset_after { three } else { two };
-    let all = Recurrent::of::<T>(steps, [batch, together, hidden], true);
-    let alone = Recurrent::of::<T>(steps, [batch, if reset_after { 0 } else { hidden }, hidden], true);
+    let gate_width = if reset_after { three } else { two };
+    let recurrent = Recurrent::of::<T>(steps, [batch, gate_width, hidden], true);
+    let candidate = Recurrent::of::<T>(steps, [batch, if reset_after { 0 } else { hidden }, hidden], true);
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h, gates] = outputs else { unreachable!("a GRU has three outputs") };
         let [y, last_h, gates] = [y, last_h, gates].map(|o| cast_slice_mut::<u8, T>(o));
-        let (of_all, rest) = workspace.split_at_mut(all.bytes::<T>());
-        let (of_candidate, rest) = rest.split_at_mut(alone.bytes::<T>());
-        let all = all.laid(w_hh, of_all);
-        let candidate = alone.laid(&w_hh[two * hidden..], of_candidate);
-        let sums = &mut cast_slice_mut::<u8, T>(rest)[..batch * three];
-        product([steps * batch, three, width], plain(x, width), turned(w_ih, width), gates, four, false);
-        let (mut rest, mut h): (&mut [T], &[T]) = (y, h0);
+        let (recurrent_room, scratch) = workspace.split_at_mut(recurrent.bytes::<T>());
+        let (candidate_room, scratch) = scratch.split_at_mut(candidate.bytes::<T>());
+        let recurrent = recurrent.arrange(w_hh, recurrent_room);
+        let candidate = candidate.arrange(&w_hh[two * hidden..], candidate_room);
+        let sums = &mut cast_slice_mut::<u8, T>(scratch)[..batch * three];
+        product([steps * batch, three, width], matrix(x, width), transposed(w_ih, width), gates, four, false);
+        let (mut unwritten, mut h): (&mut [T], &[T]) = (y, h0);
         for t in order(steps, reverse) {
             let gates = &mut gates[sizes.step(t, four)];
-            all.multiply(t, plain(h, hidden), sums, three, false);
+            recurrent.multiply(t, matrix(h, hidden), sums, three, false);
             for n in 0..batch {
                 let gates = &mut gates[n * four..(n + 1) * four];
-                open(gates, &sums[n * three..(n + 1) * three], b_ih, b_hh, &h[n * hidden..(n + 1) * hidden]);
+                open_gates(gates, &sums[n * three..(n + 1) * three], b_ih, b_hh, &h[n * hidden..(n + 1) * hidden]);
             }
             if !reset_after && hidden > 0 && batch > 0 {
-                let left = from_column(gates, three, four);
-                candidate.multiply(t, left, &mut sums[two..], three, false);
+                let reset_h = from_column(gates, three, four);
+                candidate.multiply(t, reset_h, &mut sums[two..], three, false);
             }
-            let step = next(&mut rest, batch * hidden, reverse);
+            let step = next(&mut unwritten, batch * hidden, reverse);
             for n in 0..batch {
                 let (row, sums) = (n * hidden..(n + 1) * hidden, &sums[n * three + two..(n + 1) * three]);
                 let gates = &mut gates[n * four..(n + 1) * four];
-                mix(gates, sums, &b_ih[two..], &b_hh[two..], &h[row.clone()], &mut step[row], reset_after);
+                mix_state(gates, sums, &b_ih[two..], &b_hh[two..], &h[row.clone()], &mut step[row], reset_after);
             }
             h = step;
         }
         last_h.copy_from_slice(h);
         Ok(())
     });
-    fast.with_workspace(all.bytes::<T>() + alone.bytes::<T>() + batch * three * size_of::<T>())
+    fast.with_workspace(recurrent.bytes::<T>() + candidate.bytes::<T>() + batch * three * size_of::<T>())
 }
 
 wide! {
     // One batch row: activates r and z, and stores `r * h` after the candidate.
-    fn open[T: Real](gates: &mut [T], sums: &[T], b_ih: &[T], b_hh: &[T], h: &[T]) {
+    fn open_gates[T: Real](gates: &mut [T], sums: &[T], b_ih: &[T], b_hh: &[T], h: &[T]) {
         let hidden = h.len();
-        let (both, rest) = gates.split_at_mut(2 * hidden);
-        for (((a, sum), b_ih), b_hh) in both.iter_mut().zip(sums).zip(b_ih).zip(b_hh) {
+        let (reset_update, rest) = gates.split_at_mut(2 * hidden);
+        for (((a, sum), b_ih), b_hh) in reset_update.iter_mut().zip(sums).zip(b_ih).zip(b_hh) {
             *a = logistic(*a + *b_ih + *sum + *b_hh);
         }
-        let left = &mut rest[hidden..];
+        let reset_h = &mut rest[hidden..];
         for j in 0..hidden {
-            left[j] = both[j] * h[j];
+            reset_h[j] = reset_update[j] * h[j];
         }
     }
 }
 
 wide! {
     // One batch row: the candidate and the new state.
-    fn mix[T: Real](gates: &mut [T], sums: &[T], b_ih: &[T], b_hh: &[T], h: &[T], y: &mut [T], reset_after: bool) {
+    fn mix_state[T: Real](gates: &mut [T], sums: &[T], b_ih: &[T], b_hh: &[T], h: &[T], y: &mut [T], reset_after: bool) {
         let hidden = h.len();
         let (r, rest) = gates.split_at_mut(hidden);
         let (z, rest) = rest.split_at_mut(hidden);
-        let (n, met) = rest.split_at_mut(hidden);
+        let (n, recurrent_term) = rest.split_at_mut(hidden);
         if reset_after {
             for j in 0..hidden {
-                met[j] = sums[j] + b_hh[j];
-                n[j] = n[j] + b_ih[j] + r[j] * met[j];
+                recurrent_term[j] = sums[j] + b_hh[j];
+                n[j] = n[j] + b_ih[j] + r[j] * recurrent_term[j];
             }
         } else {
             for j in 0..hidden {
@@ -129,18 +129,18 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKern
         let [dx, dw_ih, dw_hh, db_ih, db_hh, dh] = outputs else { unreachable!("its gradient has six outputs") };
         let [dx, dw_ih, dw_hh] = [dx, dw_ih, dw_hh].map(|o| cast_slice_mut::<u8, T>(o));
         let [db_ih, db_hh, dh] = [db_ih, db_hh, dh].map(|o| cast_slice_mut::<u8, T>(o));
-        let (gate_room, rest) = workspace.split_at_mut(of_gates.bytes::<T>());
-        let (candidate_room, rest) = rest.split_at_mut(of_candidate.bytes::<T>());
+        let (gate_room, scratch) = workspace.split_at_mut(of_gates.bytes::<T>());
+        let (candidate_room, scratch) = scratch.split_at_mut(of_candidate.bytes::<T>());
         let (w_gates, w_candidate) = w_hh.split_at(two * hidden);
         let (w_gates, w_candidate) =
-            (of_gates.laid(w_gates, gate_room), of_candidate.laid(w_candidate, candidate_room));
-        let (sums, rest) = rest.split_at_mut(sums_bytes);
+            (of_gates.arrange(w_gates, gate_room), of_candidate.arrange(w_candidate, candidate_room));
+        let (sums, scratch) = scratch.split_at_mut(sums_bytes);
         let sums = &mut cast_slice_mut::<u8, f64>(sums)[..three];
         // Gradients at the pre-activations (`da`), at the candidate's recurrent term (`e`), and through the candidate's
         // weight.
-        let (da, rest) = cast_slice_mut::<u8, T>(rest).split_at_mut(rows * three);
-        let (e, rest) = rest.split_at_mut(rows * hidden);
-        let through = &mut rest[..batch * hidden];
+        let (da, scratch) = cast_slice_mut::<u8, T>(scratch).split_at_mut(rows * three);
+        let (e, scratch) = scratch.split_at_mut(rows * hidden);
+        let dh_candidate = &mut scratch[..batch * hidden];
         dh.copy_from_slice(last_dh);
         for t in order(steps, !reverse) {
             let h = before(t, steps, reverse).map_or(h0, |t| &y[sizes.step(t, hidden)]);
@@ -149,40 +149,48 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKern
             for n in 0..batch {
                 let (row, gates) = (n * hidden..(n + 1) * hidden, &gates[n * four..(n + 1) * four]);
                 let da = &mut da[n * three..(n + 1) * three];
-                mix_grad(&dy[row.clone()], &mut dh[row.clone()], gates, &h[row.clone()], da, &mut e[row], reset_after);
+                mix_state_grad(
+                    &dy[row.clone()],
+                    &mut dh[row.clone()],
+                    gates,
+                    &h[row.clone()],
+                    da,
+                    &mut e[row],
+                    reset_after,
+                );
             }
-            w_candidate.multiply(t, plain(e, hidden), through, hidden, false);
+            w_candidate.multiply(t, matrix(e, hidden), dh_candidate, hidden, false);
             for n in 0..batch {
                 let (row, gates) = (n * hidden..(n + 1) * hidden, &gates[n * four..(n + 1) * four]);
                 let da = &mut da[n * three..(n + 1) * three];
-                open_grad(&mut dh[row.clone()], gates, &h[row.clone()], &through[row], da, reset_after);
+                open_gates_grad(&mut dh[row.clone()], gates, &h[row.clone()], &dh_candidate[row], da, reset_after);
             }
-            w_gates.multiply(t, plain(da, three), dh, hidden, true);
+            w_gates.multiply(t, matrix(da, three), dh, hidden, true);
         }
         let (da, e) = (&*da, &*e);
-        product([rows, width, three], plain(da, three), plain(w_ih, width), dx, width, false);
-        product([three, width, rows], turned(da, three), plain(x, width), dw_ih, width, false);
+        product([rows, width, three], matrix(da, three), matrix(w_ih, width), dx, width, false);
+        product([three, width, rows], transposed(da, three), matrix(x, width), dw_ih, width, false);
         let (dw_gates, dw_candidate) = dw_hh.split_at_mut(two * hidden);
-        of_state(reverse, sizes, da, [two, three], h0, y, dw_gates);
+        state_weight_grad(reverse, sizes, da, [two, three], h0, y, dw_gates);
         if reset_after {
-            of_state(reverse, sizes, e, [hidden, hidden], h0, y, dw_candidate);
+            state_weight_grad(reverse, sizes, e, [hidden, hidden], h0, y, dw_candidate);
         } else {
-            let left = from_column(gates, three, four);
-            product([hidden, hidden, rows], turned(e, hidden), left, dw_candidate, hidden, false);
+            let reset_h = from_column(gates, three, four);
+            product([hidden, hidden, rows], transposed(e, hidden), reset_h, dw_candidate, hidden, false);
         }
-        columns(da, three, sums);
+        sum_columns(da, three, sums);
         db_ih.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
-        columns(e, hidden, &mut sums[two..]);
+        sum_columns(e, hidden, &mut sums[two..]);
         db_hh.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
         Ok(())
     });
-    let laid = of_gates.bytes::<T>() + of_candidate.bytes::<T>();
-    fast.with_workspace(laid + sums_bytes + (rows * four + batch * hidden) * size_of::<T>())
+    let panel_bytes = of_gates.bytes::<T>() + of_candidate.bytes::<T>();
+    fast.with_workspace(panel_bytes + sums_bytes + (rows * four + batch * hidden) * size_of::<T>())
 }
 
 wide! {
     // One batch row: gradients of z and the candidate from the new state. Adds dy to dh.
-    fn mix_grad[T: Real](dy: &[T], dh: &mut [T], gates: &[T], h: &[T], da: &mut [T], e: &mut [T], reset_after: bool) {
+    fn mix_state_grad[T: Real](dy: &[T], dh: &mut [T], gates: &[T], h: &[T], da: &mut [T], e: &mut [T], reset_after: bool) {
         let hidden = h.len();
         let (r, rest) = gates.split_at(hidden);
         let (z, rest) = rest.split_at(hidden);
@@ -200,16 +208,20 @@ wide! {
 
 wide! {
     // One batch row: gradient of r, and of the previous state.
-    fn open_grad[T: Real](dh: &mut [T], gates: &[T], h: &[T], through: &[T], da: &mut [T], reset_after: bool) {
+    fn open_gates_grad[T: Real](dh: &mut [T], gates: &[T], h: &[T], dh_candidate: &[T], da: &mut [T], reset_after: bool) {
         let hidden = h.len();
         let (r, rest) = gates.split_at(hidden);
-        let (z, met) = (&rest[..hidden], &rest[2 * hidden..]);
+        let (z, recurrent_term) = (&rest[..hidden], &rest[2 * hidden..]);
         let (da_r, rest) = da.split_at_mut(hidden);
         let da_n = &rest[hidden..];
         for j in 0..hidden {
-            let (dr, on) = if reset_after { (da_n[j] * met[j], through[j]) } else { (through[j] * h[j], through[j] * r[j]) };
+            let (dr, dh_recurrent) = if reset_after {
+                (da_n[j] * recurrent_term[j], dh_candidate[j])
+            } else {
+                (dh_candidate[j] * h[j], dh_candidate[j] * r[j])
+            };
             da_r[j] = dr * r[j] * (T::ONE - r[j]);
-            dh[j] = dh[j] * z[j] + on;
+            dh[j] = dh[j] * z[j] + dh_recurrent;
         }
     }
 }

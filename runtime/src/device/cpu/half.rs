@@ -37,51 +37,51 @@ pub fn kernel(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Opt
         Op::Cast(cast) if is_half(cast.to) => Op::Cast(Cast { to: DType::F32 }),
         op => op.clone(),
     };
-    let wide = |layouts: &[TensorLayout]| -> Vec<TensorLayout> { layouts.iter().map(widened).collect() };
+    let wide = |layouts: &[TensorLayout]| -> Vec<TensorLayout> { layouts.iter().map(widen_layout).collect() };
     let inner = fast(&op, &wide(inputs), &wide(outputs))?;
     // Plans count on no other sums of two-byte types.
     let inner = if matches!(op, Op::MatMul(_)) { inner } else { FastKernel { term: None, ..inner } };
-    Some(wrapped(inner, inputs, outputs))
+    Some(wrap(inner, inputs, outputs))
 }
 
 /// A kernel whose 16-bit operands are `f32` for `inner`.
-pub fn wrapped(inner: FastKernel, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> FastKernel {
+pub fn wrap(inner: FastKernel, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> FastKernel {
     let scratch: usize = inputs.iter().chain(outputs).filter(|layout| is_half(layout.dtype)).map(room).sum();
     let (from, to) = (inputs.to_vec(), outputs.to_vec());
-    let FastKernel { workspace: own, body: inner, term } = inner;
+    let FastKernel { workspace: inner_workspace, body: inner, term } = inner;
     // The sum is f32, as the result of the inner kernel.
     let term = term.map(|term| -> TermBody {
         let from = from.clone();
         Box::new(move |inputs, outputs, workspace, adds| {
-            let mut rest = workspace;
-            let read = widen_all(inputs, &from, &mut rest);
-            term(&read, outputs, &mut rest[..own], adds)
+            let mut scratch_left = workspace;
+            let wide_inputs = widen_all(inputs, &from, &mut scratch_left);
+            term(&wide_inputs, outputs, &mut scratch_left[..inner_workspace], adds)
         })
     });
     let body = move |inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]| {
-        let mut rest = workspace;
-        let read = widen_all(inputs, &from, &mut rest);
-        let narrow_ones = to.iter().filter(|layout| is_half(layout.dtype));
-        let mut pieces: Vec<&mut [u8]> = narrow_ones.map(|layout| take(&mut rest, layout)).collect();
+        let mut scratch_left = workspace;
+        let wide_inputs = widen_all(inputs, &from, &mut scratch_left);
+        let half_layouts = to.iter().filter(|layout| is_half(layout.dtype));
+        let mut wide_buffers: Vec<&mut [u8]> = half_layouts.map(|layout| take(&mut scratch_left, layout)).collect();
         {
-            let mut pieces = pieces.iter_mut();
-            let mut written: Vec<&mut [u8]> = Vec::with_capacity(outputs.len());
+            let mut wide_buffers = wide_buffers.iter_mut();
+            let mut wide_outputs: Vec<&mut [u8]> = Vec::with_capacity(outputs.len());
             for (bytes, layout) in outputs.iter_mut().zip(&to) {
                 if is_half(layout.dtype) {
-                    written.push(pieces.next().expect("every narrow output has its chunk"));
+                    wide_outputs.push(wide_buffers.next().expect("every narrow output has its chunk"));
                 } else {
-                    written.push(bytes);
+                    wide_outputs.push(bytes);
                 }
             }
-            inner(&read, &mut written, &mut rest[..own])?;
+            inner(&wide_inputs, &mut wide_outputs, &mut scratch_left[..inner_workspace])?;
         }
-        let narrow_ones = outputs.iter_mut().zip(&to).filter(|(_, layout)| is_half(layout.dtype));
-        for ((bytes, layout), piece) in narrow_ones.zip(pieces) {
+        let half_outputs = outputs.iter_mut().zip(&to).filter(|(_, layout)| is_half(layout.dtype));
+        for ((bytes, layout), piece) in half_outputs.zip(wide_buffers) {
             narrow(layout.dtype, cast_slice(piece), bytes);
         }
         Ok(())
     };
-    FastKernel { workspace: 0, body: Box::new(body), term }.with_workspace(scratch + own)
+    FastKernel { workspace: 0, body: Box::new(body), term }.with_workspace(scratch + inner_workspace)
 }
 
 /// The inputs, of which those of 16 bits are widened into the workspace.
@@ -97,7 +97,7 @@ fn widen_all<'a>(inputs: &[&'a [u8]], layouts: &[TensorLayout], workspace: &mut 
     inputs.iter().zip(layouts).map(widened).collect()
 }
 
-fn widened(layout: &TensorLayout) -> TensorLayout {
+fn widen_layout(layout: &TensorLayout) -> TensorLayout {
     let dtype = if is_half(layout.dtype) { DType::F32 } else { layout.dtype };
     TensorLayout { dtype, shape: layout.shape.clone() }
 }
@@ -108,9 +108,9 @@ fn room(layout: &TensorLayout) -> usize {
 }
 
 /// Splits the operand's part off the scratch.
-fn take<'a>(rest: &mut &'a mut [u8], layout: &TensorLayout) -> &'a mut [u8] {
-    let (piece, after) = std::mem::take(rest).split_at_mut(room(layout));
-    *rest = after;
+fn take<'a>(scratch: &mut &'a mut [u8], layout: &TensorLayout) -> &'a mut [u8] {
+    let (piece, remainder) = std::mem::take(scratch).split_at_mut(room(layout));
+    *scratch = remainder;
     &mut piece[..layout.len() * size_of::<f32>()]
 }
 
@@ -131,15 +131,15 @@ mod tests {
                 let narrow = |t: &Tensor| if t.dtype() == DType::F32 { t.cast(dtype) } else { t.clone() };
                 let inputs: Vec<Tensor> = sample.inputs.iter().map(narrow).collect();
                 let facts: Vec<Fact> = inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
-                let Ok(made) = rule(&sample.op).infer(&facts.iter().collect::<Vec<_>>()) else { continue };
-                let kernel = Kernel::new(&sample.op, &facts, &made);
-                if kernel.is_reference() || !facts.iter().chain(&made).any(|f| is_half(f.dtype)) {
+                let Ok(results) = rule(&sample.op).infer(&facts.iter().collect::<Vec<_>>()) else { continue };
+                let kernel = Kernel::new(&sample.op, &facts, &results);
+                if kernel.is_reference() || !facts.iter().chain(&results).any(|f| is_half(f.dtype)) {
                     continue;
                 }
                 let run = |kernel: &Kernel| -> Vec<Tensor> {
                     let mut outputs: Vec<Vec<u64>> =
-                        made.iter().map(|f| vec![0; f.bytes().unwrap() as usize / 8 + 1]).collect();
-                    let lengths: Vec<usize> = made.iter().map(|f| f.bytes().unwrap() as usize).collect();
+                        results.iter().map(|f| vec![0; f.bytes().unwrap() as usize / 8 + 1]).collect();
+                    let lengths: Vec<usize> = results.iter().map(|f| f.bytes().unwrap() as usize).collect();
                     let mut slices: Vec<&mut [u8]> = outputs
                         .iter_mut()
                         .zip(&lengths)
@@ -153,22 +153,22 @@ mod tests {
                             words
                         })
                         .collect();
-                    let read: Vec<&[u8]> = aligned
+                    let buffers: Vec<&[u8]> = aligned
                         .iter()
                         .zip(&inputs)
                         .map(|(w, t)| &cast_slice::<u64, u8>(w)[..t.bytes().len()])
                         .collect();
                     let mut scratch = vec![0u8; kernel.workspace() + ALIGNMENT];
                     let shift = scratch.as_ptr().align_offset(ALIGNMENT);
-                    kernel.run(&read, &mut slices, &mut scratch[shift..][..kernel.workspace()]).unwrap();
-                    let tensors = outputs.iter().zip(&lengths).zip(&made).map(|((o, &n), f)| {
+                    kernel.run(&buffers, &mut slices, &mut scratch[shift..][..kernel.workspace()]).unwrap();
+                    let tensors = outputs.iter().zip(&lengths).zip(&results).map(|((o, &n), f)| {
                         let bytes = cast_slice::<u64, u8>(o)[..n].to_vec();
                         Tensor::new(f.dtype, f.concrete().unwrap(), bytes.into()).unwrap()
                     });
                     tensors.collect()
                 };
                 let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::of).collect::<Vec<_>>();
-                let reference = Kernel::from_parts(sample.op.clone(), layouts(&facts), layouts(&made), None);
+                let reference = Kernel::from_parts(sample.op.clone(), layouts(&facts), layouts(&results), None);
                 for (got, want) in run(&kernel).iter().zip(run(&reference)) {
                     let step = if dtype == DType::F16 { 1.0 / 1024.0 } else { 1.0 / 128.0 };
                     for (g, w) in got.to_f64().into_iter().zip(want.to_f64()) {

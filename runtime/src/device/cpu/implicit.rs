@@ -10,11 +10,11 @@
 
 use super::FastKernel;
 use super::conv_role::Role;
-use super::panels::images::{Flipped, Patches, PatchesTurned, Results};
+use super::panels::images::{Flipped, Patches, Results, TransposedPatches};
 use super::panels::matrix::Plain;
 use super::panels::product::product;
 use super::panels::windows::Windows;
-use super::panels::{Rows, is_at_hand};
+use super::panels::{Rows, is_supported};
 use super::patches::Grid;
 use bytemuck::{cast_slice, cast_slice_mut};
 
@@ -28,19 +28,19 @@ pub struct Sizes {
 
 /// Sizes are non-zero. `None` if the processor or the windows are unsuitable.
 pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
-    if !is_at_hand() {
+    if !is_supported() {
         return None;
     }
     let Sizes { images, groups, ins, outs } = sizes;
-    let (data, windows) = (grid.data_len(), grid.out_len());
-    let (x_image, y_image) = (groups * ins * data, groups * outs * windows);
+    let (data, window_count) = (grid.data_len(), grid.out_len());
+    let (x_image, y_image) = (groups * ins * data, groups * outs * window_count);
     let filters = outs * ins * grid.taps();
     // Start of a group in x, w and y.
-    let starts = move |group: usize| [group * ins * data, group * filters, group * outs * windows];
+    let starts = move |group: usize| [group * ins * data, group * filters, group * outs * window_count];
     let depth = ins * grid.taps();
     if role == Role::InputGrad {
         let taps = grid.taps();
-        let places = Windows::new(&grid.flipped()?, images, [y_image, x_image])?;
+        let windows = Windows::new(&grid.flipped()?, images, [y_image, x_image])?;
         return Some(FastKernel::new(move |inputs, outputs, _| {
             let (dy, w) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
             let dx = cast_slice_mut::<u8, f32>(outputs[0]);
@@ -48,16 +48,16 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
             for group in 0..groups {
                 let [x_at, w_at, y_at] = starts(group);
                 let filters = Flipped { w: w[w_at..].as_ptr(), ins, taps };
-                let patches = Patches { windows: &places, x: dy[y_at..].as_ptr() };
-                let result = Results { windows: &places, y: dx[x_at..].as_mut_ptr() };
+                let patches = Patches { windows: &windows, x: dy[y_at..].as_ptr() };
+                let result = Results { windows: &windows, y: dx[x_at..].as_mut_ptr() };
                 // SAFETY: lengths are checked, the windows belong to these images, and the processor features are
                 // present.
-                unsafe { product([ins, places.columns, outs * taps], &filters, &patches, &result, false) };
+                unsafe { product([ins, windows.columns, outs * taps], &filters, &patches, &result, false) };
             }
             Ok(())
         }));
     }
-    let places = Windows::new(grid, images, [x_image, y_image])?;
+    let windows = Windows::new(grid, images, [x_image, y_image])?;
     Some(FastKernel::adding(role == Role::WeightGrad, move |inputs, outputs, _, add| {
         let (a, b) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
         let c = cast_slice_mut::<u8, f32>(outputs[0]);
@@ -69,15 +69,15 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
                 if role == Role::Forward {
                     assert!(a.len() == images * x_image && b.len() == groups * filters && c.len() == images * y_image);
                     let filters = Rows { at: b[w_at..].as_ptr(), row: depth, step: 1 };
-                    let patches = Patches { windows: &places, x: a[x_at..].as_ptr() };
-                    let result = Results { windows: &places, y: c[y_at..].as_mut_ptr() };
-                    product([outs, places.columns, depth], &filters, &patches, &result, false);
+                    let patches = Patches { windows: &windows, x: a[x_at..].as_ptr() };
+                    let result = Results { windows: &windows, y: c[y_at..].as_mut_ptr() };
+                    product([outs, windows.columns, depth], &filters, &patches, &result, false);
                 } else {
                     assert!(a.len() == images * y_image && b.len() == images * x_image && c.len() == groups * filters);
-                    let dy = Results { windows: &places, y: a[y_at..].as_ptr().cast_mut() };
-                    let patches = PatchesTurned(Patches { windows: &places, x: b[x_at..].as_ptr() });
+                    let dy = Results { windows: &windows, y: a[y_at..].as_ptr().cast_mut() };
+                    let patches = TransposedPatches(Patches { windows: &windows, x: b[x_at..].as_ptr() });
                     let dw = Plain { at: c[w_at..].as_mut_ptr(), row: depth };
-                    product([outs, depth, places.columns], &dy, &patches, &dw, add);
+                    product([outs, depth, windows.columns], &dy, &patches, &dw, add);
                 }
             }
         }

@@ -48,35 +48,42 @@ pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Fast
 }
 
 /// A row-major matrix.
-pub(super) fn plain<T>(values: &[T], row: usize) -> Matrix<'_, T> {
+pub(super) fn matrix<T>(values: &[T], row: usize) -> Matrix<'_, T> {
     Matrix { values, strides: (row, 1) }
 }
 
 /// A transposed matrix.
-pub(super) fn turned<T>(values: &[T], row: usize) -> Matrix<'_, T> {
+pub(super) fn transposed<T>(values: &[T], row: usize) -> Matrix<'_, T> {
     Matrix { values, strides: (1, row) }
 }
 
 fn forward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
     let Sizes { steps, batch, width, hidden } = sizes;
-    let wide = 4 * hidden;
-    let recurrent = Recurrent::of::<T>(steps, [batch, wide, hidden], true);
+    let gate_width = 4 * hidden;
+    let recurrent = Recurrent::of::<T>(steps, [batch, gate_width, hidden], true);
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0, c0] = [0, 1, 2, 3, 4, 5, 6].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h, last_c, gates, cells] = outputs else { unreachable!("an LSTM has five outputs") };
         let [y, last_h, last_c] = [y, last_h, last_c].map(|o| cast_slice_mut::<u8, T>(o));
         let [gates, cells] = [gates, cells].map(|o| cast_slice_mut::<u8, T>(o));
-        let w_hh = recurrent.laid(w_hh, workspace);
-        product([steps * batch, wide, width], plain(x, width), turned(w_ih, width), gates, wide, false);
+        let w_hh = recurrent.arrange(w_hh, workspace);
+        product(
+            [steps * batch, gate_width, width],
+            matrix(x, width),
+            transposed(w_ih, width),
+            gates,
+            gate_width,
+            false,
+        );
         let (mut h, mut c): (&[T], &[T]) = (h0, c0);
-        let mut rest = Sequences { reverse, batch, y: &mut *y, cells: &mut *cells };
+        let mut sequences = Sequences { reverse, batch, y: &mut *y, cells: &mut *cells };
         for t in order(steps, reverse) {
-            let gates = &mut gates[sizes.step(t, wide)];
-            w_hh.multiply(t, plain(h, hidden), gates, wide, true);
-            let (step_y, step_cells) = rest.next(hidden);
+            let gates = &mut gates[sizes.step(t, gate_width)];
+            w_hh.multiply(t, matrix(h, hidden), gates, gate_width, true);
+            let (step_y, step_cells) = sequences.next(hidden);
             for n in 0..batch {
                 let row = n * hidden..(n + 1) * hidden;
-                let (gates, c) = (&mut gates[n * wide..(n + 1) * wide], &c[row.clone()]);
+                let (gates, c) = (&mut gates[n * gate_width..(n + 1) * gate_width], &c[row.clone()]);
                 cell(gates, b_ih, b_hh, c, &mut step_cells[row.clone()], &mut step_y[row]);
             }
             (h, c) = (step_y, step_cells);
@@ -100,12 +107,12 @@ impl<'a, T> Sequences<'a, T> {
     fn next(&mut self, hidden: usize) -> (&'a mut [T], &'a mut [T]) {
         let (size, reverse) = (self.batch * hidden, self.reverse);
         let take = |from: &mut &'a mut [T]| {
-            let all = std::mem::take(from);
+            let sequence = std::mem::take(from);
             let (step, rest) = if reverse {
-                let (rest, step) = all.split_at_mut(all.len() - size);
+                let (rest, step) = sequence.split_at_mut(sequence.len() - size);
                 (step, rest)
             } else {
-                all.split_at_mut(size)
+                sequence.split_at_mut(size)
             };
             *from = rest;
             step
@@ -142,52 +149,52 @@ wide! {
 
 fn backward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
     let Sizes { steps, batch, width, hidden } = sizes;
-    let (wide, rows) = (4 * hidden, steps * batch);
-    let sums_bytes = (wide * size_of::<f64>()).next_multiple_of(ALIGNMENT);
-    let recurrent = Recurrent::of::<T>(steps, [batch, hidden, wide], false);
+    let (gate_width, rows) = (4 * hidden, steps * batch);
+    let sums_bytes = (gate_width * size_of::<f64>()).next_multiple_of(ALIGNMENT);
+    let recurrent = Recurrent::of::<T>(steps, [batch, hidden, gate_width], false);
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [dy, last_dh, last_dc, x, w_ih, w_hh] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [h0, c0, y, gates, cells] = [6, 7, 8, 9, 10].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [dx, dw_ih, dw_hh, db, dh, dc] = outputs else { unreachable!("its gradient has six outputs") };
         let [dx, dw_ih, dw_hh] = [dx, dw_ih, dw_hh].map(|o| cast_slice_mut::<u8, T>(o));
         let [db, dh, dc] = [db, dh, dc].map(|o| cast_slice_mut::<u8, T>(o));
-        let (panels, rest) = workspace.split_at_mut(recurrent.bytes::<T>());
-        let w_hh = recurrent.laid(w_hh, panels);
-        let (sums, rest) = rest.split_at_mut(sums_bytes);
-        let sums = &mut cast_slice_mut::<u8, f64>(sums)[..wide];
-        let da = &mut cast_slice_mut::<u8, T>(rest)[..rows * wide];
+        let (panels, scratch) = workspace.split_at_mut(recurrent.bytes::<T>());
+        let w_hh = recurrent.arrange(w_hh, panels);
+        let (sums, scratch) = scratch.split_at_mut(sums_bytes);
+        let sums = &mut cast_slice_mut::<u8, f64>(sums)[..gate_width];
+        let da = &mut cast_slice_mut::<u8, T>(scratch)[..rows * gate_width];
         dh.copy_from_slice(last_dh);
         dc.copy_from_slice(last_dc);
         for t in order(steps, !reverse) {
             let c_before = before(t, steps, reverse).map_or(c0, |t| &cells[sizes.step(t, hidden)]);
-            let da = &mut da[sizes.step(t, wide)];
-            let (gates, cells) = (&gates[sizes.step(t, wide)], &cells[sizes.step(t, hidden)]);
+            let da = &mut da[sizes.step(t, gate_width)];
+            let (gates, cells) = (&gates[sizes.step(t, gate_width)], &cells[sizes.step(t, hidden)]);
             let dy = &dy[sizes.step(t, hidden)];
             for n in 0..batch {
-                let (row, four) = (n * hidden..(n + 1) * hidden, n * wide..(n + 1) * wide);
+                let (row, gate_row) = (n * hidden..(n + 1) * hidden, n * gate_width..(n + 1) * gate_width);
                 let (dh, dc) = (&dh[row.clone()], &mut dc[row.clone()]);
                 let (cells, c_before) = (&cells[row.clone()], &c_before[row.clone()]);
-                cell_grad(&dy[row], dh, dc, &gates[four.clone()], cells, c_before, &mut da[four]);
+                cell_grad(&dy[row], dh, dc, &gates[gate_row.clone()], cells, c_before, &mut da[gate_row]);
             }
-            w_hh.multiply(t, plain(da, wide), dh, hidden, false);
+            w_hh.multiply(t, matrix(da, gate_width), dh, hidden, false);
         }
         let da = &*da;
-        product([rows, width, wide], plain(da, wide), plain(w_ih, width), dx, width, false);
-        product([wide, width, rows], turned(da, wide), plain(x, width), dw_ih, width, false);
-        of_state(reverse, sizes, da, [wide, wide], h0, y, dw_hh);
+        product([rows, width, gate_width], matrix(da, gate_width), matrix(w_ih, width), dx, width, false);
+        product([gate_width, width, rows], transposed(da, gate_width), matrix(x, width), dw_ih, width, false);
+        state_weight_grad(reverse, sizes, da, [gate_width, gate_width], h0, y, dw_hh);
         sums.fill(0.0);
-        for row in da.chunks_exact(wide.max(1)) {
+        for row in da.chunks_exact(gate_width.max(1)) {
             sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += d.wide());
         }
         db.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
         Ok(())
     });
-    fast.with_workspace(recurrent.bytes::<T>() + sums_bytes + rows * wide * size_of::<T>())
+    fast.with_workspace(recurrent.bytes::<T>() + sums_bytes + rows * gate_width * size_of::<T>())
 }
 
 /// The gradient of the first `n` rows of a recurrent weight; `row` is the row length of `da`. Every step except the
 /// first multiplies the previous step's y, which is adjacent in memory.
-pub(super) fn of_state<T: Real>(
+pub(super) fn state_weight_grad<T: Real>(
     reverse: bool,
     sizes: Sizes,
     da: &[T],
@@ -199,12 +206,12 @@ pub(super) fn of_state<T: Real>(
     let Sizes { steps, batch, hidden, .. } = sizes;
     let first = if reverse { steps.saturating_sub(1) } else { 0 };
     let (later, earlier) = if reverse { (0, batch) } else { (batch, 0) };
-    let others = (steps * batch).saturating_sub(batch);
+    let rows = (steps * batch).saturating_sub(batch);
     let (da_later, y_earlier) = (&da[(later * row).min(da.len())..], &y[(earlier * hidden).min(y.len())..]);
-    product([n, hidden, others], turned(da_later, row), plain(y_earlier, hidden), dw, hidden, false);
+    product([n, hidden, rows], transposed(da_later, row), matrix(y_earlier, hidden), dw, hidden, false);
     if steps > 0 {
         let da = &da[sizes.step(first, row)];
-        product([n, hidden, batch], turned(da, row), plain(h0, hidden), dw, hidden, true);
+        product([n, hidden, batch], transposed(da, row), matrix(h0, hidden), dw, hidden, true);
     }
 }
 

@@ -113,13 +113,13 @@ pub fn erf(x: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// Maximum error of `f` against `truth`, in units in the last place.
-    fn worst(f: fn(f32) -> f32, truth: fn(f64) -> f64, from: f32, to: f32) -> f64 {
+    /// Maximum error of `f` against `reference`, in units in the last place.
+    fn max_error(f: fn(f32) -> f32, reference: fn(f64) -> f64, from: f32, to: f32) -> f64 {
         let count = 200_000;
         (0..=count)
             .map(|i| {
                 let x = from + (to - from) * (i as f32 / count as f32);
-                let (got, want) = (f(x) as f64, truth(x as f64));
+                let (got, want) = (f(x) as f64, reference(x as f64));
                 let unit = (want as f32).abs().max(f32::MIN_POSITIVE);
                 let unit = (f32::from_bits(unit.to_bits() + 1) - unit) as f64;
                 (got - want).abs() / unit
@@ -130,14 +130,14 @@ mod tests {
     #[test]
     fn every_function_is_within_a_few_last_places() {
         let cases: [(&str, f64, f64); 8] = [
-            ("exp", 2.0, worst(exp, f64::exp, -87.0, 88.7)),
-            ("exp near zero", 2.0, worst(exp, f64::exp, -1.0, 1.0)),
-            ("ln", 2.0, worst(ln, f64::ln, 1e-3, 100.0)),
-            ("ln near one", 2.0, worst(ln, f64::ln, 0.9, 1.1)),
-            ("ln_1p", 3.0, worst(ln_1p, f64::ln_1p, 0.0, 1.0)),
-            ("tanh", 3.0, worst(tanh, f64::tanh, -10.0, 10.0)),
-            ("erf", 3.0, worst(erf, compiler::op::unary::erf, -5.0, 5.0)),
-            ("erf near zero", 3.0, worst(erf, compiler::op::unary::erf, -0.1, 0.1)),
+            ("exp", 2.0, max_error(exp, f64::exp, -87.0, 88.7)),
+            ("exp near zero", 2.0, max_error(exp, f64::exp, -1.0, 1.0)),
+            ("ln", 2.0, max_error(ln, f64::ln, 1e-3, 100.0)),
+            ("ln near one", 2.0, max_error(ln, f64::ln, 0.9, 1.1)),
+            ("ln_1p", 3.0, max_error(ln_1p, f64::ln_1p, 0.0, 1.0)),
+            ("tanh", 3.0, max_error(tanh, f64::tanh, -10.0, 10.0)),
+            ("erf", 3.0, max_error(erf, compiler::op::unary::erf, -5.0, 5.0)),
+            ("erf near zero", 3.0, max_error(erf, compiler::op::unary::erf, -0.1, 0.1)),
         ];
         for (name, bound, error) in cases {
             assert!(error <= bound, "{name}: {error} last places");

@@ -4,7 +4,7 @@ use super::movement::transpose_matrix;
 #[cfg(target_arch = "x86_64")]
 use super::panels;
 use super::real::Real;
-use super::walk::{Walk, row_major, stretched};
+use super::walk::{Walk, broadcast_strides, row_major};
 use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::MatMul;
@@ -27,40 +27,41 @@ pub fn kernel(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout)
 }
 
 fn batched<T: Real>(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<FastKernel> {
-    let lead = c.shape.len() - 2;
-    let (mut m, n) = (c.shape[lead], c.shape[lead + 1]);
+    let batch_rank = c.shape.len() - 2;
+    let (mut m, n) = (c.shape[batch_rank], c.shape[batch_rank + 1]);
     let k = a.shape[a.shape.len() - if op.transpose_a { 2 } else { 1 }];
-    let shape = &c.shape[..lead];
-    let leading = |layout: &TensorLayout| layout.shape[..layout.shape.len() - 2].to_vec();
-    let (a_lead, b_lead) = (leading(a), leading(b));
-    let shared_b = b_lead.iter().all(|&d| d == 1);
-    let strides = [row_major(shape), stretched(&a_lead, shape), stretched(&b_lead, shape)];
+    let shape = &c.shape[..batch_rank];
+    let batch_shape = |layout: &TensorLayout| layout.shape[..layout.shape.len() - 2].to_vec();
+    let (a_batch, b_batch) = (batch_shape(a), batch_shape(b));
+    let shared_b = b_batch.iter().all(|&d| d == 1);
+    let strides = [row_major(shape), broadcast_strides(&a_batch, shape), broadcast_strides(&b_batch, shape)];
     let walk = Walk::new(shape, [&strides[0], &strides[1], &strides[2]], [0; 3])?;
     let matrices: usize = shape.iter().product();
     // A batch with a shared right operand is one tall product.
-    let is_tall = shared_b && !op.transpose_a && a_lead.iter().product::<usize>() == matrices && matrices > 1;
+    let is_tall = shared_b && !op.transpose_a && a_batch.iter().product::<usize>() == matrices && matrices > 1;
     if is_tall {
         m *= matrices;
     }
     let a_strides = if op.transpose_a { (1, m) } else { (k, 1) };
     let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
     // `gemm` packs a large transposed right operand slowly, so copy it first; for one row that does not pay off.
-    let turn = op.transpose_b && m > 1 && k * n >= TURN_ELEMENTS && !has_panels::<T>(m, n);
+    let transposes_b = op.transpose_b && m > 1 && k * n >= TURN_ELEMENTS && !has_panels::<T>(m, n);
     let fast = FastKernel::adding(true, move |inputs, outputs, workspace, add| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let c: &mut [T] = cast_slice_mut(outputs[0]);
-        let turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..if turn { k * n * size_of::<T>() } else { 0 }])[..];
-        let mut held = None;
+        let transposed =
+            &mut cast_slice_mut::<u8, T>(&mut workspace[..if transposes_b { k * n * size_of::<T>() } else { 0 }])[..];
+        let mut transposed_at = None;
         // Matrix indices are generated, not stored: the planner creates kernels for any batch size.
         for [c_at, a_at, b_at] in walk.elements().take(if is_tall { 1 } else { matrices }) {
             let a = Matrix { values: &a[a_at * m * k..(a_at + 1) * m * k], strides: a_strides };
             let b = &b[b_at * k * n..(b_at + 1) * k * n];
-            if turn && held != Some(b_at) {
-                transpose_matrix(b, k, turned, n, [k, n]);
-                held = Some(b_at);
+            if transposes_b && transposed_at != Some(b_at) {
+                transpose_matrix(b, k, transposed, n, [k, n]);
+                transposed_at = Some(b_at);
             }
-            let b = if turn {
-                Matrix { values: &*turned, strides: (n, 1) }
+            let b = if transposes_b {
+                Matrix { values: &*transposed, strides: (n, 1) }
             } else {
                 Matrix { values: b, strides: b_strides }
             };
@@ -68,7 +69,7 @@ fn batched<T: Real>(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorL
         }
         Ok(())
     });
-    Some(fast.with_workspace(if turn { k * n * size_of::<T>() } else { 0 }))
+    Some(fast.with_workspace(if transposes_b { k * n * size_of::<T>() } else { 0 }))
 }
 
 /// True if a product of this size uses panels, which read transposed operands equally fast.
@@ -76,7 +77,7 @@ pub fn has_panels<T: Real>(m: usize, n: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
     return T::DTYPE == DType::F32
         && n >= MIN_COLUMNS
-        && if panels::is_at_hand() { m > 1 } else { panels::avx2::is_at_hand() };
+        && if panels::is_supported() { m > 1 } else { panels::avx2::is_supported() };
     #[cfg(not(target_arch = "x86_64"))]
     return false;
 }
@@ -101,43 +102,81 @@ pub fn product<T: Real>(
     if m == 0 || n == 0 {
         return;
     }
-    let last = |rows: usize, columns: usize, (row, column): (usize, usize)| (rows - 1) * row + (columns - 1) * column;
-    assert!(n <= c_row && last(m, n, (c_row, 1)) < c.len(), "the product exceeds its matrix");
+    let last_index =
+        |rows: usize, columns: usize, (row, column): (usize, usize)| (rows - 1) * row + (columns - 1) * column;
+    assert!(n <= c_row && last_index(m, n, (c_row, 1)) < c.len(), "the product exceeds its matrix");
     if k == 0 {
         for row in c.chunks_mut(c_row).take(m).filter(|_| !add) {
             row[..n].fill(T::ZERO);
         }
         return;
     }
-    assert!(last(m, k, a.strides) < a.values.len() && last(k, n, b.strides) < b.values.len(), "a factor is too short");
+    assert!(
+        last_index(m, k, a.strides) < a.values.len() && last_index(k, n, b.strides) < b.values.len(),
+        "a factor is too short"
+    );
     #[cfg(target_arch = "x86_64")]
-    if has_panels::<T>(m, n) && (panels::is_at_hand() || !panels::avx2::is_narrow([m, n], a.strides.0)) {
+    if has_panels::<T>(m, n) && (panels::is_supported() || !panels::avx2::is_narrow([m, n], a.strides.0)) {
         let rows =
-            |of: Matrix<'_, T>| panels::Rows { at: of.values.as_ptr().cast(), row: of.strides.0, step: of.strides.1 };
+            |m: Matrix<'_, T>| panels::Rows { at: m.values.as_ptr().cast(), row: m.strides.0, step: m.strides.1 };
         // SAFETY: the asserts above keep every access inside its slice, `c` is borrowed exclusively, and `T` is `f32`.
         return unsafe {
-            let matrices = if panels::is_at_hand() { panels::product::matrices } else { panels::avx2::matrices };
+            let matrices = if panels::is_supported() { panels::product::matrices } else { panels::avx2::matrices };
             matrices([m, n, k], rows(a), rows(b), (c.as_mut_ptr().cast(), c_row), add);
         };
     }
     let (alpha, beta) = (if add { T::ONE } else { T::ZERO }, T::ONE);
     let (a_rows, a_columns) = (a.strides.0 as isize, a.strides.1 as isize);
     let (b_rows, b_columns) = (b.strides.0 as isize, b.strides.1 as isize);
-    let (a, b, c_row, read) = (a.values.as_ptr(), b.values.as_ptr(), c_row as isize, add);
-    let (c, one, multiply) = (c.as_mut_ptr(), Parallelism::None, T::multiply());
+    let (a, b, c_row, reads_c) = (a.values.as_ptr(), b.values.as_ptr(), c_row as isize, add);
+    let (c, parallelism, multiply) = (c.as_mut_ptr(), Parallelism::None, T::multiply());
     // SAFETY: the asserts above keep every access inside its slice, and `c` is borrowed exclusively.
     unsafe {
         if c_row > 1 {
             // The micro-kernel writes columns, so compute the transpose, bᵀ aᵀ.
             let (c_columns, c_rows) = (c_row, 1);
             multiply(
-                n, m, k, c, c_columns, c_rows, read, b, b_rows, b_columns, a, a_rows, a_columns, alpha, beta, false,
-                false, false, one,
+                n,
+                m,
+                k,
+                c,
+                c_columns,
+                c_rows,
+                reads_c,
+                b,
+                b_rows,
+                b_columns,
+                a,
+                a_rows,
+                a_columns,
+                alpha,
+                beta,
+                false,
+                false,
+                false,
+                parallelism,
             );
         } else {
             multiply(
-                m, n, k, c, 1, c_row, read, a, a_columns, a_rows, b, b_columns, b_rows, alpha, beta, false, false,
-                false, one,
+                m,
+                n,
+                k,
+                c,
+                1,
+                c_row,
+                reads_c,
+                a,
+                a_columns,
+                a_rows,
+                b,
+                b_columns,
+                b_rows,
+                alpha,
+                beta,
+                false,
+                false,
+                false,
+                parallelism,
             );
         }
     }

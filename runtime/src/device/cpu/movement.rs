@@ -1,6 +1,6 @@
 //! Data movement ops, for any element type by its size.
 
-use super::walk::{Walk, join, row_major, stretched};
+use super::walk::{Walk, broadcast_strides, merge_dims, row_major};
 use super::wide::wide;
 use super::{FastKernel, TensorLayout};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
@@ -20,7 +20,7 @@ pub fn copy() -> FastKernel {
 }
 
 /// Writes constant bytes.
-pub fn given(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> FastKernel {
+pub fn constant(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> FastKernel {
     FastKernel::new(move |_, outputs, _| {
         outputs[0].copy_from_slice(bytes.as_ref());
         Ok(())
@@ -31,28 +31,28 @@ pub fn given(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> FastKernel {
 pub fn iota(op: &Iota, y: &TensorLayout) -> Option<FastKernel> {
     let mut bytes = vec![0; y.bytes()];
     op.reference(&[], &mut [ViewMut::new(y.dtype, &y.shape, &mut bytes)]).ok()?;
-    Some(given(bytes))
+    Some(constant(bytes))
 }
 
 pub fn transpose(op: &Transpose, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
-    let own = row_major(&x.shape);
-    let strides: Vec<isize> = op.perm.iter().map(|&axis| own[axis]).collect();
-    pick(y, &strides, 0)
+    let x_strides = row_major(&x.shape);
+    let strides: Vec<isize> = op.perm.iter().map(|&axis| x_strides[axis]).collect();
+    copy_strided(y, &strides, 0)
 }
 
 pub fn broadcast(x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
-    pick(y, &stretched(&x.shape, &y.shape), 0)
+    copy_strided(y, &broadcast_strides(&x.shape, &y.shape), 0)
 }
 
 pub fn slice(op: &Slice, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
-    let own = row_major(&x.shape);
+    let x_strides = row_major(&x.shape);
     if y.is_empty() {
         return Some(copy_nothing());
     }
     // For a single element the step is irrelevant, and may be too large to multiply.
-    let step = |axis: usize| if y.shape[axis] > 1 { own[axis] * op.step[axis] as isize } else { 0 };
-    let strides: Vec<isize> = (0..own.len()).map(step).collect();
-    pick(y, &strides, origin(&op.begin, &own)?)
+    let step = |axis: usize| if y.shape[axis] > 1 { x_strides[axis] * op.step[axis] as isize } else { 0 };
+    let strides: Vec<isize> = (0..x_strides.len()).map(step).collect();
+    copy_strided(y, &strides, origin(&op.begin, &x_strides)?)
 }
 
 pub fn flip(op: &Flip, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
@@ -65,26 +65,26 @@ pub fn flip(op: &Flip, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel>
         start += (x.shape[axis] as isize - 1) * strides[axis];
         strides[axis] = -strides[axis];
     }
-    pick(y, &strides, start)
+    copy_strided(y, &strides, start)
 }
 
 /// Edge and interior padding.
 pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
-    let own = row_major(&y.shape);
+    let y_strides = row_major(&y.shape);
     let mut value = vec![0; y.dtype.size()];
     ViewMut::new(y.dtype, &[], &mut value).set_f64(0, op.value);
-    let step = |axis: usize| if x.shape[axis] > 1 { own[axis] * (op.interior[axis] as isize + 1) } else { 0 };
-    let strides: Vec<isize> = (0..own.len()).map(step).collect();
-    let walk = Walk::new(&x.shape, [&row_major(&x.shape), &strides], [0, origin(&op.low, &own)?])?;
+    let step = |axis: usize| if x.shape[axis] > 1 { y_strides[axis] * (op.interior[axis] as isize + 1) } else { 0 };
+    let strides: Vec<isize> = (0..y_strides.len()).map(step).collect();
+    let walk = Walk::new(&x.shape, [&row_major(&x.shape), &strides], [0, origin(&op.low, &y_strides)?])?;
     Some(match y.dtype.size() {
-        1 => place::<u8>(walk, &value),
-        2 => place::<u16>(walk, &value),
-        4 => place::<u32>(walk, &value),
-        _ => place::<u64>(walk, &value),
+        1 => pad_as::<u8>(walk, &value),
+        2 => pad_as::<u16>(walk, &value),
+        4 => pad_as::<u32>(walk, &value),
+        _ => pad_as::<u64>(walk, &value),
     })
 }
 
-fn place<T: Pod + Send + Sync>(walk: Walk<2>, value: &[u8]) -> FastKernel {
+fn pad_as<T: Pod + Send + Sync>(walk: Walk<2>, value: &[u8]) -> FastKernel {
     let value: T = bytemuck::pod_read_unaligned(value);
     FastKernel::new(move |inputs, outputs, _| {
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
@@ -125,31 +125,31 @@ fn origin(at: &[Dim], strides: &[isize]) -> Option<isize> {
 }
 
 /// Writes `y` in order from `x` read with strides.
-fn pick(y: &TensorLayout, strides: &[isize], start: isize) -> Option<FastKernel> {
+fn copy_strided(y: &TensorLayout, strides: &[isize], start: isize) -> Option<FastKernel> {
     match y.dtype.size() {
-        1 => pick_as::<u8>(y, strides, start),
-        2 => pick_as::<u16>(y, strides, start),
-        4 => pick_as::<u32>(y, strides, start),
-        _ => pick_as::<u64>(y, strides, start),
+        1 => copy_strided_as::<u8>(y, strides, start),
+        2 => copy_strided_as::<u16>(y, strides, start),
+        4 => copy_strided_as::<u32>(y, strides, start),
+        _ => copy_strided_as::<u64>(y, strides, start),
     }
 }
 
-fn pick_as<T: Pod + Send + Sync>(y: &TensorLayout, strides: &[isize], start: isize) -> Option<FastKernel> {
-    let own = row_major(&y.shape);
-    let mut joined = join(&y.shape, [&own, strides]);
+fn copy_strided_as<T: Pod + Send + Sync>(y: &TensorLayout, strides: &[isize], start: isize) -> Option<FastKernel> {
+    let y_strides = row_major(&y.shape);
+    let mut dims = merge_dims(&y.shape, [&y_strides, strides]);
     // If another axis is contiguous in x, transpose in square tiles, so that both sides use whole cache lines.
-    let dense = joined.iter().position(|(_, [_, x])| *x == 1).filter(|&axis| axis + 1 < joined.len());
-    if let (Some(dense), Some(&(columns, [_, step]))) = (dense, joined.last())
+    let dense_axis = dims.iter().position(|(_, [_, x])| *x == 1).filter(|&axis| axis + 1 < dims.len());
+    if let (Some(dense_axis), Some(&(columns, [_, step]))) = (dense_axis, dims.last())
         && step > 1
     {
-        joined.pop();
-        let (rows, [row, _]) = joined.remove(dense);
-        let (shape, rest): (Vec<usize>, Vec<[isize; 2]>) = joined.into_iter().unzip();
-        let [y_rest, x_rest] = [0, 1].map(|i| rest.iter().map(|s| s[i]).collect::<Vec<_>>());
-        let squares = Walk::new(&shape, [&y_rest, &x_rest], [0, start])?;
-        return Some(swap::<T>(squares, [rows, columns], [row as usize, step as usize]));
+        dims.pop();
+        let (rows, [row, _]) = dims.remove(dense_axis);
+        let (shape, outer): (Vec<usize>, Vec<[isize; 2]>) = dims.into_iter().unzip();
+        let [y_outer, x_outer] = [0, 1].map(|i| outer.iter().map(|s| s[i]).collect::<Vec<_>>());
+        let matrices = Walk::new(&shape, [&y_outer, &x_outer], [0, start])?;
+        return Some(transpose_each::<T>(matrices, [rows, columns], [row as usize, step as usize]));
     }
-    let walk = Walk::new(&y.shape, [&own, strides], [0, start])?;
+    let walk = Walk::new(&y.shape, [&y_strides, strides], [0, start])?;
     Some(FastKernel::new(move |inputs, outputs, _| {
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         let n = walk.inner;
@@ -168,7 +168,7 @@ fn pick_as<T: Pod + Send + Sync>(y: &TensorLayout, strides: &[isize], start: isi
 }
 
 /// Transposes a matrix at each pair of start indices.
-fn swap<T: Pod>(matrices: Walk<2>, sizes: [usize; 2], [row, step]: [usize; 2]) -> FastKernel {
+fn transpose_each<T: Pod>(matrices: Walk<2>, sizes: [usize; 2], [row, step]: [usize; 2]) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         for [y_at, x_at] in matrices.elements() {

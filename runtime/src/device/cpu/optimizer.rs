@@ -94,13 +94,13 @@ impl Rule for Sgd {
 
 /// [`Adam`] with precomputed bias corrections.
 #[derive(Clone, Copy)]
-struct AdamNow {
+struct AdamStep {
     rule: Adam,
     step_size: f64,
     root_correction: f64,
 }
 
-impl Rule for AdamNow {
+impl Rule for AdamStep {
     #[inline(always)]
     fn next(self, weight: f64, gradient: f64, first: &mut f64, second: &mut f64) -> f64 {
         let rule = self.rule;
@@ -145,8 +145,8 @@ pub fn sgd<T: Real>(weights: Weights<'_, T>, gradient: &[T], buffer: &mut [T], r
 pub fn adam<T: Real>(weights: Weights<'_, T>, gradient: &[T], first: &mut [T], second: &mut [T], rule: Adam) {
     let correction = |beta: f64| 1.0 - beta.powf(rule.step as f64);
     let [first_correction, second_correction] = rule.betas.map(correction);
-    let now = AdamNow { rule, step_size: rule.lr / first_correction, root_correction: second_correction.sqrt() };
-    step(weights, gradient, first, second, now);
+    let adam_step = AdamStep { rule, step_size: rule.lr / first_correction, root_correction: second_correction.sqrt() };
+    step(weights, gradient, first, second, adam_step);
 }
 
 /// `square` is the mean square; `buffer` is the momentum and may be empty without momentum.
@@ -187,10 +187,10 @@ fn step<T: Real, R: Rule>(weights: Weights<'_, T>, gradient: &[T], first: &mut [
 wide! {
     fn step_in_place[T: Real, R: Rule](weights: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
         for run in runs(weights.len()) {
-            for of in [&*weights, gradient, first, second] {
-                ask(of, run.end);
+            for array in [&*weights, gradient, first, second] {
+                prefetch(array, run.end);
             }
-            let state = [&mut *first, second].map(|of| part(of, &run));
+            let state = [&mut *first, second].map(|array| state_run(array, &run));
             let weights = weights[run.clone()].iter_mut().map(|weight| {
                 let old = *weight;
                 (weight, old)
@@ -204,10 +204,10 @@ wide! {
     // One pass over all arrays, since the step is memory-bound.
     fn step_beside[T: Real, R: Rule](old: &[T], new: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
         for run in runs(new.len()) {
-            for of in [old, new, gradient, first, second] {
-                ask(of, run.end);
+            for array in [old, new, gradient, first, second] {
+                prefetch(array, run.end);
             }
-            let state = [&mut *first, second].map(|of| part(of, &run));
+            let state = [&mut *first, second].map(|array| state_run(array, &run));
             let weights = new[run.clone()].iter_mut().zip(&old[run.clone()]).map(|(new, old)| (new, *old));
             step_each(weights, &gradient[run], state, rule);
         }
@@ -226,13 +226,13 @@ fn runs(count: usize) -> impl Iterator<Item = Range<usize>> {
 
 /// A run of a state, which may be empty.
 #[inline(always)]
-fn part<'a, T>(state: &'a mut [T], run: &Range<usize>) -> &'a mut [T] {
+fn state_run<'a, T>(state: &'a mut [T], run: &Range<usize>) -> &'a mut [T] {
     if state.is_empty() { state } else { &mut state[run.clone()] }
 }
 
 /// Prefetches what is read `AHEAD` elements after `at`.
 #[inline(always)]
-fn ask<T>(numbers: &[T], at: usize) {
+fn prefetch<T>(numbers: &[T], at: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in numbers.get(at + AHEAD..at + AHEAD + RUN).unwrap_or_default().chunks(ALIGNMENT / size_of::<T>()) {
         // SAFETY: a prefetch may use any address.
@@ -277,15 +277,15 @@ mod tests {
     use super::*;
 
     /// Runs three steps from fixed weights, in place and to another buffer.
-    fn three_steps(mut one: impl FnMut(Weights<'_, f64>, &[f64], &mut [f64], &mut [f64], u64)) -> [f64; 3] {
+    fn three_steps(mut update: impl FnMut(Weights<'_, f64>, &[f64], &mut [f64], &mut [f64], u64)) -> [f64; 3] {
         let mut weights = [1.0, -2.0, 0.5];
         let (mut first, mut second) = ([0.0; 3], [0.0; 3]);
         for step in 1..=3 {
             // Half the gradient with scale 2.
             let gradient = [0.15, -0.05 * step as f64, 0.0];
             let (mut new, mut a, mut b) = ([f64::NAN; 3], first, second);
-            one(Weights::Beside { old: &weights, new: &mut new }, &gradient, &mut a, &mut b, step);
-            one(Weights::InPlace(&mut weights), &gradient, &mut first, &mut second, step);
+            update(Weights::Beside { old: &weights, new: &mut new }, &gradient, &mut a, &mut b, step);
+            update(Weights::InPlace(&mut weights), &gradient, &mut first, &mut second, step);
             assert_eq!((weights, first, second), (new, a, b));
         }
         weights

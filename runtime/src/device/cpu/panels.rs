@@ -55,8 +55,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// The transpose.
-    pub fn turned(self) -> Rows {
+    pub fn transposed(self) -> Rows {
         Rows { row: self.step, step: self.row, ..self }
     }
 }
@@ -109,61 +108,61 @@ pub struct Ahead {
     width: usize,
     row: usize,
     /// Elements of the current row already prefetched.
-    done: usize,
+    column: usize,
 }
 
 impl Ahead {
-    pub const NOTHING: Ahead = Ahead { at: std::ptr::null(), rows: 0, width: 0, row: 0, done: 0 };
+    pub const NOTHING: Ahead = Ahead { at: std::ptr::null(), rows: 0, width: 0, row: 0, column: 0 };
 
     /// `rows` rows of `width` elements with row stride `row`.
     pub fn of(at: *const f32, [rows, width]: [usize; 2], row: usize) -> Ahead {
-        Ahead { at, rows, width, row, done: 0 }
+        Ahead { at, rows, width, row, column: 0 }
     }
 
     /// Prefetches the next `lines` cache lines, if any are left.
     #[inline(always)]
-    pub fn ask(&mut self, lines: usize) {
+    pub fn prefetch(&mut self, lines: usize) {
         if self.rows == 0 {
             return;
         }
         for line in 0..lines {
-            let at = self.at.wrapping_add(self.done + line * LANES);
+            let at = self.at.wrapping_add(self.column + line * LANES);
             // SAFETY: a prefetch may use any address.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
         }
-        self.done += lines * LANES;
-        if self.done >= self.width {
-            (self.at, self.done, self.rows) = (self.at.wrapping_add(self.row), 0, self.rows - 1);
+        self.column += lines * LANES;
+        if self.column >= self.width {
+            (self.at, self.column, self.rows) = (self.at.wrapping_add(self.row), 0, self.rows - 1);
         }
     }
 }
 
 /// True if the processor has AVX-512F and AVX2.
-pub fn is_at_hand() -> bool {
+pub fn is_supported() -> bool {
     is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx2")
 }
 
 /// Number of full pieces among the following ones; see [`piece`].
-pub fn whole_pieces(left: usize, most: usize) -> usize {
-    if left.is_multiple_of(most) { left / most } else { (left / most).saturating_sub(1) }
+pub fn whole_pieces(rows: usize, height: usize) -> usize {
+    if rows.is_multiple_of(height) { rows / height } else { (rows / height).saturating_sub(1) }
 }
 
-/// Row range and address of each panel of at most `most` rows.
+/// Row range and address of each panel of at most `height` rows.
 pub fn pieces(
     rows: Range<usize>,
-    most: usize,
+    height: usize,
     depth: usize,
     panels: *mut f32,
 ) -> impl Iterator<Item = (Range<usize>, *mut f32)> {
     let mut row = rows.start;
     std::iter::from_fn(move || {
         let (first, panel) = (row, panels.wrapping_add((row - rows.start) * depth));
-        row += piece(rows.end - row, most);
+        row += piece(rows.end - row, height);
         (first < row).then_some((first..row, panel))
     })
 }
 
-/// Size of the next piece: `most`, except that the last two pieces are about equal.
-pub fn piece(left: usize, most: usize) -> usize {
-    if left <= most || left >= 2 * most { left.min(most) } else { left.div_ceil(2) }
+/// Size of the next piece: `height`, except that the last two pieces are about equal.
+pub fn piece(rows: usize, height: usize) -> usize {
+    if rows <= height || rows >= 2 * height { rows.min(height) } else { rows.div_ceil(2) }
 }

@@ -14,25 +14,25 @@ pub struct Grid {
     pub out: [usize; 3],
     pub(super) stride: [isize; 3],
     pub(super) dilation: [isize; 3],
-    pub(super) before: [isize; 3],
+    pub(super) pads_begin: [isize; 3],
 }
 
 impl Grid {
     /// Lists have one entry per spatial dimension, at most three.
     pub fn new(window: &Window, data: &[usize], kernel: &[usize], out: &[usize]) -> Option<Grid> {
-        let missing = 3usize.checked_sub(data.len())?;
-        let three = |list: &[usize], fill: usize| -> [usize; 3] {
-            std::array::from_fn(|axis| axis.checked_sub(missing).map_or(fill, |a| list[a]))
+        let leading = 3usize.checked_sub(data.len())?;
+        let extend = |list: &[usize], fill: usize| -> [usize; 3] {
+            std::array::from_fn(|axis| axis.checked_sub(leading).map_or(fill, |a| list[a]))
         };
         // Larger distances would leave any data in memory; the reference handles them.
-        let near = |list: [usize; 3]| list.iter().all(|&v| v < 1 << 30).then(|| list.map(|v| v as isize));
+        let limited = |list: [usize; 3]| list.iter().all(|&v| v < 1 << 30).then(|| list.map(|v| v as isize));
         Some(Grid {
-            data: near(three(data, 1))?.map(|v| v as usize),
-            kernel: near(three(kernel, 1))?.map(|v| v as usize),
-            out: near(three(out, 1))?.map(|v| v as usize),
-            stride: near(three(&window.strides, 1))?,
-            dilation: near(three(&window.dilations, 1))?,
-            before: near(three(&window.pads_begin, 0))?,
+            data: limited(extend(data, 1))?.map(|v| v as usize),
+            kernel: limited(extend(kernel, 1))?.map(|v| v as usize),
+            out: limited(extend(out, 1))?.map(|v| v as usize),
+            stride: limited(extend(&window.strides, 1))?,
+            dilation: limited(extend(&window.dilations, 1))?,
+            pads_begin: limited(extend(&window.pads_begin, 0))?,
         })
     }
 
@@ -46,12 +46,12 @@ impl Grid {
     /// The data index that window 0 reads at `tap`; negative in the padding.
     #[inline(always)]
     pub fn offset(&self, axis: usize, tap: usize) -> isize {
-        tap as isize * self.dilation[axis] - self.before[axis]
+        tap as isize * self.dilation[axis] - self.pads_begin[axis]
     }
 
     /// The windows that read data, not padding, at `tap` along one axis.
     #[inline(always)]
-    pub fn seeing(&self, axis: usize, tap: usize) -> Range<usize> {
+    pub fn valid_windows(&self, axis: usize, tap: usize) -> Range<usize> {
         let (offset, stride) = (self.offset(axis, tap), self.stride[axis]);
         let from = (-offset).max(0) as usize;
         let from = from.div_ceil(stride as usize);
@@ -88,15 +88,15 @@ impl Grid {
 
     /// True if each window reads exactly its own element.
     pub fn is_pointwise(&self) -> bool {
-        self.taps() == 1 && self.stride == [1; 3] && self.before == [0; 3] && self.data == self.out
+        self.taps() == 1 && self.stride == [1; 3] && self.pads_begin == [0; 3] && self.data == self.out
     }
 
     /// The grid of the input gradient: data and windows exchange roles and taps are reversed. `None` unless the stride
     /// is 1.
     pub fn flipped(&self) -> Option<Grid> {
-        let before =
-            std::array::from_fn(|axis| self.dilation[axis] * (self.kernel[axis] as isize - 1) - self.before[axis]);
-        (self.stride == [1; 3]).then_some(Grid { data: self.out, out: self.data, before, ..*self })
+        let pads_begin =
+            std::array::from_fn(|axis| self.dilation[axis] * (self.kernel[axis] as isize - 1) - self.pads_begin[axis]);
+        (self.stride == [1; 3]).then_some(Grid { data: self.out, out: self.data, pads_begin, ..*self })
     }
 
     /// The overlapping 4×4 data tiles that produce 2×2 outputs (Winograd), for 3×3 filters with stride 1. The last tile
@@ -104,13 +104,13 @@ impl Grid {
     pub fn tiles(&self) -> Option<Grid> {
         let is_plain = self.kernel == [1, 3, 3] && self.stride == [1; 3] && self.dilation[1..] == [1, 1];
         let tiled = Grid { kernel: [1, 4, 4], out: self.pairs(), stride: [1, 2, 2], dilation: [1; 3], ..*self };
-        (is_plain && self.before[0] == 0 && self.data[0] == self.out[0]).then_some(tiled)
+        (is_plain && self.pads_begin[0] == 0 && self.data[0] == self.out[0]).then_some(tiled)
     }
 
     /// The same tiles as windows over the outputs.
     pub fn pairs_of_results(&self) -> Grid {
         let (kernel, stride) = ([1, 2, 2], [1, 2, 2]);
-        Grid { data: self.out, kernel, out: self.pairs(), stride, dilation: [1; 3], before: [0; 3] }
+        Grid { data: self.out, kernel, out: self.pairs(), stride, dilation: [1; 3], pads_begin: [0; 3] }
     }
 
     fn pairs(&self) -> [usize; 3] {
@@ -120,14 +120,14 @@ impl Grid {
     /// True for 2×2 windows that tile the data exactly.
     pub fn is_of_squares(&self) -> bool {
         let squares = self.kernel == [1, 2, 2] && self.stride == [1, 2, 2] && self.dilation[1..] == [1, 1];
-        squares && self.before == [0; 3] && self.data == [self.out[0], 2 * self.out[1], 2 * self.out[2]]
+        squares && self.pads_begin == [0; 3] && self.data == [self.out[0], 2 * self.out[1], 2 * self.out[2]]
     }
 
     /// True if one window reads every element once.
     pub fn is_global(&self) -> bool {
         self.out_len() == 1
             && self.kernel == self.data
-            && self.before == [0; 3]
+            && self.pads_begin == [0; 3]
             && (0..3).all(|axis| self.dilation[axis] == 1 || self.kernel[axis] == 1)
     }
 
@@ -137,7 +137,7 @@ impl Grid {
     pub fn runs_at(&self, tap: usize) -> (usize, impl Iterator<Item = (usize, usize)> + use<>) {
         let [_, height, width] = self.kernel;
         let taps = [tap / (height * width), tap / width % height, tap % width];
-        let [depths, heights, widths] = [0, 1, 2].map(|axis| self.seeing(axis, taps[axis]));
+        let [depths, heights, widths] = [0, 1, 2].map(|axis| self.valid_windows(axis, taps[axis]));
         let [d, h, w] = [0, 1, 2].map(|axis| self.offset(axis, taps[axis]));
         let (grid, run) = (*self, widths.len());
         // Without windows that read data along a row there are no runs.
@@ -172,18 +172,18 @@ pub fn gather_patches<T: Real>(grid: &Grid, x: &[T], rows: Range<usize>, patches
     for plane in x.chunks_exact(grid.data_len().max(1)) {
         for (d, h) in (0..depth).flat_map(|d| (0..height).map(move |h| (d, h))) {
             for w in 0..taps_wide {
-                let inside = grid.seeing(2, w);
+                let valid = grid.valid_windows(2, w);
                 for (i, row) in rows.clone().enumerate() {
                     let target = &mut patches[to + i * width..to + (i + 1) * width];
-                    let Some(from) = grid.data_row(row, d, h).filter(|_| !inside.is_empty()) else {
+                    let Some(from) = grid.data_row(row, d, h).filter(|_| !valid.is_empty()) else {
                         target.fill(T::ZERO);
                         continue;
                     };
                     let first = (from as isize + grid.offset(2, w)) as usize;
-                    target[..inside.start].fill(T::ZERO);
-                    target[inside.end..].fill(T::ZERO);
-                    let first = first.wrapping_add(inside.start * step);
-                    gather_run(plane, first, step, &mut target[inside.clone()]);
+                    target[..valid.start].fill(T::ZERO);
+                    target[valid.end..].fill(T::ZERO);
+                    let first = first.wrapping_add(valid.start * step);
+                    gather_run(plane, first, step, &mut target[valid.clone()]);
                 }
                 to += pitch;
             }
@@ -214,11 +214,11 @@ pub fn scatter_patches<T: Real>(grid: &Grid, patches: &[T], pitch: usize, rows: 
     for plane in x.chunks_exact_mut(grid.data_len().max(1)) {
         for (d, h) in (0..depth).flat_map(|d| (0..height).map(move |h| (d, h))) {
             for w in 0..taps_wide {
-                let inside = grid.seeing(2, w);
-                for (i, row) in rows.clone().enumerate().filter(|_| !inside.is_empty()) {
+                let valid = grid.valid_windows(2, w);
+                for (i, row) in rows.clone().enumerate().filter(|_| !valid.is_empty()) {
                     let Some(from) = grid.data_row(row, d, h) else { continue };
-                    let first = (from as isize + grid.offset(2, w) + (inside.start * step) as isize) as usize;
-                    let source = &patches[at + i * width..at + (i + 1) * width][inside.clone()];
+                    let first = (from as isize + grid.offset(2, w) + (valid.start * step) as isize) as usize;
+                    let source = &patches[at + i * width..at + (i + 1) * width][valid.clone()];
                     match step {
                         1 => {
                             for (x, &v) in plane[first..first + source.len()].iter_mut().zip(source) {
@@ -250,7 +250,11 @@ mod tests {
             let grid = Grid::new(&window, &[n], &[k], &[out]).unwrap();
             for tap in 0..k {
                 let inside: Vec<usize> = (0..out).filter(|&o| grid.element(2, o, tap).is_some()).collect();
-                assert_eq!(grid.seeing(2, tap).collect::<Vec<_>>(), inside, "{n} {k} {s} {d} {b} {e}, tap {tap}");
+                assert_eq!(
+                    grid.valid_windows(2, tap).collect::<Vec<_>>(),
+                    inside,
+                    "{n} {k} {s} {d} {b} {e}, tap {tap}"
+                );
             }
         }
     }

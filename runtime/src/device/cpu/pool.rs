@@ -12,8 +12,8 @@ use compiler::tensor::DType;
 pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
     match x.dtype {
-        DType::F32 => Some(max_of::<f32>(grid)),
-        DType::F64 => Some(max_of::<f64>(grid)),
+        DType::F32 => Some(max_kernel::<f32>(grid)),
+        DType::F64 => Some(max_kernel::<f64>(grid)),
         _ => None,
     }
 }
@@ -22,8 +22,8 @@ pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<Fas
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &dy.shape[2..])?;
     u32::try_from(grid.data_len()).ok()?;
     match x.dtype {
-        DType::F32 => Some(max_grad_of::<f32>(grid)),
-        DType::F64 => Some(max_grad_of::<f64>(grid)),
+        DType::F32 => Some(max_grad_kernel::<f32>(grid)),
+        DType::F64 => Some(max_grad_kernel::<f64>(grid)),
         _ => None,
     }
 }
@@ -32,8 +32,8 @@ pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKerne
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
     let shares = Shares::of(op, &grid, &x.shape[2..]);
     match x.dtype {
-        DType::F32 => Some(avg_of::<f32>(grid, shares)),
-        DType::F64 => Some(avg_of::<f64>(grid, shares)),
+        DType::F32 => Some(avg_kernel::<f32>(grid, shares)),
+        DType::F64 => Some(avg_kernel::<f64>(grid, shares)),
         _ => None,
     }
 }
@@ -42,8 +42,8 @@ pub fn avg_grad(op: &AvgPool, dy: &TensorLayout, dx: &TensorLayout) -> Option<Fa
     let grid = Grid::new(&op.window, &dx.shape[2..], &op.kernel, &dy.shape[2..])?;
     let shares = Shares::of(op, &grid, &dx.shape[2..]);
     match dy.dtype {
-        DType::F32 => Some(avg_grad_of::<f32>(grid, shares)),
-        DType::F64 => Some(avg_grad_of::<f64>(grid, shares)),
+        DType::F32 => Some(avg_grad_kernel::<f32>(grid, shares)),
+        DType::F64 => Some(avg_grad_kernel::<f64>(grid, shares)),
         _ => None,
     }
 }
@@ -53,10 +53,10 @@ struct Shares([Vec<f64>; 3]);
 
 impl Shares {
     fn of(op: &AvgPool, grid: &Grid, data: &[usize]) -> Shares {
-        let missing = 3 - data.len();
+        let leading = 3 - data.len();
         Shares(std::array::from_fn(|axis| {
             let share = |at: usize| {
-                let counts = |&tap: &usize| match axis.checked_sub(missing).filter(|_| op.count_padding) {
+                let counts = |&tap: &usize| match axis.checked_sub(leading).filter(|_| op.count_padding) {
                     Some(a) => {
                         let padded = op.window.pads_begin[a] + data[a] + op.window.pads_end[a];
                         op.window.padded_position(a, at, tap) < padded
@@ -79,7 +79,7 @@ impl Shares {
     }
 }
 
-fn max_of<T: Real>(grid: Grid) -> FastKernel {
+fn max_kernel<T: Real>(grid: Grid) -> FastKernel {
     if grid.is_of_squares() {
         return FastKernel::new(move |inputs, outputs, _| {
             max_of_squares(grid.out[2], cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
@@ -144,7 +144,7 @@ wide! {
     }
 }
 
-fn max_grad_of<T: Real>(grid: Grid) -> FastKernel {
+fn max_grad_kernel<T: Real>(grid: Grid) -> FastKernel {
     if grid.is_of_squares() {
         return FastKernel::new(move |inputs, outputs, _| {
             let (x, dy) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
@@ -168,9 +168,9 @@ fn max_grad_of<T: Real>(grid: Grid) -> FastKernel {
 /// Updates the maximum and its index for each window; NaN wins.
 #[inline(always)]
 #[allow(clippy::eq_op)]
-fn take_larger<T: Real>(best: &mut [T], index: &mut [u32], first: u32, step: u32, seen: impl Fn(usize) -> T) {
+fn take_larger<T: Real>(best: &mut [T], index: &mut [u32], first: u32, step: u32, value: impl Fn(usize) -> T) {
     for (i, (best, index)) in best.iter_mut().zip(index).enumerate() {
-        let v = seen(i);
+        let v = value(i);
         let wins = (v > *best) | ((v != v) & (*best == *best)) | (*index == u32::MAX);
         *best = if wins { v } else { *best };
         *index = if wins { first + i as u32 * step } else { *index };
@@ -184,9 +184,9 @@ wide! {
         for ((x, dx), dy) in rows.zip(dy.chunks_exact(width.max(1))) {
             let (upper, lower) = x.split_at(2 * width);
             let (dx_upper, dx_lower) = dx.split_at_mut(2 * width);
-            let seen = upper.chunks_exact(2).zip(lower.chunks_exact(2));
-            let slopes = dx_upper.chunks_exact_mut(2).zip(dx_lower.chunks_exact_mut(2));
-            for (((above, below), (dx_above, dx_below)), &dy) in seen.zip(slopes).zip(dy) {
+            let windows = upper.chunks_exact(2).zip(lower.chunks_exact(2));
+            let gradients = dx_upper.chunks_exact_mut(2).zip(dx_lower.chunks_exact_mut(2));
+            for (((above, below), (dx_above, dx_below)), &dy) in windows.zip(gradients).zip(dy) {
                 let (mut best, mut at) = (above[0], 0u32);
                 for (tap, v) in [(1, above[1]), (2, below[0]), (3, below[1])] {
                     let wins = (v > best) | ((v != v) & (best == best));
@@ -232,7 +232,7 @@ wide! {
     }
 }
 
-fn avg_of<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
+fn avg_kernel<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         avg_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
         Ok(())
@@ -267,7 +267,7 @@ wide! {
     }
 }
 
-fn avg_grad_of<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
+fn avg_grad_kernel<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         avg_grad_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
         Ok(())

@@ -81,7 +81,7 @@ pub trait Real:
     }
 }
 
-macro_rules! plain {
+macro_rules! delegate {
     ($type:ident: $($name:ident => $std:ident),*) => {
         $(#[inline(always)]
         fn $name(self) -> $type {
@@ -99,7 +99,7 @@ impl Real for f32 {
     const ONE: f32 = 1.0;
     const LOWEST: f32 = f32::NEG_INFINITY;
 
-    plain!(f32: abs => abs, sqrt => sqrt, floor => floor, ceil => ceil, round => round_ties_even);
+    delegate!(f32: abs => abs, sqrt => sqrt, floor => floor, ceil => ceil, round => round_ties_even);
 
     #[inline(always)]
     fn of(value: f64) -> f32 {
@@ -140,8 +140,8 @@ impl Real for f64 {
     const ONE: f64 = 1.0;
     const LOWEST: f64 = f64::NEG_INFINITY;
 
-    plain!(f64: abs => abs, sqrt => sqrt, floor => floor, ceil => ceil, round => round_ties_even);
-    plain!(f64: exp => exp, ln => ln, ln_1p => ln_1p, tanh => tanh);
+    delegate!(f64: abs => abs, sqrt => sqrt, floor => floor, ceil => ceil, round => round_ties_even);
+    delegate!(f64: exp => exp, ln => ln, ln_1p => ln_1p, tanh => tanh);
 
     #[inline(always)]
     fn of(value: f64) -> f64 {

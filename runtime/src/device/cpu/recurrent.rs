@@ -22,79 +22,78 @@ pub(super) struct Recurrent {
     sizes: [usize; 3],
     /// True if it is `[n, k]` in memory, false for `[k, n]`.
     is_transposed: bool,
-    way: Way,
+    layout: WeightLayout,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum WeightLayout {
     Panels,
     /// Transposed: without panels every step would pack a transposed weight slowly.
-    Turned,
-    /// Unchanged.
-    AsItLies,
+    Transposed,
+    Unchanged,
 }
 
 impl Recurrent {
     pub fn of<T: Real>(steps: usize, sizes: [usize; 3], is_transposed: bool) -> Recurrent {
         let [m, n, k] = sizes;
-        let way = if steps >= STEPS && has_panels::<T>(m.max(2), n) && fits_panels(k) {
-            Way::Panels
+        let layout = if steps >= STEPS && has_panels::<T>(m.max(2), n) && fits_panels(k) {
+            WeightLayout::Panels
         } else if is_transposed && !has_panels::<T>(m, n) {
-            Way::Turned
+            WeightLayout::Transposed
         } else {
-            Way::AsItLies
+            WeightLayout::Unchanged
         };
-        Recurrent { sizes, is_transposed, way }
+        Recurrent { sizes, is_transposed, layout }
     }
 
     /// Workspace bytes.
     pub fn bytes<T>(&self) -> usize {
         let [_, n, k] = self.sizes;
-        let elements = match self.way {
-            Way::Panels => panel_elements(n, k),
-            Way::Turned => n * k,
-            Way::AsItLies => 0,
+        let elements = match self.layout {
+            WeightLayout::Panels => panel_elements(n, k),
+            WeightLayout::Transposed => n * k,
+            WeightLayout::Unchanged => 0,
         };
         (elements * size_of::<T>()).next_multiple_of(ALIGNMENT)
     }
 
     /// Rearranges the weight in a workspace of [`bytes`](Recurrent::bytes).
-    pub fn laid<'a, T: Real>(&self, weight: &'a [T], room: &'a mut [u8]) -> Laid<'a, T> {
+    pub fn arrange<'a, T: Real>(&self, weight: &'a [T], buffer: &'a mut [u8]) -> ArrangedWeight<'a, T> {
         let [_, n, k] = self.sizes;
-        assert!(weight.len() >= n * k && room.len() >= self.bytes::<T>(), "a weight or its buffer is too short");
-        let room: &'a mut [T] = cast_slice_mut(&mut room[..self.bytes::<T>()]);
+        assert!(weight.len() >= n * k && buffer.len() >= self.bytes::<T>(), "a weight or its buffer is too short");
+        let buffer: &'a mut [T] = cast_slice_mut(&mut buffer[..self.bytes::<T>()]);
         let strides = if self.is_transposed { (1, k) } else { (n, 1) };
         let weight = Matrix { values: weight, strides };
-        let weight = match self.way {
-            Way::Panels => {
-                lay(weight, [n, k], room);
-                Matrix { values: &*room, strides: (0, 0) }
+        let weight = match self.layout {
+            WeightLayout::Panels => {
+                pack_weight(weight, [n, k], buffer);
+                Matrix { values: &*buffer, strides: (0, 0) }
             }
-            Way::Turned => {
-                transpose_matrix(weight.values, k, room, n, [k, n]);
-                Matrix { values: &*room, strides: (n, 1) }
+            WeightLayout::Transposed => {
+                transpose_matrix(weight.values, k, buffer, n, [k, n]);
+                Matrix { values: &*buffer, strides: (n, 1) }
             }
-            Way::AsItLies => weight,
+            WeightLayout::Unchanged => weight,
         };
-        Laid { how: *self, weight }
+        ArrangedWeight { recurrent: *self, weight }
     }
 }
 
-pub(super) struct Laid<'a, T> {
-    how: Recurrent,
+pub(super) struct ArrangedWeight<'a, T> {
+    recurrent: Recurrent,
     weight: Matrix<'a, T>,
 }
 
-impl<T: Real> Laid<'_, T> {
+impl<T: Real> ArrangedWeight<'_, T> {
     /// `c = a w`, or `c += a w` with `add`, in step `t`; `c_row` is the row stride of `c`.
     ///
     /// Odd steps traverse the weight backwards. A weight larger than the second-level cache would otherwise be evicted
     /// in every step.
     pub fn multiply(&self, t: usize, a: Matrix<'_, T>, c: &mut [T], c_row: usize, add: bool) {
-        let [m, n, k] = self.how.sizes;
+        let [m, n, k] = self.recurrent.sizes;
         let backwards = !t.is_multiple_of(2);
-        if self.how.way == Way::Panels {
-            return by_panels(self.how.sizes, a, self.weight.values, (c, c_row), add, backwards);
+        if self.recurrent.layout == WeightLayout::Panels {
+            return multiply_panels(self.recurrent.sizes, a, self.weight.values, (c, c_row), add, backwards);
         }
         let by_columns = self.weight.strides.0 == 1;
         let (rows, row) = if by_columns { (n, k) } else { (k, n) };
@@ -103,13 +102,13 @@ impl<T: Real> Laid<'_, T> {
         let parts = rows.div_ceil(part);
         for at in 0..parts {
             let first = if backwards { parts - 1 - at } else { at } * part;
-            let own = part.min(rows - first);
+            let size = part.min(rows - first);
             let weight = Matrix { values: &self.weight.values[first * row..], ..self.weight };
             if by_columns {
-                product([m, own, k], a, weight, &mut c[first..], c_row, add);
+                product([m, size, k], a, weight, &mut c[first..], c_row, add);
             } else {
                 let a = Matrix { values: a.values.get(first * a.strides.1..).unwrap_or_default(), ..a };
-                product([m, n, own], a, weight, c, c_row, add || at > 0);
+                product([m, n, size], a, weight, c, c_row, add || at > 0);
             }
         }
     }
@@ -117,33 +116,33 @@ impl<T: Real> Laid<'_, T> {
 
 #[cfg(target_arch = "x86_64")]
 fn fits_panels(depth: usize) -> bool {
-    if panels::is_at_hand() { laid::is_for(depth) } else { avx2::is_for(depth) }
+    if panels::is_supported() { laid::fits_cache(depth) } else { avx2::fits_cache(depth) }
 }
 
 #[cfg(target_arch = "x86_64")]
 fn panel_elements(columns: usize, depth: usize) -> usize {
-    if panels::is_at_hand() { laid::elements(columns, depth) } else { avx2::elements(columns, depth) }
+    if panels::is_supported() { laid::packed_len(columns, depth) } else { avx2::packed_len(columns, depth) }
 }
 
 #[cfg(target_arch = "x86_64")]
-fn rows<T>(of: Matrix<'_, T>) -> Rows {
-    Rows { at: of.values.as_ptr().cast(), row: of.strides.0, step: of.strides.1 }
+fn rows<T>(matrix: Matrix<'_, T>) -> Rows {
+    Rows { at: matrix.values.as_ptr().cast(), row: matrix.strides.0, step: matrix.strides.1 }
 }
 
 /// Writes the panels of an `[k, n]` weight.
 #[cfg(target_arch = "x86_64")]
-fn lay<T: Real>(weight: Matrix<'_, T>, [n, k]: [usize; 2], room: &mut [T]) {
+fn pack_weight<T: Real>(weight: Matrix<'_, T>, [n, k]: [usize; 2], buffer: &mut [T]) {
     // SAFETY: panels require `f32` and these instructions, and the caller has checked the lengths.
     unsafe {
-        match panels::is_at_hand() {
-            true => laid::lay(&rows(weight), [n, k], room.as_mut_ptr().cast()),
-            false => avx2::lay(rows(weight), [n, k], room.as_mut_ptr().cast()),
+        match panels::is_supported() {
+            true => laid::pack_all(&rows(weight), [n, k], buffer.as_mut_ptr().cast()),
+            false => avx2::pack_all(rows(weight), [n, k], buffer.as_mut_ptr().cast()),
         }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
-fn by_panels<T: Real>(
+fn multiply_panels<T: Real>(
     [m, n, k]: [usize; 3],
     a: Matrix<'_, T>,
     panels: &[T],
@@ -154,13 +153,14 @@ fn by_panels<T: Real>(
     if k == 0 {
         return product([m, n, k], a, a, c, c_row, add);
     }
-    let last = |rows: usize, columns: usize, (row, column): (usize, usize)| (rows - 1) * row + (columns - 1) * column;
-    assert!(n <= c_row && last(m, n, (c_row, 1)) < c.len(), "the product exceeds its matrix");
-    assert!(last(m, k, a.strides) < a.values.len(), "the left factor is too short");
+    let last_index =
+        |rows: usize, columns: usize, (row, column): (usize, usize)| (rows - 1) * row + (columns - 1) * column;
+    assert!(n <= c_row && last_index(m, n, (c_row, 1)) < c.len(), "the product exceeds its matrix");
+    assert!(last_index(m, k, a.strides) < a.values.len(), "the left factor is too short");
     // SAFETY: the asserts keep every access inside its slice, the panels have these sizes, `c` is borrowed exclusively,
     // and `T` is `f32`.
     unsafe {
-        let product = if panels::is_at_hand() { laid::product } else { avx2::product_laid };
+        let product = if panels::is_supported() { laid::product } else { avx2::packed_product };
         product([m, n, k], rows(a), panels.as_ptr().cast(), (c.as_mut_ptr().cast(), c_row), add, backwards);
     }
 }
@@ -177,14 +177,14 @@ mod without {
         0
     }
 
-    pub fn lay<T: Real>(_: Matrix<'_, T>, _: [usize; 2], _: &mut [T]) {
+    pub fn pack_weight<T: Real>(_: Matrix<'_, T>, _: [usize; 2], _: &mut [T]) {
         unreachable!("this processor has no panels")
     }
 
-    pub fn by_panels<T: Real>(_: [usize; 3], _: Matrix<'_, T>, _: &[T], _: (&mut [T], usize), _: bool, _: bool) {
+    pub fn multiply_panels<T: Real>(_: [usize; 3], _: Matrix<'_, T>, _: &[T], _: (&mut [T], usize), _: bool, _: bool) {
         unreachable!("this processor has no panels")
     }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-use without::{by_panels, fits_panels, lay, panel_elements};
+use without::{fits_panels, multiply_panels, pack_weight, panel_elements};

@@ -23,9 +23,9 @@ fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<Fa
         return Some(movement::copy());
     }
     // Keeping reduced dimensions as 1 does not change the order.
-    let narrow: Vec<usize> =
+    let reduced_shape: Vec<usize> =
         x.shape.iter().enumerate().map(|(i, &d)| if op.axes.contains(&i) { 1 } else { d }).collect();
-    let mut strides = row_major(&narrow);
+    let mut strides = row_major(&reduced_shape);
     op.axes.iter().for_each(|&axis| strides[axis] = 0);
     let walk = Walk::new(&x.shape, [&row_major(&x.shape), &strides], [0; 2])?;
     let kind = op.kind;
@@ -38,15 +38,15 @@ fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<Fa
     let divisor = if kind == ReduceKind::Mean { count as f64 } else { 1.0 };
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let x = cast_slice::<u8, T>(inputs[0]);
-        let joined = &mut cast_slice_mut::<u8, f64>(workspace)[..walk_targets(outputs[0], T::DTYPE)];
-        joined.fill(start);
+        let accumulators = &mut cast_slice_mut::<u8, f64>(workspace)[..output_len(outputs[0], T::DTYPE)];
+        accumulators.fill(start);
         match kind {
-            ReduceKind::Sum | ReduceKind::Mean => join_sums(&walk, x, joined),
-            ReduceKind::Max => join_largest(&walk, x, joined),
-            ReduceKind::Min => join_smallest(&walk, x, joined),
-            ReduceKind::Prod => join_products(&walk, x, joined),
+            ReduceKind::Sum | ReduceKind::Mean => accumulate_sums(&walk, x, accumulators),
+            ReduceKind::Max => accumulate_largest(&walk, x, accumulators),
+            ReduceKind::Min => accumulate_smallest(&walk, x, accumulators),
+            ReduceKind::Prod => accumulate_products(&walk, x, accumulators),
         }
-        for (y, &v) in cast_slice_mut::<u8, T>(outputs[0]).iter_mut().zip(&*joined) {
+        for (y, &v) in cast_slice_mut::<u8, T>(outputs[0]).iter_mut().zip(&*accumulators) {
             *y = T::of(v / divisor);
         }
         Ok(())
@@ -54,24 +54,24 @@ fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<Fa
     Some(fast.with_workspace(y.len() * size_of::<f64>()))
 }
 
-fn walk_targets(output: &[u8], dtype: DType) -> usize {
+fn output_len(output: &[u8], dtype: DType) -> usize {
     output.len() / dtype.size()
 }
 
-macro_rules! joins {
+macro_rules! accumulate_fns {
     ($($name:ident: |$row:ident| $whole:expr, |$a:ident, $b:ident| $pair:expr;)*) => {
         $(wide! {
-            fn $name[T: Real](walk: &Walk<2>, x: &[T], joined: &mut [f64]) {
+            fn $name[T: Real](walk: &Walk<2>, x: &[T], accumulators: &mut [f64]) {
                 let n = walk.inner;
                 for [x_at, to] in walk.runs() {
                     let $row = &x[x_at..x_at + n];
                     if walk.steps[1] == 0 {
-                        let ($a, $b) = (joined[to], $whole);
-                        joined[to] = $pair;
+                        let ($a, $b) = (accumulators[to], $whole);
+                        accumulators[to] = $pair;
                     } else {
-                        for (joined, x) in joined[to..to + n].iter_mut().zip($row) {
-                            let ($a, $b) = (*joined, x.wide());
-                            *joined = $pair;
+                        for (accumulator, x) in accumulators[to..to + n].iter_mut().zip($row) {
+                            let ($a, $b) = (*accumulator, x.wide());
+                            *accumulator = $pair;
                         }
                     }
                 }
@@ -80,24 +80,24 @@ macro_rules! joins {
     };
 }
 
-joins! {
-    join_sums: |row| sum_of(row, |v| v), |a, b| a + b;
-    join_largest: |row| largest(row).wide(), |a, b| a.larger(b);
-    join_smallest: |row| smallest(row).wide(), |a, b| a.smaller(b);
-    join_products: |row| row.iter().fold(1.0, |p, v| p * v.wide()), |a, b| a * b;
+accumulate_fns! {
+    accumulate_sums: |row| sum_of(row, |v| v), |a, b| a + b;
+    accumulate_largest: |row| largest(row).wide(), |a, b| a.larger(b);
+    accumulate_smallest: |row| smallest(row).wide(), |a, b| a.smaller(b);
+    accumulate_products: |row| row.iter().fold(1.0, |p, v| p * v.wide()), |a, b| a * b;
 }
 
 /// Argmax or argmin.
 pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
-        DType::F32 => Some(arg_of::<f32>(op, x)),
-        DType::F64 => Some(arg_of::<f64>(op, x)),
+        DType::F32 => Some(arg_kernel::<f32>(op, x)),
+        DType::F64 => Some(arg_kernel::<f64>(op, x)),
         _ => None,
     }
 }
 
 #[allow(clippy::eq_op)]
-fn arg_of<T: Real + Pod>(op: &ArgReduce, x: &TensorLayout) -> FastKernel {
+fn arg_kernel<T: Real + Pod>(op: &ArgReduce, x: &TensorLayout) -> FastKernel {
     let outer: usize = x.shape[..op.axis].iter().product();
     let (size, inner) = (x.shape[op.axis], x.shape[op.axis + 1..].iter().product::<usize>());
     let sign = if op.largest { T::ONE } else { -T::ONE };

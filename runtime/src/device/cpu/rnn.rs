@@ -1,6 +1,6 @@
 //! Elman RNN and its gradient: one `gemm` product per step for the recurrence, one for the whole sequence otherwise.
 
-use super::lstm::{Sizes, logistic, of_state, plain, turned};
+use super::lstm::{Sizes, logistic, matrix, state_weight_grad, transposed};
 use super::matmul::product;
 use super::real::Real;
 use super::recurrent::Recurrent;
@@ -31,11 +31,11 @@ pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastK
 
 /// Splits off the next step of a sequence, so that the previous step can be read while it is written.
 pub(super) fn next<'a, T>(from: &mut &'a mut [T], size: usize, reverse: bool) -> &'a mut [T] {
-    let all = std::mem::take(from);
-    let at = if reverse { all.len() - size } else { size };
-    let (head, tail) = all.split_at_mut(at);
-    let (step, rest) = if reverse { (tail, head) } else { (head, tail) };
-    *from = rest;
+    let sequence = std::mem::take(from);
+    let at = if reverse { sequence.len() - size } else { size };
+    let (head, tail) = sequence.split_at_mut(at);
+    let (step, remainder) = if reverse { (tail, head) } else { (head, tail) };
+    *from = remainder;
     step
 }
 
@@ -46,12 +46,12 @@ fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h] = outputs else { unreachable!("a recurrent layer has two outputs") };
         let [y, last_h] = [y, last_h].map(|o| cast_slice_mut::<u8, T>(o));
-        let w_hh = recurrent.laid(w_hh, workspace);
-        product([steps * batch, hidden, width], plain(x, width), turned(w_ih, width), y, hidden, false);
-        let (mut rest, mut h): (&mut [T], &[T]) = (y, h0);
+        let w_hh = recurrent.arrange(w_hh, workspace);
+        product([steps * batch, hidden, width], matrix(x, width), transposed(w_ih, width), y, hidden, false);
+        let (mut unwritten, mut h): (&mut [T], &[T]) = (y, h0);
         for t in 0..steps {
-            let step = next(&mut rest, batch * hidden, reverse);
-            w_hh.multiply(t, plain(h, hidden), step, hidden, true);
+            let step = next(&mut unwritten, batch * hidden, reverse);
+            w_hh.multiply(t, matrix(h, hidden), step, hidden, true);
             step.chunks_exact_mut(hidden.max(1)).for_each(|row| cell(row, b_ih, b_hh, activation));
             h = step;
         }
@@ -84,23 +84,23 @@ fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fas
         let [dy, last_dh, x, w_ih, w_hh, h0, y] = [0, 1, 2, 3, 4, 5, 6].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [dx, dw_ih, dw_hh, db, dh] = outputs else { unreachable!("its gradient has five outputs") };
         let [dx, dw_ih, dw_hh, db, dh] = [dx, dw_ih, dw_hh, db, dh].map(|o| cast_slice_mut::<u8, T>(o));
-        let (panels, rest) = workspace.split_at_mut(recurrent.bytes::<T>());
-        let w_hh = recurrent.laid(w_hh, panels);
-        let (sums, rest) = rest.split_at_mut(sums_bytes);
+        let (panels, scratch) = workspace.split_at_mut(recurrent.bytes::<T>());
+        let w_hh = recurrent.arrange(w_hh, panels);
+        let (sums, scratch) = scratch.split_at_mut(sums_bytes);
         let sums = &mut cast_slice_mut::<u8, f64>(sums)[..hidden];
-        let da = &mut cast_slice_mut::<u8, T>(rest)[..rows * hidden];
+        let da = &mut cast_slice_mut::<u8, T>(scratch)[..rows * hidden];
         dh.copy_from_slice(last_dh);
         for t in order(steps, !reverse) {
             let step = sizes.step(t, hidden);
             let da = &mut da[step.clone()];
             cell_grad(&dy[step.clone()], dh, &y[step], da, activation);
-            w_hh.multiply(t, plain(da, hidden), dh, hidden, false);
+            w_hh.multiply(t, matrix(da, hidden), dh, hidden, false);
         }
         let da = &*da;
-        product([rows, width, hidden], plain(da, hidden), plain(w_ih, width), dx, width, false);
-        product([hidden, width, rows], turned(da, hidden), plain(x, width), dw_ih, width, false);
-        of_state(reverse, sizes, da, [hidden, hidden], h0, y, dw_hh);
-        columns(da, hidden, sums);
+        product([rows, width, hidden], matrix(da, hidden), matrix(w_ih, width), dx, width, false);
+        product([hidden, width, rows], transposed(da, hidden), matrix(x, width), dw_ih, width, false);
+        state_weight_grad(reverse, sizes, da, [hidden, hidden], h0, y, dw_hh);
+        sum_columns(da, hidden, sums);
         db.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
         Ok(())
     });
@@ -108,7 +108,7 @@ fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fas
 }
 
 /// Column sums of a matrix with `row` columns.
-pub(super) fn columns<T: Real>(matrix: &[T], row: usize, sums: &mut [f64]) {
+pub(super) fn sum_columns<T: Real>(matrix: &[T], row: usize, sums: &mut [f64]) {
     sums.fill(0.0);
     for row in matrix.chunks_exact(row.max(1)) {
         sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += d.wide());
@@ -118,11 +118,11 @@ pub(super) fn columns<T: Real>(matrix: &[T], row: usize, sums: &mut [f64]) {
 wide! {
     // All rows of one step.
     fn cell_grad[T: Real](dy: &[T], dh: &[T], y: &[T], da: &mut [T], activation: Activation) {
-        let arrives = dy.iter().zip(dh).zip(y).zip(da);
+        let elements = dy.iter().zip(dh).zip(y).zip(da);
         match activation {
-            Activation::Tanh => arrives.for_each(|(((dy, dh), y), da)| *da = (*dy + *dh) * (T::ONE - *y * *y)),
-            Activation::Relu => arrives.for_each(|(((dy, dh), y), da)| *da = if *y > T::ZERO { *dy + *dh } else { T::ZERO }),
-            Activation::Sigmoid => arrives.for_each(|(((dy, dh), y), da)| *da = (*dy + *dh) * *y * (T::ONE - *y)),
+            Activation::Tanh => elements.for_each(|(((dy, dh), y), da)| *da = (*dy + *dh) * (T::ONE - *y * *y)),
+            Activation::Relu => elements.for_each(|(((dy, dh), y), da)| *da = if *y > T::ZERO { *dy + *dh } else { T::ZERO }),
+            Activation::Sigmoid => elements.for_each(|(((dy, dh), y), da)| *da = (*dy + *dh) * *y * (T::ONE - *y)),
         }
     }
 }

@@ -9,33 +9,33 @@ use compiler::tensor::DType;
 
 pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
-        DType::F32 => Some(along::<f32>(axis, logarithm, x)),
-        DType::F64 => Some(along::<f64>(axis, logarithm, x)),
+        DType::F32 => Some(axis_kernel::<f32>(axis, logarithm, x)),
+        DType::F64 => Some(axis_kernel::<f64>(axis, logarithm, x)),
         _ => None,
     }
 }
 
-fn along<T: Real>(axis: usize, logarithm: bool, x: &TensorLayout) -> FastKernel {
+fn axis_kernel<T: Real>(axis: usize, logarithm: bool, x: &TensorLayout) -> FastKernel {
     let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
     if x.is_empty() {
         return FastKernel::new(|_, _, _| Ok(()));
     }
     if inner == 1 {
         return FastKernel::new(move |inputs, outputs, _| {
-            rows(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), size, logarithm);
+            softmax_rows(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), size, logarithm);
             Ok(())
         });
     }
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let (max, sum) = cast_slice_mut::<u8, f64>(workspace)[..2 * inner].split_at_mut(inner);
-        columns(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), [size, inner], logarithm, max, sum);
+        softmax_columns(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), [size, inner], logarithm, max, sum);
         Ok(())
     });
     fast.with_workspace(2 * inner * size_of::<f64>())
 }
 
 wide! {
-    fn rows[T: Real](x: &[T], y: &mut [T], size: usize, logarithm: bool) {
+    fn softmax_rows[T: Real](x: &[T], y: &mut [T], size: usize, logarithm: bool) {
         for (x, y) in x.chunks_exact(size).zip(y.chunks_exact_mut(size)) {
             let max = largest(x);
             if logarithm {
@@ -47,9 +47,9 @@ wide! {
                 for (y, &x) in y.iter_mut().zip(x) {
                     *y = (x - max).exp();
                 }
-                let share = T::of(1.0 / sum_of(y, |v| v));
+                let reciprocal = T::of(1.0 / sum_of(y, |v| v));
                 for y in y.iter_mut() {
-                    *y = *y * share;
+                    *y = *y * reciprocal;
                 }
             }
         }
@@ -58,7 +58,7 @@ wide! {
 
 wide! {
     // `inner` adjacent columns are vectorised together.
-    fn columns[T: Real](x: &[T], y: &mut [T], sizes: [usize; 2], logarithm: bool, max: &mut [f64], sum: &mut [f64]) {
+    fn softmax_columns[T: Real](x: &[T], y: &mut [T], sizes: [usize; 2], logarithm: bool, max: &mut [f64], sum: &mut [f64]) {
         let [size, inner] = sizes;
         for (x, y) in x.chunks_exact(size * inner).zip(y.chunks_exact_mut(size * inner)) {
             max.fill(f64::NEG_INFINITY);

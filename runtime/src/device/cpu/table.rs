@@ -48,7 +48,7 @@ pub(super) fn fast(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -
         (Op::MaxPoolGrad(op), [x, dy], _) => pool::max_grad(&op.forward, x, dy),
         (Op::AvgPool(op), [x], [y]) => pool::avg(op, x, y),
         (Op::AvgPoolGrad(op), [dy], [dx]) => pool::avg_grad(&op.forward, dy, dx),
-        (Op::Constant(op), _, _) => Some(movement::given(op.tensor.bytes().clone())),
+        (Op::Constant(op), _, _) => Some(movement::constant(op.tensor.bytes().clone())),
         (Op::Iota(op), _, [y]) => movement::iota(op, y),
         (Op::Reshape(_), _, _) => Some(movement::copy()),
         (Op::Transpose(op), [x], [y]) => movement::transpose(op, x, y),

@@ -59,26 +59,28 @@ fn values_mut<T: Real>(bytes: &mut [u8]) -> &mut [T] {
 }
 
 /// Weights predicted in the direction of the last update.
-pub fn predict<T: Real>(rule: &UpdateRule, args: &Prediction, weight: &[u8], state: [&[u8]; 2], to: &mut [u8]) {
+pub fn predict<T: Real>(rule: &UpdateRule, prediction: &Prediction, weight: &[u8], state: [&[u8]; 2], to: &mut [u8]) {
     let (weight, to): (&[T], &mut [T]) = (cast_slice(weight), cast_slice_mut(to));
     let [first, second] = state.map(values::<T>);
-    let far = f64::from(args.steps) * args.rate;
-    let moved = |far: f64, at: &dyn Fn(usize) -> f64, to: &mut [T]| {
-        to.iter_mut().zip(weight).enumerate().for_each(|(i, (to, w))| *to = T::of(w.wide() - far * at(i)));
+    let distance = f64::from(prediction.steps) * prediction.rate;
+    let move_weights = |distance: f64, at: &dyn Fn(usize) -> f64, to: &mut [T]| {
+        to.iter_mut().zip(weight).enumerate().for_each(|(i, (to, w))| *to = T::of(w.wide() - distance * at(i)));
     };
     match rule {
-        _ if args.made == 0 => to.copy_from_slice(weight),
+        _ if prediction.made == 0 => to.copy_from_slice(weight),
         UpdateRule::Sgd { learning_rate, momentum, .. } if *momentum != 0.0 => {
-            moved(far * learning_rate, &|i| first[i].wide(), to);
+            move_weights(distance * learning_rate, &|i| first[i].wide(), to);
         }
         UpdateRule::RmsProp { learning_rate, momentum, .. } if *momentum != 0.0 => {
-            moved(far * learning_rate, &|i| second[i].wide(), to);
+            move_weights(distance * learning_rate, &|i| second[i].wide(), to);
         }
         UpdateRule::Adam { learning_rate, betas, epsilon, .. } => {
-            let correction = |beta: f64| 1.0 - beta.powf(f64::from(args.made));
-            let (one, two) = (correction(betas.0), correction(betas.1));
-            let direction = |i: usize| first[i].wide() / one / ((second[i].wide() / two).sqrt() + epsilon);
-            moved(far * learning_rate, &direction, to);
+            let correction = |beta: f64| 1.0 - beta.powf(f64::from(prediction.made));
+            let (first_correction, second_correction) = (correction(betas.0), correction(betas.1));
+            let direction = |i: usize| {
+                first[i].wide() / first_correction / ((second[i].wide() / second_correction).sqrt() + epsilon)
+            };
+            move_weights(distance * learning_rate, &direction, to);
         }
         _ => to.copy_from_slice(weight),
     }

@@ -26,13 +26,13 @@ impl<const N: usize> Walk<N> {
     /// Iterates over `shape`; operand `i` has stride `strides[i][axis]` and starts at `start[i]`. `None` if there are
     /// too many dimensions.
     pub fn new(shape: &[usize], strides: [&[isize]; N], start: [isize; N]) -> Option<Walk<N>> {
-        let mut joined = join(shape, strides);
-        let (inner, steps) = joined.pop().unwrap_or((1, [1; N]));
-        if joined.len() > MAX_OUTER {
+        let mut merged = merge_dims(shape, strides);
+        let (inner, steps) = merged.pop().unwrap_or((1, [1; N]));
+        if merged.len() > MAX_OUTER {
             return None;
         }
-        let runs = if inner == 0 { 0 } else { joined.iter().map(|(dim, _)| dim).product() };
-        let (dims, strides) = joined.into_iter().unzip();
+        let runs = if inner == 0 { 0 } else { merged.iter().map(|(dim, _)| dim).product() };
+        let (dims, strides) = merged.into_iter().unzip();
         Some(Walk { inner, steps, dims, strides, start, runs })
     }
 
@@ -47,30 +47,30 @@ impl<const N: usize> Walk<N> {
     /// Every run's first index in each operand.
     #[inline(always)]
     pub fn runs(&self) -> Runs<'_, N> {
-        Runs { walk: self, left: self.runs, counters: [0; MAX_OUTER], at: self.start }
+        Runs { walk: self, remaining: self.runs, counters: [0; MAX_OUTER], at: self.start }
     }
 }
 
 /// Drops dimensions of size 1 and merges adjacent dimensions that are contiguous for every operand.
-pub fn join<const N: usize>(shape: &[usize], strides: [&[isize]; N]) -> Vec<(usize, [isize; N])> {
-    let mut joined: Vec<(usize, [isize; N])> = Vec::new();
+pub fn merge_dims<const N: usize>(shape: &[usize], strides: [&[isize]; N]) -> Vec<(usize, [isize; N])> {
+    let mut merged: Vec<(usize, [isize; N])> = Vec::new();
     for (axis, &dim) in shape.iter().enumerate().filter(|&(_, &dim)| dim != 1) {
-        let here: [isize; N] = std::array::from_fn(|i| strides[i][axis]);
-        match joined.last_mut() {
-            Some((size, above)) if (0..N).all(|i| above[i] == here[i] * dim as isize) => {
+        let axis_strides: [isize; N] = std::array::from_fn(|i| strides[i][axis]);
+        match merged.last_mut() {
+            Some((size, outer_strides)) if (0..N).all(|i| outer_strides[i] == axis_strides[i] * dim as isize) => {
                 *size *= dim;
-                *above = here;
+                *outer_strides = axis_strides;
             }
-            _ => joined.push((dim, here)),
+            _ => merged.push((dim, axis_strides)),
         }
     }
-    joined
+    merged
 }
 
 /// Iterator over the runs of a [`Walk`].
 pub struct Runs<'a, const N: usize> {
     walk: &'a Walk<N>,
-    left: usize,
+    remaining: usize,
     counters: [usize; MAX_OUTER],
     at: [isize; N],
 }
@@ -80,14 +80,14 @@ impl<const N: usize> Iterator for Runs<'_, N> {
 
     #[inline(always)]
     fn next(&mut self) -> Option<[usize; N]> {
-        if self.left == 0 {
+        if self.remaining == 0 {
             return None;
         }
-        self.left -= 1;
+        self.remaining -= 1;
         // A loop, because a closure would not be compiled for the caller's vector width.
-        let mut now = [0; N];
-        for (now, at) in now.iter_mut().zip(&self.at) {
-            *now = *at as usize;
+        let mut current = [0; N];
+        for (current, at) in current.iter_mut().zip(&self.at) {
+            *current = *at as usize;
         }
         for axis in (0..self.walk.dims.len()).rev() {
             let strides = &self.walk.strides[axis];
@@ -103,7 +103,7 @@ impl<const N: usize> Iterator for Runs<'_, N> {
                 *at -= stride * (self.walk.dims[axis] as isize - 1);
             }
         }
-        Some(now)
+        Some(current)
     }
 }
 
@@ -113,12 +113,12 @@ pub fn row_major(shape: &[usize]) -> Vec<isize> {
 }
 
 /// Strides of `shape` broadcast to `to`: 0 on stretched axes.
-pub fn stretched(shape: &[usize], to: &[usize]) -> Vec<isize> {
-    let own = row_major(shape);
-    let missing = to.len() - shape.len();
+pub fn broadcast_strides(shape: &[usize], to: &[usize]) -> Vec<isize> {
+    let contiguous = row_major(shape);
+    let leading = to.len() - shape.len();
     (0..to.len())
-        .map(|axis| match axis.checked_sub(missing) {
-            Some(a) if shape[a] == to[axis] => own[a],
+        .map(|axis| match axis.checked_sub(leading) {
+            Some(a) if shape[a] == to[axis] => contiguous[a],
             _ => 0,
         })
         .collect()
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     fn walk(shape: &[usize], b: &[usize]) -> Walk<2> {
-        Walk::new(shape, [&row_major(shape), &stretched(b, shape)], [0; 2]).unwrap()
+        Walk::new(shape, [&row_major(shape), &broadcast_strides(b, shape)], [0; 2]).unwrap()
     }
 
     #[test]

@@ -19,7 +19,7 @@ use super::panels::windows::Windows;
 use super::panels::winograd::{
     ELEMENTS, Results, Transformed, data_in, filters_in, filters_out, results_in, results_out,
 };
-use super::panels::{COLUMNS, LANES, Rows, is_at_hand};
+use super::panels::{COLUMNS, LANES, Rows, is_supported};
 use super::patches::Grid;
 use bytemuck::{cast_slice, cast_slice_mut};
 use std::ops::Range;
@@ -39,15 +39,15 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let Sizes { images, ins, outs, .. } = sizes;
     let tiles_of_image = grid.tiles()?.out_len();
     let filters = ins as f64 * outs as f64;
-    let [windows, tiles] = [grid.out_len(), tiles_of_image].map(|of_image| images as f64 * of_image as f64);
-    let tiled = ELEMENTS as f64 * filters * tiles + FILTER * filters + TILE * (ins + outs) as f64 * tiles;
+    let [windows, tiles] = [grid.out_len(), tiles_of_image].map(|per_image| images as f64 * per_image as f64);
+    let cost = ELEMENTS as f64 * filters * tiles + FILTER * filters + TILE * (ins + outs) as f64 * tiles;
     // With fewer channels than lanes, part of each vector would be wasted.
-    let pays = ins.min(outs) >= LANES && 1.1 * tiled <= 9.0 * filters * windows;
-    if pays && is_at_hand() { made(role, grid, sizes) } else { None }
+    let is_faster = ins.min(outs) >= LANES && 1.1 * cost <= 9.0 * filters * windows;
+    if is_faster && is_supported() { build(role, grid, sizes) } else { None }
 }
 
 /// The convolution, without the check that it pays off.
-fn made(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
+fn build(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let Sizes { images, groups, ins, outs } = sizes;
     let filters = ins * outs;
     let (x_image, y_image) = (groups * ins * grid.data_len(), groups * outs * grid.out_len());
@@ -56,16 +56,16 @@ fn made(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let lengths = [images * x_image, groups * filters * 9, images * y_image];
     match role {
         Role::Forward => {
-            let way = Way::new(grid, images, [x_image, y_image], [ins, outs], false)?;
-            Some(way.kernel(groups, move |group, [x, w], y| {
+            let convolution = Convolution::new(grid, images, [x_image, y_image], [ins, outs], false)?;
+            Some(convolution.kernel(groups, move |group, [x, w], y| {
                 assert_eq!([x.len(), w.len(), y.len()], lengths);
                 let [x_at, w_at, y_at] = starts(group);
                 (x[x_at..].as_ptr(), w[w_at..].as_ptr(), y[y_at..].as_mut_ptr())
             }))
         }
         Role::InputGrad => {
-            let way = Way::new(&grid.flipped()?, images, [y_image, x_image], [outs, ins], true)?;
-            Some(way.kernel(groups, move |group, [dy, w], dx| {
+            let convolution = Convolution::new(&grid.flipped()?, images, [y_image, x_image], [outs, ins], true)?;
+            Some(convolution.kernel(groups, move |group, [dy, w], dx| {
                 assert_eq!([dx.len(), w.len(), dy.len()], lengths);
                 let [x_at, w_at, y_at] = starts(group);
                 (dy[y_at..].as_ptr(), w[w_at..].as_ptr(), dx[x_at..].as_mut_ptr())
@@ -80,58 +80,64 @@ fn made(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
 }
 
 /// Forward or input-gradient convolution.
-struct Way {
+struct Convolution {
     tiles: Windows,
     results: Results,
     /// Channels of the data and of the results.
     channels: [usize; 2],
     plane: usize,
-    turned: bool,
+    is_transposed: bool,
     /// Vectors of tiles per run.
     run: usize,
 }
 
-impl Way {
-    fn new(grid: &Grid, images: usize, sizes: [usize; 2], channels: [usize; 2], turned: bool) -> Option<Way> {
+impl Convolution {
+    fn new(
+        grid: &Grid,
+        images: usize,
+        sizes: [usize; 2],
+        channels: [usize; 2],
+        is_transposed: bool,
+    ) -> Option<Convolution> {
         let tiles = Windows::new(&grid.tiles()?, images, sizes)?;
         // Volumetric images are not supported: their planes are consecutive.
         let [depth, height, width] = grid.out;
         let results = Results::new(&tiles, [depth * height, width], sizes[1]);
         let is_flat = depth == 1;
         let run = run(&tiles, channels);
-        is_flat.then_some(Way { tiles, results, channels, plane: grid.out_len(), turned, run })
+        is_flat.then_some(Convolution { tiles, results, channels, plane: grid.out_len(), is_transposed, run })
     }
 
-    /// Builds the kernel; `parts` returns the addresses of a group's data, filters and results.
-    fn kernel<P>(self, groups: usize, parts: P) -> FastKernel
+    /// Builds the kernel; `addresses` returns the addresses of a group's data, filters and results.
+    fn kernel<P>(self, groups: usize, addresses: P) -> FastKernel
     where
         P: Fn(usize, [&[f32]; 2], &mut [f32]) -> (*const f32, *const f32, *mut f32) + Send + Sync + 'static,
     {
         let ([ins, outs], pitch) = (self.channels, self.run * LANES);
         // Filters keep their memory order in both passes: output channels are rows.
-        let [rows_of_filters, columns] = if self.turned { [ins, outs] } else { [outs, ins] };
-        let across = columns.next_multiple_of(LANES);
+        let [rows_of_filters, columns] = if self.is_transposed { [ins, outs] } else { [outs, ins] };
+        let column_pitch = columns.next_multiple_of(LANES);
         let [filters, data, results] =
-            [rows_of_filters * across, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
+            [rows_of_filters * column_pitch, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
         let fast = FastKernel::new(move |inputs, outputs, workspace| {
             let [a, b] = [0, 1].map(|i| cast_slice::<u8, f32>(inputs[i]));
             let to = cast_slice_mut::<u8, f32>(outputs[0]);
             let workspace = &mut cast_slice_mut::<u8, f32>(workspace)[..filters + data + results];
-            let (u, rest) = workspace.split_at_mut(filters);
-            let (v, m) = rest.split_at_mut(data);
-            let [u, v, m] = [(u, rows_of_filters, across), (v, ins, pitch), (m, outs, pitch)].map(laid_out);
+            let (u, scratch) = workspace.split_at_mut(filters);
+            let (v, m) = scratch.split_at_mut(data);
+            let [u, v, m] = [(u, rows_of_filters, column_pitch), (v, ins, pitch), (m, outs, pitch)].map(transformed);
             for group in 0..groups {
-                let (x, w, y) = parts(group, [a, b], to);
+                let (x, w, y) = addresses(group, [a, b], to);
                 // SAFETY: lengths are checked, the tiles belong to these images, the workspace fits a run, and the
                 // processor features are present.
                 unsafe {
-                    filters_in(w, [rows_of_filters, columns], self.turned, u);
+                    filters_in(w, [rows_of_filters, columns], self.is_transposed, u);
                     for vectors in runs(&self.tiles, self.run) {
                         data_in(&self.tiles, x, ins, vectors.clone(), v);
                         for element in 0..ELEMENTS {
-                            let (left, right) = (rows(u, element), rows(v, element));
-                            let left = if self.turned { left.turned() } else { left };
-                            let result = Plain { at: m.place(element, 0, 0), row: pitch };
+                            let (left, right) = (element_rows(u, element), element_rows(v, element));
+                            let left = if self.is_transposed { left.transposed() } else { left };
+                            let result = Plain { at: m.address(element, 0, 0), row: pitch };
                             product([outs, vectors.len() * LANES, ins], &left, &right, &result, false);
                         }
                         results_out((&self.tiles, &self.results), m, outs, vectors, (y, self.plane));
@@ -144,7 +150,7 @@ impl Way {
     }
 }
 
-fn weight_grad<P>(grid: &Grid, sizes: Sizes, [x_image, y_image]: [usize; 2], parts: P) -> Option<FastKernel>
+fn weight_grad<P>(grid: &Grid, sizes: Sizes, [x_image, y_image]: [usize; 2], addresses: P) -> Option<FastKernel>
 where
     P: Fn(usize, [&[f32]; 2], &mut [f32]) -> (*const f32, *const f32, *mut f32) + Send + Sync + 'static,
 {
@@ -152,25 +158,26 @@ where
     let tiles = Windows::new(&grid.tiles()?, images, [x_image, y_image])?;
     let pairs = Windows::new(&grid.pairs_of_results(), images, [y_image, x_image])?;
     let run = run(&tiles, [ins, outs]).max(MIN_DEPTH / LANES).min(tiles.columns.div_ceil(LANES));
-    let (across, pitch) = (ins.next_multiple_of(LANES), run * LANES);
-    let [sums, data, results] = [outs * across, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
+    let (column_pitch, pitch) = (ins.next_multiple_of(LANES), run * LANES);
+    let [sums, data, results] =
+        [outs * column_pitch, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
     let fast = FastKernel::adding(true, move |inputs, outputs, workspace, add| {
         let [a, b] = [0, 1].map(|i| cast_slice::<u8, f32>(inputs[i]));
         let to = cast_slice_mut::<u8, f32>(outputs[0]);
         let workspace = &mut cast_slice_mut::<u8, f32>(workspace)[..sums + data + results];
-        let (s, rest) = workspace.split_at_mut(sums);
-        let (v, d) = rest.split_at_mut(data);
-        let [s, v, d] = [(s, outs, across), (v, ins, pitch), (d, outs, pitch)].map(laid_out);
+        let (s, scratch) = workspace.split_at_mut(sums);
+        let (v, d) = scratch.split_at_mut(data);
+        let [s, v, d] = [(s, outs, column_pitch), (v, ins, pitch), (d, outs, pitch)].map(transformed);
         for group in 0..groups {
-            let (x, dy, dw) = parts(group, [a, b], to);
-            // SAFETY: as for the kernel of a [`Way`].
+            let (x, dy, dw) = addresses(group, [a, b], to);
+            // SAFETY: as for the kernel of a [`Convolution`].
             unsafe {
                 for vectors in runs(&tiles, run) {
                     data_in(&tiles, x, ins, vectors.clone(), v);
                     results_in(&pairs, dy, outs, vectors.clone(), d);
                     for element in 0..ELEMENTS {
-                        let (left, right) = (rows(d, element), rows(v, element).turned());
-                        let result = Plain { at: s.place(element, 0, 0), row: across };
+                        let (left, right) = (element_rows(d, element), element_rows(v, element).transposed());
+                        let result = Plain { at: s.address(element, 0, 0), row: column_pitch };
                         product([outs, ins, vectors.len() * LANES], &left, &right, &result, vectors.start > 0);
                     }
                 }
@@ -188,37 +195,37 @@ const MIN_DEPTH: usize = 192;
 /// Vectors of tiles per run. With few filters, all elements of the tiles must fit into the second-level cache;
 /// otherwise the tiles and filters of one element.
 fn run(tiles: &Windows, [ins, outs]: [usize; 2]) -> usize {
-    let all = tiles.columns.div_ceil(LANES);
-    let together = match ELEMENTS * ins * outs <= CACHE / 2 {
+    let vectors = tiles.columns.div_ceil(LANES);
+    let run_tiles = match ELEMENTS * ins * outs <= CACHE / 2 {
         true => CACHE / (ELEMENTS * (ins + outs)),
         false => CACHE.saturating_sub(ins * outs) / (ins + outs),
     };
-    let most = (together / COLUMNS).max(1) * COLUMNS / LANES;
-    all.div_ceil(all.div_ceil(most))
+    let max_vectors = (run_tiles / COLUMNS).max(1) * COLUMNS / LANES;
+    vectors.div_ceil(vectors.div_ceil(max_vectors))
 }
 
 fn runs(tiles: &Windows, run: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-    let all = tiles.columns.div_ceil(LANES);
-    (0..all).step_by(run).map(move |first| first..all.min(first + run))
+    let vectors = tiles.columns.div_ceil(LANES);
+    (0..vectors).step_by(run).map(move |first| first..vectors.min(first + run))
 }
 
-fn laid_out((numbers, channels, channel): (&mut [f32], usize, usize)) -> Transformed {
+fn transformed((numbers, channels, channel): (&mut [f32], usize, usize)) -> Transformed {
     Transformed { at: numbers.as_mut_ptr(), element: channels * channel + APART, channel }
 }
 
 /// The matrix of one transform element, with a row per channel.
-fn rows(of: Transformed, element: usize) -> Rows {
-    Rows { at: of.place(element, 0, 0), row: of.channel, step: 1 }
+fn element_rows(numbers: Transformed, element: usize) -> Rows {
+    Rows { at: numbers.address(element, 0, 0), row: numbers.channel, step: 1 }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::conv::tests::met;
+    use crate::device::cpu::conv::tests::count_supported;
 
     #[test]
     fn all_three_are_those_of_the_definition() {
-        if !is_at_hand() {
+        if !is_supported() {
             return println!("skipped: no AVX-512");
         }
         let cases = [
@@ -230,6 +237,6 @@ mod tests {
             ([1, 1, 18, 20], [4, 3], 2),
             ([2, 1, 40, 24], [46, 46], 1),
         ];
-        assert_eq!(met(&cases, made), [7; 3]);
+        assert_eq!(count_supported(&cases, build), [7; 3]);
     }
 }

@@ -5,7 +5,7 @@
 //! for that. Other types are multiplied and added in their own precision.
 
 use super::draft::{KernelBuilder, PACK_BYTES};
-use super::element::{accumulator, held, literal, load, store, stored};
+use super::element::{accumulator, compute_type, literal, load, storage_type, store};
 use super::launch_plan::{At, Launch, LaunchPlan};
 use super::movement::shard_element;
 use super::offsets::{Walk, offsets};
@@ -33,12 +33,12 @@ struct Pairs<'a> {
     dtype: DType,
     /// Leading axes, heads, queries and keys.
     shape: Vec<usize>,
-    each: usize,
+    group_size: usize,
     depth: usize,
     width: usize,
     mask: Option<&'a TensorLayout>,
     extras: Extras,
-    most: usize,
+    max_elements: usize,
 }
 
 /// The tiles of a kernel.
@@ -63,8 +63,8 @@ enum Pass {
 
 /// Columns of a chunk: a tile has few enough that a warp's results stay in registers.
 fn chunk(dtype: DType, size: usize) -> usize {
-    let most = if is_half(dtype) { 128 } else { 256 / dtype.size() };
-    size.div_ceil(size.div_ceil(most)).next_multiple_of(16)
+    let max_size = if is_half(dtype) { 128 } else { 256 / dtype.size() };
+    size.div_ceil(size.div_ceil(max_size)).next_multiple_of(16)
 }
 
 impl Tiles {
@@ -76,7 +76,7 @@ impl Tiles {
         };
         let chunks = [pairs.depth, pairs.width].map(|size| chunk(dtype, size));
         let lines = chunks.map(|chunk| chunk * dtype.size() + PACK_BYTES);
-        let most_columns = match (pass, is_half(dtype)) {
+        let max_columns = match (pass, is_half(dtype)) {
             (Pass::Forward, true) => 64,
             (Pass::Forward, false) => 32,
             _ => 128 / sum,
@@ -90,12 +90,12 @@ impl Tiles {
             };
             Tiles { warps, columns, chunks, shared }
         };
-        let fits = |count: usize, tile: usize, least: usize| tile == least || tile < 2 * count;
+        let fits = |count: usize, tile: usize, smallest: usize| tile == smallest || tile < 2 * count;
         [4, 2, 1]
             .into_iter()
             .filter(|warps| fits(rows, warps * WARP_ROWS, WARP_ROWS))
             .flat_map(|warps| [64, 32, 16].map(|columns| tiles(warps, columns)))
-            .filter(|tiles| tiles.columns <= most_columns && fits(columns, tiles.columns, 16))
+            .filter(|tiles| tiles.columns <= max_columns && fits(columns, tiles.columns, 16))
             .filter(|tiles| tiles.shared <= SHARED_BYTES)
             .max_by_key(|tiles| (tiles.warps * tiles.columns, tiles.warps))
             .expect("the smallest tiles fit")
@@ -106,16 +106,19 @@ impl<'a> Pairs<'a> {
     fn new(op: &Attention, fixed: usize, first: usize, inputs: &'a [TensorLayout]) -> Option<Pairs<'a>> {
         let [query, key, value] = inputs.get(first..first + 3)? else { return None };
         let extras = op.extras(fixed, inputs.len()).ok()?;
-        let heads = query.shape.len() - 3;
-        let mut shape = query.shape[..heads + 2].to_vec();
-        shape.push(key.shape[heads + 1]);
-        let (depth, width) = (query.shape[heads + 2], value.shape[heads + 2]);
-        let each = query.shape[heads] / key.shape[heads];
+        let head_axis = query.shape.len() - 3;
+        let mut shape = query.shape[..head_axis + 2].to_vec();
+        shape.push(key.shape[head_axis + 1]);
+        let (depth, width) = (query.shape[head_axis + 2], value.shape[head_axis + 2]);
+        let group_size = query.shape[head_axis] / key.shape[head_axis];
         let scores: usize = shape.iter().product();
-        let most =
-            inputs.iter().map(TensorLayout::len).chain([scores, scores / shape[heads + 2] * width.max(32)]).max()?;
+        let max_elements = inputs
+            .iter()
+            .map(TensorLayout::len)
+            .chain([scores, scores / shape[head_axis + 2] * width.max(32)])
+            .max()?;
         let mask = extras.mask.map(|at| &inputs[at]);
-        Some(Pairs { op: *op, dtype: query.dtype, shape, each, depth, width, mask, extras, most })
+        Some(Pairs { op: *op, dtype: query.dtype, shape, group_size, depth, width, mask, extras, max_elements })
     }
 
     fn sums(&self) -> DType {
@@ -140,26 +143,26 @@ impl<'a> Pairs<'a> {
     }
 
     /// A kernel that reads query, key and value, inputs `first` and following, and what is optional.
-    fn draft(&self, first: usize, tiles: &Tiles, pass: Pass) -> KernelBuilder {
-        let mut draft = KernelBuilder::new(self.most);
-        draft.define(&self.definitions(tiles, pass));
+    fn builder(&self, first: usize, tiles: &Tiles, pass: Pass) -> KernelBuilder {
+        let mut builder = KernelBuilder::new(self.max_elements);
+        builder.define(&self.definitions(tiles, pass));
         for (i, name) in ["q", "k", "v"].into_iter().enumerate() {
-            draft.reads(name, self.dtype, At::input(first + i));
+            builder.add_input(name, self.dtype, At::input(first + i));
         }
         match (self.mask, self.extras.mask) {
-            (Some(mask), Some(at)) => draft.reads("mask", mask.dtype, At::input(at)),
-            _ => draft.add("const u8* const mask = 0;"),
+            (Some(mask), Some(at)) => builder.add_input("mask", mask.dtype, At::input(at)),
+            _ => builder.add("const u8* const mask = 0;"),
         }
         match (self.op.dropout, self.extras.counter) {
             (Some(dropout), Some(at)) => {
-                draft.reads("counter", DType::I64, At::input(at));
-                draft.add(&format!("const u64 seed = mix(mix({}ull) ^ (u64)counter[0]);", dropout.stream));
+                builder.add_input("counter", DType::I64, At::input(at));
+                builder.add(&format!("const u64 seed = mix(mix({}ull) ^ (u64)counter[0]);", dropout.stream));
             }
-            _ => draft.add("const u64 seed = 0;"),
+            _ => builder.add("const u64 seed = 0;"),
         }
         match self.extras.device {
-            Some(at) => draft.reads("device", DType::I64, At::input(at)),
-            None => draft.add("const i64* const device = 0;"),
+            Some(at) => builder.add_input("device", DType::I64, At::input(at)),
+            None => builder.add("const i64* const device = 0;"),
         }
         for (name, value) in [
             ("NEVER", f64::NEG_INFINITY),
@@ -167,20 +170,20 @@ impl<'a> Pairs<'a> {
             ("EMPTY_WEIGHT", self.op.empty.weight(self.keys())),
             ("COARSE", COARSE),
         ] {
-            draft.add(&format!("const Sum {name} = {};", self.number(value)));
+            builder.add(&format!("const Sum {name} = {};", self.number(value)));
         }
-        draft
+        builder
     }
 
     /// What comes before a kernel: types, numbers, functions of the op, and tiles.
     fn definitions(&self, tiles: &Tiles, pass: Pass) -> String {
-        let (sums, element) = (self.sums(), stored(self.dtype));
+        let (sums, element) = (self.sums(), storage_type(self.dtype));
         let [heads, row_tiles, chunks] = self.grid(tiles, pass);
-        let mut text = format!("typedef {element} Element;\ntypedef {} Sum;\n", held(sums));
+        let mut text = format!("typedef {element} Element;\ntypedef {} Sum;\n", compute_type(sums));
         for (name, value) in [
             ("QUERIES", self.queries()),
             ("KEYS", self.keys()),
-            ("EACH", self.each),
+            ("EACH", self.group_size),
             ("DEPTH", self.depth),
             ("WIDTH", self.width),
             ("TILES", row_tiles),
@@ -213,7 +216,7 @@ impl<'a> Pairs<'a> {
         let _ = writeln!(
             text,
             "DEVICE Sum kept(at row, at key, u64 seed, const i64* device) {{ return {}; }}",
-            self.kept()
+            self.dropout_factor()
         );
         text + TILES + if is_half(self.dtype) { TENSOR_CORES } else { FUSED_MULTIPLY_ADD }
     }
@@ -225,7 +228,7 @@ impl<'a> Pairs<'a> {
                     DEVICE Sum masked(Sum s, const u8*, at, at) { return s; }\n"
                 .into();
         };
-        let mut walk = Walk::stretched(&mask.shape, &self.shape);
+        let mut walk = Walk::broadcast(&mask.shape, &self.shape);
         let step = walk.steps.pop().unwrap_or_default();
         let (lines, at) = offsets("m", "row", &self.shape[..self.shape.len() - 1], &[walk]);
         let element = load(mask.dtype, &format!("mask[place + key * (at){step}]"));
@@ -237,19 +240,19 @@ impl<'a> Pairs<'a> {
             "DEVICE at mask_place(at row) {{\n{lines}return {};\n}}\n\
              DEVICE Sum masked(Sum s, const {}* mask, at place, at key) {{ return {value}; }}\n",
             at[0],
-            stored(mask.dtype)
+            storage_type(mask.dtype)
         )
     }
 
     /// The dropout factor of query `row` and `key`.
-    fn kept(&self) -> String {
+    fn dropout_factor(&self) -> String {
         let Some(dropout) = self.op.dropout else { return self.number(1.0) };
         let least = (dropout.ratio * (1u64 << 53) as f64) as u64;
-        let (one, none) = (self.number(dropout.scale()), self.number(0.0));
-        let own = format!("((u64)row * {}ull + (u64)key)", self.keys());
+        let (kept_factor, dropped_factor) = (self.number(dropout.scale()), self.number(0.0));
+        let index = format!("((u64)row * {}ull + (u64)key)", self.keys());
         let element =
-            self.op.part.map_or(own.clone(), |DropoutShard { run, devices }| shard_element(&own, run, devices));
-        format!("(mix(seed ^ {element}) >> 11 >= {least}ull ? {one} : {none})")
+            self.op.part.map_or(index.clone(), |DropoutShard { run, devices }| shard_element(&index, run, devices));
+        format!("(mix(seed ^ {element}) >> 11 >= {least}ull ? {kept_factor} : {dropped_factor})")
     }
 
     /// Heads, tiles of rows, and chunks of the results' columns. A block has one of each.
@@ -259,25 +262,25 @@ impl<'a> Pairs<'a> {
         let (heads, rows, chunks) = match pass {
             Pass::Forward => (self.heads(), self.queries(), width_chunks),
             Pass::QueryGradient => (self.heads(), self.queries(), depth_chunks),
-            Pass::KeyGradient => (self.heads() / self.each, self.keys(), depth_chunks.max(width_chunks)),
+            Pass::KeyGradient => (self.heads() / self.group_size, self.keys(), depth_chunks.max(width_chunks)),
         };
         [heads, rows.div_ceil(tiles.warps * WARP_ROWS), chunks]
     }
 
     /// A launch over all tiles.
-    fn launch(&self, mut draft: KernelBuilder, text: &str, tiles: &Tiles, pass: Pass) -> Launch {
-        draft.add(text);
-        draft.launch(self.grid(tiles, pass).iter().product(), 32 * tiles.warps as u32)
+    fn launch(&self, mut builder: KernelBuilder, text: &str, tiles: &Tiles, pass: Pass) -> Launch {
+        builder.add(text);
+        builder.launch(self.grid(tiles, pass).iter().product(), 32 * tiles.warps as u32)
     }
 }
 
 pub fn kernel(op: &Attention, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     let pairs = Pairs::new(op, 3, 0, inputs)?;
     let tiles = Tiles::new(&pairs, Pass::Forward);
-    let mut draft = pairs.draft(0, &tiles, Pass::Forward);
-    draft.writes("y", pairs.dtype, At::output(0));
-    draft.writes("log_sums", pairs.sums(), At::output(1));
-    Some(LaunchPlan::of(pairs.launch(draft, FORWARD, &tiles, Pass::Forward)))
+    let mut builder = pairs.builder(0, &tiles, Pass::Forward);
+    builder.add_output("y", pairs.dtype, At::output(0));
+    builder.add_output("log_sums", pairs.sums(), At::output(1));
+    Some(LaunchPlan::of(pairs.launch(builder, FORWARD, &tiles, Pass::Forward)))
 }
 
 pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
@@ -285,29 +288,29 @@ pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     let rows = pairs.heads() * pairs.queries();
     let mut launch_plan = LaunchPlan::default();
     let [shares, norms] = [(); 2].map(|()| launch_plan.take(rows * pairs.sums().size()));
-    let draft = |pass| {
+    let builder = |pass| {
         let tiles = Tiles::new(&pairs, pass);
-        let mut draft = pairs.draft(1, &tiles, pass);
-        draft.reads("dy", pairs.dtype, At::input(0));
-        draft.reads("log_sums", pairs.sums(), At::input(5));
-        (tiles, draft)
+        let mut builder = pairs.builder(1, &tiles, pass);
+        builder.add_input("dy", pairs.dtype, At::input(0));
+        builder.add_input("log_sums", pairs.sums(), At::input(5));
+        (tiles, builder)
     };
-    let (_, mut first) = draft(Pass::QueryGradient);
-    first.reads("y", pairs.dtype, At::input(4));
-    first.writes("shares", pairs.sums(), shares);
-    first.writes("norms", pairs.sums(), norms);
+    let (_, mut first) = builder(Pass::QueryGradient);
+    first.add_input("y", pairs.dtype, At::input(4));
+    first.add_output("shares", pairs.sums(), shares);
+    first.add_output("norms", pairs.sums(), norms);
     launch_plan.launches.push(first.each(32 * rows, SHARES));
     for (pass, outputs) in [(Pass::QueryGradient, &[("da", 0)][..]), (Pass::KeyGradient, &[("da", 1), ("db", 2)])] {
-        let (tiles, mut draft) = draft(pass);
-        draft.reads("shares", pairs.sums(), shares);
-        draft.reads("norms", pairs.sums(), norms);
+        let (tiles, mut builder) = builder(pass);
+        builder.add_input("shares", pairs.sums(), shares);
+        builder.add_input("norms", pairs.sums(), norms);
         for (name, output) in outputs {
-            draft.writes(name, pairs.dtype, At::output(*output));
+            builder.add_output(name, pairs.dtype, At::output(*output));
         }
         if pass == Pass::QueryGradient {
-            draft.add("Element* const db = 0;");
+            builder.add("Element* const db = 0;");
         }
-        launch_plan.launches.push(pairs.launch(draft, GRADIENT, &tiles, pass));
+        launch_plan.launches.push(pairs.launch(builder, GRADIENT, &tiles, pass));
     }
     Some(launch_plan)
 }

@@ -2,7 +2,7 @@
 //! their channel, and normalise one.
 
 use super::draft::{KernelBuilder, THREADS};
-use super::element::{accumulator, held, load, store};
+use super::element::{accumulator, compute_type, load, store};
 use super::launch_plan::{At, Launch, LaunchPlan};
 use super::rows::{Read, Rows, Written};
 use super::tail::Tail;
@@ -42,22 +42,22 @@ impl Channels {
     }
 
     fn kind(&self) -> &'static str {
-        held(accumulator(self.dtype))
+        compute_type(accumulator(self.dtype))
     }
 
     /// A launch with one block per part, whose elements are those of `x` from `first` to `last`.
-    fn each_part(&self, draft: KernelBuilder, lines: &str) -> Launch {
+    fn each_part(&self, builder: KernelBuilder, lines: &str) -> Launch {
         let Channels { channels, inner, count, part, parts, .. } = *self;
         let lines = format!(
             "at channel = i / (at){parts}, from = channel * (at){inner}, first = i % (at){parts} * (at){part};\n\
              at last = first + (at){part} < (at){count} ? first + (at){part} : (at){count};\n{lines}"
         );
-        draft.block_each(channels * parts, THREADS as usize, &lines)
+        builder.block_each(channels * parts, THREADS as usize, &lines)
     }
 
     /// The sum of an expression over the parts of a channel, which has its first number as `a`, its second as `b`, and
     /// the number of its elements as `n`.
-    fn joined(&self, value: &str) -> String {
+    fn sum_over_parts(&self, value: &str) -> String {
         let (kind, Channels { count, part, parts, .. }) = (self.kind(), self);
         format!(
             "sum_across(threadIdx.x < {parts} ? [&] {{\n\
@@ -95,9 +95,9 @@ fn with(op: &BatchNorm, [x, scale]: [&TensorLayout; 2], tail: &Tail) -> LaunchPl
 
     // The mean of a part, and the sum of squared differences from it. Both are sums of differences from the mean of a few
     // elements, so that little is cancelled.
-    let mut draft = KernelBuilder::new(x.len());
-    draft.reads("x", x.dtype, At::input(0));
-    draft.writes("partials", sums, partials);
+    let mut builder = KernelBuilder::new(x.len());
+    builder.add_input("x", x.dtype, At::input(0));
+    builder.add_output("partials", sums, partials);
     let lines = format!(
         "at some = last - first < {THREADS} ? last - first : (at){THREADS}, k0 = first + threadIdx.x;\n\
          {kind} pivot = sum_across(k0 < last ? {} : ({kind})0) / ({kind})some, sum = 0, squares = 0;\n{}\
@@ -112,25 +112,25 @@ fn with(op: &BatchNorm, [x, scale]: [&TensorLayout; 2], tail: &Tail) -> LaunchPl
             &format!("{kind} d = x_k - pivot;\nsum += d;\nsquares += d * d;")
         )
     );
-    launch_plan.launches.push(channels.each_part(draft, &lines));
+    launch_plan.launches.push(channels.each_part(builder, &lines));
 
-    let mut draft = KernelBuilder::new(x.len());
+    let mut builder = KernelBuilder::new(x.len());
     // Scale, bias and statistics may have another type than x.
-    let of = |k: usize| if k == 0 { x.dtype } else { scale.dtype };
+    let dtype_of = |k: usize| if k == 0 { x.dtype } else { scale.dtype };
     for (i, name) in ["x", "scale", "bias"].into_iter().enumerate() {
-        draft.reads(name, of(i), At::input(i));
+        builder.add_input(name, dtype_of(i), At::input(i));
     }
     for (k, name) in ["means", "variances", "rstds"].into_iter().enumerate() {
-        draft.writes(name, scale.dtype, tail.other(k));
+        builder.add_output(name, scale.dtype, tail.further_result(k));
     }
-    tail.declare(&mut draft);
-    draft.reads("partials", sums, partials);
+    tail.declare(&mut builder);
+    builder.add_input("partials", sums, partials);
     let lines = format!(
         "{kind} mean = {} / ({kind}){count};\n{kind} variance = {} / ({kind}){count};\n\
          {kind} rstd = ({kind})1 / m_sqrt(variance + ({kind}){:?}), scale_of = {}, bias_of = {};\n\
          if (threadIdx.x == 0 && first == 0) {{ means[channel] = {}; variances[channel] = {}; rstds[channel] = {}; }}\n{}",
-        channels.joined("a * n"),
-        channels.joined("b + n * (a - mean) * (a - mean)"),
+        channels.sum_over_parts("a * n"),
+        channels.sum_over_parts("b + n * (a - mean) * (a - mean)"),
         op.epsilon,
         load(scale.dtype, "scale[channel]"),
         load(scale.dtype, "bias[channel]"),
@@ -144,7 +144,7 @@ fn with(op: &BatchNorm, [x, scale]: [&TensorLayout; 2], tail: &Tail) -> LaunchPl
             &tail.lines(&format!("from + {} + e", channels.rows.place()), "(x_k - mean) * rstd * scale_of + bias_of")
         )
     );
-    launch_plan.launches.push(channels.each_part(draft, &lines));
+    launch_plan.launches.push(channels.each_part(builder, &lines));
     launch_plan
 }
 
@@ -154,41 +154,41 @@ pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let (kind, sums, count) = (channels.kind(), accumulator(x.dtype), channels.count);
     let mut launch_plan = LaunchPlan::default();
     let partials = launch_plan.take(channels.channels * channels.parts * 2 * sums.size());
-    let reads = |draft: &mut KernelBuilder| {
+    let reads = |builder: &mut KernelBuilder| {
         for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
-            draft.reads(name, if i < 2 { x.dtype } else { scale.dtype }, At::input(i));
+            builder.add_input(name, if i < 2 { x.dtype } else { scale.dtype }, At::input(i));
         }
     };
     let [scale_of, mean, rstd] = ["scale[channel]", "means[channel]", "rstds[channel]"].map(|e| load(scale.dtype, e));
     let statistics = format!("{kind} mean = {mean}, rstd = {rstd}, scale_of = {scale_of};\n");
     let operands = || [channels.operand("dy"), channels.operand("x")];
 
-    let mut draft = KernelBuilder::new(x.len());
-    reads(&mut draft);
-    draft.writes("partials", sums, partials);
+    let mut builder = KernelBuilder::new(x.len());
+    reads(&mut builder);
+    builder.add_output("partials", sums, partials);
     let lines = format!(
         "{statistics}{kind} sum = 0, sum_x = 0;\n{}sum = sum_across(sum);\nsum_x = sum_across(sum_x);\n\
          if (threadIdx.x == 0) {{ partials[i * 2] = sum; partials[i * 2 + 1] = sum_x; }}",
         channels.rows.pass(true, &operands(), &[], "sum += dy_k;\nsum_x += dy_k * (x_k - mean) * rstd;")
     );
-    launch_plan.launches.push(channels.each_part(draft, &lines));
+    launch_plan.launches.push(channels.each_part(builder, &lines));
 
-    let mut draft = KernelBuilder::new(x.len());
-    reads(&mut draft);
+    let mut builder = KernelBuilder::new(x.len());
+    reads(&mut builder);
     for (i, name) in ["dx", "dscale", "dbias"].into_iter().enumerate() {
-        draft.writes(name, if i < 1 { x.dtype } else { scale.dtype }, At::output(i));
+        builder.add_output(name, if i < 1 { x.dtype } else { scale.dtype }, At::output(i));
     }
-    draft.reads("partials", sums, partials);
+    builder.add_input("partials", sums, partials);
     let dx = "rstd * scale_of * (dy_k - g - (x_k - mean) * rstd * g_x)";
     let lines = format!(
         "{statistics}{kind} total = {}, total_x = {}, g = total / ({kind}){count}, g_x = total_x / ({kind}){count};\n\
          if (threadIdx.x == 0 && first == 0) {{ dscale[channel] = {}; dbias[channel] = {}; }}\n{}",
-        channels.joined("a"),
-        channels.joined("b"),
+        channels.sum_over_parts("a"),
+        channels.sum_over_parts("b"),
         store(scale.dtype, "total_x"),
         store(scale.dtype, "total"),
         channels.rows.pass(true, &operands(), &[channels.result("dx")], &format!("dx_k = {};", store(x.dtype, dx)))
     );
-    launch_plan.launches.push(channels.each_part(draft, &lines));
+    launch_plan.launches.push(channels.each_part(builder, &lines));
     Some(launch_plan)
 }

@@ -2,10 +2,10 @@
 //! After a batch norm, or the gradient of a layer norm, they are part of its last pass.
 
 use super::draft::KernelBuilder;
-use super::element::{held, load, store, stored};
+use super::element::{compute_type, load, storage_type, store};
 use super::elementwise::{expression, loads, sources};
 use super::launch_plan::{At, LaunchPlan};
-use super::movement::dropped;
+use super::movement::dropout_expression;
 use super::offsets::Walk;
 use super::{batch_norm, layer_norm};
 use crate::device::chain::{Link, Operand};
@@ -26,7 +26,7 @@ pub fn kernel(links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     }
     let builder = KernelBuilder::new(inputs.iter().map(TensorLayout::len).chain([result.len()]).max()?);
     let mut body = loads(&inputs.iter().map(|x| x.dtype).collect::<Vec<_>>());
-    body.push_str(&results(links, inputs, 0)?);
+    body.push_str(&chain_code(links, inputs, 0)?);
     let written = links.iter().filter(|link| link.is_written).enumerate();
     let output = |(at, link): (usize, &Link)| (link.result.dtype, At::output(at), Walk::plain(&result.shape));
     let outputs: Vec<_> = written.map(output).collect();
@@ -35,7 +35,7 @@ pub fn kernel(links: &[Link], inputs: &[TensorLayout]) -> Option<LaunchPlan> {
 
 /// Code that computes the results `r0`… of the links from `first` on, of operands `v0`…, and assigns the written ones of
 /// all links to `y0`…. `None` if one of them is not elementwise.
-pub fn results(links: &[Link], inputs: &[TensorLayout], first: usize) -> Option<String> {
+pub fn chain_code(links: &[Link], inputs: &[TensorLayout], first: usize) -> Option<String> {
     let (mut body, mut written) = (String::new(), 0);
     for (at, link) in links.iter().enumerate() {
         let dtype_of = |operand: &Operand| match *operand {
@@ -51,13 +51,13 @@ pub fn results(links: &[Link], inputs: &[TensorLayout], first: usize) -> Option<
         let dtype = link.result.dtype;
         if at >= first {
             let value = match (&link.op, &operands[..]) {
-                (Op::Dropout(op), [x, counter]) => dropped(op, dtypes[0], [x, counter, "(u64)n"]),
+                (Op::Dropout(op), [x, counter]) => dropout_expression(op, dtypes[0], [x, counter, "(u64)n"]),
                 _ => expression(&link.op, &dtypes, &operands)?,
             };
             // Rounds as a stored tensor would, so that a chain gives the bits of its ops one by one.
-            body.push_str(&format!("{} s{at} = {};\n", stored(dtype), store(dtype, &value)));
+            body.push_str(&format!("{} s{at} = {};\n", storage_type(dtype), store(dtype, &value)));
         }
-        body.push_str(&format!("{} r{at} = {};\n", held(dtype), load(dtype, &format!("s{at}"))));
+        body.push_str(&format!("{} r{at} = {};\n", compute_type(dtype), load(dtype, &format!("s{at}"))));
         if link.is_written {
             body.push_str(&format!("y{written} = s{at};\n"));
             written += 1;

@@ -54,29 +54,29 @@ pub struct Code {
     pub log: String,
 }
 
-type Known = BTreeMap<(Architecture, Arc<str>), Arc<[u8]>>;
+type CubinCache = BTreeMap<(Architecture, Arc<str>), Arc<[u8]>>;
 
 /// Compiled kernels. No thread holds it while it compiles.
-static KNOWN: Mutex<Known> = Mutex::new(BTreeMap::new());
+static CUBINS: Mutex<CubinCache> = Mutex::new(BTreeMap::new());
 
-fn known() -> MutexGuard<'static, Known> {
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock_cubins() -> MutexGuard<'static, CubinCache> {
+    CUBINS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Compiles a kernel for this architecture, or finds it compiled: GPUs of one architecture share kernels.
 pub fn cubin(text: &Arc<str>, architecture: Architecture) -> Result<Arc<[u8]>, CompileFault> {
     let key = (architecture, text.clone());
-    if let Some(code) = known().get(&key) {
+    if let Some(code) = lock_cubins().get(&key) {
         return Ok(code.clone());
     }
-    let code: Arc<[u8]> = compiled(text, architecture, &[])?.cubin.into();
-    known().insert(key, code.clone());
+    let code: Arc<[u8]> = compile(text, architecture, &[])?.cubin.into();
+    lock_cubins().insert(key, code.clone());
     Ok(code)
 }
 
 /// Compiles kernels on all cores, so that [`cubin`] finds them. For one that does not compile, `cubin` returns the error.
 pub fn compile_all(texts: BTreeSet<Arc<str>>, architecture: Architecture) {
-    let is_new = |text: &Arc<str>| !known().contains_key(&(architecture, text.clone()));
+    let is_new = |text: &Arc<str>| !lock_cubins().contains_key(&(architecture, text.clone()));
     let texts: Vec<Arc<str>> = texts.into_iter().filter(is_new).collect();
     let threads = thread::available_parallelism().map_or(1, NonZero::get).min(texts.len());
     if threads < 2 {
@@ -95,13 +95,13 @@ pub fn compile_all(texts: BTreeSet<Arc<str>>, architecture: Architecture) {
 }
 
 /// Compiles a kernel for this architecture with additional options, such as `--ptxas-options=-v`.
-pub fn compiled(text: &str, architecture: Architecture, more: &[&str]) -> Result<Code, CompileFault> {
+pub fn compile(text: &str, architecture: Architecture, extra_options: &[&str]) -> Result<Code, CompileFault> {
     let source = CString::new(text).map_err(|_| CompileFault::Text)?;
     let program = Program::new(&source).ok_or(CompileFault::NoCompiler)??;
     let target = format!("--gpu-architecture={architecture}");
     // Sums and products are rounded one by one: a chain of ops gives the bits of the ops alone. Kernels that sum products
     // call `m_fma`.
-    let options = [&target, "--std=c++17", "--fmad=false"].into_iter().chain(more.iter().copied());
+    let options = [&target, "--std=c++17", "--fmad=false"].into_iter().chain(extra_options.iter().copied());
     let options = options.map(CString::new).collect::<Result<Vec<_>, _>>().map_err(|_| CompileFault::Text)?;
     match program.compile(&options) {
         Ok(()) => Ok(Code { cubin: program.cubin()?, log: program.log()? }),

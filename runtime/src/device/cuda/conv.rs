@@ -4,9 +4,9 @@
 //! compute: see [`library_convolution`](super::library_convolution).
 
 use super::draft::KernelBuilder;
-use super::element::{accumulator, held, load, store};
+use super::element::{accumulator, compute_type, load, store};
 use super::launch_plan::{At, LaunchPlan};
-use super::windows::{close, element, flat, seeing, seen, split};
+use super::windows::{close, element, element_loops, flat, split, window_loops};
 use crate::device::layout::TensorLayout;
 use compiler::op::Window;
 use std::fmt::Write;
@@ -39,11 +39,11 @@ fn volume(sizes: &[usize]) -> usize {
 /// `y = x ⋆ w`.
 pub fn forward(window: &Window, x: &TensorLayout, w: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &x.shape, w: &w.shape, y: &y.shape };
-    let kind = held(accumulator(y.dtype));
-    let mut draft = KernelBuilder::new(s.reach());
-    draft.reads("x", x.dtype, At::input(0));
-    draft.reads("w", w.dtype, At::input(1));
-    draft.writes("y", y.dtype, At::output(0));
+    let kind = compute_type(accumulator(y.dtype));
+    let mut builder = KernelBuilder::new(s.reach());
+    builder.add_input("x", x.dtype, At::input(0));
+    builder.add_input("w", w.dtype, At::input(1));
+    builder.add_output("y", y.dtype, At::output(0));
     let mut body = format!("at r = i;\n{}", split(&s.y[2..], "e", "r"));
     let _ = writeln!(body, "at o = r % (at){0}, n = r / (at){0};\n{kind} sum = 0;", s.y[1]);
     let _ = writeln!(body, "for (at c = 0; c < (at){}; c++) {{", s.w[1]);
@@ -57,7 +57,7 @@ pub fn forward(window: &Window, x: &TensorLayout, w: &TensorLayout, y: &TensorLa
         s.w[1],
         volume(&s.w[2..])
     );
-    body.push_str(&seen(window, &s.w[2..], &s.x[2..]));
+    body.push_str(&element_loops(window, &s.w[2..], &s.x[2..]));
     let _ = writeln!(
         body,
         "sum = m_fma(({kind}){}, ({kind}){}, sum);",
@@ -66,17 +66,17 @@ pub fn forward(window: &Window, x: &TensorLayout, w: &TensorLayout, y: &TensorLa
     );
     body.push_str(&close(s.rank() + 1));
     let _ = write!(body, "y[i] = {};", store(y.dtype, "sum"));
-    Some(LaunchPlan::of(draft.each(y.len(), &body)))
+    Some(LaunchPlan::of(builder.each(y.len(), &body)))
 }
 
 /// The gradient of x: each element gathers from the windows that read it.
 pub fn input_grad(window: &Window, dy: &TensorLayout, w: &TensorLayout, dx: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &dx.shape, w: &w.shape, y: &dy.shape };
-    let kind = held(accumulator(dx.dtype));
-    let mut draft = KernelBuilder::new(s.reach());
-    draft.reads("dy", dy.dtype, At::input(0));
-    draft.reads("w", w.dtype, At::input(1));
-    draft.writes("dx", dx.dtype, At::output(0));
+    let kind = compute_type(accumulator(dx.dtype));
+    let mut builder = KernelBuilder::new(s.reach());
+    builder.add_input("dy", dy.dtype, At::input(0));
+    builder.add_input("w", w.dtype, At::input(1));
+    builder.add_output("dx", dx.dtype, At::output(0));
     let mut body = format!("at r = i;\n{}", split(&s.x[2..], "d", "r"));
     let _ = writeln!(body, "at channel = r % (at){0}, n = r / (at){0};\n{kind} sum = 0;", s.x[1]);
     let _ = writeln!(body, "for (at q = 0; q < (at){}; q++) {{", s.group_outs());
@@ -90,7 +90,7 @@ pub fn input_grad(window: &Window, dy: &TensorLayout, w: &TensorLayout, dx: &Ten
         volume(&s.y[2..]),
         volume(&s.w[2..])
     );
-    body.push_str(&seeing(window, &s.w[2..], &s.y[2..], "d", "k"));
+    body.push_str(&window_loops(window, &s.w[2..], &s.y[2..], "d", "k"));
     let _ = writeln!(
         body,
         "sum = m_fma(({kind}){}, ({kind}){}, sum);",
@@ -99,18 +99,18 @@ pub fn input_grad(window: &Window, dy: &TensorLayout, w: &TensorLayout, dx: &Ten
     );
     body.push_str(&close(s.rank() + 1));
     let _ = write!(body, "dx[i] = {};", store(dx.dtype, "sum"));
-    Some(LaunchPlan::of(draft.each(dx.len(), &body)))
+    Some(LaunchPlan::of(builder.each(dx.len(), &body)))
 }
 
 /// The gradient of w: one block per weight reduces over all windows.
 pub fn weight_grad(window: &Window, dy: &TensorLayout, x: &TensorLayout, dw: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &x.shape, w: &dw.shape, y: &dy.shape };
-    let kind = held(accumulator(dw.dtype));
-    let mut draft = KernelBuilder::new(s.reach());
-    draft.reads("dy", dy.dtype, At::input(0));
-    draft.reads("x", x.dtype, At::input(1));
-    draft.writes("dw", dw.dtype, At::output(0));
-    let places = volume(&s.y[2..]);
+    let kind = compute_type(accumulator(dw.dtype));
+    let mut builder = KernelBuilder::new(s.reach());
+    builder.add_input("dy", dy.dtype, At::input(0));
+    builder.add_input("x", x.dtype, At::input(1));
+    builder.add_output("dw", dw.dtype, At::output(0));
+    let windows = volume(&s.y[2..]);
     let mut body = format!("at r = i;\n{}", split(&s.w[2..], "k", "r"));
     let _ = writeln!(
         body,
@@ -118,19 +118,19 @@ pub fn weight_grad(window: &Window, dy: &TensorLayout, x: &TensorLayout, dw: &Te
         s.w[1],
         s.group_outs()
     );
-    let count = s.y[0] * places;
+    let count = s.y[0] * windows;
     let _ = writeln!(body, "for (at p = threadIdx.x; p < (at){count}; p += blockDim.x) {{\nat v = p;");
     body.push_str(&split(&s.y[2..], "e", "v"));
     (0..s.rank()).for_each(|axis| body.push_str(&element(window, axis, s.x[2 + axis])));
     let _ = writeln!(
         body,
         "sum = m_fma(({kind}){}, ({kind}){}, sum);\n}}\nsum = sum_across(sum);\nif (threadIdx.x == 0) dw[i] = {};",
-        load(dy.dtype, &format!("dy[(v * (at){} + o) * (at){places} + {}]", s.y[1], flat(&s.y[2..], "e", "0"))),
+        load(dy.dtype, &format!("dy[(v * (at){} + o) * (at){windows} + {}]", s.y[1], flat(&s.y[2..], "e", "0"))),
         load(
             x.dtype,
             &format!("x[(v * (at){} + channel) * (at){} + {}]", s.x[1], volume(&s.x[2..]), flat(&s.x[2..], "d", "0"))
         ),
         store(dw.dtype, "sum")
     );
-    Some(LaunchPlan::of(draft.block_each(dw.len(), count, &body)))
+    Some(LaunchPlan::of(builder.block_each(dw.len(), count, &body)))
 }

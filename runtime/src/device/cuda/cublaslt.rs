@@ -3,7 +3,7 @@
 //!
 //! Numbers are those of `cublasLt.h`, `cublas_api.h` and `library_types.h`, which are the same in CUDA 11 to 13.
 
-use super::library::{CudaLibrary, Found};
+use super::library::{CudaLibrary, LoadedLibrary};
 use super::queue::Queue;
 use compiler::tensor::DType;
 use std::ffi::{c_float, c_int, c_void};
@@ -117,29 +117,29 @@ impl Functions {
         FOUND.get_or_init(|| Functions::of(CudaLibrary::CublasLt.find().ok()?)).as_ref()
     }
 
-    fn of(found: &Found) -> Option<Functions> {
+    fn of(library: &LoadedLibrary) -> Option<Functions> {
         // SAFETY: the fields have the documented types of these functions, and the library stays loaded.
         unsafe {
             Some(Functions {
-                create: found.function(c"cublasLtCreate")?,
-                destroy: found.function(c"cublasLtDestroy")?,
-                product_create: found.function(c"cublasLtMatmulDescCreate")?,
-                product_set: found.function(c"cublasLtMatmulDescSetAttribute")?,
-                product_destroy: found.function(c"cublasLtMatmulDescDestroy")?,
-                layout_create: found.function(c"cublasLtMatrixLayoutCreate")?,
-                layout_set: found.function(c"cublasLtMatrixLayoutSetAttribute")?,
-                layout_destroy: found.function(c"cublasLtMatrixLayoutDestroy")?,
-                preference_create: found.function(c"cublasLtMatmulPreferenceCreate")?,
-                preference_set: found.function(c"cublasLtMatmulPreferenceSetAttribute")?,
-                preference_destroy: found.function(c"cublasLtMatmulPreferenceDestroy")?,
-                heuristic: found.function(c"cublasLtMatmulAlgoGetHeuristic")?,
-                matmul: found.function(c"cublasLtMatmul")?,
+                create: library.function(c"cublasLtCreate")?,
+                destroy: library.function(c"cublasLtDestroy")?,
+                product_create: library.function(c"cublasLtMatmulDescCreate")?,
+                product_set: library.function(c"cublasLtMatmulDescSetAttribute")?,
+                product_destroy: library.function(c"cublasLtMatmulDescDestroy")?,
+                layout_create: library.function(c"cublasLtMatrixLayoutCreate")?,
+                layout_set: library.function(c"cublasLtMatrixLayoutSetAttribute")?,
+                layout_destroy: library.function(c"cublasLtMatrixLayoutDestroy")?,
+                preference_create: library.function(c"cublasLtMatmulPreferenceCreate")?,
+                preference_set: library.function(c"cublasLtMatmulPreferenceSetAttribute")?,
+                preference_destroy: library.function(c"cublasLtMatmulPreferenceDestroy")?,
+                heuristic: library.function(c"cublasLtMatmulAlgoGetHeuristic")?,
+                matmul: library.function(c"cublasLtMatmul")?,
             })
         }
     }
 }
 
-fn checked(status: c_int) -> Result<(), CublasError> {
+fn check_status(status: c_int) -> Result<(), CublasError> {
     if status == 0 { Ok(()) } else { Err(CublasError(status)) }
 }
 
@@ -157,13 +157,13 @@ unsafe impl Sync for Object {}
 impl Object {
     fn new(destroy: Destroy, create: impl FnOnce(*mut Handle) -> c_int) -> Result<Object, CublasError> {
         let mut raw = ptr::null_mut();
-        checked(create(&mut raw))?;
+        check_status(create(&mut raw))?;
         Ok(Object { raw, destroy })
     }
 
     fn set<T: Copy>(&self, set: SetAttribute, attribute: c_int, value: T) -> Result<(), CublasError> {
         // SAFETY: the object is live, and the library reads a value of this size.
-        checked(unsafe { set(self.raw, attribute, (&raw const value).cast(), size_of::<T>()) })
+        check_status(unsafe { set(self.raw, attribute, (&raw const value).cast(), size_of::<T>()) })
     }
 }
 
@@ -231,7 +231,7 @@ impl CublasLt {
     /// `algorithm` the library chooses one with at most `workspace` bytes. The calling thread has bound the context.
     pub fn describe(
         &self,
-        of: ProductType,
+        types: ProductType,
         transposes: [bool; 2],
         matrices: &[Stored; 3],
         algorithm: Option<(Algorithm, usize)>,
@@ -240,12 +240,12 @@ impl CublasLt {
         let f = self.functions;
         // CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_32F_FAST_TF32, or CUBLAS_COMPUTE_32F, which keeps the precision of f32
         // inputs; and the type of β.
-        let (compute, scale) = match of {
+        let (compute, scale) = match types {
             ProductType { dtype: DType::F64, .. } => (70, 1),
             ProductType { dtype: DType::F32, tf32: true, .. } => (77, 0),
             _ => (68, 0),
         };
-        let number_of = |dtype: DType| match dtype {
+        let type_number = |dtype: DType| match dtype {
             DType::F32 => Ok(0),
             DType::F64 => Ok(1),
             DType::F16 => Ok(2),
@@ -260,7 +260,7 @@ impl CublasLt {
         let layout = |matrix: &Stored, dtype: DType| {
             let [rows, columns] = matrix.size;
             let number = |size: usize| i64::try_from(size).map_err(|_| NOT_SUPPORTED);
-            let (leading, dtype_number) = (number(matrix.line)?, number_of(dtype)?);
+            let (leading, dtype_number) = (number(matrix.line)?, type_number(dtype)?);
             // SAFETY: as above.
             let layout = Object::new(f.layout_destroy, |to| unsafe {
                 (f.layout_create)(to, dtype_number, rows as u64, columns as u64, leading)
@@ -270,22 +270,22 @@ impl CublasLt {
             Ok(layout)
         };
         let [a, b, c] = matrices;
-        let layouts = [layout(a, of.dtype)?, layout(b, of.dtype)?, layout(c, of.result)?];
-        let is_double = of.dtype == DType::F64;
-        let mut described =
+        let layouts = [layout(a, types.dtype)?, layout(b, types.dtype)?, layout(c, types.result)?];
+        let is_double = types.dtype == DType::F64;
+        let mut description =
             Described { functions: f, product, layouts, algorithm: Algorithm::default(), workspace: 0, is_double };
         let alignments = [a.alignment, b.alignment, c.alignment, c.alignment];
-        (described.algorithm, described.workspace) = match algorithm {
+        (description.algorithm, description.workspace) = match algorithm {
             Some(algorithm) => algorithm,
-            None => self.choose(&described, alignments, workspace)?,
+            None => self.choose(&description, alignments, workspace)?,
         };
-        Ok(described)
+        Ok(description)
     }
 
     /// The first algorithm that the library suggests.
     fn choose(
         &self,
-        described: &Described,
+        description: &Described,
         alignments: [u32; 4],
         workspace: usize,
     ) -> Result<(Algorithm, usize), CublasError> {
@@ -298,12 +298,12 @@ impl CublasLt {
             preference.set(f.preference_set, attribute, alignment)?;
         }
         let (mut result, mut count) = (HeuristicResult::default(), 0);
-        let [a, b, c] = &described.layouts;
+        let [a, b, c] = &description.layouts;
         // SAFETY: all objects are live, and the library writes at most one result and the number of results.
-        checked(unsafe {
+        check_status(unsafe {
             (f.heuristic)(
                 self.handle.raw,
-                described.product.raw,
+                description.product.raw,
                 a.raw,
                 b.raw,
                 c.raw,
@@ -317,7 +317,7 @@ impl CublasLt {
         if count < 1 || result.workspace > workspace {
             return Err(NOT_SUPPORTED);
         }
-        checked(result.state)?;
+        check_status(result.state)?;
         Ok((result.algorithm, result.workspace))
     }
 
@@ -329,7 +329,7 @@ impl CublasLt {
     /// described and aligned, that of the workspace to 256 bytes.
     pub unsafe fn multiply(
         &self,
-        described: &Described,
+        description: &Described,
         [a, b, c]: [u64; 3],
         adds: bool,
         workspace: u64,
@@ -337,30 +337,30 @@ impl CublasLt {
     ) -> Result<(), CublasError> {
         // One and β, in the scale type.
         let (single, double) = ([1f32, f32::from(u8::from(adds))], [1f64, f64::from(u8::from(adds))]);
-        let scales: [*const c_void; 2] = match described.is_double {
+        let scales: [*const c_void; 2] = match description.is_double {
             true => [(&raw const double[0]).cast(), (&raw const double[1]).cast()],
             false => [(&raw const single[0]).cast(), (&raw const single[1]).cast()],
         };
         let pointer = |address: u64| address as usize as *mut c_void;
-        let [of_a, of_b, of_c] = &described.layouts;
+        let [a_layout, b_layout, c_layout] = &description.layouts;
         // SAFETY: see above. The library reads the scales, on the host, before it returns.
-        checked(unsafe {
-            (described.functions.matmul)(
+        check_status(unsafe {
+            (description.functions.matmul)(
                 self.handle.raw,
-                described.product.raw,
+                description.product.raw,
                 scales[0],
                 pointer(a),
-                of_a.raw,
+                a_layout.raw,
                 pointer(b),
-                of_b.raw,
+                b_layout.raw,
                 scales[1],
                 pointer(c),
-                of_c.raw,
+                c_layout.raw,
                 pointer(c),
-                of_c.raw,
-                &described.algorithm,
+                c_layout.raw,
+                &description.algorithm,
                 pointer(workspace),
-                described.workspace,
+                description.workspace,
                 queue.raw().cast(),
             )
         })

@@ -123,7 +123,7 @@ impl Cudnn {
         let functions = Functions::find()?;
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle.
-        functions.checked(unsafe { (functions.create)(&mut raw) }).ok()?;
+        functions.check_status(unsafe { (functions.create)(&mut raw) }).ok()?;
         Some(Cudnn::of(functions, Target::Context(Mutex::new(OpenContext { functions, raw }))))
     }
 
@@ -131,12 +131,12 @@ impl Cudnn {
     pub fn without_gpu(properties: &str) -> Option<Cudnn> {
         let functions = Functions::find()?;
         let text: Vec<c_char> = properties.bytes().map(|byte| byte as c_char).collect();
-        let described = || -> Result<Descriptor, CudnnError> {
+        let describe = || -> Result<Descriptor, CudnnError> {
             let properties = Descriptor::new(functions, kind::GPU_PROPERTIES)?;
             properties.set(attribute::GPU_PROPERTIES_JSON, &text)?;
-            properties.finalised()
+            properties.finalise()
         };
-        Some(Cudnn::of(functions, Target::Properties(described().ok()?)))
+        Some(Cudnn::of(functions, Target::Properties(describe().ok()?)))
     }
 
     fn of(functions: &'static Functions, target: Target) -> Cudnn {
@@ -147,8 +147,8 @@ impl Cudnn {
     /// none. The calling thread has bound the context of the GPU.
     pub fn known_plan(&self, convolution: &Convolution, workspace: usize) -> Option<Arc<Plan>> {
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = plans.entry((convolution.clone(), workspace));
-        known.or_insert_with(|| self.plan(convolution, workspace).ok().map(Arc::new)).clone()
+        let entry = plans.entry((convolution.clone(), workspace));
+        entry.or_insert_with(|| self.plan(convolution, workspace).ok().map(Arc::new)).clone()
     }
 
     /// The first plan that the library suggests that keeps the precision of its type, adds in a fixed order, and needs at
@@ -157,7 +157,7 @@ impl Cudnn {
         let graph = self.graph(convolution)?;
         for mode in MODES {
             // A mode may know no engine for the graph.
-            for configuration in self.suggested(&graph, mode).unwrap_or_default() {
+            for configuration in self.suggest(&graph, mode).unwrap_or_default() {
                 let notes = self.notes(&configuration)?;
                 let uses_tensor_cores = notes.contains(&TENSOR_CORE);
                 // Tensor cores round f32 to TF32.
@@ -166,7 +166,7 @@ impl Cudnn {
                     continue;
                 }
                 // The library may suggest what it then cannot do.
-                if let Ok((plan, needed)) = self.finalised(&configuration)
+                if let Ok((plan, needed)) = self.build_plan(&configuration)
                     && needed <= workspace
                 {
                     return Ok(Plan { plan, operands: convolution.operands(), workspace: needed, uses_tensor_cores });
@@ -189,7 +189,7 @@ impl Cudnn {
         window.set(attribute::CONVOLUTION_STRIDES, &convolution.strides)?;
         window.set(attribute::CONVOLUTION_PADS_BEGIN, &convolution.pads_begin)?;
         window.set(attribute::CONVOLUTION_PADS_END, &convolution.pads_end)?;
-        let window = window.finalised()?;
+        let window = window.finalise()?;
         let [x, w, y] = [self.tensor(convolution, 0)?, self.tensor(convolution, 1)?, self.tensor(convolution, 2)?];
         let (kind_of_operation, first) = convolution.operation();
         let operation = Descriptor::new(f, kind_of_operation)?;
@@ -203,14 +203,14 @@ impl Cudnn {
         for (at, descriptor) in [window, w, x, y].iter().enumerate() {
             operation.set_descriptor(first + 2 + at as c_int, descriptor)?;
         }
-        let operation = operation.finalised()?;
+        let operation = operation.finalise()?;
         let graph = Descriptor::new(f, kind::GRAPH)?;
         if let Target::Context(context) = &self.target {
             let context = context.lock().unwrap_or_else(PoisonError::into_inner);
             graph.set(attribute::GRAPH_CONTEXT, &[Context(context.raw)])?;
         }
         graph.set_descriptor(attribute::GRAPH_OPERATIONS, &operation)?;
-        graph.finalised()
+        graph.finalise()
     }
 
     /// One of x, w and y.
@@ -233,25 +233,26 @@ impl Cudnn {
         tensor.set(attribute::TENSOR_ALIGNMENT, &[convolution.alignment])?;
         tensor.set(attribute::TENSOR_SIZES, sizes)?;
         tensor.set(attribute::TENSOR_STRIDES, &strides)?;
-        tensor.finalised()
+        tensor.finalise()
     }
 
     /// Configurations of engines for a graph, best first.
-    fn suggested(&self, graph: &Descriptor, mode: HeuristicMode) -> Result<Vec<Descriptor>, CudnnError> {
+    fn suggest(&self, graph: &Descriptor, mode: HeuristicMode) -> Result<Vec<Descriptor>, CudnnError> {
         let heuristic = Descriptor::new(self.functions, kind::HEURISTIC)?;
         heuristic.set_descriptor(attribute::HEURISTIC_GRAPH, graph)?;
         heuristic.set(attribute::HEURISTIC_MODE, &[mode])?;
         if let Target::Properties(properties) = &self.target {
             heuristic.set_descriptor(attribute::HEURISTIC_GPU_PROPERTIES, properties)?;
         }
-        let heuristic = heuristic.finalised()?;
+        let heuristic = heuristic.finalise()?;
         let count = heuristic.get::<DescriptorValue>(attribute::HEURISTIC_RESULTS, &mut [])?;
-        let mut found = (0..count)
+        let mut configurations = (0..count)
             .map(|_| Descriptor::new(self.functions, kind::CONFIGURATION))
             .collect::<Result<Vec<Descriptor>, CudnnError>>()?;
-        let mut raws: Vec<DescriptorValue> = found.iter().map(|found| DescriptorValue(found.raw)).collect();
-        found.truncate(heuristic.get(attribute::HEURISTIC_RESULTS, &mut raws)?);
-        Ok(found)
+        let mut raws: Vec<DescriptorValue> =
+            configurations.iter().map(|configuration| DescriptorValue(configuration.raw)).collect();
+        configurations.truncate(heuristic.get(attribute::HEURISTIC_RESULTS, &mut raws)?);
+        Ok(configurations)
     }
 
     /// The numerical notes of a configuration's engine.
@@ -264,7 +265,7 @@ impl Cudnn {
     }
 
     /// A plan of a configuration, and the bytes of its workspace.
-    fn finalised(&self, configuration: &Descriptor) -> Result<(Descriptor, usize), CudnnError> {
+    fn build_plan(&self, configuration: &Descriptor) -> Result<(Descriptor, usize), CudnnError> {
         let plan = Descriptor::new(self.functions, kind::PLAN)?;
         match &self.target {
             Target::Context(context) => {
@@ -274,7 +275,7 @@ impl Cudnn {
             Target::Properties(properties) => plan.set_descriptor(attribute::PLAN_GPU_PROPERTIES, properties)?,
         }
         plan.set_descriptor(attribute::PLAN_CONFIGURATION, configuration)?;
-        let plan = plan.finalised()?;
+        let plan = plan.finalise()?;
         let mut bytes = [0i64];
         plan.get(attribute::PLAN_WORKSPACE, &mut bytes)?;
         Ok((plan, usize::try_from(bytes[0]).map_err(|_| CudnnError::NoEngine)?))
@@ -299,12 +300,12 @@ impl Cudnn {
         pack.set(attribute::VARIANT_PACK_IDS, &plan.operands)?;
         pack.set(attribute::VARIANT_PACK_ADDRESSES, &addresses.map(Address))?;
         pack.set(attribute::VARIANT_PACK_WORKSPACE, &[Address(workspace)])?;
-        let pack = pack.finalised()?;
+        let pack = pack.finalise()?;
         let context = context.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: see above; the stream is live, and no other thread sets another one before the call.
         unsafe {
-            self.functions.checked((self.functions.set_stream)(context.raw, queue.raw().cast()))?;
-            self.functions.checked((self.functions.execute)(context.raw, plan.plan.raw, pack.raw))
+            self.functions.check_status((self.functions.set_stream)(context.raw, queue.raw().cast()))?;
+            self.functions.check_status((self.functions.execute)(context.raw, plan.plan.raw, pack.raw))
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Numbers are those of `cudnn_graph.h`, which are the same in all versions 9.
 
-use super::library::{CudaLibrary, Found};
+use super::library::{CudaLibrary, LoadedLibrary};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::OnceLock;
@@ -143,29 +143,29 @@ impl Functions {
         FOUND.get_or_init(|| Functions::of(CudaLibrary::Cudnn.find().ok()?)).as_ref()
     }
 
-    fn of(found: &Found) -> Option<Functions> {
+    fn of(library: &LoadedLibrary) -> Option<Functions> {
         // SAFETY: this function and the fields have their documented types, and the library stays loaded.
         unsafe {
-            let version: unsafe extern "C" fn() -> usize = found.function(c"cudnnGetVersion")?;
+            let version: unsafe extern "C" fn() -> usize = library.function(c"cudnnGetVersion")?;
             if version() < OLDEST {
                 return None;
             }
             Some(Functions {
-                create: found.function(c"cudnnCreate")?,
-                destroy: found.function(c"cudnnDestroy")?,
-                set_stream: found.function(c"cudnnSetStream")?,
-                descriptor_create: found.function(c"cudnnBackendCreateDescriptor")?,
-                descriptor_destroy: found.function(c"cudnnBackendDestroyDescriptor")?,
-                descriptor_finalize: found.function(c"cudnnBackendFinalize")?,
-                descriptor_set: found.function(c"cudnnBackendSetAttribute")?,
-                descriptor_get: found.function(c"cudnnBackendGetAttribute")?,
-                execute: found.function(c"cudnnBackendExecute")?,
-                last_error: found.function(c"cudnnGetLastErrorString")?,
+                create: library.function(c"cudnnCreate")?,
+                destroy: library.function(c"cudnnDestroy")?,
+                set_stream: library.function(c"cudnnSetStream")?,
+                descriptor_create: library.function(c"cudnnBackendCreateDescriptor")?,
+                descriptor_destroy: library.function(c"cudnnBackendDestroyDescriptor")?,
+                descriptor_finalize: library.function(c"cudnnBackendFinalize")?,
+                descriptor_set: library.function(c"cudnnBackendSetAttribute")?,
+                descriptor_get: library.function(c"cudnnBackendGetAttribute")?,
+                execute: library.function(c"cudnnBackendExecute")?,
+                last_error: library.function(c"cudnnGetLastErrorString")?,
             })
         }
     }
 
-    pub fn checked(&self, status: c_int) -> Result<(), CudnnError> {
+    pub fn check_status(&self, status: c_int) -> Result<(), CudnnError> {
         if status == 0 {
             return Ok(());
         }
@@ -192,35 +192,36 @@ impl Descriptor {
     pub fn new(functions: &'static Functions, kind: c_int) -> Result<Descriptor, CudnnError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one descriptor.
-        functions.checked(unsafe { (functions.descriptor_create)(kind, &mut raw) })?;
+        functions.check_status(unsafe { (functions.descriptor_create)(kind, &mut raw) })?;
         Ok(Descriptor { functions, raw })
     }
 
     pub fn set<T: Value>(&self, attribute: c_int, values: &[T]) -> Result<(), CudnnError> {
         let count = values.len() as i64;
         // SAFETY: the descriptor is live, and the library reads as many values of this type.
-        self.functions.checked(unsafe {
+        self.functions.check_status(unsafe {
             (self.functions.descriptor_set)(self.raw, attribute, T::TYPE, count, values.as_ptr().cast())
         })
     }
 
-    pub fn set_descriptor(&self, attribute: c_int, of: &Descriptor) -> Result<(), CudnnError> {
-        self.set(attribute, &[DescriptorValue(of.raw)])
+    pub fn set_descriptor(&self, attribute: c_int, descriptor: &Descriptor) -> Result<(), CudnnError> {
+        self.set(attribute, &[DescriptorValue(descriptor.raw)])
     }
 
-    pub fn finalised(self) -> Result<Descriptor, CudnnError> {
+    pub fn finalise(self) -> Result<Descriptor, CudnnError> {
         // SAFETY: the descriptor is live.
-        self.functions.checked(unsafe { (self.functions.descriptor_finalize)(self.raw) })?;
+        self.functions.check_status(unsafe { (self.functions.descriptor_finalize)(self.raw) })?;
         Ok(self)
     }
 
     /// Reads values, and returns how many there are. Descriptors are written into those that are given.
     pub fn get<T: Value>(&self, attribute: c_int, values: &mut [T]) -> Result<usize, CudnnError> {
-        let (most, mut count) = (values.len() as i64, 0);
+        let (capacity, mut count) = (values.len() as i64, 0);
         let to = if values.is_empty() { ptr::null_mut() } else { values.as_mut_ptr().cast() };
         // SAFETY: the descriptor is live, and the library writes at most as many values of this type.
-        self.functions
-            .checked(unsafe { (self.functions.descriptor_get)(self.raw, attribute, T::TYPE, most, &mut count, to) })?;
+        self.functions.check_status(unsafe {
+            (self.functions.descriptor_get)(self.raw, attribute, T::TYPE, capacity, &mut count, to)
+        })?;
         Ok(usize::try_from(count).unwrap_or(0))
     }
 }

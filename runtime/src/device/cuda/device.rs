@@ -41,8 +41,8 @@ static OPEN: Mutex<BTreeMap<usize, Arc<CudaDevice>>> = Mutex::new(BTreeMap::new(
 
 /// Opens a GPU by its number. A process opens each once.
 pub fn open(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
-    let mut all = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(device) = all.get(&ordinal) {
+    let mut open_devices = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(device) = open_devices.get(&ordinal) {
         return Ok(device.clone());
     }
     let name = format!("{NAME}:{ordinal}");
@@ -51,18 +51,18 @@ pub fn open(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
     }
     let gpu =
         Gpu::open(ordinal).map_err(|error| DeviceError::Failed { device: name.clone(), what: error.to_string() })?;
-    all.values().for_each(|other| gpu.join(&other.gpu));
-    let of = gpu.info();
+    open_devices.values().for_each(|other| gpu.join(&other.gpu));
+    let gpu_info = gpu.info();
     let info = DeviceInfo {
         name,
-        model: of.name.clone(),
-        driver: format!("CUDA {}.{}", of.driver / 1000, of.driver % 1000 / 10),
-        memory: Some(of.memory as u64),
-        cache: Some(of.cache as u64),
+        model: gpu_info.name.clone(),
+        driver: format!("CUDA {}.{}", gpu_info.driver / 1000, gpu_info.driver % 1000 / 10),
+        memory: Some(gpu_info.memory as u64),
+        cache: Some(gpu_info.cache as u64),
         tf32: false,
     };
     let device = Arc::new(CudaDevice { gpu, info });
-    all.insert(ordinal, device.clone());
+    open_devices.insert(ordinal, device.clone());
     Ok(device)
 }
 
@@ -95,15 +95,15 @@ impl CudaKernel {
             sums_are_wider: false,
             functions: Vec::new(),
         }
-        .finished()
+        .allocate_functions()
     }
 
     pub fn plan(&self) -> &LaunchPlan {
         &self.plan
     }
 
-    /// With place for the functions of all launches.
-    fn finished(mut self) -> CudaKernel {
+    /// Makes room for the functions of all launches.
+    fn allocate_functions(mut self) -> CudaKernel {
         let count = self.plans().map(|plan| plan.launches.len()).sum();
         self.functions.resize_with(count, PerGpu::default);
         self
@@ -140,27 +140,28 @@ impl CudaKernel {
     }
 
     fn function(&self, gpu: &Gpu, at: usize, launch: &Launch) -> Result<Function, DeviceError> {
-        self.functions[at].loaded(gpu, &launch.text).map_err(|error| gpu.failed(error))
+        self.functions[at].load(gpu, &launch.text).map_err(|error| gpu.device_error(error))
     }
 
     /// The launches that are loaded before a run, so that none compiles during training, and their numbers.
-    fn loaded_first(&self, gpu: &Gpu, are_terms: bool) -> Vec<(usize, &Launch)> {
+    fn launches_to_load(&self, gpu: &Gpu, are_terms: bool) -> Vec<(usize, &Launch)> {
         let mode = if are_terms { OutputMode::Accumulate } else { OutputMode::Overwrite };
         if self.library(mode).is_some_and(|library| library.works_on(gpu)) {
             return Vec::new();
         }
-        let all = self.plans().flat_map(|plan| &plan.launches).enumerate();
-        all.filter(|(at, _)| (*at >= self.plan.launches.len()) == are_terms).collect()
+        let launches = self.plans().flat_map(|plan| &plan.launches).enumerate();
+        launches.filter(|(at, _)| (*at >= self.plan.launches.len()) == are_terms).collect()
     }
 }
 
 /// Compiles and loads the kernels of ops, or of terms of sums.
 fn load(gpu: &Gpu, kernels: &[&dyn Kernel], are_terms: bool) -> Result<(), DeviceError> {
-    let own: Option<Vec<&CudaKernel>> = kernels.iter().map(|kernel| (*kernel as &dyn Any).downcast_ref()).collect();
-    let own = own.ok_or(DeviceError::Foreign { what: "kernel" })?;
+    let cuda_kernels: Option<Vec<&CudaKernel>> =
+        kernels.iter().map(|kernel| (*kernel as &dyn Any).downcast_ref()).collect();
+    let cuda_kernels = cuda_kernels.ok_or(DeviceError::Foreign { what: "kernel" })?;
     let mut launches: Vec<(&CudaKernel, usize, &Launch)> = Vec::new();
-    for kernel in own {
-        launches.extend(kernel.loaded_first(gpu, are_terms).into_iter().map(|(at, launch)| (kernel, at, launch)));
+    for kernel in cuda_kernels {
+        launches.extend(kernel.launches_to_load(gpu, are_terms).into_iter().map(|(at, launch)| (kernel, at, launch)));
     }
     let is_new = |(kernel, at, _): &&(&CudaKernel, usize, &Launch)| kernel.functions[*at].of(gpu).get().is_none();
     let texts = launches.iter().filter(is_new).map(|(.., launch)| launch.text.clone()).collect();
@@ -210,7 +211,7 @@ impl Device for CudaDevice {
     }
 
     fn arithmetic(&self) -> String {
-        let version = |library: CudaLibrary| library.find().ok().and_then(|found| found.version.clone());
+        let version = |library: CudaLibrary| library.find().ok().and_then(|loaded| loaded.version.clone());
         let libraries = [CudaLibrary::Nvrtc, CudaLibrary::CublasLt, CudaLibrary::Cudnn].map(version);
         let tf32 = if self.info.tf32 { " tf32" } else { "" };
         format!("{} {libraries:?}{tf32}", self.info.model)
@@ -222,15 +223,15 @@ impl Device for CudaDevice {
 
     fn with_tf32(&self) -> Option<Arc<dyn Device>> {
         let has_cores = self.gpu.info().architecture.major >= TF32_ARCHITECTURE;
-        let can = has_cores && self.gpu.cublaslt().is_some();
-        can.then(|| {
+        let has_tf32 = has_cores && self.gpu.cublaslt().is_some();
+        has_tf32.then(|| {
             let info = DeviceInfo { tf32: true, ..self.info.clone() };
             Arc::new(CudaDevice { gpu: self.gpu.clone(), info }) as Arc<dyn Device>
         })
     }
 
     fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
-        let memory = self.gpu.allocate(bytes).map_err(|error| self.gpu.failed(error))?;
+        let memory = self.gpu.allocate(bytes).map_err(|error| self.gpu.device_error(error))?;
         Ok(Buffer::device(Arc::new(memory) as Arc<dyn DeviceMemory>))
     }
 
@@ -272,7 +273,7 @@ impl Device for CudaDevice {
             (Op::Reduce(reduce), [x], [y]) => kernel.terms = reduce::terms(reduce, x, accumulation_type(y.dtype)),
             _ => {}
         }
-        Ok(Arc::new(kernel.finished()))
+        Ok(Arc::new(kernel.allocate_functions()))
     }
 
     fn starts_chain(&self, op: &Op) -> bool {

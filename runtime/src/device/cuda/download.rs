@@ -18,13 +18,13 @@ pub struct CudaDownload {
 
 impl PendingDownload for CudaDownload {
     fn is_done(&self) -> Result<bool, DeviceError> {
-        self.gpu.bind().map_err(|error| self.gpu.failed(error))?;
+        self.gpu.bind().map_err(|error| self.gpu.device_error(error))?;
         Ok(self.event.has_occurred())
     }
 
     fn wait(&self) -> Result<(), DeviceError> {
         let wait = || if self.event.has_occurred() { Ok(()) } else { self.event.synchronize() };
-        self.gpu.bind().and_then(|()| wait()).map_err(|error| self.gpu.failed(error))
+        self.gpu.bind().and_then(|()| wait()).map_err(|error| self.gpu.device_error(error))
     }
 
     fn bytes(self: Box<Self>) -> Result<Vec<u8>, DeviceError> {

@@ -1,6 +1,6 @@
 //! A builder of kernel source and its argument list.
 
-use super::element::stored;
+use super::element::storage_type;
 use super::launch_plan::{At, Base, Launch};
 use super::offsets::{Packed, Walk, offsets};
 use super::prelude::{ENTRY, PRELUDE};
@@ -36,25 +36,25 @@ impl KernelBuilder {
     }
 
     /// Adds a pointer parameter to read.
-    pub fn reads(&mut self, name: &str, dtype: DType, at: At) {
-        self.parameters.push(format!("const {}* __restrict__ {name}", stored(dtype)));
+    pub fn add_input(&mut self, name: &str, dtype: DType, at: At) {
+        self.parameters.push(format!("const {}* __restrict__ {name}", storage_type(dtype)));
         self.arguments.push(at);
     }
 
     /// Adds a pointer parameter to write. It may alias one that is read.
-    pub fn writes(&mut self, name: &str, dtype: DType, at: At) {
-        self.parameters.push(format!("{}* {name}", stored(dtype)));
+    pub fn add_output(&mut self, name: &str, dtype: DType, at: At) {
+        self.parameters.push(format!("{}* {name}", storage_type(dtype)));
         self.arguments.push(at);
     }
 
     /// Adds the fault cell as parameter `fault`.
-    pub fn faults(&mut self, at: At) {
+    pub fn add_fault(&mut self, at: At) {
         self.parameters.push("Fault* fault".to_string());
         self.arguments.push(at);
     }
 
     /// Adds the counters of blocks as parameter `counters`.
-    pub fn counts(&mut self) {
+    pub fn add_counters(&mut self) {
         self.parameters.push("u32* counters".to_string());
         self.arguments.push(At { base: Base::Counters, offset: 0 });
     }
@@ -103,27 +103,27 @@ impl KernelBuilder {
         let fits = |width: &usize| {
             packed.iter().all(|(size, offset)| width * size <= PACK_BYTES && offset.is_multiple_of(width * size))
         };
-        let most = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
+        let max_width = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
         let walks: Vec<Walk> = operands.iter().chain(results).map(|(.., walk)| walk.clone()).collect();
-        let packed = Packed::new(shape, &walks, most);
-        let (mut body, places) = offsets("d", "i", &packed.shape, &packed.walks);
-        let (width, mut before, mut behind) = (packed.width, String::new(), String::new());
+        let packed = Packed::new(shape, &walks, max_width);
+        let (mut body, expressions) = offsets("d", "i", &packed.shape, &packed.walks);
+        let (width, mut loads, mut stores) = (packed.width, String::new(), String::new());
         for (k, &(dtype, at, _)) in operands.iter().enumerate() {
-            self.reads(&format!("from{k}"), dtype, at);
+            self.add_input(&format!("from{k}"), dtype, at);
             let (count, element) = if packed.is_same[k] { (1, "0") } else { (width, "e") };
-            let pack = format!("Pack<{}, {count}>", stored(dtype));
-            body.push_str(&format!("{pack} p{k} = *(const {pack}*)(from{k} + {});\n", places[k]));
-            before.push_str(&format!("{} x{k} = p{k}.of[{element}];\n", stored(dtype)));
+            let pack = format!("Pack<{}, {count}>", storage_type(dtype));
+            body.push_str(&format!("{pack} p{k} = *(const {pack}*)(from{k} + {});\n", expressions[k]));
+            loads.push_str(&format!("{} x{k} = p{k}.of[{element}];\n", storage_type(dtype)));
         }
         for (k, &(dtype, at, _)) in results.iter().enumerate() {
-            self.writes(&format!("to{k}"), dtype, at);
-            let pack = format!("Pack<{}, {width}>", stored(dtype));
+            self.add_output(&format!("to{k}"), dtype, at);
+            let pack = format!("Pack<{}, {width}>", storage_type(dtype));
             body.push_str(&format!("{pack} q{k};\n"));
-            before.push_str(&format!("{}& y{k} = q{k}.of[e];\n", stored(dtype)));
-            behind.push_str(&format!("*({pack}*)(to{k} + {}) = q{k};\n", places[operands.len() + k]));
+            loads.push_str(&format!("{}& y{k} = q{k}.of[e];\n", storage_type(dtype)));
+            stores.push_str(&format!("*({pack}*)(to{k} + {}) = q{k};\n", expressions[operands.len() + k]));
         }
         body.push_str(&format!(
-            "#pragma unroll\nfor (at e = 0; e < {width}; e++) {{\nat n = i * {width} + e;\n{before}{lines}\n}}\n{behind}"
+            "#pragma unroll\nfor (at e = 0; e < {width}; e++) {{\nat n = i * {width} + e;\n{loads}{lines}\n}}\n{stores}"
         ));
         self.each(shape.iter().product::<usize>() / width, &body)
     }

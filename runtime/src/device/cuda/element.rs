@@ -3,12 +3,12 @@
 use compiler::tensor::DType;
 
 /// The storage type; booleans are bytes.
-pub fn stored(dtype: DType) -> &'static str {
+pub fn storage_type(dtype: DType) -> &'static str {
     if dtype == DType::Bool { DType::U8.name() } else { dtype.name() }
 }
 
 /// The compute type: `f32` for narrower floats, `i64` for integers (`u64` for `u64`), `bool` for booleans.
-pub fn held(dtype: DType) -> &'static str {
+pub fn compute_type(dtype: DType) -> &'static str {
     match dtype {
         DType::F64 => "f64",
         DType::F32 | DType::F16 | DType::Bf16 => "f32",
@@ -43,13 +43,13 @@ pub fn load(dtype: DType, element: &str) -> String {
     }
 }
 
-/// A computed value in its storage type; a float may be wider than [`held`].
+/// A computed value in its storage type; a float may be wider than [`compute_type`].
 pub fn store(dtype: DType, value: &str) -> String {
     match dtype {
         DType::F16 => format!("narrow_f16({value})"),
         DType::Bf16 => format!("narrow_bf16({value})"),
         DType::Bool => format!("(u8)(({value}) != 0)"),
-        _ => format!("({})({value})", stored(dtype)),
+        _ => format!("({})({value})", storage_type(dtype)),
     }
 }
 
@@ -64,20 +64,20 @@ pub fn cast(from: DType, to: DType, value: &str) -> String {
         // Through f64, like the reference.
         (false, to) if to.is_float() => format!("(f64)({value})"),
         (false, DType::Bool) => format!("(({value}) != 0)"),
-        (false, to) => format!("({})({value})", held(to)),
+        (false, to) => format!("({})({value})", compute_type(to)),
     }
 }
 
 /// A literal of the compute type.
 pub fn literal(dtype: DType, value: f64) -> String {
-    let held = held(dtype);
+    let compute_type = compute_type(dtype);
     let text = match value {
-        v if v.is_nan() => return format!("({held})__uint_as_float(0x7fc00000u)"),
-        f64::INFINITY => return format!("({held})__uint_as_float(0x7f800000u)"),
-        f64::NEG_INFINITY => return format!("({held})__uint_as_float(0xff800000u)"),
-        v if held == "f32" => format!("{:?}f", v as f32),
+        v if v.is_nan() => return format!("({compute_type})__uint_as_float(0x7fc00000u)"),
+        f64::INFINITY => return format!("({compute_type})__uint_as_float(0x7f800000u)"),
+        f64::NEG_INFINITY => return format!("({compute_type})__uint_as_float(0xff800000u)"),
+        v if compute_type == "f32" => format!("{:?}f", v as f32),
         v => format!("{v:?}"),
     };
     // Rust may print a float as an integer with exponent: `1e20` is a float in C++ too.
-    format!("({held})({text})")
+    format!("({compute_type})({text})")
 }

@@ -1,7 +1,7 @@
 //! Elementwise ops. Each is an expression over its operands, so that chains run as one kernel.
 
 use super::draft::KernelBuilder;
-use super::element::{cast, held, load, store};
+use super::element::{cast, compute_type, load, store};
 use super::launch_plan::{At, LaunchPlan};
 use super::offsets::Walk;
 use crate::device::layout::TensorLayout;
@@ -28,14 +28,14 @@ fn unary(op: Unary, dtype: DType, x: &str) -> String {
         return match op {
             Unary::Not if dtype == DType::Bool => format!("!{x}"),
             Unary::Not => format!("~{x}"),
-            Unary::Neg => format!("({})(0ull - (u64){x})", held(dtype)),
+            Unary::Neg => format!("({})(0ull - (u64){x})", compute_type(dtype)),
             Unary::Abs => format!("((i64){x} < 0 ? (i64)(0ull - (u64){x}) : (i64){x})"),
             Unary::Sign => format!("((i64){x} > 0 ? 1 : (i64){x} < 0 ? -1 : 0)"),
             // Relu, the only function left that is defined on integers.
             _ => format!("((i64){x} < 0 ? 0 : (i64){x})"),
         };
     }
-    let one = format!("({})1", held(dtype));
+    let one = format!("({})1", compute_type(dtype));
     match op {
         Unary::Neg => format!("(-{x})"),
         Unary::Reciprocal => format!("({one} / {x})"),
@@ -78,23 +78,24 @@ fn binary(op: Binary, dtype: DType, a: &str, b: &str) -> String {
 
 /// An elementwise op with its operands broadcast to the output.
 pub fn kernel(op: &Op, inputs: &[TensorLayout], y: &TensorLayout) -> Option<LaunchPlan> {
-    let draft = KernelBuilder::new(inputs.iter().map(TensorLayout::len).chain([y.len()]).max().unwrap_or(0));
+    let builder = KernelBuilder::new(inputs.iter().map(TensorLayout::len).chain([y.len()]).max().unwrap_or(0));
     let dtypes: Vec<DType> = inputs.iter().map(|x| x.dtype).collect();
     let operands: Vec<String> = (0..inputs.len()).map(|k| format!("v{k}")).collect();
     let value = expression(op, &dtypes, &operands)?;
     let lines = format!("{}y0 = {};", loads(&dtypes), store(y.dtype, &value));
     let results = [(y.dtype, At::output(0), Walk::plain(&y.shape))];
-    Some(LaunchPlan::of(draft.each_element(&y.shape, &sources(inputs, &y.shape), &results, &lines)))
+    Some(LaunchPlan::of(builder.each_element(&y.shape, &sources(inputs, &y.shape), &results, &lines)))
 }
 
 /// The inputs of a kernel, broadcast to a shape.
 pub fn sources(inputs: &[TensorLayout], shape: &[usize]) -> Vec<(DType, At, Walk)> {
-    let source = |(k, x): (usize, &TensorLayout)| (x.dtype, At::input(k), Walk::stretched(&x.shape, shape));
+    let source = |(k, x): (usize, &TensorLayout)| (x.dtype, At::input(k), Walk::broadcast(&x.shape, shape));
     inputs.iter().enumerate().map(source).collect()
 }
 
 /// Code that gives operands `x0`… in their compute types as `v0`….
 pub fn loads(dtypes: &[DType]) -> String {
-    let line = |(k, &dtype): (usize, &DType)| format!("{} v{k} = {};\n", held(dtype), load(dtype, &format!("x{k}")));
+    let line =
+        |(k, &dtype): (usize, &DType)| format!("{} v{k} = {};\n", compute_type(dtype), load(dtype, &format!("x{k}")));
     dtypes.iter().enumerate().map(line).collect()
 }

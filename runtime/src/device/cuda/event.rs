@@ -26,8 +26,8 @@ impl DeviceEvent for CudaEvent {
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
-        let waited = self.gpu.bind().and_then(|()| self.event.synchronize());
-        waited.map_err(|error| self.gpu.failed(error))
+        let status = self.gpu.bind().and_then(|()| self.event.synchronize());
+        status.map_err(|error| self.gpu.device_error(error))
     }
 }
 
@@ -40,13 +40,13 @@ pub struct CudaTimestamp {
 impl DeviceTimestamp for CudaTimestamp {
     fn since(&self, earlier: &dyn DeviceTimestamp) -> Result<Option<Duration>, DeviceError> {
         let earlier = (earlier as &dyn Any).downcast_ref::<CudaTimestamp>();
-        let of_this = |earlier: &&CudaTimestamp| earlier.gpu.info().ordinal == self.gpu.info().ordinal;
-        let Some(earlier) = earlier.filter(of_this) else { return Ok(None) };
+        let is_same_gpu = |earlier: &&CudaTimestamp| earlier.gpu.info().ordinal == self.gpu.info().ordinal;
+        let Some(earlier) = earlier.filter(is_same_gpu) else { return Ok(None) };
         let time = || {
             self.gpu.bind()?;
             self.event.synchronize()?;
             self.event.since(&earlier.event)
         };
-        time().map(Some).map_err(|error| self.gpu.failed(error))
+        time().map(Some).map_err(|error| self.gpu.device_error(error))
     }
 }

@@ -100,25 +100,25 @@ pub fn devices() -> Result<usize, GpuError> {
 }
 
 /// True if two GPUs have a direct link beyond the host bus (native peer atomics), or are the same GPU.
-pub fn is_joined(one: usize, other: usize) -> bool {
-    let (Ok(from), Ok(to)) = (i32::try_from(one), i32::try_from(other)) else { return false };
-    if one == other || count() <= one.max(other) {
-        return one == other;
+pub fn is_joined(first: usize, second: usize) -> bool {
+    let (Ok(from), Ok(to)) = (i32::try_from(first), i32::try_from(second)) else { return false };
+    if first == second || count() <= first.max(second) {
+        return first == second;
     }
-    let (mut joined, native) = (0, sys::CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED);
+    let (mut is_linked, native) = (0, sys::CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED);
     // SAFETY: the driver knows both devices, whose handles are their ordinals, and writes one number.
-    unsafe { sys::cuDeviceGetP2PAttribute(&mut joined, native, from, to) }.result().is_ok() && joined != 0
+    unsafe { sys::cuDeviceGetP2PAttribute(&mut is_linked, native, from, to) }.result().is_ok() && is_linked != 0
 }
 
 /// True if kernels on one GPU can read and write the memory of another.
-pub fn can_access(one: usize, other: usize) -> bool {
-    let (Ok(from), Ok(to)) = (i32::try_from(one), i32::try_from(other)) else { return false };
-    if one == other || count() <= one.max(other) {
-        return one == other;
+pub fn can_access(first: usize, second: usize) -> bool {
+    let (Ok(from), Ok(to)) = (i32::try_from(first), i32::try_from(second)) else { return false };
+    if first == second || count() <= first.max(second) {
+        return first == second;
     }
-    let mut can = 0;
+    let mut has_access = 0;
     // SAFETY: as in `is_joined`.
-    unsafe { sys::cuDeviceCanAccessPeer(&mut can, from, to) }.result().is_ok() && can != 0
+    unsafe { sys::cuDeviceCanAccessPeer(&mut has_access, from, to) }.result().is_ok() && has_access != 0
 }
 
 impl Gpu {
@@ -178,11 +178,11 @@ impl Gpu {
 
     /// Enables access to another GPU's memory, if the driver can.
     fn can_access(&self, other: &Gpu) -> bool {
-        let mut can = 0;
+        let mut has_access = 0;
         // SAFETY: both devices are open, and the driver writes one number.
-        let asked =
-            unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.context.cu_device(), other.context.cu_device()) };
-        if asked.result().is_err() || can == 0 || self.bind().is_err() {
+        let status =
+            unsafe { sys::cuDeviceCanAccessPeer(&mut has_access, self.context.cu_device(), other.context.cu_device()) };
+        if status.result().is_err() || has_access == 0 || self.bind().is_err() {
             return false;
         }
         // SAFETY: both contexts are live.
@@ -200,14 +200,14 @@ impl Gpu {
     }
 
     /// Lets another GPU access memory of the pool.
-    fn share_pool(&self, with: &Gpu) -> Result<(), DriverError> {
+    fn share_pool(&self, other: &Gpu) -> Result<(), DriverError> {
         if !self.has_pool() {
             return Ok(());
         }
         let access = sys::CUmemAccessDesc {
             location: sys::CUmemLocation {
                 type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-                id: with.context.cu_device(),
+                id: other.context.cu_device(),
             },
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
@@ -240,7 +240,7 @@ impl Gpu {
         self.bind()?;
         let size = bytes.max(1);
         // SAFETY: the address is used within `bytes`, and freed once, when the memory is dropped.
-        let address = self.allocated(bytes, || unsafe { result::malloc_sync(size) })?;
+        let address = self.allocate_with(bytes, || unsafe { result::malloc_sync(size) })?;
         let memory = GpuMemory { gpu: self.clone(), address, bytes, queue: None };
         // SAFETY: the memory has this size. Streams of pipec do not wait for the default stream, so the host does.
         unsafe {
@@ -258,28 +258,29 @@ impl Gpu {
         }
         self.bind()?;
         // SAFETY: as in `allocate`; the stream belongs to this GPU.
-        let address = self.allocated(bytes, || unsafe { result::malloc_async(queue.raw(), bytes.max(1)) })?;
+        let address = self.allocate_with(bytes, || unsafe { result::malloc_async(queue.raw(), bytes.max(1)) })?;
         Ok(GpuMemory { gpu: self.clone(), address, bytes, queue: Some(queue.clone()) })
     }
 
     /// An allocation; if memory is short, once more after the pool has given back what it keeps.
-    fn allocated(
+    fn allocate_with(
         &self,
         bytes: usize,
         allocate: impl Fn() -> Result<sys::CUdeviceptr, DriverError>,
     ) -> Result<sys::CUdeviceptr, GpuError> {
-        let is_short =
-            |done: &Result<_, DriverError>| matches!(done, Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)));
-        let mut done = allocate();
-        if is_short(&done) && self.has_pool() {
+        let is_short = |address: &Result<_, DriverError>| {
+            matches!(address, Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)))
+        };
+        let mut address = allocate();
+        if is_short(&address) && self.has_pool() {
             self.context.synchronize()?;
             // SAFETY: the pool is that of this device.
             unsafe { sys::cuMemPoolTrimTo(self.pool()?, 0) }.result()?;
-            done = allocate();
+            address = allocate();
         }
-        match is_short(&done) {
+        match is_short(&address) {
             true => Err(GpuError::Memory { ordinal: self.info.ordinal, needed: bytes, free: self.free()? }),
-            false => Ok(done?),
+            false => Ok(address?),
         }
     }
 
@@ -293,9 +294,9 @@ impl Gpu {
 
     /// Lets the pool keep freed memory for later allocations.
     fn keep_freed_memory(&self) -> Result<(), DriverError> {
-        let (mut all, attribute) = (u64::MAX, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD);
+        let (mut threshold, attribute) = (u64::MAX, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD);
         // SAFETY: this attribute is a number of 64 bits.
-        unsafe { sys::cuMemPoolSetAttribute(self.pool()?, attribute, (&raw mut all).cast()) }.result()
+        unsafe { sys::cuMemPoolSetAttribute(self.pool()?, attribute, (&raw mut threshold).cast()) }.result()
     }
 
     /// The kernel with this source, compiled and loaded on first use.
@@ -321,7 +322,7 @@ impl Gpu {
     }
 
     /// The error of a call on this GPU.
-    pub fn failed(&self, error: impl Into<GpuError>) -> DeviceError {
+    pub fn device_error(&self, error: impl Into<GpuError>) -> DeviceError {
         let device = self.name();
         match error.into() {
             GpuError::Memory { needed, free, .. } => {
@@ -355,15 +356,15 @@ impl DeviceMemory for GpuMemory {
         assert!(start <= self.bytes && to.len() <= self.bytes - start, "a range lies within its memory");
         let from = self.address + start as u64;
         // SAFETY: the memory has these bytes.
-        let copied = self.gpu.bind().and_then(|()| unsafe { result::memcpy_dtoh_sync(to, from) });
-        copied.map_err(|error| self.gpu.failed(error))
+        let status = self.gpu.bind().and_then(|()| unsafe { result::memcpy_dtoh_sync(to, from) });
+        status.map_err(|error| self.gpu.device_error(error))
     }
 
     fn free_after(&self, events: &[Event]) {
         for event in events {
-            let on_gpu = event.device_event().and_then(|event| (event as &dyn Any).downcast_ref::<CudaEvent>());
-            match (&self.queue, on_gpu) {
-                (Some(queue), Some(on_gpu)) if self.gpu.bind().is_ok() => drop(on_gpu.event.delay(queue)),
+            let cuda_event = event.device_event().and_then(|event| (event as &dyn Any).downcast_ref::<CudaEvent>());
+            match (&self.queue, cuda_event) {
+                (Some(queue), Some(cuda_event)) if self.gpu.bind().is_ok() => drop(cuda_event.event.delay(queue)),
                 _ => drop(event.synchronize()),
             }
         }

@@ -1,7 +1,7 @@
 //! Grouped matrix products: one thread per result element.
 
 use super::draft::KernelBuilder;
-use super::element::{accumulator, held, load, store};
+use super::element::{accumulator, compute_type, load, store};
 use super::launch_plan::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::GroupedMatMul;
@@ -18,12 +18,12 @@ pub fn kernel(
 ) -> Option<LaunchPlan> {
     let ([rows, k], n) = ([x.shape[0], x.shape[1]], y.shape[1]);
     let [along, across] = if op.transpose { [1, k] } else { [n, 1] };
-    let mut draft = KernelBuilder::new(x.len().max(w.len()).max(y.len()));
-    draft.reads("x", x.dtype, At::input(0));
-    draft.reads("w", w.dtype, At::input(1));
-    draft.reads("ends", ends.dtype, At::input(2));
-    draft.writes("y", y.dtype, At::output(0));
-    let kind = held(accumulator(y.dtype));
+    let mut builder = KernelBuilder::new(x.len().max(w.len()).max(y.len()));
+    builder.add_input("x", x.dtype, At::input(0));
+    builder.add_input("w", w.dtype, At::input(1));
+    builder.add_input("ends", ends.dtype, At::input(2));
+    builder.add_output("y", y.dtype, At::output(0));
+    let kind = compute_type(accumulator(y.dtype));
     let body = format!(
         "at row = i / (at){n}, column = i % (at){n};\ni64 rows = {rows}, end = 0;\nint g = 0;\n\
          for (; g < {groups}; g++) {{\n{NEXT}if ((i64)row < end) break;\n}}\n{kind} sum = 0;\n\
@@ -33,18 +33,18 @@ pub fn kernel(
         store(y.dtype, "sum"),
         groups = ends.shape[0],
     );
-    Some(LaunchPlan::of(draft.each(y.len(), &body)))
+    Some(LaunchPlan::of(builder.each(y.len(), &body)))
 }
 
 /// Gradient with respect to the matrices.
 pub fn grad(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout, c: &TensorLayout) -> Option<LaunchPlan> {
     let (rows, m, n) = (a.shape[0], a.shape[1], b.shape[1]);
-    let mut draft = KernelBuilder::new(a.len().max(b.len()).max(c.len()));
-    draft.reads("a", a.dtype, At::input(0));
-    draft.reads("b", b.dtype, At::input(1));
-    draft.reads("ends", ends.dtype, At::input(2));
-    draft.writes("c", c.dtype, At::output(0));
-    let kind = held(accumulator(c.dtype));
+    let mut builder = KernelBuilder::new(a.len().max(b.len()).max(c.len()));
+    builder.add_input("a", a.dtype, At::input(0));
+    builder.add_input("b", b.dtype, At::input(1));
+    builder.add_input("ends", ends.dtype, At::input(2));
+    builder.add_output("c", c.dtype, At::output(0));
+    let kind = compute_type(accumulator(c.dtype));
     let body = format!(
         "at own = i / (at){area}, row = i % (at){area} / (at){n}, column = i % (at){n};\n\
          i64 rows = {rows}, end = 0, begin = 0;\n\
@@ -55,5 +55,5 @@ pub fn grad(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout, c: &TensorL
         store(c.dtype, "sum"),
         area = m * n,
     );
-    Some(LaunchPlan::of(draft.each(c.len(), &body)))
+    Some(LaunchPlan::of(builder.each(c.len(), &body)))
 }

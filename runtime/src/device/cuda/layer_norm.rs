@@ -2,7 +2,7 @@
 //! bias over them; a second launch adds these sums.
 
 use super::draft::{KernelBuilder, THREADS};
-use super::element::{accumulator, held, load, store};
+use super::element::{accumulator, compute_type, load, store};
 use super::launch_plan::{At, Launch, LaunchPlan};
 use super::rows::{Read, Rows, Written};
 use super::tail::Tail;
@@ -20,15 +20,15 @@ const COLUMNS: usize = 8;
 /// Outputs y, mean and reciprocal standard deviation.
 pub fn kernel(op: &LayerNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let size: usize = x.shape[op.axis..].iter().product();
-    let kind = held(accumulator(x.dtype));
-    let mut draft = KernelBuilder::new(x.len());
+    let kind = compute_type(accumulator(x.dtype));
+    let mut builder = KernelBuilder::new(x.len());
     // Scale, bias and statistics may have another type than x.
     let of = scale.dtype;
     for (i, (name, dtype)) in [("x", x.dtype), ("scale", of), ("bias", of)].into_iter().enumerate() {
-        draft.reads(name, dtype, At::input(i));
+        builder.add_input(name, dtype, At::input(i));
     }
     for (i, (name, dtype)) in [("y", x.dtype), ("means", of), ("rstds", of)].into_iter().enumerate() {
-        draft.writes(name, dtype, At::output(i));
+        builder.add_output(name, dtype, At::output(i));
     }
     let rows = Rows::new(size, 1, x.dtype.size());
     let row = || Read { name: "x", dtype: x.dtype, from: "from", is_kept: true };
@@ -50,7 +50,7 @@ pub fn kernel(op: &LayerNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<
         ),
         epsilon = op.epsilon,
     );
-    Some(LaunchPlan::of(draft.rows_each(x.len() / size, &rows, &lines)))
+    Some(LaunchPlan::of(builder.rows_each(x.len() / size, &rows, &lines)))
 }
 
 /// Outputs dx, dscale and dbias.
@@ -69,18 +69,18 @@ fn with([x, scale]: [&TensorLayout; 2], tail: &Tail) -> LaunchPlan {
     let count = x.len() / size;
     let blocks = count.min(MOST_SUMS);
     let sums = accumulator(x.dtype);
-    let kind = held(sums);
+    let kind = compute_type(sums);
     let mut launch_plan = LaunchPlan::default();
     let partials = ["scale_sums", "bias_sums"].map(|name| (name, launch_plan.take(blocks * size * sums.size())));
-    let mut draft = KernelBuilder::new(x.len());
+    let mut builder = KernelBuilder::new(x.len());
     for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
-        draft.reads(name, if i < 2 { x.dtype } else { scale.dtype }, At::input(i));
+        builder.add_input(name, if i < 2 { x.dtype } else { scale.dtype }, At::input(i));
     }
-    tail.declare(&mut draft);
+    tail.declare(&mut builder);
     let rows = Rows::new(size, 1, x.dtype.size().max(sums.size()));
     for (name, at) in partials {
-        draft.writes(name, sums, at);
-        draft.add(&rows.cells(&format!("{name}_own"), kind, "0").unwrap_or_default());
+        builder.add_output(name, sums, at);
+        builder.add(&rows.cells(&format!("{name}_own"), kind, "0").unwrap_or_default());
     }
     let [mean, rstd] = ["means[i]", "rstds[i]"].map(|e| load(scale.dtype, e));
     let reads = || {
@@ -102,7 +102,7 @@ fn with([x, scale]: [&TensorLayout; 2], tail: &Tail) -> LaunchPlan {
         add("bias_sums", "dy_k")
     );
     let dx = "rstd * (dy_k * scale_k - g - (x_k - mean) * rstd * g_x)";
-    draft.add(&format!(
+    builder.add(&format!(
         "for (at i = blockIdx.x; i < (at){count}; i += gridDim.x) {{\nat from = i * (at){size};\n\
          {kind} mean = {mean}, rstd = {rstd}, sum = 0, sum_x = 0;\n{}\
          {kind} g = sum_across(sum) / ({kind}){size}, g_x = sum_across(sum_x) / ({kind}){size};\n{}}}",
@@ -115,24 +115,24 @@ fn with([x, scale]: [&TensorLayout; 2], tail: &Tail) -> LaunchPlan {
         )
     ));
     if rows.fit() {
-        let own = format!("(at)blockIdx.x * (at){size}");
-        let written = partials.map(|(name, _)| Written { name, dtype: sums, from: &own });
+        let block_offset = format!("(at)blockIdx.x * (at){size}");
+        let written = partials.map(|(name, _)| Written { name, dtype: sums, from: &block_offset });
         let lines = partials.map(|(name, _)| format!("{name}_k = {};\n", of_block(name))).concat();
-        draft.add(&rows.pass(true, &[], &written, &lines));
+        builder.add(&rows.pass(true, &[], &written, &lines));
     }
-    launch_plan.launches.push(draft.launch(blocks, rows.threads));
-    let outputs = [0, 1].map(|k| tail.other(k));
+    launch_plan.launches.push(builder.launch(blocks, rows.threads));
+    let outputs = [0, 1].map(|k| tail.further_result(k));
     launch_plan.launches.push(added(partials.map(|(_, at)| at), outputs, sums, (blocks, size), scale.dtype));
     launch_plan
 }
 
 /// Adds the rows of two tables.
 fn added(tables: [At; 2], outputs: [At; 2], sums: DType, (count, size): (usize, usize), dtype: DType) -> Launch {
-    let kind = held(sums);
-    let mut draft = KernelBuilder::new(count * size);
+    let kind = compute_type(sums);
+    let mut builder = KernelBuilder::new(count * size);
     for (k, (table, output)) in tables.into_iter().zip(outputs).enumerate() {
-        draft.reads(&format!("x{k}"), sums, table);
-        draft.writes(&format!("y{k}"), dtype, output);
+        builder.add_input(&format!("x{k}"), sums, table);
+        builder.add_output(&format!("y{k}"), dtype, output);
     }
     let tiles = size.div_ceil(COLUMNS);
     let lines = format!(
@@ -144,5 +144,5 @@ fn added(tables: [At; 2], outputs: [At; 2], sums: DType, (count, size): (usize, 
         store(dtype, "sum"),
         rows = THREADS as usize / COLUMNS,
     );
-    draft.block_each(2 * tiles, THREADS as usize, &lines)
+    builder.block_each(2 * tiles, THREADS as usize, &lines)
 }

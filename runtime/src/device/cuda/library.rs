@@ -1,7 +1,7 @@
 //! NVIDIA's libraries, which are not linked. Each is loaded on first use, from the first folder of
 //! [`search_path`](super::search_path) that has it, else by the system loader.
 
-use super::search_path::{files, installed, listed, of_driver};
+use super::search_path::{driver_folders, files, installed_folders, listed_folders};
 use libloading::os::unix::{Library, RTLD_NOW};
 use std::error::Error;
 use std::ffi::{CStr, c_int};
@@ -22,7 +22,7 @@ pub enum CudaLibrary {
 
 /// A loaded library; it stays loaded until the process ends.
 #[derive(Debug)]
-pub struct Found {
+pub struct LoadedLibrary {
     /// The file.
     pub path: PathBuf,
     /// The version that it reports. For the driver it is the newest CUDA version that it supports.
@@ -32,12 +32,12 @@ pub struct Found {
 
 /// Why a library was not found.
 #[derive(Debug, Default)]
-pub struct Missing {
+pub struct NotFound {
     /// The loader's message about the first file that could not be loaded.
     pub fault: Option<String>,
 }
 
-impl Found {
+impl LoadedLibrary {
     /// A function of the library.
     ///
     /// # Safety
@@ -72,12 +72,12 @@ impl CudaLibrary {
     }
 
     /// Finds and loads it on the first call.
-    pub fn find(self) -> Result<&'static Found, &'static Missing> {
-        static FOUND: [OnceLock<Result<Found, Missing>>; 5] = [const { OnceLock::new() }; 5];
-        FOUND[self as usize].get_or_init(|| self.search()).as_ref()
+    pub fn find(self) -> Result<&'static LoadedLibrary, &'static NotFound> {
+        static LOADED: [OnceLock<Result<LoadedLibrary, NotFound>>; 5] = [const { OnceLock::new() }; 5];
+        LOADED[self as usize].get_or_init(|| self.search()).as_ref()
     }
 
-    fn search(self) -> Result<Found, Missing> {
+    fn search(self) -> Result<LoadedLibrary, NotFound> {
         let variables = |name: &str| std::env::var_os(name);
         let in_folders = |folders: Vec<PathBuf>| -> Vec<PathBuf> {
             folders.iter().flat_map(|folder| files(folder, self.file())).collect()
@@ -85,33 +85,33 @@ impl CudaLibrary {
         let plain = [self.file().to_string()].into_iter();
         let names = plain.chain(self.versions().iter().map(|version| format!("{}.{version}", self.file())));
         let names: Vec<PathBuf> = names.map(PathBuf::from).collect();
-        let mut places = in_folders(listed(&variables));
+        let mut paths = in_folders(listed_folders(&variables));
         // The driver belongs to the system, the others to an environment.
         match self {
-            CudaLibrary::Driver => places.extend(names.into_iter().chain(in_folders(of_driver()))),
-            _ => places.extend(in_folders(installed(&variables)).into_iter().chain(names)),
+            CudaLibrary::Driver => paths.extend(names.into_iter().chain(in_folders(driver_folders()))),
+            _ => paths.extend(in_folders(installed_folders(&variables)).into_iter().chain(names)),
         }
-        let mut missing = Missing::default();
-        for place in places {
-            match self.load(&place) {
-                Ok(found) => return Ok(found),
+        let mut not_found = NotFound::default();
+        for path in paths {
+            match self.load(&path) {
+                Ok(loaded) => return Ok(loaded),
                 // The loader's names are guesses, files are not.
-                Err(fault) if place.is_absolute() => missing.fault = missing.fault.or(Some(fault)),
+                Err(fault) if path.is_absolute() => not_found.fault = not_found.fault.or(Some(fault)),
                 Err(_) => {}
             }
         }
-        Err(missing)
+        Err(not_found)
     }
 
-    fn load(self, place: &Path) -> Result<Found, String> {
+    fn load(self, requested: &Path) -> Result<LoadedLibrary, String> {
         // SAFETY: opening NVIDIA's library runs its initialisers, as intended.
-        let library = unsafe { Library::open(Some(place), RTLD_NOW) }.map_err(|error| message(&error))?;
+        let library = unsafe { Library::open(Some(requested), RTLD_NOW) }.map_err(|error| message(&error))?;
         // cudarc loads the driver by name, which now is the one at this place.
         // SAFETY: as above.
         if self == CudaLibrary::Driver && !unsafe { cudarc::driver::sys::is_culib_present() } {
-            return Err(format!("{} has an unknown name", place.display()));
+            return Err(format!("{} has an unknown name", requested.display()));
         }
-        let path = file_of(&library, self.symbol()).unwrap_or_else(|| place.to_path_buf());
+        let path = file_of(&library, self.symbol()).unwrap_or_else(|| requested.to_path_buf());
         if self == CudaLibrary::Nvrtc {
             // NVRTC opens it by name, and some wheels have no search path for it.
             for file in path.parent().map_or(Vec::new(), |folder| files(folder, "libnvrtc-builtins.so")) {
@@ -119,7 +119,7 @@ impl CudaLibrary {
                 unsafe { Library::open(Some(file), RTLD_NOW) }.map(std::mem::forget).ok();
             }
         }
-        Ok(Found { path, version: self.version(&library), library })
+        Ok(LoadedLibrary { path, version: self.version(&library), library })
     }
 
     /// The function that reports the version.
@@ -149,11 +149,11 @@ impl CudaLibrary {
                 }
                 CudaLibrary::CublasLt | CudaLibrary::Cudnn => {
                     let call = library.get::<unsafe extern "C" fn() -> usize>(name).ok()?;
-                    dotted(call())
+                    version_text(call())
                 }
                 CudaLibrary::Nccl => {
                     let call = library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(name).ok()?;
-                    (call(&mut major) == 0).then(|| dotted(usize::try_from(major).unwrap_or(0)))?
+                    (call(&mut major) == 0).then(|| version_text(usize::try_from(major).unwrap_or(0)))?
                 }
             })
         }
@@ -166,7 +166,7 @@ fn message(error: &dyn Error) -> String {
 }
 
 /// A version number as text: 91300 is 9.13.0, and 8907, in the form of older libraries, 8.9.7.
-fn dotted(version: usize) -> String {
+fn version_text(version: usize) -> String {
     let major = if version < 10_000 { 1000 } else { 10_000 };
     format!("{}.{}.{}", version / major, version % major / 100, version % 100)
 }
@@ -175,12 +175,13 @@ fn dotted(version: usize) -> String {
 #[cfg(target_os = "linux")]
 fn file_of(library: &Library, symbol: &CStr) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt;
-    // SAFETY: the address of a function is in a loaded file; `dladdr` writes `about`, whose name lives as long as the file.
+    // SAFETY: the address of a function is in a loaded file; `dladdr` writes `info`, whose name lives as long as the
+    // file.
     unsafe {
         let function = library.get::<unsafe extern "C" fn()>(symbol.to_bytes_with_nul()).ok()?;
-        let mut about: libc::Dl_info = std::mem::zeroed();
-        let known = libc::dladdr(*function as *const libc::c_void, &mut about) != 0 && !about.dli_fname.is_null();
-        known.then(|| PathBuf::from(std::ffi::OsStr::from_bytes(CStr::from_ptr(about.dli_fname).to_bytes())))
+        let mut info: libc::Dl_info = std::mem::zeroed();
+        let has_name = libc::dladdr(*function as *const libc::c_void, &mut info) != 0 && !info.dli_fname.is_null();
+        has_name.then(|| PathBuf::from(std::ffi::OsStr::from_bytes(CStr::from_ptr(info.dli_fname).to_bytes())))
     }
 }
 
@@ -193,6 +194,6 @@ fn file_of(_: &Library, _: &CStr) -> Option<PathBuf> {
 mod tests {
     #[test]
     fn versions_have_dots() {
-        assert_eq!([91300, 8907, 22703, 120901].map(super::dotted), ["9.13.0", "8.9.7", "2.27.3", "12.9.1"]);
+        assert_eq!([91300, 8907, 22703, 120901].map(super::version_text), ["9.13.0", "8.9.7", "2.27.3", "12.9.1"]);
     }
 }

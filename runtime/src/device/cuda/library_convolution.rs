@@ -46,15 +46,15 @@ impl Convolution {
             return None;
         }
         let Window { strides, pads_begin, pads_end, dilations } = window;
-        let is_line = strides.len() == 1;
+        let is_1d = strides.len() == 1;
         // Numbers of the spatial axes, after a first axis if there is but one.
         let spatial = |numbers: &[usize], first: i64| -> Vec<i64> {
-            let first = is_line.then_some(first).into_iter();
+            let first = is_1d.then_some(first).into_iter();
             first.chain(numbers.iter().map(|&number| number as i64)).collect()
         };
-        let sizes = |of: &TensorLayout| {
-            let lead = of.shape[..2].iter().map(|&size| size as i64);
-            lead.chain(spatial(&of.shape[2..], 1)).collect()
+        let sizes = |layout: &TensorLayout| {
+            let batch_channels = layout.shape[..2].iter().map(|&size| size as i64);
+            batch_channels.chain(spatial(&layout.shape[2..], 1)).collect()
         };
         Some(Convolution {
             computes,

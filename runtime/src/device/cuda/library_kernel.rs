@@ -115,8 +115,8 @@ fn pointwise(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Opti
     if !is_plain || plane == 0 || !(plane * data.dtype.size()).is_multiple_of(PACK_BYTES) {
         return None;
     }
-    let with = |of: &TensorLayout, shape: Vec<usize>| TensorLayout { shape, dtype: of.dtype };
-    let planes = |of: &TensorLayout| with(of, vec![of.shape[0], of.shape[1], plane]);
-    let operands = [with(weight, weight.shape[..2].to_vec()), planes(data), planes(result)];
+    let reshaped = |operand: &TensorLayout, shape: Vec<usize>| TensorLayout { shape, dtype: operand.dtype };
+    let planes = |operand: &TensorLayout| reshaped(operand, vec![operand.shape[0], operand.shape[1], plane]);
+    let operands = [reshaped(weight, weight.shape[..2].to_vec()), planes(data), planes(result)];
     Some((MatMul { transpose_a, transpose_b: false }, operands))
 }

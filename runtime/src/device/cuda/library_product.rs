@@ -9,7 +9,7 @@
 use super::cublaslt::{Algorithm, CublasLt, Described, ProductType, Stored};
 use super::draft::PACK_BYTES;
 use super::gpu::{Gpu, GpuError};
-use super::offsets::{Walk, joined};
+use super::offsets::{Walk, merge_dims};
 use super::per_gpu::PerGpu;
 use super::queue::Queue;
 use crate::device::layout::TensorLayout;
@@ -48,7 +48,7 @@ pub struct LibraryProduct {
     /// Bytes of the workspace without alignment.
     workspace: usize,
     /// `None` where the library cannot compute it.
-    described: PerGpu<Option<Described>>,
+    descriptions: PerGpu<Option<Described>>,
 }
 
 /// The most workspace that an algorithm may use, as the library recommends.
@@ -64,16 +64,16 @@ pub(super) fn aligned_workspace(bytes: usize) -> usize {
 impl Problem {
     /// The product of an op, and where its calls start. `None` if it takes too many calls.
     fn of(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<(Problem, Vec<[usize; 3]>)> {
-        let lead = c.shape.len().checked_sub(2)?;
-        let (mut rows, columns) = (c.shape[lead], c.shape[lead + 1]);
+        let batch_rank = c.shape.len().checked_sub(2)?;
+        let (mut rows, columns) = (c.shape[batch_rank], c.shape[batch_rank + 1]);
         let terms = a.shape[a.shape.len() - if op.transpose_a { 2 } else { 1 }];
         let walk = |layout: &TensorLayout, volume: usize| {
-            let mut walk = Walk::stretched(&layout.shape[..layout.shape.len() - 2], &c.shape[..lead]);
+            let mut walk = Walk::broadcast(&layout.shape[..layout.shape.len() - 2], &c.shape[..batch_rank]);
             walk.steps.iter_mut().for_each(|step| *step *= volume as isize);
             walk
         };
         let walks = [walk(a, rows * terms), walk(b, terms * columns), walk(c, rows * columns)];
-        let dims = joined(&c.shape[..lead], &walks);
+        let dims = merge_dims(&c.shape[..batch_rank], &walks);
         let mut dims: Vec<(usize, [usize; 3])> =
             dims.into_iter().map(|(size, steps)| (size, [0, 1, 2].map(|at| steps[at].unsigned_abs()))).collect();
         if let Some(&(size, steps)) = dims.last().filter(|_| !op.transpose_a)
@@ -121,21 +121,22 @@ impl Problem {
     /// The product on a GPU, with the algorithm that its kind uses for the problem.
     fn describe(&self, gpu: &Gpu, library: &CublasLt, workspace: usize) -> Option<Described> {
         /// By problem, product name of the GPU and limit of the workspace.
-        type Known = HashMap<(Problem, String, usize), Option<(Algorithm, usize)>>;
-        static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = known.get_or_insert_default();
+        type AlgorithmCache = HashMap<(Problem, String, usize), Option<(Algorithm, usize)>>;
+        static ALGORITHMS: Mutex<Option<AlgorithmCache>> = Mutex::new(None);
+        let mut algorithms = ALGORITHMS.lock().unwrap_or_else(PoisonError::into_inner);
+        let algorithms = algorithms.get_or_insert_default();
         let key = (self.clone(), gpu.info().name.clone(), workspace);
-        let chosen = match known.get(&key) {
+        let algorithm = match algorithms.get(&key) {
             Some(None) => return None,
-            Some(chosen) => *chosen,
+            Some(algorithm) => *algorithm,
             None => None,
         };
         let ([a_transposed, b_transposed], stored) = (self.transposes, self.stored());
         gpu.bind().ok()?;
-        let described = library.describe(self.types, [b_transposed, a_transposed], &stored, chosen, workspace).ok();
-        known.insert(key, described.as_ref().map(Described::algorithm));
-        described
+        let description =
+            library.describe(self.types, [b_transposed, a_transposed], &stored, algorithm, workspace).ok();
+        algorithms.insert(key, description.as_ref().map(Described::algorithm));
+        description
     }
 }
 
@@ -156,9 +157,9 @@ impl LibraryProduct {
         let library = gpu.cublaslt()?;
         let first = problem.describe(gpu, library, workspace_limit(gpu))?;
         let workspace = first.workspace;
-        let described = PerGpu::default();
-        described.of(gpu).get_or_init(|| Some(first));
-        Some(LibraryProduct { problem, calls, workspace, described })
+        let descriptions = PerGpu::default();
+        descriptions.of(gpu).get_or_init(|| Some(first));
+        Some(LibraryProduct { problem, calls, workspace, descriptions })
     }
 
     /// The matrices, if it is one call.
@@ -176,14 +177,14 @@ impl LibraryProduct {
         let library = gpu.cublaslt()?;
         let describe = || {
             let limit = workspace_limit(gpu);
-            let described = self.problem.describe(gpu, library, limit)?;
+            let description = self.problem.describe(gpu, library, limit)?;
             // Another kind of GPU may want more than the memory plan has.
-            if described.workspace <= self.workspace {
-                return Some(described);
+            if description.workspace <= self.workspace {
+                return Some(description);
             }
             self.problem.describe(gpu, library, self.workspace)
         };
-        Some((library, self.described.of(gpu).get_or_init(describe).as_ref()?))
+        Some((library, self.descriptions.of(gpu).get_or_init(describe).as_ref()?))
     }
 
     /// Whether the library computes the product on a GPU.
@@ -206,20 +207,20 @@ impl LibraryProduct {
         adds: bool,
     ) -> Result<bool, GpuError> {
         let is_aligned = |(address, alignment): (u64, u32)| address.is_multiple_of(u64::from(alignment));
-        let Some((library, described)) =
+        let Some((library, description)) =
             self.on(gpu).filter(|_| addresses.into_iter().zip(self.problem.alignments).all(is_aligned))
         else {
             return Ok(false);
         };
         gpu.bind()?;
-        let workspace = match described.workspace {
+        let workspace = match description.workspace {
             0 => 0,
             _ => workspace.next_multiple_of(WORKSPACE_ALIGNMENT),
         };
         for call in &self.calls {
             let [a, b, c] = [0, 1, 2].map(|at| addresses[at] + call[at] as u64);
             // SAFETY: the context is bound, the caller passes the memory, and calls stay within it. Alignment was checked.
-            unsafe { library.multiply(described, [b, a, c], adds, workspace, queue) }?;
+            unsafe { library.multiply(description, [b, a, c], adds, workspace, queue) }?;
         }
         Ok(true)
     }

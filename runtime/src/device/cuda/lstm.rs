@@ -2,10 +2,10 @@
 //! row.
 
 use super::draft::KernelBuilder;
-use super::element::{accumulator, held, load, store};
+use super::element::{accumulator, compute_type, load, store};
 use super::launch_plan::{At, LaunchPlan};
 use super::matmul::{Matrix, Product};
-use super::movement::moved;
+use super::movement::copy_strided;
 use super::offsets::Walk;
 use super::reduce::reduce;
 use crate::device::layout::TensorLayout;
@@ -49,7 +49,7 @@ impl Sizes {
     }
 
     /// Bytes of one step of an intermediate.
-    pub fn kept(&self, width: usize) -> usize {
+    pub fn sum_step(&self, width: usize) -> usize {
         self.batch * width * self.sums.size()
     }
 
@@ -60,15 +60,15 @@ impl Sizes {
 
     /// `x W_ihᵀ` for all steps, `[T, N, wide]`.
     pub fn from_input(&self, launch_plan: &mut LaunchPlan, x: At, w_ih: At) -> At {
-        let sums = launch_plan.take(self.steps * self.kept(self.wide));
+        let sums = launch_plan.take(self.steps * self.sum_step(self.wide));
         let matrices = [
             Matrix::rows(x, self.dtype, self.width),
-            Matrix::rows(w_ih, self.dtype, self.width).turned(),
+            Matrix::rows(w_ih, self.dtype, self.width).transposed(),
             Matrix::rows(sums, self.sums, self.wide),
         ];
         launch_plan
             .launches
-            .push(Product::one([self.steps * self.batch, self.wide, self.width], matrices, false).launch());
+            .push(Product::single([self.steps * self.batch, self.wide, self.width], matrices, false).launch());
         sums
     }
 
@@ -77,19 +77,19 @@ impl Sizes {
         let t = if self.reverse { 0 } else { self.steps - 1 };
         let layout = TensorLayout { dtype: self.dtype, shape: vec![self.batch * self.hidden] };
         let from = y.after(t * self.step(self.hidden));
-        launch_plan.launches.push(moved((from, layout.len()), to, &layout, &Walk { base: 0, steps: vec![1] }));
+        launch_plan.launches.push(copy_strided((from, layout.len()), to, &layout, &Walk { base: 0, steps: vec![1] }));
     }
 
     /// The gradients of x, W_ih and the bias from the pre-activation gradients `da` `[T, N, wide]`.
     pub fn input_grads(&self, launch_plan: &mut LaunchPlan, da: At, x: At, w_ih: At, [dx, dw, db]: [At; 3]) {
         let rows = self.steps * self.batch;
-        let arrived = Matrix::rows(da, self.sums, self.wide);
+        let da_matrix = Matrix::rows(da, self.sums, self.wide);
         let matrices =
-            [arrived.clone(), Matrix::rows(w_ih, self.dtype, self.width), Matrix::rows(dx, self.dtype, self.width)];
-        launch_plan.launches.push(Product::one([rows, self.width, self.wide], matrices, false).launch());
+            [da_matrix.clone(), Matrix::rows(w_ih, self.dtype, self.width), Matrix::rows(dx, self.dtype, self.width)];
+        launch_plan.launches.push(Product::single([rows, self.width, self.wide], matrices, false).launch());
         let matrices =
-            [arrived.turned(), Matrix::rows(x, self.dtype, self.width), Matrix::rows(dw, self.dtype, self.width)];
-        launch_plan.launches.push(Product::one([self.wide, self.width, rows], matrices, false).launch());
+            [da_matrix.transposed(), Matrix::rows(x, self.dtype, self.width), Matrix::rows(dw, self.dtype, self.width)];
+        launch_plan.launches.push(Product::single([self.wide, self.width, rows], matrices, false).launch());
         self.bias_grad(launch_plan, da, db);
     }
 
@@ -102,23 +102,23 @@ impl Sizes {
     /// `Σ daᵀ h` over all steps, with h the state before each. `parts` is the row range of the weight.
     pub fn state_weight_grad(&self, launch_plan: &mut LaunchPlan, da: At, h0: At, y: At, dw: At, parts: [usize; 2]) {
         let [from, to] = parts;
-        let (size, kept) = (self.dtype.size(), self.sums.size());
+        let (size, sum_bytes) = (self.dtype.size(), self.sums.size());
         let product = |steps: [usize; 2], states: At, adds: bool| {
-            let arrived = da.after(steps[0] * self.kept(self.wide) + from * kept);
+            let da_start = da.after(steps[0] * self.sum_step(self.wide) + from * sum_bytes);
             let matrices = [
-                Matrix::rows(arrived, self.sums, self.wide).turned(),
+                Matrix::rows(da_start, self.sums, self.wide).transposed(),
                 Matrix::rows(states, self.dtype, self.hidden),
                 Matrix::rows(dw.after(from * self.hidden * size), self.dtype, self.hidden),
             ];
-            Product::one([to - from, self.hidden, (steps[1] - steps[0]) * self.batch], matrices, adds).launch()
+            Product::single([to - from, self.hidden, (steps[1] - steps[0]) * self.batch], matrices, adds).launch()
         };
-        let (first, rest, states) = match self.reverse {
+        let (first, other_steps, states) = match self.reverse {
             true => (self.steps - 1, [0, self.steps - 1], y.after(self.step(self.hidden))),
             false => (0, [1, self.steps], y),
         };
         launch_plan.launches.push(product([first, first + 1], h0, false));
         if self.steps > 1 {
-            launch_plan.launches.push(product(rest, states, true));
+            launch_plan.launches.push(product(other_steps, states, true));
         }
     }
 }
@@ -126,22 +126,22 @@ impl Sizes {
 /// Outputs y, last state, last cell, gates and cells.
 pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, reverse);
-    let kind = held(s.sums);
+    let kind = compute_type(s.sums);
     let (dtype, hidden) = (s.dtype, s.hidden);
     let mut launch_plan = LaunchPlan::default();
     let from_x = s.from_input(&mut launch_plan, At::input(0), At::input(1));
     let [y, last_h, last_c, gates, cells] = [0, 1, 2, 3, 4].map(At::output);
     for t in order(s.steps, reverse) {
-        let mut draft = KernelBuilder::new(s.batch * s.wide.max(s.width).max(s.wide * hidden));
-        draft.reads("from_x", s.sums, from_x.after(t * s.kept(s.wide)));
-        draft.reads("w", dtype, At::input(2));
-        draft.reads("b_ih", dtype, At::input(3));
-        draft.reads("b_hh", dtype, At::input(4));
-        draft.reads("h", dtype, s.state_before(t, At::input(5), y));
-        draft.reads("c", dtype, s.state_before(t, At::input(6), cells));
-        draft.writes("y", dtype, y.after(t * s.step(hidden)));
-        draft.writes("gates", dtype, gates.after(t * s.step(s.wide)));
-        draft.writes("cells", dtype, cells.after(t * s.step(hidden)));
+        let mut builder = KernelBuilder::new(s.batch * s.wide.max(s.width).max(s.wide * hidden));
+        builder.add_input("from_x", s.sums, from_x.after(t * s.sum_step(s.wide)));
+        builder.add_input("w", dtype, At::input(2));
+        builder.add_input("b_ih", dtype, At::input(3));
+        builder.add_input("b_hh", dtype, At::input(4));
+        builder.add_input("h", dtype, s.state_before(t, At::input(5), y));
+        builder.add_input("c", dtype, s.state_before(t, At::input(6), cells));
+        builder.add_output("y", dtype, y.after(t * s.step(hidden)));
+        builder.add_output("gates", dtype, gates.after(t * s.step(s.wide)));
+        builder.add_output("cells", dtype, cells.after(t * s.step(hidden)));
         let lines = format!(
             "at j = i % (at){hidden}, n = i / (at){hidden};\n{kind} a[4];\nfor (at g = 0; g < 4; g++) {{\nat k = g * (at){hidden} + j;\n\
              {kind} sum = from_x[n * (at){wide} + k] + {} + {};\n\
@@ -163,7 +163,7 @@ pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<La
             store(dtype, "out * m_tanh(next)"),
             wide = s.wide,
         );
-        launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
+        launch_plan.launches.push(builder.each(s.batch * hidden, &lines));
     }
     s.last(&mut launch_plan, y, last_h);
     s.last(&mut launch_plan, cells, last_c);
@@ -173,42 +173,42 @@ pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<La
 /// Outputs dx, dw_ih, dw_hh, db, dh0, dc0.
 pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, reverse);
-    let kind = held(s.sums);
+    let kind = compute_type(s.sums);
     let (dtype, hidden, wide) = (s.dtype, s.hidden, s.wide);
     let mut launch_plan = LaunchPlan::default();
-    let da = launch_plan.take(s.steps * s.kept(wide));
-    let dc = launch_plan.take(s.kept(hidden));
+    let da = launch_plan.take(s.steps * s.sum_step(wide));
+    let dc = launch_plan.take(s.sum_step(hidden));
     let [dy, last_dh, last_dc, x_in, w_ih, w_hh, h0, c0, y, gates, cells] =
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10].map(At::input);
     let through = format!(
         "{kind} dh = 0;\nfor (at k = 0; k < (at){wide}; k++) dh = m_fma(after[n * (at){wide} + k], {}, dh);\n",
         load(dtype, &format!("w[k * (at){hidden} + j]"))
     );
-    let place = format!("at j = i % (at){hidden}, n = i / (at){hidden};\n");
+    let index_code = format!("at j = i % (at){hidden}, n = i / (at){hidden};\n");
     let mut after: Option<usize> = None;
     for t in order(s.steps, !reverse) {
-        let mut draft = KernelBuilder::new(s.batch * wide * hidden.max(s.width));
+        let mut builder = KernelBuilder::new(s.batch * wide * hidden.max(s.width));
         let (dh, dc_from) = match after {
             None => {
-                draft.reads("last_dh", dtype, last_dh);
-                draft.reads("last_dc", dtype, last_dc);
+                builder.add_input("last_dh", dtype, last_dh);
+                builder.add_input("last_dc", dtype, last_dc);
                 (format!("{kind} dh = {};\n", load(dtype, "last_dh[i]")), load(dtype, "last_dc[i]"))
             }
             Some(later) => {
-                draft.reads("after", s.sums, da.after(later * s.kept(wide)));
-                draft.reads("w", dtype, w_hh);
+                builder.add_input("after", s.sums, da.after(later * s.sum_step(wide)));
+                builder.add_input("w", dtype, w_hh);
                 (through.clone(), "dc[i]".to_string())
             }
         };
-        draft.reads("dy", dtype, dy.after(t * s.step(hidden)));
-        draft.reads("gates", dtype, gates.after(t * s.step(wide)));
-        draft.reads("cells", dtype, cells.after(t * s.step(hidden)));
-        draft.reads("c", dtype, s.state_before(t, c0, cells));
-        draft.writes("da", s.sums, da.after(t * s.kept(wide)));
-        draft.writes("dc", s.sums, dc);
+        builder.add_input("dy", dtype, dy.after(t * s.step(hidden)));
+        builder.add_input("gates", dtype, gates.after(t * s.step(wide)));
+        builder.add_input("cells", dtype, cells.after(t * s.step(hidden)));
+        builder.add_input("c", dtype, s.state_before(t, c0, cells));
+        builder.add_output("da", s.sums, da.after(t * s.sum_step(wide)));
+        builder.add_output("dc", s.sums, dc);
         let gate = |g: usize| load(dtype, &format!("gates[to + {g} * (at){hidden}]"));
         let lines = format!(
-            "{place}at to = n * (at){wide} + j;\n{dh}dh += {};\n\
+            "{index_code}at to = n * (at){wide} + j;\n{dh}dh += {};\n\
              {kind} in = {}, forget = {}, cell = {}, out = {};\n{kind} th = m_tanh({});\n\
              {kind} d = {dc_from} + dh * out * (({kind})1 - th * th);\n\
              da[to] = d * cell * in * (({kind})1 - in);\n\
@@ -223,19 +223,19 @@ pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Laun
             load(dtype, "cells[i]"),
             load(dtype, "c[i]"),
         );
-        launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
+        launch_plan.launches.push(builder.each(s.batch * hidden, &lines));
         after = Some(t);
     }
     let [dx, dw_ih, dw_hh, db, dh0, dc0] = [0, 1, 2, 3, 4, 5].map(At::output);
     let first = order(s.steps, reverse).next()?;
-    let mut draft = KernelBuilder::new(s.batch * wide * hidden);
-    draft.reads("after", s.sums, da.after(first * s.kept(wide)));
-    draft.reads("w", dtype, w_hh);
-    draft.reads("dc", s.sums, dc);
-    draft.writes("dh0", dtype, dh0);
-    draft.writes("dc0", dtype, dc0);
-    let lines = format!("{place}{through}dh0[i] = {};\ndc0[i] = {};", store(dtype, "dh"), store(dtype, "dc[i]"));
-    launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
+    let mut builder = KernelBuilder::new(s.batch * wide * hidden);
+    builder.add_input("after", s.sums, da.after(first * s.sum_step(wide)));
+    builder.add_input("w", dtype, w_hh);
+    builder.add_input("dc", s.sums, dc);
+    builder.add_output("dh0", dtype, dh0);
+    builder.add_output("dc0", dtype, dc0);
+    let lines = format!("{index_code}{through}dh0[i] = {};\ndc0[i] = {};", store(dtype, "dh"), store(dtype, "dc[i]"));
+    launch_plan.launches.push(builder.each(s.batch * hidden, &lines));
     s.input_grads(&mut launch_plan, da, x_in, w_ih, [dx, dw_ih, db]);
     s.state_weight_grad(&mut launch_plan, da, h0, y, dw_hh, [0, wide]);
     Some(launch_plan)

@@ -4,7 +4,7 @@
 //! The elements of the tensors are numbered one after another. A thread finds the tensor of its element by comparing
 //! the number with the end of each.
 
-use super::element::{accumulator, held, load, store, stored};
+use super::element::{accumulator, compute_type, load, storage_type, store};
 use super::prelude::{ENTRY, PRELUDE};
 use super::verbs::word;
 use compiler::tensor::DType;
@@ -14,24 +14,24 @@ use std::sync::Arc;
 /// The most tensors of a launch.
 pub const MOST: usize = 32;
 
-/// A kernel over the elements of tensors of `of`: number `i` of all is number `own` of the tensor `x`. The parameters are
-/// the number of all, then for each tensor its address, its end and its `scalars`, then `last`.
-fn each(of: &str, scalars: &[&str], last: &str, lines: &str) -> Arc<str> {
+/// A kernel over the elements of tensors of `element`: number `i` of all is number `own` of the tensor `x`. The
+/// parameters are the number of all, then for each tensor its address, its end and its `scalars`, then `last`.
+fn kernel_text(element: &str, scalars: &[&str], last: &str, lines: &str) -> Arc<str> {
     let (mut parameters, mut search) = ("u64 n".to_string(), String::new());
     for t in 0..MOST {
-        let _ = write!(parameters, ", {of}* x{t}, u64 end{t}");
+        let _ = write!(parameters, ", {element}* x{t}, u64 end{t}");
         scalars.iter().for_each(|name| _ = write!(parameters, ", f64 {name}{t}"));
-        let chosen: String = scalars.iter().map(|name| format!(" {name} = {name}{t};")).collect();
+        let assignments: String = scalars.iter().map(|name| format!(" {name} = {name}{t};")).collect();
         let _ = match t {
-            0 => writeln!(search, "x = x0; start = 0;{chosen}"),
-            _ => writeln!(search, "if (i >= end{}) {{ x = x{t}; start = end{};{chosen} }}", t - 1, t - 1),
+            0 => writeln!(search, "x = x0; start = 0;{assignments}"),
+            _ => writeln!(search, "if (i >= end{}) {{ x = x{t}; start = end{};{assignments} }}", t - 1, t - 1),
         };
     }
     let scalars: String = scalars.iter().map(|name| format!("f64 {name};\n")).collect();
     format!(
         "typedef unsigned long long at;\n{PRELUDE}\nextern \"C\" __global__ void {ENTRY}({parameters}, {last}) {{\n\
          for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {{\n\
-         {of}* x;\nu64 start;\n{scalars}{search}u64 own = i - start;\n{lines}\n}}\n}}\n"
+         {element}* x;\nu64 start;\n{scalars}{search}u64 own = i - start;\n{lines}\n}}\n}}\n"
     )
     .into()
 }
@@ -54,13 +54,13 @@ pub fn arguments<const N: usize>(tensors: impl Iterator<Item = (u64, usize, [f64
 
 /// Copies tensors, as elements of `size` bytes, one after another to the last argument.
 pub fn pack(size: usize) -> Arc<str> {
-    let of = word(size);
-    each(&format!("const {of}"), &[], &format!("{of}* to"), "to[i] = x[own];")
+    let element = word(size);
+    kernel_text(&format!("const {element}"), &[], &format!("{element}* to"), "to[i] = x[own];")
 }
 
 /// `state = keep · state + (1 − keep) · sample` of each state. The samples, in `f64`, follow each other.
 pub fn moving_averages(dtype: DType) -> Arc<str> {
     let value = format!("keep * (f64)({}) + (1.0 - keep) * samples[i]", load(dtype, "x[own]"));
-    let rounded = if accumulator(dtype) == DType::F64 { value } else { format!("({})({value})", held(dtype)) };
-    each(stored(dtype), &["keep"], "const f64* samples", &format!("x[own] = {};", store(dtype, &rounded)))
+    let rounded = if accumulator(dtype) == DType::F64 { value } else { format!("({})({value})", compute_type(dtype)) };
+    kernel_text(storage_type(dtype), &["keep"], "const f64* samples", &format!("x[own] = {};", store(dtype, &rounded)))
 }

@@ -4,7 +4,7 @@
 //! ([`library_product`](super::library_product)).
 
 use super::draft::KernelBuilder;
-use super::element::{accumulator, held, load, store};
+use super::element::{accumulator, compute_type, load, store};
 use super::launch_plan::{At, Launch, LaunchPlan};
 use super::offsets::{Walk, offsets};
 use crate::device::layout::TensorLayout;
@@ -33,8 +33,7 @@ impl Matrix {
         Matrix { at, dtype, steps: [width, 1] }
     }
 
-    /// The transpose.
-    pub fn turned(self) -> Matrix {
+    pub fn transposed(self) -> Matrix {
         Matrix { steps: [self.steps[1], self.steps[0]], ..self }
     }
 }
@@ -57,7 +56,7 @@ pub struct Product<'a> {
 
 impl Product<'_> {
     /// A single product.
-    pub fn one([rows, columns, terms]: [usize; 3], matrices: [Matrix; 3], adds: bool) -> Product<'static> {
+    pub fn single([rows, columns, terms]: [usize; 3], matrices: [Matrix; 3], adds: bool) -> Product<'static> {
         let walk = || Walk { base: 0, steps: Vec::new() };
         Product { rows, columns, terms, matrices, batch: &[], walks: [walk(), walk(), walk()], adds }
     }
@@ -65,26 +64,26 @@ impl Product<'_> {
     pub fn launch(&self) -> Launch {
         let [a, b, c] = &self.matrices;
         let sum = accumulator(c.dtype);
-        let kind = held(sum);
+        let kind = compute_type(sum);
         let products: usize = self.batch.iter().product();
-        let furthest = |matrix: &Matrix, walk: &Walk, [rows, columns]: [usize; 2]| {
+        let extent = |matrix: &Matrix, walk: &Walk, [rows, columns]: [usize; 2]| {
             let last: isize = walk.steps.iter().zip(self.batch).map(|(step, size)| step * (*size as isize - 1)).sum();
             last as usize + rows * matrix.steps[0] + columns * matrix.steps[1]
         };
         let max_elements = [
-            furthest(a, &self.walks[0], [self.rows, self.terms]),
-            furthest(b, &self.walks[1], [self.terms, self.columns]),
-            furthest(c, &self.walks[2], [self.rows, self.columns]),
+            extent(a, &self.walks[0], [self.rows, self.terms]),
+            extent(b, &self.walks[1], [self.terms, self.columns]),
+            extent(c, &self.walks[2], [self.rows, self.columns]),
         ];
-        let mut draft = KernelBuilder::new(max_elements.into_iter().max().unwrap_or(0));
-        draft.reads("a", a.dtype, a.at);
-        draft.reads("b", b.dtype, b.at);
-        draft.writes("c", c.dtype, c.at);
-        let (high, wide) = (self.rows.div_ceil(TILE), self.columns.div_ceil(TILE));
-        let (lines, places) = offsets("m", "i / tiles", self.batch, &self.walks);
+        let mut builder = KernelBuilder::new(max_elements.into_iter().max().unwrap_or(0));
+        builder.add_input("a", a.dtype, a.at);
+        builder.add_input("b", b.dtype, b.at);
+        builder.add_output("c", c.dtype, c.at);
+        let (row_tiles, column_tiles) = (self.rows.div_ceil(TILE), self.columns.div_ceil(TILE));
+        let (lines, expressions) = offsets("m", "i / tiles", self.batch, &self.walks);
         // Adjacent threads load adjacent elements.
         let tile = |name: &str, matrix: &Matrix, across: usize, along: usize, from: &str, first: &str, limit: usize| {
-            let (own, depth) = if matrix.steps[along] == 1 {
+            let (outer, depth) = if matrix.steps[along] == 1 {
                 (format!("l / {DEPTH}"), format!("l % {DEPTH}"))
             } else {
                 (format!("l % {TILE}"), format!("l / {TILE}"))
@@ -94,7 +93,7 @@ impl Product<'_> {
                 matrix.steps[across], matrix.steps[along]
             );
             format!(
-                "for (u32 l = threadIdx.x; l < {}; l += blockDim.x) {{\nu32 o = {own}, d = {depth};\n\
+                "for (u32 l = threadIdx.x; l < {}; l += blockDim.x) {{\nu32 o = {outer}, d = {depth};\n\
                  tile_{name}[d][o] = {first} + o < (at){limit} && t + d < (at){} ? ({kind}){} : ({kind})0;\n}}\n",
                 TILE * DEPTH,
                 self.terms,
@@ -106,12 +105,12 @@ impl Product<'_> {
         let element = format!("c[from_c + r * (at){} + s * (at){}]", c.steps[0], c.steps[1]);
         let value =
             if self.adds { format!("({kind}){} + sums[p][q]", load(c.dtype, &element)) } else { "sums[p][q]".into() };
-        draft.add(&format!(
+        builder.add(&format!(
             "__shared__ {kind} tile_a[{DEPTH}][{TILE}], tile_b[{DEPTH}][{TILE}];\n\
              const at tiles = (at){};\n\
              for (at i = blockIdx.x; i < (at){}; i += gridDim.x) {{\n{lines}\
              at from_a = {}, from_b = {}, from_c = {};\n\
-             at row = i % tiles / (at){wide} * {TILE}, column = i % tiles % (at){wide} * {TILE};\n\
+             at row = i % tiles / (at){column_tiles} * {TILE}, column = i % tiles % (at){column_tiles} * {TILE};\n\
              u32 down = threadIdx.x / 16 * 4, over = threadIdx.x % 16;\n\
              {kind} sums[4][4] = {{}};\n\
              for (at t = 0; t < (at){}; t += {DEPTH}) {{\n{tile_a}{tile_b}__syncthreads();\n\
@@ -123,17 +122,17 @@ impl Product<'_> {
              for (u32 p = 0; p < 4; p++) for (u32 q = 0; q < 4; q++) {{\n\
              at r = row + down + p, s = column + over + 16 * q;\n\
              if (r < (at){} && s < (at){}) {element} = {};\n}}\n}}",
-            high * wide,
-            high * wide * products,
-            places[0],
-            places[1],
-            places[2],
+            row_tiles * column_tiles,
+            row_tiles * column_tiles * products,
+            expressions[0],
+            expressions[1],
+            expressions[2],
             self.terms,
             self.rows,
             self.columns,
             store(c.dtype, &value),
         ));
-        draft.launch((high * wide * products).clamp(1, 1 << 20), 256)
+        builder.launch((row_tiles * column_tiles * products).clamp(1, 1 << 20), 256)
     }
 }
 
@@ -151,21 +150,21 @@ pub fn terms(op: &MatMul, operands: [&TensorLayout; 3]) -> Option<[LaunchPlan; 2
 }
 
 fn launch(op: &MatMul, [a, b, c]: [&TensorLayout; 3], adds: bool) -> Launch {
-    let lead = c.shape.len() - 2;
-    let (rows, columns) = (c.shape[lead], c.shape[lead + 1]);
+    let batch_rank = c.shape.len() - 2;
+    let (rows, columns) = (c.shape[batch_rank], c.shape[batch_rank + 1]);
     let terms = a.shape[a.shape.len() - if op.transpose_a { 2 } else { 1 }];
-    let matrix = |at, layout: &TensorLayout, turned: bool, width: usize| {
+    let matrix = |at, layout: &TensorLayout, is_transposed: bool, width: usize| {
         let matrix = Matrix::rows(at, layout.dtype, width);
-        if turned { matrix.turned() } else { matrix }
+        if is_transposed { matrix.transposed() } else { matrix }
     };
     let matrices = [
         matrix(At::input(0), a, op.transpose_a, if op.transpose_a { rows } else { terms }),
         matrix(At::input(1), b, op.transpose_b, if op.transpose_b { terms } else { columns }),
         matrix(At::output(0), c, false, columns),
     ];
-    let batch = &c.shape[..lead];
+    let batch = &c.shape[..batch_rank];
     let walk = |layout: &TensorLayout, volume: usize| {
-        let mut walk = Walk::stretched(&layout.shape[..layout.shape.len() - 2], batch);
+        let mut walk = Walk::broadcast(&layout.shape[..layout.shape.len() - 2], batch);
         walk.steps.iter_mut().for_each(|step| *step *= volume as isize);
         walk
     };

@@ -7,7 +7,7 @@
 
 use super::device::open;
 use super::gpu::Gpu;
-use super::library::{CudaLibrary, Found};
+use super::library::{CudaLibrary, LoadedLibrary};
 use super::stream::CudaStream;
 use crate::device::api::Stream;
 use crate::device::buffer::Buffer;
@@ -53,23 +53,23 @@ impl Functions {
         FOUND.get_or_init(|| Functions::of(CudaLibrary::Nccl.find().ok()?)).as_ref()
     }
 
-    fn of(found: &Found) -> Option<Functions> {
+    fn of(library: &LoadedLibrary) -> Option<Functions> {
         // SAFETY: the fields have the documented types of these functions, and the library stays loaded.
         unsafe {
             Some(Functions {
-                new_id: found.function(c"ncclGetUniqueId")?,
-                init: found.function(c"ncclCommInitRank")?,
-                send: found.function(c"ncclSend")?,
-                receive: found.function(c"ncclRecv")?,
-                destroy: found.function(c"ncclCommDestroy")?,
-                abort: found.function(c"ncclCommAbort")?,
-                async_error: found.function(c"ncclCommGetAsyncError")?,
-                error: found.function(c"ncclGetErrorString")?,
+                new_id: library.function(c"ncclGetUniqueId")?,
+                init: library.function(c"ncclCommInitRank")?,
+                send: library.function(c"ncclSend")?,
+                receive: library.function(c"ncclRecv")?,
+                destroy: library.function(c"ncclCommDestroy")?,
+                abort: library.function(c"ncclCommAbort")?,
+                async_error: library.function(c"ncclCommGetAsyncError")?,
+                error: library.function(c"ncclGetErrorString")?,
             })
         }
     }
 
-    fn checked(&self, gpu: &Gpu, status: c_int) -> Result<(), DeviceError> {
+    fn check_status(&self, gpu: &Gpu, status: c_int) -> Result<(), DeviceError> {
         if status == 0 {
             return Ok(());
         }
@@ -99,9 +99,9 @@ impl Transport for Nccl {
 
     fn new_id(&self) -> Result<Vec<u8>, DeviceError> {
         let mut id = UniqueId([0; ID_BYTES]);
-        self.gpu.bind().map_err(|error| self.gpu.failed(error))?;
+        self.gpu.bind().map_err(|error| self.gpu.device_error(error))?;
         // SAFETY: the library writes one id.
-        self.functions.checked(&self.gpu, unsafe { (self.functions.new_id)(&mut id) })?;
+        self.functions.check_status(&self.gpu, unsafe { (self.functions.new_id)(&mut id) })?;
         Ok(id.0.to_vec())
     }
 
@@ -111,9 +111,9 @@ impl Transport for Nccl {
         let device = open(gpu.info().ordinal)?;
         let stream = CudaStream::new(gpu.clone())?;
         let (mut comm, rank) = (ptr::null_mut(), c_int::from(end == LinkEnd::Receiving));
-        gpu.bind().map_err(|error| gpu.failed(error))?;
+        gpu.bind().map_err(|error| gpu.device_error(error))?;
         // SAFETY: the library writes one handle; the other process passes the same id and the other rank.
-        self.functions.checked(&gpu, unsafe { (self.functions.init)(&mut comm, 2, UniqueId(bytes), rank) })?;
+        self.functions.check_status(&gpu, unsafe { (self.functions.init)(&mut comm, 2, UniqueId(bytes), rank) })?;
         let pools = [Pool::new(device.clone(), Arc::default()), Pool::new(device, operands.clone())];
         let state = Mutex::new(State { comm, stream, pools });
         let link = NcclLink { functions: self.functions, gpu, peer: 1 - rank, state };
@@ -160,12 +160,12 @@ impl NcclLink {
         Ok(buffer)
     }
 
-    fn lost(&self) -> DeviceError {
+    fn link_error(&self) -> DeviceError {
         DeviceError::Failed { device: self.gpu.name(), what: "the NCCL link has ended".to_string() }
     }
 
     fn bind(&self) -> Result<(), DeviceError> {
-        self.gpu.bind().map_err(|error| self.gpu.failed(error))
+        self.gpu.bind().map_err(|error| self.gpu.device_error(error))
     }
 }
 
@@ -177,7 +177,7 @@ impl TensorLink for NcclLink {
     fn send(&self, buffer: &Buffer) -> Result<(), DeviceError> {
         let state = self.lock();
         if state.comm.is_null() {
-            return Err(self.lost());
+            return Err(self.link_error());
         }
         if buffer.is_empty() {
             return Ok(());
@@ -188,14 +188,14 @@ impl TensorLink for NcclLink {
         let from = region.address() as usize as *const c_void;
         // SAFETY: the memory is of this GPU, and the event below keeps it until the transfer has read it.
         let status = unsafe { (self.functions.send)(from, region.len(), BYTE, self.peer, state.comm, stream) };
-        self.functions.checked(&self.gpu, status)?;
+        self.functions.check_status(&self.gpu, status)?;
         state.stream.release(buffer)
     }
 
     fn receive(&self, bytes: usize, room: usize, role: Role) -> Result<Arc<Buffer>, DeviceError> {
         let mut state = self.lock();
         if state.comm.is_null() {
-            return Err(self.lost());
+            return Err(self.link_error());
         }
         let mut buffer = state.pools[role as usize].take(room.max(bytes))?;
         if bytes == 0 {
@@ -207,7 +207,7 @@ impl TensorLink for NcclLink {
         let stream = raw(state.stream.queue().raw());
         // SAFETY: the buffer has this size, and the event below lets its readers wait for the transfer.
         let status = unsafe { (self.functions.receive)(to, bytes, BYTE, self.peer, state.comm, stream) };
-        self.functions.checked(&self.gpu, status)?;
+        self.functions.check_status(&self.gpu, status)?;
         state.stream.release(&buffer)?;
         // It is taken again when its readers have dropped it.
         state.pools[role as usize].give(buffer.clone());
@@ -223,12 +223,12 @@ impl TensorLink for NcclLink {
         // SAFETY: the stream is live.
         match unsafe { sys::cuStreamQuery(state.stream.queue().raw()) }.result() {
             Ok(()) | Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => {}
-            Err(error) => return Err(self.gpu.failed(error)),
+            Err(error) => return Err(self.gpu.device_error(error)),
         }
         let mut status = 0;
         // SAFETY: the communicator is live, and the library writes one number.
-        self.functions.checked(&self.gpu, unsafe { (self.functions.async_error)(state.comm, &mut status) })?;
-        self.functions.checked(&self.gpu, status)
+        self.functions.check_status(&self.gpu, unsafe { (self.functions.async_error)(state.comm, &mut status) })?;
+        self.functions.check_status(&self.gpu, status)
     }
 
     fn abort(&self) {

@@ -1,7 +1,7 @@
 //! The functions of libnvrtc that pipec calls, from the library that was found. cudarc would open it by name, and so
 //! perhaps another one.
 
-use super::library::{CudaLibrary, Found};
+use super::library::{CudaLibrary, LoadedLibrary};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
 use thiserror::Error;
@@ -23,21 +23,21 @@ type Handle = *mut c_void;
 /// A kernel source in the compiler.
 pub struct Program {
     handle: Handle,
-    found: &'static Found,
+    library: &'static LoadedLibrary,
 }
 
 /// Stands for a missing function, `NVRTC_ERROR_INTERNAL_ERROR`.
 const MISSING: NvrtcError = NvrtcError(11);
 
-fn checked(code: c_int) -> Result<(), NvrtcError> {
+fn check_status(code: c_int) -> Result<(), NvrtcError> {
     if code == 0 { Ok(()) } else { Err(NvrtcError(code)) }
 }
 
 impl Program {
     /// `None` if libnvrtc is not installed.
     pub fn new(source: &CStr) -> Option<Result<Program, NvrtcError>> {
-        let found = CudaLibrary::Nvrtc.find().ok()?;
-        let mut program = Program { handle: ptr::null_mut(), found };
+        let library = CudaLibrary::Nvrtc.find().ok()?;
+        let mut program = Program { handle: ptr::null_mut(), library };
         Some(program.create(source).map(|()| program))
     }
 
@@ -52,13 +52,13 @@ impl Program {
         ) -> c_int;
         let create: Create = self.function(c"nvrtcCreateProgram")?;
         // SAFETY: the strings end with zero, there are no headers, and the handle is written on success.
-        checked(unsafe { create(&mut self.handle, source.as_ptr(), ptr::null(), 0, ptr::null(), ptr::null()) })
+        check_status(unsafe { create(&mut self.handle, source.as_ptr(), ptr::null(), 0, ptr::null(), ptr::null()) })
     }
 
     /// A function of the library. `F` is its type.
     fn function<F: Copy>(&self, name: &CStr) -> Result<F, NvrtcError> {
         // SAFETY: every caller in this file names the documented type of the function.
-        unsafe { self.found.function(name) }.ok_or(MISSING)
+        unsafe { self.library.function(name) }.ok_or(MISSING)
     }
 
     pub fn compile(&self, options: &[CString]) -> Result<(), NvrtcError> {
@@ -67,7 +67,7 @@ impl Program {
         let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let count = c_int::try_from(options.len()).map_err(|_| INVALID_OPTION)?;
         // SAFETY: the program is live, and there are as many options as stated.
-        checked(unsafe { compile(self.handle, count, options.as_ptr()) })
+        check_status(unsafe { compile(self.handle, count, options.as_ptr()) })
     }
 
     /// Messages of the compiler.
@@ -83,14 +83,14 @@ impl Program {
     }
 
     fn bytes(&self, size: &CStr, content: &CStr) -> Result<Vec<u8>, NvrtcError> {
-        let size_of: unsafe extern "C" fn(Handle, *mut usize) -> c_int = self.function(size)?;
+        let get_size: unsafe extern "C" fn(Handle, *mut usize) -> c_int = self.function(size)?;
         let get: unsafe extern "C" fn(Handle, *mut c_char) -> c_int = self.function(content)?;
         let mut size = 0;
         // SAFETY: the program is live, and `bytes` has the reported size.
         unsafe {
-            checked(size_of(self.handle, &mut size))?;
+            check_status(get_size(self.handle, &mut size))?;
             let mut bytes = vec![0u8; size];
-            checked(get(self.handle, bytes.as_mut_ptr().cast()))?;
+            check_status(get(self.handle, bytes.as_mut_ptr().cast()))?;
             Ok(bytes)
         }
     }

@@ -22,11 +22,11 @@ impl Walk {
     }
 
     /// An operand broadcast to `out`.
-    pub fn stretched(shape: &[usize], out: &[usize]) -> Walk {
-        let added = out.len() - shape.len();
-        let own = strides(shape);
-        let step = |axis: usize| match axis.checked_sub(added) {
-            Some(own_axis) if shape[own_axis] != 1 => own[own_axis] as isize,
+    pub fn broadcast(shape: &[usize], out: &[usize]) -> Walk {
+        let leading = out.len() - shape.len();
+        let contiguous = strides(shape);
+        let step = |axis: usize| match axis.checked_sub(leading) {
+            Some(axis) if shape[axis] != 1 => contiguous[axis] as isize,
             _ => 0,
         };
         Walk { base: 0, steps: (0..out.len()).map(step).collect() }
@@ -36,7 +36,7 @@ impl Walk {
 /// Code that computes the coordinates of flat `index` over `shape`, and an offset expression for each walk. `prefix`
 /// starts the variable names.
 pub fn offsets(prefix: &str, index: &str, shape: &[usize], walks: &[Walk]) -> (String, Vec<String>) {
-    let dims = joined(shape, walks);
+    let dims = merge_dims(shape, walks);
     let mut lines = String::new();
     let mut terms: Vec<Vec<String>> = vec![Vec::new(); walks.len()];
     let used = |k: usize| dims[k].1.iter().any(|&step| step != 0);
@@ -82,9 +82,9 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// Packs of the most elements, up to `most`, that start at multiples of their size in every operand.
-    pub fn new(shape: &[usize], walks: &[Walk], most: usize) -> Packed {
-        let dims = joined(shape, walks);
+    /// Packs of the most elements, up to `max_width`, that start at multiples of their size in every operand.
+    pub fn new(shape: &[usize], walks: &[Walk], max_width: usize) -> Packed {
+        let dims = merge_dims(shape, walks);
         let inner = dims.last().map_or((1, vec![0; walks.len()]), Clone::clone);
         let steps_of = |walk: usize| dims[..dims.len().saturating_sub(1)].iter().map(move |(_, steps)| steps[walk]);
         let fits = |walk: usize, width: usize| match inner.1[walk] {
@@ -92,8 +92,8 @@ impl Packed {
             1 => walks[walk].base.is_multiple_of(width) && steps_of(walk).all(|step| step % width as isize == 0),
             _ => width == 1,
         };
-        let works = |width: &usize| inner.0.is_multiple_of(*width) && (0..walks.len()).all(|walk| fits(walk, *width));
-        let width = [8, 4, 2].into_iter().filter(|width| *width <= most).find(works).unwrap_or(1);
+        let divides = |width: &usize| inner.0.is_multiple_of(*width) && (0..walks.len()).all(|walk| fits(walk, *width));
+        let width = [8, 4, 2].into_iter().filter(|width| *width <= max_width).find(divides).unwrap_or(1);
         let packed = |walk: usize| Walk {
             base: walks[walk].base,
             steps: steps_of(walk).chain(dims.last().map(|_| inner.1[walk] * width as isize)).collect(),
@@ -110,16 +110,16 @@ impl Packed {
 }
 
 /// The dimensions of a shape, with their strides, after those of size 1 are dropped and contiguous ones are merged.
-pub fn joined(shape: &[usize], walks: &[Walk]) -> Vec<(usize, Vec<isize>)> {
+pub fn merge_dims(shape: &[usize], walks: &[Walk]) -> Vec<(usize, Vec<isize>)> {
     let mut dims: Vec<(usize, Vec<isize>)> = Vec::new();
     for (axis, &size) in shape.iter().enumerate().filter(|&(_, &size)| size != 1) {
-        let here: Vec<isize> = walks.iter().map(|walk| walk.steps[axis]).collect();
+        let axis_steps: Vec<isize> = walks.iter().map(|walk| walk.steps[axis]).collect();
         match dims.last_mut() {
-            Some((above, steps)) if steps.iter().zip(&here).all(|(s, h)| *s == h * size as isize) => {
-                *above *= size;
-                *steps = here;
+            Some((outer_size, steps)) if steps.iter().zip(&axis_steps).all(|(s, h)| *s == h * size as isize) => {
+                *outer_size *= size;
+                *steps = axis_steps;
             }
-            _ => dims.push((size, here)),
+            _ => dims.push((size, axis_steps)),
         }
     }
     dims
@@ -135,9 +135,9 @@ mod tests {
             let Packed { width, shape, is_same, .. } = Packed::new(shape, walks, 8);
             (width, shape, is_same)
         };
-        let (whole, row) = (Walk::plain(&[64, 24]), Walk::stretched(&[24], &[64, 24]));
+        let (whole, row) = (Walk::plain(&[64, 24]), Walk::broadcast(&[24], &[64, 24]));
         assert_eq!(packed(&[64, 24], &[whole.clone(), row]), (8, vec![64, 3], vec![false, false]));
-        let column = Walk::stretched(&[64, 1], &[64, 24]);
+        let column = Walk::broadcast(&[64, 1], &[64, 24]);
         assert_eq!(packed(&[64, 24], &[whole.clone(), column]), (8, vec![64, 3], vec![false, true]));
         // Rows of other tensors start at other multiples, and slices within them.
         let part = |base, row| Walk { base, steps: vec![row, 1] };

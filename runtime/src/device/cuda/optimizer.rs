@@ -3,12 +3,12 @@
 //! One launch updates many parameters, of which most take less time than a launch. Factors are arguments, so one kernel
 //! serves all steps.
 
-use super::element::{cast, load, store, stored};
+use super::element::{cast, load, storage_type, store};
 use super::many::MOST;
 use super::prelude::{ENTRY, PRELUDE};
 use super::verbs::{
     Access::{Reads, Updates, Writes},
-    Array, are_aligned, each, pack, pack_width, parameter,
+    Array, are_aligned, elementwise_kernel, pack, pack_width, parameter,
 };
 use crate::device::optimizer::UpdateRule;
 use compiler::tensor::DType;
@@ -120,9 +120,10 @@ pub fn step(rule: &UpdateRule, dtype: DType, rounded: Option<DType>, factors: &F
     for t in 0..MOST {
         let addresses: String = arrays.iter().map(|array| format!(", {}{t}", parameter(array))).collect();
         let _ = write!(parameters, "{addresses}, u64 count{t}, u64 end{t}");
-        let chosen: String = arrays.iter().map(|(name, ..)| format!("all_{name} = all_{name}{t}; ")).collect();
+        let assignments: String = arrays.iter().map(|(name, ..)| format!("all_{name} = all_{name}{t}; ")).collect();
         let start = if t == 0 { "0".to_string() } else { format!("end{}", t - 1) };
-        let _ = writeln!(search, "if (chunk < end{t}) {{ {chosen}count = count{t}; first = chunk - {start}; }} else");
+        let _ =
+            writeln!(search, "if (chunk < end{t}) {{ {assignments}count = count{t}; first = chunk - {start}; }} else");
     }
     factors.iter().for_each(|(name, _)| _ = write!(parameters, ", f64 {name}"));
     let addresses: String = arrays.iter().map(|array| format!("{};\n", parameter(array))).collect();
@@ -142,15 +143,15 @@ pub fn step(rule: &UpdateRule, dtype: DType, rounded: Option<DType>, factors: &F
 }
 
 /// The factors of weights after further steps. `None` if the rule has no direction yet, so the weights stay.
-pub fn predict_factors(rule: &UpdateRule, (steps, made, rate): (u32, u32, f64)) -> Option<Factors> {
+pub fn predict_factors(rule: &UpdateRule, (steps, steps_done, rate): (u32, u32, f64)) -> Option<Factors> {
     let distance = f64::from(steps) * rate;
     match *rule {
-        _ if made == 0 => None,
+        _ if steps_done == 0 => None,
         UpdateRule::Sgd { learning_rate, momentum, .. } | UpdateRule::RmsProp { learning_rate, momentum, .. } => {
             (momentum != 0.0).then(|| vec![("distance", distance * learning_rate)])
         }
         UpdateRule::Adam { learning_rate, betas, epsilon, .. } => {
-            let correction = |beta: f64| 1.0 - beta.powf(f64::from(made));
+            let correction = |beta: f64| 1.0 - beta.powf(f64::from(steps_done));
             let corrections = [("first", correction(betas.0)), ("second", correction(betas.1))];
             Some(
                 [("distance", distance * learning_rate), ("epsilon", epsilon)].into_iter().chain(corrections).collect(),
@@ -169,10 +170,10 @@ pub fn predict(rule: &UpdateRule, dtype: DType, factors: &Factors) -> Arc<str> {
     };
     let mut arrays = vec![("w", dtype, Reads), ("y", dtype, Writes)];
     arrays.extend(STATES[..rule.states()].iter().map(|name| (*name, dtype, Reads)));
-    let lines = format!("y = ({})((f64)w - distance * ({direction}));", stored(dtype));
-    each(&arrays, &names(factors), &lines)
+    let lines = format!("y = ({})((f64)w - distance * ({direction}));", storage_type(dtype));
+    elementwise_kernel(&arrays, &factor_names(factors), &lines)
 }
 
-fn names(factors: &Factors) -> Vec<&'static str> {
+fn factor_names(factors: &Factors) -> Vec<&'static str> {
     factors.iter().map(|(name, _)| *name).collect()
 }

@@ -1,7 +1,7 @@
 //! Ops that compare or accumulate along an axis: argmax, top-k, and cumulative sums.
 
 use super::draft::KernelBuilder;
-use super::element::{held, load, store};
+use super::element::{compute_type, load, store};
 use super::launch_plan::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::{ArgReduce, Cumulative, CumulativeKind, TopK};
@@ -9,7 +9,7 @@ use compiler::tensor::DType;
 
 /// C++ condition that `a` at `p` precedes `b` at `q`. NaN comes first if the largest is sought or with `nan_first`,
 /// else last.
-fn before(largest: bool, is_float: bool, nan_first: bool) -> String {
+fn precedes(largest: bool, is_float: bool, nan_first: bool) -> String {
     let order = if largest { ">" } else { "<" };
     if !is_float {
         return format!("(a != b ? a {order} b : p < q)");
@@ -18,23 +18,23 @@ fn before(largest: bool, is_float: bool, nan_first: bool) -> String {
     format!("((a != a) != (b != b) ? {nan} : a != b && a == a ? a {order} b : p < q)")
 }
 
-fn line(shape: &[usize], axis: usize) -> (usize, usize, usize) {
+fn axis_sizes(shape: &[usize], axis: usize) -> (usize, usize, usize) {
     (shape[..axis].iter().product(), shape[axis], shape[axis + 1..].iter().product())
 }
 
 /// Argmax or argmin.
 pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<LaunchPlan> {
-    let (outer, size, inner) = line(&x.shape, op.axis);
-    let kind = held(x.dtype);
-    let mut draft = KernelBuilder::new(x.len());
-    draft.reads("x", x.dtype, At::input(0));
-    draft.writes("y", DType::I64, At::output(0));
-    let before = before(op.largest, x.dtype.is_float(), true);
+    let (outer, size, inner) = axis_sizes(&x.shape, op.axis);
+    let kind = compute_type(x.dtype);
+    let mut builder = KernelBuilder::new(x.len());
+    builder.add_input("x", x.dtype, At::input(0));
+    builder.add_output("y", DType::I64, At::output(0));
+    let precedes = precedes(op.largest, x.dtype.is_float(), true);
     let element = load(x.dtype, &format!("x[from + k * (at){inner}]"));
-    draft.add(&format!(
+    builder.add(&format!(
         "struct Best {{ {kind} value; u64 place; }};\n\
          auto better = [](Best l, Best r) {{ {kind} a = l.value, b = r.value; u64 p = l.place, q = r.place; \
-         return q == ~0ull || (p != ~0ull && {before}) ? l : r; }};"
+         return q == ~0ull || (p != ~0ull && {precedes}) ? l : r; }};"
     ));
     let lines = format!(
         "at from = i / (at){inner} * (at){size} * (at){inner} + i % (at){inner};\n\
@@ -42,23 +42,23 @@ pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<LaunchPlan> {
          for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) {{ Best next; next.value = {element}; next.place = k; best = better(best, next); }}\n\
          best = across(best, better);\nif (threadIdx.x == 0) y[i] = (i64)best.place;"
     );
-    Some(LaunchPlan::of(draft.block_each(outer * inner, size, &lines)))
+    Some(LaunchPlan::of(builder.block_each(outer * inner, size, &lines)))
 }
 
 /// Top-k in order: each is the best of those after the previous one.
 pub fn top_k(op: &TopK, x: &TensorLayout, values: &TensorLayout) -> Option<LaunchPlan> {
-    let (outer, size, inner) = line(&x.shape, op.axis);
+    let (outer, size, inner) = axis_sizes(&x.shape, op.axis);
     let count = values.shape[op.axis];
-    let kind = held(x.dtype);
-    let mut draft = KernelBuilder::new(x.len());
-    draft.reads("x", x.dtype, At::input(0));
-    draft.writes("y", x.dtype, At::output(0));
-    draft.writes("places", DType::I64, At::output(1));
-    let before = before(op.largest, x.dtype.is_float(), false);
+    let kind = compute_type(x.dtype);
+    let mut builder = KernelBuilder::new(x.len());
+    builder.add_input("x", x.dtype, At::input(0));
+    builder.add_output("y", x.dtype, At::output(0));
+    builder.add_output("places", DType::I64, At::output(1));
+    let precedes = precedes(op.largest, x.dtype.is_float(), false);
     let element = load(x.dtype, &format!("x[from + k * (at){inner}]"));
-    draft.add(&format!(
+    builder.add(&format!(
         "struct Best {{ {kind} value; u64 place; }};\n\
-         auto before = []({kind} a, u64 p, {kind} b, u64 q) {{ return {before}; }};\n\
+         auto before = []({kind} a, u64 p, {kind} b, u64 q) {{ return {precedes}; }};\n\
          auto better = [before](Best l, Best r) {{ \
          return r.place == ~0ull || (l.place != ~0ull && before(l.value, l.place, r.value, r.place)) ? l : r; }};"
     ));
@@ -74,17 +74,17 @@ pub fn top_k(op: &TopK, x: &TensorLayout, values: &TensorLayout) -> Option<Launc
          last = across(best, better);\n\
          if (threadIdx.x == 0) {{ y[to + rank * (at){inner}] = x[from + (at)last.place * (at){inner}]; places[to + rank * (at){inner}] = (i64)last.place; }}\n}}"
     );
-    Some(LaunchPlan::of(draft.block_each(outer * inner, size, &lines)))
+    Some(LaunchPlan::of(builder.block_each(outer * inner, size, &lines)))
 }
 
 /// Cumulative sum or product: one thread per row.
 pub fn cumulative(op: &Cumulative, x: &TensorLayout) -> Option<LaunchPlan> {
-    let (outer, size, inner) = line(&x.shape, op.axis);
-    let kind = held(x.dtype);
+    let (outer, size, inner) = axis_sizes(&x.shape, op.axis);
+    let kind = compute_type(x.dtype);
     let kind = if kind == "bool" { "i64" } else { kind };
-    let mut draft = KernelBuilder::new(x.len());
-    draft.reads("x", x.dtype, At::input(0));
-    draft.writes("y", x.dtype, At::output(0));
+    let mut builder = KernelBuilder::new(x.len());
+    builder.add_input("x", x.dtype, At::input(0));
+    builder.add_output("y", x.dtype, At::output(0));
     let (start, sign) = match op.kind {
         CumulativeKind::Sum => (0, "+"),
         CumulativeKind::Prod => (1, "*"),
@@ -98,5 +98,5 @@ pub fn cumulative(op: &Cumulative, x: &TensorLayout) -> Option<LaunchPlan> {
         load(x.dtype, "x[p]"),
         store(x.dtype, result_name)
     );
-    Some(LaunchPlan::of(draft.each(outer * inner, &lines)))
+    Some(LaunchPlan::of(builder.each(outer * inner, &lines)))
 }

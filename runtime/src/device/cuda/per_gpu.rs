@@ -24,7 +24,7 @@ impl<T> PerGpu<T> {
 
 impl PerGpu<Function> {
     /// The loaded kernel with this source.
-    pub fn loaded(&self, gpu: &Gpu, text: &Arc<str>) -> Result<Function, GpuError> {
+    pub fn load(&self, gpu: &Gpu, text: &Arc<str>) -> Result<Function, GpuError> {
         if let Some(function) = self.of(gpu).get() {
             return Ok(*function);
         }

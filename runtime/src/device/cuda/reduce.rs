@@ -4,9 +4,9 @@
 //! result, a second launch does.
 
 use super::draft::{KernelBuilder, PACK_BYTES, THREADS, threads_for};
-use super::element::{accumulator, held, load, store, stored};
+use super::element::{accumulator, compute_type, load, storage_type, store};
 use super::launch_plan::{At, COUNTERS, Launch, LaunchPlan};
-use super::offsets::{Packed, Walk, joined, offsets};
+use super::offsets::{Packed, Walk, merge_dims, offsets};
 use crate::device::layout::TensorLayout;
 use compiler::op::{Reduce, ReduceKind};
 use compiler::tensor::DType;
@@ -27,7 +27,7 @@ const COLUMN_BYTES: usize = 128;
 /// A reduction operation in kernel source.
 struct Join {
     /// Compute type.
-    held: &'static str,
+    compute_type: &'static str,
     /// Identity element.
     start: String,
     /// Combination of `a` and `b`.
@@ -36,15 +36,15 @@ struct Join {
 
 impl Join {
     fn new(kind: ReduceKind, dtype: DType) -> Join {
-        let held = held(dtype);
+        let compute_type = compute_type(dtype);
         // Booleans are combined as integers.
-        let held = if held == "bool" { "i64" } else { held };
+        let compute_type = if compute_type == "bool" { "i64" } else { compute_type };
         let float = dtype.is_float();
         let start = match kind {
-            ReduceKind::Sum | ReduceKind::Mean => format!("({held})0"),
-            ReduceKind::Prod => format!("({held})1"),
-            ReduceKind::Max if float => format!("({held})__uint_as_float(0xff800000u)"),
-            ReduceKind::Min if float => format!("({held})__uint_as_float(0x7f800000u)"),
+            ReduceKind::Sum | ReduceKind::Mean => format!("({compute_type})0"),
+            ReduceKind::Prod => format!("({compute_type})1"),
+            ReduceKind::Max if float => format!("({compute_type})__uint_as_float(0xff800000u)"),
+            ReduceKind::Min if float => format!("({compute_type})__uint_as_float(0x7f800000u)"),
             ReduceKind::Max => limits(dtype).0.to_string(),
             ReduceKind::Min => limits(dtype).1.to_string(),
         };
@@ -54,7 +54,7 @@ impl Join {
             ReduceKind::Max => "m_max(a, b)",
             ReduceKind::Min => "m_min(a, b)",
         };
-        Join { held, start, of: of.to_string() }
+        Join { compute_type, start, of: of.to_string() }
     }
 }
 
@@ -102,8 +102,8 @@ struct Target {
 
 /// Appends a reduction of `x` over `axes` to a plan.
 pub fn reduce(launch_plan: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At, &TensorLayout), y: (At, DType)) {
-    let each: usize = axes.iter().map(|&axis| x.1.shape[axis]).product();
-    let divisor = if kind == ReduceKind::Mean && x.1.dtype.is_float() { each } else { 1 };
+    let terms: usize = axes.iter().map(|&axis| x.1.shape[axis]).product();
+    let divisor = if kind == ReduceKind::Mean && x.1.dtype.is_float() { terms } else { 1 };
     reduce_and_divide(launch_plan, kind, axes, x, Target { at: y.0, dtype: y.1, adds: false }, divisor);
 }
 
@@ -115,25 +115,25 @@ fn reduce_and_divide(
     y: Target,
     divisor: usize,
 ) {
-    let own = strides(&layout.shape);
-    let along = |reduced: bool| -> (Vec<usize>, Walk) {
-        let axes = (0..own.len()).filter(|axis| axes.contains(axis) == reduced);
-        let (shape, steps) = axes.map(|axis| (layout.shape[axis], own[axis] as isize)).unzip();
+    let contiguous = strides(&layout.shape);
+    let select = |reduced: bool| -> (Vec<usize>, Walk) {
+        let axes = (0..contiguous.len()).filter(|axis| axes.contains(axis) == reduced);
+        let (shape, steps) = axes.map(|axis| (layout.shape[axis], contiguous[axis] as isize)).unzip();
         (shape, Walk { base: 0, steps })
     };
-    let (outer, inner) = (along(false), along(true));
+    let (outer, inner) = (select(false), select(true));
     let task = Task::new(kind, (from, layout.dtype), outer, inner);
     if task.parts == 1 {
         launch_plan.launches.push(task.launch(y, divisor, None));
         return;
     }
     // Partial results keep the width of the compute type.
-    let kept = if layout.dtype.is_float() { accumulator(layout.dtype) } else { wide(layout.dtype) };
-    let partials = launch_plan.take(task.results * task.parts * kept.size());
-    let partial = Target { at: partials, dtype: kept, adds: false };
-    if let Way::Thread = task.way {
+    let partial_dtype = if layout.dtype.is_float() { accumulator(layout.dtype) } else { wide(layout.dtype) };
+    let partials = launch_plan.take(task.results * task.parts * partial_dtype.size());
+    let partial = Target { at: partials, dtype: partial_dtype, adds: false };
+    if let Mapping::Thread = task.mapping {
         launch_plan.launches.push(task.launch(partial, 1, None));
-        let layout = TensorLayout { dtype: kept, shape: vec![task.results, task.parts] };
+        let layout = TensorLayout { dtype: partial_dtype, shape: vec![task.results, task.parts] };
         reduce_and_divide(launch_plan, kind, &[1], (partials, &layout), y, divisor);
     } else {
         launch_plan.launches.push(task.launch(partial, 1, Some((y, divisor))));
@@ -145,7 +145,7 @@ fn wide(dtype: DType) -> DType {
 }
 
 #[derive(Clone, Copy)]
-enum Way {
+enum Mapping {
     /// One block per result.
     Block,
     /// A block has the results of so many threads, and its other threads further elements of these.
@@ -165,7 +165,7 @@ struct Task {
     results: usize,
     /// Packs of elements of each result.
     each: usize,
-    way: Way,
+    mapping: Mapping,
     /// Number of parts per result, and packs per part.
     parts: usize,
     part: usize,
@@ -173,54 +173,55 @@ struct Task {
 
 impl Task {
     fn new(kind: ReduceKind, x: (At, DType), outer: (Vec<usize>, Walk), inner: (Vec<usize>, Walk)) -> Task {
-        let of = |(shape, walk): &(Vec<usize>, Walk), most: usize| Packed::new(shape, std::slice::from_ref(walk), most);
+        let pack =
+            |(shape, walk): &(Vec<usize>, Walk), width: usize| Packed::new(shape, std::slice::from_ref(walk), width);
         let is_adjacent = |(shape, walk): &(Vec<usize>, Walk), least: usize| {
-            joined(shape, std::slice::from_ref(walk))
+            merge_dims(shape, std::slice::from_ref(walk))
                 .last()
                 .is_some_and(|(size, steps)| steps[0] == 1 && *size >= least)
         };
         let (results, elements) = (outer.0.iter().product::<usize>(), inner.0.iter().product::<usize>());
         // The most elements of a pack such that those of every row of packs start at multiples of it.
-        let most = |other: &Walk| {
-            let fits = |width: &usize| other.steps.iter().all(|step| step % *width as isize == 0);
+        let max_width = |walk: &Walk| {
+            let fits = |width: &usize| walk.steps.iter().all(|step| step % *width as isize == 0);
             [8, 4, 2].into_iter().filter(|width| width * x.1.size() <= PACK_BYTES).find(fits).unwrap_or(1)
         };
-        let (way, outer, inner) = if is_adjacent(&inner, 1) && elements >= 32 {
-            (Way::Block, of(&outer, 1), of(&inner, most(&outer.1)))
+        let (mapping, outer, inner) = if is_adjacent(&inner, 1) && elements >= 32 {
+            (Mapping::Block, pack(&outer, 1), pack(&inner, max_width(&outer.1)))
         } else if is_adjacent(&outer, 8) && elements >= 8 {
-            let outer = of(&outer, most(&inner.1));
+            let outer = pack(&outer, max_width(&inner.1));
             let lanes = (COLUMN_BYTES / x.1.size() / outer.width).clamp(1, 64);
-            (Way::Columns { lanes }, outer, of(&inner, 1))
+            (Mapping::Columns { lanes }, outer, pack(&inner, 1))
         } else {
-            (Way::Thread, of(&outer, 1), of(&inner, 1))
+            (Mapping::Thread, pack(&outer, 1), pack(&inner, 1))
         };
         let each = elements / inner.width;
         // Threads that share a result, and all threads.
-        let (rows, threads) = match way {
-            Way::Block => (threads_for(each) as usize, results * threads_for(each) as usize),
-            Way::Columns { lanes } => {
+        let (rows, threads) = match mapping {
+            Mapping::Block => (threads_for(each) as usize, results * threads_for(each) as usize),
+            Mapping::Columns { lanes } => {
                 let tiles = (results / outer.width).div_ceil(lanes);
                 (THREADS as usize / lanes, tiles * THREADS as usize)
             }
-            Way::Thread => (128, results),
+            Mapping::Thread => (128, results),
         };
         let parts = (ENOUGH / threads).min(each / (rows * LEAST_EACH)).max(1);
         let part = each.div_ceil(parts);
         let parts = each.div_ceil(part);
-        Task { kind, x, outer, inner, results, each, way, parts, part }
+        Task { kind, x, outer, inner, results, each, mapping, parts, part }
     }
 
-    /// Writes every part of every result, divided by `divisor`. If `joined` is given, the last block of a result joins its
-    /// parts, and writes them there, divided by that divisor.
-    fn launch(&self, y: Target, divisor: usize, joined: Option<(Target, usize)>) -> Launch {
+    /// Writes every part of every result, divided by `divisor`. If `final_target` is given, the last block of a result
+    /// joins its parts, and writes them there, divided by that divisor.
+    fn launch(&self, y: Target, divisor: usize, final_target: Option<(Target, usize)>) -> Launch {
         let Task { results, each, parts, part, .. } = *self;
-        let Join { held, start, of } = Join::new(self.kind, self.x.1);
-        let mut draft = KernelBuilder::new(results * each * self.inner.width);
-        draft.reads("x", self.x.1, self.x.0);
-        draft.writes("y", y.dtype, y.at);
-        if let Some((joined, _)) = joined {
-            draft.writes("all", joined.dtype, joined.at);
-            draft.counts();
+        let Join { compute_type, start, of } = Join::new(self.kind, self.x.1);
+        let mut builder = KernelBuilder::new(results * each * self.inner.width);
+        builder.add_input("x", self.x.1, self.x.0);
+        builder.add_output("y", y.dtype, y.at);
+        if let Some((final_target, _)) = final_target {
+            builder.add_output("all", final_target.dtype, final_target.at);
+            builder.add_counters();
         }
         let (width, packs) = (self.outer.width, results / self.outer.width);
         let (outer_lines, outer) = offsets("o", "result", &self.outer.shape, &self.outer.walks);
@@ -228,32 +229,32 @@ impl Task {
         // A pack has elements of adjacent results, or of one.
         let read = width.max(self.inner.width);
         let (element, total) = (load(self.x.1, "p.of[e]"), if width > 1 { "total.of[e]" } else { "total.of[0]" });
-        let (first, step) = match self.way {
-            Way::Block => ("threadIdx.x".to_string(), "blockDim.x".to_string()),
-            Way::Columns { lanes } => (format!("threadIdx.x / {lanes}"), format!("{}", THREADS as usize / lanes)),
-            Way::Thread => ("0".to_string(), "1".to_string()),
+        let (first, step) = match self.mapping {
+            Mapping::Block => ("threadIdx.x".to_string(), "blockDim.x".to_string()),
+            Mapping::Columns { lanes } => (format!("threadIdx.x / {lanes}"), format!("{}", THREADS as usize / lanes)),
+            Mapping::Thread => ("0".to_string(), "1".to_string()),
         };
         let join = format!(
-            "[](Total l, Total r) {{ for (int e = 0; e < {width}; e++) {{ {held} a = l.of[e], b = r.of[e]; l.of[e] = {of}; }} return l; }}"
+            "[](Total l, Total r) {{ for (int e = 0; e < {width}; e++) {{ {compute_type} a = l.of[e], b = r.of[e]; l.of[e] = {of}; }} return l; }}"
         );
         let empty = format!("#pragma unroll\nfor (int e = 0; e < {width}; e++) total.of[e] = {start};\n");
         let body = format!(
-            "typedef Pack<{held}, {width}> Total;\ntypedef Pack<{stored}, {read}> Elements;\n\
+            "typedef Pack<{compute_type}, {width}> Total;\ntypedef Pack<{storage_type}, {read}> Elements;\n\
              {outer_lines}at from = {outer}, end = (piece + 1) * (at){part} < (at){each} ? (piece + 1) * (at){part} : (at){each};\n\
              Total total;\n{empty}\
              #pragma unroll 4\nfor (at k = piece * (at){part} + {first}; k < end; k += {step}) {{\n{inner_lines}\
              Elements p = *(const Elements*)(x + (from + {inner}));\n#pragma unroll\nfor (int e = 0; e < {read}; e++) {{\n\
-             {held} a = {total}, b = ({held}){element};\n{total} = {of};\n}}\n}}\n",
-            stored = stored(self.x.1),
+             {compute_type} a = {total}, b = ({compute_type}){element};\n{total} = {of};\n}}\n}}\n",
+            storage_type = storage_type(self.x.1),
             outer = outer[0],
             inner = inner[0],
         );
         let write = |name: &str, y: Target, divisor: usize, to: &str| {
             let value = match divisor {
                 1 => "total.of[e]".to_string(),
-                _ => format!("total.of[e] / ({held}){divisor}"),
+                _ => format!("total.of[e] / ({compute_type}){divisor}"),
             };
-            let result = format!("Pack<{}, {width}>", stored(y.dtype));
+            let result = format!("Pack<{}, {width}>", storage_type(y.dtype));
             let (before, value) = match y.adds {
                 true => {
                     (format!(" = *(const {result}*)({name} + {to})"), format!("{} + {value}", load(y.dtype, "q.of[e]")))
@@ -267,20 +268,20 @@ impl Task {
         };
         // Joins the parts, which start at `place` with stride `apart`.
         let finish = |counter: &str, (place, apart): (&str, usize), across: &str, writes: &str, to: &str| {
-            let Some((joined, divisor)) = joined else { return String::new() };
+            let Some((final_target, divisor)) = final_target else { return String::new() };
             format!(
                 "\nif (is_last_block(counters + {counter}, {parts})) {{\n{empty}\
                  for (at k = {first}; k < (at){parts}; k += {step}) {{\n\
                  typedef Pack<{kept}, {width}> Part;\nPart p = *(const Part*)(y + ({place} + k * (at){apart}));\n\
                  #pragma unroll\nfor (int e = 0; e < {width}; e++) {{\n\
-                 {held} a = total.of[e], b = p.of[e];\ntotal.of[e] = {of};\n}}\n}}\n\
+                 {compute_type} a = total.of[e], b = p.of[e];\ntotal.of[e] = {of};\n}}\n}}\n\
                  total = {across};\nif ({writes}) {{\n{}\n}}\n}}",
-                write("all", joined, divisor, to),
-                kept = stored(y.dtype),
+                write("all", final_target, divisor, to),
+                kept = storage_type(y.dtype),
             )
         };
-        match self.way {
-            Way::Block => {
+        match self.mapping {
+            Mapping::Block => {
                 let (across, writes) = ("across(total, join)", "threadIdx.x == 0");
                 let lines = format!(
                     "at result = i / (at){parts}, piece = i % (at){parts};\n{body}auto join = {join};\ntotal = {across};\n\
@@ -288,29 +289,29 @@ impl Task {
                     write("y", y, divisor, "i"),
                     finish("result", (&format!("result * (at){parts}"), 1), across, writes, "result")
                 );
-                draft.block_each(results * parts, part, &lines)
+                builder.block_each(results * parts, part, &lines)
             }
-            Way::Columns { lanes } => {
+            Mapping::Columns { lanes } => {
                 let tiles = packs.div_ceil(lanes);
                 let across = format!("across_rows(total, {lanes}, join)");
                 let writes = format!("is_within && threadIdx.x < {lanes}");
-                let own = format!("result * {width}");
+                let result_index = format!("result * {width}");
                 let lines = format!(
                     "at piece = i / (at){tiles}, tile = i % (at){tiles}, result = tile * {lanes} + threadIdx.x % {lanes};\n\
                      bool is_within = result < (at){packs};\nif (!is_within) result = 0;\n{body}\
                      auto join = {join};\ntotal = {across};\nif ({writes}) {{\n{}\n}}{}",
                     write("y", y, divisor, &format!("(piece * (at){packs} + result) * {width}")),
-                    finish("tile", (&own, results), &across, &writes, &own)
+                    finish("tile", (&result_index, results), &across, &writes, &result_index)
                 );
-                draft.block_each(tiles * parts, THREADS as usize, &lines)
+                builder.block_each(tiles * parts, THREADS as usize, &lines)
             }
-            Way::Thread => {
+            Mapping::Thread => {
                 // The result varies fastest, so that adjacent threads read adjacent results.
                 let lines = format!(
                     "at result = i % (at){results}, piece = i / (at){results};\n{body}{}",
                     write("y", y, divisor, &format!("result * (at){parts} + piece"))
                 );
-                draft.each(results * parts, &lines)
+                builder.each(results * parts, &lines)
             }
         }
     }

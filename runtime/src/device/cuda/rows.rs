@@ -2,7 +2,7 @@
 //! fits is loaded once and stays in registers between passes.
 
 use super::draft::{PACK_BYTES, THREADS};
-use super::element::{load, stored};
+use super::element::{load, storage_type};
 use compiler::tensor::DType;
 use std::fmt::Write;
 
@@ -20,7 +20,7 @@ pub struct Rows {
     width: usize,
     pub threads: u32,
     /// Packs of a thread, if they stay in registers.
-    kept: Option<usize>,
+    thread_packs: Option<usize>,
     /// Whether rows start within packs.
     is_ragged: bool,
     /// Whether a pass is from element `first` to before element `last`.
@@ -51,13 +51,13 @@ impl Rows {
         let width = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
         let packs = size / width;
         let threads = packs.div_ceil(MOST_KEPT).next_power_of_two().clamp(32, MOST_THREADS);
-        let kept = packs.div_ceil(threads);
+        let thread_packs = packs.div_ceil(threads);
         Rows {
             size,
             place: format!("k0 * {step}"),
             width,
             threads: threads as u32,
-            kept: (kept <= MOST_KEPT).then_some(kept),
+            thread_packs: (thread_packs <= MOST_KEPT).then_some(thread_packs),
             is_ragged: false,
             is_part: false,
         }
@@ -67,7 +67,7 @@ impl Rows {
     pub fn parts((size, run, stride): (usize, usize, usize), bytes: usize) -> Rows {
         let rows = Rows::new(run, 1, bytes);
         let place = format!("(k0 / (at){run} * (at){stride} + k0 % (at){run})");
-        Rows { size, place, threads: THREADS, kept: None, is_part: true, ..rows }
+        Rows { size, place, threads: THREADS, thread_packs: None, is_part: true, ..rows }
     }
 
     /// The place of the pack with first element `k0`, relative to the first element of the row.
@@ -93,12 +93,12 @@ impl Rows {
 
     /// Whether rows stay in registers.
     pub fn fit(&self) -> bool {
-        self.kept.is_some()
+        self.thread_packs.is_some()
     }
 
     /// Declares a value of every element of a thread's packs, in registers. `None` if rows do not fit.
     pub fn cells(&self, name: &str, kind: &str, start: &str) -> Option<String> {
-        let count = self.kept? * self.width;
+        let count = self.thread_packs? * self.width;
         Some(format!(
             "{kind} {name}[{count}];\n#pragma unroll\nfor (int c = 0; c < {count}; c++) {name}[c] = {start};\n"
         ))
@@ -111,28 +111,28 @@ impl Rows {
 
     /// A loop over the elements `k` of a row. The first pass loads what is kept.
     pub fn pass(&self, is_first: bool, reads: &[Read<'_>], written: &[Written<'_>], lines: &str) -> String {
-        let Rows { size, ref place, width, threads, kept, is_ragged, is_part } = *self;
-        let (mut text, mut packs, mut elements, mut behind) =
+        let Rows { size, ref place, width, threads, thread_packs, is_ragged, is_part } = *self;
+        let (mut text, mut packs, mut elements, mut stores) =
             (String::new(), String::new(), String::new(), String::new());
         for Read { name, dtype, from, is_kept } in reads {
-            let pack = format!("Pack<{}, {width}>", stored(*dtype));
-            let loaded = format!("*(const {pack}*)({name} + ({from} + {place}))");
-            let _ = match kept {
+            let pack = format!("Pack<{}, {width}>", storage_type(*dtype));
+            let load_pack = format!("*(const {pack}*)({name} + ({from} + {place}))");
+            let _ = match thread_packs {
                 Some(count) if *is_kept && is_first => {
                     let _ = writeln!(text, "{pack} {name}_kept[{count}];");
-                    writeln!(packs, "{name}_kept[j] = {loaded};\n{pack}& {name}_p = {name}_kept[j];")
+                    writeln!(packs, "{name}_kept[j] = {load_pack};\n{pack}& {name}_p = {name}_kept[j];")
                 }
                 Some(_) if *is_kept => writeln!(packs, "{pack}& {name}_p = {name}_kept[j];"),
-                _ => writeln!(packs, "{pack} {name}_p = {loaded};"),
+                _ => writeln!(packs, "{pack} {name}_p = {load_pack};"),
             };
             let _ = writeln!(elements, "auto {name}_k = {};", load(*dtype, &format!("{name}_p.of[e]")));
         }
         for Written { name, dtype, from } in written {
-            let pack = format!("Pack<{}, {width}>", stored(*dtype));
+            let pack = format!("Pack<{}, {width}>", storage_type(*dtype));
             let _ = writeln!(packs, "{pack} {name}_p;");
-            let _ = writeln!(elements, "{}& {name}_k = {name}_p.of[e];", stored(*dtype));
+            let _ = writeln!(elements, "{}& {name}_k = {name}_p.of[e];", storage_type(*dtype));
             let store = format!("*({pack}*)({name} + ({from} + {place})) = {name}_p;\n");
-            behind.push_str(&match is_ragged {
+            stores.push_str(&match is_ragged {
                 false => store,
                 true => format!(
                     "if (k0 < (at){size} && (at){size} - k0 >= {width}) {store}else for (int e = 0; e < {width}; e++) \
@@ -140,7 +140,7 @@ impl Rows {
                 ),
             });
         }
-        let turns = match kept {
+        let loop_head = match thread_packs {
             Some(count) => format!(
                 "#pragma unroll\nfor (int j = 0; j < {count}; j++) {{\nat k0 = (j * {threads} + threadIdx.x) * {width};\n\
                  if (k0 >= (at){size}) break;\n"
@@ -156,7 +156,7 @@ impl Rows {
         // Numbers before a row wrap around.
         let within = if is_ragged { format!("if (k >= (at){size}) continue;\n") } else { String::new() };
         format!(
-            "{text}{turns}{packs}#pragma unroll\nfor (int e = 0; e < {width}; e++) {{\nat k = k0 + e;\n{within}{elements}{lines}\n}}\n{behind}}}\n"
+            "{text}{loop_head}{packs}#pragma unroll\nfor (int e = 0; e < {width}; e++) {{\nat k = k0 + e;\n{within}{elements}{lines}\n}}\n{stores}}}\n"
         )
     }
 }

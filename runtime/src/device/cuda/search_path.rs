@@ -14,17 +14,17 @@ const DRIVER: [&str; 3] = ["/usr/local/nvidia/lib64", "/usr/lib/wsl/lib", "/run/
 pub type Variables<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 /// The folders that the user lists.
-pub fn listed(variables: Variables<'_>) -> Vec<PathBuf> {
+pub fn listed_folders(variables: Variables<'_>) -> Vec<PathBuf> {
     variables(FOLDERS).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default()
 }
 
 /// Folders of the driver that the loader may not know.
-pub fn of_driver() -> Vec<PathBuf> {
+pub fn driver_folders() -> Vec<PathBuf> {
     DRIVER.into_iter().map(PathBuf::from).collect()
 }
 
 /// Folders of installed wheels, environments and toolkits, the preferred ones first.
-pub fn installed(variables: Variables<'_>) -> Vec<PathBuf> {
+pub fn installed_folders(variables: Variables<'_>) -> Vec<PathBuf> {
     let variable = |name: &str| variables(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let mut prefixes: Vec<PathBuf> = Vec::new();
     for environment in ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable) {
@@ -41,11 +41,11 @@ pub fn installed(variables: Variables<'_>) -> Vec<PathBuf> {
     folders.extend(["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(variable).map(|home| home.join("lib64")));
     // `cuda` is the toolkit that the system prefers; of the others, newer ones come first.
     let is_toolkit = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("cuda"));
-    let mut toolkits: Vec<PathBuf> = inside(Path::new("/usr/local")).into_iter().filter(is_toolkit).collect();
+    let mut toolkits: Vec<PathBuf> = entries(Path::new("/usr/local")).into_iter().filter(is_toolkit).collect();
     toolkits.sort_by_key(|path| std::cmp::Reverse(path.file_name().map(|name| version(&name.to_string_lossy()))));
     folders.extend(toolkits.into_iter().map(|toolkit| toolkit.join("lib64")));
-    let mut seen = std::collections::BTreeSet::new();
-    folders.retain(|folder| seen.insert(folder.clone()));
+    let mut unique = std::collections::BTreeSet::new();
+    folders.retain(|folder| unique.insert(folder.clone()));
     folders
 }
 
@@ -83,29 +83,29 @@ fn base(environment: &Path) -> Option<PathBuf> {
 /// The library folders of the wheels in a Python installation. A wheel has a folder per library, or one per CUDA version.
 fn wheels(prefix: &Path) -> Vec<PathBuf> {
     let is_python = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python3"));
-    let pythons = ["lib", "lib64", "local/lib"].into_iter().flat_map(|lib| inside(&prefix.join(lib)));
+    let pythons = ["lib", "lib64", "local/lib"].into_iter().flat_map(|lib| entries(&prefix.join(lib)));
     let packages = pythons
         .filter(is_python)
         .flat_map(|python| ["site-packages", "dist-packages"].map(|packages| python.join(packages).join("nvidia")));
-    let folders = packages.flat_map(|nvidia| inside(&nvidia)).map(|package| package.join("lib"));
+    let folders = packages.flat_map(|nvidia| entries(&nvidia)).map(|package| package.join("lib"));
     folders.filter(|folder| folder.is_dir()).collect()
 }
 
 /// Sorted folder entries; empty if the folder does not exist.
-fn inside(folder: &Path) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> =
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let mut paths: Vec<PathBuf> =
         std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    found.sort();
-    found
+    paths.sort();
+    paths
 }
 
 /// The library's files in a folder: `libnvrtc.so`, `libnvrtc.so.13`.
 pub fn files(folder: &Path, name: &str) -> Vec<PathBuf> {
-    let is_it = |path: &PathBuf| {
+    let has_name = |path: &PathBuf| {
         let file = path.file_name().unwrap_or_default().to_string_lossy();
-        file.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        file.strip_prefix(name).is_some_and(|suffix| suffix.is_empty() || suffix.starts_with('.'))
     };
-    inside(folder).into_iter().filter(is_it).collect()
+    entries(folder).into_iter().filter(has_name).collect()
 }
 
 #[cfg(test)]
@@ -124,33 +124,34 @@ mod tests {
     #[test]
     fn wheels_of_environments_come_first() {
         let folder = tempfile::tempdir().unwrap();
-        let at = folder.path();
-        let of_venv = [wheel(&at.join("venv"), "lib/python3.12/site-packages", "cu13")];
-        let of_conda = [wheel(&at.join("conda"), "lib/python3.11/site-packages", "cuda_nvrtc")];
-        let of_system = [wheel(&at.join("usr"), "lib/python3/dist-packages", "cudnn")];
-        let of_user = [wheel(&at.join("home/.local"), "lib/python3.10/site-packages", "nccl")];
-        fs::write(at.join("usr/bin/python3"), "").unwrap();
+        let root = folder.path();
+        let venv_libs = [wheel(&root.join("venv"), "lib/python3.12/site-packages", "cu13")];
+        let conda_libs = [wheel(&root.join("conda"), "lib/python3.11/site-packages", "cuda_nvrtc")];
+        let system_libs = [wheel(&root.join("usr"), "lib/python3/dist-packages", "cudnn")];
+        let user_libs = [wheel(&root.join("home/.local"), "lib/python3.10/site-packages", "nccl")];
+        fs::write(root.join("usr/bin/python3"), "").unwrap();
         let variables = |name: &str| {
             let value = match name {
-                FOLDERS => at.join("a").into_os_string(),
-                "VIRTUAL_ENV" => at.join("venv").into(),
-                "CONDA_PREFIX" => at.join("conda").into(),
-                "PATH" => std::env::join_paths([at.join("none"), at.join("usr/bin")]).unwrap(),
-                "HOME" => at.join("home").into(),
+                FOLDERS => root.join("a").into_os_string(),
+                "VIRTUAL_ENV" => root.join("venv").into(),
+                "CONDA_PREFIX" => root.join("conda").into(),
+                "PATH" => std::env::join_paths([root.join("none"), root.join("usr/bin")]).unwrap(),
+                "HOME" => root.join("home").into(),
                 _ => return None,
             };
             Some(value)
         };
-        assert_eq!(listed(&variables), [at.join("a")]);
-        let want = [&of_venv[..], &of_conda, &of_system, &of_user, &[at.join("conda/lib")]].concat();
-        assert_eq!(installed(&variables)[..want.len()], want);
+        assert_eq!(listed_folders(&variables), [root.join("a")]);
+        let want = [&venv_libs[..], &conda_libs, &system_libs, &user_libs, &[root.join("conda/lib")]].concat();
+        assert_eq!(installed_folders(&variables)[..want.len()], want);
     }
 
     #[test]
     fn a_python_on_the_path_is_followed_to_its_packages() {
         let folder = tempfile::tempdir().unwrap();
-        let at = folder.path().canonicalize().unwrap();
-        let [real, venv, linked, shims] = ["real", "venv", "linked", "pyenv/versions/3.12.1"].map(|name| at.join(name));
+        let root = folder.path().canonicalize().unwrap();
+        let [real, venv, linked, shims] =
+            ["real", "venv", "linked", "pyenv/versions/3.12.1"].map(|name| root.join(name));
         let lib = |prefix: &Path| wheel(prefix, "lib/python3.12/site-packages", "cu13");
         let libs = [&real, &venv, &shims].map(|prefix| lib(prefix));
         fs::write(real.join("bin/python3"), "").unwrap();
@@ -159,17 +160,17 @@ mod tests {
             .unwrap();
         fs::create_dir_all(&linked).unwrap();
         std::os::unix::fs::symlink(real.join("bin/python3"), linked.join("python3")).unwrap();
-        fs::create_dir_all(at.join("pyenv/shims")).unwrap();
-        fs::write(at.join("pyenv/shims/python"), "").unwrap();
-        fs::write(at.join("pyenv/version"), "3.12.1\n").unwrap();
-        let found = |folder: PathBuf| {
+        fs::create_dir_all(root.join("pyenv/shims")).unwrap();
+        fs::write(root.join("pyenv/shims/python"), "").unwrap();
+        fs::write(root.join("pyenv/version"), "3.12.1\n").unwrap();
+        let search = |folder: PathBuf| {
             let variables = |name: &str| (name == "PATH").then(|| folder.clone().into_os_string());
-            installed(&variables).into_iter().filter(|folder| folder.starts_with(&at)).collect::<Vec<_>>()
+            installed_folders(&variables).into_iter().filter(|folder| folder.starts_with(&root)).collect::<Vec<_>>()
         };
-        assert_eq!(found(linked), [libs[0].clone()]);
-        assert_eq!(found(venv.join("bin")), [libs[1].clone(), libs[0].clone()]);
-        assert_eq!(found(at.join("pyenv/shims")), [libs[2].clone()]);
-        assert!(found(at.join("none")).is_empty());
+        assert_eq!(search(linked), [libs[0].clone()]);
+        assert_eq!(search(venv.join("bin")), [libs[1].clone(), libs[0].clone()]);
+        assert_eq!(search(root.join("pyenv/shims")), [libs[2].clone()]);
+        assert!(search(root.join("none")).is_empty());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Softmax and log-softmax: one block per row.
 
 use super::draft::KernelBuilder;
-use super::element::{accumulator, held, literal, store};
+use super::element::{accumulator, compute_type, literal, store};
 use super::launch_plan::{At, LaunchPlan};
 use super::rows::{Read, Rows, Written};
 use crate::device::layout::TensorLayout;
@@ -27,7 +27,7 @@ pub fn operand<'a>(dtype: DType) -> Read<'a> {
 /// Code that computes the maximum `most` of a row of `x` and the sum `total` of its exponentials, with one pass over
 /// memory.
 pub fn most_and_total(dtype: DType, rows: &Rows) -> String {
-    let kind = held(accumulator(dtype));
+    let kind = compute_type(accumulator(dtype));
     let least = literal(accumulator(dtype), f64::NEG_INFINITY);
     if rows.fit() {
         return format!(
@@ -54,9 +54,9 @@ pub fn most_and_total(dtype: DType, rows: &Rows) -> String {
 
 pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<LaunchPlan> {
     let (rows, from) = rows_of(x, axis);
-    let mut draft = KernelBuilder::new(x.len());
-    draft.reads("x", x.dtype, At::input(0));
-    draft.writes("y", x.dtype, At::output(0));
+    let mut builder = KernelBuilder::new(x.len());
+    builder.add_input("x", x.dtype, At::input(0));
+    builder.add_output("y", x.dtype, At::output(0));
     let (of_row, value) = match logarithm {
         true => ("m_log(total)", "x_k - most - of_row"),
         false => ("1 / total", "m_exp(x_k - most) * of_row"),
@@ -71,5 +71,5 @@ pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<LaunchPl
             &format!("y_k = {};", store(x.dtype, value))
         )
     );
-    Some(LaunchPlan::of(draft.rows_each(x.len() / x.shape[axis], &rows, &lines)))
+    Some(LaunchPlan::of(builder.rows_each(x.len() / x.shape[axis], &rows, &lines)))
 }

@@ -64,25 +64,25 @@ impl Drop for PinnedMemory {
 /// The pinned buffers of a stream, oldest use first.
 #[derive(Default)]
 pub struct StagingBuffers {
-    used: Vec<(PinnedMemory, RawEvent)>,
+    buffers: Vec<(PinnedMemory, RawEvent)>,
 }
 
 impl StagingBuffers {
     /// A buffer of at least this size that no copy uses: the smallest, or else the first that a copy leaves.
     pub fn take(&mut self, bytes: usize) -> Result<PinnedMemory, DriverError> {
-        let fits = |at: &usize| self.used[*at].0.len() >= bytes;
-        let mut fitting: Vec<usize> = (0..self.used.len()).filter(fits).collect();
+        let fits = |at: &usize| self.buffers[*at].0.len() >= bytes;
+        let mut fitting: Vec<usize> = (0..self.buffers.len()).filter(fits).collect();
         let oldest = fitting.first().copied();
-        fitting.sort_by_key(|at| self.used[*at].0.len());
-        if let Some(at) = fitting.iter().copied().find(|at| self.used[*at].1.has_occurred()) {
-            return Ok(self.used.remove(at).0);
+        fitting.sort_by_key(|at| self.buffers[*at].0.len());
+        if let Some(at) = fitting.iter().copied().find(|at| self.buffers[*at].1.has_occurred()) {
+            return Ok(self.buffers.remove(at).0);
         }
         let size = bytes.next_power_of_two().max(LEAST);
-        let held: usize = self.used.iter().map(|(memory, _)| memory.len()).sum();
-        match oldest.filter(|_| fitting.len() >= MOST && held + size > MOST_BYTES) {
+        let total_bytes: usize = self.buffers.iter().map(|(memory, _)| memory.len()).sum();
+        match oldest.filter(|_| fitting.len() >= MOST && total_bytes + size > MOST_BYTES) {
             None => PinnedMemory::new(size),
             Some(oldest) => {
-                let (memory, event) = self.used.remove(oldest);
+                let (memory, event) = self.buffers.remove(oldest);
                 event.synchronize()?;
                 Ok(memory)
             }
@@ -97,6 +97,6 @@ impl StagingBuffers {
 
     /// Keeps a buffer for later copies, after an event.
     pub fn give_after(&mut self, memory: PinnedMemory, event: RawEvent) {
-        self.used.push((memory, event));
+        self.buffers.push((memory, event));
     }
 }

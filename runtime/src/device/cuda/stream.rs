@@ -55,13 +55,13 @@ struct HostState {
 
 impl CudaStream {
     pub fn new(gpu: Arc<Gpu>) -> Result<CudaStream, DeviceError> {
-        let made = || -> Result<(Arc<Queue>, PinnedMemory), DriverError> {
+        let create = || -> Result<(Arc<Queue>, PinnedMemory), DriverError> {
             gpu.bind()?;
             Ok((Arc::new(Queue::new()?), PinnedMemory::new(FAULT_BYTES)?))
         };
-        let (queue, pinned) = made().map_err(|error| gpu.failed(error))?;
-        let fault = gpu.allocate(FAULT_BYTES).map_err(|error| gpu.failed(error))?;
-        let counters = gpu.allocate(COUNTERS * size_of::<u32>()).map_err(|error| gpu.failed(error))?;
+        let (queue, pinned) = create().map_err(|error| gpu.device_error(error))?;
+        let fault = gpu.allocate(FAULT_BYTES).map_err(|error| gpu.device_error(error))?;
+        let counters = gpu.allocate(COUNTERS * size_of::<u32>()).map_err(|error| gpu.device_error(error))?;
         let state = HostState { fault: pinned, fault_copied: None, scratch: None, functions: HashMap::new() };
         Ok(CudaStream { gpu, fault, counters, staging: Arc::default(), state: RefCell::new(state), queue })
     }
@@ -74,14 +74,14 @@ impl CudaStream {
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn checked<T>(&self, of: impl FnOnce() -> Result<T, DriverError>) -> Result<T, DeviceError> {
-        self.gpu.bind().and_then(|()| of()).map_err(|error| self.gpu.failed(error))
+    fn call<T>(&self, driver_call: impl FnOnce() -> Result<T, DriverError>) -> Result<T, DeviceError> {
+        self.gpu.bind().and_then(|()| driver_call()).map_err(|error| self.gpu.device_error(error))
     }
 
     fn launch(&self, function: Function, geometry: (u32, u32), words: &mut [u64]) -> Result<(), DeviceError> {
         // SAFETY: the kernel takes as many words as it is given; addresses are of this GPU and have the sizes that the
         // kernel was made for.
-        self.checked(|| unsafe { self.queue.launch(function, geometry, words) })
+        self.call(|| unsafe { self.queue.launch(function, geometry, words) })
     }
 
     /// The loaded kernel of a verb. Its source is made on first use.
@@ -90,13 +90,13 @@ impl CudaStream {
         if let Some(function) = state.functions.get(&verb) {
             return Ok(*function);
         }
-        let function = self.gpu.function(&text()).map_err(|error| self.gpu.failed(error))?;
+        let function = self.gpu.function(&text()).map_err(|error| self.gpu.device_error(error))?;
         state.functions.insert(verb, function);
         Ok(function)
     }
 
     /// Launches a verb over `count` elements.
-    fn each(
+    fn launch_elements(
         &self,
         verb: Verb,
         text: impl FnOnce() -> Arc<str>,
@@ -108,8 +108,8 @@ impl CudaStream {
         }
         let function = self.function(verb, text)?;
         let blocks = count.div_ceil(THREADS as usize).min(MOST_BLOCKS) as u32;
-        let mut all: Vec<u64> = std::iter::once(count as u64).chain(words.iter().copied()).collect();
-        self.launch(function, (blocks, THREADS), &mut all)
+        let mut arguments: Vec<u64> = std::iter::once(count as u64).chain(words.iter().copied()).collect();
+        self.launch(function, (blocks, THREADS), &mut arguments)
     }
 
     /// The address of scratch memory of this stream.
@@ -118,8 +118,9 @@ impl CudaStream {
         if let Some(scratch) = state.scratch.as_ref().filter(|scratch| scratch.bytes() >= bytes) {
             return Ok(scratch.address());
         }
-        let made = self.gpu.allocate(bytes.max(1).next_power_of_two()).map_err(|error| self.gpu.failed(error))?;
-        Ok(state.scratch.insert(made).address())
+        let memory =
+            self.gpu.allocate(bytes.max(1).next_power_of_two()).map_err(|error| self.gpu.device_error(error))?;
+        Ok(state.scratch.insert(memory).address())
     }
 
     fn upload_to(&self, address: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
@@ -129,11 +130,11 @@ impl CudaStream {
         }
         let mut state = self.state.borrow_mut();
         self.look_for_fault(&mut state)?;
-        let mut pinned = self.checked(|| self.staging().take(bytes))?;
+        let mut pinned = self.call(|| self.staging().take(bytes))?;
         fill(&mut pinned[..bytes]);
         // SAFETY: both sides have the bytes; the staging buffer is not touched before the copy is done.
-        self.checked(|| unsafe { result::memcpy_htod_async(address, &pinned[..bytes], self.queue.raw()) })?;
-        self.checked(|| self.staging().give(pinned, &self.queue))
+        self.call(|| unsafe { result::memcpy_htod_async(address, &pinned[..bytes], self.queue.raw()) })?;
+        self.call(|| self.staging().give(pinned, &self.queue))
     }
 
     /// Starts to copy from an address to the host.
@@ -141,10 +142,10 @@ impl CudaStream {
         if bytes == 0 {
             return Ok(Download::Done(Vec::new()));
         }
-        let mut memory = self.checked(|| self.staging().take(bytes))?;
+        let mut memory = self.call(|| self.staging().take(bytes))?;
         // SAFETY: both sides have the bytes; the host reads them after the event.
-        self.checked(|| unsafe { result::memcpy_dtoh_async(&mut memory[..bytes], address, self.queue.raw()) })?;
-        let event = self.checked(|| RawEvent::record(&self.queue))?;
+        self.call(|| unsafe { result::memcpy_dtoh_async(&mut memory[..bytes], address, self.queue.raw()) })?;
+        let event = self.call(|| RawEvent::record(&self.queue))?;
         let (gpu, staging) = (self.gpu.clone(), self.staging.clone());
         Ok(Download::Pending(Box::new(CudaDownload { gpu, memory, bytes, event, staging })))
     }
@@ -152,27 +153,27 @@ impl CudaStream {
     /// Waits, and passes on what was read from an address.
     fn read_from(&self, address: u64, bytes: usize, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
         let mut state = self.state.borrow_mut();
-        let mut pinned = self.checked(|| self.staging().take(bytes.max(1)))?;
+        let mut pinned = self.call(|| self.staging().take(bytes.max(1)))?;
         if bytes > 0 {
             // SAFETY: both sides have the bytes; the host reads them after it has waited.
-            self.checked(|| unsafe { result::memcpy_dtoh_async(&mut pinned[..bytes], address, self.queue.raw()) })?;
+            self.call(|| unsafe { result::memcpy_dtoh_async(&mut pinned[..bytes], address, self.queue.raw()) })?;
         }
         self.wait_for_all(&mut state.fault)?;
         read(&pinned[..bytes]);
-        self.checked(|| self.staging().give(pinned, &self.queue))
+        self.call(|| self.staging().give(pinned, &self.queue))
     }
 
     /// Returns the fault of a kernel, if one is known, and copies the cell again. Does not wait.
     fn look_for_fault(&self, state: &mut HostState) -> Result<(), DeviceError> {
         match &state.fault_copied {
-            Some(copied) if !self.checked(|| Ok(copied.has_occurred()))? => return Ok(()),
+            Some(event) if !self.call(|| Ok(event.has_occurred()))? => return Ok(()),
             Some(_) => fault_in(&state.fault)?,
             None => {}
         }
         let (address, pinned) = (self.fault.address(), &mut state.fault);
         // SAFETY: both sides have the bytes of a fault cell, which are read after the event.
-        self.checked(|| unsafe { result::memcpy_dtoh_async(&mut pinned[..FAULT_BYTES], address, self.queue.raw()) })?;
-        state.fault_copied = Some(self.checked(|| RawEvent::record(&self.queue))?);
+        self.call(|| unsafe { result::memcpy_dtoh_async(&mut pinned[..FAULT_BYTES], address, self.queue.raw()) })?;
+        state.fault_copied = Some(self.call(|| RawEvent::record(&self.queue))?);
         Ok(())
     }
 
@@ -180,7 +181,7 @@ impl CudaStream {
     fn wait_for_all(&self, pinned: &mut PinnedMemory) -> Result<(), DeviceError> {
         let (address, queue) = (self.fault.address(), self.queue.raw());
         // SAFETY: both sides have the bytes of a fault cell, which are read after the wait.
-        self.checked(|| unsafe {
+        self.call(|| unsafe {
             result::memcpy_dtoh_async(&mut pinned[..FAULT_BYTES], address, queue)?;
             result::stream::synchronize(queue)
         })?;
@@ -208,8 +209,8 @@ impl Stream for CudaStream {
         if let (Some(library), [a, b], [c]) = (kernel.library(mode), inputs, &*outputs) {
             let (addresses, adds) = ([a.address(), b.address(), c.address()], mode == OutputMode::Accumulate);
             // SAFETY: addresses are of this GPU and have the sizes that the kernel was made for.
-            let done = unsafe { library.run(&self.gpu, &self.queue, addresses, workspace.address(), adds) };
-            if done.map_err(|error| self.gpu.failed(error))? {
+            let handled = unsafe { library.run(&self.gpu, &self.queue, addresses, workspace.address(), adds) };
+            if handled.map_err(|error| self.gpu.device_error(error))? {
                 return Ok(());
             }
         }
@@ -240,7 +241,7 @@ impl Stream for CudaStream {
     }
 
     fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
-        let memory = self.gpu.allocate_in_order(bytes, &self.queue).map_err(|error| self.gpu.failed(error))?;
+        let memory = self.gpu.allocate_in_order(bytes, &self.queue).map_err(|error| self.gpu.device_error(error))?;
         Ok(Buffer::device(Arc::new(memory) as Arc<dyn DeviceMemory>))
     }
 
@@ -254,11 +255,11 @@ impl Stream for CudaStream {
         let numbers = from.iter().flat_map(|from| [from.address(), from.len() as u64]);
         let size = verbs::common_size(&numbers.collect::<Vec<_>>());
         let mut to = packed;
-        for some in from.chunks(many::MOST) {
-            let mut words = many::arguments(some.iter().map(|from| (from.address(), from.len() / size, [])));
+        for group in from.chunks(many::MOST) {
+            let mut words = many::arguments(group.iter().map(|from| (from.address(), from.len() / size, [])));
             words.push(to);
-            let bytes: usize = some.iter().map(Region::len).sum();
-            self.each(Verb::Pack(size), || many::pack(size), bytes / size, &words)?;
+            let bytes: usize = group.iter().map(Region::len).sum();
+            self.launch_elements(Verb::Pack(size), || many::pack(size), bytes / size, &words)?;
             to += bytes as u64;
         }
         self.begin_read(packed, bytes)
@@ -269,9 +270,7 @@ impl Stream for CudaStream {
             return Ok(());
         }
         // SAFETY: both sides have the bytes. The driver knows by address on which GPU each is.
-        self.checked(|| unsafe {
-            result::memcpy_dtod_async(to.address(), from.address(), from.len(), self.queue.raw())
-        })
+        self.call(|| unsafe { result::memcpy_dtod_async(to.address(), from.address(), from.len(), self.queue.raw()) })
     }
 
     fn copy_rows(&self, rows: Rows, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError> {
@@ -280,7 +279,7 @@ impl Stream for CudaStream {
         let [width, from_pitch, to_pitch] = lengths.map(|bytes| bytes / size as u64);
         let words = [from.address(), to.address(), width, from_pitch, to_pitch];
         let count = rows.count * rows.width / size;
-        self.each(Verb::CopyRows(size), || verbs::copy_rows(size), count, &words)
+        self.launch_elements(Verb::CopyRows(size), || verbs::copy_rows(size), count, &words)
     }
 
     fn cast(
@@ -293,13 +292,13 @@ impl Stream for CudaStream {
             false => {
                 let verb = Verb::Cast { from: from_dtype, to: to_dtype };
                 let words = [from.address(), to.address()];
-                self.each(verb, || verbs::cast(from_dtype, to_dtype), from.len() / from_dtype.size(), &words)
+                self.launch_elements(verb, || verbs::cast(from_dtype, to_dtype), from.len() / from_dtype.size(), &words)
             }
         }
     }
 
     fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        self.each(
+        self.launch_elements(
             Verb::Accumulate(dtype),
             || verbs::accumulate(dtype),
             term.len() / dtype.size(),
@@ -309,11 +308,11 @@ impl Stream for CudaStream {
 
     fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
         let words = [first.address(), second.address(), sum.address()];
-        self.each(Verb::Add(dtype), || verbs::add(dtype), sum.len() / dtype.size(), &words)
+        self.launch_elements(Verb::Add(dtype), || verbs::add(dtype), sum.len() / dtype.size(), &words)
     }
 
     fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
-        self.each(
+        self.launch_elements(
             Verb::Scale(dtype),
             || verbs::scale(dtype),
             values.len() / dtype.size(),
@@ -340,16 +339,16 @@ impl Stream for CudaStream {
     }
 
     fn optimizer_step(&self, rule: &UpdateRule, updates: Vec<ParameterUpdate<'_>>) -> Result<(), DeviceError> {
-        let alike = |update: &ParameterUpdate<'_>| (update.args, update.rounded.as_ref().map(|(dtype, _)| *dtype));
+        let group_key = |update: &ParameterUpdate<'_>| (update.args, update.rounded.as_ref().map(|(dtype, _)| *dtype));
         let mut groups: Vec<Vec<&ParameterUpdate<'_>>> = Vec::new();
         for update in updates.iter().filter(|update| !update.gradient.is_empty()) {
-            match groups.iter_mut().find(|group| group.len() < many::MOST && alike(group[0]) == alike(update)) {
+            match groups.iter_mut().find(|group| group.len() < many::MOST && group_key(group[0]) == group_key(update)) {
                 Some(group) => group.push(update),
                 None => groups.push(vec![update]),
             }
         }
         for group in groups {
-            let (args, rounded) = alike(group[0]);
+            let (args, rounded) = group_key(group[0]);
             let factors = optimizer::step_factors(rule, (args.scale, args.step, args.rate));
             let (mut words, mut chunks) = (vec![0], 0);
             for update in &group {
@@ -364,8 +363,8 @@ impl Stream for CudaStream {
                 words.extend(update.rounded.as_ref().map(|(_, to)| to.address()));
                 words.extend([count as u64, chunks as u64]);
             }
-            let words_each = (words.len() - 1) / group.len();
-            words.resize(1 + words_each * many::MOST, 0);
+            let words_per_update = (words.len() - 1) / group.len();
+            words.resize(1 + words_per_update * many::MOST, 0);
             words[0] = chunks as u64;
             words.extend(factors.iter().map(|(_, factor)| factor.to_bits()));
             let verb = Verb::Step(RuleVariant::of(rule), args.dtype, rounded);
@@ -383,15 +382,15 @@ impl Stream for CudaStream {
         state: &[Region<'_>],
         to: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
-        let &Prediction { dtype, steps, made, rate } = prediction;
-        let Some(factors) = optimizer::predict_factors(rule, (steps, made, rate)) else {
+        let &Prediction { dtype, steps, made: steps_done, rate } = prediction;
+        let Some(factors) = optimizer::predict_factors(rule, (steps, steps_done, rate)) else {
             return self.copy(weights, to);
         };
         let mut words = vec![weights.address(), to.address()];
         words.extend(state.iter().take(rule.states()).map(|state| state.address()));
         words.extend(factors.iter().map(|(_, factor)| factor.to_bits()));
         let verb = Verb::Predict(RuleVariant::of(rule), dtype);
-        self.each(verb, || optimizer::predict(rule, dtype, &factors), weights.len() / dtype.size(), &words)
+        self.launch_elements(verb, || optimizer::predict(rule, dtype, &factors), weights.len() / dtype.size(), &words)
     }
 
     fn average_update(
@@ -402,7 +401,12 @@ impl Stream for CudaStream {
         average: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
         let words = [old.address(), new.address(), average.address(), keep.to_bits()];
-        self.each(Verb::AverageUpdate(dtype), || verbs::average_update(dtype), average.len() / dtype.size(), &words)
+        self.launch_elements(
+            Verb::AverageUpdate(dtype),
+            || verbs::average_update(dtype),
+            average.len() / dtype.size(),
+            &words,
+        )
     }
 
     fn set_back_weights(
@@ -413,7 +417,7 @@ impl Stream for CudaStream {
         to: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
         let words = [weights.address(), average.address(), to.address(), f64::from(steps).to_bits()];
-        self.each(Verb::SetBack(dtype), || verbs::set_back(dtype), weights.len() / dtype.size(), &words)
+        self.launch_elements(Verb::SetBack(dtype), || verbs::set_back(dtype), weights.len() / dtype.size(), &words)
     }
 
     fn moving_averages(&self, steps: Vec<AverageStep<'_>>) -> Result<(), DeviceError> {
@@ -422,34 +426,34 @@ impl Stream for CudaStream {
         let bytes: &[u8] = bytemuck::cast_slice(&samples);
         let mut on_gpu = self.scratch(bytes.len())?;
         self.upload_to(on_gpu, bytes.len(), &mut |to| to.copy_from_slice(bytes))?;
-        for some in steps.chunk_by(|a, b| a.dtype == b.dtype).flat_map(|alike| alike.chunks(many::MOST)) {
-            let (dtype, count) = (some[0].dtype, some.iter().map(counts).sum());
-            let states = some.iter().map(|step| (step.state.address(), counts(step), [step.keep]));
+        for group in steps.chunk_by(|a, b| a.dtype == b.dtype).flat_map(|alike| alike.chunks(many::MOST)) {
+            let (dtype, count) = (group[0].dtype, group.iter().map(counts).sum());
+            let states = group.iter().map(|step| (step.state.address(), counts(step), [step.keep]));
             let mut words = many::arguments(states);
             words.push(on_gpu);
-            self.each(Verb::MovingAverages(dtype), || many::moving_averages(dtype), count, &words)?;
+            self.launch_elements(Verb::MovingAverages(dtype), || many::moving_averages(dtype), count, &words)?;
             on_gpu += (count * size_of::<f64>()) as u64;
         }
         Ok(())
     }
 
     fn record(&self) -> Result<Event, DeviceError> {
-        let event = self.checked(|| RawEvent::record(&self.queue))?;
+        let event = self.call(|| RawEvent::record(&self.queue))?;
         Ok(Event::new(Arc::new(CudaEvent { gpu: self.gpu.clone(), stream: self.queue.number(), event })))
     }
 
     fn wait(&self, event: &Event) -> Result<(), DeviceError> {
-        let on_gpu = event.device_event().and_then(|event| (event as &dyn Any).downcast_ref::<CudaEvent>());
-        match on_gpu {
+        let cuda_event = event.device_event().and_then(|event| (event as &dyn Any).downcast_ref::<CudaEvent>());
+        match cuda_event {
             // A stream follows its own order.
             Some(event) if event.stream == self.queue.number() => Ok(()),
-            Some(event) => self.checked(|| event.event.delay(&self.queue)),
+            Some(event) => self.call(|| event.event.delay(&self.queue)),
             None => event.synchronize(),
         }
     }
 
     fn timestamp(&self) -> Result<Timestamp, DeviceError> {
-        let event = self.checked(|| RawEvent::record_timed(&self.queue))?;
+        let event = self.call(|| RawEvent::record_timed(&self.queue))?;
         Ok(Timestamp::Device(Box::new(CudaTimestamp { gpu: self.gpu.clone(), event })))
     }
 

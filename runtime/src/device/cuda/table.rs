@@ -9,8 +9,8 @@ impl LaunchPlan {
     /// `None` for sources, and for empty tensors, for which the reference defines the result.
     pub fn new(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Option<LaunchPlan> {
         // Of the inputs of a concatenation, some may be empty.
-        let read = if matches!(op, Op::Concat(_)) { &[][..] } else { inputs };
-        if read.iter().chain(outputs).any(TensorLayout::is_empty) {
+        let non_empty = if matches!(op, Op::Concat(_)) { &[][..] } else { inputs };
+        if non_empty.iter().chain(outputs).any(TensorLayout::is_empty) {
             return None;
         }
         match (op, inputs, outputs) {

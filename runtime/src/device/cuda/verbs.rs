@@ -5,7 +5,7 @@
 //! model.
 
 use super::draft::PACK_BYTES;
-use super::element::{load, store, stored};
+use super::element::{load, storage_type, store};
 use super::optimizer::RuleVariant;
 use super::prelude::{ENTRY, PRELUDE};
 use crate::device::layout::accumulation_type;
@@ -72,30 +72,30 @@ pub fn are_aligned(arrays: &[Array<'_>], width: usize) -> String {
 
 /// The parameter of an array.
 pub fn parameter((name, dtype, access): &Array<'_>) -> String {
-    format!("{}{}* all_{name}", if *access == Reads { "const " } else { "" }, stored(*dtype))
+    format!("{}{}* all_{name}", if *access == Reads { "const " } else { "" }, storage_type(*dtype))
 }
 
 /// Computes pack `i` of `width` elements of arrays; `lines` computes one, named like its array.
 pub fn pack(arrays: &[Array<'_>], width: usize, lines: &str) -> String {
-    let (mut text, mut elements, mut behind) = (String::new(), String::new(), String::new());
+    let (mut text, mut elements, mut stores) = (String::new(), String::new(), String::new());
     for (name, dtype, access) in arrays {
-        let of = stored(*dtype);
-        let pack = format!("Pack<{of}, {width}>");
+        let element = storage_type(*dtype);
+        let pack = format!("Pack<{element}, {width}>");
         let _ = writeln!(text, "{pack} pack_{name};");
         if *access != Writes {
             let _ = writeln!(text, "pack_{name} = *(const {pack}*)(all_{name} + i * {width});");
         }
-        let _ = writeln!(elements, "{of}& {name} = pack_{name}.of[e];");
+        let _ = writeln!(elements, "{element}& {name} = pack_{name}.of[e];");
         if *access != Reads {
-            let _ = writeln!(behind, "*({pack}*)(all_{name} + i * {width}) = pack_{name};");
+            let _ = writeln!(stores, "*({pack}*)(all_{name} + i * {width}) = pack_{name};");
         }
     }
-    format!("{text}#pragma unroll\nfor (int e = 0; e < {width}; e++) {{\n{elements}{lines}\n}}\n{behind}")
+    format!("{text}#pragma unroll\nfor (int e = 0; e < {width}; e++) {{\n{elements}{lines}\n}}\n{stores}")
 }
 
 /// A kernel over `n` elements of arrays; `lines` computes one, named like its array. The parameters are `n`, the
 /// addresses of the arrays and `scalars`. Threads have packs of elements if all addresses are aligned for it.
-pub fn each(arrays: &[Array<'_>], scalars: &[&str], lines: &str) -> Arc<str> {
+pub fn elementwise_kernel(arrays: &[Array<'_>], scalars: &[&str], lines: &str) -> Arc<str> {
     let width = pack_width(arrays);
     let mut parameters = "u64 n".to_string();
     arrays.iter().for_each(|array| _ = write!(parameters, ", {}", parameter(array)));
@@ -115,7 +115,7 @@ pub fn each(arrays: &[Array<'_>], scalars: &[&str], lines: &str) -> Arc<str> {
 /// `to = from`, rounded to nearest.
 pub fn cast(from: DType, to: DType) -> Arc<str> {
     let value = store(to, &super::element::cast(from, to, &load(from, "x")));
-    each(&[("x", from, Reads), ("y", to, Writes)], &[], &format!("y = {value};"))
+    elementwise_kernel(&[("x", from, Reads), ("y", to, Writes)], &[], &format!("y = {value};"))
 }
 
 /// The largest size of elements that all these lengths and addresses are multiples of, up to 8 bytes.
@@ -135,10 +135,10 @@ pub fn word(size: usize) -> &'static str {
 
 /// Copies rows of `width` elements of `size` bytes.
 pub fn copy_rows(size: usize) -> Arc<str> {
-    let of = word(size);
+    let element = word(size);
     format!(
         "typedef unsigned long long at;\n{PRELUDE}\n\
-         extern \"C\" __global__ void {ENTRY}(u64 n, const {of}* x, {of}* y, u64 width, u64 from_pitch, u64 to_pitch) {{\n\
+         extern \"C\" __global__ void {ENTRY}(u64 n, const {element}* x, {element}* y, u64 width, u64 from_pitch, u64 to_pitch) {{\n\
          for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) \
          y[i / width * to_pitch + i % width] = x[i / width * from_pitch + i % width];\n}}\n"
     )
@@ -148,24 +148,28 @@ pub fn copy_rows(size: usize) -> Arc<str> {
 /// `sum += term`
 pub fn accumulate(dtype: DType) -> Arc<str> {
     let arrays = [("x", dtype, Reads), ("y", accumulation_type(dtype), Updates)];
-    each(&arrays, &[], &format!("y = y + {};", load(dtype, "x")))
+    elementwise_kernel(&arrays, &[], &format!("y = y + {};", load(dtype, "x")))
 }
 
 /// `sum = first + second`
 pub fn add(dtype: DType) -> Arc<str> {
-    each(&[("a", dtype, Reads), ("b", dtype, Reads), ("y", dtype, Writes)], &[], "y = a + b;")
+    elementwise_kernel(&[("a", dtype, Reads), ("b", dtype, Reads), ("y", dtype, Writes)], &[], "y = a + b;")
 }
 
 /// `values *= factor`
 pub fn scale(dtype: DType) -> Arc<str> {
-    each(&[("y", dtype, Updates)], &["factor"], &format!("y = ({})((f64)y * factor);", stored(dtype)))
+    elementwise_kernel(
+        &[("y", dtype, Updates)],
+        &["factor"],
+        &format!("y = ({})((f64)y * factor);", storage_type(dtype)),
+    )
 }
 
 /// Sums of squares of [`PARTS`] parts of a tensor, in `f64`.
 pub fn squares(dtype: DType) -> Arc<str> {
-    let of = stored(dtype);
+    let element = storage_type(dtype);
     format!(
-        "typedef unsigned long long at;\n{PRELUDE}\nextern \"C\" __global__ void {ENTRY}(u64 n, const {of}* x, f64* parts) {{\n\
+        "typedef unsigned long long at;\n{PRELUDE}\nextern \"C\" __global__ void {ENTRY}(u64 n, const {element}* x, f64* parts) {{\n\
          f64 sum = 0;\n\
          for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) sum += (f64)x[i] * (f64)x[i];\n\
          sum = sum_across(sum);\n\
@@ -176,12 +180,12 @@ pub fn squares(dtype: DType) -> Arc<str> {
 
 /// `average = keep · average + (1 − keep) · (new − old)`
 pub fn average_update(dtype: DType) -> Arc<str> {
-    let lines = format!("y = ({})(keep * (f64)y + (1.0 - keep) * ((f64)b - (f64)a));", stored(dtype));
-    each(&[("a", dtype, Reads), ("b", dtype, Reads), ("y", dtype, Updates)], &["keep"], &lines)
+    let lines = format!("y = ({})(keep * (f64)y + (1.0 - keep) * ((f64)b - (f64)a));", storage_type(dtype));
+    elementwise_kernel(&[("a", dtype, Reads), ("b", dtype, Reads), ("y", dtype, Updates)], &["keep"], &lines)
 }
 
 /// `to = weights − steps · average`
 pub fn set_back(dtype: DType) -> Arc<str> {
-    let lines = format!("y = ({})((f64)w - steps * (f64)average);", stored(dtype));
-    each(&[("w", dtype, Reads), ("average", dtype, Reads), ("y", dtype, Writes)], &["steps"], &lines)
+    let lines = format!("y = ({})((f64)w - steps * (f64)average);", storage_type(dtype));
+    elementwise_kernel(&[("w", dtype, Reads), ("average", dtype, Reads), ("y", dtype, Writes)], &["steps"], &lines)
 }

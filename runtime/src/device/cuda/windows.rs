@@ -30,7 +30,7 @@ pub fn element(window: &Window, axis: usize, size: usize) -> String {
 }
 
 /// Loops over the elements `d` that window `e` reads, with taps `k`. [`close`] ends them.
-pub fn seen(window: &Window, kernel: &[usize], sizes: &[usize]) -> String {
+pub fn element_loops(window: &Window, kernel: &[usize], sizes: &[usize]) -> String {
     let mut lines = String::new();
     for (axis, (taps, &size)) in kernel.iter().zip(sizes).enumerate() {
         let _ = writeln!(lines, "for (at k{axis} = 0; k{axis} < (at){taps}; k{axis}++) {{");
@@ -40,7 +40,7 @@ pub fn seen(window: &Window, kernel: &[usize], sizes: &[usize]) -> String {
 }
 
 /// Loops over the windows `e` that read an element; `element` and `tap` are the index names. [`close`] ends them.
-pub fn seeing(window: &Window, kernel: &[usize], windows: &[usize], element: &str, tap: &str) -> String {
+pub fn window_loops(window: &Window, kernel: &[usize], windows: &[usize], element: &str, tap: &str) -> String {
     let mut lines = String::new();
     for (axis, (taps, count)) in kernel.iter().zip(windows).enumerate() {
         let (pad, dilation, stride) = (window.pads_begin[axis], window.dilations[axis], window.strides[axis]);

@@ -18,14 +18,14 @@ impl Clock {
     /// Adds the work that precedes another point.
     pub fn merge(&mut self, other: &Clock) {
         for (&stream, &count) in &other.0 {
-            let known = self.0.entry(stream).or_default();
-            *known = (*known).max(count);
+            let latest = self.0.entry(stream).or_default();
+            *latest = (*latest).max(count);
         }
     }
 
     /// True if call number `count` of a stream precedes.
     pub fn has(&self, stream: u64, count: u64) -> bool {
-        self.0.get(&stream).is_some_and(|&known| count <= known)
+        self.0.get(&stream).is_some_and(|&latest| count <= latest)
     }
 
     /// True if all work of another clock precedes.
@@ -64,7 +64,7 @@ impl History {
 
     /// The first write of the range that is not known to be done.
     pub fn unfinished_write(&self, range: &Range<usize>, done: &Clock) -> Option<Access> {
-        let overlaps = |of: &Range<usize>| of.start < range.end && range.start < of.end;
+        let overlaps = |other: &Range<usize>| other.start < range.end && range.start < other.end;
         let is_open = |access: &Access| access.is_write && !done.has(access.stream, access.count);
         self.accesses().find(|access| overlaps(&access.range) && is_open(access))
     }

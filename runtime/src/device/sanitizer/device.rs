@@ -64,15 +64,15 @@ impl Shared {
         (address, bytes): (u64, usize),
         (stream, count, clock): (u64, u64, &Clock),
         is_write: bool,
-    ) -> Result<Held, DeviceError> {
+    ) -> Result<CheckedRange, DeviceError> {
         if bytes == 0 {
-            return Ok(Held { memory: EMPTY.clone(), range: 0..0 });
+            return Ok(CheckedRange { memory: EMPTY.clone(), range: 0..0 });
         }
         let (memory, range) = self.find(address, bytes).ok_or(DeviceError::Foreign { what: "memory" })?;
         let access = Access { stream, count, range: range.clone(), is_write };
         let conflict = memory.history().add(&access, &[clock, &self.done]);
         match conflict {
-            None => Ok(Held { memory, range }),
+            None => Ok(CheckedRange { memory, range }),
             Some(old) => Err(DeviceError::Failed {
                 device: NAME.to_string(),
                 what: format!(
@@ -155,12 +155,12 @@ pub fn sanitizer() -> Arc<dyn Device> {
 }
 
 /// A range of a buffer for the duration of a call.
-pub struct Held {
+pub struct CheckedRange {
     memory: Arc<Memory>,
     range: Range<usize>,
 }
 
-impl Held {
+impl CheckedRange {
     pub fn region(&self) -> Region<'_> {
         self.memory.host.region_of(self.range.clone())
     }

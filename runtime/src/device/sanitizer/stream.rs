@@ -1,7 +1,7 @@
 //! Streams whose methods check that their accesses are ordered, and then run on the CPU.
 
 use super::clock::Clock;
-use super::device::{Held, Shared, lock, sanitizer};
+use super::device::{CheckedRange, Shared, lock, sanitizer};
 use crate::device::api::{AverageStep, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::CpuStream;
@@ -31,31 +31,31 @@ impl SanitizerStream {
         SanitizerStream { number, shared, clock: RefCell::default() }
     }
 
-    fn verb(&self) -> StreamCall<'_> {
+    fn begin_call(&self) -> StreamCall<'_> {
         StreamCall { stream: self, count: self.clock.borrow_mut().tick(self.number) }
     }
 }
 
 impl StreamCall<'_> {
-    fn access(&self, region: Region<'_>, is_write: bool) -> Result<Held, DeviceError> {
+    fn access(&self, region: Region<'_>, is_write: bool) -> Result<CheckedRange, DeviceError> {
         let clock = self.stream.clock.borrow();
-        let by = (self.stream.number, self.count, &*clock);
-        lock(&self.stream.shared).access((region.address(), region.len()), by, is_write)
+        let caller = (self.stream.number, self.count, &*clock);
+        lock(&self.stream.shared).access((region.address(), region.len()), caller, is_write)
     }
 
-    fn read(&self, region: Region<'_>) -> Result<Held, DeviceError> {
+    fn read(&self, region: Region<'_>) -> Result<CheckedRange, DeviceError> {
         self.access(region, false)
     }
 
-    fn write(&self, region: &RegionMut<'_>) -> Result<Held, DeviceError> {
+    fn write(&self, region: &RegionMut<'_>) -> Result<CheckedRange, DeviceError> {
         self.access(region.as_region(), true)
     }
 
-    fn read_all(&self, regions: &[Region<'_>]) -> Result<Vec<Held>, DeviceError> {
+    fn read_all(&self, regions: &[Region<'_>]) -> Result<Vec<CheckedRange>, DeviceError> {
         regions.iter().map(|region| self.read(*region)).collect()
     }
 
-    fn write_all(&self, regions: &[RegionMut<'_>]) -> Result<Vec<Held>, DeviceError> {
+    fn write_all(&self, regions: &[RegionMut<'_>]) -> Result<Vec<CheckedRange>, DeviceError> {
         regions.iter().map(|region| self.write(region)).collect()
     }
 }
@@ -70,12 +70,12 @@ impl Stream for SanitizerStream {
         workspace: RegionMut<'_>,
         mode: OutputMode,
     ) -> Result<(), DeviceError> {
-        let verb = self.verb();
-        let (inputs, workspace) = (verb.read_all(inputs)?, verb.write(&workspace)?);
-        let outputs = verb.write_all(outputs)?;
-        let inputs: Vec<Region<'_>> = inputs.iter().map(Held::region).collect();
+        let call = self.begin_call();
+        let (inputs, workspace) = (call.read_all(inputs)?, call.write(&workspace)?);
+        let outputs = call.write_all(outputs)?;
+        let inputs: Vec<Region<'_>> = inputs.iter().map(CheckedRange::region).collect();
         // SAFETY: see above.
-        let mut outputs: Vec<RegionMut<'_>> = outputs.iter().map(|held| unsafe { held.region_mut() }).collect();
+        let mut outputs: Vec<RegionMut<'_>> = outputs.iter().map(|range| unsafe { range.region_mut() }).collect();
         CpuStream.run(kernel, &inputs, &mut outputs, unsafe { workspace.region_mut() }, mode)
     }
 
@@ -84,55 +84,55 @@ impl Stream for SanitizerStream {
     }
 
     fn upload_with(&self, to: RegionMut<'_>, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
-        let to = self.verb().write(&to)?;
+        let to = self.begin_call().write(&to)?;
         // SAFETY: see above.
         CpuStream.upload_with(unsafe { to.region_mut() }, fill)
     }
 
     fn download_with(&self, from: Region<'_>, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
-        let from = self.verb().read(from)?;
+        let from = self.begin_call().read(from)?;
         CpuStream.download_with(from.region(), read)?;
         self.finish()
     }
 
     fn copy(&self, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError> {
-        let verb = self.verb();
-        let (from, to) = (verb.read(from)?, verb.write(&to)?);
+        let call = self.begin_call();
+        let (from, to) = (call.read(from)?, call.write(&to)?);
         // SAFETY: see above.
         CpuStream.copy(from.region(), unsafe { to.region_mut() })
     }
 
     fn cast(&self, from: (DType, Region<'_>), to: (DType, RegionMut<'_>)) -> Result<(), DeviceError> {
-        let verb = self.verb();
-        let (held, into) = (verb.read(from.1)?, verb.write(&to.1)?);
+        let call = self.begin_call();
+        let (source, target) = (call.read(from.1)?, call.write(&to.1)?);
         // SAFETY: see above.
-        CpuStream.cast((from.0, held.region()), (to.0, unsafe { into.region_mut() }))
+        CpuStream.cast((from.0, source.region()), (to.0, unsafe { target.region_mut() }))
     }
 
     fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        let verb = self.verb();
-        let (term, sum) = (verb.read(term)?, verb.write(&sum)?);
+        let call = self.begin_call();
+        let (term, sum) = (call.read(term)?, call.write(&sum)?);
         // SAFETY: see above.
         CpuStream.accumulate(dtype, term.region(), unsafe { sum.region_mut() })
     }
 
     fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        let verb = self.verb();
-        let (first, second, sum) = (verb.read(first)?, verb.read(second)?, verb.write(&sum)?);
+        let call = self.begin_call();
+        let (first, second, sum) = (call.read(first)?, call.read(second)?, call.write(&sum)?);
         // SAFETY: see above.
         CpuStream.add(dtype, first.region(), second.region(), unsafe { sum.region_mut() })
     }
 
     fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
-        let values = self.verb().write(&values)?;
+        let values = self.begin_call().write(&values)?;
         // SAFETY: see above.
         CpuStream.scale(dtype, unsafe { values.region_mut() }, factor)
     }
 
     fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError> {
-        let verb = self.verb();
-        let held = tensors.iter().map(|(_, region)| verb.read(*region)).collect::<Result<Vec<_>, _>>()?;
-        let tensors: Vec<_> = tensors.iter().zip(&held).map(|((dtype, _), held)| (*dtype, held.region())).collect();
+        let call = self.begin_call();
+        let ranges = tensors.iter().map(|(_, region)| call.read(*region)).collect::<Result<Vec<_>, _>>()?;
+        let tensors: Vec<_> = tensors.iter().zip(&ranges).map(|((dtype, _), range)| (*dtype, range.region())).collect();
         let norms = CpuStream.squared_norms(&tensors)?;
         self.finish()?;
         Ok(norms)
@@ -140,13 +140,13 @@ impl Stream for SanitizerStream {
 
     fn optimizer_step(&self, rule: &UpdateRule, updates: Vec<ParameterUpdate<'_>>) -> Result<(), DeviceError> {
         for ParameterUpdate { args, weights, gradient, state, rounded } in updates {
-            let verb = self.verb();
-            let (gradient, state) = (verb.read(gradient)?, verb.write_all(&state)?);
+            let call = self.begin_call();
+            let (gradient, state) = (call.read(gradient)?, call.write_all(&state)?);
             let (old, new) = match &weights {
-                WeightRegions::InPlace(weights) => (None, verb.write(weights)?),
-                WeightRegions::OutOfPlace { old, new } => (Some(verb.read(*old)?), verb.write(new)?),
+                WeightRegions::InPlace(weights) => (None, call.write(weights)?),
+                WeightRegions::OutOfPlace { old, new } => (Some(call.read(*old)?), call.write(new)?),
             };
-            let rounded = rounded.map(|(dtype, to)| Ok::<_, DeviceError>((dtype, verb.write(&to)?))).transpose()?;
+            let rounded = rounded.map(|(dtype, to)| Ok::<_, DeviceError>((dtype, call.write(&to)?))).transpose()?;
             // SAFETY: see above, as for all that follow.
             let new = unsafe { new.region_mut() };
             let update = ParameterUpdate {
@@ -157,9 +157,9 @@ impl Stream for SanitizerStream {
                 },
                 gradient: gradient.region(),
                 // SAFETY: see above.
-                state: state.iter().map(|held| unsafe { held.region_mut() }).collect(),
+                state: state.iter().map(|range| unsafe { range.region_mut() }).collect(),
                 // SAFETY: see above.
-                rounded: rounded.as_ref().map(|(dtype, held)| (*dtype, unsafe { held.region_mut() })),
+                rounded: rounded.as_ref().map(|(dtype, range)| (*dtype, unsafe { range.region_mut() })),
             };
             CpuStream.optimizer_step(rule, vec![update])?;
         }
@@ -174,9 +174,9 @@ impl Stream for SanitizerStream {
         state: &[Region<'_>],
         to: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
-        let verb = self.verb();
-        let (weights, state, to) = (verb.read(weights)?, verb.read_all(state)?, verb.write(&to)?);
-        let state: Vec<Region<'_>> = state.iter().map(Held::region).collect();
+        let call = self.begin_call();
+        let (weights, state, to) = (call.read(weights)?, call.read_all(state)?, call.write(&to)?);
+        let state: Vec<Region<'_>> = state.iter().map(CheckedRange::region).collect();
         // SAFETY: see above.
         CpuStream.predict_weights(rule, prediction, weights.region(), &state, unsafe { to.region_mut() })
     }
@@ -188,8 +188,8 @@ impl Stream for SanitizerStream {
         keep: f64,
         average: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
-        let verb = self.verb();
-        let (old, new, average) = (verb.read(old)?, verb.read(new)?, verb.write(&average)?);
+        let call = self.begin_call();
+        let (old, new, average) = (call.read(old)?, call.read(new)?, call.write(&average)?);
         // SAFETY: see above.
         CpuStream.average_update(dtype, (old.region(), new.region()), keep, unsafe { average.region_mut() })
     }
@@ -201,15 +201,15 @@ impl Stream for SanitizerStream {
         (average, steps): (Region<'_>, u32),
         to: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
-        let verb = self.verb();
-        let (weights, average, to) = (verb.read(weights)?, verb.read(average)?, verb.write(&to)?);
+        let call = self.begin_call();
+        let (weights, average, to) = (call.read(weights)?, call.read(average)?, call.write(&to)?);
         // SAFETY: see above.
         CpuStream.set_back_weights(dtype, weights.region(), (average.region(), steps), unsafe { to.region_mut() })
     }
 
     fn moving_averages(&self, steps: Vec<AverageStep<'_>>) -> Result<(), DeviceError> {
         steps.into_iter().try_for_each(|step| {
-            let state = self.verb().write(&step.state)?;
+            let state = self.begin_call().write(&step.state)?;
             // SAFETY: see above.
             CpuStream.moving_averages(vec![AverageStep { state: unsafe { state.region_mut() }, ..step }])
         })

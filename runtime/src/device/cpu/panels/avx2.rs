@@ -8,7 +8,7 @@
 //!
 //! The operand of fewer elements is the one in the second-level cache, so that the other is packed once. A few rows times
 //! a transposed matrix are dot products, and a few rows times a matrix read it in place, in memory order. A weight that
-//! many products read is packed once ([`lay`]).
+//! many products read is packed once ([`pack_all`]).
 //!
 //! Each result element is an ordered sum over blocks of the depth with fused multiply-adds; a dot product has one sum per
 //! lane. Its bits depend only on the sizes and layouts.
@@ -18,7 +18,7 @@
 
 pub mod few_rows;
 
-use super::pack::eight_turned;
+use super::pack::transpose_8x8;
 use super::{Ahead, Line, Rows, pieces};
 use few_rows::{FEW_ROWS, dots, few_rows};
 use std::arch::x86_64::{
@@ -43,25 +43,25 @@ const CACHE: usize = 64 * 1024;
 const MIN_DEPTH: usize = 16;
 const MIN_COLUMNS: usize = 32;
 /// Depth steps between prefetches.
-const TURN: usize = 4;
+const PREFETCH_STEPS: usize = 4;
 
 struct Panels {
     /// Panels of the operand in the second-level cache. A store may end a vector after its panel.
-    many: Vec<Line>,
+    cached: Vec<Line>,
     /// A panel of the other.
-    one: Vec<Line>,
+    streamed: Vec<Line>,
 }
 
 thread_local! {
     /// Allocated with the first product of a thread.
     static PANELS: RefCell<Panels> = RefCell::new(Panels {
-        many: vec![Line([0.0; COLUMNS]); CACHE / COLUMNS + 1],
-        one: vec![Line([0.0; COLUMNS]); DEPTH + 1],
+        cached: vec![Line([0.0; COLUMNS]); CACHE / COLUMNS + 1],
+        streamed: vec![Line([0.0; COLUMNS]); DEPTH + 1],
     });
 }
 
 /// True if the processor has AVX2 and FMA.
-pub fn is_at_hand() -> bool {
+pub fn is_supported() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
 }
 
@@ -71,35 +71,36 @@ pub fn is_narrow([m, n]: [usize; 2], a_row: usize) -> bool {
     a_row == 1 && m > FEW_ROWS && n < MIN_COLUMNS
 }
 
-/// `c = a b`, or `c += a b` with `add`, of matrices in memory, for non-zero sizes m, n, k. `far` is the row stride of
+/// `c = a b`, or `c += a b` with `add`, of matrices in memory, for non-zero sizes m, n, k. `c_row` is the row stride of
 /// `c`.
 ///
 /// # Safety
 ///
-/// [`is_at_hand`] holds, and the operands have these sizes.
-pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32, usize), add: bool) {
+/// [`is_supported`] holds, and the operands have these sizes.
+pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, c_row): (*mut f32, usize), add: bool) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         PANELS.with_borrow_mut(|panels| {
-            let (many, one) = (panels.many.as_mut_ptr().cast::<f32>(), panels.one.as_mut_ptr().cast::<f32>());
+            let (cached, streamed) =
+                (panels.cached.as_mut_ptr().cast::<f32>(), panels.streamed.as_mut_ptr().cast::<f32>());
             if m <= FEW_ROWS && b.row == 1 && a.step == 1 && k >= MIN_DEPTH {
-                return dots([m, n, k], (a, b), (c, far), add, one);
+                return dots([m, n, k], (a, b), (c, c_row), add, streamed);
             }
             if m <= FEW_ROWS && b.step == 1 && n >= MIN_COLUMNS {
-                return few_rows([m, n, k], (a, b), (c, far), add, [one, many]);
+                return few_rows([m, n, k], (a, b), (c, c_row), add, [streamed, cached]);
             }
-            let deep = k.div_ceil(k.div_ceil(DEPTH)).next_multiple_of(LANES);
-            for first in (0..k).step_by(deep) {
-                let depth = deep.min(k - first);
+            let block_depth = k.div_ceil(k.div_ceil(DEPTH)).next_multiple_of(LANES);
+            for first in (0..k).step_by(block_depth) {
+                let depth = block_depth.min(k - first);
                 let block = Block {
                     depth,
                     a: Rows { at: a.at.wrapping_add(first * a.step), ..a },
                     b: Rows { at: b.at.wrapping_add(first * b.row), ..b },
                     c,
-                    far,
+                    c_row,
                     add: add || first > 0,
-                    many,
-                    one,
+                    cached,
+                    streamed,
                 };
                 // Panels that fit into the cache, and how often the other operand is packed.
                 let (rows, columns) = (CACHE / depth / ROWS * ROWS, CACHE / depth / COLUMNS * COLUMNS);
@@ -119,13 +120,13 @@ pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut 
     }
 }
 
-/// True if a left operand of this depth fits into the cache for [`product_laid`].
-pub fn is_for(depth: usize) -> bool {
+/// True if a left operand of this depth fits into the cache for [`packed_product`].
+pub fn fits_cache(depth: usize) -> bool {
     depth * ROWS <= CACHE
 }
 
-/// Elements of an operand of this size after [`lay`].
-pub fn elements(columns: usize, depth: usize) -> usize {
+/// Elements of an operand of this size after [`pack_all`].
+pub fn packed_len(columns: usize, depth: usize) -> usize {
     columns.next_multiple_of(COLUMNS) * depth
 }
 
@@ -133,53 +134,56 @@ pub fn elements(columns: usize, depth: usize) -> usize {
 ///
 /// # Safety
 ///
-/// [`is_at_hand`] holds, the operand has this size, and `to` has room for its [`elements`].
-pub unsafe fn lay(b: Rows, [columns, depth]: [usize; 2], to: *mut f32) {
+/// [`is_supported`] holds, the operand has this size, and `to` has room for its [`packed_len`].
+pub unsafe fn pack_all(b: Rows, [columns, depth]: [usize; 2], to: *mut f32) {
     for first in (0..columns).step_by(COLUMNS) {
         let from = Rows { at: b.at.wrapping_add(first * b.step), ..b };
         // SAFETY: guaranteed by the caller.
-        unsafe { right(from, depth, COLUMNS.min(columns - first), to.wrapping_add(first * depth)) };
+        unsafe { pack_right(from, depth, COLUMNS.min(columns - first), to.wrapping_add(first * depth)) };
     }
 }
 
-/// As [`matrices`], with a right operand packed by [`lay`]. `backwards` reads its panels from the last to the first, to
-/// reuse what the previous product left in the cache.
+/// As [`matrices`], with a right operand packed by [`pack_all`]. `backwards` reads its panels from the last to the
+/// first, to reuse what the previous product left in the cache.
 ///
 /// # Safety
 ///
-/// As for [`matrices`]; [`is_for`] holds for the depth.
-pub unsafe fn product_laid(
+/// As for [`matrices`]; [`fits_cache`] holds for the depth.
+pub unsafe fn packed_product(
     [m, n, k]: [usize; 3],
     a: Rows,
-    laid: *const f32,
-    (c, far): (*mut f32, usize),
+    packed: *const f32,
+    (c, c_row): (*mut f32, usize),
     add: bool,
     backwards: bool,
 ) {
-    let deep = k.div_ceil(k.div_ceil(DEPTH)).next_multiple_of(LANES);
-    let (most, count) = (CACHE / k / ROWS * ROWS, n.div_ceil(COLUMNS));
+    let block_depth = k.div_ceil(k.div_ceil(DEPTH)).next_multiple_of(LANES);
+    let (block_rows, count) = (CACHE / k / ROWS * ROWS, n.div_ceil(COLUMNS));
     PANELS.with_borrow_mut(|panels| {
-        let many = panels.many.as_mut_ptr().cast::<f32>();
-        for rows in (0..m).step_by(most).map(|first| first..m.min(first + most)) {
-            for (own, panel) in pieces(rows.clone(), ROWS, k, many) {
+        let cached = panels.cached.as_mut_ptr().cast::<f32>();
+        for rows in (0..m).step_by(block_rows).map(|first| first..m.min(first + block_rows)) {
+            for (panel_rows, panel) in pieces(rows.clone(), ROWS, k, cached) {
                 // SAFETY: guaranteed by the caller; the panels have room for these rows.
-                unsafe { left(Rows { at: a.at.wrapping_add(own.start * a.row), ..a }, own.len(), k, panel) };
+                unsafe {
+                    pack_left(Rows { at: a.at.wrapping_add(panel_rows.start * a.row), ..a }, panel_rows.len(), k, panel)
+                };
             }
             for at in 0..count {
                 let at = if backwards { count - 1 - at } else { at };
-                let (column, panel) = (at * COLUMNS, laid.wrapping_add(at * COLUMNS * k));
+                let (column, panel) = (at * COLUMNS, packed.wrapping_add(at * COLUMNS * k));
                 let next = if backwards { panel.wrapping_sub(COLUMNS * k) } else { panel.wrapping_add(COLUMNS * k) };
                 let mut ahead = Ahead::of(next, [k, COLUMNS], COLUMNS);
-                for depth in (0..k).step_by(deep).map(|first| first..k.min(first + deep)) {
-                    let b = Rows { at: laid, row: COLUMNS, step: 1 };
+                for depth in (0..k).step_by(block_depth).map(|first| first..k.min(first + block_depth)) {
+                    let b = Rows { at: packed, row: COLUMNS, step: 1 };
                     let add = add || depth.start > 0;
-                    let block = Block { depth: depth.len(), a, b, c, far, add, many, one: std::ptr::null_mut() };
+                    let block =
+                        Block { depth: depth.len(), a, b, c, c_row, add, cached, streamed: std::ptr::null_mut() };
                     let b = panel.wrapping_add(depth.start * COLUMNS);
-                    for (own, panel) in pieces(rows.clone(), ROWS, k, many) {
-                        let panel = panel.wrapping_add(depth.start * own.len());
+                    for (panel_rows, panel) in pieces(rows.clone(), ROWS, k, cached) {
+                        let panel = panel.wrapping_add(depth.start * panel_rows.len());
                         let columns = (column, COLUMNS.min(n - column));
                         // SAFETY: guaranteed by the caller.
-                        unsafe { block.tile((own, panel), columns, b, &mut ahead) };
+                        unsafe { block.tile((panel_rows, panel), columns, b, &mut ahead) };
                     }
                 }
             }
@@ -193,10 +197,10 @@ struct Block {
     a: Rows,
     b: Rows,
     c: *mut f32,
-    far: usize,
+    c_row: usize,
     add: bool,
-    many: *mut f32,
-    one: *mut f32,
+    cached: *mut f32,
+    streamed: *mut f32,
 }
 
 impl Block {
@@ -212,15 +216,15 @@ impl Block {
     unsafe fn by_columns(&self, rows: Range<usize>, n: usize) {
         // SAFETY: guaranteed by the caller.
         unsafe {
-            for (own, panel) in pieces(rows.clone(), ROWS, self.depth, self.many) {
-                left(self.left(own.start), own.len(), self.depth, panel);
+            for (panel_rows, panel) in pieces(rows.clone(), ROWS, self.depth, self.cached) {
+                pack_left(self.left(panel_rows.start), panel_rows.len(), self.depth, panel);
             }
             for column in (0..n).step_by(COLUMNS) {
                 let width = COLUMNS.min(n - column);
-                right(self.right(column), self.depth, width, self.one);
+                pack_right(self.right(column), self.depth, width, self.streamed);
                 let mut ahead = self.ahead(column + COLUMNS, n);
-                for (own, panel) in pieces(rows.clone(), ROWS, self.depth, self.many) {
-                    self.tile((own, panel), (column, width), self.one, &mut ahead);
+                for (panel_rows, panel) in pieces(rows.clone(), ROWS, self.depth, self.cached) {
+                    self.tile((panel_rows, panel), (column, width), self.streamed, &mut ahead);
                 }
             }
         }
@@ -228,18 +232,23 @@ impl Block {
 
     /// Packs these columns, and each panel of rows once.
     unsafe fn by_rows(&self, m: usize, columns: Range<usize>) {
-        let panel = |column: usize| self.many.wrapping_add((column - columns.start) * self.depth);
+        let panel = |column: usize| self.cached.wrapping_add((column - columns.start) * self.depth);
         let width = |column: usize| COLUMNS.min(columns.end - column);
         // SAFETY: guaranteed by the caller.
         unsafe {
             for column in columns.clone().step_by(COLUMNS) {
-                right(self.right(column), self.depth, width(column), panel(column));
+                pack_right(self.right(column), self.depth, width(column), panel(column));
             }
-            for (own, _) in pieces(0..m, ROWS, self.depth, self.many) {
-                left(self.left(own.start), own.len(), self.depth, self.one);
+            for (panel_rows, _) in pieces(0..m, ROWS, self.depth, self.cached) {
+                pack_left(self.left(panel_rows.start), panel_rows.len(), self.depth, self.streamed);
                 for column in columns.clone().step_by(COLUMNS) {
                     let b = panel(column).cast_const();
-                    self.tile((own.clone(), self.one), (column, width(column)), b, &mut Ahead::NOTHING.clone());
+                    self.tile(
+                        (panel_rows.clone(), self.streamed),
+                        (column, width(column)),
+                        b,
+                        &mut Ahead::NOTHING.clone(),
+                    );
                 }
             }
         }
@@ -265,16 +274,16 @@ impl Block {
         b: *const f32,
         ahead: &mut Ahead,
     ) {
-        let to = self.c.wrapping_add(rows.start * self.far + column);
-        let it = Tile { depth: self.depth, a: a.cast_const(), b, c: to, c_row: self.far, columns, add: self.add };
+        let to = self.c.wrapping_add(rows.start * self.c_row + column);
+        let tile = Tile { depth: self.depth, a: a.cast_const(), b, c: to, c_row: self.c_row, columns, add: self.add };
         macro_rules! heights {
             ($($rows:literal)*) => {
                 match (rows.len(), columns > LANES) {
                     $(
                         // SAFETY: guaranteed by the caller.
-                        ($rows, true) => unsafe { it.sums::<$rows, 2>(ahead) },
+                        ($rows, true) => unsafe { tile.multiply::<$rows, 2>(ahead) },
                         // SAFETY: guaranteed by the caller.
-                        ($rows, false) => unsafe { it.sums::<$rows, 1>(ahead) },
+                        ($rows, false) => unsafe { tile.multiply::<$rows, 1>(ahead) },
                     )*
                     _ => unreachable!("too many rows for a tile"),
                 }
@@ -299,7 +308,7 @@ struct Tile {
 
 impl Tile {
     #[target_feature(enable = "avx2,fma")]
-    unsafe fn sums<const R: usize, const V: usize>(&self, later: &mut Ahead) {
+    unsafe fn multiply<const R: usize, const V: usize>(&self, later: &mut Ahead) {
         let mut ahead = *later;
         let Tile { depth, a, b, c, c_row, columns, add } = *self;
         let mut sums = [[_mm256_setzero_ps(); V]; R];
@@ -325,14 +334,14 @@ impl Tile {
                     b_at = b_at.wrapping_add(COLUMNS);
                 };
             }
-            for _ in 0..depth / TURN {
-                ahead.ask(1);
+            for _ in 0..depth / PREFETCH_STEPS {
+                ahead.prefetch(1);
                 step!();
                 step!();
                 step!();
                 step!();
             }
-            for _ in 0..depth % TURN {
+            for _ in 0..depth % PREFETCH_STEPS {
                 step!();
             }
             *later = ahead;
@@ -342,7 +351,7 @@ impl Tile {
                     let to = c.wrapping_add(r * c_row + v * LANES);
                     let mut sum = sums[r][v];
                     if v + 1 == V && last < LANES {
-                        let lanes = lanes(last);
+                        let lanes = lane_mask(last);
                         if add {
                             sum = _mm256_add_ps(_mm256_maskload_ps(to, lanes), sum);
                         }
@@ -362,38 +371,38 @@ impl Tile {
 /// Mask of the first `count` lanes.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn lanes(count: usize) -> __m256i {
+fn lane_mask(count: usize) -> __m256i {
     _mm256_cmpgt_epi32(_mm256_set1_epi32(count as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }
 
 /// Packs a panel `[depth][rows]` of a left operand. Up to a vector after it is overwritten.
 #[target_feature(enable = "avx2")]
-unsafe fn left(a: Rows, rows: usize, depth: usize, panel: *mut f32) {
+unsafe fn pack_left(a: Rows, rows: usize, depth: usize, panel: *mut f32) {
     // SAFETY: guaranteed by the caller; groups of eight are read only if complete.
     unsafe {
-        let mut done = 0;
+        let mut packed_depth = 0;
         if a.step == 1 {
-            done = depth / LANES * LANES;
-            for p in (0..done).step_by(LANES) {
+            packed_depth = depth / LANES * LANES;
+            for p in (0..packed_depth).step_by(LANES) {
                 let mut lines = [_mm256_setzero_ps(); LANES];
                 for r in 0..ROWS {
                     if r < rows {
                         lines[r] = _mm256_loadu_ps(a.at.add(r * a.row + p));
                     }
                 }
-                lines = eight_turned(lines);
+                lines = transpose_8x8(lines);
                 for i in 0..LANES {
                     _mm256_storeu_ps(panel.add((p + i) * rows), lines[i]);
                 }
             }
         } else if a.row == 1 {
-            done = depth;
-            let lanes = lanes(rows);
+            packed_depth = depth;
+            let lanes = lane_mask(rows);
             for p in 0..depth {
                 _mm256_storeu_ps(panel.add(p * rows), _mm256_maskload_ps(a.at.add(p * a.step), lanes));
             }
         }
-        for p in done..depth {
+        for p in packed_depth..depth {
             for r in 0..rows {
                 *panel.add(p * rows + r) = *a.at.add(r * a.row + p * a.step);
             }
@@ -403,7 +412,7 @@ unsafe fn left(a: Rows, rows: usize, depth: usize, panel: *mut f32) {
 
 /// Packs a panel `[depth][16]` of a right operand, zero-padded.
 #[target_feature(enable = "avx2")]
-unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
+unsafe fn pack_right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
     // SAFETY: guaranteed by the caller; reads past the last column or depth are masked.
     unsafe {
         if b.step == 1 && columns == COLUMNS {
@@ -415,10 +424,10 @@ unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
             }
             return;
         }
-        let mut done = 0;
+        let mut packed_depth = 0;
         if b.step == 1 {
-            done = depth;
-            let masks = [lanes(columns), lanes(columns.saturating_sub(LANES))];
+            packed_depth = depth;
+            let masks = [lane_mask(columns), lane_mask(columns.saturating_sub(LANES))];
             for p in 0..depth {
                 for half in 0..2 {
                     let from = b.at.wrapping_add(p * b.row + half * LANES);
@@ -426,8 +435,8 @@ unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
                 }
             }
         } else if b.row == 1 {
-            done = depth / LANES * LANES;
-            for p in (0..done).step_by(LANES) {
+            packed_depth = depth / LANES * LANES;
+            for p in (0..packed_depth).step_by(LANES) {
                 for half in [0, LANES] {
                     let mut lines = [_mm256_setzero_ps(); LANES];
                     for lane in 0..LANES {
@@ -435,14 +444,14 @@ unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
                             lines[lane] = _mm256_loadu_ps(b.at.add((half + lane) * b.step + p));
                         }
                     }
-                    lines = eight_turned(lines);
+                    lines = transpose_8x8(lines);
                     for i in 0..LANES {
                         _mm256_storeu_ps(panel.add((p + i) * COLUMNS + half), lines[i]);
                     }
                 }
             }
         }
-        for p in done..depth {
+        for p in packed_depth..depth {
             for lane in 0..COLUMNS {
                 let is_inside = lane < columns;
                 *panel.add(p * COLUMNS + lane) = if is_inside { *b.at.add(p * b.row + lane * b.step) } else { 0.0 };
@@ -458,31 +467,31 @@ mod tests {
 
     #[test]
     fn products_with_a_packed_factor_are_those_of_the_factor_as_it_lies() {
-        if !is_at_hand() {
+        if !is_supported() {
             return println!("skipped: no AVX2");
         }
-        for ([m, n, k], turned) in SHAPES.iter().flat_map(|&shape| [(shape, false), (shape, true)]) {
+        for ([m, n, k], is_transposed) in SHAPES.iter().flat_map(|&shape| [(shape, false), (shape, true)]) {
             let (a, b, before) = (numbers(m * k, 1), numbers(n * k, 2), numbers(m * (n + 3), 3));
             let a = Rows { at: a.as_ptr(), row: k, step: 1 };
-            let (row, step) = if turned { (1, k) } else { (n, 1) };
+            let (row, step) = if is_transposed { (1, k) } else { (n, 1) };
             let b = Rows { at: b.as_ptr(), row, step };
-            let mut laid = vec![0.0; elements(n, k)];
-            assert!(is_for(k));
+            let mut packed = vec![0.0; packed_len(n, k)];
+            assert!(fits_cache(k));
             // SAFETY: the operand and its panels have this size.
-            unsafe { lay(b, [n, k], laid.as_mut_ptr()) };
+            unsafe { pack_all(b, [n, k], packed.as_mut_ptr()) };
             for add in [false, true] {
-                let (mut want, mut got, mut other) = (before.clone(), before.clone(), before.clone());
+                let (mut want, mut got, mut backward) = (before.clone(), before.clone(), before.clone());
                 // SAFETY: the operands have these sizes.
                 unsafe {
                     matrices([m, n, k], a, b, (want.as_mut_ptr(), n + 3), add);
-                    product_laid([m, n, k], a, laid.as_ptr(), (got.as_mut_ptr(), n + 3), add, false);
-                    product_laid([m, n, k], a, laid.as_ptr(), (other.as_mut_ptr(), n + 3), add, true);
+                    packed_product([m, n, k], a, packed.as_ptr(), (got.as_mut_ptr(), n + 3), add, false);
+                    packed_product([m, n, k], a, packed.as_ptr(), (backward.as_mut_ptr(), n + 3), add, true);
                 }
                 let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 2e-6 * (k as f32).sqrt();
-                assert!(want.iter().zip(&got).all(close), "{m}x{n}x{k} {turned} {add}");
-                assert_eq!(got, other, "{m}x{n}x{k} {turned} {add}: backwards");
-                let beside = |c: &[f32]| c.chunks(n + 3).flat_map(|row| row[n..].to_vec()).collect::<Vec<_>>();
-                assert_eq!(beside(&got), beside(&before), "{m}x{n}x{k}: beside the result");
+                assert!(want.iter().zip(&got).all(close), "{m}x{n}x{k} {is_transposed} {add}");
+                assert_eq!(got, backward, "{m}x{n}x{k} {is_transposed} {add}: backwards");
+                let padding = |c: &[f32]| c.chunks(n + 3).flat_map(|row| row[n..].to_vec()).collect::<Vec<_>>();
+                assert_eq!(padding(&got), padding(&before), "{m}x{n}x{k}: beside the result");
             }
         }
     }

@@ -4,8 +4,8 @@
 // Index loops are fully unrolled; iterator closures would not be compiled for these vectors.
 #![allow(clippy::needless_range_loop)]
 
-use super::images::before;
-use super::pack::sixteen_turned;
+use super::images::lanes_before;
+use super::pack::transpose_16x16;
 use super::{LANES, Rows};
 use std::arch::x86_64::{
     __m512, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_fmadd_ps, _mm512_maskz_loadu_ps, _mm512_setzero_ps,
@@ -18,24 +18,24 @@ pub const MOST_ROWS: usize = 8;
 const AT_HAND: usize = 4 * 1024;
 
 /// `c = a bᵀ`, or `c += a bᵀ` with `add`, for sizes m, n, k with m at most [`MOST_ROWS`]. Rows of `a` and `b` are
-/// contiguous; `far` is the row stride of `c`. An element is written after its whole sum, or after blocks of depth that
-/// depend on the sizes.
+/// contiguous; `c_row` is the row stride of `c`. An element is written after its whole sum, or after blocks of depth
+/// that depend on the sizes.
 ///
 /// # Safety
 ///
 /// The processor has AVX-512, and the operands have these sizes, none of them 0.
-pub unsafe fn dots([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32, usize), add: bool) {
+pub unsafe fn dots([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, c_row): (*mut f32, usize), add: bool) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         match m {
-            1 => tiles::<1, 16>(n, k, a, b, (c, far), add),
-            2 => tiles::<2, 8>(n, k, a, b, (c, far), add),
-            3 => tiles::<3, 5>(n, k, a, b, (c, far), add),
-            4 => tiles::<4, 4>(n, k, a, b, (c, far), add),
-            5 => tiles::<5, 3>(n, k, a, b, (c, far), add),
-            6 => tiles::<6, 2>(n, k, a, b, (c, far), add),
-            7 => tiles::<7, 2>(n, k, a, b, (c, far), add),
-            MOST_ROWS => tiles::<8, 2>(n, k, a, b, (c, far), add),
+            1 => dots_of::<1, 16>(n, k, a, b, (c, c_row), add),
+            2 => dots_of::<2, 8>(n, k, a, b, (c, c_row), add),
+            3 => dots_of::<3, 5>(n, k, a, b, (c, c_row), add),
+            4 => dots_of::<4, 4>(n, k, a, b, (c, c_row), add),
+            5 => dots_of::<5, 3>(n, k, a, b, (c, c_row), add),
+            6 => dots_of::<6, 2>(n, k, a, b, (c, c_row), add),
+            7 => dots_of::<7, 2>(n, k, a, b, (c, c_row), add),
+            MOST_ROWS => dots_of::<8, 2>(n, k, a, b, (c, c_row), add),
             _ => unreachable!("there are at most {MOST_ROWS} rows"),
         }
     }
@@ -43,16 +43,16 @@ pub unsafe fn dots([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32,
 
 /// Multiplies `M` rows of `a` with `R` rows of `b` at a time.
 #[target_feature(enable = "avx512f")]
-unsafe fn tiles<const M: usize, const R: usize>(
+unsafe fn dots_of<const M: usize, const R: usize>(
     n: usize,
     k: usize,
     a: Rows,
     b: Rows,
-    (c, far): (*mut f32, usize),
+    (c, c_row): (*mut f32, usize),
     add: bool,
 ) {
-    let most = (AT_HAND / M).next_multiple_of(LANES);
-    let block = k.div_ceil(k.div_ceil(most)).next_multiple_of(LANES);
+    let max_block = (AT_HAND / M).next_multiple_of(LANES);
+    let block = k.div_ceil(k.div_ceil(max_block)).next_multiple_of(LANES);
     for (first, column) in (0..k).step_by(block).flat_map(|first| (0..n).step_by(R).map(move |column| (first, column)))
     {
         let (end, add) = (k.min(first + block), add || first > 0);
@@ -87,7 +87,7 @@ unsafe fn tiles<const M: usize, const R: usize>(
                 depth += LANES;
             }
             if depth < end {
-                step!(depth, before(end - depth, 0));
+                step!(depth, lanes_before(end - depth, 0));
             }
         }
         let mut lines = [_mm512_setzero_ps(); LANES];
@@ -98,10 +98,10 @@ unsafe fn tiles<const M: usize, const R: usize>(
         }
         let mut elements = [0.0f32; LANES];
         // SAFETY: the array holds a vector.
-        unsafe { _mm512_storeu_ps(elements.as_mut_ptr(), added_up(lines)) };
+        unsafe { _mm512_storeu_ps(elements.as_mut_ptr(), sum_lanes(lines)) };
         for r in 0..R.min(n - column) {
             for i in 0..M {
-                let to = c.wrapping_add(i * far + column + r);
+                let to = c.wrapping_add(i * c_row + column + r);
                 // SAFETY: guaranteed by the caller.
                 unsafe { *to = if add { *to + elements[r * M + i] } else { elements[r * M + i] } };
             }
@@ -112,8 +112,8 @@ unsafe fn tiles<const M: usize, const R: usize>(
 /// The lane sum of each vector.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn added_up(sums: [__m512; LANES]) -> __m512 {
-    let mut lanes = sixteen_turned(sums);
+fn sum_lanes(sums: [__m512; LANES]) -> __m512 {
+    let mut lanes = transpose_16x16(sums);
     let mut half = LANES / 2;
     while half > 0 {
         for i in 0..half {

@@ -1,6 +1,6 @@
 //! Convolution operands: panels are filled from images, and results are written to images.
 
-use super::pack::sixteen_turned;
+use super::pack::transpose_16x16;
 use super::windows::{Run, Windows};
 use super::{COLUMNS, LANES, Left, ROWS, Right, Rows, Target, VECTORS, pieces};
 use std::arch::x86_64::{
@@ -19,7 +19,7 @@ pub struct Patches<'a> {
 }
 
 /// The transpose of [`Patches`].
-pub struct PatchesTurned<'a>(pub Patches<'a>);
+pub struct TransposedPatches<'a>(pub Patches<'a>);
 
 /// The outputs: a row per channel, a column per window.
 pub struct Results<'a> {
@@ -47,14 +47,14 @@ pub struct Flipped {
 }
 
 /// Mask of the lanes before `end`, in vector number `vector`.
-pub(super) fn before(end: usize, vector: usize) -> u16 {
+pub(super) fn lanes_before(end: usize, vector: usize) -> u16 {
     !0 >> (LANES - (end - vector * LANES).min(LANES))
 }
 
-/// Loads the elements of some lanes, 0 in the others. `STEP` is the lane stride, 0 if it is `far`.
+/// Loads the elements of some lanes, 0 in the others. `STEP` is the lane stride, 0 if it is `stride`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, far: usize) -> __m512 {
+unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, stride: usize) -> __m512 {
     let mut line = _mm512_setzero_ps();
     for run in runs {
         let (at, lanes) = (from.wrapping_offset(run.at as isize), run.lanes & valid);
@@ -65,12 +65,12 @@ unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, fa
                 2 => {
                     let low = _mm512_maskz_loadu_ps(every_second(lanes), at);
                     let high = _mm512_maskz_loadu_ps(every_second(lanes >> 8), at.wrapping_add(LANES));
-                    let even = counted(2);
+                    let even = lane_multiples(2);
                     _mm512_mask_mov_ps(line, lanes, _mm512_permutex2var_ps(low, even, high))
                 }
                 _ => {
-                    let places = counted(far);
-                    _mm512_mask_i32gather_ps::<4>(line, lanes, places, at.cast())
+                    let offsets = lane_multiples(stride);
+                    _mm512_mask_i32gather_ps::<4>(line, lanes, offsets, at.cast())
                 }
             };
         }
@@ -81,7 +81,7 @@ unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, fa
 /// 0, `step`, 2 `step`, …
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn counted(step: usize) -> __m512i {
+pub(super) fn lane_multiples(step: usize) -> __m512i {
     let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     _mm512_mullo_epi32(lanes, _mm512_set1_epi32(step as i32))
 }
@@ -102,9 +102,9 @@ impl Patches<'_> {
         let pitch = columns.len().next_multiple_of(LANES);
         for column in (0..columns.len()).step_by(LANES) {
             let vector = (columns.start + column) / LANES;
-            let (valid, (at, [image, _])) = (before(columns.end, vector), self.windows.place(vector));
+            let (valid, (at, [image, _])) = (lanes_before(columns.end, vector), self.windows.locate(vector));
             for first in depth.clone().take(taps) {
-                let runs = self.windows.seen(at, first % taps);
+                let runs = self.windows.reads(at, first % taps);
                 let mut from = self.x.wrapping_add(image + first / taps * plane);
                 let mut to = panel.wrapping_add((first - depth.start) * pitch + column);
                 for _ in (first..depth.end).step_by(taps) {
@@ -124,26 +124,26 @@ impl Patches<'_> {
     }
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn copy_turned<const STEP: usize>(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
+    unsafe fn copy_transposed<const STEP: usize>(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
         let Windows { taps, plane, step, .. } = *self.windows;
         let pitch = columns.len().next_multiple_of(LANES);
         for column in (0..columns.len()).step_by(LANES) {
-            let some = (columns.len() - column).min(LANES);
+            let line_count = (columns.len() - column).min(LANES);
             for window in (0..depth.len()).step_by(LANES) {
                 let vector = (depth.start + window) / LANES;
-                let (valid, (at, [image, _])) = (before(depth.end, vector), self.windows.place(vector));
+                let (valid, (at, [image, _])) = (lanes_before(depth.end, vector), self.windows.locate(vector));
                 let mut tap = (columns.start + column) % taps;
                 let mut from = self.x.wrapping_add(image + (columns.start + column) / taps * plane);
                 let mut lines = [_mm512_setzero_ps(); LANES];
-                for line in lines.iter_mut().take(some) {
+                for line in lines.iter_mut().take(line_count) {
                     // SAFETY: guaranteed by the caller; windows read inside their image.
-                    *line = unsafe { load::<STEP>(self.windows.seen(at, tap), valid, from, step) };
+                    *line = unsafe { load::<STEP>(self.windows.reads(at, tap), valid, from, step) };
                     tap += 1;
                     if tap == taps {
                         (tap, from) = (0, from.wrapping_add(plane));
                     }
                 }
-                lines = sixteen_turned(lines);
+                lines = transpose_16x16(lines);
                 let to = panel.wrapping_add(window * pitch + column);
                 for (i, line) in lines.into_iter().enumerate().take(depth.len() - window) {
                     // SAFETY: the caller guarantees the panel size.
@@ -171,7 +171,7 @@ impl Right for Patches<'_> {
     }
 }
 
-impl Right for PatchesTurned<'_> {
+impl Right for TransposedPatches<'_> {
     fn in_place(&self) -> Option<(*const f32, usize)> {
         None
     }
@@ -180,9 +180,9 @@ impl Right for PatchesTurned<'_> {
         // SAFETY: guaranteed by the caller.
         unsafe {
             match self.0.windows.step {
-                1 => self.0.copy_turned::<1>(depth, columns, panel),
-                2 => self.0.copy_turned::<2>(depth, columns, panel),
-                _ => self.0.copy_turned::<0>(depth, columns, panel),
+                1 => self.0.copy_transposed::<1>(depth, columns, panel),
+                2 => self.0.copy_transposed::<2>(depth, columns, panel),
+                _ => self.0.copy_transposed::<0>(depth, columns, panel),
             }
         }
     }
@@ -204,10 +204,10 @@ impl Left for Results<'_> {
 impl Results<'_> {
     #[target_feature(enable = "avx512f")]
     unsafe fn copy(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
-        let (height, some) = (rows.len(), !0u16 >> (LANES - rows.len()));
+        let (height, row_mask) = (rows.len(), !0u16 >> (LANES - rows.len()));
         for window in (0..depth.len()).step_by(LANES) {
             let vector = (depth.start + window) / LANES;
-            let (valid, (at, [_, image])) = (before(depth.end, vector), self.windows.place(vector));
+            let (valid, (at, [_, image])) = (lanes_before(depth.end, vector), self.windows.locate(vector));
             let from = self.y.wrapping_add(image + rows.start * self.windows.count);
             let mut lines = [_mm512_setzero_ps(); LANES];
             for (r, line) in lines.iter_mut().enumerate().take(height.min(ROWS)) {
@@ -215,20 +215,20 @@ impl Results<'_> {
                 // SAFETY: guaranteed by the caller; results are inside their image.
                 *line = unsafe { load::<1>(self.windows.results(at), valid, from, 1) };
             }
-            lines = sixteen_turned(lines);
+            lines = transpose_16x16(lines);
             let to = panel.wrapping_add(window * height);
             for (i, line) in lines.into_iter().enumerate().take(depth.len() - window) {
                 // SAFETY: the caller guarantees the panel size.
-                unsafe { _mm512_mask_storeu_ps(to.wrapping_add(i * height), some, line) };
+                unsafe { _mm512_mask_storeu_ps(to.wrapping_add(i * height), row_mask, line) };
             }
         }
     }
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn put(&self, rows: Range<usize>, columns: Range<usize>, tile: *const f32, add: bool) {
+    unsafe fn store(&self, rows: Range<usize>, columns: Range<usize>, tile: *const f32, add: bool) {
         for column in (0..columns.len()).step_by(LANES) {
             let vector = (columns.start + column) / LANES;
-            let (valid, (at, [_, image])) = (before(columns.end, vector), self.windows.place(vector));
+            let (valid, (at, [_, image])) = (lanes_before(columns.end, vector), self.windows.locate(vector));
             for run in self.windows.results(at) {
                 let lanes = run.lanes & valid;
                 for (r, row) in rows.clone().enumerate() {
@@ -249,21 +249,22 @@ impl Results<'_> {
 
 impl Target for Results<'_> {
     fn in_place(&self, columns: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
-        let mut places = [self.y; VECTORS];
+        let mut addresses = [self.y; VECTORS];
         for (v, column) in columns.clone().step_by(LANES).enumerate() {
-            let (valid, (at, [_, image])) = (before(columns.end, column / LANES), self.windows.place(column / LANES));
+            let (valid, (at, [_, image])) =
+                (lanes_before(columns.end, column / LANES), self.windows.locate(column / LANES));
             let [run] = self.windows.results(at) else { return None };
             if run.lanes & valid != valid {
                 return None;
             }
-            places[v] = self.y.wrapping_add(image).wrapping_offset(run.at as isize);
+            addresses[v] = self.y.wrapping_add(image).wrapping_offset(run.at as isize);
         }
-        Some((places, self.windows.count))
+        Some((addresses, self.windows.count))
     }
 
     unsafe fn take(&self, rows: Range<usize>, columns: Range<usize>, tile: *const f32, add: bool) {
         // SAFETY: guaranteed by the caller.
-        unsafe { self.put(rows, columns, tile, add) }
+        unsafe { self.store(rows, columns, tile, add) }
     }
 }
 
@@ -277,13 +278,14 @@ impl Terms<'_> {
     pub unsafe fn sum(&self, channels: usize, (to, plane): (*mut f32, usize)) {
         let taps = self.elements.taps;
         for vector in 0..self.elements.columns.div_ceil(LANES) {
-            let (valid, (at, [terms, image])) = (before(self.elements.columns, vector), self.elements.place(vector));
+            let (valid, (at, [terms, image])) =
+                (lanes_before(self.elements.columns, vector), self.elements.locate(vector));
             for channel in 0..channels {
                 let mut sum = _mm512_setzero_ps();
                 for tap in 0..taps {
                     let from = self.at.wrapping_add((channel * taps + taps - 1 - tap) * self.pitch + terms);
                     // SAFETY: guaranteed by the caller; elements read terms of their image.
-                    sum = _mm512_add_ps(sum, unsafe { load::<1>(self.elements.seen(at, tap), valid, from, 1) });
+                    sum = _mm512_add_ps(sum, unsafe { load::<1>(self.elements.reads(at, tap), valid, from, 1) });
                 }
                 for run in self.elements.results(at) {
                     let to = to.wrapping_add(image + channel * plane).wrapping_offset(run.at as isize);
@@ -311,8 +313,9 @@ impl Left for Flipped {
 impl Flipped {
     #[target_feature(enable = "avx512f,avx2")]
     unsafe fn copy(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
-        let (height, far) = (rows.len(), self.taps as i32);
-        let places = _mm256_setr_epi32(0, far, 2 * far, 3 * far, 4 * far, 5 * far, 6 * far, 7 * far);
+        let (height, stride) = (rows.len(), self.taps as i32);
+        let offsets =
+            _mm256_setr_epi32(0, stride, 2 * stride, 3 * stride, 4 * stride, 5 * stride, 6 * stride, 7 * stride);
         let mut tap = depth.start % self.taps;
         let mut filter = self.w.wrapping_add((depth.start / self.taps * self.ins + rows.start) * self.taps);
         for p in 0..depth.len() {
@@ -320,7 +323,7 @@ impl Flipped {
             // SAFETY: guaranteed by the caller; eight are read only if they exist.
             unsafe {
                 if height == ROWS {
-                    _mm256_storeu_ps(to, _mm256_i32gather_ps::<4>(from, places));
+                    _mm256_storeu_ps(to, _mm256_i32gather_ps::<4>(from, offsets));
                 } else {
                     for r in 0..height {
                         *to.add(r) = *from.add(r * self.taps);

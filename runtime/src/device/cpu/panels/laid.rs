@@ -6,19 +6,19 @@
 //! ```
 
 use super::product::{MOST_LEFT, with_left};
-use super::tile::{Tiles, tiles};
+use super::tile::{Tiles, multiply_tiles};
 use super::{Ahead, LANES, Left, ROWS, Right, Rows, VECTORS, piece, whole_pieces};
 
 /// Maximum depth summed in registers: products of few rows gain from fewer additions to the result.
 const DEPTH: usize = 512;
 
 /// Size of an operand's panels, in elements.
-pub fn elements(columns: usize, depth: usize) -> usize {
+pub fn packed_len(columns: usize, depth: usize) -> usize {
     columns.div_ceil(LANES) * LANES * depth
 }
 
 /// True if a left operand of this depth fits.
-pub fn is_for(depth: usize) -> bool {
+pub fn fits_cache(depth: usize) -> bool {
     depth * ROWS <= MOST_LEFT
 }
 
@@ -26,44 +26,44 @@ pub fn is_for(depth: usize) -> bool {
 ///
 /// # Safety
 ///
-/// The processor has AVX-512, the operand has this size, and `to` has room for its [`elements`].
-pub unsafe fn lay<B: Right>(b: &B, [columns, depth]: [usize; 2], to: *mut f32) {
+/// The processor has AVX-512, the operand has this size, and `to` has room for its [`packed_len`].
+pub unsafe fn pack_all<B: Right>(b: &B, [columns, depth]: [usize; 2], to: *mut f32) {
     for vectors in (0..columns.div_ceil(LANES)).step_by(VECTORS) {
         let first = vectors * LANES;
-        let own = first..columns.min(first + VECTORS * LANES);
+        let range = first..columns.min(first + VECTORS * LANES);
         // SAFETY: guaranteed by the caller.
-        unsafe { b.pack(0..depth, own, to.wrapping_add(first * depth)) };
+        unsafe { b.pack(0..depth, range, to.wrapping_add(first * depth)) };
     }
 }
 
 /// `c = a b`, or `c += a b` with `add`, for non-zero sizes m, n, k and the panels of b. `backwards` reads them from the
-/// last to the first, to reuse what the previous product left in the cache. `far` is the row stride of `c`.
+/// last to the first, to reuse what the previous product left in the cache. `c_row` is the row stride of `c`.
 ///
 /// # Safety
 ///
-/// The processor has AVX-512, [`is_for`] holds for the depth, and the operands have these sizes.
+/// The processor has AVX-512, [`fits_cache`] holds for the depth, and the operands have these sizes.
 pub unsafe fn product(
     [m, n, k]: [usize; 3],
     a: Rows,
-    laid: *const f32,
-    (c, far): (*mut f32, usize),
+    packed: *const f32,
+    (c, c_row): (*mut f32, usize),
     add: bool,
     backwards: bool,
 ) {
     let block = (MOST_LEFT / k / ROWS * ROWS).min(m.next_multiple_of(ROWS));
     let depth = k.div_ceil(k.div_ceil(DEPTH)).next_multiple_of(LANES);
-    let panels = n.div_ceil(LANES).div_ceil(VECTORS);
+    let panel_count = n.div_ceil(LANES).div_ceil(VECTORS);
     with_left(|left| {
         for first in (0..m).step_by(block) {
             let rows = first..m.min(first + block);
             // SAFETY: guaranteed by the caller; the buffer has room for a block of rows.
             unsafe { Left::pack(&a, rows.clone(), 0..k, left) };
-            for at in 0..panels {
-                let at = if backwards { panels - 1 - at } else { at };
+            for at in 0..panel_count {
+                let at = if backwards { panel_count - 1 - at } else { at };
                 let first_column = at * VECTORS * LANES;
                 let columns = (n - first_column).min(VECTORS * LANES);
                 let vectors = columns.div_ceil(LANES);
-                let panel = laid.wrapping_add(first_column * k);
+                let panel = packed.wrapping_add(first_column * k);
                 let next =
                     if backwards { panel.wrapping_sub(VECTORS * LANES * k) } else { panel.wrapping_add(columns * k) };
                 let mut ahead = Ahead::of(next, [k, VECTORS * LANES], VECTORS * LANES);
@@ -73,8 +73,8 @@ pub unsafe fn product(
                     while row < rows.len() {
                         let height = piece(rows.len() - row, ROWS);
                         let count = whole_pieces(rows.len() - row, ROWS).max(1);
-                        let to = c.wrapping_add((rows.start + row) * far + first_column);
-                        let it = Tiles {
+                        let to = c.wrapping_add((rows.start + row) * c_row + first_column);
+                        let tiles = Tiles {
                             count,
                             depth,
                             a: Rows {
@@ -87,11 +87,11 @@ pub unsafe fn product(
                             b_row: vectors * LANES,
                             last: !0 >> (vectors * LANES - columns),
                             c: [0, 1, 2].map(|v| to.wrapping_add(v * LANES)),
-                            c_row: far,
+                            c_row,
                             add: add || from > 0,
                         };
                         // SAFETY: guaranteed by the caller; a tile ends with its rows and columns.
-                        unsafe { tiles(height, vectors, &it, &mut ahead, None) };
+                        unsafe { multiply_tiles(height, vectors, &tiles, &mut ahead, None) };
                         row += count * height;
                     }
                 }
@@ -103,7 +103,7 @@ pub unsafe fn product(
 #[cfg(test)]
 mod tests {
     use super::super::product::matrices;
-    use super::super::{Line, is_at_hand};
+    use super::super::{Line, is_supported};
     use super::*;
     use compiler::op::dropout::mix;
 
@@ -126,31 +126,31 @@ mod tests {
 
     #[test]
     fn products_are_those_of_the_factor_as_it_lies() {
-        if !is_at_hand() {
+        if !is_supported() {
             return println!("skipped: no AVX-512");
         }
-        for ([m, n, k], turned) in SHAPES.iter().flat_map(|&shape| [(shape, false), (shape, true)]) {
-            assert!(is_for(k));
+        for ([m, n, k], is_transposed) in SHAPES.iter().flat_map(|&shape| [(shape, false), (shape, true)]) {
+            assert!(fits_cache(k));
             let (a, b, before) = (numbers(m * k, 1), numbers(n * k, 2), numbers(m * (n + 3), 3));
             let left = Rows { at: a.as_ptr(), row: k, step: 1 };
-            let (row, step) = if turned { (1, k) } else { (n, 1) };
+            let (row, step) = if is_transposed { (1, k) } else { (n, 1) };
             let right = Rows { at: b.as_ptr(), row, step };
-            let mut room = vec![Line([0.0; LANES]); elements(n, k) / LANES];
-            let room: *mut f32 = room.as_mut_ptr().cast();
+            let mut buffer = vec![Line([0.0; LANES]); packed_len(n, k) / LANES];
+            let buffer: *mut f32 = buffer.as_mut_ptr().cast();
             for add in [false, true] {
-                let (mut want, mut got, mut other) = (before.clone(), before.clone(), before.clone());
+                let (mut want, mut got, mut backward) = (before.clone(), before.clone(), before.clone());
                 // SAFETY: operands have these sizes, and the buffer fits the panels.
                 unsafe {
-                    lay(&right, [n, k], room);
+                    pack_all(&right, [n, k], buffer);
                     matrices([m, n, k], left, right, (want.as_mut_ptr(), n + 3), add);
-                    product([m, n, k], left, room, (got.as_mut_ptr(), n + 3), add, false);
-                    product([m, n, k], left, room, (other.as_mut_ptr(), n + 3), add, true);
+                    product([m, n, k], left, buffer, (got.as_mut_ptr(), n + 3), add, false);
+                    product([m, n, k], left, buffer, (backward.as_mut_ptr(), n + 3), add, true);
                 }
                 let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 2e-6 * (k as f32).sqrt();
-                assert!(want.iter().zip(&got).all(close), "{m}x{n}x{k} {turned} {add}");
-                assert_eq!(got, other, "{m}x{n}x{k} {turned} {add}: backwards");
-                let beside = |c: &[f32]| c.chunks(n + 3).flat_map(|row| row[n..].to_vec()).collect::<Vec<_>>();
-                assert_eq!(beside(&got), beside(&before), "{m}x{n}x{k}: beside the result");
+                assert!(want.iter().zip(&got).all(close), "{m}x{n}x{k} {is_transposed} {add}");
+                assert_eq!(got, backward, "{m}x{n}x{k} {is_transposed} {add}: backwards");
+                let padding = |c: &[f32]| c.chunks(n + 3).flat_map(|row| row[n..].to_vec()).collect::<Vec<_>>();
+                assert_eq!(padding(&got), padding(&before), "{m}x{n}x{k}: beside the result");
             }
         }
     }

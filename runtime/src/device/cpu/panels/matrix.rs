@@ -72,12 +72,12 @@ impl Target for Plain {
 }
 
 /// A column-major result.
-pub struct Turned {
+pub struct Transposed {
     pub at: *mut f32,
     pub column: usize,
 }
 
-impl Target for Turned {
+impl Target for Transposed {
     fn in_place(&self, _: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
         None
     }
@@ -86,7 +86,7 @@ impl Target for Turned {
         let to = self.at.wrapping_add(columns.start * self.column + rows.start);
         // SAFETY: guaranteed by the caller.
         unsafe {
-            pack::turn_tile(tile, COLUMNS, [rows.len(), columns.len()], to, self.column, add);
+            pack::store_transposed(tile, COLUMNS, [rows.len(), columns.len()], to, self.column, add);
         }
     }
 }

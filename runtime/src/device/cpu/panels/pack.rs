@@ -21,26 +21,26 @@ use std::arch::x86_64::{
 pub unsafe fn left(a: Rows, rows: usize, depth: usize, panel: *mut f32) {
     // SAFETY: guaranteed by the caller; groups of eight are moved only if complete.
     unsafe {
-        let mut done = 0;
+        let mut packed_depth = 0;
         if rows == ROWS && a.step == 1 {
-            done = depth / 8 * 8;
-            for p in (0..done).step_by(8) {
+            packed_depth = depth / 8 * 8;
+            for p in (0..packed_depth).step_by(8) {
                 let mut lines = [_mm256_setzero_ps(); 8];
                 for r in 0..8 {
                     lines[r] = _mm256_loadu_ps(a.at.add(r * a.row + p));
                 }
-                lines = eight_turned(lines);
+                lines = transpose_8x8(lines);
                 for r in 0..8 {
                     _mm256_storeu_ps(panel.add((p + r) * ROWS), lines[r]);
                 }
             }
         } else if rows == ROWS && a.row == 1 {
-            done = depth;
+            packed_depth = depth;
             for p in 0..depth {
                 _mm256_storeu_ps(panel.add(p * ROWS), _mm256_loadu_ps(a.at.add(p * a.step)));
             }
         }
-        for p in done..depth {
+        for p in packed_depth..depth {
             for r in 0..rows {
                 *panel.add(p * rows + r) = *a.at.add(r * a.row + p * a.step);
             }
@@ -83,7 +83,7 @@ pub unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
             let (from, to) = (b.at.add(column * b.step), panel.add(column));
             let width = (columns - column).min(LANES);
             if b.row == 1 {
-                turned(from, b.step, width, depth, to, pitch);
+                pack_transposed(from, b.step, width, depth, to, pitch);
                 continue;
             }
             if b.step == 1 {
@@ -102,31 +102,38 @@ pub unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
     }
 }
 
-/// Transposes up to 16 columns of a column-major right operand; `far` is the column stride.
+/// Transposes up to 16 columns of a column-major right operand; `column_stride` is the column stride.
 #[target_feature(enable = "avx512f")]
-unsafe fn turned(from: *const f32, far: usize, columns: usize, depth: usize, to: *mut f32, pitch: usize) {
+unsafe fn pack_transposed(
+    from: *const f32,
+    column_stride: usize,
+    columns: usize,
+    depth: usize,
+    to: *mut f32,
+    pitch: usize,
+) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         for p in (0..depth).step_by(LANES) {
-            let deep = (depth - p).min(LANES);
-            let lanes = !0u16 >> (LANES - deep);
+            let height = (depth - p).min(LANES);
+            let lanes = !0u16 >> (LANES - height);
             let mut lines = [_mm512_setzero_ps(); LANES];
             if columns == LANES {
                 for lane in 0..LANES {
-                    lines[lane] = _mm512_maskz_loadu_ps(lanes, from.add(lane * far + p));
+                    lines[lane] = _mm512_maskz_loadu_ps(lanes, from.add(lane * column_stride + p));
                 }
             } else {
                 for lane in 0..columns {
-                    lines[lane] = _mm512_maskz_loadu_ps(lanes, from.add(lane * far + p));
+                    lines[lane] = _mm512_maskz_loadu_ps(lanes, from.add(lane * column_stride + p));
                 }
             }
-            lines = sixteen_turned(lines);
-            if deep == LANES {
+            lines = transpose_16x16(lines);
+            if height == LANES {
                 for i in 0..LANES {
                     _mm512_storeu_ps(to.add((p + i) * pitch), lines[i]);
                 }
             } else {
-                for i in 0..deep {
+                for i in 0..height {
                     _mm512_storeu_ps(to.add((p + i) * pitch), lines[i]);
                 }
             }
@@ -141,7 +148,7 @@ unsafe fn turned(from: *const f32, far: usize, columns: usize, depth: usize, to:
 /// The processor has AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn sixteen_turned(rows: [__m512; 16]) -> [__m512; 16] {
+pub(super) fn transpose_16x16(rows: [__m512; 16]) -> [__m512; 16] {
     let zero = _mm512_setzero_ps();
     let mut fours = [zero; 16];
     for i in 0..4 {
@@ -170,7 +177,7 @@ pub(super) fn sixteen_turned(rows: [__m512; 16]) -> [__m512; 16] {
 /// Transposes 8×8.
 #[inline]
 #[target_feature(enable = "avx2")]
-pub(super) fn eight_turned(rows: [__m256; 8]) -> [__m256; 8] {
+pub(super) fn transpose_8x8(rows: [__m256; 8]) -> [__m256; 8] {
     let mut fours = [_mm256_setzero_ps(); 8];
     for i in 0..2 {
         let (a, b, c, d) = (rows[4 * i], rows[4 * i + 1], rows[4 * i + 2], rows[4 * i + 3]);
@@ -189,39 +196,39 @@ pub(super) fn eight_turned(rows: [__m256; 8]) -> [__m256; 8] {
     columns
 }
 
-/// Stores or adds the columns of a tile as rows. `far` is the row stride of the tile, `pitch` the column stride at
+/// Stores or adds the columns of a tile as rows. `tile_row` is the row stride of the tile, `pitch` the column stride at
 /// `to`.
 ///
 /// # Safety
 ///
 /// The processor has AVX-512, and tile and target have these rows and columns.
 #[target_feature(enable = "avx512f")]
-pub unsafe fn turn_tile(
+pub unsafe fn store_transposed(
     tile: *const f32,
-    far: usize,
+    tile_row: usize,
     [rows, columns]: [usize; 2],
     to: *mut f32,
     pitch: usize,
     add: bool,
 ) {
-    let some = !0u16 >> (LANES - rows);
+    let row_mask = !0u16 >> (LANES - rows);
     // SAFETY: guaranteed by the caller; lanes past the last row are masked.
     unsafe {
         for column in (0..columns).step_by(LANES) {
             let mut lines = [_mm512_setzero_ps(); LANES];
             for r in 0..ROWS {
                 if r < rows {
-                    lines[r] = _mm512_loadu_ps(tile.add(r * far + column));
+                    lines[r] = _mm512_loadu_ps(tile.add(r * tile_row + column));
                 }
             }
-            lines = sixteen_turned(lines);
+            lines = transpose_16x16(lines);
             for i in 0..LANES.min(columns - column) {
                 let to = to.add((column + i) * pitch);
                 let mut line = lines[i];
                 if add {
-                    line = _mm512_add_ps(_mm512_maskz_loadu_ps(some, to), line);
+                    line = _mm512_add_ps(_mm512_maskz_loadu_ps(row_mask, to), line);
                 }
-                _mm512_mask_storeu_ps(to, some, line);
+                _mm512_mask_storeu_ps(to, row_mask, line);
             }
         }
     }

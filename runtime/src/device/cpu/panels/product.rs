@@ -1,8 +1,8 @@
 //! The loops around the tiles: blocking and packing.
 
 use super::dots::{MOST_ROWS, dots};
-use super::matrix::{Plain, Turned};
-use super::tile::{Tiles, tiles};
+use super::matrix::{Plain, Transposed};
+use super::tile::{Tiles, multiply_tiles};
 use super::{Ahead, COLUMNS, DEPTH, LANES, Left, Line, ROWS, Right, Rows, Target, VECTORS, piece, whole_pieces};
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::cell::RefCell;
@@ -46,10 +46,10 @@ pub fn with_left<R>(work: impl FnOnce(*mut f32) -> R) -> R {
 ///
 /// # Safety
 ///
-/// [`is_at_hand`](super::is_at_hand) holds, and the operands have these sizes.
+/// [`is_supported`](super::is_supported) holds, and the operands have these sizes.
 pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A, b: &B, c: &C, add: bool) {
-    let most = most_depth(m, n, b.in_place().is_some());
-    let (row_blocks, block_depth) = (m.div_ceil(BLOCK), k.div_ceil(k.div_ceil(most)).next_multiple_of(LANES));
+    let max_depth = most_depth(m, n, b.in_place().is_some());
+    let (row_blocks, block_depth) = (m.div_ceil(BLOCK), k.div_ceil(k.div_ceil(max_depth)).next_multiple_of(LANES));
     // Blocks of about equal size, in whole tiles.
     let block_rows = m.div_ceil(row_blocks).next_multiple_of(ROWS);
     let in_place = a.in_place().filter(|_| n <= FEW_COLUMNS);
@@ -67,13 +67,13 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
                     }
                     // This depth is one block, and with so many columns the left operand is packed.
                     if let Some((at, row)) = by_rows {
-                        block.by_rows(n, |columns| (at.wrapping_add(columns.start), row), c);
+                        block.multiply_by_rows(n, |columns| (at.wrapping_add(columns.start), row), c);
                         continue;
                     }
-                    let mut columns = cut(0, n);
+                    let mut columns = tile_columns(0, n);
                     while !columns.is_empty() {
-                        let next = cut(columns.end, n);
-                        block.column(columns, next.clone(), b, c);
+                        let next = tile_columns(columns.end, n);
+                        block.multiply_columns(columns, next.clone(), b, c);
                         columns = next;
                     }
                 }
@@ -93,11 +93,11 @@ pub fn panels_len(depth: usize, columns: usize) -> usize {
 ///
 /// The processor has AVX-512, and the operand and its panels have these sizes.
 pub unsafe fn pack_all<B: Right>(b: &B, depth: usize, n: usize, panels: *mut f32) {
-    let mut columns = cut(0, n);
+    let mut columns = tile_columns(0, n);
     while !columns.is_empty() {
         // SAFETY: guaranteed by the caller.
         unsafe { b.pack(0..depth, columns.clone(), panels.wrapping_add(columns.start * depth)) };
-        columns = cut(columns.end, n);
+        columns = tile_columns(columns.end, n);
     }
 }
 
@@ -117,7 +117,7 @@ pub unsafe fn product_by_rows<A: Left>([m, n, k]: [usize; 3], a: &A, b: *const f
             // SAFETY: guaranteed by the caller; the panels have room for a block of rows.
             unsafe {
                 a.pack(block.rows.clone(), 0..k, block.panels.a.as_mut_ptr().cast());
-                block.by_rows(n, panel, c);
+                block.multiply_by_rows(n, panel, c);
             }
         }
     });
@@ -141,8 +141,8 @@ fn is_by_rows(m: usize, n: usize, k: usize) -> bool {
 const RESULT_AHEAD: usize = 4 * COLUMNS;
 
 /// The columns of the tile that begins at `first`.
-fn cut(first: usize, all: usize) -> Range<usize> {
-    first..all.min(first + piece((all - first).div_ceil(LANES), VECTORS) * LANES)
+fn tile_columns(first: usize, end: usize) -> Range<usize> {
+    first..end.min(first + piece((end - first).div_ceil(LANES), VECTORS) * LANES)
 }
 
 /// Rows and depth whose panels of a stay in the second-level cache.
@@ -157,7 +157,13 @@ struct Block<'a> {
 
 impl Block<'_> {
     /// Computes all tiles of `columns`, and prefetches `next`.
-    unsafe fn column<B: Right, C: Target>(&mut self, columns: Range<usize>, next: Range<usize>, b: &B, c: &C) {
+    unsafe fn multiply_columns<B: Right, C: Target>(
+        &mut self,
+        columns: Range<usize>,
+        next: Range<usize>,
+        b: &B,
+        c: &C,
+    ) {
         let depth = self.depth.len();
         let vectors = columns.len().div_ceil(LANES);
         let panel = self.panels.b.as_mut_ptr().cast::<f32>();
@@ -182,9 +188,11 @@ impl Block<'_> {
             let height = piece(self.rows.end - row, ROWS);
             let whole = whole_pieces(self.rows.end - row, ROWS);
             let count = if copy.is_some() || target.is_none() { 1 } else { whole.max(1) };
-            let it = self.tiles(row..row + height, &columns, (b_at, b_row));
+            let tiles = self.tiles(row..row + height, &columns, (b_at, b_row));
             // SAFETY: guaranteed by the caller; a tile ends with its rows and columns.
-            unsafe { self.write(row..row + height, &columns, Tiles { count, ..it }, (c, target), (&mut ahead, copy)) };
+            unsafe {
+                self.write(row..row + height, &columns, Tiles { count, ..tiles }, (c, target), (&mut ahead, copy))
+            };
             // Later rows read the packed copy.
             if copy.is_some() {
                 (b_at, b_row, copy) = (panel, vectors * LANES, None);
@@ -194,26 +202,31 @@ impl Block<'_> {
     }
 
     /// Computes the tiles of all `n` columns, row block by row block.
-    unsafe fn by_rows<C: Target>(&mut self, n: usize, b: impl Fn(&Range<usize>) -> (*const f32, usize), c: &C) {
+    unsafe fn multiply_by_rows<C: Target>(
+        &mut self,
+        n: usize,
+        b: impl Fn(&Range<usize>) -> (*const f32, usize),
+        c: &C,
+    ) {
         let mut row = self.rows.start;
         while row < self.rows.end {
             let rows = row..row + piece(self.rows.end - row, ROWS);
-            let mut columns = cut(0, n);
+            let mut columns = tile_columns(0, n);
             while !columns.is_empty() {
-                let (it, target) = (self.tiles(rows.clone(), &columns, b(&columns)), c.in_place(columns.clone()));
+                let (tiles, target) = (self.tiles(rows.clone(), &columns, b(&columns)), c.in_place(columns.clone()));
                 if let Some((at, c_row)) = target {
                     // The next rows follow the end of these.
                     let is_inside = columns.start + RESULT_AHEAD < n;
-                    let down = if is_inside { rows.start * c_row } else { (rows.end * c_row).wrapping_sub(n) };
+                    let offset = if is_inside { rows.start * c_row } else { (rows.end * c_row).wrapping_sub(n) };
                     for (r, at) in (0..rows.len()).flat_map(|r| at.map(|at| (r, at))) {
-                        let later = at.wrapping_add(down).wrapping_add(r * c_row + RESULT_AHEAD);
+                        let address = at.wrapping_add(offset).wrapping_add(r * c_row + RESULT_AHEAD);
                         // SAFETY: a prefetch may use any address.
-                        unsafe { _mm_prefetch::<_MM_HINT_T0>(later.cast()) }
+                        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
                     }
                 }
                 // SAFETY: guaranteed by the caller; a tile ends with its rows and columns.
-                unsafe { self.write(rows.clone(), &columns, it, (c, target), (&mut Ahead::NOTHING.clone(), None)) };
-                columns = cut(columns.end, n);
+                unsafe { self.write(rows.clone(), &columns, tiles, (c, target), (&mut Ahead::NOTHING.clone(), None)) };
+                columns = tile_columns(columns.end, n);
             }
             row = rows.end;
         }
@@ -222,7 +235,7 @@ impl Block<'_> {
     /// The tile of these rows and columns, with its sums in a temporary buffer.
     fn tiles(&mut self, rows: Range<usize>, columns: &Range<usize>, (b, b_row): (*const f32, usize)) -> Tiles {
         let (a, depth, vectors) = (self.left(rows.start), self.depth.len(), columns.len().div_ceil(LANES));
-        let beside = self.panels.tile.as_mut_ptr().cast::<f32>();
+        let tile = self.panels.tile.as_mut_ptr().cast::<f32>();
         Tiles {
             count: 1,
             depth,
@@ -231,7 +244,7 @@ impl Block<'_> {
             b,
             b_row,
             last: !0 >> (vectors * LANES - columns.len()),
-            c: [0, 1, 2].map(|v| beside.wrapping_add(LANES * v)),
+            c: [0, 1, 2].map(|v| tile.wrapping_add(LANES * v)),
             c_row: COLUMNS,
             add: self.add,
         }
@@ -242,7 +255,7 @@ impl Block<'_> {
         &mut self,
         rows: Range<usize>,
         columns: &Range<usize>,
-        it: Tiles,
+        tiles: Tiles,
         (c, target): (&C, Option<([*mut f32; VECTORS], usize)>),
         (ahead, copy): (&mut Ahead, Option<*mut f32>),
     ) {
@@ -252,11 +265,11 @@ impl Block<'_> {
             match target {
                 Some((c, c_row)) => {
                     let c = c.map(|at| at.wrapping_add(rows.start * c_row));
-                    tiles(height, vectors, &Tiles { c, c_row, ..it }, ahead, copy);
+                    multiply_tiles(height, vectors, &Tiles { c, c_row, ..tiles }, ahead, copy);
                 }
                 None => {
-                    tiles(height, vectors, &Tiles { add: false, ..it }, ahead, copy);
-                    c.take(rows, columns.clone(), it.c[0], self.add);
+                    multiply_tiles(height, vectors, &Tiles { add: false, ..tiles }, ahead, copy);
+                    c.take(rows, columns.clone(), tiles.c[0], self.add);
                 }
             }
         }
@@ -288,28 +301,28 @@ fn is_transposed(m: usize, n: usize, a_step: usize, b_row: usize) -> bool {
     FEW_ROWS.contains(&m) && n > m && b_row == 1 && a_step == 1
 }
 
-/// `c = a b`, or `c += a b` with `add`, of matrices in memory. `far` is the row stride of `c`.
+/// `c = a b`, or `c += a b` with `add`, of matrices in memory. `c_row` is the row stride of `c`.
 ///
 /// # Safety
 ///
 /// As for [`product`].
-pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32, usize), add: bool) {
+pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, c_row): (*mut f32, usize), add: bool) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         if is_of_dots(m, a.step, b.row) {
-            return dots([m, n, k], a, Rows { row: b.step, step: 1, ..b }, (c, far), add);
+            return dots([m, n, k], a, Rows { row: b.step, step: 1, ..b }, (c, c_row), add);
         }
         if is_transposed(m, n, a.step, b.row) {
-            return product([n, m, k], &b.turned(), &a.turned(), &Turned { at: c, column: far }, add);
+            return product([n, m, k], &b.transposed(), &a.transposed(), &Transposed { at: c, column: c_row }, add);
         }
-        product([m, n, k], &a, &b, &Plain { at: c, row: far }, add);
+        product([m, n, k], &a, &b, &Plain { at: c, row: c_row }, add);
     }
 }
 
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::device::cpu::panels::{avx2, is_at_hand};
+    use crate::device::cpu::panels::{avx2, is_supported};
 
     pub fn numbers(count: usize, seed: u64) -> Vec<f32> {
         let mut state = seed;
@@ -324,32 +337,38 @@ pub mod tests {
     type Matrices = unsafe fn([usize; 3], Rows, Rows, (*mut f32, usize), bool);
 
     /// The products that this processor can compute.
-    fn at_hand() -> Vec<Matrices> {
-        let known: [(&str, bool, Matrices); 2] =
-            [("AVX-512", is_at_hand(), matrices), ("AVX2", avx2::is_at_hand(), avx2::matrices)];
-        let missing = known.iter().filter(|(_, is_at_hand, _)| !is_at_hand);
+    fn supported() -> Vec<Matrices> {
+        let products: [(&str, bool, Matrices); 2] =
+            [("AVX-512", is_supported(), matrices), ("AVX2", avx2::is_supported(), avx2::matrices)];
+        let missing = products.iter().filter(|(_, is_supported, _)| !is_supported);
         missing.for_each(|(name, ..)| println!("skipped: no {name}"));
-        known.into_iter().filter(|(_, is_at_hand, _)| *is_at_hand).map(|(.., matrices)| matrices).collect()
+        products.into_iter().filter(|(_, is_supported, _)| *is_supported).map(|(.., matrices)| matrices).collect()
     }
 
     /// The product by `matrices`, with operands in either layout and rows of the result padded by 3.
-    fn by_panels(
+    fn multiply(
         matrices: Matrices,
         [m, n, k]: [usize; 3],
         a: &[f32],
         b: &[f32],
-        [a_turned, b_turned]: [bool; 2],
+        [a_transposed, b_transposed]: [bool; 2],
         c: &mut [f32],
         add: bool,
     ) {
-        let rows = |at: &[f32], [rows, columns]: [usize; 2], turned: bool| match turned {
+        let rows = |at: &[f32], [rows, columns]: [usize; 2], transposed: bool| match transposed {
             true => Rows { at: at.as_ptr(), row: 1, step: rows },
             false => Rows { at: at.as_ptr(), row: columns, step: 1 },
         };
         assert!(a.len() == m * k && b.len() == k * n && c.len() == m * (n + 3));
         // SAFETY: the lengths have been checked.
         unsafe {
-            matrices([m, n, k], rows(a, [m, k], a_turned), rows(b, [k, n], b_turned), (c.as_mut_ptr(), n + 3), add)
+            matrices(
+                [m, n, k],
+                rows(a, [m, k], a_transposed),
+                rows(b, [k, n], b_transposed),
+                (c.as_mut_ptr(), n + 3),
+                add,
+            )
         }
     }
 
@@ -387,26 +406,28 @@ pub mod tests {
 
     #[test]
     fn products_of_all_cuts_are_those_of_the_definition() {
-        for (matrices, [m, n, k]) in at_hand().into_iter().flat_map(|of| SHAPES.map(|shape| (of, shape))) {
-            for turned in [[false, false], [true, false], [false, true], [true, true]] {
+        for (matrices, [m, n, k]) in supported().into_iter().flat_map(|of| SHAPES.map(|shape| (of, shape))) {
+            for transposed in [[false, false], [true, false], [false, true], [true, true]] {
                 let (a, b) = (numbers(m * k, 1), numbers(k * n, 2));
                 let before = numbers(m * (n + 3), 3);
-                let at = |values: &[f32], row, column, rows, columns, turned| {
-                    f64::from(if turned { values[column * rows + row] } else { values[row * columns + column] })
+                let at = |values: &[f32], row, column, rows, columns, transposed| {
+                    f64::from(if transposed { values[column * rows + row] } else { values[row * columns + column] })
                 };
                 for add in [false, true] {
                     let mut c = before.clone();
-                    by_panels(matrices, [m, n, k], &a, &b, turned, &mut c, add);
+                    multiply(matrices, [m, n, k], &a, &b, transposed, &mut c, add);
                     for (i, row) in c.chunks(n + 3).enumerate() {
                         for (j, &got) in row.iter().enumerate() {
                             let old = before[i * (n + 3) + j];
                             let sum: f64 = (0..k)
-                                .map(|p| at(&a, i, p, m, k, turned[0]) * at(&b, p, j.min(n - 1), k, n, turned[1]))
+                                .map(|p| {
+                                    at(&a, i, p, m, k, transposed[0]) * at(&b, p, j.min(n - 1), k, n, transposed[1])
+                                })
                                 .sum();
                             let want = if add { f64::from(old) + sum } else { sum };
                             let close = (f64::from(got) - want).abs() < 1e-5 * (1.0 + k as f64);
-                            let met = if j < n { close } else { got.to_bits() == old.to_bits() };
-                            assert!(met, "{m}x{n}x{k} {turned:?} {add}, {i} {j}: {got}, not {want}");
+                            let passes = if j < n { close } else { got.to_bits() == old.to_bits() };
+                            assert!(passes, "{m}x{n}x{k} {transposed:?} {add}, {i} {j}: {got}, not {want}");
                         }
                     }
                 }
@@ -417,16 +438,16 @@ pub mod tests {
     #[test]
     fn bits_do_not_depend_on_what_was_multiplied_before() {
         let (a, b) = (numbers(800 * 600, 1), numbers(600 * 400, 2));
-        let of = |matrices: Matrices, m: usize, n: usize, k: usize, turned: bool| {
+        let of = |matrices: Matrices, m: usize, n: usize, k: usize, transposed: bool| {
             let mut c = vec![0.0; m * (n + 3)];
-            by_panels(matrices, [m, n, k], &a[..m * k], &b[..n * k], [false, turned], &mut c, false);
+            multiply(matrices, [m, n, k], &a[..m * k], &b[..n * k], [false, transposed], &mut c, false);
             c
         };
-        for (matrices, turned) in at_hand().into_iter().flat_map(|of| [(of, false), (of, true)]) {
+        for (matrices, transposed) in supported().into_iter().flat_map(|of| [(of, false), (of, true)]) {
             for (m, n) in [(9, 17), (40, 300), (70, 33)] {
-                let first = of(matrices, m, n, 77, turned);
-                of(matrices, 800, 400, 600, !turned);
-                assert_eq!(first, of(matrices, m, n, 77, turned), "{m}x{n}");
+                let first = of(matrices, m, n, 77, transposed);
+                of(matrices, 800, 400, 600, !transposed);
+                assert_eq!(first, of(matrices, m, n, 77, transposed), "{m}x{n}");
             }
         }
     }

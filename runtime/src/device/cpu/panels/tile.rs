@@ -54,23 +54,23 @@ pub struct Tiles {
 /// The processor has AVX-512. `a`, `b` (with the lane mask in the last vector) and `c` are in range, and `copy` has
 /// room for a panel.
 #[target_feature(enable = "avx512f")]
-pub unsafe fn tiles(rows: usize, vectors: usize, it: &Tiles, ahead: &mut Ahead, copy: Option<*mut f32>) {
-    let is_packed = it.a.row == 1 && it.a.step == rows && it.b_row == vectors * LANES;
+pub unsafe fn multiply_tiles(rows: usize, vectors: usize, tiles: &Tiles, ahead: &mut Ahead, copy: Option<*mut f32>) {
+    let is_packed = tiles.a.row == 1 && tiles.a.step == rows && tiles.b_row == vectors * LANES;
     macro_rules! tiles {
         ($($rows:literal)*) => {
             // SAFETY: guaranteed by the caller.
             unsafe {
                 match (rows, vectors, copy) {
-                    (ROWS, 1, Some(panel)) => sums::<ROWS, 1, COPIED>(it, ahead, panel),
-                    (ROWS, 2, Some(panel)) => sums::<ROWS, 2, COPIED>(it, ahead, panel),
-                    (ROWS, _, Some(panel)) => sums::<ROWS, 3, COPIED>(it, ahead, panel),
+                    (ROWS, 1, Some(panel)) => sum_tiles::<ROWS, 1, COPIED>(tiles, ahead, panel),
+                    (ROWS, 2, Some(panel)) => sum_tiles::<ROWS, 2, COPIED>(tiles, ahead, panel),
+                    (ROWS, _, Some(panel)) => sum_tiles::<ROWS, 3, COPIED>(tiles, ahead, panel),
                     $(
-                        ($rows, 1, _) if is_packed => sums::<$rows, 1, PACKED>(it, ahead, std::ptr::null_mut()),
-                        ($rows, 2, _) if is_packed => sums::<$rows, 2, PACKED>(it, ahead, std::ptr::null_mut()),
-                        ($rows, _, _) if is_packed => sums::<$rows, 3, PACKED>(it, ahead, std::ptr::null_mut()),
-                        ($rows, 1, _) => sums::<$rows, 1, IN_PLACE>(it, ahead, std::ptr::null_mut()),
-                        ($rows, 2, _) => sums::<$rows, 2, IN_PLACE>(it, ahead, std::ptr::null_mut()),
-                        ($rows, _, _) => sums::<$rows, 3, IN_PLACE>(it, ahead, std::ptr::null_mut()),
+                        ($rows, 1, _) if is_packed => sum_tiles::<$rows, 1, PACKED>(tiles, ahead, std::ptr::null_mut()),
+                        ($rows, 2, _) if is_packed => sum_tiles::<$rows, 2, PACKED>(tiles, ahead, std::ptr::null_mut()),
+                        ($rows, _, _) if is_packed => sum_tiles::<$rows, 3, PACKED>(tiles, ahead, std::ptr::null_mut()),
+                        ($rows, 1, _) => sum_tiles::<$rows, 1, IN_PLACE>(tiles, ahead, std::ptr::null_mut()),
+                        ($rows, 2, _) => sum_tiles::<$rows, 2, IN_PLACE>(tiles, ahead, std::ptr::null_mut()),
+                        ($rows, _, _) => sum_tiles::<$rows, 3, IN_PLACE>(tiles, ahead, std::ptr::null_mut()),
                     )*
                     _ => unreachable!("too many rows for a tile"),
                 }
@@ -82,8 +82,12 @@ pub unsafe fn tiles(rows: usize, vectors: usize, it: &Tiles, ahead: &mut Ahead, 
 
 /// Index loops are fully unrolled, so every sum has a register of its own.
 #[target_feature(enable = "avx512f")]
-unsafe fn sums<const R: usize, const V: usize, const FACTORS: u8>(it: &Tiles, later: &mut Ahead, panel: *mut f32) {
-    let Tiles { count, depth, a, a_tile, b, b_row, last, mut c, c_row, add } = *it;
+unsafe fn sum_tiles<const R: usize, const V: usize, const FACTORS: u8>(
+    tiles: &Tiles,
+    later: &mut Ahead,
+    panel: *mut f32,
+) {
+    let Tiles { count, depth, a, a_tile, b, b_row, last, mut c, c_row, add } = *tiles;
     // Constant strides become immediate offsets.
     let (a_row, a_step) = if FACTORS == IN_PLACE { (a.row, a.step) } else { (1, R) };
     let b_row = if FACTORS == PACKED { V * LANES } else { b_row };
@@ -133,7 +137,7 @@ unsafe fn sums<const R: usize, const V: usize, const FACTORS: u8>(it: &Tiles, la
                     _mm_prefetch::<_MM_HINT_T0>(a_at.wrapping_add(A_AHEAD + LANES).cast());
                 }
                 if FACTORS != COPIED {
-                    ahead.ask(V.max(LINES_AHEAD));
+                    ahead.prefetch(V.max(LINES_AHEAD));
                 }
                 step!();
                 step!();

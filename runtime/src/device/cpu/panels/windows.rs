@@ -47,8 +47,8 @@ impl Windows {
         let [period, vectors] = match count {
             MANY.. => [1, count.div_ceil(LANES)],
             _ => {
-                let together = LANES / (1 << count.trailing_zeros().min(4));
-                [together, together * count / LANES]
+                let period_images = LANES / (1 << count.trailing_zeros().min(4));
+                [period_images, period_images * count / LANES]
             }
         };
         let columns = if count >= MANY { images * vectors * LANES } else { images * count };
@@ -77,11 +77,13 @@ impl Windows {
                     if image >= period {
                         continue;
                     }
-                    let place = match tap < taps {
-                        true => seen(grid, window, tap).map(|at| image * sizes[0] + at).map(|at| (at, grid.row_step())),
+                    let element = match tap < taps {
+                        true => data_index(grid, window, tap)
+                            .map(|at| image * sizes[0] + at)
+                            .map(|at| (at, grid.row_step())),
                         false => Some((image * sizes[1] + window, 1)),
                     };
-                    let Some((at, step)) = place else { continue };
+                    let Some((at, step)) = element else { continue };
                     let at = at as i32 - (lane * step) as i32;
                     match windows.runs[begin..].iter_mut().find(|run| run.at == at) {
                         Some(run) => run.lanes |= 1 << lane,
@@ -100,28 +102,28 @@ impl Windows {
     }
 
     /// A vector's index in the period, and the start of its period in data and outputs.
-    pub fn place(&self, vector: usize) -> (usize, [usize; 2]) {
+    pub fn locate(&self, vector: usize) -> (usize, [usize; 2]) {
         let image = vector / self.vectors * self.images;
         (vector % self.vectors, self.sizes.map(|size| image * size))
     }
 
     /// The reads of a vector of the period at a tap.
     #[inline]
-    pub fn seen(&self, vector: usize, tap: usize) -> &[Run] {
+    pub fn reads(&self, vector: usize, tap: usize) -> &[Run] {
         let at = vector * (self.taps + 1) + tap;
         &self.runs[self.starts[at] as usize..self.starts[at + 1] as usize]
     }
 
     /// The outputs of a vector of the period.
     pub fn results(&self, vector: usize) -> &[Run] {
-        self.seen(vector, self.taps)
+        self.reads(vector, self.taps)
     }
 }
 
 /// Plane index that a window reads at a tap; `None` in the padding.
-fn seen(grid: &Grid, window: usize, tap: usize) -> Option<usize> {
-    let three = |at: usize, [_, height, width]: [usize; 3]| [at / (height * width), at / width % height, at % width];
-    let (at, taps) = (three(window, grid.out), three(tap, grid.kernel));
+fn data_index(grid: &Grid, window: usize, tap: usize) -> Option<usize> {
+    let unravel = |at: usize, [_, height, width]: [usize; 3]| [at / (height * width), at / width % height, at % width];
+    let (at, taps) = (unravel(window, grid.out), unravel(tap, grid.kernel));
     let [d, h, w] = [0, 1, 2].map(|axis| grid.element(axis, at[axis], taps[axis]));
     Some((d? * grid.data[1] + h?) * grid.data[2] + w?)
 }
@@ -146,17 +148,17 @@ mod tests {
         let windows = Windows::new(&grid(16, 3, 1, 1), 2, [256, 256]).unwrap();
         assert_eq!((windows.images, windows.vectors, windows.columns), (1, 16, 512));
         // The first row has only padding above it, and its first window has padding to its left.
-        assert_eq!(windows.seen(0, 1), []);
-        assert_eq!(windows.seen(0, 3), [Run { at: -1, lanes: 0xfffe }]);
-        assert_eq!(windows.seen(1, 0), [Run { at: -1, lanes: 0xfffe }]);
-        assert_eq!(windows.seen(1, 8), [Run { at: 33, lanes: 0x7fff }]);
+        assert_eq!(windows.reads(0, 1), []);
+        assert_eq!(windows.reads(0, 3), [Run { at: -1, lanes: 0xfffe }]);
+        assert_eq!(windows.reads(1, 0), [Run { at: -1, lanes: 0xfffe }]);
+        assert_eq!(windows.reads(1, 8), [Run { at: 33, lanes: 0x7fff }]);
         assert_eq!(windows.results(3), [Run { at: 48, lanes: 0xffff }]);
-        assert_eq!(windows.place(17), (1, [256, 256]));
+        assert_eq!(windows.locate(17), (1, [256, 256]));
     }
 
     #[test]
     fn windows_that_are_very_far_apart_are_left_to_others() {
-        let far = |stride: usize| {
+        let is_rejected = |stride: usize| {
             let window = Window {
                 strides: vec![1, stride],
                 pads_begin: vec![1; 2],
@@ -165,17 +167,17 @@ mod tests {
             };
             Windows::new(&Grid::new(&window, &[3, 4], &[3, 3], &[3, 1]).unwrap(), 8, [12, 3]).is_none()
         };
-        assert_eq!([1 << 25, 1 << 26, (1 << 30) - 1].map(far), [false, true, true]);
+        assert_eq!([1 << 25, 1 << 26, (1 << 30) - 1].map(is_rejected), [false, true, true]);
     }
 
     #[test]
     fn small_images_share_vectors() {
         let windows = Windows::new(&grid(2, 1, 1, 0), 6, [12, 8]).unwrap();
         assert_eq!((windows.images, windows.vectors, windows.columns), (4, 1, 24));
-        let of_images = |size: i32| [0, 1, 2, 3].map(|image| Run { at: image * (size - 4), lanes: 0xf << (4 * image) });
-        assert_eq!(windows.seen(0, 0), of_images(12));
-        assert_eq!(windows.results(0), of_images(8));
-        assert_eq!(windows.place(1), (0, [48, 32]));
+        let runs = |size: i32| [0, 1, 2, 3].map(|image| Run { at: image * (size - 4), lanes: 0xf << (4 * image) });
+        assert_eq!(windows.reads(0, 0), runs(12));
+        assert_eq!(windows.results(0), runs(8));
+        assert_eq!(windows.locate(1), (0, [48, 32]));
     }
 
     #[test]
@@ -185,25 +187,25 @@ mod tests {
         {
             let (grid, images) = (grid(n, kernel, stride, pad), 5);
             let windows = Windows::new(&grid, images, [n * n, grid.out_len()]).unwrap();
-            let mut met = 0;
+            let mut window_count = 0;
             for column in 0..windows.columns {
-                let (vector, begins) = windows.place(column / LANES);
+                let (vector, begins) = windows.locate(column / LANES);
                 let lane = column % LANES;
                 let at = |runs: &[Run], step: usize| {
-                    let mut of_lane = runs.iter().filter(|run| run.lanes >> lane & 1 == 1);
-                    let found = of_lane.next().map(|run| (run.at + (lane * step) as i32) as usize);
-                    assert_eq!(of_lane.next(), None);
-                    found
+                    let mut lane_runs = runs.iter().filter(|run| run.lanes >> lane & 1 == 1);
+                    let element = lane_runs.next().map(|run| (run.at + (lane * step) as i32) as usize);
+                    assert_eq!(lane_runs.next(), None);
+                    element
                 };
                 let Some(result) = at(windows.results(vector), 1) else { continue };
-                met += 1;
+                window_count += 1;
                 let (image, window) = ((begins[1] + result) / grid.out_len(), (begins[1] + result) % grid.out_len());
                 for tap in 0..windows.taps {
-                    let place = at(windows.seen(vector, tap), stride).map(|at| begins[0] + at);
-                    assert_eq!(place, seen(&grid, window, tap).map(|at| image * n * n + at), "{column} {tap}");
+                    let index = at(windows.reads(vector, tap), stride).map(|at| begins[0] + at);
+                    assert_eq!(index, data_index(&grid, window, tap).map(|at| image * n * n + at), "{column} {tap}");
                 }
             }
-            assert_eq!(met, images * grid.out_len());
+            assert_eq!(window_count, images * grid.out_len());
         }
     }
 }

@@ -17,8 +17,8 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::LANES;
-use super::images::{before, counted, every_second};
-use super::pack::sixteen_turned;
+use super::images::{every_second, lane_multiples, lanes_before};
+use super::pack::transpose_16x16;
 use super::windows::Windows;
 use std::arch::x86_64::{
     __m512, __m512i, _mm512_add_ps, _mm512_loadu_ps, _mm512_mask_mov_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps,
@@ -46,7 +46,7 @@ pub struct Transformed {
 impl Transformed {
     /// Address of a number.
     #[inline(always)]
-    pub fn place(self, element: usize, channel: usize, at: usize) -> *mut f32 {
+    pub fn address(self, element: usize, channel: usize, at: usize) -> *mut f32 {
         self.at.wrapping_add(element * self.element + channel * self.channel + at)
     }
 
@@ -57,10 +57,10 @@ impl Transformed {
     /// The processor has AVX-512, and the target has room.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn put(self, row: usize, channel: usize, at: usize, lines: [__m512; 4]) {
+    unsafe fn store(self, row: usize, channel: usize, at: usize, lines: [__m512; 4]) {
         for j in 0..4 {
             // SAFETY: guaranteed by the caller.
-            unsafe { _mm512_storeu_ps(self.place(4 * row + j, channel, at), lines[j]) };
+            unsafe { _mm512_storeu_ps(self.address(4 * row + j, channel, at), lines[j]) };
         }
     }
 }
@@ -89,7 +89,7 @@ impl Results {
     /// For outputs of this height and width, in images of `image_elements` elements.
     pub fn new(tiles: &Windows, [height, width]: [usize; 2], image_elements: usize) -> Results {
         let [images, vectors] = tiles.period();
-        let across = width.div_ceil(2);
+        let row_tiles = width.div_ceil(2);
         let mut results = Results { spans: Vec::new(), starts: vec![0], width };
         for vector in 0..vectors {
             let begin = results.spans.len();
@@ -99,17 +99,17 @@ impl Results {
                 if image >= images {
                     break;
                 }
-                let (down, right) = (2 * (tile / across), 2 * (tile % across));
-                let columns = 2.min(width - right);
-                let is_next = (next, row) == (right, image * height + down) && results.spans.len() > begin;
+                let (out_row, out_column) = (2 * (tile / row_tiles), 2 * (tile % row_tiles));
+                let columns = 2.min(width - out_column);
+                let is_next = (next, row) == (out_column, image * height + out_row) && results.spans.len() > begin;
                 match results.spans.last_mut().filter(|_| is_next) {
                     Some(span) => span.columns += columns,
                     None => {
-                        let at = image * image_elements + down * width + right;
-                        results.spans.push(Span { lane, columns, rows: 2.min(height - down), at });
+                        let at = image * image_elements + out_row * width + out_column;
+                        results.spans.push(Span { lane, columns, rows: 2.min(height - out_row), at });
                     }
                 }
-                (next, row) = (right + 2, image * height + down);
+                (next, row) = (out_column + 2, image * height + out_row);
             }
             results.starts.push(results.spans.len());
         }
@@ -134,7 +134,7 @@ fn result([a, b, c, d]: [__m512; 4]) -> [__m512; 2] {
 /// `A y`
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn result_turned([a, b]: [__m512; 2]) -> [__m512; 4] {
+fn result_transposed([a, b]: [__m512; 2]) -> [__m512; 4] {
     [a, _mm512_add_ps(a, b), _mm512_sub_ps(a, b), _mm512_sub_ps(_mm512_setzero_ps(), b)]
 }
 
@@ -150,7 +150,7 @@ fn filter([a, b, c]: [__m512; 3]) -> [__m512; 4] {
 /// `Gᵀ s`
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn filter_turned([a, b, c, d]: [__m512; 4]) -> [__m512; 3] {
+fn filter_transposed([a, b, c, d]: [__m512; 4]) -> [__m512; 3] {
     let half = _mm512_set1_ps(0.5);
     let sum = _mm512_mul_ps(half, _mm512_add_ps(b, c));
     [_mm512_add_ps(a, sum), _mm512_mul_ps(half, _mm512_sub_ps(b, c)), _mm512_add_ps(sum, d)]
@@ -180,9 +180,9 @@ impl Loads {
 
     fn set(&mut self, windows: &Windows, vector: usize) {
         let mut count = 0;
-        let (valid, (at, [image, _])) = (before(windows.columns, vector), windows.place(vector));
+        let (valid, (at, [image, _])) = (lanes_before(windows.columns, vector), windows.locate(vector));
         for tap in 0..windows.taps {
-            for run in windows.seen(at, tap).iter().filter(|run| run.lanes & valid != 0) {
+            for run in windows.reads(at, tap).iter().filter(|run| run.lanes & valid != 0) {
                 let lanes = run.lanes & valid;
                 let (low, high) = (every_second(lanes), every_second(lanes >> 8));
                 self.loads[count] = Load { at: image as isize + run.at as isize, lanes, low, high };
@@ -195,7 +195,7 @@ impl Loads {
     /// Loads the elements at a tap; 0 in lanes without one.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn seen(&self, tap: usize, from: *const f32, even: __m512i) -> __m512 {
+    unsafe fn load(&self, tap: usize, from: *const f32, even: __m512i) -> __m512 {
         let mut line = _mm512_setzero_ps();
         for load in &self.loads[self.starts[tap]..self.starts[tap + 1]] {
             let at = from.wrapping_offset(load.at);
@@ -216,8 +216,8 @@ impl Loads {
 /// The processor has AVX-512, `x` has the images of the tiles, the vectors are in range, and the target has room.
 #[target_feature(enable = "avx512f")]
 pub unsafe fn data_in(tiles: &Windows, x: *const f32, channels: usize, vectors: Range<usize>, to: Transformed) {
-    let (mut loads, even) = (Loads::new(), counted(2));
-    for (place, vector) in vectors.enumerate() {
+    let (mut loads, even) = (Loads::new(), lane_multiples(2));
+    for (position, vector) in vectors.enumerate() {
         loads.set(tiles, vector);
         for channel in 0..channels {
             let from = x.wrapping_add(channel * tiles.plane);
@@ -226,7 +226,7 @@ pub unsafe fn data_in(tiles: &Windows, x: *const f32, channels: usize, vectors: 
                 let mut column = [_mm512_setzero_ps(); 4];
                 for i in 0..4 {
                     // SAFETY: guaranteed by the caller; tiles read inside their image.
-                    column[i] = unsafe { loads.seen(4 * i + j, from, even) };
+                    column[i] = unsafe { loads.load(4 * i + j, from, even) };
                 }
                 let column = data(column);
                 for i in 0..4 {
@@ -235,7 +235,7 @@ pub unsafe fn data_in(tiles: &Windows, x: *const f32, channels: usize, vectors: 
             }
             for i in 0..4 {
                 // SAFETY: guaranteed by the caller.
-                unsafe { to.put(i, channel, place * LANES, data(half[i])) };
+                unsafe { to.store(i, channel, position * LANES, data(half[i])) };
             }
         }
     }
@@ -248,8 +248,8 @@ pub unsafe fn data_in(tiles: &Windows, x: *const f32, channels: usize, vectors: 
 /// As for [`data_in`].
 #[target_feature(enable = "avx512f")]
 pub unsafe fn results_in(pairs: &Windows, dy: *const f32, channels: usize, vectors: Range<usize>, to: Transformed) {
-    let (mut loads, even) = (Loads::new(), counted(2));
-    for (place, vector) in vectors.enumerate() {
+    let (mut loads, even) = (Loads::new(), lane_multiples(2));
+    for (position, vector) in vectors.enumerate() {
         loads.set(pairs, vector);
         for channel in 0..channels {
             let from = dy.wrapping_add(channel * pairs.plane);
@@ -258,16 +258,16 @@ pub unsafe fn results_in(pairs: &Windows, dy: *const f32, channels: usize, vecto
                 let mut column = [_mm512_setzero_ps(); 2];
                 for i in 0..2 {
                     // SAFETY: guaranteed by the caller; outputs are inside their image.
-                    column[i] = unsafe { loads.seen(2 * i + j, from, even) };
+                    column[i] = unsafe { loads.load(2 * i + j, from, even) };
                 }
-                let column = result_turned(column);
+                let column = result_transposed(column);
                 for i in 0..4 {
                     half[i][j] = column[i];
                 }
             }
             for i in 0..4 {
                 // SAFETY: guaranteed by the caller.
-                unsafe { to.put(i, channel, place * LANES, result_turned(half[i])) };
+                unsafe { to.store(i, channel, position * LANES, result_transposed(half[i])) };
             }
         }
     }
@@ -288,8 +288,8 @@ pub unsafe fn results_out(
 ) {
     let low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     let high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    for (place, vector) in vectors.enumerate() {
-        let (at, [_, image]) = tiles.place(vector);
+    for (position, vector) in vectors.enumerate() {
+        let (at, [_, image]) = tiles.locate(vector);
         let lanes = (tiles.columns - vector * LANES).min(LANES);
         let spans = &results.spans[results.starts[at]..results.starts[at + 1]];
         for channel in 0..channels {
@@ -298,7 +298,7 @@ pub unsafe fn results_out(
                 let mut column = [_mm512_setzero_ps(); 4];
                 for i in 0..4 {
                     // SAFETY: guaranteed by the caller.
-                    column[i] = unsafe { _mm512_loadu_ps(m.place(4 * i + j, channel, place * LANES)) };
+                    column[i] = unsafe { _mm512_loadu_ps(m.address(4 * i + j, channel, position * LANES)) };
                 }
                 let column = result(column);
                 (half[0][j], half[1][j]) = (column[0], column[1]);
@@ -313,9 +313,9 @@ pub unsafe fn results_out(
                         let to = to.wrapping_add(span.at + i * results.width);
                         // SAFETY: the span ends with the row of the image.
                         unsafe {
-                            _mm512_mask_storeu_ps(to, before(span.columns, 0), row[0]);
+                            _mm512_mask_storeu_ps(to, lanes_before(span.columns, 0), row[0]);
                             if span.columns > LANES {
-                                _mm512_mask_storeu_ps(to.wrapping_add(LANES), before(span.columns, 1), row[1]);
+                                _mm512_mask_storeu_ps(to.wrapping_add(LANES), lanes_before(span.columns, 1), row[1]);
                             }
                         }
                     }
@@ -345,7 +345,7 @@ unsafe fn copy(from: *const f32, to: *mut f32, count: usize) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         for at in (0..count).step_by(LANES) {
-            let lanes = before(count, at / LANES);
+            let lanes = lanes_before(count, at / LANES);
             _mm512_mask_storeu_ps(to.add(at), lanes, _mm512_maskz_loadu_ps(lanes, from.add(at)));
         }
     }
@@ -369,7 +369,7 @@ pub unsafe fn filters_in(w: *const f32, [outs, ins]: [usize; 2], flipped: bool, 
             // SAFETY: the caller guarantees that the filter exists.
             *line = unsafe { _mm512_maskz_loadu_ps(OF_FILTER, from.wrapping_add(i * TAPS)) };
         }
-        let taps = sixteen_turned(filters);
+        let taps = transpose_16x16(filters);
         let mut half = [[_mm512_setzero_ps(); 3]; 4];
         for j in 0..3 {
             let at = |i: usize| if flipped { taps[TAPS - 1 - (3 * i + j)] } else { taps[3 * i + j] };
@@ -380,7 +380,7 @@ pub unsafe fn filters_in(w: *const f32, [outs, ins]: [usize; 2], flipped: bool, 
         }
         for i in 0..4 {
             // SAFETY: guaranteed by the caller.
-            unsafe { to.put(i, out, first, filter(half[i])) };
+            unsafe { to.store(i, out, first, filter(half[i])) };
         }
     }
 }
@@ -398,22 +398,22 @@ pub unsafe fn filters_out(sums: Transformed, dw: *mut f32, [outs, ins]: [usize; 
             let mut column = [_mm512_setzero_ps(); 4];
             for i in 0..4 {
                 // SAFETY: guaranteed by the caller.
-                column[i] = unsafe { _mm512_loadu_ps(sums.place(4 * i + j, out, first)) };
+                column[i] = unsafe { _mm512_loadu_ps(sums.address(4 * i + j, out, first)) };
             }
-            let column = filter_turned(column);
+            let column = filter_transposed(column);
             for i in 0..3 {
                 half[i][j] = column[i];
             }
         }
         let mut taps = [_mm512_setzero_ps(); LANES];
         for i in 0..3 {
-            let row = filter_turned(half[i]);
+            let row = filter_transposed(half[i]);
             for j in 0..3 {
                 taps[3 * i + j] = row[j];
             }
         }
         let (to, count) = (dw.wrapping_add((out * ins + first) * TAPS), (ins - first).min(LANES));
-        let mut filters = sixteen_turned(taps);
+        let mut filters = transpose_16x16(taps);
         // All reads come before all writes: reading right after the adjacent filter was written would stall.
         for (i, line) in filters.iter_mut().enumerate().take(if add { count } else { 0 }) {
             // SAFETY: the caller guarantees that the filter exists.
