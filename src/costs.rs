@@ -23,7 +23,7 @@ use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::precision::Precision;
 use compiler::profile::{Method, Profile};
 use compiler::tensor::DType;
-use profiler::scratch::{of_joint, scratch};
+use profiler::scratch::{batched_gradients, scratch};
 use runtime::device::cpu::device::cpu;
 use std::path::{Path, PathBuf};
 
@@ -253,7 +253,7 @@ pub fn assemble(
             if device.kind == CPU {
                 let needed = scratch(&attribution);
                 costs.ops.iter_mut().zip(needed).for_each(|(op, bytes)| op.workspace_bytes = bytes);
-                let joint = costs.ops.iter_mut().zip(of_joint(&attribution, &*cpu()));
+                let joint = costs.ops.iter_mut().zip(batched_gradients(&attribution, &*cpu()));
                 joint.for_each(|(op, joint)| [op.batched_grad_bytes, op.batched_grad_workspace_bytes] = joint);
             }
             PlannedProfile::new(String::new(), Method::Analytic)

@@ -36,10 +36,10 @@ impl Cache {
     /// The user's cache: `$XDG_CACHE_HOME/pipec/profile`, else `~/.cache/pipec/profile`; `None` without a home
     /// directory.
     pub fn of_user() -> Option<Cache> {
-        let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+        let variable = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         // The XDG base directory specification: a relative path is invalid and is ignored.
-        let base = set("XDG_CACHE_HOME").filter(|path| path.is_absolute());
-        let base = base.or_else(|| set("HOME").map(|home| home.join(".cache")))?;
+        let base = variable("XDG_CACHE_HOME").filter(|path| path.is_absolute());
+        let base = base.or_else(|| variable("HOME").map(|home| home.join(".cache")))?;
         Some(Cache { folder: base.join("pipec").join("profile") })
     }
 
@@ -69,10 +69,10 @@ impl Cache {
         let entry = json!({ "schema": SCHEMA, "key": key, "times": times });
         let path = self.path(key);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let beside = path.with_extension(format!("{}-{number}.part", std::process::id()));
-        std::fs::write(&beside, format!("{entry}\n"))?;
-        std::fs::rename(&beside, &path).inspect_err(|_| {
-            let _ = std::fs::remove_file(&beside);
+        let temporary = path.with_extension(format!("{}-{number}.part", std::process::id()));
+        std::fs::write(&temporary, format!("{entry}\n"))?;
+        std::fs::rename(&temporary, &path).inspect_err(|_| {
+            let _ = std::fs::remove_file(&temporary);
         })
     }
 

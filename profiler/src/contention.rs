@@ -2,7 +2,7 @@
 //!
 //! Workers on one machine share its memory bandwidth, last-level cache and clock, so each is slower than one alone.
 
-use crate::whole::Whole;
+use crate::whole::WholeStep;
 use compiler::tensor::Tensor;
 use runtime::device::api::Device;
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use std::sync::mpsc::{Sender, channel};
 
 /// The model that background workers run, and its initial weights.
 pub struct BackgroundWorkers<'a> {
-    pub whole: &'a Whole,
+    pub whole_step: &'a WholeStep,
     pub device: &'a Arc<dyn Device>,
     pub weights: &'a BTreeMap<String, Tensor>,
     pub seed: u64,
@@ -37,40 +37,40 @@ impl Drop for End<'_> {
 }
 
 impl BackgroundWorkers<'_> {
-    /// Calls `measured` while `others` threads run the model.
-    pub fn during<T>(&self, others: u32, measured: impl FnOnce() -> T) -> Result<T, BackgroundFault> {
-        let bytes = (self.whole.footprint() as u64).saturating_mul(u64::from(others) + 1);
+    /// Calls `measure` while `count` threads run the model.
+    pub fn during<T>(&self, count: u32, measure: impl FnOnce() -> T) -> Result<T, BackgroundFault> {
+        let bytes = (self.whole_step.footprint() as u64).saturating_mul(u64::from(count) + 1);
         let available = self.device.available_memory().unwrap_or(u64::MAX);
         if bytes > available / 2 {
             return Err(BackgroundFault::Memory { bytes, available });
         }
-        let (ends, fails) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (is_ended, is_failed) = (AtomicBool::new(false), AtomicBool::new(false));
         std::thread::scope(|scope| {
-            let end = End(&ends);
-            let (to, started) = channel();
-            for _ in 0..others {
-                let (to, ends, fails) = (to.clone(), &ends, &fails);
-                scope.spawn(move || self.run(to, ends, fails));
+            let end = End(&is_ended);
+            let (sender, started) = channel();
+            for _ in 0..count {
+                let (sender, is_ended, is_failed) = (sender.clone(), &is_ended, &is_failed);
+                scope.spawn(move || self.run(sender, is_ended, is_failed));
             }
-            drop(to);
+            drop(sender);
             // The channel closes once all have sent, or one panicked.
-            let is_running = started.iter().filter(|runs| *runs).count() == others as usize;
-            let done = is_running.then(measured);
+            let is_running = started.iter().filter(|runs| *runs).count() == count as usize;
+            let result = is_running.then(measure);
             drop(end);
-            done.filter(|_| !fails.load(Ordering::Relaxed)).ok_or(BackgroundFault::Run)
+            result.filter(|_| !is_failed.load(Ordering::Relaxed)).ok_or(BackgroundFault::Run)
         })
     }
 
     /// Runs the model again and again. First sends if it can.
-    fn run(&self, started: Sender<bool>, ends: &AtomicBool, fails: &AtomicBool) {
-        let ready = self.whole.ready(self.device, self.weights, self.seed);
-        let _ = started.send(ready.is_some());
-        drop(started);
-        let Some((mut executor, item)) = ready else { return };
-        while !ends.load(Ordering::Relaxed) {
+    fn run(&self, sender: Sender<bool>, is_ended: &AtomicBool, is_failed: &AtomicBool) {
+        let prepared = self.whole_step.prepare(self.device, self.weights, self.seed);
+        let _ = sender.send(prepared.is_some());
+        drop(sender);
+        let Some((mut executor, item)) = prepared else { return };
+        while !is_ended.load(Ordering::Relaxed) {
             let forward = executor.forward_watched(&item, &mut |_| Ok(()));
             if forward.and_then(|()| executor.backward_watched(&item, &mut |_| Ok(()))).is_err() {
-                fails.store(true, Ordering::Relaxed);
+                is_failed.store(true, Ordering::Relaxed);
                 break;
             }
         }
@@ -81,12 +81,12 @@ impl BackgroundWorkers<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::whole::whole;
+    use crate::whole::compile_whole_step;
     use compiler::graph::text::parse;
     use compiler::pass::attribution::{Training, attribute};
     use runtime::device::cpu::device::cpu;
 
-    fn model() -> Whole {
+    fn model() -> WholeStep {
         let graph = parse(
             r#"graph "square" {
               %x = input fact={"dtype":"f32","shape":[4,6]} name="x" : f32[4, 6]
@@ -97,13 +97,13 @@ mod tests {
         )
         .unwrap();
         let attribution = attribute(&graph, Training::Gradient).unwrap();
-        whole(&graph, &attribution, Training::Gradient, &*cpu()).unwrap().unwrap()
+        compile_whole_step(&graph, &attribution, Training::Gradient, &*cpu()).unwrap().unwrap()
     }
 
     #[test]
     fn workers_run_until_the_measurement_ends() {
-        let (whole, device, weights) = (model(), cpu(), BTreeMap::new());
-        let workers = BackgroundWorkers { whole: &whole, device: &device, weights: &weights, seed: 1 };
+        let (whole_step, device, weights) = (model(), cpu(), BTreeMap::new());
+        let workers = BackgroundWorkers { whole_step: &whole_step, device: &device, weights: &weights, seed: 1 };
         assert_eq!(workers.during(3, || 7), Ok(7));
         let failed: Result<Result<u32, &str>, _> = workers.during(2, || Err("no"));
         assert_eq!(failed, Ok(Err("no")));
@@ -116,10 +116,10 @@ mod tests {
 
     #[test]
     fn one_that_cannot_run_is_a_fault() {
-        let (mut whole, device, weights) = (model(), cpu(), BTreeMap::new());
+        let (mut whole_step, device, weights) = (model(), cpu(), BTreeMap::new());
         // The synthetic data is made from the graph, and does not fit another input size.
-        whole.code.feeds[0].bytes += 4;
-        let workers = BackgroundWorkers { whole: &whole, device: &device, weights: &weights, seed: 1 };
+        whole_step.code.feeds[0].bytes += 4;
+        let workers = BackgroundWorkers { whole_step: &whole_step, device: &device, weights: &weights, seed: 1 };
         assert_eq!(workers.during(3, || 7), Err(BackgroundFault::Run));
     }
 }

@@ -45,16 +45,16 @@ pub fn gpus() -> Vec<Result<GpuInfo, GpuError>> {
 /// The GPUs as a cluster; without GPUs, `workers` workers on this CPU.
 pub fn cluster(gpus: &[GpuInfo], workers: u32) -> Result<Cluster, DetectError> {
     let Some(first) = gpus.first() else { return Ok(machine::cluster_of_this_cpu(workers)?) };
-    let usual = kind(&first.name, first.memory as u64).map(Kind::link);
+    let known_link = kind(&first.name, first.memory as u64).map(Kind::link);
     let is_joined = gpus.len() > 1 && gpus.iter().all(|a| gpus.iter().all(|b| is_joined(a.ordinal, b.ordinal)));
-    let (name, bandwidth) = usual.filter(|_| is_joined).unwrap_or(("pcie", BytesPerSecond(PCIE)));
-    of_cards(gpus, name, bandwidth)
+    let (name, bandwidth) = known_link.filter(|_| is_joined).unwrap_or(("pcie", BytesPerSecond(PCIE)));
+    gpu_cluster(gpus, name, bandwidth)
 }
 
-fn of_cards(gpus: &[GpuInfo], name: &str, bandwidth: BytesPerSecond) -> Result<Cluster, DetectError> {
+fn gpu_cluster(gpus: &[GpuInfo], name: &str, bandwidth: BytesPerSecond) -> Result<Cluster, DetectError> {
     let mut classes: Vec<DeviceClass> = Vec::new();
-    for card in gpus {
-        let device = device(card)?;
+    for gpu in gpus {
+        let device = device(gpu)?;
         match classes.last_mut().filter(|class| class.device == device) {
             Some(class) => class.count += 1,
             None => classes.push(DeviceClass { device, count: 1, speed: None }),
@@ -70,31 +70,31 @@ fn of_cards(gpus: &[GpuInfo], name: &str, bandwidth: BytesPerSecond) -> Result<C
 }
 
 /// The device type of a GPU, with the memory that it reports.
-fn device(card: &GpuInfo) -> Result<Device, DetectError> {
-    let unknown = || DetectError::Unknown { ordinal: card.ordinal, name: card.name.clone() };
-    let kind = kind(&card.name, card.memory as u64).ok_or_else(unknown)?;
-    Ok(Device { memory: Bytes(card.memory as u64), ..kind.device() })
+fn device(gpu: &GpuInfo) -> Result<Device, DetectError> {
+    let unknown = || DetectError::Unknown { ordinal: gpu.ordinal, name: gpu.name.clone() };
+    let kind = kind(&gpu.name, gpu.memory as u64).ok_or_else(unknown)?;
+    Ok(Device { memory: Bytes(gpu.memory as u64), ..kind.device() })
 }
 
 /// The device type with this name and memory.
 pub fn kind(name: &str, memory: u64) -> Option<&'static Kind> {
     let words: Vec<&str> = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty()).collect();
-    let is_there = |wanted: &str| {
+    let has_name = |wanted: &str| {
         let wanted: Vec<&str> = wanted.split(' ').collect();
-        words.windows(wanted.len()).any(|found| {
-            let same = |(found, wanted): (&&str, &&str)| found.strip_prefix(wanted).is_some_and(is_variant);
-            found.iter().zip(&wanted).all(same)
+        words.windows(wanted.len()).any(|window| {
+            let is_same = |(word, wanted): (&&str, &&str)| word.strip_prefix(wanted).is_some_and(is_variant);
+            window.iter().zip(&wanted).all(is_same)
         })
     };
     // MIG partitions and mobile GPUs are slower than the type of the same name.
     if ["MIG", "Laptop", "Mobile"].into_iter().any(|word| words.contains(&word)) {
         return None;
     }
-    let (_, family) = NAMES.iter().find(|(wanted, _)| is_there(wanted))?;
+    let (_, family) = NAMES.iter().find(|(wanted, _)| has_name(wanted))?;
     let distance = |kind: &&&Kind| kind.device().memory.0.abs_diff(memory);
-    let own =
+    let is_family =
         |kind: &&Kind| kind.name == *family || kind.name.strip_prefix(family).is_some_and(|rest| rest.starts_with('-'));
-    KINDS.iter().filter(own).min_by_key(|kind| distance(&kind)).or_else(|| find(family))
+    KINDS.iter().filter(is_family).min_by_key(|kind| distance(&kind)).or_else(|| find(family))
 }
 
 /// Checks the rest of a word after the device type: empty, or a version letter as in `A10G`.
@@ -146,15 +146,15 @@ mod tests {
 
     #[test]
     fn cards_of_several_kinds_are_classes() {
-        let alike = [card(0, "NVIDIA H200", 150.0), card(1, "NVIDIA H200", 150.0)];
-        let cluster = of_cards(&alike, "nvlink", BytesPerSecond(450e9)).unwrap();
+        let same_kind = [card(0, "NVIDIA H200", 150.0), card(1, "NVIDIA H200", 150.0)];
+        let cluster = gpu_cluster(&same_kind, "nvlink", BytesPerSecond(450e9)).unwrap();
         assert_eq!((cluster.devices(), cluster.classes.len()), (2, 0));
         assert_eq!((cluster.device.kind.as_str(), cluster.device.memory), ("h200", Bytes(150_000_000_000)));
-        let mixed = [alike[0].clone(), card(1, "Tesla T4", 15.8), card(2, "Tesla T4", 15.8)];
-        let cluster = of_cards(&mixed, "pcie", BytesPerSecond(PCIE)).unwrap();
+        let mixed = [same_kind[0].clone(), card(1, "Tesla T4", 15.8), card(2, "Tesla T4", 15.8)];
+        let cluster = gpu_cluster(&mixed, "pcie", BytesPerSecond(PCIE)).unwrap();
         assert_eq!(cluster.classes.iter().map(|class| class.count).collect::<Vec<_>>(), [1, 2]);
-        let other = [card(0, "Quadro", 8.0)];
-        assert!(of_cards(&other, "pcie", BytesPerSecond(PCIE)).unwrap_err().to_string().contains("Quadro"));
+        let unknown = [card(0, "Quadro", 8.0)];
+        assert!(gpu_cluster(&unknown, "pcie", BytesPerSecond(PCIE)).unwrap_err().to_string().contains("Quadro"));
         assert_eq!(super::cluster(&[], 3).unwrap().devices(), 3);
     }
 }

@@ -56,38 +56,38 @@ pub struct LinkFault {
 
 /// The pairs that are measured, the lower first.
 pub fn pairs(processes: usize) -> BTreeSet<(usize, usize)> {
-    let all = (0..processes).flat_map(|one| (one + 1..processes).map(move |other| (one, other)));
-    let is_measured = |(one, other): &(usize, usize)| {
-        processes <= MOST_ALL || other - one == 1 || (*one, *other) == (0, processes - 1)
+    let candidates = (0..processes).flat_map(|lower| (lower + 1..processes).map(move |higher| (lower, higher)));
+    let is_measured = |(lower, higher): &(usize, usize)| {
+        processes <= MOST_ALL || higher - lower == 1 || (*lower, *higher) == (0, processes - 1)
     };
-    all.filter(is_measured).collect()
+    candidates.filter(is_measured).collect()
 }
 
 /// Measures the [`pairs`] in both directions. `connections` connects each pair, and process 0 with all. Only process 0 gets the
 /// results.
-pub fn measure(connections: &mut Connections, own: usize, processes: usize) -> Result<Vec<HostLink>, LinkFault> {
+pub fn measure(connections: &mut Connections, process: usize, processes: usize) -> Result<Vec<HostLink>, LinkFault> {
     connections.values_mut().for_each(|connection| connection.reader.source().renew(PATIENCE));
-    match own {
+    match process {
         0 => lead(connections, processes),
-        _ => follow(connections, own).map(|()| Vec::new()),
+        _ => follow(connections, process).map(|()| Vec::new()),
     }
 }
 
 fn lead(connections: &mut Connections, processes: usize) -> Result<Vec<HostLink>, LinkFault> {
-    let both = pairs(processes).into_iter().flat_map(|(one, other)| [(one, other), (other, one)]);
+    let directions = pairs(processes).into_iter().flat_map(|(lower, higher)| [(lower, higher), (higher, lower)]);
     let mut links = Vec::new();
-    for (from, to) in both {
+    for (from, to) in directions {
         if to > 0 {
-            with(connections, to, |connection| command(connection, RECEIVE, from))?;
+            with_connection(connections, to, |connection| send_command(connection, RECEIVE, from))?;
         }
         let (bytes_per_s, seconds) = match from {
-            0 => with(connections, to, send)?,
+            0 => with_connection(connections, to, send)?,
             _ => {
-                with(connections, from, |connection| command(connection, SEND, to))?;
+                with_connection(connections, from, |connection| send_command(connection, SEND, to))?;
                 if to == 0 {
-                    with(connections, from, receive)?;
+                    with_connection(connections, from, receive)?;
                 }
-                with(connections, from, |connection| {
+                with_connection(connections, from, |connection| {
                     let content = receive_frame(connection, Kind::Loss)?;
                     let mut fields = Fields::of(&content);
                     let result = (fields.f64("the bandwidth")?, fields.f64("the latency")?);
@@ -98,44 +98,46 @@ fn lead(connections: &mut Connections, processes: usize) -> Result<Vec<HostLink>
         };
         links.push(HostLink { from, to, bytes_per_s, seconds });
     }
-    (1..processes).try_for_each(|process| with(connections, process, |connection| command(connection, END, 0)))?;
+    (1..processes)
+        .try_for_each(|process| with_connection(connections, process, |connection| send_command(connection, END, 0)))?;
     Ok(links)
 }
 
 /// Carries out the commands of process 0.
-fn follow(connections: &mut Connections, own: usize) -> Result<(), LinkFault> {
+fn follow(connections: &mut Connections, process: usize) -> Result<(), LinkFault> {
     loop {
-        let (what, process) = with(connections, 0, |connection| {
+        let (code, peer) = with_connection(connections, 0, |connection| {
             let content = receive_frame(connection, Kind::Message)?;
             let mut fields = Fields::of(&content);
             let command = (fields.u32("the command")?, fields.u32("the process")? as usize);
             fields.end()?;
             Ok(command)
         })?;
-        match what {
+        match code {
             END => return Ok(()),
-            RECEIVE if process != own => with(connections, process, receive)?,
-            SEND if process != own => {
-                let (bandwidth, latency) = with(connections, process, send)?;
+            RECEIVE if peer != process => with_connection(connections, peer, receive)?,
+            SEND if peer != process => {
+                let (bandwidth, latency) = with_connection(connections, peer, send)?;
                 let content = [bandwidth.to_le_bytes(), latency.to_le_bytes()].concat();
-                with(connections, 0, |connection| connection.send_frame(Kind::Loss, &content))?;
+                with_connection(connections, 0, |connection| connection.send_frame(Kind::Loss, &content))?;
             }
             _ => return Err(LinkFault { process: 0, fault: FrameError::Field { what: "the command" } }),
         }
     }
 }
 
-fn with<T>(
+fn with_connection<T>(
     connections: &mut Connections,
     process: usize,
     step: impl FnOnce(&mut HandshakeConnection) -> Result<T, FrameError>,
 ) -> Result<T, LinkFault> {
-    let fail = |fault| LinkFault { process, fault };
-    step(connections.get_mut(&process).ok_or(fail(FrameError::Field { what: "the process" }))?).map_err(fail)
+    let link_fault = |fault| LinkFault { process, fault };
+    step(connections.get_mut(&process).ok_or(link_fault(FrameError::Field { what: "the process" }))?)
+        .map_err(link_fault)
 }
 
-fn command(connection: &mut HandshakeConnection, what: u32, process: usize) -> Result<(), FrameError> {
-    connection.send_frame(Kind::Message, &[what.to_le_bytes(), (process as u32).to_le_bytes()].concat())
+fn send_command(connection: &mut HandshakeConnection, code: u32, process: usize) -> Result<(), FrameError> {
+    connection.send_frame(Kind::Message, &[code.to_le_bytes(), (process as u32).to_le_bytes()].concat())
 }
 
 fn receive_frame(connection: &mut HandshakeConnection, kind: Kind) -> Result<Vec<u8>, FrameError> {
@@ -201,18 +203,18 @@ mod tests {
 
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (one, listener.accept().unwrap().0)
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (stream, listener.accept().unwrap().0)
     }
 
     /// Passes bytes on at [`SLOW`].
-    fn pass(mut from: TcpStream, mut to: TcpStream) {
+    fn throttle(mut from: TcpStream, mut to: TcpStream) {
         let mut bytes = [0; 1 << 14];
-        let (start, mut passed) = (Instant::now(), 0);
+        let (start, mut sent) = (Instant::now(), 0);
         while let Ok(count @ 1..) = from.read(&mut bytes) {
-            passed += count;
-            let due = Duration::from_secs_f64(passed as f64 / SLOW);
-            std::thread::sleep(due.saturating_sub(start.elapsed()));
+            sent += count;
+            let target = Duration::from_secs_f64(sent as f64 / SLOW);
+            std::thread::sleep(target.saturating_sub(start.elapsed()));
             if to.write_all(&bytes[..count]).is_err() {
                 break;
             }
@@ -229,13 +231,13 @@ mod tests {
 
     #[test]
     fn a_slow_connection_is_measured_as_slow() {
-        let ((one, near), (far, other)) = (pair(), pair());
-        let back = (far.try_clone().unwrap(), near.try_clone().unwrap());
-        std::thread::spawn(move || pass(near, far));
-        std::thread::spawn(move || pass(back.0, back.1));
+        let ((first, near), (far, second)) = (pair(), pair());
+        let reverse = (far.try_clone().unwrap(), near.try_clone().unwrap());
+        std::thread::spawn(move || throttle(near, far));
+        std::thread::spawn(move || throttle(reverse.0, reverse.1));
         let follower =
-            std::thread::spawn(move || measure(&mut BTreeMap::from([(0, connection(other))]), 1, 2).unwrap());
-        let links = measure(&mut BTreeMap::from([(1, connection(one))]), 0, 2).unwrap();
+            std::thread::spawn(move || measure(&mut BTreeMap::from([(0, connection(second))]), 1, 2).unwrap());
+        let links = measure(&mut BTreeMap::from([(1, connection(first))]), 0, 2).unwrap();
         assert_eq!(follower.join().unwrap(), []);
         assert_eq!(links.iter().map(|link| (link.from, link.to)).collect::<Vec<_>>(), [(0, 1), (1, 0)]);
         for link in links {

@@ -73,8 +73,8 @@ impl Subject {
 /// Number of copies of tensors of `bytes` bytes that together have about `rotation_bytes`.
 pub fn copies(device: &dyn Device, rotation_bytes: usize, bytes: usize) -> usize {
     // On a GPU, starting a kernel takes longer than reading tensors that are small enough for this limit to matter.
-    let most = if device.is_asynchronous() { 64 } else { 1 << 16 };
-    (rotation_bytes / bytes.max(1)).clamp(1, most)
+    let limit = if device.is_asynchronous() { 64 } else { 1 << 16 };
+    (rotation_bytes / bytes.max(1)).clamp(1, limit)
 }
 
 struct Copy {
@@ -93,7 +93,7 @@ pub fn time(subject: &Subject, device: &dyn Device, kernel: &dyn Kernel, runs: &
     let patterns: Vec<Tensor> = (0..subject.inputs.len()).map(|slot| pattern(subject, slot, runs.seed)).collect();
     let copy = |_| -> Result<Copy, DeviceError> {
         let inputs = subject.inputs.iter().zip(&patterns);
-        let inputs = inputs.map(|(fact, pattern)| filled(device, &*stream, fact, pattern));
+        let inputs = inputs.map(|(fact, pattern)| upload_pattern(device, &*stream, fact, pattern));
         let outputs = subject.outputs.iter().map(|fact| device.allocate(size_of(fact)));
         Ok(Copy { inputs: inputs.collect::<Result<_, _>>()?, outputs: outputs.collect::<Result<_, _>>()? })
     };
@@ -118,39 +118,39 @@ pub fn time(subject: &Subject, device: &dyn Device, kernel: &dyn Kernel, runs: &
         }
         stream.timestamp()?.since(&start)
     };
-    let time = sampled(run, stream.timestamp_resolution(), runs)?;
+    let time = sample(run, stream.timestamp_resolution(), runs)?;
     stream.finish()?;
     Ok(time)
 }
 
 /// Measures one run; `run(n)` makes n runs and returns their time, up to `resolution`.
-pub fn sampled<E>(
+pub fn sample<E>(
     mut run: impl FnMut(usize) -> Result<Duration, E>,
     resolution: Duration,
     runs: &Runs,
 ) -> Result<Time, E> {
-    let began = Instant::now();
+    let start = Instant::now();
     let mut single = run(1)?;
     for _ in 1..runs.warmup {
-        if began.elapsed() > runs.budget {
+        if start.elapsed() > runs.budget {
             break;
         }
         single = single.min(run(1)?);
     }
-    let sample = (SAMPLE * resolution).as_nanos();
-    let batch = sample.div_ceil(single.as_nanos().max(1)).clamp(1, MOST_RUNS_A_SAMPLE as u128) as usize;
+    let sample_length = (SAMPLE * resolution).as_nanos();
+    let batch = sample_length.div_ceil(single.as_nanos().max(1)).clamp(1, MOST_RUNS_A_SAMPLE as u128) as usize;
     let fewest = if single > runs.budget { 1 } else { runs.samples.min(3) };
     let mut samples = Vec::new();
     while samples.len() < runs.samples.max(1) as usize {
-        if samples.len() >= fewest as usize && began.elapsed() > runs.budget {
+        if samples.len() >= fewest as usize && start.elapsed() > runs.budget {
             break;
         }
         samples.push(run(batch)?.as_nanos() as u64 * 1000 / batch as u64);
     }
-    Ok(summary(samples))
+    Ok(summarize(samples))
 }
 
-pub fn summary(mut picoseconds: Vec<u64>) -> Time {
+pub fn summarize(mut picoseconds: Vec<u64>) -> Time {
     picoseconds.sort_unstable();
     let count = picoseconds.len();
     if count == 0 {
@@ -165,7 +165,12 @@ fn size_of(fact: &Fact) -> usize {
     fact.bytes().unwrap_or(0) as usize
 }
 
-fn filled(device: &dyn Device, stream: &dyn Stream, fact: &Fact, pattern: &Tensor) -> Result<Buffer, DeviceError> {
+fn upload_pattern(
+    device: &dyn Device,
+    stream: &dyn Stream,
+    fact: &Fact,
+    pattern: &Tensor,
+) -> Result<Buffer, DeviceError> {
     let mut buffer = device.allocate(size_of(fact))?;
     let source = pattern.bytes();
     stream.upload_with(buffer.region_mut(), &mut |bytes| {
@@ -182,17 +187,17 @@ fn pattern(subject: &Subject, slot: usize, seed: u64) -> Tensor {
     let count = (size_of(fact) / fact.dtype.size()).min(PATTERN);
     let draw = |i: usize| mix(mix(seed ^ mix(slot as u64)) ^ i as u64);
     if fact.dtype.is_float() {
-        let unit = |i| 0.25 + (draw(i) >> 11) as f64 / (1u64 << 53) as f64;
-        return Tensor::from_f64(&[count], &(0..count).map(unit).collect::<Vec<_>>()).cast(fact.dtype);
+        let uniform = |i| 0.25 + (draw(i) >> 11) as f64 / (1u64 << 53) as f64;
+        return Tensor::from_f64(&[count], &(0..count).map(uniform).collect::<Vec<_>>()).cast(fact.dtype);
     }
     // Narrow integer types hold no larger index.
-    let widest = match fact.dtype.size() {
+    let largest = match fact.dtype.size() {
         1 => i64::from(i8::MAX),
         2 => i64::from(i16::MAX),
         4 => i64::from(i32::MAX),
         _ => i64::MAX,
     };
-    let limit = limit(subject, slot).clamp(1, widest) as u64;
+    let limit = limit(subject, slot).clamp(1, largest) as u64;
     Tensor::from_i64(&[count], &(0..count).map(|i| (draw(i) % limit) as i64).collect::<Vec<_>>()).cast(fact.dtype)
 }
 
@@ -236,8 +241,8 @@ mod tests {
 
     #[test]
     fn the_summary_is_the_median_and_the_middle_half() {
-        assert_eq!(summary(vec![5, 1, 4, 2, 3]), Time { median_ps: 3, spread_ps: 2 });
-        assert_eq!(summary(vec![7]), Time { median_ps: 7, spread_ps: 0 });
-        assert_eq!(summary(Vec::new()), Time::default());
+        assert_eq!(summarize(vec![5, 1, 4, 2, 3]), Time { median_ps: 3, spread_ps: 2 });
+        assert_eq!(summarize(vec![7]), Time { median_ps: 7, spread_ps: 0 });
+        assert_eq!(summarize(Vec::new()), Time::default());
     }
 }

@@ -40,12 +40,17 @@ fn copy_time(from: &Arc<dyn Device>, to: &Arc<dyn Device>, bytes: usize, copies:
     let stream = to.stream()?;
     let mut best = Duration::MAX;
     for _ in 0..3 {
-        best = best.min(timed(&*stream, &source, &mut target, copies)?);
+        best = best.min(time_copies(&*stream, &source, &mut target, copies)?);
     }
     Ok(best / copies)
 }
 
-fn timed(stream: &dyn Stream, source: &Buffer, target: &mut Buffer, copies: u32) -> Result<Duration, DeviceError> {
+fn time_copies(
+    stream: &dyn Stream,
+    source: &Buffer,
+    target: &mut Buffer,
+    copies: u32,
+) -> Result<Duration, DeviceError> {
     let start = stream.timestamp()?;
     for _ in 0..copies {
         stream.copy(source.region(), target.region_mut())?;

@@ -33,7 +33,7 @@ pub fn profiled_device(device: &dyn Device) -> ProfiledDevice {
 pub fn this_cpu() -> ProfiledDevice {
     ProfiledDevice {
         name: name(),
-        driver: format!("pipec {} {}", env!("CARGO_PKG_VERSION"), vectors()),
+        driver: format!("pipec {} {}", env!("CARGO_PKG_VERSION"), vector_instructions()),
         memory_bytes: memory_bytes(),
     }
 }
@@ -46,7 +46,7 @@ fn name() -> String {
 }
 
 /// The widest vector instruction set that kernels use on this CPU.
-fn vectors() -> &'static str {
+fn vector_instructions() -> &'static str {
     #[cfg(target_arch = "x86_64")]
     {
         if std::arch::is_x86_feature_detected!("avx512f") {
@@ -146,24 +146,24 @@ fn copy_bandwidth() -> Option<f64> {
 }
 
 fn message_latency() -> Option<f64> {
-    let (to, received) = channel::<u32>();
-    let (back, answered) = channel::<u32>();
-    let echo = std::thread::Builder::new().spawn(move || {
-        while let Ok(message) = received.recv() {
-            if back.send(message).is_err() {
+    let (sender, receiver) = channel::<u32>();
+    let (reply_sender, replies) = channel::<u32>();
+    let thread = std::thread::Builder::new().spawn(move || {
+        while let Ok(message) = receiver.recv() {
+            if reply_sender.send(message).is_err() {
                 break;
             }
         }
     });
-    let echo = echo.ok()?;
+    let thread = thread.ok()?;
     let start = Instant::now();
     for message in 0..MESSAGES {
-        to.send(message).ok()?;
-        answered.recv().ok()?;
+        sender.send(message).ok()?;
+        replies.recv().ok()?;
     }
     let seconds = start.elapsed().as_secs_f64() / f64::from(2 * MESSAGES);
-    drop(to);
-    echo.join().ok()?;
+    drop(sender);
+    thread.join().ok()?;
     Some(seconds)
 }
 

@@ -9,9 +9,9 @@ use crate::cache::{Cache, Time};
 use crate::contention::{BackgroundFault, BackgroundWorkers};
 use crate::kernel::{self, Runs, Subject};
 use crate::machine::{cache_bytes, profiled_device};
-use crate::scratch::{of_chains, of_joint};
+use crate::scratch::{batched_gradients, chain_workspaces};
 use crate::update;
-use crate::whole::{Times, Whole, whole};
+use crate::whole::{Times, WholeStep, compile_whole_step};
 use compiler::graph::Graph;
 use compiler::graph::hash::hash;
 use compiler::op::NodeId;
@@ -124,8 +124,9 @@ pub fn measure(
 ) -> Result<Measured, MeasureError> {
     let attribution = attribute(model.graph, model.training)?;
     let device = profiled_device(&**target);
-    let whole = whole(model.graph, &attribution, model.training, &**target)?;
-    let rotation_bytes = rotation(whole.as_ref(), target.info().cache.map_or_else(cache_bytes, |bytes| bytes as usize));
+    let whole_step = compile_whole_step(model.graph, &attribution, model.training, &**target)?;
+    let rotation_bytes =
+        choose_rotation(whole_step.as_ref(), target.info().cache.map_or_else(cache_bytes, |bytes| bytes as usize));
     let runs = Runs {
         warmup: settings.warmup,
         samples: settings.runs,
@@ -151,22 +152,22 @@ pub fn measure(
         }
         whole_times = cache.get(&whole_key).and_then(|times| Times::of_list(&times, attribution.ops.len()));
     }
-    let measures_whole = whole.is_some() && whole_times.is_none();
+    let measures_whole = whole_step.is_some() && whole_times.is_none();
     let parameters = update::parameters(model.graph, &attribution);
     let update_key = |(dtype, bytes): &update::Size| format!("{head} update {dtype} {bytes}");
     let mut updates: BTreeMap<update::Size, Option<Time>> = BTreeMap::new();
     if attribution.backward.is_some() {
         for size in parameters.iter().flatten() {
-            let known = || cache.and_then(|cache| cache.get(&update_key(size))?.first().copied());
-            updates.entry(*size).or_insert_with(known);
+            let cached = || cache.and_then(|cache| cache.get(&update_key(size))?.first().copied());
+            updates.entry(*size).or_insert_with(cached);
         }
     }
-    let unknown: Vec<&dyn Kernel> = jobs.iter().filter(|job| job.time.is_none()).map(|job| &*job.kernel).collect();
-    target.load(&unknown)?;
-    let measured = unknown.len();
+    let unmeasured: Vec<&dyn Kernel> = jobs.iter().filter(|job| job.time.is_none()).map(|job| &*job.kernel).collect();
+    target.load(&unmeasured)?;
+    let measured = unmeasured.len();
     let measured = measured + updates.values().filter(|time| time.is_none()).count();
     let total = measured + usize::from(measures_whole);
-    let mut keeper = CheckpointWriter { cache, fault: None };
+    let mut writer = CacheWriter { cache, fault: None };
     let mut done = 0;
     let mut measure_all = || -> Result<(), MeasureError> {
         for job in jobs.iter_mut().filter(|job| job.time.is_none()) {
@@ -174,7 +175,7 @@ pub fn measure(
             progress(Progress { done, total, name });
             let time = run(job, name, &**target, &runs)?;
             job.time = Some(time);
-            keeper.keep(&job.key, &[time]);
+            writer.write(&job.key, &[time]);
             done += 1;
         }
         for (size, time) in updates.iter_mut().filter(|(_, time)| time.is_none()) {
@@ -183,17 +184,17 @@ pub fn measure(
             if bytes > available {
                 return Err(MeasureError::Memory { name: "an optimizer step".to_string(), bytes, available });
             }
-            let found = update::time(*size, &**target, &runs)?;
-            *time = Some(found);
-            keeper.keep(&update_key(size), &[found]);
+            let measured_time = update::time(*size, &**target, &runs)?;
+            *time = Some(measured_time);
+            writer.write(&update_key(size), &[measured_time]);
             done += 1;
         }
-        if let (Some(whole), true) = (&whole, measures_whole) {
+        if let (Some(whole_step), true) = (&whole_step, measures_whole) {
             progress(Progress { done, total, name: "the whole model" });
             let runs = Runs { budget: settings.budget * 8, ..runs };
-            whole_times = whole.time(target, model.weights, &runs);
+            whole_times = whole_step.time(target, model.weights, &runs);
             if let Some(times) = &whole_times {
-                keeper.keep(&whole_key, &times.list());
+                writer.write(&whole_key, &times.list());
             }
         }
         Ok(())
@@ -201,28 +202,30 @@ pub fn measure(
     if workers == 1 || total == 0 {
         measure_all()?;
     } else {
-        let whole = whole.as_ref().ok_or(MeasureError::Workers { workers })?;
-        let others = BackgroundWorkers { whole, device: target, weights: model.weights, seed: settings.seed };
-        others.during(workers - 1, measure_all).map_err(|fault| match fault {
+        let whole_step = whole_step.as_ref().ok_or(MeasureError::Workers { workers })?;
+        let background = BackgroundWorkers { whole_step, device: target, weights: model.weights, seed: settings.seed };
+        background.during(workers - 1, measure_all).map_err(|fault| match fault {
             BackgroundFault::Memory { bytes, available } => MeasureError::WorkersMemory { workers, bytes, available },
             BackgroundFault::Run => MeasureError::Workers { workers },
         })??;
     }
 
-    let (chains, joint) = (of_chains(&attribution, &**target), of_joint(&attribution, &**target));
-    let together = whole_times.as_ref().map(|times| shared(&times.ops, &uses));
+    let (chain_bytes, batched) =
+        (chain_workspaces(&attribution, &**target), batched_gradients(&attribution, &**target));
+    let whole_op_times = whole_times.as_ref().map(|times| average_equal_ops(&times.ops, &uses));
     let ops = costs.ops.into_iter().enumerate().map(|(i, op)| {
         let [forward, backward] = [&uses.forward[i], &uses.backward[i]];
-        let all = || forward.iter().chain(backward).map(|job| &jobs[*job]);
+        let op_jobs = || forward.iter().chain(backward).map(|job| &jobs[*job]);
         let flops: f64 = attribution.forward_nodes[i].iter().map(|id| node_cost(&attribution.forward, *id).flops).sum();
-        let total_ps: u64 = all().filter_map(|job| job.time).map(|t| t.median_ps).sum();
-        let spread_ps: u64 = all().filter_map(|job| job.time).map(|t| t.spread_ps).sum();
-        let mut times = [forward, backward, &uses.weights[i]].map(|jobs_of| microseconds(&jobs, jobs_of));
-        if let Some(together) = &together {
-            let [forward, backward] = together[i];
-            let [_, apart, weights] = times;
+        let total_ps: u64 = op_jobs().filter_map(|job| job.time).map(|t| t.median_ps).sum();
+        let spread_ps: u64 = op_jobs().filter_map(|job| job.time).map(|t| t.spread_ps).sum();
+        let mut times = [forward, backward, &uses.weights[i]].map(|indices| microseconds(&jobs, indices));
+        if let Some(whole_op_times) = &whole_op_times {
+            let [forward, backward] = whole_op_times[i];
+            let [_, kernel_backward, weights] = times;
             // The weight-gradient fraction of a backward is only known from its kernels.
-            let weights = if apart > 0.0 { (1e3 * backward * weights / apart).round() / 1e3 } else { 0.0 };
+            let weights =
+                if kernel_backward > 0.0 { (1e3 * backward * weights / kernel_backward).round() / 1e3 } else { 0.0 };
             times = [forward, backward, weights];
         }
         let [fwd_us, bwd_us, weight_grad_us] = times;
@@ -239,11 +242,11 @@ pub fn measure(
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,
             out_bytes: op.out_bytes,
-            batched_grad_bytes: joint[i][0],
-            batched_grad_workspace_bytes: joint[i][1],
-            workspace_bytes: all().map(Job::workspace).max().unwrap_or(0).max(chains[i]),
+            batched_grad_bytes: batched[i][0],
+            batched_grad_workspace_bytes: batched[i][1],
+            workspace_bytes: op_jobs().map(Job::workspace).max().unwrap_or(0).max(chain_bytes[i]),
             flops: flops as u64,
-            source: source(i, all().collect()),
+            source: source(i, op_jobs().collect()),
         }
     });
     let ops: Vec<OpProfile> = ops.collect();
@@ -269,17 +272,17 @@ pub fn measure(
             range_us: Some(range.map(|picoseconds| nanoseconds(picoseconds) / 1e3)),
         }),
     };
-    Ok(Measured { profile, kernels: jobs.len() + updates.len(), measured, cache_fault: keeper.fault })
+    Ok(Measured { profile, kernels: jobs.len() + updates.len(), measured, cache_fault: writer.fault })
 }
 
 /// Writes the cache. The first error is kept; the measurement goes on.
-struct CheckpointWriter<'a> {
+struct CacheWriter<'a> {
     cache: Option<&'a Cache>,
     fault: Option<String>,
 }
 
-impl CheckpointWriter<'_> {
-    fn keep(&mut self, key: &str, times: &[Time]) {
+impl CacheWriter<'_> {
+    fn write(&mut self, key: &str, times: &[Time]) {
         if let (Some(cache), None) = (self.cache, &self.fault)
             && let Err(error) = cache.put(key, times)
         {
@@ -299,18 +302,18 @@ fn jobs(attribution: &Attribution, device: &dyn Device, head: &str) -> Result<(V
     let mut list: Vec<Job> = Vec::new();
     let mut by_key: HashMap<String, usize> = HashMap::new();
     let mut find = |graph: &Graph, nodes: &[NodeId], op: usize| -> Result<Vec<usize>, DeviceError> {
-        let each = nodes.iter().map(|id| {
+        let indices = nodes.iter().map(|id| {
             let subject = Subject::of(graph, *id);
             let key = format!("{head} {}", subject.key());
-            if let Some(known) = by_key.get(&key) {
-                return Ok(*known);
+            if let Some(index) = by_key.get(&key) {
+                return Ok(*index);
             }
             let kernel = subject.kernel(device)?;
             by_key.insert(key.clone(), list.len());
             list.push(Job { subject, key, op, time: None, kernel });
             Ok(list.len() - 1)
         });
-        each.collect()
+        indices.collect()
     };
     let mut uses = Uses { forward: Vec::new(), backward: Vec::new(), weights: Vec::new() };
     for op in 0..attribution.ops.len() {
@@ -328,7 +331,7 @@ fn jobs(attribution: &Attribution, device: &dyn Device, head: &str) -> Result<(V
 }
 
 /// Microseconds per op (forward, backward) in the run of the whole model, averaged over ops with equal kernels.
-fn shared(ops: &[[u64; 2]], uses: &Uses) -> Vec<[f64; 2]> {
+fn average_equal_ops(ops: &[[u64; 2]], uses: &Uses) -> Vec<[f64; 2]> {
     let kernels = |op: usize| (&uses.forward[op], &uses.backward[op]);
     let mut sums: HashMap<_, ([u64; 2], u64)> = HashMap::new();
     for (op, [forward, backward]) in ops.iter().enumerate() {
@@ -358,9 +361,9 @@ fn run(job: &Job, name: &str, device: &dyn Device, runs: &Runs) -> Result<Time, 
 
 /// Rotation size of a kernel's tensor copies, see [`kernel`]: the model's footprint up to twice the cache. A power of
 /// two, so that models of similar size share cache entries.
-fn rotation(whole: Option<&Whole>, cache: usize) -> usize {
-    let beyond = 2 * cache.max(1);
-    whole.map_or(beyond, |whole| whole.footprint().min(beyond).next_power_of_two().min(beyond))
+fn choose_rotation(whole_step: Option<&WholeStep>, cache: usize) -> usize {
+    let limit = 2 * cache.max(1);
+    whole_step.map_or(limit, |step| step.footprint().min(limit).next_power_of_two().min(limit))
 }
 
 /// The part of the cache key that all kernels share.

@@ -2,7 +2,7 @@
 //! weight and momentum. Times of other optimizers are derived from the bytes that they read and write.
 
 use crate::cache::Time;
-use crate::kernel::{Runs, copies, sampled};
+use crate::kernel::{Runs, copies, sample};
 use compiler::graph::{Graph, order};
 use compiler::op::{Op, Value};
 use compiler::pass::attribution::Attribution;
@@ -21,17 +21,17 @@ pub type Size = (DType, u64);
 
 /// For each op, the parameters that it is the first to read.
 pub fn parameters(graph: &Graph, attribution: &Attribution) -> Vec<Vec<Size>> {
-    let number: HashMap<_, _> = attribution.ops.iter().enumerate().map(|(at, id)| (*id, at)).collect();
+    let op_index: HashMap<_, _> = attribution.ops.iter().enumerate().map(|(index, id)| (*id, index)).collect();
     let mut sizes = vec![Vec::new(); attribution.ops.len()];
     for id in order::canonical(graph) {
         let Op::Parameter(_) = graph.node(id).op else { continue };
         let value = Value { node: id, output: 0 };
-        let first = graph.consumers(value).iter().filter_map(|(node, _)| number.get(node)).min().copied();
+        let first = graph.consumers(value).iter().filter_map(|(node, _)| op_index.get(node)).min().copied();
         let fact = graph.fact(value);
         if let (Some(first), Some(bytes)) = (first, fact.bytes().filter(|_| fact.dtype.is_float())) {
             // Two-byte weights are stepped through their f32 master copies.
-            let narrow = fact.dtype.size() == 2;
-            sizes[first].push(if narrow { (DType::F32, bytes * 2) } else { (fact.dtype, bytes) });
+            let is_narrow = fact.dtype.size() == 2;
+            sizes[first].push(if is_narrow { (DType::F32, bytes * 2) } else { (fact.dtype, bytes) });
         }
     }
     sizes
@@ -44,10 +44,10 @@ pub fn time((dtype, bytes): Size, device: &dyn Device, runs: &Runs) -> Result<Ti
         let tensor = || device.allocate(bytes as usize);
         Ok([tensor()?, tensor()?, tensor()?])
     };
-    let mut held: Vec<[Buffer; 3]> = (0..copies).map(copy).collect::<Result<_, DeviceError>>()?;
+    let mut buffers: Vec<[Buffer; 3]> = (0..copies).map(copy).collect::<Result<_, DeviceError>>()?;
     let mut next = 0;
     let mut step = || -> Result<(), DeviceError> {
-        let [weight, gradient, momentum] = &mut held[next];
+        let [weight, gradient, momentum] = &mut buffers[next];
         let args = StepArgs { dtype, scale: 1.0, step: 1, rate: 1.0 };
         let weights = WeightRegions::InPlace(weight.region_mut());
         let (gradient, state) = (gradient.region(), vec![momentum.region_mut()]);
@@ -60,7 +60,7 @@ pub fn time((dtype, bytes): Size, device: &dyn Device, runs: &Runs) -> Result<Ti
         (0..times).try_for_each(|_| step())?;
         stream.timestamp()?.since(&start)
     };
-    let time = sampled(run, stream.timestamp_resolution(), runs)?;
+    let time = sample(run, stream.timestamp_resolution(), runs)?;
     stream.finish()?;
     Ok(time)
 }

@@ -4,7 +4,7 @@
 //! a chain's time is divided equally among its ops.
 
 use crate::cache::Time;
-use crate::kernel::{Runs, summary};
+use crate::kernel::{Runs, summarize};
 use compiler::graph::{Graph, Output, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::attribution::{Attribution, Training, tag};
@@ -45,14 +45,14 @@ impl Times {
 
     /// Parses a list for the given number of ops.
     pub fn of_list(list: &[Time], ops: usize) -> Option<Times> {
-        let ([forward, backward, low, high], rest) = list.split_first_chunk()?;
-        let ops_of_list = rest.chunks_exact(2).map(|pair| [pair[0].median_ps, pair[1].median_ps]).collect();
+        let ([forward, backward, low, high], op_list) = list.split_first_chunk()?;
+        let op_times = op_list.chunks_exact(2).map(|pair| [pair[0].median_ps, pair[1].median_ps]).collect();
         let range = [low.median_ps, high.median_ps];
-        (rest.len() == 2 * ops).then_some(Times { whole: [*forward, *backward], range, ops: ops_of_list })
+        (op_list.len() == 2 * ops).then_some(Times { whole: [*forward, *backward], range, ops: op_times })
     }
 }
 
-pub struct Whole {
+pub struct WholeStep {
     ops: usize,
     pub code: StageCode,
     /// The graph, with a loss if it is trained.
@@ -61,13 +61,13 @@ pub struct Whole {
 
 /// Compiles a graph with static shapes as one stage of a device. If the model ends with an incoming gradient, the squared error of
 /// that output is used as loss; a scalar output needs none. `None` if no loss can be attached.
-pub fn whole(
+pub fn compile_whole_step(
     graph: &Graph,
     attribution: &Attribution,
     training: Training,
     device: &dyn Device,
-) -> Result<Option<Whole>, CompileError> {
-    let given: HashSet<NodeId> = graph.ids().collect();
+) -> Result<Option<WholeStep>, CompileError> {
+    let model_nodes: HashSet<NodeId> = graph.ids().collect();
     let mut graph = graph.clone();
     let loss = match (training, attribution.seeded) {
         (Training::Loss(loss, axis), _) => Some((loss, axis)),
@@ -87,13 +87,13 @@ pub fn whole(
     }
     tag(&mut graph, &attribution.ops);
     if attribution.seeded.is_some() {
-        for id in graph.ids().filter(|id| !given.contains(id)).collect::<Vec<_>>() {
+        for id in graph.ids().filter(|id| !model_nodes.contains(id)).collect::<Vec<_>>() {
             graph.node_mut(id).origin.source = STAND_IN.to_string();
         }
     }
-    let place: HashMap<NodeId, usize> = order::executed(&graph).into_iter().map(|id| (id, 0)).collect();
-    let code = compile(&graph, &place, 1, loss.map(|_| LOSS), device)?.pop();
-    Ok(code.map(|code| Whole { ops: attribution.ops.len(), code, graph }))
+    let stage_of: HashMap<NodeId, usize> = order::executed(&graph).into_iter().map(|id| (id, 0)).collect();
+    let code = compile(&graph, &stage_of, 1, loss.map(|_| LOSS), device)?.pop();
+    Ok(code.map(|code| WholeStep { ops: attribution.ops.len(), code, graph }))
 }
 
 /// Renames a model input with the name of the loss's target input.
@@ -108,41 +108,41 @@ fn free_target(graph: &mut Graph) {
     }
 }
 
-impl Whole {
+impl WholeStep {
     /// Bytes that forward and backward touch.
     pub fn footprint(&self) -> usize {
         let code = &self.code;
         let named = code.feeds.iter().chain(&code.parameters).chain(&code.states).map(|n| n.bytes);
-        let sums = code.gradient_terms.iter().map(|term| term.place.bytes);
+        let sums = code.gradient_terms.iter().map(|term| term.address.bytes);
         named.chain([code.arena_bytes, code.kept_bytes]).chain(code.own_bytes.iter().copied()).chain(sums).sum()
     }
 
     /// Prepares runs on synthetic data. Missing weights are generated. `None` if a kernel rejects the data.
-    pub fn ready(
+    pub fn prepare(
         &self,
         device: &Arc<dyn Device>,
         weights: &BTreeMap<String, Tensor>,
         seed: u64,
     ) -> Option<(Executor<'_>, Item)> {
         let code = &self.code;
-        let given = |named: &NamedTensor| weights.get(&named.name).filter(|t| t.bytes().len() == named.bytes);
+        let initial = |named: &NamedTensor| weights.get(&named.name).filter(|t| t.bytes().len() == named.bytes);
         let upload = |tensor: &Tensor| -> Result<Buffer, DeviceError> { device.upload(tensor.bytes()) };
-        let states = code.states.iter().map(|named| match given(named) {
+        let states = code.states.iter().map(|named| match initial(named) {
             Some(tensor) => upload(tensor),
-            None => upload(&made_up(named, |_| 1.0)),
+            None => upload(&filled_tensor(named, |_| 1.0)),
         });
         let states = states.collect::<Result<_, _>>().ok()?;
         let mut executor = Executor::new(code, states, device, Arc::default()).ok()?;
         let mut item: Item = executor.begin().ok()?;
-        let parameters = code.parameters.iter().map(|named| match given(named) {
+        let parameters = code.parameters.iter().map(|named| match initial(named) {
             Some(tensor) => upload(tensor).map(Arc::new),
-            None => upload(&spread(named, seed)).map(Arc::new),
+            None => upload(&random_weights(named, seed)).map(Arc::new),
         });
         item.weights = parameters.collect::<Result<_, _>>().ok()?;
         for (i, feed) in code.feeds.iter().enumerate() {
             let rows = feed.fact.concrete().and_then(|shape| shape.first().copied()).unwrap_or(1);
-            let mut made = synthetic(&self.graph, std::slice::from_ref(feed), rows, rows, seed ^ i as u64);
-            let tensor = made.remove(&feed.name).filter(|t| t.bytes().len() == feed.bytes)?;
+            let mut tensors = synthetic(&self.graph, std::slice::from_ref(feed), rows, rows, seed ^ i as u64);
+            let tensor = tensors.remove(&feed.name).filter(|t| t.bytes().len() == feed.bytes)?;
             item.feeds.push(Arc::new(upload(&tensor).ok()?));
         }
 
@@ -160,43 +160,43 @@ impl Whole {
             return None;
         }
         let code = &self.code;
-        let (mut executor, item) = self.ready(device, weights, runs.seed)?;
-        let began = Instant::now();
+        let (mut executor, item) = self.prepare(device, weights, runs.seed)?;
+        let start = Instant::now();
         let mut samples = [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len()));
-        let all = runs.warmup + runs.samples.max(1);
-        for run in 0..all {
-            let start = executor.device.stream.timestamp().ok()?;
-            let mut clocks = [Clock(vec![start]), Clock::default()];
+        let run_count = runs.warmup + runs.samples.max(1);
+        for run in 0..run_count {
+            let first = executor.device.stream.timestamp().ok()?;
+            let mut clocks = [Clock(vec![first]), Clock::default()];
             executor.forward_watched(&item, &mut |stream| clocks[0].tick(stream)).ok()?;
             clocks[1].tick(&*executor.device.stream).ok()?;
             executor.backward_watched(&item, &mut |stream| clocks[1].tick(stream)).ok()?;
             let mut times = [clocks[0].times().ok()?, clocks[1].times().ok()?];
             if device.is_asynchronous() {
                 // Timestamps between kernels delay them.
-                let undisturbed = undisturbed(&mut executor, &item).ok()?;
-                times.iter_mut().zip(undisturbed).for_each(|(times, whole)| times.whole = whole);
+                let totals = time_passes(&mut executor, &item).ok()?;
+                times.iter_mut().zip(totals).for_each(|(times, whole)| times.whole = whole);
             }
-            let late = began.elapsed() > runs.budget;
-            if run >= runs.warmup || late {
+            let is_late = start.elapsed() > runs.budget;
+            if run >= runs.warmup || is_late {
                 samples.iter_mut().zip(times).for_each(|(samples, times)| samples.add(times));
             }
-            if late && samples[0].whole.len() >= 3 {
+            if is_late && samples[0].whole.len() >= 3 {
                 break;
             }
         }
         executor.finish(item).ok()?;
         let mut ops = vec![[0; 2]; self.ops];
-        for (way, (samples, sequence)) in samples.iter().zip([&code.forward, &code.backward]).enumerate() {
+        for (direction, (samples, sequence)) in samples.iter().zip([&code.forward, &code.backward]).enumerate() {
             let nodes: Vec<&[String]> = sequence.steps.iter().map(|step| &step.nodes[..]).collect();
-            samples.share_out(&nodes, |op, picoseconds| {
+            samples.distribute(&nodes, |op, picoseconds| {
                 if let Some(op) = ops.get_mut(op) {
-                    op[way] += picoseconds;
+                    op[direction] += picoseconds;
                 }
             });
         }
         let [forward, backward] = &samples;
         let range = percentiles(forward.whole.iter().zip(&backward.whole).map(|(a, b)| a + b).collect());
-        Some(Times { whole: samples.map(|samples| summary(samples.whole)), range, ops })
+        Some(Times { whole: samples.map(|samples| summarize(samples.whole)), range, ops })
     }
 }
 
@@ -209,7 +209,7 @@ fn percentiles(mut values: Vec<u64>) -> [u64; 2] {
 }
 
 /// Times of forward and backward, without timestamps between their steps.
-fn undisturbed(executor: &mut Executor<'_>, item: &Item) -> Result<[u64; 2], ExecuteError> {
+fn time_passes(executor: &mut Executor<'_>, item: &Item) -> Result<[u64; 2], ExecuteError> {
     let before = executor.device.stream.timestamp()?;
     executor.forward_watched(item, &mut |_| Ok(()))?;
     let between = executor.device.stream.timestamp()?;
@@ -265,11 +265,11 @@ impl Samples {
     /// Reports each op's part of every step's time; `nodes` are those of the steps. The steps add up to the whole: the
     /// median of the sums of steps is above the sum of their medians if other work interrupts a few steps of every run,
     /// and on a GPU timestamps delay the steps.
-    fn share_out(&self, nodes: &[&[String]], mut tell: impl FnMut(usize, u64)) {
-        let medians: Vec<u64> = self.by_step.iter().map(|samples| summary(samples.clone()).median_ps).collect();
-        let (all, whole) = (medians.iter().sum::<u64>(), summary(self.whole.clone()).median_ps);
-        let scale = if all > 0 { whole as f64 / all as f64 } else { 1.0 };
-        let mut before = 0;
+    fn distribute(&self, nodes: &[&[String]], mut add: impl FnMut(usize, u64)) {
+        let medians: Vec<u64> = self.by_step.iter().map(|samples| summarize(samples.clone()).median_ps).collect();
+        let (sum, whole) = (medians.iter().sum::<u64>(), summarize(self.whole.clone()).median_ps);
+        let scale = if sum > 0 { whole as f64 / sum as f64 } else { 1.0 };
+        let mut last_op = 0;
         for (nodes, median) in nodes.iter().zip(medians) {
             if nodes.iter().all(|node| node == STAND_IN) {
                 continue;
@@ -277,26 +277,26 @@ impl Samples {
             let mut owners: Vec<usize> = nodes.iter().filter_map(|node| node.parse().ok()).collect();
             if owners.is_empty() {
                 // A gradient sum belongs to no op: it is charged to the last one before it.
-                owners.push(before);
+                owners.push(last_op);
             }
             let time = (median as f64 * scale) as u64;
-            owners.iter().for_each(|owner| tell(*owner, time / owners.len() as u64));
-            before = owners[owners.len() - 1];
+            owners.iter().for_each(|owner| add(*owner, time / owners.len() as u64));
+            last_op = owners[owners.len() - 1];
         }
     }
 }
 
 /// Floats with the scale of initial weights, so that activations neither vanish nor explode.
-fn spread(named: &NamedTensor, seed: u64) -> Tensor {
+fn random_weights(named: &NamedTensor, seed: u64) -> Tensor {
     let shape = named.fact.concrete().unwrap_or_default();
     let fan_in: usize = shape.iter().skip(1).product();
     let scale = 1.0 / (fan_in.max(1) as f64).sqrt();
     let draw = |i: usize| (runtime::data::mix(seed ^ i as u64) >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
-    made_up(named, |i| scale * draw(i))
+    filled_tensor(named, |i| scale * draw(i))
 }
 
 /// One value per element; integers are zero, which is a valid index.
-fn made_up(named: &NamedTensor, value: impl Fn(usize) -> f64) -> Tensor {
+fn filled_tensor(named: &NamedTensor, value: impl Fn(usize) -> f64) -> Tensor {
     let count = named.bytes / named.fact.dtype.size();
     let values: Vec<f64> = match named.fact.dtype.is_float() {
         true => (0..count).map(value).collect(),
@@ -313,13 +313,13 @@ mod tests {
     fn steps_add_up_to_the_whole() {
         // Another step is interrupted in each run.
         let mut samples = Samples::of(3);
-        for late in 0..3 {
-            let steps: Vec<u64> = (0..3).map(|step| if step == late { 40 } else { 10 }).collect();
+        for interrupted in 0..3 {
+            let steps: Vec<u64> = (0..3).map(|step| if step == interrupted { 40 } else { 10 }).collect();
             samples.add(RunTimes { whole: steps.iter().sum(), steps });
         }
         let nodes = ["0", "1", "1"].map(|node| [node.to_string()]);
         let mut sums = [0; 2];
-        samples.share_out(&nodes.each_ref().map(|node| &node[..]), |op, picoseconds| sums[op] += picoseconds);
+        samples.distribute(&nodes.each_ref().map(|node| &node[..]), |op, picoseconds| sums[op] += picoseconds);
         assert_eq!(sums, [20, 40]);
     }
 

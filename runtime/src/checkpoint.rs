@@ -48,38 +48,41 @@ pub struct StageSnapshot {
     /// Number of replicas that share the optimizer state: the replica count under ZeRO, else 1.
     pub replicas: u32,
     /// Optimizer-state shards of a replica other than the first.
-    pub moves: Vec<ParameterState>,
+    pub optimizer_states: Vec<ParameterState>,
     /// State common to all replicas, and the first one's shards. Only set by the first replica.
-    pub whole: Option<StageState>,
+    pub state: Option<StageState>,
     /// Older versions used by micro-batches after the checkpoint, without tied weights that have versions of their own.
     pub versions: BTreeMap<u32, Weights>,
     /// Forward weights of micro-batches after the checkpoint that are not a version (predicted weights).
     pub forwards: BTreeMap<u32, Weights>,
     /// Older versions of tied weights that have versions of their own, by parameter index.
-    pub shared: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>>,
-    pub counted: Option<CountedBytes>,
+    pub tied_weights: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>>,
+    pub counted_bytes: Option<CountedBytes>,
 }
 
 impl StageSnapshot {
     /// Size of all its buffers, whether shared or copied.
     pub fn bytes(&self) -> usize {
-        let moved =
-            |of: &ParameterState| of.state.iter().chain(&of.master).chain(&of.drift).map(Buffer::len).sum::<usize>();
-        let shared = self.shared.values().flat_map(BTreeMap::values);
-        let sets = self.versions.values().chain(self.forwards.values()).chain(self.whole.iter().map(|of| &of.weights));
-        let weights = sets.flatten().chain(shared).map(|weight| weight.len()).sum::<usize>();
-        let whole = |of: &StageState| {
-            of.moves.iter().map(moved).sum::<usize>() + of.states.iter().map(Buffer::len).sum::<usize>()
+        let state_bytes = |state: &ParameterState| {
+            state.state.iter().chain(&state.master).chain(&state.drift).map(Buffer::len).sum::<usize>()
         };
-        let weights = weights + self.moves.iter().map(moved).sum::<usize>();
-        weights + self.whole.as_ref().map_or(0, whole)
+        let tied_weights = self.tied_weights.values().flat_map(BTreeMap::values);
+        let versions =
+            self.versions.values().chain(self.forwards.values()).chain(self.state.iter().map(|state| &state.weights));
+        let weights = versions.flatten().chain(tied_weights).map(|weight| weight.len()).sum::<usize>();
+        let stage_bytes = |state: &StageState| {
+            state.optimizer_states.iter().map(state_bytes).sum::<usize>()
+                + state.states.iter().map(Buffer::len).sum::<usize>()
+        };
+        let weights = weights + self.optimizer_states.iter().map(state_bytes).sum::<usize>();
+        weights + self.state.as_ref().map_or(0, stage_bytes)
     }
 }
 
 /// A stage after its last update before a checkpoint.
 pub struct StageState {
     pub weights: Weights,
-    pub moves: Vec<ParameterState>,
+    pub optimizer_states: Vec<ParameterState>,
     pub states: Vec<Buffer>,
     /// Loss-scaling state: scale and number of good steps.
     pub scale: Option<(f64, u32)>,
@@ -90,12 +93,12 @@ pub struct StageState {
 pub struct ResumeState {
     pub version: u32,
     /// Optimizer state by parameter; masters come with the weights.
-    pub moves: Vec<ParameterState>,
+    pub optimizer_states: Vec<ParameterState>,
     pub versions: BTreeMap<u32, Weights>,
     /// Older versions that are unknown; the checkpoint's version replaces them.
-    pub alike: Vec<u32>,
+    pub unknown_versions: Vec<u32>,
     /// Weights of forwards to repeat, by micro-batch.
     pub forwards: BTreeMap<u32, Weights>,
     /// Older versions of tied weights, by parameter index.
-    pub shared: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>>,
+    pub tied_weights: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>>,
 }

@@ -67,7 +67,7 @@ impl Dataset {
     ) -> Result<Dataset, DataError> {
         let found = arrays.keys().map(|k| format!("`{k}`")).collect::<Vec<_>>().join(", ");
         let mut picked: BTreeMap<String, Tensor> = BTreeMap::new();
-        let feeds: Vec<&NamedTensor> = feeds.iter().filter(|f| !is_made(&f.name)).collect();
+        let feeds: Vec<&NamedTensor> = feeds.iter().filter(|f| !is_generated(&f.name)).collect();
         for &feed in &feeds {
             let name = &feed.name;
             let missing = || DataError::Missing { name: name.clone(), found: found.clone() };
@@ -81,9 +81,9 @@ impl Dataset {
                 let (got, expected) = (array.shape().to_vec(), feed.fact.concrete().unwrap_or_default());
                 return Err(DataError::Shape { name: name.clone(), got, expected });
             }
-            refuse_not_finite(name, &array)?;
+            check_finite(name, &array)?;
             if !feed.fact.dtype.is_float() {
-                refuse_fractions(name, &array)?;
+                check_integers(name, &array)?;
             }
             let array = array.cast(feed.fact.dtype);
             picked.insert(name.clone(), array);
@@ -112,9 +112,9 @@ impl Dataset {
         self.rows
     }
 
-    /// Splits into the first `first` rows and the rest.
-    pub fn split(self, first: usize) -> (Dataset, Dataset) {
-        let first = first.min(self.rows);
+    /// Splits into the first `count` rows and the rest.
+    pub fn split(self, count: usize) -> (Dataset, Dataset) {
+        let count = count.min(self.rows);
         let part = |rows: Range<usize>| {
             let arrays = self.arrays.iter().map(|(name, array)| {
                 let tensor = array.rows(&rows);
@@ -122,7 +122,7 @@ impl Dataset {
             });
             Dataset { arrays: arrays.collect(), rows: rows.len() }
         };
-        (part(0..first), part(first..self.rows))
+        (part(0..count), part(count..self.rows))
     }
 
     /// The arrays restricted to a row range; arrays fed whole are returned whole.
@@ -153,8 +153,8 @@ impl Dataset {
         let per_row = (labels.len() / self.rows.max(1)).max(1);
         let view = labels.view();
         let rows = rows.min(view.len() / per_row);
-        let counts = |row: &usize| (0..per_row).any(|at| view.i64(row * per_row + at) != IGNORED);
-        match (0..rows).filter(counts).count() {
+        let is_counted = |row: &usize| (0..per_row).any(|column| view.i64(row * per_row + column) != IGNORED);
+        match (0..rows).filter(is_counted).count() {
             0 if rows > 0 => Err(DataError::Ignored { name: name.to_string(), rows }),
             counted => Ok(rows - counted),
         }
@@ -209,7 +209,7 @@ impl Fit {
 }
 
 /// Rejects NaN and infinite values.
-pub fn refuse_not_finite(name: &str, array: &Tensor) -> Result<(), DataError> {
+pub fn check_finite(name: &str, array: &Tensor) -> Result<(), DataError> {
     if !array.dtype().is_float() {
         return Ok(());
     }
@@ -221,7 +221,7 @@ pub fn refuse_not_finite(name: &str, array: &Tensor) -> Result<(), DataError> {
     }
 }
 
-fn refuse_fractions(name: &str, array: &Tensor) -> Result<(), DataError> {
+fn check_integers(name: &str, array: &Tensor) -> Result<(), DataError> {
     if !array.dtype().is_float() {
         return Ok(());
     }
@@ -299,20 +299,20 @@ impl Batches {
         let bytes = array.tensor.bytes();
         let Some(row_bytes) = array.row_bytes else { return out.copy_from_slice(bytes) };
         let minibatch = item as usize / self.microbatches;
-        let (epoch, within) = (minibatch / self.per_epoch, minibatch % self.per_epoch);
-        let first = (within * self.microbatches + item as usize % self.microbatches) * self.item_rows;
-        for (i, to) in out.chunks_exact_mut(row_bytes.max(1)).enumerate() {
+        let (epoch, position) = (minibatch / self.per_epoch, minibatch % self.per_epoch);
+        let first = (position * self.microbatches + item as usize % self.microbatches) * self.item_rows;
+        for (i, row_out) in out.chunks_exact_mut(row_bytes.max(1)).enumerate() {
             let row = match self.orders.get(epoch) {
                 Some(order) => order[first + i] as usize,
                 None => first + i,
             };
-            to.copy_from_slice(&bytes[row * row_bytes..(row + 1) * row_bytes]);
+            row_out.copy_from_slice(&bytes[row * row_bytes..(row + 1) * row_bytes]);
         }
     }
 }
 
 /// True for inputs that the run generates: the dropout counter and the loss scale.
-pub fn is_made(name: &str) -> bool {
+pub fn is_generated(name: &str) -> bool {
     name == COUNTER || name == LOSS_SCALE
 }
 
@@ -387,11 +387,11 @@ mod tests {
 
     #[test]
     fn a_permutation_holds_every_row_once_and_differs_by_epoch() {
-        let mut one = permutation(1000, 7, 0);
-        assert_ne!(one, permutation(1000, 7, 1));
-        assert_ne!(one, permutation(1000, 8, 0));
-        one.sort_unstable();
-        assert_eq!(one, (0..1000).collect::<Vec<u32>>());
+        let mut order = permutation(1000, 7, 0);
+        assert_ne!(order, permutation(1000, 7, 1));
+        assert_ne!(order, permutation(1000, 8, 0));
+        order.sort_unstable();
+        assert_eq!(order, (0..1000).collect::<Vec<u32>>());
     }
 
     #[test]
@@ -410,18 +410,21 @@ mod tests {
 
     #[test]
     fn fully_ignored_labels_are_rejected() {
-        let of = |labels: &[i64]| {
+        let dataset = |labels: &[i64]| {
             let mut arrays = ramp(5);
             arrays.insert("y".into(), Tensor::from_i64(&[5, 2], labels));
             let target = NamedTensor { name: "target".into(), fact: Fact::of(DType::I64, &[1, 2]), bytes: 16 };
             Dataset::new(arrays, &[feed("x", &[1, 2]), target], 1).unwrap()
         };
-        let none = of(&[IGNORED; 10]).check_counted("target", 9);
-        assert_eq!(none, Err(DataError::Ignored { name: "target".into(), rows: 5 }));
-        let mut some = [IGNORED; 10];
-        some[7] = 3;
-        assert_eq!((of(&some).check_labels("target", 10), of(&some).check_counted("target", 5)), (Ok(()), Ok(4)));
-        let first = of(&some).check_counted("target", 3);
+        let all_ignored = dataset(&[IGNORED; 10]).check_counted("target", 9);
+        assert_eq!(all_ignored, Err(DataError::Ignored { name: "target".into(), rows: 5 }));
+        let mut labels = [IGNORED; 10];
+        labels[7] = 3;
+        assert_eq!(
+            (dataset(&labels).check_labels("target", 10), dataset(&labels).check_counted("target", 5)),
+            (Ok(()), Ok(4))
+        );
+        let first = dataset(&labels).check_counted("target", 3);
         assert_eq!(first, Err(DataError::Ignored { name: "target".into(), rows: 3 }));
     }
 }

@@ -293,23 +293,24 @@ impl ProcessRole {
             Notice::SentAway(whom) => events.warn(&whom),
         };
         let meet = |part: ProcessConfig, door: JoinMode| {
-            let lines = part.placement.lines(job.program, job.codes, runtime::train::run::agrees(job));
+            let lines = part.placement.lines(job.program, job.codes, runtime::train::run::shares_norm(job));
             join(job.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
         };
         let agreed = |placement: &WorkerPlacement| {
             let mut all = inputs(placement);
             all.push(("`--nccl`".to_string(), RunInput::Setting(arguments.nccl.to_string())));
-            let processes: Vec<String> = placement.of.iter().map(|process| process.to_string()).collect();
+            let processes: Vec<String> =
+                placement.processes_of_ranks.iter().map(|process| process.to_string()).collect();
             all.push(("process of each rank".to_string(), RunInput::setting(processes.join(","))));
             all
         };
         let part =
             |own: usize, placement: WorkerPlacement, first: String, (run, token): (u64, RunToken)| ProcessConfig {
-                own,
+                process: own,
                 identity: Identity { run, inputs: agreed(&placement) },
                 placement,
                 token,
-                first,
+                first_address: first,
                 listen: match self {
                     ProcessRole::Member(member) if own > 0 => member.listen.clone(),
                     _ => None,
@@ -376,11 +377,11 @@ impl Member {
         notice: &dyn Fn(Notice),
     ) -> Result<Connected, Error> {
         let part = ProcessConfig {
-            own: self.own,
-            placement: WorkerPlacement { of: Vec::new(), processes: names.len(), degree: 1 },
+            process: self.own,
+            placement: WorkerPlacement { processes_of_ranks: Vec::new(), processes: names.len(), degree: 1 },
             identity: Identity { run: self.run, inputs },
             token: self.token.clone(),
-            first: self.first.clone(),
+            first_address: self.first.clone(),
             listen: self.listen.clone().filter(|_| self.own > 0),
             connect_timeout: request.connect_timeout(),
             deadline: request.deadline(),

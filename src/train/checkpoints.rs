@@ -34,7 +34,7 @@ pub const WEIGHTS: &str = "weights.safetensors";
 
 /// The existing checkpoints of a request, newest first, with the time when each was written.
 pub fn existing(request: &CheckpointRequest) -> Vec<(PathBuf, Option<SystemTime>)> {
-    let known = request.folder.as_deref().and_then(|folder| find::known(folder).ok()).unwrap_or_default();
+    let known = request.folder.as_deref().and_then(|folder| find::candidates(folder).ok()).unwrap_or_default();
     let dated = |(_, path): (u32, PathBuf)| {
         let written = path.join(FILE).metadata().and_then(|about| about.modified()).ok();
         (path, written)
@@ -70,7 +70,7 @@ pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>, is_held: boo
             .because(why)
             .with_help("pass a folder, for example `--checkpoint-dir ck`"));
     }
-    let found = find::known(folder).map_err(|error| Error::input("cannot write checkpoints").because(error))?;
+    let found = find::candidates(folder).map_err(|error| Error::input("cannot write checkpoints").because(error))?;
     let Some((_, newest)) = found.first() else { return Ok(()) };
     if !is_held {
         // The checkpoints of a run in progress cannot be resumed.
@@ -111,8 +111,8 @@ pub fn begin(
             begun(folder, found, task, prepared, events)?.map(Some).map_err(|lack| refused(folder).because(lack))
         }
         Resume::Newest(folder) => {
-            let all =
-                find::known(folder).map_err(|error| Error::input("cannot search for checkpoints").because(error))?;
+            let all = find::candidates(folder)
+                .map_err(|error| Error::input("cannot search for checkpoints").because(error))?;
             for (_, path) in all {
                 let why = match find::read(&path) {
                     Ok(found) => match begun(&path, found, task, prepared, events)? {
@@ -323,14 +323,14 @@ pub fn kept_of<'a>(keeping: &CheckpointSettings<'_>, task: &Task<'a>, prepared: 
     WriterConfig {
         folder: keeping.folder.to_path_buf(),
         keep: keeping.keep.map(|keep| keep as usize),
-        begun: prepared.begun.as_ref().map(|begun| begun.start.minibatches),
+        resumed_at: prepared.begun.as_ref().map(|begun| begun.start.minibatches),
         run: terms(task, prepared).into_iter().map(|(name, term)| (name, term.text)).collect(),
         plan: prepared.layout(),
         steps: prepared.steps,
         per_epoch: u32::try_from(prepared.per_epoch).unwrap_or(u32::MAX),
         codes: training.codes,
         optimizer: training.optimizer,
-        given: training.weights,
+        initial: training.weights,
     }
 }
 

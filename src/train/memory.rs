@@ -84,7 +84,7 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
             VersionRule::Single => (1, cap.min(of_minibatch)),
         };
         let named = |list: &[NamedTensor]| list.iter().map(|named| named.bytes as u64).sum::<u64>();
-        let moved = |list: &[Transfer]| list.iter().map(|transfer| transfer.place.bytes as u64).sum::<u64>();
+        let moved = |list: &[Transfer]| list.iter().map(|transfer| transfer.address.bytes as u64).sum::<u64>();
         // Half-precision versions have f32 master weights, and gradients and state are as large as these. With ZeRO, tied weights count as
         // sharded like the others.
         let shares = if stage.zero > 0 { u64::from(stage.replicas) } else { 1 };

@@ -282,7 +282,7 @@ pub fn run(
     };
     let mut kept = task.checkpoints.map(|folder| move |checkpoint| keep(folder, checkpoint));
     // Any process of a group may receive a stop signal, but process 0 writes the checkpoints.
-    let reports = group.as_ref().is_none_or(|group| group.part.own == 0);
+    let reports = group.as_ref().is_none_or(|group| group.config.process == 0);
     let stop = task.keeping.as_ref().map(|_| Stop::listen()).transpose();
     let stop = stop.map_err(|error| Error::input("cannot listen to signals").because(error))?;
     stop.into_iter().for_each(|stop| stop.awaited(true));
@@ -290,7 +290,7 @@ pub fn run(
     let (saved_sender, saves) = mpsc::channel();
     let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
         // Tensors that go through the host arrive whole or not at all.
-        let run_status = group.as_ref().filter(|group| group.part.nccl).map(|group| group.run_status.clone());
+        let run_status = group.as_ref().filter(|group| group.config.nccl).map(|group| group.run_status.clone());
         let failure =
             run_status.map(|status| -> Failure<'_> { Box::new(move || status.cause().map(|c| c.to_string())) });
         let keeper = CheckpointWriter::new(Disk, kept_of(keeping, task, prepared));
@@ -307,8 +307,8 @@ pub fn run(
     let course = RunOptions {
         start: prepared.begun.as_ref().map(|begun| &begun.start),
         cuts: task.keeping.as_ref().map(|keeping| prepared.cuts(keeping)),
-        gate: gate.as_ref(),
-        on_part: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(StageSnapshot) + Send)),
+        barrier: gate.as_ref(),
+        on_snapshot: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(StageSnapshot) + Send)),
         on_checkpoint: kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint)),
         devices: task.devices.to_vec(),
     };

@@ -118,7 +118,7 @@ impl Prepared {
 
     /// The steps at which the run writes checkpoints.
     pub fn cuts(&self, keeping: &CheckpointSettings<'_>) -> Cuts {
-        Cuts { every: keeping.every, period: period(&self.made.program), whole: self.steps }
+        Cuts { every: keeping.every, period: period(&self.made.program), minibatches: self.steps }
     }
 
     /// The names of all parameters and states.

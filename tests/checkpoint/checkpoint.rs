@@ -24,29 +24,37 @@ use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Compares an uninterrupted run with runs resumed from each of its checkpoints.
-fn goes_on(what: &str, ready: &Ready) {
-    let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
+fn check_resume(label: &str, ready: &Ready) {
+    let uninterrupted = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    let whole = ready.run(None, folder.path(), None);
-    assert_eq!(bits(&whole.losses), bits(&plain.losses), "{what}: checkpoints change the run");
-    assert!(whole.weights == plain.weights, "{what}: checkpoints change the run");
-    let all = checkpoints(folder.path());
-    assert!(all.len() >= 2, "{what}: {all:?}");
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), all.len(), "{what}: nothing else is left");
-    for (done, from) in &all {
-        let found = find::read(from).unwrap_or_else(|fault| panic!("{what}: {fault}"));
-        let again = tempfile::tempdir().unwrap();
-        let rest = ready.run(Some(&found), again.path(), None);
-        assert_eq!(bits(&rest.losses), bits(&whole.losses[*done as usize..]), "{what}, from {done}");
-        assert!(rest.weights == whole.weights, "{what}, from {done}: weights");
-        let later: Vec<_> = all.iter().filter(|(of, _)| of > done).collect();
-        let made = checkpoints(again.path());
-        assert_eq!(made.len(), later.len(), "{what}, from {done}");
-        for ((of, one), (_, other)) in later.into_iter().zip(&made) {
-            let (one, other) = (contents(one), contents(other));
-            assert_eq!(one.keys().collect::<Vec<_>>(), other.keys().collect::<Vec<_>>(), "{what}, {of} from {done}");
-            for (name, bytes) in &one {
-                assert!(other[name] == *bytes, "{what}, {of} from {done}: {name}");
+    let expected = ready.run(None, folder.path(), None);
+    assert_eq!(bits(&expected.losses), bits(&uninterrupted.losses), "{label}: checkpoints change the run");
+    assert!(expected.weights == uninterrupted.weights, "{label}: checkpoints change the run");
+    let saved = checkpoints(folder.path());
+    assert!(saved.len() >= 2, "{label}: {saved:?}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), saved.len(), "{label}: nothing else is left");
+    for (minibatches, from) in &saved {
+        let checkpoint = find::read(from).unwrap_or_else(|fault| panic!("{label}: {fault}"));
+        let resumed_folder = tempfile::tempdir().unwrap();
+        let resumed = ready.run(Some(&checkpoint), resumed_folder.path(), None);
+        assert_eq!(
+            bits(&resumed.losses),
+            bits(&expected.losses[*minibatches as usize..]),
+            "{label}, from {minibatches}"
+        );
+        assert!(resumed.weights == expected.weights, "{label}, from {minibatches}: weights");
+        let later: Vec<_> = saved.iter().filter(|(step, _)| step > minibatches).collect();
+        let rewritten = checkpoints(resumed_folder.path());
+        assert_eq!(rewritten.len(), later.len(), "{label}, from {minibatches}");
+        for ((step, original), (_, repeated)) in later.into_iter().zip(&rewritten) {
+            let (original, repeated) = (contents(original), contents(repeated));
+            assert_eq!(
+                original.keys().collect::<Vec<_>>(),
+                repeated.keys().collect::<Vec<_>>(),
+                "{label}, {step} from {minibatches}"
+            );
+            for (name, bytes) in &original {
+                assert!(repeated[name] == *bytes, "{label}, {step} from {minibatches}: {name}");
             }
         }
     }
@@ -62,7 +70,7 @@ fn runs_that_flush_go_on() {
             (Schedule::Interleaved, &[1, 1, 1, 1], 2),
         ] {
             let ready = ready(&model, plan(schedule, replicas, microbatches), adam(), Policy::default());
-            goes_on(&format!("{name} {schedule} {replicas:?}"), &ready);
+            check_resume(&format!("{name} {schedule} {replicas:?}"), &ready);
         }
     }
 }
@@ -85,7 +93,7 @@ fn runs_without_a_flush_go_on() {
                 continue;
             }
             let ready = ready(&model, plan(schedule, replicas, microbatches), momentum(), Policy::default());
-            goes_on(&format!("{name} {schedule} {replicas:?}"), &ready);
+            check_resume(&format!("{name} {schedule} {replicas:?}"), &ready);
         }
     }
 }
@@ -98,7 +106,7 @@ fn runs_that_stash_nothing_go_on() {
                 let policy = Policy { staleness, ..Policy::default() };
                 for optimizer in [momentum(), adam()] {
                     let ready = ready(&model, plan(Schedule::OneFOneBRrNewest, replicas, 1), optimizer, policy);
-                    goes_on(&format!("{name} {staleness:?} {replicas:?}"), &ready);
+                    check_resume(&format!("{name} {staleness:?} {replicas:?}"), &ready);
                 }
             }
         }
@@ -114,11 +122,11 @@ fn cuts_come_as_often_as_one_likes() {
         (Schedule::OneFOneB, &[1, 1], 2),
     ] {
         let whole = ready(&mlp(), plan(schedule, replicas, microbatches), adam(), Policy::default());
-        goes_on(&format!("{schedule} {replicas:?} every one"), &Ready { every: 1, ..whole });
+        check_resume(&format!("{schedule} {replicas:?} every one"), &Ready { every: 1, ..whole });
     }
     let policy = Policy { staleness: Staleness::Predict, ..Policy::default() };
     let whole = ready(&mlp(), plan(Schedule::OneFOneBRrNewest, &[1, 1, 1, 1], 1), adam(), policy);
-    goes_on("predicted, every one", &Ready { every: 1, ..whole });
+    check_resume("predicted, every one", &Ready { every: 1, ..whole });
 }
 
 #[test]
@@ -128,10 +136,10 @@ fn what_checkpoints_hold_is_counted_by_itself() {
     {
         let ready = ready(&mlp(), plan(schedule, replicas, microbatches), adam(), Policy::default());
         let ready = Ready { every: 1, ..ready };
-        let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
-        let kept = ready.run(None, tempfile::tempdir().unwrap().path(), None);
-        assert!(plain.checkpoint_bytes.iter().all(|bytes| *bytes == 0));
-        for (worker, (with, without)) in kept.peak_memory_bytes.iter().zip(&plain.peak_memory_bytes).enumerate() {
+        let unsaved = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
+        let saved = ready.run(None, tempfile::tempdir().unwrap().path(), None);
+        assert!(unsaved.checkpoint_bytes.iter().all(|bytes| *bytes == 0));
+        for (worker, (with, without)) in saved.peak_memory_bytes.iter().zip(&unsaved.peak_memory_bytes).enumerate() {
             // Message arrival times vary.
             assert!(
                 *with <= without + without / 10,
@@ -140,7 +148,7 @@ fn what_checkpoints_hold_is_counted_by_itself() {
             let code = &ready.prepared.codes[worker];
             let weights: usize = code.parameters.iter().map(|named| named.bytes).sum();
             // Weights, and two moments for each weight.
-            assert!(kept.checkpoint_bytes[worker] as usize >= 3 * weights, "{schedule}, worker {worker}");
+            assert!(saved.checkpoint_bytes[worker] as usize >= 3 * weights, "{schedule}, worker {worker}");
         }
     }
 }
@@ -150,17 +158,17 @@ fn what_is_done_beside_goes_on() {
     let clipped =
         Policy { clip_norm: Some(0.05), statistics: Statistics::Deferred { unbiased: true }, ..Policy::default() };
     let flush = ready(&cnn(), plan(Schedule::OneFOneB, &[1, 2], 2), momentum(), clipped);
-    goes_on("clipped, deferred", &flush);
+    check_resume("clipped, deferred", &flush);
     let stale = ready(&cnn(), plan(Schedule::OneFOneBRr, &[1, 1, 1], 1), momentum(), clipped);
-    goes_on("clipped by stage", &stale);
+    check_resume("clipped by stage", &stale);
     for rule in [
         Rule::RmsProp { learning_rate: 0.01, alpha: 0.9, epsilon: 1e-8, weight_decay: 0.0, momentum: 0.5 },
         Rule::Adagrad { learning_rate: 0.01, decay: 0.1, epsilon: 1e-8, weight_decay: 0.0 },
         Rule::Sgd { learning_rate: 0.01, momentum: 0.0, nesterov: false, weight_decay: 0.0 },
     ] {
-        let what = format!("{rule:?}");
+        let label = format!("{rule:?}");
         let run = ready(&mlp(), plan(Schedule::OneFOneBRr, &[1, 1], 1), Optimizer::from(rule), Policy::default());
-        goes_on(&what, &run);
+        check_resume(&label, &run);
     }
 }
 
@@ -179,8 +187,8 @@ fn a_stopped_run_leaves_a_resumable_checkpoint() {
     ] {
         let ready = ready(&cnn(), plan(schedule, replicas, microbatches), momentum(), policy);
         let ready = Ready { every: 100, ..ready };
-        let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
-        let what = format!("{schedule} {replicas:?}");
+        let uninterrupted = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
+        let label = format!("{schedule} {replicas:?}");
         // A stop may arrive at any time; here it arrives when some worker starts a minibatch. On a busy machine the run may
         // be over before that.
         let mut stopped = 0;
@@ -189,26 +197,26 @@ fn a_stopped_run_leaves_a_resumable_checkpoint() {
                 break;
             }
             let (stop, folder) = (AtomicUsize::new(0), tempfile::tempdir().unwrap());
-            let gate = MinibatchBarrier::new(&stop, period(&ready.prepared.program), 0);
+            let barrier = MinibatchBarrier::new(&stop, period(&ready.prepared.program), 0);
             let first = std::thread::scope(|scope| {
-                let run = scope.spawn(|| ready.run(None, folder.path(), Some(&gate)));
+                let run = scope.spawn(|| ready.run(None, folder.path(), Some(&barrier)));
                 stop.store(1, Ordering::Relaxed);
                 run.join().unwrap()
             });
-            let end = gate.end().expect("it was asked before it began") as usize;
-            assert_eq!(bits(&first.losses), bits(&plain.losses[..end]), "{what}");
+            let end = barrier.end().expect("it was asked before it began") as usize;
+            assert_eq!(bits(&first.losses), bits(&uninterrupted.losses[..end]), "{label}");
             if end == STEPS as usize {
                 continue;
             }
             stopped += 1;
-            let [(done, at)] = &checkpoints(folder.path())[..] else { panic!("{what}: no checkpoint") };
-            assert_eq!(*done as usize, end, "{what}");
-            let found = find::read(at).unwrap();
-            let rest = ready.run(Some(&found), folder.path(), None);
-            assert_eq!(bits(&rest.losses), bits(&plain.losses[end..]), "{what}");
-            assert!(rest.weights == plain.weights, "{what}");
+            let [(minibatches, path)] = &checkpoints(folder.path())[..] else { panic!("{label}: no checkpoint") };
+            assert_eq!(*minibatches as usize, end, "{label}");
+            let checkpoint = find::read(path).unwrap();
+            let resumed = ready.run(Some(&checkpoint), folder.path(), None);
+            assert_eq!(bits(&resumed.losses), bits(&uninterrupted.losses[end..]), "{label}");
+            assert!(resumed.weights == uninterrupted.weights, "{label}");
         }
-        assert_eq!(stopped, 3, "{what}: no run was stopped before its end");
+        assert_eq!(stopped, 3, "{label}: no run was stopped before its end");
     }
 }
 
@@ -218,18 +226,18 @@ fn a_run_that_flushes_goes_on_under_another_plan() {
         let first = plan(Schedule::OneFOneB, &[1, 1, 1], 2);
         let first = ready(&model, first, adam(), Policy::default());
         let folder = tempfile::tempdir().unwrap();
-        let whole = first.run(None, folder.path(), None);
+        let expected = first.run(None, folder.path(), None);
         for (schedule, stages) in
             [(Schedule::Gpipe, 2), (Schedule::OneFOneB, 1), (Schedule::ZbH1, 4), (Schedule::Interleaved, 4)]
         {
-            let other = ready(&model, plan(schedule, &vec![1; stages], 2), adam(), Policy::default());
-            let (done, from) = &checkpoints(folder.path())[1];
-            let mut found = find::read(from).unwrap();
-            found.start.flight = None;
-            let again = tempfile::tempdir().unwrap();
-            let rest = other.run(Some(&found), again.path(), None);
-            assert_eq!(bits(&rest.losses), bits(&whole.losses[*done as usize..]), "{schedule} {stages}");
-            assert!(rest.weights == whole.weights, "{schedule} {stages}");
+            let replanned = ready(&model, plan(schedule, &vec![1; stages], 2), adam(), Policy::default());
+            let (minibatches, from) = &checkpoints(folder.path())[1];
+            let mut checkpoint = find::read(from).unwrap();
+            checkpoint.start.flight = None;
+            let resumed_folder = tempfile::tempdir().unwrap();
+            let resumed = replanned.run(Some(&checkpoint), resumed_folder.path(), None);
+            assert_eq!(bits(&resumed.losses), bits(&expected.losses[*minibatches as usize..]), "{schedule} {stages}");
+            assert!(resumed.weights == expected.weights, "{schedule} {stages}");
         }
     }
 }
@@ -244,38 +252,39 @@ fn everything_that_a_checkpoint_holds_matters() {
     ] {
         let ready = ready(&cnn(), plan(schedule, replicas, 1), adam(), policy);
         let folder = tempfile::tempdir().unwrap();
-        let whole = ready.run(None, folder.path(), None);
-        let (done, from) = &checkpoints(folder.path())[1];
-        let differs = |what: &str, change: &dyn Fn(&mut Found)| {
-            let mut found = find::read(from).unwrap();
-            change(&mut found);
-            let rest = ready.run(Some(&found), tempfile::tempdir().unwrap().path(), None);
-            let is_same = bits(&rest.losses) == bits(&whole.losses[*done as usize..]) && rest.weights == whole.weights;
-            assert!(!is_same, "{schedule} {replicas:?}: without {what} the run is the same");
+        let expected = ready.run(None, folder.path(), None);
+        let (minibatches, from) = &checkpoints(folder.path())[1];
+        let check_differs = |part: &str, change: &dyn Fn(&mut Found)| {
+            let mut checkpoint = find::read(from).unwrap();
+            change(&mut checkpoint);
+            let resumed = ready.run(Some(&checkpoint), tempfile::tempdir().unwrap().path(), None);
+            let is_same = bits(&resumed.losses) == bits(&expected.losses[*minibatches as usize..])
+                && resumed.weights == expected.weights;
+            assert!(!is_same, "{schedule} {replicas:?}: without {part} the run is the same");
         };
-        let zeros = |found: &mut Found, kind: &str| {
-            let of_kind = found.start.optimizer.iter_mut().filter(|(name, _)| name.ends_with(kind));
+        let zeros = |checkpoint: &mut Found, kind: &str| {
+            let of_kind = checkpoint.start.optimizer.iter_mut().filter(|(name, _)| name.ends_with(kind));
             of_kind.for_each(|(_, tensor)| *tensor = Tensor::zeros(tensor.dtype(), tensor.shape()));
         };
-        differs("what was in flight", &|found| found.start.flight = None);
-        differs("counts of updates", &|found| zeros(found, "/step"));
-        differs("first moments", &|found| zeros(found, "/exp_avg"));
-        differs("second moments", &|found| zeros(found, "/exp_avg_sq"));
-        differs("running statistics", &|found| {
-            let statistics = found.weights.iter_mut().filter(|(name, _)| name.contains("running_"));
+        check_differs("what was in flight", &|checkpoint| checkpoint.start.flight = None);
+        check_differs("counts of updates", &|checkpoint| zeros(checkpoint, "/step"));
+        check_differs("first moments", &|checkpoint| zeros(checkpoint, "/exp_avg"));
+        check_differs("second moments", &|checkpoint| zeros(checkpoint, "/exp_avg_sq"));
+        check_differs("running statistics", &|checkpoint| {
+            let statistics = checkpoint.weights.iter_mut().filter(|(name, _)| name.contains("running_"));
             statistics.for_each(|(_, tensor)| *tensor = Tensor::zeros(tensor.dtype(), tensor.shape()));
         });
-        let mut found = find::read(from).unwrap();
-        let flights = found.start.flight.iter_mut().flatten();
+        let mut checkpoint = find::read(from).unwrap();
+        let flights = checkpoint.start.flight.iter_mut().flatten();
         flights.for_each(|(_, flight)| {
             flight.versions.clear();
             flight.forwards.clear();
         });
         let mut weights = ready.weights.clone();
-        weights.extend(found.weights.clone());
-        let course = RunOptions { start: Some(&found.start), ..RunOptions::default() };
+        weights.extend(checkpoint.weights.clone());
+        let options = RunOptions { start: Some(&checkpoint.start), ..RunOptions::default() };
         let fault =
-            run(&ready.training(&weights), course, &mut |_| {}).err().expect("versions are missing").to_string();
+            run(&ready.training(&weights), options, &mut |_| {}).err().expect("versions are missing").to_string();
         assert!(fault.starts_with("the checkpoint has no `v"), "{fault}");
     }
 }
@@ -284,22 +293,23 @@ fn everything_that_a_checkpoint_holds_matters() {
 #[test]
 fn a_state_that_is_read_where_it_follows_has_no_checkpoints_without_a_flush() {
     let mut graph = Graph::new("loop");
-    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let mut writer = Writer { graph: &mut graph, origin: Origin::default() };
     let fact = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::from(3usize)]);
-    let x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let x = writer.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
     let fact = || Fact::of(DType::F32, &[3]);
-    let scale = out.emit(Op::State(State { name: "mean".into(), fact: fact() }), &[]);
-    let bias = out.emit(Op::Parameter(Parameter { name: "bias".into(), fact: fact() }), &[]);
-    let norm = out.emit_all(Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), &[x, scale, bias]);
+    let scale = writer.emit(Op::State(State { name: "mean".into(), fact: fact() }), &[]);
+    let bias = writer.emit(Op::Parameter(Parameter { name: "bias".into(), fact: fact() }), &[]);
+    let norm = writer.emit_all(Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), &[x, scale, bias]);
     graph.outputs.push(Output { name: "y".into(), value: norm[0] });
     graph.averages.push(MovingAverage { state: scale.node, sample: norm[1], keep: 0.9 });
-    for (schedule, may) in [(Schedule::OneFOneB, true), (Schedule::OneFOneBRr, false), (Schedule::TwoBw, false)] {
+    for (schedule, is_accepted) in [(Schedule::OneFOneB, true), (Schedule::OneFOneBRr, false), (Schedule::TwoBw, false)]
+    {
         let dims = Bindings::from([("batch".to_string(), 4)]);
         let settings =
             Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count: StepCount::minibatches(4) };
-        let made = prepare(&graph, &[0], plan(schedule, &[1], 1).pipeline, &settings).unwrap();
-        let checked = check_states(&made.program, &made.codes).map_err(|fault| fault.to_string());
-        assert_eq!(checked.is_ok(), may, "{schedule}");
+        let prepared = prepare(&graph, &[0], plan(schedule, &[1], 1).pipeline, &settings).unwrap();
+        let checked = check_states(&prepared.program, &prepared.codes).map_err(|fault| fault.to_string());
+        assert_eq!(checked.is_ok(), is_accepted, "{schedule}");
         assert!(checked.err().is_none_or(|fault| fault.contains("the forward reads `mean`")));
     }
 }
@@ -309,24 +319,24 @@ fn without_a_flush_another_plan_begins_with_the_one_version_of_the_cut() {
     let first = ready(&cnn(), plan(Schedule::OneFOneBRr, &[1, 1, 1], 1), adam(), Policy::default());
     let folder = tempfile::tempdir().unwrap();
     first.run(None, folder.path(), None);
-    let mut found = find::read(&checkpoints(folder.path())[1].1).unwrap();
-    found.start.flight = None;
-    let steps = (STEPS - found.manifest.minibatches) as usize;
-    for other in [
+    let mut checkpoint = find::read(&checkpoints(folder.path())[1].1).unwrap();
+    checkpoint.start.flight = None;
+    let steps = (STEPS - checkpoint.manifest.minibatches) as usize;
+    for replanned in [
         plan(Schedule::OneFOneBRr, &[2, 1], 1),
         plan(Schedule::OneFOneBRr, &[1, 1], 1),
         plan(Schedule::OneFOneBRrNewest, &[1, 1, 1], 1),
         plan(Schedule::OneFOneB, &[1, 1], 1),
         plan(Schedule::TwoBw, &[1, 1], 2),
     ] {
-        let what = format!("{}", other.schedule);
-        let other = ready(&cnn(), other, adam(), Policy::default());
-        let rest = other.run(Some(&found), tempfile::tempdir().unwrap().path(), None);
-        assert_eq!(rest.losses.len(), steps, "{what}");
-        assert!(rest.losses.iter().all(|loss| loss.is_finite()), "{what}: {:?}", rest.losses);
+        let label = format!("{}", replanned.schedule);
+        let replanned = ready(&cnn(), replanned, adam(), Policy::default());
+        let resumed = replanned.run(Some(&checkpoint), tempfile::tempdir().unwrap().path(), None);
+        assert_eq!(resumed.losses.len(), steps, "{label}");
+        assert!(resumed.losses.iter().all(|loss| loss.is_finite()), "{label}: {:?}", resumed.losses);
     }
     // After six minibatches, rounds of three end, but rounds of four do not.
     let four = ready(&mlp(), plan(Schedule::OneFOneBRr, &[4, 1], 1), adam(), Policy::default());
-    let fault = found.start.check(&four.prepared.program).unwrap_err().to_string();
+    let fault = checkpoint.start.check(&four.prepared.program).unwrap_err().to_string();
     assert!(fault.contains("from minibatch 6") && fault.contains("every 4 minibatches"), "{fault}");
 }

@@ -110,12 +110,12 @@ pub fn adam() -> Optimizer {
 pub fn ready(model: &Model, plan: Plan, optimizer: Optimizer, policy: Policy) -> Ready {
     let Plan { schedule, pipeline, microbatches } = plan;
     let (ops, stages) = (order::numbered(&model.graph).len(), pipeline.stages.len());
-    let placed: Vec<usize> = (0..ops).map(|op| op * stages / ops).collect();
+    let stage_of: Vec<usize> = (0..ops).map(|op| op * stages / ops).collect();
     let item = BATCH / microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
     let count = StepCount { minibatches: STEPS, microbatches };
     let settings = Settings { dims, loss: Loss::Output, class_axis: None, schedule, count };
-    let prepared = prepare(&model.graph, &placed, pipeline, &settings).unwrap();
+    let prepared = prepare(&model.graph, &stage_of, pipeline, &settings).unwrap();
     let mut feeds = feeds(&prepared.codes);
     // Feeds are sorted so that every partition draws the same numbers.
     feeds.sort_by(|a, b| a.name.cmp(&b.name));
@@ -144,46 +144,46 @@ impl Ready {
     }
 
     pub fn cuts(&self) -> Cuts {
-        Cuts { every: Some(self.every), period: period(&self.prepared.program), whole: STEPS }
+        Cuts { every: Some(self.every), period: period(&self.prepared.program), minibatches: STEPS }
     }
 
-    pub fn kept<'a>(&'a self, folder: &Path, weights: &'a BTreeMap<String, Tensor>) -> WriterConfig<'a> {
+    pub fn writer_config<'a>(&'a self, folder: &Path, weights: &'a BTreeMap<String, Tensor>) -> WriterConfig<'a> {
         WriterConfig {
             folder: folder.to_path_buf(),
             keep: None,
-            begun: None,
+            resumed_at: None,
             run: BTreeMap::from([("seed".to_string(), "9".to_string())]),
             plan: ShardLayout::of(&self.prepared.program, &self.prepared.codes, self.policy.staleness),
             steps: STEPS,
             per_epoch: self.batches.per_epoch() as u32,
             codes: &self.prepared.codes,
             optimizer: &self.optimizer,
-            given: weights,
+            initial: weights,
         }
     }
 
     /// Runs from a checkpoint or the start, and writes checkpoints to a folder.
-    pub fn run(&self, from: Option<&Found>, folder: &Path, gate: Option<&MinibatchBarrier<'_>>) -> Trained {
+    pub fn run(&self, from: Option<&Found>, folder: &Path, barrier: Option<&MinibatchBarrier<'_>>) -> Trained {
         let mut weights = self.weights.clone();
         weights.extend(from.iter().flat_map(|found| found.weights.clone()));
-        let mut keeper = CheckpointWriter::new(Disk, self.kept(folder, &weights));
-        let mut on_part = |part| match keeper.take(part) {
+        let mut writer = CheckpointWriter::new(Disk, self.writer_config(folder, &weights));
+        let mut on_snapshot = |snapshot| match writer.take(snapshot) {
             None | Some(Saved::Done { left: None, .. }) => {}
-            Some(other) => panic!("{other:?}"),
+            Some(outcome) => panic!("{outcome:?}"),
         };
-        let course = RunOptions {
+        let options = RunOptions {
             start: from.map(|found| &found.start),
             cuts: Some(self.cuts()),
-            gate,
-            on_part: Some(&mut on_part),
+            barrier,
+            on_snapshot: Some(&mut on_snapshot),
             ..RunOptions::default()
         };
         let mut steps = Vec::new();
-        let done = run(&self.training(&weights), course, &mut |step: StepDone| steps.push(step.step));
-        let done = done.unwrap_or_else(|fault| panic!("{fault}"));
+        let trained = run(&self.training(&weights), options, &mut |step: StepDone| steps.push(step.step));
+        let trained = trained.unwrap_or_else(|fault| panic!("{fault}"));
         let first = from.map_or(0, |found| found.manifest.minibatches as usize);
-        assert_eq!(steps, (first..first + done.losses.len()).collect::<Vec<_>>());
-        done
+        assert_eq!(steps, (first..first + trained.losses.len()).collect::<Vec<_>>());
+        trained
     }
 }
 
@@ -194,9 +194,9 @@ pub fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 pub fn checkpoints(folder: &Path) -> Vec<(u32, PathBuf)> {
-    let mut found = find::all(folder).unwrap();
-    found.reverse();
-    found
+    let mut checkpoints = find::all(folder).unwrap();
+    checkpoints.reverse();
+    checkpoints
 }
 
 pub fn bits(losses: &[f64]) -> Vec<u64> {

@@ -17,20 +17,20 @@ fn pipec(folder: &Path, arguments: &[&str]) -> Output {
     Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap()
 }
 
-fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
+fn expect_exit(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {said}");
-    said
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message}");
+    message
 }
 
-fn spawned(folder: &Path, arguments: &[&str]) -> Child {
+fn spawn(folder: &Path, arguments: &[&str]) -> Child {
     let mut command = std::process::Command::new(cargo_bin("pipec"));
     command.current_dir(folder).args(arguments).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-fn model(folder: &Path) {
-    ends(folder, 0, &["zoo", "cnn", "--hidden", "4", "-o", "m.onnx"]);
+fn make_model(folder: &Path) {
+    expect_exit(folder, 0, &["zoo", "cnn", "--hidden", "4", "-o", "m.onnx"]);
 }
 
 const TRAIN: [&str; 9] = ["train", "m.onnx", "--synthetic-data", "--batch", "4", "--optimizer", "adam", "--lr", "0.01"];
@@ -58,8 +58,8 @@ fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
     println!("seed {seed}");
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
-    let mut left = kills;
+    make_model(folder);
+    let mut kills_left = kills;
     for round in 0.. {
         let plan = match round % 3 {
             0 => ["--stages", "1,2", "--schedule", "1f1b-rr"],
@@ -67,31 +67,31 @@ fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
             _ => ["--stages", "1,1,1", "--staleness", "predict"],
         };
         let common = flags(&[&TRAIN, &plan, &["--steps", "60"]]);
-        let began = Instant::now();
-        ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors", "--metrics", "whole.jsonl"]]));
-        let whole = began.elapsed();
+        let start = Instant::now();
+        expect_exit(folder, 0, &flags(&[&common, &["--save", "whole.safetensors", "--metrics", "whole.jsonl"]]));
+        let duration = start.elapsed();
         let _ = fs::remove_dir_all(folder.join("ck"));
-        let again = flags(&[
+        let resumed = flags(&[
             &common,
             &KEPT,
             &["--keep", "2", "--resume", "auto", "--save", "again.safetensors", "--metrics", "again.jsonl"],
         ]);
         loop {
-            if left == 0 {
+            if kills_left == 0 {
                 break;
             }
-            let mut child = spawned(folder, &again);
-            let share = mix(seed ^ left << 8 ^ round) % 1000;
-            std::thread::sleep(whole.mul_f64(share as f64 / 1000.0));
+            let mut child = spawn(folder, &resumed);
+            let share = mix(seed ^ kills_left << 8 ^ round) % 1000;
+            std::thread::sleep(duration.mul_f64(share as f64 / 1000.0));
             child.kill().unwrap();
             let output = child.wait_with_output().unwrap();
-            left -= 1;
+            kills_left -= 1;
             if output.status.success() {
                 break;
             }
         }
-        let said = ends(folder, 0, &again);
-        assert!(!said.contains("skipped"), "what bears its name is whole: {said}");
+        let message = expect_exit(folder, 0, &resumed);
+        assert!(!message.contains("skipped"), "what bears its name is whole: {message}");
         assert!(bytes(folder, "again.safetensors") == bytes(folder, "whole.safetensors"), "{plan:?}");
         let losses = |name: &str| -> Vec<Value> {
             let text = fs::read_to_string(folder.join(name)).unwrap();
@@ -99,10 +99,13 @@ fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
             lines.filter(|line| line.get("step").is_some()).map(|line| line["loss"].clone()).collect()
         };
         // A line that was not flushed before the kill is written again, or is for a step before the checkpoint.
-        let (whole, again) = (losses("whole.jsonl"), losses("again.jsonl"));
-        assert!(again.len() <= whole.len() && whole.ends_with(&again[again.len().saturating_sub(2)..]), "{plan:?}");
+        let (duration, resumed) = (losses("whole.jsonl"), losses("again.jsonl"));
+        assert!(
+            resumed.len() <= duration.len() && duration.ends_with(&resumed[resumed.len().saturating_sub(2)..]),
+            "{plan:?}"
+        );
         assert_eq!(names(folder), ["step-00000058", "step-00000060", "weights.safetensors"], "{plan:?}");
-        if left == 0 {
+        if kills_left == 0 {
             break;
         }
     }
@@ -112,8 +115,8 @@ fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
 fn whatever_is_asked_for_goes_on() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
-    for asked in [
+    make_model(folder);
+    for settings in [
         &["--dtype", "bf16", "--stages", "1,1"][..],
         &["--dtype", "bf16", "--stages", "2,1"],
         // With loss scaling.
@@ -131,27 +134,34 @@ fn whatever_is_asked_for_goes_on() {
         &["--schedule", "zb-h2", "--microbatches", "4", "--stages", "1,1"],
     ] {
         let _ = fs::remove_dir_all(folder.join("ck"));
-        let common = flags(&[&TRAIN, asked, &["--steps", "12", "--seed", "3"]]);
-        ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors", "--save-gradients", "g.safetensors"]]));
-        ends(folder, 0, &flags(&[&common, &KEPT]));
-        let all = names(folder);
-        let before = all.iter().filter(|name| name.starts_with("step-") && *name != "step-00000012");
+        let common = flags(&[&TRAIN, settings, &["--steps", "12", "--seed", "3"]]);
+        expect_exit(
+            folder,
+            0,
+            &flags(&[&common, &["--save", "whole.safetensors", "--save-gradients", "g.safetensors"]]),
+        );
+        expect_exit(folder, 0, &flags(&[&common, &KEPT]));
+        let checkpoints = names(folder);
+        let before = checkpoints.iter().filter(|name| name.starts_with("step-") && *name != "step-00000012");
         for name in before.step_by(2) {
             let from = format!("ck/{name}");
-            let rest = ["--resume", &from, "--save", "rest.safetensors", "--save-gradients", "h.safetensors"];
-            ends(folder, 0, &flags(&[&common, &rest]));
-            assert!(bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"), "{asked:?} from {from}");
-            assert!(bytes(folder, "g.safetensors") == bytes(folder, "h.safetensors"), "{asked:?} from {from}");
+            let resumed = ["--resume", &from, "--save", "rest.safetensors", "--save-gradients", "h.safetensors"];
+            expect_exit(folder, 0, &flags(&[&common, &resumed]));
+            assert!(
+                bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"),
+                "{settings:?} from {from}"
+            );
+            assert!(bytes(folder, "g.safetensors") == bytes(folder, "h.safetensors"), "{settings:?} from {from}");
         }
     }
 }
 
 /// Waits for a checkpoint.
-fn begun(folder: &Path, child: &mut Child) {
-    let began = Instant::now();
+fn wait_for_checkpoint(folder: &Path, child: &mut Child) {
+    let start = Instant::now();
     while !names(folder).iter().any(|name| name.starts_with("step-")) {
         assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
-        if began.elapsed() > Duration::from_secs(120) {
+        if start.elapsed() > Duration::from_secs(120) {
             child.kill().unwrap();
             panic!("no checkpoint comes");
         }
@@ -173,31 +183,31 @@ fn a_signal_ends_the_step_and_leaves_a_checkpoint() {
         for plan in [&["--stages", "1,2"][..], &["--stages", "1,1", "--schedule", "1f1b"], &shared] {
             let folder = tempfile::tempdir().unwrap();
             let folder = folder.path();
-            model(folder);
+            make_model(folder);
             let common = flags(&[&TRAIN, plan, &["--steps", "400"]]);
-            let mut child = spawned(folder, &flags(&[&common, &KEPT, &["--keep", "1", "--save", "never.safetensors"]]));
-            begun(folder, &mut child);
+            let mut child = spawn(folder, &flags(&[&common, &KEPT, &["--keep", "1", "--save", "never.safetensors"]]));
+            wait_for_checkpoint(folder, &mut child);
             send(signal, &child);
             let output = child.wait_with_output().unwrap();
-            let said = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert_eq!(output.status.code(), Some(code), "{said}");
+            let message = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(output.status.code(), Some(code), "{message}");
             let ended = format!("error: stopped by {name} after step ");
             let done =
-                said.split(&ended).nth(1).and_then(|rest| rest.split(' ').next()).expect("it says how far it was");
+                message.split(&ended).nth(1).and_then(|rest| rest.split(' ').next()).expect("it says how far it was");
             let done: usize = done.parse().unwrap();
             let checkpoint = format!("step-{done:08}");
-            assert!(said.contains(&format!("ck/{checkpoint}")) && said.contains("--resume auto"), "{said}");
+            assert!(message.contains(&format!("ck/{checkpoint}")) && message.contains("--resume auto"), "{message}");
             assert_eq!(names(folder), [checkpoint], "one is kept, and nothing is written at the end");
             assert!(!folder.join("never.safetensors").exists());
             // A run of other length resumes too, and says so.
             let longer = (done + 3).to_string();
             let rest = flags(&[&TRAIN, plan, &["--steps", &longer]]);
-            ends(folder, 0, &flags(&[&rest, &["--save", "whole.safetensors"]]));
+            expect_exit(folder, 0, &flags(&[&rest, &["--save", "whole.safetensors"]]));
             let resumed = flags(&[&rest, &KEPT, &["--resume", "auto", "--save", "rest.safetensors"]]);
-            let said = ends(folder, 0, &resumed);
-            assert!(said.contains(&format!("resuming after step {done} of {longer}")), "{said}");
-            assert!(said.contains("the run was started with 400 steps, and now has "), "{said}");
-            assert!(!said.contains("learning rate"), "{said}");
+            let message = expect_exit(folder, 0, &resumed);
+            assert!(message.contains(&format!("resuming after step {done} of {longer}")), "{message}");
+            assert!(message.contains("the run was started with 400 steps, and now has "), "{message}");
+            assert!(!message.contains("learning rate"), "{message}");
             assert!(bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"), "{plan:?}");
         }
     }
@@ -207,23 +217,23 @@ fn a_signal_ends_the_step_and_leaves_a_checkpoint() {
 #[test]
 fn two_runs_do_not_write_into_one_folder() {
     // The system may not report the process, for example if it changes its list of locks meanwhile.
-    let is_taken = |said: &str, holder: &Child| {
-        let name = |name: &str| said.contains(&format!("{name} is writing checkpoints into ck"));
+    let is_taken = |message: &str, holder: &Child| {
+        let name = |name: &str| message.contains(&format!("{name} is writing checkpoints into ck"));
         name(&format!("process {}", holder.id())) || name("another process")
     };
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
+    make_model(folder);
     let flags = flags(&[&TRAIN, &KEPT, &["--steps", "100000", "--resume", "auto"]]);
     for _ in 0..2 {
-        let mut first = spawned(folder, &flags);
-        begun(folder, &mut first);
-        let said = ends(folder, 2, &flags);
-        assert!(is_taken(&said, &first), "{said}");
-        assert!(said.contains("help: wait until it ends, or choose another `--checkpoint-dir`"), "{said}");
+        let mut first = spawn(folder, &flags);
+        wait_for_checkpoint(folder, &mut first);
+        let message = expect_exit(folder, 2, &flags);
+        assert!(is_taken(&message, &first), "{message}");
+        assert!(message.contains("help: wait until it ends, or choose another `--checkpoint-dir`"), "{message}");
         // A run from the start does not mention existing checkpoints here.
-        let said = ends(folder, 2, &flags[..flags.len() - 2]);
-        assert!(is_taken(&said, &first), "{said}");
+        let message = expect_exit(folder, 2, &flags[..flags.len() - 2]);
+        assert!(is_taken(&message, &first), "{message}");
         // The lock is always released, and leaves no file.
         first.kill().unwrap();
         first.wait().unwrap();
@@ -238,74 +248,77 @@ fn a_second_signal_ends_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     // Slow steps.
-    ends(folder, 0, &["zoo", "mlp", "--hidden", "512", "--layers", "4", "-o", "m.onnx"]);
-    let mut child = spawned(
+    expect_exit(folder, 0, &["zoo", "mlp", "--hidden", "512", "--layers", "4", "-o", "m.onnx"]);
+    let mut child = spawn(
         folder,
         &["train", "m.onnx", "--synthetic-data", "--batch", "2048", "--steps", "40", KEPT[0], KEPT[1], KEPT[2], "1"],
     );
-    begun(folder, &mut child);
+    wait_for_checkpoint(folder, &mut child);
     send("-TERM", &child);
     // Two pending signals would merge.
     std::thread::sleep(Duration::from_millis(20));
     send("-TERM", &child);
     let output = child.wait_with_output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(143), "{said}");
-    assert!(!said.contains("stopped by"), "{said}");
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(143), "{message}");
+    assert!(!message.contains("stopped by"), "{message}");
 }
 
 #[test]
 fn another_plan_of_the_same_run_goes_on_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
+    make_model(folder);
     let flush = ["--microbatches", "2", "--steps", "8"];
     let first = flags(&[&TRAIN, &flush, &["--stages", "1,1,1", "--schedule", "1f1b"]]);
-    ends(folder, 0, &flags(&[&first, &KEPT, &["--save", "whole.safetensors"]]));
+    expect_exit(folder, 0, &flags(&[&first, &KEPT, &["--save", "whole.safetensors"]]));
     let from = ["--resume", "ck/step-00000004"];
     let other = flags(&[&TRAIN, &flush, &["--stages", "1,1", "--schedule", "gpipe", "--save", "other.safetensors"]]);
-    let said = ends(folder, 0, &flags(&[&other, &from]));
-    assert!(said.contains("the plan differs from the checkpoint's") && !said.contains("warning"), "{said}");
+    let message = expect_exit(folder, 0, &flags(&[&other, &from]));
+    assert!(message.contains("the plan differs from the checkpoint's") && !message.contains("warning"), "{message}");
     assert!(bytes(folder, "other.safetensors") == bytes(folder, "whole.safetensors"));
     // Without a flush it resumes with a warning.
     let stale = flags(&[&TRAIN, &["--stages", "1,1,1", "--steps", "8"], &from]);
-    let said = ends(folder, 0, &stale);
-    assert!(said.contains("warning: the checkpoint is from another plan (schedule 1f1b, now 1f1b-rr)"), "{said}");
+    let message = expect_exit(folder, 0, &stale);
+    assert!(message.contains("warning: the checkpoint is from another plan (schedule 1f1b, now 1f1b-rr)"), "{message}");
     let odd = flags(&[&TRAIN, &["--stages", "3,1", "--steps", "8"], &from]);
-    let said = ends(folder, 2, &odd);
-    assert!(said.contains("finish a round only every 3 minibatches"), "{said}");
+    let message = expect_exit(folder, 2, &odd);
+    assert!(message.contains("finish a round only every 3 minibatches"), "{message}");
     // A checkpoint's weights can be used as a model's.
-    let said = ends(folder, 0, &flags(&[&TRAIN, &["--steps", "1", "--weights", "ck/step-00000004"]]));
-    assert!(!said.contains("warning"), "{said}");
-    let said =
-        ends(folder, 0, &flags(&[&TRAIN, &["--steps", "1", "--weights", "ck/step-00000004/stage-1.safetensors"]]));
-    assert!(said.contains("the model's values are used"), "{said}");
+    let message = expect_exit(folder, 0, &flags(&[&TRAIN, &["--steps", "1", "--weights", "ck/step-00000004"]]));
+    assert!(!message.contains("warning"), "{message}");
+    let message = expect_exit(
+        folder,
+        0,
+        &flags(&[&TRAIN, &["--steps", "1", "--weights", "ck/step-00000004/stage-1.safetensors"]]),
+    );
+    assert!(message.contains("the model's values are used"), "{message}");
 }
 
 #[test]
 fn a_finished_run_says_so_and_can_be_made_longer() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
-    let of = |steps: &str, name: &str| {
+    make_model(folder);
+    let train = |steps: &str, name: &str| {
         let flags = flags(&[&TRAIN, &KEPT, &["--steps", steps, "--resume", "auto", "--save", name]]);
         let output = pipec(folder, &flags);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let both = [output.stdout, output.stderr].map(|stream| String::from_utf8(stream).unwrap());
-        both.concat()
+        let streams = [output.stdout, output.stderr].map(|stream| String::from_utf8(stream).unwrap());
+        streams.concat()
     };
-    of("4", "first.safetensors");
-    let said = of("4", "again.safetensors");
+    train("4", "first.safetensors");
+    let message = train("4", "again.safetensors");
     assert!(
-        said.contains("the run is complete: all 4 steps were done before; increase `--steps` or `--epochs`"),
-        "{said}"
+        message.contains("the run is complete: all 4 steps were done before; increase `--steps` or `--epochs`"),
+        "{message}"
     );
-    assert!(!said.contains("no checkpoint will be written"), "{said}");
+    assert!(!message.contains("no checkpoint will be written"), "{message}");
     assert!(bytes(folder, "again.safetensors") == bytes(folder, "first.safetensors"));
     // A single worker has nothing in flight after a checkpoint, so the longer run is equal.
-    let said = of("6", "longer.safetensors");
-    assert!(said.contains("resuming after step 4 of 6") && !said.contains("nothing was in flight"), "{said}");
-    ends(folder, 0, &flags(&[&TRAIN, &["--steps", "6", "--save", "whole.safetensors"]]));
+    let message = train("6", "longer.safetensors");
+    assert!(message.contains("resuming after step 4 of 6") && !message.contains("nothing was in flight"), "{message}");
+    expect_exit(folder, 0, &flags(&[&TRAIN, &["--steps", "6", "--save", "whole.safetensors"]]));
     assert!(bytes(folder, "longer.safetensors") == bytes(folder, "whole.safetensors"));
 }
 
@@ -313,39 +326,40 @@ fn a_finished_run_says_so_and_can_be_made_longer() {
 fn the_end_of_a_run_is_a_checkpoint_once() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
+    make_model(folder);
     for plan in [
         &["--stages", "1,1"][..],
         &["--stages", "1,1", "--processes"],
         &["--stages", "1,1", "--tensor", "2"],
         &["--stages", "1", "--dtype", "bf16"],
     ] {
-        let of = |steps: &'static str| flags(&[&TRAIN, plan, &["--steps", steps]]);
-        let kept = |steps| flags(&[&of(steps), &KEPT]);
-        ends(folder, 0, &kept("5"));
-        let all = ["step-00000002", "step-00000004", "step-00000005", "weights.safetensors"];
-        assert_eq!(names(folder), all, "{plan:?}");
-        let said = ends(folder, 0, &flags(&[&kept("5"), &["--resume", "auto", "--save", "again.safetensors"]]));
-        assert!(said.contains("resuming after step 5 of 5"), "{said}");
+        let train_flags = |steps: &'static str| flags(&[&TRAIN, plan, &["--steps", steps]]);
+        let kept_flags = |steps| flags(&[&train_flags(steps), &KEPT]);
+        expect_exit(folder, 0, &kept_flags("5"));
+        let expected = ["step-00000002", "step-00000004", "step-00000005", "weights.safetensors"];
+        assert_eq!(names(folder), expected, "{plan:?}");
+        let message =
+            expect_exit(folder, 0, &flags(&[&kept_flags("5"), &["--resume", "auto", "--save", "again.safetensors"]]));
+        assert!(message.contains("resuming after step 5 of 5"), "{message}");
         assert!(bytes(folder, "again.safetensors") == bytes(folder, "ck/weights.safetensors"), "{plan:?}");
-        ends(folder, 0, &flags(&[&kept("6"), &["--resume", "ck/step-00000004"]]));
-        let all = ["step-00000002", "step-00000004", "step-00000005", "step-00000006", "weights.safetensors"];
-        assert_eq!(names(folder), all, "{plan:?}");
+        expect_exit(folder, 0, &flags(&[&kept_flags("6"), &["--resume", "ck/step-00000004"]]));
+        let expected = ["step-00000002", "step-00000004", "step-00000005", "step-00000006", "weights.safetensors"];
+        assert_eq!(names(folder), expected, "{plan:?}");
         fs::remove_dir_all(folder.join("ck")).unwrap();
         // The final checkpoint needs no further option.
-        let only = |steps| flags(&[&of(steps), &["--checkpoint-dir", "ck"]]);
-        let said = ends(folder, 0, &only("5"));
-        assert!(said.contains("ck/weights.safetensors (weights), ck/step-00000005 (checkpoint)"), "{said}");
+        let final_flags = |steps| flags(&[&train_flags(steps), &["--checkpoint-dir", "ck"]]);
+        let message = expect_exit(folder, 0, &final_flags("5"));
+        assert!(message.contains("ck/weights.safetensors (weights), ck/step-00000005 (checkpoint)"), "{message}");
         assert_eq!(names(folder), ["step-00000005", "weights.safetensors"], "{plan:?}");
-        let said = ends(folder, 0, &flags(&[&only("7"), &["--resume", "auto", "--keep", "1"]]));
-        assert!(said.contains("resuming after step 5 of 7"), "{said}");
+        let message = expect_exit(folder, 0, &flags(&[&final_flags("7"), &["--resume", "auto", "--keep", "1"]]));
+        assert!(message.contains("resuming after step 5 of 7"), "{message}");
         assert_eq!(names(folder), ["step-00000007", "weights.safetensors"], "{plan:?}");
         fs::remove_dir_all(folder.join("ck")).unwrap();
     }
     // Rounds of two: the last complete one.
     let odd = flags(&[&TRAIN, &["--stages", "2,1", "--steps", "5"], &["--checkpoint-dir", "ck"]]);
-    let said = ends(folder, 0, &odd);
-    assert!(said.contains("end together, every 2 steps: the last after step 4 of 5"), "{said}");
+    let message = expect_exit(folder, 0, &odd);
+    assert!(message.contains("end together, every 2 steps: the last after step 4 of 5"), "{message}");
     assert_eq!(names(folder), ["step-00000004", "weights.safetensors"]);
 }
 
@@ -353,48 +367,51 @@ fn the_end_of_a_run_is_a_checkpoint_once() {
 fn an_older_checkpoint_that_fits_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
-    ends(folder, 0, &flags(&[&TRAIN, &["--stages", "1,1", "--steps", "8"], &KEPT]));
+    make_model(folder);
+    expect_exit(folder, 0, &flags(&[&TRAIN, &["--stages", "1,1", "--steps", "8"], &KEPT]));
     let shorter = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "5"], &KEPT, &["--resume", "auto"]]);
-    let said = ends(folder, 2, &shorter);
-    assert!(said.contains("cannot resume from ck/step-00000008"), "{said}");
-    assert!(said.contains("`--resume ck/step-00000004` is an older checkpoint that matches"), "{said}");
+    let message = expect_exit(folder, 2, &shorter);
+    assert!(message.contains("cannot resume from ck/step-00000008"), "{message}");
+    assert!(message.contains("`--resume ck/step-00000004` is an older checkpoint that matches"), "{message}");
     // Rounds of two and three end together every six steps.
     let rounds = flags(&[&TRAIN, &["--stages", "2,3", "--steps", "12"]]);
-    let said = ends(folder, 2, &flags(&[&rounds, &["--resume", "ck/step-00000008"]]));
-    assert!(said.contains("`--resume ck/step-00000006` is an older checkpoint that matches"), "{said}");
-    ends(folder, 0, &flags(&[&rounds, &["--resume", "ck/step-00000006"]]));
+    let message = expect_exit(folder, 2, &flags(&[&rounds, &["--resume", "ck/step-00000008"]]));
+    assert!(message.contains("`--resume ck/step-00000006` is an older checkpoint that matches"), "{message}");
+    expect_exit(folder, 0, &flags(&[&rounds, &["--resume", "ck/step-00000006"]]));
     let other = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "8", "--momentum", "0.5"]]);
-    let said = ends(folder, 2, &flags(&[&other, &["--resume", "ck/step-00000008"]]));
-    assert!(!said.contains("older"), "{said}");
+    let message = expect_exit(folder, 2, &flags(&[&other, &["--resume", "ck/step-00000008"]]));
+    assert!(!message.contains("older"), "{message}");
 }
 
 #[test]
 fn foreign_or_incomplete_checkpoints_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
+    make_model(folder);
     let common = flags(&[&TRAIN, &["--stages", "1,2", "--steps", "8"]]);
     let kept = flags(&[&common, &KEPT]);
-    ends(folder, 0, &flags(&[&kept, &["--save", "whole.safetensors"]]));
+    expect_exit(folder, 0, &flags(&[&kept, &["--save", "whole.safetensors"]]));
     assert_eq!(names(folder).len(), 5, "{:?}", names(folder));
-    let said = ends(folder, 2, &kept);
-    assert!(said.contains("ck has checkpoints of another run") && said.contains("`--resume auto`"), "{said}");
-    let said = ends(folder, 2, &flags(&[&common, &["--resume", "auto"]]));
-    assert!(said.contains("`--checkpoint-dir FOLDER`"), "{said}");
-    let said = ends(folder, 2, &flags(&[&common, &["--resume", "ck"]]));
-    assert!(said.contains("ck/manifest.json is missing") && said.contains("--resume ck/step-00000008"), "{said}");
+    let message = expect_exit(folder, 2, &kept);
+    assert!(message.contains("ck has checkpoints of another run") && message.contains("`--resume auto`"), "{message}");
+    let message = expect_exit(folder, 2, &flags(&[&common, &["--resume", "auto"]]));
+    assert!(message.contains("`--checkpoint-dir FOLDER`"), "{message}");
+    let message = expect_exit(folder, 2, &flags(&[&common, &["--resume", "ck"]]));
+    assert!(
+        message.contains("ck/manifest.json is missing") && message.contains("--resume ck/step-00000008"),
+        "{message}"
+    );
     // Rounds of two and three end together every six steps.
     let rare = ["--checkpoint-dir", "rare", "--checkpoint-every", "4"];
-    let said = ends(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "12"], &rare]));
-    assert!(said.contains("every 6 steps: those of every 4 steps at the next such step"), "{said}");
+    let message = expect_exit(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "12"], &rare]));
+    assert!(message.contains("every 6 steps: those of every 4 steps at the next such step"), "{message}");
     assert!(folder.join("rare/step-00000006").is_dir() && folder.join("rare/step-00000012").is_dir());
     let never = ["--checkpoint-dir", "never", "--checkpoint-every", "4"];
-    let said = ends(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "5"], &never]));
-    assert!(said.contains("warning: no checkpoint will be written: the run ends after 5 steps"), "{said}");
+    let message = expect_exit(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "5"], &never]));
+    assert!(message.contains("warning: no checkpoint will be written: the run ends after 5 steps"), "{message}");
     // The run is complete: nothing is trained, and the weights are written.
     let last = flags(&[&kept, &["--resume", "auto", "--save", "last.safetensors"]]);
-    ends(folder, 0, &last);
+    expect_exit(folder, 0, &last);
     assert!(bytes(folder, "last.safetensors") == bytes(folder, "whole.safetensors"));
     // Another run.
     let other = ["--resume", "ck/step-00000004", "--seed", "7", "--momentum", "0.5"];
@@ -402,17 +419,18 @@ fn foreign_or_incomplete_checkpoints_are_rejected() {
         .into_iter()
         .chain(other)
         .collect::<Vec<_>>();
-    let said = ends(folder, 2, &other);
-    for what in [
+    let message = expect_exit(folder, 2, &other);
+    for expected in [
         "batch: the checkpoint has `4`, this run `8`",
         "optimizer: the checkpoint has `adam, betas 0.9,0.999, lr 0.01, eps 1e-8, weight decay 0`, this run `sgd, lr 0.01, momentum 0.5, weight decay 0`",
         "seed: the checkpoint has `0`",
     ] {
-        assert!(said.contains(what), "{said}");
+        assert!(message.contains(expected), "{message}");
     }
-    assert!(said.contains("--weights ck/step-00000004"), "{said}");
-    let said = ends(folder, 2, &flags(&[&TRAIN, &["--stages", "1,2", "--steps", "6", "--resume", "ck/step-00000008"]]));
-    assert!(said.contains("from minibatch 8, the run has 6"), "{said}");
+    assert!(message.contains("--weights ck/step-00000004"), "{message}");
+    let message =
+        expect_exit(folder, 2, &flags(&[&TRAIN, &["--stages", "1,2", "--steps", "6", "--resume", "ck/step-00000008"]]));
+    assert!(message.contains("from minibatch 8, the run has 6"), "{message}");
     // Checkpoints are corrupted one after the other; the previous one is used.
     let flip = |name: &str| {
         let path = folder.join("ck").join(name);
@@ -423,21 +441,24 @@ fn foreign_or_incomplete_checkpoints_are_rejected() {
     };
     flip("step-00000008/stage-1.optimizer.safetensors");
     fs::remove_file(folder.join("ck/step-00000006/stage-0.safetensors")).unwrap();
-    let said = ends(folder, 2, &flags(&[&common, &["--resume", "ck/step-00000008"]]));
-    assert!(said.contains("stage-1.optimizer.safetensors is damaged"), "{said}");
-    let said = ends(folder, 0, &flags(&[&kept, &["--resume", "auto", "--save", "again.safetensors"]]));
-    assert!(said.contains("warning: ck/step-00000008 is skipped"), "{said}");
-    assert!(said.contains("stage-0.safetensors is missing") && said.contains("resuming after step 4 of 8"), "{said}");
+    let message = expect_exit(folder, 2, &flags(&[&common, &["--resume", "ck/step-00000008"]]));
+    assert!(message.contains("stage-1.optimizer.safetensors is damaged"), "{message}");
+    let message = expect_exit(folder, 0, &flags(&[&kept, &["--resume", "auto", "--save", "again.safetensors"]]));
+    assert!(message.contains("warning: ck/step-00000008 is skipped"), "{message}");
+    assert!(
+        message.contains("stage-0.safetensors is missing") && message.contains("resuming after step 4 of 8"),
+        "{message}"
+    );
     assert!(bytes(folder, "again.safetensors") == bytes(folder, "whole.safetensors"));
     // The corrupt ones have been rewritten.
-    let said = ends(folder, 0, &last);
-    assert!(!said.contains("skipped"), "{said}");
+    let message = expect_exit(folder, 0, &last);
+    assert!(!message.contains("skipped"), "{message}");
     // Without a valid checkpoint, auto starts from the beginning.
     for name in names(folder).iter().filter(|name| name.starts_with("step-")) {
         fs::write(folder.join("ck").join(name).join("manifest.json"), "{\"schema\": \"pipec.checkpoint/1\"").unwrap();
     }
-    let said = ends(folder, 0, &last);
-    assert!(said.contains("the run starts from the beginning"), "{said}");
+    let message = expect_exit(folder, 0, &last);
+    assert!(message.contains("the run starts from the beginning"), "{message}");
     assert!(bytes(folder, "last.safetensors") == bytes(folder, "whole.safetensors"));
 }
 
@@ -445,7 +466,7 @@ fn foreign_or_incomplete_checkpoints_are_rejected() {
 fn other_data_is_another_run() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    ends(folder, 0, &["zoo", "mlp", "--inputs", "2", "--classes", "2", "-o", "m.onnx"]);
+    expect_exit(folder, 0, &["zoo", "mlp", "--inputs", "2", "--classes", "2", "-o", "m.onnx"]);
     let data = |name: &str, last: f32, label: i64| {
         let mut x: Vec<f32> = (0..16).map(|i| i as f32 / 16.0).collect();
         x[15] = last;
@@ -459,48 +480,52 @@ fn other_data_is_another_run() {
     data("features.npz", 0.25, 1);
     data("labels.npz", 0.5, 0);
     let common = ["train", "m.onnx", "--batch", "4", "--steps", "6"];
-    ends(folder, 0, &flags(&[&common, &["--data", "one.npz"], &KEPT]));
+    expect_exit(folder, 0, &flags(&[&common, &["--data", "one.npz"], &KEPT]));
     let from = ["--resume", "ck/step-00000004"];
     for other in ["features.npz", "labels.npz"] {
-        let said = ends(folder, 2, &flags(&[&common, &["--data", other], &from]));
-        let both = said.split('`').filter(|digest| digest.len() == 64).collect::<Vec<_>>();
-        assert!(said.contains("sha256 of the data: the checkpoint has `"), "{said}");
-        assert!(both.len() == 2 && both[0] != both[1], "{said}");
+        let message = expect_exit(folder, 2, &flags(&[&common, &["--data", other], &from]));
+        let digests = message.split('`').filter(|digest| digest.len() == 64).collect::<Vec<_>>();
+        assert!(message.contains("sha256 of the data: the checkpoint has `"), "{message}");
+        assert!(digests.len() == 2 && digests[0] != digests[1], "{message}");
     }
     // Equal data under another name is accepted, and a checkpoint without data information resumes.
     data("again.npz", 0.5, 1);
-    ends(folder, 0, &flags(&[&common, &["--data", "again.npz"], &from]));
+    expect_exit(folder, 0, &flags(&[&common, &["--data", "again.npz"], &from]));
     let step = folder.join("ck/step-00000004");
     let mut manifest = find::manifest(&step).unwrap();
     manifest.run.remove("sha256 of the data").unwrap();
     fs::write(step.join("manifest.json"), manifest.write()).unwrap();
-    ends(folder, 0, &flags(&[&common, &["--data", "features.npz"], &from]));
+    expect_exit(folder, 0, &flags(&[&common, &["--data", "features.npz"], &from]));
 }
 
 #[test]
 fn a_manifest_that_lists_too_little_is_passed_over() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
+    make_model(folder);
     let common = flags(&[&TRAIN, &["--stages", "1,2", "--steps", "8"], &KEPT]);
-    ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors"]]));
-    let whole: Vec<_> = [4, 6].map(|step| find::manifest(&folder.join("ck").join(find::name(step))).unwrap()).into();
+    expect_exit(folder, 0, &flags(&[&common, &["--save", "whole.safetensors"]]));
+    let manifests: Vec<_> =
+        [4, 6].map(|step| find::manifest(&folder.join("ck").join(find::name(step))).unwrap()).into();
     for holds in [Holds::Weights, Holds::Optimizer, Holds::InFlight] {
         fs::remove_dir_all(folder.join("ck/step-00000008")).unwrap();
-        for (step, manifest) in [4, 6].into_iter().zip(&whole) {
-            let mut less = manifest.clone();
+        for (step, manifest) in [4, 6].into_iter().zip(&manifests) {
+            let mut reduced = manifest.clone();
             if step == 6 {
-                let stage = less.files.iter().find(|file| file.holds == holds).unwrap().stage;
-                less.files.retain(|file| (file.holds, file.stage) != (holds, stage));
+                let stage = reduced.files.iter().find(|file| file.holds == holds).unwrap().stage;
+                reduced.files.retain(|file| (file.holds, file.stage) != (holds, stage));
             }
-            fs::write(folder.join("ck").join(find::name(step)).join("manifest.json"), less.write()).unwrap();
+            fs::write(folder.join("ck").join(find::name(step)).join("manifest.json"), reduced.write()).unwrap();
         }
-        let said =
-            ends(folder, 2, &flags(&[&TRAIN, &["--stages", "1,2", "--steps", "8"], &["--resume", "ck/step-00000006"]]));
-        assert!(said.contains("cannot resume from ck/step-00000006"), "{holds:?}: {said}");
-        let said = ends(folder, 0, &flags(&[&common, &["--resume", "auto", "--save", "rest.safetensors"]]));
-        assert!(said.contains("warning: ck/step-00000006 is skipped"), "{holds:?}: {said}");
-        assert!(said.contains("resuming after step 4 of 8"), "{holds:?}: {said}");
+        let message = expect_exit(
+            folder,
+            2,
+            &flags(&[&TRAIN, &["--stages", "1,2", "--steps", "8"], &["--resume", "ck/step-00000006"]]),
+        );
+        assert!(message.contains("cannot resume from ck/step-00000006"), "{holds:?}: {message}");
+        let message = expect_exit(folder, 0, &flags(&[&common, &["--resume", "auto", "--save", "rest.safetensors"]]));
+        assert!(message.contains("warning: ck/step-00000006 is skipped"), "{holds:?}: {message}");
+        assert!(message.contains("resuming after step 4 of 8"), "{holds:?}: {message}");
         assert!(bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"));
     }
 }
@@ -509,15 +534,15 @@ fn a_manifest_that_lists_too_little_is_passed_over() {
 fn a_checkpoint_that_cannot_be_written_costs_the_run_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
+    make_model(folder);
     let common = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "6"]]);
-    ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors"]]));
+    expect_exit(folder, 0, &flags(&[&common, &["--save", "whole.safetensors"]]));
     // A file blocks the second checkpoint's folder.
     fs::create_dir(folder.join("ck")).unwrap();
     fs::write(folder.join("ck/.step-00000004.part"), "").unwrap();
-    let said = ends(folder, 0, &flags(&[&common, &KEPT, &["--save", "kept.safetensors"]]));
-    assert!(said.contains("warning: no checkpoint after step 4: cannot write ck/.step-00000004.part"), "{said}");
-    assert!(said.contains("the last complete checkpoint stays"), "{said}");
+    let message = expect_exit(folder, 0, &flags(&[&common, &KEPT, &["--save", "kept.safetensors"]]));
+    assert!(message.contains("warning: no checkpoint after step 4: cannot write ck/.step-00000004.part"), "{message}");
+    assert!(message.contains("the last complete checkpoint stays"), "{message}");
     assert!(bytes(folder, "kept.safetensors") == bytes(folder, "whole.safetensors"));
     assert_eq!(names(folder), [".step-00000004.part", "step-00000002", "step-00000006", "weights.safetensors"]);
 }
@@ -527,22 +552,22 @@ fn a_checkpoint_that_cannot_be_written_costs_the_run_nothing() {
 fn a_run_without_its_last_checkpoint_does_not_end_well() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
+    make_model(folder);
     let common = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "6"]]);
-    ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors"]]));
+    expect_exit(folder, 0, &flags(&[&common, &["--save", "whole.safetensors"]]));
     fs::create_dir(folder.join("ck")).unwrap();
     fs::write(folder.join("ck/.step-00000006.part"), "").unwrap();
-    for more in [&[][..], &["--processes", "--resume", "auto"]] {
-        let said = ends(folder, 1, &flags(&[&common, &KEPT, &["--save", "kept.safetensors"], more]));
-        assert!(said.contains("its last checkpoint, after step 6, was not written"), "{said}");
-        assert!(said.contains("cannot write ck/.step-00000006.part"), "{said}");
-        assert!(said.contains("the newest checkpoint is ck/step-00000004") || !more.is_empty(), "{said}");
+    for extra in [&[][..], &["--processes", "--resume", "auto"]] {
+        let message = expect_exit(folder, 1, &flags(&[&common, &KEPT, &["--save", "kept.safetensors"], extra]));
+        assert!(message.contains("its last checkpoint, after step 6, was not written"), "{message}");
+        assert!(message.contains("cannot write ck/.step-00000006.part"), "{message}");
+        assert!(message.contains("the newest checkpoint is ck/step-00000004") || !extra.is_empty(), "{message}");
         // The results are not lost.
         assert!(bytes(folder, "kept.safetensors") == bytes(folder, "whole.safetensors"));
         assert!(bytes(folder, "ck/weights.safetensors") == bytes(folder, "whole.safetensors"));
     }
     fs::remove_file(folder.join("ck/.step-00000006.part")).unwrap();
-    ends(folder, 0, &flags(&[&common, &KEPT, &["--resume", "auto"]]));
+    expect_exit(folder, 0, &flags(&[&common, &KEPT, &["--resume", "auto"]]));
     assert!(names(folder).contains(&"step-00000006".to_string()));
 }
 
@@ -551,18 +576,18 @@ fn a_run_without_its_last_checkpoint_does_not_end_well() {
 fn a_run_that_diverges_keeps_what_was_good() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    ends(folder, 0, &["zoo", "mlp", "-o", "m.onnx"]);
+    expect_exit(folder, 0, &["zoo", "mlp", "-o", "m.onnx"]);
     let train = ["train", "m.onnx", "--synthetic-data", "--batch", "4", "--workers", "1", "--schedule", "1f1b"];
     let kept = ["--checkpoint-dir", "ck", "--checkpoint-every", "1", "--keep", "1"];
-    let message = ends(folder, 1, &flags(&[&train, &kept, &["--steps", "30", "--lr", "1e18"]]));
+    let message = expect_exit(folder, 1, &flags(&[&train, &kept, &["--steps", "30", "--lr", "1e18"]]));
     // The weights are examined beside the run, so the loss may be found first.
     let [weights, loss] =
-        ["contains NaN or infinity", "the loss of step 2 of 30 is NaN"].map(|what| message.contains(what));
+        ["contains NaN or infinity", "the loss of step 2 of 30 is NaN"].map(|cause| message.contains(cause));
     assert!((weights || loss) && message.contains("diverged"), "{message}");
     let steps: Vec<String> = names(folder).into_iter().filter(|name| name.starts_with("step-")).collect();
-    let [good] = steps.try_into().unwrap();
-    assert_ne!(good, "step-00000030");
-    let path = folder.join("ck").join(&good).join("stage-0.safetensors");
+    let [remaining] = steps.try_into().unwrap();
+    assert_ne!(remaining, "step-00000030");
+    let path = folder.join("ck").join(&remaining).join("stage-0.safetensors");
     assert!(weights::read(&path).unwrap().values().all(|tensor| tensor.to_f64().iter().all(|v| v.is_finite())));
 }
 
@@ -571,11 +596,11 @@ fn a_run_that_diverges_keeps_what_was_good() {
 fn a_decay_to_another_end_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    model(folder);
+    make_model(folder);
     let falls = flags(&[&TRAIN, &KEPT, &["--lr-schedule", "cosine", "--steps"]]);
-    ends(folder, 0, &flags(&[&falls, &["4"]]));
-    let said = ends(folder, 0, &flags(&[&falls, &["6", "--resume", "auto"]]));
-    let message =
+    expect_exit(folder, 0, &flags(&[&falls, &["4"]]));
+    let message = expect_exit(folder, 0, &flags(&[&falls, &["6", "--resume", "auto"]]));
+    let warning =
         "warning: the run was started with 4 steps, and now has 6: the learning rate now decays towards the new end";
-    assert!(said.contains(message), "{said}");
+    assert!(message.contains(warning), "{message}");
 }

@@ -280,7 +280,7 @@ fn devices_hold_what_plans_say() {
         let weights: usize = code.parameters.iter().map(|named| named.bytes).sum();
         let own: usize = code.own_bytes.iter().sum();
         let feeds: usize = code.feeds.iter().map(|named| named.bytes).sum();
-        let received: usize = code.received.iter().map(|transfer| transfer.place.bytes).sum();
+        let received: usize = code.received.iter().map(|transfer| transfer.address.bytes).sum();
         let kept = (code.kept_bytes + own + feeds + received) as u64;
         let planned = stage.memory.activations / u64::from(plan.schedule.in_flight[at]);
         println!(

@@ -64,7 +64,7 @@ fn stages_keep_what_plans_say() {
                 assert!(kept <= planned + slack, "{name} {cuts:?}, stage {stage}: {kept} kept, {planned} planned");
                 let apart = if holdings.inputs > 0 { holdings.halves } else { 0 };
                 // A gradient that is sent and also read by the weight-gradient pass is in the send buffer.
-                let sent: usize = code.gradients_out.iter().map(|transfer| transfer.place.bytes).sum();
+                let sent: usize = code.gradients_out.iter().map(|transfer| transfer.address.bytes).sum();
                 let own = (code.between_bytes + if code.weight_reads_sent { sent } else { 0 }) as u64;
                 assert!(
                     own <= apart + apart / 50 + 8192,

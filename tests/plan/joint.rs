@@ -19,7 +19,7 @@ use compiler::schedule::{Pipeline, StageSpec};
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
-use profiler::scratch::{of_joint, scratch};
+use profiler::scratch::{batched_gradients, scratch};
 use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::device::cpu::device::cpu;
 use runtime::optim::optimizer::{Optimizer, Rule};
@@ -240,7 +240,9 @@ fn batch_buffers_are_in_the_memory_plan() {
     let network = network();
     let attribution = attribute(&network.0, Learns::Loss(Loss::Mse, None)).unwrap();
     let mut costs = cost_graph(&network.0, &attribution);
-    for ((op, bytes), joint) in costs.ops.iter_mut().zip(scratch(&attribution)).zip(of_joint(&attribution, &*cpu())) {
+    for ((op, bytes), joint) in
+        costs.ops.iter_mut().zip(scratch(&attribution)).zip(batched_gradients(&attribution, &*cpu()))
+    {
         op.workspace_bytes = bytes;
         [op.batched_grad_bytes, op.batched_grad_workspace_bytes] = joint;
     }

@@ -29,37 +29,38 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-fn ended(output: &Output) -> (Option<i32>, String) {
+fn exit_of(output: &Output) -> (Option<i32>, String) {
     (output.status.code(), text(&output.stderr))
 }
 
-pub fn done(folder: &Path, arguments: &[&str]) -> String {
+pub fn run_ok(folder: &Path, arguments: &[&str]) -> String {
     let output = command(folder, arguments).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
     text(&output.stdout)
 }
 
-fn models(folder: &Path) {
-    done(folder, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "m.onnx", "-q"]);
-    done(folder, &["zoo", "residual-cnn", "--hidden", "4", "--layers", "2", "-o", "c.onnx", "-q"]);
+fn make_models(folder: &Path) {
+    run_ok(folder, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "m.onnx", "-q"]);
+    run_ok(folder, &["zoo", "residual-cnn", "--hidden", "4", "--layers", "2", "-o", "c.onnx", "-q"]);
     let gpt = ["--hidden", "8", "--layers", "2", "--vocabulary", "16", "--context", "4", "--heads", "2"];
-    done(folder, &[&["zoo", "gpt", "--tied", "true", "--dropout", "0.1", "-o", "g.onnx", "-q"], &gpt[..]].concat());
+    run_ok(folder, &[&["zoo", "gpt", "--tied", "true", "--dropout", "0.1", "-o", "g.onnx", "-q"], &gpt[..]].concat());
 }
 
-pub fn planned(folder: &Path, model: &str, more: &[&str]) {
-    let rows: &[&str] = if more.contains(&"--micro-batch") { &[] } else { &["--micro-batch", "2"] };
+pub fn write_plan(folder: &Path, model: &str, extra: &[&str]) {
+    let rows: &[&str] = if extra.contains(&"--micro-batch") { &[] } else { &["--micro-batch", "2"] };
     let flags = ["--cost", "pipec", "-o", "plan.json", "-q"];
-    done(folder, &[&["partition", model][..], &flags, rows, more].concat());
+    run_ok(folder, &[&["partition", model][..], &flags, rows, extra].concat());
 }
 
 /// Trains in threads and in processes, and compares all output files.
-pub fn same(folder: &Path, what: &str, arguments: &[&str]) {
-    let run = |name: &str, more: &[&str]| {
+pub fn check_same(folder: &Path, label: &str, arguments: &[&str]) {
+    let run = |name: &str, extra: &[&str]| {
         let files = ["w.safetensors", "g.safetensors", "m.jsonl", "t.json"].map(|file| format!("{name}.{file}"));
         let [weights, gradients, metrics, trace] = &files;
         let write = ["--save", weights, "--save-gradients", gradients, "--metrics", metrics, "--trace", trace, "-q"];
         let batch: &[&str] = if arguments.contains(&"--batch") { &[] } else { &["--batch", "8"] };
-        let printed = done(folder, &[&["train"][..], arguments, &["--synthetic-data"], batch, &write, more].concat());
+        let printed =
+            run_ok(folder, &[&["train"][..], arguments, &["--synthetic-data"], batch, &write, extra].concat());
         let lines = fs::read_to_string(folder.join(metrics)).unwrap();
         let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
         let losses: Vec<u64> =
@@ -76,48 +77,52 @@ pub fn same(folder: &Path, what: &str, arguments: &[&str]) {
     };
     let (threads, processes) = (run("threads", &[]), run("processes", &["--processes"]));
     assert!(!threads.0.is_empty());
-    assert_eq!(threads.0, processes.0, "{what}: losses");
-    assert!(threads.1 == processes.1, "{what}: weights or gradients");
-    assert_eq!((threads.2, threads.3, threads.4), (processes.2, processes.3, processes.4), "{what}");
+    assert_eq!(threads.0, processes.0, "{label}: losses");
+    assert!(threads.1 == processes.1, "{label}: weights or gradients");
+    assert_eq!((threads.2, threads.3, threads.4), (processes.2, processes.3, processes.4), "{label}");
 }
 
 #[test]
 fn processes_train_as_threads_do_without_a_flush() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    models(at);
+    let root = folder.path();
+    make_models(root);
     let plain = ["m.onnx", "--steps", "7"];
-    same(at, "1f1b-rr, 2-1", &[&plain[..], &["--stages", "2,1"]].concat());
-    same(at, "1f1b-rr, 1-2", &[&plain[..], &["--stages", "1,2", "--eval-split", "0.2"]].concat());
-    same(at, "vertical sync", &[&plain[..], &["--stages", "1,1", "--schedule", "1f1b-rr-vsync"]].concat());
-    same(at, "2bw", &[&plain[..], &["--stages", "1,1", "--schedule", "2bw", "--microbatches", "4"]].concat());
-    same(at, "batch norm", &["c.onnx", "--steps", "5", "--stages", "2,1"]);
+    check_same(root, "1f1b-rr, 2-1", &[&plain[..], &["--stages", "2,1"]].concat());
+    check_same(root, "1f1b-rr, 1-2", &[&plain[..], &["--stages", "1,2", "--eval-split", "0.2"]].concat());
+    check_same(root, "vertical sync", &[&plain[..], &["--stages", "1,1", "--schedule", "1f1b-rr-vsync"]].concat());
+    check_same(root, "2bw", &[&plain[..], &["--stages", "1,1", "--schedule", "2bw", "--microbatches", "4"]].concat());
+    check_same(root, "batch norm", &["c.onnx", "--steps", "5", "--stages", "2,1"]);
     let shared = ["g.onnx", "--steps", "5", "--stages", "2,2", "--optimizer", "adam", "--clip-norm", "0.1"];
-    same(at, "a shared embedding", &shared);
+    check_same(root, "a shared embedding", &shared);
 }
 
 #[test]
 fn processes_train_as_threads_do_under_a_flush() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    models(at);
+    let root = folder.path();
+    make_models(root);
     let plain = ["m.onnx", "--steps", "4", "--microbatches", "4"];
-    same(at, "1f1b, 2-1", &[&plain[..], &["--stages", "2,1", "--schedule", "1f1b"]].concat());
-    same(at, "gpipe", &[&plain[..], &["--stages", "1,1", "--schedule", "gpipe", "--clip-norm", "0.1"]].concat());
-    same(at, "zb-h1", &[&plain[..], &["--stages", "1,1", "--schedule", "zb-h1"]].concat());
+    check_same(root, "1f1b, 2-1", &[&plain[..], &["--stages", "2,1", "--schedule", "1f1b"]].concat());
+    check_same(
+        root,
+        "gpipe",
+        &[&plain[..], &["--stages", "1,1", "--schedule", "gpipe", "--clip-norm", "0.1"]].concat(),
+    );
+    check_same(root, "zb-h1", &[&plain[..], &["--stages", "1,1", "--schedule", "zb-h1"]].concat());
     let deferred = ["c.onnx", "--steps", "4", "--stages", "2,1", "--schedule", "1f1b", "--microbatches", "4", "--bn"];
-    same(at, "batch norm", &[&deferred[..], &["deferred"]].concat());
+    check_same(root, "batch norm", &[&deferred[..], &["deferred"]].concat());
     let shared = ["g.onnx", "--steps", "4", "--stages", "1,1", "--schedule", "1f1b", "--microbatches", "4"];
-    same(at, "a shared embedding in bf16", &[&shared[..], &["--clip-norm", "0.1", "--dtype", "bf16"]].concat());
-    planned(at, "g.onnx", &["--gpus", "2", "--schedule", "interleaved", "--chunks", "2", "--microbatches", "4"]);
-    same(at, "interleaved", &["g.onnx", "--steps", "4", "--plan", "plan.json"]);
+    check_same(root, "a shared embedding in bf16", &[&shared[..], &["--clip-norm", "0.1", "--dtype", "bf16"]].concat());
+    write_plan(root, "g.onnx", &["--gpus", "2", "--schedule", "interleaved", "--chunks", "2", "--microbatches", "4"]);
+    check_same(root, "interleaved", &["g.onnx", "--steps", "4", "--plan", "plan.json"]);
 }
 
 #[test]
 fn four_processes_train_with_shards_as_threads_do() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    models(at);
+    let root = folder.path();
+    make_models(root);
     let flush = ["--schedule", "1f1b", "--microbatches", "4"];
     for zero in ["2", "3"] {
         for (model, replicas, schedule) in [
@@ -126,32 +131,32 @@ fn four_processes_train_with_shards_as_threads_do() {
             ("c.onnx", "2,2", &["--schedule", "1f1b-rr"]),
             ("m.onnx", "3,1", &["--schedule", "2bw", "--microbatches", "4"]),
         ] {
-            let more = ["--gpus", "4", "--stages", replicas, "--zero", zero, "--optimizer", "adam"];
-            planned(at, model, &[&more[..], schedule].concat());
+            let extra = ["--gpus", "4", "--stages", replicas, "--zero", zero, "--optimizer", "adam"];
+            write_plan(root, model, &[&extra[..], schedule].concat());
             let what = format!("{model}, {replicas}, {schedule:?}, ZeRO {zero}");
-            same(at, &what, &[model, "--steps", "4", "--plan", "plan.json", "--optimizer", "adam"]);
+            check_same(root, &what, &[model, "--steps", "4", "--plan", "plan.json", "--optimizer", "adam"]);
         }
     }
 }
 
 pub fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
-    let mut found = BTreeMap::new();
+    let mut files_by_name = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap().flatten() {
         match entry.file_type().unwrap().is_dir() {
-            true => found.extend(
+            true => files_by_name.extend(
                 files(&entry.path()).into_iter().map(|(name, bytes)| (Path::new(&entry.file_name()).join(name), bytes)),
             ),
-            false => _ = found.insert(entry.file_name().into(), fs::read(entry.path()).unwrap()),
+            false => _ = files_by_name.insert(entry.file_name().into(), fs::read(entry.path()).unwrap()),
         }
     }
-    found
+    files_by_name
 }
 
 #[test]
 fn checkpoints_of_processes_are_those_of_threads_and_go_on() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    models(at);
+    let root = folder.path();
+    make_models(root);
     let cases: [&[&str]; 5] = [
         &["c.onnx", "--stages", "2,1", "--optimizer", "adam", "--steps", "8"],
         &["g.onnx", "--stages", "1,1", "--optimizer", "adam", "--steps", "6"],
@@ -160,25 +165,25 @@ fn checkpoints_of_processes_are_those_of_threads_and_go_on() {
         &["m.onnx", "--stages", "1,1", "--schedule", "2bw", "--microbatches", "4", "--momentum", "0.9", "--steps", "6"],
     ];
     for (case, flags) in cases.iter().enumerate() {
-        let run = |name: &str, more: &[&str]| {
+        let run = |name: &str, extra: &[&str]| {
             let keep = ["--checkpoint-dir", name, "--checkpoint-every", "2", "--synthetic-data", "--batch", "8", "-q"];
-            done(at, &[&["train"][..], flags, &keep, more].concat());
-            files(&at.join(name))
+            run_ok(root, &[&["train"][..], flags, &keep, extra].concat());
+            files(&root.join(name))
         };
         let (threads, processes) = (format!("t{case}"), format!("p{case}"));
         let expected = run(&threads, &[]);
         assert!(expected.len() > 7, "{:?}", expected.keys());
-        let names = |of: &BTreeMap<PathBuf, Vec<u8>>| of.keys().cloned().collect::<Vec<_>>();
-        let found = run(&processes, &["--processes"]);
-        assert_eq!(names(&found), names(&expected), "{flags:?}");
-        assert!(found == expected, "{flags:?}");
+        let names = |files: &BTreeMap<PathBuf, Vec<u8>>| files.keys().cloned().collect::<Vec<_>>();
+        let actual = run(&processes, &["--processes"]);
+        assert_eq!(names(&actual), names(&expected), "{flags:?}");
+        assert!(actual == expected, "{flags:?}");
         // Resumed from the first checkpoint, the later ones are reproduced.
         for step in expected.keys().filter_map(|name| name.parent()).filter(|name| name.starts_with("step-")) {
-            if !step.ends_with("step-00000002") && at.join(&processes).join(step).exists() {
-                fs::remove_dir_all(at.join(&processes).join(step)).unwrap();
+            if !step.ends_with("step-00000002") && root.join(&processes).join(step).exists() {
+                fs::remove_dir_all(root.join(&processes).join(step)).unwrap();
             }
         }
-        fs::remove_file(at.join(&processes).join("weights.safetensors")).unwrap();
+        fs::remove_file(root.join(&processes).join("weights.safetensors")).unwrap();
         assert!(run(&processes, &["--processes", "--resume", "auto"]) == expected, "{flags:?}");
     }
 }
@@ -190,11 +195,11 @@ pub struct Long {
 }
 
 impl Long {
-    pub fn start(folder: &Path, name: &str, more: &[&str]) -> Long {
+    pub fn start(folder: &Path, name: &str, extra: &[&str]) -> Long {
         let metrics = folder.join(name);
         let flags =
             ["train", "m.onnx", "--synthetic-data", "--batch", "256", "--steps", "20000", "-q", "--metrics", name];
-        let child = command(folder, &[&flags[..], more].concat()).spawn().unwrap();
+        let child = command(folder, &[&flags[..], extra].concat()).spawn().unwrap();
         Long { child: Some(child), metrics }
     }
 
@@ -212,10 +217,10 @@ impl Long {
     }
 
     /// Exit code, standard error, seconds until then.
-    pub fn end(mut self) -> (Option<i32>, String, f64) {
+    pub fn wait_for_exit(mut self) -> (Option<i32>, String, f64) {
         let start = Instant::now();
         let output = self.child.take().unwrap().wait_with_output().unwrap();
-        let (code, printed) = ended(&output);
+        let (code, printed) = exit_of(&output);
         (code, printed, start.elapsed().as_secs_f64())
     }
 }
@@ -234,9 +239,9 @@ mod supervised {
     use super::*;
     use crate::support::family::{all_gone, children, send};
 
-    fn started(folder: &Path, more: &[&str]) -> (Long, Vec<u32>) {
-        done(folder, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
-        let mut long = Long::start(folder, "m.jsonl", &[&["--stages", "1,1", "--processes"][..], more].concat());
+    fn start_long(folder: &Path, extra: &[&str]) -> (Long, Vec<u32>) {
+        run_ok(folder, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+        let mut long = Long::start(folder, "m.jsonl", &[&["--stages", "1,1", "--processes"][..], extra].concat());
         long.wait_until_it_trains();
         let pids = children(long.pid());
         assert_eq!(pids.len(), 2);
@@ -246,9 +251,9 @@ mod supervised {
     #[test]
     fn a_worker_that_is_killed_is_named() {
         let folder = tempfile::tempdir().unwrap();
-        let (long, pids) = started(folder.path(), &[]);
+        let (long, pids) = start_long(folder.path(), &[]);
         send("KILL", pids[1]);
-        let (code, printed, seconds) = long.end();
+        let (code, printed, seconds) = long.wait_for_exit();
         assert_eq!(code, Some(1), "{printed}");
         let named = format!(
             "worker 1.0 (stage 1), process {}, was killed by signal 9 (SIGKILL); the worker was last at the ",
@@ -264,16 +269,16 @@ mod supervised {
     fn a_replica_that_is_killed_leaves_nobody_waiting_for_its_shards() {
         for zero in ["2", "3"] {
             let folder = tempfile::tempdir().unwrap();
-            let at = folder.path();
-            done(at, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+            let root = folder.path();
+            run_ok(root, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
             let plan = ["--gpus", "4", "--stages", "4", "--schedule", "1f1b", "--microbatches", "4", "--zero", zero];
-            planned(at, "m.onnx", &[&plan[..], &["--micro-batch", "64"]].concat());
-            let mut long = Long::start(at, "m.jsonl", &["--plan", "plan.json", "--processes"]);
+            write_plan(root, "m.onnx", &[&plan[..], &["--micro-batch", "64"]].concat());
+            let mut long = Long::start(root, "m.jsonl", &["--plan", "plan.json", "--processes"]);
             long.wait_until_it_trains();
             let pids = children(long.pid());
             assert_eq!(pids.len(), 4);
             send("KILL", pids[2]);
-            let (code, printed, seconds) = long.end();
+            let (code, printed, seconds) = long.wait_for_exit();
             assert_eq!(code, Some(1), "{printed}");
             assert!(printed.contains(&format!("process {}, was killed by signal 9 (SIGKILL)", pids[2])), "{printed}");
             assert!(seconds < 30.0, "{seconds} s");
@@ -284,9 +289,9 @@ mod supervised {
     #[test]
     fn a_worker_that_is_stopped_is_named_within_the_deadline() {
         let folder = tempfile::tempdir().unwrap();
-        let (long, pids) = started(folder.path(), &["--deadline", "2"]);
+        let (long, pids) = start_long(folder.path(), &["--deadline", "2"]);
         send("STOP", pids[0]);
-        let (code, printed, seconds) = long.end();
+        let (code, printed, seconds) = long.wait_for_exit();
         assert_eq!(code, Some(1), "{printed}");
         assert!(printed.contains("worker 0.0 (stage 0), process "), "{printed}");
         assert!(printed.contains("has sent nothing for 2.") && printed.contains("is stopped (SIGSTOP)"), "{printed}");
@@ -299,9 +304,9 @@ mod supervised {
     fn signals_are_passed_on_and_nobody_outlives_the_parent() {
         let folder = tempfile::tempdir().unwrap();
         for (signal, expected) in [("INT", Some(130)), ("TERM", Some(143)), ("KILL", None)] {
-            let (long, pids) = started(folder.path(), &[]);
+            let (long, pids) = start_long(folder.path(), &[]);
             send(signal, long.pid());
-            let (code, printed, seconds) = long.end();
+            let (code, printed, seconds) = long.wait_for_exit();
             assert_eq!(code, expected, "{printed}");
             assert_eq!(printed.contains("interrupted by signal "), expected.is_some(), "{printed}");
             assert!(seconds < 6.0, "{seconds} s");
@@ -313,28 +318,28 @@ mod supervised {
     #[test]
     fn a_run_goes_on_from_its_last_checkpoint_when_a_worker_dies() {
         let folder = tempfile::tempdir().unwrap();
-        let at = folder.path();
-        done(at, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+        let root = folder.path();
+        run_ok(root, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
         let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "64", "--steps", "2500", "--stages", "1,2"];
         let flags = [&flags[..], &["--momentum", "0.9"]].concat();
-        done(at, &[&flags[..], &["--save", "t.safetensors", "--metrics", "t.jsonl", "-q"]].concat());
+        run_ok(root, &[&flags[..], &["--save", "t.safetensors", "--metrics", "t.jsonl", "-q"]].concat());
         let keep = ["--checkpoint-dir", "ck", "--checkpoint-every", "100", "--keep", "2", "--metrics", "p.jsonl"];
-        let more = ["--processes", "--max-restarts", "1", "--save", "p.safetensors"];
-        let child = command(at, &[&flags[..], &keep, &more].concat()).spawn().unwrap();
+        let extra = ["--processes", "--max-restarts", "1", "--save", "p.safetensors"];
+        let child = command(root, &[&flags[..], &keep, &extra].concat()).spawn().unwrap();
         let until = Instant::now() + PATIENCE;
-        let is_there = |name: &str| at.join("ck").join(name).exists();
+        let is_there = |name: &str| root.join("ck").join(name).exists();
         while !(is_there("step-00000200") || is_there("step-00000300")) {
             assert!(Instant::now() < until, "no checkpoint comes");
             thread::sleep(Duration::from_millis(5));
         }
         send("KILL", children(child.id())[1]);
-        let (code, printed) = end(child);
+        let (code, printed) = wait_for_exit(child);
         assert_eq!(code, Some(0), "{printed}");
         assert!(printed.contains("restart 1 of 1") && printed.contains("resuming after step "), "{printed}");
-        let read = |name: &str| fs::read(at.join(name)).unwrap();
+        let read = |name: &str| fs::read(root.join(name)).unwrap();
         assert!(read("t.safetensors") == read("p.safetensors"));
         let losses = |name: &str| -> Vec<Option<u64>> {
-            let text = fs::read_to_string(at.join(name)).unwrap();
+            let text = fs::read_to_string(root.join(name)).unwrap();
             let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
             lines.map(|line| line["loss"].as_f64().map(f64::to_bits)).collect()
         };
@@ -344,7 +349,7 @@ mod supervised {
     #[test]
     fn a_run_begins_again_when_a_worker_dies() {
         let folder = tempfile::tempdir().unwrap();
-        let (mut long, pids) = started(folder.path(), &["--max-restarts", "1"]);
+        let (mut long, pids) = start_long(folder.path(), &["--max-restarts", "1"]);
         send("KILL", pids[0]);
         all_gone(&pids);
         let until = Instant::now() + PATIENCE;
@@ -353,11 +358,11 @@ mod supervised {
             thread::sleep(Duration::from_millis(20));
         }
         long.wait_until_it_trains();
-        let again = children(long.pid());
-        send("KILL", again[1]);
-        let (code, printed, _) = long.end();
+        let restarted = children(long.pid());
+        send("KILL", restarted[1]);
+        let (code, printed, _) = long.wait_for_exit();
         assert_eq!(code, Some(1), "one restart was allowed: {printed}");
-        all_gone(&again);
+        all_gone(&restarted);
     }
 }
 
@@ -370,56 +375,56 @@ pub fn port() -> u16 {
 }
 
 /// One of two manually started processes.
-pub fn rank(folder: &Path, rank: &str, address: &str, more: &[&str]) -> Child {
+pub fn start_rank(folder: &Path, rank: &str, address: &str, extra: &[&str]) -> Child {
     let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--stages", "1,1", "--rank", rank];
-    let flags = [&flags[..], &["--address", address], more].concat();
+    let flags = [&flags[..], &["--address", address], extra].concat();
     command(folder, &flags).spawn().unwrap()
 }
 
-pub fn end(child: Child) -> (Option<i32>, String) {
-    ended(&child.wait_with_output().unwrap())
+pub fn wait_for_exit(child: Child) -> (Option<i32>, String) {
+    exit_of(&child.wait_with_output().unwrap())
 }
 
-pub fn small(folder: &Path) {
-    done(folder, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "m.onnx", "-q"]);
+pub fn make_small_model(folder: &Path) {
+    run_ok(folder, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "m.onnx", "-q"]);
 }
 
 #[test]
 fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    small(at);
+    let root = folder.path();
+    make_small_model(root);
     let flags = ["--synthetic-data", "--batch", "8", "--stages", "1,1", "--steps", "5", "-q"];
-    done(at, &[&["train", "m.onnx", "--save", "threads.safetensors"][..], &flags].concat());
-    let expected = fs::read(at.join("threads.safetensors")).unwrap();
+    run_ok(root, &[&["train", "m.onnx", "--save", "threads.safetensors"][..], &flags].concat());
+    let expected = fs::read(root.join("threads.safetensors")).unwrap();
     let compare = |name: &str, children: [Child; 2]| {
         let [first, second] = children.map(|child| child.wait_with_output().unwrap());
-        assert_eq!((ended(&first).0, ended(&second)), (Some(0), (Some(0), String::new())), "{}", ended(&first).1);
+        assert_eq!((exit_of(&first).0, exit_of(&second)), (Some(0), (Some(0), String::new())), "{}", exit_of(&first).1);
         assert!(text(&first.stdout).starts_with("trained 5 steps") && second.stdout.is_empty());
-        assert!(fs::read(at.join(format!("{name}.safetensors"))).unwrap() == expected, "{name}");
-        fs::remove_file(at.join(format!("{name}.safetensors"))).unwrap();
+        assert!(fs::read(root.join(format!("{name}.safetensors"))).unwrap() == expected, "{name}");
+        fs::remove_file(root.join(format!("{name}.safetensors"))).unwrap();
     };
     // By rank, while a peer with another protocol and a silent one connect to the port.
     let address = format!("127.0.0.1:{}", port());
-    let more = ["--steps", "5", "--save", "hand.safetensors"];
-    let first = rank(at, "0", &address, &more);
+    let extra = ["--steps", "5", "--save", "hand.safetensors"];
+    let first = start_rank(root, "0", &address, &extra);
     let until = Instant::now() + PATIENCE;
     let mut silent = None;
     while silent.is_none() && Instant::now() < until {
         silent = TcpStream::connect(&address).ok();
         thread::sleep(Duration::from_millis(10));
     }
-    let mut strange = TcpStream::connect(&address).unwrap();
-    strange.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let mut stranger = TcpStream::connect(&address).unwrap();
+    stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     let mut answer = Vec::new();
     // The connection is closed without an answer.
-    assert_eq!(strange.read_to_end(&mut answer).unwrap_or(0), 0);
-    let second = rank(at, "1", &address, &more).wait_with_output().unwrap();
-    assert_eq!(ended(&second), (Some(0), String::new()));
-    let (code, printed) = end(first);
+    assert_eq!(stranger.read_to_end(&mut answer).unwrap_or(0), 0);
+    let second = start_rank(root, "1", &address, &extra).wait_with_output().unwrap();
+    assert_eq!(exit_of(&second), (Some(0), String::new()));
+    let (code, printed) = wait_for_exit(first);
     assert_eq!(code, Some(0), "{printed}");
     assert!(printed.contains("the bytes are not a pipec frame"), "{printed}");
-    assert!(fs::read(at.join("hand.safetensors")).unwrap() == expected);
+    assert!(fs::read(root.join("hand.safetensors")).unwrap() == expected);
     // By host list; both hosts are this machine.
     let hosts = format!(
         "schema = \"pipec.cluster/1\"\n[device]\nkind = \"cpu\"\n[[level]]\nname = \"lan\"\ncount = 2\nbandwidth = \
@@ -428,55 +433,55 @@ fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
         port(),
         port()
     );
-    fs::write(at.join("hosts.toml"), hosts).unwrap();
+    fs::write(root.join("hosts.toml"), hosts).unwrap();
     let host = |number: &str| {
-        let own = ["train", "m.onnx", "--hosts", "hosts.toml", "--host", number, "--save", "hosts.safetensors"];
-        command(at, &[&own[..], &flags].concat()).spawn().unwrap()
+        let arguments = ["train", "m.onnx", "--hosts", "hosts.toml", "--host", number, "--save", "hosts.safetensors"];
+        command(root, &[&arguments[..], &flags].concat()).spawn().unwrap()
     };
     compare("hosts", [host("0"), host("1")]);
     // By the environment variables of torchrun.
     let port = port().to_string();
-    let launched = |number: &str| {
-        let mut command = command(at, &[&["train", "m.onnx", "--save", "launched.safetensors"][..], &flags].concat());
+    let start_launched = |number: &str| {
+        let mut command = command(root, &[&["train", "m.onnx", "--save", "launched.safetensors"][..], &flags].concat());
         command.env("RANK", number).env("WORLD_SIZE", "2").env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
         command.spawn().unwrap()
     };
-    compare("launched", [launched("0"), launched("1")]);
+    compare("launched", [start_launched("0"), start_launched("1")]);
 }
 
 #[test]
 fn those_who_say_nothing_keep_nobody_out() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    small(at);
+    let root = folder.path();
+    make_small_model(root);
     let address = format!("127.0.0.1:{}", port());
-    let mut first = rank(at, "0", &address, &["--steps", "5", "-q"]);
+    let mut first = start_rank(root, "0", &address, &["--steps", "5", "-q"]);
     let until = Instant::now() + PATIENCE;
-    let mut silent = Vec::new();
-    while silent.len() < 100 {
+    let mut idle = Vec::new();
+    while idle.len() < 100 {
         let early = first.try_wait().unwrap();
         assert!(early.is_none() && Instant::now() < until, "{early:?}");
         match TcpStream::connect(&address) {
-            Ok(stream) => silent.push(stream),
+            Ok(stream) => idle.push(stream),
             Err(_) => thread::sleep(Duration::from_millis(10)),
         }
     }
-    let began = Instant::now();
-    let second = end(rank(at, "1", &address, &["--steps", "5", "-q"]));
+    let start = Instant::now();
+    let second = wait_for_exit(start_rank(root, "1", &address, &["--steps", "5", "-q"]));
     assert_eq!(second, (Some(0), String::new()));
-    let (code, printed) = end(first);
+    let (code, printed) = wait_for_exit(first);
     assert_eq!(code, Some(0), "{printed}");
-    assert!(began.elapsed() < PATIENCE);
+    assert!(start.elapsed() < PATIENCE);
 }
 
 #[test]
 fn processes_that_cannot_meet_say_why() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    small(at);
+    let root = folder.path();
+    make_small_model(root);
     // The other process does not start.
     let address = format!("127.0.0.1:{}", port());
-    let (code, printed) = end(rank(at, "0", &address, &["--steps", "5", "--connect-timeout", "5"]));
+    let (code, printed) = wait_for_exit(start_rank(root, "0", &address, &["--steps", "5", "--connect-timeout", "5"]));
     assert_eq!(code, Some(1));
     assert!(
         printed.contains(&format!("waits for rank 1 (worker 1.0 of stage 1) to connect to {address}, up to ")),
@@ -486,64 +491,64 @@ fn processes_that_cannot_meet_say_why() {
         printed.contains(&format!("rank 1 (worker 1.0 of stage 1) did not connect to {address} within 5 s")),
         "{printed}"
     );
-    let (code, printed) = end(rank(at, "1", &address, &["--steps", "5", "--connect-timeout", "5"]));
+    let (code, printed) = wait_for_exit(start_rank(root, "1", &address, &["--steps", "5", "--connect-timeout", "5"]));
     assert_eq!(code, Some(1));
     assert!(printed.contains(&format!("waits for process 0 at {address}, up to ")), "{printed}");
     assert!(printed.contains(&format!("no answer from {address} within 5 s")), "{printed}");
     // Another program listens on the port and does not answer.
-    let busy = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = busy.local_addr().unwrap().to_string();
-    let (code, printed) = end(rank(at, "0", &address, &["--steps", "5"]));
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let (code, printed) = wait_for_exit(start_rank(root, "0", &address, &["--steps", "5"]));
     assert_eq!(code, Some(1));
     assert!(printed.contains(&format!("cannot listen at {address}: the port is in use")), "{printed}");
     thread::spawn(move || {
-        while let Ok((mut stream, _)) = busy.accept() {
+        while let Ok((mut stream, _)) = listener.accept() {
             stream.write_all(b"220 mail.example ESMTP\r\n").unwrap();
             let _ = stream.read(&mut [0; 64]);
         }
     });
-    let (code, printed) = end(rank(at, "1", &address, &["--steps", "5", "--connect-timeout", "2"]));
+    let (code, printed) = wait_for_exit(start_rank(root, "1", &address, &["--steps", "5", "--connect-timeout", "2"]));
     assert_eq!(code, Some(1));
     let why = format!("no process of this run answered at {address} within 2 s: the bytes are not a pipec frame");
     assert!(printed.contains(&why), "{printed}");
     // The processes have different inputs.
-    let differ = |more: [&[&str]; 2], what: &str| {
+    let check_refusal = |extra: [&[&str]; 2], expected: &str| {
         let address = format!("127.0.0.1:{}", port());
         let common = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--address", &address];
-        let both = [["--rank", "0"], ["--rank", "1"]].into_iter().zip(more);
-        let start = |(rank, more): ([&str; 2], &[&str])| {
-            command(at, &[&common[..], &["--connect-timeout", "4"], &rank, more].concat()).spawn().unwrap()
+        let both = [["--rank", "0"], ["--rank", "1"]].into_iter().zip(extra);
+        let start = |(rank, extra): ([&str; 2], &[&str])| {
+            command(root, &[&common[..], &["--connect-timeout", "4"], &rank, extra].concat()).spawn().unwrap()
         };
-        for (code, printed) in both.map(start).collect::<Vec<_>>().into_iter().map(end) {
+        for (code, printed) in both.map(start).collect::<Vec<_>>().into_iter().map(wait_for_exit) {
             assert_eq!(code, Some(1), "{printed}");
-            assert!(printed.contains(what), "{printed}");
+            assert!(printed.contains(expected), "{printed}");
         }
     };
     let stages = ["--stages", "1,1", "--steps", "5"];
-    let own = |flag: &'static str, value: &'static str| [&stages[..], &[flag, value]].concat();
-    differ(
-        [&stages, &own("--lr", "0.5")],
+    let with_flag = |flag: &'static str, value: &'static str| [&stages[..], &[flag, value]].concat();
+    check_refusal(
+        [&stages, &with_flag("--lr", "0.5")],
         "optimizer: rank 1 has `sgd, lr 0.5, momentum 0, weight decay 0`, rank 0 `sgd, ",
     );
-    differ([&stages, &["--stages", "1,1", "--steps", "6"]], "steps: rank 1 has `6`, rank 0 `5`\n");
-    differ([&stages, &own("--precision", "bf16")], "precision: rank 1 has `bf16`, rank 0 `the model's`\n");
-    differ([&stages, &own("--freeze", "fc1*")], "frozen parameters: rank 1 has `fc1*`, rank 0 none\n");
-    differ([&stages, &own("--seed", "7")], "seed: rank 1 has `7`, rank 0 `0`");
+    check_refusal([&stages, &["--stages", "1,1", "--steps", "6"]], "steps: rank 1 has `6`, rank 0 `5`\n");
+    check_refusal([&stages, &with_flag("--precision", "bf16")], "precision: rank 1 has `bf16`, rank 0 `the model's`\n");
+    check_refusal([&stages, &with_flag("--freeze", "fc1*")], "frozen parameters: rank 1 has `fc1*`, rank 0 none\n");
+    check_refusal([&stages, &with_flag("--seed", "7")], "seed: rank 1 has `7`, rank 0 `0`");
     // Only the cuts differ: the messages between the stages have the same shape.
     for cut in ["relu1", "relu2"] {
         let plan = ["partition", "m.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "8", "--cut-after"];
-        done(at, &[&plan[..], &[&format!("/{cut}/Relu"), "-o", &format!("{cut}.json"), "-q"]].concat());
+        run_ok(root, &[&plan[..], &[&format!("/{cut}/Relu"), "-o", &format!("{cut}.json"), "-q"]].concat());
     }
-    differ(
+    check_refusal(
         [&["--steps", "5", "--plan", "relu1.json"], &["--steps", "5", "--plan", "relu2.json"]],
         "the plans or schedules differ",
     );
     // Two processes claim the same rank.
     let address = format!("127.0.0.1:{}", port());
-    let more = ["--steps", "5", "--stages", "1,1,1", "--connect-timeout", "6"];
+    let extra = ["--steps", "5", "--stages", "1,1,1", "--connect-timeout", "6"];
     let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--address", &address];
-    let one = |number: &str| command(at, &[&flags[..], &more, &["--rank", number]].concat()).spawn().unwrap();
-    let printed = [one("0"), one("1"), one("1")].map(end);
+    let start_one = |number: &str| command(root, &[&flags[..], &extra, &["--rank", number]].concat()).spawn().unwrap();
+    let printed = [start_one("0"), start_one("1"), start_one("1")].map(wait_for_exit);
     assert!(printed.iter().all(|(code, _)| *code == Some(1)), "{printed:?}");
     assert!(printed[0].1.contains("rank 2 (worker 2.0 of stage 2) did not connect"), "{printed:?}");
     assert!(printed[0].1.contains("rejected last: process "), "{printed:?}");
@@ -555,7 +560,7 @@ fn processes_that_cannot_meet_say_why() {
 }
 
 /// A proxy to process 0 that corrupts what the process sends after `after` bytes.
-fn between(first: String, after: usize, spoil: fn(&mut [u8]) -> bool) -> String {
+fn proxy(first: String, after: usize, spoil: fn(&mut [u8]) -> bool) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
     thread::spawn(move || {
@@ -592,8 +597,8 @@ fn between(first: String, after: usize, spoil: fn(&mut [u8]) -> bool) -> String 
 #[test]
 fn what_is_flipped_or_cut_on_its_way_ends_the_run_by_name() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    small(at);
+    let root = folder.path();
+    make_small_model(root);
     let flip: fn(&mut [u8]) -> bool = |bytes| {
         bytes[bytes.len() / 2] ^= 16;
         true
@@ -605,13 +610,13 @@ fn what_is_flipped_or_cut_on_its_way_ends_the_run_by_name() {
     ];
     for (spoil, expected) in cases {
         let address = format!("127.0.0.1:{}", port());
-        let more = ["--steps", "5000", "-q"];
-        let first = rank(at, "0", &address, &more);
-        let second = rank(at, "1", &between(address, 50_000, spoil), &more);
-        let (code, printed) = end(first);
+        let extra = ["--steps", "5000", "-q"];
+        let first = start_rank(root, "0", &address, &extra);
+        let second = start_rank(root, "1", &proxy(address, 50_000, spoil), &extra);
+        let (code, printed) = wait_for_exit(first);
         assert_eq!(code, Some(1), "{printed}");
         assert!(printed.contains(expected), "{printed}");
-        let (code, printed) = end(second);
+        let (code, printed) = wait_for_exit(second);
         assert_eq!(code, Some(1), "{printed}");
         assert!(printed.contains("training stopped"), "{printed}");
     }

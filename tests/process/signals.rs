@@ -18,24 +18,24 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub const TRAIN: [&str; 8] = ["train", "m.onnx", "--synthetic-data", "--batch", "64", "--momentum", "0.9", "-q"];
 pub const KEPT: [&str; 6] = ["--checkpoint-dir", "ck", "--checkpoint-every", "20", "--keep", "1"];
 
-pub fn spawned(folder: &Path, parts: &[&[&str]]) -> Child {
+pub fn spawn(folder: &Path, parts: &[&[&str]]) -> Child {
     let mut command = Command::new(cargo_bin("pipec"));
     command.current_dir(folder).args(parts.concat()).stdin(Stdio::null());
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-pub fn ended(child: Child) -> (Option<i32>, String) {
+pub fn wait_for_exit(child: Child) -> (Option<i32>, String) {
     let output = child.wait_with_output().unwrap();
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-pub fn done(folder: &Path, parts: &[&[&str]]) {
-    let (code, message) = ended(spawned(folder, parts));
+pub fn run_ok(folder: &Path, parts: &[&[&str]]) {
+    let (code, message) = wait_for_exit(spawn(folder, parts));
     assert_eq!(code, Some(0), "{message}");
 }
 
 pub fn model(folder: &Path) {
-    done(folder, &[&["zoo", "mlp", "-o", "m.onnx", "-q"]]);
+    run_ok(folder, &[&["zoo", "mlp", "-o", "m.onnx", "-q"]]);
 }
 
 fn checkpoints(folder: &Path) -> Vec<String> {
@@ -46,38 +46,38 @@ fn checkpoints(folder: &Path) -> Vec<String> {
 }
 
 /// Waits for a condition, unless the process ends first.
-pub fn until(child: &mut Child, what: &str, is_so: impl Fn() -> bool) {
-    let began = Instant::now();
-    while !is_so() {
+pub fn wait_until(child: &mut Child, event: &str, is_reached: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !is_reached() {
         let early = child.try_wait().unwrap();
-        if early.is_some() || began.elapsed() > PATIENCE {
+        if early.is_some() || start.elapsed() > PATIENCE {
             let _ = child.kill();
             let mut message = String::new();
             let _ = child.stderr.take().map(|mut stderr| stderr.read_to_string(&mut message));
-            panic!("{what} does not come: {early:?}: {message}");
+            panic!("{event} does not come: {early:?}: {message}");
         }
         thread::sleep(Duration::from_millis(5));
     }
 }
 
-pub fn begun(folder: &Path, child: &mut Child) {
-    until(child, "a checkpoint", || checkpoints(folder).iter().any(|name| name.starts_with("step-")));
+pub fn wait_for_checkpoint(folder: &Path, child: &mut Child) {
+    wait_until(child, "a checkpoint", || checkpoints(folder).iter().any(|name| name.starts_with("step-")));
 }
 
 /// The step after which a run reports to have stopped.
-pub fn step(message: &str, signal: &str) -> u32 {
+pub fn stopped_step(message: &str, signal: &str) -> u32 {
     let ended = format!("error: stopped by {signal} after step ");
     let step = message.split(&ended).nth(1).and_then(|rest| rest.split(' ').next());
     step.and_then(|step| step.parse().ok()).unwrap_or_else(|| panic!("it does not say how far it was: {message}"))
 }
 
 /// Resumes after that step and compares with an uninterrupted run.
-pub fn goes_on(folder: &Path, plan: &[&str], step: u32) {
+pub fn check_resume(folder: &Path, plan: &[&str], step: u32) {
     assert_eq!(checkpoints(folder), [format!("step-{step:08}")], "one is kept, and nothing is written at the end");
     let steps = (step + 3).to_string();
-    done(folder, &[&TRAIN, plan, &["--steps", &steps, "--save", "whole.safetensors"]]);
+    run_ok(folder, &[&TRAIN, plan, &["--steps", &steps, "--save", "whole.safetensors"]]);
     let rest = ["--steps", &steps, "--resume", "auto", "--processes", "--save", "rest.safetensors"];
-    done(folder, &[&TRAIN, plan, &KEPT, &rest]);
+    run_ok(folder, &[&TRAIN, plan, &KEPT, &rest]);
     let bytes = |name: &str| fs::read(folder.join(name)).unwrap();
     assert!(bytes("whole.safetensors") == bytes("rest.safetensors"), "{plan:?}, after {step}");
 }
@@ -94,14 +94,14 @@ fn all_processes_end_after_the_same_step() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         model(folder);
-        let mut child = spawned(folder, &[&TRAIN, plan, &KEPT, &["--steps", "6000", "--processes"]]);
-        begun(folder, &mut child);
+        let mut child = spawn(folder, &[&TRAIN, plan, &KEPT, &["--steps", "6000", "--processes"]]);
+        wait_for_checkpoint(folder, &mut child);
         let pids = children(child.id());
         send(signal, if signalled == 0 { child.id() } else { pids[signalled - 1] });
-        let (ended, message) = ended(child);
+        let (ended, message) = wait_for_exit(child);
         assert_eq!(ended, Some(code), "{plan:?}: {message}");
         all_gone(&pids);
-        goes_on(folder, plan, step(&message, name));
+        check_resume(folder, plan, stopped_step(&message, name));
     }
 }
 
@@ -115,17 +115,17 @@ fn processes_that_are_started_by_hand_end_together() {
         let address = format!("127.0.0.1:{port}");
         let plan = ["--stages", "1,1"];
         let start = |rank: &str| {
-            let own = ["--steps", "6000", "--rank", rank, "--address", &address];
-            spawned(folder, &[&TRAIN, &plan, &KEPT, &own])
+            let flags = ["--steps", "6000", "--rank", rank, "--address", &address];
+            spawn(folder, &[&TRAIN, &plan, &KEPT, &flags])
         };
-        let mut both = [start("0"), start("1")];
-        begun(folder, &mut both[0]);
-        send("TERM", both[signalled].id());
-        let [(first, message), (second, other)] = both.map(ended);
-        assert_eq!((first, second), (Some(143), Some(143)), "{message}{other}");
-        assert_eq!(step(&message, "SIGTERM"), step(&other, "SIGTERM"));
-        assert!(other.contains("process 0 of the run writes its checkpoint"), "{other}");
-        goes_on(folder, &plan, step(&message, "SIGTERM"));
+        let mut ranks = [start("0"), start("1")];
+        wait_for_checkpoint(folder, &mut ranks[0]);
+        send("TERM", ranks[signalled].id());
+        let [(first, message), (second, second_message)] = ranks.map(wait_for_exit);
+        assert_eq!((first, second), (Some(143), Some(143)), "{message}{second_message}");
+        assert_eq!(stopped_step(&message, "SIGTERM"), stopped_step(&second_message, "SIGTERM"));
+        assert!(second_message.contains("process 0 of the run writes its checkpoint"), "{second_message}");
+        check_resume(folder, &plan, stopped_step(&message, "SIGTERM"));
         fs::remove_dir_all(folder.join("ck")).unwrap();
     }
 }
@@ -143,30 +143,30 @@ fn who_is_paused_is_not_given_up() {
     model(folder);
     let plan = ["--stages", "1,1"];
     let steps = ["--steps", "6000", "--processes", "--deadline", "2", "--metrics", "m.jsonl"];
-    let mut child = spawned(folder, &[&TRAIN, &plan, &KEPT, &steps]);
-    begun(folder, &mut child);
-    let (own, pids) = (child.id(), children(child.id()));
+    let mut child = spawn(folder, &[&TRAIN, &plan, &KEPT, &steps]);
+    wait_for_checkpoint(folder, &mut child);
+    let (parent, pids) = (child.id(), children(child.id()));
     // SIGSTOP cannot be handled: the other processes wait, longer than for a worker.
-    send("STOP", own);
+    send("STOP", parent);
     thread::sleep(Duration::from_secs(4));
     assert!(pids.iter().all(|pid| is_there(*pid)));
     let lines = || fs::read_to_string(folder.join("m.jsonl")).unwrap_or_default().lines().count();
     let before = lines();
-    send("CONT", own);
-    until(&mut child, "another step", || lines() > before);
+    send("CONT", parent);
+    wait_until(&mut child, "another step", || lines() > before);
     // SIGTSTP from a terminal also stops the children.
-    send("TSTP", own);
-    until(&mut child, "the pause", || state(own) == 'T' && pids.iter().all(|pid| state(*pid) == 'T'));
+    send("TSTP", parent);
+    wait_until(&mut child, "the pause", || state(parent) == 'T' && pids.iter().all(|pid| state(*pid) == 'T'));
     thread::sleep(Duration::from_secs(4));
     let before = lines();
-    send("CONT", own);
-    until(&mut child, "another step", || lines() > before);
+    send("CONT", parent);
+    wait_until(&mut child, "another step", || lines() > before);
     assert!(pids.iter().all(|pid| state(*pid) != 'T'));
-    send("TERM", own);
-    let (code, message) = ended(child);
+    send("TERM", parent);
+    let (code, message) = wait_for_exit(child);
     assert_eq!(code, Some(143), "{message}");
     all_gone(&pids);
-    goes_on(folder, &plan, step(&message, "SIGTERM"));
+    check_resume(folder, &plan, stopped_step(&message, "SIGTERM"));
 }
 
 #[test]
@@ -175,21 +175,21 @@ fn who_was_started_again_pauses_with_its_children() {
     let folder = folder.path();
     model(folder);
     let steps = ["--stages", "1,1", "--steps", "9000", "--processes", "--max-restarts", "1"];
-    let mut child = spawned(folder, &[&TRAIN, &KEPT, &steps]);
-    begun(folder, &mut child);
-    let (own, first) = (child.id(), children(child.id()));
+    let mut child = spawn(folder, &[&TRAIN, &KEPT, &steps]);
+    wait_for_checkpoint(folder, &mut child);
+    let (parent, first) = (child.id(), children(child.id()));
     send("KILL", first[0]);
-    let others = || children(own).into_iter().filter(|pid| !first.contains(pid)).collect::<Vec<_>>();
-    until(&mut child, "a second start", || !others().is_empty());
+    let restarted = || children(parent).into_iter().filter(|pid| !first.contains(pid)).collect::<Vec<_>>();
+    wait_until(&mut child, "a second start", || !restarted().is_empty());
     let before = checkpoints(folder);
-    until(&mut child, "another checkpoint", || checkpoints(folder) != before);
-    let pids = others();
-    send("TSTP", own);
-    until(&mut child, "the pause", || state(own) == 'T' && pids.iter().all(|pid| state(*pid) == 'T'));
-    send("CONT", own);
-    until(&mut child, "the end of the pause", || pids.iter().all(|pid| state(*pid) != 'T'));
-    send("TERM", own);
-    let (code, message) = ended(child);
+    wait_until(&mut child, "another checkpoint", || checkpoints(folder) != before);
+    let pids = restarted();
+    send("TSTP", parent);
+    wait_until(&mut child, "the pause", || state(parent) == 'T' && pids.iter().all(|pid| state(*pid) == 'T'));
+    send("CONT", parent);
+    wait_until(&mut child, "the end of the pause", || pids.iter().all(|pid| state(*pid) != 'T'));
+    send("TERM", parent);
+    let (code, message) = wait_for_exit(child);
     assert_eq!(code, Some(143), "{message}");
     all_gone(&pids);
 }
@@ -200,8 +200,8 @@ fn a_second_signal_ends_all_at_once() {
     let folder = folder.path();
     model(folder);
     let steps = ["--stages", "1,1", "--steps", "9000", "--processes"];
-    let mut child = spawned(folder, &[&TRAIN, &KEPT, &steps]);
-    begun(folder, &mut child);
+    let mut child = spawn(folder, &[&TRAIN, &KEPT, &steps]);
+    wait_for_checkpoint(folder, &mut child);
     let pids = children(child.id());
     // No step ends while one of its workers is stopped.
     send("STOP", pids[0]);
@@ -209,7 +209,7 @@ fn a_second_signal_ends_all_at_once() {
     // Two pending signals would merge.
     thread::sleep(Duration::from_millis(50));
     send("TERM", child.id());
-    let (code, message) = ended(child);
+    let (code, message) = wait_for_exit(child);
     assert_eq!(code, Some(143), "{message}");
     assert!(!message.contains("stopped by"), "{message}");
     all_gone(&pids);

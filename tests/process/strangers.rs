@@ -1,6 +1,6 @@
 //! Connections that do not belong to a run: they are refused by name, and the run is unharmed.
 
-use crate::processes::{PATIENCE, command, done, end, port, rank, small, text};
+use crate::processes::{PATIENCE, command, make_small_model, port, run_ok, start_rank, text, wait_for_exit};
 use runtime::process::authentication::{Challenge, RunToken, connect};
 use runtime::process::connection::{DeadlineReader, Stream};
 use runtime::process::frame::{FrameReader, FrameWriter, Kind};
@@ -18,7 +18,7 @@ const TOKEN: &str = "a token of the tests";
 const MISMATCH: &str =
     "its proof does not match: the two processes have different run tokens, or only one of them has a token";
 
-fn connected(address: &str) -> TcpStream {
+fn connect_stream(address: &str) -> TcpStream {
     let until = Instant::now() + PATIENCE;
     loop {
         match TcpStream::connect(address) {
@@ -58,8 +58,8 @@ impl Write for Recorded {
 }
 
 /// Sends bytes and returns the answer.
-fn answer(address: &str, bytes: &[u8]) -> Vec<u8> {
-    let mut stream = connected(address);
+fn send_and_read(address: &str, bytes: &[u8]) -> Vec<u8> {
+    let mut stream = connect_stream(address);
     stream.write_all(bytes).unwrap();
     let mut answer = Vec::new();
     // The connection may also end with a reset.
@@ -68,7 +68,7 @@ fn answer(address: &str, bytes: &[u8]) -> Vec<u8> {
 }
 
 /// The head of a frame that announces 1 TiB.
-fn huge() -> Vec<u8> {
+fn huge_frame_head() -> Vec<u8> {
     let mut head = b"pipc".to_vec();
     head.extend((Kind::Challenge as u32).to_le_bytes());
     head.extend(0u32.to_le_bytes());
@@ -79,57 +79,57 @@ fn huge() -> Vec<u8> {
     head
 }
 
-/// The threads' result of the run of [`rank`] with 5 steps.
-fn expected(folder: &Path) -> Vec<u8> {
+/// The threads' result of the run of [`start_rank`] with 5 steps.
+fn thread_result(folder: &Path) -> Vec<u8> {
     let flags = ["--synthetic-data", "--batch", "8", "--stages", "1,1", "--steps", "5", "-q"];
-    done(folder, &[&["train", "m.onnx", "--save", "threads.safetensors"][..], &flags].concat());
+    run_ok(folder, &[&["train", "m.onnx", "--save", "threads.safetensors"][..], &flags].concat());
     fs::read(folder.join("threads.safetensors")).unwrap()
 }
 
-/// As [`rank`], with a token in the environment.
-fn with_token(folder: &Path, number: &str, address: &str, token: &str, more: &[&str]) -> Child {
+/// As [`start_rank`], with a token in the environment.
+fn start_with_token(folder: &Path, number: &str, address: &str, token: &str, extra: &[&str]) -> Child {
     let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--stages", "1,1", "--rank", number];
-    let mut command = command(folder, &[&flags[..], &["--address", address, "--steps", "5"], more].concat());
+    let mut command = command(folder, &[&flags[..], &["--address", address, "--steps", "5"], extra].concat());
     command.env("PIPEC_RUN_TOKEN", token).stderr(Stdio::piped()).spawn().unwrap()
 }
 
 #[test]
 fn strangers_are_refused_by_name_and_harm_no_run() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    small(at);
-    let expected = expected(at);
-    fs::write(at.join("run.token"), format!("{TOKEN}\n")).unwrap();
+    let root = folder.path();
+    make_small_model(root);
+    let expected = thread_result(root);
+    fs::write(root.join("run.token"), format!("{TOKEN}\n")).unwrap();
     let address = format!("127.0.0.1:{}", port());
-    let more = ["--steps", "5", "--save", "w.safetensors", "--token-file", "run.token"];
-    let first = rank(at, "0", &address, &more);
+    let extra = ["--steps", "5", "--save", "w.safetensors", "--token-file", "run.token"];
+    let first = start_rank(root, "0", &address, &extra);
     // Strangers who send bytes, a long frame, or the challenge of another version.
-    assert_eq!(answer(&address, b"GET / HTTP/1.1\r\n\r\n"), b"");
-    assert_eq!(answer(&address, &huge()), b"");
+    assert_eq!(send_and_read(&address, b"GET / HTTP/1.1\r\n\r\n"), b"");
+    assert_eq!(send_and_read(&address, &huge_frame_head()), b"");
     let token = RunToken::of(TOKEN).unwrap();
-    let mut own = Challenge::new(1, 2).unwrap();
-    let refusal = |own: &Challenge, token: &RunToken| {
-        connect(&mut connection(connected(&address), None), token, own, 0).unwrap_err()
+    let mut challenge = Challenge::new(1, 2).unwrap();
+    let refusal = |challenge: &Challenge, token: &RunToken| {
+        connect(&mut connection(connect_stream(&address), None), token, challenge, 0).unwrap_err()
     };
-    own.protocol = 99;
-    assert!(refusal(&own, &token).contains(", the other process 99"));
-    let own = Challenge::new(1, 3).unwrap();
-    assert!(refusal(&own, &token).contains("rank 1 expects 3 processes, rank 0 expects 2"));
+    challenge.protocol = 99;
+    assert!(refusal(&challenge, &token).contains(", the other process 99"));
+    let challenge = Challenge::new(1, 3).unwrap();
+    assert!(refusal(&challenge, &token).contains("rank 1 expects 3 processes, rank 0 expects 2"));
     // A stranger who repeats what a process of the run has sent.
-    let own = Challenge::new(1, 2).unwrap();
-    assert!(refusal(&own, &RunToken::default()).contains(MISMATCH));
+    let challenge = Challenge::new(1, 2).unwrap();
+    assert!(refusal(&challenge, &RunToken::default()).contains(MISMATCH));
     let record = Arc::new(Mutex::new(Vec::new()));
-    let recorded = connect(&mut connection(connected(&address), Some(record.clone())), &token, &own, 0);
+    let recorded = connect(&mut connection(connect_stream(&address), Some(record.clone())), &token, &challenge, 0);
     recorded.unwrap();
     let bytes = record.lock().unwrap().clone();
-    assert!(text(&answer(&address, &bytes)).contains(MISMATCH));
+    assert!(text(&send_and_read(&address, &bytes)).contains(MISMATCH));
     // Processes of other runs: another token, no token, another plan, other settings.
     let wait = ["--connect-timeout", "2"];
     let processes = [
-        with_token(at, "1", &address, "another token of the tests", &wait),
-        with_token(at, "1", &address, "", &wait),
-        with_token(at, "1", &address, TOKEN, &["--lr", "0.5"]),
-        with_token(at, "1", &address, TOKEN, &["--schedule", "gpipe", "--microbatches", "4"]),
+        start_with_token(root, "1", &address, "another token of the tests", &wait),
+        start_with_token(root, "1", &address, "", &wait),
+        start_with_token(root, "1", &address, TOKEN, &["--lr", "0.5"]),
+        start_with_token(root, "1", &address, TOKEN, &["--schedule", "gpipe", "--microbatches", "4"]),
     ];
     for (child, why) in processes.into_iter().zip([
         MISMATCH,
@@ -137,20 +137,20 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
         "optimizer: rank 1 has `sgd, lr 0.5, ",
         "schedule: rank 1 has `gpipe`, rank 0 `1f1b-rr`",
     ]) {
-        let (code, printed) = end(child);
+        let (code, printed) = wait_for_exit(child);
         assert_eq!(code, Some(1), "{printed}");
         assert!(printed.contains(why), "{why}: {printed}");
     }
     // Many who say nothing.
-    let idle: Vec<TcpStream> = (0..200).map(|_| connected(&address)).collect();
-    let began = Instant::now();
-    let second = end(with_token(at, "1", &address, TOKEN, &["-q"]));
+    let silent: Vec<TcpStream> = (0..200).map(|_| connect_stream(&address)).collect();
+    let start = Instant::now();
+    let second = wait_for_exit(start_with_token(root, "1", &address, TOKEN, &["-q"]));
     assert_eq!(second, (Some(0), String::new()));
-    let (code, printed) = end(first);
+    let (code, printed) = wait_for_exit(first);
     assert_eq!(code, Some(0), "{printed}");
-    assert!(began.elapsed() < PATIENCE);
-    drop(idle);
-    assert!(fs::read(at.join("w.safetensors")).unwrap() == expected);
+    assert!(start.elapsed() < PATIENCE);
+    drop(silent);
+    assert!(fs::read(root.join("w.safetensors")).unwrap() == expected);
     let reasons = [
         "rejected a connection from 127.0.0.1:",
         "the bytes are not a pipec frame",
@@ -170,15 +170,15 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
 #[test]
 fn a_run_that_only_strangers_join_names_the_last_one() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    small(at);
+    let root = folder.path();
+    make_small_model(root);
     let address = format!("127.0.0.1:{}", port());
-    let first = rank(at, "0", &address, &["--steps", "5", "--connect-timeout", "4", "-q"]);
-    let second = rank(at, "1", &address, &["--steps", "5", "--lr", "0.5", "-q"]);
-    let (code, printed) = end(second);
+    let first = start_rank(root, "0", &address, &["--steps", "5", "--connect-timeout", "4", "-q"]);
+    let second = start_rank(root, "1", &address, &["--steps", "5", "--lr", "0.5", "-q"]);
+    let (code, printed) = wait_for_exit(second);
     assert_eq!(code, Some(1), "{printed}");
     assert!(printed.contains("rejected this process: optimizer: rank 1 has `sgd, lr 0.5, "), "{printed}");
-    let (code, printed) = end(first);
+    let (code, printed) = wait_for_exit(first);
     assert_eq!(code, Some(1), "{printed}");
     let named =
         format!("rank 1 (worker 1.0 of stage 1) did not connect to {address} within 4 s; rejected last: process ");
@@ -202,24 +202,24 @@ fn reflect(address: &str, times: usize) {
 #[test]
 fn a_stranger_cannot_be_process_0() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    small(at);
-    let expected = expected(at);
+    let root = folder.path();
+    make_small_model(root);
+    let expected = thread_result(root);
     let address = format!("127.0.0.1:{}", port());
-    let second = with_token(at, "1", &address, TOKEN, &[]);
+    let second = start_with_token(root, "1", &address, TOKEN, &[]);
     reflect(&address, 2);
     // The right process 0 comes later.
-    let first = with_token(at, "0", &address, TOKEN, &["--save", "w.safetensors", "-q"]);
-    let (code, printed) = end(second);
+    let first = start_with_token(root, "0", &address, TOKEN, &["--save", "w.safetensors", "-q"]);
+    let (code, printed) = wait_for_exit(second);
     assert_eq!(code, Some(0), "{printed}");
     let named = format!("rejected what listens at {address}: {MISMATCH}");
     assert_eq!(printed.matches(&named).count(), 1, "{printed}");
-    assert_eq!(end(first).0, Some(0));
-    assert!(fs::read(at.join("w.safetensors")).unwrap() == expected);
+    assert_eq!(wait_for_exit(first).0, Some(0));
+    assert!(fs::read(root.join("w.safetensors")).unwrap() == expected);
     // It does not come.
-    let second = with_token(at, "1", &address, TOKEN, &["--connect-timeout", "2", "-q"]);
+    let second = start_with_token(root, "1", &address, TOKEN, &["--connect-timeout", "2", "-q"]);
     reflect(&address, 1);
-    let (code, printed) = end(second);
+    let (code, printed) = wait_for_exit(second);
     assert_eq!(code, Some(1), "{printed}");
     let error = format!("no process of this run answered at {address} within 2 s: {MISMATCH}");
     assert!(printed.contains(&error), "{printed}");
@@ -228,20 +228,20 @@ fn a_stranger_cannot_be_process_0() {
 #[test]
 fn other_machines_need_a_token() {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
-    small(at);
+    let root = folder.path();
+    make_small_model(root);
     let address = format!("0.0.0.0:{}", port());
-    let (code, printed) = end(rank(at, "0", &address, &["--steps", "5"]));
+    let (code, printed) = wait_for_exit(start_rank(root, "0", &address, &["--steps", "5"]));
     assert_eq!(code, Some(2), "{printed}");
     assert!(printed.contains(&format!("other machines can reach {address}, but the run has no token")), "{printed}");
     assert!(printed.contains("--token-file run.token"), "{printed}");
-    let (code, printed) = end(rank(at, "1", "192.0.2.1:4100", &["--steps", "5"]));
+    let (code, printed) = wait_for_exit(start_rank(root, "1", "192.0.2.1:4100", &["--steps", "5"]));
     assert_eq!(code, Some(2), "{printed}");
-    let (code, printed) = end(with_token(at, "0", &address, "short", &[]));
+    let (code, printed) = wait_for_exit(start_with_token(root, "0", &address, "short", &[]));
     assert_eq!(code, Some(2), "{printed}");
     assert!(printed.contains("the run token is too short") && printed.contains("PIPEC_RUN_TOKEN"), "{printed}");
     // With one, they may listen everywhere.
-    let first = with_token(at, "0", &address, TOKEN, &["-q"]);
-    let second = with_token(at, "1", &address.replace("0.0.0.0", "127.0.0.1"), TOKEN, &["-q"]);
-    assert_eq!((end(first).0, end(second)), (Some(0), (Some(0), String::new())));
+    let first = start_with_token(root, "0", &address, TOKEN, &["-q"]);
+    let second = start_with_token(root, "1", &address.replace("0.0.0.0", "127.0.0.1"), TOKEN, &["-q"]);
+    assert_eq!((wait_for_exit(first).0, wait_for_exit(second)), (Some(0), (Some(0), String::new())));
 }

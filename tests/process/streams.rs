@@ -43,7 +43,7 @@ fn command(folder: &Path, line: &str) -> Command {
     command
 }
 
-fn ran(folder: &Path, line: &str) -> Output {
+fn run(folder: &Path, line: &str) -> Output {
     command(folder, line).output().unwrap()
 }
 
@@ -51,23 +51,23 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-fn prepared() -> tempfile::TempDir {
+fn prepare_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    let at = folder.path();
+    let root = folder.path();
     for line in
         ["zoo mlp --inputs 6 --classes 3 --hidden 8 -o m.onnx", "partition m.onnx --gpus 3 --stages 2,1 -o plan.json"]
     {
-        assert!(ran(at, line).status.success(), "{line}");
+        assert!(run(root, line).status.success(), "{line}");
     }
     let arrays = [("x", Tensor::from_f32(&[8, 6], &[0.5; 48])), ("y", Tensor::from_i64(&[8], &[1; 8]))];
     let arrays = arrays.map(|(name, tensor)| (name.to_string(), tensor));
-    runtime::data::weights::write(&at.join("d.npz"), &arrays.into()).unwrap();
+    runtime::data::weights::write(&root.join("d.npz"), &arrays.into()).unwrap();
     folder
 }
 
 #[test]
 fn a_reader_that_goes_away_is_no_failure() {
-    let folder = prepared();
+    let folder = prepare_folder();
     for (line, _) in CALLS {
         let mut child = command(folder.path(), line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         drop(child.stdout.take());
@@ -80,7 +80,7 @@ fn a_reader_that_goes_away_is_no_failure() {
 
 #[test]
 fn a_full_disk_is_reported() {
-    let folder = prepared();
+    let folder = prepare_folder();
     if !Path::new("/dev/full").exists() {
         return println!("skipped: no /dev/full");
     }
@@ -95,16 +95,16 @@ fn a_full_disk_is_reported() {
 
 #[test]
 fn quiet_keeps_all_results() {
-    let folder = prepared();
+    let folder = prepare_folder();
     for (line, is_same) in CALLS {
-        let (loud, quiet) = (ran(folder.path(), line), ran(folder.path(), &format!("{line} -qq")));
+        let (loud, quiet) = (run(folder.path(), line), run(folder.path(), &format!("{line} -qq")));
         assert_eq!(loud.status.code(), quiet.status.code(), "{line}");
         assert!(!quiet.stdout.is_empty(), "{line} prints nothing");
         assert!(quiet.stderr.is_empty(), "{line}: {}", text(&quiet.stderr));
         if is_same {
             // The second call finds the file of the first.
-            let loud = ["q.json", "z.onnx"].iter().fold(text(&loud.stdout), |said, file| {
-                said.replace(&format!("wrote {file}"), &format!("replaced {file}"))
+            let loud = ["q.json", "z.onnx"].iter().fold(text(&loud.stdout), |output, file| {
+                output.replace(&format!("wrote {file}"), &format!("replaced {file}"))
             });
             // Suggestions of a next step are not results.
             let loud = loud.split_once("\nnext: ").map_or(loud.clone(), |(results, _)| format!("{results}\n"));
@@ -117,16 +117,16 @@ fn quiet_keeps_all_results() {
         "schema = \"pipec.cluster/1\"\n[device]\nkind = \"t4\"\n[[level]]\ncount = 2\nbandwidth = \"1GB/s\"\n",
     )
     .unwrap();
-    let other = "partition m.onnx --cluster c.toml --profile analytic:h100 -o o.json";
-    let message = |more: &str| text(&ran(folder.path(), &format!("{other} {more}")).stderr);
+    let command_line = "partition m.onnx --cluster c.toml --profile analytic:h100 -o o.json";
+    let message = |flags: &str| text(&run(folder.path(), &format!("{command_line} {flags}")).stderr);
     assert!(message("").contains("warning:") && message("").contains("not measured"));
     assert!(message("-q").contains("warning:") && !message("-q").contains("not measured"));
     assert_eq!(message("-qq"), "");
-    assert!(text(&ran(folder.path(), "inspect no.onnx -qq").stderr).starts_with("error: "));
+    assert!(text(&run(folder.path(), "inspect no.onnx -qq").stderr).starts_with("error: "));
 }
 
 /// Strips colour codes.
-fn plain(text: &str) -> String {
+fn strip_colours(text: &str) -> String {
     let mut parts = text.split('\u{1b}');
     let first = parts.next().unwrap_or_default().to_string();
     first + &parts.map(|part| part.split_once('m').expect("a code that colours").1).collect::<String>()
@@ -134,38 +134,38 @@ fn plain(text: &str) -> String {
 
 #[test]
 fn colour_is_as_it_is_said() {
-    let folder = prepared();
-    let at = folder.path();
+    let folder = prepare_folder();
+    let root = folder.path();
     for line in ["--help", "plan show plan.json", "inspect no.onnx", "partiton x", "simulate plan.json --chart"] {
-        let bare = ran(at, line);
-        let coloured = ran(at, &format!("{line} --color always"));
-        for (bare, coloured) in [(&bare.stdout, &coloured.stdout), (&bare.stderr, &coloured.stderr)] {
-            let (bare, coloured) = (text(bare), text(coloured));
-            assert!(!bare.contains('\u{1b}'), "{line}: {bare}");
-            assert_eq!(plain(&coloured), bare, "{line}");
+        let uncoloured = run(root, line);
+        let coloured = run(root, &format!("{line} --color always"));
+        for (uncoloured, coloured) in [(&uncoloured.stdout, &coloured.stdout), (&uncoloured.stderr, &coloured.stderr)] {
+            let (uncoloured, coloured) = (text(uncoloured), text(coloured));
+            assert!(!uncoloured.contains('\u{1b}'), "{line}: {uncoloured}");
+            assert_eq!(strip_colours(&coloured), uncoloured, "{line}");
         }
         let is_coloured = |output: &Output| [&output.stdout, &output.stderr].iter().any(|bytes| bytes.contains(&0x1b));
         assert_eq!(is_coloured(&coloured), !line.starts_with("simulate"), "{line}");
-        let with = |line: &str, set: &[(&str, &str)]| {
-            is_coloured(&command(at, line).envs(set.iter().copied()).output().unwrap())
+        let is_coloured_with = |line: &str, variables: &[(&str, &str)]| {
+            is_coloured(&command(root, line).envs(variables.iter().copied()).output().unwrap())
         };
         if is_coloured(&coloured) {
-            assert!(with(line, &[("FORCE_COLOR", "1")]), "{line}");
-            assert!(!with(line, &[("FORCE_COLOR", "1"), ("NO_COLOR", "1")]), "{line}");
-            assert!(with(&format!("{line} --color=always"), &[("NO_COLOR", "1")]), "{line}");
-            assert!(!with(&format!("{line} --color never"), &[("FORCE_COLOR", "1")]), "{line}");
-            assert!(!with(line, &[("FORCE_COLOR", "")]), "{line}");
+            assert!(is_coloured_with(line, &[("FORCE_COLOR", "1")]), "{line}");
+            assert!(!is_coloured_with(line, &[("FORCE_COLOR", "1"), ("NO_COLOR", "1")]), "{line}");
+            assert!(is_coloured_with(&format!("{line} --color=always"), &[("NO_COLOR", "1")]), "{line}");
+            assert!(!is_coloured_with(&format!("{line} --color never"), &[("FORCE_COLOR", "1")]), "{line}");
+            assert!(!is_coloured_with(line, &[("FORCE_COLOR", "")]), "{line}");
         }
     }
     // File names cannot colour the output.
-    fs::write(at.join("n\u{1b}[31m.json"), "{}").unwrap();
-    let message = text(&command(at, "plan show --color always").arg("n\u{1b}[31m.json").output().unwrap().stderr);
+    fs::write(root.join("n\u{1b}[31m.json"), "{}").unwrap();
+    let message = text(&command(root, "plan show --color always").arg("n\u{1b}[31m.json").output().unwrap().stderr);
     assert!(!message.contains("\u{1b}[31m"), "{message:?}");
 }
 
 #[test]
 fn json_stays_json() {
-    let folder = prepared();
-    let output = ran(folder.path(), "plan show plan.json --format json --color always");
+    let folder = prepare_folder();
+    let output = run(folder.path(), "plan show plan.json --format json --color always");
     serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap();
 }

@@ -2,7 +2,7 @@
 //! the gradients of each minibatch from one stage on the CPU in double precision, which tests compare with PyTorch. The
 //! versions and the updates are its own.
 
-use crate::parity::{Set, async_stages, set};
+use crate::parity::{Fixture, async_stages, load_fixture};
 use crate::support::shared::data;
 use compiler::graph::order;
 use compiler::import::import::Batch;
@@ -49,7 +49,7 @@ impl Delays {
             Schedule::OneFOneBRr => stashed(stage),
             // What the first stage's version contains, in whole rounds of this stage.
             Schedule::OneFOneBRrVsync => stashed(0) * self.stages[0].0 / self.stages[stage].0,
-            other => panic!("{other} delays no weights"),
+            schedule => panic!("{schedule} delays no weights"),
         }
     }
 
@@ -60,87 +60,92 @@ impl Delays {
 }
 
 /// One stage in double precision, for one minibatch at a time.
-struct Whole<'a> {
-    set: &'a Set,
+struct SingleStage<'a> {
+    fixture: &'a Fixture,
     prepared: Prepared,
     microbatches: usize,
 }
 
-impl Whole<'_> {
-    fn of(set: &Set, microbatches: usize) -> Whole<'_> {
-        let graph = precision(&set.model.graph, DType::F64).unwrap();
-        let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed") };
-        let dims = BTreeMap::from([(name.clone(), (set.batch / microbatches) as i64)]);
+impl SingleStage<'_> {
+    fn prepare(fixture: &Fixture, microbatches: usize) -> SingleStage<'_> {
+        let graph = precision(&fixture.model.graph, DType::F64).unwrap();
+        let Batch::Symbol { name, .. } = &fixture.model.batch else { panic!("the batch is fixed") };
+        let dims = BTreeMap::from([(name.clone(), (fixture.batch / microbatches) as i64)]);
         let count = StepCount { minibatches: 1, microbatches: microbatches as u32 };
         let (loss, schedule) = (Loss::CrossEntropy, Schedule::OneFOneB);
         let settings = Settings { dims, loss, class_axis: None, schedule, count };
         let stages = vec![0; order::numbered(&graph).len()];
         let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0)]);
-        Whole { set, prepared: prepare(&graph, &stages, pipeline, &settings).unwrap(), microbatches }
+        SingleStage { fixture, prepared: prepare(&graph, &stages, pipeline, &settings).unwrap(), microbatches }
     }
 
     /// The loss and all gradients of a minibatch.
     fn gradients(&self, weights: &BTreeMap<String, Tensor>, b: usize) -> (f64, BTreeMap<String, Vec<f64>>) {
-        let rows = |(name, all): (&String, &Tensor)| {
-            let shape = [&[self.set.batch], &all.shape()[1..]].concat();
-            let bytes = shape.iter().product::<usize>() * all.dtype().size();
-            (name.clone(), Tensor::new(all.dtype(), shape, all.bytes().slice(b * bytes..(b + 1) * bytes)).unwrap())
+        let rows = |(name, tensor): (&String, &Tensor)| {
+            let shape = [&[self.fixture.batch], &tensor.shape()[1..]].concat();
+            let bytes = shape.iter().product::<usize>() * tensor.dtype().size();
+            (
+                name.clone(),
+                Tensor::new(tensor.dtype(), shape, tensor.bytes().slice(b * bytes..(b + 1) * bytes)).unwrap(),
+            )
         };
-        let arrays = self.set.arrays.iter().map(rows).collect();
-        let data = Dataset::new(arrays, &feeds(&self.prepared.codes), self.set.batch / self.microbatches).unwrap();
-        let batches = Batches::new(data, self.set.batch, self.microbatches, 1, RowOrder::InOrder).unwrap();
-        let still =
+        let arrays = self.fixture.arrays.iter().map(rows).collect();
+        let data = Dataset::new(arrays, &feeds(&self.prepared.codes), self.fixture.batch / self.microbatches).unwrap();
+        let batches = Batches::new(data, self.fixture.batch, self.microbatches, 1, RowOrder::InOrder).unwrap();
+        let frozen_optimizer =
             Optimizer::from(Rule::Sgd { learning_rate: 0.0, momentum: 0.0, nesterov: false, weight_decay: 0.0 });
         let training = TrainJob {
             codes: &self.prepared.codes,
             program: &self.prepared.program,
             weights,
             batches: &batches,
-            optimizer: &still,
+            optimizer: &frozen_optimizer,
             policy: Policy::default(),
             keep_gradients: true,
         };
         let trained = train(&training, &mut |_| {}).unwrap();
-        (trained.losses[0], trained.gradients.iter().map(|(name, of)| (name.clone(), of.to_f64())).collect())
+        (trained.losses[0], trained.gradients.iter().map(|(name, tensor)| (name.clone(), tensor.to_f64())).collect())
     }
 }
 
 /// The losses of the plain loop, under SGD with momentum.
-pub fn losses(set: &Set, delays: &Delays, minibatches: u32, (lr, momentum): (f64, f64)) -> Vec<f64> {
-    let whole = Whole::of(set, delays.microbatches as usize);
-    let first: BTreeMap<String, Tensor> = set.weights();
-    let oldest = |name: &str, of: &dyn Fn(usize) -> u32| delays.stages_of[name].iter().map(|stage| of(*stage)).min();
+pub fn losses(fixture: &Fixture, delays: &Delays, minibatches: u32, (lr, momentum): (f64, f64)) -> Vec<f64> {
+    let model = SingleStage::prepare(fixture, delays.microbatches as usize);
+    let initial_weights: BTreeMap<String, Tensor> = fixture.weights();
+    let min_over_stages = |name: &str, stage_value: &dyn Fn(usize) -> u32| {
+        delays.stages_of[name].iter().map(|stage| stage_value(*stage)).min()
+    };
     let mut versions: BTreeMap<&str, Vec<Vec<f64>>> = BTreeMap::new();
     let mut velocities: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
-    let mut rounds: BTreeMap<&str, Vec<Vec<f64>>> = BTreeMap::new();
+    let mut pending_gradients: BTreeMap<&str, Vec<Vec<f64>>> = BTreeMap::new();
     for name in delays.stages_of.keys() {
-        versions.insert(name, vec![first[name].to_f64()]);
-        velocities.insert(name, vec![0.0; first[name].len()]);
-        rounds.insert(name, Vec::new());
+        versions.insert(name, vec![initial_weights[name].to_f64()]);
+        velocities.insert(name, vec![0.0; initial_weights[name].len()]);
+        pending_gradients.insert(name, Vec::new());
     }
     let mut losses = Vec::new();
-    for b in 0..minibatches {
-        let mut weights = first.clone();
+    for minibatch in 0..minibatches {
+        let mut weights = initial_weights.clone();
         for (name, versions) in &versions {
             // All copies of a tied parameter have the oldest version of any.
-            let version = oldest(name, &|stage| delays.version(stage, b)).unwrap() as usize;
-            weights.insert(name.to_string(), Tensor::from_f64(first[*name].shape(), &versions[version]));
+            let version = min_over_stages(name, &|stage| delays.version(stage, minibatch)).unwrap() as usize;
+            weights.insert(name.to_string(), Tensor::from_f64(initial_weights[*name].shape(), &versions[version]));
         }
-        let (loss, gradients) = whole.gradients(&weights, b as usize);
+        let (loss, gradients) = model.gradients(&weights, minibatch as usize);
         losses.push(loss);
         for (name, versions) in &mut versions {
-            let (round, velocity) = (rounds.get_mut(name).unwrap(), velocities.get_mut(name).unwrap());
-            round.push(gradients[*name].clone());
-            let members = oldest(name, &|stage| delays.round(stage)).unwrap() as usize;
-            if round.len() == members || b + 1 == minibatches {
-                let mut next = versions.last().unwrap().clone();
-                for (i, weight) in next.iter_mut().enumerate() {
-                    let mean = round.iter().map(|gradient| gradient[i]).sum::<f64>() / round.len() as f64;
+            let (pending, velocity) = (pending_gradients.get_mut(name).unwrap(), velocities.get_mut(name).unwrap());
+            pending.push(gradients[*name].clone());
+            let round_length = min_over_stages(name, &|stage| delays.round(stage)).unwrap() as usize;
+            if pending.len() == round_length || minibatch + 1 == minibatches {
+                let mut updated = versions.last().unwrap().clone();
+                for (i, weight) in updated.iter_mut().enumerate() {
+                    let mean = pending.iter().map(|gradient| gradient[i]).sum::<f64>() / pending.len() as f64;
                     velocity[i] = momentum * velocity[i] + mean;
                     *weight -= lr * velocity[i];
                 }
-                versions.push(next);
-                round.clear();
+                versions.push(updated);
+                pending.clear();
             }
         }
     }
@@ -150,30 +155,30 @@ pub fn losses(set: &Set, delays: &Delays, minibatches: u32, (lr, momentum): (f64
 #[test]
 fn the_plain_loop_has_the_losses_of_pytorch() {
     let Some(root) = data("parity") else { return };
-    let set = set(&root, "async_mlp3", "model.onnx");
-    let [three, two] = async_stages(&set);
+    let fixture = load_fixture(&root, "async_mlp3", "model.onnx");
+    let [three_stages, two_stages] = async_stages(&fixture);
     for (mode, schedule, stages, replicas) in [
-        ("stash", Schedule::OneFOneBRr, &three, &[1, 1, 1][..]),
-        ("vsync", Schedule::OneFOneBRrVsync, &three, &[1, 1, 1]),
-        ("2bw", Schedule::TwoBw, &three, &[1, 1, 1]),
-        ("rr_2_1", Schedule::OneFOneBRr, &two, &[2, 1]),
+        ("stash", Schedule::OneFOneBRr, &three_stages, &[1, 1, 1][..]),
+        ("vsync", Schedule::OneFOneBRrVsync, &three_stages, &[1, 1, 1]),
+        ("2bw", Schedule::TwoBw, &three_stages, &[1, 1, 1]),
+        ("rr_2_1", Schedule::OneFOneBRr, &two_stages, &[2, 1]),
     ] {
-        let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed") };
-        let dims = BTreeMap::from([(name.clone(), set.batch as i64)]);
+        let Batch::Symbol { name, .. } = &fixture.model.batch else { panic!("the batch is fixed") };
+        let dims = BTreeMap::from([(name.clone(), fixture.batch as i64)]);
         let (loss, count) = (Loss::CrossEntropy, StepCount::minibatches(20));
         let settings = Settings { dims, loss, class_axis: None, schedule, count };
         let pipeline = Pipeline::balanced(replicas, 2.0);
-        let codes = prepare(&set.model.graph, stages, pipeline, &settings).unwrap().codes;
+        let codes = prepare(&fixture.model.graph, stages, pipeline, &settings).unwrap().codes;
         let limits = replicas.iter().copied().zip(published_caps(replicas)).collect();
         let delays = Delays { schedule, microbatches: 1, stages: limits, stages_of: stages_of(&codes) };
         for (key, rule) in [("sgd", (0.05, 0.0)), ("sgd_m09", (0.01, 0.9))] {
-            let want = set.expected[&format!("{mode}.{key}.f64")].to_f64();
-            let apart = losses(&set, &delays, 20, rule)
+            let expected = fixture.expected[&format!("{mode}.{key}.f64")].to_f64();
+            let difference = losses(&fixture, &delays, 20, rule)
                 .iter()
-                .zip(&want)
-                .map(|(got, want)| (got - want).abs())
+                .zip(&expected)
+                .map(|(got, expected)| (got - expected).abs())
                 .fold(0.0, f64::max);
-            assert!(apart <= 1e-12, "{mode} {key}: {apart:.1e}");
+            assert!(difference <= 1e-12, "{mode} {key}: {difference:.1e}");
         }
     }
 }

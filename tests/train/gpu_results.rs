@@ -9,8 +9,8 @@ use std::process::Command;
 
 /// Runs `pipec` in a folder.
 fn run(folder: &Path, mut command: Command, arguments: &[&str]) {
-    let done = command.current_dir(folder).args(arguments).output().unwrap();
-    assert!(done.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&done.stderr));
+    let output = command.current_dir(folder).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 fn pipec() -> Command {
@@ -18,7 +18,7 @@ fn pipec() -> Command {
 }
 
 /// The weights after some steps on devices.
-fn trained(folder: &Path, model: &str, flags: &str, devices: &str) -> BTreeMap<String, Tensor> {
+fn train_weights(folder: &Path, model: &str, flags: &str, devices: &str) -> BTreeMap<String, Tensor> {
     let mut command = match devices {
         "cpu" => pipec(),
         _ => on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), driver().expect("the caller has it")),
@@ -31,7 +31,7 @@ fn trained(folder: &Path, model: &str, flags: &str, devices: &str) -> BTreeMap<S
 }
 
 /// Compares weights on the CPU and on two GPUs. Each tensor may differ by this part of its largest value.
-fn agree(model: &str, flags: &[&str], part: f64) {
+fn check_agreement(model: &str, flags: &[&str], tolerance: f64) {
     if driver().is_none() {
         return;
     }
@@ -39,13 +39,18 @@ fn agree(model: &str, flags: &[&str], part: f64) {
     let model: Vec<&str> = model.split_whitespace().collect();
     run(folder.path(), pipec(), &[&["zoo"], &model[..], &["-o", "model.onnx"]].concat());
     for flags in flags {
-        let [on_cpu, on_gpus] = ["cpu", "cuda:0,1"].map(|devices| trained(folder.path(), "model.onnx", flags, devices));
+        let [on_cpu, on_gpus] =
+            ["cpu", "cuda:0,1"].map(|devices| train_weights(folder.path(), "model.onnx", flags, devices));
         assert!(on_cpu.keys().eq(on_gpus.keys()), "{flags}");
         for (name, weight) in &on_cpu {
-            let (one, other) = (weight.to_f64(), on_gpus[name].to_f64());
-            let most = one.iter().fold(1e-3f64, |most, value| most.max(value.abs()));
-            let apart = one.iter().zip(&other).fold(0.0f64, |apart, (a, b)| apart.max((a - b).abs()));
-            assert!(apart <= part * most, "{flags}: {name} differs by {apart}, its largest value is {most}");
+            let (cpu_values, gpu_values) = (weight.to_f64(), on_gpus[name].to_f64());
+            let largest = cpu_values.iter().fold(1e-3f64, |largest, value| largest.max(value.abs()));
+            let difference =
+                cpu_values.iter().zip(&gpu_values).fold(0.0f64, |difference, (a, b)| difference.max((a - b).abs()));
+            assert!(
+                difference <= tolerance * largest,
+                "{flags}: {name} differs by {difference}, its largest value is {largest}"
+            );
         }
     }
 }
@@ -73,38 +78,38 @@ fn schedules_agree() {
             "--schedule {schedule} --stages {stages} --microbatches {microbatches} --optimizer sgd-momentum --lr 0.05"
         )
     });
-    agree("mlp", &flags.each_ref().map(String::as_str), 1e-5);
+    check_agreement("mlp", &flags.each_ref().map(String::as_str), 1e-5);
 }
 
 #[test]
 fn treatments_of_stale_weights_agree() {
     let flags = ["stash", "vertical-sync", "predict", "pipemare", "none"]
         .map(|name| format!("--schedule 1f1b-rr --staleness {name} --stages 1,1 --optimizer adam --lr 0.001"));
-    agree("mlp", &flags.each_ref().map(String::as_str), 1e-4);
+    check_agreement("mlp", &flags.each_ref().map(String::as_str), 1e-4);
 }
 
 #[test]
 fn optimizers_agree() {
     let flags = ["sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad"]
         .map(|name| format!("--stages 1,1 --schedule 1f1b --microbatches 2 --optimizer {name} --lr 0.001"));
-    agree("mlp", &flags.each_ref().map(String::as_str), 1e-4);
+    check_agreement("mlp", &flags.each_ref().map(String::as_str), 1e-4);
 }
 
 #[test]
 fn precisions_replicas_and_processes_agree() {
     let base = "--schedule 1f1b --microbatches 4 --optimizer sgd --lr 0.05";
     let flags = ["--stages 2", "--stages 2,1", "--stages 2,1 --processes", "--stages 1,1 --clip-norm 0.1"]
-        .map(|more| format!("{base} {more}"));
-    agree("residual-cnn", &flags.each_ref().map(String::as_str), 1e-4);
+        .map(|extra| format!("{base} {extra}"));
+    check_agreement("residual-cnn", &flags.each_ref().map(String::as_str), 1e-4);
     let flags = ["bf16", "fp16", "tf32"].map(|name| format!("{base} --stages 1,1 --precision {name}"));
-    agree("gpt", &flags.each_ref().map(String::as_str), 2e-2);
+    check_agreement("gpt", &flags.each_ref().map(String::as_str), 2e-2);
 }
 
 #[test]
 fn tensor_groups_agree() {
     let base = "--schedule 1f1b --microbatches 2 --optimizer sgd --lr 0.05";
-    let flags = ["--stages 1,1", "--stages 1,1 --tensor 2"].map(|more| format!("{base} {more}"));
-    agree("gpt --dropout 0.2", &flags.each_ref().map(String::as_str), 1e-4);
-    agree("moe", &[&format!("{base} --stages 1 --tensor 2")], 1e-4);
-    agree("llama", &[&format!("{base} --stages 1 --tensor 2 --precision bf16")], 2e-2);
+    let flags = ["--stages 1,1", "--stages 1,1 --tensor 2"].map(|extra| format!("{base} {extra}"));
+    check_agreement("gpt --dropout 0.2", &flags.each_ref().map(String::as_str), 1e-4);
+    check_agreement("moe", &[&format!("{base} --stages 1 --tensor 2")], 1e-4);
+    check_agreement("llama", &[&format!("{base} --stages 1 --tensor 2 --precision bf16")], 2e-2);
 }

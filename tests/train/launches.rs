@@ -8,18 +8,18 @@ use std::path::Path;
 use std::process::Command;
 
 /// Launches of kernels and of libraries in one step in bf16.
-fn launches(folder: &Path, [model, batch, optimizer]: [&str; 3]) -> u64 {
+fn count_launches(folder: &Path, [model, batch, optimizer]: [&str; 3]) -> u64 {
     let pipec = env!("CARGO_BIN_EXE_pipec");
-    let made = Command::new(pipec).args(["zoo", model, "-o", "model.onnx"]).current_dir(folder).output().unwrap();
-    assert!(made.status.success(), "{model}");
+    let output = Command::new(pipec).args(["zoo", model, "-o", "model.onnx"]).current_dir(folder).output().unwrap();
+    assert!(output.status.success(), "{model}");
     let count = |steps: &str| {
         let mut command = on_simulated_gpus(pipec, driver().expect("the caller has it"));
         command.args(["train", "model.onnx", "--device", "cuda:0", "--stages", "1", "--microbatches", "1"]);
         command.args(["--precision", "bf16", "--synthetic-data", "--steps", steps]);
         command.args(["--batch", batch, "--optimizer", optimizer]).current_dir(folder);
         command.env("PIPEC_SIM_COMPUTE", "0").env("PIPEC_SIM_MEMORY", "80000000000");
-        let done = command.env("PIPEC_SIM_STATS", "stats.json").output().unwrap();
-        assert!(done.status.success(), "{model}: {}", String::from_utf8_lossy(&done.stderr));
+        let output = command.env("PIPEC_SIM_STATS", "stats.json").output().unwrap();
+        assert!(output.status.success(), "{model}: {}", String::from_utf8_lossy(&output.stderr));
         let stats: Value = serde_json::from_str(&fs::read_to_string(folder.join("stats.json")).unwrap()).unwrap();
         ["launches", "library_products"].map(|kind| stats[kind].as_u64().unwrap()).iter().sum::<u64>()
     };
@@ -42,10 +42,10 @@ fn a_step_has_few_launches() {
             (["vgg16", "16", "sgd-momentum"], 178),
         ]);
     }
-    for (model, of_torch) in models {
+    for (model, torch_launches) in models {
         let folder = tempfile::tempdir().unwrap();
-        let own = launches(folder.path(), model);
-        println!("{}: {own} launches in a step, torch.compile {of_torch}", model[0]);
-        assert!((1..=of_torch).contains(&own), "{}: {own} launches", model[0]);
+        let launches = count_launches(folder.path(), model);
+        println!("{}: {launches} launches in a step, torch.compile {torch_launches}", model[0]);
+        assert!((1..=torch_launches).contains(&launches), "{}: {launches} launches", model[0]);
     }
 }

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::Path;
 
 /// Expects this exit code; returns standard error.
-fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
+fn expect_exit(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
@@ -20,45 +20,50 @@ fn json(path: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
 }
 
-fn planned(folder: &Path, more: &[&str]) -> Value {
+fn write_plan(folder: &Path, extra: &[&str]) -> Value {
     let flags = ["partition", "model.onnx", "--gpus", "2", "--stages", "1,1", "-q", "-o", "plan.json"];
-    ends(folder, 0, &[&flags[..], more].concat());
-    ends(folder, 0, &["plan", "check", "plan.json", "--model", "model.onnx"]);
+    expect_exit(folder, 0, &[&flags[..], extra].concat());
+    expect_exit(folder, 0, &["plan", "check", "plan.json", "--model", "model.onnx"]);
     json(&folder.join("plan.json"))
 }
 
-fn total(plan: &Value, stage: usize) -> f64 {
+fn planned_bytes(plan: &Value, stage: usize) -> f64 {
     plan["stages"][stage]["memory"]["total"].as_f64().unwrap()
 }
 
 /// A small model with a large vocabulary, whose logits are the largest tensor.
-fn gpt(folder: &Path) {
-    ends(folder, 0, &["zoo", "gpt", "--vocabulary", "4000", "--tied", "false", "-o", "model.onnx"]);
+fn write_gpt(folder: &Path) {
+    expect_exit(folder, 0, &["zoo", "gpt", "--vocabulary", "4000", "--tied", "false", "-o", "model.onnx"]);
 }
 
 #[test]
 fn the_usual_loss_is_counted_where_it_runs() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    gpt(folder);
-    let usual = planned(folder, &[]);
-    let none = planned(folder, &["--loss", "none"]);
-    assert_eq!(usual["model"]["import"]["loss"], "cross-entropy");
-    assert_eq!(none["model"]["import"]["loss"], Value::Null);
-    assert!(total(&usual, 1) > 1.3 * total(&none, 1), "{} and {}", total(&usual, 1), total(&none, 1));
+    write_gpt(folder);
+    let default_plan = write_plan(folder, &[]);
+    let lossless_plan = write_plan(folder, &["--loss", "none"]);
+    assert_eq!(default_plan["model"]["import"]["loss"], "cross-entropy");
+    assert_eq!(lossless_plan["model"]["import"]["loss"], Value::Null);
+    assert!(
+        planned_bytes(&default_plan, 1) > 1.3 * planned_bytes(&lossless_plan, 1),
+        "{} and {}",
+        planned_bytes(&default_plan, 1),
+        planned_bytes(&lossless_plan, 1)
+    );
     let time = |plan: &Value| plan["stages"][1]["fwd_us"].as_f64().unwrap();
-    assert!(time(&usual) > time(&none));
-    for (more, loss) in
+    assert!(time(&default_plan) > time(&lossless_plan));
+    for (extra, loss) in
         [(&["--loss", "mse"][..], "mse"), (&["--loss", "cross-entropy", "--class-dim", "1"], "cross-entropy over 1")]
     {
-        assert_eq!(planned(folder, more)["model"]["import"]["loss"], loss);
+        assert_eq!(write_plan(folder, extra)["model"]["import"]["loss"], loss);
     }
-    assert_eq!(planned(folder, &["--schedule", "inference"])["model"]["import"]["loss"], Value::Null);
-    let message = ends(folder, 2, &["partition", "model.onnx", "--gpus", "2", "--loss", "output"]);
+    assert_eq!(write_plan(folder, &["--schedule", "inference"])["model"]["import"]["loss"], Value::Null);
+    let message = expect_exit(folder, 2, &["partition", "model.onnx", "--gpus", "2", "--loss", "output"]);
     assert!(message.contains("not a scalar") && message.contains("--loss none"), "{message}");
     // Training requires a loss, with and without a plan.
     for plan in [&["--plan", "plan.json"][..], &[]] {
-        let message = ends(
+        let message = expect_exit(
             folder,
             2,
             &[&["train", "model.onnx", "--synthetic-data", "--batch", "4", "--loss", "output"], plan].concat(),
@@ -75,16 +80,20 @@ fn the_usual_loss_is_counted_where_it_runs() {
 fn a_profile_says_which_loss_its_times_have() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    gpt(folder);
-    ends(
+    write_gpt(folder);
+    expect_exit(
         folder,
         0,
         &["profile", "model.onnx", "--device", "analytic:cpu", "--loss", "mse", "-q", "-o", "profile.json"],
     );
     assert_eq!(json(&folder.join("profile.json"))["settings"]["loss"], "mse");
-    ends(folder, 0, &["partition", "model.onnx", "--profile", "profile.json", "--gpus", "2", "-q", "-o", "plan.json"]);
+    expect_exit(
+        folder,
+        0,
+        &["partition", "model.onnx", "--profile", "profile.json", "--gpus", "2", "-q", "-o", "plan.json"],
+    );
     assert_eq!(json(&folder.join("plan.json"))["model"]["import"]["loss"], "mse");
-    let message = ends(
+    let message = expect_exit(
         folder,
         2,
         &["partition", "model.onnx", "--profile", "profile.json", "--gpus", "2", "--loss", "bce", "-o", "p.json"],
@@ -97,23 +106,24 @@ fn a_profile_says_which_loss_its_times_have() {
 fn training_holds_what_was_planned() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    gpt(folder);
+    write_gpt(folder);
     let flags = ["--profile", "analytic:cpu", "--optimizer", "sgd-momentum", "--micro-batch", "4", "--loss", "mse"];
-    let plan = planned(folder, &flags);
+    let plan = write_plan(folder, &flags);
     let training =
         ["train", "model.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "6", "--momentum", "0.9"];
-    ends(folder, 0, &[&training[..], &["--batch", "4", "-q", "--metrics", "m.jsonl"]].concat());
+    expect_exit(folder, 0, &[&training[..], &["--batch", "4", "-q", "--metrics", "m.jsonl"]].concat());
     let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
-    let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
-    let stages = last["total"]["stages"].as_array().unwrap();
+    let totals: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
+    let stages = totals["total"]["stages"].as_array().unwrap();
     assert_eq!(stages.len(), 2);
-    for (at, stage) in stages.iter().enumerate() {
-        let ratio = stage["peak_memory_bytes"].as_f64().unwrap() / total(&plan, at);
-        assert!((0.95..=1.05).contains(&ratio), "stage {at} held {ratio} of what was planned");
+    for (index, stage) in stages.iter().enumerate() {
+        let ratio = stage["peak_memory_bytes"].as_f64().unwrap() / planned_bytes(&plan, index);
+        assert!((0.95..=1.05).contains(&ratio), "stage {index} held {ratio} of what was planned");
     }
-    let first = |lines: &str| serde_json::from_str::<Value>(lines.lines().next().unwrap()).unwrap()["loss"].clone();
-    let by_plan = first(&lines);
-    ends(
+    let first_loss =
+        |lines: &str| serde_json::from_str::<Value>(lines.lines().next().unwrap()).unwrap()["loss"].clone();
+    let planned_loss = first_loss(&lines);
+    expect_exit(
         folder,
         0,
         &[
@@ -131,7 +141,7 @@ fn training_holds_what_was_planned() {
             "n.jsonl",
         ],
     );
-    assert_eq!(first(&fs::read_to_string(folder.join("n.jsonl")).unwrap()), by_plan);
+    assert_eq!(first_loss(&fs::read_to_string(folder.join("n.jsonl")).unwrap()), planned_loss);
 }
 
 /// A step reads and writes 5 times the weights for SGD with momentum, 7 times for Adam, 3 times for plain SGD; once per
@@ -140,20 +150,23 @@ fn training_holds_what_was_planned() {
 fn steps_of_the_optimizer_are_part_of_the_time() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    ends(folder, 0, &["zoo", "mlp", "-o", "model.onnx"]);
-    let time = |more: &[&str]| {
-        let plan = planned(folder, more);
-        (0..2).map(|at| plan["stages"][at]["bwd_us"].as_f64().unwrap()).sum::<f64>()
+    expect_exit(folder, 0, &["zoo", "mlp", "-o", "model.onnx"]);
+    let time = |extra: &[&str]| {
+        let plan = write_plan(folder, extra);
+        (0..2).map(|index| plan["stages"][index]["bwd_us"].as_f64().unwrap()).sum::<f64>()
     };
-    let of = |optimizer: &str| time(&["--optimizer", optimizer]);
-    let [sgd, momentum, adam] = ["sgd", "sgd-momentum", "adam"].map(of);
-    let each = (momentum - sgd) / 2.0;
-    assert!(each > 0.0 && ((adam - momentum) / 2.0 / each - 1.0).abs() < 1e-6, "{sgd}, {momentum}, {adam}");
-    let of = |microbatches: &str, optimizer: &str| {
+    let step_time = |optimizer: &str| time(&["--optimizer", optimizer]);
+    let [sgd, momentum, adam] = ["sgd", "sgd-momentum", "adam"].map(step_time);
+    let weight_pass = (momentum - sgd) / 2.0;
+    assert!(
+        weight_pass > 0.0 && ((adam - momentum) / 2.0 / weight_pass - 1.0).abs() < 1e-6,
+        "{sgd}, {momentum}, {adam}"
+    );
+    let step_time = |microbatches: &str, optimizer: &str| {
         time(&["--schedule", "1f1b", "--microbatches", microbatches, "--optimizer", optimizer])
     };
-    let fourth = (of("4", "adam") - of("4", "sgd-momentum")) / 2.0;
-    assert!((fourth * 4.0 / each - 1.0).abs() < 1e-6, "{fourth} and {each}");
+    let fourth = (step_time("4", "adam") - step_time("4", "sgd-momentum")) / 2.0;
+    assert!((fourth * 4.0 / weight_pass - 1.0).abs() < 1e-6, "{fourth} and {weight_pass}");
     // The published cost models have no optimizer time.
     let paper = |optimizer: &str| time(&["--cost", "paper", "--optimizer", optimizer]);
     assert_eq!(paper("sgd"), paper("adam"));
@@ -164,9 +177,9 @@ fn steps_of_the_optimizer_are_part_of_the_time() {
 fn a_micro_batch_without_labels_adds_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    ends(folder, 0, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "model.onnx"]);
+    expect_exit(folder, 0, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "model.onnx"]);
     let x = |rows: usize| {
-        Tensor::from_f32(&[rows, 6], &(0..rows * 6).map(|at| (at % 24) as f32 / 24.0).collect::<Vec<_>>())
+        Tensor::from_f32(&[rows, 6], &(0..rows * 6).map(|index| (index % 24) as f32 / 24.0).collect::<Vec<_>>())
     };
     let write = |name: &str, labels: &[i64]| {
         let arrays = [("x", x(labels.len())), ("y", Tensor::from_i64(&[labels.len()], labels))];
@@ -177,28 +190,28 @@ fn a_micro_batch_without_labels_adds_nothing() {
     write("whole.npz", &[0, 2, 1, 1]);
     // The first step has no labels.
     write("none.npz", &[-100, -100, -100, -100, 0, 2, 1, 1]);
-    let trained = |data: &str, batch: &str, microbatches: &str, more: &[&str]| {
+    let train = |data: &str, batch: &str, microbatches: &str, extra: &[&str]| {
         let flags = ["train", "model.onnx", "--data", data, "--batch", batch, "--microbatches", microbatches, "-q"];
         let results = ["--metrics", "m.jsonl", "--save", "w.npz", "--save-gradients", "g.npz"];
-        ends(folder, 0, &[&flags[..], &results, more].concat());
+        expect_exit(folder, 0, &[&flags[..], &results, extra].concat());
         let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
         let loss = serde_json::from_str::<Value>(lines.lines().next().unwrap()).unwrap()["loss"].as_f64().unwrap();
         (loss, weights::read(&folder.join("g.npz")).unwrap(), weights::read(&folder.join("w.npz")).unwrap())
     };
-    let (whole, expected, _) = trained("whole.npz", "4", "1", &[]);
-    for more in [&["--stages", "1,1"][..], &["--stages", "1,1", "--schedule", "zb-h1"], &["--tensor", "2"]] {
-        let (half, gradients, _) = trained("half.npz", "8", "2", more);
-        assert!((half - whole / 2.0).abs() < 1e-6, "{more:?}: {half} is not half of {whole}");
+    let (full_loss, expected, _) = train("whole.npz", "4", "1", &[]);
+    for extra in [&["--stages", "1,1"][..], &["--stages", "1,1", "--schedule", "zb-h1"], &["--tensor", "2"]] {
+        let (half_loss, gradients, _) = train("half.npz", "8", "2", extra);
+        assert!((half_loss - full_loss / 2.0).abs() < 1e-6, "{extra:?}: {half_loss} is not half of {full_loss}");
         for (name, gradient) in &gradients {
             let close = |(got, want): (f64, f64)| (got - want / 2.0).abs() < 1e-6;
-            assert!(gradient.to_f64().into_iter().zip(expected[name].to_f64()).all(close), "{more:?}: {name}");
+            assert!(gradient.to_f64().into_iter().zip(expected[name].to_f64()).all(close), "{extra:?}: {name}");
         }
     }
-    let (none, gradients, weights) = trained("none.npz", "4", "1", &["--lr", "1", "--steps", "1"]);
-    assert_eq!(none, 0.0);
+    let (empty_loss, gradients, weights) = train("none.npz", "4", "1", &["--lr", "1", "--steps", "1"]);
+    assert_eq!(empty_loss, 0.0);
     assert!(gradients.values().all(|gradient| gradient.to_f64().iter().all(|value| *value == 0.0)));
-    let (_, _, again) = trained("none.npz", "4", "2", &["--lr", "1", "--steps", "1"]);
-    assert!(weights.iter().all(|(name, weight)| weight.bytes() == again[name].bytes()), "nothing moves them");
+    let (_, _, repeated) = train("none.npz", "4", "2", &["--lr", "1", "--steps", "1"]);
+    assert!(weights.iter().all(|(name, weight)| weight.bytes() == repeated[name].bytes()), "nothing moves them");
 }
 
 /// On models of a few kilobytes, scratch of fused ops and alignment to cache lines are a large part.
@@ -206,16 +219,16 @@ fn a_micro_batch_without_labels_adds_nothing() {
 fn little_models_hold_what_was_planned() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    ends(folder, 0, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "model.onnx"]);
+    expect_exit(folder, 0, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "model.onnx"]);
     for batch in ["1", "8", "32", "128", "512"] {
         let plan = ["partition", "model.onnx", "--gpus", "1", "--profile", "analytic:cpu", "--micro-batch", batch];
-        ends(folder, 0, &[&plan[..], &["-q", "-o", "plan.json"]].concat());
+        expect_exit(folder, 0, &[&plan[..], &["-q", "-o", "plan.json"]].concat());
         let training = ["train", "model.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "2", "-q"];
-        ends(folder, 0, &[&training[..], &["--metrics", "m.jsonl"]].concat());
+        expect_exit(folder, 0, &[&training[..], &["--metrics", "m.jsonl"]].concat());
         let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
-        let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
-        let held = last["total"]["stages"][0]["peak_memory_bytes"].as_f64().unwrap();
-        let ratio = held / total(&json(&folder.join("plan.json")), 0);
+        let totals: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
+        let peak_bytes = totals["total"]["stages"][0]["peak_memory_bytes"].as_f64().unwrap();
+        let ratio = peak_bytes / planned_bytes(&json(&folder.join("plan.json")), 0);
         assert!((0.97..=1.03).contains(&ratio), "batch {batch}: held {ratio} of what was planned");
     }
 }

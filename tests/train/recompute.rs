@@ -35,7 +35,7 @@ use std::collections::{BTreeMap, BTreeSet};
 const STEPS: u32 = 2;
 const MICROBATCHES: u32 = 8;
 
-struct Subjects {
+struct TestModel {
     graph: Graph,
     weights: BTreeMap<String, Tensor>,
     dims: Bindings,
@@ -43,7 +43,7 @@ struct Subjects {
     item: usize,
 }
 
-fn subject(name: &str, model: &Model, item: usize, devices: u32) -> Subjects {
+fn build_test_model(name: &str, model: &Model, item: usize, devices: u32) -> TestModel {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     std::fs::write(&path, to_bytes(&build(name, model).unwrap().model)).unwrap();
@@ -52,10 +52,10 @@ fn subject(name: &str, model: &Model, item: usize, devices: u32) -> Subjects {
     let graph = bind(&model.graph, &dims).unwrap();
     let attribution = attribute(&graph, Training::Loss(Loss::CrossEntropy, None)).unwrap();
     let mut costs = cost_graph(&graph, &attribution);
-    let known = ProfiledModel { file: String::new(), sha256: String::new(), ops: 0 };
-    let about = Subject { model: known, micro_batch: 1, loss: None };
+    let profiled = ProfiledModel { file: String::new(), sha256: String::new(), ops: 0 };
+    let subject = Subject { model: profiled, micro_batch: 1, loss: None };
     let cpu = device::find("cpu").unwrap().device();
-    fill(&mut costs, &analytic::profile(&graph, &attribution, &cpu, &about), None).unwrap();
+    fill(&mut costs, &analytic::profile(&graph, &attribution, &cpu, &subject), None).unwrap();
     for (op, bytes) in costs.ops.iter_mut().zip(scratch(&attribution)) {
         op.workspace_bytes = bytes;
     }
@@ -67,39 +67,39 @@ fn subject(name: &str, model: &Model, item: usize, devices: u32) -> Subjects {
     let mut problem = Problem::new(costs, levels(&format!("{devices}:100GB/s")).unwrap(), CostModel::Pipec);
     problem.cluster.device = cpu;
     (problem.microbatches, problem.optimizer_state) = (MICROBATCHES, 1.0);
-    Subjects { graph: model.graph, weights, dims, problem, item }
+    TestModel { graph: model.graph, weights, dims, problem, item }
 }
 
-impl Subjects {
+impl TestModel {
     /// The plan of a schedule in which every stage recomputes this fraction of its ops, with its peak memory by rank.
-    fn plan(&self, schedule: Schedule, share: f64) -> (Plan, Vec<u64>) {
+    fn plan(&self, schedule: Schedule, fraction: f64) -> (Plan, Vec<u64>) {
         let chunks = if schedule.has_chunks() { 2 } else { 1 };
         let mut problem = Problem { schedule, chunks, ..self.problem.clone() };
         let stages = problem.cluster.devices() * chunks;
         problem.constraints.replicas = Some(vec![1; stages as usize]);
-        let mut planned = plan(&problem, &PlannerOptions::default()).unwrap().plan;
-        for stage in &mut planned.stages {
-            let all = stage.op_ids().count();
-            let ops = (all as f64 * share).round() as usize;
+        let mut recomputing_plan = plan(&problem, &PlannerOptions::default()).unwrap().plan;
+        for stage in &mut recomputing_plan.stages {
+            let op_count = stage.op_ids().count();
+            let ops = (op_count as f64 * fraction).round() as usize;
             let us = |op: u32| problem.graph.ops[op as usize].fwd_us;
             let fwd_us = stage.op_ids().take(ops).map(us).sum();
             stage.recompute = ops > 0;
             stage.recomputed =
-                (ops > 0 && ops < all).then_some(RecomputedOps { ops: ops as u32, layers: None, fwd_us });
+                (ops > 0 && ops < op_count).then_some(RecomputedOps { ops: ops as u32, layers: None, fwd_us });
             stage.bwd_us += stage.recompute_us();
         }
-        let memory = evaluate(&problem, &planned).unwrap().memory;
-        planned.stages.iter_mut().zip(&memory).for_each(|(stage, memory)| stage.memory = *memory);
+        let memory = evaluate(&problem, &recomputing_plan).unwrap().memory;
+        recomputing_plan.stages.iter_mut().zip(&memory).for_each(|(stage, memory)| stage.memory = *memory);
         let ranks = problem.cluster.devices();
-        let of_rank = |rank: u32| {
-            planned.stages.iter().filter(|stage| stage.devices == [rank]).map(|stage| stage.memory.total).sum()
+        let rank_bytes = |rank: u32| {
+            recomputing_plan.stages.iter().filter(|stage| stage.devices == [rank]).map(|stage| stage.memory.total).sum()
         };
-        let held = (0..ranks).map(of_rank).collect();
-        (planned, held)
+        let bytes_by_rank = (0..ranks).map(rank_bytes).collect();
+        (recomputing_plan, bytes_by_rank)
     }
 
     /// Trains by a plan. Also returns the planned memory of each rank with the arenas of the compiled stages.
-    fn trained(&self, plan: &Plan) -> (Trained, Vec<u64>) {
+    fn train(&self, plan: &Plan) -> (Trained, Vec<u64>) {
         let mut stages = vec![0; self.problem.graph.ops.len()];
         for stage in &plan.stages {
             stage.op_ids().for_each(|op| stages[op as usize] = stage.id.index());
@@ -128,52 +128,68 @@ impl Subjects {
             keep_gradients: false,
         };
         let trained = train(&training, &mut |_| {}).unwrap();
-        let mut known = vec![0; trained.peak_memory_bytes.len()];
+        let mut bytes_with_arena = vec![0; trained.peak_memory_bytes.len()];
         for (stage, code) in plan.stages.iter().zip(&prepared.codes) {
-            known[stage.devices[0] as usize] += stage.memory.total - stage.memory.workspace + code.arena_bytes as u64;
+            bytes_with_arena[stage.devices[0] as usize] +=
+                stage.memory.total - stage.memory.workspace + code.arena_bytes as u64;
         }
-        (trained, known)
+        (trained, bytes_with_arena)
     }
 }
 
-fn agrees(name: &str, subject: &Subjects) {
+fn check_recomputation(name: &str, test_model: &TestModel) {
     for schedule in [Schedule::OneFOneB, Schedule::ZbH1, Schedule::Interleaved] {
-        let (plain, said) = subject.plan(schedule, 0.0);
-        let (without, _) = subject.trained(&plain);
-        let mut totals = vec![said.iter().sum::<u64>()];
-        for share in [0.3, 0.7, 1.0] {
-            let (plan, said) = subject.plan(schedule, share);
-            let (mut trained, known) = subject.trained(&plan);
+        let (plain, planned_bytes) = test_model.plan(schedule, 0.0);
+        let (baseline, _) = test_model.train(&plain);
+        let mut totals = vec![planned_bytes.iter().sum::<u64>()];
+        for fraction in [0.3, 0.7, 1.0] {
+            let (plan, planned_bytes) = test_model.plan(schedule, fraction);
+            let (mut trained, bytes_with_arena) = test_model.train(&plan);
             if schedule.has_chunks() {
                 // Whether the chunks of a rank are fullest at the same time depends on the progress of the threads.
                 for _ in 0..3 {
-                    let again = subject.trained(&plan).0.peak_memory_bytes;
-                    trained.peak_memory_bytes.iter_mut().zip(again).for_each(|(most, held)| *most = held.max(*most));
+                    let peaks = test_model.train(&plan).0.peak_memory_bytes;
+                    trained
+                        .peak_memory_bytes
+                        .iter_mut()
+                        .zip(peaks)
+                        .for_each(|(max_bytes, peak_bytes)| *max_bytes = peak_bytes.max(*max_bytes));
                 }
             }
-            assert_eq!(trained.losses, without.losses, "{name} {schedule} {share}");
-            assert_eq!(trained.weights.len(), without.weights.len());
-            for (of, weight) in &without.weights {
-                assert_eq!(trained.weights[of].bytes(), weight.bytes(), "{of} of {name} {schedule} {share}");
+            assert_eq!(trained.losses, baseline.losses, "{name} {schedule} {fraction}");
+            assert_eq!(trained.weights.len(), baseline.weights.len());
+            for (key, weight) in &baseline.weights {
+                assert_eq!(trained.weights[key].bytes(), weight.bytes(), "{key} of {name} {schedule} {fraction}");
             }
             let spans = trained.spans.iter().flatten();
-            let again: BTreeSet<_> = spans
+            let recomputed: BTreeSet<_> = spans
                 .filter(|span| matches!(span.work, Work::Recompute(..)))
                 .map(|span| {
                     let Work::Recompute(stage, item) = span.work else { unreachable!() };
                     (stage, item)
                 })
                 .collect();
-            assert_eq!(again.len(), plan.stages.len() * (STEPS * MICROBATCHES) as usize, "{name} {schedule} {share}");
-            for (rank, ((held, known), said)) in trained.peak_memory_bytes.iter().zip(&known).zip(&said).enumerate() {
-                let message = format!("{name} {schedule} {share}: rank {rank} holds {held} B of {said} planned");
-                println!("{message}, {known} with its arena: {:.3}", *held as f64 / *known as f64);
+            assert_eq!(
+                recomputed.len(),
+                plan.stages.len() * (STEPS * MICROBATCHES) as usize,
+                "{name} {schedule} {fraction}"
+            );
+            for (rank, ((peak_bytes, bytes_with_arena), planned_bytes)) in
+                trained.peak_memory_bytes.iter().zip(&bytes_with_arena).zip(&planned_bytes).enumerate()
+            {
+                let message = format!(
+                    "{name} {schedule} {fraction}: rank {rank} holds {peak_bytes} B of {planned_bytes} planned"
+                );
+                println!(
+                    "{message}, {bytes_with_arena} with its arena: {:.3}",
+                    *peak_bytes as f64 / *bytes_with_arena as f64
+                );
                 // The chunks of a rank need not be fullest at the same time.
-                let least = if schedule.has_chunks() { 85 } else { 97 };
-                let expected = known / 100 * least..=known / 100 * 101;
-                assert!(expected.contains(held), "{message}, {known} with its arena");
+                let percent = if schedule.has_chunks() { 85 } else { 97 };
+                let expected = bytes_with_arena / 100 * percent..=bytes_with_arena / 100 * 101;
+                assert!(expected.contains(peak_bytes), "{message}, {bytes_with_arena} with its arena");
             }
-            totals.push(said.iter().sum());
+            totals.push(planned_bytes.iter().sum());
         }
         println!("{name} {schedule}: {totals:?}");
         assert!(totals.windows(2).all(|pair| pair[1] < pair[0]), "{name} {schedule}: {totals:?}");
@@ -183,16 +199,16 @@ fn agrees(name: &str, subject: &Subjects) {
 #[test]
 fn first_layers_of_an_mlp_are_recomputed() {
     let model = Model::default().number("hidden", 64).number("layers", 16);
-    agrees("mlp", &subject("mlp", &model, 256, 2));
+    check_recomputation("mlp", &build_test_model("mlp", &model, 256, 2));
 }
 
 #[test]
 fn dropout_has_the_same_masks_when_recomputed() {
     let model = Model::default().number("layers", 4);
-    agrees("gpt", &subject("gpt", &model, 8, 2));
+    check_recomputation("gpt", &build_test_model("gpt", &model, 8, 2));
 }
 
 #[test]
 fn running_statistics_are_updated_once() {
-    agrees("residual-cnn", &subject("residual-cnn", &Model::default(), 32, 2));
+    check_recomputation("residual-cnn", &build_test_model("residual-cnn", &Model::default(), 32, 2));
 }

@@ -27,30 +27,30 @@ const MICROBATCHES: u32 = 3;
 
 /// Op 0: product of `x`; 1: tangent; 2 and 3: products; 4: their sum, with one gradient for both; 5: tangent; 6:
 /// product.
-fn network() -> (Graph, BTreeMap<String, Tensor>) {
+fn build_network() -> (Graph, BTreeMap<String, Tensor>) {
     let mut graph = Graph::new("shared");
     let mut weights = BTreeMap::new();
-    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let mut writer = Writer { graph: &mut graph, origin: Origin::default() };
     let fact = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::from(WIDTH)]);
-    let x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
-    let mut product = |out: &mut Writer<'_>, x: Value, name: &str| {
+    let x = writer.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let mut product = |writer: &mut Writer<'_>, x: Value, name: &str| {
         weights.insert(name.to_string(), uniform(&[WIDTH, WIDTH], name.len() as u64));
         let fact = Fact::of(DType::F32, &[WIDTH, WIDTH]);
-        let w = out.emit(Op::Parameter(Parameter { name: name.into(), fact }), &[]);
-        out.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[x, w])
+        let w = writer.emit(Op::Parameter(Parameter { name: name.into(), fact }), &[]);
+        writer.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[x, w])
     };
-    let first = product(&mut out, x, "w");
-    let hidden = out.emit(Op::Unary(Unary::Tanh), &[first]);
-    let (one, other) = (product(&mut out, hidden, "one"), product(&mut out, hidden, "other"));
-    let sum = out.emit(Op::Binary(Binary::Add), &[one, other]);
-    let sum = out.emit(Op::Unary(Unary::Tanh), &[sum]);
-    let last = product(&mut out, sum, "at last");
-    graph.outputs.push(Output { name: "y".into(), value: last });
+    let first_product = product(&mut writer, x, "w");
+    let hidden = writer.emit(Op::Unary(Unary::Tanh), &[first_product]);
+    let (left, right) = (product(&mut writer, hidden, "one"), product(&mut writer, hidden, "other"));
+    let sum = writer.emit(Op::Binary(Binary::Add), &[left, right]);
+    let sum = writer.emit(Op::Unary(Unary::Tanh), &[sum]);
+    let logits = product(&mut writer, sum, "at last");
+    graph.outputs.push(Output { name: "y".into(), value: logits });
     (graph, weights)
 }
 
 /// The training result, and the maximum number of sums that a step accumulates into.
-fn trained(
+fn train_stages(
     (graph, weights): &(Graph, BTreeMap<String, Tensor>),
     stages: &[usize],
     schedule: Schedule,
@@ -84,75 +84,75 @@ fn trained(
     let terms = |code: &StageCode| code.gradient_terms.iter().all(|term| term.is_summed);
     assert!(stages.iter().any(|stage| *stage > 0) || prepared.codes.iter().all(terms));
     let steps = prepared.codes.iter().flat_map(|code| code.backward.steps.iter().chain(&code.weight.steps));
-    let most = steps.map(|step| step.adds_to.len()).max().unwrap();
-    (train(&training, &mut |_| {}).unwrap(), most)
+    let max_sums = steps.map(|step| step.adds_to.len()).max().unwrap();
+    (train(&training, &mut |_| {}).unwrap(), max_sums)
 }
 
 /// `stages` under these schedules give the same bits as one stage, also for a pair of parameters with equal gradients.
-fn agree(network: &(Graph, BTreeMap<String, Tensor>), together: &Trained, cuts: &[(&[usize], Schedule)]) {
+fn check_cuts(network: &(Graph, BTreeMap<String, Tensor>), unsplit: &Trained, cuts: &[(&[usize], Schedule)]) {
     for (stages, schedule) in cuts {
-        let (apart, _) = trained(network, stages, *schedule);
-        assert_eq!(apart.losses, together.losses, "{stages:?} {schedule:?}");
-        for (name, gradient) in &together.gradients {
-            assert_eq!(apart.gradients[name].bytes(), gradient.bytes(), "{name} {stages:?} {schedule:?}");
+        let (split, _) = train_stages(network, stages, *schedule);
+        assert_eq!(split.losses, unsplit.losses, "{stages:?} {schedule:?}");
+        for (name, gradient) in &unsplit.gradients {
+            assert_eq!(split.gradients[name].bytes(), gradient.bytes(), "{name} {stages:?} {schedule:?}");
         }
-        for (name, weight) in &together.weights {
-            assert_eq!(apart.weights[name].bytes(), weight.bytes(), "{name} {stages:?} {schedule:?}");
+        for (name, weight) in &unsplit.weights {
+            assert_eq!(split.weights[name].bytes(), weight.bytes(), "{name} {stages:?} {schedule:?}");
         }
     }
 }
 
 #[test]
 fn a_gradient_of_two_parameters_has_its_bits_wherever_they_are() {
-    let network = network();
-    let (together, most) = trained(&network, &[0; 7], Schedule::OneFOneB);
-    assert_eq!(together.gradients["one"].bytes(), together.gradients["other"].bytes(), "they are one tensor");
-    assert_eq!(most, 2);
+    let network = build_network();
+    let (unsplit, max_sums) = train_stages(&network, &[0; 7], Schedule::OneFOneB);
+    assert_eq!(unsplit.gradients["one"].bytes(), unsplit.gradients["other"].bytes(), "they are one tensor");
+    assert_eq!(max_sums, 2);
     let cuts: [(&[usize], Schedule); 3] = [
         (&[0, 0, 0, 1, 1, 1, 1], Schedule::OneFOneB),
         (&[0, 0, 0, 0, 1, 1, 1], Schedule::Gpipe),
         (&[0, 0, 0, 1, 1, 1, 1], Schedule::ZbH1),
     ];
-    agree(&network, &together, &cuts);
+    check_cuts(&network, &unsplit, &cuts);
 }
 
 /// Op 0: product of `x`; 1: tangent; 2: sum with a parameter; 3: product with many columns. The parameter's gradient
 /// equals the tangent's, which a cut between the two sends.
-fn shifted() -> (Graph, BTreeMap<String, Tensor>) {
+fn build_shifted_network() -> (Graph, BTreeMap<String, Tensor>) {
     const WIDE: usize = 700;
     let mut graph = Graph::new("shifted");
     let mut weights = BTreeMap::new();
-    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
-    let x = out.emit(Op::Input(Input { name: "x".into(), fact: Fact::of(DType::F32, &[ROWS, WIDTH]) }), &[]);
-    let mut parameter = |out: &mut Writer<'_>, name: &str, shape: [usize; 2]| {
+    let mut writer = Writer { graph: &mut graph, origin: Origin::default() };
+    let x = writer.emit(Op::Input(Input { name: "x".into(), fact: Fact::of(DType::F32, &[ROWS, WIDTH]) }), &[]);
+    let mut parameter = |writer: &mut Writer<'_>, name: &str, shape: [usize; 2]| {
         weights.insert(name.to_string(), uniform(&shape, name.len() as u64));
-        out.emit(Op::Parameter(Parameter { name: name.into(), fact: Fact::of(DType::F32, &shape) }), &[])
+        writer.emit(Op::Parameter(Parameter { name: name.into(), fact: Fact::of(DType::F32, &shape) }), &[])
     };
     let (first, shift, last) = (
-        parameter(&mut out, "w", [WIDTH, WIDTH]),
-        parameter(&mut out, "shift", [ROWS, WIDTH]),
-        parameter(&mut out, "at last", [WIDTH, WIDE]),
+        parameter(&mut writer, "w", [WIDTH, WIDTH]),
+        parameter(&mut writer, "shift", [ROWS, WIDTH]),
+        parameter(&mut writer, "at last", [WIDTH, WIDE]),
     );
     let product = Op::MatMul(MatMul { transpose_a: false, transpose_b: false });
-    let hidden = out.emit(product.clone(), &[x, first]);
-    let hidden = out.emit(Op::Unary(Unary::Tanh), &[hidden]);
-    let hidden = out.emit(Op::Binary(Binary::Add), &[hidden, shift]);
-    let y = out.emit(product, &[hidden, last]);
-    let square = out.emit(Op::Binary(Binary::Mul), &[y, y]);
+    let hidden = writer.emit(product.clone(), &[x, first]);
+    let hidden = writer.emit(Op::Unary(Unary::Tanh), &[hidden]);
+    let hidden = writer.emit(Op::Binary(Binary::Add), &[hidden, shift]);
+    let y = writer.emit(product, &[hidden, last]);
+    let square = writer.emit(Op::Binary(Binary::Mul), &[y, y]);
     let mean = Reduce { kind: ReduceKind::Mean, axes: vec![0, 1], keep: false };
-    let loss = out.emit(Op::Reduce(mean), &[square]);
+    let loss = writer.emit(Op::Reduce(mean), &[square]);
     graph.outputs.push(Output { name: "loss".into(), value: loss });
     (graph, weights)
 }
 
 #[test]
 fn a_gradient_that_is_sent_as_well_has_the_bits_of_one_that_is_not() {
-    let network = shifted();
-    let (together, _) = trained(&network, &[0; 6], Schedule::OneFOneB);
+    let network = build_shifted_network();
+    let (unsplit, _) = train_stages(&network, &[0; 6], Schedule::OneFOneB);
     let cuts: [(&[usize], Schedule); 3] = [
         (&[0, 0, 1, 1, 1, 1], Schedule::OneFOneB),
         (&[0, 1, 1, 1, 1, 1], Schedule::ZbH1),
         (&[0, 0, 0, 1, 1, 1], Schedule::Gpipe),
     ];
-    agree(&network, &together, &cuts);
+    check_cuts(&network, &unsplit, &cuts);
 }

@@ -27,26 +27,26 @@ use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared, run_s
 use std::collections::BTreeMap;
 use std::path::Path;
 
-struct Set {
+struct Fixture {
     model: Model,
     arrays: BTreeMap<String, Tensor>,
     expected: BTreeMap<String, Tensor>,
     batch: usize,
 }
 
-fn set(root: &Path, name: &str) -> Set {
+fn load_fixture(root: &Path, name: &str) -> Fixture {
     let rows = |t: &Tensor| t.reshaped([&[t.shape()[0] * t.shape()[1]], &t.shape()[2..]].concat()).unwrap();
     let folder = root.join(name);
     let inputs = arrays(&folder.join("inputs.npz"));
     let batch = inputs["x"].shape()[1];
-    let mut all: BTreeMap<String, Tensor> = inputs.iter().map(|(k, v)| (k.clone(), rows(v))).collect();
-    all.insert("target".into(), rows(&arrays(&folder.join("targets.npz"))["target"]));
+    let mut minibatch_rows: BTreeMap<String, Tensor> = inputs.iter().map(|(k, v)| (k.clone(), rows(v))).collect();
+    minibatch_rows.insert("target".into(), rows(&arrays(&folder.join("targets.npz"))["target"]));
     let model = load(&folder.join("model_dynbatch.onnx"), &Options::default()).unwrap();
-    Set { model, arrays: all, expected: arrays(&folder.join("expected.npz")), batch }
+    Fixture { model, arrays: minibatch_rows, expected: arrays(&folder.join("expected.npz")), batch }
 }
 
 /// Devices with a free link, so that everything splittable is split.
-pub fn group(devices: usize) -> Machine {
+pub fn build_machine(devices: usize) -> Machine {
     let mut device = device::find("cpu").unwrap().device();
     device.launch = Seconds(0.0);
     Machine {
@@ -66,41 +66,43 @@ fn adam() -> Optimizer {
 }
 
 fn run(
-    set: &Set,
+    fixture: &Fixture,
     replicas: &[u32],
     devices: usize,
     policy: &Policy,
 ) -> Result<(Trained, Layouts), TensorParallelError> {
-    run_on(set, replicas, &group(devices), policy)
+    run_on(fixture, replicas, &build_machine(devices), policy)
 }
 
 fn run_on(
-    set: &Set,
+    fixture: &Fixture,
     replicas: &[u32],
     machine: &Machine,
     policy: &Policy,
 ) -> Result<(Trained, Layouts), TensorParallelError> {
     let devices = machine.devices;
-    let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed: {:?}", set.model.batch) };
+    let Batch::Symbol { name, .. } = &fixture.model.batch else {
+        panic!("the batch is fixed: {:?}", fixture.model.batch)
+    };
     let microbatches = if replicas.len() > 1 { 4 } else { 1 };
     let count = StepCount { minibatches: 10, microbatches };
-    let ops = order::numbered(&set.model.graph).len();
+    let ops = order::numbered(&fixture.model.graph).len();
     let stages: Vec<usize> = (0..ops).map(|i| i * replicas.len() / ops).collect();
-    let item = set.batch / microbatches as usize;
+    let item = fixture.batch / microbatches as usize;
     let dims = BTreeMap::from([(name.clone(), item as i64)]);
     let pipeline = Pipeline::chain(replicas.iter().map(|r| StageSpec::new(*r, 1.0, 2.0)).collect());
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule: Schedule::OneFOneB, count };
     let (prepared, layouts) = match devices {
-        1 => (prepare(&set.model.graph, &stages, pipeline, &settings).unwrap(), Layouts::new()),
-        _ => prepare_shared(&set.model.graph, &stages, pipeline, &settings, machine).unwrap(),
+        1 => (prepare(&fixture.model.graph, &stages, pipeline, &settings).unwrap(), Layouts::new()),
+        _ => prepare_shared(&fixture.model.graph, &stages, pipeline, &settings, machine).unwrap(),
     };
-    let given = |(name, weight): (&String, &Weight)| match weight {
+    let named_tensor = |(name, weight): (&String, &Weight)| match weight {
         Weight::Given(tensor) => (name.clone(), tensor.clone()),
         Weight::Missing { path } => panic!("no weights at {path}"),
     };
-    let weights: BTreeMap<String, Tensor> = set.model.weights.iter().map(given).collect();
-    let dataset = Dataset::new(set.arrays.clone(), &feeds(&prepared.codes), item).unwrap();
-    let batches = Batches::new(dataset, set.batch, microbatches as usize, 10, RowOrder::InOrder).unwrap();
+    let weights: BTreeMap<String, Tensor> = fixture.model.weights.iter().map(named_tensor).collect();
+    let dataset = Dataset::new(fixture.arrays.clone(), &feeds(&prepared.codes), item).unwrap();
+    let batches = Batches::new(dataset, fixture.batch, microbatches as usize, 10, RowOrder::InOrder).unwrap();
     let training = TrainJob {
         codes: &prepared.codes,
         program: &prepared.program,
@@ -122,7 +124,7 @@ fn run_on(
     Ok((trained, layouts))
 }
 
-fn worst(got: &[f64], want: &[f64]) -> f64 {
+fn max_error(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     got.iter().zip(want).map(|(g, w)| (g - w).abs() / w.abs().max(1e-3)).fold(0.0, f64::max)
 }
@@ -132,15 +134,15 @@ fn worst(got: &[f64], want: &[f64]) -> f64 {
 fn split_activations_between_stages_change_no_losses() {
     let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
-        let set = set(&root, name);
+        let fixture = load_fixture(&root, name);
         for (devices, replicas) in [(2, &[1, 1][..]), (4, &[1, 1]), (2, &[2, 1]), (2, &[1, 1, 1])] {
-            let (alone, _) = run(&set, replicas, 1, &Policy::default()).unwrap();
+            let (single_device, _) = run(&fixture, replicas, 1, &Policy::default()).unwrap();
             for (keeps_weights, activations) in
                 [(true, ActivationSharding::Sequence), (false, ActivationSharding::Batch)]
             {
-                let split = Machine { keeps_weights, activations, ..group(devices) };
-                let (trained, _) = run_on(&set, replicas, &split, &Policy::default()).unwrap();
-                let error = worst(&trained.losses, &alone.losses);
+                let split = Machine { keeps_weights, activations, ..build_machine(devices) };
+                let (trained, _) = run_on(&fixture, replicas, &split, &Policy::default()).unwrap();
+                let error = max_error(&trained.losses, &single_device.losses);
                 assert!(error <= 1e-5, "{name}, {replicas:?}, {devices} devices, {activations:?}: {error:.2e}");
             }
         }
@@ -151,18 +153,18 @@ fn split_activations_between_stages_change_no_losses() {
 fn losses_are_those_of_pytorch_on_groups_of_two_and_four() {
     let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
-        let set = set(&root, name);
+        let fixture = load_fixture(&root, name);
         for devices in [2, 4] {
-            let (trained, layouts) = run(&set, &[1], devices, &Policy::default()).unwrap();
-            let error = worst(&trained.losses, &set.expected["loss64_adam"].to_f64());
+            let (trained, layouts) = run(&fixture, &[1], devices, &Policy::default()).unwrap();
+            let error = max_error(&trained.losses, &fixture.expected["loss64_adam"].to_f64());
             let split = layouts.values().filter(|layout| matches!(layout, Sharding::Split(_))).count();
             println!("{name}, {devices} devices: {error:.1e}, {split} of {} parameters split", layouts.len());
             assert!(error <= 1e-5, "{name}, {devices} devices: {error:.2e}");
             // A recurrent layer is split along the batch, with replicated weights.
             assert!(split > 0 || name == "lstm_lm", "{name}: nothing is split");
             // The run is reproducible.
-            let (again, _) = run(&set, &[1], devices, &Policy::default()).unwrap();
-            assert!(again.losses == trained.losses && again.weights == trained.weights, "{name}: other bits");
+            let (repeated, _) = run(&fixture, &[1], devices, &Policy::default()).unwrap();
+            assert!(repeated.losses == trained.losses && repeated.weights == trained.weights, "{name}: other bits");
         }
     }
 }
@@ -172,19 +174,21 @@ fn losses_are_those_of_pytorch_on_groups_of_two_and_four() {
 fn weights_and_gradients_are_those_of_one_device() {
     let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
-        let mut set = set(&root, name);
-        set.model.graph = precision(&set.model.graph, DType::F64).unwrap();
-        let (alone, _) = run(&set, &[1], 1, &Policy::default()).unwrap();
+        let mut fixture = load_fixture(&root, name);
+        fixture.model.graph = precision(&fixture.model.graph, DType::F64).unwrap();
+        let (single_device, _) = run(&fixture, &[1], 1, &Policy::default()).unwrap();
         for devices in [2, 4] {
-            let (shared, _) = run(&set, &[1], devices, &Policy::default()).unwrap();
-            assert!(worst(&shared.losses, &alone.losses) <= 1e-12, "{name}, {devices} devices");
-            assert_eq!(shared.weights.keys().collect::<Vec<_>>(), alone.weights.keys().collect::<Vec<_>>());
-            for (of, alone) in [(&shared.weights, &alone.weights), (&shared.gradients, &alone.gradients)] {
-                for (name, want) in alone {
-                    assert_eq!(of[name].shape(), want.shape(), "{name}");
-                    let (got, want) = (of[name].to_f64(), want.to_f64());
-                    let top = want.iter().fold(1e-6f64, |m, v| m.max(v.abs()));
-                    let error = got.iter().zip(&want).map(|(g, w)| (g - w).abs() / top).fold(0.0, f64::max);
+            let (shared, _) = run(&fixture, &[1], devices, &Policy::default()).unwrap();
+            assert!(max_error(&shared.losses, &single_device.losses) <= 1e-12, "{name}, {devices} devices");
+            assert_eq!(shared.weights.keys().collect::<Vec<_>>(), single_device.weights.keys().collect::<Vec<_>>());
+            for (tensors, expected) in
+                [(&shared.weights, &single_device.weights), (&shared.gradients, &single_device.gradients)]
+            {
+                for (name, want) in expected {
+                    assert_eq!(tensors[name].shape(), want.shape(), "{name}");
+                    let (got, want) = (tensors[name].to_f64(), want.to_f64());
+                    let largest = want.iter().fold(1e-6f64, |m, v| m.max(v.abs()));
+                    let error = got.iter().zip(&want).map(|(g, w)| (g - w).abs() / largest).fold(0.0, f64::max);
                     // Adam divides by the root of possibly tiny gradients.
                     assert!(error <= 1e-6, "{name}, {devices} devices: {error:.1e}");
                 }
@@ -197,11 +201,11 @@ fn weights_and_gradients_are_those_of_one_device() {
 fn pipelines_and_replicas_of_shared_stages_train_as_those_of_single_devices() {
     let Some(root) = data("parity") else { return };
     for name in ["mlp", "gpt", "lstm_lm"] {
-        let set = set(&root, name);
+        let fixture = load_fixture(&root, name);
         for replicas in [&[1, 1][..], &[2, 1], &[1, 1, 1]] {
-            let (alone, _) = run(&set, replicas, 1, &Policy::default()).unwrap();
-            let (shared, _) = run(&set, replicas, 2, &Policy::default()).unwrap();
-            let error = worst(&shared.losses, &alone.losses);
+            let (single_device, _) = run(&fixture, replicas, 1, &Policy::default()).unwrap();
+            let (shared, _) = run(&fixture, replicas, 2, &Policy::default()).unwrap();
+            let error = max_error(&shared.losses, &single_device.losses);
             println!("{name} {replicas:?}: {error:.1e}");
             assert!(error <= 1e-5, "{name} {replicas:?}: {error:.1e}");
         }
@@ -213,15 +217,20 @@ fn pipelines_and_replicas_of_shared_stages_train_as_those_of_single_devices() {
 fn gradients_are_shortened_as_those_of_one_device() {
     let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
-        let mut set = set(&root, name);
-        set.model.graph = precision(&set.model.graph, DType::F64).unwrap();
+        let mut fixture = load_fixture(&root, name);
+        fixture.model.graph = precision(&fixture.model.graph, DType::F64).unwrap();
         let clipped = Policy { clip_norm: Some(0.1), ..Policy::default() };
         for replicas in [&[1][..], &[2, 1]] {
-            let (alone, _) = run(&set, replicas, 1, &clipped).unwrap();
-            let (shared, _) = run(&set, replicas, 2, &clipped).unwrap();
-            assert!(worst(&shared.losses, &alone.losses) <= 1e-12, "{name} {replicas:?}");
-            let length = |of: &Trained| of.gradients.values().flat_map(Tensor::to_f64).map(|g| g * g).sum::<f64>();
-            assert!((length(&shared).sqrt() - 0.1).abs() < 1e-5, "{name} {replicas:?}: {}", length(&shared).sqrt());
+            let (single_device, _) = run(&fixture, replicas, 1, &clipped).unwrap();
+            let (shared, _) = run(&fixture, replicas, 2, &clipped).unwrap();
+            assert!(max_error(&shared.losses, &single_device.losses) <= 1e-12, "{name} {replicas:?}");
+            let gradient_norm =
+                |trained: &Trained| trained.gradients.values().flat_map(Tensor::to_f64).map(|g| g * g).sum::<f64>();
+            assert!(
+                (gradient_norm(&shared).sqrt() - 0.1).abs() < 1e-5,
+                "{name} {replicas:?}: {}",
+                gradient_norm(&shared).sqrt()
+            );
         }
     }
 }

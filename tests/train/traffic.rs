@@ -35,7 +35,7 @@ struct Model {
     states: usize,
 }
 
-fn graph(model: &Model) -> Graph {
+fn build_graph(model: &Model) -> Graph {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     let options = Options { structure: true, ..Options::default() };
@@ -46,26 +46,26 @@ fn graph(model: &Model) -> Graph {
 }
 
 /// Bytes that one optimizer step reads and writes: the gradient, master weights, states, and the rounded weights.
-fn of_optimizer(code: &StageCode, states: usize) -> f64 {
-    let of = |bytes: usize, dtype: DType| {
+fn optimizer_bytes(code: &StageCode, states: usize) -> f64 {
+    let parameter_bytes = |bytes: usize, dtype: DType| {
         let elements = (bytes / dtype.size()) as f64;
         elements * (4.0 + 8.0 + 8.0 * states as f64 + if dtype == DType::F32 { 0.0 } else { 2.0 })
     };
-    code.parameters.iter().map(|named| of(named.bytes, named.fact.dtype)).sum()
+    code.parameters.iter().map(|named| parameter_bytes(named.bytes, named.fact.dtype)).sum()
 }
 
 /// Bytes of the gradient sum of a term.
-fn of_sum(code: &StageCode, term: usize) -> usize {
+fn sum_bytes(code: &StageCode, term: usize) -> usize {
     let parameter = &code.parameters[code.gradient_terms[term].parameter];
     parameter.bytes / parameter.fact.dtype.size() * size_of::<f32>()
 }
 
 /// Ops that read only as much of their first operand as they write.
-fn reads_a_part(name: &str) -> bool {
+fn is_partial_read(name: &str) -> bool {
     ["gather", "slice"].contains(&name)
 }
 
-fn of_step(code: &StageCode, step: &Step) -> usize {
+fn step_bytes(code: &StageCode, step: &Step) -> usize {
     let mut read: Vec<TensorAddress> = Vec::new();
     for input in &step.inputs {
         if !read.contains(input) {
@@ -73,50 +73,52 @@ fn of_step(code: &StageCode, step: &Step) -> usize {
         }
     }
     let written: usize = step.outputs.iter().map(|output| output.bytes).sum();
-    let summed: usize = step.adds_to.iter().map(|term| of_sum(code, *term)).sum();
-    let read: usize = match reads_a_part(step.kernel.name()) {
+    let summed: usize = step.adds_to.iter().map(|term| sum_bytes(code, *term)).sum();
+    let read: usize = match is_partial_read(step.kernel.name()) {
         true => written + step.inputs[1..].iter().map(|input| input.bytes).sum::<usize>(),
         false => read.iter().map(|input| input.bytes).sum(),
     };
     // The first term of a sum in `f32` is written there. One in 16 bits is read again, to write its sum.
-    let is_apart = |term: &&usize| !matches!(code.gradient_terms[**term].place.slot, Slot::Gradient { .. });
-    let apart = step.terms.iter().filter(is_apart);
-    let added: usize = apart.map(|term| of_sum(code, *term) + code.gradient_terms[*term].place.bytes).sum();
+    let is_separate = |term: &&usize| !matches!(code.gradient_terms[**term].address.slot, Slot::Gradient { .. });
+    let separate_terms = step.terms.iter().filter(is_separate);
+    let added: usize =
+        separate_terms.map(|term| sum_bytes(code, *term) + code.gradient_terms[*term].address.bytes).sum();
     read + written + summed + added
 }
 
 /// Bytes that a step of training moves, and the least.
-fn moved(model: &Model, of_ops: &mut BTreeMap<&'static str, usize>) -> [f64; 2] {
-    let graph = graph(model);
+fn measure_traffic(model: &Model, bytes_by_kernel: &mut BTreeMap<&'static str, usize>) -> [f64; 2] {
+    let graph = build_graph(model);
     let mut with_loss = graph.clone();
     attach(&mut with_loss, Loss::CrossEntropy, None).unwrap();
-    let place = placement(&graph, &with_loss, &vec![0; order::numbered(&graph).len()]);
+    let stage_of_node = placement(&graph, &with_loss, &vec![0; order::numbered(&graph).len()]);
     let device = open("cuda:0").unwrap();
-    let code = compile(&with_loss, &place, 1, Some(LOSS), &*device).unwrap().remove(0);
-    let mut own = of_optimizer(&code, model.states);
+    let code = compile(&with_loss, &stage_of_node, 1, Some(LOSS), &*device).unwrap().remove(0);
+    let mut moved_bytes = optimizer_bytes(&code, model.states);
     for Sequence { steps, .. } in [&code.forward, &code.backward, &code.weight] {
         for step in steps {
-            let bytes = of_step(&code, step);
-            *of_ops.entry(step.kernel.name()).or_default() += bytes;
-            own += bytes as f64;
+            let bytes = step_bytes(&code, step);
+            *bytes_by_kernel.entry(step.kernel.name()).or_default() += bytes;
+            moved_bytes += bytes as f64;
         }
     }
     let attribution = attribute(&graph, Training::Loss(Loss::CrossEntropy, None)).unwrap();
-    let of = |graph: &Graph, kept: &HashSet<Value>| -> f64 {
+    let fusion_bytes = |graph: &Graph, saved: &HashSet<Value>| -> f64 {
         let size = |value: Value| graph.fact(value).bytes().unwrap() as f64;
         let unread = graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Gather(_))).map(|id| {
             let [table, part] = [graph.inputs(id)[0], graph.values(id)[0]];
             size(table) - size(part)
         });
-        traffic(graph, kept).values().map(|one| one.bytes).sum::<f64>() - unread.sum::<f64>()
+        traffic(graph, saved).values().map(|entry| entry.bytes).sum::<f64>() - unread.sum::<f64>()
     };
     let backward = attribution.backward.as_ref().unwrap();
     // Gradients are written as sums in `f32`.
     let narrow = code.parameters.iter().filter(|named| named.fact.dtype != DType::F32);
     let widened: usize = narrow.map(|named| named.bytes).sum();
-    let forward = of(&attribution.forward, &attribution.saved);
-    let least = forward + of(backward, &HashSet::new()) + widened as f64 + of_optimizer(&code, model.states);
-    [own, least]
+    let forward = fusion_bytes(&attribution.forward, &attribution.saved);
+    let minimum_bytes =
+        forward + fusion_bytes(backward, &HashSet::new()) + widened as f64 + optimizer_bytes(&code, model.states);
+    [moved_bytes, minimum_bytes]
 }
 
 /// Counts in a process whose GPU is simulated: `a_step_moves_few_bytes` starts it.
@@ -134,18 +136,24 @@ fn bytes_of_a_step() {
             Model { name: "vgg16", batch: 16, states: 1 },
         ];
     }
-    let mut most = Vec::new();
+    let mut ratios = Vec::new();
     for model in &models {
-        let mut of_ops = BTreeMap::new();
-        let [own, least] = moved(model, &mut of_ops);
-        println!("{}: {:.3} GB moved, {:.3} of the least {:.3} GB", model.name, own / 1e9, own / least, least / 1e9);
-        let mut of_ops: Vec<_> = of_ops.into_iter().collect();
-        of_ops.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-        of_ops.iter().take(10).for_each(|(op, bytes)| println!("  {op}: {:.3} GB", *bytes as f64 / 1e9));
-        most.push((model.name, own / least));
+        let mut bytes_by_kernel = BTreeMap::new();
+        let [moved_bytes, minimum_bytes] = measure_traffic(model, &mut bytes_by_kernel);
+        println!(
+            "{}: {:.3} GB moved, {:.3} of the least {:.3} GB",
+            model.name,
+            moved_bytes / 1e9,
+            moved_bytes / minimum_bytes,
+            minimum_bytes / 1e9
+        );
+        let mut bytes_by_kernel: Vec<_> = bytes_by_kernel.into_iter().collect();
+        bytes_by_kernel.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        bytes_by_kernel.iter().take(10).for_each(|(op, bytes)| println!("  {op}: {:.3} GB", *bytes as f64 / 1e9));
+        ratios.push((model.name, moved_bytes / minimum_bytes));
     }
     // Less than the least would be an error of the count.
-    assert!(most.iter().all(|(_, ratio)| (0.98..=LIMIT).contains(ratio)), "{most:?}");
+    assert!(ratios.iter().all(|(_, ratio)| (0.98..=LIMIT).contains(ratio)), "{ratios:?}");
 }
 
 #[test]
@@ -154,9 +162,9 @@ fn a_step_moves_few_bytes() {
     let mut command = on_simulated_gpus(std::env::current_exe().unwrap(), driver);
     command.args(["traffic::bytes_of_a_step", "--exact", "--nocapture"]);
     command.env("PIPEC_TEST_DEVICES", "cuda:0").env("PIPEC_SIM_COMPUTE", "0").env("PIPEC_SIM_MEMORY", "80000000000");
-    let done = command.output().unwrap();
-    let text = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     println!("{text}");
-    assert!(done.status.success(), "{text}");
+    assert!(output.status.success(), "{text}");
     assert!(text.contains("of the least"), "{text}");
 }

@@ -34,30 +34,30 @@ const WIDTH: usize = 6;
 const CLASSES: usize = 3;
 
 /// Five layers; the fourth also reads the first one's output: a skip edge over two stages. Nine ops.
-fn network() -> (Graph, BTreeMap<String, Tensor>) {
+fn build_network() -> (Graph, BTreeMap<String, Tensor>) {
     let mut graph = Graph::new("skip");
     let mut weights = BTreeMap::new();
-    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let mut writer = Writer { graph: &mut graph, origin: Origin::default() };
     let fact = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::from(WIDTH)]);
-    let mut x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
-    let mut first = None;
+    let mut x = writer.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let mut first_output = None;
     for layer in 0..4 {
         let name = format!("{layer}.weight");
         weights.insert(name.clone(), uniform(&[WIDTH, WIDTH], layer + 1));
         let fact = Fact::of(DType::F32, &[WIDTH, WIDTH]);
-        let w = out.emit(Op::Parameter(Parameter { name, fact }), &[]);
-        x = out.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[x, w]);
+        let w = writer.emit(Op::Parameter(Parameter { name, fact }), &[]);
+        x = writer.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[x, w]);
         if layer == 3 {
-            x = out.emit(Op::Binary(Binary::Add), &[x, first.expect("the first layer came before")]);
+            x = writer.emit(Op::Binary(Binary::Add), &[x, first_output.expect("the first layer came before")]);
         } else {
-            x = out.emit(Op::Unary(Unary::Tanh), &[x]);
+            x = writer.emit(Op::Unary(Unary::Tanh), &[x]);
         }
-        first = first.or(Some(x));
+        first_output = first_output.or(Some(x));
     }
     weights.insert("4.weight".into(), uniform(&[WIDTH, CLASSES], 9));
     let fact = Fact::of(DType::F32, &[WIDTH, CLASSES]);
-    let w = out.emit(Op::Parameter(Parameter { name: "4.weight".into(), fact }), &[]);
-    let logits = out.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[x, w]);
+    let w = writer.emit(Op::Parameter(Parameter { name: "4.weight".into(), fact }), &[]);
+    let logits = writer.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[x, w]);
     graph.outputs.push(Output { name: "logits".into(), value: logits });
     (graph, weights)
 }
@@ -68,17 +68,23 @@ fn rows(minibatches: usize) -> BTreeMap<String, Tensor> {
     BTreeMap::from([("x".into(), uniform(&[n, WIDTH], 42)), ("y".into(), Tensor::from_i64(&[n], &labels))])
 }
 
-fn stages(count: usize) -> Vec<usize> {
+fn even_stages(count: usize) -> Vec<usize> {
     (0..9).map(|op| op * count / 9).collect()
 }
 
-fn pipelined(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCount, optimizer: &Optimizer) -> Trained {
-    ran(&prepared(replicas, caps, schedule, count, Again::Never), count, optimizer, None).unwrap()
+fn train_pipelined(
+    replicas: &[u32],
+    caps: &[u32],
+    schedule: Schedule,
+    count: StepCount,
+    optimizer: &Optimizer,
+) -> Trained {
+    run_prepared(&prepare_run(replicas, caps, schedule, count, Recomputation::Never), count, optimizer, None).unwrap()
 }
 
 /// The trigger of recomputation.
 #[derive(Clone, Copy, PartialEq)]
-enum Again {
+enum Recomputation {
     Never,
     /// The backward itself, without an instruction.
     Backward,
@@ -86,43 +92,49 @@ enum Again {
     Program,
 }
 
-fn prepared(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCount, again: Again) -> Prepared {
-    in_buckets(1, replicas, caps, schedule, count, again)
+fn prepare_run(
+    replicas: &[u32],
+    caps: &[u32],
+    schedule: Schedule,
+    count: StepCount,
+    recomputation: Recomputation,
+) -> Prepared {
+    prepare_buckets(1, replicas, caps, schedule, count, recomputation)
 }
 
 /// The same with this number of gradient buckets.
-fn in_buckets(
+fn prepare_buckets(
     buckets: usize,
     replicas: &[u32],
     caps: &[u32],
     schedule: Schedule,
     count: StepCount,
-    again: Again,
+    recomputation: Recomputation,
 ) -> Prepared {
     let item = BATCH / count.microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
     let bucket = Bucket { ready: 1.0, share: 1.0 / buckets as f64 };
     let shape = |r: &u32| StageSpec {
-        recompute: (again == Again::Program).then(|| f64::from(*r)),
+        recompute: (recomputation == Recomputation::Program).then(|| f64::from(*r)),
         buckets: vec![bucket; buckets],
         ..StageSpec::new(*r, f64::from(*r), 2.0 * f64::from(*r))
     };
     let pipeline = Pipeline::chain(replicas.iter().map(shape).collect()).with_caps(caps);
     let pipeline = if schedule == Schedule::Zbv { pipeline.folded() } else { pipeline };
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
-    let mut prepared = prepare(&network().0, &stages(replicas.len()), pipeline, &settings).unwrap();
-    assert!(prepared.codes.iter().all(|code| code.recompute == (again == Again::Program)));
-    prepared.codes.iter_mut().for_each(|code| code.recompute = again != Again::Never);
+    let mut prepared = prepare(&build_network().0, &even_stages(replicas.len()), pipeline, &settings).unwrap();
+    assert!(prepared.codes.iter().all(|code| code.recompute == (recomputation == Recomputation::Program)));
+    prepared.codes.iter_mut().for_each(|code| code.recompute = recomputation != Recomputation::Never);
     prepared
 }
 
-fn ran(
+fn run_prepared(
     prepared: &Prepared,
     count: StepCount,
     optimizer: &Optimizer,
     on_checkpoint: Option<&mut dyn FnMut(Checkpoint)>,
 ) -> Result<Trained, TrainError> {
-    let (_, weights) = network();
+    let (_, weights) = build_network();
     let item = BATCH / count.microbatches as usize;
     let steps = count.minibatches as usize;
     let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();
@@ -144,57 +156,58 @@ fn ran(
 
 /// The loss and all gradients, with the reference kernels.
 fn gradients(weights: &BTreeMap<String, Tensor>, data: &BTreeMap<String, Tensor>) -> (f64, BTreeMap<String, Vec<f64>>) {
-    let (graph, _) = network();
+    let (graph, _) = build_network();
     let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
     let mut graph = compiler::graph::bind::bind(&graph, &dims).unwrap();
     attach(&mut graph, Loss::CrossEntropy, None).unwrap();
-    let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
-    let mut whole = fragments(&graph, &place, 1).unwrap().remove(0);
-    pipeline::forward(&mut whole).unwrap();
-    let loss = whole.graph.outputs.iter().find(|o| o.name == LOSS).unwrap().value;
-    let back = backward(&whole, Some(loss), &ReceivedGradients::new()).unwrap();
-    let mut given = weights.clone();
-    given.extend(data.clone());
-    let values = evaluate(&whole.graph, &given).unwrap();
-    for (node, read) in &back.reads {
+    let stage_of_node: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
+    let mut fragment = fragments(&graph, &stage_of_node, 1).unwrap().remove(0);
+    pipeline::forward(&mut fragment).unwrap();
+    let loss = fragment.graph.outputs.iter().find(|o| o.name == LOSS).unwrap().value;
+    let backward_pass = backward(&fragment, Some(loss), &ReceivedGradients::new()).unwrap();
+    let mut inputs = weights.clone();
+    inputs.extend(data.clone());
+    let values = evaluate(&fragment.graph, &inputs).unwrap();
+    for (node, read) in &backward_pass.reads {
         let Read::Saved(value) = read else { panic!("one stage receives nothing") };
-        let Op::Input(input) = &back.graph.node(*node).op else { panic!("reads are inputs") };
-        given.insert(input.name.clone(), values[value].clone());
+        let Op::Input(input) = &backward_pass.graph.node(*node).op else { panic!("reads are inputs") };
+        inputs.insert(input.name.clone(), values[value].clone());
     }
-    let made = evaluate(&back.graph, &given).unwrap();
+    let results = evaluate(&backward_pass.graph, &inputs).unwrap();
     let mut gradients = BTreeMap::new();
-    for (made_of, output) in back.output_roles.iter().zip(&back.graph.outputs) {
-        let Made::Parameter(term) = made_of else { continue };
-        let Op::Parameter(p) = &whole.graph.node(whole.parameter_terms[*term].parameter).op else { continue };
-        gradients.insert(p.name.clone(), made[&output.value].to_f64());
+    for (role, output) in backward_pass.output_roles.iter().zip(&backward_pass.graph.outputs) {
+        let Made::Parameter(term) = role else { continue };
+        let Op::Parameter(p) = &fragment.graph.node(fragment.parameter_terms[*term].parameter).op else { continue };
+        gradients.insert(p.name.clone(), results[&output.value].to_f64());
     }
     (values[&loss].to_f64()[0], gradients)
 }
 
 /// The plain loop: each stage uses the version that its schedule defines. No threads, no programs.
-fn plain(
+fn run_plain_loop(
     replicas: &[u32],
     caps: &[u32],
     minibatches: usize,
     lr: f64,
     momentum: f64,
 ) -> (Vec<f64>, BTreeMap<String, Vec<f64>>) {
-    let (graph, first) = network();
+    let (graph, initial_weights) = build_network();
     let ops = order::numbered(&graph);
-    let placed = stages(replicas.len());
+    let stages_of_ops = even_stages(replicas.len());
     let stage_of = |name: &str| -> usize {
         let node = graph.ids().find(|id| matches!(&graph.node(*id).op, Op::Parameter(p) if p.name == name)).unwrap();
         let reader = graph.consumers(Value { node, output: 0 })[0].0;
-        placed[ops.iter().position(|id| *id == reader).unwrap()]
+        stages_of_ops[ops.iter().position(|id| *id == reader).unwrap()]
     };
-    let all = rows(minibatches);
+    let dataset_rows = rows(minibatches);
     let mut versions: BTreeMap<String, Vec<Vec<f64>>> =
-        first.iter().map(|(n, t)| (n.clone(), vec![t.to_f64()])).collect();
-    let mut buffers: BTreeMap<String, Vec<f64>> = first.iter().map(|(n, t)| (n.clone(), vec![0.0; t.len()])).collect();
+        initial_weights.iter().map(|(n, t)| (n.clone(), vec![t.to_f64()])).collect();
+    let mut buffers: BTreeMap<String, Vec<f64>> =
+        initial_weights.iter().map(|(n, t)| (n.clone(), vec![0.0; t.len()])).collect();
     let mut rounds: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
     let mut losses = Vec::new();
     for b in 0..minibatches {
-        let weights: BTreeMap<String, Tensor> = first
+        let weights: BTreeMap<String, Tensor> = initial_weights
             .iter()
             .map(|(name, t)| {
                 let s = stage_of(name);
@@ -204,7 +217,7 @@ fn plain(
             })
             .collect();
         let slice = |name: &str, width: usize| {
-            let t = &all[name];
+            let t = &dataset_rows[name];
             let size = t.dtype().size() * width * BATCH;
             let shape = if width == 1 { vec![BATCH] } else { vec![BATCH, width] };
             Tensor::new(t.dtype(), shape, t.bytes().slice(b * size..(b + 1) * size)).unwrap()
@@ -214,19 +227,19 @@ fn plain(
         losses.push(loss);
         for (name, gradient) in gradients {
             let r = replicas[stage_of(&name)] as usize;
-            let open = rounds.entry(name.clone()).or_default();
-            open.push(gradient);
-            if open.len() == r || b + 1 == minibatches {
-                let count = open.len() as f64;
+            let pending = rounds.entry(name.clone()).or_default();
+            pending.push(gradient);
+            if pending.len() == r || b + 1 == minibatches {
+                let count = pending.len() as f64;
                 let buffer = buffers.get_mut(&name).unwrap();
-                let mut next = versions[&name].last().unwrap().clone();
-                for i in 0..next.len() {
-                    let mean = open.iter().map(|g| g[i]).sum::<f64>() / count;
+                let mut updated = versions[&name].last().unwrap().clone();
+                for i in 0..updated.len() {
+                    let mean = pending.iter().map(|g| g[i]).sum::<f64>() / count;
                     buffer[i] = momentum * buffer[i] + mean;
-                    next[i] -= lr * buffer[i];
+                    updated[i] -= lr * buffer[i];
                 }
-                versions.get_mut(&name).unwrap().push(next);
-                open.clear();
+                versions.get_mut(&name).unwrap().push(updated);
+                pending.clear();
             }
         }
     }
@@ -234,13 +247,13 @@ fn plain(
 }
 
 /// Losses, weights and last gradients of a run with a flush, as bits.
-fn flushed(schedule: Schedule, pipeline: Pipeline, count: StepCount) -> Vec<(String, Vec<u8>)> {
-    let (graph, weights) = network();
+fn run_flush(schedule: Schedule, pipeline: Pipeline, count: StepCount) -> Vec<(String, Vec<u8>)> {
+    let (graph, weights) = build_network();
     let item = BATCH / count.microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
-    let placed = stages(pipeline.stages.len());
+    let stages_of_ops = even_stages(pipeline.stages.len());
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
-    let prepared = prepare(&graph, &placed, pipeline, &settings).unwrap();
+    let prepared = prepare(&graph, &stages_of_ops, pipeline, &settings).unwrap();
     let steps = count.minibatches as usize;
     let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();
     let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, RowOrder::InOrder).unwrap();
@@ -259,8 +272,8 @@ fn flushed(schedule: Schedule, pipeline: Pipeline, count: StepCount) -> Vec<(Str
     };
     let trained = train(&training, &mut |_| {}).unwrap();
     let losses = trained.losses.iter().flat_map(|loss| loss.to_le_bytes()).collect();
-    let tensors = |what: &str, of: &BTreeMap<String, Tensor>| {
-        of.iter().map(|(name, t)| (format!("{what} {name}"), t.bytes().to_vec())).collect::<Vec<_>>()
+    let tensors = |kind: &str, values: &BTreeMap<String, Tensor>| {
+        values.iter().map(|(name, t)| (format!("{kind} {name}"), t.bytes().to_vec())).collect::<Vec<_>>()
     };
     let weights = tensors("weight", &trained.weights);
     [vec![("losses".to_string(), losses)], weights, tensors("gradient", &trained.gradients)].concat()
@@ -278,25 +291,25 @@ fn all_schedules_with_a_flush_train_the_same_bits() {
             (4, &[Schedule::Interleaved, Schedule::Bfs, Schedule::Zbv, Schedule::DualPipeV]),
             (6, &[Schedule::Interleaved, Schedule::Zbv]),
         ] {
-            let expected = flushed(Schedule::OneFOneB, pipeline(stages, replicas), count);
+            let expected = run_flush(Schedule::OneFOneB, pipeline(stages, replicas), count);
             assert_eq!(expected.len(), 11);
             for &name in schedules {
-                let placed = match name {
+                let shaped = match name {
                     Schedule::Interleaved | Schedule::Bfs => pipeline(stages, replicas).looped(2),
                     Schedule::Zbv | Schedule::DualPipeV => pipeline(stages, replicas).folded(),
                     _ => pipeline(stages, replicas),
                 };
-                let found = flushed(name, placed, count);
-                assert!(found == expected, "{name}, {stages} stages of {replicas}, {microbatches} microbatches");
+                let result = run_flush(name, shaped, count);
+                assert!(result == expected, "{name}, {stages} stages of {replicas}, {microbatches} microbatches");
             }
         }
     }
     // Unequal replicas: the schedule is simulated.
     let count = StepCount { minibatches: 3, microbatches: 4 };
     let unequal = || Pipeline::chain([1, 3, 2].map(|r| StageSpec::new(r, f64::from(r), 2.0 * f64::from(r))).to_vec());
-    let expected = flushed(Schedule::OneFOneB, unequal(), count);
+    let expected = run_flush(Schedule::OneFOneB, unequal(), count);
     for name in [Schedule::ZbH1, Schedule::ZbH2] {
-        assert!(flushed(name, unequal(), count) == expected, "{name}");
+        assert!(run_flush(name, unequal(), count) == expected, "{name}");
     }
 }
 
@@ -310,16 +323,16 @@ fn one_f_one_b_rr_is_the_plain_loop_with_delayed_weights() {
                 let sgd =
                     Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 });
                 let count = StepCount::minibatches(minibatches as u32);
-                let trained = pipelined(replicas, &caps, Schedule::OneFOneBRr, count, &sgd);
-                let (losses, weights) = plain(replicas, &caps, minibatches, lr, momentum);
-                let what = format!("{replicas:?} caps {caps:?}, {minibatches} minibatches");
+                let trained = train_pipelined(replicas, &caps, Schedule::OneFOneBRr, count, &sgd);
+                let (losses, weights) = run_plain_loop(replicas, &caps, minibatches, lr, momentum);
+                let label = format!("{replicas:?} caps {caps:?}, {minibatches} minibatches");
                 for (b, (got, want)) in trained.losses.iter().zip(&losses).enumerate() {
-                    assert!((got - want).abs() <= 1e-5 * want.abs(), "{what}: minibatch {b}: {got} against {want}");
+                    assert!((got - want).abs() <= 1e-5 * want.abs(), "{label}: minibatch {b}: {got} against {want}");
                 }
                 for (name, want) in &weights {
                     let got = trained.weights[name].to_f64();
                     let error = got.iter().zip(want).map(|(g, w)| (g - w).abs()).fold(0.0, f64::max);
-                    assert!(error <= 2e-5, "{what}: {name} is {error:.2e} off");
+                    assert!(error <= 2e-5, "{label}: {name} is {error:.2e} off");
                 }
             }
         }
@@ -337,18 +350,18 @@ fn flush_schedules_have_the_bits_of_one_stage() {
     });
     for microbatches in [1, 2, 4] {
         let count = StepCount { minibatches: 6, microbatches };
-        let one = pipelined(&[1], &[1], Schedule::OneFOneB, count, &adam);
+        let unsplit = train_pipelined(&[1], &[1], Schedule::OneFOneB, count, &adam);
         for stages in [2, 3, 4] {
             for schedule in [Schedule::OneFOneB, Schedule::Gpipe] {
                 let replicas = vec![1; stages];
-                let many = pipelined(&replicas, &published_caps(&replicas), schedule, count, &adam);
-                assert_eq!(one.losses, many.losses, "{schedule}, {stages} stages, {microbatches} microbatches");
-                assert!(one.weights == many.weights, "{schedule}, {stages} stages: other weights");
+                let split = train_pipelined(&replicas, &published_caps(&replicas), schedule, count, &adam);
+                assert_eq!(unsplit.losses, split.losses, "{schedule}, {stages} stages, {microbatches} microbatches");
+                assert!(unsplit.weights == split.weights, "{schedule}, {stages} stages: other weights");
             }
         }
         // Replicas add in another order.
-        let shared = pipelined(&[2, 1], &[2, 1], Schedule::OneFOneB, count, &adam);
-        for (got, want) in shared.losses.iter().zip(&one.losses) {
+        let shared = train_pipelined(&[2, 1], &[2, 1], Schedule::OneFOneB, count, &adam);
+        for (got, want) in shared.losses.iter().zip(&unsplit.losses) {
             assert!((got - want).abs() <= 1e-6 * want.abs(), "{got} against {want} with two replicas");
         }
     }
@@ -357,13 +370,14 @@ fn flush_schedules_have_the_bits_of_one_stage() {
 #[test]
 fn the_same_run_has_the_same_bits() {
     let sgd = Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: true, weight_decay: 1e-3 });
-    let run =
-        || pipelined(&[2, 1, 1], &published_caps(&[2, 1, 1]), Schedule::OneFOneBRr, StepCount::minibatches(15), &sgd);
+    let run = || {
+        train_pipelined(&[2, 1, 1], &published_caps(&[2, 1, 1]), Schedule::OneFOneBRr, StepCount::minibatches(15), &sgd)
+    };
     let first = run();
     for _ in 0..5 {
-        let again = run();
-        assert_eq!(first.losses, again.losses);
-        assert!(first.weights == again.weights);
+        let repeated = run();
+        assert_eq!(first.losses, repeated.losses);
+        assert!(first.weights == repeated.weights);
     }
 }
 
@@ -376,52 +390,52 @@ fn learning_rates_count_minibatches() {
         Rule::RmsProp { learning_rate: 0.01, alpha: 0.9, epsilon: 1e-8, weight_decay: 0.0, momentum: 0.0 },
         Rule::Adagrad { learning_rate: 0.1, decay: 0.0, epsilon: 1e-10, weight_decay: 0.0 },
     ] {
-        let always = Optimizer::from(rule);
-        let ended =
-            Optimizer { rate: Rate { warmup: 0, shape: Shape::Step { every: 2, factor: 0.0 } }, ..always.clone() };
+        let constant = Optimizer::from(rule);
+        let decaying =
+            Optimizer { rate: Rate { warmup: 0, shape: Shape::Step { every: 2, factor: 0.0 } }, ..constant.clone() };
         for schedule in [Schedule::OneFOneB, Schedule::OneFOneBRr] {
             let run = |minibatches, optimizer: &Optimizer| {
                 let caps = published_caps(&[2, 1]);
-                pipelined(&[2, 1], &caps, schedule, StepCount { minibatches, microbatches: 1 }, optimizer).weights
+                train_pipelined(&[2, 1], &caps, schedule, StepCount { minibatches, microbatches: 1 }, optimizer).weights
             };
-            assert!(run(7, &ended) == run(2, &always), "{:?} under {schedule}", ended.rule);
-            assert!(run(7, &always) != run(2, &always));
+            assert!(run(7, &decaying) == run(2, &constant), "{:?} under {schedule}", decaying.rule);
+            assert!(run(7, &constant) != run(2, &constant));
         }
     }
 }
 
 #[test]
 fn a_result_of_the_model_called_loss_is_not_the_loss() {
-    let (mut graph, _) = network();
-    let first = graph.outputs[0].value;
-    graph.outputs.insert(1, Output { name: "loss".into(), value: first });
+    let (mut graph, _) = build_network();
+    let logits = graph.outputs[0].value;
+    graph.outputs.insert(1, Output { name: "loss".into(), value: logits });
     attach(&mut graph, Loss::CrossEntropy, None).unwrap();
-    let trained: Vec<&Output> = graph.outputs.iter().filter(|o| o.name == LOSS).collect();
-    assert_eq!(trained.len(), 1);
-    assert!(graph.fact(trained[0].value).shape.is_empty());
+    let losses: Vec<&Output> = graph.outputs.iter().filter(|o| o.name == LOSS).collect();
+    assert_eq!(losses.len(), 1);
+    assert!(graph.fact(losses[0].value).shape.is_empty());
 }
 
 #[test]
 fn a_gradient_without_a_rule_is_refused() {
     use compiler::op::{Broadcast, Constant, LayerNorm, Reduce, ReduceKind};
     use compiler::pass::backward::BackwardError;
-    let (mut graph, _) = network();
+    let (mut graph, _) = build_network();
     let logits = graph.outputs[0].value;
-    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let mut writer = Writer { graph: &mut graph, origin: Origin::default() };
     // The saved mean of a layer norm has no gradient.
-    let width = out.fact(logits).shape[1].clone();
-    let one = out.emit(Op::Constant(Constant { tensor: Tensor::from_f32(&[], &[1.0]) }), &[]);
-    let scale = out.emit(Op::Broadcast(Broadcast { shape: vec![width] }), &[one]);
+    let width = writer.fact(logits).shape[1].clone();
+    let unit = writer.emit(Op::Constant(Constant { tensor: Tensor::from_f32(&[], &[1.0]) }), &[]);
+    let scale = writer.emit(Op::Broadcast(Broadcast { shape: vec![width] }), &[unit]);
     let norm = Op::LayerNorm(LayerNorm { axis: 1, epsilon: 1e-5 });
-    let mean = out.emit_all(norm, &[logits, scale, scale])[1];
+    let mean = writer.emit_all(norm, &[logits, scale, scale])[1];
     let sum = Reduce { kind: ReduceKind::Sum, axes: vec![0, 1], keep: false };
-    let sum = out.emit(Op::Reduce(sum), &[mean]);
+    let sum = writer.emit(Op::Reduce(sum), &[mean]);
     graph.outputs[0].value = sum;
     let graph = compiler::graph::bind::bind(&graph, &Bindings::from([("batch".to_string(), 4)])).unwrap();
-    let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
-    let whole = fragments(&graph, &place, 1).unwrap().remove(0);
-    let refused = backward(&whole, Some(whole.graph.outputs[0].value), &ReceivedGradients::new());
-    assert!(matches!(refused, Err(BackwardError::NoRule { .. })), "the mean of a layer norm has no gradient rule");
+    let stage_of_node: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
+    let fragment = fragments(&graph, &stage_of_node, 1).unwrap().remove(0);
+    let result = backward(&fragment, Some(fragment.graph.outputs[0].value), &ReceivedGradients::new());
+    assert!(matches!(result, Err(BackwardError::NoRule { .. })), "the mean of a layer norm has no gradient rule");
 }
 
 #[test]
@@ -440,24 +454,26 @@ fn recomputation_gives_the_same_bits() {
         (&[1, 1, 1], Schedule::OneFOneBRrVsync, StepCount::minibatches(7)),
         (&[2, 1, 1], Schedule::OneFOneBRrNewest, StepCount::minibatches(7)),
     ] {
-        let run = |again| {
-            let prepared = prepared(replicas, &published_caps(replicas), schedule, count, again);
-            ran(&prepared, count, &optimizer, None).unwrap()
+        let run = |recomputation| {
+            let prepared = prepare_run(replicas, &published_caps(replicas), schedule, count, recomputation);
+            run_prepared(&prepared, count, &optimizer, None).unwrap()
         };
-        let [plain, by_itself, said] = [Again::Never, Again::Backward, Again::Program].map(run);
+        let [without, by_backward, by_program] =
+            [Recomputation::Never, Recomputation::Backward, Recomputation::Program].map(run);
         // Without stashing, recomputation uses newer weights than the forward.
-        let others = if schedule.stashes() { vec![plain, by_itself] } else { vec![by_itself] };
-        for other in others {
-            assert_eq!(other.losses, said.losses, "{replicas:?} {schedule}");
-            for (name, weight) in &other.weights {
-                assert_eq!(weight.bytes(), said.weights[name].bytes(), "{name} of {replicas:?} {schedule}");
+        let runs = if schedule.stashes() { vec![without, by_backward] } else { vec![by_backward] };
+        for trained in runs {
+            assert_eq!(trained.losses, by_program.losses, "{replicas:?} {schedule}");
+            for (name, weight) in &trained.weights {
+                assert_eq!(weight.bytes(), by_program.weights[name].bytes(), "{name} of {replicas:?} {schedule}");
             }
-            let again = other.spans.iter().flatten().any(|span| matches!(span.work, Work::Recompute(..)));
-            assert!(!again, "no instruction says so");
+            let recomputes = trained.spans.iter().flatten().any(|span| matches!(span.work, Work::Recompute(..)));
+            assert!(!recomputes, "no instruction says so");
         }
-        let again = said.spans.iter().flatten().filter(|span| matches!(span.work, Work::Recompute(..)));
+        let recomputed_spans =
+            by_program.spans.iter().flatten().filter(|span| matches!(span.work, Work::Recompute(..)));
         let items = count.minibatches * count.microbatches;
-        assert_eq!(again.count(), replicas.len() * items as usize, "{replicas:?} {schedule}");
+        assert_eq!(recomputed_spans.count(), replicas.len() * items as usize, "{replicas:?} {schedule}");
     }
 }
 
@@ -478,26 +494,27 @@ fn buckets_change_no_bits() {
     ] {
         let run = |buckets: usize, named: bool| {
             let caps = published_caps(replicas);
-            let mut prepared = in_buckets(buckets, replicas, &caps, schedule, count, Again::Never);
-            let last = prepared.program.workers[0].instructions.iter().filter_map(|instruction| match instruction {
-                Instruction::AllReduce { bucket, .. } => Some(*bucket),
-                _ => None,
-            });
-            assert_eq!(last.max(), Some(buckets as u32 - 1), "{replicas:?} {schedule}");
+            let mut prepared = prepare_buckets(buckets, replicas, &caps, schedule, count, Recomputation::Never);
+            let bucket_indices =
+                prepared.program.workers[0].instructions.iter().filter_map(|instruction| match instruction {
+                    Instruction::AllReduce { bucket, .. } => Some(*bucket),
+                    _ => None,
+                });
+            assert_eq!(bucket_indices.max(), Some(buckets as u32 - 1), "{replicas:?} {schedule}");
             for code in prepared.codes.iter_mut().filter(|_| named) {
                 // An unknown name, and an empty bucket in the middle.
                 let names: Vec<String> = code.parameters.iter().map(|named| named.name.clone()).collect();
                 code.buckets = vec![Vec::new(); buckets];
                 code.buckets[0] = names.into_iter().skip(1).chain(["of another model".to_string()]).collect();
             }
-            ran(&prepared, count, &optimizer, None).unwrap()
+            run_prepared(&prepared, count, &optimizer, None).unwrap()
         };
-        let whole = run(1, false);
+        let single_bucket = run(1, false);
         for (buckets, named) in [(2, false), (3, true), (9, false)] {
-            let other = run(buckets, named);
-            assert_eq!(other.losses, whole.losses, "{replicas:?} {schedule} in {buckets}");
-            for (name, weight) in &whole.weights {
-                assert_eq!(weight.bytes(), other.weights[name].bytes(), "{name} of {replicas:?} {schedule}");
+            let bucketed = run(buckets, named);
+            assert_eq!(bucketed.losses, single_bucket.losses, "{replicas:?} {schedule} in {buckets}");
+            for (name, weight) in &single_bucket.weights {
+                assert_eq!(weight.bytes(), bucketed.weights[name].bytes(), "{name} of {replicas:?} {schedule}");
             }
         }
     }
@@ -513,30 +530,34 @@ fn checkpoints_hold_the_weights_at_their_point() {
     {
         let count = |minibatches| StepCount { minibatches, microbatches };
         let caps = published_caps(replicas);
-        let mut made = prepared(replicas, &caps, schedule, count(4), Again::Never);
-        for own in &mut made.program.workers {
-            let mut written = Vec::new();
-            for instruction in std::mem::take(&mut own.instructions) {
-                written.push(instruction);
+        let mut prepared = prepare_run(replicas, &caps, schedule, count(4), Recomputation::Never);
+        for worker in &mut prepared.program.workers {
+            let mut instructions = Vec::new();
+            for instruction in std::mem::take(&mut worker.instructions) {
+                instructions.push(instruction);
                 if let Instruction::Step { stage, to: version, .. } = instruction {
-                    written.push(Instruction::Checkpoint { stage, version });
+                    instructions.push(Instruction::Checkpoint { stage, version });
                 }
             }
-            own.instructions = written;
+            worker.instructions = instructions;
         }
-        check(&made.program).unwrap();
-        let refused = ran(&made, count(4), &optimizer, None).map(|_| ()).unwrap_err();
-        assert!(matches!(&refused, TrainError::NoPlace { .. }), "{refused}");
-        let mut kept: Vec<Checkpoint> = Vec::new();
-        ran(&made, count(4), &optimizer, Some(&mut |checkpoint| kept.push(checkpoint))).unwrap();
-        assert_eq!(kept.len(), 4 * replicas.iter().sum::<u32>() as usize);
+        check(&prepared.program).unwrap();
+        let error = run_prepared(&prepared, count(4), &optimizer, None).map(|_| ()).unwrap_err();
+        assert!(matches!(&error, TrainError::NoPlace { .. }), "{error}");
+        let mut checkpoints: Vec<Checkpoint> = Vec::new();
+        run_prepared(&prepared, count(4), &optimizer, Some(&mut |checkpoint| checkpoints.push(checkpoint))).unwrap();
+        assert_eq!(checkpoints.len(), 4 * replicas.iter().sum::<u32>() as usize);
         for minibatches in 1..=4 {
-            let left = pipelined(replicas, &caps, schedule, count(minibatches), &optimizer);
-            let of = kept.iter().filter(|checkpoint| checkpoint.version == minibatches);
-            let tensors: Vec<(&String, &Tensor)> = of.flat_map(|checkpoint| &checkpoint.weights).collect();
-            assert!(tensors.len() >= left.weights.len());
+            let shorter = train_pipelined(replicas, &caps, schedule, count(minibatches), &optimizer);
+            let matching = checkpoints.iter().filter(|checkpoint| checkpoint.version == minibatches);
+            let tensors: Vec<(&String, &Tensor)> = matching.flat_map(|checkpoint| &checkpoint.weights).collect();
+            assert!(tensors.len() >= shorter.weights.len());
             for (name, tensor) in tensors {
-                assert_eq!(tensor.bytes(), left.weights[name].bytes(), "{name} after {minibatches} under {schedule}");
+                assert_eq!(
+                    tensor.bytes(),
+                    shorter.weights[name].bytes(),
+                    "{name} after {minibatches} under {schedule}"
+                );
             }
         }
     }

@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 
 const BATCH: usize = 12;
 
-fn model(name: &str) -> Model {
+fn load_model(name: &str) -> Model {
     let entry = ENTRIES.iter().find(|entry| entry.name == name).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
@@ -53,7 +53,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn prepared(&self, zero: u32) -> Prepared {
+    fn prepare(&self, zero: u32) -> Prepared {
         let item = BATCH / self.count.microbatches as usize;
         let dims: Bindings = symbols(&self.model.graph).into_iter().map(|symbol| (symbol, item as i64)).collect();
         let bucket = Bucket { ready: 1.0, share: 1.0 / self.buckets as f64 };
@@ -72,8 +72,8 @@ impl Run<'_> {
         prepare(&self.model.graph, &stages, pipeline, &settings).unwrap()
     }
 
-    fn at(&self, zero: u32) -> Trained {
-        let prepared = self.prepared(zero);
+    fn train(&self, zero: u32) -> Trained {
+        let prepared = self.prepare(zero);
         let text = prepared.program.to_string();
         assert_eq!(text.parse::<Program>().unwrap(), prepared.program);
         let (item, steps) = (BATCH / self.count.microbatches as usize, self.count.minibatches as usize);
@@ -99,75 +99,75 @@ impl Run<'_> {
     }
 }
 
-fn assert_same(one: &Trained, other: &Trained, what: &str) {
-    assert_eq!(one.losses, other.losses, "losses of {what}");
-    for (name, (one, other)) in
-        [("weights", (&one.weights, &other.weights)), ("gradients", (&one.gradients, &other.gradients))]
+fn assert_same(left: &Trained, right: &Trained, label: &str) {
+    assert_eq!(left.losses, right.losses, "losses of {label}");
+    for (name, (left, right)) in
+        [("weights", (&left.weights, &right.weights)), ("gradients", (&left.gradients, &right.gradients))]
     {
-        assert_eq!(one.keys().collect::<Vec<_>>(), other.keys().collect::<Vec<_>>(), "{name} of {what}");
-        for (key, tensor) in one {
-            assert!(tensor.bytes() == other[key].bytes(), "{name} of {what}: {key}");
+        assert_eq!(left.keys().collect::<Vec<_>>(), right.keys().collect::<Vec<_>>(), "{name} of {label}");
+        for (key, tensor) in left {
+            assert!(tensor.bytes() == right[key].bytes(), "{name} of {label}: {key}");
         }
     }
 }
 
 #[test]
 fn shares_change_no_bits() {
-    let by = |minibatches, microbatches| StepCount { minibatches, microbatches };
+    let steps = |minibatches, microbatches| StepCount { minibatches, microbatches };
     for (name, replicas, schedule, count, buckets) in [
-        ("mlp", &[2][..], Schedule::OneFOneB, by(4, 4), 1),
-        ("mlp", &[3], Schedule::Gpipe, by(3, 3), 3),
-        ("mlp", &[4, 1], Schedule::OneFOneB, by(3, 2), 2),
-        ("mlp", &[2, 3], Schedule::OneFOneB, by(3, 4), 2),
-        ("mlp", &[2, 1], Schedule::ZbH1, by(3, 4), 2),
-        ("mlp", &[2, 2, 2, 2], Schedule::Zbv, by(3, 4), 2),
-        ("mlp", &[3, 2], Schedule::OneFOneBRr, by(7, 1), 2),
-        ("mlp", &[2, 1, 1], Schedule::OneFOneBRr, by(9, 1), 1),
-        ("mlp", &[2, 3], Schedule::OneFOneBRrVsync, by(9, 1), 2),
-        ("mlp", &[2, 1], Schedule::OneFOneBRrNewest, by(7, 1), 1),
-        ("mlp", &[2, 2], Schedule::TwoBw, by(5, 4), 2),
-        ("gpt", &[2], Schedule::OneFOneB, by(2, 2), 2),
-        ("gpt", &[2, 2], Schedule::OneFOneB, by(2, 4), 1),
-        ("gpt", &[2, 2], Schedule::OneFOneBRr, by(4, 1), 2),
-        ("residual-cnn", &[2, 2], Schedule::OneFOneB, by(2, 4), 2),
+        ("mlp", &[2][..], Schedule::OneFOneB, steps(4, 4), 1),
+        ("mlp", &[3], Schedule::Gpipe, steps(3, 3), 3),
+        ("mlp", &[4, 1], Schedule::OneFOneB, steps(3, 2), 2),
+        ("mlp", &[2, 3], Schedule::OneFOneB, steps(3, 4), 2),
+        ("mlp", &[2, 1], Schedule::ZbH1, steps(3, 4), 2),
+        ("mlp", &[2, 2, 2, 2], Schedule::Zbv, steps(3, 4), 2),
+        ("mlp", &[3, 2], Schedule::OneFOneBRr, steps(7, 1), 2),
+        ("mlp", &[2, 1, 1], Schedule::OneFOneBRr, steps(9, 1), 1),
+        ("mlp", &[2, 3], Schedule::OneFOneBRrVsync, steps(9, 1), 2),
+        ("mlp", &[2, 1], Schedule::OneFOneBRrNewest, steps(7, 1), 1),
+        ("mlp", &[2, 2], Schedule::TwoBw, steps(5, 4), 2),
+        ("gpt", &[2], Schedule::OneFOneB, steps(2, 2), 2),
+        ("gpt", &[2, 2], Schedule::OneFOneB, steps(2, 4), 1),
+        ("gpt", &[2, 2], Schedule::OneFOneBRr, steps(4, 1), 2),
+        ("residual-cnn", &[2, 2], Schedule::OneFOneB, steps(2, 4), 2),
     ] {
-        let model = model(name);
+        let model = load_model(name);
         for optimizer in [momentum(), adam()] {
             let run = Run { model: &model, replicas, schedule, count, optimizer, buckets, policy: Policy::default() };
-            let whole = run.at(0);
+            let unsharded = run.train(0);
             // If a replica has several micro-batches per round, ZeRO 2 and 3 add in another order.
             let is_one_per_replica = replicas.iter().all(|r| *r == 1 || *r >= count.microbatches);
             for level in 1..=MOST {
-                let what = format!("{name} {replicas:?} {schedule} zero {level}");
-                let shared = run.at(level);
+                let label = format!("{name} {replicas:?} {schedule} zero {level}");
+                let sharded = run.train(level);
                 match level == 1 || schedule.is_round_robin() || is_one_per_replica {
-                    true => assert_same(&whole, &shared, &what),
-                    false => assert_near(&whole, &shared, &what),
+                    true => assert_same(&unsharded, &sharded, &label),
+                    false => assert_near(&unsharded, &sharded, &label),
                 }
             }
         }
     }
 }
 
-fn assert_near(one: &Trained, other: &Trained, what: &str) {
-    for (one, other) in one.losses.iter().zip(&other.losses) {
-        assert!((one - other).abs() <= 1e-5 * one.abs(), "{what}: {one}, {other}");
+fn assert_near(left: &Trained, right: &Trained, label: &str) {
+    for (left, right) in left.losses.iter().zip(&right.losses) {
+        assert!((left - right).abs() <= 1e-5 * left.abs(), "{label}: {left}, {right}");
     }
 }
 
 /// From ZeRO 2 on the order of addition is independent of the number of replicas.
 #[test]
 fn sums_in_the_order_of_items_do_not_know_the_replicas() {
-    let model = model("mlp");
+    let model = load_model("mlp");
     let count = StepCount { minibatches: 4, microbatches: 6 };
     for schedule in [Schedule::Gpipe, Schedule::OneFOneB, Schedule::ZbH1] {
         let run = |replicas: &[u32]| {
             let (optimizer, policy) = (adam(), Policy::default());
-            Run { model: &model, replicas, schedule, count, optimizer, buckets: 2, policy }.at(2)
+            Run { model: &model, replicas, schedule, count, optimizer, buckets: 2, policy }.train(2)
         };
-        let two = run(&[2, 1]);
-        for other in [&[3, 1][..], &[4, 1], &[6, 1]] {
-            assert_same(&two, &run(other), &format!("{other:?} {schedule}"));
+        let expected = run(&[2, 1]);
+        for replica_counts in [&[3, 1][..], &[4, 1], &[6, 1]] {
+            assert_same(&expected, &run(replica_counts), &format!("{replica_counts:?} {schedule}"));
         }
     }
 }
@@ -175,19 +175,20 @@ fn sums_in_the_order_of_items_do_not_know_the_replicas() {
 /// Each replica has a shard of the squares, which are added in another order.
 #[test]
 fn norms_of_shares_are_norms_of_the_whole() {
-    let model = model("mlp");
+    let model = load_model("mlp");
     for (replicas, schedule, microbatches) in
         [(&[2, 1][..], Schedule::OneFOneB, 4), (&[3], Schedule::Gpipe, 4), (&[2, 1], Schedule::OneFOneBRr, 1)]
     {
         let count = StepCount { minibatches: 6, microbatches };
         let policy = Policy { clip_norm: Some(0.05), ..Policy::default() };
         let run = Run { model: &model, replicas, schedule, count, optimizer: momentum(), buckets: 2, policy };
-        let (whole, free) = (run.at(0), Run { policy: Policy::default(), optimizer: momentum(), ..run }.at(0));
-        assert_ne!(whole.losses, free.losses, "nothing was clipped");
+        let (unsharded, unclipped) =
+            (run.train(0), Run { policy: Policy::default(), optimizer: momentum(), ..run }.train(0));
+        assert_ne!(unsharded.losses, unclipped.losses, "nothing was clipped");
         for level in 1..=MOST {
-            let shared = run.at(level);
-            for (one, other) in whole.losses.iter().zip(&shared.losses) {
-                assert!((one - other).abs() <= 1e-6 * one.abs(), "{replicas:?} {schedule}: {one}, {other}");
+            let sharded = run.train(level);
+            for (left, right) in unsharded.losses.iter().zip(&sharded.losses) {
+                assert!((left - right).abs() <= 1e-6 * left.abs(), "{replicas:?} {schedule}: {left}, {right}");
             }
         }
     }
@@ -196,7 +197,7 @@ fn norms_of_shares_are_norms_of_the_whole() {
 /// Each of r replicas has 1/r of the optimizer state, and from level 2 on of the gradient sums; the rest is unchanged.
 #[test]
 fn a_replica_holds_its_share() {
-    let model = model("mlp");
+    let model = load_model("mlp");
     let parameters: u64 = model
         .weights
         .values()
@@ -214,17 +215,18 @@ fn a_replica_holds_its_share() {
         let count = StepCount { minibatches: 3, microbatches: 4 };
         let (schedule, policy) = (Schedule::OneFOneB, Policy::default());
         let run = Run { model: &model, replicas: &[replicas], schedule, count, optimizer: adam(), buckets: 1, policy };
-        let whole = run.at(0).peak_memory_bytes;
+        let unsharded = run.train(0).peak_memory_bytes;
         let share = parameters / u64::from(replicas);
         // Two state tensors; from level 2 on also the sums, but the gradient of one op at a time is whole.
         let sums = 3 * (parameters - share) - largest;
         // At level 3 also the weights, except those being read.
         let saved = [2 * (parameters - share), sums, sums + parameters - share];
         for (level, saved) in (1..).zip(saved) {
-            for (whole, shared) in whole.iter().zip(&run.at(level).peak_memory_bytes) {
-                let found = whole - shared;
-                let what = format!("{replicas} replicas, level {level}: {found} saved of {whole}, expected {saved}");
-                assert!(found.abs_diff(saved) <= saved / 50, "{what}");
+            for (unsharded, sharded) in unsharded.iter().zip(&run.train(level).peak_memory_bytes) {
+                let saved_bytes = unsharded - sharded;
+                let message =
+                    format!("{replicas} replicas, level {level}: {saved_bytes} saved of {unsharded}, expected {saved}");
+                assert!(saved_bytes.abs_diff(saved) <= saved / 50, "{message}");
             }
         }
     }
@@ -232,14 +234,16 @@ fn a_replica_holds_its_share() {
 
 #[test]
 fn programs_reduce_to_shares_and_gather() {
-    let model = model("mlp");
+    let model = load_model("mlp");
     let count = StepCount { minibatches: 3, microbatches: 4 };
     let (schedule, policy) = (Schedule::OneFOneB, Policy::default());
     let run = Run { model: &model, replicas: &[2, 1], schedule, count, optimizer: adam(), buckets: 2, policy };
-    let program = run.prepared(1).program;
-    let all: Vec<&Instruction> = program.workers.iter().flat_map(|worker| &worker.instructions).collect();
-    let of = |is: &dyn Fn(&Instruction) -> bool| all.iter().filter(|instruction| is(instruction)).count();
-    assert_eq!(of(&|i| matches!(i, Instruction::ReduceScatter { .. })), 2 * 3 * 2);
-    assert_eq!(of(&|i| matches!(i, Instruction::AllGather { .. })), 2 * 3 * 2);
-    assert_eq!(of(&|i| matches!(i, Instruction::AllReduce { .. })), 0);
+    let program = run.prepare(1).program;
+    let instructions: Vec<&Instruction> = program.workers.iter().flat_map(|worker| &worker.instructions).collect();
+    let occurrences = |predicate: &dyn Fn(&Instruction) -> bool| {
+        instructions.iter().filter(|instruction| predicate(instruction)).count()
+    };
+    assert_eq!(occurrences(&|i| matches!(i, Instruction::ReduceScatter { .. })), 2 * 3 * 2);
+    assert_eq!(occurrences(&|i| matches!(i, Instruction::AllGather { .. })), 2 * 3 * 2);
+    assert_eq!(occurrences(&|i| matches!(i, Instruction::AllReduce { .. })), 0);
 }

@@ -3,7 +3,7 @@
 //! The run ends after a minibatch that no worker has started, so no worker has applied its update and each still
 //! contributes its snapshot. With several processes, all barriers hold while the processes agree (`process::stop`).
 
-use crate::checkpoint::points::up;
+use crate::checkpoint::points::round_up;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -17,7 +17,7 @@ pub struct MinibatchBarrier<'a> {
 
 struct State {
     /// Minibatches that some worker of this process has started.
-    begun: u32,
+    started: u32,
     /// Minibatch count at which the stopped run ends.
     end: Option<u32>,
     /// Stop reason (signal number), or 0.
@@ -28,9 +28,9 @@ struct State {
 }
 
 impl<'a> MinibatchBarrier<'a> {
-    /// A gate after `done` finished minibatches. Setting `stop` to a non-zero reason ends the run.
+    /// A barrier after `done` finished minibatches. Setting `stop` to a non-zero reason ends the run.
     pub fn new(stop: &'a AtomicUsize, period: u32, done: u32) -> MinibatchBarrier<'a> {
-        let state = State { begun: done, end: None, reason: 0, is_shared: false, is_held: false };
+        let state = State { started: done, end: None, reason: 0, is_shared: false, is_held: false };
         MinibatchBarrier { stop, period, state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -46,20 +46,20 @@ impl<'a> MinibatchBarrier<'a> {
         while state.is_held {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        let reason = self.asked();
+        let reason = self.requested_reason();
         if state.end.is_none() && !state.is_shared && reason != 0 {
-            (state.end, state.reason) = (self.behind(state.begun), reason);
+            (state.end, state.reason) = (self.end_after(state.started), reason);
         }
-        let may = state.end.is_none_or(|end| minibatch < end);
-        if may {
-            state.begun = state.begun.max(minibatch.saturating_add(1));
+        let is_admitted = state.end.is_none_or(|end| minibatch < end);
+        if is_admitted {
+            state.started = state.started.max(minibatch.saturating_add(1));
         }
-        may
+        is_admitted
     }
 
-    /// The first valid end position after `begun` started minibatches.
-    pub fn behind(&self, begun: u32) -> Option<u32> {
-        up(begun.saturating_add(1), self.period)
+    /// The first valid end position after `started` started minibatches.
+    pub fn end_after(&self, started: u32) -> Option<u32> {
+        round_up(started.saturating_add(1), self.period)
     }
 
     /// Minibatch count of a run that ends early.
@@ -73,33 +73,33 @@ impl<'a> MinibatchBarrier<'a> {
     }
 
     /// Reason of a stop request to this process, or 0.
-    pub fn asked(&self) -> usize {
+    pub fn requested_reason(&self) -> usize {
         self.stop.load(Ordering::Relaxed)
     }
 
     /// Makes several processes decide together.
-    pub fn share(&self) {
+    pub fn coordinate(&self) {
         self.lock().is_shared = true;
     }
 
-    /// Closes the gate until the end is known. Returns the number of started minibatches.
+    /// Closes the barrier until the end is known. Returns the number of started minibatches.
     pub fn hold(&self, reason: usize) -> u32 {
         let mut state = self.lock();
         if state.end.is_none() {
             (state.is_held, state.reason) = (true, reason);
         }
-        state.begun
+        state.started
     }
 
-    /// Sets the end and opens the gate.
+    /// Sets the end and opens the barrier.
     pub fn end_at(&self, end: Option<u32>) {
         let mut state = self.lock();
         (state.end, state.is_held) = (end, false);
         self.changed.notify_all();
     }
 
-    /// Opens the gate without an agreement, after the run has failed; entering workers will notice the failure.
-    pub fn let_go(&self) {
+    /// Opens the barrier without an agreement, after the run has failed; entering workers will notice the failure.
+    pub fn open(&self) {
         self.lock().is_held = false;
         self.changed.notify_all();
     }
@@ -112,36 +112,36 @@ mod tests {
     #[test]
     fn a_stopped_run_ends_after_the_last_started_minibatch() {
         let stop = AtomicUsize::new(0);
-        let gate = MinibatchBarrier::new(&stop, 2, 4);
-        assert!(gate.enter(4) && gate.enter(5) && gate.enter(4));
-        assert_eq!((gate.end(), gate.reason()), (None, 0));
+        let barrier = MinibatchBarrier::new(&stop, 2, 4);
+        assert!(barrier.enter(4) && barrier.enter(5) && barrier.enter(4));
+        assert_eq!((barrier.end(), barrier.reason()), (None, 0));
         stop.store(15, Ordering::Relaxed);
         // Minibatches 4 and 5 are running: 6 and 7 are the next whole rounds.
-        assert_eq!([5, 7, 6, 8, 9].map(|minibatch| gate.enter(minibatch)), [true, true, true, false, false]);
-        assert_eq!((gate.end(), gate.reason()), (Some(8), 15));
+        assert_eq!([5, 7, 6, 8, 9].map(|minibatch| barrier.enter(minibatch)), [true, true, true, false, false]);
+        assert_eq!((barrier.end(), barrier.reason()), (Some(8), 15));
     }
 
     #[test]
     fn a_gate_that_is_held_lets_nobody_in_before_the_end_is_known() {
         let stop = AtomicUsize::new(0);
-        let gate = MinibatchBarrier::new(&stop, 1, 0);
-        gate.share();
-        assert!(gate.enter(2));
+        let barrier = MinibatchBarrier::new(&stop, 1, 0);
+        barrier.coordinate();
+        assert!(barrier.enter(2));
         stop.store(2, Ordering::Relaxed);
-        assert!(gate.enter(3), "others are to be asked first");
-        assert_eq!(gate.hold(2), 4);
+        assert!(barrier.enter(3), "others are to be asked first");
+        assert_eq!(barrier.hold(2), 4);
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| [gate.enter(4), gate.enter(6), gate.enter(7)]);
-            assert_eq!(gate.end(), None);
-            gate.end_at(gate.behind(6));
-            assert_eq!(waits.join().unwrap(), [true, true, false]);
+            let waiter = scope.spawn(|| [barrier.enter(4), barrier.enter(6), barrier.enter(7)]);
+            assert_eq!(barrier.end(), None);
+            barrier.end_at(barrier.end_after(6));
+            assert_eq!(waiter.join().unwrap(), [true, true, false]);
         });
-        assert_eq!((gate.end(), gate.reason(), gate.hold(15)), (Some(7), 2, 7));
+        assert_eq!((barrier.end(), barrier.reason(), barrier.hold(15)), (Some(7), 2, 7));
         // Without an agreement, no worker waits.
-        let gate = MinibatchBarrier::new(&stop, 1, 0);
-        gate.share();
-        gate.hold(2);
-        gate.let_go();
-        assert!(gate.enter(9));
+        let barrier = MinibatchBarrier::new(&stop, 1, 0);
+        barrier.coordinate();
+        barrier.hold(2);
+        barrier.open();
+        assert!(barrier.enter(9));
     }
 }

@@ -48,37 +48,43 @@ impl Holds {
     }
 }
 
-/// The files of a snapshot. A state that nothing updates is saved as `given`, without rounding.
+/// The files of a snapshot. A state that nothing updates is saved as `initial`, without rounding.
 pub fn files(
-    part: &StageSnapshot,
+    snapshot: &StageSnapshot,
     code: &StageCode,
     optimizer: &Optimizer,
-    given: &BTreeMap<String, Tensor>,
+    initial: &BTreeMap<String, Tensor>,
 ) -> Result<Vec<(Holds, Vec<u8>)>, CheckpointWriteError> {
     let mut files = Vec::new();
-    let path = |holds: Holds| holds.file_name(part.stage.0, part.replica);
-    if let Some(whole) = &part.whole {
+    let path = |holds: Holds| holds.file_name(snapshot.stage.0, snapshot.replica);
+    if let Some(state) = &snapshot.state {
         let mut pieces = Vec::new();
-        for ((named, weight), moves) in code.parameters.iter().zip(&whole.weights).zip(&whole.moves) {
-            pieces.push((named.name.clone(), piece(named, moves.master.as_ref().unwrap_or(weight))?));
+        for ((named, weight), optimizer_state) in
+            code.parameters.iter().zip(&state.weights).zip(&state.optimizer_states)
+        {
+            pieces.push((named.name.clone(), piece(named, optimizer_state.master.as_ref().unwrap_or(weight))?));
         }
-        for (at, (named, state)) in code.states.iter().zip(&whole.states).enumerate() {
-            let stays = code.follows.iter().all(|follow| follow.state != at);
-            let given = given.get(&named.name).filter(|_| stays);
+        for (index, (named, state)) in code.states.iter().zip(&state.states).enumerate() {
+            let is_constant = code.state_updates.iter().all(|update| update.state != index);
+            let initial = initial.get(&named.name).filter(|_| is_constant);
             pieces.push((
                 named.name.clone(),
-                match given {
-                    Some(given) => Piece::of(given),
+                match initial {
+                    Some(initial) => Piece::of(initial),
                     None => piece(named, state)?,
                 },
             ));
         }
         files.push((Holds::Weights, encode(Path::new(&path(Holds::Weights)), pieces)?));
-        let counts: Vec<[u8; 8]> = whole.moves.iter().map(|of| i64::from(of.updates).to_le_bytes()).collect();
+        let counts: Vec<[u8; 8]> = state
+            .optimizer_states
+            .iter()
+            .map(|optimizer_state| i64::from(optimizer_state.updates).to_le_bytes())
+            .collect();
         let mut pieces = Vec::new();
-        for ((named, moves), count) in code.parameters.iter().zip(&whole.moves).zip(&counts) {
-            let kinds = optimizer.names().iter().copied().zip(&moves.state);
-            for (kind, state) in kinds.chain(moves.drift.iter().map(|drift| (DRIFT, drift))) {
+        for ((named, optimizer_state), count) in code.parameters.iter().zip(&state.optimizer_states).zip(&counts) {
+            let kinds = optimizer.names().iter().copied().zip(&optimizer_state.state);
+            for (kind, state) in kinds.chain(optimizer_state.drift.iter().map(|drift| (DRIFT, drift))) {
                 pieces.push((format!("{}/{kind}", named.name), piece(named, state)?));
             }
             let count = Piece { dtype: DType::I64, shape: Vec::new(), bytes: Cow::Borrowed(count) };
@@ -87,19 +93,19 @@ pub fn files(
         files.push((Holds::Optimizer, encode(Path::new(&path(Holds::Optimizer)), pieces)?));
     }
     let mut pieces = Vec::new();
-    let versions = part.versions.iter().map(|(version, weights)| (format!("v{version}"), weights));
-    let forwards = part.forwards.iter().map(|(item, weights)| (format!("item{item}"), weights));
+    let versions = snapshot.versions.iter().map(|(version, weights)| (format!("v{version}"), weights));
+    let forwards = snapshot.forwards.iter().map(|(item, weights)| (format!("item{item}"), weights));
     for (prefix, weights) in versions.chain(forwards) {
         // A tied weight with versions of its own is empty in the stage's versions.
-        let known = code.parameters.iter().zip(weights).filter(|(named, weight)| weight.len() == named.bytes);
-        for (named, weight) in known {
+        let whole_weights = code.parameters.iter().zip(weights).filter(|(named, weight)| weight.len() == named.bytes);
+        for (named, weight) in whole_weights {
             pieces.push((format!("{prefix}/{}", named.name), piece(named, weight)?));
         }
     }
-    for (&at, versions) in &part.shared {
-        let named = &code.parameters[at];
-        for (of, weight) in versions {
-            pieces.push((format!("shared{of}/{}", named.name), piece(named, weight)?));
+    for (&index, versions) in &snapshot.tied_weights {
+        let named = &code.parameters[index];
+        for (version, weight) in versions {
+            pieces.push((format!("shared{version}/{}", named.name), piece(named, weight)?));
         }
     }
     if !pieces.is_empty() {
@@ -109,11 +115,11 @@ pub fn files(
 }
 
 /// In-flight state from the tensors of its file. An unexpected name is the error.
-pub fn flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String> {
+pub fn decode_flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String> {
     let mut flight = Flight::default();
     for (name, tensor) in tensors {
-        let (what, parameter) = name.split_once('/').ok_or_else(|| name.clone())?;
-        let number = |prefix: &str| what.strip_prefix(prefix).and_then(|number| number.parse::<u32>().ok());
+        let (section, parameter) = name.split_once('/').ok_or_else(|| name.clone())?;
+        let number = |prefix: &str| section.strip_prefix(prefix).and_then(|number| number.parse::<u32>().ok());
         let parameter = parameter.to_string();
         if let Some(version) = number("v") {
             flight.versions.entry(version).or_default().insert(parameter, tensor);
@@ -130,9 +136,13 @@ pub fn flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String> {
 
 /// The name of a parameter or updated state with a non-finite value, if there is one. Constant states may have any
 /// values.
-pub fn not_finite<'a>(part: &StageSnapshot, code: &'a StageCode) -> Result<Option<&'a str>, DeviceError> {
-    let Some(whole) = part.whole.as_ref() else { return Ok(None) };
-    let held = whole.weights.iter().zip(&whole.moves).map(|(weight, moves)| moves.master.as_ref().unwrap_or(weight));
+pub fn find_non_finite<'a>(snapshot: &StageSnapshot, code: &'a StageCode) -> Result<Option<&'a str>, DeviceError> {
+    let Some(state) = snapshot.state.as_ref() else { return Ok(None) };
+    let master_weights = state
+        .weights
+        .iter()
+        .zip(&state.optimizer_states)
+        .map(|(weight, optimizer_state)| optimizer_state.master.as_ref().unwrap_or(weight));
     let is_finite = |named: &NamedTensor, buffer: &Buffer| -> Result<bool, DeviceError> {
         let piece = piece(named, buffer)?;
         Ok(match piece.dtype {
@@ -141,9 +151,9 @@ pub fn not_finite<'a>(part: &StageSnapshot, code: &'a StageCode) -> Result<Optio
             _ => true,
         })
     };
-    let moves = |at: &usize| code.follows.iter().any(|follow| follow.state == *at);
-    let states = (0..code.states.len()).filter(moves).map(|at| (&code.states[at], &whole.states[at]));
-    for (named, buffer) in code.parameters.iter().zip(held).chain(states) {
+    let is_updated = |index: &usize| code.state_updates.iter().any(|update| update.state == *index);
+    let states = (0..code.states.len()).filter(is_updated).map(|index| (&code.states[index], &state.states[index]));
+    for (named, buffer) in code.parameters.iter().zip(master_weights).chain(states) {
         if !is_finite(named, buffer)? {
             return Ok(Some(&*named.name));
         }
@@ -164,13 +174,13 @@ mod tests {
     #[test]
     fn in_flight_versions_are_found_by_name() {
         let tensor = || Tensor::from_f32(&[1], &[1.0]);
-        let of = |names: &[&str]| flight(names.iter().map(|name| (name.to_string(), tensor())).collect());
-        let read = of(&["v5/a/b.weight", "v5/c", "item7/c", "shared3/c", "shared4/c"]).unwrap();
-        assert_eq!(read.versions[&5].keys().collect::<Vec<_>>(), ["a/b.weight", "c"]);
-        assert_eq!(read.forwards[&7].keys().collect::<Vec<_>>(), ["c"]);
-        assert_eq!(read.shared["c"].keys().collect::<Vec<_>>(), [&3, &4]);
+        let decode = |names: &[&str]| decode_flight(names.iter().map(|name| (name.to_string(), tensor())).collect());
+        let decoded = decode(&["v5/a/b.weight", "v5/c", "item7/c", "shared3/c", "shared4/c"]).unwrap();
+        assert_eq!(decoded.versions[&5].keys().collect::<Vec<_>>(), ["a/b.weight", "c"]);
+        assert_eq!(decoded.forwards[&7].keys().collect::<Vec<_>>(), ["c"]);
+        assert_eq!(decoded.shared["c"].keys().collect::<Vec<_>>(), [&3, &4]);
         for wrong in ["c", "v/c", "v-1/c", "v99999999999/c", "w5/c", "/c", ""] {
-            assert_eq!(of(&["v5/c", wrong]).unwrap_err(), wrong);
+            assert_eq!(decode(&["v5/c", wrong]).unwrap_err(), wrong);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Finds checkpoints in a folder and reads them. Every file must match the length and hash in the manifest.
 
-use crate::checkpoint::encode::{Flight, Holds, flight};
+use crate::checkpoint::encode::{Flight, Holds, decode_flight};
 use crate::checkpoint::manifest::{FILE, LARGEST, Listed, Manifest};
 use crate::checkpoint::resume_point::ResumePoint;
 use crate::data::weights;
@@ -74,40 +74,40 @@ pub fn all(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
 
 /// Folders with hidden names, left by an interrupted save. If it was replacing a checkpoint, both may be complete; the
 /// new one comes first.
-pub fn left_over(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
+pub fn leftovers(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
     named(folder, hidden)
 }
 
 /// Candidates to resume from, newest first. Named checkpoints come before leftovers of the same step; a leftover needs
 /// a valid manifest.
-pub fn known(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
-    let mut known = all(folder)?;
-    known.extend(left_over(folder)?.into_iter().filter(|(_, path)| manifest(path).is_ok()));
+pub fn candidates(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
+    let mut candidates = all(folder)?;
+    candidates.extend(leftovers(folder)?.into_iter().filter(|(_, path)| manifest(path).is_ok()));
     // A stable sort keeps that order within a step.
-    known.sort_by_key(|(minibatches, _)| Reverse(*minibatches));
-    Ok(known)
+    candidates.sort_by_key(|(minibatches, _)| Reverse(*minibatches));
+    Ok(candidates)
 }
 
 fn named(folder: &Path, number: impl Fn(&str) -> Option<u32>) -> Result<Vec<(u32, PathBuf)>, FindError> {
-    let fail = |fault| FindError::Read { path: folder.to_path_buf(), fault };
+    let read_error = |fault| FindError::Read { path: folder.to_path_buf(), fault };
     let entries = match fs::read_dir(folder) {
         Err(fault) if fault.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        other => other.map_err(fail)?,
+        entries => entries.map_err(read_error)?,
     };
-    let mut found = Vec::new();
+    let mut checkpoints = Vec::new();
     for entry in entries {
-        let entry = entry.map_err(fail)?;
+        let entry = entry.map_err(read_error)?;
         if let Some(minibatches) = entry.file_name().to_str().and_then(&number) {
-            found.push((minibatches, entry.path()));
+            checkpoints.push((minibatches, entry.path()));
         }
     }
-    found.sort_unstable_by(|one, other| other.cmp(one));
-    Ok(found)
+    checkpoints.sort_unstable_by(|a, b| b.cmp(a));
+    Ok(checkpoints)
 }
 
 pub fn manifest(folder: &Path) -> Result<Manifest, FindError> {
     let path = folder.join(FILE);
-    let bytes = regular(&path, LARGEST)?;
+    let bytes = read_regular(&path, LARGEST)?;
     Manifest::read(&bytes).map_err(|fault| FindError::Manifest { path, fault })
 }
 
@@ -127,13 +127,13 @@ pub fn read(folder: &Path) -> Result<Found, FindError> {
     let mut in_flight: BTreeMap<(u32, u32), Flight> = BTreeMap::new();
     for listed in &manifest.files {
         let path = folder.join(&listed.name);
-        let tensors = weights::decode(&path, &checked(&path, listed)?)?;
+        let tensors = weights::decode(&path, &read_verified(&path, listed)?)?;
         match listed.holds {
             Holds::Weights => gather(&mut weights, tensors, &path)?,
             Holds::Optimizer => gather(&mut optimizer, tensors, &path)?,
             Holds::InFlight => {
-                let of = flight(tensors).map_err(|name| FindError::Name { path, name })?;
-                in_flight.insert((listed.stage, listed.replica), of);
+                let state = decode_flight(tensors).map_err(|name| FindError::Name { path, name })?;
+                in_flight.insert((listed.stage, listed.replica), state);
             }
         }
     }
@@ -147,16 +147,20 @@ pub fn read_weights(folder: &Path) -> Result<BTreeMap<String, Tensor>, FindError
     let mut weights = BTreeMap::new();
     for listed in manifest(folder)?.files.iter().filter(|listed| listed.holds == Holds::Weights) {
         let path = folder.join(&listed.name);
-        gather(&mut weights, weights::decode(&path, &checked(&path, listed)?)?, &path)?;
+        gather(&mut weights, weights::decode(&path, &read_verified(&path, listed)?)?, &path)?;
     }
     Ok(weights)
 }
 
 /// Merges tensors; those in several stages must be equal.
-fn gather(all: &mut BTreeMap<String, Tensor>, tensors: BTreeMap<String, Tensor>, path: &Path) -> Result<(), FindError> {
+fn gather(
+    merged: &mut BTreeMap<String, Tensor>,
+    tensors: BTreeMap<String, Tensor>,
+    path: &Path,
+) -> Result<(), FindError> {
     for (name, tensor) in tensors {
-        let known = all.entry(name.clone()).or_insert_with(|| tensor.clone());
-        if (known.dtype(), known.shape(), known.bytes()) != (tensor.dtype(), tensor.shape(), tensor.bytes()) {
+        let existing = merged.entry(name.clone()).or_insert_with(|| tensor.clone());
+        if (existing.dtype(), existing.shape(), existing.bytes()) != (tensor.dtype(), tensor.shape(), tensor.bytes()) {
             return Err(FindError::Twice { path: path.to_path_buf(), name });
         }
     }
@@ -164,8 +168,8 @@ fn gather(all: &mut BTreeMap<String, Tensor>, tensors: BTreeMap<String, Tensor>,
 }
 
 /// Reads a file and verifies its length and hash.
-fn checked(path: &Path, listed: &Listed) -> Result<Vec<u8>, FindError> {
-    let bytes = regular(path, listed.bytes)?;
+fn read_verified(path: &Path, listed: &Listed) -> Result<Vec<u8>, FindError> {
+    let bytes = read_regular(path, listed.bytes)?;
     let got = bytes.len() as u64;
     if got != listed.bytes {
         return Err(FindError::Length { path: path.to_path_buf(), got, expected: listed.bytes });
@@ -177,24 +181,24 @@ fn checked(path: &Path, listed: &Listed) -> Result<Vec<u8>, FindError> {
     Ok(bytes)
 }
 
-/// Reads a regular file of at most `most` bytes; a longer one is rejected unread.
-fn regular(path: &Path, most: u64) -> Result<Vec<u8>, FindError> {
-    let fail = |fault: io::Error| match fault.kind() {
+/// Reads a regular file of at most `limit` bytes; a longer one is rejected unread.
+fn read_regular(path: &Path, limit: u64) -> Result<Vec<u8>, FindError> {
+    let read_error = |fault: io::Error| match fault.kind() {
         io::ErrorKind::NotFound => FindError::Missing { path: path.to_path_buf() },
         _ => FindError::Read { path: path.to_path_buf(), fault },
     };
     // Check the type before opening: opening a pipe would block, and a link may lead out of the folder.
-    let kind = fs::symlink_metadata(path).map_err(fail)?;
-    if !kind.is_file() {
-        return Err(fail(io::Error::other("not a regular file")));
+    let metadata = fs::symlink_metadata(path).map_err(read_error)?;
+    if !metadata.is_file() {
+        return Err(read_error(io::Error::other("not a regular file")));
     }
-    if kind.len() > most {
-        return Err(FindError::Length { path: path.to_path_buf(), got: kind.len(), expected: most });
+    if metadata.len() > limit {
+        return Err(FindError::Length { path: path.to_path_buf(), got: metadata.len(), expected: limit });
     }
     let mut bytes = Vec::new();
     // A sparse file can claim any length.
-    bytes.try_reserve_exact(kind.len() as usize).map_err(|_| fail(io::ErrorKind::OutOfMemory.into()))?;
-    File::open(path).and_then(|file| file.take(most).read_to_end(&mut bytes)).map_err(fail)?;
+    bytes.try_reserve_exact(metadata.len() as usize).map_err(|_| read_error(io::ErrorKind::OutOfMemory.into()))?;
+    File::open(path).and_then(|file| file.take(limit).read_to_end(&mut bytes)).map_err(read_error)?;
     Ok(bytes)
 }
 

@@ -55,16 +55,16 @@ fn holder(_: &File) -> Option<u32> {
 /// system.
 #[cfg(any(target_os = "linux", test))]
 fn holder_of(inode: u64, locks: &str) -> Option<u32> {
-    let of_line = |line: &str| {
+    let holder_in_line = |line: &str| {
         // 1: FLOCK  ADVISORY  WRITE 708 00:13:17921 0 EOF
         let words: Vec<&str> = line.split_whitespace().collect();
-        let [_, "FLOCK", _, _, pid, place, ..] = words[..] else { return None };
-        let is_it = place.rsplit(':').next()?.parse() == Ok(inode);
+        let [_, "FLOCK", _, _, pid, file_id, ..] = words[..] else { return None };
+        let is_match = file_id.rsplit(':').next()?.parse() == Ok(inode);
         // A process in another PID namespace is reported as 0.
-        is_it.then(|| pid.parse().ok().filter(|pid| *pid > 0))
+        is_match.then(|| pid.parse().ok().filter(|pid| *pid > 0))
     };
-    let mut found = locks.lines().filter_map(of_line);
-    match (found.next(), found.next()) {
+    let mut holders = locks.lines().filter_map(holder_in_line);
+    match (holders.next(), holders.next()) {
         (Some(pid), None) => pid,
         _ => None,
     }

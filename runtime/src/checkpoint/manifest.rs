@@ -143,9 +143,9 @@ impl Manifest {
             }
         }
         // An in-flight file exists only if something was in flight.
-        let always = |stage: u32| [Holds::Weights, Holds::Optimizer].map(|holds| holds.file_name(stage, 0));
+        let required_files = |stage: u32| [Holds::Weights, Holds::Optimizer].map(|holds| holds.file_name(stage, 0));
         let stages = u32::try_from(manifest.plan.stages.len()).unwrap_or(u32::MAX).min(MOST);
-        match (0..stages).flat_map(always).find(|name| !names.contains(name)) {
+        match (0..stages).flat_map(required_files).find(|name| !names.contains(name)) {
             Some(name) => Err(format!("it does not list `{name}`")),
             None => Ok(manifest),
         }
@@ -153,13 +153,13 @@ impl Manifest {
 
     /// Encodes the manifest with its hash.
     pub fn write(&self) -> Vec<u8> {
-        let encoded = |sha256: &str| {
+        let encode = |sha256: &str| {
             let manifest = Manifest { sha256: sha256.to_string(), ..self.clone() };
             let mut bytes = serde_json::to_vec_pretty(&manifest).expect("names are strings and numbers are finite");
             bytes.push(b'\n');
             bytes
         };
-        encoded(&sha256(&encoded(NO_HASH)))
+        encode(&sha256(&encode(NO_HASH)))
     }
 }
 
@@ -170,9 +170,9 @@ const DIGITS: usize = NO_HASH.len();
 
 /// The hash of a manifest; `written` is searched from the end.
 fn own_hash(bytes: &[u8], written: &str) -> Option<String> {
-    let at = bytes.windows(DIGITS).rposition(|digits| digits == written.as_bytes())?;
+    let offset = bytes.windows(DIGITS).rposition(|digits| digits == written.as_bytes())?;
     let mut bytes = bytes.to_vec();
-    bytes[at..at + DIGITS].fill(b'0');
+    bytes[offset..offset + DIGITS].fill(b'0');
     Some(sha256(&bytes))
 }
 
@@ -217,36 +217,36 @@ mod tests {
 
     #[test]
     fn every_changed_bit_of_a_manifest_is_noticed() {
-        let good = manifest().write();
-        for at in 0..good.len() {
+        let valid = manifest().write();
+        for offset in 0..valid.len() {
             for bit in 0..8 {
-                let mut other = good.clone();
-                other[at] ^= 1 << bit;
-                assert!(Manifest::read(&other).is_err(), "bit {bit} of byte {at}");
+                let mut corrupted = valid.clone();
+                corrupted[offset] ^= 1 << bit;
+                assert!(Manifest::read(&corrupted).is_err(), "bit {bit} of byte {offset}");
             }
-            assert!(Manifest::read(&good[..at]).is_err(), "cut at {at}");
+            assert!(Manifest::read(&valid[..offset]).is_err(), "cut at {offset}");
         }
     }
 
     #[test]
     fn what_no_run_writes_is_refused() {
-        let wrong = |change: &dyn Fn(&mut Manifest)| {
-            let mut other = manifest();
-            change(&mut other);
-            Manifest::read(&other.write()).unwrap_err()
+        let read_error = |change: &dyn Fn(&mut Manifest)| {
+            let mut invalid = manifest();
+            change(&mut invalid);
+            Manifest::read(&invalid.write()).unwrap_err()
         };
-        assert!(wrong(&|m| m.schema = "pipec.checkpoint/9".into()).contains("checkpoint/9"));
-        assert!(wrong(&|m| m.minibatches = 13).contains("13 minibatches of 12"));
-        assert!(wrong(&|m| m.minibatches = 0).contains("0 minibatches"));
-        assert!(wrong(&|m| m.loss_scale = Some(Scale { value: 0.0, good: 0 })).contains("loss scale is 0"));
+        assert!(read_error(&|m| m.schema = "pipec.checkpoint/9".into()).contains("checkpoint/9"));
+        assert!(read_error(&|m| m.minibatches = 13).contains("13 minibatches of 12"));
+        assert!(read_error(&|m| m.minibatches = 0).contains("0 minibatches"));
+        assert!(read_error(&|m| m.loss_scale = Some(Scale { value: 0.0, good: 0 })).contains("loss scale is 0"));
         for name in ["../stage-0.safetensors", "/etc/passwd", "stage-1.safetensors", "", "stage-0.safetensors/.."] {
-            assert!(wrong(&|m| m.files[0].name = name.into()).contains("not a file name"), "{name}");
+            assert!(read_error(&|m| m.files[0].name = name.into()).contains("not a file name"), "{name}");
         }
-        assert!(wrong(&|m| m.files.push(m.files[0].clone())).contains("twice"));
-        assert!(wrong(&|m| m.files[0].sha256 = "xyz".into()).contains("not a SHA-256"));
+        assert!(read_error(&|m| m.files.push(m.files[0].clone())).contains("twice"));
+        assert!(read_error(&|m| m.files[0].sha256 = "xyz".into()).contains("not a SHA-256"));
         let stage = || StageLayout { replicas: 1, cap: 1, parameters: sha256(b"") };
-        assert!(wrong(&|m| m.plan.stages.push(stage())).contains("does not list `stage-0.optimizer.safetensors`"));
-        assert!(wrong(&|m| m.files[0].stage = u32::MAX).contains("stage 4294967295"));
+        assert!(read_error(&|m| m.plan.stages.push(stage())).contains("does not list `stage-0.optimizer.safetensors`"));
+        assert!(read_error(&|m| m.files[0].stage = u32::MAX).contains("stage 4294967295"));
         assert!(Manifest::read(b"{\"schema\": 1}").is_err());
         let deep = "[".repeat(100_000);
         assert!(Manifest::read(deep.as_bytes()).is_err());

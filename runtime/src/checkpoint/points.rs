@@ -8,7 +8,7 @@ pub struct Cuts {
     pub every: Option<u32>,
     /// Interval of the points where all stages finish a round, in minibatches.
     pub period: u32,
-    pub whole: u32,
+    pub minibatches: u32,
 }
 
 impl Cuts {
@@ -18,15 +18,15 @@ impl Cuts {
             let every = every.max(1);
             // Earlier multiples of `every` may be delayed past `minibatches`.
             let first = (minibatches.saturating_sub(self.period) / every).max(1);
-            let cuts = (first..).map_while(|count| up(count.checked_mul(every)?, self.period));
-            cuts.take_while(|cut| *cut <= self.whole).find(|cut| *cut > minibatches)
+            let cuts = (first..).map_while(|count| round_up(count.checked_mul(every)?, self.period));
+            cuts.take_while(|cut| *cut <= self.minibatches).find(|cut| *cut > minibatches)
         });
         regular.or(Some(self.last()).filter(|last| *last > minibatches))
     }
 
     /// The last checkpoint; 0 if the run ends before the first point where all stages finish a round.
     pub fn last(&self) -> u32 {
-        self.whole - self.whole % self.period.max(1)
+        self.minibatches - self.minibatches % self.period.max(1)
     }
 
     /// True if there is a checkpoint after `minibatches`.
@@ -36,7 +36,7 @@ impl Cuts {
 }
 
 /// Rounds up to a multiple of `period`; `None` on overflow.
-pub fn up(minibatches: u32, period: u32) -> Option<u32> {
+pub fn round_up(minibatches: u32, period: u32) -> Option<u32> {
     minibatches.div_ceil(period.max(1)).checked_mul(period.max(1))
 }
 
@@ -46,29 +46,29 @@ mod tests {
 
     #[test]
     fn cuts_lie_where_rounds_end() {
-        let all = |every: Option<u32>, period, whole| {
-            let cuts = Cuts { every, period, whole };
-            let found: Vec<u32> = (1..=whole).filter(|at| cuts.is_at(*at)).collect();
+        let points = |every: Option<u32>, period, minibatches| {
+            let cuts = Cuts { every, period, minibatches };
+            let positions: Vec<u32> = (1..=minibatches).filter(|position| cuts.is_at(*position)).collect();
             // `after` agrees from any start.
-            for from in 0..whole {
+            for from in 0..minibatches {
                 assert_eq!(
                     cuts.after(from),
-                    found.iter().copied().find(|cut| *cut > from),
+                    positions.iter().copied().find(|cut| *cut > from),
                     "{every:?} {period} {from}"
                 );
             }
-            found
+            positions
         };
-        assert_eq!(all(Some(3), 1, 12), [3, 6, 9, 12]);
-        assert_eq!(all(Some(3), 2, 13), [4, 6, 10, 12]);
-        assert_eq!(all(Some(1), 4, 11), [4, 8]);
-        assert_eq!(Cuts { every: Some(u32::MAX), period: 7, whole: u32::MAX }.after(u32::MAX), None);
+        assert_eq!(points(Some(3), 1, 12), [3, 6, 9, 12]);
+        assert_eq!(points(Some(3), 2, 13), [4, 6, 10, 12]);
+        assert_eq!(points(Some(1), 4, 11), [4, 8]);
+        assert_eq!(Cuts { every: Some(u32::MAX), period: 7, minibatches: u32::MAX }.after(u32::MAX), None);
         // The end is a checkpoint too, once.
-        assert_eq!(all(Some(3), 1, 13), [3, 6, 9, 12, 13]);
-        assert_eq!(all(Some(9), 2, 15), [10, 14]);
-        assert_eq!(all(Some(5), 4, 7), [4]);
-        assert_eq!(all(None, 1, 12), [12]);
-        assert_eq!(all(None, 4, 11), [8]);
-        assert_eq!(all(None, 4, 3), [0u32; 0]);
+        assert_eq!(points(Some(3), 1, 13), [3, 6, 9, 12, 13]);
+        assert_eq!(points(Some(9), 2, 15), [10, 14]);
+        assert_eq!(points(Some(5), 4, 7), [4]);
+        assert_eq!(points(None, 1, 12), [12]);
+        assert_eq!(points(None, 4, 11), [8]);
+        assert_eq!(points(None, 4, 3), [0u32; 0]);
     }
 }

@@ -13,12 +13,12 @@
 //! checkpoint: its folder is removed and the run continues.
 
 use crate::checkpoint::StageSnapshot;
-use crate::checkpoint::encode::{files, not_finite};
+use crate::checkpoint::encode::{files, find_non_finite};
 use crate::checkpoint::error::CheckpointWriteError;
 use crate::checkpoint::files::Files;
-use crate::checkpoint::find::{all, left_over, name, old_name, part_name, read};
+use crate::checkpoint::find::{all, leftovers, name, old_name, part_name, read};
 use crate::checkpoint::manifest::{Cursor, FILE, Listed, Manifest, SCHEMA, Scale, ShardLayout};
-use crate::checkpoint::merge_shards::join;
+use crate::checkpoint::merge_shards::merge_shards;
 use crate::exec::stage_code::StageCode;
 use crate::optim::optimizer::Optimizer;
 use compiler::graph::hash::sha256;
@@ -34,7 +34,7 @@ pub struct WriterConfig<'a> {
     /// Number of checkpoints to keep; `None` keeps all.
     pub keep: Option<usize>,
     /// Minibatches at which the run was resumed.
-    pub begun: Option<u32>,
+    pub resumed_at: Option<u32>,
     /// Settings that determine the results; see [`Manifest::run`].
     pub run: BTreeMap<String, String>,
     pub plan: ShardLayout,
@@ -43,7 +43,7 @@ pub struct WriterConfig<'a> {
     pub codes: &'a [StageCode],
     pub optimizer: &'a Optimizer,
     /// Initial weights and states.
-    pub given: &'a BTreeMap<String, Tensor>,
+    pub initial: &'a BTreeMap<String, Tensor>,
 }
 
 /// The outcome of a checkpoint.
@@ -67,7 +67,7 @@ pub type Failure<'a> = Box<dyn Fn() -> Option<String> + Send + 'a>;
 /// Writes the checkpoints of a run.
 pub struct CheckpointWriter<'a, F> {
     files: F,
-    of: WriterConfig<'a>,
+    config: WriterConfig<'a>,
     open: BTreeMap<u32, Open>,
     failure: Option<Failure<'a>>,
 }
@@ -77,7 +77,7 @@ pub struct CheckpointWriter<'a, F> {
 struct Open {
     parts: usize,
     /// ZeRO shards waiting for those of other replicas, by stage.
-    shares: BTreeMap<u32, Vec<StageSnapshot>>,
+    snapshots: BTreeMap<u32, Vec<StageSnapshot>>,
     has_folder: bool,
     listed: Vec<Listed>,
     scale: Option<Scale>,
@@ -87,23 +87,26 @@ struct Open {
 impl<'a, F: Files> CheckpointWriter<'a, F> {
     /// Cleans up after an earlier run. Incomplete checkpoints are removed. A complete one that was left under a hidden
     /// name during a replacement gets its name back, unless the checkpoint with that name is complete.
-    pub fn new(files: F, of: WriterConfig<'a>) -> CheckpointWriter<'a, F> {
-        for (minibatches, path) in left_over(&of.folder).unwrap_or_default() {
-            let whole = of.folder.join(name(minibatches));
-            let (is_there, is_lost) = (whole.symlink_metadata().is_ok(), read(&path).is_ok() && read(&whole).is_err());
+    pub fn new(files: F, config: WriterConfig<'a>) -> CheckpointWriter<'a, F> {
+        for (minibatches, path) in leftovers(&config.folder).unwrap_or_default() {
+            let named_folder = config.folder.join(name(minibatches));
+            let (has_named, is_lost) =
+                (named_folder.symlink_metadata().is_ok(), read(&path).is_ok() && read(&named_folder).is_err());
             // A leftover that cannot be removed does no harm.
             let _ = match is_lost {
-                true if is_there => files.remove_folder(&whole).and_then(|()| files.rename(&path, &whole)),
-                true => files.rename(&path, &whole),
+                true if has_named => {
+                    files.remove_folder(&named_folder).and_then(|()| files.rename(&path, &named_folder))
+                }
+                true => files.rename(&path, &named_folder),
                 false => files.remove_folder(&path),
             };
         }
-        let keeper = CheckpointWriter { files, of, open: BTreeMap::new(), failure: None };
+        let writer = CheckpointWriter { files, config, open: BTreeMap::new(), failure: None };
         // The earlier run may have ended before it removed old checkpoints.
-        if let Some(begun) = keeper.of.begun {
-            let _ = keeper.remove_older(begun);
+        if let Some(resumed_at) = writer.config.resumed_at {
+            let _ = writer.remove_older(resumed_at);
         }
-        keeper
+        writer
     }
 
     /// Completes no checkpoint after the run has failed. Links between devices end without their tensors then, but the
@@ -113,37 +116,39 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
     }
 
     /// Writes a snapshot. The last one of a checkpoint returns the outcome.
-    pub fn take(&mut self, part: StageSnapshot) -> Option<Saved> {
-        let minibatches = part.minibatches;
+    pub fn take(&mut self, snapshot: StageSnapshot) -> Option<Saved> {
+        let minibatches = snapshot.minibatches;
         let mut open = self.open.remove(&minibatches).unwrap_or_default();
         open.parts += 1;
-        let (stage, replicas) = (part.stage.0, part.replicas as usize);
-        let waiting = open.shares.entry(stage).or_default();
-        waiting.push(part);
+        let (stage, replicas) = (snapshot.stage.0, snapshot.replicas as usize);
+        let waiting = open.snapshots.entry(stage).or_default();
+        waiting.push(snapshot);
         if waiting.len() >= replicas {
-            let parts = open.shares.remove(&stage).unwrap_or_default();
-            let written = |open: &mut Open| join(parts)?.iter().try_for_each(|part| self.write_part(part, open));
+            let snapshots = open.snapshots.remove(&stage).unwrap_or_default();
+            let write_all = |open: &mut Open| {
+                merge_shards(snapshots)?.iter().try_for_each(|snapshot| self.write_part(snapshot, open))
+            };
             if open.fault.is_none()
-                && let Err(fault) = written(&mut open)
+                && let Err(fault) = write_all(&mut open)
             {
                 // Free disk space for the next checkpoint.
                 let _ = self.files.remove_folder(&self.part_folder(minibatches));
                 open.fault = Some(fault);
             }
         }
-        let expected: usize = self.of.plan.stages.iter().map(|stage| stage.replicas as usize).sum();
+        let expected: usize = self.config.plan.stages.iter().map(|stage| stage.replicas as usize).sum();
         if open.parts < expected {
             self.open.insert(minibatches, open);
             return None;
         }
-        let done = match open.fault.take() {
+        let outcome = match open.fault.take() {
             Some(fault) => Err(fault),
             None => self.complete(minibatches, open),
         };
-        Some(match done {
+        Some(match outcome {
             Ok((folder, left)) => {
-                let older = self.remove_older(minibatches).err();
-                Saved::Done { minibatches, folder, left: left.or(older) }
+                let removal_error = self.remove_older(minibatches).err();
+                Saved::Done { minibatches, folder, left: left.or(removal_error) }
             }
             Err(fault) => {
                 let _ = self.files.remove_folder(&self.part_folder(minibatches));
@@ -153,27 +158,29 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
     }
 
     fn part_folder(&self, minibatches: u32) -> PathBuf {
-        self.of.folder.join(part_name(minibatches))
+        self.config.folder.join(part_name(minibatches))
     }
 
-    fn write_part(&self, part: &StageSnapshot, open: &mut Open) -> Result<(), CheckpointWriteError> {
-        let folder = self.part_folder(part.minibatches);
+    fn write_part(&self, snapshot: &StageSnapshot, open: &mut Open) -> Result<(), CheckpointWriteError> {
+        let folder = self.part_folder(snapshot.minibatches);
         if !open.has_folder {
             open.has_folder = true;
-            wrote(&folder, self.files.make_folder(&folder))?;
+            write_result(&folder, self.files.make_folder(&folder))?;
         }
-        let (stage, replica) = (part.stage.0, part.replica);
-        if let Some(name) = not_finite(part, &self.of.codes[part.stage.index()])? {
+        let (stage, replica) = (snapshot.stage.0, snapshot.replica);
+        if let Some(name) = find_non_finite(snapshot, &self.config.codes[snapshot.stage.index()])? {
             return Err(CheckpointWriteError::NotFinite { name: name.to_string() });
         }
-        for (holds, bytes) in files(part, &self.of.codes[part.stage.index()], self.of.optimizer, self.of.given)? {
+        for (holds, bytes) in
+            files(snapshot, &self.config.codes[snapshot.stage.index()], self.config.optimizer, self.config.initial)?
+        {
             let name = holds.file_name(stage, replica);
             let path = folder.join(&name);
-            wrote(&path, self.files.write(&path, &bytes))?;
+            write_result(&path, self.files.write(&path, &bytes))?;
             let (length, sha256) = (bytes.len() as u64, sha256(&bytes));
             open.listed.push(Listed { name, holds, stage, replica, bytes: length, sha256 });
         }
-        let scale = part.whole.as_ref().and_then(|whole| whole.scale);
+        let scale = snapshot.state.as_ref().and_then(|state| state.scale);
         open.scale = scale.map(|(value, good)| Scale { value, good }).or(open.scale.take());
         Ok(())
     }
@@ -185,62 +192,61 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
         open: Open,
     ) -> Result<(PathBuf, Option<CheckpointWriteError>), CheckpointWriteError> {
         let Open { mut listed, scale, .. } = open;
-        listed
-            .sort_by(|one, other| (one.stage, one.replica, &one.name).cmp(&(other.stage, other.replica, &other.name)));
-        let per_epoch = self.of.per_epoch.max(1);
+        listed.sort_by(|a, b| (a.stage, a.replica, &a.name).cmp(&(b.stage, b.replica, &b.name)));
+        let per_epoch = self.config.per_epoch.max(1);
         let manifest = Manifest {
             schema: SCHEMA.to_string(),
             minibatches,
-            steps: self.of.steps,
+            steps: self.config.steps,
             cursor: Cursor { epoch: minibatches / per_epoch, minibatch: minibatches % per_epoch },
             loss_scale: scale,
-            run: self.of.run.clone(),
-            plan: self.of.plan.clone(),
+            run: self.config.run.clone(),
+            plan: self.config.plan.clone(),
             files: listed,
             sha256: String::new(),
         };
-        let (part, whole) = (self.part_folder(minibatches), self.of.folder.join(name(minibatches)));
-        let path = part.join(FILE);
-        wrote(&path, self.files.write(&path, &manifest.write()))?;
-        wrote(&part, self.files.sync_folder(&part))?;
+        let (part_folder, named_folder) = (self.part_folder(minibatches), self.config.folder.join(name(minibatches)));
+        let path = part_folder.join(FILE);
+        write_result(&path, self.files.write(&path, &manifest.write()))?;
+        write_result(&part_folder, self.files.sync_folder(&part_folder))?;
         // All snapshots were downloaded before.
         if let Some(cause) = self.failure.as_ref().and_then(|failure| failure()) {
             return Err(CheckpointWriteError::RunFailed { cause });
         }
         // A run resumed from an older checkpoint reaches an existing, possibly broken, checkpoint again.
-        let old = self.of.folder.join(old_name(minibatches));
-        let is_replaced = whole.symlink_metadata().is_ok();
+        let old = self.config.folder.join(old_name(minibatches));
+        let is_replaced = named_folder.symlink_metadata().is_ok();
         if is_replaced {
-            wrote(&old, self.files.remove_folder(&old))?;
-            wrote(&whole, self.files.rename(&whole, &old))?;
+            write_result(&old, self.files.remove_folder(&old))?;
+            write_result(&named_folder, self.files.rename(&named_folder, &old))?;
         }
-        if let Err(fault) = wrote(&whole, self.files.rename(&part, &whole)) {
+        if let Err(fault) = write_result(&named_folder, self.files.rename(&part_folder, &named_folder)) {
             if is_replaced {
                 // If this fails too, the next run restores the name.
-                let _ = self.files.rename(&old, &whole);
+                let _ = self.files.rename(&old, &named_folder);
             }
             return Err(fault);
         }
-        let kept = wrote(&self.of.folder, self.files.sync_folder(&self.of.folder));
-        let removed = if is_replaced { wrote(&old, self.files.remove_folder(&old)) } else { Ok(()) };
-        Ok((whole, kept.and(removed).err()))
+        let synced = write_result(&self.config.folder, self.files.sync_folder(&self.config.folder));
+        let removed = if is_replaced { write_result(&old, self.files.remove_folder(&old)) } else { Ok(()) };
+        Ok((named_folder, synced.and(removed).err()))
     }
 
     /// Removes all but the newest checkpoints up to `newest`. Renaming first hides partly removed ones from readers.
     fn remove_older(&self, newest: u32) -> Result<(), CheckpointWriteError> {
-        let Some(keep) = self.of.keep else { return Ok(()) };
-        let found = all(&self.of.folder).unwrap_or_default();
-        let older = found.into_iter().filter(|(minibatches, _)| *minibatches <= newest);
+        let Some(keep) = self.config.keep else { return Ok(()) };
+        let checkpoints = all(&self.config.folder).unwrap_or_default();
+        let older = checkpoints.into_iter().filter(|(minibatches, _)| *minibatches <= newest);
         for (minibatches, folder) in older.skip(keep.max(1)) {
-            let old = self.of.folder.join(old_name(minibatches));
-            wrote(&old, self.files.remove_folder(&old))?;
-            wrote(&folder, self.files.rename(&folder, &old))?;
-            wrote(&old, self.files.remove_folder(&old))?;
+            let old = self.config.folder.join(old_name(minibatches));
+            write_result(&old, self.files.remove_folder(&old))?;
+            write_result(&folder, self.files.rename(&folder, &old))?;
+            write_result(&old, self.files.remove_folder(&old))?;
         }
         Ok(())
     }
 }
 
-fn wrote(path: &Path, done: io::Result<()>) -> Result<(), CheckpointWriteError> {
-    done.map_err(|fault| CheckpointWriteError::Write { path: path.to_path_buf(), fault })
+fn write_result(path: &Path, result: io::Result<()>) -> Result<(), CheckpointWriteError> {
+    result.map_err(|fault| CheckpointWriteError::Write { path: path.to_path_buf(), fault })
 }

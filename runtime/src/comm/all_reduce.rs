@@ -114,19 +114,19 @@ pub(super) mod tests {
 
     /// Calls `run` for each member, in a thread of its own.
     fn of_members(
-        all: &Arc<dyn AllReduce>,
+        all_reduce: &Arc<dyn AllReduce>,
         device: fn() -> Arc<dyn Device>,
         members: usize,
         run: impl Fn(usize, &DeviceContext, &Communicator<()>) + Sync,
     ) {
-        let place = Communicator::new(members);
+        let communicator = Communicator::new(members);
         std::thread::scope(|scope| {
             for member in 0..members {
-                let (place, run) = (&place, &run);
+                let (communicator, run) = (&communicator, &run);
                 scope.spawn(move || {
-                    let (context, ledger) = (DeviceContext::new(device(), Arc::default()).unwrap(), Arc::default());
-                    all.enter(member, &context.device, 0, &ledger).unwrap();
-                    run(member, &context, place);
+                    let (context, counter) = (DeviceContext::new(device(), Arc::default()).unwrap(), Arc::default());
+                    all_reduce.enter(member, &context.device, 0, &counter).unwrap();
+                    run(member, &context, communicator);
                 });
             }
         });
@@ -134,54 +134,58 @@ pub(super) mod tests {
 
     /// Every member has the terms of these ranks.
     pub fn check_sums(
-        of: impl Fn(usize) -> Arc<dyn AllReduce>,
+        new_all_reduce: impl Fn(usize) -> Arc<dyn AllReduce>,
         device: fn() -> Arc<dyn Device>,
         ranks: &[&[usize]],
         is_whole: bool,
     ) {
-        let (all, members) = (of(ranks.len()), ranks.len());
-        let mut order: Vec<usize> = ranks.iter().flat_map(|of| of.iter().copied()).collect();
+        let (all_reduce, members) = (new_all_reduce(ranks.len()), ranks.len());
+        let mut order: Vec<usize> = ranks.iter().flat_map(|ranks| ranks.iter().copied()).collect();
         order.sort_unstable();
         let mut want = values(order[0]);
         for &rank in &order[1..] {
             want.iter_mut().zip(values(rank)).for_each(|(sum, term)| *sum += term);
         }
-        of_members(&all, device, members, |member, context, place| {
+        of_members(&all_reduce, device, members, |member, context, communicator| {
             for number in 0..5 {
                 let terms: Vec<_> = ranks[member].iter().map(|&rank| (rank, buffer(context, &values(rank)))).collect();
                 let first = terms.first().map(|(_, term)| term.clone());
                 let mut sum = first.unwrap_or_else(|| context.take(COUNT * 4).unwrap());
                 terms.iter().for_each(|(_, term)| context.release(term).unwrap());
                 context.release(&sum).unwrap();
-                let own: Vec<_> = terms.iter().skip(1).map(|(_, term)| term.clone()).collect();
+                let other_terms: Vec<_> = terms.iter().skip(1).map(|(_, term)| term.clone()).collect();
                 let part = Addends { dtype: DType::F32, terms, sum: sum.clone(), is_whole };
-                all.contribute(Collective::AllReduce(number), member, vec![None, Some(part)]).unwrap();
-                place.bring(number, member, ());
-                place.meet(number).unwrap();
-                all.wait(Collective::AllReduce(number), member).unwrap();
+                all_reduce.contribute(Collective::AllReduce(number), member, vec![None, Some(part)]).unwrap();
+                communicator.contribute(number, member, ());
+                communicator.wait(number).unwrap();
+                all_reduce.wait(Collective::AllReduce(number), member).unwrap();
                 let range = if is_whole { 0..COUNT } else { range(COUNT, 1, member, members) };
                 let got = content(context, &mut sum);
                 assert!(got[range.clone()] == want[range], "member {member} of {members}");
-                [own, vec![sum]].into_iter().flatten().for_each(|buffer| context.give(buffer));
+                [other_terms, vec![sum]].into_iter().flatten().for_each(|buffer| context.give(buffer));
             }
         });
     }
 
     /// Every member has its range.
-    pub fn check_gathers(of: impl Fn(usize) -> Arc<dyn AllReduce>, device: fn() -> Arc<dyn Device>, members: usize) {
-        let (all, want) = (of(members), values(1));
-        of_members(&all, device, members, |member, context, place| {
+    pub fn check_gathers(
+        new_all_reduce: impl Fn(usize) -> Arc<dyn AllReduce>,
+        device: fn() -> Arc<dyn Device>,
+        members: usize,
+    ) {
+        let (all_reduce, want) = (new_all_reduce(members), values(1));
+        of_members(&all_reduce, device, members, |member, context, communicator| {
             for number in 0..5 {
-                let own = range(COUNT, 1, member, members);
+                let shard = range(COUNT, 1, member, members);
                 let mut part = vec![0f32; COUNT];
-                part[own.clone()].copy_from_slice(&want[own]);
+                part[shard.clone()].copy_from_slice(&want[shard]);
                 let mut sum = buffer(context, &part);
                 context.release(&sum).unwrap();
                 let part = Addends { dtype: DType::F32, terms: Vec::new(), sum: sum.clone(), is_whole: true };
-                all.contribute(Collective::AllGather(number), member, vec![Some(part), None]).unwrap();
-                place.bring(number, member, ());
-                place.meet(number).unwrap();
-                all.wait(Collective::AllGather(number), member).unwrap();
+                all_reduce.contribute(Collective::AllGather(number), member, vec![Some(part), None]).unwrap();
+                communicator.contribute(number, member, ());
+                communicator.wait(number).unwrap();
+                all_reduce.wait(Collective::AllGather(number), member).unwrap();
                 assert!(content(context, &mut sum) == want, "member {member} of {members}");
                 context.give(sum);
             }
@@ -193,10 +197,10 @@ pub(super) mod tests {
         for (elements, members) in [(10, 4), (3, 8), (0, 2), (1, 1), (1 << 20, 7)] {
             let mut end = 0;
             for member in 0..members {
-                let of = range(elements * 4, 4, member, members);
-                assert_eq!((of.start, of.end % 4), (end, 0));
-                assert!(of.len() <= elements.div_ceil(members) * 4);
-                end = of.end;
+                let shard = range(elements * 4, 4, member, members);
+                assert_eq!((shard.start, shard.end % 4), (end, 0));
+                assert!(shard.len() <= elements.div_ceil(members) * 4);
+                end = shard.end;
             }
             assert_eq!(end, elements * 4);
         }

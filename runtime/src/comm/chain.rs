@@ -20,14 +20,14 @@ use Direction::{Down, Up};
 
 impl Direction {
     /// The neighbour of a member, if there is one.
-    pub fn from(self, member: usize, members: usize) -> Option<usize> {
+    pub fn neighbour(self, member: usize, members: usize) -> Option<usize> {
         match self {
             Up => Some(member + 1).filter(|next| *next < members),
             Down => member.checked_sub(1),
         }
     }
 
-    pub fn back(self) -> Direction {
+    pub fn opposite(self) -> Direction {
         if self == Up { Down } else { Up }
     }
 }
@@ -65,12 +65,12 @@ impl From<DeviceError> for Refused {
 
 /// A range of one sum.
 pub(super) struct Chunk {
-    pub at: usize,
+    pub index: usize,
     pub range: Range<usize>,
     /// The only member that needs it, or that has it.
     pub owner: Option<usize>,
     /// True once this member's buffer holds a sum of terms.
-    pub is_there: bool,
+    pub has_sum: bool,
     /// What was received, in each direction.
     pub received: [bool; 2],
     /// The window that was sent up.
@@ -85,14 +85,14 @@ pub(super) struct OpenCollective {
     pub ready: [bool; 2],
     pub waiting: [VecDeque<usize>; 2],
     /// Messages still to be sent or received.
-    pub left: usize,
+    pub remaining: usize,
     /// Windows that were sent; those that others hold wait to be sent, or to be read.
     pub sent: Vec<Arc<Buffer>>,
 }
 
 impl Chunk {
     /// True if a member receives the chunk from the opposite of `direction`.
-    pub fn arrives(&self, collective: Collective, direction: Direction, member: usize, members: usize) -> bool {
+    pub fn is_received(&self, collective: Collective, direction: Direction, member: usize, members: usize) -> bool {
         match (collective, direction) {
             (Collective::AllReduce(_), Up) => member > 0,
             (Collective::AllReduce(_), Down) => member + 1 < members && self.owner.is_none_or(|owner| owner <= member),
@@ -102,48 +102,50 @@ impl Chunk {
     }
 
     /// True if a member sends the chunk in `direction`: if its neighbour receives it.
-    pub fn leaves(&self, collective: Collective, direction: Direction, member: usize, members: usize) -> bool {
-        let neighbour = direction.from(member, members);
-        neighbour.is_some_and(|to| self.arrives(collective, direction, to, members))
+    pub fn is_sent(&self, collective: Collective, direction: Direction, member: usize, members: usize) -> bool {
+        let neighbour = direction.neighbour(member, members);
+        neighbour.is_some_and(|to| self.is_received(collective, direction, to, members))
     }
 }
 
 impl OpenCollective {
     pub fn new(collective: Collective, parts: Parts, chunk: usize, member: usize, members: usize) -> OpenCollective {
         let mut chunks = Vec::new();
-        for (at, part) in parts.iter().enumerate() {
+        for (index, part) in parts.iter().enumerate() {
             let Some(Addends { dtype, terms, sum, is_whole }) = part else { continue };
             let is_sum = matches!(collective, Collective::AllReduce(_));
             let shards: Vec<(Option<usize>, Range<usize>)> = match is_sum && *is_whole {
                 true => vec![(None, 0..sum.len())],
-                false => (0..members).map(|of| (Some(of), range(sum.len(), dtype.size(), of, members))).collect(),
+                false => {
+                    (0..members).map(|owner| (Some(owner), range(sum.len(), dtype.size(), owner, members))).collect()
+                }
             };
             for (owner, shard) in shards {
-                let is_there = if is_sum { !terms.is_empty() } else { owner == Some(member) };
+                let has_sum = if is_sum { !terms.is_empty() } else { owner == Some(member) };
                 chunks.extend(shard.clone().step_by(chunk).map(|start| Chunk {
-                    at,
+                    index,
                     range: start..shard.end.min(start + chunk),
                     owner,
-                    is_there,
+                    has_sum,
                     received: [false; 2],
                     sent_up: None,
                 }));
             }
         }
-        let moves = |chunk: &Chunk| {
-            let of = |direction| {
-                usize::from(chunk.arrives(collective, direction, member, members))
-                    + usize::from(chunk.leaves(collective, direction, member, members))
+        let message_count = |chunk: &Chunk| {
+            let messages_in = |direction| {
+                usize::from(chunk.is_received(collective, direction, member, members))
+                    + usize::from(chunk.is_sent(collective, direction, member, members))
             };
-            of(Up) + of(Down)
+            messages_in(Up) + messages_in(Down)
         };
-        let neighbours = [Up, Down].iter().filter(|direction| direction.from(member, members).is_some()).count();
-        let left = chunks.iter().map(moves).sum::<usize>() + neighbours;
-        OpenCollective { parts, chunks, ready: [false; 2], waiting: Default::default(), left, sent: Vec::new() }
+        let neighbours = [Up, Down].iter().filter(|direction| direction.neighbour(member, members).is_some()).count();
+        let remaining = chunks.iter().map(message_count).sum::<usize>() + neighbours;
+        OpenCollective { parts, chunks, ready: [false; 2], waiting: Default::default(), remaining, sent: Vec::new() }
     }
 
     pub fn sum(&self, chunk: usize) -> Option<&Addends> {
-        self.parts[self.chunks[chunk].at].as_ref()
+        self.parts[self.chunks[chunk].index].as_ref()
     }
 
     /// Drops the windows that nobody else holds. Returns true if none are left.

@@ -24,7 +24,7 @@ pub struct TensorMessage {
 /// The tensors of one micro-batch over one edge.
 pub struct Message {
     pub item: u32,
-    pub parcels: Vec<TensorMessage>,
+    pub tensors: Vec<TensorMessage>,
 }
 
 /// The other end of the channel was dropped.
@@ -48,9 +48,9 @@ enum Endpoint<T> {
 pub struct Outgoing {
     messages: Endpoint<Message>,
     posted: Receiver<()>,
-    /// Number of messages sent (`sent`) and of posted receives seen (`known`).
+    /// Number of messages sent (`sent`) and of posted receives seen (`receives`).
     sent: u64,
-    known: u64,
+    receives: u64,
 }
 
 /// The receiving end of a channel.
@@ -63,21 +63,21 @@ pub struct Incoming {
 
 /// Creates both ends of a local channel. Dropping one end wakes the other.
 pub fn channel() -> (Outgoing, Incoming) {
-    let ((to, messages), (posted, reports)) = (unbounded(), unbounded());
+    let ((sender, messages), (posted, reports)) = (unbounded(), unbounded());
     let incoming = Incoming { messages, posted: Endpoint::Local(posted), early: HashMap::new() };
-    (Outgoing { messages: Endpoint::Local(to), posted: reports, sent: 0, known: 0 }, incoming)
+    (Outgoing { messages: Endpoint::Local(sender), posted: reports, sent: 0, receives: 0 }, incoming)
 }
 
 /// Creates the sending end of a channel to another process, and the sender that reports its posted receives.
 pub fn outgoing(remote: Box<dyn RemoteEnd>) -> (Outgoing, Sender<()>) {
     let (posted, reports) = unbounded();
-    (Outgoing { messages: Endpoint::Remote(remote), posted: reports, sent: 0, known: 0 }, posted)
+    (Outgoing { messages: Endpoint::Remote(remote), posted: reports, sent: 0, receives: 0 }, posted)
 }
 
 /// Creates the receiving end of a channel from another process, and the sender that delivers its messages.
 pub fn incoming(remote: Box<dyn RemoteEnd>) -> (Incoming, Sender<Message>) {
-    let (to, messages) = unbounded();
-    (Incoming { messages, posted: Endpoint::Remote(remote), early: HashMap::new() }, to)
+    let (sender, messages) = unbounded();
+    (Incoming { messages, posted: Endpoint::Remote(remote), early: HashMap::new() }, sender)
 }
 
 impl Outgoing {
@@ -93,9 +93,9 @@ impl Outgoing {
 
     /// Blocks until the receive for message `number` is posted.
     pub fn wait(&mut self, number: u64) -> Result<(), Disconnected> {
-        while self.known < number {
+        while self.receives < number {
             self.posted.recv().map_err(|_| Disconnected)?;
-            self.known += 1;
+            self.receives += 1;
         }
         Ok(())
     }
@@ -130,31 +130,31 @@ mod tests {
     use super::*;
 
     fn message(item: u32) -> Message {
-        Message { item, parcels: Vec::new() }
+        Message { item, tensors: Vec::new() }
     }
 
     #[test]
     fn messages_are_found_by_their_item() {
-        let (mut out, mut into) = channel();
+        let (mut outgoing, mut incoming) = channel();
         for item in [4, 2, 7] {
-            out.send(message(item)).unwrap();
+            outgoing.send(message(item)).unwrap();
         }
-        assert_eq!([2, 4, 7].map(|item| into.take(item).map(|message| message.item)), [Ok(2), Ok(4), Ok(7)]);
-        drop(out);
-        assert_eq!(into.take(1).map(|message| message.item), Err(Disconnected));
+        assert_eq!([2, 4, 7].map(|item| incoming.take(item).map(|message| message.item)), [Ok(2), Ok(4), Ok(7)]);
+        drop(outgoing);
+        assert_eq!(incoming.take(1).map(|message| message.item), Err(Disconnected));
     }
 
     #[test]
     fn who_sends_waits_for_as_many_receives() {
-        let (mut out, into) = channel();
-        let numbers = [4, 2].map(|item| out.send(message(item)).unwrap());
+        let (mut outgoing, incoming) = channel();
+        let numbers = [4, 2].map(|item| outgoing.send(message(item)).unwrap());
         assert_eq!(numbers, [1, 2]);
-        into.post();
-        assert_eq!(out.wait(1), Ok(()));
-        into.post();
-        drop(into);
-        assert_eq!((out.wait(2), out.wait(1)), (Ok(()), Ok(())));
-        assert!(out.send(message(9)).is_err());
-        assert_eq!(out.wait(3), Err(Disconnected));
+        incoming.post();
+        assert_eq!(outgoing.wait(1), Ok(()));
+        incoming.post();
+        drop(incoming);
+        assert_eq!((outgoing.wait(2), outgoing.wait(1)), (Ok(()), Ok(())));
+        assert!(outgoing.send(message(9)).is_err());
+        assert_eq!(outgoing.wait(3), Err(Disconnected));
     }
 }

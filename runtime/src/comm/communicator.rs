@@ -32,13 +32,13 @@ impl From<DeviceError> for CollectiveError {
 }
 
 struct Collective<T> {
-    brought: Vec<Option<T>>,
-    all: Option<Arc<Vec<T>>>,
-    left: usize,
+    contributions: Vec<Option<T>>,
+    values: Option<Arc<Vec<T>>>,
+    readers: usize,
 }
 
 struct State<T> {
-    meetings: HashMap<u64, Collective<T>>,
+    collectives: HashMap<u64, Collective<T>>,
     abandoned: bool,
 }
 
@@ -48,7 +48,7 @@ pub type Forward<T> = Box<dyn Fn(u64, usize, &T) + Send + Sync>;
 /// Collectives of a fixed group of members, identified by sequence number.
 pub struct Communicator<T> {
     members: usize,
-    here: usize,
+    local_members: usize,
     forward: Option<Forward<T>>,
     state: Mutex<State<T>>,
     changed: Condvar,
@@ -60,10 +60,10 @@ impl<T> Communicator<T> {
         Communicator::among(members, members, None)
     }
 
-    /// Creates a communicator with `here` local members; `forward` sends their contributions to the other processes.
-    pub fn among(members: usize, here: usize, forward: Option<Forward<T>>) -> Communicator<T> {
-        let state = Mutex::new(State { meetings: HashMap::new(), abandoned: false });
-        Communicator { members, here, forward, state, changed: Condvar::new() }
+    /// Creates a communicator with `local_members` local members; `forward` sends their contributions to the other processes.
+    pub fn among(members: usize, local_members: usize, forward: Option<Forward<T>>) -> Communicator<T> {
+        let state = Mutex::new(State { collectives: HashMap::new(), abandoned: false });
+        Communicator { members, local_members, forward, state, changed: Condvar::new() }
     }
 
     // No code panics while it holds the lock with inconsistent state.
@@ -72,12 +72,12 @@ impl<T> Communicator<T> {
     }
 
     /// True if other processes receive the contributions of local members.
-    pub fn forwards(&self) -> bool {
+    pub fn has_remote_members(&self) -> bool {
         self.forward.is_some()
     }
 
     /// Contributes a value to collective `number` without blocking.
-    pub fn bring(&self, number: u64, member: usize, part: T) {
+    pub fn contribute(&self, number: u64, member: usize, part: T) {
         if let Some(forward) = &self.forward {
             forward(number, member, &part);
         }
@@ -88,34 +88,34 @@ impl<T> Communicator<T> {
     pub fn arrive(&self, number: u64, member: usize, part: T) -> bool {
         let mut state = self.lock();
         let members = self.members;
-        let meeting = state.meetings.entry(number).or_insert_with(|| Collective {
-            brought: (0..members).map(|_| None).collect(),
-            all: None,
-            left: 0,
+        let collective = state.collectives.entry(number).or_insert_with(|| Collective {
+            contributions: (0..members).map(|_| None).collect(),
+            values: None,
+            readers: 0,
         });
-        match meeting.brought.get_mut(member) {
-            Some(place @ None) => *place = Some(part),
+        match collective.contributions.get_mut(member) {
+            Some(slot @ None) => *slot = Some(part),
             _ => return false,
         }
-        if meeting.brought.iter().all(Option::is_some) {
-            meeting.all = Some(Arc::new(meeting.brought.drain(..).flatten().collect()));
+        if collective.contributions.iter().all(Option::is_some) {
+            collective.values = Some(Arc::new(collective.contributions.drain(..).flatten().collect()));
             self.changed.notify_all();
         }
         true
     }
 
     /// Blocks until all members have contributed, or one abandons. Returns the values in rank order.
-    pub fn meet(&self, number: u64) -> Result<Arc<Vec<T>>, PeerLost> {
+    pub fn wait(&self, number: u64) -> Result<Arc<Vec<T>>, PeerLost> {
         let mut state = self.lock();
         loop {
-            if let Some(meeting) = state.meetings.get_mut(&number)
-                && let Some(all) = meeting.all.clone()
+            if let Some(collective) = state.collectives.get_mut(&number)
+                && let Some(values) = collective.values.clone()
             {
-                meeting.left += 1;
-                if meeting.left == self.here {
-                    state.meetings.remove(&number);
+                collective.readers += 1;
+                if collective.readers == self.local_members {
+                    state.collectives.remove(&number);
                 }
-                return Ok(all);
+                return Ok(values);
             }
             if state.abandoned {
                 return Err(PeerLost);
@@ -126,7 +126,7 @@ impl<T> Communicator<T> {
 
     /// Number of collectives that have contributions, local or remote, and that not all local members have read.
     pub fn unfinished(&self) -> usize {
-        self.lock().meetings.len()
+        self.lock().collectives.len()
     }
 
     /// Fails all current and future waits, after a member was lost.
@@ -142,45 +142,45 @@ mod tests {
 
     #[test]
     fn all_leave_with_all_parts_in_order() {
-        let place = Communicator::new(3);
+        let communicator = Communicator::new(3);
         std::thread::scope(|scope| {
             for member in 0..3 {
-                let place = &place;
+                let communicator = &communicator;
                 scope.spawn(move || {
                     for number in 0..50 {
-                        place.bring(number, member, member as u64 * 100 + number);
-                        let all = place.meet(number).unwrap();
-                        assert_eq!(*all, [number, 100 + number, 200 + number]);
+                        communicator.contribute(number, member, member as u64 * 100 + number);
+                        let values = communicator.wait(number).unwrap();
+                        assert_eq!(*values, [number, 100 + number, 200 + number]);
                     }
                 });
             }
         });
-        assert!(place.lock().meetings.is_empty());
+        assert!(communicator.lock().collectives.is_empty());
     }
 
     #[test]
     fn parts_are_forwarded_and_arrive_once() {
         let (to, receiver) = crossbeam_channel::unbounded();
         let forward: Forward<u32> = Box::new(move |number, member, part| to.send((number, member, *part)).unwrap());
-        let place = Communicator::among(2, 1, Some(forward));
-        assert!(place.arrive(3, 1, 8));
-        assert!(!place.arrive(3, 1, 9), "it has come already");
-        assert!(!place.arrive(3, 2, 9), "there is no such member");
-        place.bring(3, 0, 7);
+        let communicator = Communicator::among(2, 1, Some(forward));
+        assert!(communicator.arrive(3, 1, 8));
+        assert!(!communicator.arrive(3, 1, 9), "it has come already");
+        assert!(!communicator.arrive(3, 2, 9), "there is no such member");
+        communicator.contribute(3, 0, 7);
         assert_eq!(receiver.try_recv(), Ok((3, 0, 7)));
-        assert_eq!(*place.meet(3).unwrap(), [7, 8]);
-        assert!(place.lock().meetings.is_empty());
+        assert_eq!(*communicator.wait(3).unwrap(), [7, 8]);
+        assert!(communicator.lock().collectives.is_empty());
     }
 
     #[test]
     fn nobody_waits_for_a_member_that_is_gone() {
-        let place = Communicator::<u32>::new(2);
+        let communicator = Communicator::<u32>::new(2);
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
-                place.bring(0, 0, 1);
-                place.meet(0)
+                communicator.contribute(0, 0, 1);
+                communicator.wait(0)
             });
-            place.abandon();
+            communicator.abandon();
             assert_eq!(waiter.join().unwrap(), Err(PeerLost));
         });
     }

@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 struct Member {
     device: Arc<dyn Device>,
     stream: Box<dyn Stream>,
-    ledger: Arc<MemoryCounter>,
+    counter: Arc<MemoryCounter>,
     chunk: usize,
     /// A term of another device, and the sum of the terms before this member's. Allocated on first use.
     staging: [Option<Buffer>; 2],
@@ -32,7 +32,7 @@ struct Member {
 
 struct State {
     members: Vec<Option<Member>>,
-    brought: HashMap<Collective, Vec<Option<Parts>>>,
+    contributions: HashMap<Collective, Vec<Option<Parts>>>,
 }
 
 /// Collectives of a fixed group of members.
@@ -52,7 +52,7 @@ impl DeviceAllReduce {
             return Ok(None);
         }
         let members = devices.iter().map(|_| None).collect();
-        Ok(Some(DeviceAllReduce { state: Mutex::new(State { members, brought: HashMap::new() }) }))
+        Ok(Some(DeviceAllReduce { state: Mutex::new(State { members, contributions: HashMap::new() }) }))
     }
 
     // No code panics while it holds the lock with inconsistent state.
@@ -67,12 +67,12 @@ impl AllReduce for DeviceAllReduce {
         member: usize,
         device: &Arc<dyn Device>,
         bytes: usize,
-        ledger: &Arc<MemoryCounter>,
+        counter: &Arc<MemoryCounter>,
     ) -> Result<(), DeviceError> {
-        let (device, stream, ledger) = (device.clone(), device.stream()?, ledger.clone());
-        let own = Member { device, stream, ledger, chunk: chunk_bytes(bytes), staging: [None, None] };
-        if let Some(place) = self.lock().members.get_mut(member) {
-            *place = Some(own);
+        let (device, stream, counter) = (device.clone(), device.stream()?, counter.clone());
+        let entry = Member { device, stream, counter, chunk: chunk_bytes(bytes), staging: [None, None] };
+        if let Some(slot) = self.lock().members.get_mut(member) {
+            *slot = Some(entry);
         }
         Ok(())
     }
@@ -80,17 +80,17 @@ impl AllReduce for DeviceAllReduce {
     fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
         // Streams are used by one thread at a time: the one that holds the lock.
         let mut state = self.lock();
-        let State { members, brought } = &mut *state;
-        let all = brought.entry(collective).or_insert_with(|| members.iter().map(|_| None).collect());
-        if let Some(place) = all.get_mut(member) {
-            *place = Some(parts);
+        let State { members, contributions } = &mut *state;
+        let member_parts = contributions.entry(collective).or_insert_with(|| members.iter().map(|_| None).collect());
+        if let Some(slot) = member_parts.get_mut(member) {
+            *slot = Some(parts);
         }
-        if all.iter().any(Option::is_none) {
+        if member_parts.iter().any(Option::is_none) {
             return Ok(());
         }
-        let all: Vec<Parts> = brought.remove(&collective).into_iter().flatten().flatten().collect();
-        members.iter_mut().enumerate().try_for_each(|(own, member)| match member {
-            Some(member) => member.run(collective, own, &all),
+        let member_parts: Vec<Parts> = contributions.remove(&collective).into_iter().flatten().flatten().collect();
+        members.iter_mut().enumerate().try_for_each(|(index, member)| match member {
+            Some(member) => member.run(collective, index, &member_parts),
             None => Ok(()),
         })
     }
@@ -104,26 +104,26 @@ impl AllReduce for DeviceAllReduce {
 }
 
 impl Member {
-    /// Queues the sums of the ranges of member `own`, and their copies to the others.
-    fn run(&mut self, collective: Collective, own: usize, all: &[Parts]) -> Result<(), DeviceError> {
-        let parts = || all.iter().flatten().flatten();
+    /// Queues the sums of the ranges of member `index`, and their copies to the others.
+    fn run(&mut self, collective: Collective, index: usize, member_parts: &[Parts]) -> Result<(), DeviceError> {
+        let parts = || member_parts.iter().flatten().flatten();
         let buffers = || parts().flat_map(|part| part.terms.iter().map(|(_, term)| term).chain([&part.sum]));
         buffers().try_for_each(|buffer| self.stream.acquire(buffer))?;
-        for at in 0..all.iter().map(Vec::len).min().unwrap_or(0) {
-            let of: Vec<&Addends> = all.iter().filter_map(|parts| parts[at].as_ref()).collect();
-            if let Some(part) = of.get(own).filter(|_| of.len() == all.len()) {
-                let (sum, range) = (&part.sum, range(part.sum.len(), part.dtype.size(), own, all.len()));
+        for part_index in 0..member_parts.iter().map(Vec::len).min().unwrap_or(0) {
+            let addends: Vec<&Addends> = member_parts.iter().filter_map(|parts| parts[part_index].as_ref()).collect();
+            if let Some(part) = addends.get(index).filter(|_| addends.len() == member_parts.len()) {
+                let (sum, range) = (&part.sum, range(part.sum.len(), part.dtype.size(), index, member_parts.len()));
                 let adds = matches!(collective, Collective::AllReduce(_));
-                if adds && !self.add(part.dtype, &in_order(&of), sum, range.clone())? {
+                if adds && !self.add(part.dtype, &sorted_terms(&addends), sum, range.clone())? {
                     continue;
                 }
-                for other in of.iter().filter(|other| other.is_whole && !Arc::ptr_eq(&other.sum, sum)) {
+                for other in addends.iter().filter(|other| other.is_whole && !Arc::ptr_eq(&other.sum, sum)) {
                     self.stream.copy(sum.region_of(range.clone()), exclusive(&other.sum, range.clone()))?;
                 }
             }
         }
-        let done = self.stream.record()?;
-        buffers().for_each(|buffer| buffer.add_event(done.clone()));
+        let event = self.stream.record()?;
+        buffers().for_each(|buffer| buffer.add_event(event.clone()));
         Ok(())
     }
 
@@ -135,9 +135,9 @@ impl Member {
         sum: &Arc<Buffer>,
         range: Range<usize>,
     ) -> Result<bool, DeviceError> {
-        let place = terms.iter().position(|term| Arc::ptr_eq(term, sum));
-        let (before, after) = match place {
-            Some(place) => (&terms[..place], &terms[place + 1..]),
+        let position = terms.iter().position(|term| Arc::ptr_eq(term, sum));
+        let (before, after) = match position {
+            Some(position) => (&terms[..position], &terms[position + 1..]),
             None => (&[][..], terms),
         };
         let mut start = range.start;
@@ -146,17 +146,17 @@ impl Member {
             start = chunk.end;
             let mut to = exclusive(sum, chunk.clone());
             let mut after = after;
-            match (before, place) {
+            match (before, position) {
                 ([], Some(_)) => {}
                 // A sum of two numbers is the same in either order.
                 ([first], _) => self.accumulate(dtype, first, &chunk, to.reborrow())?,
                 ([first, rest @ ..], _) => {
-                    let mut so_far = self.take(1)?;
-                    let mut sum = so_far.region_mut().slice(0..chunk.len());
+                    let mut partial = self.take(1)?;
+                    let mut sum = partial.region_mut().slice(0..chunk.len());
                     self.stream.copy(first.region_of(chunk.clone()), sum.reborrow())?;
                     rest.iter().try_for_each(|term| self.accumulate(dtype, term, &chunk, sum.reborrow()))?;
                     self.stream.accumulate(dtype, sum.as_region(), to.reborrow())?;
-                    self.staging[1] = Some(so_far);
+                    self.staging[1] = Some(partial);
                 }
                 ([], None) => {
                     let Some((first, rest)) = after.split_first() else { return Ok(false) };
@@ -189,18 +189,18 @@ impl Member {
     }
 
     /// A staging buffer.
-    fn take(&mut self, at: usize) -> Result<Buffer, DeviceError> {
-        if let Some(known) = self.staging[at].take() {
-            return Ok(known);
+    fn take(&mut self, index: usize) -> Result<Buffer, DeviceError> {
+        if let Some(buffer) = self.staging[index].take() {
+            return Ok(buffer);
         }
-        let mut new = self.device.allocate(self.chunk)?;
-        new.count_in(&self.ledger);
-        Ok(new)
+        let mut buffer = self.device.allocate(self.chunk)?;
+        buffer.count_in(&self.counter);
+        Ok(buffer)
     }
 }
 
 /// The terms of all members by rank, then by member.
-fn in_order<'a>(parts: &[&'a Addends]) -> Vec<&'a Arc<Buffer>> {
+fn sorted_terms<'a>(parts: &[&'a Addends]) -> Vec<&'a Arc<Buffer>> {
     let mut terms: Vec<&(usize, Arc<Buffer>)> = parts.iter().flat_map(|part| &part.terms).collect();
     terms.sort_by_key(|(rank, _)| *rank);
     terms.into_iter().map(|(_, term)| term).collect()
@@ -222,15 +222,15 @@ mod tests {
 
     #[test]
     fn sums_are_those_of_one_adder() {
-        let of = |members: usize| -> Arc<dyn AllReduce> {
+        let new_all_reduce = |members: usize| -> Arc<dyn AllReduce> {
             Arc::new(DeviceAllReduce::new(&vec![sanitizer(); members]).unwrap().unwrap())
         };
         for is_whole in [true, false] {
-            check_sums(of, sanitizer, &[&[0], &[1]], is_whole);
-            check_sums(of, sanitizer, &[&[0], &[1], &[2], &[3], &[4]], is_whole);
+            check_sums(new_all_reduce, sanitizer, &[&[0], &[1]], is_whole);
+            check_sums(new_all_reduce, sanitizer, &[&[0], &[1], &[2], &[3], &[4]], is_whole);
         }
-        check_sums(of, sanitizer, &[&[3, 0], &[], &[1, 2]], true);
-        check_gathers(of, sanitizer, 3);
+        check_sums(new_all_reduce, sanitizer, &[&[3, 0], &[], &[1, 2]], true);
+        check_gathers(new_all_reduce, sanitizer, 3);
     }
 
     #[test]

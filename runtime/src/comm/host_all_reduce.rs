@@ -22,7 +22,7 @@ const CHUNK: usize = 16 * BLOCK;
 
 /// A range of one sum.
 struct Chunk {
-    at: usize,
+    index: usize,
     range: Range<usize>,
     /// The only member that needs the sum, or the member that has it.
     owner: Option<usize>,
@@ -31,18 +31,18 @@ struct Chunk {
 /// A collective to which all members have contributed.
 struct Work {
     collective: Collective,
-    all: Vec<Parts>,
+    contributions: Vec<Parts>,
     chunks: Vec<Chunk>,
 }
 
 /// A collective until its last chunk is done.
 struct Open {
-    brought: Vec<Option<Parts>>,
+    contributions: Vec<Option<Parts>>,
     /// `None` until all have contributed.
     work: Option<Arc<Work>>,
     /// The next chunk to take, and the number of chunks that are not done.
     next: usize,
-    left: usize,
+    remaining: usize,
     /// A member failed at a chunk.
     failed: Option<CollectiveError>,
 }
@@ -90,9 +90,9 @@ impl HostAllReduce {
             }
             match &open.work {
                 Some(work) if open.next < work.chunks.len() => {
-                    let taken = (work.clone(), open.next);
+                    let claim = (work.clone(), open.next);
                     open.next += 1;
-                    return Ok(Some(taken));
+                    return Ok(Some(claim));
                 }
                 None if is_abandoned => return Err(PeerLost.into()),
                 _ => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
@@ -104,10 +104,10 @@ impl HostAllReduce {
     fn end(&self, collective: Collective, outcome: Result<(), CollectiveError>) {
         let mut state = self.lock();
         let Some(open) = state.open.get_mut(&collective) else { return };
-        open.left -= 1;
+        open.remaining -= 1;
         match outcome {
             Err(error) => open.failed = Some(error),
-            Ok(()) if open.left == 0 && open.failed.is_none() => drop(state.open.remove(&collective)),
+            Ok(()) if open.remaining == 0 && open.failed.is_none() => drop(state.open.remove(&collective)),
             Ok(()) => return,
         }
         self.changed.notify_all();
@@ -123,22 +123,22 @@ impl AllReduce for HostAllReduce {
     fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
         let mut state = self.lock();
         let open = state.open.entry(collective).or_insert_with(|| Open {
-            brought: (0..self.members).map(|_| None).collect(),
+            contributions: (0..self.members).map(|_| None).collect(),
             work: None,
             next: 0,
-            left: 0,
+            remaining: 0,
             failed: None,
         });
-        if let Some(place) = open.brought.get_mut(member) {
-            *place = Some(parts);
+        if let Some(slot) = open.contributions.get_mut(member) {
+            *slot = Some(parts);
         }
-        if open.brought.iter().any(Option::is_none) {
+        if open.contributions.iter().any(Option::is_none) {
             return Ok(());
         }
-        let work = Work::new(collective, open.brought.drain(..).flatten().collect());
-        open.left = work.chunks.len();
+        let work = Work::new(collective, open.contributions.drain(..).flatten().collect());
+        open.remaining = work.chunks.len();
         open.work = Some(Arc::new(work));
-        if open.left == 0 {
+        if open.remaining == 0 {
             state.open.remove(&collective);
         }
         self.changed.notify_all();
@@ -193,36 +193,38 @@ impl Tools {
 }
 
 impl Work {
-    fn new(collective: Collective, all: Vec<Parts>) -> Work {
+    fn new(collective: Collective, contributions: Vec<Parts>) -> Work {
         let mut chunks = Vec::new();
-        for at in 0..all.iter().map(Vec::len).min().unwrap_or(0) {
-            let mut lengths = all.iter().map(|parts| parts[at].as_ref().map(|part| part.sum.len()));
-            let (Some(part), Some(Some(bytes))) = (&all[0][at], lengths.next()) else { continue };
-            if lengths.any(|other| other != Some(bytes)) {
+        for index in 0..contributions.iter().map(Vec::len).min().unwrap_or(0) {
+            let mut lengths = contributions.iter().map(|parts| parts[index].as_ref().map(|part| part.sum.len()));
+            let (Some(part), Some(Some(bytes))) = (&contributions[0][index], lengths.next()) else { continue };
+            if lengths.any(|length| length != Some(bytes)) {
                 continue;
             }
             let shards: Vec<(Option<usize>, Range<usize>)> = match collective {
                 Collective::AllReduce(_) if part.is_whole => vec![(None, 0..bytes)],
-                _ => (0..all.len()).map(|of| (Some(of), range(bytes, part.dtype.size(), of, all.len()))).collect(),
+                _ => (0..contributions.len())
+                    .map(|member| (Some(member), range(bytes, part.dtype.size(), member, contributions.len())))
+                    .collect(),
             };
             for (owner, shard) in shards {
-                chunks.extend(pieces(shard, CHUNK).map(|range| Chunk { at, range, owner }));
+                chunks.extend(pieces(shard, CHUNK).map(|range| Chunk { index, range, owner }));
             }
         }
-        Work { collective, all, chunks }
+        Work { collective, contributions, chunks }
     }
 
     /// Reads and writes a chunk of all buffers.
     fn run(&self, chunk: usize, tools: &mut Tools) -> Result<(), DeviceError> {
-        let Chunk { at, range, owner } = &self.chunks[chunk];
-        let parts: Vec<_> = self.all.iter().filter_map(|parts| parts[*at].as_ref()).collect();
+        let Chunk { index, range, owner } = &self.chunks[chunk];
+        let parts: Vec<_> = self.contributions.iter().filter_map(|parts| parts[*index].as_ref()).collect();
         let Some(dtype) = parts.first().map(|part| part.dtype) else { return Ok(()) };
         if let (Collective::AllGather(_), Some(owner)) = (self.collective, owner) {
-            let from = &parts[*owner].sum;
-            let others = parts.iter().filter(|part| part.is_whole && !Arc::ptr_eq(&part.sum, from));
+            let source = &parts[*owner].sum;
+            let others = parts.iter().filter(|part| part.is_whole && !Arc::ptr_eq(&part.sum, source));
             return others
                 .map(|part| &part.sum)
-                .try_for_each(|sum| tools.stream.copy(from.region_of(range.clone()), exclusive(sum, range.clone())));
+                .try_for_each(|sum| tools.stream.copy(source.region_of(range.clone()), exclusive(sum, range.clone())));
         }
         let mut terms: Vec<&(usize, Arc<Buffer>)> = parts.iter().flat_map(|part| &part.terms).collect();
         terms.sort_by_key(|(rank, _)| *rank);
@@ -230,14 +232,19 @@ impl Work {
         for block in pieces(range.clone(), BLOCK) {
             let mut sum = tools.block.region_mut().slice(0..block.len());
             match rest {
-                [] => tools.stream.copy(of(first, &block), sum.reborrow())?,
-                [(_, second), ..] => tools.stream.add(dtype, of(first, &block), of(second, &block), sum.reborrow())?,
+                [] => tools.stream.copy(block_region(first, &block), sum.reborrow())?,
+                [(_, second), ..] => tools.stream.add(
+                    dtype,
+                    block_region(first, &block),
+                    block_region(second, &block),
+                    sum.reborrow(),
+                )?,
             }
             rest.iter()
                 .skip(1)
-                .try_for_each(|(_, term)| tools.stream.accumulate(dtype, of(term, &block), sum.reborrow()))?;
-            let takers = parts.iter().enumerate().filter(|(member, _)| owner.is_none_or(|owner| owner == *member));
-            for (_, part) in takers {
+                .try_for_each(|(_, term)| tools.stream.accumulate(dtype, block_region(term, &block), sum.reborrow()))?;
+            let receivers = parts.iter().enumerate().filter(|(member, _)| owner.is_none_or(|owner| owner == *member));
+            for (_, part) in receivers {
                 tools.stream.copy(sum.as_region(), exclusive(&part.sum, block.clone()))?;
             }
         }
@@ -245,7 +252,7 @@ impl Work {
     }
 }
 
-fn of<'a>(term: &'a Buffer, block: &Range<usize>) -> Region<'a> {
+fn block_region<'a>(term: &'a Buffer, block: &Range<usize>) -> Region<'a> {
     term.region_of(block.clone())
 }
 
@@ -271,45 +278,45 @@ mod tests {
     use crate::device::sanitizer::device::sanitizer;
     use compiler::tensor::DType;
 
-    fn of(members: usize) -> Arc<dyn AllReduce> {
+    fn new_all_reduce(members: usize) -> Arc<dyn AllReduce> {
         Arc::new(HostAllReduce::new(&vec![cpu(); members]).unwrap().unwrap())
     }
 
     #[test]
     fn sums_are_those_of_one_adder() {
         for is_whole in [true, false] {
-            check_sums(of, cpu, &[&[0], &[1]], is_whole);
-            check_sums(of, cpu, &[&[0], &[1], &[2], &[3], &[4]], is_whole);
+            check_sums(new_all_reduce, cpu, &[&[0], &[1]], is_whole);
+            check_sums(new_all_reduce, cpu, &[&[0], &[1], &[2], &[3], &[4]], is_whole);
         }
-        check_sums(of, cpu, &[&[3, 0], &[], &[1, 2]], true);
-        check_gathers(of, cpu, 3);
+        check_sums(new_all_reduce, cpu, &[&[3, 0], &[], &[1, 2]], true);
+        check_gathers(new_all_reduce, cpu, 3);
     }
 
     #[test]
     fn a_member_that_waits_alone_does_all() {
-        let all = of(2);
+        let all_reduce = new_all_reduce(2);
         let sums: Vec<Arc<Buffer>> =
             [1f32, 2.0].map(|x| Buffer::host_copy(bytemuck::cast_slice(&[x; 100_000]))).map(Arc::new).into();
         for (member, sum) in sums.iter().enumerate() {
             let part =
                 Addends { dtype: DType::F32, terms: vec![(member, sum.clone())], sum: sum.clone(), is_whole: true };
-            all.contribute(Collective::AllReduce(0), member, vec![Some(part)]).unwrap();
+            all_reduce.contribute(Collective::AllReduce(0), member, vec![Some(part)]).unwrap();
         }
-        all.wait(Collective::AllReduce(0), 1).unwrap();
+        all_reduce.wait(Collective::AllReduce(0), 1).unwrap();
         for sum in sums {
             assert!(bytemuck::cast_slice::<u8, f32>(&sum.download().unwrap()).iter().all(|x| *x == 3.0));
             assert_eq!(Arc::strong_count(&sum), 1);
         }
-        all.wait(Collective::AllReduce(0), 0).unwrap();
+        all_reduce.wait(Collective::AllReduce(0), 0).unwrap();
     }
 
     #[test]
     fn a_lost_member_fails_the_others() {
-        let all = of(2);
-        all.contribute(Collective::AllReduce(7), 0, vec![None]).unwrap();
+        let all_reduce = new_all_reduce(2);
+        all_reduce.contribute(Collective::AllReduce(7), 0, vec![None]).unwrap();
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| all.wait(Collective::AllReduce(7), 0));
-            all.abandon();
+            let waits = scope.spawn(|| all_reduce.wait(Collective::AllReduce(7), 0));
+            all_reduce.abandon();
             assert_eq!(waits.join().unwrap(), Err(PeerLost.into()));
         });
     }
@@ -317,14 +324,16 @@ mod tests {
     /// A term that is too short makes the member that adds it panic.
     #[test]
     fn a_member_that_panics_fails_the_others() {
-        let all = of(2);
+        let all_reduce = new_all_reduce(2);
         for (member, bytes) in [(0, 64), (1, 32)] {
             let (sum, term) = (Arc::new(Buffer::host(64)), Arc::new(Buffer::host(bytes)));
             let part = Addends { dtype: DType::F32, terms: vec![(member, term)], sum, is_whole: true };
-            all.contribute(Collective::AllReduce(0), member, vec![Some(part)]).unwrap();
+            all_reduce.contribute(Collective::AllReduce(0), member, vec![Some(part)]).unwrap();
         }
-        std::thread::scope(|scope| assert!(scope.spawn(|| all.wait(Collective::AllReduce(0), 0)).join().is_err()));
-        assert_eq!(all.wait(Collective::AllReduce(0), 1), Err(PeerLost.into()));
+        std::thread::scope(|scope| {
+            assert!(scope.spawn(|| all_reduce.wait(Collective::AllReduce(0), 0)).join().is_err())
+        });
+        assert_eq!(all_reduce.wait(Collective::AllReduce(0), 1), Err(PeerLost.into()));
     }
 
     #[test]

@@ -36,7 +36,7 @@ const MOST_EARLY: usize = 1 << 16;
 /// A member of this process: its device, with a stream for its collectives.
 struct Member {
     context: DeviceContext,
-    ledger: Arc<MemoryCounter>,
+    counter: Arc<MemoryCounter>,
     chunk: usize,
     /// A chunk of another device. Allocated on first use.
     staging: Option<Buffer>,
@@ -66,30 +66,36 @@ pub struct PipelinedAllReduce {
 
 impl Member {
     /// Adds a part to a range of `sum`, or copies it there.
-    fn take(&mut self, part: &Arc<Buffer>, of: &Addends, range: Range<usize>, adds: bool) -> Result<(), DeviceError> {
-        let Member { context, ledger, chunk, staging, .. } = self;
+    fn reduce_chunk(
+        &mut self,
+        part: &Arc<Buffer>,
+        addends: &Addends,
+        range: Range<usize>,
+        adds: bool,
+    ) -> Result<(), DeviceError> {
+        let Member { context, counter, chunk, staging, .. } = self;
         // SAFETY: until the end of the collective, only messages of this chunk access the range: they are received one
         // after another under a lock, and a window that was sent up is dropped before the sum comes down (see `receive`).
         // The stream acquired the buffer in `contribute`, and acquires the part below.
-        let mut to = unsafe { of.sum.region_of(range).assume_exclusive() };
+        let mut to = unsafe { addends.sum.region_of(range).assume_exclusive() };
         if !adds {
             return context.copy_from(part, to);
         }
         if context.device.can_access(part) {
             context.stream.acquire(part)?;
-            context.stream.accumulate(of.dtype, part.region(), to)?;
+            context.stream.accumulate(addends.dtype, part.region(), to)?;
             return context.stream.release(part);
         }
         let mut copy = match staging.take() {
             Some(copy) => copy,
             None => {
                 let mut copy = context.device.allocate(*chunk)?;
-                copy.count_in(ledger);
+                copy.count_in(counter);
                 copy
             }
         };
         context.copy_from(part, copy.region_mut().slice(0..part.len()))?;
-        context.stream.accumulate(of.dtype, copy.region_of(0..part.len()), to.reborrow())?;
+        context.stream.accumulate(addends.dtype, copy.region_of(0..part.len()), to.reborrow())?;
         *staging = Some(copy);
         Ok(())
     }
@@ -117,10 +123,10 @@ impl PipelinedAllReduce {
         chunk: usize,
     ) -> Option<(usize, usize)> {
         let state = self.lock();
-        let known = state.open.get(&(to, collective))?.chunks.get(chunk)?;
-        let most = state.members.get(to)?.as_ref()?.chunk;
-        let is_expected = known.arrives(collective, direction, to, self.processes.len());
-        (is_expected && !known.received[direction as usize]).then(|| (known.range.len(), most))
+        let entry = state.open.get(&(to, collective))?.chunks.get(chunk)?;
+        let largest = state.members.get(to)?.as_ref()?.chunk;
+        let is_expected = entry.is_received(collective, direction, to, self.processes.len());
+        (is_expected && !entry.received[direction as usize]).then(|| (entry.range.len(), largest))
     }
 
     /// Handles a message from another process to a member of this one.
@@ -139,8 +145,8 @@ impl PipelinedAllReduce {
         };
         let mut state = self.lock();
         self.deliver(&mut state, Local::from([(to, message)]))?;
-        if let Some(Some(own)) = state.members.get_mut(to).filter(|_| part.is_some()) {
-            own.last = part;
+        if let Some(Some(member)) = state.members.get_mut(to).filter(|_| part.is_some()) {
+            member.last = part;
         }
         Ok(())
     }
@@ -150,8 +156,8 @@ impl PipelinedAllReduce {
     fn wait_until_sent(&self, to: usize, collective: Collective, chunk: usize) -> Result<(), Refused> {
         for _ in 0..MOST_CHECKS {
             let state = self.lock();
-            let known = state.open.get(&(to, collective)).and_then(|open| open.chunks.get(chunk));
-            let window = known.and_then(|known| known.sent_up.as_ref());
+            let entry = state.open.get(&(to, collective)).and_then(|open| open.chunks.get(chunk));
+            let window = entry.and_then(|entry| entry.sent_up.as_ref());
             if state.is_abandoned || window.is_none_or(|window| Arc::strong_count(window) == 1) {
                 return Ok(());
             }
@@ -167,13 +173,13 @@ impl PipelinedAllReduce {
             match content {
                 Content::Ready => {
                     // What comes from below goes back down.
-                    let back = direction.back();
+                    let opposite = direction.opposite();
                     let is_new = match state.open.get_mut(&(to, collective)) {
                         Some(open) => {
-                            open.left -= usize::from(!open.ready[back as usize]);
-                            !std::mem::replace(&mut open.ready[back as usize], true)
+                            open.remaining -= usize::from(!open.ready[opposite as usize]);
+                            !std::mem::replace(&mut open.ready[opposite as usize], true)
                         }
-                        None => state.early.len() < MOST_EARLY && state.early.insert((to, collective, back)),
+                        None => state.early.len() < MOST_EARLY && state.early.insert((to, collective, opposite)),
                     };
                     if !is_new {
                         return Err(Refused::Unexpected);
@@ -198,38 +204,39 @@ impl PipelinedAllReduce {
         (chunk, part): (usize, Option<&Arc<Buffer>>),
     ) -> Result<(), Refused> {
         let members = self.processes.len();
-        let own = state.members.get_mut(to).and_then(Option::as_mut).ok_or(Refused::Unexpected)?;
+        let member = state.members.get_mut(to).and_then(Option::as_mut).ok_or(Refused::Unexpected)?;
         let open = state.open.get_mut(&(to, collective)).ok_or(Refused::Unexpected)?;
-        let of = open.chunks.get(chunk).and_then(|known| open.parts[known.at].as_ref()).ok_or(Refused::Unexpected)?;
-        let known = &mut open.chunks[chunk];
+        let addends =
+            open.chunks.get(chunk).and_then(|entry| open.parts[entry.index].as_ref()).ok_or(Refused::Unexpected)?;
+        let entry = &mut open.chunks[chunk];
         let is_sum = matches!(collective, Collective::AllReduce(_));
         // A sum goes back after the member's term went up, which it contains.
-        let is_early = is_sum && direction == Down && known.sent_up.is_none();
-        let is_missing = part.is_none() && (known.is_there && direction == Down || !is_sum);
-        if !known.arrives(collective, direction, to, members)
-            || part.is_some_and(|part| part.len() != known.range.len())
+        let is_early = is_sum && direction == Down && entry.sent_up.is_none();
+        let is_missing = part.is_none() && (entry.has_sum && direction == Down || !is_sum);
+        if !entry.is_received(collective, direction, to, members)
+            || part.is_some_and(|part| part.len() != entry.range.len())
             || is_early
             || is_missing
-            || std::mem::replace(&mut known.received[direction as usize], true)
+            || std::mem::replace(&mut entry.received[direction as usize], true)
         {
             return Err(Refused::Unexpected);
         }
         // See `wait_until_sent`: no other thread reads the range.
         if direction == Down
-            && let Some(mut window) = known.sent_up.take()
+            && let Some(mut window) = entry.sent_up.take()
             && Arc::get_mut(&mut window).is_none()
         {
             return Err(Refused::Unexpected);
         }
         if let Some(part) = part {
-            own.take(part, of, known.range.clone(), is_sum && direction == Up && known.is_there)?;
-            known.is_there = true;
+            member.reduce_chunk(part, addends, entry.range.clone(), is_sum && direction == Up && entry.has_sum)?;
+            entry.has_sum = true;
         }
-        open.left -= 1;
-        let turns = is_sum && direction == Up && to + 1 == members;
-        let onward = if turns { Down } else { direction };
-        if known.leaves(collective, onward, to, members) {
-            open.waiting[onward as usize].push_back(chunk);
+        open.remaining -= 1;
+        let is_turning = is_sum && direction == Up && to + 1 == members;
+        let next_direction = if is_turning { Down } else { direction };
+        if entry.is_sent(collective, next_direction, to, members) {
+            open.waiting[next_direction as usize].push_back(chunk);
         }
         Ok(())
     }
@@ -243,16 +250,16 @@ impl PipelinedAllReduce {
         local: &mut Local,
     ) -> Result<(), DeviceError> {
         let State { members, open, .. } = state;
-        let (Some(own), Some(open)) = (&members[from], open.get_mut(&(from, collective))) else { return Ok(()) };
+        let (Some(member), Some(open)) = (&members[from], open.get_mut(&(from, collective))) else { return Ok(()) };
         for direction in [Up, Down] {
             while open.ready[direction as usize]
                 && let Some(chunk) = open.waiting[direction as usize].pop_front()
             {
                 let mut part = None;
-                if let Some(of) = open.sum(chunk).filter(|_| open.chunks[chunk].is_there) {
+                if let Some(addends) = open.sum(chunk).filter(|_| open.chunks[chunk].has_sum) {
                     // Readers wait for this chunk alone: the transfers of others may wait for readers.
-                    let window = Buffer::window(of.sum.clone(), open.chunks[chunk].range.clone());
-                    own.context.stream.release(&window)?;
+                    let window = Buffer::window(addends.sum.clone(), open.chunks[chunk].range.clone());
+                    member.context.stream.release(&window)?;
                     part = Some(Arc::new(window));
                 }
                 // Without a term, an empty buffer remembers that the chunk went up.
@@ -261,24 +268,24 @@ impl PipelinedAllReduce {
                     (Up, Collective::AllReduce(_)) => open.chunks[chunk].sent_up = Some(window),
                     _ => open.sent.push(window),
                 }
-                open.left -= 1;
+                open.remaining -= 1;
                 let content = Content::Chunk { chunk, part };
                 self.post(from, ChainMessage { direction, collective, content }, local);
             }
         }
-        if open.left == 0 {
-            let sums = open.parts.iter().flatten().map(|of| &of.sum);
-            sums.into_iter().try_for_each(|sum| own.context.stream.release(sum))?;
+        if open.remaining == 0 {
+            let sums = open.parts.iter().flatten().map(|addends| &addends.sum);
+            sums.into_iter().try_for_each(|sum| member.context.stream.release(sum))?;
             // The sums of these chunks are for members above, and do not come down.
-            let others: Vec<Arc<Buffer>> = open.chunks.iter_mut().filter_map(|chunk| chunk.sent_up.take()).collect();
-            open.sent.extend(others);
+            let windows: Vec<Arc<Buffer>> = open.chunks.iter_mut().filter_map(|chunk| chunk.sent_up.take()).collect();
+            open.sent.extend(windows);
         }
         Ok(())
     }
 
     /// Sends a message to the neighbour of a member.
     fn post(&self, from: usize, message: ChainMessage, local: &mut Local) {
-        let Some(to) = message.direction.from(from, self.processes.len()) else { return };
+        let Some(to) = message.direction.neighbour(from, self.processes.len()) else { return };
         match self.processes[to] {
             Some(process) => (self.send)(process, from, message),
             None => local.push_back((to, message)),
@@ -292,12 +299,12 @@ impl AllReduce for PipelinedAllReduce {
         member: usize,
         device: &Arc<dyn Device>,
         bytes: usize,
-        ledger: &Arc<MemoryCounter>,
+        counter: &Arc<MemoryCounter>,
     ) -> Result<(), DeviceError> {
         let context = DeviceContext::new(device.clone(), Arc::default())?;
-        let own = Member { context, ledger: ledger.clone(), chunk: chunk_bytes(bytes), staging: None, last: None };
-        if let Some(place) = self.lock().members.get_mut(member) {
-            *place = Some(own);
+        let entry = Member { context, counter: counter.clone(), chunk: chunk_bytes(bytes), staging: None, last: None };
+        if let Some(slot) = self.lock().members.get_mut(member) {
+            *slot = Some(entry);
         }
         Ok(())
     }
@@ -306,20 +313,20 @@ impl AllReduce for PipelinedAllReduce {
     fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
         let mut state = self.lock();
         let members = self.processes.len();
-        let Some(Some(own)) = state.members.get(member) else { return Ok(()) };
-        parts.iter().flatten().try_for_each(|of| own.context.stream.acquire(&of.sum))?;
-        let mut open = OpenCollective::new(collective, parts, own.chunk, member, members);
+        let Some(Some(entry)) = state.members.get(member) else { return Ok(()) };
+        parts.iter().flatten().try_for_each(|part| entry.context.stream.acquire(&part.sum))?;
+        let mut open = OpenCollective::new(collective, parts, entry.chunk, member, members);
         let mut local = Local::new();
         for direction in [Up, Down] {
             open.ready[direction as usize] = state.early.remove(&(member, collective, direction));
-            open.left -= usize::from(open.ready[direction as usize]);
+            open.remaining -= usize::from(open.ready[direction as usize]);
             self.post(member, ChainMessage { direction, collective, content: Content::Ready }, &mut local);
             let starts = |chunk: &Chunk| {
                 let is_source = match collective {
                     Collective::AllReduce(_) => member == 0 && direction == Up,
                     Collective::AllGather(_) => chunk.owner == Some(member),
                 };
-                is_source && chunk.leaves(collective, direction, member, members)
+                is_source && chunk.is_sent(collective, direction, member, members)
             };
             let first = open.chunks.iter().enumerate().filter(|(_, chunk)| starts(chunk)).map(|(at, _)| at);
             open.waiting[direction as usize] = first.collect();
@@ -338,12 +345,12 @@ impl AllReduce for PipelinedAllReduce {
         let (mut state, mut poll) = (self.lock(), POLL[0]);
         loop {
             let State { members, open, is_abandoned, .. } = &mut *state;
-            let own = open.get_mut(&(member, collective)).filter(|_| !*is_abandoned).ok_or(PeerLost)?;
-            if own.left > 0 {
+            let collective_state = open.get_mut(&(member, collective)).filter(|_| !*is_abandoned).ok_or(PeerLost)?;
+            if collective_state.remaining > 0 {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-            } else if own.drop_sent() {
+            } else if collective_state.drop_sent() {
                 open.remove(&(member, collective));
-                members[member].iter_mut().for_each(|own| own.last = None);
+                members[member].iter_mut().for_each(|entry| entry.last = None);
                 return Ok(());
             } else {
                 state = self.changed.wait_timeout(state, poll).unwrap_or_else(PoisonError::into_inner).0;
@@ -393,82 +400,87 @@ mod tests {
     type Sent = (usize, ChainMessage);
 
     /// The all-reduces of all processes, with the messages to each.
-    fn processes(places: &[usize]) -> Vec<(Arc<PipelinedAllReduce>, Receiver<Sent>)> {
-        let count = places.iter().max().unwrap() + 1;
+    fn processes(process_of: &[usize]) -> Vec<(Arc<PipelinedAllReduce>, Receiver<Sent>)> {
+        let count = process_of.iter().max().unwrap() + 1;
         let (senders, receivers): (Vec<Sender<Sent>>, Vec<_>) = (0..count).map(|_| unbounded()).unzip();
-        let of = |(own, receiver)| {
-            let (senders, members) = (senders.clone(), places.len());
+        let all_reduce = |(process, receiver)| {
+            let (senders, members) = (senders.clone(), process_of.len());
             let send: SendChainMessage = Box::new(move |process: usize, from, message: ChainMessage| {
-                let to = message.direction.from(from, members).unwrap();
+                let to = message.direction.neighbour(from, members).unwrap();
                 let _ = senders[process].send((to, message));
             });
-            let there = |place: &usize| (*place != own).then_some(*place);
-            (Arc::new(PipelinedAllReduce::new(places.iter().map(there).collect(), send)), receiver)
+            let remote = |other: &usize| (*other != process).then_some(*other);
+            (Arc::new(PipelinedAllReduce::new(process_of.iter().map(remote).collect(), send)), receiver)
         };
-        receivers.into_iter().enumerate().map(of).collect()
+        receivers.into_iter().enumerate().map(all_reduce).collect()
     }
 
     /// Members in these processes sum and gather. Some have no term.
-    fn check(places: &[usize], device: fn() -> Arc<dyn Device>, is_whole: bool) {
-        let members = places.len();
-        let all = processes(places);
+    fn check(process_of: &[usize], device: fn() -> Arc<dyn Device>, is_whole: bool) {
+        let members = process_of.len();
+        let all_reduces = processes(process_of);
         std::thread::scope(|scope| {
             let workers: Vec<_> = (0..members)
                 .map(|member| {
-                    let own = all[places[member]].0.clone();
+                    let all_reduce = all_reduces[process_of[member]].0.clone();
                     scope.spawn(move || {
                         let context = DeviceContext::new(device(), Arc::default()).unwrap();
-                        own.enter(member, &context.device, 0, &Arc::default()).unwrap();
+                        all_reduce.enter(member, &context.device, 0, &Arc::default()).unwrap();
                         for number in 0..4 {
-                            let has = |member: usize| number != 1 || member % 2 == 1;
+                            let has_term = |member: usize| number != 1 || member % 2 == 1;
                             let sum = |count: usize| {
                                 let buffer = upload(&context, &values(member, count, number));
-                                let terms = has(member).then(|| (member, buffer.clone())).into_iter().collect();
+                                let terms = has_term(member).then(|| (member, buffer.clone())).into_iter().collect();
                                 Some(Addends { dtype: DType::F32, terms, sum: buffer, is_whole })
                             };
                             let mut parts: Parts = COUNTS.iter().map(|count| sum(*count)).collect();
                             parts.insert(1, None);
                             let sums: Vec<_> = parts.iter().flatten().map(|part| part.sum.clone()).collect();
-                            own.contribute(Collective::AllReduce(number), member, parts).unwrap();
-                            own.wait(Collective::AllReduce(number), member).unwrap();
+                            all_reduce.contribute(Collective::AllReduce(number), member, parts).unwrap();
+                            all_reduce.wait(Collective::AllReduce(number), member).unwrap();
                             for (mut sum, count) in sums.into_iter().zip(COUNTS) {
-                                let terms = (0..members).filter(|member| has(*member));
+                                let terms = (0..members).filter(|member| has_term(*member));
                                 let mut terms = terms.map(|member| values(member, count, number));
                                 let mut want = terms.next().unwrap();
                                 terms.for_each(|term| want.iter_mut().zip(term).for_each(|(sum, term)| *sum += term));
                                 let shard = range(count, 1, member, members);
-                                let of = if is_whole { 0..count } else { shard.clone() };
+                                let range = if is_whole { 0..count } else { shard.clone() };
                                 let got = download(&context, &mut sum);
-                                assert!(got[of.clone()] == want[of], "{places:?}: member {member}, {count}");
+                                assert!(got[range.clone()] == want[range], "{process_of:?}: member {member}, {count}");
                                 // Only the own shard is left; the others come back.
                                 let mut shards = vec![0f32; count];
                                 shards[shard.clone()].copy_from_slice(&want[shard]);
                                 let mut sum = upload(&context, &shards);
                                 let part = Addends { dtype: DType::F32, terms: vec![], sum: sum.clone(), is_whole };
                                 let gather = Collective::AllGather(number * 10 + count as u64 % 10);
-                                own.contribute(gather, member, vec![Some(part)]).unwrap();
-                                own.wait(gather, member).unwrap();
-                                assert!(download(&context, &mut sum) == want, "{places:?}: member {member} gathers");
+                                all_reduce.contribute(gather, member, vec![Some(part)]).unwrap();
+                                all_reduce.wait(gather, member).unwrap();
+                                assert!(
+                                    download(&context, &mut sum) == want,
+                                    "{process_of:?}: member {member} gathers"
+                                );
                             }
                         }
                     })
                 })
                 .collect();
-            for (own, receiver) in &all {
+            for (all_reduce, receiver) in &all_reduces {
                 scope.spawn(move || {
-                    while !own.lock().is_abandoned {
+                    while !all_reduce.lock().is_abandoned {
                         let Ok((to, mut message)) = receiver.recv_timeout(Duration::from_millis(5)) else { continue };
                         // The sender's window is dropped before the answer, but not before the collective may be done.
                         if let Content::Chunk { part: Some(part), .. } = &mut message.content {
                             *part = Arc::new(Buffer::host_copy(&part.download().unwrap()));
                         }
-                        own.arrive(to, message).unwrap();
+                        all_reduce.arrive(to, message).unwrap();
                     }
                 });
             }
             workers.into_iter().for_each(|worker| worker.join().unwrap());
-            all.iter().for_each(|(own, _)| own.abandon());
-            all.iter().for_each(|(own, _)| assert!(own.lock().open.is_empty() && own.lock().early.is_empty()));
+            all_reduces.iter().for_each(|(all_reduce, _)| all_reduce.abandon());
+            all_reduces.iter().for_each(|(all_reduce, _)| {
+                assert!(all_reduce.lock().open.is_empty() && all_reduce.lock().early.is_empty())
+            });
         });
     }
 
@@ -487,49 +499,52 @@ mod tests {
     fn what_is_not_expected_is_refused() {
         let message = |direction, content| ChainMessage { direction, collective: Collective::AllReduce(3), content };
         let chunk = |chunk, bytes| Content::Chunk { chunk, part: Some(Arc::new(Buffer::host(bytes))) };
-        let (own, sent) = processes(&[0, 1, 0]).remove(0);
+        let (all_reduce, sent) = processes(&[0, 1, 0]).remove(0);
         drop(sent);
         let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
-        own.enter(0, &context.device, 0, &Arc::default()).unwrap();
-        own.enter(2, &context.device, 0, &Arc::default()).unwrap();
-        let refused = |to, message| assert_eq!(own.arrive(to, message), Err(Refused::Unexpected));
+        all_reduce.enter(0, &context.device, 0, &Arc::default()).unwrap();
+        all_reduce.enter(2, &context.device, 0, &Arc::default()).unwrap();
+        let refused = |to, message| assert_eq!(all_reduce.arrive(to, message), Err(Refused::Unexpected));
         // It is in another process, does not exist, or has not contributed.
         refused(1, message(Up, Content::Ready));
         refused(7, message(Up, Content::Ready));
         refused(2, message(Up, chunk(0, 8)));
         let sum = upload(&context, &[1.0, 2.0]);
         let part = Addends { dtype: DType::F32, terms: vec![(2, sum.clone())], sum, is_whole: true };
-        own.contribute(Collective::AllReduce(3), 2, vec![Some(part)]).unwrap();
+        all_reduce.contribute(Collective::AllReduce(3), 2, vec![Some(part)]).unwrap();
         refused(2, message(Up, chunk(1, 8)));
         refused(2, message(Up, chunk(0, 4)));
         refused(2, message(Down, chunk(0, 8)));
-        assert_eq!(own.expected(2, Up, Collective::AllReduce(3), 0).map(|of| of.0), Some(8));
-        assert_eq!(own.arrive(2, message(Up, Content::Ready)), Ok(()));
+        assert_eq!(
+            all_reduce.expected(2, Up, Collective::AllReduce(3), 0).map(|expected_chunk| expected_chunk.0),
+            Some(8)
+        );
+        assert_eq!(all_reduce.arrive(2, message(Up, Content::Ready)), Ok(()));
         refused(2, message(Up, Content::Ready));
-        own.abandon();
-        assert_eq!(own.wait(Collective::AllReduce(3), 2), Err(CollectiveError::PeerLost));
+        all_reduce.abandon();
+        assert_eq!(all_reduce.wait(Collective::AllReduce(3), 2), Err(CollectiveError::PeerLost));
     }
 
     #[test]
     fn a_chunk_is_taken_once() {
-        let (own, sent) = processes(&[1, 0]).remove(0);
+        let (all_reduce, sent) = processes(&[1, 0]).remove(0);
         drop(sent);
         let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
-        own.enter(1, &context.device, 0, &Arc::default()).unwrap();
+        all_reduce.enter(1, &context.device, 0, &Arc::default()).unwrap();
         let mut sum = upload(&context, &[1.0, 2.0]);
         let part = Addends { dtype: DType::F32, terms: vec![(1, sum.clone())], sum: sum.clone(), is_whole: true };
         let collective = Collective::AllReduce(0);
-        own.contribute(collective, 1, vec![Some(part)]).unwrap();
+        all_reduce.contribute(collective, 1, vec![Some(part)]).unwrap();
         let chunk = || {
             let part = Some(Arc::new(Buffer::host_copy(bytemuck::cast_slice(&[0.5f32, 0.25]))));
             ChainMessage { direction: Up, collective, content: Content::Chunk { chunk: 0, part } }
         };
-        assert_eq!(own.expected(1, Up, collective, 0).map(|of| of.0), Some(8));
-        assert_eq!(own.arrive(1, chunk()), Ok(()));
-        assert_eq!(own.expected(1, Up, collective, 0), None);
-        assert_eq!(own.arrive(1, chunk()), Err(Refused::Unexpected));
-        assert_eq!(own.arrive(1, ChainMessage { direction: Up, collective, content: Content::Ready }), Ok(()));
-        own.wait(collective, 1).unwrap();
+        assert_eq!(all_reduce.expected(1, Up, collective, 0).map(|expected_chunk| expected_chunk.0), Some(8));
+        assert_eq!(all_reduce.arrive(1, chunk()), Ok(()));
+        assert_eq!(all_reduce.expected(1, Up, collective, 0), None);
+        assert_eq!(all_reduce.arrive(1, chunk()), Err(Refused::Unexpected));
+        assert_eq!(all_reduce.arrive(1, ChainMessage { direction: Up, collective, content: Content::Ready }), Ok(()));
+        all_reduce.wait(collective, 1).unwrap();
         assert_eq!(download(&context, &mut sum), [1.5, 2.25]);
     }
 }

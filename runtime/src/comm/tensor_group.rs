@@ -52,23 +52,23 @@ type Shard<'a> = Option<(&'a [usize], SplitDim)>;
 pub type Layouts = BTreeMap<String, Sharding>;
 
 pub struct TensorRank {
-    table: Arc<TensorComm>,
+    communicator: Arc<TensorComm>,
     device: usize,
     devices: usize,
     layouts: Arc<Layouts>,
-    met: AtomicU64,
+    collectives: AtomicU64,
 }
 
 impl TensorRank {
     /// `layouts` gives the sharding of the parameters.
-    pub fn new(table: Arc<TensorComm>, device: usize, devices: usize, layouts: Arc<Layouts>) -> TensorRank {
-        TensorRank { table, device, devices, layouts, met: AtomicU64::new(0) }
+    pub fn new(communicator: Arc<TensorComm>, device: usize, devices: usize, layouts: Arc<Layouts>) -> TensorRank {
+        TensorRank { communicator, device, devices, layouts, collectives: AtomicU64::new(0) }
     }
 
-    fn gather(&self, own: TensorPart) -> Result<Arc<Vec<TensorPart>>, PeerLost> {
-        let number = self.met.fetch_add(1, Ordering::Relaxed);
-        self.table.bring(number, self.device, own);
-        self.table.meet(number)
+    fn gather(&self, operand: TensorPart) -> Result<Arc<Vec<TensorPart>>, PeerLost> {
+        let number = self.collectives.fetch_add(1, Ordering::Relaxed);
+        self.communicator.contribute(number, self.device, operand);
+        self.communicator.wait(number)
     }
 
     /// This rank's place in the group.
@@ -76,15 +76,15 @@ impl TensorRank {
         self.device
     }
 
-    fn gather_host(&self, own: Tensor) -> Result<Vec<Tensor>, CollectiveError> {
-        let (dtype, shape) = (own.dtype(), own.shape().to_vec());
-        let parts = self.gather(TensorPart::Host(own))?;
-        let host = |(at, part): (usize, &TensorPart)| match part {
+    fn gather_host(&self, operand: Tensor) -> Result<Vec<Tensor>, CollectiveError> {
+        let (dtype, shape) = (operand.dtype(), operand.shape().to_vec());
+        let parts = self.gather(TensorPart::Host(operand))?;
+        let host = |(rank, part): (usize, &TensorPart)| match part {
             TensorPart::Host(tensor) => Ok(tensor.clone()),
             TensorPart::Buffer(received) => {
                 let bytes = received.download()?;
                 let size = shape.iter().product::<usize>() * dtype.size();
-                check_size(at, bytes.len(), size)?;
+                check_size(rank, bytes.len(), size)?;
                 Ok(Tensor::new(dtype, shape.clone(), bytes.to_vec().into()).expect("the size was checked"))
             }
         };
@@ -100,72 +100,81 @@ impl TensorRank {
     /// names of split parameters. Blocks until all have contributed.
     pub fn gather_shards(
         &self,
-        own: BTreeMap<String, Tensor>,
+        shards: BTreeMap<String, Tensor>,
     ) -> Result<Option<BTreeMap<String, Tensor>>, CollectiveError> {
-        let mut all = BTreeMap::new();
-        for (name, own) in own {
+        let mut gathered = BTreeMap::new();
+        for (name, shard) in shards {
             match self.layouts.get(&name) {
                 Some(Sharding::Split(cut)) if self.device == 0 => {
-                    all.insert(name, whole_of(&self.gather_host(own)?, *cut));
+                    gathered.insert(name, whole_of(&self.gather_host(shard)?, *cut));
                 }
-                Some(Sharding::Split(_)) => _ = self.gather(TensorPart::Host(own))?,
-                _ => _ = all.insert(name, own),
+                Some(Sharding::Split(_)) => _ = self.gather(TensorPart::Host(shard))?,
+                _ => _ = gathered.insert(name, shard),
             }
         }
-        Ok(Some(all).filter(|_| self.device == 0))
+        Ok(Some(gathered).filter(|_| self.device == 0))
     }
 
     /// All-reduces the sums of squares of these parameters' gradients. Unsharded parameters are equal on all devices
     /// and count once.
-    pub fn whole_squares(&self, names: &[&str], own: &[f64]) -> Result<Vec<f64>, CollectiveError> {
-        let all = self.gather_host(Tensor::from_f64(&[own.len()], own))?;
-        let of: Vec<Vec<f64>> = all.iter().map(Tensor::to_f64).collect();
+    pub fn whole_squares(&self, names: &[&str], squares: &[f64]) -> Result<Vec<f64>, CollectiveError> {
+        let gathered = self.gather_host(Tensor::from_f64(&[squares.len()], squares))?;
+        let rank_squares: Vec<Vec<f64>> = gathered.iter().map(Tensor::to_f64).collect();
         let is_split = |name: &&str| matches!(self.layouts.get(*name), Some(Sharding::Split(_)));
-        let each = names.iter().map(is_split).enumerate();
-        Ok(each.map(|(at, split)| of.iter().take(if split { of.len() } else { 1 }).map(|of| of[at]).sum()).collect())
+        let split_flags = names.iter().map(is_split).enumerate();
+        Ok(split_flags
+            .map(|(index, is_split)| {
+                rank_squares
+                    .iter()
+                    .take(if is_split { rank_squares.len() } else { 1 })
+                    .map(|squares| squares[index])
+                    .sum()
+            })
+            .collect())
     }
 
     /// Runs a collective op on this rank's tensor and writes its result. Only maxima, minima and products, and sums of
     /// integers, pass through the host.
-    pub fn meet(
+    pub fn run_collective(
         &self,
         op: &Op,
-        (layout, own): (&TensorLayout, Region<'_>),
+        (layout, operand): (&TensorLayout, Region<'_>),
         output: RegionMut<'_>,
         device: &DeviceContext,
     ) -> Result<(), DeviceError> {
-        let whole = |cut: SplitDim| {
+        let shard_shape = |cut: SplitDim| {
             let mut part = layout.shape.clone();
             part[cut.axis] /= self.devices;
             part
         };
         match op {
-            Op::Shard(o) => self.copy_shard(&whole(o.cut), o.cut, (layout.dtype, own), output, device),
+            Op::Shard(o) => self.copy_shard(&shard_shape(o.cut), o.cut, (layout.dtype, operand), output, device),
             Op::AllReduce(o) if o.kind == ReduceKind::Sum && layout.dtype.is_float() => {
-                self.sum(layout.dtype, own, None, output, device)
+                self.sum(layout.dtype, operand, None, output, device)
             }
             Op::ReduceScatter(o) if layout.dtype.is_float() => {
-                self.sum(layout.dtype, own, Some((&whole(o.cut), o.cut)), output, device)
+                self.sum(layout.dtype, operand, Some((&shard_shape(o.cut), o.cut)), output, device)
             }
-            Op::AllGather(o) => self.concatenate(o.cut, (layout.dtype, own), (&layout.shape, None), output, device),
+            Op::AllGather(o) => self.concatenate(o.cut, (layout.dtype, operand), (&layout.shape, None), output, device),
             Op::AllToAll(o) => {
-                let shape = whole(o.to);
-                self.concatenate(o.from, (layout.dtype, own), (&shape, Some((&shape, o.to))), output, device)
+                let shape = shard_shape(o.to);
+                self.concatenate(o.from, (layout.dtype, operand), (&shape, Some((&shape, o.to))), output, device)
             }
-            _ => self.meet_on_host(op, (layout, own), output, device),
+            _ => self.run_on_host(op, (layout, operand), output, device),
         }
     }
 
-    fn meet_on_host(
+    fn run_on_host(
         &self,
         op: &Op,
-        (layout, own): (&TensorLayout, Region<'_>),
+        (layout, operand): (&TensorLayout, Region<'_>),
         output: RegionMut<'_>,
         device: &DeviceContext,
     ) -> Result<(), DeviceError> {
-        let own = Tensor::new(layout.dtype, layout.shape.clone(), device.stream.begin_download(own)?.bytes()?.into());
-        let own = own.expect("a region has the size of its layout");
-        let parts = self.gather_host(own).map_err(|error| match error {
+        let operand =
+            Tensor::new(layout.dtype, layout.shape.clone(), device.stream.begin_download(operand)?.bytes()?.into());
+        let operand = operand.expect("a region has the size of its layout");
+        let parts = self.gather_host(operand).map_err(|error| match error {
             CollectiveError::PeerLost => KernelError::Disconnected.into(),
             CollectiveError::Device(fault) => fault,
         })?;
@@ -190,27 +199,27 @@ impl TensorRank {
     /// Calls `use_part` for the operand of each device in order, or for this device's shard of it.
     fn for_each_part(
         &self,
-        (dtype, own): (DType, Region<'_>),
+        (dtype, operand): (DType, Region<'_>),
         shard: Shard<'_>,
         device: &DeviceContext,
         mut use_part: impl FnMut(usize, Region<'_>) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        let mut cut_out = shard.map(|_| device.take_staging(own.len() / self.devices)).transpose()?;
-        let mut copy = device.take_staging(own.len())?;
-        device.stream.copy(own, Buffer::exclusive(&mut copy))?;
+        let mut cut_out = shard.map(|_| device.take_staging(operand.len() / self.devices)).transpose()?;
+        let mut copy = device.take_staging(operand.len())?;
+        device.stream.copy(operand, Buffer::exclusive(&mut copy))?;
         device.release(&copy)?;
         let parts = self.gather(TensorPart::Buffer(copy.clone())).map_err(|_| KernelError::Disconnected)?;
         device.give(copy);
-        for (at, part) in parts.iter().enumerate() {
+        for (rank, part) in parts.iter().enumerate() {
             let TensorPart::Buffer(part) = part else { unreachable!("all devices run the same op") };
-            check_size(at, part.len(), own.len())?;
+            check_size(rank, part.len(), operand.len())?;
             let part = device.receive(part.clone())?;
             match (&mut cut_out, shard) {
                 (Some(to), Some((shape, cut))) => {
                     self.copy_shard(shape, cut, (dtype, part.region()), Buffer::exclusive(to), device)?;
-                    use_part(at, to.region())?;
+                    use_part(rank, to.region())?;
                 }
-                _ => use_part(at, part.region())?,
+                _ => use_part(rank, part.region())?,
             }
             device.give_foreign(part)?;
         }
@@ -222,15 +231,15 @@ impl TensorRank {
     fn concatenate(
         &self,
         cut: SplitDim,
-        own: (DType, Region<'_>),
+        operand: (DType, Region<'_>),
         (shape, shard): (&[usize], Shard<'_>),
         mut output: RegionMut<'_>,
         device: &DeviceContext,
     ) -> Result<(), DeviceError> {
-        let (count, width) = runs(shape, cut, own.0);
+        let (count, width) = runs(shape, cut, operand.0);
         let (rows, end) = (Rows { count, width, from_pitch: width, to_pitch: width * self.devices }, output.len());
-        self.for_each_part(own, shard, device, |at, part| {
-            device.stream.copy_rows(rows, part, output.reborrow().slice((at * width).min(end)..end))
+        self.for_each_part(operand, shard, device, |rank, part| {
+            device.stream.copy_rows(rows, part, output.reborrow().slice((rank * width).min(end)..end))
         })
     }
 
@@ -239,22 +248,22 @@ impl TensorRank {
     fn sum(
         &self,
         dtype: DType,
-        own: Region<'_>,
+        operand: Region<'_>,
         shard: Shard<'_>,
         mut output: RegionMut<'_>,
         device: &DeviceContext,
     ) -> Result<(), DeviceError> {
-        let (stream, of_sum) = (&device.stream, accumulation_type(dtype));
-        let is_wide = of_sum != dtype;
-        let mut wide = is_wide.then(|| device.take_staging(accumulation_bytes(dtype, output.len()))).transpose()?;
-        self.for_each_part((dtype, own), shard, device, |at, part| match (at, &mut wide) {
+        let (stream, sum_type) = (&device.stream, accumulation_type(dtype));
+        let is_wide = sum_type != dtype;
+        let mut wide_sum = is_wide.then(|| device.take_staging(accumulation_bytes(dtype, output.len()))).transpose()?;
+        self.for_each_part((dtype, operand), shard, device, |rank, part| match (rank, &mut wide_sum) {
             (0, None) => stream.copy(part, output.reborrow()),
             (_, None) => stream.accumulate(dtype, part, output.reborrow()),
             (0, Some(sum)) => stream.begin_sum(dtype, part, Buffer::exclusive(sum)),
             (_, Some(sum)) => stream.accumulate(dtype, part, Buffer::exclusive(sum)),
         })?;
-        if let Some(sum) = wide {
-            stream.cast((of_sum, sum.region()), (dtype, output))?;
+        if let Some(sum) = wide_sum {
+            stream.cast((sum_type, sum.region()), (dtype, output))?;
             device.give(sum);
         }
         Ok(())
@@ -262,7 +271,7 @@ impl TensorRank {
 
     /// Fails all current and future waits, after this worker failed.
     pub fn abandon(&self) {
-        self.table.abandon();
+        self.communicator.abandon();
     }
 }
 
@@ -296,24 +305,26 @@ mod tests {
             Op::Shard(Shard { cut: cut(1, 2), devices }),
         ];
         for dtype in [DType::F32, DType::F64, DType::Bf16, DType::I64] {
-            let own = |device: usize| {
+            let operand = |device: usize| {
                 let values: Vec<f64> = (0..64).map(|i| ((i * 37 + device * 11) % 41) as f64 - 20.0).collect();
                 Tensor::from_f64(&[4, 16], &values).cast(dtype)
             };
-            let all: Vec<Tensor> = (0..devices).map(own).collect();
-            let table = Arc::new(TensorComm::new(devices));
+            let operands: Vec<Tensor> = (0..devices).map(operand).collect();
+            let communicator = Arc::new(TensorComm::new(devices));
             std::thread::scope(|scope| {
                 for device in 0..devices {
-                    let tensor_rank = TensorRank::new(table.clone(), device, devices, Arc::default());
-                    let (ops, all) = (&ops, &all);
+                    let tensor_rank = TensorRank::new(communicator.clone(), device, devices, Arc::default());
+                    let (ops, operands) = (&ops, &operands);
                     scope.spawn(move || {
                         let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
                         for op in ops {
-                            let (want, own) = (run_together(op, all, device).unwrap(), &all[device]);
-                            let layout = TensorLayout { dtype, shape: own.shape().to_vec() };
-                            let own = Buffer::host_copy(own.bytes());
+                            let (want, operand) = (run_together(op, operands, device).unwrap(), &operands[device]);
+                            let layout = TensorLayout { dtype, shape: operand.shape().to_vec() };
+                            let operand = Buffer::host_copy(operand.bytes());
                             let mut got = Buffer::host_copy(&vec![0xff; want.bytes().len()]);
-                            tensor_rank.meet(op, (&layout, own.region()), got.region_mut(), &context).unwrap();
+                            tensor_rank
+                                .run_collective(op, (&layout, operand.region()), got.region_mut(), &context)
+                                .unwrap();
                             assert_eq!(got.download().unwrap(), &want.bytes()[..], "{op:?} of {dtype}");
                         }
                     });
@@ -329,16 +340,17 @@ mod tests {
         let layout = TensorLayout { dtype: DType::F32, shape: vec![2] };
         for kind in [ReduceKind::Sum, ReduceKind::Max] {
             for bytes in [0, 4, 16] {
-                let table = Arc::new(TensorComm::among(2, 1, None));
-                let tensor_rank = TensorRank::new(table.clone(), 0, 2, Arc::default());
-                assert!(table.arrive(0, 1, TensorPart::Buffer(Arc::new(Buffer::host(bytes)))));
-                let (own, mut result) = (Buffer::host(8), Buffer::host(8));
+                let communicator = Arc::new(TensorComm::among(2, 1, None));
+                let tensor_rank = TensorRank::new(communicator.clone(), 0, 2, Arc::default());
+                assert!(communicator.arrive(0, 1, TensorPart::Buffer(Arc::new(Buffer::host(bytes)))));
+                let (operand, mut result) = (Buffer::host(8), Buffer::host(8));
                 let op = Op::AllReduce(AllReduce { kind, devices: 2 });
-                let refused =
-                    tensor_rank.meet(&op, (&layout, own.region()), result.region_mut(), &context).unwrap_err();
-                let said = refused.to_string();
-                let what = format!("its operand has {bytes} bytes, expected 8");
-                assert!(said.contains("of tensor-parallel rank 1") && said.contains(&what), "{said}");
+                let refused = tensor_rank
+                    .run_collective(&op, (&layout, operand.region()), result.region_mut(), &context)
+                    .unwrap_err();
+                let message = refused.to_string();
+                let expected = format!("its operand has {bytes} bytes, expected 8");
+                assert!(message.contains("of tensor-parallel rank 1") && message.contains(&expected), "{message}");
             }
         }
     }
@@ -346,35 +358,38 @@ mod tests {
     #[test]
     fn the_first_rank_gathers_shards() {
         let layouts = Arc::new(Layouts::from([("split".to_string(), Sharding::split(0))]));
-        let table = Arc::new(TensorComm::new(2));
+        let communicator = Arc::new(TensorComm::new(2));
         let gathered = std::thread::scope(|scope| {
             let ranks = [0, 1].map(|device| {
-                let tensor_rank = TensorRank::new(table.clone(), device, 2, layouts.clone());
+                let tensor_rank = TensorRank::new(communicator.clone(), device, 2, layouts.clone());
                 assert_eq!([tensor_rank.is_gathered("split"), tensor_rank.is_gathered("both")], [true, device == 0]);
                 scope.spawn(move || {
-                    let own = |values: &[f64]| Tensor::from_f64(&[1], values);
-                    let split = ("split".to_string(), own(&[device as f64]));
-                    tensor_rank.gather_shards(BTreeMap::from([split, ("both".to_string(), own(&[7.0]))])).unwrap()
+                    let tensor = |values: &[f64]| Tensor::from_f64(&[1], values);
+                    let split = ("split".to_string(), tensor(&[device as f64]));
+                    tensor_rank.gather_shards(BTreeMap::from([split, ("both".to_string(), tensor(&[7.0]))])).unwrap()
                 })
             });
             ranks.map(|rank| rank.join().unwrap())
         });
-        let whole = gathered[0].as_ref().unwrap();
-        assert_eq!((whole["split"].to_f64(), whole["both"].to_f64()), (vec![0.0, 1.0], vec![7.0]));
-        assert!(gathered[1].is_none() && table.unfinished() == 0);
+        let gathered_tensors = gathered[0].as_ref().unwrap();
+        assert_eq!(
+            (gathered_tensors["split"].to_f64(), gathered_tensors["both"].to_f64()),
+            (vec![0.0, 1.0], vec![7.0])
+        );
+        assert!(gathered[1].is_none() && communicator.unfinished() == 0);
     }
 
     #[test]
     fn nobody_waits_for_a_device_that_is_gone() {
-        let table = Arc::new(TensorComm::new(2));
-        let tensor_ranks = [0, 1].map(|device| TensorRank::new(table.clone(), device, 2, Arc::default()));
+        let communicator = Arc::new(TensorComm::new(2));
+        let tensor_ranks = [0, 1].map(|device| TensorRank::new(communicator.clone(), device, 2, Arc::default()));
         let op = Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices: 2 });
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
                 let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
                 let layout = TensorLayout { dtype: DType::F32, shape: vec![1] };
-                let (own, mut sum) = (Buffer::host(4), Buffer::host(4));
-                tensor_ranks[0].meet(&op, (&layout, own.region()), sum.region_mut(), &context)
+                let (operand, mut sum) = (Buffer::host(4), Buffer::host(4));
+                tensor_ranks[0].run_collective(&op, (&layout, operand.region()), sum.region_mut(), &context)
             });
             tensor_ranks[1].abandon();
             assert_eq!(waiter.join().unwrap(), Err(DeviceError::Kernel(KernelError::Disconnected)));

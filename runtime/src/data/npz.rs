@@ -22,26 +22,27 @@ const ENTRY_LIMIT: usize = 1 << 16;
 /// All arrays of an npz file, by name without `.npy`.
 pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
     let file = std::fs::File::open(path).map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
-    let kind = file.metadata().map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
-    let size = kind.len();
-    let wrong = |fault: String| FileError::Npz { path: path.to_path_buf(), fault };
-    let mut archive = ZipArchive::new(std::io::BufReader::new(file)).map_err(|e| match cut_short(path, size) {
-        Some(missing) => FileError::Early { path: path.to_path_buf(), bytes: size, missing },
-        None => wrong(format!("not a zip archive: {e}")),
-    })?;
+    let metadata = file.metadata().map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
+    let size = metadata.len();
+    let npz_error = |fault: String| FileError::Npz { path: path.to_path_buf(), fault };
+    let mut archive =
+        ZipArchive::new(std::io::BufReader::new(file)).map_err(|e| match describe_truncation(path, size) {
+            Some(missing) => FileError::Early { path: path.to_path_buf(), bytes: size, missing },
+            None => npz_error(format!("not a zip archive: {e}")),
+        })?;
     if archive.len() > ENTRY_LIMIT {
-        return Err(wrong(format!("{} entries; the limit is {ENTRY_LIMIT}", archive.len())));
+        return Err(npz_error(format!("{} entries; the limit is {ENTRY_LIMIT}", archive.len())));
     }
     // The zip library keeps only one of several entries with the same name; the archive's own count reveals duplicates.
-    if let Some(declared) = entries(path).filter(|n| *n != archive.len()) {
-        return Err(wrong(format!("{declared} entries, but {} names: an array is duplicated", archive.len())));
+    if let Some(declared) = entry_count(path).filter(|n| *n != archive.len()) {
+        return Err(npz_error(format!("{declared} entries, but {} names: an array is duplicated", archive.len())));
     }
     let limit = host_memory::available().map_or(TOTAL_LIMIT, |bytes| TOTAL_LIMIT.min(bytes / 2));
     let mut arrays = BTreeMap::new();
     let mut total = 0u64;
     for i in 0..archive.len() {
-        let entry = archive.by_index(i).map_err(|e| wrong(e.to_string()))?;
-        let name = entry.name().map_err(|e| wrong(e.to_string()))?.to_string();
+        let entry = archive.by_index(i).map_err(|e| npz_error(e.to_string()))?;
+        let name = entry.name().map_err(|e| npz_error(e.to_string()))?.to_string();
         let Some(name) = name.strip_suffix(".npy").map(str::to_string) else { continue };
         let array = |fault: String| FileError::Array { path: path.to_path_buf(), name: name.clone(), fault };
         // Deflate expands at most about 1000-fold. Reject larger declarations before allocating.
@@ -51,72 +52,72 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
         }
         total = total.saturating_add(declared);
         if total > limit {
-            return Err(wrong(format!("the arrays take more than {limit} bytes")));
+            return Err(npz_error(format!("the arrays take more than {limit} bytes")));
         }
         let mut bytes = Vec::new();
         entry.take(declared.saturating_add(1)).read_to_end(&mut bytes).map_err(|e| array(e.to_string()))?;
         let tensor = decode(&bytes).map_err(array)?;
         if arrays.insert(name.clone(), tensor).is_some() {
-            return Err(wrong(format!("two arrays are named `{name}`")));
+            return Err(npz_error(format!("two arrays are named `{name}`")));
         }
     }
     Ok(arrays)
 }
 
 /// Entry count from the end record of a zip archive; `None` if it is in 64-bit form or not found.
-fn entries(path: &Path) -> Option<usize> {
+fn entry_count(path: &Path) -> Option<usize> {
     let mut file = std::fs::File::open(path).ok()?;
     let size = file.metadata().ok()?.len();
-    let (bytes, at) = end(&mut file, size)?;
-    let at = at?;
-    let count = u16::from_le_bytes(bytes.get(at + 10..at + 12)?.try_into().ok()?);
+    let (bytes, offset) = archive_end(&mut file, size)?;
+    let offset = offset?;
+    let count = u16::from_le_bytes(bytes.get(offset + 10..offset + 12)?.try_into().ok()?);
     (count != u16::MAX).then_some(usize::from(count))
 }
 
 /// The last bytes of a file, and the offset of the end-of-archive record in them.
-fn end(file: &mut std::fs::File, size: u64) -> Option<(Vec<u8>, Option<usize>)> {
+fn archive_end(file: &mut std::fs::File, size: u64) -> Option<(Vec<u8>, Option<usize>)> {
     // The record has 22 bytes, followed by a comment of at most 65,535.
     let tail = size.min(22 + 65_535);
     file.seek(SeekFrom::Start(size - tail)).ok()?;
     let mut bytes = Vec::new();
     file.take(tail).read_to_end(&mut bytes).ok()?;
-    let at = bytes.windows(4).rposition(|w| w == b"PK\x05\x06");
-    Some((bytes, at))
+    let offset = bytes.windows(4).rposition(|w| w == b"PK\x05\x06");
+    Some((bytes, offset))
 }
 
 /// Describes what a truncated archive lacks: the central directory at its end, and possibly part of an array. `None` if
 /// the archive is not truncated.
-fn cut_short(path: &Path, size: u64) -> Option<String> {
+fn describe_truncation(path: &Path, size: u64) -> Option<String> {
     let mut file = std::fs::File::open(path).ok()?;
-    if end(&mut file, size)?.1.is_some() {
+    if archive_end(&mut file, size)?.1.is_some() {
         return None;
     }
-    let mut at = 0u64;
+    let mut offset = 0u64;
     loop {
         // Local file header: signature, sizes at offsets 18 and 22, name and extra field lengths at 26 and 28; then
         // name, extra field and data.
         let mut head = [0u8; 30];
-        file.seek(SeekFrom::Start(at)).ok()?;
+        file.seek(SeekFrom::Start(offset)).ok()?;
         if file.read_exact(&mut head).is_err() || !head.starts_with(b"PK\x03\x04") {
-            return (at > 0 || size < 30 && head.starts_with(b"PK")).then(|| LIST.to_string());
+            return (offset > 0 || size < 30 && head.starts_with(b"PK")).then(|| LIST.to_string());
         }
-        let short = |from: usize| u64::from(u16::from_le_bytes([head[from], head[from + 1]]));
+        let u16_at = |start: usize| u64::from(u16::from_le_bytes([head[start], head[start + 1]]));
         let packed = u32::from_le_bytes([head[18], head[19], head[20], head[21]]);
-        let (name, extra) = (short(26), short(28));
-        let mut more = vec![0u8; (name + extra) as usize];
-        if file.read_exact(&mut more).is_err() {
+        let (name, extra) = (u16_at(26), u16_at(28));
+        let mut name_and_extra = vec![0u8; (name + extra) as usize];
+        if file.read_exact(&mut name_and_extra).is_err() {
             return Some(LIST.to_string());
         }
-        let (name, extra) = more.split_at(name as usize);
+        let (name, extra) = name_and_extra.split_at(name as usize);
         // Zip64 sizes are in the extra field: id 1, length, uncompressed size, compressed size.
         let large = extra.get(12..20).filter(|_| packed == u32::MAX && extra.starts_with(&[1, 0]));
         let packed = large.and_then(|bytes| bytes.try_into().ok()).map_or(u64::from(packed), u64::from_le_bytes);
-        let end = (at + 30).checked_add(more.len() as u64)?.checked_add(packed)?;
+        let end = (offset + 30).checked_add(name_and_extra.len() as u64)?.checked_add(packed)?;
         if end > size {
             let name = String::from_utf8_lossy(name);
             return Some(format!("array `{}` extends to byte {end}", name.trim_end_matches(".npy").escape_debug()));
         }
-        at = end;
+        offset = end;
     }
 }
 
@@ -129,7 +130,7 @@ pub fn read_npy(path: &Path) -> Result<Tensor, FileError> {
 
 /// Encodes an uncompressed npz file, ordered by name and without timestamps.
 pub fn encode(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>, FileError> {
-    let wrong = |fault: String| FileError::Npz { path: path.to_path_buf(), fault };
+    let npz_error = |fault: String| FileError::Npz { path: path.to_path_buf(), fault };
     let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
     let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored).large_file(true);
     for (name, tensor) in tensors {
@@ -138,18 +139,18 @@ pub fn encode(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>
             name: name.clone(),
             fault: format!("npy has no element type {}", tensor.dtype()),
         })?;
-        zip.start_file(format!("{name}.npy"), options).map_err(|e| wrong(e.to_string()))?;
-        zip.write_all(&array).map_err(|e| wrong(e.to_string()))?;
+        zip.start_file(format!("{name}.npy"), options).map_err(|e| npz_error(e.to_string()))?;
+        zip.write_all(&array).map_err(|e| npz_error(e.to_string()))?;
     }
-    Ok(zip.finish().map_err(|e| wrong(e.to_string()))?.into_inner())
+    Ok(zip.finish().map_err(|e| npz_error(e.to_string()))?.into_inner())
 }
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 
 /// Decodes an npy file. The error describes the defect.
 pub fn decode(bytes: &[u8]) -> Result<Tensor, String> {
-    let rest = bytes.strip_prefix(MAGIC).ok_or("not an npy array")?;
-    let (length, body) = match rest {
+    let versioned = bytes.strip_prefix(MAGIC).ok_or("not an npy array")?;
+    let (length, body) = match versioned {
         [1, _, a, b, body @ ..] => (usize::from(u16::from_le_bytes([*a, *b])), body),
         [2 | 3, _, a, b, c, d, body @ ..] => (u32::from_le_bytes([*a, *b, *c, *d]) as usize, body),
         _ => return Err("unknown npy version".into()),
@@ -157,13 +158,13 @@ pub fn decode(bytes: &[u8]) -> Result<Tensor, String> {
     let header = body.get(..length).ok_or("the npy header is truncated")?;
     let header = std::str::from_utf8(header).map_err(|_| "the npy header is not text")?;
     let data = &body[length..];
-    let described = field(header, "descr").ok_or("the npy header has no element type")?;
-    let described = described.trim_matches(|c| c == '\'' || c == '"');
-    if described.contains('O') {
+    let type_text = field(header, "descr").ok_or("the npy header has no element type")?;
+    let type_text = type_text.trim_matches(|c| c == '\'' || c == '"');
+    if type_text.contains('O') {
         return Err("an object array is a pickle, which is never loaded; save plain numbers".into());
     }
     let (dtype, big_endian) =
-        element(described).ok_or_else(|| format!("element type `{described}` is not supported"))?;
+        element(type_text).ok_or_else(|| format!("element type `{type_text}` is not supported"))?;
     let shape = shape(field(header, "shape").ok_or("the npy header has no shape")?)?;
     let needed = element_count(&shape).and_then(|n| n.checked_mul(dtype.size()));
     let needed = needed.ok_or_else(|| format!("shape {shape:?} overflows any size"))?;
@@ -182,10 +183,10 @@ pub fn decode(bytes: &[u8]) -> Result<Tensor, String> {
 
 /// The text after `'key':`, up to the end of its value.
 fn field<'a>(header: &'a str, key: &str) -> Option<&'a str> {
-    let at = header.find(&format!("'{key}'")).or_else(|| header.find(&format!("\"{key}\"")))?;
-    let rest = header[at + key.len() + 2..].trim_start().strip_prefix(':')?.trim_start();
-    let end = if rest.starts_with('(') { rest.find(')').map(|i| i + 1)? } else { rest.find([',', '}'])? };
-    Some(rest[..end].trim())
+    let key_start = header.find(&format!("'{key}'")).or_else(|| header.find(&format!("\"{key}\"")))?;
+    let value = header[key_start + key.len() + 2..].trim_start().strip_prefix(':')?.trim_start();
+    let end = if value.starts_with('(') { value.find(')').map(|i| i + 1)? } else { value.find([',', '}'])? };
+    Some(value[..end].trim())
 }
 
 fn element(described: &str) -> Option<(DType, bool)> {
@@ -210,10 +211,10 @@ fn element(described: &str) -> Option<(DType, bool)> {
 }
 
 fn shape(text: &str) -> Result<Vec<usize>, String> {
-    let wrong = || format!("the shape {text} has a size that overflows or is not a number");
-    let inner = text.strip_prefix('(').and_then(|t| t.strip_suffix(')')).ok_or_else(wrong)?;
+    let malformed = || format!("the shape {text} has a size that overflows or is not a number");
+    let inner = text.strip_prefix('(').and_then(|t| t.strip_suffix(')')).ok_or_else(malformed)?;
     let dims = inner.split(',').map(str::trim).filter(|d| !d.is_empty());
-    dims.map(|d| d.trim_end_matches('L').parse().map_err(|_| wrong())).collect()
+    dims.map(|d| d.trim_end_matches('L').parse().map_err(|_| malformed())).collect()
 }
 
 fn row_major(data: &[u8], shape: &[usize], size: usize) -> Vec<u8> {

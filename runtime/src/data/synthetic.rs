@@ -39,11 +39,11 @@ pub fn synthetic(
         let count: usize = shape.iter().product();
         let draw = |i: usize| mix(mix(seed ^ mix(stream as u64)) ^ i as u64);
         let tensor = if feed.fact.dtype.is_float() {
-            let unit = |i| (draw(i) >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
+            let uniform = |i| (draw(i) >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
             match feed.fact.dtype {
                 // The usual type needs no memory beside its own.
-                DType::F32 => Tensor::from_f32(&shape, &(0..count).map(|i| unit(i) as f32).collect::<Vec<_>>()),
-                _ => Tensor::from_f64(&shape, &(0..count).map(unit).collect::<Vec<_>>()),
+                DType::F32 => Tensor::from_f32(&shape, &(0..count).map(|i| uniform(i) as f32).collect::<Vec<_>>()),
+                _ => Tensor::from_f64(&shape, &(0..count).map(uniform).collect::<Vec<_>>()),
             }
         } else {
             let limit = if feed.name == COUNTER { 1 } else { limit(graph, &feed.name).map_or(2, |limit| limit.below) };

@@ -55,33 +55,33 @@ pub fn write(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<(), File
         }
         _ => return Err(FileError::Extension { path: path.to_path_buf() }),
     };
-    write_whole(path, &bytes)
+    write_atomically(path, &bytes)
 }
 
 /// Writes a file atomically.
-pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
-    let fail = |fault| FileError::Write { path: path.to_path_buf(), fault };
+pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
+    let write_error = |fault| FileError::Write { path: path.to_path_buf(), fault };
     // Follow links so that their target changes. Pipes and devices are written to, never replaced.
     let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
     let path = target.as_path();
     let existing = fs::metadata(path).ok();
     if existing.as_ref().is_some_and(|m| !m.is_file()) {
-        return fs::OpenOptions::new().write(true).open(path).and_then(|mut f| f.write_all(bytes)).map_err(fail);
+        return fs::OpenOptions::new().write(true).open(path).and_then(|mut f| f.write_all(bytes)).map_err(write_error);
     }
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(format!(".{}.part", std::process::id()));
     let part = path.with_file_name(name);
-    let written = fs::File::create(&part).and_then(|mut file| {
+    let result = fs::File::create(&part).and_then(|mut file| {
         file.write_all(bytes)?;
-        if let Some(old) = &existing {
-            file.set_permissions(old.permissions())?;
+        if let Some(previous) = &existing {
+            file.set_permissions(previous.permissions())?;
         }
         file.sync_all()?;
         fs::rename(&part, path)
     });
-    written.map_err(|fault| {
+    result.map_err(|fault| {
         let _ = fs::remove_file(&part);
-        fail(fault)
+        write_error(fault)
     })
 }
 
@@ -91,12 +91,12 @@ fn extension(path: &Path) -> &str {
 
 /// Reads a regular file. A pipe could block forever and a device never end.
 pub fn read_regular(path: &Path) -> Result<Vec<u8>, FileError> {
-    let fail = |fault| FileError::Read { path: path.to_path_buf(), fault };
-    let kind = fs::metadata(path).map_err(fail)?;
-    if !kind.is_file() {
-        return Err(fail(std::io::Error::other("not a regular file")));
+    let read_error = |fault| FileError::Read { path: path.to_path_buf(), fault };
+    let metadata = fs::metadata(path).map_err(read_error)?;
+    if !metadata.is_file() {
+        return Err(read_error(std::io::Error::other("not a regular file")));
     }
-    fs::read(path).map_err(fail)
+    fs::read(path).map_err(read_error)
 }
 
 /// Maximum header size, in bytes.
@@ -108,18 +108,19 @@ fn read_safetensors(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> 
 
 /// Decodes a safetensors file. `path` is for messages.
 pub fn decode(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Tensor>, FileError> {
-    let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
-    let length = bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b)).ok_or_else(|| wrong("too short".into()))?;
+    let format_error = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
+    let length =
+        bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b)).ok_or_else(|| format_error("too short".into()))?;
     if length > HEADER_LIMIT {
-        return Err(wrong(format!("the header length is {length} bytes; the limit is {HEADER_LIMIT}")));
+        return Err(format_error(format!("the header length is {length} bytes; the limit is {HEADER_LIMIT}")));
     }
     if let Some(header) = bytes.get(8..8 + length as usize) {
-        refuse_duplicates(header).map_err(wrong)?;
+        check_duplicates(header).map_err(format_error)?;
     }
-    if let Some(missing) = bytes.get(8..).and_then(|rest| cut_short(rest, length)) {
+    if let Some(missing) = bytes.get(8..).and_then(|rest| describe_truncation(rest, length)) {
         return Err(FileError::Early { path: path.to_path_buf(), bytes: bytes.len() as u64, missing });
     }
-    let file = SafeTensors::deserialize(bytes).map_err(|e| wrong(e.to_string()))?;
+    let file = SafeTensors::deserialize(bytes).map_err(|e| format_error(e.to_string()))?;
     let mut tensors = BTreeMap::new();
     for (name, view) in file.tensors() {
         let dtype = from_safetensors(view.dtype()).ok_or_else(|| FileError::Array {
@@ -128,24 +129,24 @@ pub fn decode(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Tensor>, Fil
             fault: format!("element type {:?} is not supported", view.dtype()),
         })?;
         let tensor = Tensor::new(dtype, view.shape().to_vec(), view.data().to_vec().into());
-        tensors.insert(name, tensor.map_err(|e| wrong(e.to_string()))?);
+        tensors.insert(name, tensor.map_err(|e| format_error(e.to_string()))?);
     }
     Ok(tensors)
 }
 
 /// Describes what a file lacks that ends before the size in its header.
-fn cut_short(rest: &[u8], header: u64) -> Option<String> {
+fn describe_truncation(rest: &[u8], header: u64) -> Option<String> {
     let Some(text) = rest.get(..header as usize) else {
         return Some(format!("the header alone has {} bytes", header.saturating_add(8)));
     };
     let tensors: BTreeMap<String, serde_json::Value> = serde_json::from_slice(text).ok()?;
-    let ends = tensors.values().filter_map(|tensor| tensor.get("data_offsets")?.get(1)?.as_u64());
-    let whole = ends.max()?.checked_add(header)?.checked_add(8)?;
-    (whole > rest.len() as u64 + 8).then(|| format!("its header names {whole}"))
+    let offsets = tensors.values().filter_map(|tensor| tensor.get("data_offsets")?.get(1)?.as_u64());
+    let length = offsets.max()?.checked_add(header)?.checked_add(8)?;
+    (length > rest.len() as u64 + 8).then(|| format!("its header names {length}"))
 }
 
 /// The safetensors reader keeps the last of two equal names; reject both.
-fn refuse_duplicates(header: &[u8]) -> Result<(), String> {
+fn check_duplicates(header: &[u8]) -> Result<(), String> {
     struct Names;
     impl<'de> serde::de::Visitor<'de> for Names {
         type Value = ();
@@ -182,13 +183,13 @@ impl<'a> Piece<'a> {
 
 /// Encodes a safetensors file. `path` is for messages.
 pub fn encode(path: &Path, pieces: Vec<(String, Piece<'_>)>) -> Result<Vec<u8>, FileError> {
-    let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
+    let format_error = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
     let mut views = Vec::new();
     for (name, Piece { dtype, shape, bytes }) in &pieces {
         let view = TensorView::new(to_safetensors(*dtype), shape.clone(), bytes);
-        views.push((name, view.map_err(|e| wrong(e.to_string()))?));
+        views.push((name, view.map_err(|e| format_error(e.to_string()))?));
     }
-    safetensors::serialize(views, None).map_err(|e| wrong(e.to_string()))
+    safetensors::serialize(views, None).map_err(|e| format_error(e.to_string()))
 }
 
 const DTYPES: [(DType, safetensors::Dtype); 13] = [
@@ -221,7 +222,7 @@ mod tests {
 
     #[test]
     fn duplicate_names_are_refused() {
-        assert!(refuse_duplicates(br#"{"a":{"x":1},"b":[]}"#).is_ok());
-        assert!(refuse_duplicates(br#"{"a":{},"a":{}}"#).unwrap_err().contains("`a`"));
+        assert!(check_duplicates(br#"{"a":{"x":1},"b":[]}"#).is_ok());
+        assert!(check_duplicates(br#"{"a":{},"a":{}}"#).unwrap_err().contains("`a`"));
     }
 }

@@ -7,8 +7,8 @@ use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
 use crate::exec::compile_error::CompileError;
 use crate::exec::memory_limit::{check_memory, check_sizes};
-use crate::exec::moving_average::follows;
-use crate::exec::sequence::{Planned, Sequence, Slot, TensorAddress, tasks};
+use crate::exec::moving_average::state_updates;
+use crate::exec::sequence::{Planned, Sequence, Slot, TensorAddress, plan_tasks};
 use crate::exec::stage_code::{GradientTerm, NamedTensor, StageCode, Transfer, bytes};
 use compiler::graph::{Graph, order};
 use compiler::op::{NodeId, Op, Sharding as Split, Value};
@@ -26,17 +26,17 @@ use compiler::tensor_parallel::partition_stage::{Stage, share};
 use compiler::tensor_parallel::strategy_search::choose;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-/// Compiles a graph with concrete shapes for a device. `place` maps every op that depends on a source to its stage. `loss` names the
+/// Compiles a graph with concrete shapes for a device. `stage_of` maps every op that depends on a source to its stage. `loss` names the
 /// result to minimise; with it the backward passes are compiled too.
 pub fn compile(
     graph: &Graph,
-    place: &HashMap<NodeId, usize>,
+    stage_of: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
     device: &dyn Device,
 ) -> Result<Vec<StageCode>, CompileError> {
     let options = PassOptions { device, splits: false, joins: &|_| false, saving: &HashSet::new() };
-    compile_parts(graph, place, stages, loss, options)
+    compile_parts(graph, stage_of, stages, loss, options)
 }
 
 /// The device, and variants of the passes, which give bitwise equal results.
@@ -56,42 +56,42 @@ pub struct PassOptions<'a> {
 /// Like [`compile`], with variants of the passes.
 pub fn compile_parts(
     graph: &Graph,
-    place: &HashMap<NodeId, usize>,
+    stage_of: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
     options: PassOptions<'_>,
 ) -> Result<Vec<StageCode>, CompileError> {
-    Ok(compile_with(graph, place, stages, loss, options, None)?.0)
+    Ok(compile_with(graph, stage_of, stages, loss, options, None)?.0)
 }
 
 /// Like [`compile_parts`], with every stage tensor-parallel over a group like `machine`, each op with its cheapest
 /// sharding. Also returns the sharding of each parameter.
 pub fn compile_tensor_parallel(
     graph: &Graph,
-    place: &HashMap<NodeId, usize>,
+    stage_of: &HashMap<NodeId, usize>,
     stages: usize,
     loss: &str,
     options: PassOptions<'_>,
     machine: &Machine,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
-    compile_with(graph, place, stages, Some(loss), options, Some(machine))
+    compile_with(graph, stage_of, stages, Some(loss), options, Some(machine))
 }
 
 fn compile_with(
     graph: &Graph,
-    place: &HashMap<NodeId, usize>,
+    stage_of: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
     PassOptions { device, splits, joins, saving }: PassOptions<'_>,
     machine: Option<&Machine>,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
     check_sizes(device, graph)?;
-    let mut cut = fragments(graph, place, stages)?;
-    let tied = tied_parameter_names(&cut);
+    let mut fragments = fragments(graph, stage_of, stages)?;
+    let tied = tied_parameter_names(&fragments);
     let mut parameters = BTreeMap::new();
-    let mut arriving = ReceivedGradients::new();
+    let mut received_gradients = ReceivedGradients::new();
     let mut codes = Vec::new();
-    for (stage, fragment) in cut.iter_mut().enumerate().rev() {
+    for (stage, fragment) in fragments.iter_mut().enumerate().rev() {
         if let (Some(name), Some(_)) = (loss, machine) {
             // Training returns only the loss, so the group need not gather the model's other results.
             fragment.graph.outputs.retain(|output| [name, LOSS].contains(&output.name.as_str()));
@@ -101,13 +101,15 @@ fn compile_with(
             None => None,
             Some(name) => {
                 let scalar = fragment.graph.outputs.iter().find(|o| o.name == name).map(|o| o.value);
-                let made = backward(fragment, scalar, &arriving).map_err(Box::new).map_err(CompileError::Backward)?;
-                for made in &made.output_roles {
-                    if let Made::Gradient { received, group } = made {
-                        arriving.insert((fragment.received[*received].value, stage, *group));
+                let pass = backward(fragment, scalar, &received_gradients)
+                    .map_err(Box::new)
+                    .map_err(CompileError::Backward)?;
+                for role in &pass.output_roles {
+                    if let Made::Gradient { received, group } = role {
+                        received_gradients.insert((fragment.received[*received].value, stage, *group));
                     }
                 }
-                Some(made)
+                Some(pass)
             }
         };
         // Nodes of a fragment keep their names.
@@ -117,11 +119,11 @@ fn compile_with(
         let code = match machine {
             None => Assembly::new(device, fragment, backward.as_ref(), (splits, joins(stage))).stage(loss, &saving)?,
             Some(machine) => {
-                let whole = Stage::new(fragment, backward.as_ref(), &tied, machine);
-                let shared = share(&whole, &choose(whole.task(), machine)?.choice, machine, &saving)?;
-                parameters.extend(shared.parameters);
-                let assembly = Assembly::new(device, &shared.fragment, shared.backward.as_ref(), (splits, false));
-                assembly.stage(loss, &shared.saving)?
+                let unsharded = Stage::new(fragment, backward.as_ref(), &tied, machine);
+                let sharded = share(&unsharded, &choose(unsharded.task(), machine)?.choice, machine, &saving)?;
+                parameters.extend(sharded.parameters);
+                let assembly = Assembly::new(device, &sharded.fragment, sharded.backward.as_ref(), (splits, false));
+                assembly.stage(loss, &sharded.saving)?
             }
         };
         check_memory(device, &code)?;
@@ -132,18 +134,18 @@ fn compile_with(
 }
 
 /// Names of tied parameters: those that several stages read.
-fn tied_parameter_names(cut: &[Fragment]) -> BTreeSet<String> {
-    let (mut seen, mut several) = (BTreeSet::new(), BTreeSet::new());
-    for fragment in cut {
+fn tied_parameter_names(fragments: &[Fragment]) -> BTreeSet<String> {
+    let (mut seen, mut tied) = (BTreeSet::new(), BTreeSet::new());
+    for fragment in fragments {
         for id in fragment.graph.ids() {
             if let Op::Parameter(parameter) = &fragment.graph.node(id).op
                 && !seen.insert(parameter.name.clone())
             {
-                several.insert(parameter.name.clone());
+                tied.insert(parameter.name.clone());
             }
         }
     }
-    several
+    tied
 }
 
 struct Assembly<'a> {
@@ -196,13 +198,13 @@ impl<'a> Assembly<'a> {
         for (_, read) in backward.iter().flat_map(|b| &b.reads) {
             if let Read::Gradient { sent, stage, group } = *read {
                 let sent = &fragment.sent[sent];
-                let place = TensorAddress { slot: Slot::GradientIn(0), bytes: bytes(graph.fact(sent.local)) };
-                gradients_in.push(Transfer { stage, value: sent.value, group, place });
+                let address = TensorAddress { slot: Slot::GradientIn(0), bytes: bytes(graph.fact(sent.local)) };
+                gradients_in.push(Transfer { stage, value: sent.value, group, address });
             }
         }
         gradients_in.sort_by_key(|t| (t.stage, t.value, t.group));
         for (i, transfer) in gradients_in.iter_mut().enumerate() {
-            transfer.place.slot = Slot::GradientIn(i);
+            transfer.address.slot = Slot::GradientIn(i);
         }
         Assembly {
             device,
@@ -238,70 +240,71 @@ impl<'a> Assembly<'a> {
         let (own, kept, held) = (&own, &kept, &held);
         let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
         let is_recomputed = |id: NodeId| recomputed.contains(&id);
-        let together = |a, b| is_recomputed(a) == is_recomputed(b);
-        let rules = Rules { together: &together, starts: &|op| self.device.starts_chain(op) };
-        let (together, _) = chains(graph, &order, &needs, &rules);
-        let (tasks, layout) = tasks(self.device, graph, &order, together, &needs, false)?;
+        let same_pass = |a, b| is_recomputed(a) == is_recomputed(b);
+        let rules = Rules { together: &same_pass, starts: &|op| self.device.starts_chain(op) };
+        let (fused, _) = chains(graph, &order, &needs, &rules);
+        let (tasks, layout) = plan_tasks(self.device, graph, &order, fused, &needs, false)?;
         let recomputed_steps = tasks.iter().filter(|task| is_recomputed(task.node)).count();
-        let ends = layout.locations.iter().filter_map(|(value, location)| match location {
+        let saved_ends = layout.locations.iter().filter_map(|(value, location)| match location {
             Location::Saved(offset) if is_recomputed(value.node) => Some(offset + aligned(bytes(graph.fact(*value)))),
             _ => None,
         });
-        let recomputed_bytes = ends.max().unwrap_or(0);
+        let recomputed_bytes = saved_ends.max().unwrap_or(0);
         self.forward_layout = layout;
         let forward = self.forward_sequence(tasks);
 
         let mut sent: Vec<Transfer> = Vec::new();
         for s in &self.fragment.sent {
-            let place = self.forward_place(s.local);
-            sent.extend(s.to.iter().map(|&stage| Transfer { stage, value: s.value, group: 0, place }));
+            let address = self.forward_address(s.local);
+            sent.extend(s.to.iter().map(|&stage| Transfer { stage, value: s.value, group: 0, address }));
         }
         sent.sort_by_key(|t| (t.stage, t.value));
         let received = self.fragment.received.iter().enumerate().map(|(i, r)| Transfer {
             stage: r.from,
             value: r.value,
             group: 0,
-            place: TensorAddress {
+            address: TensorAddress {
                 slot: Slot::Received(i),
                 bytes: bytes(graph.fact(Value { node: r.local, output: 0 })),
             },
         });
         let received: Vec<Transfer> = received.collect();
-        let follows = follows(graph, |state| position(&self.states, state), |sample| self.forward_place(sample));
+        let state_updates =
+            state_updates(graph, |state| position(&self.states, state), |sample| self.forward_address(sample));
         let results = results.map(|o| {
             let named = NamedTensor::new(&o.name, graph.fact(o.value));
-            (named, self.forward_place(o.value))
+            (named, self.forward_address(o.value))
         });
         let results: Vec<(NamedTensor, TensorAddress)> = results.collect();
 
-        let made = self.backward_code()?;
+        let backward = self.backward_code()?;
         let reference = |s: &Sequence| -> Vec<String> {
             s.steps.iter().filter_map(|step| step.reference_op()).map(str::to_string).collect()
         };
-        let mut reference_ops = [reference(&forward), reference(&made.first), reference(&made.second)].concat();
+        let mut reference_ops = [reference(&forward), reference(&backward.first), reference(&backward.second)].concat();
         reference_ops.sort();
         reference_ops.dedup();
         Ok(StageCode {
             forward,
-            backward: made.first,
-            weight: made.second,
+            backward: backward.first,
+            weight: backward.second,
             in_parts: self.splits,
-            weight_reads_sent: made.reads_sent,
-            between_bytes: made.between_bytes,
+            weight_reads_sent: backward.reads_sent,
+            between_bytes: backward.between_bytes,
             received,
             sent,
             own_bytes: self.forward_layout.own.iter().map(|(_, bytes)| *bytes).collect(),
-            gradients_out: made.gradients_out,
-            gradient_terms: made.terms,
+            gradients_out: backward.gradients_out,
+            gradient_terms: backward.terms,
             buckets: Vec::new(),
-            follows,
+            state_updates,
             results,
             recompute: false,
             kept_bytes: self.forward_layout.kept_bytes,
             recomputed_steps,
             recomputed_bytes,
             recomputed_own: self.forward_layout.own.iter().map(|(value, _)| is_recomputed(value.node)).collect(),
-            arena_bytes: made.arena_bytes.max(self.forward_layout.arena_bytes),
+            arena_bytes: backward.arena_bytes.max(self.forward_layout.arena_bytes),
             reference_ops,
             feeds: self.feeds.into_iter().map(|(_, n)| n).collect(),
             parameters: self.parameters.into_iter().map(|(_, n)| n).collect(),
@@ -320,23 +323,23 @@ impl<'a> Assembly<'a> {
             }
         }
         for task in tasks {
-            sequence.steps.push(task.step(graph, &self.forward_layout, &mut 0, |value| self.forward_place(*value)));
+            sequence.steps.push(task.step(graph, &self.forward_layout, &mut 0, |value| self.forward_address(*value)));
         }
         sequence
     }
 
-    fn forward_place(&self, value: Value) -> TensorAddress {
+    fn forward_address(&self, value: Value) -> TensorAddress {
         let bytes = bytes(self.fragment.graph.fact(value));
         let slot = match self.forward_layout.locations[&value] {
             Location::Arena(offset) => Slot::Arena(offset),
             Location::Saved(offset) => Slot::Saved(offset),
             Location::Own(index) => Slot::Own(index),
-            Location::Source(node) => self.source(node),
+            Location::Source(node) => self.source_slot(node),
         };
         TensorAddress { slot, bytes }
     }
 
-    fn source(&self, node: NodeId) -> Slot {
+    fn source_slot(&self, node: NodeId) -> Slot {
         match self.fragment.graph.node(node).op {
             Op::Constant(_) => Slot::Constant(self.constants[&node]),
             Op::Parameter(_) => Slot::Parameter(position(&self.parameters, node)),
@@ -362,16 +365,16 @@ impl<'a> Assembly<'a> {
                     Slot::Constant(sequence.constants.len() - 1)
                 }
                 Op::Parameter(p) => {
-                    let at = self.parameters.iter().position(|(_, n)| n.name == p.name);
-                    Slot::Parameter(at.expect("a parameter of the backward is one of the forward"))
+                    let index = self.parameters.iter().position(|(_, n)| n.name == p.name);
+                    Slot::Parameter(index.expect("a parameter of the backward is one of the forward"))
                 }
                 Op::Input(_) => match reads[&id] {
-                    Read::Saved(value) => self.saved(value, &mut sequence),
+                    Read::Saved(value) => self.saved_slot(value, &mut sequence),
                     Read::Gradient { sent, stage, group } => {
                         let value = self.fragment.sent[sent].value;
-                        let at =
+                        let index =
                             self.gradients_in.iter().position(|t| (t.stage, t.value, t.group) == (stage, value, group));
-                        Slot::GradientIn(at.expect("every gradient that is read is also received"))
+                        Slot::GradientIn(index.expect("every gradient that is read is also received"))
                     }
                 },
                 _ => continue,
@@ -379,17 +382,17 @@ impl<'a> Assembly<'a> {
             sources.insert(id, slot);
         }
         // Sent gradients have buffers of their own; parameter gradients are read after the pass.
-        let of = |made: fn(&Made) -> bool| -> HashSet<Value> {
-            backward.output_roles.iter().zip(&graph.outputs).filter(|(m, _)| made(m)).map(|(_, o)| o.value).collect()
+        let values_of = |is_role: fn(&Made) -> bool| -> HashSet<Value> {
+            backward.output_roles.iter().zip(&graph.outputs).filter(|(m, _)| is_role(m)).map(|(_, o)| o.value).collect()
         };
-        let own = of(|m| matches!(m, Made::Gradient { .. }));
+        let own = values_of(|m| matches!(m, Made::Gradient { .. }));
         let order = parts.as_ref().map_or_else(|| order::canonical(graph), |parts| parts.order.clone());
         let kept = parts.as_ref().map(|parts| parts.crossing.clone()).unwrap_or_default();
         // Results of the input-gradient pass must persist until the weight-gradient pass; other micro-batches may run
         // in between.
         let is_first = |id: NodeId| parts.as_ref().is_some_and(|parts| !parts.second.contains(&id));
         let summed = summed(backward, &is_first);
-        let mut held = of(|m| matches!(m, Made::Parameter(_)));
+        let mut held = values_of(|m| matches!(m, Made::Parameter(_)));
         held.retain(|value| !summed.contains_key(&root(graph, *value)));
         let added = accumulated_in_place(graph, &summed);
         let (added, workspace, apart) = (&added, &HashMap::new(), &Chains::default());
@@ -398,22 +401,23 @@ impl<'a> Assembly<'a> {
         let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
         let together = |a, b| is_second(a) == is_second(b);
         let rules = Rules { together: &together, starts: &|op| self.device.starts_chain(op) };
-        let (together, _) = chains(graph, &order, &needs, &rules);
+        let (fused, _) = chains(graph, &order, &needs, &rules);
         // The kernels of a device may accumulate the gradients of more ops than all devices do.
         let unread = read_only_as_sums(graph, &summed);
-        let of_device = Needs { added: &unread, ..needs };
-        let (tasks, layout) = tasks(self.device, graph, &order, together, &of_device, self.joins)?;
+        let device_needs = Needs { added: &unread, ..needs };
+        let (tasks, layout) = plan_tasks(self.device, graph, &order, fused, &device_needs, self.joins)?;
         // Sort the buffers of sent gradients by receiving stage, value and group.
         let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();
-        for (made, output) in backward.output_roles.iter().zip(&graph.outputs) {
-            if let Made::Gradient { received, group } = *made {
-                let r = &self.fragment.received[received];
-                let place = TensorAddress { slot: Slot::Arena(0), bytes: bytes(graph.fact(output.value)) };
-                gradients_out.push((Transfer { stage: r.from, value: r.value, group, place }, output.value));
+        for (role, output) in backward.output_roles.iter().zip(&graph.outputs) {
+            if let Made::Gradient { received, group } = *role {
+                let source = &self.fragment.received[received];
+                let address = TensorAddress { slot: Slot::Arena(0), bytes: bytes(graph.fact(output.value)) };
+                gradients_out
+                    .push((Transfer { stage: source.from, value: source.value, group, address }, output.value));
             }
         }
         gradients_out.sort_by_key(|(t, _)| (t.stage, t.value, t.group));
-        let own_slot: HashMap<usize, usize> = gradients_out
+        let gradient_slots: HashMap<usize, usize> = gradients_out
             .iter()
             .enumerate()
             .filter_map(|(i, (_, v))| match layout.locations[v] {
@@ -422,14 +426,14 @@ impl<'a> Assembly<'a> {
             })
             .collect();
         let first_term = |value: &Value| summed.get(&root(graph, *value)).map(|terms| terms[0]);
-        let place = |value: &Value| {
+        let address = |value: &Value| {
             let slot = match (layout.locations.get(value), first_term(value)) {
                 // A 16-bit term cannot be written in place into its `f32` sum, except by an op that accumulates.
                 (Some(&Location::Arena(offset)), Some(term)) if !is_half(graph.fact(*value).dtype) => {
                     Slot::Gradient { term, offset }
                 }
                 (Some(&Location::Arena(offset)), _) => Slot::Arena(offset),
-                (Some(Location::Own(index)), _) => Slot::GradientOut(own_slot[index]),
+                (Some(Location::Own(index)), _) => Slot::GradientOut(gradient_slots[index]),
                 (Some(Location::Source(node)), _) => sources[node],
                 (Some(&Location::Saved(offset)), _) => Slot::SplitBackward(offset),
                 (None, term) => Slot::Sum(term.expect("a value without a buffer is accumulated")),
@@ -441,34 +445,35 @@ impl<'a> Assembly<'a> {
         let mut arena_bytes = layout.arena_bytes.max(self.forward_layout.arena_bytes);
         let mut second = Sequence::default();
         for task in tasks {
-            let part = if is_second(task.node) { &mut second } else { &mut sequence };
+            let target = if is_second(task.node) { &mut second } else { &mut sequence };
             let adds = task.can_accumulate() && unread.contains(&task.outputs()[0]);
-            let made = task.outputs().iter().filter_map(|value| summed.get(value)).flatten().copied().collect();
-            let mut step = task.step(graph, &layout, &mut arena_bytes, place);
+            let accumulated = task.outputs().iter().filter_map(|value| summed.get(value)).flatten().copied().collect();
+            let mut step = task.step(graph, &layout, &mut arena_bytes, address);
             if adds {
-                step.adds_to = made;
+                step.adds_to = accumulated;
                 step.outputs.clear();
             } else {
-                step.terms = made;
+                step.terms = accumulated;
             }
-            part.steps.push(step);
+            target.steps.push(step);
         }
         if parts.is_some() {
             second.constants.clone_from(&sequence.constants);
         }
         let mut terms = Vec::new();
-        for (made, output) in backward.output_roles.iter().zip(&graph.outputs) {
-            if let Made::Parameter(i) = *made {
+        for (role, output) in backward.output_roles.iter().zip(&graph.outputs) {
+            if let Made::Parameter(i) = *role {
                 let term = &self.fragment.parameter_terms[i];
                 let parameter = position(&self.parameters, term.parameter);
                 let is_summed = summed.contains_key(&root(graph, output.value));
-                terms.push(GradientTerm { parameter, rank: term.rank, place: place(&output.value), is_summed });
+                terms.push(GradientTerm { parameter, rank: term.rank, address: address(&output.value), is_summed });
             }
         }
         let gradients_out: Vec<Transfer> =
-            gradients_out.iter().map(|(t, v)| Transfer { place: place(v), ..*t }).collect();
-        let mut read = second.steps.iter().flat_map(|step| &step.inputs).chain(terms.iter().map(|term| &term.place));
-        let reads_sent = parts.is_some() && read.any(|place| matches!(place.slot, Slot::GradientOut(_)));
+            gradients_out.iter().map(|(t, v)| Transfer { address: address(v), ..*t }).collect();
+        let mut addresses =
+            second.steps.iter().flat_map(|step| &step.inputs).chain(terms.iter().map(|term| &term.address));
+        let reads_sent = parts.is_some() && addresses.any(|address| matches!(address.slot, Slot::GradientOut(_)));
         Ok(BackwardCode {
             first: sequence,
             second,
@@ -481,8 +486,8 @@ impl<'a> Assembly<'a> {
     }
 
     /// Location from which the backward pass reads a saved forward value.
-    fn saved(&self, value: Value, sequence: &mut Sequence) -> Slot {
-        match self.forward_place(value).slot {
+    fn saved_slot(&self, value: Value, sequence: &mut Sequence) -> Slot {
+        match self.forward_address(value).slot {
             // Constants belong to one sequence: the backward pass has its own copy.
             Slot::Constant(_) => {
                 let Location::Source(node) = self.forward_layout.locations[&value] else {

@@ -34,15 +34,15 @@ pub enum EvaluateError {
 }
 
 /// Returns the graph's results by name, computed on the CPU, for a graph with concrete shapes. `trained` selects inference mode: running
-/// statistics and no dropout. Otherwise the dropout counter is 0 unless `given` contains it.
+/// statistics and no dropout. Otherwise the dropout counter is 0 unless `inputs` contains it.
 pub fn evaluate(
     graph: &Graph,
     trained: bool,
-    given: &BTreeMap<String, Tensor>,
+    inputs: &BTreeMap<String, Tensor>,
     weights: &BTreeMap<String, Tensor>,
 ) -> Result<BTreeMap<String, Tensor>, EvaluateError> {
     let mut results = BTreeMap::new();
-    evaluate_each(&cpu(), graph, trained, [given.clone()], weights, &mut |found| results = found)?;
+    evaluate_each(&cpu(), graph, trained, [inputs.clone()], weights, &mut |outputs| results = outputs)?;
     Ok(results)
 }
 
@@ -51,7 +51,7 @@ pub fn evaluate_each(
     device: &Arc<dyn Device>,
     graph: &Graph,
     trained: bool,
-    given: impl IntoIterator<Item = BTreeMap<String, Tensor>>,
+    input_sets: impl IntoIterator<Item = BTreeMap<String, Tensor>>,
     weights: &BTreeMap<String, Tensor>,
     on_results: &mut dyn FnMut(BTreeMap<String, Tensor>),
 ) -> Result<(), EvaluateError> {
@@ -60,26 +60,26 @@ pub fn evaluate_each(
         inference(&mut graph);
     }
     pipeline::concrete(&mut graph).map_err(CompileError::from)?;
-    let place: HashMap<NodeId, usize> = order::executed(&graph).into_iter().map(|id| (id, 0)).collect();
-    if place.is_empty() {
-        return given.into_iter().try_for_each(|given| sources(&graph, &given, weights).map(&mut *on_results));
+    let stage_of: HashMap<NodeId, usize> = order::executed(&graph).into_iter().map(|id| (id, 0)).collect();
+    if stage_of.is_empty() {
+        return input_sets.into_iter().try_for_each(|inputs| sources(&graph, &inputs, weights).map(&mut *on_results));
     }
-    let codes = compile(&graph, &place, 1, None, &**device)?;
+    let codes = compile(&graph, &stage_of, 1, None, &**device)?;
     let code = &codes[0];
     let states = buffers("state", &code.states, weights, &**device)?;
     let mut executor = Executor::new(code, states, device, Arc::default())?;
     let parameters: Vec<_> =
         buffers("parameter", &code.parameters, weights, &**device)?.into_iter().map(Arc::new).collect();
-    for mut given in given {
+    for mut inputs in input_sets {
         let mut item = executor.begin()?;
         item.weights = parameters.clone();
-        given.entry(COUNTER.to_string()).or_insert_with(|| Tensor::from_i64(&[], &[0]));
-        item.feeds = buffers("input", &code.feeds, &given, &**device)?.into_iter().map(Arc::new).collect();
+        inputs.entry(COUNTER.to_string()).or_insert_with(|| Tensor::from_i64(&[], &[0]));
+        item.feeds = buffers("input", &code.feeds, &inputs, &**device)?.into_iter().map(Arc::new).collect();
         executor.forward(&mut item)?;
         let mut results = BTreeMap::new();
-        for (named, place) in &code.results {
+        for (named, address) in &code.results {
             let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
-            let bytes = executor.download_result(&item, *place)?.bytes()?;
+            let bytes = executor.download_result(&item, *address)?.bytes()?;
             let tensor = Tensor::new(named.fact.dtype, shape, bytes.into());
             results.insert(named.name.clone(), tensor.expect("the buffer has the size of the result"));
         }
@@ -94,22 +94,22 @@ pub fn evaluate_each(
 /// Results of a graph without ops: its inputs, parameters and constants.
 fn sources(
     graph: &Graph,
-    given: &BTreeMap<String, Tensor>,
+    inputs: &BTreeMap<String, Tensor>,
     weights: &BTreeMap<String, Tensor>,
 ) -> Result<BTreeMap<String, Tensor>, EvaluateError> {
     let mut results = BTreeMap::new();
     for output in &graph.outputs {
-        let (kind, name, from) = match &graph.node(output.value.node).op {
+        let (kind, name, tensors) = match &graph.node(output.value.node).op {
             Op::Constant(c) => {
                 results.insert(output.name.clone(), c.tensor.clone());
                 continue;
             }
             Op::Parameter(p) => ("parameter", &p.name, weights),
             Op::State(s) => ("state", &s.name, weights),
-            Op::Input(i) => ("input", &i.name, given),
-            _ => ("value", &output.name, given),
+            Op::Input(i) => ("input", &i.name, inputs),
+            _ => ("value", &output.name, inputs),
         };
-        let tensor = from.get(name).ok_or_else(|| EvaluateError::Missing { kind, name: name.clone() })?;
+        let tensor = tensors.get(name).ok_or_else(|| EvaluateError::Missing { kind, name: name.clone() })?;
         results.insert(output.name.clone(), tensor.clone());
     }
     Ok(results)
@@ -119,17 +119,17 @@ fn sources(
 pub fn buffers(
     kind: &'static str,
     wanted: &[NamedTensor],
-    given: &BTreeMap<String, Tensor>,
+    tensors: &BTreeMap<String, Tensor>,
     device: &dyn Device,
 ) -> Result<Vec<Buffer>, EvaluateError> {
-    let one = |named: &NamedTensor| {
+    let upload = |named: &NamedTensor| {
         let name = named.name.clone();
-        let tensor = given.get(&name).ok_or_else(|| EvaluateError::Missing { kind, name: name.clone() })?;
+        let tensor = tensors.get(&name).ok_or_else(|| EvaluateError::Missing { kind, name: name.clone() })?;
         if named.fact.concrete().as_deref() != Some(tensor.shape()) {
             let got = format!("{}{:?}", tensor.dtype(), tensor.shape());
             return Err(EvaluateError::Fact { kind, name, expected: named.fact.to_string(), got });
         }
         Ok(device.upload(tensor.cast(named.fact.dtype).bytes())?)
     };
-    wanted.iter().map(one).collect()
+    wanted.iter().map(upload).collect()
 }

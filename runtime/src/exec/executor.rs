@@ -56,11 +56,11 @@ pub struct Item {
     /// ZeRO 3: gathered full parameters, by parameter.
     pub gathered: Vec<Option<Arc<Buffer>>>,
     /// Activations saved for the backward pass, without recomputed ones.
-    pub kept: Option<Arc<Buffer>>,
+    pub saved: Option<Arc<Buffer>>,
     /// Those that recomputation frees and makes again.
     pub recomputed: Option<Arc<Buffer>>,
     /// Activations sent to later stages.
-    pub own: Vec<Arc<Buffer>>,
+    pub sent: Vec<Arc<Buffer>>,
     /// Activations received from earlier stages.
     pub received: Vec<Option<Arc<Buffer>>>,
     pub feeds: Vec<Arc<Buffer>>,
@@ -76,7 +76,7 @@ pub struct Item {
     pub sums: Vec<Option<Sum>>,
     /// True after the backward pass.
     pub is_done: bool,
-    pub turn: RoundPosition,
+    pub position: RoundPosition,
 }
 
 /// A gradient sum over micro-batches, lent to the backward pass of the next one.
@@ -104,8 +104,8 @@ impl Item {
         self.sums.get(term).and_then(Option::as_ref).expect("a backward has the sums it accumulates into")
     }
 
-    fn gradient_out(&self, at: usize) -> Option<&Arc<Buffer>> {
-        self.gradients_out[at].as_ref().or_else(|| self.sent_gradients.get(at)?.as_ref())
+    fn gradient_out(&self, index: usize) -> Option<&Arc<Buffer>> {
+        self.gradients_out[index].as_ref().or_else(|| self.sent_gradients.get(index)?.as_ref())
     }
 }
 
@@ -134,12 +134,12 @@ pub struct Executor<'a> {
 }
 
 impl<'a> Executor<'a> {
-    /// Allocates the arena and uploads the constants. `ledger` counts the memory of micro-batches.
+    /// Allocates the arena and uploads the constants. `counter` counts the memory of micro-batches.
     pub fn new(
         code: &'a StageCode,
         states: Vec<Buffer>,
         device: &Arc<dyn Device>,
-        ledger: Arc<MemoryCounter>,
+        counter: Arc<MemoryCounter>,
     ) -> Result<Executor<'a>, DeviceError> {
         let uploaded = |sequence: &Sequence| -> Result<Vec<Buffer>, DeviceError> {
             sequence.constants.iter().map(|constant| device.upload(constant.bytes())).collect()
@@ -150,7 +150,7 @@ impl<'a> Executor<'a> {
         Ok(Executor {
             code,
             states,
-            device: DeviceContext::new(device.clone(), ledger)?,
+            device: DeviceContext::new(device.clone(), counter)?,
             tensor_rank: None,
             step_hook: None,
             arena: device.allocate(code.arena_bytes)?,
@@ -162,17 +162,17 @@ impl<'a> Executor<'a> {
     /// Allocates an item: its saved-activation blocks and its send buffers. The caller sets the weights before the first
     /// pass.
     pub fn begin(&self) -> Result<Item, DeviceError> {
-        let own = self.code.own_bytes.iter().map(|&bytes| self.device.take(bytes)).collect::<Result<_, _>>()?;
+        let sent = self.code.own_bytes.iter().map(|&bytes| self.device.take(bytes)).collect::<Result<_, _>>()?;
         Ok(Item {
             weights: Weights::new(),
             version: 0,
             gathered: Vec::new(),
-            kept: match self.code.kept_bytes - self.code.recomputed_bytes {
+            saved: match self.code.kept_bytes - self.code.recomputed_bytes {
                 0 => None,
                 bytes => Some(self.device.take(bytes)?),
             },
             recomputed: Some(self.device.take(self.code.recomputed_bytes)?),
-            own,
+            sent,
             received: vec![None; self.code.received.len()],
             feeds: Vec::new(),
             gradients_in: vec![None; self.code.gradients_in.len()],
@@ -181,7 +181,7 @@ impl<'a> Executor<'a> {
             between: None,
             sums: Vec::new(),
             is_done: false,
-            turn: RoundPosition::default(),
+            position: RoundPosition::default(),
         })
     }
 
@@ -205,8 +205,8 @@ impl<'a> Executor<'a> {
         for (i, transfer) in code.gradients_out.iter().enumerate() {
             // Two gradients may be the same tensor, as for the operands of an addition: the second shares the first
             // one's buffer.
-            item.gradients_out[i] = match transfer.place.slot {
-                Slot::GradientOut(own) if own == i => Some(self.device.take(transfer.place.bytes)?),
+            item.gradients_out[i] = match transfer.address.slot {
+                Slot::GradientOut(own) if own == i => Some(self.device.take(transfer.address.bytes)?),
                 _ => None,
             };
         }
@@ -214,7 +214,7 @@ impl<'a> Executor<'a> {
         // A gradient that is only forwarded, as for an addition, has no buffer of its own.
         for (i, transfer) in code.gradients_out.iter().enumerate() {
             if item.gradients_out[i].is_none() {
-                let shared = self.shared(RunPhase::Backward, item, transfer.place)?;
+                let shared = self.shared(RunPhase::Backward, item, transfer.address)?;
                 item.gradients_out[i] = Some(shared);
             }
         }
@@ -230,21 +230,21 @@ impl<'a> Executor<'a> {
         self.run(RunPhase::Weight, &self.code.weight.steps, item)
     }
 
-    /// Frees activations until [`Executor::again`] recomputes them.
-    pub fn let_go(&mut self, item: &mut Item) {
+    /// Frees activations until [`Executor::recompute`] recomputes them.
+    pub fn free_recomputed(&mut self, item: &mut Item) {
         if let Some(recomputed) = item.recomputed.take() {
             self.device.give(recomputed);
         }
     }
 
     /// Recomputes the activations. Send buffers are allocated anew, because other stages may still read the first ones.
-    pub fn again(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
+    pub fn recompute(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         let code = self.code;
-        for (at, bytes) in code.own_bytes.iter().enumerate().filter(|(at, _)| code.recomputed_own[*at]) {
-            let sent = std::mem::replace(&mut item.own[at], Arc::new(Buffer::empty()));
-            lend_to_readers(&sent);
-            self.device.give(sent);
-            item.own[at] = self.device.take(*bytes)?;
+        for (index, bytes) in code.own_bytes.iter().enumerate().filter(|(index, _)| code.recomputed_own[*index]) {
+            let buffer = std::mem::replace(&mut item.sent[index], Arc::new(Buffer::empty()));
+            lend_to_readers(&buffer);
+            self.device.give(buffer);
+            item.sent[index] = self.device.take(*bytes)?;
         }
         item.recomputed = Some(self.device.take(code.recomputed_bytes)?);
         self.run(RunPhase::Forward, &code.forward.steps[..code.recomputed_steps], item)?;
@@ -256,14 +256,14 @@ impl<'a> Executor<'a> {
     /// Frees a micro-batch.
     pub fn finish(&mut self, item: Item) -> Result<(), DeviceError> {
         let from_others = item.received.into_iter().chain(item.gradients_in).flatten();
-        let ledger = self.device.ledger();
+        let counter = self.device.ledger();
         for buffer in from_others {
-            ledger.free_slot(buffer.len());
+            counter.free_slot(buffer.len());
             // Its owner may write it again after the reads of this stream.
             self.device.give_foreign(buffer)?;
         }
-        item.own.iter().for_each(lend_to_readers);
-        let buffers = item.kept.into_iter().chain(item.recomputed).chain(item.own).chain(item.between);
+        item.sent.iter().for_each(lend_to_readers);
+        let buffers = item.saved.into_iter().chain(item.recomputed).chain(item.sent).chain(item.between);
         let gradients = item.gradients_out.into_iter().chain(item.sent_gradients).flatten();
         for buffer in buffers.chain(gradients).chain(item.feeds) {
             self.device.give(buffer);
@@ -272,91 +272,97 @@ impl<'a> Executor<'a> {
     }
 
     /// The tensor at a location after a forward pass.
-    pub fn result<'b>(&'b self, item: &'b Item, place: TensorAddress) -> Region<'b> {
-        self.region(RunPhase::Forward, item, place)
+    pub fn result<'b>(&'b self, item: &'b Item, address: TensorAddress) -> Region<'b> {
+        self.region(RunPhase::Forward, item, address)
     }
 
     /// Starts to copy the bytes at a location after a forward pass to the host.
-    pub fn download_result(&self, item: &Item, place: TensorAddress) -> Result<Download, DeviceError> {
-        self.device.stream.begin_download(self.result(item, place))
+    pub fn download_result(&self, item: &Item, address: TensorAddress) -> Result<Download, DeviceError> {
+        self.device.stream.begin_download(self.result(item, address))
     }
 
     /// The tensor at a location after a backward pass.
-    pub fn gradient<'b>(&'b self, item: &'b Item, place: TensorAddress) -> Region<'b> {
-        self.region(RunPhase::Backward, item, place)
+    pub fn gradient<'b>(&'b self, item: &'b Item, address: TensorAddress) -> Region<'b> {
+        self.region(RunPhase::Backward, item, address)
     }
 
     /// A buffer to send to another stage: shared if the location is a whole buffer, else a copy.
-    pub fn shared(&self, run: RunPhase, item: &Item, place: TensorAddress) -> Result<Arc<Buffer>, DeviceError> {
-        let whole = match place.slot {
-            Slot::Own(i) => Some(&item.own[i]),
+    pub fn shared(&self, phase: RunPhase, item: &Item, address: TensorAddress) -> Result<Arc<Buffer>, DeviceError> {
+        let shared_buffer = match address.slot {
+            Slot::Own(i) => Some(&item.sent[i]),
             Slot::Received(i) => item.received[i].as_ref(),
             Slot::GradientIn(i) => item.gradients_in[i].as_ref(),
             Slot::GradientOut(i) => item.gradient_out(i),
             _ => None,
         };
-        if let Some(buffer) = whole {
+        if let Some(buffer) = shared_buffer {
             return Ok(buffer.clone());
         }
-        let mut copy = self.device.take(place.bytes)?;
-        self.device.stream.copy(self.region(run, item, place), Buffer::exclusive(&mut copy))?;
+        let mut copy = self.device.take(address.bytes)?;
+        self.device.stream.copy(self.region(phase, item, address), Buffer::exclusive(&mut copy))?;
         Ok(copy)
     }
 
     /// Runs the first steps of a pass.
-    fn run(&self, run: RunPhase, steps: &[Step], item: &mut Item) -> Result<(), ExecuteError> {
+    fn run(&self, phase: RunPhase, steps: &[Step], item: &mut Item) -> Result<(), ExecuteError> {
         let code = self.code;
-        let Some(hook) = self.step_hook.as_ref().filter(|hook| hook.has(run)) else {
-            return self.run_steps(run, steps, item, &mut |_| Ok(()));
+        let Some(hook) = self.step_hook.as_ref().filter(|hook| hook.has_actions(phase)) else {
+            return self.run_steps(phase, steps, item, &mut |_| Ok(()));
         };
-        for (at, step) in steps.iter().enumerate() {
+        for (index, step) in steps.iter().enumerate() {
             let failed = |fault| ExecuteError::of_collective(step, fault);
-            hook.before(code, run, at, item, &self.device).map_err(failed)?;
-            self.run_steps(run, std::slice::from_ref(step), item, &mut |_| Ok(()))?;
-            hook.after(code, run, at, item, &self.device).map_err(failed)?;
+            hook.before(code, phase, index, item, &self.device).map_err(failed)?;
+            self.run_steps(phase, std::slice::from_ref(step), item, &mut |_| Ok(()))?;
+            hook.after(code, phase, index, item, &self.device).map_err(failed)?;
         }
         Ok(())
     }
 
-    /// Runs the forward pass and calls `done` after every step.
-    pub fn forward_watched(&mut self, item: &Item, done: Watcher<'_>) -> Result<(), ExecuteError> {
-        self.run_watched(RunPhase::Forward, item, done)
+    /// Runs the forward pass and calls `watcher` after every step.
+    pub fn forward_watched(&mut self, item: &Item, watcher: Watcher<'_>) -> Result<(), ExecuteError> {
+        self.run_watched(RunPhase::Forward, item, watcher)
     }
 
     /// Like [`Executor::forward_watched`] for an unsplit backward of an item that has already run backward once.
-    pub fn backward_watched(&mut self, item: &Item, done: Watcher<'_>) -> Result<(), ExecuteError> {
-        self.run_watched(RunPhase::Backward, item, done)
+    pub fn backward_watched(&mut self, item: &Item, watcher: Watcher<'_>) -> Result<(), ExecuteError> {
+        self.run_watched(RunPhase::Backward, item, watcher)
     }
 
-    fn run_watched(&self, run: RunPhase, item: &Item, done: Watcher<'_>) -> Result<(), ExecuteError> {
-        self.run_steps(run, &run.of(self.code).steps, item, done)
+    fn run_watched(&self, phase: RunPhase, item: &Item, watcher: Watcher<'_>) -> Result<(), ExecuteError> {
+        self.run_steps(phase, &phase.sequence(self.code).steps, item, watcher)
     }
 
-    fn run_steps(&self, run: RunPhase, steps: &[Step], item: &Item, done: Watcher<'_>) -> Result<(), ExecuteError> {
+    fn run_steps(
+        &self,
+        phase: RunPhase,
+        steps: &[Step],
+        item: &Item,
+        watcher: Watcher<'_>,
+    ) -> Result<(), ExecuteError> {
         let mut inputs: Vec<Region<'_>> = Vec::with_capacity(8);
         let mut outputs: Vec<RegionMut<'_>> = Vec::with_capacity(4);
         for step in steps {
             inputs.clear();
             outputs.clear();
-            for place in &step.inputs {
-                inputs.push(self.region(run, item, *place));
+            for address in &step.inputs {
+                inputs.push(self.region(phase, item, *address));
             }
-            for place in &step.outputs {
+            for address in &step.outputs {
                 // SAFETY: see `write`; these are the outputs of the step.
-                outputs.push(unsafe { self.write(item, *place) });
+                outputs.push(unsafe { self.write(item, *address) });
             }
             // SAFETY: see `write`; this is the workspace of the step.
             let workspace = unsafe { self.write(item, step.workspace) };
-            self.run_step(run, step, item, (&inputs, &mut outputs, workspace))
+            self.run_step(phase, step, item, (&inputs, &mut outputs, workspace))
                 .map_err(|fault| ExecuteError { node: step.label().to_string(), fault })?;
-            done(&*self.device.stream)?;
+            watcher(&*self.device.stream)?;
         }
         Ok(())
     }
 
     fn run_step(
         &self,
-        run: RunPhase,
+        phase: RunPhase,
         step: &Step,
         item: &Item,
         (inputs, outputs, mut workspace): (&[Region<'_>], &mut [RegionMut<'_>], RegionMut<'_>),
@@ -364,11 +370,11 @@ impl<'a> Executor<'a> {
         let (stream, kernel) = (&self.device.stream, &*step.kernel);
         if let (Some(tensor_rank), Some(collective)) = (&self.tensor_rank, &step.collective) {
             let operand = (&collective.operand, inputs[0]);
-            tensor_rank.meet(&collective.op, operand, outputs[0].reborrow(), &self.device)?;
+            tensor_rank.run_collective(&collective.op, operand, outputs[0].reborrow(), &self.device)?;
         } else if step.adds_to.is_empty() {
             stream.run(kernel, inputs, outputs, workspace.reborrow(), OutputMode::Overwrite)?;
         }
-        let joint = step.joint.as_ref().filter(|_| item.turn.is_joined());
+        let joint = step.joint.as_ref().filter(|_| item.position.is_joined());
         if let Some(joint) = joint {
             self.run_joint(step, joint, item, (inputs, workspace.reborrow()))?;
         }
@@ -378,7 +384,7 @@ impl<'a> Executor<'a> {
             let to = &mut [unsafe { sum.write() }];
             stream.run(kernel, inputs, to, workspace.reborrow(), mode_of(sum.is_begun))?;
         }
-        step.terms.iter().try_for_each(|term| self.add_to_sum(run, item, *term))
+        step.terms.iter().try_for_each(|term| self.add_to_sum(phase, item, *term))
     }
 
     /// Buffers the operands of one micro-batch for a batched weight gradient. The last of [`ITEMS`] runs the batched
@@ -391,65 +397,65 @@ impl<'a> Executor<'a> {
         (inputs, mut workspace): (&[Region<'_>], RegionMut<'_>),
     ) -> Result<(), DeviceError> {
         let stream = &self.device.stream;
-        let at = item.turn.own as usize % ITEMS as usize;
-        for (place, input) in joint.inputs.iter().zip(inputs) {
+        let index = item.position.done as usize % ITEMS as usize;
+        for (address, input) in joint.inputs.iter().zip(inputs) {
             // SAFETY: see `write`; each step has its own buffer, after all offsets of the forward and backward layouts
             // in the arena.
-            let operands = unsafe { self.write(item, *place) };
-            stream.copy(*input, operands.slice(at * input.len()..(at + 1) * input.len()))?;
+            let operands = unsafe { self.write(item, *address) };
+            stream.copy(*input, operands.slice(index * input.len()..(index + 1) * input.len()))?;
         }
-        if at + 1 < ITEMS as usize {
+        if index + 1 < ITEMS as usize {
             return Ok(());
         }
-        let all = joint.inputs.iter().map(|place| self.region(RunPhase::Backward, item, *place));
-        let all: Vec<Region<'_>> = all.collect();
+        let batched = joint.inputs.iter().map(|address| self.region(RunPhase::Backward, item, *address));
+        let batched: Vec<Region<'_>> = batched.collect();
         for term in &step.adds_to {
             // SAFETY: see `Sum::write`; the step accumulates into this sum.
             let to = &mut [unsafe { item.sum(*term).write() }];
             // The first batch of the round overwrites the sum.
-            let mode = mode_of(item.turn.own >= u64::from(ITEMS));
-            stream.run(&*joint.kernel, &all, to, workspace.reborrow(), mode)?;
+            let mode = mode_of(item.position.done >= u64::from(ITEMS));
+            stream.run(&*joint.kernel, &batched, to, workspace.reborrow(), mode)?;
         }
         Ok(())
     }
 
     /// Accumulates a term into its sum. The first term is already there, or is copied.
-    fn add_to_sum(&self, run: RunPhase, item: &Item, term: usize) -> Result<(), DeviceError> {
-        let (at, sum) = (&self.code.gradient_terms[term], item.sum(term));
-        let is_there = matches!(at.place.slot, Slot::Gradient { term: first, .. } if first == term);
-        if is_there && !sum.is_begun {
+    fn add_to_sum(&self, phase: RunPhase, item: &Item, term: usize) -> Result<(), DeviceError> {
+        let (gradient_term, sum) = (&self.code.gradient_terms[term], item.sum(term));
+        let is_first = matches!(gradient_term.address.slot, Slot::Gradient { term: written, .. } if written == term);
+        if is_first && !sum.is_begun {
             return Ok(());
         }
-        let made = self.region(run, item, at.place);
+        let value = self.region(phase, item, gradient_term.address);
         // SAFETY: see `Sum::write`; a term that is accumulated does not alias its sum.
         let to = unsafe { sum.write() };
-        let dtype = self.code.parameters[at.parameter].fact.dtype;
+        let dtype = self.code.parameters[gradient_term.parameter].fact.dtype;
         match sum.is_begun {
-            true => self.device.stream.accumulate(dtype, made, to),
-            false => self.device.stream.begin_sum(dtype, made, to),
+            true => self.device.stream.accumulate(dtype, value, to),
+            false => self.device.stream.begin_sum(dtype, value, to),
         }
     }
 
     /// The memory of a tensor.
-    fn region<'b>(&'b self, run: RunPhase, item: &'b Item, place: TensorAddress) -> Region<'b> {
-        let inside = |buffer: &'b Buffer, offset: usize| buffer.region_of(offset..offset + place.bytes);
-        let whole = |buffer: Option<&'b Arc<Buffer>>| {
+    fn region<'b>(&'b self, phase: RunPhase, item: &'b Item, address: TensorAddress) -> Region<'b> {
+        let inside = |buffer: &'b Buffer, offset: usize| buffer.region_of(offset..offset + address.bytes);
+        let whole_region = |buffer: Option<&'b Arc<Buffer>>| {
             inside(buffer.expect("the program waits for a tensor before it is used"), 0)
         };
-        match place.slot {
+        match address.slot {
             Slot::Arena(offset) => inside(&self.arena, offset),
             Slot::Saved(offset) => {
                 let first = self.code.recomputed_bytes;
-                let (block, offset) = match &item.kept {
+                let (block, offset) = match &item.saved {
                     Some(kept) if offset >= first => (Some(kept), offset - first),
                     _ => (item.recomputed.as_ref(), offset),
                 };
                 inside(block.expect("a micro-batch in flight has its block"), offset)
             }
-            Slot::Own(i) => inside(&item.own[i], 0),
-            Slot::Received(i) => whole(item.received[i].as_ref()),
-            Slot::GradientIn(i) => whole(item.gradients_in[i].as_ref()),
-            Slot::GradientOut(i) => whole(item.gradient_out(i)),
+            Slot::Own(i) => inside(&item.sent[i], 0),
+            Slot::Received(i) => whole_region(item.received[i].as_ref()),
+            Slot::GradientIn(i) => whole_region(item.gradients_in[i].as_ref()),
+            Slot::GradientOut(i) => whole_region(item.gradient_out(i)),
             Slot::Sum(term) => inside(&item.sum(term).buffer, 0),
             Slot::Gradient { term, offset } => match item.sum(term) {
                 sum if !sum.is_begun => inside(&sum.buffer, 0),
@@ -461,7 +467,7 @@ impl<'a> Executor<'a> {
             Slot::Feed(i) => inside(&item.feeds[i], 0),
             Slot::Parameter(i) => inside(item.gathered.get(i).and_then(Option::as_ref).unwrap_or(&item.weights[i]), 0),
             Slot::State(i) => inside(&self.states[i], 0),
-            Slot::Constant(i) => inside(&self.constants[usize::from(run != RunPhase::Forward)][i], 0),
+            Slot::Constant(i) => inside(&self.constants[usize::from(phase != RunPhase::Forward)][i], 0),
         }
     }
 
@@ -473,9 +479,9 @@ impl<'a> Executor<'a> {
     /// bytes that no live tensor has, and a kernel's outputs never overlap its inputs (`pass::memory`). One stream runs
     /// one kernel at a time. The item alone holds the buffers of `Own`, `Saved`, `GradientOut`, `Sum` and `Gradient`
     /// until they are sent or its pass ends.
-    unsafe fn write<'b>(&'b self, item: &'b Item, place: TensorAddress) -> RegionMut<'b> {
+    unsafe fn write<'b>(&'b self, item: &'b Item, address: TensorAddress) -> RegionMut<'b> {
         // SAFETY: the caller guarantees exclusive access. No constant is written, so the phase does not matter.
-        unsafe { self.region(RunPhase::Forward, item, place).assume_exclusive() }
+        unsafe { self.region(RunPhase::Forward, item, address).assume_exclusive() }
     }
 }
 

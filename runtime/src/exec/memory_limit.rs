@@ -8,9 +8,9 @@ use compiler::graph::Graph;
 /// Rejects a stage that cannot run even one micro-batch in the device's memory; on the CPU a failed allocation would abort
 /// the process.
 pub fn check_memory(device: &dyn Device, code: &StageCode) -> Result<(), CompileError> {
-    let own = |list: &[NamedTensor]| list.iter().map(|n| n.bytes as u64).sum::<u64>();
+    let total = |list: &[NamedTensor]| list.iter().map(|n| n.bytes as u64).sum::<u64>();
     let buffers: u64 = code.own_bytes.iter().map(|b| *b as u64).sum();
-    let needed = own(&code.parameters) + own(&code.states) + own(&code.feeds);
+    let needed = total(&code.parameters) + total(&code.states) + total(&code.feeds);
     let needed = needed + buffers + code.kept_bytes as u64 + code.arena_bytes as u64;
     match device.available_memory() {
         Some(available) if needed > available => Err(CompileError::StageMemory { needed, available }),

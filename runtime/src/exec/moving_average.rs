@@ -36,11 +36,11 @@ pub enum Statistics {
 /// Number and samples of a micro-batch, in the order of the stage's state updates.
 pub type Samples = (u32, Vec<Vec<u8>>);
 
-/// State updates of a stage. `state` and `place` map nodes and values to their indices and locations.
-pub fn follows(
+/// State updates of a stage. `state` and `address_of` map nodes and values to their indices and locations.
+pub fn state_updates(
     graph: &Graph,
     state: impl Fn(NodeId) -> usize,
-    place: impl Fn(Value) -> TensorAddress,
+    address_of: impl Fn(Value) -> TensorAddress,
 ) -> Vec<StateUpdate> {
     let variance = |sample: Value| {
         let norm = sample.node;
@@ -52,29 +52,29 @@ pub fn follows(
         let elements = shape.iter().enumerate().filter(|(axis, _)| *axis != 1).map(|(_, size)| size).product();
         Some(Variance { mean, elements })
     };
-    let of = |a: &compiler::graph::MovingAverage| StateUpdate {
+    let state_update = |a: &compiler::graph::MovingAverage| StateUpdate {
         state: state(a.state),
-        sample: place(a.sample),
+        sample: address_of(a.sample),
         keep: a.keep,
         variance: variance(a.sample),
     };
-    graph.averages.iter().map(of).collect()
+    graph.averages.iter().map(state_update).collect()
 }
 
 /// Updates the states with the samples of a step, given in micro-batch order, `microbatches` per minibatch.
-pub fn follow(
+pub fn update_states(
     stream: &dyn Stream,
     statistics: Statistics,
-    follows: &[StateUpdate],
+    updates: &[StateUpdate],
     (states, named): (&mut [Buffer], &[NamedTensor]),
     samples: &[Samples],
     microbatches: u32,
 ) -> Result<(), DeviceError> {
-    let values = |at: usize, of: &Samples| numbers(named[follows[at].state].fact.dtype, &of.1[at]);
+    let values = |at: usize, sample: &Samples| numbers(named[updates[at].state].fact.dtype, &sample.1[at]);
     let Statistics::Deferred { unbiased } = statistics else {
         return samples.iter().try_for_each(|sample| {
-            let values = (0..follows.len()).map(|at| values(at, sample));
-            update(stream, follows, (states, named), values.collect())
+            let values = (0..updates.len()).map(|at| values(at, sample));
+            update(stream, updates, (states, named), values.collect())
         });
     };
     let mut minibatches: BTreeMap<u32, Vec<&Samples>> = BTreeMap::new();
@@ -84,24 +84,24 @@ pub fn follow(
     for mut items in minibatches.into_values() {
         items.sort_by_key(|(item, _)| *item);
         let mean = |at: usize| average(items.iter().map(|item| values(at, item)));
-        let whole = |(at, follow): (usize, &StateUpdate)| {
-            let mut whole = mean(at);
-            if let Some(Variance { mean: of, elements }) = follow.variance {
-                let centre = mean(of);
-                let apart = |item: &&Samples| {
-                    let from = values(of, item).into_iter().zip(&centre);
-                    from.map(|(value, centre)| (value - centre).powi(2)).collect::<Vec<f64>>()
+        let pooled = |(at, update): (usize, &StateUpdate)| {
+            let mut pooled = mean(at);
+            if let Some(Variance { mean: mean_index, elements }) = update.variance {
+                let centre = mean(mean_index);
+                let squared_deviations = |item: &&Samples| {
+                    let pairs = values(mean_index, item).into_iter().zip(&centre);
+                    pairs.map(|(value, centre)| (value - centre).powi(2)).collect::<Vec<f64>>()
                 };
-                let between = average(items.iter().map(apart));
+                let deviation = average(items.iter().map(squared_deviations));
                 let n = (elements * items.len()) as f64;
                 let correction = if unbiased && n > 1.0 { n / (n - 1.0) } else { 1.0 };
-                for (value, between) in whole.iter_mut().zip(between) {
-                    *value = (*value + between) * correction;
+                for (value, deviation) in pooled.iter_mut().zip(deviation) {
+                    *value = (*value + deviation) * correction;
                 }
             }
-            whole
+            pooled
         };
-        update(stream, follows, (states, named), follows.iter().enumerate().map(whole).collect())?;
+        update(stream, updates, (states, named), updates.iter().enumerate().map(pooled).collect())?;
     }
     Ok(())
 }
@@ -109,19 +109,19 @@ pub fn follow(
 /// Updates the states with one sample for each update, in order: those of different states in one call.
 fn update(
     stream: &dyn Stream,
-    follows: &[StateUpdate],
+    updates: &[StateUpdate],
     (states, named): (&mut [Buffer], &[NamedTensor]),
     samples: Vec<Vec<f64>>,
 ) -> Result<(), DeviceError> {
-    let mut rest = follows.iter().zip(&samples).peekable();
-    while rest.peek().is_some() {
-        let mut together: BTreeMap<usize, (f64, &[f64])> = BTreeMap::new();
-        while let Some((follow, sample)) = rest.next_if(|(follow, _)| !together.contains_key(&follow.state)) {
-            together.insert(follow.state, (follow.keep, sample));
+    let mut pending = updates.iter().zip(&samples).peekable();
+    while pending.peek().is_some() {
+        let mut batch: BTreeMap<usize, (f64, &[f64])> = BTreeMap::new();
+        while let Some((update, sample)) = pending.next_if(|(update, _)| !batch.contains_key(&update.state)) {
+            batch.insert(update.state, (update.keep, sample));
         }
         let mut steps = Vec::new();
         for ((at, state), named) in states.iter_mut().enumerate().zip(named) {
-            if let Some((keep, sample)) = together.remove(&at) {
+            if let Some((keep, sample)) = batch.remove(&at) {
                 steps.push(AverageStep { dtype: named.fact.dtype, sample, keep, state: state.region_mut() });
             }
         }

@@ -14,7 +14,7 @@ pub enum RunPhase {
 }
 
 impl RunPhase {
-    pub fn of(self, code: &StageCode) -> &Sequence {
+    pub fn sequence(self, code: &StageCode) -> &Sequence {
         match self {
             RunPhase::Forward => &code.forward,
             RunPhase::Backward => &code.backward,
@@ -30,14 +30,14 @@ pub struct RoundPosition {
     /// Micro-batches of the round before this one, over all replicas.
     pub before: u32,
     /// Micro-batches of the round that this worker has already run backward.
-    pub own: u64,
+    pub done: u64,
     /// Micro-batches of the round on this worker.
-    pub of: u64,
+    pub count: u64,
 }
 
 impl RoundPosition {
     /// True if its weight gradients are computed in a full batch of [`ITEMS`] micro-batches.
     pub fn is_joined(&self) -> bool {
-        self.own < self.of / u64::from(ITEMS) * u64::from(ITEMS)
+        self.done < self.count / u64::from(ITEMS) * u64::from(ITEMS)
     }
 }

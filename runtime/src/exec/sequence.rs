@@ -145,26 +145,26 @@ impl Planned {
         self.kernel.workspace().max(self.joint.as_ref().map_or(0, |kernel| kernel.workspace()))
     }
 
-    /// Resolves addresses after memory planning. Buffers for batched operands are appended to `arena`, which grows.
+    /// Resolves addresses after memory planning. Buffers for batched operands are appended to `arena_bytes`, which grows.
     pub fn step(
         self,
         graph: &Graph,
         layout: &memory::Layout,
-        arena: &mut usize,
-        place: impl Fn(&Value) -> TensorAddress,
+        arena_bytes: &mut usize,
+        address_of: impl Fn(&Value) -> TensorAddress,
     ) -> Step {
         let scratch = layout.workspace.get(&self.node).copied().unwrap_or(0);
         let workspace = TensorAddress { slot: Slot::Arena(scratch), bytes: self.workspace() };
-        let inputs: Vec<TensorAddress> = self.inputs.iter().map(&place).collect();
+        let inputs: Vec<TensorAddress> = self.inputs.iter().map(&address_of).collect();
         let mut batch_buffer = |input: &TensorAddress| {
             let bytes = input.bytes * ITEMS as usize;
-            *arena = memory::aligned(*arena) + memory::aligned(bytes);
-            TensorAddress { slot: Slot::Arena(*arena - memory::aligned(bytes)), bytes }
+            *arena_bytes = memory::aligned(*arena_bytes) + memory::aligned(bytes);
+            TensorAddress { slot: Slot::Arena(*arena_bytes - memory::aligned(bytes)), bytes }
         };
         let joint = self.joint.map(|kernel| Joint { kernel, inputs: inputs.iter().map(&mut batch_buffer).collect() });
         Step {
             inputs,
-            outputs: self.outputs.iter().map(&place).collect(),
+            outputs: self.outputs.iter().map(&address_of).collect(),
             workspace,
             adds_to: Vec::new(),
             terms: Vec::new(),
@@ -179,7 +179,7 @@ impl Planned {
 /// Builds the tasks of a graph in `order` and its memory layout. A fused chain whose ops lack fast kernels is
 /// dissolved. A gradient term gets memory of its own if its kernel cannot accumulate. With `joins`, accumulating
 /// kernels are batched over several micro-batches where that pays off. All kernels are loaded.
-pub fn tasks(
+pub fn plan_tasks(
     device: &dyn Device,
     graph: &Graph,
     order: &[NodeId],
@@ -187,22 +187,22 @@ pub fn tasks(
     needs: &Needs<'_>,
     joins: bool,
 ) -> Result<(Vec<Planned>, memory::Layout), DeviceError> {
-    let mut made: BTreeMap<NodeId, Planned> = BTreeMap::new();
+    let mut fused_chains: BTreeMap<NodeId, Planned> = BTreeMap::new();
     for last in chains.by_last.keys().copied().collect::<Vec<_>>() {
-        let mut planned = chain(device, graph, last, &chains);
+        let mut planned = plan_chain(device, graph, last, &chains);
         if planned.is_none() && device.starts_chain(&graph.node(chains.by_last[&last][0]).op) {
             // The other ops may suit without the first.
             chains.without_first(last);
-            planned = chains.by_last.get(&last).and_then(|_| chain(device, graph, last, &chains));
+            planned = chains.by_last.get(&last).and_then(|_| plan_chain(device, graph, last, &chains));
         }
         match planned {
-            Some(planned) => drop(made.insert(last, planned)),
+            Some(planned) => drop(fused_chains.insert(last, planned)),
             None => chains.dissolve(last),
         }
     }
-    if device.load(&made.values().map(|planned| &*planned.kernel).collect::<Vec<_>>()).is_err() {
+    if device.load(&fused_chains.values().map(|planned| &*planned.kernel).collect::<Vec<_>>()).is_err() {
         // A failure to compile is reported for the ops one by one.
-        made.retain(|last, planned| {
+        fused_chains.retain(|last, planned| {
             let is_loaded = device.load(&[&*planned.kernel]).is_ok();
             if !is_loaded {
                 chains.dissolve(*last);
@@ -213,7 +213,7 @@ pub fn tasks(
     let in_chains: HashSet<NodeId> = chains.by_last.values().flatten().copied().collect();
     let mut planned: Vec<Planned> = Vec::new();
     for id in order {
-        if let Some(chain) = made.remove(id) {
+        if let Some(chain) = fused_chains.remove(id) {
             planned.push(chain);
             continue;
         }
@@ -225,26 +225,26 @@ pub fn tasks(
         let kernel = device.kernel(&node.op, &facts, &node.facts)?;
         let (inputs, outputs) = (graph.inputs(*id), graph.values(*id));
         let is_added =
-            joins && kernel.can_accumulate() && outputs.first().is_some_and(|made| needs.added.contains(made));
-        let joint = if is_added { joint(device, &node.op, &facts, &node.facts)? } else { None };
+            joins && kernel.can_accumulate() && outputs.first().is_some_and(|output| needs.added.contains(output));
+        let joint = if is_added { batched_kernel(device, &node.op, &facts, &node.facts)? } else { None };
         let collective = Collective::of(&node.op, &facts);
         planned.push(Planned { node: *id, nodes: vec![*id], kernel, collective, joint, inputs, outputs });
     }
     let kernels = planned.iter().flat_map(|planned| planned.joint.iter().chain([&planned.kernel]));
     device.load(&kernels.map(|kernel| &**kernel).collect::<Vec<_>>())?;
     let workspace: HashMap<NodeId, usize> = planned.iter().map(|p| (p.node, p.workspace())).collect();
-    let adding =
+    let accumulating =
         planned.iter().filter(|planned| planned.can_accumulate()).filter_map(|planned| planned.outputs.first());
-    let added: HashSet<Value> = adding.filter(|value| needs.added.contains(value)).copied().collect();
-    let is_term = |planned: &&Planned| planned.outputs.first().is_some_and(|made| added.contains(made));
-    let of_sums = planned.iter().filter(is_term).flat_map(|planned| planned.joint.iter().chain([&planned.kernel]));
-    device.load_terms(&of_sums.map(|kernel| &**kernel).collect::<Vec<_>>())?;
+    let added: HashSet<Value> = accumulating.filter(|value| needs.added.contains(value)).copied().collect();
+    let is_term = |planned: &&Planned| planned.outputs.first().is_some_and(|output| added.contains(output));
+    let term_kernels = planned.iter().filter(is_term).flat_map(|planned| planned.joint.iter().chain([&planned.kernel]));
+    device.load_terms(&term_kernels.map(|kernel| &**kernel).collect::<Vec<_>>())?;
     let layout = memory::plan(graph, order, &Needs { added: &added, workspace: &workspace, chains: &chains, ..*needs });
     Ok((planned, layout))
 }
 
 /// The kernel that computes an op's gradient for several micro-batches at once, where that pays off.
-pub fn joint(
+pub fn batched_kernel(
     device: &dyn Device,
     op: &Op,
     inputs: &[Fact],
@@ -257,15 +257,15 @@ pub fn joint(
 
 /// Scratch bytes of the fused chain ending with this op; 0 if its ops run one by one.
 pub fn chain_workspace(device: &dyn Device, graph: &Graph, last: NodeId, chains: &Chains) -> usize {
-    chain(device, graph, last, chains).map_or(0, |planned| planned.kernel.workspace())
+    plan_chain(device, graph, last, chains).map_or(0, |planned| planned.kernel.workspace())
 }
 
 /// Builds a chain as one task if all its ops have fast kernels.
-fn chain(device: &dyn Device, graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
+fn plan_chain(device: &dyn Device, graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
     let ops = &chains.by_last[&last];
     let (inputs, outputs) = ends(graph, ops, &chains.inner);
     let operand = |value: Value| match ops.iter().position(|op| *op == value.node) {
-        Some(made) => Some(Operand::Result(made)),
+        Some(index) => Some(Operand::Result(index)),
         None => inputs.iter().position(|input| *input == value).map(Operand::Input),
     };
     let link = |op: &NodeId| {
@@ -279,7 +279,7 @@ fn chain(device: &dyn Device, graph: &Graph, last: NodeId, chains: &Chains) -> O
         })
     };
     let links: Vec<Link> = ops.iter().map(link).collect::<Option<_>>()?;
-    let given: Vec<TensorLayout> = inputs.iter().map(|value| TensorLayout::of(graph.fact(*value))).collect();
-    let kernel = device.chain(&links, &given)?;
+    let layouts: Vec<TensorLayout> = inputs.iter().map(|value| TensorLayout::of(graph.fact(*value))).collect();
+    let kernel = device.chain(&links, &layouts)?;
     Some(Planned { node: last, nodes: ops.clone(), kernel, collective: None, joint: None, inputs, outputs })
 }

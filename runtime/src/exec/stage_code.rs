@@ -22,7 +22,7 @@ pub struct Transfer {
     pub value: Value,
     /// The reader group, for gradients; 0 for activations.
     pub group: usize,
-    pub place: TensorAddress,
+    pub address: TensorAddress,
 }
 
 /// One term of a parameter's gradient. Tied weights and repeated uses have several terms.
@@ -33,7 +33,7 @@ pub struct GradientTerm {
     /// Position of the term in the parameter's gradient sum over all stages, which fixes the order of addition.
     pub rank: usize,
     /// Location of the term after the backward pass.
-    pub place: TensorAddress,
+    pub address: TensorAddress,
     /// True if the backward pass accumulates the term into its sum itself.
     pub is_summed: bool,
 }
@@ -70,7 +70,7 @@ pub struct StageCode {
     /// Gradient buckets: names of the parameters that replicas all-reduce together. Empty, or one entry per bucket of
     /// the program.
     pub buckets: Vec<Vec<String>>,
-    pub follows: Vec<StateUpdate>,
+    pub state_updates: Vec<StateUpdate>,
     /// Graph results that this stage produces; in training only the loss.
     pub results: Vec<(NamedTensor, TensorAddress)>,
     /// True if activations are recomputed before the backward pass instead of saved.
@@ -93,10 +93,13 @@ impl StageCode {
     /// Locations that are read outside of kernel steps: sent tensors, results, moving-average samples and gradient
     /// terms.
     pub fn read_apart(&self) -> impl Iterator<Item = TensorAddress> + '_ {
-        let transfers = self.sent.iter().chain(&self.gradients_out).map(|transfer| transfer.place);
-        let results =
-            self.results.iter().map(|(_, place)| *place).chain(self.follows.iter().map(|follow| follow.sample));
-        transfers.chain(results).chain(self.gradient_terms.iter().map(|term| term.place))
+        let transfers = self.sent.iter().chain(&self.gradients_out).map(|transfer| transfer.address);
+        let results = self
+            .results
+            .iter()
+            .map(|(_, address)| *address)
+            .chain(self.state_updates.iter().map(|update| update.sample));
+        transfers.chain(results).chain(self.gradient_terms.iter().map(|term| term.address))
     }
 }
 
@@ -131,7 +134,7 @@ pub struct StateUpdate {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variance {
-    /// Index of the mean of the same batch in [`StageCode::follows`](crate::exec::stage_code::StageCode::follows).
+    /// Index of the mean of the same batch in [`StageCode::state_updates`](crate::exec::stage_code::StageCode::state_updates).
     pub mean: usize,
     /// Number of elements that the variance is over.
     pub elements: usize,

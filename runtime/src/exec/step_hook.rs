@@ -8,13 +8,13 @@ use crate::exec::stage_code::StageCode;
 
 pub trait StepHook: Send + Sync {
     /// True if any step of the pass has actions.
-    fn has(&self, run: RunPhase) -> bool;
+    fn has_actions(&self, phase: RunPhase) -> bool;
 
     /// Called before step `step` of the pass.
     fn before(
         &self,
         code: &StageCode,
-        run: RunPhase,
+        phase: RunPhase,
         step: usize,
         item: &mut Item,
         device: &DeviceContext,
@@ -24,7 +24,7 @@ pub trait StepHook: Send + Sync {
     fn after(
         &self,
         code: &StageCode,
-        run: RunPhase,
+        phase: RunPhase,
         step: usize,
         item: &mut Item,
         device: &DeviceContext,

@@ -13,35 +13,35 @@ use crate::optim::policy::LossScaling;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Sums of squares by parameter number in name order; those of shards by [`share_number`].
+/// Sums of squares by parameter number in name order; those of shards by [`shard_number`].
 pub type Squares = Vec<(usize, f64)>;
 
-/// Number of a replica's shard of a parameter; `most` is the largest replica count of any stage.
-pub fn share_number(parameter: usize, replica: usize, most: usize) -> usize {
-    parameter * most + replica
+/// Number of a replica's shard of a parameter; `max_replicas` is the largest replica count of any stage.
+pub fn shard_number(parameter: usize, replica: usize, max_replicas: usize) -> usize {
+    parameter * max_replicas + replica
 }
 
 /// The all-reduce of squared norms, in which every worker takes part.
 #[derive(Clone)]
 pub struct NormAllReduce {
-    pub place: Arc<Communicator<Squares>>,
+    pub communicator: Arc<Communicator<Squares>>,
     /// Rank of this worker.
     pub member: usize,
 }
 
 impl NormAllReduce {
     /// Sum of squares over all parameters in a round. Blocks until all workers have contributed; fails if one is lost.
-    pub fn sum(&self, round: u32, own: Squares) -> Result<f64, PeerLost> {
-        self.place.bring(u64::from(round), self.member, own);
-        let all = self.place.meet(u64::from(round))?;
+    pub fn sum(&self, round: u32, squares: Squares) -> Result<f64, PeerLost> {
+        self.communicator.contribute(u64::from(round), self.member, squares);
+        let contributions = self.communicator.wait(u64::from(round))?;
         // Replicas contribute bitwise equal sums for one parameter, to be counted once; shards have distinct numbers.
-        let by_name: BTreeMap<usize, f64> = all.iter().flatten().copied().collect();
+        let by_name: BTreeMap<usize, f64> = contributions.iter().flatten().copied().collect();
         Ok(by_name.values().fold(0.0, |sum, square| sum + square))
     }
 }
 
 /// The factor that scales gradients to a norm of at most `clip`.
-pub fn factor(clip: f64, norm: f64) -> f64 {
+pub fn clip_factor(clip: f64, norm: f64) -> f64 {
     let factor = clip / (norm + 1e-6);
     // `min` would turn NaN into 1; a NaN norm must stay NaN.
     if factor > 1.0 { 1.0 } else { factor }
@@ -69,12 +69,12 @@ impl LossScale {
     }
 
     /// The state that [`LossScale::resumed`] takes.
-    pub fn kept(&self) -> (f64, u32) {
+    pub fn saved_state(&self) -> (f64, u32) {
         (self.value, self.good)
     }
 
     /// Updates the scale after a step; `finite` is true if all gradients were finite.
-    pub fn hear(&mut self, finite: bool) {
+    pub fn update(&mut self, finite: bool) {
         if !finite {
             self.value = (self.value / 2.0).max(1.0);
             self.good = 0;
@@ -94,18 +94,18 @@ mod tests {
 
     #[test]
     fn long_gradients_are_shortened_and_short_ones_left() {
-        assert_eq!(factor(1.0, 0.5), 1.0);
-        assert!((factor(1.0, 4.0) - 0.25).abs() < 1e-6);
-        assert!(factor(1.0, f64::NAN).is_nan());
+        assert_eq!(clip_factor(1.0, 0.5), 1.0);
+        assert!((clip_factor(1.0, 4.0) - 0.25).abs() < 1e-6);
+        assert!(clip_factor(1.0, f64::NAN).is_nan());
     }
 
     #[test]
     fn a_scale_halves_on_overflow_and_doubles_after_good_steps() {
         let mut scale = LossScale::new(LossScaling { first: 8.0, every: 2 });
-        let course = [true, true, false, true, false, false, false, false].map(|finite| {
-            scale.hear(finite);
+        let scales = [true, true, false, true, false, false, false, false].map(|finite| {
+            scale.update(finite);
             scale.value
         });
-        assert_eq!(course, [8.0, 16.0, 8.0, 8.0, 4.0, 2.0, 1.0, 1.0]);
+        assert_eq!(scales, [8.0, 16.0, 8.0, 8.0, 4.0, 2.0, 1.0, 1.0]);
     }
 }

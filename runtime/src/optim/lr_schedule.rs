@@ -39,14 +39,14 @@ impl Rate {
         if minibatch < self.warmup {
             return (f64::from(minibatch) + 1.0) / f64::from(self.warmup);
         }
-        let done = minibatch - self.warmup;
-        let share = f64::from(done) / f64::from(total.saturating_sub(self.warmup).max(1));
-        let share = share.min(1.0);
+        let step = minibatch - self.warmup;
+        let progress = f64::from(step) / f64::from(total.saturating_sub(self.warmup).max(1));
+        let progress = progress.min(1.0);
         match self.shape {
             Shape::Constant => 1.0,
-            Shape::Step { every, factor } => factor.powi((done / every.max(1)) as i32),
-            Shape::Cosine { floor } => floor + (1.0 - floor) * (1.0 + (PI * share).cos()) / 2.0,
-            Shape::Linear { floor } => 1.0 + (floor - 1.0) * share,
+            Shape::Step { every, factor } => factor.powi((step / every.max(1)) as i32),
+            Shape::Cosine { floor } => floor + (1.0 - floor) * (1.0 + (PI * progress).cos()) / 2.0,
+            Shape::Linear { floor } => 1.0 + (floor - 1.0) * progress,
         }
     }
 }
@@ -55,27 +55,27 @@ impl Rate {
 mod tests {
     use super::*;
 
-    fn course(rate: Rate, total: u32) -> Vec<f64> {
+    fn factors(rate: Rate, total: u32) -> Vec<f64> {
         (0..total).map(|b| rate.factor(b, total)).collect()
     }
 
     #[test]
     fn shapes_are_those_of_pytorch() {
-        let of = |shape| Rate { warmup: 0, shape };
-        assert_eq!(course(of(Shape::Step { every: 2, factor: 0.1 }), 5), [1.0, 1.0, 0.1, 0.1, 0.1 * 0.1]);
+        let rate = |shape| Rate { warmup: 0, shape };
+        assert_eq!(factors(rate(Shape::Step { every: 2, factor: 0.1 }), 5), [1.0, 1.0, 0.1, 0.1, 0.1 * 0.1]);
         // CosineAnnealingLR with T_max = 4, rate 1 and eta_min = 0.2.
-        let cosine = course(of(Shape::Cosine { floor: 0.2 }), 4);
+        let cosine = factors(rate(Shape::Cosine { floor: 0.2 }), 4);
         let want = [1.0, 0.8828427124746191, 0.6, 0.317_157_287_525_381];
         assert!(cosine.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-15), "{cosine:?}");
-        assert_eq!(course(of(Shape::Linear { floor: 0.5 }), 4), [1.0, 0.875, 0.75, 0.625]);
+        assert_eq!(factors(rate(Shape::Linear { floor: 0.5 }), 4), [1.0, 0.875, 0.75, 0.625]);
     }
 
     #[test]
     fn a_warm_up_comes_first_and_takes_its_minibatches_from_the_rest() {
         let rate = Rate { warmup: 4, shape: Shape::Linear { floor: 0.0 } };
-        assert_eq!(course(rate, 8), [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]);
+        assert_eq!(factors(rate, 8), [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]);
         // A run shorter than its warm-up, and a minibatch after the end.
-        assert_eq!(course(rate, 2), [0.25, 0.5]);
+        assert_eq!(factors(rate, 2), [0.25, 0.5]);
         assert_eq!((rate.factor(8, 8), rate.factor(9, 8)), (0.0, 0.0));
     }
 }

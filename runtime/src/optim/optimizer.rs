@@ -40,6 +40,6 @@ impl Optimizer {
 }
 
 /// True if parameters of this element type can be trained; 16-bit ones have `f32` master weights.
-pub fn trains(dtype: DType) -> bool {
+pub fn is_trainable(dtype: DType) -> bool {
     dtype.is_float()
 }

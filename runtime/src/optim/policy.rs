@@ -66,8 +66,8 @@ mod tests {
 
     #[test]
     fn the_rate_of_a_late_stage_grows_to_the_full_one() {
-        let of = Staleness::PipeMare { anneal: 4 };
-        assert_eq!([0, 2, 4, 9].map(|b| of.rate(4, b)), [0.25, 0.5, 1.0, 1.0]);
-        assert_eq!((of.rate(1, 0), of.rate(0, 0), Staleness::Predict.rate(4, 0)), (1.0, 1.0, 1.0));
+        let staleness = Staleness::PipeMare { anneal: 4 };
+        assert_eq!([0, 2, 4, 9].map(|b| staleness.rate(4, b)), [0.25, 0.5, 1.0, 1.0]);
+        assert_eq!((staleness.rate(1, 0), staleness.rate(0, 0), Staleness::Predict.rate(4, 0)), (1.0, 1.0, 1.0));
     }
 }

@@ -38,7 +38,7 @@ pub struct ParameterUpdater<'a> {
     drift: Vec<Buffer>,
     keep: f64,
     /// The shard that this replica updates; master weights and state have its size.
-    share: ShardRange,
+    shard: ShardRange,
 }
 
 impl<'a> ParameterUpdater<'a> {
@@ -48,40 +48,45 @@ impl<'a> ParameterUpdater<'a> {
         optimizer: &'a Optimizer,
         masters: Vec<Option<Buffer>>,
         (staleness, delay): (Staleness, u32),
-        share: ShardRange,
+        shard: ShardRange,
         device: &DeviceContext,
     ) -> Result<ParameterUpdater<'a>, DeviceError> {
         let masters = masters.into_iter().enumerate();
         let masters: Vec<Option<Buffer>> = masters
-            .map(|(at, master)| master.map(|whole| shard_of(&share, at, DType::F32, whole, device)).transpose())
+            .map(|(parameter, master)| {
+                master.map(|unsharded| shard_of(&shard, parameter, DType::F32, unsharded, device)).transpose()
+            })
             .collect::<Result<_, _>>()?;
-        let own = |at: usize| {
-            let named = &code.parameters[at];
-            share.own(at, named.bytes, named.fact.dtype.size()).len()
+        let shard_bytes = |parameter: usize| {
+            let named = &code.parameters[parameter];
+            shard.own(parameter, named.bytes, named.fact.dtype.size()).len()
         };
-        let bytes = |at: usize| masters[at].as_ref().map_or(own(at), Buffer::len);
-        let drifts = matches!(staleness, Staleness::PipeMare { .. }) && delay > 0;
-        let all = 0..code.parameters.len();
-        let state =
-            |at: usize| (0..optimizer.buffers()).map(|_| device.device.allocate(bytes(at))).collect::<Result<_, _>>();
+        let bytes = |parameter: usize| masters[parameter].as_ref().map_or(shard_bytes(parameter), Buffer::len);
+        let has_drift = matches!(staleness, Staleness::PipeMare { .. }) && delay > 0;
+        let parameters = 0..code.parameters.len();
+        let state = |parameter: usize| {
+            (0..optimizer.buffers()).map(|_| device.device.allocate(bytes(parameter))).collect::<Result<_, _>>()
+        };
         Ok(ParameterUpdater {
             optimizer,
             dtypes: code.parameters.iter().map(|named| named.fact.dtype).collect(),
-            state: all.clone().map(state).collect::<Result<_, _>>()?,
-            drift: match drifts {
-                true => all.map(|at| device.device.allocate(bytes(at))).collect::<Result<_, _>>()?,
+            state: parameters.clone().map(state).collect::<Result<_, _>>()?,
+            drift: match has_drift {
+                true => {
+                    parameters.map(|parameter| device.device.allocate(bytes(parameter))).collect::<Result<_, _>>()?
+                }
                 false => Vec::new(),
             },
             keep: DISCREPANCY.powf(1.0 / f64::from(delay.max(1))),
             masters,
-            share,
+            shard,
         })
     }
 
     /// Bytes of optimizer state, master weights and PipeMare's averages.
     pub fn bytes(&self) -> usize {
-        let kept = self.state.iter().flatten().chain(self.masters.iter().flatten()).chain(&self.drift);
-        kept.map(Buffer::len).sum()
+        let buffers = self.state.iter().flatten().chain(self.masters.iter().flatten()).chain(&self.drift);
+        buffers.map(Buffer::len).sum()
     }
 
     /// Updates this replica's shards of different parameters, and returns the new versions. Overwrites an old version if
@@ -104,13 +109,13 @@ impl<'a> ParameterUpdater<'a> {
             device.give_shared(std::mem::replace(&mut step.gradient, Arc::new(Buffer::empty())))?;
             *is_in_place = false;
         }
-        let mut held: Vec<_> = self.masters.iter_mut().zip(&mut self.state).map(Some).collect();
+        let mut states: Vec<_> = self.masters.iter_mut().zip(&mut self.state).map(Some).collect();
         let mut updates = Vec::new();
         for step in steps.iter_mut().zip(&in_place).filter_map(|(step, is_in_place)| is_in_place.then_some(step)) {
             let p = step.parameter;
-            let (master, state) = held[p].take().expect("a parameter steps once");
-            let own = own_range(&self.share, p, &step.weight, self.dtypes[p]);
-            let weight = Buffer::exclusive(&mut step.weight).slice(own);
+            let (master, state) = states[p].take().expect("a parameter steps once");
+            let range = updated_range(&self.shard, p, &step.weight, self.dtypes[p]);
+            let weight = Buffer::exclusive(&mut step.weight).slice(range);
             let (weights, rounded) = match master {
                 Some(master) => (master.region_mut(), Some((self.dtypes[p], weight))),
                 None => (weight, None),
@@ -131,9 +136,9 @@ impl<'a> ParameterUpdater<'a> {
 
     fn step_out_of_place(&mut self, step: &mut ParameterStep, device: &DeviceContext) -> Result<(), DeviceError> {
         let (p, stream) = (step.parameter, &device.stream);
-        let own = own_range(&self.share, p, &step.weight, self.dtypes[p]);
+        let range = updated_range(&self.shard, p, &step.weight, self.dtypes[p]);
         let mut next = device.take(step.weight.len())?;
-        let (old, new) = (step.weight.region_of(own.clone()), Buffer::exclusive(&mut next).slice(own));
+        let (old, new) = (step.weight.region_of(range.clone()), Buffer::exclusive(&mut next).slice(range));
         let (args, weights, gradient) = (step.args, WeightRegions::OutOfPlace { old, new }, step.gradient.region());
         let state = self.state[p].iter_mut().map(Buffer::region_mut).collect();
         let update = ParameterUpdate { args, weights, gradient, state, rounded: None };
@@ -148,20 +153,25 @@ impl<'a> ParameterUpdater<'a> {
     }
 
     /// Restores saved state.
-    pub fn begin(&mut self, moves: Vec<ParameterState>, device: &DeviceContext) -> Result<(), DeviceError> {
+    pub fn restore(
+        &mut self,
+        parameter_states: Vec<ParameterState>,
+        device: &DeviceContext,
+    ) -> Result<(), DeviceError> {
         let (mut state, mut drift) = (Vec::new(), Vec::new());
-        for (p, of) in moves.into_iter().enumerate() {
+        for (p, parameter_state) in parameter_states.into_iter().enumerate() {
             let dtype = accumulation_type(self.dtypes[p]);
-            let own = of.state.into_iter().map(|whole| shard_of(&self.share, p, dtype, whole, device));
-            state.push(own.collect::<Result<_, _>>()?);
-            drift.extend(of.drift);
+            let shards =
+                parameter_state.state.into_iter().map(|unsharded| shard_of(&self.shard, p, dtype, unsharded, device));
+            state.push(shards.collect::<Result<_, _>>()?);
+            drift.extend(parameter_state.drift);
         }
         (self.state, self.drift) = (state, drift);
         Ok(())
     }
 
     /// A copy of a parameter's optimizer state, as far as this replica holds it.
-    pub fn moves(&self, p: usize, device: &DeviceContext) -> Result<ParameterState, DeviceError> {
+    pub fn copy_state(&self, p: usize, device: &DeviceContext) -> Result<ParameterState, DeviceError> {
         let copy = |buffer: &Buffer| -> Result<Buffer, DeviceError> {
             let copy = device.copy_of(buffer.region())?;
             device.release(&copy)?;
@@ -176,68 +186,68 @@ impl<'a> ParameterUpdater<'a> {
     }
 
     /// Weights predicted some updates ahead in the last update direction (SpecTrain).
-    pub fn ahead(
+    pub fn predict(
         &self,
         weights: &Weights,
         prediction: impl Fn(usize) -> Prediction,
         device: &DeviceContext,
     ) -> Result<Weights, DeviceError> {
-        let one = |(p, weight): (usize, &Arc<Buffer>)| {
+        let predict_weight = |(p, weight): (usize, &Arc<Buffer>)| {
             let mut to = device.take(weight.len())?;
             let state: Vec<Region<'_>> = self.state[p].iter().map(Buffer::region).collect();
             let (rule, to_region) = (&self.optimizer.rule, Buffer::exclusive(&mut to));
             device.stream.predict_weights(rule, &prediction(p), weight.region(), &state, to_region)?;
             Ok(to)
         };
-        weights.iter().enumerate().map(one).collect()
+        weights.iter().enumerate().map(predict_weight).collect()
     }
 
     /// Approximate weights of `steps` updates ago (PipeMare).
-    pub fn back(&self, weights: &Weights, steps: u32, device: &DeviceContext) -> Result<Weights, DeviceError> {
-        let one = |(p, weight): (usize, &Arc<Buffer>)| {
+    pub fn correct(&self, weights: &Weights, steps: u32, device: &DeviceContext) -> Result<Weights, DeviceError> {
+        let correct_weight = |(p, weight): (usize, &Arc<Buffer>)| {
             let mut to = device.take(weight.len())?;
             let (drift, back) = (self.drift[p].region(), Buffer::exclusive(&mut to));
             device.stream.set_back_weights(self.dtypes[p], weight.region(), (drift, steps), back)?;
             Ok(to)
         };
-        weights.iter().enumerate().map(one).collect()
+        weights.iter().enumerate().map(correct_weight).collect()
     }
 
     /// True if PipeMare's averages are kept.
-    pub fn drifts(&self) -> bool {
+    pub fn has_drift(&self) -> bool {
         !self.drift.is_empty()
     }
 
     /// The `f32` master of a 16-bit parameter, if this replica holds all of it.
     pub fn master(&self, p: usize) -> Option<&Buffer> {
-        self.masters.get(p).and_then(Option::as_ref).filter(|_| !self.share.is_sharded(p))
+        self.masters.get(p).and_then(Option::as_ref).filter(|_| !self.shard.is_sharded(p))
     }
 
     /// The weights to return after training: masters where there are any.
-    pub fn leave(&mut self, weights: Weights) -> Weights {
-        let of = |(weight, master): (Arc<Buffer>, Option<Buffer>)| master.map_or(weight, Arc::new);
-        weights.into_iter().zip(std::mem::take(&mut self.masters)).map(of).collect()
+    pub fn final_weights(&mut self, weights: Weights) -> Weights {
+        let final_weight = |(weight, master): (Arc<Buffer>, Option<Buffer>)| master.map_or(weight, Arc::new);
+        weights.into_iter().zip(std::mem::take(&mut self.masters)).map(final_weight).collect()
     }
 }
 
 /// The bytes of a weight that this replica updates.
-fn own_range(share: &ShardRange, p: usize, weight: &Buffer, dtype: DType) -> Range<usize> {
-    match share.keeps() {
+fn updated_range(shard: &ShardRange, p: usize, weight: &Buffer, dtype: DType) -> Range<usize> {
+    match shard.has_weight_shards() {
         true => 0..weight.len(),
-        false => share.own(p, weight.len(), dtype.size()),
+        false => shard.own(p, weight.len(), dtype.size()),
     }
 }
 
 /// This replica's shard of a parameter-sized tensor.
 fn shard_of(
-    share: &ShardRange,
+    shard: &ShardRange,
     p: usize,
     dtype: DType,
     whole: Buffer,
     device: &DeviceContext,
 ) -> Result<Buffer, DeviceError> {
-    match share.is_sharded(p) {
-        true => device.copy_of(whole.region_of(share.own(p, whole.len(), dtype.size()))),
+    match shard.is_sharded(p) {
+        true => device.copy_of(whole.region_of(shard.own(p, whole.len(), dtype.size()))),
         false => Ok(whole),
     }
 }

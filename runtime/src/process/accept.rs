@@ -43,7 +43,7 @@ type HandshakeResult = (SocketAddr, Result<(HandshakeConnection, Hello), String>
 /// Connections whose processes have not authenticated yet.
 struct Handshakes {
     open: Vec<(SocketAddr, TcpStream)>,
-    to: Sender<HandshakeResult>,
+    results: Sender<HandshakeResult>,
     /// Every thread has a copy.
     threads: Arc<()>,
 }
@@ -54,21 +54,21 @@ impl Handshakes {
             if Arc::strong_count(&self.threads) > MOST_THREADS {
                 break;
             }
-            let Ok((stream, from)) = port.accept() else { break };
-            let Ok(own) = stream.try_clone() else { continue };
+            let Ok((stream, address)) = port.accept() else { break };
+            let Ok(socket) = stream.try_clone() else { continue };
             self.make_room();
-            self.open.push((from, own));
+            self.open.push((address, socket));
             let task = HandshakeTask {
                 stream,
-                within: meeting.left().min(HANDSHAKE_TIME),
-                token: meeting.part.token.clone(),
+                within: meeting.remaining().min(HANDSHAKE_TIME),
+                token: meeting.config.token.clone(),
                 challenge: meeting.challenge()?,
                 run_status: meeting.run_status.clone(),
             };
-            let (to, thread) = (self.to.clone(), self.threads.clone());
+            let (sender, thread) = (self.results.clone(), self.threads.clone());
             let thread_body = move || {
                 // The receiver may be gone.
-                drop(to.send((from, task.run())));
+                drop(sender.send((address, task.run())));
                 drop(thread);
             };
             // If no thread can start, the connection is dropped.
@@ -84,14 +84,14 @@ impl Handshakes {
             return;
         }
         let mut by_address: BTreeMap<IpAddr, Vec<usize>> = BTreeMap::new();
-        for (at, (from, _)) in self.open.iter().enumerate() {
-            by_address.entry(from.ip()).or_default().push(at);
+        for (index, (address, _)) in self.open.iter().enumerate() {
+            by_address.entry(address.ip()).or_default().push(index);
         }
-        let most = by_address.into_values().max_by_key(Vec::len).unwrap_or_default();
+        let crowded = by_address.into_values().max_by_key(Vec::len).unwrap_or_default();
         let random = RandomState::new().hash_one(self.open.len()) as usize;
-        if let Some(at) = most.get(random % most.len().max(1)) {
+        if let Some(index) = crowded.get(random % crowded.len().max(1)) {
             // Its thread ends and reports.
-            connection::close(&self.open.swap_remove(*at).1);
+            connection::close(&self.open.swap_remove(*index).1);
         }
     }
 }
@@ -132,55 +132,55 @@ impl HandshakeTask {
 pub fn gather(
     meeting: &Meeting<'_>,
     port: &TcpListener,
-    mut awaited: BTreeSet<usize>,
-    own: &Hello,
+    mut missing: BTreeSet<usize>,
+    own_hello: &Hello,
 ) -> Result<Accepted, LinkError> {
-    let listen = |error: io::Error| LinkError::Listen { address: own.address.clone(), why: error.to_string() };
+    let listen = |error: io::Error| LinkError::Listen { address: own_hello.address.clone(), why: error.to_string() };
     port.set_nonblocking(true).map_err(listen)?;
-    let (to, accepted) = unbounded();
-    let mut handshakes = Handshakes { open: Vec::new(), to, threads: Arc::new(()) };
-    let mut present = Accepted::new();
-    let (began, mut is_reported) = (Instant::now(), false);
+    let (sender, handshake_results) = unbounded();
+    let mut handshakes = Handshakes { open: Vec::new(), results: sender, threads: Arc::new(()) };
+    let mut accepted = Accepted::new();
+    let (start, mut is_reported) = (Instant::now(), false);
     let error = loop {
-        if awaited.is_empty() {
-            return Ok(present);
+        if missing.is_empty() {
+            return Ok(accepted);
         }
-        meeting.wait(began, &mut is_reported, || {
-            let named: Vec<&str> = awaited.iter().map(|process| &*meeting.names[*process]).take(LISTED).collect();
-            let more = awaited.len() - named.len();
-            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-            format!("{}{more} to connect to {}", named.join(", "), own.address)
+        meeting.report_missing(start, &mut is_reported, || {
+            let names: Vec<&str> = missing.iter().map(|process| &*meeting.names[*process]).take(LISTED).collect();
+            let others = missing.len() - names.len();
+            let others = if others > 0 { format!(" and {others} more") } else { String::new() };
+            format!("{}{others} to connect to {}", names.join(", "), own_hello.address)
         });
         if let Some(cause) = meeting.run_status.cause() {
             break cause;
         }
-        if meeting.left().is_zero() {
-            let missing = awaited.iter().map(|process| meeting.names[*process].clone()).collect();
-            let (address, seconds) = (own.address.clone(), meeting.part.connect_timeout.as_secs_f64());
+        if meeting.remaining().is_zero() {
+            let missing = missing.iter().map(|process| meeting.names[*process].clone()).collect();
+            let (address, seconds) = (own_hello.address.clone(), meeting.config.connect_timeout.as_secs_f64());
             break LinkError::Missing { missing, address, seconds, refused: meeting.last_refused() };
         }
         if let Err(error) = handshakes.accept(meeting, port) {
             break error;
         }
-        for (from, result) in accepted.try_iter() {
-            let is_open = handshakes.open.iter().any(|(of, _)| *of == from);
-            handshakes.open.retain(|(of, _)| *of != from);
+        for (address, result) in handshake_results.try_iter() {
+            let is_open = handshakes.open.iter().any(|(other, _)| *other == address);
+            handshakes.open.retain(|(other, _)| *other != address);
             let (mut connection, hello) = match result {
                 Ok(accepted) => accepted,
                 Err(why) => {
                     let why = if is_open { &why } else { TOO_MANY };
-                    meeting.refused(&format!("a connection from {from}"), from.ip(), why);
+                    meeting.report_refusal(&format!("a connection from {address}"), address.ip(), why);
                     continue;
                 }
             };
             let process = hello.process as usize;
-            let why = match hello.meets(own) {
-                Ok(()) if awaited.remove(&process) => {
+            let why = match hello.check_matches(own_hello) {
+                Ok(()) if missing.remove(&process) => {
                     // The others may take longer than the handshake.
-                    connection.reader.source().renew(meeting.left());
+                    connection.reader.source().renew(meeting.remaining());
                     match connection.send_frame(Kind::Welcome, &[]) {
-                        Ok(()) => _ = present.insert(process, (connection, hello)),
-                        Err(_) => _ = awaited.insert(process),
+                        Ok(()) => _ = accepted.insert(process, (connection, hello)),
+                        Err(_) => _ = missing.insert(process),
                     }
                     continue;
                 }
@@ -190,11 +190,11 @@ pub fn gather(
                 Err(why) => why,
             };
             connection.refuse(&why);
-            meeting.refused(&format!("process {} at {from}", hello.pid), from.ip(), &why);
+            meeting.report_refusal(&format!("process {} at {address}", hello.pid), address.ip(), &why);
         }
         thread::sleep(POLL_INTERVAL);
     };
     let why = error.to_string();
-    present.values_mut().for_each(|(connection, _)| connection.refuse(&why));
+    accepted.values_mut().for_each(|(connection, _)| connection.refuse(&why));
     Err(error)
 }

@@ -69,7 +69,9 @@ impl RunToken {
 
     /// The first of these addresses that this token does not permit. A name without an address is not judged here.
     pub fn exposed<'a>(&self, addresses: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-        let permits = |address: &str| address.to_socket_addrs().map(|mut found| found.all(|of| self.permits(of.ip())));
+        let permits = |address: &str| {
+            address.to_socket_addrs().map(|mut resolved| resolved.all(|address| self.permits(address.ip())))
+        };
         addresses.into_iter().find(|address| !permits(address).unwrap_or(true))
     }
 
@@ -149,13 +151,13 @@ pub fn connect(
 ) -> Result<(), String> {
     let invalid = |error: FrameError| error.to_string();
     connection.send_frame(Kind::Challenge, &own.encode()).map_err(invalid)?;
-    let other = Challenge::read(&receive_frame(connection, Kind::Challenge)?, own)?;
-    if other.process as usize != expected {
-        return Err(format!("it claims to be rank {}, not {expected}", other.process));
+    let peer = Challenge::read(&receive_frame(connection, Kind::Challenge)?, own)?;
+    if peer.process as usize != expected {
+        return Err(format!("it claims to be rank {}, not {expected}", peer.process));
     }
-    connection.send_frame(Kind::Proof, &token.proof(CONNECTS, own, &other).finalize().into_bytes()).map_err(invalid)?;
+    connection.send_frame(Kind::Proof, &token.proof(CONNECTS, own, &peer).finalize().into_bytes()).map_err(invalid)?;
     let proof = receive_frame(connection, Kind::Proof)?;
-    check(token.proof(ACCEPTS, own, &other), &proof)
+    check(token.proof(ACCEPTS, own, &peer), &proof)
 }
 
 /// Authenticates with a process that connects to this one, and returns its number. A stranger whose first bytes are no
@@ -163,7 +165,7 @@ pub fn connect(
 pub fn accept(connection: &mut HandshakeConnection, token: &RunToken, own: &Challenge) -> Result<usize, String> {
     let accepted = match receive_frame(connection, Kind::Challenge) {
         Err(why) if why != EARLIER => return Err(why),
-        heard => heard.and_then(|challenge| answered(connection, &challenge, token, own)),
+        received => received.and_then(|challenge| answer_challenge(connection, &challenge, token, own)),
     };
     if let Err(why) = &accepted {
         connection.refuse(why);
@@ -171,19 +173,19 @@ pub fn accept(connection: &mut HandshakeConnection, token: &RunToken, own: &Chal
     accepted
 }
 
-fn answered(
+fn answer_challenge(
     connection: &mut HandshakeConnection,
     challenge: &[u8],
     token: &RunToken,
     own: &Challenge,
 ) -> Result<usize, String> {
     let invalid = |error: FrameError| error.to_string();
-    let other = Challenge::read(challenge, own)?;
+    let peer = Challenge::read(challenge, own)?;
     connection.send_frame(Kind::Challenge, &own.encode()).map_err(invalid)?;
     let proof = receive_frame(connection, Kind::Proof)?;
-    check(token.proof(CONNECTS, &other, own), &proof)?;
-    connection.send_frame(Kind::Proof, &token.proof(ACCEPTS, &other, own).finalize().into_bytes()).map_err(invalid)?;
-    Ok(other.process as usize)
+    check(token.proof(CONNECTS, &peer, own), &proof)?;
+    connection.send_frame(Kind::Proof, &token.proof(ACCEPTS, &peer, own).finalize().into_bytes()).map_err(invalid)?;
+    Ok(peer.process as usize)
 }
 
 /// Compares in constant time.
@@ -221,8 +223,8 @@ mod tests {
 
     fn pair() -> (HandshakeConnection, HandshakeConnection) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (connection(one), connection(listener.accept().unwrap().0))
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (connection(stream), connection(listener.accept().unwrap().0))
     }
 
     fn token(text: &str) -> RunToken {
@@ -234,12 +236,12 @@ mod tests {
     const WRONG: &str =
         "its proof does not match: the two processes have different run tokens, or only one of them has a token";
 
-    fn met(tokens: [RunToken; 2], connecting: Challenge, accepting: Challenge) -> Outcome {
-        let (mut one, mut other) = pair();
+    fn authenticate(tokens: [RunToken; 2], connecting: Challenge, accepting: Challenge) -> Outcome {
+        let (mut connecting_end, mut accepting_end) = pair();
         let [first, second] = tokens;
-        let accepting = std::thread::spawn(move || accept(&mut other, &second, &accepting));
-        let connected = connect(&mut one, &first, &connecting, 0);
-        drop(one);
+        let accepting = std::thread::spawn(move || accept(&mut accepting_end, &second, &accepting));
+        let connected = connect(&mut connecting_end, &first, &connecting, 0);
+        drop(connecting_end);
         (connected, accepting.join().unwrap())
     }
 
@@ -251,32 +253,32 @@ mod tests {
     fn processes_with_one_token_meet() {
         let (connecting, accepting) = challenges();
         assert_ne!(connecting.nonce, accepting.nonce);
-        assert_eq!(met([token(ONE), token(ONE)], connecting.clone(), accepting.clone()), (Ok(()), Ok(2)));
-        assert_eq!(met([RunToken::default(), RunToken::default()], connecting, accepting), (Ok(()), Ok(2)));
+        assert_eq!(authenticate([token(ONE), token(ONE)], connecting.clone(), accepting.clone()), (Ok(()), Ok(2)));
+        assert_eq!(authenticate([RunToken::default(), RunToken::default()], connecting, accepting), (Ok(()), Ok(2)));
     }
 
     #[test]
     fn another_token_version_or_number_is_refused() {
-        let refused = |tokens: [RunToken; 2], change: &dyn Fn(&mut Challenge), why: &str| {
+        let check_refusal = |tokens: [RunToken; 2], change: &dyn Fn(&mut Challenge), why: &str| {
             let (mut connecting, accepting) = challenges();
             change(&mut connecting);
-            let (connected, accepted) = met(tokens, connecting, accepting);
+            let (connected, accepted) = authenticate(tokens, connecting, accepting);
             assert_eq!(accepted, Err(why.to_string()));
             assert_eq!(connected, Err(format!("it answers: {why}")));
         };
         let same = || [token(ONE), token(ONE)];
-        refused([token(ONE), token(OTHER)], &|_| {}, WRONG);
-        refused([RunToken::default(), token(ONE)], &|_| {}, WRONG);
-        refused(
+        check_refusal([token(ONE), token(OTHER)], &|_| {}, WRONG);
+        check_refusal([RunToken::default(), token(ONE)], &|_| {}, WRONG);
+        check_refusal(
             same(),
-            &|own| own.protocol = 1,
+            &|challenge| challenge.protocol = 1,
             &format!("rank 0 uses protocol version {PROTOCOL}, the other process 1"),
         );
-        refused(same(), &|own| own.processes = 4, "rank 2 expects 4 processes, rank 0 expects 3");
-        refused(same(), &|own| own.process = 3, "it claims to be rank 3 of 3, this is rank 0");
-        refused(same(), &|own| own.process = 0, "it claims to be rank 0 of 3, this is rank 0");
+        check_refusal(same(), &|challenge| challenge.processes = 4, "rank 2 expects 4 processes, rank 0 expects 3");
+        check_refusal(same(), &|challenge| challenge.process = 3, "it claims to be rank 3 of 3, this is rank 0");
+        check_refusal(same(), &|challenge| challenge.process = 0, "it claims to be rank 0 of 3, this is rank 0");
         // The process at the address has another number.
-        let (connected, _) = met(same(), Challenge::new(2, 3).unwrap(), Challenge::new(1, 3).unwrap());
+        let (connected, _) = authenticate(same(), Challenge::new(2, 3).unwrap(), Challenge::new(1, 3).unwrap());
         assert_eq!(connected, Err("it claims to be rank 1, not 0".to_string()));
     }
 
@@ -284,9 +286,9 @@ mod tests {
     fn a_recorded_proof_is_worthless() {
         let (connecting, accepting) = challenges();
         let recorded = token(ONE).proof(CONNECTS, &connecting, &accepting).finalize().into_bytes();
-        let (mut stranger, mut other) = pair();
-        let again = Challenge::new(0, 3).unwrap();
-        let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &again));
+        let (mut stranger, mut acceptor) = pair();
+        let challenge = Challenge::new(0, 3).unwrap();
+        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &challenge));
         stranger.send_frame(Kind::Challenge, &connecting.encode()).unwrap();
         receive_frame(&mut stranger, Kind::Challenge).unwrap();
         stranger.send_frame(Kind::Proof, &recorded).unwrap();
@@ -295,8 +297,9 @@ mod tests {
 
     #[test]
     fn a_proof_that_is_sent_back_is_worthless() {
-        let (mut one, mut stranger) = pair();
-        let connecting = std::thread::spawn(move || connect(&mut one, &token(ONE), &Challenge::new(2, 3).unwrap(), 0));
+        let (mut connector, mut stranger) = pair();
+        let connecting =
+            std::thread::spawn(move || connect(&mut connector, &token(ONE), &Challenge::new(2, 3).unwrap(), 0));
         let mut content = receive_frame(&mut stranger, Kind::Challenge).unwrap();
         content[4..8].fill(0);
         stranger.send_frame(Kind::Challenge, &content).unwrap();
@@ -307,8 +310,8 @@ mod tests {
 
     #[test]
     fn an_accepting_process_proves_nothing_to_a_stranger() {
-        let (mut stranger, mut other) = pair();
-        let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &Challenge::new(0, 3).unwrap()));
+        let (mut stranger, mut acceptor) = pair();
+        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &Challenge::new(0, 3).unwrap()));
         stranger.send_frame(Kind::Challenge, &Challenge::new(1, 3).unwrap().encode()).unwrap();
         receive_frame(&mut stranger, Kind::Challenge).unwrap();
         stranger.send_frame(Kind::Proof, &[]).unwrap();
@@ -318,8 +321,8 @@ mod tests {
 
     #[test]
     fn a_stranger_sends_only_short_frames() {
-        let (mut stranger, mut other) = pair();
-        let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &Challenge::new(0, 3).unwrap()));
+        let (mut stranger, mut acceptor) = pair();
+        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &Challenge::new(0, 3).unwrap()));
         stranger.send_frame(Kind::Challenge, &[0; LONGEST_UNPROVED as usize + 1]).unwrap();
         let why = accepting.join().unwrap().unwrap_err();
         assert!(why.contains("exceeds the limit of this run, 1024 bytes"), "{why}");
@@ -327,8 +330,8 @@ mod tests {
 
     #[test]
     fn a_process_of_an_earlier_version_learns_why_it_is_refused() {
-        let (mut early, mut other) = pair();
-        let accepting = std::thread::spawn(move || accept(&mut other, &token(ONE), &Challenge::new(0, 3).unwrap()));
+        let (mut early, mut acceptor) = pair();
+        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &Challenge::new(0, 3).unwrap()));
         // Without authentication, the hello came first.
         early.send_frame(Kind::Hello, &[7; 700]).unwrap();
         assert_eq!(early.expect(Kind::Welcome), Ok(Err(EARLIER.to_string())));
@@ -337,20 +340,20 @@ mod tests {
 
     #[test]
     fn texts_of_strangers_are_escaped() {
-        let (mut one, mut stranger) = pair();
+        let (mut receiver, mut stranger) = pair();
         stranger.refuse("\u{1b}[2Jno");
-        assert_eq!(receive_frame(&mut one, Kind::Challenge), Err("it answers: \\u{1b}[2Jno".to_string()));
+        assert_eq!(receive_frame(&mut receiver, Kind::Challenge), Err("it answers: \\u{1b}[2Jno".to_string()));
     }
 
     #[test]
     fn without_a_token_only_this_machine_is_permitted() {
-        let none = RunToken::default();
+        let no_token = RunToken::default();
         let addresses = ["127.0.0.1:1", "[::1]:1", "[::ffff:127.0.0.1]:1", "no such name:1", "10.0.0.1:1", "0.0.0.0:1"];
-        assert_eq!(none.exposed(addresses), Some("10.0.0.1:1"));
-        assert_eq!(none.exposed(["0.0.0.0:1"]), Some("0.0.0.0:1"));
+        assert_eq!(no_token.exposed(addresses), Some("10.0.0.1:1"));
+        assert_eq!(no_token.exposed(["0.0.0.0:1"]), Some("0.0.0.0:1"));
         assert_eq!(token(ONE).exposed(addresses), None);
         assert_eq!(RunToken::of(" 0123456789abcde \n"), None);
-        assert_eq!(format!("{:?} {none:?}", token(ONE)), "RunToken(..) RunToken(none)");
+        assert_eq!(format!("{:?} {no_token:?}", token(ONE)), "RunToken(..) RunToken(none)");
         assert_eq!(RunToken::of(&random_token().unwrap()).unwrap().0.len(), 64);
     }
 }

@@ -48,14 +48,14 @@ impl ContributionSink for ChainMessages {
             _ => Collective::AllGather(number),
         };
         let direction = if fields.below_byte(2, "a direction")? == 0 { Direction::Up } else { Direction::Down };
-        let to = direction.from(from, self.members).ok_or(invalid("a direction"))?;
+        let to = direction.neighbour(from, self.members).ok_or(invalid("a direction"))?;
         let content = match fields.below_byte(3, "a message of a collective")? {
             0 => Content::Ready,
             kind => {
                 let chunk = fields.u32("a chunk")? as usize;
                 let expected = self.all_reduce.expected(to, direction, collective, chunk);
-                let (bytes, most) = expected.ok_or(invalid("a chunk"))?;
-                let part = (kind == 2).then(|| ring.tensor_within(fields, bytes, most, "a chunk"));
+                let (bytes, largest) = expected.ok_or(invalid("a chunk"))?;
+                let part = (kind == 2).then(|| ring.tensor_within(fields, bytes, largest, "a chunk"));
                 Content::Chunk { chunk, part: part.transpose()? }
             }
         };

@@ -71,7 +71,7 @@ pub struct RemoteChannel {
 impl RemoteEnd for RemoteChannel {
     fn send(&self, message: Message) -> Result<(), Disconnected> {
         let head = [self.channel.to_le_bytes(), message.item.to_le_bytes()].concat();
-        let bodies = message.parcels.into_iter().map(|parcel| parcel.buffer).collect();
+        let bodies = message.tensors.into_iter().map(|tensor| tensor.buffer).collect();
         self.queue.send(Outbound { kind: Kind::Message, head, bodies }).map_err(|_| Disconnected)
     }
 
@@ -92,28 +92,28 @@ pub fn write(
 ) -> Result<(), DeviceError> {
     let mut next = Instant::now();
     loop {
-        let due = next.saturating_duration_since(Instant::now());
-        let frame = match queue.recv_timeout(due) {
+        let timeout = next.saturating_duration_since(Instant::now());
+        let frame = match queue.recv_timeout(timeout) {
             Ok(frame) => Some(frame),
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
         };
         if let Some(frame) = &frame {
             let link = link.filter(|_| matches!(frame.kind, Kind::Message | Kind::Part));
-            let linked = link.filter(|_| frame.bodies.iter().all(|buffer| !buffer.is_host()));
-            let inside = if linked.is_some() { &[] } else { &frame.bodies[..] };
-            let bodies = inside.iter().map(|buffer| buffer.download()).collect::<Result<Vec<_>, _>>()?;
-            let way: &[u8] = match (link, linked) {
+            let frame_link = link.filter(|_| frame.bodies.iter().all(|buffer| !buffer.is_host()));
+            let buffers = if frame_link.is_some() { &[] } else { &frame.bodies[..] };
+            let bodies = buffers.iter().map(|buffer| buffer.download()).collect::<Result<Vec<_>, _>>()?;
+            let link_flag: &[u8] = match (link, frame_link) {
                 (None, _) => &[],
                 (_, None) => &[0],
                 (_, Some(_)) => &[1],
             };
-            let parts = [way, &frame.head[..]].into_iter().chain(bodies.iter().map(|body| &**body));
+            let parts = [link_flag, &frame.head[..]].into_iter().chain(bodies.iter().map(|body| &**body));
             let parts: Vec<&[u8]> = parts.collect();
             let is_last = matches!(frame.kind, Kind::Abort | Kind::Bye);
             // Before the frame: its reader may answer, and a transfer queued after what a worker does with the answer
             // would wait for that, and so for itself.
-            if let Some(link) = linked {
+            if let Some(link) = frame_link {
                 frame.bodies.iter().try_for_each(|buffer| link.send(buffer))?;
             }
             if to.write(frame.kind, &parts).is_err() || is_last {
@@ -173,9 +173,9 @@ impl DeadlineReader {
     /// Updates the clock. Time in which this process was suspended does not count as silence of the peer.
     fn update_clock(&mut self) {
         let now = Instant::now();
-        let away = now.duration_since(self.last_checked);
-        if away > SUSPENSION {
-            self.last_received = (self.last_received + away).min(now);
+        let gap = now.duration_since(self.last_checked);
+        if gap > SUSPENSION {
+            self.last_received = (self.last_received + gap).min(now);
         }
         self.last_checked = now;
     }
@@ -203,13 +203,13 @@ impl Read for DeadlineReader {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
-                Ok(got) => {
+                Ok(count) => {
                     self.last_received = Instant::now();
                     self.last_checked = self.last_received;
                     if self.end.is_some_and(|end| self.last_received > end) {
                         return Err(io::Error::new(NO_DATA, "it takes too long"));
                     }
-                    return Ok(got);
+                    return Ok(count);
                 }
             }
         }
@@ -232,23 +232,24 @@ mod tests {
 
     fn pair() -> (Stream, Stream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (Stream::tcp(one).unwrap(), Stream::tcp(listener.accept().unwrap().0).unwrap())
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (Stream::tcp(stream).unwrap(), Stream::tcp(listener.accept().unwrap().0).unwrap())
     }
 
     #[test]
     fn heartbeats_go_out_while_nothing_is_queued() {
-        let (one, other) = pair();
+        let (local, remote) = pair();
         // The connection closes when the last handle is dropped.
-        let Stream { reader, writer, hangup } = one;
+        let Stream { reader, writer, hangup } = local;
         drop((reader, hangup));
-        let (to, queue) = crossbeam_channel::unbounded();
+        let (sender, queue) = crossbeam_channel::unbounded();
         let writer = std::thread::spawn(move || write(FrameWriter::new(writer), &queue, &|| vec![9], None));
         let mut reader =
-            FrameReader::new(DeadlineReader::new(other.reader, Duration::from_secs(5), Box::new(|| false)));
+            FrameReader::new(DeadlineReader::new(remote.reader, Duration::from_secs(5), Box::new(|| false)));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
-        to.send(Outbound { kind: Kind::Bye, head: vec![1], bodies: vec![Arc::new(Buffer::host_copy(&[2, 3]))] })
+        sender
+            .send(Outbound { kind: Kind::Bye, head: vec![1], bodies: vec![Arc::new(Buffer::host_copy(&[2, 3]))] })
             .unwrap();
         assert_eq!(reader.read(9), Ok((Kind::Bye, &[1, 2, 3][..])));
         writer.join().unwrap().unwrap();
@@ -260,8 +261,8 @@ mod tests {
     struct Log(Arc<Mutex<Vec<&'static str>>>);
 
     impl Log {
-        fn add(&self, what: &'static str) {
-            self.0.lock().unwrap().push(what);
+        fn add(&self, entry: &'static str) {
+            self.0.lock().unwrap().push(entry);
         }
     }
 
@@ -308,8 +309,8 @@ mod tests {
     #[test]
     fn waits_end() {
         let kind = |is_over: bool| {
-            let (_one, other) = pair();
-            let mut reader = DeadlineReader::new(other.reader, Duration::from_millis(150), Box::new(move || is_over));
+            let (_one, remote) = pair();
+            let mut reader = DeadlineReader::new(remote.reader, Duration::from_millis(150), Box::new(move || is_over));
             reader.read(&mut [0; 4]).unwrap_err().kind()
         };
         assert_eq!((kind(false), kind(true)), (NO_DATA, RUN_OVER));
@@ -317,27 +318,27 @@ mod tests {
 
     #[test]
     fn who_was_stopped_itself_does_not_blame_others() {
-        let (_one, other) = pair();
-        let mut reader = DeadlineReader::new(other.reader, Duration::from_secs(2), Box::new(|| false));
-        let Some(before) = Instant::now().checked_sub(Duration::from_secs(9)) else { return };
-        (reader.last_received, reader.last_checked) = (before, before);
+        let (_one, remote) = pair();
+        let mut reader = DeadlineReader::new(remote.reader, Duration::from_secs(2), Box::new(|| false));
+        let Some(past) = Instant::now().checked_sub(Duration::from_secs(9)) else { return };
+        (reader.last_received, reader.last_checked) = (past, past);
         reader.update_clock();
         assert!(reader.silence() < Duration::from_secs(1));
         // With regular checks, silence of the peer is detected.
-        reader.last_received = before;
+        reader.last_received = past;
         reader.update_clock();
         assert!(reader.silence() > Duration::from_secs(8));
     }
 
     #[test]
     fn a_byte_now_and_then_buys_no_time() {
-        let (mut one, other) = pair();
+        let (mut local, remote) = pair();
         let drip = std::thread::spawn(move || {
-            while one.writer.write_all(&[1]).is_ok() {
+            while local.writer.write_all(&[1]).is_ok() {
                 std::thread::sleep(Duration::from_millis(20));
             }
         });
-        let mut reader = DeadlineReader::new(other.reader, Duration::from_secs(5), Box::new(|| false));
+        let mut reader = DeadlineReader::new(remote.reader, Duration::from_secs(5), Box::new(|| false));
         let began = Instant::now();
         reader.end_at(began + Duration::from_millis(300));
         let kind = loop {
@@ -347,7 +348,7 @@ mod tests {
         };
         assert_eq!(kind, NO_DATA);
         assert!(began.elapsed() < Duration::from_secs(3));
-        (other.hangup)();
+        (remote.hangup)();
         drop(reader);
         drip.join().unwrap();
     }

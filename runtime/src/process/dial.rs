@@ -31,39 +31,41 @@ pub fn dial(
     expected: usize,
     hello: &mut MakeHello<'_>,
 ) -> Result<HandshakeConnection, LinkError> {
-    let seconds = meeting.part.connect_timeout.as_secs_f64();
+    let seconds = meeting.config.connect_timeout.as_secs_f64();
     let mut why = "no time is left".to_string();
     let (mut refused, mut is_reported) = (None, false);
-    let began = Instant::now();
-    let whom = || if address == meeting.part.first { format!("process 0 at {address}") } else { address.to_string() };
+    let start = Instant::now();
+    let target = || {
+        if address == meeting.config.first_address { format!("process 0 at {address}") } else { address.to_string() }
+    };
     loop {
-        meeting.wait(began, &mut is_reported, whom);
+        meeting.report_missing(start, &mut is_reported, target);
         if let Some(cause) = meeting.run_status.cause() {
             return Err(cause);
         }
-        let left = meeting.left();
-        if left.is_zero() {
+        let remaining = meeting.remaining();
+        if remaining.is_zero() {
             let address = address.to_string();
             return Err(match refused {
                 Some(why) => LinkError::Unproved { address, seconds, why },
                 None => LinkError::Unreachable { address, seconds, why },
             });
         }
-        let pause = match connect(address, left.min(ATTEMPT)) {
-            Ok((_, _, peer)) if !meeting.part.token.permits(peer.ip()) => {
+        let delay = match connect(address, remaining.min(ATTEMPT)) {
+            Ok((_, _, peer)) if !meeting.config.token.permits(peer.ip()) => {
                 return Err(LinkError::Exposed { address: address.to_string() });
             }
-            Ok((stream, here, peer)) => {
-                let fault = match authenticated(meeting, stream, expected)? {
-                    Ok(connection) => match introduce(meeting, connection, address, &hello(here)?) {
+            Ok((stream, local_address, peer)) => {
+                let refusal = match authenticate(meeting, stream, expected)? {
+                    Ok(connection) => match introduce(meeting, connection, address, &hello(local_address)?) {
                         // The process ended, or had too many connections.
-                        Err(LinkError::Foreign { fault, .. }) if is_lost(&fault) => fault.to_string(),
+                        Err(LinkError::Foreign { fault: refusal, .. }) if is_lost(&refusal) => refusal.to_string(),
                         result => return result,
                     },
-                    Err(fault) => fault,
+                    Err(refusal) => refusal,
                 };
-                meeting.refused(&format!("what listens at {address}"), peer.ip(), &fault);
-                refused = Some(fault);
+                meeting.report_refusal(&format!("what listens at {address}"), peer.ip(), &refusal);
+                refused = Some(refusal);
                 RETRY_AFTER_REFUSAL
             }
             Err(error) if error.kind() == ErrorKind::InvalidInput => {
@@ -74,7 +76,7 @@ pub fn dial(
                 RETRY
             }
         };
-        thread::sleep(pause.min(meeting.left()));
+        thread::sleep(delay.min(meeting.remaining()));
     }
 }
 
@@ -88,7 +90,7 @@ pub fn is_lost(fault: &FrameError) -> bool {
 }
 
 /// Authenticates with the other end, or says why that failed.
-fn authenticated(
+fn authenticate(
     meeting: &Meeting<'_>,
     stream: TcpStream,
     expected: usize,
@@ -97,13 +99,13 @@ fn authenticated(
         Ok(stream) => stream,
         Err(error) => return Ok(Err(error.to_string())),
     };
-    let within = meeting.left().min(HANDSHAKE_TIME);
+    let within = meeting.remaining().min(HANDSHAKE_TIME);
     let mut connection = meeting.connection(stream, within);
     connection.reader.source().end_at(Instant::now() + within);
     let challenge = meeting.challenge()?;
-    let connected = authentication::connect(&mut connection, &meeting.part.token, &challenge, expected);
-    Ok(connected.map(|()| {
-        connection.reader.source().renew(meeting.left());
+    let outcome = authentication::connect(&mut connection, &meeting.config.token, &challenge, expected);
+    Ok(outcome.map(|()| {
+        connection.reader.source().renew(meeting.remaining());
         connection
     }))
 }
@@ -115,7 +117,7 @@ pub fn introduce(
     address: &str,
     hello: &Hello,
 ) -> Result<HandshakeConnection, LinkError> {
-    let foreign = |fault| meeting.ended(LinkError::Foreign { address: address.to_string(), fault });
+    let foreign = |fault| meeting.run_failure_or(LinkError::Foreign { address: address.to_string(), fault });
     connection.send_frame(Kind::Hello, &hello.encode()).map_err(foreign)?;
     match connection.expect(Kind::Welcome).map_err(foreign)? {
         Ok(_) => Ok(connection),
@@ -125,18 +127,18 @@ pub fn introduce(
 
 /// A connection, with the addresses of this and the other end.
 fn connect(address: &str, within: Duration) -> io::Result<(TcpStream, SocketAddr, SocketAddr)> {
-    let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
+    let mut last_error = io::Error::new(ErrorKind::NotFound, "the name has no address");
     for address in address.to_socket_addrs()? {
         let connected = TcpStream::connect_timeout(&address, within)
             .and_then(|stream| Ok((stream.local_addr()?, stream.peer_addr()?, stream)));
         match connected {
             // The system may assign the target port to the connecting socket itself, if no process listens there.
-            Ok((here, there, _)) if here == there => {
-                last = io::Error::new(ErrorKind::ConnectionRefused, "no process listens there");
+            Ok((local, remote, _)) if local == remote => {
+                last_error = io::Error::new(ErrorKind::ConnectionRefused, "no process listens there");
             }
-            Ok((here, there, stream)) => return Ok((stream, here, there)),
-            Err(error) => last = error,
+            Ok((local, remote, stream)) => return Ok((stream, local, remote)),
+            Err(error) => last_error = error,
         }
     }
-    Err(last)
+    Err(last_error)
 }

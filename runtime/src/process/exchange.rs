@@ -17,7 +17,7 @@ use crate::process::chain_messages::ChainMessages;
 use crate::process::connection::{DeadlineReader, Hangup, Outbound, RemoteChannel};
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
 use crate::process::parts::PartForm;
-use crate::process::process_group::{Group, doing};
+use crate::process::process_group::{Group, current_instruction};
 use crate::process::router::{ContributionSink, Gathering, RemoteCommunicator, Route, Routes};
 use crate::process::run_status::{FailureCause, LinkError, RunStatus};
 use crate::process::shard_messages::ShardMessages;
@@ -47,8 +47,8 @@ const FLUSH_TIME_AFTER_FAILURE: Duration = Duration::from_millis(500);
 const FLUSH_TIME: Duration = Duration::from_secs(3);
 
 /// The start of a `Part` frame: the number of the communicator, the sequence number, and the member.
-fn part_head(number: u32, meeting: u64, member: usize) -> Vec<u8> {
-    [&number.to_le_bytes()[..], &meeting.to_le_bytes(), &(member as u32).to_le_bytes()].concat()
+fn part_head(number: u32, collective: u64, member: usize) -> Vec<u8> {
+    [&number.to_le_bytes()[..], &collective.to_le_bytes(), &(member as u32).to_le_bytes()].concat()
 }
 
 /// Sends a `Part` frame to a process.
@@ -66,19 +66,19 @@ pub struct Exchange<'a> {
     /// Counts the operands of collectives that this process receives over links.
     operands: Arc<MemoryCounter>,
     queues: BTreeMap<usize, Sender<Outbound>>,
-    lines: Vec<ConnectionThreads<'a>>,
+    connections: Vec<ConnectionThreads<'a>>,
     channels: u32,
-    meetings: u32,
+    communicators: u32,
     outcomes: Receiver<(usize, WorkerResult)>,
     released: Receiver<()>,
     /// On other processes: one token for each snapshot that process 0 can take.
-    room: Receiver<()>,
+    snapshot_tokens: Receiver<()>,
     hangups: Vec<Hangup>,
-    stopping: Option<Arc<StopAgreement<'a>>>,
+    stop_agreement: Option<Arc<StopAgreement<'a>>>,
     /// Dropped when the workers have ended, which stops the stop-signal thread.
-    working: Option<Sender<()>>,
+    workers_alive: Option<Sender<()>>,
     /// Disconnects when all writer threads have ended.
-    writing: Option<(Sender<()>, Receiver<()>)>,
+    writers_alive: Option<(Sender<()>, Receiver<()>)>,
 }
 
 struct ConnectionThreads<'a> {
@@ -91,7 +91,7 @@ struct ConnectionThreads<'a> {
 
 impl<'a> Exchange<'a> {
     /// Creates the exchange of a connected group. Process 0 sends the losses of all workers to `events` and their
-    /// snapshots to `keeper`. Either all processes have a `gate` or none has. Without `transport`,
+    /// snapshots to `snapshot_sender`. Either all processes have a `barrier` or none has. Without `transport`,
     /// tensors go through the host.
     pub fn new(
         group: Group,
@@ -99,39 +99,39 @@ impl<'a> Exchange<'a> {
         program: &'a Program,
         codes: &'a [StageCode],
         events: &Sender<Event>,
-        keeper: Option<Sender<StageSnapshot>>,
-        gate: Option<&'a MinibatchBarrier<'a>>,
+        snapshot_sender: Option<Sender<StageSnapshot>>,
+        barrier: Option<&'a MinibatchBarrier<'a>>,
     ) -> Result<Exchange<'a>, LinkError> {
         let mut group = group;
         let operands = Arc::default();
         let mut all_links = connect(&mut group, transport, &operands)?;
-        let (leave, outcomes) = unbounded();
-        let (release, released) = unbounded();
-        let (taken, room) = unbounded();
+        let (outcome_sender, outcomes) = unbounded();
+        let (release_sender, released) = unbounded();
+        let (token_sender, snapshot_tokens) = unbounded();
         // The snapshots of one checkpoint of this process may be in transit.
-        let placement = &group.part.placement;
-        let own = placement.ranks(group.part.own).map(|rank| placement.worker(rank));
-        let parts = own.map(|worker| program.stages_of(program.workers[worker].rank).count()).sum();
-        (0..parts).for_each(|_| _ = taken.send(()));
-        let (mut queues, mut lines, mut hangups) = (BTreeMap::new(), Vec::new(), Vec::new());
-        let most_left = worker_result::most(codes);
+        let placement = &group.config.placement;
+        let workers = placement.ranks(group.config.process).map(|rank| placement.worker(rank));
+        let snapshots = workers.map(|worker| program.stages_of(program.workers[worker].rank).count()).sum();
+        (0..snapshots).for_each(|_| _ = token_sender.send(()));
+        let (mut queues, mut connections, mut hangups) = (BTreeMap::new(), Vec::new(), Vec::new());
+        let max_result = worker_result::max_bytes(codes);
         for (process, mut connection) in std::mem::take(&mut group.connections) {
-            let (to, queue) = unbounded();
-            group.run_status.notify(to.clone());
-            queues.insert(process, to);
+            let (sender, queue) = unbounded();
+            group.run_status.notify(sender.clone());
+            queues.insert(process, sender);
             // The starting process may be suspended like any job. If it dies, its connection closes and this process
             // ends.
-            let is_followed = group.part.follows && process == 0;
-            connection.reader.source().renew(if is_followed { Duration::MAX } else { group.part.deadline });
-            let ranks: Vec<usize> = group.part.placement.ranks(process).collect();
-            let (placement, progress) = (group.part.placement.clone(), group.progress.clone());
-            let leaving = ranks.iter().map(|rank| (*rank, Leaving::of(program, codes, placement.worker(*rank))));
-            let gathering = (group.part.own == 0).then(|| Gathering {
-                ranks: leaving.collect(),
+            let is_parent = group.config.follows && process == 0;
+            connection.reader.source().renew(if is_parent { Duration::MAX } else { group.config.deadline });
+            let ranks: Vec<usize> = group.config.placement.ranks(process).collect();
+            let (placement, progress) = (group.config.placement.clone(), group.progress.clone());
+            let results = ranks.iter().map(|rank| (*rank, Leaving::of(program, codes, placement.worker(*rank))));
+            let gathering = (group.config.process == 0).then(|| Gathering {
+                ranks: results.collect(),
                 events: Some(events.clone()).filter(|_| !ranks.is_empty()),
-                outcomes: leave.clone(),
+                outcomes: outcome_sender.clone(),
                 reply: queues[&process].clone(),
-                parts: keeper.clone().filter(|_| !ranks.is_empty()),
+                snapshots: snapshot_sender.clone().filter(|_| !ranks.is_empty()),
                 form: PartForm::of(program, codes, &placement, process),
             });
             let links = all_links.remove(&process);
@@ -139,22 +139,24 @@ impl<'a> Exchange<'a> {
                 process,
                 name: group.names[process].clone(),
                 ranks,
-                doing: Box::new(move |process| doing(program, &placement, &progress, process)),
+                current_instruction: Box::new(move |process| {
+                    current_instruction(program, &placement, &progress, process)
+                }),
                 channels: HashMap::new(),
                 posted: HashMap::new(),
-                meetings: HashMap::new(),
+                communicators: HashMap::new(),
                 link: links.as_ref().map(|links| links.incoming.clone()),
                 gathering,
-                stopping: None,
-                released: Some(release.clone()).filter(|_| process == 0),
-                taken: Some(taken.clone()).filter(|_| process == 0),
+                stop_agreement: None,
+                released: Some(release_sender.clone()).filter(|_| process == 0),
+                taken: Some(token_sender.clone()).filter(|_| process == 0),
                 progress: group.progress.clone(),
-                most_left,
+                max_result,
                 items: program.items,
                 stages: program.stages.len() as u32,
             };
             hangups.push(connection.hangup);
-            lines.push(ConnectionThreads {
+            connections.push(ConnectionThreads {
                 reader: connection.reader,
                 writer: connection.writer,
                 queue,
@@ -162,24 +164,27 @@ impl<'a> Exchange<'a> {
                 links,
             });
         }
-        let stopping = gate.map(|gate| Arc::new(StopAgreement::new(gate, group.part.own, queues.clone())));
-        lines.iter_mut().for_each(|line: &mut ConnectionThreads<'a>| line.routes.stopping = stopping.clone());
-        let writing = Some(unbounded());
+        let stop_agreement =
+            barrier.map(|barrier| Arc::new(StopAgreement::new(barrier, group.config.process, queues.clone())));
+        connections.iter_mut().for_each(|connection: &mut ConnectionThreads<'a>| {
+            connection.routes.stop_agreement = stop_agreement.clone()
+        });
+        let writers_alive = Some(unbounded());
         Ok(Exchange {
             group,
             program,
             operands,
             queues,
-            lines,
+            connections,
             channels: 0,
-            meetings: 0,
+            communicators: 0,
             outcomes,
             released,
-            room,
+            snapshot_tokens,
             hangups,
-            stopping,
-            working: None,
-            writing,
+            stop_agreement,
+            workers_alive: None,
+            writers_alive,
         })
     }
 
@@ -189,8 +194,8 @@ impl<'a> Exchange<'a> {
     }
 
     /// True for process 0, which reports the run.
-    pub fn reports(&self) -> bool {
-        self.group.part.own == 0
+    pub fn is_reporter(&self) -> bool {
+        self.group.config.process == 0
     }
 
     fn run_status(&self) -> Arc<RunStatus> {
@@ -203,20 +208,21 @@ impl<'a> Exchange<'a> {
 
     /// The failure reporter of this process.
     pub fn blame(&self) -> FailureCause {
-        let process = self.group.part.own;
+        let process = self.group.config.process;
         FailureCause { run_status: self.run_status(), process, name: self.group.names[process].clone() }
     }
 
     /// Ends the run in all processes without blaming any.
-    pub fn end(&self, what: &str) {
-        self.run_status().end(LinkError::Ended { process: None, what: what.to_string() });
+    pub fn end(&self, reason: &str) {
+        self.run_status().end(LinkError::Ended { process: None, what: reason.to_string() });
     }
 
-    fn line(&mut self, process: usize) -> Result<(&Sender<Outbound>, &mut Routes<'a>), LinkError> {
+    fn connection(&mut self, process: usize) -> Result<(&Sender<Outbound>, &mut Routes<'a>), LinkError> {
         let missing = || LinkError::Bug { what: format!("no connection to process {process} of the run") };
         let queue = self.queues.get(&process).ok_or_else(missing)?;
-        let line = self.lines.iter_mut().find(|line| line.routes.process == process).ok_or_else(missing)?;
-        Ok((queue, &mut line.routes))
+        let connection =
+            self.connections.iter_mut().find(|connection| connection.routes.process == process).ok_or_else(missing)?;
+        Ok((queue, &mut connection.routes))
     }
 
     /// The ends in this process of a channel between two global ranks. `tensors` are those of each message.
@@ -228,42 +234,43 @@ impl<'a> Exchange<'a> {
     ) -> Result<(Option<Outgoing>, Option<Incoming>), LinkError> {
         let number = self.channels;
         self.channels += 1;
-        let place = |rank: usize, exchange: &Exchange<'_>| exchange.group.part.placement.of[rank];
-        let (there, here) = (place(to, self), place(from, self));
+        let process_of =
+            |rank: usize, exchange: &Exchange<'_>| exchange.group.config.placement.processes_of_ranks[rank];
+        let (receiver, sender) = (process_of(to, self), process_of(from, self));
         match (self.is_here(from), self.is_here(to)) {
             (true, true) => {
                 let (outgoing, incoming) = channel();
                 Ok((Some(outgoing), Some(incoming)))
             }
             (true, false) => {
-                let (queue, routes) = self.line(there)?;
+                let (queue, routes) = self.connection(receiver)?;
                 let (outgoing, posted) =
                     channel::outgoing(Box::new(RemoteChannel { queue: queue.clone(), channel: number }));
                 routes.posted.insert(number, posted);
                 Ok((Some(outgoing), None))
             }
             (false, true) => {
-                let (queue, routes) = self.line(here)?;
+                let (queue, routes) = self.connection(sender)?;
                 let (incoming, to) =
                     channel::incoming(Box::new(RemoteChannel { queue: queue.clone(), channel: number }));
-                routes.channels.insert(number, Route { to, tensors });
+                routes.channels.insert(number, Route { sender: to, tensors });
                 Ok((None, Some(incoming)))
             }
             (false, false) => Ok((None, None)),
         }
     }
 
-    /// Creates a communicator of these global ranks, one per member. Sequence numbers are below `meetings`.
-    pub fn meeting<T: Contribution + Send + Sync + 'static>(
+    /// Creates a communicator of these global ranks, one per member. Sequence numbers are below `collectives`.
+    pub fn open_communicator<T: Contribution + Send + Sync + 'static>(
         &mut self,
         members: &[usize],
         form: T::Form,
-        meetings: u64,
+        collectives: u64,
     ) -> Result<Arc<Communicator<T>>, LinkError>
     where
         T::Form: 'static,
     {
-        self.communicator(members, |place| Arc::new(RemoteCommunicator { place, form, meetings }))
+        self.communicator(members, |communicator| Arc::new(RemoteCommunicator { communicator, form, collectives }))
     }
 
     /// Creates the communicator of a worker's tensor-parallel group, whose stages have this code. `layouts` gives the
@@ -285,26 +292,26 @@ impl<'a> Exchange<'a> {
         members: &[usize],
         sink: impl FnOnce(Arc<Communicator<T>>) -> Arc<S>,
     ) -> Result<Arc<Communicator<T>>, LinkError> {
-        let number = self.meetings;
-        self.meetings += 1;
-        let here = members.iter().filter(|rank| self.is_here(**rank)).count();
+        let number = self.communicators;
+        self.communicators += 1;
+        let local_members = members.iter().filter(|rank| self.is_here(**rank)).count();
         let processes = self.processes(members);
-        let others: BTreeSet<usize> = processes.iter().flatten().copied().collect();
-        if here == 0 || others.is_empty() {
+        let peers: BTreeSet<usize> = processes.iter().flatten().copied().collect();
+        if local_members == 0 || peers.is_empty() {
             return Ok(Arc::new(Communicator::new(members.len())));
         }
-        let queues = self.queues_to(&others)?;
-        let forward: Forward<T> = Box::new(move |meeting, member, part| {
-            let (mut head, mut bodies) = (part_head(number, meeting, member), Vec::new());
+        let queues = self.queues_to(&peers)?;
+        let forward: Forward<T> = Box::new(move |collective, member, part| {
+            let (mut head, mut bodies) = (part_head(number, collective, member), Vec::new());
             part.pack(&mut head, &mut bodies);
             for queue in queues.values() {
                 // The queue has no reader after the end of the run.
                 let _ = queue.send(Outbound { kind: Kind::Part, head: head.clone(), bodies: bodies.clone() });
             }
         });
-        let place = Arc::new(Communicator::among(members.len(), here, Some(forward)));
-        self.deliver(number, sink(place.clone()), &processes)?;
-        Ok(place)
+        let communicator = Arc::new(Communicator::among(members.len(), local_members, Some(forward)));
+        self.deliver(number, sink(communicator.clone()), &processes)?;
+        Ok(communicator)
     }
 
     /// Creates the all-reduce of a stage's replicas, whose global ranks these are. Sequence numbers are below
@@ -314,14 +321,14 @@ impl<'a> Exchange<'a> {
         members: &[usize],
         collectives: u64,
     ) -> Result<Option<Arc<PipelinedAllReduce>>, LinkError> {
-        let number = self.meetings;
-        self.meetings += 1;
+        let number = self.communicators;
+        self.communicators += 1;
         let processes = self.processes(members);
-        let others: BTreeSet<usize> = processes.iter().flatten().copied().collect();
-        if others.is_empty() || processes.iter().all(Option::is_some) {
+        let peers: BTreeSet<usize> = processes.iter().flatten().copied().collect();
+        if peers.is_empty() || processes.iter().all(Option::is_some) {
             return Ok(None);
         }
-        let queues = self.queues_to(&others)?;
+        let queues = self.queues_to(&peers)?;
         let send: SendChainMessage = Box::new(move |process, member, message| {
             let (mut content, mut bodies) = (Vec::new(), Vec::new());
             let collective = chain_messages::pack(message, &mut content, &mut bodies);
@@ -335,12 +342,13 @@ impl<'a> Exchange<'a> {
 
     /// The process of each rank; `None` for this one.
     fn processes(&self, ranks: &[usize]) -> Vec<Option<usize>> {
-        let there = |rank: &usize| (!self.is_here(*rank)).then(|| self.group.part.placement.of[*rank]);
-        ranks.iter().map(there).collect()
+        let remote_process =
+            |rank: &usize| (!self.is_here(*rank)).then(|| self.group.config.placement.processes_of_ranks[*rank]);
+        ranks.iter().map(remote_process).collect()
     }
 
     fn queues_to(&mut self, processes: &BTreeSet<usize>) -> Result<BTreeMap<usize, Sender<Outbound>>, LinkError> {
-        processes.iter().map(|process| Ok((*process, self.line(*process)?.0.clone()))).collect()
+        processes.iter().map(|process| Ok((*process, self.connection(*process)?.0.clone()))).collect()
     }
 
     /// Lets the members of each other process contribute to communicator `number`.
@@ -351,37 +359,37 @@ impl<'a> Exchange<'a> {
         processes: &[Option<usize>],
     ) -> Result<(), LinkError> {
         for process in processes.iter().flatten().copied().collect::<BTreeSet<_>>() {
-            let theirs = (0..processes.len()).filter(|member| processes[*member] == Some(process)).collect();
-            self.line(process)?.1.meetings.insert(number, (sink.clone(), theirs));
+            let members = (0..processes.len()).filter(|member| processes[*member] == Some(process)).collect();
+            self.connection(process)?.1.communicators.insert(number, (sink.clone(), members));
         }
         Ok(())
     }
 
     /// Creates the gradient and weight shards of a stage's replicas, whose global ranks these are. Rounds, versions and
-    /// micro-batches are below `rounds`; `share` is that of any replica.
+    /// micro-batches are below `rounds`; `shard` is that of any replica.
     pub fn shards(
         &mut self,
         members: &[usize],
-        share: ShardRange,
+        shard: ShardRange,
         code: &StageCode,
         rounds: u32,
     ) -> Result<Arc<GradientShards>, LinkError> {
-        let number = self.meetings;
-        self.meetings += 1;
+        let number = self.communicators;
+        self.communicators += 1;
         let processes = self.processes(members);
-        let here: Vec<usize> = (0..members.len()).filter(|member| processes[*member].is_none()).collect();
-        let others: BTreeSet<usize> = processes.iter().flatten().copied().collect();
-        if here.is_empty() || others.is_empty() {
+        let local_members: Vec<usize> = (0..members.len()).filter(|member| processes[*member].is_none()).collect();
+        let peers: BTreeSet<usize> = processes.iter().flatten().copied().collect();
+        if local_members.is_empty() || peers.is_empty() {
             return Ok(Arc::new(GradientShards::new(RemoteReplicas::none(members.len()))));
         }
-        let queues = self.queues_to(&others)?;
+        let queues = self.queues_to(&peers)?;
         let send: SendMessage = Box::new(move |process, member, message| {
             let (mut head, mut bodies) = (part_head(number, 0, member), Vec::new());
             shard_messages::pack(message, &mut head, &mut bodies);
             send_part(&queues, process, head, bodies);
         });
         let shards = Arc::new(GradientShards::new(RemoteReplicas { processes: processes.clone(), send }));
-        let sink = Arc::new(ShardMessages::new(shards.clone(), here, share, code, rounds));
+        let sink = Arc::new(ShardMessages::new(shards.clone(), local_members, shard, code, rounds));
         self.deliver(number, sink, &processes)?;
         Ok(shards)
     }
@@ -391,51 +399,53 @@ impl<'a> Exchange<'a> {
     where
         'a: 'scope,
     {
-        let own: Vec<usize> = self.group.part.placement.ranks(self.group.part.own).collect();
-        let none = |error| LinkError::Ended { process: None, what: format!("cannot start a thread: {error}") };
-        if let Some(stopping) = self.stopping.take() {
-            let (working, over) = bounded(0);
-            self.working = Some(working);
+        let local_ranks: Vec<usize> = self.group.config.placement.ranks(self.group.config.process).collect();
+        let thread_error = |error| LinkError::Ended { process: None, what: format!("cannot start a thread: {error}") };
+        if let Some(stopping) = self.stop_agreement.take() {
+            let (workers_alive, workers_ended) = bounded(0);
+            self.workers_alive = Some(workers_alive);
             let run_status = self.group.run_status.clone();
-            let watch = move || stopping.watch(&over, &run_status);
+            let watch = move || stopping.watch(&workers_ended, &run_status);
             if let Err(error) = Builder::new().name("stop".into()).spawn_scoped(scope, watch) {
-                self.group.run_status.end(none(error));
+                self.group.run_status.end(thread_error(error));
             }
         }
-        for line in std::mem::take(&mut self.lines) {
-            let ConnectionThreads { reader, writer, queue, routes, links } = line;
-            let (progress, own, run_status) = (self.group.progress.clone(), own.clone(), self.group.run_status.clone());
-            let beat = move || -> Vec<u8> {
-                let at = |rank: &usize| progress.get(*rank).map_or(0, |at| at.load(Ordering::Relaxed));
-                own.iter().flat_map(|rank| at(rank).to_le_bytes()).collect()
+        for connection in std::mem::take(&mut self.connections) {
+            let ConnectionThreads { reader, writer, queue, routes, links } = connection;
+            let (progress, local_ranks, run_status) =
+                (self.group.progress.clone(), local_ranks.clone(), self.group.run_status.clone());
+            let heartbeat = move || -> Vec<u8> {
+                let instruction =
+                    |rank: &usize| progress.get(*rank).map_or(0, |current| current.load(Ordering::Relaxed));
+                local_ranks.iter().flat_map(|rank| instruction(rank).to_le_bytes()).collect()
             };
-            let alive = self.writing.as_ref().map(|(alive, _)| alive.clone());
-            let writing = run_status.clone();
+            let alive = self.writers_alive.as_ref().map(|(alive, _)| alive.clone());
+            let writer_status = run_status.clone();
             let writer = move || {
                 let link = links.as_ref().map(|links| &*links.outgoing);
-                if let Err(fault) = connection::write(writer, &queue, &beat, link) {
-                    writing.end(LinkError::Ended { process: None, what: fault.to_string() });
+                if let Err(fault) = connection::write(writer, &queue, &heartbeat, link) {
+                    writer_status.end(LinkError::Ended { process: None, what: fault.to_string() });
                 }
                 // Workers may wait for tensors that nobody sends any more.
-                if let Some(links) = links.filter(|_| !writing.is_released()) {
+                if let Some(links) = links.filter(|_| !writer_status.is_released()) {
                     links.outgoing.abort();
                     links.incoming.abort();
                 }
                 drop(alive);
             };
-            let thread = |what: &str| Builder::new().name(format!("{what} {}", routes.process));
-            let wrote = thread("to process").spawn_scoped(scope, writer).map(drop);
-            let reading = run_status.clone();
+            let thread = |prefix: &str| Builder::new().name(format!("{prefix} {}", routes.process));
+            let writer_thread = thread("to process").spawn_scoped(scope, writer).map(drop);
+            let reader_status = run_status.clone();
             let name = thread("from process");
-            let read = name.spawn_scoped(scope, move || routes.read(reader, &reading)).map(drop);
-            if let Err(error) = wrote.and(read) {
-                run_status.end(none(error));
+            let reader_thread = name.spawn_scoped(scope, move || routes.read(reader, &reader_status)).map(drop);
+            if let Err(error) = writer_thread.and(reader_thread) {
+                run_status.end(thread_error(error));
             }
         }
     }
 
     /// Sends the loss of a micro-batch to process 0.
-    pub fn loss(&self, item: u32, value: f64) {
+    pub fn send_loss(&self, item: u32, value: f64) {
         let mut head = item.to_le_bytes().to_vec();
         head.extend(value.to_le_bytes());
         self.send(0, Outbound::of(Kind::Loss, head));
@@ -443,12 +453,13 @@ impl<'a> Exchange<'a> {
 
     /// Sends snapshots to process 0. Blocks while process 0 has not taken those of the previous checkpoint; with a slow
     /// disk they would fill this process's memory.
-    pub fn parts(&self) -> impl Fn(&StageSnapshot) + Send + 'static {
-        let (queue, room, run_status) = (self.queues.get(&0).cloned(), self.room.clone(), self.run_status());
-        move |part: &StageSnapshot| {
+    pub fn snapshot_sender(&self) -> impl Fn(&StageSnapshot) + Send + 'static {
+        let (queue, tokens, run_status) =
+            (self.queues.get(&0).cloned(), self.snapshot_tokens.clone(), self.run_status());
+        move |snapshot: &StageSnapshot| {
             // If there are no tokens or readers any more, the run is over.
-            if let (Some(queue), Ok(())) = (&queue, room.recv()) {
-                match parts::pack(part) {
+            if let (Some(queue), Ok(())) = (&queue, tokens.recv()) {
+                match parts::pack(snapshot) {
                     Ok(bytes) => _ = queue.send(Outbound::of(Kind::Checkpoint, bytes)),
                     Err(fault) => run_status.end(LinkError::Ended { process: None, what: fault.to_string() }),
                 }
@@ -464,29 +475,29 @@ impl<'a> Exchange<'a> {
     }
 
     /// Ends the run after the workers of this process, with the results of those that succeeded, by global rank;
-    /// `is_well` is true if all did. Process 0 returns the results of all ranks in order, others return none. Fails with
+    /// `is_success` is true if all did. Process 0 returns the results of all ranks in order, others return none. Fails with
     /// the cause if the run ended early.
     pub fn finish(
         mut self,
-        mut left: Vec<(usize, WorkerResult)>,
-        is_well: bool,
+        mut outcomes: Vec<(usize, WorkerResult)>,
+        is_success: bool,
     ) -> Result<Vec<(usize, WorkerResult)>, LinkError> {
         let run_status = self.run_status();
-        self.working = None;
-        if !is_well {
+        self.workers_alive = None;
+        if !is_success {
             run_status.end(LinkError::Ended {
-                process: Some(self.group.part.own),
+                process: Some(self.group.config.process),
                 what: "a worker lost its peer".to_string(),
             });
         }
         // Links keep their buffers, so the largest count is that of the end.
-        left.first_mut().into_iter().for_each(|(_, first)| first.peak_memory_bytes += self.operands.peak());
-        let mut all = Vec::new();
-        if self.reports() {
-            all = left;
-            all.extend(self.outcomes.try_iter());
-            all.sort_by_key(|(rank, _)| *rank);
-            if run_status.cause().is_none() && all.len() != self.group.part.placement.of.len() {
+        outcomes.first_mut().into_iter().for_each(|(_, first)| first.peak_memory_bytes += self.operands.peak());
+        let mut results = Vec::new();
+        if self.is_reporter() {
+            results = outcomes;
+            results.extend(self.outcomes.try_iter());
+            results.sort_by_key(|(rank, _)| *rank);
+            if run_status.cause().is_none() && results.len() != self.group.config.placement.processes_of_ranks.len() {
                 run_status
                     .end(LinkError::Bug { what: "a process ended without the results of its workers".to_string() });
             }
@@ -494,9 +505,9 @@ impl<'a> Exchange<'a> {
                 run_status.release();
             }
         } else {
-            let placement = &self.group.part.placement;
-            let frames = left.into_iter().flat_map(|(rank, outcome)| {
-                worker_result::leave(self.program, (placement.worker(rank), rank), outcome)
+            let placement = &self.group.config.placement;
+            let frames = outcomes.into_iter().flat_map(|(rank, outcome)| {
+                worker_result::result_frames(self.program, (placement.worker(rank), rank), outcome)
             });
             frames.for_each(|frame| self.send(0, frame));
             // Returns when process 0 releases this process or the connection ends.
@@ -507,7 +518,7 @@ impl<'a> Exchange<'a> {
         }
         self.close(if run_status.is_released() { FLUSH_TIME } else { FLUSH_TIME_AFTER_FAILURE });
         match run_status.cause() {
-            None => Ok(all),
+            None => Ok(results),
             Some(cause) => Err(cause),
         }
     }
@@ -515,10 +526,10 @@ impl<'a> Exchange<'a> {
     /// Waits up to `within` until all queues are written, then closes all connections.
     fn close(&mut self, within: Duration) {
         self.queues.clear();
-        if let Some((alive, ended)) = self.writing.take() {
+        if let Some((alive, writers_ended)) = self.writers_alive.take() {
             drop(alive);
             // Nothing is ever sent here: the wait ends when all senders are dropped.
-            let _ = ended.recv_timeout(within);
+            let _ = writers_ended.recv_timeout(within);
         }
         if !self.group.run_status.is_released() {
             self.hangups.iter().for_each(|hangup| hangup());

@@ -10,18 +10,18 @@ pub const LONGEST_TEXT: usize = 1 << 12;
 
 /// The unread fields of a frame.
 pub struct Fields<'a> {
-    rest: &'a [u8],
+    unread: &'a [u8],
 }
 
 impl<'a> Fields<'a> {
     pub fn of(bytes: &'a [u8]) -> Fields<'a> {
-        Fields { rest: bytes }
+        Fields { unread: bytes }
     }
 
     /// Reads `count` bytes. `what` names the field in errors.
     pub fn bytes(&mut self, count: usize, what: &'static str) -> Result<&'a [u8], FrameError> {
-        let (bytes, rest) = self.rest.split_at_checked(count).ok_or(FrameError::Field { what })?;
-        self.rest = rest;
+        let (bytes, unread) = self.unread.split_at_checked(count).ok_or(FrameError::Field { what })?;
+        self.unread = unread;
         Ok(bytes)
     }
 
@@ -68,7 +68,7 @@ impl<'a> Fields<'a> {
 
     /// Checks that no bytes are left.
     pub fn end(&self) -> Result<(), FrameError> {
-        if self.rest.is_empty() { Ok(()) } else { Err(FrameError::Field { what: "its end" }) }
+        if self.unread.is_empty() { Ok(()) } else { Err(FrameError::Field { what: "its end" }) }
     }
 }
 
@@ -106,8 +106,8 @@ mod tests {
         let not_text = [&2u32.to_le_bytes()[..], &[0xff, 0xfe]].concat();
         assert_eq!(Fields::of(&not_text).text("t"), Err(FrameError::Field { what: "t" }));
         assert!(Fields::of(&[0; 4]).below(0, "n").is_err());
-        let mut long = Vec::new();
-        put_text(&mut long, &"ä".repeat(LONGEST_TEXT));
-        assert_eq!(long.len(), 4 + LONGEST_TEXT);
+        let mut bytes = Vec::new();
+        put_text(&mut bytes, &"ä".repeat(LONGEST_TEXT));
+        assert_eq!(bytes.len(), 4 + LONGEST_TEXT);
     }
 }

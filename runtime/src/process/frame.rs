@@ -186,26 +186,26 @@ impl<R: Read> FrameReader<R> {
     /// Reads the next frame, of at most `limit` bytes of content.
     pub fn read(&mut self, limit: u64) -> Result<(Kind, &[u8]), FrameError> {
         let mut head = [0; HEAD];
-        let mut got = 0;
-        while got < HEAD {
-            match self.from.read(&mut head[got..]) {
-                Ok(0) if got == 0 => return Err(FrameError::Closed),
+        let mut received = 0;
+        while received < HEAD {
+            match self.from.read(&mut head[received..]) {
+                Ok(0) if received == 0 => return Err(FrameError::Closed),
                 Ok(0) => return Err(FrameError::Cut),
-                Ok(more) => got += more,
+                Ok(count) => received += count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(fault(&error)),
+                Err(error) => return Err(system_error(&error)),
             }
             // A peer with another protocol may wait for an answer before it sends a full head.
-            let known = got.min(MARK.len());
-            if head[..known] != MARK[..known] {
+            let checked = received.min(MARK.len());
+            if head[..checked] != MARK[..checked] {
                 return Err(FrameError::Foreign);
             }
         }
         let word = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         check("head", word(HEAD - 4), crc32fast::hash(&head[..HEAD - 4]))?;
-        let (kind, found) = (Kind::of(word(4))?, word(8));
-        if found != self.number {
-            return Err(FrameError::Number { expected: self.number, found });
+        let (kind, number) = (Kind::of(word(4))?, word(8));
+        if number != self.number {
+            return Err(FrameError::Number { expected: self.number, found: number });
         }
         self.number = self.number.wrapping_add(1);
         let length = u64::from(word(12)) | u64::from(word(16)) << 32;
@@ -215,10 +215,10 @@ impl<R: Read> FrameReader<R> {
         while self.content.len() < length {
             let before = self.content.len();
             self.content.resize(before + PIECE.min(length - before), 0);
-            exactly(&mut self.from, &mut self.content[before..])?;
+            read_exactly(&mut self.from, &mut self.content[before..])?;
         }
         let mut sum = [0; 4];
-        exactly(&mut self.from, &mut sum)?;
+        read_exactly(&mut self.from, &mut sum)?;
         check("content", u32::from_le_bytes(sum), crc32fast::hash(&self.content))?;
         Ok((kind, &self.content))
     }
@@ -228,14 +228,14 @@ fn check(what: &'static str, found: u32, made: u32) -> Result<(), FrameError> {
     if found == made { Ok(()) } else { Err(FrameError::Checksum { what, found, made }) }
 }
 
-fn exactly(from: &mut impl Read, bytes: &mut [u8]) -> Result<(), FrameError> {
+fn read_exactly(from: &mut impl Read, bytes: &mut [u8]) -> Result<(), FrameError> {
     from.read_exact(bytes).map_err(|error| match error.kind() {
         ErrorKind::UnexpectedEof => FrameError::Cut,
-        _ => fault(&error),
+        _ => system_error(&error),
     })
 }
 
-fn fault(error: &io::Error) -> FrameError {
+fn system_error(error: &io::Error) -> FrameError {
     FrameError::System { kind: error.kind(), why: error.to_string() }
 }
 
@@ -243,7 +243,7 @@ fn fault(error: &io::Error) -> FrameError {
 mod tests {
     use super::*;
 
-    fn written(frames: &[(Kind, &[u8])]) -> Vec<u8> {
+    fn encode(frames: &[(Kind, &[u8])]) -> Vec<u8> {
         let mut writer = FrameWriter::new(Vec::new());
         frames.iter().for_each(|(kind, content)| writer.write(*kind, &[content]).unwrap());
         writer.to
@@ -266,38 +266,38 @@ mod tests {
         let large = vec![7; 3 * PIECE + 5];
         let frames: [(Kind, &[u8]); 3] = [(Kind::Hello, b"abc"), (Kind::Bye, b""), (Kind::Message, &large)];
         let expected: Vec<_> = frames.iter().map(|(kind, content)| (*kind, content.to_vec())).collect();
-        assert_eq!(read(&written(&frames), 1 << 30), Ok(expected));
+        assert_eq!(read(&encode(&frames), 1 << 30), Ok(expected));
     }
 
     #[test]
     fn every_flipped_bit_and_every_cut_is_found() {
-        let bytes = written(&[(Kind::Hello, b"who"), (Kind::Loss, b"what")]);
+        let bytes = encode(&[(Kind::Hello, b"who"), (Kind::Loss, b"what")]);
         for bit in 0..bytes.len() * 8 {
             let mut flipped = bytes.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
             assert!(read(&flipped, 100).is_err(), "bit {bit}");
         }
-        let whole = [0, HEAD + 3 + 4, bytes.len()];
-        for length in (0..bytes.len()).filter(|length| !whole.contains(length)) {
+        let frame_ends = [0, HEAD + 3 + 4, bytes.len()];
+        for length in (0..bytes.len()).filter(|length| !frame_ends.contains(length)) {
             assert_eq!(read(&bytes[..length], 100), Err(FrameError::Cut), "{length} bytes");
         }
     }
 
     #[test]
     fn what_is_repeated_left_out_or_too_long_is_found() {
-        let bytes = written(&[(Kind::Bye, b""), (Kind::Bye, b""), (Kind::Bye, b"")]);
-        let one = bytes.len() / 3;
-        let again = [&bytes[..one], &bytes[..one]].concat();
-        assert_eq!(read(&again, 9), Err(FrameError::Number { expected: 1, found: 0 }));
-        let without = [&bytes[..one], &bytes[2 * one..]].concat();
-        assert_eq!(read(&without, 9), Err(FrameError::Number { expected: 1, found: 2 }));
-        assert_eq!(read(&written(&[(Kind::Loss, &[0; 10])]), 9), Err(FrameError::Long { length: 10, limit: 9 }));
+        let bytes = encode(&[(Kind::Bye, b""), (Kind::Bye, b""), (Kind::Bye, b"")]);
+        let length = bytes.len() / 3;
+        let repeated = [&bytes[..length], &bytes[..length]].concat();
+        assert_eq!(read(&repeated, 9), Err(FrameError::Number { expected: 1, found: 0 }));
+        let skipped = [&bytes[..length], &bytes[2 * length..]].concat();
+        assert_eq!(read(&skipped, 9), Err(FrameError::Number { expected: 1, found: 2 }));
+        assert_eq!(read(&encode(&[(Kind::Loss, &[0; 10])]), 9), Err(FrameError::Long { length: 10, limit: 9 }));
         assert_eq!(read(b"GET / HTTP/1.1\r\n", 9), Err(FrameError::Foreign));
     }
 
     #[test]
     fn a_false_length_allocates_nothing() {
-        let mut bytes = written(&[(Kind::Message, b"x")]);
+        let mut bytes = encode(&[(Kind::Message, b"x")]);
         bytes[12..20].copy_from_slice(&(1u64 << 40).to_le_bytes());
         let sum = crc32fast::hash(&bytes[..20]);
         bytes[20..24].copy_from_slice(&sum.to_le_bytes());

@@ -40,16 +40,16 @@ pub enum RunInput {
 impl RunInput {
     /// A setting. A long one is represented by its beginning and its SHA-256.
     pub fn setting(value: String) -> RunInput {
-        RunInput::Setting(shortened(value))
+        RunInput::Setting(shorten(value))
     }
 
     /// As [`setting`](Self::setting), for one that the digests cover.
     pub fn cause(value: String) -> RunInput {
-        RunInput::Cause(shortened(value))
+        RunInput::Cause(shorten(value))
     }
 }
 
-fn shortened(value: String) -> String {
+fn shorten(value: String) -> String {
     if value.chars().count() <= WHOLE {
         return value;
     }
@@ -121,24 +121,26 @@ impl Hello {
     }
 
     /// Checks that the sender may take part in the run of `own`, or says why not.
-    pub fn meets(&self, own: &Hello) -> Result<(), String> {
+    pub fn check_matches(&self, own: &Hello) -> Result<(), String> {
         if self.identity.run != own.identity.run {
             return Err(format!("it belongs to run {:x}, this is run {:x}", self.identity.run, own.identity.run));
         }
         let (mut reasons, mut causes, mut names) = (Vec::new(), Vec::new(), Vec::new());
         let is_same_set =
             self.identity.inputs.iter().map(|(name, _)| name).eq(own.identity.inputs.iter().map(|(name, _)| name));
-        let both = |name: &str, theirs: &str, here: &str| {
-            let [theirs, here] = [theirs, here].map(quoted);
-            format!("{name}: rank {} has {theirs}, rank {} {here}", self.process, own.process)
+        let describe_both = |name: &str, theirs: &str, ours: &str| {
+            let [theirs, ours] = [theirs, ours].map(quote);
+            format!("{name}: rank {} has {theirs}, rank {} {ours}", self.process, own.process)
         };
         for (name, input) in &own.identity.inputs {
             // An input that only one has follows from another that differs.
-            let Some((_, other)) = self.identity.inputs.iter().find(|(other, _)| other == name) else { continue };
-            match (other, input) {
-                _ if other == input => {}
-                (RunInput::Setting(theirs), RunInput::Setting(here)) => reasons.push(both(name, theirs, here)),
-                (RunInput::Cause(theirs), RunInput::Cause(here)) => causes.push(both(name, theirs, here)),
+            let Some((_, peer_input)) = self.identity.inputs.iter().find(|(peer_name, _)| peer_name == name) else {
+                continue;
+            };
+            match (peer_input, input) {
+                _ if peer_input == input => {}
+                (RunInput::Setting(theirs), RunInput::Setting(ours)) => reasons.push(describe_both(name, theirs, ours)),
+                (RunInput::Cause(theirs), RunInput::Cause(ours)) => causes.push(describe_both(name, theirs, ours)),
                 _ => names.push(name.as_str()),
             }
         }
@@ -150,14 +152,14 @@ impl Hello {
         }
         // Digests may differ only because settings do.
         if reasons.is_empty() && !names.is_empty() {
-            reasons.push(format!("{} differ", listed(&names)));
+            reasons.push(format!("{} differ", join_list(&names)));
         }
         Err(if reasons.is_empty() { "it has other settings than this process".into() } else { reasons.join("; ") })
     }
 }
 
 /// A setting in a message.
-fn quoted(setting: &str) -> String {
+fn quote(setting: &str) -> String {
     match setting {
         "" => "none".to_string(),
         _ => format!("`{}`", short_name(setting)),
@@ -165,7 +167,7 @@ fn quoted(setting: &str) -> String {
 }
 
 /// A list in a sentence.
-fn listed(names: &[&str]) -> String {
+fn join_list(names: &[&str]) -> String {
     match names {
         [first @ .., last] if !first.is_empty() => format!("{} and {last}", first.join(", ")),
         _ => names.concat(),
@@ -174,28 +176,28 @@ fn listed(names: &[&str]) -> String {
 
 /// Roster entry of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Known {
+pub struct RosterEntry {
     pub pid: u32,
     pub address: String,
 }
 
-pub fn encode_roster(roster: &[Known]) -> Vec<u8> {
+pub fn encode_roster(roster: &[RosterEntry]) -> Vec<u8> {
     let mut content = (roster.len() as u32).to_le_bytes().to_vec();
-    for known in roster {
-        content.extend(known.pid.to_le_bytes());
-        put_text(&mut content, &known.address);
+    for entry in roster {
+        content.extend(entry.pid.to_le_bytes());
+        put_text(&mut content, &entry.address);
     }
     content
 }
 
-pub fn decode_roster(content: &[u8], processes: usize) -> Result<Vec<Known>, FrameError> {
+pub fn decode_roster(content: &[u8], processes: usize) -> Result<Vec<RosterEntry>, FrameError> {
     let mut fields = Fields::of(content);
     if fields.u32("the number of processes")? as usize != processes {
         return Err(FrameError::Field { what: "the number of processes" });
     }
     let mut roster = Vec::new();
     for _ in 0..processes {
-        roster.push(Known { pid: fields.u32("a process id")?, address: fields.text("an address")? });
+        roster.push(RosterEntry { pid: fields.u32("a process id")?, address: fields.text("an address")? });
     }
     fields.end()?;
     Ok(roster)
@@ -259,25 +261,25 @@ mod tests {
     #[test]
     fn hellos_and_rosters_read_back() {
         assert_eq!(Hello::decode(&hello().encode()), Ok(hello()));
-        let roster = vec![Known { pid: 1, address: "a:1".into() }, Known { pid: 2, address: "b:2".into() }];
+        let roster = vec![RosterEntry { pid: 1, address: "a:1".into() }, RosterEntry { pid: 2, address: "b:2".into() }];
         assert_eq!(decode_roster(&encode_roster(&roster), 2), Ok(roster.clone()));
         assert!(decode_roster(&encode_roster(&roster), 3).is_err());
-        let whole = hello().encode();
-        for length in 0..whole.len() {
-            assert!(Hello::decode(&whole[..length]).is_err(), "{length}");
+        let encoded = hello().encode();
+        for length in 0..encoded.len() {
+            assert!(Hello::decode(&encoded[..length]).is_err(), "{length}");
         }
     }
 
     #[test]
     fn a_long_setting_is_compared_in_full() {
-        let of = |last: &str| {
+        let hello_with = |last: &str| {
             let mut hello = hello();
             hello.identity.inputs[2].1 = RunInput::setting("ä".repeat(WHOLE) + last);
             hello
         };
-        let read = Hello::decode(&of("b").encode()).unwrap();
-        assert_eq!(read.meets(&of("b")), Ok(()));
-        let why = read.meets(&of("c")).unwrap_err();
+        let decoded = Hello::decode(&hello_with("b").encode()).unwrap();
+        assert_eq!(decoded.check_matches(&hello_with("b")), Ok(()));
+        let why = decoded.check_matches(&hello_with("c")).unwrap_err();
         let begin = "ä".repeat(BEGIN);
         assert!(why.starts_with(&format!("seed: rank 1 has `{begin}…, SHA-256 ")), "{why}");
         assert!(why.contains(&format!("`, rank 1 `{begin}…, SHA-256 ")), "{why}");
@@ -285,38 +287,42 @@ mod tests {
 
     #[test]
     fn a_cause_matters_only_if_a_digest_differs() {
-        let of = |frozen: &str, program: u8| {
+        let hello_with = |frozen: &str, program: u8| {
             let mut hello = hello();
             hello.identity.inputs[0].1 = RunInput::Digest([program; 32]);
             hello.identity.inputs.push(("frozen".to_string(), RunInput::cause(frozen.to_string())));
             Hello::decode(&hello.encode()).unwrap()
         };
-        assert_eq!(of("a,b", 1).meets(&of("b,a", 1)), Ok(()));
-        assert_eq!(of("a", 2).meets(&of("b", 1)), Err("frozen: rank 1 has `a`, rank 1 `b`".to_string()));
-        assert_eq!(of("a", 2).meets(&of("a", 1)), Err("the programs differ".to_string()));
+        assert_eq!(hello_with("a,b", 1).check_matches(&hello_with("b,a", 1)), Ok(()));
+        assert_eq!(
+            hello_with("a", 2).check_matches(&hello_with("b", 1)),
+            Err("frozen: rank 1 has `a`, rank 1 `b`".to_string())
+        );
+        assert_eq!(hello_with("a", 2).check_matches(&hello_with("a", 1)), Err("the programs differ".to_string()));
     }
 
     #[test]
     fn what_differs_is_named() {
         let check = |change: &dyn Fn(&mut Hello)| {
-            let mut other = hello();
-            change(&mut other);
-            other.meets(&hello())
+            let mut changed = hello();
+            change(&mut changed);
+            changed.check_matches(&hello())
         };
         let refused = |what: &str| Err(what.to_string());
         assert_eq!(check(&|_| {}), Ok(()));
-        let other = RunInput::Digest([0; 32]);
+        let other_digest = RunInput::Digest([0; 32]);
         let seed = |seed: &str| RunInput::Setting(seed.to_string());
-        assert_eq!(check(&|h| h.identity.inputs[1].1 = other.clone()), refused("the weights differ"));
+        assert_eq!(check(&|h| h.identity.inputs[1].1 = other_digest.clone()), refused("the weights differ"));
         assert_eq!(check(&|h| drop(h.identity.inputs.pop())), refused("it has other settings than this process"));
         assert_eq!(check(&|h| h.identity.inputs[1].0.clear()), refused("it has other settings than this process"));
-        let both = |h: &mut Hello| h.identity.inputs[..2].iter_mut().for_each(|input| input.1 = other.clone());
-        assert_eq!(check(&both), refused("the programs and the weights differ"));
+        let change_both_digests =
+            |h: &mut Hello| h.identity.inputs[..2].iter_mut().for_each(|input| input.1 = other_digest.clone());
+        assert_eq!(check(&change_both_digests), refused("the programs and the weights differ"));
         assert_eq!(check(&|h| h.identity.inputs[2].1 = seed("4\u{1b}")), refused("seed: rank 1 has `4`, rank 1 `3`"));
-        let all = |h: &mut Hello| {
-            (h.process, h.identity.inputs[0].1, h.identity.inputs[2].1) = (2, other.clone(), seed(""));
+        let change_process_and_inputs = |h: &mut Hello| {
+            (h.process, h.identity.inputs[0].1, h.identity.inputs[2].1) = (2, other_digest.clone(), seed(""));
         };
-        assert_eq!(check(&all), refused("seed: rank 2 has none, rank 1 `3`"));
+        assert_eq!(check(&change_process_and_inputs), refused("seed: rank 2 has none, rank 1 `3`"));
         assert_eq!(check(&|h| h.identity.run = 8), refused("it belongs to run 8, this is run 7"));
     }
 }

@@ -23,14 +23,14 @@ const MOST_REFUSALS: usize = 64;
 #[derive(Clone, Debug)]
 pub struct ProcessConfig {
     /// This process's number.
-    pub own: usize,
+    pub process: usize,
     pub placement: WorkerPlacement,
     /// Inputs that must be equal in all processes.
     pub identity: Identity,
     /// What all processes must know.
     pub token: RunToken,
     /// Address of process 0.
-    pub first: String,
+    pub first_address: String,
     /// Listening address; `None` uses any free port.
     pub listen: Option<String>,
     /// Maximum time to wait for the other processes.
@@ -55,7 +55,7 @@ pub enum Notice {
 
 /// A process joining the run.
 pub struct Meeting<'a> {
-    pub part: &'a ProcessConfig,
+    pub config: &'a ProcessConfig,
     pub run_status: &'a Arc<RunStatus>,
     pub notice: &'a dyn Fn(Notice),
     pub until: Instant,
@@ -75,41 +75,45 @@ struct Refusals {
 impl<'a> Meeting<'a> {
     pub fn new(
         names: Vec<String>,
-        part: &'a ProcessConfig,
+        config: &'a ProcessConfig,
         run_status: &'a Arc<RunStatus>,
         notice: &'a dyn Fn(Notice),
     ) -> Meeting<'a> {
-        let until = Instant::now() + part.connect_timeout;
-        Meeting { part, run_status, notice, until, names, refusals: RefCell::default() }
+        let until = Instant::now() + config.connect_timeout;
+        Meeting { config, run_status, notice, until, names, refusals: RefCell::default() }
     }
 
-    pub fn left(&self) -> Duration {
+    pub fn remaining(&self) -> Duration {
         self.until.saturating_duration_since(Instant::now())
     }
 
     /// The cause of the run's end if known, else `error`.
-    pub fn ended(&self, error: LinkError) -> LinkError {
+    pub fn run_failure_or(&self, error: LinkError) -> LinkError {
         self.run_status.cause().unwrap_or(error)
     }
 
     /// The challenge of this process on a new connection.
     pub fn challenge(&self) -> Result<Challenge, LinkError> {
-        let challenge = Challenge::new(self.part.own, self.part.placement.processes);
+        let challenge = Challenge::new(self.config.process, self.config.placement.processes);
         challenge.map_err(|what| LinkError::Ended { process: None, what })
     }
 
     /// After [`REPORT_AFTER`], reports once which processes are missing.
-    pub fn wait(&self, began: Instant, is_reported: &mut bool, whom: impl FnOnce() -> String) {
-        let (waited, left) = (began.elapsed(), self.left());
-        if *is_reported || waited < REPORT_AFTER || left.is_zero() {
+    pub fn report_missing(&self, start: Instant, is_reported: &mut bool, whom: impl FnOnce() -> String) {
+        let (waited, remaining) = (start.elapsed(), self.remaining());
+        if *is_reported || waited < REPORT_AFTER || remaining.is_zero() {
             return;
         }
         *is_reported = true;
-        (self.notice)(Notice::Waits(format!("waits for {}, up to {:.0} s more", whom(), left.as_secs_f64().ceil())));
+        (self.notice)(Notice::Waits(format!(
+            "waits for {}, up to {:.0} s more",
+            whom(),
+            remaining.as_secs_f64().ceil()
+        )));
     }
 
     /// Reports a refused connection, once for each address and reason.
-    pub fn refused(&self, who: &str, from: IpAddr, why: &str) {
+    pub fn report_refusal(&self, who: &str, from: IpAddr, why: &str) {
         let mut refusals = self.refusals.borrow_mut();
         refusals.last = Some(format!("{who}: {why}"));
         let reported = refusals.reported.len();

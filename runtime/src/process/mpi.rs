@@ -62,9 +62,9 @@ pub fn open() -> Result<Opened, LinkError> {
         let _alive = alive;
         let Some((universe, _)) = mpi::initialize_with_threading(Threading::Funneled) else { return };
         let world = universe.world();
-        let (own, processes) = (world.rank(), world.size());
-        let (peers, streams): (Vec<Peer>, _) = (0..processes).filter(|rank| *rank != own).map(Peer::new).unzip();
-        if init_sender.send((own as usize, processes as usize, streams)).is_ok() {
+        let (rank_here, processes) = (world.rank(), world.size());
+        let (peers, streams): (Vec<Peer>, _) = (0..processes).filter(|rank| *rank != rank_here).map(Peer::new).unzip();
+        if init_sender.send((rank_here as usize, processes as usize, streams)).is_ok() {
             carry(&world, peers);
         }
         // Finalises MPI, which waits for the other processes.

@@ -26,7 +26,7 @@ const NUMBERS: usize = 256;
 
 /// A stage on one rank, with its replica number, tensor-parallel rank, replica count, in-flight limit, and the
 /// minibatches before its newest snapshot.
-struct Held {
+struct RankStage {
     stage: StageId,
     replica: u32,
     tensor_rank: usize,
@@ -37,7 +37,7 @@ struct Held {
 
 /// The valid contents of snapshots from one process.
 pub struct PartForm<'a> {
-    held: Vec<Held>,
+    stages: Vec<RankStage>,
     codes: &'a [StageCode],
     /// Minibatches of the run.
     minibatches: u32,
@@ -45,28 +45,35 @@ pub struct PartForm<'a> {
 
 impl<'a> PartForm<'a> {
     pub fn of(program: &Program, codes: &'a [StageCode], placement: &WorkerPlacement, process: usize) -> PartForm<'a> {
-        let held = placement.ranks(process).flat_map(|rank| {
-            let (own, tensor_rank) = (&program.workers[placement.worker(rank)], placement.tensor_rank(rank));
-            program.stages_of(own.rank).map(move |stage| {
-                let of = &program.stages[stage.index()];
-                Held { stage, replica: own.replica, tensor_rank, replicas: of.replicas, cap: of.cap, newest: 0 }
+        let stages = placement.ranks(process).flat_map(|rank| {
+            let (worker, tensor_rank) = (&program.workers[placement.worker(rank)], placement.tensor_rank(rank));
+            program.stages_of(worker.rank).map(move |stage| {
+                let program_stage = &program.stages[stage.index()];
+                RankStage {
+                    stage,
+                    replica: worker.replica,
+                    tensor_rank,
+                    replicas: program_stage.replicas,
+                    cap: program_stage.cap,
+                    newest: 0,
+                }
             })
         });
-        PartForm { held: held.collect(), codes, minibatches: program.items / program.microbatches.max(1) }
+        PartForm { stages: stages.collect(), codes, minibatches: program.items / program.microbatches.max(1) }
     }
 
     /// Maximum size of a snapshot, in bytes.
-    pub fn most(&self) -> usize {
-        let of = |Held { stage, cap, .. }: &Held| {
+    pub fn max_bytes(&self) -> usize {
+        let size = |RankStage { stage, cap, .. }: &RankStage| {
             let code = &self.codes[stage.index()];
             let parameter = |named: &NamedTensor| wide_bytes(named).saturating_add(NUMBERS);
-            let all = code.parameters.iter().map(parameter).fold(NUMBERS, usize::saturating_add);
+            let parameters = code.parameters.iter().map(parameter).fold(NUMBERS, usize::saturating_add);
             let states = code.states.iter().map(|named| named.bytes + NUMBERS).fold(0, usize::saturating_add);
             // Weights, master, optimizer state and drift; and versions, forwards and tied weights in flight.
             let copies = (MOST_STATE as usize + 3).saturating_add((*cap as usize).saturating_add(2).saturating_mul(3));
-            all.saturating_mul(copies).saturating_add(states)
+            parameters.saturating_mul(copies).saturating_add(states)
         };
-        self.held.iter().map(of).max().unwrap_or(0)
+        self.stages.iter().map(size).max().unwrap_or(0)
     }
 }
 
@@ -84,69 +91,73 @@ fn put_count(to: &mut Vec<u8>, count: usize) {
     to.extend((count as u32).to_le_bytes());
 }
 
-fn put_moves(to: &mut Vec<u8>, moves: &ParameterState) -> Result<(), DeviceError> {
-    to.extend(moves.updates.to_le_bytes());
-    put_count(to, moves.state.len());
-    moves.state.iter().try_for_each(|state| put(to, state))?;
-    for one in [&moves.master, &moves.drift] {
-        to.push(u8::from(one.is_some()));
-        one.iter().try_for_each(|one| put(to, one))?;
+fn put_optimizer_state(to: &mut Vec<u8>, optimizer_state: &ParameterState) -> Result<(), DeviceError> {
+    to.extend(optimizer_state.updates.to_le_bytes());
+    put_count(to, optimizer_state.state.len());
+    optimizer_state.state.iter().try_for_each(|state| put(to, state))?;
+    for buffer in [&optimizer_state.master, &optimizer_state.drift] {
+        to.push(u8::from(buffer.is_some()));
+        buffer.iter().try_for_each(|buffer| put(to, buffer))?;
     }
     Ok(())
 }
 
-fn put_weights(to: &mut Vec<u8>, sets: &BTreeMap<u32, Weights>) -> Result<(), DeviceError> {
-    put_count(to, sets.len());
-    for (number, weights) in sets {
-        to.extend(number.to_le_bytes());
+fn put_weights(to: &mut Vec<u8>, versions: &BTreeMap<u32, Weights>) -> Result<(), DeviceError> {
+    put_count(to, versions.len());
+    for (version, weights) in versions {
+        to.extend(version.to_le_bytes());
         put_count(to, weights.len());
         weights.iter().try_for_each(|weight| put(to, weight))?;
     }
     Ok(())
 }
 
-pub fn pack(part: &StageSnapshot) -> Result<Vec<u8>, DeviceError> {
-    let mut to = [part.stage.0.to_le_bytes(), part.replica.to_le_bytes(), part.minibatches.to_le_bytes()].concat();
-    put_count(&mut to, part.tensor_rank);
-    to.extend(part.replicas.to_le_bytes());
-    put_count(&mut to, part.moves.len());
-    part.moves.iter().try_for_each(|moves| put_moves(&mut to, moves))?;
-    to.push(u8::from(part.whole.is_some()));
-    if let Some(whole) = &part.whole {
-        for (weight, moves) in whole.weights.iter().zip(&whole.moves) {
-            put(&mut to, weight)?;
-            put_moves(&mut to, moves)?;
+pub fn pack(snapshot: &StageSnapshot) -> Result<Vec<u8>, DeviceError> {
+    let mut bytes =
+        [snapshot.stage.0.to_le_bytes(), snapshot.replica.to_le_bytes(), snapshot.minibatches.to_le_bytes()].concat();
+    put_count(&mut bytes, snapshot.tensor_rank);
+    bytes.extend(snapshot.replicas.to_le_bytes());
+    put_count(&mut bytes, snapshot.optimizer_states.len());
+    snapshot
+        .optimizer_states
+        .iter()
+        .try_for_each(|optimizer_state| put_optimizer_state(&mut bytes, optimizer_state))?;
+    bytes.push(u8::from(snapshot.state.is_some()));
+    if let Some(state) = &snapshot.state {
+        for (weight, optimizer_state) in state.weights.iter().zip(&state.optimizer_states) {
+            put(&mut bytes, weight)?;
+            put_optimizer_state(&mut bytes, optimizer_state)?;
         }
-        whole.states.iter().try_for_each(|state| put(&mut to, state))?;
-        to.push(u8::from(whole.scale.is_some()));
-        if let Some((scale, good)) = whole.scale {
-            to.extend(scale.to_le_bytes());
-            to.extend(good.to_le_bytes());
+        state.states.iter().try_for_each(|buffer| put(&mut bytes, buffer))?;
+        bytes.push(u8::from(state.scale.is_some()));
+        if let Some((scale, good)) = state.scale {
+            bytes.extend(scale.to_le_bytes());
+            bytes.extend(good.to_le_bytes());
         }
     }
-    put_weights(&mut to, &part.versions)?;
-    put_weights(&mut to, &part.forwards)?;
-    put_count(&mut to, part.shared.len());
-    for (parameter, versions) in &part.shared {
-        put_count(&mut to, *parameter);
-        put_count(&mut to, versions.len());
+    put_weights(&mut bytes, &snapshot.versions)?;
+    put_weights(&mut bytes, &snapshot.forwards)?;
+    put_count(&mut bytes, snapshot.tied_weights.len());
+    for (parameter, versions) in &snapshot.tied_weights {
+        put_count(&mut bytes, *parameter);
+        put_count(&mut bytes, versions.len());
         for (version, weight) in versions {
-            to.extend(version.to_le_bytes());
-            put(&mut to, weight)?;
+            bytes.extend(version.to_le_bytes());
+            put(&mut bytes, weight)?;
         }
     }
-    Ok(to)
+    Ok(bytes)
 }
 
 /// Reads a buffer that must have one of these lengths.
 fn take(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<Buffer, FrameError> {
     let what = "a tensor of a checkpoint";
     let length = fields.u64(what)?;
-    let known = lengths.iter().find(|known| **known as u64 == length);
-    Ok(Buffer::host_copy(fields.bytes(*known.ok_or(FrameError::Field { what })?, what)?))
+    let expected = lengths.iter().find(|expected| **expected as u64 == length);
+    Ok(Buffer::host_copy(fields.bytes(*expected.ok_or(FrameError::Field { what })?, what)?))
 }
 
-fn is_there(fields: &mut Fields<'_>) -> Result<bool, FrameError> {
+fn take_flag(fields: &mut Fields<'_>) -> Result<bool, FrameError> {
     match fields.u8("the checkpoint flags")? {
         0 => Ok(false),
         1 => Ok(true),
@@ -155,20 +166,20 @@ fn is_there(fields: &mut Fields<'_>) -> Result<bool, FrameError> {
 }
 
 /// Reads the optimizer state of a parameter or its shard.
-fn take_moves(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<ParameterState, FrameError> {
+fn take_optimizer_state(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<ParameterState, FrameError> {
     let updates = fields.u32("the update count of a parameter")?;
     let count = fields.below(MOST_STATE + 1, "the state of an optimizer")?;
     let state = (0..count).map(|_| take(fields, lengths)).collect::<Result<_, _>>()?;
-    let master = if is_there(fields)? { Some(take(fields, lengths)?) } else { None };
-    let drift = if is_there(fields)? { Some(take(fields, lengths)?) } else { None };
+    let master = if take_flag(fields)? { Some(take(fields, lengths)?) } else { None };
+    let drift = if take_flag(fields)? { Some(take(fields, lengths)?) } else { None };
     Ok(ParameterState { master, state, drift, updates })
 }
 
 fn take_weights(fields: &mut Fields<'_>, code: &StageCode) -> Result<BTreeMap<u32, Weights>, FrameError> {
     let what = "the versions of a checkpoint";
-    let mut sets = BTreeMap::new();
+    let mut versions = BTreeMap::new();
     for _ in 0..fields.u32(what)? {
-        let number = fields.u32(what)?;
+        let version = fields.u32(what)?;
         let count = fields.u32(what)? as usize;
         // A version saved by another replica is empty here.
         if count != 0 && count != code.parameters.len() {
@@ -178,11 +189,11 @@ fn take_weights(fields: &mut Fields<'_>, code: &StageCode) -> Result<BTreeMap<u3
         for named in &code.parameters[..count] {
             weights.push(Arc::new(take(fields, &[named.bytes, wide_bytes(named), 0])?));
         }
-        if sets.insert(number, weights).is_some() {
+        if versions.insert(version, weights).is_some() {
             return Err(FrameError::Field { what });
         }
     }
-    Ok(sets)
+    Ok(versions)
 }
 
 /// Reads and checks a snapshot.
@@ -191,45 +202,47 @@ pub fn unpack(form: &mut PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageS
     let (stage, replica) = (StageId(fields.u32(what)?), fields.u32(what)?);
     let minibatches = fields.u32("the step of a checkpoint")?;
     let tensor_rank = fields.u32("the tensor-parallel rank of a checkpoint")? as usize;
-    let is_held = |of: &Held| (of.stage, of.replica, of.tensor_rank) == (stage, replica, tensor_rank);
-    let at = form.held.iter().position(is_held).ok_or(FrameError::Field { what })?;
-    let known = form.held[at].replicas;
-    if minibatches <= form.held[at].newest || minibatches > form.minibatches {
+    let is_stage = |rank_stage: &RankStage| {
+        (rank_stage.stage, rank_stage.replica, rank_stage.tensor_rank) == (stage, replica, tensor_rank)
+    };
+    let index = form.stages.iter().position(is_stage).ok_or(FrameError::Field { what })?;
+    let replica_count = form.stages[index].replicas;
+    if minibatches <= form.stages[index].newest || minibatches > form.minibatches {
         return Err(FrameError::Field { what: "the step of a checkpoint" });
     }
     let code = form.codes.get(stage.index()).ok_or(FrameError::Field { what })?;
     let what = "the replicas of a checkpoint";
     let replicas = fields.u32(what)?;
-    if replicas != 1 && replicas != known {
+    if replicas != 1 && replicas != replica_count {
         return Err(FrameError::Field { what });
     }
     let lengths = |named: &NamedTensor| {
         let size = named.fact.dtype.size();
-        let share = range(named.bytes, size, replica as usize, replicas as usize).len();
-        [named.bytes, wide_bytes(named), share, share / size.max(1) * accumulation_type(named.fact.dtype).size()]
+        let shard = range(named.bytes, size, replica as usize, replicas as usize).len();
+        [named.bytes, wide_bytes(named), shard, shard / size.max(1) * accumulation_type(named.fact.dtype).size()]
     };
     let count = fields.u32(what)? as usize;
     if count != 0 && count != code.parameters.len() {
         return Err(FrameError::Field { what });
     }
-    let of_share = code.parameters[..count].iter().map(|named| take_moves(fields, &lengths(named)));
-    let of_share = of_share.collect::<Result<Vec<_>, _>>()?;
-    let mut whole = None;
-    if is_there(fields)? {
-        let (mut weights, mut moves) = (Weights::new(), Vec::new());
+    let shard_states = code.parameters[..count].iter().map(|named| take_optimizer_state(fields, &lengths(named)));
+    let shard_states = shard_states.collect::<Result<Vec<_>, _>>()?;
+    let mut state = None;
+    if take_flag(fields)? {
+        let (mut weights, mut optimizer_states) = (Weights::new(), Vec::new());
         for named in &code.parameters {
             weights.push(Arc::new(take(fields, &[named.bytes, wide_bytes(named)])?));
-            moves.push(take_moves(fields, &lengths(named))?);
+            optimizer_states.push(take_optimizer_state(fields, &lengths(named))?);
         }
         let states = code.states.iter().map(|named| take(fields, &[named.bytes])).collect::<Result<_, _>>()?;
-        let scale = match is_there(fields)? {
+        let scale = match take_flag(fields)? {
             true => Some((fields.f64("the loss scale")?, fields.u32("the loss scale")?)),
             false => None,
         };
-        whole = Some(StageState { weights, moves, states, scale });
+        state = Some(StageState { weights, optimizer_states, states, scale });
     }
     let (versions, forwards) = (take_weights(fields, code)?, take_weights(fields, code)?);
-    let mut shared: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>> = BTreeMap::new();
+    let mut tied_weights: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>> = BTreeMap::new();
     let what = "the tied weights of a checkpoint";
     for _ in 0..fields.u32(what)? {
         let parameter = fields.u32(what)? as usize;
@@ -239,22 +252,22 @@ pub fn unpack(form: &mut PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageS
             let version = fields.u32(what)?;
             older.insert(version, Arc::new(take(fields, &[named.bytes, wide_bytes(named)])?));
         }
-        shared.insert(parameter, older);
+        tied_weights.insert(parameter, older);
     }
     fields.end()?;
-    form.held[at].newest = minibatches;
+    form.stages[index].newest = minibatches;
     Ok(StageSnapshot {
         stage,
         replica,
         tensor_rank,
         minibatches,
         replicas,
-        moves: of_share,
-        whole,
+        optimizer_states: shard_states,
+        state,
         versions,
         forwards,
-        shared,
-        counted: None,
+        tied_weights,
+        counted_bytes: None,
     })
 }
 
@@ -285,12 +298,12 @@ mod tests {
             tensor_rank,
             minibatches,
             replicas: 1,
-            moves: Vec::new(),
-            whole: None,
+            optimizer_states: Vec::new(),
+            state: None,
             versions: BTreeMap::new(),
             forwards: BTreeMap::new(),
-            shared: BTreeMap::new(),
-            counted: None,
+            tied_weights: BTreeMap::new(),
+            counted_bytes: None,
         }
     }
 

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerPlacement {
     /// Indexed by global rank: see [`GroupRank::global`].
-    pub of: Vec<usize>,
+    pub processes_of_ranks: Vec<usize>,
     pub processes: usize,
     /// The tensor-parallel degree.
     pub degree: usize,
@@ -20,29 +20,33 @@ impl WorkerPlacement {
     /// One process per rank, plus process 0 without a rank.
     pub fn beside(workers: usize, degree: usize) -> WorkerPlacement {
         let ranks = workers * degree;
-        WorkerPlacement { of: (1..=ranks).collect(), processes: ranks + 1, degree }
+        WorkerPlacement { processes_of_ranks: (1..=ranks).collect(), processes: ranks + 1, degree }
     }
 
     /// Splits ranks in order over `processes` processes, as evenly as possible. `None` if some would have none.
     pub fn even(workers: usize, degree: usize, processes: usize) -> Option<WorkerPlacement> {
         let ranks = workers * degree;
-        let of = (0..ranks).map(|rank| rank * processes / ranks.max(1)).collect();
-        (1..=ranks).contains(&processes).then_some(WorkerPlacement { of, processes, degree })
+        let processes_of_ranks = (0..ranks).map(|rank| rank * processes / ranks.max(1)).collect();
+        (1..=ranks).contains(&processes).then_some(WorkerPlacement { processes_of_ranks, processes, degree })
     }
 
     /// Assigns `hosts[i]` consecutive ranks to host i. `None` if their sum differs.
     pub fn by_host(workers: usize, degree: usize, hosts: &[u32]) -> Option<WorkerPlacement> {
-        let placement: u64 = hosts.iter().map(|count| u64::from(*count)).sum();
-        if placement != (workers * degree) as u64 {
+        let ranks: u64 = hosts.iter().map(|count| u64::from(*count)).sum();
+        if ranks != (workers * degree) as u64 {
             return None;
         }
-        let of = (0..).zip(hosts).flat_map(|(host, count)| (0..*count).map(move |_| host)).collect();
-        Some(WorkerPlacement { of, processes: hosts.len(), degree })
+        let processes_of_ranks = (0..).zip(hosts).flat_map(|(host, count)| (0..*count).map(move |_| host)).collect();
+        Some(WorkerPlacement { processes_of_ranks, processes: hosts.len(), degree })
     }
 
     /// The global ranks of a process.
     pub fn ranks(&self, process: usize) -> impl Iterator<Item = usize> + '_ {
-        self.of.iter().enumerate().filter(move |(_, of)| **of == process).map(|(rank, _)| rank)
+        self.processes_of_ranks
+            .iter()
+            .enumerate()
+            .filter(move |(_, process_of_rank)| **process_of_rank == process)
+            .map(|(rank, _)| rank)
     }
 
     /// The worker of a global rank.
@@ -62,25 +66,26 @@ impl WorkerPlacement {
 
     /// True if a tensor-parallel group is in several processes.
     pub fn has_split_groups(&self) -> bool {
-        self.of.chunks(self.degree).any(|group| group.iter().any(|process| *process != group[0]))
+        self.processes_of_ranks.chunks(self.degree).any(|group| group.iter().any(|process| *process != group[0]))
     }
 
     /// Display name of a process: its rank if users start the ranks, its workers and their stages. A worker that it has
     /// only in part is named with its tensor-parallel rank.
     pub fn name(&self, program: &Program, process: usize) -> String {
-        let mut held: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        let mut tensor_ranks: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for rank in self.ranks(process) {
-            held.entry(self.worker(rank)).or_default().push(self.tensor_rank(rank));
+            tensor_ranks.entry(self.worker(rank)).or_default().push(self.tensor_rank(rank));
         }
-        let workers: Vec<usize> = held.keys().copied().filter(|worker| *worker < program.workers.len()).collect();
-        let of = |worker: &usize| program.stages_of(program.workers[*worker].rank).map(|stage| stage.0);
-        let stages: BTreeSet<u32> = workers.iter().flat_map(of).collect();
+        let workers: Vec<usize> =
+            tensor_ranks.keys().copied().filter(|worker| *worker < program.workers.len()).collect();
+        let stages_of_worker = |worker: &usize| program.stages_of(program.workers[*worker].rank).map(|stage| stage.0);
+        let stages: BTreeSet<u32> = workers.iter().flat_map(stages_of_worker).collect();
         let name = |worker: &usize| {
-            let (worker, ranks) = (WorkerId(*worker as u32), &held[worker]);
+            let (worker, ranks) = (WorkerId(*worker as u32), &tensor_ranks[worker]);
             let name = program.worker_name(worker);
             match &ranks[..] {
-                all if all.len() == self.degree => name,
-                [one] => rank_name(program, worker, GroupRank { degree: self.degree, rank: *one }),
+                whole if whole.len() == self.degree => name,
+                [rank] => rank_name(program, worker, GroupRank { degree: self.degree, rank: *rank }),
                 [first, .., last] => format!("{name} tensor ranks {first} to {last}"),
                 [] => name,
             }
@@ -88,10 +93,10 @@ impl WorkerPlacement {
         let names: Vec<String> = workers.iter().map(name).collect();
         let stages: Vec<String> = stages.iter().map(u32::to_string).collect();
         let plural = |count: usize| if count == 1 { "" } else { "s" };
-        let (workers_of, stages_of) = (names.join(", "), stages.join(", "));
+        let (worker_list, stage_list) = (names.join(", "), stages.join(", "));
         let (worker, stage) = (
-            format!("worker{} {workers_of}", plural(names.len())),
-            format!("stage{} {stages_of}", plural(stages.len())),
+            format!("worker{} {worker_list}", plural(names.len())),
+            format!("stage{} {stage_list}", plural(stages.len())),
         );
         match workers.is_empty() {
             true => "the process that reports".to_string(),
@@ -104,21 +109,21 @@ impl WorkerPlacement {
     }
 
     /// Pairs of processes that need a connection, the lower first: channels, communicators, and process 0 with all.
-    /// `agrees` is true if all workers share a gradient norm at every step.
-    pub fn lines(&self, program: &Program, codes: &[StageCode], agrees: bool) -> BTreeSet<(usize, usize)> {
+    /// `shares_norm` is true if all workers share a gradient norm at every step.
+    pub fn lines(&self, program: &Program, codes: &[StageCode], shares_norm: bool) -> BTreeSet<(usize, usize)> {
         let mut lines: BTreeSet<(usize, usize)> = (1..self.processes).map(|process| (0, process)).collect();
-        let mut together: Vec<Vec<usize>> = Vec::new();
+        let mut groups: Vec<Vec<usize>> = Vec::new();
         let mut readers: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
         for (stage, code) in codes.iter().enumerate() {
             code.parameters.iter().for_each(|named| _ = readers.entry(&named.name).or_default().insert(stage));
         }
         for rank in 0..self.degree {
             let rank = GroupRank { degree: self.degree, rank };
-            let process = |worker: usize| self.of.get(rank.global(worker)).copied();
-            for (worker, own) in program.workers.iter().enumerate() {
-                for instruction in &own.instructions {
+            let process_of = |worker: usize| self.processes_of_ranks.get(rank.global(worker)).copied();
+            for (worker, worker_program) in program.workers.iter().enumerate() {
+                for instruction in &worker_program.instructions {
                     if let Instruction::Send { peer, .. } = instruction
-                        && let (Some(from), Some(to)) = (process(worker), process(peer.index()))
+                        && let (Some(from), Some(to)) = (process_of(worker), process_of(peer.index()))
                         && from != to
                     {
                         lines.insert((from.min(to), from.max(to)));
@@ -128,20 +133,23 @@ impl WorkerPlacement {
             let holders = |stages: &BTreeSet<usize>| -> Vec<usize> {
                 let holds = |rank| program.stages_of(rank).any(|stage| stages.contains(&stage.index()));
                 let workers = program.workers.iter().enumerate();
-                workers.filter(|(_, own)| holds(own.rank)).filter_map(|(worker, _)| process(worker)).collect()
+                workers
+                    .filter(|(_, worker_program)| holds(worker_program.rank))
+                    .filter_map(|(worker, _)| process_of(worker))
+                    .collect()
             };
-            together.extend((0..codes.len()).map(|stage| holders(&BTreeSet::from([stage]))));
-            together.extend(readers.values().filter(|stages| stages.len() > 1).map(holders));
-            if agrees {
-                together.push((0..program.workers.len()).filter_map(process).collect());
+            groups.extend((0..codes.len()).map(|stage| holders(&BTreeSet::from([stage]))));
+            groups.extend(readers.values().filter(|stages| stages.len() > 1).map(holders));
+            if shares_norm {
+                groups.push((0..program.workers.len()).filter_map(process_of).collect());
             }
         }
         // The group of each worker.
-        together.extend(self.of.chunks(self.degree).map(<[usize]>::to_vec));
-        for group in together {
+        groups.extend(self.processes_of_ranks.chunks(self.degree).map(<[usize]>::to_vec));
+        for group in groups {
             let group: BTreeSet<usize> = group.into_iter().collect();
-            for &one in &group {
-                lines.extend(group.range(one + 1..).map(|&other| (one, other)));
+            for &process in &group {
+                lines.extend(group.range(process + 1..).map(|&other| (process, other)));
             }
         }
         lines
@@ -163,25 +171,40 @@ mod tests {
 
     #[test]
     fn even_placement_is_contiguous() {
-        assert_eq!(WorkerPlacement::even(5, 1, 2).map(|placement| placement.of), Some(vec![0, 0, 0, 1, 1]));
-        assert_eq!(WorkerPlacement::even(3, 1, 3).map(|placement| placement.of), Some(vec![0, 1, 2]));
+        assert_eq!(
+            WorkerPlacement::even(5, 1, 2).map(|placement| placement.processes_of_ranks),
+            Some(vec![0, 0, 0, 1, 1])
+        );
+        assert_eq!(WorkerPlacement::even(3, 1, 3).map(|placement| placement.processes_of_ranks), Some(vec![0, 1, 2]));
         assert_eq!((WorkerPlacement::even(2, 1, 3), WorkerPlacement::even(2, 1, 0)), (None, None));
-        assert_eq!(WorkerPlacement::by_host(3, 1, &[1, 2]).map(|placement| placement.of), Some(vec![0, 1, 1]));
+        assert_eq!(
+            WorkerPlacement::by_host(3, 1, &[1, 2]).map(|placement| placement.processes_of_ranks),
+            Some(vec![0, 1, 1])
+        );
         assert_eq!(WorkerPlacement::by_host(3, 1, &[u32::MAX, 2]), None);
-        assert_eq!(WorkerPlacement::beside(2, 1), WorkerPlacement { of: vec![1, 2], processes: 3, degree: 1 });
+        assert_eq!(
+            WorkerPlacement::beside(2, 1),
+            WorkerPlacement { processes_of_ranks: vec![1, 2], processes: 3, degree: 1 }
+        );
     }
 
     #[test]
     fn ranks_of_groups_are_consecutive() {
-        let whole = WorkerPlacement::even(2, 2, 2).unwrap();
-        assert_eq!((&whole.of[..], whole.tensor_ranks(1)), (&[0, 0, 1, 1][..], BTreeSet::from([0, 1])));
-        assert_eq!(whole.ranks(1).map(|rank| whole.worker(rank)).collect::<Vec<_>>(), [1, 1]);
-        let apart = WorkerPlacement::even(2, 2, 4).unwrap();
-        assert_eq!((apart.tensor_ranks(1), apart.worker(1)), (BTreeSet::from([1]), 0));
-        assert_eq!(WorkerPlacement::by_host(2, 2, &[1, 3]).map(|placement| placement.of), Some(vec![0, 1, 1, 1]));
+        let unsplit = WorkerPlacement::even(2, 2, 2).unwrap();
+        assert_eq!(
+            (&unsplit.processes_of_ranks[..], unsplit.tensor_ranks(1)),
+            (&[0, 0, 1, 1][..], BTreeSet::from([0, 1]))
+        );
+        assert_eq!(unsplit.ranks(1).map(|rank| unsplit.worker(rank)).collect::<Vec<_>>(), [1, 1]);
+        let split = WorkerPlacement::even(2, 2, 4).unwrap();
+        assert_eq!((split.tensor_ranks(1), split.worker(1)), (BTreeSet::from([1]), 0));
+        assert_eq!(
+            WorkerPlacement::by_host(2, 2, &[1, 3]).map(|placement| placement.processes_of_ranks),
+            Some(vec![0, 1, 1, 1])
+        );
         assert_eq!((WorkerPlacement::even(2, 2, 5), WorkerPlacement::by_host(2, 2, &[2])), (None, None));
-        assert_eq!(WorkerPlacement::beside(1, 2).of, [1, 2]);
-        let alone = WorkerPlacement::beside(2, 1);
-        assert_eq!([whole, apart, alone].map(|of| of.has_split_groups()), [false, true, false]);
+        assert_eq!(WorkerPlacement::beside(1, 2).processes_of_ranks, [1, 2]);
+        let single = WorkerPlacement::beside(2, 1);
+        assert_eq!([unsplit, split, single].map(|placement| placement.has_split_groups()), [false, true, false]);
     }
 }

@@ -9,7 +9,7 @@ use crate::process::authentication;
 use crate::process::connection::{NO_DATA, RUN_OVER, Stream};
 use crate::process::dial::{dial, introduce, is_lost};
 use crate::process::frame::{FrameError, Kind};
-use crate::process::handshake::{HandshakeConnection, Hello, Known, decode_roster, encode_roster};
+use crate::process::handshake::{HandshakeConnection, Hello, RosterEntry, decode_roster, encode_roster};
 use crate::process::meeting::{Meeting, Notice, ProcessConfig};
 use crate::process::placement::WorkerPlacement;
 use crate::process::run_status::{LinkError, RunStatus};
@@ -29,7 +29,7 @@ pub type Progress = Arc<Vec<AtomicU32>>;
 
 /// A connected process group, as seen by one process.
 pub struct Group {
-    pub part: ProcessConfig,
+    pub config: ProcessConfig,
     pub run_status: Arc<RunStatus>,
     /// Last known progress of all ranks.
     pub progress: Progress,
@@ -72,15 +72,15 @@ pub fn listen(address: &str) -> Result<TcpListener, LinkError> {
 pub fn join(
     program: &Program,
     lines: &BTreeSet<(usize, usize)>,
-    part: ProcessConfig,
-    door: JoinMode,
+    config: ProcessConfig,
+    mode: JoinMode,
     run_status: Arc<RunStatus>,
     notice: &dyn Fn(Notice),
 ) -> Result<Group, LinkError> {
-    let all = (0..part.placement.processes).map(|process| part.placement.name(program, process)).collect();
-    let Connected { connections, names, carrier } = connect(all, lines, &part, door, &run_status, notice)?;
-    let progress = Arc::new(part.placement.of.iter().map(|_| AtomicU32::new(0)).collect());
-    Ok(Group { part, run_status, progress, names, connections, lines: lines.clone(), carrier })
+    let names = (0..config.placement.processes).map(|process| config.placement.name(program, process)).collect();
+    let Connected { connections, names, carrier } = connect(names, lines, &config, mode, &run_status, notice)?;
+    let progress = Arc::new(config.placement.processes_of_ranks.iter().map(|_| AtomicU32::new(0)).collect());
+    Ok(Group { config, run_status, progress, names, connections, lines: lines.clone(), carrier })
 }
 
 /// Connected processes that have no program yet.
@@ -96,75 +96,89 @@ pub struct Connected {
 pub fn connect(
     names: Vec<String>,
     lines: &BTreeSet<(usize, usize)>,
-    part: &ProcessConfig,
-    door: JoinMode,
+    config: &ProcessConfig,
+    mode: JoinMode,
     run_status: &Arc<RunStatus>,
     notice: &dyn Fn(Notice),
 ) -> Result<Connected, LinkError> {
-    let joiner = Joiner { part, run_status, meeting: &Meeting::new(names, part, run_status, notice) };
-    let ((connections, roster), carrier) = match door {
+    let joiner = Joiner { config, run_status, meeting: &Meeting::new(names, config, run_status, notice) };
+    let ((connections, roster), carrier) = match mode {
         JoinMode::Port(port) => (joiner.open(&port)?, None),
         JoinMode::Outside => (joiner.enter(lines)?, None),
-        JoinMode::Open(streams, carrier) => (joiner.stand(streams, lines)?, Some(carrier)),
+        JoinMode::Open(streams, carrier) => (joiner.join_connected(streams, lines)?, Some(carrier)),
     };
-    let named = |(name, known): (&String, &Known)| format!("{name}, process {} at {}", known.pid, known.address);
-    let names = joiner.meeting.names.iter().zip(&roster).map(named).collect();
+    let describe =
+        |(name, entry): (&String, &RosterEntry)| format!("{name}, process {} at {}", entry.pid, entry.address);
+    let names = joiner.meeting.names.iter().zip(&roster).map(describe).collect();
     Ok(Connected { connections, names, carrier })
 }
 
 impl Group {
     /// True if the global rank runs in this process.
     pub fn is_here(&self, rank: usize) -> bool {
-        self.part.placement.of.get(rank) == Some(&self.part.own)
+        self.config.placement.processes_of_ranks.get(rank) == Some(&self.config.process)
     }
 }
 
 /// Last known instruction of the first rank of a process.
-pub fn doing(program: &Program, placement: &WorkerPlacement, progress: &[AtomicU32], process: usize) -> Option<String> {
+pub fn current_instruction(
+    program: &Program,
+    placement: &WorkerPlacement,
+    progress: &[AtomicU32],
+    process: usize,
+) -> Option<String> {
     let rank = placement.ranks(process).next()?;
-    let at = progress.get(rank)?.load(Ordering::Relaxed) as usize;
-    program.describe(program.workers.get(placement.worker(rank))?, at)
+    let index = progress.get(rank)?.load(Ordering::Relaxed) as usize;
+    program.describe(program.workers.get(placement.worker(rank))?, index)
 }
 
 /// Connections by process.
 pub type Connections = BTreeMap<usize, HandshakeConnection>;
 
 /// The result of a handshake step: done, refused with a reason, or a connection error.
-type Said = Result<Result<(), String>, FrameError>;
+type StepResult = Result<Result<(), String>, FrameError>;
 
 /// The steps of joining a run.
 struct Joiner<'a> {
-    part: &'a ProcessConfig,
+    config: &'a ProcessConfig,
     run_status: &'a Arc<RunStatus>,
     meeting: &'a Meeting<'a>,
 }
 
 impl Joiner<'_> {
     fn hello(&self, address: String) -> Hello {
-        Hello { process: self.part.own as u32, pid: std::process::id(), address, identity: self.part.identity.clone() }
+        Hello {
+            process: self.config.process as u32,
+            pid: std::process::id(),
+            address,
+            identity: self.config.identity.clone(),
+        }
     }
 
     /// Process 0: accepts all others and starts the run once they are connected.
-    fn open(&self, port: &TcpListener) -> Result<(Connections, Vec<Known>), LinkError> {
-        let own = self.hello(self.heard_at(port)?);
-        let awaited = (1..self.part.placement.processes).collect();
-        let accepted = gather(self.meeting, port, awaited, &own)?;
-        self.begin(accepted, own)
+    fn open(&self, port: &TcpListener) -> Result<(Connections, Vec<RosterEntry>), LinkError> {
+        let hello = self.hello(self.listening_address(port)?);
+        let expected = (1..self.config.placement.processes).collect();
+        let accepted = gather(self.meeting, port, expected, &hello)?;
+        self.begin(accepted, hello)
     }
 
     /// Process 0: sends the roster to all processes and starts them once they are connected.
-    fn begin(&self, accepted: Accepted, own: Hello) -> Result<(Connections, Vec<Known>), LinkError> {
-        let address = own.address;
-        let mut roster = vec![Known { pid: own.pid, address }];
-        roster.extend(accepted.values().map(|(_, hello)| Known { pid: hello.pid, address: hello.address.clone() }));
+    fn begin(&self, accepted: Accepted, hello: Hello) -> Result<(Connections, Vec<RosterEntry>), LinkError> {
+        let address = hello.address;
+        let mut roster = vec![RosterEntry { pid: hello.pid, address }];
+        roster.extend(accepted.values().map(|(_, peer)| RosterEntry { pid: peer.pid, address: peer.address.clone() }));
         let mut connections: Connections =
             accepted.into_iter().map(|(process, (connection, _))| (process, connection)).collect();
         let content = encode_roster(&roster);
-        let started = self.each(&mut connections, &|connection| connection.send_frame(Kind::Roster, &content).map(Ok));
-        let started = started
-            .and_then(|()| self.each(&mut connections, &|connection| Ok(connection.expect(Kind::Ready)?.map(drop))));
-        let started = started
-            .and_then(|()| self.each(&mut connections, &|connection| connection.send_frame(Kind::Start, &[]).map(Ok)));
+        let started = self
+            .for_each_connection(&mut connections, &|connection| connection.send_frame(Kind::Roster, &content).map(Ok));
+        let started = started.and_then(|()| {
+            self.for_each_connection(&mut connections, &|connection| Ok(connection.expect(Kind::Ready)?.map(drop)))
+        });
+        let started = started.and_then(|()| {
+            self.for_each_connection(&mut connections, &|connection| connection.send_frame(Kind::Start, &[]).map(Ok))
+        });
         if let Err(error) = started {
             let why = error.to_string();
             connections.values_mut().for_each(|connection| connection.refuse(&why));
@@ -173,10 +187,10 @@ impl Joiner<'_> {
         Ok((connections, roster))
     }
 
-    fn each(
+    fn for_each_connection(
         &self,
         connections: &mut Connections,
-        step: &dyn Fn(&mut HandshakeConnection) -> Said,
+        step: &dyn Fn(&mut HandshakeConnection) -> StepResult,
     ) -> Result<(), LinkError> {
         for (&process, connection) in connections {
             let peer = self.meeting.names[process].clone();
@@ -193,29 +207,29 @@ impl Joiner<'_> {
     }
 
     /// Other processes: connect to process 0 and to their lower-numbered peers, and accept the higher-numbered ones.
-    fn enter(&self, lines: &BTreeSet<(usize, usize)>) -> Result<(Connections, Vec<Known>), LinkError> {
-        let own = self.part.own;
-        let first = self.part.first.clone();
-        let mut port = self.part.listen.as_deref().map(listen).transpose()?;
-        let mut connection = dial(self.meeting, &first, 0, &mut |here| {
+    fn enter(&self, lines: &BTreeSet<(usize, usize)>) -> Result<(Connections, Vec<RosterEntry>), LinkError> {
+        let process = self.config.process;
+        let first = self.config.first_address.clone();
+        let mut port = self.config.listen.as_deref().map(listen).transpose()?;
+        let mut connection = dial(self.meeting, &first, 0, &mut |local| {
             let port = match &mut port {
                 Some(port) => &*port,
-                none => none.insert(listen(&SocketAddr::new(here.ip(), 0).to_string())?),
+                empty => empty.insert(listen(&SocketAddr::new(local.ip(), 0).to_string())?),
             };
-            let address = self.heard_at(port)?;
-            Ok(self.hello(self.part.listen.clone().unwrap_or(address)))
+            let address = self.listening_address(port)?;
+            Ok(self.hello(self.config.listen.clone().unwrap_or(address)))
         })?;
         let bug = || LinkError::Bug { what: "this process does not listen".to_string() };
         let port = port.ok_or_else(bug)?;
-        let hello = self.hello(self.part.listen.clone().map_or_else(|| self.heard_at(&port), Ok)?);
+        let hello = self.hello(self.config.listen.clone().map_or_else(|| self.listening_address(&port), Ok)?);
         let roster = self.roster(&mut connection, &first)?;
         let mut connections = Connections::new();
-        for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == own) {
+        for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == process) {
             let address = roster[lower].address.clone();
             connections.insert(lower, dial(self.meeting, &address, lower, &mut |_| Ok(hello.clone()))?);
         }
-        let awaited = lines.iter().filter(|(lower, _)| *lower == own).map(|(_, higher)| *higher).collect();
-        let accepted = gather(self.meeting, &port, awaited, &hello)?;
+        let expected = lines.iter().filter(|(lower, _)| *lower == process).map(|(_, higher)| *higher).collect();
+        let accepted = gather(self.meeting, &port, expected, &hello)?;
         connections.extend(accepted.into_iter().map(|(process, (connection, _))| (process, connection)));
         self.start(&mut connection, &first)?;
         connections.insert(0, connection);
@@ -223,35 +237,36 @@ impl Joiner<'_> {
     }
 
     /// All connected (MPI): every process connects to the lower-numbered ones and accepts the higher-numbered ones.
-    fn stand(
+    fn join_connected(
         &self,
         mut streams: BTreeMap<usize, Stream>,
         lines: &BTreeSet<(usize, usize)>,
-    ) -> Result<(Connections, Vec<Known>), LinkError> {
-        let own = self.part.own;
-        let hello = self.hello(format!("rank {own}"));
-        let mut take = |process: usize| {
+    ) -> Result<(Connections, Vec<RosterEntry>), LinkError> {
+        let process = self.config.process;
+        let hello = self.hello(format!("rank {process}"));
+        let mut take_stream = |process: usize| {
             let what = || LinkError::Bug { what: format!("no stream to process {process} of the run") };
             streams.remove(&process).ok_or_else(what)
         };
-        let behind: Vec<usize> = match own {
-            0 => (1..self.part.placement.processes).collect(),
-            _ => lines.iter().filter(|(lower, _)| *lower == own).map(|(_, higher)| *higher).collect(),
+        let higher: Vec<usize> = match process {
+            0 => (1..self.config.placement.processes).collect(),
+            _ => lines.iter().filter(|(lower, _)| *lower == process).map(|(_, higher)| *higher).collect(),
         };
-        if own == 0 {
-            let accepted =
-                behind.into_iter().map(|process| Ok((process, self.receive_hello(process, take(process)?, &hello)?)));
+        if process == 0 {
+            let accepted = higher
+                .into_iter()
+                .map(|process| Ok((process, self.receive_hello(process, take_stream(process)?, &hello)?)));
             return self.begin(accepted.collect::<Result<_, LinkError>>()?, hello);
         }
         let rank = |process: usize| format!("rank {process}");
-        let mut connection = self.handshake(take(0)?, 0, &hello)?;
+        let mut connection = self.handshake(take_stream(0)?, 0, &hello)?;
         let roster = self.roster(&mut connection, &rank(0))?;
         let mut connections = Connections::new();
-        for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == own) {
-            connections.insert(lower, self.handshake(take(lower)?, lower, &hello)?);
+        for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == process) {
+            connections.insert(lower, self.handshake(take_stream(lower)?, lower, &hello)?);
         }
-        for process in behind {
-            connections.insert(process, self.receive_hello(process, take(process)?, &hello)?.0);
+        for process in higher {
+            connections.insert(process, self.receive_hello(process, take_stream(process)?, &hello)?.0);
         }
         self.start(&mut connection, &rank(0))?;
         connections.insert(0, connection);
@@ -261,9 +276,9 @@ impl Joiner<'_> {
     /// Authenticates with a lower-numbered process that is already connected.
     fn handshake(&self, stream: Stream, process: usize, hello: &Hello) -> Result<HandshakeConnection, LinkError> {
         let (mut connection, address) =
-            (self.meeting.connection(stream, self.meeting.left()), format!("rank {process}"));
-        authentication::connect(&mut connection, &self.part.token, &self.meeting.challenge()?, process)
-            .map_err(|what| self.meeting.ended(LinkError::Another { peer: address.clone(), what }))?;
+            (self.meeting.connection(stream, self.meeting.remaining()), format!("rank {process}"));
+        authentication::connect(&mut connection, &self.config.token, &self.meeting.challenge()?, process)
+            .map_err(|what| self.meeting.run_failure_or(LinkError::Another { peer: address.clone(), what }))?;
         introduce(self.meeting, connection, &address, hello)
     }
 
@@ -276,19 +291,19 @@ impl Joiner<'_> {
     ) -> Result<(HandshakeConnection, Hello), LinkError> {
         let lost = |fault| {
             let peer = self.meeting.names[process].clone();
-            self.meeting.ended(LinkError::Lost { process, peer, doing: None, fault })
+            self.meeting.run_failure_or(LinkError::Lost { process, peer, doing: None, fault })
         };
         let failed = |what| LinkError::Failed { process, peer: self.meeting.names[process].clone(), what };
-        let mut connection = self.meeting.connection(stream, self.meeting.left());
-        let proved = authentication::accept(&mut connection, &self.part.token, &self.meeting.challenge()?)
-            .map_err(|what| self.meeting.ended(failed(what)))?;
+        let mut connection = self.meeting.connection(stream, self.meeting.remaining());
+        let proved = authentication::accept(&mut connection, &self.config.token, &self.meeting.challenge()?)
+            .map_err(|what| self.meeting.run_failure_or(failed(what)))?;
         let content = connection.expect(Kind::Hello).map_err(lost)?.map_err(failed)?;
         let hello = Hello::decode(&content).map_err(lost)?;
-        let met = match [proved, hello.process as usize] == [process; 2] {
-            true => hello.meets(own),
+        let check = match [proved, hello.process as usize] == [process; 2] {
+            true => hello.check_matches(own),
             false => Err(format!("it proved to be rank {proved} and claims to be {}", hello.process)),
         };
-        if let Err(what) = met {
+        if let Err(what) = check {
             connection.refuse(&what);
             return Err(LinkError::Another { peer: format!("process {} at {}", hello.pid, hello.address), what });
         }
@@ -297,48 +312,48 @@ impl Joiner<'_> {
     }
 
     /// The address of a port, which the token must permit.
-    fn heard_at(&self, port: &TcpListener) -> Result<String, LinkError> {
+    fn listening_address(&self, port: &TcpListener) -> Result<String, LinkError> {
         let listen = |error: io::Error| {
-            let address = self.part.listen.clone().unwrap_or_else(|| self.part.first.clone());
+            let address = self.config.listen.clone().unwrap_or_else(|| self.config.first_address.clone());
             LinkError::Listen { address, why: error.to_string() }
         };
         let address = port.local_addr().map_err(listen)?;
-        match self.part.token.permits(address.ip()) {
+        match self.config.token.permits(address.ip()) {
             true => Ok(address.to_string()),
             false => Err(LinkError::Exposed { address: address.to_string() }),
         }
     }
 
-    fn roster(&self, connection: &mut HandshakeConnection, first: &str) -> Result<Vec<Known>, LinkError> {
-        let content = self.expect_of_first(connection, Kind::Roster, first)?;
+    fn roster(&self, connection: &mut HandshakeConnection, first: &str) -> Result<Vec<RosterEntry>, LinkError> {
+        let content = self.expect_from_first(connection, Kind::Roster, first)?;
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
-        decode_roster(&content, self.part.placement.processes).map_err(foreign)
+        decode_roster(&content, self.config.placement.processes).map_err(foreign)
     }
 
     /// Reports ready to process 0 and waits for the start.
     fn start(&self, connection: &mut HandshakeConnection, first: &str) -> Result<(), LinkError> {
-        connection.send_frame(Kind::Ready, &[]).map_err(|fault| self.lost_first(first, fault))?;
-        self.expect_of_first(connection, Kind::Start, first).map(drop)
+        connection.send_frame(Kind::Ready, &[]).map_err(|fault| self.first_lost(first, fault))?;
+        self.expect_from_first(connection, Kind::Start, first).map(drop)
     }
 
     /// Reads a frame of process 0, which has welcomed this one.
-    fn expect_of_first(
+    fn expect_from_first(
         &self,
         connection: &mut HandshakeConnection,
         kind: Kind,
         first: &str,
     ) -> Result<Vec<u8>, LinkError> {
         // Process 0 says which processes are missing when its own time is over.
-        connection.reader.source().renew(self.meeting.left() + REFUSAL_TIME);
-        let content = connection.expect(kind).map_err(|fault| self.lost_first(first, fault))?;
+        connection.reader.source().renew(self.meeting.remaining() + REFUSAL_TIME);
+        let content = connection.expect(kind).map_err(|fault| self.first_lost(first, fault))?;
         content.map_err(|why| LinkError::NotStarted { address: first.to_string(), why })
     }
 
-    fn lost_first(&self, first: &str, fault: FrameError) -> LinkError {
+    fn first_lost(&self, first: &str, fault: FrameError) -> LinkError {
         let address = first.to_string();
-        self.meeting.ended(match fault {
+        self.meeting.run_failure_or(match fault {
             FrameError::System { kind: NO_DATA, .. } => {
-                let seconds = self.part.connect_timeout.as_secs_f64();
+                let seconds = self.config.connect_timeout.as_secs_f64();
                 let why = format!("it waited over {seconds} s, probably for other processes");
                 LinkError::NotStarted { address, why }
             }
@@ -351,7 +366,7 @@ impl Joiner<'_> {
 }
 
 /// Translates a read error into the failure of the run; `None` if the run is already over.
-pub fn verdict(
+pub fn read_failure(
     fault: FrameError,
     process: usize,
     peer: &str,
@@ -382,13 +397,13 @@ mod tests {
     use std::thread;
 
     /// Joins over streams that are already connected, as over MPI.
-    fn joined(own: usize, token: &str, streams: BTreeMap<usize, Stream>) -> Result<Vec<usize>, LinkError> {
-        let part = ProcessConfig {
-            own,
-            placement: WorkerPlacement { of: Vec::new(), processes: 3, degree: 1 },
+    fn join_streams(process: usize, token: &str, streams: BTreeMap<usize, Stream>) -> Result<Vec<usize>, LinkError> {
+        let config = ProcessConfig {
+            process,
+            placement: WorkerPlacement { processes_of_ranks: Vec::new(), processes: 3, degree: 1 },
             identity: Identity { run: 1, inputs: Vec::new() },
             token: RunToken::of(token).unwrap(),
-            first: String::new(),
+            first_address: String::new(),
             listen: None,
             connect_timeout: Duration::from_secs(30),
             deadline: Duration::from_secs(30),
@@ -398,22 +413,22 @@ mod tests {
         let names = (0..3).map(|process| format!("process {process}")).collect();
         let lines = BTreeSet::from([(0, 1), (0, 2), (1, 2)]);
         let mode = JoinMode::Open(streams, Box::new(()));
-        let connected = connect(names, &lines, &part, mode, &Arc::default(), &|_| {})?;
+        let connected = connect(names, &lines, &config, mode, &Arc::default(), &|_| {})?;
         Ok(connected.connections.into_keys().collect())
     }
 
-    fn all(tokens: [&'static str; 3]) -> [Result<Vec<usize>, LinkError>; 3] {
+    fn join_all(tokens: [&'static str; 3]) -> [Result<Vec<usize>, LinkError>; 3] {
         let mut streams = [(); 3].map(|()| BTreeMap::new());
-        for (one, other) in [(0, 1), (0, 2), (1, 2)] {
+        for (lower, higher) in [(0, 1), (0, 2), (1, 2)] {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            streams[one].insert(other, Stream::tcp(stream).unwrap());
-            streams[other].insert(one, Stream::tcp(listener.accept().unwrap().0).unwrap());
+            streams[lower].insert(higher, Stream::tcp(stream).unwrap());
+            streams[higher].insert(lower, Stream::tcp(listener.accept().unwrap().0).unwrap());
         }
-        let mut own = 0..;
+        let mut processes = 0..;
         let threads = streams.map(|streams| {
-            let own = own.next().unwrap();
-            thread::spawn(move || joined(own, tokens[own], streams))
+            let process = processes.next().unwrap();
+            thread::spawn(move || join_streams(process, tokens[process], streams))
         });
         threads.map(|thread| thread.join().unwrap())
     }
@@ -421,8 +436,8 @@ mod tests {
     #[test]
     fn connected_processes_authenticate_too() {
         const TOKEN: &str = "0123456789abcdef";
-        assert_eq!(all([TOKEN; 3]), [Ok(vec![1, 2]), Ok(vec![0, 2]), Ok(vec![0, 1])]);
-        let [first, _, last] = all([TOKEN, TOKEN, "another token of the run"]);
+        assert_eq!(join_all([TOKEN; 3]), [Ok(vec![1, 2]), Ok(vec![0, 2]), Ok(vec![0, 1])]);
+        let [first, _, last] = join_all([TOKEN, TOKEN, "another token of the run"]);
         assert!(matches!(first, Err(LinkError::Failed { process: 2, .. })), "{first:?}");
         assert!(matches!(last, Err(LinkError::Another { .. })), "{last:?}");
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// All buffers of one connection, by size. Their number is the maximum in use at once, which the program bounds.
 #[derive(Default)]
 pub struct Ring {
-    made: HashMap<usize, Vec<Arc<Buffer>>>,
+    buffers: HashMap<usize, Vec<Arc<Buffer>>>,
     /// Brings the tensors of the current frame, if they are not in it.
     pub link: Option<Arc<dyn TensorLink>>,
     /// What they are for.
@@ -29,47 +29,47 @@ impl Ring {
         self.tensor_within(fields, bytes, bytes, what)
     }
 
-    /// The next tensor of a frame, in a buffer of `room` bytes.
+    /// The next tensor of a frame, in a buffer of `capacity` bytes.
     pub fn tensor_within(
         &mut self,
         fields: &mut Fields<'_>,
         bytes: usize,
-        room: usize,
+        capacity: usize,
         what: &'static str,
     ) -> Result<Arc<Buffer>, FrameError> {
         let buffer = match &self.link {
-            Some(link) => link.receive(bytes, room, self.role).map_err(FrameError::device)?,
-            None => self.copy_of(fields.bytes(bytes, what)?, room),
+            Some(link) => link.receive(bytes, capacity, self.role).map_err(FrameError::device)?,
+            None => self.copy_of(fields.bytes(bytes, what)?, capacity),
         };
-        Ok(if room == bytes { buffer } else { Arc::new(Buffer::part(buffer, 0..bytes)) })
+        Ok(if capacity == bytes { buffer } else { Arc::new(Buffer::part(buffer, 0..bytes)) })
     }
 
-    /// The next tensor of a frame. Host memory is counted by `ledger` and freed after use; a link counts and keeps its own.
+    /// The next tensor of a frame. Host memory is counted by `counter` and freed after use; a link counts and keeps its own.
     pub fn once(
         &mut self,
         fields: &mut Fields<'_>,
         bytes: usize,
         what: &'static str,
-        ledger: &Arc<MemoryCounter>,
+        counter: &Arc<MemoryCounter>,
     ) -> Result<Arc<Buffer>, FrameError> {
         if self.link.is_some() {
             return self.tensor(fields, bytes, what);
         }
         let mut buffer = Buffer::host_copy(fields.bytes(bytes, what)?);
-        buffer.count_in(ledger);
+        buffer.count_in(counter);
         Ok(Arc::new(buffer))
     }
 
-    /// A copy of these bytes in host memory, in a buffer of `room` bytes that only the ring and the caller hold.
-    fn copy_of(&mut self, bytes: &[u8], room: usize) -> Arc<Buffer> {
-        let made = self.made.entry(room).or_default();
-        let free = made.iter_mut().position(|buffer| Arc::get_mut(buffer).is_some());
+    /// A copy of these bytes in host memory, in a buffer of `capacity` bytes that only the ring and the caller hold.
+    fn copy_of(&mut self, bytes: &[u8], capacity: usize) -> Arc<Buffer> {
+        let buffers = self.buffers.entry(capacity).or_default();
+        let free = buffers.iter_mut().position(|buffer| Arc::get_mut(buffer).is_some());
         // The least recently used buffer is the next to become free.
-        let mut buffer = free.map_or_else(|| Arc::new(Buffer::host(room)), |at| made.remove(at));
-        if let Some(own) = Arc::get_mut(&mut buffer) {
-            own.fill_host(bytes);
+        let mut buffer = free.map_or_else(|| Arc::new(Buffer::host(capacity)), |index| buffers.remove(index));
+        if let Some(buffer) = Arc::get_mut(&mut buffer) {
+            buffer.fill_host(bytes);
         }
-        made.push(buffer.clone());
+        buffers.push(buffer.clone());
         buffer
     }
 }

@@ -13,7 +13,7 @@ use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, FrameReader, Kind};
 use crate::process::parts;
 use crate::process::parts::PartForm;
-use crate::process::process_group::{Progress, verdict};
+use crate::process::process_group::{Progress, read_failure};
 use crate::process::recv_buffers::Ring;
 use crate::process::run_status::{LinkError, RunStatus, abort_reason};
 use crate::process::stop::StopAgreement;
@@ -31,7 +31,7 @@ const SHORT: usize = 1 << 16;
 
 /// Receiver of a channel's messages, with the value, group and bytes of each tensor.
 pub struct Route {
-    pub to: Sender<Message>,
+    pub sender: Sender<Message>,
     pub tensors: Vec<(Value, usize, usize)>,
 }
 
@@ -47,20 +47,20 @@ pub trait ContributionSink: Send + Sync {
 
 /// A communicator with the valid contents of its contributions.
 pub struct RemoteCommunicator<T: Contribution> {
-    pub place: Arc<Communicator<T>>,
+    pub communicator: Arc<Communicator<T>>,
     pub form: T::Form,
     /// Upper bound of the sequence numbers.
-    pub meetings: u64,
+    pub collectives: u64,
 }
 
 impl<T: Contribution + Send + Sync> ContributionSink for RemoteCommunicator<T> {
     fn arrive(&self, number: u64, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError> {
-        if number >= self.meetings {
+        if number >= self.collectives {
             return Err(FrameError::Field { what: "the number of a collective" });
         }
         let part = T::unpack(&self.form, fields, ring)?;
         fields.end()?;
-        match self.place.arrive(number, member, part) {
+        match self.communicator.arrive(number, member, part) {
             true => Ok(()),
             false => Err(FrameError::Field { what: "the member of a collective" }),
         }
@@ -71,7 +71,7 @@ impl<T: Contribution + Send + Sync> ContributionSink for RemoteCommunicator<T> {
     }
 
     fn abandon(&self) {
-        self.place.abandon();
+        self.communicator.abandon();
     }
 }
 
@@ -85,7 +85,7 @@ pub struct Gathering<'a> {
     /// Queue for [`Kind::Taken`] replies.
     pub reply: Sender<Outbound>,
     /// Receiver of snapshots, if checkpoints are made; `None` once the last rank has finished.
-    pub parts: Option<Sender<StageSnapshot>>,
+    pub snapshots: Option<Sender<StageSnapshot>>,
     /// Valid contents of snapshots.
     pub form: PartForm<'a>,
 }
@@ -97,26 +97,26 @@ pub struct Routes<'a> {
     /// Its global ranks.
     pub ranks: Vec<usize>,
     /// Last known instruction of a process's first rank.
-    pub doing: Box<dyn Fn(usize) -> Option<String> + Send + 'a>,
+    pub current_instruction: Box<dyn Fn(usize) -> Option<String> + Send + 'a>,
     /// Channels on which it sends.
     pub channels: HashMap<u32, Route>,
     /// Channels on which it receives.
     pub posted: HashMap<u32, Sender<()>>,
     /// Communicators, with the ranks that are its workers.
-    pub meetings: HashMap<u32, (Arc<dyn ContributionSink>, BTreeSet<usize>)>,
+    pub communicators: HashMap<u32, (Arc<dyn ContributionSink>, BTreeSet<usize>)>,
     /// Brings the tensors that are not in frames.
     pub link: Option<Arc<dyn TensorLink>>,
     /// On process 0.
     pub gathering: Option<Gathering<'a>>,
     /// Stop coordination, if the run can be stopped early.
-    pub stopping: Option<Arc<StopAgreement<'a>>>,
+    pub stop_agreement: Option<Arc<StopAgreement<'a>>>,
     /// On other processes, for process 0: notified when the run ended successfully.
     pub released: Option<Sender<()>>,
     /// On other processes, for process 0: notified when it has taken a snapshot.
     pub taken: Option<Sender<()>>,
     pub progress: Progress,
     /// Maximum frame of a worker result.
-    pub most_left: usize,
+    pub max_result: usize,
     pub items: u32,
     pub stages: u32,
 }
@@ -127,16 +127,18 @@ impl Routes<'_> {
         let limit = self.limit();
         let mut ring = Ring::default();
         loop {
-            let taken = match reader.read(limit) {
-                Ok((kind, content)) => self.take(kind, content, &mut ring, run_status),
+            let handled = match reader.read(limit) {
+                Ok((kind, content)) => self.handle(kind, content, &mut ring, run_status),
                 Err(fault) => Err(fault),
             };
-            match taken {
+            match handled {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(fault) => {
                     let silence = reader.source().silence();
-                    if let Some(cause) = verdict(fault, self.process, &self.name, (self.doing)(self.process), silence) {
+                    if let Some(cause) =
+                        read_failure(fault, self.process, &self.name, (self.current_instruction)(self.process), silence)
+                    {
                         run_status.end(cause);
                     }
                     break;
@@ -144,7 +146,7 @@ impl Routes<'_> {
             }
         }
         if run_status.cause().is_some() {
-            self.meetings.values().for_each(|(meeting, _)| meeting.abandon());
+            self.communicators.values().for_each(|(sink, _)| sink.abandon());
         }
     }
 
@@ -153,14 +155,18 @@ impl Routes<'_> {
         let message =
             |route: &Route| route.tensors.iter().fold(8usize, |sum, (_, _, bytes)| sum.saturating_add(*bytes));
         let messages = self.channels.values().map(message);
-        let parts = self.meetings.values().map(|(meeting, _)| meeting.most().saturating_add(16));
-        let left = self.gathering.as_ref().map(|_| self.most_left);
-        let kept = self.gathering.as_ref().filter(|of| of.parts.is_some()).map(|of| of.form.most());
-        messages.chain(parts).chain(left).chain(kept).max().unwrap_or(0).max(SHORT) as u64
+        let parts = self.communicators.values().map(|(sink, _)| sink.most().saturating_add(16));
+        let results = self.gathering.as_ref().map(|_| self.max_result);
+        let snapshots = self
+            .gathering
+            .as_ref()
+            .filter(|gathering| gathering.snapshots.is_some())
+            .map(|gathering| gathering.form.max_bytes());
+        messages.chain(parts).chain(results).chain(snapshots).max().unwrap_or(0).max(SHORT) as u64
     }
 
     /// Handles one frame. Returns false after the last one.
-    fn take(
+    fn handle(
         &mut self,
         kind: Kind,
         content: &[u8],
@@ -178,14 +184,14 @@ impl Routes<'_> {
             Kind::Message => {
                 let route = self.channels.get(&fields.u32("the channel")?).ok_or_else(unknown("the channel"))?;
                 let item = fields.below(self.items, "the micro-batch")?;
-                let mut parcel = |(value, group, bytes): &(Value, usize, usize)| {
+                let mut read_tensor = |(value, group, bytes): &(Value, usize, usize)| {
                     let buffer = ring.tensor(&mut fields, *bytes, "a tensor")?;
                     Ok(TensorMessage { value: *value, group: *group, buffer })
                 };
-                let parcels = route.tensors.iter().map(&mut parcel).collect::<Result<_, FrameError>>()?;
+                let tensors = route.tensors.iter().map(&mut read_tensor).collect::<Result<_, FrameError>>()?;
                 fields.end()?;
                 // The worker may have stopped; its error is reported elsewhere.
-                let _ = route.to.send(Message { item, parcels });
+                let _ = route.sender.send(Message { item, tensors });
             }
             Kind::Posted => {
                 let posted = self.posted.get(&fields.u32("the channel")?).ok_or_else(unknown("the channel"))?;
@@ -193,18 +199,21 @@ impl Routes<'_> {
                 let _ = posted.send(());
             }
             Kind::Part => {
-                let meeting =
-                    self.meetings.get(&fields.u32("the collective")?).ok_or_else(unknown("the collective"))?;
+                let communicator =
+                    self.communicators.get(&fields.u32("the collective")?).ok_or_else(unknown("the collective"))?;
                 let (number, member) = (fields.u64("the number of a collective")?, fields.u32("the member")? as usize);
-                if !meeting.1.contains(&member) {
+                if !communicator.1.contains(&member) {
                     return Err(FrameError::Field { what: "the member of a collective" });
                 }
-                meeting.0.arrive(number, member, &mut fields, ring)?;
+                communicator.0.arrive(number, member, &mut fields, ring)?;
             }
             Kind::Heartbeat => {
                 for rank in &self.ranks {
-                    let at = fields.u32("the worker's progress")?;
-                    self.progress.get(*rank).into_iter().for_each(|known| known.store(at, Ordering::Relaxed));
+                    let instruction = fields.u32("the worker's progress")?;
+                    self.progress
+                        .get(*rank)
+                        .into_iter()
+                        .for_each(|progress| progress.store(instruction, Ordering::Relaxed));
                 }
                 fields.end()?;
             }
@@ -217,12 +226,12 @@ impl Routes<'_> {
                 let _ = taken.send(());
             }
             Kind::Stop | Kind::Hold | Kind::ResumedState | Kind::End => {
-                let stopping = self.stopping.as_ref().ok_or(FrameError::Unexpected { kind })?;
-                stopping.take(self.process, kind, &mut fields)?;
+                let stop_agreement = self.stop_agreement.as_ref().ok_or(FrameError::Unexpected { kind })?;
+                stop_agreement.handle(self.process, kind, &mut fields)?;
             }
             Kind::Abort => {
                 let (process, what) = abort_reason(content)?;
-                let doing = process.and_then(|process| (self.doing)(process));
+                let doing = process.and_then(|process| (self.current_instruction)(process));
                 run_status.end(LinkError::Reported { process, peer: self.name.clone(), doing, what });
                 return Ok(false);
             }
@@ -261,27 +270,27 @@ impl Routes<'_> {
             return Ok(());
         }
         if kind == Kind::Checkpoint {
-            let parts = gathering.parts.as_ref().ok_or(FrameError::Unexpected { kind })?;
-            let part = parts::unpack(&mut gathering.form, fields)?;
+            let sender = gathering.snapshots.as_ref().ok_or(FrameError::Unexpected { kind })?;
+            let snapshot = parts::unpack(&mut gathering.form, fields)?;
             // Blocks while the previous checkpoint is written. If the receiver is gone, the run is over.
-            let _ = parts.send(part);
+            let _ = sender.send(snapshot);
             let _ = gathering.reply.send(Outbound::of(Kind::Taken, Vec::new()));
             return Ok(());
         }
         let rank = fields.u32("the rank")? as usize;
         let unknown = || FrameError::Field { what: "the rank" };
-        let leaving = gathering.ranks.get_mut(&rank).ok_or_else(unknown)?;
+        let result = gathering.ranks.get_mut(&rank).ok_or_else(unknown)?;
         match kind {
-            Kind::Tensor => leaving.tensor(fields),
-            Kind::Spans => leaving.spans(fields, self.stages),
+            Kind::Tensor => result.tensor(fields),
+            Kind::Spans => result.spans(fields, self.stages),
             _ => {
-                let held = fields.u64("the worker's memory")?;
-                let given = fields.u64("the worker's checkpoint memory")?;
+                let peak_bytes = fields.u64("the worker's memory")?;
+                let checkpoint_bytes = fields.u64("the worker's checkpoint memory")?;
                 fields.end()?;
-                let leaving = gathering.ranks.remove(&rank).ok_or_else(unknown)?;
-                let _ = gathering.outcomes.send((rank, leaving.done(held, given)?));
+                let result = gathering.ranks.remove(&rank).ok_or_else(unknown)?;
+                let _ = gathering.outcomes.send((rank, result.into_result(peak_bytes, checkpoint_bytes)?));
                 if gathering.ranks.is_empty() {
-                    (gathering.events, gathering.parts) = (None, None);
+                    (gathering.events, gathering.snapshots) = (None, None);
                 }
                 Ok(())
             }

@@ -31,9 +31,9 @@ pub enum LinkError {
     NotStarted { address: String, why: String },
     #[error("{peer} belongs to a different run: {what}")]
     Another { peer: String, what: String },
-    #[error("the connection to {peer} is lost: {fault}{}", last(doing))]
+    #[error("the connection to {peer} is lost: {fault}{}", describe_instruction(doing))]
     Lost { process: usize, peer: String, doing: Option<String>, fault: FrameError },
-    #[error("{peer} has sent nothing for {seconds:.1} s{}", last(doing))]
+    #[error("{peer} has sent nothing for {seconds:.1} s{}", describe_instruction(doing))]
     Silent { process: usize, peer: String, doing: Option<String>, seconds: f64 },
     #[error("{peer} has not opened its NCCL {links} after {seconds} s")]
     Unlinked { process: usize, peer: String, links: String, seconds: f64 },
@@ -49,13 +49,13 @@ pub enum LinkError {
     Bug { what: String },
 }
 
-fn last(doing: &Option<String>) -> String {
+fn describe_instruction(doing: &Option<String>) -> String {
     doing.as_ref().map_or(String::new(), |doing| format!("; the worker was last at {doing}"))
 }
 
 /// The process that reported a failure, unless that was its own.
-fn reporter(peer: &str, what: &str) -> String {
-    if what.starts_with(peer) { String::new() } else { format!("; reported by {peer}") }
+fn reporter(peer: &str, reason: &str) -> String {
+    if reason.starts_with(peer) { String::new() } else { format!("; reported by {peer}") }
 }
 
 fn last_refused(refused: &Option<String>) -> String {
@@ -147,7 +147,7 @@ impl RunStatus {
     /// True if nothing should be read any more: the run failed, or it succeeded more than [`LINGER`] ago.
     pub fn is_over(&self) -> bool {
         let state = self.lock();
-        state.cause.is_some() || state.released.is_some_and(|at| at.elapsed() > LINGER)
+        state.cause.is_some() || state.released.is_some_and(|instant| instant.elapsed() > LINGER)
     }
 }
 
@@ -161,11 +161,11 @@ pub struct FailureCause {
 
 impl FailureCause {
     /// Ends the run because of a failure in this process.
-    pub fn end(&self, what: &str) {
+    pub fn end(&self, reason: &str) {
         self.run_status.end(LinkError::Failed {
             process: self.process,
             peer: self.name.clone(),
-            what: what.to_string(),
+            what: reason.to_string(),
         });
     }
 }

@@ -48,8 +48,8 @@ struct TermForm {
 pub struct ShardMessages {
     shards: Arc<GradientShards>,
     /// The replicas of this process.
-    here: Vec<usize>,
-    share: ShardRange,
+    local_replicas: Vec<usize>,
+    shard: ShardRange,
     terms: Vec<TermForm>,
     /// Bytes of each parameter.
     parameters: Vec<usize>,
@@ -58,28 +58,28 @@ pub struct ShardMessages {
 }
 
 impl ShardMessages {
-    /// `share` is that of any replica.
+    /// `shard` is that of any replica.
     pub fn new(
         shards: Arc<GradientShards>,
-        here: Vec<usize>,
-        share: ShardRange,
+        local_replicas: Vec<usize>,
+        shard: ShardRange,
         code: &StageCode,
         rounds: u32,
     ) -> ShardMessages {
         let term = |term: &crate::exec::stage_code::GradientTerm| {
             let dtype = code.parameters[term.parameter].fact.dtype;
-            let bytes = accumulation_bytes(dtype, term.place.bytes);
+            let bytes = accumulation_bytes(dtype, term.address.bytes);
             TermForm { parameter: term.parameter, dtype: accumulation_type(dtype), bytes }
         };
         let terms = code.gradient_terms.iter().map(term).collect();
         let parameters = code.parameters.iter().map(|named| named.bytes).collect();
-        ShardMessages { shards, here, share, terms, parameters, rounds }
+        ShardMessages { shards, local_replicas, shard, terms, parameters, rounds }
     }
 
     /// A replica of this process.
-    fn here(&self, fields: &mut Fields<'_>) -> Result<usize, FrameError> {
+    fn local_replica(&self, fields: &mut Fields<'_>) -> Result<usize, FrameError> {
         let replica = fields.u32("a replica")? as usize;
-        let is_here = self.here.contains(&replica);
+        let is_here = self.local_replicas.contains(&replica);
         if is_here { Ok(replica) } else { Err(FrameError::Field { what: "a replica" }) }
     }
 
@@ -90,8 +90,8 @@ impl ShardMessages {
         fields: &mut Fields<'_>,
         ring: &mut Ring,
     ) -> Result<Arc<Buffer>, FrameError> {
-        let ledger = self.shards.ledger(replica).ok_or(FrameError::Field { what: "a replica" })?;
-        ring.once(fields, bytes, "a shard", &ledger)
+        let counter = self.shards.counter(replica).ok_or(FrameError::Field { what: "a replica" })?;
+        ring.once(fields, bytes, "a shard", &counter)
     }
 }
 
@@ -102,21 +102,21 @@ impl ContributionSink for ShardMessages {
             0 => {
                 let last = fields.u32("a round")?;
                 fields.end()?;
-                self.shards.open_there(from, last);
+                self.shards.open_remote(from, last);
             }
             1 => {
                 let round = fields.below(self.rounds, "a round")?;
                 let term = fields.below(self.terms.len() as u32, "a gradient")? as usize;
                 let before = fields.below(self.rounds, "a micro-batch")?;
                 let form = &self.terms[term];
-                if !self.share.is_sharded(form.parameter) {
+                if !self.shard.is_sharded(form.parameter) {
                     return Err(invalid("a gradient"));
                 }
                 let mut part = |&replica: &usize| {
-                    let range = self.share.range_of(form.parameter, form.bytes, form.dtype.size(), replica);
+                    let range = self.shard.range_of(form.parameter, form.bytes, form.dtype.size(), replica);
                     Ok((replica, self.tensor(replica, range.len(), fields, ring)?))
                 };
-                let parts = self.here.iter().map(&mut part).collect::<Result<_, FrameError>>()?;
+                let parts = self.local_replicas.iter().map(&mut part).collect::<Result<_, FrameError>>()?;
                 fields.end()?;
                 let arrival = Arrival { from, dtype: form.dtype, parts };
                 self.shards.arrive(Term { round, term }, before, arrival).map_err(|error| match error {
@@ -125,22 +125,22 @@ impl ContributionSink for ShardMessages {
                 })?;
             }
             2 => {
-                let to = self.here(fields)?;
+                let to = self.local_replica(fields)?;
                 fields.end()?;
-                self.shards.added_there(to);
+                self.shards.acknowledge(to);
             }
             3 => {
                 let version = fields.below(self.rounds, "a version")?;
                 let parameter = fields.below(self.parameters.len() as u32, "a parameter")? as usize;
-                let owner = self.here(fields)?;
+                let owner = self.local_replica(fields)?;
                 fields.end()?;
                 self.shards.weights.request(from, owner, version, parameter);
             }
             4 => {
-                let to = self.here(fields)?;
+                let to = self.local_replica(fields)?;
                 let bytes = fields.u64("a shard")?;
-                let most = self.parameters.iter().copied().max().unwrap_or(0);
-                if bytes > most as u64 {
+                let largest = self.parameters.iter().copied().max().unwrap_or(0);
+                if bytes > largest as u64 {
                     return Err(invalid("a shard"));
                 }
                 let shard = self.tensor(to, bytes as usize, fields, ring)?;
@@ -179,12 +179,12 @@ mod tests {
         let shards = Arc::new(GradientShards::new(remote));
         shards.enter(0, &cpu(), &Arc::default(), 2);
         let terms = vec![TermForm { parameter: 0, dtype: DType::F32, bytes: 12 }];
-        let share = ShardRange::of(0, 2, vec![true]);
-        ShardMessages { shards, here: vec![0], share, terms, parameters: vec![12], rounds: 5 }
+        let shard = ShardRange::of(0, 2, vec![true]);
+        ShardMessages { shards, local_replicas: vec![0], shard, terms, parameters: vec![12], rounds: 5 }
     }
 
-    fn arrive(of: &ShardMessages, bytes: &[u8]) -> Result<(), FrameError> {
-        of.arrive(0, 1, &mut Fields::of(bytes), &mut Ring::default())
+    fn arrive(messages: &ShardMessages, bytes: &[u8]) -> Result<(), FrameError> {
+        messages.arrive(0, 1, &mut Fields::of(bytes), &mut Ring::default())
     }
 
     fn packed(message: ShardMessage) -> Vec<u8> {
@@ -201,18 +201,18 @@ mod tests {
 
     #[test]
     fn cut_and_wrong_messages_are_refused() {
-        let all = [
+        let valid = [
             packed(ShardMessage::Open { last: 3 }),
             add(1, 0, 2.5),
             packed(ShardMessage::Added { to: 0 }),
             packed(ShardMessage::Read { version: 2, parameter: 0, of: 0 }),
             packed(ShardMessage::Release { version: 2 }),
         ];
-        for bytes in all {
-            let of = shards();
-            assert!(bytes.len() <= of.most());
-            assert!((0..bytes.len()).all(|length| arrive(&of, &bytes[..length]).is_err()));
-            assert_eq!(arrive(&of, &bytes), Ok(()));
+        for bytes in valid {
+            let messages = shards();
+            assert!(bytes.len() <= messages.most());
+            assert!((0..bytes.len()).all(|length| arrive(&messages, &bytes[..length]).is_err()));
+            assert_eq!(arrive(&messages, &bytes), Ok(()));
         }
         let wrong = [
             add(3, 0, 1.0),
@@ -227,12 +227,12 @@ mod tests {
 
     #[test]
     fn gradients_of_another_process_add_in_their_turn() {
-        let (of, term) = (shards(), Term { round: 1, term: 0 });
-        assert_eq!(arrive(&of, &add(1, 0, 2.5)), Ok(()));
-        assert!(arrive(&of, &add(1, 0, 2.5)).is_err(), "it has come already");
-        let of = shards();
-        assert_eq!(arrive(&of, &add(1, 1, 2.5)), Ok(()));
-        assert!(arrive(&of, &add(1, 2, 1.0)).is_err(), "its last one is not added");
-        assert!(of.shards.take(term, 0).is_none());
+        let (messages, term) = (shards(), Term { round: 1, term: 0 });
+        assert_eq!(arrive(&messages, &add(1, 0, 2.5)), Ok(()));
+        assert!(arrive(&messages, &add(1, 0, 2.5)).is_err(), "it has come already");
+        let messages = shards();
+        assert_eq!(arrive(&messages, &add(1, 1, 2.5)), Ok(()));
+        assert!(arrive(&messages, &add(1, 2, 1.0)).is_err(), "its last one is not added");
+        assert!(messages.shards.take(term, 0).is_none());
     }
 }

@@ -25,27 +25,27 @@ const NEVER: u32 = u32::MAX;
 
 /// One process's state of the agreement.
 pub struct StopAgreement<'a> {
-    gate: &'a MinibatchBarrier<'a>,
-    own: usize,
+    barrier: &'a MinibatchBarrier<'a>,
+    process: usize,
     queues: BTreeMap<usize, Sender<Outbound>>,
     /// On process 0, after a stop signal: minibatches started, by process.
-    begun: Mutex<Option<BTreeMap<usize, u32>>>,
+    started: Mutex<Option<BTreeMap<usize, u32>>>,
 }
 
 impl<'a> StopAgreement<'a> {
-    /// `queues` lead to the other processes. The gate then no longer decides alone.
+    /// `queues` lead to the other processes. The barrier then no longer decides alone.
     pub fn new(
-        gate: &'a MinibatchBarrier<'a>,
-        own: usize,
+        barrier: &'a MinibatchBarrier<'a>,
+        process: usize,
         queues: BTreeMap<usize, Sender<Outbound>>,
     ) -> StopAgreement<'a> {
-        gate.share();
-        StopAgreement { gate, own, queues, begun: Mutex::new(None) }
+        barrier.coordinate();
+        StopAgreement { barrier, process, queues, started: Mutex::new(None) }
     }
 
     // No code panics while it holds the lock with inconsistent state.
     fn lock(&self) -> MutexGuard<'_, Option<BTreeMap<usize, u32>>> {
-        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
+        self.started.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn send(&self, process: usize, kind: Kind, number: u32) {
@@ -59,60 +59,60 @@ impl<'a> StopAgreement<'a> {
         self.queues.keys().for_each(|process| self.send(*process, kind, number));
     }
 
-    /// Polls for the stop signal until the workers have ended, which disconnects `over`.
-    pub fn watch(&self, over: &Receiver<()>, run_status: &RunStatus) {
+    /// Polls for the stop signal until the workers have ended, which disconnects `workers_ended`.
+    pub fn watch(&self, workers_ended: &Receiver<()>, run_status: &RunStatus) {
         let mut is_reported = false;
-        while over.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-            let reason = u32::try_from(self.gate.asked()).unwrap_or(NEVER);
+        while workers_ended.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            let reason = u32::try_from(self.barrier.requested_reason()).unwrap_or(NEVER);
             if reason != 0 && !is_reported {
                 is_reported = true;
-                match self.own {
+                match self.process {
                     0 => self.begin(reason),
                     _ => self.send(0, Kind::Stop, reason),
                 }
             }
             if run_status.cause().is_some() {
-                self.gate.let_go();
+                self.barrier.open();
             }
         }
     }
 
     /// On process 0: starts the agreement. Only the first stop signal counts.
     fn begin(&self, reason: u32) {
-        let mut begun = self.lock();
-        if begun.is_none() {
-            *begun = Some(BTreeMap::from([(0, self.gate.hold(reason as usize))]));
+        let mut started = self.lock();
+        if started.is_none() {
+            *started = Some(BTreeMap::from([(0, self.barrier.hold(reason as usize))]));
             self.send_all(Kind::Hold, reason);
-            self.decide(&begun);
+            self.decide(&started);
         }
     }
 
     /// On process 0: once all have reported, sends them the end.
-    fn decide(&self, begun: &Option<BTreeMap<usize, u32>>) {
-        let Some(begun) = begun.as_ref().filter(|begun| begun.len() > self.queues.len()) else { return };
-        let end = self.gate.behind(begun.values().copied().max().unwrap_or(0));
+    fn decide(&self, started: &Option<BTreeMap<usize, u32>>) {
+        let Some(started) = started.as_ref().filter(|started| started.len() > self.queues.len()) else { return };
+        let end = self.barrier.end_after(started.values().copied().max().unwrap_or(0));
         self.send_all(Kind::End, end.unwrap_or(NEVER));
-        self.gate.end_at(end);
+        self.barrier.end_at(end);
     }
 
     /// Handles a frame of the agreement.
-    pub fn take(&self, process: usize, kind: Kind, fields: &mut Fields<'_>) -> Result<(), FrameError> {
+    pub fn handle(&self, process: usize, kind: Kind, fields: &mut Fields<'_>) -> Result<(), FrameError> {
         let number = fields.u32("the stop request")?;
         fields.end()?;
-        match (kind, self.own, process) {
+        match (kind, self.process, process) {
             (Kind::Stop, 0, _) => self.begin(number),
             (Kind::ResumedState, 0, _) => {
-                let mut begun = self.lock();
-                match begun.as_mut().map(|begun| begun.insert(process, number)) {
-                    Some(None) => self.decide(&begun),
+                let mut started = self.lock();
+                match started.as_mut().map(|started| started.insert(process, number)) {
+                    Some(None) => self.decide(&started),
                     _ => return Err(FrameError::Unexpected { kind }),
                 }
             }
             (Kind::Hold, _, 0) => {
-                let begun = self.gate.hold(number as usize);
-                self.send(0, Kind::ResumedState, begun);
+                let started = self.barrier.hold(number as usize);
+                self.send(0, Kind::ResumedState, started);
             }
-            (Kind::End, _, 0) => self.gate.end_at(Some(number).filter(|end| *end != NEVER)),
+            (Kind::End, _, 0) => self.barrier.end_at(Some(number).filter(|end| *end != NEVER)),
             _ => return Err(FrameError::Unexpected { kind }),
         }
         Ok(())
@@ -129,46 +129,48 @@ mod tests {
     #[test]
     fn all_end_behind_what_nobody_has_begun() {
         let stop = AtomicUsize::new(0);
-        let gates = [3, 7, 5].map(|begun| MinibatchBarrier::new(&stop, 2, begun));
-        let (to, from): (Vec<_>, Vec<_>) = (0..3).map(|_| unbounded::<(usize, Outbound)>()).unzip();
+        let barriers = [3, 7, 5].map(|started| MinibatchBarrier::new(&stop, 2, started));
+        let (senders, receivers): (Vec<_>, Vec<_>) = (0..3).map(|_| unbounded::<(usize, Outbound)>()).unzip();
         // A relay records the sender of each frame.
         let mut relays = Vec::new();
-        let mut queues = |own: usize, others: &[usize]| {
-            let mut made = BTreeMap::new();
-            for &other in others {
+        let mut queues = |process: usize, peers: &[usize]| {
+            let mut peer_queues = BTreeMap::new();
+            for &peer in peers {
                 let (queue, frames) = unbounded();
-                made.insert(other, queue);
-                relays.push((own, other, frames));
+                peer_queues.insert(peer, queue);
+                relays.push((process, peer, frames));
             }
-            made
+            peer_queues
         };
-        let all = [queues(0, &[1, 2]), queues(1, &[0, 2]), queues(2, &[0, 1])];
-        let parts: Vec<StopAgreement<'_>> =
-            (0..).zip(all).map(|(own, queues)| StopAgreement::new(&gates[own], own, queues)).collect();
+        let queues_of = [queues(0, &[1, 2]), queues(1, &[0, 2]), queues(2, &[0, 1])];
+        let agreements: Vec<StopAgreement<'_>> = (0..)
+            .zip(queues_of)
+            .map(|(process, queues)| StopAgreement::new(&barriers[process], process, queues))
+            .collect();
         // Two processes receive a signal at once; the second stop frame reaches process 0 first.
-        parts[2].send(0, Kind::Stop, 15);
-        parts[1].send(0, Kind::Stop, 2);
+        agreements[2].send(0, Kind::Stop, 15);
+        agreements[1].send(0, Kind::Stop, 2);
         relays.reverse();
         loop {
-            let before = to.iter().map(|to| to.len()).sum::<usize>();
-            for (own, other, frames) in &relays {
-                frames.try_iter().for_each(|frame| to[*other].send((*own, frame)).unwrap());
+            let before = senders.iter().map(|sender| sender.len()).sum::<usize>();
+            for (process, peer, frames) in &relays {
+                frames.try_iter().for_each(|frame| senders[*peer].send((*process, frame)).unwrap());
             }
-            let mut taken = before;
-            for (own, from) in from.iter().enumerate() {
-                for (process, frame) in from.try_iter() {
-                    taken += 1;
-                    parts[own].take(process, frame.kind, &mut Fields::of(&frame.head)).unwrap();
+            let mut handled = before;
+            for (process, receiver) in receivers.iter().enumerate() {
+                for (sender, frame) in receiver.try_iter() {
+                    handled += 1;
+                    agreements[process].handle(sender, frame.kind, &mut Fields::of(&frame.head)).unwrap();
                 }
             }
-            if taken == 0 {
+            if handled == 0 {
                 break;
             }
         }
-        assert_eq!(gates.each_ref().map(|gate| (gate.end(), gate.reason())), [(Some(8), 15); 3]);
-        let late = parts[0].take(1, Kind::ResumedState, &mut Fields::of(&9u32.to_le_bytes()));
+        assert_eq!(barriers.each_ref().map(|barrier| (barrier.end(), barrier.reason())), [(Some(8), 15); 3]);
+        let late = agreements[0].handle(1, Kind::ResumedState, &mut Fields::of(&9u32.to_le_bytes()));
         assert_eq!(late, Err(FrameError::Unexpected { kind: Kind::ResumedState }));
-        assert!(parts[1].take(2, Kind::End, &mut Fields::of(&9u32.to_le_bytes())).is_err());
-        assert!(parts[1].take(0, Kind::End, &mut Fields::of(&[9])).is_err());
+        assert!(agreements[1].handle(2, Kind::End, &mut Fields::of(&9u32.to_le_bytes())).is_err());
+        assert!(agreements[1].handle(0, Kind::End, &mut Fields::of(&[9])).is_err());
     }
 }

@@ -12,7 +12,7 @@ use crate::process::connection::{DeadlineReader, POLL_INTERVAL};
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use crate::process::handshake::LONGEST;
-use crate::process::process_group::{Group, verdict};
+use crate::process::process_group::{Group, read_failure};
 use crate::process::run_status::{LinkError, RunStatus, abort, abort_reason};
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -68,9 +68,9 @@ pub type Offered = Result<Option<Arc<dyn Transport>>, String>;
 
 /// The transport of a process whose workers share one device.
 pub fn transport(devices: &[Arc<dyn Device>], workers: impl Iterator<Item = usize>) -> Offered {
-    let mut own = workers.filter_map(|worker| devices.get(worker % devices.len().max(1)));
-    let Some(first) = own.next() else { return Ok(None) };
-    if !own.all(|other| Arc::ptr_eq(first, other)) {
+    let mut worker_devices = workers.filter_map(|worker| devices.get(worker % devices.len().max(1)));
+    let Some(first) = worker_devices.next() else { return Ok(None) };
+    if !worker_devices.all(|other| Arc::ptr_eq(first, other)) {
         return Err("`--nccl` requires one GPU for each process, but this one has several".to_string());
     }
     first
@@ -84,23 +84,23 @@ type Links = BTreeMap<usize, TensorLinks>;
 /// Opens the links of this process; none if the run did not ask for them. Returns when all processes of the run have
 /// opened theirs. A process that cannot ends the run.
 /// `operands` counts the memory of received operands of collectives.
-pub fn connect(group: &mut Group, offered: Option<Offered>, operands: &Arc<MemoryCounter>) -> Result<Links, LinkError> {
-    let (own, peer) = (group.part.own, group.names[group.part.own].clone());
-    let opened = match offered {
+pub fn connect(group: &mut Group, offer: Option<Offered>, operands: &Arc<MemoryCounter>) -> Result<Links, LinkError> {
+    let (process, peer) = (group.config.process, group.names[group.config.process].clone());
+    let links = match offer {
         None => return Ok(Links::new()),
         Some(Ok(transport)) => {
             let pairs = pairs(group, transport.as_deref());
             let operands = operands.clone();
             pairs.and_then(|pairs| open(group, transport.map(|transport| Opening { transport, pairs, operands })))
         }
-        Some(Err(what)) => Err(LinkError::Failed { process: own, peer, what }),
+        Some(Err(what)) => Err(LinkError::Failed { process, peer, what }),
     };
-    if let Err(cause) = &opened {
+    if let Err(cause) = &links {
         let end = abort(cause);
         // A peer may have ended already.
         group.connections.values_mut().for_each(|connection| drop(connection.send_frame(end.kind, &end.head)));
     }
-    opened
+    links
 }
 
 /// Ids of the links to and from a process, in the order in which both open them.
@@ -124,18 +124,18 @@ impl Pair {
 
 /// Agrees with all processes on the links between them.
 fn pairs(group: &mut Group, transport: Option<&dyn Transport>) -> Result<Vec<Pair>, LinkError> {
-    let own = group.part.own;
+    let own_process = group.config.process;
     let (names, lines) = (group.names.clone(), group.lines.clone());
-    let exchanges = |process: usize| lines.contains(&(own.min(process), own.max(process)));
+    let exchanges = |process: usize| lines.contains(&(own_process.min(process), own_process.max(process)));
     let failed = |process: usize, what: String| LinkError::Failed { process, peer: names[process].clone(), what };
     let lost = |process: usize, fault| LinkError::Lost { process, peer: names[process].clone(), doing: None, fault };
-    let here = |fault: DeviceError| failed(own, fault.to_string());
+    let device_failed = |fault: DeviceError| failed(own_process, fault.to_string());
     let mut own_offers = BTreeMap::new();
     for (&process, connection) in &mut group.connections {
         let offer = match transport.filter(|_| exchanges(process)) {
-            Some(transport) if own < process => Offer {
+            Some(transport) if own_process < process => Offer {
                 identity: transport.identity(),
-                ids: [transport.new_id().map_err(here)?, transport.new_id().map_err(here)?],
+                ids: [transport.new_id().map_err(device_failed)?, transport.new_id().map_err(device_failed)?],
             },
             Some(transport) => Offer { identity: transport.identity(), ids: Default::default() },
             None => Offer::default(),
@@ -154,9 +154,9 @@ fn pairs(group: &mut Group, transport: Option<&dyn Transport>) -> Result<Vec<Pai
         }
         if ours.identity == theirs.identity {
             let what = format!("`--nccl` requires a GPU for each process, but {} has the same one", names[process]);
-            return Err(failed(own, what));
+            return Err(failed(own_process, what));
         }
-        pairs.push(match own < process {
+        pairs.push(match own_process < process {
             true => Pair { process, ids: ours.ids, ends: [LinkEnd::Sending, LinkEnd::Receiving] },
             false => Pair { process, ids: theirs.ids, ends: [LinkEnd::Receiving, LinkEnd::Sending] },
         });
@@ -173,12 +173,12 @@ struct Opening {
 
 impl Opening {
     /// Opens all links in order, until one fails.
-    fn run(self, to: &Sender<Event>) {
+    fn run(self, events: &Sender<Event>) {
         for pair in self.pairs {
             let links = pair.open(&*self.transport, &self.operands);
             let is_open = links.is_ok();
             // The receiver is gone if the wait was too long.
-            if to.send(Event::Opened(pair.process, links)).is_err() || !is_open {
+            if events.send(Event::Opened(pair.process, links)).is_err() || !is_open {
                 return;
             }
         }
@@ -197,33 +197,37 @@ enum Event {
 ///
 /// NCCL waits for a peer without a limit. It does so on a thread of its own, which a failed run leaves behind.
 fn open(group: &mut Group, opening: Option<Opening>) -> Result<Links, LinkError> {
-    let (to, events) = unbounded();
-    let own = group.part.own;
+    let (sender, events) = unbounded();
+    let process_number = group.config.process;
     let missing: VecDeque<usize> =
         opening.iter().flat_map(|opening| opening.pairs.iter().map(|pair| pair.process)).collect();
-    let cannot = |error: io::Error| LinkError::Ended { process: None, what: format!("cannot start a thread: {error}") };
+    let thread_error =
+        |error: io::Error| LinkError::Ended { process: None, what: format!("cannot start a thread: {error}") };
     if let Some(opening) = opening.filter(|_| !missing.is_empty()) {
-        let to = to.clone();
-        Builder::new().name("links".into()).spawn(move || opening.run(&to)).map_err(cannot)?;
+        let sender = sender.clone();
+        Builder::new().name("links".into()).spawn(move || opening.run(&sender)).map_err(thread_error)?;
     }
-    let Group { connections, names, part, run_status, .. } = group;
+    let Group { connections, names, config: part, run_status, .. } = group;
     let names = &*names;
     thread::scope(|scope| {
         let mut writers = BTreeMap::new();
-        for (&process, connection) in connections.iter_mut().filter(|(process, _)| own == 0 || **process == 0) {
+        for (&process, connection) in
+            connections.iter_mut().filter(|(process, _)| process_number == 0 || **process == 0)
+        {
             // The wait below has the limit.
             connection.reader.source().renew(Duration::MAX);
-            let (reader, to) = (&mut connection.reader, to.clone());
+            let (reader, sender) = (&mut connection.reader, sender.clone());
             writers.insert(process, &mut connection.writer);
-            let report = move || drop(to.send(Event::Linked(process, linked(reader, process, &names[process]))));
+            let report =
+                move || drop(sender.send(Event::Linked(process, wait_linked(reader, process, &names[process]))));
             Builder::new()
                 .name(format!("from process {process}"))
                 .spawn_scoped(scope, report)
-                .map_err(cannot)
+                .map_err(thread_error)
                 .inspect_err(|cause| run_status.end(cause.clone()))?;
         }
         let mut wait = Wait {
-            own,
+            process: process_number,
             names,
             run_status,
             connect_timeout: part.connect_timeout,
@@ -231,15 +235,15 @@ fn open(group: &mut Group, opening: Option<Opening>) -> Result<Links, LinkError>
             missing,
             links: Links::new(),
         };
-        let done = wait.run(writers);
+        let result = wait.run(writers);
         // Ends the readers.
-        done.as_ref().err().into_iter().for_each(|cause| run_status.end(cause.clone()));
-        done
+        result.as_ref().err().into_iter().for_each(|cause| run_status.end(cause.clone()));
+        result
     })
 }
 
 /// Reads the frame of a process that has all its links.
-fn linked(reader: &mut FrameReader<DeadlineReader>, process: usize, name: &str) -> Result<(), LinkError> {
+fn wait_linked(reader: &mut FrameReader<DeadlineReader>, process: usize, name: &str) -> Result<(), LinkError> {
     let ended = || LinkError::Ended { process: None, what: "the run is over".to_string() };
     let fault = match reader.read(LONGEST) {
         Ok((Kind::Linked, _)) => return Ok(()),
@@ -252,14 +256,14 @@ fn linked(reader: &mut FrameReader<DeadlineReader>, process: usize, name: &str) 
         Ok((kind, _)) => FrameError::Unexpected { kind },
         Err(fault) => fault,
     };
-    Err(verdict(fault, process, name, None, Duration::ZERO).unwrap_or_else(ended))
+    Err(read_failure(fault, process, name, None, Duration::ZERO).unwrap_or_else(ended))
 }
 
 type Writers<'a> = BTreeMap<usize, &'a mut FrameWriter<Box<dyn Write + Send>>>;
 
 /// The wait of a process for its own links and those of others.
 struct Wait<'a> {
-    own: usize,
+    process: usize,
     names: &'a [String],
     run_status: &'a RunStatus,
     connect_timeout: Duration,
@@ -272,34 +276,34 @@ struct Wait<'a> {
 impl Wait<'_> {
     fn run(&mut self, mut writers: Writers<'_>) -> Result<Links, LinkError> {
         // Each link has the whole time.
-        let mut began = Instant::now();
-        let mut waits_for: BTreeSet<usize> = writers.keys().copied().collect();
-        let mut is_told = false;
+        let mut last_event = Instant::now();
+        let mut unlinked: BTreeSet<usize> = writers.keys().copied().collect();
+        let mut is_reported = false;
         loop {
-            if !is_told && self.missing.is_empty() && (self.own > 0 || waits_for.is_empty()) {
-                is_told = true;
+            if !is_reported && self.missing.is_empty() && (self.process > 0 || unlinked.is_empty()) {
+                is_reported = true;
                 for (&process, writer) in &mut writers {
                     let system = |error: io::Error| FrameError::System { kind: error.kind(), why: error.to_string() };
                     writer.write(Kind::Linked, &[]).map_err(|error| self.lost(process, system(error)))?;
                 }
             }
-            if is_told && waits_for.is_empty() {
+            if is_reported && unlinked.is_empty() {
                 return Ok(std::mem::take(&mut self.links));
             }
             let first = match self.events.recv_timeout(POLL_INTERVAL) {
                 Ok(Event::Linked(process, Ok(()))) => {
-                    waits_for.remove(&process);
-                    began = Instant::now();
+                    unlinked.remove(&process);
+                    last_event = Instant::now();
                     continue;
                 }
                 Ok(Event::Opened(process, Ok(links))) => {
                     self.links.insert(process, links);
                     self.missing.retain(|other| *other != process);
-                    began = Instant::now();
+                    last_event = Instant::now();
                     continue;
                 }
                 Ok(event) => self.failure(event),
-                Err(_) => self.late(Instant::now().saturating_duration_since(began), waits_for.first()),
+                Err(_) => self.late_process(Instant::now().saturating_duration_since(last_event), unlinked.first()),
             };
             if let Some(cause) = self.run_status.cause() {
                 return Err(cause);
@@ -315,11 +319,11 @@ impl Wait<'_> {
         match event {
             Event::Opened(_, Ok(_)) | Event::Linked(_, Ok(())) => None,
             Event::Opened(_, Err(fault)) => {
-                let (process, peer) = (self.own, self.names[self.own].clone());
-                Some((self.own, LinkError::Failed { process, peer, what: fault.to_string() }))
+                let (process, peer) = (self.process, self.names[self.process].clone());
+                Some((self.process, LinkError::Failed { process, peer, what: fault.to_string() }))
             }
             Event::Linked(process, Err(error @ LinkError::Reported { .. })) => Some((process, error)),
-            Event::Linked(_, Err(error)) => Some((self.own, error)),
+            Event::Linked(_, Err(error)) => Some((self.process, error)),
         }
     }
 
@@ -329,29 +333,34 @@ impl Wait<'_> {
         let mut reports = vec![first];
         let until = Instant::now() + GRACE;
         while let Ok(event) = self.events.recv_deadline(until) {
-            reports.extend(self.failure(event).filter(|_| self.own == 0));
+            reports.extend(self.failure(event).filter(|_| self.process == 0));
         }
         // Of each reporter, the other process that it blames.
-        let blamed: Vec<(usize, Option<usize>)> =
-            reports.iter().map(|(by, error)| (*by, error.culprit().filter(|process| process != by))).collect();
-        let waits = |process: usize| blamed.iter().any(|(by, of)| *by == process && of.is_some());
-        let root = blamed.iter().position(|(_, of)| of.is_some_and(|process| !waits(process)));
+        let blamed: Vec<(usize, Option<usize>)> = reports
+            .iter()
+            .map(|(reporter, error)| (*reporter, error.culprit().filter(|process| process != reporter)))
+            .collect();
+        let blames_another =
+            |process: usize| blamed.iter().any(|(reporter, culprit)| *reporter == process && culprit.is_some());
+        let root = blamed.iter().position(|(_, culprit)| culprit.is_some_and(|process| !blames_another(process)));
         // Or two blame each other.
-        let mutual = |(by, of): &(usize, Option<usize>)| of.is_some_and(|of| blamed.contains(&(of, Some(*by))));
+        let mutual = |(reporter, culprit): &(usize, Option<usize>)| {
+            culprit.is_some_and(|culprit| blamed.contains(&(culprit, Some(*reporter))))
+        };
         let root = root.or_else(|| blamed.iter().position(mutual));
         reports.swap_remove(root.unwrap_or(0)).1
     }
 
     /// Who is late after this time, if anyone is. Who opens a link reports first, as it knows whom it waits for; then
     /// process 0, which knows who still opens links; then those that wait for process 0.
-    fn late(&self, waited: Duration, absent: Option<&usize>) -> Option<(usize, LinkError)> {
+    fn late_process(&self, waited: Duration, absent: Option<&usize>) -> Option<(usize, LinkError)> {
         let (process, links, limit) = match (self.missing.front(), absent) {
-            (Some(process), _) => (*process, format!("link to {}", self.names[self.own]), self.connect_timeout),
+            (Some(process), _) => (*process, format!("link to {}", self.names[self.process]), self.connect_timeout),
             (None, Some(0)) => (0, "links".to_string(), self.connect_timeout + 2 * REPORT_TIME),
             (None, absent) => (*absent?, "links".to_string(), self.connect_timeout + REPORT_TIME),
         };
         let (peer, seconds) = (self.names[process].clone(), self.connect_timeout.as_secs_f64());
-        (waited >= limit).then_some((self.own, LinkError::Unlinked { process, peer, links, seconds }))
+        (waited >= limit).then_some((self.process, LinkError::Unlinked { process, peer, links, seconds }))
     }
 
     fn lost(&self, process: usize, fault: FrameError) -> LinkError {
@@ -384,7 +393,7 @@ mod tests {
         drop(to);
         let (run_status, connect_timeout) = (RunStatus::default(), Duration::ZERO);
         let (missing, links) = (VecDeque::new(), Links::new());
-        let wait = Wait { own: 0, names: &names, run_status: &run_status, connect_timeout, events, missing, links };
+        let wait = Wait { process: 0, names: &names, run_status: &run_status, connect_timeout, events, missing, links };
         wait.root((0, first)).culprit()
     }
 
@@ -406,16 +415,33 @@ mod tests {
     fn a_process_waits_longer_for_those_that_know_more() {
         let names: Vec<String> = (0..3).map(|process| format!("process {process}")).collect();
         let (run_status, connect_timeout) = (RunStatus::default(), Duration::from_secs(10));
-        let late = |own: usize, missing: &[usize], absent: usize, waited: Duration| {
+        let late_process = |own_process: usize, missing: &[usize], absent: usize, waited: Duration| {
             let missing = missing.iter().copied().collect();
             let (events, links) = (unbounded().1, Links::new());
-            let wait = Wait { own, names: &names, run_status: &run_status, connect_timeout, events, missing, links };
-            wait.late(waited, Some(&absent)).and_then(|(_, error)| error.culprit())
+            let wait = Wait {
+                process: own_process,
+                names: &names,
+                run_status: &run_status,
+                connect_timeout,
+                events,
+                missing,
+                links,
+            };
+            wait.late_process(waited, Some(&absent)).and_then(|(_, error)| error.culprit())
         };
-        assert_eq!((late(1, &[2], 0, connect_timeout), late(1, &[2], 0, connect_timeout / 2)), (Some(2), None));
-        assert_eq!((late(0, &[], 1, connect_timeout), late(0, &[], 1, connect_timeout + REPORT_TIME)), (None, Some(1)));
         assert_eq!(
-            (late(2, &[], 0, connect_timeout + REPORT_TIME), late(2, &[], 0, connect_timeout + 2 * REPORT_TIME)),
+            (late_process(1, &[2], 0, connect_timeout), late_process(1, &[2], 0, connect_timeout / 2)),
+            (Some(2), None)
+        );
+        assert_eq!(
+            (late_process(0, &[], 1, connect_timeout), late_process(0, &[], 1, connect_timeout + REPORT_TIME)),
+            (None, Some(1))
+        );
+        assert_eq!(
+            (
+                late_process(2, &[], 0, connect_timeout + REPORT_TIME),
+                late_process(2, &[], 0, connect_timeout + 2 * REPORT_TIME)
+            ),
             (None, Some(0))
         );
     }

@@ -35,7 +35,8 @@ impl OperandForm {
         for code in stages {
             let steps =
                 [&code.forward, &code.backward, &code.weight].into_iter().flat_map(|pass: &Sequence| &pass.steps);
-            form.sizes.extend(steps.filter_map(|step| step.collective.as_ref()).map(|of| of.operand.bytes()));
+            form.sizes
+                .extend(steps.filter_map(|step| step.collective.as_ref()).map(|collective| collective.operand.bytes()));
             let is_split = |name: &str| matches!(layouts.get(name), Some(Sharding::Split(_)));
             for named in code.parameters.iter().filter(|named| is_split(&named.name)) {
                 form.sizes.extend([named.bytes, named.gradient().1]);
@@ -45,7 +46,7 @@ impl OperandForm {
         form
     }
 
-    fn has(&self, bytes: u64) -> bool {
+    fn is_valid(&self, bytes: u64) -> bool {
         let is_norm = bytes.is_multiple_of(8) && bytes / 8 <= self.squares as u64;
         is_norm || usize::try_from(bytes).is_ok_and(|bytes| self.sizes.contains(&bytes))
     }
@@ -66,7 +67,7 @@ impl Contribution for TensorPart {
     fn unpack(form: &OperandForm, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<TensorPart, FrameError> {
         let what = "the operand of a collective";
         let bytes = fields.u64(what)?;
-        if !form.has(bytes) {
+        if !form.is_valid(bytes) {
             return Err(FrameError::Field { what });
         }
         Ok(TensorPart::Buffer(ring.tensor(fields, bytes as usize, what)?))
@@ -153,8 +154,8 @@ mod tests {
         head
     }
 
-    fn arrive(of: &TensorOperands, number: u64, member: usize, bytes: &[u8]) -> Result<(), FrameError> {
-        of.arrive(number, member, &mut Fields::of(bytes), &mut Ring::default())
+    fn arrive(operands: &TensorOperands, number: u64, member: usize, bytes: &[u8]) -> Result<(), FrameError> {
+        operands.arrive(number, member, &mut Fields::of(bytes), &mut Ring::default())
     }
 
     #[test]
@@ -175,16 +176,16 @@ mod tests {
     #[test]
     fn operands_come_in_order_and_not_too_early() {
         let frame = packed(&TensorPart::Host(Tensor::from_f64(&[1], &[2.5])));
-        let of = operands();
-        assert!(arrive(&of, 1, 1, &frame).is_err(), "the first is missing");
-        assert!(arrive(&of, 0, 2, &frame).is_err(), "there is no such rank");
-        assert_eq!(arrive(&of, 0, 1, &frame), Ok(()));
-        assert!(arrive(&of, 0, 1, &frame).is_err(), "it has come already");
-        of.group.bring(0, 0, TensorPart::Host(Tensor::from_f64(&[1], &[1.5])));
+        let tensor_operands = operands();
+        assert!(arrive(&tensor_operands, 1, 1, &frame).is_err(), "the first is missing");
+        assert!(arrive(&tensor_operands, 0, 2, &frame).is_err(), "there is no such rank");
+        assert_eq!(arrive(&tensor_operands, 0, 1, &frame), Ok(()));
+        assert!(arrive(&tensor_operands, 0, 1, &frame).is_err(), "it has come already");
+        tensor_operands.group.contribute(0, 0, TensorPart::Host(Tensor::from_f64(&[1], &[1.5])));
         // The other rank has both, and goes on; this one has not read them.
-        assert_eq!(arrive(&of, 1, 1, &frame), Ok(()));
-        assert!(arrive(&of, 2, 1, &frame).is_err(), "nobody contributed to the second");
-        let parts = of.group.meet(0).unwrap();
-        assert!(matches!(&parts[1], TensorPart::Buffer(of) if *of.download().unwrap() == 2.5f64.to_le_bytes()));
+        assert_eq!(arrive(&tensor_operands, 1, 1, &frame), Ok(()));
+        assert!(arrive(&tensor_operands, 2, 1, &frame).is_err(), "nobody contributed to the second");
+        let parts = tensor_operands.group.wait(0).unwrap();
+        assert!(matches!(&parts[1], TensorPart::Buffer(buffer) if *buffer.download().unwrap() == 2.5f64.to_le_bytes()));
     }
 }

@@ -44,7 +44,7 @@ impl ContributionForm {
     pub fn of(code: &StageCode, items: u32, most_items: usize) -> ContributionForm {
         ContributionForm {
             terms: code.gradient_terms.len(),
-            samples: code.follows.iter().map(|follow| follow.sample.bytes).collect(),
+            samples: code.state_updates.iter().map(|update| update.sample.bytes).collect(),
             items,
             most_items,
         }
@@ -75,10 +75,10 @@ impl Contribution for ReplicaGradients {
             let value = |bytes: &usize| fields.bytes(*bytes, "a sample").map(<[u8]>::to_vec);
             samples.push((item, form.samples.iter().map(value).collect::<Result<_, _>>()?));
         }
-        let elsewhere = Arc::new(Buffer::empty());
+        let empty = Arc::new(Buffer::empty());
         let term = |present: &u8| match present {
             0 => Ok(None),
-            1 => Ok(Some(elsewhere.clone())),
+            1 => Ok(Some(empty.clone())),
             _ => Err(FrameError::Field { what: "the gradient flags" }),
         };
         let terms = present.iter().map(term).collect::<Result<_, _>>()?;
@@ -128,7 +128,7 @@ impl Contribution for GradientTerms {
 
 /// Valid contents of weight shards: maximum bytes by parameter, then by gradient for the final gather.
 pub struct SharesForm {
-    pub most: Vec<usize>,
+    pub max_bytes: Vec<usize>,
 }
 
 impl Contribution for Shares {
@@ -136,31 +136,31 @@ impl Contribution for Shares {
 
     fn pack(&self, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buffer>>) {
         head.extend((self.0.len() as u32).to_le_bytes());
-        for (place, share) in &self.0 {
-            head.extend((*place as u32).to_le_bytes());
-            head.extend((share.len() as u64).to_le_bytes());
+        for (index, shard) in &self.0 {
+            head.extend((*index as u32).to_le_bytes());
+            head.extend((shard.len() as u64).to_le_bytes());
         }
-        bodies.extend(self.0.iter().map(|(_, share)| share.clone()));
+        bodies.extend(self.0.iter().map(|(_, shard)| shard.clone()));
     }
 
     fn unpack(form: &SharesForm, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<Shares, FrameError> {
         let what = "the shards of a version";
-        let count = fields.below(form.most.len() as u32 + 1, what)?;
-        let mut places = Vec::new();
+        let count = fields.below(form.max_bytes.len() as u32 + 1, what)?;
+        let mut sizes = Vec::new();
         for _ in 0..count {
-            let place = fields.below(form.most.len() as u32, what)? as usize;
+            let index = fields.below(form.max_bytes.len() as u32, what)? as usize;
             let bytes = fields.u64(what)?;
-            if bytes > form.most[place] as u64 || places.iter().any(|(of, _)| *of == place) {
+            if bytes > form.max_bytes[index] as u64 || sizes.iter().any(|(of, _)| *of == index) {
                 return Err(FrameError::Field { what });
             }
-            places.push((place, bytes as usize));
+            sizes.push((index, bytes as usize));
         }
-        let mut share = |(place, bytes)| Ok((place, ring.tensor(fields, bytes, what)?));
-        Ok(Shares(places.into_iter().map(&mut share).collect::<Result<_, _>>()?))
+        let mut share = |(index, bytes)| Ok((index, ring.tensor(fields, bytes, what)?));
+        Ok(Shares(sizes.into_iter().map(&mut share).collect::<Result<_, _>>()?))
     }
 
     fn most(form: &SharesForm) -> usize {
-        form.most.iter().fold(4, |sum: usize, bytes| sum.saturating_add(*bytes).saturating_add(12))
+        form.max_bytes.iter().fold(4, |sum: usize, bytes| sum.saturating_add(*bytes).saturating_add(12))
     }
 }
 
@@ -205,7 +205,7 @@ mod tests {
     }
 
     /// Checks that every truncation is refused.
-    fn cut<T: Contribution>(bytes: &[u8], form: &T::Form) {
+    fn check_truncations<T: Contribution>(bytes: &[u8], form: &T::Form) {
         for length in 0..bytes.len() {
             let mut fields = Fields::of(&bytes[..length]);
             let read = T::unpack(form, &mut fields, &mut Ring::default()).and_then(|_| fields.end());
@@ -222,32 +222,32 @@ mod tests {
     fn parts_read_back() {
         let form = ContributionForm { terms: 2, samples: vec![2], items: 9, most_items: 1 };
         let term = Arc::new(Buffer::host_copy(&[1, 2, 3, 4, 5, 6, 7, 8]));
-        let elsewhere = Arc::new(Buffer::empty());
-        let part = ReplicaGradients { terms: vec![None, Some(elsewhere)], samples: vec![(5, vec![vec![8, 9]])] };
+        let empty = Arc::new(Buffer::empty());
+        let part = ReplicaGradients { terms: vec![None, Some(empty)], samples: vec![(5, vec![vec![8, 9]])] };
         let bytes = packed(&part);
-        let back = ReplicaGradients::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
-        assert_eq!(back.samples, part.samples);
-        assert_eq!(back.terms.iter().map(Option::is_some).collect::<Vec<_>>(), [false, true]);
-        cut::<ReplicaGradients>(&bytes, &form);
+        let unpacked = ReplicaGradients::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
+        assert_eq!(unpacked.samples, part.samples);
+        assert_eq!(unpacked.terms.iter().map(Option::is_some).collect::<Vec<_>>(), [false, true]);
+        check_truncations::<ReplicaGradients>(&bytes, &form);
 
         let form = TermsForm { ranks: vec![0, 3], bytes: 8 };
         let bytes = packed(&vec![(3usize, term.clone())]);
-        let back = GradientTerms::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
-        assert_eq!((back.len(), back[0].0), (1, 3));
-        assert_eq!(back[0].1.download(), term.download());
-        cut::<GradientTerms>(&bytes, &form);
-        let other = packed(&vec![(2usize, term)]);
-        assert!(GradientTerms::unpack(&form, &mut Fields::of(&other), &mut Ring::default()).is_err());
+        let unpacked = GradientTerms::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
+        assert_eq!((unpacked.len(), unpacked[0].0), (1, 3));
+        assert_eq!(unpacked[0].1.download(), term.download());
+        check_truncations::<GradientTerms>(&bytes, &form);
+        let foreign_rank = packed(&vec![(2usize, term)]);
+        assert!(GradientTerms::unpack(&form, &mut Fields::of(&foreign_rank), &mut Ring::default()).is_err());
 
-        let form = SharesForm { most: vec![8, 16, 0] };
+        let form = SharesForm { max_bytes: vec![8, 16, 0] };
         let shares = Shares(vec![(1, Arc::new(Buffer::host_copy(&[1, 2]))), (0, term_of(8)), (2, term_of(0))]);
         let bytes = packed(&shares);
-        let Shares(back) = Shares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
+        let Shares(unpacked) = Shares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
         let contents = |shares: &[(usize, Arc<Buffer>)]| -> Vec<(usize, Vec<u8>)> {
             shares.iter().map(|(place, share)| (*place, share.download().unwrap().to_vec())).collect()
         };
-        assert_eq!(contents(&back), contents(&shares.0));
-        cut::<Shares>(&bytes, &form);
+        assert_eq!(contents(&unpacked), contents(&shares.0));
+        check_truncations::<Shares>(&bytes, &form);
         for wrong in [vec![(0, term_of(9))], vec![(3, term_of(0))], vec![(0, term_of(1)), (0, term_of(1))]] {
             let bytes = packed(&Shares(wrong));
             assert!(Shares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).is_err());
@@ -257,6 +257,6 @@ mod tests {
         let squares: Squares = vec![(1, 0.1), (0, f64::INFINITY)];
         let bytes = packed(&squares);
         assert_eq!(Squares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()), Ok(squares));
-        cut::<Squares>(&bytes, &form);
+        check_truncations::<Squares>(&bytes, &form);
     }
 }

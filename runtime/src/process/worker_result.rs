@@ -28,21 +28,21 @@ const GRADIENTS: u8 = 2;
 
 /// The frames of the result of a worker, or of one rank of its tensor-parallel group. Only the first replica of a stage
 /// sends tensors.
-pub fn leave(program: &Program, (worker, rank): (usize, usize), outcome: WorkerResult) -> Vec<Outbound> {
+pub fn result_frames(program: &Program, (worker, rank): (usize, usize), outcome: WorkerResult) -> Vec<Outbound> {
     let number = rank as u32;
     let mut frames = Vec::new();
-    let own = &program.workers[worker];
-    let stages = program.stages_of(own.rank).zip(outcome.stages);
-    for (stage, left) in stages.filter(|_| own.replica == 0) {
-        let mut tensor = |list: u8, place: usize, buffer: Arc<Buffer>| {
+    let worker_program = &program.workers[worker];
+    let stages = program.stages_of(worker_program.rank).zip(outcome.stages);
+    for (stage, stage_result) in stages.filter(|_| worker_program.replica == 0) {
+        let mut tensor = |list: u8, index: usize, buffer: Arc<Buffer>| {
             let mut head = [number.to_le_bytes(), stage.0.to_le_bytes()].concat();
             head.push(list);
-            head.extend((place as u32).to_le_bytes());
+            head.extend((index as u32).to_le_bytes());
             frames.push(Outbound { kind: Kind::Tensor, head, bodies: vec![buffer] });
         };
-        left.weights.into_iter().enumerate().for_each(|(at, buffer)| tensor(WEIGHTS, at, buffer));
-        left.states.into_iter().enumerate().for_each(|(at, buffer)| tensor(STATES, at, Arc::new(buffer)));
-        left.gradients.into_iter().for_each(|(at, buffer)| tensor(GRADIENTS, at, Arc::new(buffer)));
+        stage_result.weights.into_iter().enumerate().for_each(|(index, buffer)| tensor(WEIGHTS, index, buffer));
+        stage_result.states.into_iter().enumerate().for_each(|(index, buffer)| tensor(STATES, index, Arc::new(buffer)));
+        stage_result.gradients.into_iter().for_each(|(index, buffer)| tensor(GRADIENTS, index, Arc::new(buffer)));
     }
     for spans in outcome.spans.chunks(SPANS) {
         let mut head = number.to_le_bytes().to_vec();
@@ -56,20 +56,20 @@ pub fn leave(program: &Program, (worker, rank): (usize, usize), outcome: WorkerR
     frames
 }
 
-fn put_span(to: &mut Vec<u8>, span: &Span) {
-    let (what, one, two) = match span.work {
+fn put_span(bytes: &mut Vec<u8>, span: &Span) {
+    let (kind, stage, number) = match span.work {
         Work::Compute(action::Work { stage, item, part }) => {
-            (Phase::ALL.iter().position(|of| *of == part).unwrap_or(0) as u8, stage.0, item.0)
+            (Phase::ALL.iter().position(|phase| *phase == part).unwrap_or(0) as u8, stage.0, item.0)
         }
         Work::Recompute(stage, item) => (4, stage.0, item.0),
         Work::Wait => (5, 0, 0),
         Work::Step(stage, version) => (6, stage.0, version),
     };
-    to.push(what);
-    to.extend(one.to_le_bytes());
-    to.extend(two.to_le_bytes());
-    to.extend(span.start.to_le_bytes());
-    to.extend(span.end.to_le_bytes());
+    bytes.push(kind);
+    bytes.extend(stage.to_le_bytes());
+    bytes.extend(number.to_le_bytes());
+    bytes.extend(span.start.to_le_bytes());
+    bytes.extend(span.end.to_le_bytes());
 }
 
 fn span(fields: &mut Fields<'_>, stages: u32) -> Result<Span, FrameError> {
@@ -108,8 +108,8 @@ struct PartialStageResult<'a> {
 
 impl<'a> Leaving<'a> {
     pub fn of(program: &Program, codes: &'a [StageCode], worker: usize) -> Leaving<'a> {
-        let own = &program.workers[worker];
-        let stages = program.stages_of(own.rank).filter(|_| own.replica == 0).map(|stage| {
+        let worker_program = &program.workers[worker];
+        let stages = program.stages_of(worker_program.rank).filter(|_| worker_program.replica == 0).map(|stage| {
             let code = &codes[stage.index()];
             PartialStageResult {
                 stage,
@@ -125,23 +125,23 @@ impl<'a> Leaving<'a> {
     /// Reads a tensor; the rank has already been read.
     pub fn tensor(&mut self, fields: &mut Fields<'_>) -> Result<(), FrameError> {
         let what = "a result tensor";
-        let (stage, list, at) = (fields.u32(what)?, fields.u8(what)?, fields.u32(what)? as usize);
-        let unfit = FrameError::Field { what };
-        let place = self.stages.iter_mut().find(|of| of.stage.0 == stage).ok_or(unfit.clone())?;
-        let list_of = if list == STATES { &place.code.states } else { &place.code.parameters };
-        let named = list_of.get(at).ok_or(unfit.clone())?;
-        let bytes = if list == STATES { named.bytes } else { widened(named) };
+        let (stage, list, index) = (fields.u32(what)?, fields.u8(what)?, fields.u32(what)? as usize);
+        let invalid = FrameError::Field { what };
+        let result = self.stages.iter_mut().find(|result| result.stage.0 == stage).ok_or(invalid.clone())?;
+        let named_tensors = if list == STATES { &result.code.states } else { &result.code.parameters };
+        let named = named_tensors.get(index).ok_or(invalid.clone())?;
+        let bytes = if list == STATES { named.bytes } else { wide_bytes(named) };
         let buffer = Buffer::host_copy(fields.bytes(bytes, what)?);
         let is_new = match list {
-            WEIGHTS => place.weights[at].replace(Arc::new(buffer)).is_none(),
-            STATES => place.states[at].replace(buffer).is_none(),
-            GRADIENTS if place.gradients.iter().all(|(of, _)| *of != at) => {
-                place.gradients.push((at, Arc::new(buffer)));
+            WEIGHTS => result.weights[index].replace(Arc::new(buffer)).is_none(),
+            STATES => result.states[index].replace(buffer).is_none(),
+            GRADIENTS if result.gradients.iter().all(|(parameter, _)| *parameter != index) => {
+                result.gradients.push((index, Arc::new(buffer)));
                 true
             }
             _ => false,
         };
-        if is_new { fields.end() } else { Err(unfit) }
+        if is_new { fields.end() } else { Err(invalid) }
     }
 
     /// Reads spans; the rank has already been read.
@@ -156,14 +156,15 @@ impl<'a> Leaving<'a> {
     }
 
     /// The complete result. Fails if anything is missing.
-    pub fn done(self, peak_memory_bytes: u64, checkpoint_bytes: u64) -> Result<WorkerResult, FrameError> {
-        let unfit = || FrameError::Field { what: "the worker's result" };
+    pub fn into_result(self, peak_memory_bytes: u64, checkpoint_bytes: u64) -> Result<WorkerResult, FrameError> {
+        let invalid = || FrameError::Field { what: "the worker's result" };
         let mut stages = Vec::new();
         for stage in self.stages {
-            let weights = stage.weights.into_iter().collect::<Option<Vec<_>>>().ok_or_else(unfit)?;
-            let states = stage.states.into_iter().collect::<Option<Vec<_>>>().ok_or_else(unfit)?;
-            let own = |(at, buffer): (usize, Arc<Buffer>)| Some((at, Arc::into_inner(buffer)?));
-            let gradients = stage.gradients.into_iter().map(own).collect::<Option<Vec<_>>>().ok_or_else(unfit)?;
+            let weights = stage.weights.into_iter().collect::<Option<Vec<_>>>().ok_or_else(invalid)?;
+            let states = stage.states.into_iter().collect::<Option<Vec<_>>>().ok_or_else(invalid)?;
+            let into_owned = |(at, buffer): (usize, Arc<Buffer>)| Some((at, Arc::into_inner(buffer)?));
+            let gradients =
+                stage.gradients.into_iter().map(into_owned).collect::<Option<Vec<_>>>().ok_or_else(invalid)?;
             stages.push(StageResult { weights, states, gradients });
         }
         Ok(WorkerResult { stages, spans: self.spans, peak_memory_bytes, checkpoint_bytes })
@@ -171,13 +172,13 @@ impl<'a> Leaving<'a> {
 }
 
 /// Size of a returned parameter: 16-bit ones are returned in `f32`.
-fn widened(named: &NamedTensor) -> usize {
+fn wide_bytes(named: &NamedTensor) -> usize {
     named.bytes / named.fact.dtype.size().max(1) * accumulation_type(named.fact.dtype).size()
 }
 
 /// Maximum frame length.
-pub fn most(codes: &[StageCode]) -> usize {
-    let parameters = codes.iter().flat_map(|code| &code.parameters).map(widened);
+pub fn max_bytes(codes: &[StageCode]) -> usize {
+    let parameters = codes.iter().flat_map(|code| &code.parameters).map(wide_bytes);
     let states = codes.iter().flat_map(|code| &code.states).map(|named| named.bytes);
     let tensor = parameters.chain(states).max().unwrap_or(0).saturating_add(BEFORE);
     tensor.max(4 + SPANS * SPAN)
@@ -193,10 +194,10 @@ mod tests {
         let mut works = Phase::ALL.map(part).to_vec();
         works.extend([Work::Recompute(StageId(1), MicrobatchId(3)), Work::Wait, Work::Step(StageId(0), 9)]);
         for work in works {
-            let given = Span { work, start: 0.25, end: 0.5 };
+            let expected = Span { work, start: 0.25, end: 0.5 };
             let mut bytes = Vec::new();
-            put_span(&mut bytes, &given);
-            assert_eq!((span(&mut Fields::of(&bytes), 2), bytes.len()), (Ok(given), SPAN));
+            put_span(&mut bytes, &expected);
+            assert_eq!((span(&mut Fields::of(&bytes), 2), bytes.len()), (Ok(expected), SPAN));
             bytes[0] = 7;
             assert!(span(&mut Fields::of(&bytes), 2).is_err());
         }

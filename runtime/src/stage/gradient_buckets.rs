@@ -54,11 +54,11 @@ pub struct RoundGradients {
 
 impl RoundGradients {
     pub fn new(code: &StageCode, buckets: u32) -> RoundGradients {
-        let of_parameter = buckets_of(code, buckets);
+        let of_parameter = assign_buckets(code, buckets);
         RoundGradients {
             terms: vec![None; code.gradient_terms.len()],
             samples: Vec::new(),
-            sample_bytes: code.follows.iter().map(|follow| follow.sample.bytes).collect(),
+            sample_bytes: code.state_updates.iter().map(|follow| follow.sample.bytes).collect(),
             items: 0,
             bucket_of: code.gradient_terms.iter().map(|term| of_parameter[term.parameter]).collect(),
             bucket_of_parameter: of_parameter,
@@ -95,8 +95,8 @@ impl RoundGradients {
 
     /// Removes one bucket; the last one ends the round.
     pub(super) fn take(&mut self, bucket: u32) -> Result<ReplicaGradients, DeviceError> {
-        let own = self.terms.iter_mut().zip(&self.bucket_of);
-        let terms = own.map(|(sum, of)| if *of == bucket { sum.take() } else { None }).collect();
+        let terms = self.terms.iter_mut().zip(&self.bucket_of);
+        let terms = terms.map(|(sum, term_bucket)| if *term_bucket == bucket { sum.take() } else { None }).collect();
         let is_last = bucket + 1 >= self.buckets;
         let samples = if is_last { self.take_samples()? } else { Vec::new() };
         if is_last {
@@ -108,27 +108,31 @@ impl RoundGradients {
     /// Waits for the samples.
     pub(super) fn take_samples(&mut self) -> Result<Vec<Samples>, DeviceError> {
         let split = |bytes: Vec<u8>| {
-            let mut rest = &bytes[..];
-            let of = |count: &usize| rest.split_off(..*count).unwrap_or_default().to_vec();
-            self.sample_bytes.iter().map(of).collect()
+            let mut remaining = &bytes[..];
+            let next_sample = |count: &usize| remaining.split_off(..*count).unwrap_or_default().to_vec();
+            self.sample_bytes.iter().map(next_sample).collect()
         };
         let samples = std::mem::take(&mut self.samples).into_iter();
         samples.map(|(item, copy)| Ok((item, split(copy.bytes()?)))).collect()
     }
 }
 
-fn buckets_of(code: &StageCode, buckets: u32) -> Vec<u32> {
+fn assign_buckets(code: &StageCode, buckets: u32) -> Vec<u32> {
     if code.buckets.len() == buckets as usize {
-        let named = (0..).zip(&code.buckets).flat_map(|(at, names)| names.iter().map(move |name| (name.as_str(), at)));
-        let named: HashMap<&str, u32> = named.collect();
-        code.parameters.iter().map(|known| named.get(known.name.as_str()).copied().unwrap_or(buckets - 1)).collect()
+        let bucket_of =
+            (0..).zip(&code.buckets).flat_map(|(bucket, names)| names.iter().map(move |name| (name.as_str(), bucket)));
+        let bucket_of: HashMap<&str, u32> = bucket_of.collect();
+        code.parameters
+            .iter()
+            .map(|parameter| bucket_of.get(parameter.name.as_str()).copied().unwrap_or(buckets - 1))
+            .collect()
     } else {
-        let whole = code.parameters.iter().map(|parameter| parameter.bytes as u64).sum::<u64>().max(1);
-        let mut before = whole;
-        let even = |parameter: &NamedTensor| {
-            before -= parameter.bytes as u64;
-            ((u128::from(before) * u128::from(buckets) / u128::from(whole)) as u32).min(buckets.saturating_sub(1))
+        let total = code.parameters.iter().map(|parameter| parameter.bytes as u64).sum::<u64>().max(1);
+        let mut remaining = total;
+        let bucket = |parameter: &NamedTensor| {
+            remaining -= parameter.bytes as u64;
+            ((u128::from(remaining) * u128::from(buckets) / u128::from(total)) as u32).min(buckets.saturating_sub(1))
         };
-        code.parameters.iter().map(even).collect()
+        code.parameters.iter().map(bucket).collect()
     }
 }

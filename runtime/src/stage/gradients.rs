@@ -23,7 +23,7 @@ pub fn lend_sums(
     shard_stream: Option<&ShardStream>,
 ) -> Result<Vec<Option<Sum>>, DeviceError> {
     let code = executor.code;
-    let of = |(term, sum): (&GradientTerm, &mut Option<Arc<Buffer>>)| {
+    let lend = |(term, sum): (&GradientTerm, &mut Option<Arc<Buffer>>)| {
         if !term.is_summed || is_streamed(shard_stream, term) {
             return Ok(None);
         }
@@ -32,18 +32,17 @@ pub fn lend_sums(
             None => Sum { buffer: allocate_sum(executor, term)?, is_begun: false },
         }))
     };
-    code.gradient_terms.iter().zip(sums).map(of).collect()
+    code.gradient_terms.iter().zip(sums).map(lend).collect()
 }
 
 /// True if the term goes to its owners' shards as soon as it is computed.
 pub fn is_streamed(shard_stream: Option<&ShardStream>, term: &GradientTerm) -> bool {
-    shard_stream.is_some_and(|shard_stream| shard_stream.takes(term.parameter))
+    shard_stream.is_some_and(|shard_stream| shard_stream.is_streamed(term.parameter))
 }
 
-/// Allocates the sum of a term.
 pub fn allocate_sum(executor: &Executor<'_>, term: &GradientTerm) -> Result<Arc<Buffer>, DeviceError> {
     let dtype = executor.code.parameters[term.parameter].fact.dtype;
-    executor.device.take(accumulation_bytes(dtype, term.place.bytes))
+    executor.device.take(accumulation_bytes(dtype, term.address.bytes))
 }
 
 /// Takes back the sums that a backward pass accumulated into, and accumulates the remaining terms. With streaming it
@@ -55,22 +54,22 @@ pub fn collect_sums(
     item: &mut Item,
 ) -> Result<(), CollectiveError> {
     let code = executor.code;
-    let all = sums.iter_mut().zip(&code.gradient_terms).enumerate();
-    for (at, (sum, term)) in all.filter(|(_, (_, term))| !term.is_summed) {
+    let terms = sums.iter_mut().zip(&code.gradient_terms).enumerate();
+    for (index, (sum, term)) in terms.filter(|(_, (_, term))| !term.is_summed) {
         let dtype = code.parameters[term.parameter].fact.dtype;
         if !is_streamed(shard_stream, term) {
             accumulate_term(sum, executor, item, term, dtype)?;
             continue;
         }
-        let mut made = None;
-        accumulate_term(&mut made, executor, item, term, dtype)?;
-        if let (Some(shard_stream), Some(made)) = (shard_stream, made) {
-            shard_stream.add(code, at, item.turn, &made, &executor.device)?;
-            executor.device.give(made);
+        let mut value = None;
+        accumulate_term(&mut value, executor, item, term, dtype)?;
+        if let (Some(shard_stream), Some(value)) = (shard_stream, value) {
+            shard_stream.add(code, index, item.position, &value, &executor.device)?;
+            executor.device.give(value);
         }
     }
-    for (sum, made) in sums.iter_mut().zip(std::mem::take(&mut item.sums)) {
-        *sum = made.map(|made| made.buffer).or_else(|| sum.take());
+    for (sum, value) in sums.iter_mut().zip(std::mem::take(&mut item.sums)) {
+        *sum = value.map(|value| value.buffer).or_else(|| sum.take());
     }
     Ok(())
 }
@@ -83,47 +82,47 @@ fn accumulate_term(
     term: &GradientTerm,
     dtype: DType,
 ) -> Result<(), DeviceError> {
-    let (stream, made) = (&executor.device.stream, executor.gradient(item, term.place));
+    let (stream, value) = (&executor.device.stream, executor.gradient(item, term.address));
     if let Some(sum) = sum {
-        return stream.accumulate(dtype, made, Buffer::exclusive(sum));
+        return stream.accumulate(dtype, value, Buffer::exclusive(sum));
     }
     let mut first = allocate_sum(executor, term)?;
-    stream.begin_sum(dtype, made, Buffer::exclusive(&mut first))?;
+    stream.begin_sum(dtype, value, Buffer::exclusive(&mut first))?;
     *sum = Some(first);
     Ok(())
 }
 
-/// Sums the replicas' contributions in order, over the byte range `own(length)`. `stays` selects a pooled buffer,
+/// Sums the replicas' contributions in order, over the byte range `range_of(length)`. `is_pooled` selects a pooled buffer,
 /// otherwise one that is freed after use.
-pub fn reduced<'a>(
-    (device, stays): (&DeviceContext, bool),
+pub fn sum_replicas<'a>(
+    (device, is_pooled): (&DeviceContext, bool),
     dtype: DType,
     parts: impl Iterator<Item = &'a Arc<Buffer>>,
-    own: impl Fn(usize) -> Range<usize>,
+    range_of: impl Fn(usize) -> Range<usize>,
 ) -> Result<Option<Arc<Buffer>>, DeviceError> {
     let mut sum: Option<Arc<Buffer>> = None;
     for part in parts {
         let part = device.receive(part.clone())?;
-        let own = part.region_of(own(part.len()));
+        let shard = part.region_of(range_of(part.len()));
         match &mut sum {
             None => {
-                let mut first = new_sum(device, own.len(), stays)?;
-                device.stream.copy(own, Buffer::exclusive(&mut first))?;
+                let mut first = new_sum(device, shard.len(), is_pooled)?;
+                device.stream.copy(shard, Buffer::exclusive(&mut first))?;
                 sum = Some(first);
             }
-            Some(sum) => device.stream.accumulate(accumulation_type(dtype), own, Buffer::exclusive(sum))?,
+            Some(sum) => device.stream.accumulate(accumulation_type(dtype), shard, Buffer::exclusive(sum))?,
         }
         device.give_foreign(part)?;
     }
     Ok(sum)
 }
 
-/// The gradient of a parameter: its terms summed in rank order. `stays` selects a pooled buffer if one is needed.
-pub fn total(
+/// The gradient of a parameter: its terms summed in rank order. `is_pooled` selects a pooled buffer if one is needed.
+pub fn sum_terms(
     device: &DeviceContext,
     dtype: DType,
     mut terms: GradientTerms,
-    stays: bool,
+    is_pooled: bool,
 ) -> Result<Option<Arc<Buffer>>, DeviceError> {
     terms.sort_by_key(|(rank, _)| *rank);
     let (dtype, mut terms) = (accumulation_type(dtype), terms.into_iter().map(|(_, sum)| sum));
@@ -139,7 +138,7 @@ pub fn total(
         match device.try_exclusive(&mut total)? {
             Some(sum) => device.stream.accumulate(dtype, term.region(), sum)?,
             None => {
-                let mut sum = new_sum(device, total.len(), stays)?;
+                let mut sum = new_sum(device, total.len(), is_pooled)?;
                 device.stream.add(dtype, total.region(), term.region(), Buffer::exclusive(&mut sum))?;
                 device.give_foreign(std::mem::replace(&mut total, sum))?;
             }
@@ -149,12 +148,12 @@ pub fn total(
     Ok(Some(total))
 }
 
-fn new_sum(device: &DeviceContext, bytes: usize, stays: bool) -> Result<Arc<Buffer>, DeviceError> {
-    if stays { device.take(bytes) } else { device.once(bytes) }
+fn new_sum(device: &DeviceContext, bytes: usize, is_pooled: bool) -> Result<Arc<Buffer>, DeviceError> {
+    if is_pooled { device.take(bytes) } else { device.once(bytes) }
 }
 
 /// A copy of a gradient sum, multiplied by `scale`.
-pub fn scaled(device: &DeviceContext, dtype: DType, gradient: &Buffer, scale: f64) -> Result<Buffer, DeviceError> {
+pub fn scaled_copy(device: &DeviceContext, dtype: DType, gradient: &Buffer, scale: f64) -> Result<Buffer, DeviceError> {
     let mut copy = device.copy_of(gradient.region())?;
     if scale != 1.0 {
         device.stream.scale(accumulation_type(dtype), copy.region_mut(), scale)?;

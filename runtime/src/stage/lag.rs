@@ -11,5 +11,5 @@ pub struct Lag {
     pub rate: f64,
     /// True if the backward uses the stashed weights of the forward.
     pub is_stashed: bool,
-    pub turn: RoundPosition,
+    pub position: RoundPosition,
 }

@@ -9,30 +9,35 @@ use compiler::schedule::Payload;
 
 impl StageWorker<'_> {
     /// The tensors of a micro-batch for another stage.
-    pub fn parcels(&mut self, item: u32, kind: Payload, other: StageId) -> Result<Vec<TensorMessage>, DeviceError> {
+    pub fn tensors_to_send(
+        &mut self,
+        item: u32,
+        kind: Payload,
+        peer_stage: StageId,
+    ) -> Result<Vec<TensorMessage>, DeviceError> {
         let code = self.code;
-        let (transfers, run) = match kind {
+        let (transfers, phase) = match kind {
             Payload::Activation => (&code.sent, RunPhase::Forward),
             Payload::Gradient => (&code.gradients_out, RunPhase::Backward),
         };
-        let mut parcels = Vec::new();
-        for (i, t) in transfers.iter().enumerate().filter(|(_, t)| t.stage == other.index()) {
+        let mut tensors = Vec::new();
+        for (i, t) in transfers.iter().enumerate().filter(|(_, t)| t.stage == peer_stage.index()) {
             let Some(state) = self.items.get(&item) else { break };
             let buffer = match (kind, state.gradients_out.get(i)) {
                 (Payload::Gradient, Some(Some(buffer))) => buffer.clone(),
-                _ => self.executor.shared(run, state, t.place)?,
+                _ => self.executor.shared(phase, state, t.address)?,
             };
             self.executor.device.release(&buffer)?;
-            parcels.push(TensorMessage { value: t.value, group: t.group, buffer });
+            tensors.push(TensorMessage { value: t.value, group: t.group, buffer });
         }
-        Ok(parcels)
+        Ok(tensors)
     }
 
     /// Marks gradients for a stage as sent, in any order. After the last send the micro-batch is freed.
-    pub fn sent_gradients(&mut self, item: u32, other: StageId) -> Result<(), DeviceError> {
+    pub fn mark_gradients_sent(&mut self, item: u32, peer_stage: StageId) -> Result<(), DeviceError> {
         let Some(state) = self.items.get_mut(&item) else { return Ok(()) };
         for (slot, t) in state.gradients_out.iter_mut().zip(&self.code.gradients_out) {
-            if t.stage == other.index()
+            if t.stage == peer_stage.index()
                 && let Some(buffer) = slot.take()
             {
                 self.executor.device.give(buffer);
@@ -42,37 +47,37 @@ impl StageWorker<'_> {
     }
 
     /// Stores the tensors received from another stage.
-    pub fn unpack(
+    pub fn receive_tensors(
         &mut self,
-        other: StageId,
+        peer_stage: StageId,
         kind: Payload,
         item: u32,
-        parcels: Vec<TensorMessage>,
+        tensors: Vec<TensorMessage>,
     ) -> Result<(), DeviceError> {
         let code = self.code;
         let transfers = match kind {
             Payload::Activation => &code.received,
             Payload::Gradient => &code.gradients_in,
         };
-        let ledger = self.executor.device.ledger();
+        let counter = self.executor.device.ledger();
         self.item(item)?;
         let Some(state) = self.items.get_mut(&item) else { return Ok(()) };
         let slots = match kind {
             Payload::Activation => &mut state.received,
             Payload::Gradient => &mut state.gradients_in,
         };
-        for parcel in parcels {
-            let at = transfers
+        for tensor in tensors {
+            let index = transfers
                 .iter()
-                .position(|t| (t.stage, t.value, t.group) == (other.index(), parcel.value, parcel.group));
-            if let Some(at) = at {
+                .position(|t| (t.stage, t.value, t.group) == (peer_stage.index(), tensor.value, tensor.group));
+            if let Some(index) = index {
                 // On separate devices sender and receiver each hold a copy, so both count one here. The sender reads an
                 // activation again.
-                ledger.reserve_slot(parcel.buffer.len());
+                counter.reserve_slot(tensor.buffer.len());
                 if kind == Payload::Gradient {
-                    parcel.buffer.release_slot();
+                    tensor.buffer.release_slot();
                 }
-                slots[at] = Some(self.executor.device.receive(parcel.buffer)?);
+                slots[index] = Some(self.executor.device.receive(tensor.buffer)?);
             }
         }
         Ok(())

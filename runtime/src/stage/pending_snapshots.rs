@@ -6,28 +6,27 @@ use crate::exec::executor::Weights;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The snapshots of a stage that are not written yet.
 #[derive(Default)]
 pub struct PendingSnapshots {
     /// Number of tied-weight versions to keep; 0 without checkpoints.
     pub window: u32,
-    pub(super) held: Vec<Held>,
+    pub(super) forward_weights: Vec<ForwardWeights>,
     /// Snapshots waiting for a tied weight to reach a version, and complete ones.
     pub(super) waiting: Vec<(u32, StageSnapshot)>,
     pub(super) ready: Vec<StageSnapshot>,
     /// Restored weights of forward passes that are repeated after a resume.
     pub forwards: BTreeMap<u32, Weights>,
-    pub(super) ledger: Arc<MemoryCounter>,
+    pub(super) counter: Arc<MemoryCounter>,
 }
 
 impl PendingSnapshots {
-    pub fn new(window: u32, ledger: &Arc<MemoryCounter>) -> PendingSnapshots {
-        PendingSnapshots { window, ledger: ledger.clone(), ..PendingSnapshots::default() }
+    pub fn new(window: u32, counter: &Arc<MemoryCounter>) -> PendingSnapshots {
+        PendingSnapshots { window, counter: counter.clone(), ..PendingSnapshots::default() }
     }
 }
 
 /// The weights of a micro-batch's forward pass.
-pub(super) struct Held {
+pub(super) struct ForwardWeights {
     pub(super) item: u32,
     pub(super) version: u32,
     pub(super) weights: Weights,

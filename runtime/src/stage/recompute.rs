@@ -14,14 +14,14 @@ impl StageWorker<'_> {
     pub fn recompute(&mut self, item: u32, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
         self.take_weights(&mut state, version, lag)?;
-        self.again(&mut state)?;
+        self.recompute_activations(&mut state)?;
         self.give_weights(&mut state, lag);
         self.items.insert(item, state);
         Ok(())
     }
 
-    pub(super) fn again(&mut self, state: &mut Item) -> Result<(), ExecuteError> {
-        if state.recomputed.is_none() { self.executor.again(state) } else { Ok(()) }
+    pub(super) fn recompute_activations(&mut self, state: &mut Item) -> Result<(), ExecuteError> {
+        if state.recomputed.is_none() { self.executor.recompute(state) } else { Ok(()) }
     }
 
     /// Sets the weights of the backward pass, unless the forward's weights are stashed.
@@ -30,8 +30,8 @@ impl StageWorker<'_> {
             return Ok(());
         }
         (state.weights, state.version) = (self.versions.get(&version).cloned().unwrap_or_default(), version);
-        if self.sets_back(lag) {
-            state.weights = self.updater.back(&state.weights, lag.updates, &self.executor.device)?;
+        if self.needs_correction(lag) {
+            state.weights = self.updater.correct(&state.weights, lag.updates, &self.executor.device)?;
         }
         Ok(())
     }
@@ -42,12 +42,12 @@ impl StageWorker<'_> {
             return;
         }
         let weights = std::mem::take(&mut state.weights);
-        if self.sets_back(lag) {
+        if self.needs_correction(lag) {
             weights.into_iter().for_each(|weight| self.executor.device.give(weight));
         }
     }
 
-    fn sets_back(&self, lag: Lag) -> bool {
-        !lag.is_stashed && lag.updates > 0 && self.updater.drifts()
+    fn needs_correction(&self, lag: Lag) -> bool {
+        !lag.is_stashed && lag.updates > 0 && self.updater.has_drift()
     }
 }

@@ -35,21 +35,22 @@ impl StageWorker<'_> {
     pub fn checkpoint(&self, version: u32) -> Result<Option<BTreeMap<String, Tensor>>, CollectiveError> {
         let is_needed = |name: &str| self.executor.tensor_rank.as_ref().is_none_or(|rank| rank.is_gathered(name));
         let is_newest = self.versions.keys().next_back() == Some(&version);
-        let mut written = BTreeMap::new();
-        let weights = self.versions.get(&version).map(|weights| self.whole(version, weights)).transpose()?;
+        let mut tensors = BTreeMap::new();
+        let weights = self.versions.get(&version).map(|weights| self.gather_weights(version, weights)).transpose()?;
         let parameters = self.code.parameters.iter().zip(weights.iter().flatten());
-        for (at, (named, weight)) in parameters.enumerate().filter(|(_, (named, _))| is_needed(&named.name)) {
-            let weight = self.late.iter().find(|late| late.parameter == at).map_or(weight, |late| &late.weight);
-            let master = self.updater.master(at).filter(|_| is_newest);
-            written.insert(named.name.clone(), self.download(named, master.unwrap_or(weight).region())?);
+        for (index, (named, weight)) in parameters.enumerate().filter(|(_, (named, _))| is_needed(&named.name)) {
+            let weight =
+                self.late_weights.iter().find(|late| late.parameter == index).map_or(weight, |late| &late.weight);
+            let master = self.updater.master(index).filter(|_| is_newest);
+            tensors.insert(named.name.clone(), self.download(named, master.unwrap_or(weight).region())?);
         }
         let states = self.code.states.iter().zip(&self.executor.states);
         for (named, state) in states.filter(|(named, _)| is_needed(&named.name)) {
-            written.insert(named.name.clone(), self.download(named, state.region())?);
+            tensors.insert(named.name.clone(), self.download(named, state.region())?);
         }
         match &self.executor.tensor_rank {
-            Some(tensor_rank) => tensor_rank.gather_shards(written),
-            None => Ok(Some(written)),
+            Some(tensor_rank) => tensor_rank.gather_shards(tensors),
+            None => Ok(Some(tensors)),
         }
     }
 

@@ -21,30 +21,30 @@ impl StageWorker<'_> {
     /// Contributes this replica's shards of one bucket of a version.
     pub fn contribute_shards(&mut self, version: u32, bucket: u32) -> Result<(), DeviceError> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
-        let number = self.meeting(version, bucket);
-        let own = match &self.all_reduce {
+        let number = self.collective_number(version, bucket);
+        let shards = match &self.all_reduce {
             Some(all_reduce) => {
                 let parts = self.weights_in_place(version, bucket)?;
-                all_reduce.contribute(Collective::AllGather(number), self.share.replica(), parts)?;
+                all_reduce.contribute(Collective::AllGather(number), self.shard.replica(), parts)?;
                 Vec::new()
             }
-            None => self.own_shards(version, bucket)?,
+            None => self.copy_shards(version, bucket)?,
         };
-        shard_comm.bring(number, self.share.replica(), Shares(own));
+        shard_comm.contribute(number, self.shard.replica(), Shares(shards));
         Ok(())
     }
 
     /// The sharded parameters that the step to a version has written, in one bucket. None under ZeRO 3.
-    fn stepped_in(&self, version: u32, bucket: u32) -> Vec<usize> {
-        let stepped = self.stepped.get(&version).filter(|_| !self.share.keeps());
-        let all = stepped.iter().flat_map(|stepped| &stepped.parameters).copied();
-        all.filter(|p| self.share.is_sharded(*p) && self.gathered.bucket_of(*p) == bucket).collect()
+    fn stepped_parameters(&self, version: u32, bucket: u32) -> Vec<usize> {
+        let stepped = self.stepped.get(&version).filter(|_| !self.shard.has_weight_shards());
+        let parameters = stepped.iter().flat_map(|stepped| &stepped.parameters).copied();
+        parameters.filter(|p| self.shard.is_sharded(*p) && self.round_gradients.bucket_of(*p) == bucket).collect()
     }
 
     /// Whole weights, of which the other replicas write their ranges.
     fn weights_in_place(&self, version: u32, bucket: u32) -> Result<Parts, DeviceError> {
         let mut parts: Parts = self.code.parameters.iter().map(|_| None).collect();
-        for p in self.stepped_in(version, bucket) {
+        for p in self.stepped_parameters(version, bucket) {
             let Some(weight) = self.versions.get(&version).and_then(|weights| weights.get(p)) else { continue };
             self.executor.device.release(weight)?;
             let dtype = self.code.parameters[p].fact.dtype;
@@ -54,12 +54,12 @@ impl StageWorker<'_> {
     }
 
     /// Copies of this replica's shards.
-    fn own_shards(&self, version: u32, bucket: u32) -> Result<Vec<(usize, Arc<Buffer>)>, DeviceError> {
+    fn copy_shards(&self, version: u32, bucket: u32) -> Result<Vec<(usize, Arc<Buffer>)>, DeviceError> {
         let device = &self.executor.device;
-        let mut own = Vec::new();
-        for p in self.stepped_in(version, bucket) {
+        let mut shards = Vec::new();
+        for p in self.stepped_parameters(version, bucket) {
             let Some(weight) = self.versions.get(&version).and_then(|weights| weights.get(p)) else { continue };
-            let range = self.share.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
+            let range = self.shard.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
             // With streaming, free the buffer after use instead of pooling it.
             let mut part = match &self.shard_stream {
                 None => device.take(range.len())?,
@@ -67,53 +67,55 @@ impl StageWorker<'_> {
             };
             device.stream.copy(weight.region_of(range), Buffer::exclusive(&mut part))?;
             device.release(&part)?;
-            own.push((p, part));
+            shards.push((p, part));
         }
-        Ok(own)
+        Ok(shards)
     }
 
     /// Receives the other replicas' shards of one bucket of a version. Blocks. Returns true if the version is complete.
     pub fn receive_shards(&mut self, version: u32, bucket: u32) -> Result<bool, CollectiveError> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(false) };
-        let number = self.meeting(version, bucket);
-        let all = shard_comm.meet(number)?;
+        let number = self.collective_number(version, bucket);
+        let contributions = shard_comm.wait(number)?;
         if let Some(all_reduce) = &self.all_reduce {
-            all_reduce.wait(Collective::AllGather(number), self.share.replica())?;
+            all_reduce.wait(Collective::AllGather(number), self.shard.replica())?;
         }
         // All replicas have contributed: charge buffers still to be read to their readers, as on separate devices.
-        all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.release_slot());
-        let in_place = self.all_reduce.as_ref().map_or(Vec::new(), |_| self.stepped_in(version, bucket));
+        contributions.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.release_slot());
+        let in_place = self.all_reduce.as_ref().map_or(Vec::new(), |_| self.stepped_parameters(version, bucket));
         let device = &self.executor.device;
         let weights = self.versions.get_mut(&version).ok_or(CollectiveError::PeerLost)?;
         in_place.iter().filter_map(|p| weights.get(*p)).try_for_each(|weight| device.stream.acquire(weight))?;
-        for (member, Shares(shares)) in all.iter().enumerate().filter(|(member, _)| *member != self.share.replica()) {
+        for (member, Shares(shares)) in
+            contributions.iter().enumerate().filter(|(member, _)| *member != self.shard.replica())
+        {
             for (p, part) in shares {
                 let (named, weight) =
                     self.code.parameters.get(*p).zip(weights.get_mut(*p)).ok_or(CollectiveError::PeerLost)?;
-                let range = self.share.range_of(*p, weight.len(), named.fact.dtype.size(), member);
+                let range = self.shard.range_of(*p, weight.len(), named.fact.dtype.size(), member);
                 // The step made this the only reference. A wrong length means that it is not this parameter's shard.
                 let to = device.try_exclusive(weight)?;
                 let to = to.filter(|to| range.end <= to.len() && range.len() == part.len());
                 device.copy_from(part, to.ok_or(CollectiveError::PeerLost)?.slice(range))?;
             }
         }
-        for (_, own) in all.get(self.share.replica()).into_iter().flat_map(|own| &own.0) {
-            self.executor.device.give(own.clone());
+        for (_, part) in contributions.get(self.shard.replica()).into_iter().flat_map(|shares| &shares.0) {
+            self.executor.device.give(part.clone());
         }
         let Some(stepped) = self.stepped.get_mut(&version) else { return Ok(false) };
         stepped.buckets = stepped.buckets.saturating_sub(1);
-        let is_whole = stepped.buckets == 0;
-        if is_whole {
+        let is_complete = stepped.buckets == 0;
+        if is_complete {
             self.stepped.remove(&version);
             self.shard_stream.iter().for_each(|shard_stream| shard_stream.open(version));
         }
-        Ok(is_whole)
+        Ok(is_complete)
     }
 
     /// Publishes this replica's shard of a version, under ZeRO 3.
-    pub(super) fn put(&self, version: u32) -> Result<(), DeviceError> {
+    pub(super) fn publish_shards(&self, version: u32) -> Result<(), DeviceError> {
         match (&self.shard_stream, self.versions.get(&version)) {
-            (Some(shard_stream), Some(weights)) => shard_stream.put(version, weights, &self.executor.device),
+            (Some(shard_stream), Some(weights)) => shard_stream.publish(version, weights, &self.executor.device),
             _ => Ok(()),
         }
     }
@@ -124,28 +126,28 @@ impl StageWorker<'_> {
     }
 
     /// Gathers all sharded parameters of a version.
-    pub(super) fn whole(&self, version: u32, weights: &Weights) -> Result<Weights, CollectiveError> {
-        let Some(shard_stream) = self.shard_stream.as_ref().filter(|_| self.share.keeps()) else {
+    pub(super) fn gather_weights(&self, version: u32, weights: &Weights) -> Result<Weights, CollectiveError> {
+        let Some(shard_stream) = self.shard_stream.as_ref().filter(|_| self.shard.has_weight_shards()) else {
             return Ok(weights.clone());
         };
-        let of = |(p, weight): (usize, &Arc<Buffer>)| {
-            let is_share = self.share.is_sharded(p) && weight.len() < self.code.parameters[p].bytes;
+        let gather = |(p, weight): (usize, &Arc<Buffer>)| {
+            let is_share = self.shard.is_sharded(p) && weight.len() < self.code.parameters[p].bytes;
             match is_share {
-                true => shard_stream.whole(self.code, (version, p), None, &self.executor.device),
+                true => shard_stream.gather_parameter(self.code, (version, p), None, &self.executor.device),
                 false => Ok(weight.clone()),
             }
         };
-        weights.iter().enumerate().map(of).collect()
+        weights.iter().enumerate().map(gather).collect()
     }
 
     /// True if a version is not gathered completely.
-    pub fn is_in_shares(&self, version: u32) -> bool {
+    pub fn is_incomplete(&self, version: u32) -> bool {
         self.stepped.contains_key(&version)
     }
 
     /// Gathers shards at the first replica at the end of a run, in the host's memory: masters (which then replace
     /// `weights`), ZeRO 3 weights, and the last step's `gradients`. The first replica blocks for the others.
-    pub(super) fn join_left(
+    pub(super) fn gather_final_shards(
         &mut self,
         weights: &mut Weights,
         gradients: &mut [(usize, Buffer)],
@@ -153,33 +155,33 @@ impl StageWorker<'_> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
         let parameters = self.code.parameters.len();
         // Numbers from `parameters` on stand for gradients.
-        let is_sharded = |p: &usize| self.share.is_sharded(*p);
-        let in_shares = |p: &usize| self.share.keeps() || is_half(self.code.parameters[*p].fact.dtype);
+        let is_sharded = |p: &usize| self.shard.is_sharded(*p);
+        let in_shares = |p: &usize| self.shard.has_weight_shards() || is_half(self.code.parameters[*p].fact.dtype);
         let masters = (0..parameters).filter(|p| is_sharded(p) && in_shares(p));
-        let mut own: Vec<(usize, Arc<Buffer>)> = masters.map(|p| (p, weights[p].clone())).collect();
+        let mut shards: Vec<(usize, Arc<Buffer>)> = masters.map(|p| (p, weights[p].clone())).collect();
         let copies = gradients.iter().filter(|(p, _)| is_sharded(p));
-        for (p, share) in copies {
-            own.push((parameters + p, Arc::new(self.executor.device.copy_of(share.region())?)));
+        for (p, shard) in copies {
+            shards.push((parameters + p, Arc::new(self.executor.device.copy_of(shard.region())?)));
         }
-        own.iter().try_for_each(|(_, share)| self.executor.device.release(share))?;
-        let places: Vec<usize> = own.iter().map(|(place, _)| *place).collect();
-        shard_comm.bring(LAST, self.share.replica(), Shares(own));
-        if self.share.replica() > 0 {
+        shards.iter().try_for_each(|(_, shard)| self.executor.device.release(shard))?;
+        let numbers: Vec<usize> = shards.iter().map(|(number, _)| *number).collect();
+        shard_comm.contribute(LAST, self.shard.replica(), Shares(shards));
+        if self.shard.replica() > 0 {
             return Ok(());
         }
-        let all = shard_comm.meet(LAST)?;
-        for place in places {
-            let parts = all.iter().map(|Shares(shares)| shares.iter().find(|(of, _)| *of == place));
+        let contributions = shard_comm.wait(LAST)?;
+        for number in numbers {
+            let parts = contributions.iter().map(|Shares(shares)| shares.iter().find(|(shard, _)| *shard == number));
             let parts: Option<Vec<Arc<Buffer>>> = parts.map(|part| part.map(|(_, part)| part.clone())).collect();
             let parts = parts.ok_or(CollectiveError::PeerLost)?;
             // Devices have no room for them.
             let bytes = parts.iter().map(|part| part.download()).collect::<Result<Vec<_>, _>>()?;
-            let whole = Buffer::host_copy(&bytes.concat());
-            match place.checked_sub(parameters) {
-                None => weights[place] = Arc::new(whole),
+            let joined = Buffer::host_copy(&bytes.concat());
+            match number.checked_sub(parameters) {
+                None => weights[number] = Arc::new(joined),
                 Some(p) => {
-                    if let Some((_, gradient)) = gradients.iter_mut().find(|(of, _)| *of == p) {
-                        *gradient = whole;
+                    if let Some((_, gradient)) = gradients.iter_mut().find(|(parameter, _)| *parameter == p) {
+                        *gradient = joined;
                     }
                 }
             }

@@ -20,17 +20,17 @@ pub struct Stepped {
 }
 
 /// The initial shards of a replica under ZeRO 3; older versions of a resumed run stay unsharded.
-pub(super) fn begin(
-    share: &ShardRange,
+pub(super) fn initial_shards(
+    shard: &ShardRange,
     code: &StageCode,
-    whole: Weights,
-    begin: Option<&mut ResumeState>,
+    weights: Weights,
+    resume: Option<&mut ResumeState>,
     device: &DeviceContext,
 ) -> Result<Weights, DeviceError> {
-    let own = share.kept(&code.parameters, &whole, device)?;
-    if let Some(begin) = begin {
-        let alike = std::mem::take(&mut begin.alike);
-        begin.versions.extend(alike.into_iter().map(|version| (version, whole.clone())));
+    let shards = shard.shard_weights(&code.parameters, &weights, device)?;
+    if let Some(resume) = resume {
+        let versions = std::mem::take(&mut resume.unknown_versions);
+        resume.versions.extend(versions.into_iter().map(|version| (version, weights.clone())));
     }
-    Ok(own)
+    Ok(shards)
 }

@@ -14,7 +14,7 @@ use crate::device::memory_counter::CountedBytes;
 use crate::exec::executor::Weights;
 use crate::optim::state::ParameterState;
 use crate::stage::lag::Lag;
-use crate::stage::pending_snapshots::Held;
+use crate::stage::pending_snapshots::ForwardWeights;
 use crate::stage::stage_worker::StageWorker;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -29,45 +29,47 @@ pub struct CheckpointPoint {
     /// Micro-batches of this replica after the checkpoint that see older weights, with their versions.
     pub older: Vec<(u32, u32)>,
     /// Versions among those that the first replica saves.
-    pub given: Vec<u32>,
+    pub first_replica_versions: Vec<u32>,
     /// First micro-batch that a later checkpoint may need.
-    pub next: u32,
+    pub next_item: u32,
     /// Loss-scaling state: scale and number of good steps.
     pub scale: Option<(f64, u32)>,
 }
 
 impl StageWorker<'_> {
     /// Restores the state of a resumed run.
-    pub(super) fn begin(&mut self, begin: ResumeState) -> Result<(), DeviceError> {
-        let ResumeState { version, moves, mut versions, alike, forwards, mut shared } = begin;
-        let loaded = versions.values_mut().flatten().filter_map(Arc::get_mut);
-        let ledger = self.executor.device.ledger();
-        loaded.for_each(|weight| weight.count_in(&ledger));
+    pub(super) fn restore(&mut self, resume: ResumeState) -> Result<(), DeviceError> {
+        let ResumeState { version, optimizer_states, mut versions, unknown_versions, forwards, mut tied_weights } =
+            resume;
+        let weights = versions.values_mut().flatten().filter_map(Arc::get_mut);
+        let counter = self.executor.device.ledger();
+        weights.for_each(|weight| weight.count_in(&counter));
         let first = std::mem::take(&mut self.versions).into_values().next().unwrap_or_default();
-        versions.extend(alike.into_iter().chain([version]).map(|of| (of, first.clone())));
+        versions.extend(unknown_versions.into_iter().chain([version]).map(|version| (version, first.clone())));
         for weights in versions.values_mut() {
-            for late in &self.late {
+            for late in &self.late_weights {
                 weights[late.parameter] = Arc::new(Buffer::empty());
             }
         }
         self.versions = versions;
-        for late in &mut self.late {
+        for late in &mut self.late_weights {
             late.version = version;
-            let mut older = shared.remove(&late.parameter).unwrap_or_default();
+            let mut older = tied_weights.remove(&late.parameter).unwrap_or_default();
             // Versions after the oldest are known up to the checkpoint.
             if let Some((first, weight)) = older.pop_first() {
                 let newest = std::mem::replace(&mut late.weight, weight);
                 late.version = first;
                 older.insert(version, newest);
             }
-            late.given = older;
-            if self.cutting.window > 0 {
-                late.kept = BTreeMap::from([(late.version, late.weight.clone())]);
+            late.restored = older;
+            if self.snapshots.window > 0 {
+                late.recent = BTreeMap::from([(late.version, late.weight.clone())]);
             }
         }
-        self.uncounted = moves.iter().map(|of| i64::from(version) - i64::from(of.updates)).collect();
-        self.updater.begin(moves, &self.executor.device)?;
-        self.cutting.forwards = forwards;
+        self.skipped_updates =
+            optimizer_states.iter().map(|state| i64::from(version) - i64::from(state.updates)).collect();
+        self.updater.restore(optimizer_states, &self.executor.device)?;
+        self.snapshots.forwards = forwards;
         Ok(())
     }
 
@@ -77,37 +79,37 @@ impl StageWorker<'_> {
     }
 
     /// Keeps the weights for a micro-batch's forward after a checkpoint, whether or not the forward runs.
-    pub fn hold(&mut self, item: u32, version: u32, lag: Lag) -> Result<(), DeviceError> {
+    pub fn keep_forward_weights(&mut self, item: u32, version: u32, lag: Lag) -> Result<(), DeviceError> {
         let (weights, predicted) = self.weights_of(item, version, lag)?;
-        self.keep(item, version, &weights, predicted)
+        self.keep_weights(item, version, &weights, predicted)
     }
 
-    pub(super) fn keep(
+    pub(super) fn keep_weights(
         &mut self,
         item: u32,
         version: u32,
         weights: &Weights,
         predicted: bool,
     ) -> Result<(), DeviceError> {
-        let of_item = |held: &&Held| held.is_version && held.version == version;
-        let weights = match self.cutting.held.iter().find(of_item).filter(|_| !predicted) {
+        let is_same_version = |weights: &&ForwardWeights| weights.is_version && weights.version == version;
+        let weights = match self.snapshots.forward_weights.iter().find(is_same_version).filter(|_| !predicted) {
             Some(held) => held.weights.clone(),
             None if predicted => weights.clone(),
             None => {
                 let weights = self.versions.get(&version).cloned().unwrap_or_default();
                 // Replicas may have released their shards by the time of the checkpoint. If one is lost, no checkpoint
                 // is written.
-                self.whole_unless_lost(version, &weights)?.unwrap_or(weights)
+                self.try_gather_weights(version, &weights)?.unwrap_or(weights)
             }
         };
         self.release_all(&weights)?;
-        self.cutting.held.push(Held { item, version, weights, is_version: !predicted });
+        self.snapshots.forward_weights.push(ForwardWeights { item, version, weights, is_version: !predicted });
         Ok(())
     }
 
     /// Gathers a version; `None` if a replica is lost.
-    fn whole_unless_lost(&self, version: u32, weights: &Weights) -> Result<Option<Weights>, DeviceError> {
-        match self.whole(version, weights) {
+    fn try_gather_weights(&self, version: u32, weights: &Weights) -> Result<Option<Weights>, DeviceError> {
+        match self.gather_weights(version, weights) {
             Ok(whole) => Ok(Some(whole)),
             Err(CollectiveError::PeerLost) => Ok(None),
             Err(CollectiveError::Device(fault)) => Err(fault),
@@ -120,84 +122,88 @@ impl StageWorker<'_> {
     }
 
     /// Takes a snapshot, once the version of the last update before the checkpoint is complete.
-    pub fn cut(&mut self, cut: CheckpointPoint) -> Result<(), DeviceError> {
-        let CheckpointPoint { minibatches, version, replica, older, given, next, scale } = cut;
+    pub fn take_snapshot(&mut self, point: CheckpointPoint) -> Result<(), DeviceError> {
+        let CheckpointPoint { minibatches, version, replica, older, first_replica_versions, next_item, scale } = point;
         let (mut versions, mut forwards) = (BTreeMap::new(), BTreeMap::new());
-        for (item, of) in older {
-            let held = self.cutting.held.iter().find(|held| held.item == item);
-            match held {
-                Some(held) if !held.is_version => _ = forwards.insert(item, held.weights.clone()),
-                _ if given.contains(&of) => {}
-                Some(held) => _ = versions.entry(of).or_insert_with(|| held.weights.clone()),
+        for (item, version) in older {
+            let forward_weights =
+                self.snapshots.forward_weights.iter().find(|forward_weights| forward_weights.item == item);
+            match forward_weights {
+                Some(forward_weights) if !forward_weights.is_version => {
+                    _ = forwards.insert(item, forward_weights.weights.clone())
+                }
+                _ if first_replica_versions.contains(&version) => {}
+                Some(forward_weights) => _ = versions.entry(version).or_insert_with(|| forward_weights.weights.clone()),
                 // Its forward has not run, so its version still exists.
                 None => {
-                    if let (Some(weights), false) = (self.versions.get(&of), versions.contains_key(&of)) {
-                        let Some(whole) = self.whole_unless_lost(of, weights)? else { return Ok(()) };
+                    if let (Some(weights), false) = (self.versions.get(&version), versions.contains_key(&version)) {
+                        let Some(whole) = self.try_gather_weights(version, weights)? else { return Ok(()) };
                         self.release_all(&whole)?;
-                        versions.insert(of, whole);
+                        versions.insert(version, whole);
                     }
                 }
             }
         }
-        self.cutting.held.retain(|held| held.item >= next);
-        let mut whole = None;
+        self.snapshots.forward_weights.retain(|forward_weights| forward_weights.item >= next_item);
+        let mut state = None;
         if self.is_first {
-            let newest = self.versions.get(&version).map(|weights| self.whole_unless_lost(version, weights));
+            let newest = self.versions.get(&version).map(|weights| self.try_gather_weights(version, weights));
             let Some(weights) = newest.unwrap_or(Ok(Some(Weights::new())))? else { return Ok(()) };
             self.release_all(&weights)?;
-            let moves = (0..self.code.parameters.len()).map(|p| self.moves(p, version));
+            let optimizer_states = (0..self.code.parameters.len()).map(|p| self.optimizer_state(p, version));
             let states = self.executor.states.iter().map(|state| {
                 let copy = self.executor.device.copy_of(state.region())?;
                 self.executor.device.release(&copy)?;
                 Ok(copy)
             });
-            let (moves, states) = (moves.collect::<Result<_, _>>()?, states.collect::<Result<_, DeviceError>>()?);
-            whole = Some(StageState { weights, moves, states, scale });
+            let (optimizer_states, states) =
+                (optimizer_states.collect::<Result<_, _>>()?, states.collect::<Result<_, DeviceError>>()?);
+            state = Some(StageState { weights, optimizer_states, states, scale });
         }
-        let (stage, shared) = (self.stage, BTreeMap::new());
-        let replicas = if self.share.shards_any() { self.share.replicas() as u32 } else { 1 };
-        let own = |p: usize| match self.share.is_sharded(p) {
-            true => self.moves(p, version),
+        let (stage, tied_weights) = (self.stage, BTreeMap::new());
+        let replicas = if self.shard.has_shards() { self.shard.replicas() as u32 } else { 1 };
+        let shard_state = |p: usize| match self.shard.is_sharded(p) {
+            true => self.optimizer_state(p, version),
             false => Ok(ParameterState::default()),
         };
-        let is_other = replicas > 1 && !self.is_first;
-        let moves = match is_other {
-            true => (0..self.code.parameters.len()).map(own).collect::<Result<_, _>>()?,
+        let has_shards = replicas > 1 && !self.is_first;
+        let optimizer_states = match has_shards {
+            true => (0..self.code.parameters.len()).map(shard_state).collect::<Result<_, _>>()?,
             false => Vec::new(),
         };
         let tensor_rank = self.executor.tensor_rank.as_ref().map_or(0, |rank| rank.rank());
-        let mut part = StageSnapshot {
+        let mut snapshot = StageSnapshot {
             stage,
             replica,
             tensor_rank,
             minibatches,
             replicas,
-            moves,
-            whole,
+            optimizer_states,
+            state,
             versions,
             forwards,
-            shared,
-            counted: None,
+            tied_weights,
+            counted_bytes: None,
         };
-        part.counted = Some(CountedBytes::new(&self.cutting.ledger, part.bytes()));
-        if self.late.is_empty() || part.whole.is_none() {
-            self.cutting.ready.push(part);
+        snapshot.counted_bytes = Some(CountedBytes::new(&self.snapshots.counter, snapshot.bytes()));
+        if self.late_weights.is_empty() || snapshot.state.is_none() {
+            self.snapshots.ready.push(snapshot);
         } else {
-            self.cutting.waiting.push((version, part));
+            self.snapshots.waiting.push((version, snapshot));
         }
         Ok(())
     }
 
-    fn moves(&self, p: usize, version: u32) -> Result<ParameterState, DeviceError> {
-        let updates = u32::try_from(i64::from(version) - self.uncounted[p]).unwrap_or(0);
-        Ok(ParameterState { updates, ..self.updater.moves(p, &self.executor.device)? })
+    fn optimizer_state(&self, p: usize, version: u32) -> Result<ParameterState, DeviceError> {
+        let updates = u32::try_from(i64::from(version) - self.skipped_updates[p]).unwrap_or(0);
+        Ok(ParameterState { updates, ..self.updater.copy_state(p, &self.executor.device)? })
     }
 
     /// Drops a version's weight. Returns true if a snapshot still holds it: it is then charged to the snapshot and
     /// freed once that is written.
     pub(super) fn drop_weight(&self, weight: &Arc<Buffer>) -> bool {
         let is_kept = self.versions.values().flatten().any(|other| Arc::ptr_eq(other, weight));
-        let is_held = self.cutting.window > 0 && Arc::strong_count(weight) > 1 && !is_kept;
+        let is_held = self.snapshots.window > 0 && Arc::strong_count(weight) > 1 && !is_kept;
         if is_held {
             weight.release_slot();
         }
@@ -205,35 +211,36 @@ impl StageWorker<'_> {
     }
 
     /// A tied weight has reached another version: completes the snapshots waiting for it.
-    pub(super) fn late_came(&mut self, at: usize) -> Result<(), DeviceError> {
-        if self.cutting.window == 0 {
+    pub(super) fn complete_snapshots(&mut self, index: usize) -> Result<(), DeviceError> {
+        if self.snapshots.window == 0 {
             return Ok(());
         }
-        let (p, version) = (self.late[at].parameter, self.late[at].version);
-        let weight = self.late[at].weight.clone();
+        let (p, version) = (self.late_weights[index].parameter, self.late_weights[index].version);
+        let weight = self.late_weights[index].weight.clone();
         self.executor.device.release(&weight)?;
-        self.late[at].kept.insert(version, weight.clone());
-        let oldest = version.saturating_sub(self.cutting.window);
-        self.late[at].kept.retain(|of, _| *of >= oldest);
-        let Some(of) = self.cutting.waiting.iter().position(|(of, _)| *of == version) else { return Ok(()) };
-        let moves = self.moves(p, version)?;
-        let part = &mut self.cutting.waiting[of].1;
-        let older = self.late[at].kept.range(..version).map(|(of, weight)| (*of, weight.clone())).collect();
-        part.shared.insert(p, older);
-        if let Some(whole) = &mut part.whole {
-            whole.weights[p] = weight;
-            whole.moves[p] = moves;
+        self.late_weights[index].recent.insert(version, weight.clone());
+        let oldest = version.saturating_sub(self.snapshots.window);
+        self.late_weights[index].recent.retain(|version, _| *version >= oldest);
+        let Some(waiting) = self.snapshots.waiting.iter().position(|(of, _)| *of == version) else { return Ok(()) };
+        let optimizer_state = self.optimizer_state(p, version)?;
+        let snapshot = &mut self.snapshots.waiting[waiting].1;
+        let older =
+            self.late_weights[index].recent.range(..version).map(|(of, weight)| (*of, weight.clone())).collect();
+        snapshot.tied_weights.insert(p, older);
+        if let Some(state) = &mut snapshot.state {
+            state.weights[p] = weight;
+            state.optimizer_states[p] = optimizer_state;
         }
-        if part.shared.len() == self.late.len() {
-            let (_, mut part) = self.cutting.waiting.remove(of);
-            part.counted = Some(CountedBytes::new(&self.cutting.ledger, part.bytes()));
-            self.cutting.ready.push(part);
+        if snapshot.tied_weights.len() == self.late_weights.len() {
+            let (_, mut snapshot) = self.snapshots.waiting.remove(waiting);
+            snapshot.counted_bytes = Some(CountedBytes::new(&self.snapshots.counter, snapshot.bytes()));
+            self.snapshots.ready.push(snapshot);
         }
         Ok(())
     }
 
     /// Removes the complete snapshots.
-    pub fn parts(&mut self) -> Vec<StageSnapshot> {
-        std::mem::take(&mut self.cutting.ready)
+    pub fn take_ready_snapshots(&mut self) -> Vec<StageSnapshot> {
+        std::mem::take(&mut self.snapshots.ready)
     }
 }

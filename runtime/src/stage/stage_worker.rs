@@ -18,7 +18,7 @@ use crate::device::memory_counter::MemoryCounter;
 use crate::device::optimizer::{Prediction, StepArgs};
 use crate::device::region::Region;
 use crate::exec::executor::{ExecuteError, Executor, Item, Weights};
-use crate::exec::moving_average::{Samples, follow};
+use crate::exec::moving_average::{Samples, update_states};
 use crate::exec::phase::RoundPosition;
 use crate::exec::stage_code::StageCode;
 use crate::optim::grad_norm::{NormAllReduce, Squares};
@@ -26,7 +26,7 @@ use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{Policy, Staleness};
 use crate::optim::update::{ParameterStep, ParameterUpdater};
 use crate::stage::gradient_buckets::{ReplicaGradients, RoundGradients};
-use crate::stage::gradients::{GradientTerms, lend_sums, scaled, total};
+use crate::stage::gradients::{GradientTerms, lend_sums, scaled_copy, sum_terms};
 use crate::stage::lag::Lag;
 use crate::stage::optimizer_step::OptimizerStep;
 use crate::stage::pending_snapshots::PendingSnapshots;
@@ -67,7 +67,7 @@ pub struct StageSetup<'a> {
     /// Sums the replicas' gradients in place, if they can.
     pub all_reduce: Option<Arc<dyn AllReduce>>,
     /// The replica's parameter shards.
-    pub share: ShardRange,
+    pub shard: ShardRange,
     /// Exchange of weight shards, under ZeRO.
     pub shard_comm: Option<Arc<ShardComm>>,
     /// Norm all-reduce, if each replica has only a shard of the gradients.
@@ -78,7 +78,7 @@ pub struct StageSetup<'a> {
     /// Number among the replicas of the stage.
     pub replica: usize,
     /// Restored state of a resumed run.
-    pub begin: Option<ResumeState>,
+    pub resume: Option<ResumeState>,
     /// The worker's tensor-parallel rank, if the stage is tensor-parallel.
     pub tensor_rank: Option<Arc<TensorRank>>,
 }
@@ -102,14 +102,14 @@ pub struct StageWorker<'a> {
     pub(super) code: &'a StageCode,
     pub(super) replicas: Arc<Communicator<ReplicaGradients>>,
     pub(super) all_reduce: Option<Arc<dyn AllReduce>>,
-    pub(super) share: ShardRange,
+    pub(super) shard: ShardRange,
     pub(super) shard_comm: Option<Arc<ShardComm>>,
     pub(super) shard_stream: Option<Arc<ShardStream>>,
     norms: Option<NormAllReduce>,
     /// Versions that are not gathered completely.
     pub(super) stepped: BTreeMap<u32, Stepped>,
     pub(super) tied: Vec<TiedParameter>,
-    pub(super) late: Vec<LateTiedWeight>,
+    pub(super) late_weights: Vec<LateTiedWeight>,
     pub(super) is_first: bool,
     numbers: Vec<usize>,
     pub(super) policy: Policy,
@@ -119,19 +119,19 @@ pub struct StageWorker<'a> {
     pub(super) items: HashMap<u32, Item>,
     pub(super) versions: BTreeMap<u32, Weights>,
     /// Gradients of the current round, and rounds reduced over replicas.
-    pub(super) gathered: RoundGradients,
+    pub(super) round_gradients: RoundGradients,
     pub(super) reduced: HashMap<u32, ReplicaGradients>,
     /// Rounds prepared for their step.
     ready: HashMap<u32, Ready>,
     pub(super) updater: ParameterUpdater<'a>,
     /// By parameter: version number minus number of updates.
-    pub(super) uncounted: Vec<i64>,
+    pub(super) skipped_updates: Vec<i64>,
     pub(super) gradients: Vec<(usize, Buffer)>,
     /// Moving-average samples of micro-batches whose backward has not run.
     samples: HashMap<u32, Download>,
     /// Losses on their way to the host, oldest first.
     losses: VecDeque<PendingLoss>,
-    pub(super) cutting: PendingSnapshots,
+    pub(super) snapshots: PendingSnapshots,
 }
 
 #[derive(Clone, Copy)]
@@ -156,11 +156,11 @@ pub struct StageResult {
 }
 
 impl<'a> StageWorker<'a> {
-    /// Creates a stage at the start of a run. `ledger` counts its memory, `given` the memory of its snapshots.
+    /// Creates a stage at the start of a run. `counter` counts its memory, `snapshot_counter` the memory of its snapshots.
     pub fn new(
-        place: StageSetup<'a>,
-        manner: StageConfig<'a>,
-        (ledger, given): (&Arc<MemoryCounter>, &Arc<MemoryCounter>),
+        setup: StageSetup<'a>,
+        config: StageConfig<'a>,
+        (counter, snapshot_counter): (&Arc<MemoryCounter>, &Arc<MemoryCounter>),
     ) -> Result<StageWorker<'a>, DeviceError> {
         let StageSetup {
             stage,
@@ -174,66 +174,67 @@ impl<'a> StageWorker<'a> {
             states,
             replicas,
             all_reduce,
-            share,
+            shard,
             shard_comm,
             norms,
             gradient_shards,
             tied,
             replica,
             buckets,
-            mut begin,
+            mut resume,
             tensor_rank,
-        } = place;
-        let StageConfig { optimizer, policy, microbatches, flushes, keeps_gradients, window } = manner;
-        let kept: usize = states.iter().map(Buffer::len).sum();
-        let mut executor = Executor::new(code, states, &device, ledger.clone())?;
+        } = setup;
+        let StageConfig { optimizer, policy, microbatches, flushes, keeps_gradients, window } = config;
+        let state_bytes: usize = states.iter().map(Buffer::len).sum();
+        let mut executor = Executor::new(code, states, &device, counter.clone())?;
         executor.tensor_rank = tensor_rank;
         let mut shard_stream = None;
         if let Some(gradient_shards) = gradient_shards {
-            let version = begin.as_ref().map_or(0, |begin| begin.version);
-            gradient_shards.enter(share.replica(), &device, ledger, if flushes { version } else { u32::MAX });
-            let stream = Arc::new(ShardStream::new(code, share.clone(), gradient_shards, ends_with_round));
+            let version = resume.as_ref().map_or(0, |resume| resume.version);
+            gradient_shards.enter(shard.replica(), &device, counter, if flushes { version } else { u32::MAX });
+            let stream = Arc::new(ShardStream::new(code, shard.clone(), gradient_shards, ends_with_round));
             executor.step_hook = Some(stream.clone());
             shard_stream = Some(stream);
         }
         let staleness = (policy.staleness, delay);
-        let updater = ParameterUpdater::new(code, optimizer, masters, staleness, share.clone(), &executor.device)?;
-        ledger.add(updater.bytes() + kept + code.arena_bytes);
-        if share.keeps() {
-            first = crate::stage::shard_versions::begin(&share, code, first, begin.as_mut(), &executor.device)?;
+        let updater = ParameterUpdater::new(code, optimizer, masters, staleness, shard.clone(), &executor.device)?;
+        counter.add(updater.bytes() + state_bytes + code.arena_bytes);
+        if shard.has_weight_shards() {
+            first =
+                crate::stage::shard_versions::initial_shards(&shard, code, first, resume.as_mut(), &executor.device)?;
         }
-        first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(ledger));
+        first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(counter));
         let gradients = |p: &usize| code.parameters[*p].gradient().1;
         if let Some(all_reduce) = &all_reduce {
             let bytes = code.gradient_terms.iter().map(|term| gradients(&term.parameter)).sum();
-            all_reduce.enter(replica, &device, bytes, ledger)?;
+            all_reduce.enter(replica, &device, bytes, counter)?;
         }
         for tied in &tied {
             if let Some(all_reduce) = &tied.all_reduce {
-                all_reduce.enter(tied.member, &device, gradients(&tied.parameter), ledger)?;
+                all_reduce.enter(tied.member, &device, gradients(&tied.parameter), counter)?;
             }
         }
-        let mut late = Vec::new();
-        for (at, shared) in tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
+        let mut late_weights = Vec::new();
+        for (index, shared) in tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
             // The stage's weight versions hold an empty buffer for it.
             let weight = std::mem::replace(&mut first[shared.parameter], Arc::new(Buffer::empty()));
             let parameter = shared.parameter;
-            let kept = BTreeMap::from_iter((window > 0).then(|| (0, weight.clone())));
-            let (waiting, given) = (VecDeque::new(), BTreeMap::new());
-            late.push(LateTiedWeight { tied: at, parameter, weight, version: 0, waiting, given, kept });
+            let recent = BTreeMap::from_iter((window > 0).then(|| (0, weight.clone())));
+            let (steps, restored) = (VecDeque::new(), BTreeMap::new());
+            late_weights.push(LateTiedWeight { tied: index, parameter, weight, version: 0, steps, restored, recent });
         }
         let mut stage_worker = StageWorker {
             stage,
             code,
             replicas,
             all_reduce,
-            share,
+            shard,
             shard_comm,
             shard_stream,
             norms,
             stepped: BTreeMap::new(),
             tied,
-            late,
+            late_weights,
             is_first: replica == 0,
             numbers,
             policy,
@@ -242,29 +243,29 @@ impl<'a> StageWorker<'a> {
             executor,
             items: HashMap::new(),
             versions: BTreeMap::from([(0, first)]),
-            gathered: RoundGradients::new(code, buckets),
+            round_gradients: RoundGradients::new(code, buckets),
             reduced: HashMap::new(),
             ready: HashMap::new(),
             updater,
-            uncounted: vec![0; code.parameters.len()],
+            skipped_updates: vec![0; code.parameters.len()],
             gradients: Vec::new(),
             samples: HashMap::new(),
             losses: VecDeque::new(),
-            cutting: PendingSnapshots::new(window, given),
+            snapshots: PendingSnapshots::new(window, snapshot_counter),
         };
-        if let Some(begin) = begin {
-            stage_worker.begin(begin)?;
+        if let Some(resume) = resume {
+            stage_worker.restore(resume)?;
         }
-        stage_worker.put(stage_worker.newest_version())?;
+        stage_worker.publish_shards(stage_worker.newest_version())?;
         Ok(stage_worker)
     }
 
     /// Runs pending steps of tied weights and returns the final weights, states and gradients.
-    pub fn leave(mut self) -> Result<StageResult, CollectiveError> {
+    pub fn into_result(mut self) -> Result<StageResult, CollectiveError> {
         self.finish()?;
-        let weights = self.newest();
-        let (mut weights, mut gradients) = (self.updater.leave(weights), std::mem::take(&mut self.gradients));
-        self.join_left(&mut weights, &mut gradients)?;
+        let weights = self.take_newest();
+        let (mut weights, mut gradients) = (self.updater.final_weights(weights), std::mem::take(&mut self.gradients));
+        self.gather_final_shards(&mut weights, &mut gradients)?;
         self.executor.device.stream.finish()?;
         Ok(StageResult { weights, states: self.executor.states, gradients })
     }
@@ -274,21 +275,21 @@ impl<'a> StageWorker<'a> {
         self.executor.device.stream.finish()
     }
 
-    fn newest(&mut self) -> Weights {
+    fn take_newest(&mut self) -> Weights {
         let mut weights = self.versions.pop_last().map(|(_, weights)| weights).unwrap_or_default();
-        for late in self.late.drain(..) {
+        for late in self.late_weights.drain(..) {
             weights[late.parameter] = late.weight;
         }
         weights
     }
 
-    pub fn has(&self, version: u32) -> bool {
+    pub fn has_version(&self, version: u32) -> bool {
         self.versions.contains_key(&version)
     }
 
     /// True if the weights for the micro-batch's forward exist.
     pub fn can_run(&self, item: u32, version: u32) -> bool {
-        self.has(version) || self.cutting.forwards.contains_key(&item)
+        self.has_version(version) || self.snapshots.forwards.contains_key(&item)
     }
 
     /// Frees a weight version.
@@ -303,8 +304,8 @@ impl<'a> StageWorker<'a> {
 
     pub(super) fn item(&mut self, item: u32) -> Result<&mut Item, DeviceError> {
         Ok(match self.items.entry(item) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(free) => free.insert(self.executor.begin()?),
+            Entry::Occupied(occupied) => occupied.into_mut(),
+            Entry::Vacant(vacant) => vacant.insert(self.executor.begin()?),
         })
     }
 
@@ -327,48 +328,54 @@ impl<'a> StageWorker<'a> {
 
     /// The weights for a micro-batch's forward, and true if they are predicted or restored.
     pub(super) fn weights_of(&mut self, item: u32, version: u32, lag: Lag) -> Result<(Weights, bool), DeviceError> {
-        if let Some(weights) = self.cutting.forwards.remove(&item) {
+        if let Some(weights) = self.snapshots.forwards.remove(&item) {
             return Ok((weights, true));
         }
         let mut weights = self.versions.get(&version).cloned().unwrap_or_default();
-        for late in &self.late {
+        for late in &self.late_weights {
             weights[late.parameter] = late.weight.clone();
         }
         let predicts = self.policy.staleness == Staleness::Predict && lag.updates > 0;
         if predicts {
-            let made = |p: usize| u32::try_from(i64::from(version) - self.uncounted[p]).unwrap_or(0);
+            let updates_done = |p: usize| u32::try_from(i64::from(version) - self.skipped_updates[p]).unwrap_or(0);
             let prediction = |p: usize| {
                 let dtype = self.code.parameters[p].fact.dtype;
-                Prediction { dtype, steps: lag.updates, made: made(p), rate: lag.rate }
+                Prediction { dtype, steps: lag.updates, made: updates_done(p), rate: lag.rate }
             };
-            weights = self.updater.ahead(&weights, prediction, &self.executor.device)?;
+            weights = self.updater.predict(&weights, prediction, &self.executor.device)?;
         }
         Ok((weights, predicts))
     }
 
     /// Runs the forward of a micro-batch with `version`. If this stage computes the loss, [`StageWorker::losses`] gives
-    /// it later. If `is_behind` is set, the micro-batch follows a checkpoint, which keeps the forward's weights.
-    pub fn forward(&mut self, item: u32, version: u32, lag: Lag, is_behind: bool) -> Result<(), ExecuteError> {
+    /// it later. If `is_after_checkpoint` is set, the micro-batch follows a checkpoint, which keeps the forward's weights.
+    pub fn forward(
+        &mut self,
+        item: u32,
+        version: u32,
+        lag: Lag,
+        is_after_checkpoint: bool,
+    ) -> Result<(), ExecuteError> {
         let (weights, predicts) = self.weights_of(item, version, lag)?;
-        if is_behind {
-            self.keep(item, version, &weights, predicts)?;
+        if is_after_checkpoint {
+            self.keep_weights(item, version, &weights, predicts)?;
         }
         self.item(item)?;
         let Some(state) = self.items.get_mut(&item) else { return Ok(()) };
         (state.weights, state.version) = (weights, version);
         self.executor.forward(state)?;
-        if !self.code.follows.is_empty() {
-            let samples = self.code.follows.iter().map(|follow| self.executor.result(state, follow.sample));
+        if !self.code.state_updates.is_empty() {
+            let samples = self.code.state_updates.iter().map(|follow| self.executor.result(state, follow.sample));
             let samples = self.executor.device.stream.begin_download_all(&samples.collect::<Vec<_>>())?;
             self.samples.insert(item, samples);
         }
-        for (named, place) in self.code.results.iter().filter(|(n, _)| n.name == LOSS) {
-            let copy = self.executor.download_result(state, *place)?;
+        for (named, address) in self.code.results.iter().filter(|(n, _)| n.name == LOSS) {
+            let copy = self.executor.download_result(state, *address)?;
             self.losses.push_back(PendingLoss { item, fact: named.fact.clone(), copy });
         }
         // The activations are recomputed before the backward.
         if let (true, Some(state)) = (self.code.recompute, self.items.get_mut(&item)) {
-            self.executor.let_go(state);
+            self.executor.free_recomputed(state);
         }
         if lag.is_stashed {
             return Ok(());
@@ -381,11 +388,11 @@ impl<'a> StageWorker<'a> {
         Ok(())
     }
 
-    /// Losses that have arrived since the last call, with their micro-batches, oldest first. If more than `late` are under
+    /// Losses that have arrived since the last call, with their micro-batches, oldest first. If more than `limit` are under
     /// way, it waits until half as many are, so that the host waits rarely.
-    pub fn losses(&mut self, late: usize) -> Result<Vec<(u32, f64)>, DeviceError> {
-        if self.losses.len() > late {
-            self.losses[self.losses.len() - late / 2 - 1].copy.wait()?;
+    pub fn losses(&mut self, limit: usize) -> Result<Vec<(u32, f64)>, DeviceError> {
+        if self.losses.len() > limit {
+            self.losses[self.losses.len() - limit / 2 - 1].copy.wait()?;
         }
         let mut arrived = Vec::new();
         while let Some(first) = self.losses.front() {
@@ -401,22 +408,22 @@ impl<'a> StageWorker<'a> {
 
     /// Runs the backward or one phase of it, with the stashed weights of the forward, or with `version` if none are
     /// stashed.
-    pub fn backward(&mut self, item: u32, part: Phase, version: u32, lag: Lag) -> Result<(), ExecuteError> {
+    pub fn backward(&mut self, item: u32, phase: Phase, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
         self.take_weights(&mut state, version, lag)?;
-        state.turn = RoundPosition { own: self.gathered.items(), ..lag.turn };
-        if part.ends() {
-            state.sums = lend_sums(&mut self.gathered.terms, &self.executor, self.shard_stream.as_deref())?;
+        state.position = RoundPosition { done: self.round_gradients.items(), ..lag.position };
+        if phase.ends() {
+            state.sums = lend_sums(&mut self.round_gradients.terms, &self.executor, self.shard_stream.as_deref())?;
         }
-        if part.makes_gradients() {
+        if phase.makes_gradients() {
             // A program need not contain a recompute instruction.
-            self.again(&mut state)?;
+            self.recompute_activations(&mut state)?;
             self.executor.backward_input(&mut state)?;
         }
-        if part.ends() {
+        if phase.ends() {
             self.executor.backward_weight(&mut state)?;
             // The states use the samples in the same update as the gradients.
-            self.gathered.samples.extend(self.samples.remove(&item).map(|samples| (item, samples)));
+            self.round_gradients.samples.extend(self.samples.remove(&item).map(|samples| (item, samples)));
             let failed = |fault: CollectiveError| {
                 let fault = match fault {
                     CollectiveError::PeerLost => DeviceError::Kernel(KernelError::Disconnected),
@@ -424,8 +431,8 @@ impl<'a> StageWorker<'a> {
                 };
                 ExecuteError { node: "the gradients of parameters".to_string(), fault }
             };
-            self.gathered.add(&self.executor, self.shard_stream.as_deref(), &mut state).map_err(failed)?;
-            self.bring_due()?;
+            self.round_gradients.add(&self.executor, self.shard_stream.as_deref(), &mut state).map_err(failed)?;
+            self.contribute_due()?;
         }
         self.give_weights(&mut state, lag);
         self.items.insert(item, state);
@@ -435,10 +442,11 @@ impl<'a> StageWorker<'a> {
 
     /// Frees a micro-batch once its backward is done and its last message is posted.
     pub(super) fn release(&mut self, item: u32) -> Result<(), DeviceError> {
-        let is_over = |state: &mut Item| state.is_done && state.gradients_out.iter().all(Option::is_none);
-        let waits = !self.code.gradients_out.is_empty();
-        let over = self.items.get_mut(&item).is_some_and(|state| if waits { is_over(state) } else { state.is_done });
-        if over && let Some(state) = self.items.remove(&item) {
+        let is_sent = |state: &mut Item| state.is_done && state.gradients_out.iter().all(Option::is_none);
+        let sends_gradients = !self.code.gradients_out.is_empty();
+        let is_finished =
+            self.items.get_mut(&item).is_some_and(|state| if sends_gradients { is_sent(state) } else { state.is_done });
+        if is_finished && let Some(state) = self.items.remove(&item) {
             self.executor.finish(state)?;
         }
         Ok(())
@@ -462,9 +470,9 @@ impl<'a> StageWorker<'a> {
             }
         }
         for tied in self.tied.iter_mut().filter(|tied| tied.holders.is_empty()) {
-            let own = std::mem::take(&mut by_parameter[tied.parameter]);
-            let of = self.code.parameters[tied.parameter].gradient();
-            tied.bring(u64::from(round) + 1, (own, self.is_first), of, &self.executor.device)?;
+            let terms = std::mem::take(&mut by_parameter[tied.parameter]);
+            let sum_type = self.code.parameters[tied.parameter].gradient();
+            tied.contribute(u64::from(round) + 1, (terms, self.is_first), sum_type, &self.executor.device)?;
         }
         self.ready.insert(round, Ready { by_parameter, totals: None, samples });
         Ok(())
@@ -478,15 +486,17 @@ impl<'a> StageWorker<'a> {
         }
         let Some(Ready { by_parameter: mut terms, samples, .. }) = self.ready.remove(&round) else { return Ok(()) };
         for tied in self.tied.iter_mut().filter(|tied| tied.holders.is_empty()) {
-            let (all, own) = tied.meet(u64::from(round) + 1, &self.executor.device)?;
-            terms[tied.parameter] = all;
+            let (summands, own) = tied.wait(u64::from(round) + 1, &self.executor.device)?;
+            terms[tied.parameter] = summands;
             own.into_iter().for_each(|(_, own)| self.executor.device.give(own));
         }
         // With streaming, all but a shard of each gradient is freed.
-        let (stays, device) = (self.shard_stream.is_none(), &self.executor.device);
+        let (is_pooled, device) = (self.shard_stream.is_none(), &self.executor.device);
         let parameters = self.code.parameters.iter();
-        let totals =
-            terms.into_iter().zip(parameters).map(|(terms, named)| total(device, named.fact.dtype, terms, stays));
+        let totals = terms
+            .into_iter()
+            .zip(parameters)
+            .map(|(terms, named)| sum_terms(device, named.fact.dtype, terms, is_pooled));
         let totals = totals.collect::<Result<_, _>>()?;
         self.ready.insert(round, Ready { by_parameter: Vec::new(), totals: Some(totals), samples });
         Ok(())
@@ -504,21 +514,21 @@ impl<'a> StageWorker<'a> {
             }
         }
         let squares = self.executor.device.stream.squared_norms(&gradients)?;
-        let mut own: Squares = numbers.into_iter().zip(squares).collect();
-        if let Some(tensor_rank) = self.executor.tensor_rank.as_ref().filter(|_| !own.is_empty()) {
-            let parts: Vec<f64> = own.iter().map(|(_, square)| *square).collect();
-            let whole = tensor_rank.whole_squares(&names, &parts)?;
-            own.iter_mut().zip(whole).for_each(|((_, own), whole)| *own = whole);
+        let mut numbered_squares: Squares = numbers.into_iter().zip(squares).collect();
+        if let Some(tensor_rank) = self.executor.tensor_rank.as_ref().filter(|_| !numbered_squares.is_empty()) {
+            let parts: Vec<f64> = numbered_squares.iter().map(|(_, square)| *square).collect();
+            let group_squares = tensor_rank.whole_squares(&names, &parts)?;
+            numbered_squares.iter_mut().zip(group_squares).for_each(|((_, square), whole)| *square = whole);
         }
-        Ok(own)
+        Ok(numbered_squares)
     }
 
     /// Total sum of squares of a round's gathered gradients. Blocks for the other replicas if gradients are sharded.
     pub fn sum_of_squares(&self, round: u32) -> Result<f64, CollectiveError> {
-        let own = self.squares(round)?;
+        let squares = self.squares(round)?;
         match &self.norms {
-            Some(norms) => Ok(norms.sum(round, own)?),
-            None => Ok(own.iter().fold(0.0, |sum, (_, square)| sum + square)),
+            Some(norms) => Ok(norms.sum(round, squares)?),
+            None => Ok(squares.iter().fold(0.0, |sum, (_, square)| sum + square)),
         }
     }
 
@@ -533,31 +543,31 @@ impl<'a> StageWorker<'a> {
         let ready = self.ready.remove(&step.round);
         let Some(Ready { totals: Some(mut totals), samples, .. }) = ready else { return Ok(()) };
         if self.shard_comm.is_some() {
-            let is_stepped = |p: &usize| step.factor.is_some() && self.share.is_sharded(*p) && totals[*p].is_some();
+            let is_stepped = |p: &usize| step.factor.is_some() && self.shard.is_sharded(*p) && totals[*p].is_some();
             let parameters = (0..old.len()).filter(is_stepped).collect();
-            self.stepped.insert(to, Stepped { parameters, buckets: self.gathered.buckets() });
+            self.stepped.insert(to, Stepped { parameters, buckets: self.round_gradients.buckets() });
         }
         self.gradients.clear();
-        for late in &mut self.late {
-            late.waiting.push_back(step);
+        for late in &mut self.late_weights {
+            late.steps.push_back(step);
         }
         // A parameter without a gradient stays unchanged.
         let changes: Vec<usize> = (0..old.len()).filter(|p| totals[*p].is_some()).collect();
-        let take =
+        let take_parameter =
             |p: &usize| Some((*p, std::mem::replace(&mut old[*p], Arc::new(Buffer::empty())), totals[*p].take()?));
-        let gradients = changes.iter().filter_map(take).collect();
+        let gradients = changes.iter().filter_map(take_parameter).collect();
         let new = self.apply(gradients, step)?;
         changes.into_iter().zip(new).for_each(|(p, weight)| old[p] = weight);
         self.versions.insert(to, old);
-        self.put(to)?;
+        self.publish_shards(to)?;
         if step.factor.is_none() {
             // A skipped step does not count as an update.
-            self.uncounted.iter_mut().for_each(|more| *more += 1);
+            self.skipped_updates.iter_mut().for_each(|skipped| *skipped += 1);
             return Ok(());
         }
         let states = (&mut self.executor.states[..], &self.code.states[..]);
         let stream = &*self.executor.device.stream;
-        follow(stream, self.policy.statistics, &self.code.follows, states, &samples, self.microbatches)
+        update_states(stream, self.policy.statistics, &self.code.state_updates, states, &samples, self.microbatches)
     }
 
     /// Updates parameters, given with their weights and gradients. Returns the new weights.
@@ -576,13 +586,13 @@ impl<'a> StageWorker<'a> {
         for (parameter, weight, gradient) in parameters {
             let dtype = self.code.parameters[parameter].fact.dtype;
             // After a resume, the update count continues from the checkpoint.
-            let counted = u32::try_from(i64::from(step.round) + 1 - self.uncounted[parameter]).unwrap_or(1);
-            let args = StepArgs { dtype: accumulation_type(dtype), scale, step: counted, rate: step.rate };
+            let update_count = u32::try_from(i64::from(step.round) + 1 - self.skipped_updates[parameter]).unwrap_or(1);
+            let args = StepArgs { dtype: accumulation_type(dtype), scale, step: update_count, rate: step.rate };
             if step.in_place {
                 self.drop_weight(&weight);
             }
             if self.keeps_gradients {
-                self.gradients.push((parameter, scaled(device, dtype, &gradient, scale)?));
+                self.gradients.push((parameter, scaled_copy(device, dtype, &gradient, scale)?));
             }
             steps.push(ParameterStep { parameter, weight, gradient, args });
         }

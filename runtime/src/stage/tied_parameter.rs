@@ -19,11 +19,11 @@ pub type TiedGradientComm = Communicator<GradientTerms>;
 pub struct TiedParameter {
     /// Index into this stage's parameters.
     pub parameter: usize,
-    /// This worker's rank in `place`.
+    /// This worker's rank in `communicator`.
     pub member: usize,
     /// Communicator of all workers of those stages. If the stages step together, each stage's first replica contributes
     /// the sums over replicas; otherwise every worker contributes its own.
-    pub place: Arc<TiedGradientComm>,
+    pub communicator: Arc<TiedGradientComm>,
     /// The stages holding it, if they step at different times. The parameter then has its own versions, and a
     /// micro-batch sees the newest one that needs no waiting. Empty if all stages step together.
     pub holders: Vec<StageId>,
@@ -34,48 +34,51 @@ pub struct TiedParameter {
 }
 
 impl TiedParameter {
-    /// Contributes this worker's terms to collective `number`. If they are not `counted`, another worker's equal terms
+    /// Contributes this worker's terms to collective `number`. If they are not `is_counted`, another worker's equal terms
     /// are. `dtype` and `bytes` are those of the sum.
-    pub(super) fn bring(
+    pub(super) fn contribute(
         &mut self,
         number: u64,
-        (own, counted): (GradientTerms, bool),
+        (own_terms, is_counted): (GradientTerms, bool),
         (dtype, bytes): (DType, usize),
         device: &DeviceContext,
     ) -> Result<(), DeviceError> {
-        own.iter().try_for_each(|(_, term)| device.release(term))?;
-        let terms = if counted { own.clone() } else { Vec::new() };
+        own_terms.iter().try_for_each(|(_, term)| device.release(term))?;
+        let terms = if is_counted { own_terms.clone() } else { Vec::new() };
         let Some(all_reduce) = &self.all_reduce else {
-            self.place.bring(number, self.member, terms);
+            self.communicator.contribute(number, self.member, terms);
             return Ok(());
         };
-        let mut buffers: Vec<Arc<Buffer>> = own.into_iter().map(|(_, term)| term).collect();
+        let mut buffers: Vec<Arc<Buffer>> = own_terms.into_iter().map(|(_, term)| term).collect();
         if buffers.is_empty() {
             buffers.push(device.take(bytes)?);
             device.release(&buffers[0])?;
         }
         // Members learn which terms there are.
-        let elsewhere = Arc::new(Buffer::empty());
-        let brought = terms.iter().map(|(rank, _)| (*rank, elsewhere.clone())).collect();
+        let empty = Arc::new(Buffer::empty());
+        let markers = terms.iter().map(|(rank, _)| (*rank, empty.clone())).collect();
         let part = Addends { dtype, terms, sum: buffers[0].clone(), is_whole: true };
         self.reducing.insert(number, buffers);
         all_reduce.contribute(Collective::AllReduce(number), self.member, vec![Some(part)])?;
-        self.place.bring(number, self.member, brought);
+        self.communicator.contribute(number, self.member, markers);
         Ok(())
     }
 
     /// The terms of all workers, or their sum. Blocks. Also returns this worker's terms, which it gives back after use.
-    pub(super) fn meet(
+    pub(super) fn wait(
         &mut self,
         number: u64,
         device: &DeviceContext,
     ) -> Result<(GradientTerms, GradientTerms), PeerLost> {
-        let all = self.place.meet(number)?;
+        let contributions = self.communicator.wait(number)?;
         let Some(buffers) = self.reducing.remove(&number) else {
-            return Ok((all.iter().flatten().cloned().collect(), all.get(self.member).cloned().unwrap_or_default()));
+            return Ok((
+                contributions.iter().flatten().cloned().collect(),
+                contributions.get(self.member).cloned().unwrap_or_default(),
+            ));
         };
         let mut buffers = buffers.into_iter();
-        let sum = buffers.next().filter(|_| all.iter().any(|terms| !terms.is_empty()));
+        let sum = buffers.next().filter(|_| contributions.iter().any(|terms| !terms.is_empty()));
         buffers.for_each(|term| device.give(term));
         Ok((sum.into_iter().map(|sum| (0, sum)).collect(), Vec::new()))
     }
@@ -88,8 +91,8 @@ pub(super) struct LateTiedWeight {
     pub(super) weight: Arc<Buffer>,
     pub(super) version: u32,
     /// Steps still to run, oldest first.
-    pub(super) waiting: VecDeque<OptimizerStep>,
-    /// Later versions restored from a checkpoint (`given`), and recent ones that a checkpoint may need (`kept`).
-    pub(super) given: BTreeMap<u32, Arc<Buffer>>,
-    pub(super) kept: BTreeMap<u32, Arc<Buffer>>,
+    pub(super) steps: VecDeque<OptimizerStep>,
+    /// Later versions restored from a checkpoint (`restored`), and recent ones that a checkpoint may need (`recent`).
+    pub(super) restored: BTreeMap<u32, Arc<Buffer>>,
+    pub(super) recent: BTreeMap<u32, Arc<Buffer>>,
 }

@@ -12,7 +12,7 @@ use crate::data::Batches;
 use crate::device::buffer::Buffer;
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::phase::RoundPosition;
-use crate::optim::grad_norm::{LossScale, NormAllReduce, factor};
+use crate::optim::grad_norm::{LossScale, NormAllReduce, clip_factor};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::Policy;
 use crate::stage::gradient_buckets::PostedBucket;
@@ -36,7 +36,6 @@ use std::time::Instant;
 /// Channel endpoint: edge, direction and peer.
 pub type Key = (EdgeId, Payload, WorkerId);
 
-/// The inputs of a worker.
 pub struct WorkerContext<'a> {
     pub id: WorkerId,
     /// Display name of the worker, with its tensor-parallel rank if it has one.
@@ -62,11 +61,11 @@ pub struct WorkerContext<'a> {
     /// Return the averaged gradients of the last step.
     pub keep_gradients: bool,
     /// Checkpoint positions, if checkpoints are made.
-    pub cutting: Option<CheckpointPlan<'a>>,
+    pub checkpoints: Option<CheckpointPlan<'a>>,
     /// Loss-scaling state of a resumed run: scale and number of good steps.
     pub scale: Option<(f64, u32)>,
     /// Set to stop all workers early.
-    pub is_over: &'a AtomicBool,
+    pub is_stopped: &'a AtomicBool,
 }
 
 /// Checkpoint positions and the channel for snapshots. Sending blocks while an earlier checkpoint is still being
@@ -75,8 +74,8 @@ pub struct WorkerContext<'a> {
 pub struct CheckpointPlan<'a> {
     /// Minibatches after which checkpoints are made; `None` only checkpoints at a stop.
     pub cuts: Option<Cuts>,
-    pub gate: Option<&'a MinibatchBarrier<'a>>,
-    pub parts: Sender<CheckpointPart>,
+    pub barrier: Option<&'a MinibatchBarrier<'a>>,
+    pub snapshots: Sender<CheckpointPart>,
 }
 
 /// Progress events of a worker.
@@ -94,7 +93,6 @@ pub enum Event {
     Checkpoint(Checkpoint),
 }
 
-/// The activity of a [`Span`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     Compute(compiler::schedule::action::Work),
@@ -156,7 +154,7 @@ enum Pending {
 }
 
 struct Worker<'a> {
-    gear: WorkerContext<'a>,
+    context: WorkerContext<'a>,
     name: String,
     stage_workers: Vec<StageWorker<'a>>,
     pending: HashMap<Token, Pending>,
@@ -169,28 +167,28 @@ struct Worker<'a> {
     entered: u32,
 }
 
-pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
-    let name = gear.name.clone();
-    let instructions = &gear.program.workers[gear.id.index()].instructions;
-    let (ledger, given) = (Arc::<MemoryCounter>::default(), Arc::<MemoryCounter>::default());
-    let places = std::mem::take(&mut gear.stages);
-    let manner = StageConfig {
-        optimizer: gear.optimizer,
-        policy: gear.policy,
-        microbatches: gear.program.microbatches,
-        flushes: gear.program.schedule.flushes(),
-        keeps_gradients: gear.keep_gradients,
-        window: match gear.cutting {
-            Some(_) => gear.program.stages.iter().map(|stage| stage.cap).max().unwrap_or(0) + 1,
+pub fn run(mut context: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
+    let name = context.name.clone();
+    let instructions = &context.program.workers[context.id.index()].instructions;
+    let (counter, snapshot_counter) = (Arc::<MemoryCounter>::default(), Arc::<MemoryCounter>::default());
+    let setups = std::mem::take(&mut context.stages);
+    let config = StageConfig {
+        optimizer: context.optimizer,
+        policy: context.policy,
+        microbatches: context.program.microbatches,
+        flushes: context.program.schedule.flushes(),
+        keeps_gradients: context.keep_gradients,
+        window: match context.checkpoints {
+            Some(_) => context.program.stages.iter().map(|stage| stage.cap).max().unwrap_or(0) + 1,
             None => 0,
         },
     };
-    let stage_workers = places.into_iter().map(|place| StageWorker::new(place, manner, (&ledger, &given)));
+    let stage_workers = setups.into_iter().map(|setup| StageWorker::new(setup, config, (&counter, &snapshot_counter)));
     let stage_workers = stage_workers.collect::<Result<_, _>>();
     let stage_workers = stage_workers.map_err(|fault| WorkerError::Device { worker: name.clone(), fault })?;
-    let scaling = gear.policy.loss_scaling;
-    let scale = gear.scale.map_or(LossScale::new(scaling), |kept| LossScale::resumed(scaling, kept));
-    let (rule, scale) = (Rule::of(gear.program), gear.scales_loss.then_some(scale));
+    let scaling = context.policy.loss_scaling;
+    let scale = context.scale.map_or(LossScale::new(scaling), |saved| LossScale::resumed(scaling, saved));
+    let (rule, scale) = (Rule::of(context.program), context.scales_loss.then_some(scale));
     let mut worker = Worker {
         name,
         stage_workers,
@@ -200,15 +198,15 @@ pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
         scale,
         agreed: None,
         entered: 0,
-        gear,
+        context,
     };
-    for (at, instruction) in instructions.iter().enumerate() {
-        worker.gear.progress[worker.gear.global_rank].store(at as u32, Ordering::Relaxed);
-        if worker.gear.is_over.load(Ordering::Relaxed) {
+    for (index, instruction) in instructions.iter().enumerate() {
+        worker.context.progress[worker.context.global_rank].store(index as u32, Ordering::Relaxed);
+        if worker.context.is_stopped.load(Ordering::Relaxed) {
             return Err(worker.gone());
         }
-        match worker.goes_on(instruction) {
-            true => worker.step(at, *instruction)?,
+        match worker.should_run(instruction) {
+            true => worker.execute(index, *instruction)?,
             false => worker.skip(*instruction)?,
         }
     }
@@ -217,9 +215,9 @@ pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
         stage_worker.finish().map_err(|fault| failed(&worker.name, fault))?;
     }
     worker.send_snapshots();
-    let stages = worker.stage_workers.into_iter().map(StageWorker::leave).collect::<Result<_, _>>();
+    let stages = worker.stage_workers.into_iter().map(StageWorker::into_result).collect::<Result<_, _>>();
     let stages = stages.map_err(|fault| failed(&worker.name, fault))?;
-    let (peak_memory_bytes, checkpoint_bytes) = (ledger.peak(), given.peak());
+    let (peak_memory_bytes, checkpoint_bytes) = (counter.peak(), snapshot_counter.peak());
     Ok(WorkerResult { stages, spans: worker.spans, peak_memory_bytes, checkpoint_bytes })
 }
 
@@ -233,164 +231,166 @@ fn failed(worker: &str, fault: impl Into<CollectiveError>) -> WorkerError {
 }
 
 impl<'a> Worker<'a> {
-    fn step(&mut self, at: usize, instruction: Instruction) -> Result<(), WorkerError> {
+    fn execute(&mut self, index: usize, instruction: Instruction) -> Result<(), WorkerError> {
         let start = self.now();
         match instruction {
             Instruction::Load { stage, item } => {
-                let (batches, scale) = (self.gear.batches, self.scale.map_or(1.0, |scale| scale.value));
-                self.on_stage(at, stage, |of| of.load(batches, item.0, scale))?;
+                let (batches, scale) = (self.context.batches, self.scale.map_or(1.0, |scale| scale.value));
+                self.on_stage(index, stage, |stage_worker| stage_worker.load(batches, item.0, scale))?;
             }
             Instruction::Forward { .. }
             | Instruction::Backward { .. }
             | Instruction::BackwardInput { .. }
-            | Instruction::BackwardWeight { .. } => self.compute(at, instruction)?,
+            | Instruction::BackwardWeight { .. } => self.compute(index, instruction)?,
             Instruction::Send { edge, item, kind, peer, token } => {
-                let sent = self.send(at, edge, item.0, kind, peer)?;
+                let sent = self.send(index, edge, item.0, kind, peer)?;
                 self.pending.insert(token, sent);
             }
             Instruction::Recv { edge, item, kind, peer, token } => {
-                self.gear.incoming.get(&(edge, kind, peer)).ok_or_else(|| self.gone())?.post();
+                self.context.incoming.get(&(edge, kind, peer)).ok_or_else(|| self.gone())?.post();
                 self.pending.insert(token, Pending::Message { edge, item: item.0, kind, peer });
             }
             Instruction::Wait { token } => {
                 let pending = self.pending.remove(&token);
-                let pending = pending.ok_or_else(|| self.bug(at, "nothing was posted with this token"))?;
-                self.wait(at, pending)?;
+                let pending = pending.ok_or_else(|| self.bug(index, "nothing was posted with this token"))?;
+                self.wait(index, pending)?;
             }
             Instruction::AllReduce { stage, round, bucket, token }
             | Instruction::ReduceScatter { stage, round, bucket, token } => {
-                let replica = self.gear.program.workers[self.gear.id.index()].replica;
-                let replicas = self.gear.program.stages[stage.index()].replicas;
+                let replica = self.context.program.workers[self.context.id.index()].replica;
+                let replicas = self.context.program.stages[stage.index()].replicas;
                 let items = dealt(self.rule.count(stage, round), replicas, replica);
                 let posting = PostedBucket { round, bucket, replica: replica as usize, items };
-                self.on_stage(at, stage, |of| of.reduce(posting))?;
+                self.on_stage(index, stage, |stage_worker| stage_worker.reduce(posting))?;
                 self.pending.insert(token, Pending::Reduce { stage, round, bucket });
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
-                if !self.stage_worker(at, stage)?.has(from.0) {
-                    return Err(self.bug(at, "version is gone"));
+                if !self.stage_worker(index, stage)?.has_version(from.0) {
+                    return Err(self.bug(index, "version is gone"));
                 }
                 // All steps of a round are adjacent: see `schedule::lower`.
                 let (name, stage_workers) = (&self.name, self.stage_workers.iter_mut());
                 let mut stage_workers: Vec<&mut StageWorker<'a>> =
-                    stage_workers.filter(|stage_worker| stage_worker.has(from.0)).collect();
+                    stage_workers.filter(|stage_worker| stage_worker.has_version(from.0)).collect();
                 for stage_worker in &mut stage_workers {
                     stage_worker.prepare(round).map_err(|fault| failed(name, fault))?;
                 }
                 for stage_worker in stage_workers {
                     stage_worker.gather(round).map_err(|fault| failed(name, fault))?;
                 }
-                let factor = self.factor(at, stage, round, count)?;
-                let rate = self.rate(stage, round);
+                let factor = self.factor(index, stage, round, count)?;
+                let rate = self.lr_scale(stage, round);
                 let step = OptimizerStep { round, count, rate, from: from.0, in_place, factor };
-                self.on_stage(at, stage, |of| of.update(step))?;
-                if !self.stage_worker(at, stage)?.is_in_shares(to.0) {
-                    self.cut(stage, to.0)?;
+                self.on_stage(index, stage, |stage_worker| stage_worker.update(step))?;
+                if !self.stage_worker(index, stage)?.is_incomplete(to.0) {
+                    self.take_snapshot(stage, to.0)?;
                 }
-                let _ = self.gear.events.send(Event::Stepped { worker: self.gear.id, version: to.0 });
-                self.spend(Work::Step(stage, to.0), start);
+                let _ = self.context.events.send(Event::Stepped { worker: self.context.id, version: to.0 });
+                self.record_span(Work::Step(stage, to.0), start);
             }
-            Instruction::Drop { stage, version } => self.stage_worker(at, stage)?.drop_version(version.0),
+            Instruction::Drop { stage, version } => self.stage_worker(index, stage)?.drop_version(version.0),
             Instruction::Recompute { stage, item, version, .. } => {
                 let lag = self.lag(stage, item);
-                if !lag.is_stashed && !self.stage_worker(at, stage)?.has(version.0) {
-                    return Err(self.bug(at, "version is gone"));
+                if !lag.is_stashed && !self.stage_worker(index, stage)?.has_version(version.0) {
+                    return Err(self.bug(index, "version is gone"));
                 }
-                let done = self.stage_worker(at, stage)?.recompute(item.0, version.0, lag);
-                done.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
-                self.spend(Work::Recompute(stage, item), start);
+                let result = self.stage_worker(index, stage)?.recompute(item.0, version.0, lag);
+                result.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
+                self.record_span(Work::Recompute(stage, item), start);
             }
             Instruction::Checkpoint { stage, version: Version(version) } => {
-                if !self.stage_worker(at, stage)?.has(version) {
-                    return Err(self.bug(at, "version is gone"));
+                if !self.stage_worker(index, stage)?.has_version(version) {
+                    return Err(self.bug(index, "version is gone"));
                 }
-                if let Some(weights) = self.on_stage(at, stage, |of| of.checkpoint(version))? {
-                    let _ = self.gear.events.send(Event::Checkpoint(Checkpoint { stage, version, weights }));
+                if let Some(weights) = self.on_stage(index, stage, |stage_worker| stage_worker.checkpoint(version))? {
+                    let _ = self.context.events.send(Event::Checkpoint(Checkpoint { stage, version, weights }));
                 }
             }
             Instruction::AllGather { stage, version: Version(version), bucket, token } => {
-                self.on_stage(at, stage, |of| of.contribute_shards(version, bucket))?;
+                self.on_stage(index, stage, |stage_worker| stage_worker.contribute_shards(version, bucket))?;
                 self.pending.insert(token, Pending::Gather { stage, version, bucket });
             }
         }
         Ok(())
     }
 
-    fn bug(&self, at: usize, what: &str) -> WorkerError {
-        WorkerError::Program { worker: self.name.clone(), at, what: what.to_string() }
+    fn bug(&self, index: usize, what: &str) -> WorkerError {
+        WorkerError::Program { worker: self.name.clone(), at: index, what: what.to_string() }
     }
 
     fn gone(&self) -> WorkerError {
         WorkerError::PeerGone { worker: self.name.clone() }
     }
 
-    fn stage_worker(&mut self, at: usize, stage: StageId) -> Result<&mut StageWorker<'a>, WorkerError> {
+    fn stage_worker(&mut self, index: usize, stage: StageId) -> Result<&mut StageWorker<'a>, WorkerError> {
         match self.stage_workers.iter().position(|stage_worker| stage_worker.stage == stage) {
             Some(place) => Ok(&mut self.stage_workers[place]),
-            None => Err(self.bug(at, "the stage belongs to another worker")),
+            None => Err(self.bug(index, "the stage belongs to another worker")),
         }
     }
 
     /// Does something with a stage that may fail.
     fn on_stage<T, E: Into<CollectiveError>>(
         &mut self,
-        at: usize,
+        index: usize,
         stage: StageId,
-        act: impl FnOnce(&mut StageWorker<'a>) -> Result<T, E>,
+        run: impl FnOnce(&mut StageWorker<'a>) -> Result<T, E>,
     ) -> Result<T, WorkerError> {
-        let done = act(self.stage_worker(at, stage)?);
-        done.map_err(|fault| failed(&self.name, fault))
+        let result = run(self.stage_worker(index, stage)?);
+        result.map_err(|fault| failed(&self.name, fault))
     }
 
-    fn compute(&mut self, at: usize, instruction: Instruction) -> Result<(), WorkerError> {
+    fn compute(&mut self, index: usize, instruction: Instruction) -> Result<(), WorkerError> {
         let start = self.now();
         let Some((work, version, _)) = instruction.work() else { return Ok(()) };
-        let (item, part) = (work.item.0, work.part);
+        let (item, phase) = (work.item.0, work.part);
         let lag = self.lag(work.stage, work.item);
-        let stage_worker = self.stage_worker(at, work.stage)?;
-        let has = match part {
+        let stage_worker = self.stage_worker(index, work.stage)?;
+        let has_weights = match phase {
             Phase::Forward => stage_worker.can_run(item, version.0),
-            _ => lag.is_stashed || stage_worker.has(version.0),
+            _ => lag.is_stashed || stage_worker.has_version(version.0),
         };
-        if !has {
-            return Err(self.bug(at, "version is gone"));
+        if !has_weights {
+            return Err(self.bug(index, "version is gone"));
         }
-        let is_behind = part == Phase::Forward && self.is_behind_cut(work.stage, work.item);
-        let done = match part {
+        let is_after_checkpoint = phase == Phase::Forward && self.is_after_checkpoint(work.stage, work.item);
+        let result = match phase {
             Phase::Forward => {
-                let place =
+                let position =
                     self.stage_workers.iter().position(|stage_worker| stage_worker.stage == work.stage).unwrap_or(0);
-                let (rule, stage_worker) = (&self.rule, &mut self.stage_workers[place]);
+                let (rule, stage_worker) = (&self.rule, &mut self.stage_workers[position]);
                 let caught_up = stage_worker.catch_up(&|stage| rule.version(stage, work.item).0);
                 caught_up.map_err(|fault| failed(&self.name, fault))?;
-                stage_worker.forward(item, version.0, lag, is_behind)
+                stage_worker.forward(item, version.0, lag, is_after_checkpoint)
             }
-            _ => self.stage_worker(at, work.stage)?.backward(item, part, version.0, lag),
+            _ => self.stage_worker(index, work.stage)?.backward(item, phase, version.0, lag),
         };
         self.send_snapshots();
-        done.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
-        self.send_losses(LATE_MINIBATCHES * self.gear.program.microbatches as usize)?;
-        self.spend(Work::Compute(work), start);
+        result.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
+        self.send_losses(LATE_MINIBATCHES * self.context.program.microbatches as usize)?;
+        self.record_span(Work::Compute(work), start);
         Ok(())
     }
 
     /// True if an instruction runs; false if the run stops before its minibatch.
-    fn goes_on(&mut self, instruction: &Instruction) -> bool {
-        let Some(gate) = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate) else { return true };
+    fn should_run(&mut self, instruction: &Instruction) -> bool {
+        let Some(barrier) = self.context.checkpoints.as_ref().and_then(|checkpoints| checkpoints.barrier) else {
+            return true;
+        };
         match (minibatch(&self.rule, instruction), instruction) {
-            (Some(of), _) if of < self.entered => true,
-            (Some(of), _) => {
-                let may = gate.enter(of);
-                self.entered = self.entered.max(if may { of.saturating_add(1) } else { 0 });
-                may
+            (Some(minibatch), _) if minibatch < self.entered => true,
+            (Some(minibatch), _) => {
+                let is_admitted = barrier.enter(minibatch);
+                self.entered = self.entered.max(if is_admitted { minibatch.saturating_add(1) } else { 0 });
+                is_admitted
             }
-            (None, Instruction::Wait { token }) => self.pending.contains_key(token) || gate.end().is_none(),
+            (None, Instruction::Wait { token }) => self.pending.contains_key(token) || barrier.end().is_none(),
             // The run returns the version of its last minibatch.
             (None, Instruction::Drop { stage, version }) => {
-                gate.end().is_none_or(|end| *version < version_at(&self.rule, *stage, end))
+                barrier.end().is_none_or(|end| *version < version_at(&self.rule, *stage, end))
             }
             (None, Instruction::Checkpoint { stage, version }) => {
-                gate.end().is_none_or(|end| *version <= version_at(&self.rule, *stage, end))
+                barrier.end().is_none_or(|end| *version <= version_at(&self.rule, *stage, end))
             }
             _ => true,
         }
@@ -399,7 +399,12 @@ impl<'a> Worker<'a> {
     /// Keeps weights for a skipped forward: a checkpoint at the end of the run needs them after they would be dropped.
     fn skip(&mut self, instruction: Instruction) -> Result<(), WorkerError> {
         let Instruction::Forward { stage, item, version, .. } = instruction else { return Ok(()) };
-        let end = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate).and_then(MinibatchBarrier::end);
+        let end = self
+            .context
+            .checkpoints
+            .as_ref()
+            .and_then(|checkpoints| checkpoints.barrier)
+            .and_then(MinibatchBarrier::end);
         let newest = end.map_or(0, |end| version_at(&self.rule, stage, end).0);
         let lag = self.lag(stage, item);
         let name = &self.name;
@@ -410,7 +415,7 @@ impl<'a> Worker<'a> {
             let rule = &self.rule;
             let caught_up = stage_worker.catch_up(&|stage| rule.version(stage, item).0);
             caught_up.map_err(|fault| failed(name, fault))?;
-            stage_worker.hold(item.0, version.0, lag).map_err(|fault| failed(name, fault))?;
+            stage_worker.keep_forward_weights(item.0, version.0, lag).map_err(|fault| failed(name, fault))?;
         }
         self.send_snapshots();
         Ok(())
@@ -425,22 +430,26 @@ impl<'a> Worker<'a> {
     }
 
     /// True if the micro-batch follows a checkpoint that the stage has not reached.
-    fn is_behind_cut(&self, stage: StageId, item: MicrobatchId) -> bool {
-        let Some(cuts) = self.gear.cutting.as_ref().and_then(|cutting| cutting.cuts) else { return false };
+    fn is_after_checkpoint(&self, stage: StageId, item: MicrobatchId) -> bool {
+        let Some(cuts) = self.context.checkpoints.as_ref().and_then(|checkpoints| checkpoints.cuts) else {
+            return false;
+        };
         let Some(stage_worker) = self.stage_workers.iter().find(|stage_worker| stage_worker.stage == stage) else {
             return false;
         };
         let newest = stage_worker.newest_version();
-        let own = item.0 / self.rule.microbatches.max(1);
+        let minibatch = item.0 / self.rule.microbatches.max(1);
         newest < self.rule.round(stage, item)
-            && cuts.after(self.minibatches(stage, newest)).is_some_and(|cut| cut <= own)
+            && cuts.after(self.minibatches(stage, newest)).is_some_and(|cut| cut <= minibatch)
     }
 
     /// Takes a snapshot if there is a checkpoint at this version, which is complete.
-    fn cut(&mut self, stage: StageId, version: u32) -> Result<(), WorkerError> {
-        let Some((cuts, gate)) = self.gear.cutting.as_ref().map(|plan| (plan.cuts, plan.gate)) else { return Ok(()) };
+    fn take_snapshot(&mut self, stage: StageId, version: u32) -> Result<(), WorkerError> {
+        let Some((cuts, barrier)) = self.context.checkpoints.as_ref().map(|plan| (plan.cuts, plan.barrier)) else {
+            return Ok(());
+        };
         let minibatches = self.minibatches(stage, version);
-        let is_end = || gate.is_some_and(|gate| gate.end() == Some(minibatches));
+        let is_end = || barrier.is_some_and(|barrier| barrier.end() == Some(minibatches));
         if !(cuts.is_some_and(|cuts| cuts.is_at(minibatches)) || is_end()) {
             return Ok(());
         }
@@ -450,29 +459,33 @@ impl<'a> Worker<'a> {
             stage_worker.finish_work().map_err(|fault| failed(&self.name, fault))?;
         }
         let next = cuts.and_then(|cuts| cuts.after(minibatches)).unwrap_or(u32::MAX);
-        let replica = self.gear.program.workers[self.gear.id.index()].replica;
+        let replica = self.context.program.workers[self.context.id.index()].replica;
         let older = |replica| versions_before(&self.rule, stage, replica, minibatches).map(|(i, v)| (i.0, v.0));
-        let cut = CheckpointPoint {
+        let point = CheckpointPoint {
             minibatches,
             version,
             replica,
             older: older(replica).collect(),
-            given: if replica > 0 { older(0).map(|(_, version)| version).collect() } else { Vec::new() },
-            next: next.saturating_mul(self.rule.microbatches),
-            scale: self.scale.map(|scale| scale.kept()),
+            first_replica_versions: if replica > 0 {
+                older(0).map(|(_, version)| version).collect()
+            } else {
+                Vec::new()
+            },
+            next_item: next.saturating_mul(self.rule.microbatches),
+            scale: self.scale.map(|scale| scale.saved_state()),
         };
         if let Some(stage_worker) = self.stage_workers.iter_mut().find(|stage_worker| stage_worker.stage == stage) {
-            stage_worker.cut(cut).map_err(|fault| failed(&self.name, fault))?;
+            stage_worker.take_snapshot(point).map_err(|fault| failed(&self.name, fault))?;
         }
         self.send_snapshots();
         Ok(())
     }
 
-    /// Sends losses that have arrived. Waits if more than `late` of a stage are under way.
-    fn send_losses(&mut self, late: usize) -> Result<(), WorkerError> {
+    /// Sends losses that have arrived. Waits if more than `limit` of a stage are under way.
+    fn send_losses(&mut self, limit: usize) -> Result<(), WorkerError> {
         for stage_worker in &mut self.stage_workers {
-            for (item, value) in stage_worker.losses(late).map_err(|fault| failed(&self.name, fault))? {
-                let _ = self.gear.events.send(Event::Loss { item, value });
+            for (item, value) in stage_worker.losses(limit).map_err(|fault| failed(&self.name, fault))? {
+                let _ = self.context.events.send(Event::Loss { item, value });
             }
         }
         Ok(())
@@ -480,10 +493,10 @@ impl<'a> Worker<'a> {
 
     /// Sends complete snapshots to the writer.
     fn send_snapshots(&mut self) {
-        let Some(cutting) = &self.gear.cutting else { return };
-        for part in self.stage_workers.iter_mut().flat_map(StageWorker::parts) {
+        let Some(checkpoints) = &self.context.checkpoints else { return };
+        for part in self.stage_workers.iter_mut().flat_map(StageWorker::take_ready_snapshots) {
             // The writer may have failed; training continues.
-            let _ = cutting.parts.send(part);
+            let _ = checkpoints.snapshots.send(part);
         }
     }
 
@@ -491,115 +504,121 @@ impl<'a> Worker<'a> {
     fn lag(&self, stage: StageId, item: MicrobatchId) -> Lag {
         let round = self.rule.round(stage, item);
         let updates = round.saturating_sub(self.rule.version(stage, item).0);
-        let is_stashed = self.gear.program.schedule.stashes();
-        let replica = self.gear.program.workers[self.gear.id.index()].replica;
-        let of = dealt(self.rule.count(stage, round), self.rule.stages[stage.index()].replicas, replica);
-        let turn = RoundPosition { round, before: self.rule.place(stage, item), own: 0, of };
-        Lag { updates, rate: self.rate(stage, round), is_stashed, turn }
+        let is_stashed = self.context.program.schedule.stashes();
+        let replica = self.context.program.workers[self.context.id.index()].replica;
+        let count = dealt(self.rule.count(stage, round), self.rule.stages[stage.index()].replicas, replica);
+        let position = RoundPosition { round, before: self.rule.place(stage, item), done: 0, count };
+        Lag { updates, rate: self.lr_scale(stage, round), is_stashed, position }
     }
 
     /// The factor on the averaged gradients of this step; `None` skips it. The first step of a round blocks for all
     /// workers if they share a norm.
-    fn factor(&mut self, at: usize, stage: StageId, round: u32, count: u32) -> Result<Option<f64>, WorkerError> {
-        let clip = self.gear.policy.clip_norm;
+    fn factor(&mut self, index: usize, stage: StageId, round: u32, count: u32) -> Result<Option<f64>, WorkerError> {
+        let clip = self.context.policy.clip_norm;
         let count = f64::from(count.max(1));
-        let Some(norms) = &self.gear.norms else {
+        let Some(norms) = &self.context.norms else {
             let Some(clip) = clip else { return Ok(Some(1.0)) };
-            let sum = self.on_stage(at, stage, |of| of.sum_of_squares(round))?;
-            return Ok(Some(factor(clip, sum.sqrt() / count)));
+            let sum = self.on_stage(index, stage, |stage_worker| stage_worker.sum_of_squares(round))?;
+            return Ok(Some(clip_factor(clip, sum.sqrt() / count)));
         };
         if let Some((_, factor)) = self.agreed.filter(|(of, _)| *of == round) {
             return Ok(factor);
         }
-        let own = self.stage_workers.iter().map(|stage_worker| stage_worker.squares(round));
-        let own = own.collect::<Result<Vec<_>, _>>().map_err(|fault| failed(&self.name, fault))?;
-        let sum = norms.sum(round, own.concat()).map_err(|fault| failed(&self.name, fault))?;
+        let squares = self.stage_workers.iter().map(|stage_worker| stage_worker.squares(round));
+        let squares = squares.collect::<Result<Vec<_>, _>>().map_err(|fault| failed(&self.name, fault))?;
+        let sum = norms.sum(round, squares.concat()).map_err(|fault| failed(&self.name, fault))?;
         let scale = self.scale.map_or(1.0, |scale| scale.value);
         let is_finite = sum.is_finite() || self.scale.is_none();
-        let shortened = clip.map_or(1.0, |clip| factor(clip, sum.sqrt() / (count * scale)));
-        let agreed = is_finite.then_some(shortened / scale);
+        let clip_factor = clip.map_or(1.0, |clip| clip_factor(clip, sum.sqrt() / (count * scale)));
+        let agreed = is_finite.then_some(clip_factor / scale);
         if let Some(scale) = &mut self.scale {
-            scale.hear(is_finite);
+            scale.update(is_finite);
         }
         self.agreed = Some((round, agreed));
         Ok(agreed)
     }
 
     /// This stage and the peer stage of a transfer.
-    fn ends(&self, edge: EdgeId, kind: Payload, sends: bool) -> (StageId, StageId) {
-        let (from, to) = self.gear.program.edges[edge.index()];
+    fn end_stages(&self, edge: EdgeId, kind: Payload, sends: bool) -> (StageId, StageId) {
+        let (from, to) = self.context.program.edges[edge.index()];
         if sends == (kind == Payload::Activation) { (from, to) } else { (to, from) }
     }
 
     fn send(
         &mut self,
-        at: usize,
+        index: usize,
         edge: EdgeId,
         item: u32,
         kind: Payload,
         peer: WorkerId,
     ) -> Result<Pending, WorkerError> {
-        let (here, other) = self.ends(edge, kind, true);
-        let message = Message { item, parcels: self.on_stage(at, here, |of| of.parcels(item, kind, other))? };
+        let (own_stage, peer_stage) = self.end_stages(edge, kind, true);
+        let message = Message {
+            item,
+            tensors: self
+                .on_stage(index, own_stage, |stage_worker| stage_worker.tensors_to_send(item, kind, peer_stage))?,
+        };
         // The sender keeps an activation for its backward.
-        let lent = message.parcels.iter().filter(|_| kind == Payload::Gradient);
-        let gradients = lent.map(|parcel| parcel.buffer.clone()).collect();
+        let gradients = message.tensors.iter().filter(|_| kind == Payload::Gradient);
+        let gradients = gradients.map(|parcel| parcel.buffer.clone()).collect();
         let (gone, key) = (self.gone(), (edge, kind, peer));
-        let channel = self.gear.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
+        let channel = self.context.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
         let number = channel.send(message).map_err(|_| gone)?;
         if kind == Payload::Gradient {
-            self.on_stage(at, here, |of| of.sent_gradients(item, other))?;
+            self.on_stage(index, own_stage, |stage_worker| stage_worker.mark_gradients_sent(item, peer_stage))?;
         }
         Ok(Pending::Sent { key, number, gradients })
     }
 
-    fn wait(&mut self, at: usize, pending: Pending) -> Result<(), WorkerError> {
+    fn wait(&mut self, index: usize, pending: Pending) -> Result<(), WorkerError> {
         let start = self.now();
         match pending {
             Pending::Sent { key, number, gradients } => {
                 let gone = self.gone();
-                let channel = self.gear.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
+                let channel = self.context.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
                 channel.wait(number).map_err(|_| gone)?;
                 gradients.iter().for_each(|buffer| buffer.release_slot());
             }
             Pending::Message { edge, item, kind, peer } => {
                 let gone = self.gone();
-                let channel = self.gear.incoming.get_mut(&(edge, kind, peer)).ok_or_else(|| gone.clone())?;
+                let channel = self.context.incoming.get_mut(&(edge, kind, peer)).ok_or_else(|| gone.clone())?;
                 let message = channel.take(item).map_err(|_| gone)?;
-                let (here, other) = self.ends(edge, kind, false);
-                self.on_stage(at, here, |of| of.unpack(other, kind, item, message.parcels))?;
+                let (own_stage, peer_stage) = self.end_stages(edge, kind, false);
+                self.on_stage(index, own_stage, |stage_worker| {
+                    stage_worker.receive_tensors(peer_stage, kind, item, message.tensors)
+                })?;
             }
             Pending::Reduce { stage, round, bucket } => {
-                self.on_stage(at, stage, |of| of.reduced(round, bucket))?;
+                self.on_stage(index, stage, |stage_worker| stage_worker.finish_reduce(round, bucket))?;
             }
             Pending::Gather { stage, version, bucket } => {
-                if self.on_stage(at, stage, |of| of.receive_shards(version, bucket))? {
-                    self.cut(stage, version)?;
+                if self.on_stage(index, stage, |stage_worker| stage_worker.receive_shards(version, bucket))? {
+                    self.take_snapshot(stage, version)?;
                 }
             }
         }
-        self.spend(Work::Wait, start);
+        self.record_span(Work::Wait, start);
         Ok(())
     }
 
     /// Learning-rate scale at the first minibatch of a round.
-    fn rate(&self, stage: StageId, round: u32) -> f64 {
-        let program = self.gear.program;
+    fn lr_scale(&self, stage: StageId, round: u32) -> f64 {
+        let program = self.context.program;
         let minibatches = if program.schedule.is_round_robin() { program.stages[stage.index()].replicas } else { 1 };
         let total = program.items / program.microbatches.max(1);
         let minibatch = round.saturating_mul(minibatches);
-        let late = match program.schedule.stashes() {
+        let staleness_rate = match program.schedule.stashes() {
             true => 1.0,
-            false => self.gear.policy.staleness.rate(program.stages[stage.index()].cap - 1, minibatch),
+            false => self.context.policy.staleness.rate(program.stages[stage.index()].cap - 1, minibatch),
         };
-        self.gear.optimizer.rate.factor(minibatch, total) * late
+        self.context.optimizer.rate.factor(minibatch, total) * staleness_rate
     }
 
     fn now(&self) -> f64 {
-        self.gear.epoch.elapsed().as_secs_f64()
+        self.context.epoch.elapsed().as_secs_f64()
     }
 
-    fn spend(&mut self, work: Work, start: f64) {
+    fn record_span(&mut self, work: Work, start: f64) {
         let end = self.now();
         if self.spans.len() < MOST_SPANS {
             self.spans.push(Span { work, start, end });

@@ -60,26 +60,27 @@ pub struct RankChannels {
 }
 
 impl RankChannels {
-    /// `agrees` is true if all workers share a gradient norm.
+    /// `shares_norm` is true if all workers share a gradient norm.
     pub fn open(
         training: &TrainJob<'_>,
-        agrees: bool,
+        shares_norm: bool,
         mut context: RankContext<'_, '_>,
     ) -> Result<RankChannels, TrainError> {
         let (program, context) = (training.program, &mut context);
         let stages = 0..program.stages.len();
         let ties = ties(training, context)?;
-        let norms = agrees.then(|| {
-            let all: Vec<usize> = (0..program.workers.len()).collect();
+        let norms = shares_norm.then(|| {
+            let workers: Vec<usize> = (0..program.workers.len()).collect();
             let rounds = u64::from(program.items) + 1;
-            meeting(context, &all, || SquaresForm { names: numbers(training) }, rounds)
+            open_communicator(context, &workers, || SquaresForm { names: norm_count(training) }, rounds)
         });
         let norms = norms.transpose()?;
         let ends = channels(training, context)?;
-        let replicas = stages.clone().map(|stage| replicas(training, stage, context)).collect::<Result<_, _>>()?;
-        let all_reduces = stages.clone().map(|stage| of_replicas(program, stage, context));
+        let replicas =
+            stages.clone().map(|stage| replica_communicator(training, stage, context)).collect::<Result<_, _>>()?;
+        let all_reduces = stages.clone().map(|stage| replica_all_reduce(program, stage, context));
         let all_reduces = all_reduces.collect::<Result<_, _>>()?;
-        let zero = stages.map(|stage| shard_comms(training, stage, &ties, context)).collect::<Result<_, _>>()?;
+        let zero = stages.map(|stage| zero_communicators(training, stage, &ties, context)).collect::<Result<_, _>>()?;
         Ok(RankChannels { ties, norms, ends, replicas, all_reduces, zero })
     }
 }
@@ -92,9 +93,9 @@ pub fn tensor_groups(
     exchange: &mut Option<Exchange<'_>>,
 ) -> Result<Vec<Arc<TensorComm>>, LinkError> {
     let workers = training.program.workers.iter().enumerate().filter(|_| degree > 1);
-    let group = |(worker, own): (usize, &WorkerProgram)| match exchange {
+    let group = |(worker, worker_program): (usize, &WorkerProgram)| match exchange {
         Some(exchange) => {
-            let stages = training.program.stages_of(own.rank).map(|stage| &training.codes[stage.index()]);
+            let stages = training.program.stages_of(worker_program.rank).map(|stage| &training.codes[stage.index()]);
             exchange.tensor_group(worker, degree, (stages, layouts))
         }
         None => Ok(Arc::new(TensorComm::new(degree))),
@@ -105,13 +106,13 @@ pub fn tensor_groups(
 /// Creates a channel for every pair of communicating workers. Returns the endpoints of this process.
 fn channels(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<HashMap<WorkerId, Ends>, LinkError> {
     let program = training.program;
-    let mut known = BTreeSet::new();
+    let mut channel_keys = BTreeSet::new();
     let mut ends: HashMap<WorkerId, Ends> = HashMap::new();
-    for (w, own) in program.workers.iter().enumerate() {
+    for (w, worker_program) in program.workers.iter().enumerate() {
         let from = WorkerId(w as u32);
-        for instruction in &own.instructions {
+        for instruction in &worker_program.instructions {
             if let Instruction::Send { edge, kind, peer, .. } = *instruction
-                && known.insert((edge, kind == Payload::Activation, from, peer))
+                && channel_keys.insert((edge, kind == Payload::Activation, from, peer))
             {
                 let (sender, receiver) = match context.exchange {
                     Some(exchange) => {
@@ -138,16 +139,16 @@ fn channels(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Resul
 /// The tensors of each message over an edge, in sending order: value, reader group, bytes.
 fn tensors(training: &TrainJob<'_>, edge: EdgeId, kind: Payload) -> Vec<(Value, usize, usize)> {
     let (from, to) = training.program.edges[edge.index()];
-    let (sent, other) = match kind {
+    let (sent, peer_stage) = match kind {
         Payload::Activation => (&training.codes[from.index()].sent, to),
         Payload::Gradient => (&training.codes[to.index()].gradients_out, from),
     };
-    let one = |transfer: &Transfer| (transfer.value, transfer.group, transfer.place.bytes);
-    sent.iter().filter(|transfer| transfer.stage == other.index()).map(one).collect()
+    let entry = |transfer: &Transfer| (transfer.value, transfer.group, transfer.address.bytes);
+    sent.iter().filter(|transfer| transfer.stage == peer_stage.index()).map(entry).collect()
 }
 
 /// Creates a communicator; `members` are worker indices, in rank order.
-fn meeting<T: Contribution + Send + Sync + 'static>(
+fn open_communicator<T: Contribution + Send + Sync + 'static>(
     context: &mut RankContext<'_, '_>,
     members: &[usize],
     form: impl FnOnce() -> T::Form,
@@ -158,7 +159,7 @@ where
 {
     let rank = context.rank;
     match context.exchange {
-        Some(exchange) => exchange.meeting(&global(rank, members), form(), meetings),
+        Some(exchange) => exchange.open_communicator(&global(rank, members), form(), meetings),
         None => Ok(Arc::new(Communicator::new(members.len()))),
     }
 }
@@ -169,23 +170,23 @@ fn global(rank: GroupRank, workers: &[usize]) -> Vec<usize> {
 
 /// What a stage's replicas exchange in each round: gradients, or with an all-reduce in place only which ones there are; and
 /// samples of moving averages.
-fn replicas(
+fn replica_communicator(
     training: &TrainJob<'_>,
     stage: usize,
     context: &mut RankContext<'_, '_>,
 ) -> Result<Arc<Communicator<ReplicaGradients>>, LinkError> {
     let program = training.program;
-    let known = &program.stages[stage];
+    let program_stage = &program.stages[stage];
     let members = members(program, stage);
     // Forward passes, which produce samples, run ahead of the round that uses the samples.
-    let most_items = known.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
+    let most_items = program_stage.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
     let form = || ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
-    meeting(context, &members, form, collectives(program, stage, program.items.saturating_add(1)))
+    open_communicator(context, &members, form, collectives(program, stage, program.items.saturating_add(1)))
 }
 
 /// The all-reduce in place of a stage's replicas. Replicas in several processes always have one; those of one process have
 /// one if their devices can access each other's memory.
-fn of_replicas(
+fn replica_all_reduce(
     program: &Program,
     stage: usize,
     context: &mut RankContext<'_, '_>,
@@ -234,33 +235,35 @@ pub struct ZeroCommunicators {
 }
 
 /// Creates the ZeRO communicators of a stage.
-fn shard_comms(
+fn zero_communicators(
     training: &TrainJob<'_>,
     stage: usize,
     ties: &[Tie],
     context: &mut RankContext<'_, '_>,
 ) -> Result<ZeroCommunicators, LinkError> {
     let (program, code) = (training.program, &training.codes[stage]);
-    let known = &program.stages[stage];
-    if known.zero == 0 {
+    let program_stage = &program.stages[stage];
+    if program_stage.zero == 0 {
         return Ok(ZeroCommunicators { shard_comm: None, norms: None, gradient_shards: None });
     }
     let members = members(program, stage);
-    let each = |named: &NamedTensor| named.gradient().1;
-    let form =
-        || SharesForm { most: code.parameters.iter().map(each).cycle().take(2 * code.parameters.len()).collect() };
-    let shard_comm = meeting(context, &members, form, collectives(program, stage, versions(program)))?;
-    let is_apart = training.policy.clip_norm.is_some() && !program.schedule.flushes();
-    let names = numbers(training);
-    let norms = is_apart.then(|| meeting(context, &members, || SquaresForm { names }, versions(program).into()));
+    let gradient_bytes = |named: &NamedTensor| named.gradient().1;
+    let form = || SharesForm {
+        max_bytes: code.parameters.iter().map(gradient_bytes).cycle().take(2 * code.parameters.len()).collect(),
+    };
+    let shard_comm = open_communicator(context, &members, form, collectives(program, stage, versions(program)))?;
+    let needs_norms = training.policy.clip_norm.is_some() && !program.schedule.flushes();
+    let names = norm_count(training);
+    let norms =
+        needs_norms.then(|| open_communicator(context, &members, || SquaresForm { names }, versions(program).into()));
     let norms = norms.transpose()?;
     let rank = context.rank;
     let gradient_shards = match context.exchange {
-        _ if known.zero < 2 => None,
+        _ if program_stage.zero < 2 => None,
         Some(exchange) => {
-            let tied = members.first().map(|first| tied_of(ties, code, (*first, stage))).unwrap_or_default();
-            let share = share(program, stage, 0, code, &tied);
-            Some(exchange.shards(&global(rank, &members), share, code, versions(program))?)
+            let tied = members.first().map(|first| tied_parameters(ties, code, (*first, stage))).unwrap_or_default();
+            let shard = shard_range(program, stage, 0, code, &tied);
+            Some(exchange.shards(&global(rank, &members), shard, code, versions(program))?)
         }
         None => Some(Arc::new(GradientShards::new(RemoteReplicas::none(members.len())))),
     };
@@ -268,34 +271,44 @@ fn shard_comms(
 }
 
 /// The parameter shards of one replica. Tied parameters are not sharded.
-pub fn share(program: &Program, stage: usize, replica: u32, code: &StageCode, tied: &[TiedParameter]) -> ShardRange {
-    let known = &program.stages[stage];
-    if known.zero == 0 {
+pub fn shard_range(
+    program: &Program,
+    stage: usize,
+    replica: u32,
+    code: &StageCode,
+    tied: &[TiedParameter],
+) -> ShardRange {
+    let program_stage = &program.stages[stage];
+    if program_stage.zero == 0 {
         return ShardRange::whole(code.parameters.len());
     }
     // ZeRO 3 does not gather a parameter that is read after a pass, so it is not sharded.
-    let is_read_whole = |p: usize| known.zero >= 3 && code.read_apart().any(|place| place.slot == Slot::Parameter(p));
+    let is_read_whole =
+        |p: usize| program_stage.zero >= 3 && code.read_apart().any(|address| address.slot == Slot::Parameter(p));
     let is_sharded = |p: usize| tied.iter().all(|tied| tied.parameter != p) && !is_read_whole(p);
-    let share =
-        ShardRange::of(replica as usize, known.replicas as usize, (0..code.parameters.len()).map(is_sharded).collect());
-    if known.zero >= 3 { share.of_weights() } else { share }
+    let shard = ShardRange::of(
+        replica as usize,
+        program_stage.replicas as usize,
+        (0..code.parameters.len()).map(is_sharded).collect(),
+    );
+    if program_stage.zero >= 3 { shard.of_weights() } else { shard }
 }
 
 /// Maximum number of shards per parameter.
-pub fn most_shares(program: &Program) -> usize {
+pub fn max_shards(program: &Program) -> usize {
     program.stages.iter().filter(|stage| stage.zero > 0).map(|stage| stage.replicas as usize).max().unwrap_or(1)
 }
 
 /// Number of parameters times the maximum number of shards.
-fn numbers(training: &TrainJob<'_>) -> usize {
+fn norm_count(training: &TrainJob<'_>) -> usize {
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
-    names.len() * most_shares(training.program)
+    names.len() * max_shards(training.program)
 }
 
 fn members(program: &Program, stage: usize) -> Vec<usize> {
     let rank = program.stages[stage].rank;
-    let workers = program.workers.iter().enumerate().filter(|(_, own)| own.rank == rank);
-    let mut members: Vec<(u32, usize)> = workers.map(|(w, own)| (own.replica, w)).collect();
+    let workers = program.workers.iter().enumerate().filter(|(_, worker)| worker.rank == rank);
+    let mut members: Vec<(u32, usize)> = workers.map(|(w, worker)| (worker.replica, w)).collect();
     members.sort_unstable();
     members.into_iter().map(|(_, w)| w).collect()
 }
@@ -304,7 +317,7 @@ fn members(program: &Program, stage: usize) -> Vec<usize> {
 pub struct Tie {
     name: String,
     members: Vec<(usize, usize)>,
-    place: Arc<TiedGradientComm>,
+    communicator: Arc<TiedGradientComm>,
     holders: Vec<StageId>,
     all_reduce: Option<Arc<dyn AllReduce>>,
 }
@@ -334,12 +347,16 @@ fn ties(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<Ve
                 schedule: program.schedule,
             });
         }
-        let holders = program.workers.iter().enumerate().flat_map(|(w, own)| {
-            program.stages_of(own.rank).map(move |stage| (w, stage.index())).filter(|(_, stage)| stages.contains(stage))
+        let holders = program.workers.iter().enumerate().flat_map(|(w, worker)| {
+            program
+                .stages_of(worker.rank)
+                .map(move |stage| (w, stage.index()))
+                .filter(|(_, stage)| stages.contains(stage))
         });
         let members: Vec<(usize, usize)> = holders.collect();
         let workers: Vec<usize> = members.iter().map(|(worker, _)| *worker).collect();
-        let place = meeting(context, &workers, || terms(training, name), u64::from(program.items) + 2)?;
+        let communicator =
+            open_communicator(context, &workers, || terms_form(training, name), u64::from(program.items) + 2)?;
         let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
         // Tied gradients may come from other processes, as whole buffers. Plans count a sum over the stages beside them.
         let all_reduce = match context.exchange {
@@ -347,13 +364,13 @@ fn ties(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<Ve
             None => DeviceAllReduce::new(&devices_of(context, &workers))?,
         };
         let all_reduce = all_reduce.map(|all_reduce| Arc::new(all_reduce) as Arc<dyn AllReduce>);
-        ties.push(Tie { name: name.to_string(), members, place, holders, all_reduce });
+        ties.push(Tie { name: name.to_string(), members, communicator, holders, all_reduce });
     }
     Ok(ties)
 }
 
 /// Ranks and size of a parameter's gradient terms.
-fn terms(training: &TrainJob<'_>, name: &str) -> TermsForm {
+fn terms_form(training: &TrainJob<'_>, name: &str) -> TermsForm {
     let mut form = TermsForm { ranks: Vec::new(), bytes: 0 };
     for code in training.codes {
         for term in code.gradient_terms.iter().filter(|term| code.parameters[term.parameter].name == name) {
@@ -366,18 +383,18 @@ fn terms(training: &TrainJob<'_>, name: &str) -> TermsForm {
 }
 
 /// The tied parameters of a worker's stage.
-pub fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<TiedParameter> {
-    let of = |tie: &Tie| {
-        let member = tie.members.iter().position(|of| *of == holder)?;
+pub fn tied_parameters(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<TiedParameter> {
+    let tied_parameter = |tie: &Tie| {
+        let member = tie.members.iter().position(|member| *member == holder)?;
         let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
         Some(TiedParameter {
             parameter,
             member,
-            place: tie.place.clone(),
+            communicator: tie.communicator.clone(),
             holders: tie.holders.clone(),
             all_reduce: tie.all_reduce.clone(),
             reducing: HashMap::new(),
         })
     };
-    ties.iter().filter_map(of).collect()
+    ties.iter().filter_map(tied_parameter).collect()
 }

@@ -36,12 +36,12 @@ pub struct RunOptions<'a> {
     pub start: Option<&'a ResumePoint>,
     /// Minibatches after which checkpoints are made.
     pub cuts: Option<Cuts>,
-    pub gate: Option<&'a MinibatchBarrier<'a>>,
+    pub barrier: Option<&'a MinibatchBarrier<'a>>,
     /// The devices of the workers, in turn; the CPU if there are none. They must accept the kernels of
     /// [`TrainJob::codes`].
     pub devices: Vec<Arc<dyn Device>>,
     /// Receives snapshots, on a separate thread.
-    pub on_part: Option<&'a mut (dyn FnMut(StageSnapshot) + Send)>,
+    pub on_snapshot: Option<&'a mut (dyn FnMut(StageSnapshot) + Send)>,
     /// Receives the weights of `Checkpoint` instructions while the run continues; those of one worker in order.
     pub on_checkpoint: Option<&'a mut dyn FnMut(Checkpoint)>,
 }

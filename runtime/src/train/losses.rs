@@ -130,10 +130,10 @@ mod tests {
     }
 
     /// The reported losses for micro-batches arriving in this order, and the divergence.
-    fn track(mut of: LossTracker, items: &[(u32, f64)]) -> (Vec<f64>, Option<Diverged>) {
+    fn track(mut tracker: LossTracker, items: &[(u32, f64)]) -> (Vec<f64>, Option<Diverged>) {
         let mut losses = Vec::new();
-        items.iter().for_each(|(item, loss)| of.add(*item, *loss, 0.0, &mut |step| losses.push(step.loss)));
-        (losses, of.diverged())
+        items.iter().for_each(|(item, loss)| tracker.add(*item, *loss, 0.0, &mut |step| losses.push(step.loss)));
+        (losses, tracker.diverged())
     }
 
     #[test]
@@ -157,18 +157,18 @@ mod tests {
     #[test]
     fn steps_that_are_left_out_are_no_divergence_until_no_scale_helps() {
         let nan = f64::NAN;
-        let of = |losses: &[f64]| -> Vec<(u32, f64)> {
+        let items_of = |losses: &[f64]| -> Vec<(u32, f64)> {
             losses
                 .iter()
                 .enumerate()
                 .flat_map(|(at, loss)| [(2 * at as u32, 1.0), (2 * at as u32 + 1, *loss)])
                 .collect()
         };
-        assert!(track(losses(3, 9), &of(&[nan, nan, 1.0, nan, nan, 1.0])).1.is_none());
-        let diverged = track(losses(3, 9), &of(&[nan, 1.0, nan, nan, nan, 1.0])).1.unwrap();
+        assert!(track(losses(3, 9), &items_of(&[nan, nan, 1.0, nan, nan, 1.0])).1.is_none());
+        let diverged = track(losses(3, 9), &items_of(&[nan, 1.0, nan, nan, nan, 1.0])).1.unwrap();
         assert_eq!((diverged.step, diverged.finite), (2, Some((1, 1.0))));
         // A run that ends like this has usable weights, unless it never had a finite loss.
-        assert!(track(losses(3, 3), &of(&[1.0, nan, nan])).1.is_none());
-        assert_eq!(track(losses(3, 2), &of(&[nan, nan])).1.unwrap().step, 0);
+        assert!(track(losses(3, 3), &items_of(&[1.0, nan, nan])).1.is_none());
+        assert_eq!(track(losses(3, 2), &items_of(&[nan, nan])).1.unwrap().step, 0);
     }
 }

@@ -72,8 +72,8 @@ pub fn prepare(
     settings: &Settings,
 ) -> Result<Prepared, PrepareError> {
     let generate = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
-    let of = RunTarget { device: &*cpu(), splits: settings.schedule.splits_backward(), program: &generate };
-    prepare_with(graph, stages, pipeline, settings, of)
+    let target = RunTarget { device: &*cpu(), splits: settings.schedule.splits_backward(), program: &generate };
+    prepare_with(graph, stages, pipeline, settings, target)
 }
 
 /// What a run is compiled for.
@@ -100,9 +100,10 @@ pub fn prepare_with(
         |stage: &StageSpec| joins(microbatches.div_ceil(stage.replicas.max(1)), stage.replicas, stage.zero);
     let batches_weight_grads: Vec<bool> = pipeline.stages.iter().map(batches_grads_of).collect();
     let joins = |stage: usize| batches_weight_grads[stage];
-    let mut compile = |graph: &Graph, place: &HashMap<NodeId, usize>, stages, loss: &str, saving: &HashSet<NodeId>| {
-        compile_parts(graph, place, stages, Some(loss), PassOptions { device, splits, joins: &joins, saving })
-    };
+    let mut compile =
+        |graph: &Graph, stage_of: &HashMap<NodeId, usize>, stages, loss: &str, saving: &HashSet<NodeId>| {
+            compile_parts(graph, stage_of, stages, Some(loss), PassOptions { device, splits, joins: &joins, saving })
+        };
     prepare_by(graph, stages, pipeline, settings, program, &mut compile)
 }
 
@@ -124,41 +125,46 @@ pub fn prepare_by(
     if let Some(symbol) = symbols(&bound).into_iter().next() {
         return Err(PrepareError::Open { symbol });
     }
-    let found = order::numbered(&bound).len();
-    if found != stages.len() {
-        return Err(PrepareError::Ops { planned: stages.len(), found });
+    let ops = order::numbered(&bound).len();
+    if ops != stages.len() {
+        return Err(PrepareError::Ops { planned: stages.len(), found: ops });
     }
-    let mut trained = bound.clone();
-    let loss = attach(&mut trained, settings.loss, settings.class_axis)?;
+    let mut training_graph = bound.clone();
+    let loss = attach(&mut training_graph, settings.loss, settings.class_axis)?;
     let is_f16 = bound.outputs.first().is_some_and(|output| bound.fact(output.value).dtype == DType::F16);
     if is_f16 {
-        scaled(&mut trained, loss);
+        scaled(&mut training_graph, loss);
     }
-    let small = if is_f16 { SCALED_LOSS } else { LOSS };
-    let place = placement(&bound, &trained, stages);
-    let saving = saving(&bound, &trained, &place, &pipeline);
-    let mut codes = compile(&trained, &place, pipeline.stages.len(), small, &saving)?;
+    let loss_name = if is_f16 { SCALED_LOSS } else { LOSS };
+    let stage_of = placement(&bound, &training_graph, stages);
+    let saving = saved_nodes(&bound, &training_graph, &stage_of, &pipeline);
+    let mut codes = compile(&training_graph, &stage_of, pipeline.stages.len(), loss_name, &saving)?;
     let pipeline = with_edges(pipeline, &codes);
     let program = program(&pipeline)?;
     check(&program).map_err(PrepareError::Program)?;
     for (code, stage) in codes.iter_mut().zip(&program.stages) {
         code.recompute = stage.recompute;
     }
-    Ok(Prepared { graph: trained, codes, program, pipeline })
+    Ok(Prepared { graph: training_graph, codes, program, pipeline })
 }
 
 /// Nodes of partly recomputed stages that save their activations: all but those of the first ops. The loss is not an op
 /// of the plan.
-fn saving(graph: &Graph, with_loss: &Graph, place: &HashMap<NodeId, usize>, pipeline: &Pipeline) -> HashSet<NodeId> {
-    let mut left: Vec<Option<u32>> = pipeline.stages.iter().map(|stage| stage.recomputed_ops).collect();
+fn saved_nodes(
+    graph: &Graph,
+    with_loss: &Graph,
+    stage_of: &HashMap<NodeId, usize>,
+    pipeline: &Pipeline,
+) -> HashSet<NodeId> {
+    let mut remaining: Vec<Option<u32>> = pipeline.stages.iter().map(|stage| stage.recomputed_ops).collect();
     let mut recomputed: HashSet<NodeId> = HashSet::new();
     for op in order::numbered(graph) {
-        if let Some(left) = left[place[&op]].as_mut().filter(|left| **left > 0) {
-            *left -= 1;
+        if let Some(remaining) = remaining[stage_of[&op]].as_mut().filter(|remaining| **remaining > 0) {
+            *remaining -= 1;
             recomputed.insert(op);
         }
     }
     let mut nodes = order::executed(with_loss);
-    nodes.retain(|node| left[place[node]].is_some() && !recomputed.contains(&with_loss.op_of(*node)));
+    nodes.retain(|node| remaining[stage_of[node]].is_some() && !recomputed.contains(&with_loss.op_of(*node)));
     nodes.into_iter().collect()
 }

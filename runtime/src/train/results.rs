@@ -19,30 +19,30 @@ pub fn finish(
     exchange: Option<Exchange<'_>>,
     results: Vec<(usize, Result<WorkerResult, TrainError>)>,
 ) -> Result<Option<Vec<WorkerResult>>, TrainError> {
-    let (mut left, mut lost, mut failed) = (Vec::new(), None, None);
+    let (mut outcomes, mut peer_lost, mut failure) = (Vec::new(), None, None);
     for (rank, result) in results {
         match result {
-            Ok(outcome) => left.push((rank, outcome)),
-            Err(e) if e.lost_another() => lost = lost.or(Some(e)),
-            Err(e) => failed = failed.or(Some(e)),
+            Ok(outcome) => outcomes.push((rank, outcome)),
+            Err(e) if e.lost_another() => peer_lost = peer_lost.or(Some(e)),
+            Err(e) => failure = failure.or(Some(e)),
         }
     }
-    let is_well = lost.is_none() && failed.is_none();
-    let reports = exchange.as_ref().is_none_or(Exchange::reports);
+    let is_success = peer_lost.is_none() && failure.is_none();
+    let reports = exchange.as_ref().is_none_or(Exchange::is_reporter);
     let finished = match exchange {
-        Some(exchange) => exchange.finish(left, is_well).map_err(TrainError::Link),
+        Some(exchange) => exchange.finish(outcomes, is_success).map_err(TrainError::Link),
         None => {
-            left.sort_by_key(|(rank, _)| *rank);
-            Ok(left)
+            outcomes.sort_by_key(|(rank, _)| *rank);
+            Ok(outcomes)
         }
     };
-    if let Some(e) = failed {
+    if let Some(e) = failure {
         return Err(e);
     }
-    let all = finished?;
-    match lost {
+    let finished = finished?;
+    match peer_lost {
         Some(e) => Err(e),
-        None => Ok(reports.then(|| all.into_iter().map(|(_, outcome)| outcome).collect())),
+        None => Ok(reports.then(|| finished.into_iter().map(|(_, outcome)| outcome).collect())),
     }
 }
 
@@ -51,14 +51,14 @@ pub type Thread<'scope> = std::io::Result<std::thread::ScopedJoinHandle<'scope, 
 
 /// Waits for a worker.
 pub fn join(name: String, thread: Thread<'_>) -> Result<WorkerResult, TrainError> {
-    let panicked = |what: String| TrainError::Panic { worker: name.clone(), what };
-    let thread = thread.map_err(|e| panicked(format!("cannot start a thread: {e}")))?;
+    let panic_error = |what: String| TrainError::Panic { worker: name.clone(), what };
+    let thread = thread.map_err(|e| panic_error(format!("cannot start a thread: {e}")))?;
     match thread.join() {
         Ok(outcome) => Ok(outcome?),
         Err(payload) => {
             let text = payload.downcast_ref::<String>().cloned();
             let text = text.or_else(|| payload.downcast_ref::<&str>().map(|s| s.to_string()));
-            Err(panicked(text.unwrap_or_else(|| "no message".into())))
+            Err(panic_error(text.unwrap_or_else(|| "no message".into())))
         }
     }
 }
@@ -74,25 +74,27 @@ pub fn collect(
     let mut gradients = BTreeMap::new();
     let mut spans = Vec::new();
     let (mut peak_memory_bytes, mut checkpoint_bytes) = (Vec::new(), Vec::new());
-    for (own, outcome) in training.program.workers.iter().zip(outcomes) {
-        let stages = training.program.stages_of(own.rank).zip(outcome.stages);
-        for (stage, left) in stages.filter(|_| own.replica == 0) {
+    for (worker, outcome) in training.program.workers.iter().zip(outcomes) {
+        let stages = training.program.stages_of(worker.rank).zip(outcome.stages);
+        for (stage, result) in stages.filter(|_| worker.replica == 0) {
             let code = &training.codes[stage.index()];
-            let put = |to: &mut BTreeMap<String, Tensor>, named: &NamedTensor, buffer: &Buffer| {
+            let insert = |to: &mut BTreeMap<String, Tensor>, named: &NamedTensor, buffer: &Buffer| {
                 to.insert(named.name.clone(), tensor(named, &buffer.download()?));
                 Ok::<(), DeviceError>(())
             };
-            code.parameters.iter().zip(&left.weights).try_for_each(|(n, b)| put(&mut weights, n, b))?;
-            for (at, (named, buffer)) in code.states.iter().zip(&left.states).enumerate() {
+            code.parameters.iter().zip(&result.weights).try_for_each(|(n, b)| insert(&mut weights, n, b))?;
+            for (index, (named, buffer)) in code.states.iter().zip(&result.states).enumerate() {
                 // Return a state that nothing updates as it was given, without rounding.
                 match training.weights.get(&named.name) {
-                    Some(given) if is_half(named.fact.dtype) && code.follows.iter().all(|f| f.state != at) => {
-                        weights.insert(named.name.clone(), given.clone());
+                    Some(initial)
+                        if is_half(named.fact.dtype) && code.state_updates.iter().all(|f| f.state != index) =>
+                    {
+                        weights.insert(named.name.clone(), initial.clone());
                     }
-                    _ => put(&mut weights, named, buffer)?,
+                    _ => insert(&mut weights, named, buffer)?,
                 }
             }
-            left.gradients.iter().try_for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b))?;
+            result.gradients.iter().try_for_each(|(p, b)| insert(&mut gradients, &code.parameters[*p], b))?;
         }
         spans.push(outcome.spans);
         peak_memory_bytes.push(outcome.peak_memory_bytes);

@@ -57,12 +57,12 @@ pub fn check_states(program: &Program, codes: &[StageCode]) -> Result<(), Resume
     }
     for code in codes {
         for step in &code.forward.steps {
-            let read = step.inputs.iter().find_map(|place| match place.slot {
-                Slot::State(at) => code.follows.iter().any(|follow| follow.state == at).then_some(at),
+            let updated = step.inputs.iter().find_map(|address| match address.slot {
+                Slot::State(index) => code.state_updates.iter().any(|update| update.state == index).then_some(index),
                 _ => None,
             });
-            if let Some(at) = read {
-                return Err(ResumeError::Reads { name: code.states[at].name.clone(), schedule: program.schedule });
+            if let Some(index) = updated {
+                return Err(ResumeError::Reads { name: code.states[index].name.clone(), schedule: program.schedule });
             }
         }
     }
@@ -73,9 +73,9 @@ impl ResumePoint {
     /// Rejects a program that has no checkpoint position after this minibatch.
     pub fn check(&self, program: &Program) -> Result<(), ResumeError> {
         let minibatches = self.minibatches;
-        let whole = program.items / program.microbatches.max(1);
-        if minibatches > whole {
-            return Err(ResumeError::Beyond { minibatches, whole });
+        let total = program.items / program.microbatches.max(1);
+        if minibatches > total {
+            return Err(ResumeError::Beyond { minibatches, whole: total });
         }
         match period(program) {
             period if minibatches.is_multiple_of(period) => Ok(()),
@@ -87,14 +87,14 @@ impl ResumePoint {
     pub fn check_whole(&self, training: &TrainJob<'_>) -> Result<(), ResumeError> {
         for (stage, code) in (0..).map(StageId).zip(training.codes) {
             for replica in 0..training.program.stages[stage.index()].replicas {
-                self.begin(stage, replica, code, training, &*cpu())?;
+                self.resume_state(stage, replica, code, training, &*cpu())?;
             }
         }
         Ok(())
     }
 
     /// The initial state of a replica.
-    pub fn begin(
+    pub fn resume_state(
         &self,
         stage: StageId,
         replica: u32,
@@ -106,60 +106,65 @@ impl ResumePoint {
         let version = version_at(&rule, stage, self.minibatches).0;
         let drifts =
             matches!(training.policy.staleness, Staleness::PipeMare { .. }) && rule.stages[stage.index()].cap > 1;
-        let moves = code.parameters.iter().map(|named| self.moves(named, training.optimizer.names(), drifts, device));
-        let mut begin = ResumeState { version, moves: moves.collect::<Result<_, _>>()?, ..ResumeState::default() };
+        let optimizer_states =
+            code.parameters.iter().map(|named| self.optimizer_state(named, training.optimizer.names(), drifts, device));
+        let mut state = ResumeState {
+            version,
+            optimizer_states: optimizer_states.collect::<Result<_, _>>()?,
+            ..ResumeState::default()
+        };
         let older = versions_before(&rule, stage, replica, self.minibatches);
         let Some(flight) = &self.flight else {
-            begin.alike = older.map(|(_, version)| version.0).collect();
-            return Ok(begin);
+            state.unknown_versions = older.map(|(_, version)| version.0).collect();
+            return Ok(state);
         };
         // The first replica saves what all replicas have in common.
-        let of = |replica| flight.get(&(stage.0, replica));
-        let (own, first) = (of(replica), of(0));
-        let both = || own.into_iter().chain(first);
-        let is_late = |named: &NamedTensor| both().any(|flight| flight.shared.contains_key(&named.name));
+        let flight_of = |replica| flight.get(&(stage.0, replica));
+        let (own_flight, first) = (flight_of(replica), flight_of(0));
+        let flights = || own_flight.into_iter().chain(first);
+        let is_late = |named: &NamedTensor| flights().any(|flight| flight.shared.contains_key(&named.name));
         for (item, version) in older {
             let (item, version) = (item.0, version.0);
-            if let Some(tensors) = own.and_then(|own| own.forwards.get(&item)) {
-                begin.forwards.insert(item, weights(code, tensors, &|_| false, device)?);
+            if let Some(tensors) = own_flight.and_then(|flight| flight.forwards.get(&item)) {
+                state.forwards.insert(item, weights(code, tensors, &|_| false, device)?);
                 continue;
             }
-            let Entry::Vacant(free) = begin.versions.entry(version) else { continue };
-            let known = both().find_map(|flight| flight.versions.get(&version));
+            let Entry::Vacant(vacant) = state.versions.entry(version) else { continue };
+            let tensors = flights().find_map(|flight| flight.versions.get(&version));
             // A stage with tied parameters only has no other weights in its versions.
-            let none = BTreeMap::new();
-            let made = weights(code, known.unwrap_or(&none), &is_late, device);
-            free.insert(made.map_err(|fault| match fault {
+            let no_tensors = BTreeMap::new();
+            let weights_at_version = weights(code, tensors.unwrap_or(&no_tensors), &is_late, device);
+            vacant.insert(weights_at_version.map_err(|fault| match fault {
                 ResumeError::Missing { name } => ResumeError::Missing { name: format!("v{version}/{name}") },
                 other => other,
             })?);
         }
         for (p, named) in code.parameters.iter().enumerate() {
-            let Some(known) = first.and_then(|first| first.shared.get(&named.name)) else { continue };
-            let older = known.iter().filter(|(of, _)| **of < version);
+            let Some(tied_versions) = first.and_then(|first| first.shared.get(&named.name)) else { continue };
+            let older = tied_versions.iter().filter(|(older, _)| **older < version);
             let mut versions = BTreeMap::new();
-            for (of, tensor) in older {
-                versions.insert(*of, Arc::new(buffer(named, named.fact.dtype, tensor, device)?));
+            for (older, tensor) in older {
+                versions.insert(*older, Arc::new(buffer(named, named.fact.dtype, tensor, device)?));
             }
-            begin.shared.insert(p, versions);
+            state.tied_weights.insert(p, versions);
         }
-        Ok(begin)
+        Ok(state)
     }
 
-    fn moves(
+    fn optimizer_state(
         &self,
         named: &NamedTensor,
         kinds: &[&str],
         drifts: bool,
         device: &dyn Device,
     ) -> Result<ParameterState, ResumeError> {
-        let of = |kind: &str| {
+        let tensor = |kind: &str| {
             let name = format!("{}/{kind}", named.name);
             self.optimizer.get(&name).ok_or(ResumeError::Missing { name })
         };
-        let as_wide = |kind: &str| buffer(named, accumulation_type(named.fact.dtype), of(kind)?, device);
-        let state = kinds.iter().map(|kind| as_wide(kind)).collect::<Result<_, _>>()?;
-        let updates = of(STEP)?;
+        let wide_buffer = |kind: &str| buffer(named, accumulation_type(named.fact.dtype), tensor(kind)?, device);
+        let state = kinds.iter().map(|kind| wide_buffer(kind)).collect::<Result<_, _>>()?;
+        let updates = tensor(STEP)?;
         let is_count = updates.dtype() == DType::I64 && updates.len() == 1;
         let updates = is_count.then(|| u32::try_from(updates.to_i64()[0]).ok()).flatten();
         let updates = updates.ok_or_else(|| ResumeError::Fact {
@@ -169,8 +174,8 @@ impl ResumePoint {
         })?;
         // PipeMare's average starts at zero if the checkpoint does not have it for this parameter.
         let bytes = named.bytes;
-        let drift = drifts.then(|| match of(DRIFT) {
-            Ok(_) => as_wide(DRIFT),
+        let drift = drifts.then(|| match tensor(DRIFT) {
+            Ok(_) => wide_buffer(DRIFT),
             Err(_) => Ok(device.allocate(bytes)?),
         });
         Ok(ParameterState { master: None, state, drift: drift.transpose()?, updates })
@@ -184,7 +189,7 @@ fn weights(
     is_elsewhere: &dyn Fn(&NamedTensor) -> bool,
     device: &dyn Device,
 ) -> Result<Weights, ResumeError> {
-    let one = |named: &NamedTensor| {
+    let upload = |named: &NamedTensor| {
         if is_elsewhere(named) {
             return Ok(Arc::new(Buffer::empty()));
         }
@@ -192,7 +197,7 @@ fn weights(
         let tensor = tensors.get(&named.name).ok_or_else(missing)?;
         Ok(Arc::new(buffer(named, named.fact.dtype, tensor, device)?))
     };
-    code.parameters.iter().map(one).collect()
+    code.parameters.iter().map(upload).collect()
 }
 
 fn buffer(named: &NamedTensor, dtype: DType, tensor: &Tensor, device: &dyn Device) -> Result<Buffer, ResumeError> {

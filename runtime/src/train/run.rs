@@ -10,8 +10,8 @@ use crate::device::error::DeviceError;
 use crate::device::layout::{accumulation_type, is_half};
 use crate::exec::evaluate::buffers;
 use crate::exec::stage_code::{NamedTensor, StageCode};
-use crate::optim::grad_norm::{NormAllReduce, Squares, share_number};
-use crate::optim::optimizer::trains;
+use crate::optim::grad_norm::{NormAllReduce, Squares, shard_number};
+use crate::optim::optimizer::is_trainable;
 use crate::process::exchange::Exchange;
 use crate::process::placement::rank_name;
 use crate::process::process_group::Group;
@@ -24,7 +24,9 @@ use crate::stage::stage_worker::StageSetup;
 use crate::stage::tied_parameter::TiedGradientComm;
 use crate::stage::worker;
 use crate::stage::worker::{CheckpointPlan, Event, WorkerContext};
-use crate::train::channels::{RankChannels, RankContext, device_of, most_shares, share, tensor_groups, tied_of};
+use crate::train::channels::{
+    RankChannels, RankContext, device_of, max_shards, shard_range, tensor_groups, tied_parameters,
+};
 use crate::train::error::TrainError;
 use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use crate::train::losses::LossTracker;
@@ -48,22 +50,22 @@ use std::time::Instant;
 /// Maps every op that depends on a source to its stage. Op `i` of `graph` (without loss) is in stage `stages[i]`; loss
 /// ops are in the stage of the loss's input.
 pub fn placement(graph: &Graph, with_loss: &Graph, stages: &[usize]) -> HashMap<NodeId, usize> {
-    let mut place: HashMap<NodeId, usize> = order::numbered(graph).into_iter().zip(stages.iter().copied()).collect();
-    for part in order::executed(graph) {
-        if let Some(stage) = place.get(&graph.op_of(part)).copied() {
-            place.insert(part, stage);
+    let mut stage_of: HashMap<NodeId, usize> = order::numbered(graph).into_iter().zip(stages.iter().copied()).collect();
+    for node in order::executed(graph) {
+        if let Some(stage) = stage_of.get(&graph.op_of(node)).copied() {
+            stage_of.insert(node, stage);
         }
     }
     let loss = with_loss.outputs.iter().rev().find(|output| output.name == LOSS);
-    let mut maker = loss.or(with_loss.outputs.first()).map(|output| output.value.node);
-    while let Some(node) = maker.filter(|node| !place.contains_key(node)) {
-        maker = with_loss.inputs(node).first().map(|input| input.node);
+    let mut loss_node = loss.or(with_loss.outputs.first()).map(|output| output.value.node);
+    while let Some(node) = loss_node.filter(|node| !stage_of.contains_key(node)) {
+        loss_node = with_loss.inputs(node).first().map(|input| input.node);
     }
-    let last = maker.and_then(|node| place.get(&node)).copied().unwrap_or(0);
+    let last = loss_node.and_then(|node| stage_of.get(&node)).copied().unwrap_or(0);
     for id in order::executed(with_loss) {
-        place.entry(id).or_insert(last);
+        stage_of.entry(id).or_insert(last);
     }
-    place
+    stage_of
 }
 
 /// Replaces the pipeline's edges by those over which the compiled stages send, keeping known transfer times.
@@ -72,14 +74,14 @@ pub fn with_edges(mut pipeline: Pipeline, codes: &[StageCode]) -> Pipeline {
     for (from, code) in codes.iter().enumerate() {
         let mut bytes: BTreeMap<usize, u64> = BTreeMap::new();
         for t in &code.sent {
-            *bytes.entry(t.stage).or_default() += t.place.bytes as u64;
+            *bytes.entry(t.stage).or_default() += t.address.bytes as u64;
         }
         for (to, forward_bytes) in bytes {
-            let known = pipeline.edges.iter().find(|e| (e.from.index(), e.to.index()) == (from, to)).cloned();
-            let mut edge = known.unwrap_or_else(|| Edge::new(from as u32, to as u32));
+            let existing = pipeline.edges.iter().find(|e| (e.from.index(), e.to.index()) == (from, to)).cloned();
+            let mut edge = existing.unwrap_or_else(|| Edge::new(from as u32, to as u32));
             edge.forward_bytes = forward_bytes;
-            let back = codes[to].gradients_out.iter().filter(|t| t.stage == from);
-            edge.backward_bytes = back.map(|t| t.place.bytes as u64).sum();
+            let gradients = codes[to].gradients_out.iter().filter(|t| t.stage == from);
+            edge.backward_bytes = gradients.map(|t| t.address.bytes as u64).sum();
             edges.push(edge);
         }
     }
@@ -102,7 +104,7 @@ pub fn feeds(codes: &[StageCode]) -> Vec<NamedTensor> {
 /// results.
 pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) -> Result<(), TrainError> {
     for named in codes.iter().flat_map(|c| &c.parameters) {
-        if !trains(named.fact.dtype) {
+        if !is_trainable(named.fact.dtype) {
             return Err(TrainError::ElementType { name: named.name.clone(), dtype: named.fact.dtype });
         }
         if let Some(tensor) = weights.get(&named.name).filter(|t| t.dtype().is_float()) {
@@ -131,12 +133,12 @@ pub fn train_with_checkpoints(
 }
 
 /// True if all workers share a gradient norm before they step.
-pub fn agrees(training: &TrainJob<'_>) -> bool {
+pub fn shares_norm(training: &TrainJob<'_>) -> bool {
     training.program.schedule.flushes() && (scales_loss(training) || training.policy.clip_norm.is_some())
 }
 
 /// True if the micro-batches of each round see the previous round's version, so none needs an older one.
-fn sees_the_newest(program: &Program, stage: StageId) -> bool {
+fn has_no_staleness(program: &Program, stage: StageId) -> bool {
     let rule = Rule::of(program);
     let items =
         if program.schedule.is_round_robin() { program.stages[stage.index()].replicas } else { program.microbatches };
@@ -148,26 +150,26 @@ fn scales_loss(training: &TrainJob<'_>) -> bool {
     training.codes.iter().flat_map(|code| &code.feeds).any(|feed| feed.name == LOSS_SCALE)
 }
 
-/// Runs the rest of the program from the start of `course`. Returned losses cover only these minibatches.
+/// Runs the rest of the program from the start of `options`. Returned losses cover only these minibatches.
 pub fn run(
     training: &TrainJob<'_>,
-    course: RunOptions<'_>,
+    options: RunOptions<'_>,
     on_step: &mut dyn FnMut(StepDone),
 ) -> Result<Trained, TrainError> {
-    Ok(run_in_group(training, course, on_step, None)?.expect("a process that runs all workers reports all"))
+    Ok(run_in_group(training, options, on_step, None)?.expect("a process that runs all workers reports all"))
 }
 
 /// Like [`run`] for the workers of this process in a process group. Process 0 receives step reports, snapshots and all
 /// results; others receive nothing. The weights of a `Checkpoint` instruction go to the process that runs it.
 pub fn run_in_group(
     training: &TrainJob<'_>,
-    course: RunOptions<'_>,
+    options: RunOptions<'_>,
     on_step: &mut dyn FnMut(StepDone),
     group: Option<Group>,
 ) -> Result<Option<Trained>, TrainError> {
-    let own = RankInputs { weights: training.weights, start: course.start };
-    let ranks = TensorRanks { inputs: vec![Some(own)], layouts: Arc::default() };
-    Ok(run_ranks(training, course, on_step, group, ranks)?.and_then(|mut all| all.pop()))
+    let inputs = RankInputs { weights: training.weights, start: options.start };
+    let ranks = TensorRanks { inputs: vec![Some(inputs)], layouts: Arc::default() };
+    Ok(run_ranks(training, options, on_step, group, ranks)?.and_then(|mut results| results.pop()))
 }
 
 /// What one rank of the tensor-parallel groups starts from.
@@ -184,86 +186,88 @@ pub struct TensorRanks<'a> {
     pub layouts: Arc<Layouts>,
 }
 
-/// Like [`run_in_group`] for tensor-parallel groups. `on_part` receives the snapshots of all ranks. Returns the results by
+/// Like [`run_in_group`] for tensor-parallel groups. `on_snapshot` receives the snapshots of all ranks. Returns the results by
 /// rank: weights and gradients are that rank's shards; losses are only in the first.
 pub fn run_ranks(
     training: &TrainJob<'_>,
-    course: RunOptions<'_>,
+    options: RunOptions<'_>,
     on_step: &mut dyn FnMut(StepDone),
     group: Option<Group>,
     ranks: TensorRanks<'_>,
 ) -> Result<Option<Vec<Trained>>, TrainError> {
-    let RunOptions { start, cuts, gate, devices, on_part, mut on_checkpoint } = course;
+    let RunOptions { start, cuts, barrier, devices, on_snapshot, mut on_checkpoint } = options;
     let degree = ranks.inputs.len();
-    let done = start.map_or(0, |start| start.minibatches);
-    let left = start.map(|_| rest(training.program, done));
-    let program = left.as_ref().unwrap_or(training.program);
+    let minibatches_done = start.map_or(0, |start| start.minibatches);
+    let remaining_program = start.map(|_| rest(training.program, minibatches_done));
+    let program = remaining_program.as_ref().unwrap_or(training.program);
     check_instructions(program, on_checkpoint.is_some())?;
     check_parts(program, training.codes)?;
     check_weights(training.codes, training.weights)?;
-    if start.is_some() || on_part.is_some() {
+    if start.is_some() || on_snapshot.is_some() {
         check_read_states(program, training.codes)?;
     }
     let scales_loss = scales_loss(training);
     check_policy(training, scales_loss)?;
     check_states(training.codes)?;
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
-    let most_shares = most_shares(program);
+    let max_shards = max_shards(program);
     let (events, event_receiver) = crossbeam_channel::unbounded();
     // All ranks of a group have equal losses, and the first one reports them.
     let (discarded, _) = crossbeam_channel::unbounded();
     // One checkpoint may be queued while another is written. The writing process queues parts of all workers, others
     // only of theirs.
-    let gives = |rank: &usize| group.as_ref().is_none_or(|group| group.part.own == 0 || group.is_here(*rank));
-    let givers = (0..program.workers.len() * degree).filter(gives);
-    let room = givers.map(|rank| program.stages_of(program.workers[rank / degree].rank).count()).sum();
-    let (to_keeper, parts) = crossbeam_channel::bounded(room);
-    let keeper = on_part.is_some().then(|| to_keeper.clone());
+    let sends_here =
+        |rank: &usize| group.as_ref().is_none_or(|group| group.config.process == 0 || group.is_here(*rank));
+    let senders = (0..program.workers.len() * degree).filter(sends_here);
+    let capacity = senders.map(|rank| program.stages_of(program.workers[rank / degree].rank).count()).sum();
+    let (snapshot_sender, snapshot_receiver) = crossbeam_channel::bounded(capacity);
+    let process_sender = on_snapshot.is_some().then(|| snapshot_sender.clone());
     let open = |group: Group| {
-        let own = group.part.placement.ranks(group.part.own);
-        let transport = group.part.nccl.then(|| transport(&devices, own));
-        Exchange::new(group, transport, program, training.codes, &events, keeper, gate)
+        let ranks = group.config.placement.ranks(group.config.process);
+        let transport = group.config.nccl.then(|| transport(&devices, ranks));
+        Exchange::new(group, transport, program, training.codes, &events, process_sender, barrier)
     };
     let mut exchange = group.map(open).transpose()?;
     let numbers: HashMap<&str, usize> = names.into_iter().zip(0..).collect();
     let all_ranks = (0..degree).map(|rank| GroupRank { degree, rank });
-    let opened = all_ranks.clone().map(|rank| {
+    let rank_channels = all_ranks.clone().map(|rank| {
         let context = RankContext { exchange: &mut exchange, rank, devices: &devices };
-        RankChannels::open(training, agrees(training), context)
+        RankChannels::open(training, shares_norm(training), context)
     });
-    let opened: Vec<RankChannels> = opened.collect::<Result<_, _>>()?;
+    let rank_channels: Vec<RankChannels> = rank_channels.collect::<Result<_, _>>()?;
     let tensor_groups = tensor_groups(training, (degree, &ranks.layouts), &mut exchange)?;
     let progress = match &exchange {
         Some(exchange) => exchange.progress(),
         None => Arc::new((0..program.workers.len() * degree).map(|_| AtomicU32::new(0)).collect()),
     };
     // If another process writes checkpoints, it receives this process's snapshots.
-    let elsewhere = exchange.as_ref().filter(|exchange| !exchange.reports() && cuts.is_some()).map(Exchange::parts);
-    let makes_parts = on_part.is_some() || elsewhere.is_some();
-    let cutting = makes_parts.then_some(CheckpointPlan { cuts, gate, parts: to_keeper });
-    let is_over = AtomicBool::new(false);
+    let send_snapshot =
+        exchange.as_ref().filter(|exchange| !exchange.is_reporter() && cuts.is_some()).map(Exchange::snapshot_sender);
+    let takes_snapshots = on_snapshot.is_some() || send_snapshot.is_some();
+    let checkpoints = takes_snapshots.then_some(CheckpointPlan { cuts, barrier, snapshots: snapshot_sender });
+    let is_stopped = AtomicBool::new(false);
     let epoch = Instant::now();
-    let mut gears = Vec::new();
-    for (rank, mut of) in all_ranks.zip(opened) {
-        let Some(RankInputs { weights, start: begin }) = ranks.inputs[rank.rank] else { continue };
+    let mut contexts = Vec::new();
+    for (rank, mut channels) in all_ranks.zip(rank_channels) {
+        let Some(RankInputs { weights, start: rank_start }) = ranks.inputs[rank.rank] else { continue };
         let training = &TrainJob { weights, ..*training };
-        for (w, own) in program.workers.iter().enumerate() {
+        for (w, worker) in program.workers.iter().enumerate() {
             let global_rank = rank.global(w);
             if exchange.as_ref().is_some_and(|exchange| !exchange.is_here(global_rank)) {
                 continue;
             }
             let device = device_of(&devices, global_rank);
-            let (outgoing, incoming) = of.ends.remove(&WorkerId(w as u32)).unwrap_or_default();
+            let (outgoing, incoming) = channels.ends.remove(&WorkerId(w as u32)).unwrap_or_default();
             let tensor_rank = tensor_groups
                 .get(w)
                 .map(|group| Arc::new(TensorRank::new(group.clone(), rank.rank, degree, ranks.layouts.clone())));
-            let place = |stage: StageId| -> Result<StageSetup<'_>, TrainError> {
-                let (code, zero) = (&training.codes[stage.index()], &of.zero[stage.index()]);
-                let tied = tied_of(&of.ties, code, (w, stage.index()));
-                let share = share(program, stage.index(), own.replica, code, &tied);
+            let setup = |stage: StageId| -> Result<StageSetup<'_>, TrainError> {
+                let (code, zero) = (&training.codes[stage.index()], &channels.zero[stage.index()]);
+                let tied = tied_parameters(&channels.ties, code, (w, stage.index()));
+                let shard = shard_range(program, stage.index(), worker.replica, code, &tied);
                 let number = |(p, named): (usize, &NamedTensor)| {
-                    let replica = if share.is_sharded(p) { share.replica() } else { 0 };
-                    share_number(numbers[named.name.as_str()], replica, most_shares)
+                    let replica = if shard.is_sharded(p) { shard.replica() } else { 0 };
+                    shard_number(numbers[named.name.as_str()], replica, max_shards)
                 };
                 Ok(StageSetup {
                     stage,
@@ -280,18 +284,23 @@ pub fn run_ranks(
                         .collect::<Result<_, _>>()?,
                     numbers: code.parameters.iter().enumerate().map(number).collect(),
                     delay: program.stages[stage.index()].cap.saturating_sub(1),
-                    ends_with_round: sees_the_newest(program, stage),
+                    ends_with_round: has_no_staleness(program, stage),
                     states: buffers("state", &code.states, training.weights, &*device)?,
                     buckets: program.stages[stage.index()].buckets,
-                    replicas: of.replicas[stage.index()].clone(),
-                    all_reduce: of.all_reduces[stage.index()].clone(),
+                    replicas: channels.replicas[stage.index()].clone(),
+                    all_reduce: channels.all_reduces[stage.index()].clone(),
                     shard_comm: zero.shard_comm.clone(),
                     gradient_shards: zero.gradient_shards.clone(),
-                    norms: zero.norms.clone().map(|place| NormAllReduce { place, member: own.replica as usize }),
-                    share,
+                    norms: zero
+                        .norms
+                        .clone()
+                        .map(|communicator| NormAllReduce { communicator, member: worker.replica as usize }),
+                    shard,
                     tied,
-                    replica: own.replica as usize,
-                    begin: begin.map(|start| start.begin(stage, own.replica, code, training, &*device)).transpose()?,
+                    replica: worker.replica as usize,
+                    resume: rank_start
+                        .map(|start| start.resume_state(stage, worker.replica, code, training, &*device))
+                        .transpose()?,
                     tensor_rank: tensor_rank.clone(),
                 })
             };
@@ -299,55 +308,66 @@ pub fn run_ranks(
                 id: WorkerId(w as u32),
                 name: rank_name(program, WorkerId(w as u32), rank),
                 program,
-                stages: program.stages_of(own.rank).map(place).collect::<Result<_, _>>()?,
+                stages: program.stages_of(worker.rank).map(setup).collect::<Result<_, _>>()?,
                 outgoing,
                 incoming,
                 batches: training.batches,
                 optimizer: training.optimizer,
                 policy: training.policy,
-                norms: of.norms.clone().map(|place| NormAllReduce { place, member: w }),
+                norms: channels.norms.clone().map(|communicator| NormAllReduce { communicator, member: w }),
                 scales_loss,
                 events: if rank.rank == 0 { events.clone() } else { discarded.clone() },
                 epoch,
                 progress: progress.clone(),
                 global_rank,
                 keep_gradients: training.keep_gradients,
-                cutting: cutting.clone(),
+                checkpoints: checkpoints.clone(),
                 scale: start.and_then(|start| start.scale),
-                is_over: &is_over,
+                is_stopped: &is_stopped,
             };
-            gears.push((context, tensor_rank));
+            contexts.push((context, tensor_rank));
         }
     }
-    drop((events, discarded, cutting));
-    let mut losses = LossTracker::new(program, done, scales_loss);
+    drop((events, discarded, checkpoints));
+    let mut losses = LossTracker::new(program, minibatches_done, scales_loss);
     let results = std::thread::scope(|scope| {
         if let Some(exchange) = &mut exchange {
             exchange.start(scope);
         }
         // This thread ends after the last worker.
-        let keeping = match (on_part, elsewhere) {
-            (Some(on_part), _) => Some(scope.spawn(move || parts.into_iter().for_each(on_part))),
-            (None, Some(elsewhere)) => Some(scope.spawn(move || parts.iter().for_each(|part| elsewhere(&part)))),
+        let snapshot_thread = match (on_snapshot, send_snapshot) {
+            (Some(on_snapshot), _) => Some(scope.spawn(move || snapshot_receiver.into_iter().for_each(on_snapshot))),
+            (None, Some(send_snapshot)) => {
+                Some(scope.spawn(move || snapshot_receiver.iter().for_each(|snapshot| send_snapshot(&snapshot))))
+            }
             (None, None) => None,
         };
-        let threads: Vec<_> = gears
+        let threads: Vec<_> = contexts
             .into_iter()
-            .map(|(gear, tensor_rank)| {
-                let (global_rank, name) = (gear.global_rank, gear.name.clone());
+            .map(|(context, tensor_rank)| {
+                let (global_rank, name) = (context.global_rank, context.name.clone());
                 // If a worker ends early, no peer may wait for it in a communicator.
-                let tied = gear.stages.iter().flat_map(|place| &place.tied).map(|t| t.place.clone()).collect();
-                let replicas = gear.stages.iter().map(|place| place.replicas.clone()).collect();
-                let all_reduces = gear.stages.iter().filter_map(|place| place.all_reduce.clone()).collect();
-                let shard_comms = gear.stages.iter().filter_map(|place| place.shard_comm.clone()).collect();
-                let shelves = gear.stages.iter().filter_map(|place| place.gradient_shards.clone()).collect();
-                let of_stages = gear.stages.iter().filter_map(|place| place.norms.as_ref());
-                let norms = gear.norms.iter().chain(of_stages).map(|norms| norms.place.clone()).collect();
+                let tied =
+                    context.stages.iter().flat_map(|setup| &setup.tied).map(|t| t.communicator.clone()).collect();
+                let replicas = context.stages.iter().map(|setup| setup.replicas.clone()).collect();
+                let all_reduces = context.stages.iter().filter_map(|setup| setup.all_reduce.clone()).collect();
+                let shard_comms = context.stages.iter().filter_map(|setup| setup.shard_comm.clone()).collect();
+                let gradient_shards = context.stages.iter().filter_map(|setup| setup.gradient_shards.clone()).collect();
+                let stage_norms = context.stages.iter().filter_map(|setup| setup.norms.as_ref());
+                let norms = context.norms.iter().chain(stage_norms).map(|norms| norms.communicator.clone()).collect();
                 let blame = exchange.as_ref().map(Exchange::blame);
-                let guard =
-                    AbandonGuard { replicas, all_reduces, shard_comms, shelves, tied, norms, blame, tensor_rank };
+                let guard = AbandonGuard {
+                    replicas,
+                    all_reduces,
+                    shard_comms,
+                    gradient_shards,
+                    tied,
+                    norms,
+                    blame,
+                    tensor_rank,
+                };
                 let body = move || {
-                    let outcome = worker::run(gear);
+                    let outcome = worker::run(context);
                     match (&outcome, &guard.blame) {
                         (Ok(_), _) => std::mem::forget(guard),
                         // A worker that lost its peer is not the cause.
@@ -363,14 +383,14 @@ pub fn run_ranks(
         for event in event_receiver {
             match (event, &mut on_checkpoint) {
                 (Event::Loss { item, value }, _) => match &exchange {
-                    Some(exchange) if !exchange.reports() => exchange.loss(item, value),
+                    Some(exchange) if !exchange.is_reporter() => exchange.send_loss(item, value),
                     _ => {
                         losses.add(item, value, epoch.elapsed().as_secs_f64(), on_step);
                         let Some(diverged) = losses.diverged() else { continue };
                         // Everything after this would be non-finite too.
-                        is_over.store(true, Ordering::Relaxed);
-                        let what = TrainError::Diverged(diverged).to_string();
-                        exchange.iter().for_each(|exchange| exchange.end(&what));
+                        is_stopped.store(true, Ordering::Relaxed);
+                        let reason = TrainError::Diverged(diverged).to_string();
+                        exchange.iter().for_each(|exchange| exchange.end(&reason));
                     }
                 },
                 (Event::Checkpoint(checkpoint), Some(on_checkpoint)) => on_checkpoint(checkpoint),
@@ -379,8 +399,8 @@ pub fn run_ranks(
         }
         let results: Vec<_> = threads.into_iter().map(|(rank, name, thread)| (rank, join(name, thread))).collect();
         // Send remaining snapshots before the workers' results.
-        if exchange.as_ref().is_some_and(|exchange| !exchange.reports()) {
-            keeping.into_iter().for_each(|keeping| _ = keeping.join());
+        if exchange.as_ref().is_some_and(|exchange| !exchange.is_reporter()) {
+            snapshot_thread.into_iter().for_each(|snapshot_thread| _ = snapshot_thread.join());
         }
         finish(exchange, results)
     });
@@ -391,8 +411,8 @@ pub fn run_ranks(
     let Some(outcomes) = results? else { return Ok(None) };
     let (mut by_rank, mut losses) = ((0..degree).map(|_| Vec::new()).collect::<Vec<_>>(), Some(losses.done()));
     outcomes.into_iter().enumerate().for_each(|(rank, outcome)| by_rank[rank % degree].push(outcome));
-    let one = |outcomes| collect(training, outcomes, losses.take().unwrap_or_default(), seconds);
-    by_rank.into_iter().map(one).collect::<Result<_, _>>().map(Some)
+    let collect_rank = |outcomes| collect(training, outcomes, losses.take().unwrap_or_default(), seconds);
+    by_rank.into_iter().map(collect_rank).collect::<Result<_, _>>().map(Some)
 }
 
 /// Fails all waits of peers for this worker, unless it finished.
@@ -400,7 +420,7 @@ struct AbandonGuard {
     replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
     all_reduces: Vec<Arc<dyn AllReduce>>,
     shard_comms: Vec<Arc<ShardComm>>,
-    shelves: Vec<Arc<GradientShards>>,
+    gradient_shards: Vec<Arc<GradientShards>>,
     tied: Vec<Arc<TiedGradientComm>>,
     norms: Vec<Arc<Communicator<Squares>>>,
     blame: Option<FailureCause>,
@@ -415,7 +435,7 @@ impl Drop for AbandonGuard {
         self.replicas.iter().for_each(|r| r.abandon());
         self.all_reduces.iter().for_each(|a| a.abandon());
         self.shard_comms.iter().for_each(|b| b.abandon());
-        self.shelves.iter().for_each(|s| s.abandon());
+        self.gradient_shards.iter().for_each(|s| s.abandon());
         self.tied.iter().for_each(|t| t.abandon());
         self.norms.iter().for_each(|n| n.abandon());
         self.tensor_rank.iter().for_each(|tensor_rank| tensor_rank.abandon());
@@ -428,6 +448,6 @@ fn master(
     weights: &BTreeMap<String, Tensor>,
     device: &dyn Device,
 ) -> Result<Option<Buffer>, DeviceError> {
-    let given = weights.get(&named.name).filter(|_| is_half(named.fact.dtype));
-    given.map(|given| device.upload(given.cast(accumulation_type(named.fact.dtype)).bytes())).transpose()
+    let tensor = weights.get(&named.name).filter(|_| is_half(named.fact.dtype));
+    tensor.map(|tensor| device.upload(tensor.cast(accumulation_type(named.fact.dtype)).bytes())).transpose()
 }

@@ -21,7 +21,7 @@ use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use crate::train::prepare::{PrepareError, Prepared, RunTarget, Settings, prepare_by};
 use crate::train::run::{RankInputs, TensorRanks, run_ranks};
 use crate::train::shard_gatherer::{GatherError, ShardGatherer};
-use crate::train::tensor_shards::{joined, shards_of, start_of};
+use crate::train::tensor_shards::{join_shards, shard_resume_point, shard_tensors};
 use compiler::graph::Graph;
 use compiler::schedule::generators::schedule;
 use compiler::schedule::{Pipeline, Program, WorkerProgram};
@@ -53,8 +53,8 @@ pub fn prepare_shared(
     machine: &Machine,
 ) -> Result<(Prepared, Layouts), PrepareError> {
     let generate = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
-    let of = RunTarget { device: &*cpu(), splits: settings.schedule.splits_backward(), program: &generate };
-    prepare_shared_with(graph, stages, pipeline, settings, of, machine)
+    let target = RunTarget { device: &*cpu(), splits: settings.schedule.splits_backward(), program: &generate };
+    prepare_shared_with(graph, stages, pipeline, settings, target, machine)
 }
 
 /// Like [`prepare_shared`], for a device and a program of the caller.
@@ -68,16 +68,16 @@ pub fn prepare_shared_with(
 ) -> Result<(Prepared, Layouts), PrepareError> {
     let mut layouts = Layouts::new();
     let prepared =
-        prepare_by(graph, stages, pipeline, settings, program, &mut |graph, place, stages, loss, saving| {
-            let (codes, found) = compile_tensor_parallel(
+        prepare_by(graph, stages, pipeline, settings, program, &mut |graph, stage_of, stages, loss, saving| {
+            let (codes, parameter_layouts) = compile_tensor_parallel(
                 graph,
-                place,
+                stage_of,
                 stages,
                 loss,
                 PassOptions { device, splits, joins: &|_| false, saving },
                 machine,
             )?;
-            layouts = found;
+            layouts = parameter_layouts;
             Ok::<_, CompileError>(codes)
         })?;
     Ok((prepared, layouts))
@@ -96,11 +96,11 @@ pub fn train_tensor_parallel(
 /// Like [`train_tensor_parallel`], with resume and checkpoint options. Checkpoints contain unsharded tensors.
 pub fn run_shared(
     training: &TrainJob<'_>,
-    course: RunOptions<'_>,
+    options: RunOptions<'_>,
     sharding: (&Layouts, usize),
     on_step: &mut dyn FnMut(StepDone),
 ) -> Result<Trained, TensorParallelError> {
-    let trained = run_shared_in_group(training, course, sharding, on_step, None)?;
+    let trained = run_shared_in_group(training, options, sharding, on_step, None)?;
     Ok(trained.expect("a process that runs all workers reports all"))
 }
 
@@ -110,53 +110,55 @@ type RankShards = (BTreeMap<String, Tensor>, Option<ResumePoint>);
 /// Like [`run_shared`] for the devices of this process in a process group. Process 0 gathers the shards of all devices.
 pub fn run_shared_in_group(
     training: &TrainJob<'_>,
-    course: RunOptions<'_>,
+    options: RunOptions<'_>,
     (layouts, devices): (&Layouts, usize),
     on_step: &mut dyn FnMut(StepDone),
     group: Option<Group>,
 ) -> Result<Option<Trained>, TensorParallelError> {
-    let RunOptions { start: begin, cuts, gate, devices: all_devices, mut on_part, on_checkpoint } = course;
-    let here = match &group {
-        Some(group) => group.part.placement.tensor_ranks(group.part.own),
+    let RunOptions { start: resume_point, cuts, barrier, devices: all_devices, mut on_snapshot, on_checkpoint } =
+        options;
+    let local_ranks = match &group {
+        Some(group) => group.config.placement.tensor_ranks(group.config.process),
         None => (0..devices).collect(),
     };
     let shards = |rank: usize| {
-        let weights = shards_of(training.weights, |name| name, (layouts, devices), rank)?;
-        let start = begin.map(|start| start_of(start, (layouts, devices), rank)).transpose()?;
+        let weights = shard_tensors(training.weights, |name| name, (layouts, devices), rank)?;
+        let start = resume_point.map(|start| shard_resume_point(start, (layouts, devices), rank)).transpose()?;
         Ok::<_, TensorParallelError>((weights, start))
     };
-    let shards = (0..devices).map(|rank| here.contains(&rank).then(|| shards(rank)).transpose());
+    let shards = (0..devices).map(|rank| local_ranks.contains(&rank).then(|| shards(rank)).transpose());
     let shards: Vec<Option<RankShards>> = shards.collect::<Result<_, _>>()?;
-    let own =
-        shards.iter().map(|own| own.as_ref().map(|(weights, start)| RankInputs { weights, start: start.as_ref() }));
-    let ranks = TensorRanks { inputs: own.collect(), layouts: Arc::new(layouts.clone()) };
+    let inputs = shards
+        .iter()
+        .map(|shards| shards.as_ref().map(|(weights, start)| RankInputs { weights, start: start.as_ref() }));
+    let ranks = TensorRanks { inputs: inputs.collect(), layouts: Arc::new(layouts.clone()) };
     let mut gatherer = ShardGatherer::new(training.codes, layouts, devices);
-    let (keeps, mut fault) = (on_part.is_some(), None);
-    let ending = group.as_ref().map(|group| GatherFailure::of(training.program, group));
-    let mut take = |part: StageSnapshot| {
-        let Some(on_part) = on_part.as_mut().filter(|_| fault.is_none()) else { return };
-        match gatherer.take(part) {
-            Ok(whole) => whole.into_iter().for_each(on_part),
+    let (has_receiver, mut gather_error) = (on_snapshot.is_some(), None);
+    let failure = group.as_ref().map(|group| GatherFailure::of(training.program, group));
+    let mut gather = |snapshot: StageSnapshot| {
+        let Some(on_snapshot) = on_snapshot.as_mut().filter(|_| gather_error.is_none()) else { return };
+        match gatherer.add(snapshot) {
+            Ok(gathered) => gathered.into_iter().for_each(on_snapshot),
             Err(error) => {
-                ending.iter().for_each(|ending| ending.end(&error));
-                fault = Some(error);
+                failure.iter().for_each(|failure| failure.end(&error));
+                gather_error = Some(error);
             }
         }
     };
-    let on_part = keeps.then_some(&mut take as &mut (dyn FnMut(StageSnapshot) + Send));
+    let on_snapshot = has_receiver.then_some(&mut gather as &mut (dyn FnMut(StageSnapshot) + Send));
     let on_checkpoint = on_checkpoint.map(|write| write as &mut dyn FnMut(Checkpoint));
-    let course = RunOptions { start: begin, cuts, gate, devices: all_devices, on_part, on_checkpoint };
-    let trained = run_ranks(training, course, on_step, group, ranks)?;
-    if let Some(fault) = fault {
-        return Err(fault.into());
+    let options = RunOptions { start: resume_point, cuts, barrier, devices: all_devices, on_snapshot, on_checkpoint };
+    let trained = run_ranks(training, options, on_step, group, ranks)?;
+    if let Some(gather_error) = gather_error {
+        return Err(gather_error.into());
     }
-    let Some(mut all) = trained else { return Ok(None) };
-    let mut whole = |of: fn(&mut Trained) -> &mut BTreeMap<String, Tensor>| {
-        let each: Vec<_> = all.iter_mut().map(|own| std::mem::take(of(own))).collect();
-        joined(&each, layouts)
+    let Some(mut results) = trained else { return Ok(None) };
+    let mut join = |tensors_of: fn(&mut Trained) -> &mut BTreeMap<String, Tensor>| {
+        let rank_tensors: Vec<_> = results.iter_mut().map(|result| std::mem::take(tensors_of(result))).collect();
+        join_shards(&rank_tensors, layouts)
     };
-    let (weights, gradients) = (whole(|own| &mut own.weights)?, whole(|own| &mut own.gradients)?);
-    Ok(Some(Trained { weights, gradients, ..all.swap_remove(0) }))
+    let (weights, gradients) = (join(|result| &mut result.weights)?, join(|result| &mut result.gradients)?);
+    Ok(Some(Trained { weights, gradients, ..results.swap_remove(0) }))
 }
 
 /// Ends a run over processes when a snapshot does not fit those of the other ranks.
@@ -169,7 +171,7 @@ struct GatherFailure<'a> {
 
 impl<'a> GatherFailure<'a> {
     fn of(program: &'a Program, group: &Group) -> GatherFailure<'a> {
-        let (placement, names) = (group.part.placement.clone(), group.names.clone());
+        let (placement, names) = (group.config.placement.clone(), group.names.clone());
         GatherFailure { program, placement, names, run_status: group.run_status.clone() }
     }
 
@@ -177,18 +179,18 @@ impl<'a> GatherFailure<'a> {
     fn process(&self, error: &GatherError) -> Option<usize> {
         let GatherError::Snapshot { stage, replica, tensor_rank, .. } = *error else { return None };
         let rank = self.program.stages.get(stage as usize)?.rank;
-        let is_own = |own: &WorkerProgram| own.rank == rank && own.replica == replica;
-        let worker = self.program.workers.iter().position(is_own)?;
-        let of = GroupRank { degree: self.placement.degree, rank: tensor_rank };
-        self.placement.of.get(of.global(worker)).copied()
+        let is_worker = |worker: &WorkerProgram| worker.rank == rank && worker.replica == replica;
+        let worker = self.program.workers.iter().position(is_worker)?;
+        let group_rank = GroupRank { degree: self.placement.degree, rank: tensor_rank };
+        self.placement.processes_of_ranks.get(group_rank.global(worker)).copied()
     }
 
     /// Ends the run in all processes. The message names the process.
     fn end(&self, error: &GatherError) {
         let process = self.process(error);
         let name = process.and_then(|process| self.names.get(process));
-        let what = name.map_or_else(|| error.to_string(), |name| format!("{name}: {error}"));
-        self.run_status.end(LinkError::Ended { process, what });
+        let message = name.map_or_else(|| error.to_string(), |name| format!("{name}: {error}"));
+        self.run_status.end(LinkError::Ended { process, what: message });
     }
 }
 
@@ -211,7 +213,7 @@ mod tests {
             edges: Vec::new(),
             workers: ranks.map(worker).to_vec(),
         };
-        let ending = GatherFailure {
+        let failure = GatherFailure {
             program: &program,
             placement: WorkerPlacement::beside(2, 2),
             names: (0..5).map(|process| format!("process {process}")).collect(),
@@ -219,9 +221,9 @@ mod tests {
         };
         let error =
             |stage, tensor_rank| GatherError::Snapshot { stage, replica: 0, tensor_rank, what: "it has come already" };
-        assert_eq!(ending.process(&error(2, 1)), None);
-        ending.end(&error(1, 1));
+        assert_eq!(failure.process(&error(2, 1)), None);
+        failure.end(&error(1, 1));
         let what = "process 4: the snapshot of stage 1, replica 0, from tensor rank 1: it has come already";
-        assert_eq!(ending.run_status.cause(), Some(LinkError::Ended { process: Some(4), what: what.to_string() }));
+        assert_eq!(failure.run_status.cause(), Some(LinkError::Ended { process: Some(4), what: what.to_string() }));
     }
 }

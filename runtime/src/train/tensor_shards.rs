@@ -24,84 +24,88 @@ pub fn split_of(layouts: &Layouts, name: &str) -> Option<SplitDim> {
 }
 
 /// A device's shards of the tensors. `parameter` maps a tensor name to its parameter, whose sharding it follows.
-pub fn shards_of(
+pub fn shard_tensors(
     tensors: &BTreeMap<String, Tensor>,
     parameter: impl Fn(&str) -> &str,
     (layouts, devices): (&Layouts, usize),
     device: usize,
 ) -> Result<BTreeMap<String, Tensor>, TensorParallelError> {
-    let part = |(name, whole): (&String, &Tensor)| {
+    let shard = |(name, whole): (&String, &Tensor)| {
         let Some(cut) = split_of(layouts, parameter(name)) else { return Ok((name.clone(), whole.clone())) };
-        let refused = || TensorParallelError::Weight { name: name.clone(), got: whole.shape().to_vec(), devices };
-        Sharding::Split(cut).part(&Fact::of(whole.dtype(), whole.shape()), devices).ok_or_else(refused)?;
+        let error = || TensorParallelError::Weight { name: name.clone(), got: whole.shape().to_vec(), devices };
+        Sharding::Split(cut).part(&Fact::of(whole.dtype(), whole.shape()), devices).ok_or_else(error)?;
         Ok((name.clone(), part_of(whole, cut, devices, device)))
     };
-    tensors.iter().map(part).collect()
+    tensors.iter().map(shard).collect()
 }
 
 /// A device's shard of the checkpoint state.
-pub fn start_of(
+pub fn shard_resume_point(
     start: &ResumePoint,
     group: (&Layouts, usize),
     device: usize,
 ) -> Result<ResumePoint, TensorParallelError> {
-    let own = |tensors: &BTreeMap<String, Tensor>| shards_of(tensors, |name| name, group, device);
-    let each = |of: &BTreeMap<u32, BTreeMap<String, Tensor>>| -> Result<_, TensorParallelError> {
-        of.iter().map(|(number, tensors)| Ok((*number, own(tensors)?))).collect()
+    let shard = |tensors: &BTreeMap<String, Tensor>| shard_tensors(tensors, |name| name, group, device);
+    let shard_each = |versions: &BTreeMap<u32, BTreeMap<String, Tensor>>| -> Result<_, TensorParallelError> {
+        versions.iter().map(|(number, tensors)| Ok((*number, shard(tensors)?))).collect()
     };
-    let of_flight = |flight: &Flight| -> Result<Flight, TensorParallelError> {
+    let shard_flight = |flight: &Flight| -> Result<Flight, TensorParallelError> {
         // Tied weights with versions of their own are not sharded.
         let shared = flight.shared.clone();
-        Ok(Flight { versions: each(&flight.versions)?, forwards: each(&flight.forwards)?, shared })
+        Ok(Flight { versions: shard_each(&flight.versions)?, forwards: shard_each(&flight.forwards)?, shared })
     };
     let flight = start.flight.as_ref().map(|flight| {
-        flight.iter().map(|(of, flight)| Ok((*of, of_flight(flight)?))).collect::<Result<_, TensorParallelError>>()
+        flight
+            .iter()
+            .map(|(replica, flight)| Ok((*replica, shard_flight(flight)?)))
+            .collect::<Result<_, TensorParallelError>>()
     });
     // Update counts (`NAME/step`) are scalars, so they are not sharded.
-    let parameter =
-        |name: &str| name.rsplit_once('/').filter(|(_, kind)| *kind != STEP).map_or(0, |(own, _)| own.len());
-    let optimizer = shards_of(&start.optimizer, |name| &name[..parameter(name)], group, device)?;
+    let parameter = |name: &str| {
+        name.rsplit_once('/').filter(|(_, kind)| *kind != STEP).map_or(0, |(parameter, _)| parameter.len())
+    };
+    let optimizer = shard_tensors(&start.optimizer, |name| &name[..parameter(name)], group, device)?;
     Ok(ResumePoint { minibatches: start.minibatches, scale: start.scale, optimizer, flight: flight.transpose()? })
 }
 
 /// Stage descriptions with unsharded names and shapes, for checkpoint files. They contain no code.
 pub fn whole_codes(codes: &[StageCode], layouts: &Layouts, devices: usize) -> Vec<StageCode> {
-    let whole = |named: &NamedTensor| {
+    let unsharded = |named: &NamedTensor| {
         let Some(cut) = split_of(layouts, &named.name) else { return named.clone() };
         let (mut fact, shape) = (named.fact.clone(), named.fact.concrete().unwrap_or_default());
         fact.shape[cut.axis] = Dim::from(shape[cut.axis] * devices);
         NamedTensor { name: named.name.clone(), fact, bytes: named.bytes * devices }
     };
     let code = |code: &StageCode| StageCode {
-        parameters: code.parameters.iter().map(whole).collect(),
-        states: code.states.iter().map(whole).collect(),
-        follows: code.follows.clone(),
+        parameters: code.parameters.iter().map(unsharded).collect(),
+        states: code.states.iter().map(unsharded).collect(),
+        state_updates: code.state_updates.clone(),
         ..StageCode::default()
     };
     codes.iter().map(code).collect()
 }
 
 /// Joins named tensors of all ranks. Fails if a rank lacks a shard, or has one of another type or shape.
-pub fn joined(
-    each: &[BTreeMap<String, Tensor>],
+pub fn join_shards(
+    ranks: &[BTreeMap<String, Tensor>],
     layouts: &Layouts,
 ) -> Result<BTreeMap<String, Tensor>, TensorParallelError> {
-    let names: BTreeSet<&String> = each.iter().flat_map(BTreeMap::keys).collect();
-    let whole = |name: &String| -> Result<(String, Tensor), TensorParallelError> {
+    let names: BTreeSet<&String> = ranks.iter().flat_map(BTreeMap::keys).collect();
+    let join = |name: &String| -> Result<(String, Tensor), TensorParallelError> {
         let cut = split_of(layouts, name);
-        let ranks = if cut.is_some() { each } else { each.get(..1).unwrap_or_default() };
+        let ranks = if cut.is_some() { ranks } else { ranks.get(..1).unwrap_or_default() };
         let mut parts: Vec<Tensor> = Vec::new();
-        for (tensor_rank, own) in ranks.iter().enumerate() {
-            let fits = |own: &&Tensor| {
-                parts.first().is_none_or(|first| (first.dtype(), first.shape()) == (own.dtype(), own.shape()))
+        for (tensor_rank, tensors) in ranks.iter().enumerate() {
+            let fits = |tensors: &&Tensor| {
+                parts.first().is_none_or(|first| (first.dtype(), first.shape()) == (tensors.dtype(), tensors.shape()))
             };
-            let own = own.get(name).filter(fits);
+            let tensors = tensors.get(name).filter(fits);
             let missing = || TensorParallelError::Missing { name: name.clone(), tensor_rank };
-            parts.push(own.ok_or_else(missing)?.clone());
+            parts.push(tensors.ok_or_else(missing)?.clone());
         }
         Ok((name.clone(), cut.map_or_else(|| parts[0].clone(), |cut| whole_of(&parts, cut))))
     };
-    names.into_iter().map(whole).collect()
+    names.into_iter().map(join).collect()
 }
 
 #[cfg(test)]
@@ -117,14 +121,18 @@ mod tests {
         };
         let first = rank(&[("split", shard(&[1.0])), ("both", shard(&[5.0]))]);
         let second = rank(&[("split", shard(&[2.0])), ("both", shard(&[5.0]))]);
-        let whole = joined(&[first.clone(), second.clone()], &layouts).unwrap();
-        assert_eq!((&whole["split"], &whole["both"]), (&shard(&[1.0, 2.0]), &shard(&[5.0])));
-        let missing = |each: &[BTreeMap<String, Tensor>]| match joined(each, &layouts) {
+        let joined = join_shards(&[first.clone(), second.clone()], &layouts).unwrap();
+        assert_eq!((&joined["split"], &joined["both"]), (&shard(&[1.0, 2.0]), &shard(&[5.0])));
+        let missing = |ranks: &[BTreeMap<String, Tensor>]| match join_shards(ranks, &layouts) {
             Err(TensorParallelError::Missing { name, tensor_rank }) => (name, tensor_rank),
             other => panic!("{other:?}"),
         };
         let without = |tensors: &BTreeMap<String, Tensor>| {
-            tensors.iter().filter(|(name, _)| *name != "split").map(|(name, own)| (name.clone(), own.clone())).collect()
+            tensors
+                .iter()
+                .filter(|(name, _)| *name != "split")
+                .map(|(name, tensor)| (name.clone(), tensor.clone()))
+                .collect()
         };
         assert_eq!(missing(&[first.clone(), without(&second)]), ("split".to_string(), 1));
         assert_eq!(missing(&[without(&first), second]), ("split".to_string(), 0));

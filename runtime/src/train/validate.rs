@@ -11,8 +11,8 @@ use std::collections::BTreeSet;
 
 /// Rejects a program with `Checkpoint` instructions if nothing receives them.
 pub fn check_instructions(program: &Program, keeps_checkpoints: bool) -> Result<(), TrainError> {
-    for (worker, own) in (0..).map(WorkerId).zip(&program.workers) {
-        for (at, instruction) in own.instructions.iter().enumerate() {
+    for (worker, worker_program) in (0..).map(WorkerId).zip(&program.workers) {
+        for (at, instruction) in worker_program.instructions.iter().enumerate() {
             if let (Instruction::Checkpoint { .. }, false) = (instruction, keeps_checkpoints) {
                 let (worker, instruction) = (program.worker_name(worker), program.show(instruction));
                 return Err(TrainError::NoPlace { worker, at, instruction });
@@ -62,11 +62,11 @@ pub fn check_policy(training: &TrainJob<'_>, scales_loss: bool) -> Result<(), Tr
 /// Rejects a moving-average state in several stages, whose copies would diverge.
 pub fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
     for (first, code) in codes.iter().enumerate() {
-        for follow in &code.follows {
-            let name = &code.states[follow.state].name;
-            let other =
+        for update in &code.state_updates {
+            let name = &code.states[update.state].name;
+            let sharing_stage =
                 |(s, c): (usize, &StageCode)| (s != first && c.states.iter().any(|n| n.name == *name)).then_some(s);
-            if let Some(second) = codes.iter().enumerate().find_map(other) {
+            if let Some(second) = codes.iter().enumerate().find_map(sharing_stage) {
                 return Err(TrainError::SharedState {
                     name: name.clone(),
                     first: first.min(second),

@@ -44,7 +44,7 @@ struct Sum {
     added: u32,
     /// True while a thread adds a micro-batch, and holds the shards.
     is_adding: bool,
-    shares: Vec<Option<Buffer>>,
+    shards: Vec<Option<Buffer>>,
     /// Gradients from other processes, by the number of predecessors.
     early: BTreeMap<u32, Arrival>,
 }
@@ -53,7 +53,7 @@ impl Sum {
     /// Takes the shards, to add a micro-batch.
     fn begin(&mut self) -> Vec<Option<Buffer>> {
         self.is_adding = true;
-        std::mem::take(&mut self.shares)
+        std::mem::take(&mut self.shards)
     }
 }
 
@@ -70,7 +70,7 @@ pub struct Arrival {
 #[derive(Clone)]
 struct Owner {
     device: Arc<dyn Device>,
-    ledger: Arc<MemoryCounter>,
+    counter: Arc<MemoryCounter>,
     /// The last round for which it has memory.
     last: u32,
 }
@@ -78,9 +78,9 @@ struct Owner {
 struct State {
     owners: Vec<Option<Owner>>,
     /// The last round for which replicas of other processes have memory.
-    lasts: Vec<Option<u32>>,
+    remote_last: Vec<Option<u32>>,
     /// Number of processes that have not added a replica's last gradient.
-    not_added: Vec<usize>,
+    unacknowledged: Vec<usize>,
     /// True while a gradient of a replica of another process has come and is not added.
     is_early: Vec<bool>,
     sums: HashMap<Term, Sum>,
@@ -101,9 +101,9 @@ pub struct GradientShards {
 impl GradientShards {
     pub fn new(remote: RemoteReplicas) -> GradientShards {
         let (replicas, remote) = (remote.processes.len(), Arc::new(remote));
-        let (owners, lasts) = (vec![None; replicas], vec![None; replicas]);
-        let (not_added, is_early) = (vec![0; replicas], vec![false; replicas]);
-        let state = State { owners, lasts, not_added, is_early, sums: HashMap::new(), is_abandoned: false };
+        let (owners, remote_last) = (vec![None; replicas], vec![None; replicas]);
+        let (unacknowledged, is_early) = (vec![0; replicas], vec![false; replicas]);
+        let state = State { owners, remote_last, unacknowledged, is_early, sums: HashMap::new(), is_abandoned: false };
         let weights = WeightShards::new(remote.clone());
         let (state, changed, receiver) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
         GradientShards { weights, remote, state, changed, receiver }
@@ -116,9 +116,9 @@ impl GradientShards {
 
     /// Registers a replica with its device, which will hold its shards, and its memory counter. It accepts gradients of
     /// rounds up to `last`.
-    pub fn enter(&self, replica: usize, device: &Arc<dyn Device>, ledger: &Arc<MemoryCounter>, last: u32) {
-        if let Some(own) = self.lock().owners.get_mut(replica) {
-            *own = Some(Owner { device: device.clone(), ledger: ledger.clone(), last });
+    pub fn enter(&self, replica: usize, device: &Arc<dyn Device>, counter: &Arc<MemoryCounter>, last: u32) {
+        if let Some(owner) = self.lock().owners.get_mut(replica) {
+            *owner = Some(Owner { device: device.clone(), counter: counter.clone(), last });
         }
         self.remote.send_to_all(replica, || ShardMessage::Open { last });
         self.changed.notify_all();
@@ -126,38 +126,38 @@ impl GradientShards {
 
     /// A replica accepts gradients of rounds up to `last`, after freeing earlier rounds.
     pub fn open(&self, replica: usize, last: u32) {
-        if let Some(Some(own)) = self.lock().owners.get_mut(replica) {
-            own.last = last.max(own.last);
+        if let Some(Some(owner)) = self.lock().owners.get_mut(replica) {
+            owner.last = last.max(owner.last);
         }
         self.remote.send_to_all(replica, || ShardMessage::Open { last });
         self.changed.notify_all();
     }
 
     /// A replica of another process accepts gradients of rounds up to `last`.
-    pub fn open_there(&self, replica: usize, last: u32) {
-        if let Some(known) = self.lock().lasts.get_mut(replica) {
-            *known = Some(known.map_or(last, |known| known.max(last)));
+    pub fn open_remote(&self, replica: usize, last: u32) {
+        if let Some(newest) = self.lock().remote_last.get_mut(replica) {
+            *newest = Some(newest.map_or(last, |newest| newest.max(last)));
         }
         self.changed.notify_all();
     }
 
     /// The memory counter of a replica of this process, once it takes part.
-    pub fn ledger(&self, replica: usize) -> Option<Arc<MemoryCounter>> {
-        self.lock().owners.get(replica)?.as_ref().map(|owner| owner.ledger.clone())
+    pub fn counter(&self, replica: usize) -> Option<Arc<MemoryCounter>> {
+        self.lock().owners.get(replica)?.as_ref().map(|owner| owner.counter.clone())
     }
 
     /// Accumulates a micro-batch's term after `before` predecessors of its round. `parameter` and `dtype` describe the
-    /// term's parameter, `share` its shards.
+    /// term's parameter, `shard` its shards.
     pub fn add(
         &self,
         term: Term,
         before: u32,
         gradient: &Arc<Buffer>,
         (parameter, dtype): (usize, DType),
-        share: &ShardRange,
+        shard: &ShardRange,
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
-        let (own, others) = (share.replica(), self.remote.others());
+        let (replica_number, processes) = (shard.replica(), self.remote.processes());
         let mut state = self.lock();
         let owners = loop {
             if state.is_abandoned {
@@ -165,10 +165,10 @@ impl GradientShards {
             }
             let has_room = |(replica, owner): (usize, &Option<Owner>)| match self.remote.is_here(replica) {
                 true => owner.as_ref().is_some_and(|owner| term.round <= owner.last),
-                false => state.lasts[replica].is_some_and(|last| term.round <= last),
+                false => state.remote_last[replica].is_some_and(|last| term.round <= last),
             };
-            let is_free =
-                state.owners.iter().enumerate().all(has_room) && state.not_added.get(own).is_none_or(|of| *of == 0);
+            let is_free = state.owners.iter().enumerate().all(has_room)
+                && state.unacknowledged.get(replica_number).is_none_or(|count| *count == 0);
             let sum = state.sums.entry(term).or_default();
             if sum.added > before {
                 // Another process has added a gradient in the turn of this one.
@@ -180,40 +180,40 @@ impl GradientShards {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         };
         // Only the micro-batch whose turn it is touches the sum, so the lock can be released.
-        let mut shares = state.sums.get_mut(&term).map(Sum::begin).unwrap_or_default();
-        if let Some(not_added) = state.not_added.get_mut(own) {
-            *not_added = others.len();
+        let mut shards = state.sums.get_mut(&term).map(Sum::begin).unwrap_or_default();
+        if let Some(unacknowledged) = state.unacknowledged.get_mut(replica_number) {
+            *unacknowledged = processes.len();
         }
         drop(state);
         let dtype = accumulation_type(dtype);
-        let range = |replica: usize| share.range_of(parameter, gradient.len(), dtype.size(), replica);
-        if !others.is_empty() {
+        let range = |replica: usize| shard.range_of(parameter, gradient.len(), dtype.size(), replica);
+        if !processes.is_empty() {
             device.release(gradient)?;
         }
-        for process in others {
-            let there = (0..owners.len()).filter(|replica| self.remote.process(*replica) == Some(process));
-            let parts = there.map(|replica| Arc::new(Buffer::part(gradient.clone(), range(replica)))).collect();
-            (self.remote.send)(process, own, ShardMessage::Add { term, before, parts });
+        for process in processes {
+            let owned = (0..owners.len()).filter(|replica| self.remote.process(*replica) == Some(process));
+            let parts = owned.map(|replica| Arc::new(Buffer::part(gradient.clone(), range(replica)))).collect();
+            (self.remote.send)(process, replica_number, ShardMessage::Add { term, before, parts });
         }
-        shares.resize_with(owners.len(), || None);
-        for (replica, (owner, sum)) in owners.iter().zip(&mut shares).enumerate() {
+        shards.resize_with(owners.len(), || None);
+        for (replica, (owner, sum)) in owners.iter().zip(&mut shards).enumerate() {
             let Some(owner) = owner else { continue };
             let part = gradient.region_of(range(replica));
             device.on(&owner.device, |on_owner| {
                 if Arc::ptr_eq(&owner.device, &device.device) {
-                    return add_part(on_owner, dtype, part, sum, &owner.ledger);
+                    return add_part(on_owner, dtype, part, sum, &owner.counter);
                 }
-                send_part(device, on_owner, dtype, part, sum, &owner.ledger)
+                send_part(device, on_owner, dtype, part, sum, &owner.counter)
             })?;
         }
-        self.end(term, shares);
+        self.end(term, shards);
         self.add_early(term, device)
     }
 
     /// Returns the shards of a sum to which a micro-batch was added.
-    fn end(&self, term: Term, shares: Vec<Option<Buffer>>) {
+    fn end(&self, term: Term, shards: Vec<Option<Buffer>>) {
         if let Some(sum) = self.lock().sums.get_mut(&term) {
-            (sum.shares, sum.added, sum.is_adding) = (shares, sum.added + 1, false);
+            (sum.shards, sum.added, sum.is_adding) = (shards, sum.added + 1, false);
         }
         self.changed.notify_all();
     }
@@ -225,22 +225,22 @@ impl GradientShards {
             let owners = state.owners.clone();
             let Some(sum) = state.sums.get_mut(&term).filter(|sum| !sum.is_adding) else { return Ok(()) };
             let Some(arrival) = sum.early.remove(&sum.added) else { return Ok(()) };
-            let mut shares = sum.begin();
+            let mut shards = sum.begin();
             drop(state);
-            shares.resize_with(owners.len(), || None);
+            shards.resize_with(owners.len(), || None);
             let Arrival { from, dtype, parts } = arrival;
             for (replica, part) in parts {
                 let owner = owners.get(replica).and_then(Option::as_ref).ok_or(CollectiveError::PeerLost)?;
                 device.on(&owner.device, |on_owner| {
                     let part = on_owner.receive(part)?;
-                    add_part(on_owner, dtype, part.region(), &mut shares[replica], &owner.ledger)?;
+                    add_part(on_owner, dtype, part.region(), &mut shards[replica], &owner.counter)?;
                     on_owner.give_foreign(part)
                 })?;
             }
-            self.end(term, shares);
+            self.end(term, shards);
             self.lock().is_early.get_mut(from).into_iter().for_each(|is_early| *is_early = false);
-            if let Some(own) = (0..owners.len()).find(|replica| self.remote.is_here(*replica)) {
-                self.remote.send_to(own, from, ShardMessage::Added { to: from });
+            if let Some(local) = (0..owners.len()).find(|replica| self.remote.is_here(*replica)) {
+                self.remote.send_to(local, from, ShardMessage::Added { to: from });
             }
         }
     }
@@ -273,8 +273,8 @@ impl GradientShards {
     }
 
     /// Another process has added a replica's last gradient.
-    pub fn added_there(&self, replica: usize) {
-        self.lock().not_added.get_mut(replica).into_iter().for_each(|of| *of = of.saturating_sub(1));
+    pub fn acknowledge(&self, replica: usize) {
+        self.lock().unacknowledged.get_mut(replica).into_iter().for_each(|count| *count = count.saturating_sub(1));
         self.changed.notify_all();
     }
 
@@ -282,11 +282,11 @@ impl GradientShards {
     pub fn take(&self, term: Term, replica: usize) -> Option<Buffer> {
         let mut state = self.lock();
         let sum = state.sums.get_mut(&term)?;
-        let own = sum.shares.get_mut(replica).and_then(Option::take);
-        if sum.shares.iter().all(Option::is_none) {
+        let shard = sum.shards.get_mut(replica).and_then(Option::take);
+        if sum.shards.iter().all(Option::is_none) {
             state.sums.remove(&term);
         }
-        own
+        shard
     }
 
     /// Fails all current and future waits, after a worker was lost.

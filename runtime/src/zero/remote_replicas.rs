@@ -41,7 +41,7 @@ impl RemoteReplicas {
     }
 
     /// The other processes.
-    pub fn others(&self) -> BTreeSet<usize> {
+    pub fn processes(&self) -> BTreeSet<usize> {
         self.processes.iter().flatten().copied().collect()
     }
 
@@ -57,7 +57,7 @@ impl RemoteReplicas {
 
     /// Sends a message to all other processes.
     pub fn send_to_all(&self, from: usize, message: impl Fn() -> ShardMessage) {
-        self.others().into_iter().for_each(|process| (self.send)(process, from, message()));
+        self.processes().into_iter().for_each(|process| (self.send)(process, from, message()));
     }
 
     /// Sends a message to the process of a replica.

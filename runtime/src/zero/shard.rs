@@ -20,47 +20,47 @@ pub struct ShardRange {
     /// True for each parameter that is sharded.
     sharded: Vec<bool>,
     /// True if weights are sharded too (ZeRO 3).
-    keeps: bool,
+    shards_weights: bool,
 }
 
 impl ShardRange {
     /// No sharding.
     pub fn whole(parameters: usize) -> ShardRange {
-        ShardRange { replica: 0, replicas: 1, sharded: vec![false; parameters], keeps: false }
+        ShardRange { replica: 0, replicas: 1, sharded: vec![false; parameters], shards_weights: false }
     }
 
     /// The shards of one replica, for parameters with `sharded`.
     pub fn of(replica: usize, replicas: usize, sharded: Vec<bool>) -> ShardRange {
-        ShardRange { replica, replicas, sharded, keeps: false }
+        ShardRange { replica, replicas, sharded, shards_weights: false }
     }
 
     /// Shards the weights too (ZeRO 3).
     pub fn of_weights(self) -> ShardRange {
-        ShardRange { keeps: true, ..self }
+        ShardRange { shards_weights: true, ..self }
     }
 
     /// True if weights are sharded.
-    pub fn keeps(&self) -> bool {
-        self.keeps
+    pub fn has_weight_shards(&self) -> bool {
+        self.shards_weights
     }
 
     /// The part of a full weight version that this replica keeps.
-    pub fn kept(
+    pub fn shard_weights(
         &self,
         parameters: &[NamedTensor],
         whole: &Weights,
         device: &DeviceContext,
     ) -> Result<Weights, DeviceError> {
-        let of = |((parameter, named), weight): ((usize, &NamedTensor), &Arc<Buffer>)| match self.keeps
+        let shard = |((parameter, named), weight): ((usize, &NamedTensor), &Arc<Buffer>)| match self.shards_weights
             && self.is_sharded(parameter)
         {
             true => {
-                let own = self.own(parameter, weight.len(), named.fact.dtype.size());
-                Ok(Arc::new(device.copy_of(weight.region_of(own))?))
+                let range = self.own(parameter, weight.len(), named.fact.dtype.size());
+                Ok(Arc::new(device.copy_of(weight.region_of(range))?))
             }
             false => Ok(weight.clone()),
         };
-        parameters.iter().enumerate().zip(whole).map(of).collect()
+        parameters.iter().enumerate().zip(whole).map(shard).collect()
     }
 
     pub fn replica(&self) -> usize {
@@ -76,7 +76,7 @@ impl ShardRange {
         self.sharded.get(parameter).copied().unwrap_or(false)
     }
 
-    pub fn shards_any(&self) -> bool {
+    pub fn has_shards(&self) -> bool {
         self.sharded.contains(&true)
     }
 
@@ -100,8 +100,8 @@ mod tests {
 
     #[test]
     fn unsharded_parameters_are_whole() {
-        let share = ShardRange::of(1, 2, vec![true, false]);
-        assert_eq!((share.own(0, 24, 8), share.own(1, 24, 8)), (8..24, 0..24));
-        assert!(!ShardRange::whole(2).shards_any() && share.shards_any());
+        let shard = ShardRange::of(1, 2, vec![true, false]);
+        assert_eq!((shard.own(0, 24, 8), shard.own(1, 24, 8)), (8..24, 0..24));
+        assert!(!ShardRange::whole(2).has_shards() && shard.has_shards());
     }
 }

@@ -24,23 +24,23 @@ use std::sync::Arc;
 #[derive(Default)]
 struct Moment {
     /// Parameters gathered before the step, and those freed after it.
-    gathered: Vec<usize>,
-    dropped: Vec<usize>,
+    gathers: Vec<usize>,
+    drops: Vec<usize>,
     /// Terms whose sums are allocated before the step, and those whose sums are reduced after it.
-    begun: Vec<usize>,
-    ended: Vec<usize>,
+    begins: Vec<usize>,
+    ends: Vec<usize>,
 }
 
 impl Moment {
     fn is_empty(&self) -> bool {
-        [&self.gathered, &self.dropped, &self.begun, &self.ended].into_iter().all(Vec::is_empty)
+        [&self.gathers, &self.drops, &self.begins, &self.ends].into_iter().all(Vec::is_empty)
     }
 }
 
 /// Exchanges shards between the steps of a stage's passes.
 pub struct ShardStream {
     gradient_shards: Arc<GradientShards>,
-    share: ShardRange,
+    shard: ShardRange,
     /// True if a replica releases a weight version after its last backward of the round.
     ends_with_round: bool,
     /// Indexed by pass and step.
@@ -50,27 +50,27 @@ pub struct ShardStream {
 impl ShardStream {
     pub fn new(
         code: &StageCode,
-        share: ShardRange,
+        shard: ShardRange,
         gradient_shards: Arc<GradientShards>,
         ends_with_round: bool,
     ) -> ShardStream {
-        let moments =
-            [RunPhase::Forward, RunPhase::Backward, RunPhase::Weight].map(|run| moments(code, &share, run.of(code)));
-        ShardStream { gradient_shards, share, ends_with_round, moments }
+        let moments = [RunPhase::Forward, RunPhase::Backward, RunPhase::Weight]
+            .map(|phase| moments(code, &shard, phase.sequence(code)));
+        ShardStream { gradient_shards, shard, ends_with_round, moments }
     }
 
     /// This replica accepts gradients of rounds up to `round`.
     pub fn open(&self, round: u32) {
-        self.gradient_shards.open(self.share.replica(), round);
+        self.gradient_shards.open(self.shard.replica(), round);
     }
 
     /// True if terms of this parameter are accumulated in shards.
-    pub fn takes(&self, parameter: usize) -> bool {
-        self.share.is_sharded(parameter)
+    pub fn is_streamed(&self, parameter: usize) -> bool {
+        self.shard.is_sharded(parameter)
     }
 
-    fn of(&self, run: RunPhase) -> &[Moment] {
-        &self.moments[run as usize]
+    fn moments_of(&self, phase: RunPhase) -> &[Moment] {
+        &self.moments[phase as usize]
     }
 
     /// Adds a term, in the element type of sums, to the owners' shards.
@@ -78,47 +78,47 @@ impl ShardStream {
         &self,
         code: &StageCode,
         term: usize,
-        turn: RoundPosition,
-        made: &Arc<Buffer>,
+        position: RoundPosition,
+        gradient: &Arc<Buffer>,
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
         let parameter = code.gradient_terms[term].parameter;
-        let of = (parameter, code.parameters[parameter].fact.dtype);
-        let term = Term { round: turn.round, term };
-        self.gradient_shards.add(term, turn.before, made, of, &self.share, device)
+        let parameter_type = (parameter, code.parameters[parameter].fact.dtype);
+        let term = Term { round: position.round, term };
+        self.gradient_shards.add(term, position.before, gradient, parameter_type, &self.shard, device)
     }
 
-    /// Gathers a parameter from the shards of a version. Charges `ledger` if given.
-    pub fn whole(
+    /// Gathers a parameter from the shards of a version. Charges `counter` if given.
+    pub fn gather_parameter(
         &self,
         code: &StageCode,
         (version, parameter): (u32, usize),
-        ledger: Option<&Arc<MemoryCounter>>,
+        counter: Option<&Arc<MemoryCounter>>,
         device: &DeviceContext,
     ) -> Result<Arc<Buffer>, CollectiveError> {
-        let mut whole = device.stream.allocate(code.parameters[parameter].bytes)?;
-        ledger.into_iter().for_each(|ledger| whole.count_in(ledger));
-        let reader = self.share.replica();
-        self.gradient_shards.weights.read(reader, (version, parameter), whole.region_mut(), device)?;
-        Ok(Arc::new(whole))
+        let mut buffer = device.stream.allocate(code.parameters[parameter].bytes)?;
+        counter.into_iter().for_each(|counter| buffer.count_in(counter));
+        let reader = self.shard.replica();
+        self.gradient_shards.weights.read(reader, (version, parameter), buffer.region_mut(), device)?;
+        Ok(Arc::new(buffer))
     }
 
     /// Publishes this replica's shard of a version.
-    pub fn put(&self, version: u32, weights: &Weights, device: &DeviceContext) -> Result<(), DeviceError> {
-        if self.share.keeps() {
+    pub fn publish(&self, version: u32, weights: &Weights, device: &DeviceContext) -> Result<(), DeviceError> {
+        if self.shard.has_weight_shards() {
             weights.iter().try_for_each(|weight| device.release(weight))?;
-            let own = weights.iter().enumerate().map(|(parameter, weight)| match self.share.is_sharded(parameter) {
+            let shards = weights.iter().enumerate().map(|(parameter, weight)| match self.shard.is_sharded(parameter) {
                 true => weight.clone(),
                 false => Arc::new(Buffer::empty()),
             });
-            self.gradient_shards.weights.put(version, self.share.replica(), own.collect());
+            self.gradient_shards.weights.publish(version, self.shard.replica(), shards.collect());
         }
         Ok(())
     }
 
     /// Releases a version for this replica.
     pub fn release(&self, version: u32) {
-        self.gradient_shards.weights.release(version, self.share.replica());
+        self.gradient_shards.weights.release(version, self.shard.replica());
     }
 
     /// Marks this replica's last backward of a round.
@@ -130,39 +130,39 @@ impl ShardStream {
 
     /// Takes this replica's shard of a term's sum.
     pub fn sum(&self, round: u32, term: usize) -> Option<Arc<Buffer>> {
-        self.gradient_shards.take(Term { round, term }, self.share.replica()).map(Arc::new)
+        self.gradient_shards.take(Term { round, term }, self.shard.replica()).map(Arc::new)
     }
 }
 
 impl StepHook for ShardStream {
-    fn has(&self, run: RunPhase) -> bool {
-        self.of(run).iter().any(|moment| !moment.is_empty())
+    fn has_actions(&self, phase: RunPhase) -> bool {
+        self.moments_of(phase).iter().any(|moment| !moment.is_empty())
     }
 
     /// Gathers the parameters that a step reads and allocates the sums that begin with it.
     fn before(
         &self,
         code: &StageCode,
-        run: RunPhase,
+        phase: RunPhase,
         step: usize,
         item: &mut Item,
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
-        let (moment, ledger) = (&self.of(run)[step], device.ledger());
-        for &parameter in &moment.gathered {
+        let (moment, counter) = (&self.moments_of(phase)[step], device.ledger());
+        for &parameter in &moment.gathers {
             // A resumed run holds full weights for versions before its start.
             if item.weights[parameter].len() < code.parameters[parameter].bytes {
                 item.gathered.resize(code.parameters.len(), None);
-                let whole = self.whole(code, (item.version, parameter), Some(&ledger), device)?;
+                let whole = self.gather_parameter(code, (item.version, parameter), Some(&counter), device)?;
                 item.gathered[parameter] = Some(whole);
             }
         }
-        for &term in &moment.begun {
-            let at = &code.gradient_terms[term];
-            let dtype = code.parameters[at.parameter].fact.dtype;
-            let mut room = device.stream.allocate(accumulation_bytes(dtype, at.place.bytes))?;
-            room.count_in(&ledger);
-            item.sums[term] = Some(Sum { buffer: Arc::new(room), is_begun: false });
+        for &term in &moment.begins {
+            let gradient_term = &code.gradient_terms[term];
+            let dtype = code.parameters[gradient_term.parameter].fact.dtype;
+            let mut buffer = device.stream.allocate(accumulation_bytes(dtype, gradient_term.address.bytes))?;
+            buffer.count_in(&counter);
+            item.sums[term] = Some(Sum { buffer: Arc::new(buffer), is_begun: false });
         }
         Ok(())
     }
@@ -172,20 +172,20 @@ impl StepHook for ShardStream {
     fn after(
         &self,
         code: &StageCode,
-        run: RunPhase,
+        phase: RunPhase,
         step: usize,
         item: &mut Item,
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
-        let moment = &self.of(run)[step];
-        for &parameter in &moment.dropped {
+        let moment = &self.moments_of(phase)[step];
+        for &parameter in &moment.drops {
             if let Some(gathered) = item.gathered.get_mut(parameter) {
                 *gathered = None;
             }
         }
-        for &term in &moment.ended {
-            if let Some(made) = item.sums[term].take() {
-                self.add(code, term, item.turn, &made.buffer, device)?;
+        for &term in &moment.ends {
+            if let Some(sum) = item.sums[term].take() {
+                self.add(code, term, item.position, &sum.buffer, device)?;
             }
         }
         Ok(())
@@ -194,42 +194,44 @@ impl StepHook for ShardStream {
 
 /// Actions around each step. A sum lives from the first to the last step that touches it, a gathered parameter as long
 /// as consecutive steps read it.
-fn moments(code: &StageCode, share: &ShardRange, sequence: &Sequence) -> Vec<Moment> {
+fn moments(code: &StageCode, shard: &ShardRange, sequence: &Sequence) -> Vec<Moment> {
     let mut moments: Vec<Moment> = sequence.steps.iter().map(|_| Moment::default()).collect();
     let read = |step: &Step| -> BTreeSet<usize> {
-        let of = |place: &TensorAddress| match place.slot {
-            Slot::Parameter(parameter) => Some(parameter).filter(|_| share.keeps() && share.is_sharded(parameter)),
+        let parameter_of = |address: &TensorAddress| match address.slot {
+            Slot::Parameter(parameter) => {
+                Some(parameter).filter(|_| shard.has_weight_shards() && shard.is_sharded(parameter))
+            }
             _ => None,
         };
-        step.inputs.iter().filter_map(of).collect()
+        step.inputs.iter().filter_map(parameter_of).collect()
     };
     let read: Vec<BTreeSet<usize>> = sequence.steps.iter().map(read).collect();
     let none = BTreeSet::new();
-    for (at, moment) in moments.iter_mut().enumerate() {
-        let before = at.checked_sub(1).map_or(&none, |before| &read[before]);
-        moment.gathered = read[at].difference(before).copied().collect();
-        moment.dropped = read[at].difference(read.get(at + 1).unwrap_or(&none)).copied().collect();
+    for (index, moment) in moments.iter_mut().enumerate() {
+        let before = index.checked_sub(1).map_or(&none, |before| &read[before]);
+        moment.gathers = read[index].difference(before).copied().collect();
+        moment.drops = read[index].difference(read.get(index + 1).unwrap_or(&none)).copied().collect();
     }
-    for (term, at) in code.gradient_terms.iter().enumerate() {
-        if !at.is_summed || !share.is_sharded(at.parameter) {
+    for (term, gradient_term) in code.gradient_terms.iter().enumerate() {
+        if !gradient_term.is_summed || !shard.is_sharded(gradient_term.parameter) {
             continue;
         }
-        let looks = |step: &&Step| looks(step, term);
-        let first = sequence.steps.iter().position(|step| looks(&step));
-        let last = sequence.steps.iter().rposition(|step| looks(&step));
+        let touches = |step: &&Step| touches(step, term);
+        let first = sequence.steps.iter().position(|step| touches(&step));
+        let last = sequence.steps.iter().rposition(|step| touches(&step));
         if let (Some(first), Some(last)) = (first, last) {
-            moments[first].begun.push(term);
-            moments[last].ended.push(term);
+            moments[first].begins.push(term);
+            moments[last].ends.push(term);
         }
     }
     moments
 }
 
-fn looks(step: &Step, term: usize) -> bool {
-    let is_there = |slot: Slot| match slot {
-        Slot::Sum(of) | Slot::Gradient { term: of, .. } => of == term,
+fn touches(step: &Step, term: usize) -> bool {
+    let is_of_term = |slot: Slot| match slot {
+        Slot::Sum(slot_term) | Slot::Gradient { term: slot_term, .. } => slot_term == term,
         _ => false,
     };
-    let places = step.inputs.iter().chain(&step.outputs).any(|place| is_there(place.slot));
-    places || step.adds_to.contains(&term) || step.terms.contains(&term)
+    let has_operand = step.inputs.iter().chain(&step.outputs).any(|address| is_of_term(address.slot));
+    has_operand || step.adds_to.contains(&term) || step.terms.contains(&term)
 }

@@ -16,8 +16,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// The shards of one version by replica, and the replicas that have released it.
 struct Version {
-    shares: Vec<Option<Weights>>,
-    is_gone: Vec<bool>,
+    shards: Vec<Option<Weights>>,
+    is_released: Vec<bool>,
 }
 
 struct State {
@@ -25,7 +25,7 @@ struct State {
     /// What replicas of this process have asked replicas of others for, by reader and owner, and what has come.
     expected: HashMap<(usize, usize), Option<Arc<Buffer>>>,
     /// The version and parameter that a replica of another process waits for, by reader and owner.
-    asked: HashMap<(usize, usize), (u32, usize)>,
+    requests: HashMap<(usize, usize), (u32, usize)>,
     is_abandoned: bool,
 }
 
@@ -38,21 +38,23 @@ pub struct WeightShards {
 
 impl Version {
     fn new(replicas: usize) -> Version {
-        Version { shares: vec![None; replicas], is_gone: vec![false; replicas] }
+        Version { shards: vec![None; replicas], is_released: vec![false; replicas] }
     }
 }
 
 impl State {
     fn shard(&self, version: u32, parameter: usize, owner: usize) -> Option<Arc<Buffer>> {
-        self.versions.get(&version)?.shares.get(owner)?.as_ref()?.get(parameter).cloned()
+        self.versions.get(&version)?.shards.get(owner)?.as_ref()?.get(parameter).cloned()
     }
 
     /// Releases a version for a replica. Returns false if it had done so.
     fn release(&mut self, version: u32, replica: usize) -> bool {
-        let Some(known) = self.versions.get_mut(&version) else { return false };
-        let Some(is_gone) = known.is_gone.get_mut(replica).filter(|is_gone| !**is_gone) else { return false };
-        *is_gone = true;
-        if known.is_gone.iter().all(|is_gone| *is_gone) {
+        let Some(entry) = self.versions.get_mut(&version) else { return false };
+        let Some(is_released) = entry.is_released.get_mut(replica).filter(|is_released| !**is_released) else {
+            return false;
+        };
+        *is_released = true;
+        if entry.is_released.iter().all(|is_released| *is_released) {
             self.versions.remove(&version);
         }
         true
@@ -61,8 +63,8 @@ impl State {
 
 impl WeightShards {
     pub fn new(remote: Arc<RemoteReplicas>) -> WeightShards {
-        let (versions, expected, asked) = (HashMap::new(), HashMap::new(), HashMap::new());
-        let state = State { versions, expected, asked, is_abandoned: false };
+        let (versions, expected, requests) = (HashMap::new(), HashMap::new(), HashMap::new());
+        let state = State { versions, expected, requests, is_abandoned: false };
         WeightShards { remote, state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -76,18 +78,19 @@ impl WeightShards {
     }
 
     /// Publishes a replica's shard of a version. Unsharded parameters are empty buffers.
-    pub fn put(&self, version: u32, replica: usize, share: Weights) {
+    pub fn publish(&self, version: u32, replica: usize, shard: Weights) {
         let mut state = self.lock();
-        let known = state.versions.entry(version).or_insert_with(|| Version::new(self.replicas()));
-        if let Some(own) = known.shares.get_mut(replica) {
-            *own = Some(share);
+        let entry = state.versions.entry(version).or_insert_with(|| Version::new(self.replicas()));
+        if let Some(slot) = entry.shards.get_mut(replica) {
+            *slot = Some(shard);
         }
-        let due =
-            |(at, of): (&(usize, usize), &(u32, usize))| (at.1 == replica && of.0 == version).then_some((*at, *of));
-        let due: Vec<_> = state.asked.iter().filter_map(due).collect();
-        for (at, (version, parameter)) in due {
-            state.asked.remove(&at);
-            self.answer(&state, at, version, parameter);
+        let ready = |(key, target): (&(usize, usize), &(u32, usize))| {
+            (key.1 == replica && target.0 == version).then_some((*key, *target))
+        };
+        let ready: Vec<_> = state.requests.iter().filter_map(ready).collect();
+        for (key, (version, parameter)) in ready {
+            state.requests.remove(&key);
+            self.answer(&state, key, version, parameter);
         }
         drop(state);
         self.changed.notify_all();
@@ -104,14 +107,14 @@ impl WeightShards {
     pub fn request(&self, reader: usize, owner: usize, version: u32, parameter: usize) {
         let mut state = self.lock();
         if !self.answer(&state, (reader, owner), version, parameter) {
-            state.asked.insert((reader, owner), (version, parameter));
+            state.requests.insert((reader, owner), (version, parameter));
         }
     }
 
     /// A shard that a replica has asked for has come. Returns false if none is expected.
     pub fn arrive(&self, reader: usize, owner: usize, shard: Arc<Buffer>) -> bool {
         match self.lock().expected.get_mut(&(reader, owner)) {
-            Some(place @ None) => *place = Some(shard),
+            Some(slot @ None) => *slot = Some(shard),
             _ => return false,
         }
         self.changed.notify_all();
@@ -141,37 +144,37 @@ impl WeightShards {
         mut to: RegionMut<'_>,
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
-        let is_there = |owner: &usize| self.remote.process(*owner).is_some();
-        let there: Vec<usize> = (0..self.replicas()).filter(is_there).collect();
+        let is_remote = |owner: &usize| self.remote.process(*owner).is_some();
+        let remote_owners: Vec<usize> = (0..self.replicas()).filter(is_remote).collect();
         let mut state = self.lock();
-        for &of in &there {
-            state.expected.insert((reader, of), None);
-            self.remote.send_to(reader, of, ShardMessage::Read { version, parameter, of });
+        for &owner in &remote_owners {
+            state.expected.insert((reader, owner), None);
+            self.remote.send_to(reader, owner, ShardMessage::Read { version, parameter, of: owner });
         }
-        let shares: Vec<Arc<Buffer>> = loop {
+        let shards: Vec<Arc<Buffer>> = loop {
             if state.is_abandoned {
                 return Err(CollectiveError::PeerLost);
             }
-            let of = |owner: usize| match is_there(&owner) {
+            let shard_of = |owner: usize| match is_remote(&owner) {
                 true => state.expected.get(&(reader, owner)).cloned().flatten(),
                 false => state.shard(version, parameter, owner),
             };
-            match (0..self.replicas()).map(of).collect() {
-                Some(shares) => break shares,
+            match (0..self.replicas()).map(shard_of).collect() {
+                Some(shards) => break shards,
                 None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         };
-        there.iter().for_each(|of| drop(state.expected.remove(&(reader, *of))));
+        remote_owners.iter().for_each(|owner| drop(state.expected.remove(&(reader, *owner))));
         drop(state);
         // A wrong shard length means that the shard is not of this parameter.
-        if shares.iter().map(|share| share.len()).sum::<usize>() != to.len() {
+        if shards.iter().map(|shard| shard.len()).sum::<usize>() != to.len() {
             return Err(CollectiveError::PeerLost);
         }
         let mut end = 0;
-        for share in shares {
+        for shard in shards {
             let start = end;
-            end += share.len();
-            device.copy_from(&share, to.reborrow().slice(start..end))?;
+            end += shard.len();
+            device.copy_from(&shard, to.reborrow().slice(start..end))?;
         }
         Ok(())
     }
@@ -195,11 +198,11 @@ mod tests {
     #[test]
     fn a_version_is_read_until_all_have_let_it_go() {
         let weight_shards = WeightShards::new(Arc::new(RemoteReplicas::none(2)));
-        weight_shards.put(3, 1, share(&[4, 5]));
+        weight_shards.publish(3, 1, share(&[4, 5]));
         let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
         let mut whole = Buffer::host(5);
         std::thread::scope(|scope| {
-            scope.spawn(|| weight_shards.put(3, 0, share(&[1, 2, 3])));
+            scope.spawn(|| weight_shards.publish(3, 0, share(&[1, 2, 3])));
             weight_shards.read(0, (3, 0), whole.region_mut(), &device).unwrap();
         });
         assert_eq!(whole.download().unwrap(), &[1, 2, 3, 4, 5][..]);
@@ -215,7 +218,7 @@ mod tests {
     #[test]
     fn nobody_waits_for_one_that_is_gone() {
         let weight_shards = WeightShards::new(Arc::new(RemoteReplicas::none(2)));
-        weight_shards.put(0, 0, share(&[1]));
+        weight_shards.publish(0, 0, share(&[1]));
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| {
                 let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
