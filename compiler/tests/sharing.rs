@@ -76,7 +76,7 @@ fn run_sharded(op: &Op, strategy: &Strategy, inputs: &[Tensor], devices: usize) 
     verify(&graph).unwrap();
     let values = evaluate_spmd::evaluate(&graph, &feeds).map_err(|e| e.to_string())?;
     let per_device = |value: &Value| -> Vec<Tensor> { values.iter().map(|device| device[value].clone()).collect() };
-    Ok(outputs.iter().zip(&strategy.outputs).map(|(value, layout)| join_shards(&of(value), *layout)).collect())
+    Ok(outputs.iter().zip(&strategy.outputs).map(|(value, layout)| join_shards(&per_device(value), *layout)).collect())
 }
 
 fn describe(strategy: &Strategy) -> String {
