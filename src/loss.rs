@@ -47,7 +47,7 @@ impl Loss {
             0 => graph.fact(graph.outputs[0].value).rank() == 0,
             _ => loss::reads_extra_inputs(graph, at),
         };
-        if loss::own(graph).is_some_and(is_loss) { Loss::Output } else { Loss::CrossEntropy }
+        if loss::output_of(graph).is_some_and(is_loss) { Loss::Output } else { Loss::CrossEntropy }
     }
 
     /// The name on the command line.

@@ -29,7 +29,7 @@ fn model() -> ModelProto {
         TensorShapeProto { dim: vec![Dimension { value: Some(dimension::Value::DimValue(4)), denotation: None }] };
     let tensor = type_proto::Tensor { elem_type: Some(1), shape: Some(shape) };
     let kind = TypeProto { value: Some(type_proto::Value::TensorType(tensor)), denotation: None };
-    let named = |name: &str| ValueInfoProto { name: Some(name.into()), ..Default::default() };
+    let value_info = |name: &str| ValueInfoProto { name: Some(name.into()), ..Default::default() };
     let node = NodeProto {
         op_type: Some("Mish".into()),
         input: vec!["x".into()],
@@ -39,8 +39,8 @@ fn model() -> ModelProto {
     let graph = GraphProto {
         name: Some("mish".into()),
         node: vec![node],
-        input: vec![ValueInfoProto { r#type: Some(kind), ..named("x") }],
-        output: vec![named("y")],
+        input: vec![ValueInfoProto { r#type: Some(kind), ..value_info("x") }],
+        output: vec![value_info("y")],
         ..Default::default()
     };
     let opset = OperatorSetIdProto { domain: Some(String::new()), version: Some(18) };
@@ -58,8 +58,8 @@ fn imported() -> Result<Graph, Box<dyn Error>> {
 
 /// The model's result for these numbers, by the reference kernels.
 fn values(graph: &Graph, x: &[f32; 4]) -> Result<Vec<f64>, Box<dyn Error>> {
-    let given = BTreeMap::from([("x".to_string(), Tensor::from_f32(&[4], x))]);
-    Ok(evaluate(graph, &given)?[&graph.outputs[0].value].to_f64())
+    let feeds = BTreeMap::from([("x".to_string(), Tensor::from_f32(&[4], x))]);
+    Ok(evaluate(graph, &feeds)?[&graph.outputs[0].value].to_f64())
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -77,8 +77,8 @@ mod tests {
     fn it_is_the_function_of_its_paper() {
         let x = [-2.0f32, 0.0, 1.0, 3.0];
         let expected = x.map(|x| f64::from(x) * f64::from(x).exp().ln_1p().tanh());
-        for (found, expected) in values(&imported().unwrap(), &x).unwrap().iter().zip(expected) {
-            assert!((found - expected).abs() < 1e-6, "{found} and {expected}");
+        for (actual, expected) in values(&imported().unwrap(), &x).unwrap().iter().zip(expected) {
+            assert!((actual - expected).abs() < 1e-6, "{actual} and {expected}");
         }
     }
 

@@ -20,12 +20,12 @@ use std::fmt::Write;
 
 /// Assigns ops in order so that all stages have equal weights.
 fn by_weights(graph: &CostGraph, stages: u32) -> Vec<(String, u32)> {
-    let whole: u64 = graph.ops.iter().map(|op| op.param_bytes).sum();
-    let mut before = 0;
+    let total: u64 = graph.ops.iter().map(|op| op.param_bytes).sum();
+    let mut assigned = 0;
     let stage_of = |op: &compiler::profile::cost_graph::OpCost| {
-        let middle = before + op.param_bytes / 2;
-        before += op.param_bytes;
-        (op.id.to_string(), (middle * u64::from(stages) / whole.max(1)).min(u64::from(stages) - 1) as u32)
+        let middle = assigned + op.param_bytes / 2;
+        assigned += op.param_bytes;
+        (op.id.to_string(), (middle * u64::from(stages) / total.max(1)).min(u64::from(stages) - 1) as u32)
     };
     graph.ops.iter().map(stage_of).collect()
 }
@@ -46,7 +46,7 @@ fn layers() -> Result<CostGraph, Box<dyn Error>> {
 }
 
 /// The plan for four devices on one link: with pinned stages, or the planner's best.
-fn planned(pins: Vec<(String, u32)>) -> Result<Plan, Box<dyn Error>> {
+fn plan_with(pins: Vec<(String, u32)>) -> Result<Plan, Box<dyn Error>> {
     let mut problem = Problem::new(layers()?, levels("2:10GB/s")?, CostModel::Pipec);
     problem.constraints.no_replication = true;
     problem.constraints.pins = pins;
@@ -54,7 +54,8 @@ fn planned(pins: Vec<(String, u32)>) -> Result<Plan, Box<dyn Error>> {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    for (name, plan) in [("equal weights", planned(by_weights(&layers()?, 2))?), ("the planner", planned(Vec::new())?)]
+    for (name, plan) in
+        [("equal weights", plan_with(by_weights(&layers()?, 2))?), ("the planner", plan_with(Vec::new())?)]
     {
         let of = |stage: &compiler::plan::Stage| {
             format!("{:?}: {} MB of weights", stage.ops, stage.memory.weights / 1_000_000)
@@ -71,7 +72,7 @@ mod tests {
 
     #[test]
     fn its_stages_weigh_the_same() {
-        let plan = planned(by_weights(&layers().unwrap(), 2)).unwrap();
+        let plan = plan_with(by_weights(&layers().unwrap(), 2)).unwrap();
         let weights: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.weights).collect();
         assert_eq!(weights, [16_000_000, 16_000_000]);
         assert_eq!(plan.stages[1].ops, [(5, 6)]);
@@ -79,10 +80,10 @@ mod tests {
 
     #[test]
     fn the_planner_is_faster_and_heavier() {
-        let (mine, best) = (planned(by_weights(&layers().unwrap(), 2)).unwrap(), planned(Vec::new()).unwrap());
-        assert!(best.predicted.minibatch_us < mine.predicted.minibatch_us);
-        let most = |plan: &Plan| plan.stages.iter().map(|stage| stage.memory.weights).max();
-        assert!(most(&best) > most(&mine));
+        let (custom, best) = (plan_with(by_weights(&layers().unwrap(), 2)).unwrap(), plan_with(Vec::new()).unwrap());
+        assert!(best.predicted.minibatch_us < custom.predicted.minibatch_us);
+        let max_weights = |plan: &Plan| plan.stages.iter().map(|stage| stage.memory.weights).max();
+        assert!(max_weights(&best) > max_weights(&custom));
         assert!(best.lower_bound_us <= best.predicted.minibatch_us);
     }
 }

@@ -30,8 +30,8 @@ impl ComputeOrder for Grouped {
     fn work(&self, pipeline: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
         let groups = items.div_ceil(self.k);
         let of_group = |group: u32, part: Phase| {
-            let own = group * self.k..items.min((group + 1) * self.k);
-            own.map(move |item| Work { stage: StageId(rank.0), item: MicrobatchId(item), part })
+            let group_items = group * self.k..items.min((group + 1) * self.k);
+            group_items.map(move |item| Work { stage: StageId(rank.0), item: MicrobatchId(item), part })
         };
         // Warm up with one group per later rank; then each backward frees room for a forward.
         let ahead = groups.min(pipeline.stages.len() as u32 - 1 - rank.0);
@@ -55,7 +55,7 @@ fn pipeline() -> Pipeline {
 }
 
 /// The checked program for one minibatch of six micro-batches.
-fn made(k: u32) -> Result<Program, Box<dyn Error>> {
+fn build(k: u32) -> Result<Program, Box<dyn Error>> {
     let program = program(&Grouped { k }, &pipeline(), StepCount { minibatches: 1, microbatches: 6 })?;
     check(&program)?;
     Ok(program)
@@ -63,7 +63,7 @@ fn made(k: u32) -> Result<Program, Box<dyn Error>> {
 
 fn main() -> Result<(), Box<dyn Error>> {
     for k in [1, 2, 6] {
-        let program = made(k)?;
+        let program = build(k)?;
         let timeline = simulate(&program, &pipeline(), &Machine::of(&pipeline()))?;
         println!(
             "k = {k}: {:.1} ms, {:.1} % idle, at most {:?} micro-batches in flight",
@@ -74,7 +74,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("{}", chart(&program)?);
     }
     if let Some(path) = std::env::args().nth(1) {
-        std::fs::write(&path, csv(&made(2)?))?;
+        std::fs::write(&path, csv(&build(2)?))?;
         println!("wrote {path}");
     }
     Ok(())
@@ -90,14 +90,14 @@ mod tests {
     fn its_ends_are_the_published_schedules() {
         let count = StepCount { minibatches: 1, microbatches: 6 };
         for (k, published) in [(1, Schedule::OneFOneB), (6, Schedule::Gpipe)] {
-            let other = schedule(published, &pipeline(), count).unwrap();
-            assert_eq!(csv(&made(k).unwrap()), csv(&other), "k = {k}");
+            let published_program = schedule(published, &pipeline(), count).unwrap();
+            assert_eq!(csv(&build(k).unwrap()), csv(&published_program), "k = {k}");
         }
     }
 
     #[test]
     fn groups_of_two_hide_the_links() {
-        let time = |k| simulate(&made(k).unwrap(), &pipeline(), &Machine::of(&pipeline())).unwrap();
+        let time = |k| simulate(&build(k).unwrap(), &pipeline(), &Machine::of(&pipeline())).unwrap();
         let (one, two, all) = (time(1), time(2), time(6));
         assert!(two.makespan < one.makespan, "{} and {} us", two.makespan, one.makespan);
         assert_eq!([&one, &two, &all].map(|run| run.peak_in_flight[0]), [3, 6, 6]);
@@ -106,6 +106,6 @@ mod tests {
     /// The table next to this file is the one that it writes.
     #[test]
     fn the_table_is_this_schedule() {
-        assert_eq!(csv(&made(2).unwrap()), include_str!("my_schedule.csv"));
+        assert_eq!(csv(&build(2).unwrap()), include_str!("my_schedule.csv"));
     }
 }

@@ -171,11 +171,11 @@ impl Whole {
     pub fn interval(&self) -> Option<[f64; 2]> {
         let median = self.fwd_us + self.bwd_us;
         let [low, high] = self.range_us.filter(|[_, high]| median > 0.0 && (high / median).is_finite())?;
-        let rounded = |ratio: f64| ((1e4 * ratio).round() / 1e4).min(MAX_INTERVAL);
+        let round = |ratio: f64| ((1e4 * ratio).round() / 1e4).min(MAX_INTERVAL);
         // A range of the sum may leave out the sum of the medians.
         Some([
-            rounded((low / median).min(1.0) * (1.0 - MODEL_ERROR)),
-            rounded((high / median).max(1.0) * (1.0 + MODEL_ERROR)),
+            round((low / median).min(1.0) * (1.0 - MODEL_ERROR)),
+            round((high / median).max(1.0) * (1.0 + MODEL_ERROR)),
         ])
     }
 }

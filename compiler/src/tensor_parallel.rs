@@ -52,7 +52,7 @@ pub struct SpmdTask {
     /// Per output, its required sharding.
     pub ends: Vec<End>,
     /// Parameters that must be replicated.
-    pub whole: BTreeSet<NodeId>,
+    pub replicated: BTreeSet<NodeId>,
     /// Inputs that arrive split.
     pub split: HashMap<NodeId, Sharding>,
 }
@@ -64,12 +64,12 @@ pub struct Choice {
     pub strategies: HashMap<NodeId, Strategy>,
     pub parameters: HashMap<NodeId, Sharding>,
     /// The second sharding in which a value is kept, in addition to the one it is made in.
-    pub kept: HashMap<Value, Sharding>,
+    pub second_layouts: HashMap<Value, Sharding>,
 }
 
 impl Choice {
     /// The sharding in which a value is made.
-    pub fn made(&self, value: Value) -> Sharding {
+    pub fn layout(&self, value: Value) -> Sharding {
         let by_op = || self.strategies.get(&value.node).map(|strategy| strategy.outputs[value.output as usize]);
         self.parameters.get(&value.node).copied().or_else(by_op).unwrap_or(Sharding::Replicated)
     }

@@ -29,12 +29,17 @@ pub fn plainly(message: &str, format: Format) -> String {
     let (found, expected) = message.split_at(at);
     let expected = &expected[EXPECTED.len()..];
     // Keep the position that the parser may append.
-    let (expected, place) = expected.find(" at line ").map_or((expected, ""), |at| expected.split_at(at));
-    format!("{}{EXPECTED}{}{}{place}", opened(found, group), named(expected, group), meant(found, expected))
+    let (expected, position) = expected.find(" at line ").map_or((expected, ""), |at| expected.split_at(at));
+    format!(
+        "{}{EXPECTED}{}{}{position}",
+        reword_found(found, group),
+        reword_expected(expected, group),
+        suggestion(found, expected)
+    )
 }
 
 /// The suggestion for "unknown field `sped`, expected one of `speed`, `count`".
-fn meant(found: &str, expected: &str) -> String {
+fn suggestion(found: &str, expected: &str) -> String {
     let is_name = |start: &&str| found.rfind(*start).is_some_and(|at| !found[at..].contains('\n'));
     let Some(start) = ["unknown field `", "unknown variant `"].into_iter().find(is_name) else { return String::new() };
     let name = found.rsplit(start).next().unwrap_or_default().trim_end_matches('`');
@@ -44,32 +49,34 @@ fn meant(found: &str, expected: &str) -> String {
 const EXPECTED: &str = ", expected ";
 
 /// Rewords `invalid type: map` and the like at the start of a line.
-fn opened(found: &str, group: &str) -> String {
+fn reword_found(found: &str, group: &str) -> String {
     let (before, line) = match found.rfind('\n') {
         Some(at) => found.split_at(at + 1),
         None => ("", found),
     };
     let reworded = ["invalid type: ", "invalid value: ", "invalid length "].into_iter().find_map(|start| {
-        let rest = line.strip_prefix(start)?;
-        Some(match rest {
+        let found_type = line.strip_prefix(start)?;
+        Some(match found_type {
             "map" => group.to_string(),
             "sequence" => "a list".to_string(),
             "unit value" | "null" => "nothing".to_string(),
-            _ if start == "invalid length " => format!("a list of {rest}"),
-            _ => rest.strip_prefix("floating point").map_or(rest.to_string(), |rest| format!("number{rest}")),
+            _ if start == "invalid length " => format!("a list of {found_type}"),
+            _ => found_type
+                .strip_prefix("floating point")
+                .map_or(found_type.to_string(), |found_type| format!("number{found_type}")),
         })
     });
     before.to_string() + reworded.as_deref().unwrap_or(line)
 }
 
-fn named(expected: &str, group: &str) -> String {
-    let whole = |most: u64| format!("an integer from 0 to {most}");
+fn reword_expected(expected: &str, group: &str) -> String {
+    let integer_up_to = |most: u64| format!("an integer from 0 to {most}");
     let is = |starts: &[&str]| starts.iter().any(|start| expected.starts_with(start));
     match expected {
-        "u8" => whole(u8::MAX.into()),
-        "u16" => whole(u16::MAX.into()),
-        "u32" => whole(u32::MAX.into()),
-        "u64" | "usize" => whole(u64::MAX),
+        "u8" => integer_up_to(u8::MAX.into()),
+        "u16" => integer_up_to(u16::MAX.into()),
+        "u32" => integer_up_to(u32::MAX.into()),
+        "u64" | "usize" => integer_up_to(u64::MAX),
         "i8" | "i16" | "i32" | "i64" | "isize" => "an integer".to_string(),
         "f32" | "f64" => "a number".to_string(),
         "unit" => "nothing".to_string(),

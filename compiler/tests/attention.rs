@@ -24,12 +24,12 @@ const D: i64 = 3;
 /// A graph under construction, with the values of its inputs.
 struct Net {
     graph: Graph,
-    given: BTreeMap<String, Tensor>,
+    inputs: BTreeMap<String, Tensor>,
 }
 
 impl Net {
     fn new() -> Net {
-        Net { graph: Graph::new("net"), given: BTreeMap::new() }
+        Net { graph: Graph::new("net"), inputs: BTreeMap::new() }
     }
 
     fn add(&mut self, op: Op, inputs: &[Value]) -> Value {
@@ -38,7 +38,7 @@ impl Net {
 
     fn input(&mut self, name: &str, tensor: Tensor) -> Value {
         let fact = Fact::of(tensor.dtype(), tensor.shape());
-        self.given.insert(name.to_string(), tensor);
+        self.inputs.insert(name.to_string(), tensor);
         self.add(Op::Input(Input { name: name.into(), fact }), &[])
     }
 
@@ -110,8 +110,8 @@ impl Net {
 
     /// A mask of data: some keys of the first example, and none of the second if `may_be_empty`.
     fn padding(&mut self, may_be_empty: bool) -> Value {
-        let seen: Vec<bool> = (0..B * T).map(|at| if at < T { at != 1 } else { !may_be_empty }).collect();
-        self.input("mask", Tensor::from_bool(&[B as usize, 1, 1, T as usize], &seen))
+        let visible: Vec<bool> = (0..B * T).map(|at| if at < T { at != 1 } else { !may_be_empty }).collect();
+        self.input("mask", Tensor::from_bool(&[B as usize, 1, 1, T as usize], &visible))
     }
 
     fn attentions(graph: &Graph) -> Vec<Attention> {
@@ -121,29 +121,29 @@ impl Net {
     /// Runs the pass. If it recognises attention, values are those of the parts.
     fn pass(mut self, y: Value) -> Option<(Attention, Graph)> {
         self.graph.outputs.push(Output { name: "y".into(), value: y });
-        let before = evaluate(&self.graph, &self.given).unwrap()[&y].clone();
+        let before = evaluate(&self.graph, &self.inputs).unwrap()[&y].clone();
         let shape = self.graph.fact(y).clone();
         let changed = attention(&mut self.graph);
         verify(&self.graph).unwrap();
         dce(&mut self.graph);
         verify(&self.graph).unwrap();
-        let found = Net::attentions(&self.graph);
-        assert_eq!(changed == Changed::Yes, !found.is_empty());
-        let made = self.graph.outputs[0].value;
-        assert_eq!(*self.graph.fact(made), shape);
-        let after = evaluate(&self.graph, &self.given).unwrap()[&made].clone();
+        let attentions = Net::attentions(&self.graph);
+        assert_eq!(changed == Changed::Yes, !attentions.is_empty());
+        let output = self.graph.outputs[0].value;
+        assert_eq!(*self.graph.fact(output), shape);
+        let after = evaluate(&self.graph, &self.inputs).unwrap()[&output].clone();
         for (a, b) in after.to_f64().iter().zip(before.to_f64()) {
             assert!((a - b).abs() < 1e-6 || a.is_nan() && b.is_nan(), "{a} is not {b}");
         }
         let has = |test: fn(&Op) -> bool| self.graph.ids().any(|id| test(&self.graph.node(id).op));
-        let op = found.first().copied()?;
+        let op = attentions.first().copied()?;
         assert!(!has(|op| matches!(op, Op::MatMul(_) | Op::Softmax(_) | Op::Dropout(_))), "parts are left");
         Some((op, self.graph))
     }
 }
 
 /// The attention of a net.
-fn found(build: impl FnOnce(&mut Net) -> Value) -> Option<Attention> {
+fn rewrite(build: impl FnOnce(&mut Net) -> Value) -> Option<Attention> {
     let mut net = Net::new();
     let y = build(&mut net);
     net.pass(y).map(|(op, _)| op)
@@ -158,7 +158,7 @@ fn is_scale(op: Attention) -> bool {
 #[test]
 fn scales_of_scores_and_operands_are_one() {
     for form in 0..4 {
-        let op = found(|net| {
+        let op = rewrite(|net| {
             let [mut q, mut k, v] = net.operands();
             let root = (D as f64).sqrt();
             if form == 1 {
@@ -184,7 +184,7 @@ fn scales_of_scores_and_operands_are_one() {
 #[test]
 fn operands_may_be_transposed_and_reshaped() {
     // The key as of the zoo: its heads and its last two axes turned at once.
-    let op = found(|net| {
+    let op = rewrite(|net| {
         let [q, _, v] = net.operands();
         let k = net.operand("keys", &[B, T, H, D], 4);
         let k = net.transpose(k, &[0, 2, 3, 1]);
@@ -194,7 +194,7 @@ fn operands_may_be_transposed_and_reshaped() {
     });
     assert_eq!(op.unwrap().scale, 1.0);
     // As of torch's decomposition: matrices in a list, and scaled before that.
-    let op = found(|net| {
+    let op = rewrite(|net| {
         let [q, k, v] = net.operands();
         let q = net.with_number(Binary::Mul, q, SCALE.sqrt());
         let k = net.transpose(k, &[0, 1, 3, 2]);
@@ -212,7 +212,7 @@ fn operands_may_be_transposed_and_reshaped() {
     });
     assert!(op.is_some_and(|op| is_scale(op) && op.causal));
     // Rank 3.
-    let op = found(|net| {
+    let op = rewrite(|net| {
         let [q, k, v] = net.operands().map(|x| net_flat(net, x));
         let scores = net.scores(q, k);
         let weights = net.softmax(scores);
@@ -272,7 +272,7 @@ fn causal_masks_are_proven_and_others_are_inputs() {
 fn empty_rows_are_those_of_the_source() {
     // As of scaled_dot_product_attention with a boolean mask.
     let zeroed = |matching: bool| {
-        found(|net| {
+        rewrite(|net| {
             let [q, k, v] = net.operands();
             let scores = net.scores(q, k);
             let mask = net.padding(true);
@@ -286,7 +286,7 @@ fn empty_rows_are_those_of_the_source() {
     assert_eq!(zeroed(true).unwrap().empty, EmptyRow::Zero);
     assert_eq!(zeroed(false), None);
     let filled = |number: f64, may_be_empty: bool| {
-        found(|net| {
+        rewrite(|net| {
             let [q, k, v] = net.operands();
             let scores = net.scores(q, k);
             let mask = net.padding(may_be_empty);
@@ -300,26 +300,26 @@ fn empty_rows_are_those_of_the_source() {
     // Not low enough to have no weight.
     assert_eq!(filled(-100.0, false), None);
     // As of ONNX Attention: bias and rows that are set to 0 before and after the softmax.
-    let onnx = found(|net| {
+    let onnx = rewrite(|net| {
         let [q, k, v] = net.operands();
         let scores = net.scores(q, k);
         let (mask, lower) = (net.padding(true), net.lower(0));
         let (mask, lower) = (net.where_zero_or(mask, f64::NEG_INFINITY), net.where_zero_or(lower, f64::NEG_INFINITY));
         let bias = net.binary(Binary::Add, mask, lower);
         let scores = net.binary(Binary::Add, scores, bias);
-        let most = net.add(Op::Reduce(Reduce { kind: ReduceKind::Max, axes: vec![3], keep: true }), &[bias]);
-        let never = net.add(scalar(DType::F32, f64::NEG_INFINITY), &[]);
-        let none = net.add(Op::Compare(Compare::Equal), &[most, never]);
+        let row_max = net.add(Op::Reduce(Reduce { kind: ReduceKind::Max, axes: vec![3], keep: true }), &[bias]);
+        let lowest = net.add(scalar(DType::F32, f64::NEG_INFINITY), &[]);
+        let is_row_empty = net.add(Op::Compare(Compare::Equal), &[row_max, lowest]);
         let zero = net.add(scalar(DType::F32, 0.0), &[]);
-        let scores = net.select(none, zero, scores);
+        let scores = net.select(is_row_empty, zero, scores);
         let weights = net.softmax(scores);
-        let weights = net.select(none, zero, weights);
+        let weights = net.select(is_row_empty, zero, weights);
         net.matmul(weights, v, false)
     })
     .unwrap();
     assert_eq!((onnx.empty, onnx.causal), (EmptyRow::Zero, true));
     // As of an export that replaces NaN.
-    let nan = found(|net| {
+    let nan = rewrite(|net| {
         let [q, k, v] = net.operands();
         let scores = net.scores(q, k);
         let mask = net.padding(true);
@@ -335,23 +335,23 @@ fn empty_rows_are_those_of_the_source() {
     assert_eq!(nan.unwrap().empty, EmptyRow::Zero);
     // As ATen's `_safe_softmax` is decomposed.
     let safe = |every: bool| {
-        found(|net| {
+        rewrite(|net| {
             let [q, k, v] = net.operands();
             let scores = net.scores(q, k);
             let mask = net.padding(true);
             let mask = net.where_zero_or(mask, f64::NEG_INFINITY);
             let scores = net.binary(Binary::Add, scores, mask);
             let weights = net.softmax(scores);
-            let never = net.add(scalar(DType::F32, f64::NEG_INFINITY), &[]);
-            let hidden = net.add(Op::Compare(Compare::Equal), &[scores, never]);
+            let lowest = net.add(scalar(DType::F32, f64::NEG_INFINITY), &[]);
+            let hidden = net.add(Op::Compare(Compare::Equal), &[scores, lowest]);
             let visible = net.add(Op::Unary(Unary::Not), &[hidden]);
             let visible = net.add(Op::Cast(Cast { to: DType::I64 }), &[visible]);
             let kind = if every { ReduceKind::Min } else { ReduceKind::Max };
             let any = net.add(Op::Reduce(Reduce { kind, axes: vec![3], keep: true }), &[visible]);
             let zero = net.add(Op::Constant(Constant { tensor: Tensor::from_i64(&[], &[0]) }), &[]);
-            let none = net.add(Op::Compare(Compare::Equal), &[any, zero]);
+            let is_row_empty = net.add(Op::Compare(Compare::Equal), &[any, zero]);
             let zero = net.add(scalar(DType::F32, 0.0), &[]);
-            let weights = net.select(none, zero, weights);
+            let weights = net.select(is_row_empty, zero, weights);
             net.matmul(weights, v, false)
         })
     };
@@ -359,7 +359,7 @@ fn empty_rows_are_those_of_the_source() {
     // Rows with a hidden key.
     assert_eq!(safe(true), None);
     // A finite causal mask beside another one stays a mask: in an empty row, the sums of both count.
-    let both = found(|net| {
+    let op = rewrite(|net| {
         let [q, k, v] = net.operands();
         let scores = net.scores(q, k);
         let (mask, lower) = (net.padding(false), net.lower(0));
@@ -369,7 +369,7 @@ fn empty_rows_are_those_of_the_source() {
         let weights = net.softmax(scores);
         net.matmul(weights, v, false)
     });
-    assert!(both.is_some_and(|op| !op.causal && op.empty == EmptyRow::Nan));
+    assert!(op.is_some_and(|op| !op.causal && op.empty == EmptyRow::Nan));
 }
 
 #[test]
@@ -391,7 +391,7 @@ fn repeated_key_heads_are_grouped() {
     assert_eq!(graph.fact(graph.inputs(id)[1]).to_string(), "f32[2, 2, 5, 3]");
     assert!(!graph.ids().any(|id| matches!(graph.node(id).op, Op::Broadcast(_))));
     // Heads repeated as a whole, 0 1 0 1, are no groups.
-    let op = found(|net| {
+    let op = rewrite(|net| {
         let q = net.operand("q", &[B, H, S, D], 1);
         let repeated = |net: &mut Net, name: &str, seed: u64| {
             let x = net.operand(name, &[B, 1, 2, T, D], seed);
@@ -408,7 +408,7 @@ fn repeated_key_heads_are_grouped() {
 
 #[test]
 fn dropout_keeps_its_stream() {
-    let op = found(|net| {
+    let op = rewrite(|net| {
         let [q, k, v] = net.operands();
         let scores = net.scores(q, k);
         let weights = net.softmax(scores);
@@ -423,7 +423,7 @@ fn dropout_keeps_its_stream() {
 fn what_only_looks_like_attention_stays() {
     // Another reader of the scores, or of the weights.
     for reader in 0..2 {
-        let op = found(|net| {
+        let op = rewrite(|net| {
             let [q, k, v] = net.operands();
             let scores = net.scores(q, k);
             let weights = net.softmax(scores);
@@ -435,7 +435,7 @@ fn what_only_looks_like_attention_stays() {
         assert_eq!(op, None, "{reader}");
     }
     // Another axis.
-    let op = found(|net| {
+    let op = rewrite(|net| {
         let [q, k, v] = net.operands();
         let scores = net.scores(q, k);
         let weights = net.add(Op::Softmax(Softmax { axis: 2 }), &[scores]);
@@ -443,7 +443,7 @@ fn what_only_looks_like_attention_stays() {
     });
     assert_eq!(op, None);
     // A scale that is no number.
-    let op = found(|net| {
+    let op = rewrite(|net| {
         let [q, k, v] = net.operands();
         let scores = net.matmul(q, k, true);
         let scale = net.operand("scale", &[1], 5);

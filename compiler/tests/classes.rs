@@ -5,10 +5,10 @@ mod random;
 use compiler::cluster::device::find;
 use compiler::cluster::read::{from_toml, levels};
 use compiler::cluster::{Bytes, Cluster, DeviceClass};
+use compiler::partition::checked_plan::Planned;
 use compiler::partition::error::PlanError;
 use compiler::partition::options::PlannerOptions;
 use compiler::partition::partitioners::Partitioner;
-use compiler::partition::planned::Planned;
 use compiler::partition::planner::plan;
 use compiler::plan::Plan;
 use compiler::plan::check::consistency::sound;
@@ -62,8 +62,8 @@ fn chain(times: &[f64]) -> CostGraph {
     graph(times, &edges, &mut || 0)
 }
 
-fn random_graph(random: &mut Random, most: u64, most_bytes: u64) -> (CostGraph, Vec<(u32, u32)>) {
-    let ops = 2 + random.below(most - 1) as u32;
+fn random_graph(random: &mut Random, max_ops: u64, most_bytes: u64) -> (CostGraph, Vec<(u32, u32)>) {
+    let ops = 2 + random.below(max_ops - 1) as u32;
     let times: Vec<f64> = (0..ops).map(|_| 3.0 * random.below(400) as f64).collect();
     let mut edges = Vec::new();
     for to in 1..ops {
@@ -80,7 +80,7 @@ fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanErro
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })
 }
 
-fn planned(problem: &Problem) -> Plan {
+fn checked_plan(problem: &Problem) -> Plan {
     let plan = with(problem, Partitioner::Pipec).unwrap().plan;
     check(problem, &plan).unwrap();
     sound(&plan).unwrap();
@@ -89,16 +89,16 @@ fn planned(problem: &Problem) -> Plan {
 
 /// Minimum time over all device assignments, for a model without transfers and memory.
 fn exhaustive(graph: &CostGraph, edges: &[(u32, u32)], speeds: &[f64]) -> f64 {
-    fn rest(times: &[f64], edges: &[(u32, u32)], speeds: &[f64], inside: u32, used: u32) -> f64 {
-        let all = (1u32 << times.len()) - 1;
-        if inside == all {
+    fn best_rest(times: &[f64], edges: &[(u32, u32)], speeds: &[f64], assigned: u32, used: u32) -> f64 {
+        let full_set = (1u32 << times.len()) - 1;
+        if assigned == full_set {
             return 0.0;
         }
         let mut best = f64::INFINITY;
-        for set in 1..=all {
-            let next = inside | set;
-            let closed = edges.iter().all(|(from, to)| next >> to & 1 == 0 || next >> from & 1 == 1);
-            if set & inside != 0 || !closed {
+        for set in 1..=full_set {
+            let next = assigned | set;
+            let is_closed = edges.iter().all(|(from, to)| next >> to & 1 == 0 || next >> from & 1 == 1);
+            if set & assigned != 0 || !is_closed {
                 continue;
             }
             let work: f64 = (0..times.len()).filter(|op| set >> op & 1 == 1).map(|op| times[op]).sum();
@@ -106,18 +106,18 @@ fn exhaustive(graph: &CostGraph, edges: &[(u32, u32)], speeds: &[f64]) -> f64 {
                 if devices & used != 0 {
                     continue;
                 }
-                let held = (0..speeds.len()).filter(|device| devices >> device & 1 == 1);
-                let slowest = held.map(|device| speeds[device]).fold(f64::INFINITY, f64::min);
-                let own = work / slowest / f64::from(devices.count_ones());
-                if own < best {
-                    best = best.min(own.max(rest(times, edges, speeds, next, used | devices)));
+                let group = (0..speeds.len()).filter(|device| devices >> device & 1 == 1);
+                let slowest = group.map(|device| speeds[device]).fold(f64::INFINITY, f64::min);
+                let stage_us = work / slowest / f64::from(devices.count_ones());
+                if stage_us < best {
+                    best = best.min(stage_us.max(best_rest(times, edges, speeds, next, used | devices)));
                 }
             }
         }
         best
     }
     let times: Vec<f64> = graph.ops.iter().map(|op| op.fwd_us + op.bwd_us).collect();
-    rest(&times, edges, speeds, 0, 0)
+    best_rest(&times, edges, speeds, 0, 0)
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn no_assignment_of_devices_is_faster() {
         let cluster = mixed(&format!("{}:1GB/s", speeds.len()), &classes);
         let problem = Problem::new(graph, cluster, CostModel::Pipec);
         let best = exhaustive(&problem.graph, &edges, &speeds);
-        let plan = planned(&problem);
+        let plan = checked_plan(&problem);
         let us = plan.predicted.minibatch_us;
         assert!((us - best).abs() <= 1e-9 * best, "seed {seed}: {us}, {best} is possible on {speeds:?}");
         assert!(plan.proven_optimal, "seed {seed}: bound {}", plan.lower_bound_us);
@@ -146,7 +146,7 @@ fn no_assignment_of_devices_is_faster() {
 
 #[test]
 fn nothing_beats_the_search_through_everything_and_the_planner_ties_it() {
-    let (mut tied, mut compared, mut refused) = (0, 0, 0);
+    let (mut tied, mut compared, mut infeasible) = (0, 0, 0);
     for seed in 1..=120 {
         let mut random = Random(seed * 31);
         let (graph, _) = random_graph(&mut random, 5, 300_000);
@@ -169,29 +169,29 @@ fn nothing_beats_the_search_through_everything_and_the_planner_ties_it() {
         let best = match with(&problem, Partitioner::Exhaustive) {
             Ok(best) => best.plan,
             Err(PlanError::Infeasible { .. } | PlanError::DeviceMemory(_)) => {
-                refused += 1;
+                infeasible += 1;
                 assert!(with(&problem, Partitioner::Pipec).is_err(), "seed {seed}");
                 continue;
             }
-            Err(other) => panic!("seed {seed}: {other}"),
+            Err(baseline) => panic!("seed {seed}: {baseline}"),
         };
         check(&problem, &best).unwrap();
         compared += 1;
-        let least = best.predicted.minibatch_us;
-        let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
-        let us = found.plan.predicted.minibatch_us;
-        assert!(us >= least * (1.0 - 1e-9), "seed {seed}: {us} beats {least}");
-        assert!(found.plan.lower_bound_us <= least * (1.0 + 1e-9), "seed {seed}: the bound is above {least}");
-        tied += u32::from(us <= least * (1.0 + 1e-9));
+        let best_us = best.predicted.minibatch_us;
+        let Ok(outcome) = with(&problem, Partitioner::Pipec) else { continue };
+        let us = outcome.plan.predicted.minibatch_us;
+        assert!(us >= best_us * (1.0 - 1e-9), "seed {seed}: {us} beats {best_us}");
+        assert!(outcome.plan.lower_bound_us <= best_us * (1.0 + 1e-9), "seed {seed}: the bound is above {best_us}");
+        tied += u32::from(us <= best_us * (1.0 + 1e-9));
         for partitioner in
             [Partitioner::Pipedream, Partitioner::DataParallel, Partitioner::Uniform, Partitioner::Single]
         {
-            let Ok(other) = with(&problem, partitioner) else { continue };
-            assert!(other.plan.lower_bound_us <= least * (1.0 + 1e-9), "seed {seed}: {partitioner:?}");
-            assert!(other.plan.predicted.minibatch_us >= least * (1.0 - 1e-9), "seed {seed}: {partitioner:?}");
+            let Ok(baseline) = with(&problem, partitioner) else { continue };
+            assert!(baseline.plan.lower_bound_us <= best_us * (1.0 + 1e-9), "seed {seed}: {partitioner:?}");
+            assert!(baseline.plan.predicted.minibatch_us >= best_us * (1.0 - 1e-9), "seed {seed}: {partitioner:?}");
         }
     }
-    println!("{tied} of {compared} tie the search through everything, {refused} do not fit");
+    println!("{tied} of {compared} tie the search through everything, {infeasible} do not fit");
     assert!(compared > 60 && tied * 100 >= compared * 95, "{tied} of {compared}");
 }
 
@@ -201,20 +201,20 @@ fn one_fast_device_among_slow_ones_stands_where_the_work_is() {
     for heavy in 0..4usize {
         let mut times = [90.0; 4];
         times[heavy] = 360.0;
-        let plan = planned(&Problem::new(chain(&times), cluster.clone(), CostModel::Pipec));
+        let plan = checked_plan(&Problem::new(chain(&times), cluster.clone(), CostModel::Pipec));
         assert_eq!((plan.predicted.minibatch_us, plan.proven_optimal), (90.0, true), "{heavy}");
         assert_eq!(plan.stages[heavy].devices, [0], "{heavy}");
         assert_eq!(plan.stages[heavy].fwd_us, 30.0);
         // The plan's devices are cluster positions: swapping them makes another plan, which the checker rejects.
         let problem = Problem::new(chain(&times), cluster.clone(), CostModel::Pipec);
-        let mut other = plan.clone();
+        let mut swapped = plan.clone();
         let elsewhere = (heavy + 1) % 4;
         let (here, there) = (plan.stages[heavy].devices.clone(), plan.stages[elsewhere].devices.clone());
-        (other.stages[heavy].devices, other.stages[elsewhere].devices) = (there, here);
-        assert!(check(&problem, &other).is_err(), "{heavy}");
+        (swapped.stages[heavy].devices, swapped.stages[elsewhere].devices) = (there, here);
+        assert!(check(&problem, &swapped).is_err(), "{heavy}");
     }
     // The fast device alone takes 630 / 4, all four at the slow pace also 630 / 4; the pipeline takes 90.
-    let plan = planned(&Problem::new(chain(&[360.0, 90.0, 90.0, 90.0]), cluster, CostModel::Pipec));
+    let plan = checked_plan(&Problem::new(chain(&[360.0, 90.0, 90.0, 90.0]), cluster, CostModel::Pipec));
     assert_eq!((plan.baselines.single, plan.baselines.data_parallel), (157.5, 157.5));
 }
 
@@ -223,7 +223,7 @@ fn what_does_not_fit_on_the_small_class_goes_to_the_large() {
     let mut sizes = [100u64, 0, 0, 9000, 0, 0].into_iter();
     let graph = graph(&[60.0, 60.0], &[(0, 1)], &mut || sizes.next().unwrap());
     let mut problem = Problem::new(graph, mixed("2:1GB/s", &[(1, 1.0, 30_000), (1, 1.0, 1_000)]), CostModel::Pipec);
-    let plan = planned(&problem);
+    let plan = checked_plan(&problem);
     assert_eq!(plan.stages.len(), 2);
     assert_eq!((&plan.stages[0].devices, &plan.stages[1].devices), (&vec![1], &vec![0]));
     let mut swapped = plan.clone();
@@ -234,7 +234,7 @@ fn what_does_not_fit_on_the_small_class_goes_to_the_large() {
     let Err(PlanError::DeviceMemory(small)) = with(&problem, Partitioner::Pipec) else { panic!("it fits") };
     assert_eq!((small.class, small.memory, small.limit), (Some(0), 1_000, None));
     problem.cluster.classes.iter_mut().for_each(|class| class.device.memory = Bytes(small.smallest));
-    assert_eq!(planned(&problem).stages.iter().map(|stage| stage.memory.total).max(), Some(small.smallest));
+    assert_eq!(checked_plan(&problem).stages.iter().map(|stage| stage.memory.total).max(), Some(small.smallest));
 }
 
 #[test]
@@ -244,10 +244,10 @@ fn units_of_several_levels_change_places_whole() {
         let (graph, _) = random_graph(&mut random, 6, 200_000);
         let cluster = mixed("2:10GB/s,2:1GB/s", &[(2, 1.0, 1 << 40), (1, 2.0, 1 << 40), (1, 0.5, 1 << 40)]);
         let problem = Problem::new(graph, cluster, CostModel::Pipec);
-        let plan = planned(&problem);
+        let plan = checked_plan(&problem);
         assert!(plan.lower_bound_us <= plan.predicted.minibatch_us);
-        let spread: f64 = problem.graph.total_us() / 4.5;
-        assert!(plan.lower_bound_us >= spread * (1.0 - 1e-9), "seed {seed}");
+        let ideal_us: f64 = problem.graph.total_us() / 4.5;
+        assert!(plan.lower_bound_us >= ideal_us * (1.0 - 1e-9), "seed {seed}");
     }
 }
 
@@ -255,23 +255,23 @@ fn units_of_several_levels_change_places_whole() {
 fn simulation_goes_at_the_same_pace() {
     let cluster = mixed("4:1GB/s", &[(2, 2.0, 1 << 40), (2, 1.0, 1 << 40)]);
     let mut problem = Problem::new(chain(&[300.0, 120.0, 90.0, 210.0, 180.0]), cluster, CostModel::Pipec);
-    problem.in_flight = InFlight::Given(vec![6; planned(&problem).stages.len()]);
-    let plan = planned(&problem);
+    problem.in_flight = InFlight::Given(vec![6; checked_plan(&problem).stages.len()]);
+    let plan = checked_plan(&problem);
     let pipeline = pipeline(&plan).unwrap();
     let count = StepCount { minibatches: 200, microbatches: 1 };
     let program = schedule(generated(plan.schedule.kind).unwrap(), &pipeline, count).unwrap();
     let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
-    let each = timeline.makespan / 200.0;
+    let step_us = timeline.makespan / 200.0;
     let us = plan.predicted.minibatch_us;
-    assert!((each - us).abs() < 0.1 * us, "simulated {each}, predicted {us}");
+    assert!((step_us - us).abs() < 0.1 * us, "simulated {step_us}, predicted {us}");
 }
 
 #[test]
 fn what_knows_no_classes_is_refused() {
     let cluster = mixed("2:1GB/s", &[(1, 1.0, 1 << 40), (1, 2.0, 1 << 40)]);
     for cost in [CostModel::Paper, CostModel::Pipedream] {
-        let refused = with(&Problem::new(chain(&[3.0, 3.0]), cluster.clone(), cost), Partitioner::Pipec).unwrap_err();
-        assert_eq!(refused.to_string(), "a cluster of several device classes requires cost `pipec`");
+        let error = with(&Problem::new(chain(&[3.0, 3.0]), cluster.clone(), cost), Partitioner::Pipec).unwrap_err();
+        assert_eq!(error.to_string(), "a cluster of several device classes requires cost `pipec`");
     }
     let mut problem = Problem::new(chain(&[3.0, 3.0]), cluster.clone(), CostModel::Pipec);
     problem.objective = Objective::Memory;

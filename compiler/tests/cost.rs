@@ -22,9 +22,9 @@ use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::{Machine, simulate};
 use random::Random;
 
-/// A graph of 2 to `most` ops, with several readers per tensor, tied weights and unsaved ops.
-fn random_graph(random: &mut Random, most: u64) -> CostGraph {
-    let ops = 2 + random.below(most - 1) as u32;
+/// A graph of 2 to `max_ops` ops, with several readers per tensor, tied weights and unsaved ops.
+fn random_graph(random: &mut Random, max_ops: u64) -> CostGraph {
+    let ops = 2 + random.below(max_ops - 1) as u32;
     let mut graph = CostGraph::default();
     for id in 0..ops {
         let weights = if random.below(3) == 0 { random.below(400_000) } else { random.below(20_000) };
@@ -61,8 +61,8 @@ fn random_graph(random: &mut Random, most: u64) -> CostGraph {
     let is_chain = random.below(2) == 0;
     for to in 1..ops {
         let extra = if is_chain { 0 } else { random.below(2) };
-        let near = to - 1 - (random.below(3) as u32 * u32::from(!is_chain)).min(to - 1);
-        let mut producers = vec![near];
+        let nearest = to - 1 - (random.below(3) as u32 * u32::from(!is_chain)).min(to - 1);
+        let mut producers = vec![nearest];
         producers.extend((0..extra).map(|_| random.below(u64::from(to)) as u32));
         for from in producers {
             let consumers = &mut graph.tensors[from as usize].consumers;
@@ -76,8 +76,8 @@ fn random_graph(random: &mut Random, most: u64) -> CostGraph {
 
 const CLUSTERS: [&str; 4] = ["2:1GB/s", "3:1GB/s", "4:0.2GB/s", "4:10GB/s"];
 
-fn random_problem(random: &mut Random, most: u64) -> Problem {
-    let graph = random_graph(random, most);
+fn random_problem(random: &mut Random, max_ops: u64) -> Problem {
+    let graph = random_graph(random, max_ops);
     let mut cluster = levels(CLUSTERS[random.below(4) as usize]).unwrap();
     cluster.levels[0].latency.0 = random.below(30) as f64 * 1e-6;
     let mut problem = Problem::new(graph, cluster, CostModel::Pipec);
@@ -167,10 +167,10 @@ fn shares_within_memory_tie_the_exhaustive_search() {
         let (best, ours) = match (best, ours) {
             (Ok(best), Ok(ours)) => (best.plan, ours.plan),
             (
-                Err(PlanError::Infeasible { smallest_limit: one, .. }),
+                Err(PlanError::Infeasible { smallest_limit: exhaustive_limit, .. }),
                 Err(PlanError::Infeasible { smallest_limit, .. }),
             ) => {
-                assert_eq!(smallest_limit, one, "seed {seed}");
+                assert_eq!(smallest_limit, exhaustive_limit, "seed {seed}");
                 continue;
             }
             (best, ours) => panic!("seed {seed}: exhaustive {:?}, the planner {:?}", best.err(), ours.err()),
@@ -186,7 +186,7 @@ fn shares_within_memory_tie_the_exhaustive_search() {
 
 #[test]
 fn the_least_limit_does_and_one_percent_less_does_not() {
-    let mut refused = 0;
+    let mut infeasible = 0;
     for seed in 0..300 {
         let mut random = Random(5000 + seed);
         let mut problem = random_problem(&mut random, 7);
@@ -196,18 +196,18 @@ fn the_least_limit_does_and_one_percent_less_does_not() {
         else {
             continue;
         };
-        refused += 1;
+        infeasible += 1;
         assert_eq!(smallest_limit, limit + missing, "seed {seed}");
         problem.memory_limit = Some(Bytes(smallest_limit));
-        let found = with(&problem, Partitioner::Pipec).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
-        assert!(found.plan.stages.iter().all(|stage| stage.memory.total <= smallest_limit), "seed {seed}");
+        let outcome = with(&problem, Partitioner::Pipec).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        assert!(outcome.plan.stages.iter().all(|stage| stage.memory.total <= smallest_limit), "seed {seed}");
         problem.memory_limit = Some(Bytes((smallest_limit - 1).min(smallest_limit / 100 * 99)));
         for partitioner in [Partitioner::Pipec, Partitioner::Exhaustive] {
-            let none = with(&problem, partitioner);
-            assert!(matches!(none, Err(PlanError::Infeasible { .. })), "seed {seed}: {partitioner:?}");
+            let result = with(&problem, partitioner);
+            assert!(matches!(result, Err(PlanError::Infeasible { .. })), "seed {seed}: {partitioner:?}");
         }
     }
-    assert!(refused > 100, "{refused}");
+    assert!(infeasible > 100, "{infeasible}");
 }
 
 #[test]
@@ -268,21 +268,21 @@ fn flushes_take_what_simulation_says() {
             (problem.schedule, problem.microbatches) = (kind, m);
             problem.constraints.no_replication = true;
             problem.constraints.most_stages = Some(devices);
-            let found = with(&problem, Partitioner::Pipec).unwrap().plan;
-            let real = simulated(&found);
-            let error = (found.predicted.step_us / real - 1.0).abs();
-            let what = format!("{} on {devices}, {m} micro-batches", kind.name());
-            assert!(error < 0.02, "{what}: planned {}, simulated {real}", found.predicted.step_us);
+            let plan = with(&problem, Partitioner::Pipec).unwrap().plan;
+            let simulated_us = simulated(&plan);
+            let error = (plan.predicted.step_us / simulated_us - 1.0).abs();
+            let case = format!("{} on {devices}, {m} micro-batches", kind.name());
+            assert!(error < 0.02, "{case}: planned {}, simulated {simulated_us}", plan.predicted.step_us);
             if m > 1 {
-                assert_eq!(found.stages.len(), devices as usize, "{what}");
+                assert_eq!(plan.stages.len(), devices as usize, "{case}");
             }
         }
     }
     // Data parallelism with a flush: micro-batches are divided equally.
     let mut problem = Problem::new(chain(8, 1000.0, 10_000), levels("4:1GB/s").unwrap(), CostModel::Pipec);
     (problem.schedule, problem.microbatches) = (Schedule::OneFOneB, 8);
-    let found = with(&problem, Partitioner::DataParallel).unwrap().plan;
-    assert!((found.predicted.step_us / simulated(&found) - 1.0).abs() < 0.02);
+    let plan = with(&problem, Partitioner::DataParallel).unwrap().plan;
+    assert!((plan.predicted.step_us / simulated(&plan) - 1.0).abs() < 0.02);
 }
 
 #[test]
@@ -290,13 +290,16 @@ fn continuous_plans_reach_what_was_planned() {
     for (devices, bytes) in [(4, 10_000), (4, 2_000_000), (7, 500_000)] {
         let cluster = levels(&format!("{devices}:1GB/s")).unwrap();
         let problem = Problem::new(chain(8, 1000.0, bytes), cluster, CostModel::Pipec);
-        let found = with(&problem, Partitioner::Pipec).unwrap().plan;
-        let caps: Vec<u32> = found.schedule.in_flight.iter().map(|cap| cap + 4).collect();
-        let pipeline = pipeline(&found).unwrap().with_caps(&caps);
+        let plan = with(&problem, Partitioner::Pipec).unwrap().plan;
+        let caps: Vec<u32> = plan.schedule.in_flight.iter().map(|cap| cap + 4).collect();
+        let pipeline = pipeline(&plan).unwrap().with_caps(&caps);
         let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(400)).unwrap();
         let rate = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap().throughput();
-        let (planned, real) = (us(&found), 1e6 / rate);
-        assert!((planned / real - 1.0).abs() < 0.02, "{devices} devices, {bytes} bytes: {planned} and {real}");
+        let (planned, simulated_us) = (us(&plan), 1e6 / rate);
+        assert!(
+            (planned / simulated_us - 1.0).abs() < 0.02,
+            "{devices} devices, {bytes} bytes: {planned} and {simulated_us}"
+        );
     }
 }
 
@@ -304,14 +307,14 @@ fn continuous_plans_reach_what_was_planned() {
 fn recompute_is_chosen_where_memory_binds() {
     let mut problem = Problem::new(chain(2, 1000.0, 100_000), levels("2:10GB/s").unwrap(), CostModel::Pipec);
     problem.constraints.replicas = Some(vec![1, 1]);
-    let free = with(&problem, Partitioner::Pipec).unwrap().plan;
-    assert!(free.stages.iter().all(|stage| !stage.recompute));
-    let most = free.stages.iter().map(|stage| stage.memory.total).max().unwrap();
-    problem.memory_limit = Some(Bytes(most - 1));
-    let within = with(&problem, Partitioner::Pipec).unwrap().plan;
-    let again: Vec<&_> = within.stages.iter().filter(|stage| stage.recompute).collect();
-    assert!(!again.is_empty() && us(&within) > us(&free), "{} {}", us(&within), us(&free));
-    assert!(again.iter().all(|stage| close(stage.bwd_us, 3.0 * stage.fwd_us)));
+    let unlimited = with(&problem, Partitioner::Pipec).unwrap().plan;
+    assert!(unlimited.stages.iter().all(|stage| !stage.recompute));
+    let peak = unlimited.stages.iter().map(|stage| stage.memory.total).max().unwrap();
+    problem.memory_limit = Some(Bytes(peak - 1));
+    let limited = with(&problem, Partitioner::Pipec).unwrap().plan;
+    let recomputed: Vec<&_> = limited.stages.iter().filter(|stage| stage.recompute).collect();
+    assert!(!recomputed.is_empty() && us(&limited) > us(&unlimited), "{} {}", us(&limited), us(&unlimited));
+    assert!(recomputed.iter().all(|stage| close(stage.bwd_us, 3.0 * stage.fwd_us)));
     problem.recompute = Recomputation::Never;
     assert!(matches!(with(&problem, Partitioner::Pipec), Err(PlanError::Infeasible { .. })));
 }
@@ -322,16 +325,16 @@ fn constraints_are_obeyed_or_refused() {
     let replicas = |plan: &Plan| plan.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>();
     let stage_of = |plan: &Plan, op: u32| plan.stages.iter().position(|stage| stage.op_ids().any(|id| id == op));
 
-    let mut one = problem();
-    one.constraints.no_replication = true;
-    assert_eq!(replicas(&with(&one, Partitioner::Pipec).unwrap().plan), [1, 1, 1, 1]);
-    one.constraints.most_stages = Some(2);
-    assert_eq!(replicas(&with(&one, Partitioner::Pipec).unwrap().plan), [1, 1]);
+    let mut unreplicated = problem();
+    unreplicated.constraints.no_replication = true;
+    assert_eq!(replicas(&with(&unreplicated, Partitioner::Pipec).unwrap().plan), [1, 1, 1, 1]);
+    unreplicated.constraints.most_stages = Some(2);
+    assert_eq!(replicas(&with(&unreplicated, Partitioner::Pipec).unwrap().plan), [1, 1]);
 
     let mut pinned = problem();
     pinned.constraints.pins = vec![("op0".into(), 0), ("op1".into(), 1), ("layers.3".into(), 2)];
-    let found = with(&pinned, Partitioner::Pipec).unwrap().plan;
-    assert_eq!([0, 1, 6, 7].map(|op| stage_of(&found, op)), [Some(0), Some(1), Some(2), Some(2)]);
+    let plan = with(&pinned, Partitioner::Pipec).unwrap().plan;
+    assert_eq!([0, 1, 6, 7].map(|op| stage_of(&plan, op)), [Some(0), Some(1), Some(2), Some(2)]);
     pinned.constraints.pins.push(("op0".into(), 1));
     assert!(with(&pinned, Partitioner::Pipec).unwrap_err().to_string().contains("in stage 0 and in stage 1"));
     pinned.constraints.pins = vec![("op7".into(), 0), ("op0".into(), 1)];
@@ -340,31 +343,31 @@ fn constraints_are_obeyed_or_refused() {
     assert!(with(&pinned, Partitioner::Pipec).unwrap_err().to_string().contains("at most"));
 
     for target in Target::ALL {
-        let mut asked = problem();
-        asked.constraints.target = Some(target);
-        (asked.schedule, asked.microbatches) = (Schedule::OneFOneB, 8);
+        let mut targeted = problem();
+        targeted.constraints.target = Some(target);
+        (targeted.schedule, targeted.microbatches) = (Schedule::OneFOneB, 8);
         // Without constraints stages would be unequal: the last op takes as long as three.
-        asked.graph.ops[7].bwd_us = 700.0;
-        let found = with(&asked, Partitioner::Pipec).unwrap().plan;
-        assert!(found.stages.windows(2).all(|pair| pair[0].replicas == pair[1].replicas), "{target:?}");
+        targeted.graph.ops[7].bwd_us = 700.0;
+        let plan = with(&targeted, Partitioner::Pipec).unwrap().plan;
+        assert!(plan.stages.windows(2).all(|pair| pair[0].replicas == pair[1].replicas), "{target:?}");
         if target.keeps_modules() {
-            let ends = found.stages.iter().map(|stage| stage.ops.last().unwrap().1);
-            assert!(ends.into_iter().all(|end| end % 2 == 0), "{target:?}: {:?}", found.stages);
+            let ends = plan.stages.iter().map(|stage| stage.ops.last().unwrap().1);
+            assert!(ends.into_iter().all(|end| end % 2 == 0), "{target:?}: {:?}", plan.stages);
         }
     }
 
-    let mut way = problem();
-    (way.schedule, way.objective) = (Schedule::Inference, Objective::Latency);
-    let found = with(&way, Partitioner::Pipec).unwrap().plan;
-    assert_eq!((found.stages.len(), us(&found), found.proven_optimal), (1, 800.0, true));
-    way.memory_limit = Some(Bytes(found.stages[0].memory.total - 1));
-    let found = with(&way, Partitioner::Pipec).unwrap().plan;
-    assert_eq!((found.stages.len(), us(&found)), (2, 810.0));
+    let mut serving = problem();
+    (serving.schedule, serving.objective) = (Schedule::Inference, Objective::Latency);
+    let plan = with(&serving, Partitioner::Pipec).unwrap().plan;
+    assert_eq!((plan.stages.len(), us(&plan), plan.proven_optimal), (1, 800.0, true));
+    serving.memory_limit = Some(Bytes(plan.stages[0].memory.total - 1));
+    let plan = with(&serving, Partitioner::Pipec).unwrap().plan;
+    assert_eq!((plan.stages.len(), us(&plan)), (2, 810.0));
 
-    let mut other = problem();
-    other.cost = CostModel::Paper;
-    other.constraints.no_replication = true;
-    assert!(with(&other, Partitioner::Pipec).unwrap_err().to_string().contains("requires cost `pipec`"));
+    let mut paper = problem();
+    paper.cost = CostModel::Paper;
+    paper.constraints.no_replication = true;
+    assert!(with(&paper, Partitioner::Pipec).unwrap_err().to_string().contains("requires cost `pipec`"));
 }
 
 #[test]
@@ -374,8 +377,8 @@ fn the_judge_finds_every_change() {
     let mut problem = Problem::new(chain(8, 100.0, 900_000), cluster, CostModel::Pipec);
     problem.graph.params.iter_mut().for_each(|param| param.bytes = 100_000);
     problem.constraints.replicas = Some(vec![2, 1, 1]);
-    let sound = with(&problem, Partitioner::Pipec).unwrap().plan;
-    assert!(check(&problem, &sound).is_ok());
+    let valid = with(&problem, Partitioner::Pipec).unwrap().plan;
+    assert!(check(&problem, &valid).is_ok());
     type Change<'a> = (&'a str, &'a dyn Fn(&mut Plan));
     let changes: &[Change<'_>] = &[
         ("predicted.minibatch_us", &|plan| plan.predicted.minibatch_us *= 1.0 + 1e-6),
@@ -388,7 +391,7 @@ fn the_judge_finds_every_change() {
         ("memory of stage 2", &|plan| plan.stages[2].memory.messages += 1),
     ];
     for (expected, change) in changes {
-        let mut plan = sound.clone();
+        let mut plan = valid.clone();
         change(&mut plan);
         let faults = check(&problem, &plan).expect_err(expected);
         let text = faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
@@ -427,8 +430,8 @@ fn stages_span_servers() {
     let mut cluster = levels("8:40GB/s,2:0.5GB/s").unwrap();
     cluster.levels[1].shared = true;
     let problem = Problem::new(graph, cluster, CostModel::Pipec);
-    let found = with(&problem, Partitioner::Pipec).unwrap().plan;
-    let replicas: Vec<u32> = found.stages.iter().map(|stage| stage.replicas).collect();
+    let plan = with(&problem, Partitioner::Pipec).unwrap().plan;
+    let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
     assert_eq!(replicas, [15, 1]);
-    assert!(us(&found) < 46_000.0 && us(&found) < found.baselines.data_parallel / 1.5, "{}", us(&found));
+    assert!(us(&plan) < 46_000.0 && us(&plan) < plan.baselines.data_parallel / 1.5, "{}", us(&plan));
 }

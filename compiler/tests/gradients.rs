@@ -28,7 +28,7 @@ fn weights(shape: &[usize]) -> Tensor {
     Tensor::from_f64(shape, &(0..count).map(|i| ((i * i + 3 * i + 1) as f64).cos() + 0.1).collect::<Vec<_>>())
 }
 
-fn case(op: &Op, facts: &[Fact], wanted: &[bool]) -> Case {
+fn case(op: &Op, facts: &[Fact], needs_gradient: &[bool]) -> Case {
     let mut graph = Graph::new("case");
     let mut writer = Writer { graph: &mut graph, origin: Origin::default() };
     let inputs: Vec<Value> = facts
@@ -45,8 +45,8 @@ fn case(op: &Op, facts: &[Fact], wanted: &[bool]) -> Case {
     };
     let mut d_outputs = vec![None; outputs.len()];
     d_outputs[0] = Some(writer.emit(dy, &[]));
-    let site = BackwardContext { inputs: &inputs, outputs: &outputs, d_outputs: &d_outputs, wanted };
-    let gradients = rule(op).backward(site, &mut writer);
+    let context = BackwardContext { inputs: &inputs, outputs: &outputs, d_outputs: &d_outputs, wanted: needs_gradient };
+    let gradients = rule(op).backward(context, &mut writer);
     for (input, gradient) in inputs.iter().zip(&gradients) {
         if let Some(gradient) = gradient {
             assert_eq!(writer.fact(*gradient), writer.fact(*input), "the gradient is not like its input: {op:?}");
@@ -55,7 +55,7 @@ fn case(op: &Op, facts: &[Fact], wanted: &[bool]) -> Case {
     Case { graph, y: outputs[0], gradients }
 }
 
-fn named(inputs: &[Tensor]) -> BTreeMap<String, Tensor> {
+fn by_name(inputs: &[Tensor]) -> BTreeMap<String, Tensor> {
     inputs.iter().enumerate().map(|(i, t)| (i.to_string(), t.clone())).collect()
 }
 
@@ -74,39 +74,39 @@ fn gradients_are_slopes() {
         let summary = summary(sample);
         let inputs: Vec<Tensor> =
             sample.inputs.iter().map(|t| if t.dtype().is_float() { t.cast(DType::F64) } else { t.clone() }).collect();
-        let all = case(&sample.op, &facts(&inputs), &vec![true; inputs.len()]);
-        assert_eq!(all.gradients.len(), inputs.len(), "{summary}");
-        let values = evaluate(&all.graph, &named(&inputs)).unwrap();
-        let projection = weights(values[&all.y].shape()).to_f64();
+        let full = case(&sample.op, &facts(&inputs), &vec![true; inputs.len()]);
+        assert_eq!(full.gradients.len(), inputs.len(), "{summary}");
+        let values = evaluate(&full.graph, &by_name(&inputs)).unwrap();
+        let projection = weights(values[&full.y].shape()).to_f64();
         // Forward only, for the finite differences.
         let forward = case(&sample.op, &facts(&inputs), &vec![false; inputs.len()]);
         let loss = |inputs: &[Tensor]| -> f64 {
-            let y = evaluate(&forward.graph, &named(inputs)).unwrap()[&forward.y].to_f64();
+            let y = evaluate(&forward.graph, &by_name(inputs)).unwrap()[&forward.y].to_f64();
             y.iter().zip(&projection).map(|(y, w)| y * w).sum()
         };
         for &i in &sample.differentiate {
-            let gradient = all.gradients[i].unwrap_or_else(|| panic!("{summary}: no gradient for input {i}"));
+            let gradient = full.gradients[i].unwrap_or_else(|| panic!("{summary}: no gradient for input {i}"));
             let gradient = &values[&gradient];
             let x = inputs[i].to_f64();
             for (at, slope) in gradient.to_f64().into_iter().enumerate() {
                 let h = 1e-5 * x[at].abs().clamp(0.1, 1.0);
-                let moved = |by: f64| {
+                let loss_at = |by: f64| {
                     let mut x = x.clone();
                     x[at] += by;
                     let mut inputs = inputs.clone();
                     inputs[i] = Tensor::from_f64(inputs[i].shape(), &x);
                     loss(&inputs)
                 };
-                let difference = (moved(h) - moved(-h)) / (2.0 * h);
+                let difference = (loss_at(h) - loss_at(-h)) / (2.0 * h);
                 let scale = slope.abs().max(difference.abs()).max(1.0);
-                let close = (slope - difference).abs() <= 1e-6 * scale;
-                assert!(close, "{summary}: input {i}, element {at}: gradient {slope}, difference {difference}");
+                let is_close = (slope - difference).abs() <= 1e-6 * scale;
+                assert!(is_close, "{summary}: input {i}, element {at}: gradient {slope}, difference {difference}");
             }
             // A gradient computed alone is the same.
-            let wanted: Vec<bool> = (0..inputs.len()).map(|j| j == i).collect();
-            let alone = case(&sample.op, &facts(&inputs), &wanted);
-            let values = evaluate(&alone.graph, &named(&inputs)).unwrap();
-            assert_eq!(alone.gradients[i].map(|v| &values[&v]), Some(gradient), "{summary}: input {i} alone");
+            let needs_gradient: Vec<bool> = (0..inputs.len()).map(|j| j == i).collect();
+            let single = case(&sample.op, &facts(&inputs), &needs_gradient);
+            let values = evaluate(&single.graph, &by_name(&inputs)).unwrap();
+            assert_eq!(single.gradients[i].map(|v| &values[&v]), Some(gradient), "{summary}: input {i} alone");
             checked += 1;
         }
     }
@@ -124,12 +124,12 @@ fn kernels_write_every_element() {
         let run = |fill: u8| -> Vec<Vec<u8>> {
             let size = |f: &Fact| f.bytes().expect(&summary) as usize;
             let mut buffers: Vec<Vec<u8>> = outputs.iter().map(|f| vec![fill; size(f)]).collect();
-            let mut written: Vec<ViewMut<'_>> = buffers
+            let mut output_views: Vec<ViewMut<'_>> = buffers
                 .iter_mut()
                 .zip(outputs.iter().zip(&shapes))
                 .map(|(bytes, (fact, shape))| ViewMut::new(fact.dtype, shape, bytes))
                 .collect();
-            rule(&sample.op).reference(&views, &mut written).expect(&summary);
+            rule(&sample.op).reference(&views, &mut output_views).expect(&summary);
             buffers
         };
         assert_eq!(run(0x55), run(0xAA), "{summary}");
@@ -142,8 +142,8 @@ fn costs_are_finite() {
         let inputs = facts(&sample.inputs);
         let inputs: Vec<&Fact> = inputs.iter().collect();
         let cost = rule(&sample.op).cost(&inputs, &rule(&sample.op).infer(&inputs).unwrap());
-        let sound = |v: f64| v.is_finite() && v >= 0.0;
-        assert!(sound(cost.flops) && sound(cost.bytes), "{}: {cost:?}", summary(&sample));
+        let is_valid = |v: f64| v.is_finite() && v >= 0.0;
+        assert!(is_valid(cost.flops) && is_valid(cost.bytes), "{}: {cost:?}", summary(&sample));
     }
 }
 
@@ -191,29 +191,29 @@ fn symbolic_gradients_bind_to_the_plain_ones() {
         (Op::Gather(Gather { axis: 0 }), vec![float("n+2 3"), Fact::new(DType::I64, dims("b"))]),
     ];
     let bindings = Bindings::from([("b".to_string(), 3), ("n".to_string(), 5)]);
-    for (op, open) in cases {
-        let wanted = vec![true; open.len()];
-        let symbolic = case(&op, &open, &wanted);
-        let plain: Vec<Fact> = open.iter().map(|f| f.substitute(&bindings).unwrap()).collect();
-        let values: Vec<Tensor> = plain
+    for (op, symbolic_facts) in cases {
+        let needs_gradient = vec![true; symbolic_facts.len()];
+        let symbolic = case(&op, &symbolic_facts, &needs_gradient);
+        let concrete_facts: Vec<Fact> = symbolic_facts.iter().map(|f| f.substitute(&bindings).unwrap()).collect();
+        let values: Vec<Tensor> = concrete_facts
             .iter()
             .map(|f| {
                 let shape = f.concrete().unwrap();
                 let count: usize = shape.iter().product();
-                let counted: Vec<f64> = (0..count).map(|i| 1.5 + (i % 5) as f64).collect();
-                Tensor::from_f64(&shape, &counted).cast(f.dtype)
+                let numbers: Vec<f64> = (0..count).map(|i| 1.5 + (i % 5) as f64).collect();
+                Tensor::from_f64(&shape, &numbers).cast(f.dtype)
             })
             .collect();
         let bound = bind(&symbolic.graph, &bindings).unwrap();
-        let concrete = case(&bound.node(symbolic.y.node).op, &plain, &wanted);
-        let mut given = named(&values);
-        given.insert("dy".into(), weights(&bound.fact(symbolic.y).concrete().unwrap()));
+        let concrete = case(&bound.node(symbolic.y.node).op, &concrete_facts, &needs_gradient);
+        let mut feeds = by_name(&values);
+        feeds.insert("dy".into(), weights(&bound.fact(symbolic.y).concrete().unwrap()));
         let run = |graph: &Graph, gradients: &[Option<Value>]| -> Vec<Option<Tensor>> {
-            let results = evaluate(graph, &given).unwrap();
+            let results = evaluate(graph, &feeds).unwrap();
             gradients.iter().map(|v| v.map(|v| results[&v].clone())).collect()
         };
-        let found = run(&bound, &symbolic.gradients);
-        assert!(found.iter().any(Option::is_some), "{op:?} has no gradient");
-        assert_eq!(found, run(&concrete.graph, &concrete.gradients), "{op:?}");
+        let bound_gradients = run(&bound, &symbolic.gradients);
+        assert!(bound_gradients.iter().any(Option::is_some), "{op:?} has no gradient");
+        assert_eq!(bound_gradients, run(&concrete.graph, &concrete.gradients), "{op:?}");
     }
 }

@@ -15,7 +15,7 @@ fn dims(sizes: &[i64]) -> Vec<Dim> {
 }
 
 /// `0, 1, 2, …` of this shape.
-fn counted(shape: &[usize]) -> Tensor {
+fn iota(shape: &[usize]) -> Tensor {
     let count: usize = shape.iter().product();
     Tensor::from_i64(shape, &(0..count as i64).collect::<Vec<_>>())
 }
@@ -41,10 +41,10 @@ fn assert_makes(op: Op, inputs: &[Tensor], expected: Tensor) {
 
 #[test]
 fn movement() {
-    let deep = counted(&[2, 3, 2]);
+    let deep = iota(&[2, 3, 2]);
     assert_makes(
         Op::Slice(Slice { begin: dims(&[0, 1]), end: dims(&[3, 4]), step: vec![2, 2] }),
-        &[counted(&[3, 4])],
+        &[iota(&[3, 4])],
         integers(&[2, 2], &[1, 3, 9, 11]),
     );
     assert_makes(
@@ -69,14 +69,14 @@ fn movement() {
     );
     assert_makes(
         Op::Pad(Pad { low: dims(&[1, 0]), high: dims(&[0, 1]), interior: vec![0, 1], value: 9.0 }),
-        &[counted(&[2, 2])],
+        &[iota(&[2, 2])],
         integers(&[3, 4], &[9, 9, 9, 9, 0, 9, 1, 9, 2, 9, 3, 9]),
     );
 }
 
 #[test]
 fn indices() {
-    let deep = counted(&[2, 3, 2]);
+    let deep = iota(&[2, 3, 2]);
     assert_makes(
         Op::Gather(Gather { axis: 1 }),
         &[deep.clone(), integers(&[2], &[-1, 0])],
@@ -103,13 +103,13 @@ fn indices() {
 #[test]
 fn reductions() {
     let reduced = |kind, axes: &[usize], keep, expected| {
-        assert_makes(Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }), &[counted(&[2, 3, 2])], expected);
+        assert_makes(Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }), &[iota(&[2, 3, 2])], expected);
     };
     reduced(ReduceKind::Sum, &[0, 2], false, integers(&[3], &[14, 22, 30]));
     reduced(ReduceKind::Max, &[1], true, integers(&[2, 1, 2], &[4, 5, 10, 11]));
     reduced(ReduceKind::Min, &[0, 1, 2], false, integers(&[], &[0]));
     reduced(ReduceKind::Prod, &[2], false, integers(&[2, 3], &[0, 6, 20, 42, 72, 110]));
-    reduced(ReduceKind::Sum, &[], false, counted(&[2, 3, 2]));
+    reduced(ReduceKind::Sum, &[], false, iota(&[2, 3, 2]));
 }
 
 /// A slice with a static shape but a symbolic offset cannot run without a binding.
@@ -117,7 +117,7 @@ fn reductions() {
 fn a_place_without_a_value_is_refused() {
     let mut graph = Graph::new("case");
     let origin = Origin::default();
-    let table = graph.add(Op::Constant(Constant { tensor: counted(&[4]) }), &[], &origin).unwrap();
+    let table = graph.add(Op::Constant(Constant { tensor: iota(&[4]) }), &[], &origin).unwrap();
     let (seq, next) = (Dim::symbol("seq"), Dim::symbol("seq").add(&Dim::from(1usize)).unwrap());
     let slice = Op::Slice(Slice { begin: vec![seq], end: vec![next], step: vec![1] });
     graph.add(slice, &graph.values(table), &origin).unwrap();

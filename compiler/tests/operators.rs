@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 
 struct Case {
     node: NodeProto,
-    given: Vec<(String, Tensor)>,
+    inputs: Vec<(String, Tensor)>,
     initializers: Vec<TensorProto>,
 }
 
@@ -41,7 +41,7 @@ impl Case {
             name: Some("node".into()),
             ..Default::default()
         };
-        Case { node, given: Vec::new(), initializers: Vec::new() }
+        Case { node, inputs: Vec::new(), initializers: Vec::new() }
     }
 
     fn info(name: &str, elem_type: i32, shape: &[usize]) -> ValueInfoProto {
@@ -56,12 +56,12 @@ impl Case {
     fn input(mut self, tensor: Tensor) -> Case {
         let name = format!("i{}", self.node.input.len());
         self.node.input.push(name.clone());
-        self.given.push((name, tensor));
+        self.inputs.push((name, tensor));
         self
     }
 
     /// An i64 initializer, known at import.
-    fn known(mut self, values: &[i64]) -> Case {
+    fn constant(mut self, values: &[i64]) -> Case {
         let name = format!("i{}", self.node.input.len());
         self.node.input.push(name.clone());
         self.initializers.push(TensorProto {
@@ -74,7 +74,7 @@ impl Case {
         self
     }
 
-    fn none(mut self) -> Case {
+    fn no_input(mut self) -> Case {
         self.node.input.push(String::new());
         self
     }
@@ -106,11 +106,11 @@ impl Case {
     fn outputs(mut self, count: usize) -> Result<Vec<Tensor>, String> {
         self.node.output = (0..count).map(|n| format!("o{n}")).collect();
         let info = |(name, t): &(String, Tensor)| Case::info(name, code(t.dtype()), t.shape());
-        let named = |name: &String| ValueInfoProto { name: Some(name.clone()), ..Default::default() };
+        let output_info = |name: &String| ValueInfoProto { name: Some(name.clone()), ..Default::default() };
         let graph = GraphProto {
             name: Some("case".into()),
-            input: self.given.iter().map(info).collect(),
-            output: self.node.output.iter().map(named).collect(),
+            input: self.inputs.iter().map(info).collect(),
+            output: self.node.output.iter().map(output_info).collect(),
             initializer: self.initializers,
             node: vec![self.node],
             ..Default::default()
@@ -124,15 +124,15 @@ impl Case {
         };
         let source = decode::parse(model.encode_to_vec().into(), None).map_err(|e| e.to_string())?;
         let model = from_onnx(&source, "case", &Options::default()).map_err(|e| e.to_string())?;
-        let batch = self.given[0].1.shape().first().copied().unwrap_or(1) as i64;
+        let batch = self.inputs[0].1.shape().first().copied().unwrap_or(1) as i64;
         let bindings: Bindings = symbols(&model.graph).into_iter().map(|symbol| (symbol, batch)).collect();
         let graph = bind(&model.graph, &bindings).map_err(|e| e.to_string())?;
-        let mut given: BTreeMap<String, Tensor> = self.given.into_iter().collect();
+        let mut inputs: BTreeMap<String, Tensor> = self.inputs.into_iter().collect();
         for (name, weight) in &model.weights {
             let Weight::Given(tensor) = weight else { panic!("{name} has no value") };
-            given.insert(name.clone(), tensor.clone());
+            inputs.insert(name.clone(), tensor.clone());
         }
-        let values = evaluate(&graph, &given).map_err(|e| e.to_string())?;
+        let values = evaluate(&graph, &inputs).map_err(|e| e.to_string())?;
         Ok(graph.outputs.iter().map(|o| values[&o.value].clone()).collect())
     }
 
@@ -155,17 +155,23 @@ fn assert_close(got: &Tensor, want: &[f64]) {
 }
 
 /// Attention of one head by definition; `seen(query, key)` is the mask.
-fn attended(q: &[f64], k: &[f64], v: &[f64], size: usize, seen: impl Fn(usize, usize) -> bool) -> Vec<f64> {
+fn reference_attention(
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
+    size: usize,
+    is_visible: impl Fn(usize, usize) -> bool,
+) -> Vec<f64> {
     let (queries, keys) = (q.len() / size, k.len() / size);
     let mut y = Vec::new();
     for i in 0..queries {
         let score = |j: usize| -> f64 {
             let dot: f64 = (0..size).map(|d| q[i * size + d] * k[j * size + d]).sum();
-            if seen(i, j) { (dot / (size as f64).sqrt()).exp() } else { 0.0 }
+            if is_visible(i, j) { (dot / (size as f64).sqrt()).exp() } else { 0.0 }
         };
         let total: f64 = (0..keys).map(score).sum();
-        let of = |d: usize| -> f64 { (0..keys).map(|j| score(j) * v[j * size + d]).sum() };
-        y.extend((0..size).map(|d| if total == 0.0 { 0.0 } else { of(d) / total }));
+        let weighted_sum = |d: usize| -> f64 { (0..keys).map(|j| score(j) * v[j * size + d]).sum() };
+        y.extend((0..size).map(|d| if total == 0.0 { 0.0 } else { weighted_sum(d) / total }));
     }
     y
 }
@@ -173,26 +179,27 @@ fn attended(q: &[f64], k: &[f64], v: &[f64], size: usize, seen: impl Fn(usize, u
 #[test]
 fn attention_sees_what_it_may() {
     let (q, k, v) = (waves(&[1, 2, 3, 2], 0), waves(&[1, 1, 4, 2], 30), waves(&[1, 1, 4, 2], 60));
-    let wanted = |seen: &dyn Fn(usize, usize) -> bool| -> Vec<f64> {
+    let expected = |is_visible: &dyn Fn(usize, usize) -> bool| -> Vec<f64> {
         let (k, v) = (k.to_f64(), v.to_f64());
-        q.to_f64().chunks(6).flat_map(|head| attended(head, &k, &v, 2, seen)).collect()
+        q.to_f64().chunks(6).flat_map(|head| reference_attention(head, &k, &v, 2, is_visible)).collect()
     };
     let case = || Case::new("Attention").input(q.clone()).input(k.clone()).input(v.clone());
-    assert_close(&case().output(), &wanted(&|_, _| true));
-    assert_close(&case().int("is_causal", 1).output(), &wanted(&|i, j| j <= i));
-    assert_close(&case().int("left_window_size", 1).output(), &wanted(&|i, j| j + 1 >= i));
+    assert_close(&case().output(), &expected(&|_, _| true));
+    assert_close(&case().int("is_causal", 1).output(), &expected(&|i, j| j <= i));
+    assert_close(&case().int("left_window_size", 1).output(), &expected(&|i, j| j + 1 >= i));
     // The mask has no column for the last key, and the second query attends to nothing.
     let mask = Tensor::from_bool(&[3, 3], &[true, false, true, false, false, false, true, true, true]);
-    assert_close(&case().input(mask).output(), &wanted(&|i, j| j < 3 && [j != 1, false, true][i]));
+    assert_close(&case().input(mask).output(), &expected(&|i, j| j < 3 && [j != 1, false, true][i]));
     // Cached keys come first, and the causal mask accounts for them.
     let (past_k, new_k) = (waves(&[1, 1, 1, 2], 30), waves(&[1, 1, 3, 2], 32));
     let (past_v, new_v) = (waves(&[1, 1, 1, 2], 60), waves(&[1, 1, 3, 2], 62));
-    let cached = Case::new("Attention").input(q.clone()).input(new_k).input(new_v).none().input(past_k).input(past_v);
-    let made = cached.int("is_causal", 1).outputs(3).unwrap();
-    assert_close(&made[0], &wanted(&|i, j| j <= i + 1));
-    assert_eq!((made[1].to_f64(), made[2].to_f64()), (k.to_f64(), v.to_f64()));
-    let lengths = case().none().none().none().input(Tensor::from_i64(&[1], &[3]));
-    assert_close(&lengths.output(), &wanted(&|_, j| j < 3));
+    let cached =
+        Case::new("Attention").input(q.clone()).input(new_k).input(new_v).no_input().input(past_k).input(past_v);
+    let outputs = cached.int("is_causal", 1).outputs(3).unwrap();
+    assert_close(&outputs[0], &expected(&|i, j| j <= i + 1));
+    assert_eq!((outputs[1].to_f64(), outputs[2].to_f64()), (k.to_f64(), v.to_f64()));
+    let lengths = case().no_input().no_input().no_input().input(Tensor::from_i64(&[1], &[3]));
+    assert_close(&lengths.output(), &expected(&|_, j| j < 3));
     assert!(case().int("qk_matmul_output_mode", 4).outputs(1).unwrap_err().contains("0 to 3"));
     let flat =
         Case::new("Attention").input(waves(&[1, 3, 4], 0)).input(waves(&[1, 3, 4], 9)).input(waves(&[1, 3, 4], 5));
@@ -204,7 +211,9 @@ fn subgraphs_change_what_attention_sees() {
     let (q, k, v) = (waves(&[1, 2, 3, 2], 0), waves(&[1, 1, 4, 2], 30), waves(&[1, 1, 4, 2], 60));
     let case = || Case::new("ai.onnx.preview.FlexAttention").input(q.clone()).input(k.clone()).input(v.clone());
     let (keys, values) = (k.to_f64(), v.to_f64());
-    let heads = |q: &[f64]| q.chunks(6).flat_map(|q| attended(q, &keys, &values, 2, |_, _| true)).collect::<Vec<_>>();
+    let heads = |q: &[f64]| {
+        q.chunks(6).flat_map(|q| reference_attention(q, &keys, &values, 2, |_, _| true)).collect::<Vec<_>>()
+    };
     assert_close(&case().output(), &heads(&q.to_f64()));
     // A subgraph with one node `x + x`.
     let twice = |a: &mut AttributeProto| {
@@ -257,7 +266,7 @@ fn linear_attention_adds_up_what_was_said() {
     let column = |values: &[f32]| Tensor::from_f32(&[1, values.len(), 1], values);
     let (q, k, v) = ([1.0f32, 2.0, -1.0], [0.5f32, -1.0, 2.0], [3.0f32, 1.0, 0.5]);
     let (g, beta) = ([-0.5f32, 0.0, -1.0], [1.0f32, 0.5, 0.25]);
-    let case = Case::new("LinearAttention").input(column(&q)).input(column(&k)).input(column(&v)).none();
+    let case = Case::new("LinearAttention").input(column(&q)).input(column(&k)).input(column(&v)).no_input();
     let case = case.input(column(&g)).input(column(&beta)).int("q_num_heads", 1).int("kv_num_heads", 1);
     let (mut state, mut want) = (0.0f64, Vec::new());
     for t in 0..3 {
@@ -266,9 +275,9 @@ fn linear_attention_adds_up_what_was_said() {
         state += of(beta) * of(k) * (of(v) - state * of(k));
         want.push(of(q) * state);
     }
-    let made = case.outputs(2).unwrap();
-    assert_close(&made[0], &want);
-    assert_close(&made[1], &[state]);
+    let outputs = case.outputs(2).unwrap();
+    assert_close(&outputs[0], &want);
+    assert_close(&outputs[1], &[state]);
 }
 
 #[test]
@@ -283,8 +292,8 @@ fn einsum_is_sums_of_products() {
         product.push((0..3).map(|j| x[i * 3 + j] * y[j * 4 + k]).sum::<f64>());
     }
     assert_close(&einsum("ij, jk", &[&a, &b]).output(), &product);
-    let turned: Vec<f64> = (0..8).map(|n| product[(n % 2) * 4 + n / 2]).collect();
-    assert_close(&einsum("ij,jk->ki", &[&a, &b]).output(), &turned);
+    let transposed: Vec<f64> = (0..8).map(|n| product[(n % 2) * 4 + n / 2]).collect();
+    assert_close(&einsum("ij,jk->ki", &[&a, &b]).output(), &transposed);
     let sum: f64 = product.iter().sum();
     assert_close(&einsum("ij,jk->", &[&a, &b]).output(), &[sum]);
     let trace: Vec<f64> = (0..2).map(|n| (0..3).map(|i| z[n * 9 + i * 4]).sum()).collect();
@@ -303,18 +312,18 @@ fn einsum_is_sums_of_products() {
 fn pooling_tells_places_and_goes_back() {
     let x = Tensor::from_f32(&[1, 1, 3, 4], &[1.0, 5.0, 2.0, 2.0, 0.0, 3.0, 9.0, 1.0, 7.0, 4.0, 6.0, 8.0]);
     let pool = || Case::new("MaxPool").input(x.clone()).ints("kernel_shape", &[2, 2]).ints("strides", &[1, 2]);
-    let made = pool().outputs(2).unwrap();
-    assert_close(&made[0], &[5.0, 9.0, 7.0, 9.0]);
-    assert_eq!(made[1].to_i64(), [1, 6, 8, 6]);
+    let outputs = pool().outputs(2).unwrap();
+    assert_close(&outputs[0], &[5.0, 9.0, 7.0, 9.0]);
+    assert_eq!(outputs[1].to_i64(), [1, 6, 8, 6]);
     // Column-major indices: row + 3·column.
     assert_eq!(pool().int("storage_order", 1).outputs(2).unwrap()[1].to_i64(), [3, 7, 2, 7]);
     let padded = Case::new("MaxPool").input(x.clone()).ints("kernel_shape", &[3, 3]).ints("pads", &[1; 4]);
-    let made = padded.ints("strides", &[2, 3]).outputs(2).unwrap();
-    assert_eq!((made[0].to_f64(), made[1].to_i64()), (vec![5.0, 9.0, 7.0, 9.0], vec![1, 6, 8, 6]));
-    let back = Case::new("MaxUnpool").input(made[0].clone()).input(made[1].clone());
+    let outputs = padded.ints("strides", &[2, 3]).outputs(2).unwrap();
+    assert_eq!((outputs[0].to_f64(), outputs[1].to_i64()), (vec![5.0, 9.0, 7.0, 9.0], vec![1, 6, 8, 6]));
+    let unpooled = Case::new("MaxUnpool").input(outputs[0].clone()).input(outputs[1].clone());
     // The 9 was the maximum of two windows and appears once.
-    let back = back.ints("kernel_shape", &[2, 3]).ints("strides", &[1, 1]).output();
-    assert_eq!(back.to_f64(), [0.0, 5.0, 0.0, 0.0, 0.0, 0.0, 9.0, 0.0, 7.0, 0.0, 0.0, 0.0]);
+    let unpooled = unpooled.ints("kernel_shape", &[2, 3]).ints("strides", &[1, 1]).output();
+    assert_eq!(unpooled.to_f64(), [0.0, 5.0, 0.0, 0.0, 0.0, 0.0, 9.0, 0.0, 7.0, 0.0, 0.0, 0.0]);
     let norm = Case::new("LpPool").input(x).ints("kernel_shape", &[1, 2]).ints("strides", &[3, 2]).int("p", 3);
     assert_close(&norm.output(), &[126f64.cbrt(), 16f64.cbrt()]);
 }
@@ -323,7 +332,7 @@ fn pooling_tells_places_and_goes_back() {
 fn columns_add_up_to_an_image() {
     // Windows of two over four positions, one channel of ones and one of twos: overlaps add up.
     let columns = Tensor::from_f32(&[1, 4, 3], &[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]);
-    let image = Case::new("Col2Im").input(columns).known(&[1, 4]).known(&[1, 2]).output();
+    let image = Case::new("Col2Im").input(columns).constant(&[1, 4]).constant(&[1, 2]).output();
     assert_eq!(image.shape(), [1, 2, 1, 4]);
     assert_close(&image, &[1.0, 2.0, 2.0, 1.0, 2.0, 4.0, 4.0, 2.0]);
 }
@@ -341,14 +350,14 @@ fn transposed_convolutions_work_out_their_padding() {
 #[test]
 fn a_deformed_convolution_without_offsets_is_a_convolution() {
     let (x, w) = (waves(&[1, 2, 4, 3], 0), waves(&[2, 1, 2, 2], 50));
-    let plain =
+    let convolution =
         Case::new("Conv").input(x.clone()).input(w.clone()).int("group", 2).ints("pads", &[1, 0, 0, 1]).output();
     let case = |offset: f32| {
         let offset = Tensor::from_f32(&[1, 8, 4, 3], &[offset; 96]);
         let case = Case::new("DeformConv").input(x.clone()).input(w.clone()).input(offset).int("group", 2);
         case.ints("pads", &[1, 0, 0, 1]).output()
     };
-    assert_close(&case(0.0), &plain.to_f64());
+    assert_close(&case(0.0), &convolution.to_f64());
     // An offset of one pixel down and right equals the convolution of the shifted image.
     let shifted =
         Case::new("Conv").input(x.clone()).input(w.clone()).int("group", 2).ints("pads", &[0, 0, 1, 2]).output();
@@ -366,8 +375,8 @@ fn a_region_of_a_slope_has_the_slope_at_its_middles() {
     let rois = Tensor::from_f32(&[1, 4], &[1.0, 0.5, 5.0, 4.5]);
     let case = Case::new("RoiAlign").input(Tensor::from_f32(&[1, 1, 6, 8], &image)).input(rois);
     let case = case.input(Tensor::from_i64(&[1], &[0])).int("output_height", 2).int("output_width", 2);
-    let made = case.int("sampling_ratio", 2).text("coordinate_transformation_mode", "output_half_pixel").output();
-    assert_close(&made, &[2.0 + 15.0, 4.0 + 15.0, 2.0 + 35.0, 4.0 + 35.0]);
+    let outputs = case.int("sampling_ratio", 2).text("coordinate_transformation_mode", "output_half_pixel").output();
+    assert_close(&outputs, &[2.0 + 15.0, 4.0 + 15.0, 2.0 + 35.0, 4.0 + 35.0]);
 }
 
 #[test]
@@ -377,19 +386,22 @@ fn quantised_numbers_saturate() {
     let q = Case::new("QuantizeLinear").input(x.clone()).input(scale.clone()).input(zero.clone()).output();
     // Halves round to even: 0.5 to 0, 1.5 to 2.
     assert_eq!((q.dtype(), q.to_i64()), (DType::U8, vec![0, 8, 10, 12, 16, 255]));
-    let back = Case::new("DequantizeLinear").input(q.clone()).input(scale).input(zero).output();
-    assert_close(&back, &[-5.0, -1.0, 0.0, 1.0, 3.0, 122.5]);
-    let each = Case::new("DequantizeLinear").input(q.clone()).input(Tensor::from_f32(&[3], &[1.0, 2.0, 4.0]));
-    assert_close(&each.output(), &[0.0, 16.0, 40.0, 12.0, 32.0, 1020.0]);
+    let dequantized = Case::new("DequantizeLinear").input(q.clone()).input(scale).input(zero).output();
+    assert_close(&dequantized, &[-5.0, -1.0, 0.0, 1.0, 3.0, 122.5]);
+    let per_column = Case::new("DequantizeLinear").input(q.clone()).input(Tensor::from_f32(&[3], &[1.0, 2.0, 4.0]));
+    assert_close(&per_column.output(), &[0.0, 16.0, 40.0, 12.0, 32.0, 1020.0]);
     let blocks = Tensor::from_f32(&[2, 2], &[1.0, 2.0, 3.0, 4.0]);
     let blocked = Case::new("DequantizeLinear").input(q.clone()).input(blocks).int("block_size", 2);
     assert_close(&blocked.output(), &[0.0, 8.0, 20.0, 36.0, 48.0, 1020.0]);
     let bytes = |shape: &[usize], values: &[i64]| Tensor::from_i64(shape, values).cast(DType::U8);
     let product = Case::new("MatMulInteger").input(q).input(bytes(&[3, 1], &[1, 2, 3])).input(bytes(&[], &[10]));
     assert_eq!(product.output().to_i64(), [-10 + 2 * -2, 2 + 2 * 6 + 3 * 245]);
-    let made =
+    let outputs =
         Case::new("DynamicQuantizeLinear").input(Tensor::from_f32(&[3], &[-51.0, 0.0, 204.0])).outputs(3).unwrap();
-    assert_eq!((made[0].to_i64(), made[1].to_f64(), made[2].to_i64()), (vec![0, 51, 255], vec![1.0], vec![51]));
+    assert_eq!(
+        (outputs[0].to_i64(), outputs[1].to_f64(), outputs[2].to_i64()),
+        (vec![0, 51, 255], vec![1.0], vec![51])
+    );
 }
 
 /// A layer of two units over three steps, batch 2.
@@ -408,9 +420,9 @@ fn layers_written_out_step_by_step_are_the_core_ops() {
                     let case = recurrent(operator, gates).input(Tensor::from_i64(&[2], &lengths));
                     case.text("direction", direction).int("linear_before_reset", i64::from(lengths[0] == 3))
                 };
-                let (plain, steps) = (case().outputs(2).unwrap(), case().float("clip", 1e6).outputs(outputs).unwrap());
-                assert_close(&steps[0], &plain[0].to_f64());
-                assert_close(&steps[1], &plain[1].to_f64());
+                let (fused, steps) = (case().outputs(2).unwrap(), case().float("clip", 1e6).outputs(outputs).unwrap());
+                assert_close(&steps[0], &fused[0].to_f64());
+                assert_close(&steps[1], &fused[1].to_f64());
             }
         }
     }
@@ -432,8 +444,8 @@ fn a_gated_recurrent_unit_by_hand() {
             };
             let from_h = |gate: usize| b[6 + gate * 2 + unit];
             let (z, r) = (sigmoid(from_x(0) + from_h(0)), sigmoid(from_x(1) + from_h(1)));
-            let met = if after { r * from_h(2) } else { from_h(2) };
-            let want = (1.0 - z) * (from_x(2) + met).tanh();
+            let from_state = if after { r * from_h(2) } else { from_h(2) };
+            let want = (1.0 - z) * (from_x(2) + from_state).tanh();
             assert!((y[row * 2 + unit] - want).abs() < 1e-6, "{} is not {want}", y[row * 2 + unit]);
         }
     }
@@ -447,18 +459,18 @@ fn optimizers_take_one_step() {
         let case = Case::new(&format!("ai.onnx.preview.training.{name}")).input(Tensor::from_f32(&[], &[0.1]));
         case.input(Tensor::from_i64(&[], &[steps])).input(vector(&x)).input(vector(&g)).input(vector(&v))
     };
-    let each = |f: &dyn Fn(f64, f64, f64) -> f64| -> Vec<f64> {
+    let elementwise = |f: &dyn Fn(f64, f64, f64) -> f64| -> Vec<f64> {
         (0..2).map(|n| f(f64::from(x[n]), f64::from(g[n]), f64::from(v[n]))).collect()
     };
     for (steps, beta) in [(0, 1.0), (3, 0.5)] {
         let momentum = case("Momentum", steps).float("alpha", 0.9).float("beta", 0.5).text("mode", "standard");
-        let made = momentum.float("norm_coefficient", 0.01).outputs(2).unwrap();
+        let outputs = momentum.float("norm_coefficient", 0.01).outputs(2).unwrap();
         let velocity = |x: f64, g: f64, v: f64| 0.9 * v + beta * (g + 0.01 * x);
-        assert_close(&made[1], &each(&velocity));
-        assert_close(&made[0], &each(&|x, g, v| x - 0.1 * velocity(x, g, v)));
+        assert_close(&outputs[1], &elementwise(&velocity));
+        assert_close(&outputs[0], &elementwise(&|x, g, v| x - 0.1 * velocity(x, g, v)));
     }
-    let made = case("Adagrad", 2).float("decay_factor", 0.5).float("epsilon", 0.25).outputs(2).unwrap();
-    assert_close(&made[0], &each(&|x, g, h| x - 0.05 * g / ((h + g * g).sqrt() + 0.25)));
+    let outputs = case("Adagrad", 2).float("decay_factor", 0.5).float("epsilon", 0.25).outputs(2).unwrap();
+    assert_close(&outputs[0], &elementwise(&|x, g, h| x - 0.05 * g / ((h + g * g).sqrt() + 0.25)));
     assert!(case("Adam", 0).outputs(3).unwrap_err().contains("are not 4 for each"));
 }
 
@@ -477,10 +489,10 @@ fn small_operators_by_their_formulas() {
     let gated = Case::new("SwiGLU").input(Tensor::from_f32(&[1], &[2.0])).input(Tensor::from_f32(&[1], &[3.0]));
     assert_close(&gated.float("alpha", 0.5).output(), &[6.0 / (1.0 + (-1f64).exp())]);
     let causal = Case::new("CausalConvWithState").input(Tensor::from_f32(&[1, 1, 3], &[1.0, 2.0, 3.0]));
-    let causal = causal.input(Tensor::from_f32(&[1, 1, 3], &[100.0, 10.0, 1.0])).none();
-    let made = causal.input(Tensor::from_f32(&[1, 1, 2], &[8.0, 9.0])).outputs(2).unwrap();
-    assert_close(&made[0], &[891.0, 912.0, 123.0]);
-    assert_close(&made[1], &[2.0, 3.0]);
+    let causal = causal.input(Tensor::from_f32(&[1, 1, 3], &[100.0, 10.0, 1.0])).no_input();
+    let outputs = causal.input(Tensor::from_f32(&[1, 1, 2], &[8.0, 9.0])).outputs(2).unwrap();
+    assert_close(&outputs[0], &[891.0, 912.0, 123.0]);
+    assert_close(&outputs[1], &[2.0, 3.0]);
     let channel = Case::new("MeanVarianceNormalization").input(x).ints("axes", &[1]).output();
     let deviation = (2f64 / 9.0).sqrt();
     let want = [-2.0 / 3.0, 1.0 / 3.0, 1.0 / 3.0, 0.0, 0.0, 0.0].map(|c| c / deviation);

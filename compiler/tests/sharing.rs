@@ -13,22 +13,22 @@ use compiler::tensor::view::ViewMut;
 use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Local tensors of each device for a sharding; partial sums get random terms that add up to `whole`.
-fn parts(whole: &Tensor, layout: Sharding, devices: usize, seed: u64) -> Vec<Tensor> {
+/// Local tensors of each device for a sharding; partial sums get random terms that add up to `tensor`.
+fn parts(tensor: &Tensor, layout: Sharding, devices: usize, seed: u64) -> Vec<Tensor> {
     match layout {
-        Sharding::Replicated => vec![whole.clone(); devices],
-        Sharding::Split(cut) => (0..devices).map(|device| part_of(whole, cut, devices, device)).collect(),
+        Sharding::Replicated => vec![tensor.clone(); devices],
+        Sharding::Split(split) => (0..devices).map(|device| part_of(tensor, split, devices, device)).collect(),
         Sharding::Partial => {
             let mut terms: Vec<Tensor> =
-                (1..devices).map(|device| ramp(whole.shape(), seed + device as u64).cast(whole.dtype())).collect();
-            terms.push(added(whole, &terms, -1.0));
+                (1..devices).map(|device| ramp(tensor.shape(), seed + device as u64).cast(tensor.dtype())).collect();
+            terms.push(add_terms(tensor, &terms, -1.0));
             terms
         }
     }
 }
 
 /// `start` plus all terms times `sign`.
-fn added(start: &Tensor, terms: &[Tensor], sign: f64) -> Tensor {
+fn add_terms(start: &Tensor, terms: &[Tensor], sign: f64) -> Tensor {
     let mut bytes = start.bytes().to_vec();
     let mut sum = ViewMut::new(start.dtype(), start.shape(), &mut bytes);
     for i in 0..sum.len() {
@@ -44,44 +44,44 @@ fn added(start: &Tensor, terms: &[Tensor], sign: f64) -> Tensor {
     Tensor::new(start.dtype(), start.shape().to_vec(), bytes.into()).unwrap()
 }
 
-fn joined(parts: &[Tensor], layout: Sharding) -> Tensor {
+fn join_shards(parts: &[Tensor], layout: Sharding) -> Tensor {
     match layout {
         Sharding::Replicated => {
             assert!(parts.iter().all(|part| part.bytes() == parts[0].bytes()), "devices have different wholes");
             parts[0].clone()
         }
-        Sharding::Split(cut) => whole_of(parts, cut),
-        Sharding::Partial => added(&parts[0], &parts[1..], 1.0),
+        Sharding::Split(split) => whole_of(parts, split),
+        Sharding::Partial => add_terms(&parts[0], &parts[1..], 1.0),
     }
 }
 
 /// Runs the strategy on all devices and returns the gathered outputs.
-fn shared(op: &Op, way: &Strategy, inputs: &[Tensor], devices: usize) -> Result<Vec<Tensor>, String> {
-    let whole: Vec<Fact> = inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
+fn run_sharded(op: &Op, strategy: &Strategy, inputs: &[Tensor], devices: usize) -> Result<Vec<Tensor>, String> {
+    let facts: Vec<Fact> = inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
     let mut graph = Graph::new("part");
-    let mut given = vec![BTreeMap::new(); devices];
+    let mut feeds = vec![BTreeMap::new(); devices];
     let mut values = Vec::new();
-    for (i, (input, layout)) in inputs.iter().zip(&way.inputs).enumerate() {
-        let (name, fact) = (format!("x{i}"), layout.part(&whole[i], devices).unwrap());
+    for (i, (input, layout)) in inputs.iter().zip(&strategy.inputs).enumerate() {
+        let (name, fact) = (format!("x{i}"), layout.part(&facts[i], devices).unwrap());
         let node = graph.add(Op::Input(Input { name: name.clone(), fact }), &[], &Origin::default()).unwrap();
         values.push(Value { node, output: 0 });
-        for (given, part) in given.iter_mut().zip(parts(input, *layout, devices, i as u64)) {
-            given.insert(name.clone(), part);
+        for (feeds, part) in feeds.iter_mut().zip(parts(input, *layout, devices, i as u64)) {
+            feeds.insert(name.clone(), part);
         }
     }
-    let whole: Vec<&Fact> = whole.iter().collect();
-    let at = LocalContext { inputs: &values, whole: &whole, devices };
+    let facts: Vec<&Fact> = facts.iter().collect();
+    let at = LocalContext { inputs: &values, whole: &facts, devices };
     let mut out = Writer { graph: &mut graph, origin: Origin::default() };
-    let made = write(op, way, &at, &mut out);
+    let outputs = write(op, strategy, &at, &mut out);
     verify(&graph).unwrap();
-    let values = evaluate_spmd::evaluate(&graph, &given).map_err(|e| e.to_string())?;
-    let of = |value: &Value| -> Vec<Tensor> { values.iter().map(|device| device[value].clone()).collect() };
-    Ok(made.iter().zip(&way.outputs).map(|(value, layout)| joined(&of(value), *layout)).collect())
+    let values = evaluate_spmd::evaluate(&graph, &feeds).map_err(|e| e.to_string())?;
+    let per_device = |value: &Value| -> Vec<Tensor> { values.iter().map(|device| device[value].clone()).collect() };
+    Ok(outputs.iter().zip(&strategy.outputs).map(|(value, layout)| join_shards(&per_device(value), *layout)).collect())
 }
 
-fn described(way: &Strategy) -> String {
+fn describe(strategy: &Strategy) -> String {
     let list = |layouts: &[Sharding]| layouts.iter().map(Sharding::to_string).collect::<Vec<_>>().join(" ");
-    format!("{} -> {}", list(&way.inputs), list(&way.outputs))
+    format!("{} -> {}", list(&strategy.inputs), list(&strategy.outputs))
 }
 
 /// Asserts equality up to rounding relative to `top`.
@@ -93,8 +93,8 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, relative: f64, top: f64
     }
     let (got, want) = (got.to_f64(), want.to_f64());
     for (g, w) in got.iter().zip(&want) {
-        let same = g == w || (g.is_nan() && w.is_nan()) || (g - w).abs() <= relative * top;
-        assert!(same, "{what}: {g} is not {w}");
+        let is_close = g == w || (g.is_nan() && w.is_nan()) || (g - w).abs() <= relative * top;
+        assert!(is_close, "{what}: {g} is not {w}");
     }
 }
 
@@ -202,12 +202,12 @@ fn divisible() -> Vec<Sample> {
         let mut inputs = vec![x(&[4, 8, 3, 2]), ramp(&[4, 4, 3, 2], 6), ramp(&[4, 4, 3, 2], 7)];
         inputs.extend(dropout.map(|_| Tensor::from_i64(&[], &[9])));
         let saved = run(&op, &inputs);
-        let mut given = vec![ramp(saved[0].shape(), 8)];
-        given.extend_from_slice(&inputs[..3]);
-        given.extend(saved);
-        given.extend_from_slice(&inputs[3..]);
+        let mut grad_inputs = vec![ramp(saved[0].shape(), 8)];
+        grad_inputs.extend_from_slice(&inputs[..3]);
+        grad_inputs.extend(saved);
+        grad_inputs.extend_from_slice(&inputs[3..]);
         list.push(of(Op::Attention(op), inputs));
-        list.push(of(Op::AttentionGrad(AttentionGrad { forward: op }), given));
+        list.push(of(Op::AttentionGrad(AttentionGrad { forward: op }), grad_inputs));
     }
     for (begin, end) in [(0, 8), (8, 16), (8, 24), (0, 24)] {
         let op = Slice { begin: dims(&[0, begin]), end: dims(&[4, end]), step: vec![1, 1] };
@@ -227,7 +227,7 @@ fn doubled(sample: &Sample) -> Option<Vec<Tensor>> {
 
 #[test]
 fn every_way_of_sharing_an_op_gives_what_the_op_gives() {
-    let mut asked: BTreeMap<&'static str, BTreeSet<String>> = BTreeMap::new();
+    let mut covered: BTreeMap<&'static str, BTreeSet<String>> = BTreeMap::new();
     for sample in samples().into_iter().chain(divisible()) {
         let collective = meet(&sample.op, &sample.inputs).is_some();
         if collective || sample.inputs.is_empty() || try_run(rule(&sample.op), &sample.inputs).is_err() {
@@ -241,19 +241,21 @@ fn every_way_of_sharing_an_op_gives_what_the_op_gives() {
                 let facts: Vec<Fact> = inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
                 let facts: Vec<&Fact> = facts.iter().collect();
                 let outputs = rule(&sample.op).infer(&facts).unwrap();
-                for way in strategies(&sample.op, &facts, &outputs, &group) {
+                for strategy in strategies(&sample.op, &facts, &outputs, &group) {
                     let name = rule(&sample.op).name();
-                    let strategy_name = described(&way);
+                    let strategy_name = describe(&strategy);
                     let what = format!("{name}, {}, {devices} devices, {strategy_name}", sample.title);
-                    let got = shared(&sample.op, &way, &inputs, devices).unwrap_or_else(|e| panic!("{what}: {e}"));
-                    let sums = way.inputs.iter().chain(&way.outputs).any(|layout| *layout == Sharding::Partial);
-                    let exact = !sums && way.local != Local::Written;
+                    let got =
+                        run_sharded(&sample.op, &strategy, &inputs, devices).unwrap_or_else(|e| panic!("{what}: {e}"));
+                    let sums =
+                        strategy.inputs.iter().chain(&strategy.outputs).any(|layout| *layout == Sharding::Partial);
+                    let is_exact = !sums && strategy.local != Local::Written;
                     // Random terms cannot add up to non-finite values.
-                    if way.inputs.contains(&Sharding::Partial) && !finite(&inputs) {
+                    if strategy.inputs.contains(&Sharding::Partial) && !finite(&inputs) {
                         continue;
                     }
                     let narrowest = inputs.iter().chain(&want).map(Tensor::dtype).filter(|d| d.is_float());
-                    let relative = match (exact, narrowest.map(DType::size).min()) {
+                    let relative = match (is_exact, narrowest.map(DType::size).min()) {
                         (true, _) => 0.0,
                         (_, Some(2)) => 2e-2,
                         (_, Some(4)) => 2e-6,
@@ -263,19 +265,19 @@ fn every_way_of_sharing_an_op_gives_what_the_op_gives() {
                     for (got, want) in got.iter().zip(&want) {
                         assert_close(&what, got, want, relative, top);
                     }
-                    asked.entry(name).or_default().insert(strategy_name);
+                    covered.entry(name).or_default().insert(strategy_name);
                 }
             }
         }
     }
-    for (name, ways) in &asked {
+    for (name, ways) in &covered {
         println!("{name}: {}", ways.iter().cloned().collect::<Vec<_>>().join(", "));
     }
-    let ways: usize = asked.values().map(BTreeSet::len).sum();
-    println!("{ways} ways of {} ops", asked.len());
+    let ways: usize = covered.values().map(BTreeSet::len).sum();
+    println!("{ways} ways of {} ops", covered.len());
     // The ops without a strategy: parts that are already sharded, and values that depend on their global position.
-    let whole: Vec<&str> = asked.iter().filter(|(_, ways)| ways.len() < 2).map(|(name, _)| *name).collect();
-    assert_eq!(whole, ["dropout_part", "uniform"]);
+    let unsharded: Vec<&str> = covered.iter().filter(|(_, ways)| ways.len() < 2).map(|(name, _)| *name).collect();
+    assert_eq!(unsharded, ["dropout_part", "uniform"]);
 }
 
 /// The largest finite magnitude, at least one.
@@ -309,9 +311,9 @@ fn what_does_not_exist_is_refused_by_all_devices() {
         let facts: Vec<Fact> = inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
         let facts: Vec<&Fact> = facts.iter().collect();
         let outputs = rule(&op).infer(&facts).unwrap();
-        for way in strategies(&op, &facts, &outputs, &Group::of(2)) {
-            let refused = shared(&op, &way, &inputs, 2);
-            assert!(refused.is_err(), "{}: {}", rule(&op).name(), described(&way));
+        for strategy in strategies(&op, &facts, &outputs, &Group::of(2)) {
+            let result = run_sharded(&op, &strategy, &inputs, 2);
+            assert!(result.is_err(), "{}: {}", rule(&op).name(), describe(&strategy));
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::builder::{Axis, Builder, Init};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
-use crate::image::{Kernel, biased_convolution, flat, max_pool, relu};
+use crate::image::{Kernel, biased_convolution, flatten, max_pool, relu};
 use crate::layer::{dense, dropout};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::Entry;
@@ -29,31 +29,31 @@ pub const ENTRY: Entry = Entry {
 };
 
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
-    let (first, size) = (given.number("width"), given.number("size"));
+    let (first_width, size) = (given.number("width"), given.number("size"));
     let (hidden, classes, ratio) = (given.number("hidden"), given.number("classes"), given.fraction("dropout"));
     let mut y = net.input_f32("x", &[batch, Axis::Size(3), Axis::Size(size), Axis::Size(size)]);
-    let (mut width, mut place) = (3, 0);
+    let (mut width, mut index) = (3, 0);
     let mut side = (size + 4 - 11) / 4 + 1;
     let mut next = || {
-        place += 1;
-        format!("features.{}", place - 1)
+        index += 1;
+        format!("features.{}", index - 1)
     };
     // Channels in units of the first, kernel size, pooling after it.
-    for (wide, kernel, pooled) in [(1, 11, true), (3, 5, true), (6, 3, false), (4, 3, false), (4, 3, true)] {
-        let wide = wide * first;
+    for (next_width, kernel, is_pooled) in [(1, 11, true), (3, 5, true), (6, 3, false), (4, 3, false), (4, 3, true)] {
+        let next_width = next_width * first_width;
         let kernel = match kernel {
-            11 => Kernel { stride: [4, 4], pads: [2; 4], ..Kernel::square(width, wide, 11, 4) },
-            _ => Kernel::square(width, wide, kernel, 1),
+            11 => Kernel { stride: [4, 4], pads: [2; 4], ..Kernel::square(width, next_width, 11, 4) },
+            _ => Kernel::square(width, next_width, kernel, 1),
         };
         y = biased_convolution(net, &next(), &y, kernel);
         y = relu(net, &next(), &y);
-        if pooled {
+        if is_pooled {
             y = max_pool(net, &next(), &y, 3, 2, 0);
             side = (side - 3) / 2 + 1;
         }
-        width = wide;
+        width = next_width;
     }
-    let y = flat(net, "", &y);
+    let y = flatten(net, "", &y);
     let y = dropout(net, "classifier.0", &y, ratio);
     let y = dense(net, "classifier.1", &y, width * side * side, hidden, Init::Kaiming);
     let y = relu(net, "classifier.2", &y);

@@ -22,7 +22,7 @@
 use crate::builder::{Axis, Builder, Init, Value};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
 use crate::image::{Kernel, batch_norm, convolution, max_pool, mean_of_image, mean_pool, relu};
-use crate::layer::{dense, joined, part};
+use crate::layer::{concatenate, dense, part};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
@@ -71,7 +71,7 @@ use Operation::{Conv1x1, Conv1x7And7x1, Conv3x3, Max2x2, Max3x3, Mean3x3, Nothin
 /// Five sums of two operations, each with the index of its input state, and the states that are concatenated.
 struct Genotype {
     sums: [[(usize, Operation); 2]; 5],
-    joined: &'static [usize],
+    concatenated: &'static [usize],
 }
 
 const NORMAL: Genotype = Genotype {
@@ -82,7 +82,7 @@ const NORMAL: Genotype = Genotype {
         [(2, Max3x3), (2, Nothing)],
         [(1, Mean3x3), (5, Conv1x1)],
     ],
-    joined: &[0, 3, 4, 6],
+    concatenated: &[0, 3, 4, 6],
 };
 
 const REDUCTION: Genotype = Genotype {
@@ -93,7 +93,7 @@ const REDUCTION: Genotype = Genotype {
         [(3, Nothing), (1, Max2x2)],
         [(2, Mean3x3), (3, Conv1x1)],
     ],
-    joined: &[4, 5, 6],
+    concatenated: &[4, 5, 6],
 };
 
 /// Outputs of the last two cells, newest first, with their channels.
@@ -148,7 +148,7 @@ impl Tower {
         let [(newer, newer_width), (older, older_width)] = &self.states;
         let first = reduced(net, &format!("{path}.reduce1"), newer, [*newer_width, channels]);
         let second = match (self.after_reduction, *older_width == channels) {
-            (true, _) => halved(net, &format!("{path}.reduce2"), older, [*older_width, channels]),
+            (true, _) => factorized_reduce(net, &format!("{path}.reduce2"), older, [*older_width, channels]),
             (false, false) => reduced(net, &format!("{path}.reduce2"), older, [*older_width, channels]),
             (false, true) => older.clone(),
         };
@@ -163,8 +163,8 @@ impl Tower {
             });
             states.push(net.node(path, "Add", &[&left, &right], vec![]));
         }
-        let parts: Vec<&Value> = genotype.joined.iter().map(|state| &states[*state]).collect();
-        let y = joined(net, path, &parts, 1);
+        let parts: Vec<&Value> = genotype.concatenated.iter().map(|state| &states[*state]).collect();
+        let y = concatenate(net, path, &parts, 1);
         let newer = self.states[0].clone();
         self.states = [(y, channels * parts.len()), newer];
         self.after_reduction = reduction;
@@ -197,8 +197,8 @@ impl Operation {
 /// ReLU, convolution and batch normalisation, once per kernel.
 fn chain(net: &mut Builder, path: &str, x: &Value, kernels: &[Kernel]) -> Value {
     let mut y = x.clone();
-    for (place, kernel) in kernels.iter().enumerate() {
-        let at = |offset| format!("{path}.{}", 3 * place + offset);
+    for (index, kernel) in kernels.iter().enumerate() {
+        let at = |offset| format!("{path}.{}", 3 * index + offset);
         y = relu(net, &at(0), &y);
         y = convolution(net, &at(1), &y, *kernel);
         y = batch_norm(net, &at(2), &y, kernel.to);
@@ -212,7 +212,7 @@ fn reduced(net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2]) -> 
 }
 
 /// As `reduced`, at half height and width: half of the channels from even pixels, half from odd ones.
-fn halved(net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2]) -> Value {
+fn factorized_reduce(net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2]) -> Value {
     let at = |name: &str| format!("{path}.{name}");
     let x = relu(net, &at("relu"), x);
     let kernel = Kernel::square(from, to / 2, 1, 2);
@@ -220,6 +220,6 @@ fn halved(net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2]) -> V
     let odd = part(net, &at("pad"), &x, 2, 1, i64::MAX);
     let odd = part(net, &at("pad"), &odd, 3, 1, i64::MAX);
     let odd = convolution(net, &at("conv2"), &odd, Kernel { pads: [0, 0, 1, 1], ..kernel });
-    let y = joined(net, path, &[&even, &odd], 1);
+    let y = concatenate(net, path, &[&even, &odd], 1);
     batch_norm(net, &at("bn"), &y, to)
 }

@@ -1,7 +1,7 @@
 //! Multi-head attention: softmax(q·kᵀ / √d + mask)·v. Heads may be grouped, and positions may rotate queries and keys.
 
 use crate::builder::{Builder, Value, attr};
-use crate::layer::{dropout, reshaped, turned};
+use crate::layer::{dropout, reshape, transpose};
 use crate::rotary::Rotary;
 
 /// Value of a masked score: finite, so that infinities never cancel to NaN, and softmax still gives exactly 0 in f32.
@@ -44,7 +44,7 @@ impl Attention {
             .map(|(x, shape)| by_head(net, path, x, shape, &[0, 2, 1, 3]));
         let (q, k) = (rotary.turn(net, path, &q), rotary.turn(net, path, &k));
         let (k, v) = (self.repeated(net, path, &k, key_heads), self.repeated(net, path, &v, key_heads));
-        let k = turned(net, path, &k, &[0, 1, 3, 2]);
+        let k = transpose(net, path, &k, &[0, 1, 3, 2]);
         self.attend(net, path, [&q, &k, &v])
     }
 
@@ -60,10 +60,10 @@ impl Attention {
             return x.clone();
         }
         let (context, size) = (self.context as i64, self.size() as i64);
-        let x = reshaped(net, path, x, &[0, key_heads as i64, 1, context, size]);
+        let x = reshape(net, path, x, &[0, key_heads as i64, 1, context, size]);
         let shape = net.constant_i64(path, &[1, 1, repeats as i64, 1, 1]);
         let x = net.node(path, "Expand", &[&x, &shape], vec![]);
-        reshaped(net, path, &x, &[0, self.heads as i64, context, size])
+        reshape(net, path, &x, &[0, self.heads as i64, context, size])
     }
 
     /// Maps q and v of `[batch, heads, context, size]` and k of `[batch, heads, size, context]` to
@@ -78,8 +78,8 @@ impl Attention {
         let weights = net.node(path, "Softmax", &[&scores], vec![attr::int("axis", -1)]);
         let weights = dropout(net, path, &weights, self.dropout);
         let y = net.node(path, "MatMul", &[&weights, v], vec![]);
-        let y = turned(net, path, &y, &[0, 2, 1, 3]);
-        reshaped(net, path, &y, &[0, self.context as i64, self.width as i64])
+        let y = transpose(net, path, &y, &[0, 2, 1, 3]);
+        reshape(net, path, &y, &[0, self.context as i64, self.width as i64])
     }
 
     /// Width of a head.
@@ -90,7 +90,7 @@ impl Attention {
 
 fn by_head(net: &mut Builder, path: &str, x: &Value, shape: &Value, perm: &[i64]) -> Value {
     let x = net.node(path, "Reshape", &[x, shape], vec![attr::int("allowzero", 0)]);
-    turned(net, path, &x, perm)
+    transpose(net, path, &x, perm)
 }
 
 /// An additive causal mask, shared by all layers.
@@ -98,7 +98,7 @@ fn by_head(net: &mut Builder, path: &str, x: &Value, shape: &Value, perm: &[i64]
 /// The graph computes it, because for 2,048 tokens it would take 16 MB in the file.
 pub fn causal_mask(net: &mut Builder, context: usize) -> Value {
     let shape = net.constant_i64("", &[1, 1, context as i64, context as i64]);
-    let hidden = net.filled("", &shape, MASKED);
+    let hidden = net.fill("", &shape, MASKED);
     let above = net.scalar_i64("", 1);
     net.node("", "Trilu", &[&hidden, &above], vec![attr::int("upper", 1)])
 }

@@ -12,7 +12,7 @@
 
 use crate::builder::{Axis, Builder, Init};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
-use crate::layer::{dropout, locked_dropout, product, turned};
+use crate::layer::{dropout, locked_dropout, product, transpose};
 use crate::prediction::{Prediction, Target};
 use crate::recurrent::Lstm;
 use crate::zoo::{Entry, Size};
@@ -59,13 +59,13 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         0.0 => table.clone(),
         ratio => {
             let shape = net.constant_i64("encoder", &[vocabulary as i64, 1]);
-            let ones = net.filled("encoder", &shape, 1.0);
-            let kept = dropout(net, "encoder", &ones, ratio);
-            net.node("encoder", "Mul", &[&table, &kept], vec![])
+            let ones = net.fill("encoder", &shape, 1.0);
+            let noise = dropout(net, "encoder", &ones, ratio);
+            net.node("encoder", "Mul", &[&table, &noise], vec![])
         }
     };
     let x = net.node("encoder", "Gather", &[&rows, &tokens], vec![]);
-    let x = turned(net, "encoder", &x, &[1, 0, 2]);
+    let x = transpose(net, "encoder", &x, &[1, 0, 2]);
     // One dropout mask for all time steps.
     let locked = [1, 0, 0];
     let mut x = locked_dropout(net, "lockdrop", &x, &locked, outer);
@@ -76,7 +76,7 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         x = lstm.build(net, &format!("rnns.{layer}"), &x);
         x = locked_dropout(net, "lockdrop", &x, &locked, if last { outer } else { inner });
     }
-    let x = turned(net, "decoder", &x, &[1, 0, 2]);
+    let x = transpose(net, "decoder", &x, &[1, 0, 2]);
     let bias = net.parameter("decoder.bias", &[vocabulary], Init::Zeros);
     let logits = product(net, "decoder", &x, &table);
     let logits = net.node("decoder", "Add", &[&logits, &bias], vec![]);

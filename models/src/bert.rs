@@ -61,9 +61,9 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     let [table, words] = embedding(net, &at("word_embeddings"), &tokens, vocabulary, width);
     let [_, kinds] = embedding(net, &at("token_type_embeddings"), &segments, 2, width);
     let positions = net.constant_i64(&at("position_embeddings"), &(0..context as i64).collect::<Vec<_>>());
-    let [_, places] = embedding(net, &at("position_embeddings"), &positions, context, width);
+    let [_, position_rows] = embedding(net, &at("position_embeddings"), &positions, context, width);
     let x = net.node("bert.embeddings", "Add", &[&words, &kinds], vec![]);
-    let x = net.node("bert.embeddings", "Add", &[&x, &places], vec![]);
+    let x = net.node("bert.embeddings", "Add", &[&x, &position_rows], vec![]);
     let x = normalisation(net, &at("LayerNorm"), &x, width, EPSILON);
     let mut x = dropout(net, &at("dropout"), &x, ratio);
     let attention = Attention { context, width, heads: given.number("heads"), mask: None, dropout: ratio };

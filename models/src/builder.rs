@@ -115,8 +115,8 @@ impl Builder {
 
     fn initializer(&mut self, name: &str, dims: &[usize], init: Init) -> Value {
         let Some(seed) = self.seed else {
-            let before = 4 * (self.counts.parameters + self.counts.statistics - elements(dims));
-            self.graph.initializer.push(left_out(name, dims, before));
+            let offset = 4 * (self.counts.parameters + self.counts.statistics - elements(dims));
+            self.graph.initializer.push(left_out(name, dims, offset));
             return Value(name.to_owned());
         };
         let count: usize = dims.iter().product();
@@ -156,7 +156,7 @@ impl Builder {
     }
 
     /// A `ConstantOfShape` node filled with `value`.
-    pub fn filled(&mut self, path: &str, shape: &Value, value: f32) -> Value {
+    pub fn fill(&mut self, path: &str, shape: &Value, value: f32) -> Value {
         let value = attr::tensor("value", tensor_f32("", &[1], &[value]));
         self.node(path, "ConstantOfShape", &[shape], vec![value])
     }
@@ -234,8 +234,8 @@ impl Builder {
 fn scope(path: &str) -> String {
     let mut text = String::new();
     for part in path.split('.').filter(|part| !part.is_empty()) {
-        let numbered = part.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty();
-        text.push(if numbered { '.' } else { '/' });
+        let is_index = part.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty();
+        text.push(if is_index { '.' } else { '/' });
         text += part;
     }
     text
@@ -256,8 +256,8 @@ fn elements(dims: &[usize]) -> u128 {
     dims.iter().map(|dim| *dim as u128).product()
 }
 
-/// An f32 tensor at offset `before` of a file that does not exist.
-fn left_out(name: &str, dims: &[usize], before: u128) -> TensorProto {
+/// An f32 tensor at offset `offset` of a file that does not exist.
+fn left_out(name: &str, dims: &[usize], offset: u128) -> TensorProto {
     let entry = |key: &str, value: String| StringStringEntryProto { key: Some(key.to_owned()), value: Some(value) };
     TensorProto {
         dims: dims.iter().map(|dim| *dim as i64).collect(),
@@ -266,7 +266,7 @@ fn left_out(name: &str, dims: &[usize], before: u128) -> TensorProto {
         data_location: Some(DataLocation::External as i32),
         external_data: vec![
             entry("location", LEFT_OUT.to_owned()),
-            entry("offset", before.to_string()),
+            entry("offset", offset.to_string()),
             entry("length", (4 * elements(dims)).to_string()),
         ],
         ..Default::default()

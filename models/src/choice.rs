@@ -161,11 +161,11 @@ impl Given {
         ChoiceError::Value { model: self.model, option, value, why: why.into() }
     }
 
-    /// An error unless `option` divides `whole`.
-    pub fn divides(&self, option: &'static str, whole: &'static str) -> Result<(), ChoiceError> {
-        match self.number(whole).is_multiple_of(self.number(option)) {
+    /// An error unless `option` divides `multiple`.
+    pub fn divides(&self, option: &'static str, multiple: &'static str) -> Result<(), ChoiceError> {
+        match self.number(multiple).is_multiple_of(self.number(option)) {
             true => Ok(()),
-            false => Err(self.refuse(option, format!("`{whole}` must be a multiple of it"))),
+            false => Err(self.refuse(option, format!("`{multiple}` must be a multiple of it"))),
         }
     }
 
@@ -208,12 +208,12 @@ mod tests {
 
     #[test]
     fn what_is_out_of_bounds_is_refused() {
-        let said = |name, value| given(&[(name, value)]).unwrap_err().to_string();
-        assert_eq!(said("size", Setting::Number(65)), "`size` of `model` cannot be 65: it must be at most 64");
-        assert_eq!(said("size", Setting::Number(0)), "`size` of `model` cannot be 0: it must be at least 4");
-        assert!(said("dropout", Setting::Fraction(f64::NAN)).contains("below 1"));
-        assert!(said("dropout", Setting::Number(1)).contains("another type"));
-        assert!(said("depth", Setting::Number(1)).contains("it has `size`, `half`, `dropout`, `tied`"));
+        let error_of = |name, value| given(&[(name, value)]).unwrap_err().to_string();
+        assert_eq!(error_of("size", Setting::Number(65)), "`size` of `model` cannot be 65: it must be at most 64");
+        assert_eq!(error_of("size", Setting::Number(0)), "`size` of `model` cannot be 0: it must be at least 4");
+        assert!(error_of("dropout", Setting::Fraction(f64::NAN)).contains("below 1"));
+        assert!(error_of("dropout", Setting::Number(1)).contains("another type"));
+        assert!(error_of("depth", Setting::Number(1)).contains("it has `size`, `half`, `dropout`, `tied`"));
         let odd = given(&[("half", Setting::Number(3))]).unwrap();
         assert!(odd.divides("half", "size").unwrap_err().to_string().contains("`size` must be a multiple of it"));
     }

@@ -20,7 +20,7 @@
 
 use crate::builder::{Axis, Builder, Init, Value, attr};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
-use crate::layer::{dropout, joined, linear, projection, turned};
+use crate::layer::{concatenate, dropout, linear, projection, transpose};
 use crate::prediction::{Prediction, Target};
 use crate::recurrent::Lstm;
 use crate::zoo::{Entry, Size};
@@ -58,44 +58,48 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         return Err(given.refuse("layers", "half of them are the encoder's"));
     }
     let (width, vocabulary) = (given.number("hidden"), given.number("vocabulary"));
-    let (heard, said) = (given.number("source"), given.number("target"));
+    let (source_length, target_length) = (given.number("source"), given.number("target"));
     let ratio = given.fraction("dropout");
-    let source = net.input_i64("source", &[batch, Axis::Size(heard)]);
-    let target = net.input_i64("target", &[batch, Axis::Size(said)]);
+    let source = net.input_i64("source", &[batch, Axis::Size(source_length)]);
+    let target = net.input_i64("target", &[batch, Axis::Size(target_length)]);
     let table = |net: &mut Builder, name: &str| {
         net.parameter(&format!("{name}.weight"), &[vocabulary, width], Init::Within(0.1))
     };
-    let [heard_words, said_words] = if given.truth("shared") {
-        let one = table(net, "embedding");
-        [one.clone(), one]
+    let [source_table, target_table] = if given.truth("shared") {
+        let shared_table = table(net, "embedding");
+        [shared_table.clone(), shared_table]
     } else {
         ["encoder.embedder", "decoder.embedder"].map(|name| table(net, name))
     };
     let words = |net: &mut Builder, path: &str, table: &Value, tokens: &Value| {
         let rows = net.node(path, "Gather", &[table, tokens], vec![]);
-        turned(net, path, &rows, &[1, 0, 2])
+        transpose(net, path, &rows, &[1, 0, 2])
     };
 
-    let x = words(net, "encoder.embedder", &heard_words, &source);
+    let x = words(net, "encoder.embedder", &source_table, &source);
     let x = dropout(net, "encoder.dropout", &x, ratio);
-    let both = Lstm { bidirectional: true, ..Lstm::plain(width, width) };
-    let x = both.build(net, "encoder.rnn_layers.0", &x);
+    let bidirectional = Lstm { bidirectional: true, ..Lstm::plain(width, width) };
+    let x = bidirectional.build(net, "encoder.rnn_layers.0", &x);
     let x = dropout(net, "encoder.dropout", &x, ratio);
     let mut x = Lstm::plain(2 * width, width).build(net, "encoder.rnn_layers.1", &x);
     for layer in 2..layers / 2 {
         x = residual(net, "encoder", layer, &x, None, [width, width], ratio);
     }
 
-    let y = words(net, "decoder.embedder", &said_words, &target);
+    let y = words(net, "decoder.embedder", &target_table, &target);
     let y = dropout(net, "decoder.dropout", &y, ratio);
     let mut y = Lstm::plain(width, width).build(net, "decoder.att_rnn.rnn", &y);
-    let found = attention(net, "decoder.att_rnn.attn", &y, &x, width);
+    let context = attention(net, "decoder.att_rnn.attn", &y, &x, width);
     for layer in 0..layers / 2 - 1 {
-        y = residual(net, "decoder", layer, &y, Some(&found), [2 * width, width], ratio);
+        y = residual(net, "decoder", layer, &y, Some(&context), [2 * width, width], ratio);
     }
-    let y = turned(net, "decoder", &y, &[1, 0, 2]);
+    let y = transpose(net, "decoder", &y, &[1, 0, 2]);
     let logits = linear(net, "decoder.classifier.classifier", &y, width, vocabulary);
-    Ok(Prediction { logits, shape: vec![batch, Axis::Size(said), Axis::Size(vocabulary)], target: Target::Token })
+    Ok(Prediction {
+        logits,
+        shape: vec![batch, Axis::Size(target_length), Axis::Size(vocabulary)],
+        target: Target::Token,
+    })
 }
 
 /// An LSTM layer with a residual connection (except the decoder's first), whose input is `x` and, in the decoder, the
@@ -105,44 +109,44 @@ fn residual(
     side: &str,
     layer: usize,
     x: &Value,
-    found: Option<&Value>,
+    context: Option<&Value>,
     [from, to]: [usize; 2],
     ratio: f64,
 ) -> Value {
-    let read = match found {
-        Some(found) => joined(net, side, &[x, found], 2),
+    let input = match context {
+        Some(context) => concatenate(net, side, &[x, context], 2),
         None => x.clone(),
     };
-    let read = dropout(net, &format!("{side}.dropout"), &read, ratio);
-    let y = Lstm::plain(from, to).build(net, &format!("{side}.rnn_layers.{layer}"), &read);
+    let input = dropout(net, &format!("{side}.dropout"), &input, ratio);
+    let y = Lstm::plain(from, to).build(net, &format!("{side}.rnn_layers.{layer}"), &input);
     if layer == 0 { y } else { net.node(side, "Add", &[&y, x], vec![]) }
 }
 
 /// For every decoder step, the mean of the encoder states weighted by attention.
-fn attention(net: &mut Builder, path: &str, asking: &Value, said: &Value, width: usize) -> Value {
+fn attention(net: &mut Builder, path: &str, query: &Value, memory: &Value, width: usize) -> Value {
     let at = |name: &str| format!("{path}.{name}");
     let bound = Init::Within(1.0 / (width as f64).sqrt());
     let direction = net.parameter(&at("linear_att"), &[width], bound);
     let scale = net.parameter(&at("normalize_scalar"), &[1], bound);
     let bias = net.parameter(&at("normalize_bias"), &[width], Init::Zeros);
     let axis = |net: &mut Builder, axis: i64| net.constant_i64(path, &[axis]);
-    let [asking, said] = [asking, said].map(|x| turned(net, path, x, &[1, 0, 2]));
-    let q = projection(net, &at("linear_q"), &asking, width, width);
-    let k = projection(net, &at("linear_k"), &said, width, width);
-    let [one, two] = [axis(net, 1), axis(net, 2)];
-    let q = net.node(path, "Unsqueeze", &[&q, &two], vec![]);
-    let k = net.node(path, "Unsqueeze", &[&k, &one], vec![]);
+    let [query, memory] = [query, memory].map(|x| transpose(net, path, x, &[1, 0, 2]));
+    let q = projection(net, &at("linear_q"), &query, width, width);
+    let k = projection(net, &at("linear_k"), &memory, width, width);
+    let [axis_1, axis_2] = [axis(net, 1), axis(net, 2)];
+    let q = net.node(path, "Unsqueeze", &[&q, &axis_2], vec![]);
+    let k = net.node(path, "Unsqueeze", &[&k, &axis_1], vec![]);
     let sum = net.node(path, "Add", &[&q, &k], vec![]);
     let sum = net.node(path, "Add", &[&sum, &bias], vec![]);
-    let felt = net.node(path, "Tanh", &[&sum], vec![]);
+    let hidden = net.node(path, "Tanh", &[&sum], vec![]);
     let length = net.node(path, "ReduceL2", &[&direction], vec![attr::int("keepdims", 1)]);
     let unit = net.node(path, "Div", &[&direction, &length], vec![]);
     let unit = net.node(path, "Mul", &[&unit, &scale], vec![]);
-    let unit = net.node(path, "Unsqueeze", &[&unit, &one], vec![]);
-    let scores = net.node(path, "MatMul", &[&felt, &unit], vec![]);
+    let unit = net.node(path, "Unsqueeze", &[&unit, &axis_1], vec![]);
+    let scores = net.node(path, "MatMul", &[&hidden, &unit], vec![]);
     let last = axis(net, 3);
     let scores = net.node(path, "Squeeze", &[&scores, &last], vec![]);
     let weights = net.node(path, "Softmax", &[&scores], vec![attr::int("axis", -1)]);
-    let found = net.node(path, "MatMul", &[&weights, &said], vec![]);
-    turned(net, path, &found, &[1, 0, 2])
+    let context = net.node(path, "MatMul", &[&weights, &memory], vec![]);
+    transpose(net, path, &context, &[1, 0, 2])
 }

@@ -84,8 +84,8 @@ pub fn decoder(
     let tokens = net.input_i64("tokens", &[batch, Axis::Size(context)]);
     let [table, words] = embedding(net, "wte", &tokens, vocabulary, width);
     let positions = net.constant_i64("", &(0..context as i64).collect::<Vec<_>>());
-    let [_, places] = embedding(net, "wpe", &positions, context, width);
-    let x = net.node("", "Add", &[&words, &places], vec![]);
+    let [_, position_rows] = embedding(net, "wpe", &positions, context, width);
+    let x = net.node("", "Add", &[&words, &position_rows], vec![]);
     let mut x = dropout(net, "drop", &x, ratio);
     let mask = Some(causal_mask(net, context));
     let block = Block {

@@ -67,6 +67,6 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         return Err(given.refuse("head-size", "rotary positions need heads of even size"));
     }
     let mixture = Mixture { inner: given.number("ffn"), activation: Activation::SwiGlu, ..Mixture::new(given)? };
-    let of = Heads { size, theta: THETA, biases: true };
-    decoder(net, given, batch, &of, |net, path, x| mixture.build(net, path, x))
+    let config = Heads { size, theta: THETA, biases: true };
+    decoder(net, given, batch, &config, |net, path, x| mixture.build(net, path, x))
 }

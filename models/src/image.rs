@@ -86,21 +86,21 @@ pub fn mean_pool(net: &mut Builder, path: &str, x: &Value, size: i64, stride: i6
 /// Global average pooling: `[N, C, H, W]` becomes `[N, C]`.
 pub fn mean_of_image(net: &mut Builder, path: &str, x: &Value) -> Value {
     let y = net.node(path, "GlobalAveragePool", &[x], vec![]);
-    flat(net, "", &y)
+    flatten(net, "", &y)
 }
 
 /// Flattens all dimensions but the first.
-pub fn flat(net: &mut Builder, path: &str, x: &Value) -> Value {
+pub fn flatten(net: &mut Builder, path: &str, x: &Value) -> Value {
     net.node(path, "Flatten", &[x], vec![attr::int("axis", 1)])
 }
 
 /// Nearest-neighbour upsampling by 2. `shape` is `[C, H, W]` of the input.
 ///
 /// It is written as reshape, expand and reshape, because the rounding modes of `Resize` differ between importers.
-pub fn doubled(net: &mut Builder, path: &str, x: &Value, [channels, height, width]: [usize; 3]) -> Value {
+pub fn upsample(net: &mut Builder, path: &str, x: &Value, [channels, height, width]: [usize; 3]) -> Value {
     let [c, h, w] = [channels, height, width].map(|n| n as i64);
-    let apart = crate::layer::reshaped(net, path, x, &[0, c, h, 1, w, 1]);
-    let twice = net.constant_i64(path, &[1, 1, 1, 2, 1, 2]);
-    let wide = net.node(path, "Expand", &[&apart, &twice], vec![]);
-    crate::layer::reshaped(net, path, &wide, &[0, c, 2 * h, 2 * w])
+    let split_axes = crate::layer::reshape(net, path, x, &[0, c, h, 1, w, 1]);
+    let factors = net.constant_i64(path, &[1, 1, 1, 2, 1, 2]);
+    let expanded = net.node(path, "Expand", &[&split_axes, &factors], vec![]);
+    crate::layer::reshape(net, path, &expanded, &[0, c, 2 * h, 2 * w])
 }

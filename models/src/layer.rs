@@ -14,7 +14,7 @@ pub fn linear(net: &mut Builder, path: &str, x: &Value, from: usize, to: usize) 
 
 /// `x·Wᵀ` with an existing weight.
 pub fn product(net: &mut Builder, path: &str, x: &Value, weight: &Value) -> Value {
-    let weight = turned(net, path, weight, &[1, 0]);
+    let weight = transpose(net, path, weight, &[1, 0]);
     net.node(path, "MatMul", &[x, &weight], vec![])
 }
 
@@ -86,27 +86,27 @@ pub fn locked_dropout(net: &mut Builder, path: &str, x: &Value, mask: &[i64], ra
         return x.clone();
     }
     let shape = net.node(path, "Shape", &[x], vec![]);
-    let own = |axis: usize| if mask[axis] == 0 { axis } else { mask.len() };
+    let source_axis = |axis: usize| if mask[axis] == 0 { axis } else { mask.len() };
     let one = net.constant_i64(path, &[1]);
     let sizes = net.node(path, "Concat", &[&shape, &one], vec![attr::int("axis", 0)]);
-    let picked = net.constant_i64(path, &(0..mask.len()).map(|axis| own(axis) as i64).collect::<Vec<_>>());
-    let shape = net.node(path, "Gather", &[&sizes, &picked], vec![]);
-    let ones = net.filled(path, &shape, 1.0);
-    let kept = dropout(net, path, &ones, ratio);
-    net.node(path, "Mul", &[x, &kept], vec![])
+    let source_axes = net.constant_i64(path, &(0..mask.len()).map(|axis| source_axis(axis) as i64).collect::<Vec<_>>());
+    let shape = net.node(path, "Gather", &[&sizes, &source_axes], vec![]);
+    let ones = net.fill(path, &shape, 1.0);
+    let noise = dropout(net, path, &ones, ratio);
+    net.node(path, "Mul", &[x, &noise], vec![])
 }
 
-pub fn turned(net: &mut Builder, path: &str, x: &Value, perm: &[i64]) -> Value {
+pub fn transpose(net: &mut Builder, path: &str, x: &Value, perm: &[i64]) -> Value {
     net.node(path, "Transpose", &[x], vec![attr::ints("perm", perm)])
 }
 
 /// Reshapes `x`; a 0 copies an axis, a -1 is inferred.
-pub fn reshaped(net: &mut Builder, path: &str, x: &Value, shape: &[i64]) -> Value {
+pub fn reshape(net: &mut Builder, path: &str, x: &Value, shape: &[i64]) -> Value {
     let shape = net.constant_i64(path, shape);
     net.node(path, "Reshape", &[x, &shape], vec![attr::int("allowzero", 0)])
 }
 
-pub fn joined(net: &mut Builder, path: &str, parts: &[&Value], axis: i64) -> Value {
+pub fn concatenate(net: &mut Builder, path: &str, parts: &[&Value], axis: i64) -> Value {
     net.node(path, "Concat", parts, vec![attr::int("axis", axis)])
 }
 

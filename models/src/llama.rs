@@ -66,8 +66,8 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     if !size.is_multiple_of(2) {
         return Err(given.refuse("heads", "rotary positions need heads of even size"));
     }
-    let of = Heads { size, theta: THETA, biases: false };
-    decoder(net, given, batch, &of, |net, path, x| {
+    let config = Heads { size, theta: THETA, biases: false };
+    decoder(net, given, batch, &config, |net, path, x| {
         let at = |name: &str| format!("{path}.{name}");
         let gate = projection(net, &at("gate_proj"), x, width, ffn);
         let up = projection(net, &at("up_proj"), x, width, ffn);
@@ -93,7 +93,7 @@ pub fn decoder(
     net: &mut Builder,
     given: &Given,
     batch: Axis,
-    of: &Heads,
+    config: &Heads,
     mlp: impl Fn(&mut Builder, &str, &Value) -> Value,
 ) -> Result<Prediction, ChoiceError> {
     given.divides("kv-heads", "heads")?;
@@ -101,19 +101,19 @@ pub fn decoder(
     let (heads, key_heads) = (given.number("heads"), given.number("kv-heads"));
     let tokens = net.input_i64("tokens", &[batch, Axis::Size(context)]);
     let [table, mut x] = embedding(net, "model.embed_tokens", &tokens, vocabulary, width);
-    let rotary = Rotary::new(net, "model.rotary_emb", context, of.size, of.theta);
+    let rotary = Rotary::new(net, "model.rotary_emb", context, config.size, config.theta);
     let mask = Some(causal_mask(net, context));
-    let attention = Attention { context, width: heads * of.size, heads, mask, dropout: 0.0 };
-    let layer = if of.biases { linear } else { projection };
+    let attention = Attention { context, width: heads * config.size, heads, mask, dropout: 0.0 };
+    let layer = if config.biases { linear } else { projection };
     for block in 0..given.number("layers") {
         let path = format!("model.layers.{block}");
         let at = |name: &str| format!("{path}.{name}");
         let y = rms_normalisation(net, &at("input_layernorm"), &x, width, EPSILON);
-        let q = layer(net, &at("self_attn.q_proj"), &y, width, heads * of.size);
-        let k = layer(net, &at("self_attn.k_proj"), &y, width, key_heads * of.size);
-        let v = layer(net, &at("self_attn.v_proj"), &y, width, key_heads * of.size);
+        let q = layer(net, &at("self_attn.q_proj"), &y, width, heads * config.size);
+        let k = layer(net, &at("self_attn.k_proj"), &y, width, key_heads * config.size);
+        let v = layer(net, &at("self_attn.v_proj"), &y, width, key_heads * config.size);
         let y = attention.grouped(net, &at("self_attn"), [&q, &k, &v], key_heads, &rotary);
-        let y = layer(net, &at("self_attn.o_proj"), &y, heads * of.size, width);
+        let y = layer(net, &at("self_attn.o_proj"), &y, heads * config.size, width);
         x = net.node(&path, "Add", &[&x, &y], vec![]);
         let y = rms_normalisation(net, &at("post_attention_layernorm"), &x, width, EPSILON);
         let y = mlp(net, &at("mlp"), &y);

@@ -3,7 +3,7 @@
 use crate::builder::{Axis, Builder, Init};
 use crate::choice::{Choice, ChoiceError, Given};
 use crate::digits::SAMPLE;
-use crate::image::{flat, relu};
+use crate::image::{flatten, relu};
 use crate::layer::dense;
 use crate::prediction::{Prediction, Target};
 use crate::zoo::Entry;
@@ -33,7 +33,7 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     } else {
         let sample = SAMPLE.map(Axis::Size);
         let x = net.input_f32("x", &[batch, sample[0], sample[1], sample[2]]);
-        flat(net, "flatten", &x)
+        flatten(net, "flatten", &x)
     };
     for (layer, &next) in hidden.iter().chain([&classes]).enumerate() {
         y = dense(net, &format!("fc{}", layer + 1), &y, width, next, Init::Kaiming);

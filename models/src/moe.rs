@@ -18,7 +18,7 @@
 use crate::builder::{Axis, Builder, Init, Value, attr};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
 use crate::gpt::{EPSILON, decoder};
-use crate::layer::{dropout, joined, normalisation, product, reshaped, swiglu, turned};
+use crate::layer::{concatenate, dropout, normalisation, product, reshape, swiglu, transpose};
 use crate::prediction::Prediction;
 use crate::zoo::{Entry, Size};
 
@@ -115,22 +115,22 @@ impl Mixture {
     pub fn build(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
         let [experts, chosen, capacity, context, width] =
             [self.experts, self.chosen, self.capacity, self.context, self.width].map(|size| size as i64);
-        let Route { slots, fits, gates } = self.route(net, &format!("{path}.router"), x);
+        let Route { slots, in_capacity, gates } = self.route(net, &format!("{path}.router"), x);
         // One token per choice, added to its slot; tokens beyond the capacity are zeroed.
-        let tokens = joined(net, path, &vec![x; self.chosen], 1);
-        let tokens = net.node(path, "Mul", &[&tokens, &fits], vec![]);
+        let tokens = concatenate(net, path, &vec![x; self.chosen], 1);
+        let tokens = net.node(path, "Mul", &[&tokens, &in_capacity], vec![]);
         let shape = net.node(path, "Shape", &[x], vec![attr::int("start", 0), attr::int("end", 1)]);
-        let rest = net.constant_i64(path, &[experts * capacity, width]);
-        let shape = joined(net, path, &[&shape, &rest], 0);
-        let empty = net.filled(path, &shape, 0.0);
+        let tail = net.constant_i64(path, &[experts * capacity, width]);
+        let shape = concatenate(net, path, &[&shape, &tail], 0);
+        let empty = net.fill(path, &shape, 0.0);
         let shape = net.node(path, "Shape", &[&tokens], vec![]);
         let index = net.node(path, "Expand", &[&slots, &shape], vec![]);
         let scatter = vec![attr::int("axis", 1), attr::string("reduction", "add")];
         let y = net.node(path, "ScatterElements", &[&empty, &index, &tokens], scatter);
         // Gathers each expert's slots of all sequences: batch × experts × capacity to experts × (batch × capacity).
-        let y = reshaped(net, path, &y, &[0, experts, capacity, width]);
-        let y = turned(net, path, &y, &[1, 0, 2, 3]);
-        let y = reshaped(net, path, &y, &[experts, -1, width]);
+        let y = reshape(net, path, &y, &[0, experts, capacity, width]);
+        let y = transpose(net, path, &y, &[1, 0, 2, 3]);
+        let y = reshape(net, path, &y, &[experts, -1, width]);
         let y = match self.activation {
             Activation::Gelu => {
                 let y = self.layer(net, &format!("{path}.fc"), &y, [self.width, self.inner]);
@@ -143,12 +143,12 @@ impl Mixture {
             }
         };
         let y = self.layer(net, &format!("{path}.proj"), &y, [self.inner, self.width]);
-        let y = reshaped(net, path, &y, &[experts, -1, capacity, width]);
-        let y = turned(net, path, &y, &[1, 0, 2, 3]);
-        let y = reshaped(net, path, &y, &[0, experts * capacity, width]);
+        let y = reshape(net, path, &y, &[experts, -1, capacity, width]);
+        let y = transpose(net, path, &y, &[1, 0, 2, 3]);
+        let y = reshape(net, path, &y, &[0, experts * capacity, width]);
         let y = net.node(path, "GatherND", &[&y, &slots], vec![attr::int("batch_dims", 1)]);
         let y = net.node(path, "Mul", &[&y, &gates], vec![]);
-        let y = reshaped(net, path, &y, &[0, chosen, context, width]);
+        let y = reshape(net, path, &y, &[0, chosen, context, width]);
         let axis = net.constant_i64(path, &[1]);
         net.node(path, "ReduceSum", &[&y, &axis], vec![attr::int("keepdims", 0)])
     }
@@ -171,27 +171,27 @@ impl Mixture {
             }
         };
         let mut in_order = |value: &Value| {
-            let value = turned(net, path, value, &[0, 2, 1]);
-            reshaped(net, path, &value, &[0, choices, 1])
+            let value = transpose(net, path, value, &[0, 2, 1]);
+            reshape(net, path, &value, &[0, choices, 1])
         };
         let (gates, expert) = (in_order(&gates), in_order(&expert));
         // For each choice, the number of choices of the same expert up to and including it.
-        let all = net.constant_i64(path, &(0..self.experts as i64).collect::<Vec<_>>());
-        let is = net.node(path, "Equal", &[&expert, &all], vec![]);
-        let is = net.node(path, "Cast", &[&is], vec![attr::int("to", INT64)]);
+        let expert_ids = net.constant_i64(path, &(0..self.experts as i64).collect::<Vec<_>>());
+        let one_hot = net.node(path, "Equal", &[&expert, &expert_ids], vec![]);
+        let one_hot = net.node(path, "Cast", &[&one_hot], vec![attr::int("to", INT64)]);
         let axis = net.scalar_i64(path, 1);
-        let count = net.node(path, "CumSum", &[&is, &axis], vec![]);
-        let count = net.node(path, "Mul", &[&count, &is], vec![]);
+        let count = net.node(path, "CumSum", &[&one_hot, &axis], vec![]);
+        let count = net.node(path, "Mul", &[&count, &one_hot], vec![]);
         let count = net.node(path, "ReduceSum", &[&count, &last], vec![attr::int("keepdims", 1)]);
         let [capacity, one, zero] = [self.capacity as i64, 1, 0].map(|number| net.scalar_i64(path, number));
-        let fits = net.node(path, "LessOrEqual", &[&count, &capacity], vec![]);
-        let first = net.node(path, "Mul", &[&expert, &capacity], vec![]);
-        let place = net.node(path, "Sub", &[&count, &one], vec![]);
-        let place = net.node(path, "Add", &[&first, &place], vec![]);
-        let slots = net.node(path, "Where", &[&fits, &place, &zero], vec![]);
-        let fits = net.node(path, "Cast", &[&fits], vec![attr::int("to", FLOAT)]);
-        let gates = net.node(path, "Mul", &[&gates, &fits], vec![]);
-        Route { slots, fits, gates }
+        let in_capacity = net.node(path, "LessOrEqual", &[&count, &capacity], vec![]);
+        let base = net.node(path, "Mul", &[&expert, &capacity], vec![]);
+        let slot = net.node(path, "Sub", &[&count, &one], vec![]);
+        let slot = net.node(path, "Add", &[&base, &slot], vec![]);
+        let slots = net.node(path, "Where", &[&in_capacity, &slot, &zero], vec![]);
+        let in_capacity = net.node(path, "Cast", &[&in_capacity], vec![attr::int("to", FLOAT)]);
+        let gates = net.node(path, "Mul", &[&gates, &in_capacity], vec![]);
+        Route { slots, in_capacity, gates }
     }
 
     fn layer(&self, net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2]) -> Value {
@@ -211,7 +211,7 @@ struct Route {
     /// Slot; 0 beyond the capacity.
     slots: Value,
     /// 1 within the capacity, else 0.
-    fits: Value,
+    in_capacity: Value,
     /// Weight of the expert's output; 0 beyond the capacity.
     gates: Value,
 }

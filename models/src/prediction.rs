@@ -1,7 +1,7 @@
 //! Model heads: logits as output, or a loss computed in the graph.
 
 use crate::builder::{Axis, Builder, Value, attr};
-use crate::layer::reshaped;
+use crate::layer::reshape;
 
 #[derive(Debug, Clone)]
 pub struct Prediction {
@@ -34,25 +34,26 @@ pub fn finish(net: &mut Builder, prediction: &Prediction, with_loss: bool) {
     };
     let loss = match target {
         Target::Class => {
-            let of: Vec<Axis> = shape[..1].iter().chain(&shape[2..]).copied().collect();
-            let labels = net.input_i64("labels", &of);
+            let label_shape: Vec<Axis> = shape[..1].iter().chain(&shape[2..]).copied().collect();
+            let labels = net.input_i64("labels", &label_shape);
             mean(net, logits, &labels)
         }
         Target::Token => {
-            let (classes, of) = shape.split_last().expect("logits of tokens have the classes as their last axis");
+            let (classes, label_shape) =
+                shape.split_last().expect("logits of tokens have the classes as their last axis");
             let Axis::Size(classes) = classes else { unreachable!("the number of classes is known") };
-            let labels = net.input_i64("labels", of);
-            let logits = reshaped(net, path, logits, &[-1, *classes as i64]);
-            let labels = reshaped(net, path, &labels, &[-1]);
+            let labels = net.input_i64("labels", label_shape);
+            let logits = reshape(net, path, logits, &[-1, *classes as i64]);
+            let labels = reshape(net, path, &labels, &[-1]);
             mean(net, &logits, &labels)
         }
         Target::Truth => {
             // log(1 + eˣ) - x·y
             let labels = net.input_f32("labels", shape);
-            let all = net.node(path, "Softplus", &[logits], vec![]);
-            let hit = net.node(path, "Mul", &[logits, &labels], vec![]);
-            let each = net.node(path, "Sub", &[&all, &hit], vec![]);
-            net.node(path, "ReduceMean", &[&each], vec![attr::int("keepdims", 0)])
+            let softplus = net.node(path, "Softplus", &[logits], vec![]);
+            let product = net.node(path, "Mul", &[logits, &labels], vec![]);
+            let losses = net.node(path, "Sub", &[&softplus, &product], vec![]);
+            net.node(path, "ReduceMean", &[&losses], vec![attr::int("keepdims", 0)])
         }
     };
     net.output_scalar("loss", &loss);

@@ -32,8 +32,8 @@ pub const ENTRY: Entry = Entry {
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
     let classes = given.number("classes");
     let mut width = given.number("hidden");
-    let [channels, height, wide] = SAMPLE;
-    let x = net.input_f32("x", &[batch, Axis::Size(channels), Axis::Size(height), Axis::Size(wide)]);
+    let [channels, height, image_width] = SAMPLE;
+    let x = net.input_f32("x", &[batch, Axis::Size(channels), Axis::Size(height), Axis::Size(image_width)]);
     let y = convolution(net, "conv1", &x, Kernel::square(channels, width, 3, 1));
     let y = batch_norm(net, "bn1", &y, width);
     let mut y = relu(net, "relu", &y);

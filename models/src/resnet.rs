@@ -49,7 +49,7 @@ pub const ENTRY: Entry = Entry {
 };
 
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
-    let (blocks, deep) = match given.number("depth") {
+    let (blocks, is_bottleneck) = match given.number("depth") {
         18 => ([2, 2, 2, 2], false),
         34 => ([3, 4, 6, 3], false),
         50 => ([3, 4, 6, 3], true),
@@ -57,23 +57,24 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         152 => ([3, 8, 36, 3], true),
         _ => return Err(given.refuse("depth", "it must be 18, 34, 50, 101 or 152")),
     };
-    let (classes, first, side) = (given.number("classes"), given.number("hidden"), Axis::Size(given.number("size")));
+    let (classes, stem_width, side) =
+        (given.number("classes"), given.number("hidden"), Axis::Size(given.number("size")));
     let x = net.input_f32("x", &[batch, Axis::Size(3), side, side]);
     let keeps_size = given.truth("small-images");
-    let stem = if keeps_size { Kernel::square(3, first, 3, 1) } else { Kernel::square(3, first, 7, 2) };
+    let stem = if keeps_size { Kernel::square(3, stem_width, 3, 1) } else { Kernel::square(3, stem_width, 7, 2) };
     let y = convolution(net, "conv1", &x, stem);
-    let y = batch_norm(net, "bn1", &y, first);
+    let y = batch_norm(net, "bn1", &y, stem_width);
     let mut y = relu(net, "relu", &y);
     if !keeps_size {
         y = max_pool(net, "maxpool", &y, 3, 2, 1);
     }
-    let mut width = first;
+    let mut width = stem_width;
     for (group, count) in blocks.into_iter().enumerate() {
         for index in 0..count {
             let stride = if group > 0 && index == 0 { 2 } else { 1 };
-            let (path, inner) = (format!("layer{}.{index}", group + 1), first << group);
-            let next = if deep { 4 * inner } else { inner };
-            y = match deep {
+            let (path, inner) = (format!("layer{}.{index}", group + 1), stem_width << group);
+            let next = if is_bottleneck { 4 * inner } else { inner };
+            y = match is_bottleneck {
                 true => bottleneck(net, &path, &y, [width, inner, next], stride),
                 false => basic(net, &path, &y, [width, next], stride),
             };
@@ -93,7 +94,7 @@ pub fn basic(net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2], s
     let y = relu(net, &at("relu"), &y);
     let y = convolution(net, &at("conv2"), &y, Kernel::square(to, to, 3, 1));
     let y = batch_norm(net, &at("bn2"), &y, to);
-    rejoined(net, path, x, &y, [from, to], stride)
+    add_shortcut(net, path, x, &y, [from, to], stride)
 }
 
 fn bottleneck(net: &mut Builder, path: &str, x: &Value, [from, inner, to]: [usize; 3], stride: usize) -> Value {
@@ -106,11 +107,11 @@ fn bottleneck(net: &mut Builder, path: &str, x: &Value, [from, inner, to]: [usiz
     let y = relu(net, &at("relu"), &y);
     let y = convolution(net, &at("conv3"), &y, Kernel::square(inner, to, 1, 1));
     let y = batch_norm(net, &at("bn3"), &y, to);
-    rejoined(net, path, x, &y, [from, to], stride)
+    add_shortcut(net, path, x, &y, [from, to], stride)
 }
 
 /// Adds the block's input, projected if the shapes differ.
-fn rejoined(net: &mut Builder, path: &str, x: &Value, y: &Value, [from, to]: [usize; 2], stride: usize) -> Value {
+fn add_shortcut(net: &mut Builder, path: &str, x: &Value, y: &Value, [from, to]: [usize; 2], stride: usize) -> Value {
     let at = |name: &str| format!("{path}.{name}");
     let shortcut = if stride == 1 && from == to {
         x.clone()

@@ -6,7 +6,7 @@
 //! file.
 
 use crate::builder::{Builder, Value, attr};
-use crate::layer::{joined, part};
+use crate::layer::{concatenate, part};
 
 /// Tables `[context, size]` of cosines and sines.
 #[derive(Debug, Clone)]
@@ -23,12 +23,12 @@ impl Rotary {
         let rate = |at: usize| theta.powf(-(at as f64) / half as f64) as f32;
         let rates = net.constant_f32(path, &[1, half], &(0..half).map(rate).collect::<Vec<_>>());
         let [begin, end, step] = [0, context as i64, 1].map(|number| net.scalar_i64(path, number));
-        let places = net.node(path, "Range", &[&begin, &end, &step], vec![]);
-        let places = net.node(path, "Cast", &[&places], vec![attr::int("to", 1)]);
+        let positions = net.node(path, "Range", &[&begin, &end, &step], vec![]);
+        let positions = net.node(path, "Cast", &[&positions], vec![attr::int("to", 1)]);
         let axis = net.constant_i64(path, &[1]);
-        let places = net.node(path, "Unsqueeze", &[&places, &axis], vec![]);
-        let angles = net.node(path, "Mul", &[&places, &rates], vec![]);
-        let angles = joined(net, path, &[&angles, &angles], 1);
+        let positions = net.node(path, "Unsqueeze", &[&positions, &axis], vec![]);
+        let angles = net.node(path, "Mul", &[&positions, &rates], vec![]);
+        let angles = concatenate(net, path, &[&angles, &angles], 1);
         let cosines = net.node(path, "Cos", &[&angles], vec![]);
         let sines = net.node(path, "Sin", &[&angles], vec![]);
         Self { size, cosines, sines }
@@ -39,10 +39,10 @@ impl Rotary {
         let half = (self.size / 2) as i64;
         let first = part(net, path, x, 3, 0, half);
         let second = part(net, path, x, 3, half, 2 * half);
-        let minus = net.node(path, "Neg", &[&second], vec![]);
-        let crossed = joined(net, path, &[&minus, &first], -1);
-        let straight = net.node(path, "Mul", &[x, &self.cosines], vec![]);
-        let crossed = net.node(path, "Mul", &[&crossed, &self.sines], vec![]);
-        net.node(path, "Add", &[&straight, &crossed], vec![])
+        let negated = net.node(path, "Neg", &[&second], vec![]);
+        let rotated = concatenate(net, path, &[&negated, &first], -1);
+        let scaled = net.node(path, "Mul", &[x, &self.cosines], vec![]);
+        let rotated = net.node(path, "Mul", &[&rotated, &self.sines], vec![]);
+        net.node(path, "Add", &[&scaled, &rotated], vec![])
     }
 }

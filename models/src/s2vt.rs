@@ -12,7 +12,7 @@
 
 use crate::builder::{Axis, Builder, Init, Value};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
-use crate::layer::{joined, linear, part, turned};
+use crate::layer::{concatenate, linear, part, transpose};
 use crate::prediction::{Prediction, Target};
 use crate::recurrent::Lstm;
 use crate::zoo::Entry;
@@ -44,28 +44,29 @@ pub const ENTRY: Entry = Entry {
 /// words × vocabulary.
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
     let (features, width, hidden) = (given.number("features"), given.number("embedding"), given.number("hidden"));
-    let (seen, said, vocabulary) = (given.number("frames"), given.number("words"), given.number("vocabulary"));
-    let frames = net.input_f32("frames", &[batch, Axis::Size(seen), Axis::Size(features)]);
-    let words = net.input_i64("words", &[batch, Axis::Size(said)]);
+    let (frame_count, word_count, vocabulary) =
+        (given.number("frames"), given.number("words"), given.number("vocabulary"));
+    let frames = net.input_f32("frames", &[batch, Axis::Size(frame_count), Axis::Size(features)]);
+    let words = net.input_i64("words", &[batch, Axis::Size(word_count)]);
     let table = net.parameter("words.weight", &[vocabulary, width], Init::Within(0.1));
     let words = net.node("words", "Gather", &[&table, &words], vec![]);
-    let words = turned(net, "words", &words, &[1, 0, 2]);
+    let words = transpose(net, "words", &words, &[1, 0, 2]);
     let frames = linear(net, "frames", &frames, features, width);
-    let frames = turned(net, "frames", &frames, &[1, 0, 2]);
+    let frames = transpose(net, "frames", &frames, &[1, 0, 2]);
 
-    let x = padded(net, "frames", &frames, [0, said]);
+    let x = pad(net, "frames", &frames, [0, word_count]);
     let x = Lstm::plain(width, hidden).build(net, "lstm1", &x);
-    let words = padded(net, "words", &words, [seen, 0]);
-    let x = joined(net, "lstm2", &[&x, &words], 2);
+    let words = pad(net, "words", &words, [frame_count, 0]);
+    let x = concatenate(net, "lstm2", &[&x, &words], 2);
     let x = Lstm::plain(hidden + width, hidden).build(net, "lstm2", &x);
-    let x = part(net, "out", &x, 0, seen as i64, (seen + said) as i64);
-    let x = turned(net, "out", &x, &[1, 0, 2]);
+    let x = part(net, "out", &x, 0, frame_count as i64, (frame_count + word_count) as i64);
+    let x = transpose(net, "out", &x, &[1, 0, 2]);
     let logits = linear(net, "out", &x, hidden, vocabulary);
-    Ok(Prediction { logits, shape: vec![batch, Axis::Size(said), Axis::Size(vocabulary)], target: Target::Token })
+    Ok(Prediction { logits, shape: vec![batch, Axis::Size(word_count), Axis::Size(vocabulary)], target: Target::Token })
 }
 
 /// Pads a time-major sequence with zero steps.
-fn padded(net: &mut Builder, path: &str, x: &Value, [before, after]: [usize; 2]) -> Value {
+fn pad(net: &mut Builder, path: &str, x: &Value, [before, after]: [usize; 2]) -> Value {
     let pads = net.constant_i64(path, &[before as i64, 0, 0, after as i64, 0, 0]);
     net.node(path, "Pad", &[x, &pads], vec![])
 }

@@ -17,7 +17,7 @@ use crate::attention::{Attention, causal_mask};
 use crate::builder::{Axis, Builder, Init, Value, attr};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
 use crate::gpt::Block;
-use crate::layer::{dropout, embedding, joined, normalisation, product};
+use crate::layer::{concatenate, dropout, embedding, normalisation, product};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
@@ -61,8 +61,8 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     let ratio = given.fraction("dropout");
     let tokens = net.input_i64("tokens", &[batch, Axis::Size(context)]);
     let [table, words] = embedding(net, "embedding", &tokens, vocabulary, width);
-    let places = sines(net, "positions", context, width);
-    let x = net.node("", "Add", &[&words, &places], vec![]);
+    let positions = sines(net, "positions", context, width);
+    let x = net.node("", "Add", &[&words, &positions], vec![]);
     let mut x = dropout(net, "drop", &x, ratio);
     let mask = Some(causal_mask(net, context));
     let block = Block {
@@ -92,11 +92,11 @@ fn sines(net: &mut Builder, path: &str, context: usize, width: usize) -> Value {
     let rate = |at: usize| (-(10_000_f64.ln()) * at as f64 / half as f64).exp() as f32;
     let rates = net.constant_f32(path, &[1, half], &(0..half).map(rate).collect::<Vec<_>>());
     let [begin, end, step] = [0, context as i64, 1].map(|number| net.scalar_i64(path, number));
-    let places = net.node(path, "Range", &[&begin, &end, &step], vec![]);
-    let places = net.node(path, "Cast", &[&places], vec![attr::int("to", 1)]);
+    let positions = net.node(path, "Range", &[&begin, &end, &step], vec![]);
+    let positions = net.node(path, "Cast", &[&positions], vec![attr::int("to", 1)]);
     let axis = net.constant_i64(path, &[1]);
-    let places = net.node(path, "Unsqueeze", &[&places, &axis], vec![]);
-    let angles = net.node(path, "Mul", &[&places, &rates], vec![]);
+    let positions = net.node(path, "Unsqueeze", &[&positions, &axis], vec![]);
+    let angles = net.node(path, "Mul", &[&positions, &rates], vec![]);
     let (sine, cosine) = (net.node(path, "Sin", &[&angles], vec![]), net.node(path, "Cos", &[&angles], vec![]));
-    joined(net, path, &[&sine, &cosine], 1)
+    concatenate(net, path, &[&sine, &cosine], 1)
 }

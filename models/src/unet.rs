@@ -18,8 +18,8 @@
 
 use crate::builder::{Axis, Builder, Value, attr};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
-use crate::image::{Kernel, convolution, doubled, max_pool};
-use crate::layer::{joined, locked_dropout};
+use crate::image::{Kernel, convolution, max_pool, upsample};
+use crate::layer::{concatenate, locked_dropout};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
@@ -70,33 +70,33 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     }
     let cell = |net: &mut Builder, path: &str, x: &Value, [from, between, to]: Widths| {
         let mut y = x.clone();
-        for place in 0..convolutions {
+        for index in 0..convolutions {
             let kernel = Kernel::square(
-                if place == 0 { from } else { between },
-                if place + 1 == convolutions { to } else { between },
+                if index == 0 { from } else { between },
+                if index + 1 == convolutions { to } else { between },
                 3,
                 1,
             );
-            y = step(net, &format!("{path}.{place}"), &y, kernel, ratio);
+            y = step(net, &format!("{path}.{index}"), &y, kernel, ratio);
         }
         y
     };
     let mut y = net.input_f32("x", &[batch, Axis::Size(3), Axis::Size(size), Axis::Size(size)]);
     let mut skips = Vec::with_capacity(depth);
     for level in 0..depth {
-        let wide = channels << level;
-        let from = if level == 0 { 3 } else { wide / 2 };
-        y = cell(net, &format!("encoder.{level}.encode"), &y, [from, wide, wide]);
+        let width = channels << level;
+        let from = if level == 0 { 3 } else { width / 2 };
+        y = cell(net, &format!("encoder.{level}.encode"), &y, [from, width, width]);
         skips.push(y.clone());
         y = max_pool(net, &format!("encoder.{level}.down"), &y, 2, 2, 0);
     }
-    let wide = channels << depth;
-    y = cell(net, "bottleneck.0", &y, [wide / 2, wide, wide / 2]);
-    for (place, (level, skip)) in skips.iter().enumerate().rev().enumerate() {
-        let (wide, side) = (channels << level, size >> (level + 1));
-        y = doubled(net, &format!("decoder.{place}.up"), &y, [wide, side, side]);
-        y = joined(net, &format!("decoder.{place}.skip"), &[&y, skip], 1);
-        y = cell(net, &format!("decoder.{place}.decode"), &y, [2 * wide, wide / 2, wide / 2]);
+    let width = channels << depth;
+    y = cell(net, "bottleneck.0", &y, [width / 2, width, width / 2]);
+    for (index, (level, skip)) in skips.iter().enumerate().rev().enumerate() {
+        let (width, side) = (channels << level, size >> (level + 1));
+        y = upsample(net, &format!("decoder.{index}.up"), &y, [width, side, side]);
+        y = concatenate(net, &format!("decoder.{index}.skip"), &[&y, skip], 1);
+        y = cell(net, &format!("decoder.{index}.decode"), &y, [2 * width, width / 2, width / 2]);
     }
     let logits = convolution(net, "segment", &y, Kernel::square(channels / 2, classes, 1, 1));
     let target = if classes == 1 { Target::Truth } else { Target::Class };
@@ -111,7 +111,7 @@ fn step(net: &mut Builder, path: &str, x: &Value, kernel: Kernel, ratio: f64) ->
     let y = locked_dropout(net, &at("dropout"), &y, &[0, 0, 1, 1], ratio);
     // The normalisation has no trainable scale and bias.
     let shape = net.constant_i64(&at("norm"), &[kernel.to as i64]);
-    let [one, zero] = [1.0, 0.0].map(|value| net.filled(&at("norm"), &shape, value));
+    let [one, zero] = [1.0, 0.0].map(|value| net.fill(&at("norm"), &shape, value));
     let y = net.node(&at("norm"), "InstanceNormalization", &[&y, &one, &zero], vec![attr::float("epsilon", 1e-5)]);
     net.node(&at("relu"), "LeakyRelu", &[&y], vec![attr::float("alpha", 0.01)])
 }

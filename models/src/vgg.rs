@@ -12,7 +12,7 @@
 
 use crate::builder::{Axis, Builder, Init};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
-use crate::image::{Kernel, batch_norm, biased_convolution, flat, max_pool, relu};
+use crate::image::{Kernel, batch_norm, biased_convolution, flatten, max_pool, relu};
 use crate::layer::{dense, dropout};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
@@ -54,29 +54,29 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         _ => return Err(given.refuse("depth", "it must be 11, 13, 16 or 19")),
     };
     let (hidden, classes, ratio) = (given.number("hidden"), given.number("classes"), given.fraction("dropout"));
-    let (first, size) = (given.number("width"), given.number("size"));
+    let (first_width, size) = (given.number("width"), given.number("size"));
     if !size.is_multiple_of(32) {
         return Err(given.refuse("size", "five poolings halve it"));
     }
     let mut y = net.input_f32("x", &[batch, Axis::Size(3), Axis::Size(size), Axis::Size(size)]);
-    let (mut width, mut place) = (3, 0);
+    let (mut width, mut index) = (3, 0);
     let mut next = |name: &str| {
-        place += 1;
-        format!("{name}.{}", place - 1)
+        index += 1;
+        format!("{name}.{}", index - 1)
     };
     for (group, count) in convolutions.into_iter().enumerate() {
         for _ in 0..count {
-            let wide = first << group.min(3);
-            y = biased_convolution(net, &next("features"), &y, Kernel::square(width, wide, 3, 1));
+            let next_width = first_width << group.min(3);
+            y = biased_convolution(net, &next("features"), &y, Kernel::square(width, next_width, 3, 1));
             if given.truth("normalised") {
-                y = batch_norm(net, &next("features"), &y, wide);
+                y = batch_norm(net, &next("features"), &y, next_width);
             }
             y = relu(net, &next("features"), &y);
-            width = wide;
+            width = next_width;
         }
         y = max_pool(net, &next("features"), &y, 2, 2, 0);
     }
-    let y = flat(net, "", &y);
+    let y = flatten(net, "", &y);
     let y = dense(net, "classifier.0", &y, width * (size / 32) * (size / 32), hidden, Init::Kaiming);
     let y = relu(net, "classifier.1", &y);
     let y = dropout(net, "classifier.2", &y, ratio);

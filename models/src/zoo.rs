@@ -191,8 +191,8 @@ mod tests {
     /// Elements of all initializers except running statistics.
     fn parameters(name: &str, options: &Options) -> i64 {
         let model = decoded(name, options);
-        let trained = model.initializers.iter().filter(|tensor| !tensor.name.contains("running_"));
-        trained.map(|tensor| tensor.dims.iter().product::<i64>()).sum()
+        let trainable = model.initializers.iter().filter(|tensor| !tensor.name.contains("running_"));
+        trainable.map(|tensor| tensor.dims.iter().product::<i64>()).sum()
     }
 
     #[test]
@@ -202,9 +202,9 @@ mod tests {
             let model = decoded(entry.name, &options);
             assert!(model.warnings.is_empty(), "{:?}", model.warnings);
             assert_eq!(model, decoded(entry.name, &options));
-            let other = decoded(entry.name, &entry.small());
-            assert_ne!(model.initializers, other.initializers);
-            assert_eq!(model.sha256, other.sha256);
+            let reseeded = decoded(entry.name, &entry.small());
+            assert_ne!(model.initializers, reseeded.initializers);
+            assert_eq!(model.sha256, reseeded.sha256);
         }
     }
 
@@ -219,8 +219,8 @@ mod tests {
                 let settings = settings.iter().map(|(name, setting)| ((*name).to_owned(), *setting)).collect();
                 Given::new(entry.name, entry.choices, &settings).unwrap();
             }
-            let usual = entry.choices.iter().map(|choice| (choice.name.to_owned(), choice.usual)).collect();
-            Given::new(entry.name, entry.choices, &usual).unwrap();
+            let defaults = entry.choices.iter().map(|choice| (choice.name.to_owned(), choice.usual)).collect();
+            Given::new(entry.name, entry.choices, &defaults).unwrap();
         }
     }
 

@@ -39,7 +39,7 @@ struct Stage {
     fragment: Fragment,
     backward: Backward,
     task: SpmdTask,
-    given: BTreeMap<String, Tensor>,
+    inputs: BTreeMap<String, Tensor>,
 }
 
 impl Stage {
@@ -74,19 +74,19 @@ fn stage(model: &Model, batch: i64, dtype: Option<DType>) -> Stage {
     if let Some(dtype) = dtype {
         graph = precision(&graph, dtype).unwrap();
     }
-    staged(&graph, |name| match &model.weights[name] {
+    build_stage(&graph, |name| match &model.weights[name] {
         Weight::Given(tensor) => Some(tensor.clone()),
         Weight::Missing { .. } => None,
     })
 }
 
-fn staged(graph: &Graph, weight: impl Fn(&str) -> Option<Tensor>) -> Stage {
-    let place: HashMap<_, _> = order::numbered(graph).into_iter().map(|id| (id, 0)).collect();
-    let mut fragment = fragments(graph, &place, 1).unwrap().remove(0);
+fn build_stage(graph: &Graph, weight: impl Fn(&str) -> Option<Tensor>) -> Stage {
+    let stage_of: HashMap<_, _> = order::numbered(graph).into_iter().map(|id| (id, 0)).collect();
+    let mut fragment = fragments(graph, &stage_of, 1).unwrap().remove(0);
     pipeline::forward(&mut fragment).unwrap();
     let loss = fragment.graph.outputs.iter().find(|o| o.name == LOSS).map(|o| o.value);
     let backward = backward(&fragment, loss, &ReceivedGradients::new()).unwrap();
-    let mut given = BTreeMap::new();
+    let mut inputs = BTreeMap::new();
     for id in fragment.graph.ids() {
         match &fragment.graph.node(id).op {
             Op::Input(input) => {
@@ -99,125 +99,130 @@ fn staged(graph: &Graph, weight: impl Fn(&str) -> Option<Tensor>) -> Stage {
                     }
                     dtype => ramp(&shape, 3).cast(dtype),
                 };
-                given.insert(input.name.clone(), tensor);
+                inputs.insert(input.name.clone(), tensor);
             }
-            Op::Parameter(o) => drop(weight(&o.name).map(|t| given.insert(o.name.clone(), t.cast(o.fact.dtype)))),
-            Op::State(o) => drop(weight(&o.name).map(|t| given.insert(o.name.clone(), t.cast(o.fact.dtype)))),
+            Op::Parameter(o) => drop(weight(&o.name).map(|t| inputs.insert(o.name.clone(), t.cast(o.fact.dtype)))),
+            Op::State(o) => drop(weight(&o.name).map(|t| inputs.insert(o.name.clone(), t.cast(o.fact.dtype)))),
             _ => {}
         }
     }
     let task = Sharing::new(&fragment, Some(&backward), &BTreeSet::new(), &free(2)).task().clone();
     verify(&task.graph).unwrap();
-    Stage { fragment, backward, task, given }
+    Stage { fragment, backward, task, inputs }
 }
 
 /// All results of a stage on one device: outputs, tracked values, gradients.
-fn alone(stage: &Stage) -> Vec<Tensor> {
-    let values = evaluate(&stage.task.graph, &stage.given).unwrap();
+fn evaluate_unsharded(stage: &Stage) -> Vec<Tensor> {
+    let values = evaluate(&stage.task.graph, &stage.inputs).unwrap();
     let results = stage.task.graph.outputs.iter().map(|output| output.value);
-    let followed = stage.task.graph.averages.iter().map(|average| average.sample);
-    results.chain(followed).map(|value| values[&value].clone()).collect()
+    let averages = stage.task.graph.averages.iter().map(|average| average.sample);
+    results.chain(averages).map(|value| values[&value].clone()).collect()
 }
 
-fn joined(parts: Vec<Tensor>, layout: Sharding) -> Tensor {
+fn join_shards(parts: Vec<Tensor>, layout: Sharding) -> Tensor {
     match layout {
         Sharding::Replicated => {
             assert!(parts.iter().all(|part| part.bytes() == parts[0].bytes()), "devices have different wholes");
             parts[0].clone()
         }
-        Sharding::Split(cut) => whole_of(&parts, cut),
+        Sharding::Split(split) => whole_of(&parts, split),
         Sharding::Partial => panic!("a result ends as a sum of terms"),
     }
 }
 
 /// The same on a tensor-parallel group: the forward, then the backward with its saved tensors.
-fn together(stage: &Stage, choice: &Choice, machine: &Machine) -> (Vec<Tensor>, Memory) {
+fn evaluate_sharded(stage: &Stage, choice: &Choice, machine: &Machine) -> (Vec<Tensor>, Memory) {
     let shared = share(&stage.sharing(), choice, machine, &HashSet::new()).unwrap();
     verify(&shared.fragment.graph).unwrap();
-    let made = shared.backward.as_ref().unwrap();
-    verify(&made.graph).unwrap();
-    let mut given: Vec<BTreeMap<String, Tensor>> = (0..machine.devices)
+    let backward_graph = shared.backward.as_ref().unwrap();
+    verify(&backward_graph.graph).unwrap();
+    let mut inputs: Vec<BTreeMap<String, Tensor>> = (0..machine.devices)
         .map(|device| {
             let part = |(name, tensor): (&String, &Tensor)| {
                 let part = match shared.parameters.get(name) {
-                    Some(Sharding::Split(cut)) => part_of(tensor, *cut, machine.devices, device),
+                    Some(Sharding::Split(split)) => part_of(tensor, *split, machine.devices, device),
                     _ => tensor.clone(),
                 };
                 (name.clone(), part)
             };
-            stage.given.iter().map(part).collect()
+            stage.inputs.iter().map(part).collect()
         })
         .collect();
-    let forward = evaluate_spmd::evaluate(&shared.fragment.graph, &given).unwrap();
-    for (id, read) in &made.reads {
-        let (Op::Input(input), Read::Saved(value)) = (&made.graph.node(*id).op, read) else { panic!("{read:?}") };
-        given
+    let forward = evaluate_spmd::evaluate(&shared.fragment.graph, &inputs).unwrap();
+    for (id, read) in &backward_graph.reads {
+        let (Op::Input(input), Read::Saved(value)) = (&backward_graph.graph.node(*id).op, read) else {
+            panic!("{read:?}")
+        };
+        inputs
             .iter_mut()
             .zip(&forward)
-            .for_each(|(given, values)| drop(given.insert(input.name.clone(), values[value].clone())));
+            .for_each(|(inputs, values)| drop(inputs.insert(input.name.clone(), values[value].clone())));
     }
-    let backward = evaluate_spmd::evaluate(&made.graph, &given).unwrap();
-    let all = |values: &[HashMap<Value, Tensor>], value: Value| values.iter().map(|v| v[&value].clone()).collect();
+    let backward = evaluate_spmd::evaluate(&backward_graph.graph, &inputs).unwrap();
+    let gather = |values: &[HashMap<Value, Tensor>], value: Value| values.iter().map(|v| v[&value].clone()).collect();
     let graph = &shared.fragment.graph;
     let mut results: Vec<Tensor> =
-        graph.outputs.iter().map(|o| joined(all(&forward, o.value), Sharding::Replicated)).collect();
-    for (output, end) in made.graph.outputs.iter().zip(&stage.task.ends[graph.outputs.len()..]) {
-        results.push(joined(all(&backward, output.value), choice.end(*end)));
+        graph.outputs.iter().map(|o| join_shards(gather(&forward, o.value), Sharding::Replicated)).collect();
+    for (output, end) in backward_graph.graph.outputs.iter().zip(&stage.task.ends[graph.outputs.len()..]) {
+        results.push(join_shards(gather(&backward, output.value), choice.end(*end)));
     }
-    results.extend(graph.averages.iter().map(|a| joined(all(&forward, a.sample), Sharding::Replicated)));
+    results.extend(graph.averages.iter().map(|a| join_shards(gather(&forward, a.sample), Sharding::Replicated)));
     (results, memory(&shared.fragment, shared.backward.as_ref()))
 }
 
 /// The largest difference, relative to the largest number of each tensor.
-fn worst(got: &[Tensor], want: &[Tensor]) -> f64 {
+fn worst_error(got: &[Tensor], want: &[Tensor]) -> f64 {
     assert_eq!(got.len(), want.len());
-    let of = |(got, want): (&Tensor, &Tensor)| {
+    let error = |(got, want): (&Tensor, &Tensor)| {
         assert_eq!((got.dtype(), got.shape()), (want.dtype(), want.shape()));
         let (got, want) = (got.to_f64(), want.to_f64());
         let top = want.iter().fold(1e-3f64, |m, v| m.max(v.abs()));
         got.iter().zip(&want).map(|(g, w)| if g == w { 0.0 } else { (g - w).abs() / top }).fold(0.0, f64::max)
     };
-    got.iter().zip(want).map(of).fold(0.0, f64::max)
+    got.iter().zip(want).map(error).fold(0.0, f64::max)
 }
 
 /// Small zoo models with divisible sizes.
 fn small() -> Vec<(&'static str, Stage)> {
-    let all =
+    let entries =
         ENTRIES.iter().filter(|entry| ["mlp", "residual-cnn", "gpt", "moe", "awd-lm", "bert"].contains(&entry.name));
-    all.map(|entry| {
-        let options = match entry.name {
-            "gpt" => entry.small().number("layers", 1).with("dropout", Setting::Fraction(0.3)).number("vocabulary", 96),
-            "moe" => entry.small().number("layers", 1).number("vocabulary", 96),
-            _ => entry.small(),
-        };
-        println!("{}", entry.name);
-        (entry.name, stage(&zoo(entry.name, &options), 4, Some(DType::F64)))
-    })
-    .collect()
+    entries
+        .map(|entry| {
+            let options = match entry.name {
+                "gpt" => {
+                    entry.small().number("layers", 1).with("dropout", Setting::Fraction(0.3)).number("vocabulary", 96)
+                }
+                "moe" => entry.small().number("layers", 1).number("vocabulary", 96),
+                _ => entry.small(),
+            };
+            println!("{}", entry.name);
+            (entry.name, stage(&zoo(entry.name, &options), 4, Some(DType::F64)))
+        })
+        .collect()
 }
 
 /// A random sharding: the cheapest after random extra costs.
-fn by_lot(stage: &Stage, machine: &Machine, seed: u64) -> Choice {
+fn random_choice(stage: &Stage, machine: &Machine, seed: u64) -> Choice {
     let ways = Ways::of(&stage.task, machine).unwrap();
     let mut factors = ways.factors.clone();
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    for cost in factors.own.iter_mut().flatten().filter(|cost| **cost < NEVER) {
+    for cost in factors.unary.iter_mut().flatten().filter(|cost| **cost < NEVER) {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         *cost = (state >> 40) << 24;
     }
-    let found = factors.least(1 << 12);
-    assert!(found.cost < NEVER);
-    ways.choice(&found.states)
+    let solution = factors.minimize(1 << 12);
+    assert!(solution.cost < NEVER);
+    ways.choice(&solution.states)
 }
 
 #[test]
 fn any_way_of_sharing_gives_what_one_device_gives() {
     for (name, stage) in small() {
-        let want = alone(&stage);
+        let want = evaluate_unsharded(&stage);
         for seed in 0..2 {
             let machine = free(2 + 2 * (seed as usize % 2));
-            let (got, _) = together(&stage, &by_lot(&stage, &machine, seed), &machine);
-            let error = worst(&got, &want);
+            let (got, _) = evaluate_sharded(&stage, &random_choice(&stage, &machine, seed), &machine);
+            let error = worst_error(&got, &want);
             println!("{name}, seed {seed}: {error:.1e}");
             assert!(error <= 1e-9, "{name}, seed {seed}: {error:.1e}");
         }
@@ -227,8 +232,8 @@ fn any_way_of_sharing_gives_what_one_device_gives() {
 /// The models used to compare training with PyTorch.
 #[test]
 fn models_of_other_frameworks_give_what_one_device_gives() {
-    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data");
-    let root = std::env::var_os("PIPEC_DATA").map_or(beside, PathBuf::from).join("parity");
+    let default_root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data");
+    let root = std::env::var_os("PIPEC_DATA").map_or(default_root, PathBuf::from).join("parity");
     if !root.exists() {
         println!("skipped: no shared data");
         return;
@@ -236,13 +241,14 @@ fn models_of_other_frameworks_give_what_one_device_gives() {
     for name in ["mlp", "gpt", "cnn_bn", "lstm_lm"] {
         let model = load(&root.join(name).join("model_dynbatch.onnx"), &Import::default()).unwrap();
         let stage = stage(&model, 4, Some(DType::F64));
-        let want = alone(&stage);
+        let want = evaluate_unsharded(&stage);
         for devices in [2, 4] {
             let machine = free(devices);
             let chosen = choose(&stage.task, &machine).unwrap();
-            for (at, choice) in [chosen.choice, by_lot(&stage, &machine, devices as u64)].into_iter().enumerate() {
-                let (got, memory) = together(&stage, &choice, &machine);
-                let error = worst(&got, &want);
+            for (at, choice) in [chosen.choice, random_choice(&stage, &machine, devices as u64)].into_iter().enumerate()
+            {
+                let (got, memory) = evaluate_sharded(&stage, &choice, &machine);
+                let error = worst_error(&got, &want);
                 println!(
                     "{name}, {devices} devices, way {at}: {} of {} ps, {memory:?}, {error:.1e}",
                     chosen.cost, chosen.alone
@@ -265,21 +271,21 @@ fn meetings_of(name: &str, sizes: &[(&str, usize)], batch: i64, machine: &Machin
     let settings = sizes.iter().map(|(name, value)| (name.to_string(), Setting::Number(*value))).collect();
     let options = Options { structure: true, settings, ..Options::default() };
     let stage = stage(&zoo(name, &options), batch, Some(DType::Bf16));
-    let before = Instant::now();
+    let start = Instant::now();
     let chosen = choose(&stage.task, machine).unwrap();
-    let took = before.elapsed();
+    let took = start.elapsed();
     assert_eq!(chosen.cost, chosen.bound, "the best choice for a ladder of layers is found");
     let shared = share(&stage.sharing(), &chosen.choice, machine, &HashSet::new()).unwrap();
-    let mut found = Meetings::new();
+    let mut counts = Meetings::new();
     for (at, graph) in [&shared.fragment.graph, &shared.backward.as_ref().unwrap().graph].into_iter().enumerate() {
         for node in graph.ids().map(|id| graph.node(id)).filter(|node| is_meeting(&node.op)) {
             let activations = node.facts[0].rank() > 1;
-            found.entry((rule(&node.op).name(), activations)).or_default()[at] += 1;
+            counts.entry((rule(&node.op).name(), activations)).or_default()[at] += 1;
         }
     }
     let memory = memory(&shared.fragment, shared.backward.as_ref());
-    println!("{name} {sizes:?}: {found:?}, {} of {} ps, {memory:?}, {took:?}", chosen.cost, chosen.alone);
-    found
+    println!("{name} {sizes:?}: {counts:?}, {} of {} ps, {memory:?}, {took:?}", chosen.cost, chosen.alone);
+    counts
 }
 
 /// The collectives that one more layer adds to those of two.
@@ -320,12 +326,12 @@ fn over_a_slow_link_every_device_does_everything() {
 #[test]
 fn models_of_the_zoo_give_what_one_device_gives() {
     for (name, stage) in small() {
-        let want = alone(&stage);
+        let want = evaluate_unsharded(&stage);
         for machine in [free(2), free(4), machine("cpu", 4, 8.0, 1e-5)] {
             let chosen = choose(&stage.task, &machine).unwrap();
             assert!(chosen.bound <= chosen.cost && chosen.cost <= chosen.alone);
-            let (got, memory) = together(&stage, &chosen.choice, &machine);
-            let error = worst(&got, &want);
+            let (got, memory) = evaluate_sharded(&stage, &chosen.choice, &machine);
+            let error = worst_error(&got, &want);
             let (proven, devices) = (chosen.cost == chosen.bound, machine.devices);
             println!(
                 "{name}, {devices} of {}: {} of {} ps, proven {proven}, {memory:?}, error {error:.1e}",
@@ -343,7 +349,7 @@ fn tokens_go_to_their_experts_and_come_back() {
     let sizes =
         [("layers", 1), ("hidden", 512), ("heads", 16), ("experts", 16), ("vocabulary", 1024), ("context", 512)];
     for devices in [2, 4, 8] {
-        let found = meetings_of("moe", &sizes, 8, &machine("h100", devices, 450.0, 1e-6));
-        assert_eq!(found[&("all_to_all", true)], [2, 2], "{devices} devices: {found:?}");
+        let counts = meetings_of("moe", &sizes, 8, &machine("h100", devices, 450.0, 1e-6));
+        assert_eq!(counts[&("all_to_all", true)], [2, 2], "{devices} devices: {counts:?}");
     }
 }

@@ -140,8 +140,8 @@ fn pipec(folder: &Path, arguments: &str) -> Command {
 }
 
 fn run(folder: &Path, arguments: &str) {
-    let done = pipec(folder, arguments).output().unwrap();
-    assert!(done.status.success(), "{arguments}: {}", String::from_utf8_lossy(&done.stderr));
+    let output = pipec(folder, arguments).output().unwrap();
+    assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// Makes an undamaged file of each kind.
@@ -174,8 +174,8 @@ fn make(folder: &Path) {
 fn outcome(folder: &Path, arguments: &str) -> Result<bool, String> {
     let errors = folder.join("errors.txt");
     let mut child = pipec(folder, arguments).stderr(fs::File::create(&errors).unwrap()).spawn().unwrap();
-    let (began, mut status) = (Instant::now(), None);
-    while status.is_none() && began.elapsed().as_secs_f64() < MOST_SECONDS {
+    let (start, mut status) = (Instant::now(), None);
+    while status.is_none() && start.elapsed().as_secs_f64() < MOST_SECONDS {
         status = child.try_wait().unwrap();
         if status.is_none() {
             thread::sleep(Duration::from_millis(1));
@@ -184,26 +184,26 @@ fn outcome(folder: &Path, arguments: &str) -> Result<bool, String> {
     if status.is_none() {
         child.kill().unwrap();
     }
-    let ended = child.wait().unwrap();
-    let said = String::from_utf8_lossy(&fs::read(errors).unwrap()).into_owned();
-    let is_usual = status.is_some() && matches!(ended.code(), Some(0..=3));
-    match is_usual && !said.contains("panicked") && !said.contains("bug in pipec") {
-        true => Ok(ended.success()),
-        false => Err(format!("`pipec {arguments}` after {:?}, {:?}: {said}", began.elapsed(), ended)),
+    let exit = child.wait().unwrap();
+    let stderr = String::from_utf8_lossy(&fs::read(errors).unwrap()).into_owned();
+    let is_expected = status.is_some() && matches!(exit.code(), Some(0..=3));
+    match is_expected && !stderr.contains("panicked") && !stderr.contains("bug in pipec") {
+        true => Ok(exit.success()),
+        false => Err(format!("`pipec {arguments}` after {:?}, {:?}: {stderr}", start.elapsed(), exit)),
     }
 }
 
 /// Damages a file for one seed, and runs a command on it.
-fn case(folder: &Path, kind: &Kind, whole: &[u8], seed: u64) -> Result<bool, String> {
+fn case(folder: &Path, kind: &Kind, original: &[u8], seed: u64) -> Result<bool, String> {
     let mut random = Random::new(seed);
-    let mut bytes = whole.to_vec();
+    let mut bytes = original.to_vec();
     match kind.is_text && random.below(4) > 0 {
         true => edit_text(&mut bytes, &mut random),
         false => damage(&mut bytes, &mut random),
     }
     fs::write(folder.join(kind.file), &bytes).unwrap();
     let outcome = outcome(folder, kind.commands[random.below(kind.commands.len())]);
-    fs::write(folder.join(kind.file), whole).unwrap();
+    fs::write(folder.join(kind.file), original).unwrap();
     outcome.map_err(|fault| format!("{}: {fault}\nagain: PIPEC_SEED={seed} PIPEC_MUTATIONS=1", kind.file))
 }
 
@@ -237,12 +237,14 @@ fn damaged_files_end_in_a_result_or_an_error() {
         copy(folder.path(), folders[at].path());
         let seeds = (start..start + count).skip(at).step_by(folders.len());
         let cases = seeds.flat_map(|seed| KINDS.iter().zip(&undamaged).enumerate().map(move |of| (seed, of)));
-        cases.map(|(seed, (at_kind, (kind, whole)))| (at_kind, case(folders[at].path(), kind, whole, seed))).collect()
+        cases
+            .map(|(seed, (at_kind, (kind, original)))| (at_kind, case(folders[at].path(), kind, original, seed)))
+            .collect()
     };
     let outcomes = thread::scope(|scope| {
-        let other = scope.spawn(|| of_folder(1));
-        let own = of_folder(0);
-        [own, other.join().unwrap()].concat()
+        let second = scope.spawn(|| of_folder(1));
+        let first = of_folder(0);
+        [first, second.join().unwrap()].concat()
     });
     for (at, kind) in KINDS.iter().enumerate() {
         let of = outcomes.iter().filter(|(of, _)| *of == at);

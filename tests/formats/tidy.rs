@@ -98,20 +98,20 @@ fn message(path: &Path) -> String {
 /// The module of a file: `compiler/src/op/conv.rs` is in `compiler::op`.
 fn module_of(path: &Path) -> Option<(&'static str, usize)> {
     let name = message(path);
-    let (package, rest) = match name.split_once("/src/") {
+    let (package, file) = match name.split_once("/src/") {
         // A package in the folder of another has its own name: `compiler/instances/src/lib.rs` is in `instances`.
-        Some((package, rest)) => (package.rsplit('/').next()?, rest),
+        Some((package, file)) => (package.rsplit('/').next()?, file),
         None => ("pipec", name.strip_prefix("src/")?),
     };
-    let first = rest.split(['/', '.']).next()?;
+    let first = file.split(['/', '.']).next()?;
     let inner = format!("{package}::{first}");
     LAYERS.iter().copied().find(|(r, _)| *r == inner).or_else(|| LAYERS.iter().copied().find(|(r, _)| *r == package))
 }
 
 /// The modules named in a file's `use` lines and paths.
-fn imports(text: &str, own: &str) -> BTreeSet<String> {
-    let package = own.split("::").next().unwrap();
-    let mut found = BTreeSet::new();
+fn imports(text: &str, module: &str) -> BTreeSet<String> {
+    let package = module.split("::").next().unwrap();
+    let mut imports = BTreeSet::new();
     for line in text.lines().map(str::trim).filter(|l| !l.starts_with("//")) {
         for (prefix, of) in [("crate::", package), ("compiler::", "compiler"), ("runtime::", "runtime")] {
             for (at, _) in line.match_indices(prefix) {
@@ -121,53 +121,53 @@ fn imports(text: &str, own: &str) -> BTreeSet<String> {
                 }
                 let next: String =
                     line[at + prefix.len()..].chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
-                found.insert(format!("{of}::{next}"));
+                imports.insert(format!("{of}::{next}"));
             }
         }
         for package in ["models", "profiler", "instances"] {
-            if line.contains(&format!("{package}::")) && own != package {
-                found.insert(package.to_string());
+            if line.contains(&format!("{package}::")) && module != package {
+                imports.insert(package.to_string());
             }
         }
     }
-    found
+    imports
 }
 
-fn floor(room: &str) -> Option<usize> {
-    let exact = LAYERS.iter().find(|(r, _)| *r == room);
-    let package = room.split("::").next().unwrap();
+fn floor(module: &str) -> Option<usize> {
+    let exact = LAYERS.iter().find(|(r, _)| *r == module);
+    let package = module.split("::").next().unwrap();
     exact.or_else(|| LAYERS.iter().find(|(r, _)| *r == package)).map(|(_, f)| *f)
 }
 
 #[test]
 fn no_upward_imports() {
-    let mut wrong = Vec::new();
+    let mut violations = Vec::new();
     for path in sources() {
-        let Some((own, height)) = module_of(&path) else { continue };
+        let Some((module, height)) = module_of(&path) else { continue };
         let text = fs::read_to_string(&path).unwrap();
-        for import in imports(&text, own) {
-            let same_package = own.split("::").next() == import.split("::").next();
+        for import in imports(&text, module) {
+            let same_package = module.split("::").next() == import.split("::").next();
             // In a package without modules in the table, every file is in the same layer.
-            let other = match LAYERS.iter().find(|(r, _)| *r == import) {
+            let imported_height = match LAYERS.iter().find(|(r, _)| *r == import) {
                 Some((_, f)) => *f,
                 None if same_package => continue,
                 None => floor(&import).unwrap_or(0),
             };
-            if other > height {
-                wrong.push(format!("{} ({own}) imports {import}", message(&path)));
+            if imported_height > height {
+                violations.push(format!("{} ({module}) imports {import}", message(&path)));
             }
         }
     }
-    assert!(wrong.is_empty(), "imports upward:\n{}", wrong.join("\n"));
+    assert!(violations.is_empty(), "imports upward:\n{}", violations.join("\n"));
 }
 
 #[test]
 fn the_head_of_a_folder_imports_nothing_from_it() {
-    let mut wrong = Vec::new();
+    let mut violations = Vec::new();
     for path in sources() {
         let folder = path.with_extension("");
-        let Some((own, _)) = module_of(&path) else { continue };
-        if !folder.is_dir() || !own.starts_with("compiler::") {
+        let Some((layer, _)) = module_of(&path) else { continue };
+        if !folder.is_dir() || !layer.starts_with("compiler::") {
             continue;
         }
         let module = folder.strip_prefix(root().join("compiler/src")).unwrap().display().to_string().replace('/', "::");
@@ -178,14 +178,16 @@ fn the_head_of_a_folder_imports_nothing_from_it() {
             let text = fs::read_to_string(folder.join(name).with_extension("rs")).unwrap_or_default();
             !text.is_empty() && !text.contains(&format!("crate::{module}::"))
         };
-        let inside = |l: &&str| {
+        let imports_own_folder = |l: &&str| {
             let imported =
                 l.trim_start().strip_prefix("use ").and_then(|l| l.split(&format!("crate::{module}::")).nth(1));
             imported.is_some_and(|rest| !is_leaf(rest.split([':', ';']).next().unwrap_or_default()))
         };
-        wrong.extend(before_tests.lines().filter(inside).map(|l| format!("{}: {}", message(&path), l.trim())));
+        violations.extend(
+            before_tests.lines().filter(imports_own_folder).map(|l| format!("{}: {}", message(&path), l.trim())),
+        );
     }
-    assert!(wrong.is_empty(), "heads that import from their own folder:\n{}", wrong.join("\n"));
+    assert!(violations.is_empty(), "heads that import from their own folder:\n{}", violations.join("\n"));
 }
 
 #[test]
@@ -241,10 +243,10 @@ fn every_core_op_has_a_sample() {
 #[test]
 fn nothing_is_left_undone() {
     let marks = ["todo!", "unimplemented!", "#[ignore", "FIXME"];
-    let mut found = Vec::new();
+    let mut findings = Vec::new();
     for path in sources().iter().filter(|p| !p.ends_with("tests/formats/tidy.rs")) {
         let text = fs::read_to_string(path).unwrap();
-        found.extend(marks.iter().filter(|m| text.contains(**m)).map(|m| format!("{}: {m}", message(path))));
+        findings.extend(marks.iter().filter(|m| text.contains(**m)).map(|m| format!("{}: {m}", message(path))));
     }
-    assert!(found.is_empty(), "{found:?}");
+    assert!(findings.is_empty(), "{findings:?}");
 }

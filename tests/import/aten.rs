@@ -58,9 +58,9 @@ fn a_view_that_changes_changes_what_it_shows() {
         .node("torch.ops.aten.t.default", &[("self", tensor("y"))], &["turned"])
         .node("torch.ops.aten.select.int", &[("self", tensor("turned")), ("dim", int(0)), ("index", int(0))], &["row"])
         .node("torch.ops.aten.fill_.Scalar", &[("self", tensor("row")), ("value", int(7))], &["filled"]);
-    let made = program.run(&[("x", x)], &["y", "turned"]);
-    close(&made[0], &[7.0, 20.0, 30.0, 7.0, 50.0, 60.0]);
-    close(&made[1], &[7.0, 7.0, 20.0, 50.0, 30.0, 60.0]);
+    let outputs = program.run(&[("x", x)], &["y", "turned"]);
+    close(&outputs[0], &[7.0, 20.0, 30.0, 7.0, 50.0, 60.0]);
+    close(&outputs[1], &[7.0, 7.0, 20.0, 50.0, 30.0, 60.0]);
 }
 
 #[test]
@@ -69,15 +69,15 @@ fn recurrent_layers_keep_the_parameters_of_the_module() {
     for (target, gates, states) in [("lstm.input", 4, 2), ("gru.input", 3, 1), ("rnn_relu.input", 1, 1)] {
         let mut program = Program::default().input("x", FLOAT, &[2, 5, 3]).input("h", FLOAT, &[2, 2, 4]);
         for name in parameters {
-            let wide = if name.starts_with("w_ih_l0") { 3 } else { 4 };
-            let shape = if name.starts_with('w') { vec![4 * gates, wide] } else { vec![4 * gates] };
+            let width = if name.starts_with("w_ih_l0") { 3 } else { 4 };
+            let shape = if name.starts_with('w') { vec![4 * gates, width] } else { vec![4 * gates] };
             program = program.parameter(name, &Tensor::zeros(DType::F32, &shape), false);
         }
         let names: Vec<String> = parameters.iter().map(|name| format!("p_{name}")).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let flag = |value: bool| json!({"as_bool": value});
         let first = if states == 2 { tensors(&["h", "h"]) } else { tensor("h") };
-        let given = [
+        let arguments = [
             ("input", tensor("x")),
             ("hx", first),
             ("params", tensors(&names)),
@@ -89,7 +89,7 @@ fn recurrent_layers_keep_the_parameters_of_the_module() {
             ("batch_first", flag(true)),
         ];
         let results = &["y", "last", "cell"][..=states];
-        let model = program.node(&format!("torch.ops.aten.{target}"), &given, results).model(results).unwrap();
+        let model = program.node(&format!("torch.ops.aten.{target}"), &arguments, results).model(results).unwrap();
         let layers = count(&model, |op| matches!(op, Op::Lstm(_) | Op::Gru(_) | Op::Rnn(_)));
         assert_eq!((layers, count(&model, |op| matches!(op, Op::Dropout(_)))), (2, 1), "{target}");
         assert_eq!(count(&model, |op| matches!(op, Op::Parameter(_))), 8, "{target}");
@@ -100,56 +100,59 @@ fn recurrent_layers_keep_the_parameters_of_the_module() {
 fn places_are_written_and_read() {
     let x = Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     let index = |values: &[i64]| Tensor::from_i64(&[2, 2], values);
-    let three = |target: &str, last: (&str, Json), given: &[i64]| {
+    let index_op = |target: &str, last: (&str, Json), indices: &[i64]| {
         let program = Program::default()
             .input("x", FLOAT, &[2, 3])
             .input("i", LONG, &[2, 2])
             .input("v", FLOAT, &[2, 2])
             .node(target, &[("self", tensor("x")), ("dim", int(1)), ("index", tensor("i")), last], &["y"]);
         let v = Tensor::from_f32(&[2, 2], &[10.0, 20.0, 30.0, 40.0]);
-        program.run(&[("x", x.clone()), ("i", index(given)), ("v", v)], &["y"]).remove(0)
+        program.run(&[("x", x.clone()), ("i", index(indices)), ("v", v)], &["y"]).remove(0)
     };
-    close(&three("torch.ops.aten.scatter.src", ("src", tensor("v")), &[2, 0, 1, 2]), &[20., 2., 10., 4., 30., 40.]);
-    close(&three("torch.ops.aten.scatter.value", ("value", float(9.0)), &[2, 0, 1, 2]), &[9., 2., 9., 4., 9., 9.]);
-    close(&three("scatter_add", ("src", tensor("v")), &[0, 0, 1, 2]), &[31., 2., 3., 4., 35., 46.]);
-    close(&three("gather", ("sparse_grad", json!({"as_bool": false})), &[2, 0, 1, 1]), &[3., 1., 5., 5.]);
+    close(&index_op("torch.ops.aten.scatter.src", ("src", tensor("v")), &[2, 0, 1, 2]), &[20., 2., 10., 4., 30., 40.]);
+    close(&index_op("torch.ops.aten.scatter.value", ("value", float(9.0)), &[2, 0, 1, 2]), &[9., 2., 9., 4., 9., 9.]);
+    close(&index_op("scatter_add", ("src", tensor("v")), &[0, 0, 1, 2]), &[31., 2., 3., 4., 35., 46.]);
+    close(&index_op("gather", ("sparse_grad", json!({"as_bool": false})), &[2, 0, 1, 1]), &[3., 1., 5., 5.]);
 }
 
 #[test]
 fn axes_are_summed_sorted_and_rolled() {
     let x = Tensor::from_f32(&[1, 4], &[3.0, 1.0, 4.0, 1.5]);
-    let one = |target: &str, more: &[(&str, Json)], results: &[&str]| {
-        let mut given = vec![("self", tensor("x"))];
-        given.extend(more.iter().cloned());
-        Program::default().input("x", FLOAT, &[1, 4]).node(target, &given, results).run(&[("x", x.clone())], results)
+    let evaluate = |target: &str, extra: &[(&str, Json)], results: &[&str]| {
+        let mut arguments = vec![("self", tensor("x"))];
+        arguments.extend(extra.iter().cloned());
+        Program::default()
+            .input("x", FLOAT, &[1, 4])
+            .node(target, &arguments, results)
+            .run(&[("x", x.clone())], results)
     };
-    close(&one("cumsum", &[("dim", int(1))], &["y"])[0], &[3.0, 4.0, 8.0, 9.5]);
-    let sorted = one("sort", &[("dim", int(1)), ("descending", json!({"as_bool": true}))], &["y", "at"]);
+    close(&evaluate("cumsum", &[("dim", int(1))], &["y"])[0], &[3.0, 4.0, 8.0, 9.5]);
+    let sorted = evaluate("sort", &[("dim", int(1)), ("descending", json!({"as_bool": true}))], &["y", "at"]);
     close(&sorted[0], &[4.0, 3.0, 1.5, 1.0]);
     assert_eq!(sorted[1].to_i64(), [2, 0, 3, 1]);
-    close(&one("median.dim", &[("dim", int(1))], &["y", "at"])[0], &[1.5]);
-    close(&one("roll", &[("shifts", ints(&[1])), ("dims", ints(&[1]))], &["y"])[0], &[1.5, 3.0, 1.0, 4.0]);
+    close(&evaluate("median.dim", &[("dim", int(1))], &["y", "at"])[0], &[1.5]);
+    close(&evaluate("roll", &[("shifts", ints(&[1])), ("dims", ints(&[1]))], &["y"])[0], &[1.5, 3.0, 1.0, 4.0]);
     let windows = [("dimension", int(1)), ("size", int(2)), ("step", int(2))];
-    close(&one("unfold", &windows, &["y"])[0], &[3.0, 1.0, 4.0, 1.5]);
+    close(&evaluate("unfold", &windows, &["y"])[0], &[3.0, 1.0, 4.0, 1.5]);
 }
 
 #[test]
 fn images_are_stretched_and_continued() {
     let x = Tensor::from_f32(&[1, 1, 1, 2], &[0.0, 1.0]);
-    let one = |target: &str, more: &[(&str, Json)]| {
-        let mut given = vec![("self", tensor("x"))];
-        given.extend(more.iter().cloned());
-        let program = Program::default().input("x", FLOAT, &[1, 1, 1, 2]).node(target, &given, &["y"]);
+    let evaluate = |target: &str, extra: &[(&str, Json)]| {
+        let mut arguments = vec![("self", tensor("x"))];
+        arguments.extend(extra.iter().cloned());
+        let program = Program::default().input("x", FLOAT, &[1, 1, 1, 2]).node(target, &arguments, &["y"]);
         program.run(&[("x", x.clone())], &["y"]).remove(0)
     };
     let corners = |on: bool| ("align_corners", json!({"as_bool": on}));
     let size = ("output_size", ints(&[1, 4]));
-    close(&one("upsample_bilinear2d", &[size.clone(), corners(false)]), &[0.0, 0.25, 0.75, 1.0]);
-    close(&one("upsample_bilinear2d", &[size, corners(true)]), &[0.0, 1.0 / 3.0, 2.0 / 3.0, 1.0]);
-    close(&one("upsample_nearest2d", &[("output_size", ints(&[1, 3]))]), &[0.0, 0.0, 1.0]);
-    close(&one("adaptive_avg_pool2d", &[("output_size", ints(&[1, 3]))]), &[0.0, 0.5, 1.0]);
-    close(&one("reflection_pad2d", &[("padding", ints(&[1, 1, 0, 0]))]), &[1.0, 0.0, 1.0, 0.0]);
-    close(&one("replication_pad2d", &[("padding", ints(&[1, 1, 0, 0]))]), &[0.0, 0.0, 1.0, 1.0]);
+    close(&evaluate("upsample_bilinear2d", &[size.clone(), corners(false)]), &[0.0, 0.25, 0.75, 1.0]);
+    close(&evaluate("upsample_bilinear2d", &[size, corners(true)]), &[0.0, 1.0 / 3.0, 2.0 / 3.0, 1.0]);
+    close(&evaluate("upsample_nearest2d", &[("output_size", ints(&[1, 3]))]), &[0.0, 0.0, 1.0]);
+    close(&evaluate("adaptive_avg_pool2d", &[("output_size", ints(&[1, 3]))]), &[0.0, 0.5, 1.0]);
+    close(&evaluate("reflection_pad2d", &[("padding", ints(&[1, 1, 0, 0]))]), &[1.0, 0.0, 1.0, 0.0]);
+    close(&evaluate("replication_pad2d", &[("padding", ints(&[1, 1, 0, 0]))]), &[0.0, 0.0, 1.0, 1.0]);
 }
 
 #[test]
@@ -161,17 +164,18 @@ fn losses_are_those_of_the_formula() {
         &["y"],
     );
     close(&smoothed.run(&[("x", x), ("t", t)], &["y"])[0], &[1.276_433]);
-    let two = |target: &str, more: (&str, Json)| {
-        let given = [("self", tensor("a")), ("target", tensor("b")), more];
-        let program = Program::default().input("a", FLOAT, &[2]).input("b", FLOAT, &[2]).node(target, &given, &["y"]);
+    let loss = |target: &str, extra: (&str, Json)| {
+        let arguments = [("self", tensor("a")), ("target", tensor("b")), extra];
+        let program =
+            Program::default().input("a", FLOAT, &[2]).input("b", FLOAT, &[2]).node(target, &arguments, &["y"]);
         let (a, b) = (Tensor::from_f32(&[2], &[0.5, 3.0]), Tensor::from_f32(&[2], &[0.0, 1.0]));
         program.run(&[("a", a), ("b", b)], &["y"]).remove(0)
     };
-    close(&two("smooth_l1_loss", ("beta", float(1.0))), &[(0.125 + 1.5) / 2.0]);
-    close(&two("huber_loss", ("delta", float(0.5))), &[(0.125 + 0.5 * 1.75) / 2.0]);
+    close(&loss("smooth_l1_loss", ("beta", float(1.0))), &[(0.125 + 1.5) / 2.0]);
+    close(&loss("huber_loss", ("delta", float(0.5))), &[(0.125 + 0.5 * 1.75) / 2.0]);
     let softplus = |x: f64| (1.0 + x.exp()).ln();
     let want = (0.5 + softplus(-0.5) + softplus(-3.0)) / 2.0;
-    close(&two("binary_cross_entropy_with_logits", ("reduction", int(1))), &[want]);
+    close(&loss("binary_cross_entropy_with_logits", ("reduction", int(1))), &[want]);
 }
 
 #[test]
@@ -179,9 +183,12 @@ fn sums_over_letters_are_products_of_matrices() {
     let a = Tensor::from_f32(&[1, 2, 2], &[1.0, 2.0, 3.0, 4.0]);
     let b = Tensor::from_f32(&[2, 2], &[1.0, 0.0, 1.0, 1.0]);
     let sum = |equation: &str| {
-        let given = [("equation", json!({"as_string": equation})), ("tensors", tensors(&["a", "b"]))];
-        let program =
-            Program::default().input("a", FLOAT, &[1, 2, 2]).input("b", FLOAT, &[2, 2]).node("einsum", &given, &["y"]);
+        let arguments = [("equation", json!({"as_string": equation})), ("tensors", tensors(&["a", "b"]))];
+        let program = Program::default().input("a", FLOAT, &[1, 2, 2]).input("b", FLOAT, &[2, 2]).node(
+            "einsum",
+            &arguments,
+            &["y"],
+        );
         program.run(&[("a", a.clone()), ("b", b.clone())], &["y"]).remove(0)
     };
     close(&sum("nij,jk->nik"), &[3.0, 2.0, 7.0, 4.0]);
@@ -221,9 +228,9 @@ fn joint_graphs_give_loss_and_gradients_and_are_not_trained() {
     assert_eq!(names, ["loss", "gradient of w"]);
     assert_eq!(count(&model, |op| matches!(op, Op::Parameter(_))), 0);
     assert!(model.warnings.iter().any(|w| w.contains("joint graph")), "{:?}", model.warnings);
-    let made = values(&model, &[("x", Tensor::from_f32(&[2], &[1.0, 2.0]))]);
-    close(&made[0], &[13.0]);
-    close(&made[1], &[1.0, 2.0]);
+    let outputs = values(&model, &[("x", Tensor::from_f32(&[2], &[1.0, 2.0]))]);
+    close(&outputs[0], &[13.0]);
+    close(&outputs[1], &[1.0, 2.0]);
 }
 
 /// The documented operator list matches the table. `PIPEC_BLESS=1` rewrites it.

@@ -32,9 +32,9 @@ fn an_open_condition_selects_from_both_branches() {
     let model = main_graph(&[choice("c")], &[typed("x", F32, &[2]), typed("c", BOOL, &[1])], &[]);
     for (truth, want) in [(true, [2.0, 4.0]), (false, [-1.0, -2.0])] {
         let data = [("x", f32s(&[1.0, 2.0])), ("c", Tensor::from_bool(&[1], &[truth]))];
-        let (results, taken) = answers(&model, &data).unwrap();
+        let (results, needed_inputs) = answers(&model, &data).unwrap();
         assert_eq!(results[0].to_f64(), want);
-        assert!(taken.is_empty(), "no value had to be known: {taken:?}");
+        assert!(needed_inputs.is_empty(), "no value had to be known: {needed_inputs:?}");
     }
 }
 
@@ -49,8 +49,8 @@ fn an_open_condition_between_shapes_needs_its_value() {
     let message = refused(&model);
     assert!(message.contains("node `If_0` (If)") && message.contains("depends on the graph inputs `c`"), "{message}");
     let data = [("x", f32s(&[1.0, 2.0])), ("c", Tensor::from_bool(&[], &[true]))];
-    let (results, taken) = answers(&model, &data).unwrap();
-    assert_eq!((results[0].to_f64(), taken), (vec![1.0, 2.0, 1.0, 2.0], vec!["c".to_string()]));
+    let (results, needed_inputs) = answers(&model, &data).unwrap();
+    assert_eq!((results[0].to_f64(), needed_inputs), (vec![1.0, 2.0, 1.0, 2.0], vec!["c".to_string()]));
 }
 
 /// `for i in 0..n while go: sum += x·i; scanned[i] = sum`
@@ -91,13 +91,13 @@ fn loops_turn_as_often_as_they_say() {
     assert!(
         refused(&open).contains("the trip count of a loop must be a constant, but depends on the graph inputs `m`")
     );
-    let (results, taken) = answers(&open, &data(2)).unwrap();
-    assert_eq!((results[0].to_f64(), taken), (turns[..4].to_vec(), vec!["m".to_string()]));
+    let (results, needed_inputs) = answers(&open, &data(2)).unwrap();
+    assert_eq!((results[0].to_f64(), needed_inputs), (turns[..4].to_vec(), vec!["m".to_string()]));
     // A condition that folds ends the loop after the iteration in which `i < 1` fails.
     assert_eq!(answer(&summing_model("", "yes", "below", 1), &data(0)), turns[..4]);
     // Zero iterations.
-    let never = answers(&summing_model("n", "no", "same", 0), &data(0));
-    assert!(never.unwrap_err().contains("results of unknown shape"));
+    let result = answers(&summing_model("n", "no", "same", 0), &data(0));
+    assert!(result.unwrap_err().contains("results of unknown shape"));
 }
 
 #[test]
@@ -136,10 +136,10 @@ fn scans_go_along_an_axis_in_either_direction() {
     let x = [("x", Tensor::from_f32(&[3, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))];
     let plain = node("Scan", &["zero", "x"], &["last", "y"]);
     assert_eq!(answer(&scan(plain.clone()), &x), [1.0, 2.0, 4.0, 6.0, 9.0, 12.0]);
-    let back = with(plain.clone(), ints("scan_input_directions", &[1]));
-    assert_eq!(answer(&scan(back), &x), [5.0, 6.0, 8.0, 10.0, 9.0, 12.0]);
-    let turned = with(with(plain, ints("scan_output_directions", &[1])), ints("scan_output_axes", &[1]));
-    assert_eq!(answer(&scan(turned), &x), [9.0, 4.0, 1.0, 12.0, 6.0, 2.0]);
+    let reversed = with(plain.clone(), ints("scan_input_directions", &[1]));
+    assert_eq!(answer(&scan(reversed), &x), [5.0, 6.0, 8.0, 10.0, 9.0, 12.0]);
+    let transposed = with(with(plain, ints("scan_output_directions", &[1])), ints("scan_output_axes", &[1]));
+    assert_eq!(answer(&scan(transposed), &x), [9.0, 4.0, 1.0, 12.0, 6.0, 2.0]);
 }
 
 #[test]

@@ -31,7 +31,7 @@ fn both_decoders_agree_on_real_models() {
     for folder in std::fs::read_dir(data.join("parity")).unwrap().flatten().filter(|entry| entry.path().is_dir()) {
         paths.extend(onnx_files(&folder.path()));
     }
-    paths.extend(onnx_files(&data.join("hostile/onnx")).into_iter().filter(|path| named(path).starts_with("ok_")));
+    paths.extend(onnx_files(&data.join("hostile/onnx")).into_iter().filter(|path| file_name(path).starts_with("ok_")));
     assert!(paths.len() > 50, "only {} models", paths.len());
     for path in paths {
         let name = path.display().to_string();
@@ -75,7 +75,7 @@ fn hostile_files_are_refused_with_a_reason_and_odd_ones_are_read() {
     let mut refused = 0;
     for line in manifest.lines().filter(|line| line.starts_with("onnx/")) {
         let row: Vec<&str> = line.split('\t').collect();
-        let (file, exit, wanted) = (row[0], row[2], row[5]);
+        let (file, exit, words) = (row[0], row[2], row[5]);
         let name = file.trim_start_matches("onnx/").trim_end_matches(".onnx");
         match read(&data.join("hostile").join(file)) {
             Ok(model) => {
@@ -89,7 +89,7 @@ fn hostile_files_are_refused_with_a_reason_and_odd_ones_are_read() {
                 // Expressions in the manifest are plain alternatives.
                 let low = text.to_lowercase();
                 assert!(
-                    wanted == "-" || wanted.to_lowercase().split('|').any(|word| low.contains(word)),
+                    words == "-" || words.to_lowercase().split('|').any(|word| low.contains(word)),
                     "{name}: {text}"
                 );
                 refused += 1;
@@ -154,9 +154,9 @@ fn weights_are_mapped_and_not_read() {
     }
     let path = folder.path().join("model.onnx");
     std::fs::write(&path, to_bytes(&external_model("w.bin", size / 4))).unwrap();
-    let before = std::time::Instant::now();
+    let start = std::time::Instant::now();
     let model = read(&path).unwrap();
-    assert!(before.elapsed().as_secs() < 60, "{:?}", before.elapsed());
+    assert!(start.elapsed().as_secs() < 60, "{:?}", start.elapsed());
     let Payload::Bytes(bytes) = &model.initializers[0].payload else { panic!("{:?}", model.warnings) };
     assert_eq!(bytes.len() as u64, size);
 }
@@ -182,8 +182,9 @@ fn agree(name: &str, ours: &OnnxModel, theirs: &other::ModelProto) {
     let opsets: Vec<_> = ours.opsets.iter().map(|set| (set.domain.as_str(), set.version)).collect();
     assert_eq!(opsets, theirs.opset_import.iter().map(|set| (set.domain.as_str(), set.version)).collect::<Vec<_>>());
 
-    let filled = |input: &&other::ValueInfoProto| graph.initializer.iter().any(|tensor| tensor.name == input.name);
-    let fed: Vec<&other::ValueInfoProto> = graph.input.iter().filter(|input| !filled(input)).collect();
+    let has_initializer =
+        |input: &&other::ValueInfoProto| graph.initializer.iter().any(|tensor| tensor.name == input.name);
+    let fed: Vec<&other::ValueInfoProto> = graph.input.iter().filter(|input| !has_initializer(input)).collect();
     same_infos(name, &ours.inputs, &fed);
     same_infos(name, &ours.outputs, &graph.output.iter().collect::<Vec<_>>());
     same_infos(name, &ours.value_infos, &graph.value_info.iter().collect::<Vec<_>>());
@@ -200,8 +201,8 @@ fn agree(name: &str, ours: &OnnxModel, theirs: &other::ModelProto) {
         assert_eq!((&ours.inputs, &ours.outputs), (&theirs.input, &theirs.output), "{context}");
         let pairs = |p: &proto::StringStringEntryProto| (p.key().to_owned(), p.value().to_owned());
         let metadata: Vec<_> = ours.metadata.iter().map(pairs).collect();
-        let wanted: Vec<_> = theirs.metadata_props.iter().map(|p| (p.key.clone(), p.value.clone())).collect();
-        assert_eq!(metadata, wanted, "{context}");
+        let expected: Vec<_> = theirs.metadata_props.iter().map(|p| (p.key.clone(), p.value.clone())).collect();
+        assert_eq!(metadata, expected, "{context}");
         assert_eq!(ours.attributes.len(), theirs.attribute.len(), "{context}");
         for (ours, theirs) in ours.attributes.iter().zip(&theirs.attribute) {
             same_attribute(&context, ours, theirs);
@@ -242,13 +243,13 @@ fn same_tensor(context: &str, ours: &Tensor, theirs: &other::TensorProto) {
             assert!(strings.iter().map(|s| s.to_vec()).eq(theirs.string_data.iter().cloned()), "{context}");
         }
         Payload::Bytes(bytes) => {
-            let mut wanted = theirs.raw_data.clone();
-            wanted.extend(theirs.float_data.iter().flat_map(|v| v.to_le_bytes()));
-            wanted.extend(theirs.double_data.iter().flat_map(|v| v.to_le_bytes()));
-            wanted.extend(theirs.int64_data.iter().flat_map(|v| v.to_le_bytes()));
+            let mut expected = theirs.raw_data.clone();
+            expected.extend(theirs.float_data.iter().flat_map(|v| v.to_le_bytes()));
+            expected.extend(theirs.double_data.iter().flat_map(|v| v.to_le_bytes()));
+            expected.extend(theirs.int64_data.iter().flat_map(|v| v.to_le_bytes()));
             let width = if theirs.int32_data.is_empty() { 0 } else { bytes.len() / theirs.int32_data.len() };
-            wanted.extend(theirs.int32_data.iter().flat_map(|v| v.to_le_bytes()[..width].to_vec()));
-            assert!(**bytes == *wanted, "{context}: values of `{}` differ", theirs.name);
+            expected.extend(theirs.int32_data.iter().flat_map(|v| v.to_le_bytes()[..width].to_vec()));
+            assert!(**bytes == *expected, "{context}: values of `{}` differ", theirs.name);
         }
     }
 }
@@ -266,15 +267,15 @@ fn same_attribute(context: &str, ours: &proto::AttributeProto, theirs: &other::A
         same_tensor(&context, &tensor(ours), theirs);
     }
     let nodes = |graph: &proto::GraphProto| graph.node.iter().map(|node| node.op_type().to_owned()).collect::<Vec<_>>();
-    let wanted = theirs.g.as_ref().map(|graph| graph.node.iter().map(|node| node.op_type.clone()).collect());
-    assert_eq!(ours.g.as_ref().map(nodes), wanted, "{context}");
+    let expected = theirs.g.as_ref().map(|graph| graph.node.iter().map(|node| node.op_type.clone()).collect());
+    assert_eq!(ours.g.as_ref().map(nodes), expected, "{context}");
 }
 
 fn assert_printable(name: &str, text: &str) {
     assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{name}: {text:?}");
 }
 
-fn named(path: &Path) -> &str {
+fn file_name(path: &Path) -> &str {
     path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
 }
 

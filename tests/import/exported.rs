@@ -18,7 +18,7 @@ fn flag(value: bool) -> Json {
 #[test]
 fn stochastic_depth_is_a_dropout_of_rows_however_it_is_written() {
     let is_mask = |op: &Op| matches!(op, Op::Dropout(d) if d.ratio == 0.2);
-    let drawn = |op: &Op| matches!(op, Op::Uniform(_));
+    let is_random = |op: &Op| matches!(op, Op::Uniform(_));
     // torchvision, timm: x · (bernoulli(0.8) / 0.8), in place.
     let first = Program::default()
         .input("x", FLOAT, &[3, 2, 2])
@@ -39,7 +39,7 @@ fn stochastic_depth_is_a_dropout_of_rows_however_it_is_written() {
         .model(&["y"])
         .unwrap();
     for model in [first, second] {
-        assert_eq!((count(&model, is_mask), count(&model, drawn)), (1, 0));
+        assert_eq!((count(&model, is_mask), count(&model, is_random)), (1, 0));
         let mask = model.graph.ids().find(|id| is_mask(&model.graph.node(*id).op)).unwrap();
         // One number per example, and the batch stays symbolic.
         assert_eq!(model.graph.node(mask).facts[0].to_string(), "f32[batch, 1, 1]");
@@ -82,20 +82,20 @@ fn dropouts_are_written_in_place_and_by_channel() {
 
 #[test]
 fn random_numbers_follow_their_arguments() {
-    let one = |target: &str, given: &[(&str, Json)]| {
+    let evaluate = |target: &str, arguments: &[(&str, Json)]| {
         let counter = ("pipec.counter", Tensor::from_i64(&[], &[3]));
-        let program = Program::default().input("x", FLOAT, &[1, 1]).node(target, given, &["y"]);
+        let program = Program::default().input("x", FLOAT, &[1, 1]).node(target, arguments, &["y"]);
         program.run(&[("x", Tensor::from_f32(&[1, 1], &[0.0])), counter], &["y"]).remove(0).to_f64()
     };
     let size = ("size", ints(&[400]));
-    let numbers = one("randint", &[("high", int(5)), size.clone()]);
+    let numbers = evaluate("randint", &[("high", int(5)), size.clone()]);
     assert!(numbers.iter().all(|n| n.fract() == 0.0 && (0.0..5.0).contains(n)));
-    assert!((0..5).all(|wanted| numbers.contains(&f64::from(wanted))));
-    let normal = one("randn", &[size]);
+    assert!((0..5).all(|number| numbers.contains(&f64::from(number))));
+    let normal = evaluate("randn", &[size]);
     let mean = normal.iter().sum::<f64>() / 400.0;
     let variance = normal.iter().map(|n| (n - mean).powi(2)).sum::<f64>() / 400.0;
     assert!(mean.abs() < 0.25 && (variance - 1.0).abs() < 0.36, "{mean} {variance}");
-    let mut order = one("randperm", &[("n", int(9))]);
+    let mut order = evaluate("randperm", &[("n", int(9))]);
     assert_ne!(order, [0., 1., 2., 3., 4., 5., 6., 7., 8.]);
     order.sort_by(f64::total_cmp);
     assert_eq!(order, [0., 1., 2., 3., 4., 5., 6., 7., 8.]);
@@ -116,9 +116,9 @@ fn other_views_show_what_was_changed() {
         .node("torch.ops.aten.slice.Tensor", &[("self", tensor("y")), ("dim", int(1)), ("start", int(1))], &["part"])
         .node("zero_", &[("self", tensor("part"))], &["zero"])
         .node("neg", &[("self", tensor("middle"))], &["seen"]);
-    let made = program.run(&[("x", x)], &["seen", "y"]);
-    close(&made[0], &[0.0, 0.0]);
-    close(&made[1], &[1.0, 0.0, 0.0, 4.0, 0.0, 0.0]);
+    let outputs = program.run(&[("x", x)], &["seen", "y"]);
+    close(&outputs[0], &[0.0, 0.0]);
+    close(&outputs[1], &[1.0, 0.0, 0.0, 4.0, 0.0, 0.0]);
 }
 
 #[test]
@@ -159,43 +159,43 @@ fn experts_take_the_rows_that_are_sorted_for_them() {
             &[("input", tensor("rows")), ("weight", tensor("p_w")), ("offs", tensor("ends"))],
             &["y"],
         );
-    let given = [("x", Tensor::from_f32(&[3, 1], &[1., 2., 3.])), ("e", Tensor::from_i64(&[3], &[1, 0, 1]))];
-    close(&program.run(&given, &["y"])[0], &[2.0, 4.0, 10.0, 20.0, 30.0, 60.0]);
+    let inputs = [("x", Tensor::from_f32(&[3, 1], &[1., 2., 3.])), ("e", Tensor::from_i64(&[3], &[1, 0, 1]))];
+    close(&program.run(&inputs, &["y"])[0], &[2.0, 4.0, 10.0, 20.0, 30.0, 60.0]);
 }
 
 #[test]
 fn differences_have_what_comes_before_and_behind() {
     let x = Tensor::from_f32(&[1, 3], &[1.0, 4.0, 9.0]);
-    let given = [("self", tensor("x")), ("dim", int(1)), ("prepend", tensor("p")), ("append", tensor("a"))];
+    let arguments = [("self", tensor("x")), ("dim", int(1)), ("prepend", tensor("p")), ("append", tensor("a"))];
     let program = Program::default()
         .input("x", FLOAT, &[1, 3])
         .input("p", FLOAT, &[1, 1])
         .input("a", FLOAT, &[1, 2])
-        .node("diff", &given, &["y"]);
-    let more = [("p", Tensor::from_f32(&[1, 1], &[-1.0])), ("a", Tensor::from_f32(&[1, 2], &[10.0, 10.5]))];
-    let made = program.run(&[("x", x), more[0].clone(), more[1].clone()], &["y"]);
-    close(&made[0], &[2.0, 3.0, 5.0, 1.0, 0.5]);
+        .node("diff", &arguments, &["y"]);
+    let ends = [("p", Tensor::from_f32(&[1, 1], &[-1.0])), ("a", Tensor::from_f32(&[1, 2], &[10.0, 10.5]))];
+    let outputs = program.run(&[("x", x), ends[0].clone(), ends[1].clone()], &["y"]);
+    close(&outputs[0], &[2.0, 3.0, 5.0, 1.0, 0.5]);
 }
 
 #[test]
 fn small_images_are_smoothed() {
     let x = Tensor::from_f32(&[1, 1, 1, 4], &[0.0, 1.0, 2.0, 7.0]);
-    let one = |target: &str| {
-        let given = [("input", tensor("x")), ("output_size", ints(&[1, 2])), ("align_corners", flag(false))];
-        let program = Program::default().input("x", FLOAT, &[1, 1, 1, 4]).node(target, &given, &["y"]);
+    let resize = |target: &str| {
+        let arguments = [("input", tensor("x")), ("output_size", ints(&[1, 2])), ("align_corners", flag(false))];
+        let program = Program::default().input("x", FLOAT, &[1, 1, 1, 4]).node(target, &arguments, &["y"]);
         program.run(&[("x", x.clone())], &["y"]).remove(0)
     };
     // Triangle filter of width 4: weights 3/7, 3/7, 1/7, and mirrored.
-    close(&one("_upsample_bilinear2d_aa"), &[5.0 / 7.0, (1.0 + 6.0 + 21.0) / 7.0]);
+    close(&resize("_upsample_bilinear2d_aa"), &[5.0 / 7.0, (1.0 + 6.0 + 21.0) / 7.0]);
     // Values from PyTorch 2.15.
-    close(&one("_upsample_bicubic2d_aa"), &[0.438_016_5, 4.247_933_9]);
+    close(&resize("_upsample_bicubic2d_aa"), &[0.438_016_5, 4.247_933_9]);
 }
 
 #[test]
 fn images_are_sampled_at_places() {
     let x = Tensor::from_f32(&[1, 1, 2, 2], &[0.0, 1.0, 2.0, 3.0]);
     let grid = Tensor::from_f32(&[1, 1, 2, 2], &[0.0, 0.0, 1.0, -1.0]);
-    let given = [
+    let arguments = [
         ("input", tensor("x")),
         ("grid", tensor("g")),
         ("interpolation_mode", int(0)),
@@ -204,7 +204,7 @@ fn images_are_sampled_at_places() {
     ];
     let program = Program::default().input("x", FLOAT, &[1, 1, 2, 2]).input("g", FLOAT, &[1, 1, 2, 2]).node(
         "grid_sampler",
-        &given,
+        &arguments,
         &["y"],
     );
     close(&program.run(&[("x", x), ("g", grid)], &["y"])[0], &[1.5, 1.0]);
@@ -219,7 +219,7 @@ fn regions_with_autocast_compute_in_the_types_that_the_file_says() {
                    "inputs": [{"name": "self", "arg": tensor("a"), "kind": 1}, {"name": "mat2", "arg": tensor("b"), "kind": 1}]}],
         "tensor_values": {"c": meta(BF16, &[3, 2], false)},
     }});
-    let given = [
+    let arguments = [
         ("", json!({"as_string": "cpu"})),
         ("", json!({"as_scalar_type": BF16})),
         ("", flag(true)),
@@ -231,7 +231,7 @@ fn regions_with_autocast_compute_in_the_types_that_the_file_says() {
     let model = Program::default()
         .input("x", FLOAT, &[3, 4])
         .input("w", FLOAT, &[4, 2])
-        .node("torch.ops.higher_order.wrap_with_autocast", &given, &["y"])
+        .node("torch.ops.higher_order.wrap_with_autocast", &arguments, &["y"])
         .model(&["y"])
         .unwrap();
     let product = model.graph.outputs[0].value;
@@ -280,8 +280,8 @@ fn places_in_memory_are_a_shape_where_all_elements_follow_in_order() {
     let program = |strides: &[i64]| {
         let mut program = Program::default().input("x", FLOAT, &[3, 4, 1]);
         program.facts.insert("x".into(), meta(FLOAT, &[3, 4, 1], false));
-        let given = [("self", tensor("x")), ("size", ints(&[3, 4, 1, 1])), ("stride", ints(strides))];
-        program.node("as_strided", &given, &["y"]).model(&["y"])
+        let arguments = [("self", tensor("x")), ("size", ints(&[3, 4, 1, 1])), ("stride", ints(strides))];
+        program.node("as_strided", &arguments, &["y"]).model(&["y"])
     };
     let model = program(&[4, 1, 4, 4]).unwrap();
     assert_eq!(model.graph.fact(model.graph.outputs[0].value).to_string(), "f32[batch, 4, 1, 1]");
@@ -296,19 +296,19 @@ fn what_only_assertions_read_is_passed_over() {
         &[("self", tensor("x"))],
         &["y"],
     );
-    let of = |target: &str, inputs: Json, outputs: Json| json!({"target": target, "inputs": inputs, "outputs": outputs, "metadata": {}});
+    let node = |target: &str, inputs: Json, outputs: Json| json!({"target": target, "inputs": inputs, "outputs": outputs, "metadata": {}});
     let input = |name: &str, arg: Json| json!({"name": name, "arg": arg, "kind": 1});
-    program.nodes.push(of(
+    program.nodes.push(node(
         "torch.ops.aten.item.default",
         json!([input("self", tensor("s"))]),
         json!([named("as_sym_float", "n")]),
     ));
-    program.nodes.push(of(
+    program.nodes.push(node(
         "_operator.ge",
         json!([input("a", named("as_sym_float", "n")), input("b", int(0))]),
         json!([named("as_sym_bool", "truth")]),
     ));
-    program.nodes.push(of(
+    program.nodes.push(node(
         "torch.ops.aten._assert_scalar.default",
         json!([input("self", named("as_sym_bool", "truth")), input("assert_msg", json!({"as_string": "positive"}))]),
         json!([]),
@@ -338,32 +338,32 @@ fn products_of_complex_numbers_turn_pairs() {
 #[test]
 fn fourier_transforms_are_products_and_come_back() {
     let x = Tensor::from_f32(&[1, 4], &[1.0, 2.0, 3.0, 5.0]);
-    let whole = Program::default()
+    let forward = Program::default()
         .input("x", FLOAT, &[1, 4])
         .node("fft_fftn", &[("self", tensor("x")), ("dim", ints(&[1]))], &["f"])
         .node("real", &[("self", tensor("f"))], &["re"])
         .node("imag", &[("self", tensor("f"))], &["im"]);
-    let made = whole.run(&[("x", x.clone())], &["re", "im"]);
-    close(&made[0], &[11.0, -2.0, -3.0, -2.0]);
-    close(&made[1], &[0.0, 3.0, 0.0, -3.0]);
-    let back = Program::default()
+    let outputs = forward.run(&[("x", x.clone())], &["re", "im"]);
+    close(&outputs[0], &[11.0, -2.0, -3.0, -2.0]);
+    close(&outputs[1], &[0.0, 3.0, 0.0, -3.0]);
+    let inverse = Program::default()
         .input("x", FLOAT, &[1, 4])
         .node("fft_rfft", &[("self", tensor("x"))], &["half"])
         .node("fft_irfft", &[("self", tensor("half")), ("n", int(4))], &["y"]);
-    close(&back.run(&[("x", x.clone())], &["y"])[0], &[1.0, 2.0, 3.0, 5.0]);
-    let refused = Program::default()
+    close(&inverse.run(&[("x", x.clone())], &["y"])[0], &[1.0, 2.0, 3.0, 5.0]);
+    let program = Program::default()
         .input("x", FLOAT, &[1, 4])
         .node("fft_rfft", &[("self", tensor("x"))], &["half"])
         .node("exp", &[("self", tensor("half"))], &["e"])
         .node("real", &[("self", tensor("e"))], &["y"]);
-    assert!(refused.model(&["y"]).unwrap_err().contains("complex numbers"));
+    assert!(program.model(&["y"]).unwrap_err().contains("complex numbers"));
 }
 
 /// Metadata of a tensor with these strides.
-fn laid(sizes: &[usize], strides: &[usize]) -> Json {
-    let mut said = meta(FLOAT, sizes, false);
-    said["strides"] = strides.iter().map(|n| json!({"as_int": n})).collect();
-    said
+fn strided_meta(sizes: &[usize], strides: &[usize]) -> Json {
+    let mut fact = meta(FLOAT, sizes, false);
+    fact["strides"] = strides.iter().map(|n| json!({"as_int": n})).collect();
+    fact
 }
 
 #[test]
@@ -374,13 +374,13 @@ fn copies_keep_what_they_are_when_their_source_changes() {
             .input("x", FLOAT, &[2, 2])
             .node("clone", &[("self", tensor("x"))], &["c"])
             .node("transpose.int", &[("self", tensor("c")), ("dim0", int(0)), ("dim1", int(1))], &["t"]);
-        program.facts.insert("c".into(), laid(&[2, 2], &[2, 1]));
-        program.facts.insert("t".into(), laid(&[2, 2], &[1, 2]));
-        program.facts.insert("y".into(), laid(&[2, 2], &[2, 1]));
-        program.facts.insert("z".into(), laid(&[4], &[1]));
+        program.facts.insert("c".into(), strided_meta(&[2, 2], &[2, 1]));
+        program.facts.insert("t".into(), strided_meta(&[2, 2], &[1, 2]));
+        program.facts.insert("y".into(), strided_meta(&[2, 2], &[2, 1]));
+        program.facts.insert("z".into(), strided_meta(&[4], &[1]));
         program
     };
-    let changed = |program: Program| {
+    let with_update = |program: Program| {
         program.node("mul_.Tensor", &[("self", tensor("c")), ("other", float(10.0))], &["m"]).node(
             "add.Tensor",
             &[("self", tensor("y")), ("other", int(0))],
@@ -388,10 +388,12 @@ fn copies_keep_what_they_are_when_their_source_changes() {
         )
     };
     // Another element order is a copy; the same order is an alias.
-    let copied = changed(start().node("contiguous", &[("self", tensor("t"))], &["y"])).run(&[("x", x.clone())], &["a"]);
+    let copied =
+        with_update(start().node("contiguous", &[("self", tensor("t"))], &["y"])).run(&[("x", x.clone())], &["a"]);
     close(&copied[0], &[1.0, 3.0, 2.0, 4.0]);
-    let shown = changed(start().node("contiguous", &[("self", tensor("c"))], &["y"])).run(&[("x", x.clone())], &["a"]);
-    close(&shown[0], &[10.0, 20.0, 30.0, 40.0]);
+    let aliased =
+        with_update(start().node("contiguous", &[("self", tensor("c"))], &["y"])).run(&[("x", x.clone())], &["a"]);
+    close(&aliased[0], &[10.0, 20.0, 30.0, 40.0]);
     let flat = |of: &str| {
         start()
             .node("reshape", &[("self", tensor(of)), ("shape", ints(&[4]))], &["z"])
@@ -416,11 +418,11 @@ fn regions_change_the_tensors_outside_them() {
         });
         [("", switch), ("", json!({"as_graph": {"name": "wrapped", "graph": graph}})), ("", tensor("v"))]
     };
-    let program = |of: &str| {
+    let program = |name: &str| {
         Program::default()
             .input("x", FLOAT, &[2, 2])
             .parameter("w", &Tensor::from_f64(&[2, 2], &[1.0; 4]).cast(DType::F32), false)
-            .node("mul.Tensor", &[("self", tensor(of)), ("other", float(1.0))], &["y"])
+            .node("mul.Tensor", &[("self", tensor(name)), ("other", float(1.0))], &["y"])
             .node("select.int", &[("self", tensor("y")), ("dim", int(1)), ("index", int(0))], &["v"])
             .node("torch.ops.higher_order.wrap_with_set_grad_enabled", &inner(flag(false)), &["n"])
             .node("add.Tensor", &[("self", tensor("y")), ("other", tensor("x"))], &["a"])
@@ -428,8 +430,8 @@ fn regions_change_the_tensors_outside_them() {
     let x = Tensor::from_f64(&[2, 2], &[1.0, 2.0, 3.0, 4.0]).cast(DType::F32);
     close(&program("x").run(&[("x", x)], &["a"])[0], &[1.0, 4.0, 3.0, 8.0]);
     // PyTorch's gradient would ignore the in-place update.
-    let refused = program("p_w").model(&["a"]).unwrap_err();
-    assert!(refused.contains("in-place change under no_grad"), "{refused}");
+    let error = program("p_w").model(&["a"]).unwrap_err();
+    assert!(error.contains("in-place change under no_grad"), "{error}");
 }
 
 #[test]
@@ -467,13 +469,13 @@ fn a_sum_that_is_divided_by_the_exported_batch_is_warned_of() {
 #[test]
 fn a_number_has_no_rows_to_look_up() {
     let indices = json!({"as_optional_tensors": [{"as_tensor": {"name": "i"}}, {"as_tensor": {"name": "i"}}]});
-    let refused = Program::default()
+    let error = Program::default()
         .input("x", FLOAT, &[])
         .node("arange", &[("end", int(3))], &["i"])
         .node("index.Tensor", &[("self", tensor("x")), ("indices", indices)], &["y"])
         .model(&["y"])
         .unwrap_err();
-    assert!(refused.contains("an index of axis 1 for an input of rank 0"), "{refused}");
+    assert!(error.contains("an index of axis 1 for an input of rank 0"), "{error}");
 }
 
 #[test]
@@ -507,10 +509,10 @@ fn operators_on_numbers_are_lowered_or_refused() {
                 .unwrap_or_else(|_| panic!("{operator} of `{shape}` by `{index}` panics"));
         }
     }
-    let refused = Program::default()
+    let error = Program::default()
         .input("x", FLOAT, &[])
         .node("sym_size.int", &[("self", tensor("x")), ("dim", int(0))], &["n"])
         .node("expand", &[("self", tensor("x")), ("size", json!({"as_sym_ints": [{"as_name": "n"}]}))], &["y"]);
-    let refused = refused.model(&["y"]).unwrap_err();
-    assert!(refused.contains("a scalar has no axes"), "{refused}");
+    let error = error.model(&["y"]).unwrap_err();
+    assert!(error.contains("a scalar has no axes"), "{error}");
 }

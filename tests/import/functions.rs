@@ -63,8 +63,8 @@ fn an_input_left_out_is_left_out_inside() {
 fn a_function_has_an_operator_set_of_its_own() {
     // Before opset 13, ReduceSum has its axes as an attribute; the calling model has opset 18.
     let sum = with(with(node("ReduceSum", &["x"], &["y"]), ints("axes", &[0])), int("keepdims", 0));
-    let old = FunctionProto { opset_import: vec![opset("", 11)], ..function("Total", &[sum], &["x"], &["y"]) };
-    let model = calling(vec![old], local(node("Total", &["x"], &["y"])));
+    let total = FunctionProto { opset_import: vec![opset("", 11)], ..function("Total", &[sum], &["x"], &["y"]) };
+    let model = calling(vec![total], local(node("Total", &["x"], &["y"])));
     assert_eq!(answer(&model, &[("x", f32s(&[1.0, 2.0, 4.0]))]), [7.0]);
 }
 

@@ -6,8 +6,9 @@ use compiler::op::Op;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-fn names(model: &Model, wanted: fn(&Op) -> Option<&String>) -> Vec<String> {
-    let mut names: Vec<String> = model.graph.ids().filter_map(|id| wanted(&model.graph.node(id).op).cloned()).collect();
+fn names(model: &Model, name_of: fn(&Op) -> Option<&String>) -> Vec<String> {
+    let mut names: Vec<String> =
+        model.graph.ids().filter_map(|id| name_of(&model.graph.node(id).op).cloned()).collect();
     names.sort();
     names
 }
@@ -32,12 +33,12 @@ fn parity_models_give_the_loss_of_pytorch() {
                 Op::Input(input) => Some(input.name.clone()),
                 _ => None,
             });
-            let mut given = BTreeMap::new();
+            let mut feeds = BTreeMap::new();
             // Data first, then the target.
             for (input, value) in inputs.zip([&x, &target]) {
-                given.insert(input, value.clone());
+                feeds.insert(input, value.clone());
             }
-            let results = results(&model, size, &given);
+            let results = results(&model, size, &feeds);
             let loss = match results[0].shape() {
                 [] => results[0].to_f64()[0],
                 _ => cross_entropy(&results[0], &target),
@@ -65,15 +66,15 @@ fn names_are_those_of_the_module() {
             Op::State(s) => Some(&s.name),
             _ => None,
         });
-        let kept: Vec<&String> = initial
+        let trainable: Vec<&String> = initial
             .keys()
             .filter(|n| !n.contains("running_") && !n.contains("num_batches") && !n.ends_with("pos"))
             // The head is tied to the embedding, which comes first.
             .filter(|n| name != "gpt" || *n != "3.w.weight")
             .collect();
-        assert_eq!(parameters(&model).iter().collect::<Vec<_>>(), kept, "{name}");
+        assert_eq!(parameters(&model).iter().collect::<Vec<_>>(), trainable, "{name}");
         assert_eq!(states, initial.keys().filter(|n| n.contains("running_")).cloned().collect::<Vec<_>>());
-        for parameter in kept {
+        for parameter in trainable {
             let Weight::Given(value) = &model.weights[parameter] else { panic!("{parameter} is missing") };
             assert_eq!(value, &initial[parameter], "{parameter}");
         }
@@ -107,12 +108,12 @@ fn hostile_archives_are_refused_in_words() {
                 assert!(exits.split('|').any(|e| e == "0"), "{file} was imported");
             }
             Err(error) => {
-                let said = error.to_string();
-                println!("{file}: {said}");
-                assert!(exits.split('|').any(|e| e == "2"), "{file} was refused: {said}");
-                let lower = said.to_lowercase();
-                let fits = words.split('|').any(|word| word == "-" || lower.contains(&word.to_lowercase()));
-                assert!(fits, "{file}: {said}, expected one of {words}");
+                let message = error.to_string();
+                println!("{file}: {message}");
+                assert!(exits.split('|').any(|e| e == "2"), "{file} was refused: {message}");
+                let lower = message.to_lowercase();
+                let is_expected = words.split('|').any(|word| word == "-" || lower.contains(&word.to_lowercase()));
+                assert!(is_expected, "{file}: {message}, expected one of {words}");
             }
         }
     }
@@ -136,9 +137,9 @@ fn networks_import_or_say_what_they_need() {
                 let count: usize = model.graph.ids().map(elements).sum();
                 println!("{name}: {} nodes, {count} parameters, {:?}", model.graph.len(), model.batch);
                 assert!(model.warnings.iter().any(|w| w.contains("has no values")), "{:?}", model.warnings);
-                let known = [("resnet50", 25_557_032), ("densenet121", 7_978_856)];
-                for (of, want) in known.into_iter().filter(|(of, _)| name.starts_with(of)) {
-                    assert_eq!(count, want, "{of}");
+                let expected_counts = [("resnet50", 25_557_032), ("densenet121", 7_978_856)];
+                for (prefix, want) in expected_counts.into_iter().filter(|(prefix, _)| name.starts_with(prefix)) {
+                    assert_eq!(count, want, "{prefix}");
                 }
             }
             Err(error) => {

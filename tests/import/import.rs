@@ -25,14 +25,14 @@ use std::path::Path;
 fn parity(name: &str, file: &str) -> Option<(Model, f64, f64)> {
     let folder = data("parity")?.join(name);
     let model = load(&folder.join(file), &Options::default()).unwrap();
-    let mut given: BTreeMap<String, Tensor> =
+    let mut tensors: BTreeMap<String, Tensor> =
         arrays(&folder.join("inputs.npz")).into_iter().map(|(n, t)| (n, first_step(&t))).collect();
-    let size = given["x"].shape()[0] as i64;
+    let size = tensors["x"].shape()[0] as i64;
     let target = first_step(&arrays(&folder.join("targets.npz"))["target"]);
     if file.contains("loss") {
-        given.insert("target".to_string(), target.clone());
+        tensors.insert("target".to_string(), target.clone());
     }
-    let results = results(&model, size, &given);
+    let results = results(&model, size, &tensors);
     let loss = match results[0].shape() {
         [] => results[0].to_f64()[0],
         _ => cross_entropy(&results[0], &target),
@@ -98,15 +98,15 @@ fn hostile_models_are_refused_in_words() {
                 }
             }
             Err(error) => {
-                let said = error.to_string();
-                println!("{file}: {said}");
-                assert!(exits.split('|').any(|e| e == "2"), "{file} was refused: {said}");
-                let lower = said.to_lowercase();
-                let fits = words.split('|').any(|word| {
+                let message = error.to_string();
+                println!("{file}: {message}");
+                assert!(exits.split('|').any(|e| e == "2"), "{file} was refused: {message}");
+                let lower = message.to_lowercase();
+                let is_expected = words.split('|').any(|word| {
                     word == "-" || lower.contains(&word.replace("no (ops|nodes)", "no nodes").to_lowercase())
                 });
-                assert!(fits || words.contains('('), "{file}: `{said}` has none of {words}");
-                assert!(!said.chars().any(|c| c.is_control() && c != '\n'), "{file}: {said:?}");
+                assert!(is_expected || words.contains('('), "{file}: `{message}` has none of {words}");
+                assert!(!message.chars().any(|c| c.is_control() && c != '\n'), "{file}: {message:?}");
             }
         }
     }
@@ -272,24 +272,24 @@ fn a_mask_of_an_open_sequence_is_built_in_the_graph() {
 fn faults_are_gathered_and_name_their_nodes() {
     let x = || vec![info("x", 1, &["4", "6"])];
     let bad = |nodes: Vec<NodeProto>| imported("bad", x(), &["y"], vec![integers("s", &[5, 5])], nodes).unwrap_err();
-    let said = bad(vec![
+    let error = bad(vec![
         node("Reshape", "first", &["x", "s"], &["a"], vec![]),
         node("Relu", "behind", &["a"], &["b"], vec![]),
         node("Softmax", "second\u{1b}[31m", &["x"], &["c"], vec![int("axis", 7)]),
         node("Add", "sum", &["b", "c"], &["y"], vec![]),
     ]);
     assert_eq!(
-        said,
+        error,
         "node `first` (Reshape): the shape [5, 5] does not fit the input's [4, 6]\n\
          node `second[31m` (Softmax): axis 7 does not exist in a tensor of rank 2"
     );
-    let said = bad(vec![
+    let error = bad(vec![
         node("Multinomial", "l", &["x"], &["a"], vec![]),
         node("Reluu", "r", &["a"], &["b"], vec![]),
         node("Reluu", "s", &["b"], &["y"], vec![]),
     ]);
     assert_eq!(
-        said,
+        error,
         "unsupported operators: Multinomial ×1 (first: node `l`; random numbers of this distribution are not implemented), \
          Reluu ×2 (first: node `r`)"
     );
@@ -307,11 +307,8 @@ fn a_constant_index_lies_within_its_axis() {
         )
     };
     gathered(3).unwrap();
-    for outside in [4, -5] {
-        assert_eq!(
-            gathered(outside).unwrap_err(),
-            format!("node `columns` reads index {outside} of an axis of size 4")
-        );
+    for index in [4, -5] {
+        assert_eq!(gathered(index).unwrap_err(), format!("node `columns` reads index {index} of an axis of size 4"));
     }
 }
 
@@ -355,8 +352,8 @@ fn dropouts_in_training_mode_have_streams_of_their_own() {
     let trained = model(true, &["y"]);
     assert_eq!(trained.warnings, Vec::<String>::new());
     golden("dropout", &trained.graph);
-    let answering = model(false, &["y"]);
-    assert!(answering.graph.ids().all(|id| !matches!(answering.graph.node(id).op, Op::Dropout(_))));
+    let inference = model(false, &["y"]);
+    assert!(inference.graph.ids().all(|id| !matches!(inference.graph.node(id).op, Op::Dropout(_))));
     assert_eq!(model(true, &["y", "mask"]).warnings.len(), 1, "the mask is no result");
     let relu = node("Relu", "r", &["pipec.counter"], &["y"], vec![]);
     let reserved = imported("taken", vec![info("pipec.counter", 1, &["4"])], &["y"], vec![], vec![relu]);
@@ -370,8 +367,8 @@ fn a_mask_that_is_read_is_refused() {
         node("Where", "pick", &["mask", "a", "x"], &["y"], vec![]),
     ];
     let settings = vec![number("ratio", 0.1), truth("training", true)];
-    let said = imported("mask", vec![info("x", 1, &["N", "6"])], &["y"], settings, nodes).unwrap_err();
-    assert!(said.contains("`pick` (Where): the mask of a dropout in training mode is not supported"), "{said}");
+    let error = imported("mask", vec![info("x", 1, &["N", "6"])], &["y"], settings, nodes).unwrap_err();
+    assert!(error.contains("`pick` (Where): the mask of a dropout in training mode is not supported"), "{error}");
 }
 
 #[test]
@@ -382,8 +379,8 @@ fn recurrent_weights_are_the_parameters_they_were_made_from() {
         let mut layers = 0;
         for id in model.graph.ids().filter(|id| matches!(model.graph.node(*id).op, Op::Lstm(_))) {
             let weights = &model.graph.inputs(id)[1..5];
-            let whole = |v: &compiler::op::Value| matches!(model.graph.node(v.node).op, Op::Parameter(_));
-            assert!(weights.iter().all(whole), "{file}: a weight is put together at run time");
+            let is_parameter = |v: &compiler::op::Value| matches!(model.graph.node(v.node).op, Op::Parameter(_));
+            assert!(weights.iter().all(is_parameter), "{file}: a weight is put together at run time");
             layers += 1;
         }
         assert_eq!(layers, 2, "{file}");
@@ -409,12 +406,12 @@ fn on_waves(model: &Model, sizes: &[(&str, i64)], shape: &[usize]) -> Vec<Tensor
     let graph = bind(&model.graph, &bindings).unwrap();
     let count: usize = shape.iter().product();
     let values: Vec<f32> = (0..count).map(|i| ((i as f64).sin() / 2.0) as f32).collect();
-    let mut given = BTreeMap::from([("x".to_string(), Tensor::from_f32(shape, &values))]);
+    let mut tensors = BTreeMap::from([("x".to_string(), Tensor::from_f32(shape, &values))]);
     for (name, weight) in &model.weights {
         let Weight::Given(tensor) = weight else { panic!("{name} has no value") };
-        given.insert(name.clone(), tensor.clone());
+        tensors.insert(name.clone(), tensor.clone());
     }
-    let values = evaluate(&graph, &given).unwrap();
+    let values = evaluate(&graph, &tensors).unwrap();
     graph.outputs.iter().map(|o| values[&o.value].clone()).collect()
 }
 
@@ -426,7 +423,7 @@ fn assert_close(got: &Tensor, want: &[f64]) {
 }
 
 fn lstm(direction: &str, directions: i64, attributes: Vec<AttributeProto>, inputs: &[&str]) -> Result<Model, String> {
-    let all = [&["x", "w", "r", "b"][..], inputs].concat();
+    let all_inputs = [&["x", "w", "r", "b"][..], inputs].concat();
     let states = [waves("h0", &[directions, 2, 2]), waves("c0", &[directions, 2, 2])];
     let weights = [waves("w", &[directions, 8, 2]), waves("r", &[directions, 8, 2]), waves("b", &[directions, 16])];
     let mut attributes = attributes;
@@ -436,7 +433,7 @@ fn lstm(direction: &str, directions: i64, attributes: Vec<AttributeProto>, input
         vec![info("x", 1, &["T", "2", "2"])],
         &["y", "h", "c"],
         weights.into_iter().chain(states).chain([integers("lengths", &[2, 3])]).collect(),
-        vec![node("LSTM", "lstm", &all, &["y", "h", "c"], attributes)],
+        vec![node("LSTM", "lstm", &all_inputs, &["y", "h", "c"], attributes)],
     )
 }
 
@@ -444,28 +441,28 @@ fn lstm(direction: &str, directions: i64, attributes: Vec<AttributeProto>, input
 #[test]
 fn recurrent_layers_run_in_all_directions() {
     let model = lstm("bidirectional", 2, vec![int("hidden_size", 2)], &["", "h0", "c0"]).unwrap();
-    let made = on_waves(&model, &[("T", 3)], &[3, 2, 2]);
-    assert_eq!((made[0].shape(), made[1].shape()), (&[3, 2, 2, 2][..], &[2, 2, 2][..]));
+    let outputs = on_waves(&model, &[("T", 3)], &[3, 2, 2]);
+    assert_eq!((outputs[0].shape(), outputs[1].shape()), (&[3, 2, 2, 2][..], &[2, 2, 2][..]));
     let y = [
         [0.146203, 0.256317, 0.128003, 0.209616, -0.216405, -0.199362, -0.188486, -0.201345],
         [0.182415, 0.197996, 0.185385, 0.258541, -0.143045, -0.169469, -0.178704, -0.118842],
         [0.129468, 0.263106, 0.1802, 0.210985, -0.177598, -0.270963, -0.117052, 0.002725],
     ];
-    assert_close(&made[0], y.as_flattened());
-    assert_close(&made[1], &[0.129468, 0.263106, 0.1802, 0.210985, -0.216405, -0.199362, -0.188486, -0.201345]);
-    assert_close(&made[2], &[0.307994, 0.779141, 0.320099, 0.629456, -0.45154, -0.339249, -0.373532, -0.326026]);
+    assert_close(&outputs[0], y.as_flattened());
+    assert_close(&outputs[1], &[0.129468, 0.263106, 0.1802, 0.210985, -0.216405, -0.199362, -0.188486, -0.201345]);
+    assert_close(&outputs[2], &[0.307994, 0.779141, 0.320099, 0.629456, -0.45154, -0.339249, -0.373532, -0.326026]);
 
     let model = lstm("reverse", 1, vec![], &["", "h0", "c0"]).unwrap();
-    let made = on_waves(&model, &[("T", 3)], &[3, 2, 2]);
+    let outputs = on_waves(&model, &[("T", 3)], &[3, 2, 2]);
     let y = [0.171593, 0.266903, 0.140831, 0.257971, 0.168723, 0.206493, 0.178219, 0.228343, 0.096641, 0.260187];
-    assert_close(&made[0], &[&y[..], &[0.157843, 0.132525]].concat());
-    assert_close(&made[2], &[0.397054, 0.706654, 0.323723, 0.776095]);
+    assert_close(&outputs[0], &[&y[..], &[0.157843, 0.132525]].concat());
+    assert_close(&outputs[2], &[0.397054, 0.706654, 0.323723, 0.776095]);
 }
 
 #[test]
 fn recurrent_layers_with_rare_options_want_few_steps() {
-    let said = |attributes, inputs: &[&str]| lstm("forward", 1, attributes, inputs).unwrap_err();
-    assert!(said(vec![int("input_forget", 1)], &[]).contains("these options over T steps"));
+    let error = |attributes, inputs: &[&str]| lstm("forward", 1, attributes, inputs).unwrap_err();
+    assert!(error(vec![int("input_forget", 1)], &[]).contains("these options over T steps"));
     assert!(lstm("sideways", 1, vec![], &[]).unwrap_err().contains("`direction` is sideways"));
     assert!(
         lstm("bidirectional", 1, vec![], &[]).unwrap_err().contains("input 1 is f32[1, 8, 2], expected f32[2, 8, 2]")
@@ -479,11 +476,11 @@ fn what_lies_behind_the_end_of_a_sequence_is_zero() {
         let open = lstm(direction, 1, vec![], &["lengths", "h0", "c0"]).unwrap();
         assert!(open.warnings.iter().any(|w| w.contains("different lengths")), "{:?}", open.warnings);
         let (y, h) = {
-            let mut made = on_waves(&open, &[("T", 3)], &[3, 2, 2]);
-            (made.remove(0).to_f64(), made.remove(0).to_f64())
+            let mut outputs = on_waves(&open, &[("T", 3)], &[3, 2, 2]);
+            (outputs.remove(0).to_f64(), outputs.remove(0).to_f64())
         };
-        let whole = lstm(direction, 1, vec![], &["", "h0", "c0"]).unwrap();
-        let (long, short) = (on_waves(&whole, &[("T", 3)], &[3, 2, 2]), on_waves(&whole, &[("T", 2)], &[2, 2, 2]));
+        let full = lstm(direction, 1, vec![], &["", "h0", "c0"]).unwrap();
+        let (long, short) = (on_waves(&full, &[("T", 3)], &[3, 2, 2]), on_waves(&full, &[("T", 2)], &[2, 2, 2]));
         let (long_y, short_y) = (long[0].to_f64(), short[0].to_f64());
         // [T, 1, N, H]: row 0 is the short sequence, row 1 the long one.
         for t in 0..3 {
@@ -505,10 +502,10 @@ fn lrn_spans_neighbouring_channels() {
     let attributes = vec![int("size", 3), float("alpha", 0.6), float("beta", 0.75), float("bias", 1.5)];
     let nodes = vec![node("LRN", "lrn", &["x"], &["y"], attributes)];
     let model = imported("lrn", vec![info("x", 1, &["N", "5", "W", "1"])], &["y"], vec![], nodes).unwrap();
-    let made = on_waves(&model, &[("N", 1), ("W", 2)], &[1, 5, 2, 1]).remove(0);
+    let output = on_waves(&model, &[("N", 1), ("W", 2)], &[1, 5, 2, 1]).remove(0);
     // Values from onnxruntime.
     let want = [0.0, 0.304881, 0.324157, 0.050012, -0.269292, -0.342082, -0.099065, 0.233533, 0.355613, 0.149781];
-    assert_close(&made, &want);
+    assert_close(&output, &want);
     let nodes = vec![node("LRN", "lrn", &["x"], &["y"], vec![int("size", i64::MAX)])];
     assert!(imported("lrn", vec![info("x", 1, &["N", "5"])], &["y"], vec![], nodes).unwrap_err().contains("1 to 256"));
 }

@@ -22,8 +22,8 @@ fn only_the_inputs_that_must_be_constants_become_some() {
     );
     let x: Vec<f32> = (0..6).map(|v| v as f32).collect();
     let data = [("x", f32s(&x)), ("m", i64s(&[1, 2])), ("k", f32s(&[2.0]))];
-    let (results, taken) = answers(&model, &data).unwrap();
-    assert_eq!((results[0].shape(), taken), (&[2, 3][..], vec!["m".to_string()]));
+    let (results, needed_inputs) = answers(&model, &data).unwrap();
+    assert_eq!((results[0].shape(), needed_inputs), (&[2, 3][..], vec!["m".to_string()]));
     assert_eq!(results[0].to_f64(), [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]);
     let (results, _) = answers(&model, &[("x", f32s(&x)), ("m", i64s(&[2, 1])), ("k", f32s(&[1.0]))]).unwrap();
     assert_eq!(results[0].shape(), [3, 2]);

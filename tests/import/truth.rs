@@ -50,7 +50,7 @@ fn floats(name: &str, dims: &[i64], value: impl Fn(i64) -> f32) -> TensorProto {
 }
 
 /// A matrix of distinct values.
-fn drawn(name: &str, dims: &[i64]) -> TensorProto {
+fn pattern(name: &str, dims: &[i64]) -> TensorProto {
     floats(name, dims, |i| (i as f32 * 0.618).fract() - 0.5)
 }
 
@@ -119,7 +119,7 @@ fn count(graph: &Graph, is: fn(&Op) -> bool) -> usize {
 /// A convolution, a batch normalisation with these attributes, and a dropout with these inputs.
 fn normalised(attributes: Vec<AttributeProto>, dropout: &[&str], opset: i64) -> Parts {
     let statistics = ["scale", "bias", "mean", "variance"];
-    let mut weights = vec![drawn("k", &[2, 3, 3, 3]), floats("ratio", &[], |_| 0.25), truth("on", true)];
+    let mut weights = vec![pattern("k", &[2, 3, 3, 3]), floats("ratio", &[], |_| 0.25), truth("on", true)];
     weights.extend(statistics.map(|name| floats(name, &[2], |i| i as f32 + 1.0)));
     Parts {
         inputs: vec![info("x", 1, &["N", "3", "8", "8"])],
@@ -161,8 +161,9 @@ fn what_trains_raises_no_doubt() {
     assert_eq!(findings(&model), []);
     assert_eq!(count(&model.graph, |op| matches!(op, Op::BatchNorm(_) | Op::Dropout(_))), 2);
     // Restoring training mode changes nothing in a training export.
-    let again = imported(normalised(vec![int("training_mode", 1)], &["n", "ratio", "on"], 20), &train_mode()).unwrap();
-    assert_eq!(compiler::graph::text::print(&model.graph), compiler::graph::text::print(&again.graph));
+    let restored =
+        imported(normalised(vec![int("training_mode", 1)], &["n", "ratio", "on"], 20), &train_mode()).unwrap();
+    assert_eq!(compiler::graph::text::print(&model.graph), compiler::graph::text::print(&restored.graph));
 }
 
 #[test]
@@ -174,9 +175,9 @@ fn before_there_was_a_training_mode_outputs_tell() {
         parts
     };
     assert_eq!(findings(&imported(parts(), &Options::default()).unwrap()), [(Finding::InferenceBatchNorm, 1, "norm")]);
-    let turned = imported(parts(), &train_mode()).unwrap();
-    assert_eq!(findings(&turned), []);
-    assert_eq!(count(&turned.graph, |op| matches!(op, Op::BatchNorm(_))), 1);
+    let restored = imported(parts(), &train_mode()).unwrap();
+    assert_eq!(findings(&restored), []);
+    assert_eq!(count(&restored.graph, |op| matches!(op, Op::BatchNorm(_))), 1);
     let error = imported(normalised(vec![], &["n"], 9), &train_mode()).unwrap_err();
     assert!(error.contains("operator set 9"), "{error}");
 }
@@ -191,7 +192,7 @@ fn a_folded_batch_norm_is_reported_and_not_restored() {
         });
         Parts {
             inputs: vec![info("x", 1, &["N", "3", "8", "8"])],
-            weights: vec![drawn("k", &[2, 3, 3, 3]), drawn("b", &[2])],
+            weights: vec![pattern("k", &[2, 3, 3, 3]), pattern("b", &[2])],
             nodes: vec![conv],
             ..Parts::default()
         }
@@ -201,9 +202,9 @@ fn a_folded_batch_norm_is_reported_and_not_restored() {
     let error = imported(parts(), &train_mode()).unwrap_err();
     assert!(error.contains("`fused`") && error.contains("folded") && error.contains("dynamo=False"), "{error}");
     // Other rewrites lose nothing.
-    let mut other = parts();
-    other.nodes[0].metadata_props[0].value = Some("RemoveOptionalBiasFromConv".into());
-    assert_eq!(findings(&imported(other, &Options::default()).unwrap()), []);
+    let mut rewritten = parts();
+    rewritten.nodes[0].metadata_props[0].value = Some("RemoveOptionalBiasFromConv".into());
+    assert_eq!(findings(&imported(rewritten, &Options::default()).unwrap()), []);
 }
 
 /// Two layer normalisations in modules of these names that share a scale.
@@ -229,18 +230,18 @@ fn equal_initial_values_are_not_tied() {
     assert_eq!(shared_scale(["a", "b"], ones()), [(Finding::Merged, 1, "scale".into())]);
     // One module that runs twice, or trained values: shared on purpose.
     assert_eq!(shared_scale(["a", "a"], ones()), []);
-    assert_eq!(shared_scale(["a", "b"], drawn("scale", &[8])), []);
+    assert_eq!(shared_scale(["a", "b"], pattern("scale", &[8])), []);
 }
 
 #[test]
 fn two_candidates_for_a_tied_weight_are_reported() {
-    let table = drawn("table", &[32, 8]);
-    let turned = |name: &str| {
-        let mut turned = floats(name, &[8, 32], |_| 0.0);
-        turned.float_data = (0..8 * 32).map(|i| table.float_data[(i % 32) * 8 + i / 32]).collect();
-        turned
+    let table = pattern("table", &[32, 8]);
+    let transposed = |name: &str| {
+        let mut transposed = floats(name, &[8, 32], |_| 0.0);
+        transposed.float_data = (0..8 * 32).map(|i| table.float_data[(i % 32) * 8 + i / 32]).collect();
+        transposed
     };
-    let found = |head: TensorProto| {
+    let doubts = |head: TensorProto| {
         let parts = Parts {
             inputs: vec![info("x", 7, &["N", "4"])],
             weights: vec![table.clone(), head],
@@ -253,11 +254,11 @@ fn two_candidates_for_a_tied_weight_are_reported() {
         let model = imported(parts, &Options::default()).unwrap();
         model.doubts.into_iter().map(|doubt| (doubt.finding, doubt.first, doubt.beside)).collect::<Vec<_>>()
     };
-    assert_eq!(found(turned("head")), [(Finding::Untied, "table".into(), "head".into())]);
-    assert_eq!(found(drawn("head", &[8, 32])), []);
+    assert_eq!(doubts(transposed("head")), [(Finding::Untied, "table".into(), "head".into())]);
+    assert_eq!(doubts(pattern("head", &[8, 32])), []);
     // Zero matrices are equal but were never tied.
     let zeros = floats("head", &[8, 32], |_| 0.0);
-    assert_eq!(found(zeros), []);
+    assert_eq!(doubts(zeros), []);
 }
 
 #[test]
@@ -269,7 +270,7 @@ fn what_the_file_calls_a_buffer_is_no_parameter() {
     });
     let parts = Parts {
         inputs: vec![info("x", 1, &["N", "8"])],
-        weights: vec![drawn("frequency", &[8]), drawn("weight", &[8])],
+        weights: vec![pattern("frequency", &[8]), pattern("weight", &[8])],
         nodes: vec![
             node("Mul", "a", &["x", "frequency"], &["h"], vec![]),
             node("Add", "b", &["h", "weight"], &["y"], vec![]),
@@ -278,40 +279,40 @@ fn what_the_file_calls_a_buffer_is_no_parameter() {
         ..Parts::default()
     };
     let model = imported(parts, &Options::default()).unwrap();
-    let named = |op: &Op| match op {
+    let describe = |op: &Op| match op {
         Op::Parameter(p) => Some(format!("parameter {}", p.name)),
         Op::State(s) => Some(format!("state {}", s.name)),
         _ => None,
     };
-    let mut found: Vec<String> = model.graph.ids().filter_map(|id| named(&model.graph.node(id).op)).collect();
-    found.sort();
-    assert_eq!(found, ["parameter weight", "state frequency"]);
+    let mut names: Vec<String> = model.graph.ids().filter_map(|id| describe(&model.graph.node(id).op)).collect();
+    names.sort();
+    assert_eq!(names, ["parameter weight", "state frequency"]);
 }
 
 /// `x + expand(w)`, with the batch of 4 in the expand constant and another 4 beside it.
 fn with_token(token: Vec<TensorProto>, nodes: Vec<NodeProto>) -> Result<Model, String> {
-    let mut weights = vec![drawn("w", &[1, 4, 6]), integers("shape", &[3], &[4, 4, 6])];
+    let mut weights = vec![pattern("w", &[1, 4, 6]), integers("shape", &[3], &[4, 4, 6])];
     weights.extend(token);
     let parts = Parts { inputs: vec![info("x", 1, &["4", "4", "6"])], weights, nodes, ..Parts::default() };
     imported(parts, &Options::default())
 }
 
-fn evaluated(model: &Model, batch: i64) -> Vec<f64> {
+fn first_output(model: &Model, batch: i64) -> Vec<f64> {
     let Batch::Symbol { name, .. } = &model.batch else { panic!("fixed: {:?}", model.batch) };
     let graph = bind(&model.graph, &Bindings::from([(name.clone(), batch)])).unwrap();
-    let mut given: BTreeMap<String, Tensor> = BTreeMap::new();
+    let mut tensors: BTreeMap<String, Tensor> = BTreeMap::new();
     for id in graph.ids() {
         if let Op::Input(input) = &graph.node(id).op {
             let shape = input.fact.concrete().unwrap();
             let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|i| i as f32).collect();
-            given.insert(input.name.clone(), Tensor::from_f32(&shape, &values));
+            tensors.insert(input.name.clone(), Tensor::from_f32(&shape, &values));
         }
     }
     for (name, weight) in &model.weights {
         let Weight::Given(tensor) = weight else { panic!("`{name}` has no values") };
-        given.insert(name.clone(), tensor.clone());
+        tensors.insert(name.clone(), tensor.clone());
     }
-    evaluate(&graph, &given).unwrap()[&graph.outputs[0].value].to_f64()
+    evaluate(&graph, &tensors).unwrap()[&graph.outputs[0].value].to_f64()
 }
 
 #[test]
@@ -324,7 +325,7 @@ fn a_batch_in_a_constant_is_opened_where_the_values_meet() {
     let model = with_token(vec![], nodes).unwrap();
     assert_eq!(model.batch, Batch::Symbol { name: "batch".into(), default: Some(4) });
     // A smaller batch gives the first rows of a larger one.
-    let (two, four) = (evaluated(&model, 2), evaluated(&model, 4));
+    let (two, four) = (first_output(&model, 2), first_output(&model, 4));
     assert_eq!(two.len(), 2 * 8 * 6);
     assert_eq!(two[..], four[..two.len()]);
 }
@@ -383,7 +384,7 @@ fn other_inputs_have_the_batch_where_their_values_meet_it() {
 fn the_time_of_a_recurrent_layer_is_not_the_batch() {
     let parts = Parts {
         inputs: vec![info("x", 1, &["5", "3", "4"])],
-        weights: vec![drawn("w", &[1, 8, 4]), drawn("r", &[1, 8, 2]), floats("val_3", &[1, 3, 2], |_| 0.0)],
+        weights: vec![pattern("w", &[1, 8, 4]), pattern("r", &[1, 8, 2]), floats("val_3", &[1, 3, 2], |_| 0.0)],
         nodes: vec![node(
             "LSTM",
             "lstm",
@@ -399,7 +400,7 @@ fn the_time_of_a_recurrent_layer_is_not_the_batch() {
 }
 
 /// Writes a model with this output to a temporary folder.
-fn written(parts: Parts) -> (tempfile::TempDir, PathBuf) {
+fn write_model(parts: Parts) -> (tempfile::TempDir, PathBuf) {
     let graph = GraphProto {
         name: Some("model".into()),
         input: parts.inputs,
@@ -428,9 +429,9 @@ fn pipec(folder: &Path, code: i32, arguments: &[&str]) -> (String, String) {
 #[test]
 fn training_asks_before_it_trains_another_model() {
     let statistics = ["scale", "bias", "mean", "variance"];
-    let mut weights = vec![drawn("w", &[4, 3])];
+    let mut weights = vec![pattern("w", &[4, 3])];
     weights.extend(statistics.map(|name| floats(name, &[3], |i| i as f32 + 1.0)));
-    let (folder, _) = written(Parts {
+    let (folder, _) = write_model(Parts {
         inputs: vec![info("x", 1, &["N", "4"])],
         weights,
         nodes: vec![
@@ -439,46 +440,48 @@ fn training_asks_before_it_trains_another_model() {
         ],
         ..Parts::default()
     });
-    let at = folder.path();
-    let about = pipec(at, 0, &["inspect", "m.onnx", "--format", "json"]).0;
-    let about: serde_json::Value = serde_json::from_str(&about).unwrap();
-    assert_eq!(about["trainable"], false);
-    assert_eq!(about["doubts"][0]["finding"], "inference-batch-norm");
-    assert_eq!((&about["parameters"]["count"], &about["states"]["count"]), (&18.into(), &6.into()));
-    assert!(pipec(at, 0, &["inspect", "m.onnx"]).1.contains("warning: 1 BatchNormalization node is in inference mode"));
-    assert!(pipec(at, 0, &["inspect", "m.onnx", "--train-mode"]).0.contains("trainable   yes"));
+    let path = folder.path();
+    let summary = pipec(path, 0, &["inspect", "m.onnx", "--format", "json"]).0;
+    let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
+    assert_eq!(summary["trainable"], false);
+    assert_eq!(summary["doubts"][0]["finding"], "inference-batch-norm");
+    assert_eq!((&summary["parameters"]["count"], &summary["states"]["count"]), (&18.into(), &6.into()));
+    assert!(
+        pipec(path, 0, &["inspect", "m.onnx"]).1.contains("warning: 1 BatchNormalization node is in inference mode")
+    );
+    assert!(pipec(path, 0, &["inspect", "m.onnx", "--train-mode"]).0.contains("trainable   yes"));
 
     let train = ["train", "m.onnx", "--synthetic-data", "--steps", "2", "--batch", "8"];
-    let refused = pipec(at, 2, &train).1;
+    let error = pipec(path, 2, &train).1;
     assert!(
-        refused.contains("error: m.onnx differs from the framework's training model")
-            && refused.contains("--accept-inference-model"),
-        "{refused}"
+        error.contains("error: m.onnx differs from the framework's training model")
+            && error.contains("--accept-inference-model"),
+        "{error}"
     );
-    pipec(at, 0, &[&train[..], &["--accept-inference-model"]].concat());
-    pipec(at, 0, &[&train[..], &["--train-mode"]].concat());
+    pipec(path, 0, &[&train[..], &["--accept-inference-model"]].concat());
+    pipec(path, 0, &[&train[..], &["--train-mode"]].concat());
 
     let partition = ["partition", "m.onnx", "--gpus", "2", "--micro-batch", "8", "-o", "p.json"];
     let recorded = || {
-        let plan = std::fs::read_to_string(at.join("p.json")).unwrap();
+        let plan = std::fs::read_to_string(path.join("p.json")).unwrap();
         serde_json::from_str::<serde_json::Value>(&plan).unwrap()["model"]["import"]["train_mode"].clone()
     };
-    pipec(at, 0, &partition);
+    pipec(path, 0, &partition);
     assert_eq!(recorded(), false);
-    pipec(at, 0, &[&partition[..], &["--train-mode"]].concat());
+    pipec(path, 0, &[&partition[..], &["--train-mode"]].concat());
     assert_eq!(recorded(), true);
     // The plan records the import options.
-    pipec(at, 0, &[&train[..], &["--plan", "p.json"]].concat());
+    pipec(path, 0, &[&train[..], &["--plan", "p.json"]].concat());
 }
 
 #[test]
 fn missing_values_are_enough_to_plan_and_not_to_train() {
-    let mut weight = drawn("w", &[4, 3]);
+    let mut weight = pattern("w", &[4, 3]);
     weight.float_data.clear();
     weight.data_location = Some(DataLocation::External as i32);
     weight.external_data =
         vec![StringStringEntryProto { key: Some("location".into()), value: Some("gone.bin".into()) }];
-    let (folder, path) = written(Parts {
+    let (folder, path) = write_model(Parts {
         inputs: vec![info("x", 1, &["N", "4"])],
         weights: vec![weight],
         nodes: vec![node("MatMul", "product", &["x", "w"], &["y"], vec![])],
@@ -495,8 +498,8 @@ fn missing_values_are_enough_to_plan_and_not_to_train() {
         assert!(pipec(at, 0, verb).1.contains("warning: external data file `gone.bin` does not exist"), "{verb:?}");
     }
     pipec(at, 0, &["simulate", "m.plan.json"]);
-    let refused = pipec(at, 2, &["train", "m.onnx", "--synthetic-data", "--steps", "1", "--batch", "4"]).1;
-    assert!(refused.contains("error: m.onnx has no weights") && refused.contains("`gone.bin`"), "{refused}");
+    let error = pipec(at, 2, &["train", "m.onnx", "--synthetic-data", "--steps", "1", "--batch", "4"]).1;
+    assert!(error.contains("error: m.onnx has no weights") && error.contains("`gone.bin`"), "{error}");
 }
 
 /// Parameter counts as in PyTorch, tied ones once.
@@ -556,8 +559,8 @@ fn real_inference_exports_are_reported() {
         assert_eq!(doubt.map(|doubt| doubt.count), Some(count), "{name} {kind}: {:?}", model.doubts);
     }
     let file = root.join("resnet50.dynamo_train_noopt.onnx");
-    let turned = load(&file, &train_mode()).unwrap();
-    assert_eq!(count(&turned.graph, |op| matches!(op, Op::BatchNorm(_))), 53);
+    let restored = load(&file, &train_mode()).unwrap();
+    assert_eq!(count(&restored.graph, |op| matches!(op, Op::BatchNorm(_))), 53);
     assert!(load(&root.join("resnet50.dynamo_eval.onnx"), &train_mode()).unwrap_err().to_string().contains("folded"));
 }
 
@@ -585,14 +588,14 @@ fn parity_models_that_train_raise_no_doubt_and_damaged_ones_do() {
             }
         }
     }
-    let found = |file: &str| {
+    let doubts = |file: &str| {
         let model = load(&root.join(file), &Options::default()).unwrap();
         model.doubts.into_iter().map(|doubt| (doubt.finding, doubt.count)).collect::<Vec<_>>()
     };
-    assert_eq!(found("cnn_bn/model_dynamo.onnx"), [(Finding::FoldedBatchNorm, 3)]);
-    assert_eq!(found("cnn_bn/model_dynamo_noopt.onnx"), [(Finding::InferenceBatchNorm, 3)]);
-    assert_eq!(found("gpt/model_dynamo.onnx"), [(Finding::Merged, 2), (Finding::Untied, 1)]);
-    assert_eq!(found("gpt/model_dynamo_noopt.onnx"), []);
+    assert_eq!(doubts("cnn_bn/model_dynamo.onnx"), [(Finding::FoldedBatchNorm, 3)]);
+    assert_eq!(doubts("cnn_bn/model_dynamo_noopt.onnx"), [(Finding::InferenceBatchNorm, 3)]);
+    assert_eq!(doubts("gpt/model_dynamo.onnx"), [(Finding::Merged, 2), (Finding::Untied, 1)]);
+    assert_eq!(doubts("gpt/model_dynamo_noopt.onnx"), []);
     // Merged biases of recurrent layers under generated names are still trained.
     let model = load(&root.join("lstm_lm/model_dynamo.onnx"), &Options::default()).unwrap();
     assert_eq!(parameters(&model), 23_461);

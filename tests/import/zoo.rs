@@ -95,7 +95,7 @@ fn imported(name: &str, options: &Options) -> Model {
     load(&path, &Import::default()).unwrap()
 }
 
-fn counted(model: &Model) -> u128 {
+fn parameter_count(model: &Model) -> u128 {
     let parameters = model.graph.ids().filter_map(|id| match &model.graph.node(id).op {
         Op::Parameter(parameter) => Some(parameter.fact.concrete().unwrap()),
         _ => None,
@@ -126,10 +126,10 @@ fn structures_import_quickly_with_all_their_parameters() {
         let built = build(name, &structure(name)).unwrap();
         let bytes = to_bytes(&built.model);
         assert!(bytes.len() < 3_000_000, "{name}: {} bytes", bytes.len());
-        let before = Instant::now();
+        let start = Instant::now();
         let model = imported(name, &structure(name));
-        assert!(before.elapsed().as_secs() < 20, "{name}: {:?}", before.elapsed());
-        assert_eq!(counted(&model), built.counts.parameters, "{name}");
+        assert!(start.elapsed().as_secs() < 20, "{name}: {:?}", start.elapsed());
+        assert_eq!(parameter_count(&model), built.counts.parameters, "{name}");
         assert!(model.weights.values().all(|weight| matches!(weight, Weight::Missing { .. })), "{name}");
         assert!(matches!(&model.batch, Batch::Symbol { name, .. } if name == "batch"), "{name}: {:?}", model.batch);
         assert_eq!(model.warnings.len(), 1, "{name}: {:?}", model.warnings);
@@ -152,9 +152,9 @@ fn with_and_without_weights_the_graph_is_the_same() {
     for entry in ENTRIES {
         for loss in [false, true] {
             let options = Options { loss, ..entry.small() };
-            let whole = imported(entry.name, &options);
-            let bare = imported(entry.name, &Options { structure: true, ..options });
-            assert_eq!(hash(&whole.graph), hash(&bare.graph), "{}", entry.name);
+            let with_weights = imported(entry.name, &options);
+            let without_weights = imported(entry.name, &Options { structure: true, ..options });
+            assert_eq!(hash(&with_weights.graph), hash(&without_weights.graph), "{}", entry.name);
         }
     }
 }
@@ -167,13 +167,13 @@ fn step(entry: &Entry, model: &Model, stages: usize) -> Trained {
 /// Steps on the same batch.
 fn steps(entry: &Entry, model: &Model, stages: usize, steps: u32) -> Trained {
     let ops = order::numbered(&model.graph).len();
-    let placed: Vec<usize> = (0..ops).map(|op| op * stages / ops).collect();
+    let stage_of: Vec<usize> = (0..ops).map(|op| op * stages / ops).collect();
     let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
     let count = StepCount { minibatches: steps, microbatches: 1 };
     let settings = Settings { dims, loss: Loss::Output, class_axis: None, schedule: Schedule::Gpipe, count };
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let prepared =
-        prepare(&model.graph, &placed, pipeline, &settings).unwrap_or_else(|e| panic!("{}: {e}", entry.name));
+        prepare(&model.graph, &stage_of, pipeline, &settings).unwrap_or_else(|e| panic!("{}: {e}", entry.name));
     let mut feeds = feeds(&prepared.codes);
     // Feeds are sorted so that every partition draws the same numbers.
     feeds.sort_by(|a, b| a.name.cmp(&b.name));
@@ -211,23 +211,27 @@ fn every_model_trains_a_step_with_gradients_for_all_parameters() {
         let sizes: Bindings = symbols(&model.graph).into_iter().map(|symbol| (symbol, BATCH as i64)).collect();
         verify(&bind(&model.graph, &sizes).unwrap()).unwrap();
 
-        let whole = step(entry, &model, 1);
-        assert!(whole.losses[0].is_finite() && whole.losses[0] > 0.0, "{name}: {:?}", whole.losses);
-        let trained: Vec<&String> = model.weights.keys().filter(|name| !name.contains("running_")).collect();
-        for parameter in &trained {
+        let single_stage = step(entry, &model, 1);
+        assert!(
+            single_stage.losses[0].is_finite() && single_stage.losses[0] > 0.0,
+            "{name}: {:?}",
+            single_stage.losses
+        );
+        let trainable: Vec<&String> = model.weights.keys().filter(|name| !name.contains("running_")).collect();
+        for parameter in &trainable {
             let gradient =
-                whole.gradients.get(*parameter).unwrap_or_else(|| panic!("{name}: no gradient of {parameter}"));
+                single_stage.gradients.get(*parameter).unwrap_or_else(|| panic!("{name}: no gradient of {parameter}"));
             let values = gradient.to_f64();
             assert!(values.iter().all(|value| value.is_finite()), "{name}: {parameter}");
             // Adding a constant vector to all keys does not change the softmax, so the key bias has no gradient.
-            let matters = gradient.shape().len() > 1;
-            assert!(!matters || values.iter().any(|value| *value != 0.0), "{name}: nothing moves {parameter}");
+            let has_gradient = gradient.shape().len() > 1;
+            assert!(!has_gradient || values.iter().any(|value| *value != 0.0), "{name}: nothing moves {parameter}");
         }
-        assert_eq!(whole.gradients.len(), trained.len(), "{name}");
+        assert_eq!(single_stage.gradients.len(), trainable.len(), "{name}");
 
-        let cut = step(entry, &model, 3);
-        assert_eq!(cut.losses, whole.losses, "{name} in three stages");
-        assert!(cut.gradients == whole.gradients, "{name} in three stages has other gradients");
+        let three_stages = step(entry, &model, 3);
+        assert_eq!(three_stages.losses, single_stage.losses, "{name} in three stages");
+        assert!(three_stages.gradients == single_stage.gradients, "{name} in three stages has other gradients");
     }
 }
 
@@ -248,17 +252,17 @@ fn decoders_with_grouped_heads_fit_a_batch() {
 fn heads_of_the_zoo_stay_grouped() {
     for (name, layers) in [("llama3-8b", 32), ("llama3-405b", 126), ("gpt-oss-120b", 36)] {
         let graph = imported(name, &structure(name)).graph;
-        let mut found = 0;
+        let mut attentions = 0;
         for id in graph.ids() {
             if let Op::Attention(attention) = &graph.node(id).op {
                 let inputs = graph.inputs(id);
                 let key_heads = inputs[1..].iter().map(|value| graph.fact(*value).shape[1].known());
                 assert_eq!(key_heads.collect::<Vec<_>>(), [Some(8); 2], "{name}");
                 assert!(attention.causal, "{name}");
-                found += 1;
+                attentions += 1;
             }
         }
-        assert_eq!(found, layers, "{name}");
+        assert_eq!(attentions, layers, "{name}");
     }
 }
 
@@ -289,8 +293,8 @@ fn plans_speak_of_layers() {
         ("awdlm6", "rnns.5"),
     ] {
         let model = imported(name, &structure(name));
-        let found = model.graph.ids().any(|id| model.graph.node(id).origin.module == module);
-        assert!(found, "no op of {name} is in {module}");
+        let has_module = model.graph.ids().any(|id| model.graph.node(id).origin.module == module);
+        assert!(has_module, "no op of {name} is in {module}");
     }
 }
 
@@ -298,12 +302,12 @@ fn plans_speak_of_layers() {
 fn options_change_what_they_say() {
     let parameters =
         |name: &str, options: Options| build(name, &Options { structure: true, ..options }).unwrap().counts.parameters;
-    let usual = |name| parameters(name, Options::default());
-    let more = |name, option, value| parameters(name, Options::default().number(option, value));
-    assert_eq!(more("gpt2", "layers", 13) - usual("gpt2"), 12 * 768 * 768 + 13 * 768);
-    assert_eq!(more("vgg16", "classes", 1001) - usual("vgg16"), 4097);
-    assert_eq!(more("unet", "classes", 2) - usual("unet"), 36);
-    assert_eq!(more("awd-lm", "vocabulary", 10_001) - usual("awd-lm"), 401);
+    let default_count = |name| parameters(name, Options::default());
+    let with_option = |name, option, value| parameters(name, Options::default().number(option, value));
+    assert_eq!(with_option("gpt2", "layers", 13) - default_count("gpt2"), 12 * 768 * 768 + 13 * 768);
+    assert_eq!(with_option("vgg16", "classes", 1001) - default_count("vgg16"), 4097);
+    assert_eq!(with_option("unet", "classes", 2) - default_count("unet"), 36);
+    assert_eq!(with_option("awd-lm", "vocabulary", 10_001) - default_count("awd-lm"), 401);
     // torchvision's vgg11_bn, vgg13_bn, vgg16_bn and vgg19_bn.
     let normalised = |name: &str| parameters(name, Options::default().with("normalised", Setting::Truth(true)));
     let counts = ["vgg11", "vgg13", "vgg16", "vgg19"].map(normalised);
@@ -312,10 +316,13 @@ fn options_change_what_they_say() {
     let small = Options::default().with("small-images", Setting::Truth(true)).number("size", 32).number("classes", 10);
     assert_eq!(parameters("resnet18", small), 11_173_962);
     let shared = parameters("transformer", Options::default().with("tied", Setting::Truth(true)));
-    assert_eq!(usual("transformer") - shared, 32_000 * 2048);
+    assert_eq!(default_count("transformer") - shared, 32_000 * 2048);
     let tied = parameters("llama3-8b", Options::default().with("tied", Setting::Truth(true)));
-    assert_eq!(usual("llama3-8b") - tied, 128_256 * 4096);
-    assert_eq!(more("gpt-oss-20b", "experts", 33) - usual("gpt-oss-20b"), 24 * (3 * 2880 * 2880 + 4 * 2880));
+    assert_eq!(default_count("llama3-8b") - tied, 128_256 * 4096);
+    assert_eq!(
+        with_option("gpt-oss-20b", "experts", 33) - default_count("gpt-oss-20b"),
+        24 * (3 * 2880 * 2880 + 4 * 2880)
+    );
     // A fixed batch is stored in the file.
     let fixed = Options { batch: Some(3), ..Options::default() };
     let bytes = to_bytes(&build("mlp", &fixed).unwrap().model);

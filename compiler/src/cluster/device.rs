@@ -100,7 +100,6 @@ impl Device {
 }
 
 impl Kind {
-    /// The device of this row.
     pub fn device(&self) -> Device {
         let [f64, f32, tf32, bf16, f16] = self.tera.map(|tera| tera * 1e12);
         let cpu = self.name == CPU;

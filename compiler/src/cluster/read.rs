@@ -79,11 +79,11 @@ pub const LINK: &str = "link";
 /// `count` devices of the default type on one level, with the given bandwidth or that of the typical link.
 pub fn gpus(count: u32, bandwidth: Option<BytesPerSecond>) -> Result<Cluster, ClusterError> {
     let kind = device::find(DEFAULT_KIND).ok_or_else(|| ClusterError::Kind { kind: DEFAULT_KIND.to_string() })?;
-    let (name, usual) = kind.link();
+    let (name, default_bandwidth) = kind.link();
     let level = Level {
         name: if bandwidth.is_some() { LINK } else { name }.to_string(),
         count,
-        bandwidth: bandwidth.unwrap_or(usual),
+        bandwidth: bandwidth.unwrap_or(default_bandwidth),
         latency: Seconds(0.0),
         shared: false,
     };
@@ -95,9 +95,9 @@ pub fn levels(text: &str) -> Result<Cluster, ClusterError> {
     let kind = device::find(DEFAULT_KIND).ok_or_else(|| ClusterError::Kind { kind: DEFAULT_KIND.to_string() })?;
     let mut levels = Vec::new();
     for (at, part) in text.split(',').enumerate() {
-        let wrong = || ClusterError::LevelText { text: part.chars().take(40).filter(|c| !c.is_control()).collect() };
-        let (count, bandwidth) = part.split_once(':').ok_or_else(wrong)?;
-        let count: u32 = count.trim().parse().map_err(|_| wrong())?;
+        let invalid = || ClusterError::LevelText { text: part.chars().take(40).filter(|c| !c.is_control()).collect() };
+        let (count, bandwidth) = part.split_once(':').ok_or_else(invalid)?;
+        let count: u32 = count.trim().parse().map_err(|_| invalid())?;
         let bandwidth = unit::bandwidth(bandwidth)
             .map_err(|error| ClusterError::Unit { key: format!("level {at} of `--levels`"), error })?;
         levels.push(Level { name: format!("level{at}"), count, bandwidth, latency: Seconds(0.0), shared: false });
@@ -209,33 +209,33 @@ pub fn figures(place: &str, device: &Device) -> Result<(), ClusterError> {
 
 /// The first device, and the device classes if there are several.
 fn devices_of(devices: Devices) -> Result<(Device, Vec<DeviceClass>), ClusterError> {
-    let wrong = |place: String, what| ClusterError::Class { place, what };
-    let many = match devices {
+    let invalid = |place: String, what| ClusterError::Class { place, what };
+    let tables = match devices {
         Devices::One(file) if file.count.is_some() || file.speed.is_some() => {
-            return Err(wrong(
+            return Err(invalid(
                 "device".to_string(),
                 "`count` and `speed` are only valid in a list of `[[device]]` \
                 tables",
             ));
         }
         Devices::One(file) => return Ok((device_of(*file, "device")?, Vec::new())),
-        Devices::Many(many) => many,
+        Devices::Many(tables) => tables,
     };
-    let mut classes: Vec<DeviceClass> = Vec::with_capacity(many.len());
-    for (at, file) in many.into_iter().enumerate() {
+    let mut classes: Vec<DeviceClass> = Vec::with_capacity(tables.len());
+    for (at, file) in tables.into_iter().enumerate() {
         let place = format!("device[{at}]");
-        let Some(count) = file.count else { return Err(wrong(place, "`count` is missing")) };
+        let Some(count) = file.count else { return Err(invalid(place, "`count` is missing")) };
         let speed = file.speed;
         classes.push(DeviceClass { device: device_of(file, &place)?, count, speed });
     }
     let first = classes.first().map(|class| class.device.clone());
-    let device = first.ok_or_else(|| wrong("device".to_string(), "no device is given"))?;
+    let device = first.ok_or_else(|| invalid("device".to_string(), "no device is given"))?;
     Ok((device, classes))
 }
 
 fn positive(key: &str, value: f64) -> Result<(), ClusterError> {
-    let fine = value.is_finite() && value > 0.0;
-    if fine { Ok(()) } else { Err(ClusterError::Figure { key: key.to_string(), value }) }
+    let is_positive = value.is_finite() && value > 0.0;
+    if is_positive { Ok(()) } else { Err(ClusterError::Figure { key: key.to_string(), value }) }
 }
 
 fn device_of(file: DeviceFile, place: &str) -> Result<Device, ClusterError> {
@@ -345,8 +345,8 @@ impl<'de> Deserialize<'de> for Devices {
                 out.write_str("a `[device]` table, or several `[[device]]` tables")
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Devices, A::Error> {
-                let one = DeviceFile::deserialize(MapAccessDeserializer::new(map))?;
-                Ok(Devices::One(Box::new(one)))
+                let table = DeviceFile::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(Devices::One(Box::new(table)))
             }
             fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Devices, A::Error> {
                 Vec::deserialize(SeqAccessDeserializer::new(list)).map(Devices::Many)
@@ -458,8 +458,8 @@ shared = true
 
     #[test]
     fn refuses_bare_numbers_and_unknown_keys() {
-        let bare = from_toml(&FILE.replace("\"450GB/s\"", "450")).unwrap_err().to_string();
-        assert!(bare.contains("has no unit"), "{bare}");
+        let error = from_toml(&FILE.replace("\"450GB/s\"", "450")).unwrap_err().to_string();
+        assert!(error.contains("has no unit"), "{error}");
         let unknown = from_toml(&FILE.replace("latency = \"3us\"", "latnecy = \"3us\"")).unwrap_err().to_string();
         assert!(unknown.contains("latnecy") && unknown.contains("latency"), "{unknown}");
         assert!(matches!(from_toml(&FILE.replace("cluster/1", "cluster/9")), Err(ClusterError::Schema { .. })));
@@ -481,8 +481,8 @@ shared = true
         assert_eq!((cluster.device.kind.as_str(), cluster.classes.len()), ("h200", 2));
         assert_eq!((cluster.classes[0].speed, cluster.classes[1].speed), (None, Some(0.5)));
         assert_eq!(cluster.classes[1].device.memory, Bytes(16_000_000_000));
-        let plain = file("[[device]]\nkind = 'h200'\ncount = 16\n").unwrap();
-        assert!(!plain.is_mixed());
+        let homogeneous = file("[[device]]\nkind = 'h200'\ncount = 16\n").unwrap();
+        assert!(!homogeneous.is_mixed());
         assert_eq!(file(fast).unwrap_err(), "the device classes have 4 devices in total, but the levels describe 16");
         for (from, to, why) in [
             ("count = 12", "count = 4294967295", "the device classes have 4294967299 devices"),
@@ -495,8 +495,8 @@ shared = true
             let error = file(&format!("{fast}{}", slow.replace(from, to))).unwrap_err();
             assert!(error.contains(why), "{error}");
         }
-        let one = from_toml(&FILE.replace("kind = \"h200\"", "kind = \"h200\"\nspeed = 2.0")).unwrap_err();
-        assert!(matches!(one, ClusterError::Class { .. }), "{one}");
+        let error = from_toml(&FILE.replace("kind = \"h200\"", "kind = \"h200\"\nspeed = 2.0")).unwrap_err();
+        assert!(matches!(error, ClusterError::Class { .. }), "{error}");
     }
 
     #[test]
@@ -512,9 +512,9 @@ shared = true
 
     #[test]
     fn an_own_kind_states_its_figures() {
-        let own = "schema='pipec.cluster/1'\n[device]\nkind='mine'\nmemory='8GB'\nmemory_bandwidth='1TB/s'\n\
+        let text = "schema='pipec.cluster/1'\n[device]\nkind='mine'\nmemory='8GB'\nmemory_bandwidth='1TB/s'\n\
                    peak_flops={f32=1e13}\n[[level]]\ncount=2\nbandwidth='1GB/s'\n";
-        assert_eq!(from_toml(own).unwrap().device.peak_flops.bf16, 1e13);
-        assert!(matches!(from_toml(&own.replace("f32=1e13", "f32=nan")), Err(ClusterError::Figure { .. })));
+        assert_eq!(from_toml(text).unwrap().device.peak_flops.bf16, 1e13);
+        assert!(matches!(from_toml(&text.replace("f32=1e13", "f32=nan")), Err(ClusterError::Figure { .. })));
     }
 }

@@ -117,8 +117,8 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
         .rev()
         .filter(|&end| trimmed.is_char_boundary(end))
         .find_map(|end| Some((trimmed[..end].parse::<f64>().ok()?, &trimmed[end..])));
-    let Some((number, rest)) = parsed else { return Err(UnitError::NoNumber { text: short_name(text), example }) };
-    let unit = rest.trim();
+    let Some((number, suffix)) = parsed else { return Err(UnitError::NoNumber { text: short_name(text), example }) };
+    let unit = suffix.trim();
     if unit.is_empty() {
         return Err(UnitError::NoUnit { text: short_name(text), example });
     }
@@ -126,7 +126,7 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
         let names = units.iter().map(|(name, _)| *name);
         let rate =
             units.iter().find(|(name, _)| name.strip_suffix("/s") == Some(unit) || rate(unit).as_deref() == Some(name));
-        let meant = match rate {
+        let suggestion = match rate {
             // States the value in bytes, so that bits are not mistaken for bytes.
             Some((name, factor)) if name.ends_with("bit/s") => {
                 format!("; `{number}{name}` is {}", BytesPerSecond(number * factor))
@@ -134,7 +134,7 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
             Some((name, _)) => format!("; did you mean `{name}`?"),
             None => hint(unit, names.clone()),
         };
-        let known = names.collect::<Vec<_>>().join(", ") + &meant;
+        let known = names.collect::<Vec<_>>().join(", ") + &suggestion;
         return Err(UnitError::Unknown { text: short_name(text), unit: short_name(unit), quantity: what, known });
     };
     // Read as decimals, so that `5us` is 5e-6 to the last bit; the product with 1e-6 is not.
@@ -156,8 +156,8 @@ fn rate(unit: &str) -> Option<String> {
     let bits = ["bps", "bits/s", "bit/s", "bits", "bit"].iter().find_map(|end| small.strip_suffix(end));
     let bits = bits.or_else(|| unit.strip_suffix("b/s")).map(|prefix| (prefix, "bit/s"));
     let (prefix, name) = bytes.or(bits)?;
-    let known = ["", "k", "M", "G", "T"].into_iter().find(|known| known.eq_ignore_ascii_case(prefix))?;
-    Some(format!("{known}{name}"))
+    let standard = ["", "k", "M", "G", "T"].into_iter().find(|standard| standard.eq_ignore_ascii_case(prefix))?;
+    Some(format!("{standard}{name}"))
 }
 
 impl fmt::Display for Bytes {

@@ -4,7 +4,6 @@ use crate::cluster::unit::{bandwidth, bytes, seconds};
 use crate::cluster::{Bytes, BytesPerSecond, Cluster, Device, DeviceClass, SCHEMA, Seconds};
 use std::fmt::Write;
 
-/// The cluster file as TOML.
 pub fn to_toml(cluster: &Cluster) -> String {
     let mut text = format!("schema = \"{SCHEMA}\"\n");
     if cluster.classes.is_empty() {
@@ -21,7 +20,7 @@ pub fn to_toml(cluster: &Cluster) -> String {
         device(&mut text, of);
     }
     for level in &cluster.levels {
-        let _ = write!(text, "\n[[level]]\nname = {}\ncount = {}\n", quoted(&level.name), level.count);
+        let _ = write!(text, "\n[[level]]\nname = {}\ncount = {}\n", quote(&level.name), level.count);
         let _ = writeln!(text, "bandwidth = \"{}\"", rate(level.bandwidth));
         if level.latency.0 > 0.0 {
             let _ = writeln!(text, "latency = \"{}\"", time(level.latency));
@@ -31,7 +30,7 @@ pub fn to_toml(cluster: &Cluster) -> String {
         }
     }
     for host in &cluster.hosts {
-        let _ = write!(text, "\n[[host]]\naddress = {}\ndevices = {}\n", quoted(&host.address), host.devices);
+        let _ = write!(text, "\n[[host]]\naddress = {}\ndevices = {}\n", quote(&host.address), host.devices);
     }
     text
 }
@@ -43,7 +42,7 @@ pub fn to_json(cluster: &Cluster) -> serde_json::Value {
 
 fn device(text: &mut String, device: &Device) {
     let peak = device.peak_flops;
-    let _ = writeln!(text, "kind = {}", quoted(&device.kind));
+    let _ = writeln!(text, "kind = {}", quote(&device.kind));
     let _ = writeln!(text, "memory = \"{}\"", size(device.memory));
     let _ = writeln!(text, "memory_bandwidth = \"{}\"", rate(device.memory_bandwidth));
     if device.launch.0 > 0.0 {
@@ -68,33 +67,33 @@ fn device(text: &mut String, device: &Device) {
     let _ = writeln!(text, "peak_flops = {{ f64 = {f64}, f32 = {f32}, tf32 = {tf32}, bf16 = {bf16}, f16 = {f16} }}");
 }
 
-fn quoted(text: &str) -> String {
+fn quote(text: &str) -> String {
     toml::Value::String(text.to_string()).to_string()
 }
 
 fn size(bytes_: Bytes) -> String {
-    let text = |unit: &str, each: f64| format!("{}{unit}", bytes_.0 as f64 / each);
+    let text = |unit: &str, scale: f64| format!("{}{unit}", bytes_.0 as f64 / scale);
     let units = [("GB", 1e9), ("GiB", f64::from(1u32 << 30)), ("MiB", f64::from(1u32 << 20))];
-    let short = units.into_iter().map(|(unit, each)| text(unit, each)).find(|text| bytes(text).ok() == Some(bytes_));
+    let short = units.into_iter().map(|(unit, scale)| text(unit, scale)).find(|text| bytes(text).ok() == Some(bytes_));
     short.filter(|text| text.len() < 12).unwrap_or_else(|| format!("{}B", bytes_.0))
 }
 
 fn rate(rate: BytesPerSecond) -> String {
-    let same = |text: &str| bandwidth(text).ok() == Some(rate);
-    shortest(rate.0, &[("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3), ("B/s", 1.0)], &same)
+    let is_exact = |text: &str| bandwidth(text).ok() == Some(rate);
+    shortest(rate.0, &[("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3), ("B/s", 1.0)], &is_exact)
 }
 
 fn time(time: Seconds) -> String {
-    let same = |text: &str| seconds(text).ok() == Some(time);
-    shortest(time.0, &[("us", 1e-6), ("ms", 1e-3), ("ns", 1e-9), ("s", 1.0)], &same)
+    let is_exact = |text: &str| seconds(text).ok() == Some(time);
+    shortest(time.0, &[("us", 1e-6), ("ms", 1e-3), ("ns", 1e-9), ("s", 1.0)], &is_exact)
 }
 
 /// The value with the fewest digits that reads back as the same, in the first unit that has one.
-fn shortest(value: f64, units: &[(&str, f64)], same: &dyn Fn(&str) -> bool) -> String {
-    let rounded = |digits: usize, each: f64| format!("{:.*e}", digits, value / each).parse().unwrap_or(value / each);
+fn shortest(value: f64, units: &[(&str, f64)], is_exact: &dyn Fn(&str) -> bool) -> String {
+    let round = |digits: usize, scale: f64| format!("{:.*e}", digits, value / scale).parse().unwrap_or(value / scale);
     let texts =
-        units.iter().flat_map(|(unit, each)| (0..17).map(move |digits| format!("{}{unit}", rounded(digits, *each))));
-    texts.into_iter().find(|text| same(text)).unwrap_or_else(|| format!("{value}{}", units[units.len() - 1].0))
+        units.iter().flat_map(|(unit, scale)| (0..17).map(move |digits| format!("{}{unit}", round(digits, *scale))));
+    texts.into_iter().find(|text| is_exact(text)).unwrap_or_else(|| format!("{value}{}", units[units.len() - 1].0))
 }
 
 #[cfg(test)]
@@ -115,15 +114,17 @@ mod tests {
         for kind in KINDS {
             comes_back(&Cluster { device: kind.device(), ..base.clone() });
         }
-        let mut odd = base.clone();
-        odd.device.kind = "own \"kind\"\n\u{1}".to_string();
-        odd.device.memory = Bytes(80_123_456_789);
-        odd.device.memory_bandwidth = BytesPerSecond(1.234_567_890_123e11);
-        odd.device.launch = Seconds(3.141_592_653e-6);
-        odd.levels[0] = Level { name: "näme".into(), latency: Seconds(1.1e-7), shared: true, ..odd.levels[0].clone() };
-        odd.levels[1].bandwidth = BytesPerSecond(1e9 / 3.0);
-        odd.hosts = vec![Host { address: "a:1".into(), devices: 3 }, Host { address: "[::1]:2".into(), devices: 5 }];
-        comes_back(&odd);
+        let mut cluster = base.clone();
+        cluster.device.kind = "own \"kind\"\n\u{1}".to_string();
+        cluster.device.memory = Bytes(80_123_456_789);
+        cluster.device.memory_bandwidth = BytesPerSecond(1.234_567_890_123e11);
+        cluster.device.launch = Seconds(3.141_592_653e-6);
+        cluster.levels[0] =
+            Level { name: "näme".into(), latency: Seconds(1.1e-7), shared: true, ..cluster.levels[0].clone() };
+        cluster.levels[1].bandwidth = BytesPerSecond(1e9 / 3.0);
+        cluster.hosts =
+            vec![Host { address: "a:1".into(), devices: 3 }, Host { address: "[::1]:2".into(), devices: 5 }];
+        comes_back(&cluster);
         let of = |kind: usize, count, speed| DeviceClass { device: KINDS[kind].device(), count, speed };
         let classes = vec![of(3, 6, Some(0.3)), of(4, 2, None)];
         comes_back(&Cluster { device: KINDS[3].device(), classes, hosts: Vec::new(), ..base });

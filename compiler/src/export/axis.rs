@@ -20,19 +20,19 @@ pub struct Axis {
 }
 
 impl Axis {
-    /// An axis that ends at a round value of at least `most`, with approximately `about` ticks.
-    pub fn upto(most: f64, about: usize, unit: Unit) -> Axis {
-        let most = if most.is_finite() && most > 0.0 { most } else { 1.0 };
-        let step = step(most, about, unit);
-        let count = (most / step - 1e-9).ceil().max(1.0);
+    /// An axis that ends at a round value of at least `max_value`, with approximately `target_ticks` ticks.
+    pub fn upto(max_value: f64, target_ticks: usize, unit: Unit) -> Axis {
+        let max_value = if max_value.is_finite() && max_value > 0.0 { max_value } else { 1.0 };
+        let step = step(max_value, target_ticks, unit);
+        let count = (max_value / step - 1e-9).ceil().max(1.0);
         let end = step * count;
         Axis { end, ticks: ticks(end, step, unit) }
     }
 
-    /// An axis that ends exactly at `most`.
-    pub fn of(most: f64, about: usize, unit: Unit) -> Axis {
-        let most = if most.is_finite() && most > 0.0 { most } else { 1.0 };
-        Axis { end: most, ticks: ticks(most, step(most, about, unit), unit) }
+    /// An axis that ends exactly at `max_value`.
+    pub fn of(max_value: f64, target_ticks: usize, unit: Unit) -> Axis {
+        let max_value = if max_value.is_finite() && max_value > 0.0 { max_value } else { 1.0 };
+        Axis { end: max_value, ticks: ticks(max_value, step(max_value, target_ticks, unit), unit) }
     }
 
     pub fn share(&self, value: f64) -> f64 {
@@ -40,9 +40,9 @@ impl Axis {
     }
 }
 
-/// The tick distance: 1, 2 or 5 times a power of ten, for approximately `about` ticks.
-fn step(most: f64, about: usize, unit: Unit) -> f64 {
-    let raw = most / about.max(1) as f64;
+/// The tick distance: 1, 2 or 5 times a power of ten, for approximately `target_ticks` ticks.
+fn step(max_value: f64, target_ticks: usize, unit: Unit) -> f64 {
+    let raw = max_value / target_ticks.max(1) as f64;
     let power = 10f64.powf(raw.log10().floor());
     let round = [1.0, 2.0, 5.0, 10.0].into_iter().map(|digit| digit * power).find(|step| *step >= raw * 0.999);
     let step = round.unwrap_or(10.0 * power);
@@ -92,8 +92,8 @@ mod tests {
         assert_eq!(labels(&Axis::upto(0.31, 4, Unit::Share)), ["0", "10 %", "20 %", "30 %", "40 %"]);
         assert_eq!(labels(&Axis::upto(3.0, 8, Unit::Count)), ["0", "1", "2", "3"]);
         assert_eq!(labels(&Axis::upto(20_000.0, 2, Unit::Count)), ["0", "10 k", "20 k"]);
-        for most in [f64::NAN, f64::INFINITY, 0.0, -1.0] {
-            assert!(Axis::upto(most, 4, Unit::Bytes).ticks.len() < 8);
+        for max_value in [f64::NAN, f64::INFINITY, 0.0, -1.0] {
+            assert!(Axis::upto(max_value, 4, Unit::Bytes).ticks.len() < 8);
         }
     }
 }

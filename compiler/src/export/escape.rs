@@ -10,31 +10,31 @@ use crate::text::name::{display_name, short_name};
 /// assert_eq!(escape("<b title=\"x\">&\u{1b}'\u{202e}"), "&lt;b title=&quot;x&quot;&gt;&amp;&#39;");
 /// ```
 pub fn escape(text: &str) -> String {
-    let mut safe = String::with_capacity(text.len());
+    let mut escaped = String::with_capacity(text.len());
     for c in display_name(text).chars() {
         match c {
-            '&' => safe += "&amp;",
-            '<' => safe += "&lt;",
-            '>' => safe += "&gt;",
-            '"' => safe += "&quot;",
-            '\'' => safe += "&#39;",
+            '&' => escaped += "&amp;",
+            '<' => escaped += "&lt;",
+            '>' => escaped += "&gt;",
+            '"' => escaped += "&quot;",
+            '\'' => escaped += "&#39;",
             // Not allowed in XML; a file that contains one does not open.
             '\u{fffe}' | '\u{ffff}' => {}
-            c => safe.push(c),
+            c => escaped.push(c),
         }
     }
-    safe
+    escaped
 }
 
-/// Shortens a name in the middle to at most `most` characters. The result is not escaped.
-pub fn short(name: &str, most: usize) -> String {
+/// Shortens a name in the middle to at most `max_chars` characters. The result is not escaped.
+pub fn short(name: &str, max_chars: usize) -> String {
     let name = short_name(name);
     let count = name.chars().count();
-    if count <= most {
+    if count <= max_chars {
         return name;
     }
-    let head = most.saturating_sub(1) / 2;
-    let tail = most.saturating_sub(1) - head;
+    let head = max_chars.saturating_sub(1) / 2;
+    let tail = max_chars.saturating_sub(1) - head;
     let start: String = name.chars().take(head).collect();
     let end: String = name.chars().skip(count - tail).collect();
     format!("{start}…{end}")

@@ -61,9 +61,10 @@ impl Plot {
                 picture.text("quiet", Anchor::Start, [x + 30.0, y], name);
             }
         }
-        let most = self.curves.iter().flat_map(|curve| &curve.points).map(|(_, y)| *y);
-        let most = most.chain(self.limit.iter().map(|(_, y)| *y)).filter(|y| y.is_finite()).fold(0.0, f64::max);
-        let axis = Axis::upto(most, 5, self.up);
+        let max_value = self.curves.iter().flat_map(|curve| &curve.points).map(|(_, y)| *y);
+        let max_value =
+            max_value.chain(self.limit.iter().map(|(_, y)| *y)).filter(|y| y.is_finite()).fold(0.0, f64::max);
+        let axis = Axis::upto(max_value, 5, self.up);
         let bottom = top + HEIGHT;
         let y = |value: f64| bottom - axis.share(value) * HEIGHT;
         for (value, label) in &axis.ticks {
@@ -89,7 +90,7 @@ impl Plot {
                 continue;
             }
             for (point, (x, value)) in points.iter().zip(&curve.points) {
-                let hint = format!("{}: {} at {}", curve.name, format_value(*value, self.up), plain(*x));
+                let hint = format!("{}: {} at {}", curve.name, format_value(*value, self.up), format_number(*x));
                 if self.rings.contains(&(index, *x)) {
                     picture.circle(&format!("hollow l{}", self.colour(index)), *point, 8.0, None);
                 }
@@ -112,7 +113,7 @@ impl Plot {
 
     fn stops(&self) -> Vec<(f64, String)> {
         match &self.across {
-            HorizontalAxis::Places(values) => values.iter().map(|value| (*value, plain(*value))).collect(),
+            HorizontalAxis::Places(values) => values.iter().map(|value| (*value, format_number(*value))).collect(),
             HorizontalAxis::Upto(end) => Axis::of(*end, 8, Unit::Count).ticks,
         }
     }
@@ -121,18 +122,18 @@ impl Plot {
     fn legend(&self) -> Vec<Vec<(f64, usize, String)>> {
         let mut rows: Vec<Vec<(f64, usize, String)>> = Vec::new();
         let mut x = WIDE;
-        let named = self.curves.iter().enumerate().map(|(index, curve)| (index, curve.name.clone()));
+        let names = self.curves.iter().enumerate().map(|(index, curve)| (index, curve.name.clone()));
         let rings = (!self.rings.is_empty()).then(|| (usize::MAX, self.ring_name.clone()));
-        for (index, name) in named.chain(rings) {
-            let wide = 30.0 + width(&name, 12.0) + 22.0;
-            if x + wide > WIDE {
+        for (index, name) in names.chain(rings) {
+            let entry_width = 30.0 + width(&name, 12.0) + 22.0;
+            if x + entry_width > WIDE {
                 rows.push(Vec::new());
                 x = 0.0;
             }
             if let Some(row) = rows.last_mut() {
                 row.push((x, index, name));
             }
-            x += wide;
+            x += entry_width;
         }
         rows
     }
@@ -176,7 +177,7 @@ fn mark(picture: &mut Svg, colour: usize, index: usize, [x, y]: [f64; 2], hint: 
 }
 
 /// Integers without decimals, other numbers with two.
-fn plain(value: f64) -> String {
+fn format_number(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.2}") }
 }
 

@@ -11,53 +11,53 @@ pub fn layers(stage: &Stage) -> String {
     layers_within(stage, LAYERS)
 }
 
-/// Like [`layers`], with at most `most` characters (at least 8).
-pub fn layers_within(stage: &Stage, most: usize) -> String {
-    let most = most.max(8);
+/// Like [`layers`], with at most `max_chars` characters (at least 8).
+pub fn layers_within(stage: &Stage, max_chars: usize) -> String {
+    let max_chars = max_chars.max(8);
     let names: Vec<&str> = stage.modules.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();
     if names.is_empty() {
         let (first, last) = (stage.op_names.first(), stage.op_names.last());
         return match (first, last) {
-            (Some(first), Some(last)) if first != last => span(first, last, most),
-            (Some(first), _) => cut(first, most),
+            (Some(first), Some(last)) if first != last => span(first, last, max_chars),
+            (Some(first), _) => cut(first, max_chars),
             _ => String::new(),
         };
     }
     let depth = names.iter().map(|name| name.split('.').count()).max().unwrap_or(1);
     // Prefers depths that name individual layers over their containers.
     let at = |depth: usize, layers: bool| {
-        let kept: Vec<String> = names.iter().map(|name| cut_path(name, depth, layers)).collect();
-        runs(&leaves(kept)).join(", ")
+        let paths: Vec<String> = names.iter().map(|name| cut_path(name, depth, layers)).collect();
+        runs(&leaf_paths(paths)).join(", ")
     };
     let deepest_first =
         (1..=depth).rev().map(|depth| (depth, true)).chain((1..=depth).rev().map(|depth| (depth, false)));
     for (depth, layers) in deepest_first {
         let text = at(depth, layers);
-        if text.chars().count() <= most {
+        if text.chars().count() <= max_chars {
             return short_name(&text);
         }
     }
-    span(names[0], names[names.len() - 1], most)
+    span(names[0], names[names.len() - 1], max_chars)
 }
 
 /// The first `depth` components of a module path; with `layers`, at least up to its first number.
 fn cut_path(name: &str, depth: usize, layers: bool) -> String {
     let parts: Vec<&str> = name.split('.').collect();
     let is_number = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    let numbered = parts.iter().position(is_number).filter(|_| layers);
-    parts[..parts.len().min(depth.max(numbered.map_or(0, |at| at + 1)))].join(".")
+    let layer_index = parts.iter().position(is_number).filter(|_| layers);
+    parts[..parts.len().min(depth.max(layer_index.map_or(0, |at| at + 1)))].join(".")
 }
 
 /// Unique names without containers of other names: ops outside the layers do not describe a stage.
-fn leaves(names: Vec<String>) -> Vec<String> {
-    let holds = |outer: &str, inner: &str| inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with('.'));
-    let mut kept: Vec<String> = Vec::new();
+fn leaf_paths(names: Vec<String>) -> Vec<String> {
+    let is_prefix = |outer: &str, inner: &str| inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with('.'));
+    let mut leaf_names: Vec<String> = Vec::new();
     for name in &names {
-        if !kept.contains(name) && !names.iter().any(|other| holds(name, other)) {
-            kept.push(name.clone());
+        if !leaf_names.contains(name) && !names.iter().any(|other| is_prefix(name, other)) {
+            leaf_names.push(name.clone());
         }
     }
-    kept
+    leaf_names
 }
 
 /// Merges consecutive numbers: `blocks.0, blocks.1, blocks.2` becomes `blocks.0-2`.
@@ -70,12 +70,12 @@ fn runs(names: &[String]) -> Vec<String> {
     // The first name, and the module with the last number.
     let mut runs: Vec<(&String, Option<(String, u32)>)> = Vec::new();
     for name in names {
-        let found = number(name);
-        match (runs.last_mut(), found) {
+        let numbered = number(name);
+        match (runs.last_mut(), numbered) {
             (Some((_, Some((module, last)))), Some((other, next))) if *module == other && *last + 1 == next => {
                 *last = next
             }
-            (_, found) => runs.push((name, found)),
+            (_, numbered) => runs.push((name, numbered)),
         }
     }
     let format_runs = |(first, last): (&String, Option<(String, u32)>)| match last {
@@ -93,15 +93,15 @@ pub fn replicas(stage: &Stage) -> String {
     }
 }
 
-fn span(first: &str, last: &str, most: usize) -> String {
-    format!("{} … {}", cut(first, most / 2 - 2), cut(last, most / 2 - 2))
+fn span(first: &str, last: &str, max_chars: usize) -> String {
+    format!("{} … {}", cut(first, max_chars / 2 - 2), cut(last, max_chars / 2 - 2))
 }
 
-fn cut(name: &str, most: usize) -> String {
+fn cut(name: &str, max_chars: usize) -> String {
     let name = short_name(name);
     match name.chars().count() {
-        length if length <= most => name,
-        length => format!("…{}", name.chars().skip(length + 1 - most).collect::<String>()),
+        length if length <= max_chars => name,
+        length => format!("…{}", name.chars().skip(length + 1 - max_chars).collect::<String>()),
     }
 }
 
@@ -147,9 +147,9 @@ pub fn per_stage(numbers: &[u32]) -> String {
         runs if runs.len() <= MOST_RUNS => runs.iter().map(describe).collect::<Vec<_>>().join(", "),
         [first, .., last] => {
             let (from, to) = (first.1 + 1, last.0 - 1);
-            let within = &numbers[from..=to];
-            let (least, most) = (within.iter().min().unwrap_or(&0), within.iter().max().unwrap_or(&0));
-            [describe(first), place(format!("{least} to {most}"), from, to), describe(last)].join(", ")
+            let middle = &numbers[from..=to];
+            let (min, max) = (middle.iter().min().unwrap_or(&0), middle.iter().max().unwrap_or(&0));
+            [describe(first), place(format!("{min} to {max}"), from, to), describe(last)].join(", ")
         }
         _ => String::new(),
     }
@@ -237,7 +237,7 @@ mod tests {
             "model.layers.1.mlp",
         ];
         let format_runs =
-            |depth| runs(&leaves(paths.iter().map(|name| cut_path(name, depth, true)).collect())).join(", ");
+            |depth| runs(&leaf_paths(paths.iter().map(|name| cut_path(name, depth, true)).collect())).join(", ");
         assert_eq!(format_runs(1), "model.layers.0-1");
         assert_eq!(format_runs(2), "model.embed_tokens, model.layers.0-1");
         assert_eq!(

@@ -28,14 +28,13 @@ impl Svg {
         Svg { width, height, title: title.to_string(), body: String::new() }
     }
 
-    /// A rectangle with an optional tooltip.
     pub fn rect(&mut self, class: &str, [x, y, width, height]: [f64; 4], hint: Option<&str>) {
         let (x, y, width, height) = (number(x), number(y), number(width.max(0.0)), number(height.max(0.0)));
         let _ = write!(self.body, "<rect class=\"{class}\" x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\"");
         self.close("rect", hint);
     }
 
-    pub fn rounded(&mut self, class: &str, [x, y, width, height]: [f64; 4], radius: f64) {
+    pub fn rounded_rect(&mut self, class: &str, [x, y, width, height]: [f64; 4], radius: f64) {
         let (x, y, width, height) = (number(x), number(y), number(width.max(0.0)), number(height.max(0.0)));
         let radius = number(radius);
         let _ = write!(
@@ -119,10 +118,10 @@ impl Svg {
         )
     }
 
-    fn open(&self, more: &str) -> String {
+    fn open(&self, attributes: &str) -> String {
         let (width, height, title) = (number(self.width), number(self.height), escape(&self.title));
         format!(
-            "<svg{more} width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{title}\">"
+            "<svg{attributes} width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{title}\">"
         )
     }
 }

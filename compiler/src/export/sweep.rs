@@ -88,22 +88,22 @@ impl Figures {
     /// The figures of a plan for a model with `gradient_bytes` bytes of gradient sums.
     pub fn of(plan: &Plan, gradient_bytes: u64) -> Figures {
         let schedule = &plan.schedule;
-        let trains = schedule.kind.trains();
+        let is_training = schedule.kind.trains();
         let is_round_robin = schedule.kind.is_round_robin();
         let item = schedule.micro_batch.max(1) as f64;
         let minibatch = item * f64::from(schedule.microbatches.max(1));
         // In a ring all-reduce of r replicas each sends (r - 1) / r of the gradient sums twice: under 1F1B-RR after every r
         // micro-batches, else once per minibatch.
-        let reduced = |replicas: u32, bytes: u64| {
+        let reduce_bytes = |replicas: u32, bytes: u64| {
             let samples = if is_round_robin { item * f64::from(replicas) } else { minibatch };
-            if trains { 2.0 * f64::from(replicas.saturating_sub(1)) * bytes as f64 / samples } else { 0.0 }
+            if is_training { 2.0 * f64::from(replicas.saturating_sub(1)) * bytes as f64 / samples } else { 0.0 }
         };
-        let ways = if trains { 2.0 } else { 1.0 };
-        let messages: f64 = plan.edges.iter().map(|edge| ways * edge.bytes as f64 / item).sum();
+        let directions = if is_training { 2.0 } else { 1.0 };
+        let messages: f64 = plan.edges.iter().map(|edge| directions * edge.bytes as f64 / item).sum();
         let reduces: f64 = plan
             .stages
             .iter()
-            .map(|stage| f64::from(stage.degree()) * reduced(stage.replicas, stage.reduced_bytes()))
+            .map(|stage| f64::from(stage.degree()) * reduce_bytes(stage.replicas, stage.reduced_bytes()))
             .sum();
         // The baseline is the time of a minibatch, or of a micro-batch if there is no flush.
         let of_items = plan.cost != CostModel::Pipec || !schedule.kind.trains();
@@ -118,7 +118,7 @@ impl Figures {
             limit_bytes: plan.cluster.memory_per_device.map(|limit| limit.0),
             bubble: plan.predicted.bubble,
             bytes_per_sample: messages + reduces,
-            data_parallel_bytes_per_sample: reduced(plan.cluster.devices, gradient_bytes),
+            data_parallel_bytes_per_sample: reduce_bytes(plan.cluster.devices, gradient_bytes),
             recompute: plan.stages.iter().any(|stage| stage.recompute),
         }
     }
@@ -130,26 +130,26 @@ pub const PICTURES: [&str; 6] =
 
 impl Sweep {
     pub fn pictures(&self) -> Vec<(&'static str, Svg)> {
-        let mut all = Vec::new();
+        let mut pictures = Vec::new();
         let devices = self.values(|point| u64::from(point.devices));
         let depths: BTreeSet<Option<u32>> = self.lines(|line| line).iter().map(|line| line.depth).collect();
         let depths: Vec<Option<u32>> = depths.into_iter().collect();
         if !devices.is_empty() {
-            all.push(("throughput.svg", self.throughput(&devices).draw()));
-            all.push(("memory.svg", self.memory(&devices).draw()));
-            all.push(("communication.svg", self.communication(&devices).draw()));
+            pictures.push(("throughput.svg", self.throughput(&devices).draw()));
+            pictures.push(("memory.svg", self.memory(&devices).draw()));
+            pictures.push(("communication.svg", self.communication(&devices).draw()));
         }
         if depths.len() > 1 {
-            all.push(("throughput-by-depth.svg", self.by_depth(&devices, &depths).draw()));
+            pictures.push(("throughput-by-depth.svg", self.by_depth(&devices, &depths).draw()));
         }
         let flushes = |point: &&Point| !point.schedule.is_continuous();
         if self.points.iter().filter(flushes).any(|point| point.answer.is_ok()) {
-            all.push(("bubble.svg", self.bubble().draw()));
+            pictures.push(("bubble.svg", self.bubble().draw()));
         }
         if let Some((name, largest)) = &self.family {
-            all.push(("largest.svg", family(name, largest).draw()));
+            pictures.push(("largest.svg", family(name, largest).draw()));
         }
-        all
+        pictures
     }
 
     fn values(&self, of: impl Fn(&Point) -> u64) -> Vec<f64> {
@@ -170,7 +170,7 @@ impl Sweep {
     }
 
     /// Appends the parameters that distinguish a curve from the others.
-    fn named(&self, name: String, line: &CurveKey) -> String {
+    fn curve_name(&self, name: String, line: &CurveKey) -> String {
         let differs =
             |of: &dyn Fn(&Point) -> CurveKey| self.points.iter().any(|point| of(point) != of(&self.points[0]));
         let mut name = name;
@@ -196,7 +196,7 @@ impl Sweep {
     fn over_devices(&self, devices: &[f64], of: impl Fn(&Figures) -> f64) -> Vec<Curve> {
         let curve = |line: &CurveKey| {
             let points = devices.iter().filter_map(|&n| Some((n, of(self.at(n, line)?))));
-            Curve { name: self.named(name(line.depth), line), points: points.collect(), is_reference: false }
+            Curve { name: self.curve_name(name(line.depth), line), points: points.collect(), is_reference: false }
         };
         self.lines(|line| line).iter().map(curve).collect()
     }
@@ -208,13 +208,13 @@ impl Sweep {
             let point = |&n: &f64| {
                 let mut points =
                     self.points.iter().filter(|point| CurveKey { depth: None, ..CurveKey::of(point) } == *line);
-                let here = |point: &&Point| f64::from(point.devices) == n && point.answer.is_ok();
-                let found =
-                    points.clone().find(here).or_else(|| points.find(|point| anywhere && point.answer.is_ok()))?;
-                Some((n, of(n, found.answer.as_ref().ok()?)))
+                let is_at = |point: &&Point| f64::from(point.devices) == n && point.answer.is_ok();
+                let nearest =
+                    points.clone().find(is_at).or_else(|| points.find(|point| anywhere && point.answer.is_ok()))?;
+                Some((n, of(n, nearest.answer.as_ref().ok()?)))
             };
             let points = devices.iter().filter_map(point).collect();
-            Curve { name: self.named(what.to_string(), line), points, is_reference: true }
+            Curve { name: self.curve_name(what.to_string(), line), points, is_reference: true }
         };
         self.lines(|line| CurveKey { depth: None, ..line }).iter().map(curve).collect()
     }
@@ -227,9 +227,9 @@ impl Sweep {
 
     fn memory(&self, devices: &[f64]) -> Plot {
         let curves = self.over_devices(devices, |figures| figures.peak_bytes as f64);
-        let most = curves.iter().flat_map(|curve| &curve.points).map(|(_, bytes)| *bytes).fold(0.0, f64::max);
+        let peak = curves.iter().flat_map(|curve| &curve.points).map(|(_, bytes)| *bytes).fold(0.0, f64::max);
         let limit = self.points.iter().find_map(|point| point.answer.as_ref().ok()?.limit_bytes);
-        let limit = limit.map(|limit| ("limit".to_string(), limit as f64)).filter(|(_, limit)| *limit <= 8.0 * most);
+        let limit = limit.map(|limit| ("limit".to_string(), limit as f64)).filter(|(_, limit)| *limit <= 8.0 * peak);
         Plot { limit, ..plot("Peak memory per device", "devices", devices, Unit::Bytes, curves) }
     }
 
@@ -242,21 +242,21 @@ impl Sweep {
     }
 
     fn by_depth(&self, devices: &[f64], depths: &[Option<u32>]) -> Plot {
-        let places: Vec<f64> = depths.iter().flatten().map(|&depth| f64::from(depth)).collect();
+        let positions: Vec<f64> = depths.iter().flatten().map(|&depth| f64::from(depth)).collect();
         let lines = self.lines(|line| CurveKey { depth: None, ..line });
         let mut curves = Vec::new();
         for &n in devices {
             for line in &lines {
-                let found = depths.iter().flatten().filter_map(|&depth| {
+                let throughputs = depths.iter().flatten().filter_map(|&depth| {
                     let figures = self.at(n, &CurveKey { depth: Some(depth), ..*line })?;
                     Some((f64::from(depth), figures.throughput_per_s))
                 });
-                let points: Vec<(f64, f64)> = found.collect();
-                let name = self.named(plural(n as u64, "device", "devices"), line);
+                let points: Vec<(f64, f64)> = throughputs.collect();
+                let name = self.curve_name(plural(n as u64, "device", "devices"), line);
                 curves.extend((!points.is_empty()).then_some(Curve { name, points, is_reference: false }));
             }
         }
-        plot("Samples per second by depth", "stages", &places, Unit::Count, curves)
+        plot("Samples per second by depth", "stages", &positions, Unit::Count, curves)
     }
 
     /// Bubbles at the largest number of devices for which each curve has a plan. Rings mark four micro-batches per
@@ -273,16 +273,18 @@ impl Sweep {
             let Some(devices) = flushed.iter().filter(of_line).map(|point| point.devices).max() else { continue };
             let mut points = Vec::new();
             for &m in &counts {
-                let here = |point: &&&Point| point.devices == devices && f64::from(point.microbatches) == m;
-                let mut found = flushed.iter().filter(of_line).filter(here);
-                let Some(figures) = found.find_map(|point| point.answer.as_ref().ok()) else { continue };
+                let is_at_count = |point: &&&Point| point.devices == devices && f64::from(point.microbatches) == m;
+                let mut matches = flushed.iter().filter(of_line).filter(is_at_count);
+                let Some(figures) = matches.find_map(|point| point.answer.as_ref().ok()) else { continue };
                 points.push((m, figures.bubble));
                 if figures.replicas.len() > 1 && m >= 4.0 * figures.replicas.len() as f64 {
                     rings.push((curves.len(), m));
                 }
             }
-            let name =
-                self.named(format!("{}, {}", name(line.depth), plural(u64::from(devices), "device", "devices")), &line);
+            let name = self.curve_name(
+                format!("{}, {}", name(line.depth), plural(u64::from(devices), "device", "devices")),
+                &line,
+            );
             curves.push(Curve { name, points, is_reference: false });
         }
         let ring_name = "at least four micro-batches per stage".to_string();
@@ -292,11 +294,11 @@ impl Sweep {
 }
 
 fn family(name: &str, largest: &[Largest]) -> Plot {
-    let devices: BTreeSet<u32> = largest.iter().map(|one| one.devices).collect();
+    let devices: BTreeSet<u32> = largest.iter().map(|entry| entry.devices).collect();
     let devices: Vec<f64> = devices.into_iter().map(f64::from).collect();
     let curve = |recompute: bool| {
-        let found = largest.iter().filter(|one| one.recompute == recompute);
-        let points = found.filter_map(|one| Some((f64::from(one.devices), one.found?.1 as f64)));
+        let entries = largest.iter().filter(|entry| entry.recompute == recompute);
+        let points = entries.filter_map(|entry| Some((f64::from(entry.devices), entry.found?.1 as f64)));
         let name = if recompute { "with recomputation" } else { "without" };
         Curve { name: name.to_string(), points: points.collect(), is_reference: false }
     };
@@ -304,11 +306,11 @@ fn family(name: &str, largest: &[Largest]) -> Plot {
     plot(&title, "devices, one stage each", &devices, Unit::Count, vec![curve(true), curve(false)])
 }
 
-fn plot(title: &str, across_name: &str, places: &[f64], up: Unit, curves: Vec<Curve>) -> Plot {
+fn plot(title: &str, across_name: &str, positions: &[f64], up: Unit, curves: Vec<Curve>) -> Plot {
     Plot {
         title: title.to_string(),
         across_name: across_name.to_string(),
-        across: HorizontalAxis::Places(places.to_vec()),
+        across: HorizontalAxis::Places(positions.to_vec()),
         up_name: String::new(),
         up,
         curves,

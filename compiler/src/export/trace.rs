@@ -44,12 +44,12 @@ impl Form {
 impl<'a> Trace<'a> {
     /// The trace of a simulation, with worker memory.
     pub fn simulation(timeline: &'a Timeline) -> Trace<'a> {
-        let held = timeline.workers.iter().zip(&timeline.memory).filter(|(_, points)| !points.is_empty());
+        let with_memory = timeline.workers.iter().zip(&timeline.memory).filter(|(_, points)| !points.is_empty());
         let counter = |(worker, points): (&Track, &Vec<(f64, u64)>)| Counter {
             name: format!("memory {}", worker.name),
             points: points.clone(),
         };
-        let counters = held.map(counter).collect();
+        let counters = with_memory.map(counter).collect();
         Trace { run: "simulation", rows: timeline.workers.iter().chain(&timeline.links).collect(), counters }
     }
 

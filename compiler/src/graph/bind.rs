@@ -37,11 +37,11 @@ pub fn bind(graph: &Graph, bindings: &Bindings) -> Result<Graph, BindError> {
 
 /// The symbols that remain in facts, sorted.
 pub fn symbols(graph: &Graph) -> Vec<String> {
-    let mut found: Vec<String> = graph
+    let mut symbols: Vec<String> = graph
         .ids()
         .flat_map(|id: NodeId| graph.node(id).facts.iter().flat_map(|f| f.shape.iter().flat_map(|d| d.symbols())))
         .collect();
-    found.sort();
-    found.dedup();
-    found
+    symbols.sort();
+    symbols.dedup();
+    symbols
 }

@@ -20,11 +20,11 @@ pub enum EvaluateError {
     Kernel { name: String, fault: KernelError },
 }
 
-/// Computes every value of the graph from the inputs, parameters and states `given` by name.
-pub fn evaluate(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Result<HashMap<Value, Tensor>, EvaluateError> {
+/// Computes every value of the graph from the inputs, parameters and states in `feeds`, by name.
+pub fn evaluate(graph: &Graph, feeds: &BTreeMap<String, Tensor>) -> Result<HashMap<Value, Tensor>, EvaluateError> {
     let mut values: HashMap<Value, Tensor> = HashMap::new();
     for id in order::canonical(graph) {
-        if let Some(tensor) = given_value(graph, id, given)? {
+        if let Some(tensor) = feed_value(graph, id, feeds)? {
             values.insert(Value { node: id, output: 0 }, tensor);
             continue;
         }
@@ -38,10 +38,10 @@ pub fn evaluate(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Result<HashM
 }
 
 /// The given value of an input, parameter or state; `None` for other nodes.
-pub(super) fn given_value(
+pub(super) fn feed_value(
     graph: &Graph,
     id: NodeId,
-    given: &BTreeMap<String, Tensor>,
+    feeds: &BTreeMap<String, Tensor>,
 ) -> Result<Option<Tensor>, EvaluateError> {
     let (name, fact) = match &graph.node(id).op {
         Op::Input(o) => (&o.name, &o.fact),
@@ -49,7 +49,7 @@ pub(super) fn given_value(
         Op::State(o) => (&o.name, &o.fact),
         _ => return Ok(None),
     };
-    let tensor = given.get(name).ok_or_else(|| EvaluateError::Missing { name: name.clone() })?;
+    let tensor = feeds.get(name).ok_or_else(|| EvaluateError::Missing { name: name.clone() })?;
     if fact.dtype != tensor.dtype() || fact.concrete().as_deref() != Some(tensor.shape()) {
         return Err(EvaluateError::Given {
             name: name.clone(),

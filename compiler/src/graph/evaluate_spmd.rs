@@ -1,7 +1,7 @@
 //! Evaluates an SPMD graph on all devices of a tensor-parallel group with the reference kernels: the oracle for sharded
 //! execution.
 
-use crate::graph::evaluate::{EvaluateError, given_value, run};
+use crate::graph::evaluate::{EvaluateError, feed_value, run};
 use crate::graph::{Graph, order};
 use crate::op::Value;
 use crate::op::collective::meet;
@@ -11,21 +11,21 @@ use std::collections::{BTreeMap, HashMap};
 /// Computes every value on every device from each device's shards of the inputs, parameters and states, by name.
 pub fn evaluate(
     graph: &Graph,
-    given: &[BTreeMap<String, Tensor>],
+    feeds: &[BTreeMap<String, Tensor>],
 ) -> Result<Vec<HashMap<Value, Tensor>>, EvaluateError> {
-    let mut devices: Vec<HashMap<Value, Tensor>> = vec![HashMap::new(); given.len()];
+    let mut devices: Vec<HashMap<Value, Tensor>> = vec![HashMap::new(); feeds.len()];
     for id in order::canonical(graph) {
         let mut inputs: Vec<Vec<Tensor>> =
             devices.iter().map(|values| graph.inputs(id).iter().map(|v| values[v].clone()).collect()).collect();
         let first: Option<Vec<Tensor>> = inputs.iter().map(|inputs| inputs.first().cloned()).collect();
-        if let Some(met) = first.and_then(|parts| meet(&graph.node(id).op, &parts)) {
-            for (values, tensor) in devices.iter_mut().zip(met) {
+        if let Some(collective) = first.and_then(|parts| meet(&graph.node(id).op, &parts)) {
+            for (values, tensor) in devices.iter_mut().zip(collective) {
                 values.insert(Value { node: id, output: 0 }, tensor);
             }
             continue;
         }
-        for ((values, given), inputs) in devices.iter_mut().zip(given).zip(inputs.drain(..)) {
-            let outputs = match given_value(graph, id, given)? {
+        for ((values, feeds), inputs) in devices.iter_mut().zip(feeds).zip(inputs.drain(..)) {
+            let outputs = match feed_value(graph, id, feeds)? {
                 Some(tensor) => vec![tensor],
                 None => run(graph, id, &inputs)?,
             };

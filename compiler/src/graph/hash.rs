@@ -9,10 +9,10 @@ use std::fmt::Write;
 /// SHA-256 in hexadecimal. Equal graphs have equal hashes; origins do not matter.
 pub fn hash(graph: &Graph) -> String {
     let order = order::canonical(graph);
-    let place: HashMap<_, _> = order.iter().enumerate().map(|(i, id)| (*id, i)).collect();
+    let position_of: HashMap<_, _> = order.iter().enumerate().map(|(i, id)| (*id, i)).collect();
     let mut sha = Sha256::new();
     let mut line = String::new();
-    let mut put = |text: &mut String| {
+    let mut flush = |text: &mut String| {
         sha.update(text.as_bytes());
         text.clear();
     };
@@ -20,22 +20,22 @@ pub fn hash(graph: &Graph) -> String {
         let node = graph.node(*id);
         let _ = write!(line, "{} {}", rule(&node.op).name(), serde_json::Value::Object(attributes(&node.op)));
         for v in graph.inputs(*id) {
-            let _ = write!(line, " {}#{}", place[&v.node], v.output);
+            let _ = write!(line, " {}#{}", position_of[&v.node], v.output);
         }
         for fact in &node.facts {
             let _ = write!(line, " : {fact}");
         }
         line.push('\n');
-        put(&mut line);
+        flush(&mut line);
     }
     for o in &graph.outputs {
-        let _ = writeln!(line, "output {:?} {}#{}", o.name, place[&o.value.node], o.value.output);
+        let _ = writeln!(line, "output {:?} {}#{}", o.name, position_of[&o.value.node], o.value.output);
     }
     for a in &graph.averages {
-        let (state, sample) = (place[&a.state], place[&a.sample.node]);
+        let (state, sample) = (position_of[&a.state], position_of[&a.sample.node]);
         let _ = writeln!(line, "average {state} {sample}#{} {}", a.sample.output, a.keep);
     }
-    put(&mut line);
+    flush(&mut line);
     digits(&sha.finalize())
 }
 

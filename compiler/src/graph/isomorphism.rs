@@ -24,8 +24,8 @@ pub fn difference(a: &Graph, b: &Graph) -> Option<String> {
         if x.name != y.name {
             return Some(format!("result `{}`, expected `{}`", x.name, y.name));
         }
-        if let Some(found) = walk.pair(x.value, y.value) {
-            return Some(found);
+        if let Some(difference) = walk.pair(x.value, y.value) {
+            return Some(difference);
         }
     }
     for (x, y) in a.averages.iter().zip(&b.averages) {
@@ -33,8 +33,8 @@ pub fn difference(a: &Graph, b: &Graph) -> Option<String> {
         if x.keep != y.keep {
             return Some(format!("a running average keeps {}, expected {}", x.keep, y.keep));
         }
-        if let Some(found) = walk.pair(state_x, state_y).or_else(|| walk.pair(x.sample, y.sample)) {
-            return Some(found);
+        if let Some(difference) = walk.pair(state_x, state_y).or_else(|| walk.pair(x.sample, y.sample)) {
+            return Some(difference);
         }
     }
     walk.run()
@@ -50,9 +50,9 @@ struct Walk<'a> {
 
 impl Walk<'_> {
     fn pair(&mut self, x: Value, y: Value) -> Option<String> {
-        let named = |g: &Graph, v: Value| format!("%{}#{}", g.node(v.node).name, v.output);
+        let describe = |g: &Graph, v: Value| format!("%{}#{}", g.node(v.node).name, v.output);
         if x.output != y.output {
-            return Some(format!("{}, against {}", named(self.a, x), named(self.b, y)));
+            return Some(format!("{}, against {}", describe(self.a, x), describe(self.b, y)));
         }
         match (self.forward.get(&x.node), self.backward.get(&y.node)) {
             (None, None) => {
@@ -62,7 +62,7 @@ impl Walk<'_> {
                 None
             }
             (Some(to), Some(from)) if *to == y.node && *from == x.node => None,
-            _ => Some(format!("{} and {} are in different positions", named(self.a, x), named(self.b, y))),
+            _ => Some(format!("{} and {} are in different positions", describe(self.a, x), describe(self.b, y))),
         }
     }
 
@@ -77,8 +77,8 @@ impl Walk<'_> {
                 return Some(format!("%{} has {} inputs, %{} has {}", nx.name, ix.len(), ny.name, iy.len()));
             }
             for (vx, vy) in ix.into_iter().zip(iy) {
-                if let Some(found) = self.pair(vx, vy) {
-                    return Some(found);
+                if let Some(difference) = self.pair(vx, vy) {
+                    return Some(difference);
                 }
             }
         }

@@ -10,17 +10,18 @@ use std::collections::{BinaryHeap, HashMap, HashSet};
 
 /// All nodes in canonical topological order. Nodes on or after a cycle are missing; [`super::verify`] reports cycles.
 pub fn canonical(graph: &Graph) -> Vec<NodeId> {
-    let mut waiting: HashMap<NodeId, usize> = graph.ids().map(|id| (id, distinct_producers(graph, id))).collect();
+    let mut missing_inputs: HashMap<NodeId, usize> =
+        graph.ids().map(|id| (id, distinct_producers(graph, id))).collect();
     let key = |id: NodeId| Reverse((graph.op_of(id), id));
     let mut ready: BinaryHeap<Reverse<(NodeId, NodeId)>> =
-        waiting.iter().filter(|(_, n)| **n == 0).map(|(id, _)| key(*id)).collect();
+        missing_inputs.iter().filter(|(_, n)| **n == 0).map(|(id, _)| key(*id)).collect();
     let mut order = Vec::with_capacity(graph.len());
     while let Some(Reverse((_, id))) = ready.pop() {
         order.push(id);
         for next in graph.successors(id) {
-            let left = waiting.get_mut(&next).expect("successors are nodes of the graph");
-            *left -= 1;
-            if *left == 0 {
+            let count = missing_inputs.get_mut(&next).expect("successors are nodes of the graph");
+            *count -= 1;
+            if *count == 0 {
                 ready.push(key(next));
             }
         }
@@ -45,13 +46,13 @@ pub fn numbered(graph: &Graph) -> Vec<NodeId> {
 /// The nodes that depend on an input, parameter or state, in canonical order. These sources and constant expressions
 /// are left out; every stage has copies of those it needs.
 pub fn executed(graph: &Graph) -> Vec<NodeId> {
-    let mut moving: HashSet<NodeId> = HashSet::new();
+    let mut non_constant: HashSet<NodeId> = HashSet::new();
     let mut nodes = Vec::new();
     for id in canonical(graph) {
         if matches!(graph.node(id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_)) {
-            moving.insert(id);
-        } else if graph.inputs(id).iter().any(|v| moving.contains(&v.node)) {
-            moving.insert(id);
+            non_constant.insert(id);
+        } else if graph.inputs(id).iter().any(|v| non_constant.contains(&v.node)) {
+            non_constant.insert(id);
             nodes.push(id);
         }
     }

@@ -77,15 +77,15 @@ fn quote(text: &str) -> String {
 pub fn parse(text: &str) -> Result<Graph, ParseError> {
     let mut graph = Graph::default();
     let mut names: HashMap<String, NodeId> = HashMap::new();
-    let mut closed = false;
+    let mut is_closed = false;
     for (at, line) in text.lines().enumerate() {
-        let wrong = |fault: String| ParseError { line: at + 1, fault };
+        let error = |fault: String| ParseError { line: at + 1, fault };
         let mut words = Words { rest: line.trim() };
         if words.rest.is_empty() {
             continue;
         }
-        if closed {
-            return Err(wrong("text after the closing brace".into()));
+        if is_closed {
+            return Err(error("text after the closing brace".into()));
         }
         let result = if words.rest.starts_with('%') {
             node(&mut words, &mut graph, &mut names)
@@ -95,15 +95,15 @@ pub fn parse(text: &str) -> Result<Graph, ParseError> {
                 "output" => output(&mut words, &mut graph, &names),
                 "average" => average(&mut words, &mut graph, &names),
                 "}" => {
-                    closed = true;
+                    is_closed = true;
                     Ok(())
                 }
                 other => Err(format!("expected a node, `output`, `average` or `}}`, found `{other}`")),
             }
         };
-        result.map_err(wrong)?;
+        result.map_err(error)?;
     }
-    if closed {
+    if is_closed {
         Ok(graph)
     } else {
         Err(ParseError { line: text.lines().count(), fault: "the graph has no end".into() })
@@ -127,13 +127,13 @@ fn node(words: &mut Words<'_>, graph: &mut Graph, names: &mut HashMap<String, No
         words.rest = &words.rest[at + 1..];
         fields.insert(key, words.json()?);
     }
-    let written = words.facts();
+    let declared = words.facts();
     let origin = Origin { source: words.after("from")?, module: words.after("in")? };
     let op = parse_op(&op_name, fields).map_err(|e| format!("`{op_name}`: {e}"))?;
     let id = graph.add(op, &inputs, &origin).map_err(|e| e.to_string())?;
     let inferred = graph.node(id).facts.iter().map(Fact::to_string).collect::<Vec<_>>().join(", ");
-    if inferred != written {
-        return Err(format!("`%{name}` is declared as {written}, but its op computes {inferred}"));
+    if inferred != declared {
+        return Err(format!("`%{name}` is declared as {declared}, but its op computes {inferred}"));
     }
     graph.node_mut(id).name.clone_from(&name);
     if names.insert(name.clone(), id).is_some() {
@@ -159,10 +159,10 @@ fn average(words: &mut Words<'_>, graph: &mut Graph, names: &HashMap<String, Nod
 
 fn value(word: &str, names: &HashMap<String, NodeId>) -> Result<Value, String> {
     let unknown = || format!("unknown word `{word}`");
-    let bare = word.strip_prefix('%').ok_or_else(unknown)?;
-    let (name, output) = match bare.split_once('#') {
+    let reference = word.strip_prefix('%').ok_or_else(unknown)?;
+    let (name, output) = match reference.split_once('#') {
         Some((name, k)) => (name, k.parse().map_err(|_| unknown())?),
-        None => (bare, 0),
+        None => (reference, 0),
     };
     Ok(Value { node: *names.get(name).ok_or_else(unknown)?, output })
 }

@@ -35,9 +35,9 @@ pub enum VerifyError {
 pub fn verify(graph: &Graph) -> Result<(), VerifyError> {
     let order = order::canonical(graph);
     if order.len() != graph.len() {
-        let placed: HashSet<_> = order.into_iter().collect();
-        let stuck = graph.ids().find(|id| !placed.contains(id)).expect("some node is not placed");
-        return Err(VerifyError::Cycle { node: graph.node(stuck).name.clone() });
+        let ordered: HashSet<_> = order.into_iter().collect();
+        let in_cycle = graph.ids().find(|id| !ordered.contains(id)).expect("some node is not placed");
+        return Err(VerifyError::Cycle { node: graph.node(in_cycle).name.clone() });
     }
     let mut names = HashSet::new();
     for id in order {
@@ -78,10 +78,10 @@ pub fn verify(graph: &Graph) -> Result<(), VerifyError> {
         }
     }
     for average in &graph.averages {
-        let fits = graph.contains(average.state)
+        let is_consistent = graph.contains(average.state)
             && exists(average.sample)
             && matches!(&graph.node(average.state).op, Op::State(s) if s.fact == *graph.fact(average.sample));
-        if !fits {
+        if !is_consistent {
             return Err(VerifyError::Average { node: format!("node {}", average.state.0) });
         }
     }

@@ -54,27 +54,29 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
     let forward = Run::new(device, &attribution.forward, &attribution.saved);
     let backward = attribution.backward.as_ref().map(|graph| Run::new(device, graph, &HashSet::new()));
     let sum = |run: Option<&Run<'_>>, nodes: &[NodeId]| -> (f64, f64) {
-        let each = nodes.iter().filter_map(|id| run.map(|run| (run, *id)));
-        each.fold((0.0, 0.0), |(time, flops), (run, id)| {
+        let runs = nodes.iter().filter_map(|id| run.map(|run| (run, *id)));
+        runs.fold((0.0, 0.0), |(time, flops), (run, id)| {
             let cost = node_cost(run.graph, id);
             (time + run.node_us(id, cost), flops + cost.flops)
         })
     };
     // Steps work on gradient sums, which may be wider than the weights.
-    let mut stepped = vec![0u64; costs.ops.len()];
+    let mut step_bytes = vec![0u64; costs.ops.len()];
     for param in &costs.params {
         if let Some(first) = param.users.first() {
-            stepped[first.index()] += param.sum_bytes;
+            step_bytes[first.index()] += param.sum_bytes;
         }
     }
     let ops = costs.ops.into_iter().enumerate().map(|(i, op)| {
         let (fwd_us, flops) = sum(Some(&forward), &attribution.forward_nodes[i]);
         let nodes = &attribution.backward_nodes[i];
         let (bwd_us, _) = sum(backward.as_ref(), nodes);
-        let second: Vec<NodeId> = nodes.iter().copied().filter(|id| attribution.second.contains(id)).collect();
-        let (weight_grad_us, _) = sum(backward.as_ref(), &second);
-        let batched =
-            backward.as_ref().map_or(0, |run| second.iter().filter_map(|id| batched_grad_bytes(run.graph, *id)).sum());
+        let weight_grad_nodes: Vec<NodeId> =
+            nodes.iter().copied().filter(|id| attribution.second.contains(id)).collect();
+        let (weight_grad_us, _) = sum(backward.as_ref(), &weight_grad_nodes);
+        let batched = backward
+            .as_ref()
+            .map_or(0, |run| weight_grad_nodes.iter().filter_map(|id| batched_grad_bytes(run.graph, *id)).sum());
         OpProfile {
             id: op.id,
             name: op.name,
@@ -83,7 +85,7 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
             fwd_us: picoseconds(fwd_us),
             bwd_us: picoseconds(bwd_us),
             weight_grad_us: Some(picoseconds(weight_grad_us)),
-            update_us: (stepped[i] > 0).then(|| picoseconds(update_us(device, stepped[i]))),
+            update_us: (step_bytes[i] > 0).then(|| picoseconds(update_us(device, step_bytes[i]))),
             spread: 0.0,
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,
@@ -152,8 +154,8 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn new<'a>(device: &'a Device, graph: &'a Graph, kept: &HashSet<Value>) -> Run<'a> {
-        let fused = device.multiprocessors.map(|_| traffic(graph, kept));
+    fn new<'a>(device: &'a Device, graph: &'a Graph, saved: &HashSet<Value>) -> Run<'a> {
+        let fused = device.multiprocessors.map(|_| traffic(graph, saved));
         Run { device, graph, fused }
     }
 
@@ -181,7 +183,7 @@ fn execution_us(device: &Device, op: &Op, inputs: &[&Fact], outputs: &[Fact], co
     let facts = inputs.iter().copied().chain(outputs);
     let dtype = facts.map(|fact| fact.dtype).find(|d| d.is_float()).unwrap_or(DType::F32);
     let memory = cost.bytes / (STREAMING * device.memory_bandwidth.0);
-    if !contracts(op) {
+    if !is_contraction(op) {
         // Matrix units only do contractions; other arithmetic on narrower types runs in f32.
         let peak = if dtype == DType::F64 { device.peak_flops.f64 } else { device.peak_flops.f32 };
         return (cost.flops / (ELEMENTWISE * peak)).max(memory) * 1e6;
@@ -197,7 +199,7 @@ fn execution_us(device: &Device, op: &Op, inputs: &[&Fact], outputs: &[Fact], co
 }
 
 /// Ops whose arithmetic is mostly matrix products.
-fn contracts(op: &Op) -> bool {
+fn is_contraction(op: &Op) -> bool {
     matches!(
         op,
         Op::MatMul(_)

@@ -39,11 +39,11 @@ const STEPS: usize = 16;
 
 /// Replaces every attention.
 pub fn attention(graph: &mut Graph) -> Changed {
-    let mut pass = Pass { functions: IndexFunctions::default(), trained: trained(graph) };
+    let mut pass = Pass { functions: IndexFunctions::default(), trainable: trainable(graph) };
     let mut changed = false;
     for id in order::canonical(graph) {
         if let Op::MatMul(product) = graph.node(id).op
-            && let Some(found) = pass.found(graph, id, product)
+            && let Some(found) = pass.match_product(graph, id, product)
         {
             changed |= pass.write(graph, id, found).is_some();
         }
@@ -52,21 +52,21 @@ pub fn attention(graph: &mut Graph) -> Changed {
 }
 
 /// Nodes whose outputs have a gradient in training.
-fn trained(graph: &Graph) -> HashSet<NodeId> {
-    let mut trained = HashSet::new();
+fn trainable(graph: &Graph) -> HashSet<NodeId> {
+    let mut trainable = HashSet::new();
     for id in order::canonical(graph) {
         let node = graph.node(id);
-        let follows = graph.inputs(id).iter().any(|v| trained.contains(&v.node) && graph.fact(*v).dtype.is_float());
+        let follows = graph.inputs(id).iter().any(|v| trainable.contains(&v.node) && graph.fact(*v).dtype.is_float());
         if matches!(node.op, Op::Parameter(_)) || follows && !matches!(node.op, Op::StopGradient(_)) {
-            trained.insert(id);
+            trainable.insert(id);
         }
     }
-    trained
+    trainable
 }
 
 struct Pass {
     functions: IndexFunctions,
-    trained: HashSet<NodeId>,
+    trainable: HashSet<NodeId>,
 }
 
 /// What is added to the scores, or replaces them.
@@ -130,7 +130,7 @@ enum FoundMask {
 }
 
 impl Pass {
-    fn found(&mut self, graph: &Graph, id: NodeId, product: MatMul) -> Option<Found> {
+    fn match_product(&mut self, graph: &Graph, id: NodeId, product: MatMul) -> Option<Found> {
         let [weights, value] = graph.inputs(id)[..] else { return None };
         if product.transpose_a {
             return None;
@@ -169,13 +169,13 @@ impl Pass {
     fn weights(&mut self, graph: &Graph, mut value: Value) -> Option<Weights> {
         let (mut dropout, mut zeroed, mut tested) = (None, None, None);
         // The nodes of a test of the softmax for NaN.
-        let mut asked: [NodeId; 3] = [value.node; 3];
+        let mut nan_test: [NodeId; 3] = [value.node; 3];
         for _ in 0..STEPS {
             let node = graph.node(value.node);
             let inputs = graph.inputs(value.node);
             if let Op::Softmax(Softmax { axis }) = node.op {
-                let is_asked = graph.successors(value.node).iter().all(|reader| asked.contains(reader));
-                let is_read_here = !is_result(graph, value) && (is_asked || graph.consumers(value).len() == 1);
+                let is_test_read = graph.successors(value.node).iter().all(|reader| nan_test.contains(reader));
+                let is_read_here = !is_result(graph, value) && (is_test_read || graph.consumers(value).len() == 1);
                 let test = match tested {
                     Some((scores, test)) => (scores == inputs[0]).then_some(Some(test))?,
                     None => None,
@@ -195,7 +195,7 @@ impl Pass {
                 Op::Reshape(_) if operand::keeps_matrices(graph, inputs[0], value) => inputs[0],
                 Op::Select(_) if zeroed.is_none() => {
                     let is_zero = |pass: &mut Pass, v: Value| pass.functions.number(graph, v) == Some(0.0);
-                    let (rest, hidden) = if is_zero(self, inputs[1]) {
+                    let (operand, hidden) = if is_zero(self, inputs[1]) {
                         (inputs[2], true)
                     } else if is_zero(self, inputs[2]) {
                         (inputs[1], false)
@@ -203,15 +203,15 @@ impl Pass {
                         return None;
                     };
                     zeroed = Some(Zeroed::Where { condition: inputs[0], hidden });
-                    if let Some((nodes, is_nan)) = empty_row::nan_test(graph, inputs[0], rest) {
-                        asked = [nodes[0], nodes[1], value.node];
+                    if let Some((nodes, is_nan)) = empty_row::nan_test(graph, inputs[0], operand) {
+                        nan_test = [nodes[0], nodes[1], value.node];
                         zeroed = (is_nan == hidden).then_some(Zeroed::Empty);
                     } else if let Some((scores, test)) = empty_row::of_all(graph, &mut self.functions, inputs[0]) {
                         tested = Some((scores, test));
                         zeroed = hidden.then_some(Zeroed::Empty);
                     }
                     zeroed?;
-                    rest
+                    operand
                 }
                 _ => return None,
             };
@@ -220,10 +220,10 @@ impl Pass {
     }
 
     /// Follows the input of a softmax back to the product of queries and keys.
-    fn scores(&mut self, graph: &Graph, mut value: Value, mut at: Scores) -> Option<Scores> {
+    fn scores(&mut self, graph: &Graph, mut value: Value, mut state: Scores) -> Option<Scores> {
         loop {
-            at.steps = at.steps.checked_sub(1)?;
-            let test = at.test.take();
+            state.steps = state.steps.checked_sub(1)?;
+            let test = state.test.take();
             let readers = graph.consumers(value).into_iter().filter(|(reader, _)| Some(*reader) != test).count();
             if readers != 1 || is_result(graph, value) {
                 return None;
@@ -233,69 +233,70 @@ impl Pass {
             let number = |pass: &mut Pass, v: Value| pass.functions.number(graph, v);
             value = match op {
                 Op::MatMul(_) => {
-                    at.product = value.node;
-                    return Some(at);
+                    state.product = value.node;
+                    return Some(state);
                 }
                 Op::Cast(_) if graph.fact(inputs[0]).dtype.is_float() => inputs[0],
                 Op::Reshape(_) if operand::keeps_matrices(graph, inputs[0], value) => {
                     // Masks before the reshape have other leading axes.
-                    let mut inner = at.clone();
+                    let mut inner = state.clone();
                     inner.masks.clear();
                     let mut inner = self.scores(graph, inputs[0], inner)?;
-                    if inner.masks.iter().any(|mask| !has_plain_lead(graph, *mask)) || inner.cleared != at.cleared {
+                    if inner.masks.iter().any(|mask| !has_plain_lead(graph, *mask)) || inner.cleared != state.cleared {
                         return None;
                     }
-                    at.masks.append(&mut inner.masks);
-                    return Some(Scores { masks: at.masks, ..inner });
+                    state.masks.append(&mut inner.masks);
+                    return Some(Scores { masks: state.masks, ..inner });
                 }
                 Op::Binary(Binary::Mul) => {
-                    let (factor, rest) = match (number(self, inputs[0]), number(self, inputs[1])) {
+                    let (factor, operand) = match (number(self, inputs[0]), number(self, inputs[1])) {
                         (_, Some(factor)) => (factor, inputs[0]),
                         (Some(factor), None) => (factor, inputs[1]),
                         (None, None) => return None,
                     };
-                    at.factor *= factor;
-                    rest
+                    state.factor *= factor;
+                    operand
                 }
                 Op::Binary(Binary::Div) => {
-                    at.factor /= number(self, inputs[1])?;
+                    state.factor /= number(self, inputs[1])?;
                     inputs[0]
                 }
                 Op::Binary(Binary::Add) => {
                     // The mask is the operand that is no product.
                     for (scores, mask) in [(inputs[0], inputs[1]), (inputs[1], inputs[0])] {
-                        let mut inner = at.clone();
-                        if graph.fact(scores) != fact || self.trained.contains(&mask.node) {
+                        let mut inner = state.clone();
+                        if graph.fact(scores) != fact || self.trainable.contains(&mask.node) {
                             continue;
                         }
-                        self.add(graph, mask, &mut inner.masks, at.factor)?;
-                        if let Some(found) = self.scores(graph, scores, inner) {
-                            return Some(found);
+                        self.add(graph, mask, &mut inner.masks, state.factor)?;
+                        if let Some(inner) = self.scores(graph, scores, inner) {
+                            return Some(inner);
                         }
                     }
                     return None;
                 }
                 Op::Select(_) => {
                     let [condition, yes, no] = inputs[..] else { return None };
-                    let (rest, fill, hidden) = match (number(self, yes), number(self, no)) {
+                    let (operand, fill, hidden) = match (number(self, yes), number(self, no)) {
                         (_, Some(fill)) => (yes, fill, false),
                         (Some(fill), None) => (no, fill, true),
                         (None, None) => return None,
                     };
-                    if graph.fact(rest) != fact {
+                    if graph.fact(operand) != fact {
                         return None;
                     }
-                    if fill == 0.0 && hidden && at.masks.is_empty() && at.cleared.is_none() && at.factor == 1.0 {
-                        at.cleared = Some(condition);
+                    if fill == 0.0 && hidden && state.masks.is_empty() && state.cleared.is_none() && state.factor == 1.0
+                    {
+                        state.cleared = Some(condition);
                     } else {
                         // A positive factor after the mask keeps hidden scores hidden.
-                        let fill = fill * at.factor;
-                        if at.factor <= 0.0 || fill > least(fact.dtype) {
+                        let fill = fill * state.factor;
+                        if state.factor <= 0.0 || fill > least(fact.dtype) {
                             return None;
                         }
-                        at.masks.push(Mask::Where { condition, hidden, fill });
+                        state.masks.push(Mask::Where { condition, hidden, fill });
                     }
-                    rest
+                    operand
                 }
                 _ => return None,
             };
@@ -359,11 +360,11 @@ impl Pass {
         let conditions = fills.count();
         let empty = match weights.zeroed {
             Some(zeroed) => {
-                let fits = match zeroed {
+                let is_consistent = match zeroed {
                     Zeroed::Empty => is_endless && scores.cleared.is_none(),
                     Zeroed::Where { condition, hidden } => match (&masks[..], scores.cleared) {
-                        (&[Mask::Where { condition: own, hidden: sense, .. }], None) if !causal => {
-                            own == condition && sense == hidden
+                        (&[Mask::Where { condition: mask_condition, hidden: mask_hidden, .. }], None) if !causal => {
+                            mask_condition == condition && mask_hidden == hidden
                         }
                         (_, Some(cleared)) => {
                             hidden && cleared == condition && self.is_of_empty_rows(graph, condition, &scores.masks)
@@ -371,7 +372,7 @@ impl Pass {
                         _ => false,
                     },
                 };
-                fits.then_some(EmptyRow::Zero)?
+                is_consistent.then_some(EmptyRow::Zero)?
             }
             None if scores.cleared.is_some() => return None,
             None if is_endless => EmptyRow::Nan,
@@ -412,10 +413,10 @@ impl Pass {
     fn is_of_empty_rows(&mut self, graph: &Graph, condition: Value, masks: &[Mask]) -> bool {
         let Some(bias) = empty_row::of_maximum(graph, &mut self.functions, condition) else { return false };
         let mut terms = Vec::new();
-        let same = |(a, b): (&Mask, &Mask)| matches!((a, b), (Mask::Add(a), Mask::Add(b)) if a == b);
+        let is_same = |(a, b): (&Mask, &Mask)| matches!((a, b), (Mask::Add(a), Mask::Add(b)) if a == b);
         self.add(graph, bias, &mut terms, 1.0).is_some()
             && terms.len() == masks.len()
-            && terms.iter().zip(masks).all(same)
+            && terms.iter().zip(masks).all(is_same)
     }
 
     /// Adds the op in place of the last product. `None` if the shapes do not fit after all.
@@ -451,9 +452,9 @@ impl Pass {
             let op = Op::Reshape(Reshape { shape: fact.shape.clone() });
             y = Value { node: out.graph.add(op, &[y], &out.origin).ok()?, output: 0 };
         }
-        let is_trained = self.trained.contains(&id);
+        let is_trained = self.trainable.contains(&id);
         if is_trained {
-            self.trained.extend([node, y.node]);
+            self.trainable.extend([node, y.node]);
         }
         graph.replace_uses(Value { node: id, output: 0 }, y);
         Some(())

@@ -108,52 +108,52 @@ pub fn tagged(graph: &Graph, training: Training) -> Result<Tagged, AttributionEr
     if ops.is_empty() {
         return Err(AttributionError::Empty);
     }
-    let mut whole = graph.clone();
+    let mut tagged = graph.clone();
     let mut seeded = None;
     match training {
         Training::No => {}
         Training::Loss(loss, axis) => {
-            attach(&mut whole, loss, axis)?;
+            attach(&mut tagged, loss, axis)?;
         }
         Training::Gradient => {
             // A reader in a later stage sends the gradient, whatever the loss will be.
             seeded = seeded_output(graph, &ops).map(|value| {
-                let reader = whole.add(Op::Unary(Unary::Neg), &[value], &Origin::default());
+                let reader = tagged.add(Op::Unary(Unary::Neg), &[value], &Origin::default());
                 (value, reader.expect("every float can be negated"))
             });
         }
     }
-    tag(&mut whole, &ops);
-    Ok(Tagged { graph: whole, ops, seeded })
+    tag(&mut tagged, &ops);
+    Ok(Tagged { graph: tagged, ops, seeded })
 }
 
 /// Attributes a graph of fixed sizes that has no loss yet.
 pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, AttributionError> {
-    let Tagged { graph: whole, ops, seeded } = tagged(graph, training)?;
-    let mut place: HashMap<NodeId, usize> = HashMap::new();
-    let mut arriving = ReceivedGradients::new();
+    let Tagged { graph: tagged, ops, seeded } = tagged(graph, training)?;
+    let mut stage_of: HashMap<NodeId, usize> = HashMap::new();
+    let mut received = ReceivedGradients::new();
     if let Some((value, reader)) = seeded {
-        place.insert(reader, 1);
-        arriving.insert((value, 1, 0));
+        stage_of.insert(reader, 1);
+        received.insert((value, 1, 0));
     }
-    let stages = 1 + place.len();
-    for id in order::executed(&whole) {
-        place.entry(id).or_insert(0);
+    let stages = 1 + stage_of.len();
+    for id in order::executed(&tagged) {
+        stage_of.entry(id).or_insert(0);
     }
-    let mut fragment = fragments(&whole, &place, stages)?.swap_remove(0);
+    let mut fragment = fragments(&tagged, &stage_of, stages)?.swap_remove(0);
     pipeline::forward(&mut fragment)?;
-    let scalar = match training {
+    let loss = match training {
         Training::Loss(..) => loss_of(&fragment),
         _ => None,
     };
-    let trains = scalar.is_some() || !arriving.is_empty();
-    let made = if trains {
-        Some(backward(&fragment, scalar, &arriving).map_err(Box::new).map_err(AttributionError::Backward)?)
+    let is_training = loss.is_some() || !received.is_empty();
+    let backward = if is_training {
+        Some(backward(&fragment, loss, &received).map_err(Box::new).map_err(AttributionError::Backward)?)
     } else {
         None
     };
     let leaders = leaders(graph, &ops);
-    let mut attribution = of_stage(fragment, made, ops, seeded.map(|(value, _)| value), &leaders, [None, None]);
+    let mut attribution = of_stage(fragment, backward, ops, seeded.map(|(value, _)| value), &leaders, [None, None]);
     if !matches!(training, Training::Loss(..)) {
         // In this case the input with the reserved name belongs to the model.
         attribution.target_bytes.fill(0);
@@ -167,47 +167,48 @@ pub fn loss_of(fragment: &Fragment) -> Option<Value> {
 }
 
 /// Attributes the forward and backward of one stage, whose nodes are tagged with the numbers of `ops`. Nodes of other
-/// ops cost nothing. With `passages`, both runs are parts of longer ones, and tensors alive across the boundary count.
+/// ops cost nothing. With `arenas`, both runs are parts of longer ones, and tensors alive across the boundary count.
 pub fn of_stage(
     fragment: Fragment,
-    made: Option<Backward>,
+    backward: Option<Backward>,
     ops: Vec<NodeId>,
     seeded: Option<Value>,
     leaders: &[Option<usize>],
-    passages: [Option<&SharedArena>; 2],
+    arenas: [Option<&SharedArena>; 2],
 ) -> Attribution {
     let forward_order = order::canonical(&fragment.graph);
     let forward_owners = owners(&fragment.graph, &forward_order);
     let forward_nodes = by_owner(&fragment.graph, &forward_order, &forward_owners, ops.len());
     let target_bytes = targets_by_owner(&fragment.graph, &forward_owners, ops.len());
-    let saved: Vec<Value> = made.iter().flat_map(|b| &b.reads).filter_map(|(_, read)| saved_value(read)).collect();
+    let saved: Vec<Value> = backward.iter().flat_map(|b| &b.reads).filter_map(|(_, read)| saved_value(read)).collect();
     let saved_bytes = saved_by_owner(&fragment, &forward_owners, &saved, ops.len());
-    let kept: HashSet<Value> = saved.iter().copied().collect();
-    let backward_order = made.as_ref().map(|made| order::canonical(&made.graph)).unwrap_or_default();
-    let backward_owners = made.as_ref().map(|made| owners(&made.graph, &backward_order)).unwrap_or_default();
-    let mut alive = PeakBytes(vec![Live::default(); ops.len()]);
-    let none = HashSet::new();
+    let saved_set: HashSet<Value> = saved.iter().copied().collect();
+    let backward_order = backward.as_ref().map(|backward| order::canonical(&backward.graph)).unwrap_or_default();
+    let backward_owners =
+        backward.as_ref().map(|backward| owners(&backward.graph, &backward_order)).unwrap_or_default();
+    let mut peaks = PeakBytes(vec![Live::default(); ops.len()]);
+    let empty = HashSet::new();
     // A run within a longer one is never cut.
-    let group = |(op, leader): (usize, &Option<usize>)| if passages[0].is_some() { 0 } else { leader.unwrap_or(op) };
+    let group = |(op, leader): (usize, &Option<usize>)| if arenas[0].is_some() { 0 } else { leader.unwrap_or(op) };
     let groups: Vec<usize> = leaders.iter().enumerate().map(group).collect();
-    let (groups, passage) = (&groups[..], passages[0]);
+    let (groups, arena) = (&groups[..], arenas[0]);
     let (graph, order, owners) = (&fragment.graph, &forward_order, &forward_owners);
-    let run = Run { graph, order, owners, groups, passage, is_forward: true };
-    let mut chains = [alive.look(&run, [&kept, &none], &[false, true]), Chains::default()];
+    let run = Run { graph, order, owners, groups, arena, is_forward: true };
+    let mut chains = [peaks.look(&run, [&saved_set, &empty], &[false, true]), Chains::default()];
     let mut backward_nodes = vec![Vec::new(); ops.len()];
     let mut second = HashSet::new();
     let [mut between_bytes, mut arriving_bytes] = [vec![0; ops.len()], vec![0; ops.len()]];
-    let mut in_one = HashSet::new();
-    if let Some(made) = &made {
-        backward_nodes = by_owner(&made.graph, &backward_order, &backward_owners, ops.len());
-        let added = accumulated_in_place(&made.graph, &summed(made, &|_| false));
-        let (graph, order, owners, passage) = (&made.graph, &backward_order, &backward_owners, passages[1]);
-        let whole = Run { graph, order, owners, groups, passage, is_forward: false };
-        chains[1] = alive.look(&whole, [&none, &added], &[false]);
-        in_one = read_as_made(made, owners);
-        let halves = halves::halves(made, leaders);
+    let mut joint = HashSet::new();
+    if let Some(backward) = &backward {
+        backward_nodes = by_owner(&backward.graph, &backward_order, &backward_owners, ops.len());
+        let accumulated = accumulated_in_place(&backward.graph, &summed(backward, &|_| false));
+        let (graph, order, owners, arena) = (&backward.graph, &backward_order, &backward_owners, arenas[1]);
+        let backward_run = Run { graph, order, owners, groups, arena, is_forward: false };
+        chains[1] = peaks.look(&backward_run, [&empty, &accumulated], &[false]);
+        joint = read_as_made(backward, owners);
+        let halves = halves::halves(backward, leaders);
         let in_halves: Vec<NodeId> = halves.in_order(&backward_order);
-        alive.look(&Run { order: &in_halves, ..whole }, [&halves.between, &added], &[true]);
+        peaks.look(&Run { order: &in_halves, ..backward_run }, [&halves.between, &accumulated], &[true]);
         second = halves.second;
         [between_bytes, arriving_bytes] = halves.bytes;
     }
@@ -215,30 +216,30 @@ pub fn of_stage(
         ops,
         seeded,
         forward: fragment.graph,
-        backward: made.map(|made| made.graph),
+        backward: backward.map(|backward| backward.graph),
         forward_nodes,
         backward_nodes,
         second,
         chains,
         target_bytes,
-        saved: kept,
+        saved: saved_set,
         saved_bytes,
-        live: alive.0,
+        live: peaks.0,
         between_bytes,
         arriving_bytes,
-        read_as_made: in_one,
+        read_as_made: joint,
     }
 }
 
 /// Ops with a node that reads parameters and computes parameter gradients.
-fn read_as_made(made: &Backward, owners: &HashMap<NodeId, usize>) -> HashSet<usize> {
-    let graph = &made.graph;
-    let of = |made: &Made| matches!(made, Made::Parameter(_));
-    let gradients = made.output_roles.iter().zip(&graph.outputs).filter(|(made, _)| of(made));
-    let makers: HashSet<NodeId> = gradients.map(|(_, output)| root(graph, output.value).node).collect();
+fn read_as_made(backward: &Backward, owners: &HashMap<NodeId, usize>) -> HashSet<usize> {
+    let graph = &backward.graph;
+    let is_gradient = |role: &Made| matches!(role, Made::Parameter(_));
+    let gradients = backward.output_roles.iter().zip(&graph.outputs).filter(|(role, _)| is_gradient(role));
+    let producers: HashSet<NodeId> = gradients.map(|(_, output)| root(graph, output.value).node).collect();
     let is_parameter = |value: &Value| matches!(graph.node(root(graph, *value).node).op, Op::Parameter(_));
-    let both = makers.into_iter().filter(|maker| graph.inputs(*maker).iter().any(is_parameter));
-    both.filter_map(|maker| owners.get(&maker).copied()).collect()
+    let joint = producers.into_iter().filter(|producer| graph.inputs(*producer).iter().any(is_parameter));
+    joint.filter_map(|producer| owners.get(&producer).copied()).collect()
 }
 
 fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
@@ -256,18 +257,18 @@ fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
 /// The nodes that depend on input data. Nodes of parameters or random numbers alone do not count; nodes of both do, as
 /// in a model fed with noise.
 pub fn of_data(graph: &Graph) -> HashSet<NodeId> {
-    let [mut data, mut random, mut learned] = [(); 3].map(|()| HashSet::new());
+    let [mut data, mut random, mut parameters] = [(); 3].map(|()| HashSet::new());
     for id in order::canonical(graph) {
         let inputs = graph.inputs(id);
         let any = |set: &HashSet<NodeId>| inputs.iter().any(|v| set.contains(&v.node));
-        let (is_random, is_learned) = (any(&random), any(&learned));
+        let (is_random, is_learned) = (any(&random), any(&parameters));
         let set = match &graph.node(id).op {
             Op::Input(input) if input.name == COUNTER => &mut random,
             Op::Input(_) => &mut data,
-            Op::Parameter(_) | Op::State(_) => &mut learned,
+            Op::Parameter(_) | Op::State(_) => &mut parameters,
             _ if any(&data) || (is_random && is_learned) => &mut data,
             _ if is_random => &mut random,
-            _ if is_learned => &mut learned,
+            _ if is_learned => &mut parameters,
             _ => continue,
         };
         set.insert(id);
@@ -279,10 +280,11 @@ pub fn of_data(graph: &Graph) -> HashSet<NodeId> {
 /// dropout mask is thus generated in the stage that uses it.
 pub fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
     let data = of_data(graph);
-    let number: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(at, id)| (*id, at)).collect();
+    let op_index: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(at, id)| (*id, at)).collect();
     let mut leaders = vec![None; ops.len()];
     for (at, id) in ops.iter().enumerate().rev() {
-        let readers = graph.successors(*id).into_iter().filter_map(|reader| number.get(&graph.op_of(reader)).copied());
+        let readers =
+            graph.successors(*id).into_iter().filter_map(|reader| op_index.get(&graph.op_of(reader)).copied());
         let first = readers.filter_map(|reader| leaders[reader]).min();
         leaders[at] = if data.contains(id) { Some(at) } else { first };
     }
@@ -290,18 +292,18 @@ pub fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
 }
 
 fn seeded_output(graph: &Graph, ops: &[NodeId]) -> Option<Value> {
-    let numbered: HashSet<NodeId> = ops.iter().copied().collect();
-    let mut learned: HashSet<NodeId> = HashSet::new();
+    let op_set: HashSet<NodeId> = ops.iter().copied().collect();
+    let mut parameters: HashSet<NodeId> = HashSet::new();
     for id in order::canonical(graph) {
         let is = matches!(graph.node(id).op, Op::Parameter(_));
-        if is || graph.inputs(id).iter().any(|v| learned.contains(&v.node)) {
-            learned.insert(id);
+        if is || graph.inputs(id).iter().any(|v| parameters.contains(&v.node)) {
+            parameters.insert(id);
         }
     }
-    let fits = |v: &Value| {
-        graph.fact(*v).dtype.is_float() && learned.contains(&v.node) && numbered.contains(&graph.op_of(v.node))
+    let can_be_seeded = |v: &Value| {
+        graph.fact(*v).dtype.is_float() && parameters.contains(&v.node) && op_set.contains(&graph.op_of(v.node))
     };
-    graph.outputs.iter().map(|o| o.value).find(fits)
+    graph.outputs.iter().map(|o| o.value).find(can_be_seeded)
 }
 
 /// Tags each node with the number of its op. The tag replaces the source name, which every pass preserves. `ops` are
@@ -310,8 +312,8 @@ pub fn tag(graph: &mut Graph, ops: &[NodeId]) {
     let mut owner: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(i, id)| (*id, i)).collect();
     let order = order::canonical(graph);
     for &id in &order {
-        if let Some(own) = graph.node(id).part_of.and_then(|op| owner.get(&op).copied()) {
-            owner.insert(id, own);
+        if let Some(op) = graph.node(id).part_of.and_then(|op| owner.get(&op).copied()) {
+            owner.insert(id, op);
         }
     }
     let source = |op: &Op| matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_));
@@ -345,9 +347,9 @@ pub fn owner(node: &Node) -> Option<usize> {
 fn owners(graph: &Graph, order: &[NodeId]) -> HashMap<NodeId, usize> {
     let mut owners = HashMap::new();
     for &id in order {
-        let own = owner(graph.node(id));
+        let direct = owner(graph.node(id));
         let inherited = || graph.inputs(id).iter().filter_map(|v| owners.get(&v.node).copied()).max();
-        if let Some(owner) = own.or_else(inherited) {
+        if let Some(owner) = direct.or_else(inherited) {
             owners.insert(id, owner);
         }
     }
@@ -384,7 +386,7 @@ struct Run<'a> {
     owners: &'a HashMap<NodeId, usize>,
     /// Per op, the representative of the ops that always share its stage.
     groups: &'a [usize],
-    passage: Option<&'a SharedArena>,
+    arena: Option<&'a SharedArena>,
     is_forward: bool,
 }
 
@@ -393,53 +395,63 @@ struct PeakBytes(Vec<Live>);
 impl PeakBytes {
     /// Raises each op's peaks, for whole or split backwards, to the bytes alive while its nodes run. Returns the fused
     /// chains.
-    fn look(&mut self, run: &Run<'_>, [kept, added]: [&HashSet<Value>; 2], is_split: &[bool]) -> Chains {
-        let Run { graph, order, owners, passage, is_forward, .. } = *run;
-        let (none, workspace, apart) = (HashSet::new(), HashMap::new(), Chains::default());
-        let needs = Needs { own: &none, kept, held: &none, added, workspace: &workspace, chains: &apart, passage };
+    fn look(&mut self, run: &Run<'_>, [saved, accumulated]: [&HashSet<Value>; 2], is_split: &[bool]) -> Chains {
+        let Run { graph, order, owners, arena, is_forward, .. } = *run;
+        let (empty, workspace, no_chains) = (HashSet::new(), HashMap::new(), Chains::default());
+        let needs = Needs {
+            separate: &empty,
+            saved,
+            retained: &empty,
+            accumulated,
+            workspace: &workspace,
+            chains: &no_chains,
+            arena,
+        };
         // Nodes of one op are never separated.
-        let together = |a, b| owners.get(&a) == owners.get(&b);
-        let (together, alive) = chains(graph, order, &needs, &Rules { together: &together, starts: &|_| false });
-        let crossing = self.crossing(run, &Needs { chains: &together, ..needs });
+        let has_one_owner = |a, b| owners.get(&a) == owners.get(&b);
+        let (chains, alive) = chains(graph, order, &needs, &Rules { can_join: &has_one_owner, can_start: &|_| false });
+        let crossing = self.crossing(run, &Needs { chains: &chains, ..needs });
         for ((id, alive), [made, read]) in order.iter().zip(alive).zip(crossing) {
             if let (true, Some(&owner)) = (runs(&graph.node(*id).op), owners.get(id)) {
                 let live = &mut self.0[owner];
                 // In the forward, an op reads from the ops it sends gradients to.
                 let sides = if is_forward { [read, made] } else { [made, read] };
                 for is_split in is_split {
-                    let figures = if *is_split { &mut live.split } else { &mut live.whole };
-                    raise(figures, alive as u64, sides);
+                    let peak = if *is_split { &mut live.split } else { &mut live.whole };
+                    raise(peak, alive as u64, sides);
                 }
             }
         }
-        together
+        chains
     }
 
     /// Per node, the live bytes that its group makes for other groups, and that other groups make for it.
     fn crossing(&self, run: &Run<'_>, needs: &Needs<'_>) -> Vec<[u64; 2]> {
-        let Run { graph, order, owners, groups, passage, .. } = *run;
+        let Run { graph, order, owners, groups, arena, .. } = *run;
         let group = |id: &NodeId| owners.get(id).map(|owner| groups[*owner]);
         // Per group, the positions of its nodes and the positions at which they run.
         let mut nodes: BTreeMap<usize, Vec<[usize; 2]>> = BTreeMap::new();
-        for (at, (id, runs_at)) in order.iter().zip(needs.chains.places(order)).enumerate() {
+        for (at, (id, runs_at)) in order.iter().zip(needs.chains.run_positions(order)).enumerate() {
             if let Some(group) = group(id) {
                 nodes.entry(group).or_default().push([at, runs_at]);
             }
         }
-        let goes: HashSet<Value> =
-            passage.into_iter().flat_map(|passage| &passage.goes).map(|value| root(graph, *value)).collect();
+        let outgoing: HashSet<Value> =
+            arena.into_iter().flat_map(|arena| &arena.outgoing).map(|value| root(graph, *value)).collect();
         let mut crossing = vec![[0; 2]; order.len()];
         for tensor in tensors(graph, order, needs) {
-            let comes = passage.is_some_and(|passage| passage.comes.contains(&tensor.root));
-            let maker = group(&tensor.root.node).filter(|_| !comes);
+            let is_incoming = arena.is_some_and(|arena| arena.incoming.contains(&tensor.root));
+            let producer = group(&tensor.root.node).filter(|_| !is_incoming);
             let readers: BTreeSet<usize> = tensor.readers.iter().filter_map(group).collect();
             let mut count = |group: usize, side: usize| {
                 let alive = nodes[&group].iter().filter(|[_, runs_at]| (tensor.first..=tensor.last).contains(runs_at));
                 alive.for_each(|[at, _]| crossing[*at][side] += tensor.bytes as u64);
             };
-            let is_other = |reader: &&usize| Some(**reader) != maker;
-            if let Some(maker) = maker.filter(|_| goes.contains(&tensor.root) || readers.iter().any(|r| is_other(&r))) {
-                count(maker, 0);
+            let is_other = |reader: &&usize| Some(**reader) != producer;
+            if let Some(producer) =
+                producer.filter(|_| outgoing.contains(&tensor.root) || readers.iter().any(|r| is_other(&r)))
+            {
+                count(producer, 0);
             }
             readers.iter().filter(is_other).for_each(|reader| count(*reader, 1));
         }

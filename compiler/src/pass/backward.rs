@@ -64,17 +64,17 @@ pub enum BackwardError {
 /// Gradient terms that later stages send: the value in the whole graph, the stage, and its reader group.
 pub type ReceivedGradients = HashSet<(Value, usize, usize)>;
 
-/// Builds the backward fragment at fixed sizes. `loss` is the scalar to minimise, if it is in this fragment; `arriving`
+/// Builds the backward fragment at fixed sizes. `loss` is the scalar to minimise, if it is in this fragment; `received`
 /// lists the gradient terms that later stages send (a reader may have none).
 pub fn backward(
     fragment: &Fragment,
     loss: Option<Value>,
-    arriving: &ReceivedGradients,
+    received: &ReceivedGradients,
 ) -> Result<Backward, BackwardError> {
     let mut joint = Joint::new(fragment);
     let forward_order = order::canonical(&fragment.graph);
     for &id in forward_order.iter().rev() {
-        joint.node(id, loss, arriving)?;
+        joint.node(id, loss, received)?;
     }
     let results = joint.results();
     let (graph, reads) = joint.extract(&results);
@@ -98,11 +98,12 @@ struct Joint<'a> {
 impl<'a> Joint<'a> {
     fn new(fragment: &'a Fragment) -> Joint<'a> {
         let graph = fragment.graph.clone();
-        let wanted: HashSet<NodeId> = fragment.received.iter().filter(|r| r.wanted).map(|r| r.local).collect();
+        let need_gradient: HashSet<NodeId> =
+            fragment.received.iter().filter(|r| r.needs_gradient).map(|r| r.local).collect();
         let mut active = HashSet::new();
         for id in order::canonical(&graph) {
-            let source = matches!(graph.node(id).op, Op::Parameter(_)) || wanted.contains(&id);
-            if source || graph.inputs(id).iter().any(|v| active.contains(&v.node)) {
+            let is_source = matches!(graph.node(id).op, Op::Parameter(_)) || need_gradient.contains(&id);
+            if is_source || graph.inputs(id).iter().any(|v| active.contains(&v.node)) {
                 active.insert(id);
             }
         }
@@ -114,29 +115,30 @@ impl<'a> Joint<'a> {
         self.active.contains(&value.node) && self.graph.fact(value).dtype.is_float()
     }
 
-    fn node(&mut self, id: NodeId, loss: Option<Value>, arriving: &ReceivedGradients) -> Result<(), BackwardError> {
+    fn node(&mut self, id: NodeId, loss: Option<Value>, received: &ReceivedGradients) -> Result<(), BackwardError> {
         let node = self.graph.node(id).clone();
         if !self.active.contains(&id) || matches!(node.op, Op::Parameter(_) | Op::Input(_)) {
             return Ok(());
         }
         let outputs = self.graph.values(id);
         let d_outputs: Vec<Option<Value>> =
-            outputs.iter().map(|v| self.gradient(*v, loss == Some(*v), arriving, &node.origin)).collect();
+            outputs.iter().map(|v| self.gradient(*v, loss == Some(*v), received, &node.origin)).collect();
         if d_outputs.iter().all(Option::is_none) {
             return Ok(());
         }
-        let refused = (0..outputs.len()).find(|&o| d_outputs[o].is_some() && !rule(&node.op).takes_gradient(o));
-        if let Some(output) = refused {
+        let unsupported = (0..outputs.len()).find(|&o| d_outputs[o].is_some() && !rule(&node.op).takes_gradient(o));
+        if let Some(output) = unsupported {
             let name = node.label().to_string();
             return Err(BackwardError::NoRule { node: name, op: rule(&node.op).name().to_string(), output });
         }
         let inputs = self.graph.inputs(id);
-        let wanted: Vec<bool> = inputs.iter().map(|v| self.is_active(*v)).collect();
-        let site = BackwardContext { inputs: &inputs, outputs: &outputs, d_outputs: &d_outputs, wanted: &wanted };
+        let needs_gradient: Vec<bool> = inputs.iter().map(|v| self.is_active(*v)).collect();
+        let context =
+            BackwardContext { inputs: &inputs, outputs: &outputs, d_outputs: &d_outputs, wanted: &needs_gradient };
         let mut out = Writer { graph: &mut self.graph, origin: node.origin };
-        let gradients = rule(&node.op).backward(site, &mut out);
+        let gradients = rule(&node.op).backward(context, &mut out);
         for (slot, gradient) in gradients.into_iter().enumerate() {
-            if let (Some(gradient), true) = (gradient, wanted[slot]) {
+            if let (Some(gradient), true) = (gradient, needs_gradient[slot]) {
                 self.contributions.insert((id, slot as u32), gradient);
             }
         }
@@ -148,7 +150,7 @@ impl<'a> Joint<'a> {
         &mut self,
         value: Value,
         is_loss: bool,
-        arriving: &ReceivedGradients,
+        received: &ReceivedGradients,
         origin: &Origin,
     ) -> Option<Value> {
         let mut sum: Option<Value> = None;
@@ -157,13 +159,13 @@ impl<'a> Joint<'a> {
             let shape = self.graph.fact(value).shape.clone();
             let mut out = Writer { graph: &mut self.graph, origin: origin.clone() };
             let one = out.emit(one, &[]);
-            let scalar = shape.is_empty();
-            sum = Some(if scalar { one } else { out.emit(Op::Reshape(crate::op::Reshape { shape }), &[one]) });
+            let is_scalar = shape.is_empty();
+            sum = Some(if is_scalar { one } else { out.emit(Op::Reshape(crate::op::Reshape { shape }), &[one]) });
         }
         for term in self.fragment.terms.get(&value).cloned().unwrap_or_default() {
             let term = match term {
                 Term::Local(usage) => self.contributions.get(&usage).copied(),
-                Term::Remote { stage, group } => self.remote(value, stage, group, arriving),
+                Term::Remote { stage, group } => self.remote(value, stage, group, received),
             };
             if let Some(term) = term {
                 sum = Some(self.add(sum, term, origin));
@@ -181,9 +183,9 @@ impl<'a> Joint<'a> {
         }
     }
 
-    fn remote(&mut self, value: Value, stage: usize, group: usize, arriving: &ReceivedGradients) -> Option<Value> {
+    fn remote(&mut self, value: Value, stage: usize, group: usize, received: &ReceivedGradients) -> Option<Value> {
         let sent = self.fragment.sent.iter().position(|s| s.local == value)?;
-        if !arriving.contains(&(self.fragment.sent[sent].value, stage, group)) {
+        if !received.contains(&(self.fragment.sent[sent].value, stage, group)) {
             return None;
         }
         let name = format!("gradient of {} from stage {stage}, group {group}", self.graph.node(value.node).name);
@@ -206,7 +208,7 @@ impl<'a> Joint<'a> {
                 results.push((Made::Parameter(i), sum));
             }
         }
-        for (i, received) in self.fragment.received.iter().enumerate().filter(|(_, r)| r.wanted) {
+        for (i, received) in self.fragment.received.iter().enumerate().filter(|(_, r)| r.needs_gradient) {
             for (group, uses) in received.groups.iter().enumerate() {
                 if let Some(sum) = sum_of(self, uses) {
                     results.push((Made::Gradient { received: i, group }, sum));
@@ -217,20 +219,20 @@ impl<'a> Joint<'a> {
     }
 
     fn extract(&self, results: &[(Made, Value)]) -> (Graph, Vec<(NodeId, Read)>) {
-        let mut needed: HashSet<NodeId> = HashSet::new();
+        let mut nodes: HashSet<NodeId> = HashSet::new();
         let is_new = |id: &NodeId| !self.forward.contains(id);
         let mut queue: Vec<NodeId> = results.iter().map(|(_, v)| v.node).filter(is_new).collect();
         while let Some(id) = queue.pop() {
-            if needed.insert(id) {
+            if nodes.insert(id) {
                 queue.extend(self.graph.inputs(id).into_iter().map(|v| v.node).filter(is_new));
             }
         }
         let mut graph = Graph::new(&self.graph.name);
         let mut reads = Vec::new();
         let mut map: HashMap<Value, Value> = HashMap::new();
-        for id in order::canonical(&self.graph).into_iter().filter(|id| needed.contains(id)) {
+        for id in order::canonical(&self.graph).into_iter().filter(|id| nodes.contains(id)) {
             let inputs: Vec<Value> =
-                self.graph.inputs(id).iter().map(|v| self.bring(*v, &mut graph, &mut map, &mut reads)).collect();
+                self.graph.inputs(id).iter().map(|v| self.resolve(*v, &mut graph, &mut map, &mut reads)).collect();
             let node = self.graph.node(id);
             let copy = graph.add(node.op.clone(), &inputs, &node.origin).expect("the op fitted in the joint graph");
             if let Some(read) = self.arrived.get(&id) {
@@ -241,7 +243,7 @@ impl<'a> Joint<'a> {
             }
         }
         for (i, (_, value)) in results.iter().enumerate() {
-            let value = self.bring(*value, &mut graph, &mut map, &mut reads);
+            let value = self.resolve(*value, &mut graph, &mut map, &mut reads);
             graph.outputs.push(Output { name: format!("d{i}"), value });
         }
         (graph, reads)
@@ -255,35 +257,35 @@ impl<'a> Joint<'a> {
 
     /// Maps a value of the joint graph to the backward graph: a forward value becomes a constant, a parameter, a saved
     /// input, or the cast of one.
-    fn bring(
+    fn resolve(
         &self,
         value: Value,
         graph: &mut Graph,
         map: &mut HashMap<Value, Value>,
         reads: &mut Vec<(NodeId, Read)>,
     ) -> Value {
-        if let Some(found) = map.get(&value) {
-            return *found;
+        if let Some(mapped) = map.get(&value) {
+            return *mapped;
         }
         let node = self.graph.node(value.node);
         if let (Op::Cast(_), [narrow]) = (&node.op, &self.graph.inputs(value.node)[..])
             && self.is_widened(*narrow, value)
         {
-            let narrow = self.bring(*narrow, graph, map, reads);
+            let narrow = self.resolve(*narrow, graph, map, reads);
             let wide = graph.add(node.op.clone(), &[narrow], &node.origin).expect("the cast fitted in the joint graph");
             let wide = Value { node: wide, output: 0 };
             map.insert(value, wide);
             return wide;
         }
-        let source = matches!(node.op, Op::Constant(_) | Op::Parameter(_) | Op::Iota(_));
-        let op = if source {
+        let is_source = matches!(node.op, Op::Constant(_) | Op::Parameter(_) | Op::Iota(_));
+        let op = if is_source {
             node.op.clone()
         } else {
             let name = format!("saved {}#{}", node.name, value.output);
             Op::Input(Input { name, fact: self.graph.fact(value).clone() })
         };
         let copy = graph.add(op, &[], &node.origin).expect("a source takes no inputs");
-        if !source {
+        if !is_source {
             reads.push((copy, Read::Saved(value)));
         }
         let copy = Value { node: copy, output: 0 };
@@ -296,10 +298,10 @@ fn finish(mut graph: Graph, mut reads: Vec<(NodeId, Read)>, output_roles: Vec<Ma
     pipeline::concrete(&mut graph)?;
     let results: HashSet<NodeId> = graph.outputs.iter().map(|o| o.value.node).collect();
     reads.retain(|(node, _)| !graph.successors(*node).is_empty() || results.contains(node));
-    let used: HashSet<NodeId> = reads.iter().map(|(node, _)| *node).collect();
-    let unused: Vec<NodeId> =
-        graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Input(_)) && !used.contains(id)).collect();
-    for id in unused {
+    let read_inputs: HashSet<NodeId> = reads.iter().map(|(node, _)| *node).collect();
+    let unread_inputs: Vec<NodeId> =
+        graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Input(_)) && !read_inputs.contains(id)).collect();
+    for id in unread_inputs {
         graph.remove(id);
     }
     Ok(Backward { graph, reads, output_roles })

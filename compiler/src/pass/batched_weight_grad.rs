@@ -20,14 +20,14 @@ pub fn joins(items: u32, replicas: u32, zero: u32) -> bool {
     items >= ITEMS && (replicas < 2 || zero < 2)
 }
 
-/// The concatenated operands if the op computes batched gradients, else `None`. `made` is the gradient.
-pub fn joined(op: &Op, inputs: &[Fact], made: &Fact) -> Option<Vec<Fact>> {
-    let suits = match op {
+/// The concatenated operands if the op computes batched gradients, else `None`. `result` is the gradient.
+pub fn joined(op: &Op, inputs: &[Fact], result: &Fact) -> Option<Vec<Fact>> {
+    let is_supported = match op {
         Op::ConvWeightGrad(_) => true,
         Op::MatMul(op) => op.transpose_a && !op.transpose_b && inputs.iter().all(|input| input.rank() == 2),
         _ => false,
     };
-    if !suits || !matches!(made.dtype, DType::F32 | DType::F64) || batched_grads(inputs)? > made.bytes()? {
+    if !is_supported || !matches!(result.dtype, DType::F32 | DType::F64) || batched_grads(inputs)? > result.bytes()? {
         return None;
     }
     inputs.iter().map(concatenated).collect()
@@ -35,8 +35,9 @@ pub fn joined(op: &Op, inputs: &[Fact], made: &Fact) -> Option<Vec<Fact>> {
 
 /// Bytes of the buffered operands of [`ITEMS`] micro-batches.
 pub fn batched_grads(inputs: &[Fact]) -> Option<u64> {
-    let one = |input: &Fact| u64::try_from(aligned(usize::try_from(concatenated(input)?.bytes()?).ok()?)).ok();
-    inputs.iter().map(one).try_fold(0u64, |sum, bytes| sum.checked_add(bytes?))
+    let aligned_bytes =
+        |input: &Fact| u64::try_from(aligned(usize::try_from(concatenated(input)?.bytes()?).ok()?)).ok();
+    inputs.iter().map(aligned_bytes).try_fold(0u64, |sum, bytes| sum.checked_add(bytes?))
 }
 
 /// The concatenation of [`ITEMS`] tensors along the first axis.

@@ -36,8 +36,8 @@ fn changes_nothing(graph: &Graph, id: NodeId) -> bool {
 fn absorb_transposes(graph: &mut Graph, id: NodeId, mut product: MatMul) -> bool {
     let mut changed = false;
     for slot in 0..2 {
-        while let Some(untransposed) = transposed_matrix(graph, graph.inputs(id)[slot]) {
-            graph.set_input(id, slot as u32, untransposed);
+        while let Some(source) = transposed_matrix(graph, graph.inputs(id)[slot]) {
+            graph.set_input(id, slot as u32, source);
             let flag = if slot == 0 { &mut product.transpose_a } else { &mut product.transpose_b };
             *flag = !*flag;
             changed = true;

@@ -38,12 +38,12 @@ pub fn join(graph: &mut Graph) -> Changed {
         let node = graph.node(id);
         let (origin, dtype) = (node.origin.clone(), node.facts[0].dtype);
         let values: Vec<Value> = parts.iter().map(|part| part.value).collect();
-        let added = graph.add(Op::Concat(Concat { axis }), &values, &origin).and_then(|joined| {
+        let result = graph.add(Op::Concat(Concat { axis }), &values, &origin).and_then(|concat| {
             let zero = graph.add(scalar(dtype, 0.0), &[], &origin)?;
             let of = |node| Value { node, output: 0 };
-            graph.add(Op::Binary(Binary::Add), &[of(joined), of(zero)], &origin)
+            graph.add(Op::Binary(Binary::Add), &[of(concat), of(zero)], &origin)
         });
-        let sum = added.expect("parts that make up a whole can be joined");
+        let sum = result.expect("parts that make up a whole can be joined");
         graph.replace_uses(Value { node: id, output: 0 }, Value { node: sum, output: 0 });
         changed = true;
     }
@@ -53,12 +53,12 @@ pub fn join(graph: &mut Graph) -> Changed {
 /// The parts added at a node, sorted by offset, and their axis; `None` unless they cover the whole axis exactly once.
 fn parts(graph: &Graph, sum: NodeId) -> Option<(usize, Vec<PaddedPart>)> {
     let mut pads: Vec<NodeId> = Vec::new();
-    let mut open = vec![sum];
-    while let Some(id) = open.pop() {
+    let mut queue = vec![sum];
+    while let Some(id) = queue.pop() {
         for value in graph.inputs(id) {
             let is_read_here_alone = graph.consumers(value).len() == 1;
             match &graph.node(value.node).op {
-                Op::Binary(Binary::Add) if is_read_here_alone => open.push(value.node),
+                Op::Binary(Binary::Add) if is_read_here_alone => queue.push(value.node),
                 Op::Pad(_) if is_read_here_alone && pads.len() < MOST_PARTS => pads.push(value.node),
                 _ => return None,
             }
@@ -66,12 +66,12 @@ fn parts(graph: &Graph, sum: NodeId) -> Option<(usize, Vec<PaddedPart>)> {
     }
     let Op::Pad(first) = &graph.node(*pads.first()?).op else { return None };
     let axis = (0..first.low.len()).find(|&axis| !(first.low[axis].is(0) && first.high[axis].is(0)))?;
-    let whole = &graph.node(sum).facts[0];
+    let sum_fact = &graph.node(sum).facts[0];
     let mut parts: Vec<PaddedPart> = Vec::new();
     for pad in pads {
         let value = graph.inputs(pad)[0];
         let Op::Pad(op) = &graph.node(pad).op else { return None };
-        if !is_along(op, axis) || graph.node(pad).facts[0] != *whole {
+        if !is_along(op, axis) || graph.node(pad).facts[0] != *sum_fact {
             return None;
         }
         parts.push(PaddedPart { value, first: op.low[axis].known()?, size: graph.fact(value).shape[axis].known()? });
@@ -84,15 +84,15 @@ fn parts(graph: &Graph, sum: NodeId) -> Option<(usize, Vec<PaddedPart>)> {
         }
         end = part.first.checked_add(part.size)?;
     }
-    (whole.shape[axis].known() == Some(end)).then_some((axis, parts))
+    (sum_fact.shape[axis].known() == Some(end)).then_some((axis, parts))
 }
 
 /// Tests for a zero padding along only this axis.
 fn is_along(op: &Pad, axis: usize) -> bool {
-    let others = (0..op.low.len()).filter(|other| *other != axis);
+    let other_axes = (0..op.low.len()).filter(|other| *other != axis);
     op.value.to_bits() == 0.0f64.to_bits()
         && op.interior.iter().all(|between| *between == 0)
-        && others.into_iter().all(|other| op.low[other].is(0) && op.high[other].is(0))
+        && other_axes.into_iter().all(|other| op.low[other].is(0) && op.high[other].is(0))
 }
 
 #[cfg(test)]
@@ -106,7 +106,7 @@ mod tests {
     use crate::tensor::{DType, Tensor};
 
     /// The sum of parts given as (first column, columns), of two rows by six columns.
-    fn summed(parts: &[(i64, i64)]) -> Graph {
+    fn sum_graph(parts: &[(i64, i64)]) -> Graph {
         let mut graph = Graph::new("sum");
         let origin = Origin::default();
         let mut sum: Option<Value> = None;
@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn the_gradient_of_a_split_is_joined_with_the_same_bits() {
         for parts in [&[(0, 2), (2, 3), (5, 1)][..], &[(4, 2), (0, 4)]] {
-            let mut graph = summed(parts);
+            let mut graph = sum_graph(parts);
             let before = answer(&graph, parts);
             assert_eq!(join(&mut graph), Changed::Yes);
             dce(&mut graph);
@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn what_overlaps_or_leaves_room_is_added_up() {
         for parts in [&[(0, 2), (1, 5)][..], &[(0, 2), (3, 3)], &[(0, 2), (2, 3)], &[(0, 3), (0, 3), (3, 3)]] {
-            assert_eq!(join(&mut summed(parts)), Changed::No, "{parts:?}");
+            assert_eq!(join(&mut sum_graph(parts)), Changed::No, "{parts:?}");
         }
     }
 }

@@ -37,14 +37,14 @@ pub enum FillError {
 /// model; `params` names all readers. Constant expressions are no tensors: every stage recomputes them. An op that
 /// depends on no input joins its first data-dependent reader, or the last data-dependent op if there is none.
 pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
-    let number: HashMap<NodeId, OpId> =
+    let op_index: HashMap<NodeId, OpId> =
         attribution.ops.iter().enumerate().map(|(i, id)| (*id, OpId(i as u32))).collect();
-    let parts = parts(graph, &number);
+    let parts = parts(graph, &op_index);
     let readers = |value: Value| -> Vec<OpId> {
-        let op = |node: NodeId| number.get(&graph.op_of(node)).copied();
-        let own = op(value.node);
+        let op = |node: NodeId| op_index.get(&graph.op_of(node)).copied();
+        let producer = op(value.node);
         let readers = graph.consumers(value).into_iter().filter_map(|(node, _)| op(node));
-        let mut ops: Vec<OpId> = readers.filter(|reader| Some(*reader) != own).collect();
+        let mut ops: Vec<OpId> = readers.filter(|reader| Some(*reader) != producer).collect();
         ops.sort_unstable();
         ops.dedup();
         ops
@@ -75,8 +75,9 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             unsaved: attribution.saved_bytes[i] < values.iter().map(|v| size(*v)).max().unwrap_or(0),
             ..OpCost::default()
         });
-        let made = values.into_iter().chain(parts.get(&id).into_iter().flatten().flat_map(|part| graph.values(*part)));
-        for value in made {
+        let tensors =
+            values.into_iter().chain(parts.get(&id).into_iter().flatten().flat_map(|part| graph.values(*part)));
+        for value in tensors {
             let consumers = readers(value);
             if consumers.is_empty() && !results.contains(&value) {
                 continue;
@@ -113,24 +114,24 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
 /// The values of the tensors of a cost graph, in its order; `ops` are those of the graph that the costs describe, which
 /// may have a loss besides.
 pub fn tensor_values(graph: &Graph, ops: &[NodeId]) -> Vec<Value> {
-    let number: HashMap<NodeId, OpId> = ops.iter().enumerate().map(|(i, id)| (*id, OpId(i as u32))).collect();
-    let parts = parts(graph, &number);
-    let made = |id: &NodeId| {
+    let op_index: HashMap<NodeId, OpId> = ops.iter().enumerate().map(|(i, id)| (*id, OpId(i as u32))).collect();
+    let parts = parts(graph, &op_index);
+    let tensors_of = |id: &NodeId| {
         let parts = parts.get(id).into_iter().flatten().flat_map(|part| graph.values(*part));
         graph.values(*id).into_iter().chain(parts).collect::<Vec<_>>()
     };
-    ops.iter().flat_map(made).filter(|value| is_tensor(graph, &number, *value)).collect()
+    ops.iter().flat_map(tensors_of).filter(|value| is_tensor(graph, &op_index, *value)).collect()
 }
 
 /// True if another op reads the value, or if it is a result of the model.
-fn is_tensor(graph: &Graph, number: &HashMap<NodeId, OpId>, value: Value) -> bool {
-    let op = |node: NodeId| number.get(&graph.op_of(node)).copied();
-    let own = op(value.node);
-    let is_read = graph.consumers(value).into_iter().filter_map(|(node, _)| op(node)).any(|reader| Some(reader) != own);
+fn is_tensor(graph: &Graph, op_index: &HashMap<NodeId, OpId>, value: Value) -> bool {
+    let op = |node: NodeId| op_index.get(&graph.op_of(node)).copied();
+    let producer = op(value.node);
+    let is_read =
+        graph.consumers(value).into_iter().filter_map(|(node, _)| op(node)).any(|reader| Some(reader) != producer);
     is_read || graph.outputs.iter().any(|output| output.value == value)
 }
 
-/// The parts of each op.
 fn parts(graph: &Graph, number: &HashMap<NodeId, OpId>) -> HashMap<NodeId, Vec<NodeId>> {
     let mut parts: HashMap<NodeId, Vec<NodeId>> = HashMap::new();
     for id in graph.ids() {
@@ -146,16 +147,17 @@ fn parts(graph: &Graph, number: &HashMap<NodeId, OpId>) -> HashMap<NodeId, Vec<N
 /// another.
 fn joins(graph: &Graph, attribution: &Attribution, readers: &dyn Fn(Value) -> Vec<OpId>) -> Vec<Option<OpId>> {
     let data = of_data(graph);
-    let depends = |op: usize| data.contains(&attribution.ops[op]);
-    let last = (0..attribution.ops.len()).rev().find(|&op| depends(op)).map(|op| OpId(op as u32));
+    let depends_on_data = |op: usize| data.contains(&attribution.ops[op]);
+    let last = (0..attribution.ops.len()).rev().find(|&op| depends_on_data(op)).map(|op| OpId(op as u32));
     let mut joins: Vec<Option<OpId>> = vec![None; attribution.ops.len()];
     let mut leads: Vec<Option<OpId>> = vec![None; attribution.ops.len()];
     for op in (0..attribution.ops.len()).rev() {
-        if depends(op) {
+        if depends_on_data(op) {
             continue;
         }
-        let read_by = graph.values(attribution.ops[op]).into_iter().flat_map(readers);
-        leads[op] = read_by.filter_map(|to| if depends(to.index()) { Some(to) } else { leads[to.index()] }).min();
+        let reader_ops = graph.values(attribution.ops[op]).into_iter().flat_map(readers);
+        leads[op] =
+            reader_ops.filter_map(|to| if depends_on_data(to.index()) { Some(to) } else { leads[to.index()] }).min();
         joins[op] = leads[op].or(last);
     }
     joins
@@ -173,9 +175,9 @@ pub fn dtype(graph: &Graph) -> DType {
     }
     // The first of equals.
     let floats = sizes.into_iter().rev().filter(|(dtype, _)| dtype.is_float());
-    let most = floats.max_by(|a, b| a.1.total_cmp(&b.1)).map(|(dtype, _)| dtype);
+    let majority = floats.max_by(|a, b| a.1.total_cmp(&b.1)).map(|(dtype, _)| dtype);
     let first = || graph.ids().flat_map(|id| graph.node(id).facts.iter().map(|f| f.dtype)).find(|d| d.is_float());
-    most.or_else(first).unwrap_or(DType::F32)
+    majority.or_else(first).unwrap_or(DType::F32)
 }
 
 /// Copies times and workspaces from a profile, after checking that it belongs to this model at these sizes. Without
@@ -188,8 +190,8 @@ pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> R
     for (id, (op, profiled)) in costs.ops.iter().zip(&profile.ops).enumerate() {
         if op.name != profiled.name || op.op != profiled.op {
             let describe = |name: &str, op: &str| format!("{} ({})", short_name(name), short_name(op));
-            let (there, here) = (describe(&profiled.name, &profiled.op), describe(&op.name, &op.op));
-            return Err(FillError::Op { id, profiled: there, model: here });
+            let (profiled_op, model_op) = (describe(&profiled.name, &profiled.op), describe(&op.name, &op.op));
+            return Err(FillError::Op { id, profiled: profiled_op, model: model_op });
         }
     }
     if let Some(sha256) = sha256.filter(|sha| *sha != profile.model.sha256) {

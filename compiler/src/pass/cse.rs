@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 /// Merges every node into the first equal one, in canonical order.
 pub fn cse(graph: &mut Graph) -> Changed {
-    let mut seen = HashMap::new();
+    let mut first_of = HashMap::new();
     let mut changed = false;
     for id in order::canonical(graph) {
         let op = &graph.node(id).op;
@@ -25,9 +25,9 @@ pub fn cse(graph: &mut Graph) -> Changed {
             _ => (serde_json::Value::Object(attributes(op)).to_string(), Bytes::new()),
         };
         let key = (rule(op).name(), text, bytes, graph.inputs(id));
-        match seen.get(&key) {
+        match first_of.get(&key) {
             None => {
-                seen.insert(key, id);
+                first_of.insert(key, id);
             }
             Some(&first) => {
                 for output in 0..graph.node(id).facts.len() as u32 {

@@ -36,7 +36,7 @@ pub struct Received {
     /// Its [`Input`] node in the fragment.
     pub local: NodeId,
     /// The producer needs its gradient.
-    pub wanted: bool,
+    pub needs_gradient: bool,
     /// Groups of uses whose terms are summed and sent back together, from the last to the first.
     pub groups: Vec<Vec<Use>>,
 }
@@ -49,7 +49,7 @@ pub struct Sent {
     /// The receiving stages.
     pub to: Vec<usize>,
     /// Its gradient is needed here.
-    pub wanted: bool,
+    pub needs_gradient: bool,
 }
 
 /// Limit on the uses of a parameter with separate terms: see [`Fragment::parameter_terms`].
@@ -92,57 +92,65 @@ pub enum FragmentError {
     Empty { stage: usize, stages: usize },
 }
 
-/// The fragments of all stages; `place` gives the stage of every node that depends on a source.
-pub fn fragments(graph: &Graph, place: &HashMap<NodeId, usize>, stages: usize) -> Result<Vec<Fragment>, FragmentError> {
+/// The fragments of all stages; `stage_of` gives the stage of every node that depends on a source.
+pub fn fragments(
+    graph: &Graph,
+    stage_of: &HashMap<NodeId, usize>,
+    stages: usize,
+) -> Result<Vec<Fragment>, FragmentError> {
     let order = order::canonical(graph);
-    let learned = depends_on_parameters(graph, &order);
-    (0..stages).map(|stage| Cut { graph, place, order: &order, learned: &learned, stage, stages }.fragment()).collect()
+    let parameter_dependents = depends_on_parameters(graph, &order);
+    (0..stages)
+        .map(|stage| {
+            Cut { graph, stage_of, order: &order, parameter_dependents: &parameter_dependents, stage, stages }
+                .fragment()
+        })
+        .collect()
 }
 
-/// The fragment of a single stage.
 pub fn fragment(
     graph: &Graph,
-    place: &HashMap<NodeId, usize>,
+    stage_of: &HashMap<NodeId, usize>,
     stages: usize,
     stage: usize,
 ) -> Result<Fragment, FragmentError> {
     let order = order::canonical(graph);
-    let learned = depends_on_parameters(graph, &order);
-    Cut { graph, place, order: &order, learned: &learned, stage, stages }.fragment()
+    let parameter_dependents = depends_on_parameters(graph, &order);
+    Cut { graph, stage_of, order: &order, parameter_dependents: &parameter_dependents, stage, stages }.fragment()
 }
 
 /// The nodes that depend on a parameter, parameters included.
 fn depends_on_parameters(graph: &Graph, order: &[NodeId]) -> HashSet<NodeId> {
-    let mut found = HashSet::new();
+    let mut dependents = HashSet::new();
     for &id in order {
         let is = matches!(graph.node(id).op, Op::Parameter(_));
-        if is || graph.inputs(id).iter().any(|v| found.contains(&v.node)) {
-            found.insert(id);
+        if is || graph.inputs(id).iter().any(|v| dependents.contains(&v.node)) {
+            dependents.insert(id);
         }
     }
-    found
+    dependents
 }
 
 struct Cut<'a> {
     graph: &'a Graph,
-    place: &'a HashMap<NodeId, usize>,
+    stage_of: &'a HashMap<NodeId, usize>,
     order: &'a [NodeId],
-    learned: &'a HashSet<NodeId>,
+    parameter_dependents: &'a HashSet<NodeId>,
     stage: usize,
     stages: usize,
 }
 
 impl Cut<'_> {
     fn fragment(&self) -> Result<Fragment, FragmentError> {
-        let needed = self.needed()?;
+        let nodes = self.needed_nodes()?;
         let mut local = Graph::new(&self.graph.name);
         let mut map: HashMap<Value, Value> = HashMap::new();
         let mut received = Vec::new();
         for &id in self.order {
             let node = self.graph.node(id);
-            let inside = needed.contains(&id);
-            if !inside {
-                for value in self.graph.values(id).into_iter().filter(|v| self.read_here(*v, &needed)) {
+            let is_inside = nodes.contains(&id);
+            if !is_inside {
+                for value in self.graph.values(id).into_iter().filter(|v| self.is_read_here(*v, &nodes)) {
                     let name = format!("{}#{}", node.name, value.output);
                     let fact = self.graph.fact(value).clone();
                     let input = Op::Input(Input { name: name.clone(), fact });
@@ -150,7 +158,7 @@ impl Cut<'_> {
                     // Copied nodes keep their names, so a generated one could collide.
                     local.node_mut(input).name = name;
                     map.insert(value, Value { node: input, output: 0 });
-                    let from = self.place[&id];
+                    let from = self.stage_of[&id];
                     received.push((value, from, input));
                 }
                 continue;
@@ -164,17 +172,18 @@ impl Cut<'_> {
         }
         let uses = |value: Value, stage: usize| -> Vec<Use> {
             let mut uses = self.uses(value);
-            uses.retain(|u| self.place.get(&u.0) == Some(&stage));
+            uses.retain(|u| self.stage_of.get(&u.0) == Some(&stage));
             uses
         };
-        let here = |u: &Use| (map[&Value { node: u.0, output: 0 }].node, u.1);
-        let wanted = |v: Value| self.learned.contains(&v.node) && self.graph.fact(v).dtype.is_float();
+        let to_local = |u: &Use| (map[&Value { node: u.0, output: 0 }].node, u.1);
+        let needs_gradient =
+            |v: Value| self.parameter_dependents.contains(&v.node) && self.graph.fact(v).dtype.is_float();
         let received: Vec<Received> = {
             let mut received = received;
             received.sort_by_key(|(value, from, _)| (*from, *value));
             let groups = |value| {
                 let groups = self.groups(value).into_iter().filter(|(stage, _)| *stage == self.stage);
-                groups.map(|(_, uses)| uses.iter().map(here).collect()).collect()
+                groups.map(|(_, uses)| uses.iter().map(to_local).collect()).collect()
             };
             received
                 .into_iter()
@@ -182,33 +191,33 @@ impl Cut<'_> {
                     value,
                     from,
                     local,
-                    wanted: wanted(value),
+                    needs_gradient: needs_gradient(value),
                     groups: groups(value),
                 })
                 .collect()
         };
         let mut sent = Vec::new();
         let mut terms = BTreeMap::new();
-        for &id in self.order.iter().filter(|id| self.place.get(id) == Some(&self.stage)) {
+        for &id in self.order.iter().filter(|id| self.stage_of.get(id) == Some(&self.stage)) {
             for value in self.graph.values(id) {
                 let to: BTreeSet<usize> =
                     (0..self.stages).filter(|s| *s != self.stage && !uses(value, *s).is_empty()).collect();
                 if !to.is_empty() {
                     let to = to.into_iter().collect();
-                    sent.push(Sent { value, local: map[&value], to, wanted: wanted(value) });
+                    sent.push(Sent { value, local: map[&value], to, needs_gradient: needs_gradient(value) });
                 }
                 if self.graph.fact(value).dtype.is_float() {
-                    terms.insert(map[&value], self.terms(value, here));
+                    terms.insert(map[&value], self.terms(value, to_local));
                 }
             }
         }
-        for output in self.graph.outputs.iter().filter(|o| needed.contains(&o.value.node)) {
-            let own = self.place.get(&output.value.node).is_none_or(|s| *s == self.stage);
-            if own {
+        for output in self.graph.outputs.iter().filter(|o| nodes.contains(&o.value.node)) {
+            let is_in_stage = self.stage_of.get(&output.value.node).is_none_or(|s| *s == self.stage);
+            if is_in_stage {
                 local.outputs.push(Output { name: output.name.clone(), value: map[&output.value] });
             }
         }
-        for a in self.graph.averages.iter().filter(|a| self.place.get(&a.sample.node) == Some(&self.stage)) {
+        for a in self.graph.averages.iter().filter(|a| self.stage_of.get(&a.sample.node) == Some(&self.stage)) {
             let state = map[&Value { node: a.state, output: 0 }].node;
             local.averages.push(MovingAverage { state, sample: map[&a.sample], keep: a.keep });
         }
@@ -217,57 +226,61 @@ impl Cut<'_> {
     }
 
     /// The nodes of the fragment: the stage's ops, and every source and constant expression they read.
-    fn needed(&self) -> Result<HashSet<NodeId>, FragmentError> {
+    fn needed_nodes(&self) -> Result<HashSet<NodeId>, FragmentError> {
         let name = |id: NodeId| self.graph.node(id).label().to_string();
-        let own: Vec<NodeId> =
-            self.order.iter().copied().filter(|id| self.place.get(id) == Some(&self.stage)).collect();
-        if own.is_empty() {
+        let stage_nodes: Vec<NodeId> =
+            self.order.iter().copied().filter(|id| self.stage_of.get(id) == Some(&self.stage)).collect();
+        if stage_nodes.is_empty() {
             return Err(FragmentError::Empty { stage: self.stage, stages: self.stages });
         }
-        let mut needed: HashSet<NodeId> = own.iter().copied().collect();
-        let mut queue: Vec<NodeId> = own;
+        let mut nodes: HashSet<NodeId> = stage_nodes.iter().copied().collect();
+        let mut queue: Vec<NodeId> = stage_nodes;
         queue.extend(
-            self.graph.averages.iter().filter(|a| self.place.get(&a.sample.node) == Some(&self.stage)).map(|a| a.state),
+            self.graph
+                .averages
+                .iter()
+                .filter(|a| self.stage_of.get(&a.sample.node) == Some(&self.stage))
+                .map(|a| a.state),
         );
         // Outputs that are constant expressions belong to the last stage.
         if self.stage + 1 == self.stages {
-            queue.extend(self.graph.outputs.iter().map(|o| o.value.node).filter(|id| !self.place.contains_key(id)));
+            queue.extend(self.graph.outputs.iter().map(|o| o.value.node).filter(|id| !self.stage_of.contains_key(id)));
         }
         while let Some(id) = queue.pop() {
-            needed.insert(id);
+            nodes.insert(id);
             for v in self.graph.inputs(id) {
-                match self.place.get(&v.node) {
+                match self.stage_of.get(&v.node) {
                     Some(stage) if *stage > self.stage => {
                         return Err(FragmentError::Backward { node: name(v.node), from: *stage, to: self.stage });
                     }
                     Some(_) => {}
                     None if self.is_numbered(v.node) => return Err(FragmentError::Unplaced { node: name(v.node) }),
-                    None if needed.insert(v.node) => queue.push(v.node),
+                    None if nodes.insert(v.node) => queue.push(v.node),
                     None => {}
                 }
             }
         }
-        Ok(needed)
+        Ok(nodes)
     }
 
     /// Tests whether an unplaced node should have a stage, because it depends on run-time data.
     fn is_numbered(&self, id: NodeId) -> bool {
         !matches!(self.graph.node(id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_))
             && self.graph.inputs(id).iter().any(|v| {
-                self.place.contains_key(&v.node)
+                self.stage_of.contains_key(&v.node)
                     || matches!(self.graph.node(v.node).op, Op::Input(_) | Op::Parameter(_) | Op::State(_))
             })
     }
 
-    fn read_here(&self, value: Value, needed: &HashSet<NodeId>) -> bool {
-        self.place.contains_key(&value.node)
-            && self.graph.consumers(value).iter().any(|(consumer, _)| needed.contains(consumer))
+    fn is_read_here(&self, value: Value, nodes: &HashSet<NodeId>) -> bool {
+        self.stage_of.contains_key(&value.node)
+            && self.graph.consumers(value).iter().any(|(consumer, _)| nodes.contains(consumer))
     }
 
     /// All uses of a value by placed ops, from the last to the first.
     fn uses(&self, value: Value) -> Vec<Use> {
         let mut uses = self.graph.consumers(value);
-        uses.retain(|(consumer, _)| self.place.contains_key(consumer));
+        uses.retain(|(consumer, _)| self.stage_of.contains_key(consumer));
         uses.reverse();
         uses
     }
@@ -276,19 +289,19 @@ impl Cut<'_> {
     /// other one alone.
     fn groups(&self, value: Value) -> Vec<(usize, Vec<Use>)> {
         let uses = self.uses(value);
-        let Some(head) = uses.first().map(|u| self.place[&u.0]) else { return Vec::new() };
-        let length = uses.iter().take_while(|u| self.place[&u.0] == head).count();
+        let Some(head) = uses.first().map(|u| self.stage_of[&u.0]) else { return Vec::new() };
+        let length = uses.iter().take_while(|u| self.stage_of[&u.0] == head).count();
         let mut groups = vec![(head, uses[..length].to_vec())];
-        groups.extend(uses[length..].iter().map(|u| (self.place[&u.0], vec![*u])));
+        groups.extend(uses[length..].iter().map(|u| (self.stage_of[&u.0], vec![*u])));
         groups
     }
 
-    fn terms(&self, value: Value, here: impl Fn(&Use) -> Use) -> Vec<Term> {
+    fn terms(&self, value: Value, to_local: impl Fn(&Use) -> Use) -> Vec<Term> {
         let mut counts: HashMap<usize, usize> = HashMap::new();
         let mut terms = Vec::new();
         for (stage, uses) in self.groups(value) {
             if stage == self.stage {
-                terms.extend(uses.iter().map(|u| Term::Local(here(u))));
+                terms.extend(uses.iter().map(|u| Term::Local(to_local(u))));
             } else {
                 let group = counts.entry(stage).or_insert(0);
                 terms.push(Term::Remote { stage, group: *group });
@@ -304,17 +317,17 @@ impl Cut<'_> {
             let value = Value { node: id, output: 0 };
             let Some(parameter) = map.get(&value).map(|v| v.node) else { continue };
             let uses = self.uses(value);
-            let ranked: Vec<Vec<Use>> = if uses.len() <= SEPARATE_USES {
+            let by_rank: Vec<Vec<Use>> = if uses.len() <= SEPARATE_USES {
                 uses.into_iter().map(|u| vec![u]).collect()
             } else {
                 let mut by_stage: BTreeMap<std::cmp::Reverse<usize>, Vec<Use>> = BTreeMap::new();
                 for u in uses {
-                    by_stage.entry(std::cmp::Reverse(self.place[&u.0])).or_default().push(u);
+                    by_stage.entry(std::cmp::Reverse(self.stage_of[&u.0])).or_default().push(u);
                 }
                 by_stage.into_values().collect()
             };
-            for (rank, uses) in ranked.into_iter().enumerate() {
-                if self.place[&uses[0].0] == self.stage {
+            for (rank, uses) in by_rank.into_iter().enumerate() {
+                if self.stage_of[&uses[0].0] == self.stage {
                     let uses = uses.iter().map(|u| (map[&Value { node: u.0, output: 0 }].node, u.1)).collect();
                     terms.push(ParameterTerm { parameter, rank, uses });
                 }

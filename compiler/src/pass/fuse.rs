@@ -34,8 +34,8 @@ pub struct Chains {
 
 impl Chains {
     /// For every node of `order`, the position at which it runs.
-    pub fn places(&self, order: &[NodeId]) -> Vec<usize> {
-        let mut places: Vec<usize> = (0..order.len()).collect();
+    pub fn run_positions(&self, order: &[NodeId]) -> Vec<usize> {
+        let mut positions: Vec<usize> = (0..order.len()).collect();
         let mut last_of: HashMap<NodeId, NodeId> = HashMap::new();
         for (last, ops) in &self.by_last {
             last_of.extend(ops.iter().map(|op| (*op, *last)));
@@ -44,10 +44,10 @@ impl Chains {
         for (at, id) in order.iter().enumerate().rev().filter(|_| !last_of.is_empty()) {
             if let Some(last) = last_of.get(id) {
                 // Iterating backward, the last op of a chain comes first.
-                places[at] = *at_last.entry(*last).or_insert(at);
+                positions[at] = *at_last.entry(*last).or_insert(at);
             }
         }
-        places
+        positions
     }
 
     /// Takes the first op out of a chain. Dissolves a chain of two.
@@ -69,23 +69,23 @@ impl Chains {
 
 /// The tensors that a chain reads and those that it writes, each once, in the order of the ops.
 pub fn ends(graph: &Graph, ops: &[NodeId], inner: &HashSet<Value>) -> (Vec<Value>, Vec<Value>) {
-    let mut read: Vec<Value> = Vec::new();
+    let mut inputs: Vec<Value> = Vec::new();
     for value in ops.iter().flat_map(|op| graph.inputs(*op)) {
-        if !ops.contains(&value.node) && !read.contains(&value) {
-            read.push(value);
+        if !ops.contains(&value.node) && !inputs.contains(&value) {
+            inputs.push(value);
         }
     }
-    let made = ops.iter().flat_map(|op| graph.values(*op));
-    (read, made.filter(|value| !inner.contains(value)).collect())
+    let outputs = ops.iter().flat_map(|op| graph.values(*op));
+    (inputs, outputs.filter(|value| !inner.contains(value)).collect())
 }
 
 /// Which ops may be in one chain.
 pub struct Rules<'a> {
     /// Ops for which this is false are not fused.
-    pub together: &'a dyn Fn(NodeId, NodeId) -> bool,
+    pub can_join: &'a dyn Fn(NodeId, NodeId) -> bool,
     /// True for an op that is not elementwise but may be the first of a chain, whose elements are those of its first
     /// result.
-    pub starts: &'a dyn Fn(&Op) -> bool,
+    pub can_start: &'a dyn Fn(&Op) -> bool,
 }
 
 /// Finds the chains of a graph of fixed sizes executed in `order`. Chains that would raise the memory peak are dissolved.
@@ -93,22 +93,22 @@ pub struct Rules<'a> {
 pub fn chains(graph: &Graph, order: &[NodeId], needs: &Needs<'_>, rules: &Rules<'_>) -> (Chains, Vec<usize>) {
     let mut search = Search::new(graph, order, needs);
     for &id in order {
-        search.place(id, rules);
+        search.add(id, rules);
     }
-    let mut chains = search.found();
+    let mut chains = search.into_chains();
     let unfused = live(graph, order, needs);
-    let most = unfused.iter().max().copied().unwrap_or(0);
+    let peak = unfused.iter().max().copied().unwrap_or(0);
     while !chains.by_last.is_empty() {
         let alive = live(graph, order, &Needs { chains: &chains, ..*needs });
-        if alive.iter().all(|alive| *alive <= most) {
+        if alive.iter().all(|alive| *alive <= peak) {
             return (chains, alive);
         }
-        let full = order.iter().zip(&alive).filter(|(id, alive)| **alive > most && chains.by_last.contains_key(id));
-        let full: Vec<NodeId> = full.map(|(id, _)| *id).collect();
-        if full.is_empty() {
+        let overfull = order.iter().zip(&alive).filter(|(id, alive)| **alive > peak && chains.by_last.contains_key(id));
+        let overfull: Vec<NodeId> = overfull.map(|(id, _)| *id).collect();
+        if overfull.is_empty() {
             break;
         }
-        full.into_iter().for_each(|last| chains.dissolve(last));
+        overfull.into_iter().for_each(|last| chains.dissolve(last));
     }
     (Chains::default(), unfused)
 }
@@ -133,54 +133,57 @@ impl<'a> Search<'a> {
     }
 
     /// Merges an op into the chains of its inputs where legal, or starts a new one.
-    fn place(&mut self, id: NodeId, rules: &Rules<'_>) {
-        let is_start = (rules.starts)(&self.graph.node(id).op);
+    fn add(&mut self, id: NodeId, rules: &Rules<'_>) {
+        let is_start = (rules.can_start)(&self.graph.node(id).op);
         if !is_start && !is_elementwise(self.graph, id) {
             return;
         }
-        let own = self.chains.len();
+        let chain = self.chains.len();
         self.chains.push(vec![id]);
-        self.chain_of.insert(id, own);
+        self.chain_of.insert(id, chain);
         if is_start {
             self.starts.insert(id);
             return;
         }
         for value in self.graph.inputs(id) {
-            let Some(&other) = self.chain_of.get(&value.node) else { continue };
-            let own = self.chain_of[&id];
-            if other != own && self.may_join(other, own, id, rules) {
-                let mut joined = std::mem::take(&mut self.chains[other]);
-                joined.append(&mut self.chains[own]);
-                joined.sort_by_key(|op| self.position[op]);
-                for op in &joined {
-                    self.chain_of.insert(*op, own);
+            let Some(&other_chain) = self.chain_of.get(&value.node) else { continue };
+            let chain = self.chain_of[&id];
+            if other_chain != chain && self.may_join(other_chain, chain, id, rules) {
+                let mut merged = std::mem::take(&mut self.chains[other_chain]);
+                merged.append(&mut self.chains[chain]);
+                merged.sort_by_key(|op| self.position[op]);
+                for op in &merged {
+                    self.chain_of.insert(*op, chain);
                 }
-                self.chains[own] = joined;
+                self.chains[chain] = merged;
             }
         }
     }
 
     /// Tests whether a chain may merge with `id`'s chain and run at `id`.
     fn may_join(&self, other: usize, own: usize, id: NodeId, rules: &Rules<'_>) -> bool {
-        let (others, owns) = (&self.chains[other], &self.chains[own]);
+        let (other_ops, own_ops) = (&self.chains[other], &self.chains[own]);
         let shape = |id: NodeId| &self.graph.node(id).facts[0].shape;
-        if others.len() + owns.len() > MOST_OPS || shape(others[0]) != shape(id) || !(rules.together)(others[0], id) {
+        if other_ops.len() + own_ops.len() > MOST_OPS
+            || shape(other_ops[0]) != shape(id)
+            || !(rules.can_join)(other_ops[0], id)
+        {
             return false;
         }
-        let here = self.position[&id];
-        let waits = |value: Value| self.first_read(value, [other, own]) > here;
-        if !others.iter().chain(owns).all(|op| self.graph.values(*op).into_iter().all(waits)) {
+        let position = self.position[&id];
+        let waits = |value: Value| self.first_read(value, [other, own]) > position;
+        if !other_ops.iter().chain(own_ops).all(|op| self.graph.values(*op).into_iter().all(waits)) {
             return false;
         }
-        let mut ops = others.clone();
-        ops.extend(owns);
+        let mut ops = other_ops.clone();
+        ops.extend(own_ops);
         if !self.starts_well(&ops) {
             return false;
         }
         let inner = self.inner(&ops);
-        let (read, written) = ends(self.graph, &ops, &inner);
+        let (inputs, outputs) = ends(self.graph, &ops, &inner);
         let of_start = ops.iter().map(|op| self.graph.node(*op).facts.len() - 1).sum::<usize>();
-        read.len() <= MOST_READ && written.len() <= MOST_WRITTEN + of_start
+        inputs.len() <= MOST_READ && outputs.len() <= MOST_WRITTEN + of_start
     }
 
     /// Tests that the only op that is not elementwise, if there is one, runs first, and that the others read its first
@@ -197,13 +200,13 @@ impl<'a> Search<'a> {
 
     /// The first position at which a value is read outside these chains or through a view, which would see data not yet
     /// computed.
-    fn first_read(&self, made: Value, chains: [usize; 2]) -> usize {
+    fn first_read(&self, origin: Value, chains: [usize; 2]) -> usize {
         let mut first = usize::MAX;
-        let mut values = vec![made];
+        let mut values = vec![origin];
         while let Some(value) = values.pop() {
             for (reader, _) in self.graph.consumers(value) {
                 match self.chain_of.get(&reader) {
-                    Some(chain) if chains.contains(chain) && value == made => {}
+                    Some(chain) if chains.contains(chain) && value == origin => {}
                     // The position of the last op of its chain.
                     Some(&chain) => first = first.min(self.chains[chain].last().map_or(0, |op| self.position[op])),
                     None if rule(&self.graph.node(reader).op).is_view() => {
@@ -220,7 +223,7 @@ impl<'a> Search<'a> {
     fn inner(&self, ops: &[NodeId]) -> HashSet<Value> {
         let needs = self.needs;
         let is_inner = |value: &Value| {
-            let is_needed = [needs.own, needs.kept, needs.held].iter().any(|set| set.contains(value));
+            let is_needed = [needs.separate, needs.saved, needs.retained].iter().any(|set| set.contains(value));
             let is_needed = is_needed || self.results.contains(value);
             let readers = self.graph.consumers(*value);
             !is_needed && !readers.is_empty() && readers.iter().all(|(reader, _)| ops.contains(reader))
@@ -228,7 +231,7 @@ impl<'a> Search<'a> {
         ops.iter().flat_map(|op| self.graph.values(*op)).filter(is_inner).collect()
     }
 
-    fn found(self) -> Chains {
+    fn into_chains(self) -> Chains {
         let mut chains = Chains::default();
         for ops in self.chains.iter().filter(|ops| ops.len() > 1) {
             let Some(last) = ops.last() else { continue };
@@ -244,7 +247,7 @@ fn is_elementwise(graph: &Graph, id: NodeId) -> bool {
     let node = graph.node(id);
     let values = graph.inputs(id);
     let operands = if matches!(node.op, Op::Dropout(_)) { &values[..1] } else { &values[..] };
-    let suits = match node.op {
+    let is_supported = match node.op {
         Op::Dropout(_) => node.facts[0].dtype.is_float(),
         Op::Unary(op) => op != Unary::Not || node.facts[0].dtype == DType::Bool,
         Op::Binary(op) => !matches!(op, Binary::Mod | Binary::ShiftLeft | Binary::ShiftRight),
@@ -252,7 +255,7 @@ fn is_elementwise(graph: &Graph, id: NodeId) -> bool {
         _ => false,
     };
     let is_plain = |dtype: DType| dtype.is_float() || dtype == DType::Bool;
-    suits
+    is_supported
         && is_plain(node.facts[0].dtype)
         && node.facts[0].bytes().is_some_and(|bytes| bytes > 0)
         && operands.iter().all(|value| is_plain(graph.fact(*value).dtype))
@@ -282,32 +285,32 @@ mod tests {
         }
 
         /// The chains if `result` is the output and `kept` is saved.
-        fn chains(self, result: Value, kept: &[Value]) -> Chains {
-            self.chains_from(&|_| false, result, kept)
+        fn chains(self, result: Value, saved: &[Value]) -> Chains {
+            self.chains_from(&|_| false, result, saved)
         }
 
-        fn chains_from(mut self, starts: &dyn Fn(&Op) -> bool, result: Value, kept: &[Value]) -> Chains {
+        fn chains_from(mut self, starts: &dyn Fn(&Op) -> bool, result: Value, saved: &[Value]) -> Chains {
             self.0.outputs.push(Output { name: "y".to_string(), value: result });
             let graph = self.0;
             let order = order::canonical(&graph);
-            let (empty, workspace, none) = (HashSet::new(), HashMap::new(), Chains::default());
-            let (kept, held) = (kept.iter().copied().collect(), HashSet::from([result]));
+            let (empty, workspace, no_chains) = (HashSet::new(), HashMap::new(), Chains::default());
+            let (saved, retained) = (saved.iter().copied().collect(), HashSet::from([result]));
             let needs = Needs {
-                own: &empty,
-                kept: &kept,
-                held: &held,
-                added: &empty,
+                separate: &empty,
+                saved: &saved,
+                retained: &retained,
+                accumulated: &empty,
                 workspace: &workspace,
-                chains: &none,
-                passage: None,
+                chains: &no_chains,
+                arena: None,
             };
-            let rules = Rules { together: &|_, _| true, starts };
+            let rules = Rules { can_join: &|_, _| true, can_start: starts };
             let (chains, _) = chains(&graph, &order, &needs, &rules);
             // Inner values have no location, all others have one.
             let layout = plan(&graph, &order, &Needs { chains: &chains, ..needs });
             for value in graph.ids().flat_map(|id| graph.values(id)) {
                 assert_eq!(layout.locations.contains_key(&value), !chains.inner.contains(&value));
-                assert!(!kept.contains(&value) || matches!(layout.locations[&value], Location::Saved(_)));
+                assert!(!saved.contains(&value) || matches!(layout.locations[&value], Location::Saved(_)));
             }
             chains
         }
@@ -371,11 +374,11 @@ mod tests {
         // The sum of two norms is in the chain of one of them.
         let mut net = Net(Graph::new("net"));
         let x = net.input("x", &[2, 4, 8]);
-        let (one, other) = (norm(&mut net, x), norm(&mut net, x));
-        let s = net.op(ADD, &[one, other]);
+        let (first, second) = (norm(&mut net, x), norm(&mut net, x));
+        let s = net.op(ADD, &[first, second]);
         let chains = net.chains_from(is_norm, s, &[]);
-        assert_eq!(chains.by_last.into_values().collect::<Vec<_>>(), [nodes(&[one, s])]);
-        assert_eq!(chains.inner, HashSet::from([one]));
+        assert_eq!(chains.by_last.into_values().collect::<Vec<_>>(), [nodes(&[first, s])]);
+        assert_eq!(chains.inner, HashSet::from([first]));
 
         // Elementwise ops before a norm are no part of its chain.
         let mut net = Net(Graph::new("net"));

@@ -15,18 +15,18 @@ use std::collections::{BTreeMap, HashSet};
 /// also sent. Maps each tensor to its terms, as indices of the backward's outputs.
 pub fn summed(backward: &Backward, before: &dyn Fn(NodeId) -> bool) -> BTreeMap<Value, Vec<usize>> {
     let graph = &backward.graph;
-    let made = |wanted: fn(&Made) -> bool| {
-        let both = backward.output_roles.iter().zip(&graph.outputs).filter(move |(made, _)| wanted(made));
-        both.map(|(_, output)| root(graph, output.value))
+    let roots = |is_wanted: fn(&Made) -> bool| {
+        let pairs = backward.output_roles.iter().zip(&graph.outputs).filter(move |(role, _)| is_wanted(role));
+        pairs.map(|(_, output)| root(graph, output.value))
     };
-    let sent: HashSet<Value> = made(|made| matches!(made, Made::Gradient { .. })).collect();
-    let mut summed: BTreeMap<Value, Vec<usize>> = BTreeMap::new();
-    for (term, value) in made(|made| matches!(made, Made::Parameter(_))).enumerate() {
+    let sent: HashSet<Value> = roots(|role| matches!(role, Made::Gradient { .. })).collect();
+    let mut terms_of_sum: BTreeMap<Value, Vec<usize>> = BTreeMap::new();
+    for (term, value) in roots(|role| matches!(role, Made::Parameter(_))).enumerate() {
         if runs(&graph.node(value.node).op) && !before(value.node) && !sent.contains(&value) {
-            summed.entry(value).or_default().push(term);
+            terms_of_sum.entry(value).or_default().push(term);
         }
     }
-    summed
+    terms_of_sum
 }
 
 /// The gradients that exist only in their sums on every device: their producers accumulate, and no op reads them.

@@ -15,12 +15,12 @@ pub fn inference(graph: &mut Graph) -> Changed {
     let mut replaced = false;
     for id in order::canonical(graph) {
         let Op::BatchNorm(norm) = graph.node(id).op else { continue };
-        let followed = |output: u32| {
+        let average_of = |output: u32| {
             let sample = Value { node: id, output };
             // The variance may be scaled (Bessel's correction) before its average.
             graph.averages.iter().find(|a| reaches(graph, sample, a.sample)).map(|a| a.state)
         };
-        if let (Some(mean), Some(variance)) = (followed(1), followed(2)) {
+        if let (Some(mean), Some(variance)) = (average_of(1), average_of(2)) {
             replace(graph, id, norm, mean, variance);
             replaced = true;
         }
@@ -63,9 +63,9 @@ fn keep_weights(graph: &mut Graph, id: NodeId, op: Attention) {
     let extras = op.extras(3, inputs.len()).expect("the op was checked when it was added");
     inputs.truncate(extras.counter.unwrap_or(inputs.len()));
     let origin = graph.node(id).origin.clone();
-    let plain = Op::Attention(Attention { dropout: None, part: None, ..op });
-    let made = Writer { graph, origin }.emit_all(plain, &inputs);
-    for (old, new) in graph.values(id).into_iter().zip(made) {
+    let without_dropout = Op::Attention(Attention { dropout: None, part: None, ..op });
+    let outputs = Writer { graph, origin }.emit_all(without_dropout, &inputs);
+    for (old, new) in graph.values(id).into_iter().zip(outputs) {
         graph.replace_uses(old, new);
     }
     graph.remove(id);

@@ -74,7 +74,7 @@ pub fn scaled(graph: &mut Graph, loss: Value) {
 }
 
 /// The output that can be the model's own loss: the first if it is a scalar, else the only scalar.
-pub fn own(graph: &Graph) -> Option<usize> {
+pub fn output_of(graph: &Graph) -> Option<usize> {
     let is_scalar = |output: &Output| {
         let fact = graph.fact(output.value);
         fact.dtype.is_float() && fact.shape.iter().all(|dim| dim.is(1))
@@ -87,9 +87,9 @@ pub fn own(graph: &Graph) -> Option<usize> {
 /// Tests whether an output depends on an input that the first output does not depend on, as a loss depends on labels.
 pub fn reads_extra_inputs(graph: &Graph, output: usize) -> bool {
     let inputs = |value: Value| {
-        let (mut seen, mut stack, mut inputs) = (HashSet::new(), vec![value.node], BTreeSet::new());
+        let (mut visited, mut stack, mut inputs) = (HashSet::new(), vec![value.node], BTreeSet::new());
         while let Some(node) = stack.pop() {
-            if seen.insert(node) {
+            if visited.insert(node) {
                 if let Op::Input(_) = graph.node(node).op {
                     inputs.insert(node);
                 }
@@ -105,7 +105,7 @@ pub fn reads_extra_inputs(graph: &Graph, output: usize) -> bool {
 /// it. `class_axis` may be negative and defaults to the last axis. The loss of an output of a two-byte type is computed
 /// in `f32`.
 pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<Value, LossError> {
-    let at = if loss == Loss::Output { own(graph).unwrap_or(0) } else { 0 };
+    let at = if loss == Loss::Output { output_of(graph).unwrap_or(0) } else { 0 };
     let Some(Output { name, value: mut y }) = graph.outputs.get(at).cloned() else { return Err(LossError::NoOutput) };
     let mut fact = graph.fact(y).clone();
     if !fact.dtype.is_float() {
@@ -124,8 +124,8 @@ pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<
         graph.outputs.push(Output { name: LOSS.into(), value: y });
         return Ok(y);
     }
-    let taken = graph.ids().any(|id| matches!(&graph.node(id).op, Op::Input(i) if i.name == TARGET));
-    if taken {
+    let is_taken = graph.ids().any(|id| matches!(&graph.node(id).op, Op::Input(i) if i.name == TARGET));
+    if is_taken {
         return Err(LossError::Taken { name: TARGET.into() });
     }
     let mut out = Writer { graph, origin: Origin { source: LOSS.into(), module: String::new() } };
@@ -141,18 +141,18 @@ pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<
             out.emit(Op::CrossEntropy(CrossEntropy { axis, ignore: Some(IGNORED), wide: is_narrow }), &[y, labels])
         }
         Loss::Mse => {
-            let wanted = target(&mut out, fact.clone());
-            let error = out.emit(Op::Binary(Binary::Sub), &[y, wanted]);
+            let expected = target(&mut out, fact.clone());
+            let error = out.emit(Op::Binary(Binary::Sub), &[y, expected]);
             let square = out.emit(Op::Binary(Binary::Mul), &[error, error]);
             mean(&mut out, square)
         }
         // max(y, 0) - y·t + log(1 + e^-|y|), computed without overflow as softplus(y) - y·t
         Loss::Bce => {
-            let wanted = target(&mut out, fact.clone());
-            let grown = out.emit(Op::Unary(Unary::Softplus), &[y]);
-            let product = out.emit(Op::Binary(Binary::Mul), &[y, wanted]);
-            let each = out.emit(Op::Binary(Binary::Sub), &[grown, product]);
-            mean(&mut out, each)
+            let expected = target(&mut out, fact.clone());
+            let softplus = out.emit(Op::Unary(Unary::Softplus), &[y]);
+            let product = out.emit(Op::Binary(Binary::Mul), &[y, expected]);
+            let losses = out.emit(Op::Binary(Binary::Sub), &[softplus, product]);
+            mean(&mut out, losses)
         }
         Loss::Output => unreachable!("handled above"),
     };

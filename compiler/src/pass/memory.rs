@@ -53,27 +53,27 @@ pub struct Layout {
 #[derive(Clone, Debug, Default)]
 pub struct SharedArena {
     /// Sources made before the run.
-    pub comes: HashSet<Value>,
+    pub incoming: HashSet<Value>,
     /// Values read after the run.
-    pub goes: HashSet<Value>,
+    pub outgoing: HashSet<Value>,
 }
 
 /// Constraints of the layout: values that outlive the run, kernel workspaces and fused chains.
 #[derive(Clone, Copy)]
 pub struct Needs<'a> {
     /// Values sent to other stages or returned.
-    pub own: &'a HashSet<Value>,
+    pub separate: &'a HashSet<Value>,
     /// Values that the backward reads.
-    pub kept: &'a HashSet<Value>,
+    pub saved: &'a HashSet<Value>,
     /// Values read after the run, before the next one.
-    pub held: &'a HashSet<Value>,
+    pub retained: &'a HashSet<Value>,
     /// Gradients that their producers accumulate.
-    pub added: &'a HashSet<Value>,
+    pub accumulated: &'a HashSet<Value>,
     /// Workspace bytes per node; of a chain, keyed by its last op.
     pub workspace: &'a HashMap<NodeId, usize>,
     pub chains: &'a Chains,
     /// Tensors shared with other runs, if this is part of a longer one.
-    pub passage: Option<&'a SharedArena>,
+    pub arena: Option<&'a SharedArena>,
 }
 
 /// Rounds up to [`ALIGNMENT`].
@@ -90,14 +90,14 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
     for (i, class) in classes.list.iter().enumerate().filter(|(_, class)| !class.inner) {
         class_home[i] = if is_source(graph, class.root.node) {
             Some(Location::Source(class.root.node))
-        } else if class.own {
+        } else if class.separate {
             layout.own.push((class.root, class.bytes));
             Some(Location::Own(layout.own.len() - 1))
-        } else if class.kept {
+        } else if class.saved {
             layout.kept_bytes += aligned(class.bytes);
             Some(Location::Saved(layout.kept_bytes - aligned(class.bytes)))
         } else {
-            let last = if class.held { order.len() } else { class.last };
+            let last = if class.retained { order.len() } else { class.last };
             transient.push(Block {
                 of: BlockOwner::AliasClass(i),
                 size: aligned(class.bytes),
@@ -142,7 +142,7 @@ pub fn live(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<usize> {
         alive as usize
     };
     let alive: Vec<usize> = change[..order.len()].iter().map(&mut running).collect();
-    needs.chains.places(order).into_iter().map(|at| alive[at]).collect()
+    needs.chains.run_positions(order).into_iter().map(|at| alive[at]).collect()
 }
 
 #[derive(Clone, Debug)]
@@ -161,23 +161,23 @@ pub struct Transient {
 /// All tensors with an arena location, except those held to the end of the run.
 pub fn tensors(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<Transient> {
     let mut classes = classes(graph, order, needs);
-    let goes = needs.passage.into_iter().flat_map(|passage| &passage.goes);
-    let goes: HashSet<usize> = goes.filter_map(|value| classes.of.get(value).copied()).collect();
-    let mut found = Vec::new();
+    let outgoing = needs.arena.into_iter().flat_map(|arena| &arena.outgoing);
+    let outgoing: HashSet<usize> = outgoing.filter_map(|value| classes.of.get(value).copied()).collect();
+    let mut tensors = Vec::new();
     for (at, class) in classes.list.iter_mut().enumerate() {
-        let comes = needs.passage.is_some_and(|passage| passage.comes.contains(&class.root));
-        let is_there = is_source(graph, class.root.node) && !comes;
-        if !(is_there || class.own || class.kept || class.held || class.inner) {
-            found.push(Transient {
+        let is_incoming = needs.arena.is_some_and(|arena| arena.incoming.contains(&class.root));
+        let is_permanent = is_source(graph, class.root.node) && !is_incoming;
+        if !(is_permanent || class.separate || class.saved || class.retained || class.inner) {
+            tensors.push(Transient {
                 root: class.root,
                 bytes: aligned(class.bytes),
-                first: if comes { 0 } else { class.first },
-                last: if goes.contains(&at) { order.len() - 1 } else { class.last },
+                first: if is_incoming { 0 } else { class.first },
+                last: if outgoing.contains(&at) { order.len() - 1 } else { class.last },
                 readers: std::mem::take(&mut class.readers),
             });
         }
     }
-    found
+    tensors
 }
 
 fn is_source(graph: &Graph, id: NodeId) -> bool {
@@ -191,9 +191,9 @@ struct AliasClass {
     first: usize,
     last: usize,
     readers: Vec<NodeId>,
-    own: bool,
-    kept: bool,
-    held: bool,
+    separate: bool,
+    saved: bool,
+    retained: bool,
     /// Exists only within a chain or a gradient sum.
     inner: bool,
 }
@@ -205,7 +205,7 @@ struct Classes {
 
 fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
     let mut classes = Classes { list: Vec::new(), of: HashMap::new() };
-    for (at, &id) in needs.chains.places(order).into_iter().zip(order) {
+    for (at, &id) in needs.chains.run_positions(order).into_iter().zip(order) {
         let inputs = graph.inputs(id);
         for input in &inputs {
             let class = &mut classes.list[classes.of[input]];
@@ -218,8 +218,8 @@ fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
                 classes.of[&inputs[0]]
             } else {
                 let bytes = graph.fact(value).bytes().expect("sizes are fixed and were checked") as usize;
-                let [own, kept, held] = [false; 3];
-                let inner = needs.chains.inner.contains(&value) || needs.added.contains(&value);
+                let [separate, saved, retained] = [false; 3];
+                let inner = needs.chains.inner.contains(&value) || needs.accumulated.contains(&value);
                 let readers = Vec::new();
                 classes.list.push(AliasClass {
                     root: value,
@@ -227,17 +227,17 @@ fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
                     first: at,
                     last: at,
                     readers,
-                    own,
-                    kept,
-                    held,
+                    separate,
+                    saved,
+                    retained,
                     inner,
                 });
                 classes.list.len() - 1
             };
             classes.of.insert(value, class);
-            classes.list[class].own |= needs.own.contains(&value);
-            classes.list[class].kept |= needs.kept.contains(&value);
-            classes.list[class].held |= needs.held.contains(&value);
+            classes.list[class].separate |= needs.separate.contains(&value);
+            classes.list[class].saved |= needs.saved.contains(&value);
+            classes.list[class].retained |= needs.retained.contains(&value);
         }
     }
     classes
@@ -261,25 +261,25 @@ fn pack(blocks: &[Block]) -> (Vec<usize>, usize) {
     by_size.sort_by_key(|&i| (std::cmp::Reverse(blocks[i].size), blocks[i].first, i));
     let mut offsets = vec![0; blocks.len()];
     // Placed blocks, by offset.
-    let mut placed: Vec<usize> = Vec::new();
+    let mut allocated: Vec<usize> = Vec::new();
     let mut total = 0;
     for i in by_size {
         let block = &blocks[i];
         let mut offset = 0;
-        for &p in &placed {
-            let other = &blocks[p];
-            let together = other.first <= block.last && block.first <= other.last;
-            if together {
+        for &p in &allocated {
+            let neighbour = &blocks[p];
+            let overlaps = neighbour.first <= block.last && block.first <= neighbour.last;
+            if overlaps {
                 if offsets[p] >= offset + block.size {
                     break;
                 }
-                offset = offset.max(offsets[p] + other.size);
+                offset = offset.max(offsets[p] + neighbour.size);
             }
         }
         offsets[i] = offset;
         total = total.max(offset + block.size);
-        let at = placed.partition_point(|&p| offsets[p] <= offset);
-        placed.insert(at, i);
+        let at = allocated.partition_point(|&p| offsets[p] <= offset);
+        allocated.insert(at, i);
     }
     (offsets, total)
 }

@@ -35,11 +35,11 @@ struct Pass {
 }
 
 impl Pass {
-    /// Adds a cast of a value, as a part of `beside`.
-    fn cast(&mut self, value: Value, to: DType, beside: NodeId) -> Value {
-        let origin = self.graph.node(beside).origin.clone();
+    /// Adds a cast of a value, as a part of `owner`.
+    fn cast(&mut self, value: Value, to: DType, owner: NodeId) -> Value {
+        let origin = self.graph.node(owner).origin.clone();
         let cast = Writer { graph: &mut self.graph, origin }.emit(Op::Cast(Cast { to }), &[value]);
-        self.graph.node_mut(cast.node).part_of = Some(beside);
+        self.graph.node_mut(cast.node).part_of = Some(owner);
         cast
     }
 
@@ -67,8 +67,8 @@ impl Pass {
                     }
                 }
             }
-            let made = self.graph.node(average.sample.node);
-            if self.graph.fact(average.sample).dtype == self.to && !is_whole(&made.op) {
+            let producer = self.graph.node(average.sample.node);
+            if self.graph.fact(average.sample).dtype == self.to && !is_whole(&producer.op) {
                 let sample = self.cast(average.sample, DType::F32, average.sample.node);
                 self.graph.averages[at].sample = sample;
             }
@@ -134,12 +134,12 @@ mod tests {
         let y = out.emit(Op::Unary(Unary::Tanh), &[norm[0]]);
         graph.outputs.push(Output { name: "y".into(), value: y });
         graph.averages.push(MovingAverage { state: state.node, sample: norm[1], keep: 0.9 });
-        let made = mixed(&graph, DType::Bf16).unwrap();
-        verify(&made).unwrap();
-        let casts = made.ids().filter(|id| made.node(*id).part_of == Some(norm[0].node));
+        let mixed_graph = mixed(&graph, DType::Bf16).unwrap();
+        verify(&mixed_graph).unwrap();
+        let casts = mixed_graph.ids().filter(|id| mixed_graph.node(*id).part_of == Some(norm[0].node));
         assert_eq!(casts.count(), 0);
-        for id in made.ids() {
-            let node = made.node(id);
+        for id in mixed_graph.ids() {
+            let node = mixed_graph.node(id);
             let expected = match &node.op {
                 Op::Parameter(p) => p.name != "w",
                 Op::State(_) => true,
@@ -148,6 +148,6 @@ mod tests {
             };
             assert_eq!(node.facts[0].dtype == DType::F32, expected, "{}", rule(&node.op).name());
         }
-        assert_eq!(made.fact(made.averages[0].sample).dtype, DType::F32);
+        assert_eq!(mixed_graph.fact(mixed_graph.averages[0].sample).dtype, DType::F32);
     }
 }

@@ -50,8 +50,8 @@ pub fn forward(fragment: &mut Fragment) -> Result<(), PassBug> {
     let sent = fragment.sent.iter().map(|s| Output { name: String::new(), value: s.local });
     graph.outputs.extend(sent);
     run(graph, &FORWARD)?;
-    for (sent, kept) in fragment.sent.iter_mut().zip(graph.outputs.drain(results..)) {
-        sent.local = kept.value;
+    for (sent, output) in fragment.sent.iter_mut().zip(graph.outputs.drain(results..)) {
+        sent.local = output.value;
     }
     Ok(())
 }

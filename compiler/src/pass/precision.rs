@@ -25,23 +25,23 @@ impl PrecisionError {
 
 /// Converts every float to type `to`: sources, constants, casts and all that depends on them. Node ids are unchanged.
 pub fn precision(graph: &Graph, to: DType) -> Result<Graph, PrecisionError> {
-    let mut made = graph.clone();
+    let mut converted = graph.clone();
     for id in order::canonical(graph) {
-        if matches!(made.node(id).op, Op::BitCast(_)) {
-            return Err(PrecisionError::Bits { node: made.node(id).label().to_string(), to });
+        if matches!(converted.node(id).op, Op::BitCast(_)) {
+            return Err(PrecisionError::Bits { node: converted.node(id).label().to_string(), to });
         }
-        retype(&mut made.node_mut(id).op, to);
-        let facts: Vec<Fact> = made.inputs(id).into_iter().map(|v| made.fact(v).clone()).collect();
-        let node = made.node(id);
+        retype(&mut converted.node_mut(id).op, to);
+        let facts: Vec<Fact> = converted.inputs(id).into_iter().map(|v| converted.fact(v).clone()).collect();
+        let node = converted.node(id);
         let inferred = rule(&node.op).infer(&facts.iter().collect::<Vec<_>>());
         let inferred = inferred.map_err(|fault| PrecisionError::of(node, to, fault))?;
-        made.node_mut(id).facts = inferred;
+        converted.node_mut(id).facts = inferred;
     }
-    Ok(made)
+    Ok(converted)
 }
 
 fn retype(op: &mut Op, to: DType) {
-    let own = match op {
+    let dtype = match op {
         Op::Input(o) => &mut o.fact.dtype,
         Op::Parameter(o) => &mut o.fact.dtype,
         Op::State(o) => &mut o.fact.dtype,
@@ -49,29 +49,29 @@ fn retype(op: &mut Op, to: DType) {
         Op::Uniform(o) => &mut o.fact.dtype,
         Op::Cast(o) => &mut o.to,
         Op::Constant(o) if o.tensor.dtype().is_float() => {
-            o.tensor = narrowed(&o.tensor, to);
+            o.tensor = narrow(&o.tensor, to);
             return;
         }
         _ => return,
     };
-    if own.is_float() {
-        *own = to;
+    if dtype.is_float() {
+        *dtype = to;
     }
 }
 
 /// Converts a constant. In a narrow type, finite values stay finite and non-zero values stay non-zero: a mask's lowest
 /// number must not become infinite, nor an epsilon zero.
-fn narrowed(tensor: &Tensor, to: DType) -> Tensor {
+fn narrow(tensor: &Tensor, to: DType) -> Tensor {
     let (largest, smallest) = match to {
         DType::F16 => (f16::MAX.to_f64(), f16::MIN_POSITIVE_SUBNORMAL.to_f64()),
         DType::Bf16 => (bf16::MAX.to_f64(), bf16::MIN_POSITIVE_SUBNORMAL.to_f64()),
         _ => return tensor.cast(to),
     };
-    let within = |value: f64| match value {
+    let clamp = |value: f64| match value {
         value if value == 0.0 || !value.is_finite() => value,
         value => value.abs().clamp(smallest, largest).copysign(value),
     };
-    Tensor::from_f64(tensor.shape(), &tensor.to_f64().into_iter().map(within).collect::<Vec<_>>()).cast(to)
+    Tensor::from_f64(tensor.shape(), &tensor.to_f64().into_iter().map(clamp).collect::<Vec<_>>()).cast(to)
 }
 
 #[cfg(test)]
@@ -82,10 +82,10 @@ mod tests {
     #[test]
     fn narrow_constants_stay_finite_and_apart_from_zero() {
         let tensor = Tensor::from_f32(&[4], &[f32::MIN, 1e-12, 0.0, f32::INFINITY]);
-        let half = narrowed(&tensor, DType::F16).to_f64();
+        let half = narrow(&tensor, DType::F16).to_f64();
         assert_eq!((half[0], half[2], half[3]), (-65504.0, 0.0, f64::INFINITY));
         assert!(half[1] > 0.0);
-        assert!(narrowed(&tensor, DType::Bf16).to_f64()[0].is_finite());
+        assert!(narrow(&tensor, DType::Bf16).to_f64()[0].is_finite());
     }
 
     #[test]
@@ -98,8 +98,8 @@ mod tests {
             retype(&mut op, DType::F64);
             let wide = |t: &Tensor| Fact::of(if t.dtype().is_float() { DType::F64 } else { t.dtype() }, t.shape());
             let facts: Vec<Fact> = sample.inputs.iter().map(wide).collect();
-            let made = rule(&op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
-            assert!(made.iter().all(|f| !f.dtype.is_float() || f.dtype == DType::F64), "{op:?} makes {made:?}");
+            let outputs = rule(&op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
+            assert!(outputs.iter().all(|f| !f.dtype.is_float() || f.dtype == DType::F64), "{op:?} makes {outputs:?}");
         }
     }
 }

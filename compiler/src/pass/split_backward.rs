@@ -23,9 +23,9 @@ pub struct Parts {
 /// Splits a backward fragment by the gradients that it sends.
 pub fn parts(backward: &Backward) -> Parts {
     let graph = &backward.graph;
-    let leaves =
-        backward.output_roles.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));
-    let mut queue: Vec<NodeId> = leaves.map(|(_, output)| output.value.node).collect();
+    let sent =
+        backward.output_roles.iter().zip(&graph.outputs).filter(|(role, _)| matches!(role, Made::Gradient { .. }));
+    let mut queue: Vec<NodeId> = sent.map(|(_, output)| output.value.node).collect();
     let mut first: HashSet<NodeId> = HashSet::new();
     while let Some(id) = queue.pop() {
         if first.insert(id) {
@@ -34,16 +34,16 @@ pub fn parts(backward: &Backward) -> Parts {
     }
     let is_source =
         |id: &NodeId| matches!(graph.node(*id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_));
-    let all = order::canonical(graph);
-    let second: HashSet<NodeId> = all.iter().copied().filter(|id| !first.contains(id) && !is_source(id)).collect();
-    let (late, rest): (Vec<NodeId>, Vec<NodeId>) = all.into_iter().partition(|id| second.contains(id));
-    let (sources, early): (Vec<NodeId>, Vec<NodeId>) = rest.into_iter().partition(is_source);
+    let order = order::canonical(graph);
+    let second: HashSet<NodeId> = order.iter().copied().filter(|id| !first.contains(id) && !is_source(id)).collect();
+    let (late_nodes, others): (Vec<NodeId>, Vec<NodeId>) = order.into_iter().partition(|id| second.contains(id));
+    let (sources, early_nodes): (Vec<NodeId>, Vec<NodeId>) = others.into_iter().partition(is_source);
 
-    let made_first = |value: &Value| !second.contains(&value.node) && !is_source(&value.node);
-    let read = late.iter().flat_map(|id| graph.inputs(*id));
+    let is_of_first = |value: &Value| !second.contains(&value.node) && !is_source(&value.node);
+    let late_inputs = late_nodes.iter().flat_map(|id| graph.inputs(*id));
     let parameters =
-        backward.output_roles.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Parameter(_)));
-    let at_the_end = parameters.map(|(_, output)| output.value);
-    let crossing = read.chain(at_the_end).filter(made_first).collect();
-    Parts { order: [sources, early, late].concat(), second, crossing }
+        backward.output_roles.iter().zip(&graph.outputs).filter(|(role, _)| matches!(role, Made::Parameter(_)));
+    let gradients = parameters.map(|(_, output)| output.value);
+    let crossing = late_inputs.chain(gradients).filter(is_of_first).collect();
+    Parts { order: [sources, early_nodes, late_nodes].concat(), second, crossing }
 }

@@ -48,18 +48,18 @@ impl Live {
         live
     }
 
-    pub fn at(&self, place: ArenaPosition, is_split: bool) -> u64 {
-        if is_split { self.split[place.index()] } else { self.whole[place.index()] }
+    pub fn at(&self, position: ArenaPosition, is_split: bool) -> u64 {
+        if is_split { self.split[position.index()] } else { self.whole[position.index()] }
     }
 }
 
-/// Raises the figures of each position to the bytes alive at one moment: `bytes` in total, less `comes` if the op is
-/// first in its stage, less `goes` if it is last.
-pub fn raise(figures: &mut [u64; 4], bytes: u64, [comes, goes]: [u64; 2]) {
-    for place in ArenaPosition::ALL {
-        let elsewhere = if place.first { comes } else { 0 } + if place.last { goes } else { 0 };
-        let figure = &mut figures[place.index()];
-        *figure = (*figure).max(bytes.saturating_sub(elsewhere));
+/// Raises the figures of each position to the bytes alive at one moment: `bytes` in total, less `incoming` if the op is
+/// first in its stage, less `outgoing` if it is last.
+pub fn raise(peaks: &mut [u64; 4], bytes: u64, [incoming, outgoing]: [u64; 2]) {
+    for position in ArenaPosition::ALL {
+        let external = if position.first { incoming } else { 0 } + if position.last { outgoing } else { 0 };
+        let peak = &mut peaks[position.index()];
+        *peak = (*peak).max(bytes.saturating_sub(external));
     }
 }
 
@@ -132,7 +132,7 @@ impl Needs {
         self.by_place.iter().any(differs)
     }
 
-    pub fn at(&self, place: ArenaPosition) -> Arena {
-        self.by_place[place.index()]
+    pub fn at(&self, position: ArenaPosition) -> Arena {
+        self.by_place[position.index()]
     }
 }

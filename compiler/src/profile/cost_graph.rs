@@ -135,7 +135,7 @@ impl Flows {
     /// Position that an op can have at best: first if it is the only reader of its inputs, last if its outputs have a
     /// single reader. Otherwise gradients from several ops are summed in the arena.
     pub fn ends(&self, op: usize) -> ArenaPosition {
-        let is_read_here = |made: &u32| self.after[*made as usize].len() == 1;
+        let is_read_here = |producer: &u32| self.after[*producer as usize].len() == 1;
         ArenaPosition {
             first: !self.before[op].is_empty() && self.before[op].iter().all(is_read_here),
             last: self.after[op].len() == 1,
@@ -233,12 +233,12 @@ impl OpCost {
     }
 
     /// Arena bytes while the op runs.
-    pub fn arena(&self, place: ArenaPosition) -> Arena {
-        let own = Arena::by(|way| {
+    pub fn arena(&self, position: ArenaPosition) -> Arena {
+        let arena = Arena::by(|way| {
             let joint = if way.is_joint { self.batched_grad_workspace_bytes } else { 0 };
-            self.workspace_bytes.max(joint).saturating_add(self.live.at(place, way.is_split))
+            self.workspace_bytes.max(joint).saturating_add(self.live.at(position, way.is_split))
         });
-        self.joined.as_ref().map_or(own, |joined| joined.needs.at(place).max(own))
+        self.joined.as_ref().map_or(arena, |joined| joined.needs.at(position).max(arena))
     }
 
     /// Largest arena bytes over all backward variants, without boundary savings.
@@ -275,19 +275,19 @@ impl CostGraph {
 
     /// For each op: parameter bytes needed at the same time, counted at the size of their sums.
     pub fn largest_bytes(&self) -> Vec<u64> {
-        let own = |(used, op): (u64, &OpCost)| op.joined.as_ref().map_or(used, |members| members.largest);
-        self.summed_bytes().into_iter().zip(&self.ops).map(own).collect()
+        let largest = |(used, op): (u64, &OpCost)| op.joined.as_ref().map_or(used, |members| members.largest);
+        self.summed_bytes().into_iter().zip(&self.ops).map(largest).collect()
     }
 
     /// For each op: bytes of parameters and gradient sums needed at the same time; parameters are counted at the size
     /// of their sums.
     pub fn needed_bytes(&self) -> Vec<u64> {
-        let both = |(used, op): (u64, &OpCost)| match &op.joined {
+        let needed = |(used, op): (u64, &OpCost)| match &op.joined {
             Some(members) => members.needed,
             None if op.reads_as_it_makes => used.saturating_mul(2),
             None => used,
         };
-        self.summed_bytes().into_iter().zip(&self.ops).map(both).collect()
+        self.summed_bytes().into_iter().zip(&self.ops).map(needed).collect()
     }
 
     /// Producers and readers of each op, past views. For fused ops the entry of the leader is filled.
@@ -295,8 +295,10 @@ impl CostGraph {
         let mut before: Vec<Vec<u32>> = vec![Vec::new(); self.ops.len()];
         let mut pairs: Vec<(OpId, OpId)> = Vec::new();
         for tensor in &self.tensors {
-            let made = self.leader(tensor.producer);
-            pairs.extend(tensor.consumers.iter().map(|op| (self.leader(*op), made)).filter(|(op, made)| op != made));
+            let producer = self.leader(tensor.producer);
+            pairs.extend(
+                tensor.consumers.iter().map(|op| (self.leader(*op), producer)).filter(|(op, producer)| op != producer),
+            );
         }
         let mut is_view = vec![true; self.ops.len()];
         for op in &self.ops {
@@ -306,20 +308,20 @@ impl CostGraph {
         pairs.sort_unstable();
         pairs.dedup();
         for reader in pairs.chunk_by(|(op, _), (other, _)| op == other) {
-            let mut makers = Vec::with_capacity(reader.len());
-            for (_, made) in reader {
-                match is_view[made.index()] {
-                    true => makers.extend_from_slice(&before[made.index()]),
-                    false => makers.push(made.0),
+            let mut producers = Vec::with_capacity(reader.len());
+            for (_, producer) in reader {
+                match is_view[producer.index()] {
+                    true => producers.extend_from_slice(&before[producer.index()]),
+                    false => producers.push(producer.0),
                 }
             }
-            makers.sort_unstable();
-            makers.dedup();
-            before[reader[0].0.index()] = makers;
+            producers.sort_unstable();
+            producers.dedup();
+            before[reader[0].0.index()] = producers;
         }
         let mut after = vec![Vec::new(); self.ops.len()];
         for (op, before) in before.iter().enumerate().filter(|(op, _)| !is_view[*op]) {
-            before.iter().for_each(|made| after[*made as usize].push(op as u32));
+            before.iter().for_each(|producer| after[*producer as usize].push(op as u32));
         }
         Flows { before, after }
     }
@@ -363,15 +365,15 @@ impl CostGraph {
         }
         for op in &self.ops {
             let Some(to) = op.joins else { continue };
-            self.refers(&op.name, &[to])?;
+            self.check_references(&op.name, &[to])?;
             if self.ops[to.index()].joins.is_some() {
                 let why = "is itself fused with another op";
                 return Err(CostGraphError::Joins { name: short_name(&op.name), to: to.0, why });
             }
         }
         for tensor in &self.tensors {
-            self.refers(&tensor.name, std::slice::from_ref(&tensor.producer))?;
-            self.refers(&tensor.name, &tensor.consumers)?;
+            self.check_references(&tensor.name, std::slice::from_ref(&tensor.producer))?;
+            self.check_references(&tensor.name, &tensor.consumers)?;
             if let Some(first) = tensor.consumers.first()
                 && *first <= tensor.producer
             {
@@ -381,15 +383,15 @@ impl CostGraph {
                     consumer: first.0,
                 });
             }
-            let made = self.leader(tensor.producer);
-            if let Some(&early) = tensor.consumers.iter().find(|reader| self.leader(**reader) < made) {
-                let joined = if made == tensor.producer { early } else { tensor.producer };
-                let (name, to) = (short_name(&self.ops[joined.index()].name), self.leader(joined).0);
+            let producer = self.leader(tensor.producer);
+            if let Some(&reader) = tensor.consumers.iter().find(|reader| self.leader(**reader) < producer) {
+                let op = if producer == tensor.producer { reader } else { tensor.producer };
+                let (name, to) = (short_name(&self.ops[op.index()].name), self.leader(op).0);
                 return Err(CostGraphError::Joins { name, to, why: "would make a tensor go backward" });
             }
         }
         for param in &self.params {
-            self.exist(&param.name, &param.users)?;
+            self.check_ops_exist(&param.name, &param.users)?;
             if !param.users.is_sorted() {
                 return Err(CostGraphError::Unsorted { name: short_name(&param.name) });
             }
@@ -425,15 +427,15 @@ impl CostGraph {
         self.ops.iter().map(|op| op.fwd_us + op.bwd_us).sum()
     }
 
-    fn refers(&self, name: &str, ops: &[OpId]) -> Result<(), CostGraphError> {
-        self.exist(name, ops)?;
+    fn check_references(&self, name: &str, ops: &[OpId]) -> Result<(), CostGraphError> {
+        self.check_ops_exist(name, ops)?;
         if ops.windows(2).any(|pair| pair[0] >= pair[1]) {
             return Err(CostGraphError::Unsorted { name: short_name(name) });
         }
         Ok(())
     }
 
-    fn exist(&self, name: &str, ops: &[OpId]) -> Result<(), CostGraphError> {
+    fn check_ops_exist(&self, name: &str, ops: &[OpId]) -> Result<(), CostGraphError> {
         if let Some(op) = ops.iter().find(|op| op.index() >= self.ops.len()) {
             return Err(CostGraphError::UnknownOp { name: short_name(name), op: op.0, ops: self.ops.len() });
         }

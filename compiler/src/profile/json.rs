@@ -85,10 +85,10 @@ impl<'de> Visitor<'de> for NoDuplicates {
         Ok(())
     }
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let mut seen = HashSet::new();
+        let mut keys = HashSet::new();
         while let Some(Key(key)) = map.next_key()? {
             map.next_value_seed(NoDuplicates)?;
-            if !seen.insert(key.clone()) {
+            if !keys.insert(key.clone()) {
                 let shown: String = key.chars().take(60).map(|c| if c.is_control() { '?' } else { c }).collect();
                 return Err(de::Error::custom(format!("duplicate key `{shown}`")));
             }

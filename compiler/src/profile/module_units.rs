@@ -36,8 +36,8 @@ impl Units {
                 return name;
             }
         }
-        let whole = (1..=parts.len()).map(|count| parts[..count].join("."));
-        whole.into_iter().find(|name| !self.wrappers.contains(name)).unwrap_or_default()
+        let prefixes = (1..=parts.len()).map(|count| parts[..count].join("."));
+        prefixes.into_iter().find(|name| !self.wrappers.contains(name)).unwrap_or_default()
     }
 }
 
@@ -52,16 +52,16 @@ fn is_number(part: &str) -> bool {
 /// Splits `layers.3` into list name and index.
 pub fn numbered(module: &str) -> Option<(&str, u32)> {
     let (list, number) = module.rsplit_once('.').unwrap_or(("", module));
-    let plain = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
-    plain.then(|| number.parse().ok().map(|number| (list, number)))?
+    let is_numeric = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+    is_numeric.then(|| number.parse().ok().map(|number| (list, number)))?
 }
 
 /// The list with the most items, and their number; ties are broken by name. `lists` has the list of each item.
 pub fn longest<'a>(lists: impl Iterator<Item = &'a str>) -> Option<(&'a str, u32)> {
     let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
     lists.for_each(|list| *counts.entry(list).or_default() += 1);
-    let most = counts.values().copied().max()?;
-    counts.into_iter().find(|(_, count)| *count == most)
+    let max_count = counts.values().copied().max()?;
+    counts.into_iter().find(|(_, count)| *count == max_count)
 }
 
 #[cfg(test)]

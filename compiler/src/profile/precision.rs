@@ -40,8 +40,8 @@ impl Precision {
 
     /// Reads a precision, or the name of its element type.
     pub fn from_name(name: &str) -> Option<Precision> {
-        let named = Precision::ALL.into_iter().find(|precision| precision.name() == name);
-        named.or_else(|| DType::parse(name).and_then(Precision::of))
+        let by_name = Precision::ALL.into_iter().find(|precision| precision.name() == name);
+        by_name.or_else(|| DType::parse(name).and_then(Precision::of))
     }
 
     /// The precision with this element type.
@@ -82,13 +82,14 @@ impl Precision {
 
     /// The element type of each kind of tensor.
     pub fn types(self) -> ElementTypes {
-        let (own, wide) = (self.dtype().name().to_string(), if self.is_mixed() { DType::F32 } else { self.dtype() });
+        let (element, wide) =
+            (self.dtype().name().to_string(), if self.is_mixed() { DType::F32 } else { self.dtype() });
         let wide = wide.name().to_string();
         ElementTypes {
             precision: self,
-            weights: own.clone(),
-            activations: own.clone(),
-            messages: own,
+            weights: element.clone(),
+            activations: element.clone(),
+            messages: element,
             gradient_sums: wide.clone(),
             master_weights: self.is_mixed().then(|| wide.clone()),
             optimizer_state: wide.clone(),

@@ -77,13 +77,13 @@ pub fn check(profile: &Profile) -> Result<(), ProfileError> {
         }
         let place = || format!("ops[{index}] ({})", op.name.escape_debug());
         for (field, value) in [("fwd_us", op.fwd_us), ("bwd_us", op.bwd_us), ("spread", op.spread)] {
-            figure(place, field, value)?;
+            check_range(place, field, value)?;
         }
         if let Some(update_us) = op.update_us {
-            figure(place, "update_us", update_us)?;
+            check_range(place, "update_us", update_us)?;
         }
         if let Some(weight_grad_us) = op.weight_grad_us {
-            figure(place, "weight_grad_us", weight_grad_us)?;
+            check_range(place, "weight_grad_us", weight_grad_us)?;
             if weight_grad_us > op.bwd_us {
                 return Err(ProfileError::Part { place: place(), weight_grad_us, bwd_us: op.bwd_us });
             }
@@ -97,10 +97,10 @@ pub fn check(profile: &Profile) -> Result<(), ProfileError> {
         return Err(ProfileError::Workers);
     }
     if let Some(whole) = &profile.whole {
-        figure(|| "whole".to_string(), "fwd_us", whole.fwd_us)?;
-        figure(|| "whole".to_string(), "bwd_us", whole.bwd_us)?;
+        check_range(|| "whole".to_string(), "fwd_us", whole.fwd_us)?;
+        check_range(|| "whole".to_string(), "bwd_us", whole.bwd_us)?;
         if let Some([low, high]) = whole.range_us {
-            [low, high].into_iter().try_for_each(|value| figure(|| "whole".to_string(), "range_us", value))?;
+            [low, high].into_iter().try_for_each(|value| check_range(|| "whole".to_string(), "range_us", value))?;
             if low > high {
                 return Err(ProfileError::Range { low, high });
             }
@@ -109,7 +109,7 @@ pub fn check(profile: &Profile) -> Result<(), ProfileError> {
     Ok(())
 }
 
-fn figure(place: impl Fn() -> String, field: &'static str, value: f64) -> Result<(), ProfileError> {
+fn check_range(place: impl Fn() -> String, field: &'static str, value: f64) -> Result<(), ProfileError> {
     if (0.0..=MAX_US).contains(&value) { Ok(()) } else { Err(ProfileError::Figure { place: place(), field, value }) }
 }
 
@@ -148,9 +148,9 @@ mod tests {
     #[test]
     fn the_part_of_weights_is_optional() {
         assert!(!to_json(&from_json(FILE).unwrap()).unwrap().contains("weight_grad_us"));
-        let said = from_json(&FILE.replace("\"bwd_us\":2.0", "\"bwd_us\":2.0,\"weight_grad_us\":0.5")).unwrap();
-        assert_eq!((said.ops[0].weight_grad_us, said.weight_grad_us()), (Some(0.5), Some(0.5)));
-        assert_eq!(from_json(&to_json(&said).unwrap()).unwrap(), said);
+        let profile = from_json(&FILE.replace("\"bwd_us\":2.0", "\"bwd_us\":2.0,\"weight_grad_us\":0.5")).unwrap();
+        assert_eq!((profile.ops[0].weight_grad_us, profile.weight_grad_us()), (Some(0.5), Some(0.5)));
+        assert_eq!(from_json(&to_json(&profile).unwrap()).unwrap(), profile);
     }
 
     #[test]

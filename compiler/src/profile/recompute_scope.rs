@@ -76,15 +76,15 @@ impl RecomputeCosts {
         };
         let mut passed_on = vec![0u64; graph.ops.len()];
         for (at, tensor) in graph.tensors.iter().enumerate() {
-            let made = tensor.producer.index();
-            let is_between = tensor.consumers.iter().any(|op| scope(op.index()) != scope(made));
+            let producer = tensor.producer.index();
+            let is_between = tensor.consumers.iter().any(|op| scope(op.index()) != scope(producer));
             if is_between {
-                passed_on[made] = passed_on[made].saturating_add(tensor.bytes);
+                passed_on[producer] = passed_on[producer].saturating_add(tensor.bytes);
             }
             match (graph.is_only_sent(at), is_between) {
-                (true, true) => costs.kept[made] = costs.kept[made].saturating_add(tensor.bytes),
-                (false, true) => costs.freed[made] = costs.freed[made].saturating_sub(tensor.bytes),
-                (false, false) => costs.frees[at] = scope(made) != RecomputeScope::Never,
+                (true, true) => costs.kept[producer] = costs.kept[producer].saturating_add(tensor.bytes),
+                (false, true) => costs.freed[producer] = costs.freed[producer].saturating_sub(tensor.bytes),
+                (false, false) => costs.frees[at] = scope(producer) != RecomputeScope::Never,
                 (true, false) => {}
             }
         }

@@ -141,11 +141,11 @@ impl Dim {
         let inexact = || DimError::Inexact { left: self.to_string(), right: right.to_string() };
         let (dividend, divisor) = (self.terms(), right.terms());
         let Some((lead, lead_c)) = divisor.iter().next_back() else { return Err(inexact()) };
-        let mut rest = dividend;
+        let mut remainder = dividend;
         let mut quotient: BTreeMap<Monomial, i64> = BTreeMap::new();
         // Polynomial long division; each round cancels one monomial or fails.
         for _ in 0..512 {
-            let Some((monomial, c)) = rest.iter().next_back().map(|(m, c)| (m.clone(), *c)) else {
+            let Some((monomial, c)) = remainder.iter().next_back().map(|(m, c)| (m.clone(), *c)) else {
                 return Ok(Dim::from_terms(quotient));
             };
             let factor = quotient_of(&monomial, lead).ok_or_else(inexact)?;
@@ -155,10 +155,10 @@ impl Dim {
             let q = c / lead_c;
             for (m, dc) in &divisor {
                 let key = product(&factor, m);
-                let entry = rest.entry(key.clone()).or_insert(0);
+                let entry = remainder.entry(key.clone()).or_insert(0);
                 *entry = q.checked_mul(*dc).and_then(|v| entry.checked_sub(v)).ok_or_else(inexact)?;
                 if *entry == 0 {
-                    rest.remove(&key);
+                    remainder.remove(&key);
                 }
             }
             *quotient.entry(factor).or_insert(0) += q;
@@ -260,8 +260,8 @@ fn product(a: &Monomial, b: &Monomial) -> Monomial {
 fn quotient_of(a: &Monomial, b: &Monomial) -> Option<Monomial> {
     let mut powers: BTreeMap<Arc<str>, u32> = a.iter().cloned().collect();
     for (symbol, power) in b {
-        let have = powers.get_mut(symbol)?;
-        *have = have.checked_sub(*power)?;
+        let exponent = powers.get_mut(symbol)?;
+        *exponent = exponent.checked_sub(*power)?;
     }
     powers.retain(|_, p| *p > 0);
     Some(powers.into_iter().collect())

@@ -11,10 +11,10 @@ const MOST: usize = 8;
 
 /// A group of `devices`, with the block counts suggested by the graph.
 pub fn group(graph: &Graph, devices: usize) -> Group {
-    let mut found: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
+    let mut blocks_of_size: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
     let mut add = |size: usize, blocks: usize| {
         if (2..=MOST).contains(&blocks) && size.is_multiple_of(blocks) && size > blocks {
-            found.entry(size).or_default().insert(blocks);
+            blocks_of_size.entry(size).or_default().insert(blocks);
         }
     };
     for id in graph.ids() {
@@ -27,9 +27,9 @@ pub fn group(graph: &Graph, devices: usize) -> Group {
                     let [Some(from), Some(to)] = sizes.map(|size| size.and_then(|s| usize::try_from(s).ok())) else {
                         continue;
                     };
-                    let (whole, part) = (from.max(to), from.min(to));
-                    if part > 0 && whole % part == 0 {
-                        add(whole, whole / part);
+                    let (larger, smaller) = (from.max(to), from.min(to));
+                    if smaller > 0 && larger % smaller == 0 {
+                        add(larger, larger / smaller);
                     }
                 }
             }
@@ -40,18 +40,18 @@ pub fn group(graph: &Graph, devices: usize) -> Group {
                 }
             }
             Op::Reshape(_) => {
-                regrouped(graph.fact(inputs[0]), &facts[0], &mut add);
-                regrouped(&facts[0], graph.fact(inputs[0]), &mut add);
+                add_regroupings(graph.fact(inputs[0]), &facts[0], &mut add);
+                add_regroupings(&facts[0], graph.fact(inputs[0]), &mut add);
             }
             _ => {}
         }
     }
-    let blocks = found.into_iter().map(|(size, blocks)| (size, blocks.into_iter().collect())).collect();
+    let blocks = blocks_of_size.into_iter().map(|(size, blocks)| (size, blocks.into_iter().collect())).collect();
     Group { devices, blocks }
 }
 
 /// An axis reshaped to several: the first of them counts its blocks.
-fn regrouped(from: &Fact, to: &Fact, add: &mut impl FnMut(usize, usize)) {
+fn add_regroupings(from: &Fact, to: &Fact, add: &mut impl FnMut(usize, usize)) {
     let (Some(from), Some(to)) = (from.concrete(), to.concrete()) else { return };
     // The number of iterations outside each axis.
     let starts = |shape: &[usize]| -> Option<Vec<usize>> {

@@ -60,25 +60,27 @@ impl Machine {
     /// Time of a node on each device under a strategy.
     pub fn strategy(&self, graph: &Graph, id: NodeId, strategy: &Strategy) -> Time {
         let node = graph.node(id);
-        let whole: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
+        let input_facts: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
         let parts = |layouts: &[Sharding], facts: &[&Fact]| -> Option<Vec<Fact>> {
             layouts.iter().zip(facts).map(|(layout, fact)| layout.part(fact, self.devices)).collect()
         };
-        let made: Vec<&Fact> = node.facts.iter().collect();
-        let (Some(inputs), Some(outputs)) = (parts(&strategy.inputs, &whole), parts(&strategy.outputs, &made)) else {
+        let output_facts: Vec<&Fact> = node.facts.iter().collect();
+        let (Some(inputs), Some(outputs)) =
+            (parts(&strategy.inputs, &input_facts), parts(&strategy.outputs, &output_facts))
+        else {
             return NEVER;
         };
         match &strategy.local {
             Local::Same => self.node(&node.op, &inputs.iter().collect::<Vec<_>>(), &outputs),
             Local::Sized(op) => self.node(op, &inputs.iter().collect::<Vec<_>>(), &outputs),
-            Local::Written => self.written(&node.op, strategy, &whole, inputs),
+            Local::Written => self.written_time(&node.op, strategy, &input_facts, inputs),
         }
     }
 
     /// Time of the local ops that a strategy emits.
-    fn written(&self, op: &Op, strategy: &Strategy, whole: &[&Fact], inputs: Vec<Fact>) -> Time {
+    fn written_time(&self, op: &Op, strategy: &Strategy, input_facts: &[&Fact], inputs: Vec<Fact>) -> Time {
         let mut graph = Graph::new("part");
-        let given: Vec<Value> = inputs
+        let values: Vec<Value> = inputs
             .into_iter()
             .map(|fact| {
                 let input = Op::Input(Input { name: String::new(), fact });
@@ -86,23 +88,23 @@ impl Machine {
                 Value { node, output: 0 }
             })
             .collect();
-        let at = LocalContext { inputs: &given, whole, devices: self.devices };
+        let at = LocalContext { inputs: &values, whole: input_facts, devices: self.devices };
         let mut out = Writer { graph: &mut graph, origin: Origin::default() };
         write(op, strategy, &at, &mut out);
-        let each = order::canonical(&graph).into_iter().map(|id| {
+        let times = order::canonical(&graph).into_iter().map(|id| {
             let inputs: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
             self.node(&graph.node(id).op, &inputs, &graph.node(id).facts)
         });
-        each.fold(0, sum)
+        times.fold(0, sum)
     }
 
     /// Time to convert a value from one sharding to another.
-    pub fn conversion(&self, whole: &Fact, from: Sharding, to: Sharding) -> Time {
+    pub fn conversion(&self, fact: &Fact, from: Sharding, to: Sharding) -> Time {
         if from == to {
             return 0;
         }
         let op = reshard::op(from, to, self.devices);
-        match (op, from.part(whole, self.devices), to.part(whole, self.devices)) {
+        match (op, from.part(fact, self.devices), to.part(fact, self.devices)) {
             (Some(op), Some(from), Some(to)) => self.node(&op, &[&from], &[to]),
             _ => NEVER,
         }
@@ -123,19 +125,19 @@ impl Machine {
     }
 
     fn collective_us(&self, op: &Op, input: &Fact, output: &Fact) -> f64 {
-        let (steps, sent) = self.ring(op, input, output);
-        (steps * self.latency.0 + sent / self.bandwidth.0 + self.device.launch.0) * 1e6
+        let (steps, sent_bytes) = self.ring(op, input, output);
+        (steps * self.latency.0 + sent_bytes / self.bandwidth.0 + self.device.launch.0) * 1e6
     }
 
     /// Steps of a collective, and the bytes that each device sends.
     fn ring(&self, op: &Op, input: &Fact, output: &Fact) -> (f64, f64) {
         let bytes = |fact: &Fact| fact.bytes().unwrap_or(u64::MAX) as f64;
-        let (devices, others) = (self.devices as f64, self.devices as f64 - 1.0);
+        let (devices, peers) = (self.devices as f64, self.devices as f64 - 1.0);
         match op {
-            Op::AllReduce(_) => (2.0 * others, 2.0 * others / devices * bytes(input)),
-            Op::ReduceScatter(_) => (others, others / devices * bytes(input)),
-            Op::AllGather(_) => (others, others / devices * bytes(output)),
-            _ => (others, others / devices * bytes(input)),
+            Op::AllReduce(_) => (2.0 * peers, 2.0 * peers / devices * bytes(input)),
+            Op::ReduceScatter(_) => (peers, peers / devices * bytes(input)),
+            Op::AllGather(_) => (peers, peers / devices * bytes(output)),
+            _ => (peers, peers / devices * bytes(input)),
         }
     }
 
@@ -148,7 +150,7 @@ impl Machine {
             Op::AllToAll(_) => Collective::AllToAll,
             _ => return None,
         };
-        let (_, sent) = self.ring(op, input, output);
-        Some((kind as usize, Traffic { count: 1, bytes: sent as u64 }))
+        let (_, sent_bytes) = self.ring(op, input, output);
+        Some((kind as usize, Traffic { count: 1, bytes: sent_bytes as u64 }))
     }
 }

@@ -34,7 +34,7 @@ use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, Time, sum};
 use crate::tensor_parallel::dedup::KeyContext;
 use crate::tensor_parallel::experts;
-use crate::tensor_parallel::partition_stage::{Shared, Stage, passages, share};
+use crate::tensor_parallel::partition_stage::{Shared, Stage, share, shared_arenas};
 use crate::tensor_parallel::segments::{Segments, Sharded, cheapest, fused_ops, layer_starts, pieces};
 use crate::tensor_parallel::strategy_search::{ChooseError, Chosen, choose, choose_within};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -74,53 +74,53 @@ pub fn shared_costs_by(
     training: Training,
     alone: &CostGraph,
     machine: &Machine,
-    of: Sharded<'_>,
+    options: Sharded<'_>,
 ) -> Result<TensorParallelCosts, CostsError> {
-    let mut whole = tagged(graph, training)?;
+    let mut tagged = tagged(graph, training)?;
     if let Training::Loss(..) = training {
         // Predictions are not returned during training.
-        whole.graph.outputs.retain(|output| output.name == LOSS);
+        tagged.graph.outputs.retain(|output| output.name == LOSS);
     }
-    let pieces = match of.segments {
+    let pieces = match options.segments {
         Segments::Cheapest => pieces(alone),
         Segments::Ops => fused_ops(alone),
         Segments::Stages(stages) => stages.to_vec(),
     };
-    let placed: Vec<NodeId> = order::executed(&whole.graph);
-    let placed: Vec<NodeId> = placed.into_iter().filter(|id| owner(whole.graph.node(*id)).is_some()).collect();
-    let all: HashSet<NodeId> = placed.iter().copied().collect();
-    let (learned, needed) = (learned(&whole.graph), needed(&whole));
-    let surroundings = KeyContext {
-        graph: &whole.graph,
-        placed: &all,
-        learned: &learned,
-        needed: &needed,
+    let nodes: Vec<NodeId> = order::executed(&tagged.graph);
+    let nodes: Vec<NodeId> = nodes.into_iter().filter(|id| owner(tagged.graph.node(*id)).is_some()).collect();
+    let node_set: HashSet<NodeId> = nodes.iter().copied().collect();
+    let (parameter_dependents, loss_ancestors) = (parameter_dependents(&tagged.graph), loss_ancestors(&tagged));
+    let context = KeyContext {
+        graph: &tagged.graph,
+        nodes: &node_set,
+        parameter_dependents: &parameter_dependents,
+        loss_ancestors: &loss_ancestors,
         constants: HashMap::new(),
         attributes: HashMap::new(),
     };
     let mut sharer = Sharer {
-        whole: &whole,
+        tagged: &tagged,
         piece_of: pieces
             .iter()
             .enumerate()
             .flat_map(|(at, ops)| ops.iter().map(move |op| (*op as usize, at)))
             .collect(),
-        leaders: leaders(graph, &whole.ops),
-        needed: &needed,
+        leaders: leaders(graph, &tagged.ops),
+        loss_ancestors: &loss_ancestors,
         pieces: &pieces,
-        placed: &placed,
-        places: vec![Vec::new(); pieces.len()],
+        nodes: &nodes,
+        positions: vec![Vec::new(); pieces.len()],
         machine,
-        of,
-        surroundings,
-        known: HashMap::new(),
+        options,
+        context,
+        cache: HashMap::new(),
     };
-    for (place, id) in placed.iter().enumerate() {
+    for (position, id) in nodes.iter().enumerate() {
         if let Some(piece) = sharer.piece(*id) {
-            sharer.places[piece].push(place);
+            sharer.positions[piece].push(position);
         }
     }
-    let runs = match of.segments {
+    let runs = match options.segments {
         Segments::Cheapest => {
             // A framework that keeps weights in place also keeps layers whole.
             let starts = if machine.keeps_weights { layer_starts(alone, &pieces) } else { vec![false; pieces.len()] };
@@ -128,36 +128,36 @@ pub fn shared_costs_by(
         }
         Segments::Ops | Segments::Stages(_) => (0..pieces.len()).map(|at| (at, at + 1)).collect(),
     };
-    let mut costs = Costs::new(alone, &whole, machine, &learned);
-    costs.may_be_cut = of.segments.is_of_stages();
+    let mut costs = Costs::new(alone, &tagged, machine, &parameter_dependents);
+    costs.may_be_cut = options.segments.is_of_stages();
     for (start, end) in runs {
-        costs.add(&sharer.run(start, end)?);
+        costs.add(&sharer.segment(start, end)?);
     }
-    Ok(costs.done(tensor_values(graph, &whole.ops)))
+    Ok(costs.finish(tensor_values(graph, &tagged.ops)))
 }
 
-fn learned(graph: &Graph) -> HashSet<NodeId> {
-    let mut learned = HashSet::new();
+fn parameter_dependents(graph: &Graph) -> HashSet<NodeId> {
+    let mut parameter_dependents = HashSet::new();
     for id in order::canonical(graph) {
         let is = matches!(graph.node(id).op, Op::Parameter(_));
-        if is || graph.inputs(id).iter().any(|value| learned.contains(&value.node)) {
-            learned.insert(id);
+        if is || graph.inputs(id).iter().any(|value| parameter_dependents.contains(&value.node)) {
+            parameter_dependents.insert(id);
         }
     }
-    learned
+    parameter_dependents
 }
 
 /// The nodes that the loss, or the value receiving a gradient, depends on; empty for inference.
-fn needed(whole: &Tagged) -> HashSet<NodeId> {
-    let losses = whole.graph.outputs.iter().filter(|output| output.name == LOSS).map(|output| output.value.node);
-    let mut queue: Vec<NodeId> = losses.chain(whole.seeded.map(|(_, reader)| reader)).collect();
-    let mut needed = HashSet::new();
+fn loss_ancestors(tagged: &Tagged) -> HashSet<NodeId> {
+    let losses = tagged.graph.outputs.iter().filter(|output| output.name == LOSS).map(|output| output.value.node);
+    let mut queue: Vec<NodeId> = losses.chain(tagged.seeded.map(|(_, reader)| reader)).collect();
+    let mut loss_ancestors = HashSet::new();
     while let Some(id) = queue.pop() {
-        if needed.insert(id) {
-            queue.extend(whole.graph.inputs(id).into_iter().map(|value| value.node));
+        if loss_ancestors.insert(id) {
+            queue.extend(tagged.graph.inputs(id).into_iter().map(|value| value.node));
         }
     }
-    needed
+    loss_ancestors
 }
 
 struct SegmentStage {
@@ -172,7 +172,7 @@ struct CachedSegment {
     /// The first of them.
     first: (usize, usize),
     chosen: Chosen,
-    figures: Option<SegmentCosts>,
+    costs: Option<SegmentCosts>,
 }
 
 /// Costs of a segment on each device. Ops are indexed by their position in the segment, outside values by theirs.
@@ -182,9 +182,9 @@ struct SegmentCosts {
     /// Bytes and sharding of each parameter.
     parameters: Vec<(usize, u64, Sharding)>,
     /// Outside values saved for the backward.
-    kept: Vec<usize>,
+    saved_values: Vec<usize>,
     /// Ops that save their sent value replicated.
-    keeping: BTreeSet<usize>,
+    replicated_saves: BTreeSet<usize>,
 }
 
 /// Times in picoseconds, sizes in bytes; arrays hold forward and backward.
@@ -192,57 +192,58 @@ struct SegmentCosts {
 struct OpSegmentCosts {
     alone: [Time; 2],
     shared: [Time; 2],
-    meetings: [Time; 2],
+    collectives: [Time; 2],
     /// The weight-gradient part of the backward: alone, shared, collectives.
-    second: [Time; 3],
+    weight_grad: [Time; 3],
     traffic: OpTraffic,
-    saved: u64,
+    saved_bytes: u64,
     live: Live,
     /// Workspace of the kernels of its shards, if known.
     scratch: Option<u64>,
-    between: u64,
-    arriving: u64,
+    between_bytes: u64,
+    arriving_bytes: u64,
     reads_as_it_makes: bool,
 }
 
 struct Segment<'a> {
-    figures: &'a SegmentCosts,
+    costs: &'a SegmentCosts,
     /// Ascending.
     ops: Vec<u32>,
     outside: Vec<Value>,
 }
 
 struct Sharer<'a> {
-    whole: &'a Tagged,
+    tagged: &'a Tagged,
     /// Piece index by op.
     piece_of: HashMap<usize, usize>,
     leaders: Vec<Option<usize>>,
-    needed: &'a HashSet<NodeId>,
+    loss_ancestors: &'a HashSet<NodeId>,
     pieces: &'a [Vec<u32>],
-    placed: &'a [NodeId],
-    /// For each piece, the positions of its nodes in `placed`.
-    places: Vec<Vec<usize>>,
+    nodes: &'a [NodeId],
+    /// For each piece, the positions of its nodes in `nodes`.
+    positions: Vec<Vec<usize>>,
     machine: &'a Machine,
-    of: Sharded<'a>,
-    surroundings: KeyContext<'a>,
-    known: HashMap<String, CachedSegment>,
+    options: Sharded<'a>,
+    context: KeyContext<'a>,
+    cache: HashMap<String, CachedSegment>,
 }
 
 impl Sharer<'_> {
     /// Forward and backward time of these pieces as one segment.
     fn price(&mut self, start: usize, end: usize) -> Result<Time, CostsError> {
-        let (words, _) = self.words(start, end);
-        if let Some(known) = self.known.get(&words) {
-            return Ok(known.chosen.cost);
+        let (key, _) = self.key(start, end);
+        if let Some(cached) = self.cache.get(&key) {
+            return Ok(cached.chosen.cost);
         }
-        let staged = self.staged(start, end)?;
-        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied, self.machine);
-        let chosen = match self.of.segments.is_of_stages() {
+        let segment_stage = self.segment_stage(start, end)?;
+        let stage =
+            Stage::new(&segment_stage.fragment, segment_stage.backward.as_ref(), &segment_stage.tied, self.machine);
+        let chosen = match self.options.segments.is_of_stages() {
             true => choose(stage.task(), self.machine)?,
             false => choose_within(stage.task(), self.machine, MOST_ENTRIES)?,
         };
         let cost = chosen.cost;
-        self.known.insert(words, CachedSegment { first: (start, end), chosen, figures: None });
+        self.cache.insert(key, CachedSegment { first: (start, end), chosen, costs: None });
         Ok(cost)
     }
 
@@ -254,46 +255,44 @@ impl Sharer<'_> {
     }
 
     fn piece(&self, id: NodeId) -> Option<usize> {
-        owner(self.whole.graph.node(id)).and_then(|op| self.piece_of.get(&op).copied())
+        owner(self.tagged.graph.node(id)).and_then(|op| self.piece_of.get(&op).copied())
     }
 
-    fn words(&mut self, start: usize, end: usize) -> (String, Vec<Value>) {
+    fn key(&mut self, start: usize, end: usize) -> (String, Vec<Value>) {
         let ops = self.ops(start, end);
-        let mut places = self.places[start..end].concat();
-        places.sort_unstable();
-        let run: Vec<NodeId> = places.into_iter().map(|place| self.placed[place]).collect();
-        let graph = &self.whole.graph;
+        let mut positions = self.positions[start..end].concat();
+        positions.sort_unstable();
+        let run: Vec<NodeId> = positions.into_iter().map(|place| self.nodes[place]).collect();
+        let graph = &self.tagged.graph;
         let place = |id| owner(graph.node(id)).and_then(|op| ops.binary_search(&(op as u32)).ok()).unwrap_or(0);
-        self.surroundings.words(&run, place)
+        self.context.key(&run, place)
     }
 
     /// Builds a stage of some pieces, between two stages for everything before and after.
-    fn staged(&self, start: usize, end: usize) -> Result<SegmentStage, CostsError> {
-        let graph = &self.whole.graph;
+    fn segment_stage(&self, start: usize, end: usize) -> Result<SegmentStage, CostsError> {
+        let graph = &self.tagged.graph;
         let stage = |piece: usize| if piece < start { 0 } else { 1 + usize::from(piece >= end) };
-        let placed = |id: &NodeId| self.piece(*id).map(|piece| (*id, stage(piece)));
-        let mut place: HashMap<NodeId, usize> = self.placed.iter().filter_map(placed).collect();
-        place.extend(self.whole.seeded.map(|(_, reader)| (reader, 2)));
-        let mut fragment = fragment(graph, &place, 3, 1)?;
+        let with_stage = |id: &NodeId| self.piece(*id).map(|piece| (*id, stage(piece)));
+        let mut stage_of: HashMap<NodeId, usize> = self.nodes.iter().filter_map(with_stage).collect();
+        stage_of.extend(self.tagged.seeded.map(|(_, reader)| (reader, 2)));
+        let mut fragment = fragment(graph, &stage_of, 3, 1)?;
         pipeline::forward(&mut fragment)?;
-        let mut arriving = ReceivedGradients::new();
-        for sent in fragment.sent.iter().filter(|sent| self.needed.contains(&sent.value.node)) {
+        let mut received = ReceivedGradients::new();
+        for sent in fragment.sent.iter().filter(|sent| self.loss_ancestors.contains(&sent.value.node)) {
             for term in fragment.terms.get(&sent.local).into_iter().flatten() {
                 if let Term::Remote { stage, group } = *term {
-                    arriving.insert((sent.value, stage, group));
+                    received.insert((sent.value, stage, group));
                 }
             }
         }
-        let scalar = loss_of(&fragment);
-        let backward = match scalar.is_some() || !arriving.is_empty() {
-            true => {
-                Some(backward(&fragment, scalar, &arriving).map_err(|error| CostsError::Backward(Box::new(error)))?)
-            }
+        let loss = loss_of(&fragment);
+        let backward = match loss.is_some() || !received.is_empty() {
+            true => Some(backward(&fragment, loss, &received).map_err(|error| CostsError::Backward(Box::new(error)))?),
             false => None,
         };
         let is_tied = |id: &NodeId| {
             let readers = graph.consumers(Value { node: *id, output: 0 });
-            readers.iter().any(|(reader, _)| place.get(reader).is_some_and(|stage| *stage != 1))
+            readers.iter().any(|(reader, _)| stage_of.get(reader).is_some_and(|stage| *stage != 1))
         };
         let name = |id: NodeId| match &graph.node(id).op {
             Op::Parameter(parameter) if is_tied(&id) => Some(parameter.name.clone()),
@@ -303,116 +302,124 @@ impl Sharer<'_> {
     }
 
     /// The costs of some pieces as one segment.
-    fn run(&mut self, start: usize, end: usize) -> Result<Segment<'_>, CostsError> {
-        let (words, outside) = self.words(start, end);
-        if !self.known.contains_key(&words) {
+    fn segment(&mut self, start: usize, end: usize) -> Result<Segment<'_>, CostsError> {
+        let (key, outside) = self.key(start, end);
+        if !self.cache.contains_key(&key) {
             self.price(start, end)?;
         }
-        let known = &self.known[&words];
-        if known.figures.is_none() {
-            let (first, chosen) = (known.first, known.chosen.clone());
-            let (_, outside) = self.words(first.0, first.1);
-            let figures = self.figures(first, &chosen, &outside)?;
-            self.known.get_mut(&words).expect("it was looked up").figures = Some(figures);
+        let cached = &self.cache[&key];
+        if cached.costs.is_none() {
+            let (first, chosen) = (cached.first, cached.chosen.clone());
+            let (_, outside) = self.key(first.0, first.1);
+            let costs = self.segment_costs(first, &chosen, &outside)?;
+            self.cache.get_mut(&key).expect("it was looked up").costs = Some(costs);
         }
         let ops = self.ops(start, end);
-        let figures = self.known[&words].figures.as_ref().expect("they were made above");
-        Ok(Segment { figures, ops, outside })
+        let costs = self.cache[&key].costs.as_ref().expect("they were made above");
+        Ok(Segment { costs, ops, outside })
     }
 
-    fn figures(
+    fn segment_costs(
         &self,
         (start, end): (usize, usize),
         chosen: &Chosen,
         outside: &[Value],
     ) -> Result<SegmentCosts, CostsError> {
-        let staged = self.staged(start, end)?;
-        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied, self.machine);
+        let segment_stage = self.segment_stage(start, end)?;
+        let stage =
+            Stage::new(&segment_stage.fragment, segment_stage.backward.as_ref(), &segment_stage.tied, self.machine);
         let shared = share(&stage, &chosen.choice, self.machine, &HashSet::new())?;
-        let attributed = |fragment: &Fragment, backward: Option<&Backward>| {
-            let passages = passages(fragment, backward);
-            let passages = [Some(&passages[0]), Some(&passages[1])];
-            of_stage(fragment.clone(), backward.cloned(), self.whole.ops.clone(), None, &self.leaders, passages)
+        let attribute = |fragment: &Fragment, backward: Option<&Backward>| {
+            let arenas = shared_arenas(fragment, backward);
+            let arenas = [Some(&arenas[0]), Some(&arenas[1])];
+            of_stage(fragment.clone(), backward.cloned(), self.tagged.ops.clone(), None, &self.leaders, arenas)
         };
-        let alone = attributed(&staged.fragment, staged.backward.as_ref());
-        let parts = attributed(&shared.fragment, shared.backward.as_ref());
+        let alone = attribute(&segment_stage.fragment, segment_stage.backward.as_ref());
+        let sharded = attribute(&shared.fragment, shared.backward.as_ref());
         let ops = self.ops(start, end);
-        let mut figures = SegmentCosts { ops: vec![OpSegmentCosts::default(); ops.len()], ..SegmentCosts::default() };
-        let scratch = self.of.scratch.map(|scratch| scratch(&parts));
-        for (own, &op) in figures.ops.iter_mut().zip(&ops) {
-            *own = self.of_op(op as usize, &alone, &parts);
-            own.scratch = scratch.as_ref().map(|bytes| bytes[op as usize]);
-            if self.of.segments.is_of_stages() {
+        let mut costs = SegmentCosts { ops: vec![OpSegmentCosts::default(); ops.len()], ..SegmentCosts::default() };
+        let scratch = self.options.scratch.map(|scratch| scratch(&sharded));
+        for (op_costs, &op) in costs.ops.iter_mut().zip(&ops) {
+            *op_costs = self.op_costs(op as usize, &alone, &sharded);
+            op_costs.scratch = scratch.as_ref().map(|bytes| bytes[op as usize]);
+            if self.options.segments.is_of_stages() {
                 // What crosses the ends of the stage is in message buffers.
                 let ends = ArenaPosition { first: true, last: true };
-                own.live = Live { whole: [own.live.at(ends, false); 4], split: [own.live.at(ends, true); 4] };
+                op_costs.live =
+                    Live { whole: [op_costs.live.at(ends, false); 4], split: [op_costs.live.at(ends, true); 4] };
             }
         }
-        self.crossing(&mut figures, &staged, &shared, &parts, (&ops, outside));
-        let graph = &self.whole.graph;
+        self.add_crossings(&mut costs, &segment_stage, &shared, &sharded, (&ops, outside));
+        let graph = &self.tagged.graph;
         for (at, value) in outside.iter().enumerate() {
             if let Op::Parameter(parameter) = &graph.node(value.node).op {
                 let layout = shared.parameters.get(&parameter.name).copied().unwrap_or(Sharding::Replicated);
                 let part = layout.part(&parameter.fact, self.machine.devices).and_then(|part| part.bytes());
-                figures.parameters.push((at, part.unwrap_or(u64::MAX), layout));
+                costs.parameters.push((at, part.unwrap_or(u64::MAX), layout));
             }
         }
-        Ok(figures)
+        Ok(costs)
     }
 
-    fn of_op(&self, op: usize, alone: &Attribution, parts: &Attribution) -> OpSegmentCosts {
-        let times = |graph: Option<&Graph>, nodes: &[NodeId], wanted: &dyn Fn(&NodeId) -> bool| {
+    fn op_costs(&self, op: usize, alone: &Attribution, sharded: &Attribution) -> OpSegmentCosts {
+        let times = |graph: Option<&Graph>, nodes: &[NodeId], is_counted: &dyn Fn(&NodeId) -> bool| {
             let Some(graph) = graph else { return [0, 0] };
-            nodes.iter().filter(|id| wanted(id)).fold([0, 0], |[own, meetings], &id| {
+            nodes.iter().filter(|id| is_counted(id)).fold([0, 0], |[compute, collectives], &id| {
                 let inputs: Vec<&Fact> = graph.inputs(id).into_iter().map(|value| graph.fact(value)).collect();
                 let node = graph.node(id);
                 let time = self.machine.node(&node.op, &inputs, &node.facts);
-                if is_meeting(&node.op) { [own, sum(meetings, time)] } else { [sum(own, time), meetings] }
+                if is_meeting(&node.op) { [compute, sum(collectives, time)] } else { [sum(compute, time), collectives] }
             })
         };
-        let of = |all: &Attribution| {
-            let forward = times(Some(&all.forward), &all.forward_nodes[op], &|_| true);
-            let backward = times(all.backward.as_ref(), &all.backward_nodes[op], &|_| true);
-            let second = times(all.backward.as_ref(), &all.backward_nodes[op], &|id| all.second.contains(id));
-            [forward, backward, second]
+        let by_phase = |attribution: &Attribution| {
+            let forward = times(Some(&attribution.forward), &attribution.forward_nodes[op], &|_| true);
+            let backward = times(attribution.backward.as_ref(), &attribution.backward_nodes[op], &|_| true);
+            let weight_grad = times(attribution.backward.as_ref(), &attribution.backward_nodes[op], &|id| {
+                attribution.second.contains(id)
+            });
+            [forward, backward, weight_grad]
         };
-        let ([one, both, late], [forward, backward, second]) = (of(alone), of(parts));
+        let ([alone_forward, alone_backward, alone_weight_grad], [forward, backward, weight_grad]) =
+            (by_phase(alone), by_phase(sharded));
         let mut traffic = OpTraffic::default();
-        let sides = [(Some(&parts.forward), &parts.forward_nodes), (parts.backward.as_ref(), &parts.backward_nodes)];
+        let sides =
+            [(Some(&sharded.forward), &sharded.forward_nodes), (sharded.backward.as_ref(), &sharded.backward_nodes)];
         for (side, (graph, nodes)) in traffic.iter_mut().zip(sides) {
             let Some(graph) = graph else { continue };
             for &id in &nodes[op] {
                 let node = graph.node(id);
                 let input = graph.inputs(id).first().map(|value| graph.fact(*value));
-                let found = input.zip(node.facts.first());
-                if let Some((kind, one)) = found.and_then(|(from, to)| self.machine.traffic(&node.op, from, to)) {
-                    side[kind].add(one);
+                let facts = input.zip(node.facts.first());
+                if let Some((kind, alone_forward)) =
+                    facts.and_then(|(from, to)| self.machine.traffic(&node.op, from, to))
+                {
+                    side[kind].add(alone_forward);
                 }
             }
         }
         OpSegmentCosts {
-            alone: [one[0], both[0]],
+            alone: [alone_forward[0], alone_backward[0]],
             shared: [forward[0], backward[0]],
-            meetings: [forward[1], backward[1]],
-            second: [late[0], second[0], second[1]],
+            collectives: [forward[1], backward[1]],
+            weight_grad: [alone_weight_grad[0], weight_grad[0], weight_grad[1]],
             traffic,
-            saved: parts.saved_bytes[op],
-            live: parts.live[op],
-            between: parts.between_bytes[op],
-            arriving: parts.arriving_bytes[op],
-            reads_as_it_makes: parts.read_as_made.contains(&op),
+            saved_bytes: sharded.saved_bytes[op],
+            live: sharded.live[op],
+            between_bytes: sharded.between_bytes[op],
+            arriving_bytes: sharded.arriving_bytes[op],
+            reads_as_it_makes: sharded.read_as_made.contains(&op),
             scratch: None,
         }
     }
 
     /// Attributes values that cross segments. In a stage of its own a segment receives them from outside; within a
     /// larger stage an op makes them.
-    fn crossing(
+    fn add_crossings(
         &self,
-        figures: &mut SegmentCosts,
-        staged: &SegmentStage,
+        costs: &mut SegmentCosts,
+        segment_stage: &SegmentStage,
         shared: &Shared,
-        parts: &Attribution,
+        sharded: &Attribution,
         (ops, outside): (&[u32], &[Value]),
     ) {
         let graph = &shared.fragment.graph;
@@ -428,29 +435,31 @@ impl Sharer<'_> {
             if let (true, Some(at)) =
                 (saved.contains(&local), outside.iter().position(|value| *value == received.value))
             {
-                figures.kept.push(at);
+                costs.saved_values.push(at);
             }
         }
-        let place = |value: Value| {
-            let op = owner(self.whole.graph.node(value.node))?;
+        let op_position = |value: Value| {
+            let op = owner(self.tagged.graph.node(value.node))?;
             ops.binary_search(&(op as u32)).ok()
         };
         for sent in shared.fragment.sent.iter().filter(|sent| saved.contains(&root(graph, sent.local))) {
-            figures.keeping.extend(place(sent.value));
+            costs.replicated_saves.extend(op_position(sent.value));
         }
-        if let Some(made) = &shared.backward {
-            let late: HashSet<Value> = parts
+        if let Some(backward) = &shared.backward {
+            let weight_grad_reads: HashSet<Value> = sharded
                 .second
                 .iter()
-                .flat_map(|id| made.graph.inputs(*id))
-                .map(|value| root(&made.graph, value))
+                .flat_map(|id| backward.graph.inputs(*id))
+                .map(|value| root(&backward.graph, value))
                 .collect();
-            for (id, read) in &made.reads {
+            for (id, read) in &backward.reads {
                 let Read::Gradient { sent, .. } = read else { continue };
                 let value = Value { node: *id, output: 0 };
-                let size = made.graph.fact(value).bytes().unwrap_or(0);
-                if let Some(at) = place(staged.fragment.sent[*sent].value).filter(|_| late.contains(&value)) {
-                    figures.ops[at].arriving = figures.ops[at].arriving.saturating_add(size);
+                let size = backward.graph.fact(value).bytes().unwrap_or(0);
+                if let Some(at) =
+                    op_position(segment_stage.fragment.sent[*sent].value).filter(|_| weight_grad_reads.contains(&value))
+                {
+                    costs.ops[at].arriving_bytes = costs.ops[at].arriving_bytes.saturating_add(size);
                 }
             }
         }
@@ -460,74 +469,79 @@ impl Sharer<'_> {
 /// Accumulates the costs of the whole model, segment by segment.
 struct Costs<'a> {
     alone: &'a CostGraph,
-    whole: &'a Tagged,
+    tagged: &'a Tagged,
     machine: &'a Machine,
-    learned: &'a HashSet<NodeId>,
+    parameter_dependents: &'a HashSet<NodeId>,
     graph: CostGraph,
     meetings: Vec<[f64; 2]>,
     traffic: Vec<OpTraffic>,
     layouts: HashMap<&'a str, Sharding>,
     parameters: HashMap<&'a str, usize>,
     /// Ops that save their sent value replicated, and values that readers save.
-    keeping: BTreeSet<usize>,
-    kept: BTreeMap<Value, usize>,
+    replicated_saves: BTreeSet<usize>,
+    saved_values: BTreeMap<Value, usize>,
     /// True if segments may be cut: those of a plan's stages, whose figures are compared with other cuts.
     may_be_cut: bool,
 }
 
 impl<'a> Costs<'a> {
-    fn new(alone: &'a CostGraph, whole: &'a Tagged, machine: &'a Machine, learned: &'a HashSet<NodeId>) -> Costs<'a> {
+    fn new(
+        alone: &'a CostGraph,
+        tagged: &'a Tagged,
+        machine: &'a Machine,
+        parameter_dependents: &'a HashSet<NodeId>,
+    ) -> Costs<'a> {
         let (graph, meetings) = (alone.clone(), vec![[0.0; 2]; alone.ops.len()]);
         let (traffic, layouts) = (vec![OpTraffic::default(); alone.ops.len()], HashMap::new());
         let parameters = alone.params.iter().enumerate().map(|(at, param)| (param.name.as_str(), at)).collect();
-        let (keeping, kept) = (BTreeSet::new(), BTreeMap::new());
+        let (replicated_saves, saved_values) = (BTreeSet::new(), BTreeMap::new());
         Costs {
             alone,
-            whole,
+            tagged,
             machine,
-            learned,
+            parameter_dependents,
             graph,
             meetings,
             traffic,
             layouts,
             parameters,
-            keeping,
-            kept,
+            replicated_saves,
+            saved_values,
             may_be_cut: false,
         }
     }
 
-    fn add(&mut self, run: &Segment<'_>) {
+    fn add(&mut self, segment: &Segment<'_>) {
         let machine = self.machine;
-        let scaled = |us: f64, alone: Time, shared: Time| scaled(machine, us, alone, shared);
-        let leader = run.ops.iter().copied().find(|op| self.alone.ops[*op as usize].joins.is_none());
-        for (&op, figures) in run.ops.iter().zip(&run.figures.ops) {
-            let (cost, given) = (&mut self.graph.ops[op as usize], &self.alone.ops[op as usize]);
-            let meetings = figures.meetings.map(microseconds);
-            let part = |us: f64, side: usize| scaled(us, figures.alone[side], figures.shared[side]) + meetings[side];
-            (cost.fwd_us, cost.bwd_us) = (rounded(part(given.fwd_us, 0)), rounded(part(given.bwd_us, 1)));
-            let [late, shared, met] = figures.second;
-            let second = |us: f64| rounded(scaled(us, late, shared) + microseconds(met)).min(cost.bwd_us);
-            cost.weight_grad_us = given.weight_grad_us.map(second);
-            (cost.saved_bytes, cost.live) = (figures.saved, figures.live);
-            (cost.between_bytes, cost.arriving_bytes) = (figures.between, figures.arriving);
+        let scale = |us: f64, alone: Time, shared: Time| scale_time(machine, us, alone, shared);
+        let leader = segment.ops.iter().copied().find(|op| self.alone.ops[*op as usize].joins.is_none());
+        for (&op, costs) in segment.ops.iter().zip(&segment.costs.ops) {
+            let (cost, unsharded) = (&mut self.graph.ops[op as usize], &self.alone.ops[op as usize]);
+            let collectives = costs.collectives.map(microseconds);
+            let part = |us: f64, side: usize| scale(us, costs.alone[side], costs.shared[side]) + collectives[side];
+            (cost.fwd_us, cost.bwd_us) = (round_us(part(unsharded.fwd_us, 0)), round_us(part(unsharded.bwd_us, 1)));
+            let [alone, shared, collective] = costs.weight_grad;
+            let weight_grad = |us: f64| round_us(scale(us, alone, shared) + microseconds(collective)).min(cost.bwd_us);
+            cost.weight_grad_us = unsharded.weight_grad_us.map(weight_grad);
+            (cost.saved_bytes, cost.live) = (costs.saved_bytes, costs.live);
+            (cost.between_bytes, cost.arriving_bytes) = (costs.between_bytes, costs.arriving_bytes);
             // Tensor-parallel stages do not batch weight gradients.
             (cost.batched_grad_bytes, cost.batched_grad_workspace_bytes) = (0, 0);
-            cost.reads_as_it_makes = figures.reads_as_it_makes;
-            cost.workspace_bytes = figures.scratch.unwrap_or(cost.workspace_bytes);
+            cost.reads_as_it_makes = costs.reads_as_it_makes;
+            cost.workspace_bytes = costs.scratch.unwrap_or(cost.workspace_bytes);
             if !self.may_be_cut {
                 cost.joins = leader.filter(|leader| *leader != op).map(OpId);
             }
-            self.meetings[op as usize] = meetings.map(rounded);
-            self.traffic[op as usize] = figures.traffic;
+            self.meetings[op as usize] = collectives.map(round_us);
+            self.traffic[op as usize] = costs.traffic;
         }
-        self.keeping.extend(run.figures.keeping.iter().map(|at| run.ops[*at] as usize));
-        for &at in &run.figures.kept {
-            let value = run.outside[at];
-            self.kept.extend(owner(self.whole.graph.node(value.node)).map(|op| (value, op)));
+        self.replicated_saves.extend(segment.costs.replicated_saves.iter().map(|at| segment.ops[*at] as usize));
+        for &at in &segment.costs.saved_values {
+            let value = segment.outside[at];
+            self.saved_values.extend(owner(self.tagged.graph.node(value.node)).map(|op| (value, op)));
         }
-        for &(at, bytes, layout) in &run.figures.parameters {
-            let node = &self.whole.graph.node(run.outside[at].node).op;
+        for &(at, bytes, layout) in &segment.costs.parameters {
+            let node = &self.tagged.graph.node(segment.outside[at].node).op;
             if let Op::Parameter(parameter) = node {
                 self.layouts.insert(&parameter.name, layout);
             }
@@ -536,36 +550,36 @@ impl<'a> Costs<'a> {
             {
                 let param = &mut self.graph.params[param];
                 // Shards with equal element counts.
-                let wide = if param.master_bytes() > 0 { 2 } else { 1 };
-                (param.bytes, param.sum_bytes) = (bytes, bytes.saturating_mul(wide));
+                let factor = if param.master_bytes() > 0 { 2 } else { 1 };
+                (param.bytes, param.sum_bytes) = (bytes, bytes.saturating_mul(factor));
             }
         }
     }
 
     /// What a device holds of a value between segments.
     fn between_segments(&self, value: Value) -> Fact {
-        let fact = self.whole.graph.fact(value);
-        let sharding = self.machine.between_stages(fact, self.learned.contains(&value.node));
+        let fact = self.tagged.graph.fact(value);
+        let sharding = self.machine.between_stages(fact, self.parameter_dependents.contains(&value.node));
         sharding.part(fact, self.machine.devices).unwrap_or_else(|| fact.clone())
     }
 
     /// The costs; `tensors` are the values of the tensors of the cost graph.
-    fn done(mut self, tensors: Vec<Value>) -> TensorParallelCosts {
+    fn finish(mut self, tensors: Vec<Value>) -> TensorParallelCosts {
         if !self.machine.activations.is_replicated() {
             for (at, value) in tensors.into_iter().enumerate() {
                 let bytes = self.between_segments(value).bytes().unwrap_or(u64::MAX);
                 self.graph.tensors[at].bytes = bytes;
             }
         }
-        for (value, op) in std::mem::take(&mut self.kept) {
-            if !self.keeping.contains(&op) {
+        for (value, op) in std::mem::take(&mut self.saved_values) {
+            if !self.replicated_saves.contains(&op) {
                 let bytes = self.between_segments(value).bytes().unwrap_or(0);
                 let cost = &mut self.graph.ops[op];
                 cost.saved_bytes = cost.saved_bytes.saturating_add(bytes);
             }
         }
-        for (op, id) in self.graph.ops.iter_mut().zip(&self.whole.ops) {
-            let largest = self.whole.graph.node(*id).facts.iter().filter_map(Fact::bytes).max();
+        for (op, id) in self.graph.ops.iter_mut().zip(&self.tagged.ops) {
+            let largest = self.tagged.graph.node(*id).facts.iter().filter_map(Fact::bytes).max();
             op.unsaved = op.saved_bytes < largest.unwrap_or(0);
             op.param_bytes = 0;
         }
@@ -576,7 +590,7 @@ impl<'a> Costs<'a> {
             }
         }
         for (op, alone) in self.graph.ops.iter_mut().zip(&self.alone.ops).filter(|(_, alone)| alone.param_bytes > 0) {
-            op.update_us = rounded(alone.update_us * (op.param_bytes as f64 / alone.param_bytes as f64));
+            op.update_us = round_us(alone.update_us * (op.param_bytes as f64 / alone.param_bytes as f64));
         }
         let devices = self.machine.devices as u32;
         TensorParallelCosts {
@@ -586,14 +600,14 @@ impl<'a> Costs<'a> {
             graph: self.graph,
             meetings: self.meetings,
             traffic: self.traffic,
-            experts: experts::of_graph(&self.whole.graph, &self.layouts),
+            experts: experts::of_graph(&self.tagged.graph, &self.layouts),
         }
     }
 }
 
 /// Scales a given time by the roofline ratio. A time that only the group has is added to it; the rest is then the sum of
 /// gradients from other segments, of parts if activations between segments are split.
-fn scaled(machine: &Machine, us: f64, alone: Time, shared: Time) -> f64 {
+fn scale_time(machine: &Machine, us: f64, alone: Time, shared: Time) -> f64 {
     if alone > 0 {
         return us * (shared as f64 / alone as f64);
     }
@@ -606,6 +620,6 @@ fn microseconds(time: Time) -> f64 {
 }
 
 /// Rounds to whole picoseconds, so that the decimal form in a file is exact.
-fn rounded(us: f64) -> f64 {
+fn round_us(us: f64) -> f64 {
     (us * 1e6).round() / 1e6
 }

@@ -19,7 +19,7 @@ pub fn are_in(graph: &Graph) -> bool {
 
 /// The expert weights of a graph under these shardings, grouped; empty if it has none.
 pub fn of_graph(graph: &Graph, layouts: &HashMap<&str, Sharding>) -> Vec<ExpertWeights> {
-    let mut all: Vec<ExpertWeights> = Vec::new();
+    let mut weights: Vec<ExpertWeights> = Vec::new();
     for id in graph.ids() {
         let Op::Parameter(parameter) = &graph.node(id).op else { continue };
         let sizes: Vec<u64> =
@@ -32,19 +32,19 @@ pub fn of_graph(graph: &Graph, layouts: &HashMap<&str, Sharding>) -> Vec<ExpertW
             Some(Sharding::Split(cut)) => Some(cut.axis),
             _ => None,
         };
-        match all.iter_mut().find(|known| (known.experts, known.axis) == (experts, axis)) {
-            Some(known) => known.weights += 1,
-            None => all.push(ExpertWeights { experts, axis, weights: 1 }),
+        match weights.iter_mut().find(|entry| (entry.experts, entry.axis) == (experts, axis)) {
+            Some(entry) => entry.weights += 1,
+            None => weights.push(ExpertWeights { experts, axis, weights: 1 }),
         }
     }
-    all.sort_by_key(|known| (known.experts, known.axis));
-    all
+    weights.sort_by_key(|entry| (entry.experts, entry.axis));
+    weights
 }
 
 /// True if a matrix product reads the tensor, or a tensor made of it alone, for example by a conversion.
-fn is_multiplied(graph: &Graph, id: NodeId, far: usize) -> bool {
+fn is_multiplied(graph: &Graph, id: NodeId, depth: usize) -> bool {
     graph.consumers(Value { node: id, output: 0 }).iter().any(|&(reader, _)| match &graph.node(reader).op {
         Op::MatMul(_) | Op::GroupedMatMul(_) => true,
-        _ => far > 0 && graph.inputs(reader).len() == 1 && is_multiplied(graph, reader, far - 1),
+        _ => depth > 0 && graph.inputs(reader).len() == 1 && is_multiplied(graph, reader, depth - 1),
     })
 }

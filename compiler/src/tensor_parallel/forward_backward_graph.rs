@@ -22,11 +22,11 @@ pub struct Joint {
     pub forward: HashMap<Value, Value>,
     /// Maps backward graph values to joint values.
     pub backward: HashMap<Value, Value>,
-    pub later: Vec<NodeId>,
+    pub backward_nodes: Vec<NodeId>,
 }
 
 /// Builds the joint graph of a stage. Parameters named in `whole` stay replicated.
-pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<String>, machine: &Machine) -> Joint {
+pub fn joint(fragment: &Fragment, backward: Option<&Backward>, tied: &BTreeSet<String>, machine: &Machine) -> Joint {
     let mut graph = Graph::new(&fragment.graph.name);
     let mut forward: HashMap<Value, Value> = HashMap::new();
     for id in order::canonical(&fragment.graph) {
@@ -35,62 +35,62 @@ pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<
     let outputs = fragment.graph.outputs.iter().cloned();
     let sent = fragment.sent.iter().map(|sent| Output { name: String::new(), value: sent.local });
     graph.outputs = outputs.chain(sent).map(|output| Output { value: forward[&output.value], ..output }).collect();
-    let own = |id: NodeId| forward[&Value { node: id, output: 0 }].node;
+    let forward_node = |id: NodeId| forward[&Value { node: id, output: 0 }].node;
     let averages = fragment.graph.averages.iter().map(|average| MovingAverage {
-        state: own(average.state),
+        state: forward_node(average.state),
         sample: forward[&average.sample],
         keep: average.keep,
     });
     graph.averages = averages.collect();
-    let between = |fact: &Fact, is_learned: bool| match machine.between_stages(fact, is_learned) {
+    let between = |fact: &Fact, needs_gradient: bool| match machine.between_stages(fact, needs_gradient) {
         Sharding::Replicated => None,
         split => Some(split),
     };
     let mut split: HashMap<NodeId, Sharding> = HashMap::new();
     for received in &fragment.received {
         let fact = &fragment.graph.node(received.local).facts[0];
-        split.extend(between(fact, received.wanted).map(|sharding| (own(received.local), sharding)));
+        split.extend(between(fact, received.needs_gradient).map(|sharding| (forward_node(received.local), sharding)));
     }
-    let end = |fact: &Fact, is_learned: bool| between(fact, is_learned).map_or(End::Whole, End::Split);
+    let end = |fact: &Fact, needs_gradient: bool| between(fact, needs_gradient).map_or(End::Whole, End::Split);
     let mut ends = vec![End::Whole; fragment.graph.outputs.len()];
-    ends.extend(fragment.sent.iter().map(|sent| end(fragment.graph.fact(sent.local), sent.wanted)));
+    ends.extend(fragment.sent.iter().map(|sent| end(fragment.graph.fact(sent.local), sent.needs_gradient)));
     let mut map: HashMap<Value, Value> = HashMap::new();
-    let mut later = Vec::new();
-    if let Some(made) = backward {
+    let mut backward_nodes = Vec::new();
+    if let Some(backward) = backward {
         let parameters = parameters(&fragment.graph);
-        let reads: HashMap<NodeId, Read> = made.reads.iter().copied().collect();
-        for id in order::canonical(&made.graph) {
-            let node = made.graph.node(id);
-            let own = Value { node: id, output: 0 };
-            if let Some(Read::Saved(value)) = reads.get(&id) {
-                map.insert(own, forward[value]);
+        let reads: HashMap<NodeId, Read> = backward.reads.iter().copied().collect();
+        for id in order::canonical(&backward.graph) {
+            let node = backward.graph.node(id);
+            let value = Value { node: id, output: 0 };
+            if let Some(Read::Saved(saved)) = reads.get(&id) {
+                map.insert(value, forward[saved]);
                 continue;
             }
             if let Op::Parameter(parameter) = &node.op
-                && let Some(there) = parameters.get(&parameter.name)
+                && let Some(parameter_value) = parameters.get(&parameter.name)
             {
-                map.insert(own, forward[there]);
+                map.insert(value, forward[parameter_value]);
                 continue;
             }
-            let joint = copy(&made.graph, id, &mut graph, &mut map);
+            let joint = copy(&backward.graph, id, &mut graph, &mut map);
             if let Some(Read::Gradient { .. }) = reads.get(&id) {
                 split.extend(between(&node.facts[0], true).map(|sharding| (joint, sharding)));
             }
-            later.push(joint);
+            backward_nodes.push(joint);
         }
-        let made_graph = &made.graph;
-        for (output, made) in made.graph.outputs.iter().zip(&made.output_roles) {
+        let backward_graph = &backward.graph;
+        for (output, role) in backward.graph.outputs.iter().zip(&backward.output_roles) {
             graph.outputs.push(Output { name: output.name.clone(), value: map[&output.value] });
-            ends.push(match made {
-                Made::Parameter(term) => End::Like(own(fragment.parameter_terms[*term].parameter)),
-                Made::Gradient { .. } => end(made_graph.fact(output.value), true),
+            ends.push(match role {
+                Made::Parameter(term) => End::Like(forward_node(fragment.parameter_terms[*term].parameter)),
+                Made::Gradient { .. } => end(backward_graph.fact(output.value), true),
             });
         }
     }
-    let stays =
-        |id: &NodeId| matches!(&graph.node(*id).op, Op::Parameter(parameter) if whole.contains(&parameter.name));
-    let whole = graph.ids().filter(stays).collect();
-    Joint { task: SpmdTask { graph, ends, whole, split }, forward, backward: map, later }
+    let is_replicated =
+        |id: &NodeId| matches!(&graph.node(*id).op, Op::Parameter(parameter) if tied.contains(&parameter.name));
+    let replicated = graph.ids().filter(is_replicated).collect();
+    Joint { task: SpmdTask { graph, ends, replicated, split }, forward, backward: map, backward_nodes }
 }
 
 fn copy(from: &Graph, id: NodeId, graph: &mut Graph, map: &mut HashMap<Value, Value>) -> NodeId {

@@ -20,12 +20,13 @@ enum Rule {
 /// An elimination order for variables with these neighbours and state counts.
 pub fn order(neighbours: &[BTreeSet<usize>], states: &[usize]) -> Vec<usize> {
     let tries = (0..TRIES).flat_map(|seed| [Rule::FewestStates, Rule::FewestPairs].map(|rule| (rule, seed)));
-    let trials = tries.map(|(rule, seed)| EliminationTrial { around: neighbours.to_vec(), states, rule, seed }.order());
+    let trials =
+        tries.map(|(rule, seed)| EliminationTrial { neighbours: neighbours.to_vec(), states, rule, seed }.order());
     trials.min_by_key(|(work, _)| *work).map(|(_, order)| order).unwrap_or_default()
 }
 
 struct EliminationTrial<'a> {
-    around: Vec<BTreeSet<usize>>,
+    neighbours: Vec<BTreeSet<usize>>,
     states: &'a [usize],
     rule: Rule,
     seed: u64,
@@ -40,12 +41,12 @@ impl EliminationTrial<'_> {
         while let Some((_, v)) = queue.pop_first() {
             work = work.saturating_add(self.entries(v).saturating_mul(self.states[v] as u128));
             order.push(v);
-            let around = std::mem::take(&mut self.around[v]);
-            for &n in &around {
-                self.around[n].remove(&v);
-                self.around[n].extend(around.iter().filter(|other| **other != n));
+            let neighbours = std::mem::take(&mut self.neighbours[v]);
+            for &n in &neighbours {
+                self.neighbours[n].remove(&v);
+                self.neighbours[n].extend(neighbours.iter().filter(|other| **other != n));
             }
-            for &n in &around {
+            for &n in &neighbours {
                 queue.remove(&(scores[n], n));
                 scores[n] = self.score(n);
                 queue.insert((scores[n], n));
@@ -56,19 +57,19 @@ impl EliminationTrial<'_> {
 
     /// Number of joint states of a variable's neighbours.
     fn entries(&self, v: usize) -> u128 {
-        self.around[v].iter().fold(1, |n: u128, other| n.saturating_mul(self.states[*other] as u128))
+        self.neighbours[v].iter().fold(1, |n: u128, other| n.saturating_mul(self.states[*other] as u128))
     }
 
     fn score(&self, v: usize) -> u128 {
         let score = match self.rule {
-            _ if self.around[v].len() > MOST_NEIGHBOURS => u128::MAX >> 32,
+            _ if self.neighbours[v].len() > MOST_NEIGHBOURS => u128::MAX >> 32,
             Rule::FewestStates => self.entries(v).min(u128::MAX >> 32),
             Rule::FewestPairs => {
-                let around: Vec<usize> = self.around[v].iter().copied().collect();
+                let neighbours: Vec<usize> = self.neighbours[v].iter().copied().collect();
                 let mut pairs = 0u128;
-                for (at, a) in around.iter().enumerate() {
-                    let apart = around[at + 1..].iter().filter(|b| !self.around[*a].contains(b));
-                    pairs += apart.map(|b| (self.states[*a] * self.states[*b]) as u128).sum::<u128>();
+                for (at, a) in neighbours.iter().enumerate() {
+                    let non_adjacent = neighbours[at + 1..].iter().filter(|b| !self.neighbours[*a].contains(b));
+                    pairs += non_adjacent.map(|b| (self.states[*a] * self.states[*b]) as u128).sum::<u128>();
                 }
                 pairs
             }
@@ -76,9 +77,9 @@ impl EliminationTrial<'_> {
         if self.seed == 0 {
             return score;
         }
-        let mut lot = (v as u64 ^ (self.seed << 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        lot ^= lot >> 29;
-        (score + 1) * u128::from(64 + lot % 32)
+        let mut hash = (v as u64 ^ (self.seed << 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        hash ^= hash >> 29;
+        (score + 1) * u128::from(64 + hash % 32)
     }
 }
 

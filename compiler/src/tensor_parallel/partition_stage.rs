@@ -46,14 +46,14 @@ pub struct Stage<'a> {
 }
 
 impl<'a> Stage<'a> {
-    /// Builds the joint graph. Parameters named in `whole` stay replicated: other stages have them too.
+    /// Builds the joint graph. Parameters named in `tied` stay replicated: other stages have them too.
     pub fn new(
         fragment: &'a Fragment,
         backward: Option<&'a Backward>,
-        whole: &BTreeSet<String>,
+        tied: &BTreeSet<String>,
         machine: &Machine,
     ) -> Stage<'a> {
-        Stage { fragment, backward, joint: joint(fragment, backward, whole, machine) }
+        Stage { fragment, backward, joint: joint(fragment, backward, tied, machine) }
     }
 
     /// The task for [`strategy_search`](super::strategy_search).
@@ -71,19 +71,19 @@ pub fn share(
     saving: &HashSet<NodeId>,
 ) -> Result<Shared, PassBug> {
     let Stage { fragment, backward, joint } = stage;
-    let done = rewrite(&joint.task, choice, machine);
-    let boundary = joint.later.iter().map(|id| done.before[id]).min().unwrap_or(done.graph.len());
-    let taken = StageSplitter {
+    let spmd = rewrite(&joint.task, choice, machine);
+    let boundary = joint.backward_nodes.iter().map(|id| spmd.starts[id]).min().unwrap_or(spmd.graph.len());
+    let splitter = StageSplitter {
         fragment,
         joint,
         choice,
-        done: &done,
+        spmd: &spmd,
         boundary,
         regathers: !machine.activations.is_replicated(),
     };
-    let saving = taken.written_for(saving);
-    let mut shared = taken.forward();
-    let backward = backward.map(|backward| taken.backward(backward));
+    let saving = splitter.nodes_written_for(saving);
+    let mut shared = splitter.forward();
+    let backward = backward.map(|backward| splitter.backward(backward));
     let mut backward = backward.map(finish).transpose()?;
     simplify(&mut shared, backward.as_mut())?;
     let name = |id: &NodeId| match &joint.task.graph.node(*id).op {
@@ -98,7 +98,7 @@ struct StageSplitter<'a> {
     fragment: &'a Fragment,
     joint: &'a Joint,
     choice: &'a Choice,
-    done: &'a SpmdGraph,
+    spmd: &'a SpmdGraph,
     /// Id of the first backward node.
     boundary: usize,
     /// True if the backward gathers activations again that the forward gathered.
@@ -111,27 +111,27 @@ impl StageSplitter<'_> {
     }
 
     /// The rewritten value of a forward fragment value, in the sharding it is made in.
-    fn place(&self, value: Value) -> Value {
+    fn spmd_value(&self, value: Value) -> Value {
         let value = self.joint.forward[&value];
-        self.done.places[&(value, self.choice.made(value))]
+        self.spmd.values[&(value, self.choice.layout(value))]
     }
 
     /// The forward nodes that were written for these nodes of the fragment.
-    fn written_for(&self, nodes: &HashSet<NodeId>) -> HashSet<NodeId> {
+    fn nodes_written_for(&self, nodes: &HashSet<NodeId>) -> HashSet<NodeId> {
         let joint = |id: &NodeId| self.joint.forward[&Value { node: *id, output: 0 }].node;
-        let wanted: HashSet<NodeId> = nodes.iter().map(joint).collect();
-        let mut begins: Vec<(usize, NodeId)> = self.done.before.iter().map(|(id, begin)| (*begin, *id)).collect();
+        let sources: HashSet<NodeId> = nodes.iter().map(joint).collect();
+        let mut begins: Vec<(usize, NodeId)> = self.spmd.starts.iter().map(|(id, begin)| (*begin, *id)).collect();
         // Of several nodes that begin at the same place, the last in order writes.
         begins.sort_unstable();
         let owner = |id: NodeId| begins[begins.partition_point(|(begin, _)| *begin <= id.0 as usize) - 1].1;
-        self.done.graph.ids().filter(|id| self.is_forward(*id) && wanted.contains(&owner(*id))).collect()
+        self.spmd.graph.ids().filter(|id| self.is_forward(*id) && sources.contains(&owner(*id))).collect()
     }
 
     fn forward(&self) -> Fragment {
-        let mut graph = Graph::new(&self.done.graph.name);
-        for id in self.done.graph.ids().filter(|id| self.is_forward(*id)) {
-            let node = self.done.graph.node(id);
-            let copy = graph.add(node.op.clone(), &self.done.graph.inputs(id), &node.origin);
+        let mut graph = Graph::new(&self.spmd.graph.name);
+        for id in self.spmd.graph.ids().filter(|id| self.is_forward(*id)) {
+            let node = self.spmd.graph.node(id);
+            let copy = graph.add(node.op.clone(), &self.spmd.graph.inputs(id), &node.origin);
             debug_assert_eq!(
                 copy.as_ref().ok(),
                 Some(&id),
@@ -139,15 +139,15 @@ impl StageSplitter<'_> {
             );
         }
         let results = self.fragment.graph.outputs.len();
-        graph.outputs = self.done.graph.outputs[..results].to_vec();
-        graph.averages = self.done.graph.averages.clone();
-        let own = |id: NodeId| self.place(Value { node: id, output: 0 }).node;
+        graph.outputs = self.spmd.graph.outputs[..results].to_vec();
+        graph.averages = self.spmd.graph.averages.clone();
+        let spmd_node = |id: NodeId| self.spmd_value(Value { node: id, output: 0 }).node;
         let received =
-            self.fragment.received.iter().map(|r| Received { local: own(r.local), groups: vec![], ..r.clone() });
-        let sent = self.fragment.sent.iter().zip(&self.done.graph.outputs[results..]);
+            self.fragment.received.iter().map(|r| Received { local: spmd_node(r.local), groups: vec![], ..r.clone() });
+        let sent = self.fragment.sent.iter().zip(&self.spmd.graph.outputs[results..]);
         let sent = sent.map(|(sent, output)| Sent { local: output.value, ..sent.clone() });
         let terms = self.fragment.parameter_terms.iter();
-        let terms = terms.map(|t| ParameterTerm { parameter: own(t.parameter), rank: t.rank, uses: vec![] });
+        let terms = terms.map(|t| ParameterTerm { parameter: spmd_node(t.parameter), rank: t.rank, uses: vec![] });
         Fragment {
             received: received.collect(),
             sent: sent.collect(),
@@ -157,60 +157,61 @@ impl StageSplitter<'_> {
         }
     }
 
-    fn backward(&self, before: &Backward) -> Backward {
-        let mut made = Backward {
-            graph: Graph::new(&before.graph.name),
+    fn backward(&self, unsharded: &Backward) -> Backward {
+        let mut sharded = Backward {
+            graph: Graph::new(&unsharded.graph.name),
             reads: vec![],
-            output_roles: before.output_roles.clone(),
+            output_roles: unsharded.output_roles.clone(),
         };
         let mut map: HashMap<Value, Value> = HashMap::new();
-        for id in order::canonical(&self.done.graph).into_iter().filter(|id| !self.is_forward(*id)) {
-            let node = self.done.graph.node(id);
+        for id in order::canonical(&self.spmd.graph).into_iter().filter(|id| !self.is_forward(*id)) {
+            let node = self.spmd.graph.node(id);
             let inputs: Vec<Value> =
-                self.done.graph.inputs(id).iter().map(|value| self.bring(*value, &mut made, &mut map)).collect();
+                self.spmd.graph.inputs(id).iter().map(|value| self.resolve(*value, &mut sharded, &mut map)).collect();
             let copy =
-                made.graph.add(node.op.clone(), &inputs, &node.origin).expect("the op fitted in the joint graph");
-            for value in self.done.graph.values(id) {
+                sharded.graph.add(node.op.clone(), &inputs, &node.origin).expect("the op fitted in the joint graph");
+            for value in self.spmd.graph.values(id) {
                 map.insert(value, Value { node: copy, output: value.output });
             }
         }
-        for (id, read) in before.reads.iter().filter(|(_, read)| matches!(read, Read::Gradient { .. })) {
-            let arrived = self.joint.backward[&Value { node: *id, output: 0 }];
-            let place = self.done.places[&(arrived, self.choice.made(arrived))];
-            made.reads.push((map[&place].node, *read));
+        for (id, read) in unsharded.reads.iter().filter(|(_, read)| matches!(read, Read::Gradient { .. })) {
+            let gradient = self.joint.backward[&Value { node: *id, output: 0 }];
+            let spmd_gradient = self.spmd.values[&(gradient, self.choice.layout(gradient))];
+            sharded.reads.push((map[&spmd_gradient].node, *read));
         }
         let results = self.fragment.graph.outputs.len() + self.fragment.sent.len();
-        for output in &self.done.graph.outputs[results..] {
+        for output in &self.spmd.graph.outputs[results..] {
             let mut output = output.clone();
-            output.value = self.bring(output.value, &mut made, &mut map);
-            made.graph.outputs.push(output);
+            output.value = self.resolve(output.value, &mut sharded, &mut map);
+            sharded.graph.outputs.push(output);
         }
-        made
+        sharded
     }
 
     /// Maps a value to the backward graph: a forward value becomes a saved input, except for sources, which are copied.
     /// With sequence parallelism, an activation is saved split and gathered again.
-    fn bring(&self, value: Value, made: &mut Backward, map: &mut HashMap<Value, Value>) -> Value {
-        if let Some(found) = map.get(&value) {
-            return *found;
+    fn resolve(&self, value: Value, backward: &mut Backward, map: &mut HashMap<Value, Value>) -> Value {
+        if let Some(mapped) = map.get(&value) {
+            return *mapped;
         }
-        let node = self.done.graph.node(value.node);
+        let node = self.spmd.graph.node(value.node);
         if self.regathers && self.is_forward(value.node) && matches!(node.op, Op::AllGather(_)) {
-            let part = self.bring(self.done.graph.inputs(value.node)[0], made, map);
-            let whole = made.graph.add(node.op.clone(), &[part], &node.origin).expect("it fitted in the joint graph");
-            map.insert(value, Value { node: whole, output: 0 });
-            return Value { node: whole, output: 0 };
+            let part = self.resolve(self.spmd.graph.inputs(value.node)[0], backward, map);
+            let gathered =
+                backward.graph.add(node.op.clone(), &[part], &node.origin).expect("it fitted in the joint graph");
+            map.insert(value, Value { node: gathered, output: 0 });
+            return Value { node: gathered, output: 0 };
         }
-        let source = matches!(node.op, Op::Constant(_) | Op::Parameter(_) | Op::Iota(_));
-        let op = if source {
+        let is_source = matches!(node.op, Op::Constant(_) | Op::Parameter(_) | Op::Iota(_));
+        let op = if is_source {
             node.op.clone()
         } else {
             let name = format!("saved {}#{}", node.name, value.output);
-            Op::Input(Input { name, fact: self.done.graph.fact(value).clone() })
+            Op::Input(Input { name, fact: self.spmd.graph.fact(value).clone() })
         };
-        let copy = made.graph.add(op, &[], &node.origin).expect("a source takes no inputs");
-        if !source {
-            made.reads.push((copy, Read::Saved(value)));
+        let copy = backward.graph.add(op, &[], &node.origin).expect("a source takes no inputs");
+        if !is_source {
+            backward.reads.push((copy, Read::Saved(value)));
         }
         let copy = Value { node: copy, output: 0 };
         map.insert(value, copy);
@@ -218,56 +219,61 @@ impl StageSplitter<'_> {
     }
 }
 
-fn finish(mut made: Backward) -> Result<Backward, PassBug> {
-    pipeline::concrete(&mut made.graph)?;
-    let graph = &mut made.graph;
+fn finish(mut backward: Backward) -> Result<Backward, PassBug> {
+    pipeline::concrete(&mut backward.graph)?;
+    let graph = &mut backward.graph;
     let results: HashSet<NodeId> = graph.outputs.iter().map(|o| o.value.node).collect();
-    made.reads.retain(|(id, _)| graph.contains(*id) && (!graph.successors(*id).is_empty() || results.contains(id)));
-    let used: HashSet<NodeId> = made.reads.iter().map(|(id, _)| *id).collect();
-    let unused: Vec<NodeId> =
-        graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Input(_)) && !used.contains(id)).collect();
-    unused.into_iter().for_each(|id| graph.remove(id));
-    Ok(made)
+    backward.reads.retain(|(id, _)| graph.contains(*id) && (!graph.successors(*id).is_empty() || results.contains(id)));
+    let read_inputs: HashSet<NodeId> = backward.reads.iter().map(|(id, _)| *id).collect();
+    let unread_inputs: Vec<NodeId> =
+        graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Input(_)) && !read_inputs.contains(id)).collect();
+    unread_inputs.into_iter().for_each(|id| graph.remove(id));
+    Ok(backward)
 }
 
 /// Simplifies a forward; saved values are live. Saved values that fold to constants are copied to the backward.
 fn simplify(fragment: &mut Fragment, backward: Option<&mut Backward>) -> Result<(), PassBug> {
     let results = fragment.graph.outputs.len();
-    let saved = backward.iter().flat_map(|made| &made.reads).filter_map(|(id, read)| match read {
+    let saved = backward.iter().flat_map(|backward| &backward.reads).filter_map(|(id, read)| match read {
         Read::Saved(value) => Some((*id, *value)),
         Read::Gradient { .. } => None,
     });
     let (readers, values): (Vec<NodeId>, Vec<Value>) = saved.unzip();
     fragment.graph.outputs.extend(values.into_iter().map(|value| Output { name: String::new(), value }));
     pipeline::forward(fragment)?;
-    let kept: Vec<Value> = fragment.graph.outputs.drain(results..).map(|output| output.value).collect();
-    let Some(made) = backward else { return Ok(()) };
-    made.reads.retain(|(_, read)| matches!(read, Read::Gradient { .. }));
-    for (reader, value) in readers.into_iter().zip(kept) {
+    let saved_values: Vec<Value> = fragment.graph.outputs.drain(results..).map(|output| output.value).collect();
+    let Some(backward) = backward else { return Ok(()) };
+    backward.reads.retain(|(_, read)| matches!(read, Read::Gradient { .. }));
+    for (reader, value) in readers.into_iter().zip(saved_values) {
         let node = fragment.graph.node(value.node);
         if matches!(node.op, Op::Constant(_)) {
-            made.graph.node_mut(reader).op = node.op.clone();
+            backward.graph.node_mut(reader).op = node.op.clone();
         } else {
-            made.reads.push((reader, Read::Saved(value)));
+            backward.reads.push((reader, Read::Saved(value)));
         }
     }
     Ok(())
 }
 
 /// The tensors that the forward and backward of a segment share with other segments of its stage.
-pub fn passages(fragment: &Fragment, backward: Option<&Backward>) -> [SharedArena; 2] {
-    let whole = |node: NodeId| Value { node, output: 0 };
+pub fn shared_arenas(fragment: &Fragment, backward: Option<&Backward>) -> [SharedArena; 2] {
+    let value_of = |node: NodeId| Value { node, output: 0 };
     let forward = SharedArena {
-        comes: fragment.received.iter().map(|received| whole(received.local)).collect(),
-        goes: fragment.sent.iter().map(|sent| sent.local).collect(),
+        incoming: fragment.received.iter().map(|received| value_of(received.local)).collect(),
+        outgoing: fragment.sent.iter().map(|sent| sent.local).collect(),
     };
-    let Some(made) = backward else { return [forward, SharedArena::default()] };
-    let arrives = |read: &Read| matches!(read, Read::Gradient { .. });
-    let leaves = |made: &Made| matches!(made, Made::Gradient { .. });
-    let outputs = made.output_roles.iter().zip(&made.graph.outputs);
+    let Some(stage_backward) = backward else { return [forward, SharedArena::default()] };
+    let is_received = |read: &Read| matches!(read, Read::Gradient { .. });
+    let is_sent = |role: &Made| matches!(role, Made::Gradient { .. });
+    let outputs = stage_backward.output_roles.iter().zip(&stage_backward.graph.outputs);
     let backward = SharedArena {
-        comes: made.reads.iter().filter(|(_, read)| arrives(read)).map(|(id, _)| whole(*id)).collect(),
-        goes: outputs.filter(|(made, _)| leaves(made)).map(|(_, output)| output.value).collect(),
+        incoming: stage_backward
+            .reads
+            .iter()
+            .filter(|(_, read)| is_received(read))
+            .map(|(id, _)| value_of(*id))
+            .collect(),
+        outgoing: outputs.filter(|(role, _)| is_sent(role)).map(|(_, output)| output.value).collect(),
     };
     [forward, backward]
 }

@@ -63,15 +63,15 @@ pub struct Sharded<'a> {
 /// The ops of each piece, ascending; ops that join others are included.
 pub fn pieces(graph: &CostGraph) -> Vec<Vec<u32>> {
     let leaders: Vec<usize> = (0..graph.ops.len()).filter(|&op| graph.ops[op].joins.is_none()).collect();
-    let mut place = vec![0; graph.ops.len()];
-    leaders.iter().enumerate().for_each(|(at, &op)| place[op] = at);
+    let mut position = vec![0; graph.ops.len()];
+    leaders.iter().enumerate().for_each(|(at, &op)| position[op] = at);
     for op in &graph.ops {
-        place[op.id as usize] = op.joins.map_or(place[op.id as usize], |leader| place[leader.index()]);
+        position[op.id as usize] = op.joins.map_or(position[op.id as usize], |leader| position[leader.index()]);
     }
-    let crossing = crossing(graph, &place, leaders.len());
-    let (mut learns, mut multiplies) = (vec![false; leaders.len()], vec![false; leaders.len()]);
-    graph.params.iter().flat_map(|param| &param.users).for_each(|op| learns[place[op.index()]] = true);
-    graph.ops.iter().for_each(|op| multiplies[place[op.id as usize]] |= PRODUCTS.contains(&op.op.as_str()));
+    let crossing = count_crossing(graph, &position, leaders.len());
+    let (mut has_parameters, mut has_product) = (vec![false; leaders.len()], vec![false; leaders.len()]);
+    graph.params.iter().flat_map(|param| &param.users).for_each(|op| has_parameters[position[op.index()]] = true);
+    graph.ops.iter().for_each(|op| has_product[position[op.id as usize]] |= PRODUCTS.contains(&op.op.as_str()));
     let mut starts = vec![0];
     let (mut holds_product, mut end) = (false, None);
     for at in 0..leaders.len() {
@@ -82,33 +82,33 @@ pub fn pieces(graph: &CostGraph) -> Vec<Vec<u32>> {
             starts.push(end.take().or(narrowest).unwrap_or(at));
         }
         end = if holds_product && is_narrow(&crossing, at) { Some(at) } else { end };
-        if learns[at] && multiplies[at] {
+        if has_parameters[at] && has_product[at] {
             starts.extend(end.take());
             holds_product = true;
         }
     }
     let mut pieces = vec![Vec::new(); starts.len()];
     for op in 0..graph.ops.len() {
-        pieces[starts.partition_point(|&start| start <= place[op]) - 1].push(op as u32);
+        pieces[starts.partition_point(|&start| start <= position[op]) - 1].push(op as u32);
     }
     pieces
 }
 
 /// Each op that joins no other, with those that join it.
 pub fn fused_ops(graph: &CostGraph) -> Vec<Vec<u32>> {
-    let mut all: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    let mut groups: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
     for op in 0..graph.ops.len() as u32 {
-        all.entry(graph.leader(OpId(op)).0).or_default().push(op);
+        groups.entry(graph.leader(OpId(op)).0).or_default().push(op);
     }
-    all.into_values().collect()
+    groups.into_values().collect()
 }
 
 /// The number of tensors that cross before each leader.
-fn crossing(graph: &CostGraph, place: &[usize], count: usize) -> Vec<i64> {
+fn count_crossing(graph: &CostGraph, position: &[usize], count: usize) -> Vec<i64> {
     let mut change = vec![0i64; count + 1];
     for tensor in &graph.tensors {
-        let from = place[tensor.producer.index()];
-        let to = tensor.consumers.iter().map(|op| place[op.index()]).max().unwrap_or(from);
+        let from = position[tensor.producer.index()];
+        let to = tensor.consumers.iter().map(|op| position[op.index()]).max().unwrap_or(from);
         change[from + 1] += i64::from(to > from);
         change[to + 1] -= i64::from(to > from);
     }
@@ -121,8 +121,8 @@ fn crossing(graph: &CostGraph, place: &[usize], count: usize) -> Vec<i64> {
 }
 
 fn is_narrow(crossing: &[i64], at: usize) -> bool {
-    let near = at.saturating_sub(NEAR).max(1)..(at + NEAR).min(crossing.len());
-    at > 0 && crossing[near].iter().all(|other| crossing[at] <= *other)
+    let window = at.saturating_sub(NEAR).max(1)..(at + NEAR).min(crossing.len());
+    at > 0 && crossing[window].iter().all(|other| crossing[at] <= *other)
 }
 
 /// For each piece, whether it starts a layer: a module that is named by a number, such as `blocks.3`, or is outside such
@@ -153,9 +153,9 @@ pub fn cheapest<E>(
                 break;
             }
             let price = price(start, end)?;
-            let way = sum(best[start].0, sum(price, price / MERGE_GAIN_DIVISOR));
-            if way < least.0 {
-                least = (way, start);
+            let candidate = sum(best[start].0, sum(price, price / MERGE_GAIN_DIVISOR));
+            if candidate < least.0 {
+                least = (candidate, start);
             }
         }
         best.push(least);
@@ -197,8 +197,8 @@ mod tests {
 
     #[test]
     fn pieces_end_where_one_tensor_crosses() {
-        let found = pieces(&blocks(4));
-        assert_eq!(found, [vec![0, 1, 2], vec![3, 4, 5], vec![6, 7, 8], vec![9, 10, 11]]);
+        let result = pieces(&blocks(4));
+        assert_eq!(result, [vec![0, 1, 2], vec![3, 4, 5], vec![6, 7, 8], vec![9, 10, 11]]);
     }
 
     #[test]

@@ -17,9 +17,9 @@ pub struct SpmdGraph {
     /// Outputs are those of the task, in order, in their required shardings.
     pub graph: Graph,
     /// The rewritten value for each original value and sharding.
-    pub places: HashMap<(Value, Sharding), Value>,
+    pub values: HashMap<(Value, Sharding), Value>,
     /// Per node of the task, the number of rewritten nodes before its conversions and itself.
-    pub before: HashMap<NodeId, usize>,
+    pub starts: HashMap<NodeId, usize>,
 }
 
 /// Rewrites the graph. The machine decides which of two available shardings is cheaper to convert.
@@ -28,39 +28,39 @@ pub fn rewrite(task: &SpmdTask, choice: &Choice, machine: &Machine) -> SpmdGraph
         task,
         choice,
         machine,
-        done: SpmdGraph { graph: Graph::new(&task.graph.name), places: HashMap::new(), before: HashMap::new() },
+        spmd: SpmdGraph { graph: Graph::new(&task.graph.name), values: HashMap::new(), starts: HashMap::new() },
     };
     let ends = task.graph.outputs.iter().zip(&task.ends).map(|(output, end)| (output.value, choice.end(*end)));
-    let followed = task.graph.averages.iter().map(|average| (average.sample, Sharding::Replicated));
-    let results: Vec<(Value, Sharding)> = ends.chain(followed).collect();
+    let averages = task.graph.averages.iter().map(|average| (average.sample, Sharding::Replicated));
+    let results: Vec<(Value, Sharding)> = ends.chain(averages).collect();
     let mut of_node: HashMap<NodeId, Vec<(Value, Sharding)>> = HashMap::new();
     for (value, layout) in &results {
         of_node.entry(value.node).or_default().push((*value, *layout));
     }
     for id in order::canonical(&task.graph) {
-        writing.done.before.insert(id, writing.done.graph.len());
+        writing.spmd.starts.insert(id, writing.spmd.graph.len());
         writing.node(id);
         for (value, layout) in of_node.remove(&id).unwrap_or_default() {
-            writing.resharded(value, layout);
+            writing.reshard(value, layout);
         }
     }
     for (output, (value, layout)) in task.graph.outputs.iter().zip(results) {
-        let value = writing.resharded(value, layout);
-        writing.done.graph.outputs.push(Output { name: output.name.clone(), value });
+        let value = writing.reshard(value, layout);
+        writing.spmd.graph.outputs.push(Output { name: output.name.clone(), value });
     }
     for average in &task.graph.averages {
-        let sample = writing.resharded(average.sample, Sharding::Replicated);
-        let state = writing.resharded(Value { node: average.state, output: 0 }, Sharding::Replicated).node;
-        writing.done.graph.averages.push(MovingAverage { state, sample, keep: average.keep });
+        let sample = writing.reshard(average.sample, Sharding::Replicated);
+        let state = writing.reshard(Value { node: average.state, output: 0 }, Sharding::Replicated).node;
+        writing.spmd.graph.averages.push(MovingAverage { state, sample, keep: average.keep });
     }
-    writing.done
+    writing.spmd
 }
 
 struct Writing<'a> {
     task: &'a SpmdTask,
     choice: &'a Choice,
     machine: &'a Machine,
-    done: SpmdGraph,
+    spmd: SpmdGraph,
 }
 
 impl Writing<'_> {
@@ -76,13 +76,13 @@ impl Writing<'_> {
             }
         };
         let resharded: Vec<Value> =
-            inputs.iter().zip(&strategy.inputs).map(|(value, layout)| self.resharded(*value, *layout)).collect();
-        let whole: Vec<&Fact> = inputs.iter().map(|v| self.task.graph.fact(*v)).collect();
-        let mut out = Writer { graph: &mut self.done.graph, origin: node.origin.clone() };
-        let made = match &node.op {
+            inputs.iter().zip(&strategy.inputs).map(|(value, layout)| self.reshard(*value, *layout)).collect();
+        let facts: Vec<&Fact> = inputs.iter().map(|v| self.task.graph.fact(*v)).collect();
+        let mut out = Writer { graph: &mut self.spmd.graph, origin: node.origin.clone() };
+        let outputs = match &node.op {
             Op::Parameter(parameter) => {
                 let mut part = parameter.clone();
-                let layout = self.choice.made(Value { node: id, output: 0 });
+                let layout = self.choice.layout(Value { node: id, output: 0 });
                 part.fact = layout.part(&parameter.fact, self.machine.devices).expect("the choice divides it evenly");
                 out.emit_all(Op::Parameter(part), &[])
             }
@@ -95,39 +95,39 @@ impl Writing<'_> {
             op => write(
                 op,
                 strategy,
-                &LocalContext { inputs: &resharded, whole: &whole, devices: self.machine.devices },
+                &LocalContext { inputs: &resharded, whole: &facts, devices: self.machine.devices },
                 &mut out,
             ),
         };
-        for (output, local) in made.into_iter().enumerate() {
+        for (output, local) in outputs.into_iter().enumerate() {
             let value = Value { node: id, output: output as u32 };
-            self.done.places.insert((value, self.choice.made(value)), local);
+            self.spmd.values.insert((value, self.choice.layout(value)), local);
         }
     }
 
     /// A value in sharding `to`, converted from the cheaper of its available shardings.
-    fn resharded(&mut self, value: Value, to: Sharding) -> Value {
-        if let Some(found) = self.done.places.get(&(value, to)) {
-            return *found;
+    fn reshard(&mut self, value: Value, to: Sharding) -> Value {
+        if let Some(existing) = self.spmd.values.get(&(value, to)) {
+            return *existing;
         }
-        let made = self.choice.made(value);
+        let layout = self.choice.layout(value);
         let fact = self.task.graph.fact(value);
-        let far = |from: Sharding| self.machine.conversion(fact, from, to);
-        let from = match self.choice.kept.get(&value) {
-            Some(kept) if *kept == to => made,
-            Some(kept) if far(*kept) < far(made) => *kept,
-            _ => made,
+        let cost_from = |from: Sharding| self.machine.conversion(fact, from, to);
+        let from = match self.choice.second_layouts.get(&value) {
+            Some(second) if *second == to => layout,
+            Some(second) if cost_from(*second) < cost_from(layout) => *second,
+            _ => layout,
         };
-        debug_assert!(far(from) < NEVER, "the choice reshards {value:?} from {from} to {to}");
-        let place = if from == made { self.done.places[&(value, made)] } else { self.resharded(value, from) };
+        debug_assert!(cost_from(from) < NEVER, "the choice reshards {value:?} from {from} to {to}");
+        let source = if from == layout { self.spmd.values[&(value, layout)] } else { self.reshard(value, from) };
         let op = reshard::op(from, to, self.machine.devices).expect("the choice requires nothing impossible");
         let origin = self.task.graph.node(value.node).origin.clone();
-        let local = self.convert(op, place, origin);
-        self.done.places.insert((value, to), local);
+        let local = self.convert(op, source, origin);
+        self.spmd.values.insert((value, to), local);
         local
     }
 
-    fn convert(&mut self, op: Op, place: Value, origin: Origin) -> Value {
-        Writer { graph: &mut self.done.graph, origin }.emit(op, &[place])
+    fn convert(&mut self, op: Op, source: Value, origin: Origin) -> Value {
+        Writer { graph: &mut self.spmd.graph, origin }.emit(op, &[source])
     }
 }

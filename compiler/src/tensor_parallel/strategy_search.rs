@@ -38,9 +38,9 @@ pub struct Chosen {
 
 #[derive(Clone, Debug)]
 struct State {
-    way: Strategy,
+    strategy: Strategy,
     /// Per output, the second sharding it is kept in.
-    kept: Vec<Option<Sharding>>,
+    second: Vec<Option<Sharding>>,
 }
 
 /// All states of all nodes, with their costs.
@@ -49,7 +49,7 @@ pub struct Model<'a> {
     machine: &'a Machine,
     nodes: Vec<NodeId>,
     /// Matrices of weights that are sharded and never gathered, and what is computed from them alone.
-    kept: HashSet<NodeId>,
+    sharded_weights: HashSet<NodeId>,
     states: Vec<Vec<State>>,
     /// Costs of states and of pairs of states.
     pub factors: Factors,
@@ -63,9 +63,9 @@ pub fn choose(task: &SpmdTask, machine: &Machine) -> Result<Chosen, ChooseError>
 /// [`choose`] with tables of at most `most_entries` entries.
 pub fn choose_within(task: &SpmdTask, machine: &Machine, most_entries: usize) -> Result<Chosen, ChooseError> {
     let model = Model::of(task, machine)?;
-    let found = model.factors.least(most_entries);
+    let solution = model.factors.minimize(most_entries);
     let alone = model.factors.cost(&vec![0; model.nodes.len()]);
-    Ok(Chosen { choice: model.choice(&found.states), cost: found.cost, bound: found.bound, alone })
+    Ok(Chosen { choice: model.choice(&solution.states), cost: solution.cost, bound: solution.bound, alone })
 }
 
 /// The parameters that matrix products read, and the nodes between the two. Tied weights stay replicated.
@@ -75,7 +75,7 @@ fn matrices(task: &SpmdTask, nodes: &[NodeId]) -> HashSet<NodeId> {
     for &id in nodes {
         let inputs = graph.inputs(id);
         let is_weight = match &graph.node(id).op {
-            Op::Parameter(_) => !task.whole.contains(&id),
+            Op::Parameter(_) => !task.replicated.contains(&id),
             Op::Cast(_) | Op::Transpose(_) | Op::Reshape(_) => inputs.iter().all(|v| of_weights.contains(&v.node)),
             _ => false,
         };
@@ -83,15 +83,15 @@ fn matrices(task: &SpmdTask, nodes: &[NodeId]) -> HashSet<NodeId> {
             of_weights.insert(id);
         }
     }
-    let mut kept = HashSet::new();
+    let mut weights = HashSet::new();
     for &id in nodes.iter().rev().filter(|id| of_weights.contains(id)) {
         let readers = graph.successors(id);
         let is_product = |id: &NodeId| matches!(graph.node(*id).op, Op::MatMul(_) | Op::GroupedMatMul(_));
-        if readers.iter().any(|reader| is_product(reader) || kept.contains(reader)) {
-            kept.insert(id);
+        if readers.iter().any(|reader| is_product(reader) || weights.contains(reader)) {
+            weights.insert(id);
         }
     }
-    kept
+    weights
 }
 
 impl<'a> Model<'a> {
@@ -107,14 +107,15 @@ impl<'a> Model<'a> {
         }
         let group = blocks::group(&task.graph, machine.devices);
         let nodes = order::canonical(&task.graph);
-        let kept = if machine.keeps_weights { matrices(task, &nodes) } else { HashSet::new() };
-        let mut model = Model { task, machine, nodes, kept, states: Vec::new(), factors: Factors::default() };
+        let sharded_weights = if machine.keeps_weights { matrices(task, &nodes) } else { HashSet::new() };
+        let mut model =
+            Model { task, machine, nodes, sharded_weights, states: Vec::new(), factors: Factors::default() };
         let readers = model.readers();
         for at in 0..model.nodes.len() {
             let states = model.states_of(model.nodes[at], &group, &readers);
-            let own = states.iter().map(|state| model.own(model.nodes[at], state)).collect();
+            let costs = states.iter().map(|state| model.state_cost(model.nodes[at], state)).collect();
             model.states.push(states);
-            model.factors.variable(own);
+            model.factors.variable(costs);
         }
         model.couple();
         Ok(model)
@@ -146,62 +147,67 @@ impl<'a> Model<'a> {
         let node = graph.node(id);
         let inputs = graph.inputs(id);
         let facts: Vec<&Fact> = inputs.iter().map(|v| graph.fact(*v)).collect();
-        let mut ways = match &node.op {
-            Op::Parameter(_) if self.task.whole.contains(&id) => parameter(&node.facts[0], group)[..1].to_vec(),
-            Op::Parameter(_) if self.kept.contains(&id) => {
-                let ways = parameter(&node.facts[0], group);
-                // The first one replicates.
-                ways[usize::from(ways.len() > 1)..].to_vec()
+        let mut strategies = match &node.op {
+            Op::Parameter(_) if self.task.replicated.contains(&id) => {
+                parameter_strategies(&node.facts[0], group)[..1].to_vec()
             }
-            Op::Parameter(_) => parameter(&node.facts[0], group),
+            Op::Parameter(_) if self.sharded_weights.contains(&id) => {
+                let strategies = parameter_strategies(&node.facts[0], group);
+                // The first one replicates.
+                strategies[usize::from(strategies.len() > 1)..].to_vec()
+            }
+            Op::Parameter(_) => parameter_strategies(&node.facts[0], group),
             _ if self.task.split.contains_key(&id) => {
                 vec![Strategy { outputs: vec![self.task.split[&id]], ..Strategy::replicated(0, 1) }]
             }
             _ => strategies(&node.op, &facts, &node.facts, group),
         };
         // Constants and other inputs are replicated.
-        ways.truncate(if inputs.is_empty() && !matches!(node.op, Op::Parameter(_)) { 1 } else { ways.len() });
+        strategies.truncate(if inputs.is_empty() && !matches!(node.op, Op::Parameter(_)) {
+            1
+        } else {
+            strategies.len()
+        });
         let mut states = Vec::new();
-        for way in ways {
-            let mut kept: Vec<Vec<Option<Sharding>>> = vec![vec![]];
-            for (output, layout) in way.outputs.iter().enumerate() {
+        for strategy in strategies {
+            let mut second: Vec<Vec<Option<Sharding>>> = vec![vec![]];
+            for (output, layout) in strategy.outputs.iter().enumerate() {
                 let value = Value { node: id, output: output as u32 };
-                let several = readers.get(&value).is_some_and(|readers| readers.len() > 1);
-                let seconds = if several { seconds(*layout, &node.facts[output], group) } else { vec![None] };
-                kept = kept.into_iter().flat_map(|k| seconds.iter().map(move |s| [&k[..], &[*s]].concat())).collect();
+                let is_shared = readers.get(&value).is_some_and(|readers| readers.len() > 1);
+                let seconds = if is_shared { second_layouts(*layout, &node.facts[output], group) } else { vec![None] };
+                second =
+                    second.into_iter().flat_map(|k| seconds.iter().map(move |s| [&k[..], &[*s]].concat())).collect();
             }
-            states.extend(kept.into_iter().map(|kept| State { way: way.clone(), kept }));
+            states.extend(second.into_iter().map(|second| State { strategy: strategy.clone(), second }));
         }
         states
     }
 
     /// The cost of a state, including conversions to second shardings.
-    fn own(&self, id: NodeId, state: &State) -> Time {
+    fn state_cost(&self, id: NodeId, state: &State) -> Time {
         let facts = &self.task.graph.node(id).facts;
-        let kept = state
-            .kept
-            .iter()
-            .zip(&state.way.outputs)
-            .zip(facts)
-            .map(|((kept, made), fact)| kept.map_or(0, |kept| self.machine.conversion(fact, *made, kept)));
-        kept.fold(self.machine.strategy(&self.task.graph, id, &state.way), sum)
+        let conversions =
+            state.second.iter().zip(&state.strategy.outputs).zip(facts).map(|((conversions, made), fact)| {
+                conversions.map_or(0, |conversions| self.machine.conversion(fact, *made, conversions))
+            });
+        conversions.fold(self.machine.strategy(&self.task.graph, id, &state.strategy), sum)
     }
 
     /// The cost of converting an output of a node in this state to sharding `to`.
-    fn bring(&self, value: Value, state: &State, to: Sharding) -> Time {
+    fn read_cost(&self, value: Value, state: &State, to: Sharding) -> Time {
         let output = value.output as usize;
         let fact = self.task.graph.fact(value);
-        if self.kept.contains(&value.node) && state.way.outputs[output] != to {
+        if self.sharded_weights.contains(&value.node) && state.strategy.outputs[output] != to {
             return NEVER;
         }
-        let direct = self.machine.conversion(fact, state.way.outputs[output], to);
-        let second = state.kept[output].map_or(NEVER, |kept| self.machine.conversion(fact, kept, to));
-        direct.min(second)
+        let direct = self.machine.conversion(fact, state.strategy.outputs[output], to);
+        let from_second = state.second[output].map_or(NEVER, |layout| self.machine.conversion(fact, layout, to));
+        direct.min(from_second)
     }
 
     fn couple(&mut self) {
         let graph = &self.task.graph;
-        let place: HashMap<NodeId, usize> = self.nodes.iter().enumerate().map(|(at, id)| (*id, at)).collect();
+        let index_of: HashMap<NodeId, usize> = self.nodes.iter().enumerate().map(|(at, id)| (*id, at)).collect();
         let mut factors = std::mem::take(&mut self.factors);
         for (reader, &id) in self.nodes.iter().enumerate() {
             // A value read twice in one sharding is converted once.
@@ -210,29 +216,33 @@ impl<'a> Model<'a> {
                 slots.entry(value).or_default().push(slot);
             }
             for (value, slots) in slots {
-                let maker = place[&value.node];
-                factors.add(maker, reader, |a, b| {
-                    let way = &self.states[reader][b].way;
-                    let wanted: BTreeSet<Sharding> = slots.iter().map(|slot| way.inputs[*slot]).collect();
-                    wanted.iter().map(|to| self.bring(value, &self.states[maker][a], *to)).fold(0, sum)
+                let producer = index_of[&value.node];
+                factors.add(producer, reader, |a, b| {
+                    let strategy = &self.states[reader][b].strategy;
+                    let layouts: BTreeSet<Sharding> = slots.iter().map(|slot| strategy.inputs[*slot]).collect();
+                    layouts.iter().map(|to| self.read_cost(value, &self.states[producer][a], *to)).fold(0, sum)
                 });
             }
         }
         for (value, end) in self.results() {
-            let maker = place[&value.node];
-            let whole = |state: &State| self.bring(value, state, Sharding::Replicated);
+            let producer = index_of[&value.node];
+            let replicate = |state: &State| self.read_cost(value, state, Sharding::Replicated);
             match end {
                 End::Like(parameter) if parameter != value.node => {
-                    let like = place[&parameter];
-                    factors.add(maker, like, |a, b| {
-                        self.bring(value, &self.states[maker][a], self.states[like][b].way.outputs[0])
+                    let parameter_index = index_of[&parameter];
+                    factors.add(producer, parameter_index, |a, b| {
+                        self.read_cost(
+                            value,
+                            &self.states[producer][a],
+                            self.states[parameter_index][b].strategy.outputs[0],
+                        )
                     });
                 }
                 End::Like(_) => {}
                 End::Split(sharding) => {
-                    factors.add(maker, maker, |a, _| self.bring(value, &self.states[maker][a], sharding));
+                    factors.add(producer, producer, |a, _| self.read_cost(value, &self.states[producer][a], sharding));
                 }
-                End::Whole => factors.add(maker, maker, |a, _| whole(&self.states[maker][a])),
+                End::Whole => factors.add(producer, producer, |a, _| replicate(&self.states[producer][a])),
             }
         }
         self.factors = factors;
@@ -240,16 +250,16 @@ impl<'a> Model<'a> {
 
     pub fn choice(&self, states: &[usize]) -> Choice {
         let mut choice = Choice::default();
-        for ((&id, all), &at) in self.nodes.iter().zip(&self.states).zip(states) {
-            let state = &all[at];
+        for ((&id, node_states), &at) in self.nodes.iter().zip(&self.states).zip(states) {
+            let state = &node_states[at];
             if matches!(self.task.graph.node(id).op, Op::Parameter(_)) {
-                choice.parameters.insert(id, state.way.outputs[0]);
+                choice.parameters.insert(id, state.strategy.outputs[0]);
             } else {
-                choice.strategies.insert(id, state.way.clone());
+                choice.strategies.insert(id, state.strategy.clone());
             }
-            for (output, kept) in state.kept.iter().enumerate() {
+            for (output, kept) in state.second.iter().enumerate() {
                 if let Some(kept) = kept {
-                    choice.kept.insert(Value { node: id, output: output as u32 }, *kept);
+                    choice.second_layouts.insert(Value { node: id, output: output as u32 }, *kept);
                 }
             }
         }
@@ -258,23 +268,23 @@ impl<'a> Model<'a> {
 }
 
 /// The shardings of a parameter: replicated, or split along any divisible axis.
-fn parameter(fact: &Fact, group: &Group) -> Vec<Strategy> {
-    let made = |layout| Strategy { outputs: vec![layout], ..Strategy::replicated(0, 1) };
-    let mut ways = vec![made(Sharding::Replicated)];
+fn parameter_strategies(fact: &Fact, group: &Group) -> Vec<Strategy> {
+    let strategy = |layout| Strategy { outputs: vec![layout], ..Strategy::replicated(0, 1) };
+    let mut strategies = vec![strategy(Sharding::Replicated)];
     for (axis, size) in fact.concrete().into_iter().flatten().enumerate() {
         for blocks in [1].into_iter().chain(group.blocks.get(&size).into_iter().flatten().copied()) {
             let layout = Sharding::Split(crate::op::SplitDim { axis, blocks });
             if layout.part(fact, group.devices).is_some() {
-                ways.push(made(layout));
+                strategies.push(strategy(layout));
             }
         }
     }
-    ways
+    strategies
 }
 
 /// Second shardings that may be worth keeping.
-fn seconds(made: Sharding, fact: &Fact, group: &Group) -> Vec<Option<Sharding>> {
-    match made {
+fn second_layouts(layout: Sharding, fact: &Fact, group: &Group) -> Vec<Option<Sharding>> {
+    match layout {
         Sharding::Replicated => vec![None],
         Sharding::Split(_) => vec![None, Some(Sharding::Replicated)],
         Sharding::Partial => {
@@ -322,7 +332,7 @@ mod tests {
         }
         let sum = value(graph.add(Op::Binary(Binary::Add), &[x, y], &origin).unwrap());
         graph.outputs = vec![Output { name: "sum".into(), value: sum }, Output { name: "y".into(), value: y }];
-        SpmdTask { graph, ends: vec![End::Whole; 2], whole: BTreeSet::new(), split: HashMap::new() }
+        SpmdTask { graph, ends: vec![End::Whole; 2], replicated: BTreeSet::new(), split: HashMap::new() }
     }
 
     fn machine(seed: u64) -> Machine {
@@ -344,7 +354,7 @@ mod tests {
         for seed in 0..24 {
             let (task, machine) = (task(seed), machine(seed));
             let model = Model::of(&task, &machine).unwrap();
-            let sizes: Vec<usize> = model.factors.own.iter().map(Vec::len).collect();
+            let sizes: Vec<usize> = model.factors.unary.iter().map(Vec::len).collect();
             let mut states = vec![0; sizes.len()];
             let mut best = NEVER;
             loop {
@@ -358,13 +368,13 @@ mod tests {
             assert_eq!(chosen.alone, model.factors.cost(&vec![0; sizes.len()]));
             shared += usize::from(chosen.cost < chosen.alone);
             // The rewritten graph costs as much as predicted.
-            let written = rewrite(&task, &chosen.choice, &machine).graph;
+            let rewritten = rewrite(&task, &chosen.choice, &machine).graph;
             let time = |id| {
-                let inputs: Vec<Value> = written.inputs(id);
-                let inputs: Vec<&Fact> = inputs.iter().map(|value| written.fact(*value)).collect();
-                machine.node(&written.node(id).op, &inputs, &written.node(id).facts)
+                let inputs: Vec<Value> = rewritten.inputs(id);
+                let inputs: Vec<&Fact> = inputs.iter().map(|value| rewritten.fact(*value)).collect();
+                machine.node(&rewritten.node(id).op, &inputs, &rewritten.node(id).facts)
             };
-            assert_eq!(written.ids().map(time).sum::<Time>(), chosen.cost, "seed {seed}");
+            assert_eq!(rewritten.ids().map(time).sum::<Time>(), chosen.cost, "seed {seed}");
         }
         assert!((4..24).contains(&shared), "some are worth sharing and some are not: {shared}");
     }

@@ -24,7 +24,7 @@ pub const MOST_ENTRIES: usize = 1 << 22;
 #[derive(Clone, Debug, Default)]
 pub struct Factors {
     /// Per variable, the cost of each state.
-    pub own: Vec<Vec<Time>>,
+    pub unary: Vec<Vec<Time>>,
     /// Per pair of variables, the lower first, a row-major table of costs.
     pub pairs: BTreeMap<(usize, usize), Vec<Time>>,
 }
@@ -40,19 +40,22 @@ pub struct Solution {
 
 impl Factors {
     /// Adds a variable with these state costs; returns its index.
-    pub fn variable(&mut self, own: Vec<Time>) -> usize {
-        self.own.push(own);
-        self.own.len() - 1
+    pub fn variable(&mut self, costs: Vec<Time>) -> usize {
+        self.unary.push(costs);
+        self.unary.len() - 1
     }
 
     /// Adds a pairwise cost; `cost` gets the states of `a` and `b`.
     pub fn add(&mut self, a: usize, b: usize, cost: impl Fn(usize, usize) -> Time) {
         if a == b {
-            self.own[a].iter_mut().enumerate().for_each(|(state, own)| *own = sum(*own, cost(state, state)));
+            self.unary[a]
+                .iter_mut()
+                .enumerate()
+                .for_each(|(state, cost_of_state)| *cost_of_state = sum(*cost_of_state, cost(state, state)));
             return;
         }
         let (low, high) = (a.min(b), a.max(b));
-        let [rows, columns] = [low, high].map(|v| self.own[v].len());
+        let [rows, columns] = [low, high].map(|v| self.unary[v].len());
         let table = self.pairs.entry((low, high)).or_insert_with(|| vec![0; rows * columns]);
         for (at, entry) in table.iter_mut().enumerate() {
             let (row, column) = (at / columns, at % columns);
@@ -61,21 +64,21 @@ impl Factors {
     }
 
     pub fn cost(&self, states: &[usize]) -> Time {
-        let own = self.own.iter().zip(states).map(|(own, state)| own[*state]);
-        let pairs = self.pairs.iter().map(|((a, b), table)| table[states[*a] * self.own[*b].len() + states[*b]]);
-        own.chain(pairs).fold(0, sum)
+        let unary = self.unary.iter().zip(states).map(|(unary, state)| unary[*state]);
+        let pairs = self.pairs.iter().map(|((a, b), table)| table[states[*a] * self.unary[*b].len() + states[*b]]);
+        unary.chain(pairs).fold(0, sum)
     }
 
     /// Minimises with tables of at most `most_entries` entries. Ties go to earlier states.
-    pub fn least(&self, most_entries: usize) -> Solution {
+    pub fn minimize(&self, most_entries: usize) -> Solution {
         let alive = Pruning::of(self).alive();
         let mut tables: Vec<Table> = Vec::new();
         for (v, alive) in alive.iter().enumerate() {
-            let costs = alive.iter().map(|state| self.own[v][*state]).collect();
+            let costs = alive.iter().map(|state| self.unary[v][*state]).collect();
             tables.push(Table { scope: vec![v], sizes: vec![alive.len()], costs });
         }
         for ((a, b), table) in &self.pairs {
-            let columns = self.own[*b].len();
+            let columns = self.unary[*b].len();
             let row = |row: &usize| alive[*b].iter().map(|column| table[row * columns + column]).collect::<Vec<_>>();
             let costs = alive[*a].iter().flat_map(row);
             tables.push(Table {
@@ -85,9 +88,9 @@ impl Factors {
             });
         }
         let sizes: Vec<usize> = alive.iter().map(Vec::len).collect();
-        let (gone, bound) = eliminate(tables, &sizes, most_entries);
+        let (eliminated, bound) = eliminate(tables, &sizes, most_entries);
         let mut chosen = vec![0; sizes.len()];
-        for (v, tables) in gone.iter().rev() {
+        for (v, tables) in eliminated.iter().rev() {
             let cost = |state: usize, chosen: &mut Vec<usize>| {
                 chosen[*v] = state;
                 tables.iter().map(|table| table.at(chosen)).fold(0, sum)
@@ -105,23 +108,23 @@ impl Factors {
 
     /// Local search: changes one state at a time while the cost decreases; returns the cost.
     fn improve(&self, states: &mut [usize]) -> Time {
-        let mut neighbours = vec![Vec::new(); self.own.len()];
+        let mut neighbours = vec![Vec::new(); self.unary.len()];
         for &(a, b) in self.pairs.keys() {
             neighbours[a].push(b);
             neighbours[b].push(a);
         }
         let local = |states: &[usize], v: usize, state: usize| {
             let pair = |&n: &usize| match v < n {
-                true => self.pairs[&(v, n)][state * self.own[n].len() + states[n]],
-                false => self.pairs[&(n, v)][states[n] * self.own[v].len() + state],
+                true => self.pairs[&(v, n)][state * self.unary[n].len() + states[n]],
+                false => self.pairs[&(n, v)][states[n] * self.unary[v].len() + state],
             };
-            neighbours[v].iter().map(pair).fold(self.own[v][state], sum)
+            neighbours[v].iter().map(pair).fold(self.unary[v][state], sum)
         };
         // Terminates because the integer cost decreases; the limit only bounds the time.
         for _ in 0..1000 {
             let mut changed = false;
-            for v in 0..self.own.len() {
-                let best = (0..self.own[v].len()).min_by_key(|state| (local(states, v, *state), *state));
+            for v in 0..self.unary.len() {
+                let best = (0..self.unary[v].len()).min_by_key(|state| (local(states, v, *state), *state));
                 let best = best.expect("every variable has a state");
                 if local(states, v, best) < local(states, v, states[v]) {
                     states[v] = best;
@@ -152,7 +155,7 @@ impl Table {
 
     /// Index stride of a variable; 0 if it is not in the scope.
     fn stride(&self, v: usize) -> usize {
-        match self.scope.iter().position(|own| *own == v) {
+        match self.scope.iter().position(|variable| *variable == v) {
             Some(at) => self.sizes[at + 1..].iter().product(),
             None => 0,
         }
@@ -163,31 +166,32 @@ impl Table {
 /// constants.
 fn eliminate(tables: Vec<Table>, sizes: &[usize], most_entries: usize) -> (Vec<(usize, Vec<Table>)>, Time) {
     let mut neighbours: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
-    let mut known: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
+    let mut tables_of: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
     for (at, table) in tables.iter().enumerate() {
         for v in &table.scope {
-            known[*v].insert(at);
+            tables_of[*v].insert(at);
             neighbours[*v].extend(table.scope.iter().filter(|n| *n != v));
         }
     }
     let mut slots: Vec<Option<Table>> = tables.into_iter().map(Some).collect();
-    let (mut gone, mut bound) = (Vec::new(), 0);
+    let (mut eliminated, mut bound) = (Vec::new(), 0);
     for v in order(&neighbours, sizes) {
-        let taken: Vec<Table> = std::mem::take(&mut known[v]).into_iter().filter_map(|at| slots[at].take()).collect();
-        for group in groups(&taken, v, sizes, most_entries) {
-            let joined = eliminate_variable(&group, v, sizes);
-            if joined.scope.is_empty() {
-                bound = sum(bound, joined.costs[0]);
+        let bucket: Vec<Table> =
+            std::mem::take(&mut tables_of[v]).into_iter().filter_map(|at| slots[at].take()).collect();
+        for group in groups(&bucket, v, sizes, most_entries) {
+            let table = eliminate_variable(&group, v, sizes);
+            if table.scope.is_empty() {
+                bound = sum(bound, table.costs[0]);
                 continue;
             }
-            for n in &joined.scope {
-                known[*n].insert(slots.len());
+            for n in &table.scope {
+                tables_of[*n].insert(slots.len());
             }
-            slots.push(Some(joined));
+            slots.push(Some(table));
         }
-        gone.push((v, taken));
+        eliminated.push((v, bucket));
     }
-    (gone, bound)
+    (eliminated, bound)
 }
 
 /// Partitions the tables that contain a variable into groups within the limit on joint states; a single group if
@@ -196,11 +200,13 @@ fn groups<'a>(tables: &'a [Table], v: usize, sizes: &[usize], most_entries: usiz
     let mut groups: Vec<(BTreeSet<usize>, Vec<&Table>)> = Vec::new();
     for table in tables {
         let scope: BTreeSet<usize> = table.scope.iter().copied().filter(|n| *n != v).collect();
-        let entries = |all: &BTreeSet<usize>| all.iter().fold(1usize, |n, v| n.saturating_mul(sizes[*v]));
-        let fits = groups.iter_mut().find(|(own, _)| entries(&own.union(&scope).copied().collect()) <= most_entries);
-        match fits {
-            Some((own, members)) => {
-                own.extend(scope);
+        let entries = |scope: &BTreeSet<usize>| scope.iter().fold(1usize, |n, v| n.saturating_mul(sizes[*v]));
+        let group = groups
+            .iter_mut()
+            .find(|(group_scope, _)| entries(&group_scope.union(&scope).copied().collect()) <= most_entries);
+        match group {
+            Some((group_scope, members)) => {
+                group_scope.extend(scope);
                 members.push(table);
             }
             None => groups.push((scope, vec![table])),
@@ -213,20 +219,20 @@ fn groups<'a>(tables: &'a [Table], v: usize, sizes: &[usize], most_entries: usiz
 fn eliminate_variable(tables: &[&Table], v: usize, sizes: &[usize]) -> Table {
     let scope: BTreeSet<usize> = tables.iter().flat_map(|t| t.scope.iter().copied()).filter(|n| *n != v).collect();
     let scope: Vec<usize> = scope.into_iter().collect();
-    let own: Vec<usize> = scope.iter().map(|n| sizes[*n]).collect();
+    let scope_sizes: Vec<usize> = scope.iter().map(|n| sizes[*n]).collect();
     let strides: Vec<Vec<usize>> = tables.iter().map(|t| scope.iter().map(|n| t.stride(*n)).collect()).collect();
     let steps: Vec<usize> = tables.iter().map(|t| t.stride(v)).collect();
-    let mut costs = Vec::with_capacity(own.iter().product());
+    let mut costs = Vec::with_capacity(scope_sizes.iter().product());
     let mut digits = vec![0usize; scope.len()];
     let mut offsets = vec![0usize; tables.len()];
     loop {
         let cost = |state: usize| {
-            let each = tables.iter().zip(&offsets).zip(&steps);
-            each.fold(0, |total, ((table, offset), step)| sum(total, table.costs[offset + state * step]))
+            let terms = tables.iter().zip(&offsets).zip(&steps);
+            terms.fold(0, |total, ((table, offset), step)| sum(total, table.costs[offset + state * step]))
         };
         costs.push((0..sizes[v]).map(cost).min().unwrap_or(NEVER));
         // The next assignment; the last variable varies fastest.
-        let Some(at) = (0..scope.len()).rev().find(|at| digits[*at] + 1 < own[*at]) else { break };
+        let Some(at) = (0..scope.len()).rev().find(|at| digits[*at] + 1 < scope_sizes[*at]) else { break };
         digits[at] += 1;
         offsets.iter_mut().zip(&strides).for_each(|(offset, strides)| *offset += strides[at]);
         for later in at + 1..scope.len() {
@@ -234,7 +240,7 @@ fn eliminate_variable(tables: &[&Table], v: usize, sizes: &[usize]) -> Table {
             digits[later] = 0;
         }
     }
-    Table { scope, sizes: own, costs }
+    Table { scope, sizes: scope_sizes, costs }
 }
 
 /// State of the dead-end elimination.
@@ -246,32 +252,33 @@ struct Pruning<'a> {
 
 impl<'a> Pruning<'a> {
     fn of(factors: &'a Factors) -> Pruning<'a> {
-        let mut neighbours = vec![Vec::new(); factors.own.len()];
+        let mut neighbours = vec![Vec::new(); factors.unary.len()];
         for &(a, b) in factors.pairs.keys() {
             neighbours[a].push(b);
             neighbours[b].push(a);
         }
-        let alive = factors.own.iter().map(|own| (0..own.len()).collect()).collect();
+        let alive = factors.unary.iter().map(|costs| (0..costs.len()).collect()).collect();
         Pruning { factors, neighbours, alive }
     }
 
     fn alive(mut self) -> Vec<Vec<usize>> {
         // Removing a state may make a neighbour's state removable.
-        let mut waiting: BTreeSet<usize> = (0..self.alive.len()).collect();
-        while let Some(v) = waiting.pop_first() {
+        let mut queue: BTreeSet<usize> = (0..self.alive.len()).collect();
+        while let Some(v) = queue.pop_first() {
             let before = self.alive[v].len();
             let mut at = 0;
             while at < self.alive[v].len() {
                 let state = self.alive[v][at];
-                let replaced = self.alive[v].iter().any(|other| *other != state && self.replaces(v, *other, state));
-                if replaced {
+                let is_dominated =
+                    self.alive[v].iter().any(|other| *other != state && self.dominates(v, *other, state));
+                if is_dominated {
                     self.alive[v].remove(at);
                 } else {
                     at += 1;
                 }
             }
             if self.alive[v].len() < before {
-                waiting.extend(&self.neighbours[v]);
+                queue.extend(&self.neighbours[v]);
             }
         }
         self.alive
@@ -279,22 +286,22 @@ impl<'a> Pruning<'a> {
 
     fn pair(&self, v: usize, state: usize, n: usize, other: usize) -> Time {
         match v < n {
-            true => self.factors.pairs[&(v, n)][state * self.factors.own[n].len() + other],
-            false => self.factors.pairs[&(n, v)][other * self.factors.own[v].len() + state],
+            true => self.factors.pairs[&(v, n)][state * self.factors.unary[n].len() + other],
+            false => self.factors.pairs[&(n, v)][other * self.factors.unary[v].len() + state],
         }
     }
 
     /// Tests whether `better` costs no more than `state` for all states of the neighbours; on ties the earlier state
     /// stays.
-    fn replaces(&self, v: usize, better: usize, state: usize) -> bool {
-        let own = &self.factors.own[v];
-        if own[state] >= NEVER {
-            return own[better] < NEVER || better < state;
+    fn dominates(&self, v: usize, better: usize, state: usize) -> bool {
+        let costs = &self.factors.unary[v];
+        if costs[state] >= NEVER {
+            return costs[better] < NEVER || better < state;
         }
-        if own[better] >= NEVER {
+        if costs[better] >= NEVER {
             return false;
         }
-        let mut gain = i128::from(own[state]) - i128::from(own[better]);
+        let mut gain = i128::from(costs[state]) - i128::from(costs[better]);
         for &n in &self.neighbours[v] {
             let mut least: Option<i128> = None;
             for &x in &self.alive[n] {
@@ -335,15 +342,15 @@ mod tests {
         let count = 2 + random.below(6) as usize;
         for _ in 0..count {
             let states = 1 + random.below(4);
-            let own = (0..states).map(|_| random.below(20)).collect();
-            factors.variable(own);
+            let costs = (0..states).map(|_| random.below(20)).collect();
+            factors.variable(costs);
         }
         for a in 0..count {
             for b in a + 1..count {
                 if random.below(3) > 0 {
                     continue;
                 }
-                let entries = factors.own[a].len() * factors.own[b].len();
+                let entries = factors.unary[a].len() * factors.unary[b].len();
                 let table = (0..entries).map(|_| if random.below(6) == 0 { NEVER } else { random.below(20) });
                 let table = table.collect();
                 factors.pairs.insert((a, b), table);
@@ -353,11 +360,11 @@ mod tests {
     }
 
     fn exhaustive(factors: &Factors) -> Time {
-        let mut states = vec![0; factors.own.len()];
+        let mut states = vec![0; factors.unary.len()];
         let mut best = NEVER;
         loop {
             best = best.min(factors.cost(&states));
-            let Some(at) = (0..states.len()).find(|at| states[*at] + 1 < factors.own[*at].len()) else { return best };
+            let Some(at) = (0..states.len()).find(|at| states[*at] + 1 < factors.unary[*at].len()) else { return best };
             states[at] += 1;
             states[..at].fill(0);
         }
@@ -368,11 +375,11 @@ mod tests {
         for seed in 0..400 {
             let factors = random(seed);
             let best = exhaustive(&factors);
-            let found = factors.least(MOST_ENTRIES);
-            assert_eq!(found.cost, factors.cost(&found.states), "seed {seed}");
-            assert_eq!((found.cost, found.bound), (best, best), "seed {seed}");
+            let solution = factors.minimize(MOST_ENTRIES);
+            assert_eq!(solution.cost, factors.cost(&solution.states), "seed {seed}");
+            assert_eq!((solution.cost, solution.bound), (best, best), "seed {seed}");
             // With small tables, the cost is at least the optimum and the bound at most.
-            let hurried = factors.least(3);
+            let hurried = factors.minimize(3);
             assert!(hurried.bound <= best && best <= hurried.cost, "seed {seed}: {hurried:?}, best {best}");
         }
     }
@@ -389,7 +396,7 @@ mod tests {
                 factors.add(v, 1999 - v, |a, b| if a == b { 0 } else { 2 });
             }
         }
-        let found = factors.least(1 << 10);
-        assert_eq!(found.cost, found.bound);
+        let solution = factors.minimize(1 << 10);
+        assert_eq!(solution.cost, solution.bound);
     }
 }

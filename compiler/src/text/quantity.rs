@@ -17,7 +17,7 @@ pub fn duration(microseconds: f64) -> String {
 
 /// A size in bytes, with decimal prefixes.
 pub fn bytes(bytes: u64) -> String {
-    scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
+    with_prefix(bytes as f64, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
 }
 
 /// A size in bytes in the syntax of flags, rounded up.
@@ -32,11 +32,11 @@ pub fn at_least(bytes: u64) -> String {
 }
 
 pub fn rate(bytes_per_second: f64) -> String {
-    format!("{}/s", scaled(bytes_per_second, &["B", "kB", "MB", "GB", "TB", "PB"]))
+    format!("{}/s", with_prefix(bytes_per_second, &["B", "kB", "MB", "GB", "TB", "PB"]))
 }
 
 pub fn flops(flops: f64) -> String {
-    scaled(flops, &["flop", "kflop", "Mflop", "Gflop", "Tflop", "Pflop", "Eflop"])
+    with_prefix(flops, &["flop", "kflop", "Mflop", "Gflop", "Tflop", "Pflop", "Eflop"])
 }
 
 /// A count with thousands separators.
@@ -68,7 +68,7 @@ pub fn short(value: f64) -> String {
     }
 }
 
-fn scaled(value: f64, units: &[&str]) -> String {
+fn with_prefix(value: f64, units: &[&str]) -> String {
     let mut value = value;
     let mut at = 0;
     while value >= 999.95 && at + 1 < units.len() {

@@ -8,34 +8,34 @@ const LOOKED_AT: usize = 64;
 
 const MOST: usize = 20_000;
 
-/// The first nearest of `known`; `None` if all are distant.
-pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+/// The first nearest of `candidates`; `None` if all are distant.
+pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let lower = name.to_lowercase();
-    let far = |other: &str| distance(&lower, &other.to_lowercase());
-    let all = known.into_iter().take(MOST).filter(|other| !other.is_empty() && *other != name);
-    let (far, found) = all.map(|other| (far(other), other)).min()?;
+    let distance_to = |other: &str| distance(&lower, &other.to_lowercase());
+    let others = candidates.into_iter().take(MOST).filter(|other| !other.is_empty() && *other != name);
+    let (distance_to, nearest) = others.map(|other| (distance_to(other), other)).min()?;
     // If all characters of a short name differ, it has nothing in common with the suggestion.
-    let length = name.chars().count().min(found.chars().count());
-    (far <= 1 + length / 3 && far < length.max(1)).then_some(found)
+    let length = name.chars().count().min(nearest.chars().count());
+    (distance_to <= 1 + length / 3 && distance_to < length.max(1)).then_some(nearest)
 }
 
 /// [`nearest`] as a suffix: "; did you mean `speed`?", or empty.
 pub fn hint<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> String {
-    nearest(name, known).map_or(String::new(), |found| format!("; did you mean `{}`?", found.escape_debug()))
+    nearest(name, known).map_or(String::new(), |name_found| format!("; did you mean `{}`?", name_found.escape_debug()))
 }
 
 fn distance(left: &str, right: &str) -> usize {
     let [left, right] = [left, right].map(|text| text.chars().take(LOOKED_AT).collect::<Vec<_>>());
-    let mut before = vec![0; right.len() + 1];
+    let mut previous = vec![0; right.len() + 1];
     let mut row: Vec<usize> = (0..=right.len()).collect();
     for (i, from) in left.iter().enumerate() {
         let mut next = vec![i + 1];
         for (j, to) in right.iter().enumerate() {
-            let swaps = i > 0 && j > 0 && *from == right[j - 1] && left[i - 1] == *to;
-            let swapped = if swaps { before[j - 1] + 1 } else { usize::MAX };
-            next.push((row[j] + usize::from(from != to)).min(row[j + 1] + 1).min(next[j] + 1).min(swapped));
+            let is_swap = i > 0 && j > 0 && *from == right[j - 1] && left[i - 1] == *to;
+            let swap_cost = if is_swap { previous[j - 1] + 1 } else { usize::MAX };
+            next.push((row[j] + usize::from(from != to)).min(row[j + 1] + 1).min(next[j] + 1).min(swap_cost));
         }
-        before = std::mem::replace(&mut row, next);
+        previous = std::mem::replace(&mut row, next);
     }
     row[right.len()]
 }
@@ -46,7 +46,7 @@ mod tests {
 
     #[test]
     fn names_are_as_far_apart_as_their_edits() {
-        for (left, right, far) in [
+        for (left, right, edits) in [
             ("fc.weight", "fc.weight", 0),
             ("fc.wieght", "fc.weight", 1),
             ("", "abc", 3),
@@ -54,18 +54,18 @@ mod tests {
             ("kitten", "sitting", 3),
             ("ca", "abc", 3),
         ] {
-            assert_eq!(distance(left, right), far, "{left} {right}");
+            assert_eq!(distance(left, right), edits, "{left} {right}");
         }
     }
 
     #[test]
     fn only_near_names_are_offered() {
-        let known = ["latency", "bandwidth", "count", "name"];
-        assert_eq!(nearest("latnecy", known), Some("latency"));
-        assert_eq!(nearest("Bandwith", known), Some("bandwidth"));
-        assert_eq!(nearest("colour", known), None);
+        let names = ["latency", "bandwidth", "count", "name"];
+        assert_eq!(nearest("latnecy", names), Some("latency"));
+        assert_eq!(nearest("Bandwith", names), Some("bandwidth"));
+        assert_eq!(nearest("colour", names), None);
         assert_eq!(nearest("xy", ["ab", "x"]), None);
-        assert_eq!(hint("naem", known), "; did you mean `name`?");
+        assert_eq!(hint("naem", names), "; did you mean `name`?");
         assert_eq!(hint("naem", []), "");
     }
 }

@@ -238,10 +238,18 @@ impl<'a> Assembly<'a> {
         let (order, recomputed) = recomputed_first(graph, saving);
         let (added, workspace, apart) = (&HashSet::new(), &HashMap::new(), &Chains::default());
         let (own, kept, held) = (&own, &kept, &held);
-        let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
+        let needs = Needs {
+            separate: own,
+            saved: kept,
+            retained: held,
+            accumulated: added,
+            workspace,
+            chains: apart,
+            arena: None,
+        };
         let is_recomputed = |id: NodeId| recomputed.contains(&id);
         let same_pass = |a, b| is_recomputed(a) == is_recomputed(b);
-        let rules = Rules { together: &same_pass, starts: &|op| self.device.starts_chain(op) };
+        let rules = Rules { can_join: &same_pass, can_start: &|op| self.device.starts_chain(op) };
         let (fused, _) = chains(graph, &order, &needs, &rules);
         let (tasks, layout) = plan_tasks(self.device, graph, &order, fused, &needs, false)?;
         let recomputed_steps = tasks.iter().filter(|task| is_recomputed(task.node)).count();
@@ -397,14 +405,22 @@ impl<'a> Assembly<'a> {
         let added = accumulated_in_place(graph, &summed);
         let (added, workspace, apart) = (&added, &HashMap::new(), &Chains::default());
         let (own, kept, held) = (&own, &kept, &held);
-        let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
+        let needs = Needs {
+            separate: own,
+            saved: kept,
+            retained: held,
+            accumulated: added,
+            workspace,
+            chains: apart,
+            arena: None,
+        };
         let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
         let together = |a, b| is_second(a) == is_second(b);
-        let rules = Rules { together: &together, starts: &|op| self.device.starts_chain(op) };
+        let rules = Rules { can_join: &together, can_start: &|op| self.device.starts_chain(op) };
         let (fused, _) = chains(graph, &order, &needs, &rules);
         // The kernels of a device may accumulate the gradients of more ops than all devices do.
         let unread = read_only_as_sums(graph, &summed);
-        let device_needs = Needs { added: &unread, ..needs };
+        let device_needs = Needs { accumulated: &unread, ..needs };
         let (tasks, layout) = plan_tasks(self.device, graph, &order, fused, &device_needs, self.joins)?;
         // Sort the buffers of sent gradients by receiving stage, value and group.
         let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();

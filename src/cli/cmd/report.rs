@@ -165,7 +165,7 @@ fn metrics(path: &Path, plan: &Plan) -> Result<Measured, Error> {
     let found = measured::read(&text).map_err(|error| {
         Error::file("read the metrics", path, error).with_help("`pipec train --metrics FILE` writes a metrics file")
     })?;
-    measured::fits(plan, &found).map_err(|error| {
+    measured::check_plan(plan, &found).map_err(|error| {
         Error::file("use the metrics", path, error)
             .with_help("`pipec train --plan PLAN --metrics FILE` writes the metrics of this plan")
     })?;

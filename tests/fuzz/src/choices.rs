@@ -2,22 +2,23 @@
 
 /// The remaining bytes; at their end every choice is the first.
 pub struct Choices<'a> {
-    left: &'a [u8],
+    remaining: &'a [u8],
 }
 
 impl<'a> Choices<'a> {
     pub fn of(data: &'a [u8]) -> Choices<'a> {
-        Choices { left: data }
+        Choices { remaining: data }
     }
 
     /// True if bytes are left.
     pub fn any(&self) -> bool {
-        !self.left.is_empty()
+        !self.remaining.is_empty()
     }
 
     fn byte(&mut self) -> u8 {
-        let (first, rest) = self.left.split_first().map_or((0, self.left), |(first, rest)| (*first, rest));
-        self.left = rest;
+        let (first, remaining) =
+            self.remaining.split_first().map_or((0, self.remaining), |(first, remaining)| (*first, remaining));
+        self.remaining = remaining;
         first
     }
 

@@ -3,8 +3,8 @@
 #![allow(dead_code)]
 
 /// The number in a variable of the environment.
-pub fn setting(name: &str, usual: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
+pub fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
 /// xorshift64*.
@@ -106,9 +106,9 @@ pub fn edit_text(text: &mut Vec<u8>, random: &mut Random) {
             words.iter().filter(|word| text[word.start].is_ascii_digit()).cloned().collect();
         let place = if numbers.is_empty() || random.below(4) == 0 { &words } else { &numbers };
         let place = random.of(place).clone();
-        let other = text[random.of(&words).clone()].to_vec();
-        let by = match random.below(8) {
-            0 => other,
+        let word = text[random.of(&words).clone()].to_vec();
+        let replacement = match random.below(8) {
+            0 => word,
             1 => Vec::new(),
             2 => [&text[place.clone()], &b"0"[..]].concat(),
             3 => {
@@ -124,6 +124,6 @@ pub fn edit_text(text: &mut Vec<u8>, random: &mut Random) {
             }
             _ => random.of(&WORDS).as_bytes().to_vec(),
         };
-        text.splice(place, by);
+        text.splice(place, replacement);
     }
 }

@@ -11,18 +11,18 @@ pub fn seed() -> (Value, Value) {
 
 /// One edit: a number, a text from elsewhere, or an entry dropped, duplicated, moved or replaced by another subtree.
 pub fn edit(document: &mut Value, choices: &mut Choices<'_>) {
-    let [donor, text] = [way(document, choices), way(document, choices)];
+    let [donor, text] = [random_pointer(document, choices), random_pointer(document, choices)];
     let donor = document.pointer(&donor).cloned().unwrap_or_default();
     let text = document.pointer(&text).and_then(Value::as_str).unwrap_or_default().to_string();
     let number = choices.number();
-    let target = way(document, choices);
+    let target = random_pointer(document, choices);
     let Some(target) = document.pointer_mut(&target) else { return };
     match (choices.below(4), target) {
         (0, target) => *target = donor,
         (1, target) => *target = json!(null),
-        (_, Value::Number(held)) => *held = number.into(),
-        (_, Value::String(held)) => *held = text,
-        (_, Value::Bool(held)) => *held = !*held,
+        (_, Value::Number(value)) => *value = number.into(),
+        (_, Value::String(value)) => *value = text,
+        (_, Value::Bool(value)) => *value = !*value,
         (2, Value::Array(list)) if !list.is_empty() => {
             let at = choices.below(list.len());
             list.remove(at);
@@ -42,10 +42,10 @@ pub fn edit(document: &mut Value, choices: &mut Choices<'_>) {
 }
 
 /// A random JSON pointer (RFC 6901).
-fn way(document: &Value, choices: &mut Choices<'_>) -> String {
-    let (mut at, mut way) = (document, String::new());
+fn random_pointer(document: &Value, choices: &mut Choices<'_>) -> String {
+    let (mut value, mut pointer) = (document, String::new());
     loop {
-        let (step, next) = match at {
+        let (step, next) = match value {
             Value::Array(list) if !list.is_empty() => {
                 let index = choices.below(list.len());
                 (index.to_string(), &list[index])
@@ -54,13 +54,13 @@ fn way(document: &Value, choices: &mut Choices<'_>) -> String {
                 let (key, value) = map.iter().nth(choices.below(map.len())).expect("an entry below the length");
                 (key.replace('~', "~0").replace('/', "~1"), value)
             }
-            _ => return way,
+            _ => return pointer,
         };
         if choices.below(12) == 1 {
-            return way;
+            return pointer;
         }
-        way += "/";
-        way += &step;
-        at = next;
+        pointer += "/";
+        pointer += &step;
+        value = next;
     }
 }

@@ -38,7 +38,7 @@ const MOST_OPS: usize = 3000;
 
 pub fn onnx_bytes(data: &[u8]) -> FuzzStage {
     let Ok(source) = decode::parse(Bytes::copy_from_slice(data), None) else { return FuzzStage::Refused };
-    from_onnx(&source, "case.onnx", &Options::default()).map_or(FuzzStage::Refused, |model| after(&model))
+    from_onnx(&source, "case.onnx", &Options::default()).map_or(FuzzStage::Refused, |model| plan_model(&model))
 }
 
 /// The first byte selects the graph, the rest the edits.
@@ -51,7 +51,7 @@ pub fn onnx_graph(data: &[u8]) -> FuzzStage {
 
 pub fn pt2_zip(data: &[u8]) -> FuzzStage {
     let Ok(program) = Program::read(&Bytes::copy_from_slice(data)) else { return FuzzStage::Refused };
-    from_program(&program, "case.pt2", &Options::default()).map_or(FuzzStage::Refused, |model| after(&model))
+    from_program(&program, "case.pt2", &Options::default()).map_or(FuzzStage::Refused, |model| plan_model(&model))
 }
 
 pub fn pt2_json(data: &[u8]) -> FuzzStage {
@@ -74,8 +74,7 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     seeds
 }
 
-/// Plans an imported model.
-fn after(model: &Model) -> FuzzStage {
+fn plan_model(model: &Model) -> FuzzStage {
     let sizes = symbols(&model.graph).into_iter().map(|symbol| (symbol, 3)).collect();
     let Ok(graph) = bind(&model.graph, &sizes) else { return FuzzStage::Imported };
     if graph.len() > MOST_OPS {

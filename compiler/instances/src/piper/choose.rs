@@ -21,8 +21,8 @@ pub enum Chosen {
 pub type Offer = (f64, f64);
 
 /// Picks one option per layer with sums of at most `time` and `bytes`. No layer may be empty. Adds the number of listed
-/// sums to `listed`.
-pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) -> Chosen {
+/// sums to `combinations`.
+pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, combinations: &mut u64) -> Chosen {
     let pick = |better: fn(&Offer, &Offer) -> std::cmp::Ordering| -> Vec<u16> {
         let first = |offers: &Vec<Offer>| {
             (0..offers.len()).min_by(|&a, &b| better(&offers[a], &offers[b])).unwrap_or_default() as u16
@@ -30,8 +30,8 @@ pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) ->
         layers.iter().map(first).collect()
     };
     let sum = |picks: &[u16]| {
-        let taken = layers.iter().zip(picks).map(|(offers, &pick)| offers[usize::from(pick)]);
-        taken.fold((0.0, 0.0), |(time, bytes), offer| (time + offer.0, bytes + offer.1))
+        let picked = layers.iter().zip(picks).map(|(offers, &pick)| offers[usize::from(pick)]);
+        picked.fold((0.0, 0.0), |(time, bytes), offer| (time + offer.0, bytes + offer.1))
     };
     let fastest = pick(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
     let (least_time, fast_bytes) = sum(&fastest);
@@ -59,8 +59,12 @@ pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) ->
         (saved, lost) = (saved + step.saves, lost + step.loses);
         picks[step.layer] = step.to;
     }
-    let (whole, held) = sum(&picks);
-    if whole <= time && held <= bytes { Chosen::Picks(picks) } else { list(layers, bytes, time, listed) }
+    let (total_time, total_bytes) = sum(&picks);
+    if total_time <= time && total_bytes <= bytes {
+        Chosen::Picks(picks)
+    } else {
+        list(layers, bytes, time, combinations)
+    }
 }
 
 struct Step {
@@ -91,28 +95,29 @@ fn steps(layers: &[Vec<Offer>], fastest: &[u16]) -> Vec<Step> {
 }
 
 /// Lists all sums layer by layer, without dominated ones and those that cannot stay within the limits.
-fn list(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) -> Chosen {
-    let most = MOST_SUMS.min(MOST_SUMS_TOGETHER / layers.len().max(1));
+fn list(layers: &[Vec<Offer>], bytes: f64, time: f64, combinations: &mut u64) -> Chosen {
+    let max_sums = MOST_SUMS.min(MOST_SUMS_TOGETHER / layers.len().max(1));
     // Smallest time and bytes of the layers from each one on.
-    let mut rest = vec![(0.0, 0.0); layers.len() + 1];
+    let mut remaining = vec![(0.0, 0.0); layers.len() + 1];
     for (at, offers) in layers.iter().enumerate().rev() {
-        let least = |part: fn(&Offer) -> f64| offers.iter().map(part).fold(f64::INFINITY, f64::min);
-        rest[at] = (rest[at + 1].0 + least(|offer| offer.0), rest[at + 1].1 + least(|offer| offer.1));
+        let minimum = |part: fn(&Offer) -> f64| offers.iter().map(part).fold(f64::INFINITY, f64::min);
+        remaining[at] =
+            (remaining[at + 1].0 + minimum(|offer| offer.0), remaining[at + 1].1 + minimum(|offer| offer.1));
     }
     // Time, bytes, index of the previous sum, chosen option.
     let mut sums: Vec<Vec<(f64, f64, u32, u16)>> = vec![vec![(0.0, 0.0, 0, 0)]];
-    let mut is_whole = true;
+    let mut is_complete = true;
     for (at, offers) in layers.iter().enumerate() {
         let mut next = Vec::new();
         for (from, sum) in sums[at].iter().enumerate() {
             for (pick, offer) in offers.iter().enumerate() {
-                let (spent, held) = (sum.0 + offer.0, sum.1 + offer.1);
-                if spent + rest[at + 1].0 <= time && held + rest[at + 1].1 <= bytes {
-                    next.push((spent, held, from as u32, pick as u16));
+                let (sum_time, sum_bytes) = (sum.0 + offer.0, sum.1 + offer.1);
+                if sum_time + remaining[at + 1].0 <= time && sum_bytes + remaining[at + 1].1 <= bytes {
+                    next.push((sum_time, sum_bytes, from as u32, pick as u16));
                 }
             }
         }
-        *listed += next.len() as u64;
+        *combinations += next.len() as u64;
         next.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
         let mut leanest = f64::INFINITY;
         next.retain(|sum| {
@@ -120,12 +125,12 @@ fn list(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) -> Chose
             leanest = leanest.min(sum.1);
             is_leaner
         });
-        is_whole &= next.len() <= most;
-        next.truncate(most);
+        is_complete &= next.len() <= max_sums;
+        next.truncate(max_sums);
         sums.push(next);
     }
     let Some(mut last) = sums[layers.len()].first().copied() else {
-        return if is_whole { Chosen::No } else { Chosen::Unknown };
+        return if is_complete { Chosen::No } else { Chosen::Unknown };
     };
     let mut picks = vec![0; layers.len()];
     for at in (0..layers.len()).rev() {
@@ -148,7 +153,7 @@ mod tests {
 
     #[test]
     fn what_is_found_and_what_is_not_agree_with_all_choices() {
-        let (mut found, mut refused) = (0, 0);
+        let (mut feasible, mut infeasible) = (0, 0);
         for seed in 1..=3000u64 {
             let mut state = seed * 7919;
             let layers: Vec<Vec<Offer>> = (0..1 + next(&mut state, 5))
@@ -159,27 +164,28 @@ mod tests {
                 .collect();
             let (bytes, time) = (next(&mut state, 30) as f64, next(&mut state, 30) as f64);
             let sum = |picks: &[u16]| {
-                let taken = layers.iter().zip(picks).map(|(offers, &pick)| offers[usize::from(pick)]);
-                taken.fold((0.0, 0.0), |sum, offer| (sum.0 + offer.0, sum.1 + offer.1))
+                let picked = layers.iter().zip(picks).map(|(offers, &pick)| offers[usize::from(pick)]);
+                picked.fold((0.0, 0.0), |sum, offer| (sum.0 + offer.0, sum.1 + offer.1))
             };
-            let mut all: Vec<Vec<u16>> = vec![Vec::new()];
+            let mut all_picks: Vec<Vec<u16>> = vec![Vec::new()];
             for offers in &layers {
                 let longer = |picks: &Vec<u16>, pick: usize| [picks.as_slice(), &[pick as u16]].concat();
-                all = all.iter().flat_map(|picks| (0..offers.len()).map(|pick| longer(picks, pick))).collect();
+                all_picks =
+                    all_picks.iter().flat_map(|picks| (0..offers.len()).map(|pick| longer(picks, pick))).collect();
             }
-            let fits = |picks: &[u16]| sum(picks).0 <= time && sum(picks).1 <= bytes;
+            let is_feasible = |picks: &[u16]| sum(picks).0 <= time && sum(picks).1 <= bytes;
             match choose(&layers, bytes, time, &mut 0) {
                 Chosen::Picks(picks) => {
-                    assert!(fits(&picks), "seed {seed}");
-                    found += 1;
+                    assert!(is_feasible(&picks), "seed {seed}");
+                    feasible += 1;
                 }
                 Chosen::No => {
-                    assert!(!all.iter().any(|picks| fits(picks)), "seed {seed}");
-                    refused += 1;
+                    assert!(!all_picks.iter().any(|picks| is_feasible(picks)), "seed {seed}");
+                    infeasible += 1;
                 }
                 Chosen::Unknown => panic!("seed {seed}: so few were not looked at"),
             }
         }
-        assert!(found > 500 && refused > 500, "{found} {refused}");
+        assert!(feasible > 500 && infeasible > 500, "{feasible} {infeasible}");
     }
 }

@@ -47,21 +47,21 @@ impl Layers<'_> {
         }
         let syncs: Vec<bool> = hybrid.layers.iter().map(syncs).collect();
         let mut unit: Vec<Option<u32>> = vec![None; hybrid.layers.len()];
-        let mut kept = Vec::new();
+        let mut unit_layers = Vec::new();
         for &at in order.iter().rev() {
-            let (above, below) = (reads[at as usize].clone(), read_by[at as usize].clone());
-            if above.len() * below.len() > MOST_PAIRS || !is_light(hybrid, &degrees, &syncs, at) {
-                unit[at as usize] = Some(kept.len() as u32);
-                kept.push(at);
+            let (inputs, outputs) = (reads[at as usize].clone(), read_by[at as usize].clone());
+            if inputs.len() * outputs.len() > MOST_PAIRS || !is_light(hybrid, &degrees, &syncs, at) {
+                unit[at as usize] = Some(unit_layers.len() as u32);
+                unit_layers.push(at);
                 continue;
             }
-            for &from in &above {
+            for &from in &inputs {
                 read_by[from as usize].remove(&at);
-                read_by[from as usize].extend(&below);
+                read_by[from as usize].extend(&outputs);
             }
-            for &to in &below {
+            for &to in &outputs {
                 reads[to as usize].remove(&at);
-                reads[to as usize].extend(&above);
+                reads[to as usize].extend(&inputs);
             }
         }
         let units_of = |layers: &BTreeSet<u32>| -> Vec<u32> {
@@ -70,31 +70,31 @@ impl Layers<'_> {
             units
         };
         let choices = |layer: u32| {
-            let offered = hybrid.layers[layer as usize].choices.iter();
-            let offered = offered.filter(|(degree, _)| *degree <= hybrid.devices);
-            offered.flat_map(|(degree, choices)| choices.iter().map(move |choice| (f64::from(*degree), choice.time)))
+            let allowed = hybrid.layers[layer as usize].choices.iter();
+            let allowed = allowed.filter(|(degree, _)| *degree <= hybrid.devices);
+            allowed.flat_map(|(degree, choices)| choices.iter().map(move |choice| (f64::from(*degree), choice.time)))
         };
         let links = |&layer: &u32| {
             let ends = hybrid.layers[layer as usize].links.iter().map(|&link| &hybrid.links[link as usize]);
-            let other = |from: u32, to: u32| unit[if from == layer { to } else { from } as usize];
-            ends.filter_map(|link| other(link.from, link.to).map(|unit| (unit, link.bytes))).collect()
+            let other_unit = |from: u32, to: u32| unit[if from == layer { to } else { from } as usize];
+            ends.filter_map(|link| other_unit(link.from, link.to).map(|unit| (unit, link.bytes))).collect()
         };
         Layers {
             hybrid,
-            before: kept.iter().map(|&layer| units_of(&read_by[layer as usize])).collect(),
-            after: kept.iter().map(|&layer| units_of(&reads[layer as usize])).collect(),
-            links: kept.iter().map(links).collect(),
-            time: kept
+            before: unit_layers.iter().map(|&layer| units_of(&read_by[layer as usize])).collect(),
+            after: unit_layers.iter().map(|&layer| units_of(&reads[layer as usize])).collect(),
+            links: unit_layers.iter().map(links).collect(),
+            time: unit_layers
                 .iter()
                 .map(|&layer| choices(layer).map(|(_, time)| time).fold(f64::INFINITY, f64::min))
                 .collect(),
-            device_time: kept
+            device_time: unit_layers
                 .iter()
                 .map(|&layer| choices(layer).map(|(degree, time)| degree * time).fold(f64::INFINITY, f64::min))
                 .collect(),
             syncs: syncs.contains(&true),
             degrees,
-            layer: kept,
+            layer: unit_layers,
             unit,
             order,
         }
@@ -122,14 +122,14 @@ impl Layers<'_> {
         self.hybrid.layers[self.layer[unit as usize] as usize].at(degree)
     }
 
-    /// Additional bytes that an option moves on links that leave the stage; `holds` tells the units of the stage.
-    pub fn synced(&self, unit: u32, choice: &Choice, holds: &dyn Fn(u32) -> bool) -> f64 {
+    /// Additional bytes that an option moves on links that leave the stage; `contains` tells the units of the stage.
+    pub fn sync_bytes(&self, unit: u32, choice: &Choice, contains: &dyn Fn(u32) -> bool) -> f64 {
         let at = self.layer[unit as usize];
         let mut bytes = 0.0;
         for (&link, sync) in self.hybrid.layers[at as usize].links.iter().zip(&choice.sync) {
             let link = &self.hybrid.links[link as usize];
-            let other = if link.from == at { link.to } else { link.from };
-            if self.unit[other as usize].is_none_or(|unit| !holds(unit)) {
+            let neighbour = if link.from == at { link.to } else { link.from };
+            if self.unit[neighbour as usize].is_none_or(|unit| !contains(unit)) {
                 bytes += sync;
             }
         }
@@ -137,7 +137,7 @@ impl Layers<'_> {
     }
 
     /// The stage of every layer; a layer without cost joins its last input.
-    pub fn spread(&self, stage_of_unit: &[u32]) -> Vec<u32> {
+    pub fn stages_of_layers(&self, stage_of_unit: &[u32]) -> Vec<u32> {
         let mut stage_of = vec![0; self.hybrid.layers.len()];
         for &at in &self.order {
             let layer = &self.hybrid.layers[at as usize];
@@ -190,6 +190,6 @@ mod tests {
         let layers = Layers::of(&hybrid);
         assert_eq!(layers.layer, [2, 3, 0]);
         assert_eq!((&layers.before[2], &layers.after[0]), (&vec![0], &vec![1, 2]));
-        assert_eq!(layers.spread(&[2, 0, 1]), [1, 1, 2, 0]);
+        assert_eq!(layers.stages_of_layers(&[2, 0, 1]), [1, 1, 2, 0]);
     }
 }

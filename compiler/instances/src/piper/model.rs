@@ -91,8 +91,8 @@ pub struct Hybrid {
 impl Layer {
     /// The choices at a tensor-parallel degree; empty if it is not offered.
     pub fn at(&self, degree: u32) -> &[Choice] {
-        let found = self.choices.iter().find(|(known, _)| *known == degree);
-        found.map_or(&[], |(_, choices)| choices)
+        let entry = self.choices.iter().find(|(known, _)| *known == degree);
+        entry.map_or(&[], |(_, choices)| choices)
     }
 }
 
@@ -134,27 +134,27 @@ impl Hybrid {
     /// a stage of its own without transfers.
     pub fn lower_bound(&self) -> f64 {
         let counts = self.replica_counts();
-        let (mut time, mut device_time, mut worst) = (0.0f64, 0.0f64, 0.0f64);
+        let (mut time, mut device_time, mut slowest) = (0.0f64, 0.0f64, 0.0f64);
         for layer in &self.layers {
             let choices = || {
-                let here = layer.choices.iter().filter(|(degree, _)| *degree <= self.devices);
-                here.flat_map(|(degree, choices)| choices.iter().map(move |choice| (*degree, choice)))
+                let allowed = layer.choices.iter().filter(|(degree, _)| *degree <= self.devices);
+                allowed.flat_map(|(degree, choices)| choices.iter().map(move |choice| (*degree, choice)))
             };
             time += choices().map(|(_, choice)| choice.time).fold(f64::INFINITY, f64::min);
             device_time +=
                 choices().map(|(degree, choice)| choice.time * f64::from(degree)).fold(f64::INFINITY, f64::min);
-            let alone = |(degree, choice): (u32, &Choice)| {
-                let fits =
+            let best_time = |(degree, choice): (u32, &Choice)| {
+                let feasible_counts =
                     counts.iter().filter(|&&count| u64::from(count) * u64::from(degree) <= u64::from(self.devices));
-                let spread = |count: f64| {
-                    let shared = 4.0 * (count - 1.0) / count * choice.weight_bytes;
-                    choice.time / count + shared / (f64::from(self.microbatches) * self.bandwidth)
+                let replicated_time = |count: f64| {
+                    let sync = 4.0 * (count - 1.0) / count * choice.weight_bytes;
+                    choice.time / count + sync / (f64::from(self.microbatches) * self.bandwidth)
                 };
-                fits.map(|&count| spread(f64::from(count))).fold(f64::INFINITY, f64::min)
+                feasible_counts.map(|&count| replicated_time(f64::from(count))).fold(f64::INFINITY, f64::min)
             };
-            worst = worst.max(choices().map(alone).fold(f64::INFINITY, f64::min));
+            slowest = slowest.max(choices().map(best_time).fold(f64::INFINITY, f64::min));
         }
-        worst.max(time / f64::from(self.most_replicas().max(1))).max(device_time / f64::from(self.devices.max(1)))
+        slowest.max(time / f64::from(self.most_replicas().max(1))).max(device_time / f64::from(self.devices.max(1)))
     }
 }
 

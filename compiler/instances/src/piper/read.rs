@@ -134,12 +134,12 @@ where
                 out.write_str("an object whose keys are numbers")
             }
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries<K, V>, A::Error> {
-                let (mut entries, mut known) = (Vec::new(), BTreeSet::new());
+                let (mut entries, mut keys) = (Vec::new(), BTreeSet::new());
                 while let Some(key) = map.next_key::<String>()? {
                     let shown: String = key.chars().take(20).filter(|c| !c.is_control()).collect();
                     let number: K =
                         key.parse().map_err(|_| de::Error::custom(format!("key `{shown}` is not a number")))?;
-                    if !known.insert(number) {
+                    if !keys.insert(number) {
                         return Err(de::Error::custom(format!("duplicate key `{shown}`")));
                     }
                     entries.push((number, map.next_value()?));
@@ -151,7 +151,6 @@ where
     }
 }
 
-/// Parses an instance.
 pub fn read(text: &str) -> Result<Hybrid, PiperError> {
     let file: File = json::read(text)?;
     for (what, found, limit) in
@@ -210,30 +209,30 @@ pub fn read(text: &str) -> Result<Hybrid, PiperError> {
     };
     let order = hybrid.order();
     if order.len() < hybrid.layers.len() {
-        let come: BTreeSet<u32> = order.into_iter().collect();
-        let stuck = (0..hybrid.layers.len()).find(|&layer| !come.contains(&(layer as u32))).unwrap_or_default();
-        return Err(PiperError::Ring { id: hybrid.layers[stuck].name.clone() });
+        let ordered: BTreeSet<u32> = order.into_iter().collect();
+        let in_ring = (0..hybrid.layers.len()).find(|&layer| !ordered.contains(&(layer as u32))).unwrap_or_default();
+        return Err(PiperError::Ring { id: hybrid.layers[in_ring].name.clone() });
     }
     Ok(hybrid)
 }
 
 fn quantity(place: &str, field: &'static str, found: f64) -> Result<f64, PiperError> {
-    let is_fine = found.is_finite() && (0.0..=1e15).contains(&found);
+    let is_valid = found.is_finite() && (0.0..=1e15).contains(&found);
     let range = "from 0 to 1e15";
-    if is_fine { Ok(found) } else { Err(PiperError::Number { place: place.to_string(), field, found, range }) }
+    if is_valid { Ok(found) } else { Err(PiperError::Number { place: place.to_string(), field, found, range }) }
 }
 
 fn links(edges: &[FileEdge], index: &HashMap<i64, u32>) -> Result<Vec<Link>, PiperError> {
-    let mut known = BTreeSet::new();
+    let mut pairs = BTreeSet::new();
     let mut links = Vec::with_capacity(edges.len());
     for (at, edge) in edges.iter().enumerate() {
-        let wrong = |what: String| PiperError::Edge { at, what };
+        let invalid = |what: String| PiperError::Edge { at, what };
         let node = |id: i64| {
-            index.get(&id).copied().ok_or_else(|| wrong(format!("names node {id}, which `nodes` does not have")))
+            index.get(&id).copied().ok_or_else(|| invalid(format!("names node {id}, which `nodes` does not have")))
         };
         let (from, to) = (node(edge.source_id)?, node(edge.dest_id)?);
-        if !known.insert((from, to)) {
-            return Err(wrong(format!("{} -> {} is a duplicate", edge.source_id, edge.dest_id)));
+        if !pairs.insert((from, to)) {
+            return Err(invalid(format!("{} -> {} is a duplicate", edge.source_id, edge.dest_id)));
         }
         let bytes = quantity(&format!("`edges[{at}]`"), "communicationCost", edge.communication_cost)?;
         links.push(Link { from, to, bytes });
@@ -250,24 +249,27 @@ struct Neighbours<'a> {
 
 fn choices(
     id: i64,
-    found: Vec<(u32, Vec<FileChoice>)>,
+    file_choices: Vec<(u32, Vec<FileChoice>)>,
     neighbours: &Neighbours<'_>,
 ) -> Result<Vec<(u32, Vec<Choice>)>, PiperError> {
-    let wrong = |what: String| PiperError::Choices { id, what };
+    let invalid = |what: String| PiperError::Choices { id, what };
     let place = format!("node {id}");
     let mut by_degree: Vec<(u32, Vec<Choice>)> = Vec::new();
-    for (degree, found) in found {
+    for (degree, file_choices) in file_choices {
         if !(1..=MAX_COUNT as u32).contains(&degree) {
-            return Err(wrong(format!("the tensor-parallel degree {degree} must be from 1 to {MAX_COUNT}")));
+            return Err(invalid(format!("the tensor-parallel degree {degree} must be from 1 to {MAX_COUNT}")));
         }
-        if found.len() > MAX_CHOICES {
+        if file_choices.len() > MAX_CHOICES {
             let what = format!("`TMPCs[{degree}]` of node {id}");
-            return Err(PiperError::TooMany { what, found: found.len(), limit: MAX_CHOICES });
+            return Err(PiperError::TooMany { what, found: file_choices.len(), limit: MAX_CHOICES });
         }
-        let mut choices: Vec<Choice> = Vec::with_capacity(found.len());
-        for choice in found {
+        let mut choices: Vec<Choice> = Vec::with_capacity(file_choices.len());
+        for choice in file_choices {
             if choices.iter().any(|known| known.name == choice.id) {
-                return Err(wrong(format!("two choices of degree {degree} are named `{}`", choice.id.escape_debug())));
+                return Err(invalid(format!(
+                    "two choices of degree {degree} are named `{}`",
+                    choice.id.escape_debug()
+                )));
             }
             choices.push(Choice {
                 time: quantity(&place, "timePerSample", choice.time_per_sample)?,
@@ -284,7 +286,7 @@ fn choices(
         }
     }
     if by_degree.is_empty() {
-        return Err(wrong("`TMPCs` has no choice".to_string()));
+        return Err(invalid("`TMPCs` has no choice".to_string()));
     }
     by_degree.sort_by_key(|(degree, _)| *degree);
     Ok(by_degree)
@@ -292,29 +294,29 @@ fn choices(
 
 /// For each edge of a layer, the extra bytes that a choice transfers.
 fn sync(id: i64, choice: &FileChoice, neighbours: &Neighbours<'_>) -> Result<Vec<f64>, PiperError> {
-    let wrong = |what: String| PiperError::Choices { id, what };
+    let invalid = |what: String| PiperError::Choices { id, what };
     let name = choice.id.escape_debug();
     let place = format!("node {id}, choice `{name}`");
-    let read: HashMap<i64, f64> = choice.sync_time_fw.0.iter().copied().collect();
-    let reading: HashMap<i64, f64> = choice.sync_time_bw.0.iter().copied().collect();
-    let mut used = [0usize; 2];
+    let forward: HashMap<i64, f64> = choice.sync_time_fw.0.iter().copied().collect();
+    let backward: HashMap<i64, f64> = choice.sync_time_bw.0.iter().copied().collect();
+    let mut counts = [0usize; 2];
     let mut sync = Vec::with_capacity(neighbours.touching.len());
     for &link in neighbours.touching {
         let link = &neighbours.links[link as usize];
         let is_read = link.to == neighbours.at;
         let other = neighbours.ids[if is_read { link.from } else { link.to } as usize];
-        let (field, list) = if is_read { ("syncTimeFw", &read) } else { ("syncTimeBw", &reading) };
+        let (field, list) = if is_read { ("syncTimeFw", &forward) } else { ("syncTimeBw", &backward) };
         let Some(&bytes) = list.get(&other) else {
-            return Err(wrong(format!(
+            return Err(invalid(format!(
                 "`{field}` of choice `{name}` has no entry for node {other}, to which there is \
                 an edge"
             )));
         };
-        used[usize::from(is_read)] += 1;
+        counts[usize::from(is_read)] += 1;
         sync.push(quantity(&place, field, bytes)?);
     }
-    if used != [reading.len(), read.len()] {
-        return Err(wrong(format!("`syncTimeFw` or `syncTimeBw` of choice `{name}` names a node without an edge")));
+    if counts != [backward.len(), forward.len()] {
+        return Err(invalid(format!("`syncTimeFw` or `syncTimeBw` of choice `{name}` names a node without an edge")));
     }
     Ok(sync)
 }
@@ -357,8 +359,8 @@ mod tests {
         assert_eq!(with("1.5", "-1"), "node 7: `timePerSample` is -1.0; it must be from 0 to 1e15");
         assert_eq!(with("\"maxDevices\": 4", "\"maxDevices\": 0"), "`maxDevices` is 0; it must be from 1 to 4096");
         assert_eq!(read(&FILE.replace("\"mbsInBatch\": 8", "\"mbsInBatch\": 1048576")).unwrap().microbatches, 1 << 20);
-        let many = with("\"mbsInBatch\": 8", "\"mbsInBatch\": 1048577");
-        assert_eq!(many, "`mbsInBatch` is 1048577; it must be from 1 to 1048576");
+        let error = with("\"mbsInBatch\": 8", "\"mbsInBatch\": 1048577");
+        assert_eq!(error, "`mbsInBatch` is 1048577; it must be from 1 to 1048576");
         assert_eq!(
             with("\"bandwidth\": 10", "\"bandwidth\": 0"),
             "the file: `bandwidth` is 0.0; it must be from 1 to 1e18"

@@ -74,7 +74,7 @@ struct Grown {
     time: f64,
     device_time: f64,
     /// Bytes of the links that leave the stage.
-    crossing: f64,
+    crossing_bytes: f64,
     units: u32,
 }
 
@@ -85,12 +85,12 @@ pub struct Search<'a> {
     bytes: f64,
     of_unit: Vec<Sums>,
     /// Remaining work after each set: smallest time, and smallest product of time and devices.
-    left: Vec<(f64, f64)>,
+    remaining: Vec<(f64, f64)>,
     needs: Vec<Vec<Need>>,
     grown: Vec<Grown>,
     sums: Vec<Sums>,
-    seen: Vec<u32>,
-    turn: u32,
+    visited: Vec<u32>,
+    visit: u32,
     reached: Vec<u32>,
     pub steps: u64,
     pub most_steps: u64,
@@ -105,13 +105,13 @@ impl<'a> Search<'a> {
         for unit in 0..layers.len() as u32 {
             of_unit.extend(layers.degrees.iter().map(|&degree| Sums::of(layers.choices(unit, degree))));
         }
-        let all = layers.time.iter().sum::<f64>();
+        let all_time = layers.time.iter().sum::<f64>();
         let all_devices = layers.device_time.iter().sum::<f64>();
-        let left = |set: usize| {
-            let held = (0..layers.len()).filter(|&unit| lattice.holds(set, unit as u32));
+        let remaining_after = |set: usize| {
+            let units_held = (0..layers.len()).filter(|&unit| lattice.holds(set, unit as u32));
             let (time, devices) =
-                held.fold((0.0, 0.0), |sum, unit| (sum.0 + layers.time[unit], sum.1 + layers.device_time[unit]));
-            (all - time, all_devices - devices)
+                units_held.fold((0.0, 0.0), |sum, unit| (sum.0 + layers.time[unit], sum.1 + layers.device_time[unit]));
+            (all_time - time, all_devices - devices)
         };
         Search {
             layers,
@@ -119,12 +119,12 @@ impl<'a> Search<'a> {
             counts: layers.hybrid.replica_counts(),
             bytes: bytes * ROUNDING,
             of_unit,
-            left: (0..sets).map(left).collect(),
+            remaining: (0..sets).map(remaining_after).collect(),
             needs: Vec::new(),
             grown: vec![Grown::default(); sets],
             sums: vec![Sums::default(); sets * degrees],
-            seen: vec![0; sets],
-            turn: 0,
+            visited: vec![0; sets],
+            visit: 0,
             reached: Vec::new(),
             steps: 0,
             most_steps,
@@ -137,17 +137,26 @@ impl<'a> Search<'a> {
     }
 
     /// The stages of a pipeline with at most `limit` per sample, first stage first.
-    pub fn within(&mut self, limit: f64) -> Option<Vec<Span>> {
+    pub fn find_spans(&mut self, limit: f64) -> Option<Vec<Span>> {
         let hybrid = self.layers.hybrid;
         let all = self.lattice.len() - 1;
         self.needs = vec![Vec::new(); self.lattice.len()];
         self.needs[0].push(Need { replicas: 0, devices: 0, from: (0, 0), degree: 0, count: 0 });
         for from in 0..all {
-            let (most, devices) = (hybrid.most_replicas(), hybrid.devices);
-            let used = self.needs[from].iter().map(|need| need.replicas).min().filter(|&used| used < most);
-            let taken = self.needs[from].iter().map(|need| need.devices).min().filter(|&taken| taken < devices);
-            let (Some(used), Some(taken)) = (used, taken) else { continue };
-            self.walk(from, limit * f64::from(most - used) * ROUNDING, limit * f64::from(devices - taken) * ROUNDING);
+            let (max_replicas, devices) = (hybrid.most_replicas(), hybrid.devices);
+            let min_replicas = self.needs[from]
+                .iter()
+                .map(|need| need.replicas)
+                .min()
+                .filter(|&min_replicas| min_replicas < max_replicas);
+            let min_devices =
+                self.needs[from].iter().map(|need| need.devices).min().filter(|&min_devices| min_devices < devices);
+            let (Some(min_replicas), Some(min_devices)) = (min_replicas, min_devices) else { continue };
+            self.walk(
+                from,
+                limit * f64::from(max_replicas - min_replicas) * ROUNDING,
+                limit * f64::from(devices - min_devices) * ROUNDING,
+            );
             for at in 0..self.reached.len() {
                 self.stages(from, self.reached[at] as usize, limit);
             }
@@ -164,37 +173,42 @@ impl<'a> Search<'a> {
     /// Enumerates the supersets of `start` whose added units need at most these times, smallest first.
     fn walk(&mut self, start: usize, time: f64, device_time: f64) {
         let (layers, lattice, degrees) = (self.layers, self.lattice, self.layers.degrees.len());
-        self.turn += 1;
+        self.visit += 1;
         self.reached.clear();
         self.grown[start] = Grown::default();
         self.sums[start * degrees..(start + 1) * degrees].fill(Sums::default());
         let (mut at, mut next) = (start, 0);
         loop {
             for &(unit, to) in &lattice.grows[at] {
-                let (set, added) = (to as usize, unit as usize);
+                let (set, index) = (to as usize, unit as usize);
                 let grown = self.grown[at];
-                let spent = (grown.time + layers.time[added], grown.device_time + layers.device_time[added]);
-                if self.seen[set] == self.turn || spent.0 > time || spent.1 > device_time {
+                let work = (grown.time + layers.time[index], grown.device_time + layers.device_time[index]);
+                if self.visited[set] == self.visit || work.0 > time || work.1 > device_time {
                     continue;
                 }
-                self.steps += layers.links[added].len() as u64 / 8;
+                self.steps += layers.links[index].len() as u64 / 8;
                 let inside = |other: u32| lattice.holds(at, other) && !lattice.holds(start, other);
-                let crossing: f64 =
-                    layers.links[added].iter().map(|&(other, bytes)| if inside(other) { -bytes } else { bytes }).sum();
-                let mut fits = false;
+                let crossing_bytes: f64 =
+                    layers.links[index].iter().map(|&(other, bytes)| if inside(other) { -bytes } else { bytes }).sum();
+                let mut is_feasible = false;
                 for degree in 0..degrees {
-                    let sums = self.sums[at * degrees + degree].plus(&self.of_unit[added * degrees + degree]);
+                    let sums = self.sums[at * degrees + degree].plus(&self.of_unit[index * degrees + degree]);
                     self.sums[set * degrees + degree] = sums;
-                    fits |= sums.lacking == 0 && sums.least_in_flight + sums.least_standing <= self.bytes;
+                    is_feasible |= sums.lacking == 0 && sums.least_in_flight + sums.least_standing <= self.bytes;
                 }
                 // More units cannot need fewer bytes or offer more degrees.
-                if !fits {
+                if !is_feasible {
                     continue;
                 }
-                self.seen[set] = self.turn;
-                let (time, device_time) = spent;
+                self.visited[set] = self.visit;
+                let (time, device_time) = work;
                 let units = grown.units + 1;
-                self.grown[set] = Grown { time, device_time, crossing: (grown.crossing + crossing).max(0.0), units };
+                self.grown[set] = Grown {
+                    time,
+                    device_time,
+                    crossing_bytes: (grown.crossing_bytes + crossing_bytes).max(0.0),
+                    units,
+                };
                 self.reached.push(to);
             }
             let Some(&set) = self.reached.get(next) else { return };
@@ -218,13 +232,13 @@ impl<'a> Search<'a> {
                     let count = self.counts[at];
                     let replicas = need.replicas + count;
                     let devices = u64::from(need.devices) + u64::from(count) * u64::from(degree);
-                    if !self.leaves(to, replicas, devices, limit) {
+                    if !self.can_finish(to, replicas, devices, limit) {
                         break;
                     }
                     if self.stage(from, to, index, (count, replicas.div_ceil(count)), limit) {
                         let devices = devices.min(u64::from(hybrid.devices)) as u32;
                         let from = (from as u32, before as u32);
-                        self.keep(to, Need { replicas, devices, from, degree, count });
+                        self.add_need(to, Need { replicas, devices, from, degree, count });
                         // More replicas are never better.
                         break;
                     }
@@ -234,41 +248,42 @@ impl<'a> Search<'a> {
     }
 
     /// Returns whether the remaining replicas and devices suffice for the remaining work.
-    fn leaves(&self, to: usize, replicas: u32, devices: u64, limit: f64) -> bool {
-        let (most, there) = (self.layers.hybrid.most_replicas(), u64::from(self.layers.hybrid.devices));
-        if replicas > most || devices > there {
+    fn can_finish(&self, to: usize, replicas: u32, devices: u64, limit: f64) -> bool {
+        let (max_replicas, max_devices) = (self.layers.hybrid.most_replicas(), u64::from(self.layers.hybrid.devices));
+        if replicas > max_replicas || devices > max_devices {
             return false;
         }
-        let (time, device_time) = self.left[to];
-        let fits =
-            |work: f64, left: f64| work * (1.0 - 1e-9) <= left * limit || (left == 0.0 && to == self.left.len() - 1);
-        fits(time, f64::from(most - replicas)) && fits(device_time, (there - devices) as f64)
+        let (time, device_time) = self.remaining[to];
+        let fits = |work: f64, left: f64| {
+            work * (1.0 - 1e-9) <= left * limit || (left == 0.0 && to == self.remaining.len() - 1)
+        };
+        fits(time, f64::from(max_replicas - replicas)) && fits(device_time, (max_devices - devices) as f64)
     }
 
     /// Returns whether a stage satisfies the limits on time and memory. In most cases the sums decide this without
     /// choosing options.
     fn stage(&mut self, from: usize, to: usize, index: usize, (count, in_flight): (u32, u32), limit: f64) -> bool {
         let sums = &self.sums[to * self.layers.degrees.len() + index];
-        let crossing = self.grown[to].crossing;
+        let crossing_bytes = self.grown[to].crossing_bytes;
         let price = Price::of(self.layers, count);
         let y = f64::from(in_flight);
-        if price.stage(sums.least_time, crossing, sums.least_weights) > limit
+        if price.stage(sums.least_time, crossing_bytes, sums.least_weights) > limit
             || sums.least_in_flight * y + sums.least_standing > self.bytes
         {
             return false;
         }
         if !self.layers.syncs
-            && price.stage(sums.time, crossing, sums.weights) <= limit
+            && price.stage(sums.time, crossing_bytes, sums.weights) <= limit
             && sums.in_flight * y + sums.standing <= self.bytes
         {
             return true;
         }
         self.steps += u64::from(self.grown[to].units);
-        let units = self.between(from, to);
-        let mut listed = 0;
+        let units = self.units_between(from, to);
+        let mut combinations = 0;
         let degree = self.layers.degrees[index];
-        let chosen = picks(self.layers, &units, degree, (count, in_flight), (self.bytes, limit), &mut listed);
-        self.steps += listed;
+        let chosen = picks(self.layers, &units, degree, (count, in_flight), (self.bytes, limit), &mut combinations);
+        self.steps += combinations;
         match chosen {
             Chosen::Picks(_) => true,
             Chosen::No => false,
@@ -279,19 +294,19 @@ impl<'a> Search<'a> {
         }
     }
 
-    fn between(&self, from: usize, to: usize) -> Vec<u32> {
+    fn units_between(&self, from: usize, to: usize) -> Vec<u32> {
         let is_added = |&unit: &u32| self.lattice.holds(to, unit) && !self.lattice.holds(from, unit);
         (0..self.layers.len() as u32).filter(is_added).collect()
     }
 
     /// Adds a need unless it is dominated.
-    fn keep(&mut self, to: usize, need: Need) {
-        let kept = &mut self.needs[to];
-        if kept.iter().any(|known| known.replicas <= need.replicas && known.devices <= need.devices) {
+    fn add_need(&mut self, to: usize, need: Need) {
+        let needs = &mut self.needs[to];
+        if needs.iter().any(|existing| existing.replicas <= need.replicas && existing.devices <= need.devices) {
             return;
         }
-        kept.retain(|known| known.replicas < need.replicas || known.devices < need.devices);
-        kept.push(need);
+        needs.retain(|existing| existing.replicas < need.replicas || existing.devices < need.devices);
+        needs.push(need);
     }
 
     fn spans(&mut self, limit: f64) -> Option<Vec<Span>> {
@@ -300,7 +315,7 @@ impl<'a> Search<'a> {
         let mut spans = Vec::new();
         while need.count > 0 {
             let from = need.from.0 as usize;
-            let units = self.between(from, set);
+            let units = self.units_between(from, set);
             let in_flight = need.replicas.div_ceil(need.count);
             let counts = (need.count, in_flight);
             // The options were found before; only rounding of the sums can prevent finding them again.
@@ -318,33 +333,34 @@ impl<'a> Search<'a> {
 }
 
 /// Chooses one option for each unit of a stage, within limits on bytes and time. Adds the number of listed sums to
-/// `listed`.
+/// `combinations`.
 pub fn picks(
     layers: &Layers<'_>,
     units: &[u32],
     degree: u32,
     (count, in_flight): (u32, u32),
     (bytes, limit): (f64, f64),
-    listed: &mut u64,
+    combinations: &mut u64,
 ) -> Chosen {
     let price = Price::of(layers, count);
-    let holds = |unit: u32| units.binary_search(&unit).is_ok();
+    let contains = |unit: u32| units.binary_search(&unit).is_ok();
     let mut offers: Vec<Vec<Offer>> = Vec::with_capacity(units.len());
     for &unit in units {
-        let crossing: f64 =
-            layers.links[unit as usize].iter().filter(|(other, _)| !holds(*other)).map(|(_, bytes)| bytes).sum();
+        let crossing_bytes: f64 =
+            layers.links[unit as usize].iter().filter(|(other, _)| !contains(*other)).map(|(_, bytes)| bytes).sum();
         let offer = |choice: &Choice| {
-            let moved = crossing + if layers.syncs { layers.synced(unit, choice, &holds) } else { 0.0 };
-            let held = choice.bytes_in_flight * f64::from(in_flight) + choice.bytes_standing;
-            (price.stage(choice.time, moved, choice.weight_bytes), held)
+            let transfer_bytes =
+                crossing_bytes + if layers.syncs { layers.sync_bytes(unit, choice, &contains) } else { 0.0 };
+            let memory = choice.bytes_in_flight * f64::from(in_flight) + choice.bytes_standing;
+            (price.stage(choice.time, transfer_bytes, choice.weight_bytes), memory)
         };
-        let offered: Vec<Offer> = layers.choices(unit, degree).iter().map(offer).collect();
-        if offered.is_empty() {
+        let unit_offers: Vec<Offer> = layers.choices(unit, degree).iter().map(offer).collect();
+        if unit_offers.is_empty() {
             return Chosen::No;
         }
-        offers.push(offered);
+        offers.push(unit_offers);
     }
-    choose(&offers, bytes, limit, listed)
+    choose(&offers, bytes, limit, combinations)
 }
 
 /// Coefficients of the time of a stage with a certain number of replicas.
@@ -363,8 +379,8 @@ impl Price {
     }
 
     /// Time per sample: compute, transfers and weight all-reduce.
-    pub fn stage(&self, time: f64, crossing: f64, weights: f64) -> f64 {
-        time * self.share + crossing * self.per_byte + weights * self.per_weight
+    pub fn stage(&self, time: f64, crossing_bytes: f64, weights: f64) -> f64 {
+        time * self.share + crossing_bytes * self.per_byte + weights * self.per_weight
     }
 }
 
@@ -379,13 +395,13 @@ impl Sums {
                 .fold(std::cmp::Ordering::Equal, |all, next| all.then(next))
         };
         let Some(fastest) = choices.iter().min_by(order) else { return Sums { lacking: 1, ..Sums::default() } };
-        let least = |part: fn(&Choice) -> f64| choices.iter().map(part).fold(f64::INFINITY, f64::min);
+        let minimum = |part: fn(&Choice) -> f64| choices.iter().map(part).fold(f64::INFINITY, f64::min);
         Sums {
             lacking: 0,
-            least_time: least(|choice| choice.time),
-            least_weights: least(|choice| choice.weight_bytes),
-            least_in_flight: least(|choice| choice.bytes_in_flight),
-            least_standing: least(|choice| choice.bytes_standing),
+            least_time: minimum(|choice| choice.time),
+            least_weights: minimum(|choice| choice.weight_bytes),
+            least_in_flight: minimum(|choice| choice.bytes_in_flight),
+            least_standing: minimum(|choice| choice.bytes_standing),
             time: fastest.time,
             weights: fastest.weight_bytes,
             in_flight: fastest.bytes_in_flight,

@@ -72,13 +72,13 @@ pub enum SolveError {
     Unsound(Vec<PlanFault>),
 }
 
-struct Found {
+struct Solution {
     time: f64,
     spans: Vec<Span>,
 }
 
 struct Answer {
-    found: Found,
+    solution: Solution,
     low: f64,
     states: u64,
     fallback: Option<String>,
@@ -93,10 +93,10 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
     }
     let budget = request.budget.map_or(DEFAULT_BUDGET, |budget| usize::try_from(budget).unwrap_or(usize::MAX));
     let bound = hybrid.lower_bound();
-    let Some(answer) = best(&layers, bound, hybrid.bytes_per_device, budget) else {
+    let Some(answer) = best_plan(&layers, bound, hybrid.bytes_per_device, budget) else {
         return Err(infeasible(&layers, hybrid));
     };
-    let Found { time, spans } = &answer.found;
+    let Solution { time, spans } = &answer.solution;
     let proven_optimal = *time <= answer.low * (1.0 + PRECISION);
     let lower_bound_us = if proven_optimal { *time } else { answer.low.min(*time) };
     let mut warnings = Vec::new();
@@ -165,45 +165,46 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
     Ok(plan)
 }
 
-fn best(layers: &Layers<'_>, bound: f64, bytes: f64, budget: usize) -> Option<Answer> {
-    let mut known = plain(layers, bytes);
+fn best_plan(layers: &Layers<'_>, bound: f64, bytes: f64, budget: usize) -> Option<Answer> {
+    let mut incumbent = best_simple_plan(layers, bytes);
     let mut states = 0;
     for order in downset_lattice::orders(&layers.before, &layers.after) {
         let lattice = Lattice::along(&layers.time, &order);
         let mut search = Search::new(layers, &lattice, bytes, MOST_STEPS_ALONG);
-        halve(&mut search, layers, bound, &mut known);
+        halve(&mut search, layers, bound, &mut incumbent);
         states += lattice.len() as u64;
     }
     let budget = budget.min(MOST_SUMS / layers.degrees.len().max(1)).min(MOST_FIGURES / layers.len().max(1));
     let Some(lattice) = Lattice::whole(&layers.before, &layers.time, budget) else {
         let fallback = Some(format!("more than {budget} down-sets"));
-        return known.map(|found| Answer { found, low: bound, states, fallback });
+        return incumbent.map(|solution| Answer { solution, low: bound, states, fallback });
     };
     states += lattice.len() as u64;
     let mut search = Search::new(layers, &lattice, bytes, MOST_STEPS);
-    let low = halve(&mut search, layers, bound, &mut known);
+    let low = halve(&mut search, layers, bound, &mut incumbent);
     let fallback = match () {
         () if search.is_unsure => Some("the choices of a stage have too many sums".to_string()),
         () if search.is_exhausted() => Some(format!("more than {MOST_STEPS} steps")),
         () => None,
     };
-    known.map(|found| Answer { found, low, states, fallback })
+    incumbent.map(|solution| Answer { solution, low, states, fallback })
 }
 
 /// Bisects the time between `bound` and the known pipeline; returns the largest time proven infeasible for this
 /// lattice.
-fn halve(search: &mut Search<'_>, layers: &Layers<'_>, bound: f64, known: &mut Option<Found>) -> f64 {
+fn halve(search: &mut Search<'_>, layers: &Layers<'_>, bound: f64, incumbent: &mut Option<Solution>) -> f64 {
     let mut low = bound;
-    if known.is_none() {
-        *known = search.within(f64::INFINITY).map(|spans| priced(layers, spans));
+    if incumbent.is_none() {
+        *incumbent = search.find_spans(f64::INFINITY).map(|spans| priced(layers, spans));
     }
-    let Some(best) = known else { return low };
+    let Some(best) = incumbent else { return low };
     // The bound itself is often feasible.
     let mut middle = low * (1.0 + PRECISION / 2.0);
     while best.time > low * (1.0 + PRECISION) && !search.is_exhausted() {
-        let found = search.within(middle).map(|spans| priced(layers, spans)).filter(|found| found.time < best.time);
-        match found {
-            Some(found) => *best = found,
+        let solution =
+            search.find_spans(middle).map(|spans| priced(layers, spans)).filter(|solution| solution.time < best.time);
+        match solution {
+            Some(solution) => *best = solution,
             None if search.is_exhausted() => break,
             None => low = middle,
         }
@@ -212,23 +213,23 @@ fn halve(search: &mut Search<'_>, layers: &Layers<'_>, bound: f64, known: &mut O
     if search.is_unsure { bound } else { low }
 }
 
-fn priced(layers: &Layers<'_>, spans: Vec<Span>) -> Found {
+fn priced(layers: &Layers<'_>, spans: Vec<Span>) -> Solution {
     let time = spans.iter().map(|span| time(layers, span)).fold(0.0, f64::max);
-    Found { time, spans }
+    Solution { time, spans }
 }
 
 fn time(layers: &Layers<'_>, span: &Span) -> f64 {
-    let holds = |unit: u32| span.units.binary_search(&unit).is_ok();
-    let (mut time, mut moved, mut weights) = (0.0, 0.0, 0.0);
+    let contains = |unit: u32| span.units.binary_search(&unit).is_ok();
+    let (mut time, mut transfer_bytes, mut weights) = (0.0, 0.0, 0.0);
     for (&unit, &pick) in span.units.iter().zip(&span.picks) {
         let choice = &layers.choices(unit, span.degree)[usize::from(pick)];
         time += choice.time;
         weights += choice.weight_bytes;
         let links = layers.links[unit as usize].iter();
-        moved += links.filter(|(other, _)| !holds(*other)).map(|(_, bytes)| bytes).sum::<f64>();
-        moved += layers.synced(unit, choice, &holds);
+        transfer_bytes += links.filter(|(other, _)| !contains(*other)).map(|(_, bytes)| bytes).sum::<f64>();
+        transfer_bytes += layers.sync_bytes(unit, choice, &contains);
     }
-    Price::of(layers, span.replicas).stage(time, moved, weights)
+    Price::of(layers, span.replicas).stage(time, transfer_bytes, weights)
 }
 
 /// Stages with the same degree and replica count, first stage first, with the fastest options that fit.
@@ -245,15 +246,15 @@ fn straight(layers: &Layers<'_>, parts: Vec<Vec<u32>>, degree: u32, replicas: u3
 }
 
 /// Parts of a straight pipeline with as many stages as possible and equal numbers of layers.
-fn even(layers: &Layers<'_>, degree: u32) -> Vec<Vec<u32>> {
+fn even_parts(layers: &Layers<'_>, degree: u32) -> Vec<Vec<u32>> {
     let hybrid = layers.hybrid;
     let order = layers.in_order();
-    let most = (hybrid.devices / degree.max(1)).min(hybrid.microbatches).max(1);
-    let stages = order.len().min(most as usize).max(1);
+    let max_stages = (hybrid.devices / degree.max(1)).min(hybrid.microbatches).max(1);
+    let stages = order.len().min(max_stages as usize).max(1);
     let mut parts: Vec<Vec<u32>> = Vec::new();
     for part in 0..stages {
-        let held = &order[part * order.len() / stages..(part + 1) * order.len() / stages];
-        let mut units: Vec<u32> = held.iter().filter_map(|&layer| layers.unit_of(layer)).collect();
+        let chunk = &order[part * order.len() / stages..(part + 1) * order.len() / stages];
+        let mut units: Vec<u32> = chunk.iter().filter_map(|&layer| layers.unit_of(layer)).collect();
         units.sort_unstable();
         parts.push(units);
     }
@@ -262,47 +263,50 @@ fn even(layers: &Layers<'_>, degree: u32) -> Vec<Vec<u32>> {
 }
 
 /// The best simple plan that fits: a single stage, or equal numbers of layers per stage.
-fn plain(layers: &Layers<'_>, bytes: f64) -> Option<Found> {
-    let all: Vec<u32> = (0..layers.len() as u32).collect();
-    let mut best: Option<Found> = None;
+fn best_simple_plan(layers: &Layers<'_>, bytes: f64) -> Option<Solution> {
+    let all_units: Vec<u32> = (0..layers.len() as u32).collect();
+    let mut best: Option<Solution> = None;
     for &degree in &layers.degrees {
         let counts = layers.hybrid.replica_counts();
         let fits = |&&count: &&u32| u64::from(count) * u64::from(degree) <= u64::from(layers.hybrid.devices);
-        let one = counts.iter().rev().filter(fits).take(MOST_COUNTS).map(|&count| (vec![all.clone()], count));
-        for (parts, count) in one.chain([(vec![all.clone()], 1), (even(layers, degree), 1)]) {
-            if all.is_empty() {
+        let replicated =
+            counts.iter().rev().filter(fits).take(MOST_COUNTS).map(|&count| (vec![all_units.clone()], count));
+        for (parts, count) in replicated.chain([(vec![all_units.clone()], 1), (even_parts(layers, degree), 1)]) {
+            if all_units.is_empty() {
                 continue;
             }
-            let found = straight(layers, parts, degree, count, bytes).map(|spans| priced(layers, spans));
-            best = [best, found].into_iter().flatten().min_by(|a, b| a.time.total_cmp(&b.time));
+            let solution = straight(layers, parts, degree, count, bytes).map(|spans| priced(layers, spans));
+            best = [best, solution].into_iter().flatten().min_by(|a, b| a.time.total_cmp(&b.time));
         }
     }
     // No layer has a cost: one empty stage.
-    let nothing = || Found {
+    let empty = || Solution {
         time: 0.0,
-        spans: vec![Span { units: all.clone(), degree: 1, replicas: 1, in_flight: 1, picks: Vec::new() }],
+        spans: vec![Span { units: all_units.clone(), degree: 1, replicas: 1, in_flight: 1, picks: Vec::new() }],
     };
-    if all.is_empty() { Some(nothing()) } else { best }
+    if all_units.is_empty() { Some(empty()) } else { best }
 }
 
 /// Time of the baselines (one device, all devices, equal numbers of layers) at the smallest common degree, and whether
 /// each fits.
 fn baselines(layers: &Layers<'_>) -> [(f64, bool); 3] {
     let hybrid = layers.hybrid;
-    let all: Vec<u32> = (0..layers.len() as u32).collect();
-    let has_all = |&&degree: &&u32| all.iter().all(|&unit| !layers.choices(unit, degree).is_empty());
+    let all_units: Vec<u32> = (0..layers.len() as u32).collect();
+    let has_all = |&&degree: &&u32| all_units.iter().all(|&unit| !layers.choices(unit, degree).is_empty());
     let degree = layers.degrees.iter().find(has_all).copied().unwrap_or(1);
     let counts = hybrid.replica_counts();
     let fits = |&&count: &&u32| u64::from(count) * u64::from(degree) <= u64::from(hybrid.devices);
-    let most = counts.iter().rev().find(fits).copied().unwrap_or(1);
-    [(vec![all.clone()], 1), (vec![all.clone()], most), (even(layers, degree), 1)].map(|(parts, count)| {
-        let within = |bytes: f64| straight(layers, parts.clone(), degree, count, bytes);
-        let fitting = within(hybrid.bytes_per_device);
-        let is_fitting = fitting.is_some();
-        // Without a common degree there is no such plan; the lower bound is reported.
-        let spans = fitting.or_else(|| within(f64::INFINITY));
-        (spans.map_or(hybrid.lower_bound(), |spans| priced(layers, spans).time), is_fitting)
-    })
+    let max_count = counts.iter().rev().find(fits).copied().unwrap_or(1);
+    [(vec![all_units.clone()], 1), (vec![all_units.clone()], max_count), (even_parts(layers, degree), 1)].map(
+        |(parts, count)| {
+            let within = |bytes: f64| straight(layers, parts.clone(), degree, count, bytes);
+            let fitting = within(hybrid.bytes_per_device);
+            let is_fitting = fitting.is_some();
+            // Without a common degree there is no such plan; the lower bound is reported.
+            let spans = fitting.or_else(|| within(f64::INFINITY));
+            (spans.map_or(hybrid.lower_bound(), |spans| priced(layers, spans).time), is_fitting)
+        },
+    )
 }
 
 fn bottleneck(layers: &Layers<'_>, spans: &[Span]) -> String {
@@ -321,15 +325,15 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             pick_of.insert(layers.layer[unit as usize], span.picks[index]);
         }
     }
-    let stage_of = layers.spread(&stage_of_unit);
+    let stage_of = layers.stages_of_layers(&stage_of_unit);
     let mut device = 0;
     let mut stages = Vec::with_capacity(spans.len());
     for (at, span) in spans.iter().enumerate() {
         let ops: Vec<u32> = (0..hybrid.layers.len() as u32).filter(|&op| stage_of[op as usize] == at as u32).collect();
         let choice = |&op: &u32| {
             let choices = hybrid.layers[op as usize].at(span.degree);
-            let nothing = || choices.iter().position(takes_nothing).unwrap_or_default();
-            &choices[pick_of.get(&op).map_or_else(nothing, |&pick| usize::from(pick))]
+            let free_choice = || choices.iter().position(takes_nothing).unwrap_or_default();
+            &choices[pick_of.get(&op).map_or_else(free_choice, |&pick| usize::from(pick))]
         };
         let sum =
             |part: &dyn Fn(&crate::piper::model::Choice) -> f64| ops.iter().map(|op| part(choice(op))).sum::<f64>();
@@ -386,8 +390,8 @@ fn edges(hybrid: &Hybrid, stages: &[Stage]) -> Vec<Edge> {
         if from == to {
             continue;
         }
-        let fresh = || Edge { from: StageId(from), to: StageId(to), tensors: Vec::new(), bytes: 0 };
-        let edge = edges.entry((from, to)).or_insert_with(fresh);
+        let new_edge = || Edge { from: StageId(from), to: StageId(to), tensors: Vec::new(), bytes: 0 };
+        let edge = edges.entry((from, to)).or_insert_with(new_edge);
         let name = &hybrid.layers[link.from as usize].name;
         if !edge.tensors.contains(name) {
             edge.tensors.push(name.clone());
@@ -402,7 +406,7 @@ fn infeasible(layers: &Layers<'_>, hybrid: &Hybrid) -> SolveError {
     let orders = downset_lattice::orders(&layers.before, &layers.after);
     let lattices: Vec<Lattice> = orders.iter().map(|order| Lattice::along(&layers.time, order)).collect();
     let fits = |bytes: f64| {
-        let within = |lattice| Search::new(layers, lattice, bytes, MOST_STEPS_ALONG / 5).within(f64::INFINITY);
+        let within = |lattice| Search::new(layers, lattice, bytes, MOST_STEPS_ALONG / 5).find_spans(f64::INFINITY);
         lattices.iter().any(|lattice| within(lattice).is_some())
     };
     let devices = hybrid.devices;
@@ -412,9 +416,9 @@ fn infeasible(layers: &Layers<'_>, hybrid: &Hybrid) -> SolveError {
     }
     let limit = hybrid.bytes_per_device as u64;
     let choices = hybrid.layers.iter().flat_map(|layer| layer.choices.iter().flat_map(|(_, choices)| choices));
-    let most: f64 =
+    let total_bytes: f64 =
         choices.map(|choice| choice.bytes_in_flight * f64::from(hybrid.microbatches) + choice.bytes_standing).sum();
-    let (mut low, mut high) = (limit, (most.ceil() as u64).max(limit));
+    let (mut low, mut high) = (limit, (total_bytes.ceil() as u64).max(limit));
     while low < high {
         let middle = low + (high - low) / 2;
         if fits(middle as f64) { high = middle } else { low = middle + 1 }

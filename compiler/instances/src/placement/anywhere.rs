@@ -27,7 +27,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    fn all(&self) -> usize {
+    fn total(&self) -> usize {
         self.devices + self.hosts
     }
 
@@ -38,9 +38,9 @@ impl Limits {
 
 /// Returns a placement (device of each unit) that is at least as good as `start`.
 pub fn anywhere(units: &Units, start: &[u32], limits: Limits, seed: u64) -> Vec<u32> {
-    let begin = State::new(units, start.to_vec(), limits);
-    let mut best = (begin.worst(), start.to_vec());
-    if units.len() < 2 || limits.all() < 2 {
+    let initial = State::new(units, start.to_vec(), limits);
+    let mut best = (initial.max_load(), start.to_vec());
+    if units.len() < 2 || limits.total() < 2 {
         return best.1;
     }
     let turns = (TURNS.0 * units.len()).min(TURNS.1 / STARTS as usize);
@@ -49,21 +49,22 @@ pub fn anywhere(units: &Units, start: &[u32], limits: Limits, seed: u64) -> Vec<
         let mut state = State::new(units, best.1.clone(), limits);
         let scale = state.energy().max(f64::MIN_POSITIVE);
         let mut energy = 1.0;
-        let mut moved = Vec::new();
+        let mut moves = Vec::new();
         for turn in 0..turns {
             let heat = HEAT * (1.0 - turn as f64 / turns as f64).powi(3);
-            state.propose(&mut numbers, &mut moved);
-            if moved.is_empty() {
+            state.propose(&mut numbers, &mut moves);
+            if moves.is_empty() {
                 continue;
             }
             let next = state.energy() / scale;
-            let is_taken = state.fits() && (next <= energy || numbers.fraction() < ((energy - next) / heat).exp());
-            if !is_taken {
-                state.undo(&moved);
+            let is_accepted =
+                state.is_feasible() && (next <= energy || numbers.fraction() < ((energy - next) / heat).exp());
+            if !is_accepted {
+                state.undo(&moves);
                 continue;
             }
             energy = next;
-            let worst = state.worst();
+            let worst = state.max_load();
             if worst < best.0 {
                 best = (worst, state.device_of.clone());
             }
@@ -99,27 +100,27 @@ struct State<'a> {
     loads: Vec<f64>,
     bytes: Vec<f64>,
     /// Units that share a tensor or a precedence with each unit.
-    near: Vec<Vec<u32>>,
+    neighbours: Vec<Vec<u32>>,
 }
 
 impl State<'_> {
     fn new<'a>(units: &'a Units, device_of: Vec<u32>, limits: Limits) -> State<'a> {
-        let empty = vec![0.0; limits.all()];
-        let mut near: Vec<Vec<u32>> = (0..units.len())
+        let empty = vec![0.0; limits.total()];
+        let mut neighbours: Vec<Vec<u32>> = (0..units.len())
             .map(|unit| units.before[unit].iter().chain(&units.after[unit]).copied().collect())
             .collect();
         for tensor in &units.tensors {
             for &to in &tensor.to {
-                near[tensor.from as usize].push(to);
-                near[to as usize].push(tensor.from);
+                neighbours[tensor.from as usize].push(to);
+                neighbours[to as usize].push(tensor.from);
             }
         }
-        for (unit, list) in near.iter_mut().enumerate() {
+        for (unit, list) in neighbours.iter_mut().enumerate() {
             list.sort_unstable();
             list.dedup();
             list.retain(|&other| other as usize != unit);
         }
-        let mut state = State { units, limits, device_of, loads: empty.clone(), bytes: empty, near };
+        let mut state = State { units, limits, device_of, loads: empty.clone(), bytes: empty, neighbours };
         for unit in 0..units.len() {
             let device = state.device_of[unit];
             state.loads[device as usize] += state.time(unit, device);
@@ -146,97 +147,97 @@ impl State<'_> {
     fn charge(&mut self, tensor: usize, sign: f64) {
         let tensor = &self.units.tensors[tensor];
         let home = self.device_of[tensor.from as usize];
-        let mut leaves = false;
+        let mut is_sent = false;
         for (at, &to) in tensor.to.iter().enumerate() {
             let device = self.device_of[to as usize];
             // There are few readers, so a linear scan is faster than a set.
             let is_new = !tensor.to[..at].iter().any(|&other| self.device_of[other as usize] == device);
             if device != home && is_new {
-                leaves = true;
+                is_sent = true;
                 if !self.limits.is_host(device) {
                     self.loads[device as usize] += sign * tensor.cost;
                 }
             }
         }
-        if leaves && !self.limits.is_host(home) {
+        if is_sent && !self.limits.is_host(home) {
             self.loads[home as usize] += sign * tensor.cost;
         }
     }
 
-    fn put(&mut self, unit: usize, device: u32) {
+    fn assign(&mut self, unit: usize, device: u32) {
         let units = self.units;
         units.touching[unit].iter().for_each(|&tensor| self.charge(tensor as usize, -1.0));
-        let old = std::mem::replace(&mut self.device_of[unit], device);
-        self.loads[old as usize] -= self.time(unit, old);
-        self.bytes[old as usize] -= self.bytes(unit, old);
+        let previous = std::mem::replace(&mut self.device_of[unit], device);
+        self.loads[previous as usize] -= self.time(unit, previous);
+        self.bytes[previous as usize] -= self.bytes(unit, previous);
         self.loads[device as usize] += self.time(unit, device);
         self.bytes[device as usize] += self.bytes(unit, device);
         units.touching[unit].iter().for_each(|&tensor| self.charge(tensor as usize, 1.0));
     }
 
-    /// Proposes a move; `moved` receives the moved units with their previous devices.
-    fn propose(&mut self, numbers: &mut Numbers, moved: &mut Vec<(usize, u32)>) {
-        moved.clear();
+    /// Proposes a move; `moves` receives the moved units with their previous devices.
+    fn propose(&mut self, numbers: &mut Numbers, moves: &mut Vec<(usize, u32)>) {
+        moves.clear();
         let unit = numbers.below(self.units.len());
         let home = self.device_of[unit];
         if numbers.below(4) == 0 {
             let other = numbers.below(self.units.len());
             let away = self.device_of[other];
             if away != home && self.may_hold(unit, away) && self.may_hold(other, home) {
-                self.put(unit, away);
-                self.put(other, home);
-                moved.extend([(unit, home), (other, away)]);
+                self.assign(unit, away);
+                self.assign(other, home);
+                moves.extend([(unit, home), (other, away)]);
             }
             return;
         }
         // Usually to a neighbour's device; elsewhere every tensor would have to be sent.
-        let near = &self.near[unit];
+        let neighbours = &self.neighbours[unit];
         let device = match numbers.below(4) {
-            0 => numbers.below(self.limits.all()) as u32,
-            _ if near.is_empty() => return,
-            _ => self.device_of[near[numbers.below(near.len())] as usize],
+            0 => numbers.below(self.limits.total()) as u32,
+            _ if neighbours.is_empty() => return,
+            _ => self.device_of[neighbours[numbers.below(neighbours.len())] as usize],
         };
         if device == home || !self.may_hold(unit, device) {
             return;
         }
-        let mut most = 1;
-        while most < self.units.len() && numbers.below(3) != 0 {
-            most *= 2;
+        let mut max_moves = 1;
+        while max_moves < self.units.len() && numbers.below(3) != 0 {
+            max_moves *= 2;
         }
-        let most = 1 + numbers.below(most);
-        self.put(unit, device);
-        moved.push((unit, home));
+        let max_moves = 1 + numbers.below(max_moves);
+        self.assign(unit, device);
+        moves.push((unit, home));
         let mut next = 0;
-        while moved.len() < most && next < moved.len() {
-            let from = moved[next].0;
+        while moves.len() < max_moves && next < moves.len() {
+            let from = moves[next].0;
             next += 1;
-            for at in 0..self.near[from].len() {
-                let to = self.near[from][at] as usize;
+            for at in 0..self.neighbours[from].len() {
+                let to = self.neighbours[from][at] as usize;
                 let may_move = self.device_of[to] == home && self.may_hold(to, device);
-                if moved.len() < most && may_move && numbers.below(4) != 0 {
-                    self.put(to, device);
-                    moved.push((to, home));
+                if moves.len() < max_moves && may_move && numbers.below(4) != 0 {
+                    self.assign(to, device);
+                    moves.push((to, home));
                 }
             }
         }
     }
 
-    fn undo(&mut self, moved: &[(usize, u32)]) {
-        for &(unit, device) in moved.iter().rev() {
-            self.put(unit, device);
+    fn undo(&mut self, moves: &[(usize, u32)]) {
+        for &(unit, device) in moves.iter().rev() {
+            self.assign(unit, device);
         }
     }
 
-    fn fits(&self) -> bool {
+    fn is_feasible(&self) -> bool {
         self.bytes.iter().all(|&bytes| bytes <= self.limits.bytes)
     }
 
-    fn worst(&self) -> f64 {
+    fn max_load(&self) -> f64 {
         self.loads.iter().copied().fold(0.0, f64::max)
     }
 
     fn energy(&self) -> f64 {
-        let worst = self.worst().max(f64::MIN_POSITIVE);
+        let worst = self.max_load().max(f64::MIN_POSITIVE);
         // Divides by the largest load so that the power cannot overflow.
         worst * self.loads.iter().map(|load| (load / worst).powi(POWER)).sum::<f64>().powf(1.0 / f64::from(POWER))
     }

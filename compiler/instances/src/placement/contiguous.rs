@@ -43,20 +43,20 @@ pub struct Part {
 /// are the work of the units.
 pub fn contiguous(units: &Units, lattice: &Lattice, limits: Limits) -> Option<(f64, Vec<Part>)> {
     let (sets, devices, hosts) = (lattice.len(), limits.devices.min(units.len()), limits.hosts.min(units.len()));
-    let all = sets - 1;
-    let total = lattice.time[all];
+    let full_set = sets - 1;
+    let total = lattice.time[full_set];
     let mut table = Table { devices, sets, best: vec![Entry::default(); (devices + 1) * (hosts + 1) * sets] };
     table.best[0].value = 0.0;
     let mut walk = Walk::new(units, lattice);
-    for from in 0..all {
+    for from in 0..full_set {
         // Each remaining device can take at most `below` of the remaining time.
-        let below = limits.below.min(table.least(all));
-        let leaves = |used: Used| {
-            let left = (devices - used.devices) as f64 + (hosts - used.hosts) as f64 * units.host_rate;
-            below.is_infinite() || total - lattice.time[from] <= left * below * (1.0 + 1e-12)
+        let below = limits.below.min(table.least(full_set));
+        let can_finish = |used: Used| {
+            let remaining = (devices - used.devices) as f64 + (hosts - used.hosts) as f64 * units.host_rate;
+            below.is_infinite() || total - lattice.time[from] <= remaining * below * (1.0 + 1e-12)
         };
         let is_full = |used: &Used| used.devices == devices && used.hosts == hosts;
-        let is_useful = |used: &Used| table.at(*used, from).value < below && !is_full(used) && leaves(*used);
+        let is_useful = |used: &Used| table.at(*used, from).value < below && !is_full(used) && can_finish(*used);
         let useful: Vec<Used> = Used::up_to(devices, hosts).filter(is_useful).collect();
         if useful.is_empty() {
             continue;
@@ -70,8 +70,8 @@ pub fn contiguous(units: &Units, lattice: &Lattice, limits: Limits) -> Option<(f
                 if load >= below {
                     continue;
                 }
-                let is_left = |used: &&Used| if is_host { used.hosts < hosts } else { used.devices < devices };
-                for &used in useful.iter().filter(is_left) {
+                let has_free = |used: &&Used| if is_host { used.hosts < hosts } else { used.devices < devices };
+                for &used in useful.iter().filter(has_free) {
                     let value = table.at(used, from).value.max(load);
                     let next = table.index(used.with(is_host), to);
                     let entry = &mut table.best[next];
@@ -83,13 +83,13 @@ pub fn contiguous(units: &Units, lattice: &Lattice, limits: Limits) -> Option<(f
         }
     }
     let counts = Used::up_to(devices, hosts).filter(|used| used.devices + used.hosts > 0);
-    let mut used = counts.min_by(|&a, &b| table.at(a, all).value.total_cmp(&table.at(b, all).value))?;
-    let value = table.at(used, all).value;
+    let mut used = counts.min_by(|&a, &b| table.at(a, full_set).value.total_cmp(&table.at(b, full_set).value))?;
+    let value = table.at(used, full_set).value;
     if value >= limits.below {
         return None;
     }
     let mut stages = Vec::with_capacity(used.devices + used.hosts);
-    let mut set = all;
+    let mut set = full_set;
     while set > 0 {
         let Entry { from, is_host, .. } = table.at(used, set);
         let from = from as usize;
@@ -177,8 +177,8 @@ struct Walk<'a> {
     host_time: Vec<f64>,
     /// Whether an accelerator can hold the added units in less than the bound.
     is_on_accelerator: Vec<bool>,
-    seen: Vec<u32>,
-    turn: u32,
+    visited: Vec<u32>,
+    visit: u32,
 }
 
 impl Walk<'_> {
@@ -193,41 +193,41 @@ impl Walk<'_> {
             bytes: empty.clone(),
             host_time: empty,
             is_on_accelerator: vec![false; lattice.len()],
-            seen: vec![0; lattice.len()],
-            turn: 0,
+            visited: vec![0; lattice.len()],
+            visit: 0,
         }
     }
 
     fn from(&mut self, start: usize, limits: Limits, below: f64) {
         let (units, lattice) = (self.units, self.lattice);
-        self.turn += 1;
+        self.visit += 1;
         self.reached.clear();
         (self.load[start], self.time[start], self.bytes[start], self.host_time[start]) = (0.0, 0.0, 0.0, 0.0);
         let mut at = start;
         let mut next = 0;
         loop {
             for &(unit, to) in &lattice.grows[at] {
-                let (set, added) = (to as usize, unit as usize);
-                if self.seen[set] == self.turn {
+                let (set, index) = (to as usize, unit as usize);
+                if self.visited[set] == self.visit {
                     continue;
                 }
-                let time = self.time[at] + units.time[added];
-                let held = self.bytes[at] + units.bytes[added];
-                let host_time = self.host_time[at] + units.host_time[added];
-                let is_on_accelerator = time < below && held <= limits.bytes;
+                let time = self.time[at] + units.time[index];
+                let memory = self.bytes[at] + units.bytes[index];
+                let host_time = self.host_time[at] + units.host_time[index];
+                let is_on_accelerator = time < below && memory <= limits.bytes;
                 if !is_on_accelerator && (limits.hosts == 0 || host_time >= below) {
                     continue;
                 }
-                self.seen[set] = self.turn;
+                self.visited[set] = self.visit;
                 let before = |u: u32| lattice.holds(at, u) && !lattice.holds(start, u);
                 let after = |u: u32| lattice.holds(set, u) && !lattice.holds(start, u);
-                let moved: f64 = units.touching[added]
+                let transfer: f64 = units.touching[index]
                     .iter()
                     .map(|&tensor| units.charge(tensor, after) - units.charge(tensor, before))
                     .sum();
-                (self.time[set], self.bytes[set], self.host_time[set]) = (time, held, host_time);
+                (self.time[set], self.bytes[set], self.host_time[set]) = (time, memory, host_time);
                 self.is_on_accelerator[set] = is_on_accelerator;
-                self.load[set] = self.load[at] + units.time[added] + moved;
+                self.load[set] = self.load[at] + units.time[index] + transfer;
                 self.reached.push(to);
             }
             let Some(&set) = self.reached.get(next) else { return };

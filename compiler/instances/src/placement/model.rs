@@ -65,15 +65,15 @@ impl Placement {
         let mut loads = vec![0.0; devices];
         for (node, &device) in self.nodes.iter().zip(device_of) {
             loads[device as usize] += if self.is_host(device) { node.host_time } else { node.time };
-            let mut others: Vec<u32> = node.readers.iter().map(|&to| device_of[to as usize]).collect();
-            others.sort_unstable();
-            others.dedup();
-            others.retain(|&other| other != device);
-            if !others.is_empty() && !self.is_host(device) {
+            let mut receivers: Vec<u32> = node.readers.iter().map(|&to| device_of[to as usize]).collect();
+            receivers.sort_unstable();
+            receivers.dedup();
+            receivers.retain(|&receiver| receiver != device);
+            if !receivers.is_empty() && !self.is_host(device) {
                 loads[device as usize] += node.transfer;
             }
-            for other in others.into_iter().filter(|&other| !self.is_host(other)) {
-                loads[other as usize] += node.transfer;
+            for receiver in receivers.into_iter().filter(|&receiver| !self.is_host(receiver)) {
+                loads[receiver as usize] += node.transfer;
             }
         }
         loads

@@ -133,11 +133,11 @@ fn parse(text: &str, with_hosts: bool) -> Result<Placement, PlacementError> {
     if with_hosts && !(1..=MAX_DEVICES).contains(&hosts) {
         return Err(PlacementError::Hosts { found: hosts });
     }
-    let fine = |place: &dyn Fn() -> String, field, found: f64| {
-        let is_fine = found.is_finite() && (0.0..=1e15).contains(&found);
-        if is_fine { Ok(found) } else { Err(PlacementError::Number { place: place(), field, found }) }
+    let check_number = |place: &dyn Fn() -> String, field, found: f64| {
+        let is_valid = found.is_finite() && (0.0..=1e15).contains(&found);
+        if is_valid { Ok(found) } else { Err(PlacementError::Number { place: place(), field, found }) }
     };
-    let bytes_per_device = fine(&|| "the file".to_string(), "maxSizePerFPGA", file.bytes_per_device)?;
+    let bytes_per_device = check_number(&|| "the file".to_string(), "maxSizePerFPGA", file.bytes_per_device)?;
     let mut index: HashMap<i64, usize> = HashMap::with_capacity(file.nodes.len());
     let mut nodes = Vec::with_capacity(file.nodes.len());
     for (at, node) in file.nodes.into_iter().enumerate() {
@@ -150,18 +150,18 @@ fn parse(text: &str, with_hosts: bool) -> Result<Placement, PlacementError> {
             return Err(PlacementError::Unsupported { id: node.id });
         }
         let place = || format!("node {}", node.id);
-        let time = fine(&place, "fpgaLatency", node.fpga_latency)?;
+        let time = check_number(&place, "fpgaLatency", node.fpga_latency)?;
         let host_time = match with_hosts {
             true => {
                 let found = node.cpu_latency.as_f64().ok_or(PlacementError::NoHostTime { id: node.id })?;
-                fine(&place, "cpuLatency", found)?
+                check_number(&place, "cpuLatency", found)?
             }
             false => 0.0,
         };
         nodes.push(Node {
             time: if is_on_hosts_only { f64::INFINITY } else { time },
             host_time,
-            bytes: fine(&place, "size", node.size)?,
+            bytes: check_number(&place, "size", node.size)?,
             name: node.id.to_string(),
             title: node.name,
             transfer: 0.0,
@@ -172,9 +172,9 @@ fn parse(text: &str, with_hosts: bool) -> Result<Placement, PlacementError> {
         });
     }
     for (at, edge) in file.edges.iter().enumerate() {
-        let known = |id: i64| index.get(&id).copied().ok_or(PlacementError::UnknownNode { at, id });
-        let (from, to) = (known(edge.source_id)?, known(edge.dest_id)?);
-        let cost = fine(&|| format!("`edges[{at}]`"), "cost", edge.cost)?;
+        let node_index = |id: i64| index.get(&id).copied().ok_or(PlacementError::UnknownNode { at, id });
+        let (from, to) = (node_index(edge.source_id)?, node_index(edge.dest_id)?);
+        let cost = check_number(&|| format!("`edges[{at}]`"), "cost", edge.cost)?;
         nodes[from].transfer = nodes[from].transfer.max(cost);
         if from != to {
             nodes[from].readers.push(to as u32);
@@ -212,8 +212,8 @@ mod tests {
         assert_eq!(with("\"destId\": 3", "\"destId\": 9"), "`edges[0]` names node 9, which `nodes` does not have");
         assert_eq!(with("1.5", "-1"), "node 7: `fpgaLatency` is -1.0; it must be from 0 to 1e15");
         assert_eq!(with("\"maxFPGAs\": 2", "\"maxFPGAs\": 0"), "`maxFPGAs` is 0; it must be from 1 to 4096");
-        let refused = with("\"supportedOnFpga\": 1", "\"supportedOnFpga\": false");
-        assert!(refused.starts_with("node 7 is not supported on an accelerator"), "{refused}");
+        let error = with("\"supportedOnFpga\": 1", "\"supportedOnFpga\": false");
+        assert!(error.starts_with("node 7 is not supported on an accelerator"), "{error}");
     }
 
     #[test]
@@ -222,11 +222,11 @@ mod tests {
         let placement = read_with_hosts(&text).unwrap();
         assert_eq!((placement.hosts, placement.nodes[0].host_time, placement.nodes[0].time), (1, 15.0, 1.5));
         assert_eq!(read(&text).unwrap(), read(FILE).unwrap());
-        let only = read_with_hosts(&text.replace("\"supportedOnFpga\": 1", "\"supportedOnFpga\": false")).unwrap();
-        assert_eq!((only.nodes[0].time, only.nodes[0].host_time), (f64::INFINITY, 15.0));
-        let refused = |text: &str| read_with_hosts(text).unwrap_err().to_string();
-        assert_eq!(refused(FILE), "node 7 has no `cpuLatency`, its time on a CPU");
-        let none = text.replace("\"maxCPUs\": 1", "\"maxCPUs\": 0");
-        assert_eq!(refused(&none), "`maxCPUs` is 0; it must be from 1 to 4096");
+        let host_only = read_with_hosts(&text.replace("\"supportedOnFpga\": 1", "\"supportedOnFpga\": false")).unwrap();
+        assert_eq!((host_only.nodes[0].time, host_only.nodes[0].host_time), (f64::INFINITY, 15.0));
+        let error = |text: &str| read_with_hosts(text).unwrap_err().to_string();
+        assert_eq!(error(FILE), "node 7 has no `cpuLatency`, its time on a CPU");
+        let no_hosts = text.replace("\"maxCPUs\": 1", "\"maxCPUs\": 0");
+        assert_eq!(error(&no_hosts), "`maxCPUs` is 0; it must be from 1 to 4096");
     }
 }

@@ -112,24 +112,24 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         answer.fallback = Some("local search".to_string());
         warnings.push("devices have nodes from anywhere in the graph; such a placement cannot be trained".into());
     }
-    let worst = load(placement, &units, &answer.stages);
-    let meets = worst <= bound * (1.0 + 1e-9);
-    if let Some(fallback) = answer.fallback.as_ref().filter(|_| !meets) {
+    let max_load = load(placement, &units, &answer.stages);
+    let is_optimal = max_load <= bound * (1.0 + 1e-9);
+    if let Some(fallback) = answer.fallback.as_ref().filter(|_| !is_optimal) {
         warnings.push(format!("the search is not exhaustive ({fallback}); a better placement may exist"));
     }
-    let lower_bound_us = proven.unwrap_or(bound).min(worst);
+    let lower_bound_us = proven.unwrap_or(bound).min(max_load);
     let stages = stages(placement, &units, &answer.stages);
-    let backward = placement.nodes.iter().any(|node| node.is_backward);
-    let kind = if backward { Schedule::OneFOneBRr } else { Schedule::Inference };
+    let has_backward = placement.nodes.iter().any(|node| node.is_backward);
+    let kind = if has_backward { Schedule::OneFOneBRr } else { Schedule::Inference };
     let in_flight: Vec<u32> = (1..=stages.len() as u32).rev().collect();
-    let weight_versions = if backward { in_flight.clone() } else { vec![1; stages.len()] };
+    let weight_versions = if has_backward { in_flight.clone() } else { vec![1; stages.len()] };
     let time: f64 = placement.nodes.iter().map(|node| node.time).sum();
     let host_time: f64 = placement.nodes.iter().map(|node| node.host_time).sum();
     // Nodes that run on hosts only leave no other single device.
     let is_accelerated = time.is_finite();
     let single = if is_accelerated { time } else { host_time };
-    let holds_all = !is_accelerated || placement.nodes.iter().map(|node| node.bytes).sum::<f64>() <= bytes;
-    let even = match is_accelerated {
+    let fits_single = !is_accelerated || placement.nodes.iter().map(|node| node.bytes).sum::<f64>() <= bytes;
+    let uniform = match is_accelerated {
         true => load(placement, &units, &evenly(&units, limits.devices)),
         false => host_time,
     };
@@ -158,10 +158,10 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         },
         edges: edges(placement, &stages),
         predicted: Predicted {
-            minibatch_us: worst,
+            minibatch_us: max_load,
             objective_us: None,
-            step_us: worst,
-            throughput_per_s: if worst > 0.0 { 1e6 / worst } else { 0.0 },
+            step_us: max_load,
+            throughput_per_s: if max_load > 0.0 { 1e6 / max_load } else { 0.0 },
             bubble: 0.0,
             bottleneck: bottleneck(placement, &units, &answer.stages),
             busiest_link: None,
@@ -169,13 +169,13 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         },
         stages,
         lower_bound_us,
-        proven_optimal: answer.is_proven || meets,
+        proven_optimal: answer.is_proven || is_optimal,
         baselines: Baselines {
             single,
             // Devices cannot be replicas here, so data parallelism uses a single device.
             data_parallel: single,
-            uniform: even,
-            fits: Fits { single: holds_all, data_parallel: holds_all, uniform: false },
+            uniform,
+            fits: Fits { single: fits_single, data_parallel: fits_single, uniform: false },
         },
         search: Search {
             method: if request.anywhere { "anywhere" } else { "contiguous" }.to_string(),
@@ -187,15 +187,15 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         options,
         extra: BTreeMap::new(),
     };
-    let judged = Placement { bytes_per_device: bytes, ..placement.clone() };
-    check::check(&judged, &plan).map_err(SolveError::Unsound)?;
+    let judged_placement = Placement { bytes_per_device: bytes, ..placement.clone() };
+    check::check(&judged_placement, &plan).map_err(SolveError::Unsound)?;
     Ok(plan)
 }
 
 /// Entries of the table of the dynamic program.
 fn entries(units: &Units, limits: Limits, sets: usize) -> usize {
-    let counts = |most: usize| most.min(units.len()) + 1;
-    counts(limits.devices).saturating_mul(counts(limits.hosts)).saturating_mul(sets)
+    let axis_len = |max: usize| max.min(units.len()) + 1;
+    axis_len(limits.devices).saturating_mul(axis_len(limits.hosts)).saturating_mul(sets)
 }
 
 fn chain(units: &Units, limits: Limits, budget: usize) -> Option<Answer> {
@@ -230,30 +230,30 @@ fn order_bound(units: &Units, order: &[u32], devices: usize, bytes: f64) -> f64 
     for (at, stage) in stages.iter().enumerate() {
         stage.iter().for_each(|&unit| part_of[unit as usize] = at);
     }
-    let mut worst: f64 = 0.0;
+    let mut max_load: f64 = 0.0;
     for (at, stage) in stages.iter().enumerate() {
         let mut tensors: Vec<u32> =
             stage.iter().flat_map(|&unit| units.touching[unit as usize].iter().copied()).collect();
         tensors.sort_unstable();
         tensors.dedup();
         let time: f64 = stage.iter().map(|&unit| units.time[unit as usize]).sum();
-        let moved: f64 = tensors.into_iter().map(|t| units.charge(t, |unit| part_of[unit as usize] == at)).sum();
-        worst = worst.max(time + moved);
+        let transfer: f64 = tensors.into_iter().map(|t| units.charge(t, |unit| part_of[unit as usize] == at)).sum();
+        max_load = max_load.max(time + transfer);
     }
-    worst * (1.0 + 1e-9) + f64::MIN_POSITIVE
+    max_load * (1.0 + 1e-9) + f64::MIN_POSITIVE
 }
 
 fn cut(units: &Units, order: &[u32], devices: usize) -> Vec<Vec<u32>> {
     let total: f64 = units.time.iter().sum();
     let mut stages = vec![Vec::new()];
-    let mut done = 0.0;
+    let mut assigned = 0.0;
     for &unit in order {
         let time = units.time[unit as usize];
-        let is_full = done + time / 2.0 > total * stages.len() as f64 / devices as f64;
+        let is_full = assigned + time / 2.0 > total * stages.len() as f64 / devices as f64;
         if is_full && stages.len() < devices {
             stages.push(Vec::new());
         }
-        done += time;
+        assigned += time;
         stages.last_mut().expect("there is a first stage").push(unit);
     }
     stages.retain(|stage| !stage.is_empty());
@@ -272,7 +272,6 @@ fn devices(placement: &Placement, stages: &[Part]) -> Vec<u32> {
     stages.iter().map(next).map(|device| device.expect("the search uses no more devices than there are")).collect()
 }
 
-/// The stage of each node.
 fn stage_of(units: &Units, stages: &[Part]) -> Vec<u32> {
     let mut of_unit = vec![0; units.len()];
     for (at, stage) in stages.iter().enumerate() {
@@ -308,8 +307,8 @@ fn cluster(placement: &Placement, bytes: f64) -> Result<PlannedCluster, ClusterE
     let classes = match (placement.hosts, device::find(HOST)) {
         (1.., Some(host)) => {
             // A host holds everything.
-            let all: f64 = placement.nodes.iter().map(|node| node.bytes).sum();
-            let host = Device { memory: Bytes(all.ceil() as u64), ..host.device() };
+            let total_bytes: f64 = placement.nodes.iter().map(|node| node.bytes).sum();
+            let host = Device { memory: Bytes(total_bytes.ceil() as u64), ..host.device() };
             vec![
                 DeviceClass { device: cluster.device.clone(), count: placement.devices, speed: None },
                 DeviceClass { device: host, count: placement.hosts, speed: None },
@@ -327,16 +326,16 @@ fn cluster(placement: &Placement, bytes: f64) -> Result<PlannedCluster, ClusterE
     })
 }
 
-fn stages(placement: &Placement, units: &Units, placed: &[Part]) -> Vec<Stage> {
-    let (of_node, devices) = (stage_of(units, placed), devices(placement, placed));
+fn stages(placement: &Placement, units: &Units, parts: &[Part]) -> Vec<Stage> {
+    let (of_node, devices) = (stage_of(units, parts), devices(placement, parts));
     let stage = |at: usize| {
-        let held = |&op: &usize| of_node[op] == at as u32;
-        let ops: Vec<usize> = (0..placement.nodes.len()).filter(held).collect();
+        let is_in_stage = |&op: &usize| of_node[op] == at as u32;
+        let ops: Vec<usize> = (0..placement.nodes.len()).filter(is_in_stage).collect();
         let node = |op: usize| &placement.nodes[op];
         let weights = ops.iter().map(|&op| node(op).bytes).sum::<f64>() as u64;
         let time = |backward: bool| {
-            let counted = ops.iter().map(|&op| node(op)).filter(|node: &&Node| node.is_backward == backward);
-            counted.map(|node| if placed[at].is_host { node.host_time } else { node.time }).sum()
+            let nodes = ops.iter().map(|&op| node(op)).filter(|node: &&Node| node.is_backward == backward);
+            nodes.map(|node| if parts[at].is_host { node.host_time } else { node.time }).sum()
         };
         Stage {
             id: StageId(at as u32),
@@ -361,7 +360,7 @@ fn stages(placement: &Placement, units: &Units, placed: &[Part]) -> Vec<Stage> {
             hierarchy: vec![LevelPlacement { group: at as u32, replicas: 1 }],
         }
     };
-    (0..placed.len()).map(stage).collect()
+    (0..parts.len()).map(stage).collect()
 }
 
 fn ranges(ops: &[usize]) -> Vec<(u32, u32)> {
@@ -387,8 +386,8 @@ fn edges(placement: &Placement, stages: &[Stage]) -> Vec<Edge> {
         readers.sort_unstable();
         readers.dedup();
         for to in readers.into_iter().filter(|&to| to != from) {
-            let fresh = || Edge { from: StageId(from), to: StageId(to), tensors: Vec::new(), bytes: 0 };
-            let edge = edges.entry((from, to)).or_insert_with(fresh);
+            let new_edge = || Edge { from: StageId(from), to: StageId(to), tensors: Vec::new(), bytes: 0 };
+            let edge = edges.entry((from, to)).or_insert_with(new_edge);
             edge.tensors.push(node.name.clone());
             edge.bytes = edge.bytes.saturating_add((node.transfer * NOMINAL.0 / 1e6).round() as u64);
         }
@@ -409,7 +408,7 @@ fn infeasible(placement: &Placement, units: &Units, bytes: f64) -> SolveError {
         if fits(middle) { high = middle } else { low = middle + 1 }
     }
     let why = if largest > bytes {
-        let unit = units.bytes.iter().position(|&held| held == largest).unwrap_or(0);
+        let unit = units.bytes.iter().position(|&size| size == largest).unwrap_or(0);
         let node = units.of_node.iter().position(|&of| of as usize == unit).unwrap_or(0);
         let name = &placement.nodes[node].name;
         format!("node {} and the nodes on its device need {} bytes", name.escape_debug(), largest as u64)

@@ -46,11 +46,11 @@ impl Units {
         let (colour_of, colours) = colours(placement);
         let [mirrored, turned] = [false, true].map(|turns| {
             let edges = precedence(placement, &colour_of, turns);
-            rings(colours, &edges)
+            components(colours, &edges)
         });
-        let (ring_of, count) = if mirrored.1 >= turned.1 { mirrored.clone() } else { turned.clone() };
+        let (component_of, count) = if mirrored.1 >= turned.1 { mirrored.clone() } else { turned.clone() };
         let turns = mirrored.1 < turned.1;
-        let of_node: Vec<u32> = colour_of.iter().map(|&colour| ring_of[colour as usize]).collect();
+        let of_node: Vec<u32> = colour_of.iter().map(|&colour| component_of[colour as usize]).collect();
         let mut units = Units {
             time: vec![0.0; count],
             host_time: vec![0.0; count],
@@ -96,28 +96,28 @@ impl Units {
     }
 
     /// Load of a set of units due to one tensor.
-    pub fn charge(&self, tensor: u32, holds: impl Fn(u32) -> bool) -> f64 {
+    pub fn charge(&self, tensor: u32, contains: impl Fn(u32) -> bool) -> f64 {
         let tensor = &self.tensors[tensor as usize];
-        let pays = match holds(tensor.from) {
-            true => tensor.to.iter().any(|&to| !holds(to)),
-            false => tensor.to.iter().any(|&to| holds(to)),
+        let is_charged = match contains(tensor.from) {
+            true => tensor.to.iter().any(|&to| !contains(to)),
+            false => tensor.to.iter().any(|&to| contains(to)),
         };
-        if pays { tensor.cost } else { 0.0 }
+        if is_charged { tensor.cost } else { 0.0 }
     }
 
     /// Collects the outputs read by other units; outputs of a unit with the same readers are merged.
     fn join_tensors(&mut self, placement: &Placement) {
-        let mut joined: BTreeMap<(u32, Vec<u32>), f64> = BTreeMap::new();
+        let mut costs: BTreeMap<(u32, Vec<u32>), f64> = BTreeMap::new();
         for (node, &from) in placement.nodes.iter().zip(&self.of_node) {
             let mut to: Vec<u32> = node.readers.iter().map(|&to| self.of_node[to as usize]).collect();
             to.sort_unstable();
             to.dedup();
             to.retain(|&unit| unit != from);
             if !to.is_empty() && node.transfer > 0.0 {
-                *joined.entry((from, to)).or_default() += node.transfer;
+                *costs.entry((from, to)).or_default() += node.transfer;
             }
         }
-        for ((from, to), cost) in joined {
+        for ((from, to), cost) in costs {
             let id = self.tensors.len() as u32;
             self.touching[from as usize].push(id);
             to.iter().for_each(|&unit| self.touching[unit as usize].push(id));
@@ -128,15 +128,15 @@ impl Units {
 
 /// The colour of each node, numbered densely in node order, and the number of colours.
 fn colours(placement: &Placement) -> (Vec<u32>, usize) {
-    let mut known: BTreeMap<u64, u32> = BTreeMap::new();
+    let mut colour_index: BTreeMap<u64, u32> = BTreeMap::new();
     let mut count = 0;
-    let mut fresh = || {
+    let mut next_colour = || {
         count += 1;
         count - 1
     };
     let of_node = placement.nodes.iter().map(|node| match node.colour {
-        Some(colour) => *known.entry(colour).or_insert_with(&mut fresh),
-        None => fresh(),
+        Some(colour) => *colour_index.entry(colour).or_insert_with(&mut next_colour),
+        None => next_colour(),
     });
     let of_node = of_node.collect();
     (of_node, count as usize)
@@ -160,7 +160,7 @@ fn precedence(placement: &Placement, of_node: &[u32], turns: bool) -> Vec<(u32, 
 /// The strongly connected component of each of `count` vertices, in topological order, and the number of components.
 ///
 /// Kosaraju's algorithm with explicit stacks, because a chain may be as long as the input file.
-fn rings(count: usize, edges: &[(u32, u32)]) -> (Vec<u32>, usize) {
+fn components(count: usize, edges: &[(u32, u32)]) -> (Vec<u32>, usize) {
     let mut forward = vec![Vec::new(); count];
     let mut backward = vec![Vec::new(); count];
     for &(from, to) in edges {
@@ -168,9 +168,9 @@ fn rings(count: usize, edges: &[(u32, u32)]) -> (Vec<u32>, usize) {
         backward[to as usize].push(from);
     }
     let mut finished = Vec::with_capacity(count);
-    let mut seen = vec![false; count];
+    let mut visited = vec![false; count];
     for start in 0..count {
-        if std::mem::replace(&mut seen[start], true) {
+        if std::mem::replace(&mut visited[start], true) {
             continue;
         }
         let mut stack = vec![(start, 0)];
@@ -178,7 +178,7 @@ fn rings(count: usize, edges: &[(u32, u32)]) -> (Vec<u32>, usize) {
             match forward[*vertex].get(*next) {
                 Some(&to) => {
                     *next += 1;
-                    if !std::mem::replace(&mut seen[to as usize], true) {
+                    if !std::mem::replace(&mut visited[to as usize], true) {
                         stack.push((to as usize, 0));
                     }
                 }
@@ -189,25 +189,25 @@ fn rings(count: usize, edges: &[(u32, u32)]) -> (Vec<u32>, usize) {
             }
         }
     }
-    let mut ring_of = vec![u32::MAX; count];
-    let mut rings = 0;
+    let mut component_of = vec![u32::MAX; count];
+    let mut components = 0;
     for &start in finished.iter().rev() {
-        if ring_of[start] != u32::MAX {
+        if component_of[start] != u32::MAX {
             continue;
         }
-        ring_of[start] = rings;
+        component_of[start] = components;
         let mut stack = vec![start];
         while let Some(vertex) = stack.pop() {
             for &to in &backward[vertex] {
-                if ring_of[to as usize] == u32::MAX {
-                    ring_of[to as usize] = rings;
+                if component_of[to as usize] == u32::MAX {
+                    component_of[to as usize] = components;
                     stack.push(to as usize);
                 }
             }
         }
-        rings += 1;
+        components += 1;
     }
-    (ring_of, rings as usize)
+    (component_of, components as usize)
 }
 
 #[cfg(test)]
@@ -239,7 +239,7 @@ mod tests {
     #[test]
     fn rings_come_in_topological_order() {
         // 3 -> {1, 2 on a cycle} -> 0
-        let (ring_of, rings) = rings(4, &[(3, 1), (1, 2), (2, 1), (2, 0)]);
+        let (ring_of, rings) = components(4, &[(3, 1), (1, 2), (2, 1), (2, 0)]);
         assert_eq!((ring_of, rings), (vec![2, 1, 1, 0], 3));
     }
 }

@@ -72,11 +72,11 @@ fn change(plan: &Plan, moved: Option<&Move>) -> String {
 fn name(modelled: &ModelInfo, moved: Option<&Move>) -> String {
     let Some(moved) = moved else { return String::new() };
     let first = moved.ops.first().and_then(|op| modelled.graph.ops.get(*op as usize));
-    let name = first.map_or(String::new(), |op| short(shown(op), 34));
+    let name = first.map_or(String::new(), |op| short(op_label(op), 34));
     if moved.ops.len() > 1 { format!("{name} and {} with it", moved.ops.len() - 1) } else { name }
 }
 
-fn shown(op: &OpCost) -> &str {
+fn op_label(op: &OpCost) -> &str {
     if op.name.is_empty() { &op.op } else { &op.name }
 }
 
@@ -101,7 +101,7 @@ fn ops(plan: &Plan, modelled: &ModelInfo) -> String {
         }
         None => format!("All {} ops. Times and sizes are per micro-batch.", quantity::count(total as u64)),
     };
-    let all: f64 = modelled.graph.ops.iter().map(|op| op.fwd_us + op.bwd_us).sum();
+    let total_us: f64 = modelled.graph.ops.iter().map(|op| op.fwd_us + op.bwd_us).sum();
     let columns = [
         ("op", Column::Words),
         ("ops", Column::Numbers),
@@ -120,7 +120,7 @@ fn ops(plan: &Plan, modelled: &ModelInfo) -> String {
         }
         table.line("stage", &format!("Stage {at}: {}", short(&layers(stage), 80)));
         for row in rows(stage, modelled, depth) {
-            let share = if all > 0.0 { (row.fwd_us + row.bwd_us) / all * 100.0 } else { 0.0 };
+            let share = if total_us > 0.0 { (row.fwd_us + row.bwd_us) / total_us * 100.0 } else { 0.0 };
             table.row(&[
                 short(&row.name, 60),
                 row.ops.to_string(),
@@ -156,10 +156,10 @@ fn depth(plan: &Plan, modelled: &ModelInfo) -> Option<usize> {
 
 fn rows(stage: &Stage, modelled: &ModelInfo, depth: Option<usize>) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
-    let own = stage.op_ids().filter_map(|op| modelled.graph.ops.get(op as usize));
-    for op in own {
+    let stage_ops = stage.op_ids().filter_map(|op| modelled.graph.ops.get(op as usize));
+    for op in stage_ops {
         let name = match depth {
-            None => shown(op).to_string(),
+            None => op_label(op).to_string(),
             Some(depth) => module(op, depth),
         };
         let is_same = depth.is_some() && rows.last().is_some_and(|row| row.name == name);

@@ -51,12 +51,12 @@ struct Drawn<'a> {
 impl<'a> Drawn<'a> {
     fn of(played: &'a Played) -> Drawn<'a> {
         let timeline = &played.timeline;
-        let all: Vec<usize> = (0..timeline.workers.len()).collect();
-        let rows: Vec<usize> = if all.len() <= MOST_WORKERS {
-            all
+        let workers: Vec<usize> = (0..timeline.workers.len()).collect();
+        let rows: Vec<usize> = if workers.len() <= MOST_WORKERS {
+            workers
         } else {
             // The first replica; the others do the same slightly later.
-            let first = all.into_iter().filter(|&worker| timeline.workers[worker].name.ends_with(".0"));
+            let first = workers.into_iter().filter(|&worker| timeline.workers[worker].name.ends_with(".0"));
             first.take(MOST_ROWS).collect()
         };
         let lane = |&worker: &usize| -> Vec<&Span> {
@@ -64,22 +64,22 @@ impl<'a> Drawn<'a> {
             let stages: BTreeSet<StageId> = spans.iter().filter_map(|span| Some(item(span.activity)?.0)).collect();
             let reduces: Vec<String> = stages.iter().map(|stage| format!("all-reduce {}", stage.0)).collect();
             let sends = format!("{name} > ");
-            let own =
+            let links =
                 timeline.links.iter().filter(|link| link.name.starts_with(&sends) || reduces.contains(&link.name));
-            own.flat_map(|link| &link.spans).collect()
+            links.flat_map(|link| &link.spans).collect()
         };
         let lanes: Vec<Vec<&Span>> = rows.iter().map(lane).collect();
         let spans: usize = rows.iter().map(|&row| timeline.workers[row].spans.len()).sum();
-        let sent: usize = lanes.iter().map(Vec::len).sum();
-        Drawn { timeline, rows, lanes, is_sliced: spans + sent > MOST_SPANS }
+        let transfers: usize = lanes.iter().map(Vec::len).sum();
+        Drawn { timeline, rows, lanes, is_sliced: spans + transfers > MOST_SPANS }
     }
 }
 
 pub fn draw(played: &Played) -> Svg {
     let drawn = Drawn::of(played);
     let timeline = drawn.timeline;
-    let tall = if drawn.rows.len() > 16 { [13.0, 4.0, 4.0] } else { [21.0, 6.0, 7.0] };
-    let pitch: f64 = tall.iter().sum();
+    let heights = if drawn.rows.len() > 16 { [13.0, 4.0, 4.0] } else { [21.0, 6.0, 7.0] };
+    let pitch: f64 = heights.iter().sum();
     let bottom = TOP + pitch * drawn.rows.len() as f64;
     let mut picture = Svg::new(WIDE, bottom + 30.0, "Pipeline schedule: computation and transfers over time");
     let axis = Axis::of(timeline.makespan, 10, Unit::Time);
@@ -97,37 +97,57 @@ pub fn draw(played: &Played) -> Svg {
     for (at, &worker) in drawn.rows.iter().enumerate() {
         let y = TOP + pitch * at as f64;
         let track = &timeline.workers[worker];
-        picture.text("quiet small figure", Anchor::End, [LEFT - 8.0, y + tall[0] / 2.0 + 4.0], &track.name);
+        picture.text("quiet small figure", Anchor::End, [LEFT - 8.0, y + heights[0] / 2.0 + 4.0], &track.name);
         let busy = if timeline.makespan > 0.0 { timeline.busy(worker) / timeline.makespan } else { 0.0 };
         let tooltip = format!("worker {}\nbusy {:.1} % of the time", track.name, busy * 100.0);
-        picture.rect("lane", [LEFT, y, span, tall[0]], Some(&tooltip));
+        picture.rect("lane", [LEFT, y, span, heights[0]], Some(&tooltip));
         if drawn.is_sliced {
             slices(
                 &mut picture,
                 &track.spans.iter().collect::<Vec<_>>(),
                 timeline.makespan,
                 slots(&drawn),
-                [y, tall[0]],
+                [y, heights[0]],
                 &x,
             );
-            slices(&mut picture, &drawn.lanes[at], timeline.makespan, slots(&drawn), [y + tall[0] + 1.0, tall[1]], &x);
+            slices(
+                &mut picture,
+                &drawn.lanes[at],
+                timeline.makespan,
+                slots(&drawn),
+                [y + heights[0] + 1.0, heights[1]],
+                &x,
+            );
             continue;
         }
         for span in &track.spans {
-            let wide = x(span.end) - x(span.start);
+            let span_width = x(span.end) - x(span.start);
             let hint = hint(span, &versions);
-            picture.rect(class(span.activity), [x(span.start), y, (wide - 0.4).max(0.3), tall[0]], Some(&hint));
+            picture.rect(
+                class(span.activity),
+                [x(span.start), y, (span_width - 0.4).max(0.3), heights[0]],
+                Some(&hint),
+            );
             let Some((_, item)) = item(span.activity) else { continue };
             let number = item.0.to_string();
-            if wide > 7.0 + 6.0 * number.len() as f64 && tall[0] > 12.0 {
+            if span_width > 7.0 + 6.0 * number.len() as f64 && heights[0] > 12.0 {
                 let class = format!("on on-{}", class(span.activity));
-                picture.text(&class, Anchor::Start, [x(span.start) + wide / 2.0, y + tall[0] / 2.0 + 3.5], &number);
+                picture.text(
+                    &class,
+                    Anchor::Start,
+                    [x(span.start) + span_width / 2.0, y + heights[0] / 2.0 + 3.5],
+                    &number,
+                );
             }
         }
         for span in &drawn.lanes[at] {
-            let wide = (x(span.end) - x(span.start)).max(0.3);
+            let span_width = (x(span.end) - x(span.start)).max(0.3);
             let hint = hint(span, &versions);
-            picture.rect(class(span.activity), [x(span.start), y + tall[0] + 1.0, wide, tall[1]], Some(&hint));
+            picture.rect(
+                class(span.activity),
+                [x(span.start), y + heights[0] + 1.0, span_width, heights[1]],
+                Some(&hint),
+            );
         }
     }
     picture.line("axis", [LEFT, bottom], [WIDE - 12.0, bottom]);
@@ -136,13 +156,13 @@ pub fn draw(played: &Played) -> Svg {
 
 fn legend(picture: &mut Svg, drawn: &Drawn<'_>) {
     let spans = drawn.rows.iter().flat_map(|&row| &drawn.timeline.workers[row].spans);
-    let all = spans.chain(drawn.lanes.iter().flatten().copied());
-    let mut seen: Vec<&str> = all.map(|span| class(span.activity)).collect();
-    seen.sort_unstable();
-    seen.dedup();
+    let all_spans = spans.chain(drawn.lanes.iter().flatten().copied());
+    let mut kinds: Vec<&str> = all_spans.map(|span| class(span.activity)).collect();
+    kinds.sort_unstable();
+    kinds.dedup();
     let mut x = LEFT;
-    for (kind, name) in KINDS.iter().filter(|(kind, _)| seen.contains(kind)) {
-        picture.rounded(kind, [x, 4.0, 12.0, 12.0], 2.0);
+    for (kind, name) in KINDS.iter().filter(|(kind, _)| kinds.contains(kind)) {
+        picture.rounded_rect(kind, [x, 4.0, 12.0, 12.0], 2.0);
         picture.text("quiet small", Anchor::Start, [x + 18.0, 14.0], name);
         x += 18.0 + width(name, 11.0) + 20.0;
     }
@@ -151,22 +171,22 @@ fn legend(picture: &mut Svg, drawn: &Drawn<'_>) {
 /// Marks warm-up, steady state and drain; under a flush, the ends of minibatches.
 fn phases(picture: &mut Svg, played: &Played, x: &dyn Fn(f64) -> f64, bottom: f64) {
     let timeline = &played.timeline;
-    let (y, tall) = (26.0, 16.0);
+    let (y, height) = (26.0, 16.0);
     let mut band = |from: f64, to: f64, name: &str| {
         let (left, right) = (x(from), x(to));
-        picture.rect("phase", [left, y, (right - left - 2.0).max(0.0), tall], Some(name));
+        picture.rect("phase", [left, y, (right - left - 2.0).max(0.0), height], Some(name));
         if right - left > width(name, 11.0) + 8.0 {
             picture.text("quiet small", Anchor::Middle, [(left + right) / 2.0 - 1.0, y + 12.0], name);
         }
     };
     if !played.program.schedule.flushes() {
-        let Some((filled, drains)) = steady(timeline) else { return };
-        band(0.0, filled, "warm-up");
-        band(filled, drains, "steady");
-        band(drains, timeline.makespan, "drain");
+        let Some((warm_end, drain_start)) = steady_interval(timeline) else { return };
+        band(0.0, warm_end, "warm-up");
+        band(warm_end, drain_start, "steady");
+        band(drain_start, timeline.makespan, "drain");
         return;
     }
-    let ends = flushes(played);
+    let ends = flush_times(played);
     let mut from = 0.0;
     for (at, end) in ends.iter().enumerate() {
         // The last minibatch ends when its gradients are reduced and applied, which no later computation waits for.
@@ -186,22 +206,22 @@ fn phases(picture: &mut Svg, played: &Played, x: &dyn Fn(f64) -> f64, bottom: f6
 
 /// The steady state: from the first backward of the last worker (or its first computation in inference) to the last
 /// forward of the first stage.
-fn steady(timeline: &Timeline) -> Option<(f64, f64)> {
-    let trains =
+fn steady_interval(timeline: &Timeline) -> Option<(f64, f64)> {
+    let has_backward =
         timeline.workers.iter().flat_map(|track| &track.spans).any(|span| class(span.activity).starts_with("backward"));
-    let wanted = |span: &&Span| match trains {
+    let is_counted = |span: &&Span| match has_backward {
         true => class(span.activity).starts_with("backward"),
         false => span.activity.computes(),
     };
-    let begun = timeline.workers.iter().map(|track| track.spans.iter().find(wanted).map(|span| span.start));
-    let filled = begun.collect::<Option<Vec<f64>>>()?.into_iter().fold(0.0, f64::max);
+    let starts = timeline.workers.iter().map(|track| track.spans.iter().find(is_counted).map(|span| span.start));
+    let warm_end = starts.collect::<Option<Vec<f64>>>()?.into_iter().fold(0.0, f64::max);
     let first = timeline.workers.first()?;
     let forwards = first.spans.iter().filter(|span| class(span.activity) == "forward");
-    let drains = forwards.map(|span| span.end).fold(0.0, f64::max);
-    (drains > filled).then_some((filled, drains))
+    let drain_start = forwards.map(|span| span.end).fold(0.0, f64::max);
+    (drain_start > warm_end).then_some((warm_end, drain_start))
 }
 
-fn flushes(played: &Played) -> Vec<f64> {
+fn flush_times(played: &Played) -> Vec<f64> {
     let last = |items: &[f64]| items.iter().copied().fold(0.0, f64::max);
     let ends = played.timeline.finished.chunks(played.program.microbatches.max(1) as usize).map(last);
     ends.take(64).collect()
@@ -217,7 +237,7 @@ fn slices(
     spans: &[&Span],
     makespan: f64,
     slots: usize,
-    [y, tall]: [f64; 2],
+    [y, row_height]: [f64; 2],
     x: &dyn Fn(f64) -> f64,
 ) {
     if makespan <= 0.0 {
@@ -230,8 +250,8 @@ fn slices(
         let (from, to) = ((span.start / slot_us) as usize, (span.end / slot_us) as usize);
         for slot in from..=to.min(slots - 1) {
             let [left, right] = [slot as f64 * slot_us, (slot + 1) as f64 * slot_us];
-            let inside = (span.end.min(right) - span.start.max(left)).max(0.0);
-            *shares.entry((slot, kind)).or_default() += inside / slot_us;
+            let overlap = (span.end.min(right) - span.start.max(left)).max(0.0);
+            *shares.entry((slot, kind)).or_default() += overlap / slot_us;
         }
     }
     let mut filled = (usize::MAX, 0.0);
@@ -245,13 +265,15 @@ fn slices(
             continue;
         }
         let [left, right] = [slot, slot + 1].map(|slot| x(slot as f64 * slot_us));
-        let top = y + tall * (1.0 - filled.1 - share);
+        let top = y + row_height * (1.0 - filled.1 - share);
         match blocks[kind].last_mut() {
             // Consecutive slices with equal filling are merged into one block.
-            Some([x, y, width, height]) if (*x + *width - left).abs() < 0.2 && *y == top && *height == tall * share => {
+            Some([x, y, width, height])
+                if (*x + *width - left).abs() < 0.2 && *y == top && *height == row_height * share =>
+            {
                 *width = right - *x + 0.1;
             }
-            _ => blocks[kind].push([left, top, right - left + 0.1, tall * share]),
+            _ => blocks[kind].push([left, top, right - left + 0.1, row_height * share]),
         }
         filled.1 += share;
     }
@@ -278,8 +300,8 @@ fn item(activity: Activity) -> Option<(StageId, MicrobatchId)> {
 }
 
 fn versions(played: &Played) -> BTreeMap<(StageId, MicrobatchId), u32> {
-    let all = played.program.workers.iter().flat_map(|worker| &worker.instructions);
-    let forwards = all.filter_map(|instruction| match instruction {
+    let instructions = played.program.workers.iter().flat_map(|worker| &worker.instructions);
+    let forwards = instructions.filter_map(|instruction| match instruction {
         Instruction::Forward { stage, item, version, .. } => Some(((*stage, *item), version.0)),
         _ => None,
     });
@@ -324,13 +346,13 @@ pub fn table(played: &Played) -> String {
         timeline.bubble() * 100.0
     );
     if !played.program.schedule.flushes()
-        && let Some((filled, drains)) = steady(timeline)
+        && let Some((warm_end, drain_start)) = steady_interval(timeline)
     {
         notes += &format!(
             " Warm-up ends when every worker has begun its first backward, after {}; the drain begins when the first \
              stage has begun its last micro-batch, after {}.",
-            quantity::duration(filled),
-            quantity::duration(drains)
+            quantity::duration(warm_end),
+            quantity::duration(drain_start)
         );
     }
     if let Some(cores) = played.shared_cores {

@@ -17,8 +17,8 @@ const TOP: f64 = 18.0;
 
 pub fn draw(plan: &Plan) -> Svg {
     let stages = &plan.stages[..plan.stages.len().min(MOST)];
-    let most = stages.iter().map(load).fold(0.0, f64::max);
-    let share = |stage: &Stage| if most > 0.0 { load(stage) / most } else { 0.0 };
+    let max_load = stages.iter().map(load).fold(0.0, f64::max);
+    let share = |stage: &Stage| if max_load > 0.0 { load(stage) / max_load } else { 0.0 };
     if stages.len() > IN_A_ROW {
         return grid::draw(plan, stages, &share);
     }
@@ -29,11 +29,12 @@ pub fn draw(plan: &Plan) -> Svg {
         skips.iter().map(|edge| (edge.from.0.min(edge.to.0), edge.from.0.max(edge.to.0))).collect();
     let (lanes, depth) = rows(&spans);
     let left = |at: usize| 2.0 + at as f64 * (BOX[0] + GAP);
-    let below = if skips.is_empty() { 0.0 } else { 8.0 + 16.0 * depth as f64 };
-    let wide = left(stages.len().saturating_sub(1)) + BOX[0] + 14.0;
-    let mut picture = Svg::new(wide, TOP + BOX[1] + 12.0 + below, "Stages and the tensors sent between them");
+    let lanes_height = if skips.is_empty() { 0.0 } else { 8.0 + 16.0 * depth as f64 };
+    let canvas_width = left(stages.len().saturating_sub(1)) + BOX[0] + 14.0;
+    let mut picture =
+        Svg::new(canvas_width, TOP + BOX[1] + 12.0 + lanes_height, "Stages and the tensors sent between them");
     for (at, stage) in stages.iter().enumerate() {
-        one(&mut picture, stage, [left(at), TOP], share(stage));
+        draw_stage(&mut picture, stage, [left(at), TOP], share(stage));
     }
     let middle = TOP + BOX[1] / 2.0;
     for edge in plan.edges.iter().filter(|edge| is_next(edge)) {
@@ -59,34 +60,34 @@ pub fn draw(plan: &Plan) -> Svg {
         picture.path("arrow", &[[from, start + 7.0], [from, depth], [to, depth], [to, start + 9.0]], false);
         picture.path("head", &[[to, start + 2.0], [to - 4.0, start + 10.0], [to + 4.0, start + 10.0]], true);
         let label = quantity::bytes(edge.bytes);
-        let wide = width(&label, 11.0) + 10.0;
-        picture.rounded("lane", [(from + to) / 2.0 - wide / 2.0, depth - 8.0, wide, 16.0], 3.0);
+        let label_width = width(&label, 11.0) + 10.0;
+        picture.rounded_rect("lane", [(from + to) / 2.0 - label_width / 2.0, depth - 8.0, label_width, 16.0], 3.0);
         picture.text("small figure", Anchor::Middle, [(from + to) / 2.0, depth + 4.0], &label);
     }
     picture
 }
 
-fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], share: f64) {
+fn draw_stage(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], share: f64) {
     for card in (1..=(stage.replicas.saturating_sub(1)).min(3)).rev() {
         let by = 4.0 * f64::from(card);
-        picture.rounded("behind", [x + by, y - by, BOX[0], BOX[1]], 7.0);
+        picture.rounded_rect("behind", [x + by, y - by, BOX[0], BOX[1]], 7.0);
     }
-    picture.rounded("box", [x, y, BOX[0], BOX[1]], 7.0);
-    let inside = x + 13.0;
-    picture.text("strong", Anchor::Start, [inside, y + 22.0], &format!("Stage {}", stage.id.0));
+    picture.rounded_rect("box", [x, y, BOX[0], BOX[1]], 7.0);
+    let left = x + 13.0;
+    picture.text("strong", Anchor::Start, [left, y + 22.0], &format!("Stage {}", stage.id.0));
     let copies =
         format!("{} replica{}", replicas(stage), if stage.replicas == 1 && stage.degree() == 1 { "" } else { "s" });
     picture.text("quiet small", Anchor::End, [x + BOX[0] - 13.0, y + 22.0], &copies);
-    picture.text("small quiet", Anchor::Start, [inside, y + 41.0], &short(&layers(stage), 26));
+    picture.text("small quiet", Anchor::Start, [left, y + 41.0], &short(&layers(stage), 26));
     let time = quantity::duration(stage.fwd_us + stage.bwd_us);
-    picture.text("small figure", Anchor::Start, [inside, y + 60.0], &format!("{time} per micro-batch"));
-    let held = quantity::bytes(stage.memory.total);
+    picture.text("small figure", Anchor::Start, [left, y + 60.0], &format!("{time} per micro-batch"));
+    let memory = quantity::bytes(stage.memory.total);
     let recomputed = sparing(stage);
-    picture.text("small figure", Anchor::Start, [inside, y + 77.0], &format!("{held} of memory{recomputed}"));
-    let wide = BOX[0] - 26.0;
-    picture.rounded("track", [inside, y + 90.0, wide, 6.0], 3.0);
-    picture.rounded("forward", [inside, y + 90.0, (wide * share).max(1.0), 6.0], 3.0);
-    picture.text("small quiet figure", Anchor::Start, [inside, y + 109.0], &format!("load {:.0} %", share * 100.0));
+    picture.text("small figure", Anchor::Start, [left, y + 77.0], &format!("{memory} of memory{recomputed}"));
+    let bar_width = BOX[0] - 26.0;
+    picture.rounded_rect("track", [left, y + 90.0, bar_width, 6.0], 3.0);
+    picture.rounded_rect("forward", [left, y + 90.0, (bar_width * share).max(1.0), 6.0], 3.0);
+    picture.text("small quiet figure", Anchor::Start, [left, y + 109.0], &format!("load {:.0} %", share * 100.0));
 }
 
 /// Time of a stage per micro-batch, with micro-batches distributed round-robin over the replicas.
@@ -103,8 +104,8 @@ fn rows(spans: &[(u32, u32)]) -> (Vec<usize>, usize) {
     let mut ends: Vec<Vec<(u32, u32)>> = Vec::new();
     let mut lanes = Vec::with_capacity(spans.len());
     for &(from, to) in spans {
-        let free = |taken: &Vec<(u32, u32)>| taken.iter().all(|(start, end)| to <= *start || from >= *end);
-        let at = ends.iter().position(free).unwrap_or(ends.len());
+        let is_free = |lane: &Vec<(u32, u32)>| lane.iter().all(|(start, end)| to <= *start || from >= *end);
+        let at = ends.iter().position(is_free).unwrap_or(ends.len());
         if at == ends.len() {
             ends.push(Vec::new());
         }
@@ -134,8 +135,8 @@ pub fn table(plan: &Plan) -> String {
         ],
     );
     for (at, stage) in plan.stages.iter().enumerate() {
-        let sent = plan.edges.iter().filter(|edge| edge.from == stage.id);
-        let sent = sent.map(|edge| format!("{} to {}", quantity::bytes(edge.bytes), edge.to.0));
+        let sends = plan.edges.iter().filter(|edge| edge.from == stage.id);
+        let sends = sends.map(|edge| format!("{} to {}", quantity::bytes(edge.bytes), edge.to.0));
         let number = |list: &[u32]| list.get(at).map_or(String::new(), u32::to_string);
         table.row(&[
             stage.id.0.to_string(),
@@ -150,12 +151,12 @@ pub fn table(plan: &Plan) -> String {
             quantity::bytes(stage.memory.total) + &sparing(stage),
             number(&plan.schedule.in_flight),
             number(&plan.schedule.weight_versions),
-            sent.collect::<Vec<_>>().join(", "),
+            sends.collect::<Vec<_>>().join(", "),
         ]);
     }
-    let more = plan.stages.len().saturating_sub(MOST);
-    let note = if more > 0 {
-        format!("<p class=\"quiet\">The graph leaves out the last {more} stages.</p>")
+    let hidden_stages = plan.stages.len().saturating_sub(MOST);
+    let note = if hidden_stages > 0 {
+        format!("<p class=\"quiet\">The graph leaves out the last {hidden_stages} stages.</p>")
     } else {
         String::new()
     };

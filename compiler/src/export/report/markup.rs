@@ -78,7 +78,6 @@ pub fn figure(picture: &str) -> String {
     format!("<div class=\"scroll\" tabindex=\"0\">{picture}</div>\n")
 }
 
-/// A collapsible section.
 pub fn details(summary: &str, inside: &str) -> String {
     format!("<details><summary>{}</summary>{inside}</details>\n", escape(summary))
 }

@@ -42,51 +42,53 @@ pub enum MetricsError {
 }
 
 /// Returns an error if the metrics belong to a run of another plan.
-pub fn fits(plan: &Plan, measured: &Measured) -> Result<(), MetricsError> {
-    let other = |what: String| Err(MetricsError::OtherPlan { what });
-    let known = plan.stages.len();
+pub fn check_plan(plan: &Plan, measured: &Measured) -> Result<(), MetricsError> {
+    let mismatch = |what: String| Err(MetricsError::OtherPlan { what });
+    let stage_count = plan.stages.len();
     let count = |count: usize| quantity::plural(count as u64, "stage", "stages");
-    if let Some(ran) = &measured.plan {
-        if ran.graph != plan.model.graph_hash {
-            return other("its model differs from the plan's".to_string());
+    if let Some(measured_plan) = &measured.plan {
+        if measured_plan.graph != plan.model.graph_hash {
+            return mismatch("its model differs from the plan's".to_string());
         }
-        if ran.stages.len() != known {
-            return other(format!("it has {}, the plan {}", count(ran.stages.len()), count(known)));
+        if measured_plan.stages.len() != stage_count {
+            return mismatch(format!("it has {}, the plan {}", count(measured_plan.stages.len()), count(stage_count)));
         }
-        for (at, (stage, MeasuredPlace { ops, devices })) in plan.stages.iter().zip(&ran.stages).enumerate() {
+        for (at, (stage, MeasuredPlace { ops, devices })) in plan.stages.iter().zip(&measured_plan.stages).enumerate() {
             if stage.ops != *ops {
-                return other(format!("stage {at} has ops {}, in the plan {}", ranges(ops), ranges(&stage.ops)));
+                return mismatch(format!("stage {at} has ops {}, in the plan {}", ranges(ops), ranges(&stage.ops)));
             }
             if stage.devices != *devices {
                 let workers = |count: usize| quantity::plural(count as u64, "worker", "workers");
-                let (found, planned) = (workers(devices.len()), workers(stage.devices.len()));
-                return match found == planned {
-                    true => other(format!("stage {at} is on other devices than in the plan")),
-                    false => other(format!("stage {at} is on {found}, in the plan on {planned}")),
+                let (measured_workers, planned_workers) = (workers(devices.len()), workers(stage.devices.len()));
+                return match measured_workers == planned_workers {
+                    true => mismatch(format!("stage {at} is on other devices than in the plan")),
+                    false => mismatch(format!("stage {at} is on {measured_workers}, in the plan on {planned_workers}")),
                 };
             }
         }
     }
-    match measured.stages.iter().find(|found| found.stage as usize >= known) {
-        Some(found) => other(format!("it has a stage {}, the plan has {}", found.stage, count(known))),
+    match measured.stages.iter().find(|measured_workers| measured_workers.stage as usize >= stage_count) {
+        Some(measured_workers) => {
+            mismatch(format!("it has a stage {}, the plan has {}", measured_workers.stage, count(stage_count)))
+        }
         None => Ok(()),
     }
 }
 
 /// Formats half-open ranges with inclusive ends: `0-3, 5`.
 fn ranges(list: &[(u32, u32)]) -> String {
-    let one = |&(from, to): &(u32, u32)| match to.saturating_sub(1) {
+    let range = |&(from, to): &(u32, u32)| match to.saturating_sub(1) {
         last if last <= from => from.to_string(),
         last => format!("{from}-{last}"),
     };
-    let mut described: Vec<String> = list.iter().take(SHOWN).map(one).collect();
+    let mut described: Vec<String> = list.iter().take(SHOWN).map(range).collect();
     described.extend((list.len() > SHOWN).then(|| "…".to_string()));
     described.join(", ")
 }
 
 pub fn read(text: &str) -> Result<Measured, MetricsError> {
     let mut measured = Measured::default();
-    let (mut found, mut resumed_after) = (Vec::new(), None);
+    let (mut lines, mut resumed_after) = (Vec::new(), None);
     for (at, line) in text.lines().enumerate().take(MOST).filter(|(_, line)| !line.trim().is_empty()) {
         let line_number = at + 1;
         let value: Value = serde_json::from_str(line).map_err(|_| MetricsError::Line { line: line_number })?;
@@ -107,9 +109,9 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
         }
         // The loss of a diverged run is null; the run is still shown.
         let loss = object.get("loss").and_then(Value::as_f64).unwrap_or(f64::NAN);
-        found.push(StepLine { line: line_number, step: object.get("step").and_then(Value::as_u64), loss, seconds });
+        lines.push(StepLine { line: line_number, step: object.get("step").and_then(Value::as_u64), loss, seconds });
     }
-    measured.steps = joined(&found, resumed_after)?;
+    measured.steps = join_resumed(&lines, resumed_after)?;
     if measured.steps.is_empty() { Err(MetricsError::Empty) } else { Ok(measured) }
 }
 
@@ -125,18 +127,18 @@ struct StepLine {
 
 /// Loss and seconds of every minibatch. The seconds of a resumed run begin at 0; here they continue those of the run before.
 /// An earlier resumption is found only if they fall.
-fn joined(lines: &[StepLine], resumed_after: Option<u64>) -> Result<Vec<(f64, f64)>, MetricsError> {
-    let (mut steps, mut earlier, mut before) = (Vec::new(), 0.0, 0.0);
+fn join_resumed(lines: &[StepLine], resumed_after: Option<u64>) -> Result<Vec<(f64, f64)>, MetricsError> {
+    let (mut steps, mut earlier, mut previous) = (Vec::new(), 0.0, 0.0);
     let mut last = None;
     for &StepLine { line, step, loss, seconds } in lines {
         let is_next = step.is_some() && step > last;
-        if last.is_some() && is_next && (step == resumed_after || seconds < before) {
-            (earlier, before) = (earlier + before, 0.0);
+        if last.is_some() && is_next && (step == resumed_after || seconds < previous) {
+            (earlier, previous) = (earlier + previous, 0.0);
         }
-        if seconds < before {
-            return Err(MetricsError::Order { line, found: seconds, before });
+        if seconds < previous {
+            return Err(MetricsError::Order { line, found: seconds, before: previous });
         }
-        (last, before) = (step, seconds);
+        (last, previous) = (step, seconds);
         steps.push((loss, earlier + seconds));
     }
     Ok(steps)
@@ -151,14 +153,14 @@ struct TotalFields<'a> {
 
 impl TotalFields<'_> {
     fn field<T: DeserializeOwned>(self, field: &'static str) -> Result<Option<T>, MetricsError> {
-        let wrong = MetricsError::Total { line: self.line, field };
+        let error = MetricsError::Total { line: self.line, field };
         let fields = self.total.as_object().ok_or(MetricsError::Line { line: self.line })?;
-        fields.get(field).map_or(Ok(None), |value| Option::<T>::deserialize(value).map_err(|_| wrong))
+        fields.get(field).map_or(Ok(None), |value| Option::<T>::deserialize(value).map_err(|_| error))
     }
 
     fn time_us(self, field: &'static str, us: f64) -> Result<f64, MetricsError> {
-        let wrong = MetricsError::Total { line: self.line, field };
-        if (0.0..=LONGEST_US).contains(&us) { Ok(us) } else { Err(wrong) }
+        let error = MetricsError::Total { line: self.line, field };
+        if (0.0..=LONGEST_US).contains(&us) { Ok(us) } else { Err(error) }
     }
 }
 
@@ -182,10 +184,10 @@ fn read_total(total: TotalFields<'_>, resumed: Option<u64>, measured: &mut Measu
 
 /// Microseconds between the ends of consecutive minibatches. The first ones include the pipeline fill.
 fn steps(measured: &Measured) -> Vec<f64> {
-    let mut before = 0.0;
+    let mut previous = 0.0;
     let step = |(_, seconds): &(f64, f64)| {
-        let us = (seconds - before) * 1e6;
-        before = *seconds;
+        let us = (seconds - previous) * 1e6;
+        previous = *seconds;
         us
     };
     measured.steps.iter().map(step).collect()
@@ -204,24 +206,25 @@ fn other_run(plan: &Plan, measured: &Measured) -> Option<String> {
 }
 
 /// The prediction interval, if the run had the conditions of the profile.
-fn expected(plan: &Plan, measured: &Measured) -> Option<String> {
+fn describe_interval(plan: &Plan, measured: &Measured) -> Option<String> {
     let (workers, cores) = measured.shared.filter(|(workers, _)| *workers == u64::from(plan.workers()))?;
-    let (place, interval) = plan.compared(measured.step_us?).filter(|_| workers <= cores)?;
+    let (comparison, interval) = plan.compared(measured.step_us?).filter(|_| workers <= cores)?;
     let [low, high] = interval.map(quantity::duration);
-    Some(format!(" It is {place} the {low} to {high} expected."))
+    Some(format!(" It is {comparison} the {low} to {high} expected."))
 }
 
 /// A notice if the run used another schedule or other batch sizes than the plan.
 fn other_order(plan: &Plan, order: &MeasuredOrder) -> Option<String> {
     let planned = &plan.schedule;
-    let described = |schedule: &str, microbatches: u32, samples: u64| {
+    let describe = |schedule: &str, microbatches: u32, samples: u64| {
         let items = quantity::plural(u64::from(microbatches), "micro-batch", "micro-batches");
         format!("{items} of {} under {schedule}", quantity::plural(samples, "sample", "samples"))
     };
-    let ran = described(&order.schedule, order.microbatches, order.micro_batch);
-    let counted = described(planned.kind.name(), planned.microbatches, planned.micro_batch);
+    let measured_order = describe(&order.schedule, order.microbatches, order.micro_batch);
+    let planned_order = describe(planned.kind.name(), planned.microbatches, planned.micro_batch);
     let differ = "the predicted times and memory do not apply";
-    (ran != counted).then(|| format!("The run's minibatches were {ran}, the plan assumes {counted}: {differ}."))
+    (measured_order != planned_order)
+        .then(|| format!("The run's minibatches were {measured_order}, the plan assumes {planned_order}: {differ}."))
 }
 
 pub fn section(plan: &Plan, measured: &Measured) -> String {
@@ -229,37 +232,37 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
     let predicted = plan.predicted.step_us;
     let count = quantity::plural(steps.len() as u64, "minibatch", "minibatches");
     let last = measured.steps.last().map_or(0.0, |(_, seconds)| *seconds);
-    let whole = measured.seconds.unwrap_or(last).max(last);
-    let mean = whole * 1e6 / steps.len().max(1) as f64;
+    let total_seconds = measured.seconds.unwrap_or(last).max(last);
+    let mean = total_seconds * 1e6 / steps.len().max(1) as f64;
     let steady = measured.step_us.unwrap_or(mean);
-    let other = other_run(plan, measured);
-    let ratio = if predicted > 0.0 && other.is_none() {
+    let difference = other_run(plan, measured);
+    let ratio = if predicted > 0.0 && difference.is_none() {
         format!(", {} times the prediction of {}", quantity::short(steady / predicted), quantity::duration(predicted))
     } else {
         String::new()
     };
-    let filled = match measured.step_us {
+    let steady_note = match measured.step_us {
         Some(us) => format!(", {} in the steady state", quantity::duration(us)),
         None => " with the time in which the pipeline fills".to_string(),
     };
     let mut text = paragraph(
         "",
         &format!(
-            "{count} in {}: {} each on average{filled}{ratio}.{}",
-            quantity::duration(whole * 1e6),
+            "{count} in {}: {} each on average{steady_note}{ratio}.{}",
+            quantity::duration(total_seconds * 1e6),
             quantity::duration(mean),
-            if other.is_none() { expected(plan, measured).unwrap_or_default() } else { String::new() },
+            if difference.is_none() { describe_interval(plan, measured).unwrap_or_default() } else { String::new() },
         ),
     );
-    let is_other = other.is_some();
+    let is_other = difference.is_some();
     let unfinished = "The file has no totals, for example because the run was stopped.".to_string();
-    for notice in other.into_iter().chain((!measured.has_totals).then_some(unfinished)) {
+    for notice in difference.into_iter().chain((!measured.has_totals).then_some(unfinished)) {
         text += &paragraph("", &notice);
     }
-    let every = steps.len().div_ceil(POINTS).max(1);
+    let stride = steps.len().div_ceil(POINTS).max(1);
     let line = |values: Vec<f64>| -> Vec<(f64, f64)> {
-        let all = values.into_iter().enumerate().step_by(every);
-        all.map(|(at, value)| (at as f64, value)).filter(|(_, value)| value.is_finite()).collect()
+        let sampled = values.into_iter().enumerate().step_by(stride);
+        sampled.map(|(at, value)| (at as f64, value)).filter(|(_, value)| value.is_finite()).collect()
     };
     let last_step = steps.len().saturating_sub(1).max(1) as f64;
     let curve = |name: &str, points, is_reference| Curve { name: name.to_string(), points, is_reference };
@@ -305,35 +308,36 @@ fn table(plan: &Plan, measured: &Measured, step_us: f64, is_other: bool) -> Stri
         ("ratio", Column::Numbers),
     ];
     let mut table = Table::new(caption, &columns);
-    let mut row = |what: String, predicted: f64, found: f64, tell: &dyn Fn(f64) -> String| {
+    let mut row = |what: String, predicted: f64, actual: f64, tell: &dyn Fn(f64) -> String| {
         let is_comparable = predicted > 0.0 && !is_other;
-        let ratio = if is_comparable { quantity::short(found / predicted) } else { String::new() };
-        table.row(&[what, tell(predicted), tell(found), ratio]);
+        let ratio = if is_comparable { quantity::short(actual / predicted) } else { String::new() };
+        table.row(&[what, tell(predicted), tell(actual), ratio]);
     };
     let what = if measured.step_us.is_some() { "minibatch, in the steady state" } else { "minibatch, on average" };
     row(what.to_string(), plan.predicted.step_us, step_us, &quantity::duration);
-    for found in &measured.stages {
-        let Some(stage) = plan.stages.get(found.stage as usize) else { continue };
-        let id = found.stage;
-        row(format!("stage {id}, forward"), stage.fwd_us, found.fwd_us, &quantity::duration);
-        row(format!("stage {id}, backward"), stage.bwd_us, found.bwd_us, &quantity::duration);
+    for actual in &measured.stages {
+        let Some(stage) = plan.stages.get(actual.stage as usize) else { continue };
+        let id = actual.stage;
+        row(format!("stage {id}, forward"), stage.fwd_us, actual.fwd_us, &quantity::duration);
+        row(format!("stage {id}, backward"), stage.bwd_us, actual.bwd_us, &quantity::duration);
     }
     // A worker reports the memory of all its stages together.
     let bytes = |bytes: f64| quantity::bytes(bytes as u64);
     for (at, stage) in plan.stages.iter().enumerate() {
-        let mut beside = (0..plan.stages.len()).filter(|&other| plan.stages[other].devices == stage.devices);
-        if beside.clone().next() != Some(at) {
+        let mut same_devices = (0..plan.stages.len()).filter(|&other| plan.stages[other].devices == stage.devices);
+        if same_devices.clone().next() != Some(at) {
             continue;
         }
-        let held = measured.stages.iter().filter(|found| beside.clone().any(|other| other == found.stage as usize));
-        let Some(held) = held.map(|found| found.peak_memory_bytes).max() else { continue };
-        let planned = beside.clone().fold(0u64, |sum, other| sum.saturating_add(plan.stages[other].memory.total));
-        let names: Vec<String> = beside.by_ref().map(|other| other.to_string()).collect();
+        let peak =
+            measured.stages.iter().filter(|actual| same_devices.clone().any(|other| other == actual.stage as usize));
+        let Some(peak) = peak.map(|actual| actual.peak_memory_bytes).max() else { continue };
+        let planned = same_devices.clone().fold(0u64, |sum, other| sum.saturating_add(plan.stages[other].memory.total));
+        let names: Vec<String> = same_devices.by_ref().map(|other| other.to_string()).collect();
         let what = match &names[..] {
             [one] => format!("stage {one}, peak memory"),
-            several => format!("stages {} together, peak memory", several.join(", ")),
+            names => format!("stages {} together, peak memory", names.join(", ")),
         };
-        row(what, planned as f64, held as f64, &bytes);
+        row(what, planned as f64, peak as f64, &bytes);
     }
     table.html()
 }

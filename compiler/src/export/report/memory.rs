@@ -43,25 +43,25 @@ fn name(bar: &DeviceMemory) -> String {
 }
 
 pub fn draw(plan: &Plan) -> Svg {
-    let all = held(plan);
-    let bars = &all[..all.len().min(MOST)];
+    let memories = held(plan);
+    let bars = &memories[..memories.len().min(MOST)];
     let size = usize::from(bars.len() > THICK);
-    let (tall, pitch) = (TALL[size], PITCH[size]);
+    let (height, pitch) = (TALL[size], PITCH[size]);
     let bottom = TOP + pitch * bars.len() as f64;
     let mut picture = Svg::new(WIDE, bottom + 28.0, "Memory of each stage by component");
-    let fullest = bars.iter().map(|bar| bar.memory.total).max().unwrap_or(0) as f64;
+    let peak = bars.iter().map(|bar| bar.memory.total).max().unwrap_or(0) as f64;
     let limit = plan.cluster.memory_per_device.map(|limit| limit.0 as f64);
     // A limit far above the memory used would make the bars invisible.
-    let shows_limit = limit.filter(|limit| *limit <= 8.0 * fullest);
-    let axis = Axis::upto(shows_limit.unwrap_or(0.0).max(fullest), 8, Unit::Bytes);
+    let shows_limit = limit.filter(|limit| *limit <= 8.0 * peak);
+    let axis = Axis::upto(shows_limit.unwrap_or(0.0).max(peak), 8, Unit::Bytes);
     let longest = bars.iter().map(|bar| width(&name(bar), 13.0)).fold(0.0, f64::max);
     let left = LEFT.max(longest + 24.0);
     let span = WIDE - left - RIGHT;
     let x = |bytes: f64| left + span * axis.share(bytes);
     let mut key = left;
-    let held_by_any = |part: usize| all.iter().any(|bar| parts(&bar.memory)[part].1 > 0);
-    for (at, (name, _)) in parts(&StageMemory::default()).iter().enumerate().filter(|(at, _)| held_by_any(*at)) {
-        picture.rounded(&format!("s{at}"), [key, 4.0, 12.0, 12.0], 2.0);
+    let is_used = |part: usize| memories.iter().any(|bar| parts(&bar.memory)[part].1 > 0);
+    for (at, (name, _)) in parts(&StageMemory::default()).iter().enumerate().filter(|(at, _)| is_used(*at)) {
+        picture.rounded_rect(&format!("s{at}"), [key, 4.0, 12.0, 12.0], 2.0);
         picture.text("quiet small", Anchor::Start, [key + 18.0, 14.0], name);
         key += 18.0 + width(name, 11.0) + 20.0;
     }
@@ -71,7 +71,7 @@ pub fn draw(plan: &Plan) -> Svg {
     }
     for (at, bar) in bars.iter().enumerate() {
         let y = TOP + pitch * at as f64;
-        let middle = y + tall / 2.0 + 4.0;
+        let middle = y + height / 2.0 + 4.0;
         let class = if size == 0 { "" } else { "small" };
         picture.text(class, Anchor::End, [left - 12.0, middle], &name(bar));
         let mut from = 0.0;
@@ -79,15 +79,15 @@ pub fn draw(plan: &Plan) -> Svg {
             let to = from + bytes as f64;
             let hint = format!("{}: {part_name} {}", name(bar), quantity::bytes(bytes));
             if bytes > 0 {
-                picture.rect(&format!("s{part}"), [x(from), y, x(to) - x(from), tall], Some(&hint));
+                picture.rect(&format!("s{part}"), [x(from), y, x(to) - x(from), height], Some(&hint));
             }
             from = to;
         }
         let total = quantity::bytes(bar.memory.total);
         let (at, end) = (x(from) + 8.0, x(from) + 8.0 + width(&total, 11.0));
         // Keeps the label clear of the limit line.
-        let behind = shows_limit.map(&x).filter(|line| (at - 4.0..end + 4.0).contains(line));
-        picture.text("small figure", Anchor::Start, [behind.map_or(at, |line| line + 6.0), middle], &total);
+        let limit_line = shows_limit.map(&x).filter(|line| (at - 4.0..end + 4.0).contains(line));
+        picture.text("small figure", Anchor::Start, [limit_line.map_or(at, |line| line + 6.0), middle], &total);
     }
     picture.line("axis", [left, bottom], [WIDE - RIGHT, bottom]);
     if let Some(limit) = shows_limit {

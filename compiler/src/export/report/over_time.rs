@@ -34,7 +34,7 @@ pub fn draw(played: &Played) -> Option<Svg> {
         return None;
     }
     let size = usize::from(workers.len() > LARGE);
-    let (tall, pitch) = (TALL[size], PITCH[size]);
+    let (height, pitch) = (TALL[size], PITCH[size]);
     let bottom = 8.0 + pitch * workers.len() as f64;
     let mut picture = Svg::new(WIDE, bottom + 28.0, "Memory over time");
     let axis = Axis::of(timeline.makespan, 10, Unit::Time);
@@ -43,11 +43,11 @@ pub fn draw(played: &Played) -> Option<Svg> {
         picture.line("grid", [x(*value), 8.0], [x(*value), bottom]);
         picture.text("quiet small figure", Anchor::Middle, [x(*value), bottom + 17.0], label);
     }
-    let most = workers.iter().map(|&worker| timeline.peak_memory(worker)).max().unwrap_or(0).max(1) as f64;
+    let max_bytes = workers.iter().map(|&worker| timeline.peak_memory(worker)).max().unwrap_or(0).max(1) as f64;
     for (at, &worker) in workers.iter().enumerate() {
-        let base = 8.0 + pitch * at as f64 + tall;
-        let y = |bytes: u64| base - tall * bytes as f64 / most;
-        let points = thinned(&timeline.memory[worker], timeline.makespan, POINTS[size]);
+        let base = 8.0 + pitch * at as f64 + height;
+        let y = |bytes: u64| base - height * bytes as f64 / max_bytes;
+        let points = thin_out(&timeline.memory[worker], timeline.makespan, POINTS[size]);
         let mut line: Vec<[f64; 2]> = Vec::new();
         for (time, bytes) in points {
             if let Some(last) = line.last().copied() {
@@ -69,23 +69,23 @@ pub fn draw(played: &Played) -> Option<Svg> {
     Some(picture)
 }
 
-/// Reduces the number of points to approximately `most`, keeping all peaks.
-fn thinned(points: &[(f64, u64)], makespan: f64, most: usize) -> Vec<(f64, u64)> {
-    if points.len() <= most {
+/// Reduces the number of points to approximately `max_points`, keeping all peaks.
+fn thin_out(points: &[(f64, u64)], makespan: f64, max_points: usize) -> Vec<(f64, u64)> {
+    if points.len() <= max_points {
         return points.to_vec();
     }
-    let width = makespan / most as f64;
-    let mut thin: Vec<(f64, u64)> = Vec::new();
+    let width = makespan / max_points as f64;
+    let mut sparse: Vec<(f64, u64)> = Vec::new();
     let mut slot = usize::MAX;
     for &(time, bytes) in points {
         let at = (time / width) as usize;
-        match thin.last_mut() {
+        match sparse.last_mut() {
             Some(last) if at == slot => last.1 = last.1.max(bytes),
-            _ => thin.push((at as f64 * width, bytes)),
+            _ => sparse.push((at as f64 * width, bytes)),
         }
         slot = at;
     }
-    thin
+    sparse
 }
 
 pub fn table(played: &Played) -> String {
@@ -101,12 +101,12 @@ pub fn table(played: &Played) -> String {
     );
     for &worker in &workers {
         let points = &played.timeline.memory[worker];
-        let most = played.timeline.peak_memory(worker);
-        let when = points.iter().find(|(_, bytes)| *bytes == most).map_or(0.0, |(time, _)| *time);
+        let peak = played.timeline.peak_memory(worker);
+        let when = points.iter().find(|(_, bytes)| *bytes == peak).map_or(0.0, |(time, _)| *time);
         table.row(&[
             played.timeline.workers[worker].name.clone(),
             quantity::bytes(points.first().map_or(0, |(_, bytes)| *bytes)),
-            quantity::bytes(most),
+            quantity::bytes(peak),
             quantity::duration(when),
         ]);
     }
@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn thinning_keeps_peaks() {
         let points: Vec<(f64, u64)> = (0..10_000).map(|at| (f64::from(at), if at == 6_173 { 99 } else { 1 })).collect();
-        let thin = thinned(&points, 10_000.0, 700);
-        assert!(thin.len() <= 700 && thin.iter().any(|(_, bytes)| *bytes == 99));
+        let sparse = thin_out(&points, 10_000.0, 700);
+        assert!(sparse.len() <= 700 && sparse.iter().any(|(_, bytes)| *bytes == 99));
     }
 }

@@ -32,8 +32,8 @@ pub fn html(report: &Report<'_>) -> String {
         escape(&title(report))
     );
     text += &header(report, &sections);
-    for (id, name, inside) in &sections {
-        text += &format!("<section id=\"{id}\">\n<h2>{}</h2>\n{inside}</section>\n", escape(name));
+    for (id, name, content) in &sections {
+        text += &format!("<section id=\"{id}\">\n<h2>{}</h2>\n{content}</section>\n", escape(name));
     }
     text + &format!("<div id=\"hint\" hidden></div>\n<script>{SCRIPT}</script>\n</body>\n</html>\n")
 }
@@ -42,12 +42,12 @@ pub fn html(report: &Report<'_>) -> String {
 pub const PICTURES: [&str; 4] = ["graph.svg", "memory.svg", "gantt.svg", "memory-over-time.svg"];
 
 pub fn pictures(report: &Report<'_>) -> Vec<(&'static str, Svg)> {
-    let mut all = vec![("graph.svg", graph::draw(report.plan)), ("memory.svg", memory::draw(report.plan))];
+    let mut pictures = vec![("graph.svg", graph::draw(report.plan)), ("memory.svg", memory::draw(report.plan))];
     if let Ok(played) = &report.played {
-        all.push(("gantt.svg", gantt::draw(played)));
-        all.extend(over_time::draw(played).map(|picture| ("memory-over-time.svg", picture)));
+        pictures.push(("gantt.svg", gantt::draw(played)));
+        pictures.extend(over_time::draw(played).map(|picture| ("memory-over-time.svg", picture)));
     }
-    all
+    pictures
 }
 
 fn title(report: &Report<'_>) -> String {
@@ -61,34 +61,34 @@ type Section = (&'static str, &'static str, String);
 fn sections(report: &Report<'_>) -> Vec<Section> {
     let plan = report.plan;
     let with = |picture: Svg, table: String| figure(&picture.inline()) + &details("As a table", &table);
-    let mut all: Vec<Section> = vec![("stages", "Stages", with(graph::draw(plan), graph::table(plan)))];
+    let mut sections: Vec<Section> = vec![("stages", "Stages", with(graph::draw(plan), graph::table(plan)))];
     match &report.played {
         Ok(played) => {
             let sums = gradients(plan)
                 .map_or(String::new(), |sentence| paragraph("quiet", &format!("Gradients: {sentence}.")));
-            all.push(("time", "Pipeline schedule", sums + &with(gantt::draw(played), gantt::table(played))));
+            sections.push(("time", "Pipeline schedule", sums + &with(gantt::draw(played), gantt::table(played))));
         }
         Err(why) => {
             let text = format!("The programs of this plan cannot be simulated: {why}");
-            all.push(("time", "Pipeline schedule", paragraph("quiet", &text)));
+            sections.push(("time", "Pipeline schedule", paragraph("quiet", &text)));
         }
     }
-    all.push(("memory", "Memory", with(memory::draw(plan), memory::table(plan))));
+    sections.push(("memory", "Memory", with(memory::draw(plan), memory::table(plan))));
     if let Ok(played) = &report.played
         && let Some(picture) = over_time::draw(played)
     {
-        let counted = "Weight versions, gradients and saved activations. Optimizer state, messages and workspace are \
+        let note = "Weight versions, gradients and saved activations. Optimizer state, messages and workspace are \
                        constant and come on top.";
-        let text = paragraph("quiet", counted) + &with(picture, over_time::table(played));
-        all.push(("held", "Memory over time", text));
+        let text = paragraph("quiet", note) + &with(picture, over_time::table(played));
+        sections.push(("held", "Memory over time", text));
     }
     let bound = paragraph("", &report.bound);
-    all.push((
+    sections.push((
         "else",
         "Alternatives and lower bound",
         bound + &with(alternatives::draw(report), alternatives::table(report)),
     ));
-    all.push((
+    sections.push((
         "costs",
         "Costs and cuts",
         match &report.modelled {
@@ -97,13 +97,13 @@ fn sections(report: &Report<'_>) -> Vec<Section> {
         },
     ));
     if !report.what_if.is_empty() {
-        all.push(("if", "What-if analysis", what_if::strip(report)));
+        sections.push(("if", "What-if analysis", what_if::strip(report)));
     }
     if let Some(measured) = &report.measured {
-        all.push(("measured", "Measured", measured::section(plan, measured)));
+        sections.push(("measured", "Measured", measured::section(plan, measured)));
     }
-    all.push(("source", "Provenance", provenance::provenance(report)));
-    all
+    sections.push(("source", "Provenance", provenance::provenance(report)));
+    sections
 }
 
 fn header(report: &Report<'_>, sections: &[Section]) -> String {
@@ -116,7 +116,7 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
     // Stages on the same devices share their workers.
     let ranks = device_memory::held(plan);
     let devices = |stage: &Stage| u64::from(stage.replicas) * u64::from(stage.degree());
-    let used: u64 = ranks.iter().map(|rank| devices(&plan.stages[rank.stages[0]])).sum();
+    let used_devices: u64 = ranks.iter().map(|rank| devices(&plan.stages[rank.stages[0]])).sum();
     let replicas = plan.stages.iter().map(|stage| stage.replicas.to_string()).collect::<Vec<_>>();
     let shape = if replicas.len() <= 12 {
         replicas.join("-")
@@ -137,7 +137,7 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
         (
             "Replicas per stage",
             shape,
-            format!("{used} of {}", quantity::plural(u64::from(plan.cluster.devices), "device", "devices")),
+            format!("{used_devices} of {}", quantity::plural(u64::from(plan.cluster.devices), "device", "devices")),
         ),
         (
             "Peak memory per device",
@@ -167,11 +167,11 @@ fn hash(text: &str) -> String {
 fn base64(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::new();
-    for three in bytes.chunks(3) {
-        let bits = three.iter().fold(0u32, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - three.len()));
+    for chunk in bytes.chunks(3) {
+        let bits = chunk.iter().fold(0u32, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - chunk.len()));
         for at in 0..4 {
             let digit = DIGITS[(bits >> (18 - 6 * at) & 63) as usize];
-            text.push(if at <= three.len() { char::from(digit) } else { '=' });
+            text.push(if at <= chunk.len() { char::from(digit) } else { '=' });
         }
     }
     text

@@ -39,7 +39,7 @@ pub fn minibatches(plan: &Plan) -> u32 {
         true => (2 * depth + 8).max(12).max(2 * per_minibatch),
         false => 2 * per_minibatch,
     };
-    let most = (MOST / (2 * plan.stages.len() as u64).max(1)).max(1);
-    let minibatches = items.min(most).div_ceil(per_minibatch).max(1);
+    let max_items = (MOST / (2 * plan.stages.len() as u64).max(1)).max(1);
+    let minibatches = items.min(max_items).div_ceil(per_minibatch).max(1);
     u32::try_from(minibatches).unwrap_or(u32::MAX)
 }

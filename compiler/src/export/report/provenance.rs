@@ -9,7 +9,7 @@ use serde_json::Value;
 
 pub fn provenance(report: &Report<'_>) -> String {
     let plan = report.plan;
-    let known = |text: &str| if text.is_empty() { "none".to_string() } else { text.to_string() };
+    let or_none = |text: &str| if text.is_empty() { "none".to_string() } else { text.to_string() };
     let method = match plan.profile.method {
         Method::Measured => "measured",
         Method::Analytic => "analytic: not measured",
@@ -22,13 +22,13 @@ pub fn provenance(report: &Report<'_>) -> String {
     };
     let fallback = plan.search.fallback.clone().unwrap_or_else(|| "none, the search was complete".to_string());
     list(&[
-        ("model", known(&plan.model.file)),
-        ("model SHA-256", known(&plan.model.sha256)),
-        ("graph hash", known(&plan.model.graph_hash)),
+        ("model", or_none(&plan.model.file)),
+        ("model SHA-256", or_none(&plan.model.sha256)),
+        ("graph hash", or_none(&plan.model.graph_hash)),
         ("import", import(plan)),
         ("costs", method.to_string()),
-        ("profile SHA-256", known(&plan.profile.sha256)),
-        ("SHA-256 of this plan", known(&report.plan_sha256)),
+        ("profile SHA-256", or_none(&plan.profile.sha256)),
+        ("SHA-256 of this plan", or_none(&report.plan_sha256)),
         ("schema", plan.schema.clone()),
         ("cost model", cost(plan.cost).to_string()),
         ("objective", objective.to_string()),
@@ -45,16 +45,16 @@ pub fn provenance(report: &Report<'_>) -> String {
 
 /// The requested partitioner, and whether constraints limited its search.
 fn partitioner(plan: &Plan) -> String {
-    let asked = plan.options.get("partitioner").and_then(Value::as_str).unwrap_or(&plan.search.method);
+    let partitioner = plan.options.get("partitioner").and_then(Value::as_str).unwrap_or(&plan.search.method);
     let is_given = |name: &&str| match plan.options.get(*name) {
         Some(value) => *name != "in_flight" || value.is_array(),
         None => false,
     };
     let flag = |name: &str| format!("--{}", name.replace('_', "-"));
-    let given: Vec<String> = CONSTRAINTS.iter().copied().filter(|name| is_given(name)).map(flag).collect();
-    match given.is_empty() {
-        true => asked.to_string(),
-        false => format!("{asked}, within the constraints {}", given.join(", ")),
+    let constraints: Vec<String> = CONSTRAINTS.iter().copied().filter(|name| is_given(name)).map(flag).collect();
+    match constraints.is_empty() {
+        true => partitioner.to_string(),
+        false => format!("{partitioner}, within the constraints {}", constraints.join(", ")),
     }
 }
 

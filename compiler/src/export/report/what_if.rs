@@ -17,7 +17,7 @@ pub fn strip(report: &Report<'_>) -> String {
     sizes.sort_unstable();
     sizes.dedup();
     let rate = |cell: &WhatIf| cell.answer.as_ref().map_or(0.0, |answer| answer.throughput_per_s);
-    let most = cells.iter().map(rate).fold(0.0, f64::max);
+    let max_rate = cells.iter().map(rate).fold(0.0, f64::max);
     let caption = "Samples per second, replicas of each stage, and peak memory per device; darker is faster. The \
                 framed cell is this plan. The others are planned with ops grouped into about 64 runs, and could be \
                 slightly faster.";
@@ -37,29 +37,29 @@ pub fn strip(report: &Report<'_>) -> String {
             let found = cells
                 .iter()
                 .find(|cell| (cell.devices, cell.micro_batch, cell.microbatches) == (count, micro_batch, microbatches));
-            text += &found.map_or_else(|| "<td></td>".to_string(), |found| cell(report, found, rate(found), most));
+            text += &found.map_or_else(|| "<td></td>".to_string(), |found| cell(report, found, rate(found), max_rate));
         }
         text += "</tr>";
     }
     text + "</tbody></table></div>\n"
 }
 
-fn cell(report: &Report<'_>, cell: &WhatIf, rate: f64, most: f64) -> String {
+fn cell(report: &Report<'_>, cell: &WhatIf, rate: f64, max_rate: f64) -> String {
     let schedule = &report.plan.schedule;
     let is_own = cell.devices == report.plan.cluster.devices
         && (cell.micro_batch, cell.microbatches) == (schedule.micro_batch, schedule.microbatches);
-    let own = if is_own { " own-cell" } else { "" };
+    let class = if is_own { " own-cell" } else { "" };
     match &cell.answer {
-        Err(why) => format!("<td class=\"h0 why{own}\"><span>{}</span></td>", escape(why)),
+        Err(why) => format!("<td class=\"h0 why{class}\"><span>{}</span></td>", escape(why)),
         Ok(answer) => {
-            let shade = if most > 0.0 { (rate / most * SHADES).round().clamp(0.0, SHADES) } else { 0.0 };
+            let shade = if max_rate > 0.0 { (rate / max_rate * SHADES).round().clamp(0.0, SHADES) } else { 0.0 };
             let replicas = answer.replicas.iter().map(u32::to_string).collect::<Vec<_>>();
             let shape = match replicas.len() {
                 0..=8 => replicas.join("-"),
                 count => format!("{count} stages"),
             };
             format!(
-                "<td class=\"h{shade:.0}{own}\"><b>{}</b><span>{}</span><span>{}</span></td>",
+                "<td class=\"h{shade:.0}{class}\"><b>{}</b><span>{}</span><span>{}</span></td>",
                 escape(&quantity::samples(answer.throughput_per_s)),
                 escape(&shape),
                 escape(&quantity::bytes(answer.peak_bytes))

@@ -25,8 +25,8 @@ const USE: [&str; 2] = [
     "the whole file is also a configuration that deepspeed.initialize(config=…) takes",
 ];
 
-pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
-    let plan = asked.plan;
+pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
+    let plan = input.plan;
     fit::flushes(plan, TOOL)?;
     fit::shares_nothing(plan, TOOL)?;
     fit::schedules(plan, TOOL, &[Schedule::OneFOneB], "1f1b", "1f1b")?;
@@ -39,7 +39,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         parts.push(parts.last().copied().unwrap_or(0) + modules.len());
     }
     let micro = plan.schedule.micro_batch;
-    let mut whole = json!({
+    let mut config = json!({
         // JSON has no comments; this key sorts first.
         "_use": USE,
         "layers": stages.concat(),
@@ -55,12 +55,12 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     });
     let recomputes = fit::recomputing(plan) > 0;
     if recomputes {
-        whole["activation_checkpoint_interval"] = json!(1);
+        config["activation_checkpoint_interval"] = json!(1);
     }
     if let Some(precision) = plan.precision().filter(|precision| precision.is_mixed()) {
-        whole[precision.name()] = json!({"enabled": true});
+        config[precision.name()] = json!({"enabled": true});
     }
-    let mut bundle = Bundle::of("deepspeed.json", serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n");
+    let mut bundle = Bundle::of("deepspeed.json", serde_json::to_string_pretty(&config).unwrap_or_default() + "\n");
     bundle.notes.extend(USE.map(str::to_string));
     if recomputes {
         let why = fit::recomputes_all(plan, TOOL);

@@ -12,21 +12,21 @@ use crate::text::name::{display_name, short_name};
 use crate::text::quantity;
 use std::collections::BTreeMap;
 
-pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
-    let plan = asked.plan;
+pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
+    let plan = input.plan;
     let mut text = String::from("digraph plan {\n  rankdir=LR;\n  node [shape=box];\n");
     let model = short_name(&plan.model.file);
     let title = format!("{model}\n{}, micro-batch {}", plan.schedule.kind.name(), plan.schedule.micro_batch);
-    text += &format!("  label={};\n  labelloc=t;\n", quoted(&title));
-    for (at, (devices, stages)) in shared(plan).into_iter().enumerate() {
+    text += &format!("  label={};\n  labelloc=t;\n", quote(&title));
+    for (at, (devices, stages)) in group_by_devices(plan).into_iter().enumerate() {
         let group = format!("devices {}", ranges(devices));
         // A single stage needs no frame.
         let indent = if stages.len() > 1 { "    " } else { "  " };
         if stages.len() > 1 {
-            text += &format!("  subgraph cluster_{at} {{\n    label={};\n", quoted(&group));
+            text += &format!("  subgraph cluster_{at} {{\n    label={};\n", quote(&group));
         }
         for stage in &stages {
-            text += &format!("{indent}s{} [label={}];\n", stage.id.0, quoted(&label(stage, &group)));
+            text += &format!("{indent}s{} [label={}];\n", stage.id.0, quote(&label(stage, &group)));
         }
         if stages.len() > 1 {
             text += "  }\n";
@@ -35,9 +35,9 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     for edge in &plan.edges {
         let tensors = match edge.tensors.as_slice() {
             [one] => short_name(one),
-            many => format!("{} tensors", many.len()),
+            names => format!("{} tensors", names.len()),
         };
-        let caption = quoted(&format!("{}\n{tensors}", quantity::bytes(edge.bytes)));
+        let caption = quote(&format!("{}\n{tensors}", quantity::bytes(edge.bytes)));
         text += &format!("  s{} -> s{} [label={caption}];\n", edge.from.0, edge.to.0);
     }
     text += "}\n";
@@ -58,11 +58,11 @@ fn label(stage: &Stage, devices: &str) -> String {
 }
 
 /// Stages grouped by devices, in the order of their first stage.
-fn shared(plan: &Plan) -> Vec<(&[u32], Vec<&Stage>)> {
-    let mut places: BTreeMap<&[u32], usize> = BTreeMap::new();
+fn group_by_devices(plan: &Plan) -> Vec<(&[u32], Vec<&Stage>)> {
+    let mut index_of: BTreeMap<&[u32], usize> = BTreeMap::new();
     let mut groups: Vec<(&[u32], Vec<&Stage>)> = Vec::new();
     for stage in &plan.stages {
-        let at = *places.entry(&stage.devices).or_insert(groups.len());
+        let at = *index_of.entry(&stage.devices).or_insert(groups.len());
         match groups.get_mut(at) {
             Some((_, stages)) => stages.push(stage),
             None => groups.push((&stage.devices, vec![stage])),
@@ -72,7 +72,7 @@ fn shared(plan: &Plan) -> Vec<(&[u32], Vec<&Stage>)> {
 }
 
 /// Quotes a multi-line text as a DOT string.
-fn quoted(text: &str) -> String {
+fn quote(text: &str) -> String {
     let line = |line: &str| display_name(line).replace('\\', "\\\\").replace('"', "\\\"");
     format!("\"{}\"", text.split('\n').map(line).collect::<Vec<_>>().join("\\n"))
 }
@@ -83,6 +83,6 @@ mod tests {
 
     #[test]
     fn a_name_cannot_leave_its_quotes() {
-        assert_eq!(quoted("a\"]; evil [x=\"\\\nb\u{1b}"), r#""a\"]; evil [x=\"\\\nb""#);
+        assert_eq!(quote("a\"]; evil [x=\"\\\nb\u{1b}"), r#""a\"]; evil [x=\"\\\nb""#);
     }
 }

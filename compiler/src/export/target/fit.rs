@@ -15,8 +15,8 @@ pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
     }
 }
 
-pub fn model<'a>(asked: &ExportInput<'a>) -> Result<&'a Imported<'a>, Refusal> {
-    asked.model.ok_or_else(|| Refusal::Model { what: "the model is not available".to_string() })
+pub fn model<'a>(input: &ExportInput<'a>) -> Result<&'a Imported<'a>, Refusal> {
+    input.model.ok_or_else(|| Refusal::Model { what: "the model is not available".to_string() })
 }
 
 /// Refuses schedules that need weight stashing, and inference plans.
@@ -31,13 +31,13 @@ pub fn flushes(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
 
 /// The number of replicas, if it is equal for all stages.
 pub fn replicas(plan: &Plan, tool: &'static str) -> Result<u32, Refusal> {
-    let all: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
-    match all.first() {
-        Some(&first) if all.iter().all(|replicas| *replicas == first) => Ok(first.max(1)),
+    let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
+    match replicas.first() {
+        Some(&first) if replicas.iter().all(|replicas| *replicas == first) => Ok(first.max(1)),
         _ => {
-            let listed: Vec<String> = all.iter().take(32).map(u32::to_string).collect();
-            let more = if all.len() > 32 { ", …" } else { "" };
-            Err(Refusal::UnequalReplicas { tool, replicas: listed.join(", ") + more })
+            let counts: Vec<String> = replicas.iter().take(32).map(u32::to_string).collect();
+            let suffix = if replicas.len() > 32 { ", …" } else { "" };
+            Err(Refusal::UnequalReplicas { tool, replicas: counts.join(", ") + suffix })
         }
     }
 }
@@ -51,9 +51,9 @@ pub fn shares_nothing(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
 }
 
 /// The highest ZeRO stage in the plan, if the tool supports it.
-pub fn zero(plan: &Plan, tool: &'static str, most: u32) -> Result<u32, Refusal> {
+pub fn zero(plan: &Plan, tool: &'static str, max: u32) -> Result<u32, Refusal> {
     match plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0) {
-        level if level > most => Err(Refusal::Zero { tool, level, most }),
+        level if level > max => Err(Refusal::Zero { tool, level, most: max }),
         level => Ok(level),
     }
 }
@@ -69,12 +69,12 @@ pub fn share(plan: &Plan, replicas: u32) -> Result<u32, Refusal> {
 
 /// A note on tensors that skip stages: these tools send only what a stage's modules return to the next stage.
 pub fn handed_on(plan: &Plan, tool: &'static str) -> Option<String> {
-    let passing = plan.edges.iter().filter(|edge| edge.to.0 != edge.from.0 + 1);
-    let (first, more) = (passing.clone().next()?, passing.count() - 1);
+    let skipping = plan.edges.iter().filter(|edge| edge.to.0 != edge.from.0 + 1);
+    let (first, others) = (skipping.clone().next()?, skipping.count() - 1);
     let tensor = first.tensors.first().map(|name| format!(" (`{}`)", short_name(name))).unwrap_or_default();
-    let more = if more > 0 { format!(", and {more} more pairs of stages") } else { String::new() };
+    let others = if others > 0 { format!(", and {others} more pairs of stages") } else { String::new() };
     Some(format!(
-        "tensors go from stage {} to stage {}{tensor}{more}: {tool} only sends module outputs to the next stage; \
+        "tensors go from stage {} to stage {}{tensor}{others}: {tool} only sends module outputs to the next stage; \
          modules between must pass these tensors on or recompute them",
         first.from.0, first.to.0
     ))
@@ -95,10 +95,10 @@ pub fn recomputes_all(plan: &Plan, tool: &'static str) -> String {
 pub fn schedules(
     plan: &Plan,
     tool: &'static str,
-    known: &[Schedule],
+    supported: &[Schedule],
     has: &'static str,
     instead: &'static str,
 ) -> Result<(), Refusal> {
     let kind = plan.schedule.kind;
-    if known.contains(&kind) { Ok(()) } else { Err(Refusal::Schedule { tool, kind, has, instead }) }
+    if supported.contains(&kind) { Ok(()) } else { Err(Refusal::Schedule { tool, kind, has, instead }) }
 }

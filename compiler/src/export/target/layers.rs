@@ -8,30 +8,30 @@ use std::collections::BTreeMap;
 /// The modules of each stage, in order of first use. Refuses a module in two stages, and a stage without modules.
 pub fn layers(plan: &Plan, tool: &'static str) -> Result<Vec<Vec<String>>, Refusal> {
     let units = Units::of(plan.stages.iter().flat_map(|stage| stage.modules.iter().map(String::as_str)));
-    let mut held: BTreeMap<String, u32> = BTreeMap::new();
+    let mut stage_of_unit: BTreeMap<String, u32> = BTreeMap::new();
     let mut stages = Vec::with_capacity(plan.stages.len());
     for stage in &plan.stages {
-        let mut own = Vec::new();
+        let mut stage_units = Vec::new();
         for module in &stage.modules {
             let unit = units.name(module);
             if unit.is_empty() {
                 continue;
             }
-            match held.get(&unit) {
+            match stage_of_unit.get(&unit) {
                 Some(first) if *first != stage.id.0 => {
                     return Err(Refusal::CutModule { tool, module: unit, first: *first, second: stage.id.0 });
                 }
                 Some(_) => {}
                 None => {
-                    held.insert(unit.clone(), stage.id.0);
-                    own.push(unit);
+                    stage_of_unit.insert(unit.clone(), stage.id.0);
+                    stage_units.push(unit);
                 }
             }
         }
-        if own.is_empty() {
+        if stage_units.is_empty() {
             return Err(Refusal::NoModules { stage: stage.id.0 });
         }
-        stages.push(own);
+        stages.push(stage_units);
     }
     Ok(stages)
 }

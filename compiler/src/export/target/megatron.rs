@@ -25,14 +25,14 @@ use crate::schedule::pipeline::pipeline;
 const TOOL: &str = "Megatron";
 
 /// Writes `megatron.args`, arguments of the training script. The shell splits them at spaces, so nothing is quoted.
-pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
-    let plan = asked.plan;
+pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
+    let plan = input.plan;
     fit::flushes(plan, TOOL)?;
-    let known = [Schedule::OneFOneB, Schedule::Interleaved];
-    fit::schedules(plan, TOOL, &known, "1f1b and interleaved", "1f1b")?;
+    let supported = [Schedule::OneFOneB, Schedule::Interleaved];
+    fit::schedules(plan, TOOL, &supported, "1f1b and interleaved", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
     let zero = fit::zero(plan, TOOL, Target::Megatron.most_zero())?;
-    let sharded = if zero > 0 { "--use-distributed-optimizer\n" } else { "" };
+    let optimizer_flag = if zero > 0 { "--use-distributed-optimizer\n" } else { "" };
     let microbatches = fit::share(plan, replicas)?;
     let (layout, count) = layout(plan)?;
     let (recompute, note) = recompute(plan, &layout);
@@ -55,7 +55,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
         "{precision}{groups}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout {layout}\n--num-layers {count}\n\
-         --micro-batch-size {micro}\n--global-batch-size {global}\n{sharded}{recompute}"
+         --micro-batch-size {micro}\n--global-batch-size {global}\n{optimizer_flag}{recompute}"
     );
     let mut bundle = Bundle::of("megatron.args", text);
     bundle.notes.extend(fit::handed_on(plan, TOOL));
@@ -72,30 +72,33 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
 fn recompute(plan: &Plan, layout: &str) -> (String, Option<String>) {
     let layers = |(stage, part): (&Stage, &str)| {
         let share = stage.recomputed_op_ids().count() as f64 / stage.op_ids().count().max(1) as f64;
-        let all = part.matches('t').count() as f64;
-        (stage.recomputed.and_then(|recomputed| recomputed.layers).unwrap_or((all * share).ceil() as u32), all as u32)
+        let layer_count = part.matches('t').count() as f64;
+        (
+            stage.recomputed.and_then(|recomputed| recomputed.layers).unwrap_or((layer_count * share).ceil() as u32),
+            layer_count as u32,
+        )
     };
     let layers: Vec<(u32, u32)> = plan.stages.iter().zip(layout.split('|')).map(layers).collect();
-    let most = match layers.iter().map(|(recomputed, _)| *recomputed).max().unwrap_or(0) {
+    let max_recomputed = match layers.iter().map(|(recomputed, _)| *recomputed).max().unwrap_or(0) {
         0 => return (String::new(), None),
-        most => most,
+        max_recomputed => max_recomputed,
     };
-    let fewer = layers.iter().filter(|(recomputed, all)| recomputed < all.min(&most)).count();
+    let fewer = layers.iter().filter(|(recomputed, layer_count)| recomputed < layer_count.min(&max_recomputed)).count();
     let note = (fewer > 0).then(|| {
         format!(
-            "{fewer} of {} stages recompute fewer layers, but Megatron recomputes the first {most} of the layers of \
+            "{fewer} of {} stages recompute fewer layers, but Megatron recomputes the first {max_recomputed} of the layers of \
              every stage, so a step takes longer than planned",
             plan.stages.len()
         )
     });
-    (format!("--recompute-granularity full\n--recompute-method block\n--recompute-num-layers {most}\n"), note)
+    (format!("--recompute-granularity full\n--recompute-method block\n--recompute-num-layers {max_recomputed}\n"), note)
 }
 
 /// The layout string and the number of layers.
 fn layout(plan: &Plan) -> Result<(String, u32), Refusal> {
     let stages = layers(plan, TOOL)?;
     let lists = || stages.iter().flatten().filter_map(|module| numbered(module)).map(|(list, _)| list);
-    let (layers, most) = longest(lists()).ok_or(Refusal::NoLayers)?;
+    let (layers, layer_count) = longest(lists()).ok_or(Refusal::NoLayers)?;
     if let Some(other) = lists().filter(|list| *list != layers).min() {
         return Err(Refusal::Lists { tool: TOOL, first: layers.to_string(), second: other.to_string() });
     }
@@ -105,22 +108,22 @@ fn layout(plan: &Plan) -> Result<(String, u32), Refusal> {
     for (at, modules) in stages.iter().enumerate() {
         let mut part = String::from(if at == 0 { "E" } else { "" });
         for module in modules {
-            let wrong = |why: String| Refusal::Place { module: module.clone(), stage: at as u32, why };
+            let error = |why: String| Refusal::Place { module: module.clone(), stage: at as u32, why };
             match numbered(module).filter(|(list, _)| *list == layers) {
                 Some((_, number)) if number == next => {
                     next += 1;
                     part.push('t');
                 }
                 Some(_) => {
-                    return Err(wrong(format!(
+                    return Err(error(format!(
                         "comes where layer {next} is next, and Megatron assigns layers in order"
                     )));
                 }
                 None if next == 0 && at == 0 => {}
-                None if next == most && at == last => {}
+                None if next == layer_count && at == last => {}
                 None => {
                     let place = if next == 0 { "first" } else { "last" };
-                    return Err(wrong(format!(
+                    return Err(error(format!(
                         "is not a layer of `{layers}`, and Megatron keeps such modules in the {place} stage"
                     )));
                 }

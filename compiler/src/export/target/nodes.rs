@@ -29,39 +29,39 @@ pub struct Staged {
     pub moved: Vec<String>,
 }
 
-pub fn staged(plan: &Plan, graph: &Graph, model: &OnnxModel) -> Result<Staged, Refusal> {
-    let own = own(plan, graph, model);
+pub fn assign_stages(plan: &Plan, graph: &Graph, model: &OnnxModel) -> Result<Staged, Refusal> {
+    let spans = stage_spans(plan, graph, model);
     let count = plan.stages.len() as u32;
-    let first = placed(&own, model, |(first, _)| first);
-    if lacking(&first, count).is_none() {
+    let first = place_nodes(&spans, model, |(first, _)| first);
+    if missing_stage(&first, count).is_none() {
         return Ok(first);
     }
-    let last = placed(&own, model, |(_, last)| last);
-    match lacking(&last, count) {
+    let last = place_nodes(&spans, model, |(_, last)| last);
+    match missing_stage(&last, count) {
         None => Ok(last),
         Some(stage) => Err(Refusal::Parts { stage }),
     }
 }
 
 /// The first stage without nodes.
-fn lacking(staged: &Staged, count: u32) -> Option<u32> {
-    let there: BTreeSet<u32> = staged.stages.iter().flatten().copied().collect();
-    (0..count).find(|stage| !there.contains(stage))
+fn missing_stage(staged: &Staged, count: u32) -> Option<u32> {
+    let present: BTreeSet<u32> = staged.stages.iter().flatten().copied().collect();
+    (0..count).find(|stage| !present.contains(stage))
 }
 
 /// Assigns each node to the stage that `choice` selects from the first and last stage of its ops, but not before its
 /// inputs.
-fn placed(own: &HashMap<usize, (u32, u32)>, model: &OnnxModel, choice: fn((u32, u32)) -> u32) -> Staged {
-    let mut made: HashMap<&str, u32> = model.inputs.iter().map(|input| (input.name.as_str(), 0)).collect();
+fn place_nodes(spans: &HashMap<usize, (u32, u32)>, model: &OnnxModel, choice: fn((u32, u32)) -> u32) -> Staged {
+    let mut stage_of_tensor: HashMap<&str, u32> = model.inputs.iter().map(|input| (input.name.as_str(), 0)).collect();
     let mut stages = Vec::with_capacity(model.nodes.len());
     let mut moved = Vec::new();
     for (at, node) in model.nodes.iter().enumerate() {
-        let after = reads(node).iter().filter_map(|name| made.get(name)).copied().max();
-        let stage = match (own.get(&at), after) {
+        let earliest = reads(node).iter().filter_map(|name| stage_of_tensor.get(name)).copied().max();
+        let stage = match (spans.get(&at), earliest) {
             (None, None) if !RANDOM.contains(&node.op_type.as_str()) => None,
-            (None, after) => Some(after.unwrap_or(0)),
-            (Some(&span), after) => {
-                let stage = choice(span).max(after.unwrap_or(0));
+            (None, earliest) => Some(earliest.unwrap_or(0)),
+            (Some(&span), earliest) => {
+                let stage = choice(span).max(earliest.unwrap_or(0));
                 if span != (stage, stage) {
                     moved.push(node.name.clone());
                 }
@@ -69,7 +69,8 @@ fn placed(own: &HashMap<usize, (u32, u32)>, model: &OnnxModel, choice: fn((u32, 
             }
         };
         if let Some(stage) = stage {
-            made.extend(node.outputs.iter().filter(|name| !name.is_empty()).map(|name| (name.as_str(), stage)));
+            stage_of_tensor
+                .extend(node.outputs.iter().filter(|name| !name.is_empty()).map(|name| (name.as_str(), stage)));
         }
         stages.push(stage);
     }
@@ -77,27 +78,27 @@ fn placed(own: &HashMap<usize, (u32, u32)>, model: &OnnxModel, choice: fn((u32, 
 }
 
 /// The first and last stage of each node's ops.
-fn own(plan: &Plan, graph: &Graph, model: &OnnxModel) -> HashMap<usize, (u32, u32)> {
-    let places: HashMap<&str, usize> =
+fn stage_spans(plan: &Plan, graph: &Graph, model: &OnnxModel) -> HashMap<usize, (u32, u32)> {
+    let index_of: HashMap<&str, usize> =
         model.nodes.iter().enumerate().map(|(at, node)| (node.name.as_str(), at)).collect();
     let ops = numbered(graph);
-    let mut own: HashMap<usize, (u32, u32)> = HashMap::new();
+    let mut spans: HashMap<usize, (u32, u32)> = HashMap::new();
     for stage in &plan.stages {
         let ids = stage.op_ids().filter_map(|op| ops.get(op as usize));
-        for place in ids.filter_map(|id| place(&graph.node(*id).origin.source, &places)) {
-            let span = own.entry(place).or_insert((stage.id.0, stage.id.0));
+        for node in ids.filter_map(|id| find_node(&graph.node(*id).origin.source, &index_of)) {
+            let span = spans.entry(node).or_insert((stage.id.0, stage.id.0));
             *span = (span.0.min(stage.id.0), span.1.max(stage.id.0));
         }
     }
-    own
+    spans
 }
 
 /// The node an op comes from: the node with that name, or the enclosing call or loop, whose name precedes a slash.
-fn place(source: &str, places: &HashMap<&str, usize>) -> Option<usize> {
-    if let Some(place) = places.get(source) {
-        return Some(*place);
+fn find_node(source: &str, index_of: &HashMap<&str, usize>) -> Option<usize> {
+    if let Some(node) = index_of.get(source) {
+        return Some(*node);
     }
-    source.rmatch_indices('/').find_map(|(at, _)| places.get(&source[..at]).copied())
+    source.rmatch_indices('/').find_map(|(at, _)| index_of.get(&source[..at]).copied())
 }
 
 pub fn reads(node: &Node) -> BTreeSet<&str> {
@@ -113,10 +114,10 @@ pub fn moved_note(moved: &[String]) -> Option<String> {
         return None;
     }
     let names: Vec<String> = moved.iter().take(LISTED).map(|name| format!("`{}`", short_name(name))).collect();
-    let more = moved.len().saturating_sub(LISTED);
-    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let suffix = moved.len().saturating_sub(LISTED);
+    let suffix = if suffix > 0 { format!(" and {suffix} more") } else { String::new() };
     Some(format!(
-        "{}{more}: the plan splits these nodes across stages, but a node is whole here; the predicted times do not \
+        "{}{suffix}: the plan splits these nodes across stages, but a node is whole here; the predicted times do not \
          cover the moved parts",
         names.join(", ")
     ))
@@ -129,9 +130,9 @@ mod tests {
     #[test]
     fn ops_find_their_node() {
         let places = HashMap::from([("a", 0), ("a/b", 1), ("loop", 2)]);
-        assert_eq!(place("a/b", &places), Some(1));
-        assert_eq!(place("a/b/c/d", &places), Some(1));
-        assert_eq!(place("loop/3/x", &places), Some(2));
-        assert_eq!(place("x/loop", &places), None);
+        assert_eq!(find_node("a/b", &places), Some(1));
+        assert_eq!(find_node("a/b/c/d", &places), Some(1));
+        assert_eq!(find_node("loop/3/x", &places), Some(2));
+        assert_eq!(find_node("x/loop", &places), None);
     }
 }

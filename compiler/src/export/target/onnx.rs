@@ -5,7 +5,7 @@
 //! These fields cannot express replicas, schedules and versions, so they are stored as model metadata: `pipec.stages`
 //! is a list of objects with `replicas` and `devices`, `pipec.schedule` the schedule and its micro-batches.
 
-use super::nodes::{self, staged};
+use super::nodes::{self, assign_stages};
 use super::payloads::{self, INLINE};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
@@ -28,14 +28,14 @@ const CONFIGURATION: &str = "pipec";
 const IR_VERSION: i64 = 11;
 
 /// Writes `model.onnx`, and `model.onnx.data` for large models.
-pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
-    let plan = asked.plan;
+pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
+    let plan = input.plan;
     fit::is_of_a_model(plan)?;
-    let imported = fit::model(asked)?;
+    let imported = fit::model(input)?;
     let (mut proto, model) = read(imported.path)?;
-    let staged = staged(plan, &imported.model.graph, &model)?;
-    let early = earliest(&model, &staged.stages);
-    let stages: HashMap<&str, u32> = model.nodes.iter().map(|node| node.name.as_str()).zip(early).collect();
+    let staged = assign_stages(plan, &imported.model.graph, &model)?;
+    let earliest_stages = earliest(&model, &staged.stages);
+    let stages: HashMap<&str, u32> = model.nodes.iter().map(|node| node.name.as_str()).zip(earliest_stages).collect();
     proto.ir_version = Some(proto.ir_version().max(IR_VERSION));
     proto.configuration.retain(|known| known.name() != CONFIGURATION);
     proto.configuration.push(DeviceConfigurationProto {
@@ -64,40 +64,40 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
 
 /// The file as protobuf, and decoded.
 pub fn read(path: &Path) -> Result<(ModelProto, OnnxModel), Refusal> {
-    let refused =
+    let unreadable =
         |error: &dyn std::fmt::Display| Refusal::Model { what: format!("the model is not an ONNX file: {error}") };
-    let model = decode::read(path).map_err(|error| refused(&error))?;
-    let bytes = file::map(path).map_err(|error| refused(&error))?;
-    let proto = ModelProto::decode(bytes).map_err(|error| refused(&error))?;
+    let model = decode::read(path).map_err(|error| unreadable(&error))?;
+    let bytes = file::map(path).map_err(|error| unreadable(&error))?;
+    let proto = ModelProto::decode(bytes).map_err(|error| unreadable(&error))?;
     Ok((proto, model))
 }
 
 /// The stage of each node; constant nodes go to the stage of their first reader.
 fn earliest(model: &OnnxModel, stages: &[Option<u32>]) -> Vec<u32> {
-    let mut wanted: HashMap<&str, u32> = HashMap::new();
-    let mut early = vec![0; stages.len()];
+    let mut stage_of_tensor: HashMap<&str, u32> = HashMap::new();
+    let mut earliest = vec![0; stages.len()];
     for (at, node) in model.nodes.iter().enumerate().rev() {
-        let readers = node.outputs.iter().filter_map(|name| wanted.get(name.as_str()).copied());
+        let readers = node.outputs.iter().filter_map(|name| stage_of_tensor.get(name.as_str()).copied());
         let stage = stages[at].or(readers.min()).unwrap_or(0);
-        early[at] = stage;
+        earliest[at] = stage;
         for name in nodes::reads(node) {
-            let first = wanted.entry(name).or_insert(stage);
+            let first = stage_of_tensor.entry(name).or_insert(stage);
             *first = stage.min(*first);
         }
     }
-    early
+    earliest
 }
 
 /// Adds replicas, devices and schedule as metadata.
 pub fn describe(proto: &mut ModelProto, plan: &Plan) {
-    let about = |stage: &Stage| {
-        let mut about = json!({"replicas": stage.replicas, "devices": stage.devices});
+    let entry = |stage: &Stage| {
+        let mut entry = json!({"replicas": stage.replicas, "devices": stage.devices});
         if stage.degree() > 1 {
-            about["tensor_degree"] = json!(stage.degree());
+            entry["tensor_degree"] = json!(stage.degree());
         }
-        about
+        entry
     };
-    let stages: Vec<_> = plan.stages.iter().map(about).collect();
+    let stages: Vec<_> = plan.stages.iter().map(entry).collect();
     let schedule = json!({
         "kind": plan.schedule.kind.name(),
         "micro_batch": plan.schedule.micro_batch,

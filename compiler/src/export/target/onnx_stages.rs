@@ -10,7 +10,7 @@
 //!
 //! Types and shapes of tensors between stages are those in the file, else those found by the importer.
 
-use super::nodes::{self, reads, staged};
+use super::nodes::{self, assign_stages, reads};
 use super::onnx::{describe, read};
 use super::payloads::{self, INLINE};
 use super::refusal::Refusal;
@@ -40,12 +40,12 @@ const MOST_IMPORTS: usize = 64;
 const IR_VERSION: i64 = 4;
 
 /// Writes one model per stage and `stages.json`.
-pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
-    let plan = asked.plan;
+pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
+    let plan = input.plan;
     fit::is_of_a_model(plan)?;
-    let imported = fit::model(asked)?;
+    let imported = fit::model(input)?;
     let (mut proto, model) = read(imported.path)?;
-    let staged = staged(plan, &imported.model.graph, &model)?;
+    let staged = assign_stages(plan, &imported.model.graph, &model)?;
     let cut = Cut::new(&model, &staged.stages, plan.stages.len())?;
     let between: BTreeSet<&str> = cut.stages.iter().flat_map(|stage| stage.outputs.iter().copied()).collect();
     let types = types(&proto, &model, imported, &between)?;
@@ -55,15 +55,15 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let parts = Parts::of(&proto, &graph, &model);
     for (at, stage) in cut.stages.iter().enumerate() {
         let name = format!("stage_{at}.onnx");
-        let mut one = parts.stage(&model, stage, &types, at);
-        describe(&mut one, plan);
+        let mut stage_model = parts.stage(&model, stage, &types, at);
+        describe(&mut stage_model, plan);
         let inputs: Vec<Value> = stage
             .inputs
             .iter()
             .map(|(name, from)| json!({"name": name, "from": from.map_or(json!("input"), |stage| json!(stage))}))
             .collect();
         let planned = &plan.stages[at];
-        let mut about = json!({
+        let mut entry = json!({
             "file": name,
             "inputs": inputs,
             "outputs": stage.outputs,
@@ -71,14 +71,14 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
             "devices": planned.devices,
         });
         if planned.degree() > 1 {
-            about["tensor_degree"] = json!(planned.degree());
+            entry["tensor_degree"] = json!(planned.degree());
         }
-        entries.push(about);
-        bundle.files.extend(payloads::files(one, &name, INLINE));
+        entries.push(entry);
+        bundle.files.extend(payloads::files(stage_model, &name, INLINE));
     }
     let outputs: Vec<&str> = model.outputs.iter().map(|output| output.name.as_str()).collect();
-    let whole = json!({"stages": entries, "outputs": outputs});
-    let text = serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n";
+    let manifest = json!({"stages": entries, "outputs": outputs});
+    let text = serde_json::to_string_pretty(&manifest).unwrap_or_default() + "\n";
     bundle.files.push(File { name: "stages.json".to_string(), bytes: text.into_bytes() });
     bundle.notes.extend(nodes::moved_note(&staged.moved));
     Ok(bundle)
@@ -103,48 +103,48 @@ struct Cut<'a> {
 impl<'a> Cut<'a> {
     /// Assigns nodes to stages, with copies of the constant nodes they read.
     fn new(model: &'a OnnxModel, stages: &[Option<u32>], count: usize) -> Result<Cut<'a>, Refusal> {
-        let mut maker: HashMap<&str, usize> = HashMap::new();
+        let mut producer_of: HashMap<&str, usize> = HashMap::new();
         for (at, node) in model.nodes.iter().enumerate() {
-            maker.extend(node.outputs.iter().filter(|name| !name.is_empty()).map(|name| (name.as_str(), at)));
+            producer_of.extend(node.outputs.iter().filter(|name| !name.is_empty()).map(|name| (name.as_str(), at)));
         }
         let inputs: BTreeSet<&str> = model.inputs.iter().map(|input| input.name.as_str()).collect();
         let last = count.saturating_sub(1) as u32;
         let mut cut = Cut { stages: Vec::with_capacity(count) };
-        let mut held: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); count];
+        let mut nodes_of_stage: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); count];
         for (at, stage) in stages.iter().enumerate() {
-            if let Some(own) = stage.and_then(|stage| held.get_mut(stage as usize)) {
-                own.insert(at);
+            if let Some(nodes) = stage.and_then(|stage| nodes_of_stage.get_mut(stage as usize)) {
+                nodes.insert(at);
             }
         }
-        for (stage, mut taken) in (0u32..).zip(held) {
-            let mut own = Stage::default();
-            let mut open: Vec<usize> = taken.iter().copied().collect();
+        for (stage, mut nodes) in (0u32..).zip(nodes_of_stage) {
+            let mut part = Stage::default();
+            let mut open: Vec<usize> = nodes.iter().copied().collect();
             // Outputs that depend only on constants are computed by the last stage.
             let constant = |at: &usize| stages[*at].is_none();
             if stage == last {
-                let results = model.outputs.iter().filter_map(|output| maker.get(output.name.as_str()).copied());
-                open.extend(results.filter(constant).filter(|at| taken.insert(*at)));
+                let results = model.outputs.iter().filter_map(|output| producer_of.get(output.name.as_str()).copied());
+                open.extend(results.filter(constant).filter(|at| nodes.insert(*at)));
             }
             while let Some(at) = open.pop() {
                 for name in reads(&model.nodes[at]) {
-                    own.reads.insert(name);
-                    match maker.get(name) {
-                        Some(&made) => match stages[made] {
-                            None => open.extend(taken.insert(made).then_some(made)),
-                            Some(other) if other != stage => {
-                                own.inputs.insert(name, Some(other));
+                    part.reads.insert(name);
+                    match producer_of.get(name) {
+                        Some(&producer) => match stages[producer] {
+                            None => open.extend(nodes.insert(producer).then_some(producer)),
+                            Some(producer_stage) if producer_stage != stage => {
+                                part.inputs.insert(name, Some(producer_stage));
                             }
                             Some(_) => {}
                         },
                         None if inputs.contains(name) => {
-                            own.inputs.insert(name, None);
+                            part.inputs.insert(name, None);
                         }
                         None => {}
                     }
                 }
             }
-            own.nodes = taken.into_iter().collect();
-            cut.stages.push(own);
+            part.nodes = nodes.into_iter().collect();
+            cut.stages.push(part);
         }
         let crossing: Vec<(&str, u32)> = cut
             .stages
@@ -153,8 +153,8 @@ impl<'a> Cut<'a> {
             .filter_map(|(name, from)| Some((*name, (*from)?)))
             .collect();
         let results = model.outputs.iter().map(|output| {
-            let made = maker.get(output.name.as_str());
-            let stage = made.map(|at| stages[*at].unwrap_or(last));
+            let producer = producer_of.get(output.name.as_str());
+            let stage = producer.map(|at| stages[*at].unwrap_or(last));
             stage.map(|stage| (output.name.as_str(), stage)).ok_or_else(|| Refusal::Model {
                 what: format!("no node computes result `{}`, an input or a constant", short_name(&output.name)),
             })
@@ -189,26 +189,26 @@ impl<'a> Parts<'a> {
         types: &HashMap<String, ValueInfoProto>,
         at: usize,
     ) -> ModelProto {
-        let typed = |name: &str| types.get(name).cloned().unwrap_or_else(|| untyped(name));
+        let type_of = |name: &str| types.get(name).cloned().unwrap_or_else(|| untyped(name));
         let source = self.source;
         let nodes: Vec<NodeProto> = { stage.nodes.iter() }
             .filter_map(|node| self.nodes.get(&model.nodes[*node].name).map(|node| (*node).clone()))
             .collect();
-        let made: BTreeSet<&str> = nodes.iter().flat_map(|node| node.output.iter().map(String::as_str)).collect();
+        let outputs: BTreeSet<&str> = nodes.iter().flat_map(|node| node.output.iter().map(String::as_str)).collect();
         let value_info = { source.value_info.iter() }
             .filter(|info| {
-                (made.contains(info.name()) && !stage.outputs.contains(info.name()))
+                (outputs.contains(info.name()) && !stage.outputs.contains(info.name()))
                     || stage.reads.contains(info.name()) && !stage.inputs.contains_key(info.name())
             })
             .cloned()
             .collect();
         // Model inputs and outputs are in model order, tensors between stages are sorted by name.
-        let ranked = |names: Vec<&str>, known: &[ValueInfo]| {
-            let place = |name: &str| known.iter().position(|info| info.name == name).unwrap_or(usize::MAX);
+        let in_model_order = |names: Vec<&str>, order: &[ValueInfo]| {
+            let position = |name: &str| order.iter().position(|info| info.name == name).unwrap_or(usize::MAX);
             let mut names: Vec<(usize, String)> =
-                names.into_iter().map(|name| (place(name), name.to_string())).collect();
+                names.into_iter().map(|name| (position(name), name.to_string())).collect();
             names.sort();
-            names.into_iter().map(|(_, name)| typed(&name)).collect::<Vec<_>>()
+            names.into_iter().map(|(_, name)| type_of(&name)).collect::<Vec<_>>()
         };
         let mut initializer: Vec<_> =
             source.initializer.iter().filter(|tensor| stage.reads.contains(tensor.name())).cloned().collect();
@@ -216,8 +216,8 @@ impl<'a> Parts<'a> {
         let graph = GraphProto {
             name: Some(format!("{}.stage_{at}", source.name())),
             doc_string: source.doc_string.clone(),
-            input: ranked(stage.inputs.keys().copied().collect(), &model.inputs),
-            output: ranked(stage.outputs.iter().copied().collect(), &model.outputs),
+            input: in_model_order(stage.inputs.keys().copied().collect(), &model.inputs),
+            output: in_model_order(stage.outputs.iter().copied().collect(), &model.outputs),
             node: nodes,
             initializer,
             value_info,
@@ -245,8 +245,8 @@ fn types(
 ) -> Result<HashMap<String, ValueInfoProto>, Refusal> {
     let mut types: HashMap<String, ValueInfoProto> = HashMap::new();
     if let Some(graph) = &proto.graph {
-        let stated = graph.value_info.iter().filter(|info| between.contains(info.name()) && has_shape(info));
-        for info in stated.chain(&graph.input).chain(&graph.output) {
+        let annotated = graph.value_info.iter().filter(|info| between.contains(info.name()) && has_shape(info));
+        for info in annotated.chain(&graph.input).chain(&graph.output) {
             types.insert(info.name().to_string(), info.clone());
         }
     }
@@ -260,9 +260,11 @@ fn types(
         let info = |name: &String| ValueInfo { name: name.clone(), elem_type: 0, dims: None };
         probe.outputs.extend(missing.iter().map(info));
         match from_onnx(&probe, &imported.model.file, imported.options) {
-            Ok(found) => {
+            Ok(probed) => {
                 types.extend(
-                    facts(&found.graph, &missing, &found.batch).into_iter().map(|info| (info.name().to_string(), info)),
+                    facts(&probed.graph, &missing, &probed.batch)
+                        .into_iter()
+                        .map(|info| (info.name().to_string(), info)),
                 );
                 break;
             }
@@ -291,21 +293,21 @@ fn has_shape(info: &ValueInfoProto) -> bool {
 
 /// The element type of a size tensor: that of a `Cast`, else that of `Shape` (int64).
 fn integer(model: &OnnxModel, name: &str) -> i32 {
-    let maker =
+    let producer =
         model.nodes.iter().find(|node| node.op_type == "Cast" && node.outputs.iter().any(|output| output == name));
-    let to = maker.and_then(|node| node.attributes.iter().find(|attribute| attribute.name() == "to"));
+    let to = producer.and_then(|node| node.attributes.iter().find(|attribute| attribute.name() == "to"));
     to.and_then(|to| i32::try_from(to.i()).ok()).unwrap_or(DataType::Int64 as i32)
 }
 
 /// Types and shapes found by the importer. A static batch stays static, because constants may depend on it.
 fn facts(graph: &Graph, names: &BTreeSet<String>, batch: &Batch) -> Vec<ValueInfoProto> {
-    let mut known = Bindings::new();
+    let mut bindings = Bindings::new();
     if let Batch::Symbol { name, default: Some(size) } = batch {
-        known.insert(name.clone(), *size);
+        bindings.insert(name.clone(), *size);
     }
-    let of = |output: &Output| {
+    let type_info = |output: &Output| {
         let fact = graph.fact(output.value);
-        let fact: Fact = fact.substitute(&known).unwrap_or_else(|_| fact.clone());
+        let fact: Fact = fact.substitute(&bindings).unwrap_or_else(|_| fact.clone());
         let code = (1..64).find(|code| dtype_of(*code) == Some(fact.dtype)).unwrap_or(0);
         let dim = |dim: &Dim| {
             let value = match dim.known() {
@@ -316,7 +318,7 @@ fn facts(graph: &Graph, names: &BTreeSet<String>, batch: &Batch) -> Vec<ValueInf
         };
         tensor(&output.name, code, Some(fact.shape.iter().map(dim).collect()))
     };
-    graph.outputs.iter().filter(|output| names.contains(&output.name)).map(of).collect()
+    graph.outputs.iter().filter(|output| names.contains(&output.name)).map(type_info).collect()
 }
 
 fn tensor(name: &str, elem_type: i32, dims: Option<Vec<Dimension>>) -> ValueInfoProto {

@@ -23,15 +23,15 @@ pub struct Order {
 
 /// The schedule, if the tool supports it. Stage replicas become replicas of the whole pipeline, which share the
 /// micro-batches equally.
-pub fn order(asked: &ExportInput<'_>, tool: &'static str) -> Result<Order, Refusal> {
-    let plan = asked.plan;
+pub fn order(input: &ExportInput<'_>, tool: &'static str) -> Result<Order, Refusal> {
+    let plan = input.plan;
     fit::flushes(plan, tool)?;
     let replicas = fit::replicas(plan, tool)?;
     let microbatches = fit::share(plan, replicas)?;
-    let mut one = pipeline(plan)?;
-    one.stages.iter_mut().for_each(|stage| stage.replicas = 1);
-    let ranks: Vec<u32> = one.ranks.iter().map(|rank| rank.0).collect();
-    let table = match (plan.schedule.kind, asked.table) {
+    let mut pipeline = pipeline(plan)?;
+    pipeline.stages.iter_mut().for_each(|stage| stage.replicas = 1);
+    let ranks: Vec<u32> = pipeline.ranks.iter().map(|rank| rank.0).collect();
+    let table = match (plan.schedule.kind, input.table) {
         (Schedule::Csv, Some(table)) => {
             let agree = |what: &'static str, found: u32, planned: u32| match found == planned {
                 true => Ok(()),
@@ -40,10 +40,10 @@ pub fn order(asked: &ExportInput<'_>, tool: &'static str) -> Result<Order, Refus
             agree("micro-batches", table.microbatches(), microbatches)?;
             agree("stages", table.stages(), plan.stages.len() as u32)?;
             // Only checks that the table is executable.
-            table.program(&one, 1)?;
+            table.program(&pipeline, 1)?;
             table.to_string()
         }
-        (kind, _) => csv(&schedule(generated(kind)?, &one, StepCount { minibatches: 1, microbatches })?),
+        (kind, _) => csv(&schedule(generated(kind)?, &pipeline, StepCount { minibatches: 1, microbatches })?),
     };
     Ok(Order { table, ranks, microbatches, replicas })
 }

@@ -21,11 +21,11 @@ const ALIGNMENT: usize = 64;
 
 /// The values of initializers by name, unless their file is missing.
 pub fn external(model: &OnnxModel) -> HashMap<&str, &Bytes> {
-    let known = model.initializers.iter().filter_map(|tensor| match &tensor.payload {
+    let values = model.initializers.iter().filter_map(|tensor| match &tensor.payload {
         Payload::Bytes(bytes) => Some((tensor.name.as_str(), bytes)),
         Payload::Strings(_) | Payload::Missing { .. } => None,
     });
-    known.collect()
+    values.collect()
 }
 
 /// Moves the values of an external tensor inline, if available.
@@ -42,29 +42,30 @@ pub fn bring(tensor: &mut TensorProto, values: &HashMap<&str, &Bytes>) {
 
 /// The model file, and an external data file if the tensors exceed `inline` bytes.
 pub fn files(mut model: ModelProto, name: &str, inline: u64) -> Vec<File> {
-    let mut beside = Vec::new();
+    let mut external_bytes = Vec::new();
     let location = format!("{name}.data");
     if let Some(graph) = &mut model.graph {
-        let held = graph.initializer.iter().map(|tensor| tensor.raw_data().len() as u64).fold(0, u64::saturating_add);
-        if held > inline {
+        let total_bytes =
+            graph.initializer.iter().map(|tensor| tensor.raw_data().len() as u64).fold(0, u64::saturating_add);
+        if total_bytes > inline {
             for tensor in graph.initializer.iter_mut().filter(|tensor| tensor.raw_data().len() >= SMALL) {
                 let values = tensor.raw_data.take().unwrap_or_default();
-                beside.resize(beside.len().next_multiple_of(ALIGNMENT), 0);
+                external_bytes.resize(external_bytes.len().next_multiple_of(ALIGNMENT), 0);
                 let entry =
                     |key: &str, value: String| StringStringEntryProto { key: Some(key.into()), value: Some(value) };
                 tensor.external_data = vec![
                     entry("location", location.clone()),
-                    entry("offset", beside.len().to_string()),
+                    entry("offset", external_bytes.len().to_string()),
                     entry("length", values.len().to_string()),
                 ];
                 tensor.set_data_location(DataLocation::External);
-                beside.extend_from_slice(&values);
+                external_bytes.extend_from_slice(&values);
             }
         }
     }
     let mut files = vec![File { name: name.to_string(), bytes: model.encode_to_vec() }];
-    if !beside.is_empty() {
-        files.push(File { name: location, bytes: beside });
+    if !external_bytes.is_empty() {
+        files.push(File { name: location, bytes: external_bytes });
     }
     files
 }

@@ -18,8 +18,8 @@ use crate::text::name::display_name;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
-pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
-    let plan = asked.plan;
+pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
+    let plan = input.plan;
     fit::is_of_a_model(plan)?;
     fit::shares_nothing(plan, "PipeDream")?;
     fit::schedules(
@@ -29,12 +29,12 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         "1f1b-rr, and 1f1b and gpipe, which flush minibatches",
         "1f1b",
     )?;
-    let costs = asked.costs.ok_or(Refusal::Model { what: "the op costs are not available".to_string() })?;
+    let costs = input.costs.ok_or(Refusal::Model { what: "the op costs are not available".to_string() })?;
     let mut stage_of = vec![0u32; costs.ops.len()];
     for stage in &plan.stages {
         for op in stage.op_ids() {
-            if let Some(place) = stage_of.get_mut(op as usize) {
-                *place = stage.id.0;
+            if let Some(entry) = stage_of.get_mut(op as usize) {
+                *entry = stage.id.0;
             }
         }
     }
@@ -76,13 +76,13 @@ fn graph(costs: &CostGraph, stage_of: &[u32]) -> String {
 /// Formats `Conv2d(features.0)`. PipeDream removes nodes whose description starts with "Input" or "__getitem__", and
 /// splits fields at ` -- `.
 fn description(op: &str, name: &str) -> String {
-    let plain = |text: &str| {
+    let display = |text: &str| {
         let text: String = display_name(text).chars().take(120).collect();
         text.replace(" -- ", " - ")
     };
-    let op = plain(op);
+    let op = display(op);
     let op = if op.starts_with("Input") || op.starts_with("__getitem__") { format!("op {op}") } else { op };
-    format!("{op}({})", plain(name))
+    format!("{op}({})", display(name))
 }
 
 #[cfg(test)]

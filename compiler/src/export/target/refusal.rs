@@ -55,20 +55,20 @@ impl Refusal {
             "torchtitan" | "megatron" | "deepspeed" => target,
             _ => "torch",
         };
-        let made = |flags: &str| {
+        let suggest = |flags: &str| {
             Some(format!("`pipec partition MODEL --target {target}{flags}` writes a plan that the target supports"))
         };
         match self {
             Refusal::Instance | Refusal::Model { .. } => None,
             // A pipeline with a flush and a single micro-batch would be sequential.
-            Refusal::Versions { .. } | Refusal::TrainsNothing { .. } => made(" --schedule 1f1b --microbatches 4"),
-            Refusal::UnequalReplicas { .. } => made(""),
-            Refusal::Shared { .. } | Refusal::Experts { .. } => made(" --tensor never"),
-            Refusal::Zero { most, .. } => made(&format!(" --zero {most}")),
-            Refusal::Deal { replicas, .. } => made(&format!(" --microbatches {replicas}, or a multiple of it,")),
-            Refusal::Schedule { instead, .. } => made(&format!(" --schedule {instead}")),
-            Refusal::CutModule { .. } => made(""),
-            Refusal::NoModules { .. } => made(" --max-stages N, with fewer stages than this,"),
+            Refusal::Versions { .. } | Refusal::TrainsNothing { .. } => suggest(" --schedule 1f1b --microbatches 4"),
+            Refusal::UnequalReplicas { .. } => suggest(""),
+            Refusal::Shared { .. } | Refusal::Experts { .. } => suggest(" --tensor never"),
+            Refusal::Zero { most, .. } => suggest(&format!(" --zero {most}")),
+            Refusal::Deal { replicas, .. } => suggest(&format!(" --microbatches {replicas}, or a multiple of it,")),
+            Refusal::Schedule { instead, .. } => suggest(&format!(" --schedule {instead}")),
+            Refusal::CutModule { .. } => suggest(""),
+            Refusal::NoModules { .. } => suggest(" --max-stages N, with fewer stages than this,"),
             Refusal::Nested { .. } | Refusal::Place { .. } | Refusal::NoLayers | Refusal::Lists { .. } => Some(
                 "`--to torch` can cut between any two ops of a model from torch.export, independently of modules"
                     .to_string(),

@@ -21,7 +21,6 @@ const KNOWN: [(&str, &[&str]); 3] = [
     ("lm_head", &["lm_head", "embed_out"]),
 ];
 
-/// The list of layers.
 const LAYERS: &str = "layers";
 
 /// A module without parameters, which the backend for transformers models needs in every part. Other models have none.
@@ -35,18 +34,17 @@ pub struct Named {
     pub note: Option<String>,
 }
 
-/// Renames the modules of nested models.
-pub fn named(parts: Vec<Vec<String>>, tool: &'static str) -> Result<Named, Refusal> {
+pub fn rename_modules(parts: Vec<Vec<String>>, tool: &'static str) -> Result<Named, Refusal> {
     let Some(wrapper) = wrapper(&parts) else {
         are_shallow(&parts, tool)?;
         return Ok(Named { parts, note: None });
     };
-    let mut seen = BTreeSet::new();
+    let mut used_names = BTreeSet::new();
     let mut unknown = Vec::new();
     let mut is_rotary = false;
-    let mut named = Vec::with_capacity(parts.len());
+    let mut renamed = Vec::with_capacity(parts.len());
     for (stage, modules) in (0u32..).zip(&parts) {
-        let mut own = Vec::with_capacity(modules.len());
+        let mut names = Vec::with_capacity(modules.len());
         for module in modules {
             let inner = module.strip_prefix(&wrapper.prefix).unwrap_or(module);
             let name = match numbered(module).filter(|(list, _)| *list == wrapper.list) {
@@ -61,19 +59,19 @@ pub fn named(parts: Vec<Vec<String>>, tool: &'static str) -> Result<Named, Refus
                 },
             };
             is_rotary |= inner == "embed_tokens";
-            if !seen.insert(name.clone()) {
+            if !used_names.insert(name.clone()) {
                 let why = format!("would be another `{}` in {tool}", short_name(&name));
                 return Err(Refusal::Place { module: module.clone(), stage, why });
             }
-            own.push(name);
+            names.push(name);
         }
-        named.push(own);
+        renamed.push(names);
     }
-    are_shallow(&named, tool)?;
+    are_shallow(&renamed, tool)?;
     if is_rotary {
-        named.iter_mut().for_each(|own| own.push(ROTARY.to_string()));
+        renamed.iter_mut().for_each(|names| names.push(ROTARY.to_string()));
     }
-    Ok(Named { note: Some(note(&wrapper, &unknown, tool)), parts: named })
+    Ok(Named { note: Some(note(&wrapper, &unknown, tool)), parts: renamed })
 }
 
 /// The list of layers in a wrapper module.
@@ -94,10 +92,10 @@ fn wrapper(parts: &[Vec<String>]) -> Option<Wrapper> {
 fn note(wrapper: &Wrapper, unknown: &[String], tool: &str) -> String {
     let renamed =
         format!("modules have the names of {tool}'s models: `{}.0` is `{LAYERS}.0`", short_name(&wrapper.list));
-    let listed: Vec<String> = unknown.iter().take(8).map(|name| format!("`{}`", short_name(name))).collect();
-    match listed.is_empty() {
+    let names: Vec<String> = unknown.iter().take(8).map(|name| format!("`{}`", short_name(name))).collect();
+    match names.is_empty() {
         true => renamed,
-        false => format!("{renamed}; its models have no {}", listed.join(", ")),
+        false => format!("{renamed}; its models have no {}", names.join(", ")),
     }
 }
 
@@ -112,7 +110,7 @@ mod tests {
     #[test]
     fn models_of_transformers_get_the_names_of_torchtitan() {
         let llama = parts(&["model.embed_tokens model.layers.0", "model.layers.1 model.norm lm_head"]);
-        let named = named(llama, "torchtitan").unwrap();
+        let named = rename_modules(llama, "torchtitan").unwrap();
         assert_eq!(named.parts, parts(&["tok_embeddings layers.0 rotary_emb", "layers.1 norm lm_head rotary_emb"]));
         assert_eq!(
             named.note.unwrap(),
@@ -124,16 +122,16 @@ mod tests {
     fn other_modules_keep_their_names() {
         let gpt =
             parts(&["transformer.wte transformer.wpe transformer.h.0", "transformer.h.1 transformer.ln_f lm_head"]);
-        let named = named(gpt, "torchtitan").unwrap();
+        let named = rename_modules(gpt, "torchtitan").unwrap();
         assert_eq!(named.parts, parts(&["tok_embeddings wpe layers.0", "layers.1 norm lm_head"]));
         assert!(named.note.unwrap().ends_with("its models have no `wpe`"));
         let flat = parts(&["wte blocks.0", "blocks.1 head"]);
-        assert_eq!(super::named(flat.clone(), "torchtitan"), Ok(Named { parts: flat, note: None }));
+        assert_eq!(super::rename_modules(flat.clone(), "torchtitan"), Ok(Named { parts: flat, note: None }));
     }
 
     #[test]
     fn two_wrappers_are_refused() {
         let both = parts(&["encoder.layers.0 encoder.layers.1", "decoder.layers.0"]);
-        assert!(matches!(named(both, "torchtitan"), Err(Refusal::Nested { .. })));
+        assert!(matches!(rename_modules(both, "torchtitan"), Err(Refusal::Nested { .. })));
     }
 }

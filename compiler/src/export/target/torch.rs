@@ -23,11 +23,11 @@ const TOOL: &str = "torch.distributed.pipelining";
 /// The torch version that the programs support.
 const TORCH: &str = "2.15";
 
-pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
-    let plan = asked.plan;
+pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
+    let plan = input.plan;
     fit::shares_nothing(plan, TOOL)?;
     fit::zero(plan, TOOL, 0)?;
-    let Order { table, ranks, microbatches, replicas } = order(asked, TOOL)?;
+    let Order { table, ranks, microbatches, replicas } = order(input, TOOL)?;
     let mut spans: BTreeMap<&str, (u32, u32)> = BTreeMap::new();
     let mut stages: Vec<Value> = Vec::with_capacity(plan.stages.len());
     for stage in &plan.stages {
@@ -45,7 +45,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         }
         stages.push(json!({"nodes": names, "modules": stage.modules, "recompute": stage.recompute}));
     }
-    let whole = json!({
+    let manifest = json!({
         "schema": "pipec.torch/1",
         "torch": TORCH,
         "model": {"file": plan.model.file, "sha256": plan.model.sha256},
@@ -55,7 +55,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         "micro_batch": plan.schedule.micro_batch,
         "microbatches": microbatches,
     });
-    let text = serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n";
+    let text = serde_json::to_string_pretty(&manifest).unwrap_or_default() + "\n";
     let mut bundle = Bundle::of("stages.json", text)
         .with("schedule.csv", table)
         .with("split.py", include_str!("../../../../python/pipec/split.py").to_string())
@@ -65,12 +65,12 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         spans.iter().filter(|(_, (first, last))| first != last).map(|(name, _)| name.to_string()).collect();
     bundle.notes.extend(nodes::moved_note(&moved));
     let processes = u64::from(ranks.iter().max().map_or(1, |rank| rank + 1)) * u64::from(replicas);
-    let planned = &plan.model.file;
-    let is_exported = planned.ends_with(".pt2");
-    if !is_exported && !planned.is_empty() {
-        bundle.notes.push(other_format(plan, planned));
+    let planned_file = &plan.model.file;
+    let is_exported = planned_file.ends_with(".pt2");
+    if !is_exported && !planned_file.is_empty() {
+        bundle.notes.push(other_format(plan, planned_file));
     }
-    let model = if is_exported { short_name(planned) } else { "MODEL.pt2".into() };
+    let model = if is_exported { short_name(planned_file) } else { "MODEL.pt2".into() };
     bundle.notes.push(format!(
         "train with: torchrun --nproc-per-node {processes} FOLDER/train.py --model {model} --data DATA.npz"
     ));
@@ -78,19 +78,20 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
 }
 
 /// The note on a plan of another file than one of torch.export.save, whose stages are matched by module.
-fn other_format(plan: &Plan, planned: &str) -> String {
-    let mut held: BTreeMap<&str, u32> = BTreeMap::new();
-    let named = plan.stages.iter().flat_map(|stage| stage.modules.iter().map(|module| (module.as_str(), stage.id.0)));
-    let cut = named.into_iter().find(|(module, stage)| *held.entry(module).or_insert(*stage) != *stage);
-    let planned = short_name(planned);
-    match cut {
+fn other_format(plan: &Plan, planned_file: &str) -> String {
+    let mut stage_of_module: BTreeMap<&str, u32> = BTreeMap::new();
+    let modules = plan.stages.iter().flat_map(|stage| stage.modules.iter().map(|module| (module.as_str(), stage.id.0)));
+    let cut_module =
+        modules.into_iter().find(|(module, stage)| *stage_of_module.entry(module).or_insert(*stage) != *stage);
+    let planned_file = short_name(planned_file);
+    match cut_module {
         Some((module, _)) => format!(
-            "the plan is for {planned} and cuts module `{}`: the script can only match it to a model with the same nodes. \
+            "the plan is for {planned_file} and cuts module `{}`: the script can only match it to a model with the same nodes. \
              Plan the file of torch.export.save instead, or use `--target torchtitan`, which keeps modules whole",
             short_name(module)
         ),
         None => format!(
-            "the plan is for {planned}, but the script trains a file of torch.export.save: export the same module with \
+            "the plan is for {planned_file}, but the script trains a file of torch.export.save: export the same module with \
              `torch.export.save(torch.export.export(model, inputs), \"MODEL.pt2\")`"
         ),
     }

@@ -11,7 +11,7 @@
 use super::layers::layers;
 use super::orders::{Order, order};
 use super::refusal::Refusal;
-use super::titan_names::{Named, named};
+use super::titan_names::{Named, rename_modules};
 use super::{Bundle, ExportInput, fit};
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
@@ -25,10 +25,10 @@ const TABLE: &str = "schedule.csv";
 
 /// Writes `torchtitan.args`, `torchtitan.toml`, `torchtitan.json` and, for schedules that torchtitan does not have by
 /// name, `schedule.csv`.
-pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
-    let plan = asked.plan;
-    let Order { table, ranks, microbatches, replicas } = order(asked, TOOL)?;
-    let Named { parts, note } = named(layers(plan, TOOL)?, TOOL)?;
+pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
+    let plan = input.plan;
+    let Order { table, ranks, microbatches, replicas } = order(input, TOOL)?;
+    let Named { parts, note } = rename_modules(layers(plan, TOOL)?, TOOL)?;
     let degree = ranks.iter().max().map_or(1, |rank| rank + 1);
     let by_name = by_name(plan.schedule.kind, &table, degree, microbatches);
     let is_v = matches!(plan.schedule.kind, Schedule::Zbv | Schedule::DualPipeV);
@@ -40,24 +40,24 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         return Err(Refusal::Place { module, stage, why });
     }
     let zero = fit::zero(plan, TOOL, 3)?;
-    let sharded = zero > 0 && replicas > 1;
+    let is_sharded = zero > 0 && replicas > 1;
     let mut section = json!({
         "pipeline_parallel_degree": degree,
-        "data_parallel_replicate_degree": if sharded { 1 } else { replicas },
-        "data_parallel_shard_degree": if sharded { replicas } else { 1 },
+        "data_parallel_replicate_degree": if is_sharded { 1 } else { replicas },
+        "data_parallel_shard_degree": if is_sharded { replicas } else { 1 },
         "pipeline_parallel_microbatch_size": plan.schedule.micro_batch,
         "pipeline_parallel_schedule": by_name.unwrap_or("PipelineScheduleMulti"),
         "module_fqns_per_model_part": parts,
     });
-    if sharded {
+    if is_sharded {
         section["fsdp_reshard_after_forward"] = json!(if zero == 3 { "always" } else { "never" });
     }
-    let shared = plan.stages.first().map_or(1, Stage::degree);
+    let tensor_degree = plan.stages.first().map_or(1, Stage::degree);
     if plan.activations() == ActivationSharding::Batch {
-        return Err(Refusal::Experts { tool: TOOL, devices: shared });
+        return Err(Refusal::Experts { tool: TOOL, devices: tensor_degree });
     }
-    if shared > 1 {
-        section["tensor_parallel_degree"] = json!(shared);
+    if tensor_degree > 1 {
+        section["tensor_parallel_degree"] = json!(tensor_degree);
     }
     if by_name.is_none() {
         section["pipeline_parallel_schedule_csv"] = json!(TABLE);
@@ -74,15 +74,15 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         "mixed_precision_param": precision,
     });
     let mode = if fit::recomputing(plan) > 0 { "full" } else { "none" };
-    let whole = json!({ "parallelism": section, "training": training, "activation_checkpoint": { "mode": mode } });
-    let json = serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n";
-    let mut bundle = Bundle::of("torchtitan.args", arguments(&whole, mode)?)
-        .with("torchtitan.toml", toml(&whole))
+    let config = json!({ "parallelism": section, "training": training, "activation_checkpoint": { "mode": mode } });
+    let json = serde_json::to_string_pretty(&config).unwrap_or_default() + "\n";
+    let mut bundle = Bundle::of("torchtitan.args", arguments(&config, mode)?)
+        .with("torchtitan.toml", toml(&config))
         .with("torchtitan.json", json);
     bundle.notes.extend(note);
-    bundle.notes.extend(notes(plan, zero, sharded));
+    bundle.notes.extend(notes(plan, zero, is_sharded));
     bundle.notes.extend(fit::handed_on(plan, TOOL));
-    let processes = u64::from(degree) * u64::from(replicas) * u64::from(shared);
+    let processes = u64::from(degree) * u64::from(replicas) * u64::from(tensor_degree);
     let folder = if by_name.is_none() { ", in FOLDER because of schedule.csv" } else { "" };
     bundle.notes.push(format!(
         "train with: torchrun --nproc-per-node {processes} -m torchtitan.train --module MODULE --config CONFIG $(cat FOLDER/torchtitan.args){folder}"
@@ -95,11 +95,11 @@ fn by_name(kind: Schedule, table: &str, ranks: u32, microbatches: u32) -> Option
     let is_standard = |warmup: &dyn Fn(u32) -> u32| {
         let row = |rank: u32| {
             let first = warmup(rank).min(microbatches);
-            let both =
+            let steady =
                 (first..microbatches).flat_map(|next| [format!("{rank}B{}", next - first), format!("{rank}F{next}")]);
-            let rest = (microbatches - first..microbatches).map(|next| format!("{rank}B{next}"));
-            let begun = (0..first).map(|next| format!("{rank}F{next}"));
-            begun.chain(both).chain(rest).collect::<Vec<_>>().join(",")
+            let drain = (microbatches - first..microbatches).map(|next| format!("{rank}B{next}"));
+            let fill = (0..first).map(|next| format!("{rank}F{next}"));
+            fill.chain(steady).chain(drain).collect::<Vec<_>>().join(",")
         };
         table.lines().eq((0..ranks).map(row))
     };
@@ -128,14 +128,14 @@ fn notes(plan: &Plan, zero: u32, is_sharded: bool) -> Vec<String> {
 }
 
 /// Formats sections as command-line arguments, one per line. The kind of activation checkpointing is a subcommand.
-fn arguments(whole: &Value, mode: &str) -> Result<String, Refusal> {
+fn arguments(config: &Value, mode: &str) -> Result<String, Refusal> {
     let mut text = String::new();
-    for (section, values) in whole.as_object().into_iter().flatten() {
+    for (section, values) in config.as_object().into_iter().flatten() {
         for (key, value) in values.as_object().into_iter().flatten().filter(|_| section != "activation_checkpoint") {
             let value = match value {
                 Value::Array(parts) => {
                     let parts: Result<Vec<String>, Refusal> =
-                        (0u32..).zip(parts).map(|(at, part)| joined(at, part)).collect();
+                        (0u32..).zip(parts).map(|(at, part)| join_names(at, part)).collect();
                     parts?.join(" ")
                 }
                 Value::String(value) => value.clone(),
@@ -149,7 +149,7 @@ fn arguments(whole: &Value, mode: &str) -> Result<String, Refusal> {
 }
 
 /// The modules of a part, separated by commas. The shell splits the file at spaces and expands patterns.
-fn joined(stage: u32, part: &Value) -> Result<String, Refusal> {
+fn join_names(stage: u32, part: &Value) -> Result<String, Refusal> {
     let names: Vec<&str> = part.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     let is_plain = |name: &&&str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     match names.iter().find(|name| !is_plain(name)) {
@@ -162,17 +162,17 @@ fn joined(stage: u32, part: &Value) -> Result<String, Refusal> {
 }
 
 /// Formats sections of plain values and lists as TOML. Every JSON string without DEL is a valid TOML string.
-fn toml(whole: &Value) -> String {
+fn toml(config: &Value) -> String {
     let mut text = String::new();
-    for (name, section) in whole.as_object().into_iter().flatten() {
+    for (name, section) in config.as_object().into_iter().flatten() {
         text += &format!("[{name}]\n");
         for (key, value) in section.as_object().into_iter().flatten() {
             text += &match value {
                 Value::Array(rows) => {
-                    let rows: Vec<String> = rows.iter().map(|row| format!("    {},\n", plain(row))).collect();
+                    let rows: Vec<String> = rows.iter().map(|row| format!("    {},\n", toml_value(row))).collect();
                     format!("{key} = [\n{}]\n", rows.concat())
                 }
-                value => format!("{key} = {}\n", plain(value)),
+                value => format!("{key} = {}\n", toml_value(value)),
             };
         }
         text.push('\n');
@@ -181,6 +181,6 @@ fn toml(whole: &Value) -> String {
     text + "\n"
 }
 
-fn plain(value: &Value) -> String {
+fn toml_value(value: &Value) -> String {
     value.to_string().replace('\u{7f}', "\\u007f")
 }

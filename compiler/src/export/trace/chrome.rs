@@ -28,6 +28,6 @@ pub fn json(trace: &Trace<'_>) -> String {
             events.push(json!({"ph": "C", "name": counter.name, "pid": 0, "ts": ts, "args": {"bytes": bytes}}));
         }
     }
-    let whole: Value = json!({"displayTimeUnit": "ms", "traceEvents": events});
-    whole.to_string()
+    let document: Value = json!({"displayTimeUnit": "ms", "traceEvents": events});
+    document.to_string()
 }

@@ -112,10 +112,10 @@ fn file(trace: &Trace<'_>) -> File {
         child_ordering: Some(EXPLICIT),
         ..Track::default()
     };
-    let mut named = vec![process];
+    let mut tracks = vec![process];
     let mut events: Vec<(u64, Event)> = Vec::new();
     for track in &trace.rows {
-        let uuid = below(&mut named, &track.name, None);
+        let uuid = add_track(&mut tracks, &track.name, None);
         for span in &track.spans {
             let begin = Event {
                 kind: Some(BEGIN),
@@ -131,7 +131,7 @@ fn file(trace: &Trace<'_>) -> File {
         }
     }
     for counter in &trace.counters {
-        let uuid = below(&mut named, &counter.name, Some(Unit { unit: Some(BYTES) }));
+        let uuid = add_track(&mut tracks, &counter.name, Some(Unit { unit: Some(BYTES) }));
         for &(at, bytes) in &counter.points {
             let value = i64::try_from(bytes).unwrap_or(i64::MAX);
             let kind = Some(COUNTER);
@@ -142,23 +142,23 @@ fn file(trace: &Trace<'_>) -> File {
     // A stable sort keeps the end of a span before the begin of the next one, because the spans of a row are in order.
     events.sort_by_key(|(at, _)| *at);
     let packet = Packet { trusted_packet_sequence_id: Some(1), ..Packet::default() };
-    let named = named.into_iter().map(|track| Packet { track_descriptor: Some(track), ..packet.clone() });
+    let tracks = tracks.into_iter().map(|track| Packet { track_descriptor: Some(track), ..packet.clone() });
     let events = events.into_iter().map(|(at, event)| Packet {
         timestamp: Some(at),
         track_event: Some(event),
         ..packet.clone()
     });
-    File { packet: named.chain(events).collect() }
+    File { packet: tracks.chain(events).collect() }
 }
 
 /// Adds a track below the process track and returns its id.
-fn below(named: &mut Vec<Track>, name: &str, counter: Option<Unit>) -> u64 {
-    let rank = named.len() as i32;
-    let uuid = PROCESS + named.len() as u64;
+fn add_track(tracks: &mut Vec<Track>, name: &str, counter: Option<Unit>) -> u64 {
+    let rank = tracks.len() as i32;
+    let uuid = PROCESS + tracks.len() as u64;
     let (name, parent_uuid) = (Some(name.to_string()), Some(PROCESS));
     let track =
         Track { uuid: Some(uuid), name, parent_uuid, counter, sibling_order_rank: Some(rank), ..Track::default() };
-    named.push(track);
+    tracks.push(track);
     uuid
 }
 

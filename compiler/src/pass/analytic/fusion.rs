@@ -21,28 +21,29 @@ pub struct Traffic {
     pub launches: bool,
 }
 
-/// The traffic of all nodes with a kernel. `kept` are values that must be written even if only their group reads them.
-pub fn traffic(graph: &Graph, kept: &HashSet<Value>) -> HashMap<NodeId, Traffic> {
+/// The traffic of all nodes with a kernel. `saved` are values that must be written even if only their group reads them.
+pub fn traffic(graph: &Graph, saved: &HashSet<Value>) -> HashMap<NodeId, Traffic> {
     let order: Vec<NodeId> = order::canonical(graph).into_iter().filter(|id| !is_free(&graph.node(*id).op)).collect();
     let mut groups = Groups { of: HashMap::new(), loads: HashSet::new(), elements: Vec::new() };
     for &id in &order {
-        groups.place(graph, id);
+        groups.add(graph, id);
     }
     let returned = graph.outputs.iter().map(|output| output.value);
-    let written: HashSet<Value> = kept.iter().copied().chain(returned).map(|value| root(graph, value)).collect();
-    let mut read: HashSet<(usize, Value)> = HashSet::new();
+    let written_values: HashSet<Value> =
+        saved.iter().copied().chain(returned).map(|value| root(graph, value)).collect();
+    let mut read_values: HashSet<(usize, Value)> = HashSet::new();
     let mut launched: HashSet<usize> = HashSet::new();
-    let each = order.iter().map(|&id| {
+    let per_node = order.iter().map(|&id| {
         let group = groups.of[&id];
         let mut bytes = 0.0;
         for value in graph.inputs(id) {
             let source = root(graph, value);
-            if groups.of.get(&source.node) != Some(&group) && read.insert((group, value)) {
+            if groups.of.get(&source.node) != Some(&group) && read_values.insert((group, value)) {
                 bytes += size(graph, value);
             }
         }
         for value in graph.values(id) {
-            if written.contains(&value)
+            if written_values.contains(&value)
                 || readers(graph, value).iter().any(|reader| groups.of.get(reader) != Some(&group))
             {
                 bytes += size(graph, value);
@@ -50,7 +51,7 @@ pub fn traffic(graph: &Graph, kept: &HashSet<Value>) -> HashMap<NodeId, Traffic>
         }
         (id, Traffic { bytes, launches: launched.insert(group) })
     });
-    each.collect()
+    per_node.collect()
 }
 
 struct Groups {
@@ -62,28 +63,28 @@ struct Groups {
 }
 
 impl Groups {
-    fn place(&mut self, graph: &Graph, id: NodeId) {
+    fn add(&mut self, graph: &Graph, id: NodeId) {
         let op = &graph.node(id).op;
-        let own = if fuses(op) { iterated(graph, id) } else { 0.0 };
-        let makers: Vec<NodeId> = graph.inputs(id).into_iter().map(|value| root(graph, value).node).collect();
-        let read: Vec<usize> = makers.iter().filter_map(|maker| self.of.get(maker).copied()).collect();
-        let newest = read.iter().copied().filter(|group| !self.loads.contains(group)).max();
-        let is_stored = matches!(op, Op::Cast(_)) && makers.iter().any(|maker| is_norm(&graph.node(*maker).op));
-        let group = match newest.filter(|group| is_stored || (own > 0.0 && self.elements[*group] == own)) {
+        let elements = if can_fuse(op) { iterated_elements(graph, id) } else { 0.0 };
+        let producers: Vec<NodeId> = graph.inputs(id).into_iter().map(|value| root(graph, value).node).collect();
+        let read_groups: Vec<usize> = producers.iter().filter_map(|maker| self.of.get(maker).copied()).collect();
+        let newest = read_groups.iter().copied().filter(|group| !self.loads.contains(group)).max();
+        let is_stored = matches!(op, Op::Cast(_)) && producers.iter().any(|maker| is_norm(&graph.node(*maker).op));
+        let group = match newest.filter(|group| is_stored || (elements > 0.0 && self.elements[*group] == elements)) {
             Some(group) => group,
             None => {
-                self.elements.push(own);
+                self.elements.push(elements);
                 self.elements.len() - 1
             }
         };
-        if let ([], Op::Cast(_), [reader]) = (&read[..], op, &readers(graph, Value { node: id, output: 0 })[..])
+        if let ([], Op::Cast(_), [reader]) = (&read_groups[..], op, &readers(graph, Value { node: id, output: 0 })[..])
             && is_norm(&graph.node(*reader).op)
         {
             self.loads.insert(group);
         }
         if is_norm(op) {
             let is_load = |maker: &NodeId| self.of.get(maker).is_some_and(|of| self.loads.contains(of));
-            let loads: Vec<NodeId> = makers.into_iter().filter(is_load).collect();
+            let loads: Vec<NodeId> = producers.into_iter().filter(is_load).collect();
             self.of.extend(loads.into_iter().map(|load| (load, group)));
         }
         self.of.insert(id, group);
@@ -95,7 +96,7 @@ fn is_norm(op: &Op) -> bool {
 }
 
 /// Ops that fuse with others over the same elements.
-fn fuses(op: &Op) -> bool {
+fn can_fuse(op: &Op) -> bool {
     matches!(
         op,
         Op::Unary(_)
@@ -126,7 +127,7 @@ pub fn is_free(op: &Op) -> bool {
 }
 
 /// The number of elements that a kernel of this op iterates over.
-fn iterated(graph: &Graph, id: NodeId) -> f64 {
+fn iterated_elements(graph: &Graph, id: NodeId) -> f64 {
     let inputs = graph.inputs(id).into_iter().map(|value| elements(graph.fact(value)));
     let outputs = graph.node(id).facts.iter().map(elements);
     inputs.chain(outputs).fold(0.0, f64::max)
@@ -138,17 +139,17 @@ fn size(graph: &Graph, value: Value) -> f64 {
 
 /// The nodes that read a value, also through views.
 fn readers(graph: &Graph, value: Value) -> Vec<NodeId> {
-    let mut found = Vec::new();
+    let mut readers = Vec::new();
     let mut queue = vec![value];
     while let Some(value) = queue.pop() {
         for (reader, _) in graph.consumers(value) {
             match rule(&graph.node(reader).op).is_view() {
                 true => queue.extend(graph.values(reader)),
-                false => found.push(reader),
+                false => readers.push(reader),
             }
         }
     }
-    found
+    readers
 }
 
 #[cfg(test)]
@@ -174,18 +175,18 @@ mod tests {
         let soft = out.emit(Op::Softmax(Softmax { axis: 1 }), &[act]);
         let z = out.emit(product(), &[soft, w]);
         graph.outputs.push(Output { name: "z".into(), value: z });
-        let none = traffic(&graph, &HashSet::new());
+        let inference = traffic(&graph, &HashSet::new());
         let of = |traffic: &HashMap<NodeId, Traffic>, value: Value| {
             (traffic[&value.node].bytes, traffic[&value.node].launches)
         };
         let matrix = 256.0;
-        assert_eq!(of(&none, y), (3.0 * matrix, true));
-        assert_eq!(of(&none, sum), (matrix + 32.0, true));
-        assert_eq!(of(&none, act), (0.0, false));
-        assert_eq!(of(&none, soft), (matrix, false));
+        assert_eq!(of(&inference, y), (3.0 * matrix, true));
+        assert_eq!(of(&inference, sum), (matrix + 32.0, true));
+        assert_eq!(of(&inference, act), (0.0, false));
+        assert_eq!(of(&inference, soft), (matrix, false));
         // A value that the backward needs is written.
-        let kept = traffic(&graph, &HashSet::from([act]));
-        assert_eq!(of(&kept, act), (matrix, false));
+        let training = traffic(&graph, &HashSet::from([act]));
+        assert_eq!(of(&training, act), (matrix, false));
     }
 
     #[test]
@@ -202,9 +203,9 @@ mod tests {
         let narrow = out.emit(Op::Cast(Cast { to: DType::Bf16 }), &[norm[0]]);
         graph.outputs.push(Output { name: "y".into(), value: narrow });
         let traffic = traffic(&graph, &HashSet::new());
-        let all = [wide, norm[0], narrow].map(|value| traffic[&value.node]);
-        assert_eq!(all.iter().filter(|one| one.launches).count(), 1);
+        let costs = [wide, norm[0], narrow].map(|value| traffic[&value.node]);
+        assert_eq!(costs.iter().filter(|one| one.launches).count(), 1);
         // Two bytes an element are read and two written, beside the scale and the bias.
-        assert_eq!(all.iter().map(|one| one.bytes).sum::<f64>(), 4.0 * 256.0 + 2.0 * 32.0);
+        assert_eq!(costs.iter().map(|one| one.bytes).sum::<f64>(), 4.0 * 256.0 + 2.0 * 32.0);
     }
 }

@@ -53,19 +53,19 @@ impl Product {
         let result = outputs.first()?;
         let dims: Vec<f64> =
             result.shape.iter().map(|dim| dim.known().map(|size| size as f64)).collect::<Option<_>>()?;
-        let all = elements(result);
+        let element_count = elements(result);
         let (batch, m, n) = match op {
             Op::MatMul(_) => {
                 let [.., m, n] = dims[..] else { return None };
-                let second = inputs.get(1)?;
+                let rhs = inputs.get(1)?;
                 // Matrices that all multiply one matrix are one tall matrix.
-                if second.rank() == 2 { (1.0, all / n, n) } else { (all / (m * n), m, n) }
+                if rhs.rank() == 2 { (1.0, element_count / n, n) } else { (element_count / (m * n), m, n) }
             }
-            Op::Conv(o) => (o.groups as f64, all / dims.get(1)?, dims[1] / o.groups as f64),
-            Op::ConvInputGrad(o) => (o.groups as f64, all / dims.get(1)?, dims[1] / o.groups as f64),
+            Op::Conv(o) => (o.groups as f64, element_count / dims.get(1)?, dims[1] / o.groups as f64),
+            Op::ConvInputGrad(o) => (o.groups as f64, element_count / dims.get(1)?, dims[1] / o.groups as f64),
             Op::ConvWeightGrad(o) => {
                 let m = dims.first()? / o.groups as f64;
-                (o.groups as f64, m, all / dims[0])
+                (o.groups as f64, m, element_count / dims[0])
             }
             _ => return None,
         };
@@ -77,13 +77,13 @@ impl Product {
     /// size of operands and result.
     pub fn seconds(&self, device: &Device, multiprocessors: u32, rate: f64, bytes: f64) -> f64 {
         let bandwidth = STREAMING * device.memory_bandwidth.0;
-        let each = rate / f64::from(multiprocessors);
+        let unit_rate = rate / f64::from(multiprocessors);
         let mut best = f64::INFINITY;
         for (a, b, share) in TILES {
             for parts in SPLITS {
                 let tiles = self.batch * (self.m / a).ceil() * (self.n / b).ceil() * parts;
                 let waves = (tiles / f64::from(multiprocessors)).ceil();
-                let compute = waves * 2.0 * a * b * (self.k / parts + PROLOGUE) / (each * share);
+                let compute = waves * 2.0 * a * b * (self.k / parts + PROLOGUE) / (unit_rate * share);
                 // The parts are written in f32, read and added.
                 let sums = if parts > 1.0 { 8.0 * parts * self.batch * self.m * self.n } else { 0.0 };
                 best = best.min(compute.max(bytes / bandwidth) + sums / bandwidth);

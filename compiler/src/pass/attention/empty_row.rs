@@ -13,16 +13,16 @@ pub fn nan_test(graph: &Graph, condition: Value, value: Value) -> Option<([NodeI
         Op::Unary(Unary::Not) => (graph.inputs(condition.node)[0], true),
         _ => (condition, false),
     };
-    let compares = matches!(graph.node(equal.node).op, Op::Compare(Compare::Equal));
-    (compares && graph.inputs(equal.node) == [value, value]).then_some(([equal.node, condition.node], is_nan))
+    let is_comparison = matches!(graph.node(equal.node).op, Op::Compare(Compare::Equal));
+    (is_comparison && graph.inputs(equal.node) == [value, value]).then_some(([equal.node, condition.node], is_nan))
 }
 
 /// The tensor of which `condition` tells whether its maximum over the last axis is -∞.
 pub fn of_maximum(graph: &Graph, functions: &mut IndexFunctions, condition: Value) -> Option<Value> {
     let Op::Compare(Compare::Equal) = graph.node(condition.node).op else { return None };
-    let [most, number] = graph.inputs(condition.node)[..] else { return None };
+    let [row_max, number] = graph.inputs(condition.node)[..] else { return None };
     let is_endless = functions.number(graph, number) == Some(f64::NEG_INFINITY);
-    (is_endless && reduces_rows(graph, most) == Some(ReduceKind::Max)).then(|| graph.inputs(most.node)[0])
+    (is_endless && reduces_rows(graph, row_max) == Some(ReduceKind::Max)).then(|| graph.inputs(row_max.node)[0])
 }
 
 /// The kind of a reduction that keeps its only axis, the last one.

@@ -29,7 +29,7 @@ pub enum IndexFunction {
     /// `low` where `Σ steps·index ≤ most`, else `high`. The first step other than 0 is negative.
     Split {
         steps: Vec<i64>,
-        most: i64,
+        bound: i64,
         low: f64,
         high: f64,
     },
@@ -40,12 +40,12 @@ use IndexFunction::{Affine, Number, Split};
 /// The functions of a graph's values, as far as they were asked for.
 #[derive(Default)]
 pub struct IndexFunctions {
-    known: HashMap<Value, Option<IndexFunction>>,
+    cache: HashMap<Value, Option<IndexFunction>>,
 }
 
 impl IndexFunctions {
     pub fn of(&mut self, graph: &Graph, value: Value) -> Option<IndexFunction> {
-        self.within(graph, value, DEPTH)
+        self.lookup(graph, value, DEPTH)
     }
 
     /// The value of all elements, if it is known and equal.
@@ -56,17 +56,17 @@ impl IndexFunctions {
         }
     }
 
-    fn within(&mut self, graph: &Graph, value: Value, depth: usize) -> Option<IndexFunction> {
-        if let Some(known) = self.known.get(&value) {
-            return known.clone();
+    fn lookup(&mut self, graph: &Graph, value: Value, depth: usize) -> Option<IndexFunction> {
+        if let Some(cached) = self.cache.get(&value) {
+            return cached.clone();
         }
-        let found = depth.checked_sub(1).and_then(|depth| self.found(graph, value, depth));
-        let found = found.map(|f| f.normal(graph.fact(value)));
-        self.known.insert(value, found.clone());
-        found
+        let function = depth.checked_sub(1).and_then(|depth| self.derive(graph, value, depth));
+        let function = function.map(|f| f.normalise(graph.fact(value)));
+        self.cache.insert(value, function.clone());
+        function
     }
 
-    fn found(&mut self, graph: &Graph, value: Value, depth: usize) -> Option<IndexFunction> {
+    fn derive(&mut self, graph: &Graph, value: Value, depth: usize) -> Option<IndexFunction> {
         let node = graph.node(value.node);
         let fact = graph.fact(value);
         match &node.op {
@@ -79,30 +79,30 @@ impl IndexFunctions {
             _ => {}
         }
         let inputs = graph.inputs(value.node);
-        let movement = matches!(
+        let is_movement = matches!(
             node.op,
             Op::Broadcast(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) | Op::StopGradient(_) | Op::Cast(_)
         );
-        let elementwise = matches!(node.op, Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_));
-        if !movement && !elementwise {
+        let is_elementwise = matches!(node.op, Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_));
+        if !is_movement && !is_elementwise {
             return None;
         }
         let mut functions = Vec::with_capacity(inputs.len());
         for input in &inputs {
-            functions.push(self.within(graph, *input, depth)?);
+            functions.push(self.lookup(graph, *input, depth)?);
         }
         match (&node.op, functions.as_slice()) {
             (Op::StopGradient(_), [x]) => Some(x.clone()),
             (Op::Broadcast(_), [x]) => Some(x.clone().of_rank(fact.rank())),
             (Op::Reshape(_), [x]) => x.reshaped(graph.fact(inputs[0]), fact),
-            (Op::Transpose(op), [x]) => Some(x.moved(|steps| op.perm.iter().map(|axis| steps[*axis]).collect())),
+            (Op::Transpose(op), [x]) => Some(x.map_steps(|steps| op.perm.iter().map(|axis| steps[*axis]).collect())),
             (Op::Slice(op), [x]) => {
                 let begin: Option<Vec<i64>> = op.begin.iter().map(|d| d.known()).collect();
                 x.sliced(&begin?, &op.step)
             }
             (Op::Cast(_), [Affine { .. }]) => {
-                let exact = matches!(fact.dtype, DType::I64 | DType::F64) || (is_small(fact) && is_wide(fact.dtype));
-                exact.then(|| functions[0].clone())
+                let is_exact = matches!(fact.dtype, DType::I64 | DType::F64) || (is_small(fact) && is_wide(fact.dtype));
+                is_exact.then(|| functions[0].clone())
             }
             _ => {
                 let aligned: Vec<IndexFunction> = functions.into_iter().map(|f| f.of_rank(fact.rank())).collect();
@@ -125,46 +125,46 @@ fn is_small(fact: &Fact) -> bool {
 
 impl IndexFunction {
     /// Steps of axes of size 1 are 0, so that the function stays the same if they are broadcast.
-    fn normal(self, fact: &Fact) -> IndexFunction {
-        let of = |mut steps: Vec<i64>| {
+    fn normalise(self, fact: &Fact) -> IndexFunction {
+        let clear_unit_axes = |mut steps: Vec<i64>| {
             steps.iter_mut().zip(&fact.shape).filter(|(_, dim)| dim.is(1)).for_each(|(step, _)| *step = 0);
             steps
         };
         match self {
             Number(number) => Number(number),
             Affine { steps, start } => {
-                let steps = of(steps);
+                let steps = clear_unit_axes(steps);
                 if steps.iter().all(|s| *s == 0) { Number(start as f64) } else { Affine { steps, start } }
             }
-            Split { steps, most, low, high } => {
-                let steps = of(steps);
+            Split { steps, bound, low, high } => {
+                let steps = clear_unit_axes(steps);
                 let Some(first) = steps.iter().find(|s| **s != 0) else {
-                    return Number(if 0 <= most { low } else { high });
+                    return Number(if 0 <= bound { low } else { high });
                 };
                 if low == high {
                     Number(low)
                 } else if *first < 0 {
-                    Split { steps, most, low, high }
+                    Split { steps, bound, low, high }
                 } else {
                     // Σ s·i ≤ m is not Σ (-s)·i ≤ -m - 1.
                     let steps = steps.into_iter().map(|s| -s).collect();
-                    Split { steps, most: most.saturating_neg().saturating_sub(1), low: high, high: low }
+                    Split { steps, bound: bound.saturating_neg().saturating_sub(1), low: high, high: low }
                 }
             }
         }
     }
 
-    fn moved(&self, steps: impl Fn(&[i64]) -> Vec<i64>) -> IndexFunction {
+    fn map_steps(&self, steps: impl Fn(&[i64]) -> Vec<i64>) -> IndexFunction {
         let mut moved = self.clone();
-        if let Affine { steps: own, .. } | Split { steps: own, .. } = &mut moved {
-            *own = steps(own);
+        if let Affine { steps: own_steps, .. } | Split { steps: own_steps, .. } = &mut moved {
+            *own_steps = steps(own_steps);
         }
         moved
     }
 
     /// With leading axes, as for broadcasting.
     fn of_rank(self, rank: usize) -> IndexFunction {
-        self.moved(|steps| [&vec![0; rank.saturating_sub(steps.len())][..], steps].concat())
+        self.map_steps(|steps| [&vec![0; rank.saturating_sub(steps.len())][..], steps].concat())
     }
 
     /// Through a reshape that only adds or removes axes of size 1.
@@ -173,12 +173,13 @@ impl IndexFunction {
             return Some(self.clone());
         }
         let axes = |fact: &Fact| (0..fact.rank()).filter(|axis| !fact.shape[*axis].is(1)).collect::<Vec<_>>();
-        let (old, new) = (axes(from), axes(to));
-        let equal = old.len() == new.len() && old.iter().zip(&new).all(|(o, n)| from.shape[*o] == to.shape[*n]);
-        equal.then(|| {
-            self.moved(|steps| {
+        let (from_axes, to_axes) = (axes(from), axes(to));
+        let is_same = from_axes.len() == to_axes.len()
+            && from_axes.iter().zip(&to_axes).all(|(o, n)| from.shape[*o] == to.shape[*n]);
+        is_same.then(|| {
+            self.map_steps(|steps| {
                 let mut moved = vec![0; to.rank()];
-                old.iter().zip(&new).for_each(|(o, n)| moved[*n] = steps[*o]);
+                from_axes.iter().zip(&to_axes).for_each(|(o, n)| moved[*n] = steps[*o]);
                 moved
             })
         })
@@ -188,13 +189,13 @@ impl IndexFunction {
         let mut sliced = self.clone();
         if let Affine { steps, .. } | Split { steps, .. } = &mut sliced {
             let mut offset = 0i64;
-            for ((own, begin), step) in steps.iter_mut().zip(begin).zip(step) {
-                offset = offset.checked_add(own.checked_mul(*begin)?)?;
-                *own = own.checked_mul(i64::try_from(*step).ok()?)?;
+            for ((own_step, begin), step) in steps.iter_mut().zip(begin).zip(step) {
+                offset = offset.checked_add(own_step.checked_mul(*begin)?)?;
+                *own_step = own_step.checked_mul(i64::try_from(*step).ok()?)?;
             }
             match &mut sliced {
                 Affine { start, .. } => *start = start.checked_add(offset)?,
-                Split { most, .. } => *most = most.checked_sub(offset)?,
+                Split { bound, .. } => *bound = bound.checked_sub(offset)?,
                 Number(_) => {}
             }
         }
@@ -212,33 +213,33 @@ impl IndexFunction {
 
     /// The values on and below the diagonal of the last two axes, and above it, if these are all that differ.
     pub fn causal(&self) -> Option<(f64, f64)> {
-        let Split { steps, most, low, high } = self else { return None };
+        let Split { steps, bound, low, high } = self else { return None };
         let [lead @ .., row, column] = steps.as_slice() else { return None };
-        let diagonal = lead.iter().all(|s| *s == 0) && (*row, *column) == (-1, 1) && *most == 0;
-        diagonal.then_some((*low, *high))
+        let is_diagonal = lead.iter().all(|s| *s == 0) && (*row, *column) == (-1, 1) && *bound == 0;
+        is_diagonal.then_some((*low, *high))
     }
 }
 
 /// Sums and comparisons of affine functions.
 fn affine(op: &Op, inputs: &[IndexFunction]) -> Option<IndexFunction> {
     let rank = inputs.iter().find_map(|f| if let Affine { steps, .. } = f { Some(steps.len()) } else { None })?;
-    let sum = |(a, start): (Vec<i64>, i64), (b, more): (Vec<i64>, i64), sign: i64| {
+    let sum = |(a, start): (Vec<i64>, i64), (b, b_start): (Vec<i64>, i64), sign: i64| {
         let steps: Option<Vec<i64>> = a.iter().zip(&b).map(|(a, b)| a.checked_add(b.checked_mul(sign)?)).collect();
-        Some((steps?, start.checked_add(more.checked_mul(sign)?)?))
+        Some((steps?, start.checked_add(b_start.checked_mul(sign)?)?))
     };
-    let of = |(steps, start): (Vec<i64>, i64)| Affine { steps, start };
+    let to_affine = |(steps, start): (Vec<i64>, i64)| Affine { steps, start };
     match (op, inputs) {
-        (Op::Unary(Unary::Neg), [x]) => sum((vec![0; rank], 0), x.as_affine(rank)?, -1).map(of),
-        (Op::Binary(Binary::Add), [a, b]) => sum(a.as_affine(rank)?, b.as_affine(rank)?, 1).map(of),
-        (Op::Binary(Binary::Sub), [a, b]) => sum(a.as_affine(rank)?, b.as_affine(rank)?, -1).map(of),
+        (Op::Unary(Unary::Neg), [x]) => sum((vec![0; rank], 0), x.as_affine(rank)?, -1).map(to_affine),
+        (Op::Binary(Binary::Add), [a, b]) => sum(a.as_affine(rank)?, b.as_affine(rank)?, 1).map(to_affine),
+        (Op::Binary(Binary::Sub), [a, b]) => sum(a.as_affine(rank)?, b.as_affine(rank)?, -1).map(to_affine),
         (Op::Compare(compare), [a, b]) => {
             let (steps, start) = sum(a.as_affine(rank)?, b.as_affine(rank)?, -1)?;
-            let most = match compare {
+            let bound = match compare {
                 Compare::LessEqual => start.checked_neg()?,
                 Compare::Less => start.checked_neg()?.checked_sub(1)?,
                 Compare::Equal => return None,
             };
-            Some(Split { steps, most, low: 1.0, high: 0.0 })
+            Some(Split { steps, bound, low: 1.0, high: 0.0 })
         }
         _ => None,
     }
@@ -251,13 +252,13 @@ fn pointwise(graph: &Graph, id: NodeId, inputs: &[IndexFunction], facts: &[&Fact
         match input {
             Affine { .. } => return None,
             Number(_) => {}
-            Split { steps, most, .. } => match plane {
-                Some(other) if other != (steps, *most) => return None,
-                _ => plane = Some((steps, *most)),
+            Split { steps, bound, .. } => match plane {
+                Some(plane_of_input) if plane_of_input != (steps, *bound) => return None,
+                _ => plane = Some((steps, *bound)),
             },
         }
     }
-    let at = |is_low: bool| {
+    let evaluate_side = |is_low: bool| {
         let scalar = |(input, fact): (&IndexFunction, &&Fact)| {
             let number = match input {
                 Number(number) => *number,
@@ -270,16 +271,18 @@ fn pointwise(graph: &Graph, id: NodeId, inputs: &[IndexFunction], facts: &[&Fact
                 }
                 Affine { .. } => return None,
             };
-            let exact = fact.dtype.is_float() || number.abs() < EXACT;
-            exact.then(|| Tensor::from_f64(&[], &[number]).cast(fact.dtype))
+            let is_exact = fact.dtype.is_float() || number.abs() < EXACT;
+            is_exact.then(|| Tensor::from_f64(&[], &[number]).cast(fact.dtype))
         };
         let scalars: Option<Vec<Tensor>> = inputs.iter().zip(facts).map(scalar).collect();
-        let made = try_run(rule(&graph.node(id).op), &scalars?).ok()?;
-        made.first().map(|t| t.to_f64()[0])
+        let outputs = try_run(rule(&graph.node(id).op), &scalars?).ok()?;
+        outputs.first().map(|t| t.to_f64()[0])
     };
     Some(match plane {
-        None => Number(at(true)?),
-        Some((steps, most)) => Split { steps: steps.clone(), most, low: at(true)?, high: at(false)? },
+        None => Number(evaluate_side(true)?),
+        Some((steps, bound)) => {
+            Split { steps: steps.clone(), bound, low: evaluate_side(true)?, high: evaluate_side(false)? }
+        }
     })
 }
 
@@ -292,8 +295,8 @@ fn constant_function(tensor: &Tensor) -> Option<IndexFunction> {
     if values.iter().all(|v| *v == values[0]) {
         return Some(Number(values[0]));
     }
-    let long: Vec<usize> = (0..shape.len()).filter(|axis| shape[*axis] > 1).collect();
-    match long[..] {
+    let axes: Vec<usize> = (0..shape.len()).filter(|axis| shape[*axis] > 1).collect();
+    match axes[..] {
         [axis] => {
             let step = values[1] - values[0];
             let exact = |v: f64| v.fract() == 0.0 && v.abs() < EXACT;
@@ -306,15 +309,15 @@ fn constant_function(tensor: &Tensor) -> Option<IndexFunction> {
             let (m, n) = (shape[row], shape[column]);
             let (low, high) = (values[(m - 1) * n], values[n - 1]);
             // The diagonal is where the first row changes, or the first row that begins with the lower number.
-            let most = match values[..n].iter().take_while(|v| **v == low).count() {
+            let bound = match values[..n].iter().take_while(|v| **v == low).count() {
                 0 => -i64::try_from(values.chunks(n).take_while(|row| row[0] == high).count()).ok()?,
                 count => i64::try_from(count).ok()? - 1,
             };
-            let value = |i: usize, j: usize| if j as i64 - i as i64 <= most { low } else { high };
+            let value = |i: usize, j: usize| if j as i64 - i as i64 <= bound { low } else { high };
             let is_split = low != high && values.iter().enumerate().all(|(at, v)| *v == value(at / n, at % n));
             let mut steps = vec![0; shape.len()];
             (steps[row], steps[column]) = (-1, 1);
-            is_split.then_some(Split { steps, most, low, high })
+            is_split.then_some(Split { steps, bound, low, high })
         }
         _ => None,
     }
@@ -385,30 +388,30 @@ mod tests {
 
     #[test]
     fn constants_are_compared_with_every_element() {
-        let of = |shape: &[usize], values: &[f64]| {
+        let function_of = |shape: &[usize], values: &[f64]| {
             let tensor = Tensor::from_f64(shape, values);
             function(|out| out.emit(Op::Constant(Constant { tensor }), &[]))
         };
-        let causal = of(&[1, 3, 3], &[0., -9., -9., 0., 0., -9., 0., 0., 0.]);
+        let causal = function_of(&[1, 3, 3], &[0., -9., -9., 0., 0., -9., 0., 0., 0.]);
         assert_eq!(causal.unwrap().causal(), Some((0.0, -9.0)));
-        assert_eq!(of(&[3, 3], &[0., -9., -9., 0., 0., -9., 0., -9., 0.]), None);
-        let shifted = of(&[2, 3], &[1., 1., 0., 1., 1., 1.]).unwrap();
-        assert_eq!(shifted, Split { steps: vec![-1, 1], most: 1, low: 1.0, high: 0.0 });
-        let lower = of(&[3, 2], &[0., 0., 1., 0., 1., 1.]).unwrap();
-        assert_eq!(lower, Split { steps: vec![-1, 1], most: -1, low: 1.0, high: 0.0 });
-        assert_eq!(of(&[3], &[2., 4., 6.]), Some(Affine { steps: vec![2], start: 2 }));
-        assert_eq!(of(&[2, 2], &[7.0; 4]), Some(Number(7.0)));
+        assert_eq!(function_of(&[3, 3], &[0., -9., -9., 0., 0., -9., 0., -9., 0.]), None);
+        let shifted = function_of(&[2, 3], &[1., 1., 0., 1., 1., 1.]).unwrap();
+        assert_eq!(shifted, Split { steps: vec![-1, 1], bound: 1, low: 1.0, high: 0.0 });
+        let lower = function_of(&[3, 2], &[0., 0., 1., 0., 1., 1.]).unwrap();
+        assert_eq!(lower, Split { steps: vec![-1, 1], bound: -1, low: 1.0, high: 0.0 });
+        assert_eq!(function_of(&[3], &[2., 4., 6.]), Some(Affine { steps: vec![2], start: 2 }));
+        assert_eq!(function_of(&[2, 2], &[7.0; 4]), Some(Number(7.0)));
     }
 
     #[test]
     fn what_depends_on_data_is_no_function_of_the_index() {
-        let found = function(|out| {
+        let mask = function(|out| {
             let fact = Fact::of(DType::I64, &[4, 4]);
             let x = out.emit(Op::Input(crate::op::Input { name: "x".into(), fact }), &[]);
             let i = range(out, [4, 1], 0);
             out.emit(Op::Compare(Compare::LessEqual), &[x, i])
         });
-        assert_eq!(found, None);
+        assert_eq!(mask, None);
         let square = function(|out| {
             let i = range(out, [4, 1], 0);
             let visible = out.emit(Op::Compare(Compare::Equal), &[i, i]);

@@ -13,7 +13,7 @@ const STEPS: usize = 16;
 pub struct Operand {
     pub value: Value,
     /// Stored with its last two axes exchanged.
-    turned: bool,
+    is_transposed: bool,
     /// The numbers that it was multiplied with.
     pub factor: f64,
     /// The number of query heads that share each head.
@@ -26,46 +26,46 @@ impl Operand {
         graph: &Graph,
         functions: &mut IndexFunctions,
         value: Value,
-        turned: bool,
+        is_transposed: bool,
         lead: &[Dim],
     ) -> Option<Operand> {
         let shape = &graph.fact(value).shape;
         if volume(&shape[..shape.len().checked_sub(2)?]).ok()? != volume(lead).ok()? {
             return None;
         }
-        let mut at = Operand { value, turned, factor: 1.0, repeats: None };
+        let mut operand = Operand { value, is_transposed, factor: 1.0, repeats: None };
         for _ in 0..STEPS {
-            let inputs = graph.inputs(at.value.node);
-            let node = graph.node(at.value.node);
-            at.value = match &node.op {
+            let inputs = graph.inputs(operand.value.node);
+            let node = graph.node(operand.value.node);
+            operand.value = match &node.op {
                 Op::Binary(Binary::Mul) => {
                     match (functions.number(graph, inputs[0]), functions.number(graph, inputs[1])) {
-                        (_, Some(factor)) if graph.fact(inputs[0]) == graph.fact(at.value) => {
-                            at.factor *= factor;
+                        (_, Some(factor)) if graph.fact(inputs[0]) == graph.fact(operand.value) => {
+                            operand.factor *= factor;
                             inputs[0]
                         }
-                        (Some(factor), None) if graph.fact(inputs[1]) == graph.fact(at.value) => {
-                            at.factor *= factor;
+                        (Some(factor), None) if graph.fact(inputs[1]) == graph.fact(operand.value) => {
+                            operand.factor *= factor;
                             inputs[1]
                         }
                         _ => break,
                     }
                 }
                 Op::Binary(Binary::Div) => match functions.number(graph, inputs[1]) {
-                    Some(factor) if graph.fact(inputs[0]) == graph.fact(at.value) => {
-                        at.factor /= factor;
+                    Some(factor) if graph.fact(inputs[0]) == graph.fact(operand.value) => {
+                        operand.factor /= factor;
                         inputs[0]
                     }
                     _ => break,
                 },
-                Op::Transpose(op) if swaps(&op.perm) => {
-                    at.turned = !at.turned;
+                Op::Transpose(op) if is_last_axes_swap(&op.perm) => {
+                    operand.is_transposed = !operand.is_transposed;
                     inputs[0]
                 }
-                Op::Reshape(_) if keeps_matrices(graph, inputs[0], at.value) => inputs[0],
-                Op::Broadcast(_) if at.repeats.is_none() => match repeated(graph, inputs[0], at.value) {
+                Op::Reshape(_) if keeps_matrices(graph, inputs[0], operand.value) => inputs[0],
+                Op::Broadcast(_) if operand.repeats.is_none() => match repeated(graph, inputs[0], operand.value) {
                     Some(repeats) => {
-                        at.repeats = Some(repeats);
+                        operand.repeats = Some(repeats);
                         inputs[0]
                     }
                     None => break,
@@ -73,7 +73,7 @@ impl Operand {
                 _ => break,
             };
         }
-        Some(at)
+        Some(operand)
     }
 
     /// Emits the operand with these leading axes, the last of which counts its heads times their repeats.
@@ -84,13 +84,13 @@ impl Operand {
             let heads = shape.last_mut()?;
             *heads = heads.div_exact(repeats).ok()?;
         }
-        let own = out.graph.fact(value).shape.clone();
-        shape.extend_from_slice(&own[own.len() - 2..]);
-        if own != shape {
+        let stored = out.graph.fact(value).shape.clone();
+        shape.extend_from_slice(&stored[stored.len() - 2..]);
+        if stored != shape {
             value =
                 Value { node: out.graph.add(Op::Reshape(Reshape { shape }), &[value], &out.origin).ok()?, output: 0 };
         }
-        if self.turned {
+        if self.is_transposed {
             // The transpose of a transpose is one.
             let (from, mut perm) = match &out.graph.node(value.node).op {
                 Op::Transpose(op) => (out.graph.inputs(value.node)[0], op.perm.clone()),
@@ -109,23 +109,25 @@ impl Operand {
 }
 
 /// True for a permutation that exchanges only the last two axes.
-fn swaps(perm: &[usize]) -> bool {
+fn is_last_axes_swap(perm: &[usize]) -> bool {
     let rank = perm.len();
-    let swapped = |axis: usize| if axis + 2 == rank { rank - 1 } else { rank - 2 };
-    rank >= 2 && perm.iter().enumerate().all(|(axis, from)| *from == if axis + 2 < rank { axis } else { swapped(axis) })
+    let counterpart = |axis: usize| if axis + 2 == rank { rank - 1 } else { rank - 2 };
+    rank >= 2
+        && perm.iter().enumerate().all(|(axis, from)| *from == if axis + 2 < rank { axis } else { counterpart(axis) })
 }
 
 /// True if a reshape changes leading axes only.
 pub fn keeps_matrices(graph: &Graph, from: Value, to: Value) -> bool {
     let (from, to) = (&graph.fact(from).shape, &graph.fact(to).shape);
     let matrix = |shape: &[Dim]| shape.len().checked_sub(2).map(|at| shape[at..].to_vec());
-    matrix(from).is_some_and(|own| Some(own) == matrix(to)) && from.len() > 2 && to.len() > 2
+    matrix(from).is_some_and(|matrix_from| Some(matrix_from) == matrix(to)) && from.len() > 2 && to.len() > 2
 }
 
 /// The size to which a broadcast expands the last leading axis, if it expands nothing else.
 fn repeated(graph: &Graph, from: Value, to: Value) -> Option<Dim> {
     let (from, to) = (&graph.fact(from).shape, &graph.fact(to).shape);
     let axis = to.len().checked_sub(3)?;
-    let others = from.len() == to.len() && (0..to.len()).all(|other| other == axis || from[other] == to[other]);
-    (others && from[axis].is(1) && !to[axis].is(1)).then(|| to[axis].clone())
+    let is_equal_elsewhere =
+        from.len() == to.len() && (0..to.len()).all(|other| other == axis || from[other] == to[other]);
+    (is_equal_elsewhere && from[axis].is(1) && !to[axis].is(1)).then(|| to[axis].clone())
 }

@@ -30,53 +30,54 @@ impl BackwardHalves {
 
 /// Splits a backward. `leaders` gives each op's stage representative: the op itself if it depends on data. Gradients
 /// flow only to those.
-pub fn halves(made: &Backward, leaders: &[Option<usize>]) -> BackwardHalves {
-    let backward = &made.graph;
-    let order = order::canonical(backward);
-    let owners = owners(backward, &order);
+pub fn halves(backward: &Backward, leaders: &[Option<usize>]) -> BackwardHalves {
+    let graph = &backward.graph;
+    let order = order::canonical(graph);
+    let owners = owners(graph, &order);
     // Nodes that no rule emitted (sums of parameter gradients) have no op.
-    let own = |id: NodeId| owner(backward.node(id));
+    let op_of = |id: NodeId| owner(graph.node(id));
     let flows = |value: &Value, reader: NodeId| {
-        let (made, read) = (owners.get(&value.node).copied(), own(reader));
-        made != read && read.is_some_and(|read| leaders[read] == Some(read)) && !is_source(backward, value.node)
+        let (producer, consumer) = (owners.get(&value.node).copied(), op_of(reader));
+        producer != consumer && consumer.is_some_and(|op| leaders[op] == Some(op)) && !is_source(graph, value.node)
     };
     // Gradients that leave the stage also belong to the first part.
-    let leaves =
-        made.output_roles.iter().zip(&backward.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));
-    let mut queue: Vec<NodeId> = leaves.map(|(_, output)| output.value.node).collect();
+    let sent =
+        backward.output_roles.iter().zip(&graph.outputs).filter(|(role, _)| matches!(role, Made::Gradient { .. }));
+    let mut queue: Vec<NodeId> = sent.map(|(_, output)| output.value.node).collect();
     for &id in &order {
-        queue.extend(backward.inputs(id).iter().filter(|value| flows(value, id)).map(|value| value.node));
+        queue.extend(graph.inputs(id).iter().filter(|value| flows(value, id)).map(|value| value.node));
     }
     let mut first: HashSet<NodeId> = HashSet::new();
     while let Some(id) = queue.pop() {
         if first.insert(id) {
-            queue.extend(backward.inputs(id).into_iter().map(|value| value.node));
+            queue.extend(graph.inputs(id).into_iter().map(|value| value.node));
         }
     }
     let second: HashSet<NodeId> =
-        order.iter().copied().filter(|id| !first.contains(id) && !is_source(backward, *id)).collect();
-    let is_first = |value: &Value| first.contains(&value.node) && !is_source(backward, value.node);
+        order.iter().copied().filter(|id| !first.contains(id) && !is_source(graph, *id)).collect();
+    let is_first = |value: &Value| first.contains(&value.node) && !is_source(graph, value.node);
     let mut readers: BTreeMap<Value, BTreeSet<usize>> = BTreeMap::new();
     for &id in order.iter().filter(|id| second.contains(id)) {
-        for value in backward.inputs(id).into_iter().filter(is_first) {
-            readers.entry(root(backward, value)).or_default().extend(owners.get(&id));
+        for value in graph.inputs(id).into_iter().filter(is_first) {
+            readers.entry(root(graph, value)).or_default().extend(owners.get(&id));
         }
     }
-    for value in backward.outputs.iter().map(|output| output.value).filter(is_first) {
-        readers.entry(root(backward, value)).or_default();
+    for value in graph.outputs.iter().map(|output| output.value).filter(is_first) {
+        readers.entry(root(graph, value)).or_default();
     }
     let between = readers.keys().copied().collect();
     let mut bytes = [vec![0u64; leaders.len()], vec![0u64; leaders.len()]];
     for (value, readers) in readers {
-        let Some(&maker) = owners.get(&value.node) else { continue };
-        if is_source(backward, value.node) || !(runs(&backward.node(value.node).op) || value.output > 0) {
+        let Some(&producer) = owners.get(&value.node) else { continue };
+        if is_source(graph, value.node) || !(runs(&graph.node(value.node).op) || value.output > 0) {
             continue;
         }
         // Ops that pass a gradient through unchanged share it; it counts for the last of them, which computes the
         // corresponding tensor.
-        let reader = readers.into_iter().filter_map(|reader| leaders[reader]).filter(|reader| *reader != maker).max();
-        let (kind, op) = reader.map_or((0, maker), |reader| (1, reader));
-        let size = backward.fact(value).bytes().unwrap_or(u64::MAX);
+        let reader =
+            readers.into_iter().filter_map(|reader| leaders[reader]).filter(|reader| *reader != producer).max();
+        let (kind, op) = reader.map_or((0, producer), |reader| (1, reader));
+        let size = graph.fact(value).bytes().unwrap_or(u64::MAX);
         bytes[kind][op] = bytes[kind][op].saturating_add(size);
     }
     BackwardHalves { second, between, bytes }
