@@ -48,7 +48,7 @@ pub fn import(path: &Path, error: &ImportError) -> String {
             "export or download the model again, and compare its size with the source".to_string()
         }
         ImportError::NoArchive { .. } => "run these lines where the model is defined".to_string(),
-        ImportError::Archive(error) if error.shows_export() => detect::unexported(path).to_string(),
+        ImportError::Archive(error) if error.shows_export() => detect::export_help(path).to_string(),
         ImportError::Archive(FxError::Ends { .. } | FxError::Zip(_) | FxError::EntrySize { .. }) => {
             "export or copy the model again, and compare its size with the source".to_string()
         }
@@ -232,24 +232,27 @@ pub fn targets(error: &DataError, loss: Loss) -> Option<String> {
 /// Help for an array whose rows do not match the model. It suggests only changes that keep every element in its row.
 fn shape(got: &[usize], expected: &[usize]) -> String {
     let rows = |shape: &[usize]| shape.get(1..).unwrap_or_default().to_vec();
-    let (have, want) = (rows(got), rows(expected));
+    let (got_sizes, expected_sizes) = (rows(got), rows(expected));
     let sorted = |mut sizes: Vec<usize>| {
         sizes.retain(|size| *size != 1);
         sizes.sort_unstable();
         sizes
     };
-    let wanted =
-        ["rows".to_string()].into_iter().chain(want.iter().map(ToString::to_string)).collect::<Vec<_>>().join(", ");
+    let expected_text = ["rows".to_string()]
+        .into_iter()
+        .chain(expected_sizes.iter().map(ToString::to_string))
+        .collect::<Vec<_>>()
+        .join(", ");
     let squeezed = |sizes: &[usize]| sizes.iter().copied().filter(|size| *size != 1).collect::<Vec<_>>();
     let product = |sizes: &[usize]| sizes.iter().fold(1usize, |all, size| all.saturating_mul(*size));
-    let what = if squeezed(&have) == squeezed(&want) {
-        format!("reshape the array to [{wanted}]")
-    } else if sorted(have.clone()) == sorted(want.clone()) {
-        format!("transpose the array's axes to [{wanted}]")
-    } else if product(&have) == product(&want) {
-        format!("if each row has the same numbers in order, reshape the array to [{wanted}]")
+    let what = if squeezed(&got_sizes) == squeezed(&expected_sizes) {
+        format!("reshape the array to [{expected_text}]")
+    } else if sorted(got_sizes.clone()) == sorted(expected_sizes.clone()) {
+        format!("transpose the array's axes to [{expected_text}]")
+    } else if product(&got_sizes) == product(&expected_sizes) {
+        format!("if each row has the same numbers in order, reshape the array to [{expected_text}]")
     } else {
-        format!("the model needs an array of shape [{wanted}]")
+        format!("the model needs an array of shape [{expected_text}]")
     };
     format!("{what}; `pipec inspect MODEL` shows the inputs")
 }
@@ -310,9 +313,9 @@ mod tests {
 
     #[test]
     fn a_shape_is_only_changed_where_rows_keep_their_numbers() {
-        let begins = |got: &[usize], expected: &[usize], with: &str| {
-            let wanted = shape(got, expected);
-            assert!(wanted.starts_with(with), "{wanted}");
+        let begins = |got: &[usize], expected: &[usize], prefix: &str| {
+            let help = shape(got, expected);
+            assert!(help.starts_with(prefix), "{help}");
         };
         begins(&[9, 64], &[9, 8, 8], "if each row has the same numbers in order, reshape");
         begins(&[9, 8, 1], &[9, 8], "reshape the array to [rows, 8]");

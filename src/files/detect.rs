@@ -9,7 +9,7 @@ pub const EXPORT: &str = "`torch.export.save(torch.export.export(model.train(), 
 
 /// The content of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Holds {
+enum Content {
     Model,
     Arrays,
     Other,
@@ -17,31 +17,31 @@ enum Holds {
 
 /// Description and help for a file with these bytes; `None` if its type is unknown.
 pub fn of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
-    looked_at(bytes).map(|(_, what, help)| (what, help))
+    detect(bytes).map(|(_, what, help)| (what, help))
 }
 
-fn looked_at(bytes: &[u8]) -> Option<(Holds, &'static str, &'static str)> {
+fn detect(bytes: &[u8]) -> Option<(Content, &'static str, &'static str)> {
     const MODEL: &str = "`pipec partition FILE` plans a model, `pipec inspect FILE` summarises it";
     const ARRAYS: &str = "`pipec train MODEL --data FILE` reads arrays as data, `--weights FILE` as weights";
-    let starts = |with: &[u8]| bytes.starts_with(with);
+    let starts = |prefix: &[u8]| bytes.starts_with(prefix);
     let has = |word: &[u8]| bytes[..bytes.len().min(NAMES)].windows(word.len()).any(|window| window == word);
     Some(match () {
         () if starts(b"PK") && (has(b"models/model.json") || has(b"archive_version")) => {
-            (Holds::Model, "it looks like a .pt2, a model written by torch.export.save", MODEL)
+            (Content::Model, "it looks like a .pt2, a model written by torch.export.save", MODEL)
         }
-        () if starts(b"PK") && has(b".npy") => (Holds::Arrays, "it looks like an .npz, an archive of arrays", ARRAYS),
+        () if starts(b"PK") && has(b".npy") => (Content::Arrays, "it looks like an .npz, an archive of arrays", ARRAYS),
         () if starts(b"PK") && has(b"code/__torch__") => {
-            (Holds::Other, "it looks like TorchScript, which pipec never reads", SCRIPTED)
+            (Content::Other, "it looks like TorchScript, which pipec never reads", SCRIPTED)
         }
         () if starts(b"PK") && has(b"data.pkl") => (
-            Holds::Other,
+            Content::Other,
             "it looks like a pickle of torch.save, which pipec never reads",
             "`torch.export.save` in Python writes models, `safetensors.torch.save_file` weights",
         ),
-        () if starts(b"PK") => (Holds::Other, "it looks like a zip archive", MODEL),
-        () if starts(b"\x93NUMPY") => (Holds::Arrays, "it looks like an .npy, an array", ARRAYS),
-        () if is_safetensors(bytes) => (Holds::Arrays, "it looks like a .safetensors file", ARRAYS),
-        () if is_onnx(bytes) => (Holds::Model, "it looks like an ONNX model", MODEL),
+        () if starts(b"PK") => (Content::Other, "it looks like a zip archive", MODEL),
+        () if starts(b"\x93NUMPY") => (Content::Arrays, "it looks like an .npy, an array", ARRAYS),
+        () if is_safetensors(bytes) => (Content::Arrays, "it looks like a .safetensors file", ARRAYS),
+        () if is_onnx(bytes) => (Content::Model, "it looks like an ONNX model", MODEL),
         () => return None,
     })
 }
@@ -50,25 +50,25 @@ fn looked_at(bytes: &[u8]) -> Option<(Holds, &'static str, &'static str)> {
 const SCRIPTED: &str = "export the original module with `torch.export`: run these lines where it is defined, not on the result of torch.jit.load";
 
 /// Help for a torch file without an exported program.
-pub fn unexported(path: &Path) -> &'static str {
-    match start(path).and_then(|start| looked_at(&start)) {
+pub fn export_help(path: &Path) -> &'static str {
+    match start(path).and_then(|start| detect(&start)) {
         Some((_, _, help)) if help == SCRIPTED => SCRIPTED,
         _ => "run these lines where the model is defined",
     }
 }
 
 /// Description and help for a file that is not a model, if its first bytes or its name show that.
-pub fn no_model(path: &Path) -> Option<(String, String)> {
+pub fn describe_non_model(path: &Path) -> Option<(String, String)> {
     if path.extension().is_some_and(|extension| extension == "py" || extension == "ipynb") && path.is_file() {
         let what = "it is Python source; pipec reads exported models".to_string();
         return Some((what, EXPORT.to_string()));
     }
-    let (holds, what, help) = looked_at(&start(path)?)?;
-    (holds == Holds::Arrays).then(|| (format!("{what}; expected a model"), help.to_string()))
+    let (content, what, help) = detect(&start(path)?)?;
+    (content == Content::Arrays).then(|| (format!("{what}; expected a model"), help.to_string()))
 }
 
 /// Description and help for a file without arrays, if its first bytes show that.
-pub fn no_arrays(path: &Path) -> Option<(String, String)> {
+pub fn describe_non_arrays(path: &Path) -> Option<(String, String)> {
     let start = start(path)?;
     if start.starts_with(b"{") && String::from_utf8_lossy(&start).contains("\"pipec.plan/") {
         return Some((
@@ -76,7 +76,7 @@ pub fn no_arrays(path: &Path) -> Option<(String, String)> {
             "pass a plan with `--plan FILE`".to_string(),
         ));
     }
-    let (_, what, _) = looked_at(&start).filter(|(holds, ..)| *holds == Holds::Model)?;
+    let (_, what, _) = detect(&start).filter(|(content, ..)| *content == Content::Model)?;
     Some((
         what.to_string(),
         "pass the model as the first argument, without a flag: `pipec train MODEL --data FILE`".to_string(),

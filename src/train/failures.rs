@@ -33,7 +33,7 @@ pub fn describe(error: &TrainError) -> Error {
         TrainError::NoVelocity => {
             Error::input("cannot train").because(error).with_help("use `--momentum 0.9` or `--optimizer adam`")
         }
-        TrainError::Diverged(diverged) => self::diverged(diverged),
+        TrainError::Diverged(diverged) => self::describe_divergence(diverged),
         TrainError::Link(link) => {
             let failure = Error::negative("training stopped").because(error);
             help::link(link).into_iter().fold(failure, Error::with_help)
@@ -44,7 +44,7 @@ pub fn describe(error: &TrainError) -> Error {
 }
 
 /// The error for a loss that is not finite.
-fn diverged(diverged: &Diverged) -> Error {
+fn describe_divergence(diverged: &Diverged) -> Error {
     let Diverged { microbatch, microbatches, .. } = diverged;
     let mut why = match microbatches {
         1 => String::new(),
@@ -64,7 +64,7 @@ fn diverged(diverged: &Diverged) -> Error {
 }
 
 /// The error for weights that are not finite although all losses are, because of the last update.
-pub fn lost(name: &str, steps: u32) -> Error {
+pub fn weights_diverged(name: &str, steps: u32) -> Error {
     Error::negative("training diverged: weights are not finite after the last update")
         .because(format!("`{name}` contains NaN or an infinity after step {steps}"))
         .because("no weights were written; checkpoints are unchanged")
@@ -79,11 +79,11 @@ const TRY: &str = "try a smaller `--lr`, `--lr-schedule warmup:100,constant` or 
     `--precision fp16`, which uses loss scaling";
 
 /// The first tensor that contains NaN or an infinity and differs from its initial value.
-pub fn not_finite<'a>(weights: &'a BTreeMap<String, Tensor>, given: &BTreeMap<String, Tensor>) -> Option<&'a str> {
+pub fn not_finite<'a>(weights: &'a BTreeMap<String, Tensor>, initial: &BTreeMap<String, Tensor>) -> Option<&'a str> {
     let is_finite = |tensor: &Tensor| {
         let view = tensor.view();
         !tensor.dtype().is_float() || (0..view.len()).all(|at| view.f64(at).is_finite())
     };
-    let lost = weights.iter().find(|(name, tensor)| !is_finite(tensor) && given.get(*name) != Some(*tensor));
-    lost.map(|(name, _)| name.as_str())
+    let diverged = weights.iter().find(|(name, tensor)| !is_finite(tensor) && initial.get(*name) != Some(*tensor));
+    diverged.map(|(name, _)| name.as_str())
 }

@@ -1,7 +1,7 @@
 //! What all processes of a run must have in common: settings by value, and digests of what is large.
 
 use crate::launch::role::RunInputs;
-use crate::train::data_digest::named;
+use crate::train::data_digest::add_bytes;
 use crate::train::prepared::Prepared;
 use crate::train::run_settings::{DATA, FROZEN, GRAPH, LEARNING_RATE, PRECISION, terms};
 use crate::train::task::Task;
@@ -22,9 +22,9 @@ const IN_DIGESTS: [&str; 2] = [DATA, GRAPH];
 pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement) -> RunInputs {
     let training = prepared.training(task);
     let (schedule, microbatches) = prepared.order();
-    let digest = |what: &str, put: &dyn Fn(&mut Sha256)| {
+    let digest = |what: &str, update: &dyn Fn(&mut Sha256)| {
         let mut sha = Sha256::new();
-        put(&mut sha);
+        update(&mut sha);
         (what.to_string(), RunInput::Digest(sha.finalize().into()))
     };
     let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
@@ -32,8 +32,8 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
     let state = |is_on: bool| if is_on { "on" } else { "off" }.to_string();
     let sharding = prepared.sharing.as_ref().map_or_else(String::new, |sharing| sharing.describe(training.codes));
     // With different settings, parts of a checkpoint would be missing.
-    let every = task.keeping.as_ref().and_then(|keeping| keeping.every);
-    let mut all = vec![
+    let every = task.checkpoint_settings.as_ref().and_then(|checkpoint_settings| checkpoint_settings.every);
+    let mut inputs = vec![
         setting("version of pipec", env!("CARGO_PKG_VERSION").to_string()),
         digest("the models", &text(hash(prepared.graph()))),
         digest("the plans or schedules", &text(format!("{}{}", training.program, stages(task.plan)))),
@@ -42,16 +42,16 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
         setting("schedule", schedule.to_string()),
         setting("micro-batches", microbatches.to_string()),
         setting("`--save-gradients`", state(task.keep_gradients)),
-        setting("checkpoints", state(task.keeping.is_some())),
+        setting("checkpoints", state(task.checkpoint_settings.is_some())),
         setting("`--checkpoint-every`", every.map_or(String::new(), |every| every.to_string())),
         setting("minibatches in the checkpoint", prepared.first().to_string()),
         digest("the initial weights", &|sha| {
-            training.weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))
+            training.weights.iter().for_each(|(name, tensor)| add_bytes(sha, name, tensor.bytes()))
         }),
         ("the data".to_string(), RunInput::Digest(*prepared.data_digest())),
     ];
     let settings = terms(task, prepared).into_iter().filter(|(name, _)| !IN_DIGESTS.contains(&name.as_str()));
-    all.extend(settings.map(|(name, term)| match &name[..] {
+    inputs.extend(settings.map(|(name, term)| match &name[..] {
         LEARNING_RATE => setting("`--lr-schedule`", term.text),
         // The same graph may be described in several ways.
         FROZEN | PRECISION => (name, RunInput::cause(term.text)),
@@ -60,9 +60,9 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
     // The ranks of a group must update unsharded parameters alike.
     if placement.has_split_groups() {
         let devices: Vec<String> = arithmetic(task.devices).into_iter().collect();
-        all.push(digest("the processors or libraries of tensor-parallel groups", &text(devices.join(", "))));
+        inputs.push(digest("the processors or libraries of tensor-parallel groups", &text(devices.join(", "))));
     }
-    all
+    inputs
 }
 
 /// The ops of each stage, and the parameters of its gradient buckets. A program has only their numbers.

@@ -21,23 +21,24 @@ pub fn differences(task: &Task<'_>, request: &TrainRequest) -> Vec<&'static str>
     let (batch, microbatches) =
         (plan.schedule.micro_batch.saturating_mul(u64::from(task.microbatches)), task.microbatches);
     let is_other_optimizer = request.plan.is_some() && request.optimizer.optimizer.name() != plan.optimizer;
-    let all = [
+    let settings = [
         ("precision", task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)),
-        ("schedule", task.schedule != plan.schedule.kind || task.own.is_some()),
+        ("schedule", task.schedule != plan.schedule.kind || task.custom_schedule.is_some()),
         ("tensor-parallel degree", task.tensor != degree(plan)),
         ("in-flight limit", task.in_flight != InFlight::Auto),
         ("batch", (task.batch, microbatches) != (batch, plan.schedule.microbatches)),
         ("optimizer", is_other_optimizer),
-        ("loss", plan.model.import.loss.is_some() && plan.model.import.loss != counted.written()),
+        ("loss", plan.model.import.loss.is_some() && plan.model.import.loss != counted.to_text()),
     ];
-    all.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
+    settings.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
 }
 
 /// What the run does and the plan's times leave out.
 pub fn unplanned_work(task: &Task<'_>, schedule: &str) -> Vec<&'static str> {
-    let writes_checkpoints = task.keeping.as_ref().is_some_and(|keeping| keeping.every.is_some());
-    let is_planned = task.schedule == task.plan.schedule.kind && task.own.is_none();
-    let all = [
+    let writes_checkpoints =
+        task.checkpoint_settings.as_ref().is_some_and(|checkpoint_settings| checkpoint_settings.every.is_some());
+    let is_planned = task.schedule == task.plan.schedule.kind && task.custom_schedule.is_none();
+    let kinds_of_work = [
         ("gradient clipping", task.policy.clip_norm.is_some()),
         ("regular checkpoints", writes_checkpoints),
         ("frozen parameters", !task.frozen.is_empty()),
@@ -47,7 +48,7 @@ pub fn unplanned_work(task: &Task<'_>, schedule: &str) -> Vec<&'static str> {
         // Methods against stale weights run the schedule with other in-flight limits.
         ("staleness", is_planned && schedule != task.plan.schedule.kind.name()),
     ];
-    all.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
+    kinds_of_work.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
 }
 
 /// A note if the peak memory of the run exceeds that of a plan for another device type.
@@ -55,11 +56,11 @@ pub fn exceeds_plan(plan: &Plan, estimate: &[u64]) -> Option<String> {
     let kind = &plan.cluster.device.kind;
     let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
     let at = (0..plan.stages.len()).max_by_key(|at| of_device(plan, *at, estimate))?;
-    let [planned, held] = [&planned[..], estimate].map(|bytes| of_device(plan, at, bytes));
-    (kind != CPU && held > planned.saturating_add(planned / MORE)).then(|| {
-        let [planned, held] = [planned, held].map(quantity::bytes);
+    let [planned, needed] = [&planned[..], estimate].map(|bytes| of_device(plan, at, bytes));
+    (kind != CPU && needed > planned.saturating_add(planned / MORE)).then(|| {
+        let [planned, needed] = [planned, needed].map(quantity::bytes);
         format!(
-            "memory was planned for {}: {planned} on the device of stage {at}; this run needs about {held} there, on this processor",
+            "memory was planned for {}: {planned} on the device of stage {at}; this run needs about {needed} there, on this processor",
             short_name(kind)
         )
     })

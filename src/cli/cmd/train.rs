@@ -131,7 +131,6 @@ pub struct Arguments {
 }
 
 impl Arguments {
-    /// The request.
     fn request(&self, screen: &Screen) -> Result<TrainRequest, Error> {
         let exit: fn(&Error) -> ! = match screen.reader() {
             Reader::Person => exit_as_text,
@@ -208,8 +207,8 @@ fn share(text: &str) -> Result<f64, String> {
 
 /// Reads `--tensor`.
 fn devices(text: &str) -> Result<u32, String> {
-    let known = text.parse().ok().filter(|devices| (1..=MOST).contains(devices));
-    known.ok_or_else(|| {
+    let degree = text.parse().ok().filter(|devices| (1..=MOST).contains(devices));
+    degree.ok_or_else(|| {
         format!("write a tensor-parallel degree from 1 to {MOST}; `pipec partition --tensor auto` finds the best one")
     })
 }
