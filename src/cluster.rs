@@ -75,7 +75,7 @@ pub fn from_toml(text: &str, path: &Path) -> Result<Cluster, Error> {
 }
 
 /// Sets the relative speeds of device classes without one, against the device whose costs are used.
-pub fn relate(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
+pub fn set_relative_speeds(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
     let own_device = cluster.device.clone();
     let reference = find(costs_of).map(Kind::device).or_else(|| (own_device.kind == costs_of).then_some(own_device));
     if let Some(reference) = reference {

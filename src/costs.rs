@@ -202,12 +202,12 @@ impl PrecisionChoice {
 }
 
 /// The graph in this precision.
-pub fn in_precision(graph: &Graph, chosen: Precision, file: &str) -> Result<Graph, Error> {
-    let converted = match chosen.is_mixed() {
-        true => mixed(graph, chosen.dtype()),
-        false => precision(graph, chosen.dtype()),
+pub fn in_precision(graph: &Graph, target: Precision, file: &str) -> Result<Graph, Error> {
+    let converted = match target.is_mixed() {
+        true => mixed(graph, target.dtype()),
+        false => precision(graph, target.dtype()),
     };
-    converted.map_err(|error| Error::input(format!("cannot use {file} in {}", chosen.name())).because(error))
+    converted.map_err(|error| Error::input(format!("cannot use {file} in {}", target.name())).because(error))
 }
 
 /// The costs of a model at this micro-batch size.
@@ -219,7 +219,7 @@ pub fn assemble(
     choice: PrecisionChoice,
     counted: CountedLoss,
 ) -> Result<Costs, Error> {
-    let mut graph = loaded.at(micro_batch)?;
+    let mut graph = loaded.with_samples(micro_batch)?;
     let model_dtype = dtype(&graph);
     let precision = choice.precision(model_dtype, &times);
     if let Some(precision) = precision {
@@ -272,7 +272,7 @@ pub fn assemble(
     };
     let dtype = precision.map_or(model_dtype, Precision::dtype).name().to_string();
     let rates = if precision == Some(Precision::Tf32) { Precision::Tf32.name() } else { dtype.as_str() };
-    cluster::relate(&mut cluster, &source, rates);
+    cluster::set_relative_speeds(&mut cluster, &source, rates);
     Ok(Costs {
         graph: costs,
         cluster,

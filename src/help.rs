@@ -243,9 +243,9 @@ fn shape(got: &[usize], expected: &[usize]) -> String {
         .chain(expected_sizes.iter().map(ToString::to_string))
         .collect::<Vec<_>>()
         .join(", ");
-    let squeezed = |sizes: &[usize]| sizes.iter().copied().filter(|size| *size != 1).collect::<Vec<_>>();
+    let squeeze = |sizes: &[usize]| sizes.iter().copied().filter(|size| *size != 1).collect::<Vec<_>>();
     let product = |sizes: &[usize]| sizes.iter().fold(1usize, |all, size| all.saturating_mul(*size));
-    let what = if squeezed(&got_sizes) == squeezed(&expected_sizes) {
+    let advice = if squeeze(&got_sizes) == squeeze(&expected_sizes) {
         format!("reshape the array to [{expected_text}]")
     } else if sorted(got_sizes.clone()) == sorted(expected_sizes.clone()) {
         format!("transpose the array's axes to [{expected_text}]")
@@ -254,14 +254,14 @@ fn shape(got: &[usize], expected: &[usize]) -> String {
     } else {
         format!("the model needs an array of shape [{expected_text}]")
     };
-    format!("{what}; `pipec inspect MODEL` shows the inputs")
+    format!("{advice}; `pipec inspect MODEL` shows the inputs")
 }
 
 /// Help for stages that cannot be prepared for training.
 pub fn prepare(error: &PrepareError) -> Option<&'static str> {
     match error {
         PrepareError::Schedule(error) => Some(schedule(error)),
-        PrepareError::Compile(CompileError::Memory { .. } | CompileError::StageMemory { .. }) => Some(SMALLER),
+        PrepareError::Compile(CompileError::Memory { .. } | CompileError::StageMemory { .. }) => Some(MICRO_BATCH_HELP),
         _ => None,
     }
 }
@@ -269,13 +269,13 @@ pub fn prepare(error: &PrepareError) -> Option<&'static str> {
 /// Help for a schedule that does not match the plan or the flags.
 pub fn schedule(error: &ScheduleError) -> &'static str {
     match error {
-        ScheduleError::BadTime { .. } => SMALLER,
+        ScheduleError::BadTime { .. } => MICRO_BATCH_HELP,
         _ => "`1f1b-rr` does not split minibatches, `1f1b` and `gpipe` use micro-batches",
     }
 }
 
 /// Help to reduce the size of a micro-batch.
-const SMALLER: &str = "use a smaller `--batch`, or more `--microbatches` with a schedule that supports them";
+const MICRO_BATCH_HELP: &str = "use a smaller `--batch`, or more `--microbatches` with a schedule that supports them";
 
 /// Help for processes that cannot connect.
 pub fn link(error: &LinkError) -> Option<&'static str> {

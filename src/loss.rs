@@ -31,7 +31,7 @@ impl Loss {
     }
 
     /// The loss of the compiler's passes.
-    pub fn of(self) -> loss::Loss {
+    pub fn to_compiler(self) -> loss::Loss {
         match self {
             Loss::CrossEntropy => loss::Loss::CrossEntropy,
             Loss::Mse => loss::Loss::Mse,
@@ -124,7 +124,7 @@ pub fn attribute_with_loss(graph: &Graph, counted: CountedLoss) -> Result<Attrib
                 result => result,
             };
         }
-        CountedLoss::One(loss, axis) => (Training::Loss(loss.of(), axis), counted),
+        CountedLoss::One(loss, axis) => (Training::Loss(loss.to_compiler(), axis), counted),
         CountedLoss::None => (Training::Gradient, counted),
     };
     match attribute(graph, training) {

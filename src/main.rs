@@ -51,7 +51,7 @@ fn main() -> ExitCode {
 
 /// Runs the command and returns the exit code.
 fn run(arguments: &[String], reader: Reader) -> u8 {
-    let mut command = Cli::command().mut_subcommands(taking_negatives);
+    let mut command = Cli::command().mut_subcommands(allow_negatives);
     let parsed = command
         .try_get_matches_from_mut(env::args_os())
         .and_then(|matches| Cli::from_arg_matches(&matches).map(|cli| (cli, matches)));

@@ -116,19 +116,19 @@ fn list(names: &[String]) -> String {
 
 /// The error for a file that cannot be imported; files of pipec are named by their type.
 fn import_error(path: &Path, error: &ImportError) -> Error {
-    let what = format!("cannot import {}", path.display());
+    let message = format!("cannot import {}", path.display());
     if let ImportError::Decode(DecodeError::Format(FormatError::Text)) = error
         && let Ok(text) = input::text(path, input::MOST_PLAN_BYTES)
         && let Some(other) = input::other_file(&text, "model")
     {
-        return Error::input(what).because(other).with_help("pass the model, an .onnx or .pt2 file");
+        return Error::input(message).because(other).with_help("pass the model, an .onnx or .pt2 file");
     }
     if matches!(error, ImportError::Decode(_) | ImportError::Archive(_) | ImportError::NoArchive { .. })
         && let Some((why, help)) = detect::describe_non_model(path)
     {
-        return Error::input(what).because(why).with_help(help);
+        return Error::input(message).because(why).with_help(help);
     }
-    Error::input(what).because(error).with_help(help::import(path, error))
+    Error::input(message).because(error).with_help(help::import(path, error))
 }
 
 impl LoadedModel {
@@ -188,7 +188,7 @@ impl LoadedModel {
     }
 
     /// The graph with that many samples and no symbolic sizes.
-    pub fn at(&self, samples: u64) -> Result<Graph, Error> {
+    pub fn with_samples(&self, samples: u64) -> Result<Graph, Error> {
         let mut dims = self.options.dims.clone();
         match &self.model.batch {
             Batch::Symbol { name, .. } => {
@@ -197,23 +197,24 @@ impl LoadedModel {
             Batch::Fixed { size, why } => {
                 let fixed = size.map_or(1, |size| size as u64);
                 if fixed != samples {
-                    let what = format!("{} cannot run with {samples} samples, only with {fixed}", self.path.display());
-                    return Err(Error::input(what)
+                    let message =
+                        format!("{} cannot run with {samples} samples, only with {fixed}", self.path.display());
+                    return Err(Error::input(message)
                         .because(why)
                         .with_help("export the model with a dynamic batch dimension; `--batch-dim INPUT=AXIS` sets the batch axis, if it is not axis 0 of the first input"));
                 }
             }
         }
-        self.bound(&dims)
+        self.with_dims(&dims)
     }
 
     /// The graph with these sizes; no dimension may stay symbolic.
-    pub fn bound(&self, dims: &Bindings) -> Result<Graph, Error> {
-        let what = format!("cannot set the sizes of {}", self.path.display());
-        let graph = bind(&self.model.graph, dims).map_err(|error| Error::input(&what).because(error))?;
+    pub fn with_dims(&self, dims: &Bindings) -> Result<Graph, Error> {
+        let message = format!("cannot set the sizes of {}", self.path.display());
+        let graph = bind(&self.model.graph, dims).map_err(|error| Error::input(&message).because(error))?;
         match symbols(&graph).first() {
             None => Ok(graph),
-            Some(symbol) => Err(Error::input(what)
+            Some(symbol) => Err(Error::input(message)
                 .because(format!("dimension `{symbol}` has no size"))
                 .with_help(format!("set it with `--dim {symbol}=N`"))),
         }

@@ -27,7 +27,7 @@ use std::thread::available_parallelism;
 
 pub mod torch_engine;
 
-use torch_engine::{Subjects, TorchEngine};
+use torch_engine::{TorchEngine, TorchSubject};
 
 /// Other processes are mentioned if they hold more than one part in this many of a GPU's memory. A CUDA context takes less.
 const LEAST_SHARE_OF_OTHERS: u64 = 20;
@@ -105,7 +105,7 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
             let graph = graph(&loaded, micro_batch, request.precision)?;
             let attributed = attribute_with_loss(&graph, request.loss)
                 .map_err(|error| cannot_profile(&loaded.model.file, &error))?;
-            let subject = Subjects {
+            let subject = TorchSubject {
                 loaded: &loaded,
                 file: &request.model,
                 graph: &graph,
@@ -119,7 +119,7 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
             let device = cluster::kind(kind)?.device();
             let loaded = load(request, events)?;
             let micro_batch = loaded.micro_batch(None, events);
-            let model_dtype = dtype(&loaded.at(micro_batch)?);
+            let model_dtype = dtype(&loaded.with_samples(micro_batch)?);
             let default_precision = Precision::usual(&device);
             let precision = request
                 .precision
@@ -153,7 +153,7 @@ fn load(request: &ProfileRequest, events: &dyn EventSink) -> Result<LoadedModel,
 
 /// The graph at this micro-batch size, in this precision.
 fn graph(loaded: &LoadedModel, micro_batch: u64, precision: Option<Precision>) -> Result<Graph, Error> {
-    let graph = loaded.at(micro_batch)?;
+    let graph = loaded.with_samples(micro_batch)?;
     precision.map_or(Ok(graph.clone()), |precision| in_precision(&graph, precision, &loaded.model.file))
 }
 

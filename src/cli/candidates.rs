@@ -83,8 +83,8 @@ fn stages_text(plan: &TriedPlan) -> String {
 /// What keeps the busiest device from advancing the training, in percent of the time.
 fn losses_text(losses: &Losses) -> String {
     let parts = [("idle", losses.idle), ("collectives", losses.collectives), ("recomputation", losses.recomputation)];
-    let shown = parts.into_iter().filter(|(_, share)| *share >= 0.005);
-    shown.map(|(name, share)| format!("{name} {:.0} %", share * 100.0)).collect::<Vec<_>>().join(", ")
+    let visible = parts.into_iter().filter(|(_, share)| *share >= 0.005);
+    visible.map(|(name, share)| format!("{name} {:.0} %", share * 100.0)).collect::<Vec<_>>().join(", ")
 }
 
 /// Lists the configurations, best first, then those without a plan, grouped by reason.

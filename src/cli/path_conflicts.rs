@@ -11,7 +11,7 @@ use std::path::Path;
 
 /// The arguments that name an output file, for every command that also reads files. `cluster bench` is absent: it may overwrite
 /// its input.
-const WRITTEN: [(&str, &[&str]); 7] = [
+const OUTPUT_ARGUMENTS: [(&str, &[&str]); 7] = [
     ("train", &["metrics", "trace", "save", "save_gradients"]),
     ("eval", &["output"]),
     ("profile", &["output"]),
@@ -22,7 +22,7 @@ const WRITTEN: [(&str, &[&str]); 7] = [
 ];
 
 /// The arguments that name an input file, unless the command writes it.
-const READ: [&str; 14] = [
+const INPUT_ARGUMENTS: [&str; 14] = [
     "file",
     "model",
     "plan",
@@ -40,19 +40,22 @@ const READ: [&str; 14] = [
 ];
 
 /// The arguments that name a folder whose files are read; the last folder also has other files.
-const FOLDERS: [&str; 2] = ["resume", "checkpoint_dir"];
+const INPUT_FOLDERS: [&str; 2] = ["resume", "checkpoint_dir"];
 
 /// The allowed overlap: the trained weights may overwrite the initial ones, which are in memory by then.
-const ALLOWED: (&str, &str) = ("weights", "save");
+const ALLOWED_OVERLAP: (&str, &str) = ("weights", "save");
 
 /// Refuses arguments that write a file which another argument reads or writes.
 pub fn refuse(command: &Command, matches: &ArgMatches) -> Result<(), Error> {
     let Some((name, matches)) = matches.subcommand() else { return Ok(()) };
-    let Some((_, written)) = WRITTEN.into_iter().find(|(verb, _)| *verb == name) else { return Ok(()) };
+    let Some((_, written)) = OUTPUT_ARGUMENTS.into_iter().find(|(verb, _)| *verb == name) else { return Ok(()) };
     let values = |id| matches.try_get_raw(id).ok().flatten().into_iter().flatten().map(Path::new);
     for (index, output) in written.iter().enumerate() {
         for path in values(output) {
-            for input in READ.into_iter().filter(|input| !written.contains(input) && (*input, *output) != ALLOWED) {
+            for input in INPUT_ARGUMENTS
+                .into_iter()
+                .filter(|input| !written.contains(input) && (*input, *output) != ALLOWED_OVERLAP)
+            {
                 if values(input).any(|read| is_same(read, path)) {
                     return Err(would_destroy(
                         path,
@@ -61,7 +64,7 @@ pub fn refuse(command: &Command, matches: &ArgMatches) -> Result<(), Error> {
                     ));
                 }
             }
-            for input in READ.into_iter().chain(FOLDERS) {
+            for input in INPUT_ARGUMENTS.into_iter().chain(INPUT_FOLDERS) {
                 if let Some(source) = values(input).find(|read| is_part_of_input(read, path)) {
                     let source = format!("{}, {}", source.display(), argument_text(command, name, input));
                     return Err(would_destroy(
@@ -147,7 +150,6 @@ fn is_same_target(left: &Path, right: &Path) -> bool {
     left != OsStr::new("-") && resolve(left).is_some_and(|target| resolve(right) == Some(target))
 }
 
-/// Unique identity of a file.
 #[cfg(unix)]
 fn file_id(path: &Path) -> Option<(u64, u64)> {
     let metadata = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;
@@ -182,7 +184,7 @@ mod tests {
     #[test]
     fn every_argument_that_names_a_file_is_known() {
         let command = Cli::command();
-        for (name, written) in WRITTEN {
+        for (name, written) in OUTPUT_ARGUMENTS {
             let verb = command.find_subcommand(name).unwrap();
             assert!(
                 written.iter().all(|id| verb.get_arguments().any(|argument| argument.get_id() == id)),
@@ -193,7 +195,10 @@ mod tests {
                 let names = argument.get_value_names().unwrap_or_default();
                 let is_file =
                     argument.is_positional() || names.iter().any(|name| name.contains("FILE") || name.contains("LIST"));
-                assert!(!is_file || written.contains(&id) || READ.contains(&id), "{name} {id}: is it read or written?");
+                assert!(
+                    !is_file || written.contains(&id) || INPUT_ARGUMENTS.contains(&id),
+                    "{name} {id}: is it read or written?"
+                );
             }
         }
     }

@@ -14,10 +14,10 @@ pub fn words(left: &Plan, right: &Plan, diff: &Diff) -> Vec<String> {
     };
     let known_field = |field: &str| {
         let object = field.split('.').next().unwrap_or_default();
-        let exact = WORDS.iter().find(|(name, _)| *name == field);
-        exact.or_else(|| WORDS.iter().find(|(name, _)| *name == object)).map(|(name, _)| *name)
+        let exact = FIELD_WORDS.iter().find(|(name, _)| *name == field);
+        exact.or_else(|| FIELD_WORDS.iter().find(|(name, _)| *name == object)).map(|(name, _)| *name)
     };
-    for (name, word) in WORDS {
+    for (name, word) in FIELD_WORDS {
         let fields = diff.fields.iter().filter(|field| known_field(field) == Some(name));
         for field in fields {
             match name {
@@ -32,7 +32,7 @@ pub fn words(left: &Plan, right: &Plan, diff: &Diff) -> Vec<String> {
 }
 
 /// Fields of a plan, or the objects that hold them, and the words for them.
-const WORDS: [(&str, &str); 36] = [
+const FIELD_WORDS: [(&str, &str); 36] = [
     ("schema", "version of the file"),
     ("model", "model"),
     ("model.import", "import settings"),
@@ -81,7 +81,6 @@ fn option_words(name: &str) -> String {
     }
 }
 
-/// What differs between the stages.
 fn stage_words(left: &Plan, right: &Plan, diff: &Diff) -> Vec<&'static str> {
     let mut words = Vec::new();
     if left.stages.len() != right.stages.len() {

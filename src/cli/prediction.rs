@@ -29,10 +29,10 @@ use pipec::plan::result::Alternative;
 use std::collections::BTreeSet;
 
 /// Fewest simulated minibatches for a throughput on shared cores.
-const FEWEST: u32 = 4;
+const MIN_MINIBATCHES: u32 = 4;
 
 /// Relative difference below which two times count as equal: four digits show no difference.
-const EQUAL: f64 = 5e-4;
+const EQUAL_TOLERANCE: f64 = 5e-4;
 
 /// Name of the baseline with the whole model on every device.
 const DATA_PARALLEL: &str = "data parallel";
@@ -56,7 +56,7 @@ pub fn explain_links(plan: &Plan, simulated_us: f64) -> Option<String> {
 pub fn explain_waits(plan: &Plan, simulated_us: f64) -> Option<String> {
     let ratio = simulated_us / plan.predicted.step_us;
     let is_estimate = plan.cost == CostModel::Pipec && plan.schedule.kind.is_continuous() && ratio.is_finite();
-    if !is_estimate || !(1.0 + EQUAL..=1.0 + MAX_EQUAL_RATIO).contains(&ratio) {
+    if !is_estimate || !(1.0 + EQUAL_TOLERANCE..=1.0 + MAX_EQUAL_RATIO).contains(&ratio) {
         return None;
     }
     Some(format!(
@@ -124,7 +124,6 @@ fn tensor_parallel_text(plan: &Plan) -> Option<String> {
     ))
 }
 
-/// The collectives of tensor-parallel groups.
 fn collectives_text(plan: &Plan) -> Option<String> {
     let describe = |collective: &PlannedCollective| {
         let kind = if collective.count == 1 { collective.kind.clone() } else { format!("{}s", collective.kind) };
@@ -239,7 +238,7 @@ pub fn prediction(plan: &Plan) -> String {
         text += &format!("simulated      {line}\n");
     }
     // The heading states how other schedules divide a batch.
-    if let Some(line) = updates(plan).filter(|_| plan.schedule.kind.is_round_robin()) {
+    if let Some(line) = updates_text(plan).filter(|_| plan.schedule.kind.is_round_robin()) {
         text += &format!("update         {line}\n");
     }
     if is_fully_serial(plan) {
@@ -266,7 +265,7 @@ pub fn prediction(plan: &Plan) -> String {
             continue;
         }
         let comparison = match other_us / step {
-            ratio if !ratio.is_finite() || (ratio - 1.0).abs() < EQUAL => "the same".to_string(),
+            ratio if !ratio.is_finite() || (ratio - 1.0).abs() < EQUAL_TOLERANCE => "the same".to_string(),
             ratio if ratio > 1.0 => format!("this plan is {} times as fast", short(ratio)),
             ratio => format!("{} times as fast as this plan", short(1.0 / ratio)),
         };
@@ -275,7 +274,7 @@ pub fn prediction(plan: &Plan) -> String {
             .map_or(String::new(), |idle_devices| format!("; {idle_devices}"));
         text += &format!("{name:14} {} {unit}: {comparison}{idle_devices}\n", quantity::time(other_us));
     }
-    text += &format!("lower bound    {}\n", bound(plan));
+    text += &format!("lower bound    {}\n", bound_text(plan));
     if let Some(line) = gradients(plan) {
         text += &format!("gradients      {line}\n");
     }
@@ -315,13 +314,13 @@ pub fn prediction(plan: &Plan) -> String {
 }
 
 /// A faster schedule without a flush, beside the plan's time per minibatch.
-pub fn alternative(of: &Alternative, step_us: f64) -> String {
-    let name = of.schedule.name();
+pub fn alternative_text(alternative: &Alternative, step_us: f64) -> String {
+    let name = alternative.schedule.name();
     format!(
         "asynchronous   {} per minibatch, {} times as fast, if each update may use gradients of weights one update old: \
          `--schedule {name}`\n",
-        quantity::time(of.minibatch_us),
-        short(step_us / of.minibatch_us)
+        quantity::time(alternative.minibatch_us),
+        short(step_us / alternative.minibatch_us)
     )
 }
 
@@ -346,7 +345,7 @@ pub fn update_samples(plan: &Plan) -> Vec<u64> {
 }
 
 /// Describes the samples per optimizer update, if it averages several micro-batches or minibatches; `None` for plans without training.
-pub fn updates(plan: &Plan) -> Option<String> {
+pub fn updates_text(plan: &Plan) -> Option<String> {
     let (schedule, stages) = (&plan.schedule, &plan.stages);
     if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || !schedule.kind.trains() {
         return None;
@@ -398,13 +397,13 @@ pub fn bound_us(plan: &Plan) -> f64 {
 
 /// The lower bound and the optimality gap, as a sentence.
 pub fn bound_sentence(plan: &Plan) -> String {
-    format!("Lower bound: {}.", bound(plan))
+    format!("Lower bound: {}.", bound_text(plan))
 }
 
 /// The lower bound and the optimality gap; with a flush, possibly of the steady state only.
-fn bound(plan: &Plan) -> String {
+fn bound_text(plan: &Plan) -> String {
     let (bound, time, m) = (plan.lower_bound_us, plan.predicted.minibatch_us, microbatches(plan));
-    let (unit, bound_text) = match covers_only_steady_state(plan) {
+    let (unit, time_of_bound) = match covers_only_steady_state(plan) {
         true => (" per micro-batch in steady state, without fill and drain", quantity::time(bound)),
         false => ("", quantity::time(bound * m)),
     };
@@ -423,10 +422,10 @@ fn bound(plan: &Plan) -> String {
         format!("proven optimal{qualifier} under this cost model{steady}")
     } else if bound <= 0.0 {
         "not known".to_string()
-    } else if gap < EQUAL {
-        format!("no plan{qualifier} is faster than {bound_text}{unit}; this plan reaches the bound")
+    } else if gap < EQUAL_TOLERANCE {
+        format!("no plan{qualifier} is faster than {time_of_bound}{unit}; this plan reaches the bound")
     } else {
-        format!("no plan{qualifier} is faster than {bound_text}{unit}; this plan is at most {} % slower", short(gap))
+        format!("no plan{qualifier} is faster than {time_of_bound}{unit}; this plan is at most {} % slower", short(gap))
     }
 }
 
@@ -434,8 +433,8 @@ fn bound(plan: &Plan) -> String {
 const CONSTRAINTS: [&str; 6] = ["stages", "pin", "max_stages", "no_replication", "target", "cut_after"];
 
 /// True if this option is the only constraint.
-fn is_pinned_by(plan: &Plan, only: &str) -> bool {
-    CONSTRAINTS.iter().all(|name| plan.options.contains_key(*name) == (*name == only))
+fn is_pinned_by(plan: &Plan, option: &str) -> bool {
+    CONSTRAINTS.iter().all(|name| plan.options.contains_key(*name) == (*name == option))
 }
 
 /// True if the tensor-parallel degree was given.
@@ -484,7 +483,7 @@ pub fn verdict(plan: &Plan) -> Option<String> {
     let single = (baselines.single * m, baselines.fits.single, "One device");
     let faster = [data_parallel, single]
         .into_iter()
-        .filter(|(baseline_us, fits, _)| *fits && *baseline_us * (1.0 + EQUAL) < step);
+        .filter(|(baseline_us, fits, _)| *fits && *baseline_us * (1.0 + EQUAL_TOLERANCE) < step);
     let best = faster.min_by(|left, right| left.0.total_cmp(&right.0))?;
     let subject = if plan.stages.len() > 1 { "pipeline" } else { "plan" };
     Some(format!("{} would be {} times as fast as this {subject}.\n", best.2, short(step / best.0)))
@@ -528,7 +527,7 @@ fn simulate_on_cores(plan: &Plan, cores: u32) -> Option<f64> {
     let pipeline = pipeline(plan).ok()?;
     let machine = Machine { cores: Some(cores), ..Machine::of(&pipeline) };
     let run = Run::of(plan.schedule.kind, &pipeline, &machine, plan.schedule.microbatches);
-    let minibatches = Some(run.minibatches()).filter(|minibatches| *minibatches >= FEWEST)?;
+    let minibatches = Some(run.minibatches()).filter(|minibatches| *minibatches >= MIN_MINIBATCHES)?;
     let count = StepCount { minibatches, microbatches };
     let step = run.step_us(&schedule(generated(plan.schedule.kind).ok()?, &pipeline, count).ok()?)?;
     let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);

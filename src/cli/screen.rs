@@ -41,7 +41,6 @@ pub enum Reader {
     Program,
 }
 
-/// The output of a command.
 pub struct Screen {
     format: Format,
     reader: Reader,
@@ -50,7 +49,6 @@ pub struct Screen {
     /// Set once standard output is closed.
     closed: Cell<bool>,
     fault: RefCell<Option<io::Error>>,
-    /// The progress bar of the current request.
     bar: RefCell<Option<ProgressBar>>,
     /// Time of the last step report without a terminal.
     last_report: Cell<Option<Instant>>,
@@ -95,14 +93,14 @@ impl Screen {
     pub fn json(&self, value: &Value) {
         if self.format == Format::Json {
             let text = serde_json::to_string_pretty(value).unwrap_or_default();
-            self.write(&escaped(&text));
+            self.write(&escape(&text));
         }
     }
 
     /// Prints the text of a JSON file as the whole result, in JSON form only, byte for byte.
     pub fn json_file(&self, text: &str) {
         if self.format == Format::Json {
-            self.write(&escaped(text));
+            self.write(&escape(text));
         }
     }
 
@@ -158,7 +156,7 @@ impl Screen {
         };
         let style = ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar());
         // Templates end in a message; until there is one, `…` follows their comma.
-        let style = style.with_key("left", left);
+        let style = style.with_key("left", remaining_time);
         ProgressBar::with_draw_target(Some(length), target).with_style(style).with_message("…")
     }
 
@@ -208,7 +206,7 @@ impl Screen {
     /// Prints text whose lines must not be wrapped; on a terminal they are cut at its width.
     pub fn wide(&self, text: &str) {
         match self.width() {
-            Some(width) => self.text(&cut(text, width)),
+            Some(width) => self.text(&truncate_lines(text, width)),
             None => self.text(text),
         }
     }
@@ -230,17 +228,15 @@ impl Screen {
         self.reader
     }
 
-    /// Prints a failure.
     pub fn failure(failure: &Error, reader: Reader) {
         match reader {
-            Reader::Program => _ = writeln!(io::stderr().lock(), "{}", escaped(&render_error::json(failure))),
+            Reader::Program => _ = writeln!(io::stderr().lock(), "{}", escape(&render_error::json(failure))),
             Reader::Person => print_error(&failure.to_string()),
         }
     }
 }
 
 impl Screen {
-    /// The bar of the current request.
     fn bar(&self, unit: &str, total: u64) -> ProgressBar {
         let template = match unit {
             "kernels" => "profiling {bar:30} {pos}/{len} {wide_msg}",
@@ -356,7 +352,7 @@ fn print_error(text: &str) {
 }
 
 /// Cuts lines to `width` characters; a cut line ends in `…`.
-fn cut(text: &str, width: usize) -> String {
+fn truncate_lines(text: &str, width: usize) -> String {
     let line = |line: &str| match line.chars().count() > width.max(1) {
         true => line.chars().take(width.max(1) - 1).chain(['…']).collect(),
         false => line.to_string(),
@@ -370,7 +366,7 @@ pub fn clean(text: &str) -> String {
 }
 
 /// JSON text with the same meaning, without control characters in its strings.
-fn escaped(json: &str) -> String {
+fn escape(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {
         let mut units = [0u16; 2];
@@ -389,8 +385,8 @@ mod tests {
 
     #[test]
     fn lines_end_where_the_terminal_does() {
-        assert_eq!(cut("0.0 | F0 F1\n1.0 | F0\n", 8), "0.0 | F…\n1.0 | F0\n");
-        assert_eq!(cut("ab", 0), "…");
+        assert_eq!(truncate_lines("0.0 | F0 F1\n1.0 | F0\n", 8), "0.0 | F…\n1.0 | F0\n");
+        assert_eq!(truncate_lines("ab", 0), "…");
     }
 
     #[test]
@@ -404,7 +400,7 @@ mod tests {
     fn nothing_acts_on_a_terminal() {
         assert_eq!(clean("a\u{1b}[31m\nb\u{9b}\r\u{202e}c"), "a[31m\nbc");
         let value = serde_json::json!({"name": "a\u{1b}\u{9b}\u{7f}b"});
-        let text = escaped(&serde_json::to_string_pretty(&value).unwrap());
+        let text = escape(&serde_json::to_string_pretty(&value).unwrap());
         assert!(text.chars().all(|c| c == '\n' || !c.is_control()));
         assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
     }

@@ -10,11 +10,10 @@ use compiler::plan::{Plan, Stage};
 /// The most stages with a row each.
 const MAX_UNFOLDED: usize = 24;
 
-/// The most rows of a table.
 const MAX_ROWS: usize = 40;
 
 /// The rows before the omitted ones in a table that would have more.
-const FIRST: usize = 24;
+const LEADING_ROWS: usize = 24;
 
 /// Relative difference up to which times are alike.
 const MAX_DIFFERENCE: f64 = 0.01;
@@ -62,13 +61,12 @@ pub fn rows<'a>(plan: &'a Plan, links: &[[f64; 2]]) -> Vec<Row<'a>> {
         let mut index = 0;
         rows.retain(|row| {
             index += 1;
-            index <= FIRST || row.indices.iter().any(|at| notable.contains(at))
+            index <= LEADING_ROWS || row.indices.iter().any(|at| notable.contains(at))
         });
     }
     rows
 }
 
-/// The number of stages without a row.
 pub fn omitted_count(plan: &Plan, rows: &[Row<'_>]) -> usize {
     plan.stages.len() - rows.iter().map(|row| row.stages.len()).sum::<usize>()
 }
@@ -156,7 +154,7 @@ mod tests {
         assert!(table.len() < 10 && omitted_count(&plan_of_200, &table) == 0, "{}", table.len());
         set_times(&mut plan_of_200, 199);
         let table = rows(&plan_of_200, &[]);
-        assert!(table.len() <= FIRST + 4);
+        assert!(table.len() <= LEADING_ROWS + 4);
         assert_eq!(omitted_count(&plan_of_200, &table), 200 - table.len());
     }
 }

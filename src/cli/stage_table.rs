@@ -18,10 +18,10 @@ use pipec::costs::COSTS;
 use pipec::plan::request::cost_name;
 
 /// Characters of a full load bar.
-const BAR: usize = 10;
+const BAR_WIDTH: usize = 10;
 
 /// The most characters of a list of stages or devices.
-const MAX_LIST: usize = 24;
+const MAX_LIST_WIDTH: usize = 24;
 
 /// A table without lines; the columns in `right` are aligned to the right.
 pub fn table(header: &[&str], right: &[usize], rows: Vec<Vec<String>>) -> String {
@@ -132,14 +132,14 @@ struct Layout {
 }
 
 /// The columns that a narrow table omits.
-const COLUMNS: [&str; 2] = ["sends", "all-reduce"];
+const OPTIONAL_COLUMNS: [&str; 2] = ["sends", "all-reduce"];
 
 /// Table layouts, widest first; the first that fits is shown. Parts that follow from the others are omitted first.
 const LAYOUTS: [Layout; 5] = [
-    Layout { layers: LAYERS, bar: BAR, links: true },
-    Layout { layers: 24, bar: BAR / 2, links: true },
-    Layout { layers: 24, bar: BAR / 2, links: false },
-    Layout { layers: 20, bar: BAR / 2, links: false },
+    Layout { layers: LAYERS, bar: BAR_WIDTH, links: true },
+    Layout { layers: 24, bar: BAR_WIDTH / 2, links: true },
+    Layout { layers: 24, bar: BAR_WIDTH / 2, links: false },
+    Layout { layers: 20, bar: BAR_WIDTH / 2, links: false },
     Layout { layers: 14, bar: 0, links: false },
 ];
 
@@ -155,7 +155,7 @@ pub fn stages(plan: &Plan, width: Option<usize>) -> String {
         tables.fold(widest.clone(), |narrower, narrower_table| if fits(&narrower) { narrower } else { narrower_table });
     let has = |table: &str, column: &str| table.lines().next().is_some_and(|header| header.contains(column));
     let missing: Vec<&str> =
-        COLUMNS.into_iter().filter(|column| has(&widest, column) && !has(&narrow, column)).collect();
+        OPTIONAL_COLUMNS.into_iter().filter(|column| has(&widest, column) && !has(&narrow, column)).collect();
     match missing.is_empty() {
         true => narrow,
         false => narrow + &wrap(&format!("without {}: this terminal is too narrow\n", missing.join(", ")), width),
@@ -188,7 +188,7 @@ fn draw_stages(plan: &Plan, layout: Layout) -> String {
     if !links.is_empty() {
         header.extend(["sends", "all-reduce"]);
     }
-    header.extend(["memory", if layout.bar == BAR { "load per replica" } else { "load" }]);
+    header.extend(["memory", if layout.bar == BAR_WIDTH { "load per replica" } else { "load" }]);
     let right = [&[0, 1][..], &(4..header.len() - 1).collect::<Vec<_>>()].concat();
     let omitted = match stage_rows::omitted_count(plan, &rows) {
         0 => String::new(),
@@ -204,7 +204,7 @@ fn draw_stages(plan: &Plan, layout: Layout) -> String {
 fn stages_label(row: &Row<'_>) -> String {
     let ids: Vec<u32> = row.stages.iter().map(|stage| stage.id.0).collect();
     match (&ids[..], ranges(&ids)) {
-        ([first, .., last], text) if text.chars().count() > MAX_LIST => {
+        ([first, .., last], text) if text.chars().count() > MAX_LIST_WIDTH => {
             format!("{first}-{last} ({} stages)", quantity::count(ids.len() as u64))
         }
         (_, text) => text,
@@ -229,7 +229,9 @@ fn devices(plan: &Plan, row: &Row<'_>) -> String {
     device_ids.sort_unstable();
     device_ids.dedup();
     let devices_text = match ranges(&device_ids) {
-        text if text.chars().count() > MAX_LIST => format!("{} devices", quantity::count(device_ids.len() as u64)),
+        text if text.chars().count() > MAX_LIST_WIDTH => {
+            format!("{} devices", quantity::count(device_ids.len() as u64))
+        }
         text => text,
     };
     format!("{replicas} each, on {devices_text}{kinds}")

@@ -3,14 +3,13 @@
 use crate::cli::stage_table::table;
 
 /// Maximum width of a label; wrapped lines are indented to the text after the label.
-const LABEL: usize = 24;
+const MAX_LABEL_WIDTH: usize = 24;
 
 /// A step that makes a table narrower; steps are applied in order until it fits.
 #[derive(Clone, Copy, Debug)]
 pub enum Shrink {
     /// Cuts the cells of a column to this number of characters.
     Cut(usize, usize),
-    /// Omits a column.
     Omit(usize),
 }
 
@@ -58,7 +57,7 @@ fn visible(text: &str) -> impl Iterator<Item = char> {
 /// Column where the text after a label begins: after the last gap of two spaces near the line's beginning, else 0.
 fn label_indent(line: &str) -> usize {
     let mut indent = 0;
-    let chars: Vec<char> = visible(line).take(LABEL + 2).collect();
+    let chars: Vec<char> = visible(line).take(MAX_LABEL_WIDTH + 2).collect();
     for at in 2..chars.len() {
         if chars[at - 2] == ' ' && chars[at - 1] == ' ' && chars[at] != ' ' {
             indent = at;
@@ -90,7 +89,7 @@ pub fn fit_table(
         }
         match *shrink {
             Shrink::Cut(column, max_width) => {
-                rows.iter_mut().filter_map(|row| row.get_mut(column)).for_each(|cell| cut(cell, max_width))
+                rows.iter_mut().filter_map(|row| row.get_mut(column)).for_each(|cell| truncate(cell, max_width))
             }
             Shrink::Omit(column) => columns.retain(|kept| *kept != column),
         }
@@ -104,7 +103,7 @@ pub fn fit_table(
     }
 }
 
-fn cut(cell: &mut String, max_width: usize) {
+fn truncate(cell: &mut String, max_width: usize) {
     if cell.chars().count() > max_width {
         *cell = cell.chars().take(max_width.saturating_sub(1)).chain(['…']).collect();
     }

@@ -5,7 +5,7 @@ use compiler::plan::Plan;
 use compiler::plan::problem::CostModel;
 use compiler::profile::Method;
 use compiler::text::quantity;
-use pipec::train::metrics::of_device;
+use pipec::train::metrics::device_bytes;
 use pipec::train::run::TrainReport;
 use serde_json::json;
 
@@ -21,7 +21,7 @@ fn peak_memory_text(plan: &Plan, estimate: Option<&[u64]>, workers: &[u64]) -> S
             continue;
         }
         let peak = workers.by_ref().take(stage.replicas as usize).max().copied().unwrap_or(0);
-        parts.push(format!("{} ({} {word})", quantity::bytes(peak), quantity::bytes(of_device(plan, at, bytes))));
+        parts.push(format!("{} ({} {word})", quantity::bytes(peak), quantity::bytes(device_bytes(plan, at, bytes))));
     }
     format!("peak memory per stage: {}", parts.join(", "))
 }
@@ -37,10 +37,9 @@ fn time_text(report: &TrainReport, us: f64) -> Option<String> {
     Some(format!("{} per minibatch: {} predicted{expected}", quantity::time(us), quantity::time(predicted)))
 }
 
-/// Prints the result.
 pub fn report(report: &TrainReport, screen: &Screen) {
-    let TrainReport { plan, done, total, .. } = report;
-    let losses = &done.trained.losses;
+    let TrainReport { plan, result, total, .. } = report;
+    let losses = &result.trained.losses;
     let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
     if losses.is_empty() {
         screen.text(&format!(
@@ -54,10 +53,10 @@ pub fn report(report: &TrainReport, screen: &Screen) {
         "trained {} of {} in {}: loss {} to {}, {} samples/s",
         quantity::plural(losses.len() as u64, "step", "steps"),
         quantity::plural(report.batch, "sample", "samples"),
-        quantity::time(done.trained.seconds * 1e6),
+        quantity::time(result.trained.seconds * 1e6),
         quantity::short(first),
         quantity::short(last),
-        quantity::samples(done.samples_per_s),
+        quantity::samples(result.samples_per_s),
     ));
     if let Some(line) = total.step_us.and_then(|us| time_text(report, us)) {
         screen.note(&line);
@@ -70,14 +69,14 @@ pub fn report(report: &TrainReport, screen: &Screen) {
             quantity::plural(skipped as u64, "step", "steps")
         ));
     }
-    if let Some(score) = &done.score {
+    if let Some(score) = &result.score {
         let accuracy =
             score.accuracy.map_or(String::new(), |share| format!(", accuracy {} %", quantity::short(share * 100.0)));
         let rows = quantity::plural(score.rows as u64, "row", "rows");
         screen.text(&format!("evaluation on {rows}: loss {}{accuracy}", quantity::short(score.loss)));
     }
-    screen.note(&peak_memory_text(plan, report.memory_estimate.as_deref(), &done.trained.peak_memory_bytes));
-    if let Some(peak) = done.trained.checkpoint_bytes.iter().max().filter(|peak| **peak > 0) {
+    screen.note(&peak_memory_text(plan, report.memory_estimate.as_deref(), &result.trained.peak_memory_bytes));
+    if let Some(peak) = result.trained.checkpoint_bytes.iter().max().filter(|peak| **peak > 0) {
         screen.note(&format!(
             "in addition, a worker used up to {} for checkpoints until they were written",
             quantity::bytes(*peak)

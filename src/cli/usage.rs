@@ -7,8 +7,8 @@ use compiler::text::suggest::nearest;
 use pipec::error::Error;
 
 /// The command that plans, and the command that trains under a plan.
-const PLANS: &str = "partition";
-const TRAINS: &str = "train";
+const PLAN_COMMAND: &str = "partition";
+const TRAIN_COMMAND: &str = "train";
 
 /// All values of a flag in arguments that may not parse.
 pub fn flag_values(flag: &str, arguments: impl IntoIterator<Item = String>) -> Vec<String> {
@@ -78,7 +78,7 @@ pub fn with_tip(mut error: clap::Error, command: &Command, arguments: &[String])
 }
 
 /// Flags of other tools and commands, with the flags of pipec that may be meant, most likely first.
-const ELSEWHERE: [(&str, &[&str]); 30] = [
+const FOREIGN_FLAGS: [(&str, &[&str]); 30] = [
     ("--json", &["format"]),
     ("-n", &["gpus", "steps", "minibatches"]),
     ("-g", &["gpus"]),
@@ -123,7 +123,7 @@ fn positional_name(verb: &Command, argument: &str) -> Option<&'static str> {
 
 /// The flag of a command that corresponds to a flag of another tool.
 fn equivalent_flag(verb: &Command, argument: &str) -> Option<&'static str> {
-    let (_, flags) = ELSEWHERE.into_iter().find(|(foreign, _)| *foreign == argument)?;
+    let (_, flags) = FOREIGN_FLAGS.into_iter().find(|(foreign, _)| *foreign == argument)?;
     flags.iter().copied().find(|flag| verb.get_arguments().any(|candidate| candidate.get_long() == Some(*flag)))
 }
 
@@ -143,11 +143,11 @@ fn other_commands(command: &Command, verb: &Command, flag: &str) -> Option<Strin
     let is_planning_flag =
         |argument: &&clap::Arg| argument.get_long() == Some(flag) && argument.get_help_heading() != Some("Results");
     let is_flag_of_planning = command
-        .find_subcommand(PLANS)
+        .find_subcommand(PLAN_COMMAND)
         .is_some_and(|plans| plans.get_arguments().any(|argument| is_planning_flag(&argument)));
-    if verb.get_name() == TRAINS && verbs.contains(&PLANS) && is_flag_of_planning {
+    if verb.get_name() == TRAIN_COMMAND && verbs.contains(&PLAN_COMMAND) && is_flag_of_planning {
         return Some(format!(
-            "`--{flag}` is a flag of `pipec {PLANS}`; use it there, then run `pipec {TRAINS} MODEL --plan FILE`"
+            "`--{flag}` is a flag of `pipec {PLAN_COMMAND}`; use it there, then run `pipec {TRAIN_COMMAND} MODEL --plan FILE`"
         ));
     }
     let quoted: Vec<String> = verbs.iter().map(|verb| format!("`pipec {verb}`")).collect();
@@ -161,11 +161,11 @@ pub fn to_error(error: &clap::Error) -> Error {
     const TIP: &str = "tip: ";
     let text = error.render().to_string();
     let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-    let what = lines.next().unwrap_or_default();
+    let message = lines.next().unwrap_or_default();
     let (help_lines, causes): (Vec<&str>, Vec<&str>) =
         lines.partition(|line| line.starts_with(TIP) || line.contains("--help"));
     let tips: Vec<&str> = help_lines.iter().filter_map(|line| line.strip_prefix(TIP)).collect();
-    let failure = Error::input(what.strip_prefix("error: ").unwrap_or(what));
+    let failure = Error::input(message.strip_prefix("error: ").unwrap_or(message));
     let failure = causes.into_iter().fold(failure, Error::because);
     failure.with_help(if tips.is_empty() { help_lines.join("; ") } else { tips.join("; ") })
 }

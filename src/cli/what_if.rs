@@ -30,8 +30,8 @@ const PIECES: usize = 64;
 const MOST_DEVICES: u64 = 4096;
 
 /// Time until the first report of progress without a terminal, and between further ones.
-const FIRST: Duration = Duration::from_secs(1);
-const NEXT: Duration = Duration::from_secs(10);
+const FIRST_REPORT: Duration = Duration::from_secs(1);
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A plan to make: devices of the outermost level, micro-batches, and the index of its costs.
 #[derive(Clone, Copy, Debug)]
@@ -123,7 +123,7 @@ fn solve_all(
             });
         }
         drop(sender);
-        let (mut finished, mut report_time) = (0, Instant::now() + FIRST);
+        let (mut finished, mut report_time) = (0, Instant::now() + FIRST_REPORT);
         loop {
             match results.recv_timeout(report_time.saturating_duration_since(Instant::now())) {
                 Ok((at, cell)) => {
@@ -138,7 +138,7 @@ fn solve_all(
                             requests.len()
                         ));
                     }
-                    report_time = Instant::now() + NEXT;
+                    report_time = Instant::now() + REPORT_INTERVAL;
                 }
                 Err(RecvTimeoutError::Disconnected) => break,
             }

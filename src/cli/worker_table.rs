@@ -8,7 +8,7 @@ const MAX_UNFOLDED: usize = 24;
 
 /// The most rows, and those before the omitted ones in a longer table.
 const MAX_ROWS: usize = 40;
-const FIRST: usize = 24;
+const LEADING_ROWS: usize = 24;
 
 /// A simulated worker: a device, or a tensor-parallel group.
 #[derive(Clone, Debug)]
@@ -42,7 +42,8 @@ pub fn workers(workers: &[Worker], degree: u32) -> String {
             _ => rows.push((&worker.name, &worker.name, 1, cells)),
         }
     }
-    let omitted = if rows.len() > MAX_ROWS { rows.drain(FIRST..rows.len() - 1).map(|row| row.2).sum() } else { 0 };
+    let omitted =
+        if rows.len() > MAX_ROWS { rows.drain(LEADING_ROWS..rows.len() - 1).map(|row| row.2).sum() } else { 0 };
     let row = |(first, last, count, cells): (&str, &str, usize, [String; 3])| {
         let name = if first == last { first.to_string() } else { format!("{first} to {last}") };
         let count = if degree > 1 { format!("{count} of {degree}") } else { count.to_string() };
@@ -79,7 +80,7 @@ mod tests {
         let second = two_rows.lines().nth(2).map(words).unwrap();
         assert_eq!(second, "1.0 to 1.95 96 of 8 50.0 % 1 1.000 kB");
         let limited = workers(&make_workers(100, 2), 1);
-        assert_eq!(limited.lines().count(), 1 + FIRST + 1 + 1, "{limited}");
+        assert_eq!(limited.lines().count(), 1 + LEADING_ROWS + 1 + 1, "{limited}");
         assert!(limited.ends_with("without 150 workers that differ; `--format json` prints all\n"), "{limited}");
     }
 }

@@ -40,7 +40,6 @@ pub struct LinkTime {
     pub bytes_per_s: f64,
 }
 
-/// The names of the levels.
 const LEVELS: [&str; 2] = ["node", "network"];
 
 /// Measures the links. Only the process of rank 0 has a result.

@@ -27,8 +27,8 @@ pub fn check(plan: &Plan, model: &PlannedModel) -> Result<(), Error> {
         false => failure.because(format!("the plan is for {} with {} ops, this model has {}", name(planned), planned.ops, model.ops)),
         true if model.sha256 == planned.sha256 && !model.sha256.is_empty() => failure.because(format!(
             "the file is the planned one, but was imported with other flags: {} for the plan, {} here",
-            flags(planned),
-            flags(model)
+            import_flags(planned),
+            import_flags(model)
         )),
         true => failure.because(format!(
             "the plan is for {}: both have {} ops, but different sizes, attributes or parameter names (fingerprint {} in the plan, {} here)",
@@ -46,7 +46,7 @@ fn fingerprint(model: &PlannedModel) -> &str {
 }
 
 /// The import flags of a model, as on the command line.
-fn flags(model: &PlannedModel) -> String {
+fn import_flags(model: &PlannedModel) -> String {
     let import = &model.import;
     let dims = import.dims.iter().map(|(name, size)| format!("`--dim {}={size}`", short_name(name)));
     let axes = import.batch_dims.iter().map(|(name, axis)| format!("`--batch-dim {}={axis}`", short_name(name)));

@@ -28,8 +28,8 @@ pub fn text(path: &Path, max_bytes: u64) -> Result<String, Error> {
     let mut bytes = Vec::new();
     file.take(max_bytes + 1).read_to_end(&mut bytes).map_err(|error| fail(error.to_string()))?;
     let is_text = str::from_utf8(&bytes).is_ok();
-    if let Some((what, help)) = detect::of(&bytes).filter(|_| !is_text) {
-        return Err(fail(what.to_string()).with_help(help));
+    if let Some((description, help)) = detect::describe(&bytes).filter(|_| !is_text) {
+        return Err(fail(description.to_string()).with_help(help));
     }
     if bytes.len() as u64 > max_bytes {
         return Err(fail(format!("it is larger than {max_bytes} bytes")));
@@ -46,8 +46,8 @@ pub fn plan(path: &Path) -> Result<Plan, Error> {
     let text = text(path, MOST_PLAN_BYTES)?;
     read::from_json(&text).map_err(|error| {
         // A small model without weights may also be valid text.
-        let (why, help) = match detect::of(text.as_bytes()) {
-            Some((what, help)) => (what.to_string(), help),
+        let (why, help) = match detect::describe(text.as_bytes()) {
+            Some((description, help)) => (description.to_string(), help),
             None => match (other_file(&text, "plan"), cut_short(&text)) {
                 (None, Some(why)) => (why, "copy it again, or write it again with `pipec partition`"),
                 (described, _) => {

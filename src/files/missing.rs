@@ -5,8 +5,7 @@ use compiler::text::suggest::nearest;
 use std::fs;
 use std::path::Path;
 
-/// Maximum number of files listed.
-const LISTED: usize = 4;
+const MAX_LISTED: usize = 4;
 
 /// Help for a missing file: the similar name, or the files in the folder.
 pub fn help(path: &Path) -> String {
@@ -34,7 +33,7 @@ pub fn help(path: &Path) -> String {
     let listing = match names.is_empty() {
         true => "has no such file".to_string(),
         false => {
-            format!("has {}", names.iter().take(LISTED).map(|name| short_name(name)).collect::<Vec<_>>().join(", "))
+            format!("has {}", names.iter().take(MAX_LISTED).map(|name| short_name(name)).collect::<Vec<_>>().join(", "))
         }
     };
     let folder = if folder == Path::new(".") { "this folder".to_string() } else { folder.display().to_string() };

@@ -47,9 +47,9 @@ pub fn verb(path: &Path) -> &'static str {
 }
 
 /// Writes tensors; an existing file must hold tensors in the same format.
-pub fn write_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>, what: &str) -> Result<(), Error> {
+pub fn write_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>, subject: &str) -> Result<(), Error> {
     overwrite::check(path, &Mark::tensors(path))?;
-    weights::write(path, tensors).map_err(|error| Error::input(format!("cannot write the {what}")).because(error))
+    weights::write(path, tensors).map_err(|error| Error::input(format!("cannot write the {subject}")).because(error))
 }
 
 /// Refuses a path that tensors cannot be written to; the extension sets the format.

@@ -90,7 +90,7 @@ pub fn check(path: &Path, mark: &Mark) -> Result<(), Error> {
     if is_data || *mark == existing && existing != Mark::Bytes {
         return Ok(());
     }
-    let content = match (detect::of(&ends), existing.describe()) {
+    let content = match (detect::describe(&ends), existing.describe()) {
         (Some((what, _)), _) => format!(": {what}"),
         (None, Some(name)) => format!(": it is a {name}"),
         (None, None) => String::new(),
@@ -108,8 +108,8 @@ pub fn check_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     if read_ends(path)?.is_none() {
         return Ok(());
     }
-    let ends = match bytes.len() > 2 * READ as usize {
-        true => &[&bytes[..READ as usize], &bytes[bytes.len() - READ as usize..]].concat(),
+    let ends = match bytes.len() > 2 * READ_BYTES as usize {
+        true => &[&bytes[..READ_BYTES as usize], &bytes[bytes.len() - READ_BYTES as usize..]].concat(),
         false => bytes,
     };
     check(path, &mark(ends))
@@ -123,7 +123,7 @@ fn is_own_data(path: &Path) -> bool {
 }
 
 /// Bytes read at each end of a file to detect its type.
-const READ: u64 = 1 << 20;
+const READ_BYTES: u64 = 1 << 20;
 
 /// The first and last bytes of an existing file, which would be lost. A file that cannot be read is an error.
 fn read_ends(path: &Path) -> Result<Option<Vec<u8>>, Error> {
@@ -131,11 +131,11 @@ fn read_ends(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     let read = || {
         let mut file = File::open(path)?;
         let mut bytes = Vec::new();
-        file.by_ref().take(READ).read_to_end(&mut bytes)?;
-        if metadata.len() > 2 * READ {
-            file.seek(SeekFrom::Start(metadata.len() - READ))?;
+        file.by_ref().take(READ_BYTES).read_to_end(&mut bytes)?;
+        if metadata.len() > 2 * READ_BYTES {
+            file.seek(SeekFrom::Start(metadata.len() - READ_BYTES))?;
         }
-        file.take(READ).read_to_end(&mut bytes)?;
+        file.take(READ_BYTES).read_to_end(&mut bytes)?;
         Ok((!bytes.is_empty()).then_some(bytes))
     };
     read().map_err(|error: io::Error| {
@@ -146,7 +146,7 @@ fn read_ends(path: &Path) -> Result<Option<Vec<u8>>, Error> {
 
 /// The type of these bytes.
 fn mark(bytes: &[u8]) -> Mark {
-    match detect::of(bytes) {
+    match detect::describe(bytes) {
         // A `.pt2` has no type here, because pipec does not write one.
         Some((what, _)) if what.contains(".npz") => return Mark::Npz,
         Some((what, _)) if what.contains(".safetensors") => return Mark::Safetensors,
@@ -158,7 +158,7 @@ fn mark(bytes: &[u8]) -> Mark {
     if bytes.starts_with(b"\x0a") && bytes.get(2..4) == Some(b"\x50\x01") {
         return Mark::Perfetto;
     }
-    let start = &bytes[..bytes.len().min(READ as usize)];
+    let start = &bytes[..bytes.len().min(READ_BYTES as usize)];
     let text = match str::from_utf8(start) {
         Ok(text) => text,
         // The bytes read may end within a character.
@@ -167,7 +167,7 @@ fn mark(bytes: &[u8]) -> Mark {
         }
         Err(_) => return Mark::Bytes,
     };
-    let head: String = text.chars().take(HEAD).collect();
+    let head: String = text.chars().take(HEAD_CHARS).collect();
     let line = text.lines().next().unwrap_or_default();
     if let Some(kind) = own_kind(&head) {
         return if kind == "program" { Mark::Program } else { Mark::Ours(kind) };
@@ -187,18 +187,18 @@ fn mark(bytes: &[u8]) -> Mark {
             Ok(Value::Object(object)) => Mark::Names(object.keys().cloned().collect()),
             _ => Mark::Bytes,
         },
-        () => Mark::Line(line.split_whitespace().take(WORDS).collect::<Vec<_>>().join(" ")),
+        () => Mark::Line(line.split_whitespace().take(HEADING_WORDS).collect::<Vec<_>>().join(" ")),
     }
 }
 
 /// Characters searched for the type.
-const HEAD: usize = 4096;
+const HEAD_CHARS: usize = 4096;
 
 /// Words of the first line that identify a text file; the following words may depend on the plan.
-const WORDS: usize = 2;
+const HEADING_WORDS: usize = 2;
 
 /// Maximum length of a truncated first line of a metrics file.
-const FIRST: usize = 1000;
+const MAX_FIRST_LINE: usize = 1000;
 
 /// The type that a pipec file names: `"schema": "pipec.plan/1"`, or the same in TOML.
 fn own_kind(head: &str) -> Option<String> {
@@ -214,7 +214,7 @@ fn is_step(line: &str) -> bool {
     let is_complete = value
         .is_ok_and(|value| value["step"].is_u64() && value.get("loss").is_some() || value["total"]["steps"].is_u64());
     // A run may have been killed within its first line.
-    is_complete || line.len() < FIRST && line.starts_with("{\"step\":0,\"lo") && !line.ends_with('}')
+    is_complete || line.len() < MAX_FIRST_LINE && line.starts_with("{\"step\":0,\"lo") && !line.ends_with('}')
 }
 
 /// True for the first line of a schedule: `program 1f1b {`, or a table whose first cell is `0F0`.
@@ -236,14 +236,14 @@ fn is_own_model(bytes: &[u8]) -> bool {
 mod tests {
     use super::*;
 
-    fn ours(kind: &str) -> Mark {
+    fn own_mark(kind: &str) -> Mark {
         Mark::Ours(kind.to_string())
     }
 
     #[test]
     fn what_is_written_is_known_again() {
-        assert_eq!(mark(b"{\n  \"schema\": \"pipec.plan/1\",\n  \"model\": {"), ours("plan"));
-        assert_eq!(mark(b"schema = \"pipec.cluster/1\"\n\n[device]"), ours("cluster"));
+        assert_eq!(mark(b"{\n  \"schema\": \"pipec.plan/1\",\n  \"model\": {"), own_mark("plan"));
+        assert_eq!(mark(b"schema = \"pipec.cluster/1\"\n\n[device]"), own_mark("cluster"));
         assert_eq!(mark(b"{\"schema\":\"pipec.program/1\"}"), Mark::Program);
         for program in ["program 1f1b {\n  items 4", "0F0,0F1,0B0\n1F0", ",,2F0\n"] {
             assert_eq!(mark(program.as_bytes()), Mark::Program, "{program}");

@@ -48,12 +48,12 @@ pub struct Children {
 }
 
 struct Shared {
-    children: Mutex<Vec<Started>>,
+    children: Mutex<Vec<ChildProcess>>,
     is_over: AtomicBool,
     pauses: &'static Pauses,
 }
 
-struct Started {
+struct ChildProcess {
     child: Child,
     name: String,
     stderr: Arc<Mutex<VecDeque<u8>>>,
@@ -102,7 +102,7 @@ pub fn start(
                 buffer.drain(..excess);
             }
         };
-        shared.lock().push(Started { child, name: name.clone(), stderr, exit_status: None });
+        shared.lock().push(ChildProcess { child, name: name.clone(), stderr, exit_status: None });
         thread::Builder::new().name(format!("child {process}")).spawn(read_stderr).map_err(fail)?;
     }
     let run_status = run_status.clone();
@@ -114,7 +114,7 @@ pub fn start(
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Vec<Started>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<ChildProcess>> {
         self.children.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -135,8 +135,8 @@ impl Shared {
                         signals::send(signal, child.child.id());
                     }
                 }
-                let what = format!("received {}", signals::name(signal));
-                return run_status.end(LinkError::Ended { process: None, what });
+                let message = format!("received {}", signals::name(signal));
+                return run_status.end(LinkError::Ended { process: None, what: message });
             }
             if self.pauses.take_request() {
                 // No child is reaped meanwhile, so their process ids cannot be reused.
@@ -150,8 +150,8 @@ impl Shared {
                 && !run_status.is_released()
             {
                 thread::sleep(DETAIL_TIME);
-                let what = self.lock()[at].describe(None);
-                return run_status.end(LinkError::Ended { process: Some(at + 1), what });
+                let message = self.lock()[at].describe(None);
+                return run_status.end(LinkError::Ended { process: Some(at + 1), what: message });
             }
             // Before the run starts there are no heartbeats, so stopped children are detected here.
             if last_check.elapsed() > STOP_CHECK_INTERVAL {
@@ -163,8 +163,8 @@ impl Shared {
                     }
                 }
                 if let Some((&at, _)) = stopped.iter().find(|(_, since)| since.elapsed() > deadline) {
-                    let what = self.lock()[at].describe(None);
-                    return run_status.end(LinkError::Ended { process: Some(at + 1), what });
+                    let message = self.lock()[at].describe(None);
+                    return run_status.end(LinkError::Ended { process: Some(at + 1), what: message });
                 }
             }
             thread::sleep(POLL_INTERVAL);
@@ -172,7 +172,7 @@ impl Shared {
     }
 }
 
-impl Started {
+impl ChildProcess {
     /// The exit status, if the child has ended.
     fn status(&mut self) -> Option<ExitStatus> {
         if self.exit_status.is_none() {

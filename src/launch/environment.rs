@@ -34,7 +34,7 @@ const LAUNCHERS: [(&str, &str, Option<&str>); 4] = [
 ];
 
 /// Variables that differ between starts.
-const STARTS: [&str; 5] =
+const START_VARIABLES: [&str; 5] =
     ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"];
 
 /// The process described by the environment; `None` if no launcher started several processes.
@@ -54,7 +54,7 @@ pub fn from_environment(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<L
         if rank_value >= count {
             return Err(format!("the variable {rank_name} is {rank_value}, but {size_name} is {count}"));
         }
-        let run = STARTS.iter().map(|name| get(name).unwrap_or_default()).collect::<Vec<_>>().join(" ");
+        let run = START_VARIABLES.iter().map(|name| get(name).unwrap_or_default()).collect::<Vec<_>>().join(" ");
         let has_mpi = rank_name.starts_with("OMPI") || rank_name.starts_with("PMI");
         return Ok(Some(Launched {
             rank: rank_value as usize,
@@ -84,7 +84,7 @@ mod tests {
         from_environment(&|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.to_string()))
     }
 
-    fn of(variables: &[(&str, &str)]) -> (usize, usize, Option<String>) {
+    fn rank_and_address(variables: &[(&str, &str)]) -> (usize, usize, Option<String>) {
         let launched = detect(variables).unwrap().unwrap();
         (launched.rank, launched.processes, launched.address)
     }
@@ -92,13 +92,13 @@ mod tests {
     #[test]
     fn every_launcher_is_understood() {
         let torchrun = [("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")];
-        assert_eq!(of(&torchrun), (1, 4, Some("10.0.0.1:29500".into())));
+        assert_eq!(rank_and_address(&torchrun), (1, 4, Some("10.0.0.1:29500".into())));
         let with_agent = [&torchrun[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
-        assert_eq!(of(&with_agent).2.as_deref(), Some("10.0.0.1:29501"));
-        assert_eq!(of(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2")]), (0, 2, None));
-        assert_eq!(of(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]), (1, 2, None));
+        assert_eq!(rank_and_address(&with_agent).2.as_deref(), Some("10.0.0.1:29501"));
+        assert_eq!(rank_and_address(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2")]), (0, 2, None));
+        assert_eq!(rank_and_address(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]), (1, 2, None));
         let step = [("SLURM_PROCID", "2"), ("SLURM_NTASKS", "3"), ("SLURM_STEP_ID", "0"), ("MASTER_ADDR", "::1")];
-        assert_eq!(of(&[&step[..], &[("MASTER_PORT", "7")]].concat()), (2, 3, Some("[::1]:7".into())));
+        assert_eq!(rank_and_address(&[&step[..], &[("MASTER_PORT", "7")]].concat()), (2, 3, Some("[::1]:7".into())));
     }
 
     #[test]

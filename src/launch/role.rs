@@ -195,15 +195,16 @@ impl ProcessRole {
             };
             let first = arguments.address.clone().unwrap_or(first.clone());
             if let Some(rank) = arguments.rank {
-                return Ok(ProcessRole::Member(Member::ranked(rank, first, token()?)));
+                return Ok(ProcessRole::Member(Member::with_rank(rank, first, token()?)));
             }
             let process = match arguments.host {
                 Some(host) => host as usize,
                 None => own_host(&hosts)?,
             };
             let Some((address, _)) = hosts.get(process) else {
-                let what = format!("`--host {process}`: {} has {} hosts, counted from 0", path.display(), hosts.len());
-                return Err(Error::input(what));
+                let message =
+                    format!("`--host {process}`: {} has {} hosts, counted from 0", path.display(), hosts.len());
+                return Err(Error::input(message));
             };
             let listen = Some(address.clone());
             let distribution = WorkerDistribution::Hosts(hosts.iter().map(|(_, devices)| *devices).collect());
@@ -211,11 +212,11 @@ impl ProcessRole {
             let addresses: Vec<&str> = hosts.iter().map(|(address, _)| address.as_str()).collect();
             run_token::check(&token, &addresses)?;
             run_token::check_reachable(&addresses, process)?;
-            let member = Member { process, distribution, listen, ..Member::ranked(0, first, token) };
+            let member = Member { process, distribution, listen, ..Member::with_rank(0, first, token) };
             return Ok(ProcessRole::Member(member));
         }
         if let (Some(rank), Some(address)) = (arguments.rank, &arguments.address) {
-            return Ok(ProcessRole::Member(Member::ranked(rank, address.clone(), token()?)));
+            return Ok(ProcessRole::Member(Member::with_rank(rank, address.clone(), token()?)));
         }
         let launched = from_environment(&|name| arguments.environment.get(name).cloned());
         let launched =
@@ -240,11 +241,11 @@ impl ProcessRole {
         let address = arguments.address.clone().or(launched.address);
         let uses_mpi = cfg!(feature = "mpi") && launched.has_mpi && address.is_none() && arguments.rank.is_none();
         let Some(first) = address.or_else(|| uses_mpi.then(|| "rank 0".to_string())) else {
-            let what = format!(
+            let message = format!(
                 "this is process {} of {}, but the address of process 0 is unknown",
                 launched.rank, launched.processes
             );
-            return Err(Error::input(what).with_help("add `--address HOST:PORT`, the same for all processes"));
+            return Err(Error::input(message).with_help("add `--address HOST:PORT`, the same for all processes"));
         };
         let digest = Sha256::digest(launched.run.as_bytes());
         let run = digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte));
@@ -264,8 +265,8 @@ impl ProcessRole {
         }))
     }
 
-    /// True if this process reports on the run.
-    pub fn reports(&self) -> bool {
+    /// True for the one process that reports on the run.
+    pub fn is_reporter(&self) -> bool {
         match self {
             ProcessRole::Alone | ProcessRole::Parent => true,
             ProcessRole::Member(member) => member.process == 0,
@@ -363,9 +364,9 @@ impl ProcessRole {
                 let group =
                     join_group(config(member.process, placement, member.first_address.clone(), credentials), mode)?;
                 let is_over = exit_when_over(run_status.clone(), arguments.exit);
-                let done = run(Some(group));
+                let result = run(Some(group));
                 is_over.store(true, Ordering::Relaxed);
-                done
+                result
             }
         }
     }
@@ -386,7 +387,7 @@ impl Member {
         run_status: &Arc<RunStatus>,
         notice: &dyn Fn(Notice),
     ) -> Result<Connected, Error> {
-        let part = ProcessConfig {
+        let config = ProcessConfig {
             own: self.process,
             placement: WorkerPlacement { of: Vec::new(), processes: names.len(), degree: 1 },
             identity: Identity { run: self.run, inputs },
@@ -399,7 +400,7 @@ impl Member {
             follows: false,
         };
         let port = self.port()?;
-        connect(names, lines, &part, port.map_or(JoinMode::Outside, JoinMode::Port), run_status, notice)
+        connect(names, lines, &config, port.map_or(JoinMode::Outside, JoinMode::Port), run_status, notice)
             .map_err(connect_error)
     }
 
@@ -410,7 +411,7 @@ impl Member {
     }
 
     /// The process of this number, with one process per rank and process 0 at address `first`.
-    fn ranked(rank: u32, first: String, token: RunToken) -> Member {
+    fn with_rank(rank: u32, first: String, token: RunToken) -> Member {
         let listen = Some(first.clone()).filter(|_| rank == 0);
         Member {
             process: rank as usize,
@@ -461,14 +462,13 @@ impl Member {
     }
 }
 
-/// Connects to the other processes over MPI.
 #[cfg(feature = "mpi")]
-fn over_mpi(placement: &WorkerPlacement, own: usize, events: &dyn EventSink) -> Result<JoinMode, Error> {
+fn over_mpi(placement: &WorkerPlacement, process: usize, events: &dyn EventSink) -> Result<JoinMode, Error> {
     let mpi = runtime::process::mpi::open().map_err(connect_error)?;
-    if (mpi.rank, mpi.processes) != (own, placement.processes) {
+    if (mpi.rank, mpi.processes) != (process, placement.processes) {
         let (rank, processes) = (mpi.rank, mpi.processes);
         return Err(Error::input(format!(
-            "by the environment this is process {own} of {}, by {} it is process {rank} of {processes}",
+            "by the environment this is process {process} of {}, by {} it is process {rank} of {processes}",
             placement.processes, mpi.library
         ))
         .with_help("use the launcher of the MPI library that pipec is linked with, or `--address HOST:PORT` for TCP"));
@@ -547,8 +547,8 @@ fn own_host(hosts: &[(String, u32)]) -> Result<usize, Error> {
             })
         }
         _ => {
-            let which = matching.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-            Err(Error::input(format!("hosts {which} all have an address of this machine"))
+            let numbers = matching.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+            Err(Error::input(format!("hosts {numbers} all have an address of this machine"))
                 .with_help("set the index of this host with `--host N`"))
         }
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// Exit code of a process ended by a signal, minus the signal number.
-const ENDED: i32 = 128;
+const SIGNAL_EXIT_BASE: i32 = 128;
 
 /// The signals received since this process listens; a signal reaches the process as a whole.
 static STOP: OnceLock<Result<Stop, String>> = OnceLock::new();
@@ -34,7 +34,7 @@ impl Stop {
         let (exits_on_next, received) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
         for signal in [SIGINT, SIGTERM] {
             // Handlers run in order of registration, so the first sees the state before this signal.
-            flag::register_conditional_shutdown(signal, ENDED + signal, exits_on_next.clone())?;
+            flag::register_conditional_shutdown(signal, SIGNAL_EXIT_BASE + signal, exits_on_next.clone())?;
             flag::register_usize(signal, received.clone(), signal as usize)?;
             flag::register(signal, exits_on_next.clone())?;
         }

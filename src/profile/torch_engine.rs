@@ -43,7 +43,7 @@ pub struct TorchEngine {
 }
 
 /// The model to measure.
-pub struct Subjects<'a> {
+pub struct TorchSubject<'a> {
     /// The model.
     pub loaded: &'a LoadedModel,
     /// Its file.
@@ -103,7 +103,7 @@ struct Report {
 /// Measures the model.
 pub fn measure(
     engine: &TorchEngine,
-    subject: &Subjects<'_>,
+    subject: &TorchSubject<'_>,
     settings: &Settings,
     events: &dyn EventSink,
 ) -> Result<Profile, Error> {
@@ -157,7 +157,7 @@ pub fn measure(
 }
 
 /// Index of the op that computes the predictions of the loss.
-fn predictions(subject: &Subjects<'_>) -> Option<usize> {
+fn predictions(subject: &TorchSubject<'_>) -> Option<usize> {
     let value = subject.graph.outputs.first()?.value;
     let op = subject.graph.op_of(value.node);
     subject.attributed.attribution.ops.iter().position(|id| *id == op)
@@ -215,7 +215,7 @@ fn nanoseconds(us: f64) -> f64 {
 
 fn run(
     engine: &TorchEngine,
-    subject: &Subjects<'_>,
+    subject: &TorchSubject<'_>,
     settings: &Settings,
     events: &dyn EventSink,
 ) -> Result<Report, Error> {

@@ -21,12 +21,12 @@ use std::path::Path;
 pub const LABELS: &str = "y";
 
 /// The arrays of a file.
-pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Error> {
+pub fn read(path: &Path, subject: &str) -> Result<BTreeMap<String, Tensor>, Error> {
     weights::read(path).map_err(|error| {
         if let (false, Some((why, help))) =
             (matches!(error, FileError::Early { .. }), detect::describe_non_arrays(path))
         {
-            return Error::input(format!("cannot read {what}"))
+            return Error::input(format!("cannot read {subject}"))
                 .because(format!("{}: {why}", path.display()))
                 .with_help(help);
         }
@@ -39,7 +39,7 @@ pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Error> 
             FileError::Early { .. } => "the file is incomplete: write or copy it again".to_string(),
             _ => "check it with `numpy.load(FILE)` in Python; pipec never reads arrays of objects".to_string(),
         };
-        Error::input(format!("cannot read {what}")).because(error).with_help(help)
+        Error::input(format!("cannot read {subject}")).because(error).with_help(help)
     })
 }
 
@@ -77,10 +77,10 @@ pub fn rename_labels(mut error: DataError, labels: &str) -> DataError {
 pub fn arrays(
     graph: &Graph,
     path: &Path,
-    what: &str,
+    subject: &str,
     events: &dyn EventSink,
 ) -> Result<BTreeMap<String, Tensor>, Error> {
-    Ok(match_inputs(graph, read(path, what)?, events))
+    Ok(match_inputs(graph, read(path, subject)?, events))
 }
 
 /// The arrays under the names of the graph's inputs. If the model has one input and the file one array besides labels, that array

@@ -2,7 +2,7 @@
 
 use crate::events::EventSink;
 use crate::train::device_request::open_gpu;
-use crate::train::metrics::of_device;
+use crate::train::metrics::device_bytes;
 use crate::train::tensor_parallel::degree;
 use compiler::plan::Plan;
 use compiler::text::quantity;
@@ -12,10 +12,10 @@ use runtime::device::cuda::gpu;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Plans do not know the workspace of kernels on GPUs, so these bytes and this fraction (1 / `SPARE`) of planned memory
+/// Plans do not know the workspace of kernels on GPUs, so these bytes and this fraction (1 / `SPARE_DIVISOR`) of planned memory
 /// must be free beside it.
 const SPARE_BYTES: u64 = 512 << 20;
-const SPARE: u64 = 10;
+const SPARE_DIVISOR: u64 = 10;
 
 /// The devices for a plan with this tensor-parallel degree. A note says which and why, or a detail if there is no GPU.
 pub fn choose(plan: &Plan, tensor: usize, has_processes: bool, events: &dyn EventSink) -> Vec<Arc<dyn Device>> {
@@ -50,12 +50,12 @@ fn gpus(plan: &Plan, tensor: usize, has_processes: bool) -> Result<(Vec<Arc<dyn 
         return Err(format!("{workers} workers need a GPU each, and this machine has {gpus}"));
     }
     let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
-    let worker_bytes = (0..planned.len()).map(|at| of_device(plan, at, &planned)).max().unwrap_or(0);
+    let worker_bytes = (0..planned.len()).map(|at| device_bytes(plan, at, &planned)).max().unwrap_or(0);
     let (mut suitable, mut reason) = (Vec::new(), None);
     for number in 0..count {
         match open_gpu(number).map(|gpu| (gpu.available_memory(), gpu)) {
             Ok((Some(free), _))
-                if free < worker_bytes.saturating_add(worker_bytes / SPARE).saturating_add(SPARE_BYTES) =>
+                if free < worker_bytes.saturating_add(worker_bytes / SPARE_DIVISOR).saturating_add(SPARE_BYTES) =>
             {
                 let [worker_bytes, free] = [worker_bytes, free].map(quantity::bytes);
                 reason.get_or_insert(format!(

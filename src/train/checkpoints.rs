@@ -7,7 +7,7 @@ use crate::files::missing;
 use crate::train::initial_weights::list_names;
 use crate::train::prepared::{Prepared, ResumedState};
 use crate::train::request::{CheckpointRequest, Resume};
-use crate::train::run_settings::{differences, terms};
+use crate::train::run_settings::{differences, run_settings};
 use crate::train::task::{CheckpointSettings, Task};
 use compiler::plan::schedule::Schedule;
 use compiler::tensor::Tensor;
@@ -26,8 +26,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Maximum number of differences listed.
-const LISTED: usize = 16;
+const MAX_LISTED: usize = 16;
 
 /// The file of trained weights in the folder of checkpoints.
 pub const WEIGHTS: &str = "weights.safetensors";
@@ -136,15 +135,15 @@ pub fn find_resume_state(
 fn read_error(folder: &Path, fault: &FindError) -> Error {
     let failure = resume_error(folder);
     if !folder.exists() {
-        return failure.because("no such folder").with_help(missing::help(folder)).with_more_help(NEWEST);
+        return failure.because("no such folder").with_help(missing::help(folder)).with_more_help(RESUME_HELP);
     }
     if folder.is_file() {
         let failure = failure.because("it is a file, but a checkpoint is a folder");
         return failure.with_help(match detect::describe_non_model(folder) {
             Some(_) => {
-                format!("`--weights {}` starts a new run with the weights of a file; {NEWEST}", folder.display())
+                format!("`--weights {}` starts a new run with the weights of a file; {RESUME_HELP}", folder.display())
             }
-            None => NEWEST.to_string(),
+            None => RESUME_HELP.to_string(),
         });
     }
     let failure = failure.because(fault);
@@ -152,12 +151,12 @@ fn read_error(folder: &Path, fault: &FindError) -> Error {
         Some((_, newest)) if !folder.join(FILE).exists() => {
             failure.with_help(format!("pass the folder of one checkpoint: `--resume {}`", newest.display()))
         }
-        _ => failure.with_help(NEWEST),
+        _ => failure.with_help(RESUME_HELP),
     }
 }
 
 /// Help that needs no checkpoint name.
-const NEWEST: &str = "`--resume auto` uses the newest complete checkpoint of `--checkpoint-dir`";
+const RESUME_HELP: &str = "`--resume auto` uses the newest complete checkpoint of `--checkpoint-dir`";
 
 fn resume_error(folder: &Path) -> Error {
     Error::input(format!("cannot resume from {}", folder.display()))
@@ -186,7 +185,7 @@ fn resume_state(
     if !is_same_plan || is_short {
         start.flight = None;
     }
-    if let Err(fault) = start.check_whole(&prepared.whole(task)) {
+    if let Err(fault) = start.check_whole(&prepared.unsharded_job(task)) {
         return Ok(Err(fault.to_string()));
     }
     let has_decay = matches!(task.optimizer.rate.shape, Shape::Cosine { .. } | Shape::Linear { .. });
@@ -198,8 +197,8 @@ fn resume_state(
 
 /// Refuses the checkpoint of another run, or one at a step where this run has no checkpoint.
 fn check_match(folder: &Path, manifest: &Manifest, task: &Task<'_>, prepared: &Prepared) -> Result<(), Error> {
-    let mut differences = differences(&manifest.run, &terms(task, prepared));
-    differences.truncate(LISTED);
+    let mut differences = differences(&manifest.run, &run_settings(task, prepared));
+    differences.truncate(MAX_LISTED);
     if !differences.is_empty() {
         let failure = differences.into_iter().fold(resume_error(folder), Error::because);
         return Err(failure.with_help(format!(
@@ -307,8 +306,8 @@ fn first_difference(before: &ShardLayout, now: &ShardLayout) -> String {
         plan.stages.iter().map(|stage| property(stage).to_string()).collect::<Vec<_>>().join(",")
     };
     let stages = |plan: &ShardLayout| quantity::plural(plan.stages.len() as u64, "stage", "stages");
-    let change = |what: &str, before: &str, now: &str| {
-        (before != now).then(|| format!("{what}{}, now {now}", short_name(before)))
+    let change = |label: &str, before: &str, now: &str| {
+        (before != now).then(|| format!("{label}{}, now {now}", short_name(before)))
     };
     let count = |plan: &ShardLayout| plan.microbatches.to_string();
     let replicas = |plan: &ShardLayout| list(&|stage| stage.replicas, plan);
@@ -328,34 +327,34 @@ pub fn writer_config<'a>(
     task: &Task<'a>,
     prepared: &'a Prepared,
 ) -> WriterConfig<'a> {
-    let training = prepared.whole(task);
+    let job = prepared.unsharded_job(task);
     WriterConfig {
         folder: settings.folder.to_path_buf(),
         keep: settings.keep.map(|keep| keep as usize),
         begun: prepared.resumed.as_ref().map(|resumed| resumed.start.minibatches),
-        run: terms(task, prepared).into_iter().map(|(name, term)| (name, term.text)).collect(),
+        run: run_settings(task, prepared).into_iter().map(|(name, setting)| (name, setting.text)).collect(),
         plan: prepared.layout(),
         steps: prepared.steps,
         per_epoch: u32::try_from(prepared.per_epoch).unwrap_or(u32::MAX),
-        codes: training.codes,
-        optimizer: training.optimizer,
-        given: training.weights,
+        codes: job.codes,
+        optimizer: job.optimizer,
+        given: job.weights,
     }
 }
 
 /// Reports when checkpoints are written, if that differs from the request.
 pub fn report_steps(settings: &CheckpointSettings<'_>, prepared: &Prepared, events: &dyn EventSink) {
     let steps_written = prepared.cuts(settings);
-    if prepared.first() as u32 >= prepared.steps {
+    if prepared.first_step() as u32 >= prepared.steps {
         return;
     }
     let (steps, period, last) = (prepared.steps, steps_written.period, steps_written.last());
-    if steps_written.after(prepared.first() as u32).is_none() {
+    if steps_written.after(prepared.first_step() as u32).is_none() {
         let why = format!(
             "the run ends after {}, but checkpoints are written where the rounds of all stages end together, every {period}",
             quantity::plural(u64::from(steps), "step", "steps")
         );
-        match prepared.first() {
+        match prepared.first_step() {
             0 => events.warn(&format!("no checkpoint will be written: {why}")),
             // The run can resume from the same checkpoint again.
             _ => events.note(&format!("no newer checkpoint will be written: {why}")),
@@ -378,7 +377,7 @@ pub fn report_steps(settings: &CheckpointSettings<'_>, prepared: &Prepared, even
 /// Omits the checkpoint at the end if no run could resume from it, and no others were requested.
 pub fn drop_useless_checkpoint(task: &mut Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
     let Some(settings) = task.checkpoint_settings.as_ref().filter(|settings| settings.every.is_none()) else { return };
-    if let Err(why) = check_states(prepared.program(), prepared.whole(task).codes) {
+    if let Err(why) = check_states(prepared.program(), prepared.unsharded_job(task).codes) {
         events.note(&format!("{} gets the trained weights but no checkpoint: {why}", settings.folder.display()));
         task.checkpoint_settings = None;
     }
@@ -397,12 +396,13 @@ impl WrittenCheckpoints {
     /// Fails if the last checkpoint was not written: a later run would lose steps, or could not resume.
     pub fn check_last(&self) -> Result<(), Error> {
         let Some((minibatches, fault)) = &self.failed else { return Ok(()) };
-        let what = format!("the run is complete, but its last checkpoint, after step {minibatches}, was not written");
+        let message =
+            format!("the run is complete, but its last checkpoint, after step {minibatches}, was not written");
         let help = match &self.newest {
             Some(folder) => format!("the other results are written; the newest checkpoint is {}", folder.display()),
             None => "the other results are written; this run wrote no checkpoint".to_string(),
         };
-        Err(Error::negative(what).because(fault).with_help(help))
+        Err(Error::negative(message).because(fault).with_help(help))
     }
 }
 

@@ -44,9 +44,8 @@ pub struct Score {
 }
 
 impl Subject<'_> {
-    /// The graph with this number of rows.
     fn graph(&self, rows: usize) -> Result<Graph, Error> {
-        let graph = self.loaded.at(rows as u64)?;
+        let graph = self.loaded.with_samples(rows as u64)?;
         match self.floats {
             Some(floats) => precision(&graph, floats).map_err(|error| failed_to("evaluate").because(error)),
             None => Ok(graph),
@@ -64,7 +63,9 @@ impl Subject<'_> {
         let full_rows = data.rows() / self.item_rows * self.item_rows;
         self.add(0..full_rows, self.item_rows, data, weights, &mut sums)?;
         // The model may have a fixed batch size.
-        if data.rows() > full_rows && (full_rows == 0 || self.loaded.at((data.rows() - full_rows) as u64).is_ok()) {
+        if data.rows() > full_rows
+            && (full_rows == 0 || self.loaded.with_samples((data.rows() - full_rows) as u64).is_ok())
+        {
             self.add(full_rows..data.rows(), data.rows() - full_rows, data, weights, &mut sums)?;
         }
         let accuracy = (sums.labels > 0.0).then(|| sums.correct / sums.labels);
@@ -85,7 +86,8 @@ impl Subject<'_> {
         let mut graph = self.graph(batch_rows)?;
         let Some(predictions) = graph.outputs.first().cloned() else { return Ok(()) };
         let axis = self.axis(&graph, predictions.value);
-        attach(&mut graph, self.loss.of(), self.class_dim).map_err(|error| failed_to("evaluate").because(error))?;
+        attach(&mut graph, self.loss.to_compiler(), self.class_dim)
+            .map_err(|error| failed_to("evaluate").because(error))?;
         let batches: Vec<_> =
             rows.step_by(batch_rows).map(|at| reshape_inputs(&graph, data.slice(at..at + batch_rows))).collect();
         let targets: Vec<Option<Tensor>> = batches.iter().map(|batch| batch.get(TARGET).cloned()).collect();
@@ -156,8 +158,8 @@ struct Sums {
     correct: f64,
 }
 
-fn failed_to(what: &str) -> Error {
-    Error::input(format!("cannot {what}"))
+fn failed_to(action: &str) -> Error {
+    Error::input(format!("cannot {action}"))
 }
 
 /// Reshapes the arrays to the shapes of the graph's inputs: targets of flattened predictions are stored per sample.

@@ -52,7 +52,7 @@ fn describe_divergence(diverged: &Diverged) -> Error {
     };
     why += &match diverged.finite {
         Some((step, loss)) => {
-            let loss = if loss.abs() < LARGE { quantity::short(loss) } else { format!("{loss:.3e}") };
+            let loss = if loss.abs() < MIN_EXPONENTIAL { quantity::short(loss) } else { format!("{loss:.3e}") };
             format!("the last finite loss was {loss}, in step {}", step + 1)
         }
         None => "no step of this run had a finite loss".to_string(),
@@ -60,7 +60,7 @@ fn describe_divergence(diverged: &Diverged) -> Error {
     Error::negative(TrainError::Diverged(*diverged))
         .because(why)
         .because("no weights were written; checkpoints are unchanged")
-        .with_help(TRY)
+        .with_help(DIVERGENCE_HELP)
 }
 
 /// The error for weights that are not finite although all losses are, because of the last update.
@@ -68,14 +68,14 @@ pub fn weights_diverged(name: &str, steps: u32) -> Error {
     Error::negative("training diverged: weights are not finite after the last update")
         .because(format!("`{name}` contains NaN or an infinity after step {steps}"))
         .because("no weights were written; checkpoints are unchanged")
-        .with_help(TRY)
+        .with_help(DIVERGENCE_HELP)
 }
 
 /// Losses from here on are shown in exponential form.
-const LARGE: f64 = 1e6;
+const MIN_EXPONENTIAL: f64 = 1e6;
 
 /// Help against divergence, most likely remedy first.
-const TRY: &str = "try a smaller `--lr`, `--lr-schedule warmup:100,constant` or `--clip-norm 1`; with half precision, `--precision fp32`, or, with a flush, \
+const DIVERGENCE_HELP: &str = "try a smaller `--lr`, `--lr-schedule warmup:100,constant` or `--clip-norm 1`; with half precision, `--precision fp32`, or, with a flush, \
     `--precision fp16`, which uses loss scaling";
 
 /// The first tensor that contains NaN or an infinity and differs from its initial value.

@@ -11,12 +11,11 @@ use runtime::data::weights;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Maximum number of names listed in a message.
-const LISTED: usize = 5;
+const MAX_LISTED: usize = 5;
 
 /// The model's weights, replaced by those of the file. A file may have more names than the model: counters, or second names of tied
 /// parameters. A folder is a checkpoint.
-pub fn initial(
+pub fn load_weights(
     loaded: &LoadedModel,
     file: Option<&Path>,
     events: &dyn EventSink,
@@ -63,9 +62,10 @@ pub fn initial(
 
 /// The first names, and the number of names if more.
 pub fn list_names(names: &[String]) -> String {
-    let first = names.iter().take(LISTED).map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ");
+    let first =
+        names.iter().take(MAX_LISTED).map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ");
     match names.len() {
-        count if count > LISTED => format!("{first} … ({count} in all)"),
+        count if count > MAX_LISTED => format!("{first} … ({count} in all)"),
         _ => first,
     }
 }

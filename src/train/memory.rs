@@ -14,24 +14,24 @@ use runtime::optim::optimizer::Optimizer;
 use std::collections::HashMap;
 
 /// Refuses an allocation of this process that does not fit.
-pub fn check(what: &str, needed: u64, help: &str) -> Result<(), Error> {
-    check_within(available_bytes(), what, needed, help)
+pub fn check(subject: &str, needed_bytes: u64, help: &str) -> Result<(), Error> {
+    check_within(available_bytes(), subject, needed_bytes, help)
 }
 
 /// Refuses allocations of several processes that do not fit together.
-pub fn check_all_processes(what: &str, needed: u64, help: &str) -> Result<(), Error> {
-    check_within(available_to_all(), what, needed, help)
+pub fn check_all_processes(subject: &str, needed_bytes: u64, help: &str) -> Result<(), Error> {
+    check_within(available_to_all(), subject, needed_bytes, help)
 }
 
-fn check_within(available: u64, what: &str, needed: u64, help: &str) -> Result<(), Error> {
-    if needed <= available {
+fn check_within(available_bytes: u64, subject: &str, needed_bytes: u64, help: &str) -> Result<(), Error> {
+    if needed_bytes <= available_bytes {
         return Ok(());
     }
-    Err(Error::input(format!("{what} does not fit in memory"))
+    Err(Error::input(format!("{subject} does not fit in memory"))
         .because(format!(
             "it needs about {}, but only {} is available",
-            quantity::bytes(needed),
-            quantity::bytes(available)
+            quantity::bytes(needed_bytes),
+            quantity::bytes(available_bytes)
         ))
         .with_help(help))
 }

@@ -5,7 +5,7 @@ use crate::events::{Event, EventSink};
 use crate::files::overwrite;
 use crate::files::overwrite::Mark;
 use crate::train::prepare;
-use crate::train::prepare::Done;
+use crate::train::prepare::RunResult;
 use crate::train::prepared::Prepared;
 use crate::train::task::Task;
 use compiler::export::metrics::{End, HeldOut, Line, PlanTotal, StageTotal, Step, Total, finite};
@@ -27,8 +27,8 @@ pub fn train_with_metrics(
     metrics: Option<&Path>,
     group: Option<Group>,
     events: &dyn EventSink,
-) -> Result<Option<Done>, Error> {
-    let first_step = prepared.first();
+) -> Result<Option<RunResult>, Error> {
+    let first_step = prepared.first_step();
     let total = u64::from(prepared.steps);
     let mut file = metrics.map(|path| open_file(path, first_step)).transpose()?;
     events.event(Event::Progress { unit: "steps", done: first_step as u64, total, message: "" });
@@ -44,7 +44,7 @@ pub fn train_with_metrics(
             write_error.get_or_insert(error);
         }
     };
-    let done = prepare::run(task, prepared, group, &mut |step: StepDone| {
+    let result = prepare::run(task, prepared, group, &mut |step: StepDone| {
         let samples = prepared.batch as f64 * (step.step + 1 - first_step) as f64;
         let samples_per_s = if step.seconds > 0.0 { samples / step.seconds } else { 0.0 };
         let index = step.step as u64;
@@ -52,14 +52,14 @@ pub fn train_with_metrics(
         events.event(Event::Step { step: index + 1, total, loss: step.loss, samples_per_s });
     });
     events.event(Event::ProgressEnd);
-    let Some(done) = done? else { return Ok(None) };
-    if done.ended.is_none() {
-        write_line(Line::End(Box::new(End { total: totals(task.plan, prepared, &done) })));
+    let Some(result) = result? else { return Ok(None) };
+    if result.ended.is_none() {
+        write_line(Line::End(Box::new(End { total: totals(task.plan, prepared, &result) })));
     }
     let flushed = file.map_or(Ok(()), |mut file| file.flush());
     match (write_error.or(flushed.err()), metrics) {
         (Some(error), Some(path)) => Err(Error::file("write", path, error)),
-        _ => Ok(Some(done)),
+        _ => Ok(Some(result)),
     }
 }
 
@@ -83,20 +83,20 @@ fn open_file(path: &Path, first_step: usize) -> Result<BufWriter<File>, Error> {
 }
 
 /// Totals of a run, as in the metrics file.
-pub fn totals(plan: &Plan, prepared: &Prepared, result: &Done) -> Total {
+pub fn totals(plan: &Plan, prepared: &Prepared, result: &RunResult) -> Total {
     let (schedule, microbatches) = prepared.order();
     let stage_place = |stage: &Stage| MeasuredPlace { ops: stage.ops.clone(), devices: stage.devices.clone() };
     let losses = &result.trained.losses;
     Total {
         steps: u64::from(prepared.steps),
-        resumed_after: prepared.first() as u64,
+        resumed_after: prepared.first_step() as u64,
         epochs: f64::from(prepared.steps) / prepared.per_epoch.max(1) as f64,
         first_loss: losses.first().copied().and_then(finite),
         last_loss: losses.last().copied().and_then(finite),
         seconds: result.trained.seconds,
         samples_per_s: result.samples_per_s,
         step_us: result.step_us,
-        stages: measured(result),
+        stages: stage_totals(result),
         plan: PlanTotal { graph: plan.model.graph_hash.clone(), stages: plan.stages.iter().map(stage_place).collect() },
         order: MeasuredOrder {
             schedule: schedule.to_string(),
@@ -115,7 +115,7 @@ pub fn totals(plan: &Plan, prepared: &Prepared, result: &Done) -> Total {
 }
 
 /// The times of each stage on its slowest replica, and the peak bytes over its replicas, also of checkpoints.
-fn measured(result: &Done) -> Vec<StageTotal> {
+fn stage_totals(result: &RunResult) -> Vec<StageTotal> {
     let mut stages: BTreeMap<u32, (f64, f64, [u64; 2])> = BTreeMap::new();
     for (at, track) in result.tracks.iter().enumerate() {
         let peaks = [&result.trained.peak_memory_bytes, &result.trained.checkpoint_bytes];
@@ -157,7 +157,7 @@ fn measured(result: &Done) -> Vec<StageTotal> {
 }
 
 /// The bytes of all stages on the devices of stage `at`.
-pub fn of_device(plan: &Plan, at: usize, bytes: &[u64]) -> u64 {
+pub fn device_bytes(plan: &Plan, at: usize, bytes: &[u64]) -> u64 {
     let colocated = plan.stages.iter().zip(bytes).filter(|(stage, _)| stage.devices == plan.stages[at].devices);
     colocated.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
 }

@@ -65,14 +65,13 @@ const SYNTHETIC_MINIBATCHES: usize = 8;
 /// Minimum number of minibatches before timing. Meanwhile memory is allocated and the pipeline fills.
 const WARM_UP: usize = 8;
 
-/// Minimum number of timed minibatches.
-const TIMED: usize = 8;
+const MIN_TIMED_MINIBATCHES: usize = 8;
 
 /// Default warm-up of PipeMare's learning rate: the run's minibatches divided by this.
-const ANNEALED: u32 = 4;
+const WARM_UP_DIVISOR: u32 = 4;
 
 /// The result of a run.
-pub struct Done {
+pub struct RunResult {
     /// Weights, losses, times.
     pub trained: Trained,
     /// The timeline of each worker.
@@ -91,11 +90,11 @@ pub struct Done {
 pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let fail = |why: &dyn std::fmt::Display| Error::input("cannot train").because(why);
     if !task.batch.is_multiple_of(u64::from(task.microbatches)) {
-        let what = format!("a batch of {} is not a multiple of {} micro-batches", task.batch, task.microbatches);
+        let message = format!("a batch of {} is not a multiple of {} micro-batches", task.batch, task.microbatches);
         let multiple = task.batch.div_ceil(u64::from(task.microbatches)) * u64::from(task.microbatches);
-        return Err(Error::input(what).with_help(format!("use `--batch {multiple}`, or another `--microbatches`")));
+        return Err(Error::input(message).with_help(format!("use `--batch {multiple}`, or another `--microbatches`")));
     }
-    let mut graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
+    let mut graph = task.loaded.with_samples(task.batch / u64::from(task.microbatches))?;
     let half_dtype = task.dtype.filter(|dtype| is_half(*dtype));
     if let Some(dtype) = task.dtype.filter(|_| half_dtype.is_none()) {
         graph = precision(&graph, dtype).map_err(|error| fail(&error))?;
@@ -126,7 +125,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let loss = task.loss.unwrap_or_else(|| Loss::default_of(&graph));
     let settings = Settings {
         dims: Bindings::new(),
-        loss: loss.of(),
+        loss: loss.to_compiler(),
         class_axis: task.class_dim,
         schedule: match task.custom_schedule {
             Some(custom_schedule) => custom_schedule.schedule(),
@@ -205,9 +204,9 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         HeldOut::Arrays(arrays) => arrays::labels(arrays),
         _ => labels,
     };
-    let data_error = |what: &str, error: DataError, labels: &str| {
+    let data_error = |subject: &str, error: DataError, labels: &str| {
         let help = help::targets(&error, loss).unwrap_or_else(|| help::data(&error));
-        Error::input(format!("{what} does not match the model"))
+        Error::input(format!("{subject} does not match the model"))
             .because(arrays::rename_labels(error, labels))
             .with_help(help)
     };
@@ -245,7 +244,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let per_epoch = batches.per_epoch();
     let mut policy = task.policy;
     if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
-        *anneal = steps.div_ceil(ANNEALED);
+        *anneal = steps.div_ceil(WARM_UP_DIVISOR);
     }
     Ok(Prepared {
         compiled,
@@ -271,9 +270,9 @@ pub fn run(
     prepared: &Prepared,
     group: Option<Group>,
     on_step: &mut dyn FnMut(StepDone),
-) -> Result<Option<Done>, Error> {
-    let training = prepared.training(task);
-    let program = training.program;
+) -> Result<Option<RunResult>, Error> {
+    let job = prepared.job(task);
+    let program = job.program;
     let mut fault = None;
     let mut write_weights = |folder: &Path, checkpoint: Checkpoint| {
         // Weights that are not finite are reported at the end of the run.
@@ -287,7 +286,7 @@ pub fn run(
     let stop = task.checkpoint_settings.as_ref().map(|_| Stop::listen()).transpose();
     let stop = stop.map_err(|error| Error::input("cannot listen to signals").because(error))?;
     stop.into_iter().for_each(|stop| stop.set_awaited(true));
-    let gate = stop.map(|stop| MinibatchBarrier::new(stop.signal(), period(program), prepared.first() as u32));
+    let gate = stop.map(|stop| MinibatchBarrier::new(stop.signal(), period(program), prepared.first_step() as u32));
     let (saved_sender, saved_receiver) = mpsc::channel();
     let mut on_snapshot = task.checkpoint_settings.as_ref().filter(|_| reports).map(|checkpoint_settings| {
         // Tensors that go through the host arrive whole or not at all.
@@ -322,8 +321,8 @@ pub fn run(
         on_step(step);
     };
     let trained = match &prepared.sharing {
-        Some(sharing) => sharing.train(&training, options, report_step, group),
-        None => run::run_in_group(&training, options, report_step, group).map_err(|error| failures::describe(&error)),
+        Some(sharing) => sharing.train(&job, options, report_step, group),
+        None => run::run_in_group(&job, options, report_step, group).map_err(|error| failures::describe(&error)),
     };
     report_saves();
     let trained = trained?;
@@ -342,7 +341,7 @@ pub fn run(
     }
     let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.error(prepared.steps))) };
     let step_us = steady_us(&ends, warm_up(program), period(program) as usize);
-    Ok(Some(Done { step_us, ..assemble_result(task, prepared, trained, ended)? }))
+    Ok(Some(RunResult { step_us, ..assemble_result(task, prepared, trained, ended)? }))
 }
 
 /// Minibatches before timing: those that may be in flight without a flush, and at least [`WARM_UP`].
@@ -358,7 +357,7 @@ fn steady_us(ends: &[f64], warm_up: usize, period: usize) -> Option<f64> {
     let first = warm_up.checked_next_multiple_of(period)?;
     let timed = ends.len().checked_sub(first)? / period * period;
     let seconds = ends.get(first + timed - 1)? - ends.get(first - 1)?;
-    (timed >= TIMED).then_some(seconds * 1e6 / timed as f64)
+    (timed >= MIN_TIMED_MINIBATCHES).then_some(seconds * 1e6 / timed as f64)
 }
 
 /// The result of a run, with throughput and evaluation.
@@ -367,7 +366,7 @@ fn assemble_result(
     prepared: &Prepared,
     trained: Trained,
     ended: Option<Ended>,
-) -> Result<Done, Error> {
+) -> Result<RunResult, Error> {
     let tracks = tracks(&prepared.compiled.program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
     if let Some(name) = failures::not_finite(&trained.weights, task.weights).filter(|_| ended.is_none()) {
@@ -378,7 +377,7 @@ fn assemble_result(
         Some(data) if ended.is_none() => Some(score(task, prepared.loss, data, &trained.weights)?),
         _ => None,
     };
-    Ok(Done { trained, tracks, samples_per_s, step_us: None, score, ended })
+    Ok(RunResult { trained, tracks, samples_per_s, step_us: None, score, ended })
 }
 
 /// The score on held-out rows. The CPU evaluates a model that does not fit in one GPU.

@@ -24,7 +24,7 @@ use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 /// Maximum number of minibatches simulated for a prediction.
-const PREDICTED: u32 = 2000;
+const MAX_SIMULATED_MINIBATCHES: u32 = 2000;
 
 /// A prepared run, compiled and checked.
 pub struct Prepared {
@@ -68,7 +68,7 @@ pub struct ResumedState {
 
 impl Prepared {
     /// The job of the workers.
-    pub fn training<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
+    pub fn job<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
         TrainJob {
             codes: &self.compiled.codes,
             program: &self.compiled.program,
@@ -81,9 +81,9 @@ impl Prepared {
     }
 
     /// The job with unsharded tensors, as in checkpoints.
-    pub fn whole<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
-        let training = self.training(task);
-        TrainJob { codes: self.sharing.as_ref().map_or(training.codes, |sharing| &sharing.unsharded), ..training }
+    pub fn unsharded_job<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
+        let job = self.job(task);
+        TrainJob { codes: self.sharing.as_ref().map_or(job.codes, |sharing| &sharing.unsharded), ..job }
     }
 
     /// The number of workers.
@@ -97,7 +97,7 @@ impl Prepared {
     }
 
     /// Minibatches completed before a resumed run.
-    pub fn first(&self) -> usize {
+    pub fn first_step(&self) -> usize {
         self.resumed.as_ref().map_or(0, |resumed| resumed.start.minibatches as usize)
     }
 
@@ -152,9 +152,11 @@ impl Prepared {
     }
 
     /// Simulated samples per second with workers sharing this number of cores; `None` if it cannot be simulated.
-    pub fn predicted(&self, cores: Option<u32>) -> Option<f64> {
-        let count =
-            StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.compiled.program.microbatches };
+    pub fn predict_throughput(&self, cores: Option<u32>) -> Option<f64> {
+        let count = StepCount {
+            minibatches: self.steps.min(MAX_SIMULATED_MINIBATCHES),
+            microbatches: self.compiled.program.microbatches,
+        };
         let program = schedule(self.compiled.program.schedule, &self.compiled.pipeline, count).ok()?;
         let machine = Machine { cores, ..Machine::of(&self.compiled.pipeline) };
         let timeline = simulate(&program, &self.compiled.pipeline, &machine).ok()?;

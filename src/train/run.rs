@@ -18,9 +18,9 @@ use crate::train::arrays;
 use crate::train::auto_device;
 use crate::train::checkpoints::{self, WEIGHTS};
 use crate::train::device_request::for_precision;
-use crate::train::initial_weights::initial;
+use crate::train::initial_weights::load_weights;
 use crate::train::metrics::{self, train_with_metrics};
-use crate::train::prepare::{self, Done};
+use crate::train::prepare::{self, RunResult};
 use crate::train::prepared::Prepared;
 use crate::train::request::{DataInput, HeldOutInput, PlanInput, TrainRequest};
 use crate::train::run_inputs;
@@ -65,7 +65,7 @@ pub struct TrainReport {
     /// Totals, as in the metrics file.
     pub total: Total,
     /// Weights, losses, times.
-    pub done: Done,
+    pub result: RunResult,
     /// Remarks about the result.
     pub remarks: Vec<String>,
 }
@@ -74,8 +74,8 @@ pub struct TrainReport {
 pub fn train(mut request: TrainRequest, events: &dyn EventSink) -> Result<Option<TrainReport>, Error> {
     let role = ProcessRole::find(&request.processes)?;
     let process_events = events;
-    let events: &dyn EventSink = if role.reports() { events } else { &Silent };
-    if role.reports() {
+    let events: &dyn EventSink = if role.is_reporter() { events } else { &Silent };
+    if role.is_reporter() {
         check_outputs(&request)?;
     }
     // Only a run that may restart must distinguish its own checkpoints from earlier ones.
@@ -145,7 +145,7 @@ fn train_once(
     if let Some(plan) = &given_plan {
         import.follow(&plan.model.import);
     }
-    let loaded = trainable(request, &import, events)?;
+    let loaded = load_trainable(request, &import, events)?;
     let graph = &loaded.model.graph;
     if !graph.ids().any(|id| matches!(graph.node(id).op, Op::Parameter(_))) {
         let why = "the model has no trainable parameter: its weights are frozen, or it contains its own gradients";
@@ -206,7 +206,7 @@ fn train_once(
     if request.processes.nccl {
         check_nccl(&devices, has_processes)?;
     }
-    let weights = initial(&loaded, request.weights.as_deref(), events)?;
+    let weights = load_weights(&loaded, request.weights.as_deref(), events)?;
     let data = match data {
         DataInput::File(path) => Data::Arrays(arrays::arrays(&loaded.model.graph, path, "the data", events)?),
         DataInput::Synthetic => Data::Synthetic(request.seed),
@@ -288,15 +288,15 @@ fn train_once(
         && !task.is_on_gpus()
         && plan.workers() as usize <= cores;
     let memory_estimate = (!differences_from_plan.is_empty()).then_some(estimate);
-    notes(&task, &prepared, events);
-    policy_notes(request, &task, &prepared, events);
+    report_data(&task, &prepared, events);
+    report_policy(request, &task, &prepared, events);
     if let Some(folder) = folder {
         fs::create_dir_all(folder).map_err(|error| {
             Error::file("create the folder", folder, error)
                 .with_help("choose a writable location for `--checkpoint-dir`")
         })?;
     }
-    let _lock = folder.filter(|_| role.reports()).map(checkpoints::lock_folder).transpose()?;
+    let _lock = folder.filter(|_| role.is_reporter()).map(checkpoints::lock_folder).transpose()?;
     checkpoints::drop_useless_checkpoint(&mut task, &prepared, events);
     // Another run may have written checkpoints here in the meantime.
     check_other_runs(true)?;
@@ -307,66 +307,67 @@ fn train_once(
     if let Some(checkpoint_settings) = &task.checkpoint_settings {
         checkpoints::report_steps(checkpoint_settings, &prepared, events);
     }
-    let metrics = request.metrics.as_deref().filter(|_| role.reports());
+    let metrics = request.metrics.as_deref().filter(|_| role.is_reporter());
     let run = |group| train_with_metrics(&task, &prepared, metrics, group, events);
-    let job = prepared.training(&task);
+    let job = prepared.job(&task);
     let inputs = |placement: &_| run_inputs::inputs(&task, &prepared, placement);
-    let Some(done) = role.run(&request.processes, (&job, degree, &inputs), restarts, (events, process_events), run)?
+    let Some(result) =
+        role.run(&request.processes, (&job, degree, &inputs), restarts, (events, process_events), run)?
     else {
         return Ok(None);
     };
-    if let Some(ended) = &done.ended {
+    if let Some(ended) = &result.ended {
         return Err(ended.error(prepared.steps));
     }
     let progress = progress.take();
-    write_results(request, &done, progress.newest.as_deref(), events)?;
+    write_results(request, &result, progress.newest.as_deref(), events)?;
     progress.check_last()?;
     let mut remarks = Vec::new();
-    if request.plan.is_some() && !differences_from_plan.is_empty() && !done.trained.losses.is_empty() {
+    if request.plan.is_some() && !differences_from_plan.is_empty() && !result.trained.losses.is_empty() {
         remarks.push(format!(
             "the plan was made for a different {}; the memory estimate is for this run; `pipec partition` with the same flags makes a plan for it",
             differences_from_plan.join(", a different ")
         ));
     }
-    let total = metrics::totals(&plan, &prepared, &done);
+    let total = metrics::totals(&plan, &prepared, &result);
     let (batch, steps) = (prepared.batch, prepared.steps);
     drop(prepared);
     drop(task);
-    Ok(Some(TrainReport { plan, memory_estimate, is_predicted, batch, steps, total, done, remarks }))
+    Ok(Some(TrainReport { plan, memory_estimate, is_predicted, batch, steps, total, result, remarks }))
 }
 
 /// Writes weights, gradients and the trace.
 fn write_results(
     request: &TrainRequest,
-    done: &Done,
+    result: &RunResult,
     newest: Option<&Path>,
     events: &dyn EventSink,
 ) -> Result<(), Error> {
-    let trained = &done.trained;
+    let trained = &result.trained;
     let write = |path: &Path, tensors| output::write_tensors(path, tensors, "result");
-    let mut written: Vec<(PathBuf, &str)> = Vec::new();
+    let mut outputs: Vec<(PathBuf, &str)> = Vec::new();
     if let Some(path) = &request.save {
         write(path, &trained.weights)?;
-        written.push((path.clone(), "weights"));
+        outputs.push((path.clone(), "weights"));
     }
     if let Some(path) = &request.save_gradients {
         write(path, &trained.gradients)?;
-        written.push((path.clone(), "gradients"));
+        outputs.push((path.clone(), "gradients"));
     }
     if let Some(folder) = &request.checkpoints.folder {
         let path = folder.join(WEIGHTS);
         write(&path, &trained.weights)?;
-        written.push((path, "weights"));
-        written.extend(newest.map(|folder| (folder.to_path_buf(), "checkpoint")));
+        outputs.push((path, "weights"));
+        outputs.extend(newest.map(|folder| (folder.to_path_buf(), "checkpoint")));
     }
     if let Some(path) = &request.trace {
-        output::write(path, &encode(&Trace::training(&done.tracks), &input::file_name(path)))?;
-        written.push((path.clone(), "trace"));
+        output::write(path, &encode(&Trace::training(&result.tracks), &input::file_name(path)))?;
+        outputs.push((path.clone(), "trace"));
     }
-    written.extend(request.metrics.iter().map(|path| (path.clone(), "metrics")));
-    if !written.is_empty() {
+    outputs.extend(request.metrics.iter().map(|path| (path.clone(), "metrics")));
+    if !outputs.is_empty() {
         let describe = |(path, what): &(PathBuf, &str)| format!("{} ({what})", path.display());
-        events.note(&format!("wrote {}", written.iter().map(describe).collect::<Vec<_>>().join(", ")));
+        events.note(&format!("wrote {}", outputs.iter().map(describe).collect::<Vec<_>>().join(", ")));
     }
     Ok(())
 }
@@ -394,7 +395,7 @@ fn precision(request: &TrainRequest, plan: &Plan) -> Option<Precision> {
 }
 
 /// Loads the model; fails if it differs from the framework's training model and the request does not accept that.
-fn trainable(
+fn load_trainable(
     request: &TrainRequest,
     import: &model::ImportRequest,
     events: &dyn EventSink,
@@ -406,13 +407,13 @@ fn trainable(
     let (errors, warnings): (Vec<_>, Vec<_>) = loaded.model.doubts.iter().partition(|doubt| doubt.is_wrong());
     warnings.iter().for_each(|doubt| model::warn_training(doubt, events));
     let Some(first) = errors.first() else { return Ok(loaded) };
-    let what = format!("{} differs from the framework's training model", request.model.display());
-    let error = errors.iter().fold(Error::input(what), |error, doubt| error.because(doubt));
+    let message = format!("{} differs from the framework's training model", request.model.display());
+    let error = errors.iter().fold(Error::input(message), |error, doubt| error.because(doubt));
     Err(error.with_help(format!("{}; `--accept-inference-model` trains the file as it is", first.remedy())))
 }
 
 /// Notes about policy and tensor parallelism.
-fn policy_notes(request: &TrainRequest, task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
+fn report_policy(request: &TrainRequest, task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
     if request.optimizer.learning_rate() == 0.0 {
         events.warn("`--lr 0` updates no parameter: all losses are those of the initial weights");
     }
@@ -426,7 +427,7 @@ fn policy_notes(request: &TrainRequest, task: &Task<'_>, prepared: &Prepared, ev
 }
 
 /// Notes about omitted rows, ignored labels, and the effective batch size of replicas.
-fn notes(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
+fn report_data(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
     let omitted = prepared.rows as u64 % prepared.batch.max(1);
     if omitted > 0 {
         events.note(&format!(
@@ -488,8 +489,8 @@ fn plan_on_cpu(
             .with_help(format!("use `--workers {replica_count}`, or omit `--workers`")));
     }
     if let Some(schedule) = schedule.filter(|schedule| workers == 1 && schedule.has_chunks()) {
-        let what = format!("`--schedule {}` requires several workers, each with several stages", schedule.name());
-        return Err(Error::input(what)
+        let message = format!("`--schedule {}` requires several workers, each with several stages", schedule.name());
+        return Err(Error::input(message)
             .because("neither `--workers` nor a plan sets more than one")
             .with_help("use `--workers 2`, or pass a plan of `pipec partition` with `--plan`"));
     }
@@ -502,7 +503,7 @@ fn plan_on_cpu(
     let counted = request.loss.map_or(CountedLoss::Default, |loss| CountedLoss::One(loss, request.class_dim));
     if let Some(loss) = request.loss {
         // Planning works without a loss, training does not.
-        attach(&mut loaded.at(micro_batch)?, loss.of(), request.class_dim)
+        attach(&mut loaded.with_samples(micro_batch)?, loss.to_compiler(), request.class_dim)
             .map_err(|error| Error::input("cannot train").because(&error).with_help(help::loss(&error)))?;
     }
     let costs =

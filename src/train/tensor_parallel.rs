@@ -18,8 +18,7 @@ use runtime::train::prepare::{PrepareError, Prepared, RunTarget, Settings};
 use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared_with, run_shared_in_group};
 use runtime::train::tensor_shards::whole_codes;
 
-/// Latency of a collective between two threads.
-const MEETING: Seconds = Seconds(2e-6);
+const COLLECTIVE_LATENCY: Seconds = Seconds(2e-6);
 
 /// The tensor-parallel group of a run.
 pub struct Sharing {
@@ -50,7 +49,7 @@ fn machine(plan: &Plan, devices: usize) -> Machine {
         device: kind.device(),
         devices,
         bandwidth: kind.link().1,
-        latency: MEETING,
+        latency: COLLECTIVE_LATENCY,
         keeps_weights: false,
         activations: ActivationSharding::Replicated,
     }
@@ -67,11 +66,11 @@ pub fn prepare(
     stages: &[usize],
     pipeline: Pipeline,
     settings: &Settings,
-    of: RunTarget<'_>,
+    target: RunTarget<'_>,
     (plan, devices): (&Plan, usize),
 ) -> Result<(Prepared, Sharing), PrepareError> {
     let machine = machine(plan, devices);
-    let (prepared, layouts) = prepare_shared_with(graph, stages, pipeline, settings, of, &machine)?;
+    let (prepared, layouts) = prepare_shared_with(graph, stages, pipeline, settings, target, &machine)?;
     let unsharded = whole_codes(&prepared.codes, &layouts, devices);
     Ok((prepared, Sharing { layouts, devices, unsharded }))
 }

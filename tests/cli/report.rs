@@ -33,13 +33,13 @@ fn chain(folder: &Path, ops: &[(&str, f64)]) {
     fs::write(folder.join("chain.graph.txt"), text).unwrap();
 }
 
-fn write_plan(folder: &Path, more: &[&str]) {
-    let flags = ["partition", "chain.graph.txt", "--bandwidth", "100GB/s", "-o", "plan.json"];
-    run(folder, &[&flags[..], more].concat());
+fn write_plan(folder: &Path, flags: &[&str]) {
+    let base_flags = ["partition", "chain.graph.txt", "--bandwidth", "100GB/s", "-o", "plan.json"];
+    run(folder, &[&base_flags[..], flags].concat());
 }
 
-fn page(folder: &Path, more: &[&str]) -> String {
-    run(folder, &[&["report", "plan.json", "--html", "page.html"][..], more].concat());
+fn page(folder: &Path, flags: &[&str]) -> String {
+    run(folder, &[&["report", "plan.json", "--html", "page.html"][..], flags].concat());
     fs::read_to_string(folder.join("page.html")).unwrap()
 }
 

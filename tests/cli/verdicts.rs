@@ -36,9 +36,9 @@ fn chain(folder: &Path) {
     fs::write(folder.join("chain.graph.txt"), text).unwrap();
 }
 
-fn write_plan(folder: &Path, name: &str, more: &[&str]) -> Value {
-    let flags = ["partition", "chain.graph.txt", "-q", "-o", name];
-    run(folder, &[&flags[..], more].concat());
+fn write_plan(folder: &Path, name: &str, flags: &[&str]) -> Value {
+    let base_flags = ["partition", "chain.graph.txt", "-q", "-o", name];
+    run(folder, &[&base_flags[..], flags].concat());
     serde_json::from_str(&fs::read_to_string(folder.join(name)).unwrap()).unwrap()
 }
 

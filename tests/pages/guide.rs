@@ -55,7 +55,7 @@ fn the_commands_of_one_session_run_in_order() {
 
 /// The file that the guide's Python code writes.
 fn write_digits(path: &Path) {
-    let (x, y) = models::write_digits::raw();
+    let (x, y) = models::digits::raw();
     let x: Vec<f32> = x.iter().map(|pixel| f32::from(*pixel) / 16.0).collect();
     let x = Tensor::from_f32(&[y.len(), 1, 8, 8], &x);
     let y = Tensor::new(DType::U8, vec![y.len()], y.to_vec().into()).unwrap();

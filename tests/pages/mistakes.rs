@@ -54,7 +54,6 @@ fn external_weights_model() -> ModelProto {
     model(18, graph)
 }
 
-/// Writes files that no shell can.
 fn write_files(folder: &Path) {
     let onnx = |name: &str, model: &ModelProto| fs::write(folder.join(name), model.encode_to_vec()).unwrap();
     onnx("folded.onnx", &folded_model());

@@ -53,7 +53,7 @@ fn problem(graph: CostGraph, spec: &str, kind: Schedule, chunks: u32, microbatch
     problem
 }
 
-fn planned(problem: &Problem) -> Planned {
+fn make_plan(problem: &Problem) -> Planned {
     plan(problem, &PlannerOptions::default()).unwrap()
 }
 
@@ -64,7 +64,7 @@ fn programs_hold_what_plans_say() {
             for (spec, microbatches) in [("4:1GB/s", 8), ("4:1GB/s", 1), ("2:10GB/s,3:1GB/s", 7)] {
                 let times: Vec<f64> = (0..40).map(|at| 50.0 + f64::from(at * 7 % 11)).collect();
                 let problem = problem(chain(&times, 1000), spec, kind, chunks, microbatches);
-                let plan = planned(&problem).plan;
+                let plan = make_plan(&problem).plan;
                 sound(&plan).unwrap();
                 let plan_error = format!("{} {chunks} {spec} {microbatches}", kind.name());
                 assert_eq!(plan.schedule.chunks, chunks, "{plan_error}");
@@ -93,7 +93,7 @@ fn predictions_are_what_simulation_finds() {
         let plan = plan(&problem, &PlannerOptions::default()).unwrap().plan;
         let mut unreplicated = problem.clone();
         unreplicated.constraints.no_replication = true;
-        let plan = if plan.stages.len() == 8 { plan } else { planned(&unreplicated).plan };
+        let plan = if plan.stages.len() == 8 { plan } else { make_plan(&unreplicated).plan };
         let pipeline = pipeline(&plan).unwrap();
         let count = StepCount { minibatches: 1, microbatches: 16 };
         let program = schedule(generated(kind).unwrap(), &pipeline, count).unwrap();
@@ -108,20 +108,20 @@ fn chunks_of_one_rank_share_its_memory() {
     for kind in KINDS {
         let mut problem = problem(chain(&[60.0; 24], 10), "3:1GB/s", kind, 2, 6);
         problem.constraints.no_replication = true;
-        let unlimited = planned(&problem).plan;
+        let unlimited = make_plan(&problem).plan;
         let mut bytes: BTreeMap<&[u32], u64> = BTreeMap::new();
         unlimited.stages.iter().for_each(|stage| *bytes.entry(&stage.devices).or_default() += stage.memory.total);
         let peak = bytes.into_values().max().unwrap();
         problem.memory_limit = Some(Bytes(peak));
-        assert_eq!(planned(&problem).plan.stages.len(), unlimited.stages.len());
+        assert_eq!(make_plan(&problem).plan.stages.len(), unlimited.stages.len());
         // Slightly less memory requires recomputation; very little is infeasible.
         problem.memory_limit = Some(Bytes(peak - 1));
-        assert!(planned(&problem).plan.stages.iter().any(|stage| stage.recompute));
+        assert!(make_plan(&problem).plan.stages.iter().any(|stage| stage.recompute));
         problem.memory_limit = Some(Bytes(5000));
         let error = plan(&problem, &PlannerOptions::default()).unwrap_err();
         let PlanError::Infeasible { smallest_limit, .. } = error else { panic!("{error}") };
         problem.memory_limit = Some(Bytes(smallest_limit));
-        planned(&problem);
+        make_plan(&problem);
     }
 }
 
@@ -136,5 +136,5 @@ fn incompatible_settings_are_reported() {
     unequal.constraints.replicas = Some(vec![1, 1, 2, 1]);
     assert!(error_of(&unequal).contains("equal numbers"));
     unequal.constraints.replicas = Some(vec![2, 2, 2, 2]);
-    assert_eq!(planned(&unequal).plan.stages.len(), 4);
+    assert_eq!(make_plan(&unequal).plan.stages.len(), 4);
 }

@@ -173,7 +173,7 @@ fn bits_are_those_of_every_schedule_and_cut() {
 }
 
 /// A product after a part that is not saved, so the forward uses more of the arena than the backward layout.
-fn heavy() -> Network {
+fn heavy_network() -> Network {
     let mut graph = Graph::new("heavy");
     let mut writer = Writer { graph: &mut graph, origin: Origin::default() };
     let fact = Fact::of(DType::F32, &[1, 3, SIDE, SIDE]);
@@ -201,7 +201,7 @@ fn heavy() -> Network {
 /// Buffered operands survive other micro-batches' forwards in the arena.
 #[test]
 fn forwards_buffer_operands_for_batched_gradients() {
-    let network = heavy();
+    let network = heavy_network();
     let run = |schedule: Schedule, joins: bool| {
         let mut prepared = prepare_run(&network, chain(&[1]), schedule, 8);
         assert_eq!(count_joint_steps(&prepared), 1);

@@ -240,7 +240,7 @@ fn jitter_follows_its_seed_and_slows_what_waits() {
         let machine = Machine { jitter: Some(Jitter { share, seed }), ..Machine::of(&pipeline) };
         simulate(&program, &pipeline, &machine).unwrap()
     };
-    let exact = run_with(&program, &pipeline);
+    let exact = run(&program, &pipeline);
     assert_eq!(run_with(0.0, 3), exact);
     assert_eq!(run_with(0.2, 3), run_with(0.2, 3));
     assert_ne!(run_with(0.2, 3).makespan, run_with(0.2, 4).makespan);

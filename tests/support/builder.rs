@@ -32,7 +32,6 @@ pub fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
     NodeProto { op_type: Some(op.into()), input: texts(inputs), output: texts(outputs), ..Default::default() }
 }
 
-/// Adds an attribute.
 pub fn with(mut node: NodeProto, attribute: AttributeProto) -> NodeProto {
     node.attribute.push(attribute);
     node

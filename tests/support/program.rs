@@ -169,14 +169,14 @@ pub fn checksum(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0u32, |crc, byte| (0..8).fold(crc ^ u32::from(*byte), step))
 }
 
-pub fn close(got: &Tensor, want: &[f64]) {
+pub fn close(got: &Tensor, expected: &[f64]) {
     let values = got.to_f64();
-    let is_close = values.len() == want.len() && values.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-5);
-    assert!(is_close, "got {values:?}, expected {want:?}");
+    let is_close = values.len() == expected.len() && values.iter().zip(expected).all(|(g, w)| (g - w).abs() < 1e-5);
+    assert!(is_close, "got {values:?}, expected {expected:?}");
 }
 
-pub fn count(model: &Model, is: fn(&Op) -> bool) -> usize {
-    model.graph.ids().filter(|id| is(&model.graph.node(*id).op)).count()
+pub fn count(model: &Model, is_counted: fn(&Op) -> bool) -> usize {
+    model.graph.ids().filter(|id| is_counted(&model.graph.node(*id).op)).count()
 }
 
 pub fn int(value: i64) -> Json {

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 const AUTO: &str = "auto";
 
 /// Names of schedules in other frameworks.
-const ELSEWHERE: [(&str, &str); 16] = [
+const FOREIGN_NAMES: [(&str, &str); 16] = [
     ("pipedream", "1f1b-rr"),
     ("async", "1f1b-rr"),
     ("pipedream-flush", "1f1b"),
@@ -51,7 +51,7 @@ pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
     let names: Vec<&str> = named_schedules.map(Schedule::name).collect();
     let lower = text.to_lowercase();
     let exact = names.iter().copied().find(|name| *name == lower);
-    let of_other_framework = ELSEWHERE.iter().find(|(alias, _)| *alias == lower).map(|(_, name)| *name);
+    let of_other_framework = FOREIGN_NAMES.iter().find(|(alias, _)| *alias == lower).map(|(_, name)| *name);
     let suggestion = match of_other_framework.or(exact) {
         Some(name) => format!("; did you mean `{name}`?"),
         None => hint(text, names.iter().copied()),

@@ -12,7 +12,6 @@ use pipec::plan::zero::ZeroStage;
 /// The flags, with names, values and help of [`PlanArguments`].
 const NAMES: [&str; 4] = ["tensor", "zero", "precision", "target"];
 
-/// Their values.
 #[derive(Clone, Debug)]
 pub struct SharedPlanArguments {
     /// The tensor-parallel degree.

@@ -105,7 +105,6 @@ struct Show {
     devices: Devices,
 }
 
-/// Runs the subcommand.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     match arguments.action {
         Action::Detect(arguments) => write_detected(&arguments, screen),
@@ -116,7 +115,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 
 fn write_detected(arguments: &Detect, screen: &Screen) -> Result<(), Error> {
     let cluster = this_machine(arguments.workers, arguments.cpu)?;
-    deliver(&cluster, arguments.output.as_deref(), screen)?;
+    write_or_print(&cluster, arguments.output.as_deref(), screen)?;
     screen.note(&cluster::in_one_line(&cluster));
     if let Some(path) = &arguments.output {
         screen.note(&format!("next: pipec cluster bench {0}\n      pipec partition MODEL --cluster {0}", word(path)));
@@ -148,7 +147,7 @@ fn this_machine(workers: Option<u32>, cpu: bool) -> Result<Cluster, Error> {
 }
 
 /// Writes the cluster to the requested file, or prints it.
-fn deliver(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<(), Error> {
+fn write_or_print(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<(), Error> {
     let text = to_toml(cluster);
     match output {
         Some(path) => {

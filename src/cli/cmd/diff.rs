@@ -136,7 +136,6 @@ fn op_name(plan: &Plan, stage: Option<usize>, op: u32) -> Option<String> {
     stage.op_names.get(at).cloned()
 }
 
-/// The settings of both plans as text.
 fn compare_settings(left: &Plan, right: &Plan) -> Vec<(String, String, String)> {
     let settings = |plan: &Plan| {
         [
@@ -164,7 +163,7 @@ fn compare_settings(left: &Plan, right: &Plan) -> Vec<(String, String, String)> 
         None => "-".to_string(),
     };
     // Options with rows of their own are not repeated.
-    let options = names.into_iter().filter(|name| !SHOWN.contains(&name.as_str()));
+    let options = names.into_iter().filter(|name| !DUPLICATE_OPTIONS.contains(&name.as_str()));
     let options = options
         .map(|name| (format!("--{}", name.replace('_', "-")), option_text(left, name), option_text(right, name)));
     settings.chain(options).collect()
@@ -175,7 +174,7 @@ fn replicas_of(plan: &Plan) -> Vec<u32> {
 }
 
 /// Options that a plan has in other words, too.
-const SHOWN: [&str; 4] = ["optimizer_state", "in_flight", "zero", "stages"];
+const DUPLICATE_OPTIONS: [&str; 4] = ["optimizer_state", "in_flight", "zero", "stages"];
 
 /// The ZeRO stage of all pipeline stages, or of each if they differ.
 fn zero_text(plan: &Plan) -> String {

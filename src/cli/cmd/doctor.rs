@@ -22,7 +22,6 @@ use std::{env, fs, process};
 #[command(after_help = "Example:\n  pipec doctor")]
 pub struct Arguments {}
 
-/// Result of a check.
 #[derive(Clone, Copy, PartialEq)]
 enum State {
     /// It works.
@@ -43,7 +42,6 @@ impl State {
     }
 }
 
-/// One check.
 struct Finding {
     subject: &'static str,
     state: State,

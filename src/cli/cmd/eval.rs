@@ -16,7 +16,7 @@ use pipec::files::output;
 use pipec::model;
 use pipec::train::arrays;
 use pipec::train::device_request::{OneDevice, for_precision, one_device};
-use pipec::train::initial_weights::initial;
+use pipec::train::initial_weights::load_weights;
 use runtime::device::api::Device;
 use runtime::exec::evaluate::{EvaluateError, evaluate_each};
 use serde_json::{Value, json};
@@ -55,7 +55,6 @@ pub struct Arguments {
     batch_file: Option<PathBuf>,
 }
 
-/// Evaluates, prints, writes.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let open_device = || {
         let device = arguments.device.open()?;
@@ -98,7 +97,6 @@ impl Evaluation {
     }
 }
 
-/// Check of the input arrays.
 type Check = fn(&Graph, &BTreeMap<String, Tensor>) -> Result<(), Error>;
 
 struct Files<'a> {
@@ -119,11 +117,11 @@ fn evaluate_files(
     path_conflicts::check_output(&input_paths.into_iter().flatten().collect::<Vec<_>>(), output)?;
     let arrays = arrays::read(inputs, "the inputs")?;
     let loaded = model::load_for(file, &arrays, screen)?;
-    let weights = initial(&loaded, weights, screen)?;
+    let weights = load_weights(&loaded, weights, screen)?;
     let named_arrays = arrays::match_inputs(&loaded.model.graph, arrays, screen);
     arrays::check(&loaded.model.graph, &named_arrays, inputs)?;
     check(&loaded.model.graph, &named_arrays)?;
-    let graph = loaded.bound(&sizes(&loaded.model.graph, &named_arrays))?;
+    let graph = loaded.with_dims(&sizes(&loaded.model.graph, &named_arrays))?;
     let labels = named_arrays.get("target").or_else(|| named_arrays.get("y")).cloned();
     let mut outputs = BTreeMap::new();
     evaluate_each(device, &graph, true, [named_arrays], &weights, &mut |results| outputs = results)
@@ -134,7 +132,6 @@ fn evaluate_files(
     Ok(Evaluation { outputs, accuracy })
 }
 
-/// The evaluation error, with its help.
 fn evaluation_error(file: &Path, error: &EvaluateError) -> Error {
     let failure = Error::input(format!("cannot evaluate {}", file.display())).because(error);
     match error {

@@ -36,7 +36,7 @@ pub struct Arguments {
     #[arg(value_name = "PLAN")]
     file: PathBuf,
     /// Target tool
-    #[arg(long, value_name = "TARGET", value_parser = named)]
+    #[arg(long, value_name = "TARGET", value_parser = read_target)]
     to: &'static Entry,
     /// The plan's model or published profile, for targets that need it
     #[arg(long, value_name = "FILE")]
@@ -125,12 +125,12 @@ fn is_model(path: &Path) -> bool {
 fn load_model(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<LoadedModel, Error> {
     let path = model_path(arguments)?;
     if ModelFormat::of(path) == ModelFormat::Pipedream {
-        let what = format!("`--to {}` requires a model, but {} is a profile", arguments.to.name, path.display());
-        return Err(Error::input(what));
+        let message = format!("`--to {}` requires a model, but {} is a profile", arguments.to.name, path.display());
+        return Err(Error::input(message));
     }
     if arguments.to.need == Need::Model && ModelFormat::of(path) == ModelFormat::Pt2 {
-        let what = format!("`--to {}` requires an ONNX file, but {} is not one", arguments.to.name, path.display());
-        return Err(Error::input(what)
+        let message = format!("`--to {}` requires an ONNX file, but {} is not one", arguments.to.name, path.display());
+        return Err(Error::input(message)
             .with_help("export the model with `torch.onnx.export`, plan that file, and export that plan"));
     }
     let mut import = ImportRequest::default();

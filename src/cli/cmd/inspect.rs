@@ -27,7 +27,7 @@ const DEPTH: usize = 2;
 const NO_MODULE: &str = "(top level)";
 
 /// The most modules that are listed as text.
-const LISTED: usize = 40;
+const MAX_LISTED: usize = 40;
 
 /// Arguments of `pipec inspect`.
 #[derive(Debug, Args)]
@@ -58,7 +58,6 @@ struct Module {
     flops: f64,
 }
 
-/// Inspects and prints.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let loaded = model::load(&arguments.file, &arguments.dims.import.clone().into(), screen)?
         .with_micro_batch(arguments.dims.micro_batch);
@@ -74,7 +73,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let (states, state_bytes) = sizes(graph, |op| matches!(op, Op::State(_)));
     let tensors = graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Parameter(_))).count();
     let micro_batch = loaded.micro_batch(None, screen);
-    let bound = loaded.at(micro_batch);
+    let bound = loaded.with_samples(micro_batch);
     let kinds = kinds(graph, bound.as_ref().ok(), micro_batch);
     let histogram: BTreeMap<&str, u64> = kinds.iter().map(|(name, kind)| (*name, kind.ops)).collect();
     let sum = |of: fn(&Kind) -> f64| bound.as_ref().ok().map(|_| kinds.values().map(of).sum::<f64>());
@@ -132,10 +131,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     ));
     let tied = tied_parameters(graph);
     if !tied.is_empty() {
-        let rows = tied.iter().take(LISTED).map(|(name, users)| format!("{}, used by {users} ops", short_name(name)));
+        let rows =
+            tied.iter().take(MAX_LISTED).map(|(name, users)| format!("{}, used by {users} ops", short_name(name)));
         screen.prose(&format!("tied        {}\n", rows.collect::<Vec<_>>().join("\n            ")));
-        if tied.len() > LISTED {
-            screen.text(&format!("            … and {} more", tied.len() - LISTED));
+        if tied.len() > MAX_LISTED {
+            screen.text(&format!("            … and {} more", tied.len() - MAX_LISTED));
         }
     }
     let mut by_flops: Vec<(&&str, &Kind)> = kinds.iter().collect();
@@ -153,7 +153,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         stage_table::table(&["type", "ops", "flops per sample", "output per sample"], &[1, 2, 3], rows.collect())
     ));
     if !modules.is_empty() {
-        let rows = modules.iter().take(LISTED).map(|(name, module)| {
+        let rows = modules.iter().take(MAX_LISTED).map(|(name, module)| {
             let sums = [quantity::count(module.ops), quantity::count(module.parameters), quantity::flops(module.flops)];
             let name = if name.is_empty() { NO_MODULE.into() } else { short_name(name) };
             std::iter::once(name).chain(sums).collect()
@@ -162,8 +162,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             "\n{}",
             stage_table::table(&["module", "ops", "parameters", "flops per sample"], &[1, 2, 3], rows.collect())
         ));
-        if modules.len() > LISTED {
-            screen.text(&format!("… and {} more", modules.len() - LISTED));
+        if modules.len() > MAX_LISTED {
+            screen.text(&format!("… and {} more", modules.len() - MAX_LISTED));
         }
     }
     let facts_json = |list: &[(String, String)]| -> Vec<_> {

@@ -37,7 +37,7 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 
 /// Minibatches in the programs of `plan check`: enough to reach every in-flight limit and to end with a partial round.
-const CHECKED: u32 = 50;
+const CHECKED_MINIBATCHES: u32 = 50;
 
 /// Micro-batches of an instance for which `plan check` makes programs, at most: as many as devices.
 const CHECKED_MICROBATCHES: u32 = MAX_COUNT as u32;
@@ -86,7 +86,6 @@ enum Action {
     },
 }
 
-/// Runs the subcommand.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     match arguments.action {
         Action::Show { file } => {
@@ -195,9 +194,10 @@ fn check_by_model(
 fn build_program(plan: &Plan, custom_schedule: Option<&CustomSchedule>) -> Result<Program, String> {
     // Programs of more micro-batches than an instance has in flight repeat themselves, and would take gigabytes.
     let max_microbatches = if plan.cost == CostModel::Hybrid { CHECKED_MICROBATCHES } else { u32::MAX };
-    let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches.min(max_microbatches) };
+    let count =
+        StepCount { minibatches: CHECKED_MINIBATCHES, microbatches: plan.schedule.microbatches.min(max_microbatches) };
     let program = pipeline(plan).and_then(|pipeline| match custom_schedule {
-        Some(custom_schedule) => custom_schedule.unchecked(&pipeline, CHECKED),
+        Some(custom_schedule) => custom_schedule.unchecked(&pipeline, CHECKED_MINIBATCHES),
         None => schedule(generated(plan.schedule.kind)?, &pipeline, count),
     });
     let program = program.map_err(|error| error.to_string())?;

@@ -21,7 +21,7 @@ use profiler::measure::Settings;
 use std::path::PathBuf;
 
 /// Number of ops listed, the most expensive first.
-const LISTED: usize = 12;
+const LISTED_OPS: usize = 12;
 
 /// Arguments of `pipec profile`.
 #[derive(Debug, Args)]
@@ -148,11 +148,11 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
         ]
     };
     let header = ["op", "name", "type", "forward", "backward", "share", "spread", "source"];
-    let rows = by_time.iter().take(LISTED).map(row).collect();
+    let rows = by_time.iter().take(LISTED_OPS).map(row).collect();
     let shrinks = [Shrink::Cut(1, 32), Shrink::Cut(1, 24), Shrink::Omit(7), Shrink::Cut(1, 16), Shrink::Omit(6)];
     let mut text = fit_table(&header, &[0, 3, 4, 5, 6], rows, &shrinks, width);
-    if by_time.len() > LISTED {
-        text += &format!("… and {} more\n", by_time.len() - LISTED);
+    if by_time.len() > LISTED_OPS {
+        text += &format!("… and {} more\n", by_time.len() - LISTED_OPS);
     }
     let weights = profile.weight_grad_us().filter(|_| sum.bwd_us > 0.0);
     let weights = weights.map_or(String::new(), |us| format!(", of which {} for weight gradients", quantity::time(us)));

@@ -104,7 +104,6 @@ impl ModelChoice {
     }
 }
 
-/// Runs the demo.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let started = Instant::now();
     let folder = &arguments.dir;
@@ -188,7 +187,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         has_processes: false,
     };
     let prepared = prepare::prepare(&mut task)?;
-    let predicted = prepared.predicted(plan.cluster.device.cores);
+    let predicted = prepared.predict_throughput(plan.cluster.device.cores);
     let result = train_with_metrics(&task, &prepared, Some(&path("metrics.jsonl")), None, screen)?
         .expect("a process that runs all workers returns all results");
     output::write_tensors(&path("weights.safetensors"), &result.trained.weights, "weights")?;
@@ -238,7 +237,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 }
 
 fn measure_model(loaded: &LoadedModel, path: &Path, screen: &Screen) -> Result<(Profile, String), Error> {
-    let subject = MeasuredGraph { loaded, graph: &loaded.at(BATCH)?, micro_batch: BATCH, loss: CountedLoss::Default };
+    let subject =
+        MeasuredGraph { loaded, graph: &loaded.with_samples(BATCH)?, micro_batch: BATCH, loss: CountedLoss::Default };
     let cores = available_parallelism().map_or(1, |cores| cores.get() as u32);
     let settings = Settings { workers: WORKERS.min(cores), ..Settings::default() };
     let measured = measure_graph(&subject, &cpu(), &settings, true, screen)?;
@@ -264,7 +264,7 @@ fn arrays(split: &Split) -> BTreeMap<String, Tensor> {
 
 fn test_accuracy(loaded: &LoadedModel, trained: &BTreeMap<String, Tensor>, test: &Split) -> Result<f64, Error> {
     let test_arrays = arrays(test);
-    let graph = loaded.bound(&eval::sizes(&loaded.model.graph, &test_arrays))?;
+    let graph = loaded.with_dims(&eval::sizes(&loaded.model.graph, &test_arrays))?;
     let outputs = evaluate::evaluate(&graph, true, &test_arrays, trained)
         .map_err(|error| Error::input("cannot test the trained model").because(error))?;
     let labels = test_arrays["target"].to_f64();

@@ -34,7 +34,7 @@ use std::path::{Path, PathBuf};
 const MOST_METRICS_BYTES: u64 = 256 << 20;
 
 /// Why the plan of an instance is neither simulated nor evaluated.
-const INSTANCE: &str = "it is for a published instance, which has nodes with times but is not a runnable model";
+const INSTANCE_REASON: &str = "it is for a published instance, which has nodes with times but is not a runnable model";
 
 /// The most stages listed when a schedule needs more memory than the plan estimates.
 const MOST_LISTED: usize = 16;
@@ -82,7 +82,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     if is_instance(&plan) && (arguments.model.is_some() || arguments.schedule.is_some()) {
         let flag = if arguments.model.is_some() { "--model" } else { "--schedule" };
         let message = format!("`{flag}` cannot be combined with the plan of an instance");
-        return Err(Error::input(message).because(format!("{}: {INSTANCE}", arguments.file.display())));
+        return Err(Error::input(message).because(format!("{}: {INSTANCE_REASON}", arguments.file.display())));
     }
     let source = match &arguments.model {
         Some(path) => {
@@ -92,7 +92,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     };
     let modelled = match &source {
         Some(source) => Ok(evaluate_moves(source, &plan)?),
-        None if is_instance(&plan) => Err(format!("Moves of the plan's cuts are not evaluated: {INSTANCE}.")),
+        None if is_instance(&plan) => Err(format!("Moves of the plan's cuts are not evaluated: {INSTANCE_REASON}.")),
         None => {
             Err("A plan has no costs per op: `pipec report PLAN --model FILE` shows them, and the effect of moving \
                      each cut."
@@ -125,7 +125,7 @@ fn simulate(plan: &Plan, path: Option<&Path>, screen: &Screen) -> Result<Result<
     let Some(custom_schedule) = custom_schedule::open(path, screen)? else {
         return Ok(match plan.schedule.kind {
             _ if is_cyclic(plan) => Err(NOT_A_PIPELINE.to_string()),
-            _ if is_instance(plan) => Err(INSTANCE.to_string()),
+            _ if is_instance(plan) => Err(INSTANCE_REASON.to_string()),
             Schedule::Csv => Err("the plan is for a custom schedule; pass it with `--schedule FILE`".to_string()),
             _ => play::play(plan).map_err(|error| error.to_string()),
         });

@@ -34,7 +34,6 @@ use std::path::PathBuf;
 /// The longest chart in minibatches; a terminal does not show more.
 const MAX_CHARTED: u32 = 24;
 
-/// Default number of minibatches.
 const DEFAULT_MINIBATCHES: u32 = 100;
 
 /// Maximum of the default number of minibatches when rounds of many replicas are long.
@@ -72,22 +71,21 @@ pub struct Arguments {
     chart: bool,
 }
 
-/// Simulates and prints.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     arguments.programs.iter().try_for_each(|path| output::check(path, &Mark::Program))?;
     arguments.trace.iter().try_for_each(|path| output::check(path, &Mark::trace(path)))?;
     let plan = read_checked(&arguments.file)?;
-    let what = format!("cannot simulate {}", arguments.file.display());
+    let message = format!("cannot simulate {}", arguments.file.display());
     if plan.cost == CostModel::Hybrid {
         let why = "its times are those of an instance, in an unknown unit, with forward and backward combined";
-        return Err(Error::input(what).because(why));
+        return Err(Error::input(message).because(why));
     }
     if is_cyclic(&plan) {
-        return Err(Error::input(what).because(NOT_A_PIPELINE).with_help(
+        return Err(Error::input(message).because(NOT_A_PIPELINE).with_help(
             "`pipec plan check` checks it; without `--noncontiguous` an instance is planned as a pipeline, which can be simulated",
         ));
     }
-    let fail = |error: &dyn std::fmt::Display| Error::input(&what).because(error);
+    let fail = |error: &dyn std::fmt::Display| Error::input(&message).because(error);
     let custom_schedule = custom_schedule::open(arguments.schedule.as_ref().and_then(ScheduleChoice::file), screen)?;
     let kind = custom_schedule
         .as_ref()

@@ -29,7 +29,6 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The most rows of a sweep.
 const MOST_ROWS: usize = 2000;
 
 /// The most devices in a row.
@@ -186,7 +185,6 @@ fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
     }))
 }
 
-/// The schedules of the request.
 fn schedules(arguments: &Arguments) -> Vec<Schedule> {
     arguments.schedule.iter().filter_map(|name| Schedule::from_name(name)).collect()
 }
@@ -439,7 +437,7 @@ fn table(points: &[Point], width: Option<usize>) -> String {
 }
 
 /// Relative difference of throughputs below which they count as equal.
-const EQUAL: f64 = 1e-3;
+const EQUAL_TOLERANCE: f64 = 1e-3;
 
 /// Remarks on a row: that stages recompute, and that fewer devices are as fast.
 fn remarks(point: &Point, figures: &Figures, points: &[Point]) -> String {
@@ -449,8 +447,8 @@ fn remarks(point: &Point, figures: &Figures, points: &[Point]) -> String {
     let best = rates.reduce(|best, next| if next.1 > best.1 { next } else { best });
     let device_text = |devices: u32| quantity::plural(u64::from(devices), "device", "devices");
     let no_gain = best.and_then(|(devices, rate)| match figures.throughput_per_s / rate {
-        ratio if ratio < 1.0 - EQUAL => Some(format!("slower than {}", device_text(devices))),
-        ratio if ratio <= 1.0 + EQUAL => Some(format!("no faster than {}", device_text(devices))),
+        ratio if ratio < 1.0 - EQUAL_TOLERANCE => Some(format!("slower than {}", device_text(devices))),
+        ratio if ratio <= 1.0 + EQUAL_TOLERANCE => Some(format!("no faster than {}", device_text(devices))),
         _ => None,
     });
     let recomputed = figures.recompute.then(|| "recomputed".to_string());

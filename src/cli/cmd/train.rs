@@ -189,7 +189,6 @@ fn exit_as_json(error: &Error) -> ! {
     process::exit(exit_code(error).into())
 }
 
-/// Trains and prints.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     if let Some(result) = train(arguments.request(screen)?, screen)? {
         report(&result, screen);

@@ -28,12 +28,12 @@ struct ModelRequest {
 
 impl Args for Arguments {
     fn augment_args(command: Command) -> Command {
-        let all = ENTRIES.iter().flat_map(|entry| {
+        let subcommands = ENTRIES.iter().flat_map(|entry| {
             let sizes = entry.sizes.iter().map(|size| subcommand(entry, size.name, size.settings).hide(true));
             [subcommand(entry, entry.name, &[])].into_iter().chain(sizes)
         });
         command
-            .subcommands(all)
+            .subcommands(subcommands)
             // Accepts unknown names, so that `run` can report them.
             .allow_external_subcommands(true)
             .subcommand_value_name("MODEL")

@@ -112,7 +112,7 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
             options.schedule.as_ref().is_some_and(|schedule| *schedule != ScheduleChoice::Named(Schedule::OneFOneB)),
         ),
     ];
-    let flags = [&overridden[..], &placement::unsupported(&options)].concat();
+    let flags = [&overridden[..], &placement::unsupported_flags(&options)].concat();
     placement::refuse_flags(
         &flags,
         "piper",

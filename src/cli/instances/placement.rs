@@ -90,8 +90,9 @@ pub fn check_instance(plan: &Plan, path: &Path, text: &str) -> Result<(), Error>
     if sha256(text.as_bytes()) == plan.model.sha256 {
         return Ok(());
     }
-    let what = format!("{} is not the instance of the plan", path.display());
-    Err(Error::input(what).because(format!("the plan is for {}, whose contents differ", short_name(&plan.model.file))))
+    let message = format!("{} is not the instance of the plan", path.display());
+    Err(Error::input(message)
+        .because(format!("the plan is for {}, whose contents differ", short_name(&plan.model.file))))
 }
 
 /// Writes the plan of an instance, and prints it.
@@ -124,7 +125,7 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
         ("--optimizer", options.optimizer != default.optimizer),
         ("--momentum", options.momentum.is_some()),
     ];
-    let flags = [&overridden[..], &unsupported(&options)].concat();
+    let flags = [&overridden[..], &unsupported_flags(&options)].concat();
     refuse_flags(
         &flags,
         "dnn-partitioning",
@@ -134,7 +135,7 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
 }
 
 /// Flags that no instance supports; the boolean is true if the flag is given.
-pub fn unsupported(options: &PlanOptions) -> Vec<(&'static str, bool)> {
+pub fn unsupported_flags(options: &PlanOptions) -> Vec<(&'static str, bool)> {
     let default = PlanOptions::default();
     vec![
         ("--stages", options.replicas.is_some()),

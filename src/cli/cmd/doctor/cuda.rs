@@ -33,9 +33,7 @@ struct OpenedGpu {
     free: usize,
     /// The error of compiling or loading a kernel.
     kernels: Result<(), GpuError>,
-    /// Whether cuBLASLt starts.
     has_cublaslt: bool,
-    /// Whether cuDNN starts.
     has_cudnn: bool,
 }
 
@@ -69,12 +67,16 @@ impl Cuda {
         let mut findings = vec![self::driver(driver.1), self.compiler(compiler)];
         findings.extend(optional_libraries.map(|(library, subject, wheel)| match library {
             CudaLibrary::CublasLt => {
-                self.with_use(optional(library, subject, wheel), "matrix products", wheel, |opened| opened.has_cublaslt)
+                self.with_use(optional_library(library, subject, wheel), "matrix products", wheel, |opened| {
+                    opened.has_cublaslt
+                })
             }
             CudaLibrary::Cudnn => {
-                self.with_use(optional(library, subject, wheel), "convolutions", wheel, |opened| opened.has_cudnn)
+                self.with_use(optional_library(library, subject, wheel), "convolutions", wheel, |opened| {
+                    opened.has_cudnn
+                })
             }
-            _ => optional(library, subject, wheel),
+            _ => optional_library(library, subject, wheel),
         }));
         findings.push(self.gpus());
         findings
@@ -245,7 +247,6 @@ impl Cuda {
     }
 }
 
-/// The source of a matrix product.
 fn matrix_product() -> Arc<str> {
     let matrix = |at: At| Matrix::rows(at, DType::F32, 64);
     let matrices = [matrix(At::input(0)), matrix(At::input(1)), matrix(At::output(0))];
@@ -287,7 +288,7 @@ fn module_version(text: &str) -> Option<String> {
     text.lines().next()?.split_whitespace().find(is_version).map(str::to_string)
 }
 
-fn optional(library: CudaLibrary, subject: &'static str, wheel: &str) -> Finding {
+fn optional_library(library: CudaLibrary, subject: &'static str, wheel: &str) -> Finding {
     match library.find() {
         Ok(file) => {
             let detail = file_text(&file.path.display().to_string(), file.version.as_deref());
