@@ -75,10 +75,10 @@ pub fn from_toml(text: &str, path: &Path) -> Result<Cluster, Error> {
 }
 
 /// Sets the relative speeds of device classes without one, against the device whose costs are used.
-pub fn relate(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
-    let first = cluster.device.clone();
-    let known = find(costs_of).map(Kind::device).or_else(|| (first.kind == costs_of).then_some(first));
-    if let Some(reference) = known {
+pub fn set_relative_speeds(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
+    let own_device = cluster.device.clone();
+    let reference = find(costs_of).map(Kind::device).or_else(|| (own_device.kind == costs_of).then_some(own_device));
+    if let Some(reference) = reference {
         class::relate(&mut cluster.classes, &reference, dtype);
     }
 }
@@ -94,29 +94,29 @@ pub fn kind(name: &str) -> Result<&'static Kind, Error> {
 
 /// The requested cluster, of the profiled devices.
 pub fn cluster_of(devices: &ClusterRequest, profile: &Profile) -> Result<Cluster, Error> {
-    let analytic = find(&profile.device.name);
-    if devices.file.is_some() || analytic.is_some() {
-        return cluster(devices, analytic);
+    let kind = find(&profile.device.name);
+    if devices.file.is_some() || kind.is_some() {
+        return cluster(devices, kind);
     }
     if profile.device.is_gpu() {
         return Ok(Cluster { device: measured_gpu(profile), ..cluster(devices, None)? });
     }
     // The cores of a CPU are known only if the profile was made on this one.
-    let mut described = cluster(devices, find("cpu"))?;
-    let workers = described.devices();
+    let mut cluster = cluster(devices, find("cpu"))?;
+    let workers = cluster.devices();
     if profile.device.name == machine::this_cpu().name {
-        let here = machine::cluster_of_this_cpu(workers)
+        let this_machine = machine::cluster_of_this_cpu(workers)
             .map_err(|error| Error::input("cannot use this CPU").because(error))?;
-        described.device = here.device;
-        if let (None, [level], [link]) = (&devices.bandwidth, &mut described.levels[..], &here.levels[..])
+        cluster.device = this_machine.device;
+        if let (None, [level], [link]) = (&devices.bandwidth, &mut cluster.levels[..], &this_machine.levels[..])
             && devices.gpus.is_some()
         {
             *level = link.clone();
         }
     } else {
-        described.device.memory = Bytes(profile.device.memory_bytes / u64::from(workers.max(1)));
+        cluster.device.memory = Bytes(profile.device.memory_bytes / u64::from(workers.max(1)));
     }
-    Ok(described)
+    Ok(cluster)
 }
 
 /// A GPU that the table of device types does not have: it has the highest rates of its measured ops, for all types.

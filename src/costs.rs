@@ -4,7 +4,7 @@ use crate::cluster;
 use crate::error::Error;
 use crate::files::input;
 use crate::help;
-use crate::loss::{Attributed, CountedLoss, attributed};
+use crate::loss::{Attributed, CountedLoss, attribute_with_loss};
 use crate::model::LoadedModel;
 use compiler::cluster::device::{self, CPU, Kind};
 use compiler::cluster::{Cluster, Device};
@@ -185,29 +185,29 @@ pub enum PrecisionChoice {
 }
 
 impl PrecisionChoice {
-    /// The precision, if it is not that of the model, whose floats are of type `own`.
-    fn precision(self, own: DType, times: &Times) -> Option<Precision> {
+    /// The precision, if it is not that of the model, whose floats are of type `model_dtype`.
+    fn precision(self, model_dtype: DType, times: &Times) -> Option<Precision> {
         match (self, times) {
             (PrecisionChoice::Given(precision), _) => Some(precision),
             (PrecisionChoice::Model, _) => None,
             (PrecisionChoice::Usual, Times::Profile(_, _, profile)) => {
                 let profiled = Precision::from_name(&profile.settings.dtype);
-                profiled.filter(|precision| precision.dtype() != own || *precision == Precision::Tf32)
+                profiled.filter(|precision| precision.dtype() != model_dtype || *precision == Precision::Tf32)
             }
             (PrecisionChoice::Usual, Times::Analytic(device)) => {
-                Some(Precision::usual(device)).filter(|usual| own == DType::F32 && *usual != Precision::Fp32)
+                Some(Precision::usual(device)).filter(|usual| model_dtype == DType::F32 && *usual != Precision::Fp32)
             }
         }
     }
 }
 
 /// The graph in this precision.
-pub fn in_precision(graph: &Graph, chosen: Precision, file: &str) -> Result<Graph, Error> {
-    let made = match chosen.is_mixed() {
-        true => mixed(graph, chosen.dtype()),
-        false => precision(graph, chosen.dtype()),
+pub fn in_precision(graph: &Graph, target: Precision, file: &str) -> Result<Graph, Error> {
+    let converted = match target.is_mixed() {
+        true => mixed(graph, target.dtype()),
+        false => precision(graph, target.dtype()),
     };
-    made.map_err(|error| Error::input(format!("cannot use {file} in {}", chosen.name())).because(error))
+    converted.map_err(|error| Error::input(format!("cannot use {file} in {}", target.name())).because(error))
 }
 
 /// The costs of a model at this micro-batch size.
@@ -219,24 +219,25 @@ pub fn assemble(
     choice: PrecisionChoice,
     counted: CountedLoss,
 ) -> Result<Costs, Error> {
-    let mut graph = loaded.at(micro_batch)?;
-    let own = dtype(&graph);
-    let precision = choice.precision(own, &times);
+    let mut graph = loaded.with_samples(micro_batch)?;
+    let model_dtype = dtype(&graph);
+    let precision = choice.precision(model_dtype, &times);
     if let Some(precision) = precision {
         graph = in_precision(&graph, precision, &loaded.model.file)?;
     }
-    let Attributed { attribution, counted, training, untrainable } = attributed(&graph, counted).map_err(|error| {
-        let failure = Error::input(format!("cannot compute the costs of {}", loaded.model.file)).because(&error);
-        match error {
-            AttributionError::Loss(loss) => {
-                failure.with_help(format!("{}; `--loss none` leaves the loss out", help::loss(&loss)))
+    let Attributed { attribution, counted, training, untrainable } =
+        attribute_with_loss(&graph, counted).map_err(|error| {
+            let failure = Error::input(format!("cannot compute the costs of {}", loaded.model.file)).because(&error);
+            match error {
+                AttributionError::Loss(loss) => {
+                    failure.with_help(format!("{}; `--loss none` leaves the loss out", help::loss(&loss)))
+                }
+                _ => failure,
             }
-            _ => failure,
-        }
-    })?;
+        })?;
     let mut costs = cost_graph(&graph, &attribution);
-    let model = loaded.planned(costs.ops.len(), counted.written());
-    let (source, sheet) = match &times {
+    let model = loaded.planned(costs.ops.len(), counted.to_text());
+    let (source, data_sheet) = match &times {
         Times::Analytic(device) => (device.kind.clone(), device.clone()),
         Times::Profile(_, _, profile) => {
             let name = &profile.device.name;
@@ -245,16 +246,16 @@ pub fn assemble(
     };
     let profile = match times {
         Times::Analytic(device) => {
-            let subject = Subject { model: loaded.profiled(), micro_batch, loss: counted.written() };
+            let subject = Subject { model: loaded.profiled(), micro_batch, loss: counted.to_text() };
             let device = precision.map_or_else(|| device.clone(), |precision| precision.on(&device));
             let profile = analytic::profile(&graph, &attribution, &device, &subject);
             fill(&mut costs, &profile, None).map_err(|error| Error::bug(&error.to_string()))?;
             // The workspace of kernels is known only for CPUs.
             if device.kind == CPU {
-                let needed = scratch(&attribution);
-                costs.ops.iter_mut().zip(needed).for_each(|(op, bytes)| op.workspace_bytes = bytes);
-                let joint = costs.ops.iter_mut().zip(batched_gradients(&attribution, &*cpu()));
-                joint.for_each(|(op, joint)| [op.batched_grad_bytes, op.batched_grad_workspace_bytes] = joint);
+                let workspace_bytes = scratch(&attribution);
+                costs.ops.iter_mut().zip(workspace_bytes).for_each(|(op, bytes)| op.workspace_bytes = bytes);
+                let batched = costs.ops.iter_mut().zip(batched_gradients(&attribution, &*cpu()));
+                batched.for_each(|(op, batched)| [op.batched_grad_bytes, op.batched_grad_workspace_bytes] = batched);
             }
             PlannedProfile::new(String::new(), Method::Analytic)
         }
@@ -269,9 +270,9 @@ pub fn assemble(
             PlannedProfile::of(&profile, sha256)
         }
     };
-    let dtype = precision.map_or(own, Precision::dtype).name().to_string();
+    let dtype = precision.map_or(model_dtype, Precision::dtype).name().to_string();
     let rates = if precision == Some(Precision::Tf32) { Precision::Tf32.name() } else { dtype.as_str() };
-    cluster::relate(&mut cluster, &source, rates);
+    cluster::set_relative_speeds(&mut cluster, &source, rates);
     Ok(Costs {
         graph: costs,
         cluster,
@@ -286,7 +287,7 @@ pub fn assemble(
         shareable: Some(ShardableModel {
             graph,
             training,
-            device: precision.map_or_else(|| sheet.clone(), |precision| precision.on(&sheet)),
+            device: precision.map_or_else(|| data_sheet.clone(), |precision| precision.on(&data_sheet)),
         }),
     })
 }

@@ -25,7 +25,7 @@ use std::path::Path;
 /// Help for a model that cannot be imported.
 pub fn import(path: &Path, error: &ImportError) -> String {
     let names: Vec<String> =
-        with_inputs::followed(error).into_iter().map(|name| format!("`{}`", short_name(&name))).collect();
+        with_inputs::required_inputs(error).into_iter().map(|name| format!("`{}`", short_name(&name))).collect();
     if !names.is_empty() {
         let names = names.join(", ");
         return format!(
@@ -48,7 +48,7 @@ pub fn import(path: &Path, error: &ImportError) -> String {
             "export or download the model again, and compare its size with the source".to_string()
         }
         ImportError::NoArchive { .. } => "run these lines where the model is defined".to_string(),
-        ImportError::Archive(error) if error.shows_export() => detect::unexported(path).to_string(),
+        ImportError::Archive(error) if error.shows_export() => detect::export_help(path).to_string(),
         ImportError::Archive(FxError::Ends { .. } | FxError::Zip(_) | FxError::EntrySize { .. }) => {
             "export or copy the model again, and compare its size with the source".to_string()
         }
@@ -232,33 +232,36 @@ pub fn targets(error: &DataError, loss: Loss) -> Option<String> {
 /// Help for an array whose rows do not match the model. It suggests only changes that keep every element in its row.
 fn shape(got: &[usize], expected: &[usize]) -> String {
     let rows = |shape: &[usize]| shape.get(1..).unwrap_or_default().to_vec();
-    let (have, want) = (rows(got), rows(expected));
+    let (got_sizes, expected_sizes) = (rows(got), rows(expected));
     let sorted = |mut sizes: Vec<usize>| {
         sizes.retain(|size| *size != 1);
         sizes.sort_unstable();
         sizes
     };
-    let wanted =
-        ["rows".to_string()].into_iter().chain(want.iter().map(ToString::to_string)).collect::<Vec<_>>().join(", ");
-    let squeezed = |sizes: &[usize]| sizes.iter().copied().filter(|size| *size != 1).collect::<Vec<_>>();
+    let expected_text = ["rows".to_string()]
+        .into_iter()
+        .chain(expected_sizes.iter().map(ToString::to_string))
+        .collect::<Vec<_>>()
+        .join(", ");
+    let squeeze = |sizes: &[usize]| sizes.iter().copied().filter(|size| *size != 1).collect::<Vec<_>>();
     let product = |sizes: &[usize]| sizes.iter().fold(1usize, |all, size| all.saturating_mul(*size));
-    let what = if squeezed(&have) == squeezed(&want) {
-        format!("reshape the array to [{wanted}]")
-    } else if sorted(have.clone()) == sorted(want.clone()) {
-        format!("transpose the array's axes to [{wanted}]")
-    } else if product(&have) == product(&want) {
-        format!("if each row has the same numbers in order, reshape the array to [{wanted}]")
+    let advice = if squeeze(&got_sizes) == squeeze(&expected_sizes) {
+        format!("reshape the array to [{expected_text}]")
+    } else if sorted(got_sizes.clone()) == sorted(expected_sizes.clone()) {
+        format!("transpose the array's axes to [{expected_text}]")
+    } else if product(&got_sizes) == product(&expected_sizes) {
+        format!("if each row has the same numbers in order, reshape the array to [{expected_text}]")
     } else {
-        format!("the model needs an array of shape [{wanted}]")
+        format!("the model needs an array of shape [{expected_text}]")
     };
-    format!("{what}; `pipec inspect MODEL` shows the inputs")
+    format!("{advice}; `pipec inspect MODEL` shows the inputs")
 }
 
 /// Help for stages that cannot be prepared for training.
 pub fn prepare(error: &PrepareError) -> Option<&'static str> {
     match error {
         PrepareError::Schedule(error) => Some(schedule(error)),
-        PrepareError::Compile(CompileError::Memory { .. } | CompileError::StageMemory { .. }) => Some(SMALLER),
+        PrepareError::Compile(CompileError::Memory { .. } | CompileError::StageMemory { .. }) => Some(MICRO_BATCH_HELP),
         _ => None,
     }
 }
@@ -266,13 +269,13 @@ pub fn prepare(error: &PrepareError) -> Option<&'static str> {
 /// Help for a schedule that does not match the plan or the flags.
 pub fn schedule(error: &ScheduleError) -> &'static str {
     match error {
-        ScheduleError::BadTime { .. } => SMALLER,
+        ScheduleError::BadTime { .. } => MICRO_BATCH_HELP,
         _ => "`1f1b-rr` does not split minibatches, `1f1b` and `gpipe` use micro-batches",
     }
 }
 
 /// Help to reduce the size of a micro-batch.
-const SMALLER: &str = "use a smaller `--batch`, or more `--microbatches` with a schedule that supports them";
+const MICRO_BATCH_HELP: &str = "use a smaller `--batch`, or more `--microbatches` with a schedule that supports them";
 
 /// Help for processes that cannot connect.
 pub fn link(error: &LinkError) -> Option<&'static str> {
@@ -310,9 +313,9 @@ mod tests {
 
     #[test]
     fn a_shape_is_only_changed_where_rows_keep_their_numbers() {
-        let begins = |got: &[usize], expected: &[usize], with: &str| {
-            let wanted = shape(got, expected);
-            assert!(wanted.starts_with(with), "{wanted}");
+        let begins = |got: &[usize], expected: &[usize], prefix: &str| {
+            let help = shape(got, expected);
+            assert!(help.starts_with(prefix), "{help}");
         };
         begins(&[9, 64], &[9, 8, 8], "if each row has the same numbers in order, reshape");
         begins(&[9, 8, 1], &[9, 8], "reshape the array to [rows, 8]");

@@ -31,7 +31,7 @@ impl Loss {
     }
 
     /// The loss of the compiler's passes.
-    pub fn of(self) -> loss::Loss {
+    pub fn to_compiler(self) -> loss::Loss {
         match self {
             Loss::CrossEntropy => loss::Loss::CrossEntropy,
             Loss::Mse => loss::Loss::Mse,
@@ -75,7 +75,7 @@ pub enum CountedLoss {
 
 impl CountedLoss {
     /// The form in plans and profiles: `cross-entropy`, or `cross-entropy over 1` with a class axis.
-    pub fn written(self) -> Option<String> {
+    pub fn to_text(self) -> Option<String> {
         match self {
             CountedLoss::One(loss, Some(axis)) => Some(format!("{}{OVER}{axis}", loss.name())),
             CountedLoss::One(loss, None) => Some(loss.name().to_string()),
@@ -84,8 +84,8 @@ impl CountedLoss {
     }
 
     /// Reads the form in plans and profiles.
-    pub fn read(written: Option<&str>) -> Result<CountedLoss, Error> {
-        let Some(text) = written else { return Ok(CountedLoss::None) };
+    pub fn read(text: Option<&str>) -> Result<CountedLoss, Error> {
+        let Some(text) = text else { return Ok(CountedLoss::None) };
         let (name, axis) = match text.split_once(OVER) {
             Some((name, axis)) => (name, axis.parse().ok().map(Some)),
             None => (text, Some(None)),
@@ -114,17 +114,17 @@ pub struct Attributed {
 }
 
 /// Attributes the graph with that loss on its output. A model that cannot be trained is attributed by its forward only.
-pub fn attributed(graph: &Graph, counted: CountedLoss) -> Result<Attributed, AttributionError> {
+pub fn attribute_with_loss(graph: &Graph, counted: CountedLoss) -> Result<Attributed, AttributionError> {
     let (training, counted) = match counted {
         CountedLoss::Default => {
-            let usual = CountedLoss::One(Loss::default_of(graph), None);
-            return match attributed(graph, usual) {
+            let default = CountedLoss::One(Loss::default_of(graph), None);
+            return match attribute_with_loss(graph, default) {
                 // No built-in loss fits such an output; its training needs a loss of the user.
-                Err(AttributionError::Loss(_)) => attributed(graph, CountedLoss::None),
-                other => other,
+                Err(AttributionError::Loss(_)) => attribute_with_loss(graph, CountedLoss::None),
+                result => result,
             };
         }
-        CountedLoss::One(loss, axis) => (Training::Loss(loss.of(), axis), counted),
+        CountedLoss::One(loss, axis) => (Training::Loss(loss.to_compiler(), axis), counted),
         CountedLoss::None => (Training::Gradient, counted),
     };
     match attribute(graph, training) {
@@ -134,7 +134,7 @@ pub fn attributed(graph: &Graph, counted: CountedLoss) -> Result<Attributed, Att
             training: Training::No,
             untrainable: Some(why.to_string()),
         }),
-        known => Ok(Attributed { attribution: known?, counted, training, untrainable: None }),
+        attribution => Ok(Attributed { attribution: attribution?, counted, training, untrainable: None }),
     }
 }
 
@@ -147,7 +147,7 @@ mod tests {
         for counted in
             [CountedLoss::None, CountedLoss::One(Loss::Mse, None), CountedLoss::One(Loss::CrossEntropy, Some(-2))]
         {
-            assert_eq!(CountedLoss::read(counted.written().as_deref()).unwrap(), counted);
+            assert_eq!(CountedLoss::read(counted.to_text().as_deref()).unwrap(), counted);
         }
         assert!(CountedLoss::read(Some("hinge")).is_err());
         assert!(CountedLoss::read(Some("cross-entropy over x")).is_err());

@@ -25,16 +25,16 @@ static PANIC: Mutex<Option<String>> = Mutex::new(None);
 fn main() -> ExitCode {
     panic::set_hook(Box::new(|info| {
         let payload = info.payload();
-        let said = payload.downcast_ref::<&str>().map(|s| s.to_string());
-        let said = said.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
-        let place = info.location().map(|at| format!("{}:{}", at.file(), at.line())).unwrap_or_default();
+        let message = payload.downcast_ref::<&str>().map(|s| s.to_string());
+        let message = message.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
+        let location = info.location().map(|at| format!("{}:{}", at.file(), at.line())).unwrap_or_default();
         if let Ok(mut first) = PANIC.lock() {
-            first.get_or_insert(format!("{place}: {said}"));
+            first.get_or_insert(format!("{location}: {message}"));
         }
     }));
     let arguments: Vec<String> =
         env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();
-    crate::cli::color::decide(crate::cli::color::among(arguments.iter().cloned()));
+    crate::cli::color::set_choice(crate::cli::color::choice_among(arguments.iter().cloned()));
     // The parent of a child process reads its error as text.
     let is_program = crate::cli::usage::wants_json(arguments.iter().cloned())
         && env::var_os(pipec::launch::children::VARIABLE).is_none();
@@ -42,8 +42,8 @@ fn main() -> ExitCode {
     match panic::catch_unwind(AssertUnwindSafe(|| run(&arguments, reader))) {
         Ok(code) => ExitCode::from(code),
         Err(_) => {
-            let said = PANIC.lock().ok().and_then(|mut first| first.take()).unwrap_or_default();
-            Screen::failure(&Error::bug(&said), reader);
+            let message = PANIC.lock().ok().and_then(|mut first| first.take()).unwrap_or_default();
+            Screen::failure(&Error::bug(&message), reader);
             ExitCode::from(BUG)
         }
     }
@@ -51,20 +51,20 @@ fn main() -> ExitCode {
 
 /// Runs the command and returns the exit code.
 fn run(arguments: &[String], reader: Reader) -> u8 {
-    let mut command = Cli::command().mut_subcommands(taking_negatives);
+    let mut command = Cli::command().mut_subcommands(allow_negatives);
     let parsed = command
         .try_get_matches_from_mut(env::args_os())
         .and_then(|matches| Cli::from_arg_matches(&matches).map(|cli| (cli, matches)));
     let (cli, matches) = match parsed {
         Ok(parsed) => parsed,
-        Err(error) => return misused(&crate::cli::usage::advised(error, &command, arguments), reader),
+        Err(error) => return report_usage_error(&crate::cli::usage::with_tip(error, &command, arguments), reader),
     };
     if let Err(failure) = crate::cli::path_conflicts::refuse(&command, &matches) {
         Screen::failure(&failure, reader);
         return exit_code(&failure);
     }
     let screen = Screen::new(&cli.global, reader);
-    let done = match cli.verb {
+    let result = match cli.verb {
         Verb::Inspect(arguments) => crate::cli::cmd::inspect::run(arguments, &screen),
         Verb::Profile(arguments) => crate::cli::cmd::profile::run(arguments, &screen),
         Verb::Partition(arguments) => crate::cli::cmd::partition::run(arguments, &screen),
@@ -82,7 +82,7 @@ fn run(arguments: &[String], reader: Reader) -> u8 {
         Verb::Zoo(arguments) => crate::cli::cmd::zoo::run(arguments, &screen),
         Verb::Completions(arguments) => crate::cli::cmd::completions::run(arguments, &screen),
     };
-    match done.and_then(|()| screen.finish()) {
+    match result.and_then(|()| screen.finish()) {
         Ok(()) => 0,
         Err(failure) => {
             // A program reads why from the error, a person from the result.
@@ -95,7 +95,7 @@ fn run(arguments: &[String], reader: Reader) -> u8 {
 }
 
 /// Lets flags parse `-1` as their value, so that they report the error themselves.
-fn taking_negatives(verb: Command) -> Command {
+fn allow_negatives(verb: Command) -> Command {
     verb.mut_args(|flag| {
         let is_wanted = flag.get_long().is_some() && flag.get_action().takes_values();
         if is_wanted { flag.allow_negative_numbers(true) } else { flag }
@@ -103,7 +103,7 @@ fn taking_negatives(verb: Command) -> Command {
 }
 
 /// Help and version are results; every other message of clap is a failure.
-fn misused(error: &clap::Error, reader: Reader) -> u8 {
+fn report_usage_error(error: &clap::Error, reader: Reader) -> u8 {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             Screen::print(&error.render());
@@ -114,11 +114,11 @@ fn misused(error: &clap::Error, reader: Reader) -> u8 {
             INPUT
         }
         _ if reader == Reader::Program => {
-            Screen::failure(&crate::cli::usage::failure(error), reader);
+            Screen::failure(&crate::cli::usage::to_error(error), reader);
             INPUT
         }
         _ => {
-            Screen::complain(&error.render().to_string());
+            Screen::print_error(&error.render().to_string());
             INPUT
         }
     }

@@ -42,7 +42,7 @@ pub struct ImportRequest {
 impl ImportRequest {
     /// Adds the settings of a plan's import; settings of this request take precedence.
     pub fn follow(&mut self, planned: &ImportSettings) {
-        let is_set = |name: &String| self.dims.iter().any(|(known, _)| known == name);
+        let is_set = |name: &String| self.dims.iter().any(|(set_name, _)| set_name == name);
         let dims: Vec<_> =
             planned.dims.iter().filter(|(name, _)| !is_set(name)).map(|(n, v)| (n.clone(), *v)).collect();
         self.dims.extend(dims);
@@ -60,7 +60,7 @@ pub struct LoadedModel {
     pub model: Model,
     path: PathBuf,
     options: Options,
-    requested: Option<u64>,
+    requested_micro_batch: Option<u64>,
 }
 
 /// Imports the file for training or planning. Reports import warnings, and differences from the framework's training model.
@@ -83,30 +83,31 @@ pub fn read(path: &Path, import: &ImportRequest, events: &dyn EventSink) -> Resu
         train_mode: import.train_mode,
         ..Options::default()
     };
-    let model = import::load(path, &options).map_err(|error| refused(path, &error))?;
+    let model = import::load(path, &options).map_err(|error| import_error(path, &error))?;
     model.warnings.iter().for_each(|warning| events.warn(warning));
-    Ok(LoadedModel { model, path: path.to_path_buf(), options, requested: None })
+    Ok(LoadedModel { model, path: path.to_path_buf(), options, requested_micro_batch: None })
 }
 
 /// Imports a model of the zoo from memory.
 pub fn of_zoo(name: &str, bytes: Vec<u8>) -> Result<LoadedModel, Error> {
     let path = PathBuf::from(name);
     let options = Options::default();
-    let source = decode::parse(bytes.into(), Some(Path::new("."))).map_err(|error| refused(&path, &error.into()))?;
-    let model = import::from_onnx(&source, name, &options).map_err(|error| refused(&path, &error))?;
-    Ok(LoadedModel { model, path, options, requested: None })
+    let source =
+        decode::parse(bytes.into(), Some(Path::new("."))).map_err(|error| import_error(&path, &error.into()))?;
+    let model = import::from_onnx(&source, name, &options).map_err(|error| import_error(&path, &error))?;
+    Ok(LoadedModel { model, path, options, requested_micro_batch: None })
 }
 
 /// Imports the file to evaluate these arrays; their values may become constants that the model needs.
 pub fn load_for(path: &Path, arrays: &BTreeMap<String, Tensor>, events: &dyn EventSink) -> Result<LoadedModel, Error> {
     let loaded = with_inputs::load(path, &Options::default(), arrays);
-    let (model, options) = loaded.map_err(|error| refused(path, &error))?;
+    let (model, options) = loaded.map_err(|error| import_error(path, &error))?;
     if !options.known.values.is_empty() {
         let names: Vec<String> = options.known.values.keys().cloned().collect();
         events.note(&format!("the values of {} become constants of the model", list(&names)));
     }
     model.warnings.iter().for_each(|warning| events.warn(warning));
-    Ok(LoadedModel { model, path: path.to_path_buf(), options, requested: None })
+    Ok(LoadedModel { model, path: path.to_path_buf(), options, requested_micro_batch: None })
 }
 
 fn list(names: &[String]) -> String {
@@ -114,44 +115,46 @@ fn list(names: &[String]) -> String {
 }
 
 /// The error for a file that cannot be imported; files of pipec are named by their type.
-fn refused(path: &Path, error: &ImportError) -> Error {
-    let what = format!("cannot import {}", path.display());
+fn import_error(path: &Path, error: &ImportError) -> Error {
+    let message = format!("cannot import {}", path.display());
     if let ImportError::Decode(DecodeError::Format(FormatError::Text)) = error
         && let Ok(text) = input::text(path, input::MOST_PLAN_BYTES)
         && let Some(other) = input::other_file(&text, "model")
     {
-        return Error::input(what).because(other).with_help("pass the model, an .onnx or .pt2 file");
+        return Error::input(message).because(other).with_help("pass the model, an .onnx or .pt2 file");
     }
     if matches!(error, ImportError::Decode(_) | ImportError::Archive(_) | ImportError::NoArchive { .. })
-        && let Some((why, help)) = detect::no_model(path)
+        && let Some((why, help)) = detect::describe_non_model(path)
     {
-        return Error::input(what).because(why).with_help(help);
+        return Error::input(message).because(why).with_help(help);
     }
-    Error::input(what).because(error).with_help(help::import(path, error))
+    Error::input(message).because(error).with_help(help::import(path, error))
 }
 
 impl LoadedModel {
     /// Sets the requested number of samples per micro-batch.
     pub fn with_micro_batch(self, samples: Option<u64>) -> LoadedModel {
-        LoadedModel { requested: samples, ..self }
+        LoadedModel { requested_micro_batch: samples, ..self }
     }
 
-    /// Samples per micro-batch: requested, else `otherwise`, else the file's, else 32, which is reported.
-    pub fn micro_batch(&self, otherwise: Option<u64>, events: &dyn EventSink) -> u64 {
-        self.known_micro_batch(otherwise).unwrap_or_else(|| {
+    /// Samples per micro-batch: requested, else `fallback`, else the file's, else 32, which is reported.
+    pub fn micro_batch(&self, fallback: Option<u64>, events: &dyn EventSink) -> u64 {
+        self.known_micro_batch(fallback).unwrap_or_else(|| {
             events.note(&format!("micro-batch {DEFAULT_MICRO_BATCH}; `--micro-batch N` sets another"));
             DEFAULT_MICRO_BATCH
         })
     }
 
     /// The same; `None` if it is not set anywhere.
-    pub fn known_micro_batch(&self, otherwise: Option<u64>) -> Option<u64> {
+    pub fn known_micro_batch(&self, fallback: Option<u64>) -> Option<u64> {
         match &self.model.batch {
             Batch::Symbol { name, default } => {
-                let said = self.options.dims.get(name).map(|size| *size as u64);
-                self.requested.or(said).or(otherwise).or(default.map(|size| size as u64))
+                let from_dims = self.options.dims.get(name).map(|size| *size as u64);
+                self.requested_micro_batch.or(from_dims).or(fallback).or(default.map(|size| size as u64))
             }
-            Batch::Fixed { size, .. } => self.requested.or(otherwise).or(Some(size.map_or(1, |size| size as u64))),
+            Batch::Fixed { size, .. } => {
+                self.requested_micro_batch.or(fallback).or(Some(size.map_or(1, |size| size as u64)))
+            }
         }
     }
 
@@ -185,7 +188,7 @@ impl LoadedModel {
     }
 
     /// The graph with that many samples and no symbolic sizes.
-    pub fn at(&self, samples: u64) -> Result<Graph, Error> {
+    pub fn with_samples(&self, samples: u64) -> Result<Graph, Error> {
         let mut dims = self.options.dims.clone();
         match &self.model.batch {
             Batch::Symbol { name, .. } => {
@@ -194,25 +197,26 @@ impl LoadedModel {
             Batch::Fixed { size, why } => {
                 let fixed = size.map_or(1, |size| size as u64);
                 if fixed != samples {
-                    let what = format!("{} cannot run with {samples} samples, only with {fixed}", self.path.display());
-                    return Err(Error::input(what)
+                    let message =
+                        format!("{} cannot run with {samples} samples, only with {fixed}", self.path.display());
+                    return Err(Error::input(message)
                         .because(why)
                         .with_help("export the model with a dynamic batch dimension; `--batch-dim INPUT=AXIS` sets the batch axis, if it is not axis 0 of the first input"));
                 }
             }
         }
-        self.bound(&dims)
+        self.with_dims(&dims)
     }
 
     /// The graph with these sizes; no dimension may stay symbolic.
-    pub fn bound(&self, dims: &Bindings) -> Result<Graph, Error> {
-        let what = format!("cannot set the sizes of {}", self.path.display());
-        let graph = bind(&self.model.graph, dims).map_err(|error| Error::input(&what).because(error))?;
+    pub fn with_dims(&self, dims: &Bindings) -> Result<Graph, Error> {
+        let message = format!("cannot set the sizes of {}", self.path.display());
+        let graph = bind(&self.model.graph, dims).map_err(|error| Error::input(&message).because(error))?;
         match symbols(&graph).first() {
             None => Ok(graph),
-            Some(open) => Err(Error::input(what)
-                .because(format!("dimension `{open}` has no size"))
-                .with_help(format!("set it with `--dim {open}=N`"))),
+            Some(symbol) => Err(Error::input(message)
+                .because(format!("dimension `{symbol}` has no size"))
+                .with_help(format!("set it with `--dim {symbol}=N`"))),
         }
     }
 
@@ -246,22 +250,22 @@ impl LoadedModel {
 
     /// The initial weights; fails if a file with one of them does not exist.
     pub fn weights(&self) -> Result<BTreeMap<String, Tensor>, Error> {
-        let one = |(name, weight): (&String, &Weight)| match weight {
+        let read_weight = |(name, weight): (&String, &Weight)| match weight {
             Weight::Given(tensor) => Ok((name.clone(), tensor.clone())),
             Weight::Missing { path } => Err(Error::input(format!("{} has no weights", self.path.display()))
                 .because(format!("`{name}` should be in `{path}` next to the model, but that file does not exist"))
                 .with_help("pass them with `--weights FILE`")),
         };
-        self.model.weights.iter().map(one).collect()
+        self.model.weights.iter().map(read_weight).collect()
     }
 
     /// The weights that exist, for callers that do not need all.
     pub fn known_weights(&self) -> BTreeMap<String, Tensor> {
-        let known = self.model.weights.iter().filter_map(|(name, weight)| match weight {
+        let weights = self.model.weights.iter().filter_map(|(name, weight)| match weight {
             Weight::Given(tensor) => Some((name.clone(), tensor.clone())),
             Weight::Missing { .. } => None,
         });
-        known.collect()
+        weights.collect()
     }
 
     fn file(&self) -> String {

@@ -5,7 +5,7 @@ use crate::costs::in_precision;
 use crate::error::Error;
 use crate::events::{Event, EventSink};
 use crate::files::output;
-use crate::loss::{CountedLoss, attributed};
+use crate::loss::{CountedLoss, attribute_with_loss};
 use crate::model::{self, ImportRequest, LoadedModel};
 use crate::train::device_request::{OneDevice, for_precision};
 use crate::train::memory;
@@ -27,7 +27,7 @@ use std::thread::available_parallelism;
 
 pub mod torch_engine;
 
-use torch_engine::{Subjects, TorchEngine};
+use torch_engine::{TorchEngine, TorchSubject};
 
 /// Other processes are mentioned if they hold more than one part in this many of a GPU's memory. A CUDA context takes less.
 const LEAST_SHARE_OF_OTHERS: u64 = 20;
@@ -97,41 +97,45 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
             let graph = graph(&loaded, micro_batch, request.precision)?;
             let subject = MeasuredGraph { loaded: &loaded, graph: &graph, micro_batch, loss: request.loss };
             let measured = measure_graph(&subject, &device, &request.settings, request.uses_cache, events)?;
-            Ok(labelled(measured, request.precision.filter(|_| device.info().tf32)))
+            Ok(with_precision(measured, request.precision.filter(|_| device.info().tf32)))
         }
         ProfileDevice::Torch(engine) => {
             let loaded = load(request, events)?;
             let micro_batch = loaded.micro_batch(None, events);
             let graph = graph(&loaded, micro_batch, request.precision)?;
-            let known = attributed(&graph, request.loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
-            let subject = Subjects {
+            let attributed = attribute_with_loss(&graph, request.loss)
+                .map_err(|error| cannot_profile(&loaded.model.file, &error))?;
+            let subject = TorchSubject {
                 loaded: &loaded,
                 file: &request.model,
                 graph: &graph,
                 micro_batch,
                 precision: request.precision,
-                known,
+                attributed,
             };
-            Ok(labelled(torch_engine::measure(engine, &subject, &request.settings, events)?, request.precision))
+            Ok(with_precision(torch_engine::measure(engine, &subject, &request.settings, events)?, request.precision))
         }
         ProfileDevice::Analytic(kind) => {
             let device = cluster::kind(kind)?.device();
             let loaded = load(request, events)?;
             let micro_batch = loaded.micro_batch(None, events);
-            let own = dtype(&loaded.at(micro_batch)?);
-            let usual = Precision::usual(&device);
-            let precision = request.precision.or((own == DType::F32 && usual.is_mixed()).then_some(usual));
+            let model_dtype = dtype(&loaded.with_samples(micro_batch)?);
+            let default_precision = Precision::usual(&device);
+            let precision = request
+                .precision
+                .or((model_dtype == DType::F32 && default_precision.is_mixed()).then_some(default_precision));
             let graph = graph(&loaded, micro_batch, precision)?;
             let device = precision.map_or_else(|| device.clone(), |precision| precision.on(&device));
-            let known = attributed(&graph, request.loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
-            let subject = Subject { model: loaded.profiled(), micro_batch, loss: known.counted.written() };
-            Ok(labelled(analytic::profile(&graph, &known.attribution, &device, &subject), precision))
+            let attributed = attribute_with_loss(&graph, request.loss)
+                .map_err(|error| cannot_profile(&loaded.model.file, &error))?;
+            let subject = Subject { model: loaded.profiled(), micro_batch, loss: attributed.counted.to_text() };
+            Ok(with_precision(analytic::profile(&graph, &attributed.attribution, &device, &subject), precision))
         }
     }
 }
 
 /// The profile with its precision, if that is not the element type of its graph.
-fn labelled(mut profile: Profile, precision: Option<Precision>) -> Profile {
+fn with_precision(mut profile: Profile, precision: Option<Precision>) -> Profile {
     if precision == Some(Precision::Tf32) {
         profile.settings.dtype = Precision::Tf32.name().to_string();
     }
@@ -149,7 +153,7 @@ fn load(request: &ProfileRequest, events: &dyn EventSink) -> Result<LoadedModel,
 
 /// The graph at this micro-batch size, in this precision.
 fn graph(loaded: &LoadedModel, micro_batch: u64, precision: Option<Precision>) -> Result<Graph, Error> {
-    let graph = loaded.at(micro_batch)?;
+    let graph = loaded.with_samples(micro_batch)?;
     precision.map_or(Ok(graph.clone()), |precision| in_precision(&graph, precision, &loaded.model.file))
 }
 
@@ -177,11 +181,11 @@ pub fn measure_graph(
     memory::check("profiling this model", memory::of_graph(graph), "use a smaller `--micro-batch N`")?;
     note_other_users(&**device, events);
     let weights = loaded.known_weights();
-    let known = attributed(graph, loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
+    let attributed = attribute_with_loss(graph, loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
     let model = Model {
         graph,
-        training: known.training,
-        loss: known.counted.written(),
+        training: attributed.training,
+        loss: attributed.counted.to_text(),
         model: loaded.profiled(),
         micro_batch,
         weights: &weights,
@@ -207,11 +211,11 @@ pub fn measure_graph(
     if let Some(fault) = &measured.cache_fault {
         events.warn(&format!("the measured times were not cached: {fault}"));
     }
-    let all = quantity::plural(measured.kernels as u64, "kernel", "kernels");
+    let kernels_text = quantity::plural(measured.kernels as u64, "kernel", "kernels");
     events.note(&match measured.measured {
-        0 => format!("{all}: all from the cache; `--no-cache` measures again"),
-        now if now == measured.kernels => format!("{all} measured"),
-        now => format!("{all}: {now} measured, the others from the cache"),
+        0 => format!("{kernels_text}: all from the cache; `--no-cache` measures again"),
+        count if count == measured.kernels => format!("{kernels_text} measured"),
+        count => format!("{kernels_text}: {count} measured, the others from the cache"),
     });
     Ok(measured.profile)
 }
@@ -219,11 +223,11 @@ pub fn measure_graph(
 /// Says if other processes hold memory of a GPU: they may also slow it down.
 fn note_other_users(device: &dyn Device, events: &dyn EventSink) {
     let (info, free) = (device.info(), device.available_memory());
-    let Some((all, free)) = info.memory.zip(free) else { return };
-    let used = all.saturating_sub(free);
-    if used > all / LEAST_SHARE_OF_OTHERS {
-        let (used, all) = (quantity::bytes(used), quantity::bytes(all));
-        events.note(&format!("{used} of {all} of {} are in use: other processes may disturb the times", info.name));
+    let Some((total, free)) = info.memory.zip(free) else { return };
+    let used = total.saturating_sub(free);
+    if used > total / LEAST_SHARE_OF_OTHERS {
+        let (used, total) = (quantity::bytes(used), quantity::bytes(total));
+        events.note(&format!("{used} of {total} of {} are in use: other processes may disturb the times", info.name));
     }
 }
 

@@ -175,8 +175,8 @@ pub fn bandwidth(text: Option<&str>) -> Result<Option<BytesPerSecond>, Error> {
 
 /// Reads `--gpus`, or one of its numbers.
 pub fn devices(text: &str) -> Result<u32, String> {
-    let known = text.trim().parse().ok().filter(|devices| *devices > 0);
-    known.ok_or_else(|| "write the number of devices, at least 1, for example 8".to_string())
+    let count = text.trim().parse().ok().filter(|devices| *devices > 0);
+    count.ok_or_else(|| "write the number of devices, at least 1, for example 8".to_string())
 }
 
 /// Reads `--dim`.
@@ -202,20 +202,21 @@ mod tests {
     use clap::{Command, CommandFactory};
 
     /// The commands that can be run, with their full names.
-    fn ends(command: &Command, words: Vec<String>) -> Vec<(Vec<String>, Command)> {
+    fn leaf_commands(command: &Command, words: Vec<String>) -> Vec<(Vec<String>, Command)> {
         let inner: Vec<&Command> = command.get_subcommands().filter(|inner| !inner.is_hide_set()).collect();
         let is_verb = inner.is_empty() || command.get_name() == "zoo" || words.len() == 1;
-        let own = is_verb.then(|| (words.clone(), command.clone()));
+        let command_itself = is_verb.then(|| (words.clone(), command.clone()));
         let inner = inner.into_iter().filter(|_| command.get_name() != "zoo");
-        let of_inner = inner.flat_map(|inner| ends(inner, [&words[..], &[inner.get_name().to_string()]].concat()));
-        own.into_iter().chain(of_inner).collect()
+        let inner_commands =
+            inner.flat_map(|inner| leaf_commands(inner, [&words[..], &[inner.get_name().to_string()]].concat()));
+        command_itself.into_iter().chain(inner_commands).collect()
     }
 
     #[test]
     fn every_verb_has_examples_that_are_commands() {
-        let all = ends(&Cli::command(), vec!["pipec".to_string()]);
-        assert!(all.len() > 20, "{}", all.len());
-        for (words, command) in all {
+        let commands = leaf_commands(&Cli::command(), vec!["pipec".to_string()]);
+        assert!(commands.len() > 20, "{}", commands.len());
+        for (words, command) in commands {
             let help = command.get_after_help().map(|text| text.to_string()).unwrap_or_default();
             let start = format!("  {}", words.join(" "));
             let examples: Vec<&str> = help.lines().filter(|line| line.starts_with("  pipec ")).collect();

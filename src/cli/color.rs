@@ -32,7 +32,7 @@ pub enum Stream {
     Err,
 }
 
-static SAID: OnceLock<When> = OnceLock::new();
+static CHOICE: OnceLock<When> = OnceLock::new();
 
 const RED: &str = "\x1b[1;31m";
 const GREEN: &str = "\x1b[32m";
@@ -42,29 +42,34 @@ const FAINT: &str = "\x1b[2m";
 const OFF: &str = "\x1b[0m";
 
 /// Sets the choice of the command line for the whole run.
-pub fn decide(when: When) {
+pub fn set_choice(when: When) {
     // The first call wins: a run has one command line.
-    let _ = SAID.set(when);
+    let _ = CHOICE.set(when);
 }
 
 /// The value of `--color` in arguments that may not parse, so that usage errors are coloured too.
-pub fn among(arguments: impl IntoIterator<Item = String>) -> When {
+pub fn choice_among(arguments: impl IntoIterator<Item = String>) -> When {
     let valid = |value: &String| When::from_str(value, false).ok();
-    usage::said("--color", arguments).iter().filter_map(valid).next_back().unwrap_or(When::Auto)
+    usage::flag_values("--color", arguments).iter().filter_map(valid).next_back().unwrap_or(When::Auto)
 }
 
 /// True if output to the stream is coloured.
-pub fn on(stream: Stream) -> bool {
+pub fn is_colored(stream: Stream) -> bool {
     let is_terminal = match stream {
         Stream::Out => io::stdout().is_terminal(),
         Stream::Err => io::stderr().is_terminal(),
     };
-    let set = |name: &str| env::var_os(name).is_some_and(|value| !value.is_empty());
+    let is_set = |name: &str| env::var_os(name).is_some_and(|value| !value.is_empty());
     let is_dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
-    wanted(SAID.get().copied().unwrap_or(When::Auto), set("NO_COLOR"), set("FORCE_COLOR"), is_terminal && !is_dumb)
+    should_color(
+        CHOICE.get().copied().unwrap_or(When::Auto),
+        is_set("NO_COLOR"),
+        is_set("FORCE_COLOR"),
+        is_terminal && !is_dumb,
+    )
 }
 
-fn wanted(when: When, no_colour: bool, force_colour: bool, is_terminal: bool) -> bool {
+fn should_color(when: When, no_colour: bool, force_colour: bool, is_terminal: bool) -> bool {
     match when {
         When::Always => true,
         When::Never => false,
@@ -73,15 +78,15 @@ fn wanted(when: When, no_colour: bool, force_colour: bool, is_terminal: bool) ->
 }
 
 /// Colours the text, if output to the stream is coloured.
-pub fn painted(text: &str, stream: Stream) -> String {
-    if !on(stream) {
+pub fn paint(text: &str, stream: Stream) -> String {
+    if !is_colored(stream) {
         return text.to_string();
     }
-    text.split('\n').map(line).collect::<Vec<_>>().join("\n")
+    text.split('\n').map(paint_line).collect::<Vec<_>>().join("\n")
 }
 
 /// Colours the prefix of a line, such as `error:`, or its load bar.
-fn line(text: &str) -> String {
+fn paint_line(text: &str) -> String {
     let starts = [("error:", RED), ("warning:", YELLOW), ("help:", CYAN), ("next:", CYAN)];
     if let Some((start, colour)) = starts.into_iter().find(|(start, _)| text.starts_with(start)) {
         return format!("{colour}{start}{OFF}{}", &text[start.len()..]);
@@ -102,9 +107,9 @@ mod tests {
         for no in [false, true] {
             for force in [false, true] {
                 for terminal in [false, true] {
-                    assert!(wanted(When::Always, no, force, terminal));
-                    assert!(!wanted(When::Never, no, force, terminal));
-                    assert_eq!(wanted(When::Auto, no, force, terminal), !no && (force || terminal));
+                    assert!(should_color(When::Always, no, force, terminal));
+                    assert!(!should_color(When::Never, no, force, terminal));
+                    assert_eq!(should_color(When::Auto, no, force, terminal), !no && (force || terminal));
                 }
             }
         }
@@ -112,24 +117,24 @@ mod tests {
 
     #[test]
     fn arguments_say_when() {
-        let said = |text: &str| among(text.split_whitespace().map(str::to_string));
-        assert_eq!(said("pipec partiton x --color never"), When::Never);
-        assert_eq!(said("pipec --color=always --color"), When::Always);
-        assert_eq!(said("pipec --colors always -- --color never"), When::Auto);
-        assert_eq!(said("pipec --color purple"), When::Auto);
+        let choice = |text: &str| choice_among(text.split_whitespace().map(str::to_string));
+        assert_eq!(choice("pipec partiton x --color never"), When::Never);
+        assert_eq!(choice("pipec --color=always --color"), When::Always);
+        assert_eq!(choice("pipec --colors always -- --color never"), When::Auto);
+        assert_eq!(choice("pipec --color purple"), When::Auto);
     }
 
     #[test]
     fn without_its_colours_a_line_is_what_it_was() {
         for text in ["error: no `x`", "  error: x", "0  ██░░  50 %", "██", "░", "", "a: b", "next: pipec simulate"]
         {
-            let mut plain = line(text);
+            let mut plain = paint_line(text);
             for code in [RED, GREEN, YELLOW, CYAN, FAINT, OFF] {
                 plain = plain.replace(code, "");
             }
             assert_eq!(plain, text);
         }
-        assert_eq!(line("error: x"), format!("{RED}error:{OFF} x"));
-        assert_eq!(line("a █░ b"), format!("a {GREEN}█{OFF}{FAINT}░{OFF} b"));
+        assert_eq!(paint_line("error: x"), format!("{RED}error:{OFF} x"));
+        assert_eq!(paint_line("a █░ b"), format!("a {GREEN}█{OFF}{FAINT}░{OFF} b"));
     }
 }

@@ -5,34 +5,34 @@ use compiler::plan::{Plan, Stage};
 use compiler::text::quantity;
 
 /// What differs: the request first, then the stages, then what follows from them.
-pub fn words(left: &Plan, right: &Plan, found: &Diff) -> Vec<String> {
-    let mut all: Vec<String> = Vec::new();
+pub fn words(left: &Plan, right: &Plan, diff: &Diff) -> Vec<String> {
+    let mut words: Vec<String> = Vec::new();
     let mut add = |word: String| {
-        if !all.contains(&word) {
-            all.push(word);
+        if !words.contains(&word) {
+            words.push(word);
         }
     };
-    let named = |field: &str| {
+    let known_field = |field: &str| {
         let object = field.split('.').next().unwrap_or_default();
-        let exact = WORDS.iter().find(|(name, _)| *name == field);
-        exact.or_else(|| WORDS.iter().find(|(name, _)| *name == object)).map(|(name, _)| *name)
+        let exact = FIELD_WORDS.iter().find(|(name, _)| *name == field);
+        exact.or_else(|| FIELD_WORDS.iter().find(|(name, _)| *name == object)).map(|(name, _)| *name)
     };
-    for (name, word) in WORDS {
-        let fields = found.fields.iter().filter(|field| named(field) == Some(name));
+    for (name, word) in FIELD_WORDS {
+        let fields = diff.fields.iter().filter(|field| known_field(field) == Some(name));
         for field in fields {
             match name {
-                "stages" => of_stages(left, right, found).into_iter().map(str::to_string).for_each(&mut add),
-                "options" => add(of_option(field.strip_prefix("options.").unwrap_or_default())),
+                "stages" => stage_words(left, right, diff).into_iter().map(str::to_string).for_each(&mut add),
+                "options" => add(option_words(field.strip_prefix("options.").unwrap_or_default())),
                 _ => add(word.to_string()),
             }
         }
     }
-    found.fields.iter().filter(|field| named(field).is_none()).for_each(|field| add(format!("`{field}`")));
-    all
+    diff.fields.iter().filter(|field| known_field(field).is_none()).for_each(|field| add(format!("`{field}`")));
+    words
 }
 
 /// Fields of a plan, or the objects that hold them, and the words for them.
-const WORDS: [(&str, &str); 36] = [
+const FIELD_WORDS: [(&str, &str); 36] = [
     ("schema", "version of the file"),
     ("model", "model"),
     ("model.import", "import settings"),
@@ -72,7 +72,7 @@ const WORDS: [(&str, &str); 36] = [
 ];
 
 /// An option as its flag, or in words if it has none.
-fn of_option(name: &str) -> String {
+fn option_words(name: &str) -> String {
     match name {
         "costs" => "costs".to_string(),
         "optimizer_state" => "optimizer".to_string(),
@@ -81,19 +81,18 @@ fn of_option(name: &str) -> String {
     }
 }
 
-/// What differs between the stages.
-fn of_stages(left: &Plan, right: &Plan, found: &Diff) -> Vec<&'static str> {
+fn stage_words(left: &Plan, right: &Plan, diff: &Diff) -> Vec<&'static str> {
     let mut words = Vec::new();
     if left.stages.len() != right.stages.len() {
         words.push("number of stages");
     }
-    if !found.moved.is_empty() {
+    if !diff.moved.is_empty() {
         words.push("cuts");
     }
     let pairs = || left.stages.iter().zip(&right.stages);
-    let differ = |same: &dyn Fn(&Stage, &Stage) -> bool| !pairs().all(|(before, after)| same(before, after));
+    let differ = |is_same: &dyn Fn(&Stage, &Stage) -> bool| !pairs().all(|(before, after)| is_same(before, after));
     type Differs<'a> = &'a dyn Fn(&Stage, &Stage) -> bool;
-    let all: [(&str, Differs<'_>); 7] = [
+    let properties: [(&str, Differs<'_>); 7] = [
         ("replicas", &|before, after| before.replicas == after.replicas),
         ("tensor-parallel degree", &|before, after| before.degree() == after.degree()),
         ("devices of stages", &|before, after| before.devices == after.devices),
@@ -102,7 +101,7 @@ fn of_stages(left: &Plan, right: &Plan, found: &Diff) -> Vec<&'static str> {
         ("times of stages", &|before, after| (before.fwd_us, before.bwd_us) == (after.fwd_us, after.bwd_us)),
         ("memory of stages", &|before, after| before.memory == after.memory),
     ];
-    words.extend(all.into_iter().filter(|(_, same)| differ(same)).map(|(word, _)| word));
+    words.extend(properties.into_iter().filter(|(_, is_same)| differ(is_same)).map(|(word, _)| word));
     if words.is_empty() {
         words.push("details of stages");
     }
@@ -116,11 +115,13 @@ pub fn faster(plans: [&Plan; 2], names: [&str; 2]) -> Option<String> {
         return None;
     }
     let [first, second] = names;
-    let (name, other, ratio) =
+    let (faster_name, slower_name, ratio) =
         if after > before { (second, first, after / before) } else { (first, second, before / after) };
-    let [slow, fast] = [before.min(after), before.max(after)].map(quantity::samples);
+    let [slower_rate, faster_rate] = [before.min(after), before.max(after)].map(quantity::samples);
     let ratio = quantity::short(ratio);
-    Some(format!("{name} is {ratio} times as fast as {other}: {fast} samples/s in place of {slow}"))
+    Some(format!(
+        "{faster_name} is {ratio} times as fast as {slower_name}: {faster_rate} samples/s in place of {slower_rate}"
+    ))
 }
 
 #[cfg(test)]
@@ -142,28 +143,28 @@ mod tests {
         let loaded = model::of_zoo("mlp.onnx", zoo::to_bytes(&built.model)).unwrap();
         let costs = CostSource::of_loaded(loaded, None).unwrap().on(gpus(4, None).unwrap(), 4).unwrap();
         let plan = solve(Path::new("mlp.onnx"), costs, &PlanOptions::default()).unwrap().plan;
-        let named = |found: &Diff| words(&plan, &plan, found).join(", ");
-        let Value::Object(all) = serde_json::to_value(&plan).unwrap() else { panic!() };
-        for (name, value) in all {
+        let words_of = |diff: &Diff| words(&plan, &plan, diff).join(", ");
+        let Value::Object(fields) = serde_json::to_value(&plan).unwrap() else { panic!() };
+        for (name, value) in fields {
             let names = match &value {
-                Value::Object(inner) if name != "options" => {
-                    inner.keys().map(|inner| format!("{name}.{inner}")).collect()
+                Value::Object(object) if name != "options" => {
+                    object.keys().map(|object| format!("{name}.{object}")).collect()
                 }
                 _ => vec![name],
             };
             for name in names.into_iter().filter(|name| name != "options") {
-                let words = named(&Diff { fields: vec![name.clone()], ..Diff::default() });
+                let words = words_of(&Diff { fields: vec![name.clone()], ..Diff::default() });
                 assert!(!words.is_empty() && !words.contains('_'), "{name}: {words}");
             }
         }
         let fields = ["options.target", "options.bucket_bytes"].map(str::to_string).to_vec();
-        assert_eq!(named(&Diff { fields, ..Diff::default() }), "`--target`, bucket size");
-        let mut other = plan.clone();
-        other.stages[0].memory.total += 1;
-        let found = diff(&plan, &other);
-        assert_eq!(words(&plan, &other, &found), ["memory of stages"]);
-        assert_eq!(faster([&plan, &other], ["a", "b"]), None);
-        other.predicted.throughput_per_s = plan.predicted.throughput_per_s * 2.0;
-        assert!(faster([&plan, &other], ["a", "b"]).unwrap().starts_with("b is 2.000 times as fast as a: "));
+        assert_eq!(words_of(&Diff { fields, ..Diff::default() }), "`--target`, bucket size");
+        let mut changed = plan.clone();
+        changed.stages[0].memory.total += 1;
+        let diff = diff(&plan, &changed);
+        assert_eq!(words(&plan, &changed, &diff), ["memory of stages"]);
+        assert_eq!(faster([&plan, &changed], ["a", "b"]), None);
+        changed.predicted.throughput_per_s = plan.predicted.throughput_per_s * 2.0;
+        assert!(faster([&plan, &changed], ["a", "b"]).unwrap().starts_with("b is 2.000 times as fast as a: "));
     }
 }

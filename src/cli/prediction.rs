@@ -28,22 +28,22 @@ use pipec::plan::result::Alternative;
 use std::collections::BTreeSet;
 
 /// Fewest simulated minibatches for a throughput on shared cores.
-const FEWEST: u32 = 4;
+const MIN_MINIBATCHES: u32 = 4;
 
 /// Relative difference below which two times count as equal: four digits show no difference.
-const EQUAL: f64 = 5e-4;
+const EQUAL_TOLERANCE: f64 = 5e-4;
 
 /// Name of the baseline with the whole model on every device.
 const DATA_PARALLEL: &str = "data parallel";
 
 /// Relative difference above which two times of a plan count as different; the planner raises in-flight limits from here on.
-const APART: f64 = 1.0 / ENOUGH - 1.0;
+const MAX_EQUAL_RATIO: f64 = 1.0 / ENOUGH - 1.0;
 
 /// Explains a simulated step that differs from the plan because of the link model.
-pub fn other_links(plan: &Plan, simulated_us: f64) -> Option<String> {
+pub fn explain_links(plan: &Plan, simulated_us: f64) -> Option<String> {
     let ratio = simulated_us / plan.predicted.step_us;
-    let is_other = plan.cost != CostModel::Pipec && (ratio - 1.0).abs() > APART;
-    is_other.then(|| {
+    let differs = plan.cost != CostModel::Pipec && (ratio - 1.0).abs() > MAX_EQUAL_RATIO;
+    differs.then(|| {
         format!(
             "the plan's times use cost model `{}`; the simulation uses the link times of cost model `pipec`, with contention for ports",
             cost_name(plan.cost)
@@ -52,10 +52,10 @@ pub fn other_links(plan: &Plan, simulated_us: f64) -> Option<String> {
 }
 
 /// Explains a simulated step that is slightly longer than the plan's estimate.
-pub fn waits(plan: &Plan, simulated_us: f64) -> Option<String> {
+pub fn explain_waits(plan: &Plan, simulated_us: f64) -> Option<String> {
     let ratio = simulated_us / plan.predicted.step_us;
     let is_estimate = plan.cost == CostModel::Pipec && plan.schedule.kind.is_continuous() && ratio.is_finite();
-    if !is_estimate || !(1.0 + EQUAL..=1.0 + APART).contains(&ratio) {
+    if !is_estimate || !(1.0 + EQUAL_TOLERANCE..=1.0 + MAX_EQUAL_RATIO).contains(&ratio) {
         return None;
     }
     Some(format!(
@@ -66,10 +66,10 @@ pub fn waits(plan: &Plan, simulated_us: f64) -> Option<String> {
 }
 
 /// The simulated time of the plan's program, if it is slightly above the estimate.
-fn in_program(plan: &Plan) -> Option<String> {
+fn program_text(plan: &Plan) -> Option<String> {
     let (kind, pipeline) = (generated(plan.schedule.kind).ok()?, pipeline(plan).ok()?);
     let us = step_time::step_us(kind, &pipeline, plan.schedule.microbatches).ok()??;
-    waits(plan, us)?;
+    explain_waits(plan, us)?;
     Some(format!(
         "{} per minibatch, {:.1} % above the estimate; in-flight limits are raised only for gains of at least {:.1} %, because they cost memory",
         quantity::time(us),
@@ -79,82 +79,81 @@ fn in_program(plan: &Plan) -> Option<String> {
 }
 
 /// True if the pipeline drains after every minibatch: a step then takes longer than its micro-batches at the slowest stage.
-fn flushes(plan: &Plan) -> bool {
+fn has_flush(plan: &Plan) -> bool {
     // The objective of cost `hybrid` excludes fill and drain, and its files have too little data to compute them.
     !plan.schedule.kind.is_continuous() && plan.stages.len() > 1 && plan.cost != CostModel::Hybrid
 }
 
 /// True if the objective covers only the steady state although the pipeline drains.
-fn is_steady(plan: &Plan) -> bool {
-    flushes(plan) && plan.cost != CostModel::Pipec
+fn covers_only_steady_state(plan: &Plan) -> bool {
+    has_flush(plan) && plan.cost != CostModel::Pipec
 }
 
 /// True if the objective and the baselines are times per micro-batch.
-pub fn is_of_items(plan: &Plan) -> bool {
-    let is_whole = plan.cost == CostModel::Pipec && plan.schedule.kind.trains();
-    plan.schedule.microbatches > 1 && !is_whole
+pub fn is_per_microbatch(plan: &Plan) -> bool {
+    let is_per_minibatch = plan.cost == CostModel::Pipec && plan.schedule.kind.trains();
+    plan.schedule.microbatches > 1 && !is_per_minibatch
 }
 
 /// Factor from the objective to the time of a minibatch.
 fn microbatches(plan: &Plan) -> f64 {
-    if is_of_items(plan) { f64::from(plan.schedule.microbatches) } else { 1.0 }
+    if is_per_microbatch(plan) { f64::from(plan.schedule.microbatches) } else { 1.0 }
 }
 
 /// Gain and cost of tensor parallelism, for one micro-batch over all stages.
-fn groups(plan: &Plan) -> Option<String> {
+fn tensor_parallel_text(plan: &Plan) -> Option<String> {
     let degree = plan.stages.first().map(Stage::degree).filter(|degree| *degree > 1)?;
-    let (mut alone, mut shared, mut meetings) = (0.0, 0.0, 0.0);
+    let (mut unsharded_us, mut sharded_us, mut collective_us) = (0.0, 0.0, 0.0);
     for stage in &plan.stages {
-        let sharing = stage.tensor_parallel.as_ref()?;
-        alone += sharing.unsharded_fwd_us + sharing.unsharded_bwd_us;
-        meetings += sharing.collective_fwd_us + sharing.collective_bwd_us;
-        shared += stage.fwd_us + stage.bwd_us - stage.recompute_us();
+        let tensor_parallel = stage.tensor_parallel.as_ref()?;
+        unsharded_us += tensor_parallel.unsharded_fwd_us + tensor_parallel.unsharded_bwd_us;
+        collective_us += tensor_parallel.collective_fwd_us + tensor_parallel.collective_bwd_us;
+        sharded_us += stage.fwd_us + stage.bwd_us - stage.recompute_us();
     }
-    let split = match plan.activations() {
+    let sharding = match plan.activations() {
         ActivationSharding::Replicated => "",
         ActivationSharding::Sequence => ", sequence parallel",
         ActivationSharding::Batch => ", batch split within a group",
     };
     Some(format!(
-        "{degree}{split}: one micro-batch takes {} through all stages ({:.1} % collectives), {} on single devices",
-        quantity::time(shared),
-        if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 },
-        quantity::time(alone)
+        "{degree}{sharding}: one micro-batch takes {} through all stages ({:.1} % collectives), {} on single devices",
+        quantity::time(sharded_us),
+        if sharded_us > 0.0 { collective_us / sharded_us * 100.0 } else { 0.0 },
+        quantity::time(unsharded_us)
     ))
 }
 
-/// The collectives of tensor-parallel groups.
-fn collectives(plan: &Plan) -> Option<String> {
-    let one = |of: &PlannedCollective| {
-        let many = if of.count == 1 { of.kind.clone() } else { format!("{}s", of.kind) };
-        format!("{} {many} ({})", quantity::count(of.count), quantity::bytes(of.bytes))
+fn collectives_text(plan: &Plan) -> Option<String> {
+    let describe = |collective: &PlannedCollective| {
+        let kind = if collective.count == 1 { collective.kind.clone() } else { format!("{}s", collective.kind) };
+        format!("{} {kind} ({})", quantity::count(collective.count), quantity::bytes(collective.bytes))
     };
-    let all: Vec<String> = plan.predicted.collectives.iter().map(one).collect();
-    (!all.is_empty())
-        .then(|| format!("per micro-batch over all stages, with the bytes that a device sends: {}", all.join(", ")))
+    let parts: Vec<String> = plan.predicted.collectives.iter().map(describe).collect();
+    (!parts.is_empty())
+        .then(|| format!("per micro-batch over all stages, with the bytes that a device sends: {}", parts.join(", ")))
 }
 
 /// The device of a group, or of a replica, that holds each expert.
-fn experts(plan: &Plan) -> Vec<String> {
+fn experts_text(plan: &Plan) -> Vec<String> {
     let degree = u64::from(plan.stages.iter().map(Stage::degree).max().unwrap_or(1));
-    let one = |of: &PlannedExperts| {
-        let weights = plural(of.weights.into(), "weight", "weights");
-        let experts = of.experts;
-        match of.split.as_str() {
+    let describe = |planned: &PlannedExperts| {
+        let weights = plural(planned.weights.into(), "weight", "weights");
+        let experts = planned.experts;
+        match planned.split.as_str() {
             "experts" if degree > 1 => {
-                let each = experts / degree;
+                let per_device = experts / degree;
                 format!(
-                    "{experts} per layer ({weights}), {each} on each device of a group: device 0 holds experts 0-{}, …, device {} \
+                    "{experts} per layer ({weights}), {per_device} on each device of a group: device 0 holds experts 0-{}, …, device {} \
                      experts {}-{}",
-                    each.saturating_sub(1),
+                    per_device.saturating_sub(1),
                     degree - 1,
-                    experts - each,
+                    experts - per_device,
                     experts - 1
                 )
             }
             "inputs" | "outputs" if degree > 1 => format!(
                 "{experts} per layer ({weights}): every device of a group holds 1/{degree} of each expert, split by its {}",
-                of.split
+                planned.split
             ),
             _ if degree > 1 => format!("{experts} per layer ({weights}): every device of a group holds all of them"),
             _ => format!(
@@ -162,30 +161,30 @@ fn experts(plan: &Plan) -> Vec<String> {
             ),
         }
     };
-    plan.predicted.experts.iter().map(one).collect()
+    plan.predicted.experts.iter().map(describe).collect()
 }
 
 /// Operations per second of each device of a stage, and their share of the peak: model flops utilisation (MFU; Chowdhery
 /// et al., "PaLM", 2022, appendix B), and hardware flops utilisation (HFU) with recomputation.
-fn utilisation(plan: &Plan) -> Option<String> {
+fn utilisation_text(plan: &Plan) -> Option<String> {
     let predicted = &plan.predicted;
     let device = &plan.cluster.device;
     let precision = plan.precision();
     let dtype =
         DType::parse(&plan.dtype).filter(|_| device.multiprocessors.is_some() && plan.cluster.classes.is_empty())?;
     let peak = matmul::peak(&precision.map_or_else(|| device.clone(), |precision| precision.on(device)), dtype);
-    let used: BTreeSet<u32> = plan.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
+    let devices: BTreeSet<u32> = plan.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
     let rate = predicted.throughput_per_s / (plan.schedule.micro_batch as f64 * f64::from(plan.schedule.microbatches));
-    let each = |flops: f64| flops * rate / used.len() as f64;
+    let per_device = |flops: f64| flops * rate / devices.len() as f64;
     (predicted.flops > 0.0 && rate > 0.0).then(|| {
-        let hardware = each(predicted.flops + predicted.recomputed_flops) / peak * 100.0;
-        let again = match predicted.recomputed_flops > 0.0 {
+        let hardware = per_device(predicted.flops + predicted.recomputed_flops) / peak * 100.0;
+        let recomputation = match predicted.recomputed_flops > 0.0 {
             true => format!("; {} % with recomputation (HFU)", short(hardware)),
             false => String::new(),
         };
-        let model = each(predicted.flops);
+        let model = per_device(predicted.flops);
         format!(
-            "{} Tflop/s per device, {} % of its {} peak (MFU){again}",
+            "{} Tflop/s per device, {} % of its {} peak (MFU){recomputation}",
             short(model / 1e12),
             short(model / peak * 100.0),
             plan.precision_name()
@@ -194,22 +193,23 @@ fn utilisation(plan: &Plan) -> Option<String> {
 }
 
 /// True if there is one micro-batch between flushes, so that no two devices work at the same time.
-fn leaves_nothing(plan: &Plan) -> bool {
+fn is_fully_serial(plan: &Plan) -> bool {
     let has_costs = !matches!(plan.cost, CostModel::Load | CostModel::Hybrid);
     // Tensor-parallel devices work together, and the passes of a split backward overlap with other stages.
     let is_serial = plan.stages.iter().all(|stage| stage.degree() == 1) && !plan.schedule.kind.splits_backward();
-    let is_one = !plan.schedule.kind.is_continuous() && plan.schedule.microbatches == 1 && plan.cluster.devices > 1;
-    has_costs && is_serial && is_one
+    let has_one_item =
+        !plan.schedule.kind.is_continuous() && plan.schedule.microbatches == 1 && plan.cluster.devices > 1;
+    has_costs && is_serial && has_one_item
 }
 
 /// Reports idle devices of data parallelism: with a flush, micro-batches are distributed over the devices, and there may be fewer.
-fn idle(plan: &Plan) -> Option<String> {
-    let (all, items) = (plan.cluster.devices, plan.schedule.microbatches);
-    let is_alone = plan.stages.iter().all(|stage| stage.degree() == 1);
-    let has_idle = is_alone && !plan.schedule.kind.is_continuous() && items < all;
+fn idle_text(plan: &Plan) -> Option<String> {
+    let (devices, microbatches) = (plan.cluster.devices, plan.schedule.microbatches);
+    let is_unsharded = plan.stages.iter().all(|stage| stage.degree() == 1);
+    let has_idle = is_unsharded && !plan.schedule.kind.is_continuous() && microbatches < devices;
     has_idle.then(|| {
-        let work = plural(u64::from(items), "micro-batch keeps", "micro-batches keep");
-        format!("with a flush, {work} {items} of {all} devices busy")
+        let subject = plural(u64::from(microbatches), "micro-batch keeps", "micro-batches keep");
+        format!("with a flush, {subject} {microbatches} of {devices} devices busy")
     })
 }
 
@@ -217,40 +217,40 @@ fn idle(plan: &Plan) -> Option<String> {
 pub fn prediction(plan: &Plan) -> String {
     let predicted = &plan.predicted;
     let step = predicted.step_us;
-    let what = if plan.objective == Objective::Latency { "end to end" } else { "per minibatch" };
+    let unit = if plan.objective == Objective::Latency { "end to end" } else { "per minibatch" };
     let mut text = format!(
-        "predicted      {} {what}, {} samples/s; bottleneck: {}\n",
+        "predicted      {} {unit}, {} samples/s; bottleneck: {}\n",
         quantity::time(step),
         quantity::samples(predicted.throughput_per_s),
         predicted.bottleneck
     );
-    if let Some(line) = expected(plan) {
-        text += &format!("expected       {line} {what}\n");
+    if let Some(line) = expected_text(plan) {
+        text += &format!("expected       {line} {unit}\n");
     }
-    if let Some(line) = contention(plan) {
+    if let Some(line) = contention_text(plan) {
         text += &format!("contention     {line}\n");
     }
-    if let Some(line) = utilisation(plan) {
+    if let Some(line) = utilisation_text(plan) {
         text += &format!("compute        {line}\n");
     }
-    if let Some(line) = in_program(plan) {
+    if let Some(line) = program_text(plan) {
         text += &format!("simulated      {line}\n");
     }
     // The heading states how other schedules divide a batch.
-    if let Some(line) = updates(plan).filter(|_| plan.schedule.kind.is_round_robin()) {
+    if let Some(line) = updates_text(plan).filter(|_| plan.schedule.kind.is_round_robin()) {
         text += &format!("update         {line}\n");
     }
-    if leaves_nothing(plan) {
+    if is_fully_serial(plan) {
         text += "micro-batches  1 per minibatch: with a flush, nothing overlaps; `--microbatches M` uses M of the same size\n";
     }
-    if flushes(plan) && !is_steady(plan) {
+    if has_flush(plan) && !covers_only_steady_state(plan) {
         text += &format!(
             "flush          {}; the busiest stage idles {:.1} % of a step (pipeline bubble)\n",
             plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
             predicted.bubble * 100.0
         );
     }
-    if is_steady(plan) {
+    if covers_only_steady_state(plan) {
         text += &format!(
             "flush          {} of {} at the slowest stage; fill and drain take {:.1} % of a step\n",
             plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
@@ -258,30 +258,32 @@ pub fn prediction(plan: &Plan) -> String {
             predicted.bubble * 100.0
         );
     }
-    for (name, other, fits) in alternatives(plan) {
+    for (name, other_us, fits) in alternatives(plan) {
         if !fits {
-            text += &format!("{name:14} does not fit in memory (would take {} {what})\n", quantity::time(other));
+            text += &format!("{name:14} does not fit in memory (would take {} {unit})\n", quantity::time(other_us));
             continue;
         }
-        let against = match other / step {
-            ratio if !ratio.is_finite() || (ratio - 1.0).abs() < EQUAL => "the same".to_string(),
+        let comparison = match other_us / step {
+            ratio if !ratio.is_finite() || (ratio - 1.0).abs() < EQUAL_TOLERANCE => "the same".to_string(),
             ratio if ratio > 1.0 => format!("this plan is {} times as fast", short(ratio)),
             ratio => format!("{} times as fast as this plan", short(1.0 / ratio)),
         };
-        let idle = idle(plan).filter(|_| name == DATA_PARALLEL).map_or(String::new(), |idle| format!("; {idle}"));
-        text += &format!("{name:14} {} {what}: {against}{idle}\n", quantity::time(other));
+        let idle_devices = idle_text(plan)
+            .filter(|_| name == DATA_PARALLEL)
+            .map_or(String::new(), |idle_devices| format!("; {idle_devices}"));
+        text += &format!("{name:14} {} {unit}: {comparison}{idle_devices}\n", quantity::time(other_us));
     }
-    text += &format!("lower bound    {}\n", bound(plan));
+    text += &format!("lower bound    {}\n", bound_text(plan));
     if let Some(line) = gradients(plan) {
         text += &format!("gradients      {line}\n");
     }
-    if let Some(line) = groups(plan) {
+    if let Some(line) = tensor_parallel_text(plan) {
         text += &format!("tensor degree  {line}\n");
     }
-    if let Some(line) = collectives(plan) {
+    if let Some(line) = collectives_text(plan) {
         text += &format!("collectives    {line}\n");
     }
-    for line in experts(plan) {
+    for line in experts_text(plan) {
         text += &format!("experts        {line}\n");
     }
     if let Some(link) = &predicted.busiest_link {
@@ -297,117 +299,126 @@ pub fn prediction(plan: &Plan) -> String {
     }
     text += &format!("in flight      {}\n", in_flight(plan));
     if !plan.cluster.idle.is_empty() {
-        let (idle, all) = (&plan.cluster.idle, plan.cluster.devices);
-        text += &format!("idle           {} of {all} devices, without a stage: {}\n", idle.len(), ranges(idle));
+        let (idle_devices, devices) = (&plan.cluster.idle, plan.cluster.devices);
+        text += &format!(
+            "idle           {} of {devices} devices, without a stage: {}\n",
+            idle_devices.len(),
+            ranges(idle_devices)
+        );
     }
-    if let Some(shared) = shared(plan) {
+    if let Some(shared) = shared_cores_text(plan) {
         text += &format!("shared cores   {shared}\n");
     }
     text
 }
 
 /// A faster schedule without a flush, beside the plan's time per minibatch.
-pub fn alternative(of: &Alternative, step_us: f64) -> String {
-    let name = of.schedule.name();
+pub fn alternative_text(alternative: &Alternative, step_us: f64) -> String {
+    let name = alternative.schedule.name();
     format!(
         "asynchronous   {} per minibatch, {} times as fast, if each update may use gradients of weights one update old: \
          `--schedule {name}`\n",
-        quantity::time(of.minibatch_us),
-        short(step_us / of.minibatch_us)
+        quantity::time(alternative.minibatch_us),
+        short(step_us / alternative.minibatch_us)
     )
 }
 
 /// The in-flight limit and the weight versions of each stage.
 fn in_flight(plan: &Plan) -> String {
     let [limits, versions] = [&plan.schedule.in_flight, &plan.schedule.weight_versions].map(|list| per_stage(list));
-    let each = if limits.contains(" in stage") { ", per replica" } else { " per replica of each stage" };
-    format!("{limits}{each}; weight versions {versions}")
+    let unit = if limits.contains(" in stage") { ", per replica" } else { " per replica of each stage" };
+    format!("{limits}{unit}; weight versions {versions}")
 }
 
 /// Heading, stage table and prediction of a plan, fitted to the width of the screen.
 pub fn describe(plan: &Plan, screen: &Screen) -> String {
-    let [heading, prediction] = [stage_table::heading(plan), prediction(plan)].map(|prose| screen.folded(&prose));
+    let [heading, prediction] = [stage_table::heading(plan), prediction(plan)].map(|prose| screen.wrap(&prose));
     format!("{heading}\n{}\n{prediction}", stage_table::stages(plan, screen.width()))
 }
 
 /// Samples per optimizer update of each stage.
 pub fn update_samples(plan: &Plan) -> Vec<u64> {
     let minibatch = plan.schedule.micro_batch.saturating_mul(plan.schedule.microbatches.into());
-    let of = |stage: &Stage| if plan.schedule.kind.is_round_robin() { stage.replicas } else { 1 };
-    plan.stages.iter().map(|stage| minibatch.saturating_mul(of(stage).into())).collect()
+    let minibatches_of = |stage: &Stage| if plan.schedule.kind.is_round_robin() { stage.replicas } else { 1 };
+    plan.stages.iter().map(|stage| minibatch.saturating_mul(minibatches_of(stage).into())).collect()
 }
 
 /// Describes the samples per optimizer update, if it averages several micro-batches or minibatches; `None` for plans without training.
-pub fn updates(plan: &Plan) -> Option<String> {
+pub fn updates_text(plan: &Plan) -> Option<String> {
     let (schedule, stages) = (&plan.schedule, &plan.stages);
     if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || !schedule.kind.trains() {
         return None;
     }
-    let most = stages.iter().map(|stage| stage.replicas).max().filter(|most| *most > 1);
+    let max_replicas = stages.iter().map(|stage| stage.replicas).max().filter(|max_replicas| *max_replicas > 1);
     let samples = |items: u32| plural(schedule.micro_batch.saturating_mul(items.into()), "sample", "samples");
-    let one = quantity::count(schedule.micro_batch);
+    let size = quantity::count(schedule.micro_batch);
     if !schedule.kind.is_round_robin() {
         let items = Some(schedule.microbatches).filter(|items| *items > 1)?;
-        let dealt = if most.is_some() { ", distributed over the replicas of each stage" } else { "" };
-        return Some(format!("averages {}: {items} micro-batches of {one}{dealt}", samples(items)));
+        let remark = if max_replicas.is_some() { ", distributed over the replicas of each stage" } else { "" };
+        return Some(format!("averages {}: {items} micro-batches of {size}{remark}", samples(items)));
     }
-    let most = most?;
-    if stages.iter().all(|stage| stage.replicas == most) {
-        return Some(format!("averages {}: one minibatch of {one} on each of {most} replicas", samples(most)));
+    let max_replicas = max_replicas?;
+    if stages.iter().all(|stage| stage.replicas == max_replicas) {
+        return Some(format!(
+            "averages {}: one minibatch of {size} on each of {max_replicas} replicas",
+            samples(max_replicas)
+        ));
     }
     let mut counts: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
     counts.sort_unstable_by(|a, b| b.cmp(a));
     counts.dedup();
-    let of = |replicas: u32| {
+    let samples_of = |replicas: u32| {
         let ids: Vec<u32> = stages.iter().filter(|stage| stage.replicas == replicas).map(|stage| stage.id.0).collect();
         let word = if ids.len() > 1 { "stages" } else { "stage" };
         format!("{} in {word} {}", samples(replicas), ranges(&ids))
     };
-    let all: Vec<String> = counts.into_iter().map(of).collect();
-    Some(format!("averages {}: one minibatch of {one} on each replica", all.join(", ")))
+    let parts: Vec<String> = counts.into_iter().map(samples_of).collect();
+    Some(format!("averages {}: one minibatch of {size} on each replica", parts.join(", ")))
 }
 
 /// The baselines: name, time per minibatch, true if it fits in memory.
 pub fn alternatives(plan: &Plan) -> Vec<(&'static str, f64, bool)> {
-    let (all, fits, m) = (&plan.baselines, &plan.baselines.fits, microbatches(plan));
-    let mut rows =
-        vec![("one device", all.single * m, fits.single), (DATA_PARALLEL, all.data_parallel * m, fits.data_parallel)];
+    let (baselines, fits, m) = (&plan.baselines, &plan.baselines.fits, microbatches(plan));
+    let mut rows = vec![
+        ("one device", baselines.single * m, fits.single),
+        (DATA_PARALLEL, baselines.data_parallel * m, fits.data_parallel),
+    ];
     if plan.schedule.kind.is_continuous() {
-        rows.push(("uniform", all.uniform * m, fits.uniform));
+        rows.push(("uniform", baselines.uniform * m, fits.uniform));
     }
     rows
 }
 
 /// Lower bound of the minibatch time; 0 if the bound covers only the steady state.
 pub fn bound_us(plan: &Plan) -> f64 {
-    if is_steady(plan) { 0.0 } else { plan.lower_bound_us * microbatches(plan) }
+    if covers_only_steady_state(plan) { 0.0 } else { plan.lower_bound_us * microbatches(plan) }
 }
 
 /// The lower bound and the optimality gap, as a sentence.
 pub fn bound_sentence(plan: &Plan) -> String {
-    format!("Lower bound: {}.", bound(plan))
+    format!("Lower bound: {}.", bound_text(plan))
 }
 
 /// The lower bound and the optimality gap; with a flush, possibly of the steady state only.
-fn bound(plan: &Plan) -> String {
+fn bound_text(plan: &Plan) -> String {
     let (bound, time, m) = (plan.lower_bound_us, plan.predicted.minibatch_us, microbatches(plan));
-    let (unit, least) = match is_steady(plan) {
+    let (unit, time_of_bound) = match covers_only_steady_state(plan) {
         true => (" per micro-batch in steady state, without fill and drain", quantity::time(bound)),
         false => ("", quantity::time(bound * m)),
     };
     let gap = (time / bound - 1.0) * 100.0;
     // The baselines ignore the constraints, and may be faster than every plan that satisfies them.
     let is_free = CONSTRAINTS.iter().all(|name| !plan.options.contains_key(*name)) && !is_of_given_groups(plan);
-    let which = if is_free { "" } else { " within the constraints" };
+    let qualifier = if is_free { "" } else { " within the constraints" };
     if plan.proven_optimal {
-        let steady = if is_steady(plan) { " in steady state, without fill and drain" } else { "" };
-        format!("proven optimal{which} under this cost model{steady}")
+        let steady = if covers_only_steady_state(plan) { " in steady state, without fill and drain" } else { "" };
+        format!("proven optimal{qualifier} under this cost model{steady}")
     } else if bound <= 0.0 {
         "not known".to_string()
-    } else if gap < EQUAL {
-        format!("no plan{which} is faster than {least}{unit}; this plan reaches the bound")
+    } else if gap < EQUAL_TOLERANCE {
+        format!("no plan{qualifier} is faster than {time_of_bound}{unit}; this plan reaches the bound")
     } else {
-        format!("no plan{which} is faster than {least}{unit}; this plan is at most {} % slower", short(gap))
+        format!("no plan{qualifier} is faster than {time_of_bound}{unit}; this plan is at most {} % slower", short(gap))
     }
 }
 
@@ -415,8 +426,8 @@ fn bound(plan: &Plan) -> String {
 const CONSTRAINTS: [&str; 6] = ["stages", "pin", "max_stages", "no_replication", "target", "cut_after"];
 
 /// True if this option is the only constraint.
-fn is_pinned_by(plan: &Plan, only: &str) -> bool {
-    CONSTRAINTS.iter().all(|name| plan.options.contains_key(*name) == (*name == only))
+fn is_pinned_by(plan: &Plan, option: &str) -> bool {
+    CONSTRAINTS.iter().all(|name| plan.options.contains_key(*name) == (*name == option))
 }
 
 /// True if the tensor-parallel degree was given.
@@ -431,14 +442,14 @@ pub fn verdict(plan: &Plan) -> Option<String> {
     let is_planned = plan.search.method == "pipec" || target.is_some();
     let is_free = is_planned && plan.objective == Objective::Throughput && !is_of_given_groups(plan);
     let target = target.map_or(String::new(), |target| format!(" for `--target {target}`"));
-    if let [only] = &plan.stages[..] {
-        match only.replicas {
-            replicas if is_free && only.degree() > 1 => {
-                let (what, degree) =
-                    (if replicas > 1 { "data parallelism over" } else { "tensor parallelism in" }, only.degree());
+    if let [stage] = &plan.stages[..] {
+        match stage.replicas {
+            replicas if is_free && stage.degree() > 1 => {
+                let (parallelism, degree) =
+                    (if replicas > 1 { "data parallelism over" } else { "tensor parallelism in" }, stage.degree());
                 let groups = plural(u64::from(replicas), "group", "groups");
                 return Some(format!(
-                    "Recommended{target}: {what} {groups} of {degree} devices; no faster pipeline was found.\n"
+                    "Recommended{target}: {parallelism} {groups} of {degree} devices; no faster pipeline was found.\n"
                 ));
             }
             1 if plan.cluster.devices == 1 => {
@@ -446,7 +457,7 @@ pub fn verdict(plan: &Plan) -> Option<String> {
             }
             1 if is_free => {
                 let why = match plan.proven_optimal {
-                    _ if leaves_nothing(plan) => "with a flush and one micro-batch, the other devices would be idle",
+                    _ if is_fully_serial(plan) => "with a flush and one micro-batch, the other devices would be idle",
                     true => "more devices do not make this model faster",
                     false => "no faster plan with more devices was found",
                 };
@@ -460,17 +471,19 @@ pub fn verdict(plan: &Plan) -> Option<String> {
             _ => {}
         }
     }
-    let (all, step, m) = (&plan.baselines, plan.predicted.step_us, microbatches(plan));
-    let data_parallel = (all.data_parallel * m, all.fits.data_parallel, "Data parallelism");
-    let single = (all.single * m, all.fits.single, "One device");
-    let faster = [data_parallel, single].into_iter().filter(|(other, fits, _)| *fits && *other * (1.0 + EQUAL) < step);
+    let (baselines, step, m) = (&plan.baselines, plan.predicted.step_us, microbatches(plan));
+    let data_parallel = (baselines.data_parallel * m, baselines.fits.data_parallel, "Data parallelism");
+    let single = (baselines.single * m, baselines.fits.single, "One device");
+    let faster = [data_parallel, single]
+        .into_iter()
+        .filter(|(baseline_us, fits, _)| *fits && *baseline_us * (1.0 + EQUAL_TOLERANCE) < step);
     let best = faster.min_by(|left, right| left.0.total_cmp(&right.0))?;
-    let this = if plan.stages.len() > 1 { "pipeline" } else { "plan" };
-    Some(format!("{} would be {} times as fast as this {this}.\n", best.2, short(step / best.0)))
+    let subject = if plan.stages.len() > 1 { "pipeline" } else { "plan" };
+    Some(format!("{} would be {} times as fast as this {subject}.\n", best.2, short(step / best.0)))
 }
 
 /// Throughput of the plan if its workers outnumber the cores they share; `None` if each has its own device.
-pub fn shared(plan: &Plan) -> Option<String> {
+pub fn shared_cores_text(plan: &Plan) -> Option<String> {
     let cores = plan.cluster.device.cores?;
     let workers = u64::from(plan.workers());
     // Cores belong to one host, and only the first level is known to be within a host.
@@ -478,36 +491,36 @@ pub fn shared(plan: &Plan) -> Option<String> {
         return None;
     }
     let text = format!("{workers} workers share {}", plural(u64::from(cores), "core", "cores"));
-    let rate = on_cores(plan, cores).map_or(String::new(), |rate| {
+    let rate = simulate_on_cores(plan, cores).map_or(String::new(), |rate| {
         format!(": {} samples/s in simulation; the figures above assume one core per worker", quantity::samples(rate))
     });
     Some(text + &rate)
 }
 
 /// The prediction interval of a step.
-fn expected(plan: &Plan) -> Option<String> {
+fn expected_text(plan: &Plan) -> Option<String> {
     let [low, high] = plan.expected_step_us()?.map(quantity::time);
     Some(format!("{low} to {high}"))
 }
 
 /// Says that a profile was measured with another number of workers on the cores of the machine.
-fn contention(plan: &Plan) -> Option<String> {
+fn contention_text(plan: &Plan) -> Option<String> {
     let (workers, measured) = (plan.workers_of_one_host()?, plan.profile.workers);
-    let is_other = plan.profile.method == Method::Measured && workers != measured;
+    let differs = plan.profile.method == Method::Measured && workers != measured;
     let measured = plural(u64::from(measured), "worker", "workers");
-    is_other.then(|| match workers {
+    differs.then(|| match workers {
         1 => format!("measured with {measured} at the same time; one alone is faster"),
         _ => format!("measured with {measured}; `pipec profile --workers {workers}` includes the memory bandwidth that {workers} share"),
     })
 }
 
 /// Simulated samples per second on this number of cores.
-fn on_cores(plan: &Plan, cores: u32) -> Option<f64> {
+fn simulate_on_cores(plan: &Plan, cores: u32) -> Option<f64> {
     let microbatches = plan.schedule.microbatches;
     let pipeline = pipeline(plan).ok()?;
     let machine = Machine { cores: Some(cores), ..Machine::of(&pipeline) };
     let run = Run::of(plan.schedule.kind, &pipeline, &machine, plan.schedule.microbatches);
-    let minibatches = Some(run.minibatches()).filter(|minibatches| *minibatches >= FEWEST)?;
+    let minibatches = Some(run.minibatches()).filter(|minibatches| *minibatches >= MIN_MINIBATCHES)?;
     let count = StepCount { minibatches, microbatches };
     let step = run.step_us(&schedule(generated(plan.schedule.kind).ok()?, &pipeline, count).ok()?)?;
     let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);

@@ -8,7 +8,6 @@ pub const BUG: u8 = 101;
 /// The exit code of bad input or usage.
 pub const INPUT: u8 = 2;
 
-/// The exit code of an error.
 pub fn exit_code(error: &Error) -> u8 {
     match error.kind() {
         ErrorKind::Negative => 1,

@@ -5,7 +5,7 @@
 
 use crate::cli::args::{Format, Global};
 use crate::cli::color;
-use crate::cli::color::{Stream, painted};
+use crate::cli::color::{Stream, paint};
 use crate::cli::prediction;
 use crate::cli::render_error;
 use crate::cli::stage_table;
@@ -27,10 +27,10 @@ use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 /// Interval of step reports in a training run without a terminal.
-const REPORT: Duration = Duration::from_secs(10);
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Maximum width of help text in characters.
-const READ: usize = 100;
+const MAX_HELP_WIDTH: usize = 100;
 
 /// The form in which failures are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +41,6 @@ pub enum Reader {
     Program,
 }
 
-/// The output of a command.
 pub struct Screen {
     format: Format,
     reader: Reader,
@@ -50,10 +49,9 @@ pub struct Screen {
     /// Set once standard output is closed.
     closed: Cell<bool>,
     fault: RefCell<Option<io::Error>>,
-    /// The progress bar of the current request.
     bar: RefCell<Option<ProgressBar>>,
     /// Time of the last step report without a terminal.
-    reported: Cell<Option<Instant>>,
+    last_report: Cell<Option<Instant>>,
     /// The signals of the process, if they end the request early instead of the process.
     stop: Cell<Option<&'static Stop>>,
 }
@@ -69,7 +67,7 @@ impl Screen {
             closed: Cell::new(false),
             fault: RefCell::new(None),
             bar: RefCell::new(None),
-            reported: Cell::new(None),
+            last_report: Cell::new(None),
             stop: Cell::new(None),
         }
     }
@@ -79,7 +77,7 @@ impl Screen {
         self.stop.set(Stop::listen().ok());
         let result = search();
         if let Some(stop) = self.stop.take() {
-            stop.unanswered();
+            stop.exit_on_next();
         }
         result
     }
@@ -87,7 +85,7 @@ impl Screen {
     /// Prints a piece of the result, in text form only.
     pub fn text(&self, text: &str) {
         if self.format == Format::Text {
-            self.write(&painted(&clean(text), Stream::Out));
+            self.write(&paint(&clean(text), Stream::Out));
         }
     }
 
@@ -95,14 +93,14 @@ impl Screen {
     pub fn json(&self, value: &Value) {
         if self.format == Format::Json {
             let text = serde_json::to_string_pretty(value).unwrap_or_default();
-            self.write(&escaped(&text));
+            self.write(&escape(&text));
         }
     }
 
     /// Prints the text of a JSON file as the whole result, in JSON form only, byte for byte.
     pub fn json_file(&self, text: &str) {
         if self.format == Format::Json {
-            self.write(&escaped(text));
+            self.write(&escape(text));
         }
     }
 
@@ -128,42 +126,45 @@ impl Screen {
     /// Prints a note, unless `-q`.
     pub fn note(&self, text: &str) {
         if self.quiet == 0 {
-            complain(text);
+            print_error(text);
         }
     }
 
     /// Prints a detail, with `-v` only.
     pub fn detail(&self, text: &str) {
         if self.verbose > 0 && self.quiet == 0 {
-            complain(text);
+            print_error(text);
         }
     }
 
     /// Prints a warning, unless `-qq`.
     pub fn warn(&self, text: &str) {
         if self.quiet < 2 {
-            complain(&format!("warning: {text}"));
+            print_error(&format!("warning: {text}"));
         }
     }
 
     /// A progress bar of `length` steps on standard error, shown only on a terminal and without `-q`.
     pub fn progress(&self, length: u64, template: &str) -> ProgressBar {
-        let shows = self.quiet == 0 && io::stderr().is_terminal();
-        let target = if shows { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let is_shown = self.quiet == 0 && io::stderr().is_terminal();
+        let target = if is_shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         // Bars are coloured only if the other output is.
-        let template =
-            if color::on(Stream::Err) { template.replace("{bar:30}", "{bar:30.green}") } else { template.to_string() };
+        let template = if color::is_colored(Stream::Err) {
+            template.replace("{bar:30}", "{bar:30.green}")
+        } else {
+            template.to_string()
+        };
         let style = ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar());
         // Templates end in a message; until there is one, `…` follows their comma.
-        let style = style.with_key("left", left);
+        let style = style.with_key("left", remaining_time);
         ProgressBar::with_draw_target(Some(length), target).with_style(style).with_message("…")
     }
 
     /// Prints a line while a bar is shown: above it on a terminal, otherwise as a note.
-    pub fn beside(&self, bar: &ProgressBar, text: &str) {
+    pub fn print_beside(&self, bar: &ProgressBar, text: &str) {
         match bar.is_hidden() {
             true => self.note(text),
-            false => bar.println(painted(&clean(text), Stream::Err)),
+            false => bar.println(paint(&clean(text), Stream::Err)),
         }
     }
 
@@ -194,32 +195,32 @@ impl Screen {
 
     /// Prints prose, wrapped to the terminal, in text form only.
     pub fn prose(&self, text: &str) {
-        self.text(&self.folded(text));
+        self.text(&self.wrap(text));
     }
 
     /// Wraps prose to the width of the terminal, if there is one.
-    pub fn folded(&self, text: &str) -> String {
-        table::folded(text, self.width())
+    pub fn wrap(&self, text: &str) -> String {
+        table::wrap(text, self.width())
     }
 
     /// Prints text whose lines must not be wrapped; on a terminal they are cut at its width.
     pub fn wide(&self, text: &str) {
         match self.width() {
-            Some(width) => self.text(&cut(text, width)),
+            Some(width) => self.text(&truncate_lines(text, width)),
             None => self.text(text),
         }
     }
 
     /// Prints help or the version, before there is a screen.
     pub fn print(text: &StyledStr) {
-        let text = if color::on(Stream::Out) { text.ansi().to_string() } else { clean(&text.to_string()) };
+        let text = if color::is_colored(Stream::Out) { text.ansi().to_string() } else { clean(&text.to_string()) };
         // If even help cannot be printed, there is nowhere to report it.
-        let _ = print(&table::folded(&text, width().map(|width| width.min(READ))));
+        let _ = print(&table::wrap(&text, width().map(|width| width.min(MAX_HELP_WIDTH))));
     }
 
     /// Prints to standard error before there is a screen.
-    pub fn complain(text: &str) {
-        complain(text);
+    pub fn print_error(text: &str) {
+        print_error(text);
     }
 
     /// The form in which failures of this run are printed.
@@ -227,17 +228,15 @@ impl Screen {
         self.reader
     }
 
-    /// Prints a failure.
     pub fn failure(failure: &Error, reader: Reader) {
         match reader {
-            Reader::Program => _ = writeln!(io::stderr().lock(), "{}", escaped(&render_error::json(failure))),
-            Reader::Person => complain(&failure.to_string()),
+            Reader::Program => _ = writeln!(io::stderr().lock(), "{}", escape(&render_error::json(failure))),
+            Reader::Person => print_error(&failure.to_string()),
         }
     }
 }
 
 impl Screen {
-    /// The bar of the current request.
     fn bar(&self, unit: &str, total: u64) -> ProgressBar {
         let template = match unit {
             "kernels" => "profiling {bar:30} {pos}/{len} {wide_msg}",
@@ -252,15 +251,15 @@ impl Screen {
         let bar = self.bar("steps", total);
         bar.set_message(format!("loss {loss:.4}"));
         bar.set_position(step);
-        let last = self.reported.get().unwrap_or_else(Instant::now);
-        if !io::stderr().is_terminal() && last.elapsed() >= REPORT {
+        let last = self.last_report.get().unwrap_or_else(Instant::now);
+        if !io::stderr().is_terminal() && last.elapsed() >= REPORT_INTERVAL {
             self.note(&format!(
                 "step {step} of {total}: loss {loss:.4}, {} samples/s",
                 quantity::samples(samples_per_s)
             ));
-            self.reported.set(Some(Instant::now()));
+            self.last_report.set(Some(Instant::now()));
         } else {
-            self.reported.set(Some(last));
+            self.last_report.set(Some(last));
         }
     }
 
@@ -268,7 +267,7 @@ impl Screen {
     fn planned(&self, plan: &Plan) {
         self.note(&format!("planned with analytic costs of a CPU\n{}", stage_table::stages(plan, self.width())));
         plan.warnings.iter().for_each(|warning| self.warn(warning));
-        if let Some(shared) = prediction::shared(plan) {
+        if let Some(shared) = prediction::shared_cores_text(plan) {
             self.note(&shared);
         }
     }
@@ -287,7 +286,7 @@ impl EventSink for Screen {
                     bar.set_message(message.to_string());
                 }
                 if unit == "steps" {
-                    self.reported.set(Some(Instant::now()));
+                    self.last_report.set(Some(Instant::now()));
                 }
             }
             Event::Step { step, total, loss, samples_per_s } => self.step(step, total, loss, samples_per_s),
@@ -301,7 +300,7 @@ impl EventSink for Screen {
     }
 
     fn stops(&self) -> bool {
-        self.stop.get().is_some_and(|stop| stop.came().is_some())
+        self.stop.get().is_some_and(|stop| stop.received().is_some())
     }
 }
 
@@ -313,18 +312,23 @@ fn width() -> Option<usize> {
 
 /// Width of a terminal; if it is unknown or 0, the value of COLUMNS, else 80.
 fn columns(reported: Option<u16>) -> usize {
-    let said = || env::var("COLUMNS").ok()?.parse().ok();
-    reported.map(usize::from).filter(|&reported| reported > 0).or_else(said).filter(|&said| said > 0).unwrap_or(80)
+    let from_environment = || env::var("COLUMNS").ok()?.parse().ok();
+    reported
+        .map(usize::from)
+        .filter(|&reported| reported > 0)
+        .or_else(from_environment)
+        .filter(|&columns| columns > 0)
+        .unwrap_or(80)
 }
 
 /// Remaining time, unknown before the first step.
-fn left(state: &ProgressState, out: &mut dyn fmt::Write) {
-    let left = state.eta();
+fn remaining_time(state: &ProgressState, out: &mut dyn fmt::Write) {
+    let remaining = state.eta();
     // Errors of a progress bar are ignored.
-    let _ = match left.as_secs() {
+    let _ = match remaining.as_secs() {
         _ if state.pos() == 0 => out.write_str("…"),
         0 => out.write_str("less than 1 s left"),
-        _ => write!(out, "{:#} left", HumanDuration(left)),
+        _ => write!(out, "{:#} left", HumanDuration(remaining)),
     };
 }
 
@@ -337,18 +341,18 @@ fn print(text: &str) -> io::Result<()> {
     out.flush()
 }
 
-fn complain(text: &str) {
+fn print_error(text: &str) {
     let mut table = Table::new();
     // As wide as the terminal of standard error, if it is one.
     let width = io::stderr().is_terminal().then(|| columns(table.use_stderr().width()));
-    let mut text = painted(&table::folded(&clean(text.trim_end()), width), Stream::Err);
+    let mut text = paint(&table::wrap(&clean(text.trim_end()), width), Stream::Err);
     text.push('\n');
     // Errors of standard error are ignored.
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
 /// Cuts lines to `width` characters; a cut line ends in `…`.
-fn cut(text: &str, width: usize) -> String {
+fn truncate_lines(text: &str, width: usize) -> String {
     let line = |line: &str| match line.chars().count() > width.max(1) {
         true => line.chars().take(width.max(1) - 1).chain(['…']).collect(),
         false => line.to_string(),
@@ -362,7 +366,7 @@ pub fn clean(text: &str) -> String {
 }
 
 /// JSON text with the same meaning, without control characters in its strings.
-fn escaped(json: &str) -> String {
+fn escape(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {
         let mut units = [0u16; 2];
@@ -381,8 +385,8 @@ mod tests {
 
     #[test]
     fn lines_end_where_the_terminal_does() {
-        assert_eq!(cut("0.0 | F0 F1\n1.0 | F0\n", 8), "0.0 | F…\n1.0 | F0\n");
-        assert_eq!(cut("ab", 0), "…");
+        assert_eq!(truncate_lines("0.0 | F0 F1\n1.0 | F0\n", 8), "0.0 | F…\n1.0 | F0\n");
+        assert_eq!(truncate_lines("ab", 0), "…");
     }
 
     #[test]
@@ -396,7 +400,7 @@ mod tests {
     fn nothing_acts_on_a_terminal() {
         assert_eq!(clean("a\u{1b}[31m\nb\u{9b}\r\u{202e}c"), "a[31m\nbc");
         let value = serde_json::json!({"name": "a\u{1b}\u{9b}\u{7f}b"});
-        let text = escaped(&serde_json::to_string_pretty(&value).unwrap());
+        let text = escape(&serde_json::to_string_pretty(&value).unwrap());
         assert!(text.chars().all(|c| c == '\n' || !c.is_control()));
         assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
     }

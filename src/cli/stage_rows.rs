@@ -4,20 +4,19 @@
 //! their layers, their devices and their memory, of which stages with more micro-batches in flight need more; times may
 //! differ by one percent.
 
-use crate::cli::stage_table::kinds;
+use crate::cli::stage_table::device_kinds;
 use compiler::plan::{Plan, Stage};
 
 /// The most stages with a row each.
-const FOLDED: usize = 24;
+const MAX_UNFOLDED: usize = 24;
 
-/// The most rows of a table.
-const MOST: usize = 40;
+const MAX_ROWS: usize = 40;
 
 /// The rows before the omitted ones in a table that would have more.
-const FIRST: usize = 24;
+const LEADING_ROWS: usize = 24;
 
 /// Relative difference up to which times are alike.
-const ALIKE: f64 = 0.01;
+const MAX_DIFFERENCE: f64 = 0.01;
 
 /// Stages in one row.
 #[derive(Clone, Debug)]
@@ -25,7 +24,7 @@ pub struct Row<'a> {
     /// In order of the plan.
     pub stages: Vec<&'a Stage>,
     /// Their indices in the plan.
-    pub places: Vec<usize>,
+    pub indices: Vec<usize>,
     /// The largest time per replica relative to that of the busiest stage.
     pub load: f64,
 }
@@ -33,51 +32,50 @@ pub struct Row<'a> {
 /// The rows of a plan whose stages have these link times.
 pub fn rows<'a>(plan: &'a Plan, links: &[[f64; 2]]) -> Vec<Row<'a>> {
     let load = |stage: &Stage| (stage.fwd_us + stage.bwd_us) / f64::from(stage.replicas.max(1));
-    let most = plan.stages.iter().map(load).fold(0.0, f64::max);
-    let share = |stage: &Stage| if most > 0.0 { load(stage) / most } else { 0.0 };
-    let kept = kept(plan, &load);
+    let max_load = plan.stages.iter().map(load).fold(0.0, f64::max);
+    let share = |stage: &Stage| if max_load > 0.0 { load(stage) / max_load } else { 0.0 };
+    let notable = notable_stages(plan, &load);
     let mut rows: Vec<Row<'a>> = Vec::new();
-    let add = |rows: &mut Vec<Row<'a>>, at: usize, nearby: bool| {
+    let add = |rows: &mut Vec<Row<'a>>, at: usize, only_last: bool| {
         let stage = &plan.stages[at];
-        let start = if nearby { rows.len().saturating_sub(1) } else { 0 };
-        let found = rows[start..].iter_mut().find(|row| {
-            let first = row.places[0];
-            !kept.contains(&first) && !kept.contains(&at) && are_alike(plan, links, first, at)
+        let start = if only_last { rows.len().saturating_sub(1) } else { 0 };
+        let similar_row = rows[start..].iter_mut().find(|row| {
+            let first_stage = row.indices[0];
+            !notable.contains(&first_stage) && !notable.contains(&at) && are_alike(plan, links, first_stage, at)
         });
-        match found.filter(|_| plan.stages.len() > FOLDED) {
+        match similar_row.filter(|_| plan.stages.len() > MAX_UNFOLDED) {
             Some(row) => {
                 row.load = row.load.max(share(stage));
                 row.stages.push(stage);
-                row.places.push(at);
+                row.indices.push(at);
             }
-            None => rows.push(Row { stages: vec![stage], places: vec![at], load: share(stage) }),
+            None => rows.push(Row { stages: vec![stage], indices: vec![at], load: share(stage) }),
         }
     };
     (0..plan.stages.len()).for_each(|at| add(&mut rows, at, true));
-    if rows.len() > MOST {
+    if rows.len() > MAX_ROWS {
         rows.clear();
         (0..plan.stages.len()).for_each(|at| add(&mut rows, at, false));
     }
-    if rows.len() > MOST {
-        let mut place = 0;
+    if rows.len() > MAX_ROWS {
+        let mut index = 0;
         rows.retain(|row| {
-            place += 1;
-            place <= FIRST || row.places.iter().any(|at| kept.contains(at))
+            index += 1;
+            index <= LEADING_ROWS || row.indices.iter().any(|at| notable.contains(at))
         });
     }
     rows
 }
 
-/// The number of stages without a row.
-pub fn omitted(plan: &Plan, rows: &[Row<'_>]) -> usize {
+pub fn omitted_count(plan: &Plan, rows: &[Row<'_>]) -> usize {
     plan.stages.len() - rows.iter().map(|row| row.stages.len()).sum::<usize>()
 }
 
 /// The first, the last, the busiest and the fullest stage.
-fn kept(plan: &Plan, load: &dyn Fn(&Stage) -> f64) -> Vec<usize> {
-    let largest = |of: &dyn Fn(&Stage) -> f64| {
-        let all = plan.stages.iter().enumerate();
-        all.reduce(|best, next| if of(next.1) > of(best.1) { next } else { best }).map(|(at, _)| at)
+fn notable_stages(plan: &Plan, load: &dyn Fn(&Stage) -> f64) -> Vec<usize> {
+    let largest = |value: &dyn Fn(&Stage) -> f64| {
+        let stages = plan.stages.iter().enumerate();
+        stages.reduce(|best, next| if value(next.1) > value(best.1) { next } else { best }).map(|(at, _)| at)
     };
     let ends = [0, plan.stages.len().saturating_sub(1)];
     let largest = [largest(load), largest(&|stage| stage.memory.total as f64)];
@@ -85,15 +83,15 @@ fn kept(plan: &Plan, load: &dyn Fn(&Stage) -> f64) -> Vec<usize> {
 }
 
 fn are_alike(plan: &Plan, links: &[[f64; 2]], first: usize, second: usize) -> bool {
-    let near = |a: f64, b: f64| (a - b).abs() <= ALIKE * a.abs().max(b.abs());
-    let (one, other) = (&plan.stages[first], &plan.stages[second]);
+    let are_close = |a: f64, b: f64| (a - b).abs() <= MAX_DIFFERENCE * a.abs().max(b.abs());
+    let (left, right) = (&plan.stages[first], &plan.stages[second]);
     let shape = |stage: &Stage| {
-        (stage.op_ids().count(), stage.replicas, stage.degree(), stage.recompute, stage.zero, kinds(plan, stage))
+        (stage.op_ids().count(), stage.replicas, stage.degree(), stage.recompute, stage.zero, device_kinds(plan, stage))
     };
     let times = links.get(first).zip(links.get(second));
-    shape(one) == shape(other)
-        && near(one.fwd_us + one.bwd_us, other.fwd_us + other.bwd_us)
-        && times.is_none_or(|(one, other)| near(one[0], other[0]) && near(one[1], other[1]))
+    shape(left) == shape(right)
+        && are_close(left.fwd_us + left.bwd_us, right.fwd_us + right.bwd_us)
+        && times.is_none_or(|(left, right)| are_close(left[0], right[0]) && are_close(left[1], right[1]))
 }
 
 #[cfg(test)]
@@ -125,38 +123,38 @@ mod tests {
 
     #[test]
     fn stages_alike_share_a_row() {
-        let few = plan(8);
-        assert_eq!(rows(&few, &[]).len(), 8);
-        let mut many = plan(40);
-        let all = rows(&many, &[]);
-        let found: Vec<usize> = all.iter().flat_map(|row| row.places.clone()).collect();
-        assert_eq!(found, (0..40).collect::<Vec<_>>());
-        assert!(all.len() < 20, "{}", all.len());
-        let alone = |rows: &[Row<'_>], at: usize| rows.iter().any(|row| row.places == [at]);
-        assert!(alone(&all, 0) && alone(&all, 39));
+        let small_plan = plan(8);
+        assert_eq!(rows(&small_plan, &[]).len(), 8);
+        let mut plan_of_40 = plan(40);
+        let table = rows(&plan_of_40, &[]);
+        let indices: Vec<usize> = table.iter().flat_map(|row| row.indices.clone()).collect();
+        assert_eq!(indices, (0..40).collect::<Vec<_>>());
+        assert!(table.len() < 20, "{}", table.len());
+        let has_own_row = |rows: &[Row<'_>], at: usize| rows.iter().any(|row| row.indices == [at]);
+        assert!(has_own_row(&table, 0) && has_own_row(&table, 39));
         // A stage that is slower is not alike, and the busiest has its own row.
-        many.stages[17].fwd_us *= 3.0;
-        many.stages[23].memory.total *= 2;
-        let all = rows(&many, &[]);
-        assert!(alone(&all, 17) && alone(&all, 23));
-        assert_eq!(all.iter().find(|row| row.places == [17]).unwrap().load, 1.0);
+        plan_of_40.stages[17].fwd_us *= 3.0;
+        plan_of_40.stages[23].memory.total *= 2;
+        let table = rows(&plan_of_40, &[]);
+        assert!(has_own_row(&table, 17) && has_own_row(&table, 23));
+        assert_eq!(table.iter().find(|row| row.indices == [17]).unwrap().load, 1.0);
     }
 
     #[test]
     fn a_table_has_a_limit() {
-        let mut many = plan(40);
-        let all = (0..200).map(|at| many.stages[at % 40].clone()).collect::<Vec<_>>();
-        many.stages = all;
-        let alternating = |many: &mut Plan, kinds: usize| {
-            (0..200).for_each(|at| many.stages[at].fwd_us = 1000.0 * (1 + at % kinds) as f64);
+        let mut plan_of_200 = plan(40);
+        let stages = (0..200).map(|at| plan_of_200.stages[at % 40].clone()).collect::<Vec<_>>();
+        plan_of_200.stages = stages;
+        let set_times = |plan_of_200: &mut Plan, kinds: usize| {
+            (0..200).for_each(|at| plan_of_200.stages[at].fwd_us = 1000.0 * (1 + at % kinds) as f64);
         };
-        alternating(&mut many, 2);
-        many.stages.iter_mut().for_each(|stage| stage.ops = vec![(0, 9)]);
-        let all = rows(&many, &[]);
-        assert!(all.len() < 10 && omitted(&many, &all) == 0, "{}", all.len());
-        alternating(&mut many, 199);
-        let all = rows(&many, &[]);
-        assert!(all.len() <= FIRST + 4);
-        assert_eq!(omitted(&many, &all), 200 - all.len());
+        set_times(&mut plan_of_200, 2);
+        plan_of_200.stages.iter_mut().for_each(|stage| stage.ops = vec![(0, 9)]);
+        let table = rows(&plan_of_200, &[]);
+        assert!(table.len() < 10 && omitted_count(&plan_of_200, &table) == 0, "{}", table.len());
+        set_times(&mut plan_of_200, 199);
+        let table = rows(&plan_of_200, &[]);
+        assert!(table.len() <= LEADING_ROWS + 4);
+        assert_eq!(omitted_count(&plan_of_200, &table), 200 - table.len());
     }
 }

@@ -2,7 +2,7 @@
 //! ([`stage_rows`](super::stage_rows)).
 
 use crate::cli::stage_rows::{self, Row};
-use crate::cli::table::folded;
+use crate::cli::table::wrap;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
 use compiler::export::stage_name::{LAYERS, layers_within, ranges, replicas, sparing};
@@ -18,10 +18,10 @@ use pipec::costs::COSTS;
 use pipec::plan::request::cost_name;
 
 /// Characters of a full load bar.
-const BAR: usize = 10;
+const BAR_WIDTH: usize = 10;
 
 /// The most characters of a list of stages or devices.
-const SPOTS: usize = 24;
+const MAX_LIST_WIDTH: usize = 24;
 
 /// A table without lines; the columns in `right` are aligned to the right.
 pub fn table(header: &[&str], right: &[usize], rows: Vec<Vec<String>>) -> String {
@@ -51,9 +51,9 @@ pub fn heading(plan: &Plan) -> String {
         Method::Imported => "costs from the file".to_string(),
     };
     let model = if plan.model.file.is_empty() { "the model" } else { &plan.model.file };
-    let (items, batch) = match batch(plan) {
+    let (items, batch) = match batch_text(plan) {
         Some(batch) => (String::new(), format!("{batch}\n")),
-        None => (items(plan), String::new()),
+        None => (microbatches_text(plan), String::new()),
     };
     format!(
         "{}: {} ops on {}\n{costs}, cost model {}, {}, {items}schedule {}\n{batch}",
@@ -67,54 +67,62 @@ pub fn heading(plan: &Plan) -> String {
 }
 
 /// The micro-batches of a plan that does not train, or that has no samples.
-fn items(plan: &Plan) -> String {
+fn microbatches_text(plan: &Plan) -> String {
     let schedule = &plan.schedule;
-    let many = quantity::plural(u64::from(schedule.microbatches), "micro-batch", "micro-batches");
-    format!("micro-batch {}, {many} per minibatch, ", schedule.micro_batch)
+    let count_text = quantity::plural(u64::from(schedule.microbatches), "micro-batch", "micro-batches");
+    format!("micro-batch {}, {count_text} per minibatch, ", schedule.micro_batch)
 }
 
 /// The global batch, the samples of one weight update, as the product of micro-batch, gradient accumulation steps and data-parallel
 /// replicas. `None` for plans that do not train.
-fn batch(plan: &Plan) -> Option<String> {
+fn batch_text(plan: &Plan) -> Option<String> {
     let (schedule, stages) = (&plan.schedule, &plan.stages);
     if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || !schedule.kind.trains() {
         return None;
     }
     let (size, items) = (schedule.micro_batch, schedule.microbatches);
-    let of = |items: u32| format!("global batch {}", quantity::count(size.saturating_mul(items.into())));
-    let one = quantity::count(size);
-    let many = |items: u32| quantity::plural(items.into(), "micro-batch", "micro-batches");
+    let batch_of = |items: u32| format!("global batch {}", quantity::count(size.saturating_mul(items.into())));
+    let size_text = quantity::count(size);
+    let count_text = |items: u32| quantity::plural(items.into(), "micro-batch", "micro-batches");
     let replicas = stages.first().map(|first| first.replicas)?;
     let product = |steps: u32| {
-        let all = of(steps.saturating_mul(replicas));
+        let global_batch = batch_of(steps.saturating_mul(replicas));
         let steps = quantity::plural(steps.into(), "gradient accumulation step", "gradient accumulation steps");
         let replicas = quantity::plural(replicas.into(), "data-parallel replica", "data-parallel replicas");
-        format!("{all} = micro-batch {one} × {steps} × {replicas}")
+        format!("{global_batch} = micro-batch {size_text} × {steps} × {replicas}")
     };
     let is_even = stages.iter().all(|stage| stage.replicas == replicas);
     Some(match (schedule.kind.is_round_robin(), is_even) {
         // A stage updates once each of its replicas has had a micro-batch.
         (true, true) => product(1),
         (true, false) => {
-            format!("micro-batch {one}; the global batch of a stage is one micro-batch for each of its replicas")
+            format!("micro-batch {size_text}; the global batch of a stage is one micro-batch for each of its replicas")
         }
         (false, true) if items.is_multiple_of(replicas) => product(items / replicas),
         (false, true) => {
             let steps = match (items / replicas, items.div_ceil(replicas)) {
-                (0, most) => format!("at most {most} gradient accumulation step"),
-                (least, most) => format!("{least} or {most} gradient accumulation steps"),
+                (0, max_steps) => format!("at most {max_steps} gradient accumulation step"),
+                (min_steps, max_steps) => format!("{min_steps} or {max_steps} gradient accumulation steps"),
             };
-            format!("{} = {} of {one} over {replicas} data-parallel replicas, {steps}", of(items), many(items))
+            format!(
+                "{} = {} of {size_text} over {replicas} data-parallel replicas, {steps}",
+                batch_of(items),
+                count_text(items)
+            )
         }
         (false, false) => {
-            format!("{} = {} of {one}, distributed over the replicas of each stage", of(items), many(items))
+            format!(
+                "{} = {} of {size_text}, distributed over the replicas of each stage",
+                batch_of(items),
+                count_text(items)
+            )
         }
     })
 }
 
 /// Widths of the parts of a stage table.
 #[derive(Clone, Copy)]
-struct Room {
+struct Layout {
     /// Characters of a stage's layers.
     layers: usize,
     /// Characters of a full load bar; 0 for none.
@@ -124,148 +132,152 @@ struct Room {
 }
 
 /// The columns that a narrow table omits.
-const COLUMNS: [&str; 2] = ["sends", "all-reduce"];
+const OPTIONAL_COLUMNS: [&str; 2] = ["sends", "all-reduce"];
 
 /// Table layouts, widest first; the first that fits is shown. Parts that follow from the others are omitted first.
-const ROOMS: [Room; 5] = [
-    Room { layers: LAYERS, bar: BAR, links: true },
-    Room { layers: 24, bar: BAR / 2, links: true },
-    Room { layers: 24, bar: BAR / 2, links: false },
-    Room { layers: 20, bar: BAR / 2, links: false },
-    Room { layers: 14, bar: 0, links: false },
+const LAYOUTS: [Layout; 5] = [
+    Layout { layers: LAYERS, bar: BAR_WIDTH, links: true },
+    Layout { layers: 24, bar: BAR_WIDTH / 2, links: true },
+    Layout { layers: 24, bar: BAR_WIDTH / 2, links: false },
+    Layout { layers: 20, bar: BAR_WIDTH / 2, links: false },
+    Layout { layers: 14, bar: 0, links: false },
 ];
 
 /// The stage table, in lines of at most `width` characters if possible.
 pub fn stages(plan: &Plan, width: Option<usize>) -> String {
     let fits = |text: &String| width.is_none_or(|width| text.lines().all(|line| line.chars().count() <= width));
-    let mut tables = ROOMS.iter().map(|room| stages_in(plan, *room));
+    let mut tables = LAYOUTS.iter().map(|layout| draw_stages(plan, *layout));
     let widest = tables.next().unwrap_or_default();
     if fits(&widest) {
         return widest;
     }
-    let narrow = tables.fold(widest.clone(), |narrower, next| if fits(&narrower) { narrower } else { next });
+    let narrow =
+        tables.fold(widest.clone(), |narrower, narrower_table| if fits(&narrower) { narrower } else { narrower_table });
     let has = |table: &str, column: &str| table.lines().next().is_some_and(|header| header.contains(column));
-    let left: Vec<&str> = COLUMNS.into_iter().filter(|column| has(&widest, column) && !has(&narrow, column)).collect();
-    match left.is_empty() {
+    let missing: Vec<&str> =
+        OPTIONAL_COLUMNS.into_iter().filter(|column| has(&widest, column) && !has(&narrow, column)).collect();
+    match missing.is_empty() {
         true => narrow,
-        false => narrow + &folded(&format!("without {}: this terminal is too narrow\n", left.join(", ")), width),
+        false => narrow + &wrap(&format!("without {}: this terminal is too narrow\n", missing.join(", ")), width),
     }
 }
 
-fn stages_in(plan: &Plan, room: Room) -> String {
-    let links = if room.links { links(plan) } else { Vec::new() };
-    let all = stage_rows::rows(plan, &links);
+fn draw_stages(plan: &Plan, layout: Layout) -> String {
+    let links = if layout.links { link_times(plan) } else { Vec::new() };
+    let rows = stage_rows::rows(plan, &links);
     let row = |row: &Row<'_>| {
         let stages = &row.stages;
         let mut cells = vec![
-            label(row),
+            stages_label(row),
             quantity::count(stages[0].op_ids().count() as u64),
-            layers(row, room.layers),
+            layers(row, layout.layers),
             devices(plan, row),
-            between(stages.iter().map(|stage| stage.fwd_us + stage.bwd_us), quantity::time),
+            range_text(stages.iter().map(|stage| stage.fwd_us + stage.bwd_us), quantity::time),
         ];
         if !links.is_empty() {
             let time_or_dash = |us: f64| if us > 0.0 { quantity::time(us) } else { "-".to_string() };
-            cells.extend([0, 1].map(|at| between(row.places.iter().map(|place| links[*place][at]), time_or_dash)));
+            cells.extend([0, 1].map(|at| range_text(row.indices.iter().map(|index| links[*index][at]), time_or_dash)));
         }
         let memory =
-            between(stages.iter().map(|stage| stage.memory.total as f64), |bytes| quantity::bytes(bytes as u64));
-        cells.push(memory + &of_limit(plan, row) + &sparing(stages[0]));
-        cells.push(bar(row.load, room.bar));
+            range_text(stages.iter().map(|stage| stage.memory.total as f64), |bytes| quantity::bytes(bytes as u64));
+        cells.push(memory + &limit_share(plan, row) + &sparing(stages[0]));
+        cells.push(load_bar(row.load, layout.bar));
         cells
     };
     let mut header = vec!["stage", "ops", "layers", "replicas", "fwd+bwd"];
     if !links.is_empty() {
         header.extend(["sends", "all-reduce"]);
     }
-    header.extend(["memory", if room.bar == BAR { "load per replica" } else { "load" }]);
+    header.extend(["memory", if layout.bar == BAR_WIDTH { "load per replica" } else { "load" }]);
     let right = [&[0, 1][..], &(4..header.len() - 1).collect::<Vec<_>>()].concat();
-    let omitted = match stage_rows::omitted(plan, &all) {
+    let omitted = match stage_rows::omitted_count(plan, &rows) {
         0 => String::new(),
         stages => {
             let stages = quantity::plural(stages as u64, "stage", "stages");
             format!("without {stages} that differ; `--format json` prints all\n")
         }
     };
-    table(&header, &right, all.iter().map(row).collect()) + &omitted
+    table(&header, &right, rows.iter().map(row).collect()) + &omitted
 }
 
 /// `12`, or `12-19` for stages alike.
-fn label(row: &Row<'_>) -> String {
+fn stages_label(row: &Row<'_>) -> String {
     let ids: Vec<u32> = row.stages.iter().map(|stage| stage.id.0).collect();
     match (&ids[..], ranges(&ids)) {
-        ([first, .., last], text) if text.chars().count() > SPOTS => {
+        ([first, .., last], text) if text.chars().count() > MAX_LIST_WIDTH => {
             format!("{first}-{last} ({} stages)", quantity::count(ids.len() as u64))
         }
         (_, text) => text,
     }
 }
 
-fn layers(row: &Row<'_>, room: usize) -> String {
+fn layers(row: &Row<'_>, width: usize) -> String {
     match &row.stages[..] {
-        [first, .., last] => format!("{} … {}", layers_within(first, room / 2), layers_within(last, room / 2)),
-        _ => layers_within(row.stages[0], room),
+        [first, .., last] => format!("{} … {}", layers_within(first, width / 2), layers_within(last, width / 2)),
+        _ => layers_within(row.stages[0], width),
     }
 }
 
 /// Replicas of each stage, and the devices of all.
 fn devices(plan: &Plan, row: &Row<'_>) -> String {
     let first = row.stages[0];
-    let (kinds, replicas) = (kinds(plan, first), replicas(first));
+    let (kinds, replicas) = (device_kinds(plan, first), replicas(first));
     if row.stages.len() == 1 {
         return format!("{replicas} on {}{kinds}", ranges(&first.devices));
     }
-    let mut all: Vec<u32> = row.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
-    all.sort_unstable();
-    all.dedup();
-    let on = match ranges(&all) {
-        text if text.chars().count() > SPOTS => format!("{} devices", quantity::count(all.len() as u64)),
+    let mut device_ids: Vec<u32> = row.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
+    device_ids.sort_unstable();
+    device_ids.dedup();
+    let devices_text = match ranges(&device_ids) {
+        text if text.chars().count() > MAX_LIST_WIDTH => {
+            format!("{} devices", quantity::count(device_ids.len() as u64))
+        }
         text => text,
     };
-    format!("{replicas} each, on {on}{kinds}")
+    format!("{replicas} each, on {devices_text}{kinds}")
 }
 
 /// The smallest and the largest value as text; one text if both are the same.
-fn between(values: impl Iterator<Item = f64>, show: impl Fn(f64) -> String) -> String {
-    let (least, most) =
-        values.fold((f64::INFINITY, 0.0), |(least, most): (f64, f64), value| (least.min(value), most.max(value)));
-    match (show(least.min(most)), show(most)) {
-        (least, most) if least == most => most,
-        (least, most) => format!("{least} to {most}"),
+fn range_text(values: impl Iterator<Item = f64>, show: impl Fn(f64) -> String) -> String {
+    let (min, max) =
+        values.fold((f64::INFINITY, 0.0), |(min, max): (f64, f64), value| (min.min(value), max.max(value)));
+    match (show(min.min(max)), show(max)) {
+        (min, max) if min == max => max,
+        (min, max) => format!("{min} to {max}"),
     }
 }
 
 /// For each stage, the microseconds of its outgoing messages per micro-batch (activations and gradients) and of its all-reduce per
 /// round. Empty for one device, and for cost models that charge links differently.
-fn links(plan: &Plan) -> Vec<[f64; 2]> {
+fn link_times(plan: &Plan) -> Vec<[f64; 2]> {
     let has_links = plan.cost == CostModel::Pipec && plan.cluster.devices > 1;
     let Some(pipeline) = has_links.then(|| pipeline(plan).ok()).flatten() else { return Vec::new() };
     let trains = plan.schedule.kind.trains();
-    let mut sent = vec![0.0; pipeline.stages.len()];
+    let mut send_us = vec![0.0; pipeline.stages.len()];
     for edge in &pipeline.edges {
-        sent[edge.from.index()] += edge.forward_us;
+        send_us[edge.from.index()] += edge.forward_us;
         if trains {
-            sent[edge.to.index()] += edge.backward_us;
+            send_us[edge.to.index()] += edge.backward_us;
         }
     }
-    let reduce = |shape: &StageSpec| if trains { shape.all_reduce } else { 0.0 };
-    sent.into_iter().zip(&pipeline.stages).map(|(sent, shape)| [sent, reduce(shape)]).collect()
+    let all_reduce_us = |spec: &StageSpec| if trains { spec.all_reduce } else { 0.0 };
+    send_us.into_iter().zip(&pipeline.stages).map(|(send_us, spec)| [send_us, all_reduce_us(spec)]).collect()
 }
 
 /// The memory of the stages in percent of the memory of their smallest devices, with all stages on these devices.
-fn of_limit(plan: &Plan, row: &Row<'_>) -> String {
-    let shares: Option<Vec<f64>> = row.stages.iter().map(|stage| of_limit_of(plan, stage)).collect();
+fn limit_share(plan: &Plan, row: &Row<'_>) -> String {
+    let shares: Option<Vec<f64>> = row.stages.iter().map(|stage| stage_limit_share(plan, stage)).collect();
     shares.map_or(String::new(), |shares| {
-        let (least, most) =
+        let (min, max) =
             (shares.iter().copied().fold(f64::INFINITY, f64::min), shares.iter().copied().fold(0.0, f64::max));
-        match (format!("{least:.0}"), format!("{most:.0}")) {
-            (least, most) if least == most => format!(", {most} %"),
-            (least, most) => format!(", {least} to {most} %"),
+        match (format!("{min:.0}"), format!("{max:.0}")) {
+            (min, max) if min == max => format!(", {max} %"),
+            (min, max) => format!(", {min} to {max} %"),
         }
     })
 }
 
-fn of_limit_of(plan: &Plan, stage: &Stage) -> Option<f64> {
+fn stage_limit_share(plan: &Plan, stage: &Stage) -> Option<f64> {
     let mut end = 0u32;
     let classes = plan.cluster.classes.iter().filter_map(|class| {
         let start = end;
@@ -274,14 +286,14 @@ fn of_limit_of(plan: &Plan, stage: &Stage) -> Option<f64> {
     });
     let limit = classes.chain(plan.cluster.memory_per_device.map(|limit| limit.0)).min();
     limit.filter(|limit| *limit > 0).map(|limit| {
-        let beside = plan.stages.iter().filter(|other| other.devices == stage.devices);
-        let held: f64 = beside.map(|other| other.memory.total as f64).sum();
-        held / limit as f64 * 100.0
+        let colocated = plan.stages.iter().filter(|stage_of_device| stage_of_device.devices == stage.devices);
+        let bytes: f64 = colocated.map(|stage_of_device| stage_of_device.memory.total as f64).sum();
+        bytes / limit as f64 * 100.0
     })
 }
 
 /// The device types of a stage, if the cluster has several device classes.
-pub fn kinds(plan: &Plan, stage: &Stage) -> String {
+pub fn device_kinds(plan: &Plan, stage: &Stage) -> String {
     let mut kinds: Vec<&str> = Vec::new();
     let mut end = 0u32;
     for class in &plan.cluster.classes {
@@ -296,7 +308,7 @@ pub fn kinds(plan: &Plan, stage: &Stage) -> String {
     if kinds.is_empty() { String::new() } else { format!(" ({})", short_name(&kinds.join(", "))) }
 }
 
-fn bar(share: f64, width: usize) -> String {
+fn load_bar(share: f64, width: usize) -> String {
     let full = ((share * width as f64).round() as usize).min(width);
     let space = if width > 0 { " " } else { "" };
     format!("{}{}{space}{:3.0} %", "█".repeat(full), "░".repeat(width - full), share * 100.0)
@@ -331,7 +343,7 @@ mod tests {
 
     #[test]
     fn bars_are_filled_by_tenths() {
-        assert_eq!(bar(0.5, 10), "█████░░░░░  50 %");
-        assert_eq!(bar(1.0, 0), "100 %");
+        assert_eq!(load_bar(0.5, 10), "█████░░░░░  50 %");
+        assert_eq!(load_bar(1.0, 0), "100 %");
     }
 }

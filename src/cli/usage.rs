@@ -7,31 +7,31 @@ use compiler::text::suggest::nearest;
 use pipec::error::Error;
 
 /// The command that plans, and the command that trains under a plan.
-const PLANS: &str = "partition";
-const TRAINS: &str = "train";
+const PLAN_COMMAND: &str = "partition";
+const TRAIN_COMMAND: &str = "train";
 
 /// All values of a flag in arguments that may not parse.
-pub fn said(flag: &str, arguments: impl IntoIterator<Item = String>) -> Vec<String> {
-    let mut said = Vec::new();
+pub fn flag_values(flag: &str, arguments: impl IntoIterator<Item = String>) -> Vec<String> {
+    let mut values = Vec::new();
     let mut arguments = arguments.into_iter();
     while let Some(argument) = arguments.next() {
-        said.extend(match argument.strip_prefix(flag) {
+        values.extend(match argument.strip_prefix(flag) {
             Some("") => arguments.next(),
-            Some(rest) => rest.strip_prefix('=').map(str::to_string),
+            Some(suffix) => suffix.strip_prefix('=').map(str::to_string),
             None if argument == "--" => break,
             None => None,
         });
     }
-    said
+    values
 }
 
 /// True if arguments that may not parse contain `--format json`; the usage error is then printed as JSON.
 pub fn wants_json(arguments: impl IntoIterator<Item = String>) -> bool {
-    said("--format", arguments).last().is_some_and(|form| form == "json")
+    flag_values("--format", arguments).last().is_some_and(|form| form == "json")
 }
 
 /// Adds a tip: the likely meaning of an unknown command, or the commands that have an unknown flag.
-pub fn advised(mut error: clap::Error, command: &Command, arguments: &[String]) -> clap::Error {
+pub fn with_tip(mut error: clap::Error, command: &Command, arguments: &[String]) -> clap::Error {
     let mut verb = command;
     for word in arguments.iter().filter(|word| *word != "help") {
         verb = verb.find_subcommand(word).unwrap_or(verb);
@@ -41,32 +41,35 @@ pub fn advised(mut error: clap::Error, command: &Command, arguments: &[String]) 
         _ => None,
     };
     match (error.kind(), text(ContextKind::InvalidSubcommand), text(ContextKind::InvalidArg)) {
-        (ErrorKind::InvalidSubcommand, Some(said), _) => {
+        (ErrorKind::InvalidSubcommand, Some(argument), _) => {
             let names = || verb.get_subcommands().map(Command::get_name).filter(|name| *name != "help");
-            match nearest(&said, names()) {
-                Some(near) => {
-                    error.insert(ContextKind::SuggestedSubcommand, ContextValue::String(near.to_string()));
+            match nearest(&argument, names()) {
+                Some(nearest_name) => {
+                    error.insert(ContextKind::SuggestedSubcommand, ContextValue::String(nearest_name.to_string()));
                 }
-                None if verb.get_name() == command.get_name() => tip(&mut error, "`pipec --help` lists the commands"),
+                None if verb.get_name() == command.get_name() => {
+                    add_tip(&mut error, "`pipec --help` lists the commands")
+                }
                 None => {
-                    let (name, all) = (verb.get_name(), names().collect::<Vec<_>>().join("`, `"));
-                    tip(&mut error, &format!("`pipec {name}` has the subcommands `{all}`"));
+                    let (name, subcommands) = (verb.get_name(), names().collect::<Vec<_>>().join("`, `"));
+                    add_tip(&mut error, &format!("`pipec {name}` has the subcommands `{subcommands}`"));
                 }
             }
         }
-        (ErrorKind::UnknownArgument, _, Some(said)) => {
-            let first = positional(verb, &said).map(|name| {
+        (ErrorKind::UnknownArgument, _, Some(argument)) => {
+            let as_positional = positional_name(verb, &argument).map(|name| {
                 format!("pass it as the first argument, without a flag: `pipec {} {name}`", verb.get_name())
             });
-            let similar = || {
-                meant(verb, &said).map(|flag| format!("this command has no flag `{said}`; did you mean `--{flag}`?"))
+            let as_equivalent = || {
+                equivalent_flag(verb, &argument)
+                    .map(|flag| format!("this command has no flag `{argument}`; did you mean `--{flag}`?"))
             };
-            let other = || said.strip_prefix("--").and_then(|flag| elsewhere(command, verb, flag));
-            if let Some(text) = first.or_else(similar).or_else(other) {
+            let elsewhere = || argument.strip_prefix("--").and_then(|flag| other_commands(command, verb, flag));
+            if let Some(text) = as_positional.or_else(as_equivalent).or_else(elsewhere) {
                 // The similar flag that clap suggests would be misleading.
                 error = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(command);
-                error.insert(ContextKind::InvalidArg, ContextValue::String(said));
-                tip(&mut error, &text);
+                error.insert(ContextKind::InvalidArg, ContextValue::String(argument));
+                add_tip(&mut error, &text);
             }
         }
         _ => {}
@@ -75,7 +78,7 @@ pub fn advised(mut error: clap::Error, command: &Command, arguments: &[String]) 
 }
 
 /// Flags of other tools and commands, with the flags of pipec that may be meant, most likely first.
-const ELSEWHERE: [(&str, &[&str]); 30] = [
+const FOREIGN_FLAGS: [(&str, &[&str]); 30] = [
     ("--json", &["format"]),
     ("-n", &["gpus", "steps", "minibatches"]),
     ("-g", &["gpus"]),
@@ -109,58 +112,62 @@ const ELSEWHERE: [(&str, &[&str]); 30] = [
 ];
 
 /// The first positional argument of a command, if the unknown flag names it: a plan or a model.
-fn positional(verb: &Command, said: &str) -> Option<&'static str> {
-    let first = verb.get_positionals().next()?.get_value_names()?.first()?.as_str();
-    match said {
-        "--plan" if first == "PLAN" => Some("PLAN"),
-        "--model" if matches!(first, "MODEL" | "FILE") => Some("MODEL"),
+fn positional_name(verb: &Command, argument: &str) -> Option<&'static str> {
+    let value_name = verb.get_positionals().next()?.get_value_names()?.first()?.as_str();
+    match argument {
+        "--plan" if value_name == "PLAN" => Some("PLAN"),
+        "--model" if matches!(value_name, "MODEL" | "FILE") => Some("MODEL"),
         _ => None,
     }
 }
 
 /// The flag of a command that corresponds to a flag of another tool.
-fn meant(verb: &Command, said: &str) -> Option<&'static str> {
-    let (_, flags) = ELSEWHERE.into_iter().find(|(other, _)| *other == said)?;
-    flags.iter().copied().find(|flag| verb.get_arguments().any(|own| own.get_long() == Some(*flag)))
+fn equivalent_flag(verb: &Command, argument: &str) -> Option<&'static str> {
+    let (_, flags) = FOREIGN_FLAGS.into_iter().find(|(foreign, _)| *foreign == argument)?;
+    flags.iter().copied().find(|flag| verb.get_arguments().any(|candidate| candidate.get_long() == Some(*flag)))
 }
 
-/// Adds a tip to a usage error.
-fn tip(error: &mut clap::Error, text: &str) {
+fn add_tip(error: &mut clap::Error, text: &str) {
     let mut tip = StyledStr::new();
     tip.push_str(text);
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
 }
 
 /// A sentence that names the other commands with this flag.
-fn elsewhere(command: &Command, verb: &Command, flag: &str) -> Option<String> {
-    let has = |of: &&Command| of.get_arguments().any(|own| own.get_long() == Some(flag));
-    let all = command.get_subcommands().filter(|of| of.get_name() != verb.get_name());
-    let verbs: Vec<&str> = all.filter(has).map(Command::get_name).collect();
+fn other_commands(command: &Command, verb: &Command, flag: &str) -> Option<String> {
+    let has =
+        |other_command: &&Command| other_command.get_arguments().any(|argument| argument.get_long() == Some(flag));
+    let others = command.get_subcommands().filter(|other_command| other_command.get_name() != verb.get_name());
+    let verbs: Vec<&str> = others.filter(has).map(Command::get_name).collect();
     // Flags that only change the output do not affect the plan.
-    let is_asked = |own: &&clap::Arg| own.get_long() == Some(flag) && own.get_help_heading() != Some("Results");
-    let asks = command.find_subcommand(PLANS).is_some_and(|plans| plans.get_arguments().any(|own| is_asked(&own)));
-    if verb.get_name() == TRAINS && verbs.contains(&PLANS) && asks {
+    let is_planning_flag =
+        |argument: &&clap::Arg| argument.get_long() == Some(flag) && argument.get_help_heading() != Some("Results");
+    let is_flag_of_planning = command
+        .find_subcommand(PLAN_COMMAND)
+        .is_some_and(|plans| plans.get_arguments().any(|argument| is_planning_flag(&argument)));
+    if verb.get_name() == TRAIN_COMMAND && verbs.contains(&PLAN_COMMAND) && is_flag_of_planning {
         return Some(format!(
-            "`--{flag}` is a flag of `pipec {PLANS}`; use it there, then run `pipec {TRAINS} MODEL --plan FILE`"
+            "`--{flag}` is a flag of `pipec {PLAN_COMMAND}`; use it there, then run `pipec {TRAIN_COMMAND} MODEL --plan FILE`"
         ));
     }
-    let named: Vec<String> = verbs.iter().map(|verb| format!("`pipec {verb}`")).collect();
-    let (last, before) = named.split_last()?;
+    let quoted: Vec<String> = verbs.iter().map(|verb| format!("`pipec {verb}`")).collect();
+    let (last, before) = quoted.split_last()?;
     let before = if before.is_empty() { String::new() } else { format!("{} and ", before.join(", ")) };
     Some(format!("`--{flag}` is a flag of {before}{last}"))
 }
 
 /// A usage error as an error of the library.
-pub fn failure(error: &clap::Error) -> Error {
+pub fn to_error(error: &clap::Error) -> Error {
     const TIP: &str = "tip: ";
     let text = error.render().to_string();
     let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-    let what = lines.next().unwrap_or_default();
-    let (last, why): (Vec<&str>, Vec<&str>) = lines.partition(|line| line.starts_with(TIP) || line.contains("--help"));
-    let tips: Vec<&str> = last.iter().filter_map(|line| line.strip_prefix(TIP)).collect();
-    let failure = Error::input(what.strip_prefix("error: ").unwrap_or(what));
-    let failure = why.into_iter().fold(failure, Error::because);
-    failure.with_help(if tips.is_empty() { last.join("; ") } else { tips.join("; ") })
+    let message = lines.next().unwrap_or_default();
+    let (help_lines, causes): (Vec<&str>, Vec<&str>) =
+        lines.partition(|line| line.starts_with(TIP) || line.contains("--help"));
+    let tips: Vec<&str> = help_lines.iter().filter_map(|line| line.strip_prefix(TIP)).collect();
+    let failure = Error::input(message.strip_prefix("error: ").unwrap_or(message));
+    let failure = causes.into_iter().fold(failure, Error::because);
+    failure.with_help(if tips.is_empty() { help_lines.join("; ") } else { tips.join("; ") })
 }
 
 #[cfg(test)]
@@ -173,7 +180,7 @@ mod tests {
         let words: Vec<String> = line.split(' ').map(str::to_string).collect();
         let mut command = Cli::command();
         let error = command.try_get_matches_from_mut(&words).unwrap_err();
-        advised(error, &command, &words[1..]).render().to_string()
+        with_tip(error, &command, &words[1..]).render().to_string()
     }
 
     #[test]
@@ -223,11 +230,11 @@ mod tests {
     fn a_usage_error_has_all_parts() {
         let error =
             Cli::command().try_get_matches_from(["pipec", "train", "m.onnx", "--loss", "crossentropy"]).unwrap_err();
-        let failure = failure(&error).to_string();
+        let error_text = to_error(&error).to_string();
         assert!(
-            failure.starts_with("error: invalid value 'crossentropy' for '--loss <NAME>'\n  [possible values: "),
-            "{failure}"
+            error_text.starts_with("error: invalid value 'crossentropy' for '--loss <NAME>'\n  [possible values: "),
+            "{error_text}"
         );
-        assert!(failure.contains("\nhelp: a similar value exists: 'cross-entropy'"), "{failure}");
+        assert!(error_text.contains("\nhelp: a similar value exists: 'cross-entropy'"), "{error_text}");
     }
 }

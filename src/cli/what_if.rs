@@ -30,8 +30,8 @@ const PIECES: usize = 64;
 const MOST_DEVICES: u64 = 4096;
 
 /// Time until the first report of progress without a terminal, and between further ones.
-const FIRST: Duration = Duration::from_secs(1);
-const NEXT: Duration = Duration::from_secs(10);
+const FIRST_REPORT: Duration = Duration::from_secs(1);
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A plan to make: devices of the outermost level, micro-batches, and the index of its costs.
 #[derive(Clone, Copy, Debug)]
@@ -64,34 +64,45 @@ pub fn cells(source: &CostSource, file: &Path, plan: &Plan, screen: &Screen) -> 
 
     let options = PlanOptions { tensor_parallel: Some(TensorParallel::in_plan(plan)), ..replan::options(plan) };
     // Costs depend on the size of a micro-batch only.
-    let mut known: Vec<(u64, Costs, Vec<TensorParallelCosts>)> = Vec::new();
+    let mut costs_by_size: Vec<(u64, Costs, Vec<TensorParallelCosts>)> = Vec::new();
     let mut requests: Vec<Request> = Vec::new();
     for &(micro_batch, microbatches) in &sizes {
-        if !known.iter().any(|(size, ..)| *size == micro_batch) {
+        if !costs_by_size.iter().any(|(size, ..)| *size == micro_batch) {
             // A model with a fixed batch has no other sizes.
             let Some(costs) = costs(source, plan, micro_batch, &options) else { continue };
-            known.push((micro_batch, costs.0, costs.1));
+            costs_by_size.push((micro_batch, costs.0, costs.1));
         }
-        let Some(costs) = known.iter().position(|(size, ..)| *size == micro_batch) else { continue };
+        let Some(costs) = costs_by_size.iter().position(|(size, ..)| *size == micro_batch) else { continue };
         requests.extend(counts.iter().map(|&outer| Request { outer, microbatches, costs }));
     }
     let devices = |request: &Request| u32::try_from(request.outer * inner).unwrap_or(u32::MAX);
-    let make = |request: &Request| {
-        let (micro_batch, costs, shared) = &known[request.costs];
+    let solve_request = |request: &Request| {
+        let (micro_batch, costs, group_costs) = &costs_by_size[request.costs];
         let (devices, microbatches) = (devices(request), request.microbatches);
-        let is_own = (devices, *micro_batch, microbatches)
+        let is_this_plan = (devices, *micro_batch, microbatches)
             == (plan.cluster.devices, schedule.micro_batch, schedule.microbatches);
-        let answer = match is_own {
-            true => Ok(answer(plan)),
-            false => other(file, plan, costs.clone(), shared.clone(), (request.outer as u32, microbatches), &options),
+        let answer = match is_this_plan {
+            true => Ok(answer_of(plan)),
+            false => solve_variant(
+                file,
+                plan,
+                costs.clone(),
+                group_costs.clone(),
+                (request.outer as u32, microbatches),
+                &options,
+            ),
         };
         WhatIf { devices, micro_batch: *micro_batch, microbatches, answer }
     };
-    all(&requests, &make, screen)
+    solve_all(&requests, &solve_request, screen)
 }
 
 /// Makes all plans on all cores, and reports progress.
-fn all(requests: &[Request], make: &(dyn Fn(&Request) -> WhatIf + Sync), screen: &Screen) -> Vec<WhatIf> {
+fn solve_all(
+    requests: &[Request],
+    solve_request: &(dyn Fn(&Request) -> WhatIf + Sync),
+    screen: &Screen,
+) -> Vec<WhatIf> {
     let bar = screen.progress(requests.len() as u64, "{bar:30} {pos}/{len} what-if plans, {elapsed}");
     let cores = thread::available_parallelism().map_or(1, usize::from).min(requests.len());
     let next = AtomicUsize::new(0);
@@ -105,26 +116,29 @@ fn all(requests: &[Request], make: &(dyn Fn(&Request) -> WhatIf + Sync), screen:
                 while let Some((at, request)) = Some(next.fetch_add(1, Ordering::Relaxed))
                     .and_then(|at| requests.get(at).map(|request| (at, request)))
                 {
-                    if sender.send((at, make(request))).is_err() {
+                    if sender.send((at, solve_request(request))).is_err() {
                         break;
                     }
                 }
             });
         }
         drop(sender);
-        let (mut done, mut due) = (0, Instant::now() + FIRST);
+        let (mut finished, mut report_time) = (0, Instant::now() + FIRST_REPORT);
         loop {
-            match results.recv_timeout(due.saturating_duration_since(Instant::now())) {
+            match results.recv_timeout(report_time.saturating_duration_since(Instant::now())) {
                 Ok((at, cell)) => {
                     cells[at] = Some(cell);
-                    done += 1;
+                    finished += 1;
                     bar.inc(1);
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     if bar.is_hidden() {
-                        screen.note(&format!("{done} of {} what-if plans (`--no-what-if` omits them)", requests.len()));
+                        screen.note(&format!(
+                            "{finished} of {} what-if plans (`--no-what-if` omits them)",
+                            requests.len()
+                        ));
                     }
-                    due = Instant::now() + NEXT;
+                    report_time = Instant::now() + REPORT_INTERVAL;
                 }
                 Err(RecvTimeoutError::Disconnected) => break,
             }
@@ -146,12 +160,12 @@ fn costs(
     if options.target.is_none() {
         costs.graph = coarsen::runs(&costs.graph, PIECES);
     }
-    let shared = options.tensor_parallel().costs(&costs, options.target).ok()?;
+    let group_costs = options.tensor_parallel().costs(&costs, options.target).ok()?;
     costs.shareable = None;
-    Some((costs, shared))
+    Some((costs, group_costs))
 }
 
-fn answer(plan: &Plan) -> Answer {
+fn answer_of(plan: &Plan) -> Answer {
     Answer {
         replicas: plan.stages.iter().map(|stage| stage.replicas).collect(),
         throughput_per_s: plan.predicted.throughput_per_s,
@@ -159,11 +173,11 @@ fn answer(plan: &Plan) -> Answer {
     }
 }
 
-fn other(
+fn solve_variant(
     file: &Path,
     plan: &Plan,
     mut costs: Costs,
-    shared: Vec<TensorParallelCosts>,
+    group_costs: Vec<TensorParallelCosts>,
     (outer, microbatches): (u32, u32),
     options: &PlanOptions,
 ) -> Result<Answer, String> {
@@ -174,8 +188,8 @@ fn other(
     if costs.cluster.levels.first().is_some_and(|level| !level.count.is_multiple_of(degree)) {
         return Err(format!("tensor degree {degree} does not divide them"));
     }
-    match solve_fast(file, costs, shared, &PlanOptions { microbatches, ..options.clone() }) {
-        Ok(planned) => Ok(answer(&planned.plan)),
+    match solve_fast(file, costs, group_costs, &PlanOptions { microbatches, ..options.clone() }) {
+        Ok(planned) => Ok(answer_of(&planned.plan)),
         Err(failure) if failure.kind() == ErrorKind::Infeasible => Err("does not fit".to_string()),
         Err(failure) => Err(short(&failure.reason(), 80)),
     }

@@ -40,7 +40,6 @@ pub struct LinkTime {
     pub bytes_per_s: f64,
 }
 
-/// The names of the levels.
 const LEVELS: [&str; 2] = ["node", "network"];
 
 /// Measures the links. Only the process of rank 0 has a result.
@@ -53,12 +52,14 @@ pub fn measure(links: &TorchLinks) -> Result<Option<(Cluster, Vec<LinkTime>)>, E
     let is_cpu = links.device == "cpu";
     let sizes: &[u64] = if is_cpu { &CPU_SIZES } else { &GPU_SIZES };
     let request = json!({"device": links.device, "sizes": sizes, "runs": 10});
-    let (mut named, mut levels, mut times) = (None::<Value>, Vec::new(), Vec::new());
-    let number = |of: &Value, name: &str| of[name].as_f64().filter(|number| number.is_finite() && *number > 0.0);
-    let name_of = |at: &Value| at.as_u64().and_then(|at| LEVELS.get(at as usize)).copied().unwrap_or(LEVELS[0]);
-    let mut take = |line: Value| {
+    let (mut device_info, mut levels, mut times) = (None::<Value>, Vec::new(), Vec::new());
+    let number =
+        |object: &Value, name: &str| object[name].as_f64().filter(|number| number.is_finite() && *number > 0.0);
+    let name_of =
+        |index: &Value| index.as_u64().and_then(|index| LEVELS.get(index as usize)).copied().unwrap_or(LEVELS[0]);
+    let mut read_line = |line: Value| {
         if line.get("devices").is_some() {
-            named = Some(line);
+            device_info = Some(line);
         } else if let Some(row) = line.get("row") {
             times.push(LinkTime {
                 level: name_of(&row["level"]),
@@ -67,11 +68,11 @@ pub fn measure(links: &TorchLinks) -> Result<Option<(Cluster, Vec<LinkTime>)>, E
                 us: number(row, "us").unwrap_or(0.0),
                 bytes_per_s: number(row, "bytes_per_s").unwrap_or(0.0),
             });
-        } else if let (Some(at), Some(latency), Some(rate)) =
+        } else if let (Some(index), Some(latency), Some(rate)) =
             (line.get("level"), number(&line, "latency_s"), number(&line, "bytes_per_s"))
         {
             levels.push(Level {
-                name: name_of(at).to_string(),
+                name: name_of(index).to_string(),
                 count: line["count"].as_u64().and_then(|count| u32::try_from(count).ok()).unwrap_or(1),
                 bandwidth: BytesPerSecond(rate),
                 latency: Seconds(latency),
@@ -80,16 +81,16 @@ pub fn measure(links: &TorchLinks) -> Result<Option<(Cluster, Vec<LinkTime>)>, E
         }
     };
     let python = python::find(links.python.as_deref());
-    python::run(&python, SCRIPT, &request, &mut take).map_err(|PythonError { why, help }| {
+    python::run(&python, SCRIPT, &request, &mut read_line).map_err(|PythonError { why, help }| {
         let failure = failed(why);
         if help.is_empty() { failure } else { failure.with_help(help) }
     })?;
-    let Some(named) = named else { return Ok(None) };
-    let text = named["devices"].as_str().unwrap_or_default().to_lowercase().replace(' ', "");
-    let known = device::KINDS.iter().filter(|kind| kind.name != "cpu" && text.contains(kind.name));
-    let device = match known.max_by_key(|kind| kind.name.len()).map(Kind::device) {
+    let Some(device_info) = device_info else { return Ok(None) };
+    let text = device_info["devices"].as_str().unwrap_or_default().to_lowercase().replace(' ', "");
+    let kinds = device::KINDS.iter().filter(|kind| kind.name != "cpu" && text.contains(kind.name));
+    let device = match kinds.max_by_key(|kind| kind.name.len()).map(Kind::device) {
         Some(mut device) => {
-            device.memory = named["memory_bytes"].as_u64().map_or(device.memory, Bytes);
+            device.memory = device_info["memory_bytes"].as_u64().map_or(device.memory, Bytes);
             device
         }
         None if text.is_empty() => {

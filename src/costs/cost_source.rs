@@ -67,7 +67,7 @@ impl CostSource {
                 let ops = loaded.profiled().ops as usize;
                 model_match::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
             }
-            return Err(unprofiled(path, plan));
+            return Err(missing_profile(path, plan));
         }
         source.counted = CountedLoss::read(plan.model.import.loss.as_deref())?;
         if let Origin::Analytic(_, device @ None) = &mut source.origin {
@@ -147,20 +147,22 @@ impl CostSource {
 }
 
 /// The error for a plan with measured costs, which only its profile contains.
-fn unprofiled(path: &Path, plan: &Plan) -> Error {
-    let is_it = |path: &PathBuf| input::read_profile(path).is_ok_and(|(sha256, _)| sha256 == plan.profile.sha256);
-    let found = [output::default_output(path, "profile"), PathBuf::from("profile.json")].into_iter().find(is_it);
-    let named = found.map_or("FILE".to_string(), |found| found.display().to_string());
+fn missing_profile(path: &Path, plan: &Plan) -> Error {
+    let is_profile_of_plan =
+        |path: &PathBuf| input::read_profile(path).is_ok_and(|(sha256, _)| sha256 == plan.profile.sha256);
+    let profile =
+        [output::default_output(path, "profile"), PathBuf::from("profile.json")].into_iter().find(is_profile_of_plan);
+    let profile_text = profile.map_or("FILE".to_string(), |profile| profile.display().to_string());
     Error::input("the plan was made from a profile, which is missing")
         .because("only that profile has the measured costs of the ops")
-        .with_help(format!("pass it with `--model {} --profile {named}`", path.display()))
+        .with_help(format!("pass it with `--model {} --profile {profile_text}`", path.display()))
 }
 
 /// The device whose data sheet gave the plan's costs.
 fn planned_device(plan: &Plan) -> Device {
-    let own = &plan.cluster.device;
-    let name = plan.options.get(COSTS).and_then(Value::as_str).filter(|name| *name != own.kind);
-    name.and_then(device::find).map_or_else(|| own.clone(), device::Kind::device)
+    let cluster_device = &plan.cluster.device;
+    let name = plan.options.get(COSTS).and_then(Value::as_str).filter(|name| *name != cluster_device.kind);
+    name.and_then(device::find).map_or_else(|| cluster_device.clone(), device::Kind::device)
 }
 
 /// The devices of a plan.

@@ -7,68 +7,68 @@ use std::path::Path;
 /// Help that shows how to export a PyTorch model.
 pub const EXPORT: &str = "`torch.export.save(torch.export.export(model.train(), (x,)), \"model.pt2\")` in Python writes a model, graph and weights";
 
-/// The content of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Holds {
+enum Content {
     Model,
     Arrays,
     Other,
 }
 
 /// Description and help for a file with these bytes; `None` if its type is unknown.
-pub fn of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
-    looked_at(bytes).map(|(_, what, help)| (what, help))
+pub fn describe(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
+    detect(bytes).map(|(_, description, help)| (description, help))
 }
 
-fn looked_at(bytes: &[u8]) -> Option<(Holds, &'static str, &'static str)> {
+fn detect(bytes: &[u8]) -> Option<(Content, &'static str, &'static str)> {
     const MODEL: &str = "`pipec partition FILE` plans a model, `pipec inspect FILE` summarises it";
     const ARRAYS: &str = "`pipec train MODEL --data FILE` reads arrays as data, `--weights FILE` as weights";
-    let starts = |with: &[u8]| bytes.starts_with(with);
-    let has = |word: &[u8]| bytes[..bytes.len().min(NAMES)].windows(word.len()).any(|window| window == word);
+    let starts = |prefix: &[u8]| bytes.starts_with(prefix);
+    let has =
+        |word: &[u8]| bytes[..bytes.len().min(ARCHIVE_SEARCH_BYTES)].windows(word.len()).any(|window| window == word);
     Some(match () {
         () if starts(b"PK") && (has(b"models/model.json") || has(b"archive_version")) => {
-            (Holds::Model, "it looks like a .pt2, a model written by torch.export.save", MODEL)
+            (Content::Model, "it looks like a .pt2, a model written by torch.export.save", MODEL)
         }
-        () if starts(b"PK") && has(b".npy") => (Holds::Arrays, "it looks like an .npz, an archive of arrays", ARRAYS),
+        () if starts(b"PK") && has(b".npy") => (Content::Arrays, "it looks like an .npz, an archive of arrays", ARRAYS),
         () if starts(b"PK") && has(b"code/__torch__") => {
-            (Holds::Other, "it looks like TorchScript, which pipec never reads", SCRIPTED)
+            (Content::Other, "it looks like TorchScript, which pipec never reads", TORCHSCRIPT_HELP)
         }
         () if starts(b"PK") && has(b"data.pkl") => (
-            Holds::Other,
+            Content::Other,
             "it looks like a pickle of torch.save, which pipec never reads",
             "`torch.export.save` in Python writes models, `safetensors.torch.save_file` weights",
         ),
-        () if starts(b"PK") => (Holds::Other, "it looks like a zip archive", MODEL),
-        () if starts(b"\x93NUMPY") => (Holds::Arrays, "it looks like an .npy, an array", ARRAYS),
-        () if is_safetensors(bytes) => (Holds::Arrays, "it looks like a .safetensors file", ARRAYS),
-        () if is_onnx(bytes) => (Holds::Model, "it looks like an ONNX model", MODEL),
+        () if starts(b"PK") => (Content::Other, "it looks like a zip archive", MODEL),
+        () if starts(b"\x93NUMPY") => (Content::Arrays, "it looks like an .npy, an array", ARRAYS),
+        () if is_safetensors(bytes) => (Content::Arrays, "it looks like a .safetensors file", ARRAYS),
+        () if is_onnx(bytes) => (Content::Model, "it looks like an ONNX model", MODEL),
         () => return None,
     })
 }
 
 /// Help for TorchScript.
-const SCRIPTED: &str = "export the original module with `torch.export`: run these lines where it is defined, not on the result of torch.jit.load";
+const TORCHSCRIPT_HELP: &str = "export the original module with `torch.export`: run these lines where it is defined, not on the result of torch.jit.load";
 
 /// Help for a torch file without an exported program.
-pub fn unexported(path: &Path) -> &'static str {
-    match start(path).and_then(|start| looked_at(&start)) {
-        Some((_, _, help)) if help == SCRIPTED => SCRIPTED,
+pub fn export_help(path: &Path) -> &'static str {
+    match start(path).and_then(|start| detect(&start)) {
+        Some((_, _, help)) if help == TORCHSCRIPT_HELP => TORCHSCRIPT_HELP,
         _ => "run these lines where the model is defined",
     }
 }
 
 /// Description and help for a file that is not a model, if its first bytes or its name show that.
-pub fn no_model(path: &Path) -> Option<(String, String)> {
+pub fn describe_non_model(path: &Path) -> Option<(String, String)> {
     if path.extension().is_some_and(|extension| extension == "py" || extension == "ipynb") && path.is_file() {
-        let what = "it is Python source; pipec reads exported models".to_string();
-        return Some((what, EXPORT.to_string()));
+        let description = "it is Python source; pipec reads exported models".to_string();
+        return Some((description, EXPORT.to_string()));
     }
-    let (holds, what, help) = looked_at(&start(path)?)?;
-    (holds == Holds::Arrays).then(|| (format!("{what}; expected a model"), help.to_string()))
+    let (content, description, help) = detect(&start(path)?)?;
+    (content == Content::Arrays).then(|| (format!("{description}; expected a model"), help.to_string()))
 }
 
 /// Description and help for a file without arrays, if its first bytes show that.
-pub fn no_arrays(path: &Path) -> Option<(String, String)> {
+pub fn describe_non_arrays(path: &Path) -> Option<(String, String)> {
     let start = start(path)?;
     if start.starts_with(b"{") && String::from_utf8_lossy(&start).contains("\"pipec.plan/") {
         return Some((
@@ -76,9 +76,9 @@ pub fn no_arrays(path: &Path) -> Option<(String, String)> {
             "pass a plan with `--plan FILE`".to_string(),
         ));
     }
-    let (_, what, _) = looked_at(&start).filter(|(holds, ..)| *holds == Holds::Model)?;
+    let (_, description, _) = detect(&start).filter(|(content, ..)| *content == Content::Model)?;
     Some((
-        what.to_string(),
+        description.to_string(),
         "pass the model as the first argument, without a flag: `pipec train MODEL --data FILE`".to_string(),
     ))
 }
@@ -87,20 +87,20 @@ pub fn no_arrays(path: &Path) -> Option<(String, String)> {
 fn start(path: &Path) -> Option<Vec<u8>> {
     let file = path.is_file().then(|| File::open(path).ok()).flatten()?;
     let mut bytes = Vec::new();
-    file.take(NAMES as u64).read_to_end(&mut bytes).ok()?;
+    file.take(ARCHIVE_SEARCH_BYTES as u64).read_to_end(&mut bytes).ok()?;
     Some(bytes)
 }
 
 /// Bytes searched for the names in an archive.
-const NAMES: usize = 1 << 16;
+const ARCHIVE_SEARCH_BYTES: usize = 1 << 16;
 
 /// Maximum size of a safetensors header in bytes.
-const HEADER: u64 = 16 << 20;
+const MAX_HEADER_BYTES: u64 = 16 << 20;
 
 /// True for a header length followed by a JSON object.
 fn is_safetensors(bytes: &[u8]) -> bool {
     let length = bytes.first_chunk::<8>().map(|length| u64::from_le_bytes(*length));
-    length.is_some_and(|length| (2..=HEADER).contains(&length)) && bytes.get(8) == Some(&b'{')
+    length.is_some_and(|length| (2..=MAX_HEADER_BYTES).contains(&length)) && bytes.get(8) == Some(&b'{')
 }
 
 /// True for field 1, `ir_version`, with a small value, followed by field 2, `producer_name`, or another field of the message.
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn files_are_known_by_their_first_bytes() {
-        let kind = |bytes: &[u8]| of(bytes).map(|(kind, _)| kind.split(['.', ',']).nth(1).unwrap_or(kind).trim());
+        let kind = |bytes: &[u8]| describe(bytes).map(|(kind, _)| kind.split(['.', ',']).nth(1).unwrap_or(kind).trim());
         assert_eq!(kind(b"PK\x03\x04....m/models/model.json"), Some("pt2"));
         assert_eq!(kind(b"PK\x03\x04....x.npy"), Some("npz"));
         assert_eq!(kind(b"\x93NUMPY\x01"), Some("npy"));

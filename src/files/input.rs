@@ -14,25 +14,25 @@ use std::path::Path;
 /// Maximum size of a plan file in bytes.
 pub const MOST_PLAN_BYTES: u64 = 256 << 20;
 
-/// The text of a file of at most `most` bytes.
-pub fn text(path: &Path, most: u64) -> Result<String, Error> {
+/// The text of a file of at most `max_bytes` bytes.
+pub fn text(path: &Path, max_bytes: u64) -> Result<String, Error> {
     let fail = |why: String| Error::file("read", path, why);
     let file = File::open(path).map_err(|error| match error.kind() {
         ErrorKind::NotFound => fail("no such file".to_string()).with_help(missing::help(path)),
         _ => fail(error.to_string()).with_help("check its permissions"),
     })?;
-    let about = file.metadata().map_err(|error| fail(error.to_string()))?;
-    if about.is_dir() {
+    let metadata = file.metadata().map_err(|error| fail(error.to_string()))?;
+    if metadata.is_dir() {
         return Err(fail("it is a folder".to_string()).with_help("pass a file in it"));
     }
     let mut bytes = Vec::new();
-    file.take(most + 1).read_to_end(&mut bytes).map_err(|error| fail(error.to_string()))?;
+    file.take(max_bytes + 1).read_to_end(&mut bytes).map_err(|error| fail(error.to_string()))?;
     let is_text = str::from_utf8(&bytes).is_ok();
-    if let Some((what, help)) = detect::of(&bytes).filter(|_| !is_text) {
-        return Err(fail(what.to_string()).with_help(help));
+    if let Some((description, help)) = detect::describe(&bytes).filter(|_| !is_text) {
+        return Err(fail(description.to_string()).with_help(help));
     }
-    if bytes.len() as u64 > most {
-        return Err(fail(format!("it is larger than {most} bytes")));
+    if bytes.len() as u64 > max_bytes {
+        return Err(fail(format!("it is larger than {max_bytes} bytes")));
     }
     String::from_utf8(bytes).map_err(|error| fail(format!("it is not UTF-8 text: {error}")))
 }
@@ -46,12 +46,12 @@ pub fn plan(path: &Path) -> Result<Plan, Error> {
     let text = text(path, MOST_PLAN_BYTES)?;
     read::from_json(&text).map_err(|error| {
         // A small model without weights may also be valid text.
-        let (why, help) = match detect::of(text.as_bytes()) {
-            Some((what, help)) => (what.to_string(), help),
+        let (why, help) = match detect::describe(text.as_bytes()) {
+            Some((description, help)) => (description.to_string(), help),
             None => match (other_file(&text, "plan"), cut_short(&text)) {
                 (None, Some(why)) => (why, "copy it again, or write it again with `pipec partition`"),
-                (other, _) => {
-                    (other.unwrap_or_else(|| error.to_string()), "`pipec schema plan` prints the format of a plan")
+                (described, _) => {
+                    (described.unwrap_or_else(|| error.to_string()), "`pipec schema plan` prints the format of a plan")
                 }
             },
         };
@@ -82,15 +82,15 @@ fn cut_short(text: &str) -> Option<String> {
 pub fn read_profile(path: &Path) -> Result<(String, Profile), Error> {
     let text = text(path, MOST_PLAN_BYTES)?;
     let profile = profile::read::from_json(&text).map_err(|error| {
-        let other = other_file(&text, "profile");
-        let writes = "`pipec profile MODEL -o profile.json` writes one".to_string();
-        let help = match other.as_deref() {
-            Some(other) if other.starts_with("it is a cluster") => {
-                format!("pass it with `--cluster {}`; {writes}", short_name(&path.display().to_string()))
+        let described = other_file(&text, "profile");
+        let advice = "`pipec profile MODEL -o profile.json` writes one".to_string();
+        let help = match described.as_deref() {
+            Some(described) if described.starts_with("it is a cluster") => {
+                format!("pass it with `--cluster {}`; {advice}", short_name(&path.display().to_string()))
             }
-            _ => writes,
+            _ => advice,
         };
-        let why = other.or_else(|| cut_short(&text)).unwrap_or_else(|| error.to_string());
+        let why = described.or_else(|| cut_short(&text)).unwrap_or_else(|| error.to_string());
         Error::file("read the profile", path, why).with_help(help)
     })?;
     Ok((sha256(text.as_bytes()), profile))

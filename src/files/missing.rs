@@ -5,8 +5,7 @@ use compiler::text::suggest::nearest;
 use std::fs;
 use std::path::Path;
 
-/// Maximum number of files listed.
-const LISTED: usize = 4;
+const MAX_LISTED: usize = 4;
 
 /// Help for a missing file: the similar name, or the files in the folder.
 pub fn help(path: &Path) -> String {
@@ -20,23 +19,23 @@ pub fn help(path: &Path) -> String {
     let mut names: Vec<String> =
         entries.take(10_000).filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
     names.sort();
-    let wanted = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    if let Some(near) = nearest(&wanted, names.iter().map(String::as_str)) {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    if let Some(nearest_name) = nearest(&name, names.iter().map(String::as_str)) {
         return format!(
             "did you mean {}?",
-            short_name(&folder.join(near).display().to_string()).trim_start_matches("./")
+            short_name(&folder.join(nearest_name).display().to_string()).trim_start_matches("./")
         );
     }
     if path.extension().is_some_and(|extension| extension == "toml") {
         return "`pipec cluster detect -o cluster.toml` writes a cluster file of this machine".to_string();
     }
     names.retain(|name| Path::new(name).extension() == path.extension());
-    let there = match names.is_empty() {
+    let listing = match names.is_empty() {
         true => "has no such file".to_string(),
         false => {
-            format!("has {}", names.iter().take(LISTED).map(|name| short_name(name)).collect::<Vec<_>>().join(", "))
+            format!("has {}", names.iter().take(MAX_LISTED).map(|name| short_name(name)).collect::<Vec<_>>().join(", "))
         }
     };
     let folder = if folder == Path::new(".") { "this folder".to_string() } else { folder.display().to_string() };
-    format!("check the path: {folder} {there}")
+    format!("check the path: {folder} {listing}")
 }

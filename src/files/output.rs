@@ -16,19 +16,19 @@ use std::process;
 
 /// Refuses a path that cannot be written, or an existing file of another type than `mark`. Free disk space is not checked.
 pub fn check(path: &Path, mark: &Mark) -> Result<(), Error> {
-    let there = fs::metadata(path).ok();
-    if there.as_ref().is_some_and(|about| !about.is_file() && !about.is_dir()) {
+    let metadata = fs::metadata(path).ok();
+    if metadata.as_ref().is_some_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {
         return Ok(());
     }
     let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
-    if there.is_some_and(|about| about.is_dir()) {
-        return Err(unwritten(path, &io::Error::from(ErrorKind::IsADirectory)));
+    if metadata.is_some_and(|metadata| metadata.is_dir()) {
+        return Err(write_error(path, &io::Error::from(ErrorKind::IsADirectory)));
     }
     overwrite::check(path, mark)?;
-    let part = part(&target);
-    File::create(&part).map_err(|error| unwritten(path, &error))?;
+    let temporary = temporary_path(&target);
+    File::create(&temporary).map_err(|error| write_error(path, &error))?;
     // Writing creates it again, so an error here does not matter.
-    let _ = fs::remove_file(&part);
+    let _ = fs::remove_file(&temporary);
     Ok(())
 }
 
@@ -47,9 +47,9 @@ pub fn verb(path: &Path) -> &'static str {
 }
 
 /// Writes tensors; an existing file must hold tensors in the same format.
-pub fn write_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>, what: &str) -> Result<(), Error> {
+pub fn write_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>, subject: &str) -> Result<(), Error> {
     overwrite::check(path, &Mark::tensors(path))?;
-    weights::write(path, tensors).map_err(|error| Error::input(format!("cannot write the {what}")).because(error))
+    weights::write(path, tensors).map_err(|error| Error::input(format!("cannot write the {subject}")).because(error))
 }
 
 /// Refuses a path that tensors cannot be written to; the extension sets the format.
@@ -71,15 +71,15 @@ pub fn protect(path: &Path, model: &Path, marks: &[(&str, &str)], kind: &str) ->
     }
     // A file of another type is refused when it is written.
     let Ok(text) = input::text(path, input::MOST_PLAN_BYTES) else { return Ok(()) };
-    let Ok(found) = serde_json::from_str::<Value>(&text) else { return Ok(()) };
-    let is_kind = found["schema"].as_str().is_some_and(|schema| schema.starts_with(&format!("pipec.{kind}/")));
-    let Some(file) = found["model"]["file"].as_str() else { return Ok(()) };
-    let is_same = |(name, mark): &(&str, &str)| !mark.is_empty() && found["model"][*name].as_str() == Some(*mark);
+    let Ok(existing) = serde_json::from_str::<Value>(&text) else { return Ok(()) };
+    let is_kind = existing["schema"].as_str().is_some_and(|schema| schema.starts_with(&format!("pipec.{kind}/")));
+    let Some(file) = existing["model"]["file"].as_str() else { return Ok(()) };
+    let is_same = |(name, mark): &(&str, &str)| !mark.is_empty() && existing["model"][*name].as_str() == Some(*mark);
     if !is_kind || marks.iter().any(is_same) {
         return Ok(());
     }
     let (path, name) = (path.display(), input::file_name(model));
-    let (what, other) = match file == name {
+    let (origin, advice) = match file == name {
         true => (
             format!("another {} or an earlier version", short_name(file)),
             "`-o FILE` with another name keeps both files".to_string(),
@@ -87,19 +87,19 @@ pub fn protect(path: &Path, model: &Path, marks: &[(&str, &str)], kind: &str) ->
         false => (short_name(file), format!("`-o {name}.{kind}.json` keeps both files")),
     };
     Err(Error::input(format!("{path} is the {kind} of another model"))
-        .because(format!("it was made from {what}, and pipec does not overwrite it"))
-        .with_help(format!("{other}; `-o {path}` overwrites it")))
+        .because(format!("it was made from {origin}, and pipec does not overwrite it"))
+        .with_help(format!("{advice}; `-o {path}` overwrites it")))
 }
 
 /// The temporary file that is renamed to `path` once it is complete.
-pub fn part(path: &Path) -> PathBuf {
+pub fn temporary_path(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(format!(".{}.part", process::id()));
     path.with_file_name(name)
 }
 
 /// The error for a path that could not be written.
-pub fn unwritten(path: &Path, error: &io::Error) -> Error {
+pub fn write_error(path: &Path, error: &io::Error) -> Error {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     match (error.kind(), folder) {
         (ErrorKind::NotFound, Some(folder)) if !folder.exists() => {
@@ -114,18 +114,18 @@ pub fn unwritten(path: &Path, error: &io::Error) -> Error {
 
 /// Writes a file atomically. An existing file must be of the same type. Links are followed; pipes and devices are written to directly.
 pub fn write(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    let there = std::fs::metadata(path).ok();
-    if there.is_some_and(|about| !about.is_file() && !about.is_dir()) {
-        return std::fs::write(path, bytes).map_err(|error| unwritten(path, &error));
+    let metadata = std::fs::metadata(path).ok();
+    if metadata.is_some_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {
+        return std::fs::write(path, bytes).map_err(|error| write_error(path, &error));
     }
     overwrite::check_bytes(path, bytes)?;
     let target = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
-    let part = part(&target);
-    let written = std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, &target));
-    written.map_err(|error| {
+    let temporary = temporary_path(&target);
+    let result = std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, &target));
+    result.map_err(|error| {
         // A partial file is of no use.
-        let _ = std::fs::remove_file(&part);
-        unwritten(path, &error)
+        let _ = std::fs::remove_file(&temporary);
+        write_error(path, &error)
     })
 }
 

@@ -83,21 +83,21 @@ impl Mark {
 
 /// Refuses an existing file of another type than `mark`.
 pub fn check(path: &Path, mark: &Mark) -> Result<(), Error> {
-    let Some(there) = there(path)? else { return Ok(()) };
-    let found = crate::files::overwrite::mark(&there);
+    let Some(ends) = read_ends(path)? else { return Ok(()) };
+    let existing = crate::files::overwrite::mark(&ends);
     // Raw numbers may look like text.
     let is_data = matches!(mark, Mark::Bytes | Mark::Line(_)) && is_own_data(path);
-    if is_data || *mark == found && found != Mark::Bytes {
+    if is_data || *mark == existing && existing != Mark::Bytes {
         return Ok(());
     }
-    let holds = match (detect::of(&there), found.describe()) {
+    let content = match (detect::describe(&ends), existing.describe()) {
         (Some((what, _)), _) => format!(": {what}"),
         (None, Some(name)) => format!(": it is a {name}"),
         (None, None) => String::new(),
     };
     let why = match mark.describe() {
-        Some(name) => format!("the existing file is not a {name} and pipec does not overwrite it{holds}"),
-        None => format!("the existing file is of another type and pipec does not overwrite it{holds}"),
+        Some(name) => format!("the existing file is not a {name} and pipec does not overwrite it{content}"),
+        None => format!("the existing file is of another type and pipec does not overwrite it{content}"),
     };
     let help = format!("choose another file, or remove this one first: `rm {}`", path.display());
     Err(Error::file("write", path, why).with_help(help))
@@ -105,11 +105,11 @@ pub fn check(path: &Path, mark: &Mark) -> Result<(), Error> {
 
 /// Refuses an existing file of another type than these bytes.
 pub fn check_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    if there(path)?.is_none() {
+    if read_ends(path)?.is_none() {
         return Ok(());
     }
-    let ends = match bytes.len() > 2 * READ as usize {
-        true => &[&bytes[..READ as usize], &bytes[bytes.len() - READ as usize..]].concat(),
+    let ends = match bytes.len() > 2 * READ_BYTES as usize {
+        true => &[&bytes[..READ_BYTES as usize], &bytes[bytes.len() - READ_BYTES as usize..]].concat(),
         false => bytes,
     };
     check(path, &mark(ends))
@@ -119,26 +119,26 @@ pub fn check_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
 fn is_own_data(path: &Path) -> bool {
     let model = path.with_extension("");
     path.extension().is_some_and(|extension| extension == "data")
-        && matches!(there(&model), Ok(Some(bytes)) if mark(&bytes) == Mark::Model)
+        && matches!(read_ends(&model), Ok(Some(bytes)) if mark(&bytes) == Mark::Model)
 }
 
 /// Bytes read at each end of a file to detect its type.
-const READ: u64 = 1 << 20;
+const READ_BYTES: u64 = 1 << 20;
 
 /// The first and last bytes of an existing file, which would be lost. A file that cannot be read is an error.
-fn there(path: &Path) -> Result<Option<Vec<u8>>, Error> {
-    let Some(about) = fs::metadata(path).ok().filter(fs::Metadata::is_file) else { return Ok(None) };
-    let ends = || {
+fn read_ends(path: &Path) -> Result<Option<Vec<u8>>, Error> {
+    let Some(metadata) = fs::metadata(path).ok().filter(fs::Metadata::is_file) else { return Ok(None) };
+    let read = || {
         let mut file = File::open(path)?;
         let mut bytes = Vec::new();
-        file.by_ref().take(READ).read_to_end(&mut bytes)?;
-        if about.len() > 2 * READ {
-            file.seek(SeekFrom::Start(about.len() - READ))?;
+        file.by_ref().take(READ_BYTES).read_to_end(&mut bytes)?;
+        if metadata.len() > 2 * READ_BYTES {
+            file.seek(SeekFrom::Start(metadata.len() - READ_BYTES))?;
         }
-        file.take(READ).read_to_end(&mut bytes)?;
+        file.take(READ_BYTES).read_to_end(&mut bytes)?;
         Ok((!bytes.is_empty()).then_some(bytes))
     };
-    ends().map_err(|error: io::Error| {
+    read().map_err(|error: io::Error| {
         let why = format!("the existing file cannot be read ({error}), so its type is unknown");
         Error::file("write", path, why).with_help("choose another file, or remove this one first")
     })
@@ -146,7 +146,7 @@ fn there(path: &Path) -> Result<Option<Vec<u8>>, Error> {
 
 /// The type of these bytes.
 fn mark(bytes: &[u8]) -> Mark {
-    match detect::of(bytes) {
+    match detect::describe(bytes) {
         // A `.pt2` has no type here, because pipec does not write one.
         Some((what, _)) if what.contains(".npz") => return Mark::Npz,
         Some((what, _)) if what.contains(".safetensors") => return Mark::Safetensors,
@@ -158,7 +158,7 @@ fn mark(bytes: &[u8]) -> Mark {
     if bytes.starts_with(b"\x0a") && bytes.get(2..4) == Some(b"\x50\x01") {
         return Mark::Perfetto;
     }
-    let start = &bytes[..bytes.len().min(READ as usize)];
+    let start = &bytes[..bytes.len().min(READ_BYTES as usize)];
     let text = match str::from_utf8(start) {
         Ok(text) => text,
         // The bytes read may end within a character.
@@ -167,7 +167,7 @@ fn mark(bytes: &[u8]) -> Mark {
         }
         Err(_) => return Mark::Bytes,
     };
-    let head: String = text.chars().take(HEAD).collect();
+    let head: String = text.chars().take(HEAD_CHARS).collect();
     let line = text.lines().next().unwrap_or_default();
     if let Some(kind) = own_kind(&head) {
         return if kind == "program" { Mark::Program } else { Mark::Ours(kind) };
@@ -184,37 +184,37 @@ fn mark(bytes: &[u8]) -> Mark {
         () if is_program(line) => Mark::Program,
         () if line.starts_with("node") && line.contains("stage_id=") => Mark::Line("stage_id=".to_string()),
         () if line.starts_with('{') => match serde_json::from_str::<Value>(text) {
-            Ok(Value::Object(all)) => Mark::Names(all.keys().cloned().collect()),
+            Ok(Value::Object(object)) => Mark::Names(object.keys().cloned().collect()),
             _ => Mark::Bytes,
         },
-        () => Mark::Line(line.split_whitespace().take(WORDS).collect::<Vec<_>>().join(" ")),
+        () => Mark::Line(line.split_whitespace().take(HEADING_WORDS).collect::<Vec<_>>().join(" ")),
     }
 }
 
 /// Characters searched for the type.
-const HEAD: usize = 4096;
+const HEAD_CHARS: usize = 4096;
 
 /// Words of the first line that identify a text file; the following words may depend on the plan.
-const WORDS: usize = 2;
+const HEADING_WORDS: usize = 2;
 
 /// Maximum length of a truncated first line of a metrics file.
-const FIRST: usize = 1000;
+const MAX_FIRST_LINE: usize = 1000;
 
 /// The type that a pipec file names: `"schema": "pipec.plan/1"`, or the same in TOML.
 fn own_kind(head: &str) -> Option<String> {
     let at = head.find("schema")?;
-    let rest = head[at..].trim_start_matches("schema").trim_start_matches('"').trim_start();
-    let named = rest.strip_prefix([':', '='])?.trim_start().strip_prefix("\"pipec.")?;
-    Some(named.split(['/', '"']).next()?.to_string())
+    let value = head[at..].trim_start_matches("schema").trim_start_matches('"').trim_start();
+    let name = value.strip_prefix([':', '='])?.trim_start().strip_prefix("\"pipec.")?;
+    Some(name.split(['/', '"']).next()?.to_string())
 }
 
 /// True for a line of a metrics file.
 fn is_step(line: &str) -> bool {
     let value = serde_json::from_str::<Value>(line);
-    let is_whole = value
+    let is_complete = value
         .is_ok_and(|value| value["step"].is_u64() && value.get("loss").is_some() || value["total"]["steps"].is_u64());
     // A run may have been killed within its first line.
-    is_whole || line.len() < FIRST && line.starts_with("{\"step\":0,\"lo") && !line.ends_with('}')
+    is_complete || line.len() < MAX_FIRST_LINE && line.starts_with("{\"step\":0,\"lo") && !line.ends_with('}')
 }
 
 /// True for the first line of a schedule: `program 1f1b {`, or a table whose first cell is `0F0`.
@@ -236,14 +236,14 @@ fn is_own_model(bytes: &[u8]) -> bool {
 mod tests {
     use super::*;
 
-    fn ours(kind: &str) -> Mark {
+    fn own_mark(kind: &str) -> Mark {
         Mark::Ours(kind.to_string())
     }
 
     #[test]
     fn what_is_written_is_known_again() {
-        assert_eq!(mark(b"{\n  \"schema\": \"pipec.plan/1\",\n  \"model\": {"), ours("plan"));
-        assert_eq!(mark(b"schema = \"pipec.cluster/1\"\n\n[device]"), ours("cluster"));
+        assert_eq!(mark(b"{\n  \"schema\": \"pipec.plan/1\",\n  \"model\": {"), own_mark("plan"));
+        assert_eq!(mark(b"schema = \"pipec.cluster/1\"\n\n[device]"), own_mark("cluster"));
         assert_eq!(mark(b"{\"schema\":\"pipec.program/1\"}"), Mark::Program);
         for program in ["program 1f1b {\n  items 4", "0F0,0F1,0B0\n1F0", ",,2F0\n"] {
             assert_eq!(mark(program.as_bytes()), Mark::Program, "{program}");
@@ -258,11 +258,11 @@ mod tests {
     fn what_others_wrote_is_kept() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
-        let refusal = |there: &[u8], mark: &Mark| {
-            fs::write(&path, there).unwrap();
+        let refusal = |content: &[u8], mark: &Mark| {
+            fs::write(&path, content).unwrap();
             check(&path, mark).err().map(|failure| failure.reason())
         };
-        let all = [Mark::plan(), Mark::Model, Mark::Metrics, Mark::Trace, Mark::Page, Mark::Npz, Mark::Safetensors];
+        let marks = [Mark::plan(), Mark::Model, Mark::Metrics, Mark::Trace, Mark::Page, Mark::Npz, Mark::Safetensors];
         let others: [&[u8]; 6] = [
             b"import torch\n",
             b"\x08\x0a\x12\x07pytorch\x1a",
@@ -271,7 +271,7 @@ mod tests {
             b"\xff\xfe",
             b"notes",
         ];
-        for mark in &all {
+        for mark in &marks {
             assert!(others.iter().all(|other| refusal(other, mark).is_some()), "{mark:?}");
             assert_eq!(refusal(b"", mark), None);
         }

@@ -10,13 +10,13 @@ use std::process::{Command, Stdio};
 use std::thread;
 
 /// The Python: the given one, else that of the virtual environment, else `python3`.
-pub fn find(given: Option<&Path>) -> PathBuf {
+pub fn find(requested: Option<&Path>) -> PathBuf {
     let of_environment = || {
         let folder = PathBuf::from(env::var_os("VIRTUAL_ENV")?);
         let names = [folder.join("bin/python"), folder.join("Scripts/python.exe")];
         names.into_iter().find(|python| python.exists())
     };
-    given.map(Path::to_path_buf).or_else(of_environment).unwrap_or_else(|| PathBuf::from("python3"))
+    requested.map(Path::to_path_buf).or_else(of_environment).unwrap_or_else(|| PathBuf::from("python3"))
 }
 
 /// Why a script failed.
@@ -38,8 +38,8 @@ pub fn run(python: &Path, script: &str, request: &Value, on_line: &mut dyn FnMut
         why: format!("{}: {error}", python.display()),
         help: "name the Python with torch with `--python PATH`".to_string(),
     })?;
-    let (input, output, faults) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-    let (Some(mut input), Some(output), Some(mut faults)) = (input, output, faults) else {
+    let (input, output, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+    let (Some(mut input), Some(output), Some(mut stderr)) = (input, output, stderr) else {
         return Err(failed("the child process has no pipes".to_string()));
     };
     // A script that ends early closes its input; its lines say why.
@@ -48,27 +48,27 @@ pub fn run(python: &Path, script: &str, request: &Value, on_line: &mut dyn FnMut
     // Warnings of Python must not fill the pipe.
     let reader = thread::spawn(move || {
         let mut text = Vec::new();
-        let _ = faults.read_to_end(&mut text);
+        let _ = stderr.read_to_end(&mut text);
         String::from_utf8_lossy(&text).into_owned()
     });
-    let mut refused = None;
+    let mut script_error = None;
     for line in BufReader::new(output).lines().map_while(Result::ok) {
         // The model may print, too.
         let Ok(line @ Value::Object(_)) = serde_json::from_str::<Value>(&line) else { continue };
         let text = |name: &str| line[name].as_str().unwrap_or_default().to_string();
         match line.get("error") {
-            Some(_) => refused = refused.or(Some(PythonError { why: text("error"), help: text("help") })),
+            Some(_) => script_error = script_error.or(Some(PythonError { why: text("error"), help: text("help") })),
             None => on_line(line),
         }
     }
     let status = child.wait().map_err(|error| failed(error.to_string()))?;
     let text = reader.join().unwrap_or_default();
-    match refused {
-        Some(refused) => Err(refused),
+    match script_error {
+        Some(script_error) => Err(script_error),
         None if status.success() => Ok(()),
         None => {
-            let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
-            Err(failed(format!("Python ended with {status}: {}", short_name(last))))
+            let last_line = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
+            Err(failed(format!("Python ended with {status}: {}", short_name(last_line))))
         }
     }
 }

@@ -25,39 +25,39 @@ pub const VARIABLE: &str = "PIPEC_PROCESS";
 pub const RESUMED: &str = "PIPEC_RESUMED";
 
 /// Interval between checks for stopped children.
-const ASK: Duration = Duration::from_millis(500);
+const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 /// Time after the heartbeat timeout at which a stopped child is reported; the connection reports it first.
 const STOP_GRACE: Duration = Duration::from_millis(400);
 /// Interval between checks for ended children.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time for the connection to report the death of a child in more detail than the system.
-const DETAIL: Duration = Duration::from_millis(150);
+const DETAIL_TIME: Duration = Duration::from_millis(150);
 /// Time for the system to report the exit status of a child whose connection is lost.
-const STATUS: Duration = Duration::from_millis(500);
+const STATUS_TIME: Duration = Duration::from_millis(500);
 /// Time for children to end when the run is over.
-const END: Duration = Duration::from_secs(5);
+const END_TIME: Duration = Duration::from_secs(5);
 /// Bytes kept of the last standard error output of a child.
-const SAID: usize = 2048;
+const STDERR_TAIL: usize = 2048;
 
 /// Child processes, and the thread that watches them.
 pub struct Children {
     shared: Arc<Shared>,
-    watch: Option<JoinHandle<()>>,
-    fate: Arc<RunStatus>,
+    watcher: Option<JoinHandle<()>>,
+    run_status: Arc<RunStatus>,
     stop: &'static Stop,
 }
 
 struct Shared {
-    children: Mutex<Vec<Started>>,
+    children: Mutex<Vec<ChildProcess>>,
     is_over: AtomicBool,
     pauses: &'static Pauses,
 }
 
-struct Started {
+struct ChildProcess {
     child: Child,
     name: String,
-    said: Arc<Mutex<VecDeque<u8>>>,
-    ended: Option<ExitStatus>,
+    stderr: Arc<Mutex<VecDeque<u8>>>,
+    exit_status: Option<ExitStatus>,
 }
 
 /// Starts a child for each of these names, as processes 1, 2, … of a run. A child may be stopped for at most `deadline`.
@@ -66,104 +66,105 @@ pub fn start(
     (run, restarts, address, token): (u64, u32, &str, &str),
     (command_line, resumed): (&[OsString], Option<&Path>),
     deadline: Duration,
-    fate: &Arc<RunStatus>,
+    run_status: &Arc<RunStatus>,
 ) -> Result<Children, Error> {
     let fail = |error: std::io::Error| Error::negative("cannot start the processes of the run").because(error);
     let Some((program, arguments)) = command_line.split_first() else {
         return Err(Error::bug("no command to start a worker"));
     };
-    let deaf = |error: &str| Error::negative("cannot listen to signals").because(error);
-    let (pauses, stop) = (Pauses::listen().map_err(deaf)?, Stop::listen().map_err(deaf)?);
+    let listen_error = |error: &str| Error::negative("cannot listen to signals").because(error);
+    let (pauses, stop) = (Pauses::listen().map_err(listen_error)?, Stop::listen().map_err(listen_error)?);
     let shared = Arc::new(Shared { children: Mutex::default(), is_over: AtomicBool::new(false), pauses });
-    pauses.look_after(true);
-    stop.awaited(false);
-    let mut children = Children { shared: shared.clone(), watch: None, fate: fate.clone(), stop };
+    pauses.set_children(true);
+    stop.set_awaited(false);
+    let mut children = Children { shared: shared.clone(), watcher: None, run_status: run_status.clone(), stop };
     for (process, name) in (1..).zip(names) {
         let mut command = Command::new(program);
         command.args(arguments);
         command.env(VARIABLE, format!("{} {process} {run:x} {restarts} {address}", std::process::id()));
         command.env(run_token::VARIABLE, token);
-        if let Some(from) = resumed {
-            command.env(RESUMED, from);
+        if let Some(checkpoint) = resumed {
+            command.env(RESUMED, checkpoint);
         }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         // Ctrl-C in a terminal reaches only this process, which passes it on.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         let mut child = command.spawn().map_err(fail)?;
-        let said = Arc::new(Mutex::new(VecDeque::new()));
-        let (mut stderr, keep) = (child.stderr.take(), said.clone());
-        let listen = move || {
+        let stderr = Arc::new(Mutex::new(VecDeque::new()));
+        let (mut pipe, tail) = (child.stderr.take(), stderr.clone());
+        let read_stderr = move || {
             let mut bytes = [0; 512];
-            while let Some(Ok(count @ 1..)) = stderr.as_mut().map(|stderr| stderr.read(&mut bytes)) {
-                let mut kept = keep.lock().unwrap_or_else(PoisonError::into_inner);
-                kept.extend(&bytes[..count]);
-                let more = kept.len().saturating_sub(SAID);
-                kept.drain(..more);
+            while let Some(Ok(count @ 1..)) = pipe.as_mut().map(|pipe| pipe.read(&mut bytes)) {
+                let mut buffer = tail.lock().unwrap_or_else(PoisonError::into_inner);
+                buffer.extend(&bytes[..count]);
+                let excess = buffer.len().saturating_sub(STDERR_TAIL);
+                buffer.drain(..excess);
             }
         };
-        shared.lock().push(Started { child, name: name.clone(), said, ended: None });
-        thread::Builder::new().name(format!("child {process}")).spawn(listen).map_err(fail)?;
+        shared.lock().push(ChildProcess { child, name: name.clone(), stderr, exit_status: None });
+        thread::Builder::new().name(format!("child {process}")).spawn(read_stderr).map_err(fail)?;
     }
-    let fate = fate.clone();
-    let watch =
-        thread::Builder::new().name("watch".into()).spawn(move || shared.watch(&fate, deadline + STOP_GRACE, stop));
-    children.watch = Some(watch.map_err(fail)?);
+    let run_status = run_status.clone();
+    let watcher = thread::Builder::new()
+        .name("watch".into())
+        .spawn(move || shared.watch(&run_status, deadline + STOP_GRACE, stop));
+    children.watcher = Some(watcher.map_err(fail)?);
     Ok(children)
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Vec<Started>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<ChildProcess>> {
         self.children.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Marks the run as over; children need no more watching.
-    fn over(&self) {
+    fn finish(&self) {
         self.is_over.store(true, Ordering::Relaxed);
-        self.pauses.look_after(false);
+        self.pauses.set_children(false);
     }
 
     /// Watches until the run is over. A child that ends, or a signal that the run does not handle itself, ends the run.
-    fn watch(&self, fate: &RunStatus, deadline: Duration, stop: &Stop) {
+    fn watch(&self, run_status: &RunStatus, deadline: Duration, stop: &Stop) {
         let mut stopped: BTreeMap<usize, Instant> = BTreeMap::new();
-        let mut asked = Instant::now();
+        let mut last_check = Instant::now();
         while !self.is_over.load(Ordering::Relaxed) {
-            if let Some(signal) = stop.unawaited() {
-                for of in self.lock().iter_mut() {
-                    if of.status().is_none() {
-                        signals::send(signal, of.child.id());
+            if let Some(signal) = stop.unhandled() {
+                for child in self.lock().iter_mut() {
+                    if child.status().is_none() {
+                        signals::send(signal, child.child.id());
                     }
                 }
-                let what = format!("received {}", signals::name(signal));
-                return fate.end(LinkError::Ended { process: None, what });
+                let message = format!("received {}", signals::name(signal));
+                return run_status.end(LinkError::Ended { process: None, what: message });
             }
-            if self.pauses.came() {
+            if self.pauses.take_request() {
                 // No child is reaped meanwhile, so their process ids cannot be reused.
                 let mut children = self.lock();
-                let here = children.iter_mut().filter_map(|of| of.status().is_none().then(|| of.child.id()));
-                signals::pause(&here.collect::<Vec<u32>>());
+                let pids = children.iter_mut().filter_map(|child| child.status().is_none().then(|| child.child.id()));
+                signals::pause(&pids.collect::<Vec<u32>>());
                 stopped.clear();
             }
-            let ended = self.lock().iter_mut().position(|of| of.status().is_some());
-            if let Some(at) = ended
-                && !fate.is_released()
+            let exited = self.lock().iter_mut().position(|child| child.status().is_some());
+            if let Some(at) = exited
+                && !run_status.is_released()
             {
-                thread::sleep(DETAIL);
-                let what = self.lock()[at].describe(None);
-                return fate.end(LinkError::Ended { process: Some(at + 1), what });
+                thread::sleep(DETAIL_TIME);
+                let message = self.lock()[at].describe(None);
+                return run_status.end(LinkError::Ended { process: Some(at + 1), what: message });
             }
             // Before the run starts there are no heartbeats, so stopped children are detected here.
-            if asked.elapsed() > ASK {
-                asked = Instant::now();
-                for (at, of) in self.lock().iter_mut().enumerate() {
-                    match running(of.child.id()) == STOPPED {
-                        true => _ = stopped.entry(at).or_insert(asked),
+            if last_check.elapsed() > STOP_CHECK_INTERVAL {
+                last_check = Instant::now();
+                for (at, child) in self.lock().iter_mut().enumerate() {
+                    match process_state(child.child.id()) == STOPPED {
+                        true => _ = stopped.entry(at).or_insert(last_check),
                         false => _ = stopped.remove(&at),
                     }
                 }
                 if let Some((&at, _)) = stopped.iter().find(|(_, since)| since.elapsed() > deadline) {
-                    let what = self.lock()[at].describe(None);
-                    return fate.end(LinkError::Ended { process: Some(at + 1), what });
+                    let message = self.lock()[at].describe(None);
+                    return run_status.end(LinkError::Ended { process: Some(at + 1), what: message });
                 }
             }
             thread::sleep(POLL_INTERVAL);
@@ -171,30 +172,32 @@ impl Shared {
     }
 }
 
-impl Started {
+impl ChildProcess {
     /// The exit status, if the child has ended.
     fn status(&mut self) -> Option<ExitStatus> {
-        if self.ended.is_none() {
-            self.ended = self.child.try_wait().ok().flatten();
+        if self.exit_status.is_none() {
+            self.exit_status = self.child.try_wait().ok().flatten();
         }
-        self.ended
+        self.exit_status
     }
 
     /// Describes the state or the end of the child; `doing` is its last known instruction.
-    fn describe(&mut self, doing: Option<&str>) -> String {
+    fn describe(&mut self, instruction: Option<&str>) -> String {
         let pid = self.child.id();
-        let how = match self.status() {
-            None => return format!("{}, process {pid}, {}", self.name, running(pid)),
+        let state = match self.status() {
+            None => return format!("{}, process {pid}, {}", self.name, process_state(pid)),
             Some(status) => match killed_by(status) {
                 Some(signal) => format!("was killed by {}", signals::name(signal)),
                 None => format!("exited with code {}", status.code().unwrap_or(-1)),
             },
         };
-        let at = doing.map_or(String::new(), |doing| format!("; the worker was last at {doing}"));
-        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        let said = String::from_utf8_lossy(said.make_contiguous()).trim().to_string();
-        let error = said.rfind("error: ").map_or(String::new(), |at| format!("\n{}", &said[at + "error: ".len()..]));
-        format!("{}, process {pid}, {how}{at}{error}", self.name)
+        let last_instruction =
+            instruction.map_or(String::new(), |instruction| format!("; the worker was last at {instruction}"));
+        let mut stderr = self.stderr.lock().unwrap_or_else(PoisonError::into_inner);
+        let stderr = String::from_utf8_lossy(stderr.make_contiguous()).trim().to_string();
+        let error =
+            stderr.rfind("error: ").map_or(String::new(), |at| format!("\n{}", &stderr[at + "error: ".len()..]));
+        format!("{}, process {pid}, {state}{last_instruction}{error}", self.name)
     }
 }
 
@@ -212,7 +215,7 @@ fn killed_by(_: ExitStatus) -> Option<i32> {
 const STOPPED: &str = "is stopped (SIGSTOP)";
 
 /// The state of a running process, from the system.
-fn running(pid: u32) -> &'static str {
+fn process_state(pid: u32) -> &'static str {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The name before the state may have any characters, and ends with the last parenthesis.
     match stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()) {
@@ -225,48 +228,49 @@ fn running(pid: u32) -> &'static str {
 impl Children {
     /// Ends the run: waits for the children, kills those that do not end, and returns the reason if the run ended early.
     pub fn end<T>(mut self, result: Result<T, Error>) -> Result<T, Error> {
-        self.shared.over();
-        self.watch.take().into_iter().for_each(|watch| _ = watch.join());
-        if let Some(signal) = self.stop.unawaited() {
-            self.wait(END);
+        self.shared.finish();
+        self.watcher.take().into_iter().for_each(|watcher| _ = watcher.join());
+        if let Some(signal) = self.stop.unhandled() {
+            self.wait(END_TIME);
             return Err(Error::interrupted(signal, format!("interrupted by {}", signals::name(signal))));
         }
         let failure = match result {
-            Ok(done) => {
-                self.wait(END);
-                return Ok(done);
+            Ok(value) => {
+                self.wait(END_TIME);
+                return Ok(value);
             }
             Err(failure) => failure,
         };
-        let Some(cause) = self.fate.cause() else { return Err(failure) };
+        let Some(cause) = self.run_status.cause() else { return Err(failure) };
         let Some(at) = cause.culprit().and_then(|process| process.checked_sub(1)) else { return Err(failure) };
         if matches!(cause, LinkError::Lost { .. } | LinkError::Reported { .. }) {
-            let until = Instant::now() + STATUS;
-            while Instant::now() < until && self.shared.lock().get_mut(at).is_some_and(|of| of.status().is_none()) {
+            let until = Instant::now() + STATUS_TIME;
+            while Instant::now() < until && self.shared.lock().get_mut(at).is_some_and(|child| child.status().is_none())
+            {
                 thread::sleep(POLL_INTERVAL);
             }
         }
-        let doing = match &cause {
-            LinkError::Lost { doing, .. } | LinkError::Silent { doing, .. } | LinkError::Reported { doing, .. } => {
-                doing.as_deref()
-            }
+        let instruction = match &cause {
+            LinkError::Lost { doing: instruction, .. }
+            | LinkError::Silent { doing: instruction, .. }
+            | LinkError::Reported { doing: instruction, .. } => instruction.as_deref(),
             _ => None,
         };
         let mut children = self.shared.lock();
         let Some(child) = children.get_mut(at) else { return Err(failure) };
         let status = child.status();
         // Exit code 1 means a run that failed and reported its reason; any other status is a failure of the child itself.
-        let died = status.is_some_and(|status| !status.success() && status.code() != Some(1));
-        let is_stopped = status.is_none() && running(child.child.id()) == STOPPED;
+        let failed = status.is_some_and(|status| !status.success() && status.code() != Some(1));
+        let is_stopped = status.is_none() && process_state(child.child.id()) == STOPPED;
         let reason = match &cause {
             LinkError::Ended { what, .. } => what.clone(),
-            _ if died => child.describe(doing),
+            _ if failed => child.describe(instruction),
             LinkError::Silent { .. } if status.is_none() => format!("{cause}\n{}", child.describe(None)),
             _ if is_stopped => format!("{cause}\n{}", child.describe(None)),
             _ => cause.to_string(),
         };
         let failure = Error::negative("training stopped").because(reason);
-        match (died || status.is_none()) && self.stop.came().is_none() {
+        match (failed || status.is_none()) && self.stop.received().is_none() {
             true => {
                 Err(failure.with_help("`--max-restarts N` restarts all processes when one of them dies").retryable())
             }
@@ -274,10 +278,10 @@ impl Children {
         }
     }
 
-    /// Waits at most `within` for all children to end.
-    fn wait(&self, within: Duration) {
-        let until = Instant::now() + within;
-        while Instant::now() < until && self.shared.lock().iter_mut().any(|of| of.status().is_none()) {
+    /// Waits at most `timeout` for all children to end.
+    fn wait(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        while Instant::now() < deadline && self.shared.lock().iter_mut().any(|child| child.status().is_none()) {
             thread::sleep(POLL_INTERVAL);
         }
     }
@@ -285,11 +289,11 @@ impl Children {
 
 impl Drop for Children {
     fn drop(&mut self) {
-        self.shared.over();
-        for of in self.shared.lock().iter_mut().filter(|of| of.ended.is_none()) {
+        self.shared.finish();
+        for child in self.shared.lock().iter_mut().filter(|child| child.exit_status.is_none()) {
             // Killing an ended child is harmless; waiting for every child leaves no zombies.
-            let _ = of.child.kill();
-            let _ = of.child.wait();
+            let _ = child.child.kill();
+            let _ = child.child.wait();
         }
     }
 }

@@ -34,31 +34,31 @@ const LAUNCHERS: [(&str, &str, Option<&str>); 4] = [
 ];
 
 /// Variables that differ between starts.
-const STARTS: [&str; 5] =
+const START_VARIABLES: [&str; 5] =
     ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"];
 
 /// The process described by the environment; `None` if no launcher started several processes.
-pub fn launched(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>, String> {
-    for (rank, processes, beside) in LAUNCHERS {
-        let (Some(own), Some(all)) = (get(rank), get(processes)) else { continue };
-        if beside.is_some_and(|name| get(name).is_none()) {
+pub fn from_environment(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>, String> {
+    for (rank_name, size_name, required) in LAUNCHERS {
+        let (Some(rank_value), Some(count)) = (get(rank_name), get(size_name)) else { continue };
+        if required.is_some_and(|name| get(name).is_none()) {
             continue;
         }
         let number = |name: &str, text: &str| {
             text.trim().parse::<u32>().map_err(|_| format!("the variable {name} is `{text}`, which is not a number"))
         };
-        let (own, all) = (number(rank, &own)?, number(processes, &all)?);
-        if all <= 1 {
+        let (rank_value, count) = (number(rank_name, &rank_value)?, number(size_name, &count)?);
+        if count <= 1 {
             continue;
         }
-        if own >= all {
-            return Err(format!("the variable {rank} is {own}, but {processes} is {all}"));
+        if rank_value >= count {
+            return Err(format!("the variable {rank_name} is {rank_value}, but {size_name} is {count}"));
         }
-        let run = STARTS.iter().map(|name| get(name).unwrap_or_default()).collect::<Vec<_>>().join(" ");
-        let has_mpi = rank.starts_with("OMPI") || rank.starts_with("PMI");
+        let run = START_VARIABLES.iter().map(|name| get(name).unwrap_or_default()).collect::<Vec<_>>().join(" ");
+        let has_mpi = rank_name.starts_with("OMPI") || rank_name.starts_with("PMI");
         return Ok(Some(Launched {
-            rank: own as usize,
-            processes: all as usize,
+            rank: rank_value as usize,
+            processes: count as usize,
             address: address(get)?,
             run,
             has_mpi,
@@ -69,9 +69,9 @@ pub fn launched(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
 
 fn address(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<String>, String> {
     let (Some(host), Some(port)) = (get("MASTER_ADDR"), get("MASTER_PORT")) else { return Ok(None) };
-    let agent_listens = get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|said| said.eq_ignore_ascii_case("true"));
-    let known = port.trim().parse::<u16>().ok().and_then(|port| port.checked_add(u16::from(agent_listens)));
-    let port = known.ok_or_else(|| format!("the variable MASTER_PORT is `{port}`, which is not a port"))?;
+    let agent_listens = get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
+    let listen_port = port.trim().parse::<u16>().ok().and_then(|port| port.checked_add(u16::from(agent_listens)));
+    let port = listen_port.ok_or_else(|| format!("the variable MASTER_PORT is `{port}`, which is not a port"))?;
     let is_v6 = host.contains(':') && !host.starts_with('[');
     Ok(Some(if is_v6 { format!("[{host}]:{port}") } else { format!("{host}:{port}") }))
 }
@@ -81,10 +81,10 @@ mod tests {
     use super::*;
 
     fn detect(variables: &[(&str, &str)]) -> Result<Option<Launched>, String> {
-        launched(&|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.to_string()))
+        from_environment(&|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.to_string()))
     }
 
-    fn of(variables: &[(&str, &str)]) -> (usize, usize, Option<String>) {
+    fn rank_and_address(variables: &[(&str, &str)]) -> (usize, usize, Option<String>) {
         let launched = detect(variables).unwrap().unwrap();
         (launched.rank, launched.processes, launched.address)
     }
@@ -92,13 +92,13 @@ mod tests {
     #[test]
     fn every_launcher_is_understood() {
         let torchrun = [("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")];
-        assert_eq!(of(&torchrun), (1, 4, Some("10.0.0.1:29500".into())));
+        assert_eq!(rank_and_address(&torchrun), (1, 4, Some("10.0.0.1:29500".into())));
         let with_agent = [&torchrun[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
-        assert_eq!(of(&with_agent).2.as_deref(), Some("10.0.0.1:29501"));
-        assert_eq!(of(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2")]), (0, 2, None));
-        assert_eq!(of(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]), (1, 2, None));
+        assert_eq!(rank_and_address(&with_agent).2.as_deref(), Some("10.0.0.1:29501"));
+        assert_eq!(rank_and_address(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2")]), (0, 2, None));
+        assert_eq!(rank_and_address(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]), (1, 2, None));
         let step = [("SLURM_PROCID", "2"), ("SLURM_NTASKS", "3"), ("SLURM_STEP_ID", "0"), ("MASTER_ADDR", "::1")];
-        assert_eq!(of(&[&step[..], &[("MASTER_PORT", "7")]].concat()), (2, 3, Some("[::1]:7".into())));
+        assert_eq!(rank_and_address(&[&step[..], &[("MASTER_PORT", "7")]].concat()), (2, 3, Some("[::1]:7".into())));
     }
 
     #[test]

@@ -50,37 +50,37 @@ pub fn between_hosts(
         Error::negative("cannot measure the links between the hosts").because(format!("{host}: {}", lost.fault))
     })?;
     match member.number() {
-        0 => Ok(Some(assigned(cluster, links))),
+        0 => Ok(Some(assign_links(cluster, links))),
         _ => Ok(None),
     }
 }
 
 /// Gives every level the slowest of its links.
-fn assigned(cluster: &Cluster, links: Vec<HostLink>) -> HostLinks {
+fn assign_links(cluster: &Cluster, links: Vec<HostLink>) -> HostLinks {
     let mut measured = cluster.clone();
     let mut levels = BTreeSet::new();
     for link in &links {
         let Some(at) = level(cluster, link.from, link.to) else { continue };
-        let (of, is_first) = (&mut measured.levels[at], levels.insert(at));
-        if is_first || link.bytes_per_s < of.bandwidth.0 {
-            of.bandwidth = BytesPerSecond(link.bytes_per_s);
+        let (slowest, is_first) = (&mut measured.levels[at], levels.insert(at));
+        if is_first || link.bytes_per_s < slowest.bandwidth.0 {
+            slowest.bandwidth = BytesPerSecond(link.bytes_per_s);
         }
-        if is_first || link.seconds > of.latency.0 {
-            of.latency = Seconds(link.seconds);
+        if is_first || link.seconds > slowest.latency.0 {
+            slowest.latency = Seconds(link.seconds);
         }
     }
     HostLinks { cluster: measured, levels, links }
 }
 
 /// The level at which the first devices of two hosts are connected.
-fn level(cluster: &Cluster, one: usize, other: usize) -> Option<usize> {
-    let first = |host: usize| cluster.hosts[..host].iter().map(|of| of.devices).sum::<u32>();
-    Wire::between(&cluster.levels, [first(one), first(other)].into_iter()).map(|wire| wire.level)
+fn level(cluster: &Cluster, left: usize, right: usize) -> Option<usize> {
+    let first = |host: usize| cluster.hosts[..host].iter().map(|host| host.devices).sum::<u32>();
+    Wire::between(&cluster.levels, [first(left), first(right)].into_iter()).map(|wire| wire.level)
 }
 
 /// True if this level connects devices of one host only, so this machine can measure it alone.
 pub fn is_inside_hosts(cluster: &Cluster, at: usize) -> bool {
-    (0..cluster.hosts.len()).all(|one| (0..one).all(|other| level(cluster, one, other) != Some(at)))
+    (0..cluster.hosts.len()).all(|left| (0..left).all(|right| level(cluster, left, right) != Some(at)))
 }
 
 #[cfg(test)]
@@ -98,7 +98,7 @@ mod tests {
         let cluster = from_toml(&format!("{text}{hosts}")).unwrap();
         let link = |from, to, bytes_per_s| HostLink { from, to, bytes_per_s, seconds: 1.0 / bytes_per_s };
         let HostLinks { cluster, levels, .. } =
-            assigned(&cluster, vec![link(0, 1, 5e8), link(1, 0, 4e8), link(0, 2, 1e8), link(3, 1, 3e9)]);
+            assign_links(&cluster, vec![link(0, 1, 5e8), link(1, 0, 4e8), link(0, 2, 1e8), link(3, 1, 3e9)]);
         let rates: Vec<f64> = cluster.levels.iter().map(|level| level.bandwidth.0).collect();
         assert_eq!((rates, levels), (vec![9e9, 4e8, 1e8], BTreeSet::from([1, 2])));
         assert_eq!(cluster.levels[2].latency.0, 1e-8);

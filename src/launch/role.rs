@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::input;
 use crate::launch::children::Children;
-use crate::launch::environment::launched;
+use crate::launch::environment::from_environment;
 use crate::launch::{children, run_token, signals};
 use crate::{cluster, help};
 use compiler::text::quantity;
@@ -130,13 +130,13 @@ pub enum ProcessRole {
 
 /// One process of several.
 pub struct Member {
-    own: usize,
-    share: WorkerDistribution,
-    first: String,
+    process: usize,
+    distribution: WorkerDistribution,
+    first_address: String,
     listen: Option<String>,
     run: u64,
     restarts: u32,
-    over_mpi: bool,
+    uses_mpi: bool,
     token: RunToken,
 }
 
@@ -155,21 +155,21 @@ enum WorkerDistribution {
 impl ProcessRole {
     /// The role that the flags and the environment set.
     pub fn find(arguments: &ProcessRequest) -> Result<ProcessRole, Error> {
-        let role = ProcessRole::placed(arguments)?;
+        let role = ProcessRole::detect(arguments)?;
         if let ProcessRole::Member(member) = &role
-            && !member.over_mpi
+            && !member.uses_mpi
         {
-            let addresses = [Some(&member.first), member.listen.as_ref()];
+            let addresses = [Some(&member.first_address), member.listen.as_ref()];
             run_token::check(&member.token, &addresses.into_iter().flatten().map(String::as_str).collect::<Vec<_>>())?;
         }
         Ok(role)
     }
 
-    fn placed(arguments: &ProcessRequest) -> Result<ProcessRole, Error> {
-        let token = || run_token::given(arguments);
-        if let Some(said) = arguments.environment.get(children::VARIABLE) {
+    fn detect(arguments: &ProcessRequest) -> Result<ProcessRole, Error> {
+        let token = || run_token::find_token(arguments);
+        if let Some(variable) = arguments.environment.get(children::VARIABLE) {
             let token = token()?;
-            return child(said, token).map(ProcessRole::Member).ok_or_else(|| {
+            return child_member(variable, token).map(ProcessRole::Member).ok_or_else(|| {
                 Error::input(format!(
                     "the variable {} may be set only by `pipec train --processes`",
                     children::VARIABLE
@@ -195,32 +195,33 @@ impl ProcessRole {
             };
             let first = arguments.address.clone().unwrap_or(first.clone());
             if let Some(rank) = arguments.rank {
-                return Ok(ProcessRole::Member(Member::ranked(rank, first, token()?)));
+                return Ok(ProcessRole::Member(Member::with_rank(rank, first, token()?)));
             }
-            let own = match arguments.host {
+            let process = match arguments.host {
                 Some(host) => host as usize,
                 None => own_host(&hosts)?,
             };
-            let Some((address, _)) = hosts.get(own) else {
-                let what = format!("`--host {own}`: {} has {} hosts, counted from 0", path.display(), hosts.len());
-                return Err(Error::input(what));
+            let Some((address, _)) = hosts.get(process) else {
+                let message =
+                    format!("`--host {process}`: {} has {} hosts, counted from 0", path.display(), hosts.len());
+                return Err(Error::input(message));
             };
             let listen = Some(address.clone());
-            let share = WorkerDistribution::Hosts(hosts.iter().map(|(_, devices)| *devices).collect());
+            let distribution = WorkerDistribution::Hosts(hosts.iter().map(|(_, devices)| *devices).collect());
             let token = token()?;
             let addresses: Vec<&str> = hosts.iter().map(|(address, _)| address.as_str()).collect();
             run_token::check(&token, &addresses)?;
-            run_token::check_reachable(&addresses, own)?;
-            let member = Member { own, share, listen, ..Member::ranked(0, first, token) };
+            run_token::check_reachable(&addresses, process)?;
+            let member = Member { process, distribution, listen, ..Member::with_rank(0, first, token) };
             return Ok(ProcessRole::Member(member));
         }
         if let (Some(rank), Some(address)) = (arguments.rank, &arguments.address) {
-            return Ok(ProcessRole::Member(Member::ranked(rank, address.clone(), token()?)));
+            return Ok(ProcessRole::Member(Member::with_rank(rank, address.clone(), token()?)));
         }
-        let found = launched(&|name| arguments.environment.get(name).cloned());
-        let found =
-            found.map_err(|why| Error::input("cannot read the launcher's environment variables").because(why))?;
-        let Some(launched) = found else {
+        let launched = from_environment(&|name| arguments.environment.get(name).cloned());
+        let launched =
+            launched.map_err(|why| Error::input("cannot read the launcher's environment variables").because(why))?;
+        let Some(launched) = launched else {
             return match arguments.rank {
                 Some(_) => Err(Error::input("`--rank` requires the address of process 0")
                     .with_help("add `--address HOST:PORT`, the same for all processes, or `--hosts cluster.toml`")),
@@ -237,29 +238,38 @@ impl ProcessRole {
                 },
             };
         };
-        let said = arguments.address.clone().or(launched.address);
-        let over_mpi = cfg!(feature = "mpi") && launched.has_mpi && said.is_none() && arguments.rank.is_none();
-        let Some(first) = said.or_else(|| over_mpi.then(|| "rank 0".to_string())) else {
-            let what = format!(
+        let address = arguments.address.clone().or(launched.address);
+        let uses_mpi = cfg!(feature = "mpi") && launched.has_mpi && address.is_none() && arguments.rank.is_none();
+        let Some(first) = address.or_else(|| uses_mpi.then(|| "rank 0".to_string())) else {
+            let message = format!(
                 "this is process {} of {}, but the address of process 0 is unknown",
                 launched.rank, launched.processes
             );
-            return Err(Error::input(what).with_help("add `--address HOST:PORT`, the same for all processes"));
+            return Err(Error::input(message).with_help("add `--address HOST:PORT`, the same for all processes"));
         };
         let digest = Sha256::digest(launched.run.as_bytes());
         let run = digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte));
-        let own = arguments.rank.map_or(launched.rank, |rank| rank as usize);
-        let listen = Some(first.clone()).filter(|_| own == 0 && !over_mpi);
-        let share = WorkerDistribution::Processes(launched.processes);
+        let rank = arguments.rank.map_or(launched.rank, |rank| rank as usize);
+        let listen = Some(first.clone()).filter(|_| rank == 0 && !uses_mpi);
+        let distribution = WorkerDistribution::Processes(launched.processes);
         let token = token()?;
-        Ok(ProcessRole::Member(Member { own, share, first, listen, run, restarts: 0, over_mpi, token }))
+        Ok(ProcessRole::Member(Member {
+            process: rank,
+            distribution,
+            first_address: first,
+            listen,
+            run,
+            restarts: 0,
+            uses_mpi,
+            token,
+        }))
     }
 
-    /// True if this process reports on the run.
-    pub fn reports(&self) -> bool {
+    /// True for the one process that reports on the run.
+    pub fn is_reporter(&self) -> bool {
         match self {
             ProcessRole::Alone | ProcessRole::Parent => true,
-            ProcessRole::Member(member) => member.own == 0,
+            ProcessRole::Member(member) => member.process == 0,
         }
     }
 
@@ -272,42 +282,43 @@ impl ProcessRole {
     }
 
     /// Runs a training job with the other processes, which must have equal `inputs`. `run` gets the process group, if
-    /// there are others. `degree` is the tensor-parallel degree. `events` receives the events of the run, `own` those of
+    /// there are others. `degree` is the tensor-parallel degree. `events` receives the events of the run, `process_events` those of
     /// this process.
     pub fn run<T>(
         &self,
         arguments: &ProcessRequest,
         (job, degree, inputs): (&TrainJob<'_>, usize, InputsFor<'_>),
         restarts: u32,
-        (events, own): (&dyn EventSink, &dyn EventSink),
+        (events, process_events): (&dyn EventSink, &dyn EventSink),
         run: impl FnOnce(Option<Group>) -> Result<T, Error>,
     ) -> Result<T, Error> {
         let workers = job.program.workers.len();
-        let fate = Arc::new(RunStatus::default());
+        let run_status = Arc::new(RunStatus::default());
         // Processes started together connect at once; a wait for others means that users start them by hand.
-        let is_own = matches!(self, ProcessRole::Member(member) if !matches!(member.share, WorkerDistribution::Beside));
+        let is_own =
+            matches!(self, ProcessRole::Member(member) if !matches!(member.distribution, WorkerDistribution::Beside));
         let notice = |notice| match notice {
-            Notice::Waits(whom) if is_own => own.note(&whom),
+            Notice::Waits(whom) if is_own => process_events.note(&whom),
             Notice::Waits(_) => {}
-            Notice::SentAway(whom) if is_own => own.warn(&whom),
+            Notice::SentAway(whom) if is_own => process_events.warn(&whom),
             Notice::SentAway(whom) => events.warn(&whom),
         };
-        let meet = |part: ProcessConfig, door: JoinMode| {
-            let lines = part.placement.lines(job.program, job.codes, runtime::train::run::shares_norm(job));
-            join(job.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
+        let join_group = |config: ProcessConfig, mode: JoinMode| {
+            let lines = config.placement.lines(job.program, job.codes, runtime::train::run::shares_norm(job));
+            join(job.program, &lines, config, mode, run_status.clone(), &notice).map_err(connect_error)
         };
-        let agreed = |placement: &WorkerPlacement| {
-            let mut all = inputs(placement);
-            all.push(("`--nccl`".to_string(), RunInput::Setting(arguments.nccl.to_string())));
+        let inputs_with_placement = |placement: &WorkerPlacement| {
+            let mut inputs = inputs(placement);
+            inputs.push(("`--nccl`".to_string(), RunInput::Setting(arguments.nccl.to_string())));
             let processes: Vec<String> =
                 placement.processes_of_ranks.iter().map(|process| process.to_string()).collect();
-            all.push(("process of each rank".to_string(), RunInput::setting(processes.join(","))));
-            all
+            inputs.push(("process of each rank".to_string(), RunInput::setting(processes.join(","))));
+            inputs
         };
-        let part =
+        let config =
             |own: usize, placement: WorkerPlacement, first: String, (run, token): (u64, RunToken)| ProcessConfig {
                 process: own,
-                identity: Identity { run, inputs: agreed(&placement) },
+                identity: Identity { run, inputs: inputs_with_placement(&placement) },
                 placement,
                 token,
                 first_address: first,
@@ -318,44 +329,45 @@ impl ProcessRole {
                 connect_timeout: arguments.connect_timeout(),
                 deadline: arguments.deadline(),
                 nccl: arguments.nccl,
-                follows: matches!(self, ProcessRole::Member(Member { share: WorkerDistribution::Beside, .. })),
+                follows: matches!(self, ProcessRole::Member(Member { distribution: WorkerDistribution::Beside, .. })),
             };
         match self {
             ProcessRole::Alone => run(None),
             ProcessRole::Parent => {
-                let port = listen("127.0.0.1:0").map_err(unmet)?;
+                let port = listen("127.0.0.1:0").map_err(connect_error)?;
                 let address =
                     port.local_addr().map_err(|error| Error::negative("cannot listen").because(error))?.to_string();
                 let placement = WorkerPlacement::beside(workers, degree);
                 let names: Vec<String> =
                     (1..placement.processes).map(|process| placement.name(job.program, process)).collect();
-                let number = fresh();
+                let run_number = new_run_number();
                 let secret = random_token()
                     .map_err(|why| Error::negative("cannot start the processes of the run").because(why))?;
                 let token = RunToken::of(&secret).unwrap_or_default();
                 let children: Children = children::start(
                     &names,
-                    (number, restarts, &address, &secret),
+                    (run_number, restarts, &address, &secret),
                     (&arguments.command, arguments.resumed.as_deref()),
                     arguments.deadline(),
-                    &fate,
+                    &run_status,
                 )?;
-                let group = meet(part(0, placement, address, (number, token)), JoinMode::Port(port));
+                let group = join_group(config(0, placement, address, (run_number, token)), JoinMode::Port(port));
                 children.end(group.and_then(|group| run(Some(group))))
             }
             ProcessRole::Member(member) => {
                 let placement = member.placement(workers, degree)?;
-                let door = match member.port()? {
-                    _ if member.over_mpi => over_mpi(&placement, member.own, events)?,
+                let mode = match member.port()? {
+                    _ if member.uses_mpi => over_mpi(&placement, member.process, events)?,
                     Some(port) => JoinMode::Port(port),
                     None => JoinMode::Outside,
                 };
-                let known = (member.run, member.token.clone());
-                let group = meet(part(member.own, placement, member.first.clone(), known), door)?;
-                let hurry = hurry(fate.clone(), arguments.exit);
-                let done = run(Some(group));
-                hurry.store(true, Ordering::Relaxed);
-                done
+                let credentials = (member.run, member.token.clone());
+                let group =
+                    join_group(config(member.process, placement, member.first_address.clone(), credentials), mode)?;
+                let is_over = exit_when_over(run_status.clone(), arguments.exit);
+                let result = run(Some(group));
+                is_over.store(true, Ordering::Relaxed);
+                result
             }
         }
     }
@@ -364,7 +376,7 @@ impl ProcessRole {
 impl Member {
     /// The number of this process.
     pub fn number(&self) -> usize {
-        self.own
+        self.process
     }
 
     /// Connects to the other processes, which have these names and equal inputs and no program. `lines` lists the pairs
@@ -376,45 +388,46 @@ impl Member {
         run_status: &Arc<RunStatus>,
         notice: &dyn Fn(Notice),
     ) -> Result<Connected, Error> {
-        let part = ProcessConfig {
-            process: self.own,
+        let config = ProcessConfig {
+            process: self.process,
             placement: WorkerPlacement { processes_of_ranks: Vec::new(), processes: names.len(), degree: 1 },
             identity: Identity { run: self.run, inputs },
             token: self.token.clone(),
-            first_address: self.first.clone(),
-            listen: self.listen.clone().filter(|_| self.own > 0),
+            first_address: self.first_address.clone(),
+            listen: self.listen.clone().filter(|_| self.process > 0),
             connect_timeout: request.connect_timeout(),
             deadline: request.deadline(),
             nccl: false,
             follows: false,
         };
         let port = self.port()?;
-        connect(names, lines, &part, port.map_or(JoinMode::Outside, JoinMode::Port), run_status, notice).map_err(unmet)
+        connect(names, lines, &config, port.map_or(JoinMode::Outside, JoinMode::Port), run_status, notice)
+            .map_err(connect_error)
     }
 
     /// The port of process 0.
     fn port(&self) -> Result<Option<TcpListener>, Error> {
-        let listened = self.listen.as_deref().filter(|_| self.own == 0);
-        listened.map(listen).transpose().map_err(unmet)
+        let address = self.listen.as_deref().filter(|_| self.process == 0);
+        address.map(listen).transpose().map_err(connect_error)
     }
 
     /// The process of this number, with one process per rank and process 0 at address `first`.
-    fn ranked(rank: u32, first: String, token: RunToken) -> Member {
+    fn with_rank(rank: u32, first: String, token: RunToken) -> Member {
         let listen = Some(first.clone()).filter(|_| rank == 0);
         Member {
-            own: rank as usize,
-            share: WorkerDistribution::Each,
-            first,
+            process: rank as usize,
+            distribution: WorkerDistribution::Each,
+            first_address: first,
             listen,
             run: 0,
             restarts: 0,
-            over_mpi: false,
+            uses_mpi: false,
             token,
         }
     }
 
     fn placement(&self, workers: usize, degree: usize) -> Result<WorkerPlacement, Error> {
-        let (placement, there) = match &self.share {
+        let (placement, capacity) = match &self.distribution {
             WorkerDistribution::Beside => {
                 (Some(WorkerPlacement::beside(workers, degree)), "one process for each".to_string())
             }
@@ -425,45 +438,44 @@ impl Member {
                 (WorkerPlacement::even(workers, degree, *count), format!("{count} processes"))
             }
             WorkerDistribution::Hosts(devices) => {
-                let sum: u64 = devices.iter().map(|count| u64::from(*count)).sum();
-                (WorkerPlacement::by_host(workers, degree, devices), format!("{sum} devices on the hosts"))
+                let total: u64 = devices.iter().map(|count| u64::from(*count)).sum();
+                (WorkerPlacement::by_host(workers, degree, devices), format!("{total} devices on the hosts"))
             }
         };
-        let needed = quantity::plural(workers as u64, "worker", "workers");
-        let (needed, one) = match degree {
-            1 => (needed, "worker"),
-            _ => (format!("{needed} of {degree} tensor-parallel devices"), "device"),
+        let workers_text = quantity::plural(workers as u64, "worker", "workers");
+        let (workers_text, unit) = match degree {
+            1 => (workers_text, "worker"),
+            _ => (format!("{workers_text} of {degree} tensor-parallel devices"), "device"),
         };
         let placement = placement.ok_or_else(|| {
-            Error::input(format!("the plan has {needed}, but there are {there}")).with_help(format!(
-                "start at most one process per {one}, or plan for as many devices as the hosts have"
+            Error::input(format!("the plan has {workers_text}, but there are {capacity}")).with_help(format!(
+                "start at most one process per {unit}, or plan for as many devices as the hosts have"
             ))
         })?;
-        match self.own < placement.processes {
+        match self.process < placement.processes {
             true => Ok(placement),
             false => Err(Error::input(format!(
-                "this is process {}, but the plan has {needed}: processes are counted from 0",
-                self.own
+                "this is process {}, but the plan has {workers_text}: processes are counted from 0",
+                self.process
             ))
             .with_help(format!("use `--rank 0` to `--rank {}`", placement.processes - 1))),
         }
     }
 }
 
-/// Connects to the other processes over MPI.
 #[cfg(feature = "mpi")]
-fn over_mpi(placement: &WorkerPlacement, own: usize, events: &dyn EventSink) -> Result<JoinMode, Error> {
-    let opened = runtime::process::mpi::open().map_err(unmet)?;
-    if (opened.rank, opened.processes) != (own, placement.processes) {
-        let (rank, processes) = (opened.rank, opened.processes);
+fn over_mpi(placement: &WorkerPlacement, process: usize, events: &dyn EventSink) -> Result<JoinMode, Error> {
+    let mpi = runtime::process::mpi::open().map_err(connect_error)?;
+    if (mpi.rank, mpi.processes) != (process, placement.processes) {
+        let (rank, processes) = (mpi.rank, mpi.processes);
         return Err(Error::input(format!(
-            "by the environment this is process {own} of {}, by {} it is process {rank} of {processes}",
-            placement.processes, opened.library
+            "by the environment this is process {process} of {}, by {} it is process {rank} of {processes}",
+            placement.processes, mpi.library
         ))
         .with_help("use the launcher of the MPI library that pipec is linked with, or `--address HOST:PORT` for TCP"));
     }
-    events.note(&format!("connected by MPI: {}", opened.library));
-    Ok(JoinMode::Open(opened.streams, Box::new(opened.carrier)))
+    events.note(&format!("connected by MPI: {}", mpi.library));
+    Ok(JoinMode::Open(mpi.streams, Box::new(mpi.carrier)))
 }
 
 /// This build has no MPI.
@@ -473,7 +485,7 @@ fn over_mpi(_: &WorkerPlacement, _: usize, _: &dyn EventSink) -> Result<JoinMode
 }
 
 /// The error for processes that could not connect.
-fn unmet(error: LinkError) -> Error {
+fn connect_error(error: LinkError) -> Error {
     let help = help::link(&error);
     let failure = match error {
         LinkError::Bug { .. } => Error::bug(&error.to_string()),
@@ -486,35 +498,44 @@ fn unmet(error: LinkError) -> Error {
 }
 
 /// Reads the variable that a parent sets for its child. The child ends when the parent ends.
-fn child(said: &str, token: RunToken) -> Option<Member> {
-    let mut words = said.split(' ');
-    let parent: u32 = words.next()?.parse().ok()?;
-    let own = words.next()?.parse().ok().filter(|own| *own > 0)?;
-    let run = u64::from_str_radix(words.next()?, 16).ok()?;
-    let restarts = words.next()?.parse().ok()?;
-    let first = words.next()?.to_string();
+fn child_member(variable: &str, token: RunToken) -> Option<Member> {
+    let mut fields = variable.split(' ');
+    let parent: u32 = fields.next()?.parse().ok()?;
+    let process = fields.next()?.parse().ok().filter(|process| *process > 0)?;
+    let run = u64::from_str_radix(fields.next()?, 16).ok()?;
+    let restarts = fields.next()?.parse().ok()?;
+    let first = fields.next()?.to_string();
     if !signals::follow(parent) {
         // The parent has ended, so there is nobody to report to.
         std::process::exit(1);
     }
-    Some(Member { own, share: WorkerDistribution::Beside, first, listen: None, run, restarts, over_mpi: false, token })
+    Some(Member {
+        process,
+        distribution: WorkerDistribution::Beside,
+        first_address: first,
+        listen: None,
+        run,
+        restarts,
+        uses_mpi: false,
+        token,
+    })
 }
 
 /// A number that is unlikely to be used by another run.
-fn fresh() -> u64 {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
-    now ^ u64::from(std::process::id()) << 40
+fn new_run_number() -> u64 {
+    let nanoseconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
+    nanoseconds ^ u64::from(std::process::id()) << 40
 }
 
 /// The host whose address is this machine's.
 fn own_host(hosts: &[(String, u32)]) -> Result<usize, Error> {
     let is_here = |address: &IpAddr| TcpListener::bind((*address, 0)).is_ok();
     let is_own = |(address, _): &(String, u32)| {
-        address.to_socket_addrs().is_ok_and(|found| found.map(|of| of.ip()).any(|ip| is_here(&ip)))
+        address.to_socket_addrs().is_ok_and(|addresses| addresses.map(|address| address.ip()).any(|ip| is_here(&ip)))
     };
-    let own: Vec<usize> = hosts.iter().enumerate().filter(|(_, host)| is_own(host)).map(|(at, _)| at).collect();
-    match own[..] {
-        [one] => Ok(one),
+    let matching: Vec<usize> = hosts.iter().enumerate().filter(|(_, host)| is_own(host)).map(|(at, _)| at).collect();
+    match matching[..] {
+        [host] => Ok(host),
         [] => {
             let is_unknown = |(address, _): &&(String, u32)| address.to_socket_addrs().is_err();
             let unknown: Vec<&str> = hosts.iter().filter(is_unknown).map(|(address, _)| address.as_str()).collect();
@@ -527,22 +548,22 @@ fn own_host(hosts: &[(String, u32)]) -> Result<usize, Error> {
             })
         }
         _ => {
-            let which = own.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-            Err(Error::input(format!("hosts {which} all have an address of this machine"))
+            let numbers = matching.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+            Err(Error::input(format!("hosts {numbers} all have an address of this machine"))
                 .with_help("set the index of this host with `--host N`"))
         }
     }
 }
 
 /// Exits the process when the run is over and its workers do not notice because one is computing; the launcher waits for the exit.
-fn hurry(fate: Arc<RunStatus>, exit: fn(&Error) -> !) -> Arc<AtomicBool> {
+fn exit_when_over(run_status: Arc<RunStatus>, exit: fn(&Error) -> !) -> Arc<AtomicBool> {
     let is_over = Arc::new(AtomicBool::new(false));
-    let over = is_over.clone();
-    let watch = move || {
-        while !over.load(Ordering::Relaxed) && !fate.is_released() {
-            if let Some(cause) = fate.cause() {
+    let is_done = is_over.clone();
+    let watcher = move || {
+        while !is_done.load(Ordering::Relaxed) && !run_status.is_released() {
+            if let Some(cause) = run_status.cause() {
                 thread::sleep(GRACE);
-                if !over.load(Ordering::Relaxed) {
+                if !is_done.load(Ordering::Relaxed) {
                     exit(&Error::negative("training stopped").because(cause));
                 }
             }
@@ -550,6 +571,6 @@ fn hurry(fate: Arc<RunStatus>, exit: fn(&Error) -> !) -> Arc<AtomicBool> {
         }
     };
     // Without this thread the process exits a little later.
-    let _ = thread::Builder::new().name("hurry".into()).spawn(watch);
+    let _ = thread::Builder::new().name("hurry".into()).spawn(watcher);
     is_over
 }

@@ -16,17 +16,19 @@ pub const VARIABLE: &str = "PIPEC_RUN_TOKEN";
 const MOST_BYTES: u64 = 1 << 12;
 
 /// The token of a request, or none. A file has precedence over the environment.
-pub fn given(request: &ProcessRequest) -> Result<RunToken, Error> {
-    let short = || {
+pub fn find_token(request: &ProcessRequest) -> Result<RunToken, Error> {
+    let too_short = || {
         let help = format!("make one with `openssl rand -hex 32`: it needs at least {SHORTEST_TOKEN} characters");
         Error::input("the run token is too short").with_help(help)
     };
     if let Some(path) = &request.token_file {
         let text = input::text(path, MOST_BYTES)?;
-        return RunToken::of(&text).ok_or_else(|| short().because(format!("it is in {}", path.display())));
+        return RunToken::of(&text).ok_or_else(|| too_short().because(format!("it is in {}", path.display())));
     }
     match request.environment.get(VARIABLE).filter(|text| !text.is_empty()) {
-        Some(text) => RunToken::of(text).ok_or_else(|| short().because(format!("it is in the variable {VARIABLE}"))),
+        Some(text) => {
+            RunToken::of(text).ok_or_else(|| too_short().because(format!("it is in the variable {VARIABLE}")))
+        }
         None => Ok(RunToken::default()),
     }
 }
@@ -40,12 +42,15 @@ pub fn check(token: &RunToken, addresses: &[&str]) -> Result<(), Error> {
 }
 
 /// Refuses hosts of which this one has only a loopback address, if the others must reach it from elsewhere.
-pub fn check_reachable(hosts: &[&str], own: usize) -> Result<(), Error> {
+pub fn check_reachable(hosts: &[&str], own_host: usize) -> Result<(), Error> {
     let is_local = |address: &str| {
-        address.to_socket_addrs().ok().map(|mut found| found.all(|of| of.ip().to_canonical().is_loopback()))
+        address
+            .to_socket_addrs()
+            .ok()
+            .map(|mut addresses| addresses.all(|address| address.ip().to_canonical().is_loopback()))
     };
-    let Some(address) = hosts.get(own).filter(|address| is_local(address) == Some(true)) else { return Ok(()) };
-    match hosts.iter().any(|other| is_local(other) == Some(false)) {
+    let Some(address) = hosts.get(own_host).filter(|address| is_local(address) == Some(true)) else { return Ok(()) };
+    match hosts.iter().any(|host| is_local(host) == Some(false)) {
         false => Ok(()),
         true => Err(Error::input(format!("other hosts cannot reach {address}"))
             .because("it is a loopback address on this machine")

@@ -16,7 +16,7 @@ static PAUSES: OnceLock<Result<Pauses, String>> = OnceLock::new();
 
 /// Records whether the terminal asked this process to pause.
 pub struct Pauses {
-    asked: Arc<AtomicBool>,
+    requested: Arc<AtomicBool>,
     /// Without child processes it pauses at once.
     is_alone: Arc<AtomicBool>,
 }
@@ -24,30 +24,30 @@ pub struct Pauses {
 impl Pauses {
     /// Listens from now on, until the process ends.
     pub fn listen() -> Result<&'static Pauses, &'static str> {
-        let heard = PAUSES.get_or_init(|| Pauses::register().map_err(|error| error.to_string()));
-        heard.as_ref().map_err(String::as_str)
+        let pauses = PAUSES.get_or_init(|| Pauses::register().map_err(|error| error.to_string()));
+        pauses.as_ref().map_err(String::as_str)
     }
 
     fn register() -> io::Result<Pauses> {
-        let pauses = Pauses { asked: Arc::default(), is_alone: Arc::new(AtomicBool::new(true)) };
+        let pauses = Pauses { requested: Arc::default(), is_alone: Arc::new(AtomicBool::new(true)) };
         #[cfg(unix)]
         {
             use signal_hook::flag::{register, register_conditional_default};
             register_conditional_default(libc::SIGTSTP, pauses.is_alone.clone())?;
-            register(libc::SIGTSTP, pauses.asked.clone())?;
+            register(libc::SIGTSTP, pauses.requested.clone())?;
         }
         Ok(pauses)
     }
 
     /// Sets whether there are child processes to pause first.
-    pub fn look_after(&self, others: bool) {
-        self.asked.store(false, Ordering::Relaxed);
-        self.is_alone.store(!others, Ordering::Relaxed);
+    pub fn set_children(&self, has_children: bool) {
+        self.requested.store(false, Ordering::Relaxed);
+        self.is_alone.store(!has_children, Ordering::Relaxed);
     }
 
     /// True if a pause was requested since the last call.
-    pub fn came(&self) -> bool {
-        self.asked.swap(false, Ordering::Relaxed)
+    pub fn take_request(&self) -> bool {
+        self.requested.swap(false, Ordering::Relaxed)
     }
 }
 
@@ -71,10 +71,10 @@ pub fn send(_: i32, _: u32) {}
 
 /// The name of a signal.
 pub fn name(signal: i32) -> String {
-    let known = [(1, "HUP"), (2, "INT"), (3, "QUIT"), (4, "ILL"), (6, "ABRT"), (7, "BUS"), (8, "FPE"), (9, "KILL")];
-    let more = [(11, "SEGV"), (13, "PIPE"), (15, "TERM"), (24, "XCPU")];
-    let found = known.iter().chain(&more).find(|(number, _)| *number == signal);
-    found.map_or(format!("signal {signal}"), |(number, name)| format!("signal {number} (SIG{name})"))
+    let common = [(1, "HUP"), (2, "INT"), (3, "QUIT"), (4, "ILL"), (6, "ABRT"), (7, "BUS"), (8, "FPE"), (9, "KILL")];
+    let others = [(11, "SEGV"), (13, "PIPE"), (15, "TERM"), (24, "XCPU")];
+    let entry = common.iter().chain(&others).find(|(number, _)| *number == signal);
+    entry.map_or(format!("signal {signal}"), |(number, name)| format!("signal {number} (SIG{name})"))
 }
 
 /// Lets this process end when its parent ends. Returns true if the parent is still running.

@@ -9,16 +9,16 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// Exit code of a process ended by a signal, minus the signal number.
-const ENDED: i32 = 128;
+const SIGNAL_EXIT_BASE: i32 = 128;
 
 /// The signals received since this process listens; a signal reaches the process as a whole.
-static HEARD: OnceLock<Result<Stop, String>> = OnceLock::new();
+static STOP: OnceLock<Result<Stop, String>> = OnceLock::new();
 
 /// Records whether the run is requested to stop.
 pub struct Stop {
     signal: Arc<AtomicUsize>,
     /// True if the next signal ends the process at once.
-    asked: Arc<AtomicBool>,
+    exits_on_next: Arc<AtomicBool>,
     /// True while a run is in progress that stops after its current step.
     is_awaited: AtomicBool,
 }
@@ -26,19 +26,19 @@ pub struct Stop {
 impl Stop {
     /// Listens from now on, until the process ends.
     pub fn listen() -> Result<&'static Stop, &'static str> {
-        let heard = HEARD.get_or_init(|| Stop::register().map_err(|error| error.to_string()));
-        heard.as_ref().map_err(String::as_str)
+        let stop = STOP.get_or_init(|| Stop::register().map_err(|error| error.to_string()));
+        stop.as_ref().map_err(String::as_str)
     }
 
     fn register() -> io::Result<Stop> {
-        let (asked, signals) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
+        let (exits_on_next, received) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
         for signal in [SIGINT, SIGTERM] {
             // Handlers run in order of registration, so the first sees the state before this signal.
-            flag::register_conditional_shutdown(signal, ENDED + signal, asked.clone())?;
-            flag::register_usize(signal, signals.clone(), signal as usize)?;
-            flag::register(signal, asked.clone())?;
+            flag::register_conditional_shutdown(signal, SIGNAL_EXIT_BASE + signal, exits_on_next.clone())?;
+            flag::register_usize(signal, received.clone(), signal as usize)?;
+            flag::register(signal, exits_on_next.clone())?;
         }
-        Ok(Stop { signal: signals, asked, is_awaited: AtomicBool::new(false) })
+        Ok(Stop { signal: received, exits_on_next, is_awaited: AtomicBool::new(false) })
     }
 
     /// The number of the received signal; 0 if none.
@@ -47,23 +47,23 @@ impl Stop {
     }
 
     /// The received signal, if any.
-    pub fn came(&self) -> Option<i32> {
+    pub fn received(&self) -> Option<i32> {
         i32::try_from(self.signal.load(Ordering::Relaxed)).ok().filter(|signal| *signal != 0)
     }
 
     /// Sets whether a run is in progress that stops after its current step when a signal arrives.
-    pub fn awaited(&self, is_awaited: bool) {
+    pub fn set_awaited(&self, is_awaited: bool) {
         self.is_awaited.store(is_awaited, Ordering::Relaxed);
     }
 
     /// Declares that signals are no longer handled: the next one ends the process at once.
-    pub fn unanswered(&self) {
-        self.asked.store(true, Ordering::Relaxed);
+    pub fn exit_on_next(&self) {
+        self.exits_on_next.store(true, Ordering::Relaxed);
     }
 
     /// The received signal, unless a run handles it by stopping after its current step.
-    pub fn unawaited(&self) -> Option<i32> {
-        self.came().filter(|_| !self.is_awaited.load(Ordering::Relaxed))
+    pub fn unhandled(&self) -> Option<i32> {
+        self.received().filter(|_| !self.is_awaited.load(Ordering::Relaxed))
     }
 }
 

@@ -243,7 +243,7 @@ fn counted(request: &PlanRequest, times: &Times) -> Result<CountedLoss, Error> {
     match requested.filter(|requested| *requested != profiled) {
         None => Ok(profiled),
         Some(_) => {
-            let has = profiled.written().map_or("no loss".to_string(), |loss| format!("the loss `{loss}`"));
+            let has = profiled.to_text().map_or("no loss".to_string(), |loss| format!("the loss `{loss}`"));
             Err(Error::input("`--loss` does not match this profile")
                 .because(format!("{} includes {has}", path.display()))
                 .with_help("`pipec profile MODEL --loss …` measures another loss"))

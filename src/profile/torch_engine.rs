@@ -43,7 +43,7 @@ pub struct TorchEngine {
 }
 
 /// The model to measure.
-pub struct Subjects<'a> {
+pub struct TorchSubject<'a> {
     /// The model.
     pub loaded: &'a LoadedModel,
     /// Its file.
@@ -55,7 +55,7 @@ pub struct Subjects<'a> {
     /// The precision, if it is not that of the model.
     pub precision: Option<Precision>,
     /// The op of every node, with the loss.
-    pub known: Attributed,
+    pub attributed: Attributed,
 }
 
 /// Time of a node in microseconds.
@@ -103,7 +103,7 @@ struct Report {
 /// Measures the model.
 pub fn measure(
     engine: &TorchEngine,
-    subject: &Subjects<'_>,
+    subject: &TorchSubject<'_>,
     settings: &Settings,
     events: &dyn EventSink,
 ) -> Result<Profile, Error> {
@@ -118,18 +118,19 @@ pub fn measure(
     }
     events.note(&format!("torch loads {} and runs it; pipec executes nothing of it", short_name(name)));
     let report = run(engine, subject, settings, events)?;
-    let named = report.device["name"].as_str().unwrap_or_default().to_lowercase().replace(' ', "");
+    let device_name = report.device["name"].as_str().unwrap_or_default().to_lowercase().replace(' ', "");
     // The longest name in "NVIDIA H100 80GB HBM3" and the like.
-    let gpus = device::KINDS.iter().filter(|kind| kind.name != "cpu" && named.contains(kind.name));
+    let gpus = device::KINDS.iter().filter(|kind| kind.name != "cpu" && device_name.contains(kind.name));
     let kind = gpus.max_by_key(|kind| kind.name.len());
     let roofline = kind.or_else(|| device::find("cpu")).ok_or_else(|| Error::bug("the table of devices has CPUs"))?;
-    let of = Subject {
+    let subject_of_profile = Subject {
         model: subject.loaded.profiled(),
         micro_batch: subject.micro_batch,
-        loss: subject.known.counted.written(),
+        loss: subject.attributed.counted.to_text(),
     };
-    let mut profile = analytic::profile(subject.graph, &subject.known.attribution, &roofline.device(), &of);
-    let matched = fill(&mut profile.ops, &report, predictions(subject));
+    let mut profile =
+        analytic::profile(subject.graph, &subject.attributed.attribution, &roofline.device(), &subject_of_profile);
+    let measured_ops = fill(&mut profile.ops, &report, predictions(subject));
     profile.method = Method::Measured;
     let name = report.device["name"].as_str().filter(|name| !name.is_empty());
     profile.device = match kind.map(|kind| kind.name).or(name) {
@@ -144,7 +145,7 @@ pub fn measure(
     profile.settings.seed = settings.seed;
     profile.whole = report.whole;
     let nodes = quantity::plural(report.nodes.len() as u64, "node", "nodes");
-    events.note(&format!("torch {} measured {nodes}, {matched} of {} ops", report.torch, profile.ops.len()));
+    events.note(&format!("torch {} measured {nodes}, {measured_ops} of {} ops", report.torch, profile.ops.len()));
     if let Some(compiled) = report.compiled {
         let (forward, backward) = (quantity::time(compiled.fwd_us), quantity::time(compiled.bwd_us));
         events.note(&format!("under torch.compile, forward takes {forward} and backward {backward}"));
@@ -156,37 +157,37 @@ pub fn measure(
 }
 
 /// Index of the op that computes the predictions of the loss.
-fn predictions(subject: &Subjects<'_>) -> Option<usize> {
+fn predictions(subject: &TorchSubject<'_>) -> Option<usize> {
     let value = subject.graph.outputs.first()?.value;
     let op = subject.graph.op_of(value.node);
-    subject.known.attribution.ops.iter().position(|id| *id == op)
+    subject.attributed.attribution.ops.iter().position(|id| *id == op)
 }
 
 /// Sets the times of the ops. Returns the number of ops with a measured node.
 fn fill(ops: &mut [OpProfile], report: &Report, predictions: Option<usize>) -> usize {
-    let mut of_name: HashMap<&str, Vec<usize>> = HashMap::new();
+    let mut indices_of: HashMap<&str, Vec<usize>> = HashMap::new();
     let names: Vec<String> = ops.iter().map(|op| op.name.clone()).collect();
-    names.iter().enumerate().for_each(|(at, name)| of_name.entry(name).or_default().push(at));
+    names.iter().enumerate().for_each(|(at, name)| indices_of.entry(name).or_default().push(at));
     let mut times = vec![None::<NodeTime>; ops.len()];
-    let (mut open, mut last) = (NodeTime::default(), None);
+    let (mut pending, mut last) = (NodeTime::default(), None);
     for (name, time) in &report.nodes {
-        open.add(*time);
-        let Some(own) = of_name.get(name.as_str()) else { continue };
+        pending.add(*time);
+        let Some(indices) = indices_of.get(name.as_str()) else { continue };
         let weight = |at: &usize| ops[*at].fwd_us + ops[*at].bwd_us;
-        let all: f64 = own.iter().map(weight).sum();
-        for at in own {
-            let share = if all > 0.0 { weight(at) / all } else { 1.0 / own.len() as f64 };
+        let total: f64 = indices.iter().map(weight).sum();
+        for at in indices {
+            let share = if total > 0.0 { weight(at) / total } else { 1.0 / indices.len() as f64 };
             times[*at].get_or_insert_default().add(NodeTime {
-                forward: open.forward * share,
-                backward: open.backward * share,
-                weight_grad: open.weight_grad * share,
+                forward: pending.forward * share,
+                backward: pending.backward * share,
+                weight_grad: pending.weight_grad * share,
                 spread: time.spread,
             });
         }
-        (open, last) = (NodeTime::default(), own.last().copied());
+        (pending, last) = (NodeTime::default(), indices.last().copied());
     }
     if let Some(last) = last {
-        times[last].get_or_insert_default().add(open);
+        times[last].get_or_insert_default().add(pending);
     }
     if let (Some(loss), Some(at)) = (report.loss, predictions) {
         times[at].get_or_insert_default().add(loss);
@@ -214,7 +215,7 @@ fn nanoseconds(us: f64) -> f64 {
 
 fn run(
     engine: &TorchEngine,
-    subject: &Subjects<'_>,
+    subject: &TorchSubject<'_>,
     settings: &Settings,
     events: &dyn EventSink,
 ) -> Result<Report, Error> {
@@ -222,7 +223,7 @@ fn run(
     let failed = |why: &dyn std::fmt::Display| {
         Error::input(format!("cannot measure {} with torch", subject.loaded.model.file)).because(why)
     };
-    let (loss, class_axis) = match subject.known.counted {
+    let (loss, class_axis) = match subject.attributed.counted {
         CountedLoss::One(loss, axis) => (loss.name(), axis),
         CountedLoss::Default | CountedLoss::None => ("none", None),
     };
@@ -243,9 +244,9 @@ fn run(
         "compile": engine.compile,
     });
     let mut report = Report::default();
-    let done = python::run(&python, SCRIPT, &request, &mut |line| report.take(&line, events));
+    let result = python::run(&python, SCRIPT, &request, &mut |line| report.read_line(&line, events));
     events.event(Event::ProgressEnd);
-    done.map_err(|PythonError { why, help }| {
+    result.map_err(|PythonError { why, help }| {
         let failure = failed(&why);
         if help.is_empty() { failure } else { failure.with_help(help) }
     })?;
@@ -257,11 +258,11 @@ fn run(
 
 impl Report {
     /// Takes a line of the script.
-    fn take(&mut self, line: &Value, events: &dyn EventSink) {
+    fn read_line(&mut self, line: &Value, events: &dyn EventSink) {
         let text = |name: &str| line[name].as_str().unwrap_or_default().to_string();
-        let whole = |of: &Value| Whole {
-            fwd_us: of["fwd_us"].as_f64().unwrap_or(0.0),
-            bwd_us: of["bwd_us"].as_f64().unwrap_or(0.0),
+        let whole_times = |times: &Value| Whole {
+            fwd_us: times["fwd_us"].as_f64().unwrap_or(0.0),
+            bwd_us: times["bwd_us"].as_f64().unwrap_or(0.0),
             range_us: None,
         };
         if let Some(device) = line.get("device") {
@@ -281,10 +282,10 @@ impl Report {
             self.loss = Some(NodeTime::of(loss));
         } else if let Some(update) = line.get("update") {
             self.update_us = update["us"].as_f64();
-        } else if let Some(of) = line.get("whole") {
-            self.whole = Some(whole(of));
-        } else if let Some(of) = line.get("compiled") {
-            self.compiled = Some(whole(of));
+        } else if let Some(times) = line.get("whole") {
+            self.whole = Some(whole_times(times));
+        } else if let Some(times) = line.get("compiled") {
+            self.compiled = Some(whole_times(times));
         } else if let Some(peak) = line.get("peak_bytes") {
             self.peak_bytes = peak.as_u64();
         } else if line.get("note").is_some() {

@@ -21,10 +21,12 @@ use std::path::Path;
 pub const LABELS: &str = "y";
 
 /// The arrays of a file.
-pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Error> {
+pub fn read(path: &Path, subject: &str) -> Result<BTreeMap<String, Tensor>, Error> {
     weights::read(path).map_err(|error| {
-        if let (false, Some((why, help))) = (matches!(error, FileError::Early { .. }), detect::no_arrays(path)) {
-            return Error::input(format!("cannot read {what}"))
+        if let (false, Some((why, help))) =
+            (matches!(error, FileError::Early { .. }), detect::describe_non_arrays(path))
+        {
+            return Error::input(format!("cannot read {subject}"))
                 .because(format!("{}: {why}", path.display()))
                 .with_help(help);
         }
@@ -37,7 +39,7 @@ pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Error> 
             FileError::Early { .. } => "the file is incomplete: write or copy it again".to_string(),
             _ => "check it with `numpy.load(FILE)` in Python; pipec never reads arrays of objects".to_string(),
         };
-        Error::input(format!("cannot read {what}")).because(error).with_help(help)
+        Error::input(format!("cannot read {subject}")).because(error).with_help(help)
     })
 }
 
@@ -48,7 +50,7 @@ pub fn labels(arrays: &BTreeMap<String, Tensor>) -> &'static str {
 
 /// Renames labels in an error to their name in the file, which may be `y`.
 pub fn rename_labels(mut error: DataError, labels: &str) -> DataError {
-    let own = |name: &mut String| {
+    let rename = |name: &mut String| {
         if name == TARGET {
             *name = labels.to_string();
         }
@@ -57,8 +59,8 @@ pub fn rename_labels(mut error: DataError, labels: &str) -> DataError {
         DataError::Missing { name, .. } if name == TARGET => *name = format!("{TARGET}` or `{LABELS}"),
         DataError::Missing { .. } | DataError::Few { .. } => {}
         DataError::Rows { name, other, .. } => {
-            own(name);
-            own(other);
+            rename(name);
+            rename(other);
         }
         DataError::Empty { name }
         | DataError::Shape { name, .. }
@@ -66,7 +68,7 @@ pub fn rename_labels(mut error: DataError, labels: &str) -> DataError {
         | DataError::Ignored { name, .. }
         | DataError::Index { name, .. }
         | DataError::Fraction { name, .. }
-        | DataError::NotFinite { name, .. } => own(name),
+        | DataError::NotFinite { name, .. } => rename(name),
     }
     error
 }
@@ -75,15 +77,19 @@ pub fn rename_labels(mut error: DataError, labels: &str) -> DataError {
 pub fn arrays(
     graph: &Graph,
     path: &Path,
-    what: &str,
+    subject: &str,
     events: &dyn EventSink,
 ) -> Result<BTreeMap<String, Tensor>, Error> {
-    Ok(named(graph, read(path, what)?, events))
+    Ok(match_inputs(graph, read(path, subject)?, events))
 }
 
 /// The arrays under the names of the graph's inputs. If the model has one input and the file one array besides labels, that array
 /// is the input, whatever its name.
-pub fn named(graph: &Graph, mut arrays: BTreeMap<String, Tensor>, events: &dyn EventSink) -> BTreeMap<String, Tensor> {
+pub fn match_inputs(
+    graph: &Graph,
+    mut arrays: BTreeMap<String, Tensor>,
+    events: &dyn EventSink,
+) -> BTreeMap<String, Tensor> {
     let inputs = inputs(graph);
     if let [input] = &inputs[..]
         && !arrays.contains_key(input)
@@ -108,9 +114,9 @@ pub fn check(graph: &Graph, arrays: &BTreeMap<String, Tensor>, path: &Path) -> R
     match inputs(graph).iter().find(|name| !arrays.contains_key(*name)) {
         None => Ok(()),
         Some(missing) => {
-            let found = arrays.keys().map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ");
-            let found = if found.is_empty() { "nothing".to_string() } else { found };
-            let why = format!("the model needs `{}`, but the file has {found}", short_name(missing));
+            let names = arrays.keys().map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ");
+            let names = if names.is_empty() { "nothing".to_string() } else { names };
+            let why = format!("the model needs `{}`, but the file has {names}", short_name(missing));
             Err(Error::file("use", path, why).with_help("name arrays after the model's inputs, see `pipec inspect`"))
         }
     }

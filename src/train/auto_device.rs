@@ -2,7 +2,7 @@
 
 use crate::events::EventSink;
 use crate::train::device_request::open_gpu;
-use crate::train::metrics::of_device;
+use crate::train::metrics::device_bytes;
 use crate::train::tensor_parallel::degree;
 use compiler::plan::Plan;
 use compiler::text::quantity;
@@ -12,22 +12,22 @@ use runtime::device::cuda::gpu;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Plans do not know the workspace of kernels on GPUs, so these bytes and this fraction (1 / `SPARE`) of planned memory
+/// Plans do not know the workspace of kernels on GPUs, so these bytes and this fraction (1 / `SPARE_DIVISOR`) of planned memory
 /// must be free beside it.
 const SPARE_BYTES: u64 = 512 << 20;
-const SPARE: u64 = 10;
+const SPARE_DIVISOR: u64 = 10;
 
 /// The devices for a plan with this tensor-parallel degree. A note says which and why, or a detail if there is no GPU.
 pub fn choose(plan: &Plan, tensor: usize, has_processes: bool, events: &dyn EventSink) -> Vec<Arc<dyn Device>> {
-    let tell = |line: String| if gpu::count() > 0 { events.note(&line) } else { events.detail(&line) };
+    let report = |line: String| if gpu::count() > 0 { events.note(&line) } else { events.detail(&line) };
     match gpus(plan, tensor, has_processes) {
         Ok((gpus, why)) => {
             let numbers: Vec<&str> = gpus.iter().filter_map(|gpu| gpu.info().name.strip_prefix("cuda:")).collect();
-            tell(format!("--device auto takes cuda:{}: {why}", numbers.join(",")));
+            report(format!("--device auto takes cuda:{}: {why}", numbers.join(",")));
             gpus
         }
         Err(why) => {
-            tell(format!("--device auto takes the CPU: {why}"));
+            report(format!("--device auto takes the CPU: {why}"));
             vec![cpu()]
         }
     }
@@ -50,30 +50,32 @@ fn gpus(plan: &Plan, tensor: usize, has_processes: bool) -> Result<(Vec<Arc<dyn 
         return Err(format!("{workers} workers need a GPU each, and this machine has {gpus}"));
     }
     let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
-    let needed = (0..planned.len()).map(|at| of_device(plan, at, &planned)).max().unwrap_or(0);
-    let (mut fitting, mut unfit) = (Vec::new(), None);
+    let worker_bytes = (0..planned.len()).map(|at| device_bytes(plan, at, &planned)).max().unwrap_or(0);
+    let (mut suitable, mut reason) = (Vec::new(), None);
     for number in 0..count {
         match open_gpu(number).map(|gpu| (gpu.available_memory(), gpu)) {
-            Ok((Some(free), _)) if free < needed.saturating_add(needed / SPARE).saturating_add(SPARE_BYTES) => {
-                let [needed, free] = [needed, free].map(quantity::bytes);
-                unfit.get_or_insert(format!(
-                    "a worker needs {needed} and some to spare, and cuda:{number} has {free} free"
+            Ok((Some(free), _))
+                if free < worker_bytes.saturating_add(worker_bytes / SPARE_DIVISOR).saturating_add(SPARE_BYTES) =>
+            {
+                let [worker_bytes, free] = [worker_bytes, free].map(quantity::bytes);
+                reason.get_or_insert(format!(
+                    "a worker needs {worker_bytes} and some to spare, and cuda:{number} has {free} free"
                 ));
             }
-            Ok((_, gpu)) => fitting.push(gpu),
-            Err(error) => _ = unfit.get_or_insert(error.line()),
+            Ok((_, gpu)) => suitable.push(gpu),
+            Err(error) => _ = reason.get_or_insert(error.line()),
         }
-        if fitting.len() == workers {
-            let needs = quantity::bytes(needed);
+        if suitable.len() == workers {
+            let bytes = quantity::bytes(worker_bytes);
             return Ok((
-                fitting,
+                suitable,
                 if workers == 1 {
-                    format!("it can hold the worker, which needs {needs}")
+                    format!("it can hold the worker, which needs {bytes}")
                 } else {
-                    format!("each can hold one of the {workers} workers, which need up to {needs}")
+                    format!("each can hold one of the {workers} workers, which need up to {bytes}")
                 },
             ));
         }
     }
-    Err(unfit.unwrap_or_else(|| format!("{workers} workers need a GPU each")))
+    Err(reason.unwrap_or_else(|| format!("{workers} workers need a GPU each")))
 }

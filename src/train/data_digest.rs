@@ -6,12 +6,12 @@ use sha2::{Digest, Sha256};
 /// A digest of all rows that a run is trained on, features and labels.
 pub fn data(batches: &Batches) -> [u8; 32] {
     let mut sha = Sha256::new();
-    batches.bytes().for_each(|(name, bytes)| named(&mut sha, name, bytes));
+    batches.bytes().for_each(|(name, bytes)| add_bytes(&mut sha, name, bytes));
     sha.finalize().into()
 }
 
 /// Adds named bytes to a digest.
-pub fn named(sha: &mut Sha256, name: &str, bytes: &[u8]) {
+pub fn add_bytes(sha: &mut Sha256, name: &str, bytes: &[u8]) {
     sha.update((name.len() as u64).to_le_bytes());
     sha.update(name.as_bytes());
     sha.update((bytes.len() as u64).to_le_bytes());

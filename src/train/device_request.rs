@@ -27,9 +27,9 @@ impl DeviceRequest {
     /// Reads `auto`, `cpu`, `cuda`, or a list of GPUs such as `cuda:0,1`.
     pub fn read(text: &str) -> Result<DeviceRequest, String> {
         let kinds = "write auto, cpu, cuda, or a list of GPUs such as cuda:0,1";
-        let is_there = |kind: &str| text.split(',').any(|part| part.trim().starts_with(kind));
+        let names_kind = |kind: &str| text.split(',').any(|part| part.trim().starts_with(kind));
         match (text, text.strip_prefix("cuda:")) {
-            _ if is_there("cpu") && is_there("cuda") => {
+            _ if names_kind("cpu") && names_kind("cuda") => {
                 Err(format!("the workers of a run are all on the CPU or all on GPUs: {kinds}"))
             }
             ("auto", _) => Ok(DeviceRequest::Auto),
@@ -71,8 +71,8 @@ pub fn for_precision(
     if precision != Some(Precision::Tf32) {
         return devices;
     }
-    let known: Vec<Option<Arc<dyn Device>>> = devices.iter().map(|device| device.with_tf32()).collect();
-    if let Some(at) = known.iter().position(Option::is_none) {
+    let tf32_devices: Vec<Option<Arc<dyn Device>>> = devices.iter().map(|device| device.with_tf32()).collect();
+    if let Some(at) = tf32_devices.iter().position(Option::is_none) {
         events.warn(&match devices[at].is_asynchronous() {
             true => format!(
                 "{} has no TF32, which requires compute capability 8.0 and cuBLASLt: matrix products are computed in fp32",
@@ -81,7 +81,7 @@ pub fn for_precision(
             false => "CPUs have no TF32: matrix products are computed in fp32".to_string(),
         });
     }
-    known.into_iter().zip(devices).map(|(known, device)| known.unwrap_or(device)).collect()
+    tf32_devices.into_iter().zip(devices).map(|(tf32_devices, device)| tf32_devices.unwrap_or(device)).collect()
 }
 
 /// The CPU, or one GPU by number.

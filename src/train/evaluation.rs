@@ -44,11 +44,10 @@ pub struct Score {
 }
 
 impl Subject<'_> {
-    /// The graph with this number of rows.
     fn graph(&self, rows: usize) -> Result<Graph, Error> {
-        let graph = self.loaded.at(rows as u64)?;
+        let graph = self.loaded.with_samples(rows as u64)?;
         match self.floats {
-            Some(floats) => precision(&graph, floats).map_err(|error| cannot("evaluate").because(error)),
+            Some(floats) => precision(&graph, floats).map_err(|error| failed_to("evaluate").because(error)),
             None => Ok(graph),
         }
     }
@@ -61,20 +60,22 @@ impl Subject<'_> {
     /// Evaluates all rows with these weights.
     pub fn score(&self, data: &Dataset, weights: &BTreeMap<String, Tensor>) -> Result<Score, Error> {
         let mut sums = Sums::default();
-        let whole = data.rows() / self.item_rows * self.item_rows;
-        self.add(0..whole, self.item_rows, data, weights, &mut sums)?;
+        let full_rows = data.rows() / self.item_rows * self.item_rows;
+        self.add(0..full_rows, self.item_rows, data, weights, &mut sums)?;
         // The model may have a fixed batch size.
-        if data.rows() > whole && (whole == 0 || self.loaded.at((data.rows() - whole) as u64).is_ok()) {
-            self.add(whole..data.rows(), data.rows() - whole, data, weights, &mut sums)?;
+        if data.rows() > full_rows
+            && (full_rows == 0 || self.loaded.with_samples((data.rows() - full_rows) as u64).is_ok())
+        {
+            self.add(full_rows..data.rows(), data.rows() - full_rows, data, weights, &mut sums)?;
         }
-        let accuracy = (sums.labels > 0.0).then(|| sums.right / sums.labels);
+        let accuracy = (sums.labels > 0.0).then(|| sums.correct / sums.labels);
         Ok(Score { rows: sums.rows, loss: sums.loss / sums.weight.max(1.0), accuracy })
     }
 
     fn add(
         &self,
         rows: Range<usize>,
-        each: usize,
+        batch_rows: usize,
         data: &Dataset,
         weights: &BTreeMap<String, Tensor>,
         sums: &mut Sums,
@@ -82,36 +83,38 @@ impl Subject<'_> {
         if rows.is_empty() {
             return Ok(());
         }
-        let mut graph = self.graph(each)?;
-        let Some(first) = graph.outputs.first().cloned() else { return Ok(()) };
-        let axis = self.axis(&graph, first.value);
-        attach(&mut graph, self.loss.of(), self.class_dim).map_err(|error| cannot("evaluate").because(error))?;
-        let parts: Vec<_> = rows.step_by(each).map(|at| fitted(&graph, data.slice(at..at + each))).collect();
-        let targets: Vec<Option<Tensor>> = parts.iter().map(|part| part.get(TARGET).cloned()).collect();
+        let mut graph = self.graph(batch_rows)?;
+        let Some(predictions) = graph.outputs.first().cloned() else { return Ok(()) };
+        let axis = self.axis(&graph, predictions.value);
+        attach(&mut graph, self.loss.to_compiler(), self.class_dim)
+            .map_err(|error| failed_to("evaluate").because(error))?;
+        let batches: Vec<_> =
+            rows.step_by(batch_rows).map(|at| reshape_inputs(&graph, data.slice(at..at + batch_rows))).collect();
+        let targets: Vec<Option<Tensor>> = batches.iter().map(|batch| batch.get(TARGET).cloned()).collect();
         let mut targets = targets.into_iter();
-        let classes = self.loss == Loss::CrossEntropy;
-        let found = evaluate_each(self.device, &graph, true, parts, weights, &mut |results| {
-            let target = targets.next().flatten().filter(|_| classes);
-            let mut weight = each as f64;
-            if let (Some(target), Some(logits)) = (target, results.get(&first.name)) {
-                let answers = largest(logits, axis);
+        let has_classes = self.loss == Loss::CrossEntropy;
+        let result = evaluate_each(self.device, &graph, true, batches, weights, &mut |results| {
+            let target = targets.next().flatten().filter(|_| has_classes);
+            let mut weight = batch_rows as f64;
+            if let (Some(target), Some(logits)) = (target, results.get(&predictions.name)) {
+                let predicted = largest(logits, axis);
                 let labels = target.to_i64();
-                let counted = || labels.iter().zip(&answers).filter(|(label, _)| **label != IGNORED);
+                let counted = || labels.iter().zip(&predicted).filter(|(label, _)| **label != IGNORED);
                 weight = counted().count() as f64;
                 sums.labels += weight;
-                sums.right += counted().filter(|(label, answer)| label == answer).count() as f64;
+                sums.correct += counted().filter(|(label, prediction)| label == prediction).count() as f64;
             }
             let loss = results.get(LOSS).and_then(|loss| loss.to_f64().first().copied()).unwrap_or(f64::NAN);
             sums.loss += loss * weight;
             sums.weight += weight;
-            sums.rows += each;
+            sums.rows += batch_rows;
         });
-        found.map_err(|error: EvaluateError| cannot("evaluate").because(error))
+        result.map_err(|error: EvaluateError| failed_to("evaluate").because(error))
     }
 
     /// Sets the targets to the outputs of a teacher: a network of the same architecture with the student's weights in random order. So the
     /// loss can decrease, and the student can represent the teacher.
-    pub fn taught(
+    pub fn set_teacher_targets(
         &self,
         arrays: &mut BTreeMap<String, Tensor>,
         data: &Dataset,
@@ -120,26 +123,27 @@ impl Subject<'_> {
     ) -> Result<(), Error> {
         let Some(target) = arrays.get(TARGET).filter(|_| self.loss != Loss::Output) else { return Ok(()) };
         let teacher: BTreeMap<String, Tensor> =
-            weights.iter().zip(0..).map(|((name, weight), at)| (name.clone(), reordered(weight, seed, at))).collect();
+            weights.iter().zip(0..).map(|((name, weight), at)| (name.clone(), permute(weight, seed, at))).collect();
         let graph = self.graph(self.item_rows)?;
-        let Some(first) = graph.outputs.first() else { return Ok(()) };
-        let axis = self.axis(&graph, first.value);
-        let whole = data.rows() / self.item_rows;
-        let parts = (0..whole).map(|at| fitted(&graph, data.slice(at * self.item_rows..(at + 1) * self.item_rows)));
+        let Some(predictions) = graph.outputs.first() else { return Ok(()) };
+        let axis = self.axis(&graph, predictions.value);
+        let batch_count = data.rows() / self.item_rows;
+        let batches = (0..batch_count)
+            .map(|at| reshape_inputs(&graph, data.slice(at * self.item_rows..(at + 1) * self.item_rows)));
         let mut values: Vec<f64> = Vec::with_capacity(target.len());
         // The targets do not depend on the device.
-        evaluate_each(&cpu(), &graph, true, parts, &teacher, &mut |results| {
-            let Some(answers) = results.get(&first.name) else { return };
+        evaluate_each(&cpu(), &graph, true, batches, &teacher, &mut |results| {
+            let Some(outputs) = results.get(&predictions.name) else { return };
             match self.loss {
-                Loss::CrossEntropy => values.extend(largest(answers, axis).into_iter().map(|class| class as f64)),
-                Loss::Bce => values.extend(answers.to_f64().into_iter().map(|logit| 1.0 / (1.0 + (-logit).exp()))),
-                Loss::Mse | Loss::Output => values.extend(answers.to_f64()),
+                Loss::CrossEntropy => values.extend(largest(outputs, axis).into_iter().map(|class| class as f64)),
+                Loss::Bce => values.extend(outputs.to_f64().into_iter().map(|logit| 1.0 / (1.0 + (-logit).exp()))),
+                Loss::Mse | Loss::Output => values.extend(outputs.to_f64()),
             }
         })
-        .map_err(|error| cannot("compute the synthetic targets").because(error))?;
+        .map_err(|error| failed_to("compute the synthetic targets").because(error))?;
         if values.len() == target.len() && values.iter().all(|value| value.is_finite()) {
-            let taught = Tensor::from_f64(target.shape(), &values).cast(target.dtype());
-            arrays.insert(TARGET.to_string(), taught);
+            let targets = Tensor::from_f64(target.shape(), &values).cast(target.dtype());
+            arrays.insert(TARGET.to_string(), targets);
         }
         Ok(())
     }
@@ -151,20 +155,20 @@ struct Sums {
     loss: f64,
     weight: f64,
     labels: f64,
-    right: f64,
+    correct: f64,
 }
 
-fn cannot(what: &str) -> Error {
-    Error::input(format!("cannot {what}"))
+fn failed_to(action: &str) -> Error {
+    Error::input(format!("cannot {action}"))
 }
 
 /// Reshapes the arrays to the shapes of the graph's inputs: targets of flattened predictions are stored per sample.
-fn fitted(graph: &Graph, mut arrays: BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
+fn reshape_inputs(graph: &Graph, mut arrays: BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
     for id in graph.ids() {
         let Op::Input(input) = &graph.node(id).op else { continue };
         let (Some(array), Some(shape)) = (arrays.get(&input.name), input.fact.concrete()) else { continue };
-        if let Ok(fitted) = Tensor::new(array.dtype(), shape, array.bytes().clone()) {
-            arrays.insert(input.name.clone(), fitted);
+        if let Ok(reshaped) = Tensor::new(array.dtype(), shape, array.bytes().clone()) {
+            arrays.insert(input.name.clone(), reshaped);
         }
     }
     arrays
@@ -175,16 +179,16 @@ fn largest(logits: &Tensor, axis: usize) -> Vec<i64> {
     let (shape, values) = (logits.shape(), logits.to_f64());
     let (classes, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
     let outer = shape[..axis].iter().product::<usize>();
-    let mut answers = Vec::with_capacity(outer * inner);
+    let mut best_classes = Vec::with_capacity(outer * inner);
     for at in (0..outer).flat_map(|o| (0..inner).map(move |i| o * classes * inner + i)) {
         let logit = |class: usize| values[at + class * inner];
         let best = (1..classes).fold(0, |best, class| if logit(class) > logit(best) { class } else { best });
-        answers.push(best as i64);
+        best_classes.push(best as i64);
     }
-    answers
+    best_classes
 }
 
-fn reordered(weight: &Tensor, seed: u64, at: u64) -> Tensor {
+fn permute(weight: &Tensor, seed: u64, at: u64) -> Tensor {
     if !weight.dtype().is_float() {
         return weight.clone();
     }
@@ -208,10 +212,10 @@ mod tests {
     #[test]
     fn a_teacher_has_the_same_values_elsewhere() {
         let weight = Tensor::from_f64(&[4, 25], &(0..100).map(f64::from).collect::<Vec<_>>());
-        let mut other = reordered(&weight, 1, 0).to_f64();
-        assert_ne!(other, weight.to_f64());
-        assert_ne!(other, reordered(&weight, 2, 0).to_f64());
-        other.sort_by(f64::total_cmp);
-        assert_eq!(other, weight.to_f64());
+        let mut permuted = permute(&weight, 1, 0).to_f64();
+        assert_ne!(permuted, weight.to_f64());
+        assert_ne!(permuted, permute(&weight, 2, 0).to_f64());
+        permuted.sort_by(f64::total_cmp);
+        assert_eq!(permuted, weight.to_f64());
     }
 }

@@ -33,7 +33,7 @@ pub fn describe(error: &TrainError) -> Error {
         TrainError::NoVelocity => {
             Error::input("cannot train").because(error).with_help("use `--momentum 0.9` or `--optimizer adam`")
         }
-        TrainError::Diverged(diverged) => self::diverged(diverged),
+        TrainError::Diverged(diverged) => self::describe_divergence(diverged),
         TrainError::Link(link) => {
             let failure = Error::negative("training stopped").because(error);
             help::link(link).into_iter().fold(failure, Error::with_help)
@@ -44,7 +44,7 @@ pub fn describe(error: &TrainError) -> Error {
 }
 
 /// The error for a loss that is not finite.
-fn diverged(diverged: &Diverged) -> Error {
+fn describe_divergence(diverged: &Diverged) -> Error {
     let Diverged { microbatch, microbatches, .. } = diverged;
     let mut why = match microbatches {
         1 => String::new(),
@@ -52,7 +52,7 @@ fn diverged(diverged: &Diverged) -> Error {
     };
     why += &match diverged.finite {
         Some((step, loss)) => {
-            let loss = if loss.abs() < LARGE { quantity::short(loss) } else { format!("{loss:.3e}") };
+            let loss = if loss.abs() < MIN_EXPONENTIAL { quantity::short(loss) } else { format!("{loss:.3e}") };
             format!("the last finite loss was {loss}, in step {}", step + 1)
         }
         None => "no step of this run had a finite loss".to_string(),
@@ -60,30 +60,30 @@ fn diverged(diverged: &Diverged) -> Error {
     Error::negative(TrainError::Diverged(*diverged))
         .because(why)
         .because("no weights were written; checkpoints are unchanged")
-        .with_help(TRY)
+        .with_help(DIVERGENCE_HELP)
 }
 
 /// The error for weights that are not finite although all losses are, because of the last update.
-pub fn lost(name: &str, steps: u32) -> Error {
+pub fn weights_diverged(name: &str, steps: u32) -> Error {
     Error::negative("training diverged: weights are not finite after the last update")
         .because(format!("`{name}` contains NaN or an infinity after step {steps}"))
         .because("no weights were written; checkpoints are unchanged")
-        .with_help(TRY)
+        .with_help(DIVERGENCE_HELP)
 }
 
 /// Losses from here on are shown in exponential form.
-const LARGE: f64 = 1e6;
+const MIN_EXPONENTIAL: f64 = 1e6;
 
 /// Help against divergence, most likely remedy first.
-const TRY: &str = "try a smaller `--lr`, `--lr-schedule warmup:100,constant` or `--clip-norm 1`; with half precision, `--precision fp32`, or, with a flush, \
+const DIVERGENCE_HELP: &str = "try a smaller `--lr`, `--lr-schedule warmup:100,constant` or `--clip-norm 1`; with half precision, `--precision fp32`, or, with a flush, \
     `--precision fp16`, which uses loss scaling";
 
 /// The first tensor that contains NaN or an infinity and differs from its initial value.
-pub fn not_finite<'a>(weights: &'a BTreeMap<String, Tensor>, given: &BTreeMap<String, Tensor>) -> Option<&'a str> {
+pub fn not_finite<'a>(weights: &'a BTreeMap<String, Tensor>, initial: &BTreeMap<String, Tensor>) -> Option<&'a str> {
     let is_finite = |tensor: &Tensor| {
         let view = tensor.view();
         !tensor.dtype().is_float() || (0..view.len()).all(|at| view.f64(at).is_finite())
     };
-    let lost = weights.iter().find(|(name, tensor)| !is_finite(tensor) && given.get(*name) != Some(*tensor));
-    lost.map(|(name, _)| name.as_str())
+    let diverged = weights.iter().find(|(name, tensor)| !is_finite(tensor) && initial.get(*name) != Some(*tensor));
+    diverged.map(|(name, _)| name.as_str())
 }

@@ -1,7 +1,7 @@
 //! Freezes parameters: they become states, which are not trained.
 
 use crate::error::Error;
-use crate::train::initial_weights::listed;
+use crate::train::initial_weights::list_names;
 use compiler::graph::Graph;
 use compiler::op::{NodeId, Op, Parameter, State};
 use compiler::text::name::short_name;
@@ -22,29 +22,31 @@ pub fn freeze(graph: &mut Graph, patterns: &[String]) -> Result<(), Error> {
     };
     for pattern in patterns {
         if !parameters.iter().any(|(_, parameter)| matches(pattern, &parameter.name)) {
-            return Err(unknown(pattern, &parameters));
+            return Err(unknown_parameter(pattern, &parameters));
         }
     }
-    let mut left = parameters.len();
+    let mut remaining = parameters.len();
     for (id, parameter) in parameters {
         if patterns.iter().any(|pattern| matches(pattern, &parameter.name)) {
             graph.node_mut(id).op = Op::State(State { name: parameter.name, fact: parameter.fact });
-            left -= 1;
+            remaining -= 1;
         }
     }
-    match left {
+    match remaining {
         0 if !patterns.is_empty() => Err(Error::input("`--freeze` leaves no parameter to train")
             .with_help("freeze fewer, for example `--freeze 'encoder.*'`; `pipec eval` runs a model without training")),
         _ => Ok(()),
     }
 }
 
-fn unknown(pattern: &str, parameters: &[(NodeId, Parameter)]) -> Error {
+fn unknown_parameter(pattern: &str, parameters: &[(NodeId, Parameter)]) -> Error {
     let mut names: Vec<String> = parameters.iter().map(|(_, parameter)| parameter.name.clone()).collect();
     names.sort();
     let failure = Error::input(format!("`--freeze`: the model has no parameter `{}`", short_name(pattern)));
     match nearest(pattern, names.iter().map(String::as_str)) {
         Some(near) => failure.with_help(format!("did you mean `{}`?", short_name(near))),
-        None => failure.with_help(format!("it has {}; `prefix*` matches all names that start with it", listed(&names))),
+        None => {
+            failure.with_help(format!("it has {}; `prefix*` matches all names that start with it", list_names(&names)))
+        }
     }
 }

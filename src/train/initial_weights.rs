@@ -11,21 +11,20 @@ use runtime::data::weights;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Maximum number of names listed in a message.
-const LISTED: usize = 5;
+const MAX_LISTED: usize = 5;
 
 /// The model's weights, replaced by those of the file. A file may have more names than the model: counters, or second names of tied
 /// parameters. A folder is a checkpoint.
-pub fn initial(
+pub fn load_weights(
     loaded: &LoadedModel,
     file: Option<&Path>,
     events: &dyn EventSink,
 ) -> Result<BTreeMap<String, Tensor>, Error> {
     let Some(path) = file else { return loaded.weights() };
     let fail = |error: &dyn std::fmt::Display| Error::input("cannot read the weights").because(error);
-    let mut given = match path.is_dir() {
+    let mut file_weights = match path.is_dir() {
         true => find::read_weights(path).map_err(|error| {
-            let help = match find::all(path).ok().and_then(|all| all.into_iter().next()) {
+            let help = match find::all(path).ok().and_then(|checkpoints| checkpoints.into_iter().next()) {
                 Some((_, newest)) => {
                     format!("pass the folder of one checkpoint: `--weights {}`", newest.display())
                 }
@@ -35,37 +34,38 @@ pub fn initial(
         })?,
         false => weights::read(path).map_err(|error| fail(&error).with_help(help::weights(path, &error)))?,
     };
-    let mut all = loaded.known_weights();
-    let known = &loaded.model.weights;
-    let unknown: Vec<String> = given.keys().filter(|name| !known.contains_key(*name)).cloned().collect();
-    given.retain(|name, _| known.contains_key(name));
-    if given.is_empty() && !known.is_empty() {
+    let mut merged = loaded.known_weights();
+    let model_weights = &loaded.model.weights;
+    let unknown: Vec<String> = file_weights.keys().filter(|name| !model_weights.contains_key(*name)).cloned().collect();
+    file_weights.retain(|name, _| model_weights.contains_key(name));
+    if file_weights.is_empty() && !model_weights.is_empty() {
         let why = match unknown.is_empty() {
             true => "it has no arrays".to_string(),
-            false => format!("none of its names is in the model: it has {}", listed(&unknown)),
+            false => format!("none of its names is in the model: it has {}", list_names(&unknown)),
         };
-        let names: Vec<String> = known.keys().cloned().collect();
-        return Err(Error::file("use", path, why).with_help(format!("the model has {}", listed(&names))));
+        let names: Vec<String> = model_weights.keys().cloned().collect();
+        return Err(Error::file("use", path, why).with_help(format!("the model has {}", list_names(&names))));
     }
-    let absent: Vec<String> = known.keys().filter(|name| !given.contains_key(*name)).cloned().collect();
-    if let Some(first) = absent.iter().find(|name| !all.contains_key(*name)) {
-        return Err(Error::file("use", path, format!("it has no `{first}`, nor has the model file")));
+    let missing: Vec<String> = model_weights.keys().filter(|name| !file_weights.contains_key(*name)).cloned().collect();
+    if let Some(name) = missing.iter().find(|name| !merged.contains_key(*name)) {
+        return Err(Error::file("use", path, format!("it has no `{name}`, nor has the model file")));
     }
     if !unknown.is_empty() {
-        events.warn(&format!("{}: ignored {}, which the model does not have", path.display(), listed(&unknown)));
+        events.warn(&format!("{}: ignored {}, which the model does not have", path.display(), list_names(&unknown)));
     }
-    if !absent.is_empty() {
-        events.warn(&format!("{} does not have {}: the model's values are used", path.display(), listed(&absent)));
+    if !missing.is_empty() {
+        events.warn(&format!("{} does not have {}: the model's values are used", path.display(), list_names(&missing)));
     }
-    all.extend(given);
-    Ok(all)
+    merged.extend(file_weights);
+    Ok(merged)
 }
 
 /// The first names, and the number of names if more.
-pub fn listed(names: &[String]) -> String {
-    let first = names.iter().take(LISTED).map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ");
+pub fn list_names(names: &[String]) -> String {
+    let first =
+        names.iter().take(MAX_LISTED).map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ");
     match names.len() {
-        count if count > LISTED => format!("{first} … ({count} in all)"),
+        count if count > MAX_LISTED => format!("{first} … ({count} in all)"),
         _ => first,
     }
 }

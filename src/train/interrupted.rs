@@ -17,10 +17,10 @@ pub struct Ended {
 impl Ended {
     /// The error for the user; `steps` is the length of the run.
     pub fn error(&self, steps: u32) -> Error {
-        let (done, of) = (self.minibatches, steps);
+        let (completed, total) = (self.minibatches, steps);
         let failure = Error::interrupted(
             self.signal,
-            format!("stopped by {} after step {done} of {of}", stop_signal::name(self.signal)),
+            format!("stopped by {} after step {completed} of {total}", stop_signal::name(self.signal)),
         );
         match &self.checkpoint {
             None => failure.because("process 0 of the run writes its checkpoint"),

@@ -14,24 +14,24 @@ use runtime::optim::optimizer::Optimizer;
 use std::collections::HashMap;
 
 /// Refuses an allocation of this process that does not fit.
-pub fn check(what: &str, needed: u64, help: &str) -> Result<(), Error> {
-    check_within(available_bytes(), what, needed, help)
+pub fn check(subject: &str, needed_bytes: u64, help: &str) -> Result<(), Error> {
+    check_within(available_bytes(), subject, needed_bytes, help)
 }
 
 /// Refuses allocations of several processes that do not fit together.
-pub fn check_of_all(what: &str, needed: u64, help: &str) -> Result<(), Error> {
-    check_within(available_to_all(), what, needed, help)
+pub fn check_all_processes(subject: &str, needed_bytes: u64, help: &str) -> Result<(), Error> {
+    check_within(available_to_all(), subject, needed_bytes, help)
 }
 
-fn check_within(available: u64, what: &str, needed: u64, help: &str) -> Result<(), Error> {
-    if needed <= available {
+fn check_within(available_bytes: u64, subject: &str, needed_bytes: u64, help: &str) -> Result<(), Error> {
+    if needed_bytes <= available_bytes {
         return Ok(());
     }
-    Err(Error::input(format!("{what} does not fit in memory"))
+    Err(Error::input(format!("{subject} does not fit in memory"))
         .because(format!(
             "it needs about {}, but only {} is available",
-            quantity::bytes(needed),
-            quantity::bytes(available)
+            quantity::bytes(needed_bytes),
+            quantity::bytes(available_bytes)
         ))
         .with_help(help))
 }
@@ -51,22 +51,22 @@ pub fn of_data(feeds: &[NamedTensor], items: u64) -> u64 {
 /// Bytes of all workers during training.
 pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> u64 {
     let stages = of_stages(codes, program, optimizer);
-    let held = program.workers.iter().flat_map(|own| program.stages_of(own.rank));
-    held.fold(0, |all: u64, stage| all.saturating_add(stages[stage.index()]))
+    let replicas = program.workers.iter().flat_map(|worker| program.stages_of(worker.rank));
+    replicas.fold(0, |sum: u64, stage| sum.saturating_add(stages[stage.index()]))
 }
 
 /// Bytes of one replica of each stage during training: weight versions, gradients, optimizer state, saved activations of in-flight
 /// micro-batches, messages of the current and the previous micro-batch, and an arena.
 pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> Vec<u64> {
     let pending_weight_grads = pending_weight_grads(program);
-    let mut stages_of: HashMap<&str, u64> = HashMap::new();
-    for named in codes.iter().flat_map(|code| &code.parameters) {
-        *stages_of.entry(&named.name).or_default() += 1;
+    let mut stage_counts: HashMap<&str, u64> = HashMap::new();
+    for parameter in codes.iter().flat_map(|code| &code.parameters) {
+        *stage_counts.entry(&parameter.name).or_default() += 1;
     }
     let stage = |at: usize| -> u64 {
         let (code, stage) = (&codes[at], &program.stages[at]);
-        let most = program.items.div_ceil(stage.replicas.max(1));
-        let cap = u64::from(stage.cap.min(most).max(1));
+        let max_items = program.items.div_ceil(stage.replicas.max(1));
+        let cap = u64::from(stage.cap.min(max_items).max(1));
         let of_minibatch = u64::from(program.microbatches.div_ceil(stage.replicas.max(1)));
         let properties = program.schedule.properties();
         let holds_minibatch = properties.in_flight == InFlightRule::Minibatch && properties.chunks == Chunks::One;
@@ -75,7 +75,7 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
             VersionRule::Stashed => (cap, cap),
             VersionRule::Synchronised => {
                 let first = StageInFlight { replicas: program.stages[0].replicas, in_flight: program.stages[0].cap };
-                (u64::from(synced(stage.replicas, first)).min(u64::from(most) + 1), cap)
+                (u64::from(synced(stage.replicas, first)).min(u64::from(max_items) + 1), cap)
             }
             // The newest version and one that is predicted or approximated.
             VersionRule::Newest => (2, cap),
@@ -83,43 +83,45 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
             VersionRule::Single if holds_minibatch && !program.schedule.is_custom() => (1, of_minibatch),
             VersionRule::Single => (1, cap.min(of_minibatch)),
         };
-        let named = |list: &[NamedTensor]| list.iter().map(|named| named.bytes as u64).sum::<u64>();
-        let moved = |list: &[Transfer]| list.iter().map(|transfer| transfer.address.bytes as u64).sum::<u64>();
+        let total_bytes = |list: &[NamedTensor]| list.iter().map(|tensor| tensor.bytes as u64).sum::<u64>();
+        let transfer_bytes = |list: &[Transfer]| list.iter().map(|transfer| transfer.address.bytes as u64).sum::<u64>();
         // Half-precision versions have f32 master weights, and gradients and state are as large as these. With ZeRO, tied weights count as
         // sharded like the others.
-        let shares = if stage.zero > 0 { u64::from(stage.replicas) } else { 1 };
+        let shards = if stage.zero > 0 { u64::from(stage.replicas) } else { 1 };
         let mut terms = vec![0u64; code.parameters.len()];
         for term in &code.gradient_terms {
             terms[term.parameter] += 1;
         }
-        let weights = |(named, terms): (&NamedTensor, &u64)| {
-            let bytes = named.bytes as u64;
-            let (wide, masters) = if is_half(named.fact.dtype) { (bytes.saturating_mul(2), 1) } else { (bytes, 0) };
-            let shared = wide.saturating_mul(optimizer.buffers() as u64 + masters).div_ceil(shares);
-            let kept = bytes.saturating_mul(versions);
-            let kept = if stage.zero >= 3 { kept.div_ceil(shares) } else { kept };
+        let weights = |(parameter, terms): (&NamedTensor, &u64)| {
+            let bytes = parameter.bytes as u64;
+            let (master_width, masters) =
+                if is_half(parameter.fact.dtype) { (bytes.saturating_mul(2), 1) } else { (bytes, 0) };
+            let sharded = master_width.saturating_mul(optimizer.buffers() as u64 + masters).div_ceil(shards);
+            let saved = bytes.saturating_mul(versions);
+            let saved = if stage.zero >= 3 { saved.div_ceil(shards) } else { saved };
             // One sum for each op that uses the parameter, and one of all stages that share it.
-            let tied = u64::from(stages_of.get(&*named.name).is_some_and(|stages| *stages > 1));
-            let sums = wide.saturating_mul((*terms).max(1) + tied);
-            let open = if versions > 1 { 2 } else { 1 };
-            let sums = if stage.zero >= 2 { sums.div_ceil(shares).saturating_mul(open) } else { sums };
-            kept.saturating_add(sums).saturating_add(shared)
+            let tied = u64::from(stage_counts.get(&*parameter.name).is_some_and(|stages| *stages > 1));
+            let sums = master_width.saturating_mul((*terms).max(1) + tied);
+            let in_progress = if versions > 1 { 2 } else { 1 };
+            let sums = if stage.zero >= 2 { sums.div_ceil(shards).saturating_mul(in_progress) } else { sums };
+            saved.saturating_add(sums).saturating_add(sharded)
         };
         // From ZeRO 2 on, gradients are sharded as soon as an op has made them.
-        let largest = code.parameters.iter().map(|named| named.gradient().1 as u64).max();
-        let whole = largest.filter(|_| stage.zero >= 2).unwrap_or(0);
-        let weights = code.parameters.iter().zip(&terms).map(weights).fold(whole, u64::saturating_add);
-        let own: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();
+        let largest = code.parameters.iter().map(|parameter| parameter.gradient().1 as u64).max();
+        let unsharded = largest.filter(|_| stage.zero >= 2).unwrap_or(0);
+        let weights = code.parameters.iter().zip(&terms).map(weights).fold(unsharded, u64::saturating_add);
+        let owned: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();
         let recomputed = code.recomputed_bytes as u64;
-        let halves = if code.in_parts { u64::from(pending_weight_grads[at]).max(1) } else { 1 };
-        let (kept, once) = match code.recompute {
-            true => (code.kept_bytes as u64 - recomputed + own, recomputed.saturating_mul(halves)),
-            false => (code.kept_bytes as u64 + own, 0),
+        let pending = if code.in_parts { u64::from(pending_weight_grads[at]).max(1) } else { 1 };
+        let (saved, recomputation) = match code.recompute {
+            true => (code.kept_bytes as u64 - recomputed + owned, recomputed.saturating_mul(pending)),
+            false => (code.kept_bytes as u64 + owned, 0),
         };
-        let (received, sent) = (moved(&code.received), moved(&code.gradients_out));
-        let in_flight = (kept + received + named(&code.feeds)).saturating_mul(items);
-        let split = (code.between_bytes as u64 + moved(&code.gradients_in)).saturating_mul(halves);
-        let parts = [named(&code.states), in_flight, once, split, received, sent, code.arena_bytes as u64];
+        let (received, sent) = (transfer_bytes(&code.received), transfer_bytes(&code.gradients_out));
+        let in_flight = (saved + received + total_bytes(&code.feeds)).saturating_mul(items);
+        let split = (code.between_bytes as u64 + transfer_bytes(&code.gradients_in)).saturating_mul(pending);
+        let parts =
+            [total_bytes(&code.states), in_flight, recomputation, split, received, sent, code.arena_bytes as u64];
         parts.into_iter().fold(weights, u64::saturating_add)
     };
     (0..codes.len()).map(stage).collect()

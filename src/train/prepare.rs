@@ -8,7 +8,7 @@ use crate::loss::Loss;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
 use crate::train::arrays;
-use crate::train::checkpoints::kept_of;
+use crate::train::checkpoints::writer_config;
 use crate::train::evaluation::{Score, Subject};
 use crate::train::failures;
 use crate::train::freeze::freeze;
@@ -65,14 +65,13 @@ const SYNTHETIC_MINIBATCHES: usize = 8;
 /// Minimum number of minibatches before timing. Meanwhile memory is allocated and the pipeline fills.
 const WARM_UP: usize = 8;
 
-/// Minimum number of timed minibatches.
-const TIMED: usize = 8;
+const MIN_TIMED_MINIBATCHES: usize = 8;
 
 /// Default warm-up of PipeMare's learning rate: the run's minibatches divided by this.
-const ANNEALED: u32 = 4;
+const WARM_UP_DIVISOR: u32 = 4;
 
 /// The result of a run.
-pub struct Done {
+pub struct RunResult {
     /// Weights, losses, times.
     pub trained: Trained,
     /// The timeline of each worker.
@@ -91,18 +90,18 @@ pub struct Done {
 pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let fail = |why: &dyn std::fmt::Display| Error::input("cannot train").because(why);
     if !task.batch.is_multiple_of(u64::from(task.microbatches)) {
-        let what = format!("a batch of {} is not a multiple of {} micro-batches", task.batch, task.microbatches);
-        let next = task.batch.div_ceil(u64::from(task.microbatches)) * u64::from(task.microbatches);
-        return Err(Error::input(what).with_help(format!("use `--batch {next}`, or another `--microbatches`")));
+        let message = format!("a batch of {} is not a multiple of {} micro-batches", task.batch, task.microbatches);
+        let multiple = task.batch.div_ceil(u64::from(task.microbatches)) * u64::from(task.microbatches);
+        return Err(Error::input(message).with_help(format!("use `--batch {multiple}`, or another `--microbatches`")));
     }
-    let mut graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
-    let narrow = task.dtype.filter(|dtype| is_half(*dtype));
-    if let Some(dtype) = task.dtype.filter(|_| narrow.is_none()) {
+    let mut graph = task.loaded.with_samples(task.batch / u64::from(task.microbatches))?;
+    let half_dtype = task.dtype.filter(|dtype| is_half(*dtype));
+    if let Some(dtype) = task.dtype.filter(|_| half_dtype.is_none()) {
         graph = precision(&graph, dtype).map_err(|error| fail(&error))?;
     }
     freeze(&mut graph, task.frozen)?;
     let stages = stages(task.loaded, &graph, task.plan)?;
-    if let Some(dtype) = narrow {
+    if let Some(dtype) = half_dtype {
         graph = mixed(&graph, dtype).map_err(|error| fail(&error))?;
     }
     if task.unbiased && task.policy.statistics == Statistics::Batch {
@@ -126,33 +125,35 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let loss = task.loss.unwrap_or_else(|| Loss::default_of(&graph));
     let settings = Settings {
         dims: Bindings::new(),
-        loss: loss.of(),
+        loss: loss.to_compiler(),
         class_axis: task.class_dim,
-        schedule: match task.own {
-            Some(own) => own.schedule(),
-            None if task.newest => Schedule::OneFOneBRrNewest,
+        schedule: match task.custom_schedule {
+            Some(custom_schedule) => custom_schedule.schedule(),
+            None if task.uses_newest => Schedule::OneFOneBRrNewest,
             None => generated(task.schedule).map_err(|error| fail(&error))?,
         },
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };
-    let pipeline =
-        capped(pipeline(task.plan).map_err(|error| fail(&error).with_help(help::schedule(&error)))?, &task.in_flight)?;
+    let pipeline = apply_in_flight(
+        pipeline(task.plan).map_err(|error| fail(&error).with_help(help::schedule(&error)))?,
+        &task.in_flight,
+    )?;
     let mut sharing = None;
-    let program = |pipeline: &Pipeline| match task.own {
+    let program = |pipeline: &Pipeline| match task.custom_schedule {
         None => schedule(settings.schedule, pipeline, settings.count),
-        Some(own) => own.unchecked(pipeline, steps),
+        Some(custom_schedule) => custom_schedule.unchecked(pipeline, steps),
     };
-    let splits = task.own.map_or(settings.schedule.splits_backward(), CustomSchedule::splits_backward);
-    let of = RunTarget { device: &*task.devices[0], splits, program: &program };
-    let made = match task.tensor {
-        1 => prepare::prepare_with(&graph, &stages, pipeline, &settings, of),
+    let splits = task.custom_schedule.map_or(settings.schedule.splits_backward(), CustomSchedule::splits_backward);
+    let target = RunTarget { device: &*task.devices[0], splits, program: &program };
+    let compiled = match task.tensor {
+        1 => prepare::prepare_with(&graph, &stages, pipeline, &settings, target),
         devices => {
-            let made = tensor_parallel::prepare(&graph, &stages, pipeline, &settings, of, (task.plan, devices));
-            made.map(|(made, shared)| (sharing.replace(shared), made).1)
+            let prepared = tensor_parallel::prepare(&graph, &stages, pipeline, &settings, target, (task.plan, devices));
+            prepared.map(|(compiled, group)| (sharing.replace(group), compiled).1)
         }
     };
-    let mut made = made.map_err(|error| match (&error, task.own) {
-        (PrepareError::Program(fault), Some(own)) => own.unsound(fault),
+    let mut compiled = compiled.map_err(|error| match (&error, task.custom_schedule) {
+        (PrepareError::Program(fault), Some(custom_schedule)) => custom_schedule.unsound(fault),
         (PrepareError::Schedule(_), Some(_)) => fail(&error),
         (PrepareError::Program(_), None) => Error::bug(&error.to_string()),
         (PrepareError::Loss(loss), _) => fail(&error).with_help(help::loss(loss)),
@@ -161,41 +162,40 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
             None => fail(&error),
         },
     })?;
-    for (code, stage) in made.codes.iter_mut().zip(&task.plan.stages) {
+    for (code, stage) in compiled.codes.iter_mut().zip(&task.plan.stages) {
         // A program from a file may omit recomputation; each backward then does it implicitly.
         code.recompute |= stage.recompute;
         code.buckets = stage.buckets.iter().map(|bucket| bucket.parameters.clone()).collect();
     }
-    let feeds = run::feeds(&made.codes);
+    let feeds = run::feeds(&compiled.codes);
     // Data from a file is already in memory.
-    let made_up = match task.data {
+    let data_bytes = match task.data {
         Data::Synthetic(_) => memory::of_data(&feeds, u64::from(task.microbatches) * SYNTHETIC_MINIBATCHES as u64),
         Data::Arrays(_) => 0,
     };
-    let held = match task.is_on_gpus() {
+    let training_bytes = match task.is_on_gpus() {
         true => 0,
-        false => {
-            memory::of_training(&made.codes, &made.program, task.optimizer).saturating_mul(task.tensor.max(1) as u64)
-        }
+        false => memory::of_training(&compiled.codes, &compiled.program, task.optimizer)
+            .saturating_mul(task.tensor.max(1) as u64),
     };
     let help = "use a smaller `--batch`, fewer in-flight minibatches (`--in-flight`) or more `--microbatches`";
-    let needed = held.saturating_add(made_up);
+    let total_bytes = training_bytes.saturating_add(data_bytes);
     if task.has_processes {
         // Each process makes the data, and has only some of the workers.
-        memory::check("the synthetic data", made_up, help)?;
-        memory::check_of_all("training", needed, help)?;
+        memory::check("the synthetic data", data_bytes, help)?;
+        memory::check_all_processes("training", total_bytes, help)?;
     } else {
-        memory::check("training", needed, help)?;
+        memory::check("training", total_bytes, help)?;
     }
     let item_rows = task.batch as usize / task.microbatches as usize;
     let subject = subject(task, loss, &task.devices[0]);
     let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
         Data::Arrays(arrays) => arrays,
         Data::Synthetic(seed) => {
-            let mut arrays = synthetic(&made.graph, &feeds, item_rows, all_rows, seed);
+            let mut arrays = synthetic(&compiled.graph, &feeds, item_rows, all_rows, seed);
             let data =
                 Dataset::new(arrays.clone(), &feeds, item_rows).map_err(|error| Error::bug(&error.to_string()))?;
-            subject.taught(&mut arrays, &data, task.weights, seed)?;
+            subject.set_teacher_targets(&mut arrays, &data, task.weights, seed)?;
             arrays
         }
     };
@@ -204,50 +204,50 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         HeldOut::Arrays(arrays) => arrays::labels(arrays),
         _ => labels,
     };
-    let refused = |what: &str, error: DataError, labels: &str| {
+    let data_error = |subject: &str, error: DataError, labels: &str| {
         let help = help::targets(&error, loss).unwrap_or_else(|| help::data(&error));
-        Error::input(format!("{what} does not match the model"))
+        Error::input(format!("{subject} does not match the model"))
             .because(arrays::rename_labels(error, labels))
             .with_help(help)
     };
-    let unfit = |error| refused("the data", error, labels);
-    let unfit_held_out = |error| refused("the evaluation data", error, held_out_labels);
-    let known = |arrays| {
+    let unfit = |error| data_error("the data", error, labels);
+    let unfit_held_out = |error| data_error("the evaluation data", error, held_out_labels);
+    let checked_dataset = |arrays| {
         let data = Dataset::new(arrays, &feeds, item_rows)?;
         if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
             data.check_labels(TARGET, classes)?;
         }
-        data.check_indices(&made.graph)?;
+        data.check_indices(&compiled.graph)?;
         Ok(data)
     };
-    let data = known(arrays).map_err(unfit)?;
+    let data = checked_dataset(arrays).map_err(unfit)?;
     let (data, held_out) = match std::mem::replace(&mut task.held_out, HeldOut::Nothing) {
         HeldOut::Nothing => (data, None),
         HeldOut::Share(_) => {
             let (first, last) = data.split(rows);
             (first, Some(last))
         }
-        HeldOut::Arrays(arrays) => (data, Some(known(arrays).map_err(unfit_held_out)?)),
+        HeldOut::Arrays(arrays) => (data, Some(checked_dataset(arrays).map_err(unfit_held_out)?)),
     };
-    let counted = |data: &Dataset, rows| match loss {
+    let count_labels = |data: &Dataset, rows| match loss {
         Loss::CrossEntropy => data.check_counted(TARGET, rows),
         _ => Ok(0),
     };
     let rows = data.rows();
     let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
     // Without shuffling, no epoch has the rows after its last full minibatch.
-    let trained = if task.order == RowOrder::InOrder && rows > items { rows / items * items } else { rows };
-    let ignored = counted(&data, trained).map_err(unfit)?;
-    held_out.as_ref().map_or(Ok(0), |data| counted(data, data.rows())).map_err(unfit_held_out)?;
+    let trained_rows = if task.order == RowOrder::InOrder && rows > items { rows / items * items } else { rows };
+    let ignored = count_labels(&data, trained_rows).map_err(unfit)?;
+    held_out.as_ref().map_or(Ok(0), |data| count_labels(data, data.rows())).map_err(unfit_held_out)?;
     let batches =
         Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?.with_seed(task.seed);
     let per_epoch = batches.per_epoch();
     let mut policy = task.policy;
     if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
-        *anneal = steps.div_ceil(ANNEALED);
+        *anneal = steps.div_ceil(WARM_UP_DIVISOR);
     }
     Ok(Prepared {
-        made,
+        compiled,
         batches,
         policy,
         steps,
@@ -258,7 +258,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         loss,
         held_out,
         data: OnceLock::new(),
-        begun: None,
+        resumed: None,
         sharing,
         differs_from_plan: Vec::new(),
     })
@@ -270,75 +270,78 @@ pub fn run(
     prepared: &Prepared,
     group: Option<Group>,
     on_step: &mut dyn FnMut(StepDone),
-) -> Result<Option<Done>, Error> {
-    let training = prepared.training(task);
-    let program = training.program;
+) -> Result<Option<RunResult>, Error> {
+    let job = prepared.job(task);
+    let program = job.program;
     let mut fault = None;
-    let mut keep = |folder: &Path, checkpoint: Checkpoint| {
+    let mut write_weights = |folder: &Path, checkpoint: Checkpoint| {
         // Weights that are not finite are reported at the end of the run.
         if fault.is_none() && failures::not_finite(&checkpoint.weights, task.weights).is_none() {
             fault = weights::write(&folder.join(checkpoint.file_name()), &checkpoint.weights).err();
         }
     };
-    let mut kept = task.checkpoints.map(|folder| move |checkpoint| keep(folder, checkpoint));
+    let mut on_checkpoint = task.checkpoints.map(|folder| move |checkpoint| write_weights(folder, checkpoint));
     // Any process of a group may receive a stop signal, but process 0 writes the checkpoints.
     let reports = group.as_ref().is_none_or(|group| group.config.process == 0);
-    let stop = task.keeping.as_ref().map(|_| Stop::listen()).transpose();
+    let stop = task.checkpoint_settings.as_ref().map(|_| Stop::listen()).transpose();
     let stop = stop.map_err(|error| Error::input("cannot listen to signals").because(error))?;
-    stop.into_iter().for_each(|stop| stop.awaited(true));
-    let gate = stop.map(|stop| MinibatchBarrier::new(stop.signal(), period(program), prepared.first() as u32));
-    let (saved_sender, saves) = mpsc::channel();
-    let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
+    stop.into_iter().for_each(|stop| stop.set_awaited(true));
+    let gate = stop.map(|stop| MinibatchBarrier::new(stop.signal(), period(program), prepared.first_step() as u32));
+    let (saved_sender, saved_receiver) = mpsc::channel();
+    let mut on_snapshot = task.checkpoint_settings.as_ref().filter(|_| reports).map(|checkpoint_settings| {
         // Tensors that go through the host arrive whole or not at all.
         let run_status = group.as_ref().filter(|group| group.config.nccl).map(|group| group.run_status.clone());
         let failure =
             run_status.map(|status| -> Failure<'_> { Box::new(move || status.cause().map(|c| c.to_string())) });
-        let keeper = CheckpointWriter::new(Disk, kept_of(keeping, task, prepared));
-        let mut keeper = keeper.ending_with(failure);
-        move |part: StageSnapshot| {
+        let writer = CheckpointWriter::new(Disk, writer_config(checkpoint_settings, task, prepared));
+        let mut writer = writer.ending_with(failure);
+        move |snapshot: StageSnapshot| {
             // The receiver lives as long as the run.
-            keeper.take(part).into_iter().for_each(|saved| drop(saved_sender.send(saved)));
+            writer.take(snapshot).into_iter().for_each(|saved| drop(saved_sender.send(saved)));
         }
     });
-    let tell = || {
-        let heard = task.keeping.iter().flat_map(|keeping| saves.try_iter().map(|saved| (keeping.tell)(&saved)));
-        heard.count();
+    let report_saves = || {
+        let callbacks = task.checkpoint_settings.iter().flat_map(|checkpoint_settings| {
+            saved_receiver.try_iter().map(|saved| (checkpoint_settings.on_saved)(&saved))
+        });
+        callbacks.count();
     };
-    let course = RunOptions {
-        start: prepared.begun.as_ref().map(|begun| &begun.start),
-        cuts: task.keeping.as_ref().map(|keeping| prepared.cuts(keeping)),
+    let options = RunOptions {
+        start: prepared.resumed.as_ref().map(|resumed| &resumed.start),
+        cuts: task.checkpoint_settings.as_ref().map(|checkpoint_settings| prepared.cuts(checkpoint_settings)),
         barrier: gate.as_ref(),
-        on_snapshot: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(StageSnapshot) + Send)),
-        on_checkpoint: kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint)),
+        on_snapshot: on_snapshot.as_mut().map(|on_snapshot| on_snapshot as &mut (dyn FnMut(StageSnapshot) + Send)),
+        on_checkpoint: on_checkpoint.as_mut().map(|on_checkpoint| on_checkpoint as &mut dyn FnMut(Checkpoint)),
         devices: task.devices.to_vec(),
     };
     let mut ends = Vec::new();
     let report_step = &mut |step: StepDone| {
-        tell();
+        report_saves();
         ends.push(step.seconds);
         on_step(step);
     };
     let trained = match &prepared.sharing {
-        Some(sharing) => sharing.train(&training, course, report_step, group),
-        None => run::run_in_group(&training, course, report_step, group).map_err(|error| failures::describe(&error)),
+        Some(sharing) => sharing.train(&job, options, report_step, group),
+        None => run::run_in_group(&job, options, report_step, group).map_err(|error| failures::describe(&error)),
     };
-    tell();
+    report_saves();
     let trained = trained?;
     if let Some(fault) = fault {
         return Err(Error::input("cannot write a checkpoint").because(fault));
     }
-    let end = gate.as_ref().and_then(|gate| Some((gate.reason(), gate.end()?)));
-    let ended = end.filter(|(_, end)| *end < prepared.steps).map(|(reason, minibatches)| {
-        let folder = task.keeping.as_ref().filter(|_| reports).map(|keeping| keeping.folder);
+    let stop_point = gate.as_ref().and_then(|gate| Some((gate.reason(), gate.end()?)));
+    let ended = stop_point.filter(|(_, minibatches)| *minibatches < prepared.steps).map(|(reason, minibatches)| {
+        let folder =
+            task.checkpoint_settings.as_ref().filter(|_| reports).map(|checkpoint_settings| checkpoint_settings.folder);
         let signal = i32::try_from(reason).unwrap_or(0);
         Ended { signal, minibatches, checkpoint: folder.map(|folder| folder.join(find::name(minibatches))) }
     });
     if ended.is_none() {
-        stop.into_iter().for_each(Stop::unanswered);
+        stop.into_iter().for_each(Stop::exit_on_next);
     }
     let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.error(prepared.steps))) };
     let step_us = steady_us(&ends, warm_up(program), period(program) as usize);
-    Ok(Some(Done { step_us, ..done(task, prepared, trained, ended)? }))
+    Ok(Some(RunResult { step_us, ..assemble_result(task, prepared, trained, ended)? }))
 }
 
 /// Minibatches before timing: those that may be in flight without a flush, and at least [`WARM_UP`].
@@ -352,30 +355,35 @@ fn warm_up(program: &Program) -> usize {
 /// stage end a round of `period` minibatches at about the same time, so only whole rounds count.
 fn steady_us(ends: &[f64], warm_up: usize, period: usize) -> Option<f64> {
     let first = warm_up.checked_next_multiple_of(period)?;
-    let counted = ends.len().checked_sub(first)? / period * period;
-    let seconds = ends.get(first + counted - 1)? - ends.get(first - 1)?;
-    (counted >= TIMED).then_some(seconds * 1e6 / counted as f64)
+    let timed = ends.len().checked_sub(first)? / period * period;
+    let seconds = ends.get(first + timed - 1)? - ends.get(first - 1)?;
+    (timed >= MIN_TIMED_MINIBATCHES).then_some(seconds * 1e6 / timed as f64)
 }
 
 /// The result of a run, with throughput and evaluation.
-fn done(task: &Task<'_>, prepared: &Prepared, trained: Trained, ended: Option<Ended>) -> Result<Done, Error> {
-    let tracks = tracks(&prepared.made.program, &trained.spans);
+fn assemble_result(
+    task: &Task<'_>,
+    prepared: &Prepared,
+    trained: Trained,
+    ended: Option<Ended>,
+) -> Result<RunResult, Error> {
+    let tracks = tracks(&prepared.compiled.program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
     if let Some(name) = failures::not_finite(&trained.weights, task.weights).filter(|_| ended.is_none()) {
-        return Err(failures::lost(name, prepared.steps));
+        return Err(failures::weights_diverged(name, prepared.steps));
     }
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
     let score = match &prepared.held_out {
         Some(data) if ended.is_none() => Some(score(task, prepared.loss, data, &trained.weights)?),
         _ => None,
     };
-    Ok(Done { trained, tracks, samples_per_s, step_us: None, score, ended })
+    Ok(RunResult { trained, tracks, samples_per_s, step_us: None, score, ended })
 }
 
 /// The score on held-out rows. The CPU evaluates a model that does not fit in one GPU.
 fn score(task: &Task<'_>, loss: Loss, data: &Dataset, weights: &BTreeMap<String, Tensor>) -> Result<Score, Error> {
-    let on = |device: &Arc<dyn Device>| subject(task, loss, device).score(data, weights);
-    on(&task.devices[0]).or_else(|_| on(&cpu()))
+    let score_on = |device: &Arc<dyn Device>| subject(task, loss, device).score(data, weights);
+    score_on(&task.devices[0]).or_else(|_| score_on(&cpu()))
 }
 
 /// The model for evaluation, outside the pipeline.
@@ -411,7 +419,7 @@ fn classes(graph: &Graph, class_dim: Option<i64>) -> Option<i64> {
     fact.shape[class_axis(fact, class_dim)?].known()
 }
 
-fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Error> {
+fn apply_in_flight(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Error> {
     let stages = pipeline.stages.len();
     match in_flight {
         InFlight::Auto => Ok(pipeline),
@@ -431,7 +439,7 @@ fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Error> {
 }
 
 fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
-    let one = |(at, spans): (usize, &Vec<Span>)| {
+    let track = |(at, spans): (usize, &Vec<Span>)| {
         let name = program.worker_name(WorkerId(at as u32));
         let span = |span: &Span| simulate::Span {
             activity: match span.work {
@@ -445,7 +453,7 @@ fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
         };
         Track { name, spans: spans.iter().map(span).collect() }
     };
-    spans.iter().enumerate().map(one).collect()
+    spans.iter().enumerate().map(track).collect()
 }
 
 #[cfg(test)]
@@ -469,14 +477,14 @@ mod tests {
 
     #[test]
     fn minibatches_in_flight_are_not_timed() {
-        let of = |kind, microbatches, caps: &[u32]| {
+        let warm_up_of = |kind, microbatches, caps: &[u32]| {
             let stage = StageSpec::new(1, 1.0, 2.0);
             let pipeline = Pipeline::chain(vec![stage; caps.len()]).with_caps(caps);
             warm_up(&schedule(kind, &pipeline, StepCount { minibatches: 4, microbatches }).unwrap())
         };
-        assert_eq!(of(Schedule::OneFOneBRr, 1, &[3, 1]), WARM_UP);
-        assert_eq!(of(Schedule::OneFOneBRr, 1, &[20, 1]), 20);
-        assert_eq!(of(Schedule::Gpipe, 4, &[20, 20]), WARM_UP);
-        assert_eq!(of(Schedule::TwoBw, 4, &[20, 20]), WARM_UP);
+        assert_eq!(warm_up_of(Schedule::OneFOneBRr, 1, &[3, 1]), WARM_UP);
+        assert_eq!(warm_up_of(Schedule::OneFOneBRr, 1, &[20, 1]), 20);
+        assert_eq!(warm_up_of(Schedule::Gpipe, 4, &[20, 20]), WARM_UP);
+        assert_eq!(warm_up_of(Schedule::TwoBw, 4, &[20, 20]), WARM_UP);
     }
 }

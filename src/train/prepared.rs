@@ -24,12 +24,12 @@ use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 /// Maximum number of minibatches simulated for a prediction.
-const PREDICTED: u32 = 2000;
+const MAX_SIMULATED_MINIBATCHES: u32 = 2000;
 
 /// A prepared run, compiled and checked.
 pub struct Prepared {
     /// The compiled stages and the programs.
-    pub made: runtime::train::prepare::Prepared,
+    pub compiled: runtime::train::prepare::Prepared,
     /// The minibatches of training data.
     pub batches: Batches,
     /// Clipping, running statistics, loss scaling and weight staleness.
@@ -51,7 +51,7 @@ pub struct Prepared {
     /// The digest of the data, once it is computed.
     pub data: OnceLock<[u8; 32]>,
     /// The state that the run resumes from, if any.
-    pub begun: Option<ResumedState>,
+    pub resumed: Option<ResumedState>,
     /// Tensor parallelism, if the degree is above 1.
     pub sharing: Option<Sharing>,
     /// Settings and work that differ from the plan's, so that its times do not apply.
@@ -68,11 +68,11 @@ pub struct ResumedState {
 
 impl Prepared {
     /// The job of the workers.
-    pub fn training<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
+    pub fn job<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
         TrainJob {
-            codes: &self.made.codes,
-            program: &self.made.program,
-            weights: self.begun.as_ref().map_or(task.weights, |begun| &begun.weights),
+            codes: &self.compiled.codes,
+            program: &self.compiled.program,
+            weights: self.resumed.as_ref().map_or(task.weights, |resumed| &resumed.weights),
             batches: &self.batches,
             optimizer: task.optimizer,
             policy: self.policy,
@@ -81,24 +81,24 @@ impl Prepared {
     }
 
     /// The job with unsharded tensors, as in checkpoints.
-    pub fn whole<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
-        let training = self.training(task);
-        TrainJob { codes: self.sharing.as_ref().map_or(training.codes, |sharing| &sharing.whole), ..training }
+    pub fn unsharded_job<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
+        let job = self.job(task);
+        TrainJob { codes: self.sharing.as_ref().map_or(job.codes, |sharing| &sharing.unsharded), ..job }
     }
 
     /// The number of workers.
     pub fn workers(&self) -> usize {
-        self.made.program.workers.len()
+        self.compiled.program.workers.len()
     }
 
     /// The trained graph, with fixed sizes and its loss.
     pub fn graph(&self) -> &Graph {
-        &self.made.graph
+        &self.compiled.graph
     }
 
     /// Minibatches completed before a resumed run.
-    pub fn first(&self) -> usize {
-        self.begun.as_ref().map_or(0, |begun| begun.start.minibatches as usize)
+    pub fn first_step(&self) -> usize {
+        self.resumed.as_ref().map_or(0, |resumed| resumed.start.minibatches as usize)
     }
 
     /// The digest of the data, computed on first use.
@@ -108,22 +108,22 @@ impl Prepared {
 
     /// The programs of the workers.
     pub fn program(&self) -> &Program {
-        &self.made.program
+        &self.compiled.program
     }
 
     /// The distribution of parameters and work over workers.
     pub fn layout(&self) -> ShardLayout {
-        ShardLayout::of(&self.made.program, &self.made.codes, self.policy.staleness)
+        ShardLayout::of(&self.compiled.program, &self.compiled.codes, self.policy.staleness)
     }
 
     /// The steps at which the run writes checkpoints.
-    pub fn cuts(&self, keeping: &CheckpointSettings<'_>) -> Cuts {
-        Cuts { every: keeping.every, period: period(&self.made.program), minibatches: self.steps }
+    pub fn cuts(&self, checkpoint_settings: &CheckpointSettings<'_>) -> Cuts {
+        Cuts { every: checkpoint_settings.every, period: period(&self.compiled.program), minibatches: self.steps }
     }
 
     /// The names of all parameters and states.
     pub fn names(&self) -> Vec<String> {
-        let named = self.made.codes.iter().flat_map(|code| code.parameters.iter().chain(&code.states));
+        let named = self.compiled.codes.iter().flat_map(|code| code.parameters.iter().chain(&code.states));
         named.map(|named| named.name.clone()).collect()
     }
 
@@ -134,12 +134,12 @@ impl Prepared {
 
     /// The schedule's name, and the micro-batches per minibatch.
     pub fn order(&self) -> (&'static str, u32) {
-        (self.made.program.schedule.name(), self.made.program.microbatches.max(1))
+        (self.compiled.program.schedule.name(), self.compiled.program.microbatches.max(1))
     }
 
     /// Estimated peak bytes of one replica of each stage, from the compiled code and the program.
     pub fn memory_estimate(&self, task: &Task<'_>) -> Vec<u64> {
-        memory::of_stages(&self.made.codes, &self.made.program, task.optimizer)
+        memory::of_stages(&self.compiled.codes, &self.compiled.program, task.optimizer)
     }
 
     /// Peak bytes of one replica of each stage: those of the plan, with the arenas of the compiled code.
@@ -148,15 +148,18 @@ impl Prepared {
             let memory = &stage.memory;
             memory.total.saturating_sub(memory.workspace).saturating_add(code.arena_bytes as u64)
         };
-        plan.stages.iter().zip(&self.made.codes).map(of).collect()
+        plan.stages.iter().zip(&self.compiled.codes).map(of).collect()
     }
 
     /// Simulated samples per second with workers sharing this number of cores; `None` if it cannot be simulated.
-    pub fn predicted(&self, cores: Option<u32>) -> Option<f64> {
-        let count = StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.made.program.microbatches };
-        let program = schedule(self.made.program.schedule, &self.made.pipeline, count).ok()?;
-        let machine = Machine { cores, ..Machine::of(&self.made.pipeline) };
-        let timeline = simulate(&program, &self.made.pipeline, &machine).ok()?;
+    pub fn predict_throughput(&self, cores: Option<u32>) -> Option<f64> {
+        let count = StepCount {
+            minibatches: self.steps.min(MAX_SIMULATED_MINIBATCHES),
+            microbatches: self.compiled.program.microbatches,
+        };
+        let program = schedule(self.compiled.program.schedule, &self.compiled.pipeline, count).ok()?;
+        let machine = Machine { cores, ..Machine::of(&self.compiled.pipeline) };
+        let timeline = simulate(&program, &self.compiled.pipeline, &machine).ok()?;
         let samples = f64::from(count.minibatches) * self.batch as f64;
         (timeline.makespan > 0.0).then(|| samples * 1e6 / timeline.makespan)
     }

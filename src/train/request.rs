@@ -230,8 +230,8 @@ impl PolicyRequest {
     pub fn schedule(&self, schedule: Schedule, is_given: bool) -> Result<Schedule, Error> {
         let Some(staleness) = self.staleness else { return Ok(schedule) };
         if !schedule.is_round_robin() {
-            let what = format!("`--staleness` requires schedule 1f1b-rr, but this is {}", schedule.name());
-            return Err(Error::input(what).with_help("synchronous schedules have no stale weights"));
+            let message = format!("`--staleness` requires schedule 1f1b-rr, but this is {}", schedule.name());
+            return Err(Error::input(message).with_help("synchronous schedules have no stale weights"));
         }
         match (staleness, schedule) {
             (Staleness::VerticalSync, _) => Ok(Schedule::OneFOneBRrVsync),

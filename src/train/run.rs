@@ -18,9 +18,9 @@ use crate::train::arrays;
 use crate::train::auto_device;
 use crate::train::checkpoints::{self, WEIGHTS};
 use crate::train::device_request::for_precision;
-use crate::train::initial_weights::initial;
-use crate::train::metrics::{self, watched};
-use crate::train::prepare::{self, Done};
+use crate::train::initial_weights::load_weights;
+use crate::train::metrics::{self, train_with_metrics};
+use crate::train::prepare::{self, RunResult};
 use crate::train::prepared::Prepared;
 use crate::train::request::{DataInput, HeldOutInput, PlanInput, TrainRequest};
 use crate::train::run_inputs;
@@ -65,7 +65,7 @@ pub struct TrainReport {
     /// Totals, as in the metrics file.
     pub total: Total,
     /// Weights, losses, times.
-    pub done: Done,
+    pub result: RunResult,
     /// Remarks about the result.
     pub remarks: Vec<String>,
 }
@@ -74,8 +74,8 @@ pub struct TrainReport {
 pub fn train(mut request: TrainRequest, events: &dyn EventSink) -> Result<Option<TrainReport>, Error> {
     let role = ProcessRole::find(&request.processes)?;
     let process_events = events;
-    let events: &dyn EventSink = if role.reports() { events } else { &Silent };
-    if role.reports() {
+    let events: &dyn EventSink = if role.is_reporter() { events } else { &Silent };
+    if role.is_reporter() {
         check_outputs(&request)?;
     }
     // Only a run that may restart must distinguish its own checkpoints from earlier ones.
@@ -86,17 +86,17 @@ pub fn train(mut request: TrainRequest, events: &dyn EventSink) -> Result<Option
         if restarts > 0 {
             // A child process resumes from the same checkpoint as its parent.
             match request.processes.resumed_by_parent() {
-                Some(from) => request.checkpoints.resume = Some(from),
+                Some(checkpoint) => request.checkpoints.resume = Some(checkpoint),
                 None => checkpoints::resume_after_failure(&mut request.checkpoints, &before),
             }
             request.processes.resumed.clone_from(&request.checkpoints.resume);
         }
-        match once(&request, &role, restarts, (events, process_events)) {
+        match train_once(&request, &role, restarts, (events, process_events)) {
             Err(error) if error.is_retryable() && restarts < max_restarts => {
                 restarts += 1;
                 events.warn(&format!("restart {restarts} of {max_restarts}: {}", error.line()));
             }
-            done => return done,
+            outcome => return outcome,
         }
     }
 }
@@ -110,7 +110,7 @@ fn check_outputs(request: &TrainRequest) -> Result<(), Error> {
     request.trace.iter().try_for_each(|path| output::check(path, &Mark::trace(path)))
 }
 
-fn once(
+fn train_once(
     request: &TrainRequest,
     role: &ProcessRole,
     restarts: u32,
@@ -119,32 +119,33 @@ fn once(
     let optimizer = request.optimizer.update_rule();
     let folder = request.checkpoints.folder.as_deref();
     let resume = request.checkpoints.resume()?;
-    let no_others = |is_held| match folder {
+    let check_other_runs = |is_held| match folder {
         Some(folder) => checkpoints::refuse_other_runs(folder, resume, is_held),
         None => Ok(()),
     };
-    no_others(false)?;
+    check_other_runs(false)?;
     let Some(data) = &request.data else {
         return Err(Error::input("no data specified").with_help(
             "pass arrays named after the model's inputs with `--data train.npz`, or use `--synthetic-data`",
         ));
     };
-    let given = match &request.plan {
+    let given_plan = match &request.plan {
         Some(PlanInput::File(path)) => Some(read_checked(path)?),
         Some(PlanInput::Plan(plan)) => Some((**plan).clone()),
         None => None,
     };
-    let opened = request.device.open()?;
+    let devices = request.device.open()?;
     let has_processes = !matches!(role, ProcessRole::Alone);
-    let devices = request.tensor_parallel.map_or_else(|| given.as_ref().map_or(1, degree), |devices| devices as usize);
-    if devices == 0 {
+    let degree =
+        request.tensor_parallel.map_or_else(|| given_plan.as_ref().map_or(1, degree), |degree| degree as usize);
+    if degree == 0 {
         return Err(Error::input("the tensor-parallel degree is 0").with_help("degree 1 is no tensor parallelism"));
     }
     let mut import = request.import.clone();
-    if let Some(plan) = &given {
+    if let Some(plan) = &given_plan {
         import.follow(&plan.model.import);
     }
-    let loaded = trainable(request, &import, events)?;
+    let loaded = load_trainable(request, &import, events)?;
     let graph = &loaded.model.graph;
     if !graph.ids().any(|id| matches!(graph.node(id).op, Op::Parameter(_))) {
         let why = "the model has no trainable parameter: its weights are frozen, or it contains its own gradients";
@@ -152,10 +153,13 @@ fn once(
     }
     let custom = custom_schedule::open(request.schedule.as_ref().and_then(ScheduleChoice::file), events)?;
     custom.as_ref().map_or(Ok(()), |custom| custom.agrees(request.microbatches))?;
-    let listed = custom.as_ref().map(CustomSchedule::microbatches);
-    let microbatches =
-        listed.or(request.microbatches).or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
-    let planned_batch = given.as_ref().map(|plan| plan.schedule.micro_batch * u64::from(plan.schedule.microbatches));
+    let custom_microbatches = custom.as_ref().map(CustomSchedule::microbatches);
+    let microbatches = custom_microbatches
+        .or(request.microbatches)
+        .or(given_plan.as_ref().map(|plan| plan.schedule.microbatches))
+        .unwrap_or(1);
+    let planned_batch =
+        given_plan.as_ref().map(|plan| plan.schedule.micro_batch * u64::from(plan.schedule.microbatches));
     let batch = match request.batch.or(planned_batch) {
         Some(batch) => batch,
         None => loaded.known_micro_batch(None).unwrap_or_else(|| {
@@ -179,14 +183,15 @@ fn once(
         ));
     }
     let steps = custom.as_ref().map_or(Ok(steps), |custom| custom.count("--steps", steps))?;
-    let whole = microbatches == 1 && request.policy.allows_continuous();
-    let default = if whole { Schedule::OneFOneBRr } else { Schedule::OneFOneB };
-    let schedule = requested.or(given.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(default);
+    let may_be_asynchronous = microbatches == 1 && request.policy.allows_continuous();
+    let default = if may_be_asynchronous { Schedule::OneFOneBRr } else { Schedule::OneFOneB };
+    let schedule = requested.or(given_plan.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(default);
     let schedule = request.policy.schedule(schedule, requested.is_some())?;
     // The planner may choose the schedule if none is requested and an asynchronous one is not required.
-    let is_free = requested.is_none() && whole && request.policy.schedule(Schedule::OneFOneB, false).is_ok();
+    let is_free =
+        requested.is_none() && may_be_asynchronous && request.policy.schedule(Schedule::OneFOneB, false).is_ok();
     let fixed = Some(schedule).filter(|_| !is_free);
-    let (plan, schedule) = match given {
+    let (plan, schedule) = match given_plan {
         Some(plan) => (plan, schedule),
         None => {
             let plan = plan_on_cpu(request, &loaded, batch, microbatches, (fixed, custom.as_ref()))?;
@@ -197,37 +202,37 @@ fn once(
     if request.plan.is_none() && plan.cluster.devices > 1 {
         events.event(Event::Planned(&plan));
     }
-    let opened = opened.unwrap_or_else(|| auto_device::choose(&plan, devices, has_processes, events));
+    let devices = devices.unwrap_or_else(|| auto_device::choose(&plan, degree, has_processes, events));
     if request.processes.nccl {
-        check_nccl(&opened, has_processes)?;
+        check_nccl(&devices, has_processes)?;
     }
-    let weights = initial(&loaded, request.weights.as_deref(), events)?;
+    let weights = load_weights(&loaded, request.weights.as_deref(), events)?;
     let data = match data {
         DataInput::File(path) => Data::Arrays(arrays::arrays(&loaded.model.graph, path, "the data", events)?),
         DataInput::Synthetic => Data::Synthetic(request.seed),
     };
     let (loss, class_dim) = match (request.loss, CountedLoss::read(plan.model.import.loss.as_deref())?) {
         (None, CountedLoss::One(loss, axis)) => (Some(loss), request.class_dim.or(axis)),
-        (given, _) => (given, request.class_dim),
+        (loss, _) => (loss, request.class_dim),
     };
     let progress = RefCell::default();
-    let tell = |saved: &_| checkpoints::report_saved(saved, &progress, events);
+    let on_saved = |saved: &_| checkpoints::report_saved(saved, &progress, events);
     let unbiased = request.unbiased_variance.unwrap_or_else(|| ModelFormat::of(&request.model) == ModelFormat::Pt2);
     let precision = precision(request, &plan);
-    let opened = for_precision(opened, precision, events);
+    let devices = for_precision(devices, precision, events);
     let mut task = Task {
         loaded: &loaded,
         weights: &weights,
         plan: &plan,
         schedule,
-        own: custom.as_ref(),
+        custom_schedule: custom.as_ref(),
         in_flight: request.in_flight.clone(),
         loss,
         class_dim,
         dtype: precision.map(Precision::dtype),
         unbiased,
         policy: request.policy.build(unbiased),
-        newest: request.policy.is_newest(),
+        uses_newest: request.policy.is_newest(),
         batch,
         microbatches,
         length: match (steps, epochs) {
@@ -247,26 +252,26 @@ fn once(
         optimizer: &optimizer,
         keep_gradients: request.save_gradients.is_some(),
         checkpoints: folder,
-        keeping: folder.map(|folder| CheckpointSettings {
+        checkpoint_settings: folder.map(|folder| CheckpointSettings {
             folder,
             every: request.checkpoints.every,
             keep: request.checkpoints.keep,
-            tell: &tell,
+            on_saved: &on_saved,
         }),
         frozen: &request.freeze,
-        tensor: devices,
-        devices: &opened,
+        tensor: degree,
+        devices: &devices,
         has_processes,
     };
     let mut prepared = prepare::prepare(&mut task)?;
-    let differing = differences(&task, request);
-    prepared.differs_from_plan = [&differing[..], &unplanned_work(&task, prepared.order().0)].concat();
+    let differences_from_plan = differences(&task, request);
+    prepared.differs_from_plan = [&differences_from_plan[..], &unplanned_work(&task, prepared.order().0)].concat();
     let estimate = prepared.memory_estimate(&task);
     // The estimate is coarser than a plan for this kind of device.
-    let is_planned = differing.is_empty() && plan.cluster.device.is_cpu() != task.is_on_gpus();
-    let needed = if is_planned { prepared.planned_memory(&plan) } else { estimate.clone() };
-    match exceeds_limit(&plan, &needed) {
-        Some(why) if !differing.is_empty() => {
+    let is_planned = differences_from_plan.is_empty() && plan.cluster.device.is_cpu() != task.is_on_gpus();
+    let memory_bytes = if is_planned { prepared.planned_memory(&plan) } else { estimate.clone() };
+    match exceeds_limit(&plan, &memory_bytes) {
+        Some(why) if !differences_from_plan.is_empty() => {
             return Err(Error::input("this run does not fit in the memory limit of the plan")
                 .because(why)
                 .with_help("`pipec partition` with the same `--precision`, `--optimizer` and `--schedule` writes a plan that fits"));
@@ -274,7 +279,7 @@ fn once(
         Some(why) => events.warn(&format!(
             "{why}: kernels on this machine need more workspace than the plan assumes; run `pipec profile` here, then `pipec partition --profile`"
         )),
-        None if differing.is_empty() => exceeds_plan(&plan, &estimate).iter().for_each(|note| events.note(note)),
+        None if differences_from_plan.is_empty() => exceeds_plan(&plan, &estimate).iter().for_each(|note| events.note(note)),
         None => {}
     }
     let cores = available_parallelism().map_or(1, |cores| cores.get());
@@ -282,86 +287,87 @@ fn once(
         && !has_processes
         && !task.is_on_gpus()
         && plan.workers() as usize <= cores;
-    let memory_estimate = (!differing.is_empty()).then_some(estimate);
-    notes(&task, &prepared, events);
-    policy_notes(request, &task, &prepared, events);
+    let memory_estimate = (!differences_from_plan.is_empty()).then_some(estimate);
+    report_data(&task, &prepared, events);
+    report_policy(request, &task, &prepared, events);
     if let Some(folder) = folder {
         fs::create_dir_all(folder).map_err(|error| {
             Error::file("create the folder", folder, error)
                 .with_help("choose a writable location for `--checkpoint-dir`")
         })?;
     }
-    let _held = folder.filter(|_| role.reports()).map(checkpoints::hold).transpose()?;
-    checkpoints::only_weights(&mut task, &prepared, events);
+    let _lock = folder.filter(|_| role.is_reporter()).map(checkpoints::lock_folder).transpose()?;
+    checkpoints::drop_useless_checkpoint(&mut task, &prepared, events);
     // Another run may have written checkpoints here in the meantime.
-    no_others(true)?;
-    prepared.begun = match resume {
-        Some(resume) => checkpoints::begin(resume, &task, &prepared, events)?,
+    check_other_runs(true)?;
+    prepared.resumed = match resume {
+        Some(resume) => checkpoints::find_resume_state(resume, &task, &prepared, events)?,
         None => None,
     };
-    if let Some(keeping) = &task.keeping {
-        checkpoints::remarks(keeping, &prepared, events);
+    if let Some(checkpoint_settings) = &task.checkpoint_settings {
+        checkpoints::report_steps(checkpoint_settings, &prepared, events);
     }
-    let metrics = request.metrics.as_deref().filter(|_| role.reports());
-    let run = |group| watched(&task, &prepared, metrics, group, events);
-    let job = prepared.training(&task);
+    let metrics = request.metrics.as_deref().filter(|_| role.is_reporter());
+    let run = |group| train_with_metrics(&task, &prepared, metrics, group, events);
+    let job = prepared.job(&task);
     let inputs = |placement: &_| run_inputs::inputs(&task, &prepared, placement);
-    let Some(done) = role.run(&request.processes, (&job, devices, &inputs), restarts, (events, process_events), run)?
+    let Some(result) =
+        role.run(&request.processes, (&job, degree, &inputs), restarts, (events, process_events), run)?
     else {
         return Ok(None);
     };
-    if let Some(ended) = &done.ended {
+    if let Some(ended) = &result.ended {
         return Err(ended.error(prepared.steps));
     }
     let progress = progress.take();
-    write_results(request, &done, progress.newest.as_deref(), events)?;
+    write_results(request, &result, progress.newest.as_deref(), events)?;
     progress.check_last()?;
     let mut remarks = Vec::new();
-    if request.plan.is_some() && !differing.is_empty() && !done.trained.losses.is_empty() {
+    if request.plan.is_some() && !differences_from_plan.is_empty() && !result.trained.losses.is_empty() {
         remarks.push(format!(
             "the plan was made for a different {}; the memory estimate is for this run; `pipec partition` with the same flags makes a plan for it",
-            differing.join(", a different ")
+            differences_from_plan.join(", a different ")
         ));
     }
-    let total = metrics::totals(&plan, &prepared, &done);
+    let total = metrics::totals(&plan, &prepared, &result);
     let (batch, steps) = (prepared.batch, prepared.steps);
     drop(prepared);
     drop(task);
-    Ok(Some(TrainReport { plan, memory_estimate, is_predicted, batch, steps, total, done, remarks }))
+    Ok(Some(TrainReport { plan, memory_estimate, is_predicted, batch, steps, total, result, remarks }))
 }
 
 /// Writes weights, gradients and the trace.
 fn write_results(
     request: &TrainRequest,
-    done: &Done,
+    result: &RunResult,
     newest: Option<&Path>,
     events: &dyn EventSink,
 ) -> Result<(), Error> {
-    let trained = &done.trained;
+    let trained = &result.trained;
     let write = |path: &Path, tensors| output::write_tensors(path, tensors, "result");
-    let mut written: Vec<(PathBuf, &str)> = Vec::new();
+    let mut outputs: Vec<(PathBuf, &str)> = Vec::new();
     if let Some(path) = &request.save {
         write(path, &trained.weights)?;
-        written.push((path.clone(), "weights"));
+        outputs.push((path.clone(), "weights"));
     }
     if let Some(path) = &request.save_gradients {
         write(path, &trained.gradients)?;
-        written.push((path.clone(), "gradients"));
+        outputs.push((path.clone(), "gradients"));
     }
     if let Some(folder) = &request.checkpoints.folder {
         let path = folder.join(WEIGHTS);
         write(&path, &trained.weights)?;
-        written.push((path, "weights"));
-        written.extend(newest.map(|folder| (folder.to_path_buf(), "checkpoint")));
+        outputs.push((path, "weights"));
+        outputs.extend(newest.map(|folder| (folder.to_path_buf(), "checkpoint")));
     }
     if let Some(path) = &request.trace {
-        output::write(path, &encode(&Trace::training(&done.tracks), &input::file_name(path)))?;
-        written.push((path.clone(), "trace"));
+        output::write(path, &encode(&Trace::training(&result.tracks), &input::file_name(path)))?;
+        outputs.push((path.clone(), "trace"));
     }
-    written.extend(request.metrics.iter().map(|path| (path.clone(), "metrics")));
-    if !written.is_empty() {
-        let one = |(path, what): &(PathBuf, &str)| format!("{} ({what})", path.display());
-        events.note(&format!("wrote {}", written.iter().map(one).collect::<Vec<_>>().join(", ")));
+    outputs.extend(request.metrics.iter().map(|path| (path.clone(), "metrics")));
+    if !outputs.is_empty() {
+        let describe = |(path, what): &(PathBuf, &str)| format!("{} ({what})", path.display());
+        events.note(&format!("wrote {}", outputs.iter().map(describe).collect::<Vec<_>>().join(", ")));
     }
     Ok(())
 }
@@ -389,7 +395,7 @@ fn precision(request: &TrainRequest, plan: &Plan) -> Option<Precision> {
 }
 
 /// Loads the model; fails if it differs from the framework's training model and the request does not accept that.
-fn trainable(
+fn load_trainable(
     request: &TrainRequest,
     import: &model::ImportRequest,
     events: &dyn EventSink,
@@ -398,16 +404,16 @@ fn trainable(
         return model::load(&request.model, import, events);
     }
     let loaded = model::read(&request.model, import, events)?;
-    let (wrong, other): (Vec<_>, Vec<_>) = loaded.model.doubts.iter().partition(|doubt| doubt.is_wrong());
-    other.iter().for_each(|doubt| model::warn_training(doubt, events));
-    let Some(first) = wrong.first() else { return Ok(loaded) };
-    let what = format!("{} differs from the framework's training model", request.model.display());
-    let error = wrong.iter().fold(Error::input(what), |error, doubt| error.because(doubt));
+    let (errors, warnings): (Vec<_>, Vec<_>) = loaded.model.doubts.iter().partition(|doubt| doubt.is_wrong());
+    warnings.iter().for_each(|doubt| model::warn_training(doubt, events));
+    let Some(first) = errors.first() else { return Ok(loaded) };
+    let message = format!("{} differs from the framework's training model", request.model.display());
+    let error = errors.iter().fold(Error::input(message), |error, doubt| error.because(doubt));
     Err(error.with_help(format!("{}; `--accept-inference-model` trains the file as it is", first.remedy())))
 }
 
 /// Notes about policy and tensor parallelism.
-fn policy_notes(request: &TrainRequest, task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
+fn report_policy(request: &TrainRequest, task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
     if request.optimizer.learning_rate() == 0.0 {
         events.warn("`--lr 0` updates no parameter: all losses are those of the initial weights");
     }
@@ -421,11 +427,11 @@ fn policy_notes(request: &TrainRequest, task: &Task<'_>, prepared: &Prepared, ev
 }
 
 /// Notes about omitted rows, ignored labels, and the effective batch size of replicas.
-fn notes(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
-    let left_out = prepared.rows as u64 % prepared.batch.max(1);
-    if left_out > 0 {
+fn report_data(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
+    let omitted = prepared.rows as u64 % prepared.batch.max(1);
+    if omitted > 0 {
         events.note(&format!(
-            "{left_out} of {} do not fill a minibatch of {} and are omitted from every epoch",
+            "{omitted} of {} do not fill a minibatch of {} and are omitted from every epoch",
             quantity::plural(prepared.rows as u64, "row", "rows"),
             quantity::count(prepared.batch)
         ));
@@ -445,17 +451,17 @@ fn notes(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
         for r in counts {
             let ids: Vec<u32> =
                 task.plan.stages.iter().filter(|stage| stage.replicas == r).map(|stage| stage.id.0).collect();
-            let which = if ids.len() > 1 { "stages" } else { "stage" };
-            let (has, each) = if ids.len() > 1 { ("have", " each") } else { ("has", "") };
+            let subject = if ids.len() > 1 { "stages" } else { "stage" };
+            let (verb, each) = if ids.len() > 1 { ("have", " each") } else { ("has", "") };
             let samples = quantity::count(prepared.batch.saturating_mul(r.into()));
-            let ways = match task.loaded.model.batch {
+            let advice = match task.loaded.model.batch {
                 Batch::Symbol { .. } => "`--batch` sets a minibatch",
                 Batch::Fixed { .. } => {
                     "the file has a fixed batch; use fewer replicas, or export it with a dynamic batch dimension"
                 }
             };
             events.note(&format!(
-                "{which} {} {has} {r} replicas{each}: one update averages {r} minibatches, {samples} samples instead of {batch}; {ways}",
+                "{subject} {} {verb} {r} replicas{each}: one update averages {r} minibatches, {samples} samples instead of {batch}; {advice}",
                 ranges(&ids)
             ));
         }
@@ -474,17 +480,17 @@ fn plan_on_cpu(
         (None, Some(custom)) if request.cut_after.is_none() => Some(custom.replicas()?),
         (stages, _) => stages.clone(),
     };
-    let needed = stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));
+    let replica_count = stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));
     let cuts = request.cut_after.as_ref().map(|cuts| cuts.len() as u32 + 1);
-    let workers = request.workers.or(needed).or(cuts).unwrap_or(1).max(1);
-    if let Some(needed) = needed.filter(|needed| *needed < workers) {
+    let workers = request.workers.or(replica_count).or(cuts).unwrap_or(1).max(1);
+    if let Some(replica_count) = replica_count.filter(|replica_count| *replica_count < workers) {
         return Err(Error::input(format!("`--workers {workers}` cannot be combined with these `--stages`"))
-            .because(format!("the stages have {needed} replicas in total, one per worker"))
-            .with_help(format!("use `--workers {needed}`, or omit `--workers`")));
+            .because(format!("the stages have {replica_count} replicas in total, one per worker"))
+            .with_help(format!("use `--workers {replica_count}`, or omit `--workers`")));
     }
     if let Some(schedule) = schedule.filter(|schedule| workers == 1 && schedule.has_chunks()) {
-        let what = format!("`--schedule {}` requires several workers, each with several stages", schedule.name());
-        return Err(Error::input(what)
+        let message = format!("`--schedule {}` requires several workers, each with several stages", schedule.name());
+        return Err(Error::input(message)
             .because("neither `--workers` nor a plan sets more than one")
             .with_help("use `--workers 2`, or pass a plan of `pipec partition` with `--plan`"));
     }
@@ -497,7 +503,7 @@ fn plan_on_cpu(
     let counted = request.loss.map_or(CountedLoss::Default, |loss| CountedLoss::One(loss, request.class_dim));
     if let Some(loss) = request.loss {
         // Planning works without a loss, training does not.
-        attach(&mut loaded.at(micro_batch)?, loss.of(), request.class_dim)
+        attach(&mut loaded.with_samples(micro_batch)?, loss.to_compiler(), request.class_dim)
             .map_err(|error| Error::input("cannot train").because(&error).with_help(help::loss(&error)))?;
     }
     let costs =

@@ -1,7 +1,7 @@
 //! Compares a run with its plan: settings and memory.
 
 use crate::loss::CountedLoss;
-use crate::train::metrics::of_device;
+use crate::train::metrics::device_bytes;
 use crate::train::request::TrainRequest;
 use crate::train::task::Task;
 use crate::train::tensor_parallel::degree;
@@ -11,8 +11,8 @@ use compiler::plan::problem::InFlight;
 use compiler::text::name::short_name;
 use compiler::text::quantity;
 
-/// Estimates may exceed the plan by this fraction (1 / `MORE`) without a note.
-const MORE: u64 = 100;
+/// Estimates may exceed the plan by this fraction (1 / `EXCESS_DIVISOR`) without a note.
+const EXCESS_DIVISOR: u64 = 100;
 
 /// Settings that differ from the plan, so that the memory differs too.
 pub fn differences(task: &Task<'_>, request: &TrainRequest) -> Vec<&'static str> {
@@ -21,23 +21,24 @@ pub fn differences(task: &Task<'_>, request: &TrainRequest) -> Vec<&'static str>
     let (batch, microbatches) =
         (plan.schedule.micro_batch.saturating_mul(u64::from(task.microbatches)), task.microbatches);
     let is_other_optimizer = request.plan.is_some() && request.optimizer.optimizer.name() != plan.optimizer;
-    let all = [
+    let settings = [
         ("precision", task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)),
-        ("schedule", task.schedule != plan.schedule.kind || task.own.is_some()),
+        ("schedule", task.schedule != plan.schedule.kind || task.custom_schedule.is_some()),
         ("tensor-parallel degree", task.tensor != degree(plan)),
         ("in-flight limit", task.in_flight != InFlight::Auto),
         ("batch", (task.batch, microbatches) != (batch, plan.schedule.microbatches)),
         ("optimizer", is_other_optimizer),
-        ("loss", plan.model.import.loss.is_some() && plan.model.import.loss != counted.written()),
+        ("loss", plan.model.import.loss.is_some() && plan.model.import.loss != counted.to_text()),
     ];
-    all.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
+    settings.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
 }
 
 /// What the run does and the plan's times leave out.
 pub fn unplanned_work(task: &Task<'_>, schedule: &str) -> Vec<&'static str> {
-    let writes_checkpoints = task.keeping.as_ref().is_some_and(|keeping| keeping.every.is_some());
-    let is_planned = task.schedule == task.plan.schedule.kind && task.own.is_none();
-    let all = [
+    let writes_checkpoints =
+        task.checkpoint_settings.as_ref().is_some_and(|checkpoint_settings| checkpoint_settings.every.is_some());
+    let is_planned = task.schedule == task.plan.schedule.kind && task.custom_schedule.is_none();
+    let kinds_of_work = [
         ("gradient clipping", task.policy.clip_norm.is_some()),
         ("regular checkpoints", writes_checkpoints),
         ("frozen parameters", !task.frozen.is_empty()),
@@ -47,19 +48,19 @@ pub fn unplanned_work(task: &Task<'_>, schedule: &str) -> Vec<&'static str> {
         // Methods against stale weights run the schedule with other in-flight limits.
         ("staleness", is_planned && schedule != task.plan.schedule.kind.name()),
     ];
-    all.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
+    kinds_of_work.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
 }
 
 /// A note if the peak memory of the run exceeds that of a plan for another device type.
 pub fn exceeds_plan(plan: &Plan, estimate: &[u64]) -> Option<String> {
     let kind = &plan.cluster.device.kind;
-    let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
-    let at = (0..plan.stages.len()).max_by_key(|at| of_device(plan, *at, estimate))?;
-    let [planned, held] = [&planned[..], estimate].map(|bytes| of_device(plan, at, bytes));
-    (kind != CPU && held > planned.saturating_add(planned / MORE)).then(|| {
-        let [planned, held] = [planned, held].map(quantity::bytes);
+    let planned_bytes: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
+    let at = (0..plan.stages.len()).max_by_key(|at| device_bytes(plan, *at, estimate))?;
+    let [planned_bytes, needed_bytes] = [&planned_bytes[..], estimate].map(|bytes| device_bytes(plan, at, bytes));
+    (kind != CPU && needed_bytes > planned_bytes.saturating_add(planned_bytes / EXCESS_DIVISOR)).then(|| {
+        let [planned_bytes, needed_bytes] = [planned_bytes, needed_bytes].map(quantity::bytes);
         format!(
-            "memory was planned for {}: {planned} on the device of stage {at}; this run needs about {held} there, on this processor",
+            "memory was planned for {}: {planned_bytes} on the device of stage {at}; this run needs about {needed_bytes} there, on this processor",
             short_name(kind)
         )
     })
@@ -68,8 +69,9 @@ pub fn exceeds_plan(plan: &Plan, estimate: &[u64]) -> Option<String> {
 /// Describes how the run exceeds the memory limit of the plan, if it does.
 pub fn exceeds_limit(plan: &Plan, estimate: &[u64]) -> Option<String> {
     let limit = plan.cluster.memory_per_device?.0;
-    let (stage, needed) =
-        (0..plan.stages.len()).map(|at| (at, of_device(plan, at, estimate))).find(|(_, needed)| *needed > limit)?;
-    let (needed, limit) = (quantity::bytes(needed), quantity::bytes(limit));
-    Some(format!("the device of stage {stage} would need about {needed}, above the plan's limit of {limit}"))
+    let (stage, needed_bytes) = (0..plan.stages.len())
+        .map(|at| (at, device_bytes(plan, at, estimate)))
+        .find(|(_, needed_bytes)| *needed_bytes > limit)?;
+    let (needed_bytes, limit) = (quantity::bytes(needed_bytes), quantity::bytes(limit));
+    Some(format!("the device of stage {stage} would need about {needed_bytes}, above the plan's limit of {limit}"))
 }

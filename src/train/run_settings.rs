@@ -27,79 +27,82 @@ pub const PRECISION: &str = "precision";
 
 /// One setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Term {
+pub struct RunSetting {
     /// Its text in checkpoints.
     pub text: String,
     /// Its text in checkpoints of older versions.
-    before: String,
+    old_text: String,
 }
 
-impl Term {
-    fn new(text: impl ToString) -> Term {
-        Term { text: text.to_string(), before: text.to_string() }
+impl RunSetting {
+    fn new(text: impl ToString) -> RunSetting {
+        RunSetting { text: text.to_string(), old_text: text.to_string() }
     }
 
-    fn since(text: String, before: impl Debug) -> Term {
-        Term { text, before: format!("{before:?}") }
+    fn with_old_text(text: String, old_text: impl Debug) -> RunSetting {
+        RunSetting { text, old_text: format!("{old_text:?}") }
     }
 }
 
 /// The settings of a run, by name.
-pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Term> {
+pub fn run_settings(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, RunSetting> {
     let Policy { clip_norm, statistics, loss_scaling, staleness } = task.policy;
     let Optimizer { rule, rate } = task.optimizer;
-    let LossScaling { first, every } = loss_scaling;
+    let LossScaling { first: initial, every } = loss_scaling;
     let order = match task.order {
         RowOrder::InOrder => "in order",
         RowOrder::Shuffled { .. } => "shuffled",
     };
     let (loss, unbiased) = (prepared.loss(), task.unbiased);
-    let counted = CountedLoss::One(loss, task.class_dim).written().unwrap_or_default();
-    let scale = format!("{} at first, doubled after {every} good steps", number(first));
-    let terms = [
-        (GRAPH, Term::new(hash(&task.loaded.model.graph))),
-        ("optimizer", Term::since(rule_text(rule), rule)),
-        (LEARNING_RATE, Term::since(rate_text(*rate), rate)),
-        ("data rows", Term::new(prepared.rows)),
-        (DATA, Term::new(prepared.data_digest().iter().map(|byte| format!("{byte:02x}")).collect::<String>())),
-        ("batch", Term::new(prepared.batch)),
-        ("data order", Term::new(order)),
-        ("seed", Term::new(task.seed)),
-        ("loss", Term { text: counted, before: format!("{loss:?}, axis of classes {:?}", task.class_dim) }),
-        (PRECISION, Term::new(task.dtype.map_or("the model's", |dtype| dtype.name()))),
-        ("gradient clipping", Term::new(clip_norm.map_or("none".to_string(), |norm| norm.to_string()))),
+    let counted = CountedLoss::One(loss, task.class_dim).to_text().unwrap_or_default();
+    let scale = format!("{} at first, doubled after {every} good steps", number_text(initial));
+    let settings = [
+        (GRAPH, RunSetting::new(hash(&task.loaded.model.graph))),
+        ("optimizer", RunSetting::with_old_text(rule_text(rule), rule)),
+        (LEARNING_RATE, RunSetting::with_old_text(rate_text(*rate), rate)),
+        ("data rows", RunSetting::new(prepared.rows)),
+        (DATA, RunSetting::new(prepared.data_digest().iter().map(|byte| format!("{byte:02x}")).collect::<String>())),
+        ("batch", RunSetting::new(prepared.batch)),
+        ("data order", RunSetting::new(order)),
+        ("seed", RunSetting::new(task.seed)),
+        ("loss", RunSetting { text: counted, old_text: format!("{loss:?}, axis of classes {:?}", task.class_dim) }),
+        (PRECISION, RunSetting::new(task.dtype.map_or("the model's", |dtype| dtype.name()))),
+        ("gradient clipping", RunSetting::new(clip_norm.map_or("none".to_string(), |norm| norm.to_string()))),
         (
             "running statistics",
-            Term { text: of_batches(statistics, unbiased), before: format!("{statistics:?}, unbiased {unbiased}") },
+            RunSetting {
+                text: statistics_text(statistics, unbiased),
+                old_text: format!("{statistics:?}, unbiased {unbiased}"),
+            },
         ),
-        ("loss scaling", Term::since(scale, loss_scaling)),
-        (FROZEN, Term::new(task.frozen.join(","))),
-        ("staleness", Term::since(stale(staleness), staleness)),
+        ("loss scaling", RunSetting::with_old_text(scale, loss_scaling)),
+        (FROZEN, RunSetting::new(task.frozen.join(","))),
+        ("staleness", RunSetting::with_old_text(staleness_text(staleness), staleness)),
     ];
-    terms.into_iter().map(|(name, term)| (name.to_string(), term)).collect()
+    settings.into_iter().map(|(name, setting)| (name.to_string(), setting)).collect()
 }
 
 /// Describes the differences.
-pub fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, Term>) -> Vec<String> {
+pub fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, RunSetting>) -> Vec<String> {
     let names: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
-    let quoted = |of: Option<&str>| match of {
+    let quote = |of: Option<&str>| match of {
         None => "nothing".to_string(),
         Some("") => "none".to_string(),
         Some(value) => format!("`{}`", short_name(value)),
     };
-    let one = |name: &String| {
-        let (was, is) = (before.get(name), now.get(name));
-        let is_same = was.zip(is).is_some_and(|(was, is)| *was == is.text || *was == is.before);
-        let (was, is) = (quoted(was.map(String::as_str)), quoted(is.map(|term| term.text.as_str())));
-        (!is_same).then(|| format!("{}: the checkpoint has {was}, this run {is}", short_name(name)))
+    let describe = |name: &String| {
+        let (old, new) = (before.get(name), now.get(name));
+        let is_same = old.zip(new).is_some_and(|(old, new)| *old == new.text || *old == new.old_text);
+        let (old, new) = (quote(old.map(String::as_str)), quote(new.map(|setting| setting.text.as_str())));
+        (!is_same).then(|| format!("{}: the checkpoint has {old}, this run {new}", short_name(name)))
     };
-    names.into_iter().filter(|name| *name != DATA || before.contains_key(DATA)).filter_map(one).collect()
+    names.into_iter().filter(|name| *name != DATA || before.contains_key(DATA)).filter_map(describe).collect()
 }
 
 /// The optimizer, in the terms of the flags.
 fn rule_text(rule: &Rule) -> String {
     let with = |name: &str, numbers: &[(&str, f64)]| {
-        let numbers = numbers.iter().map(|(name, value)| format!(", {name} {}", number(*value)));
+        let numbers = numbers.iter().map(|(name, value)| format!(", {name} {}", number_text(*value)));
         name.to_string() + &numbers.collect::<String>()
     };
     match *rule {
@@ -109,7 +112,7 @@ fn rule_text(rule: &Rule) -> String {
         }
         Rule::Adam { learning_rate, betas: (first, second), epsilon, weight_decay, decoupled } => {
             let name = if decoupled { "adamw" } else { "adam" };
-            let betas = format!("{name}, betas {},{}", number(first), number(second));
+            let betas = format!("{name}, betas {},{}", number_text(first), number_text(second));
             with(&betas, &[("lr", learning_rate), ("eps", epsilon), ("weight decay", weight_decay)])
         }
         Rule::RmsProp { learning_rate, alpha, epsilon, weight_decay, momentum } => {
@@ -125,25 +128,25 @@ fn rule_text(rule: &Rule) -> String {
 
 /// The learning-rate schedule, in the form of `--lr-schedule`.
 fn rate_text(Rate { warmup, shape }: Rate) -> String {
-    let first = if warmup > 0 { format!("warmup:{warmup},") } else { String::new() };
-    first
+    let prefix = if warmup > 0 { format!("warmup:{warmup},") } else { String::new() };
+    prefix
         + &match shape {
             Shape::Constant => "constant".to_string(),
-            Shape::Step { every, factor } => format!("step:{every}:{}", number(factor)),
-            Shape::Cosine { floor } => format!("cosine:{}", number(floor)),
-            Shape::Linear { floor } => format!("linear:{}", number(floor)),
+            Shape::Step { every, factor } => format!("step:{every}:{}", number_text(factor)),
+            Shape::Cosine { floor } => format!("cosine:{}", number_text(floor)),
+            Shape::Linear { floor } => format!("linear:{}", number_text(floor)),
         }
 }
 
-fn of_batches(statistics: Statistics, unbiased: bool) -> String {
-    let when = match statistics {
+fn statistics_text(statistics: Statistics, unbiased: bool) -> String {
+    let frequency = match statistics {
         Statistics::Batch => "for each micro-batch",
         Statistics::Deferred { .. } => "once for each minibatch",
     };
-    format!("{when}, variances as {} has them", if unbiased { "torch" } else { "onnx" })
+    format!("{frequency}, variances as {} has them", if unbiased { "torch" } else { "onnx" })
 }
 
-fn stale(staleness: Staleness) -> String {
+fn staleness_text(staleness: Staleness) -> String {
     match staleness {
         Staleness::None => "as the schedule does".to_string(),
         Staleness::Predict => "predict".to_string(),
@@ -152,7 +155,7 @@ fn stale(staleness: Staleness) -> String {
 }
 
 /// A number with all significant digits.
-fn number(value: f64) -> String {
+fn number_text(value: f64) -> String {
     if value != 0.0 && value.abs() < 1e-3 { format!("{value:e}") } else { value.to_string() }
 }
 
@@ -160,30 +163,30 @@ fn number(value: f64) -> String {
 mod tests {
     use super::*;
 
-    fn of(pairs: &[(&str, &str)]) -> BTreeMap<String, Term> {
-        pairs.iter().map(|(name, value)| (name.to_string(), Term::new(value))).collect()
+    fn settings(pairs: &[(&str, &str)]) -> BTreeMap<String, RunSetting> {
+        pairs.iter().map(|(name, value)| (name.to_string(), RunSetting::new(value))).collect()
     }
 
-    fn stated(terms: &BTreeMap<String, Term>) -> BTreeMap<String, String> {
-        terms.iter().map(|(name, term)| (name.clone(), term.text.clone())).collect()
+    fn to_texts(settings: &BTreeMap<String, RunSetting>) -> BTreeMap<String, String> {
+        settings.iter().map(|(name, setting)| (name.clone(), setting.text.clone())).collect()
     }
 
     #[test]
     fn differences_have_both_values() {
-        let was = stated(&of(&[("batch", "4"), ("frozen parameters", ""), ("old", "1"), ("seed", "0")]));
-        let is = of(&[("batch", "8"), ("frozen parameters", "a"), ("seed", "0")]);
+        let before = to_texts(&settings(&[("batch", "4"), ("frozen parameters", ""), ("old", "1"), ("seed", "0")]));
+        let now = settings(&[("batch", "8"), ("frozen parameters", "a"), ("seed", "0")]);
         let text = [
             "batch: the checkpoint has `4`, this run `8`",
             "frozen parameters: the checkpoint has none, this run `a`",
             "old: the checkpoint has `1`, this run nothing",
         ];
-        assert_eq!(differences(&was, &is), text);
-        assert!(differences(&stated(&is), &is).is_empty());
-        let with = |data: &str| of(&[("seed", "0"), (DATA, data)]);
+        assert_eq!(differences(&before, &now), text);
+        assert!(differences(&to_texts(&now), &now).is_empty());
+        let with = |data: &str| settings(&[("seed", "0"), (DATA, data)]);
         let text = format!("{DATA}: the checkpoint has `ab`, this run `cd`");
-        assert_eq!(differences(&stated(&with("ab")), &with("cd")), [text]);
+        assert_eq!(differences(&to_texts(&with("ab")), &with("cd")), [text]);
         assert!(
-            differences(&stated(&of(&[("seed", "0")])), &with("cd")).is_empty(),
+            differences(&to_texts(&settings(&[("seed", "0")])), &with("cd")).is_empty(),
             "an older version did not write it"
         );
     }
@@ -198,7 +201,7 @@ mod tests {
         assert_eq!(rate_text(Rate { warmup: 20, shape: Shape::Cosine { floor: 0.1 } }), "warmup:20,cosine:0.1");
         assert_eq!(rate_text(Rate::CONSTANT), "constant");
         // A checkpoint of an older version has the same setting in another form.
-        let now = BTreeMap::from([("optimizer".to_string(), Term::since(rule_text(&adam), &adam))]);
+        let now = BTreeMap::from([("optimizer".to_string(), RunSetting::with_old_text(rule_text(&adam), &adam))]);
         let older = BTreeMap::from([("optimizer".to_string(), format!("{adam:?}"))]);
         assert!(differences(&older, &now).is_empty());
     }

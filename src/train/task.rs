@@ -54,7 +54,7 @@ pub struct Task<'a> {
     /// The schedule.
     pub schedule: Schedule,
     /// The custom schedule, if it is in a file.
-    pub own: Option<&'a CustomSchedule>,
+    pub custom_schedule: Option<&'a CustomSchedule>,
     /// In-flight limits, if not the plan's.
     pub in_flight: InFlight,
     /// The loss function.
@@ -68,7 +68,7 @@ pub struct Task<'a> {
     /// Clipping, running statistics, loss scaling and weight staleness.
     pub policy: Policy,
     /// True if each forward and backward uses the newest weights instead of stashed ones.
-    pub newest: bool,
+    pub uses_newest: bool,
     /// Samples per minibatch.
     pub batch: u64,
     /// Micro-batches per minibatch.
@@ -90,7 +90,7 @@ pub struct Task<'a> {
     /// The folder for the checkpoints that a program writes, if any.
     pub checkpoints: Option<&'a Path>,
     /// Settings of resumable checkpoints, if any.
-    pub keeping: Option<CheckpointSettings<'a>>,
+    pub checkpoint_settings: Option<CheckpointSettings<'a>>,
     /// Parameters that are not trained, by name or `prefix*`.
     pub frozen: &'a [String],
     /// The tensor-parallel degree.
@@ -117,5 +117,5 @@ pub struct CheckpointSettings<'a> {
     /// Number of checkpoints to keep; all if absent.
     pub keep: Option<u32>,
     /// Called for each checkpoint that was written or failed.
-    pub tell: &'a dyn Fn(&Saved),
+    pub on_saved: &'a dyn Fn(&Saved),
 }

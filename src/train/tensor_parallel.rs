@@ -18,8 +18,7 @@ use runtime::train::prepare::{PrepareError, Prepared, RunTarget, Settings};
 use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared_with, run_shared_in_group};
 use runtime::train::tensor_shards::whole_codes;
 
-/// Latency of a collective between two threads.
-const MEETING: Seconds = Seconds(2e-6);
+const COLLECTIVE_LATENCY: Seconds = Seconds(2e-6);
 
 /// The tensor-parallel group of a run.
 pub struct Sharing {
@@ -28,7 +27,7 @@ pub struct Sharing {
     /// The tensor-parallel degree.
     devices: usize,
     /// The unsharded stages, as in checkpoints.
-    pub whole: Vec<StageCode>,
+    pub unsharded: Vec<StageCode>,
 }
 
 /// The tensor-parallel group of the plan; without one, threads of this machine that share its memory.
@@ -50,7 +49,7 @@ fn machine(plan: &Plan, devices: usize) -> Machine {
         device: kind.device(),
         devices,
         bandwidth: kind.link().1,
-        latency: MEETING,
+        latency: COLLECTIVE_LATENCY,
         keeps_weights: false,
         activations: ActivationSharding::Replicated,
     }
@@ -67,13 +66,13 @@ pub fn prepare(
     stages: &[usize],
     pipeline: Pipeline,
     settings: &Settings,
-    of: RunTarget<'_>,
+    target: RunTarget<'_>,
     (plan, devices): (&Plan, usize),
 ) -> Result<(Prepared, Sharing), PrepareError> {
     let machine = machine(plan, devices);
-    let (made, layouts) = prepare_shared_with(graph, stages, pipeline, settings, of, &machine)?;
-    let whole = whole_codes(&made.codes, &layouts, devices);
-    Ok((made, Sharing { layouts, devices, whole }))
+    let (prepared, layouts) = prepare_shared_with(graph, stages, pipeline, settings, target, &machine)?;
+    let unsharded = whole_codes(&prepared.codes, &layouts, devices);
+    Ok((prepared, Sharing { layouts, devices, unsharded }))
 }
 
 impl Sharing {
@@ -81,12 +80,12 @@ impl Sharing {
     pub fn train(
         &self,
         training: &TrainJob<'_>,
-        course: RunOptions<'_>,
+        options: RunOptions<'_>,
         on_step: &mut dyn FnMut(StepDone),
         group: Option<Group>,
     ) -> Result<Option<Trained>, Error> {
         let sharding = (&self.layouts, self.devices);
-        run_shared_in_group(training, course, sharding, on_step, group).map_err(|error| match &error {
+        run_shared_in_group(training, options, sharding, on_step, group).map_err(|error| match &error {
             TensorParallelError::Train(error) => failures::describe(error),
             TensorParallelError::Gather(_) | TensorParallelError::Missing { .. } => {
                 Error::negative("training stopped").because(&error)
@@ -114,10 +113,12 @@ impl Sharing {
     /// A sentence about the degree and the sharding.
     pub fn summary(&self) -> String {
         let split = self.layouts.values().filter(|layout| matches!(layout, Sharding::Split(_))).count();
-        let (devices, all) = (self.devices, self.layouts.len());
+        let (devices, total) = (self.devices, self.layouts.len());
         match split {
-            0 => format!("tensor parallelism of degree {devices}; at these sizes all {all} parameters are replicated"),
-            _ => format!("tensor parallelism of degree {devices}; {split} of {all} parameters are sharded"),
+            0 => {
+                format!("tensor parallelism of degree {devices}; at these sizes all {total} parameters are replicated")
+            }
+            _ => format!("tensor parallelism of degree {devices}; {split} of {total} parameters are sharded"),
         }
     }
 }

@@ -24,14 +24,14 @@ fn text(bytes: &[u8]) -> String {
 }
 
 /// Runs successfully and returns standard output.
-fn done(folder: &Path, arguments: &[&str]) -> String {
+fn run(folder: &Path, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
     assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
     text(&output.stdout)
 }
 
 /// Expects this exit code and exactly one error line; returns standard error.
-fn fails(folder: &Path, code: i32, arguments: &[&str]) -> String {
+fn expect_error(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
     let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
     assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
@@ -67,13 +67,13 @@ fn graph_txt(folder: &Path, times: &[f64], parameter: u64) {
 #[test]
 fn every_verb_has_help() {
     let folder = tempfile::tempdir().unwrap();
-    let all = done(folder.path(), &["--help"]);
+    let help = run(folder.path(), &["--help"]);
     for verb in COMMANDS.split(' ') {
-        assert!(all.contains(verb), "{verb} is not in the help");
-        assert!(done(folder.path(), &[verb, "--help"]).contains("Usage:"), "{verb}");
-        assert!(done(folder.path(), &["help", verb]).contains("Usage:"), "{verb}");
+        assert!(help.contains(verb), "{verb} is not in the help");
+        assert!(run(folder.path(), &[verb, "--help"]).contains("Usage:"), "{verb}");
+        assert!(run(folder.path(), &["help", verb]).contains("Usage:"), "{verb}");
     }
-    assert!(done(folder.path(), &["--version"]).starts_with("pipec "));
+    assert!(run(folder.path(), &["--version"]).starts_with("pipec "));
 }
 
 #[test]
@@ -110,13 +110,13 @@ fn usage_errors_are_one_line_and_code_2() {
         &["inspect", "missing.onnx", "--dim", "batch=0"],
         &["\u{1b}[31m"],
     ] {
-        fails(at, 2, arguments);
+        expect_error(at, 2, arguments);
     }
     std::fs::write(at.join("empty.onnx"), b"").unwrap();
-    assert!(fails(at, 2, &["inspect", "empty.onnx"]).contains("empty"));
+    assert!(expect_error(at, 2, &["inspect", "empty.onnx"]).contains("empty"));
     std::fs::write(at.join("bad.json"), b"{\"schema\": 1, \"schema\": 2}").unwrap();
-    assert!(fails(at, 2, &["plan", "show", "bad.json"]).contains("duplicate key"));
-    fails(at, 2, &["inspect", "."]);
+    assert!(expect_error(at, 2, &["plan", "show", "bad.json"]).contains("duplicate key"));
+    expect_error(at, 2, &["inspect", "."]);
 }
 
 #[test]
@@ -126,7 +126,7 @@ fn a_published_profile_is_planned() {
     // Two heavy halves that replicate badly: 200 MB of parameters each, over a slow link.
     graph_txt(at, &[5.0, 5.0, 5.0, 5.0], 200_000_000);
     let flags = ["partition", "chain.graph.txt", "--from", "pipedream", "--levels", "2:1GB/s"];
-    let output_text = done(at, &flags);
+    let output_text = run(at, &flags);
     assert!(output_text.contains("stage  ops") && output_text.contains("wrote chain.plan.json"), "{output_text}");
     assert!(output_text.contains("proven optimal"), "{output_text}");
     let plan = json(&std::fs::read_to_string(at.join("chain.plan.json")).unwrap());
@@ -134,70 +134,74 @@ fn a_published_profile_is_planned() {
     assert_eq!(plan["stages"].as_array().unwrap().len(), 2);
     assert!((plan["predicted"]["minibatch_us"].as_f64().unwrap() - 10_000.0).abs() < 1e-6);
     // The plan is reproducible, and equal to the JSON on standard output.
-    let first = std::fs::read(at.join("chain.plan.json")).unwrap();
-    let again = done(at, &[&flags[..], &["--format", "json", "-o", "again.json"]].concat());
-    assert_eq!(first, std::fs::read(at.join("again.json")).unwrap());
-    assert_eq!(json(&again), plan);
-    assert_eq!(text(&first), done(at, &[&flags[..], &["-o", "-"]].concat()));
+    let plan_bytes = std::fs::read(at.join("chain.plan.json")).unwrap();
+    let json_again = run(at, &[&flags[..], &["--format", "json", "-o", "again.json"]].concat());
+    assert_eq!(plan_bytes, std::fs::read(at.join("again.json")).unwrap());
+    assert_eq!(json(&json_again), plan);
+    assert_eq!(text(&plan_bytes), run(at, &[&flags[..], &["-o", "-"]].concat()));
 
-    let drawn = done(at, &["simulate", "chain.plan.json", "--minibatches", "40", "--chart", "--trace", "t.json"]);
-    assert!(drawn.contains("\n0.0 |  F0  F1"), "{drawn}");
+    let chart = run(at, &["simulate", "chain.plan.json", "--minibatches", "40", "--chart", "--trace", "t.json"]);
+    assert!(chart.contains("\n0.0 |  F0  F1"), "{chart}");
     assert!(json(&std::fs::read_to_string(at.join("t.json")).unwrap())["traceEvents"].is_array());
-    let simulated = json(&done(at, &["simulate", "chain.plan.json", "--format", "json"]));
+    let simulated = json(&run(at, &["simulate", "chain.plan.json", "--format", "json"]));
     assert_eq!(simulated["workers"].as_array().unwrap().len(), 2);
-    assert!(done(at, &["plan", "show", "chain.plan.json"]).contains("stage  ops"));
-    assert!(done(at, &["plan", "check", "chain.plan.json"]).contains("is valid"));
-    assert_eq!(json(&done(at, &["plan", "check", "chain.plan.json", "--format", "json"]))["valid"], true);
+    assert!(run(at, &["plan", "show", "chain.plan.json"]).contains("stage  ops"));
+    assert!(run(at, &["plan", "check", "chain.plan.json"]).contains("is valid"));
+    assert_eq!(json(&run(at, &["plan", "check", "chain.plan.json", "--format", "json"]))["valid"], true);
 
     // A modified plan is rejected.
-    let broken = text(&first).replacen("\"replicas\": 1", "\"replicas\": 3", 1);
+    let broken = text(&plan_bytes).replacen("\"replicas\": 1", "\"replicas\": 3", 1);
     std::fs::write(at.join("broken.json"), broken).unwrap();
-    assert!(fails(at, 1, &["plan", "check", "broken.json"]).contains("devices for 3 replicas"));
-    fails(at, 2, &["simulate", "broken.json"]);
+    assert!(expect_error(at, 1, &["plan", "check", "broken.json"]).contains("devices for 3 replicas"));
+    expect_error(at, 2, &["simulate", "broken.json"]);
 }
 
 #[test]
 fn data_parallelism_is_said_first_where_it_wins() {
     let folder = tempfile::tempdir().unwrap();
     graph_txt(folder.path(), &[5.0, 7.0, 3.0], 8);
-    let output_text = done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "4"]);
+    let output_text = run(folder.path(), &["partition", "chain.graph.txt", "--gpus", "4"]);
     assert!(output_text.starts_with("Recommended: data parallelism over 4 devices"), "{output_text}");
-    let pinned =
-        done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "4", "--stages", "2,1,1", "--compare"]);
+    let pinned = run(folder.path(), &["partition", "chain.graph.txt", "--gpus", "4", "--stages", "2,1,1", "--compare"]);
     assert!(pinned.starts_with("Data parallelism would be"), "{pinned}");
-    let cut = done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "2", "--cut-after", "node0", "-o", "-"]);
-    assert_eq!(json(&cut)["stages"][0]["ops"], serde_json::json!([[0, 1]]));
+    let cut_plan =
+        run(folder.path(), &["partition", "chain.graph.txt", "--gpus", "2", "--cut-after", "node0", "-o", "-"]);
+    assert_eq!(json(&cut_plan)["stages"][0]["ops"], serde_json::json!([[0, 1]]));
 }
 
 #[test]
 fn nothing_fits_is_an_explained_no() {
     let folder = tempfile::tempdir().unwrap();
     graph_txt(folder.path(), &[5.0, 5.0, 5.0, 5.0], 1_000_000_000);
-    let output_text = fails(folder.path(), 3, &["partition", "chain.graph.txt", "--gpus", "2", "--memory", "1GB"]);
-    let (_, after) = output_text.split_once("`--memory ").unwrap();
-    let limit = after.split_once('`').unwrap().0;
-    done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "2", "--memory", limit]);
+    let output_text =
+        expect_error(folder.path(), 3, &["partition", "chain.graph.txt", "--gpus", "2", "--memory", "1GB"]);
+    let (_, suggestion) = output_text.split_once("`--memory ").unwrap();
+    let limit = suggestion.split_once('`').unwrap().0;
+    run(folder.path(), &["partition", "chain.graph.txt", "--gpus", "2", "--memory", limit]);
 }
 
 #[test]
 fn from_the_zoo_to_an_answer() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    done(at, &["zoo", "mlp", "--hidden", "8", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
-    let about = json(&done(at, &["inspect", "m.onnx", "--format", "json"]));
-    assert_eq!(about["parameters"]["count"], 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3);
-    assert_eq!((about["trainable"].as_bool(), about["outputs"][0]["name"].as_str()), (Some(true), Some("logits")));
-    assert!(done(at, &["inspect", "m.onnx"]).contains("155 in 6 tensors"));
-    assert!(done(at, &["inspect", "m.onnx", "--text"]).contains("matmul"));
-    done(at, &["profile", "m.onnx", "--device", "analytic:h200", "--micro-batch", "4", "-o", "h.json"]);
-    done(at, &["profile", "m.onnx", "--runs", "2", "--no-cache", "--micro-batch", "4", "-q", "-o", "p.json"]);
+    run(at, &["zoo", "mlp", "--hidden", "8", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
+    let inspection = json(&run(at, &["inspect", "m.onnx", "--format", "json"]));
+    assert_eq!(inspection["parameters"]["count"], 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3);
+    assert_eq!(
+        (inspection["trainable"].as_bool(), inspection["outputs"][0]["name"].as_str()),
+        (Some(true), Some("logits"))
+    );
+    assert!(run(at, &["inspect", "m.onnx"]).contains("155 in 6 tensors"));
+    assert!(run(at, &["inspect", "m.onnx", "--text"]).contains("matmul"));
+    run(at, &["profile", "m.onnx", "--device", "analytic:h200", "--micro-batch", "4", "-o", "h.json"]);
+    run(at, &["profile", "m.onnx", "--runs", "2", "--no-cache", "--micro-batch", "4", "-q", "-o", "p.json"]);
     let profile = json(&std::fs::read_to_string(at.join("p.json")).unwrap());
     assert_eq!((profile["method"].as_str(), profile["settings"]["micro_batch"].as_u64()), (Some("measured"), Some(4)));
-    done(at, &["partition", "m.onnx", "--profile", "p.json", "--gpus", "3", "--stages", "2,1", "-o", "plan.json"]);
+    run(at, &["partition", "m.onnx", "--profile", "p.json", "--gpus", "3", "--stages", "2,1", "-o", "plan.json"]);
 
     let train = ["train", "m.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "7", "--lr", "0.1"];
     let outputs = ["--metrics", "m.jsonl", "--save", "w.safetensors", "--trace", "t.json", "--checkpoint-dir", "ck"];
-    assert!(done(at, &[&train[..], &outputs[..]].concat()).contains("trained 7 steps"));
+    assert!(run(at, &[&train[..], &outputs[..]].concat()).contains("trained 7 steps"));
     let metrics = std::fs::read_to_string(at.join("m.jsonl")).unwrap();
     let lines: Vec<Value> = metrics.lines().map(json).collect();
     assert_eq!(lines.len(), 8);
@@ -207,31 +211,31 @@ fn from_the_zoo_to_an_answer() {
     }
     assert_eq!(lines[7]["total"]["steps"], 7);
     // The same seed gives bitwise equal weights.
-    done(at, &[&train[..], &["--save", "again.safetensors"]].concat());
+    run(at, &[&train[..], &["--save", "again.safetensors"]].concat());
     let weights = std::fs::read(at.join("w.safetensors")).unwrap();
     assert_eq!(weights, std::fs::read(at.join("again.safetensors")).unwrap());
     assert_eq!(weights, std::fs::read(at.join("ck/weights.safetensors")).unwrap());
 
     let rows = compiler::tensor::Tensor::from_f32(&[5, 6], &[0.5; 30]);
     runtime::data::weights::write(&at.join("x.npz"), &[("x".to_string(), rows)].into()).unwrap();
-    done(at, &["eval", "m.onnx", "--inputs", "x.npz", "--weights", "w.safetensors", "-o", "y.npz"]);
+    run(at, &["eval", "m.onnx", "--inputs", "x.npz", "--weights", "w.safetensors", "-o", "y.npz"]);
     assert_eq!(runtime::data::weights::read(&at.join("y.npz")).unwrap()["logits"].shape(), [5, 3]);
     std::fs::write(at.join("list.tsv"), "m.onnx\tx.npz\tz.npz\nm.onnx\tnone.npz\tn.npz\n").unwrap();
-    fails(at, 1, &["eval", "--batch-file", "list.tsv"]);
+    expect_error(at, 1, &["eval", "--batch-file", "list.tsv"]);
     assert!(at.join("z.npz").exists());
 
     // A plan for another model is rejected.
-    done(at, &["zoo", "mlp", "--hidden", "9", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "o.onnx"]);
-    let other = ["train", "o.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "1"];
-    assert!(fails(at, 2, &other).contains("is not the model of the plan"));
-    fails(at, 2, &["partition", "o.onnx", "--profile", "p.json", "--gpus", "2"]);
+    run(at, &["zoo", "mlp", "--hidden", "9", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "o.onnx"]);
+    let other_plan = ["train", "o.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "1"];
+    assert!(expect_error(at, 2, &other_plan).contains("is not the model of the plan"));
+    expect_error(at, 2, &["partition", "o.onnx", "--profile", "p.json", "--gpus", "2"]);
 }
 
 #[test]
 fn training_plans_by_itself_and_schedules_agree() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    done(at, &["zoo", "mlp", "--hidden", "8", "--layers", "3", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
+    run(at, &["zoo", "mlp", "--hidden", "8", "--layers", "3", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
     let train = ["train", "m.onnx", "--synthetic-data", "--steps", "5", "--batch", "8", "--microbatches", "4"];
     let mut saved = Vec::new();
     for (at_run, flags) in [
@@ -243,14 +247,18 @@ fn training_plans_by_itself_and_schedules_agree() {
     .enumerate()
     {
         let file = format!("w{at_run}.safetensors");
-        done(at, &[&train[..], flags, &["--save", &file]].concat());
+        run(at, &[&train[..], flags, &["--save", &file]].concat());
         saved.push(std::fs::read(at.join(file)).unwrap());
     }
     assert!(saved.windows(2).all(|pair| pair[0] == pair[1]), "synchronous schedules give the same bits");
-    fails(at, 2, &[&train[..], &["--schedule", "1f1b-rr"]].concat());
-    fails(at, 2, &["train", "m.onnx", "--synthetic-data", "--batch", "7", "--microbatches", "2", "--steps", "1"]);
-    let torn = ["train", "m.onnx", "--synthetic-data", "--steps", "40", "--batch", "8", "--lr", "1e30"];
-    assert!(fails(at, 1, &torn).contains("diverged"));
+    expect_error(at, 2, &[&train[..], &["--schedule", "1f1b-rr"]].concat());
+    expect_error(
+        at,
+        2,
+        &["train", "m.onnx", "--synthetic-data", "--batch", "7", "--microbatches", "2", "--steps", "1"],
+    );
+    let diverging = ["train", "m.onnx", "--synthetic-data", "--steps", "40", "--batch", "8", "--lr", "1e30"];
+    assert!(expect_error(at, 1, &diverging).contains("diverged"));
 }
 
 #[test]
@@ -261,7 +269,7 @@ fn every_time_is_that_of_a_minibatch() {
     let flags = ["partition", "chain.graph.txt", "--gpus", "2", "--stages", "1,1", "--microbatches", "4"];
     // 4 micro-batches of 10 ms plus one to drain, against 4 of 20 ms on one device, or 4 of 10 ms data-parallel.
     for cost in ["paper", "pipec"] {
-        let output_text = done(at, &[&flags[..], &["--schedule", "1f1b", "--compare", "--cost", cost]].concat());
+        let output_text = run(at, &[&flags[..], &["--schedule", "1f1b", "--compare", "--cost", cost]].concat());
         assert!(output_text.starts_with("Data parallelism would be 1.25"), "{output_text}");
         assert!(
             output_text.contains("predicted      50.0")
@@ -277,15 +285,15 @@ fn every_time_is_that_of_a_minibatch() {
             "{output_text}"
         );
     }
-    let simulated = json(&done(at, &["simulate", "chain.plan.json", "--format", "json"]));
+    let simulated = json(&run(at, &["simulate", "chain.plan.json", "--format", "json"]));
     assert!((simulated["step_us"].as_f64().unwrap() / 50_000.0 - 1.0).abs() < 0.05, "{simulated}");
     // The recommendation is printed only if the planner was free to choose.
-    let pinned = done(at, &["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "single"]);
-    assert!(pinned.starts_with("Data parallelism would be 2.0"), "{pinned}");
-    let same = done(at, &["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "data-parallel"]);
-    assert!(!same.contains("Recommended") && !same.contains("would be"), "{same}");
+    let single = run(at, &["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "single"]);
+    assert!(single.starts_with("Data parallelism would be 2.0"), "{single}");
+    let data_parallel = run(at, &["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "data-parallel"]);
+    assert!(!data_parallel.contains("Recommended") && !data_parallel.contains("would be"), "{data_parallel}");
     let milp = ["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "milp", "--time-limit", "60s"];
-    let plan = json(&done(at, &[&milp[..], &["--stages", "1,1", "--format", "json"]].concat()));
+    let plan = json(&run(at, &[&milp[..], &["--stages", "1,1", "--format", "json"]].concat()));
     assert_eq!((&plan["search"]["method"], &plan["options"]["time_limit"]), (&"milp".into(), &60.0.into()), "{plan}");
     assert_eq!(plan["proven_optimal"], true, "{plan}");
 }
@@ -296,7 +304,7 @@ fn constraints_and_objectives_of_plans() {
     let at = folder.path();
     graph_txt(at, &[5.0, 5.0, 5.0, 5.0], 8);
     let flags = ["partition", "chain.graph.txt", "--gpus", "4", "--format", "json", "-o", "p.json"];
-    let plan = |more: &[&str]| json(&done(at, &[&flags[..], more].concat()));
+    let plan = |flags_of_plan: &[&str]| json(&run(at, &[&flags[..], flags_of_plan].concat()));
     let replicas = |plan: &serde_json::Value| {
         let stages = plan["stages"].as_array().unwrap().iter();
         stages.map(|stage| stage["replicas"].as_u64().unwrap()).collect::<Vec<_>>()
@@ -312,20 +320,20 @@ fn constraints_and_objectives_of_plans() {
     );
     let pinned = plan(&["--pin", "0=0,3=1", "--no-replication"]);
     assert_eq!(pinned["options"]["pin"], serde_json::json!(["0=0", "3=1"]));
-    assert_eq!(done(at, &["plan", "check", "p.json"]).matches("is valid").count(), 1);
-    for wrong in [
+    assert_eq!(run(at, &["plan", "check", "p.json"]).matches("is valid").count(), 1);
+    for invalid in [
         &["--target", "torch", "--schedule", "1f1b-rr"][..],
         &["--objective", "latency", "--schedule", "1f1b"],
         &["--no-replication", "--cost", "paper"],
         &["--pin", "nothing=0"],
         &["--pin", "0"],
     ] {
-        fails(at, 2, &[&flags[..], wrong].concat());
+        expect_error(at, 2, &[&flags[..], invalid].concat());
     }
-    let none = fails(at, 3, &[&flags[..], &["--memory", "10B"]].concat());
+    let error = expect_error(at, 3, &[&flags[..], &["--memory", "10B"]].concat());
     assert!(
-        none.contains("more") && none.contains("is the smallest memory limit for which a plan was found"),
-        "{none}"
+        error.contains("more") && error.contains("is the smallest memory limit for which a plan was found"),
+        "{error}"
     );
 }
 
@@ -333,52 +341,53 @@ fn constraints_and_objectives_of_plans() {
 fn costs_of_another_device_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    done(at, &["zoo", "mlp", "-o", "m.onnx"]);
+    run(at, &["zoo", "mlp", "-o", "m.onnx"]);
     let cluster = "schema = \"pipec.cluster/1\"\n[device]\nkind = \"h200\"\n[[level]]\nname = \"nvlink\"\ncount = 2\n\
                    bandwidth = \"450GB/s\"\n";
     std::fs::write(at.join("c.toml"), cluster).unwrap();
     let flags = ["partition", "m.onnx", "--cluster", "c.toml", "--profile"];
-    let other = pipec(at, &[&flags[..], &["analytic:v100"]].concat());
-    assert!(text(&other.stderr).contains("costs are for v100, but the cluster's devices are of type h200"));
-    assert!(text(&other.stdout).contains("analytic costs of v100"), "{}", text(&other.stdout));
-    assert!(done(at, &["plan", "show", "m.plan.json"]).contains("analytic costs of v100"));
-    let same = pipec(at, &[&flags[..], &["analytic:h200"]].concat());
-    assert!(!text(&same.stderr).contains("warning"), "{}", text(&same.stderr));
-    done(at, &["profile", "m.onnx", "--device", "analytic:a100", "-o", "a.json"]);
-    let file = pipec(at, &[&flags[..], &["a.json"]].concat());
-    assert!(text(&file.stderr).contains("costs are for a100"), "{}", text(&file.stderr));
+    let v100 = pipec(at, &[&flags[..], &["analytic:v100"]].concat());
+    assert!(text(&v100.stderr).contains("costs are for v100, but the cluster's devices are of type h200"));
+    assert!(text(&v100.stdout).contains("analytic costs of v100"), "{}", text(&v100.stdout));
+    assert!(run(at, &["plan", "show", "m.plan.json"]).contains("analytic costs of v100"));
+    let h200 = pipec(at, &[&flags[..], &["analytic:h200"]].concat());
+    assert!(!text(&h200.stderr).contains("warning"), "{}", text(&h200.stderr));
+    run(at, &["profile", "m.onnx", "--device", "analytic:a100", "-o", "a.json"]);
+    let a100 = pipec(at, &[&flags[..], &["a.json"]].concat());
+    assert!(text(&a100.stderr).contains("costs are for a100"), "{}", text(&a100.stderr));
     // A file of another type is named as what it is.
-    assert!(fails(at, 2, &["plan", "show", "a.json"]).contains("it is a profile"));
-    assert!(fails(at, 2, &[&flags[..], &["m.plan.json"]].concat()).contains("it is a plan"));
+    assert!(expect_error(at, 2, &["plan", "show", "a.json"]).contains("it is a profile"));
+    assert!(expect_error(at, 2, &[&flags[..], &["m.plan.json"]].concat()).contains("it is a plan"));
 }
 
 #[test]
 fn tied_parameters_are_reported_before_training() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    done(at, &["zoo", "gpt", "--layers", "2", "-o", "g.onnx"]);
-    assert!(done(at, &["inspect", "g.onnx"]).contains("wte.weight, used by 2 ops"));
-    let even = ["partition", "g.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "4", "-o", "e.json"];
+    run(at, &["zoo", "gpt", "--layers", "2", "-o", "g.onnx"]);
+    assert!(run(at, &["inspect", "g.onnx"]).contains("wte.weight, used by 2 ops"));
+    let equal_replicas =
+        ["partition", "g.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "4", "-o", "e.json"];
     // Both stages use the first stage's version, which no program states.
-    let output_text = text(&pipec(at, &even).stderr);
+    let output_text = text(&pipec(at, &equal_replicas).stderr);
     assert!(
         output_text.contains("stages 0 and 1 share the parameter `wte.weight`: all use the weight version of stage 0"),
         "{output_text}"
     );
     assert!(!output_text.contains("warning"), "{output_text}");
-    done(at, &["train", "g.onnx", "--plan", "e.json", "--synthetic-data", "--steps", "3"]);
+    run(at, &["train", "g.onnx", "--plan", "e.json", "--synthetic-data", "--steps", "3"]);
     // Copies on unequal replica counts cannot be kept equal.
     let flags = ["partition", "g.onnx", "--gpus", "3", "--stages", "2,1", "--micro-batch", "4", "-o", "p.json"];
-    let planned = pipec(at, &[&flags[..], &["--schedule", "1f1b-rr"]].concat());
-    assert!(text(&planned.stderr).contains("share the parameter `wte.weight`"), "{}", text(&planned.stderr));
-    assert!(text(&planned.stdout).contains("--plan p.json --schedule 1f1b"));
+    let output = pipec(at, &[&flags[..], &["--schedule", "1f1b-rr"]].concat());
+    assert!(text(&output.stderr).contains("share the parameter `wte.weight`"), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("--plan p.json --schedule 1f1b"));
     let train = ["train", "g.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "1"];
-    assert!(fails(at, 2, &train).contains("--schedule 1f1b"));
-    done(at, &[&train[..], &["--schedule", "1f1b"]].concat());
+    assert!(expect_error(at, 2, &train).contains("--schedule 1f1b"));
+    run(at, &[&train[..], &["--schedule", "1f1b"]].concat());
     // A frozen table has one version everywhere.
-    done(at, &[&train[..], &["--freeze", "wte.weight"]].concat());
-    let flush = pipec(at, &[&flags[..], &["--schedule", "1f1b"]].concat());
-    assert!(!text(&flush.stderr).contains("warning"), "{}", text(&flush.stderr));
+    run(at, &[&train[..], &["--freeze", "wte.weight"]].concat());
+    let flushed = pipec(at, &[&flags[..], &["--schedule", "1f1b"]].concat());
+    assert!(!text(&flushed.stderr).contains("warning"), "{}", text(&flushed.stderr));
 }
 
 #[test]
@@ -388,11 +397,11 @@ fn training_takes_what_users_have() {
     let at = folder.path();
     let read = |name: &str| runtime::data::weights::read(&at.join(name)).unwrap();
     let write = |name: &str, arrays| runtime::data::weights::write(&at.join(name), &arrays).unwrap();
-    done(at, &["zoo", "mlp", "--hidden", "8", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
-    done(at, &["zoo", "mlp"]);
+    run(at, &["zoo", "mlp", "--hidden", "8", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
+    run(at, &["zoo", "mlp"]);
     // A boolean option without a value is true.
-    done(at, &["zoo", "resnet18", "--small-images", "--structure", "-o", "r.onnx"]);
-    assert!(fails(at, 2, &["zoo", "mlp"]).contains("already exists"));
+    run(at, &["zoo", "resnet18", "--small-images", "--structure", "-o", "r.onnx"]);
+    assert!(expect_error(at, 2, &["zoo", "mlp"]).contains("already exists"));
 
     // A single array besides the labels is the model's input; dropped rows are reported.
     let x = Tensor::from_f32(&[10, 6], &(0..60).map(|at| (at as f32).sin()).collect::<Vec<_>>());
@@ -411,33 +420,35 @@ fn training_takes_what_users_have() {
         assert!(output_text.contains(part), "{part}: {output_text}");
     }
     // Frozen parameters keep their bits, the others change.
-    done(at, &[&train[..], &["--freeze", "fc2*,fc3*", "--save", "v.npz"]].concat());
+    run(at, &[&train[..], &["--freeze", "fc2*,fc3*", "--save", "v.npz"]].concat());
     let (w, v) = (read("w.npz"), read("v.npz"));
     assert_ne!(w["fc1.weight"], v["fc1.weight"]);
     assert_ne!(w["fc3.weight"], v["fc3.weight"]);
-    let still = ["train", "m.onnx", "--data", "d.npz", "--batch", "4", "--lr", "0", "--save", "o.npz"];
-    done(at, &still);
+    let zero_rate = ["train", "m.onnx", "--data", "d.npz", "--batch", "4", "--lr", "0", "--save", "o.npz"];
+    run(at, &zero_rate);
     let o = read("o.npz");
     assert_eq!((&w["fc1.weight"], &v["fc3.weight"]), (&o["fc1.weight"], &o["fc3.weight"]));
-    assert!(fails(at, 2, &[&train[..], &["--freeze", "fc1.wieght"]].concat()).contains("did you mean `fc1.weight`"));
-    assert!(fails(at, 2, &[&train[..], &["--freeze", "*"]].concat()).contains("no parameter to train"));
+    assert!(
+        expect_error(at, 2, &[&train[..], &["--freeze", "fc1.wieght"]].concat()).contains("did you mean `fc1.weight`")
+    );
+    assert!(expect_error(at, 2, &[&train[..], &["--freeze", "*"]].concat()).contains("no parameter to train"));
 
     write("bad.npz", [("x".to_string(), x.clone()), ("y".to_string(), labels(7))].into());
-    let bad = ["train", "m.onnx", "--data", "bad.npz", "--batch", "4"];
-    assert!(fails(at, 2, &bad).contains("array `y`, row 0: label 7"));
+    let bad_labels = ["train", "m.onnx", "--data", "bad.npz", "--batch", "4"];
+    assert!(expect_error(at, 2, &bad_labels).contains("array `y`, row 0: label 7"));
     write("x.npz", [("x".to_string(), x.clone())].into());
-    assert!(fails(at, 2, &["train", "m.onnx", "--data", "x.npz", "--batch", "4"]).contains("`target` or `y`"));
-    assert!(fails(at, 2, &["train", "m.onnx"]).contains("--synthetic-data"));
+    assert!(expect_error(at, 2, &["train", "m.onnx", "--data", "x.npz", "--batch", "4"]).contains("`target` or `y`"));
+    assert!(expect_error(at, 2, &["train", "m.onnx"]).contains("--synthetic-data"));
 
     // Weight files may contain more or fewer tensors than the model, but not different ones.
     let eval = |weights: &str| {
         let output = pipec(at, &["eval", "m.onnx", "--inputs", "d.npz", "--weights", weights, "-o", "out.npz"]);
         (output.status.code(), text(&output.stderr))
     };
-    let mut more = w.clone();
-    more.insert("bn.num_batches_tracked".to_string(), Tensor::from_i64(&[1], &[3]));
-    more.remove("fc1.bias");
-    write("more.npz", more);
+    let mut other_weights = w.clone();
+    other_weights.insert("bn.num_batches_tracked".to_string(), Tensor::from_i64(&[1], &[3]));
+    other_weights.remove("fc1.bias");
+    write("more.npz", other_weights);
     let (code, output_text) = eval("more.npz");
     assert_eq!(code, Some(0), "{output_text}");
     assert!(
@@ -446,7 +457,7 @@ fn training_takes_what_users_have() {
     );
     assert_eq!(eval("x.npz").0, Some(2));
     write("two.npz", [("a".to_string(), x.clone()), ("b".to_string(), x)].into());
-    let missing = fails(at, 2, &["eval", "m.onnx", "--inputs", "two.npz", "-o", "out.npz"]);
+    let missing = expect_error(at, 2, &["eval", "m.onnx", "--inputs", "two.npz", "-o", "out.npz"]);
     assert!(missing.contains("the model needs `x`"), "{missing}");
 }
 
@@ -454,8 +465,8 @@ fn training_takes_what_users_have() {
 fn what_does_not_fit_in_memory_is_refused_first() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    done(at, &["zoo", "mlp", "-o", "m.onnx"]);
-    let output_text = fails(at, 2, &["profile", "m.onnx", "--micro-batch", "4000000000"]);
+    run(at, &["zoo", "mlp", "-o", "m.onnx"]);
+    let output_text = expect_error(at, 2, &["profile", "m.onnx", "--micro-batch", "4000000000"]);
     assert!(output_text.contains("does not fit in memory") && output_text.contains("is available"), "{output_text}");
 }
 
@@ -463,10 +474,10 @@ fn what_does_not_fit_in_memory_is_refused_first() {
 fn schemas_and_scripts_are_printed() {
     let folder = tempfile::tempdir().unwrap();
     for what in ["plan", "profile", "cluster"] {
-        assert!(json(&done(folder.path(), &["schema", what]))["properties"]["schema"].is_object(), "{what}");
+        assert!(json(&run(folder.path(), &["schema", what]))["properties"]["schema"].is_object(), "{what}");
     }
     for shell in ["bash", "zsh", "fish"] {
-        assert!(done(folder.path(), &["completions", shell]).contains("partition"), "{shell}");
+        assert!(run(folder.path(), &["completions", shell]).contains("partition"), "{shell}");
     }
 }
 
@@ -474,7 +485,7 @@ fn schemas_and_scripts_are_printed() {
 fn quiet_keeps_results_and_drops_the_rest() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    done(at, &["zoo", "mlp", "-o", "m.onnx"]);
+    run(at, &["zoo", "mlp", "-o", "m.onnx"]);
     let loud = pipec(at, &["partition", "m.onnx", "--gpus", "2"]);
     // Replacing an existing plan is reported.
     std::fs::remove_file(at.join("m.plan.json")).unwrap();
@@ -503,21 +514,21 @@ fn control_characters_in_names_are_escaped() {
     let Some(hostile) = data("hostile/onnx") else { return };
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| hostile.join(name).display().to_string();
-    // `done` and `fails` reject escape codes in the output.
+    // `run` and `expect_error` reject escape codes in the output.
     for format in ["text", "json"] {
-        done(folder.path(), &["inspect", &file("name_ansi.onnx"), "--format", format]);
-        done(folder.path(), &["partition", &file("name_ansi.onnx"), "--gpus", "2", "--format", format]);
+        run(folder.path(), &["inspect", &file("name_ansi.onnx"), "--format", format]);
+        run(folder.path(), &["partition", &file("name_ansi.onnx"), "--gpus", "2", "--format", format]);
     }
-    done(folder.path(), &["inspect", &file("name_ansi.onnx"), "--text"]);
-    assert!(fails(folder.path(), 2, &["inspect", &file("cycle.onnx")]).contains("cycle"));
-    done(
+    run(folder.path(), &["inspect", &file("name_ansi.onnx"), "--text"]);
+    assert!(expect_error(folder.path(), 2, &["inspect", &file("cycle.onnx")]).contains("cycle"));
+    run(
         folder.path(),
         &["train", &file("name_path.onnx"), "--checkpoint-dir", "ck", "--steps", "1", "--synthetic-data"],
     );
-    let mut left: Vec<_> =
+    let mut files: Vec<_> =
         std::fs::read_dir(folder.path().join("ck")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    left.sort();
-    assert_eq!(left, ["step-00000001", "weights.safetensors"]);
+    files.sort();
+    assert_eq!(files, ["step-00000001", "weights.safetensors"]);
 }
 
 /// An inference plan does not suggest training; a comparison states on how many devices chunks run.
@@ -525,11 +536,14 @@ fn control_characters_in_names_are_escaped() {
 fn a_plan_summary_states_its_estimates() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    done(at, &["zoo", "mlp", "-o", "m.onnx"]);
-    let answers = done(at, &["partition", "m.onnx", "--gpus", "2", "--schedule", "inference"]);
-    assert!(answers.contains("next: pipec simulate") && !answers.contains("pipec train"), "{answers}");
+    run(at, &["zoo", "mlp", "-o", "m.onnx"]);
+    let inference_text = run(at, &["partition", "m.onnx", "--gpus", "2", "--schedule", "inference"]);
+    assert!(
+        inference_text.contains("next: pipec simulate") && !inference_text.contains("pipec train"),
+        "{inference_text}"
+    );
     let flags = ["--gpus", "2", "--schedule", "zbv", "--microbatches", "8", "--compare"];
-    let output_text = done(at, &[&["partition", "m.onnx"][..], &flags].concat());
+    let output_text = run(at, &[&["partition", "m.onnx"][..], &flags].concat());
     assert!(output_text.contains("pipec train"), "{output_text}");
     let row = |name: &str| output_text.lines().find(|line| line.starts_with(name)).unwrap().to_string();
     assert!(row("pipec  ").contains("1-1-1-1 on 2 devices"), "{output_text}");
@@ -541,29 +555,32 @@ fn a_plan_summary_states_its_estimates() {
 fn optimizers_are_called_the_same_by_all_verbs() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    done(folder, &["zoo", "mlp", "--inputs", "6", "--hidden", "8", "-o", "m.onnx"]);
-    let planned = |words: &[&str]| {
-        done(folder, &[&["partition", "m.onnx", "--gpus", "2", "--stages", "1,1", "-o", "p.json"], words].concat());
+    run(folder, &["zoo", "mlp", "--inputs", "6", "--hidden", "8", "-o", "m.onnx"]);
+    let plan_with = |words: &[&str]| {
+        run(folder, &[&["partition", "m.onnx", "--gpus", "2", "--stages", "1,1", "-o", "p.json"], words].concat());
         std::fs::read(folder.join("p.json")).unwrap()
     };
-    let trained = |words: &[&str]| {
-        done(folder, &[&["train", "m.onnx", "--synthetic-data", "--steps", "3", "--save", "w.npz"], words].concat());
+    let train_with = |words: &[&str]| {
+        run(folder, &[&["train", "m.onnx", "--synthetic-data", "--steps", "3", "--save", "w.npz"], words].concat());
         runtime::data::weights::read(&folder.join("w.npz")).unwrap()
     };
-    let same = |one: &[&str], other: &[&str]| {
-        assert!(planned(one) == planned(other), "{one:?} and {other:?}");
-        let (one, other) = (trained(one), trained(other));
-        assert!(one.iter().all(|(name, weight)| weight.bytes() == other[name].bytes()));
+    let assert_same = |left: &[&str], right: &[&str]| {
+        assert!(plan_with(left) == plan_with(right), "{left:?} and {right:?}");
+        let (left, right) = (train_with(left), train_with(right));
+        assert!(left.iter().all(|(name, weight)| weight.bytes() == right[name].bytes()));
     };
-    same(&["--optimizer", "sgd", "--momentum", "0.9"], &["--optimizer", "sgd-momentum"]);
-    same(&["--optimizer", "rmsprop-momentum", "--momentum", "0.9"], &["--optimizer", "rmsprop", "--momentum", "0.9"]);
-    same(&["--optimizer", "sgd-momentum", "--momentum", "0"], &["--optimizer", "sgd"]);
-    assert!(planned(&["--optimizer", "sgd-momentum"]) != planned(&["--optimizer", "sgd"]));
+    assert_same(&["--optimizer", "sgd", "--momentum", "0.9"], &["--optimizer", "sgd-momentum"]);
+    assert_same(
+        &["--optimizer", "rmsprop-momentum", "--momentum", "0.9"],
+        &["--optimizer", "rmsprop", "--momentum", "0.9"],
+    );
+    assert_same(&["--optimizer", "sgd-momentum", "--momentum", "0"], &["--optimizer", "sgd"]);
+    assert!(plan_with(&["--optimizer", "sgd-momentum"]) != plan_with(&["--optimizer", "sgd"]));
     for verb in [&["train", "m.onnx", "--synthetic-data"][..], &["partition", "m.onnx", "--gpus", "2"]] {
-        let output_text = fails(folder, 2, &[verb, &["--optimizer", "adam", "--momentum", "0.9"]].concat());
+        let output_text = expect_error(folder, 2, &[verb, &["--optimizer", "adam", "--momentum", "0.9"]].concat());
         assert!(output_text.contains("help: it requires `--optimizer sgd` or `rmsprop`"), "{output_text}");
     }
-    let output_text = fails(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--precision", "int8"]);
+    let output_text = expect_error(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--precision", "int8"]);
     assert!(output_text.contains("write one of fp64, fp32, tf32, bf16, fp16"), "{output_text}");
 }
 
@@ -574,41 +591,41 @@ fn devices_without_a_stage_are_named() {
     graph_txt(folder, &[3.0; 4], 4000);
     let flags =
         ["partition", "chain.graph.txt", "--from", "pipedream", "--gpus", "5", "--stages", "1,2", "-o", "p.json"];
-    let output_text = done(folder, &flags);
+    let output_text = run(folder, &flags);
     assert!(output_text.contains("idle           2 of 5 devices, without a stage: 3-4\n"), "{output_text}");
     let text = std::fs::read_to_string(folder.join("p.json")).unwrap();
     assert_eq!(json(&text)["cluster"]["idle"], serde_json::json!([3, 4]));
-    let mut wrong = json(&text);
-    wrong["cluster"]["idle"] = serde_json::json!([2, 4]);
-    std::fs::write(folder.join("wrong.json"), wrong.to_string()).unwrap();
+    let mut changed = json(&text);
+    changed["cluster"]["idle"] = serde_json::json!([2, 4]);
+    std::fs::write(folder.join("wrong.json"), changed.to_string()).unwrap();
     let output_text = pipec(folder, &["plan", "check", "wrong.json"]);
     assert_eq!(output_text.status.code(), Some(1));
-    assert!(text_of(&output_text).contains("cluster.idle"), "{}", text_of(&output_text));
-    let all = done(
+    assert!(all_output(&output_text).contains("cluster.idle"), "{}", all_output(&output_text));
+    let full_text = run(
         folder,
         &["partition", "chain.graph.txt", "--from", "pipedream", "--gpus", "3", "--stages", "1,2", "-o", "p.json"],
     );
-    assert!(!all.contains("idle"), "{all}");
+    assert!(!full_text.contains("idle"), "{full_text}");
 }
 
 #[test]
 fn what_is_not_wanted_is_said_in_two_ways() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    done(folder, &["zoo", "mlp", "-o", "m.onnx"]);
-    let planned = |words: &[&str]| {
+    run(folder, &["zoo", "mlp", "-o", "m.onnx"]);
+    let plan_with = |words: &[&str]| {
         let plan = ["partition", "m.onnx", "--gpus", "2", "--stages", "1,1", "--microbatches", "4", "-o", "p.json"];
-        done(folder, &[&plan[..], words].concat());
+        run(folder, &[&plan[..], words].concat());
         std::fs::read(folder.join("p.json")).unwrap()
     };
-    let never = planned(&["--recompute", "never"]);
-    assert!(planned(&["--no-recompute"]) == never && planned(&[]) != never);
-    assert!(planned(&["--no-tensor"]) == planned(&["--tensor", "never"]));
+    let never = plan_with(&["--recompute", "never"]);
+    assert!(plan_with(&["--no-recompute"]) == never && plan_with(&[]) != never);
+    assert!(plan_with(&["--no-tensor"]) == plan_with(&["--tensor", "never"]));
     for words in [["--no-recompute", "--recompute", "auto"], ["--no-tensor", "--tensor", "2"]] {
-        fails(folder, 2, &[&["partition", "m.onnx", "--gpus", "2"][..], &words].concat());
+        expect_error(folder, 2, &[&["partition", "m.onnx", "--gpus", "2"][..], &words].concat());
     }
 }
 
-fn text_of(output: &Output) -> String {
+fn all_output(output: &Output) -> String {
     text(&output.stdout) + &text(&output.stderr)
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
-fn printed(folder: &Path, format: &str) -> String {
+fn run(folder: &Path, format: &str) -> String {
     let mut command = Command::cargo_bin("pipec").unwrap();
     let output = command.current_dir(folder).args(["doctor", "--format", format]).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -17,9 +17,9 @@ fn printed(folder: &Path, format: &str) -> String {
 fn the_doctor_says_what_works_and_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let text = printed(folder, "text");
+    let text = run(folder, "text");
     assert!(text.contains("CPU") && text.contains("profile cache") && text.contains("GPUs"), "{text}");
-    let value: Value = serde_json::from_str(&printed(folder, "json")).unwrap();
+    let value: Value = serde_json::from_str(&run(folder, "json")).unwrap();
     assert!(value["findings"].as_array().unwrap().iter().all(|finding| finding["state"] != "broken"), "{value}");
     // The cache folder is a file.
     fs::write(folder.join("pipec"), "").unwrap();
@@ -33,7 +33,7 @@ fn the_doctor_says_what_works_and_what_to_do() {
 }
 
 /// The doctor's answer on simulated GPUs with these variables, and its text.
-fn examined(variables: &[(&str, &str)]) -> Option<(Value, String)> {
+fn examine_gpus(variables: &[(&str, &str)]) -> Option<(Value, String)> {
     let driver = driver()?;
     let folder = tempfile::tempdir().unwrap();
     let run = |format: &str| {
@@ -53,7 +53,7 @@ fn row<'a>(text: &'a str, start: &str) -> Vec<&'a str> {
 
 #[test]
 fn the_doctor_examines_every_gpu() {
-    let Some((value, text)) = examined(&[("PIPEC_SIM_DEVICES", "2")]) else { return };
+    let Some((value, text)) = examine_gpus(&[("PIPEC_SIM_DEVICES", "2")]) else { return };
     assert!(text.contains("CUDA 13.0") && text.contains("version 13.0; compiles for sm_90"), "{text}");
     let devices = value["devices"].as_array().unwrap();
     assert_eq!(devices.len(), 2, "{value}");
@@ -69,11 +69,11 @@ fn the_doctor_examines_every_gpu() {
     assert_eq!(row(&text, "access"), ["access", "0", "1"]);
     assert_eq!(row(&text, "1  yes"), ["1", "yes", "-"]);
 
-    let Some((value, text)) = examined(&[("PIPEC_SIM_PEER", "0"), ("PIPEC_SIM_ARCH", "80")]) else { return };
+    let Some((value, text)) = examine_gpus(&[("PIPEC_SIM_PEER", "0"), ("PIPEC_SIM_ARCH", "80")]) else { return };
     assert_eq!(value["peers"], json!([[true, false], [false, true]]));
     assert!(text.contains("compiles for sm_80"), "{text}");
 
-    let Some((value, text)) = examined(&[("PIPEC_SIM_CUBLASLT", "0"), ("PIPEC_SIM_CUDNN", "0")]) else { return };
+    let Some((value, text)) = examine_gpus(&[("PIPEC_SIM_CUBLASLT", "0"), ("PIPEC_SIM_CUDNN", "0")]) else { return };
     assert!(text.contains("does not start, so pipec's own kernels compute matrix products"), "{text}");
     assert!(text.contains("does not start, so pipec's own kernels compute convolutions"), "{text}");
     assert!(value["findings"].as_array().unwrap().iter().all(|finding| finding["state"] != "broken"), "{value}");
@@ -81,7 +81,7 @@ fn the_doctor_examines_every_gpu() {
 
 #[test]
 fn the_doctor_reports_a_compiler_that_compiles_nothing() {
-    let Some((value, text)) = examined(&[("PIPEC_SIM_CXX", "/none"), ("PIPEC_SIM_DEVICES", "1")]) else { return };
+    let Some((value, text)) = examine_gpus(&[("PIPEC_SIM_CXX", "/none"), ("PIPEC_SIM_DEVICES", "1")]) else { return };
     assert_eq!((&value["devices"][0]["runs_kernels"], &value["peers"]), (&json!(false), &json!([[true]])));
     assert!(text.contains("cannot compile kernels") && text.contains("0 of 1 GPU can be used"), "{text}");
     assert!(text.contains("checks failed: CUDA compiler, GPUs"), "{text}");

@@ -19,7 +19,7 @@ fn pipec(folder: &Path, arguments: &[&str]) -> Output {
 }
 
 /// Runs successfully and returns standard error.
-fn done(folder: &Path, arguments: &[&str]) -> String {
+fn run(folder: &Path, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
     let message = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(0), "{arguments:?}: {message}");
@@ -27,7 +27,7 @@ fn done(folder: &Path, arguments: &[&str]) -> String {
 }
 
 /// Expects this exit code; returns standard error.
-fn fails(folder: &Path, code: i32, arguments: &[&str]) -> String {
+fn expect_error(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
     let message = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message}");
@@ -45,10 +45,10 @@ fn json(folder: &Path, name: &str) -> Value {
 
 /// A small GPT with tied embeddings and its plan `p.json`, of three stages unless flags differ.
 fn gpt(folder: &Path, flags: &[&str]) {
-    done(folder, &["zoo", "gpt", "--layers", "4", "-o", "gpt.onnx"]);
-    let usual = ["partition", "gpt.onnx", "--microbatches", "4", "-o", "p.json"];
-    let cut = ["--gpus", "3", "--stages", "1,1,1", "--schedule", "1f1b"];
-    done(folder, &[&usual[..], if flags.is_empty() { &cut } else { flags }].concat());
+    run(folder, &["zoo", "gpt", "--layers", "4", "-o", "gpt.onnx"]);
+    let common = ["partition", "gpt.onnx", "--microbatches", "4", "-o", "p.json"];
+    let three_stages = ["--gpus", "3", "--stages", "1,1,1", "--schedule", "1f1b"];
+    run(folder, &[&common[..], if flags.is_empty() { &three_stages } else { flags }].concat());
 }
 
 /// A published profile: a chain of ops with these names.
@@ -69,19 +69,18 @@ fn every_target_writes_the_same_bytes_again() {
     let folder = folder.path();
     gpt(folder, &["--gpus", "2", "--stages", "1,1", "--schedule", "1f1b", "--target", "torchtitan"]);
     for entry in TARGETS {
-        let export =
-            |to: &str| done(folder, &["export", "p.json", "--to", entry.name, "--model", "gpt.onnx", "-o", to]);
+        let export = |to: &str| run(folder, &["export", "p.json", "--to", entry.name, "--model", "gpt.onnx", "-o", to]);
         export("a/");
         export("b/");
-        let names = |of: &str| -> Vec<PathBuf> {
+        let names = |folder_name: &str| -> Vec<PathBuf> {
             let mut names: Vec<PathBuf> =
-                fs::read_dir(folder.join(of)).unwrap().map(|file| file.unwrap().file_name().into()).collect();
+                fs::read_dir(folder.join(folder_name)).unwrap().map(|file| file.unwrap().file_name().into()).collect();
             names.sort();
             names
         };
         assert!(!names("a").is_empty() && names("a") == names("b"), "{}", entry.name);
         for name in names("a") {
-            let read = |of: &str| fs::read(folder.join(of).join(&name)).unwrap();
+            let read = |folder_name: &str| fs::read(folder.join(folder_name).join(&name)).unwrap();
             assert!(read("a") == read("b"), "{}: {name:?}", entry.name);
         }
         fs::remove_dir_all(folder.join("a")).unwrap();
@@ -112,7 +111,7 @@ fn modules_go_to_the_frameworks_that_keep_them_whole() {
     let (first, second) = (blocks(0), blocks(1));
     assert_eq!(first + second, 4);
 
-    done(folder, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
+    run(folder, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
     let titan = json(folder, "t/torchtitan.json");
     let parts = &titan["parallelism"]["module_fqns_per_model_part"];
     assert_eq!(parts[0][0], "wte");
@@ -122,34 +121,34 @@ fn modules_go_to_the_frameworks_that_keep_them_whole() {
     // Two replicas share four micro-batches, in the order of torch's 1F1B.
     assert_eq!(titan["parallelism"]["pipeline_parallel_schedule"], "1F1B");
     assert!(!folder.join("t/schedule.csv").exists());
-    let joined = |at: usize| {
+    let joined_names = |at: usize| {
         parts[at].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect::<Vec<_>>().join(",")
     };
-    let line = format!("--parallelism.module_fqns_per_model_part {} {}", joined(0), joined(1));
-    assert!(text(folder, "t/torchtitan.args").lines().any(|other| other == line), "{line}");
+    let line = format!("--parallelism.module_fqns_per_model_part {} {}", joined_names(0), joined_names(1));
+    assert!(text(folder, "t/torchtitan.args").lines().any(|argument| argument == line), "{line}");
     let toml = text(folder, "t/torchtitan.toml");
     for part in parts.as_array().unwrap() {
         assert!(toml.lines().any(|line| line == format!("    {part},")), "{toml}");
     }
     assert!(toml.contains("[parallelism]\n") && toml.contains("\npipeline_parallel_schedule = \"1F1B\"\n"));
 
-    done(folder, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
+    run(folder, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
     let arguments = text(folder, "m.args");
     let words: Vec<&str> = arguments.split_whitespace().collect();
     let at = words.iter().position(|word| *word == "--pipeline-model-parallel-layout").unwrap();
     assert_eq!(words[at + 1], format!("E{}|{}L", "t".repeat(first), "t".repeat(second)), "{arguments}");
     assert_eq!((words.len(), words[0]), (11, "--bf16"), "{arguments}");
 
-    done(folder, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
+    run(folder, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
     let deepspeed = json(folder, "d.json");
     assert_eq!(deepspeed["parts"], serde_json::json!([0, 2 + first, 8]));
     assert_eq!(deepspeed["gradient_accumulation_steps"], 2);
     assert!(text(folder, "d.json").starts_with("{\n  \"_use\": ["));
     assert_eq!(deepspeed["zero_optimization"], serde_json::json!({"stage": 0}));
     assert_eq!(deepspeed["gradient_clipping"], 0.0);
-    for (to, said) in [("megatron", "pretrain_gpt.py"), ("deepspeed", "_partition_layers")] {
+    for (to, destination) in [("megatron", "pretrain_gpt.py"), ("deepspeed", "_partition_layers")] {
         let output = pipec(folder, &["export", "p.json", "--to", to, "-o", "x"]);
-        assert!(String::from_utf8_lossy(&output.stderr).contains(said), "{to} names its destination");
+        assert!(String::from_utf8_lossy(&output.stderr).contains(destination), "{to} names its destination");
     }
 }
 
@@ -157,44 +156,44 @@ fn modules_go_to_the_frameworks_that_keep_them_whole() {
 fn what_a_tool_cannot_carry_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let refused = |flags: &[&str], to: &str, why: &str, help: &str| {
+    let assert_refused = |flags: &[&str], to: &str, why: &str, help: &str| {
         gpt(folder, flags);
-        let message = fails(folder, 1, &["export", "p.json", "--to", to, "--model", "gpt.onnx", "-o", "x/"]);
+        let message = expect_error(folder, 1, &["export", "p.json", "--to", to, "--model", "gpt.onnx", "-o", "x/"]);
         assert!(message.contains(why) && message.contains(help), "{to}: {message}");
         assert!(!folder.join("x").exists(), "nothing is written");
     };
     let unequal = ["--gpus", "3", "--stages", "2,1", "--schedule", "1f1b"];
     for to in ["torch", "torchtitan", "megatron", "deepspeed"] {
         let help = format!("--target {to}");
-        refused(&unequal, to, "stages have 2, 1 replicas", &help);
-        refused(&["--gpus", "2", "--stages", "1,1", "--schedule", "2bw"], to, "weight versions", &help);
+        assert_refused(&unequal, to, "stages have 2, 1 replicas", &help);
+        assert_refused(&["--gpus", "2", "--stages", "1,1", "--schedule", "2bw"], to, "weight versions", &help);
     }
     let cut = ["--gpus", "2", "--stages", "1,1", "--schedule", "1f1b", "--cut-after", "blocks.1.mlp.act"];
     for to in ["torchtitan", "megatron", "deepspeed"] {
-        refused(&cut, to, "module `blocks.1` is in stages 0 and 1", &format!("--target {to}"));
+        assert_refused(&cut, to, "module `blocks.1` is in stages 0 and 1", &format!("--target {to}"));
     }
     // DeepSpeed supports only ZeRO 1 with pipelines.
-    let shares = |level: &'static str| ["--gpus", "4", "--stages", "2,2", "--target", "deepspeed", "--zero", level];
+    let zero_flags = |level: &'static str| ["--gpus", "4", "--stages", "2,2", "--target", "deepspeed", "--zero", level];
     for (level, why) in [("2", "ZeRO stage 2"), ("3", "ZeRO stage 3")] {
-        refused(&shares(level), "deepspeed", why, "--target deepspeed --zero 1");
+        assert_refused(&zero_flags(level), "deepspeed", why, "--target deepspeed --zero 1");
     }
-    let shares_torch = ["--gpus", "4", "--stages", "2,2", "--target", "torch", "--zero", "1"];
-    refused(&shares_torch, "torch", "ZeRO stage 1", "--target torch --zero 0");
-    gpt(folder, &shares("1"));
-    done(folder, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
+    let torch_flags = ["--gpus", "4", "--stages", "2,2", "--target", "torch", "--zero", "1"];
+    assert_refused(&torch_flags, "torch", "ZeRO stage 1", "--target torch --zero 0");
+    gpt(folder, &zero_flags("1"));
+    run(folder, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
     assert_eq!(json(folder, "d.json")["zero_optimization"], serde_json::json!({"stage": 1}));
-    refused(
+    assert_refused(
         &["--gpus", "2", "--stages", "1,1", "--schedule", "zb-h1"],
         "megatron",
         "no schedule zb-h1",
         "--schedule 1f1b",
     );
-    done(folder, &["zoo", "resnet50", "--structure", "-o", "resnet.onnx"]);
+    run(folder, &["zoo", "resnet50", "--structure", "-o", "resnet.onnx"]);
     let resnet = ["partition", "resnet.onnx", "--gpus", "2", "--stages", "1,1", "--target", "megatron", "-o", "r.json"];
-    done(folder, &resnet);
-    let message = fails(folder, 1, &["export", "r.json", "--to", "megatron", "-o", "x"]);
+    run(folder, &resnet);
+    let message = expect_error(folder, 1, &["export", "r.json", "--to", "megatron", "-o", "x"]);
     assert!(message.contains("and Megatron has one list of transformer layers"), "{message}");
-    refused(
+    assert_refused(
         &["--gpus", "2", "--stages", "1,1", "--schedule", "2bw"],
         "pipedream",
         "no schedule 2bw",
@@ -207,12 +206,12 @@ fn usage_errors_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     gpt(folder, &[]);
-    assert!(fails(folder, 2, &["export", "p.json", "--to", "nothing"]).contains("deepspeed, dot"));
-    assert!(fails(folder, 2, &["export", "p.json", "--to", "onnx"]).contains("--model FILE"));
-    done(folder, &["zoo", "mlp", "-o", "mlp.onnx"]);
-    let message = fails(folder, 2, &["export", "p.json", "--to", "onnx", "--model", "mlp.onnx"]);
+    assert!(expect_error(folder, 2, &["export", "p.json", "--to", "nothing"]).contains("deepspeed, dot"));
+    assert!(expect_error(folder, 2, &["export", "p.json", "--to", "onnx"]).contains("--model FILE"));
+    run(folder, &["zoo", "mlp", "-o", "mlp.onnx"]);
+    let message = expect_error(folder, 2, &["export", "p.json", "--to", "onnx", "--model", "mlp.onnx"]);
     assert!(message.contains("mlp.onnx is not the model of the plan"), "{message}");
-    let message = fails(folder, 2, &["export", "p.json", "--to", "torch", "-o", "-"]);
+    let message = expect_error(folder, 2, &["export", "p.json", "--to", "torch", "-o", "-"]);
     assert!(message.contains("several files"), "{message}");
     let dot = pipec(folder, &["export", "p.json", "--to", "dot", "-o", "-"]);
     assert!(String::from_utf8(dot.stdout).unwrap().starts_with("digraph plan {"));
@@ -223,7 +222,7 @@ fn names_can_do_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     chain(folder, &["x\"]; y [label=\"z", "../../etc/passwd", "Linear"]);
-    done(
+    run(
         folder,
         &["partition", "c.graph.txt", "--gpus", "3", "--stages", "1,1,1", "--schedule", "1f1b", "-o", "p.json"],
     );
@@ -238,7 +237,7 @@ fn names_can_do_nothing() {
     fs::write(folder.join("p.json"), plan.to_string()).unwrap();
     fs::create_dir(folder.join("in")).unwrap();
     for to in ["dot", "torch", "pipedream"] {
-        done(folder, &["export", "p.json", "--to", to, "--model", "c.graph.txt", "-o", &format!("in/{to}/")]);
+        run(folder, &["export", "p.json", "--to", to, "--model", "c.graph.txt", "-o", &format!("in/{to}/")]);
     }
     let dot = text(folder, "in/dot/plan.dot");
     assert!(!dot.contains('\u{1b}') && !dot.contains('\u{7f}'));
@@ -253,8 +252,8 @@ fn names_can_do_nothing() {
     for name in ["split.py", "runtime.py", "train.py"] {
         assert!(!text(folder, &format!("in/torch/{name}")).contains("</script>"), "{name}");
     }
-    let found: Vec<_> = fs::read_dir(folder.join("in")).unwrap().collect();
-    assert_eq!(found.len(), 3, "nothing stands beside the folders that were asked for");
+    let entries: Vec<_> = fs::read_dir(folder.join("in")).unwrap().collect();
+    assert_eq!(entries.len(), 3, "nothing stands beside the folders that were asked for");
 }
 
 #[test]
@@ -263,8 +262,8 @@ fn profiles_keep_their_costs_and_gain_stages() {
     let folder = folder.path();
     chain(folder, &["Conv2d(3, 64)", "ReLU(inplace)", "Linear(9, 9)", "Softmax"]);
     let plan = ["partition", "c.graph.txt", "--gpus", "3", "--stages", "2,1"];
-    done(folder, &[&plan[..], &["-o", "p.json"]].concat());
-    done(folder, &["export", "p.json", "--to", "pipedream", "--model", "c.graph.txt", "-o", "out"]);
+    run(folder, &[&plan[..], &["-o", "p.json"]].concat());
+    run(folder, &["export", "p.json", "--to", "pipedream", "--model", "c.graph.txt", "-o", "out"]);
     let conf = json(folder, "out/conf.json");
     assert_eq!(
         conf,
@@ -273,7 +272,7 @@ fn profiles_keep_their_costs_and_gain_stages() {
     let graph = text(folder, "out/graph.txt");
     assert!(graph.lines().filter(|line| line.starts_with("node")).all(|line| line.contains(" -- stage_id=")));
     // Read back, it is the same problem: the same plan costs the same.
-    done(folder, &["partition", "out/graph.txt", "--gpus", "3", "--stages", "2,1", "-o", "q.json"]);
+    run(folder, &["partition", "out/graph.txt", "--gpus", "3", "--stages", "2,1", "-o", "q.json"]);
     let (before, after) = (json(folder, "p.json"), json(folder, "q.json"));
     assert_eq!(before["predicted"], after["predicted"]);
     assert_eq!(before["stages"][0]["ops"], after["stages"][0]["ops"]);
@@ -293,7 +292,7 @@ fn every_schedule_becomes_a_table() {
         ("dualpipev", "1,1,1,1", "I"),
     ] {
         gpt(folder, &["--gpus", "2", "--stages", replicas, "--schedule", schedule]);
-        done(folder, &["export", "p.json", "--to", "torch", "-o", "t"]);
+        run(folder, &["export", "p.json", "--to", "torch", "-o", "t"]);
         let table: ComputeTable = text(folder, "t/schedule.csv").parse().unwrap();
         let stages = json(folder, "t/stages.json");
         assert_eq!((table.rows.len(), table.microbatches()), (2, 4), "{schedule}");
@@ -309,28 +308,29 @@ fn every_schedule_becomes_a_table() {
 }
 
 /// Runs the stages in sequence according to `stages.json` and compares with the whole model.
-fn runs_as_the_whole(folder: &Path, model: &str, inputs: &BTreeMap<String, Tensor>) {
+fn compare_with_whole_model(folder: &Path, model: &str, inputs: &BTreeMap<String, Tensor>) {
     runtime::data::weights::write(&folder.join("x.npz"), inputs).unwrap();
-    done(folder, &["eval", model, "--inputs", "x.npz", "-o", "whole.npz"]);
-    let whole = runtime::data::weights::read(&folder.join("whole.npz")).unwrap();
+    run(folder, &["eval", model, "--inputs", "x.npz", "-o", "whole.npz"]);
+    let expected = runtime::data::weights::read(&folder.join("whole.npz")).unwrap();
     let message = json(folder, "s/stages.json");
-    let mut pool = inputs.clone();
+    let mut values = inputs.clone();
     for stage in message["stages"].as_array().unwrap() {
-        let named = |input: &Value| input["name"].as_str().unwrap().to_string();
-        let wanted: Vec<String> = stage["inputs"].as_array().unwrap().iter().map(named).collect();
-        let given: BTreeMap<String, Tensor> = wanted.iter().map(|name| (name.clone(), pool[name].clone())).collect();
-        runtime::data::weights::write(&folder.join("in.npz"), &given).unwrap();
+        let name_of = |input: &Value| input["name"].as_str().unwrap().to_string();
+        let input_names: Vec<String> = stage["inputs"].as_array().unwrap().iter().map(name_of).collect();
+        let stage_inputs: BTreeMap<String, Tensor> =
+            input_names.iter().map(|name| (name.clone(), values[name].clone())).collect();
+        runtime::data::weights::write(&folder.join("in.npz"), &stage_inputs).unwrap();
         let file = format!("s/{}", stage["file"].as_str().unwrap());
-        done(folder, &["eval", &file, "--inputs", "in.npz", "-o", "out.npz"]);
-        pool.extend(runtime::data::weights::read(&folder.join("out.npz")).unwrap());
+        run(folder, &["eval", &file, "--inputs", "in.npz", "-o", "out.npz"]);
+        values.extend(runtime::data::weights::read(&folder.join("out.npz")).unwrap());
     }
     for name in message["outputs"].as_array().unwrap() {
         let name = name.as_str().unwrap();
-        let (whole, chained) = (whole[name].to_f64(), pool[name].to_f64());
-        assert_eq!(whole.len(), chained.len(), "{name}");
-        let largest = whole.iter().map(|value| value.abs()).fold(0.0, f64::max);
-        let apart = whole.iter().zip(&chained).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-        assert!(largest > 0.0 && apart <= 1e-5 * largest, "{model} {name}: {apart} of {largest}");
+        let (expected, actual) = (expected[name].to_f64(), values[name].to_f64());
+        assert_eq!(expected.len(), actual.len(), "{name}");
+        let largest = expected.iter().map(|value| value.abs()).fold(0.0, f64::max);
+        let difference = expected.iter().zip(&actual).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(largest > 0.0 && difference <= 1e-5 * largest, "{model} {name}: {difference} of {largest}");
     }
 }
 
@@ -344,19 +344,19 @@ fn stages_run_as_the_whole_model() {
         ("mlp", &[], &["--gpus", "2", "--stages", "1,1"]),
     ] {
         let model = format!("{name}.onnx");
-        done(folder, &[&["zoo", name, "-o", &model][..], options].concat());
+        run(folder, &[&["zoo", name, "-o", &model][..], options].concat());
         let plan = ["partition", &model, "--schedule", "1f1b", "--microbatches", "2", "-o", "p.json"];
-        done(folder, &[&plan[..], cut].concat());
+        run(folder, &[&plan[..], cut].concat());
         let _ = fs::remove_dir_all(folder.join("s"));
-        done(folder, &["export", "p.json", "--to", "onnx-stages", "--model", &model, "-o", "s"]);
-        runs_as_the_whole(folder, &model, &made_up(&folder.join(&model)));
+        run(folder, &["export", "p.json", "--to", "onnx-stages", "--model", &model, "-o", "s"]);
+        compare_with_whole_model(folder, &model, &example_inputs(&folder.join(&model)));
     }
 }
 
 /// Three rows for every model input: sequential numbers, or tokens for integers.
-fn made_up(path: &Path) -> BTreeMap<String, Tensor> {
+fn example_inputs(path: &Path) -> BTreeMap<String, Tensor> {
     let model = compiler::import::onnx::decode::read(path).unwrap();
-    let one = |input: &compiler::import::onnx::model::ValueInfo| {
+    let example = |input: &compiler::import::onnx::model::ValueInfo| {
         let size = |dim: &compiler::import::onnx::model::Dim| match dim {
             compiler::import::onnx::model::Dim::Known(size) => *size as usize,
             _ => 3,
@@ -369,7 +369,7 @@ fn made_up(path: &Path) -> BTreeMap<String, Tensor> {
         };
         (input.name.clone(), tensor)
     };
-    model.inputs.iter().map(one).collect()
+    model.inputs.iter().map(example).collect()
 }
 
 #[test]
@@ -381,10 +381,10 @@ fn shared_models_run_in_stages() {
         let model = model.to_str().unwrap();
         let plan =
             ["partition", model, "--gpus", "3", "--stages", "1,1,1", "--schedule", "1f1b", "--microbatches", "4"];
-        done(folder, &[&plan[..], &["-o", "p.json"]].concat());
+        run(folder, &[&plan[..], &["-o", "p.json"]].concat());
         let _ = fs::remove_dir_all(folder.join("s"));
-        done(folder, &["export", "p.json", "--to", "onnx-stages", "--model", model, "-o", "s"]);
-        runs_as_the_whole(folder, model, &made_up(Path::new(model)));
+        run(folder, &["export", "p.json", "--to", "onnx-stages", "--model", model, "-o", "s"]);
+        compare_with_whole_model(folder, model, &example_inputs(Path::new(model)));
     }
 }
 
@@ -393,27 +393,27 @@ fn every_node_says_its_stage() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     gpt(folder, &[]);
-    done(folder, &["export", "p.json", "--to", "onnx", "--model", "gpt.onnx", "-o", "staged.onnx"]);
+    run(folder, &["export", "p.json", "--to", "onnx", "--model", "gpt.onnx", "-o", "staged.onnx"]);
     let proto = |name: &str| ModelProto::decode(&fs::read(folder.join(name)).unwrap()[..]).unwrap();
-    let (staged, plain) = (proto("staged.onnx"), proto("gpt.onnx"));
+    let (staged, original) = (proto("staged.onnx"), proto("gpt.onnx"));
     assert!(staged.ir_version() >= 11);
     assert_eq!((staged.configuration[0].name(), staged.configuration[0].num_devices()), ("pipec", 3));
     let graph = staged.graph.unwrap();
-    let mut made: BTreeMap<&str, i32> = BTreeMap::new();
-    let mut seen = [0; 3];
+    let mut producer_stage: BTreeMap<&str, i32> = BTreeMap::new();
+    let mut node_counts = [0; 3];
     for node in &graph.node {
-        let [one] = node.device_configurations.as_slice() else { panic!("{}", node.name()) };
-        let stage = one.pipeline_stage.unwrap();
-        seen[stage as usize] += 1;
+        let [configuration] = node.device_configurations.as_slice() else { panic!("{}", node.name()) };
+        let stage = configuration.pipeline_stage.unwrap();
+        node_counts[stage as usize] += 1;
         // Nothing is read before it is produced.
-        let before = node.input.iter().filter_map(|name| made.get(name.as_str())).max();
+        let before = node.input.iter().filter_map(|name| producer_stage.get(name.as_str())).max();
         assert!(before.is_none_or(|before| *before <= stage), "{}", node.name());
-        made.extend(node.output.iter().map(|name| (name.as_str(), stage)));
+        producer_stage.extend(node.output.iter().map(|name| (name.as_str(), stage)));
     }
-    assert!(seen.iter().all(|count| *count > 0), "{seen:?}");
+    assert!(node_counts.iter().all(|count| *count > 0), "{node_counts:?}");
     // Otherwise it equals the model, including the plan's own copy.
-    let mut bare = graph.clone();
-    bare.node.iter_mut().for_each(|node| node.device_configurations.clear());
-    assert_eq!(Some(bare), plain.graph);
-    done(folder, &["export", "p.json", "--to", "onnx-stages", "--model", "staged.onnx", "-o", "s"]);
+    let mut unstaged = graph.clone();
+    unstaged.node.iter_mut().for_each(|node| node.device_configurations.clear());
+    assert_eq!(Some(unstaged), original.graph);
+    run(folder, &["export", "p.json", "--to", "onnx-stages", "--model", "staged.onnx", "-o", "s"]);
 }

@@ -15,9 +15,9 @@ fn run(folder: &Path, driver: &Path, arguments: &[&str]) -> String {
         "zoo" => Command::new(env!("CARGO_BIN_EXE_pipec")),
         _ => on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), driver),
     };
-    let done = command.current_dir(folder).args(arguments).output().unwrap();
-    assert!(done.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&done.stderr));
-    String::from_utf8_lossy(&done.stdout).into_owned()
+    let output = command.current_dir(folder).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 fn json(path: &Path) -> Value {
@@ -30,15 +30,15 @@ fn a_profile_of_a_gpu_is_complete_and_plans_are_made_with_it() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     run(at, driver, &["zoo", "gpt", "-o", "gpt.onnx"]);
-    let quick = ["--runs", "3", "--warmup", "1", "--micro-batch", "4", "--no-cache"];
+    let quick_flags = ["--runs", "3", "--warmup", "1", "--micro-batch", "4", "--no-cache"];
     for (precision, file) in [("fp32", "f32.json"), ("bf16", "bf16.json"), ("tf32", "tf32.json")] {
-        let said = run(
+        let text = run(
             at,
             driver,
-            &[&["profile", "gpt.onnx", "--device", "cuda:1", "--precision", precision, "-o", file], &quick[..]]
+            &[&["profile", "gpt.onnx", "--device", "cuda:1", "--precision", precision, "-o", file], &quick_flags[..]]
                 .concat(),
         );
-        assert!(said.contains("on Simulated GPU"), "{said}");
+        assert!(text.contains("on Simulated GPU"), "{text}");
         let profile = json(&at.join(file));
         assert_eq!(profile["device"]["name"], "Simulated GPU");
         assert!(profile["device"]["driver"].as_str().unwrap().starts_with("CUDA "), "{}", profile["device"]);
@@ -73,8 +73,8 @@ fn links_between_gpus_are_measured() {
                 [[level]]\nname = \"link\"\ncount = 2\nbandwidth = \"1GB/s\"\n";
     fs::write(at.join("cluster.toml"), text).unwrap();
     let bench = ["cluster", "bench", "cluster.toml", "-o", "measured.toml", "--format", "json"];
-    let answer: Value = serde_json::from_str(&run(at, driver, &bench)).unwrap();
-    let [before, after] = ["stated", "measured"].map(|of| answer[of]["levels"][0].clone());
+    let result: Value = serde_json::from_str(&run(at, driver, &bench)).unwrap();
+    let [before, after] = ["stated", "measured"].map(|key| result[key]["levels"][0].clone());
     assert_eq!(before["bandwidth"], 1e9);
     for name in ["bandwidth", "latency"] {
         assert!(after[name].as_f64().unwrap() > 0.0 && after[name] != before[name], "{name}: {after}");
@@ -89,13 +89,13 @@ fn auto_takes_gpus_that_can_hold_the_workers() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     run(at, driver, &["zoo", "mlp", "-o", "m.onnx"]);
-    let train = |more: &[&str], variables: &[(&str, &str)]| {
+    let train = |flags: &[&str], variables: &[(&str, &str)]| {
         let mut command = on_simulated_gpus(env!("CARGO_BIN_EXE_pipec"), driver);
         let common = ["train", "m.onnx", "--batch", "8", "--synthetic-data", "--steps", "2"];
-        let done = command.current_dir(at).args(common).args(more).envs(variables.iter().copied()).output().unwrap();
-        (done.status.success(), String::from_utf8_lossy(&done.stderr).into_owned())
+        let output = command.current_dir(at).args(common).args(flags).envs(variables.iter().copied()).output().unwrap();
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
-    for (more, variables, want) in [
+    for (flags, variables, expected) in [
         (&["--stages", "1"][..], &[][..], "takes cuda:0: it can hold the worker, which needs "),
         (&["--stages", "1,1"], &[], "takes cuda:0,1: each can hold one of the 2 workers, which need up to "),
         (&["--stages", "1", "--tensor", "2", "--device", "auto"], &[], "takes cuda:0,1: each can hold one of the 2 "),
@@ -105,18 +105,18 @@ fn auto_takes_gpus_that_can_hold_the_workers() {
         (&["--stages", "1", "-v"], &[("PIPEC_SIM_DEVICES", "0")], "takes the CPU: no NVIDIA GPU was found"),
         (&["--stages", "1,1", "--processes"], &[], "takes the CPU: in runs of several processes, only `--device cuda`"),
     ] {
-        let (is_done, said) = train(more, variables);
-        let lines: Vec<&str> = said.lines().filter(|line| line.contains("--device auto takes")).collect();
-        assert!(is_done && lines.len() == 1 && lines[0].contains(want), "{more:?}, {variables:?}: {said}");
+        let (is_success, stderr) = train(flags, variables);
+        let lines: Vec<&str> = stderr.lines().filter(|line| line.contains("--device auto takes")).collect();
+        assert!(is_success && lines.len() == 1 && lines[0].contains(expected), "{flags:?}, {variables:?}: {stderr}");
     }
     // Without a GPU there is nothing to choose.
-    for (more, variables) in [(&["--device", "cpu"][..], &[][..]), (&[], &[("PIPEC_SIM_DEVICES", "0")])] {
-        let (is_done, said) = train(more, variables);
-        assert!(is_done && !said.contains("--device auto"), "{said}");
+    for (flags, variables) in [(&["--device", "cpu"][..], &[][..]), (&[], &[("PIPEC_SIM_DEVICES", "0")])] {
+        let (is_success, stderr) = train(flags, variables);
+        assert!(is_success && !stderr.contains("--device auto"), "{stderr}");
     }
     for mixed in ["cpu,cuda:0", "cuda:1,cpu"] {
-        let (is_done, said) = train(&["--device", mixed], &[]);
-        assert!(!is_done && said.contains("all on the CPU or all on GPUs"), "{said}");
+        let (is_success, stderr) = train(&["--device", mixed], &[]);
+        assert!(!is_success && stderr.contains("all on the CPU or all on GPUs"), "{stderr}");
     }
 }
 
@@ -128,8 +128,8 @@ fn a_gpu_evaluates_like_the_cpu() {
     for model in ["residual-cnn", "mlp"] {
         run(at, driver, &["zoo", model, "-o", "model.onnx"]);
         let values: Vec<f64> = (0..3 * 64).map(|i| f64::from(i % 17) / 17.0).collect();
-        let named = BTreeMap::from([("x".to_string(), Tensor::from_f64(&[3, 1, 8, 8], &values).cast(DType::F32))]);
-        write(&at.join("x.safetensors"), &named).unwrap();
+        let inputs = BTreeMap::from([("x".to_string(), Tensor::from_f64(&[3, 1, 8, 8], &values).cast(DType::F32))]);
+        write(&at.join("x.safetensors"), &inputs).unwrap();
         let outputs = ["cpu", "cuda:1"].map(|device| {
             run(
                 at,
@@ -163,18 +163,18 @@ fn the_script_for_gpus_measures_and_continues() {
     let run = |groups: &str| {
         let mut command = on_simulated_gpus("bash", driver);
         command.current_dir(at).args(["gpu.sh", "run", "--small", "--models", "mlp", "--limit", "3000"]);
-        let done = command.args(["--steps", groups]).env("PIPEC_GPU_PATIENCE", "10").output().unwrap();
-        let said = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
+        let output = command.args(["--steps", groups]).env("PIPEC_GPU_PATIENCE", "10").output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
         let logs = || fs::read_to_string(at.join("results/train-mlp-fp32.log")).unwrap_or_default();
-        assert!(done.status.success(), "{said}{}", logs());
-        (said, fs::read_to_string(at.join("results/summary.md")).unwrap())
+        assert!(output.status.success(), "{text}{}", logs());
+        (text, fs::read_to_string(at.join("results/summary.md")).unwrap())
     };
     let (_, summary) = run("profile");
     assert!(summary.contains("| profile-mlp-bf16 | ok |"), "{summary}");
-    let (said, summary) = run("profile,train");
-    assert!(!said.contains("profile-mlp") && said.contains("train-mlp-fp32"), "{said}");
+    let (text, summary) = run("profile,train");
+    assert!(!text.contains("profile-mlp") && text.contains("train-mlp-fp32"), "{text}");
     assert!(summary.contains("The driver is simulated") && summary.contains("| train-mlp-bf16 | ok |"), "{summary}");
-    if Command::new("python3").arg("--version").output().is_ok_and(|done| done.status.success()) {
+    if Command::new("python3").arg("--version").output().is_ok_and(|output| output.status.success()) {
         let row =
             summary.lines().find(|line| line.starts_with("| mlp | bf16 | 2 |")).unwrap_or_else(|| panic!("{summary}"));
         let cells: Vec<&str> = row.split('|').map(str::trim).collect();

@@ -37,7 +37,7 @@ fn zoo(name: &str, batch: i64) -> Graph {
 }
 
 /// Embedding, a layer, a tied head, and a mask computed from constants.
-fn tied() -> Graph {
+fn tied_graph() -> Graph {
     let mut graph = Graph::new("tied");
     let add = |graph: &mut Graph, op: Op, inputs: &[Value], source: &str| -> Value {
         let origin = Origin { source: source.into(), module: String::new() };
@@ -52,10 +52,10 @@ fn tied() -> Graph {
     let by_rows = |transpose_b| Op::MatMul(MatMul { transpose_a: false, transpose_b });
     let words = add(&mut graph, Op::Gather(Gather { axis: 0 }), &[table, tokens], "words");
     let hidden = add(&mut graph, by_rows(false), &[words, weight], "hidden");
-    let one = add(&mut graph, compiler::op::unary::scalar(DType::F32, 1.0), &[], "one");
-    let minus = add(&mut graph, Op::Unary(Unary::Neg), &[one], "minus");
-    let moved = add(&mut graph, Op::Binary(Binary::Add), &[hidden, minus], "moved");
-    let active = add(&mut graph, Op::Unary(Unary::Tanh), &[moved], "active");
+    let constant = add(&mut graph, compiler::op::unary::scalar(DType::F32, 1.0), &[], "one");
+    let minus = add(&mut graph, Op::Unary(Unary::Neg), &[constant], "minus");
+    let shifted = add(&mut graph, Op::Binary(Binary::Add), &[hidden, minus], "moved");
+    let active = add(&mut graph, Op::Unary(Unary::Tanh), &[shifted], "active");
     let logits = add(&mut graph, by_rows(true), &[active, table], "logits");
     graph.outputs.push(Output { name: "logits".into(), value: logits });
     graph
@@ -81,7 +81,7 @@ const CLASSES: Training = Training::Loss(Loss::CrossEntropy, Some(-1));
 
 #[test]
 fn a_tied_parameter_counts_once_and_constants_do_not_cross() {
-    let costs = costs(&tied(), Training::Gradient);
+    let costs = costs(&tied_graph(), Training::Gradient);
     let names: Vec<&str> = costs.ops.iter().map(|op| op.name.as_str()).collect();
     assert_eq!(names, ["words", "hidden", "moved", "active", "logits"]);
     let table = &costs.params[0];
@@ -107,14 +107,15 @@ fn a_tied_parameter_counts_once_and_constants_do_not_cross() {
 
 #[test]
 fn saved_bytes_are_what_the_runtime_keeps() {
-    let graphs = MODELS.into_iter().map(|name| zoo(name, 4)).chain([tied()]);
+    let graphs = MODELS.into_iter().map(|name| zoo(name, 4)).chain([tied_graph()]);
     for graph in graphs {
         for training in [CLASSES, Training::Loss(Loss::Mse, None)] {
             let Training::Loss(loss, axis) = training else { unreachable!() };
             let mut with_loss = graph.clone();
             attach(&mut with_loss, loss, axis).unwrap();
-            let place = order::numbered(&with_loss).into_iter().map(|id| (id, 0)).collect();
-            let code = runtime::exec::compile::compile(&with_loss, &place, 1, Some(LOSS), &*cpu()).unwrap().remove(0);
+            let stage_of = order::numbered(&with_loss).into_iter().map(|id| (id, 0)).collect();
+            let code =
+                runtime::exec::compile::compile(&with_loss, &stage_of, 1, Some(LOSS), &*cpu()).unwrap().remove(0);
             let saved: usize = costs(&graph, training).ops.iter().map(|op| op.saved_bytes as usize).sum();
             let rounding = code.forward.steps.iter().map(|step| step.kernel.ops()).sum::<usize>() * ALIGNMENT;
             assert!(saved > 0, "{}: nothing is saved", graph.name);
@@ -133,13 +134,13 @@ fn every_kernel_that_runs_belongs_to_one_op() {
     for graph in MODELS.into_iter().map(|name| zoo(name, 4)) {
         let mut with_loss = graph.clone();
         attach(&mut with_loss, Loss::CrossEntropy, Some(-1)).unwrap();
-        let place = order::numbered(&with_loss).into_iter().map(|id| (id, 0)).collect();
-        let code = runtime::exec::compile::compile(&with_loss, &place, 1, Some(LOSS), &*cpu()).unwrap().remove(0);
+        let stage_of = order::numbered(&with_loss).into_iter().map(|id| (id, 0)).collect();
+        let code = runtime::exec::compile::compile(&with_loss, &stage_of, 1, Some(LOSS), &*cpu()).unwrap().remove(0);
         let attribution = attribute(&graph, CLASSES).unwrap();
         let count = |nodes: &[Vec<_>]| nodes.iter().map(Vec::len).sum::<usize>();
-        let run = |sequence: &Sequence| sequence.steps.iter().map(|step| step.kernel.ops()).sum::<usize>();
-        assert_eq!(count(&attribution.forward_nodes), run(&code.forward), "{}", graph.name);
-        assert_eq!(count(&attribution.backward_nodes), run(&code.backward), "{}", graph.name);
+        let kernel_ops = |sequence: &Sequence| sequence.steps.iter().map(|step| step.kernel.ops()).sum::<usize>();
+        assert_eq!(count(&attribution.forward_nodes), kernel_ops(&code.forward), "{}", graph.name);
+        assert_eq!(count(&attribution.backward_nodes), kernel_ops(&code.backward), "{}", graph.name);
     }
 }
 
@@ -171,11 +172,11 @@ fn analytic_profiles_are_equal_readable_and_ordered_by_device() {
         let (fast, slow) = (profile.sum(), analytic(&graph, Training::Gradient, "cpu").sum());
         assert!(fast.fwd_us > 0.0 && fast.bwd_us > fast.fwd_us, "{name}: {fast:?}");
         assert!(slow.fwd_us > 0.0);
-        let answers = analytic(&graph, Training::No, "cpu");
-        assert_eq!((answers.sum().fwd_us, answers.sum().bwd_us), (slow.fwd_us, 0.0));
-        let answers = analytic(&graph, Training::No, "h100");
+        let inference = analytic(&graph, Training::No, "cpu");
+        assert_eq!((inference.sum().fwd_us, inference.sum().bwd_us), (slow.fwd_us, 0.0));
+        let inference = analytic(&graph, Training::No, "h100");
         // Without a backward, values that only fused ops read are not written.
-        assert!(answers.sum().fwd_us <= fast.fwd_us && answers.sum().bwd_us == 0.0);
+        assert!(inference.sum().fwd_us <= fast.fwd_us && inference.sum().bwd_us == 0.0);
     }
 }
 
@@ -185,28 +186,30 @@ fn the_part_of_weights_is_what_no_earlier_op_waits_for() {
         let graph = zoo(name, 4);
         // Without tiles, equal work takes equal time.
         let profile = analytic(&graph, Training::Gradient, "cpu");
-        let part = |op: &OpProfile| op.weight_grad_us.unwrap();
+        let weight_part = |op: &OpProfile| op.weight_grad_us.unwrap();
         // The first op with parameters has no input gradient.
         let first = profile.ops.iter().find(|op| op.param_bytes > 0).unwrap();
-        assert!(first.bwd_us > 0.0 && part(first) == first.bwd_us, "{name}: {first:?}");
+        assert!(first.bwd_us > 0.0 && weight_part(first) == first.bwd_us, "{name}: {first:?}");
         // The other products with weights compute two gradients of equal work. Ops without weights compute only the
         // input gradient.
         let others = || profile.ops.iter().filter(|op| op.id > first.id);
         let products = |op: &&OpProfile| matches!(op.op.as_str(), "matmul" | "conv") && op.param_bytes > 0;
         assert!(others().filter(products).count() > 1, "{name}");
         for op in others().filter(products) {
-            assert!((part(op) / op.bwd_us - 0.5).abs() < 0.05, "{name}: {op:?}");
+            assert!((weight_part(op) / op.bwd_us - 0.5).abs() < 0.05, "{name}: {op:?}");
         }
         let plain = ["relu", "gelu", "softmax", "transpose", "slice", "reduce", "max_pool"];
         for op in others().filter(|op| plain.contains(&op.op.as_str())) {
-            assert_eq!(part(op), 0.0, "{name}: {op:?}");
+            assert_eq!(weight_part(op), 0.0, "{name}: {op:?}");
         }
-        let all = profile.weight_grad_us().unwrap();
-        assert!(all > 0.0 && all < 0.6 * profile.sum().bwd_us, "{name}: {all} of {:?}", profile.sum());
+        let total = profile.weight_grad_us().unwrap();
+        assert!(total > 0.0 && total < 0.6 * profile.sum().bwd_us, "{name}: {total} of {:?}", profile.sum());
         let mut filled = costs(&graph, Training::Gradient);
         fill(&mut filled, &profile, Some("ab")).unwrap();
         assert_eq!(filled.check(), Ok(()));
-        assert!(filled.ops.iter().zip(&profile.ops).all(|(op, of)| op.weight_grad_us == of.weight_grad_us));
+        assert!(
+            filled.ops.iter().zip(&profile.ops).all(|(op, profile_op)| op.weight_grad_us == profile_op.weight_grad_us)
+        );
     }
 }
 
@@ -214,38 +217,41 @@ fn the_part_of_weights_is_what_no_earlier_op_waits_for() {
 fn a_profile_fills_its_own_model_only() {
     let graph = zoo("mlp", 4);
     let profile = analytic(&graph, Training::Gradient, "h100");
-    let mut own = costs(&graph, Training::Gradient);
-    fill(&mut own, &profile, Some("ab")).unwrap();
-    assert_eq!((own.ops[0].fwd_us, own.ops[0].bwd_us), (profile.ops[0].fwd_us, profile.ops[0].bwd_us));
-    let filled = own.clone();
-    assert!(matches!(fill(&mut own, &profile, Some("cd")), Err(FillError::Sha { .. })));
+    let mut filled_costs = costs(&graph, Training::Gradient);
+    fill(&mut filled_costs, &profile, Some("ab")).unwrap();
+    assert_eq!(
+        (filled_costs.ops[0].fwd_us, filled_costs.ops[0].bwd_us),
+        (profile.ops[0].fwd_us, profile.ops[0].bwd_us)
+    );
+    let before = filled_costs.clone();
+    assert!(matches!(fill(&mut filled_costs, &profile, Some("cd")), Err(FillError::Sha { .. })));
     let mut larger = costs(&zoo("mlp", 8), Training::Gradient);
     let error = fill(&mut larger, &profile, Some("ab")).unwrap_err();
     assert!(error.to_string().contains("micro-batch 4"), "{error}");
-    let mut other = costs(&zoo("gpt", 4), Training::Gradient);
-    assert!(matches!(fill(&mut other, &profile, None), Err(FillError::Count { .. })));
+    let mut gpt_costs = costs(&zoo("gpt", 4), Training::Gradient);
+    assert!(matches!(fill(&mut gpt_costs, &profile, None), Err(FillError::Count { .. })));
     let mut renamed = profile.clone();
     renamed.ops[1].name = "another\nname".into();
-    let error = fill(&mut own, &renamed, None).unwrap_err();
+    let error = fill(&mut filled_costs, &renamed, None).unwrap_err();
     assert!(matches!(error, FillError::Op { id: 1, .. }) && !error.to_string().contains('\n'), "{error}");
-    assert_eq!(own, filled, "a refused profile changes nothing");
+    assert_eq!(filled_costs, before, "a refused profile changes nothing");
 }
 
 #[test]
 fn thirty_thousand_ops_take_seconds() {
     let mut graph = Graph::new("deep");
     let origin = Origin::default();
-    let of = |node| Value { node, output: 0 };
+    let value_of = |node| Value { node, output: 0 };
     let fact = Fact::of(DType::F32, &[4, 4]);
     let input = Op::Input(Input { name: "x".into(), fact: fact.clone() });
-    let mut x = of(graph.add(input, &[], &origin).unwrap());
+    let mut x = value_of(graph.add(input, &[], &origin).unwrap());
     for layer in 0..10_000 {
         let weight = Op::Parameter(Parameter { name: format!("w{layer}"), fact: fact.clone() });
-        let weight = of(graph.add(weight, &[], &origin).unwrap());
+        let weight = value_of(graph.add(weight, &[], &origin).unwrap());
         let product = Op::MatMul(MatMul { transpose_a: false, transpose_b: true });
-        let y = of(graph.add(product, &[x, weight], &origin).unwrap());
-        let y = of(graph.add(Op::Unary(Unary::Relu), &[y], &origin).unwrap());
-        x = of(graph.add(Op::Binary(Binary::Add), &[x, y], &origin).unwrap());
+        let y = value_of(graph.add(product, &[x, weight], &origin).unwrap());
+        let y = value_of(graph.add(Op::Unary(Unary::Relu), &[y], &origin).unwrap());
+        x = value_of(graph.add(Op::Binary(Binary::Add), &[x, y], &origin).unwrap());
     }
     graph.outputs.push(Output { name: "y".into(), value: x });
     let start = Instant::now();
@@ -254,7 +260,7 @@ fn thirty_thousand_ops_take_seconds() {
     assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
 }
 
-fn measured(graph: &Graph, cache: Option<&Cache>, message: &mut Vec<String>) -> Measured {
+fn measure_graph(graph: &Graph, cache: Option<&Cache>, names: &mut Vec<String>) -> Measured {
     let settings = Settings { runs: 5, budget: Duration::from_millis(20), ..Settings::default() };
     let weights = BTreeMap::new();
     let model = Model { graph, training: CLASSES, model: model("ab"), loss: None, micro_batch: 4, weights: &weights };
@@ -263,7 +269,7 @@ fn measured(graph: &Graph, cache: Option<&Cache>, message: &mut Vec<String>) -> 
         assert_eq!(progress.done, count);
         count += 1;
         assert!(progress.done < progress.total);
-        message.push(progress.name.to_string());
+        names.push(progress.name.to_string());
     })
     .unwrap()
 }
@@ -274,22 +280,22 @@ fn what_was_measured_once_is_not_measured_again() {
     let cache = Cache::new(&folder.path().join("made on demand"));
     for name in MODELS {
         let graph = zoo(name, 4);
-        let (mut first_told, mut second_messages) = (Vec::new(), Vec::new());
-        let first = measured(&graph, Some(&cache), &mut first_told);
+        let (mut first_messages, mut second_messages) = (Vec::new(), Vec::new());
+        let first = measure_graph(&graph, Some(&cache), &mut first_messages);
         assert_eq!(first.cache_fault, None);
-        assert!(first.measured > 0 && first_told.len() == first.measured + 1, "{name}: {first_told:?}");
+        assert!(first.measured > 0 && first_messages.len() == first.measured + 1, "{name}: {first_messages:?}");
         assert!(first.kernels >= first.measured, "kernels that models share are measured once");
-        let second = measured(&graph, Some(&cache), &mut second_messages);
+        let second = measure_graph(&graph, Some(&cache), &mut second_messages);
         assert_eq!((second.measured, second_messages), (0, Vec::new()));
         assert_eq!(second.profile, first.profile);
         assert_eq!(from_json(&to_json(&first.profile).unwrap()).unwrap(), first.profile);
         let (sum, whole) = (first.profile.sum(), first.profile.whole.unwrap());
         assert!(whole.fwd_us > 0.0 && whole.bwd_us > 0.0 && sum.fwd_us > 0.0 && sum.bwd_us > 0.0);
         // Measured and analytic profiles agree on which ops have a weight gradient.
-        let formula = analytic(&graph, CLASSES, "cpu");
-        for (op, of) in first.profile.ops.iter().zip(&formula.ops) {
-            let [part, message] = [op, of].map(|op| op.weight_grad_us.unwrap());
-            assert!(part <= op.bwd_us && (part > 0.0) == (message > 0.0), "{name}: {op:?}, {of:?}");
+        let analytic_profile = analytic(&graph, CLASSES, "cpu");
+        for (op, analytic_op) in first.profile.ops.iter().zip(&analytic_profile.ops) {
+            let [part, messages] = [op, analytic_op].map(|op| op.weight_grad_us.unwrap());
+            assert!(part <= op.bwd_us && (part > 0.0) == (messages > 0.0), "{name}: {op:?}, {analytic_op:?}");
         }
         fill(&mut costs(&graph, CLASSES), &first.profile, Some("ab")).unwrap();
     }
@@ -297,14 +303,14 @@ fn what_was_measured_once_is_not_measured_again() {
     for file in std::fs::read_dir(cache.folder()).unwrap() {
         std::fs::write(file.unwrap().path(), "{\"schema\":").unwrap();
     }
-    let mut message = Vec::new();
-    assert!(measured(&zoo("mlp", 4), Some(&cache), &mut message).measured > 0);
-    assert!(!message.is_empty());
+    let mut messages = Vec::new();
+    assert!(measure_graph(&zoo("mlp", 4), Some(&cache), &mut messages).measured > 0);
+    assert!(!messages.is_empty());
 }
 
 #[test]
 fn equal_ops_are_measured_once_and_say_so() {
-    let measured = measured(&zoo("gpt", 4), None, &mut Vec::new());
+    let measured = measure_graph(&zoo("gpt", 4), None, &mut Vec::new());
     let equal: Vec<_> = measured.profile.ops.iter().filter(|op| op.source.starts_with("equal to op ")).collect();
     assert!(equal.len() > 10, "{} ops of the second block equal those of the first", equal.len());
     for op in equal {
@@ -337,7 +343,7 @@ fn a_cache_that_cannot_be_written_stops_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("a file, no folder");
     std::fs::write(&file, "").unwrap();
-    let measured = measured(&zoo("mlp", 4), Some(&Cache::new(&file)), &mut Vec::new());
+    let measured = measure_graph(&zoo("mlp", 4), Some(&Cache::new(&file)), &mut Vec::new());
     assert!(measured.cache_fault.unwrap().contains("a file, no folder"));
     assert!(measured.profile.sum().fwd_us > 0.0);
 }

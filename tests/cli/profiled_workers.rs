@@ -58,20 +58,24 @@ fn a_plan_states_its_prediction_interval() {
     assert_eq!(read(folder, "plan.json")["profile"]["workers"], 2);
     pipec(folder, 0, &["plan", "check", "plan.json", "--model", "m.onnx", "--profile", "p.json"]);
     let train = ["train", "m.onnx", "--plan", "plan.json", "--synthetic-data", "--steps"];
-    let paced = |text: &str| text.lines().any(|line| line.contains(" per minibatch: ") && line.ends_with(" expected"));
+    let has_expected_time =
+        |text: &str| text.lines().any(|line| line.contains(" per minibatch: ") && line.ends_with(" expected"));
     let text = pipec(folder, 0, &[&train[..], &["20", "--metrics", "m.jsonl"]].concat());
-    assert!(paced(&text), "{text}");
+    assert!(has_expected_time(&text), "{text}");
     pipec(folder, 0, &["report", "plan.json", "--metrics", "m.jsonl", "--html", "r.html"]);
     assert!(fs::read_to_string(folder.join("r.html")).unwrap().contains(" expected."));
-    for other in [&["--batch", "64"][..], &["--clip-norm", "1"], &["--staleness", "none"], &["--freeze", "fc1*"]] {
-        assert!(!paced(&pipec(folder, 0, &[&train[..], &["20", "--metrics", "m.jsonl"], other].concat())), "{other:?}");
+    for flags in [&["--batch", "64"][..], &["--clip-norm", "1"], &["--staleness", "none"], &["--freeze", "fc1*"]] {
+        assert!(
+            !has_expected_time(&pipec(folder, 0, &[&train[..], &["20", "--metrics", "m.jsonl"], flags].concat())),
+            "{flags:?}"
+        );
         let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
         let total: serde_json::Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
-        assert_eq!(total["total"]["differs_from_plan"].as_array().unwrap().len(), 1, "{other:?}");
+        assert_eq!(total["total"]["differs_from_plan"].as_array().unwrap().len(), 1, "{flags:?}");
     }
     let checkpoints = ["20", "--checkpoint-dir", "ck", "--checkpoint-every", "5"];
-    assert!(!paced(&pipec(folder, 0, &[&train[..], &checkpoints].concat())));
-    assert!(!paced(&pipec(folder, 0, &[&train[..], &["9"]].concat())));
+    assert!(!has_expected_time(&pipec(folder, 0, &[&train[..], &checkpoints].concat())));
+    assert!(!has_expected_time(&pipec(folder, 0, &[&train[..], &["9"]].concat())));
     let mut plan = read(folder, "plan.json");
     plan["profile"]["interval"] = json!([2.0, 1.0]);
     fs::write(folder.join("wrong.json"), plan.to_string()).unwrap();
@@ -94,8 +98,8 @@ fn workers_are_those_of_this_cpu() {
         let text = pipec(folder, 2, &["profile", "m.onnx", "--workers", "2", "--device", device]);
         assert!(text.contains("`--workers` requires `--device cpu` and `--engine pipec`"), "{text}");
     }
-    let more = (available_parallelism().map_or(1, |cores| cores.get()) + 1).to_string();
-    let text = pipec(folder, 2, &["profile", "m.onnx", "--workers", &more]);
+    let too_many = (available_parallelism().map_or(1, |cores| cores.get()) + 1).to_string();
+    let text = pipec(folder, 2, &["profile", "m.onnx", "--workers", &too_many]);
     assert!(text.contains("every worker needs one"), "{text}");
     assert!(!folder.join("m.profile.json").exists());
 }

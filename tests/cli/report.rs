@@ -12,7 +12,7 @@ fn pipec(folder: &Path, arguments: &[&str]) -> Output {
     Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap()
 }
 
-fn done(folder: &Path, arguments: &[&str]) {
+fn run(folder: &Path, arguments: &[&str]) {
     let output = pipec(folder, arguments);
     assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
@@ -33,17 +33,17 @@ fn chain(folder: &Path, ops: &[(&str, f64)]) {
     fs::write(folder.join("chain.graph.txt"), text).unwrap();
 }
 
-fn planned(folder: &Path, more: &[&str]) {
-    let flags = ["partition", "chain.graph.txt", "--bandwidth", "100GB/s", "-o", "plan.json"];
-    done(folder, &[&flags[..], more].concat());
+fn write_plan(folder: &Path, flags: &[&str]) {
+    let base_flags = ["partition", "chain.graph.txt", "--bandwidth", "100GB/s", "-o", "plan.json"];
+    run(folder, &[&base_flags[..], flags].concat());
 }
 
-fn page(folder: &Path, more: &[&str]) -> String {
-    done(folder, &[&["report", "plan.json", "--html", "page.html"][..], more].concat());
+fn page(folder: &Path, flags: &[&str]) -> String {
+    run(folder, &[&["report", "plan.json", "--html", "page.html"][..], flags].concat());
     fs::read_to_string(folder.join("page.html")).unwrap()
 }
 
-fn four() -> [(&'static str, f64); 4] {
+fn four_ops() -> [(&'static str, f64); 4] {
     [("Conv", 4.0), ("Relu", 2.0), ("Linear", 2.0), ("Softmax", 4.0)]
 }
 
@@ -51,16 +51,16 @@ fn four() -> [(&'static str, f64); 4] {
 fn the_page_says_everything_in_the_same_bytes() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    chain(folder, &four());
-    planned(folder, &["--gpus", "2", "--stages", "1,1", "--memory", "40MB", "--optimizer", "adam"]);
+    chain(folder, &four_ops());
+    write_plan(folder, &["--gpus", "2", "--stages", "1,1", "--memory", "40MB", "--optimizer", "adam"]);
     let model = ["--model", "chain.graph.txt"];
     let text = page(folder, &model);
     assert_eq!(text, page(folder, &model));
     for id in ["stages", "time", "memory", "held", "else", "costs", "if", "source"] {
         assert!(text.contains(&format!("<section id=\"{id}\">")), "no section {id}");
     }
-    for wanted in ["Stage 0", "Stage 1", "warm-up", "steady", "drain", "limit 40.00 MB", "bound"] {
-        assert!(text.contains(&format!(">{wanted}</text>")), "`{wanted}` is missing");
+    for label in ["Stage 0", "Stage 1", "warm-up", "steady", "drain", "limit 40.00 MB", "bound"] {
+        assert!(text.contains(&format!(">{label}</text>")), "`{label}` is missing");
     }
     // Every computation of both workers has a hint with its weight version.
     assert!(text.contains("<title>stage 1, backward of micro-batch 3, weight version "), "no hint");
@@ -77,7 +77,7 @@ fn names_can_do_nothing() {
     let folder = folder.path();
     let bad = "x\"'><script>alert(1)</script><img src=y onerror=z>&amp;\u{202e}\u{1b}[31m\u{7}]]>";
     chain(folder, &[(bad, 4.0), ("</title></svg></style>", 4.0), (bad, 4.0)]);
-    planned(folder, &["--gpus", "3", "--stages", "1,1,1"]);
+    write_plan(folder, &["--gpus", "3", "--stages", "1,1,1"]);
     // A handwritten plan may contain anything.
     let mut plan: serde_json::Value =
         serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
@@ -109,7 +109,7 @@ fn long_runs_are_drawn_in_slices() {
     let ops: Vec<(&str, f64)> = (0..24).map(|_| ("Linear", 1.0)).collect();
     chain(folder, &ops);
     let stages = vec!["1"; 24].join(",");
-    planned(folder, &["--gpus", "24", "--stages", &stages, "--schedule", "gpipe", "--microbatches", "300"]);
+    write_plan(folder, &["--gpus", "24", "--stages", &stages, "--schedule", "gpipe", "--microbatches", "300"]);
     let text = page(folder, &[]);
     assert!(text.contains("time slices"), "the page does not say that it leaves something out");
     assert!(text.len() < 2_000_000 && text.matches("<rect").count() < 8_000, "{} bytes", text.len());
@@ -122,7 +122,7 @@ fn every_stage_of_a_long_pipeline_is_drawn() {
     let ops: Vec<(&str, f64)> = (0..64).map(|_| ("Linear", 1.0)).collect();
     chain(folder, &ops);
     let stages = vec!["1"; 64].join(",");
-    planned(folder, &["--gpus", "64", "--stages", &stages, "--schedule", "1f1b", "--microbatches", "64"]);
+    write_plan(folder, &["--gpus", "64", "--stages", &stages, "--schedule", "1f1b", "--microbatches", "64"]);
     let text = page(folder, &[]);
     for stage in 0..64 {
         // A box, a bar, a timeline row and a curve each.
@@ -141,7 +141,7 @@ fn a_device_with_several_stages_holds_them_all() {
     let folder = folder.path();
     let ops: Vec<(&str, f64)> = (0..8).map(|_| ("Linear", 1.0)).collect();
     chain(folder, &ops);
-    planned(folder, &["--gpus", "4", "--schedule", "interleaved", "--microbatches", "8", "--no-replication"]);
+    write_plan(folder, &["--gpus", "4", "--schedule", "interleaved", "--microbatches", "8", "--no-replication"]);
     let plan: serde_json::Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
     assert_eq!((plan["stages"].as_array().unwrap().len(), &plan["schedule"]["chunks"]), (8, &2.into()));
     let text = page(folder, &[]);
@@ -156,8 +156,8 @@ fn a_device_with_several_stages_holds_them_all() {
 fn a_run_stands_beside_its_prediction() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    chain(folder, &four());
-    planned(folder, &["--gpus", "2", "--stages", "1,1"]);
+    chain(folder, &four_ops());
+    write_plan(folder, &["--gpus", "2", "--stages", "1,1"]);
     let mut metrics = String::new();
     for step in 0..20 {
         let seconds = 0.012 * f64::from(step + 1);
@@ -173,8 +173,8 @@ fn a_run_stands_beside_its_prediction() {
     assert!(text.contains("1.500 times the prediction") && text.contains("stage 1, backward"), "no measurement");
     assert!(text.contains("9.000 ms in the steady state") && !text.contains("no totals"), "{text}");
     // A run of other settings, and one that did not end.
-    let other = metrics.replace("\"step_us\":9000", "\"differs_from_plan\":[\"batch\",\"gradient clipping\"]");
-    fs::write(folder.join("m.jsonl"), other).unwrap();
+    let other_settings = metrics.replace("\"step_us\":9000", "\"differs_from_plan\":[\"batch\",\"gradient clipping\"]");
+    fs::write(folder.join("m.jsonl"), other_settings).unwrap();
     let text = page(folder, &["--metrics", "m.jsonl"]);
     assert!(text.contains("differs from the plan (batch, gradient clipping)"), "{text}");
     assert!(!text.contains("times the prediction"), "{text}");
@@ -185,9 +185,9 @@ fn a_run_stands_beside_its_prediction() {
         "{text}"
     );
     assert!(text.contains("2.000 times the prediction"), "{text}");
-    let more =
+    let foreign_total =
         "{\"total\":{\"stages\":[{\"stage\":2,\"fwd_us\":4000,\"bwd_us\":8000,\"peak_memory_bytes\":5000000}]}}\n";
-    fs::write(folder.join("m.jsonl"), format!("{{\"loss\":1,\"seconds\":1}}\n{more}")).unwrap();
+    fs::write(folder.join("m.jsonl"), format!("{{\"loss\":1,\"seconds\":1}}\n{foreign_total}")).unwrap();
     let output = pipec(folder, &["report", "plan.json", "--metrics", "m.jsonl"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("it has a stage 2, the plan has 2 stages"));
@@ -202,14 +202,14 @@ fn a_run_stands_beside_its_prediction() {
 fn a_run_is_compared_with_its_own_plan() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let done = |arguments: &[&str]| done(folder, arguments);
-    done(&["zoo", "mlp", "--layers", "8", "-o", "m.onnx"]);
+    let run_pipec = |arguments: &[&str]| run(folder, arguments);
+    run_pipec(&["zoo", "mlp", "--layers", "8", "-o", "m.onnx"]);
     let plan = ["partition", "m.onnx", "--schedule", "interleaved", "--microbatches", "4", "--micro-batch", "4"];
-    done(&[&plan[..], &["--gpus", "2", "-o", "plan.json"]].concat());
+    run_pipec(&[&plan[..], &["--gpus", "2", "-o", "plan.json"]].concat());
     let train = ["train", "m.onnx", "--synthetic-data", "--steps", "3", "-q"];
-    done(&[&train[..], &["--plan", "plan.json", "--metrics", "m.jsonl"]].concat());
-    let planned: Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
-    assert_eq!(planned["stages"].as_array().unwrap().len(), 4);
+    run_pipec(&[&train[..], &["--plan", "plan.json", "--metrics", "m.jsonl"]].concat());
+    let plan_json: Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
+    assert_eq!(plan_json["stages"].as_array().unwrap().len(), 4);
     let text = page(folder, &["--metrics", "m.jsonl"]);
     assert!(
         text.contains("stages 0, 2 together, peak memory") && text.contains("stages 1, 3 together, peak memory"),
@@ -224,31 +224,31 @@ fn a_run_is_compared_with_its_own_plan() {
     for (cores, is_shared) in [(2, false), (1, true)] {
         value["total"]["cores"] = cores.into();
         fs::write(folder.join("m.jsonl"), format!("{steps}\n{value}\n")).unwrap();
-        let fullest_device =
+        let says_shared =
             page(folder, &["--metrics", "m.jsonl"]).contains("The 2 workers of the run shared 1 core and");
-        assert_eq!(fullest_device, is_shared);
+        assert_eq!(says_shared, is_shared);
     }
     // Other stages, another model.
-    let refused = |why: &str| {
+    let assert_refused = |why: &str| {
         let output = pipec(folder, &["report", "plan.json", "--metrics", "m.jsonl"]);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{said}");
-        assert!(said.contains("the run used another plan") && said.contains(why), "{said}");
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        assert!(stderr.contains("the run used another plan") && stderr.contains(why), "{stderr}");
     };
-    let other = ["partition", "m.onnx", "--schedule", "1f1b", "--microbatches", "4", "--micro-batch", "4"];
-    done(&[&other[..], &["--gpus", "2", "--stages", "1,1", "-o", "plan.json"]].concat());
-    refused("it has 4 stages, the plan 2 stages");
-    done(&["zoo", "mlp", "--layers", "9", "-o", "m.onnx"]);
-    done(&[&plan[..], &["--gpus", "2", "-o", "plan.json"]].concat());
-    refused("its model differs");
+    let other_plan = ["partition", "m.onnx", "--schedule", "1f1b", "--microbatches", "4", "--micro-batch", "4"];
+    run_pipec(&[&other_plan[..], &["--gpus", "2", "--stages", "1,1", "-o", "plan.json"]].concat());
+    assert_refused("it has 4 stages, the plan 2 stages");
+    run_pipec(&["zoo", "mlp", "--layers", "9", "-o", "m.onnx"]);
+    run_pipec(&[&plan[..], &["--gpus", "2", "-o", "plan.json"]].concat());
+    assert_refused("its model differs");
 }
 
 #[test]
 fn another_model_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    chain(folder, &four());
-    planned(folder, &["--gpus", "2"]);
+    chain(folder, &four_ops());
+    write_plan(folder, &["--gpus", "2"]);
     chain(folder, &[("Conv", 1.0)]);
     let output = pipec(folder, &["report", "plan.json", "--model", "chain.graph.txt"]);
     assert_eq!(output.status.code(), Some(2));
@@ -259,11 +259,11 @@ fn another_model_is_refused() {
 #[test]
 fn texts_can_be_read() {
     let value = |name: &str, dark: bool| {
-        let (_, light, black) = COLOURS.iter().find(|(known, ..)| *known == name).unwrap();
+        let (_, light, black) = COLOURS.iter().find(|(colour_name, ..)| *colour_name == name).unwrap();
         let colour = if dark { black } else { light };
-        let part = |at: usize| f64::from(u8::from_str_radix(&colour[at..at + 2], 16).unwrap()) / 255.0;
+        let channel = |at: usize| f64::from(u8::from_str_radix(&colour[at..at + 2], 16).unwrap()) / 255.0;
         let linear = |c: f64| if c <= 0.03928 { c / 12.92 } else { ((c + 0.055) / 1.055).powf(2.4) };
-        0.2126 * linear(part(1)) + 0.7152 * linear(part(3)) + 0.0722 * linear(part(5))
+        0.2126 * linear(channel(1)) + 0.7152 * linear(channel(3)) + 0.0722 * linear(channel(5))
     };
     let pairs = [
         ("ink", "page"),
@@ -275,11 +275,11 @@ fn texts_can_be_read() {
         ("on-forward", "forward"),
         ("on-backward", "backward"),
     ];
-    for (text, behind) in pairs {
+    for (text, background) in pairs {
         for dark in [false, true] {
-            let (a, b) = (value(text, dark), value(behind, dark));
+            let (a, b) = (value(text, dark), value(background, dark));
             let contrast = (a.max(b) + 0.05) / (a.min(b) + 0.05);
-            assert!(contrast >= 4.5, "{text} on {behind}, dark {dark}: {contrast:.2}");
+            assert!(contrast >= 4.5, "{text} on {background}, dark {dark}: {contrast:.2}");
         }
     }
 }
@@ -298,8 +298,8 @@ fn a_browser_opens_it_in_peace() {
     };
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    chain(folder, &four());
-    planned(folder, &["--gpus", "4", "--stages", "2,1,1"]);
+    chain(folder, &four_ops());
+    write_plan(folder, &["--gpus", "4", "--stages", "2,1,1"]);
     page(folder, &["--model", "chain.graph.txt"]);
     let address = format!("file://{}", folder.join("page.html").display());
     let profile = format!("--user-data-dir={}", folder.join("profile").display());

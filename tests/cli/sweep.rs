@@ -10,7 +10,7 @@ fn pipec(folder: &Path, arguments: &[&str]) -> Output {
     Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap()
 }
 
-fn swept(folder: &Path, arguments: &[&str]) -> Value {
+fn run_sweep(folder: &Path, arguments: &[&str]) -> Value {
     let output = pipec(folder, &[&["sweep", "--format", "json"][..], arguments].concat());
     assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
@@ -35,7 +35,7 @@ fn rows_follow_the_formulas() {
     chain(folder);
     let flags =
         ["chain.graph.txt", "--gpus", "2,4", "--bandwidth", "100GB/s", "--depth", "1,2,3", "--microbatches", "4,8"];
-    let value = swept(folder, &[&flags[..], &["--svg", "plots"]].concat());
+    let value = run_sweep(folder, &[&flags[..], &["--svg", "plots"]].concat());
     let rows = value["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 12);
     for row in rows {
@@ -49,8 +49,8 @@ fn rows_follow_the_formulas() {
         let r = n / d;
         assert_eq!(row["replicas"].as_array().unwrap().len() as f64, d);
         // A ring over r replicas of each stage, once per minibatch of m samples, and 1 kB each way over the cut.
-        let sent = 2.0 * (r - 1.0) * 8e6 / m + if d > 1.0 { 2000.0 } else { 0.0 };
-        assert!((number("bytes_per_sample") - sent).abs() < 1e-6, "{row}, not {sent}");
+        let expected_bytes = 2.0 * (r - 1.0) * 8e6 / m + if d > 1.0 { 2000.0 } else { 0.0 };
+        assert!((number("bytes_per_sample") - expected_bytes).abs() < 1e-6, "{row}, not {expected_bytes}");
         let data_parallel = 2.0 * (n - 1.0) * 8e6 / m;
         assert!((number("data_parallel_bytes_per_sample") - data_parallel).abs() < 1e-6, "{row}, not {data_parallel}");
         if r == 1.0 {
@@ -72,7 +72,7 @@ fn what_does_not_fit_is_a_row() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     chain(folder);
-    let value = swept(folder, &["chain.graph.txt", "--gpus", "1,8", "--memory", "4MB"]);
+    let value = run_sweep(folder, &["chain.graph.txt", "--gpus", "1,8", "--memory", "4MB"]);
     let rows = value["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 2);
     assert_eq!((rows[0]["feasible"].as_bool(), rows[0]["depth"].as_u64()), (Some(false), None));
@@ -87,13 +87,13 @@ fn what_cannot_be_asked_is_a_row_among_others() {
     let folder = folder.path();
     chain(folder);
     let flags = ["chain.graph.txt", "--gpus", "2", "--schedule", "1f1b-rr,1f1b", "--microbatches", "1,4"];
-    let value = swept(folder, &flags);
+    let value = run_sweep(folder, &flags);
     let rows = value["rows"].as_array().unwrap();
-    let asked = |row: &Value| (row["schedule"].as_str().unwrap().to_string(), row["microbatches"].as_u64().unwrap());
+    let settings = |row: &Value| (row["schedule"].as_str().unwrap().to_string(), row["microbatches"].as_u64().unwrap());
     for row in rows {
-        let refused = asked(row) == ("1f1b-rr".to_string(), 4);
-        assert_eq!(row["feasible"].as_bool(), Some(!refused), "{row}");
-        if refused {
+        let is_refused = settings(row) == ("1f1b-rr".to_string(), 4);
+        assert_eq!(row["feasible"].as_bool(), Some(!is_refused), "{row}");
+        if is_refused {
             assert!(
                 row["why"]
                     .as_str()
@@ -115,7 +115,7 @@ fn a_curve_is_of_one_schedule_and_one_size() {
     let folder = folder.path();
     chain(folder);
     let flags = ["chain.graph.txt", "--gpus", "2,4", "--depth", "2", "--bandwidth", "100GB/s", "--svg", "plots"];
-    swept(
+    run_sweep(
         folder,
         &[&flags[..], &["--schedule", "gpipe,1f1b", "--microbatches", "4,8", "--micro-batch", "1,2"]].concat(),
     );
@@ -133,7 +133,7 @@ fn a_curve_is_of_one_schedule_and_one_size() {
         assert!(picture("bubble").contains(&label), "no curve `{label}`");
     }
     // Settings common to all rows are not labelled.
-    swept(folder, &[&flags[..], &["--schedule", "gpipe", "--microbatches", "4"]].concat());
+    run_sweep(folder, &[&flags[..], &["--schedule", "gpipe", "--microbatches", "4"]].concat());
     assert!(!picture("throughput").contains("2 stages, "));
 }
 
@@ -141,18 +141,18 @@ fn a_curve_is_of_one_schedule_and_one_size() {
 fn more_memory_holds_a_larger_model() {
     let folder = tempfile::tempdir().unwrap();
     let largest = |gpus: &str, memory: &str| {
-        let value = swept(folder.path(), &["--family", "gpt", "--gpus", gpus, "--memory", memory, "--svg", "."]);
-        let found = value["family"]["largest"].as_array().unwrap().clone();
+        let value = run_sweep(folder.path(), &["--family", "gpt", "--gpus", gpus, "--memory", memory, "--svg", "."]);
+        let results = value["family"]["largest"].as_array().unwrap().clone();
         [true, false].map(|recompute| {
-            let one = found.iter().find(|one| one["recompute"] == recompute).unwrap();
-            (one["layers"].as_u64().unwrap(), one["parameters"].as_u64().unwrap())
+            let entry = results.iter().find(|entry| entry["recompute"] == recompute).unwrap();
+            (entry["layers"].as_u64().unwrap(), entry["parameters"].as_u64().unwrap())
         })
     };
-    let [small, none] = largest("2", "2MB");
-    assert!(small >= none && none.0 >= 2, "{small:?} {none:?}");
+    let [recomputed, not_recomputed] = largest("2", "2MB");
+    assert!(recomputed >= not_recomputed && not_recomputed.0 >= 2, "{recomputed:?} {not_recomputed:?}");
     // For width w, l layers, vocabulary v and context c: (v + c + 2) w + l (12 w² + 13 w).
-    assert_eq!(small.1, (97 + 16 + 2) * 64 + small.0 * (12 * 64 * 64 + 13 * 64));
-    assert!(largest("2", "3MB")[1].0 > none.0);
+    assert_eq!(recomputed.1, (97 + 16 + 2) * 64 + recomputed.0 * (12 * 64 * 64 + 13 * 64));
+    assert!(largest("2", "3MB")[1].0 > not_recomputed.0);
     assert!(fs::read_to_string(folder.path().join("largest.svg")).unwrap().contains("with recomputation"));
 }
 
@@ -162,12 +162,12 @@ fn cuts_are_kept_for_fewer_microbatches() {
     let folder = folder.path();
     chain(folder);
     let flags = ["chain.graph.txt", "--gpus", "4", "--depth", "2,4", "--microbatches", "2,16,4"];
-    let value = swept(folder, &flags);
+    let value = run_sweep(folder, &flags);
     let rows = value["rows"].as_array().unwrap();
     // In the requested order, each equal to a plan with these stages.
-    let asked: Vec<(u64, u64)> =
+    let settings: Vec<(u64, u64)> =
         rows.iter().map(|row| (row["depth"].as_u64().unwrap(), row["microbatches"].as_u64().unwrap())).collect();
-    assert_eq!(asked, [(2, 2), (2, 16), (2, 4), (4, 2), (4, 16), (4, 4)]);
+    assert_eq!(settings, [(2, 2), (2, 16), (2, 4), (4, 2), (4, 16), (4, 4)]);
     for row in rows {
         let (depth, m) = (row["depth"].as_u64().unwrap(), row["microbatches"].to_string());
         let stages = vec![(4 / depth).to_string(); depth as usize].join(",");
@@ -184,9 +184,9 @@ fn families_say_what_was_found_so_far() {
     let folder = tempfile::tempdir().unwrap();
     let flags = ["sweep", "--family", "gpt", "--gpus", "2", "--memory", "2MB"];
     let output = pipec(folder.path(), &flags);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    let lines = said.lines().filter(|line| line.contains("layers, ") && line.contains("parameters"));
-    assert_eq!(lines.count(), 2, "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    let lines = stderr.lines().filter(|line| line.contains("layers, ") && line.contains("parameters"));
+    assert_eq!(lines.count(), 2, "{stderr}");
     let quiet = pipec(folder.path(), &[&flags[..], &["-q"]].concat());
     assert!(quiet.stderr.is_empty() && quiet.stdout == output.stdout);
 }

@@ -11,9 +11,9 @@ use std::path::Path;
 
 fn pipec(folder: &Path, code: i32, arguments: &[&str]) -> (String, String) {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
-    let [out, said] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {out}{said}");
-    (out, said)
+    let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stdout}{stderr}");
+    (stdout, stderr)
 }
 
 /// A program in place of Python, which takes the request and prints these lines.
@@ -53,19 +53,20 @@ fn measured_nodes_are_the_times_of_ops() {
     lines.push(r#"{"update": {"us": 100.0, "bytes": 1000}}"#.to_string());
     lines.push(r#"{"whole": {"fwd_us": 7.0, "bwd_us": 8.0}}"#.to_string());
     python(folder, &lines);
-    let more =
+    let torch_flags =
         ["--engine", "torch", "--device", "cuda:1", "--python", "./python", "--precision", "bf16", "-o", "t.json"];
-    pipec(folder, 0, &[&["profile", model, "--micro-batch", "4"], &more[..]].concat());
+    pipec(folder, 0, &[&["profile", model, "--micro-batch", "4"], &torch_flags[..]].concat());
     let profile = read(folder, "t.json");
     let sum =
         |name: &str| profile["ops"].as_array().unwrap().iter().map(|op| op[name].as_f64().unwrap_or(0.0)).sum::<f64>();
     let count = names.len() as f64;
     // Shares of a node are rounded to nanoseconds.
-    let near = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-3 * count, "{found}, not {expected}");
-    near(sum("fwd_us"), 10.0 * count + 2.5 + 3.0);
-    near(sum("bwd_us"), 20.0 * count + 1.5 + 4.0);
-    near(sum("weight_grad_us"), 5.0 * count);
-    near(sum("update_us"), 100.0);
+    let assert_close =
+        |actual: f64, expected: f64| assert!((actual - expected).abs() < 1e-3 * count, "{actual}, not {expected}");
+    assert_close(sum("fwd_us"), 10.0 * count + 2.5 + 3.0);
+    assert_close(sum("bwd_us"), 20.0 * count + 1.5 + 4.0);
+    assert_close(sum("weight_grad_us"), 5.0 * count);
+    assert_close(sum("update_us"), 100.0);
     assert_eq!((&profile["device"]["name"], &profile["method"]), (&"h100".into(), &"measured".into()));
     assert_eq!(profile["whole"]["bwd_us"], 8.0);
     let request = read(folder, "request.json");
@@ -82,22 +83,23 @@ fn what_cannot_be_measured_is_said() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let model = model.to_str().unwrap();
-    let fails =
-        |more: &[&str]| pipec(folder, 2, &[&["profile", model, "--engine", "torch", "-o", "t.json"], more].concat()).1;
-    let said = fails(&["--python", "./no-python"]);
-    assert!(said.contains("no-python") && said.contains("--python PATH"), "{said}");
+    let fails = |flags: &[&str]| {
+        pipec(folder, 2, &[&["profile", model, "--engine", "torch", "-o", "t.json"], flags].concat()).1
+    };
+    let stderr = fails(&["--python", "./no-python"]);
+    assert!(stderr.contains("no-python") && stderr.contains("--python PATH"), "{stderr}");
     python(folder, &[r#"{"error": "torch finds no CUDA device", "help": "use `--device cpu`"}"#.to_string()]);
-    let said = fails(&["--python", "./python", "--device", "cuda:0"]);
-    assert!(said.contains("torch finds no CUDA device") && said.contains("use `--device cpu`"), "{said}");
+    let stderr = fails(&["--python", "./python", "--device", "cuda:0"]);
+    assert!(stderr.contains("torch finds no CUDA device") && stderr.contains("use `--device cpu`"), "{stderr}");
     python(folder, &["Traceback".to_string()]);
-    let said = fails(&["--python", "./python"]);
-    assert!(said.contains("torch measured no node"), "{said}");
+    let stderr = fails(&["--python", "./python"]);
+    assert!(stderr.contains("torch measured no node"), "{stderr}");
     assert!(!folder.join("t.json").exists());
     pipec(folder, 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
-    let said = pipec(folder, 2, &["profile", "m.onnx", "--engine", "torch", "--python", "./python"]).1;
-    assert!(said.contains("torch.export"), "{said}");
-    let said = pipec(folder, 2, &["profile", "m.onnx", "--compile"]).1;
-    assert!(said.contains("`--compile` requires `--engine torch`"), "{said}");
+    let stderr = pipec(folder, 2, &["profile", "m.onnx", "--engine", "torch", "--python", "./python"]).1;
+    assert!(stderr.contains("torch.export"), "{stderr}");
+    let stderr = pipec(folder, 2, &["profile", "m.onnx", "--compile"]).1;
+    assert!(stderr.contains("`--compile` requires `--engine torch`"), "{stderr}");
 }
 
 /// With a Python that has torch: `PIPEC_TORCH_PYTHON`, else `python3`.
@@ -112,8 +114,9 @@ fn torch_measures_every_op() {
     }
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let asked = ["profile", model.to_str().unwrap(), "--micro-batch", "4", "--engine", "torch", "--python", &python];
-    pipec(folder, 0, &[&asked[..], &["--runs", "3", "--warmup", "1", "-o", "t.json"]].concat());
+    let arguments =
+        ["profile", model.to_str().unwrap(), "--micro-batch", "4", "--engine", "torch", "--python", &python];
+    pipec(folder, 0, &[&arguments[..], &["--runs", "3", "--warmup", "1", "-o", "t.json"]].concat());
     let profile = read(folder, "t.json");
     let ops = profile["ops"].as_array().unwrap();
     let measured = ops.iter().filter(|op| op["fwd_us"].as_f64().unwrap() > 0.0).count();

@@ -12,15 +12,15 @@ fn pipec(folder: &Path, arguments: &[&str]) -> Output {
 }
 
 /// Expects this exit code; returns standard output and standard error.
-fn ends(folder: &Path, code: i32, arguments: &[&str]) -> (String, String) {
+fn run_with_code(folder: &Path, code: i32, arguments: &[&str]) -> (String, String) {
     let output = pipec(folder, arguments);
     let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stdout}{stderr}");
     (stdout, stderr)
 }
 
-fn done(folder: &Path, arguments: &[&str]) -> String {
-    ends(folder, 0, arguments).0
+fn run(folder: &Path, arguments: &[&str]) -> String {
+    run_with_code(folder, 0, arguments).0
 }
 
 /// Four ops of 3, 6, 3 and 3 ms, 1 MB activations.
@@ -36,9 +36,9 @@ fn chain(folder: &Path) {
     fs::write(folder.join("chain.graph.txt"), text).unwrap();
 }
 
-fn planned(folder: &Path, name: &str, more: &[&str]) -> Value {
-    let flags = ["partition", "chain.graph.txt", "-q", "-o", name];
-    done(folder, &[&flags[..], more].concat());
+fn write_plan(folder: &Path, name: &str, flags: &[&str]) -> Value {
+    let base_flags = ["partition", "chain.graph.txt", "-q", "-o", name];
+    run(folder, &[&base_flags[..], flags].concat());
     serde_json::from_str(&fs::read_to_string(folder.join(name)).unwrap()).unwrap()
 }
 
@@ -47,7 +47,7 @@ fn the_chosen_one_is_a_row_and_marked() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     chain(folder);
-    for (more, names) in [
+    for (flags, names) in [
         (&["--gpus", "4"][..], "pipec, data-parallel"),
         (&["--gpus", "2", "--stages", "1,1"], "pipec"),
         (&["--gpus", "2", "--partitioner", "exhaustive"], "exhaustive, data-parallel"),
@@ -55,11 +55,11 @@ fn the_chosen_one_is_a_row_and_marked() {
         (&["--gpus", "2", "--partitioner", "milp", "--stages", "1,1"], "milp, pipec"),
     ] {
         let message =
-            done(folder, &[&["partition", "chain.graph.txt", "--compare", "-o", "p.json"][..], more].concat());
+            run(folder, &[&["partition", "chain.graph.txt", "--compare", "-o", "p.json"][..], flags].concat());
         let table = message.split_once("candidate ").unwrap().1;
-        let first = table.lines().nth(1).unwrap();
-        assert!(first.starts_with(names) && first.ends_with("chosen"), "{more:?}: {message}");
-        assert_eq!(message.matches("chosen\n").count(), 1, "{more:?}: {message}");
+        let chosen_row = table.lines().nth(1).unwrap();
+        assert!(chosen_row.starts_with(names) && chosen_row.ends_with("chosen"), "{flags:?}: {message}");
+        assert_eq!(message.matches("chosen\n").count(), 1, "{flags:?}: {message}");
     }
 }
 
@@ -68,11 +68,11 @@ fn a_plan_that_contradicts_itself_or_its_model_is_not_sound() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     chain(folder);
-    let straight = planned(folder, "straight.json", &["--gpus", "3", "--no-replication"]);
-    let flushed = planned(folder, "flushed.json", &["--gpus", "2", "--stages", "1,1", "--microbatches", "4"]);
-    let paper = planned(folder, "paper.json", &["--gpus", "3", "--stages", "1,1,1", "--cost", "paper"]);
+    let straight = write_plan(folder, "straight.json", &["--gpus", "3", "--no-replication"]);
+    let flushed = write_plan(folder, "flushed.json", &["--gpus", "2", "--stages", "1,1", "--microbatches", "4"]);
+    let paper = write_plan(folder, "paper.json", &["--gpus", "3", "--stages", "1,1,1", "--cost", "paper"]);
     let chunked = ["--gpus", "2", "--schedule", "interleaved", "--microbatches", "4", "--no-replication"];
-    let chunked = planned(folder, "chunked.json", &chunked);
+    let chunked = write_plan(folder, "chunked.json", &chunked);
     type Change<'a> = (&'a str, &'a dyn Fn(&mut Value), bool);
     let changes: &[Change<'_>] = &[
         ("messages of stage", &|plan| plan["edges"] = json!([]), true),
@@ -90,18 +90,18 @@ fn a_plan_that_contradicts_itself_or_its_model_is_not_sound() {
     ];
     for (name, plan) in [("straight", &straight), ("flushed", &flushed), ("paper", &paper), ("chunked", &chunked)] {
         let file = format!("{name}.json");
-        assert!(done(folder, &["plan", "check", &file]).contains("its figures are consistent"), "{name}");
-        let by_model = ["plan", "check", &file, "--model", "chain.graph.txt"];
-        assert!(done(folder, &by_model).contains("stages, edges, times and memory follow from the model"), "{name}");
+        assert!(run(folder, &["plan", "check", &file]).contains("its figures are consistent"), "{name}");
+        let with_model = ["plan", "check", &file, "--model", "chain.graph.txt"];
+        assert!(run(folder, &with_model).contains("stages, edges, times and memory follow from the model"), "{name}");
         for (expected, change, shows_by_itself) in changes {
-            let mut other = plan.clone();
-            change(&mut other);
-            fs::write(folder.join("other.json"), other.to_string()).unwrap();
+            let mut changed = plan.clone();
+            change(&mut changed);
+            fs::write(folder.join("other.json"), changed.to_string()).unwrap();
             let code = if *shows_by_itself { 1 } else { 0 };
-            let said = ends(folder, code, &["plan", "check", "other.json"]).1;
-            assert!(code == 0 || said.contains(expected), "{name}, {expected}: {said}");
-            let said = ends(folder, 1, &["plan", "check", "other.json", "--model", "chain.graph.txt"]).1;
-            assert!(said.contains("is not valid"), "{name}, {expected}: {said}");
+            let stderr = run_with_code(folder, code, &["plan", "check", "other.json"]).1;
+            assert!(code == 0 || stderr.contains(expected), "{name}, {expected}: {stderr}");
+            let stderr = run_with_code(folder, 1, &["plan", "check", "other.json", "--model", "chain.graph.txt"]).1;
+            assert!(stderr.contains("is not valid"), "{name}, {expected}: {stderr}");
         }
     }
     fs::write(
@@ -110,7 +110,9 @@ fn a_plan_that_contradicts_itself_or_its_model_is_not_sound() {
     )
     .unwrap();
     assert!(
-        ends(folder, 2, &["plan", "check", "straight.json", "--model", "o.graph.txt"]).1.contains("is not the model")
+        run_with_code(folder, 2, &["plan", "check", "straight.json", "--model", "o.graph.txt"])
+            .1
+            .contains("is not the model")
     );
 }
 
@@ -126,25 +128,25 @@ fn placements_from_anywhere_are_judged_by_their_own_rules() {
     let folder = folder.path();
     fs::write(folder.join("i.json"), INSTANCE).unwrap();
     let partition = ["partition", "i.json", "--from", "dnn-partitioning", "-o", "p.json"];
-    done(folder, &[&partition[..], &["--noncontiguous"]].concat());
+    run(folder, &[&partition[..], &["--noncontiguous"]].concat());
     let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
     assert_eq!(plan["predicted"]["minibatch_us"], 10.2, "{plan}");
-    assert!(done(folder, &["plan", "check", "p.json"]).contains("its stages are not contiguous"));
-    assert!(done(folder, &["plan", "check", "p.json", "--model", "i.json"]).contains("is valid"));
-    assert!(ends(folder, 2, &["simulate", "p.json"]).1.contains("non-contiguous sets of nodes"));
-    done(folder, &["report", "p.json", "--html", "p.html"]);
+    assert!(run(folder, &["plan", "check", "p.json"]).contains("its stages are not contiguous"));
+    assert!(run(folder, &["plan", "check", "p.json", "--model", "i.json"]).contains("is valid"));
+    assert!(run_with_code(folder, 2, &["simulate", "p.json"]).1.contains("non-contiguous sets of nodes"));
+    run(folder, &["report", "p.json", "--html", "p.html"]);
     assert!(fs::read_to_string(folder.join("p.html")).unwrap().contains("non-contiguous sets of nodes"));
-    let mut other = plan.clone();
-    other["predicted"]["minibatch_us"] = json!(3.0);
-    fs::write(folder.join("o.json"), other.to_string()).unwrap();
-    assert!(ends(folder, 1, &["plan", "check", "o.json"]).1.contains("predicted.minibatch_us"));
-    let mut other = plan;
-    other["edges"] = json!([]);
-    fs::write(folder.join("o.json"), other.to_string()).unwrap();
-    assert!(ends(folder, 1, &["plan", "check", "o.json", "--model", "i.json"]).1.contains("edge 0 -> 1"));
+    let mut changed = plan.clone();
+    changed["predicted"]["minibatch_us"] = json!(3.0);
+    fs::write(folder.join("o.json"), changed.to_string()).unwrap();
+    assert!(run_with_code(folder, 1, &["plan", "check", "o.json"]).1.contains("predicted.minibatch_us"));
+    let mut changed = plan;
+    changed["edges"] = json!([]);
+    fs::write(folder.join("o.json"), changed.to_string()).unwrap();
+    assert!(run_with_code(folder, 1, &["plan", "check", "o.json", "--model", "i.json"]).1.contains("edge 0 -> 1"));
     // A pipeline is simulated as before.
-    done(folder, &partition);
-    assert!(done(folder, &["simulate", "p.json"]).contains("steady state"));
+    run(folder, &partition);
+    assert!(run(folder, &["simulate", "p.json"]).contains("steady state"));
 }
 
 #[test]
@@ -152,23 +154,23 @@ fn two_plans_are_distinguished() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     chain(folder);
-    planned(folder, "a.json", &["--gpus", "2", "--cut-after", "node0"]);
-    planned(folder, "b.json", &["--gpus", "2", "--cut-after", "node1"]);
-    assert!(done(folder, &["plan", "diff", "a.json", "a.json"]).contains("the same plan"));
-    let (message, said) = ends(folder, 1, &["plan", "diff", "a.json", "b.json"]);
+    write_plan(folder, "a.json", &["--gpus", "2", "--cut-after", "node0"]);
+    write_plan(folder, "b.json", &["--gpus", "2", "--cut-after", "node1"]);
+    assert!(run(folder, &["plan", "diff", "a.json", "a.json"]).contains("the same plan"));
+    let (message, stderr) = run_with_code(folder, 1, &["plan", "diff", "a.json", "b.json"]);
     assert!(message.contains("op 1 (node1): stage 1 to stage 0"), "{message}");
     // 3 | 12 ms become 9 | 6.
     assert!(message.contains("3.000 ms to 9.000 ms") && message.contains("12.00 ms to 6.000 ms"), "{message}");
     assert!(message.contains("a.json and b.json differ in `--cut-after`"), "{message}");
-    assert!(!said.contains("error"), "{said}");
-    let value = ends(folder, 1, &["plan", "diff", "a.json", "b.json", "--format", "json"]).0;
+    assert!(!stderr.contains("error"), "{stderr}");
+    let value = run_with_code(folder, 1, &["plan", "diff", "a.json", "b.json", "--format", "json"]).0;
     let value: Value = serde_json::from_str(&value).unwrap();
     assert_eq!((&value["equal"], &value["moved"]), (&json!(false), &json!([{"ops": [1, 2], "from": 1, "to": 0}])));
     assert_eq!(value["predicted"]["step_us"], json!([12000.0, 9000.0]));
     assert_eq!((&value["stages"][0]["ops_in"], &value["stages"][1]["ops_out"]), (&json!(1), &json!(1)));
-    let same = done(folder, &["plan", "diff", "a.json", "a.json", "--format", "json"]);
-    assert_eq!(serde_json::from_str::<Value>(&same).unwrap()["equal"], true);
-    ends(folder, 2, &["plan", "diff", "a.json", "missing.json"]);
+    let equal_json = run(folder, &["plan", "diff", "a.json", "a.json", "--format", "json"]);
+    assert_eq!(serde_json::from_str::<Value>(&equal_json).unwrap()["equal"], true);
+    run_with_code(folder, 2, &["plan", "diff", "a.json", "missing.json"]);
 }
 
 #[test]
@@ -178,18 +180,21 @@ fn what_to_type_next_works() {
     chain(folder);
     fs::write(folder.join("mine.csv"), "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n").unwrap();
     let message =
-        done(folder, &["partition", "chain.graph.txt", "--gpus", "2", "--schedule", "mine.csv", "-o", "own.json"]);
-    let next = message.split_once("next: pipec ").unwrap().1.lines().next().unwrap();
-    assert_eq!(next, "simulate own.json --schedule mine.csv");
-    let (_, said) = ends(folder, 0, &next.split(' ').collect::<Vec<_>>());
-    assert!(said.contains("mine.csv: a table of one minibatch of 2 micro-batches, 2 stages on 2 ranks"), "{said}");
+        run(folder, &["partition", "chain.graph.txt", "--gpus", "2", "--schedule", "mine.csv", "-o", "own.json"]);
+    let next_command = message.split_once("next: pipec ").unwrap().1.lines().next().unwrap();
+    assert_eq!(next_command, "simulate own.json --schedule mine.csv");
+    let (_, stderr) = run_with_code(folder, 0, &next_command.split(' ').collect::<Vec<_>>());
+    assert!(stderr.contains("mine.csv: a table of one minibatch of 2 micro-batches, 2 stages on 2 ranks"), "{stderr}");
     // Several minibatches in one table cannot be distinguished when read back, and writing it says so.
-    let written = ["simulate", "own.json", "--schedule", "mine.csv", "--minibatches", "3", "--programs", "all.csv"];
-    assert!(ends(folder, 0, &written).1.contains("the table has 3 minibatches"));
-    let (_, said) = ends(folder, 0, &["simulate", "own.json", "--schedule", "all.csv", "--minibatches", "1"]);
-    assert!(said.contains("one minibatch of 6 micro-batches"), "{said}");
-    let written = ["simulate", "own.json", "--schedule", "mine.csv", "--minibatches", "1", "--programs", "one.csv"];
-    assert!(!ends(folder, 0, &written).1.contains("the table has"));
+    let write_programs =
+        ["simulate", "own.json", "--schedule", "mine.csv", "--minibatches", "3", "--programs", "all.csv"];
+    assert!(run_with_code(folder, 0, &write_programs).1.contains("the table has 3 minibatches"));
+    let (_, stderr) =
+        run_with_code(folder, 0, &["simulate", "own.json", "--schedule", "all.csv", "--minibatches", "1"]);
+    assert!(stderr.contains("one minibatch of 6 micro-batches"), "{stderr}");
+    let write_programs =
+        ["simulate", "own.json", "--schedule", "mine.csv", "--minibatches", "1", "--programs", "one.csv"];
+    assert!(!run_with_code(folder, 0, &write_programs).1.contains("the table has"));
     assert_eq!(fs::read(folder.join("one.csv")).unwrap(), fs::read(folder.join("mine.csv")).unwrap());
 }
 
@@ -198,8 +203,8 @@ fn files_are_spoken_of_in_their_own_words() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     chain(folder);
-    planned(folder, "p.json", &["--gpus", "2", "--stages", "1,1"]);
-    done(folder, &["simulate", "p.json", "--minibatches", "2", "--programs", "program.json"]);
+    write_plan(folder, "p.json", &["--gpus", "2", "--stages", "1,1"]);
+    run(folder, &["simulate", "p.json", "--minibatches", "2", "--programs", "program.json"]);
     let plan = fs::read_to_string(folder.join("p.json")).unwrap();
     let program = fs::read_to_string(folder.join("program.json")).unwrap();
     let profile = "{\"schema\": \"pipec.profile/1\", \"model\": 3}";
@@ -251,12 +256,12 @@ fn files_are_spoken_of_in_their_own_words() {
             "expected a number",
         ),
     ];
-    for (file, text, arguments, place, why) in cases {
+    for (file, text, arguments, location, why) in cases {
         fs::write(folder.join(file), text).unwrap();
-        let said = ends(folder, 2, arguments).1;
-        assert!(said.contains(place) && said.contains(why), "{arguments:?}: {said}");
-        for leak in ["struct ", "enum ", "u32", "u64", "f64", "File"] {
-            assert!(!said.contains(leak), "`{leak}` in {said}");
+        let stderr = run_with_code(folder, 2, arguments).1;
+        assert!(stderr.contains(location) && stderr.contains(why), "{arguments:?}: {stderr}");
+        for type_name in ["struct ", "enum ", "u32", "u64", "f64", "File"] {
+            assert!(!stderr.contains(type_name), "`{type_name}` in {stderr}");
         }
     }
 }
@@ -267,20 +272,20 @@ fn files_are_spoken_of_in_their_own_words() {
 fn a_steady_state_is_that_of_no_run_in_particular() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    done(folder, &["zoo", "gpt", "-o", "gpt.onnx", "-q"]);
+    run(folder, &["zoo", "gpt", "-o", "gpt.onnx", "-q"]);
     let flags = ["partition", "gpt.onnx", "--gpus", "3", "--profile", "analytic:v100", "-q", "-o", "p.json"];
     for stages in ["2,1", "1,2", "3"] {
-        done(folder, &[&flags[..], &["--stages", stages]].concat());
+        run(folder, &[&flags[..], &["--stages", stages]].concat());
         let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
         let bound = plan["lower_bound_us"].as_f64().unwrap();
-        let mut message = Vec::new();
+        let mut step_times = Vec::new();
         for minibatches in ["10", "50", "100", "104", "1000", "2600"] {
             let flags = ["simulate", "p.json", "--minibatches", minibatches, "--format", "json", "-q"];
-            let json: Value = serde_json::from_str(&done(folder, &flags)).unwrap();
-            message.push(json["step_us"].as_f64().unwrap());
+            let json: Value = serde_json::from_str(&run(folder, &flags)).unwrap();
+            step_times.push(json["step_us"].as_f64().unwrap());
         }
-        assert!(message.iter().all(|us| (us / message[0] - 1.0).abs() < 1e-3), "{stages}: {message:?}");
-        assert!(message.iter().all(|us| *us >= bound * (1.0 - 1e-9)), "{stages}: {message:?} under {bound}");
+        assert!(step_times.iter().all(|us| (us / step_times[0] - 1.0).abs() < 1e-3), "{stages}: {step_times:?}");
+        assert!(step_times.iter().all(|us| *us >= bound * (1.0 - 1e-9)), "{stages}: {step_times:?} under {bound}");
     }
 }
 
@@ -289,42 +294,43 @@ fn a_steady_state_is_that_of_no_run_in_particular() {
 fn shared_parameters_are_planned_as_they_can_be_trained() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    done(folder, &["zoo", "gpt", "-o", "gpt.onnx", "-q"]);
-    let flags = ["partition", "gpt.onnx", "--gpus", "4", "--profile", "analytic:v100", "-o", "p.json"];
+    run(folder, &["zoo", "gpt", "-o", "gpt.onnx", "-q"]);
+    let partition = ["partition", "gpt.onnx", "--gpus", "4", "--profile", "analytic:v100", "-o", "p.json"];
     let read = || serde_json::from_str::<Value>(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
     let train = ["train", "gpt.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "2"];
-    for more in [&["--memory", "6MB"][..], &["--memory", "6.2MB"], &["--stages", "2,1"]] {
+    for flags in [&["--memory", "6MB"][..], &["--memory", "6.2MB"], &["--stages", "2,1"]] {
         // An explicit schedule is used as given.
-        let said = [&flags[..], more, &["--schedule", "1f1b-rr"]].concat();
-        assert!(ends(folder, 0, &said).1.contains("`pipec train` refuses"), "{more:?}");
-        ends(folder, 2, &train);
+        let arguments = [&partition[..], flags, &["--schedule", "1f1b-rr"]].concat();
+        assert!(run_with_code(folder, 0, &arguments).1.contains("`pipec train` refuses"), "{flags:?}");
+        run_with_code(folder, 2, &train);
         let before = read();
-        let message = ends(folder, 0, &[&flags[..], more].concat()).1;
-        ends(folder, 0, &train);
+        let message = run_with_code(folder, 0, &[&partition[..], flags].concat()).1;
+        run_with_code(folder, 0, &train);
         let plan = read();
         let time = |plan: &Value| plan["predicted"]["minibatch_us"].as_f64().unwrap();
         assert_eq!(message.contains("of the best plan under 1f1b-rr"), time(&plan) > time(&before), "{message}");
         assert!(plan["options"].get("target").is_none(), "{plan}");
-        let is_flushed = more[0] == "--stages";
+        let is_flushed = flags[0] == "--stages";
         assert_eq!(plan["schedule"]["kind"] == "1f1b", is_flushed, "{plan}");
-        let json = done(folder, &["simulate", "p.json", "--format", "json", "-q"]);
+        let json = run(folder, &["simulate", "p.json", "--format", "json", "-q"]);
         let json: Value = serde_json::from_str(&json).unwrap();
-        let most = |of: Vec<u64>| of.into_iter().max().unwrap();
-        let held = most(json["workers"].as_array().unwrap().iter().map(|one| one["bytes"].as_u64().unwrap()).collect());
+        let max = |values: Vec<u64>| values.into_iter().max().unwrap();
+        let simulated =
+            max(json["workers"].as_array().unwrap().iter().map(|worker| worker["bytes"].as_u64().unwrap()).collect());
         let stages = plan["stages"].as_array().unwrap();
-        let planned = most(stages.iter().map(|stage| stage["memory"]["total"].as_u64().unwrap()).collect());
-        assert!(held.abs_diff(planned) < 8, "{held} held, {planned} planned");
+        let planned = max(stages.iter().map(|stage| stage["memory"]["total"].as_u64().unwrap()).collect());
+        assert!(simulated.abs_diff(planned) < 8, "{simulated} held, {planned} planned");
     }
-    ends(folder, 0, &["train", "gpt.onnx", "--stages", "2,1", "--synthetic-data", "--steps", "2"]);
+    run_with_code(folder, 0, &["train", "gpt.onnx", "--stages", "2,1", "--synthetic-data", "--steps", "2"]);
 }
 
 #[test]
 fn training_says_that_cpus_have_no_tf32() {
     let folder = tempfile::tempdir().unwrap();
-    done(folder.path(), &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+    run(folder.path(), &["zoo", "mlp", "-o", "m.onnx", "-q"]);
     let train = ["train", "m.onnx", "--synthetic-data", "--steps", "1", "--precision"];
-    for (precision, is_said) in [("tf32", true), ("bf16", false)] {
-        let (_, said) = ends(folder.path(), 0, &[&train[..], &[precision]].concat());
-        assert_eq!(said.matches("warning: CPUs have no TF32").count(), usize::from(is_said), "{said}");
+    for (precision, is_warned) in [("tf32", true), ("bf16", false)] {
+        let (_, stderr) = run_with_code(folder.path(), 0, &[&train[..], &[precision]].concat());
+        assert_eq!(stderr.matches("warning: CPUs have no TF32").count(), usize::from(is_warned), "{stderr}");
     }
 }

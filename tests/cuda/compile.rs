@@ -63,7 +63,7 @@ fn large_launch_plans() -> Vec<LaunchPlan> {
     let plan = |(op, inputs): (Op, Inputs)| {
         let facts: Vec<Fact> = inputs.iter().map(|(dtype, shape)| Fact::of(*dtype, shape)).collect();
         let outputs = rule(&op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
-        let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::inputs_of).collect::<Vec<_>>();
+        let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::of).collect::<Vec<_>>();
         LaunchPlan::new(&op, &layouts(&facts), &layouts(&outputs)).unwrap()
     };
     cases.into_iter().map(plan).collect()

@@ -173,7 +173,7 @@ fn padded_products_in_pieces() {
             let op = Op::MatMul(op);
             let results = rule(&op).infer(&[&facts[0], &facts[1]]).unwrap();
             let want = &reference(&op, &inputs, &results).unwrap()[0];
-            let mut layouts = [&facts[0], &facts[1], &results[0]].map(TensorLayout::tensor);
+            let mut layouts = [&facts[0], &facts[1], &results[0]].map(TensorLayout::of);
             let result = if is_sum { DType::F32 } else { dtype };
             layouts[2].dtype = result;
             let Op::MatMul(product) = &op else { unreachable!() };

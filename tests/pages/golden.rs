@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Files that no shell can write: rows of six numbers with labels.
-fn give(folder: &Path) {
+fn write_arrays(folder: &Path) {
     let values: Vec<f32> = (0..48).map(|at| (at % 7) as f32 / 7.0).collect();
     let labels: Vec<i64> = (0..8).map(|at| at % 3).collect();
     let arrays = [("x", Tensor::from_f32(&[8, 6], &values)), ("y", Tensor::from_i64(&[8], &labels))];
@@ -19,14 +19,14 @@ fn every_verb_prints_what_it_printed() {
     let mut called = BTreeSet::new();
     for path in pages("tests/golden") {
         let folder = tempfile::tempdir().unwrap();
-        give(folder.path());
+        write_arrays(folder.path());
         let page = play(&path, folder.path(), &[]);
         for line in page.lines().filter_map(|line| line.strip_prefix("$ pipec ")) {
             let verb = line.split_whitespace().next().unwrap().to_string();
             called.insert((verb, line.contains("--format json")));
         }
     }
-    let both = [
+    let with_json = [
         "inspect",
         "profile",
         "partition",
@@ -42,7 +42,7 @@ fn every_verb_prints_what_it_printed() {
         "doctor",
         "zoo",
     ];
-    for verb in both {
+    for verb in with_json {
         for json in [false, true] {
             assert!(called.contains(&(verb.to_string(), json)), "{verb}, JSON {json}, is on no page");
         }

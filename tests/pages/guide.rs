@@ -14,22 +14,22 @@ fn the_guide_is_true() {
     assert!(pages.len() > 4);
     for path in pages {
         let folder = tempfile::tempdir().unwrap();
-        digits(&folder.path().join("digits.npz"));
+        write_digits(&folder.path().join("digits.npz"));
         let page = play(&path, folder.path(), &[]);
-        links(&page, path.parent().unwrap());
-        quoted(&page, root);
+        check_links(&page, path.parent().unwrap());
+        check_quotes(&page, root);
     }
     let folder = tempfile::tempdir().unwrap();
     let page = play(&root.join("README.md"), folder.path(), &[]);
     // The pictures are those that the commands draw.
     for name in ["graph.svg", "gantt.svg"] {
-        let (drawn, shown) = (folder.path().join("pictures").join(name), root.join("docs/pictures").join(name));
+        let (drawn, committed) = (folder.path().join("pictures").join(name), root.join("docs/pictures").join(name));
         if std::env::var_os("PIPEC_BLESS").is_some() {
-            fs::copy(&drawn, &shown).unwrap();
+            fs::copy(&drawn, &committed).unwrap();
         }
-        assert_eq!(fs::read_to_string(drawn).unwrap(), fs::read_to_string(shown).unwrap(), "{name}");
+        assert_eq!(fs::read_to_string(drawn).unwrap(), fs::read_to_string(committed).unwrap(), "{name}");
     }
-    links(&page, root);
+    check_links(&page, root);
 }
 
 /// The commands of one session, run in order in a clean folder with the data of `digits`.
@@ -39,8 +39,8 @@ fn the_commands_of_one_session_run_in_order() {
     let block = page.split("## One session").nth(1).and_then(|rest| rest.split("```sh\n").nth(1)).unwrap();
     let block = block.split("```").next().unwrap().replace("\\\n", " ");
     let folder = tempfile::tempdir().unwrap();
-    digits(&folder.path().join("train.npz"));
-    digits(&folder.path().join("x.npz"));
+    write_digits(&folder.path().join("train.npz"));
+    write_digits(&folder.path().join("x.npz"));
     let mut commands = 0;
     for line in block.lines() {
         let words = line.split(" #").next().unwrap().split_whitespace().collect::<Vec<_>>();
@@ -54,7 +54,7 @@ fn the_commands_of_one_session_run_in_order() {
 }
 
 /// The file that the guide's Python code writes.
-fn digits(path: &Path) {
+fn write_digits(path: &Path) {
     let (x, y) = models::digits::raw();
     let x: Vec<f32> = x.iter().map(|pixel| f32::from(*pixel) / 16.0).collect();
     let x = Tensor::from_f32(&[y.len(), 1, 8, 8], &x);
@@ -63,24 +63,24 @@ fn digits(path: &Path) {
     weights::write(path, &arrays).unwrap();
 }
 
-fn links(page: &str, beside: &Path) {
+fn check_links(page: &str, folder: &Path) {
     for target in page.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
         let target = target.split('#').next().unwrap_or_default();
         let is_ours = !target.contains("://") && !target.is_empty();
-        assert!(!is_ours || beside.join(target).exists(), "{target}");
+        assert!(!is_ours || folder.join(target).exists(), "{target}");
     }
 }
 
 /// The lines of a block ```` ```LANGUAGE from=FILE ```` are in that file; `…` skips lines.
-fn quoted(page: &str, root: &Path) {
+fn check_quotes(page: &str, root: &Path) {
     let blocks = page.split("```").skip(1).step_by(2).filter_map(|block| block.split_once('\n'));
     for (info, text) in blocks {
         let Some((_, name)) = info.split_once("from=") else { continue };
         let file = fs::read_to_string(root.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
-        let mut rest = file.as_str();
+        let mut remaining = file.as_str();
         for part in text.trim_end().split("\n…\n") {
-            let at = rest.find(part).unwrap_or_else(|| panic!("{name} has no\n{part}"));
-            rest = &rest[at + part.len()..];
+            let at = remaining.find(part).unwrap_or_else(|| panic!("{name} has no\n{part}"));
+            remaining = &remaining[at + part.len()..];
         }
     }
 }

@@ -16,7 +16,7 @@ use std::net::TcpListener;
 use std::path::Path;
 
 /// A convolution with a folded batch normalisation.
-fn folded() -> ModelProto {
+fn folded_model() -> ModelProto {
     let mut conv = node("Conv", &["x", "conv1.weight", "conv1.bias"], &["y"]);
     conv.name = Some("conv1".into());
     let rule = StringStringEntryProto {
@@ -33,7 +33,7 @@ fn folded() -> ModelProto {
 }
 
 /// An input whose second dimension is symbolic.
-fn open(name: &str, symbol: &str) -> ValueInfoProto {
+fn symbolic_input(name: &str, symbol: &str) -> ValueInfoProto {
     let mut input = typed(name, F32, &[8, 1, 4]);
     if let Some(type_proto::Value::TensorType(tensor)) = input.r#type.as_mut().and_then(|kind| kind.value.as_mut()) {
         let dims = &mut tensor.shape.as_mut().unwrap().dim;
@@ -43,7 +43,7 @@ fn open(name: &str, symbol: &str) -> ValueInfoProto {
 }
 
 /// A linear layer with external weights.
-fn apart() -> ModelProto {
+fn external_weights_model() -> ModelProto {
     let mut weight = initializer("w", &Tensor::from_f32(&[4, 2], &[0.0; 8]));
     weight.raw_data = None;
     weight.data_location = Some(DataLocation::External as i32);
@@ -54,17 +54,16 @@ fn apart() -> ModelProto {
     model(18, graph)
 }
 
-/// Writes files that no shell can.
-fn give(folder: &Path) {
+fn write_files(folder: &Path) {
     let onnx = |name: &str, model: &ModelProto| fs::write(folder.join(name), model.encode_to_vec()).unwrap();
-    onnx("folded.onnx", &folded());
-    onnx("apart.onnx", &apart());
+    onnx("folded.onnx", &folded_model());
+    onnx("apart.onnx", &external_weights_model());
     fs::write(folder.join("apart.onnx.data"), [0; 32]).unwrap();
     onnx(
         "strange.onnx",
         &model(18, graph(&[node("FancyAttention", &["x"], &["y"])], &[typed("x", F32, &[8, 4])], &["y"])),
     );
-    onnx("open.onnx", &model(18, graph(&[node("Relu", &["x"], &["y"])], &[open("x", "seq")], &["y"])));
+    onnx("open.onnx", &model(18, graph(&[node("Relu", &["x"], &["y"])], &[symbolic_input("x", "seq")], &["y"])));
     let x = || Tensor::from_f32(&[8, 6], &(0..48).map(|at| at as f32 / 48.0).collect::<Vec<_>>());
     let y = |labels: [i64; 8]| Tensor::from_i64(&[8], &labels);
     let good = [0, 1, 2, 0, 1, 2, 0, 1];
@@ -86,12 +85,12 @@ fn give(folder: &Path) {
 
 #[test]
 fn every_message_says_what_to_do() {
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = taken.local_addr().unwrap().port().to_string();
-    let (mut mistakes, mut wrong) = (0, Vec::new());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    let (mut mistakes, mut faulty) = (0, Vec::new());
     for path in pages("tests/mistakes") {
         let folder = tempfile::tempdir().unwrap();
-        give(folder.path());
+        write_files(folder.path());
         let page = play(&path, folder.path(), &[("PORT", port.clone())]);
         for mistake in page.split("\n## ").skip(1) {
             mistakes += 1;
@@ -102,12 +101,12 @@ fn every_message_says_what_to_do() {
             let says_what_to_do = is_usage || is_warned || count("help: ") == 1;
             let code = console_text.trim_end().lines().last().unwrap_or_default();
             let codes = if count("error: ") == 1 { &["1", "2", "3"][..] } else { &["0"] };
-            let ends = console_text.contains("$ echo $?") && codes.contains(&code);
-            if count("error: ") > 1 || count("error: ") == 0 && !is_warned || !says_what_to_do || !ends {
-                wrong.push(mistake.to_string());
+            let has_code = console_text.contains("$ echo $?") && codes.contains(&code);
+            if count("error: ") > 1 || count("error: ") == 0 && !is_warned || !says_what_to_do || !has_code {
+                faulty.push(mistake.to_string());
             }
         }
     }
-    assert!(wrong.is_empty(), "one message, what to do and the right code are wanted of\n{}", wrong.join("\n"));
+    assert!(faulty.is_empty(), "one message, what to do and the right code are wanted of\n{}", faulty.join("\n"));
     assert!(mistakes >= 50, "{mistakes} mistakes");
 }

@@ -15,7 +15,7 @@ use compiler::profile::cost_graph::{CostGraph, OpId};
 use prost::Message;
 use std::time::Instant;
 
-fn with(problem: &Problem, partitioner: Partitioner) -> Planned {
+fn plan_with(problem: &Problem, partitioner: Partitioner) -> Planned {
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() }).unwrap()
 }
 
@@ -23,7 +23,7 @@ fn us(planned: &Planned) -> f64 {
     planned.plan.predicted.minibatch_us
 }
 
-fn same(left: f64, right: f64) -> bool {
+fn are_equal(left: f64, right: f64) -> bool {
     (left - right).abs() <= 1e-9 * left.max(right)
 }
 
@@ -44,15 +44,19 @@ fn a_thousand_small_graphs_are_bounded_and_planned_best() {
     let mut missed = Vec::new();
     for seed in 0..1000 {
         let problem = random_problem(50_000 + seed, &["2:1GB/s", "3:1GB/s", "4:0.2GB/s", "4:10GB/s"]);
-        let best = us(&with(&problem, Partitioner::Exhaustive));
-        let ours = with(&problem, Partitioner::Pipec);
-        let bound = ours.plan.lower_bound_us;
-        assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: bound {bound} above the optimum {best}");
-        assert!(us(&ours) >= best * (1.0 - 1e-9), "seed {seed}: {} beats everything, {best}", us(&ours));
+        let best_us = us(&plan_with(&problem, Partitioner::Exhaustive));
+        let planned = plan_with(&problem, Partitioner::Pipec);
+        let bound = planned.plan.lower_bound_us;
+        assert!(bound <= best_us * (1.0 + 1e-9), "seed {seed}: bound {bound} above the optimum {best_us}");
+        assert!(us(&planned) >= best_us * (1.0 - 1e-9), "seed {seed}: {} beats everything, {best_us}", us(&planned));
         // The bound without any search.
-        let single = with(&problem, Partitioner::Single).plan;
-        assert!(single.lower_bound_us <= best * (1.0 + 1e-9), "seed {seed}: bound {} of {best}", single.lower_bound_us);
-        if !same(us(&ours), best) {
+        let single = plan_with(&problem, Partitioner::Single).plan;
+        assert!(
+            single.lower_bound_us <= best_us * (1.0 + 1e-9),
+            "seed {seed}: bound {} of {best_us}",
+            single.lower_bound_us
+        );
+        if !are_equal(us(&planned), best_us) {
             missed.push(seed);
         }
     }
@@ -67,18 +71,18 @@ fn plans_on_two_and_three_levels_are_bounded() {
         if problem.cost == CostModel::Pipec {
             problem.cost = CostModel::Paper;
         }
-        let ours = with(&problem, Partitioner::Pipec);
-        let whole_groups = us(&with(&problem, Partitioner::Exhaustive));
+        let planned = plan_with(&problem, Partitioner::Pipec);
+        let group_us = us(&plan_with(&problem, Partitioner::Exhaustive));
         let mut flat = problem.clone();
         flat.cluster = problem.cluster.flattened();
-        let free = us(&with(&flat, Partitioner::Exhaustive));
-        let best = whole_groups.min(free);
-        assert!(same(us(&ours), best), "seed {seed}: {} of {best}", us(&ours));
+        let flat_us = us(&plan_with(&flat, Partitioner::Exhaustive));
+        let best_us = group_us.min(flat_us);
+        assert!(are_equal(us(&planned), best_us), "seed {seed}: {} of {best_us}", us(&planned));
         for partitioner in Partitioner::all() {
-            let bound = with(&problem, partitioner).plan.lower_bound_us;
-            assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: {partitioner:?} bound {bound} above {best}");
+            let bound = plan_with(&problem, partitioner).plan.lower_bound_us;
+            assert!(bound <= best_us * (1.0 + 1e-9), "seed {seed}: {partitioner:?} bound {bound} above {best_us}");
         }
-        assert!(ours.plan.proven_optimal, "seed {seed}");
+        assert!(planned.plan.proven_optimal, "seed {seed}");
     }
 }
 
@@ -89,8 +93,8 @@ fn a_transformer_of_five_thousand_ops_on_a_thousand_devices() {
         let mut problem = Problem::new(transformer(5000, 2048, 4096), cluster, cost);
         problem.activation_compression = Some(1.0);
         let clock = Instant::now();
-        let found = with(&problem, Partitioner::Pipec).plan;
-        let gap = found.predicted.minibatch_us / found.lower_bound_us - 1.0;
+        let plan = plan_with(&problem, Partitioner::Pipec).plan;
+        let gap = plan.predicted.minibatch_us / plan.lower_bound_us - 1.0;
         println!("{cost:?}: gap {gap:.4}, {:?}", clock.elapsed());
         assert!(gap <= 0.03, "{cost:?}: gap {gap}");
     }
@@ -107,9 +111,9 @@ fn wide_networks_are_planned_near_their_bound() {
         let mut problem = Problem::new(graph, levels(cluster).unwrap(), CostModel::Pipedream);
         problem.activation_compression = Some(1.0);
         let clock = Instant::now();
-        let found = with(&problem, Partitioner::Pipec).plan;
-        let gap = found.predicted.minibatch_us / found.lower_bound_us - 1.0;
-        println!("{name} on {cluster}: gap {gap:.4}, {:?}, {:?}", found.search, clock.elapsed());
+        let plan = plan_with(&problem, Partitioner::Pipec).plan;
+        let gap = plan.predicted.minibatch_us / plan.lower_bound_us - 1.0;
+        println!("{name} on {cluster}: gap {gap:.4}, {:?}, {:?}", plan.search, clock.elapsed());
         assert!(gap <= 0.05, "{name} on {cluster}: gap {gap}");
     }
 }
@@ -120,52 +124,51 @@ fn bombs_are_planned_within_a_warning() {
         let mut problem = Problem::new(graph, levels("4:10GB/s,4:1GB/s").unwrap(), CostModel::Pipedream);
         problem.activation_compression = Some(1.0);
         let clock = Instant::now();
-        let found = with(&problem, Partitioner::Pipec).plan;
-        println!("{name}: {:?}, {:?}", clock.elapsed(), found.search);
+        let plan = plan_with(&problem, Partitioner::Pipec).plan;
+        println!("{name}: {:?}, {:?}", clock.elapsed(), plan.search);
         assert!(
-            found.proven_optimal
-                || found.warnings.iter().any(|warning| warning.contains("the search is not exhaustive"))
+            plan.proven_optimal || plan.warnings.iter().any(|warning| warning.contains("the search is not exhaustive"))
         );
     }
 }
 
-fn shuffled(graph: &CostGraph, random: &mut Random) -> CostGraph {
+fn shuffle_ops(graph: &CostGraph, random: &mut Random) -> CostGraph {
     let ops = graph.ops.len();
-    let mut waits = vec![0; ops];
+    let mut missing_inputs = vec![0; ops];
     let edges = graph.edges();
-    edges.iter().for_each(|(_, to)| waits[to.index()] += 1);
-    let mut ready: Vec<usize> = (0..ops).filter(|&op| waits[op] == 0).collect();
-    let mut place = vec![OpId(0); ops];
+    edges.iter().for_each(|(_, to)| missing_inputs[to.index()] += 1);
+    let mut ready: Vec<usize> = (0..ops).filter(|&op| missing_inputs[op] == 0).collect();
+    let mut new_id = vec![OpId(0); ops];
     let mut order = Vec::new();
     while !ready.is_empty() {
         let op = ready.swap_remove(random.below(ready.len() as u64) as usize);
-        place[op] = OpId(order.len() as u32);
+        new_id[op] = OpId(order.len() as u32);
         order.push(op);
         for (_, to) in edges.iter().filter(|(from, _)| from.index() == op) {
-            waits[to.index()] -= 1;
-            if waits[to.index()] == 0 {
+            missing_inputs[to.index()] -= 1;
+            if missing_inputs[to.index()] == 0 {
                 ready.push(to.index());
             }
         }
     }
-    let moved = |ids: &[OpId]| {
-        let mut moved: Vec<OpId> = ids.iter().map(|id| place[id.index()]).collect();
-        moved.sort_unstable();
-        moved
+    let renumber = |ids: &[OpId]| {
+        let mut ids: Vec<OpId> = ids.iter().map(|id| new_id[id.index()]).collect();
+        ids.sort_unstable();
+        ids
     };
-    let mut other = CostGraph::default();
+    let mut reordered = CostGraph::default();
     for (at, &op) in order.iter().enumerate() {
         let mut costs = graph.ops[op].clone();
         costs.id = at as u32;
-        other.ops.push(costs);
+        reordered.ops.push(costs);
         let tensor = &graph.tensors[op];
         let mut wire = tensor.clone();
-        (wire.producer, wire.consumers) = (place[op], moved(&tensor.consumers));
-        other.tensors.push(wire);
+        (wire.producer, wire.consumers) = (new_id[op], renumber(&tensor.consumers));
+        reordered.tensors.push(wire);
     }
-    other.params = graph.params.clone();
-    other.params.iter_mut().for_each(|param| param.users = moved(&param.users));
-    other
+    reordered.params = graph.params.clone();
+    reordered.params.iter_mut().for_each(|param| param.users = renumber(&param.users));
+    reordered
 }
 
 #[test]
@@ -175,14 +178,22 @@ fn the_order_of_the_ops_in_a_file_changes_no_objective() {
         for cost in [CostModel::Paper, CostModel::Pipedream, CostModel::Pipec] {
             let mut problem = Problem::new(graph.clone(), levels("4:2GB/s,2:1GB/s").unwrap(), cost);
             problem.activation_compression = Some(1.0);
-            let found = with(&problem, Partitioner::Pipec);
-            assert_eq!(to_json(&found.plan).unwrap(), to_json(&with(&problem, Partitioner::Pipec).plan).unwrap());
+            let planned = plan_with(&problem, Partitioner::Pipec);
+            assert_eq!(
+                to_json(&planned.plan).unwrap(),
+                to_json(&plan_with(&problem, Partitioner::Pipec).plan).unwrap()
+            );
             for _ in 0..6 {
-                let mut other = problem.clone();
-                other.graph = shuffled(&graph, &mut random);
-                assert_eq!(other.graph.check(), Ok(()));
-                let again = with(&other, Partitioner::Pipec);
-                assert!(same(us(&again), us(&found)), "{name} {cost:?}: {} and {}", us(&again), us(&found));
+                let mut reordered = problem.clone();
+                reordered.graph = shuffle_ops(&graph, &mut random);
+                assert_eq!(reordered.graph.check(), Ok(()));
+                let replanned = plan_with(&reordered, Partitioner::Pipec);
+                assert!(
+                    are_equal(us(&replanned), us(&planned)),
+                    "{name} {cost:?}: {} and {}",
+                    us(&replanned),
+                    us(&planned)
+                );
             }
         }
     }
@@ -194,7 +205,7 @@ fn profile(name: &str) -> Option<String> {
     std::fs::read_to_string(format!("{root}/partition/pipedream/profiles/{name}.graph.txt")).ok()
 }
 
-fn shuffled_lines(text: &str, random: &mut Random) -> String {
+fn shuffle_lines(text: &str, random: &mut Random) -> String {
     let mut lines: Vec<&str> = text.lines().collect();
     for at in (1..lines.len()).rev() {
         lines.swap(at, random.below(at as u64 + 1) as usize);
@@ -208,14 +219,14 @@ fn the_order_of_the_lines_of_a_published_profile_changes_no_objective() {
     for name in ["vgg16", "gnmt", "resnet50"] {
         let Some(text) = profile(name) else { return println!("skipped: no shared data") };
         for cost in [CostModel::Paper, CostModel::Pipedream, CostModel::Pipec] {
-            let found = |text: &str| {
+            let minibatch_us = |text: &str| {
                 let cluster = levels("4:1.25GB/s").unwrap();
                 let mut problem = Problem::new(pipedream::read(text).unwrap(), cluster, cost);
                 problem.activation_compression = Some(1.0);
-                us(&with(&problem, Partitioner::Pipec))
+                us(&plan_with(&problem, Partitioner::Pipec))
             };
-            let (one, other) = (found(&text), found(&shuffled_lines(&text, &mut random)));
-            assert!(same(one, other), "{name} {cost:?}: {one} and {other}");
+            let (original, shuffled) = (minibatch_us(&text), minibatch_us(&shuffle_lines(&text, &mut random)));
+            assert!(are_equal(original, shuffled), "{name} {cost:?}: {original} and {shuffled}");
         }
     }
 }
@@ -228,11 +239,11 @@ fn the_order_of_the_nodes_of_an_onnx_file_changes_neither_the_graph_nor_the_obje
     let bytes = models::zoo::to_bytes(&model);
     let mut file = ModelProto::decode(bytes.as_slice()).unwrap();
     let mut random = Random(3);
-    let mut answers = Vec::new();
+    let mut results = Vec::new();
     for at in 0..4 {
         if at > 0 {
             let graph = file.graph.as_mut().unwrap();
-            graph.node = in_another_order(std::mem::take(&mut graph.node), &mut random);
+            graph.node = reorder_nodes(std::mem::take(&mut graph.node), &mut random);
         }
         std::fs::write(folder.path().join("m.onnx"), file.encode_to_vec()).unwrap();
         let output = assert_cmd::Command::cargo_bin("pipec")
@@ -244,22 +255,23 @@ fn the_order_of_the_nodes_of_an_onnx_file_changes_neither_the_graph_nor_the_obje
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
         let us = plan["predicted"]["minibatch_us"].as_f64().unwrap();
-        answers.push((plan["model"]["graph_hash"].clone(), us));
+        results.push((plan["model"]["graph_hash"].clone(), us));
     }
-    assert!(answers.iter().all(|(hash, us)| *hash == answers[0].0 && same(*us, answers[0].1)), "{answers:?}");
+    assert!(results.iter().all(|(hash, us)| *hash == results[0].0 && are_equal(*us, results[0].1)), "{results:?}");
 }
 
 /// The nodes in another topological order.
-fn in_another_order(nodes: Vec<NodeProto>, random: &mut Random) -> Vec<NodeProto> {
+fn reorder_nodes(nodes: Vec<NodeProto>, random: &mut Random) -> Vec<NodeProto> {
     let mut waiting = nodes;
-    let mut made: Vec<String> = Vec::new();
-    let all: Vec<String> = waiting.iter().flat_map(|node| node.output.clone()).collect();
+    let mut available: Vec<String> = Vec::new();
+    let node_outputs: Vec<String> = waiting.iter().flat_map(|node| node.output.clone()).collect();
     let mut order = Vec::new();
     while !waiting.is_empty() {
-        let is_ready = |node: &NodeProto| node.input.iter().all(|name| !all.contains(name) || made.contains(name));
+        let is_ready =
+            |node: &NodeProto| node.input.iter().all(|name| !node_outputs.contains(name) || available.contains(name));
         let ready: Vec<usize> = (0..waiting.len()).filter(|&at| is_ready(&waiting[at])).collect();
         let node = waiting.remove(ready[random.below(ready.len() as u64) as usize]);
-        made.extend(node.output.iter().cloned());
+        available.extend(node.output.iter().cloned());
         order.push(node);
     }
     order
@@ -273,17 +285,17 @@ fn plans_are_the_same_bytes_on_any_number_of_threads() {
         let Some(text) = profile(name) else { break };
         problems.push(Problem::new(pipedream::read(&text).unwrap(), levels("4:1.25GB/s").unwrap(), CostModel::Pipec));
     }
-    let bytes = |problem: &Problem| to_json(&with(problem, Partitioner::Pipec).plan).unwrap();
-    let alone: Vec<String> = problems.iter().map(bytes).collect();
+    let bytes = |problem: &Problem| to_json(&plan_with(problem, Partitioner::Pipec).plan).unwrap();
+    let single_threaded: Vec<String> = problems.iter().map(bytes).collect();
     for threads in [2, 8] {
         let share = problems.len().div_ceil(threads);
-        let together: Vec<String> = std::thread::scope(|scope| {
+        let multi_threaded: Vec<String> = std::thread::scope(|scope| {
             let workers: Vec<_> = problems
                 .chunks(share)
                 .map(|chunk| scope.spawn(move || chunk.iter().map(bytes).collect::<Vec<_>>()))
                 .collect();
             workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect()
         });
-        assert!(alone == together, "{threads} threads");
+        assert!(single_threaded == multi_threaded, "{threads} threads");
     }
 }

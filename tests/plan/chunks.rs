@@ -32,14 +32,14 @@ fn chain(times: &[f64], bytes: u64) -> CostGraph {
         out_bytes: bytes,
         ..OpCost::default()
     };
-    let readers = |id: u32| {
-        let far = id.is_multiple_of(3).then_some(id + 3);
-        [Some(id + 1), far].into_iter().flatten().filter(|to| *to < count).map(OpId).collect()
+    let consumers = |id: u32| {
+        let skip = id.is_multiple_of(3).then_some(id + 3);
+        [Some(id + 1), skip].into_iter().flatten().filter(|to| *to < count).map(OpId).collect()
     };
     CostGraph {
         ops: times.iter().enumerate().map(op).collect(),
         tensors: (0..count)
-            .map(|id| TensorCost { name: format!("t{id}"), producer: OpId(id), bytes, consumers: readers(id) })
+            .map(|id| TensorCost { name: format!("t{id}"), producer: OpId(id), bytes, consumers: consumers(id) })
             .collect(),
         params: (0..count).map(|id| ParamCost::new(format!("p{id}"), 1000, vec![OpId(id)])).collect(),
     }
@@ -53,7 +53,7 @@ fn problem(graph: CostGraph, spec: &str, kind: Schedule, chunks: u32, microbatch
     problem
 }
 
-fn planned(problem: &Problem) -> Planned {
+fn make_plan(problem: &Problem) -> Planned {
     plan(problem, &PlannerOptions::default()).unwrap()
 }
 
@@ -64,16 +64,19 @@ fn programs_hold_what_plans_say() {
             for (spec, microbatches) in [("4:1GB/s", 8), ("4:1GB/s", 1), ("2:10GB/s,3:1GB/s", 7)] {
                 let times: Vec<f64> = (0..40).map(|at| 50.0 + f64::from(at * 7 % 11)).collect();
                 let problem = problem(chain(&times, 1000), spec, kind, chunks, microbatches);
-                let plan = planned(&problem).plan;
+                let plan = make_plan(&problem).plan;
                 sound(&plan).unwrap();
                 let plan_error = format!("{} {chunks} {spec} {microbatches}", kind.name());
                 assert_eq!(plan.schedule.chunks, chunks, "{plan_error}");
-                let mut held: BTreeMap<&[u32], usize> = BTreeMap::new();
-                plan.stages.iter().for_each(|stage| *held.entry(&stage.devices).or_default() += 1);
-                assert!(held.values().all(|stages| *stages == chunks as usize), "{plan_error}: {held:?}");
-                let shape = pipeline(&plan).unwrap();
+                let mut stage_counts: BTreeMap<&[u32], usize> = BTreeMap::new();
+                plan.stages.iter().for_each(|stage| *stage_counts.entry(&stage.devices).or_default() += 1);
+                assert!(
+                    stage_counts.values().all(|stages| *stages == chunks as usize),
+                    "{plan_error}: {stage_counts:?}"
+                );
+                let pipeline = pipeline(&plan).unwrap();
                 let count = StepCount { minibatches: 2, microbatches };
-                let program = schedule(generated(kind).unwrap(), &shape, count).unwrap();
+                let program = schedule(generated(kind).unwrap(), &pipeline, count).unwrap();
                 check(&program).unwrap();
                 let caps: Vec<u32> = program.stages.iter().map(|stage| stage.cap).collect();
                 assert_eq!(caps, plan.schedule.in_flight, "{plan_error}");
@@ -88,15 +91,15 @@ fn predictions_are_what_simulation_finds() {
     for kind in KINDS {
         let problem = problem(chain(&[60.0; 32], 0), "4:1000GB/s", kind, 2, 16);
         let plan = plan(&problem, &PlannerOptions::default()).unwrap().plan;
-        let mut alone = problem.clone();
-        alone.constraints.no_replication = true;
-        let plan = if plan.stages.len() == 8 { plan } else { planned(&alone).plan };
-        let shape = pipeline(&plan).unwrap();
+        let mut unreplicated = problem.clone();
+        unreplicated.constraints.no_replication = true;
+        let plan = if plan.stages.len() == 8 { plan } else { make_plan(&unreplicated).plan };
+        let pipeline = pipeline(&plan).unwrap();
         let count = StepCount { minibatches: 1, microbatches: 16 };
-        let program = schedule(generated(kind).unwrap(), &shape, count).unwrap();
-        let found = simulate(&program, &shape, &Machine::of(&shape)).unwrap().makespan;
-        let off = (plan.predicted.step_us - found).abs() / found;
-        assert!(off < 0.08, "{}: {} predicted, {found} simulated", kind.name(), plan.predicted.step_us);
+        let program = schedule(generated(kind).unwrap(), &pipeline, count).unwrap();
+        let simulated_us = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap().makespan;
+        let error = (plan.predicted.step_us - simulated_us).abs() / simulated_us;
+        assert!(error < 0.08, "{}: {} predicted, {simulated_us} simulated", kind.name(), plan.predicted.step_us);
     }
 }
 
@@ -105,33 +108,33 @@ fn chunks_of_one_rank_share_its_memory() {
     for kind in KINDS {
         let mut problem = problem(chain(&[60.0; 24], 10), "3:1GB/s", kind, 2, 6);
         problem.constraints.no_replication = true;
-        let free = planned(&problem).plan;
-        let mut held: BTreeMap<&[u32], u64> = BTreeMap::new();
-        free.stages.iter().for_each(|stage| *held.entry(&stage.devices).or_default() += stage.memory.total);
-        let most = held.into_values().max().unwrap();
-        problem.memory_limit = Some(Bytes(most));
-        assert_eq!(planned(&problem).plan.stages.len(), free.stages.len());
+        let unlimited = make_plan(&problem).plan;
+        let mut bytes: BTreeMap<&[u32], u64> = BTreeMap::new();
+        unlimited.stages.iter().for_each(|stage| *bytes.entry(&stage.devices).or_default() += stage.memory.total);
+        let peak = bytes.into_values().max().unwrap();
+        problem.memory_limit = Some(Bytes(peak));
+        assert_eq!(make_plan(&problem).plan.stages.len(), unlimited.stages.len());
         // Slightly less memory requires recomputation; very little is infeasible.
-        problem.memory_limit = Some(Bytes(most - 1));
-        assert!(planned(&problem).plan.stages.iter().any(|stage| stage.recompute));
+        problem.memory_limit = Some(Bytes(peak - 1));
+        assert!(make_plan(&problem).plan.stages.iter().any(|stage| stage.recompute));
         problem.memory_limit = Some(Bytes(5000));
-        let refused = plan(&problem, &PlannerOptions::default()).unwrap_err();
-        let PlanError::Infeasible { smallest_limit, .. } = refused else { panic!("{refused}") };
+        let error = plan(&problem, &PlannerOptions::default()).unwrap_err();
+        let PlanError::Infeasible { smallest_limit, .. } = error else { panic!("{error}") };
         problem.memory_limit = Some(Bytes(smallest_limit));
-        planned(&problem);
+        make_plan(&problem);
     }
 }
 
 #[test]
 fn incompatible_settings_are_reported() {
-    let plan_error = |problem: &Problem| plan(problem, &PlannerOptions::default()).unwrap_err().to_string();
+    let error_of = |problem: &Problem| plan(problem, &PlannerOptions::default()).unwrap_err().to_string();
     let graph = || chain(&[1.0; 12], 1);
-    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::OneFOneB, 2, 4)).contains("interleaved"));
-    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::Zbv, 3, 4)).contains('2'));
-    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::Interleaved, 9, 4)).contains("9 stages"));
+    assert!(error_of(&problem(graph(), "4:1GB/s", Schedule::OneFOneB, 2, 4)).contains("interleaved"));
+    assert!(error_of(&problem(graph(), "4:1GB/s", Schedule::Zbv, 3, 4)).contains('2'));
+    assert!(error_of(&problem(graph(), "4:1GB/s", Schedule::Interleaved, 9, 4)).contains("9 stages"));
     let mut unequal = problem(graph(), "4:1GB/s", Schedule::Interleaved, 2, 4);
     unequal.constraints.replicas = Some(vec![1, 1, 2, 1]);
-    assert!(plan_error(&unequal).contains("equal numbers"));
+    assert!(error_of(&unequal).contains("equal numbers"));
     unequal.constraints.replicas = Some(vec![2, 2, 2, 2]);
-    assert_eq!(planned(&unequal).plan.stages.len(), 4);
+    assert_eq!(make_plan(&unequal).plan.stages.len(), 4);
 }

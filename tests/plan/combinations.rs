@@ -41,7 +41,7 @@ use std::path::Path;
 const STEPS: u32 = 10;
 const MICROBATCHES: u32 = 4;
 const WORKERS: u32 = 8;
-const TRAINS: Trains = Trains::Loss(Loss::CrossEntropy, None);
+const TRAINING: Trains = Trains::Loss(Loss::CrossEntropy, None);
 
 /// `[steps, batch, …]` as `[steps·batch, …]`.
 fn rows(t: &Tensor) -> Tensor {
@@ -50,7 +50,7 @@ fn rows(t: &Tensor) -> Tensor {
     t.reshaped(shape).unwrap()
 }
 
-struct Set {
+struct ParityCase {
     model: Model,
     /// The model at micro-batch size, and its costs.
     graph: Graph,
@@ -62,7 +62,7 @@ struct Set {
     dims: BTreeMap<String, i64>,
     optimizer: Optimizer,
     order: (Schedule, Schedule),
-    want: Vec<f64>,
+    expected_losses: Vec<f64>,
 }
 
 fn group(devices: u32) -> Machine {
@@ -78,13 +78,13 @@ fn group(devices: u32) -> Machine {
 }
 
 /// A parity model; `microbatches` splits its minibatches.
-fn set(root: &Path, name: &str, microbatches: u32) -> Set {
+fn parity_case(root: &Path, name: &str, microbatches: u32) -> ParityCase {
     let folder = root.join(name);
     let model = load(&folder.join("model.onnx"), &Options::default()).unwrap();
     let inputs = arrays(&folder.join("inputs.npz"));
     let batch = inputs["x"].shape()[1];
-    let mut all: BTreeMap<String, Tensor> = inputs.iter().map(|(k, v)| (k.clone(), rows(v))).collect();
-    all.insert("target".into(), rows(&arrays(&folder.join("targets.npz"))["target"]));
+    let mut arrays_by_name: BTreeMap<String, Tensor> = inputs.iter().map(|(k, v)| (k.clone(), rows(v))).collect();
+    arrays_by_name.insert("target".into(), rows(&arrays(&folder.join("targets.npz"))["target"]));
     let meta: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(folder.join("meta.json")).unwrap()).unwrap();
     let learning_rate = meta["lr"].as_f64().unwrap_or(0.05) / 5.0;
@@ -92,10 +92,10 @@ fn set(root: &Path, name: &str, microbatches: u32) -> Set {
     let Batch::Symbol { name: symbol, .. } = &model.batch else { panic!("the batch is fixed: {:?}", model.batch) };
     let dims = BTreeMap::from([(symbol.clone(), (batch / microbatches as usize) as i64)]);
     let graph = bind(&model.graph, &dims).unwrap();
-    let attribution = attribute(&graph, TRAINS).unwrap();
+    let attribution = attribute(&graph, TRAINING).unwrap();
     let mut costs = cost_graph(&graph, &attribution);
-    let known = ProfiledModel { file: String::new(), sha256: String::new(), ops: 0 };
-    let subject = Subject { model: known, micro_batch: 1, loss: None };
+    let profiled_model = ProfiledModel { file: String::new(), sha256: String::new(), ops: 0 };
+    let subject = Subject { model: profiled_model, micro_batch: 1, loss: None };
     fill(&mut costs, &analytic::profile(&graph, &attribution, &group(1).device, &subject), None).unwrap();
     // Kernel scratch, which the analytic profile does not contain.
     for (op, bytes) in costs.ops.iter_mut().zip(scratch(&attribution)) {
@@ -106,9 +106,21 @@ fn set(root: &Path, name: &str, microbatches: u32) -> Set {
         Weight::Missing { path } => panic!("no weights at {path}"),
     });
     let weights = weights.collect();
-    let want = arrays(&folder.join("expected.npz"))["loss64_sgd_m09_micro4"].to_f64();
+    let expected_losses = arrays(&folder.join("expected.npz"))["loss64_sgd_m09_micro4"].to_f64();
     let (optimizer, order) = (Optimizer::from(rule), (Schedule::OneFOneB, Schedule::OneFOneB));
-    Set { model, graph, costs, arrays: all, weights, batch, microbatches, dims, optimizer, order, want }
+    ParityCase {
+        model,
+        graph,
+        costs,
+        arrays: arrays_by_name,
+        weights,
+        batch,
+        microbatches,
+        dims,
+        optimizer,
+        order,
+        expected_losses,
+    }
 }
 
 /// Tensor-parallel degree, ZeRO level, replicas and stages.
@@ -121,47 +133,49 @@ struct Combination {
 }
 
 fn combinations() -> Vec<Combination> {
-    let mut all = Vec::new();
+    let mut combinations = Vec::new();
     for degree in [1, 2, 4] {
         for replicas in [1, 2, 4] {
             for stages in [1, 2].into_iter().filter(|stages| degree * replicas * stages <= WORKERS) {
-                let most = if replicas > 1 { MOST } else { 0 };
-                all.extend((0..=most).map(|zero| Combination { degree, zero, replicas, stages }));
+                let max_zero = if replicas > 1 { MOST } else { 0 };
+                combinations.extend((0..=max_zero).map(|zero| Combination { degree, zero, replicas, stages }));
             }
         }
     }
-    all
+    combinations
 }
 
-impl Set {
-    fn plan(&self, of: Combination) -> Option<Plan> {
-        let levels = levels(&format!("{}:100GB/s", of.degree * of.replicas * of.stages)).unwrap();
+impl ParityCase {
+    fn plan(&self, combination: Combination) -> Option<Plan> {
+        let levels =
+            levels(&format!("{}:100GB/s", combination.degree * combination.replicas * combination.stages)).unwrap();
         let mut problem = Problem::new(self.costs.clone(), levels, CostModel::Pipec);
         problem.cluster.device = group(1).device;
         (problem.schedule, problem.microbatches) = (self.order.0, self.microbatches);
-        (problem.zero, problem.optimizer_state) = (of.zero, 1.0);
+        (problem.zero, problem.optimizer_state) = (combination.zero, 1.0);
         problem.recompute = Recomputation::Never;
-        problem.constraints.replicas = Some(vec![of.replicas; of.stages as usize]);
-        if of.degree > 1 {
-            problem.shared = vec![shared_costs(&self.graph, TRAINS, &self.costs, &group(of.degree)).unwrap()];
+        problem.constraints.replicas = Some(vec![combination.replicas; combination.stages as usize]);
+        if combination.degree > 1 {
+            problem.shared =
+                vec![shared_costs(&self.graph, TRAINING, &self.costs, &group(combination.degree)).unwrap()];
             problem.constraints.tensor = true;
         }
         match plan(&problem, &PlannerOptions::default()) {
             Ok(planned) => Some(planned.plan),
             // Tensors must be unsharded at every cut, which is not possible everywhere.
-            Err(error) if of.degree > 1 && error.to_string().contains("stages are requested") => None,
-            Err(error) => panic!("{of:?}: {error}"),
+            Err(error) if combination.degree > 1 && error.to_string().contains("stages are requested") => None,
+            Err(error) => panic!("{combination:?}: {error}"),
         }
     }
 
     /// Gradient bytes of parameters with several users.
-    fn tied(&self) -> u64 {
+    fn tied_gradient_bytes(&self) -> u64 {
         let tied = self.costs.params.iter().filter(|param| param.users.len() > 1);
         tied.map(|param| param.sum_bytes).sum()
     }
 
     /// Trains ten steps by a plan; also returns the arena sizes of its stages.
-    fn trained(&self, plan: &Plan) -> (Trained, Vec<u64>) {
+    fn train_plan(&self, plan: &Plan) -> (Trained, Vec<u64>) {
         let mut stages = vec![0; self.costs.ops.len()];
         for stage in &plan.stages {
             stage.op_ids().for_each(|op| stages[op as usize] = stage.id.index());
@@ -198,42 +212,56 @@ impl Set {
 #[test]
 fn all_go_together() {
     let Some(root) = data("parity") else { return };
-    let (mut all, mut near) = (0, 0);
+    let (mut stage_count, mut close_count) = (0, 0);
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
-        let set = set(&root, name, MICROBATCHES);
-        for of in combinations() {
-            let Some(plan) = set.plan(of) else {
-                println!("{name} {of:?}: no such cut");
+        let case = parity_case(&root, name, MICROBATCHES);
+        for combination in combinations() {
+            let Some(plan) = case.plan(combination) else {
+                println!("{name} {combination:?}: no such cut");
                 continue;
             };
-            assert_eq!(plan.stages.len(), of.stages as usize, "{name} {of:?}");
+            assert_eq!(plan.stages.len(), combination.stages as usize, "{name} {combination:?}");
             for stage in &plan.stages {
-                assert_eq!((stage.replicas, stage.degree(), stage.zero), (of.replicas, of.degree, of.zero), "{name}");
+                assert_eq!(
+                    (stage.replicas, stage.degree(), stage.zero),
+                    (combination.replicas, combination.degree, combination.zero),
+                    "{name}"
+                );
             }
-            let (trained, arenas) = set.trained(&plan);
-            assert_eq!(trained.losses.len(), set.want.len());
-            let errors = trained.losses.iter().zip(&set.want).map(|(got, want)| (got - want).abs() / want.abs());
-            let worst = errors.fold(0.0, f64::max);
-            println!("{name} {of:?}: {worst:.1e}");
-            assert!(worst <= 1e-5, "{name} {of:?}: {worst:.1e}");
-            let held =
-                trained.peak_memory_bytes.chunks(of.replicas as usize).map(|of_stage| of_stage.iter().max().unwrap());
-            for ((stage, held), arena) in plan.stages.iter().zip(held).zip(arenas) {
-                let said = stage.memory.total;
-                let message = format!("stage {} holds {held} B of {said} planned", stage.id.0);
+            let (trained, arenas) = case.train_plan(&plan);
+            assert_eq!(trained.losses.len(), case.expected_losses.len());
+            let errors = trained
+                .losses
+                .iter()
+                .zip(&case.expected_losses)
+                .map(|(actual, expected)| (actual - expected).abs() / expected.abs());
+            let max_error = errors.fold(0.0, f64::max);
+            println!("{name} {combination:?}: {max_error:.1e}");
+            assert!(max_error <= 1e-5, "{name} {combination:?}: {max_error:.1e}");
+            let peak_bytes = trained
+                .peak_memory_bytes
+                .chunks(combination.replicas as usize)
+                .map(|of_stage| of_stage.iter().max().unwrap());
+            for ((stage, peak_bytes), arena) in plan.stages.iter().zip(peak_bytes).zip(arenas) {
+                let planned_bytes = stage.memory.total;
+                let message = format!("stage {} holds {peak_bytes} B of {planned_bytes} planned", stage.id.0);
                 let arenas = format!("an arena of {arena} B of {}", stage.memory.workspace);
-                println!("  {message}, {arenas}: {:.3}", *held as f64 / said as f64);
+                println!("  {message}, {arenas}: {:.3}", *peak_bytes as f64 / planned_bytes as f64);
                 // On models this small, arena sizes are planned less accurately than replicated state. Planned memory
                 // need not be used at one time: terms of one parameter are added when nothing else is allocated.
-                let known = said - stage.memory.workspace + arena;
-                let expected = (known - set.tied()) / 100 * 95..=known.max(said) / 100 * 105;
-                assert!(expected.contains(held), "{name} {of:?}: {message}, {known} with its arena");
-                all += 1;
-                near += u32::from(held.abs_diff(said) <= said / 20);
+                let expected_bytes = planned_bytes - stage.memory.workspace + arena;
+                let expected = (expected_bytes - case.tied_gradient_bytes()) / 100 * 95
+                    ..=expected_bytes.max(planned_bytes) / 100 * 105;
+                assert!(
+                    expected.contains(peak_bytes),
+                    "{name} {combination:?}: {message}, {expected_bytes} with its arena"
+                );
+                stage_count += 1;
+                close_count += u32::from(peak_bytes.abs_diff(planned_bytes) <= planned_bytes / 20);
             }
         }
     }
-    println!("{near} of {all} stages hold what was planned, within 5 %");
+    println!("{close_count} of {stage_count} stages hold what was planned, within 5 %");
     // The others use less: a group splits tensors that the plan of a whole op does not. Also, without AVX-512,
     // convolutions have matrices of patches, and without panels, large transposed operands are copied. Shards are too
     // small for these, but plans include them.
@@ -245,7 +273,7 @@ fn all_go_together() {
     } else {
         65
     };
-    assert!(near * 100 >= all * share, "{near} of {all}");
+    assert!(close_count * 100 >= stage_count * share, "{close_count} of {stage_count}");
 }
 
 /// Without a flush, a replica accumulates a round's gradients while others are at the previous one.
@@ -258,18 +286,21 @@ fn two_rounds_are_open_without_a_flush() {
         ((Schedule::OneFOneBRr, Schedule::OneFOneBRr), 1),
     ];
     for (order, microbatches) in orders {
-        let set = Set { order, ..set(&root, "gpt", microbatches) };
+        let case = ParityCase { order, ..parity_case(&root, "gpt", microbatches) };
         for zero in 0..=MOST {
-            let of = Combination { degree: 1, zero, replicas: 2, stages: 2 };
-            let plan = set.plan(of).unwrap();
-            let (trained, _) = set.trained(&plan);
-            for (stage, held) in plan.stages.iter().zip(trained.peak_memory_bytes.chunks(2)) {
-                let (held, said) = (held.iter().max().unwrap(), stage.memory.total);
-                let message = format!("{:?} {of:?}: stage {} holds {held} B of {said} planned", order.1, stage.id.0);
-                println!("{message}: {:.3}", *held as f64 / said as f64);
+            let combination = Combination { degree: 1, zero, replicas: 2, stages: 2 };
+            let plan = case.plan(combination).unwrap();
+            let (trained, _) = case.train_plan(&plan);
+            for (stage, peak_bytes) in plan.stages.iter().zip(trained.peak_memory_bytes.chunks(2)) {
+                let (peak_bytes, planned_bytes) = (peak_bytes.iter().max().unwrap(), stage.memory.total);
+                let message = format!(
+                    "{:?} {combination:?}: stage {} holds {peak_bytes} B of {planned_bytes} planned",
+                    order.1, stage.id.0
+                );
+                println!("{message}: {:.3}", *peak_bytes as f64 / planned_bytes as f64);
                 // Thread scheduling determines how far replicas drift apart, and how much of two rounds is allocated at
                 // once.
-                assert!((said / 100 * 75..=said / 100 * 105).contains(held), "{message}");
+                assert!((planned_bytes / 100 * 75..=planned_bytes / 100 * 105).contains(peak_bytes), "{message}");
             }
         }
     }
@@ -281,16 +312,16 @@ fn two_rounds_are_open_without_a_flush() {
 fn sums_of_shared_parameters_are_planned_while_they_wait() {
     let Some(root) = data("parity") else { return };
     let order = (Schedule::OneFOneBRr, Schedule::OneFOneBRr);
-    let set = Set { order, ..set(&root, "gpt", 1) };
+    let case = ParityCase { order, ..parity_case(&root, "gpt", 1) };
     for stages in 2..=4 {
-        let plan = set.plan(Combination { degree: 1, zero: 0, replicas: 1, stages }).unwrap();
-        let (trained, _) = set.trained(&plan);
-        for (stage, held) in plan.stages.iter().zip(&trained.peak_memory_bytes) {
-            let said = stage.memory.total;
-            println!("stage {} of {stages} holds {held} B of {said} planned", stage.id.0);
+        let plan = case.plan(Combination { degree: 1, zero: 0, replicas: 1, stages }).unwrap();
+        let (trained, _) = case.train_plan(&plan);
+        for (stage, peak_bytes) in plan.stages.iter().zip(&trained.peak_memory_bytes) {
+            let planned_bytes = stage.memory.total;
+            println!("stage {} of {stages} holds {peak_bytes} B of {planned_bytes} planned", stage.id.0);
             // Middle stages may have less in flight than allowed; the last one may have its own arena.
-            let least = if [0, stages - 1].contains(&stage.id.0) { said / 100 * 90 } else { 0 };
-            assert!((least..=said / 100 * 105).contains(held), "stage {} of {stages}", stage.id.0);
+            let min_bytes = if [0, stages - 1].contains(&stage.id.0) { planned_bytes / 100 * 90 } else { 0 };
+            assert!((min_bytes..=planned_bytes / 100 * 105).contains(peak_bytes), "stage {} of {stages}", stage.id.0);
         }
     }
 }

@@ -72,28 +72,29 @@ fn instance_with_hosts(random: &mut Random) -> Placement {
 /// The minimum load over all assignments, and over those whose devices can be ordered along all forward edges.
 fn exhaustive(placement: &Placement) -> (f64, f64) {
     let (nodes, devices) = (placement.nodes.len(), placement.devices + placement.hosts);
-    let (mut any, mut ordered) = (f64::INFINITY, f64::INFINITY);
+    let (mut best_anywhere, mut best_ordered) = (f64::INFINITY, f64::INFINITY);
     'all: for number in 0..u64::from(devices).pow(nodes as u32) {
         let device_of: Vec<u32> =
             (0..nodes as u32).map(|node| (number / u64::from(devices).pow(node) % u64::from(devices)) as u32).collect();
         let mut bytes = vec![0.0; devices as usize];
         for (a, &device) in placement.nodes.iter().zip(&device_of) {
             bytes[device as usize] += if placement.is_host(device) { 0.0 } else { a.bytes };
-            let apart = |b: &Node, other: u32| a.colour.is_some() && a.colour == b.colour && device != other;
-            if placement.nodes.iter().zip(&device_of).any(|(b, &other)| apart(b, other)) {
+            let are_separated =
+                |b: &Node, other_device: u32| a.colour.is_some() && a.colour == b.colour && device != other_device;
+            if placement.nodes.iter().zip(&device_of).any(|(b, &other_device)| are_separated(b, other_device)) {
                 continue 'all;
             }
         }
         if bytes.iter().any(|&bytes| bytes > placement.bytes_per_device) {
             continue;
         }
-        let worst = placement.loads(&device_of, devices as usize).into_iter().fold(0.0, f64::max);
-        any = any.min(worst);
+        let max_load = placement.loads(&device_of, devices as usize).into_iter().fold(0.0, f64::max);
+        best_anywhere = best_anywhere.min(max_load);
         if is_ordered(placement, &device_of) {
-            ordered = ordered.min(worst);
+            best_ordered = best_ordered.min(max_load);
         }
     }
-    (any, ordered)
+    (best_anywhere, best_ordered)
 }
 
 /// True if the forward edges between devices form no cycle.
@@ -118,56 +119,63 @@ fn is_ordered(placement: &Placement, device_of: &[u32]) -> bool {
 
 #[test]
 fn contiguous_is_the_best_of_all_pipelines() {
-    let (mut anywhere_best, mut fits) = (0, 0);
+    let (mut optimal_anywhere, mut feasible) = (0, 0);
     for seed in 1..=400 {
         let placement = instance(&mut Random(seed * 7919));
-        let (any, ordered) = exhaustive(&placement);
-        let found = solve(&placement, &Request::default());
-        let Ok(plan) = found else {
-            assert!(matches!(found, Err(SolveError::Infeasible { .. })), "seed {seed}: {found:?}");
-            assert!(ordered.is_infinite(), "seed {seed}: {ordered} was not found");
+        let (best_anywhere, best_ordered) = exhaustive(&placement);
+        let result = solve(&placement, &Request::default());
+        let Ok(plan) = result else {
+            assert!(matches!(result, Err(SolveError::Infeasible { .. })), "seed {seed}: {result:?}");
+            assert!(best_ordered.is_infinite(), "seed {seed}: {best_ordered} was not found");
             continue;
         };
-        fits += 1;
-        assert_eq!(plan.predicted.minibatch_us, ordered, "seed {seed}");
-        assert!(plan.proven_optimal && plan.lower_bound_us == ordered, "seed {seed}");
-        let freely = solve(&placement, &Request { anywhere: true, ..Request::default() }).expect("it has a start");
-        assert!(freely.predicted.minibatch_us >= any && freely.lower_bound_us <= any, "seed {seed}");
-        assert!(freely.predicted.minibatch_us <= ordered, "seed {seed}");
-        anywhere_best += u32::from(freely.predicted.minibatch_us == any);
+        feasible += 1;
+        assert_eq!(plan.predicted.minibatch_us, best_ordered, "seed {seed}");
+        assert!(plan.proven_optimal && plan.lower_bound_us == best_ordered, "seed {seed}");
+        let noncontiguous =
+            solve(&placement, &Request { anywhere: true, ..Request::default() }).expect("it has a start");
+        assert!(
+            noncontiguous.predicted.minibatch_us >= best_anywhere && noncontiguous.lower_bound_us <= best_anywhere,
+            "seed {seed}"
+        );
+        assert!(noncontiguous.predicted.minibatch_us <= best_ordered, "seed {seed}");
+        optimal_anywhere += u32::from(noncontiguous.predicted.minibatch_us == best_anywhere);
     }
-    assert!(fits > 200 && anywhere_best * 100 >= fits * 97, "{anywhere_best} of {fits}");
+    assert!(feasible > 200 && optimal_anywhere * 100 >= feasible * 97, "{optimal_anywhere} of {feasible}");
 }
 
 #[test]
 fn pipelines_with_hosts_are_the_best_of_all() {
-    let (mut on_hosts, mut anywhere_best, mut only) = (0, 0, 0);
+    let (mut on_hosts, mut optimal_anywhere, mut host_only) = (0, 0, 0);
     let runs = 400;
     for seed in 1..=runs {
         let placement = instance_with_hosts(&mut Random(seed * 7919));
-        let (any, ordered) = exhaustive(&placement);
+        let (best_anywhere, best_ordered) = exhaustive(&placement);
         let model = PlannedModel { ops: placement.nodes.len() as u64, ..PlannedModel::default() };
         let plan = solve(&placement, &Request { model, ..Request::default() }).expect("a host holds everything");
-        assert_eq!(plan.predicted.minibatch_us, ordered, "seed {seed}");
-        assert!(plan.proven_optimal && plan.lower_bound_us == ordered, "seed {seed}");
-        assert!(placement.lower_bound() <= any * (1.0 + 1e-12), "seed {seed}");
+        assert_eq!(plan.predicted.minibatch_us, best_ordered, "seed {seed}");
+        assert!(plan.proven_optimal && plan.lower_bound_us == best_ordered, "seed {seed}");
+        assert!(placement.lower_bound() <= best_anywhere * (1.0 + 1e-12), "seed {seed}");
         assert_eq!(sound(&plan), Ok(()), "seed {seed}");
         assert_eq!(figures(&plan), [], "seed {seed}");
         on_hosts += u32::from(plan.stages.iter().any(|stage| stage.devices[0] >= placement.devices));
-        only += u32::from(placement.nodes.iter().any(|node| node.time.is_infinite()));
-        let without = Placement { hosts: 0, ..placement.clone() };
+        host_only += u32::from(placement.nodes.iter().any(|node| node.time.is_infinite()));
+        let without_hosts = Placement { hosts: 0, ..placement.clone() };
         if !placement.nodes.iter().any(|node| node.time.is_infinite())
-            && let Ok(without) = solve(&without, &Request::default())
+            && let Ok(without_hosts) = solve(&without_hosts, &Request::default())
         {
-            assert!(without.predicted.minibatch_us >= ordered, "seed {seed}");
+            assert!(without_hosts.predicted.minibatch_us >= best_ordered, "seed {seed}");
         }
-        let freely = solve(&placement, &Request { anywhere: true, ..Request::default() }).unwrap();
-        assert!(freely.predicted.minibatch_us >= any && freely.lower_bound_us <= any, "seed {seed}");
-        assert!(freely.predicted.minibatch_us <= ordered, "seed {seed}");
-        anywhere_best += u32::from(freely.predicted.minibatch_us == any);
+        let noncontiguous = solve(&placement, &Request { anywhere: true, ..Request::default() }).unwrap();
+        assert!(
+            noncontiguous.predicted.minibatch_us >= best_anywhere && noncontiguous.lower_bound_us <= best_anywhere,
+            "seed {seed}"
+        );
+        assert!(noncontiguous.predicted.minibatch_us <= best_ordered, "seed {seed}");
+        optimal_anywhere += u32::from(noncontiguous.predicted.minibatch_us == best_anywhere);
     }
-    assert!(on_hosts > 100 && only > 50, "{on_hosts} {only}");
-    assert!(u64::from(anywhere_best) * 100 >= runs * 97, "{anywhere_best} of {runs}");
+    assert!(on_hosts > 100 && host_only > 50, "{on_hosts} {host_only}");
+    assert!(u64::from(optimal_anywhere) * 100 >= runs * 97, "{optimal_anywhere} of {runs}");
 }
 
 #[test]
@@ -187,32 +195,32 @@ fn the_checker_knows_hosts() {
     assert_eq!(plan.predicted.minibatch_us, 6.0);
     assert_eq!(plan.stages.iter().map(|stage| stage.devices[0]).collect::<Vec<_>>(), [0, 2, 1]);
     assert_eq!(check(&placement, &plan), Ok(6.0));
-    let mut other = plan.clone();
-    other.stages[1].devices = vec![1];
-    other.stages[2].devices = vec![2];
-    let faults = check(&placement, &other).unwrap_err();
+    let mut changed = plan.clone();
+    changed.stages[1].devices = vec![1];
+    changed.stages[2].devices = vec![2];
+    let faults = check(&placement, &changed).unwrap_err();
     assert!(faults.iter().any(|fault| fault.to_string().contains("runs on hosts only")), "{faults:?}");
     assert!(check(&Placement { hosts: 0, ..placement }, &plan).is_err());
     // The plan's own figures: a host with too long a time.
-    let mut other = plan;
-    other.stages[1].fwd_us = 7.0;
-    assert!(!figures(&other).is_empty());
+    let mut changed = plan;
+    changed.stages[1].fwd_us = 7.0;
+    assert!(!figures(&changed).is_empty());
 }
 
 #[test]
 fn the_smallest_limit_does_and_less_does_not() {
-    let mut refused = 0;
+    let mut infeasible = 0;
     for seed in 1..=200 {
         let mut placement = instance(&mut Random(seed * 104_729));
         placement.bytes_per_device = 3.0;
         let Err(SolveError::Infeasible { smallest, .. }) = solve(&placement, &Request::default()) else { continue };
-        refused += 1;
+        infeasible += 1;
         placement.bytes_per_device = smallest as f64;
         assert!(solve(&placement, &Request::default()).is_ok(), "seed {seed}");
         placement.bytes_per_device = smallest as f64 - 1.0;
         assert!(solve(&placement, &Request::default()).is_err(), "seed {seed}");
     }
-    assert!(refused > 50, "{refused}");
+    assert!(infeasible > 50, "{infeasible}");
 }
 
 /// Proven by search over all closed sets. A lower published optimum also uses a CPU.
@@ -246,10 +254,10 @@ fn published_instances_with_their_cpu() {
         let text = std::fs::read_to_string(folder.join(format!("{name}.json"))).unwrap();
         let placement = read_with_hosts(&text).unwrap();
         let plan = solve(&placement, &Request::default()).unwrap();
-        let found = plan.predicted.minibatch_us;
-        println!("{name}: {found}, published {load}, proven {}", plan.proven_optimal);
+        let minibatch_us = plan.predicted.minibatch_us;
+        println!("{name}: {minibatch_us}, published {load}, proven {}", plan.proven_optimal);
         // The published figures have six digits.
-        assert!((found - load).abs() <= load * 5e-6, "{name}: {found}, {load} is published");
+        assert!((minibatch_us - load).abs() <= load * 5e-6, "{name}: {minibatch_us}, {load} is published");
         assert!(plan.proven_optimal, "{name}");
     }
 }

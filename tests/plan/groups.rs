@@ -38,42 +38,43 @@ use std::fs;
 use std::path::Path;
 
 /// Tensor-parallel costs: each op gets faster, or not.
-fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> TensorParallelCosts {
-    let mut shared = graph.clone();
-    let mut meetings = Vec::new();
-    for op in &mut shared.ops {
-        let gain = 1.0 + (f64::from(devices) - 1.0) * random.below(5) as f64 / 4.0;
-        let meeting = random.below(30) as f64;
-        (op.fwd_us, op.bwd_us) = (op.fwd_us / gain + meeting, op.bwd_us / gain + meeting);
-        op.weight_grad_us = op.weight_grad_us.map(|us| us / gain);
+fn group_costs(graph: &CostGraph, devices: u32, random: &mut Random) -> TensorParallelCosts {
+    let mut graph_costs = graph.clone();
+    let mut collectives = Vec::new();
+    for op in &mut graph_costs.ops {
+        let speedup = 1.0 + (f64::from(devices) - 1.0) * random.below(5) as f64 / 4.0;
+        let collective = random.below(30) as f64;
+        (op.fwd_us, op.bwd_us) = (op.fwd_us / speedup + collective, op.bwd_us / speedup + collective);
+        op.weight_grad_us = op.weight_grad_us.map(|us| us / speedup);
         op.saved_bytes /= 1 + random.below(u64::from(devices));
-        meetings.push([meeting; 2]);
+        collectives.push([collective; 2]);
     }
-    for param in &mut shared.params {
+    for param in &mut graph_costs.params {
         param.bytes /= if random.below(3) > 0 { u64::from(devices) } else { 1 };
     }
-    TensorParallelCosts { devices, graph: shared, meetings, ..TensorParallelCosts::default() }
+    TensorParallelCosts { devices, graph: graph_costs, meetings: collectives, ..TensorParallelCosts::default() }
 }
 
 /// The minimum time over linear stage cuts, replica counts and degrees.
-fn least(problem: &Problem, template: &Plan) -> f64 {
+fn min_minibatch_us(problem: &Problem, template: &Plan) -> f64 {
     let ops = problem.graph.ops.len() as u32;
-    let (all, unit) = (problem.cluster.devices(), problem.cluster.levels[0].count);
+    let (devices, unit_size) = (problem.cluster.devices(), problem.cluster.levels[0].count);
     let mut best = f64::INFINITY;
     for degree in std::iter::once(1).chain(problem.shared.iter().map(|costs| costs.devices)) {
-        if !unit.is_multiple_of(degree) {
+        if !unit_size.is_multiple_of(degree) {
             continue;
         }
-        let (groups, offsets) = (all / degree, if problem.cluster.levels.len() > 1 { unit / degree } else { 1 });
-        for first in 0..offsets {
+        let (groups, offsets) =
+            (devices / degree, if problem.cluster.levels.len() > 1 { unit_size / degree } else { 1 });
+        for offset in 0..offsets {
             let mut stages = Vec::new();
-            extend(problem, template, [degree, groups, ops], [0, first], &mut stages, &mut best);
+            extend_stages(problem, template, [degree, groups, ops], [0, offset], &mut stages, &mut best);
         }
     }
     best
 }
 
-fn extend(
+fn extend_stages(
     problem: &Problem,
     template: &Plan,
     [degree, groups, ops]: [u32; 3],
@@ -90,7 +91,7 @@ fn extend(
     }
     for end in op + 1..=ops {
         for replicas in 1..=groups.saturating_sub(group) {
-            let place = template.stages[0].hierarchy[0];
+            let level_placement = template.stages[0].hierarchy[0];
             stages.push(Stage {
                 id: StageId(stages.len() as u32),
                 ops: vec![(op, end)],
@@ -98,10 +99,10 @@ fn extend(
                 tensor_degree: Some(degree).filter(|degree| *degree > 1),
                 devices: (group * degree..(group + replicas) * degree).collect(),
                 recompute: false,
-                hierarchy: vec![LevelPlacement { replicas, ..place }],
+                hierarchy: vec![LevelPlacement { replicas, ..level_placement }],
                 ..template.stages[0].clone()
             });
-            extend(problem, template, [degree, groups, ops], [end, group + replicas], stages, best);
+            extend_stages(problem, template, [degree, groups, ops], [end, group + replicas], stages, best);
             stages.pop();
         }
     }
@@ -109,7 +110,7 @@ fn extend(
 
 #[test]
 fn no_cuts_replicas_and_groups_are_better_than_the_plan() {
-    let (mut shared, mut alone) = (0, 0);
+    let (mut group_count, mut single_count) = (0, 0);
     for seed in 0..60 {
         let mut random = Random(seed);
         // A chain, whose closed sets are its prefixes.
@@ -126,26 +127,30 @@ fn no_cuts_replicas_and_groups_are_better_than_the_plan() {
         problem.cluster.levels.iter_mut().for_each(|level| level.latency.0 = random.below(3) as f64 * 1e-6);
         (problem.schedule, problem.microbatches) =
             [(Schedule::OneFOneBRr, 1), (Schedule::OneFOneB, 4), (Schedule::TwoBw, 6)][random.below(3) as usize];
-        problem.shared = [2, 4].map(|devices| on_groups(&problem.graph, devices, &mut random)).into();
+        problem.shared = [2, 4].map(|devices| group_costs(&problem.graph, devices, &mut random)).into();
         let options = PlannerOptions { partitioner: Partitioner::Exhaustive, ..PlannerOptions::default() };
-        let found = plan(&problem, &options).unwrap().plan;
-        let best = least(&problem, &found);
+        let exhaustive_plan = plan(&problem, &options).unwrap().plan;
+        let best = min_minibatch_us(&problem, &exhaustive_plan);
         let message = format!("seed {seed}, {spec}, {:?}", problem.schedule);
         assert!(
-            (found.predicted.minibatch_us - best).abs() <= 1e-9 * best,
+            (exhaustive_plan.predicted.minibatch_us - best).abs() <= 1e-9 * best,
             "{message}: {:?}, least {best}",
-            found.predicted
+            exhaustive_plan.predicted
         );
-        assert!(found.lower_bound_us <= best * (1.0 + 1e-9), "{message}");
-        check(&problem, &found).unwrap();
-        match found.stages[0].degree() {
-            1 => alone += 1,
-            _ => shared += 1,
+        assert!(exhaustive_plan.lower_bound_us <= best * (1.0 + 1e-9), "{message}");
+        check(&problem, &exhaustive_plan).unwrap();
+        match exhaustive_plan.stages[0].degree() {
+            1 => single_count += 1,
+            _ => group_count += 1,
         }
-        let ours = plan(&problem, &PlannerOptions::default()).unwrap().plan;
-        assert!(ours.predicted.minibatch_us <= best * (1.0 + 1e-9), "{message}: {:?}, least {best}", ours.predicted);
+        let pipec_plan = plan(&problem, &PlannerOptions::default()).unwrap().plan;
+        assert!(
+            pipec_plan.predicted.minibatch_us <= best * (1.0 + 1e-9),
+            "{message}: {:?}, least {best}",
+            pipec_plan.predicted
+        );
     }
-    assert!(shared > 5 && alone > 5, "{shared} plans of groups, {alone} of single devices");
+    assert!(group_count > 5 && single_count > 5, "{group_count} plans of groups, {single_count} of single devices");
 }
 
 #[test]
@@ -161,14 +166,14 @@ fn random_models_on_random_levels_pass_their_judge() {
             [Schedule::OneFOneB, Schedule::OneFOneBRr, Schedule::Interleaved, Schedule::ZbH1][random.below(4) as usize];
         problem.chunks = if problem.schedule.has_chunks() { 2 } else { 1 };
         problem.microbatches = if problem.schedule.is_round_robin() { 1 } else { 8 };
-        problem.shared = [2, 4].map(|devices| on_groups(&problem.graph, devices, &mut random)).into();
+        problem.shared = [2, 4].map(|devices| group_costs(&problem.graph, devices, &mut random)).into();
         problem.constraints.tensor = true;
         problem.shared.remove(random.below(2) as usize);
-        let Ok(found) = plan(&problem, &PlannerOptions::default()) else { continue };
-        assert_eq!(found.plan.stages[0].tensor_degree, Some(problem.shared[0].devices), "seed {seed}");
-        check(&problem, &found.plan).unwrap();
-        compiler::plan::check::consistency::sound(&found.plan).unwrap();
-        assert_eq!(compiler::plan::check::figures::figures(&found.plan), vec![], "seed {seed}");
+        let Ok(planned) = plan(&problem, &PlannerOptions::default()) else { continue };
+        assert_eq!(planned.plan.stages[0].tensor_degree, Some(problem.shared[0].devices), "seed {seed}");
+        check(&problem, &planned.plan).unwrap();
+        compiler::plan::check::consistency::sound(&planned.plan).unwrap();
+        assert_eq!(compiler::plan::check::figures::figures(&planned.plan), vec![], "seed {seed}");
     }
 }
 
@@ -208,51 +213,61 @@ fn costs(graph: &Graph, machine: &Machine) -> CostGraph {
 #[test]
 fn blocks_that_are_alike_cost_the_same_and_less_than_alone() {
     let (graph, machine) = (gpt(5, 8), group(4));
-    let alone = costs(&graph, &machine);
-    let shared = shared_costs(&graph, TRAINING, &alone, &machine).unwrap();
-    shared.graph.check().unwrap();
-    let of_block = |block: usize| -> Vec<_> {
+    let single_costs = costs(&graph, &machine);
+    let shared_costs_of_group = shared_costs(&graph, TRAINING, &single_costs, &machine).unwrap();
+    shared_costs_of_group.graph.check().unwrap();
+    let block_costs = |block: usize| -> Vec<_> {
         let name = format!("blocks.{block}.");
-        let ops = shared.graph.ops.iter().filter(|op| op.module.starts_with(&name));
+        let ops = shared_costs_of_group.graph.ops.iter().filter(|op| op.module.starts_with(&name));
         ops.map(|op| (op.fwd_us, op.bwd_us, op.weight_grad_us, op.saved_bytes, op.live, op.arriving_bytes)).collect()
     };
-    assert!(of_block(1).len() > 15);
+    assert!(block_costs(1).len() > 15);
     for block in 2..4 {
-        assert_eq!(of_block(1), of_block(block), "block {block}");
+        assert_eq!(block_costs(1), block_costs(block), "block {block}");
     }
     let bytes = |costs: &CostGraph| costs.params.iter().map(|param| param.bytes).sum::<u64>();
     println!(
         "{} of {} us, {} of {} bytes",
-        shared.graph.total_us(),
-        alone.total_us(),
-        bytes(&shared.graph),
-        bytes(&alone)
+        shared_costs_of_group.graph.total_us(),
+        single_costs.total_us(),
+        bytes(&shared_costs_of_group.graph),
+        bytes(&single_costs)
     );
-    assert!(shared.graph.total_us() < 0.6 * alone.total_us());
-    assert!(bytes(&shared.graph) < bytes(&alone) / 2);
-    for (op, given) in shared.graph.ops.iter().zip(&alone.ops) {
+    assert!(shared_costs_of_group.graph.total_us() < 0.6 * single_costs.total_us());
+    assert!(bytes(&shared_costs_of_group.graph) < bytes(&single_costs) / 2);
+    for (op, single_op) in shared_costs_of_group.graph.ops.iter().zip(&single_costs.ops) {
         assert!(op.weight_grad_us.unwrap_or(0.0) <= op.bwd_us, "{}", op.name);
-        assert_eq!((op.id, &op.name, op.out_bytes), (given.id, &given.name, given.out_bytes));
+        assert_eq!((op.id, &op.name, op.out_bytes), (single_op.id, &single_op.name, single_op.out_bytes));
     }
-    assert_eq!(shared, shared_costs(&graph, TRAINING, &alone, &machine).unwrap());
+    assert_eq!(shared_costs_of_group, shared_costs(&graph, TRAINING, &single_costs, &machine).unwrap());
 }
 
 #[test]
 fn measured_times_are_scaled() {
     let (graph, machine) = (gpt(1, 8), group(2));
-    let alone = costs(&graph, &machine);
-    let mut slow = alone.clone();
+    let single_costs = costs(&graph, &machine);
+    let mut slow = single_costs.clone();
     for op in &mut slow.ops {
         (op.fwd_us, op.bwd_us) = (2.0 * op.fwd_us, 2.0 * op.bwd_us);
         op.weight_grad_us = op.weight_grad_us.map(|us| 2.0 * us);
     }
-    let of = |alone: &CostGraph| shared_costs(&graph, TRAINING, alone, &machine).unwrap();
-    let (fast, slow) = (of(&alone), of(&slow));
-    for ((one, two), meetings) in fast.graph.ops.iter().zip(&slow.graph.ops).zip(&fast.meetings) {
+    let group_costs_of = |single_costs: &CostGraph| shared_costs(&graph, TRAINING, single_costs, &machine).unwrap();
+    let (fast, slow) = (group_costs_of(&single_costs), group_costs_of(&slow));
+    for ((fast_op, slow_op), meetings) in fast.graph.ops.iter().zip(&slow.graph.ops).zip(&fast.meetings) {
         let [forward, backward] = *meetings;
-        let near = |one: f64, two: f64, meeting: f64| (2.0 * (one - meeting) - (two - meeting)).abs() < 1e-5;
-        assert!(near(one.fwd_us, two.fwd_us, forward) || one.fwd_us == two.fwd_us, "{}: {one:?} {two:?}", one.name);
-        assert!(near(one.bwd_us, two.bwd_us, backward) || one.bwd_us == two.bwd_us, "{}: {one:?} {two:?}", one.name);
+        let is_doubled = |fast_op: f64, slow_op: f64, collective: f64| {
+            (2.0 * (fast_op - collective) - (slow_op - collective)).abs() < 1e-5
+        };
+        assert!(
+            is_doubled(fast_op.fwd_us, slow_op.fwd_us, forward) || fast_op.fwd_us == slow_op.fwd_us,
+            "{}: {fast_op:?} {slow_op:?}",
+            fast_op.name
+        );
+        assert!(
+            is_doubled(fast_op.bwd_us, slow_op.bwd_us, backward) || fast_op.bwd_us == slow_op.bwd_us,
+            "{}: {fast_op:?} {slow_op:?}",
+            fast_op.name
+        );
     }
 }
 
@@ -260,9 +275,9 @@ fn measured_times_are_scaled() {
 #[test]
 fn devices_hold_what_plans_say() {
     let (graph, machine) = (gpt(4, 8), group(2));
-    let alone = costs(&graph, &machine);
-    let mut problem = Problem::new(alone.clone(), levels("2:100GB/s,2:10GB/s").unwrap(), CostModel::Pipec);
-    problem.shared = vec![shared_costs(&graph, TRAINING, &alone, &machine).unwrap()];
+    let single_costs = costs(&graph, &machine);
+    let mut problem = Problem::new(single_costs.clone(), levels("2:100GB/s,2:10GB/s").unwrap(), CostModel::Pipec);
+    problem.shared = vec![shared_costs(&graph, TRAINING, &single_costs, &machine).unwrap()];
     problem.constraints.tensor = true;
     problem.constraints.replicas = Some(vec![1, 1]);
     (problem.schedule, problem.microbatches) = (Schedule::OneFOneB, 2);
@@ -275,13 +290,13 @@ fn devices_hold_what_plans_say() {
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); 2]);
     let dims = BTreeMap::new();
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule: Schedule::OneFOneB, count };
-    let (made, _) = prepare_shared(&graph, &stages, pipeline, &settings, &machine).unwrap();
-    for (at, (stage, code)) in plan.stages.iter().zip(&made.codes).enumerate() {
-        let weights: usize = code.parameters.iter().map(|named| named.bytes).sum();
-        let own: usize = code.own_bytes.iter().sum();
-        let feeds: usize = code.feeds.iter().map(|named| named.bytes).sum();
+    let (prepared, _) = prepare_shared(&graph, &stages, pipeline, &settings, &machine).unwrap();
+    for (at, (stage, code)) in plan.stages.iter().zip(&prepared.codes).enumerate() {
+        let weights: usize = code.parameters.iter().map(|tensor| tensor.bytes).sum();
+        let owned: usize = code.own_bytes.iter().sum();
+        let feeds: usize = code.feeds.iter().map(|tensor| tensor.bytes).sum();
         let received: usize = code.received.iter().map(|transfer| transfer.address.bytes).sum();
-        let kept = (code.kept_bytes + own + feeds + received) as u64;
+        let kept = (code.kept_bytes + owned + feeds + received) as u64;
         let planned = stage.memory.activations / u64::from(plan.schedule.in_flight[at]);
         println!(
             "stage {at}: weights {weights} of {}, kept {kept} of {planned}, arena {} of {}",
@@ -289,14 +304,14 @@ fn devices_hold_what_plans_say() {
         );
         assert_eq!(weights as u64, stage.memory.weights, "stage {at}");
         // The compiler shards a stage as a whole, the planner shards its runs separately.
-        let near = (kept as f64 - planned as f64).abs() <= 0.1 * planned as f64 + 8192.0;
-        assert!(near, "stage {at}: {kept} kept, {planned} planned");
+        let is_close = (kept as f64 - planned as f64).abs() <= 0.1 * planned as f64 + 8192.0;
+        assert!(is_close, "stage {at}: {kept} kept, {planned} planned");
         let arena = code.arena_bytes as f64 / stage.memory.workspace as f64;
         assert!((0.5..1.1).contains(&arena), "stage {at}: an arena of {}", code.arena_bytes);
     }
 }
 
-fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
+fn run(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
     let message = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message:?}");
@@ -304,64 +319,65 @@ fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
 }
 
 /// A model and its plan for two stages with tensor-parallel degree 2.
-fn planned(folder: &Path) -> Value {
-    planned_for("gpt", folder)
+fn write_plan(folder: &Path) -> Value {
+    write_plan_for("gpt", folder)
 }
 
-fn planned_for(name: &str, folder: &Path) -> Value {
+fn write_plan_for(name: &str, folder: &Path) -> Value {
     let model =
         ["zoo", name, "--hidden", "256", "--vocabulary", "512", "--context", "32", "--layers", "3", "-o", "m.onnx"];
-    ends(folder, 0, &model);
-    let asked = ["partition", "m.onnx", "--profile", "analytic:cpu", "--levels", "2:100GB/s,3:10GB/s", "--tensor", "2"];
-    let more = ["--stages", "2,1", "--micro-batch", "8", "--microbatches", "2", "--dtype", "f64", "-o", "p.json"];
-    ends(folder, 0, &[&asked[..], &more].concat());
+    run(folder, 0, &model);
+    let arguments =
+        ["partition", "m.onnx", "--profile", "analytic:cpu", "--levels", "2:100GB/s,3:10GB/s", "--tensor", "2"];
+    let flags = ["--stages", "2,1", "--micro-batch", "8", "--microbatches", "2", "--dtype", "f64", "-o", "p.json"];
+    run(folder, 0, &[&arguments[..], &flags].concat());
     serde_json::from_str(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap()
 }
 
 #[test]
 fn a_plan_of_groups_is_as_it_was() {
     let folder = tempfile::tempdir().unwrap();
-    planned(folder.path());
-    let message = ends(folder.path(), 0, &["plan", "show", "p.json"]);
+    write_plan(folder.path());
+    let message = run(folder.path(), 0, &["plan", "show", "p.json"]);
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/groups/gpt.txt");
     if std::env::var_os("PIPEC_BLESS").is_some() {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(&path, &message).unwrap();
     }
-    let wanted = fs::read_to_string(&path).unwrap();
-    assert_eq!(message, wanted, "{} differs; PIPEC_BLESS=1 rewrites it", path.display());
+    let expected = fs::read_to_string(&path).unwrap();
+    assert_eq!(message, expected, "{} differs; PIPEC_BLESS=1 rewrites it", path.display());
 }
 
 #[test]
 fn training_by_a_plan_of_groups_is_training_without() {
-    trains_as_without("gpt");
+    compare_training("gpt");
 }
 
 #[test]
 fn experts_on_groups_train_as_on_one_device() {
-    trains_as_without("moe");
+    compare_training("moe");
 }
 
-fn trains_as_without(name: &str) {
+fn compare_training(name: &str) {
     let folder = tempfile::tempdir().unwrap();
-    planned_for(name, folder.path());
-    let losses = |more: &[&str]| -> Vec<f64> {
+    write_plan_for(name, folder.path());
+    let losses = |flags: &[&str]| -> Vec<f64> {
         let train = ["train", "m.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "4", "--metrics", "m.jsonl"];
-        ends(folder.path(), 0, &[&train[..], more].concat());
+        run(folder.path(), 0, &[&train[..], flags].concat());
         let lines = fs::read_to_string(folder.path().join("m.jsonl")).unwrap();
         lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64()).collect()
     };
-    let shared = losses(&["--save", "shared.npz"]);
-    let alone = losses(&["--tensor", "1", "--save", "alone.npz"]);
-    assert_eq!(shared.len(), 4);
-    for (shared, alone) in shared.iter().zip(&alone) {
-        assert!((shared - alone).abs() <= 1e-6 * alone.abs(), "{shared}, alone {alone}");
+    let grouped = losses(&["--save", "shared.npz"]);
+    let single = losses(&["--tensor", "1", "--save", "alone.npz"]);
+    assert_eq!(grouped.len(), 4);
+    for (grouped, single) in grouped.iter().zip(&single) {
+        assert!((grouped - single).abs() <= 1e-6 * single.abs(), "{grouped}, alone {single}");
     }
     let read = |name: &str| runtime::data::weights::read(&folder.path().join(name)).unwrap();
-    for (name, alone) in read("alone.npz") {
-        let shared = read("shared.npz")[&name].to_f64();
-        let worst = shared.iter().zip(alone.to_f64()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-        assert!(worst <= 1e-6, "{name}: {worst:.1e}");
+    for (name, single) in read("alone.npz") {
+        let grouped = read("shared.npz")[&name].to_f64();
+        let max_error = grouped.iter().zip(single.to_f64()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(max_error <= 1e-6, "{name}: {max_error:.1e}");
     }
 }
 
@@ -370,8 +386,8 @@ type Mutation = (&'static str, fn(&mut Value));
 #[test]
 fn the_judge_refuses_other_groups() {
     let folder = tempfile::tempdir().unwrap();
-    let plan = planned(folder.path());
-    ends(folder.path(), 0, &["plan", "check", "p.json", "--model", "m.onnx", "--profile", "analytic:cpu"]);
+    let plan = write_plan(folder.path());
+    run(folder.path(), 0, &["plan", "check", "p.json", "--model", "m.onnx", "--profile", "analytic:cpu"]);
     let mutations: [Mutation; 8] = [
         ("another degree", |plan| plan["stages"][0]["tensor_degree"] = json!(4)),
         ("no degree", |plan| drop(plan["stages"][0].as_object_mut().unwrap().remove("tensor_degree"))),
@@ -397,14 +413,14 @@ fn the_judge_refuses_other_groups() {
             memory["total"] = json!(memory["total"].as_u64().unwrap() + weights);
         }),
     ];
-    for (what, mutate) in mutations {
-        let mut other = plan.clone();
-        mutate(&mut other);
-        assert_ne!(other, plan, "{what} changes nothing");
-        fs::write(folder.path().join("q.json"), other.to_string()).unwrap();
-        let checked = ["plan", "check", "q.json", "--model", "m.onnx", "--profile", "analytic:cpu"];
-        let message = ends(folder.path(), 1, &checked);
-        println!("{what}: {message}");
+    for (change, mutate) in mutations {
+        let mut changed = plan.clone();
+        mutate(&mut changed);
+        assert_ne!(changed, plan, "{change} changes nothing");
+        fs::write(folder.path().join("q.json"), changed.to_string()).unwrap();
+        let check_command = ["plan", "check", "q.json", "--model", "m.onnx", "--profile", "analytic:cpu"];
+        let message = run(folder.path(), 1, &check_command);
+        println!("{change}: {message}");
     }
 }
 
@@ -415,22 +431,24 @@ fn exports_carry_the_degree() {
     let at = folder.path();
     let model =
         ["zoo", "gpt", "--hidden", "256", "--vocabulary", "512", "--context", "32", "--layers", "4", "-o", "m.onnx"];
-    ends(at, 0, &model);
-    let asked = ["partition", "m.onnx", "--profile", "analytic:cpu", "--levels", "2:100GB/s,4:10GB/s", "--tensor", "2"];
-    let more = ["--target", "megatron", "--stages", "2,2", "--micro-batch", "8", "--microbatches", "4", "-o", "p.json"];
-    ends(at, 0, &[&asked[..], &more].concat());
-    ends(at, 0, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
+    run(at, 0, &model);
+    let arguments =
+        ["partition", "m.onnx", "--profile", "analytic:cpu", "--levels", "2:100GB/s,4:10GB/s", "--tensor", "2"];
+    let flags =
+        ["--target", "megatron", "--stages", "2,2", "--micro-batch", "8", "--microbatches", "4", "-o", "p.json"];
+    run(at, 0, &[&arguments[..], &flags].concat());
+    run(at, 0, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
     let message = fs::read_to_string(at.join("m.args")).unwrap();
     assert!(message.contains("--tensor-model-parallel-size 2\n--pipeline-model-parallel-size 2\n"), "{message}");
     let plan = fs::read_to_string(at.join("p.json")).unwrap();
     let is_split = plan.contains("\"activations\": \"sequence\"");
     assert_eq!(message.contains("--sequence-parallel\n"), is_split, "{message}");
-    ends(at, 0, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
+    run(at, 0, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
     let message = fs::read_to_string(at.join("t/torchtitan.toml")).unwrap();
     assert!(
         message.contains("tensor_parallel_degree = 2") && message.contains("data_parallel_replicate_degree = 2"),
         "{message}"
     );
-    let message = ends(at, 1, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
+    let message = run(at, 1, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
     assert!(message.contains("tensor-parallel degree 2") && message.contains("--tensor never"), "{message}");
 }

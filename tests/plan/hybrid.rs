@@ -53,17 +53,17 @@ fn exhaustive(hybrid: &Hybrid) -> f64 {
     for stages in 1..=count.min(hybrid.devices as usize) {
         for number in 0..stages.pow(count as u32) {
             let stage_of: Vec<usize> = (0..count as u32).map(|layer| number / stages.pow(layer) % stages).collect();
-            let all_used = (0..stages).all(|stage| stage_of.contains(&stage));
-            let forward = hybrid.links.iter().all(|link| stage_of[link.from as usize] <= stage_of[link.to as usize]);
-            if all_used && forward {
-                best = best.min(shared_out(hybrid, &stage_of, stages));
+            let uses_all = (0..stages).all(|stage| stage_of.contains(&stage));
+            let is_forward = hybrid.links.iter().all(|link| stage_of[link.from as usize] <= stage_of[link.to as usize]);
+            if uses_all && is_forward {
+                best = best.min(min_over_replicas(hybrid, &stage_of, stages));
             }
         }
     }
     best
 }
 
-fn shared_out(hybrid: &Hybrid, stage_of: &[usize], stages: usize) -> f64 {
+fn min_over_replicas(hybrid: &Hybrid, stage_of: &[usize], stages: usize) -> f64 {
     let mut options = Vec::new();
     for replicas in 1..=hybrid.devices.min(hybrid.microbatches) {
         for degree in [1, 2] {
@@ -74,16 +74,16 @@ fn shared_out(hybrid: &Hybrid, stage_of: &[usize], stages: usize) -> f64 {
     }
     let mut best = f64::INFINITY;
     for number in 0..options.len().pow(stages as u32) {
-        let given: Vec<(u32, u32)> =
+        let choices: Vec<(u32, u32)> =
             (0..stages as u32).map(|stage| options[number / options.len().pow(stage) % options.len()]).collect();
-        let devices: u32 = given.iter().map(|(replicas, degree)| replicas * degree).sum();
-        let replicas: u32 = given.iter().map(|(replicas, _)| replicas).sum();
+        let devices: u32 = choices.iter().map(|(replicas, degree)| replicas * degree).sum();
+        let replicas: u32 = choices.iter().map(|(replicas, _)| replicas).sum();
         if devices > hybrid.devices || replicas > hybrid.microbatches {
             continue;
         }
         let time = |stage: usize| {
-            let after: u32 = given[stage..].iter().map(|(replicas, _)| replicas).sum();
-            least(hybrid, stage_of, stage, given[stage], after.div_ceil(given[stage].0))
+            let later_replicas: u32 = choices[stage..].iter().map(|(replicas, _)| replicas).sum();
+            min_stage_time(hybrid, stage_of, stage, choices[stage], later_replicas.div_ceil(choices[stage].0))
         };
         best = best.min((0..stages).map(time).fold(0.0, f64::max));
     }
@@ -91,42 +91,48 @@ fn shared_out(hybrid: &Hybrid, stage_of: &[usize], stages: usize) -> f64 {
 }
 
 /// The minimum time of one stage over its layers' choices.
-fn least(hybrid: &Hybrid, stage_of: &[usize], stage: usize, (replicas, degree): (u32, u32), in_flight: u32) -> f64 {
+fn min_stage_time(
+    hybrid: &Hybrid,
+    stage_of: &[usize],
+    stage: usize,
+    (replicas, degree): (u32, u32),
+    in_flight: u32,
+) -> f64 {
     let (d, mut sums) = (f64::from(replicas), vec![(0.0, 0.0)]);
     for (at, layer) in hybrid.layers.iter().enumerate().filter(|(at, _)| stage_of[*at] == stage) {
-        let mut next = Vec::new();
+        let mut extended = Vec::new();
         for choice in layer.at(degree) {
-            let mut moved = 0.0;
+            let mut bytes_moved = 0.0;
             for (&link, sync) in layer.links.iter().zip(&choice.sync) {
                 let link = hybrid.links[link as usize];
-                let other = if link.from as usize == at { link.to } else { link.from };
-                moved += if stage_of[other as usize] == stage { 0.0 } else { link.bytes + sync };
+                let neighbour = if link.from as usize == at { link.to } else { link.from };
+                bytes_moved += if stage_of[neighbour as usize] == stage { 0.0 } else { link.bytes + sync };
             }
-            let averaged = 4.0 * (d - 1.0) / d * choice.weight_bytes / f64::from(hybrid.microbatches);
-            let time = (choice.time + 2.0 * moved / hybrid.bandwidth) / d + averaged / hybrid.bandwidth;
+            let all_reduce_time = 4.0 * (d - 1.0) / d * choice.weight_bytes / f64::from(hybrid.microbatches);
+            let time = (choice.time + 2.0 * bytes_moved / hybrid.bandwidth) / d + all_reduce_time / hybrid.bandwidth;
             let bytes = choice.bytes_in_flight * f64::from(in_flight) + choice.bytes_standing;
-            next.extend(sums.iter().map(|&(spent, held)| (spent + time, held + bytes)));
+            extended.extend(sums.iter().map(|&(total_time, total_bytes)| (total_time + time, total_bytes + bytes)));
         }
-        sums = next;
+        sums = extended;
     }
-    let fitting = sums.into_iter().filter(|(_, held)| *held <= hybrid.bytes_per_device);
-    fitting.map(|(spent, _)| spent).fold(f64::INFINITY, f64::min)
+    let feasible = sums.into_iter().filter(|(_, total_bytes)| *total_bytes <= hybrid.bytes_per_device);
+    feasible.map(|(total_time, _)| total_time).fold(f64::INFINITY, f64::min)
 }
 
 #[test]
 fn nothing_is_better_than_what_is_found() {
-    let (mut fits, mut refused, mut with_degrees, mut recomputed) = (0, 0, 0, 0);
+    let (mut feasible, mut infeasible, mut with_degrees, mut recomputed) = (0, 0, 0, 0);
     for seed in 1..=1500 {
         let hybrid = instance(&mut Random(seed * 7919));
         let best = exhaustive(&hybrid);
-        let found = solve(&hybrid, &Request::default());
-        let Ok(plan) = found else {
-            let expected = matches!(found, Err(SolveError::Memory { .. } | SolveError::Devices { .. }));
-            assert!(expected && best.is_infinite(), "seed {seed}: {found:?}, {best}");
-            refused += 1;
+        let result = solve(&hybrid, &Request::default());
+        let Ok(plan) = result else {
+            let expected = matches!(result, Err(SolveError::Memory { .. } | SolveError::Devices { .. }));
+            assert!(expected && best.is_infinite(), "seed {seed}: {result:?}, {best}");
+            infeasible += 1;
             continue;
         };
-        fits += 1;
+        feasible += 1;
         with_degrees += u32::from(plan.stages.iter().any(|stage| stage.tensor_degree == Some(2)));
         recomputed += u32::from(plan.stages.iter().any(|stage| stage.recompute));
         let time = plan.predicted.minibatch_us;
@@ -135,23 +141,23 @@ fn nothing_is_better_than_what_is_found() {
         assert!(hybrid.lower_bound() <= best * (1.0 + 1e-12), "seed {seed}");
     }
     assert!(
-        fits > 700 && refused > 100 && with_degrees > 200 && recomputed > 100,
-        "{fits} {refused} {with_degrees} {recomputed}"
+        feasible > 700 && infeasible > 100 && with_degrees > 200 && recomputed > 100,
+        "{feasible} {infeasible} {with_degrees} {recomputed}"
     );
 }
 
 #[test]
 fn the_smallest_limit_does() {
-    let mut asked = 0;
+    let mut infeasible = 0;
     for seed in 1..=300 {
         let mut hybrid = instance(&mut Random(seed * 104_729));
         hybrid.bytes_per_device = 3.0;
         let Err(SolveError::Memory { smallest, .. }) = solve(&hybrid, &Request::default()) else { continue };
-        asked += 1;
+        infeasible += 1;
         hybrid.bytes_per_device = smallest as f64;
         assert!(solve(&hybrid, &Request::default()).is_ok(), "seed {seed}");
     }
-    assert!(asked > 50, "{asked}");
+    assert!(infeasible > 50, "{infeasible}");
 }
 
 #[test]
@@ -173,18 +179,18 @@ fn the_judge_finds_what_is_wrong() {
     let hybrid = instance(&mut Random(3 * 7919));
     let plan = solve(&hybrid, &Request::default()).unwrap();
     assert_eq!(check(&hybrid, &plan), Ok(plan.predicted.minibatch_us));
-    let mut other = plan.clone();
-    other.predicted.minibatch_us *= 1.01;
-    assert!(check(&hybrid, &other).is_err());
-    let mut other = plan.clone();
-    other.stages[0].choices[0] = "unheard of".to_string();
-    assert!(check(&hybrid, &other).is_err());
-    let mut other = plan.clone();
-    other.stages[0].replicas += 1;
-    assert!(check(&hybrid, &other).is_err());
-    let mut other = plan;
-    other.stages[0].ops.clear();
-    assert!(check(&hybrid, &other).is_err());
+    let mut changed = plan.clone();
+    changed.predicted.minibatch_us *= 1.01;
+    assert!(check(&hybrid, &changed).is_err());
+    let mut changed = plan.clone();
+    changed.stages[0].choices[0] = "unheard of".to_string();
+    assert!(check(&hybrid, &changed).is_err());
+    let mut changed = plan.clone();
+    changed.stages[0].replicas += 1;
+    assert!(check(&hybrid, &changed).is_err());
+    let mut changed = plan;
+    changed.stages[0].ops.clear();
+    assert!(check(&hybrid, &changed).is_err());
 }
 
 #[test]
@@ -248,9 +254,9 @@ fn the_published_instance_at_any_size() {
     for devices in [1, 2, 4, 10, 16, 64, 256, 1024] {
         let hybrid = Hybrid { devices, ..published.clone() };
         let plan = solve(&hybrid, &Request::default()).unwrap();
-        let (time, even) = (plan.predicted.minibatch_us, plan.baselines.uniform);
-        println!("{devices} devices: {time}, proven {}, equal layers {even}", plan.proven_optimal);
+        let (time, uniform) = (plan.predicted.minibatch_us, plan.baselines.uniform);
+        println!("{devices} devices: {time}, proven {}, equal layers {uniform}", plan.proven_optimal);
         assert!(plan.proven_optimal, "{devices}");
-        assert!(devices < 4 || time <= even / 1.2, "{devices}: {time}, {even}");
+        assert!(devices < 4 || time <= uniform / 1.2, "{devices}: {time}, {uniform}");
     }
 }

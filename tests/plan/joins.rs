@@ -21,7 +21,7 @@ use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCo
 use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
 
-fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
+fn plan_with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })
 }
 
@@ -43,16 +43,16 @@ fn model() -> Graph {
     let matmul = || Op::MatMul(MatMul { transpose_a: false, transpose_b: false });
     let (left, right) = (add(&mut graph, input("left"), &[], ""), add(&mut graph, input("right"), &[], ""));
     let (w, v) = (add(&mut graph, parameter("w"), &[], ""), add(&mut graph, parameter("v"), &[], ""));
-    let turned = add(&mut graph, Op::Transpose(Transpose { perm: vec![1, 0] }), &[w], "turned");
-    let negated = add(&mut graph, Op::Unary(Unary::Neg), &[turned], "negated");
+    let transposed = add(&mut graph, Op::Transpose(Transpose { perm: vec![1, 0] }), &[w], "turned");
+    let negated = add(&mut graph, Op::Unary(Unary::Neg), &[transposed], "negated");
     let first = add(&mut graph, Op::Unary(Unary::Tanh), &[left], "first");
     let layer = add(&mut graph, matmul(), &[first, negated], "layer");
-    let other = add(&mut graph, Op::Unary(Unary::Tanh), &[right], "other");
-    let joint = add(&mut graph, Op::Binary(Binary::Add), &[layer, other], "joint");
-    let last = add(&mut graph, matmul(), &[joint, turned], "last");
-    add(&mut graph, Op::Unary(Unary::Exp), &[joint], "nobody");
+    let second = add(&mut graph, Op::Unary(Unary::Tanh), &[right], "other");
+    let sum_of_layers = add(&mut graph, Op::Binary(Binary::Add), &[layer, second], "joint");
+    let last = add(&mut graph, matmul(), &[sum_of_layers, transposed], "last");
+    add(&mut graph, Op::Unary(Unary::Exp), &[sum_of_layers], "nobody");
     let norm = add(&mut graph, Op::Unary(Unary::Exp), &[v], "norm");
-    for (name, value) in [("last", last), ("other", other), ("norm", norm)] {
+    for (name, value) in [("last", last), ("other", second), ("norm", norm)] {
         graph.outputs.push(Output { name: name.into(), value });
     }
     graph
@@ -68,8 +68,8 @@ fn costs(graph: &Graph) -> CostGraph {
 }
 
 fn joins(costs: &CostGraph) -> Vec<(&str, &str)> {
-    let joined = costs.ops.iter().filter_map(|op| Some((op, op.joins?)));
-    let mut joins: Vec<_> = joined.map(|(op, to)| (op.name.as_str(), costs.ops[to.index()].name.as_str())).collect();
+    let pairs = costs.ops.iter().filter_map(|op| Some((op, op.joins?)));
+    let mut joins: Vec<_> = pairs.map(|(op, to)| (op.name.as_str(), costs.ops[to.index()].name.as_str())).collect();
     joins.sort_unstable();
     joins
 }
@@ -78,15 +78,15 @@ fn joins(costs: &CostGraph) -> Vec<(&str, &str)> {
 fn what_follows_from_parameters_joins_its_first_reader() {
     let costs = costs(&model());
     let last = costs.ops.iter().rev().find(|op| op.joins.is_none()).unwrap().name.as_str();
-    let mut wanted = vec![("negated", "layer"), ("norm", last), ("turned", "layer")];
-    wanted.sort_unstable();
-    assert_eq!(joins(&costs), wanted);
-    let mut sealed = Graph::new("no input");
+    let mut expected = vec![("negated", "layer"), ("norm", last), ("turned", "layer")];
+    expected.sort_unstable();
+    assert_eq!(joins(&costs), expected);
+    let mut graph = Graph::new("no input");
     let fact = Fact::of(DType::F32, &[4]);
-    let w = sealed.add(Op::Parameter(Parameter { name: "w".into(), fact }), &[], &Origin::default()).unwrap();
-    let y = sealed.add(Op::Unary(Unary::Exp), &[Value { node: w, output: 0 }], &Origin::default()).unwrap();
-    sealed.outputs.push(Output { name: "y".into(), value: Value { node: y, output: 0 } });
-    assert_eq!(joins(&self::costs(&sealed)), []);
+    let w = graph.add(Op::Parameter(Parameter { name: "w".into(), fact }), &[], &Origin::default()).unwrap();
+    let y = graph.add(Op::Unary(Unary::Exp), &[Value { node: w, output: 0 }], &Origin::default()).unwrap();
+    graph.outputs.push(Output { name: "y".into(), value: Value { node: y, output: 0 } });
+    assert_eq!(joins(&self::costs(&graph)), []);
 }
 
 #[test]
@@ -98,11 +98,11 @@ fn several_ways_in_and_out_are_planned() {
             let mut problem = Problem::new(graph.clone(), levels(cluster).unwrap(), cost);
             problem.activation_compression = Some(1.0);
             for partitioner in Partitioner::all() {
-                let found = with(&problem, partitioner).unwrap().plan;
-                let mut held: Vec<u32> = found.stages.iter().flat_map(|stage| stage.op_ids()).collect();
-                held.sort_unstable();
-                assert_eq!(held, (0..ops as u32).collect::<Vec<_>>(), "{cluster} {partitioner:?}");
-                assert!(check(&problem, &found).is_ok());
+                let plan = plan_with(&problem, partitioner).unwrap().plan;
+                let mut op_ids: Vec<u32> = plan.stages.iter().flat_map(|stage| stage.op_ids()).collect();
+                op_ids.sort_unstable();
+                assert_eq!(op_ids, (0..ops as u32).collect::<Vec<_>>(), "{cluster} {partitioner:?}");
+                assert!(check(&problem, &plan).is_ok());
             }
         }
     }
@@ -115,21 +115,21 @@ fn cuts_after_joins_are_reported() {
         problem.constraints.cut_after = Some(vec![name.to_string()]);
         problem
     };
-    let found = with(&problem("negated"), Partitioner::Pipec).unwrap().plan;
-    let first = &found.stages[0].op_names;
+    let plan = plan_with(&problem("negated"), Partitioner::Pipec).unwrap().plan;
+    let first = &plan.stages[0].op_names;
     assert!(
-        ["turned", "negated", "first", "layer"].iter().all(|name| first.iter().any(|held| held == name)),
+        ["turned", "negated", "first", "layer"].iter().all(|name| first.iter().any(|op_name| op_name == name)),
         "{first:?}"
     );
-    let negated_warning = found.warnings.iter().find(|warning| warning.contains("negated")).unwrap();
+    let negated_warning = plan.warnings.iter().find(|warning| warning.contains("negated")).unwrap();
     assert!(negated_warning.contains("fused with `layer`"), "{negated_warning}");
     let id = problem("").graph.ops.iter().position(|op| op.name == "negated").unwrap();
-    assert_eq!(with(&problem(&id.to_string()), Partitioner::Pipec).unwrap().plan.stages, found.stages);
-    let plain = with(&problem("layer"), Partitioner::Pipec).unwrap().plan;
-    assert!(plain.warnings.is_empty() && plain.stages == found.stages);
+    assert_eq!(plan_with(&problem(&id.to_string()), Partitioner::Pipec).unwrap().plan.stages, plan.stages);
+    let plan_without_join = plan_with(&problem("layer"), Partitioner::Pipec).unwrap().plan;
+    assert!(plan_without_join.warnings.is_empty() && plan_without_join.stages == plan.stages);
     // The second stage also reads `turned`, which is sent there.
-    assert!(found.edges[0].tensors.iter().any(|tensor| tensor == "turned"));
-    let error = with(&problem("negatd"), Partitioner::Pipec).unwrap_err();
+    assert!(plan.edges[0].tensors.iter().any(|tensor| tensor == "turned"));
+    let error = plan_with(&problem("negatd"), Partitioner::Pipec).unwrap_err();
     assert!(
         matches!(&error, PlanError::Problem(ProblemError::UnknownName { .. })) && error.to_string().contains("negated")
     );
@@ -139,12 +139,12 @@ fn cuts_after_joins_are_reported() {
 fn the_judge_refuses_what_is_apart() {
     let mut problem = Problem::new(costs(&model()), levels("2:1GB/s").unwrap(), CostModel::Paper);
     problem.constraints.cut_after = Some(vec!["first".into()]);
-    let found = with(&problem, Partitioner::Pipec).unwrap().plan;
+    let plan = plan_with(&problem, Partitioner::Pipec).unwrap().plan;
     // The same plan for a model in which one of the first stage's ops is fused with one of the second's.
     let layer = problem.graph.ops.iter().position(|op| op.name == "layer").unwrap() as u32;
     let first = problem.graph.ops.iter().position(|op| op.name == "first").unwrap();
     problem.graph.ops[first].joins = Some(OpId(layer));
-    let faults = check(&problem, &found).unwrap_err();
+    let faults = check(&problem, &plan).unwrap_err();
     assert!(
         faults.iter().any(|fault| matches!(fault, PlanFault::Apart { op, with, .. } if *op == first && *with == layer))
     );
@@ -204,24 +204,27 @@ fn every_plan_keeps_what_joins_together_and_none_beats_exhaustive() {
         let mut problem = Problem::new(graph, cluster, cost);
         problem.activation_compression = (seed % 5 > 0).then_some(1.0);
         problem.in_flight = InFlight::Pipedream;
-        let best = with(&problem, Partitioner::Exhaustive).unwrap().plan;
-        assert!(best.proven_optimal);
+        let optimal = plan_with(&problem, Partitioner::Exhaustive).unwrap().plan;
+        assert!(optimal.proven_optimal);
         for partitioner in Partitioner::all() {
-            let found = with(&problem, partitioner).unwrap().plan;
-            let (us, least) = (found.predicted.minibatch_us, best.predicted.minibatch_us);
-            assert!(us >= least * (1.0 - 1e-9), "seed {seed}: {partitioner:?} beats exhaustive");
-            assert!(partitioner != Partitioner::Pipec || close(us, least), "seed {seed}: pipec {us}, least {least}");
-            assert!(found.lower_bound_us <= least * (1.0 + 1e-9), "seed {seed}: {partitioner:?} bound");
-            let stage_of = |op: u32| found.stages.iter().position(|stage| stage.op_ids().any(|held| held == op));
+            let plan = plan_with(&problem, partitioner).unwrap().plan;
+            let (us, optimal_us) = (plan.predicted.minibatch_us, optimal.predicted.minibatch_us);
+            assert!(us >= optimal_us * (1.0 - 1e-9), "seed {seed}: {partitioner:?} beats exhaustive");
+            assert!(
+                partitioner != Partitioner::Pipec || close(us, optimal_us),
+                "seed {seed}: pipec {us}, least {optimal_us}"
+            );
+            assert!(plan.lower_bound_us <= optimal_us * (1.0 + 1e-9), "seed {seed}: {partitioner:?} bound");
+            let stage_of = |op: u32| plan.stages.iter().position(|stage| stage.op_ids().any(|id| id == op));
             for op in problem.graph.ops.iter().filter(|op| op.joins.is_some()) {
                 assert_eq!(stage_of(op.id), stage_of(op.joins.unwrap().0), "seed {seed}: {partitioner:?}");
             }
         }
         // The peak of the found plan as a memory limit is still feasible.
-        let ours = with(&problem, Partitioner::Pipec).unwrap().plan;
-        let peak = ours.stages.iter().map(|stage| stage.memory.total).max().unwrap();
+        let pipec_plan = plan_with(&problem, Partitioner::Pipec).unwrap().plan;
+        let peak = pipec_plan.stages.iter().map(|stage| stage.memory.total).max().unwrap();
         problem.memory_limit = Some(Bytes(peak));
-        let within = with(&problem, Partitioner::Pipec).unwrap().plan;
-        assert!(within.stages.iter().all(|stage| stage.memory.total <= peak), "seed {seed}");
+        let limited_plan = plan_with(&problem, Partitioner::Pipec).unwrap().plan;
+        assert!(limited_plan.stages.iter().all(|stage| stage.memory.total <= peak), "seed {seed}");
     }
 }

@@ -40,29 +40,29 @@ const OUTPUTS: usize = 48;
 fn network() -> Network {
     let mut graph = Graph::new("joint");
     let mut weights = BTreeMap::new();
-    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
-    let mut parameter = |out: &mut Writer<'_>, name: &str, shape: &[usize]| -> Value {
+    let mut writer = Writer { graph: &mut graph, origin: Origin::default() };
+    let mut parameter = |writer: &mut Writer<'_>, name: &str, shape: &[usize]| -> Value {
         let scale = 1.0 / (shape[1..].iter().product::<usize>() as f32).sqrt();
-        let drawn: Vec<f32> = uniform(shape, name.len() as u64).to_f64().iter().map(|v| *v as f32 * scale).collect();
-        weights.insert(name.to_string(), Tensor::from_f32(shape, &drawn));
-        out.emit(Op::Parameter(Parameter { name: name.into(), fact: Fact::of(DType::F32, shape) }), &[])
+        let values: Vec<f32> = uniform(shape, name.len() as u64).to_f64().iter().map(|v| *v as f32 * scale).collect();
+        weights.insert(name.to_string(), Tensor::from_f32(shape, &values));
+        writer.emit(Op::Parameter(Parameter { name: name.into(), fact: Fact::of(DType::F32, shape) }), &[])
     };
     let fact = Fact::of(DType::F32, &[1, 3, SIDE, SIDE]);
-    let mut y = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let mut y = writer.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
     for (name, ins) in [("c", 3), ("cc", 32)] {
-        let w = parameter(&mut out, name, &[32, ins, 3, 3]);
+        let w = parameter(&mut writer, name, &[32, ins, 3, 3]);
         let [strides, dilations] = [(); 2].map(|()| vec![1, 1]);
         let window = Window { strides, pads_begin: vec![1; 2], pads_end: vec![1; 2], dilations };
-        y = out.emit(Op::Conv(Conv { window, groups: 1 }), &[y, w]);
-        y = out.emit(Op::Unary(Unary::Tanh), &[y]);
+        y = writer.emit(Op::Conv(Conv { window, groups: 1 }), &[y, w]);
+        y = writer.emit(Op::Unary(Unary::Tanh), &[y]);
     }
     let shape = vec![1usize.into(), (32 * SIDE * SIDE).into()];
-    y = out.emit(Op::Reshape(Reshape { shape }), &[y]);
+    y = writer.emit(Op::Reshape(Reshape { shape }), &[y]);
     for (name, ins, outs) in [("www", 32 * SIDE * SIDE, 64), ("wwww", 64, 64), ("wwwww", 64, OUTPUTS)] {
-        let w = parameter(&mut out, name, &[ins, outs]);
-        y = out.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[y, w]);
+        let w = parameter(&mut writer, name, &[ins, outs]);
+        y = writer.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[y, w]);
         if outs != OUTPUTS {
-            y = out.emit(Op::Unary(Unary::Tanh), &[y]);
+            y = writer.emit(Op::Unary(Unary::Tanh), &[y]);
         }
     }
     graph.outputs.push(Output { name: "y".into(), value: y });
@@ -70,7 +70,7 @@ fn network() -> Network {
 }
 
 /// A prepared run of the network in stages of equally many ops.
-fn prepared((graph, _): &Network, pipeline: Pipeline, schedule: Schedule, microbatches: u32) -> Prepared {
+fn prepare_run((graph, _): &Network, pipeline: Pipeline, schedule: Schedule, microbatches: u32) -> Prepared {
     let count = StepCount { minibatches: STEPS, microbatches };
     let settings = Settings { dims: Bindings::new(), loss: Loss::Mse, class_axis: None, schedule, count };
     let ops = compiler::graph::order::numbered(graph).len();
@@ -82,12 +82,12 @@ fn chain(replicas: &[u32]) -> Pipeline {
     Pipeline::chain(replicas.iter().map(|r| StageSpec::new(*r, 1.0, 2.0)).collect())
 }
 
-fn joint(prepared: &Prepared) -> usize {
+fn count_joint_steps(prepared: &Prepared) -> usize {
     let steps = prepared.codes.iter().flat_map(|code| code.backward.steps.iter().chain(&code.weight.steps));
     steps.filter(|step| step.joint.is_some()).count()
 }
 
-fn trained(network: &Network, prepared: &Prepared, microbatches: u32) -> Trained {
+fn train_run(network: &Network, prepared: &Prepared, microbatches: u32) -> Trained {
     let rows = (microbatches * STEPS) as usize;
     let data = BTreeMap::from([
         ("x".to_string(), uniform(&[rows, 3, SIDE, SIDE], 42)),
@@ -110,31 +110,34 @@ fn trained(network: &Network, prepared: &Prepared, microbatches: u32) -> Trained
 }
 
 /// The maximum difference of weights and gradients, relative to the largest value.
-fn distance(one: &Trained, other: &Trained) -> f64 {
-    let mut most = 0.0f64;
-    for (one, other) in [(&one.weights, &other.weights), (&one.gradients, &other.gradients)] {
-        for (name, tensor) in one {
-            let (a, b) = (tensor.to_f64(), other[name].to_f64());
-            let scale = a.iter().fold(1e-30f64, |most, v| most.max(v.abs()));
-            most = a.iter().zip(&b).fold(most, |most, (a, b)| most.max((a - b).abs() / scale));
+fn max_difference(left: &Trained, right: &Trained) -> f64 {
+    let mut max_difference = 0.0f64;
+    for (left, right) in [(&left.weights, &right.weights), (&left.gradients, &right.gradients)] {
+        for (name, tensor) in left {
+            let (a, b) = (tensor.to_f64(), right[name].to_f64());
+            let scale = a.iter().fold(1e-30f64, |largest, v| largest.max(v.abs()));
+            max_difference = a
+                .iter()
+                .zip(&b)
+                .fold(max_difference, |max_difference, (a, b)| max_difference.max((a - b).abs() / scale));
         }
     }
-    most
+    max_difference
 }
 
 #[test]
 fn bits_are_those_of_every_schedule_and_cut() {
     let network = network();
     for microbatches in [8, 12, 19] {
-        let one = prepared(&network, chain(&[1]), Schedule::Gpipe, microbatches);
-        assert_eq!(joint(&one), 4, "the second convolution and the products");
-        let whole = trained(&network, &one, microbatches);
+        let single = prepare_run(&network, chain(&[1]), Schedule::Gpipe, microbatches);
+        assert_eq!(count_joint_steps(&single), 4, "the second convolution and the products");
+        let expected = train_run(&network, &single, microbatches);
         // Without the batched kernel, no operands are buffered.
-        let mut apart = prepared(&network, chain(&[1]), Schedule::Gpipe, microbatches);
-        apart.codes.iter_mut().flat_map(|code| &mut code.backward.steps).for_each(|step| step.joint = None);
-        let apart = trained(&network, &apart, microbatches);
-        let off = distance(&whole, &apart);
-        assert!(off > 0.0 && off < 1e-5, "{microbatches} micro-batches: {off:e}");
+        let mut unbatched = prepare_run(&network, chain(&[1]), Schedule::Gpipe, microbatches);
+        unbatched.codes.iter_mut().flat_map(|code| &mut code.backward.steps).for_each(|step| step.joint = None);
+        let unbatched = train_run(&network, &unbatched, microbatches);
+        let difference = max_difference(&expected, &unbatched);
+        assert!(difference > 0.0 && difference < 1e-5, "{microbatches} micro-batches: {difference:e}");
         let looped = |stages: &[u32]| chain(stages).looped(2);
         let cuts = [
             (chain(&[1]), Schedule::OneFOneB),
@@ -150,43 +153,47 @@ fn bits_are_those_of_every_schedule_and_cut() {
             (chain(&[1; 4]).folded(), Schedule::DualPipeV),
         ];
         for (pipeline, schedule) in cuts {
-            let what = format!("{schedule}, {} stages, {microbatches} micro-batches", pipeline.stages.len());
+            let case = format!("{schedule}, {} stages, {microbatches} micro-batches", pipeline.stages.len());
             if schedule == Schedule::Interleaved && microbatches % 2 > 0 {
                 continue;
             }
-            let cut = prepared(&network, pipeline, schedule, microbatches);
-            assert_eq!(joint(&cut), 4, "{what}");
-            let run = trained(&network, &cut, microbatches);
-            assert_eq!(run.losses, whole.losses, "{what}");
-            for (one, other) in [(&run.weights, &whole.weights), (&run.gradients, &whole.gradients)] {
-                one.iter().for_each(|(name, tensor)| assert!(tensor.bytes() == other[name].bytes(), "{what}: {name}"));
+            let prepared = prepare_run(&network, pipeline, schedule, microbatches);
+            assert_eq!(count_joint_steps(&prepared), 4, "{case}");
+            let trained = train_run(&network, &prepared, microbatches);
+            assert_eq!(trained.losses, expected.losses, "{case}");
+            for (actual, expected_tensors) in
+                [(&trained.weights, &expected.weights), (&trained.gradients, &expected.gradients)]
+            {
+                actual.iter().for_each(|(name, tensor)| {
+                    assert!(tensor.bytes() == expected_tensors[name].bytes(), "{case}: {name}")
+                });
             }
         }
     }
 }
 
 /// A product after a part that is not saved, so the forward uses more of the arena than the backward layout.
-fn heavy() -> Network {
+fn heavy_network() -> Network {
     let mut graph = Graph::new("heavy");
-    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let mut writer = Writer { graph: &mut graph, origin: Origin::default() };
     let fact = Fact::of(DType::F32, &[1, 3, SIDE, SIDE]);
-    let x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let x = writer.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
     let row = vec![1usize.into(), (3 * SIDE * SIDE).into()];
-    let x = out.emit(Op::Reshape(Reshape { shape: row }), &[x]);
+    let x = writer.emit(Op::Reshape(Reshape { shape: row }), &[x]);
     let mut wide = |rows: usize| {
         let ones = Tensor::from_f32(&[3 * SIDE * SIDE, rows], &vec![0.01; 3 * SIDE * SIDE * rows]);
-        out.emit(Op::Constant(Constant { tensor: ones }), &[])
+        writer.emit(Op::Constant(Constant { tensor: ones }), &[])
     };
     let (spread, narrow) = (wide(4096), wide(4096));
     let product = MatMul { transpose_a: false, transpose_b: false };
     let across = MatMul { transpose_a: false, transpose_b: true };
-    let y = out.emit(Op::MatMul(product), &[x, spread]);
-    let y = out.emit(Op::Unary(Unary::Tanh), &[y]);
-    let y = out.emit(Op::Unary(Unary::Exp), &[y]);
-    let y = out.emit(Op::MatMul(across), &[y, narrow]);
+    let y = writer.emit(Op::MatMul(product), &[x, spread]);
+    let y = writer.emit(Op::Unary(Unary::Tanh), &[y]);
+    let y = writer.emit(Op::Unary(Unary::Exp), &[y]);
+    let y = writer.emit(Op::MatMul(across), &[y, narrow]);
     let shape = [3 * SIDE * SIDE, OUTPUTS];
-    let w = out.emit(Op::Parameter(Parameter { name: "w".into(), fact: Fact::of(DType::F32, &shape) }), &[]);
-    let value = out.emit(Op::MatMul(product), &[y, w]);
+    let w = writer.emit(Op::Parameter(Parameter { name: "w".into(), fact: Fact::of(DType::F32, &shape) }), &[]);
+    let value = writer.emit(Op::MatMul(product), &[y, w]);
     graph.outputs.push(Output { name: "y".into(), value });
     (graph, BTreeMap::from([("w".to_string(), uniform(&shape, 3))]))
 }
@@ -194,20 +201,20 @@ fn heavy() -> Network {
 /// Buffered operands survive other micro-batches' forwards in the arena.
 #[test]
 fn forwards_buffer_operands_for_batched_gradients() {
-    let network = heavy();
+    let network = heavy_network();
     let run = |schedule: Schedule, joins: bool| {
-        let mut prepared = prepared(&network, chain(&[1]), schedule, 8);
-        assert_eq!(joint(&prepared), 1);
+        let mut prepared = prepare_run(&network, chain(&[1]), schedule, 8);
+        assert_eq!(count_joint_steps(&prepared), 1);
         if !joins {
             let steps =
                 prepared.codes.iter_mut().flat_map(|code| code.backward.steps.iter_mut().chain(&mut code.weight.steps));
             steps.for_each(|step| step.joint = None);
         }
-        trained(&network, &prepared, 8)
+        train_run(&network, &prepared, 8)
     };
     for schedule in [Schedule::Gpipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::TwoBw] {
-        let off = distance(&run(schedule, true), &run(schedule, false));
-        assert!(off < 1e-5, "{schedule}: {off:e}");
+        let difference = max_difference(&run(schedule, true), &run(schedule, false));
+        assert!(difference < 1e-5, "{schedule}: {difference:e}");
     }
 }
 
@@ -215,23 +222,23 @@ fn forwards_buffer_operands_for_batched_gradients() {
 #[test]
 fn replicas_and_few_micro_batches() {
     let network = network();
-    let shape = |zero| StageSpec { zero, ..StageSpec::new(2, 1.0, 2.0) };
-    let whole = trained(&network, &prepared(&network, chain(&[1]), Schedule::OneFOneB, 17), 17);
+    let spec = |zero| StageSpec { zero, ..StageSpec::new(2, 1.0, 2.0) };
+    let expected = train_run(&network, &prepare_run(&network, chain(&[1]), Schedule::OneFOneB, 17), 17);
     for (zero, steps) in [(0, 4), (1, 4), (2, 0), (3, 0)] {
-        let shared = prepared(&network, Pipeline::chain(vec![shape(zero)]), Schedule::OneFOneB, 17);
-        assert_eq!(joint(&shared), steps, "ZeRO {zero}");
-        let off = distance(&whole, &trained(&network, &shared, 17));
-        assert!(off < 1e-5, "ZeRO {zero}: {off:e}");
+        let replicated = prepare_run(&network, Pipeline::chain(vec![spec(zero)]), Schedule::OneFOneB, 17);
+        assert_eq!(count_joint_steps(&replicated), steps, "ZeRO {zero}");
+        let difference = max_difference(&expected, &train_run(&network, &replicated, 17));
+        assert!(difference < 1e-5, "ZeRO {zero}: {difference:e}");
     }
     for (replicas, microbatches) in [(1, ITEMS - 1), (2, ITEMS)] {
-        let few = prepared(&network, chain(&[replicas]), Schedule::OneFOneB, microbatches);
-        assert_eq!(joint(&few), 0, "{replicas} replicas, {microbatches} micro-batches");
+        let prepared = prepare_run(&network, chain(&[replicas]), Schedule::OneFOneB, microbatches);
+        assert_eq!(count_joint_steps(&prepared), 0, "{replicas} replicas, {microbatches} micro-batches");
     }
-    let rounds = prepared(&network, chain(&[1, 1]), Schedule::OneFOneBRr, 1);
-    assert_eq!(joint(&rounds), 0);
-    let late = prepared(&network, chain(&[1, 1]), Schedule::TwoBw, 8);
-    assert_eq!(joint(&late), 4);
-    trained(&network, &late, 8).losses.iter().for_each(|loss| assert!(loss.is_finite()));
+    let round_robin = prepare_run(&network, chain(&[1, 1]), Schedule::OneFOneBRr, 1);
+    assert_eq!(count_joint_steps(&round_robin), 0);
+    let two_bw = prepare_run(&network, chain(&[1, 1]), Schedule::TwoBw, 8);
+    assert_eq!(count_joint_steps(&two_bw), 4);
+    train_run(&network, &two_bw, 8).losses.iter().for_each(|loss| assert!(loss.is_finite()));
 }
 
 /// Operand buffers and larger scratch are included in the plan.
@@ -247,9 +254,9 @@ fn batch_buffers_are_in_the_memory_plan() {
         [op.batched_grad_bytes, op.batched_grad_workspace_bytes] = joint;
     }
     assert_eq!(costs.ops.iter().filter(|op| op.batched_grad_bytes > 0).count(), 4);
-    let passing = GradientBuffers::of(&levels("1:1GB/s").unwrap());
-    let holdings =
-        MemoryTerms::of(&costs, (&costs.flows(), &RecomputeCosts::of(&costs)), &vec![true; costs.ops.len()], &passing);
+    let buffers = GradientBuffers::of(&levels("1:1GB/s").unwrap());
+    let terms =
+        MemoryTerms::of(&costs, (&costs.flows(), &RecomputeCosts::of(&costs)), &vec![true; costs.ops.len()], &buffers);
     for microbatches in [4, 8, 12] {
         let multiples = MemoryMultipliers {
             in_flight: 1,
@@ -264,10 +271,10 @@ fn batch_buffers_are_in_the_memory_plan() {
             schedule: Schedule::OneFOneB,
             microbatches,
         };
-        let planned = holdings.held(&multiples);
-        let run = prepared(&network, chain(&[1]), Schedule::OneFOneB, microbatches);
-        let held = trained(&network, &run, microbatches).peak_memory_bytes[0];
-        let off = planned.total as f64 / held as f64 - 1.0;
-        assert!(off.abs() < 0.02, "{microbatches} micro-batches: {held} held, {planned:?}");
+        let planned = terms.held(&multiples);
+        let prepared = prepare_run(&network, chain(&[1]), Schedule::OneFOneB, microbatches);
+        let peak_bytes = train_run(&network, &prepared, microbatches).peak_memory_bytes[0];
+        let error = planned.total as f64 / peak_bytes as f64 - 1.0;
+        assert!(error.abs() < 0.02, "{microbatches} micro-batches: {peak_bytes} held, {planned:?}");
     }
 }

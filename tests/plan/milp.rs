@@ -23,7 +23,7 @@ use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpId, ParamCost};
 use std::time::{Duration, Instant};
 
-fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
+fn plan_with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })
 }
 
@@ -32,7 +32,7 @@ fn us(planned: &Planned) -> f64 {
 }
 
 /// Equal within the solver tolerance.
-fn same(left: f64, right: f64) -> bool {
+fn are_equal(left: f64, right: f64) -> bool {
     (left - right).abs() <= 1e-7 * left.max(right)
 }
 
@@ -69,33 +69,33 @@ fn random_problem(seed: u64, cost: CostModel) -> Problem {
 }
 
 /// Part of the memory of the problem's slowest plan, so that only some plans fit.
-fn limit(problem: &mut Problem, seed: u64) {
+fn set_limit(problem: &mut Problem, seed: u64) {
     let peak = |planned: Planned| planned.plan.stages.iter().map(|stage| stage.memory.total).max();
-    let single = peak(with(problem, Partitioner::Single).unwrap()).unwrap();
+    let single = peak(plan_with(problem, Partitioner::Single).unwrap()).unwrap();
     problem.memory_limit = Some(Bytes(single * (6 + seed % 5) / 12));
 }
 
 /// MILP result, starting from a single device, which may not fit.
 fn from_single(problem: &Problem) -> SearchResult {
-    let joined = FusedGraph::of(&problem.graph);
-    let question = SearchContext { problem, joined: &joined, budget: Some(1_000_000), among: SearchLimits::ALONE };
-    let [single, ..] = question.baselines();
-    refine(&question, SearchResult::of(single), None).unwrap()
+    let fused = FusedGraph::of(&problem.graph);
+    let context = SearchContext { problem, joined: &fused, budget: Some(1_000_000), among: SearchLimits::ALONE };
+    let [single, ..] = context.baselines();
+    refine(&context, SearchResult::of(single), None).unwrap()
 }
 
 /// Checks a proven result against exhaustive search.
-fn ties_exhaustive(problem: &Problem, message: &str) {
-    let found = from_single(problem);
-    assert_eq!(found.fallback, None, "{message}");
-    let fits = found.candidates.iter().filter(|candidate| candidate.fits);
-    let best = fits.map(|candidate| candidate.minibatch_us).min_by(f64::total_cmp);
-    match with(problem, Partitioner::Exhaustive) {
-        Ok(everything) => {
-            let (best, wanted) = (best.unwrap_or(f64::INFINITY), us(&everything));
-            assert!(same(best, wanted), "{message}: milp {best}, everything {wanted}");
-            assert_eq!(found.proven_us, Some(best), "{message}");
+fn compare_with_exhaustive(problem: &Problem, message: &str) {
+    let result = from_single(problem);
+    assert_eq!(result.fallback, None, "{message}");
+    let fits = result.candidates.iter().filter(|candidate| candidate.fits);
+    let best_us = fits.map(|candidate| candidate.minibatch_us).min_by(f64::total_cmp);
+    match plan_with(problem, Partitioner::Exhaustive) {
+        Ok(exhaustive) => {
+            let (best_us, expected_us) = (best_us.unwrap_or(f64::INFINITY), us(&exhaustive));
+            assert!(are_equal(best_us, expected_us), "{message}: milp {best_us}, everything {expected_us}");
+            assert_eq!(result.proven_us, Some(best_us), "{message}");
         }
-        Err(PlanError::Infeasible { .. }) => assert_eq!(best, None, "{message}"),
+        Err(PlanError::Infeasible { .. }) => assert_eq!(best_us, None, "{message}"),
         Err(error) => panic!("{message}: {error}"),
     }
 }
@@ -105,10 +105,10 @@ fn whole_group_costs_tie_the_exhaustive_search() {
     for seed in 0..120 {
         let cost = if seed % 2 == 0 { CostModel::Paper } else { CostModel::Pipedream };
         let mut problem = random_problem(70_000 + seed, cost);
-        ties_exhaustive(&problem, &format!("seed {seed}"));
+        compare_with_exhaustive(&problem, &format!("seed {seed}"));
         if seed % 3 == 0 {
-            limit(&mut problem, seed);
-            ties_exhaustive(&problem, &format!("seed {seed}, within memory"));
+            set_limit(&mut problem, seed);
+            compare_with_exhaustive(&problem, &format!("seed {seed}, within memory"));
         }
     }
 }
@@ -126,7 +126,7 @@ fn cost_pipec_ties_the_exhaustive_search_under_every_schedule() {
         if seed % 4 == 0 {
             problem.cluster.levels[0].latency.0 = 40e-6;
         }
-        ties_exhaustive(&problem, &format!("seed {seed}"));
+        compare_with_exhaustive(&problem, &format!("seed {seed}"));
     }
 }
 
@@ -136,8 +136,8 @@ fn cost_pipec_ties_the_exhaustive_search_within_memory() {
         let mut problem = random_problem(90_000 + seed, CostModel::Pipec);
         problem.cluster = levels(["2:1GB/s", "3:1GB/s"][seed as usize % 2]).unwrap();
         problem.recompute = if seed % 4 < 3 { Recomputation::Auto } else { Recomputation::Never };
-        limit(&mut problem, seed);
-        ties_exhaustive(&problem, &format!("seed {seed}"));
+        set_limit(&mut problem, seed);
+        compare_with_exhaustive(&problem, &format!("seed {seed}"));
     }
 }
 
@@ -152,15 +152,20 @@ fn constraints_are_obeyed_and_proven_plans_agree() {
             2 => problem.constraints.no_replication = true,
             _ => problem.constraints.replicas = Some(vec![1, 1]),
         }
-        let (ours, milp) = match (with(&problem, Partitioner::Pipec), with(&problem, Partitioner::Milp)) {
-            (Ok(ours), Ok(milp)) => (ours, milp),
-            (ours, milp) => {
-                assert_eq!(ours.unwrap_err(), milp.unwrap_err(), "seed {seed}");
+        let (pipec, milp) = match (plan_with(&problem, Partitioner::Pipec), plan_with(&problem, Partitioner::Milp)) {
+            (Ok(pipec), Ok(milp)) => (pipec, milp),
+            (pipec, milp) => {
+                assert_eq!(pipec.unwrap_err(), milp.unwrap_err(), "seed {seed}");
                 continue;
             }
         };
-        assert!(us(&milp) <= us(&ours) * (1.0 + 1e-9), "seed {seed}");
-        assert!(!ours.plan.proven_optimal || same(us(&ours), us(&milp)), "seed {seed}: {} {}", us(&ours), us(&milp));
+        assert!(us(&milp) <= us(&pipec) * (1.0 + 1e-9), "seed {seed}");
+        assert!(
+            !pipec.plan.proven_optimal || are_equal(us(&pipec), us(&milp)),
+            "seed {seed}: {} {}",
+            us(&pipec),
+            us(&milp)
+        );
         assert!(milp.plan.proven_optimal, "seed {seed}: {:?}", milp.plan.search);
         assert_eq!(milp.plan.search.method, "milp");
         let stages = &milp.plan.stages;
@@ -182,44 +187,43 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
     ] {
         let mut problem = Problem::new(graph, levels("4:10GB/s").unwrap(), cost);
         problem.activation_compression = Some(1.0);
-        let ours = with(&problem, Partitioner::Pipec).unwrap();
+        let pipec = plan_with(&problem, Partitioner::Pipec).unwrap();
         // A single device leaves much to find, and a budget of no nodes is too little to find it.
-        let joined = FusedGraph::of(&problem.graph);
-        let question =
-            SearchContext { problem: &problem, joined: &joined, budget: Some(0), among: SearchLimits::ALONE };
-        let [single, ..] = question.baselines();
+        let fused = FusedGraph::of(&problem.graph);
+        let context = SearchContext { problem: &problem, joined: &fused, budget: Some(0), among: SearchLimits::ALONE };
+        let [single, ..] = context.baselines();
         let single_us = single.minibatch_us;
-        let found = refine(&question, SearchResult::of(single), None).unwrap();
-        let best = found.candidates.iter().map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
+        let result = refine(&context, SearchResult::of(single), None).unwrap();
+        let best_us = result.candidates.iter().map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
         println!(
-            "{name}: {best} of {single_us}, {:?}, bound {}, {:?}",
-            found.proven_us, found.bound_us, found.fallback
+            "{name}: {best_us} of {single_us}, {:?}, bound {}, {:?}",
+            result.proven_us, result.bound_us, result.fallback
         );
-        assert!(best <= single_us, "{name}");
-        match found.proven_us {
+        assert!(best_us <= single_us, "{name}");
+        match result.proven_us {
             // The relaxation alone may suffice.
-            Some(proven) => assert!(same(proven, us(&ours)), "{name}"),
-            None => assert!(found.fallback.is_some_and(|why| why.contains("node budget")), "{name}"),
+            Some(proven) => assert!(are_equal(proven, us(&pipec)), "{name}"),
+            None => assert!(result.fallback.is_some_and(|why| why.contains("node budget")), "{name}"),
         }
-        assert!(found.bound_us <= us(&ours) * (1.0 + 1e-7), "{name}: {}", found.bound_us);
+        assert!(result.bound_us <= us(&pipec) * (1.0 + 1e-7), "{name}: {}", result.bound_us);
         let options = PlannerOptions { partitioner: Partitioner::Milp, budget: Some(50), ..PlannerOptions::default() };
         let milp = plan(&problem, &options).unwrap();
-        assert!(us(&milp) <= us(&ours) * (1.0 + 1e-9), "{name}");
-        assert!(!ours.plan.proven_optimal || same(us(&ours), us(&milp)), "{name}");
-        let again = plan(&problem, &options).unwrap();
-        assert_eq!(to_json(&milp.plan).unwrap(), to_json(&again.plan).unwrap(), "{name}");
+        assert!(us(&milp) <= us(&pipec) * (1.0 + 1e-9), "{name}");
+        assert!(!pipec.plan.proven_optimal || are_equal(us(&pipec), us(&milp)), "{name}");
+        let repeated = plan(&problem, &options).unwrap();
+        assert_eq!(to_json(&milp.plan).unwrap(), to_json(&repeated.plan).unwrap(), "{name}");
     }
 }
 
 #[test]
 fn no_time_at_all_is_said() {
     let problem = Problem::new(chain(20), levels("4:0.5GB/s").unwrap(), CostModel::Paper);
-    let joined = FusedGraph::of(&problem.graph);
-    let question = SearchContext { problem: &problem, joined: &joined, budget: None, among: SearchLimits::ALONE };
-    let [single, ..] = question.baselines();
-    let found = refine(&question, SearchResult::of(single), Some(Duration::ZERO)).unwrap();
-    assert_eq!((found.proven_us, found.candidates.len()), (None, 1));
-    assert!(found.fallback.unwrap().contains("time limit"));
+    let fused = FusedGraph::of(&problem.graph);
+    let context = SearchContext { problem: &problem, joined: &fused, budget: None, among: SearchLimits::ALONE };
+    let [single, ..] = context.baselines();
+    let result = refine(&context, SearchResult::of(single), Some(Duration::ZERO)).unwrap();
+    assert_eq!((result.proven_us, result.candidates.len()), (None, 1));
+    assert!(result.fallback.unwrap().contains("time limit"));
 }
 
 #[test]
@@ -230,9 +234,9 @@ fn what_is_too_large_is_left_to_the_search_and_said() {
         ("levels", Problem::new(chain(9), levels("2:10GB/s,2:1GB/s").unwrap(), CostModel::Pipec)),
     ];
     for (word, problem) in large {
-        let ours = with(&problem, Partitioner::Pipec).unwrap();
-        let milp = with(&problem, Partitioner::Milp).unwrap();
-        assert_eq!(us(&milp), us(&ours), "{word}");
+        let pipec = plan_with(&problem, Partitioner::Pipec).unwrap();
+        let milp = plan_with(&problem, Partitioner::Milp).unwrap();
+        assert_eq!(us(&milp), us(&pipec), "{word}");
         let why = milp.plan.search.fallback.clone().unwrap_or_default();
         assert!(why.contains("no integer program was solved") && why.contains(word), "{word}: {why}");
         assert!(milp.plan.proven_optimal || !milp.plan.warnings.is_empty());
@@ -243,15 +247,15 @@ fn what_is_too_large_is_left_to_the_search_and_said() {
 fn a_clock_goes_with_milp_alone() {
     let problem = Problem::new(chain(4), gpus(2, Some(bandwidth("1GB/s").unwrap())).unwrap(), CostModel::Paper);
     let options = PlannerOptions { time_limit: Some(Duration::from_secs(9)), ..PlannerOptions::default() };
-    let refused = plan(&problem, &options).unwrap_err();
-    assert!(matches!(refused, PlanError::Problem(ProblemError::Unmet { .. })), "{refused:?}");
+    let error = plan(&problem, &options).unwrap_err();
+    assert!(matches!(error, PlanError::Problem(ProblemError::Unmet { .. })), "{error:?}");
 }
 
 #[test]
 fn published_profiles_are_proven() {
     let data = std::env::var("PIPEC_DATA").unwrap_or("../shared/data".into());
     // Flat clusters of the PipeDream goldens, milliseconds per minibatch.
-    for (name, devices, wire, wanted_ms) in
+    for (name, devices, link_bandwidth, expected_ms) in
         [("vgg16", 4, "1.25GB/s", 176.349), ("alexnet", 4, "1.25GB/s", 32.461), ("gnmt", 4, "1.25GB/s", 25.868)]
     {
         let folder = format!("{data}/partition/pipedream/profiles");
@@ -260,21 +264,22 @@ fn published_profiles_are_proven() {
             return;
         };
         let graph = pipedream::read(&text).unwrap();
-        let cluster = gpus(devices, Some(bandwidth(wire).unwrap())).unwrap();
+        let cluster = gpus(devices, Some(bandwidth(link_bandwidth).unwrap())).unwrap();
         let mut problem = Problem::new(graph, cluster, CostModel::Pipedream);
         problem.activation_compression = Some(1.0);
         let clock = Instant::now();
-        let milp = with(&problem, Partitioner::Milp).unwrap();
+        let milp = plan_with(&problem, Partitioner::Milp).unwrap();
         println!("{name} on {devices}: {:.3} ms, {:?}, {:?}", us(&milp) / 1e3, milp.plan.search, clock.elapsed());
-        assert!((us(&milp) / 1e3 - wanted_ms).abs() < 5e-4 * wanted_ms, "{name}: {}", us(&milp));
+        assert!((us(&milp) / 1e3 - expected_ms).abs() < 5e-4 * expected_ms, "{name}: {}", us(&milp));
         if name != "alexnet" {
             continue;
         }
         // With a memory limit, and with all or no stages recomputed, both find the same.
         problem.cost = CostModel::Pipec;
         problem.memory_limit = Some(Bytes(1_000_000_000));
-        let (ours, milp) = (with(&problem, Partitioner::Pipec).unwrap(), with(&problem, Partitioner::Milp).unwrap());
-        println!("alexnet within 1 GB: {} and {} us, {:?}", us(&ours), us(&milp), milp.plan.search);
-        assert!(same(us(&ours), us(&milp)) && milp.plan.search.fallback.is_none());
+        let (pipec, milp) =
+            (plan_with(&problem, Partitioner::Pipec).unwrap(), plan_with(&problem, Partitioner::Milp).unwrap());
+        println!("alexnet within 1 GB: {} and {} us, {:?}", us(&pipec), us(&milp), milp.plan.search);
+        assert!(are_equal(us(&pipec), us(&milp)) && milp.plan.search.fallback.is_none());
     }
 }

@@ -16,7 +16,7 @@ use compiler::plan::problem::{CostModel, Problem, ProblemError, Recomputation};
 use compiler::plan::schedule::Schedule;
 use std::time::Instant;
 
-fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
+fn plan_with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })
 }
 
@@ -24,12 +24,12 @@ fn us(planned: &Planned) -> f64 {
     planned.plan.predicted.minibatch_us
 }
 
-fn same(left: f64, right: f64) -> bool {
+fn are_equal(left: f64, right: f64) -> bool {
     (left - right).abs() <= 1e-9 * left.max(right)
 }
 
 /// A cluster of devices with these speeds in order, and memory by speed.
-fn mixed(text: &str, speeds: &[f64], memory: impl Fn(f64) -> u64) -> Cluster {
+fn mixed_cluster(text: &str, speeds: &[f64], memory: impl Fn(f64) -> u64) -> Cluster {
     let mut classes: Vec<DeviceClass> = Vec::new();
     for &speed in speeds {
         let mut device = find("h100").unwrap().device();
@@ -42,17 +42,17 @@ fn mixed(text: &str, speeds: &[f64], memory: impl Fn(f64) -> u64) -> Cluster {
     Cluster { classes, ..levels(text).unwrap() }
 }
 
-fn small(seed: u64) -> Problem {
+fn small_problem(seed: u64) -> Problem {
     let mut random = Random(seed);
     let graph = random_graph(&mut random, 6);
     let (text, devices) =
         [("2:1GB/s", 2), ("3:1GB/s", 3), ("4:0.5GB/s", 4), ("2:10GB/s,2:1GB/s", 4)][random.below(4) as usize];
-    let slow = [0.25, 0.5, 0.8][random.below(3) as usize];
-    let mut speeds: Vec<f64> = (0..devices).map(|_| [1.0, slow][random.below(2) as usize]).collect();
-    (speeds[0], speeds[devices - 1]) = (1.0, slow);
+    let slow_speed = [0.25, 0.5, 0.8][random.below(3) as usize];
+    let mut speeds: Vec<f64> = (0..devices).map(|_| [1.0, slow_speed][random.below(2) as usize]).collect();
+    (speeds[0], speeds[devices - 1]) = (1.0, slow_speed);
     // In some cases slow devices cannot hold the whole model.
     let slow_bytes = if random.below(3) == 0 { 2_000_000 + random.below(6_000_000) } else { 1 << 40 };
-    let cluster = mixed(text, &speeds, |speed| if speed == 1.0 { 1 << 40 } else { slow_bytes });
+    let cluster = mixed_cluster(text, &speeds, |speed| if speed == 1.0 { 1 << 40 } else { slow_bytes });
     let mut problem = Problem::new(graph, cluster, CostModel::Pipec);
     use Schedule::{Gpipe, Inference, OneFOneB, OneFOneBRr, TwoBw};
     problem.schedule =
@@ -64,34 +64,34 @@ fn small(seed: u64) -> Problem {
 
 #[test]
 fn plans_on_two_classes_tie_the_search_through_everything() {
-    let (mut compared, mut missed) = (0, Vec::new());
+    let (mut compared, mut suboptimal) = (0, Vec::new());
     for seed in 0..400 {
-        let problem = small(110_000 + seed);
-        let best = match with(&problem, Partitioner::Exhaustive) {
-            Ok(best) => us(&best),
+        let problem = small_problem(110_000 + seed);
+        let best_us = match plan_with(&problem, Partitioner::Exhaustive) {
+            Ok(best_us) => us(&best_us),
             // Too large for exhaustive search, or infeasible; then others find nothing either.
             Err(PlanError::Problem(_)) => continue,
             Err(_) => {
-                assert!(with(&problem, Partitioner::Pipec).is_err(), "seed {seed}");
+                assert!(plan_with(&problem, Partitioner::Pipec).is_err(), "seed {seed}");
                 continue;
             }
         };
         compared += 1;
-        let ours = with(&problem, Partitioner::Pipec).unwrap();
-        let bound = ours.plan.lower_bound_us;
-        assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: bound {bound} above the optimum {best}");
-        assert!(us(&ours) >= best * (1.0 - 1e-9), "seed {seed}: {} beats everything, {best}", us(&ours));
-        if !same(us(&ours), best) {
-            missed.push((seed, us(&ours) / best));
+        let planned = plan_with(&problem, Partitioner::Pipec).unwrap();
+        let bound = planned.plan.lower_bound_us;
+        assert!(bound <= best_us * (1.0 + 1e-9), "seed {seed}: bound {bound} above the optimum {best_us}");
+        assert!(us(&planned) >= best_us * (1.0 - 1e-9), "seed {seed}: {} beats everything, {best_us}", us(&planned));
+        if !are_equal(us(&planned), best_us) {
+            suboptimal.push((seed, us(&planned) / best_us));
         }
     }
-    println!("{} of {compared} missed: {missed:?}", missed.len());
-    assert!(compared > 300 && missed.len() * 100 <= compared, "{compared}: {missed:?}");
+    println!("{} of {compared} missed: {suboptimal:?}", suboptimal.len());
+    assert!(compared > 300 && suboptimal.len() * 100 <= compared, "{compared}: {suboptimal:?}");
 }
 
 #[test]
 fn infeasible_memory_needs_no_search() {
-    let mut refused = 0;
+    let mut infeasible = 0;
     for seed in 0..24u64 {
         let mut random = Random(120_000 + seed);
         let cost = [CostModel::Pipec, CostModel::Pipec, CostModel::Paper][seed as usize % 3];
@@ -101,54 +101,55 @@ fn infeasible_memory_needs_no_search() {
         problem.optimizer_state = 2.0;
         problem.constraints.no_replication = seed % 2 == 0 && cost == CostModel::Pipec;
         problem.memory_limit = Some(Bytes(1000));
-        let ours = with(&problem, Partitioner::Pipec).unwrap_err();
-        assert!(matches!(ours, PlanError::Infeasible { .. }), "seed {seed}: {ours}");
+        let error = plan_with(&problem, Partitioner::Pipec).unwrap_err();
+        assert!(matches!(error, PlanError::Infeasible { .. }), "seed {seed}: {error}");
         for partitioner in [Partitioner::Milp, Partitioner::Exhaustive] {
             let clock = Instant::now();
-            assert_eq!(with(&problem, partitioner).unwrap_err(), ours, "seed {seed}: {partitioner:?}");
+            assert_eq!(plan_with(&problem, partitioner).unwrap_err(), error, "seed {seed}: {partitioner:?}");
             assert!(clock.elapsed().as_secs() < 5, "seed {seed}: {partitioner:?} took {:?}", clock.elapsed());
         }
         // One byte less than an exact minimum is infeasible.
-        let PlanError::Infeasible { smallest_limit, .. } = ours else { continue };
+        let PlanError::Infeasible { smallest_limit, .. } = error else { continue };
         problem.memory_limit = Some(Bytes(smallest_limit));
         for partitioner in [Partitioner::Pipec, Partitioner::Milp] {
-            assert!(with(&problem, partitioner).is_ok(), "seed {seed}: {partitioner:?} with {smallest_limit}");
+            assert!(plan_with(&problem, partitioner).is_ok(), "seed {seed}: {partitioner:?} with {smallest_limit}");
         }
-        refused += 1;
+        infeasible += 1;
     }
-    assert_eq!(refused, 24);
+    assert_eq!(infeasible, 24);
 }
 
 /// Sets the memory of devices of class `class` and equal ones.
-fn hold(problem: &mut Problem, class: u32, bytes: u64) {
-    let like = problem.cluster.classes[class as usize].clone();
-    let alike = |own: &&mut DeviceClass| own.speed == like.speed && own.device == like.device;
-    problem.cluster.classes.iter_mut().filter(alike).for_each(|own| own.device.memory = Bytes(bytes));
+fn set_class_memory(problem: &mut Problem, class: u32, bytes: u64) {
+    let reference = problem.cluster.classes[class as usize].clone();
+    let is_alike =
+        |candidate: &&mut DeviceClass| candidate.speed == reference.speed && candidate.device == reference.device;
+    problem.cluster.classes.iter_mut().filter(is_alike).for_each(|candidate| candidate.device.memory = Bytes(bytes));
 }
 
 /// A reported requirement is exact: `bytes` is feasible, 1 % less is not, and on one level one byte less is not.
-fn keeps_its_word(name: &str, bytes: u64, is_flat: bool, needs: impl Fn(u64) -> Problem) {
-    let answer = with(&needs(bytes), Partitioner::Pipec);
-    assert!(answer.is_ok(), "{name}: {bytes} are said to do: {:?}", answer.err());
+fn check_requirement(name: &str, bytes: u64, is_flat: bool, problem_with: impl Fn(u64) -> Problem) {
+    let result = plan_with(&problem_with(bytes), Partitioner::Pipec);
+    assert!(result.is_ok(), "{name}: {bytes} are said to do: {:?}", result.err());
     // On several levels, stages may be placed where no search looks.
     let partitioners = [Partitioner::Pipec, Partitioner::Exhaustive];
     for partitioner in partitioners.into_iter().take(1 + usize::from(is_flat)) {
-        let less = if is_flat { bytes - 1 } else { bytes - bytes.div_ceil(100) };
-        match with(&needs(less), partitioner) {
+        let smaller = if is_flat { bytes - 1 } else { bytes - bytes.div_ceil(100) };
+        match plan_with(&problem_with(smaller), partitioner) {
             Err(PlanError::Infeasible { .. } | PlanError::DeviceMemory(_)) => {}
             // Too large for exhaustive search.
             Err(PlanError::Problem(ProblemError::TooLarge { .. })) => {}
-            other => panic!("{name}: {less} of {bytes} do: {partitioner:?} {other:?}"),
+            result_of_smaller => panic!("{name}: {smaller} of {bytes} do: {partitioner:?} {result_of_smaller:?}"),
         }
     }
 }
 
 #[test]
 fn infeasible_plans_report_the_smallest_feasible_setting() {
-    let (mut limits, mut classes, mut every) = (0, 0, 0);
+    let (mut limits, mut classes, mut all_classes) = (0, 0, 0);
     for seed in 0..300 {
         let mut random = Random(130_000 + seed);
-        let mut problem = small(140_000 + seed);
+        let mut problem = small_problem(140_000 + seed);
         let is_flat = problem.cluster.levels.len() == 1;
         for class in &mut problem.cluster.classes {
             let fast = class.speed == Some(1.0);
@@ -160,41 +161,41 @@ fn infeasible_plans_report_the_smallest_feasible_setting() {
             problem.constraints.replicas = Some(vec![1; 2]);
         }
         let name = format!("seed {seed}");
-        match with(&problem, Partitioner::Pipec) {
+        match plan_with(&problem, Partitioner::Pipec) {
             Ok(_) | Err(PlanError::Problem(_)) => continue,
             Err(PlanError::Infeasible { limit, missing, smallest_limit, .. }) => {
                 limits += 1;
                 assert_eq!((Some(Bytes(limit)), limit + missing), (problem.memory_limit, smallest_limit), "{name}");
-                keeps_its_word(&name, smallest_limit, is_flat, |bytes| {
+                check_requirement(&name, smallest_limit, is_flat, |bytes| {
                     let mut problem = problem.clone();
                     problem.memory_limit = Some(Bytes(bytes));
                     problem
                 });
             }
-            Err(PlanError::DeviceMemory(message)) => {
-                assert_eq!(message.smallest, message.memory + message.missing, "{name}");
+            Err(PlanError::DeviceMemory(shortage)) => {
+                assert_eq!(shortage.smallest, shortage.memory + shortage.missing, "{name}");
                 // No limit helps.
-                let mut free = problem.clone();
-                free.memory_limit = None;
-                assert!(matches!(with(&free, Partitioner::Pipec), Err(PlanError::DeviceMemory(_))), "{name}");
-                let Some(class) = message.class else {
-                    every += 1;
+                let mut unlimited = problem.clone();
+                unlimited.memory_limit = None;
+                assert!(matches!(plan_with(&unlimited, Partitioner::Pipec), Err(PlanError::DeviceMemory(_))), "{name}");
+                let Some(class) = shortage.class else {
+                    all_classes += 1;
                     continue;
                 };
                 classes += 1;
-                assert_eq!(problem.cluster.classes[class as usize].device.memory, Bytes(message.memory), "{name}");
-                keeps_its_word(&name, message.smallest, is_flat, |bytes| {
+                assert_eq!(problem.cluster.classes[class as usize].device.memory, Bytes(shortage.memory), "{name}");
+                check_requirement(&name, shortage.smallest, is_flat, |bytes| {
                     let mut problem = problem.clone();
-                    hold(&mut problem, class, bytes);
-                    problem.memory_limit = message.limit.map(Bytes).or(problem.memory_limit);
+                    set_class_memory(&mut problem, class, bytes);
+                    problem.memory_limit = shortage.limit.map(Bytes).or(problem.memory_limit);
                     problem
                 });
             }
             Err(error) => panic!("{name}: {error}"),
         }
     }
-    println!("{limits} lack a limit, {classes} a class, {every} several");
-    assert!(limits > 20 && classes > 20, "{limits} lack a limit, {classes} a class, {every} several");
+    println!("{limits} lack a limit, {classes} a class, {all_classes} several");
+    assert!(limits > 20 && classes > 20, "{limits} lack a limit, {classes} a class, {all_classes} several");
 }
 
 fn published(name: &str) -> Option<compiler::profile::cost_graph::CostGraph> {
@@ -211,22 +212,22 @@ fn published_profiles_on_two_classes_gain_by_the_order_and_take_no_longer_than_t
             let Some(graph) = published(name) else { return println!("skipped: no shared data") };
             let uniform = Problem::new(graph.clone(), levels(text).unwrap(), CostModel::Pipec);
             let clock = Instant::now();
-            let alone = with(&uniform, Partitioner::Pipec).unwrap();
-            let took_alone = clock.elapsed();
+            let uniform_plan = plan_with(&uniform, Partitioner::Pipec).unwrap();
+            let uniform_time = clock.elapsed();
             let speeds = [vec![1.0; fast], vec![0.4; slow]].concat();
-            let problem = Problem::new(graph, mixed(text, &speeds, |_| 1 << 40), CostModel::Pipec);
+            let problem = Problem::new(graph, mixed_cluster(text, &speeds, |_| 1 << 40), CostModel::Pipec);
             let clock = Instant::now();
-            let found = with(&problem, Partitioner::Pipec).unwrap();
-            let took = clock.elapsed();
+            let planned = plan_with(&problem, Partitioner::Pipec).unwrap();
+            let time = clock.elapsed();
             println!(
-                "{name} on {text}: {:.1} us, bound {:.1}, alike {:.1}; {took:?} and {took_alone:?}, {:.2}; {:?}; {:?} {:?}",
-                us(&found),
-                found.plan.lower_bound_us,
-                us(&alone),
-                took.as_secs_f64() / took_alone.as_secs_f64(),
-                found.plan.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>(),
-                found.plan.search,
-                found.plan.warnings
+                "{name} on {text}: {:.1} us, bound {:.1}, alike {:.1}; {time:?} and {uniform_time:?}, {:.2}; {:?}; {:?} {:?}",
+                us(&planned),
+                planned.plan.lower_bound_us,
+                us(&uniform_plan),
+                time.as_secs_f64() / uniform_time.as_secs_f64(),
+                planned.plan.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>(),
+                planned.plan.search,
+                planned.plan.warnings
             );
         }
     }

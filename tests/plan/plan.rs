@@ -28,8 +28,8 @@ enum Kind {
     Any,
 }
 
-fn random_graph(random: &mut Random, kind: Kind, most: u64) -> CostGraph {
-    let ops = 2 + random.below(most - 1) as u32;
+fn random_graph(random: &mut Random, kind: Kind, max_ops: u64) -> CostGraph {
+    let ops = 2 + random.below(max_ops - 1) as u32;
     let mut graph = CostGraph::default();
     for id in 0..ops {
         let weights = if random.below(3) == 0 { random.below(4_000_000) } else { random.below(20_000) };
@@ -71,8 +71,8 @@ fn random_graph(random: &mut Random, kind: Kind, most: u64) -> CostGraph {
     graph
 }
 
-fn random_problem(random: &mut Random, kind: Kind, most: u64, clusters: &[&str]) -> Problem {
-    let graph = random_graph(random, kind, most);
+fn random_problem(random: &mut Random, kind: Kind, max_ops: u64, clusters: &[&str]) -> Problem {
+    let graph = random_graph(random, kind, max_ops);
     let cluster = levels(clusters[random.below(clusters.len() as u64) as usize]).unwrap();
     let cost = if random.below(2) == 0 { CostModel::Paper } else { CostModel::Pipedream };
     let mut problem = Problem::new(graph, cluster, cost);
@@ -83,7 +83,7 @@ fn random_problem(random: &mut Random, kind: Kind, most: u64, clusters: &[&str])
     problem
 }
 
-fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
+fn plan_with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })
 }
 
@@ -104,17 +104,20 @@ fn nothing_beats_exhaustive_and_pipec_ties_it() {
         let mut random = Random(seed);
         let kind = [Kind::Chain, Kind::OneSource, Kind::Any][seed as usize % 3];
         let problem = random_problem(&mut random, kind, 8, FLAT);
-        let best = with(&problem, Partitioner::Exhaustive).unwrap();
-        assert!(best.plan.proven_optimal);
+        let optimal = plan_with(&problem, Partitioner::Exhaustive).unwrap();
+        assert!(optimal.plan.proven_optimal);
         for partitioner in Partitioner::all() {
-            let other = with(&problem, partitioner).unwrap();
-            assert!(us(&other) >= us(&best) * (1.0 - 1e-9), "seed {seed}: {partitioner:?} beats exhaustive");
-            assert!(other.plan.lower_bound_us <= us(&best) * (1.0 + 1e-9), "seed {seed}: {partitioner:?} bound");
-            assert!(!other.plan.proven_optimal || close(us(&other), us(&best)), "seed {seed}: {partitioner:?} proof");
+            let planned = plan_with(&problem, partitioner).unwrap();
+            assert!(us(&planned) >= us(&optimal) * (1.0 - 1e-9), "seed {seed}: {partitioner:?} beats exhaustive");
+            assert!(planned.plan.lower_bound_us <= us(&optimal) * (1.0 + 1e-9), "seed {seed}: {partitioner:?} bound");
+            assert!(
+                !planned.plan.proven_optimal || close(us(&planned), us(&optimal)),
+                "seed {seed}: {partitioner:?} proof"
+            );
         }
-        let ours = with(&problem, Partitioner::Pipec).unwrap();
-        assert!(close(us(&ours), us(&best)), "seed {seed}: pipec {} exhaustive {}", us(&ours), us(&best));
-        assert!(ours.plan.proven_optimal, "seed {seed}");
+        let pipec = plan_with(&problem, Partitioner::Pipec).unwrap();
+        assert!(close(us(&pipec), us(&optimal)), "seed {seed}: pipec {} exhaustive {}", us(&pipec), us(&optimal));
+        assert!(pipec.plan.proven_optimal, "seed {seed}");
     }
 }
 
@@ -123,12 +126,12 @@ fn nested_clusters_do_not_beat_exhaustive_within_whole_groups() {
     for seed in 0..40 {
         let mut random = Random(1000 + seed);
         let problem = random_problem(&mut random, Kind::OneSource, 6, NESTED);
-        let best = with(&problem, Partitioner::Exhaustive).unwrap();
+        let optimal = plan_with(&problem, Partitioner::Exhaustive).unwrap();
         for partitioner in
             [Partitioner::Pipedream, Partitioner::DataParallel, Partitioner::Uniform, Partitioner::Single]
         {
-            let other = with(&problem, partitioner).unwrap();
-            assert!(us(&other) >= us(&best) * (1.0 - 1e-9), "seed {seed}: {partitioner:?} beats exhaustive");
+            let planned = plan_with(&problem, partitioner).unwrap();
+            assert!(us(&planned) >= us(&optimal) * (1.0 - 1e-9), "seed {seed}: {partitioner:?} beats exhaustive");
         }
     }
 }
@@ -142,15 +145,15 @@ fn pipedream_ties_exhaustive_on_chains_where_more_devices_never_hurt() {
         problem.graph.ops.iter_mut().for_each(|op| op.param_bytes = 0);
         problem.activation_compression = None;
         problem.cost = CostModel::Pipedream;
-        let best = with(&problem, Partitioner::Exhaustive).unwrap();
-        let theirs = with(&problem, Partitioner::Pipedream).unwrap();
-        assert!(close(us(&theirs), us(&best)), "seed {seed}");
+        let optimal = plan_with(&problem, Partitioner::Exhaustive).unwrap();
+        let pipedream = plan_with(&problem, Partitioner::Pipedream).unwrap();
+        assert!(close(us(&pipedream), us(&optimal)), "seed {seed}");
     }
 }
 
 #[test]
 fn no_plan_is_over_the_limit_and_every_no_names_a_limit_that_does() {
-    let (mut planned_within, mut refused) = (0, 0);
+    let (mut planned_within, mut infeasible) = (0, 0);
     for seed in 0..200 {
         let mut random = Random(3000 + seed);
         let clusters = if seed % 4 == 0 { NESTED } else { FLAT };
@@ -160,40 +163,43 @@ fn no_plan_is_over_the_limit_and_every_no_names_a_limit_that_does() {
         let limit = 200_000 + random.below(12_000_000);
         problem.memory_limit = Some(Bytes(limit));
         let partitioner = if random.below(2) == 0 { Partitioner::Pipec } else { Partitioner::Pipedream };
-        match with(&problem, partitioner) {
-            Ok(found) => {
+        match plan_with(&problem, partitioner) {
+            Ok(planned) => {
                 planned_within += 1;
-                assert!(found.plan.stages.iter().all(|stage| stage.memory.total <= limit), "seed {seed}");
+                assert!(planned.plan.stages.iter().all(|stage| stage.memory.total <= limit), "seed {seed}");
                 if problem.cluster.levels.len() == 1 {
-                    let best = with(&problem, Partitioner::Exhaustive).unwrap();
-                    assert!(us(&found) >= us(&best) * (1.0 - 1e-9), "seed {seed}: over exhaustive");
+                    let optimal = plan_with(&problem, Partitioner::Exhaustive).unwrap();
+                    assert!(us(&planned) >= us(&optimal) * (1.0 - 1e-9), "seed {seed}: over exhaustive");
                     // On a chain the search with a memory limit is complete.
                     if kind == Kind::Chain && partitioner == Partitioner::Pipec {
-                        assert!(close(us(&found), us(&best)), "seed {seed}: {} {}", us(&found), us(&best));
+                        assert!(close(us(&planned), us(&optimal)), "seed {seed}: {} {}", us(&planned), us(&optimal));
                     }
                 }
             }
             Err(PlanError::Infeasible { smallest_limit, missing, .. }) => {
-                refused += 1;
+                infeasible += 1;
                 assert_eq!(smallest_limit, limit + missing, "seed {seed}");
                 if kind == Kind::Chain && problem.cluster.levels.len() == 1 {
                     assert!(
-                        matches!(with(&problem, Partitioner::Exhaustive), Err(PlanError::Infeasible { .. })),
+                        matches!(plan_with(&problem, Partitioner::Exhaustive), Err(PlanError::Infeasible { .. })),
                         "seed {seed}"
                     );
                 }
                 problem.memory_limit = Some(Bytes(smallest_limit));
-                let found = with(&problem, partitioner).unwrap();
-                assert!(found.plan.stages.iter().all(|stage| stage.memory.total <= smallest_limit), "seed {seed}");
+                let planned = plan_with(&problem, partitioner).unwrap();
+                assert!(planned.plan.stages.iter().all(|stage| stage.memory.total <= smallest_limit), "seed {seed}");
                 if problem.cluster.levels.len() == 1 && kind == Kind::Chain {
                     problem.memory_limit = Some(Bytes(smallest_limit - 1));
-                    assert!(matches!(with(&problem, partitioner), Err(PlanError::Infeasible { .. })), "seed {seed}");
+                    assert!(
+                        matches!(plan_with(&problem, partitioner), Err(PlanError::Infeasible { .. })),
+                        "seed {seed}"
+                    );
                 }
             }
             Err(error) => panic!("seed {seed}: {error}"),
         }
     }
-    assert!(planned_within > 30 && refused > 30, "{planned_within} planned, {refused} refused");
+    assert!(planned_within > 30 && infeasible > 30, "{planned_within} planned, {infeasible} refused");
 }
 
 #[test]
@@ -205,11 +211,11 @@ fn every_schedule_and_objective_makes_a_sound_plan() {
         problem.schedule = kinds[seed as usize % kinds.len()];
         problem.microbatches = 1 + random.below(8) as u32;
         problem.objective = if seed % 2 == 0 { Objective::Memory } else { Objective::Throughput };
-        let found = with(&problem, Partitioner::Pipec).unwrap();
+        let best_planned = plan_with(&problem, Partitioner::Pipec).unwrap();
         let peak = |planned: &Planned| planned.plan.stages.iter().map(|stage| stage.memory.total).max();
         if problem.objective == Objective::Memory {
             for partitioner in [Partitioner::Single, Partitioner::DataParallel, Partitioner::Uniform] {
-                assert!(peak(&found) <= peak(&with(&problem, partitioner).unwrap()), "seed {seed}");
+                assert!(peak(&best_planned) <= peak(&plan_with(&problem, partitioner).unwrap()), "seed {seed}");
             }
         }
     }
@@ -220,9 +226,9 @@ fn the_judge_finds_every_change() {
     let mut problem = Problem::new(chain(8), levels("2:10GB/s,2:10GB/s").unwrap(), CostModel::Pipedream);
     problem.activation_compression = Some(1.0);
     problem.memory_limit = Some(Bytes(1 << 20));
-    let sound = with(&problem, Partitioner::Uniform).unwrap().plan;
-    assert_eq!(sound.stages.len(), 4);
-    assert!(check(&problem, &sound).is_ok());
+    let sound_plan = plan_with(&problem, Partitioner::Uniform).unwrap().plan;
+    assert_eq!(sound_plan.stages.len(), 4);
+    assert!(check(&problem, &sound_plan).is_ok());
     type Change<'a> = (&'a str, &'a dyn Fn(&mut Plan));
     let changes: &[Change<'_>] = &[
         ("no stages", &|plan| plan.stages.clear()),
@@ -268,31 +274,31 @@ fn the_judge_finds_every_change() {
         }),
     ];
     for (expected, change) in changes {
-        let mut plan = sound.clone();
+        let mut plan = sound_plan.clone();
         change(&mut plan);
         let faults = check(&problem, &plan).expect_err(expected);
         let text = faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
         assert!(text.contains(expected), "{expected}: {text}");
     }
     problem.memory_limit = Some(Bytes(100));
-    assert!(check(&problem, &sound).is_err());
+    assert!(check(&problem, &sound_plan).is_err());
 }
 
 #[test]
 fn plans_round_trip_and_are_the_same_every_time() {
     let problem = random_problem(&mut Random(7), Kind::Any, 9, FLAT);
-    let found = with(&problem, Partitioner::Pipec).unwrap();
-    let text = to_json(&found.plan).unwrap();
+    let planned = plan_with(&problem, Partitioner::Pipec).unwrap();
+    let text = to_json(&planned.plan).unwrap();
     assert!(text.ends_with("}\n"));
-    assert_eq!(to_json(&with(&problem, Partitioner::Pipec).unwrap().plan).unwrap(), text);
-    assert_eq!(from_json(&text).unwrap(), found.plan);
-    let changed = |from: &str, to: &str| from_json(&text.replacen(from, to, 1)).map(|plan| plan.extra.len());
-    assert_eq!(changed("{", "{\"x-note\": {\"any\": 1},"), Ok(1));
-    assert!(changed("{", "{\"y-note\": 1,").unwrap_err().to_string().contains("y-note"));
-    assert!(changed("\"dtype\"", "\"seed\"").is_err());
-    assert!(changed("{", "{\"dtype\": \"f32\",").unwrap_err().to_string().contains("dtype"));
-    assert!(changed("pipec.plan/1", "pipec.plan/2").unwrap_err().to_string().contains("plan/2"));
-    let replicas = changed("\"replicas\": ", "\"replicas\": -").unwrap_err().to_string();
+    assert_eq!(to_json(&plan_with(&problem, Partitioner::Pipec).unwrap().plan).unwrap(), text);
+    assert_eq!(from_json(&text).unwrap(), planned.plan);
+    let extra_fields = |from: &str, to: &str| from_json(&text.replacen(from, to, 1)).map(|plan| plan.extra.len());
+    assert_eq!(extra_fields("{", "{\"x-note\": {\"any\": 1},"), Ok(1));
+    assert!(extra_fields("{", "{\"y-note\": 1,").unwrap_err().to_string().contains("y-note"));
+    assert!(extra_fields("\"dtype\"", "\"seed\"").is_err());
+    assert!(extra_fields("{", "{\"dtype\": \"f32\",").unwrap_err().to_string().contains("dtype"));
+    assert!(extra_fields("pipec.plan/1", "pipec.plan/2").unwrap_err().to_string().contains("plan/2"));
+    let replicas = extra_fields("\"replicas\": ", "\"replicas\": -").unwrap_err().to_string();
     assert!(replicas.contains("stages[0].replicas"), "{replicas}");
     assert_eq!(schema()["properties"]["stages"]["type"], "array");
 }
@@ -322,35 +328,35 @@ fn chain(ops: u32) -> CostGraph {
 fn users_can_fix_replicas_cuts_and_caps() {
     let mut problem = Problem::new(chain(8), levels("4:10GB/s").unwrap(), CostModel::Pipedream);
     problem.constraints.replicas = Some(vec![2, 1, 1]);
-    let found = with(&problem, Partitioner::Pipec).unwrap().plan;
-    assert_eq!(found.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>(), [2, 1, 1]);
-    assert_eq!(found.stages.iter().map(|stage| stage.ops.clone()).collect::<Vec<_>>(), [[(0, 4)], [(4, 6)], [(6, 8)]]);
-    assert_eq!(found.stages[1].devices, [2]);
-    assert_eq!(found.schedule.in_flight, [2, 2, 1]);
+    let plan = plan_with(&problem, Partitioner::Pipec).unwrap().plan;
+    assert_eq!(plan.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>(), [2, 1, 1]);
+    assert_eq!(plan.stages.iter().map(|stage| stage.ops.clone()).collect::<Vec<_>>(), [[(0, 4)], [(4, 6)], [(6, 8)]]);
+    assert_eq!(plan.stages[1].devices, [2]);
+    assert_eq!(plan.schedule.in_flight, [2, 2, 1]);
     problem.constraints.cut_after = Some(vec!["op0".into(), "5".into()]);
-    let found = with(&problem, Partitioner::Pipec).unwrap().plan;
-    assert_eq!(found.stages.iter().map(|stage| stage.ops.clone()).collect::<Vec<_>>(), [[(0, 1)], [(1, 6)], [(6, 8)]]);
+    let plan = plan_with(&problem, Partitioner::Pipec).unwrap().plan;
+    assert_eq!(plan.stages.iter().map(|stage| stage.ops.clone()).collect::<Vec<_>>(), [[(0, 1)], [(1, 6)], [(6, 8)]]);
     problem.constraints.cut_after = Some(vec!["op0".into()]);
-    assert!(matches!(with(&problem, Partitioner::Pipec), Err(PlanError::Problem(ProblemError::Disagree { .. }))));
+    assert!(matches!(plan_with(&problem, Partitioner::Pipec), Err(PlanError::Problem(ProblemError::Disagree { .. }))));
     problem.constraints.replicas = Some(vec![4, 1]);
     assert!(matches!(
-        with(&problem, Partitioner::Pipec),
+        plan_with(&problem, Partitioner::Pipec),
         Err(PlanError::Problem(ProblemError::TooManyReplicas { .. }))
     ));
     problem.constraints.replicas = None;
     problem.constraints.cut_after = None;
     problem.in_flight = InFlight::Given(vec![7, 3]);
-    let found = with(&problem, Partitioner::Pipec).unwrap().plan;
+    let plan = plan_with(&problem, Partitioner::Pipec).unwrap().plan;
     assert_eq!(
-        (found.stages.len(), found.schedule.in_flight, found.schedule.weight_versions),
+        (plan.stages.len(), plan.schedule.in_flight, plan.schedule.weight_versions),
         (2, vec![7, 3], vec![7, 3])
     );
     problem.cluster = levels("2:10GB/s,2:1GB/s").unwrap();
     problem.in_flight = InFlight::Pipedream;
     problem.constraints.replicas = Some(vec![3, 1]);
-    let found = with(&problem, Partitioner::Pipec).unwrap().plan;
-    assert_eq!(found.stages[0].hierarchy.len(), 1);
-    assert!(found.warnings.iter().any(|warning| warning.contains("whole groups")));
+    let plan = plan_with(&problem, Partitioner::Pipec).unwrap().plan;
+    assert_eq!(plan.stages[0].hierarchy.len(), 1);
+    assert!(plan.warnings.iter().any(|warning| warning.contains("whole groups")));
 }
 
 #[test]
@@ -364,14 +370,14 @@ fn caps_are_raised_until_the_workers_are_busy_or_memory_ends() {
         Steady { share, held: vec![true; caps.len()], pieces: 1 }
     };
     let options = PlannerOptions { efficiency: Some(&efficiency), ..PlannerOptions::default() };
-    let found = plan(&problem, &options).unwrap().plan;
-    assert_eq!(found.schedule.in_flight, [5, 4, 2]);
-    assert_eq!(found.schedule.weight_versions, [5, 4, 2]);
-    let full = found.stages[1].memory.total;
-    let largest = found.stages.iter().map(|stage| stage.memory.total).max().unwrap();
+    let planned = plan(&problem, &options).unwrap().plan;
+    assert_eq!(planned.schedule.in_flight, [5, 4, 2]);
+    assert_eq!(planned.schedule.weight_versions, [5, 4, 2]);
+    let full = planned.stages[1].memory.total;
+    let largest = planned.stages.iter().map(|stage| stage.memory.total).max().unwrap();
     problem.memory_limit = Some(Bytes(if full == largest { full - 1 } else { full.max(largest) }));
-    let within = plan(&problem, &options).unwrap().plan;
-    assert!(within.stages.iter().all(|stage| stage.memory.total <= problem.memory_limit.unwrap().0));
+    let limited = plan(&problem, &options).unwrap().plan;
+    assert!(limited.stages.iter().all(|stage| stage.memory.total <= problem.memory_limit.unwrap().0));
 }
 
 #[test]
@@ -392,17 +398,17 @@ fn bombs_end_in_time_with_a_warning() {
                 let mut problem = Problem::new(graph.clone(), levels(cluster).unwrap(), CostModel::Pipedream);
                 problem.activation_compression = Some(1.0);
                 let clock = Instant::now();
-                let found = with(&problem, partitioner).unwrap();
-                let took = clock.elapsed();
-                println!("{name} on {cluster} with {partitioner:?}: {took:?}, {} us", us(&found));
+                let planned = plan_with(&problem, partitioner).unwrap();
+                let time = clock.elapsed();
+                println!("{name} on {cluster} with {partitioner:?}: {time:?}, {} us", us(&planned));
                 // Tests termination, not speed.
-                assert!(took < Duration::from_secs(120), "{name} on {cluster}: {took:?}");
-                let even = problem.graph.total_us() / f64::from(problem.cluster.devices());
-                assert!(found.plan.search.fallback.is_some());
+                assert!(time < Duration::from_secs(120), "{name} on {cluster}: {time:?}");
+                let balanced_us = problem.graph.total_us() / f64::from(problem.cluster.devices());
+                assert!(planned.plan.search.fallback.is_some());
                 // Without a search, only perfect balance is known to be optimal.
-                assert_eq!(found.plan.proven_optimal, close(us(&found), even));
-                assert_eq!(found.plan.warnings.is_empty(), found.plan.proven_optimal);
-                assert!(us(&found) < 1.2 * even, "{name} on {cluster}: {} of {even}", us(&found));
+                assert_eq!(planned.plan.proven_optimal, close(us(&planned), balanced_us));
+                assert_eq!(planned.plan.warnings.is_empty(), planned.plan.proven_optimal);
+                assert!(us(&planned) < 1.2 * balanced_us, "{name} on {cluster}: {} of {balanced_us}", us(&planned));
             }
         }
     }
@@ -414,9 +420,9 @@ fn memory_bombs_end_in_time() {
         let mut problem = Problem::new(chain(30_000), levels(cluster).unwrap(), CostModel::Pipedream);
         problem.memory_limit = Some(Bytes(1000));
         let clock = Instant::now();
-        let smallest = match with(&problem, Partitioner::Pipec) {
+        let smallest = match plan_with(&problem, Partitioner::Pipec) {
             Err(PlanError::Infeasible { smallest_limit, .. }) => smallest_limit,
-            other => panic!("{other:?}"),
+            result => panic!("{result:?}"),
         };
         println!("{cluster}: needs {smallest}, {:?}", clock.elapsed());
         assert!(clock.elapsed() < Duration::from_secs(20));
@@ -435,53 +441,56 @@ fn wide_graphs_within_the_budget_are_searched_in_time() {
         let mut problem = Problem::new(graph.clone(), levels("16:1GB/s").unwrap(), CostModel::Pipedream);
         problem.activation_compression = Some(1.0);
         let clock = Instant::now();
-        let found = with(&problem, partitioner).unwrap();
-        println!("{partitioner:?}: {:?}, {:?}", clock.elapsed(), found.plan.search);
-        assert!(found.plan.proven_optimal && found.plan.search.fallback.is_none());
+        let planned = plan_with(&problem, partitioner).unwrap();
+        println!("{partitioner:?}: {:?}, {:?}", clock.elapsed(), planned.plan.search);
+        assert!(planned.plan.proven_optimal && planned.plan.search.fallback.is_none());
         assert!(clock.elapsed() < Duration::from_secs(5));
     }
 }
 
 #[test]
 fn edges_of_the_question_are_answered() {
-    let one = |cluster: &str| Problem::new(chain(1 + 1), levels(cluster).unwrap(), CostModel::Pipedream);
-    let mut idle = one("4:1GB/s");
+    let two_ops = |cluster: &str| Problem::new(chain(1 + 1), levels(cluster).unwrap(), CostModel::Pipedream);
+    let mut idle = two_ops("4:1GB/s");
     idle.graph.ops.iter_mut().for_each(|op| (op.fwd_us, op.bwd_us) = (0.0, 0.0));
     for partitioner in Partitioner::all() {
-        let found = with(&idle, partitioner).unwrap().plan;
-        assert!(found.predicted.throughput_per_s.is_finite());
-        assert_eq!(with(&one("1:1GB/s"), partitioner).unwrap().plan.stages.len(), 1);
+        let plan = plan_with(&idle, partitioner).unwrap().plan;
+        assert!(plan.predicted.throughput_per_s.is_finite());
+        assert_eq!(plan_with(&two_ops("1:1GB/s"), partitioner).unwrap().plan.stages.len(), 1);
     }
-    assert!(with(&one("4096:1GB/s"), Partitioner::Pipec).is_ok());
+    assert!(plan_with(&two_ops("4096:1GB/s"), Partitioner::Pipec).is_ok());
     assert!(matches!(
-        with(&one("4097:1GB/s"), Partitioner::Pipec),
+        plan_with(&two_ops("4097:1GB/s"), Partitioner::Pipec),
         Err(PlanError::Problem(ProblemError::TooLarge { .. }))
     ));
-    let mut empty = one("4:1GB/s");
+    let mut empty = two_ops("4:1GB/s");
     empty.graph = CostGraph::default();
-    assert!(matches!(with(&empty, Partitioner::Pipec), Err(PlanError::Problem(ProblemError::Graph(_)))));
-    let mut broken = one("4:1GB/s");
+    assert!(matches!(plan_with(&empty, Partitioner::Pipec), Err(PlanError::Problem(ProblemError::Graph(_)))));
+    let mut broken = two_ops("4:1GB/s");
     broken.activation_compression = Some(f64::NAN);
-    assert!(matches!(with(&broken, Partitioner::Pipec), Err(PlanError::Problem(ProblemError::Setting { .. }))));
-    let mut large = one("4:1GB/s");
+    assert!(matches!(plan_with(&broken, Partitioner::Pipec), Err(PlanError::Problem(ProblemError::Setting { .. }))));
+    let mut large = two_ops("4:1GB/s");
     large.graph = chain(40);
-    assert!(matches!(with(&large, Partitioner::Exhaustive), Err(PlanError::Problem(ProblemError::TooLarge { .. }))));
+    assert!(matches!(
+        plan_with(&large, Partitioner::Exhaustive),
+        Err(PlanError::Problem(ProblemError::TooLarge { .. }))
+    ));
 }
 
-fn shared(path: &str) -> Option<String> {
+fn read_shared(path: &str) -> Option<String> {
     let root =
         std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
     std::fs::read_to_string(format!("{root}/{path}")).ok()
 }
 
 fn published(name: &str) -> Option<CostGraph> {
-    let text = shared(&format!("partition/pipedream/profiles/{name}.graph.txt"))?;
+    let text = read_shared(&format!("partition/pipedream/profiles/{name}.graph.txt"))?;
     Some(pipedream::read(&text).unwrap())
 }
 
 #[test]
 fn objectives_of_the_released_optimizer() {
-    let Some(rows) = shared("../check/golden.tsv") else { return println!("skipped: no shared data") };
+    let Some(rows) = read_shared("../check/golden.tsv") else { return println!("skipped: no shared data") };
     let mut compared = 0;
     for row in rows.lines().skip(1) {
         let cells: Vec<&str> = row.split('\t').collect();
@@ -491,16 +500,16 @@ fn objectives_of_the_released_optimizer() {
         let mut problem = Problem::new(graph, levels(&cluster).unwrap(), CostModel::Pipedream);
         problem.activation_compression = cells[3].parse().ok();
         let clock = Instant::now();
-        let found = with(&problem, Partitioner::Pipedream).unwrap();
+        let planned = plan_with(&problem, Partitioner::Pipedream).unwrap();
         assert!(clock.elapsed() < Duration::from_secs(2), "{row}: {:?}", clock.elapsed());
-        for (what, found, want) in [
-            ("objective", us(&found), cells[4].parse::<f64>().unwrap() * 1e3),
-            ("data parallel", found.plan.baselines.data_parallel, cells[5].parse::<f64>().unwrap() * 1e3),
+        for (quantity, planned, expected) in [
+            ("objective", us(&planned), cells[4].parse::<f64>().unwrap() * 1e3),
+            ("data parallel", planned.plan.baselines.data_parallel, cells[5].parse::<f64>().unwrap() * 1e3),
         ] {
-            assert!((found - want).abs() <= 1e-6 * want, "{what} of {row}: {found}");
+            assert!((planned - expected).abs() <= 1e-6 * expected, "{quantity} of {row}: {planned}");
         }
-        let ours = with(&problem, Partitioner::Pipec).unwrap();
-        assert!(us(&ours) <= us(&found) * (1.0 + 1e-9), "{row}: pipec {} pipedream {}", us(&ours), us(&found));
+        let pipec = plan_with(&problem, Partitioner::Pipec).unwrap();
+        assert!(us(&pipec) <= us(&planned) * (1.0 + 1e-9), "{row}: pipec {} pipedream {}", us(&pipec), us(&planned));
         compared += 1;
     }
     assert!(compared > 0);
@@ -524,10 +533,10 @@ fn published_replications() {
         let cluster = gpus(*devices, Some(bandwidth(rate).unwrap())).unwrap();
         let mut problem = Problem::new(graph, cluster, CostModel::Pipedream);
         problem.activation_compression = Some(1.0);
-        let found = with(&problem, Partitioner::Pipedream).unwrap();
-        assert_eq!(format!("{:.3}", us(&found) / 1e3), format!("{milliseconds:.3}"), "{name} on {devices}");
-        let got: Vec<u32> = found.plan.stages.iter().map(|stage| stage.replicas).collect();
-        assert_eq!(got, *replicas, "{name} on {devices} at {rate}");
+        let planned = plan_with(&problem, Partitioner::Pipedream).unwrap();
+        assert_eq!(format!("{:.3}", us(&planned) / 1e3), format!("{milliseconds:.3}"), "{name} on {devices}");
+        let found_replicas: Vec<u32> = planned.plan.stages.iter().map(|stage| stage.replicas).collect();
+        assert_eq!(found_replicas, *replicas, "{name} on {devices} at {rate}");
     }
 }
 
@@ -537,8 +546,8 @@ fn stages_that_span_servers_beat_whole_servers() {
         let Some(graph) = published(name) else { return println!("skipped: no shared data") };
         let mut problem = Problem::new(graph, levels("8:40GB/s,2:3.125GB/s").unwrap(), CostModel::Pipedream);
         problem.activation_compression = Some(1.0);
-        let found = with(&problem, Partitioner::Pipec).unwrap();
-        assert!(us(&found) / 1e3 <= milliseconds + 0.01, "{name}: {}", us(&found));
+        let planned = plan_with(&problem, Partitioner::Pipec).unwrap();
+        assert!(us(&planned) / 1e3 <= milliseconds + 0.01, "{name}: {}", us(&planned));
     }
 }
 
@@ -550,10 +559,10 @@ fn large_published_profiles_are_planned_near_their_bounds() {
             for partitioner in [Partitioner::Pipedream, Partitioner::Pipec] {
                 let mut problem = Problem::new(graph.clone(), levels(cluster).unwrap(), CostModel::Pipedream);
                 problem.activation_compression = Some(1.0);
-                let found = with(&problem, partitioner).unwrap();
-                let bound = found.plan.lower_bound_us;
-                println!("{name} on {cluster} {partitioner:?}: {} us, bound {bound} us", us(&found));
-                let is_near = us(&found) <= bound * 1.05;
+                let planned = plan_with(&problem, partitioner).unwrap();
+                let bound = planned.plan.lower_bound_us;
+                println!("{name} on {cluster} {partitioner:?}: {} us, bound {bound} us", us(&planned));
+                let is_near = us(&planned) <= bound * 1.05;
                 assert!(is_near || partitioner == Partitioner::Pipedream, "{name} on {cluster}");
             }
         }
@@ -575,11 +584,11 @@ fn many_fixed_stages_are_balanced() {
     longest[0] = 0.0;
     for _ in 0..stages {
         let mut next = vec![f64::INFINITY; longest.len()];
-        for (end, least) in next.iter_mut().enumerate().skip(1) {
-            let mut last = 0.0;
+        for (end, min_longest) in next.iter_mut().enumerate().skip(1) {
+            let mut last_stage = 0.0;
             for from in (0..end).rev() {
-                last += times[from];
-                *least = f64::min(*least, f64::max(longest[from], last));
+                last_stage += times[from];
+                *min_longest = f64::min(*min_longest, f64::max(longest[from], last_stage));
             }
         }
         longest = next;
@@ -593,7 +602,7 @@ fn many_fixed_stages_are_balanced() {
         problem.schedule = schedule;
         problem.microbatches = if schedule == Schedule::OneFOneB { 4 } else { 1 };
         problem.constraints.replicas = Some(vec![1; stages]);
-        let plan = with(&problem, Partitioner::Pipec).unwrap().plan;
+        let plan = plan_with(&problem, Partitioner::Pipec).unwrap().plan;
         assert_eq!(plan.stages.len(), stages);
         let slowest = plan.stages.iter().map(|stage| stage.fwd_us + stage.bwd_us).fold(0.0, f64::max);
         println!("{cost:?} {schedule:?}: {slowest}, the least is {}", longest[ops as usize]);

@@ -22,7 +22,7 @@ fn ranks(name: Schedule, p: u32, v: u32) -> Pipeline {
     }
 }
 
-fn play(name: Schedule, p: u32, v: u32, minibatches: u32, microbatches: u32) -> (Program, Timeline) {
+fn run(name: Schedule, p: u32, v: u32, minibatches: u32, microbatches: u32) -> (Program, Timeline) {
     let pipeline = ranks(name, p, v);
     let program = schedule(name, &pipeline, StepCount { minibatches, microbatches }).unwrap();
     check(&program).unwrap_or_else(|error| panic!("{name}, p {p}, v {v}, m {microbatches}: {error}"));
@@ -32,17 +32,17 @@ fn play(name: Schedule, p: u32, v: u32, minibatches: u32, microbatches: u32) -> 
 
 /// Time between minibatches, minus the compute time of a rank.
 fn bubble(name: Schedule, p: u32, v: u32, m: u32) -> f64 {
-    let [few, many] = [4, 8].map(|minibatches| play(name, p, v, minibatches, m).1.makespan);
-    (many - few) / 4.0 - 3.0 * f64::from(m)
+    let [short, long] = [4, 8].map(|minibatches| run(name, p, v, minibatches, m).1.makespan);
+    (long - short) / 4.0 - 3.0 * f64::from(m)
 }
 
 /// Peak in-flight micro-batches per rank, in units of a whole rank.
 fn peaks(name: Schedule, p: u32, v: u32, m: u32) -> Vec<f64> {
-    play(name, p, v, 1, m).1.peak_in_flight.iter().map(|&peak| f64::from(peak) / f64::from(v)).collect()
+    run(name, p, v, 1, m).1.peak_in_flight.iter().map(|&peak| f64::from(peak) / f64::from(v)).collect()
 }
 
-fn near(found: f64, expected: f64, what: &str) {
-    assert!((found - expected).abs() < 1e-6, "{what}: {found}, expected {expected}");
+fn assert_close(actual: f64, expected: f64, case: &str) {
+    assert!((actual - expected).abs() < 1e-6, "{case}: {actual}, expected {expected}");
 }
 
 #[test]
@@ -57,17 +57,17 @@ fn four_ranks_and_eight_microbatches() {
         (Schedule::Zbv, 2, 0.0, [4.0; 4]),
         (Schedule::DualPipeV, 2, 1.5, [4.5; 4]),
     ];
-    let mut wrong = String::new();
-    for (name, v, idle, held) in table {
-        let found = (bubble(name, 4, v, 8), peaks(name, 4, v, 8));
-        if (found.0 - idle).abs() > 1e-6 || found.1 != held {
-            wrong += &format!("{name}: {found:?}, expected {:?}\n", (idle, held));
+    let mut differences = String::new();
+    for (name, v, expected_bubble, expected_peaks) in table {
+        let actual = (bubble(name, 4, v, 8), peaks(name, 4, v, 8));
+        if (actual.0 - expected_bubble).abs() > 1e-6 || actual.1 != expected_peaks {
+            differences += &format!("{name}: {actual:?}, expected {:?}\n", (expected_bubble, expected_peaks));
         }
     }
-    assert!(wrong.is_empty(), "\n{wrong}");
-    let step = |name, v| play(name, 4, v, 1, 8).1.makespan;
-    let [plain, h1, zbv] = [step(Schedule::OneFOneB, 1), step(Schedule::ZbH1, 1), step(Schedule::Zbv, 2)];
-    assert!(h1 < plain && zbv < h1, "{plain} {h1} {zbv}");
+    assert!(differences.is_empty(), "\n{differences}");
+    let step = |name, v| run(name, 4, v, 1, 8).1.makespan;
+    let [one_f_one_b, h1, zbv] = [step(Schedule::OneFOneB, 1), step(Schedule::ZbH1, 1), step(Schedule::Zbv, 2)];
+    assert!(h1 < one_f_one_b && zbv < h1, "{one_f_one_b} {h1} {zbv}");
 }
 
 #[test]
@@ -75,27 +75,31 @@ fn bubbles_and_activations_are_the_published_formulas() {
     for p in 1..=6u32 {
         for m in [2 * p, 3 * p, 4 * p] {
             let idle = f64::from(p - 1);
-            let what = |name: Schedule| format!("{name}, p {p}, m {m}");
+            let case = |name: Schedule| format!("{name}, p {p}, m {m}");
             for name in [Schedule::Gpipe, Schedule::OneFOneB] {
-                near(bubble(name, p, 1, m), 3.0 * idle, &what(name));
+                assert_close(bubble(name, p, 1, m), 3.0 * idle, &case(name));
             }
-            near(bubble(Schedule::ZbH1, p, 1, m), idle, &what(Schedule::ZbH1));
-            near(bubble(Schedule::ZbH2, p, 1, m), 0.0, &what(Schedule::ZbH2));
-            near(bubble(Schedule::Zbv, p, 2, m), 0.0, &what(Schedule::Zbv));
+            assert_close(bubble(Schedule::ZbH1, p, 1, m), idle, &case(Schedule::ZbH1));
+            assert_close(bubble(Schedule::ZbH2, p, 1, m), 0.0, &case(Schedule::ZbH2));
+            assert_close(bubble(Schedule::Zbv, p, 2, m), 0.0, &case(Schedule::Zbv));
             assert_eq!(peaks(Schedule::Gpipe, p, 1, m), vec![f64::from(m); p as usize]);
-            let down: Vec<f64> = (0..p).map(|rank| f64::from(p - rank)).collect();
-            assert_eq!(peaks(Schedule::OneFOneB, p, 1, m), down);
+            let falling_peaks: Vec<f64> = (0..p).map(|rank| f64::from(p - rank)).collect();
+            assert_eq!(peaks(Schedule::OneFOneB, p, 1, m), falling_peaks);
             assert_eq!(peaks(Schedule::ZbH1, p, 1, m), vec![f64::from(p); p as usize]);
-            let deep = f64::from((2 * p - 1).min(m));
-            assert_eq!(peaks(Schedule::ZbH2, p, 1, m), vec![deep; p as usize]);
+            let zb_h2_peak = f64::from((2 * p - 1).min(m));
+            assert_eq!(peaks(Schedule::ZbH2, p, 1, m), vec![zb_h2_peak; p as usize]);
             assert_eq!(peaks(Schedule::Zbv, p, 2, m), vec![f64::from(p); p as usize], "zbv");
             for v in 2..=3u32 {
-                let what = |name: Schedule| format!("{name}, p {p}, v {v}, m {m}");
-                near(bubble(Schedule::Interleaved, p, v, m), 3.0 * idle / f64::from(v), &what(Schedule::Interleaved));
-                near(bubble(Schedule::Bfs, p, v, m), 3.0 * idle / f64::from(v), &what(Schedule::Bfs));
+                let case = |name: Schedule| format!("{name}, p {p}, v {v}, m {m}");
+                assert_close(
+                    bubble(Schedule::Interleaved, p, v, m),
+                    3.0 * idle / f64::from(v),
+                    &case(Schedule::Interleaved),
+                );
+                assert_close(bubble(Schedule::Bfs, p, v, m), 3.0 * idle / f64::from(v), &case(Schedule::Bfs));
                 // Warm-up 2 (p - r - 1) + (v - 1) p, and the current one.
-                let held = |rank: u32| f64::from((2 * (p - rank - 1) + (v - 1) * p + 1).min(m * v)) / f64::from(v);
-                assert_eq!(peaks(Schedule::Interleaved, p, v, m), (0..p).map(held).collect::<Vec<_>>());
+                let peak_of = |rank: u32| f64::from((2 * (p - rank - 1) + (v - 1) * p + 1).min(m * v)) / f64::from(v);
+                assert_eq!(peaks(Schedule::Interleaved, p, v, m), (0..p).map(peak_of).collect::<Vec<_>>());
                 assert_eq!(peaks(Schedule::Bfs, p, v, m), vec![f64::from(m); p as usize]);
             }
         }
@@ -108,9 +112,9 @@ fn bubbles_and_activations_are_the_published_formulas() {
 fn dualpipev_over_a_grid() {
     for p in 1..=6u32 {
         for m in [2 * p, 2 * p + 1, 3 * p, 4 * p] {
-            near(bubble(Schedule::DualPipeV, p, 2, m), f64::from(p - 1) / 2.0, &format!("p {p}, m {m}"));
-            let held = f64::from((2 * p + 1).min(2 * m)) / 2.0;
-            assert_eq!(peaks(Schedule::DualPipeV, p, 2, m), vec![held; p as usize], "p {p}, m {m}");
+            assert_close(bubble(Schedule::DualPipeV, p, 2, m), f64::from(p - 1) / 2.0, &format!("p {p}, m {m}"));
+            let peak = f64::from((2 * p + 1).min(2 * m)) / 2.0;
+            assert_eq!(peaks(Schedule::DualPipeV, p, 2, m), vec![peak; p as usize], "p {p}, m {m}");
         }
     }
 }
@@ -135,16 +139,16 @@ fn bubbles_of_unequal_parts_are_the_published_formulas() {
                     };
                     (step(8) - step(4)) / 4.0 - f64::from(m) * (forward + input + weight)
                 };
-                let behind = f64::from(p - 1);
-                let what = |name: Schedule| format!("{name}, p {p}, m {m}, F {forward}, I {input}, W {weight}");
+                let later_ranks = f64::from(p - 1);
+                let case = |name: Schedule| format!("{name}, p {p}, m {m}, F {forward}, I {input}, W {weight}");
                 for name in [Schedule::Gpipe, Schedule::OneFOneB] {
-                    near(idle(name, 1), behind * (forward + input + weight), &what(name));
+                    assert_close(idle(name, 1), later_ranks * (forward + input + weight), &case(name));
                 }
-                near(idle(Schedule::ZbH1, 1), behind * (forward + input - weight), &what(Schedule::ZbH1));
+                assert_close(idle(Schedule::ZbH1, 1), later_ranks * (forward + input - weight), &case(Schedule::ZbH1));
                 if m % p == 0 {
                     for v in 2..=3 {
-                        let share = behind * (forward + input + weight) / f64::from(v);
-                        near(idle(Schedule::Interleaved, v), share, &what(Schedule::Interleaved));
+                        let expected = later_ranks * (forward + input + weight) / f64::from(v);
+                        assert_close(idle(Schedule::Interleaved, v), expected, &case(Schedule::Interleaved));
                     }
                 }
             }
@@ -162,9 +166,9 @@ const TORCHGPIPE: [(u32, &[i32], [f64; 2]); 3] =
 fn speed(ratio: f64, layers: &[i32], m: u32) -> f64 {
     let mut first = 0;
     let mut stages = Vec::new();
-    let all = 1.0 - ratio.powi(layers.iter().sum());
+    let total = 1.0 - ratio.powi(layers.iter().sum());
     for &count in layers {
-        let share = ratio.powi(first) * (1.0 - ratio.powi(count)) / all;
+        let share = ratio.powi(first) * (1.0 - ratio.powi(count)) / total;
         stages.push(StageSpec::new(1, share / 4.0, share * 3.0 / 4.0));
         first += count;
     }
@@ -180,19 +184,19 @@ fn speed(ratio: f64, layers: &[i32], m: u32) -> f64 {
 /// together with the others, so the fit misses it.
 #[test]
 fn torchgpipe_speeds_up_as_published() {
-    let off = |ratio: f64| -> f64 {
+    let fit_error = |ratio: f64| -> f64 {
         TORCHGPIPE.iter().map(|(_, layers, [four, _])| (speed(ratio, layers, 4) / four).ln().powi(2)).sum()
     };
     let ratios = (800..1000).map(|thousandth| f64::from(thousandth) / 1000.0);
-    let ratio = ratios.min_by(|a, b| off(*a).total_cmp(&off(*b))).unwrap();
+    let ratio = ratios.min_by(|a, b| fit_error(*a).total_cmp(&fit_error(*b))).unwrap();
     println!("fitted on m = 4: each layer takes {ratio} of the time of the one before");
     println!("partitions  m   published  simulated");
     for (partitions, layers, published) in TORCHGPIPE {
         for (m, published) in [4, 32].into_iter().zip(published) {
             let simulated = speed(ratio, layers, m);
-            let apart = simulated / published - 1.0;
-            println!("{partitions:>10} {m:>2} {published:>11.3} {simulated:>10.3} {:>+6.1} %", apart * 100.0);
-            assert!(m == 4 || apart.abs() < 0.1, "{partitions} partitions: {simulated}, published {published}");
+            let error = simulated / published - 1.0;
+            println!("{partitions:>10} {m:>2} {published:>11.3} {simulated:>10.3} {:>+6.1} %", error * 100.0);
+            assert!(m == 4 || error.abs() < 0.1, "{partitions} partitions: {simulated}, published {published}");
         }
     }
 }
@@ -207,7 +211,7 @@ fn any_number_of_microbatches_runs() {
         };
         for p in 1..=4 {
             for m in [1, 2, 3, 5, 6, 7, 11] {
-                play(name, p, v, 2, m);
+                run(name, p, v, 2, m);
             }
         }
     }
@@ -231,14 +235,15 @@ fn tables_of_torch() {
         let pipeline = ranks(name, 4, v);
         let program = table.program(&pipeline, 2).unwrap();
         check(&program).unwrap_or_else(|error| panic!("{name}: {error}"));
-        let own = schedule(name, &pipeline, StepCount { minibatches: 2, microbatches: 8 }).unwrap();
+        let generated = schedule(name, &pipeline, StepCount { minibatches: 2, microbatches: 8 }).unwrap();
         // In breadth-first schedules torch runs a stage's backwards in reverse, which changes the order of addition.
-        assert_eq!(csv(&program) == csv(&own), name != Schedule::Bfs, "{name}");
-        let [a, b] = [&program, &own].map(|program| simulate(program, &pipeline, &Machine::of(&pipeline)).unwrap());
-        near(a.makespan, b.makespan, name.name());
+        assert_eq!(csv(&program) == csv(&generated), name != Schedule::Bfs, "{name}");
+        let [a, b] =
+            [&program, &generated].map(|program| simulate(program, &pipeline, &Machine::of(&pipeline)).unwrap());
+        assert_close(a.makespan, b.makespan, name.name());
         assert_eq!(table.splits_backward(), name.splits_backward());
-        let again: ComputeTable = csv(&own).parse().unwrap();
-        assert_eq!(again.to_string(), csv(&own));
+        let reparsed: ComputeTable = csv(&generated).parse().unwrap();
+        assert_eq!(reparsed.to_string(), csv(&generated));
     }
 }
 
@@ -263,11 +268,11 @@ fn a_no_names_what_can() {
     let straight = Pipeline::balanced(&[1, 1, 1, 1], 2.0);
     let mut ragged = Pipeline::balanced(&[2, 1], 2.0);
     ragged.ranks = vec![RankId(0), RankId(1)];
-    let why = |name, pipeline: &Pipeline| schedule(name, pipeline, count).unwrap_err().to_string();
-    assert!(why(Schedule::Zbv, &straight).contains("zb-h1"));
-    assert!(why(Schedule::OneFOneB, &straight.clone().folded()).contains("zbv"));
-    assert!(why(Schedule::Interleaved, &straight.clone().folded()).contains("dualpipev"));
-    assert!(why(Schedule::Interleaved, &ragged).contains("1f1b"));
-    assert!(why(Schedule::Zbv, &unequal).contains("1f1b"));
+    let error_of = |name, pipeline: &Pipeline| schedule(name, pipeline, count).unwrap_err().to_string();
+    assert!(error_of(Schedule::Zbv, &straight).contains("zb-h1"));
+    assert!(error_of(Schedule::OneFOneB, &straight.clone().folded()).contains("zbv"));
+    assert!(error_of(Schedule::Interleaved, &straight.clone().folded()).contains("dualpipev"));
+    assert!(error_of(Schedule::Interleaved, &ragged).contains("1f1b"));
+    assert!(error_of(Schedule::Zbv, &unequal).contains("1f1b"));
     assert!(matches!(schedule(Schedule::Csv, &straight, count), Err(ScheduleError::NoTable)));
 }

@@ -32,7 +32,7 @@ const CLUSTERS: [&str; 8] = [
     "2:10GB/s,2:1GB/s,2:0.5GB/s",
 ];
 
-fn question(seed: u64) -> (Problem, Partitioner) {
+fn random_problem(seed: u64) -> (Problem, Partitioner) {
     let mut random = Random(seed);
     let one_in = |random: &mut Random, many: u64| random.below(many) == 0;
     let mut graph = random_graph(&mut random, 9);
@@ -104,7 +104,7 @@ fn every_answer_is_sound_or_a_reason() {
     let count = std::env::var("PIPEC_QUESTIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(300);
     let (mut planned, mut infeasible, mut refused) = (0, 0, 0);
     for seed in 0..count {
-        let (problem, partitioner) = question(200_000 + seed);
+        let (problem, partitioner) = random_problem(200_000 + seed);
         let efficiency = |stages: &[Stage], edges: &[Edge], caps: &[u32]| {
             let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).unwrap();
             steady(&pipeline).unwrap_or(Steady { share: 1.0, held: Vec::new(), pieces: 0 })
@@ -114,27 +114,30 @@ fn every_answer_is_sound_or_a_reason() {
             PlannerOptions { partitioner, budget, efficiency: Some(&efficiency), ..PlannerOptions::default() };
         let name = format!("seed {seed}, {partitioner:?}, {:?}, {:?}", problem.cost, problem.schedule);
         match plan(&problem, &options) {
-            Ok(found) => {
+            Ok(result) => {
                 planned += 1;
-                let found = found.plan;
-                let us = found.predicted.minibatch_us;
+                let plan = result.plan;
+                let us = plan.predicted.minibatch_us;
                 assert!(us.is_finite(), "{name}");
-                assert!(found.lower_bound_us <= us, "{name}: bound {} above {us}", found.lower_bound_us);
+                assert!(plan.lower_bound_us <= us, "{name}: bound {} above {us}", plan.lower_bound_us);
                 // A simulated time may be below the formula, to which the proof applies.
-                let is_played = found.predicted.objective_us.is_some();
-                assert!(!found.proven_optimal || is_played || found.lower_bound_us == us, "{name}");
-                check(&problem, &found).unwrap_or_else(|faults| panic!("{name}: {faults:?}"));
-                assert_eq!((figures(&found), stated(&found)), (Vec::new(), None), "{name}");
-                let read = from_json(&to_json(&found).unwrap()).unwrap_or_else(|error| panic!("{name}: {error}"));
-                assert_eq!((read.schedule, read.edges), (found.schedule, found.edges), "{name}");
+                let is_played = plan.predicted.objective_us.is_some();
+                assert!(!plan.proven_optimal || is_played || plan.lower_bound_us == us, "{name}");
+                check(&problem, &plan).unwrap_or_else(|faults| panic!("{name}: {faults:?}"));
+                assert_eq!((figures(&plan), stated(&plan)), (Vec::new(), None), "{name}");
+                let read = from_json(&to_json(&plan).unwrap()).unwrap_or_else(|error| panic!("{name}: {error}"));
+                assert_eq!((read.schedule, read.edges), (plan.schedule, plan.edges), "{name}");
             }
             Err(PlanError::Infeasible { limit, missing, smallest_limit, .. }) => {
                 infeasible += 1;
                 assert!(missing > 0 && smallest_limit == limit.saturating_add(missing), "{name}");
             }
-            Err(PlanError::DeviceMemory(small)) => {
+            Err(PlanError::DeviceMemory(shortage)) => {
                 infeasible += 1;
-                assert!(small.missing > 0 && small.smallest == small.memory.saturating_add(small.missing), "{name}");
+                assert!(
+                    shortage.missing > 0 && shortage.smallest == shortage.memory.saturating_add(shortage.missing),
+                    "{name}"
+                );
             }
             Err(PlanError::Problem(error)) => {
                 refused += 1;

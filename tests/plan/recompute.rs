@@ -33,7 +33,7 @@ fn problem(schedule: Schedule, ranks: u32) -> Problem {
     problem
 }
 
-fn planned(problem: &Problem) -> Plan {
+fn plan_checked(problem: &Problem) -> Plan {
     let efficiency = |stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(problem, stages, edges, caps);
     let options = PlannerOptions { efficiency: Some(&efficiency), ..PlannerOptions::default() };
     let plan = plan(problem, &options).unwrap().plan;
@@ -42,63 +42,70 @@ fn planned(problem: &Problem) -> Plan {
     plan
 }
 
-fn of_devices(plan: &Plan, bytes: impl Fn(usize) -> u64) -> BTreeMap<&[u32], u64> {
-    let mut held: BTreeMap<&[u32], u64> = BTreeMap::new();
+fn bytes_by_device(plan: &Plan, bytes: impl Fn(usize) -> u64) -> BTreeMap<&[u32], u64> {
+    let mut sums: BTreeMap<&[u32], u64> = BTreeMap::new();
     for (at, stage) in plan.stages.iter().enumerate() {
-        *held.entry(&stage.devices).or_default() += bytes(at);
+        *sums.entry(&stage.devices).or_default() += bytes(at);
     }
-    held
+    sums
 }
 
 fn peak(plan: &Plan) -> u64 {
-    of_devices(plan, |at| plan.stages[at].memory.total).into_values().max().unwrap()
+    bytes_by_device(plan, |at| plan.stages[at].memory.total).into_values().max().unwrap()
 }
 
 /// The plan with other recomputed ops, without times.
-fn with(plan: &Plan, at: usize, ops: u32) -> Plan {
-    let mut other = plan.clone();
-    let Stage { recompute, recomputed, .. } = &mut other.stages[at];
+fn with_recomputed(plan: &Plan, at: usize, ops: u32) -> Plan {
+    let mut changed = plan.clone();
+    let Stage { recompute, recomputed, .. } = &mut changed.stages[at];
     (*recompute, *recomputed) = (ops > 0, (ops > 0).then_some(RecomputedOps { ops, layers: None, fwd_us: 0.0 }));
-    other
+    changed
 }
 
 #[test]
 fn no_more_is_recomputed_than_fits() {
-    let mut some = 0;
+    let mut partial_stages = 0;
     for schedule in [Schedule::OneFOneB, Schedule::ZbH1, Schedule::Interleaved, Schedule::OneFOneBRr] {
         let mut problem = problem(schedule, 4);
-        let free = planned(&problem);
-        assert!(free.stages.iter().all(|stage| !stage.recompute && stage.recomputed.is_none()));
+        let unlimited = plan_checked(&problem);
+        assert!(unlimited.stages.iter().all(|stage| !stage.recompute && stage.recomputed.is_none()));
         problem.recompute = Recomputation::Full;
-        let full = planned(&problem);
+        let full = plan_checked(&problem);
         problem.recompute = Recomputation::Auto;
-        let (most, least) = (peak(&free), peak(&full));
-        let mut before = free.predicted.minibatch_us;
+        let (max_peak, min_peak) = (peak(&unlimited), peak(&full));
+        let mut previous_us = unlimited.predicted.minibatch_us;
         for tenth in (0..10).rev() {
-            let limit = least + (most - least) * tenth / 10;
+            let limit = min_peak + (max_peak - min_peak) * tenth / 10;
             problem.memory_limit = Some(Bytes(limit));
-            let plan = planned(&problem);
+            let plan = plan_checked(&problem);
             assert!(peak(&plan) <= limit, "{schedule} {tenth}");
             let us = plan.predicted.minibatch_us;
-            assert!(us >= before * (1.0 - 1e-3), "{schedule} {tenth}: {us} with less memory, {before} with more");
+            assert!(
+                us >= previous_us * (1.0 - 1e-3),
+                "{schedule} {tenth}: {us} with less memory, {previous_us} with more"
+            );
             assert!(us <= full.predicted.minibatch_us * (1.0 + 1e-9), "{schedule} {tenth}: {us}");
-            before = us;
+            previous_us = us;
             for (at, stage) in plan.stages.iter().enumerate() {
                 let Some(RecomputedOps { ops, fwd_us, .. }) = stage.recomputed else { continue };
-                some += 1;
+                partial_stages += 1;
                 assert!(fwd_us > 0.0 && fwd_us < stage.fwd_us);
                 // One op less does not fit beside what else the device holds.
-                let memory = evaluate(&problem, &with(&plan, at, ops - 1)).unwrap().memory;
-                let held = of_devices(&plan, |at| memory[at].total)[&stage.devices[..]];
-                assert!(held > limit, "{schedule} {tenth}: {ops} ops of stage {at}, {held} of {limit} with one less");
+                let memory = evaluate(&problem, &with_recomputed(&plan, at, ops - 1)).unwrap().memory;
+                let bytes = bytes_by_device(&plan, |at| memory[at].total)[&stage.devices[..]];
+                assert!(bytes > limit, "{schedule} {tenth}: {ops} ops of stage {at}, {bytes} of {limit} with one less");
             }
         }
         // A little less memory takes a little more time.
-        problem.memory_limit = Some(Bytes(most - 1));
-        let us = planned(&problem).predicted.minibatch_us;
-        assert!(us < free.predicted.minibatch_us * 1.03, "{schedule}: {us} of {}", free.predicted.minibatch_us);
+        problem.memory_limit = Some(Bytes(max_peak - 1));
+        let us = plan_checked(&problem).predicted.minibatch_us;
+        assert!(
+            us < unlimited.predicted.minibatch_us * 1.03,
+            "{schedule}: {us} of {}",
+            unlimited.predicted.minibatch_us
+        );
     }
-    assert!(some > 30, "{some} stages are recomputed in part");
+    assert!(partial_stages > 30, "{partial_stages} stages are recomputed in part");
 }
 
 #[test]
@@ -112,7 +119,7 @@ fn full_recomputation_is_of_all_ops() {
             (problem.memory_limit, problem.constraints.replicas) = (limit, replicas);
             for objective in [Objective::Throughput, Objective::Memory] {
                 problem.objective = objective;
-                let plan = planned(&problem);
+                let plan = plan_checked(&problem);
                 for stage in &plan.stages {
                     assert!(stage.recompute && stage.recomputed.is_none(), "{schedule} {objective:?}");
                     assert!((stage.bwd_us - 3.0 * stage.fwd_us).abs() < 1e-6 * stage.fwd_us, "{schedule}");
@@ -138,25 +145,25 @@ fn full_recomputation_is_of_all_ops() {
 fn contradictory_numbers_of_ops_are_found() {
     let mut problem = problem(Schedule::OneFOneB, 4);
     problem.constraints.cut_after = Some(["op11", "op23", "op35"].map(String::from).to_vec());
-    let most = peak(&planned(&problem));
-    problem.memory_limit = Some(Bytes(most * 9 / 10));
-    let plan = planned(&problem);
+    let peak_bytes = peak(&plan_checked(&problem));
+    problem.memory_limit = Some(Bytes(peak_bytes * 9 / 10));
+    let plan = plan_checked(&problem);
     let at = plan.stages.iter().position(|stage| stage.recomputed.is_some()).unwrap();
-    let all = plan.stages[at].op_ids().count() as u32;
-    for (what, change) in [
+    let op_count = plan.stages[at].op_ids().count() as u32;
+    for (fault, change) in [
         ("no op", &(|stage: &mut Stage| stage.recomputed.as_mut().unwrap().ops = 0) as &dyn Fn(&mut Stage)),
-        ("all ops", &|stage| stage.recomputed.as_mut().unwrap().ops = all),
+        ("all ops", &|stage| stage.recomputed.as_mut().unwrap().ops = op_count),
         ("nothing is recomputed", &|stage| stage.recompute = false),
         ("a time above the forward", &|stage| stage.recomputed.as_mut().unwrap().fwd_us = 2.0 * stage.fwd_us),
     ] {
-        let mut other = plan.clone();
-        change(&mut other.stages[at]);
-        assert!(sound(&other).is_err(), "{what}");
+        let mut changed = plan.clone();
+        change(&mut changed.stages[at]);
+        assert!(sound(&changed).is_err(), "{fault}");
     }
-    let mut other = plan.clone();
-    other.stages[at].recomputed.as_mut().unwrap().fwd_us *= 0.9;
-    assert!(check(&problem, &other).is_err(), "another time of the ops");
-    assert!(check(&problem, &with(&plan, at, 1)).is_err(), "another number of ops");
+    let mut changed = plan.clone();
+    changed.stages[at].recomputed.as_mut().unwrap().fwd_us *= 0.9;
+    assert!(check(&problem, &changed).is_err(), "another time of the ops");
+    assert!(check(&problem, &with_recomputed(&plan, at, 1)).is_err(), "another number of ops");
 }
 
 /// Six layers of seven ops between two other modules of three ops. A fifth of the ops save nothing.
@@ -182,26 +189,26 @@ fn frameworks_keep_the_inputs_of_layers_and_save_one_layer_again() {
     let activations = |target: Option<Target>| {
         let mut problem = problem.clone();
         problem.set_target(target);
-        let plan = planned(&problem);
+        let plan = plan_checked(&problem);
         assert_eq!((plan.stages.len(), plan.schedule.in_flight[0]), (1, 4));
         plan.stages[0].memory.activations
     };
     let bytes = |at: u64| 10_000 + at % 5 * 100;
     let saved = |at: u64| if at % 5 == 4 { 0 } else { bytes(at) };
     // Op 2 feeds the first layer, and the last op of each layer the next one or the head.
-    let ends = || (1..=6).map(|layer| 2 + 7 * layer);
-    let of_layer = |end: u64| (end - 6..end).map(saved).sum::<u64>() + bytes(end);
-    let others: u64 = (0..3).chain(45..48).map(saved).sum();
-    let kept = others + ends().map(bytes).sum::<u64>();
-    assert_eq!(activations(Some(Target::Torchtitan)), 4 * kept + ends().map(of_layer).max().unwrap());
-    let all: u64 = (0..48).map(saved).sum();
-    assert_eq!(activations(None), all, "one micro-batch of four, without inputs");
-    assert_eq!(activations(Some(Target::Torch)), all);
+    let last_ops = || (1..=6).map(|layer| 2 + 7 * layer);
+    let layer_bytes = |end: u64| (end - 6..end).map(saved).sum::<u64>() + bytes(end);
+    let outside_bytes: u64 = (0..3).chain(45..48).map(saved).sum();
+    let kept_bytes = outside_bytes + last_ops().map(bytes).sum::<u64>();
+    assert_eq!(activations(Some(Target::Torchtitan)), 4 * kept_bytes + last_ops().map(layer_bytes).max().unwrap());
+    let total: u64 = (0..48).map(saved).sum();
+    assert_eq!(activations(None), total, "one micro-batch of four, without inputs");
+    assert_eq!(activations(Some(Target::Torch)), total);
 }
 
 #[test]
 fn layers_of_frameworks_are_recomputed_whole() {
-    let mut some = 0;
+    let mut partial_stages = 0;
     for (schedule, target) in [
         (Schedule::OneFOneB, Target::Megatron),
         (Schedule::Interleaved, Target::Megatron),
@@ -211,19 +218,19 @@ fn layers_of_frameworks_are_recomputed_whole() {
         let mut problem = problem(schedule, 2);
         problem.graph = layers();
         problem.set_target(Some(target));
-        let most = peak(&planned(&problem));
+        let max_peak = peak(&plan_checked(&problem));
         problem.recompute = Recomputation::Full;
-        let least = peak(&planned(&problem));
+        let min_peak = peak(&plan_checked(&problem));
         problem.recompute = Recomputation::Auto;
-        assert!(least < most, "{schedule}");
+        assert!(min_peak < max_peak, "{schedule}");
         for tenth in 0..10 {
-            problem.memory_limit = Some(Bytes(least + (most - least) * tenth / 10));
-            let plan = planned(&problem);
+            problem.memory_limit = Some(Bytes(min_peak + (max_peak - min_peak) * tenth / 10));
+            let plan = plan_checked(&problem);
             assert!(peak(&plan) <= problem.memory_limit.unwrap().0);
             for stage in &plan.stages {
                 let Some(RecomputedOps { ops, layers, fwd_us }) = stage.recomputed else { continue };
                 let Some(next) = stage.op_ids().nth(ops as usize) else { continue };
-                some += 1;
+                partial_stages += 1;
                 assert!(matches!(next, 10 | 17 | 24 | 31 | 38 | 45), "{schedule} {tenth}: cut before {next}");
                 let recomputed: Vec<u32> = stage.recomputed_op_ids().filter(|op| (3..45).contains(op)).collect();
                 assert_eq!(layers, Some(recomputed.len() as u32 / 7), "{schedule} {tenth}");
@@ -232,5 +239,5 @@ fn layers_of_frameworks_are_recomputed_whole() {
             }
         }
     }
-    assert!(some > 10, "{some} stages are recomputed in part");
+    assert!(partial_stages > 10, "{partial_stages} stages are recomputed in part");
 }

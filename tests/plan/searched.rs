@@ -7,21 +7,21 @@ use std::path::Path;
 
 fn pipec(folder: &Path, code: i32, arguments: &[&str]) -> (String, String) {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
-    let [message, said] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message}{said}");
-    (message, said)
+    let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stdout}{stderr}");
+    (stdout, stderr)
 }
 
 fn model(folder: &Path) {
     pipec(folder, 0, &["zoo", "gpt", "--layers", "6", "--hidden", "128", "--structure", "-o", "m.onnx", "-q"]);
 }
 
-const ASKED: [&str; 10] =
+const ARGUMENTS: [&str; 10] =
     ["partition", "m.onnx", "--gpus", "4", "--no-replication", "--optimizer", "adam", "--bandwidth", "25GB/s", "-q"];
 
-fn planned(folder: &Path, more: &[&str]) -> Option<Value> {
-    let asked = [&ASKED[..], &["--format", "json", "-o", "p.json"], more].concat();
-    let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(&asked).output().unwrap();
+fn plan_json(folder: &Path, flags: &[&str]) -> Option<Value> {
+    let arguments = [&ARGUMENTS[..], &["--format", "json", "-o", "p.json"], flags].concat();
+    let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(&arguments).output().unwrap();
     output.status.success().then(|| serde_json::from_slice(&output.stdout).unwrap())
 }
 
@@ -34,25 +34,25 @@ fn no_combination_is_faster_than_the_one_that_is_found() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(folder);
-    let found = planned(folder, &["--batch", "64", "--schedule", "auto"]).unwrap();
+    let searched = plan_json(folder, &["--batch", "64", "--schedule", "auto"]).unwrap();
     let [size, count] =
-        [&found["schedule"]["micro_batch"], &found["schedule"]["microbatches"]].map(|n| n.as_u64().unwrap());
-    assert_eq!(size * count, 64, "{found}");
+        [&searched["schedule"]["micro_batch"], &searched["schedule"]["microbatches"]].map(|n| n.as_u64().unwrap());
+    assert_eq!(size * count, 64, "{searched}");
     let mut best = (0.0, String::new());
     for count in [1, 2, 4, 8, 16, 32, 64] {
         for schedule in ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev"] {
             let (size, count) = ((64 / count).to_string(), count.to_string());
-            let one = planned(folder, &["--micro-batch", &size, "--microbatches", &count, "--schedule", schedule]);
-            let speed = one.as_ref().map_or(0.0, speed);
+            let pinned = plan_json(folder, &["--micro-batch", &size, "--microbatches", &count, "--schedule", schedule]);
+            let speed = pinned.as_ref().map_or(0.0, speed);
             if speed > best.0 {
                 best = (speed, format!("{schedule}, {count} micro-batches of {size}"));
             }
         }
     }
-    assert!(speed(&found) >= best.0, "{}, but {} with {}", speed(&found), best.0, best.1);
+    assert!(speed(&searched) >= best.0, "{}, but {} with {}", speed(&searched), best.0, best.1);
     // Searching several sizes and schedules pays off here.
-    let plain = planned(folder, &["--micro-batch", "16", "--microbatches", "4"]).unwrap();
-    assert!(speed(&found) > 1.05 * speed(&plain), "{} and {}", speed(&found), speed(&plain));
+    let unsearched = plan_json(folder, &["--micro-batch", "16", "--microbatches", "4"]).unwrap();
+    assert!(speed(&searched) > 1.05 * speed(&unsearched), "{} and {}", speed(&searched), speed(&unsearched));
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn a_given_part_leaves_the_other_one() {
     let folder = folder.path();
     model(folder);
     let sizes = |more: &[&str]| {
-        let plan = planned(folder, more).unwrap();
+        let plan = plan_json(folder, more).unwrap();
         (
             plan["schedule"]["micro_batch"].as_u64(),
             plan["schedule"]["microbatches"].as_u64(),
@@ -71,12 +71,12 @@ fn a_given_part_leaves_the_other_one() {
     let (size, count, kind) = sizes(&["--batch", "24", "--micro-batch", "8"]);
     assert_eq!((size, count), (Some(8), Some(3)));
     assert_ne!(kind, "1f1b-rr", "a batch needs a flush");
-    let given = ["--batch", "24", "--microbatches", "4", "--schedule", "1f1b"];
-    assert_eq!(sizes(&given), (Some(6), Some(4), "1f1b".into()));
+    let flags = ["--batch", "24", "--microbatches", "4", "--schedule", "1f1b"];
+    assert_eq!(sizes(&flags), (Some(6), Some(4), "1f1b".into()));
     let (size, count, kind) = sizes(&["--batch", "24", "--schedule", "gpipe"]);
     assert_eq!((size.unwrap() * count.unwrap(), kind), (24, "gpipe".into()));
     let more = ["--batch", "24", "--schedule", "auto", "--compare", "-o", "p.json"];
-    let table = pipec(folder, 0, &[&ASKED[..9], &more].concat()).0;
+    let table = pipec(folder, 0, &[&ARGUMENTS[..9], &more].concat()).0;
     assert!(table.contains("schedule") && table.contains("zb-h1"), "{table}");
 }
 
@@ -85,20 +85,20 @@ fn what_leaves_nothing_to_find_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(folder);
-    let refused = |more: &[&str]| pipec(folder, 2, &[&ASKED[..], more].concat()).1;
-    let message = refused(&["--batch", "10", "--microbatches", "4"]);
+    let error_of = |more: &[&str]| pipec(folder, 2, &[&ARGUMENTS[..], more].concat()).1;
+    let message = error_of(&["--batch", "10", "--microbatches", "4"]);
     assert!(message.contains("10 samples are not a multiple of 4"), "{message}");
-    let message = refused(&["--batch", "24", "--micro-batch", "4", "--microbatches", "2"]);
+    let message = error_of(&["--batch", "24", "--micro-batch", "4", "--microbatches", "2"]);
     assert!(message.contains("their product is 8 samples"), "{message}");
-    let message = refused(&["--batch", "24", "--schedule", "inference"]);
+    let message = error_of(&["--batch", "24", "--schedule", "inference"]);
     assert!(message.contains("inference"), "{message}");
-    let message = refused(&["--batch", "24", "--objective", "latency"]);
+    let message = error_of(&["--batch", "24", "--objective", "latency"]);
     assert!(message.contains("inference"), "{message}");
-    let message = refused(&["--microbatches", "2", "--schedule", "inference"]);
+    let message = error_of(&["--microbatches", "2", "--schedule", "inference"]);
     assert!(message.contains("inference"), "{message}");
-    let message = refused(&["--schedule", "auto", "--objective", "latency"]);
+    let message = error_of(&["--schedule", "auto", "--objective", "latency"]);
     assert!(message.contains("`--objective latency` cannot be combined with `--schedule auto`"), "{message}");
-    let message = refused(&["--schedule", "auto", "--cost", "paper"]);
+    let message = error_of(&["--schedule", "auto", "--cost", "paper"]);
     assert!(message.contains("--cost paper"), "{message}");
 }
 
@@ -108,13 +108,13 @@ fn what_fits_is_found_where_most_does_not() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(folder);
-    let asked = [&ASKED[..9], &["--batch", "64", "--schedule", "auto", "-o", "p.json", "--memory"]].concat();
-    let (message, _) = pipec(folder, 0, &[&asked[..], &["12MB"]].concat());
+    let arguments = [&ARGUMENTS[..9], &["--batch", "64", "--schedule", "auto", "-o", "p.json", "--memory"]].concat();
+    let (message, _) = pipec(folder, 0, &[&arguments[..], &["12MB"]].concat());
     assert!(message.contains("global batch 64"), "{message}");
-    let (_, message) = pipec(folder, 3, &[&asked[..], &["1MB"]].concat());
-    let least = message.split("`--memory ").nth(1).and_then(|rest| rest.split('`').next());
-    let least = least.unwrap_or_else(|| panic!("{message}"));
-    pipec(folder, 0, &[&asked[..], &[least]].concat());
+    let (_, message) = pipec(folder, 3, &[&arguments[..], &["1MB"]].concat());
+    let smallest = message.split("`--memory ").nth(1).and_then(|rest| rest.split('`').next());
+    let smallest = smallest.unwrap_or_else(|| panic!("{message}"));
+    pipec(folder, 0, &[&arguments[..], &[smallest]].concat());
 }
 
 /// On eight devices in two servers, no layout that can be pinned is faster than the plan that is found.
@@ -126,11 +126,11 @@ fn no_pinned_layout_is_faster() {
     pipec(folder, 0, &[&zoo[..], &["-o", "m.onnx", "-q"]].concat());
     let cluster = ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--memory", "3GB", "--optimizer", "adam"];
     let plan = |more: &[&str]| {
-        let asked = [&cluster[..], &["-q", "--format", "json", "-o", "p.json"], more].concat();
-        let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(&asked).output().unwrap();
+        let arguments = [&cluster[..], &["-q", "--format", "json", "-o", "p.json"], more].concat();
+        let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(&arguments).output().unwrap();
         output.status.success().then(|| serde_json::from_slice::<Value>(&output.stdout).unwrap())
     };
-    let found = plan(&["--batch", "32"]).unwrap();
+    let searched = plan(&["--batch", "32"]).unwrap();
     let mut pinned = 0;
     for tensor in [1, 2, 4] {
         for stages in [1, 2, 4, 8] {
@@ -144,12 +144,15 @@ fn no_pinned_layout_is_faster() {
                 let degree = if tensor == 1 { "never".to_string() } else { tensor.to_string() };
                 let pin = ["--stages", &list, "--tensor", &degree, "--micro-batch", &size, "--microbatches", &count];
                 for zero in ["0", "1"] {
-                    let Some(one) = plan(&[&pin[..], &["--schedule", "1f1b", "--zero", zero]].concat()) else {
+                    let Some(pinned_plan) = plan(&[&pin[..], &["--schedule", "1f1b", "--zero", zero]].concat()) else {
                         continue;
                     };
                     pinned += 1;
-                    let (best, speed) = (speed(&found), speed(&one));
-                    assert!(best >= speed * (1.0 - 1e-3), "{best} found, {speed} with {pin:?} and ZeRO {zero}");
+                    let (best_speed, speed) = (speed(&searched), speed(&pinned_plan));
+                    assert!(
+                        best_speed >= speed * (1.0 - 1e-3),
+                        "{best_speed} found, {speed} with {pin:?} and ZeRO {zero}"
+                    );
                 }
             }
         }
@@ -164,11 +167,19 @@ fn one_core_finds_the_same_bytes() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(folder);
-    let asked = ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--batch", "48", "--optimizer", "adam", "-q"];
-    pipec(folder, 0, &[&asked[..], &["-o", "all.json"]].concat());
+    let arguments =
+        ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--batch", "48", "--optimizer", "adam", "-q"];
+    pipec(folder, 0, &[&arguments[..], &["-o", "all.json"]].concat());
     let program = assert_cmd::cargo::cargo_bin("pipec");
-    let mut one = Command::new("taskset");
-    one.current_dir(folder).args(["-c", "0"]).arg(program).args(asked).args(["-o", "one.json"]).assert().success();
+    let mut single_core = Command::new("taskset");
+    single_core
+        .current_dir(folder)
+        .args(["-c", "0"])
+        .arg(program)
+        .args(arguments)
+        .args(["-o", "one.json"])
+        .assert()
+        .success();
     let read = |name: &str| std::fs::read(folder.join(name)).unwrap();
     assert_eq!(read("all.json"), read("one.json"));
 }
@@ -179,10 +190,10 @@ fn groups_take_no_order_of_work_away() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(folder);
-    let asked = ["--micro-batch", "32", "--microbatches", "2", "--schedule", "zbv"];
-    let alone = planned(folder, &asked).unwrap();
-    let weighed = planned(folder, &[&asked[..], &["--tensor", "auto"]].concat()).unwrap();
-    assert!(speed(&weighed) >= speed(&alone));
+    let flags = ["--micro-batch", "32", "--microbatches", "2", "--schedule", "zbv"];
+    let single = plan_json(folder, &flags).unwrap();
+    let with_groups = plan_json(folder, &[&flags[..], &["--tensor", "auto"]].concat()).unwrap();
+    assert!(speed(&with_groups) >= speed(&single));
 }
 
 /// With a target, the plan that is found can be exported, and the independent check counts its memory likewise.
@@ -193,29 +204,30 @@ fn targets_get_plans_that_they_run() {
     let zoo = ["zoo", "gpt", "--layers", "8", "--hidden", "1024", "--heads", "16", "--context", "512", "--structure"];
     pipec(folder, 0, &[&zoo[..], &["-o", "m.onnx", "-q"]].concat());
     for target in ["megatron", "deepspeed", "torchtitan", "torch"] {
-        let asked = ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--memory", "3GB", "--optimizer", "adam"];
-        let more = ["--batch", "48", "--target", target, "-o", "p.json", "-q"];
-        pipec(folder, 0, &[&asked[..], &more].concat());
-        let (_, said) = pipec(folder, 0, &["export", "p.json", "--to", target, "--model", "m.onnx", "-o", "out"]);
-        assert!(!said.contains("error"), "{target}: {said}");
+        let arguments =
+            ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--memory", "3GB", "--optimizer", "adam"];
+        let flags = ["--batch", "48", "--target", target, "-o", "p.json", "-q"];
+        pipec(folder, 0, &[&arguments[..], &flags].concat());
+        let (_, stderr) = pipec(folder, 0, &["export", "p.json", "--to", target, "--model", "m.onnx", "-o", "out"]);
+        assert!(!stderr.contains("error"), "{target}: {stderr}");
         pipec(folder, 0, &["plan", "check", "p.json", "--model", "m.onnx"]);
         let out = folder.join("out");
         if out.is_dir() { std::fs::remove_dir_all(out).unwrap() } else { std::fs::remove_file(out).unwrap() }
     }
     // Replicas all-reduce in place, also without a target.
-    let asked =
+    let arguments =
         ["partition", "m.onnx", "--levels", "4:100GB/s,2:10GB/s", "--optimizer", "adam", "--microbatches", "16"];
-    let more =
+    let flags =
         ["--schedule", "interleaved", "--chunks", "2", "--stages", "4,4,4,4", "--micro-batch", "2", "-o", "i.json"];
     let memory = |target: &[&str]| {
-        pipec(folder, 0, &[&asked[..], &more, target, &["-q"]].concat());
+        pipec(folder, 0, &[&arguments[..], &flags, target, &["-q"]].concat());
         pipec(folder, 0, &["plan", "check", "i.json", "--model", "m.onnx"]);
         let plan: Value = serde_json::from_slice(&std::fs::read(folder.join("i.json")).unwrap()).unwrap();
         std::fs::remove_file(folder.join("i.json")).unwrap();
-        let of =
+        let total_of =
             |name: &str| plan["stages"].as_array().unwrap().iter().map(|s| s["memory"][name].as_u64().unwrap()).sum();
-        of("gradients")
+        total_of("gradients")
     };
-    let [alone, megatron]: [u64; 2] = [memory(&[]), memory(&["--target", "megatron"])];
-    assert_eq!(megatron, alone);
+    let [untargeted, megatron]: [u64; 2] = [memory(&[]), memory(&["--target", "megatron"])];
+    assert_eq!(megatron, untargeted);
 }

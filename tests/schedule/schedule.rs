@@ -44,18 +44,18 @@ fn random_pipeline(random: &mut Random, name: Schedule) -> Pipeline {
         Schedule::Zbv | Schedule::DualPipeV => 2,
         _ => 1,
     };
-    let deals_equally = chunks > 1 || matches!(name, Schedule::Interleaved | Schedule::Bfs);
+    let has_equal_replicas = chunks > 1 || matches!(name, Schedule::Interleaved | Schedule::Bfs);
     let ranks = 1 + random.below(if chunks == 1 { 5 } else { 4 });
     let stages = ranks * chunks;
     let replicas = 1 + random.below(3);
-    let mut time = |most: u32| f64::from(random.below(most * 4)) / 4.0;
+    let mut time = |limit: u32| f64::from(random.below(limit * 4)) / 4.0;
     let times: Vec<[f64; 3]> = (0..stages).map(|_| [time(5), time(9), time(3)]).collect();
-    let shapes = times.iter().map(|&[forward, backward, all_reduce]| StageSpec {
+    let specs = times.iter().map(|&[forward, backward, all_reduce]| StageSpec {
         all_reduce,
         recompute: (forward as u32 % 3 == 1).then(|| forward.min(backward)),
-        ..StageSpec::new(if deals_equally { replicas } else { 1 + random.below(4) }, forward, backward)
+        ..StageSpec::new(if has_equal_replicas { replicas } else { 1 + random.below(4) }, forward, backward)
     });
-    let mut pipeline = Pipeline::chain(shapes.collect());
+    let mut pipeline = Pipeline::chain(specs.collect());
     for stage in &mut pipeline.stages {
         if stage.replicas > 1 && random.one_in(3) {
             let count = 2 + random.below(3);
@@ -107,15 +107,15 @@ fn random_program(random: &mut Random) -> (Pipeline, Program) {
 #[test]
 fn every_program_passes_and_reads_back() {
     let programs = std::env::var("PIPEC_PROGRAMS").ok().and_then(|count| count.parse().ok()).unwrap_or(10_000);
-    let mut seen: BTreeMap<&str, [u32; 3]> = BTreeMap::new();
+    let mut counts: BTreeMap<&str, [u32; 3]> = BTreeMap::new();
     for seed in 0..programs {
         let (pipeline, program) = random_program(&mut Random(seed));
         let replicas = |stage: &StageSpec| stage.replicas;
-        let unequal = pipeline.stages.iter().any(|stage| replicas(stage) != replicas(&pipeline.stages[0]));
-        let skips = pipeline.edges.iter().any(|edge| edge.to.0 > edge.from.0 + 1);
-        let kinds = seen.entry(program.schedule.name()).or_default();
-        for (count, is_one) in kinds.iter_mut().zip([unequal, pipeline.chunks() > 1, skips]) {
-            *count += u32::from(is_one);
+        let is_unequal = pipeline.stages.iter().any(|stage| replicas(stage) != replicas(&pipeline.stages[0]));
+        let has_skips = pipeline.edges.iter().any(|edge| edge.to.0 > edge.from.0 + 1);
+        let kinds = counts.entry(program.schedule.name()).or_default();
+        for (count, has_property) in kinds.iter_mut().zip([is_unequal, pipeline.chunks() > 1, has_skips]) {
+            *count += u32::from(has_property);
         }
         if let Err(error) = check(&program) {
             panic!("seed {seed}: {error}\n{pipeline:?}\n{program}");
@@ -124,11 +124,11 @@ fn every_program_passes_and_reads_back() {
             assert_eq!(program.to_string().parse::<Program>().as_ref(), Ok(&program), "seed {seed}");
         }
     }
-    println!("{programs} programs; with unequal replicas, several stages on a rank, skips: {seen:?}");
+    println!("{programs} programs; with unequal replicas, several stages on a rank, skips: {counts:?}");
     for name in Schedule::GENERATED.iter().filter(|_| programs >= 1000) {
-        let [unequal, chunks, skips] = seen[name.name()];
+        let [is_unequal, chunks, has_skips] = counts[name.name()];
         let is_chunked = matches!(name, Schedule::Interleaved | Schedule::Bfs | Schedule::Zbv | Schedule::DualPipeV);
-        assert!(skips > 0 && (unequal > 0) != is_chunked && (chunks > 0) == is_chunked, "{name}: {seen:?}");
+        assert!(has_skips > 0 && (is_unequal > 0) != is_chunked && (chunks > 0) == is_chunked, "{name}: {counts:?}");
     }
 }
 
@@ -150,16 +150,16 @@ fn times_choose_order_and_never_versions() {
             stage.weight = stage.backward / 2.0;
         }
         let count = StepCount { minibatches: program.items / program.microbatches, microbatches: program.microbatches };
-        let other = schedule(program.schedule, &pipeline, count).unwrap();
-        for (a, b) in program.workers.iter().zip(&other.workers) {
+        let rescheduled = schedule(program.schedule, &pipeline, count).unwrap();
+        for (a, b) in program.workers.iter().zip(&rescheduled.workers) {
             let versions = |instructions: &[Instruction], kind| {
-                let used = instructions.iter().filter_map(Instruction::work).filter(|(work, ..)| match kind {
+                let works = instructions.iter().filter_map(Instruction::work).filter(|(work, ..)| match kind {
                     Payload::Activation => work.part == Phase::Forward,
                     Payload::Gradient => work.part.ends(),
                 });
-                let mut used: Vec<_> = used.map(|(work, version, _)| (work.stage, work.item, version)).collect();
-                used.sort_unstable();
-                used
+                let mut works: Vec<_> = works.map(|(work, version, _)| (work.stage, work.item, version)).collect();
+                works.sort_unstable();
+                works
             };
             for kind in [Payload::Activation, Payload::Gradient] {
                 assert_eq!(versions(&a.instructions, kind), versions(&b.instructions, kind), "seed {seed}");
@@ -181,48 +181,48 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
         return None;
     }
     let at = random.below(list.len() as u32) as usize;
-    let before = list[at];
-    let what = match random.below(7) {
+    let instruction = list[at];
+    let change = match random.below(7) {
         0 => {
             list.remove(at);
             "removed"
         }
         1 => {
-            list.insert(at, before);
+            list.insert(at, instruction);
             "doubled"
         }
         2 => {
             // Work uses a message before its Wait.
-            let Instruction::Wait { token } = before else { return None };
-            let received = |i: &Instruction| matches!(i, Instruction::Recv { token: posted, .. } if *posted == token);
-            let is_recv = list[..at].iter().any(received);
+            let Instruction::Wait { token } = instruction else { return None };
+            let is_receive = |i: &Instruction| matches!(i, Instruction::Recv { token: posted, .. } if *posted == token);
+            let is_recv = list[..at].iter().any(is_receive);
             let next = (at + 1..list.len()).find(|&next| list[next].work().is_some())?;
             if !is_recv {
                 return None;
             }
             list.remove(at);
-            list.insert(next, before);
+            list.insert(next, instruction);
             "waited too late"
         }
         3 => {
             // Two instructions of one kind are swapped.
-            let kind = std::mem::discriminant(&before);
-            let stage = before.work()?.0.stage;
+            let kind = std::mem::discriminant(&instruction);
+            let stage = instruction.work()?.0.stage;
             let other = (at + 1..list.len()).find(|&other| {
-                let same = list[other].work().is_some_and(|(work, ..)| work.stage == stage);
-                same && std::mem::discriminant(&list[other]) == kind
+                let is_same_stage = list[other].work().is_some_and(|(work, ..)| work.stage == stage);
+                is_same_stage && std::mem::discriminant(&list[other]) == kind
             })?;
             list.swap(at, other);
             "swapped"
         }
         4 => {
             // A Send or all-reduce moves before the work that produces its data.
-            if !matches!(before, Instruction::Send { .. } | Instruction::AllReduce { .. }) {
+            if !matches!(instruction, Instruction::Send { .. } | Instruction::AllReduce { .. }) {
                 return None;
             }
             let work = (0..at).rev().find(|&work| list[work].work().is_some())?;
             // Buckets may be posted long before the round's last backward, except bucket 0.
-            if let Instruction::AllReduce { stage, bucket: 0, .. } = before
+            if let Instruction::AllReduce { stage, bucket: 0, .. } = instruction
                 && program.stages[stage.index()].buckets > 1
                 && list[work].work().is_none_or(|(work, ..)| work.stage != stage || !work.part.ends())
             {
@@ -230,31 +230,31 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
             }
             // A replica without micro-batches in a round contributes when the previous round is applied, not after
             // work.
-            if matches!(before, Instruction::AllReduce { .. })
+            if matches!(instruction, Instruction::AllReduce { .. })
                 && list[work..at].iter().any(|i| matches!(i, Instruction::Step { .. }))
             {
                 return None;
             }
             list.remove(at);
-            list.insert(work, before);
+            list.insert(work, instruction);
             "sent too early"
         }
         5 => {
             // Two all-reduces are swapped, so replicas reach them in different orders.
             let is_reduce = |i: &Instruction| matches!(i, Instruction::AllReduce { .. });
             let other = (at + 1..list.len()).find(|&other| is_reduce(&list[other]))?;
-            if !is_reduce(&before) {
+            if !is_reduce(&instruction) {
                 return None;
             }
             list.swap(at, other);
             "reduced in another order"
         }
         _ => {
-            let by = 1 + random.below(3);
+            let offset = 1 + random.below(3);
             let field = random.below(4);
-            let other = |n: u32, of: u32| (n + 1 + by % of.max(2).saturating_sub(1)) % of.max(2);
+            let other = |n: u32, of: u32| (n + 1 + offset % of.max(2).saturating_sub(1)) % of.max(2);
             match &mut list[at] {
-                Instruction::Load { item, .. } => *item = MicrobatchId(item.0 + by),
+                Instruction::Load { item, .. } => *item = MicrobatchId(item.0 + offset),
                 Instruction::Forward { stage, item, version, slot }
                 | Instruction::Recompute { stage, item, version, slot }
                 | Instruction::Backward { stage, item, version, slot }
@@ -262,17 +262,17 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
                 | Instruction::BackwardWeight { stage, item, version, slot } => {
                     match field {
                         0 => *stage = StageId(other(stage.0, stages)),
-                        1 => *item = MicrobatchId(item.0 + by),
-                        2 => *version = Version(version.0 + by),
+                        1 => *item = MicrobatchId(item.0 + offset),
+                        2 => *version = Version(version.0 + offset),
                         // In inference any free slot is valid.
-                        _ if trains => *slot = Slot(slot.0 + by),
+                        _ if trains => *slot = Slot(slot.0 + offset),
                         _ => return None,
                     }
                 }
                 Instruction::Send { edge, item, kind, peer, token }
                 | Instruction::Recv { edge, item, kind, peer, token } => match random.below(5) {
                     0 => *edge = EdgeId(other(edge.0, edges)),
-                    1 => *item = MicrobatchId(item.0 + by),
+                    1 => *item = MicrobatchId(item.0 + offset),
                     2 if *kind == Payload::Activation => *kind = Payload::Gradient,
                     2 => *kind = Payload::Activation,
                     3 => *peer = WorkerId(other(peer.0, workers)),
@@ -281,19 +281,19 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
                 Instruction::Wait { token } => *token = Token(token.0 + 1_000_000),
                 Instruction::AllReduce { stage, round, bucket, token } => match field {
                     0 => *stage = StageId(other(stage.0, stages)),
-                    1 => *round += by,
-                    2 => *bucket += by,
+                    1 => *round += offset,
+                    2 => *bucket += offset,
                     _ => *token = Token(token.0 + 1_000_000),
                 },
                 Instruction::Step { stage, round, from, to, count, in_place } => match random.below(6) {
                     0 => *stage = StageId(other(stage.0, stages)),
-                    1 => *round += by,
-                    2 => *from = Version(from.0 + by),
-                    3 => *to = Version(to.0 + by),
-                    4 => *count += by,
+                    1 => *round += offset,
+                    2 => *from = Version(from.0 + offset),
+                    3 => *to = Version(to.0 + offset),
+                    4 => *count += offset,
                     _ => *in_place = !*in_place,
                 },
-                Instruction::Drop { version, .. } => *version = Version(version.0 + by),
+                Instruction::Drop { version, .. } => *version = Version(version.0 + offset),
                 Instruction::ReduceScatter { .. } | Instruction::AllGather { .. } | Instruction::Checkpoint { .. } => {
                     return None;
                 }
@@ -304,33 +304,33 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
     if broken == *program {
         return None;
     }
-    Some((format!("worker {worker}, {at}: {what} `{}`", program.show(&before)), broken))
+    Some((format!("worker {worker}, {at}: {change} `{}`", program.show(&instruction)), broken))
 }
 
 #[test]
 fn mistakes_are_found() {
-    let mut found = 0;
+    let mut count = 0;
     for seed in 0..6000 {
         let mut random = Random(seed);
         let (_, program) = random_program(&mut random);
-        let Some((what, broken)) = mutate(&mut random, &program) else { continue };
+        let Some((change, broken)) = mutate(&mut random, &program) else { continue };
         match check(&broken) {
-            Ok(()) => panic!("seed {seed}: {what} went unnoticed in\n{program}"),
+            Ok(()) => panic!("seed {seed}: {change} went unnoticed in\n{program}"),
             Err(CheckError::Shape { reason }) => {
-                panic!("seed {seed}: {what} is reported as `{reason}`, without its place")
+                panic!("seed {seed}: {change} is reported as `{reason}`, without its place")
             }
             Err(CheckError::At { .. } | CheckError::End { .. }) => {}
         }
-        found += 1;
+        count += 1;
     }
-    assert!(found >= 2000, "only {found} mistakes were made");
+    assert!(count >= 2000, "only {count} mistakes were made");
 }
 
 /// A program with one mistake, and the instructions at one of which it must be reported.
-struct Mistake {
+struct FaultyProgram {
     what: String,
     broken: Program,
-    answer: Vec<(usize, RangeInclusive<usize>)>,
+    locations: Vec<(usize, RangeInclusive<usize>)>,
 }
 
 const KINDS: [&str; 6] = [
@@ -346,8 +346,8 @@ const KINDS: [&str; 6] = [
 const END: usize = usize::MAX;
 
 /// The peers of a communication: worker and list position.
-fn others(program: &Program, worker: usize, of: Instruction) -> Vec<(usize, usize)> {
-    let meets = |other: usize, instruction: &Instruction| match (of, *instruction) {
+fn find_peers(program: &Program, worker: usize, instruction_of_worker: Instruction) -> Vec<(usize, usize)> {
+    let is_peer = |other: usize, instruction: &Instruction| match (instruction_of_worker, *instruction) {
         (
             Instruction::Send { edge, item, kind, peer, .. },
             Instruction::Recv { edge: e, item: i, kind: k, peer: p, .. },
@@ -363,38 +363,38 @@ fn others(program: &Program, worker: usize, of: Instruction) -> Vec<(usize, usiz
         _ => false,
     };
     let lists = program.workers.iter().enumerate();
-    let found = lists.flat_map(|(other, list)| {
+    let peers = lists.flat_map(|(other, list)| {
         let places = list.instructions.iter().enumerate();
-        places.filter(move |(_, instruction)| meets(other, instruction)).map(move |(at, _)| (other, at))
+        places.filter(move |(_, instruction)| is_peer(other, instruction)).map(move |(at, _)| (other, at))
     });
-    found.collect()
+    peers.collect()
 }
 
-fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistake> {
+fn break_program(random: &mut Random, program: &Program, kind: usize) -> Option<FaultyProgram> {
     let mut broken = program.clone();
     let worker = random.below(program.workers.len() as u32) as usize;
     let list = &mut broken.workers[worker].instructions;
-    let fits = |instruction: &Instruction| match (kind, instruction) {
+    let is_candidate = |instruction: &Instruction| match (kind, instruction) {
         (0, Instruction::Send { .. } | Instruction::Recv { .. } | Instruction::AllReduce { .. }) | (1, _) => true,
         (2, Instruction::Send { .. } | Instruction::Recv { .. }) | (4, Instruction::Wait { .. }) => true,
         (3, Instruction::Step { .. }) | (5, Instruction::AllReduce { .. }) => true,
         (3, instruction) => instruction.work().is_some(),
         _ => false,
     };
-    let places: Vec<usize> = (0..list.len()).filter(|&at| fits(&list[at])).collect();
-    if places.is_empty() {
+    let candidates: Vec<usize> = (0..list.len()).filter(|&at| is_candidate(&list[at])).collect();
+    if candidates.is_empty() {
         return None;
     }
-    let at = places[random.below(places.len() as u32) as usize];
-    let before = list[at];
+    let at = candidates[random.below(candidates.len() as u32) as usize];
+    let instruction = list[at];
     let from = |others: Vec<(usize, usize)>| others.into_iter().map(|(other, at)| (other, at..=END));
-    let answer = match kind {
+    let locations = match kind {
         0 => {
             list.remove(at);
-            from(others(program, worker, before)).chain([(worker, at..=END)]).collect()
+            from(find_peers(program, worker, instruction)).chain([(worker, at..=END)]).collect()
         }
         1 => {
-            list.insert(at, before);
+            list.insert(at, instruction);
             vec![(worker, at + 1..=at + 1)]
         }
         2 => {
@@ -403,59 +403,60 @@ fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistak
                 Instruction::Recv { edge, kind, peer, .. } => Some((false, edge, kind, peer)),
                 _ => None,
             };
-            let other = (at + 1..list.len()).find(|&other| channel(&list[other]) == channel(&before))?;
+            let other = (at + 1..list.len()).find(|&other| channel(&list[other]) == channel(&instruction))?;
             list.swap(at, other);
-            match before {
+            match instruction {
                 // It sends what does not exist yet.
                 Instruction::Send { .. } => vec![(worker, at..=at)],
                 _ => {
-                    let sends = others(program, worker, before).into_iter().map(|(other, at)| (other, at..=at));
+                    let sends =
+                        find_peers(program, worker, instruction).into_iter().map(|(other, at)| (other, at..=at));
                     sends.chain([(worker, at..=other)]).collect()
                 }
             }
         }
         3 => {
-            let by = 1 + random.below(3);
+            let offset = 1 + random.below(3);
             match &mut list[at] {
                 Instruction::Forward { version, .. }
                 | Instruction::Backward { version, .. }
                 | Instruction::BackwardInput { version, .. }
-                | Instruction::BackwardWeight { version, .. } => version.0 += by,
-                Instruction::Step { from, .. } if by == 1 => from.0 += by,
-                Instruction::Step { to, .. } => to.0 += by,
+                | Instruction::BackwardWeight { version, .. } => version.0 += offset,
+                Instruction::Step { from, .. } if offset == 1 => from.0 += offset,
+                Instruction::Step { to, .. } => to.0 += offset,
                 _ => return None,
             }
             vec![(worker, at..=at)]
         }
         4 => {
-            let Instruction::Wait { token } = before else { return None };
+            let Instruction::Wait { token } = instruction else { return None };
             list.remove(at);
-            let posted = list[..at].iter().rev().find(|i| match **i {
+            let post = list[..at].iter().rev().find(|i| match **i {
                 Instruction::Send { token: of, .. }
                 | Instruction::Recv { token: of, .. }
                 | Instruction::AllReduce { token: of, .. } => of == token,
                 _ => false,
             });
-            match *posted? {
+            match *post? {
                 // The work that uses the message.
                 Instruction::Recv { edge, item, kind, .. } => {
                     let (from, to) = program.edges[edge.index()];
-                    let uses = |i: &Instruction| match i.work() {
+                    let is_user = |i: &Instruction| match i.work() {
                         Some((work, ..)) if kind == Payload::Activation => {
                             (work.stage, work.item, work.part) == (to, item, Phase::Forward)
                         }
                         Some((work, ..)) => (work.stage, work.item) == (from, item) && work.part.makes_gradients(),
                         None => false,
                     };
-                    let user = (at..list.len()).find(|&user| uses(&list[user]))?;
+                    let user = (at..list.len()).find(|&user| is_user(&list[user]))?;
                     vec![(worker, user..=user)]
                 }
                 Instruction::AllReduce { stage, round, .. } => {
-                    let steps = |i: &Instruction| match *i {
+                    let is_step = |i: &Instruction| match *i {
                         Instruction::Step { stage: of, round: r, .. } => (of, r) == (stage, round),
                         _ => false,
                     };
-                    let step = (at..list.len()).find(|&step| steps(&list[step]))?;
+                    let step = (at..list.len()).find(|&step| is_step(&list[step]))?;
                     vec![(worker, at..=step)]
                 }
                 // A buffer is overwritten while in use, or the transfer is unfinished at the end.
@@ -463,28 +464,30 @@ fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistak
             }
         }
         _ => {
-            let reduces = |i: &Instruction| matches!(i, Instruction::AllReduce { .. });
-            let other = (at + 1..list.len()).find(|&other| reduces(&list[other]))?;
+            let is_reduce = |i: &Instruction| matches!(i, Instruction::AllReduce { .. });
+            let other = (at + 1..list.len()).find(|&other| is_reduce(&list[other]))?;
             list.swap(at, other);
-            from(others(program, worker, before)).chain([(worker, at..=END)]).collect()
+            from(find_peers(program, worker, instruction)).chain([(worker, at..=END)]).collect()
         }
     };
-    let what = format!("{} at worker {worker}, {at} (`{}`)", KINDS[kind], program.show(&before));
-    Some(Mistake { what, broken, answer })
+    let what = format!("{} at worker {worker}, {at} (`{}`)", KINDS[kind], program.show(&instruction));
+    Some(FaultyProgram { what, broken, locations })
 }
 
 /// Over a thousand mistakes of six kinds, each reported at its location, at its peer, or where it first has an effect.
 #[test]
 fn random_errors_are_located() {
-    let mut found = [0; KINDS.len()];
+    let mut counts = [0; KINDS.len()];
     for seed in 0..4000 {
         let mut random = Random(seed);
         let (_, program) = random_program(&mut random);
         let kind = seed as usize % KINDS.len();
-        let Some(Mistake { what, broken, answer }) = mistake(&mut random, &program, kind) else { continue };
-        let error = check(&broken).expect_err(&format!("seed {seed}: {what}"));
+        let Some(FaultyProgram { what: fault, broken, locations }) = break_program(&mut random, &program, kind) else {
+            continue;
+        };
+        let error = check(&broken).expect_err(&format!("seed {seed}: {fault}"));
         let (name, place) = match &error {
-            CheckError::Shape { reason } => panic!("seed {seed}: {what} is reported as `{reason}`"),
+            CheckError::Shape { reason } => panic!("seed {seed}: {fault} is reported as `{reason}`"),
             CheckError::At { worker, at, .. } => (worker, *at),
             CheckError::End { worker, .. } => (worker, END),
         };
@@ -492,13 +495,13 @@ fn random_errors_are_located() {
             *name == program.worker_name(WorkerId(*worker as u32)) && places.contains(&place)
         };
         assert!(
-            answer.iter().any(is_match),
-            "seed {seed}: {what} is reported as: {error}; expected at {answer:?}\n{program}"
+            locations.iter().any(is_match),
+            "seed {seed}: {fault} is reported as: {error}; expected at {locations:?}\n{program}"
         );
-        found[kind] += 1;
+        counts[kind] += 1;
     }
-    println!("{:?}", KINDS.iter().zip(found).collect::<Vec<_>>());
-    assert!(found.iter().sum::<i32>() >= 1000 && found.iter().all(|&count| count >= 100), "{found:?}");
+    println!("{:?}", KINDS.iter().zip(counts).collect::<Vec<_>>());
+    assert!(counts.iter().sum::<i32>() >= 1000 && counts.iter().all(|&count| count >= 100), "{counts:?}");
 }
 
 #[test]

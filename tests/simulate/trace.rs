@@ -26,7 +26,7 @@ fn timeline(minibatches: u32) -> Timeline {
 type Spans = Vec<(String, String, u64, u64)>;
 type Points = Vec<(String, u64, u64)>;
 
-fn of_json(trace: &Trace<'_>) -> (Vec<String>, Spans, Points) {
+fn read_json(trace: &Trace<'_>) -> (Vec<String>, Spans, Points) {
     let value: Value = serde_json::from_slice(&encode(trace, "run.json")).unwrap();
     let nanoseconds = |value: &Value| (value.as_f64().unwrap() * 1e3).round() as u64;
     let (mut rows, mut spans, mut points) = (Vec::new(), Vec::new(), Vec::new());
@@ -46,12 +46,12 @@ fn of_json(trace: &Trace<'_>) -> (Vec<String>, Spans, Points) {
     (rows, spans, points)
 }
 
-fn of_perfetto(trace: &Trace<'_>) -> (Vec<String>, Spans, Points) {
+fn read_perfetto(trace: &Trace<'_>) -> (Vec<String>, Spans, Points) {
     let file = perfetto::File::decode(&encode(trace, "run.pftrace")[..]).unwrap();
     let mut names = BTreeMap::new();
     let mut rows = Vec::new();
     let mut open: BTreeMap<u64, (String, u64)> = BTreeMap::new();
-    let (mut spans, mut points, mut now) = (Vec::new(), Vec::new(), 0);
+    let (mut spans, mut points, mut time) = (Vec::new(), Vec::new(), 0);
     for packet in &file.packet {
         if let Some(track) = &packet.track_descriptor {
             let name = match (&track.process, &track.name) {
@@ -69,8 +69,8 @@ fn of_perfetto(trace: &Trace<'_>) -> (Vec<String>, Spans, Points) {
             continue;
         }
         let (at, event) = (packet.timestamp.unwrap(), packet.track_event.as_ref().unwrap());
-        assert!(at >= now, "packets stand in order of time");
-        now = at;
+        assert!(at >= time, "packets stand in order of time");
+        time = at;
         let uuid = event.track_uuid.unwrap();
         let row = names[&uuid].clone();
         match event.kind.unwrap() {
@@ -80,7 +80,7 @@ fn of_perfetto(trace: &Trace<'_>) -> (Vec<String>, Spans, Points) {
                 spans.push((row, name, start, at));
             }
             COUNTER => points.push((row, at, event.counter_value.unwrap() as u64)),
-            other => panic!("an event of type {other}"),
+            kind => panic!("an event of type {kind}"),
         }
     }
     assert!(open.is_empty());
@@ -91,28 +91,28 @@ fn of_perfetto(trace: &Trace<'_>) -> (Vec<String>, Spans, Points) {
 fn both_forms_say_the_same() {
     let timeline = timeline(4);
     let trace = Trace::simulation(&timeline);
-    let (rows, mut spans, mut points) = of_json(&trace);
+    let (rows, mut spans, mut points) = read_json(&trace);
     assert_eq!(rows, ["0.0", "0.1", "1.0", "0.0 > 1.0", "0.1 > 1.0", "all-reduce 0"]);
     // Eight forwards, eight backwards, four transfers, two all-reduces.
     assert_eq!(spans.len(), 22);
     assert!(spans.iter().any(|(row, name, ..)| row == "0.1" && name == "0F3"));
     assert!(spans.iter().any(|(row, name, ..)| row == "all-reduce 0" && name == "all-reduce 0 round 1"));
     assert!(points.iter().any(|(name, ..)| name == "memory 1.0"));
-    let (other_rows, mut other_spans, mut other_points) = of_perfetto(&trace);
-    assert_eq!(rows, other_rows);
+    let (perfetto_rows, mut perfetto_spans, mut perfetto_points) = read_perfetto(&trace);
+    assert_eq!(rows, perfetto_rows);
     spans.sort();
-    other_spans.sort();
-    assert_eq!(spans, other_spans);
+    perfetto_spans.sort();
+    assert_eq!(spans, perfetto_spans);
     points.sort();
-    other_points.sort();
-    assert_eq!(points, other_points);
+    perfetto_points.sort();
+    assert_eq!(points, perfetto_points);
 }
 
 #[test]
 fn training_has_the_rows_of_its_simulation() {
     let timeline = timeline(4);
     let measured: Vec<Track> = timeline.workers.clone();
-    let rows = |trace: &Trace<'_>| of_perfetto(trace).0;
+    let rows = |trace: &Trace<'_>| read_perfetto(trace).0;
     let (simulated, trained) = (rows(&Trace::simulation(&timeline)), rows(&Trace::training(&measured)));
     assert_eq!(simulated[..trained.len()], trained);
 }
@@ -123,7 +123,7 @@ fn spans_without_length_are_kept() {
     let span = |start, end| Span { activity: Activity::Wait, start, end };
     let track = Track { name: "0.0".to_string(), spans: vec![span(0.0, 1.0), span(1.0, 1.0), span(1.0, 2.0)] };
     let tracks = [track];
-    let (_, spans, _) = of_perfetto(&Trace::training(&tracks));
+    let (_, spans, _) = read_perfetto(&Trace::training(&tracks));
     assert_eq!(
         spans.iter().map(|(.., start, end)| (*start, *end)).collect::<Vec<_>>(),
         [(0, 1000), (1000, 1000), (1000, 2000)]

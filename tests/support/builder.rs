@@ -32,7 +32,6 @@ pub fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
     NodeProto { op_type: Some(op.into()), input: texts(inputs), output: texts(outputs), ..Default::default() }
 }
 
-/// Adds an attribute.
 pub fn with(mut node: NodeProto, attribute: AttributeProto) -> NodeProto {
     node.attribute.push(attribute);
     node
@@ -93,7 +92,7 @@ pub fn initializer(name: &str, tensor: &Tensor) -> TensorProto {
         DType::Bool => BOOL,
         DType::F16 => F16,
         DType::Bf16 => BF16,
-        other => panic!("{other}"),
+        dtype => panic!("{dtype}"),
     };
     TensorProto {
         name: Some(name.into()),
@@ -165,12 +164,12 @@ pub fn answers(model: &ModelProto, data: &[(&str, Tensor)]) -> Result<(Vec<Tenso
     }
     let graph = bind(&model.graph, &sizes).map_err(|error| error.to_string())?;
     assert!(symbols(&graph).is_empty());
-    let mut given = data.clone();
+    let mut values_by_name = data.clone();
     for (name, weight) in &model.weights {
         let Weight::Given(tensor) = weight else { panic!("{name}") };
-        given.insert(name.clone(), tensor.clone());
+        values_by_name.insert(name.clone(), tensor.clone());
     }
-    let values = evaluate(&graph, &given).map_err(|error| error.to_string())?;
+    let values = evaluate(&graph, &values_by_name).map_err(|error| error.to_string())?;
     let results = graph.outputs.iter().map(|output| values[&output.value].clone()).collect();
     Ok((results, options.known.values.into_keys().collect()))
 }

@@ -34,24 +34,24 @@ pub fn compiler() -> Option<&'static str> {
 pub fn play(compiler: &str, cases: &[Case]) -> Vec<Played> {
     let folder = tempfile::tempdir().unwrap();
     let mut kernels: Vec<Arc<str>> = Vec::new();
-    let mut known: HashMap<Arc<str>, usize> = HashMap::new();
+    let mut kernel_indices: HashMap<Arc<str>, usize> = HashMap::new();
     for launch in cases.iter().flat_map(|case| &case.launch_plan.launches) {
-        known.entry(launch.text.clone()).or_insert_with(|| {
+        kernel_indices.entry(launch.text.clone()).or_insert_with(|| {
             kernels.push(launch.text.clone());
             kernels.len() - 1
         });
     }
     let program = build(compiler, folder.path(), &kernels);
     let job = folder.path().join("job");
-    fs::write(&job, written(cases, &known)).unwrap();
+    fs::write(&job, encode_job(cases, &kernel_indices)).unwrap();
     let run = |order: &str| {
         let result = folder.path().join(order);
-        let done = Command::new(&program).arg(&job).arg(&result).arg(order).output().unwrap();
-        assert!(done.status.success(), "{:?}: {}", done.status, String::from_utf8_lossy(&done.stderr));
+        let output = Command::new(&program).arg(&job).arg(&result).arg(order).output().unwrap();
+        assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
         fs::read(result).unwrap()
     };
     let (forward, backward) = (run("forward"), run("backward"));
-    let (forward, backward) = (read(cases, &forward), read(cases, &backward));
+    let (forward, backward) = (decode_results(cases, &forward), decode_results(cases, &backward));
     for (i, (a, b)) in forward.iter().zip(&backward).enumerate() {
         assert_eq!(a, b, "case {i} depends on the order of threads or blocks");
     }
@@ -63,9 +63,9 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
     let mut table = "static const Entry ENTRIES[] = {\n".to_string();
     for (i, kernel) in kernels.iter().enumerate() {
         let body = kernel.replace(PRELUDE, "").replace("extern \"C\" ", "static ");
-        let meets = ["__sync", "__shfl", "across", "is_last_block"].iter().any(|call| body.contains(call));
+        let needs_sync = ["__sync", "__shfl", "across", "is_last_block"].iter().any(|call| body.contains(call));
         text.push_str(&format!("namespace k{i} {{\n{body}\n}}\n"));
-        table.push_str(&format!("{{[](void** a) {{ call(k{i}::kernel, a); }}, {meets}}},\n"));
+        table.push_str(&format!("{{[](void** a) {{ call(k{i}::kernel, a); }}, {needs_sync}}},\n"));
     }
     text.push_str(&table);
     text.push_str(
@@ -76,22 +76,22 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
     let mut command = Command::new(compiler);
     // No contraction to fused multiply-add, as on a GPU.
     command.args(["-std=c++17", "-O0", "-w", "-ffp-contract=off", "-o"]).arg(&program).arg(&source);
-    let done = command.output().unwrap();
-    let message = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{}", message.lines().take(40).collect::<Vec<_>>().join("\n"));
+    let output = command.output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}", message.lines().take(40).collect::<Vec<_>>().join("\n"));
     program
 }
 
 fn sizes(case: &Case) -> Vec<usize> {
     let inputs = case.inputs.iter().map(Vec::len);
-    let own = [case.launch_plan.scratch, size_of::<Fault>(), COUNTERS * size_of::<u32>()];
-    inputs.chain(case.outputs.iter().copied()).chain(own).collect()
+    let internal_sizes = [case.launch_plan.scratch, size_of::<Fault>(), COUNTERS * size_of::<u32>()];
+    inputs.chain(case.outputs.iter().copied()).chain(internal_sizes).collect()
 }
 
-fn written(cases: &[Case], known: &HashMap<Arc<str>, usize>) -> Vec<u8> {
+fn encode_job(cases: &[Case], kernel_indices: &HashMap<Arc<str>, usize>) -> Vec<u8> {
     let mut job = Vec::new();
-    let mut put = |value: usize| job.write_all(&(value as u64).to_le_bytes()).unwrap();
-    put(cases.iter().map(|case| sizes(case).len()).sum());
+    let mut write_number = |value: usize| job.write_all(&(value as u64).to_le_bytes()).unwrap();
+    write_number(cases.iter().map(|case| sizes(case).len()).sum());
     for case in cases {
         let sizes = sizes(case);
         for (i, &size) in sizes.iter().enumerate() {
@@ -103,46 +103,46 @@ fn written(cases: &[Case], known: &HashMap<Arc<str>, usize>) -> Vec<u8> {
             }
         }
     }
-    let mut put = |value: usize| job.write_all(&(value as u64).to_le_bytes()).unwrap();
-    put(cases.iter().map(|case| case.launch_plan.launches.len()).sum());
-    let mut first = 0;
+    let mut write_number = |value: usize| job.write_all(&(value as u64).to_le_bytes()).unwrap();
+    write_number(cases.iter().map(|case| case.launch_plan.launches.len()).sum());
+    let mut first_buffer = 0;
     for case in cases {
         let (inputs, outputs) = (case.inputs.len(), case.outputs.len());
         for launch in &case.launch_plan.launches {
-            put(known[&launch.text]);
-            put(launch.blocks as usize);
-            put(launch.threads as usize);
-            put(launch.arguments.len());
-            for at in &launch.arguments {
-                let buffer = match at.base {
+            write_number(kernel_indices[&launch.text]);
+            write_number(launch.blocks as usize);
+            write_number(launch.threads as usize);
+            write_number(launch.arguments.len());
+            for argument in &launch.arguments {
+                let buffer = match argument.base {
                     Base::Input(i) => i,
                     Base::Output(i) => inputs + i,
                     Base::Scratch => inputs + outputs,
                     Base::Fault => inputs + outputs + 1,
                     Base::Counters => inputs + outputs + 2,
                 };
-                put(first + buffer);
-                put(at.offset);
+                write_number(first_buffer + buffer);
+                write_number(argument.offset);
             }
         }
-        first += inputs + outputs + 3;
+        first_buffer += inputs + outputs + 3;
     }
     job
 }
 
-fn read(cases: &[Case], mut bytes: &[u8]) -> Vec<Played> {
-    let mut next = |count: usize| {
-        let (now, rest) = bytes.split_at(count);
+fn decode_results(cases: &[Case], mut bytes: &[u8]) -> Vec<Played> {
+    let mut take = |count: usize| {
+        let (taken, rest) = bytes.split_at(count);
         bytes = rest;
-        now.to_vec()
+        taken.to_vec()
     };
-    let played = cases.iter().map(|case| {
-        let mut buffers: Vec<Vec<u8>> = sizes(case).into_iter().map(&mut next).collect();
+    let results = cases.iter().map(|case| {
+        let mut buffers: Vec<Vec<u8>> = sizes(case).into_iter().map(&mut take).collect();
         assert!(buffers.pop().unwrap().iter().all(|byte| *byte == 0), "a counter of blocks is not set back");
         let cell: [u8; size_of::<Fault>()] = buffers.pop().unwrap().try_into().unwrap();
         let fault = Fault::of(&cell);
         let outputs = buffers.drain(case.inputs.len()..).take(case.outputs.len()).collect();
         Played { outputs, fault }
     });
-    played.collect()
+    results.collect()
 }

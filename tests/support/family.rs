@@ -7,21 +7,21 @@ use std::time::{Duration, Instant};
 
 /// The children of a process, by rank.
 pub fn children(parent: u32) -> Vec<u32> {
-    let mut found = Vec::new();
+    let mut children = Vec::new();
     for entry in fs::read_dir("/proc").unwrap().flatten() {
         let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else { continue };
         let Ok(variables) = fs::read(entry.path().join("environ")) else { continue };
-        let own = variables
-            .split(|byte| *byte == 0)
-            .find_map(|one| String::from_utf8_lossy(one).strip_prefix("PIPEC_PROCESS=").map(str::to_string));
-        let Some(own) = own else { continue };
-        let mut words = own.split(' ').map(str::to_string);
-        if words.next() == Some(parent.to_string()) {
-            found.push((words.next().unwrap().parse::<usize>().unwrap(), pid));
+        let variable = variables.split(|byte| *byte == 0).find_map(|entry_text| {
+            String::from_utf8_lossy(entry_text).strip_prefix("PIPEC_PROCESS=").map(str::to_string)
+        });
+        let Some(variable) = variable else { continue };
+        let mut fields = variable.split(' ').map(str::to_string);
+        if fields.next() == Some(parent.to_string()) {
+            children.push((fields.next().unwrap().parse::<usize>().unwrap(), pid));
         }
     }
-    found.sort_unstable();
-    found.into_iter().map(|(_, pid)| pid).collect()
+    children.sort_unstable();
+    children.into_iter().map(|(_, pid)| pid).collect()
 }
 
 pub fn send(signal: &str, pid: u32) {
@@ -35,9 +35,9 @@ pub fn is_there(pid: u32) -> bool {
 }
 
 pub fn all_gone(pids: &[u32]) {
-    let until = Instant::now() + Duration::from_secs(6);
+    let deadline = Instant::now() + Duration::from_secs(6);
     while pids.iter().any(|pid| is_there(*pid)) {
-        assert!(Instant::now() < until, "left behind: {pids:?}");
+        assert!(Instant::now() < deadline, "left behind: {pids:?}");
         thread::sleep(Duration::from_millis(20));
     }
 }

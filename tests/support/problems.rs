@@ -46,11 +46,11 @@ pub fn add(graph: &mut CostGraph, name: &str, reads: &[u32], forward_us: f64, ou
     id
 }
 
-/// Up to `most` ops, each of which reads up to two earlier ones.
+/// Up to `max_ops` ops, each of which reads up to two earlier ones.
 #[allow(dead_code)] // Not used by all tests.
-pub fn random_graph(random: &mut Random, most: u64) -> CostGraph {
+pub fn random_graph(random: &mut Random, max_ops: u64) -> CostGraph {
     let mut graph = CostGraph::default();
-    for id in 0..2 + random.below(most - 1) {
+    for id in 0..2 + random.below(max_ops - 1) {
         let mut reads: Vec<u32> = (0..random.below(3).min(id)).map(|_| random.below(id) as u32).collect();
         if reads.is_empty() && id > 0 && random.below(4) > 0 {
             reads.push(id as u32 - 1);
@@ -69,29 +69,29 @@ pub fn random_graph(random: &mut Random, most: u64) -> CostGraph {
 pub fn transformer(ops: usize, hidden: u64, tokens: u64) -> CostGraph {
     let mut graph = CostGraph::default();
     let act = 2 * tokens * hidden;
-    let moved = |bytes: u64| bytes as f64 / 1.5e6;
+    let transfer_us = |bytes: u64| bytes as f64 / 1.5e6;
     let matmul = |graph: &mut CostGraph, name: &str, from: u32, width: u64, out: u64| {
         let us = (2 * tokens * width * out) as f64 / 150e6;
         let product = add(graph, name, &[from], us, 2 * tokens * out, 2 * width * out);
-        add(graph, "bias", &[product], moved(4 * tokens * out), 2 * tokens * out, 2 * out)
+        add(graph, "bias", &[product], transfer_us(4 * tokens * out), 2 * tokens * out, 2 * out)
     };
-    let mut x = add(&mut graph, "embedding", &[], moved(3 * act), act, 50_304 * hidden * 2);
+    let mut x = add(&mut graph, "embedding", &[], transfer_us(3 * act), act, 50_304 * hidden * 2);
     while graph.ops.len() < ops {
-        let norm = add(&mut graph, "norm", &[x], moved(3 * act), act, 4 * hidden);
+        let norm = add(&mut graph, "norm", &[x], transfer_us(3 * act), act, 4 * hidden);
         let heads = ["query", "key", "value"].map(|name| {
             let head = matmul(&mut graph, name, norm, hidden, hidden);
-            add(&mut graph, "reshape", &[head], moved(2 * act), act, 0)
+            add(&mut graph, "reshape", &[head], transfer_us(2 * act), act, 0)
         });
         let scores = add(&mut graph, "scores", &heads[..2], (4096 * tokens * hidden) as f64 / 150e6, act, 0);
-        let softmax = add(&mut graph, "softmax", &[scores], moved(2 * act), act, 0);
-        let mixed = add(&mut graph, "mix", &[heads[2], softmax], (4096 * tokens * hidden) as f64 / 150e6, act, 0);
-        let out = matmul(&mut graph, "out", mixed, hidden, hidden);
-        let sum = add(&mut graph, "sum", &[x, out], moved(3 * act), act, 0);
-        let norm = add(&mut graph, "norm", &[sum], moved(3 * act), act, 4 * hidden);
+        let softmax = add(&mut graph, "softmax", &[scores], transfer_us(2 * act), act, 0);
+        let weighted = add(&mut graph, "mix", &[heads[2], softmax], (4096 * tokens * hidden) as f64 / 150e6, act, 0);
+        let out = matmul(&mut graph, "out", weighted, hidden, hidden);
+        let sum = add(&mut graph, "sum", &[x, out], transfer_us(3 * act), act, 0);
+        let norm = add(&mut graph, "norm", &[sum], transfer_us(3 * act), act, 4 * hidden);
         let up = matmul(&mut graph, "up", norm, hidden, 4 * hidden);
-        let gelu = add(&mut graph, "gelu", &[up], moved(8 * act), 4 * act, 0);
+        let gelu = add(&mut graph, "gelu", &[up], transfer_us(8 * act), 4 * act, 0);
         let down = matmul(&mut graph, "down", gelu, 4 * hidden, hidden);
-        x = add(&mut graph, "sum", &[sum, down], moved(3 * act), act, 0);
+        x = add(&mut graph, "sum", &[sum, down], transfer_us(3 * act), act, 0);
     }
     matmul(&mut graph, "logits", x, hidden, 50_304);
     graph
@@ -101,7 +101,7 @@ pub fn transformer(ops: usize, hidden: u64, tokens: u64) -> CostGraph {
 pub fn chain(ops: usize) -> CostGraph {
     let mut graph = CostGraph::default();
     for at in 0..ops as u64 {
-        let reads: Vec<u32> = at.checked_sub(1).map(|before| before as u32).into_iter().collect();
+        let reads: Vec<u32> = at.checked_sub(1).map(|previous| previous as u32).into_iter().collect();
         add(&mut graph, "op", &reads, 10.0 + (at * 7 % 11) as f64, 1_000_000 * (1 + at % 3), 1_000_000);
     }
     graph

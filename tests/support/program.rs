@@ -116,16 +116,17 @@ impl Program {
 }
 
 pub fn values(model: &Model, given: &[(&str, Tensor)]) -> Vec<Tensor> {
-    let mut all: BTreeMap<String, Tensor> = given.iter().map(|(n, t)| (n.to_string(), t.clone())).collect();
+    let mut inputs_and_weights: BTreeMap<String, Tensor> =
+        given.iter().map(|(n, t)| (n.to_string(), t.clone())).collect();
     for (name, weight) in &model.weights {
         let Weight::Given(tensor) = weight else { panic!("{name} has no values") };
-        all.insert(name.clone(), tensor.clone());
+        inputs_and_weights.insert(name.clone(), tensor.clone());
     }
     let sizes = compiler::graph::bind::symbols(&model.graph);
     let rows = given.first().map_or(1, |(_, t)| t.shape().first().copied().unwrap_or(1));
     let bindings = sizes.into_iter().map(|s| (s, rows as i64)).collect();
     let graph = compiler::graph::bind::bind(&model.graph, &bindings).unwrap();
-    let values = evaluate(&graph, &all).unwrap();
+    let values = evaluate(&graph, &inputs_and_weights).unwrap();
     graph.outputs.iter().map(|output| values[&output.value].clone()).collect()
 }
 
@@ -168,14 +169,14 @@ pub fn checksum(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0u32, |crc, byte| (0..8).fold(crc ^ u32::from(*byte), step))
 }
 
-pub fn close(got: &Tensor, want: &[f64]) {
+pub fn close(got: &Tensor, expected: &[f64]) {
     let values = got.to_f64();
-    let near = values.len() == want.len() && values.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-5);
-    assert!(near, "got {values:?}, expected {want:?}");
+    let is_close = values.len() == expected.len() && values.iter().zip(expected).all(|(g, w)| (g - w).abs() < 1e-5);
+    assert!(is_close, "got {values:?}, expected {expected:?}");
 }
 
-pub fn count(model: &Model, is: fn(&Op) -> bool) -> usize {
-    model.graph.ids().filter(|id| is(&model.graph.node(*id).op)).count()
+pub fn count(model: &Model, is_counted: fn(&Op) -> bool) -> usize {
+    model.graph.ids().filter(|id| is_counted(&model.graph.node(*id).op)).count()
 }
 
 pub fn int(value: i64) -> Json {

@@ -11,9 +11,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// A file or folder of the shared data; prints a note and returns `None` if it does not exist.
-pub fn data(inside: &str) -> Option<PathBuf> {
-    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/data");
-    let path = std::env::var_os("PIPEC_DATA").map_or(beside, PathBuf::from).join(inside);
+pub fn data(relative: &str) -> Option<PathBuf> {
+    let default_folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/data");
+    let path = std::env::var_os("PIPEC_DATA").map_or(default_folder, PathBuf::from).join(relative);
     if path.exists() {
         return Some(path);
     }

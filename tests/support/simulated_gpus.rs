@@ -38,17 +38,17 @@ fn build() -> Option<PathBuf> {
         return Some(folder);
     }
     // Test binaries may build at the same time; the first to finish is used.
-    let own = tempfile::tempdir_in(target).unwrap();
+    let temporary = tempfile::tempdir_in(target).unwrap();
     for (source, library, libraries) in LIBRARIES {
         let mut command = Command::new(compiler);
         command.args(["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,nodelete"]);
-        command.arg(format!("-Wl,-soname,{library}")).arg("-o").arg(own.path().join(library));
-        let done = command.arg(sources.join(source)).args(libraries).output().unwrap();
-        assert!(done.status.success(), "{source}: {}", String::from_utf8_lossy(&done.stderr));
+        command.arg(format!("-Wl,-soname,{library}")).arg("-o").arg(temporary.path().join(library));
+        let output = command.arg(sources.join(source)).args(libraries).output().unwrap();
+        assert!(output.status.success(), "{source}: {}", String::from_utf8_lossy(&output.stderr));
     }
-    let own = own.keep();
-    if fs::rename(&own, &folder).is_err() {
-        fs::remove_dir_all(own).unwrap();
+    let temporary = temporary.keep();
+    if fs::rename(&temporary, &folder).is_err() {
+        fs::remove_dir_all(temporary).unwrap();
     }
     Some(folder)
 }
@@ -66,8 +66,8 @@ pub fn run_tests(filter: &str, seed: u64) {
     let Some(driver) = driver() else { return };
     let mut command = on_simulated_gpus(std::env::current_exe().unwrap(), driver);
     command.args([filter, "--test-threads=2"]).env("PIPEC_TEST_DEVICES", "cuda:0,cuda:1");
-    let done = command.env("PIPEC_SIM_SEED", seed.to_string()).output().unwrap();
-    let text = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "seed {seed}: {text}");
+    let output = command.env("PIPEC_SIM_SEED", seed.to_string()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "seed {seed}: {text}");
     assert!(!text.contains("running 0 tests"), "{filter}: {text}");
 }

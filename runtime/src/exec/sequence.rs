@@ -224,8 +224,9 @@ pub fn plan_tasks(
         let facts: Vec<Fact> = graph.inputs(*id).iter().map(|v| graph.fact(*v).clone()).collect();
         let kernel = device.kernel(&node.op, &facts, &node.facts)?;
         let (inputs, outputs) = (graph.inputs(*id), graph.values(*id));
-        let is_added =
-            joins && kernel.can_accumulate() && outputs.first().is_some_and(|output| needs.accumulated.contains(output));
+        let is_added = joins
+            && kernel.can_accumulate()
+            && outputs.first().is_some_and(|output| needs.accumulated.contains(output));
         let joint = if is_added { batched_kernel(device, &node.op, &facts, &node.facts)? } else { None };
         let collective = Collective::of(&node.op, &facts);
         planned.push(Planned { node: *id, nodes: vec![*id], kernel, collective, joint, inputs, outputs });
@@ -239,7 +240,8 @@ pub fn plan_tasks(
     let is_term = |planned: &&Planned| planned.outputs.first().is_some_and(|output| added.contains(output));
     let term_kernels = planned.iter().filter(is_term).flat_map(|planned| planned.joint.iter().chain([&planned.kernel]));
     device.load_terms(&term_kernels.map(|kernel| &**kernel).collect::<Vec<_>>())?;
-    let layout = memory::plan(graph, order, &Needs { accumulated: &added, workspace: &workspace, chains: &chains, ..*needs });
+    let layout =
+        memory::plan(graph, order, &Needs { accumulated: &added, workspace: &workspace, chains: &chains, ..*needs });
     Ok((planned, layout))
 }
 

@@ -40,7 +40,7 @@ pub struct LossArguments {
 
 impl LossArguments {
     /// The requested loss.
-    pub fn counted(&self) -> Option<CountedLoss> {
+    pub fn counted_loss(&self) -> Option<CountedLoss> {
         let name = self.loss.as_deref()?;
         Some(Loss::from_name(name).map_or(CountedLoss::None, |loss| CountedLoss::One(loss, self.class_dim)))
     }

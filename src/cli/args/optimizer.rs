@@ -83,37 +83,37 @@ impl From<OptimizerName> for Optimizer {
 impl OptimizerArguments {
     /// The requested optimizer.
     pub fn request(&self) -> Result<OptimizerRequest, Error> {
-        let wrong = |what: &str| Err(Error::input(what));
+        let refuse = |message: &str| Err(Error::input(message));
         let optimizer = Optimizer::from(self.optimizer).with_momentum(self.momentum)?;
         let is_sgd = matches!(optimizer, Optimizer::Sgd | Optimizer::SgdMomentum);
         if !is_sgd && self.nesterov {
-            return wrong("`--nesterov` requires `--optimizer sgd`");
+            return refuse("`--nesterov` requires `--optimizer sgd`");
         }
         if self.nesterov && optimizer == Optimizer::Sgd {
-            return wrong("`--nesterov` requires `--momentum`");
+            return refuse("`--nesterov` requires `--momentum`");
         }
         if self.lr_decay != 0.0 && optimizer != Optimizer::Adagrad {
-            return wrong("`--lr-decay` requires `--optimizer adagrad`; use `--lr-schedule` with other optimizers");
+            return refuse("`--lr-decay` requires `--optimizer adagrad`; use `--lr-schedule` with other optimizers");
         }
         if self.betas != USUAL_BETAS && !matches!(optimizer, Optimizer::Adam | Optimizer::Adamw) {
-            return wrong("`--betas` requires `--optimizer adam` or `adamw`");
+            return refuse("`--betas` requires `--optimizer adam` or `adamw`");
         }
         if self.alpha > 1.0 {
-            return wrong("`--alpha` must be at most 1");
+            return refuse("`--alpha` must be at most 1");
         }
         Ok(OptimizerRequest { optimizer, rule: self.rule()?, rate: self.lr_schedule })
     }
 
     fn rule(&self) -> Result<Rule, Error> {
         let name = Optimizer::from(self.optimizer);
-        let &[first, second] = &self.betas[..] else {
+        let &[beta1, beta2] = &self.betas[..] else {
             return Err(Error::input("`--betas` takes two numbers, for example 0.9,0.999"));
         };
-        if first >= 1.0 || second >= 1.0 {
+        if beta1 >= 1.0 || beta2 >= 1.0 {
             return Err(Error::input("`--betas` must be below 1"));
         }
-        let usual = if matches!(name, Optimizer::Adam | Optimizer::Adamw) { 0.001 } else { 0.01 };
-        let learning_rate = self.lr.unwrap_or(usual);
+        let default_rate = if matches!(name, Optimizer::Adam | Optimizer::Adamw) { 0.001 } else { 0.01 };
+        let learning_rate = self.lr.unwrap_or(default_rate);
         let epsilon = self.eps.unwrap_or(if name == Optimizer::Adagrad { 1e-10 } else { 1e-8 });
         let decoupled = name == Optimizer::Adamw;
         let weight_decay = self.weight_decay.unwrap_or(if decoupled { 0.01 } else { 0.0 });
@@ -121,7 +121,7 @@ impl OptimizerArguments {
         Ok(match name {
             Optimizer::Sgd | Optimizer::SgdMomentum => Rule::Sgd { learning_rate, momentum, nesterov, weight_decay },
             Optimizer::Adam | Optimizer::Adamw => {
-                Rule::Adam { learning_rate, betas: (first, second), epsilon, weight_decay, decoupled }
+                Rule::Adam { learning_rate, betas: (beta1, beta2), epsilon, weight_decay, decoupled }
             }
             Optimizer::Rmsprop | Optimizer::RmspropMomentum => {
                 Rule::RmsProp { learning_rate, alpha: self.alpha, epsilon, weight_decay, momentum }
@@ -133,16 +133,17 @@ impl OptimizerArguments {
 
 /// Reads `--lr-schedule`, for example `warmup:100,cosine:0.1`.
 fn rate(text: &str) -> Result<Rate, String> {
-    let asked = "write constant, step:N:FACTOR, cosine[:FLOOR] or linear[:FLOOR], with an optional `warmup:N,` first";
+    let expected =
+        "write constant, step:N:FACTOR, cosine[:FLOOR] or linear[:FLOOR], with an optional `warmup:N,` first";
     let (warmup, shape) = match text.strip_prefix("warmup:") {
         Some(rest) => rest.split_once(',').unwrap_or((rest, "constant")),
         None => ("0", text),
     };
-    let warmup = warmup.parse::<u32>().map_err(|_| asked.to_string())?;
+    let warmup = warmup.parse::<u32>().map_err(|_| expected.to_string())?;
     let mut parts = shape.split(':');
     let (name, first, second) = (parts.next().unwrap_or_default(), parts.next(), parts.next());
-    let floor = |given: Option<&str>| {
-        let value = given.map_or(Some(0.0), |text| text.parse::<f64>().ok());
+    let floor = |text: Option<&str>| {
+        let value = text.map_or(Some(0.0), |text| text.parse::<f64>().ok());
         value
             .filter(|value| (0.0..=1.0).contains(value))
             .ok_or("the floor is a fraction of the full learning rate, from 0 to 1")
@@ -154,9 +155,9 @@ fn rate(text: &str) -> Result<Rate, String> {
             let every = every.ok_or("step:N:FACTOR takes a number of minibatches above 0")?;
             Shape::Step { every, factor: positive(factor)? }
         }
-        ("cosine", given, None, None) => Shape::Cosine { floor: floor(given)? },
-        ("linear", given, None, None) => Shape::Linear { floor: floor(given)? },
-        _ => return Err(asked.to_string()),
+        ("cosine", text, None, None) => Shape::Cosine { floor: floor(text)? },
+        ("linear", text, None, None) => Shape::Linear { floor: floor(text)? },
+        _ => return Err(expected.to_string()),
     };
     Ok(Rate { warmup, shape })
 }

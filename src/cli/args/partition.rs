@@ -62,7 +62,7 @@ pub struct Arguments {
     pub loss: LossArguments,
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub question: PlanArguments,
+    pub plan_options: PlanArguments,
     /// Global batch: samples per update of the weights; micro-batches, tensor parallelism, ZeRO and schedule become part of the search
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Schedule")]
     pub batch: Option<u64>,
@@ -100,9 +100,9 @@ impl Arguments {
             cluster: self.devices.request()?,
             import: self.dims.import.clone().into(),
             micro_batch: self.dims.micro_batch,
-            loss: self.loss.counted(),
+            loss: self.loss.counted_loss(),
             batch: self.batch,
-            options: self.question.options()?,
+            options: self.plan_options.options()?,
             protected_output,
         })
     }

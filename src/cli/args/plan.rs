@@ -109,49 +109,49 @@ pub struct PlanArguments {
 impl PlanArguments {
     /// The options of the request.
     pub fn options(&self) -> Result<PlanOptions, Error> {
-        let of = self.clone();
-        let memory = of.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
+        let arguments = self.clone();
+        let memory = arguments.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
             Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB` per device")
         })?;
-        let bucket = match of.bucket.as_str() {
+        let bucket = match arguments.bucket.as_str() {
             "auto" => BucketSize::Auto,
             text => BucketSize::Bytes(
                 unit::bytes(text).map_err(|error| Error::input("cannot read `--bucket`").because(error))?,
             ),
         };
         Ok(PlanOptions {
-            cost: cost(&of.cost),
-            activation_compression: of.activation_compression,
+            cost: cost(&arguments.cost),
+            activation_compression: arguments.activation_compression,
             memory_limit: memory,
-            microbatches: of.microbatches,
-            schedule: of.schedule,
-            chunks: of.chunks,
-            objective: match of.objective.as_str() {
+            microbatches: arguments.microbatches,
+            schedule: arguments.schedule,
+            chunks: arguments.chunks,
+            objective: match arguments.objective.as_str() {
                 "memory" => Objective::Memory,
                 "latency" => Objective::Latency,
                 _ => Objective::Throughput,
             },
-            target: of.target.as_deref().and_then(Target::from_name),
-            partitioner: Partitioner::from_name(&of.partitioner).unwrap_or_default(),
-            replicas: of.stages,
-            cut_after: of.cut_after,
-            pins: of.pin,
-            max_stages: of.max_stages,
-            no_replication: of.no_replication,
-            tensor_parallel: of.tensor.or(of.no_tensor.then_some(TensorParallel::Never)),
-            recompute: match of.no_recompute {
+            target: arguments.target.as_deref().and_then(Target::from_name),
+            partitioner: Partitioner::from_name(&arguments.partitioner).unwrap_or_default(),
+            replicas: arguments.stages,
+            cut_after: arguments.cut_after,
+            pins: arguments.pin,
+            max_stages: arguments.max_stages,
+            no_replication: arguments.no_replication,
+            tensor_parallel: arguments.tensor.or(arguments.no_tensor.then_some(TensorParallel::Never)),
+            recompute: match arguments.no_recompute {
                 true => Recomputation::Never,
-                false => Recomputation::from_name(&of.recompute).unwrap_or_default(),
+                false => Recomputation::from_name(&arguments.recompute).unwrap_or_default(),
             },
-            optimizer: of.optimizer.into(),
-            momentum: of.momentum,
-            precision: of.precision.map_or(PrecisionChoice::Usual, PrecisionChoice::Given),
-            budget: of.budget,
-            time_limit: of.time_limit,
-            in_flight: of.in_flight,
+            optimizer: arguments.optimizer.into(),
+            momentum: arguments.momentum,
+            precision: arguments.precision.map_or(PrecisionChoice::Usual, PrecisionChoice::Given),
+            budget: arguments.budget,
+            time_limit: arguments.time_limit,
+            in_flight: arguments.in_flight,
             bucket,
-            zero: of.zero,
-            seed: of.seed,
+            zero: arguments.zero,
+            seed: arguments.seed,
         })
     }
 }

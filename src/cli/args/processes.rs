@@ -47,20 +47,20 @@ pub struct ProcessArguments {
 impl ProcessArguments {
     /// The requested processes; `exit` ends this process with an error.
     pub fn request(&self, exit: fn(&Error) -> !) -> Result<ProcessRequest, Error> {
-        let of = self.clone();
+        let arguments = self.clone();
         let program = env::current_exe()
             .map_err(|error| Error::negative("cannot start the processes of the run").because(error))?;
         Ok(ProcessRequest {
-            spawn: of.processes,
-            hosts: of.hosts,
-            host: of.host,
-            rank: of.rank,
-            address: of.address,
-            token_file: of.token_file,
-            connect_timeout: of.connect_timeout,
-            deadline: of.deadline,
-            max_restarts: of.max_restarts,
-            nccl: of.nccl,
+            spawn: arguments.processes,
+            hosts: arguments.hosts,
+            host: arguments.host,
+            rank: arguments.rank,
+            address: arguments.address,
+            token_file: arguments.token_file,
+            connect_timeout: arguments.connect_timeout,
+            deadline: arguments.deadline,
+            max_restarts: arguments.max_restarts,
+            nccl: arguments.nccl,
             resumed: None,
             environment: environment(),
             command: iter::once(program.into_os_string()).chain(env::args_os().skip(1)).collect(),
@@ -71,8 +71,8 @@ impl ProcessArguments {
 
 /// The environment of this process.
 pub fn environment() -> BTreeMap<String, String> {
-    let known = env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
-    known.map(|(name, value)| (name, value.to_string_lossy().into_owned())).collect()
+    let variables = env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
+    variables.map(|(name, value)| (name, value.to_string_lossy().into_owned())).collect()
 }
 
 /// Reads a timeout: at least two heartbeats, at most a day.

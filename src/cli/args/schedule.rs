@@ -9,7 +9,7 @@ use std::path::PathBuf;
 const AUTO: &str = "auto";
 
 /// Names of schedules in other frameworks.
-const ELSEWHERE: [(&str, &str); 16] = [
+const FOREIGN_NAMES: [(&str, &str); 16] = [
     ("pipedream", "1f1b-rr"),
     ("async", "1f1b-rr"),
     ("pipedream-flush", "1f1b"),
@@ -35,11 +35,11 @@ pub fn any(text: &str) -> Result<ScheduleChoice, String> {
 
 /// Reads `--schedule`: a name, or the path of a file.
 pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
-    let known = Schedule::ALL.into_iter().filter(|kind| *kind != Schedule::Csv);
+    let named_schedules = Schedule::ALL.into_iter().filter(|kind| *kind != Schedule::Csv);
     if is_file(text) {
         return Ok(ScheduleChoice::File(PathBuf::from(text)));
     }
-    if let Some(kind) = known.clone().find(|kind| kind.name() == text) {
+    if let Some(kind) = named_schedules.clone().find(|kind| kind.name() == text) {
         return Ok(ScheduleChoice::Named(kind));
     }
     if text == AUTO {
@@ -48,15 +48,18 @@ pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
                 .to_string(),
         );
     }
-    let names: Vec<&str> = known.map(Schedule::name).collect();
+    let names: Vec<&str> = named_schedules.map(Schedule::name).collect();
     let lower = text.to_lowercase();
-    let same = names.iter().copied().find(|name| *name == lower);
-    let elsewhere = ELSEWHERE.iter().find(|(other, _)| *other == lower).map(|(_, own)| *own);
-    let meant = match elsewhere.or(same) {
-        Some(own) => format!("; did you mean `{own}`?"),
+    let exact = names.iter().copied().find(|name| *name == lower);
+    let of_other_framework = FOREIGN_NAMES.iter().find(|(alias, _)| *alias == lower).map(|(_, name)| *name);
+    let suggestion = match of_other_framework.or(exact) {
+        Some(name) => format!("; did you mean `{name}`?"),
         None => hint(text, names.iter().copied()),
     };
-    Err(format!("write one of {}, or a custom schedule: a table FILE.csv, programs FILE.json{meant}", names.join(", ")))
+    Err(format!(
+        "write one of {}, or a custom schedule: a table FILE.csv, programs FILE.json{suggestion}",
+        names.join(", ")
+    ))
 }
 
 /// Reads a `--schedule` that must be a file.

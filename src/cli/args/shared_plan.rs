@@ -12,7 +12,6 @@ use pipec::plan::zero::ZeroStage;
 /// The flags, with names, values and help of [`PlanArguments`].
 const NAMES: [&str; 4] = ["tensor", "zero", "precision", "target"];
 
-/// Their values.
 #[derive(Clone, Debug)]
 pub struct SharedPlanArguments {
     /// The tensor-parallel degree.
@@ -40,8 +39,8 @@ impl SharedPlanArguments {
 
 impl Args for SharedPlanArguments {
     fn augment_args(command: Command) -> Command {
-        let all = PlanArguments::augment_args(Command::new("plan"));
-        let shared = all.get_arguments().filter(|flag| NAMES.contains(&flag.get_id().as_str()));
+        let plan_command = PlanArguments::augment_args(Command::new("plan"));
+        let shared = plan_command.get_arguments().filter(|flag| NAMES.contains(&flag.get_id().as_str()));
         command.args(shared.cloned())
     }
 
@@ -72,17 +71,17 @@ mod tests {
 
     #[test]
     fn flags_are_those_of_partition() {
-        let read = |line: &str| {
+        let parse = |line: &str| {
             let command = SharedPlanArguments::augment_args(Command::new("sweep"));
             let matches = command.try_get_matches_from(format!("sweep {line}").split_whitespace())?;
             SharedPlanArguments::from_arg_matches(&matches)
         };
-        let all = read("--tensor 8 --zero 1 --precision bf16 --target megatron").unwrap();
-        assert_eq!((all.tensor, all.zero), (TensorParallel::Degree(8), ZeroStage::Level(1)));
-        assert_eq!((all.precision, all.target), (Some(Precision::Bf16), Some(Target::Megatron)));
-        let none = read("").unwrap();
-        assert_eq!((none.tensor, none.zero), (TensorParallel::Never, ZeroStage::Level(0)));
-        assert_eq!((none.precision, none.target), (None, None));
-        assert!(read("--tensor 99").is_err() && read("--zero 4").is_err());
+        let arguments = parse("--tensor 8 --zero 1 --precision bf16 --target megatron").unwrap();
+        assert_eq!((arguments.tensor, arguments.zero), (TensorParallel::Degree(8), ZeroStage::Level(1)));
+        assert_eq!((arguments.precision, arguments.target), (Some(Precision::Bf16), Some(Target::Megatron)));
+        let defaults = parse("").unwrap();
+        assert_eq!((defaults.tensor, defaults.zero), (TensorParallel::Never, ZeroStage::Level(0)));
+        assert_eq!((defaults.precision, defaults.target), (None, None));
+        assert!(parse("--tensor 99").is_err() && parse("--zero 4").is_err());
     }
 }

@@ -35,11 +35,11 @@ const MOST_IN_MATRIX: u32 = 16;
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(subcommand)]
-    what: What,
+    action: Action,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum Action {
     /// Write the devices of this machine as a cluster file: its GPUs, or workers on its cores
     #[command(after_help = "Example:\n  pipec cluster detect -o cluster.toml")]
     Detect(Detect),
@@ -105,18 +105,17 @@ struct Show {
     devices: Devices,
 }
 
-/// Runs the subcommand.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
-    match arguments.what {
-        What::Detect(arguments) => found(&arguments, screen),
-        What::Bench(arguments) => bench(&arguments, screen),
-        What::Show(arguments) => show(arguments, screen),
+    match arguments.action {
+        Action::Detect(arguments) => write_detected(&arguments, screen),
+        Action::Bench(arguments) => bench(&arguments, screen),
+        Action::Show(arguments) => show(arguments, screen),
     }
 }
 
-fn found(arguments: &Detect, screen: &Screen) -> Result<(), Error> {
+fn write_detected(arguments: &Detect, screen: &Screen) -> Result<(), Error> {
     let cluster = this_machine(arguments.workers, arguments.cpu)?;
-    deliver(&cluster, arguments.output.as_deref(), screen)?;
+    write_or_print(&cluster, arguments.output.as_deref(), screen)?;
     screen.note(&cluster::in_one_line(&cluster));
     if let Some(path) = &arguments.output {
         screen.note(&format!("next: pipec cluster bench {0}\n      pipec partition MODEL --cluster {0}", word(path)));
@@ -148,7 +147,7 @@ fn this_machine(workers: Option<u32>, cpu: bool) -> Result<Cluster, Error> {
 }
 
 /// Writes the cluster to the requested file, or prints it.
-fn deliver(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<(), Error> {
+fn write_or_print(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<(), Error> {
     let text = to_toml(cluster);
     match output {
         Some(path) => {
@@ -167,13 +166,13 @@ fn torch_bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
     let links = TorchLinks { device, python: arguments.python.clone() };
     let Some((cluster, times)) = torch_links::measure(&links)? else { return Ok(()) };
     let cluster = check(cluster).map_err(|error| Error::negative("cannot use the measured values").because(error))?;
-    let row = |one: &LinkTime| {
+    let row = |link: &LinkTime| {
         vec![
-            one.level.to_string(),
-            one.operation.clone(),
-            quantity::bytes(one.bytes),
-            quantity::time(one.us),
-            quantity::rate(one.bytes_per_s),
+            link.level.to_string(),
+            link.operation.clone(),
+            quantity::bytes(link.bytes),
+            quantity::time(link.us),
+            quantity::rate(link.bytes_per_s),
         ]
     };
     let heads = ["level", "operation", "size", "time", "sent per device"];
@@ -198,17 +197,17 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
     if arguments.device.is_some() || arguments.python.is_some() {
         return Err(Error::input("`--device` and `--python` are for `--engine torch`").with_help("omit them"));
     }
-    let said = match &arguments.file {
+    let cluster = match &arguments.file {
         Some(path) => read(path)?,
         None => this_machine(None, false)?,
     };
-    if said.hosts.len() < 2 && (arguments.host.is_some() || arguments.token_file.is_some()) {
+    if cluster.hosts.len() < 2 && (arguments.host.is_some() || arguments.token_file.is_some()) {
         return Err(Error::input("`--host` and `--token-file` require a cluster file with several hosts")
             .with_help("omit them, or add a table `[[host]]` for each host"));
     }
-    let (mut measured, mut levels) = (said.clone(), BTreeSet::new());
+    let (mut measured, mut levels) = (cluster.clone(), BTreeSet::new());
     let mut links = Vec::new();
-    if let (2.., Some(path)) = (said.hosts.len(), &arguments.file) {
+    if let (2.., Some(path)) = (cluster.hosts.len(), &arguments.file) {
         let request = ProcessRequest {
             hosts: Some(path.clone()),
             host: arguments.host,
@@ -217,34 +216,34 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
             environment: environment(),
             ..ProcessRequest::default()
         };
-        let Some(found) = host_links::between_hosts(&request, &said, screen)? else {
-            screen.note(&format!("the results are on the first host, {}", short_name(&said.hosts[0].address)));
+        let Some(measurement) = host_links::between_hosts(&request, &cluster, screen)? else {
+            screen.note(&format!("the results are on the first host, {}", short_name(&cluster.hosts[0].address)));
             return Ok(());
         };
-        (measured, levels, links) = (found.cluster, found.levels, found.links);
+        (measured, levels, links) = (measurement.cluster, measurement.levels, measurement.links);
     }
-    if host_links::is_inside_hosts(&said, 0) {
+    if host_links::is_inside_hosts(&cluster, 0) {
         // The innermost level is within this machine.
-        measured.levels[0] = inside_this_machine(&said)?;
+        measured.levels[0] = inside_this_machine(&cluster)?;
         levels.insert(0);
     }
     let measured = check(measured).map_err(|error| Error::negative("cannot use the measured values").because(error))?;
-    let row = |(at, (said, measured)): (usize, (&Level, &Level))| {
-        let or_not = |text: String| if levels.contains(&at) { text } else { "not measured".to_string() };
+    let row = |(at, (stated, measured)): (usize, (&Level, &Level))| {
+        let if_measured = |text: String| if levels.contains(&at) { text } else { "not measured".to_string() };
         vec![
-            short_name(&said.name),
-            said.count.to_string(),
-            quantity::rate(said.bandwidth.0),
-            or_not(quantity::rate(measured.bandwidth.0)),
-            quantity::time(said.latency.0 * 1e6),
-            or_not(quantity::time(measured.latency.0 * 1e6)),
+            short_name(&stated.name),
+            stated.count.to_string(),
+            quantity::rate(stated.bandwidth.0),
+            if_measured(quantity::rate(measured.bandwidth.0)),
+            quantity::time(stated.latency.0 * 1e6),
+            if_measured(quantity::time(measured.latency.0 * 1e6)),
         ]
     };
-    let rows: Vec<Vec<String>> = said.levels.iter().zip(&measured.levels).enumerate().map(row).collect();
+    let rows: Vec<Vec<String>> = cluster.levels.iter().zip(&measured.levels).enumerate().map(row).collect();
     let heads = ["level", "count", "bandwidth", "measured", "latency", "measured"];
     let mut table = stage_table::table(&heads, &[1, 2, 3, 4, 5], rows);
     if !links.is_empty() {
-        let host = |at: usize| short_name(&said.hosts[at].address);
+        let host = |at: usize| short_name(&cluster.hosts[at].address);
         let row = |link: &HostLink| {
             let (rate, time) = (quantity::rate(link.bytes_per_s), quantity::time(link.seconds * 1e6));
             vec![host(link.from), host(link.to), rate, time]
@@ -259,7 +258,7 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
     screen.text(&table);
     let link = |link: &HostLink| json!({"from": link.from, "to": link.to, "bytes_per_s": link.bytes_per_s, "latency_s": link.seconds});
     screen.json(&json!({
-        "stated": said,
+        "stated": cluster,
         "measured": measured,
         "levels_measured": levels.len(),
         "host_links": links.iter().map(link).collect::<Vec<_>>(),
@@ -269,21 +268,21 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
 }
 
 /// Measures the innermost level of a cluster on this machine.
-fn inside_this_machine(said: &Cluster) -> Result<Level, Error> {
-    let mut measured = said.clone();
-    let gpus = if said.device.kind == "cpu" || gpu::count() < 2 {
+fn inside_this_machine(cluster: &Cluster) -> Result<Level, Error> {
+    let mut measured = cluster.clone();
+    let gpus = if cluster.device.kind == "cpu" || gpu::count() < 2 {
         Vec::new()
     } else {
         DeviceRequest::AllGpus.open()?.unwrap_or_default()
     };
-    if said.device.kind == "cpu" {
+    if cluster.device.kind == "cpu" {
         machine::measure_links(&mut measured);
     } else if let (2.., Some(level)) = (gpus.len(), measured.levels.first_mut()) {
         // Neighbours are on the innermost level.
         links::measure(&gpus[..gpus.len().min(level.count as usize)], level)
             .map_err(|error| Error::negative("cannot measure the links between the GPUs").because(error))?;
     } else {
-        return Err(Error::negative(format!("cannot measure the links of {}", short_name(&said.device.kind)))
+        return Err(Error::negative(format!("cannot measure the links of {}", short_name(&cluster.device.kind)))
             .because("this machine has fewer than two GPUs that pipec can use")
             .with_help("under torchrun, `pipec cluster bench --engine torch` measures them with NCCL; or write the values of nvbandwidth into the cluster file"));
     }
@@ -295,10 +294,10 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
         Some(path) => read(path)?,
         None => cluster::cluster(&arguments.devices.request()?, None)?,
     };
-    screen.json(&shown_as_json(&cluster));
+    screen.json(&cluster_json(&cluster));
     screen.prose(&cluster::in_one_line(&cluster));
     let device = &cluster.device;
-    let of = |device: &compiler::cluster::Device, count: u32, speed: Option<f64>| {
+    let device_row = |device: &compiler::cluster::Device, count: u32, speed: Option<f64>| {
         vec![
             count.to_string(),
             short_name(&device.kind),
@@ -310,18 +309,18 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
         ]
     };
     let rows = match cluster.classes.is_empty() {
-        true => vec![of(device, cluster.devices(), None)],
-        false => cluster.classes.iter().map(|class| of(&class.device, class.count, class.speed)).collect(),
+        true => vec![device_row(device, cluster.devices(), None)],
+        false => cluster.classes.iter().map(|class| device_row(&class.device, class.count, class.speed)).collect(),
     };
     let heads = ["devices", "type", "memory each", "memory bandwidth", "f32 peak", "bf16 peak", ""];
     screen.text(&format!("\n{}", stage_table::table(&heads, &[0, 2, 3, 4, 5, 6], rows)));
-    let mut inside = 1u32;
+    let mut group_size = 1u32;
     let level = |level: &Level| {
-        inside = inside.saturating_mul(level.count);
+        group_size = group_size.saturating_mul(level.count);
         vec![
             short_name(&level.name),
             level.count.to_string(),
-            inside.to_string(),
+            group_size.to_string(),
             quantity::rate(level.bandwidth.0),
             quantity::time(level.latency.0 * 1e6),
             if level.shared { "by its devices" } else { "" }.to_string(),
@@ -341,9 +340,9 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
 }
 
 /// Bandwidth between two devices: that of the slowest level on the path.
-fn slowest(cluster: &Cluster, one: u32, other: u32) -> f64 {
-    let way = Wire::between(&cluster.levels, [one, other].into_iter());
-    let levels = way.map_or(&cluster.levels[..], |way| &cluster.levels[..=way.level]);
+fn bandwidth_between(cluster: &Cluster, from: u32, to: u32) -> f64 {
+    let wire = Wire::between(&cluster.levels, [from, to].into_iter());
+    let levels = wire.map_or(&cluster.levels[..], |wire| &cluster.levels[..=wire.level]);
     levels.iter().map(|level| level.bandwidth.0).fold(f64::INFINITY, f64::min)
 }
 
@@ -351,26 +350,26 @@ fn matrix(cluster: &Cluster) -> String {
     let devices = cluster.devices();
     let names: Vec<String> = (0..devices).map(|device| device.to_string()).collect();
     let heads: Vec<&str> = std::iter::once("").chain(names.iter().map(String::as_str)).collect();
-    let cell = |one: u32, other: u32| match one == other {
+    let cell = |from: u32, to: u32| match from == to {
         true => "·".to_string(),
-        false => quantity::short(slowest(cluster, one, other) / 1e9),
+        false => quantity::short(bandwidth_between(cluster, from, to) / 1e9),
     };
-    let row = |one: u32| std::iter::once(one.to_string()).chain((0..devices).map(|other| cell(one, other))).collect();
+    let row = |from: u32| std::iter::once(from.to_string()).chain((0..devices).map(|to| cell(from, to))).collect();
     let right: Vec<usize> = (0..=devices as usize).collect();
     stage_table::table(&heads, &right, (0..devices).map(row).collect())
 }
 
-fn shown_as_json(cluster: &Cluster) -> Value {
+fn cluster_json(cluster: &Cluster) -> Value {
     let mut value = json!(cluster);
     value["devices"] = json!(cluster.devices());
     value["file"] = to_json(cluster);
     if cluster.devices() <= MOST_IN_MATRIX {
-        let all = 0..cluster.devices();
-        let row = |one: u32| -> Vec<Value> {
-            let cell = |other| if one == other { Value::Null } else { json!(slowest(cluster, one, other)) };
-            all.clone().map(cell).collect()
+        let devices = 0..cluster.devices();
+        let row = |from: u32| -> Vec<Value> {
+            let cell = |to| if from == to { Value::Null } else { json!(bandwidth_between(cluster, from, to)) };
+            devices.clone().map(cell).collect()
         };
-        value["bandwidth_between"] = all.clone().map(row).collect();
+        value["bandwidth_between"] = devices.clone().map(row).collect();
     }
     value
 }

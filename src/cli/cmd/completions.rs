@@ -18,7 +18,6 @@ pub struct Arguments {
     shell: Shell,
 }
 
-/// Prints the script.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let mut script = Vec::new();
     clap_complete::generate(arguments.shell, &mut Cli::command(), "pipec", &mut script);

@@ -11,7 +11,7 @@
 use crate::cli::plan_differences::{faster, words};
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
-use crate::cli::table::{Give, fitted};
+use crate::cli::table::{Shrink, fit_table};
 use compiler::export::stage_name::{per_stage, ranges, recomputed, replicas};
 use compiler::plan::device_memory::fullest;
 use compiler::plan::diff::{Diff, Moved, StageChange, diff, is_rearranged};
@@ -31,77 +31,77 @@ const MOST_LISTED: usize = 24;
 /// Compares two plans and prints the differences; fails with exit code 1 if they differ.
 pub fn run(before: &Path, after: &Path, screen: &Screen) -> Result<(), Error> {
     let (left, right) = (read_checked(before)?, read_checked(after)?);
-    let found = diff(&left, &right);
-    screen.json(&value(&left, &right, &found));
+    let diff = diff(&left, &right);
+    screen.json(&diff_json(&left, &right, &diff));
     let [first, second] = [before, after].map(|path| path.display().to_string());
-    if found.is_empty() {
+    if diff.is_empty() {
         screen.text(&format!("{first} and {second} are the same plan"));
         return Ok(());
     }
-    let what = words(&left, &right, &found).join(", ");
-    screen.prose(&format!("{first} and {second} differ in {what}\n"));
+    let difference = words(&left, &right, &diff).join(", ");
+    screen.prose(&format!("{first} and {second} differ in {difference}\n"));
     if let Some(faster) = faster([&left, &right], [&first, &second]) {
         screen.prose(&format!("{faster}\n"));
     }
-    screen.prose(&format!("\n{}", describe(&left, &right, &found, screen.width())));
-    Err(Error::negative(format!("{first} and {second} differ")).because(format!("in {what}")).reported())
+    screen.prose(&format!("\n{}", describe(&left, &right, &diff, screen.width())));
+    Err(Error::negative(format!("{first} and {second} differ")).because(format!("in {difference}")).reported())
 }
 
-fn describe(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String {
+fn describe(left: &Plan, right: &Plan, diff: &Diff, width: Option<usize>) -> String {
     let mut text = String::new();
     if left.model.graph_hash != right.model.graph_hash || left.model.sha256 != right.model.sha256 {
         let [first, second] = [left, right].map(|plan| short_name(&plan.model.file));
         text += &format!("the plans are for different models: {first} and {second}\n");
     }
-    let rows = settings(left, right).into_iter().filter(|(_, before, after)| before != after);
+    let rows = compare_settings(left, right).into_iter().filter(|(_, before, after)| before != after);
     let rows: Vec<Vec<String>> = rows.map(|(name, before, after)| vec![name, before, after]).collect();
     if !rows.is_empty() {
         text += &format!("{}\n", stage_table::table(&["", "before", "after"], &[], rows));
     }
     let row = |change: &StageChange| {
         let (before, after) = (left.stages.get(change.stage), right.stages.get(change.stage));
-        let cell = |of: &dyn Fn(&Stage) -> String| match (before.map(of), after.map(of)) {
+        let cell = |property: &dyn Fn(&Stage) -> String| match (before.map(property), after.map(property)) {
             (Some(before), Some(after)) if before != after => format!("{before} to {after}"),
             // A stage that only one plan has is shown as that plan has it.
             (before, after) => before.or(after).unwrap_or_default(),
         };
-        let which = match (before, after) {
+        let prefix = match (before, after) {
             (None, _) => "new ",
             (_, None) => "gone ",
             _ => "",
         };
-        let moved =
+        let count_text =
             |ops: u64, sign: char| if ops > 0 { format!("{sign}{}", quantity::count(ops)) } else { String::new() };
         vec![
-            format!("{which}{}", change.stage),
+            format!("{prefix}{}", change.stage),
             cell(&|stage| quantity::count(stage.op_ids().count() as u64)),
-            moved(change.came, '+'),
-            moved(change.ops_lost, '-'),
+            count_text(change.came, '+'),
+            count_text(change.ops_lost, '-'),
             cell(&|stage| format!("{} on {}", replicas(stage), ranges(&stage.devices))),
             cell(&recomputed),
             cell(&|stage| quantity::time(stage.fwd_us + stage.bwd_us)),
             cell(&|stage| quantity::bytes(stage.memory.total)),
         ]
     };
-    let changed: Vec<&StageChange> = found.stages.iter().filter(|change| is_changed(left, right, change)).collect();
+    let changed: Vec<&StageChange> = diff.stages.iter().filter(|change| is_changed(left, right, change)).collect();
     let header = ["stage", "ops", "in", "out", "replicas", "", "fwd+bwd", "memory"];
-    let gives = [Give::Leave(2), Give::Leave(3), Give::Cut(4, 20), Give::Leave(6)];
+    let shrinks = [Shrink::Omit(2), Shrink::Omit(3), Shrink::Cut(4, 20), Shrink::Omit(6)];
     let rows = changed.iter().take(MOST_LISTED).map(|change| row(change)).collect();
     if !changed.is_empty() {
-        text += &fitted(&header, &[0, 1, 2, 3, 6, 7], rows, &gives, width);
+        text += &fit_table(&header, &[0, 1, 2, 3, 6, 7], rows, &shrinks, width);
     }
     if changed.len() > MOST_LISTED {
         text += &format!("and {} more stages\n", changed.len() - MOST_LISTED);
     }
-    for moved in found.moved.iter().take(MOST_LISTED) {
+    for moved in diff.moved.iter().take(MOST_LISTED) {
         text += &format!("{}\n", describe_move(left, moved));
     }
-    if found.moved.len() > MOST_LISTED {
-        text += &format!("and {} more ranges of ops\n", found.moved.len() - MOST_LISTED);
+    if diff.moved.len() > MOST_LISTED {
+        text += &format!("and {} more ranges of ops\n", diff.moved.len() - MOST_LISTED);
     }
-    let rows = figures(left, right).into_iter().map(|figure| {
-        let show = figure.shown;
-        vec![figure.name.to_string(), show(figure.before), show(figure.after), figure.change()]
+    let rows = compare_figures(left, right).into_iter().map(|figure| {
+        let format = figure.format;
+        vec![figure.name.to_string(), format(figure.before), format(figure.after), figure.change()]
     });
     text + &format!("\n{}", stage_table::table(&["", "before", "after", ""], &[1, 2, 3], rows.collect()))
 }
@@ -120,7 +120,7 @@ fn describe_move(plan: &Plan, moved: &Moved) -> String {
     let (first, last) = (moved.ops.0, moved.ops.1 - 1);
     let ops = if first == last { format!("op {first}") } else { format!("ops {first} to {last}") };
     let stage = |stage: Option<usize>| stage.map_or("no stage".to_string(), |stage| format!("stage {stage}"));
-    let names = [first, last].map(|op| name(plan, moved.from, op));
+    let names = [first, last].map(|op| op_name(plan, moved.from, op));
     let named = match names {
         [Some(first), Some(last)] if first != last => format!(" ({} … {})", short_name(&first), short_name(&last)),
         [Some(first), _] => format!(" ({})", short_name(&first)),
@@ -130,15 +130,14 @@ fn describe_move(plan: &Plan, moved: &Moved) -> String {
 }
 
 /// The name of an op of a stage, where the plan names all of them.
-fn name(plan: &Plan, stage: Option<usize>, op: u32) -> Option<String> {
+fn op_name(plan: &Plan, stage: Option<usize>, op: u32) -> Option<String> {
     let stage = plan.stages.get(stage?)?;
-    let at = stage.op_ids().position(|own| own == op)?;
+    let at = stage.op_ids().position(|id| id == op)?;
     stage.op_names.get(at).cloned()
 }
 
-/// The settings of both plans as text.
-fn settings(left: &Plan, right: &Plan) -> Vec<(String, String, String)> {
-    let of = |plan: &Plan| {
+fn compare_settings(left: &Plan, right: &Plan) -> Vec<(String, String, String)> {
+    let settings = |plan: &Plan| {
         [
             ("cost model", cost_name(plan.cost).to_string()),
             ("schedule", plan.schedule.kind.name().to_string()),
@@ -149,24 +148,25 @@ fn settings(left: &Plan, right: &Plan) -> Vec<(String, String, String)> {
             ("replicas", per_stage(&replicas_of(plan))),
             ("in flight", per_stage(&plan.schedule.in_flight)),
             ("devices", pipec::cluster::describe(&plan.cluster)),
-            ("ZeRO", zero(plan)),
+            ("ZeRO", zero_text(plan)),
             ("optimizer", short_name(&plan.optimizer)),
             ("precision", short_name(plan.precision_name())),
             ("limit", plan.cluster.memory_per_device.map_or("none".to_string(), |limit| quantity::bytes(limit.0))),
         ]
     };
     let pair = |((name, before), (_, after)): ((&str, String), (&str, String))| (name.to_string(), before, after);
-    let own = of(left).into_iter().zip(of(right)).map(pair);
+    let settings = settings(left).into_iter().zip(settings(right)).map(pair);
     let names: BTreeSet<&String> = left.options.keys().chain(right.options.keys()).collect();
-    let given = |plan: &Plan, name: &str| match plan.options.get(name) {
+    let option_text = |plan: &Plan, name: &str| match plan.options.get(name) {
         Some(Value::String(text)) => short_name(text),
         Some(value) => value.to_string(),
         None => "-".to_string(),
     };
     // Options with rows of their own are not repeated.
-    let others = names.into_iter().filter(|name| !SHOWN.contains(&name.as_str()));
-    let others = others.map(|name| (format!("--{}", name.replace('_', "-")), given(left, name), given(right, name)));
-    own.chain(others).collect()
+    let options = names.into_iter().filter(|name| !DUPLICATE_OPTIONS.contains(&name.as_str()));
+    let options = options
+        .map(|name| (format!("--{}", name.replace('_', "-")), option_text(left, name), option_text(right, name)));
+    settings.chain(options).collect()
 }
 
 fn replicas_of(plan: &Plan) -> Vec<u32> {
@@ -174,13 +174,13 @@ fn replicas_of(plan: &Plan) -> Vec<u32> {
 }
 
 /// Options that a plan has in other words, too.
-const SHOWN: [&str; 4] = ["optimizer_state", "in_flight", "zero", "stages"];
+const DUPLICATE_OPTIONS: [&str; 4] = ["optimizer_state", "in_flight", "zero", "stages"];
 
 /// The ZeRO stage of all pipeline stages, or of each if they differ.
-fn zero(plan: &Plan) -> String {
+fn zero_text(plan: &Plan) -> String {
     let levels: Vec<u32> = plan.stages.iter().map(|stage| stage.zero).collect();
-    let all = levels.first().filter(|first| levels.iter().all(|level| level == *first));
-    all.map_or_else(|| per_stage(&levels), u32::to_string)
+    let common = levels.first().filter(|first| levels.iter().all(|level| level == *first));
+    common.map_or_else(|| per_stage(&levels), u32::to_string)
 }
 
 /// One predicted number of both plans, and its text form.
@@ -189,7 +189,7 @@ struct Figure {
     key: &'static str,
     before: f64,
     after: f64,
-    shown: fn(f64) -> String,
+    format: fn(f64) -> String,
     is_share: bool,
 }
 
@@ -212,10 +212,10 @@ impl Figure {
     }
 }
 
-fn figures(left: &Plan, right: &Plan) -> Vec<Figure> {
-    let figure = |name, key, of: &dyn Fn(&Plan) -> f64, shown| {
-        let (before, after) = (of(left), of(right));
-        Figure { name, key, before, after, shown, is_share: key == "bubble" }
+fn compare_figures(left: &Plan, right: &Plan) -> Vec<Figure> {
+    let figure = |name, key, value: &dyn Fn(&Plan) -> f64, format| {
+        let (before, after) = (value(left), value(right));
+        Figure { name, key, before, after, format, is_share: key == "bubble" }
     };
     let share: fn(f64) -> String = |share| format!("{:.1} %", share * 100.0);
     vec![
@@ -227,8 +227,8 @@ fn figures(left: &Plan, right: &Plan) -> Vec<Figure> {
     ]
 }
 
-fn value(left: &Plan, right: &Plan, found: &Diff) -> Value {
-    let brief = |stage: Option<&Stage>| match stage {
+fn diff_json(left: &Plan, right: &Plan, diff: &Diff) -> Value {
+    let stage_json = |stage: Option<&Stage>| match stage {
         Some(stage) => json!({
             "ops": stage.op_ids().count(),
             "replicas": stage.replicas,
@@ -242,7 +242,7 @@ fn value(left: &Plan, right: &Plan, found: &Diff) -> Value {
         }),
         None => Value::Null,
     };
-    let stages = found.stages.iter().map(|change| {
+    let stages = diff.stages.iter().map(|change| {
         let (before, after) = (left.stages.get(change.stage), right.stages.get(change.stage));
         let rearranged = before.zip(after).is_none_or(|(before, after)| is_rearranged(before, after));
         json!({
@@ -250,18 +250,18 @@ fn value(left: &Plan, right: &Plan, found: &Diff) -> Value {
             "changed": rearranged || change.came + change.ops_lost > 0,
             "ops_in": change.came,
             "ops_out": change.ops_lost,
-            "before": brief(before),
-            "after": brief(after),
+            "before": stage_json(before),
+            "after": stage_json(after),
         })
     });
     let moved =
-        found.moved.iter().map(|moved| json!({"ops": [moved.ops.0, moved.ops.1], "from": moved.from, "to": moved.to}));
-    let pairs = figures(left, right).into_iter();
+        diff.moved.iter().map(|moved| json!({"ops": [moved.ops.0, moved.ops.1], "from": moved.from, "to": moved.to}));
+    let pairs = compare_figures(left, right).into_iter();
     let predicted: serde_json::Map<String, Value> =
         pairs.map(|figure| (figure.key.to_string(), json!([figure.before, figure.after]))).collect();
     json!({
-        "equal": found.is_empty(),
-        "fields": found.fields,
+        "equal": diff.is_empty(),
+        "fields": diff.fields,
         "stages": stages.collect::<Vec<_>>(),
         "moved": moved.collect::<Vec<_>>(),
         "predicted": predicted,
@@ -274,7 +274,7 @@ mod tests {
     #[test]
     fn differences_have_the_sign_of_what_they_are() {
         let change = |before: f64, after: f64, is_share: bool| {
-            Figure { name: "", key: "", before, after, shown: quantity::time, is_share }.change()
+            Figure { name: "", key: "", before, after, format: quantity::time, is_share }.change()
         };
         assert_eq!(change(100.0, 150.0, false), "+50.00 %");
         assert_eq!(change(150.0, 100.0, false), "-33.33 %");

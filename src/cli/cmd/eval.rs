@@ -16,7 +16,7 @@ use pipec::files::output;
 use pipec::model;
 use pipec::train::arrays;
 use pipec::train::device_request::{OneDevice, for_precision, one_device};
-use pipec::train::initial_weights::initial;
+use pipec::train::initial_weights::load_weights;
 use runtime::device::api::Device;
 use runtime::exec::evaluate::{EvaluateError, evaluate_each};
 use serde_json::{Value, json};
@@ -55,39 +55,38 @@ pub struct Arguments {
     batch_file: Option<PathBuf>,
 }
 
-/// Evaluates, prints, writes.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
-    let opened = || {
+    let open_device = || {
         let device = arguments.device.open()?;
         Ok::<_, Error>(for_precision(vec![device], Precision::from_name(&arguments.precision), screen).remove(0))
     };
     if let Some(list) = &arguments.batch_file {
-        return many(list, arguments.weights.as_deref(), &opened()?, screen);
+        return evaluate_list(list, arguments.weights.as_deref(), &open_device()?, screen);
     }
     let (Some(file), Some(inputs), Some(output)) = (&arguments.file, &arguments.inputs, &arguments.output) else {
         return Err(Error::input("`pipec eval` requires MODEL, --inputs and -o"));
     };
     output::check_tensors(output)?;
     let files = Files { model: file, inputs, weights: arguments.weights.as_deref(), output };
-    let answer = one(&files, &opened()?, arrays::check_numbers, screen)?;
+    let evaluation = evaluate_files(&files, &open_device()?, arrays::check_numbers, screen)?;
     let mut text = String::new();
-    for (name, tensor) in &answer.outputs {
+    for (name, tensor) in &evaluation.outputs {
         text += &format!("{} {}{:?}\n", short_name(name), tensor.dtype(), tensor.shape());
     }
-    if let Some(accuracy) = answer.accuracy {
+    if let Some(accuracy) = evaluation.accuracy {
         text += &format!("accuracy {:.2} %\n", accuracy * 100.0);
     }
     screen.text(&format!("{text}wrote {}", output.display()));
-    screen.json(&answer.json(output));
+    screen.json(&evaluation.json(output));
     Ok(())
 }
 
-struct Answer {
+struct Evaluation {
     outputs: BTreeMap<String, Tensor>,
     accuracy: Option<f64>,
 }
 
-impl Answer {
+impl Evaluation {
     fn json(&self, file: &Path) -> Value {
         let outputs: Vec<Value> = self
             .outputs
@@ -98,7 +97,6 @@ impl Answer {
     }
 }
 
-/// Check of the input arrays.
 type Check = fn(&Graph, &BTreeMap<String, Tensor>) -> Result<(), Error>;
 
 struct Files<'a> {
@@ -108,29 +106,33 @@ struct Files<'a> {
     output: &'a Path,
 }
 
-fn one(files: &Files<'_>, device: &Arc<dyn Device>, check: Check, screen: &Screen) -> Result<Answer, Error> {
+fn evaluate_files(
+    files: &Files<'_>,
+    device: &Arc<dyn Device>,
+    check: Check,
+    screen: &Screen,
+) -> Result<Evaluation, Error> {
     let &Files { model: file, inputs, weights, output } = files;
-    let read = [Some(file), Some(inputs), weights];
-    path_conflicts::keep(&read.into_iter().flatten().collect::<Vec<_>>(), output)?;
+    let input_paths = [Some(file), Some(inputs), weights];
+    path_conflicts::check_output(&input_paths.into_iter().flatten().collect::<Vec<_>>(), output)?;
     let arrays = arrays::read(inputs, "the inputs")?;
     let loaded = model::load_for(file, &arrays, screen)?;
-    let weights = initial(&loaded, weights, screen)?;
-    let given = arrays::named(&loaded.model.graph, arrays, screen);
-    arrays::check(&loaded.model.graph, &given, inputs)?;
-    check(&loaded.model.graph, &given)?;
-    let graph = loaded.bound(&sizes(&loaded.model.graph, &given))?;
-    let labels = given.get("target").or_else(|| given.get("y")).cloned();
+    let weights = load_weights(&loaded, weights, screen)?;
+    let named_arrays = arrays::match_inputs(&loaded.model.graph, arrays, screen);
+    arrays::check(&loaded.model.graph, &named_arrays, inputs)?;
+    check(&loaded.model.graph, &named_arrays)?;
+    let graph = loaded.with_dims(&sizes(&loaded.model.graph, &named_arrays))?;
+    let labels = named_arrays.get("target").or_else(|| named_arrays.get("y")).cloned();
     let mut outputs = BTreeMap::new();
-    evaluate_each(device, &graph, true, [given], &weights, &mut |found| outputs = found)
-        .map_err(|error| unevaluated(file, &error))?;
-    output::write_tensors(output, &written(output, &outputs), "outputs")?;
+    evaluate_each(device, &graph, true, [named_arrays], &weights, &mut |results| outputs = results)
+        .map_err(|error| evaluation_error(file, &error))?;
+    output::write_tensors(output, &cast_for_npz(output, &outputs), "outputs")?;
     let logits = loaded.model.graph.outputs.first().and_then(|first| outputs.get(&first.name));
     let accuracy = logits.zip(labels).and_then(|(logits, labels)| accuracy(logits, &labels.to_f64()));
-    Ok(Answer { outputs, accuracy })
+    Ok(Evaluation { outputs, accuracy })
 }
 
-/// The evaluation error, with its help.
-fn unevaluated(file: &Path, error: &EvaluateError) -> Error {
+fn evaluation_error(file: &Path, error: &EvaluateError) -> Error {
     let failure = Error::input(format!("cannot evaluate {}", file.display())).because(error);
     match error {
         EvaluateError::Fact { kind: "input", .. } => failure.with_help(
@@ -142,7 +144,7 @@ fn unevaluated(file: &Path, error: &EvaluateError) -> Error {
 }
 
 /// Casts bf16 outputs to f32 for npz, which has no bf16; the cast is exact.
-fn written(file: &Path, outputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
+fn cast_for_npz(file: &Path, outputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
     let npz = file.extension().is_some_and(|extension| extension == "npz");
     let wide = |tensor: &Tensor| match tensor.dtype() {
         DType::Bf16 if npz => tensor.cast(DType::F32),
@@ -152,7 +154,7 @@ fn written(file: &Path, outputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, 
 }
 
 /// Evaluates every case; fails with exit code 1 if one fails.
-fn many(list: &Path, weights: Option<&Path>, device: &Arc<dyn Device>, screen: &Screen) -> Result<(), Error> {
+fn evaluate_list(list: &Path, weights: Option<&Path>, device: &Arc<dyn Device>, screen: &Screen) -> Result<(), Error> {
     let text = input::text(list, MOST_BYTES)?;
     let mut cases = Vec::new();
     let (mut failed, mut bugs) = (0u64, 0u64);
@@ -163,17 +165,17 @@ fn many(list: &Path, weights: Option<&Path>, device: &Arc<dyn Device>, screen: &
             return Err(Error::file("read", list, why));
         };
         // Op test cases use NaN and infinities.
-        let as_given = |_: &Graph, _: &BTreeMap<String, Tensor>| Ok(());
+        let no_check = |_: &Graph, _: &BTreeMap<String, Tensor>| Ok(());
         // A panic fails its case only; the others still run.
-        let [of_model, inputs, of_output] = [model, inputs, output].map(Path::new);
-        let files = Files { model: of_model, inputs, weights, output: of_output };
-        let case = || one(&files, device, as_given, screen);
-        let answer = panic::catch_unwind(AssertUnwindSafe(case))
+        let [model_path, inputs, output_path] = [model, inputs, output].map(Path::new);
+        let files = Files { model: model_path, inputs, weights, output: output_path };
+        let case = || evaluate_files(&files, device, no_check, screen);
+        let evaluation = panic::catch_unwind(AssertUnwindSafe(case))
             .unwrap_or_else(|_| Err(Error::bug("a panic while the case was evaluated")));
-        match answer {
-            Ok(answer) => {
+        match evaluation {
+            Ok(evaluation) => {
                 screen.text(&format!("ok      {model}"));
-                cases.push(answer.json(Path::new(output)));
+                cases.push(evaluation.json(Path::new(output)));
             }
             Err(failure) => {
                 failed += 1;
@@ -194,11 +196,11 @@ fn many(list: &Path, weights: Option<&Path>, device: &Arc<dyn Device>, screen: &
 }
 
 /// Sizes of symbols that are an input axis, taken from the arrays. Mismatches are reported when the model runs.
-pub fn sizes(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Bindings {
+pub fn sizes(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> Bindings {
     let mut sizes = Bindings::new();
     for id in graph.ids() {
         let Op::Input(input) = &graph.node(id).op else { continue };
-        let Some(array) = given.get(&input.name) else { continue };
+        let Some(array) = arrays.get(&input.name) else { continue };
         for (dim, &size) in input.fact.shape.iter().zip(array.shape()) {
             if let Some(symbol) = dim.symbols().first().filter(|symbol| *dim == Dim::symbol(symbol)) {
                 sizes.entry(symbol.clone()).or_insert(size as i64);
@@ -216,7 +218,7 @@ pub fn accuracy(logits: &Tensor, labels: &[f64]) -> Option<f64> {
     }
     let values = logits.to_f64();
     let largest = |row: &[f64]| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a)));
-    let right =
+    let correct =
         values.chunks(classes).zip(labels).filter(|(row, label)| largest(row).map(|at| at as f64) == Some(**label));
-    Some(right.count() as f64 / rows as f64)
+    Some(correct.count() as f64 / rows as f64)
 }

@@ -30,13 +30,13 @@ use std::path::{Path, PathBuf};
 
 /// Arguments of `pipec export`.
 #[derive(Debug, Args)]
-#[command(after_help = targets())]
+#[command(after_help = help_text())]
 pub struct Arguments {
     /// The plan
     #[arg(value_name = "PLAN")]
     file: PathBuf,
     /// Target tool
-    #[arg(long, value_name = "TARGET", value_parser = named)]
+    #[arg(long, value_name = "TARGET", value_parser = read_target)]
     to: &'static Entry,
     /// The plan's model or published profile, for targets that need it
     #[arg(long, value_name = "FILE")]
@@ -53,13 +53,13 @@ pub struct Arguments {
     output: Option<PathBuf>,
 }
 
-fn named(text: &str) -> Result<&'static Entry, String> {
+fn read_target(text: &str) -> Result<&'static Entry, String> {
     let names: Vec<&str> = TARGETS.iter().map(|entry| entry.name).collect();
     target::find(text).ok_or_else(|| format!("write one of {}{}", names.join(", "), hint(text, names.iter().copied())))
 }
 
 /// Help text: the targets, one per line, and examples.
-fn targets() -> String {
+fn help_text() -> String {
     let width = TARGETS.iter().map(|entry| entry.name.len()).max().unwrap_or(0);
     let lines = TARGETS.iter().map(|entry| format!("  {:width$}  {}\n", entry.name, entry.about));
     format!(
@@ -72,29 +72,30 @@ fn targets() -> String {
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let plan = read_checked(&arguments.file)?;
     let target = arguments.to;
-    let table = custom_schedule::open(arguments.schedule.as_deref(), screen)?.map(table_of).transpose()?;
+    let table = custom_schedule::open(arguments.schedule.as_deref(), screen)?.map(compute_table).transpose()?;
     let costs = match target.need {
         Need::Costs => Some(costs(&arguments, &plan, screen)?),
         Need::Plan | Need::Model => None,
     };
     let loaded = match target.need {
-        Need::Model => Some(loaded(&arguments, &plan, screen)?),
+        Need::Model => Some(load_model(&arguments, &plan, screen)?),
         // The target does not need the model, but a model of another plan is an error.
-        Need::Plan if arguments.model.as_deref().is_some_and(is_model) => Some(loaded(&arguments, &plan, screen)?),
+        Need::Plan if arguments.model.as_deref().is_some_and(is_model) => Some(load_model(&arguments, &plan, screen)?),
         Need::Plan | Need::Costs => None,
     };
     let imported = loaded.as_ref().map(LoadedModel::imported);
-    let asked = ExportInput { plan: &plan, costs: costs.as_ref(), model: imported.as_ref(), table: table.as_ref() };
-    let bundle = (target.write)(&asked).map_err(|refusal| explain(&arguments, &refusal))?;
+    let input = ExportInput { plan: &plan, costs: costs.as_ref(), model: imported.as_ref(), table: table.as_ref() };
+    let bundle = (target.write)(&input).map_err(|refusal| explain_refusal(&arguments, &refusal))?;
     let output = arguments.output.clone().unwrap_or_else(|| default_output(&arguments, &bundle));
-    let bundle = Bundle { notes: bundle.notes.iter().map(|note| located(note, &output, &bundle)).collect(), ..bundle };
+    let bundle =
+        Bundle { notes: bundle.notes.iter().map(|note| with_output_path(note, &output, &bundle)).collect(), ..bundle };
     bundle.notes.iter().for_each(|note| screen.note(note));
     write(&arguments, &bundle, output, screen)
 }
 
 /// The rows of a custom schedule.
-fn table_of(own: CustomSchedule) -> Result<ComputeTable, Error> {
-    match own {
+fn compute_table(schedule: CustomSchedule) -> Result<ComputeTable, Error> {
+    match schedule {
         CustomSchedule::Table(table) => Ok(table),
         CustomSchedule::Program(program) => {
             csv(&program).parse().map_err(|error| Error::input("cannot use the schedule").because(error))
@@ -103,7 +104,7 @@ fn table_of(own: CustomSchedule) -> Result<ComputeTable, Error> {
 }
 
 /// The model that the target needs.
-fn needed(arguments: &Arguments) -> Result<&Path, Error> {
+fn model_path(arguments: &Arguments) -> Result<&Path, Error> {
     arguments.model.as_deref().ok_or_else(|| {
         Error::input(format!("`--to {}` requires the plan's model", arguments.to.name))
             .with_help("pass it with `--model FILE`")
@@ -111,7 +112,7 @@ fn needed(arguments: &Arguments) -> Result<&Path, Error> {
 }
 
 fn costs(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<CostGraph, Error> {
-    let path = needed(arguments)?;
+    let path = model_path(arguments)?;
     let source = CostSource::of_plan(path, arguments.profile.as_deref().map(CostInput::from).as_ref(), plan, screen)?;
     Ok(source.costs(plan, plan.schedule.micro_batch)?.graph)
 }
@@ -121,15 +122,15 @@ fn is_model(path: &Path) -> bool {
 }
 
 /// The plan's model, imported with the plan's settings.
-fn loaded(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<LoadedModel, Error> {
-    let path = needed(arguments)?;
+fn load_model(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<LoadedModel, Error> {
+    let path = model_path(arguments)?;
     if ModelFormat::of(path) == ModelFormat::Pipedream {
-        let what = format!("`--to {}` requires a model, but {} is a profile", arguments.to.name, path.display());
-        return Err(Error::input(what));
+        let message = format!("`--to {}` requires a model, but {} is a profile", arguments.to.name, path.display());
+        return Err(Error::input(message));
     }
     if arguments.to.need == Need::Model && ModelFormat::of(path) == ModelFormat::Pt2 {
-        let what = format!("`--to {}` requires an ONNX file, but {} is not one", arguments.to.name, path.display());
-        return Err(Error::input(what)
+        let message = format!("`--to {}` requires an ONNX file, but {} is not one", arguments.to.name, path.display());
+        return Err(Error::input(message)
             .with_help("export the model with `torch.onnx.export`, plan that file, and export that plan"));
     }
     let mut import = ImportRequest::default();
@@ -143,7 +144,7 @@ fn loaded(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<LoadedM
     Ok(loaded)
 }
 
-fn explain(arguments: &Arguments, refusal: &Refusal) -> Error {
+fn explain_refusal(arguments: &Arguments, refusal: &Refusal) -> Error {
     let name = arguments.to.name;
     let failure =
         Error::negative(format!("{} cannot be exported to {name}", arguments.file.display())).because(refusal);
@@ -155,8 +156,8 @@ fn explain(arguments: &Arguments, refusal: &Refusal) -> Error {
 
 /// Writes a single file to the given path, or several files into a folder.
 fn write(arguments: &Arguments, bundle: &Bundle, output: PathBuf, screen: &Screen) -> Result<(), Error> {
-    if let ([one], true) = (bundle.files.as_slice(), output::is_stdout(&output)) {
-        match String::from_utf8(one.bytes.clone()) {
+    if let ([file], true) = (bundle.files.as_slice(), output::is_stdout(&output)) {
+        match String::from_utf8(file.bytes.clone()) {
             Ok(text) => screen.document(&text),
             Err(_) => {
                 return Err(
@@ -178,16 +179,16 @@ fn write(arguments: &Arguments, bundle: &Bundle, output: PathBuf, screen: &Scree
             files.iter().map(|file| output.join(&file.name)).collect()
         }
     };
-    let read: Vec<&Path> = iter::once(&arguments.file).chain(&arguments.model).map(PathBuf::as_path).collect();
+    let inputs: Vec<&Path> = iter::once(&arguments.file).chain(&arguments.model).map(PathBuf::as_path).collect();
     for (path, File { bytes, .. }) in paths.iter().zip(&bundle.files) {
-        path_conflicts::keep(&read, path)?;
+        path_conflicts::check_output(&inputs, path)?;
         overwrite::check_bytes(path, bytes)?;
     }
     let mut files = Vec::new();
     for (path, File { bytes, .. }) in paths.iter().zip(&bundle.files) {
         output::write(path, bytes)?;
-        let all = if paths.len() == 1 { ": a single file" } else { "" };
-        screen.text(&format!("wrote {} ({}){all}", path.display(), quantity::bytes(bytes.len() as u64)));
+        let remark = if paths.len() == 1 { ": a single file" } else { "" };
+        screen.text(&format!("wrote {} ({}){remark}", path.display(), quantity::bytes(bytes.len() as u64)));
         files.push(json!({"file": path.display().to_string(), "bytes": bytes.len()}));
     }
     screen.json(&json!({"target": arguments.to.name, "files": files, "notes": bundle.notes}));
@@ -195,11 +196,11 @@ fn write(arguments: &Arguments, bundle: &Bundle, output: PathBuf, screen: &Scree
 }
 
 /// A note with the output path in place of `FOLDER` or `FILE`, as a shell reads it. Standard output has no path.
-fn located(note: &str, output: &Path, bundle: &Bundle) -> String {
+fn with_output_path(note: &str, output: &Path, bundle: &Bundle) -> String {
     let folder = output.display().to_string();
     let folder = folder.trim_end_matches('/');
     let file = match bundle.files.as_slice() {
-        [one] if is_folder(output) => format!("{folder}/{}", one.name),
+        [only] if is_folder(output) => format!("{folder}/{}", only.name),
         _ => folder.to_string(),
     };
     match output.as_os_str() == "-" {
@@ -228,7 +229,7 @@ fn default_output(arguments: &Arguments, bundle: &Bundle) -> PathBuf {
     let stem = stem.strip_suffix(".plan").unwrap_or(&stem);
     let stem = if stem.is_empty() { "plan" } else { stem };
     match bundle.files.as_slice() {
-        [one] => PathBuf::from(format!("{stem}.{}", one.name.trim_start_matches("plan."))),
+        [file] => PathBuf::from(format!("{stem}.{}", file.name.trim_start_matches("plan."))),
         _ => PathBuf::from(format!("{stem}.{}", arguments.to.name)),
     }
 }
@@ -240,10 +241,10 @@ mod tests {
     #[test]
     fn paths_in_notes_are_words_of_a_shell() {
         let bundle = Bundle::of("a.args", String::new());
-        let note = |output: &str| located("run $(cat FILE)", Path::new(output), &bundle);
+        let note = |output: &str| with_output_path("run $(cat FILE)", Path::new(output), &bundle);
         assert_eq!(note("plans/FOLDER.args"), "run $(cat plans/FOLDER.args)");
         assert_eq!(note("it's.args"), "run $(cat 'it'\\''s.args')");
         assert_eq!(note("-"), "run $(cat FILE)");
-        assert_eq!(located("cd FOLDER", Path::new("a FILE/"), &bundle), "cd 'a FILE'");
+        assert_eq!(with_output_path("cd FOLDER", Path::new("a FILE/"), &bundle), "cd 'a FILE'");
     }
 }

@@ -27,7 +27,7 @@ const DEPTH: usize = 2;
 const NO_MODULE: &str = "(top level)";
 
 /// The most modules that are listed as text.
-const LISTED: usize = 40;
+const MAX_LISTED: usize = 40;
 
 /// Arguments of `pipec inspect`.
 #[derive(Debug, Args)]
@@ -58,7 +58,6 @@ struct Module {
     flops: f64,
 }
 
-/// Inspects and prints.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let loaded = model::load(&arguments.file, &arguments.dims.import.clone().into(), screen)?
         .with_micro_batch(arguments.dims.micro_batch);
@@ -74,12 +73,12 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let (states, state_bytes) = sizes(graph, |op| matches!(op, Op::State(_)));
     let tensors = graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Parameter(_))).count();
     let micro_batch = loaded.micro_batch(None, screen);
-    let bound = loaded.at(micro_batch);
+    let bound = loaded.with_samples(micro_batch);
     let kinds = kinds(graph, bound.as_ref().ok(), micro_batch);
     let histogram: BTreeMap<&str, u64> = kinds.iter().map(|(name, kind)| (*name, kind.ops)).collect();
     let sum = |of: fn(&Kind) -> f64| bound.as_ref().ok().map(|_| kinds.values().map(of).sum::<f64>());
     let (flops, activations) = (sum(|kind| kind.flops), sum(|kind| kind.bytes));
-    let reasons = against_training(&loaded, &bound);
+    let reasons = training_obstacles(&loaded, &bound);
     let modules = modules(graph, bound.as_ref().ok(), micro_batch);
     let fact = |value: Value| graph.fact(value).to_string();
     let inputs: Vec<(String, String)> = graph
@@ -99,8 +98,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         Batch::Fixed { size: Some(size), why } => format!("fixed at {size}: {why}"),
         Batch::Fixed { size: None, why } => format!("none: {why}"),
     };
-    let list = |named: &[(String, String)]| {
-        named
+    let list = |facts: &[(String, String)]| {
+        facts
             .iter()
             .map(|(name, fact)| format!("{} {fact}", short_name(name)))
             .collect::<Vec<_>>()
@@ -130,18 +129,19 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             reasons => format!("no: {}", reasons.join("\n            ")),
         },
     ));
-    let tied = tied(graph);
+    let tied = tied_parameters(graph);
     if !tied.is_empty() {
-        let rows = tied.iter().take(LISTED).map(|(name, users)| format!("{}, used by {users} ops", short_name(name)));
+        let rows =
+            tied.iter().take(MAX_LISTED).map(|(name, users)| format!("{}, used by {users} ops", short_name(name)));
         screen.prose(&format!("tied        {}\n", rows.collect::<Vec<_>>().join("\n            ")));
-        if tied.len() > LISTED {
-            screen.text(&format!("            … and {} more", tied.len() - LISTED));
+        if tied.len() > MAX_LISTED {
+            screen.text(&format!("            … and {} more", tied.len() - MAX_LISTED));
         }
     }
-    let mut dearest: Vec<(&&str, &Kind)> = kinds.iter().collect();
-    dearest
+    let mut by_flops: Vec<(&&str, &Kind)> = kinds.iter().collect();
+    by_flops
         .sort_by(|(a, one), (b, other)| other.flops.total_cmp(&one.flops).then(other.ops.cmp(&one.ops)).then(a.cmp(b)));
-    let rows = dearest.into_iter().map(|(name, kind)| {
+    let rows = by_flops.into_iter().map(|(name, kind)| {
         let sizes = match &bound {
             Ok(_) => [quantity::flops(kind.flops), quantity::bytes(kind.bytes.round() as u64)],
             Err(_) => ["unknown".to_string(), "unknown".to_string()],
@@ -153,7 +153,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         stage_table::table(&["type", "ops", "flops per sample", "output per sample"], &[1, 2, 3], rows.collect())
     ));
     if !modules.is_empty() {
-        let rows = modules.iter().take(LISTED).map(|(name, module)| {
+        let rows = modules.iter().take(MAX_LISTED).map(|(name, module)| {
             let sums = [quantity::count(module.ops), quantity::count(module.parameters), quantity::flops(module.flops)];
             let name = if name.is_empty() { NO_MODULE.into() } else { short_name(name) };
             std::iter::once(name).chain(sums).collect()
@@ -162,11 +162,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             "\n{}",
             stage_table::table(&["module", "ops", "parameters", "flops per sample"], &[1, 2, 3], rows.collect())
         ));
-        if modules.len() > LISTED {
-            screen.text(&format!("… and {} more", modules.len() - LISTED));
+        if modules.len() > MAX_LISTED {
+            screen.text(&format!("… and {} more", modules.len() - MAX_LISTED));
         }
     }
-    let named = |list: &[(String, String)]| -> Vec<_> {
+    let facts_json = |list: &[(String, String)]| -> Vec<_> {
         list.iter().map(|(name, fact)| json!({"name": name, "fact": fact})).collect()
     };
     let modules: Vec<_> = modules
@@ -195,8 +195,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         "activation_bytes_per_sample": activations,
         "operators": operators,
         "micro_batch": micro_batch,
-        "inputs": named(&inputs),
-        "outputs": named(&outputs),
+        "inputs": facts_json(&inputs),
+        "outputs": facts_json(&outputs),
         "batch": batch,
         "batch_symbol": symbol,
         "batch_in_file": size,
@@ -221,15 +221,15 @@ fn sizes(graph: &Graph, is_wanted: impl Fn(&Op) -> bool) -> (u64, u64) {
 }
 
 /// The parameters that several ops read, with the number of those ops.
-fn tied(graph: &Graph) -> Vec<(String, usize)> {
-    let of = |id| match &graph.node(id).op {
+fn tied_parameters(graph: &Graph) -> Vec<(String, usize)> {
+    let tied_parameter = |id| match &graph.node(id).op {
         Op::Parameter(parameter) => {
             let users = graph.successors(id).len();
             (users > 1).then(|| (parameter.name.clone(), users))
         }
         _ => None,
     };
-    graph.ids().filter_map(of).collect()
+    graph.ids().filter_map(tied_parameter).collect()
 }
 
 /// Sums over the ops of each type; without bound sizes, their number only.
@@ -247,13 +247,13 @@ fn kinds(graph: &Graph, bound: Option<&Graph>, samples: u64) -> BTreeMap<&'stati
 }
 
 /// Reasons why the file cannot be trained, or would not train the model it was exported from.
-fn against_training(loaded: &LoadedModel, bound: &Result<Graph, Error>) -> Vec<String> {
+fn training_obstacles(loaded: &LoadedModel, bound: &Result<Graph, Error>) -> Vec<String> {
     let mut reasons = Vec::new();
     match bound {
         Err(failure) => reasons.extend(failure.to_string().lines().skip(1).map(|line| line.trim().to_string())),
         Ok(bound) => match attribute(bound, Training::Gradient) {
             Err(error) => reasons.push(error.to_string()),
-            Ok(known) if known.backward.is_none() => {
+            Ok(attribution) if attribution.backward.is_none() => {
                 reasons.push("no float output depends on a parameter".to_string());
             }
             Ok(_) => {}
@@ -282,10 +282,10 @@ fn describe(doubt: &TrainingWarning) -> serde_json::Value {
 /// Empty if no op is in a module.
 fn modules(graph: &Graph, bound: Option<&Graph>, samples: u64) -> Vec<(String, Module)> {
     let mut modules: Vec<(String, Module)> = Vec::new();
-    let mut place: BTreeMap<String, usize> = BTreeMap::new();
-    let mut of = |id| {
+    let mut index_of: BTreeMap<String, usize> = BTreeMap::new();
+    let mut module_index = |id| {
         let name = graph.node(id).origin.module.split('.').take(DEPTH).collect::<Vec<_>>().join(".");
-        *place.entry(name.clone()).or_insert_with(|| {
+        *index_of.entry(name.clone()).or_insert_with(|| {
             modules.push((name, Module::default()));
             modules.len() - 1
         })
@@ -293,20 +293,20 @@ fn modules(graph: &Graph, bound: Option<&Graph>, samples: u64) -> Vec<(String, M
     let mut sums: Vec<(usize, Module)> = Vec::new();
     for id in order::numbered(graph) {
         let flops = bound.map_or(0.0, |bound| node_cost(bound, id).flops / samples as f64);
-        sums.push((of(id), Module { ops: 1, parameters: 0, flops }));
+        sums.push((module_index(id), Module { ops: 1, parameters: 0, flops }));
     }
     for id in graph.ids() {
         let Op::Parameter(_) = &graph.node(id).op else { continue };
         let fact = &graph.node(id).facts[0];
-        let first = graph.consumers(Value { node: id, output: 0 }).first().map(|(reader, _)| *reader);
+        let first_reader = graph.consumers(Value { node: id, output: 0 }).first().map(|(reader, _)| *reader);
         let parameters = fact.bytes().unwrap_or(0) / fact.dtype.size().max(1) as u64;
-        sums.push((of(first.unwrap_or(id)), Module { ops: 0, parameters, flops: 0.0 }));
+        sums.push((module_index(first_reader.unwrap_or(id)), Module { ops: 0, parameters, flops: 0.0 }));
     }
-    for (at, part) in sums {
+    for (at, sum) in sums {
         let module = &mut modules[at].1;
-        module.ops += part.ops;
-        module.parameters += part.parameters;
-        module.flops += part.flops;
+        module.ops += sum.ops;
+        module.parameters += sum.parameters;
+        module.flops += sum.flops;
     }
     modules.sort_by_key(|(name, _)| name.is_empty());
     modules.retain(|(name, module)| !name.is_empty() || module.parameters > 0);
@@ -339,9 +339,9 @@ mod tests {
         };
         assert_eq!(describe(&graph), [("block.0".to_string(), 1, 6), (String::new(), 1, 6)]);
         let mut plain = Graph::new("plain");
-        let mut out = Writer { graph: &mut plain, origin: Origin::default() };
-        let x = out.emit(Op::Input(Input { name: "x".into(), fact: fact.clone() }), &[]);
-        out.emit(Op::Binary(Binary::Add), &[x, x]);
+        let mut writer = Writer { graph: &mut plain, origin: Origin::default() };
+        let x = writer.emit(Op::Input(Input { name: "x".into(), fact: fact.clone() }), &[]);
+        writer.emit(Op::Binary(Binary::Add), &[x, x]);
         assert!(describe(&plain).is_empty(), "a model without modules has no table of them");
     }
 }

@@ -55,7 +55,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     }
     // Another run may have written the file in the meantime.
     request.protect_output(&plan.model)?;
-    let wrote = output::verb(&path);
+    let verb = output::verb(&path);
     output::write(&path, json.as_bytes())?;
     if let Some(verdict) = prediction::verdict(plan) {
         screen.prose(&verdict);
@@ -65,7 +65,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         screen.text(&candidates::table(planned, screen.width()));
     }
     if let Some(alternative) = alternative {
-        screen.text(&prediction::alternative(alternative, plan.predicted.step_us));
+        screen.text(&prediction::alternative_text(alternative, plan.predicted.step_us));
     }
     if arguments.compare && !tried.is_empty() {
         screen.text(&candidates::combinations(tried, plan.objective, screen.width()));
@@ -73,23 +73,23 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     }
     plan.warnings.iter().chain(untrainable).for_each(|warning| screen.warn(warning));
     screen.json_file(&json);
-    let custom = request.options.schedule.as_ref().and_then(ScheduleChoice::file);
-    let next = match plan.cost {
+    let schedule_file = request.options.schedule.as_ref().and_then(ScheduleChoice::file);
+    let next_steps = match plan.cost {
         // Instances have no simulation.
         CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", word(&path)),
         _ => match request.options.target {
-            Some(target) => export(&arguments.file, &path, custom, target),
-            None => next(&arguments, &path, custom, plan, untrainable.is_some()),
+            Some(target) => export_commands(&arguments.file, &path, schedule_file, target),
+            None => next_commands(&arguments, &path, schedule_file, plan, untrainable.is_some()),
         },
     };
-    screen.text(&format!("\n{wrote} {}", path.display()));
-    screen.next(&next);
+    screen.text(&format!("\n{verb} {}", path.display()));
+    screen.next(&next_steps);
     Ok(())
 }
 
 /// The next command of a plan for a framework.
-fn export(model: &Path, plan: &Path, custom: Option<&Path>, target: Target) -> String {
-    let schedule = custom.map_or(String::new(), |file| format!(" --schedule {}", word(file)));
+fn export_commands(model: &Path, plan: &Path, schedule_file: Option<&Path>, target: Target) -> String {
+    let schedule = schedule_file.map_or(String::new(), |file| format!(" --schedule {}", word(file)));
     let (plan, name) = (word(plan), target.name());
     let model = if target == Target::Torch { format!(" --model {}", word(model)) } else { String::new() };
     format!("next: pipec simulate {plan}{schedule}\n      pipec export {plan} --to {name}{model}{schedule}\n")
@@ -97,23 +97,29 @@ fn export(model: &Path, plan: &Path, custom: Option<&Path>, target: Target) -> S
 
 /// The next commands. A plan for a custom schedule needs the schedule file again, because the plan does not contain it.
 /// An inference pipeline is not trained.
-fn next(arguments: &Arguments, path: &Path, custom: Option<&Path>, plan: &Plan, is_refused: bool) -> String {
+fn next_commands(
+    arguments: &Arguments,
+    path: &Path,
+    schedule_file: Option<&Path>,
+    plan: &Plan,
+    is_untrainable: bool,
+) -> String {
     let (model, path) = (&arguments.file, word(path));
-    let schedule = match custom {
+    let schedule = match schedule_file {
         Some(file) => format!(" --schedule {}", word(file)),
-        None if is_refused => " --schedule 1f1b".to_string(),
+        None if is_untrainable => " --schedule 1f1b".to_string(),
         None => String::new(),
     };
-    let mut text = format!("next: pipec simulate {path}{}\n", if custom.is_some() { &schedule } else { "" });
+    let mut text = format!("next: pipec simulate {path}{}\n", if schedule_file.is_some() { &schedule } else { "" });
     if plan.schedule.kind.trains()
         && model.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2")
     {
         let optimizer = match plan.optimizer.as_str() {
             "" | "sgd" => String::new(),
-            other => format!(" --optimizer {other}"),
+            name => format!(" --optimizer {name}"),
         };
-        let usual = Optimizer::from_name(&plan.optimizer).map_or(0.0, Optimizer::default_momentum);
-        let momentum = arguments.question.momentum.filter(|it| *it != usual);
+        let default_momentum = Optimizer::from_name(&plan.optimizer).map_or(0.0, Optimizer::default_momentum);
+        let momentum = arguments.plan_options.momentum.filter(|it| *it != default_momentum);
         let momentum = momentum.map_or(String::new(), |it| format!(" --momentum {it}"));
         text += &format!(
             "      pipec train {} --plan {path}{schedule}{optimizer}{momentum} --data train.npz\n",

@@ -37,7 +37,7 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 
 /// Minibatches in the programs of `plan check`: enough to reach every in-flight limit and to end with a partial round.
-const CHECKED: u32 = 50;
+const CHECKED_MINIBATCHES: u32 = 50;
 
 /// Micro-batches of an instance for which `plan check` makes programs, at most: as many as devices.
 const CHECKED_MICROBATCHES: u32 = MAX_COUNT as u32;
@@ -46,11 +46,11 @@ const CHECKED_MICROBATCHES: u32 = MAX_COUNT as u32;
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(subcommand)]
-    what: What,
+    action: Action,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum Action {
     /// Print the stage table and the prediction
     #[command(after_help = "Example:\n  pipec plan show model.plan.json")]
     Show {
@@ -86,10 +86,9 @@ enum What {
     },
 }
 
-/// Runs the subcommand.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
-    match arguments.what {
-        What::Show { file } => {
+    match arguments.action {
+        Action::Show { file } => {
             let plan = read_checked(&file)?;
             if let Some(verdict) = prediction::verdict(&plan) {
                 screen.prose(&verdict);
@@ -99,11 +98,17 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             screen.json_file(&read::to_json(&plan).map_err(|error| Error::bug(&error.to_string()))?);
             Ok(())
         }
-        What::Check { file, model, profile, schedule } => {
-            let own = custom_schedule::open(schedule.as_deref(), screen)?;
-            check_file(&file, model.as_deref(), profile.as_deref().map(CostInput::from).as_ref(), own.as_ref(), screen)
+        Action::Check { file, model, profile, schedule } => {
+            let custom_schedule = custom_schedule::open(schedule.as_deref(), screen)?;
+            check_file(
+                &file,
+                model.as_deref(),
+                profile.as_deref().map(CostInput::from).as_ref(),
+                custom_schedule.as_ref(),
+                screen,
+            )
         }
-        What::Diff { before, after } => cmd::diff::run(&before, &after, screen),
+        Action::Diff { before, after } => cmd::diff::run(&before, &after, screen),
     }
 }
 
@@ -111,7 +116,7 @@ fn check_file(
     path: &Path,
     model: Option<&Path>,
     profile: Option<&CostInput>,
-    own: Option<&CustomSchedule>,
+    custom_schedule: Option<&CustomSchedule>,
     screen: &Screen,
 ) -> Result<(), Error> {
     let plan = input::plan(path)?;
@@ -119,7 +124,7 @@ fn check_file(
     let mut faults = describe(&sound(&plan).err().unwrap_or_default());
     if faults.is_empty() {
         if let Some(model) = model {
-            faults.extend(describe(&by_model(&plan, model, profile, screen)?));
+            faults.extend(describe(&check_by_model(&plan, model, profile, screen)?));
         }
         // Faults found with the model would be reported twice.
         if faults.is_empty() {
@@ -130,11 +135,11 @@ fn check_file(
     if faults.is_empty() {
         faults.extend(stated(&plan).map(|fault| fault.to_string()));
     }
-    let plays = !is_cyclic(&plan);
+    let is_pipeline = !is_cyclic(&plan);
     let mut exceeds = false;
-    if faults.is_empty() && plays {
-        match checked(&plan, own) {
-            Ok(program) if own.is_some() => {
+    if faults.is_empty() && is_pipeline {
+        match build_program(&plan, custom_schedule) {
+            Ok(program) if custom_schedule.is_some() => {
                 faults.extend(beyond(&plan, &program));
                 exceeds = !faults.is_empty();
             }
@@ -150,7 +155,7 @@ fn check_file(
         } else {
             "its figures are consistent"
         };
-        let programs = match plays {
+        let programs = match is_pipeline {
             true => format!("its {} programs do not deadlock", plan.schedule.kind.name()),
             false => "no program can run it, because its stages are not contiguous".to_string(),
         };
@@ -159,8 +164,8 @@ fn check_file(
     }
     let failure = Error::negative(format!("{} is not valid", path.display()));
     let failure = faults.iter().take(16).fold(failure, Error::because);
-    let is_open = plan.schedule.kind == Schedule::Csv && own.is_none();
-    Err(match (is_open, exceeds) {
+    let lacks_schedule = plan.schedule.kind == Schedule::Csv && custom_schedule.is_none();
+    Err(match (lacks_schedule, exceeds) {
         (true, _) => failure.with_help("pass its custom schedule with `--schedule FILE`"),
         (false, true) => failure.with_help(schedule_memory::HELP),
         (false, false) => failure,
@@ -168,7 +173,12 @@ fn check_file(
 }
 
 /// The faults of the plan under the costs of the model or instance.
-fn by_model(plan: &Plan, model: &Path, profile: Option<&CostInput>, screen: &Screen) -> Result<Vec<PlanFault>, Error> {
+fn check_by_model(
+    plan: &Plan,
+    model: &Path,
+    profile: Option<&CostInput>,
+    screen: &Screen,
+) -> Result<Vec<PlanFault>, Error> {
     match plan.cost {
         CostModel::Load => placement::check(plan, model),
         CostModel::Hybrid => piper::check(plan, model),
@@ -181,15 +191,16 @@ fn by_model(plan: &Plan, model: &Path, profile: Option<&CostInput>, screen: &Scr
 }
 
 /// The programs of the plan, or of a custom schedule, if they are correct.
-fn checked(plan: &Plan, own: Option<&CustomSchedule>) -> Result<Program, String> {
+fn build_program(plan: &Plan, custom_schedule: Option<&CustomSchedule>) -> Result<Program, String> {
     // Programs of more micro-batches than an instance has in flight repeat themselves, and would take gigabytes.
-    let most = if plan.cost == CostModel::Hybrid { CHECKED_MICROBATCHES } else { u32::MAX };
-    let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches.min(most) };
-    let made = pipeline(plan).and_then(|pipeline| match own {
-        Some(own) => own.unchecked(&pipeline, CHECKED),
+    let max_microbatches = if plan.cost == CostModel::Hybrid { CHECKED_MICROBATCHES } else { u32::MAX };
+    let count =
+        StepCount { minibatches: CHECKED_MINIBATCHES, microbatches: plan.schedule.microbatches.min(max_microbatches) };
+    let program = pipeline(plan).and_then(|pipeline| match custom_schedule {
+        Some(custom_schedule) => custom_schedule.unchecked(&pipeline, CHECKED_MINIBATCHES),
         None => schedule(generated(plan.schedule.kind)?, &pipeline, count),
     });
-    let program = made.map_err(|error| error.to_string())?;
+    let program = program.map_err(|error| error.to_string())?;
     verify::check(&program).map_err(|error| error.to_string())?;
     Ok(program)
 }

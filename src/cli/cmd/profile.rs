@@ -4,7 +4,7 @@ use crate::cli::args::Dims;
 use crate::cli::args::loss::LossArguments;
 use crate::cli::args::plan::precision;
 use crate::cli::screen::Screen;
-use crate::cli::table::{Give, fitted, folded};
+use crate::cli::table::{Shrink, fit_table, wrap};
 use clap::Args;
 use compiler::profile::precision::Precision;
 use compiler::profile::read::to_json;
@@ -21,7 +21,7 @@ use profiler::measure::Settings;
 use std::path::PathBuf;
 
 /// Number of ops listed, the most expensive first.
-const LISTED: usize = 12;
+const LISTED_OPS: usize = 12;
 
 /// Arguments of `pipec profile`.
 #[derive(Debug, Args)]
@@ -82,9 +82,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         let flag = if arguments.compile { "--compile" } else { "--python" };
         return Err(Error::input(format!("`{flag}` requires `--engine torch`")));
     }
-    let is_of_torch = arguments.device == "cpu" || arguments.device.split(':').next() == Some("cuda");
+    let is_torch_device = arguments.device == "cpu" || arguments.device.split(':').next() == Some("cuda");
     let device = match arguments.device.strip_prefix("analytic:") {
-        _ if is_torch && is_of_torch => ProfileDevice::Torch(TorchEngine {
+        _ if is_torch && is_torch_device => ProfileDevice::Torch(TorchEngine {
             device: arguments.device.clone(),
             python: arguments.python.clone(),
             compile: arguments.compile,
@@ -103,7 +103,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             import: arguments.dims.import.into(),
             micro_batch: arguments.dims.micro_batch,
             precision: arguments.precision,
-            loss: arguments.loss.counted().unwrap_or_default(),
+            loss: arguments.loss.counted_loss().unwrap_or_default(),
             settings: Settings {
                 warmup: arguments.warmup,
                 runs: arguments.runs,
@@ -131,11 +131,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 /// The most expensive ops and the totals.
 pub fn show(profile: &Profile, width: Option<usize>) -> String {
     let sum = profile.sum();
-    let all = sum.fwd_us + sum.bwd_us;
-    let mut dearest: Vec<&OpProfile> = profile.ops.iter().collect();
-    dearest.sort_by(|a, b| (b.fwd_us + b.bwd_us).total_cmp(&(a.fwd_us + a.bwd_us)).then(a.id.cmp(&b.id)));
+    let total = sum.fwd_us + sum.bwd_us;
+    let mut by_time: Vec<&OpProfile> = profile.ops.iter().collect();
+    by_time.sort_by(|a, b| (b.fwd_us + b.bwd_us).total_cmp(&(a.fwd_us + a.bwd_us)).then(a.id.cmp(&b.id)));
     let row = |op: &&OpProfile| {
-        let share = if all > 0.0 { (op.fwd_us + op.bwd_us) / all * 100.0 } else { 0.0 };
+        let share = if total > 0.0 { (op.fwd_us + op.bwd_us) / total * 100.0 } else { 0.0 };
         vec![
             op.id.to_string(),
             short_name(&op.name),
@@ -148,11 +148,11 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
         ]
     };
     let header = ["op", "name", "type", "forward", "backward", "share", "spread", "source"];
-    let rows = dearest.iter().take(LISTED).map(row).collect();
-    let gives = [Give::Cut(1, 32), Give::Cut(1, 24), Give::Leave(7), Give::Cut(1, 16), Give::Leave(6)];
-    let mut text = fitted(&header, &[0, 3, 4, 5, 6], rows, &gives, width);
-    if dearest.len() > LISTED {
-        text += &format!("… and {} more\n", dearest.len() - LISTED);
+    let rows = by_time.iter().take(LISTED_OPS).map(row).collect();
+    let shrinks = [Shrink::Cut(1, 32), Shrink::Cut(1, 24), Shrink::Omit(7), Shrink::Cut(1, 16), Shrink::Omit(6)];
+    let mut text = fit_table(&header, &[0, 3, 4, 5, 6], rows, &shrinks, width);
+    if by_time.len() > LISTED_OPS {
+        text += &format!("… and {} more\n", by_time.len() - LISTED_OPS);
     }
     let weights = profile.weight_grad_us().filter(|_| sum.bwd_us > 0.0);
     let weights = weights.map_or(String::new(), |us| format!(", of which {} for weight gradients", quantity::time(us)));
@@ -169,13 +169,13 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
         quantity::time(sum.fwd_us),
         quantity::time(sum.bwd_us)
     );
-    text += &folded(&sums, width);
+    text += &wrap(&sums, width);
     if let Some(whole) = &profile.whole {
         let range = whole.range_us.map_or(String::new(), |[low, high]| {
             format!("; 5th to 95th percentile of both {} to {}", quantity::time(low), quantity::time(high))
         });
         let [forward, backward] = [whole.fwd_us, whole.bwd_us].map(quantity::time);
-        text += &folded(&format!("full model   forward {forward}, backward {backward}{range}\n"), width);
+        text += &wrap(&format!("full model   forward {forward}, backward {backward}{range}\n"), width);
     }
     text
 }

@@ -35,7 +35,7 @@ use pipec::plan::from_costs::solve;
 use pipec::plan::optimizer;
 use pipec::plan::request::PlanOptions;
 use pipec::profile::{MeasuredGraph, measure_graph};
-use pipec::train::metrics::watched;
+use pipec::train::metrics::train_with_metrics;
 use pipec::train::prepare;
 use pipec::train::task::{Data, HeldOut, Length, Task};
 use profiler::machine;
@@ -64,7 +64,7 @@ const STAGES: [u32; 3] = [2, 1, 1];
 pub struct Arguments {
     /// The model
     #[arg(long, value_enum, value_name = "MODEL", default_value = "cnn")]
-    model: Choice,
+    model: ModelChoice,
     /// Output folder, created if missing
     #[arg(long, value_name = "FOLDER", default_value = "pipec-quickstart")]
     dir: PathBuf,
@@ -80,55 +80,54 @@ pub struct Arguments {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Choice {
+enum ModelChoice {
     /// A residual network with batch normalisation
     Cnn,
     /// A multilayer perceptron with three layers
     Mlp,
 }
 
-impl Choice {
+impl ModelChoice {
     fn name(self) -> &'static str {
         match self {
-            Choice::Cnn => "cnn",
-            Choice::Mlp => "mlp",
+            ModelChoice::Cnn => "cnn",
+            ModelChoice::Mlp => "mlp",
         }
     }
 
     /// Epochs and learning rate with which this asynchronous pipeline reaches the accuracy of PyTorch.
-    fn usual(self) -> (u32, f64) {
+    fn default_training(self) -> (u32, f64) {
         match self {
-            Choice::Cnn => (20, 0.03),
-            Choice::Mlp => (120, 0.03),
+            ModelChoice::Cnn => (20, 0.03),
+            ModelChoice::Mlp => (120, 0.03),
         }
     }
 }
 
-/// Runs the demo.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let started = Instant::now();
     let folder = &arguments.dir;
     fs::create_dir_all(folder).map_err(|error| Error::file("create the folder", folder, error))?;
-    let at = |name: &str| folder.join(name);
+    let path = |name: &str| folder.join(name);
     let options = zoo::Options { seed: arguments.seed, ..zoo::Options::default() };
     let built = zoo::build(arguments.model.name(), &options).map_err(|error| Error::bug(&error.to_string()))?;
-    output::write(&at("model.onnx"), &zoo::to_bytes(&built.model))?;
-    let loaded = model::load(&at("model.onnx"), &ImportRequest::default(), screen)?;
+    output::write(&path("model.onnx"), &zoo::to_bytes(&built.model))?;
+    let loaded = model::load(&path("model.onnx"), &ImportRequest::default(), screen)?;
     let digits = digits::load(arguments.seed);
 
     screen.text("1. Profile: measure every op of the model on this CPU\n");
-    let (measured, sha256) = profiled(&loaded, &at("profile.json"), screen)?;
+    let (measured, sha256) = measure_model(&loaded, &path("profile.json"), screen)?;
     screen.text(&profile::show(&measured, screen.width()));
 
     screen.text(&format!("\n2. Partition over {WORKERS} workers: the planner's choice\n"));
-    let profile_file = at("profile.json");
+    let profile_file = path("profile.json");
     let costs = || -> Result<Costs, Error> {
         let cluster = machine::cluster_of_this_cpu(WORKERS)
             .map_err(|error| Error::input("cannot use this CPU").because(error))?;
         let times = Times::Profile(profile_file.clone(), sha256.clone(), Box::new(measured.clone()));
         costs::assemble(&loaded, BATCH, cluster, times, PrecisionChoice::Usual, CountedLoss::Default)
     };
-    let model_file = at("model.onnx");
+    let model_file = path("model.onnx");
     let plan_with = |options: &PlanOptions| solve(&model_file, costs()?, options).map(|planned| planned.plan);
     let options = PlanOptions {
         optimizer: optimizer::Optimizer::SgdMomentum,
@@ -136,8 +135,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         seed: arguments.seed,
         ..PlanOptions::default()
     };
-    let free = plan_with(&options)?;
-    show(&free, screen);
+    let free_plan = plan_with(&options)?;
+    show(&free_plan, screen);
 
     let pinned = STAGES.map(|replicas| replicas.to_string()).join(",");
     screen.text(&format!(
@@ -147,9 +146,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let plan = plan_with(&PlanOptions { replicas: Some(STAGES.to_vec()), ..options })?;
     show(&plan, screen);
     let json = read::to_json(&plan).map_err(|error| Error::bug(&error.to_string()))?;
-    output::write(&at("plan.json"), json.as_bytes())?;
+    output::write(&path("plan.json"), json.as_bytes())?;
 
-    let (epochs, lr) = arguments.model.usual();
+    let (epochs, lr) = arguments.model.default_training();
     let (epochs, lr) = (arguments.epochs.unwrap_or(epochs), arguments.lr.unwrap_or(lr));
     screen.text(&format!(
         "\n4. Train: {WORKERS} workers, weight stashing, {} of {} digits\n",
@@ -163,14 +162,14 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         weights: &initial,
         plan: &plan,
         schedule: Schedule::OneFOneBRr,
-        own: None,
+        custom_schedule: None,
         in_flight: InFlight::Auto,
         loss: Some(Loss::CrossEntropy),
         class_dim: None,
         dtype: None,
         unbiased: false,
         policy: Policy::default(),
-        newest: false,
+        uses_newest: false,
         batch: BATCH,
         microbatches: 1,
         length: Length::Epochs(epochs),
@@ -181,29 +180,29 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         optimizer: &optimizer,
         keep_gradients: false,
         checkpoints: None,
-        keeping: None,
+        checkpoint_settings: None,
         frozen: &[],
         tensor: 1,
         devices: &[runtime::device::cpu::device::cpu()],
         has_processes: false,
     };
     let prepared = prepare::prepare(&mut task)?;
-    let predicted = prepared.predicted(plan.cluster.device.cores);
-    let done = watched(&task, &prepared, Some(&at("metrics.jsonl")), None, screen)?
+    let predicted = prepared.predict_throughput(plan.cluster.device.cores);
+    let result = train_with_metrics(&task, &prepared, Some(&path("metrics.jsonl")), None, screen)?
         .expect("a process that runs all workers returns all results");
-    output::write_tensors(&at("weights.safetensors"), &done.trained.weights, "weights")?;
-    output::write(&at("trace.json"), &encode(&Trace::training(&done.tracks), "trace.json"))?;
-    let (first, last) = (done.trained.losses.first(), done.trained.losses.last());
+    output::write_tensors(&path("weights.safetensors"), &result.trained.weights, "weights")?;
+    output::write(&path("trace.json"), &encode(&Trace::training(&result.tracks), "trace.json"))?;
+    let (first, last) = (result.trained.losses.first(), result.trained.losses.last());
     screen.text(&format!(
         "{} in {}: loss {} to {}\n",
         quantity::plural(u64::from(prepared.steps), "step", "steps"),
-        quantity::time(done.trained.seconds * 1e6),
+        quantity::time(result.trained.seconds * 1e6),
         quantity::short(first.copied().unwrap_or(0.0)),
         quantity::short(last.copied().unwrap_or(0.0)),
     ));
 
     screen.text("\n5. Test\n");
-    let accuracy = tested(&loaded, &done.trained.weights, &digits.test)?;
+    let accuracy = test_accuracy(&loaded, &result.trained.weights, &digits.test)?;
     let cores = plan.cluster.device.cores.unwrap_or(1);
     let expected = predicted.map_or("no".to_string(), quantity::samples);
     screen.text(&format!(
@@ -213,32 +212,33 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         digits.test.rows,
         accuracy * 100.0,
         quantity::plural(u64::from(cores), "core", "cores"),
-        quantity::samples(done.samples_per_s),
+        quantity::samples(result.samples_per_s),
         folder.display(),
     ));
     screen.next(&format!(
         "next: pipec simulate {} --chart\n      open {} in https://ui.perfetto.dev\n",
-        word(&at("plan.json")),
-        at("trace.json").display()
+        word(&path("plan.json")),
+        path("trace.json").display()
     ));
     screen.json(&json!({
         "folder": folder.display().to_string(),
         "model": arguments.model.name(),
-        "free_choice": {"replicas": free.stages.iter().map(|s| s.replicas).collect::<Vec<_>>(), "predicted": free.predicted},
+        "free_choice": {"replicas": free_plan.stages.iter().map(|s| s.replicas).collect::<Vec<_>>(), "predicted": free_plan.predicted},
         "trained": {"replicas": STAGES, "predicted": plan.predicted},
         "baselines": plan.baselines,
         "steps": prepared.steps,
-        "last_loss": done.trained.losses.last(),
+        "last_loss": result.trained.losses.last(),
         "accuracy": accuracy,
         "predicted_samples_per_s": predicted,
-        "measured_samples_per_s": done.samples_per_s,
+        "measured_samples_per_s": result.samples_per_s,
         "seconds": started.elapsed().as_secs_f64(),
     }));
     Ok(())
 }
 
-fn profiled(loaded: &LoadedModel, path: &Path, screen: &Screen) -> Result<(Profile, String), Error> {
-    let subject = MeasuredGraph { loaded, graph: &loaded.at(BATCH)?, micro_batch: BATCH, loss: CountedLoss::Default };
+fn measure_model(loaded: &LoadedModel, path: &Path, screen: &Screen) -> Result<(Profile, String), Error> {
+    let subject =
+        MeasuredGraph { loaded, graph: &loaded.with_samples(BATCH)?, micro_batch: BATCH, loss: CountedLoss::Default };
     let cores = available_parallelism().map_or(1, |cores| cores.get() as u32);
     let settings = Settings { workers: WORKERS.min(cores), ..Settings::default() };
     let measured = measure_graph(&subject, &cpu(), &settings, true, screen)?;
@@ -251,7 +251,7 @@ fn show(plan: &Plan, screen: &Screen) {
     if let Some(verdict) = prediction::verdict(plan) {
         screen.text(&verdict);
     }
-    let prediction = screen.folded(&prediction::prediction(plan));
+    let prediction = screen.wrap(&prediction::prediction(plan));
     screen.text(&format!("{}\n{prediction}", stage_table::stages(plan, screen.width())));
     plan.warnings.iter().for_each(|warning| screen.warn(warning));
 }
@@ -262,12 +262,12 @@ fn arrays(split: &Split) -> BTreeMap<String, Tensor> {
     BTreeMap::from([("x".to_string(), x), ("target".to_string(), Tensor::from_i64(&[split.rows], &split.y))])
 }
 
-fn tested(loaded: &LoadedModel, trained: &BTreeMap<String, Tensor>, test: &Split) -> Result<f64, Error> {
-    let given = arrays(test);
-    let graph = loaded.bound(&eval::sizes(&loaded.model.graph, &given))?;
-    let outputs = evaluate::evaluate(&graph, true, &given, trained)
+fn test_accuracy(loaded: &LoadedModel, trained: &BTreeMap<String, Tensor>, test: &Split) -> Result<f64, Error> {
+    let test_arrays = arrays(test);
+    let graph = loaded.with_dims(&eval::sizes(&loaded.model.graph, &test_arrays))?;
+    let outputs = evaluate::evaluate(&graph, true, &test_arrays, trained)
         .map_err(|error| Error::input("cannot test the trained model").because(error))?;
-    let labels = given["target"].to_f64();
+    let labels = test_arrays["target"].to_f64();
     let accuracy = outputs.values().next().and_then(|logits| eval::accuracy(logits, &labels));
     accuracy.ok_or_else(|| Error::bug("the model of the quickstart has no logits"))
 }

@@ -34,7 +34,7 @@ use std::path::{Path, PathBuf};
 const MOST_METRICS_BYTES: u64 = 256 << 20;
 
 /// Why the plan of an instance is neither simulated nor evaluated.
-const INSTANCE: &str = "it is for a published instance, which has nodes with times but is not a runnable model";
+const INSTANCE_REASON: &str = "it is for a published instance, which has nodes with times but is not a runnable model";
 
 /// The most stages listed when a schedule needs more memory than the plan estimates.
 const MOST_LISTED: usize = 16;
@@ -75,14 +75,14 @@ pub struct Arguments {
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let plan = read_checked(&arguments.file)?;
     if let Some(path) = page_path(&arguments) {
-        path_conflicts::keep(&[&arguments.file], &path)?;
+        path_conflicts::check_output(&[&arguments.file], &path)?;
         output::check(&path, &Mark::Page)?;
     }
     arguments.svg.iter().try_for_each(|folder| output::pictures(folder, PICTURES))?;
     if is_instance(&plan) && (arguments.model.is_some() || arguments.schedule.is_some()) {
         let flag = if arguments.model.is_some() { "--model" } else { "--schedule" };
-        let what = format!("`{flag}` cannot be combined with the plan of an instance");
-        return Err(Error::input(what).because(format!("{}: {INSTANCE}", arguments.file.display())));
+        let message = format!("`{flag}` cannot be combined with the plan of an instance");
+        return Err(Error::input(message).because(format!("{}: {INSTANCE_REASON}", arguments.file.display())));
     }
     let source = match &arguments.model {
         Some(path) => {
@@ -91,8 +91,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         None => None,
     };
     let modelled = match &source {
-        Some(source) => Ok(modelled(source, &plan)?),
-        None if is_instance(&plan) => Err(format!("Moves of the plan's cuts are not evaluated: {INSTANCE}.")),
+        Some(source) => Ok(evaluate_moves(source, &plan)?),
+        None if is_instance(&plan) => Err(format!("Moves of the plan's cuts are not evaluated: {INSTANCE_REASON}.")),
         None => {
             Err("A plan has no costs per op: `pipec report PLAN --model FILE` shows them, and the effect of moving \
                      each cut."
@@ -103,17 +103,17 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         Some(source) if !arguments.no_what_if => what_if::cells(source, &arguments.file, &plan, screen),
         _ => Vec::new(),
     };
-    let played = played(&plan, arguments.schedule.as_deref(), screen)?;
+    let simulation = simulate(&plan, arguments.schedule.as_deref(), screen)?;
     let report = Report {
         heading: stage_table::heading(&plan).lines().map(str::to_string).collect(),
         verdict: prediction::verdict(&plan),
         bound: prediction::bound_sentence(&plan),
         bound_us: prediction::bound_us(&plan),
         alternatives: alternatives(&plan),
-        played,
+        played: simulation,
         modelled,
         what_if,
-        measured: arguments.metrics.as_deref().map(|path| metrics(path, &plan)).transpose()?,
+        measured: arguments.metrics.as_deref().map(|path| read_metrics(path, &plan)).transpose()?,
         plan_sha256: sha256(input::text(&arguments.file, input::MOST_PLAN_BYTES)?.as_bytes()),
         plan: &plan,
     };
@@ -121,23 +121,24 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 }
 
 /// The simulated programs, or why they cannot be simulated. A custom schedule that does not match the plan is an error.
-fn played(plan: &Plan, path: Option<&Path>, screen: &Screen) -> Result<Result<Played, String>, Error> {
-    let Some(own) = custom_schedule::open(path, screen)? else {
+fn simulate(plan: &Plan, path: Option<&Path>, screen: &Screen) -> Result<Result<Played, String>, Error> {
+    let Some(custom_schedule) = custom_schedule::open(path, screen)? else {
         return Ok(match plan.schedule.kind {
             _ if is_cyclic(plan) => Err(NOT_A_PIPELINE.to_string()),
-            _ if is_instance(plan) => Err(INSTANCE.to_string()),
+            _ if is_instance(plan) => Err(INSTANCE_REASON.to_string()),
             Schedule::Csv => Err("the plan is for a custom schedule; pass it with `--schedule FILE`".to_string()),
             _ => play::play(plan).map_err(|error| error.to_string()),
         });
     };
     let fail = |error: &dyn std::fmt::Display| Error::input("cannot simulate the schedule").because(error);
     let pipeline = pipeline(plan).map_err(|error| fail(&error))?;
-    let program = own.program(&pipeline, own.minibatches().unwrap_or(2))?;
-    let more = beyond(plan, &program);
-    more.iter()
+    let program = custom_schedule.program(&pipeline, custom_schedule.minibatches().unwrap_or(2))?;
+    let excesses = beyond(plan, &program);
+    excesses
+        .iter()
         .take(MOST_LISTED)
-        .for_each(|what| screen.warn(&format!("the schedule does not match the plan: {what}")));
-    if !more.is_empty() {
+        .for_each(|excess| screen.warn(&format!("the schedule does not match the plan: {excess}")));
+    if !excesses.is_empty() {
         screen.note(schedule_memory::HELP);
     }
     play::play_program(plan, &pipeline, program).map(Ok).map_err(|error| fail(&error))
@@ -148,50 +149,50 @@ fn is_instance(plan: &Plan) -> bool {
     matches!(plan.cost, CostModel::Hybrid | CostModel::Load)
 }
 
-fn modelled(source: &CostSource, plan: &Plan) -> Result<ModelInfo, Error> {
+fn evaluate_moves(source: &CostSource, plan: &Plan) -> Result<ModelInfo, Error> {
     let costs = source.costs(plan, plan.schedule.micro_batch)?;
     Ok(moves::modelled(replan::problem(plan, costs)?, plan))
 }
 
 fn alternatives(plan: &Plan) -> Vec<Alternative> {
-    let own = Alternative { name: "this plan".to_string(), us: plan.predicted.step_us, fits: true };
+    let this_plan = Alternative { name: "this plan".to_string(), us: plan.predicted.step_us, fits: true };
     let others = prediction::alternatives(plan);
     let others = others.into_iter().map(|(name, us, fits)| Alternative { name: name.to_string(), us, fits });
-    std::iter::once(own).chain(others).collect()
+    std::iter::once(this_plan).chain(others).collect()
 }
 
-fn metrics(path: &Path, plan: &Plan) -> Result<Measured, Error> {
+fn read_metrics(path: &Path, plan: &Plan) -> Result<Measured, Error> {
     let text = input::text(path, MOST_METRICS_BYTES)?;
-    let found = measured::read(&text).map_err(|error| {
+    let measured = measured::read(&text).map_err(|error| {
         Error::file("read the metrics", path, error).with_help("`pipec train --metrics FILE` writes a metrics file")
     })?;
-    measured::check_plan(plan, &found).map_err(|error| {
+    measured::check_plan(plan, &measured).map_err(|error| {
         Error::file("use the metrics", path, error)
             .with_help("`pipec train --plan PLAN --metrics FILE` writes the metrics of this plan")
     })?;
-    Ok(found)
+    Ok(measured)
 }
 
 /// The path of the page, if one is requested.
 fn page_path(arguments: &Arguments) -> Option<PathBuf> {
     let stem = arguments.file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-    let usual = || PathBuf::from(format!("{stem}.html"));
-    (arguments.html.is_some() || arguments.svg.is_none()).then(|| arguments.html.clone().unwrap_or_else(usual))
+    let default_path = || PathBuf::from(format!("{stem}.html"));
+    (arguments.html.is_some() || arguments.svg.is_none()).then(|| arguments.html.clone().unwrap_or_else(default_path))
 }
 
 fn write(arguments: &Arguments, report: &Report<'_>, screen: &Screen) -> Result<(), Error> {
-    let mut written: Vec<(PathBuf, u64)> = Vec::new();
-    let mut put = |path: PathBuf, bytes: &[u8]| -> Result<(), Error> {
+    let mut outputs: Vec<(PathBuf, u64)> = Vec::new();
+    let mut write_output = |path: PathBuf, bytes: &[u8]| -> Result<(), Error> {
         output::write(&path, bytes)?;
-        written.push((path, bytes.len() as u64));
+        outputs.push((path, bytes.len() as u64));
         Ok(())
     };
     if let Some(path) = page_path(arguments) {
-        put(path, page::html(report).as_bytes())?;
+        write_output(path, page::html(report).as_bytes())?;
     }
     if let Some(folder) = &arguments.svg {
         for (name, picture) in page::pictures(report) {
-            put(folder.join(name), picture.file().as_bytes())?;
+            write_output(folder.join(name), picture.file().as_bytes())?;
         }
     }
     if let Ok(ModelInfo { faults, .. }) = &report.modelled
@@ -199,14 +200,14 @@ fn write(arguments: &Arguments, report: &Report<'_>, screen: &Screen) -> Result<
     {
         screen.warn(&format!("the plan's figures do not match these costs: {}", faults.join("; ")));
     }
-    for (path, size) in &written {
+    for (path, size) in &outputs {
         screen.text(&format!("wrote {} ({})", path.display(), quantity::bytes(*size)));
     }
-    let simulated = report.played.as_ref().ok().map(|played: &Played| {
-        json!({"minibatches": played.minibatches, "makespan_us": played.timeline.makespan, "bubble": played.timeline.bubble()})
+    let simulated = report.played.as_ref().ok().map(|simulation: &Played| {
+        json!({"minibatches": simulation.minibatches, "makespan_us": simulation.timeline.makespan, "bubble": simulation.timeline.bubble()})
     });
     let files: Vec<_> =
-        written.iter().map(|(path, size)| json!({"file": path.display().to_string(), "bytes": size})).collect();
+        outputs.iter().map(|(path, size)| json!({"file": path.display().to_string(), "bytes": size})).collect();
     screen.json(&json!({"files": files, "simulated": simulated}));
     Ok(())
 }

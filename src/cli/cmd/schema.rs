@@ -35,13 +35,12 @@ enum What {
 }
 
 /// Schemas of the results without a type of their own, by command.
-const ANSWERS: &str = include_str!("answers.json");
+const RESULT_SCHEMAS: &str = include_str!("answers.json");
 
-/// Prints the schema.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let schema = match arguments.what {
         What::Answers => {
-            screen.document(ANSWERS);
+            screen.document(RESULT_SCHEMAS);
             return Ok(());
         }
         What::Plan => plan::read::schema(),

@@ -32,13 +32,12 @@ use serde_json::json;
 use std::path::PathBuf;
 
 /// The longest chart in minibatches; a terminal does not show more.
-const CHARTED: u32 = 24;
+const MAX_CHARTED: u32 = 24;
 
-/// Default number of minibatches.
-const USUAL: u32 = 100;
+const DEFAULT_MINIBATCHES: u32 = 100;
 
 /// Maximum of the default number of minibatches when rounds of many replicas are long.
-const MOST_USUAL: u64 = 10_000;
+const MAX_DEFAULT_MINIBATCHES: u64 = 10_000;
 
 /// Arguments of `pipec simulate`.
 #[derive(Debug, Args)]
@@ -72,42 +71,44 @@ pub struct Arguments {
     chart: bool,
 }
 
-/// Simulates and prints.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     arguments.programs.iter().try_for_each(|path| output::check(path, &Mark::Program))?;
     arguments.trace.iter().try_for_each(|path| output::check(path, &Mark::trace(path)))?;
     let plan = read_checked(&arguments.file)?;
-    let what = format!("cannot simulate {}", arguments.file.display());
+    let message = format!("cannot simulate {}", arguments.file.display());
     if plan.cost == CostModel::Hybrid {
         let why = "its times are those of an instance, in an unknown unit, with forward and backward combined";
-        return Err(Error::input(what).because(why));
+        return Err(Error::input(message).because(why));
     }
     if is_cyclic(&plan) {
-        return Err(Error::input(what).because(NOT_A_PIPELINE).with_help(
+        return Err(Error::input(message).because(NOT_A_PIPELINE).with_help(
             "`pipec plan check` checks it; without `--noncontiguous` an instance is planned as a pipeline, which can be simulated",
         ));
     }
-    let fail = |error: &dyn std::fmt::Display| Error::input(&what).because(error);
-    let own = custom_schedule::open(arguments.schedule.as_ref().and_then(ScheduleChoice::file), screen)?;
-    let kind = own
+    let fail = |error: &dyn std::fmt::Display| Error::input(&message).because(error);
+    let custom_schedule = custom_schedule::open(arguments.schedule.as_ref().and_then(ScheduleChoice::file), screen)?;
+    let kind = custom_schedule
         .as_ref()
         .map(CustomSchedule::kind)
         .or(arguments.schedule.as_ref().and_then(ScheduleChoice::named))
         .unwrap_or(plan.schedule.kind);
-    let asked = arguments.minibatches;
+    let requested = arguments.minibatches;
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
-    let microbatches = own.as_ref().map_or(plan.schedule.microbatches, CustomSchedule::microbatches);
+    let microbatches = custom_schedule.as_ref().map_or(plan.schedule.microbatches, CustomSchedule::microbatches);
     let in_flight = steady_throughput::in_flight(&pipeline);
     // Several rounds of all replicas, to show their interaction, and enough minibatches to reach the in-flight limit.
-    let usual = if microbatches == 1 {
-        let even = pipeline.rounds().saturating_mul(4).max(8 * in_flight);
-        even.clamp(USUAL.into(), MOST_USUAL) as u32
+    let default_count = if microbatches == 1 {
+        let balanced = pipeline.rounds().saturating_mul(4).max(8 * in_flight);
+        balanced.clamp(DEFAULT_MINIBATCHES.into(), MAX_DEFAULT_MINIBATCHES) as u32
     } else {
-        USUAL
+        DEFAULT_MINIBATCHES
     };
-    let minibatches = own.as_ref().map_or(Ok(asked), |own| own.count("--minibatches", asked))?.unwrap_or(usual);
-    let program_of = |minibatches| match &own {
-        Some(own) => own.program(&pipeline, minibatches),
+    let minibatches = custom_schedule
+        .as_ref()
+        .map_or(Ok(requested), |custom_schedule| custom_schedule.count("--minibatches", requested))?
+        .unwrap_or(default_count);
+    let program_of = |minibatches| match &custom_schedule {
+        Some(custom_schedule) => custom_schedule.program(&pipeline, minibatches),
         None => {
             let count = StepCount { minibatches, microbatches };
             generated(kind).and_then(|name| schedule(name, &pipeline, count)).map_err(|error| fail(&error))
@@ -125,9 +126,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         let minibatches = program.items / program.microbatches.max(1);
         let is_replicated = pipeline.stages.iter().any(|stage| stage.replicas > 1);
         if extension == Some("csv") && is_replicated {
-            let back = text.parse::<ComputeTable>().map_err(|error| error.to_string());
-            let back = back.and_then(|table| table.program(&pipeline, 1).map_err(|error| error.to_string()));
-            if let Err(why) = back {
+            let reparsed = text.parse::<ComputeTable>().map_err(|error| error.to_string());
+            let reparsed = reparsed.and_then(|table| table.program(&pipeline, 1).map_err(|error| error.to_string()));
+            if let Err(why) = reparsed {
                 screen.warn(&format!(
                     "`--schedule` cannot read this table back: {why}; `--programs FILE.json` keeps the full programs"
                 ));
@@ -146,7 +147,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     if let Some(path) = &arguments.programs {
         write_program(path, &program_of(minibatches)?)?;
     }
-    let drawn = if arguments.chart { Some(program_of(minibatches.min(CHARTED))?) } else { None };
+    let chart_program = if arguments.chart { Some(program_of(minibatches.min(MAX_CHARTED))?) } else { None };
     let program = program_of(minibatches)?;
     let mut machine = run::Machine::of(&pipeline);
     machine.cores = plan.cluster.device.cores;
@@ -160,44 +161,44 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             program.workers.len()
         ));
     }
-    let pace = steady_throughput::Run::of(kind, &pipeline, &machine, microbatches);
+    let steady_state = steady_throughput::Run::of(kind, &pipeline, &machine, microbatches);
     // Programs in a file have a fixed number of minibatches.
-    let is_fixed = own.as_ref().is_some_and(|own| own.minibatches().is_some());
-    let long = Some(pace.minibatches()).filter(|long| *long > minibatches && !is_fixed);
-    let step = match long {
-        Some(long) => pace.step_us(&program_of(long)?),
+    let is_fixed = custom_schedule.as_ref().is_some_and(|custom_schedule| custom_schedule.minibatches().is_some());
+    let long_run = Some(steady_state.minibatches()).filter(|long_run| *long_run > minibatches && !is_fixed);
+    let step = match long_run {
+        Some(long_run) => steady_state.step_us(&program_of(long_run)?),
         None => None,
     };
-    let step = step.unwrap_or_else(|| pace.step_of(&timeline));
+    let step = step.unwrap_or_else(|| steady_state.step_of(&timeline));
     let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);
     let samples_per_s = if step > 0.0 { samples * 1e6 / step } else { 0.0 };
     let workers: Vec<_> = (0..timeline.workers.len())
         .map(|at| {
-            let share = if timeline.makespan > 0.0 { timeline.busy(at) / timeline.makespan } else { 0.0 };
-            let beside = program.stages_of(program.workers[at].rank).filter_map(|id| plan.stages.get(id.index()));
-            let played = i128::from(timeline.peak_memory(at));
-            let held = beside.fold(played, |sum, stage| sum + throughout(&stage.memory, kind));
-            let held = u64::try_from(held).unwrap_or(0);
+            let busy = if timeline.makespan > 0.0 { timeline.busy(at) / timeline.makespan } else { 0.0 };
+            let stages = program.stages_of(program.workers[at].rank).filter_map(|id| plan.stages.get(id.index()));
+            let simulated_bytes = i128::from(timeline.peak_memory(at));
+            let bytes = stages.fold(simulated_bytes, |sum, stage| sum + unsimulated_bytes(&stage.memory, kind));
+            let bytes = u64::try_from(bytes).unwrap_or(0);
             let (name, in_flight) = (timeline.workers[at].name.clone(), timeline.peak_in_flight[at] as usize);
-            Worker { name, busy: share, in_flight, bytes: held }
+            Worker { name, busy, in_flight, bytes }
         })
         .collect();
-    let mut played = plan.clone();
-    (played.schedule.kind, played.schedule.microbatches) = (kind, microbatches);
-    let most = workers.iter().map(|worker| worker.bytes).max().unwrap_or(0);
-    if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| most > limit.0) {
-        let (most, limit) = (quantity::bytes(most), quantity::bytes(limit.0));
-        screen.warn(&format!("a worker needs {most} with this schedule, above the plan's limit of {limit} per device"));
+    let mut simulated_plan = plan.clone();
+    (simulated_plan.schedule.kind, simulated_plan.schedule.microbatches) = (kind, microbatches);
+    let peak = workers.iter().map(|worker| worker.bytes).max().unwrap_or(0);
+    if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| peak > limit.0) {
+        let (peak, limit) = (quantity::bytes(peak), quantity::bytes(limit.0));
+        screen.warn(&format!("a worker needs {peak} with this schedule, above the plan's limit of {limit} per device"));
     }
     let degree = plan.stages.iter().map(Stage::degree).max().unwrap_or(1);
-    let pace = match long.is_none() && pace.is_short(minibatches) {
+    let steady_state = match long_run.is_none() && steady_state.is_short(minibatches) {
         true => "not reached in this short run".to_string(),
         false => format!("{} per minibatch, {} samples/s", quantity::time(step), quantity::samples(samples_per_s)),
     };
     screen.prose(&format!(
         "{}\n{}\nsimulated      {} in {}; {} idle, including fill and drain\n\
-         steady state   {pace}; the plan predicts {} and {} samples/s\n",
-        stage_table::heading(&played),
+         steady state   {steady_state}; the plan predicts {} and {} samples/s\n",
+        stage_table::heading(&simulated_plan),
         worker_table::workers(&workers, degree),
         quantity::plural(u64::from(minibatches), "minibatch", "minibatches"),
         quantity::time(timeline.makespan),
@@ -205,15 +206,18 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         quantity::time(plan.predicted.step_us),
         quantity::samples(plan.predicted.throughput_per_s),
     ));
-    if let Some(remark) = prediction::other_links(&plan, step).filter(|_| own.is_none() && kind == plan.schedule.kind) {
+    if let Some(remark) =
+        prediction::explain_links(&plan, step).filter(|_| custom_schedule.is_none() && kind == plan.schedule.kind)
+    {
         screen.note(&remark);
     }
-    let is_own = own.is_none() && kind == plan.schedule.kind && machine.jitter.is_none() && machine.cores.is_none();
-    if let Some(remark) = prediction::waits(&plan, step).filter(|_| is_own) {
+    let is_as_planned =
+        custom_schedule.is_none() && kind == plan.schedule.kind && machine.jitter.is_none() && machine.cores.is_none();
+    if let Some(remark) = prediction::explain_waits(&plan, step).filter(|_| is_as_planned) {
         screen.note(&remark);
     }
-    if let Some(drawn) = &drawn {
-        screen.wide(&format!("\n{}", chart(drawn).map_err(|error| fail(&error))?));
+    if let Some(chart_program) = &chart_program {
+        screen.wide(&format!("\n{}", chart(chart_program).map_err(|error| fail(&error))?));
     }
     if let Some(path) = &arguments.trace {
         output::write(path, &encode(&Trace::simulation(&timeline), &input::file_name(path)))?;
@@ -231,9 +235,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         "makespan_us": timeline.makespan,
         "step_us": step,
         // In the unit of the plan's `minibatch_us`: a micro-batch or a minibatch.
-        "minibatch_us": if prediction::is_of_items(&plan) { step / f64::from(microbatches.max(1)) } else { step },
+        "minibatch_us": if prediction::is_per_microbatch(&plan) { step / f64::from(microbatches.max(1)) } else { step },
         "throughput_per_s": samples_per_s,
-        "update_samples": prediction::update_samples(&played),
+        "update_samples": prediction::update_samples(&simulated_plan),
         "bubble": timeline.bubble(),
         "planned": {"step_us": plan.predicted.step_us, "minibatch_us": plan.predicted.minibatch_us, "throughput_per_s": plan.predicted.throughput_per_s},
         "workers": workers,
@@ -243,13 +247,13 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 
 /// Bytes of a stage replica that the simulation does not count. Gradients replace the weights it counted, because ZeRO shards are smaller.
 /// Inference adds its activations, because nothing is saved for a backward.
-fn throughout(memory: &StageMemory, kind: Schedule) -> i128 {
-    let (of_items, trained) = match kind {
+fn unsimulated_bytes(memory: &StageMemory, kind: Schedule) -> i128 {
+    let (activations, trained) = match kind {
         Schedule::Inference => (memory.activations, 0),
         _ => (0, i128::from(memory.gradients) - i128::from(memory.weights)),
     };
-    let all = [of_items, memory.optimizer, memory.split_backward, memory.messages, memory.workspace];
-    all.into_iter().map(i128::from).sum::<i128>() + trained
+    let terms = [activations, memory.optimizer, memory.split_backward, memory.messages, memory.workspace];
+    terms.into_iter().map(i128::from).sum::<i128>() + trained
 }
 
 /// Reads `--jitter`.

@@ -5,7 +5,7 @@ use crate::cli::args::Import;
 use crate::cli::args::optimizer::{self, OptimizerName};
 use crate::cli::args::shared_plan::SharedPlanArguments;
 use crate::cli::screen::{Screen, clean};
-use crate::cli::table::{Give, fitted};
+use crate::cli::table::{Shrink, fit_table};
 use clap::Args;
 use compiler::cluster::unit;
 use compiler::export::sweep::{Figures, Largest, PICTURES, Point, Sweep, name};
@@ -29,7 +29,6 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The most rows of a sweep.
 const MOST_ROWS: usize = 2000;
 
 /// The most devices in a row.
@@ -94,9 +93,9 @@ pub struct Arguments {
 
 /// Reads one number of `--gpus`.
 fn devices(text: &str) -> Result<u32, String> {
-    let known = args::devices(text)?;
-    match known {
-        1..=MOST_DEVICES => Ok(known),
+    let count = args::devices(text)?;
+    match count {
+        1..=MOST_DEVICES => Ok(count),
         _ => Err(format!("write 1 to {MOST_DEVICES}")),
     }
 }
@@ -105,37 +104,38 @@ fn devices(text: &str) -> Result<u32, String> {
 fn clusters(arguments: &Arguments) -> Result<Vec<(u32, ClusterRequest)>, Error> {
     let bandwidth = args::bandwidth(arguments.bandwidth.as_deref())?;
     let Some(text) = arguments.levels.as_deref() else {
-        let of = |&count: &u32| (count, ClusterRequest { gpus: Some(count), bandwidth, ..ClusterRequest::default() });
-        return Ok(arguments.gpus.iter().map(of).collect());
+        let request =
+            |&count: &u32| (count, ClusterRequest { gpus: Some(count), bandwidth, ..ClusterRequest::default() });
+        return Ok(arguments.gpus.iter().map(request).collect());
     };
-    let of = |levels: String| ClusterRequest { levels: Some(levels), ..ClusterRequest::default() };
-    let all = cluster::cluster(&of(text.to_string()), None)?.devices();
-    let counts = if arguments.gpus.is_empty() { vec![all] } else { arguments.gpus.clone() };
-    let filled = |count: u32| filled(text, count).map(|levels| (count, of(levels)));
+    let request = |levels: String| ClusterRequest { levels: Some(levels), ..ClusterRequest::default() };
+    let total = cluster::cluster(&request(text.to_string()), None)?.devices();
+    let counts = if arguments.gpus.is_empty() { vec![total] } else { arguments.gpus.clone() };
+    let with_levels = |count: u32| filled_levels(text, count).map(|levels| (count, request(levels)));
     let mismatch = |count: u32| {
         Error::input(format!("{count} devices do not fill `--levels {text}`"))
             .because("devices fill a level completely before the next one, and there cannot be more than in all levels")
     };
-    counts.into_iter().map(|count| filled(count).ok_or_else(|| mismatch(count))).collect()
+    counts.into_iter().map(|count| with_levels(count).ok_or_else(|| mismatch(count))).collect()
 }
 
 /// The part of the levels that this many devices fill from the innermost; `None` if they do not.
-fn filled(levels: &str, devices: u32) -> Option<String> {
-    let (mut rest, mut parts) = (devices, Vec::new());
+fn filled_levels(levels: &str, devices: u32) -> Option<String> {
+    let (mut remaining, mut parts) = (devices, Vec::new());
     for part in levels.split(',') {
         let (count, rate) = part.split_once(':')?;
         let count = count.trim().parse::<u32>().ok().filter(|count| *count > 0)?;
-        let used = if rest < count { rest } else { count };
-        if !rest.is_multiple_of(used) {
+        let used_count = if remaining < count { remaining } else { count };
+        if !remaining.is_multiple_of(used_count) {
             return None;
         }
-        parts.push(format!("{used}:{rate}"));
-        rest /= used;
-        if rest == 1 {
+        parts.push(format!("{used_count}:{rate}"));
+        remaining /= used_count;
+        if remaining == 1 {
             break;
         }
     }
-    (rest == 1).then(|| parts.join(","))
+    (remaining == 1).then(|| parts.join(","))
 }
 
 /// Runs the sweep, prints the tables and writes the plots.
@@ -147,7 +147,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         screen.text(&table(&sweep.points, screen.width()));
     }
     if let Some(name) = &arguments.family {
-        let largest = largest(&arguments, name, screen)?;
+        let largest = find_largest(&arguments, name, screen)?;
         screen.text(&family_table(name, &largest, arguments.shared.tensor, screen));
         sweep.family = Some((name.clone(), largest));
     }
@@ -160,10 +160,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         screen.note(&format!("wrote {}", files.join(", ")));
     }
     screen.json(&json!({
-        "rows": sweep.points.iter().map(row).collect::<Vec<_>>(),
+        "rows": sweep.points.iter().map(point_json).collect::<Vec<_>>(),
         "family": sweep.family.as_ref().map(|(name, largest)| json!({
             "name": name,
-            "largest": largest.iter().map(member).collect::<Vec<_>>(),
+            "largest": largest.iter().map(largest_json).collect::<Vec<_>>(),
         })),
         "files": files,
     }));
@@ -185,7 +185,6 @@ fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
     }))
 }
 
-/// The schedules of the request.
 fn schedules(arguments: &Arguments) -> Vec<Schedule> {
     arguments.schedule.iter().filter_map(|name| Schedule::from_name(name)).collect()
 }
@@ -223,7 +222,7 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
     counts.sort_unstable_by(|a, b| b.cmp(a));
     counts.dedup();
     let mut points = Vec::with_capacity(rows);
-    let (mut refused, mut asked) = (Vec::new(), 0usize);
+    let (mut failures, mut attempts) = (Vec::new(), 0usize);
     for (devices, request) in clusters {
         let cluster = source.cluster(&request)?;
         for &micro_batch in &sizes {
@@ -240,26 +239,26 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
                     let mut answers: BTreeMap<u32, Result<Figures, String>> = BTreeMap::new();
                     let mut cut = None;
                     for &microbatches in &counts {
-                        let many = quantity::plural(u64::from(devices), "device", "devices");
-                        bar.set_message(format!("{many}, {}", name(depth)));
+                        let device_text = quantity::plural(u64::from(devices), "device", "devices");
+                        bar.set_message(format!("{device_text}, {}", name(depth)));
                         let schedule = Some(ScheduleChoice::Named(kind));
                         let options = PlanOptions { schedule, microbatches, ..base.clone() };
-                        let found = |costs: &(Costs, Vec<TensorParallelCosts>)| {
+                        let figures_of = |costs: &(Costs, Vec<TensorParallelCosts>)| {
                             figures(path, costs, devices, depth, options.clone(), &mut cut)
                         };
-                        let answer = match costs.as_ref().map_err(Error::clone).and_then(found) {
+                        let answer = match costs.as_ref().map_err(Error::clone).and_then(figures_of) {
                             Ok(answer) => answer,
                             Err(failure) if failure.kind() == ErrorKind::Bug => return Err(failure),
                             // A row with invalid input does not stop the others.
                             Err(failure) => {
                                 let why = failure.line();
-                                refused.push(failure);
+                                failures.push(failure);
                                 Err(why)
                             }
                         };
                         bar.println(clean(&describe(devices, depth, kind, microbatches, &answer)));
                         answers.insert(microbatches, answer);
-                        asked += 1;
+                        attempts += 1;
                         bar.inc(1);
                     }
                     for &microbatches in &arguments.microbatches {
@@ -271,8 +270,8 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
         }
     }
     bar.finish_and_clear();
-    let is_each_refused = refused.len() == asked;
-    match refused.into_iter().next() {
+    let is_each_refused = failures.len() == attempts;
+    match failures.into_iter().next() {
         // If every row has invalid input, the sweep itself is wrong.
         Some(failure) if is_each_refused => Err(failure),
         _ => Ok(points),
@@ -281,9 +280,13 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
 
 /// A finished row, in one line.
 fn describe(devices: u32, depth: Option<u32>, kind: Schedule, m: u32, answer: &Result<Figures, String>) -> String {
-    let found = match answer {
-        Ok(found) => {
-            format!("{} samples/s, {}", quantity::samples(found.throughput_per_s), quantity::bytes(found.peak_bytes))
+    let result = match answer {
+        Ok(figures) => {
+            format!(
+                "{} samples/s, {}",
+                quantity::samples(figures.throughput_per_s),
+                quantity::bytes(figures.peak_bytes)
+            )
         }
         Err(why) => why.clone(),
     };
@@ -291,7 +294,7 @@ fn describe(devices: u32, depth: Option<u32>, kind: Schedule, m: u32, answer: &R
         quantity::plural(u64::from(devices), "device", "devices"),
         quantity::plural(u64::from(m), "micro-batch", "micro-batches"),
     );
-    format!("{devices}, {}, {}, {m}: {found}", name(depth), kind.name())
+    format!("{devices}, {}, {}, {m}: {result}", name(depth), kind.name())
 }
 
 /// The figures of one row, or the reason why it has no plan; only invalid input is an error. `cut` is the model coarsened to the
@@ -302,17 +305,17 @@ fn figures(
     devices: u32,
     depth: Option<u32>,
     mut options: PlanOptions,
-    cut: &mut Option<CostGraph>,
+    coarsened: &mut Option<CostGraph>,
 ) -> Result<Result<Figures, String>, Error> {
     let degree = if let TensorParallel::Degree(degree) = options.tensor_parallel() { degree } else { 1 };
-    let many = || match degree {
+    let group_text = || match degree {
         1 => quantity::plural(u64::from(devices), "device", "devices"),
         _ => format!("{} of {degree} devices", quantity::plural(u64::from(devices / degree), "group", "groups")),
     };
     match depth {
-        Some(depth) if depth > devices / degree => return Ok(Err(format!("{depth} stages on {}", many()))),
+        Some(depth) if depth > devices / degree => return Ok(Err(format!("{depth} stages on {}", group_text()))),
         Some(depth) if !(devices / degree).is_multiple_of(depth) => {
-            return Ok(Err(format!("{} cannot be divided into {depth} equal stages", many())));
+            return Ok(Err(format!("{} cannot be divided into {depth} equal stages", group_text())));
         }
         Some(depth) if depth as usize > costs.graph.ops.len() => {
             return Ok(Err(format!("the model has only {} ops", costs.graph.ops.len())));
@@ -321,8 +324,8 @@ fn figures(
         None => {}
     }
     let gradients = costs.graph.params.iter().fold(0u64, |sum, param| sum.saturating_add(param.sum_bytes));
-    if let Some(cut) = cut {
-        let costs = Costs { graph: cut.clone(), ..costs.clone() };
+    if let Some(coarsened) = coarsened {
+        let costs = Costs { graph: coarsened.clone(), ..costs.clone() };
         // If these cuts do not fit with this count, new ones are searched.
         if let Ok(planned) = solve(path, costs, &options) {
             return Ok(Ok(Figures::of(&planned.plan, gradients)));
@@ -334,7 +337,7 @@ fn figures(
             if depth.is_some() && groups.is_empty() {
                 let mut graph = costs.graph.clone();
                 set_recompute_scopes(&mut graph, options.target);
-                *cut = coarsen::stages(&graph, &planned.plan);
+                *coarsened = coarsen::stages(&graph, &planned.plan);
             }
             Ok(Ok(Figures::of(&planned.plan, gradients)))
         }
@@ -343,7 +346,7 @@ fn figures(
     }
 }
 
-fn largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Largest>, Error> {
+fn find_largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Largest>, Error> {
     let kind = match arguments.profile.as_deref().map(CostInput::from).unwrap_or_default() {
         CostInput::Analytic(kind) => kind,
         CostInput::Profile(_) => {
@@ -364,27 +367,27 @@ fn largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Lar
     }
     let clusters = clusters(arguments)?;
     let bar = screen.progress(2 * clusters.len() as u64, "{bar:30} {pos}/{len} results, {elapsed}, {msg}");
-    let mut found = Vec::new();
+    let mut results = Vec::new();
     for (devices, request) in &clusters {
         for recompute in [true, false] {
-            let with = if recompute { "recomputed" } else { "not recomputed" };
-            let setting = format!("{}, {with}", quantity::plural(u64::from(*devices), "device", "devices"));
+            let recompute_text = if recompute { "recomputed" } else { "not recomputed" };
+            let setting = format!("{}, {recompute_text}", quantity::plural(u64::from(*devices), "device", "devices"));
             bar.set_message(setting.clone());
-            let tried = |layers: u32, fits: bool| {
+            let report_try = |layers: u32, fits: bool| {
                 let fits = if fits { "fit" } else { "do not fit" };
                 bar.set_message(format!("{setting}: {layers} layers {fits}"));
             };
-            let one = family.largest(request, recompute, &tried)?;
-            let largest = one.found.map_or("none fits".to_string(), |(layers, parameters)| {
+            let largest_model = family.largest(request, recompute, &report_try)?;
+            let largest = largest_model.found.map_or("none fits".to_string(), |(layers, parameters)| {
                 format!("{layers} layers, {} parameters", quantity::count(parameters))
             });
-            screen.beside(&bar, &format!("{setting}: {largest}"));
-            found.push(one);
+            screen.print_beside(&bar, &format!("{setting}: {largest}"));
+            results.push(largest_model);
             bar.inc(1);
         }
     }
     bar.finish_and_clear();
-    Ok(found)
+    Ok(results)
 }
 
 fn table(points: &[Point], width: Option<usize>) -> String {
@@ -411,15 +414,15 @@ fn table(points: &[Point], width: Option<usize>) -> String {
             point.microbatches.to_string(),
         ];
         match &point.answer {
-            Ok(found) => cells.extend([
-                replicas(&found.replicas)
-                    + &if found.degree > 1 { format!(" of {}", found.degree) } else { String::new() },
-                quantity::samples(found.throughput_per_s),
-                quantity::bytes(found.peak_bytes),
-                format!("{:.1} %", found.bubble * 100.0),
-                quantity::bytes(found.bytes_per_sample as u64),
-                quantity::bytes(found.data_parallel_bytes_per_sample as u64),
-                remarks(point, found, points),
+            Ok(figures) => cells.extend([
+                replicas(&figures.replicas)
+                    + &if figures.degree > 1 { format!(" of {}", figures.degree) } else { String::new() },
+                quantity::samples(figures.throughput_per_s),
+                quantity::bytes(figures.peak_bytes),
+                format!("{:.1} %", figures.bubble * 100.0),
+                quantity::bytes(figures.bytes_per_sample as u64),
+                quantity::bytes(figures.data_parallel_bytes_per_sample as u64),
+                remarks(point, figures, points),
             ]),
             Err(why) => {
                 cells.extend(["-"; 6].map(str::to_string));
@@ -428,27 +431,27 @@ fn table(points: &[Point], width: Option<usize>) -> String {
         }
         cells
     };
-    let gives = [10, 9, 8, 3].map(Give::Leave);
-    let gives = [&gives[..], &[Give::Cut(11, 32), Give::Leave(4), Give::Cut(11, 16)]].concat();
-    fitted(&header, &[0, 1, 3, 4, 6, 7, 8, 9, 10], points.iter().map(row).collect(), &gives, width)
+    let shrinks = [10, 9, 8, 3].map(Shrink::Omit);
+    let shrinks = [&shrinks[..], &[Shrink::Cut(11, 32), Shrink::Omit(4), Shrink::Cut(11, 16)]].concat();
+    fit_table(&header, &[0, 1, 3, 4, 6, 7, 8, 9, 10], points.iter().map(row).collect(), &shrinks, width)
 }
 
 /// Relative difference of throughputs below which they count as equal.
-const EQUAL: f64 = 1e-3;
+const EQUAL_TOLERANCE: f64 = 1e-3;
 
 /// Remarks on a row: that stages recompute, and that fewer devices are as fast.
-fn remarks(point: &Point, found: &Figures, points: &[Point]) -> String {
-    let asked = |of: &Point| (of.depth, of.schedule, of.micro_batch, of.microbatches);
-    let fewer = points.iter().filter(|other| other.devices < point.devices && asked(other) == asked(point));
-    let known = fewer.filter_map(|other| Some((other.devices, other.answer.as_ref().ok()?.throughput_per_s)));
-    let best = known.reduce(|best, other| if other.1 > best.1 { other } else { best });
-    let many = |devices: u32| quantity::plural(u64::from(devices), "device", "devices");
-    let no_gain = best.and_then(|(devices, rate)| match found.throughput_per_s / rate {
-        ratio if ratio < 1.0 - EQUAL => Some(format!("slower than {}", many(devices))),
-        ratio if ratio <= 1.0 + EQUAL => Some(format!("no faster than {}", many(devices))),
+fn remarks(point: &Point, figures: &Figures, points: &[Point]) -> String {
+    let settings = |point: &Point| (point.depth, point.schedule, point.micro_batch, point.microbatches);
+    let fewer = points.iter().filter(|smaller| smaller.devices < point.devices && settings(smaller) == settings(point));
+    let rates = fewer.filter_map(|smaller| Some((smaller.devices, smaller.answer.as_ref().ok()?.throughput_per_s)));
+    let best = rates.reduce(|best, next| if next.1 > best.1 { next } else { best });
+    let device_text = |devices: u32| quantity::plural(u64::from(devices), "device", "devices");
+    let no_gain = best.and_then(|(devices, rate)| match figures.throughput_per_s / rate {
+        ratio if ratio < 1.0 - EQUAL_TOLERANCE => Some(format!("slower than {}", device_text(devices))),
+        ratio if ratio <= 1.0 + EQUAL_TOLERANCE => Some(format!("no faster than {}", device_text(devices))),
         _ => None,
     });
-    let recomputed = found.recompute.then(|| "recomputed".to_string());
+    let recomputed = figures.recompute.then(|| "recomputed".to_string());
     recomputed.into_iter().chain(no_gain).collect::<Vec<_>>().join(", ")
 }
 
@@ -466,20 +469,25 @@ fn family_table(name: &str, largest: &[Largest], tensor: TensorParallel, screen:
         TensorParallel::Degree(degree) => format!("group of {degree} devices"),
         _ => "device".to_string(),
     };
-    let row = |one: &Largest| {
-        let (layers, parameters) = match one.found {
+    let row = |largest_model: &Largest| {
+        let (layers, parameters) = match largest_model.found {
             Some((layers, parameters)) => (layers.to_string(), quantity::count(parameters)),
             None => ("-".to_string(), "none fits".to_string()),
         };
-        vec![one.devices.to_string(), if one.recompute { "yes" } else { "no" }.to_string(), layers, parameters]
+        vec![
+            largest_model.devices.to_string(),
+            if largest_model.recompute { "yes" } else { "no" }.to_string(),
+            layers,
+            parameters,
+        ]
     };
     let rows = largest.iter().map(row).collect();
-    let heading = screen.folded(&format!("\nlargest {name} that fits, one stage per {unit}\n"));
+    let heading = screen.wrap(&format!("\nlargest {name} that fits, one stage per {unit}\n"));
     let header = ["devices", "recomputed", "layers", "parameters"];
-    heading + &fitted(&header, &[0, 2, 3], rows, &[Give::Leave(3)], screen.width())
+    heading + &fit_table(&header, &[0, 2, 3], rows, &[Shrink::Omit(3)], screen.width())
 }
 
-fn row(point: &Point) -> serde_json::Value {
+fn point_json(point: &Point) -> serde_json::Value {
     let mut value = json!({
         "devices": point.devices,
         "depth": point.depth,
@@ -489,24 +497,25 @@ fn row(point: &Point) -> serde_json::Value {
         "feasible": point.answer.is_ok(),
     });
     match &point.answer {
-        Ok(found) => {
-            value["replicas"] = json!(found.replicas);
-            value["tensor_degree"] = json!(found.degree);
-            value["throughput_per_s"] = json!(found.throughput_per_s);
-            value["peak_bytes"] = json!(found.peak_bytes);
-            value["bubble"] = json!(found.bubble);
-            value["bytes_per_sample"] = json!(found.bytes_per_sample);
-            value["data_parallel_bytes_per_sample"] = json!(found.data_parallel_bytes_per_sample);
-            value["recompute"] = json!(found.recompute);
+        Ok(figures) => {
+            value["replicas"] = json!(figures.replicas);
+            value["tensor_degree"] = json!(figures.degree);
+            value["throughput_per_s"] = json!(figures.throughput_per_s);
+            value["peak_bytes"] = json!(figures.peak_bytes);
+            value["bubble"] = json!(figures.bubble);
+            value["bytes_per_sample"] = json!(figures.bytes_per_sample);
+            value["data_parallel_bytes_per_sample"] = json!(figures.data_parallel_bytes_per_sample);
+            value["recompute"] = json!(figures.recompute);
         }
         Err(why) => value["why"] = json!(why),
     }
     value
 }
 
-fn member(one: &Largest) -> serde_json::Value {
-    let (layers, parameters) = one.found.map_or((None, None), |(layers, parameters)| (Some(layers), Some(parameters)));
-    json!({"devices": one.devices, "recompute": one.recompute, "layers": layers, "parameters": parameters})
+fn largest_json(largest: &Largest) -> serde_json::Value {
+    let (layers, parameters) =
+        largest.found.map_or((None, None), |(layers, parameters)| (Some(layers), Some(parameters)));
+    json!({"devices": largest.devices, "recompute": largest.recompute, "layers": layers, "parameters": parameters})
 }
 
 #[cfg(test)]
@@ -515,12 +524,12 @@ mod tests {
 
     #[test]
     fn devices_fill_levels_from_the_innermost() {
-        let of = |devices| filled("8:350GB/s,32:42GB/s,4:20GB/s", devices);
-        assert_eq!(of(4).as_deref(), Some("4:350GB/s"));
-        assert_eq!(of(8).as_deref(), Some("8:350GB/s"));
-        assert_eq!(of(64).as_deref(), Some("8:350GB/s,8:42GB/s"));
-        assert_eq!(of(512).as_deref(), Some("8:350GB/s,32:42GB/s,2:20GB/s"));
-        assert_eq!(of(1024).as_deref(), Some("8:350GB/s,32:42GB/s,4:20GB/s"));
-        assert_eq!([of(12), of(300), of(2048)], [None, None, None]);
+        let levels_of = |devices| filled_levels("8:350GB/s,32:42GB/s,4:20GB/s", devices);
+        assert_eq!(levels_of(4).as_deref(), Some("4:350GB/s"));
+        assert_eq!(levels_of(8).as_deref(), Some("8:350GB/s"));
+        assert_eq!(levels_of(64).as_deref(), Some("8:350GB/s,8:42GB/s"));
+        assert_eq!(levels_of(512).as_deref(), Some("8:350GB/s,32:42GB/s,2:20GB/s"));
+        assert_eq!(levels_of(1024).as_deref(), Some("8:350GB/s,32:42GB/s,4:20GB/s"));
+        assert_eq!([levels_of(12), levels_of(300), levels_of(2048)], [None, None, None]);
     }
 }

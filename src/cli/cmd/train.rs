@@ -131,7 +131,6 @@ pub struct Arguments {
 }
 
 impl Arguments {
-    /// The request.
     fn request(&self, screen: &Screen) -> Result<TrainRequest, Error> {
         let exit: fn(&Error) -> ! = match screen.reader() {
             Reader::Person => exit_as_text,
@@ -190,7 +189,6 @@ fn exit_as_json(error: &Error) -> ! {
     process::exit(exit_code(error).into())
 }
 
-/// Trains and prints.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     if let Some(result) = train(arguments.request(screen)?, screen)? {
         report(&result, screen);
@@ -208,8 +206,8 @@ fn share(text: &str) -> Result<f64, String> {
 
 /// Reads `--tensor`.
 fn devices(text: &str) -> Result<u32, String> {
-    let known = text.parse().ok().filter(|devices| (1..=MOST).contains(devices));
-    known.ok_or_else(|| {
+    let degree = text.parse().ok().filter(|devices| (1..=MOST).contains(devices));
+    degree.ok_or_else(|| {
         format!("write a tensor-parallel degree from 1 to {MOST}; `pipec partition --tensor auto` finds the best one")
     })
 }

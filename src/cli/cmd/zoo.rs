@@ -16,11 +16,11 @@ use std::path::PathBuf;
 /// The requested model with its options; `None` lists the zoo.
 #[derive(Debug)]
 pub struct Arguments {
-    wanted: Option<Wanted>,
+    request: Option<ModelRequest>,
 }
 
 #[derive(Debug)]
-struct Wanted {
+struct ModelRequest {
     name: String,
     output: Option<PathBuf>,
     options: Options,
@@ -28,12 +28,12 @@ struct Wanted {
 
 impl Args for Arguments {
     fn augment_args(command: Command) -> Command {
-        let all = ENTRIES.iter().flat_map(|entry| {
+        let subcommands = ENTRIES.iter().flat_map(|entry| {
             let sizes = entry.sizes.iter().map(|size| subcommand(entry, size.name, size.settings).hide(true));
             [subcommand(entry, entry.name, &[])].into_iter().chain(sizes)
         });
         command
-            .subcommands(all)
+            .subcommands(subcommands)
             // Accepts unknown names, so that `run` can report them.
             .allow_external_subcommands(true)
             .subcommand_value_name("MODEL")
@@ -52,26 +52,26 @@ impl Args for Arguments {
 
 impl FromArgMatches for Arguments {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let Some((name, given)) = matches.subcommand() else { return Ok(Self { wanted: None }) };
+        let Some((name, model_matches)) = matches.subcommand() else { return Ok(Self { request: None }) };
         if zoo::find(name).is_none() {
-            let unknown = Wanted { name: name.to_owned(), output: None, options: Options::default() };
-            return Ok(Self { wanted: Some(unknown) });
+            let unknown = ModelRequest { name: name.to_owned(), output: None, options: Options::default() };
+            return Ok(Self { request: Some(unknown) });
         }
         let mut options = Options {
-            seed: given.get_one("seed").copied().unwrap_or_default(),
-            batch: given.get_one("batch").copied(),
-            loss: given.get_flag("loss"),
-            structure: given.get_flag("structure"),
+            seed: model_matches.get_one("seed").copied().unwrap_or_default(),
+            batch: model_matches.get_one("batch").copied(),
+            loss: model_matches.get_flag("loss"),
+            structure: model_matches.get_flag("structure"),
             ..Options::default()
         };
         let choices = zoo::find(name).map_or(&[][..], |(entry, _)| entry.choices);
         for choice in choices {
-            if let Some(setting) = given.get_one::<Setting>(choice.name) {
+            if let Some(setting) = model_matches.get_one::<Setting>(choice.name) {
                 options.settings.insert(choice.name.to_owned(), *setting);
             }
         }
-        let output = given.get_one("output").cloned();
-        Ok(Self { wanted: Some(Wanted { name: name.to_owned(), output, options }) })
+        let output = model_matches.get_one("output").cloned();
+        Ok(Self { request: Some(ModelRequest { name: name.to_owned(), output, options }) })
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -82,29 +82,29 @@ impl FromArgMatches for Arguments {
 
 /// The flags of one model or size: its own options, then the common ones.
 fn subcommand(entry: &'static Entry, name: &'static str, settings: &'static [(&'static str, Setting)]) -> Command {
-    let own = entry.choices.iter().map(|choice| {
-        let set = settings.iter().find(|(name, _)| *name == choice.name).map(|(_, setting)| *setting);
+    let flags = entry.choices.iter().map(|choice| {
+        let preset = settings.iter().find(|(name, _)| *name == choice.name).map(|(_, setting)| *setting);
         let kind = match choice.usual {
             Setting::Number(_) => "N",
             Setting::Fraction(_) => "X",
             Setting::Truth(_) => "true|false",
         };
-        let about = format!("{} [default: {}]", sentence(choice.about), set.unwrap_or(choice.usual));
-        let own = flag(choice.name, kind, about).value_parser(|text: &str| choice.read(text));
+        let about = format!("{} [default: {}]", sentence(choice.about), preset.unwrap_or(choice.usual));
+        let argument = flag(choice.name, kind, about).value_parser(|text: &str| choice.read(text));
         // A true/false flag without a value means true.
-        let own = match choice.usual {
-            Setting::Truth(_) => own.num_args(0..=1).default_missing_value("true"),
-            _ => own,
+        let argument = match choice.usual {
+            Setting::Truth(_) => argument.num_args(0..=1).default_missing_value("true"),
+            _ => argument,
         };
-        own.help_heading("Model options")
+        argument.help_heading("Model options")
     });
-    let numbers = value_parser!(usize);
+    let size_parser = value_parser!(usize);
     Command::new(name)
         .about(entry.about)
-        .args(own)
+        .args(flags)
         .arg(flag("output", "FILE", "Output file [default: NAME.onnx]").short('o').value_parser(value_parser!(PathBuf)))
         .arg(flag("seed", "N", "Seed of the initial weights [default: 0]").value_parser(value_parser!(u64)))
-        .arg(flag("batch", "N", "Fixed batch size instead of the symbol `batch`").value_parser(numbers))
+        .arg(flag("batch", "N", "Fixed batch size instead of the symbol `batch`").value_parser(size_parser))
         .arg(switch("loss", "Compute the loss in the graph, from an input `labels`"))
         .arg(switch("structure", "Omit the weights; the graph alone can be planned at any size"))
 }
@@ -125,7 +125,7 @@ fn sentence(text: &str) -> String {
 
 /// Writes the model, or lists the zoo.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
-    let Some(Wanted { name, output, options }) = arguments.wanted else { return list(screen) };
+    let Some(ModelRequest { name, output, options }) = arguments.request else { return list(screen) };
     let built = zoo::build(&name, &options).map_err(|error| {
         let failure = Error::input(format!("cannot build `{name}`")).because(&error);
         match error {

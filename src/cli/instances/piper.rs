@@ -26,12 +26,12 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     let mut hybrid = piper::read(&text).map_err(|error| {
         Error::file("read the instance", path, error).with_help("`--from` sets the format of the file")
     })?;
-    settle(&mut hybrid, arguments)?;
+    apply_flags(&mut hybrid, arguments)?;
     let sha256 = sha256(text.as_bytes());
     placement::protect(arguments, &sha256)?;
     let request = Request {
-        budget: arguments.question.budget,
-        seed: arguments.question.seed,
+        budget: arguments.plan_options.budget,
+        seed: arguments.plan_options.seed,
         model: PlannedModel {
             file: input::file_name(path),
             sha256: sha256.clone(),
@@ -45,22 +45,23 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
         match &error {
             SolveError::Unsound(_) => Error::bug(&error.to_string()),
             SolveError::Memory { smallest, .. } => {
-                let least = quantity::at_least(*smallest);
-                infeasible()
-                    .with_help(format!("`--memory {least}` is the smallest memory limit for which a plan was found"))
+                let smallest_limit = quantity::at_least(*smallest);
+                infeasible().with_help(format!(
+                    "`--memory {smallest_limit}` is the smallest memory limit for which a plan was found"
+                ))
             }
             SolveError::Devices { .. } => infeasible().with_help("add devices with `--gpus`"),
             SolveError::Cluster(_) => Error::input(format!("cannot plan {}", path.display())).because(&error),
         }
     })?;
-    placement::tell(&plan, arguments, screen)
+    placement::write_plan(&plan, arguments, screen)
 }
 
 /// The faults of the plan under the instance in a file.
 pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
     let text = input::text(path, piper::MAX_BYTES as u64)?;
     let mut hybrid = piper::read(&text).map_err(|error| Error::file("read the instance", path, error))?;
-    placement::is_of(plan, path, &text)?;
+    placement::check_instance(plan, path, &text)?;
     // The plan may have been made with flags that override the file.
     hybrid.devices = plan.cluster.devices;
     hybrid.microbatches = plan.schedule.microbatches;
@@ -74,9 +75,9 @@ pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
 }
 
 /// Applies the flags that override the file.
-fn settle(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Error> {
-    let question = &arguments.question;
-    if let Some(text) = &question.memory {
+fn apply_flags(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Error> {
+    let plan_options = &arguments.plan_options;
+    if let Some(text) = &plan_options.memory {
         let bytes = unit::bytes(text).map_err(|error| Error::input("cannot read `--memory`").because(error))?;
         hybrid.bytes_per_device = bytes.0 as f64;
     }
@@ -85,22 +86,22 @@ fn settle(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Error> {
         hybrid.bandwidth = rate.0;
     }
     if let Some(count) = arguments.devices.gpus {
-        let most = piper::MAX_COUNT as u32;
-        if !(1..=most).contains(&count) {
-            return Err(Error::input(format!("`--gpus {count}` must be from 1 to {most}")));
+        let max_devices = piper::MAX_COUNT as u32;
+        if !(1..=max_devices).contains(&count) {
+            return Err(Error::input(format!("`--gpus {count}` must be from 1 to {max_devices}")));
         }
         hybrid.devices = count;
     }
-    if question.microbatches != PlanOptions::default().microbatches {
-        hybrid.microbatches = question.microbatches;
+    if plan_options.microbatches != PlanOptions::default().microbatches {
+        hybrid.microbatches = plan_options.microbatches;
     }
     Ok(())
 }
 
 /// Refuses flags for interconnect levels and costs, which the instance defines.
 fn refuse(arguments: &Arguments) -> Result<(), Error> {
-    let (devices, options) = (&arguments.devices, arguments.question.options()?);
-    let own = [
+    let (devices, options) = (&arguments.devices, arguments.plan_options.options()?);
+    let overridden = [
         ("--levels", devices.levels.is_some()),
         ("--cluster", devices.cluster.is_some()),
         ("--profile", arguments.profile.is_some()),
@@ -111,9 +112,9 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
             options.schedule.as_ref().is_some_and(|schedule| *schedule != ScheduleChoice::Named(Schedule::OneFOneB)),
         ),
     ];
-    let given = [&own[..], &placement::unsupported(&options)].concat();
-    placement::refuse_given(
-        &given,
+    let flags = [&overridden[..], &placement::unsupported_flags(&options)].concat();
+    placement::refuse_flags(
+        &flags,
         "piper",
         "the instance has its own costs, layer configurations and schedule",
         "only `--gpus`, `--bandwidth`, `--memory` and `--microbatches` override its values",

@@ -27,13 +27,13 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     let placement = read(&text).map_err(|error| {
         Error::file("read the instance", path, error).with_help("`--from` sets the format of the file")
     })?;
-    let memory = arguments.question.memory.as_deref().map(unit::bytes).transpose();
+    let memory = arguments.plan_options.memory.as_deref().map(unit::bytes).transpose();
     let sha256 = sha256(text.as_bytes());
     protect(arguments, &sha256)?;
     let request = Request {
         anywhere: arguments.noncontiguous,
-        budget: arguments.question.budget,
-        seed: arguments.question.seed,
+        budget: arguments.plan_options.budget,
+        seed: arguments.plan_options.seed,
         memory: memory.map_err(|error| Error::input("cannot read `--memory`").because(error))?,
         model: PlannedModel {
             file: input::file_name(path),
@@ -46,16 +46,16 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     let plan = solve(&placement, &request).map_err(|error| match &error {
         SolveError::Unsound(_) => Error::bug(&error.to_string()),
         SolveError::Infeasible { smallest, .. } => {
-            let least = quantity::at_least(*smallest);
-            Error::infeasible(format!("no feasible plan for {}", path.display()))
-                .because(&error)
-                .with_help(format!("`--memory {least}` is the smallest memory limit for which a plan was found"))
+            let smallest_limit = quantity::at_least(*smallest);
+            Error::infeasible(format!("no feasible plan for {}", path.display())).because(&error).with_help(format!(
+                "`--memory {smallest_limit}` is the smallest memory limit for which a plan was found"
+            ))
         }
         SolveError::TooLarge { .. } | SolveError::Cluster(_) => {
             Error::input(format!("cannot plan {}", path.display())).because(&error)
         }
     })?;
-    tell(&plan, arguments, screen)
+    write_plan(&plan, arguments, screen)
 }
 
 /// Refuses to overwrite the plan of another instance at the default path.
@@ -76,7 +76,7 @@ pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
     let accelerators = plan.cluster.classes.first();
     let read = if accelerators.is_some() { dnn_partitioning::read_with_hosts } else { dnn_partitioning::read };
     let mut placement = read(&text).map_err(|error| Error::file("read the instance", path, error))?;
-    is_of(plan, path, &text)?;
+    check_instance(plan, path, &text)?;
     // `--memory` may have changed the limit of the file.
     let limit = accelerators.map(|class| class.device.memory).or(plan.cluster.memory_per_device);
     if let Some(limit) = limit.filter(|limit| limit.0 != placement.bytes_per_device as u64) {
@@ -86,16 +86,17 @@ pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
 }
 
 /// Refuses an instance that is not the plan's.
-pub fn is_of(plan: &Plan, path: &Path, text: &str) -> Result<(), Error> {
+pub fn check_instance(plan: &Plan, path: &Path, text: &str) -> Result<(), Error> {
     if sha256(text.as_bytes()) == plan.model.sha256 {
         return Ok(());
     }
-    let what = format!("{} is not the instance of the plan", path.display());
-    Err(Error::input(what).because(format!("the plan is for {}, whose contents differ", short_name(&plan.model.file))))
+    let message = format!("{} is not the instance of the plan", path.display());
+    Err(Error::input(message)
+        .because(format!("the plan is for {}, whose contents differ", short_name(&plan.model.file))))
 }
 
 /// Writes the plan of an instance, and prints it.
-pub fn tell(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
+pub fn write_plan(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     let json = read::to_json(plan).map_err(|error| Error::bug(&error.to_string()))?;
     let path = arguments.output.clone().unwrap_or_else(|| output::default_output(&arguments.file, "plan"));
     if output::is_stdout(&path) {
@@ -112,9 +113,9 @@ pub fn tell(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), E
 
 /// Refuses flags for devices and costs, which the instance defines.
 fn refuse(arguments: &Arguments) -> Result<(), Error> {
-    let (devices, options) = (&arguments.devices, arguments.question.options()?);
+    let (devices, options) = (&arguments.devices, arguments.plan_options.options()?);
     let default = PlanOptions::default();
-    let own = [
+    let overridden = [
         ("--gpus", devices.gpus.is_some()),
         ("--levels", devices.levels.is_some()),
         ("--cluster", devices.cluster.is_some()),
@@ -124,9 +125,9 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
         ("--optimizer", options.optimizer != default.optimizer),
         ("--momentum", options.momentum.is_some()),
     ];
-    let given = [&own[..], &unsupported(&options)].concat();
-    refuse_given(
-        &given,
+    let flags = [&overridden[..], &unsupported_flags(&options)].concat();
+    refuse_flags(
+        &flags,
         "dnn-partitioning",
         "the instance has its own devices and costs",
         "only `--memory` overrides its values",
@@ -134,7 +135,7 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
 }
 
 /// Flags that no instance supports; the boolean is true if the flag is given.
-pub fn unsupported(options: &PlanOptions) -> Vec<(&'static str, bool)> {
+pub fn unsupported_flags(options: &PlanOptions) -> Vec<(&'static str, bool)> {
     let default = PlanOptions::default();
     vec![
         ("--stages", options.replicas.is_some()),
@@ -155,8 +156,8 @@ pub fn unsupported(options: &PlanOptions) -> Vec<(&'static str, bool)> {
 }
 
 /// Refuses the first given flag that an instance of this format does not support.
-pub fn refuse_given(given: &[(&str, bool)], format: &str, why: &str, help: &str) -> Result<(), Error> {
-    match given.iter().find(|(_, is_given)| *is_given) {
+pub fn refuse_flags(flags: &[(&str, bool)], format: &str, why: &str, help: &str) -> Result<(), Error> {
+    match flags.iter().find(|(_, is_given)| *is_given) {
         Some((flag, _)) => Err(Error::input(format!("`{flag}` cannot be combined with `--from {format}`"))
             .because(why)
             .with_help(help)),

@@ -16,7 +16,7 @@ use std::fs;
 use std::sync::Arc;
 
 /// The architecture for which the compiler is tested if no GPU can be opened.
-const USUAL: Architecture = Architecture { major: 8, minor: 0 };
+const DEFAULT_ARCHITECTURE: Architecture = Architecture { major: 8, minor: 0 };
 
 /// Libraries with their names in the report and their wheels, without the suffix for CUDA 12.
 const LIBRARIES: [(CudaLibrary, &str, &str); 5] = [
@@ -28,23 +28,21 @@ const LIBRARIES: [(CudaLibrary, &str, &str); 5] = [
 ];
 
 /// A GPU that could be opened.
-struct Opened {
+struct OpenedGpu {
     info: GpuInfo,
     free: usize,
     /// The error of compiling or loading a kernel.
     kernels: Result<(), GpuError>,
-    /// Whether cuBLASLt starts.
     has_cublaslt: bool,
-    /// Whether cuDNN starts.
     has_cudnn: bool,
 }
 
 /// What was found of CUDA.
 pub struct Cuda {
-    devices: Vec<Result<Opened, GpuError>>,
+    devices: Vec<Result<OpenedGpu, GpuError>>,
     /// Why the driver lists no devices, if it should.
     fault: Option<GpuError>,
-    /// The error of compiling for [`USUAL`] if there is no open GPU.
+    /// The error of compiling for [`DEFAULT_ARCHITECTURE`] if there is no open GPU.
     compiler: Result<(), CompileFault>,
 }
 
@@ -55,107 +53,117 @@ impl Cuda {
             Err(GpuError::NoDriver) => (0, None),
             Err(fault) => (0, Some(fault)),
         };
-        let text = product();
-        let devices: Vec<_> = (0..count).map(|ordinal| opened(ordinal, &text)).collect();
+        let text = matrix_product();
+        let devices: Vec<_> = (0..count).map(|ordinal| open_gpu(ordinal, &text)).collect();
         let compiler = match devices.iter().any(Result::is_ok) {
             true => Ok(()),
-            false => cubin(&text, USUAL).map(|_| ()),
+            false => cubin(&text, DEFAULT_ARCHITECTURE).map(|_| ()),
         };
         Cuda { devices, fault, compiler }
     }
 
     pub fn findings(&self) -> Vec<Finding> {
-        let [driver, compiler, rest @ ..] = LIBRARIES;
+        let [driver, compiler, optional_libraries @ ..] = LIBRARIES;
         let mut findings = vec![self::driver(driver.1), self.compiler(compiler)];
-        findings.extend(rest.map(|(library, what, wheel)| match library {
+        findings.extend(optional_libraries.map(|(library, subject, wheel)| match library {
             CudaLibrary::CublasLt => {
-                self.used(optional(library, what, wheel), "matrix products", wheel, |opened| opened.has_cublaslt)
+                self.with_use(optional_library(library, subject, wheel), "matrix products", wheel, |opened| {
+                    opened.has_cublaslt
+                })
             }
             CudaLibrary::Cudnn => {
-                self.used(optional(library, what, wheel), "convolutions", wheel, |opened| opened.has_cudnn)
+                self.with_use(optional_library(library, subject, wheel), "convolutions", wheel, |opened| {
+                    opened.has_cudnn
+                })
             }
-            _ => optional(library, what, wheel),
+            _ => optional_library(library, subject, wheel),
         }));
         findings.push(self.gpus());
         findings
     }
 
-    fn compiler(&self, (library, what, wheel): (CudaLibrary, &'static str, &str)) -> Finding {
+    fn compiler(&self, (library, subject, wheel): (CudaLibrary, &'static str, &str)) -> Finding {
         let has_driver = CudaLibrary::Driver.find().is_ok();
-        let Ok(found) = library.find() else {
+        let Ok(library_file) = library.find() else {
             let state = if has_driver { State::Broken } else { State::Absent };
-            return missing(library, what, state, has_driver.then(|| install(wheel)));
+            return missing_library(library, subject, state, has_driver.then(|| install_advice(wheel)));
         };
-        let place = place(&found.path.display().to_string(), found.version.as_deref());
+        let file = file_text(&library_file.path.display().to_string(), library_file.version.as_deref());
         let fault = self.devices.iter().flatten().find_map(|opened| match &opened.kernels {
             Err(GpuError::Compile(fault)) => Some(fault),
             _ => None,
         });
         match fault.or(self.compiler.as_ref().err()) {
             None => {
-                let found = format!("{place}; compiles for {}", self.architectures().join(", "));
-                Finding { what, state: State::Fine, found, next: None }
+                let detail = format!("{file}; compiles for {}", self.architectures().join(", "));
+                Finding { subject, state: State::Fine, detail, advice: None }
             }
             Some(fault) => {
-                let next = Some(first_line(&fault.to_string()));
-                Finding { what, state: State::Broken, found: format!("{place}; cannot compile kernels"), next }
+                let advice = Some(first_line(&fault.to_string()));
+                Finding { subject, state: State::Broken, detail: format!("{file}; cannot compile kernels"), advice }
             }
         }
     }
 
     /// Adds whether GPUs use a library for these ops: whether it starts.
-    fn used(&self, finding: Finding, ops: &str, of_wheel: &str, starts: fn(&Opened) -> bool) -> Finding {
+    fn with_use(&self, finding: Finding, ops: &str, of_wheel: &str, starts: fn(&OpenedGpu) -> bool) -> Finding {
         let mut opened = self.devices.iter().flatten().peekable();
         if finding.state != State::Fine || opened.peek().is_none() {
             return finding;
         }
         if opened.all(starts) {
-            return Finding { found: format!("{}; used for {ops}", finding.found), ..finding };
+            return Finding { detail: format!("{}; used for {ops}", finding.detail), ..finding };
         }
-        let found = format!("{}; does not start, so pipec's own kernels compute {ops}", finding.found);
-        let next = Some(format!("install the version for the driver: `pip install {}`", wheel(of_wheel)));
-        Finding { state: State::Absent, found, next, ..finding }
+        let detail = format!("{}; does not start, so pipec's own kernels compute {ops}", finding.detail);
+        let advice = Some(format!("install the version for the driver: `pip install {}`", wheel(of_wheel)));
+        Finding { state: State::Absent, detail, advice, ..finding }
     }
 
     /// The architectures for which a kernel was compiled.
     fn architectures(&self) -> Vec<String> {
-        let all: BTreeSet<String> = self.devices.iter().flatten().map(|o| o.info.architecture.to_string()).collect();
-        if all.is_empty() { vec![USUAL.to_string()] } else { all.into_iter().collect() }
+        let architectures: BTreeSet<String> =
+            self.devices.iter().flatten().map(|o| o.info.architecture.to_string()).collect();
+        if architectures.is_empty() {
+            vec![DEFAULT_ARCHITECTURE.to_string()]
+        } else {
+            architectures.into_iter().collect()
+        }
     }
 
     fn gpus(&self) -> Finding {
-        let what = "GPUs";
+        let subject = "GPUs";
         if let Some(fault) = &self.fault {
-            let next = Some("`nvidia-smi` shows whether the driver works".to_string());
-            return Finding { what, state: State::Broken, found: fault.to_string(), next };
+            let advice = Some("`nvidia-smi` shows whether the driver works".to_string());
+            return Finding { subject, state: State::Broken, detail: fault.to_string(), advice };
         }
-        let of = |wanted: fn(&Result<Opened, GpuError>) -> bool| self.devices.iter().filter(|d| wanted(d)).count();
-        let (all, closed) = (self.devices.len(), of(|device| device.is_err()));
-        let works = of(|device| device.as_ref().is_ok_and(|opened| opened.kernels.is_ok()));
-        let found = match all {
+        let count_devices =
+            |predicate: fn(&Result<OpenedGpu, GpuError>) -> bool| self.devices.iter().filter(|d| predicate(d)).count();
+        let (total, unopened) = (self.devices.len(), count_devices(|device| device.is_err()));
+        let usable = count_devices(|device| device.as_ref().is_ok_and(|opened| opened.kernels.is_ok()));
+        let detail = match total {
             0 => "none".to_string(),
-            _ if works == all => quantity::plural(all as u64, "GPU", "GPUs"),
-            _ => format!("{works} of {} can be used", quantity::plural(all as u64, "GPU", "GPUs")),
+            _ if usable == total => quantity::plural(total as u64, "GPU", "GPUs"),
+            _ => format!("{usable} of {} can be used", quantity::plural(total as u64, "GPU", "GPUs")),
         };
-        let state = match all {
+        let state = match total {
             0 => State::Absent,
-            _ if works == all => State::Fine,
+            _ if usable == total => State::Fine,
             _ => State::Broken,
         };
-        let next = (closed > 0).then(|| "`nvidia-smi` shows its processes and its health".to_string());
-        Finding { what, state, found, next: next.or_else(|| self.unloaded()) }
+        let advice = (unopened > 0).then(|| "`nvidia-smi` shows its processes and its health".to_string());
+        Finding { subject, state, detail, advice: advice.or_else(|| self.advise_unloaded()) }
     }
 
     /// What to do if a kernel is compiled but cannot be loaded.
-    fn unloaded(&self) -> Option<String> {
+    fn advise_unloaded(&self) -> Option<String> {
         let is_unloaded =
-            |opened: &Opened| matches!(&opened.kernels, Err(fault) if !matches!(fault, GpuError::Compile(_)));
+            |opened: &OpenedGpu| matches!(&opened.kernels, Err(fault) if !matches!(fault, GpuError::Compile(_)));
         let version = CudaLibrary::Driver.find().ok()?.version.as_deref()?;
-        let next = || {
+        let advice = || {
             let wheel = wheel("nvidia-cuda-nvrtc");
             format!("the compiler may be newer than the driver: `pip install '{wheel}=={version}.*'`")
         };
-        self.devices.iter().flatten().any(is_unloaded).then(next)
+        self.devices.iter().flatten().any(is_unloaded).then(advice)
     }
 
     pub fn has_devices(&self) -> bool {
@@ -164,8 +172,8 @@ impl Cuda {
 
     /// The devices, and which can access which, as tables.
     pub fn tables(&self) -> String {
-        let row = |(ordinal, device): (usize, &Result<Opened, GpuError>)| match device {
-            Ok(Opened { info, free, kernels, .. }) => vec![
+        let row = |(ordinal, device): (usize, &Result<OpenedGpu, GpuError>)| match device {
+            Ok(OpenedGpu { info, free, kernels, .. }) => vec![
                 ordinal.to_string(),
                 info.name.clone(),
                 info.architecture.to_string(),
@@ -203,22 +211,22 @@ impl Cuda {
 
     /// Whether the GPU of the row can access the memory of the GPU of the column.
     fn peers(&self) -> Vec<Vec<bool>> {
-        let all = 0..self.devices.len();
-        all.clone().map(|from| all.clone().map(|to| gpu::can_access(from, to)).collect()).collect()
+        let ordinals = 0..self.devices.len();
+        ordinals.clone().map(|from| ordinals.clone().map(|to| gpu::can_access(from, to)).collect()).collect()
     }
 
     pub fn libraries_json(&self) -> Value {
         let library = |(library, name, _): (CudaLibrary, &str, &str)| {
-            let found = library.find().ok();
-            let path = found.map(|found| found.path.display().to_string());
-            json!({"name": name, "path": path, "version": found.and_then(|found| found.version.as_deref())})
+            let file = library.find().ok();
+            let path = file.map(|file| file.path.display().to_string());
+            json!({"name": name, "path": path, "version": file.and_then(|file| file.version.as_deref())})
         };
         LIBRARIES.into_iter().map(library).collect()
     }
 
     pub fn devices_json(&self) -> Value {
-        let device = |(ordinal, device): (usize, &Result<Opened, GpuError>)| match device {
-            Ok(Opened { info, free, kernels, has_cublaslt, has_cudnn }) => json!({
+        let device = |(ordinal, device): (usize, &Result<OpenedGpu, GpuError>)| match device {
+            Ok(OpenedGpu { info, free, kernels, has_cublaslt, has_cudnn }) => json!({
                 "ordinal": ordinal,
                 "name": info.name,
                 "architecture": info.architecture.to_string(),
@@ -239,17 +247,16 @@ impl Cuda {
     }
 }
 
-/// The source of a matrix product.
-fn product() -> Arc<str> {
+fn matrix_product() -> Arc<str> {
     let matrix = |at: At| Matrix::rows(at, DType::F32, 64);
     let matrices = [matrix(At::input(0)), matrix(At::input(1)), matrix(At::output(0))];
-    Product::one([64; 3], matrices, false).launch().text
+    Product::single([64; 3], matrices, false).launch().text
 }
 
-fn opened(ordinal: usize, text: &Arc<str>) -> Result<Opened, GpuError> {
+fn open_gpu(ordinal: usize, text: &Arc<str>) -> Result<OpenedGpu, GpuError> {
     let gpu = Gpu::open(ordinal)?;
     let (free, kernels) = (gpu.free()?, gpu.function(text).map(|_| ()));
-    Ok(Opened {
+    Ok(OpenedGpu {
         info: gpu.info().clone(),
         free,
         kernels,
@@ -258,65 +265,65 @@ fn opened(ordinal: usize, text: &Arc<str>) -> Result<Opened, GpuError> {
     })
 }
 
-fn driver(what: &'static str) -> Finding {
+fn driver(subject: &'static str) -> Finding {
     let library = CudaLibrary::Driver;
     match library.find() {
-        Ok(found) => {
-            let version = found.version.as_deref().map(|version| format!("CUDA {version}"));
-            let module = fs::read_to_string("/proc/driver/nvidia/version").ok().and_then(|text| module(&text));
-            let words = [Some(found.path.display().to_string()), version, module.map(|m| format!("module {m}"))];
-            let found = words.into_iter().flatten().collect::<Vec<_>>().join(", ");
-            Finding { what, state: State::Fine, found, next: None }
+        Ok(file) => {
+            let version = file.version.as_deref().map(|version| format!("CUDA {version}"));
+            let module = fs::read_to_string("/proc/driver/nvidia/version").ok().and_then(|text| module_version(&text));
+            let words = [Some(file.path.display().to_string()), version, module.map(|m| format!("module {m}"))];
+            let detail = words.into_iter().flatten().collect::<Vec<_>>().join(", ");
+            Finding { subject, state: State::Fine, detail, advice: None }
         }
         Err(_) => {
-            let next = format!("only GPUs need it; if there is one, add the driver's folder to {FOLDERS}");
-            missing(library, what, State::Absent, Some(next))
+            let advice = format!("only GPUs need it; if there is one, add the driver's folder to {FOLDERS}");
+            missing_library(library, subject, State::Absent, Some(advice))
         }
     }
 }
 
 /// The version of the kernel module in the text of the driver's file in `/proc`.
-fn module(text: &str) -> Option<String> {
+fn module_version(text: &str) -> Option<String> {
     let is_version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
     text.lines().next()?.split_whitespace().find(is_version).map(str::to_string)
 }
 
-fn optional(library: CudaLibrary, what: &'static str, wheel: &str) -> Finding {
+fn optional_library(library: CudaLibrary, subject: &'static str, wheel: &str) -> Finding {
     match library.find() {
-        Ok(found) => {
-            let found = place(&found.path.display().to_string(), found.version.as_deref());
-            Finding { what, state: State::Fine, found, next: None }
+        Ok(file) => {
+            let detail = file_text(&file.path.display().to_string(), file.version.as_deref());
+            Finding { subject, state: State::Fine, detail, advice: None }
         }
         Err(_) => {
-            let next = CudaLibrary::Driver.find().is_ok().then(|| format!("optional; {}", install(wheel)));
-            missing(library, what, State::Absent, next)
+            let advice = CudaLibrary::Driver.find().is_ok().then(|| format!("optional; {}", install_advice(wheel)));
+            missing_library(library, subject, State::Absent, advice)
         }
     }
 }
 
-fn missing(library: CudaLibrary, what: &'static str, state: State, next: Option<String>) -> Finding {
+fn missing_library(library: CudaLibrary, subject: &'static str, state: State, advice: Option<String>) -> Finding {
     let fault = library.find().err().and_then(|missing| missing.fault.as_deref());
-    let found = match fault {
+    let detail = match fault {
         Some(fault) => format!("{} cannot be loaded: {fault}", library.file()),
         None => format!("{} was not found", library.file()),
     };
-    Finding { what, state, found, next }
+    Finding { subject, state, detail, advice }
 }
 
-fn place(path: &str, version: Option<&str>) -> String {
+fn file_text(path: &str, version: Option<&str>) -> String {
     version.map_or_else(|| path.to_string(), |version| format!("{path}, version {version}"))
 }
 
 /// The wheel for the driver's CUDA version.
 fn wheel(name: &str) -> String {
-    let version = CudaLibrary::Driver.find().ok().and_then(|found| found.version.as_deref());
+    let version = CudaLibrary::Driver.find().ok().and_then(|file| file.version.as_deref());
     match version.is_some_and(|version| version.starts_with("12.")) {
         true => format!("{}-cu12", name.trim_end_matches("-cu13")),
         false => name.to_string(),
     }
 }
 
-fn install(name: &str) -> String {
+fn install_advice(name: &str) -> String {
     format!("`pip install {}` installs it, or add its folder to {FOLDERS}", wheel(name))
 }
 
@@ -331,8 +338,8 @@ mod tests {
         let open =
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@h)\nGCC 12.3";
         let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n";
-        assert_eq!(super::module(open).as_deref(), Some("580.65.06"));
-        assert_eq!(super::module(closed).as_deref(), Some("535.104.05"));
-        assert_eq!(super::module(""), None);
+        assert_eq!(super::module_version(open).as_deref(), Some("580.65.06"));
+        assert_eq!(super::module_version(closed).as_deref(), Some("535.104.05"));
+        assert_eq!(super::module_version(""), None);
     }
 }
