@@ -61,7 +61,10 @@ pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edge
         most = most.max(items(replicas) * work);
         let rings =
             |at: usize| links::rings_of_range(levels, stages[at].first, stages[at].replicas, stages[at].gradient_bytes);
-        let all_reduce = |&at: &usize| if stages[at].replicas > 1 { links::all_reduce_us(&rings(at)) } else { 0.0 };
+        let all_reduce = |&at: &usize| {
+            let alone = if stages[at].replicas > 1 { links::all_reduce_us(&rings(at)) } else { 0.0 };
+            alone + stages[at].tied_us
+        };
         reduce = reduce.max(held.iter().map(all_reduce).sum());
     }
     for (_, us) in shared(asked, levels, stages, &messages) {
@@ -97,6 +100,7 @@ mod tests {
                     first,
                     replicas: 1,
                     in_flight: 1,
+                    tied_us: 0.0,
                 }
             };
             let stages: Vec<PlacedStage> = (0..4 * chunks).map(stage).collect();

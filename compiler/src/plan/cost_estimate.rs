@@ -4,7 +4,7 @@
 //! time of a minibatch; for inference, of one item.
 //!
 //! ```text
-//! C_s    = forward + backward (+ forward again where it is recomputed)       inference: forward
+//! C_s    = forward + backward (+ forward again where it is recomputed) + q_s X_s       inference: forward
 //! L_s,k  = Σ t(e) over the edges of s that go over level k + q_s ρ_s,k
 //! U_u    = Σ over stages on unit u of a shared level: the same, weighted by the fraction of the stage's devices on u
 //!
@@ -17,6 +17,7 @@
 //! | symbol | meaning |
 //! | --- | --- |
 //! | t, ρ, R | message and all-reduce, see `links` |
+//! | X | exchange of gradients of tied parameters, see `tied`; with a flush it is part of R in E |
 //! | r_s, m | replicas of stage s, micro-batches of a minibatch |
 //! | q_s | all-reduces per item of a replica: 1 under 1F1B-RR, whose replicas step once a round; 1 / ⌈m / r_s⌉ under 2BW; else 0 |
 //! | i_s | Σ t(e) over the incoming edges of s |
@@ -53,6 +54,8 @@ pub struct PlacedStage {
     pub replicas: u32,
     /// Micro-batches in flight on each replica.
     pub in_flight: u32,
+    /// Exchange of the gradients of tied parameters, per update.
+    pub tied_us: f64,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -186,7 +189,7 @@ impl StageLoad {
         let compute = stage.forward_us + if asked.trains() { stage.backward_us } else { 0.0 };
         let all_reduce = links::all_reduce_us(&rings);
         let q = asked.reduces(stage.replicas);
-        let mut item = compute.max(q * all_reduce);
+        let mut item = (compute + q * stage.tied_us).max(q * all_reduce);
         for level in 0..levels.len() {
             item = item.max(level_traffic_us(asked, &rings, messages, level, q));
         }
@@ -196,7 +199,7 @@ impl StageLoad {
             busiest_us: asked.weight(stage.replicas) * item,
             way_us: if asked.adds() { compute + ways * comes_in } else { 0.0 },
             in_us: if asked.adds() { ways * comes_in } else { 0.0 },
-            reduce_us: if asked.adds() { asked.exposed_us(stage, all_reduce) } else { 0.0 },
+            reduce_us: if asked.adds() { asked.exposed_us(stage, all_reduce) + stage.tied_us } else { 0.0 },
         }
     }
 }
@@ -313,7 +316,15 @@ mod tests {
     use crate::plan::StageId;
 
     fn stage(first: u32, replicas: u32, us: f64, gradient_bytes: f64) -> PlacedStage {
-        PlacedStage { forward_us: us, backward_us: 2.0 * us, gradient_bytes, first, replicas, in_flight: 8 }
+        PlacedStage {
+            forward_us: us,
+            backward_us: 2.0 * us,
+            gradient_bytes,
+            first,
+            replicas,
+            in_flight: 8,
+            tied_us: 0.0,
+        }
     }
 
     fn edge(from: u32, to: u32, bytes: u64) -> Edge {

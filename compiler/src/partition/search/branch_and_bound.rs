@@ -35,6 +35,7 @@ impl Prefix {
                 placing.devices - placement.first - placement.replicas,
                 Some(self.placements.len()),
             ),
+            tied_us: 0.0,
         });
         let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
         for tensor in placing.places.inputs(placement.from, placement.to) {

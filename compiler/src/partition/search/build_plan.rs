@@ -14,6 +14,7 @@ use crate::plan::in_flight::{First, ScheduleFlow, StageInFlight};
 use crate::plan::memory;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
+use crate::plan::tied;
 use crate::plan::{Edge, GradientBucket, RecomputedOps, Stage, StageId, StageMemory};
 use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
@@ -89,9 +90,13 @@ pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &
             first: spot.first,
             replicas: leaf.replicas,
             in_flight,
+            tied_us: 0.0,
         }
     };
-    shape.leaves().into_iter().zip(spots).zip(&holdings).zip(caps).map(placed).collect()
+    let mut stages: Vec<PlacedStage> =
+        shape.leaves().into_iter().zip(spots).zip(&holdings).zip(caps).map(placed).collect();
+    stages.iter_mut().zip(tied_us(problem, shape, spots)).for_each(|(stage, us)| stage.tied_us = us);
+    stages
 }
 
 pub fn outlook(
@@ -319,7 +324,28 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
             ..StageCosts::of(problem, leaf.ops, spot.recompute).stage(problem, &placed)
         }
     };
-    shape.leaves().into_iter().zip(memory).zip(spots).enumerate().map(stage).collect()
+    let mut stages: Vec<Stage> = shape.leaves().into_iter().zip(memory).zip(spots).enumerate().map(stage).collect();
+    stages.iter_mut().zip(tied_us(problem, shape, spots)).for_each(|(stage, us)| stage.tied_us = us);
+    stages
+}
+
+/// The stage of each op.
+pub fn stage_of(problem: &Problem, shape: &Shape) -> Vec<u32> {
+    let mut stage_of = vec![0u32; problem.graph.ops.len()];
+    for (at, leaf) in shape.leaves().iter().enumerate() {
+        leaf.ops.iter().for_each(|&op| stage_of[op as usize] = at as u32);
+    }
+    stage_of
+}
+
+/// The time that each stage exchanges gradients of tied parameters; only cost model `pipec` has it.
+fn tied_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<f64> {
+    if problem.cost != CostModel::Pipec || !problem.schedule.trains() {
+        return vec![0.0; spots.len()];
+    }
+    let stage_of = stage_of(problem, shape);
+    let places: Vec<(u32, u32)> = spots.iter().map(|spot| spot.first).zip(shape.replicas()).collect();
+    tied::exchange_us(&problem.cluster.levels, &problem.graph.params, &places, &|op| stage_of[op] as usize)
 }
 
 /// The devices of a stage.
@@ -408,6 +434,7 @@ impl StageCosts {
             zero,
             parameter_bytes: if zero >= 3 { self.parameter_bytes } else { 0 },
             gradient_bytes: self.gradient_bytes,
+            tied_us: 0.0,
             memory: StageMemory::default(),
             hierarchy: Vec::new(),
         }
@@ -422,6 +449,7 @@ impl StageCosts {
             first: placed.first,
             replicas: placed.replicas,
             in_flight,
+            tied_us: 0.0,
         }
     }
 }
@@ -442,10 +470,7 @@ fn gradient_bytes(problem: &Problem, ops: &[u32]) -> u64 {
 
 /// The tensors sent between stages, each directly from its producer to every stage that reads it.
 pub fn edges(problem: &Problem, shape: &Shape) -> Vec<Edge> {
-    let mut stage_of = vec![0u32; problem.graph.ops.len()];
-    for (at, leaf) in shape.leaves().iter().enumerate() {
-        leaf.ops.iter().for_each(|&op| stage_of[op as usize] = at as u32);
-    }
+    let stage_of = stage_of(problem, shape);
     let mut edges: BTreeMap<(u32, u32), Edge> = BTreeMap::new();
     for tensor in &problem.graph.tensors {
         let from = stage_of[tensor.producer.index()];

@@ -9,7 +9,9 @@ use crate::plan::cost_estimate::{FlowQuery, outlook};
 use crate::plan::in_flight;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{InFlight, Problem, Recomputation};
+use crate::plan::tied;
 use crate::plan::{Edge, Stage, StageId};
+use crate::profile::cost_graph::ParamCost;
 use crate::schedule::pipeline::{generated, pipeline_of};
 use crate::simulate::step_time;
 use std::collections::HashMap;
@@ -58,6 +60,8 @@ pub struct Evaluator<'a> {
     ranges: HashMap<(usize, usize), Range>,
     /// The position of each op in the order.
     place: Vec<u32>,
+    /// Parameters with several users.
+    tied: Vec<ParamCost>,
 }
 
 impl<'a> Evaluator<'a> {
@@ -65,7 +69,8 @@ impl<'a> Evaluator<'a> {
     pub fn new(problem: &'a Problem, order: &'a [u32], costs: &'a RangeCosts<'a>) -> Evaluator<'a> {
         let mut place = vec![0; order.len()];
         order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at as u32);
-        Evaluator { problem, asked: build_plan::asked(problem), order, costs, ranges: HashMap::new(), place }
+        let tied = problem.graph.params.iter().filter(|param| param.users.len() > 1).cloned().collect();
+        Evaluator { problem, asked: build_plan::asked(problem), order, costs, ranges: HashMap::new(), place, tied }
     }
 
     /// The stages if they fit, recomputed where they do not fit otherwise. `None` also if the closed form is above
@@ -110,7 +115,8 @@ impl<'a> Evaluator<'a> {
             let stage = self.costs_of(wanted, at, spots[at].recompute).stage(problem, &placed);
             Stage { id: StageId(at as u32), memory: memory[at], ..stage }
         });
-        let stages = stages.collect();
+        let mut stages: Vec<Stage> = stages.collect();
+        stages.iter_mut().zip(self.tied_us(wanted, &spots)).for_each(|(stage, us)| stage.tied_us = us);
         Some(Evaluated { spots, caps, estimate_us, stages, edges })
     }
 
@@ -179,16 +185,29 @@ impl<'a> Evaluator<'a> {
             let gradient_bytes = self.range(stages, at).terms.summed;
             self.costs_of(stages, at, spots[at].recompute).placed(&placed, gradient_bytes, caps[at])
         });
-        let placed: Vec<_> = placed.collect();
+        let mut placed: Vec<_> = placed.collect();
+        placed.iter_mut().zip(self.tied_us(stages, spots)).for_each(|(stage, us)| stage.tied_us = us);
         outlook(&self.asked, &self.problem.cluster.levels, &placed, edges).minibatch_us
+    }
+
+    fn stage_of(&self, stages: &Stages, op: usize) -> usize {
+        let place = self.place[op] as usize;
+        stages.ends.partition_point(|end| *end <= place) - 1
+    }
+
+    fn tied_us(&self, stages: &Stages, spots: &[StagePosition]) -> Vec<f64> {
+        if !self.problem.schedule.trains() {
+            return vec![0.0; spots.len()];
+        }
+        let places: Vec<(u32, u32)> =
+            spots.iter().map(|spot| spot.first).zip(stages.replicas.iter().copied()).collect();
+        let stage_of = |op: usize| self.stage_of(stages, op);
+        tied::exchange_us(&self.problem.cluster.levels, &self.tied, &places, &stage_of)
     }
 
     /// The bytes between stages.
     fn edges(&self, stages: &Stages) -> Vec<Edge> {
-        let stage_of = |op: usize| {
-            let place = self.place[op] as usize;
-            stages.ends.partition_point(|end| *end <= place) as u32 - 1
-        };
+        let stage_of = |op: usize| self.stage_of(stages, op) as u32;
         let mut bytes: HashMap<(u32, u32), u64> = HashMap::new();
         let mut readers: Vec<u32> = Vec::new();
         // A tensor that is sent crosses the first cut behind its producer.

@@ -31,6 +31,8 @@ use crate::plan::links;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{Problem, Recomputation, Target};
 use crate::plan::schedule::Schedule;
+use crate::plan::tied;
+use crate::profile::cost_graph::ParamCost;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
@@ -94,6 +96,9 @@ struct Cut {
     again: Vec<f64>,
     weight_grad: Vec<f64>,
     edges: Vec<Edge>,
+    /// Parameters with several users.
+    params: Vec<ParamCost>,
+    stage_of: Vec<u32>,
 }
 
 impl<'a> Layouts<'a> {
@@ -301,9 +306,13 @@ impl<'a> Layouts<'a> {
                 first,
                 replicas,
                 in_flight: held.caps[at],
+                tied_us: 0.0,
             }
         };
-        let stages: Vec<PlacedStage> = (0..cut.ops.len()).map(stage).collect();
+        let mut stages: Vec<PlacedStage> = (0..cut.ops.len()).map(stage).collect();
+        let places: Vec<(u32, u32)> = stages.iter().map(|stage| (stage.first, stage.replicas)).collect();
+        let tied = tied::exchange_us(levels, &cut.params, &places, &|op| cut.stage_of[op] as usize);
+        stages.iter_mut().zip(tied).for_each(|(stage, us)| stage.tied_us = us);
         let asked = FlowQuery {
             schedule,
             microbatches: self.problem.microbatches,
@@ -464,6 +473,8 @@ impl Cut {
             again: sum(&|op| graph.ops[op].recompute_us()),
             weight_grad: sum(&|op| graph.ops[op].weight_part_us()),
             edges: build_plan::edges(problem, &shape),
+            params: graph.params.iter().filter(|param| param.users.len() > 1).cloned().collect(),
+            stage_of: build_plan::stage_of(problem, &shape),
             ops,
         })
     }

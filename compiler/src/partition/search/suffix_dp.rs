@@ -302,6 +302,7 @@ impl PlacementQuery<'_> {
             first,
             replicas,
             in_flight: 1,
+            tied_us: 0.0,
         };
         let mut messages: Vec<Message> = Vec::with_capacity(2);
         let near = |neighbour: u32| Wire::between(self.levels, [neighbour, first, last].into_iter());
