@@ -25,7 +25,7 @@ use std::path::Path;
 /// Help for a model that cannot be imported.
 pub fn import(path: &Path, error: &ImportError) -> String {
     let names: Vec<String> =
-        with_inputs::followed(error).into_iter().map(|name| format!("`{}`", short_name(&name))).collect();
+        with_inputs::required_inputs(error).into_iter().map(|name| format!("`{}`", short_name(&name))).collect();
     if !names.is_empty() {
         let names = names.join(", ");
         return format!(
