@@ -45,7 +45,7 @@ const FASTER: f64 = 0.9995;
 /// Plans within this fraction of the fastest are as good; the simplest of them wins.
 const ALIKE: f64 = 0.005;
 
-/// A plan whose closed form is above this multiple of the best time is not simulated.
+/// With a flush, a plan whose closed form is above this multiple of the best time is not simulated.
 const HOPELESS: f64 = 1.6;
 
 /// What a climb may change besides the cuts.
@@ -283,14 +283,16 @@ impl Climb<'_> {
         let problem = self.problem;
         self.work = self.work.saturating_sub(20 * layout.stages.replicas.len() as u64);
         let evaluator = &mut self.evaluators[layout.order];
-        let evaluated = evaluator.evaluate(&layout.stages, HOPELESS * self.best_us)?;
+        // Without a flush the closed form is never above the simulated time.
+        let most = if problem.schedule.flushes() { HOPELESS } else { FASTER };
+        let evaluated = evaluator.evaluate(&layout.stages, most * self.best_us)?;
         self.states += 1;
         let (us, caps) = if problem.schedule.flushes() {
             let items = u64::from(problem.microbatches) * 4 * evaluated.caps.len() as u64;
             self.work = self.work.saturating_sub(items.min(120_000));
             (evaluator.simulated_us(&evaluated), evaluated.caps)
         } else {
-            self.work = self.work.saturating_sub(20_000);
+            self.work = self.work.saturating_sub(40_000);
             let shape = self.shape(layout);
             let us = evaluated.estimate_us;
             let played = played(problem, &shape, &evaluated.spots, &evaluated.caps, us, self.options.efficiency);
