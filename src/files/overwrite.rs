@@ -56,7 +56,11 @@ impl Mark {
 
     /// The format of a trace with this file name.
     pub fn trace(path: &Path) -> Mark {
-        if path.extension().is_some_and(|extension| extension == "pftrace") { Mark::Perfetto } else { Mark::Trace }
+        if path.extension().is_some_and(|extension| extension == "pftrace" || extension == "perfetto-trace") {
+            Mark::Perfetto
+        } else {
+            Mark::Trace
+        }
     }
 
     /// The format of tensors with this file name.
