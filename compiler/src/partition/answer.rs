@@ -139,7 +139,9 @@ fn improved(
     let problem = question.problem;
     let least_us = finish_plan::spread(problem).max(found.proven_us.unwrap_or(0.0));
     let is_ours = options.partitioner == Partitioner::Pipec && question.among.is_alone() && !options.is_draft;
-    if is_ours && best.played.minibatch_us > least_us * (1.0 + GAP) {
+    // Without a flush the closed form is a lower bound. Where the search was complete, only its waits are left to gain.
+    let is_complete = !problem.schedule.flushes() && found.proven_us.is_some();
+    if is_ours && !is_complete && best.played.minibatch_us > least_us * (1.0 + GAP) {
         let (better, states) = improve(question, options, &best, &found.candidates);
         found.states += states;
         if let Some(better) = better {

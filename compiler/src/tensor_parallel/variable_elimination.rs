@@ -18,7 +18,7 @@ use crate::tensor_parallel::order::order;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Default table size limit, in entries.
-pub const MOST_ENTRIES: usize = 1 << 18;
+pub const MOST_ENTRIES: usize = 1 << 22;
 
 /// A cost function of discrete variables.
 #[derive(Clone, Debug, Default)]

@@ -33,6 +33,9 @@ use std::collections::HashSet;
 /// Work of a climb, in micro-batches times stages; about two microseconds each.
 const WORK: u64 = 600_000;
 
+/// Work of one simulation without a flush, which chooses in-flight limits as well.
+const WORK_OF_STEADY: u64 = 100_000;
+
 /// Plans from which the climb starts, after all starts were simulated.
 const CLIMBED: usize = 3;
 
@@ -292,7 +295,7 @@ impl Climb<'_> {
             self.work = self.work.saturating_sub(items.min(120_000));
             (evaluator.simulated_us(&evaluated), evaluated.caps)
         } else {
-            self.work = self.work.saturating_sub(40_000);
+            self.work = self.work.saturating_sub(WORK_OF_STEADY);
             let shape = self.shape(layout);
             let us = evaluated.estimate_us;
             let played = played(problem, &shape, &evaluated.spots, &evaluated.caps, us, self.options.efficiency);

@@ -36,8 +36,10 @@ const COARSE: usize = 48;
 /// Steps of the forward search for at most `FEW` down-sets; a sixteenth elsewhere.
 const STEPS: u64 = 400_000;
 
-/// The share of the work for schedules with a flush, whose plans are improved by simulation afterwards.
+/// The share of the work for larger graphs under schedules with a flush: their plans are improved by simulation
+/// afterwards.
 const FLUSHED: f64 = 0.1;
+const SMALL: usize = 32;
 
 /// Largest number of down-sets for the full number of steps.
 const FEW: usize = 2000;
@@ -522,7 +524,8 @@ pub fn glance_effort(question: &SearchContext<'_>) -> Result<f64, ProblemError> 
 
 /// The share of the full work.
 fn part(problem: &Problem) -> f64 {
-    if build_plan::asked(problem).adds() && problem.objective == Objective::Throughput { FLUSHED } else { 1.0 }
+    let is_improved = build_plan::asked(problem).adds() && problem.objective == Objective::Throughput;
+    if is_improved && problem.graph.ops.len() > SMALL { FLUSHED } else { 1.0 }
 }
 
 fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
