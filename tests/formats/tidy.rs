@@ -93,7 +93,7 @@ const BUDGETS: [(&str, usize); 36] = [
 ];
 
 /// Maximum lines per file; a longer one probably has two responsibilities.
-const LONGEST: usize = 620;
+const LONGEST: usize = 640;
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
