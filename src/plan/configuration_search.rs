@@ -27,7 +27,6 @@ use crate::plan::variant::{MOST_OPS, SizedCosts, Variant, sizes};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
 use compiler::partition::explain::infeasible::is_infeasible;
-use compiler::partition::options::PlannerOptions;
 use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::finish_plan;
@@ -67,9 +66,6 @@ const SLOWER: f64 = 1.2;
 const SIMULATED: usize = 48;
 const PLANNED: usize = 4;
 
-/// Plans that are improved move by move.
-const IMPROVED: usize = 2;
-
 /// Simulated layouts of one variant with the same numbers of ranks and replicas.
 const ALIKE: usize = 6;
 
@@ -80,6 +76,11 @@ const MOST_WORK: u64 = 4_000_000;
 
 /// An estimate above this multiple of the best is not simulated.
 const HOPELESS: f64 = 1.3;
+
+/// The plan option with the plans that the lower bound covers.
+pub const BOUND: &str = "bound";
+/// Its value for stages of equal time.
+pub const EQUAL_STAGES: &str = "equal stages";
 
 /// Why a search is not complete.
 const INTERRUPTED: &str = "the search was interrupted";
@@ -127,6 +128,8 @@ struct Search<'a> {
     total: u64,
     /// The best predicted time so far.
     best_us: f64,
+    /// Lower bound of all layouts.
+    equal_us: f64,
 }
 
 /// A layout of a variant, with its estimated or simulated time.
@@ -163,6 +166,7 @@ pub fn plan(
         done: 0,
         total: 0,
         best_us: f64::INFINITY,
+        equal_us: f64::INFINITY,
     };
     search.make_variants(source)?;
     let simulated = search.simulate();
@@ -306,7 +310,7 @@ impl Search<'_> {
     }
 
     /// Simulates layouts: the best by estimate, then those whose lower bound is smallest, until no other one can be much
-    /// faster. Returns them by their simulated time.
+    /// faster. Returns them by their simulated time, and sets the bound.
     fn simulate(&mut self) -> Vec<Ranked> {
         let mut open: Vec<Ranked> = Vec::new();
         for (variant, of) in self.variants.iter().enumerate() {
@@ -346,6 +350,7 @@ impl Search<'_> {
             self.total += next.len() as u64;
         }
         simulated.sort_by(|left, right| left.us.total_cmp(&right.us));
+        self.equal_us = open.last().map_or(f64::INFINITY, |one| one.estimate.bound_us).min(self.best_us);
         simulated
     }
 
@@ -399,7 +404,7 @@ impl Search<'_> {
         let mut answers: Vec<(usize, Schedule, Result<Planned, PlanError>)> = Vec::new();
         for few in tasks.chunks(AT_ONCE) {
             let variants = &self.variants;
-            let found = in_parallel(few, |(variant, task)| task.planned(&variants[*variant], options, true));
+            let found = in_parallel(few, |(variant, task)| task.planned(&variants[*variant], options));
             for ((variant, task), planned) in few.iter().zip(found) {
                 if let Ok(planned) = &planned {
                     self.best_us = self.best_us.min(planned.plan.predicted.minibatch_us);
@@ -411,30 +416,7 @@ impl Search<'_> {
                 break;
             }
         }
-        self.improve(&tasks, &mut answers);
         self.best(simulated, answers)
-    }
-
-    /// Replaces the best drafts by plans that are improved move by move.
-    fn improve(&self, tasks: &[(usize, Task)], answers: &mut [(usize, Schedule, Result<Planned, PlanError>)]) {
-        let us =
-            |at: usize| answers[at].2.as_ref().map_or(f64::INFINITY, |planned| planned.plan.predicted.minibatch_us);
-        let mut order: Vec<usize> = (0..answers.len()).filter(|at| us(*at).is_finite()).collect();
-        order.sort_by(|left, right| us(*left).total_cmp(&us(*right)));
-        order.truncate(IMPROVED);
-        if self.events.stops() {
-            return;
-        }
-        let (variants, options) = (&self.variants, &self.request.options);
-        let better = in_parallel(&order, |at| {
-            let (variant, task) = &tasks[*at];
-            task.planned(&variants[*variant], options, false)
-        });
-        for (at, planned) in order.into_iter().zip(better) {
-            if planned.is_ok() {
-                answers[at].2 = planned;
-            }
-        }
     }
 
     /// Searches for plans with unequal replicas.
@@ -520,7 +502,11 @@ impl Search<'_> {
             plan.search.fallback = Some(INTERRUPTED.to_string());
             plan.warnings.push(format!("{INTERRUPTED}: a better plan may exist"));
         }
-        (plan.lower_bound_us, plan.proven_optimal) = (self.bound(us), false);
+        let (bound_us, scope) = self.bound(us);
+        (plan.lower_bound_us, plan.proven_optimal) = (bound_us, false);
+        if let Some(scope) = scope {
+            plan.options.insert(BOUND.to_string(), scope.into());
+        }
         let options = &mut plan.options;
         let of_variant = &self.variants[variant];
         match self.tensor_parallel() {
@@ -547,13 +533,17 @@ impl Search<'_> {
         Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried), alternative, too_large })
     }
 
-    /// A lower bound of the time in microseconds: all compute spread over all devices, at the sizes and degrees that were
-    /// tried.
-    fn bound(&self, us: f64) -> f64 {
+    /// A lower bound of the time in microseconds, and the plans that it covers if not all.
+    ///
+    /// All compute spread over all devices bounds every plan at these sizes and degrees. The layouts that were simulated,
+    /// and the bounds of the others, cover stages of equal time; they count if no plan with other stages is faster.
+    fn bound(&self, us: f64) -> (f64, Option<&'static str>) {
         // A split backward has the shortest way through the pipeline.
         let spread =
             |variant: &Variant| finish_plan::spread(&Problem { schedule: Schedule::ZbH1, ..variant.problem().clone() });
-        self.variants.iter().map(spread).fold(us, f64::min)
+        let all = self.variants.iter().map(spread).fold(us, f64::min);
+        let equal = self.equal_us.min(us);
+        if equal > all && self.equal_us.is_finite() { (equal, Some(EQUAL_STAGES)) } else { (all, None) }
     }
 
     /// The time per minibatch of the same stages without a flush, where each update uses gradients of weights one
@@ -592,17 +582,15 @@ impl Task {
         }
     }
 
-    /// Makes the plan; a draft is not improved move by move.
-    fn planned(&self, variant: &Variant, options: &PlanOptions, is_draft: bool) -> Result<Planned, PlanError> {
-        variant.planned(options, &|problem, planner| {
-            let planner = PlannerOptions { is_draft, ..*planner };
-            match *self {
-                Task::Layout(one) => Layouts::of(problem).plan(&one.estimate.layout, &planner),
-                Task::Free { schedule, zero } => {
-                    let chunks = if schedule.has_chunks() { 2 } else { 1 };
-                    single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, &planner)
-                }
+    fn planned(&self, variant: &Variant, options: &PlanOptions) -> Result<Planned, PlanError> {
+        match *self {
+            Task::Layout(one) => {
+                variant.planned(options, &|problem, planner| Layouts::of(problem).plan(&one.estimate.layout, planner))
             }
-        })
+            Task::Free { schedule, zero } => variant.planned(options, &|problem, planner| {
+                let chunks = if schedule.has_chunks() { 2 } else { 1 };
+                single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, planner)
+            }),
+        }
     }
 }

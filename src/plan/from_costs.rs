@@ -121,7 +121,6 @@ pub fn planner_options<'a>(options: &PlanOptions, efficiency: &'a Efficiency<'a>
         time_limit: options.time_limit,
         seed: options.seed,
         efficiency: Some(efficiency),
-        is_draft: false,
     }
 }
 

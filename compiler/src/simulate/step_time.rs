@@ -150,7 +150,6 @@ mod tests {
                     fwd_us: 100.0 + f64::from(at),
                     bwd_us: 210.0,
                     gradient_bytes: 80_000,
-                    tied_us: 0.0,
                     ops: Vec::new(),
                     op_names: Vec::new(),
                     modules: Vec::new(),
