@@ -531,7 +531,7 @@ pub fn differences(scope: &mut Scope<'_>) -> Outputs {
         for part in [prepend, Some(x), append].into_iter().flatten() {
             parts.push(scope.cast(part, dtype)?);
         }
-        x = scope.add(Op::Concat(Concat { axis: axis }), &parts)?;
+        x = scope.add(Op::Concat(Concat { axis }), &parts)?;
     }
     let is_bool = scope.fact(x).dtype == DType::Bool;
     for _ in 0..order as i64 {
