@@ -31,7 +31,7 @@ fn run(folder: &Path, arguments: &[&str]) -> String {
 }
 
 /// Expects this exit code and exactly one error line; returns standard error.
-fn expect_error(folder: &Path, code: i32, arguments: &[&str]) -> String {
+fn fail(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
     let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
     assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
@@ -110,13 +110,13 @@ fn usage_errors_are_one_line_and_code_2() {
         &["inspect", "missing.onnx", "--dim", "batch=0"],
         &["\u{1b}[31m"],
     ] {
-        expect_error(at, 2, arguments);
+        fail(at, 2, arguments);
     }
     std::fs::write(at.join("empty.onnx"), b"").unwrap();
-    assert!(expect_error(at, 2, &["inspect", "empty.onnx"]).contains("empty"));
+    assert!(fail(at, 2, &["inspect", "empty.onnx"]).contains("empty"));
     std::fs::write(at.join("bad.json"), b"{\"schema\": 1, \"schema\": 2}").unwrap();
-    assert!(expect_error(at, 2, &["plan", "show", "bad.json"]).contains("duplicate key"));
-    expect_error(at, 2, &["inspect", "."]);
+    assert!(fail(at, 2, &["plan", "show", "bad.json"]).contains("duplicate key"));
+    fail(at, 2, &["inspect", "."]);
 }
 
 #[test]
@@ -152,8 +152,8 @@ fn a_published_profile_is_planned() {
     // A modified plan is rejected.
     let broken = text(&plan_bytes).replacen("\"replicas\": 1", "\"replicas\": 3", 1);
     std::fs::write(at.join("broken.json"), broken).unwrap();
-    assert!(expect_error(at, 1, &["plan", "check", "broken.json"]).contains("devices for 3 replicas"));
-    expect_error(at, 2, &["simulate", "broken.json"]);
+    assert!(fail(at, 1, &["plan", "check", "broken.json"]).contains("devices for 3 replicas"));
+    fail(at, 2, &["simulate", "broken.json"]);
 }
 
 #[test]
@@ -164,17 +164,15 @@ fn data_parallelism_is_said_first_where_it_wins() {
     assert!(output_text.starts_with("Recommended: data parallelism over 4 devices"), "{output_text}");
     let pinned = run(folder.path(), &["partition", "chain.graph.txt", "--gpus", "4", "--stages", "2,1,1", "--compare"]);
     assert!(pinned.starts_with("Data parallelism would be"), "{pinned}");
-    let cut_plan =
-        run(folder.path(), &["partition", "chain.graph.txt", "--gpus", "2", "--cut-after", "node0", "-o", "-"]);
-    assert_eq!(json(&cut_plan)["stages"][0]["ops"], serde_json::json!([[0, 1]]));
+    let cut = run(folder.path(), &["partition", "chain.graph.txt", "--gpus", "2", "--cut-after", "node0", "-o", "-"]);
+    assert_eq!(json(&cut)["stages"][0]["ops"], serde_json::json!([[0, 1]]));
 }
 
 #[test]
 fn nothing_fits_is_an_explained_no() {
     let folder = tempfile::tempdir().unwrap();
     graph_txt(folder.path(), &[5.0, 5.0, 5.0, 5.0], 1_000_000_000);
-    let output_text =
-        expect_error(folder.path(), 3, &["partition", "chain.graph.txt", "--gpus", "2", "--memory", "1GB"]);
+    let output_text = fail(folder.path(), 3, &["partition", "chain.graph.txt", "--gpus", "2", "--memory", "1GB"]);
     let (_, suggestion) = output_text.split_once("`--memory ").unwrap();
     let limit = suggestion.split_once('`').unwrap().0;
     run(folder.path(), &["partition", "chain.graph.txt", "--gpus", "2", "--memory", limit]);
@@ -185,12 +183,9 @@ fn from_the_zoo_to_an_answer() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     run(at, &["zoo", "mlp", "--hidden", "8", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
-    let inspection = json(&run(at, &["inspect", "m.onnx", "--format", "json"]));
-    assert_eq!(inspection["parameters"]["count"], 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3);
-    assert_eq!(
-        (inspection["trainable"].as_bool(), inspection["outputs"][0]["name"].as_str()),
-        (Some(true), Some("logits"))
-    );
+    let model = json(&run(at, &["inspect", "m.onnx", "--format", "json"]));
+    assert_eq!(model["parameters"]["count"], 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3);
+    assert_eq!((model["trainable"].as_bool(), model["outputs"][0]["name"].as_str()), (Some(true), Some("logits")));
     assert!(run(at, &["inspect", "m.onnx"]).contains("155 in 6 tensors"));
     assert!(run(at, &["inspect", "m.onnx", "--text"]).contains("matmul"));
     run(at, &["profile", "m.onnx", "--device", "analytic:h200", "--micro-batch", "4", "-o", "h.json"]);
@@ -221,14 +216,14 @@ fn from_the_zoo_to_an_answer() {
     run(at, &["eval", "m.onnx", "--inputs", "x.npz", "--weights", "w.safetensors", "-o", "y.npz"]);
     assert_eq!(runtime::data::weights::read(&at.join("y.npz")).unwrap()["logits"].shape(), [5, 3]);
     std::fs::write(at.join("list.tsv"), "m.onnx\tx.npz\tz.npz\nm.onnx\tnone.npz\tn.npz\n").unwrap();
-    expect_error(at, 1, &["eval", "--batch-file", "list.tsv"]);
+    fail(at, 1, &["eval", "--batch-file", "list.tsv"]);
     assert!(at.join("z.npz").exists());
 
     // A plan for another model is rejected.
     run(at, &["zoo", "mlp", "--hidden", "9", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "o.onnx"]);
     let other_plan = ["train", "o.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "1"];
-    assert!(expect_error(at, 2, &other_plan).contains("is not the model of the plan"));
-    expect_error(at, 2, &["partition", "o.onnx", "--profile", "p.json", "--gpus", "2"]);
+    assert!(fail(at, 2, &other_plan).contains("is not the model of the plan"));
+    fail(at, 2, &["partition", "o.onnx", "--profile", "p.json", "--gpus", "2"]);
 }
 
 #[test]
@@ -251,14 +246,10 @@ fn training_plans_by_itself_and_schedules_agree() {
         saved.push(std::fs::read(at.join(file)).unwrap());
     }
     assert!(saved.windows(2).all(|pair| pair[0] == pair[1]), "synchronous schedules give the same bits");
-    expect_error(at, 2, &[&train[..], &["--schedule", "1f1b-rr"]].concat());
-    expect_error(
-        at,
-        2,
-        &["train", "m.onnx", "--synthetic-data", "--batch", "7", "--microbatches", "2", "--steps", "1"],
-    );
+    fail(at, 2, &[&train[..], &["--schedule", "1f1b-rr"]].concat());
+    fail(at, 2, &["train", "m.onnx", "--synthetic-data", "--batch", "7", "--microbatches", "2", "--steps", "1"]);
     let diverging = ["train", "m.onnx", "--synthetic-data", "--steps", "40", "--batch", "8", "--lr", "1e30"];
-    assert!(expect_error(at, 1, &diverging).contains("diverged"));
+    assert!(fail(at, 1, &diverging).contains("diverged"));
 }
 
 #[test]
@@ -304,7 +295,7 @@ fn constraints_and_objectives_of_plans() {
     let at = folder.path();
     graph_txt(at, &[5.0, 5.0, 5.0, 5.0], 8);
     let flags = ["partition", "chain.graph.txt", "--gpus", "4", "--format", "json", "-o", "p.json"];
-    let plan = |flags_of_plan: &[&str]| json(&run(at, &[&flags[..], flags_of_plan].concat()));
+    let plan = |extra: &[&str]| json(&run(at, &[&flags[..], extra].concat()));
     let replicas = |plan: &serde_json::Value| {
         let stages = plan["stages"].as_array().unwrap().iter();
         stages.map(|stage| stage["replicas"].as_u64().unwrap()).collect::<Vec<_>>()
@@ -328,9 +319,9 @@ fn constraints_and_objectives_of_plans() {
         &["--pin", "nothing=0"],
         &["--pin", "0"],
     ] {
-        expect_error(at, 2, &[&flags[..], invalid].concat());
+        fail(at, 2, &[&flags[..], invalid].concat());
     }
-    let error = expect_error(at, 3, &[&flags[..], &["--memory", "10B"]].concat());
+    let error = fail(at, 3, &[&flags[..], &["--memory", "10B"]].concat());
     assert!(
         error.contains("more") && error.contains("is the smallest memory limit for which a plan was found"),
         "{error}"
@@ -356,8 +347,8 @@ fn costs_of_another_device_are_reported() {
     let a100 = pipec(at, &[&flags[..], &["a.json"]].concat());
     assert!(text(&a100.stderr).contains("costs are for a100"), "{}", text(&a100.stderr));
     // A file of another type is named as what it is.
-    assert!(expect_error(at, 2, &["plan", "show", "a.json"]).contains("it is a profile"));
-    assert!(expect_error(at, 2, &[&flags[..], &["m.plan.json"]].concat()).contains("it is a plan"));
+    assert!(fail(at, 2, &["plan", "show", "a.json"]).contains("it is a profile"));
+    assert!(fail(at, 2, &[&flags[..], &["m.plan.json"]].concat()).contains("it is a plan"));
 }
 
 #[test]
@@ -366,10 +357,9 @@ fn tied_parameters_are_reported_before_training() {
     let at = folder.path();
     run(at, &["zoo", "gpt", "--layers", "2", "-o", "g.onnx"]);
     assert!(run(at, &["inspect", "g.onnx"]).contains("wte.weight, used by 2 ops"));
-    let equal_replicas =
-        ["partition", "g.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "4", "-o", "e.json"];
+    let equal = ["partition", "g.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "4", "-o", "e.json"];
     // Both stages use the first stage's version, which no program states.
-    let output_text = text(&pipec(at, &equal_replicas).stderr);
+    let output_text = text(&pipec(at, &equal).stderr);
     assert!(
         output_text.contains("stages 0 and 1 share the parameter `wte.weight`: all use the weight version of stage 0"),
         "{output_text}"
@@ -382,7 +372,7 @@ fn tied_parameters_are_reported_before_training() {
     assert!(text(&output.stderr).contains("share the parameter `wte.weight`"), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains("--plan p.json --schedule 1f1b"));
     let train = ["train", "g.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "1"];
-    assert!(expect_error(at, 2, &train).contains("--schedule 1f1b"));
+    assert!(fail(at, 2, &train).contains("--schedule 1f1b"));
     run(at, &[&train[..], &["--schedule", "1f1b"]].concat());
     // A frozen table has one version everywhere.
     run(at, &[&train[..], &["--freeze", "wte.weight"]].concat());
@@ -401,7 +391,7 @@ fn training_takes_what_users_have() {
     run(at, &["zoo", "mlp"]);
     // A boolean option without a value is true.
     run(at, &["zoo", "resnet18", "--small-images", "--structure", "-o", "r.onnx"]);
-    assert!(expect_error(at, 2, &["zoo", "mlp"]).contains("already exists"));
+    assert!(fail(at, 2, &["zoo", "mlp"]).contains("already exists"));
 
     // A single array besides the labels is the model's input; dropped rows are reported.
     let x = Tensor::from_f32(&[10, 6], &(0..60).map(|at| (at as f32).sin()).collect::<Vec<_>>());
@@ -428,17 +418,15 @@ fn training_takes_what_users_have() {
     run(at, &zero_rate);
     let o = read("o.npz");
     assert_eq!((&w["fc1.weight"], &v["fc3.weight"]), (&o["fc1.weight"], &o["fc3.weight"]));
-    assert!(
-        expect_error(at, 2, &[&train[..], &["--freeze", "fc1.wieght"]].concat()).contains("did you mean `fc1.weight`")
-    );
-    assert!(expect_error(at, 2, &[&train[..], &["--freeze", "*"]].concat()).contains("no parameter to train"));
+    assert!(fail(at, 2, &[&train[..], &["--freeze", "fc1.wieght"]].concat()).contains("did you mean `fc1.weight`"));
+    assert!(fail(at, 2, &[&train[..], &["--freeze", "*"]].concat()).contains("no parameter to train"));
 
     write("bad.npz", [("x".to_string(), x.clone()), ("y".to_string(), labels(7))].into());
     let bad_labels = ["train", "m.onnx", "--data", "bad.npz", "--batch", "4"];
-    assert!(expect_error(at, 2, &bad_labels).contains("array `y`, row 0: label 7"));
+    assert!(fail(at, 2, &bad_labels).contains("array `y`, row 0: label 7"));
     write("x.npz", [("x".to_string(), x.clone())].into());
-    assert!(expect_error(at, 2, &["train", "m.onnx", "--data", "x.npz", "--batch", "4"]).contains("`target` or `y`"));
-    assert!(expect_error(at, 2, &["train", "m.onnx"]).contains("--synthetic-data"));
+    assert!(fail(at, 2, &["train", "m.onnx", "--data", "x.npz", "--batch", "4"]).contains("`target` or `y`"));
+    assert!(fail(at, 2, &["train", "m.onnx"]).contains("--synthetic-data"));
 
     // Weight files may contain more or fewer tensors than the model, but not different ones.
     let eval = |weights: &str| {
@@ -457,7 +445,7 @@ fn training_takes_what_users_have() {
     );
     assert_eq!(eval("x.npz").0, Some(2));
     write("two.npz", [("a".to_string(), x.clone()), ("b".to_string(), x)].into());
-    let missing = expect_error(at, 2, &["eval", "m.onnx", "--inputs", "two.npz", "-o", "out.npz"]);
+    let missing = fail(at, 2, &["eval", "m.onnx", "--inputs", "two.npz", "-o", "out.npz"]);
     assert!(missing.contains("the model needs `x`"), "{missing}");
 }
 
@@ -466,7 +454,7 @@ fn what_does_not_fit_in_memory_is_refused_first() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     run(at, &["zoo", "mlp", "-o", "m.onnx"]);
-    let output_text = expect_error(at, 2, &["profile", "m.onnx", "--micro-batch", "4000000000"]);
+    let output_text = fail(at, 2, &["profile", "m.onnx", "--micro-batch", "4000000000"]);
     assert!(output_text.contains("does not fit in memory") && output_text.contains("is available"), "{output_text}");
 }
 
@@ -520,7 +508,7 @@ fn control_characters_in_names_are_escaped() {
         run(folder.path(), &["partition", &file("name_ansi.onnx"), "--gpus", "2", "--format", format]);
     }
     run(folder.path(), &["inspect", &file("name_ansi.onnx"), "--text"]);
-    assert!(expect_error(folder.path(), 2, &["inspect", &file("cycle.onnx")]).contains("cycle"));
+    assert!(fail(folder.path(), 2, &["inspect", &file("cycle.onnx")]).contains("cycle"));
     run(
         folder.path(),
         &["train", &file("name_path.onnx"), "--checkpoint-dir", "ck", "--steps", "1", "--synthetic-data"],
@@ -577,10 +565,10 @@ fn optimizers_are_called_the_same_by_all_verbs() {
     assert_same(&["--optimizer", "sgd-momentum", "--momentum", "0"], &["--optimizer", "sgd"]);
     assert!(plan_with(&["--optimizer", "sgd-momentum"]) != plan_with(&["--optimizer", "sgd"]));
     for verb in [&["train", "m.onnx", "--synthetic-data"][..], &["partition", "m.onnx", "--gpus", "2"]] {
-        let output_text = expect_error(folder, 2, &[verb, &["--optimizer", "adam", "--momentum", "0.9"]].concat());
+        let output_text = fail(folder, 2, &[verb, &["--optimizer", "adam", "--momentum", "0.9"]].concat());
         assert!(output_text.contains("help: it requires `--optimizer sgd` or `rmsprop`"), "{output_text}");
     }
-    let output_text = expect_error(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--precision", "int8"]);
+    let output_text = fail(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--precision", "int8"]);
     assert!(output_text.contains("write one of fp64, fp32, tf32, bf16, fp16"), "{output_text}");
 }
 
@@ -622,7 +610,7 @@ fn what_is_not_wanted_is_said_in_two_ways() {
     assert!(plan_with(&["--no-recompute"]) == never && plan_with(&[]) != never);
     assert!(plan_with(&["--no-tensor"]) == plan_with(&["--tensor", "never"]));
     for words in [["--no-recompute", "--recompute", "auto"], ["--no-tensor", "--tensor", "2"]] {
-        expect_error(folder, 2, &[&["partition", "m.onnx", "--gpus", "2"][..], &words].concat());
+        fail(folder, 2, &[&["partition", "m.onnx", "--gpus", "2"][..], &words].concat());
     }
 }
 

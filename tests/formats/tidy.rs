@@ -93,7 +93,7 @@ const BUDGETS: [(&str, usize); 36] = [
 ];
 
 /// Maximum lines per file; a longer one probably has two responsibilities.
-const LONGEST: usize = 640;
+const LONGEST: usize = 620;
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -295,12 +295,12 @@ fn nothing_is_left_undone() {
 #[test]
 fn rooms_keep_their_budgets() {
     let mut over = Vec::new();
+    let lines = |path: PathBuf| (fs::read_to_string(&path).unwrap().lines().count(), path);
+    let files: Vec<(usize, PathBuf)> = sources().into_iter().map(lines).collect();
     for (room, budget) in BUDGETS {
         let head = format!("{room}.rs");
-        let is_inside = |path: &&PathBuf| path.starts_with(root().join(room)) || message(path) == head;
-        let sources = sources();
-        let lines: usize =
-            sources.iter().filter(is_inside).map(|p| fs::read_to_string(p).unwrap().lines().count()).sum();
+        let is_inside = |path: &Path| path.starts_with(root().join(room)) || message(path) == head;
+        let lines: usize = files.iter().filter(|(_, path)| is_inside(path)).map(|(lines, _)| lines).sum();
         println!("{lines:>6} of {budget:>6} {room}");
         over.extend((lines > budget).then(|| format!("{room}: {lines} lines, budget {budget}")));
     }

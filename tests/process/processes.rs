@@ -53,7 +53,7 @@ pub fn write_plan(folder: &Path, model: &str, extra: &[&str]) {
 }
 
 /// Trains in threads and in processes, and compares all output files.
-pub fn check_same(folder: &Path, label: &str, arguments: &[&str]) {
+pub fn compare(folder: &Path, label: &str, arguments: &[&str]) {
     let run = |name: &str, extra: &[&str]| {
         let files = ["w.safetensors", "g.safetensors", "m.jsonl", "t.json"].map(|file| format!("{name}.{file}"));
         let [weights, gradients, metrics, trace] = &files;
@@ -88,13 +88,13 @@ fn processes_train_as_threads_do_without_a_flush() {
     let root = folder.path();
     make_models(root);
     let plain = ["m.onnx", "--steps", "7"];
-    check_same(root, "1f1b-rr, 2-1", &[&plain[..], &["--stages", "2,1"]].concat());
-    check_same(root, "1f1b-rr, 1-2", &[&plain[..], &["--stages", "1,2", "--eval-split", "0.2"]].concat());
-    check_same(root, "vertical sync", &[&plain[..], &["--stages", "1,1", "--schedule", "1f1b-rr-vsync"]].concat());
-    check_same(root, "2bw", &[&plain[..], &["--stages", "1,1", "--schedule", "2bw", "--microbatches", "4"]].concat());
-    check_same(root, "batch norm", &["c.onnx", "--steps", "5", "--stages", "2,1"]);
+    compare(root, "1f1b-rr, 2-1", &[&plain[..], &["--stages", "2,1"]].concat());
+    compare(root, "1f1b-rr, 1-2", &[&plain[..], &["--stages", "1,2", "--eval-split", "0.2"]].concat());
+    compare(root, "vertical sync", &[&plain[..], &["--stages", "1,1", "--schedule", "1f1b-rr-vsync"]].concat());
+    compare(root, "2bw", &[&plain[..], &["--stages", "1,1", "--schedule", "2bw", "--microbatches", "4"]].concat());
+    compare(root, "batch norm", &["c.onnx", "--steps", "5", "--stages", "2,1"]);
     let shared = ["g.onnx", "--steps", "5", "--stages", "2,2", "--optimizer", "adam", "--clip-norm", "0.1"];
-    check_same(root, "a shared embedding", &shared);
+    compare(root, "a shared embedding", &shared);
 }
 
 #[test]
@@ -103,19 +103,15 @@ fn processes_train_as_threads_do_under_a_flush() {
     let root = folder.path();
     make_models(root);
     let plain = ["m.onnx", "--steps", "4", "--microbatches", "4"];
-    check_same(root, "1f1b, 2-1", &[&plain[..], &["--stages", "2,1", "--schedule", "1f1b"]].concat());
-    check_same(
-        root,
-        "gpipe",
-        &[&plain[..], &["--stages", "1,1", "--schedule", "gpipe", "--clip-norm", "0.1"]].concat(),
-    );
-    check_same(root, "zb-h1", &[&plain[..], &["--stages", "1,1", "--schedule", "zb-h1"]].concat());
+    compare(root, "1f1b, 2-1", &[&plain[..], &["--stages", "2,1", "--schedule", "1f1b"]].concat());
+    compare(root, "gpipe", &[&plain[..], &["--stages", "1,1", "--schedule", "gpipe", "--clip-norm", "0.1"]].concat());
+    compare(root, "zb-h1", &[&plain[..], &["--stages", "1,1", "--schedule", "zb-h1"]].concat());
     let deferred = ["c.onnx", "--steps", "4", "--stages", "2,1", "--schedule", "1f1b", "--microbatches", "4", "--bn"];
-    check_same(root, "batch norm", &[&deferred[..], &["deferred"]].concat());
+    compare(root, "batch norm", &[&deferred[..], &["deferred"]].concat());
     let shared = ["g.onnx", "--steps", "4", "--stages", "1,1", "--schedule", "1f1b", "--microbatches", "4"];
-    check_same(root, "a shared embedding in bf16", &[&shared[..], &["--clip-norm", "0.1", "--dtype", "bf16"]].concat());
+    compare(root, "a shared embedding in bf16", &[&shared[..], &["--clip-norm", "0.1", "--dtype", "bf16"]].concat());
     write_plan(root, "g.onnx", &["--gpus", "2", "--schedule", "interleaved", "--chunks", "2", "--microbatches", "4"]);
-    check_same(root, "interleaved", &["g.onnx", "--steps", "4", "--plan", "plan.json"]);
+    compare(root, "interleaved", &["g.onnx", "--steps", "4", "--plan", "plan.json"]);
 }
 
 #[test]
@@ -134,7 +130,7 @@ fn four_processes_train_with_shards_as_threads_do() {
             let extra = ["--gpus", "4", "--stages", replicas, "--zero", zero, "--optimizer", "adam"];
             write_plan(root, model, &[&extra[..], schedule].concat());
             let what = format!("{model}, {replicas}, {schedule:?}, ZeRO {zero}");
-            check_same(root, &what, &[model, "--steps", "4", "--plan", "plan.json", "--optimizer", "adam"]);
+            compare(root, &what, &[model, "--steps", "4", "--plan", "plan.json", "--optimizer", "adam"]);
         }
     }
 }

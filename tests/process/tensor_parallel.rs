@@ -1,6 +1,6 @@
 //! Tensor-parallel groups over several processes: bitwise equal to threads, wherever their ranks are.
 
-use crate::processes::{check_same, command, files, port, run_ok, text, wait_for_exit, write_plan};
+use crate::processes::{command, compare, files, port, run_ok, text, wait_for_exit, write_plan};
 #[cfg(target_os = "linux")]
 use crate::support::family::{all_gone, children, send};
 use serde_json::{Value, json};
@@ -27,10 +27,10 @@ fn assert_sharded(folder: &Path, arguments: &[&str]) {
 }
 
 /// Trains in threads and in processes, and compares all output files.
-fn check_same_sharded(folder: &Path, label: &str, arguments: &[&str]) {
+fn compare_sharded(folder: &Path, label: &str, arguments: &[&str]) {
     let arguments = [arguments, &["--batch", "32"]].concat();
     assert_sharded(folder, &arguments);
-    check_same(folder, label, &[&arguments[..], &["--steps", "4"]].concat());
+    compare(folder, label, &[&arguments[..], &["--steps", "4"]].concat());
 }
 
 #[test]
@@ -39,14 +39,14 @@ fn groups_in_processes_train_as_in_threads() {
     let root = folder.path();
     make_models(root);
     let pairs = |model, extra: &[&str], label: &str| {
-        check_same_sharded(root, label, &[&[model, "--tensor", "2"][..], extra].concat());
+        compare_sharded(root, label, &[&[model, "--tensor", "2"][..], extra].concat());
     };
     pairs("m.onnx", &["--stages", "2,1"], "1f1b-rr, 2-1");
     pairs("c.onnx", &["--stages", "1,1", "--optimizer", "adam", "--clip-norm", "0.1"], "batch norm, clipped by stage");
     let clipped = [&FLUSH[..], &["--stages", "1,1", "--clip-norm", "0.1"]].concat();
     pairs("g.onnx", &[&clipped[..], &["--dtype", "bf16"]].concat(), "a shared embedding in bf16");
     pairs("c.onnx", &[&clipped[..], &["--dtype", "f16"]].concat(), "a loss scale");
-    check_same_sharded(root, "groups of four", &[&["c.onnx", "--tensor", "4"][..], &clipped].concat());
+    compare_sharded(root, "groups of four", &[&["c.onnx", "--tensor", "4"][..], &clipped].concat());
 }
 
 /// ZeRO stage, devices and degree, stages, model, schedule.
@@ -72,7 +72,7 @@ fn groups_in_processes_train_with_shards_as_in_threads() {
         let costs = ["--profile", "analytic:cpu", "--micro-batch", rows];
         write_plan(root, model, &[&group[..], &costs, schedule].concat());
         let label = format!("{model}, ZeRO {zero}");
-        check_same_sharded(root, &label, &[model, "--plan", "plan.json", "--optimizer", "adam", "--clip-norm", "0.1"]);
+        compare_sharded(root, &label, &[model, "--plan", "plan.json", "--optimizer", "adam", "--clip-norm", "0.1"]);
     }
 }
 

@@ -235,9 +235,8 @@ impl Sharer<'_> {
         if let Some(cached) = self.cache.get(&key) {
             return Ok(cached.chosen.cost);
         }
-        let segment_stage = self.segment_stage(start, end)?;
-        let stage =
-            Stage::new(&segment_stage.fragment, segment_stage.backward.as_ref(), &segment_stage.tied, self.machine);
+        let segment = self.segment_stage(start, end)?;
+        let stage = Stage::new(&segment.fragment, segment.backward.as_ref(), &segment.tied, self.machine);
         let chosen = match self.options.segments.is_of_stages() {
             true => choose(stage.task(), self.machine)?,
             false => choose_within(stage.task(), self.machine, MOST_ENTRIES)?,
@@ -325,16 +324,15 @@ impl Sharer<'_> {
         chosen: &Chosen,
         outside: &[Value],
     ) -> Result<SegmentCosts, CostsError> {
-        let segment_stage = self.segment_stage(start, end)?;
-        let stage =
-            Stage::new(&segment_stage.fragment, segment_stage.backward.as_ref(), &segment_stage.tied, self.machine);
+        let segment = self.segment_stage(start, end)?;
+        let stage = Stage::new(&segment.fragment, segment.backward.as_ref(), &segment.tied, self.machine);
         let shared = share(&stage, &chosen.choice, self.machine, &HashSet::new())?;
         let attribute = |fragment: &Fragment, backward: Option<&Backward>| {
             let arenas = shared_arenas(fragment, backward);
             let arenas = [Some(&arenas[0]), Some(&arenas[1])];
             of_stage(fragment.clone(), backward.cloned(), self.tagged.ops.clone(), None, &self.leaders, arenas)
         };
-        let alone = attribute(&segment_stage.fragment, segment_stage.backward.as_ref());
+        let alone = attribute(&segment.fragment, segment.backward.as_ref());
         let sharded = attribute(&shared.fragment, shared.backward.as_ref());
         let ops = self.ops(start, end);
         let mut costs = SegmentCosts { ops: vec![OpSegmentCosts::default(); ops.len()], ..SegmentCosts::default() };
@@ -349,7 +347,7 @@ impl Sharer<'_> {
                     Live { whole: [op_costs.live.at(ends, false); 4], split: [op_costs.live.at(ends, true); 4] };
             }
         }
-        self.add_crossings(&mut costs, &segment_stage, &shared, &sharded, (&ops, outside));
+        self.add_crossings(&mut costs, &segment, &shared, &sharded, (&ops, outside));
         let graph = &self.tagged.graph;
         for (at, value) in outside.iter().enumerate() {
             if let Op::Parameter(parameter) = &graph.node(value.node).op {
@@ -390,10 +388,8 @@ impl Sharer<'_> {
                 let node = graph.node(id);
                 let input = graph.inputs(id).first().map(|value| graph.fact(*value));
                 let facts = input.zip(node.facts.first());
-                if let Some((kind, alone_forward)) =
-                    facts.and_then(|(from, to)| self.machine.traffic(&node.op, from, to))
-                {
-                    side[kind].add(alone_forward);
+                if let Some((kind, traffic)) = facts.and_then(|(from, to)| self.machine.traffic(&node.op, from, to)) {
+                    side[kind].add(traffic);
                 }
             }
         }
@@ -417,7 +413,7 @@ impl Sharer<'_> {
     fn add_crossings(
         &self,
         costs: &mut SegmentCosts,
-        segment_stage: &SegmentStage,
+        segment: &SegmentStage,
         shared: &Shared,
         sharded: &Attribution,
         (ops, outside): (&[u32], &[Value]),
@@ -457,7 +453,7 @@ impl Sharer<'_> {
                 let value = Value { node: *id, output: 0 };
                 let size = backward.graph.fact(value).bytes().unwrap_or(0);
                 if let Some(at) =
-                    op_position(segment_stage.fragment.sent[*sent].value).filter(|_| weight_grad_reads.contains(&value))
+                    op_position(segment.fragment.sent[*sent].value).filter(|_| weight_grad_reads.contains(&value))
                 {
                     costs.ops[at].arriving_bytes = costs.ops[at].arriving_bytes.saturating_add(size);
                 }
@@ -485,12 +481,7 @@ struct Costs<'a> {
 }
 
 impl<'a> Costs<'a> {
-    fn new(
-        alone: &'a CostGraph,
-        tagged: &'a Tagged,
-        machine: &'a Machine,
-        parameter_dependents: &'a HashSet<NodeId>,
-    ) -> Costs<'a> {
+    fn new(alone: &'a CostGraph, tagged: &'a Tagged, machine: &'a Machine, dependents: &'a HashSet<NodeId>) -> Self {
         let (graph, meetings) = (alone.clone(), vec![[0.0; 2]; alone.ops.len()]);
         let (traffic, layouts) = (vec![OpTraffic::default(); alone.ops.len()], HashMap::new());
         let parameters = alone.params.iter().enumerate().map(|(at, param)| (param.name.as_str(), at)).collect();
@@ -499,7 +490,7 @@ impl<'a> Costs<'a> {
             alone,
             tagged,
             machine,
-            parameter_dependents,
+            parameter_dependents: dependents,
             graph,
             meetings,
             traffic,

@@ -372,11 +372,13 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
+    fn barrier(&self) -> Option<&'a MinibatchBarrier<'a>> {
+        self.context.checkpoints.as_ref()?.barrier
+    }
+
     /// True if an instruction runs; false if the run stops before its minibatch.
     fn should_run(&mut self, instruction: &Instruction) -> bool {
-        let Some(barrier) = self.context.checkpoints.as_ref().and_then(|checkpoints| checkpoints.barrier) else {
-            return true;
-        };
+        let Some(barrier) = self.barrier() else { return true };
         match (minibatch(&self.rule, instruction), instruction) {
             (Some(minibatch), _) if minibatch < self.entered => true,
             (Some(minibatch), _) => {
@@ -399,12 +401,7 @@ impl<'a> Worker<'a> {
     /// Keeps weights for a skipped forward: a checkpoint at the end of the run needs them after they would be dropped.
     fn skip(&mut self, instruction: Instruction) -> Result<(), WorkerError> {
         let Instruction::Forward { stage, item, version, .. } = instruction else { return Ok(()) };
-        let end = self
-            .context
-            .checkpoints
-            .as_ref()
-            .and_then(|checkpoints| checkpoints.barrier)
-            .and_then(MinibatchBarrier::end);
+        let end = self.barrier().and_then(MinibatchBarrier::end);
         let newest = end.map_or(0, |end| version_at(&self.rule, stage, end).0);
         let lag = self.lag(stage, item);
         let name = &self.name;
@@ -431,9 +428,7 @@ impl<'a> Worker<'a> {
 
     /// True if the micro-batch follows a checkpoint that the stage has not reached.
     fn is_after_checkpoint(&self, stage: StageId, item: MicrobatchId) -> bool {
-        let Some(cuts) = self.context.checkpoints.as_ref().and_then(|checkpoints| checkpoints.cuts) else {
-            return false;
-        };
+        let Some(cuts) = self.context.checkpoints.as_ref().and_then(|plan| plan.cuts) else { return false };
         let Some(stage_worker) = self.stage_workers.iter().find(|stage_worker| stage_worker.stage == stage) else {
             return false;
         };
@@ -553,11 +548,8 @@ impl<'a> Worker<'a> {
         peer: WorkerId,
     ) -> Result<Pending, WorkerError> {
         let (own_stage, peer_stage) = self.end_stages(edge, kind, true);
-        let message = Message {
-            item,
-            tensors: self
-                .on_stage(index, own_stage, |stage_worker| stage_worker.tensors_to_send(item, kind, peer_stage))?,
-        };
+        let tensors = self.on_stage(index, own_stage, |stage| stage.tensors_to_send(item, kind, peer_stage))?;
+        let message = Message { item, tensors };
         // The sender keeps an activation for its backward.
         let gradients = message.tensors.iter().filter(|_| kind == Payload::Gradient);
         let gradients = gradients.map(|parcel| parcel.buffer.clone()).collect();

@@ -17,6 +17,7 @@ use crate::partition::search::placement::{MemoryScope, PlacementQuery, StagePlac
 use crate::partition::search::result::PlanCandidate;
 use crate::plan::check::error::PlanFault;
 use crate::plan::problem::Problem;
+use crate::text::name::short_name;
 
 /// Number of classes, largest memory first, for which the required memory is computed.
 pub const MOST_CLASSES: usize = 4;
@@ -129,7 +130,7 @@ pub fn error(question: &SearchContext<'_>, candidates: &[PlanCandidate]) -> Plan
         class,
         kind: class
             .and_then(|class| classes.get(class as usize))
-            .map_or(String::new(), |class| op_name(&class.device.kind, 0)),
+            .map_or(String::new(), |class| short_name(&class.device.kind)),
         memory,
         missing: smallest.saturating_sub(memory),
         smallest,
@@ -176,6 +177,5 @@ pub fn in_cluster_order(error: PlanError, of: &[DeviceClass], own: &[DeviceClass
 }
 
 fn op_name(name: &str, op: u32) -> String {
-    let name = if name.is_empty() { op.to_string() } else { name.to_string() };
-    name.chars().take(80).map(|c| if c.is_control() { '?' } else { c }).collect()
+    if name.is_empty() { op.to_string() } else { short_name(name) }
 }
