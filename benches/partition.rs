@@ -4,6 +4,7 @@
 //! cargo bench --bench partition                        the tables on standard output, then the timings
 //! PIPEC_TABLES=1 cargo bench --bench partition         the tables also into benches/results/partition.md
 //! cargo bench --bench partition -- chain               of the timings only those with "chain" in their name
+//! cargo bench --bench partition -- --pins [MODEL]      the planner's choice against stages pinned by hand
 //! ```
 //!
 //! Published profiles and instances are read from `$PIPEC_DATA`, by default `../shared/data`; without them their rows
@@ -17,6 +18,8 @@
 //! | states | sets, shapes or nodes searched |
 //! | CPU-s, MiB | processor seconds, and peak memory of the process |
 
+#[path = "partition/pins.rs"]
+mod pins;
 #[allow(dead_code)] // Tests use the rest.
 #[path = "../tests/support/problems.rs"]
 mod problems;
@@ -349,6 +352,11 @@ fn timings(c: &mut Criterion) {
 fn main() {
     // `cargo test --benches` only runs the timings; a filter selects timings.
     let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.iter().any(|argument| argument == "--pins") {
+        let filter = arguments.iter().find(|argument| !argument.starts_with("--")).map_or("", String::as_str);
+        println!("{}", pins::table(filter));
+        return;
+    }
     if arguments.iter().all(|argument| argument == "--bench") {
         tables();
     }

@@ -1,5 +1,6 @@
 //! Events of a request while it runs: notes, warnings, progress.
 
+use compiler::partition::planned::Planned;
 use compiler::plan::Plan;
 
 /// Something that happened while a request runs.
@@ -44,10 +45,18 @@ pub trait EventSink {
     /// Called for each event, in order, on the thread that made the request.
     fn event(&self, event: Event<'_>);
 
-    /// True if the user asks the request to end early, with the best result so far. Only searches look at it.
-    fn stops(&self) -> bool {
-        false
+    /// The signal by which the user asks the request to end early, with the best result so far. Only searches look at it.
+    fn stop_signal(&self) -> Option<i32> {
+        None
     }
+
+    /// True if the user asks the request to end early.
+    fn stops(&self) -> bool {
+        self.stop_signal().is_some()
+    }
+
+    /// Called with the best plan so far, and why the runtime cannot train it, if it cannot.
+    fn found(&self, _: &Planned, _untrainable: Option<&str>) {}
 }
 
 impl dyn EventSink + '_ {

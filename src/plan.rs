@@ -5,6 +5,7 @@ pub mod configuration_search;
 pub mod custom_schedule;
 pub mod from_costs;
 pub mod infeasible;
+pub mod interruptible;
 pub mod model_family;
 pub mod optimizer;
 pub mod parallel;

@@ -22,6 +22,7 @@ pub mod problem;
 pub mod read;
 pub mod schedule;
 pub mod stage_cost;
+pub mod tied;
 pub mod zero;
 
 use crate::cluster::{Bytes, Device, DeviceClass, Level};
@@ -188,6 +189,10 @@ fn is_zero(number: &f64) -> bool {
     *number == 0.0
 }
 
+fn is_no_time(us: &f64) -> bool {
+    *us == 0.0
+}
+
 fn is_nothing(bytes: &u64) -> bool {
     *bytes == 0
 }
@@ -257,6 +262,10 @@ pub struct Stage {
     /// Bytes of the gradients that replicas all-reduce, if they are not as many as those of the parameters.
     #[serde(default, skip_serializing_if = "is_nothing")]
     pub gradient_bytes: u64,
+    /// Time per update to exchange gradients of tied parameters with the other stages that use them, in microseconds;
+    /// absent if there are none.
+    #[serde(default, skip_serializing_if = "is_no_time")]
+    pub tied_us: f64,
     /// Memory per device.
     pub memory: StageMemory,
     /// The stage's position in the cluster levels, innermost first. One entry on a cluster of several levels means that

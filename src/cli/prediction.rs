@@ -23,7 +23,6 @@ use compiler::simulate::step_time;
 use compiler::tensor::DType;
 use compiler::text::quantity::plural;
 use compiler::text::quantity::{self, short};
-use pipec::plan::configuration_search::BOUND;
 use pipec::plan::request::cost_name;
 use pipec::plan::result::Alternative;
 use std::collections::BTreeSet;
@@ -410,13 +409,7 @@ fn bound_text(plan: &Plan) -> String {
     let gap = (time / bound - 1.0) * 100.0;
     // The baselines ignore the constraints, and may be faster than every plan that satisfies them.
     let is_free = CONSTRAINTS.iter().all(|name| !plan.options.contains_key(*name)) && !is_of_given_groups(plan);
-    let of_equal_stages = plan.options.contains_key(BOUND);
-    let qualifier = match (is_free, of_equal_stages) {
-        (true, false) => "",
-        (true, true) => " with equal stages",
-        (false, false) => " within the constraints",
-        (false, true) => " with equal stages within the constraints",
-    };
+    let qualifier = if is_free { "" } else { " within the constraints" };
     if plan.proven_optimal {
         let steady = if covers_only_steady_state(plan) { " in steady state, without fill and drain" } else { "" };
         format!("proven optimal{qualifier} under this cost model{steady}")

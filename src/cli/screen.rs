@@ -299,8 +299,8 @@ impl EventSink for Screen {
         }
     }
 
-    fn stops(&self) -> bool {
-        self.stop.get().is_some_and(|stop| stop.received().is_some())
+    fn stop_signal(&self) -> Option<i32> {
+        self.stop.get().and_then(Stop::received)
     }
 }
 

@@ -13,9 +13,10 @@ use crate::plan::request::{PlanRequest, ScheduleChoice, cost_name};
 use crate::plan::request_costs::{CostsBySize, untrainable};
 use crate::plan::result::{PlanResult, Tried};
 use crate::plan::{tied_weights, variant};
+use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planned::Planned;
 use compiler::plan::device_memory::fullest;
-use compiler::plan::problem::{CostModel, Objective};
+use compiler::plan::problem::{CostModel, InFlight, Objective};
 use compiler::plan::schedule::Schedule;
 use compiler::profile::shared::TensorParallelCosts;
 
@@ -30,11 +31,30 @@ pub fn is_requested(request: &PlanRequest) -> bool {
     request.batch.is_some() || request.options.schedule == Some(ScheduleChoice::Auto)
 }
 
+/// True if layouts are searched: with equal replicas, without constraints on the cuts, under synchronous schedules.
+fn searches_layouts(request: &PlanRequest, is_mixed: bool) -> bool {
+    let options = &request.options;
+    let is_equal = options.replicas.as_ref().is_none_or(|given| given.iter().all(|replicas| *replicas == given[0]));
+    let is_free =
+        is_equal && options.cut_after.is_none() && options.pins.is_empty() && options.in_flight == InFlight::Auto;
+    let is_synchronous = match &options.schedule {
+        None | Some(ScheduleChoice::Auto) => true,
+        Some(ScheduleChoice::Named(kind)) => SYNCHRONOUS.contains(kind),
+        Some(ScheduleChoice::File(_)) => false,
+    };
+    is_free
+        && is_synchronous
+        && !is_mixed
+        && options.cost == CostModel::Pipec
+        && options.partitioner == Partitioner::Pipec
+        && options.objective == Objective::Throughput
+}
+
 /// Plans all combinations and returns the best.
 pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult, Error> {
     validate(request)?;
     let source = CostsBySize::open(request, events)?;
-    if configuration_search::supports(request, source.cluster().is_mixed()) {
+    if searches_layouts(request, source.cluster().is_mixed()) {
         let batch =
             request.batch.unwrap_or_else(|| source.default_size().saturating_mul(request.options.microbatches.into()));
         return configuration_search::plan(request, &source, batch, events);

@@ -15,6 +15,7 @@ use crate::error::Error;
 use crate::events::{Event, EventSink};
 use crate::plan::from_costs::state_collectives;
 use crate::plan::infeasible::describe;
+use crate::plan::interruptible::INTERRUPTED;
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
 use crate::plan::request_costs::untrainable;
@@ -27,13 +28,13 @@ use crate::plan::variant::{MOST_OPS, SizedCosts, Variant, sizes};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
 use compiler::partition::explain::infeasible::is_infeasible;
-use compiler::partition::partitioners::Partitioner;
+use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::finish_plan;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::single_degree;
 use compiler::plan::Plan;
-use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
+use compiler::plan::problem::{Problem, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
 use compiler::text::quantity;
@@ -66,6 +67,9 @@ const SLOWER: f64 = 1.2;
 const SIMULATED: usize = 48;
 const PLANNED: usize = 4;
 
+/// Plans that are improved move by move.
+const IMPROVED: usize = 2;
+
 /// Simulated layouts of one variant with the same numbers of ranks and replicas.
 const ALIKE: usize = 6;
 
@@ -77,36 +81,9 @@ const MOST_WORK: u64 = 4_000_000;
 /// An estimate above this multiple of the best is not simulated.
 const HOPELESS: f64 = 1.3;
 
-/// The plan option with the plans that the lower bound covers.
-pub const BOUND: &str = "bound";
-/// Its value for stages of equal time.
-pub const EQUAL_STAGES: &str = "equal stages";
-
-/// Why a search is not complete.
-const INTERRUPTED: &str = "the search was interrupted";
-
 /// The largest cluster, and the number of variants, with a search for unequal replicas under every schedule.
 const SMALL: u32 = 16;
 const SEARCHED: usize = 3;
-
-/// True if layouts are searched: with equal replicas, without constraints on the cuts, under synchronous schedules.
-pub fn supports(request: &PlanRequest, is_mixed: bool) -> bool {
-    let options = &request.options;
-    let is_equal = options.replicas.as_ref().is_none_or(|given| given.iter().all(|replicas| *replicas == given[0]));
-    let is_free =
-        is_equal && options.cut_after.is_none() && options.pins.is_empty() && options.in_flight == InFlight::Auto;
-    let is_synchronous = match &options.schedule {
-        None | Some(ScheduleChoice::Auto) => true,
-        Some(ScheduleChoice::Named(kind)) => SYNCHRONOUS.contains(kind),
-        Some(ScheduleChoice::File(_)) => false,
-    };
-    is_free
-        && is_synchronous
-        && !is_mixed
-        && options.cost == CostModel::Pipec
-        && options.partitioner == Partitioner::Pipec
-        && options.objective == Objective::Throughput
-}
 
 /// The ZeRO stage, which is part of the search for a batch. A torch bundle shards nothing.
 fn zero(request: &PlanRequest) -> ZeroStage {
@@ -128,8 +105,6 @@ struct Search<'a> {
     total: u64,
     /// The best predicted time so far.
     best_us: f64,
-    /// Lower bound of all layouts.
-    equal_us: f64,
 }
 
 /// A layout of a variant, with its estimated or simulated time.
@@ -166,7 +141,6 @@ pub fn plan(
         done: 0,
         total: 0,
         best_us: f64::INFINITY,
-        equal_us: f64::INFINITY,
     };
     search.make_variants(source)?;
     let simulated = search.simulate();
@@ -196,7 +170,7 @@ impl Search<'_> {
             None => sizes(batch),
         };
         let mut failure: Option<Error> = None;
-        for sizes in sizes.chunks(AT_ONCE) {
+        for (at, sizes) in sizes.chunks(AT_ONCE).enumerate() {
             // Any plan is better than none.
             if self.events.stops() && self.variants.iter().any(|variant| !variant.estimates.is_empty()) {
                 break;
@@ -236,6 +210,9 @@ impl Search<'_> {
             let least = |variant: &Variant| variant.least_us();
             self.best_us = self.variants.iter().map(least).fold(f64::INFINITY, f64::min);
             self.progress((sizes.len() * 4) as u64);
+            if at == 0 {
+                self.offer_estimated();
+            }
             let latest = |variant: &&Variant| Some(&variant.micro_batch) == sizes.last();
             let latest = self.variants.iter().filter(latest).map(least).fold(f64::INFINITY, f64::min);
             if self.best_us.is_finite() && latest > SLOWER * self.best_us {
@@ -310,7 +287,7 @@ impl Search<'_> {
     }
 
     /// Simulates layouts: the best by estimate, then those whose lower bound is smallest, until no other one can be much
-    /// faster. Returns them by their simulated time, and sets the bound.
+    /// faster. Returns them by their simulated time.
     fn simulate(&mut self) -> Vec<Ranked> {
         let mut open: Vec<Ranked> = Vec::new();
         for (variant, of) in self.variants.iter().enumerate() {
@@ -350,7 +327,6 @@ impl Search<'_> {
             self.total += next.len() as u64;
         }
         simulated.sort_by(|left, right| left.us.total_cmp(&right.us));
-        self.equal_us = open.last().map_or(f64::INFINITY, |one| one.estimate.bound_us).min(self.best_us);
         simulated
     }
 
@@ -402,12 +378,17 @@ impl Search<'_> {
         self.total = self.done + tasks.len() as u64;
         let options = &self.request.options;
         let mut answers: Vec<(usize, Schedule, Result<Planned, PlanError>)> = Vec::new();
+        let mut offered_us = f64::INFINITY;
         for few in tasks.chunks(AT_ONCE) {
             let variants = &self.variants;
-            let found = in_parallel(few, |(variant, task)| task.planned(&variants[*variant], options));
+            let found = in_parallel(few, |(variant, task)| task.planned(&variants[*variant], options, true));
             for ((variant, task), planned) in few.iter().zip(found) {
-                if let Ok(planned) = &planned {
-                    self.best_us = self.best_us.min(planned.plan.predicted.minibatch_us);
+                if let Ok(planned) = &planned
+                    && planned.plan.predicted.minibatch_us < offered_us
+                {
+                    offered_us = planned.plan.predicted.minibatch_us;
+                    self.best_us = self.best_us.min(offered_us);
+                    self.offer(*variant, planned.clone());
                 }
                 answers.push((*variant, task.schedule(), planned));
             }
@@ -416,7 +397,30 @@ impl Search<'_> {
                 break;
             }
         }
+        self.improve(&tasks, &mut answers);
         self.best(simulated, answers)
+    }
+
+    /// Replaces the best drafts by plans that are improved move by move.
+    fn improve(&self, tasks: &[(usize, Task)], answers: &mut [(usize, Schedule, Result<Planned, PlanError>)]) {
+        let us =
+            |at: usize| answers[at].2.as_ref().map_or(f64::INFINITY, |planned| planned.plan.predicted.minibatch_us);
+        let mut order: Vec<usize> = (0..answers.len()).filter(|at| us(*at).is_finite()).collect();
+        order.sort_by(|left, right| us(*left).total_cmp(&us(*right)));
+        order.truncate(IMPROVED);
+        if self.events.stops() {
+            return;
+        }
+        let (variants, options) = (&self.variants, &self.request.options);
+        let better = in_parallel(&order, |at| {
+            let (variant, task) = &tasks[*at];
+            task.planned(&variants[*variant], options, false)
+        });
+        for (at, planned) in order.into_iter().zip(better) {
+            if planned.is_ok() {
+                answers[at].2 = planned;
+            }
+        }
     }
 
     /// Searches for plans with unequal replicas.
@@ -483,7 +487,7 @@ impl Search<'_> {
                 }
             }
         }
-        let Some((_, us, variant, mut planned)) = best else {
+        let Some((_, _, variant, mut planned)) = best else {
             if let Some(error) = failure
                 .as_ref()
                 .filter(|(_, error)| is_infeasible(error))
@@ -497,18 +501,28 @@ impl Search<'_> {
             });
         };
         let alternative = self.asynchronous(variant, &planned.plan);
-        let plan = &mut planned.plan;
         if self.events.stops() {
-            plan.search.fallback = Some(INTERRUPTED.to_string());
-            plan.warnings.push(format!("{INTERRUPTED}: a better plan may exist"));
+            planned.plan.search.fallback = Some(INTERRUPTED.to_string());
+            planned.plan.warnings.push(format!("{INTERRUPTED}: a better plan may exist"));
         }
-        let (bound_us, scope) = self.bound(us);
+        planned.plan.options.insert("combinations".to_string(), (tried_count as u64).into());
+        tied_weights::aged(&self.variants[variant].whole.graph.params, &planned.plan)
+            .iter()
+            .for_each(|note| self.events.note(note));
+        tried.extend(simulated.iter().map(|one| self.tried(one)));
+        let too_large = self.scope().too_large_kinds(&self.variants);
+        let untrainable = self.state(variant, &mut planned);
+        Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried), alternative, too_large })
+    }
+
+    /// States the search in a plan of a variant. Returns why the plan cannot be trained, if it cannot.
+    fn state(&self, variant: usize, planned: &mut Planned) -> Option<String> {
+        let variant = &self.variants[variant];
+        let plan = &mut planned.plan;
+        // Nothing bounds what an interrupted search did not try.
+        let bound_us = if self.events.stops() { 0.0 } else { self.bound(plan.predicted.minibatch_us) };
         (plan.lower_bound_us, plan.proven_optimal) = (bound_us, false);
-        if let Some(scope) = scope {
-            plan.options.insert(BOUND.to_string(), scope.into());
-        }
         let options = &mut plan.options;
-        let of_variant = &self.variants[variant];
         match self.tensor_parallel() {
             TensorParallel::Never => {}
             TensorParallel::Auto => drop(options.insert("tensor".to_string(), json!("auto"))),
@@ -517,33 +531,40 @@ impl Search<'_> {
         if zero(self.request) == ZeroStage::Auto {
             options.insert("zero".to_string(), json!("auto"));
         }
-        if let Some(source) = &of_variant.source {
+        if let Some(source) = &variant.source {
             options.insert(COSTS.to_string(), source.clone().into());
         }
         if let Some(batch) = self.request.batch {
             options.insert("batch".to_string(), batch.into());
         }
-        options.insert("combinations".to_string(), (tried_count as u64).into());
-        state_collectives(plan, &of_variant.whole.shared, of_variant.experts.clone());
-        let params = &of_variant.whole.graph.params;
-        let untrainable = tied_weights::refused(params, plan);
-        tied_weights::aged(params, plan).iter().for_each(|note| self.events.note(note));
-        tried.extend(simulated.iter().map(|one| self.tried(one)));
-        let too_large = self.scope().too_large_kinds(&self.variants);
-        Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried), alternative, too_large })
+        state_collectives(plan, &variant.whole.shared, variant.experts.clone());
+        tied_weights::refused(&variant.whole.graph.params, plan)
     }
 
-    /// A lower bound of the time in microseconds, and the plans that it covers if not all.
-    ///
-    /// All compute spread over all devices bounds every plan at these sizes and degrees. The layouts that were simulated,
-    /// and the bounds of the others, cover stages of equal time; they count if no plan with other stages is faster.
-    fn bound(&self, us: f64) -> (f64, Option<&'static str>) {
+    /// Offers a plan, in case the user ends the search early.
+    fn offer(&self, variant: usize, mut planned: Planned) {
+        let untrainable = self.state(variant, &mut planned);
+        self.events.found(&planned, untrainable.as_deref());
+    }
+
+    /// Offers the plan of the best layout by estimate.
+    fn offer_estimated(&self) {
+        let ranked = self.variants.iter().enumerate().flat_map(|(variant, of)| {
+            of.estimates.iter().map(move |estimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us })
+        });
+        let Some(best) = ranked.min_by(|left, right| left.us.total_cmp(&right.us)) else { return };
+        if let Ok(planned) = Task::Layout(best).planned(&self.variants[best.variant], &self.request.options, true) {
+            self.offer(best.variant, planned);
+        }
+    }
+
+    /// A lower bound of the time in microseconds: all compute spread over all devices, at the sizes and degrees that were
+    /// tried.
+    fn bound(&self, us: f64) -> f64 {
         // A split backward has the shortest way through the pipeline.
         let spread =
             |variant: &Variant| finish_plan::spread(&Problem { schedule: Schedule::ZbH1, ..variant.problem().clone() });
-        let all = self.variants.iter().map(spread).fold(us, f64::min);
-        let equal = self.equal_us.min(us);
-        if equal > all && self.equal_us.is_finite() { (equal, Some(EQUAL_STAGES)) } else { (all, None) }
+        self.variants.iter().map(spread).fold(us, f64::min)
     }
 
     /// The time per minibatch of the same stages without a flush, where each update uses gradients of weights one
@@ -582,15 +603,17 @@ impl Task {
         }
     }
 
-    fn planned(&self, variant: &Variant, options: &PlanOptions) -> Result<Planned, PlanError> {
-        match *self {
-            Task::Layout(one) => {
-                variant.planned(options, &|problem, planner| Layouts::of(problem).plan(&one.estimate.layout, planner))
+    /// Makes the plan; a draft is not improved move by move.
+    fn planned(&self, variant: &Variant, options: &PlanOptions, is_draft: bool) -> Result<Planned, PlanError> {
+        variant.planned(options, &|problem, planner| {
+            let planner = PlannerOptions { is_draft, ..*planner };
+            match *self {
+                Task::Layout(one) => Layouts::of(problem).plan(&one.estimate.layout, &planner),
+                Task::Free { schedule, zero } => {
+                    let chunks = if schedule.has_chunks() { 2 } else { 1 };
+                    single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, &planner)
+                }
             }
-            Task::Free { schedule, zero } => variant.planned(options, &|problem, planner| {
-                let chunks = if schedule.has_chunks() { 2 } else { 1 };
-                single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, planner)
-            }),
-        }
+        })
     }
 }

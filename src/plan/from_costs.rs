@@ -121,6 +121,7 @@ pub fn planner_options<'a>(options: &PlanOptions, efficiency: &'a Efficiency<'a>
         time_limit: options.time_limit,
         seed: options.seed,
         efficiency: Some(efficiency),
+        is_draft: false,
     }
 }
 

@@ -1,16 +1,18 @@
 //! Computes the plan of a request.
 
+use crate::costs::Costs;
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::plan::batch_search;
 use crate::plan::custom_schedule;
 use crate::plan::from_costs::solve;
 use crate::plan::remedies::{Size, with_remedies};
-use crate::plan::request::{PlanRequest, ScheduleChoice};
+use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
 use crate::plan::request_costs;
 use crate::plan::result::PlanResult;
 use crate::plan::tied_weights;
 use compiler::export::target::{self, ExportInput, Need};
+use compiler::partition::partitioners::Partitioner;
 use compiler::plan::Plan;
 use compiler::plan::problem::Target;
 
@@ -44,6 +46,7 @@ fn plan_once(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult
     custom_schedule::open(request.options.schedule.as_ref().and_then(ScheduleChoice::file), events)?;
     let costs = request_costs::costs(request, events)?;
     request.protect_output(&costs.model)?;
+    offer_baseline(request, &costs, events);
     let params = costs.graph.params.clone();
     let size = Size { ops: costs.graph.ops.len(), devices: costs.cluster.devices(), micro_batch: costs.micro_batch };
     let planned =
@@ -51,4 +54,21 @@ fn plan_once(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult
     let untrainable = tied_weights::refused(&params, &planned.plan);
     tied_weights::aged(&params, &planned.plan).iter().for_each(|note| events.note(note));
     Ok(PlanResult { planned, untrainable, tried: Vec::new(), alternative: None, too_large: Vec::new() })
+}
+
+/// Offers a baseline that fits, in case the user ends the search early.
+fn offer_baseline(request: &PlanRequest, costs: &Costs, events: &dyn EventSink) {
+    let options = &request.options;
+    let is_free = options.replicas.is_none() && options.cut_after.is_none() && options.pins.is_empty();
+    if !is_free || options.partitioner != Partitioner::Pipec || options.tensor_parallel.is_some() {
+        return;
+    }
+    let planned = [Partitioner::DataParallel, Partitioner::Uniform, Partitioner::Single].into_iter().find_map(|kind| {
+        let options = PlanOptions { partitioner: kind, ..options.clone() };
+        solve(&request.model, costs.clone(), &options).ok()
+    });
+    if let Some(planned) = planned {
+        let untrainable = tied_weights::refused(&costs.graph.params, &planned.plan);
+        events.found(&planned, untrainable.as_deref());
+    }
 }

@@ -5,6 +5,7 @@ mod cluster;
 mod doctor;
 mod export;
 mod gpus;
+mod interrupted_search;
 mod planned_memory;
 mod profile;
 mod profiled_workers;

@@ -17,6 +17,7 @@ use compiler::pass::attribution::{Training, attribute};
 use compiler::pass::costs::{cost_graph, fill};
 use compiler::pass::loss::Loss;
 use compiler::plan::check::verify::{check, evaluate};
+use compiler::plan::in_flight::{ScheduleFlow, published};
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{LevelPlacement, Plan, Stage, StageId};
@@ -84,8 +85,15 @@ fn extend_stages(
 ) {
     if op == ops {
         let mut plan = Plan { stages: stages.clone(), ..template.clone() };
-        let (count, versions) = (stages.len(), if problem.schedule == Schedule::TwoBw { 2 } else { 1 });
-        (plan.schedule.in_flight, plan.schedule.weight_versions) = (vec![1; count], vec![versions; count]);
+        let (schedule, microbatches) = (problem.schedule, problem.microbatches);
+        let flow = ScheduleFlow { schedule, microbatches, chunks: 1, workers: 0, room: 0 };
+        let replicas: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
+        plan.schedule.in_flight = published(&flow, &replicas);
+        plan.schedule.weight_versions = match problem.schedule {
+            Schedule::OneFOneBRr => plan.schedule.in_flight.clone(),
+            Schedule::TwoBw => vec![2; stages.len()],
+            _ => vec![1; stages.len()],
+        };
         *best = best.min(evaluate(problem, &plan).unwrap().minibatch_us);
         return;
     }

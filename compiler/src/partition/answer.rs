@@ -9,13 +9,19 @@ use crate::partition::planned::{ComparedPlan, Planned};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::finish_plan;
 use crate::partition::search::finish_plan::Statement;
+use crate::partition::search::improve::{Simulated, improve};
 use crate::partition::search::memory_dp::FitObjective;
+use crate::partition::search::numbers::same;
 use crate::partition::search::result::{PlanCandidate, SearchResult, order};
 use crate::partition::search::select::{best, candidates_without_limit, play_baselines, with_less_recompute};
+use crate::partition::search::simulate_candidate::Played;
 use crate::partition::search::{constraints, interleaved, pipec_rules};
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::stage_cost;
 use serde_json::json;
+
+/// A plan within this fraction of a lower bound is not improved.
+const GAP: f64 = 0.002;
 
 /// The result of a partitioner, before it becomes a plan.
 pub struct Answer {
@@ -96,7 +102,8 @@ pub fn conclude(
     answer: Answer,
 ) -> Result<Planned, PlanError> {
     let Answer { mut found, chosen, mut baselines } = answer;
-    let best = best(problem, question, &mut found, chosen, options);
+    let (chosen, played) = best(problem, question, &mut found, chosen, options);
+    let best = improved(question, &mut found, Simulated { candidate: chosen, played }, options);
     let (chosen, played) = with_less_recompute(problem, question, &mut found, best, options);
     play_baselines(problem, question, &mut baselines, &played, options);
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
@@ -120,6 +127,32 @@ pub fn conclude(
     let rest = found.candidates.iter().chain(&baselines);
     let compared = std::iter::once(&chosen).chain(rest).map(ComparedPlan::of).collect();
     Ok(Planned { plan, compared })
+}
+
+/// The plan after local improvement, unless it is proven to be the best already.
+fn improved(
+    question: &SearchContext<'_>,
+    found: &mut SearchResult,
+    best: Simulated,
+    options: &PlannerOptions<'_>,
+) -> (PlanCandidate, Played) {
+    let problem = question.problem;
+    let is_ours = options.partitioner == Partitioner::Pipec && question.among.is_alone() && !options.is_draft;
+    // Without a flush the closed form is a lower bound. Where the search was complete, only its waits are left to gain.
+    let is_complete = !problem.schedule.flushes() && found.proven_us.is_some();
+    let least_us = finish_plan::spread(problem);
+    if is_ours && !is_complete && best.played.minibatch_us > least_us * (1.0 + GAP) {
+        let (better, states) = improve(question, options, &best, &found.candidates);
+        found.states += states;
+        if let Some(better) = better {
+            if !same(better.candidate.minibatch_us, best.candidate.minibatch_us) {
+                found.proven_us = None;
+            }
+            found.candidates.push(best.candidate);
+            return (better.candidate, better.played);
+        }
+    }
+    (best.candidate, best.played)
 }
 
 /// The infeasibility report, based on the candidate that needs the least memory.

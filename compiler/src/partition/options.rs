@@ -16,4 +16,6 @@ pub struct PlannerOptions<'a> {
     /// Simulates how stages run under in-flight limits, to choose the caps automatically. `None` uses the published rule
     /// and the cost model's closed-form times; nothing is simulated, and stages are recomputed as a whole.
     pub efficiency: Option<&'a Efficiency<'a>>,
+    /// True if the plan is not improved by simulation, because it is compared with others first.
+    pub is_draft: bool,
 }

@@ -61,7 +61,10 @@ pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edge
         most = most.max(items(replicas) * work);
         let rings =
             |at: usize| links::rings_of_range(levels, stages[at].first, stages[at].replicas, stages[at].gradient_bytes);
-        let all_reduce = |&at: &usize| if stages[at].replicas > 1 { links::all_reduce_us(&rings(at)) } else { 0.0 };
+        let all_reduce = |&at: &usize| {
+            let alone = if stages[at].replicas > 1 { links::all_reduce_us(&rings(at)) } else { 0.0 };
+            alone + stages[at].tied_us
+        };
         reduce = reduce.max(held.iter().map(all_reduce).sum());
     }
     for (_, us) in shared(asked, levels, stages, &messages) {
@@ -90,10 +93,19 @@ mod tests {
             let stage = |at: u32| {
                 let first = rank_of(schedule, 4, at);
                 let forward_us = 1.0 / f64::from(chunks);
-                PlacedStage { forward_us, backward_us: 2.0 * forward_us, gradient_bytes: 0.0, first, replicas: 1 }
+                PlacedStage {
+                    forward_us,
+                    backward_us: 2.0 * forward_us,
+                    gradient_bytes: 0.0,
+                    first,
+                    replicas: 1,
+                    in_flight: 1,
+                    tied_us: 0.0,
+                }
             };
             let stages: Vec<PlacedStage> = (0..4 * chunks).map(stage).collect();
-            outlook(&FlowQuery { schedule, microbatches: 8, latency: false }, &cluster, &stages, &[]).minibatch_us
+            outlook(&FlowQuery { schedule, microbatches: 8, latency: false, bucket_bytes: 1e9 }, &cluster, &stages, &[])
+                .minibatch_us
         };
         // Eight micro-batches of 3 us on each rank, and a bubble of 9 / v.
         assert_eq!(time(Schedule::Interleaved, 1), 24.0 + 9.0);

@@ -4,29 +4,35 @@
 //! time of a minibatch; for inference, of one item.
 //!
 //! ```text
-//! C_s    = forward + backward (+ forward again where it is recomputed)       inference: forward
+//! C_s    = forward + backward (+ forward again where it is recomputed) + q_s X_s       inference: forward
 //! L_s,k  = Σ t(e) over the edges of s that go over level k + q_s ρ_s,k
 //! U_u    = Σ over stages on unit u of a shared level: the same, weighted by the fraction of the stage's devices on u
 //!
 //! never flushed    T = max( C_s / r_s,  q_s R_s / r_s,  L_s,k / r_s,  U_u )
 //! 2BW              T = max( ⌈m / r_s⌉ C_s,  R_s,  ⌈m / r_s⌉ L_s,k,  m U_u )
-//! flushed          T = max( (⌈m / r_s⌉ - 1) max(C_s, L_s,k),  (m - 1) U_u ) + Σ (C_s + 2 i_s) + max R_s
+//! flushed          T = P + H + Σ (C_s + 2 i_s) + E       P = max( (⌈m / r_s⌉ - 1) max(C_s, L_s,k),  (m - 1) U_u )
 //! latency          T = Σ (forward + i_s)
 //! ```
 //!
 //! | symbol | meaning |
 //! | --- | --- |
 //! | t, ρ, R | message and all-reduce, see `links` |
+//! | X | exchange of gradients of tied parameters, see `tied`; with a flush it is part of R in E |
 //! | r_s, m | replicas of stage s, micro-batches of a minibatch |
 //! | q_s | all-reduces per item of a replica: 1 under 1F1B-RR, whose replicas step once a round; 1 / ⌈m / r_s⌉ under 2BW; else 0 |
 //! | i_s | Σ t(e) over the incoming edges of s |
+//! | c_s, W_s | in-flight limit of a replica; way of an item from s to the end and back, Σ over the stages from s, without i_s |
+//! | H | max of ⌊(⌈m / r_s⌉ - 1) / c_s⌋ (W_s - c_s P / (⌈m / r_s⌉ - 1)), at least 0; none if the backward is split |
+//! | E | max of R_s less the buckets that overlap with the last backward, and less Σ (backward + i) of the stages before s |
 //!
 //! The model assumes the runtime's overlap. Under 1F1B-RR the all-reduce of a round starts after the round's last
 //! backward and must end before the step. Later items run meanwhile, up to the in-flight limits. All-reduces of one stage
 //! run one after the other, so R_s is a separate resource. Messages are asynchronous and overlap with compute. Each
 //! edge costs both its stages one message out and one in per item (activations and gradients). With a flush, the
-//! all-reduce follows the last backward, and fill and drain take one item's forward and backward latency. For straight
-//! pipelines of equal stages that is exactly (m - 1) T + Σ T + R.
+//! last bucket of the all-reduce follows the last backward, and fill and drain take one item's forward and backward
+//! latency. A replica with c_s items in flight starts the next one when the backward of the first has come back, so slow
+//! messages hold it although nobody is busy: that is H. For straight pipelines of equal stages without messages, T is
+//! exactly (m - 1) C + Σ C + E.
 
 use crate::cluster::Level;
 use crate::plan::Edge;
@@ -46,6 +52,10 @@ pub struct PlacedStage {
     pub gradient_bytes: f64,
     pub first: u32,
     pub replicas: u32,
+    /// Micro-batches in flight on each replica.
+    pub in_flight: u32,
+    /// Exchange of the gradients of tied parameters, per update.
+    pub tied_us: f64,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -65,11 +75,13 @@ pub struct FlowQuery {
     pub microbatches: u32,
     /// True if the objective is the latency of one item.
     pub latency: bool,
+    /// Size of a gradient bucket.
+    pub bucket_bytes: f64,
 }
 
 impl FlowQuery {
-    pub fn of(flow: &ScheduleFlow, latency: bool) -> FlowQuery {
-        FlowQuery { schedule: flow.schedule, microbatches: flow.microbatches, latency }
+    pub fn of(flow: &ScheduleFlow, latency: bool, bucket_bytes: f64) -> FlowQuery {
+        FlowQuery { schedule: flow.schedule, microbatches: flow.microbatches, latency, bucket_bytes }
     }
 
     pub fn trains(&self) -> bool {
@@ -119,6 +131,23 @@ impl FlowQuery {
         }
     }
 
+    /// The rounds of `in_flight` items for which a replica waits until the first has come back; 0 if it never waits.
+    pub fn holds(&self, replicas: u32, in_flight: u32) -> u32 {
+        let can_wait = self.schedule.flushes() && !self.schedule.splits_backward() && !self.latency;
+        if can_wait { (self.dealt(replicas) as u32 - 1) / in_flight.max(1) } else { 0 }
+    }
+
+    /// False if waits for items in flight alone take longer than `limit_us`; `way_us` is the way of one to the end and back.
+    pub fn comes_back(&self, replicas: u32, in_flight: u32, way_us: f64, limit_us: f64) -> bool {
+        f64::from(self.holds(replicas, in_flight)) * way_us <= limit_us
+    }
+
+    /// The part of an all-reduce after the last backward; all but its last bucket overlap with it.
+    fn exposed_us(&self, stage: &PlacedStage, all_reduce_us: f64) -> f64 {
+        let last = (self.bucket_bytes / stage.gradient_bytes.max(1.0)).min(1.0);
+        (all_reduce_us - (1.0 - last) * stage.backward_us).max(all_reduce_us * last)
+    }
+
     /// True if the latency of one item is added to the objective.
     pub fn adds(&self) -> bool {
         self.latency || !self.schedule.is_continuous()
@@ -132,6 +161,8 @@ pub struct StageLoad {
     pub busiest_us: f64,
     /// Contribution to the sum: fill and drain, or latency.
     pub way_us: f64,
+    /// The part of `way_us` that messages to the stage take.
+    pub in_us: f64,
     /// The all-reduce after the last backward; the longest one counts.
     pub reduce_us: f64,
 }
@@ -156,7 +187,7 @@ impl StageLoad {
         let compute = stage.forward_us + if asked.trains() { stage.backward_us } else { 0.0 };
         let all_reduce = links::all_reduce_us(&rings);
         let q = asked.reduces(stage.replicas);
-        let mut item = compute.max(q * all_reduce);
+        let mut item = (compute + q * stage.tied_us).max(q * all_reduce);
         for level in 0..levels.len() {
             item = item.max(level_traffic_us(asked, &rings, messages, level, q));
         }
@@ -165,7 +196,8 @@ impl StageLoad {
         StageLoad {
             busiest_us: asked.weight(stage.replicas) * item,
             way_us: if asked.adds() { compute + ways * comes_in } else { 0.0 },
-            reduce_us: if asked.adds() { all_reduce } else { 0.0 },
+            in_us: if asked.adds() { ways * comes_in } else { 0.0 },
+            reduce_us: if asked.adds() { asked.exposed_us(stage, all_reduce) + stage.tied_us } else { 0.0 },
         }
     }
 }
@@ -186,15 +218,26 @@ fn level_traffic_us(asked: &FlowQuery, rings: &[Ring], messages: &[Message], lev
 /// Estimates time per minibatch and bubble of placed stages with these edges (forward bytes per item).
 pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> CostEstimate {
     let messages = messages(levels, stages, edges);
-    let (mut busiest, mut way, mut reduce) = (0.0f64, 0.0, 0.0f64);
-    for (stage, messages) in stages.iter().zip(&messages) {
-        let share = StageLoad::of(asked, levels, stage, messages);
-        busiest = busiest.max(share.busiest_us);
-        way += share.way_us;
-        reduce = reduce.max(share.reduce_us);
-    }
+    let loads: Vec<StageLoad> =
+        stages.iter().zip(&messages).map(|(stage, messages)| StageLoad::of(asked, levels, stage, messages)).collect();
+    let mut busiest = loads.iter().map(|load| load.busiest_us).fold(0.0, f64::max);
     for (_, us) in shared(asked, levels, stages, &messages) {
         busiest = busiest.max(asked.link_weight() * us);
+    }
+    let (mut way, mut held) = (0.0, 0.0f64);
+    for (stage, load) in stages.iter().zip(&loads).rev() {
+        way += load.way_us;
+        let rounds = f64::from(asked.holds(stage.replicas, stage.in_flight));
+        let pace = busiest * f64::from(stage.in_flight.max(1)) / asked.weight(stage.replicas).max(1.0);
+        held = held.max(rounds * (way - load.in_us - pace));
+    }
+    busiest += held;
+    // The backward of a minibatch ends in the first stage, so later ones may take longer to all-reduce.
+    let (mut before, mut reduce) = (0.0, 0.0f64);
+    for (stage, load) in stages.iter().zip(&loads) {
+        before += load.in_us / 2.0;
+        reduce = reduce.max(load.reduce_us - before);
+        before += stage.backward_us;
     }
     let minibatch_us = busiest + way + reduce;
     let step_us = minibatch_us;
@@ -271,7 +314,15 @@ mod tests {
     use crate::plan::StageId;
 
     fn stage(first: u32, replicas: u32, us: f64, gradient_bytes: f64) -> PlacedStage {
-        PlacedStage { forward_us: us, backward_us: 2.0 * us, gradient_bytes, first, replicas }
+        PlacedStage {
+            forward_us: us,
+            backward_us: 2.0 * us,
+            gradient_bytes,
+            first,
+            replicas,
+            in_flight: 8,
+            tied_us: 0.0,
+        }
     }
 
     fn edge(from: u32, to: u32, bytes: u64) -> Edge {
@@ -279,7 +330,7 @@ mod tests {
     }
 
     fn asked(schedule: Schedule, microbatches: u32) -> FlowQuery {
-        FlowQuery { schedule, microbatches, latency: false }
+        FlowQuery { schedule, microbatches, latency: false, bucket_bytes: 1e9 }
     }
 
     #[test]
@@ -332,7 +383,7 @@ mod tests {
         // Data parallelism: two micro-batches on each of four, then the all-reduce of 2 · 3/4 · 8.
         let all = outlook(&asked(Schedule::Gpipe, 8), &cluster, &[stage(0, 4, 1.0, 8.0)], &[]);
         assert_eq!(all.minibatch_us, 6.0 + 12.0);
-        let way = FlowQuery { schedule: Schedule::Inference, microbatches: 1, latency: true };
+        let way = FlowQuery { schedule: Schedule::Inference, microbatches: 1, latency: true, bucket_bytes: 1e9 };
         assert_eq!(outlook(&way, &cluster, &straight, &[edge(0, 1, 7)]).minibatch_us, 4.0 + 7.0);
     }
 }

@@ -3,7 +3,8 @@
 //! Times are those of cost model `pipec` (see `plan::links`) per item, that is per profiled micro-batch. A transfer
 //! uses the slowest link between replicas of its stages. An all-reduce is one ring per level. Under ZeRO 2 a backward
 //! takes at least as long as the reduce-scatter of its gradients. Under ZeRO 3 the all-gather of the weights is added
-//! to forward and backward. The optimizer step is part of the backward if the plan has it. A recomputed stage's
+//! to forward and backward. The optimizer step is part of the backward if the plan has it;
+//! the step of the program exchanges the gradients of tied parameters. A recomputed stage's
 //! backward time includes the forward of the recomputed ops. Without a stated weight-gradient time, half of the backward
 //! counts, recomputation excluded.
 
@@ -59,6 +60,7 @@ pub fn pipeline_of(
         let recompute = recompute.map(|us| us + again);
         StageSpec {
             cap,
+            step: stage.tied_us,
             weight: weight + more,
             recompute,
             recomputed_ops: stage.recomputed.map(|recomputed| recomputed.ops),

@@ -19,9 +19,9 @@ use crate::simulate::{SimulateError, Timeline};
 /// Most items times stages if extrapolation is impossible: unequal replica counts with a very large common multiple.
 const MOST_ALONE: u64 = 8 * MOST_WORK;
 
-/// Minibatches of a flushed run, and the one after which measurement starts.
+/// Minibatches of a flushed run, and of a short one.
 const FLUSHED: u32 = 4;
-const SETTLED: usize = 1;
+const SHORT: u32 = 2;
 
 /// Minimum measurement window in items; its error is a few per thousand.
 const WINDOW: u64 = 240;
@@ -33,7 +33,13 @@ pub fn step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result
         return even(kind, pipeline, 1);
     }
     let microbatches = microbatches.max(1);
-    if kind.flushes() { flushed(kind, pipeline, microbatches) } else { even(kind, pipeline, microbatches) }
+    if kind.flushes() { flushed(kind, pipeline, microbatches, FLUSHED) } else { even(kind, pipeline, microbatches) }
+}
+
+/// As [`step_us`] with a flush, of fewer minibatches: to rank plans.
+pub fn short_step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
+    pipeline.validate()?;
+    flushed(kind, pipeline, microbatches.max(1), SHORT)
 }
 
 /// Steady state under 2BW with the pipeline's caps. The limiting stages are unknown, so all are marked.
@@ -80,19 +86,26 @@ fn with_fewer_replicas(pipeline: &Pipeline, microbatches: u32) -> Option<(Pipeli
     Some((fewer, microbatches / replicas * KEPT))
 }
 
-fn flushed(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
+fn flushed(
+    kind: Schedule,
+    pipeline: &Pipeline,
+    microbatches: u32,
+    minibatches: u32,
+) -> Result<Option<f64>, SimulateError> {
     if let Some((fewer, microbatches)) = with_fewer_replicas(pipeline, microbatches) {
-        return flushed(kind, &fewer, microbatches);
+        return flushed(kind, &fewer, microbatches, minibatches);
     }
+    // A long run is measured after its second minibatch.
+    let settled = usize::from(minibatches > SHORT);
     let step = |microbatches: u32| -> Result<f64, SimulateError> {
-        let count = StepCount { minibatches: FLUSHED, microbatches };
+        let count = StepCount { minibatches, microbatches };
         let ends = played(kind, pipeline, count)?.ends(microbatches);
-        Ok(match (ends.get(SETTLED), ends.last()) {
-            (Some(first), Some(last)) => (last - first) / (ends.len() - 1 - SETTLED) as f64,
+        Ok(match (ends.get(settled), ends.last()) {
+            (Some(first), Some(last)) => (last - first) / (ends.len() - 1 - settled) as f64,
             _ => 0.0,
         })
     };
-    let most = (MOST_WORK / work(pipeline, u64::from(FLUSHED)).max(1)) as u32;
+    let most = (MOST_WORK / work(pipeline, u64::from(minibatches)).max(1)) as u32;
     if microbatches <= most {
         return step(microbatches).map(Some);
     }
@@ -105,7 +118,7 @@ fn flushed(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Opt
     let fewer = depth.div_ceil(repeat) * repeat + rest;
     let more = fewer + most.saturating_sub(fewer) / repeat * repeat;
     if more <= fewer || more > most {
-        let is_small = work(pipeline, u64::from(FLUSHED) * u64::from(microbatches)) <= MOST_ALONE;
+        let is_small = work(pipeline, u64::from(minibatches) * u64::from(microbatches)) <= MOST_ALONE;
         return if is_small { step(microbatches).map(Some) } else { Ok(None) };
     }
     let (low, high) = (step(fewer as u32)?, step(more as u32)?);
@@ -150,6 +163,7 @@ mod tests {
                     fwd_us: 100.0 + f64::from(at),
                     bwd_us: 210.0,
                     gradient_bytes: 80_000,
+                    tied_us: 0.0,
                     ops: Vec::new(),
                     op_names: Vec::new(),
                     modules: Vec::new(),

@@ -22,6 +22,7 @@ pub type Time = u64;
 pub const NEVER: Time = 1 << 62;
 
 /// Saturating sum of two times.
+#[inline]
 pub fn sum(a: Time, b: Time) -> Time {
     a.saturating_add(b).min(NEVER)
 }

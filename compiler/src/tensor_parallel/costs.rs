@@ -41,7 +41,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
 /// Table size limit of the search per segment. Stages have that of training, so that the choice is the same.
-const MOST_ENTRIES: usize = 1 << 20;
+const MOST_ENTRIES: usize = 1 << 18;
 
 #[derive(Debug, Error)]
 #[allow(missing_docs)]

@@ -9,9 +9,9 @@
 //! minimised over v, which leaves one cost of its neighbours. [`order`] chooses the sequence. The graphs of models with
 //! gradients resemble chains and ladders, so tables stay small and the result is exact.
 //!
-//! If a table would exceed the limit, its costs are divided into groups that choose v's state independently
-//! (mini-buckets). The result is then a lower bound. States are chosen in reverse order and improved by local search,
-//! and the gap to the bound shows that the solution may not be optimal.
+//! If a table would exceed the limit, or all together the limit on work, costs are divided into groups that choose v's
+//! state independently (mini-buckets). The result is then a lower bound. States are chosen in reverse order and improved
+//! by local search, and the gap to the bound shows that the solution may not be optimal.
 
 use crate::tensor_parallel::cost::{NEVER, Time, sum};
 use crate::tensor_parallel::order::order;
@@ -19,6 +19,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Default table size limit, in entries.
 pub const MOST_ENTRIES: usize = 1 << 22;
+
+/// Sums per entry of the largest table that an elimination may compute, by default in a quarter of a second. If it has
+/// more, its tables are smaller, but not smaller than the least.
+const WORK: usize = 32;
+const LEAST_ENTRIES: usize = 1 << 12;
 
 /// A cost function of discrete variables.
 #[derive(Clone, Debug, Default)]
@@ -88,12 +93,13 @@ impl Factors {
             });
         }
         let sizes: Vec<usize> = alive.iter().map(Vec::len).collect();
-        let (eliminated, bound) = eliminate(tables, &sizes, most_entries);
+        let steps = elimination(&tables, &sizes, most_entries);
+        let (tables, bound) = eliminate(tables, &sizes, &steps);
         let mut chosen = vec![0; sizes.len()];
-        for (v, tables) in eliminated.iter().rev() {
+        for Step { variable: v, bucket, .. } in steps.iter().rev() {
             let cost = |state: usize, chosen: &mut Vec<usize>| {
                 chosen[*v] = state;
-                tables.iter().map(|table| table.at(chosen)).fold(0, sum)
+                bucket.iter().map(|at| tables[*at].at(chosen)).fold(0, sum)
             };
             let best = (0..sizes[*v]).min_by_key(|state| (cost(*state, &mut chosen), *state));
             chosen[*v] = best.expect("every variable has a live state");
@@ -162,49 +168,84 @@ impl Table {
     }
 }
 
-/// Eliminates all variables. Returns them in order with the tables that contained each, and the sum of the remaining
-/// constants.
-fn eliminate(tables: Vec<Table>, sizes: &[usize], most_entries: usize) -> (Vec<(usize, Vec<Table>)>, Time) {
+/// The elimination of one variable. Tables have numbers: first those of the problem, then the new ones in order.
+struct Step {
+    variable: usize,
+    /// The tables that contain it.
+    bucket: Vec<usize>,
+    /// The same, divided; each group becomes one table.
+    groups: Vec<Vec<usize>>,
+}
+
+/// The elimination with the largest tables, up to `most_entries`, whose work is within the limit.
+fn elimination(tables: &[Table], sizes: &[usize], most_entries: usize) -> Vec<Step> {
     let mut neighbours: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
-    let mut tables_of: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
-    for (at, table) in tables.iter().enumerate() {
+    for table in tables {
         for v in &table.scope {
-            tables_of[*v].insert(at);
             neighbours[*v].extend(table.scope.iter().filter(|n| *n != v));
         }
     }
-    let mut slots: Vec<Option<Table>> = tables.into_iter().map(Some).collect();
-    let (mut eliminated, mut bound) = (Vec::new(), 0);
-    for v in order(&neighbours, sizes) {
-        let bucket: Vec<Table> =
-            std::mem::take(&mut tables_of[v]).into_iter().filter_map(|at| slots[at].take()).collect();
-        for group in groups(&bucket, v, sizes, most_entries) {
-            let table = eliminate_variable(&group, v, sizes);
-            if table.scope.is_empty() {
-                bound = sum(bound, table.costs[0]);
-                continue;
-            }
-            for n in &table.scope {
-                tables_of[*n].insert(slots.len());
-            }
-            slots.push(Some(table));
+    let order = order(&neighbours, sizes);
+    let most_work = most_entries.saturating_mul(WORK) as u64;
+    let mut most = most_entries;
+    loop {
+        let (steps, work) = steps(tables, sizes, &order, most);
+        if work <= most_work || most <= LEAST_ENTRIES {
+            return steps;
         }
-        eliminated.push((v, bucket));
+        most /= 4;
     }
-    (eliminated, bound)
+}
+
+/// The steps of an elimination, and the number of sums that they compute.
+fn steps(tables: &[Table], sizes: &[usize], order: &[usize], most_entries: usize) -> (Vec<Step>, u64) {
+    let mut scopes: Vec<BTreeSet<usize>> = tables.iter().map(|table| table.scope.iter().copied().collect()).collect();
+    let mut tables_of: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
+    for (at, scope) in scopes.iter().enumerate() {
+        for v in scope {
+            tables_of[*v].insert(at);
+        }
+    }
+    let (mut steps, mut work) = (Vec::with_capacity(order.len()), 0u64);
+    for &variable in order {
+        let bucket: Vec<usize> = std::mem::take(&mut tables_of[variable]).into_iter().collect();
+        bucket.iter().flat_map(|at| &scopes[*at]).for_each(|v| tables_of[*v].retain(|at| !bucket.contains(at)));
+        let divided = groups(&bucket, &scopes, variable, sizes, most_entries);
+        let mut groups = Vec::with_capacity(divided.len());
+        for (scope, members) in divided {
+            let sums = entries(&scope, sizes).saturating_mul(sizes[variable]).saturating_mul(members.len());
+            work = work.saturating_add(sums as u64);
+            for v in &scope {
+                tables_of[*v].insert(scopes.len());
+            }
+            scopes.push(scope);
+            groups.push(members);
+        }
+        steps.push(Step { variable, bucket, groups });
+    }
+    (steps, work)
+}
+
+fn entries(scope: &BTreeSet<usize>, sizes: &[usize]) -> usize {
+    scope.iter().fold(1usize, |n, v| n.saturating_mul(sizes[*v]))
 }
 
 /// Partitions the tables that contain a variable into groups within the limit on joint states; a single group if
-/// possible.
-fn groups<'a>(tables: &'a [Table], v: usize, sizes: &[usize], most_entries: usize) -> Vec<Vec<&'a Table>> {
-    let mut groups: Vec<(BTreeSet<usize>, Vec<&Table>)> = Vec::new();
-    for table in tables {
-        let scope: BTreeSet<usize> = table.scope.iter().copied().filter(|n| *n != v).collect();
-        let entries = |scope: &BTreeSet<usize>| scope.iter().fold(1usize, |n, v| n.saturating_mul(sizes[*v]));
-        let group = groups
-            .iter_mut()
-            .find(|(group_scope, _)| entries(&group_scope.union(&scope).copied().collect()) <= most_entries);
-        match group {
+/// possible. Each group has the scope of its new table.
+fn groups(
+    bucket: &[usize],
+    scopes: &[BTreeSet<usize>],
+    v: usize,
+    sizes: &[usize],
+    most_entries: usize,
+) -> Vec<(BTreeSet<usize>, Vec<usize>)> {
+    let mut groups: Vec<(BTreeSet<usize>, Vec<usize>)> = Vec::new();
+    for &table in bucket {
+        let scope: BTreeSet<usize> = scopes[table].iter().copied().filter(|n| *n != v).collect();
+        let fits = |(group_scope, _): &&mut (BTreeSet<usize>, Vec<usize>)| {
+            entries(&group_scope.union(&scope).copied().collect(), sizes) <= most_entries
+        };
+        match groups.iter_mut().find(fits) {
             Some((group_scope, members)) => {
                 group_scope.extend(scope);
                 members.push(table);
@@ -212,7 +253,23 @@ fn groups<'a>(tables: &'a [Table], v: usize, sizes: &[usize], most_entries: usiz
             None => groups.push((scope, vec![table])),
         }
     }
-    groups.into_iter().map(|(_, members)| members).collect()
+    groups
+}
+
+/// Eliminates all variables. Returns all tables, and the sum of the remaining constants.
+fn eliminate(mut tables: Vec<Table>, sizes: &[usize], steps: &[Step]) -> (Vec<Table>, Time) {
+    let mut bound = 0;
+    for Step { variable, groups, .. } in steps {
+        for group in groups {
+            let members: Vec<&Table> = group.iter().map(|at| &tables[*at]).collect();
+            let table = eliminate_variable(&members, *variable, sizes);
+            if table.scope.is_empty() {
+                bound = sum(bound, table.costs[0]);
+            }
+            tables.push(table);
+        }
+    }
+    (tables, bound)
 }
 
 /// Sums these tables and minimises over a variable, giving a table of their other variables.
@@ -225,12 +282,17 @@ fn eliminate_variable(tables: &[&Table], v: usize, sizes: &[usize]) -> Table {
     let mut costs = Vec::with_capacity(scope_sizes.iter().product());
     let mut digits = vec![0usize; scope.len()];
     let mut offsets = vec![0usize; tables.len()];
+    let mut row = vec![0; sizes[v]];
     loop {
-        let cost = |state: usize| {
-            let terms = tables.iter().zip(&offsets).zip(&steps);
-            terms.fold(0, |total, ((table, offset), step)| sum(total, table.costs[offset + state * step]))
-        };
-        costs.push((0..sizes[v]).map(cost).min().unwrap_or(NEVER));
+        row.fill(0);
+        for (at, table) in tables.iter().enumerate() {
+            let mut entry = offsets[at];
+            for total in &mut row {
+                *total = sum(*total, table.costs[entry]);
+                entry += steps[at];
+            }
+        }
+        costs.push(row.iter().copied().min().unwrap_or(NEVER));
         // The next assignment; the last variable varies fastest.
         let Some(at) = (0..scope.len()).rev().find(|at| digits[*at] + 1 < scope_sizes[*at]) else { break };
         digits[at] += 1;
@@ -246,16 +308,31 @@ fn eliminate_variable(tables: &[&Table], v: usize, sizes: &[usize]) -> Table {
 /// State of the dead-end elimination.
 struct Pruning<'a> {
     factors: &'a Factors,
-    neighbours: Vec<Vec<usize>>,
+    neighbours: Vec<Vec<Neighbour<'a>>>,
     alive: Vec<Vec<usize>>,
+}
+
+/// A variable that shares a table with another one.
+struct Neighbour<'a> {
+    variable: usize,
+    table: &'a [Time],
+    /// Distance in the table between states of the other variable, and between states of this one.
+    strides: [usize; 2],
+}
+
+impl Neighbour<'_> {
+    fn cost(&self, state: usize, other: usize) -> Time {
+        self.table[state * self.strides[0] + other * self.strides[1]]
+    }
 }
 
 impl<'a> Pruning<'a> {
     fn of(factors: &'a Factors) -> Pruning<'a> {
-        let mut neighbours = vec![Vec::new(); factors.unary.len()];
-        for &(a, b) in factors.pairs.keys() {
-            neighbours[a].push(b);
-            neighbours[b].push(a);
+        let mut neighbours: Vec<Vec<Neighbour<'a>>> = factors.unary.iter().map(|_| Vec::new()).collect();
+        for (&(a, b), table) in &factors.pairs {
+            let columns = factors.unary[b].len();
+            neighbours[a].push(Neighbour { variable: b, table, strides: [columns, 1] });
+            neighbours[b].push(Neighbour { variable: a, table, strides: [1, columns] });
         }
         let alive = factors.unary.iter().map(|costs| (0..costs.len()).collect()).collect();
         Pruning { factors, neighbours, alive }
@@ -278,17 +355,10 @@ impl<'a> Pruning<'a> {
                 }
             }
             if self.alive[v].len() < before {
-                queue.extend(&self.neighbours[v]);
+                queue.extend(self.neighbours[v].iter().map(|neighbour| neighbour.variable));
             }
         }
         self.alive
-    }
-
-    fn pair(&self, v: usize, state: usize, n: usize, other: usize) -> Time {
-        match v < n {
-            true => self.factors.pairs[&(v, n)][state * self.factors.unary[n].len() + other],
-            false => self.factors.pairs[&(n, v)][other * self.factors.unary[v].len() + state],
-        }
     }
 
     /// Tests whether `better` costs no more than `state` for all states of the neighbours; on ties the earlier state
@@ -302,10 +372,10 @@ impl<'a> Pruning<'a> {
             return false;
         }
         let mut gain = i128::from(costs[state]) - i128::from(costs[better]);
-        for &n in &self.neighbours[v] {
+        for neighbour in &self.neighbours[v] {
             let mut least: Option<i128> = None;
-            for &x in &self.alive[n] {
-                let (a, b) = (self.pair(v, state, n, x), self.pair(v, better, n, x));
+            for &x in &self.alive[neighbour.variable] {
+                let (a, b) = (neighbour.cost(state, x), neighbour.cost(better, x));
                 if a >= NEVER {
                     continue;
                 }

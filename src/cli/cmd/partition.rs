@@ -12,11 +12,10 @@ use compiler::text::quantity;
 use pipec::error::Error;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
-use pipec::plan::batch_search;
+use pipec::plan::interruptible;
 use pipec::plan::optimizer::Optimizer;
 use pipec::plan::request::ScheduleChoice;
 use pipec::plan::result::PlanResult;
-use pipec::plan::solve;
 use std::path::Path;
 use std::time::Instant;
 
@@ -41,10 +40,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         output::check(&path, &Mark::plan())?;
     }
     let request = arguments.request(arguments.output.is_none().then(|| path.clone()))?;
-    let result = match batch_search::is_requested(&request) {
-        true => screen.interruptible(|| solve::plan(&request, screen))?,
-        false => solve::plan(&request, screen)?,
-    };
+    let result = screen.interruptible(|| interruptible::plan(&request, screen))?;
     let PlanResult { planned, untrainable, tried, alternative, too_large } = &result;
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;

@@ -350,6 +350,7 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             zero: 0,
             parameter_bytes: 0,
             gradient_bytes: 0,
+            tied_us: 0.0,
             tensor_parallel: None,
             choices: ops.iter().map(|op| choice(op).name.clone()).collect(),
             devices: (device..device + devices).collect(),

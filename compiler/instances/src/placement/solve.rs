@@ -347,6 +347,7 @@ fn stages(placement: &Placement, units: &Units, parts: &[Part]) -> Vec<Stage> {
             zero: 0,
             parameter_bytes: 0,
             gradient_bytes: 0,
+            tied_us: 0.0,
             tensor_parallel: None,
             choices: Vec::new(),
             devices: vec![devices[at]],

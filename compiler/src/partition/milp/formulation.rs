@@ -8,7 +8,7 @@
 //!   x(v,s) = y(v,s+1) - y(v,s)                           op v is in stage s;  sum over v of x(v,s) >= 1
 //! paper        sum t_v x(v,s) <= m T       2 (m-1) / B sum w_v x(v,s) <= m T        2 / B sum a_e z(e,c) <= T
 //! pipedream    sum t_v x(v,s) + 4 (m-1) / (B m) sum w_v x(v,s) <= m T               2 / (B m r) sum out_v g(v,c) <= T
-//! pipec        k_m max( C_s, q_m R_s, sum over its messages + q_m R_s ) + fill and drain <= T
+//! pipec        k_m max( C_s, q_m R_s, sum over its messages + q_m R_s ) + fill, drain, H and E <= T
 //! memory       every size in `plan/memory` times its multiplier <= limit
 //! ```
 //!
@@ -19,7 +19,7 @@
 //! | m, B, r | replicas of stage s, bytes per microsecond, compression ratio |
 //! | z(e,c) >= y(u,c) - y(v,c) | tensor e of op u has a reader v beyond cut c |
 //! | g(v,c) | PipeDream charges the outputs of v at cut c, see `cut_bytes` |
-//! | k_m, q_m, C_s, R_s | as in `plan/cost_estimate` |
+//! | k_m, q_m, C_s, R_s, H, E | as in `plan/cost_estimate` |
 //!
 //! Cumulative variables y give a tighter relaxation than x, and branching on them decides cuts. All other variables
 //! only add cost, so they take their smallest value and need not be integer. If the predecessors of an op alone exceed
@@ -268,11 +268,11 @@ impl<'a> Formulation<'a> {
         sum
     }
 
-    /// Gradient-sum bytes of parameters used in this stage and in others, times `factor`.
-    pub(super) fn shared(&mut self, stage: usize, factor: f64, room: f64) -> Expression {
+    /// Sum of a quantity over the parameters used in this stage and in others; negligible terms are dropped.
+    pub(super) fn shared(&mut self, stage: usize, room: f64, of: impl Fn(&ParamCost) -> f64) -> Expression {
         let mut sum = Expression::default();
         for param in self.scope.problem.graph.params.iter().filter(|param| param.users.len() > 1) {
-            let Some(factor) = self.factor(factor * param.sum_bytes as f64, room) else { continue };
+            let Some(factor) = self.factor(of(param), room) else { continue };
             let inside = self.each_inside(&param.users, stage);
             let outside = inside.iter().map(|inside| Expression::from(1.0) - inside.clone()).collect();
             let (is_used, is_used_outside) = (self.at_least(inside), self.at_least(outside));

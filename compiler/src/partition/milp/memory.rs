@@ -71,7 +71,7 @@ impl Formulation<'_> {
             });
             // ZeRO: weights that are also used by other stages are not sharded.
             let whole = each(MemoryTerms { weights: MANY, shared: MANY, ..none }) - weights;
-            sum += self.shared(stage, whole, 1.0);
+            sum += self.shared(stage, 1.0, |param| whole * param.sum_bytes as f64);
             let terms = each(MemoryTerms { terms: MANY, ..none });
             // Stages are recomputed at once.
             let recompute = RecomputeTerms { freed: MANY, layer: u64::MAX, ..RecomputeTerms::default() };

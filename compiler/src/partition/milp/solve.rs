@@ -74,7 +74,7 @@ pub fn refine(
         return Ok(left_alone(known, "all times are zero".to_string()));
     }
     let flow = build_plan::flow(problem, problem.cluster.devices());
-    let asked = FlowQuery::of(&flow, problem.objective == Objective::Latency);
+    let asked = FlowQuery::of(&flow, problem.objective == Objective::Latency, problem.bucket.0 as f64);
     let pins = constraints::pinned(question.joined, &problem.constraints.pins)?;
     let fixed = fixed(question)?;
     let within_us = if best_us.is_some() { unit_us } else { unit_us * SLOWER };

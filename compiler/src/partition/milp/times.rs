@@ -1,9 +1,12 @@
 //! Rows of the integer program for the time of stages and links, per cost model. The head of `formulation` gives the
 //! equations.
 
-use crate::partition::milp::formulation::Formulation;
+use crate::partition::milp::formulation::{Formulation, Scope};
+use crate::plan::in_flight;
+use crate::plan::problem::InFlight;
 use crate::plan::stage_cost;
-use good_lp::{Expression, variable};
+use crate::profile::cost_graph::ParamCost;
+use good_lp::{Expression, Variable, variable};
 
 impl Formulation<'_> {
     pub(super) fn paper(&mut self) {
@@ -118,36 +121,93 @@ impl Formulation<'_> {
         }
     }
 
+    /// The last bucket of an all-reduce after a flush, and the exchange of gradients that more than two stages share, are
+    /// not linear. Their terms are smaller here, which only relaxes the program.
     pub(super) fn pipec(&mut self) {
         let asked = self.scope.asked;
+        let adds = asked.adds();
         let (comes_in, goes_out) = self.messages();
         // T is the time of the busiest stage; with flushes plus fill and drain time.
-        let (busiest, reduced) = match asked.adds() {
-            true => (self.variables.add(variable().min(0.0)), self.variables.add(variable().min(0.0))),
-            false => (self.least, self.least),
-        };
-        let mut way = Expression::default();
+        let busiest = if adds { self.variables.add(variable().min(0.0)) } else { self.least };
+        let (mut ways, mut reduces) = (Vec::new(), Vec::new());
+        // What passes in the backward of the last micro-batch before it ends in a stage.
+        let mut before = Expression::default();
         for (stage, (comes_in, goes_out)) in comes_in.into_iter().zip(goes_out).enumerate() {
             let replicas = self.choice.replicas[stage];
             let (k, q) = (asked.weight(replicas), asked.reduces(replicas));
             let compute = self.sum(stage, self.room(), |op| self.time(op, stage));
             let reduce = self.reduce(stage);
-            if asked.adds() {
-                way += compute.clone();
-                way.add_mul(if asked.trains() { 2.0 } else { 1.0 }, comes_in.clone());
-                self.keep((reduce.clone() - reduced).leq(0.0));
+            let tied = self.tied(stage);
+            if adds {
+                before += comes_in.clone();
+                reduces.push(reduce.clone() + tied.clone() - self.overlap(stage) - before.clone());
+                before += self.backward(stage);
+                ways.push((compute.clone(), if asked.trains() { 2.0 } else { 1.0 } * comes_in.clone()));
             }
             let carried = match asked.trains() {
                 true => vec![comes_in + goes_out + q * reduce],
                 false => vec![comes_in, goes_out],
             };
-            for item in carried.into_iter().chain([compute]).filter(|_| k > 0.0) {
+            for item in carried.into_iter().chain([compute + q * tied]).filter(|_| k > 0.0) {
                 self.keep((k * item - busiest).leq(0.0));
             }
         }
-        if asked.adds() {
-            self.keep((busiest + way + reduced - self.least).leq(0.0));
+        if adds {
+            let reduced = self.at_least(reduces);
+            let held = self.held(busiest, &ways);
+            let way = ways.into_iter().map(|(compute, comes_in)| compute + comes_in).sum::<Expression>();
+            self.keep((busiest + held + way + reduced - self.least).leq(0.0));
         }
+    }
+
+    /// The exchange of gradients of tied parameters, at least that of two stages.
+    fn tied(&mut self, stage: usize) -> Expression {
+        if !self.scope.asked.trains() {
+            return Expression::default();
+        }
+        let (unit_us, wire) = (self.scope.unit_us, self.wire);
+        let of = |param: &ParamCost| (2.0 * wire.latency_us + param.sum_bytes as f64 / wire.bytes_per_us) / unit_us;
+        self.shared(stage, self.room(), of)
+    }
+
+    /// H: waits for micro-batches in flight. `ways` are compute and incoming messages of each stage.
+    fn held(&mut self, busiest: Variable, ways: &[(Expression, Expression)]) -> Variable {
+        let Scope { asked, problem, flow, .. } = self.scope;
+        let caps = match &problem.in_flight {
+            InFlight::Given(caps) if caps.len() == self.stages() => caps.clone(),
+            _ => in_flight::published(flow, &self.choice.replicas),
+        };
+        let mut sums = Vec::new();
+        let mut way = Expression::default();
+        for (stage, (compute, comes_in)) in ways.iter().enumerate().rev() {
+            way += compute.clone();
+            let (replicas, cap) = (self.choice.replicas[stage], caps[stage]);
+            let rounds = f64::from(asked.holds(replicas, cap));
+            if rounds > 0.0 {
+                let pace = f64::from(cap.max(1)) / asked.weight(replicas).max(1.0);
+                sums.push(rounds * (way.clone() - pace * busiest));
+            }
+            way += comes_in.clone();
+        }
+        self.at_least(sums)
+    }
+
+    /// The largest part of the all-reduce that may overlap with the last backward: none if it is one bucket.
+    fn overlap(&self, stage: usize) -> Expression {
+        let problem = self.scope.problem;
+        let sums: f64 = problem.graph.params.iter().map(|param| param.sum_bytes as f64).sum();
+        if sums <= self.scope.asked.bucket_bytes { Expression::default() } else { self.backward(stage) }
+    }
+
+    fn backward(&self, stage: usize) -> Expression {
+        let graph = &self.scope.problem.graph;
+        let forward = |op: usize| graph.ops[op].fwd_us / self.scope.unit_us / self.choice.paces[stage];
+        // Terms that are too large for a plan are not cut here: they would make the program too strict.
+        let mut sum = Expression::default();
+        for op in 0..self.ops() {
+            self.add_inside(&mut sum, self.time(op, stage) - forward(op), op, stage);
+        }
+        sum
     }
 
     /// Upper bound on a micro-batch's time in any stage under cost model `pipec`.

@@ -7,7 +7,9 @@
 use crate::partition::search::placement::{PlacementQuery, StagePlacement};
 use crate::partition::search::suffix_dp::Table;
 use crate::plan::cost_estimate::{PlacedStage, outlook};
+use crate::plan::tied;
 use crate::plan::{Edge, StageId};
+use crate::profile::cost_graph::{OpId, ParamCost};
 use std::collections::BTreeMap;
 
 /// The first stages of a pipeline. The price is exact except for tensors that later stages will read.
@@ -30,6 +32,12 @@ impl Prefix {
             gradient_bytes: run.holdings.summed as f64,
             first: placement.first,
             replicas: placement.replicas,
+            in_flight: placing.in_flight(
+                placement.replicas,
+                placing.devices - placement.first - placement.replicas,
+                Some(self.placements.len()),
+            ),
+            tied_us: 0.0,
         });
         let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
         for tensor in placing.places.inputs(placement.from, placement.to) {
@@ -42,13 +50,35 @@ impl Prefix {
         let edge = |(from, bytes): (u32, u64)| Edge { from: StageId(from), to, tensors: Vec::new(), bytes };
         self.edges.extend(bytes.into_iter().map(edge));
         self.placements.push(placement);
+        self.exchange(placing);
     }
 
-    fn pop(&mut self) {
+    /// Sets what the stages so far exchange of tied parameters; later users can only add to it.
+    fn exchange(&mut self, placing: &PlacementQuery<'_>) {
+        let params: Vec<ParamCost> = placing.places.tied().filter_map(|param| self.used(placing, param)).collect();
+        let places: Vec<(u32, u32)> = self.stages.iter().map(|stage| (stage.first, stage.replicas)).collect();
+        let stage_of = |op: usize| self.stage_of(placing, op).unwrap_or_default();
+        let tied = tied::exchange_us(placing.levels, &params, &places, &stage_of);
+        self.stages.iter_mut().zip(tied).for_each(|(stage, us)| stage.tied_us = us);
+    }
+
+    fn stage_of(&self, placing: &PlacementQuery<'_>, op: usize) -> Option<usize> {
+        self.placements.iter().position(|placement| placing.places.has(placement.to, op))
+    }
+
+    /// A parameter with its users in the stages so far.
+    fn used(&self, placing: &PlacementQuery<'_>, param: &ParamCost) -> Option<ParamCost> {
+        let users: Vec<OpId> =
+            param.users.iter().copied().filter(|op| self.stage_of(placing, op.index()).is_some()).collect();
+        (placing.asked.trains() && users.len() > 1).then(|| ParamCost { users, ..param.clone() })
+    }
+
+    fn pop(&mut self, placing: &PlacementQuery<'_>) {
         self.placements.pop();
         self.stages.pop();
         let last = self.stages.len() as u32;
         self.edges.retain(|edge| edge.to.0 != last);
+        self.exchange(placing);
     }
 
     pub fn us(&self, placing: &PlacementQuery<'_>) -> f64 {
@@ -125,7 +155,7 @@ impl BranchAndBound<'_, '_> {
                 let placement = StagePlacement { from, to, first, replicas, recompute };
                 prefix.push(placing, placement);
                 let (busiest, sum) = prefix.parts(placing);
-                prefix.pop();
+                prefix.pop(placing);
                 let least = busiest.max(tail) + sum + self.way.map_or(0.0, |way| way.value(below, to, rest as usize));
                 if least < self.best_us * (1.0 - 1e-9) {
                     next.push((least, placement, rest));
@@ -155,7 +185,7 @@ impl BranchAndBound<'_, '_> {
                     return false;
                 }
             }
-            prefix.pop();
+            prefix.pop(placing);
         }
         true
     }

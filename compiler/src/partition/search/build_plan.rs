@@ -14,7 +14,8 @@ use crate::plan::in_flight::{First, ScheduleFlow, StageInFlight};
 use crate::plan::memory;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
-use crate::plan::{Edge, RecomputedOps, Stage, StageId, StageMemory};
+use crate::plan::tied;
+use crate::plan::{Edge, GradientBucket, RecomputedOps, Stage, StageId, StageMemory};
 use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
 use crate::profile::recompute_scope::{self, RecomputeCosts, RecomputeTerms};
@@ -69,13 +70,17 @@ pub fn side_by_side(problem: &Problem, shape: &Shape) -> Vec<StagePosition> {
 }
 
 pub fn asked(problem: &Problem) -> FlowQuery {
-    FlowQuery::of(&flow(problem, problem.cluster.devices()), problem.objective == Objective::Latency)
+    FlowQuery::of(
+        &flow(problem, problem.cluster.devices()),
+        problem.objective == Objective::Latency,
+        problem.bucket.0 as f64,
+    )
 }
 
-pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<PlacedStage> {
+pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Vec<PlacedStage> {
     let ops = &problem.graph.ops;
     let holdings = holdings(problem, shape);
-    let placed = |((leaf, spot), holdings): ((StageGroup<'_>, &StagePosition), &MemoryTerms)| {
+    let placed = |(((leaf, spot), holdings), &in_flight): (((StageGroup<'_>, &StagePosition), &MemoryTerms), &u32)| {
         let pace = pace(problem, spot, leaf.replicas);
         let sum = |of: &[u32], us: fn(&OpCost) -> f64| of.iter().map(|&op| us(&ops[op as usize])).sum::<f64>() / pace;
         PlacedStage {
@@ -84,13 +89,24 @@ pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<
             gradient_bytes: holdings.summed as f64,
             first: spot.first,
             replicas: leaf.replicas,
+            in_flight,
+            tied_us: 0.0,
         }
     };
-    shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect()
+    let mut stages: Vec<PlacedStage> =
+        shape.leaves().into_iter().zip(spots).zip(&holdings).zip(caps).map(placed).collect();
+    stages.iter_mut().zip(tied_us(problem, shape, spots)).for_each(|(stage, us)| stage.tied_us = us);
+    stages
 }
 
-pub fn outlook(problem: &Problem, asked: &FlowQuery, shape: &Shape, spots: &[StagePosition]) -> CostEstimate {
-    let stages = placed(problem, shape, spots);
+pub fn outlook(
+    problem: &Problem,
+    asked: &FlowQuery,
+    shape: &Shape,
+    spots: &[StagePosition],
+    caps: &[u32],
+) -> CostEstimate {
+    let stages = placed(problem, shape, spots, caps);
     let (levels, edges) = (&problem.cluster.levels, edges(problem, shape));
     match problem.chunks > 1 && stages.len() > 1 {
         true => chunks::outlook(asked, levels, &stages, &edges),
@@ -98,7 +114,8 @@ pub fn outlook(problem: &Problem, asked: &FlowQuery, shape: &Shape, spots: &[Sta
     }
 }
 
-fn pace(problem: &Problem, spot: &StagePosition, replicas: u32) -> f64 {
+/// Relative speed of the slowest device of a stage.
+pub fn pace(problem: &Problem, spot: &StagePosition, replicas: u32) -> f64 {
     class::slowest(&problem.cluster.classes, spot.first..spot.first.saturating_add(replicas))
 }
 
@@ -164,9 +181,9 @@ pub fn fits(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &
 }
 
 /// The objective of a shape under the problem's cost model, in microseconds.
-pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> f64 {
+pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> f64 {
     match problem.cost {
-        CostModel::Pipec => outlook(problem, &asked(problem), shape, spots).minibatch_us,
+        CostModel::Pipec => outlook(problem, &asked(problem), shape, spots, caps).minibatch_us,
         CostModel::Paper | CostModel::Pipedream => {
             shape.minibatch_us(problem).max(uneven_levels::busiest_us(problem, shape, spots))
         }
@@ -180,23 +197,30 @@ pub fn flow(problem: &Problem, workers: u32) -> ScheduleFlow {
     ScheduleFlow { schedule, microbatches, chunks, workers, room }
 }
 
+/// The given in-flight limits, or those of the schedule's rule.
+pub fn caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
+    match &problem.in_flight {
+        InFlight::Given(caps) if caps.len() == shape.leaves().len() => caps.clone(),
+        _ => published_caps(problem, shape),
+    }
+}
+
 pub fn published_caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
     in_flight::published(&flow(problem, problem.cluster.devices()), &shape.replicas())
 }
 
 pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
-    of_lanes(problem, shape, caps, ScheduleFlow::versions)
+    of_lanes(problem, &shape.replicas(), caps, ScheduleFlow::versions)
 }
 
 fn of_lanes(
     problem: &Problem,
-    shape: &Shape,
+    replicas: &[u32],
     caps: &[u32],
     says: fn(&ScheduleFlow, StageInFlight, First) -> u32,
 ) -> Vec<u32> {
     let flow = flow(problem, problem.cluster.devices());
-    let lanes =
-        shape.replicas().into_iter().zip(caps).map(|(replicas, &in_flight)| StageInFlight { replicas, in_flight });
+    let lanes = replicas.iter().zip(caps).map(|(&replicas, &in_flight)| StageInFlight { replicas, in_flight });
     let lanes: Vec<StageInFlight> = lanes.collect();
     let first = lanes.first().map_or(First::Unknown, |&first| First::Known(first));
     lanes.into_iter().map(|own| says(&flow, own, first)).collect()
@@ -240,17 +264,18 @@ pub fn memory(
         let multiples = MemoryMultipliers { recompute: spots[at].recompute.is_any(), ..multiples };
         MemoryTerms { recompute, ..holdings[at] }.held(&multiples)
     };
-    multiples(problem, shape, caps, pending_weight_grads).into_iter().enumerate().map(held).collect()
+    multiples(problem, &shape.replicas(), caps, pending_weight_grads).into_iter().enumerate().map(held).collect()
 }
 
 /// The multipliers of the memory terms of each stage, without recomputation.
 pub fn multiples(
     problem: &Problem,
-    shape: &Shape,
+    replicas: &[u32],
     caps: &[u32],
     pending_weight_grads: &[u32],
 ) -> Vec<MemoryMultipliers> {
-    let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, ScheduleFlow::late));
+    let versions = of_lanes(problem, replicas, caps, ScheduleFlow::versions);
+    let late = of_lanes(problem, replicas, caps, ScheduleFlow::late);
     let one = |(at, replicas): (usize, u32)| MemoryMultipliers {
         in_flight: caps[at],
         pending_weight_grads: pending_weight_grads.get(at).copied().unwrap_or(0),
@@ -264,7 +289,7 @@ pub fn multiples(
         schedule: problem.schedule,
         microbatches: problem.microbatches,
     };
-    shape.replicas().into_iter().enumerate().map(one).collect()
+    replicas.iter().copied().enumerate().map(one).collect()
 }
 
 fn recomputed(problem: &Problem, ops: &[u32], recompute: Recompute) -> RecomputeTerms {
@@ -275,24 +300,7 @@ fn recomputed(problem: &Problem, ops: &[u32], recompute: Recompute) -> Recompute
 
 pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> Vec<Stage> {
     let ops = &problem.graph.ops;
-    let mut stages = Vec::new();
-    for (at, ((leaf, memory), spot)) in shape.leaves().into_iter().zip(memory).zip(spots).enumerate() {
-        let pace = pace(problem, spot, leaf.replicas);
-        let sum = |of: &[u32], us: fn(&OpCost) -> f64| of.iter().map(|&op| us(&ops[op as usize])).sum::<f64>() / pace;
-        let again = spot.recompute.of(leaf.ops);
-        let (fwd_us, again_us) = (sum(leaf.ops, |op| op.fwd_us), sum(again, OpCost::recompute_us));
-        let layers = recompute_scope::layers(again.iter().map(|&op| &ops[op as usize]));
-        let recomputed = match spot.recompute {
-            Recompute::None => None,
-            Recompute::All if layers.is_none() => None,
-            Recompute::First(_) | Recompute::All => {
-                Some(RecomputedOps { ops: again.len() as u32, layers, fwd_us: again_us })
-            }
-        }
-        .filter(|_| layers != Some(0));
-        let bwd_us = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum::<f64>() / pace;
-        let is_known = leaf.ops.iter().any(|&op| ops[op as usize].weight_grad_us.is_some());
-        let weight_grad_us = leaf.ops.iter().map(|&op| ops[op as usize].weight_part_us()).sum::<f64>() / pace;
+    let stage = |(at, ((leaf, memory), spot)): (usize, ((StageGroup<'_>, &StageMemory), &StagePosition))| {
         let mut modules: Vec<String> = Vec::new();
         let mut seen = std::collections::HashSet::new();
         for &op in leaf.ops {
@@ -305,34 +313,145 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
             let name = &ops[op as usize].name;
             if name.is_empty() { op.to_string() } else { name.clone() }
         };
-        let zero = if leaf.replicas > 1 && problem.schedule.trains() { problem.zero } else { 0 };
-        stages.push(Stage {
+        let placed = Placed { first: spot.first, replicas: leaf.replicas, pace: pace(problem, spot, leaf.replicas) };
+        Stage {
             id: StageId(at as u32),
             ops: ranges(leaf.ops),
             op_names: leaf.ops.iter().map(name).collect(),
             modules,
-            replicas: leaf.replicas,
+            memory: *memory,
+            hierarchy: leaf.hierarchy,
+            ..StageCosts::of(problem, leaf.ops, spot.recompute).stage(problem, &placed)
+        }
+    };
+    let mut stages: Vec<Stage> = shape.leaves().into_iter().zip(memory).zip(spots).enumerate().map(stage).collect();
+    stages.iter_mut().zip(tied_us(problem, shape, spots)).for_each(|(stage, us)| stage.tied_us = us);
+    stages
+}
+
+/// The stage of each op.
+pub fn stage_of(problem: &Problem, shape: &Shape) -> Vec<u32> {
+    let mut stage_of = vec![0u32; problem.graph.ops.len()];
+    for (at, leaf) in shape.leaves().iter().enumerate() {
+        leaf.ops.iter().for_each(|&op| stage_of[op as usize] = at as u32);
+    }
+    stage_of
+}
+
+/// The time that each stage exchanges gradients of tied parameters; only cost model `pipec` has it.
+fn tied_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<f64> {
+    if problem.cost != CostModel::Pipec || !problem.schedule.trains() {
+        return vec![0.0; spots.len()];
+    }
+    let stage_of = stage_of(problem, shape);
+    let places: Vec<(u32, u32)> = spots.iter().map(|spot| spot.first).zip(shape.replicas()).collect();
+    tied::exchange_us(&problem.cluster.levels, &problem.graph.params, &places, &|op| stage_of[op] as usize)
+}
+
+/// The devices of a stage.
+#[derive(Clone, Copy, Debug)]
+pub struct Placed {
+    pub first: u32,
+    pub replicas: u32,
+    /// Relative speed of the slowest device.
+    pub pace: f64,
+}
+
+/// What a stage costs, whatever its devices.
+#[derive(Clone, Debug)]
+pub struct StageCosts {
+    recompute: bool,
+    recomputed: Option<RecomputedOps>,
+    forward_us: f64,
+    backward_us: f64,
+    weight_grad_us: Option<f64>,
+    buckets: Vec<GradientBucket>,
+    parameter_bytes: u64,
+    gradient_bytes: u64,
+}
+
+impl StageCosts {
+    /// The costs of these ops; `ops` must be sorted.
+    pub fn of(problem: &Problem, ops: &[u32], recompute: Recompute) -> StageCosts {
+        let costs = &problem.graph.ops;
+        let sum = |of: &[u32], us: fn(&OpCost) -> f64| of.iter().map(|&op| us(&costs[op as usize])).sum::<f64>();
+        let again = recompute.of(ops);
+        let again_us = sum(again, OpCost::recompute_us);
+        let layers = recompute_scope::layers(again.iter().map(|&op| &costs[op as usize]));
+        let recomputed = match recompute {
+            Recompute::None => None,
+            Recompute::All if layers.is_none() => None,
+            Recompute::First(_) | Recompute::All => {
+                Some(RecomputedOps { ops: again.len() as u32, layers, fwd_us: again_us })
+            }
+        }
+        .filter(|_| layers != Some(0));
+        let is_known = ops.iter().any(|&op| costs[op as usize].weight_grad_us.is_some());
+        StageCosts {
+            recompute: recompute.is_any() && layers != Some(0),
+            recomputed,
+            forward_us: sum(ops, |op| op.fwd_us),
+            backward_us: sum(ops, |op| op.bwd_us) + again_us,
+            weight_grad_us: is_known.then(|| sum(ops, OpCost::weight_part_us)),
+            buckets: if problem.schedule.trains() {
+                buckets(&problem.graph, ops, problem.bucket.0)
+            } else {
+                Vec::new()
+            },
+            parameter_bytes: parameter_bytes(problem, ops, |param| param.bytes),
+            gradient_bytes: gradient_bytes(problem, ops),
+        }
+    }
+
+    /// The same costs, without the names of parameters in buckets.
+    pub fn without_names(mut self) -> StageCosts {
+        self.buckets.iter_mut().for_each(|bucket| bucket.parameters = Vec::new());
+        self
+    }
+
+    /// The stage on these devices, without its ops and names.
+    pub fn stage(&self, problem: &Problem, placed: &Placed) -> Stage {
+        let &Placed { first, replicas, pace } = placed;
+        let reduces = replicas > 1 && problem.schedule.trains();
+        let zero = if reduces { problem.zero } else { 0 };
+        let slower = |recomputed: RecomputedOps| RecomputedOps { fwd_us: recomputed.fwd_us / pace, ..recomputed };
+        Stage {
+            id: StageId(0),
+            ops: Vec::new(),
+            op_names: Vec::new(),
+            modules: Vec::new(),
+            replicas,
             tensor_degree: None,
             tensor_parallel: None,
             choices: Vec::new(),
-            devices: (spot.first..spot.first + leaf.replicas).collect(),
-            recompute: spot.recompute.is_any() && layers != Some(0),
-            recomputed,
-            fwd_us,
-            bwd_us: bwd_us + again_us,
-            weight_grad_us: is_known.then_some(weight_grad_us),
-            buckets: match leaf.replicas > 1 && problem.schedule.trains() {
-                true => buckets(&problem.graph, leaf.ops, problem.bucket.0),
-                false => Vec::new(),
-            },
+            devices: (first..first + replicas).collect(),
+            recompute: self.recompute,
+            recomputed: self.recomputed.map(slower),
+            fwd_us: self.forward_us / pace,
+            bwd_us: self.backward_us / pace,
+            weight_grad_us: self.weight_grad_us.map(|us| us / pace),
+            buckets: if reduces { self.buckets.clone() } else { Vec::new() },
             zero,
-            parameter_bytes: if zero >= 3 { parameter_bytes(problem, leaf.ops, |param| param.bytes) } else { 0 },
-            gradient_bytes: gradient_bytes(problem, leaf.ops),
-            memory: *memory,
-            hierarchy: leaf.hierarchy,
-        });
+            parameter_bytes: if zero >= 3 { self.parameter_bytes } else { 0 },
+            gradient_bytes: self.gradient_bytes,
+            tied_us: 0.0,
+            memory: StageMemory::default(),
+            hierarchy: Vec::new(),
+        }
     }
-    stages
+
+    /// The stage in the cost model.
+    pub fn placed(&self, placed: &Placed, gradient_bytes: u64, in_flight: u32) -> PlacedStage {
+        PlacedStage {
+            forward_us: self.forward_us / placed.pace,
+            backward_us: self.backward_us / placed.pace,
+            gradient_bytes: gradient_bytes as f64,
+            first: placed.first,
+            replicas: placed.replicas,
+            in_flight,
+            tied_us: 0.0,
+        }
+    }
 }
 
 /// Bytes of the parameters used by these ops; `ops` must be sorted.
@@ -351,10 +470,7 @@ fn gradient_bytes(problem: &Problem, ops: &[u32]) -> u64 {
 
 /// The tensors sent between stages, each directly from its producer to every stage that reads it.
 pub fn edges(problem: &Problem, shape: &Shape) -> Vec<Edge> {
-    let mut stage_of = vec![0u32; problem.graph.ops.len()];
-    for (at, leaf) in shape.leaves().iter().enumerate() {
-        leaf.ops.iter().for_each(|&op| stage_of[op as usize] = at as u32);
-    }
+    let stage_of = stage_of(problem, shape);
     let mut edges: BTreeMap<(u32, u32), Edge> = BTreeMap::new();
     for tensor in &problem.graph.tensors {
         let from = stage_of[tensor.producer.index()];

@@ -4,7 +4,7 @@ use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::result::PlanCandidate;
-use crate::plan::problem::{InFlight, Problem};
+use crate::plan::problem::Problem;
 
 /// Down-sets to explore if `--budget` is not set.
 pub const DEFAULT_BUDGET: u64 = 10_000;
@@ -61,10 +61,7 @@ impl SearchContext<'_> {
     /// Prices a shape with the given stage positions.
     pub fn placed(&self, name: &'static str, shape: Shape, spots: Vec<build_plan::StagePosition>) -> PlanCandidate {
         let problem = self.problem;
-        let caps = match &problem.in_flight {
-            InFlight::Given(caps) if caps.len() == shape.replicas().len() => caps.clone(),
-            _ => build_plan::published_caps(problem, &shape),
-        };
+        let caps = build_plan::caps(problem, &shape);
         let pending_weight_grads = build_plan::pending_weight_grads(problem, &shape, &caps);
         let memory = build_plan::memory(
             problem,
@@ -75,7 +72,7 @@ impl SearchContext<'_> {
             &pending_weight_grads,
         );
         let fits = build_plan::fits(problem, &shape, &spots, &memory);
-        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots);
+        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots, &caps);
         PlanCandidate { name, shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits }
     }
 }

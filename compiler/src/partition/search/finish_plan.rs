@@ -221,7 +221,8 @@ fn predicted(problem: &Problem, chosen: &PlanCandidate, minibatch_us: f64, stage
     let rate = |us: f64| if us > 0.0 { samples * 1e6 / us } else { 0.0 };
     if problem.cost == CostModel::Pipec {
         let asked = build_plan::asked(problem);
-        let looked = |asked: &FlowQuery| build_plan::outlook(problem, asked, &chosen.shape, &chosen.spots);
+        let looked =
+            |asked: &FlowQuery| build_plan::outlook(problem, asked, &chosen.shape, &chosen.spots, &chosen.caps);
         let CostEstimate { step_us, bubble, .. } = looked(&asked);
         // Throughput is set by the slowest stage, because micro-batches overlap.
         let following = looked(&FlowQuery { latency: false, ..asked }).step_us;

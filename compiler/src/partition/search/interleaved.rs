@@ -203,7 +203,8 @@ impl Line<'_> {
     }
 
     fn time(&self, cuts: &[usize], replicas: u32, spots: &[StagePosition]) -> f64 {
-        build_plan::minibatch_us(self.problem, &self.shape(cuts, replicas), spots)
+        let shape = self.shape(cuts, replicas);
+        build_plan::minibatch_us(self.problem, &shape, spots, &build_plan::caps(self.problem, &shape))
     }
 
     fn candidate(
@@ -220,7 +221,7 @@ impl Line<'_> {
         let memory: Vec<StageMemory> =
             build_plan::memory(problem, &shape, &spots, &holdings, &counts.caps, &counts.pending_weight_grads);
         let fits = problem.memory_limit.is_none_or(|limit| fullest(&spots, &memory) <= limit.0);
-        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots);
+        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots, &counts.caps);
         let Counts { caps, pending_weight_grads } = counts.clone();
         PlanCandidate { name: "pipec", shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits }
     }

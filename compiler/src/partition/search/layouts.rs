@@ -31,6 +31,8 @@ use crate::plan::links;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{Problem, Recomputation, Target};
 use crate::plan::schedule::Schedule;
+use crate::plan::tied;
+use crate::profile::cost_graph::ParamCost;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
@@ -94,6 +96,9 @@ struct Cut {
     again: Vec<f64>,
     weight_grad: Vec<f64>,
     edges: Vec<Edge>,
+    /// Parameters with several users.
+    params: Vec<ParamCost>,
+    stage_of: Vec<u32>,
 }
 
 impl<'a> Layouts<'a> {
@@ -124,7 +129,7 @@ impl<'a> Layouts<'a> {
             for zero in zero.clone() {
                 let layout = Layout { zero, ..layout };
                 let Some((recomputed, peak_bytes)) = self.fitted(cut, &layout, held) else { continue };
-                let estimate = LayoutEstimate { peak_bytes, ..self.time(cut, &layout, &recomputed) };
+                let estimate = LayoutEstimate { peak_bytes, ..self.time(cut, &layout, &recomputed, held) };
                 if estimate.minibatch_us < best_us {
                     best_us = estimate.minibatch_us;
                     found.push(estimate);
@@ -280,7 +285,7 @@ impl<'a> Layouts<'a> {
     /// With k micro-batches on each replica, rank r computes `k Σ C_s` over its stages s. It starts after the forward of
     /// the first stages of all ranks before it, and unless the backward is split, their backward follows. The all-reduce
     /// of the first stage overlaps at most with its last backward.
-    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[f64]) -> LayoutEstimate {
+    fn time(&self, cut: &Cut, layout: &Layout, recomputed: &[f64], held: &Counts) -> LayoutEstimate {
         let &Layout { schedule, ranks, replicas, chunks, zero } = layout;
         let levels = &self.problem.cluster.levels;
         let stage = |at: usize| {
@@ -300,10 +305,20 @@ impl<'a> Layouts<'a> {
                 gradient_bytes: cut.holdings[at].summed as f64,
                 first,
                 replicas,
+                in_flight: held.caps[at],
+                tied_us: 0.0,
             }
         };
-        let stages: Vec<PlacedStage> = (0..cut.ops.len()).map(stage).collect();
-        let asked = FlowQuery { schedule, microbatches: self.problem.microbatches, latency: false };
+        let mut stages: Vec<PlacedStage> = (0..cut.ops.len()).map(stage).collect();
+        let places: Vec<(u32, u32)> = stages.iter().map(|stage| (stage.first, stage.replicas)).collect();
+        let tied = tied::exchange_us(levels, &cut.params, &places, &|op| cut.stage_of[op] as usize);
+        stages.iter_mut().zip(tied).for_each(|(stage, us)| stage.tied_us = us);
+        let asked = FlowQuery {
+            schedule,
+            microbatches: self.problem.microbatches,
+            latency: false,
+            bucket_bytes: self.problem.bucket.0 as f64,
+        };
         let reduce_us = match replicas {
             1 => 0.0,
             _ => links::all_reduce_us(&links::rings_of_range(levels, 0, replicas, stages[0].gradient_bytes)),
@@ -366,7 +381,7 @@ impl<'a> Layouts<'a> {
         let Counts { caps, pending_weight_grads } = held;
         let memory = build_plan::memory(problem, &shape, &spots, &cut.holdings, &caps, &pending_weight_grads);
         let fits = build_plan::fits(problem, &shape, &spots, &memory);
-        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots);
+        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots, &caps);
         Some(PlanCandidate { name: "pipec", shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits })
     }
 
@@ -383,7 +398,7 @@ impl<'a> Layouts<'a> {
             Recomputation::Never | Recomputation::Full => None,
         };
         let minibatch_us = match &fewer {
-            Some(fewer) => build_plan::minibatch_us(&full, &shape, fewer),
+            Some(fewer) => build_plan::minibatch_us(&full, &shape, fewer, &caps),
             None => minibatch_us,
         };
         let spots = fewer.unwrap_or(spots);
@@ -458,6 +473,8 @@ impl Cut {
             again: sum(&|op| graph.ops[op].recompute_us()),
             weight_grad: sum(&|op| graph.ops[op].weight_part_us()),
             edges: build_plan::edges(problem, &shape),
+            params: graph.params.iter().filter(|param| param.users.len() > 1).cloned().collect(),
+            stage_of: build_plan::stage_of(problem, &shape),
             ops,
         })
     }

@@ -24,7 +24,7 @@ pub fn reduced(
         return None;
     }
     let (holdings, replicas) = (build_plan::holdings(problem, shape), shape.replicas());
-    let multiples = build_plan::multiples(problem, shape, caps, pending_weight_grads);
+    let multiples = build_plan::multiples(problem, &shape.replicas(), caps, pending_weight_grads);
     let terms = terms_of_first(problem, shape);
     let bytes = |at: usize, choice: Recompute| {
         let recompute = match choice {

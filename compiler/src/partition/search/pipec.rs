@@ -13,6 +13,10 @@ use crate::partition::search::branch_and_bound::{BranchAndBound, Prefix};
 use crate::partition::search::placement::{MemoryScope, PlacementQuery, StagePlacement};
 use crate::partition::search::suffix_dp::Measure;
 
+/// Limits on the busiest stage under which the shortest latency is searched, and the ratio between them.
+const LIMITS: usize = 6;
+const RISE: f64 = 1.25;
+
 #[derive(Clone, Debug)]
 pub struct PlacedPipeline {
     pub placements: Vec<StagePlacement>,
@@ -52,9 +56,9 @@ impl PlacementQuery<'_> {
             offer(way.as_ref().and_then(|table| self.read(table)));
             // Tries the smallest latency under rising limits on the busiest stage.
             let mut limit = least_busiest * (1.0 + 1e-9);
-            for _ in 0..3 {
+            for _ in 0..LIMITS {
                 offer(self.read(&self.table(Measure::Way, limit)));
-                limit = limit * 1.5 + f64::MIN_POSITIVE;
+                limit = limit * RISE + f64::MIN_POSITIVE;
             }
         } else if self.steps > 0 {
             let fewest = self.table(Measure::Stages, least_busiest * (1.0 + 1e-12));

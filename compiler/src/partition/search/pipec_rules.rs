@@ -36,6 +36,11 @@ const COARSE: usize = 48;
 /// Steps of the forward search for at most `FEW` down-sets; a sixteenth elsewhere.
 const STEPS: u64 = 400_000;
 
+/// The share of the work for larger graphs under schedules with a flush: their plans are improved by simulation
+/// afterwards.
+const FLUSHED: f64 = 0.1;
+const SMALL: usize = 32;
+
 /// Largest number of down-sets for the full number of steps.
 const FEW: usize = 2000;
 
@@ -165,7 +170,7 @@ impl Search<'_> {
         // The budget is shared between the device orders.
         let SearchLimits { orders, depth, .. } = self.question.among;
         let orders = f64::from(orders);
-        let (most, within) = if depth == Depth::Glance { (COARSE, GLANCE) } else { (MAX_PLACES, 2e7) };
+        let (most, within) = if depth == Depth::Glance { (COARSE, GLANCE) } else { (MAX_PLACES, 2e7 * part(problem)) };
         let fine = largest((graph.ops.len() + 1).min(most), |places| effort(problem, rules, places) * orders <= within);
         let fixed = match &problem.constraints.cut_after {
             Some(names) => Some(constraints::resolve(graph, self.question.joined, names)?),
@@ -262,7 +267,8 @@ impl Search<'_> {
         let mut proven: Option<f64> = Some(f64::INFINITY);
         let mut fits = false;
         let numbers = AssumedPipelines::of(problem);
-        let steps = STEPS / u64::from(self.question.among.orders) / numbers.list.len() as u64;
+        let steps = (STEPS as f64 * part(problem)) as u64;
+        let steps = steps / u64::from(self.question.among.orders) / numbers.list.len() as u64;
         for mut placing in numbers.placings(problem, &places, &fleet, rules) {
             placing.steps = match self.question.among.depth {
                 Depth::Glance | Depth::Tables => 0,
@@ -500,7 +506,7 @@ pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<
 fn affordable(question: &SearchContext<'_>, rules: &[Rules]) -> usize {
     let budget = question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
     let orders = f64::from(question.among.orders);
-    largest(budget, |sets| effort(question.problem, rules, sets) * orders <= 1e8)
+    largest(budget, |sets| effort(question.problem, rules, sets) * orders <= 1e8 * part(question.problem))
 }
 
 /// Returns whether all down-sets can be searched in every device order.
@@ -514,6 +520,12 @@ pub fn glance_effort(question: &SearchContext<'_>) -> Result<f64, ProblemError> 
     let rules = rules(question)?;
     let places = largest(most, |places| effort(question.problem, &rules, places) <= GLANCE);
     Ok(effort(question.problem, &rules, places))
+}
+
+/// The share of the full work.
+fn part(problem: &Problem) -> f64 {
+    let is_improved = build_plan::asked(problem).adds() && problem.objective == Objective::Throughput;
+    if is_improved && problem.graph.ops.len() > SMALL { FLUSHED } else { 1.0 }
 }
 
 fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {

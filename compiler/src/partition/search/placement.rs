@@ -152,11 +152,15 @@ impl PlacementQuery<'_> {
         self.recomputes(&self.places.run(from, to), replicas, rest, stage)
     }
 
+    /// In-flight limit of a stage, by the schedule's rule or as given.
+    pub fn in_flight(&self, replicas: u32, rest: u32, stage: Option<usize>) -> u32 {
+        let given = self.rules.caps.as_ref().zip(stage).and_then(|(caps, stage)| caps.get(stage).copied());
+        given.unwrap_or_else(|| self.flow.in_flight(Position { replicas, workers_after: rest }))
+    }
+
     pub fn bytes(&self, run: &Run, replicas: u32, rest: u32, recompute: bool, stage: Option<usize>) -> u64 {
         let position = Position { replicas, workers_after: rest };
-        let rule = || self.flow.in_flight(position);
-        let given = self.rules.caps.as_ref().zip(stage);
-        let in_flight = given.map_or_else(rule, |(caps, stage)| caps[stage]);
+        let in_flight = self.in_flight(replicas, rest, stage);
         let own = StageInFlight { replicas, in_flight };
         let first = if run.is_first { First::Known(own) } else { self.first };
         // The query assumes a first stage; a different first stage is not allowed.

@@ -9,7 +9,7 @@ use crate::partition::search::largest_in_range::Ranking;
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::memory::MemoryTerms;
 use crate::profile::arena::{Arena, ArenaPosition, Needs, Way};
-use crate::profile::cost_graph::{CostGraph, Flows, OpId};
+use crate::profile::cost_graph::{CostGraph, Flows, OpId, ParamCost};
 use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
 use std::ops::Range;
 
@@ -169,6 +169,16 @@ impl<'a> RangeCosts<'a> {
             places.again[set] = time(places.again[base], &|op| graph.ops[op].recompute_us());
         }
         places
+    }
+
+    /// Parameters with several users.
+    pub fn tied(&self) -> impl Iterator<Item = &ParamCost> {
+        self.tied.iter().map(|&at| &self.graph.params[at])
+    }
+
+    /// The tensors that cross the cut after a set.
+    pub fn crossing(&self, set: usize) -> &[u32] {
+        &self.crossing[set]
     }
 
     pub fn len(&self) -> usize {

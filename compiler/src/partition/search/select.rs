@@ -134,7 +134,7 @@ pub fn with_less_recompute(
     let least_us = |other: &PlanCandidate| {
         let spots: Vec<StagePosition> =
             other.spots.iter().map(|spot| StagePosition { recompute: Recompute::None, ..*spot }).collect();
-        build_plan::minibatch_us(question.problem, &other.shape, &spots)
+        build_plan::minibatch_us(question.problem, &other.shape, &spots, &other.caps)
     };
     others.sort_by(|left, right| least_us(left).total_cmp(&least_us(right)));
     for other in others.into_iter().take(MOST_PLAYED) {
@@ -163,7 +163,7 @@ fn reduced(
     let Some(fewer) = partial_recompute::reduced(problem, shape, spots, (&played.caps, pending_weight_grads)) else {
         return (candidate, played);
     };
-    let minibatch_us = build_plan::minibatch_us(problem, shape, &fewer);
+    let minibatch_us = build_plan::minibatch_us(problem, shape, &fewer, caps);
     let replayed = simulate_candidate::played(problem, shape, &fewer, caps, minibatch_us, options.efficiency);
     if replayed.minibatch_us > played.minibatch_us {
         return (candidate, played);

@@ -146,7 +146,14 @@ impl PlacementQuery<'_> {
                                 Measure::Bytes => part.bytes as f64,
                                 _ if part.busiest_us > capped * (1.0 + 1e-12) => continue,
                                 Measure::Stages => 1.0 + tail,
-                                Measure::Way => part.way_us + tail,
+                                Measure::Way => {
+                                    let way_us = part.way_us - part.in_us + tail;
+                                    let in_flight = self.in_flight(replicas, rest, stage);
+                                    if !self.asked.comes_back(replicas, in_flight, way_us, capped * (1.0 + 1e-9)) {
+                                        continue;
+                                    }
+                                    part.way_us + tail
+                                }
                             };
                             let value = if measure == Measure::Bytes { value.max(tail) } else { value };
                             if value < so_far {
@@ -250,7 +257,7 @@ impl PlacementQuery<'_> {
             let first = self.devices - rest - replicas;
             let fits = self.limit(first, replicas).is_none_or(|limit| bytes <= limit);
             let bytes = if self.fleet.counts(first, replicas) { bytes } else { 0 };
-            return fits.then_some(Part { busiest_us: 0.0, way_us: 0.0, bytes });
+            return fits.then_some(Part { busiest_us: 0.0, way_us: 0.0, in_us: 0.0, bytes });
         }
         let recompute = self.recomputes(run, replicas, rest, stage)?;
         let pace = self.pace(self.devices - rest - replicas, replicas);
@@ -269,7 +276,7 @@ impl PlacementQuery<'_> {
             }
             _ => share(),
         };
-        Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, bytes: 0 })
+        Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, in_us: share.in_us, bytes: 0 })
     }
 
     /// Load of a range as a stage with these replicas and `rest` devices after it, at relative speed `pace`.
@@ -294,6 +301,8 @@ impl PlacementQuery<'_> {
             gradient_bytes: run.holdings.summed as f64,
             first,
             replicas,
+            in_flight: 1,
+            tied_us: 0.0,
         };
         let mut messages: Vec<Message> = Vec::with_capacity(2);
         let near = |neighbour: u32| Wire::between(self.levels, [neighbour, first, last].into_iter());
@@ -319,6 +328,7 @@ impl PlacementQuery<'_> {
         StageLoad {
             busiest_us: alone.busiest_us.max(self.asked.weight(replicas) * longest),
             way_us: alone.way_us + if self.asked.adds() { ways * comes_in } else { 0.0 },
+            in_us: if self.asked.adds() { ways * comes_in } else { 0.0 },
             reduce_us: alone.reduce_us,
         }
     }
@@ -328,5 +338,6 @@ impl PlacementQuery<'_> {
 struct Part {
     busiest_us: f64,
     way_us: f64,
+    in_us: f64,
     bytes: u64,
 }

@@ -6,12 +6,16 @@
 pub mod chunks;
 
 use crate::cluster::{DeviceClass, Level};
+use crate::plan::buckets::USUAL_BYTES;
 use crate::plan::check::recompute;
 use crate::plan::groups;
 use crate::plan::problem::{Objective, Problem};
 use crate::plan::schedule::UpdateRule;
 use crate::plan::{Plan, Stage};
 use std::collections::{BTreeMap, BTreeSet};
+
+/// The fraction of the busiest time above which waits for items in flight are the bottleneck.
+const MUCH: f64 = 0.01;
 
 /// Microseconds per item over one level.
 #[derive(Clone, Copy, Debug, Default)]
@@ -29,6 +33,8 @@ pub struct Loads {
     pub compute: Vec<f64>,
     /// Gradient bytes; each parameter counts once.
     pub gradients: Vec<f64>,
+    /// Microseconds per update to exchange the gradients of tied parameters.
+    pub tied: Vec<f64>,
     /// Forward bytes per item between stages.
     pub sent: BTreeMap<(usize, usize), f64>,
 }
@@ -55,6 +61,7 @@ impl Loads {
             let users: BTreeSet<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
             users.into_iter().for_each(|stage| gradients[stage] += param.sum_bytes as f64);
         }
+        let tied = if trains { tied(problem, plan, stage_of) } else { vec![0.0; count] };
         let mut sent: BTreeMap<(usize, usize), f64> = BTreeMap::new();
         for tensor in &problem.graph.tensors {
             let from = stage_of[tensor.producer.index()];
@@ -64,7 +71,7 @@ impl Loads {
                 .filter(|&to| to != from)
                 .for_each(|to| *sent.entry((from, to)).or_default() += tensor.bytes as f64);
         }
-        Loads { forward, compute, gradients, sent }
+        Loads { forward, compute, gradients, tied, sent }
     }
 
     pub fn stated(plan: &Plan) -> Loads {
@@ -78,6 +85,7 @@ impl Loads {
             forward: all(&|stage| stage.fwd_us),
             compute: all(&|stage| stage.fwd_us + if trains { stage.bwd_us } else { 0.0 }),
             gradients: all(&|stage| stage.reduced_bytes() as f64),
+            tied: all(&|stage| stage.tied_us),
             sent,
         }
     }
@@ -90,7 +98,8 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
 
 /// [`time`] for given loads.
 pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads) -> (f64, String) {
-    let Loads { forward, compute, gradients, sent } = loads;
+    let Loads { forward, compute, gradients, tied, sent } = loads;
+    let loads_of = loads;
     // One device represents each tensor-parallel group.
     if let Some((levels, stages)) = groups::led(levels, &plan.stages) {
         return under(&levels, objective, &Plan { stages, ..plan.clone() }, loads);
@@ -119,9 +128,15 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
             reduce[at] += us;
         }
     }
+    let reduce_after: Vec<f64> = reduce.iter().zip(tied).map(|(reduce, tied)| reduce + tied).collect();
     if plan.schedule.chunks > 1 {
-        let sums =
-            crate::plan::check::cost::chunks::Sums { forward, compute, over: &over, way_in: &way_in, reduce: &reduce };
+        let sums = crate::plan::check::cost::chunks::Sums {
+            forward,
+            compute,
+            over: &over,
+            way_in: &way_in,
+            reduce: &reduce_after,
+        };
         return crate::plan::check::cost::chunks::time(levels, plan, &sums);
     }
     if wants_latency {
@@ -151,7 +166,8 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
             _ => per_item / r,
         };
         let all = if never_flushed { times } else { items_per_replica };
-        loads.push((times * compute[at], all * compute[at], format!("compute of stage {at}")));
+        let busy = compute[at] + per_item * tied[at];
+        loads.push((times * busy, all * busy, format!("compute of stage {at}")));
         loads.push((times * per_item * reduce[at], all * per_item * reduce[at], format!("all-reduce of stage {at}")));
         let mut unit = 1u64;
         for (level, &LevelLoad { comes, goes, reduces }) in over[at].iter().enumerate() {
@@ -183,7 +199,7 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
         let all = if never_flushed { times } else { m };
         loads.push((times * (messages + reduces), all * (messages + reduces), what));
     }
-    let worst = loads.iter().map(|load| load.0).fold(0.0, f64::max);
+    let mut worst = loads.iter().map(|load| load.0).fold(0.0, f64::max);
     let mut busiest = (0.0, "compute of stage 0".to_string());
     for (_, all, what) in loads {
         if all > busiest.0 {
@@ -195,7 +211,60 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
     }
     let ways = if trains { 2.0 } else { 1.0 };
     let way: f64 = (0..count).map(|at| compute[at] + ways * way_in[at]).sum();
-    (worst + way + reduce.iter().copied().fold(0.0, f64::max), busiest.1)
+    let waiting = waiting_us(plan, worst, compute, &way_in);
+    if waiting > MUCH * worst {
+        busiest.1 = "the in-flight limits, while messages are on their way".to_string();
+    }
+    worst += waiting;
+    (worst + way + exposed_us(plan, loads_of, &way_in, &reduce), busiest.1)
+}
+
+/// The exchange of gradients of tied parameters between stages on different devices, as a ring; see `plan::tied`.
+pub fn tied(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<f64> {
+    let levels = &problem.cluster.levels;
+    let mut us = vec![0.0; plan.stages.len()];
+    for param in &problem.graph.params {
+        let users: BTreeSet<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
+        let places: BTreeSet<&[u32]> = users.iter().map(|&stage| &*plan.stages[stage].devices).collect();
+        let devices: Vec<u32> = places.iter().flat_map(|devices| devices.iter().copied()).collect();
+        let Some(level) = farthest(levels, &devices).filter(|_| places.len() > 1) else { continue };
+        let members = places.len() as f64;
+        let each = latency_us(levels, level) + param.sum_bytes as f64 / members / bytes_per_us(levels, level);
+        users.into_iter().for_each(|stage| us[stage] += 2.0 * (members - 1.0) * each);
+    }
+    us
+}
+
+/// How much longer than `worst` the minibatch takes because replicas wait until items in flight have come back.
+fn waiting_us(plan: &Plan, worst: f64, compute: &[f64], way_in: &[f64]) -> f64 {
+    let kind = plan.schedule.kind;
+    if !kind.flushes() || kind.splits_backward() {
+        return 0.0;
+    }
+    let mut longest = 0.0f64;
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let later = at + 1..plan.stages.len();
+        let trip = compute[at] + later.map(|next| compute[next] + 2.0 * way_in[next]).sum::<f64>();
+        let items = plan.schedule.microbatches.div_ceil(stage.replicas.max(1)).max(1) - 1;
+        let in_flight = plan.schedule.in_flight.get(at).copied().unwrap_or(1).max(1);
+        let meanwhile = worst * f64::from(in_flight) / f64::from(items.max(1));
+        longest = longest.max(f64::from(items / in_flight) * (trip - meanwhile));
+    }
+    longest
+}
+
+/// The longest part of an all-reduce that is left when the first stage ends its last backward.
+fn exposed_us(plan: &Plan, loads: &Loads, way_in: &[f64], reduce: &[f64]) -> f64 {
+    let bucket = plan.options.get("bucket_bytes").and_then(serde_json::Value::as_f64).unwrap_or(USUAL_BYTES as f64);
+    let mut longest = 0.0f64;
+    for (at, &us) in reduce.iter().enumerate() {
+        let backward = |stage: usize| loads.compute[stage] - loads.forward[stage];
+        let last = (bucket / loads.gradients[at].max(1.0)).min(1.0);
+        let behind = (us - (1.0 - last) * backward(at)).max(us * last) + loads.tied[at];
+        let before: f64 = (0..at).map(|stage| backward(stage) + way_in[stage + 1]).sum();
+        longest = longest.max(behind - before - way_in[0]);
+    }
+    longest
 }
 
 /// Speed of a stage's slowest device. Replicas work round-robin, so it determines the speed of all.

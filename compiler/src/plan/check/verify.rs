@@ -549,6 +549,10 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
             None => 0.5 * op.bwd_us,
         };
     }
+    let tied = match problem.cost == CostModel::Pipec && plan.schedule.kind.trains() {
+        true => cost::tied(problem, plan, stage_of),
+        false => vec![0.0; plan.stages.len()],
+    };
     for (at, stage) in plan.stages.iter().enumerate() {
         let (again, layers) = recompute::time(&problem.graph, stage);
         backward[at] += again;
@@ -576,6 +580,7 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
             ("bwd_us", stage.bwd_us, backward[at]),
             ("weight_grad_us", said_of_weights, weights[at]),
             ("recomputed.fwd_us", stage.recompute_us(), again / pace),
+            ("tied_us", stage.tied_us, tied[at]),
         ] {
             if differs(said, found) {
                 let what = format!("{name} of stage {at}");

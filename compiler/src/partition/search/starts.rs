@@ -1,0 +1,128 @@
+//! Where the climb of `improve` starts: layouts of known plans, and pipelines of balanced stages.
+
+use crate::partition::search::context::SearchContext;
+use crate::partition::search::downsets::DownSets;
+use crate::partition::search::evaluate::Stages;
+use crate::partition::search::module_boundaries::Borders;
+use crate::partition::search::result::PlanCandidate;
+use crate::partition::search::{linear_order, linear_search};
+use crate::plan::problem::CostModel;
+
+/// The largest number of devices on which all replicas of stages are starts.
+const FEW: u32 = 8;
+
+/// The largest number of stages of a start.
+const MOST_STAGES: u32 = 64;
+
+/// A topological order, and the positions at which it may be cut.
+pub struct Order {
+    pub ops: Vec<u32>,
+    pub cuts: Vec<usize>,
+    pub space: DownSets,
+}
+
+/// Stages along the order of this number.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Layout {
+    pub order: usize,
+    pub stages: Stages,
+}
+
+/// The layouts from which the climb may start.
+pub struct Starts<'a> {
+    pub context: &'a SearchContext<'a>,
+    pub orders: Vec<Order>,
+    pub layouts: Vec<Layout>,
+}
+
+impl Starts<'_> {
+    /// The layout of a candidate, in an order of its own.
+    pub fn layout_of(&mut self, candidate: &PlanCandidate) -> Layout {
+        let graph = &self.context.problem.graph;
+        let depth_first = linear_search::orders(graph).pop().unwrap_or_default();
+        let mut rank = vec![0usize; graph.ops.len()];
+        depth_first.iter().enumerate().for_each(|(at, &op)| rank[op as usize] = at);
+        let (mut order, mut ends, mut replicas) = (Vec::with_capacity(rank.len()), vec![0], Vec::new());
+        for leaf in candidate.shape.leaves() {
+            let mut ops = leaf.ops.to_vec();
+            ops.sort_unstable_by_key(|&op| rank[op as usize]);
+            order.extend(ops);
+            ends.push(order.len());
+            replicas.push(leaf.replicas);
+        }
+        let firsts: Vec<u32> = candidate.spots.iter().map(|spot| spot.first).collect();
+        let side_by_side = replicas.iter().scan(0, |next, replicas| {
+            let first = *next;
+            *next += replicas;
+            Some(first)
+        });
+        let is_side_by_side = side_by_side.eq(firsts.iter().copied());
+        let stages = Stages { firsts: (!is_side_by_side).then_some(firsts), ..Stages::new(ends, replicas) };
+        Layout { order: self.order(order), stages }
+    }
+
+    /// The number of an order.
+    fn order(&mut self, ops: Vec<u32>) -> usize {
+        if let Some(at) = self.orders.iter().position(|known| known.ops == ops) {
+            return at;
+        }
+        let problem = self.context.problem;
+        let keeps_modules = problem.constraints.target.is_some_and(|target| target.keeps_modules());
+        let cuts = match keeps_modules {
+            true => Borders::of(self.context.joined).ends(&ops),
+            false => (0..=ops.len()).collect(),
+        };
+        let space = DownSets::chain(&problem.graph, CostModel::Paper, ops.clone(), (0..=ops.len()).collect());
+        self.orders.push(Order { ops, cuts, space });
+        self.orders.len() - 1
+    }
+
+    /// Pipelines of balanced stages: on few devices with all replicas, on more with equal ones and with one larger stage.
+    pub fn add_balanced_layouts(&mut self) {
+        let problem = self.context.problem;
+        let graph = &problem.graph;
+        let most = problem.constraints.most_stages.unwrap_or(u32::MAX).min(graph.ops.len() as u32);
+        let all = replicas_of_stages(problem.cluster.devices(), most);
+        for order in linear_search::orders(graph) {
+            let at = self.order(order.clone());
+            for replicas in &all {
+                let ends = linear_order::balanced(graph, &order, replicas);
+                if ends.len() == replicas.len() + 1 {
+                    self.layouts.push(Layout { order: at, stages: Stages::new(ends, replicas.clone()) });
+                }
+            }
+        }
+    }
+}
+
+/// Replicas of the stages of pipelines on this many devices.
+fn replicas_of_stages(devices: u32, most_stages: u32) -> Vec<Vec<u32>> {
+    let mut all: Vec<Vec<u32>> = Vec::new();
+    for stages in 1..=devices.min(most_stages).min(MOST_STAGES) {
+        all.push(vec![1; stages as usize]);
+        all.push(vec![devices / stages; stages as usize]);
+        let spare = devices + 1 - stages;
+        for at in [0, stages / 2, stages - 1] {
+            let mut replicas = vec![1; stages as usize];
+            replicas[at as usize] = spare;
+            all.push(replicas);
+        }
+    }
+    if devices <= FEW {
+        // Each bit is an end of a stage.
+        for ends in 0..1u32 << (devices - 1) {
+            let mut replicas = vec![1];
+            for device in 0..devices - 1 {
+                match ends >> device & 1 {
+                    1 => replicas.push(1),
+                    _ => *replicas.last_mut().expect("it is never empty") += 1,
+                }
+            }
+            all.push(replicas);
+        }
+    }
+    all.retain(|replicas| replicas.len() as u32 <= most_stages);
+    all.sort();
+    all.dedup();
+    all
+}
