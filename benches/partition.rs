@@ -75,8 +75,8 @@ fn with(problem: &Problem, partitioner: Partitioner) -> Planned {
 
 /// Replicas by stage, as in "13-2-1".
 fn replicas(plan: &Plan) -> String {
-    let counts: Vec<String> = plan.stages.iter().map(|stage| stage.replicas.to_string()).collect();
-    if counts.len() > 8 { format!("{} stages", counts.len()) } else { counts.join("-") }
+    let counts: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
+    if counts.len() > 8 { format!("{} stages", counts.len()) } else { pins::joined(&counts) }
 }
 
 /// A row; times are in units of `unit` microseconds.

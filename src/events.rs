@@ -55,8 +55,9 @@ pub trait EventSink {
         self.stop_signal().is_some()
     }
 
-    /// Called with the best plan so far, and why the runtime cannot train it, if it cannot.
-    fn found(&self, _: &Planned, _untrainable: Option<&str>) {}
+    /// Called when a search has a better plan. `plan` makes it, with the reason why the runtime cannot train it, if there
+    /// is one.
+    fn found(&self, _plan: &dyn Fn() -> Option<(Planned, Option<String>)>) {}
 }
 
 impl dyn EventSink + '_ {

@@ -42,8 +42,7 @@ const fn flushed(
 }
 
 const fn continuous(model: &'static str, devices: u32, gigabytes_per_s: f64, micro_batch: u64) -> Case {
-    let (kind, microbatches, schedule) = ("v100", 1, Schedule::OneFOneBRr);
-    Case { model, devices, gigabytes_per_s, kind, micro_batch, microbatches, schedule }
+    Case { schedule: Schedule::OneFOneBRr, ..flushed(model, devices, gigabytes_per_s, "v100", micro_batch, 1) }
 }
 
 const CASES: [Case; 24] = [
@@ -114,7 +113,8 @@ fn planned(case: &Case, model: &Path, replicas: Option<Vec<u32>>) -> Option<Plan
     plan(&request(case, model, replicas), &Silent).ok().map(|result| result.planned.plan)
 }
 
-fn shown(replicas: &[u32]) -> String {
+/// Replicas by stage, as in "13-2-1".
+pub fn joined(replicas: &[u32]) -> String {
     replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-")
 }
 
@@ -152,12 +152,12 @@ pub fn table(filter: &str) -> String {
         );
         let row = [
             name,
-            shown(&replicas),
+            joined(&replicas),
             format!("{:.3}", us / 1e3),
             format!("{:+.1} %", (closed / us - 1.0) * 100.0),
             format!("{:.2}", usage.cpu_seconds),
             all.len().to_string(),
-            shown(best),
+            joined(best),
             format!("{:.3}", best_us / 1e3),
             format!("{:.1} %", (us / best_us - 1.0) * 100.0),
         ];

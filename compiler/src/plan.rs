@@ -189,10 +189,6 @@ fn is_zero(number: &f64) -> bool {
     *number == 0.0
 }
 
-fn is_no_time(us: &f64) -> bool {
-    *us == 0.0
-}
-
 fn is_nothing(bytes: &u64) -> bool {
     *bytes == 0
 }
@@ -264,7 +260,7 @@ pub struct Stage {
     pub gradient_bytes: u64,
     /// Time per update to exchange gradients of tied parameters with the other stages that use them, in microseconds;
     /// absent if there are none.
-    #[serde(default, skip_serializing_if = "is_no_time")]
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub tied_us: f64,
     /// Memory per device.
     pub memory: StageMemory,

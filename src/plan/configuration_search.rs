@@ -15,7 +15,7 @@ use crate::error::Error;
 use crate::events::{Event, EventSink};
 use crate::plan::from_costs::state_collectives;
 use crate::plan::infeasible::describe;
-use crate::plan::interruptible::INTERRUPTED;
+use crate::plan::interruptible::mark_interrupted;
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
 use crate::plan::request_costs::untrainable;
@@ -388,7 +388,7 @@ impl Search<'_> {
                 {
                     offered_us = planned.plan.predicted.minibatch_us;
                     self.best_us = self.best_us.min(offered_us);
-                    self.offer(*variant, planned.clone());
+                    self.offer(*variant, &|| Some(planned.clone()));
                 }
                 answers.push((*variant, task.schedule(), planned));
             }
@@ -501,10 +501,6 @@ impl Search<'_> {
             });
         };
         let alternative = self.asynchronous(variant, &planned.plan);
-        if self.events.stops() {
-            planned.plan.search.fallback = Some(INTERRUPTED.to_string());
-            planned.plan.warnings.push(format!("{INTERRUPTED}: a better plan may exist"));
-        }
         planned.plan.options.insert("combinations".to_string(), (tried_count as u64).into());
         tied_weights::aged(&self.variants[variant].whole.graph.params, &planned.plan)
             .iter()
@@ -512,6 +508,9 @@ impl Search<'_> {
         tried.extend(simulated.iter().map(|one| self.tried(one)));
         let too_large = self.scope().too_large_kinds(&self.variants);
         let untrainable = self.state(variant, &mut planned);
+        if self.events.stops() {
+            mark_interrupted(&mut planned.plan);
+        }
         Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried), alternative, too_large })
     }
 
@@ -519,9 +518,7 @@ impl Search<'_> {
     fn state(&self, variant: usize, planned: &mut Planned) -> Option<String> {
         let variant = &self.variants[variant];
         let plan = &mut planned.plan;
-        // Nothing bounds what an interrupted search did not try.
-        let bound_us = if self.events.stops() { 0.0 } else { self.bound(plan.predicted.minibatch_us) };
-        (plan.lower_bound_us, plan.proven_optimal) = (bound_us, false);
+        (plan.lower_bound_us, plan.proven_optimal) = (self.bound(plan.predicted.minibatch_us), false);
         let options = &mut plan.options;
         match self.tensor_parallel() {
             TensorParallel::Never => {}
@@ -542,9 +539,12 @@ impl Search<'_> {
     }
 
     /// Offers a plan, in case the user ends the search early.
-    fn offer(&self, variant: usize, mut planned: Planned) {
-        let untrainable = self.state(variant, &mut planned);
-        self.events.found(&planned, untrainable.as_deref());
+    fn offer(&self, variant: usize, plan: &dyn Fn() -> Option<Planned>) {
+        self.events.found(&|| {
+            let mut planned = plan()?;
+            let untrainable = self.state(variant, &mut planned);
+            Some((planned, untrainable))
+        });
     }
 
     /// Offers the plan of the best layout by estimate.
@@ -553,9 +553,8 @@ impl Search<'_> {
             of.estimates.iter().map(move |estimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us })
         });
         let Some(best) = ranked.min_by(|left, right| left.us.total_cmp(&right.us)) else { return };
-        if let Ok(planned) = Task::Layout(best).planned(&self.variants[best.variant], &self.request.options, true) {
-            self.offer(best.variant, planned);
-        }
+        let (variant, options) = (&self.variants[best.variant], &self.request.options);
+        self.offer(best.variant, &|| Task::Layout(best).planned(variant, options, true).ok());
     }
 
     /// A lower bound of the time in microseconds: all compute spread over all devices, at the sizes and degrees that were

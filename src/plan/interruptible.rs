@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Why a search is not complete.
-pub const INTERRUPTED: &str = "the search was interrupted";
+const INTERRUPTED: &str = "the search was interrupted";
 
 /// Time in which a search that was asked to end returns its own result.
 const GRACE: Duration = Duration::from_millis(600);
@@ -61,7 +61,9 @@ fn receive(receiver: &Receiver<Message>, signal: &AtomicI32, events: &dyn EventS
         }
         if since.is_some_and(|since| since.elapsed() > GRACE) {
             events.event(Event::ProgressEnd);
-            return best.map_or(Received::Nothing, |best| Received::Best(as_interrupted(best)));
+            let Some(mut best) = best else { return Received::Nothing };
+            mark_interrupted(&mut best.planned.plan);
+            return Received::Best(best);
         }
         match receiver.recv_timeout(INTERVAL) {
             Ok(Message::Best(plan)) => best = Some(plan),
@@ -72,13 +74,11 @@ fn receive(receiver: &Receiver<Message>, signal: &AtomicI32, events: &dyn EventS
     }
 }
 
-/// What was not searched has no bound.
-fn as_interrupted(mut result: Box<PlanResult>) -> Box<PlanResult> {
-    let plan = &mut result.planned.plan;
+/// States in a plan that its search was interrupted. What was not searched has no bound.
+pub fn mark_interrupted(plan: &mut Plan) {
     plan.search.fallback = Some(INTERRUPTED.to_string());
     plan.warnings.push(format!("{INTERRUPTED}: a better plan may exist"));
     (plan.lower_bound_us, plan.proven_optimal) = (0.0, false);
-    result
 }
 
 /// Events of a search, and its best plan so far.
@@ -141,8 +141,8 @@ impl EventSink for Mailbox {
         Some(self.signal.load(Ordering::Relaxed)).filter(|signal| *signal != 0)
     }
 
-    fn found(&self, best: &Planned, untrainable: Option<&str>) {
-        let (planned, untrainable) = (best.clone(), untrainable.map(str::to_string));
+    fn found(&self, plan: &dyn Fn() -> Option<(Planned, Option<String>)>) {
+        let Some((planned, untrainable)) = plan() else { return };
         let (tried, alternative, too_large) = (Vec::new(), None, Vec::new());
         self.send(Message::Best(Box::new(PlanResult { planned, untrainable, tried, alternative, too_large })));
     }

@@ -63,12 +63,14 @@ fn offer_baseline(request: &PlanRequest, costs: &Costs, events: &dyn EventSink) 
     if !is_free || options.partitioner != Partitioner::Pipec || options.tensor_parallel.is_some() {
         return;
     }
-    let planned = [Partitioner::DataParallel, Partitioner::Uniform, Partitioner::Single].into_iter().find_map(|kind| {
+    let planned = |kind: Partitioner| {
         let options = PlanOptions { partitioner: kind, ..options.clone() };
         solve(&request.model, costs.clone(), &options).ok()
-    });
-    if let Some(planned) = planned {
+    };
+    events.found(&|| {
+        let kinds = [Partitioner::DataParallel, Partitioner::Uniform, Partitioner::Single];
+        let planned = kinds.into_iter().find_map(planned)?;
         let untrainable = tied_weights::refused(&costs.graph.params, &planned.plan);
-        events.found(&planned, untrainable.as_deref());
-    }
+        Some((planned, untrainable))
+    });
 }

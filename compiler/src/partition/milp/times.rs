@@ -1,9 +1,8 @@
 //! Rows of the integer program for the time of stages and links, per cost model. The head of `formulation` gives the
 //! equations.
 
-use crate::partition::milp::formulation::{Formulation, Scope};
-use crate::plan::in_flight;
-use crate::plan::problem::InFlight;
+use crate::partition::milp::formulation::Formulation;
+use crate::partition::search::build_plan;
 use crate::plan::stage_cost;
 use crate::profile::cost_graph::ParamCost;
 use good_lp::{Expression, Variable, variable};
@@ -172,11 +171,8 @@ impl Formulation<'_> {
 
     /// H: waits for micro-batches in flight. `ways` are compute and incoming messages of each stage.
     fn held(&mut self, busiest: Variable, ways: &[(Expression, Expression)]) -> Variable {
-        let Scope { asked, problem, flow, .. } = self.scope;
-        let caps = match &problem.in_flight {
-            InFlight::Given(caps) if caps.len() == self.stages() => caps.clone(),
-            _ => in_flight::published(flow, &self.choice.replicas),
-        };
+        let asked = &self.scope.asked;
+        let caps = build_plan::caps(self.scope.problem, &self.choice.replicas);
         let mut sums = Vec::new();
         let mut way = Expression::default();
         for (stage, (compute, comes_in)) in ways.iter().enumerate().rev() {

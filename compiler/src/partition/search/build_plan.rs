@@ -197,16 +197,16 @@ pub fn flow(problem: &Problem, workers: u32) -> ScheduleFlow {
     ScheduleFlow { schedule, microbatches, chunks, workers, room }
 }
 
-/// The given in-flight limits, or those of the schedule's rule.
-pub fn caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
+/// The given in-flight limits of stages with these replicas, or those of the schedule's rule.
+pub fn caps(problem: &Problem, replicas: &[u32]) -> Vec<u32> {
     match &problem.in_flight {
-        InFlight::Given(caps) if caps.len() == shape.leaves().len() => caps.clone(),
-        _ => published_caps(problem, shape),
+        InFlight::Given(caps) if caps.len() == replicas.len() => caps.clone(),
+        _ => published_caps(problem, replicas),
     }
 }
 
-pub fn published_caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
-    in_flight::published(&flow(problem, problem.cluster.devices()), &shape.replicas())
+pub fn published_caps(problem: &Problem, replicas: &[u32]) -> Vec<u32> {
+    in_flight::published(&flow(problem, problem.cluster.devices()), replicas)
 }
 
 pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {

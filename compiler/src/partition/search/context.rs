@@ -60,8 +60,19 @@ impl SearchContext<'_> {
 
     /// Prices a shape with the given stage positions.
     pub fn placed(&self, name: &'static str, shape: Shape, spots: Vec<build_plan::StagePosition>) -> PlanCandidate {
+        let caps = build_plan::caps(self.problem, &shape.replicas());
+        self.placed_with_limits(name, shape, spots, caps)
+    }
+
+    /// Prices a shape with the given stage positions and in-flight limits.
+    pub fn placed_with_limits(
+        &self,
+        name: &'static str,
+        shape: Shape,
+        spots: Vec<build_plan::StagePosition>,
+        caps: Vec<u32>,
+    ) -> PlanCandidate {
         let problem = self.problem;
-        let caps = build_plan::caps(problem, &shape);
         let pending_weight_grads = build_plan::pending_weight_grads(problem, &shape, &caps);
         let memory = build_plan::memory(
             problem,

@@ -8,7 +8,7 @@ use crate::partition::search::range_costs::RangeCosts;
 use crate::plan::cost_estimate::{FlowQuery, outlook};
 use crate::plan::in_flight;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
-use crate::plan::problem::{InFlight, Problem, Recomputation};
+use crate::plan::problem::{Problem, Recomputation};
 use crate::plan::tied;
 use crate::plan::{Edge, Stage, StageId};
 use crate::profile::cost_graph::ParamCost;
@@ -69,7 +69,7 @@ impl<'a> Evaluator<'a> {
     pub fn new(problem: &'a Problem, order: &'a [u32], costs: &'a RangeCosts<'a>) -> Evaluator<'a> {
         let mut place = vec![0; order.len()];
         order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at as u32);
-        let tied = problem.graph.params.iter().filter(|param| param.users.len() > 1).cloned().collect();
+        let tied = costs.tied().cloned().collect();
         Evaluator { problem, asked: build_plan::asked(problem), order, costs, ranges: HashMap::new(), place, tied }
     }
 
@@ -152,13 +152,7 @@ impl<'a> Evaluator<'a> {
     }
 
     fn caps(&self, stages: &Stages) -> Vec<u32> {
-        if let InFlight::Given(caps) = &self.problem.in_flight
-            && caps.len() == stages.replicas.len()
-        {
-            return caps.clone();
-        }
-        let flow = build_plan::flow(self.problem, self.problem.cluster.devices());
-        let rule = in_flight::published(&flow, &stages.replicas);
+        let rule = build_plan::caps(self.problem, &stages.replicas);
         let raised = |((cap, more), replicas): ((u32, &u32), &u32)| match more {
             0 => cap,
             more => (cap + more).min(self.problem.microbatches.div_ceil(*replicas).max(cap)),

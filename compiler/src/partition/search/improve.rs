@@ -17,7 +17,7 @@
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::options::PlannerOptions;
-use crate::partition::search::build_plan::{self, StagePosition};
+use crate::partition::search::build_plan::StagePosition;
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::evaluate::{Evaluator, Stages};
 use crate::partition::search::linear_order;
@@ -114,21 +114,18 @@ pub fn improve(
     if is_fixed || !is_timed || problem.chunks > 1 || options.efficiency.is_none() || problem.graph.ops.len() < 2 {
         return (None, 0);
     }
-    let is_one_stage_each = problem.chunks == 1;
     let is_given = constraints.replicas.is_some() || matches!(problem.in_flight, InFlight::Given(_));
     let freedom = Freedom {
-        replicas: is_one_stage_each
-            && !is_given
+        replicas: !is_given
             && !problem.cluster.is_mixed()
             && !constraints.no_replication
             && !constraints.has_equal_replicas(),
-        limits: is_one_stage_each
-            && problem.schedule.flushes()
+        limits: problem.schedule.flushes()
             && problem.schedule.takes_caps()
             && problem.in_flight == InFlight::Auto
             && constraints.target.is_none(),
     };
-    let mut starts = Starts { context, orders: Vec::new(), layouts: Vec::new() };
+    let mut starts = Starts::new(context);
     let first = starts.layout_of(&best.candidate);
     for other in others.iter().filter(|other| other.fits) {
         let layout = starts.layout_of(other);
@@ -333,16 +330,11 @@ impl Climb<'_> {
     /// The plan of a layout.
     fn simulated(&self, kept: &Kept) -> Simulated {
         let problem = self.problem;
-        let mut candidate = self.context.placed("pipec", self.shape(&kept.layout), kept.spots.clone());
-        if problem.schedule.flushes() {
-            let PlanCandidate { shape, spots, .. } = &candidate;
-            let pending = build_plan::pending_weight_grads(problem, shape, &kept.caps);
-            let holdings = build_plan::holdings(problem, shape);
-            let memory = build_plan::memory(problem, shape, spots, &holdings, &kept.caps, &pending);
-            let minibatch_us = build_plan::minibatch_us(problem, shape, spots, &kept.caps);
-            let caps = kept.caps.clone();
-            candidate = PlanCandidate { memory, minibatch_us, caps, pending_weight_grads: pending, ..candidate };
-        }
+        let (shape, spots) = (self.shape(&kept.layout), kept.spots.clone());
+        let candidate = match problem.schedule.flushes() {
+            true => self.context.placed_with_limits("pipec", shape, spots, kept.caps.clone()),
+            false => self.context.placed("pipec", shape, spots),
+        };
         let PlanCandidate { shape, spots, caps, minibatch_us, .. } = &candidate;
         let played = played(problem, shape, spots, caps, *minibatch_us, self.options.efficiency);
         Simulated { candidate, played }

@@ -68,7 +68,7 @@ pub fn reached(
 }
 
 pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficiency: &Efficiency<'_>) -> Chosen {
-    let published = build_plan::published_caps(problem, shape);
+    let published = build_plan::published_caps(problem, &shape.replicas());
     if !matters(problem) {
         return Chosen { caps: published, share: 1.0, lacks_memory: false };
     }

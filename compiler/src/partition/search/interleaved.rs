@@ -204,7 +204,7 @@ impl Line<'_> {
 
     fn time(&self, cuts: &[usize], replicas: u32, spots: &[StagePosition]) -> f64 {
         let shape = self.shape(cuts, replicas);
-        build_plan::minibatch_us(self.problem, &shape, spots, &build_plan::caps(self.problem, &shape))
+        build_plan::minibatch_us(self.problem, &shape, spots, &build_plan::caps(self.problem, &shape.replicas()))
     }
 
     fn candidate(

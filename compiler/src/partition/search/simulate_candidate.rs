@@ -125,7 +125,7 @@ pub fn played(
         let programmed = |caps: &[u32]| programmed(problem, &pipeline, objective_us, caps);
         let share = share_of(objective_us, us);
         played.lacks_memory = played.lacks_memory && in_flight::would_help(&played.caps, share, &programmed);
-        let published = build_plan::published_caps(problem, shape);
+        let published = build_plan::published_caps(problem, &shape.replicas());
         if let Some((caps, share)) = in_flight::fewer(&published, &played.caps, share, &programmed) {
             played.caps = caps;
             us = if share > 0.0 { objective_us / share } else { us };

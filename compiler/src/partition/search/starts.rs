@@ -30,22 +30,30 @@ pub struct Layout {
 
 /// The layouts from which the climb may start.
 pub struct Starts<'a> {
-    pub context: &'a SearchContext<'a>,
+    context: &'a SearchContext<'a>,
+    /// Orders of the whole graph.
+    searched: Vec<Vec<u32>>,
+    /// The place of each op in the last of them.
+    rank: Vec<usize>,
     pub orders: Vec<Order>,
     pub layouts: Vec<Layout>,
 }
 
-impl Starts<'_> {
+impl<'a> Starts<'a> {
+    pub fn new(context: &'a SearchContext<'a>) -> Starts<'a> {
+        let searched = linear_search::orders(&context.problem.graph);
+        let mut rank = vec![0; context.problem.graph.ops.len()];
+        let depth_first = searched.last().into_iter().flatten();
+        depth_first.enumerate().for_each(|(at, &op)| rank[op as usize] = at);
+        Starts { context, searched, rank, orders: Vec::new(), layouts: Vec::new() }
+    }
+
     /// The layout of a candidate, in an order of its own.
     pub fn layout_of(&mut self, candidate: &PlanCandidate) -> Layout {
-        let graph = &self.context.problem.graph;
-        let depth_first = linear_search::orders(graph).pop().unwrap_or_default();
-        let mut rank = vec![0usize; graph.ops.len()];
-        depth_first.iter().enumerate().for_each(|(at, &op)| rank[op as usize] = at);
-        let (mut order, mut ends, mut replicas) = (Vec::with_capacity(rank.len()), vec![0], Vec::new());
+        let (mut order, mut ends, mut replicas) = (Vec::with_capacity(self.rank.len()), vec![0], Vec::new());
         for leaf in candidate.shape.leaves() {
             let mut ops = leaf.ops.to_vec();
-            ops.sort_unstable_by_key(|&op| rank[op as usize]);
+            ops.sort_unstable_by_key(|&op| self.rank[op as usize]);
             order.extend(ops);
             ends.push(order.len());
             replicas.push(leaf.replicas);
@@ -83,7 +91,7 @@ impl Starts<'_> {
         let graph = &problem.graph;
         let most = problem.constraints.most_stages.unwrap_or(u32::MAX).min(graph.ops.len() as u32);
         let all = replicas_of_stages(problem.cluster.devices(), most);
-        for order in linear_search::orders(graph) {
+        for order in std::mem::take(&mut self.searched) {
             let at = self.order(order.clone());
             for replicas in &all {
                 let ends = linear_order::balanced(graph, &order, replicas);
