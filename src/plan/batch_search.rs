@@ -23,9 +23,6 @@ use compiler::profile::shared::TensorParallelCosts;
 /// The number of sizes that are planned under every schedule.
 const BEST: usize = 3;
 
-/// The smallest ratio between planned numbers of micro-batches.
-const STEP: f64 = 1.5;
-
 /// True if a request leaves the number of micro-batches or the schedule open.
 pub fn is_requested(request: &PlanRequest) -> bool {
     request.batch.is_some() || request.options.schedule == Some(ScheduleChoice::Auto)
@@ -169,19 +166,8 @@ fn sizes(request: &PlanRequest, source: &CostsBySize) -> Result<Vec<Size>, Error
     match source.only_size() {
         Some(size) => Ok(vec![(size, variant::count(batch, size)?)]),
         None if microbatches > 1 => Ok(vec![(batch / u64::from(microbatches), microbatches)]),
-        None => Ok(counts(batch).into_iter().map(|count| (batch / u64::from(count), count)).collect()),
+        None => variant::sizes(batch).into_iter().rev().map(|size| Ok((size, variant::count(batch, size)?))).collect(),
     }
-}
-
-/// Numbers of micro-batches that divide a minibatch, from one on, each at least [`STEP`] times the one before.
-fn counts(batch: u64) -> Vec<u32> {
-    let mut counts: Vec<u32> = Vec::new();
-    for count in (1..=batch.min(1 << 20)).filter(|count| batch.is_multiple_of(*count)) {
-        if counts.last().is_none_or(|last| count as f64 >= STEP * f64::from(*last)) {
-            counts.push(count as u32);
-        }
-    }
-    counts
 }
 
 /// The request for one combination.
@@ -252,18 +238,5 @@ impl Search<'_> {
         };
         self.tried.push(Tried { micro_batch: size.0, microbatches: size.1, schedule: kind, answer });
         Ok(score)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn counts_divide_and_are_apart() {
-        assert_eq!(counts(1), [1]);
-        assert_eq!(counts(24), [1, 2, 3, 6, 12, 24]);
-        assert_eq!(counts(7), [1, 7]);
-        assert!(counts(1536).iter().all(|count| 1536 % count == 0));
     }
 }

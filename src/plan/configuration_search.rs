@@ -1,34 +1,37 @@
 //! Searches everything that a minibatch leaves open: micro-batch size, tensor-parallel degree, stages, replicas, stages
 //! per rank, schedule, ZeRO stage and recomputation.
 //!
-//! 1. Micro-batch sizes ascend until larger ones are clearly slower. Each size has costs on one device and on groups of
-//!    every tensor-parallel degree: its variants.
+//! 1. Each micro-batch size has costs on one device, and on groups of every tensor-parallel degree: its variants
+//!    ([`variants`]). Groups are tried only if they may be faster than the best layout on single devices.
 //! 2. All layouts of a variant are estimated (`compiler::partition::search::layouts`).
-//! 3. The best layouts by estimate are simulated, and others until their lower bounds show that none is much faster.
+//! 3. The best layouts by estimate are simulated, and others while that finds faster ones.
 //! 4. The best simulated layouts are planned with better cuts. Plans with unequal replicas are searched as well: of the
-//!    best variant, and on small clusters of several variants under every schedule.
+//!    best variants, and on small clusters under every schedule.
 //!
-//! The work is divided before it is distributed over threads, so the result does not depend on their number.
+//! The search ends at the first layout or plan within [`GAP`] of the lower bound. The work is divided before it is distributed over
+//! threads, so the result does not depend on their number.
 
-use crate::costs::{COSTS, Costs};
+mod attempts;
+mod variants;
+
+use crate::costs::COSTS;
 use crate::error::Error;
 use crate::events::{Event, EventSink};
+use crate::plan::configuration_search::attempts::{Attempt, Task};
+use crate::plan::configuration_search::variants::Size;
 use crate::plan::from_costs::state_collectives;
 use crate::plan::infeasible::describe;
 use crate::plan::interruptible::mark_interrupted;
 use crate::plan::parallel::in_parallel;
-use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
-use crate::plan::request_costs::untrainable;
+use crate::plan::request::{PlanRequest, ScheduleChoice};
 use crate::plan::result::{Alternative, Losses, PlanResult, Tried, TriedPlan, of_each_kind};
 use crate::plan::scope::Scope;
-use crate::plan::solve::refusal;
 use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
 use crate::plan::tied_weights;
-use crate::plan::variant::{MOST_OPS, SizedCosts, Variant, sizes};
+use crate::plan::variant::{SizedCosts, Variant};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
 use compiler::partition::explain::infeasible::is_infeasible;
-use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::finish_plan;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
@@ -57,7 +60,10 @@ pub const SYNCHRONOUS: [Schedule; 8] = [
     Schedule::DualPipeV,
 ];
 
-/// Sizes whose variants are made at the same time.
+/// A plan within this fraction of the lower bound ends the search.
+const GAP: f64 = 0.005;
+
+/// Layouts and plans that are compared before it is decided whether to go on.
 const AT_ONCE: usize = 4;
 
 /// A size is clearly slower than the best if its best estimate takes this many times as long.
@@ -67,23 +73,11 @@ const SLOWER: f64 = 1.2;
 const SIMULATED: usize = 48;
 const PLANNED: usize = 4;
 
-/// Plans that are improved move by move.
-const IMPROVED: usize = 2;
-
 /// Simulated layouts of one variant with the same numbers of ranks and replicas.
 const ALIKE: usize = 6;
 
-/// More layouts are simulated while their lower bound is below this fraction of the best time, up to this work: stages times
-/// micro-batches.
-const CLOSE: f64 = 0.96;
-const MOST_WORK: u64 = 4_000_000;
-
 /// An estimate above this multiple of the best is not simulated.
 const HOPELESS: f64 = 1.3;
-
-/// The largest cluster, and the number of variants, with a search for unequal replicas under every schedule.
-const SMALL: u32 = 16;
-const SEARCHED: usize = 3;
 
 /// The ZeRO stage, which is part of the search for a batch. A torch bundle shards nothing.
 fn zero(request: &PlanRequest) -> ZeroStage {
@@ -99,7 +93,13 @@ struct Search<'a> {
     batch: u64,
     schedules: Vec<Schedule>,
     zero: RangeInclusive<u32>,
+    /// Ascending.
+    sizes: Vec<Size>,
+    /// Tensor-parallel degrees with layouts of weights.
+    groups: Vec<(u32, GroupLayout)>,
     variants: Vec<Variant>,
+    /// A lower bound of the time on groups, once they were tried.
+    least_group_us: Option<f64>,
     /// Units of work, for the progress.
     done: u64,
     total: u64,
@@ -137,13 +137,25 @@ pub fn plan(
         batch,
         schedules,
         zero,
+        sizes: Vec::new(),
+        groups: Vec::new(),
         variants: Vec::new(),
+        least_group_us: None,
         done: 0,
         total: 0,
         best_us: f64::INFINITY,
     };
     search.make_variants(source)?;
-    let simulated = search.simulate();
+    search.offer_estimated();
+    let mut simulated = search.simulate(0, Vec::new());
+    if !search.groups.is_empty() && !search.is_close(search.best_us) {
+        let alone = search.variants.len();
+        search.add_groups(source)?;
+        if simulated.is_empty() {
+            search.offer_estimated();
+        }
+        simulated = search.simulate(alone, simulated);
+    }
     let result = search.conclude(simulated);
     events.event(Event::ProgressEnd);
     result
@@ -158,95 +170,6 @@ impl Search<'_> {
         };
         let (done, total) = (self.done, self.total.max(self.done));
         self.events.event(Event::Progress { unit: "configurations", done, total, message: &message });
-    }
-
-    /// Makes the variants of ascending micro-batch sizes.
-    fn make_variants(&mut self, source: &dyn SizedCosts) -> Result<(), Error> {
-        let (batch, options) = (self.batch, &self.request.options);
-        let sizes = match source.only_size() {
-            Some(size) => vec![size],
-            None if self.request.batch.is_none() => vec![batch / u64::from(options.microbatches)],
-            None if options.microbatches > 1 => vec![batch / u64::from(options.microbatches)],
-            None => sizes(batch),
-        };
-        let mut failure: Option<Error> = None;
-        for (at, sizes) in sizes.chunks(AT_ONCE).enumerate() {
-            // Any plan is better than none.
-            if self.events.stops() && self.variants.iter().any(|variant| !variant.estimates.is_empty()) {
-                break;
-            }
-            self.total += (sizes.len() * 4) as u64;
-            let mut tasks: Vec<(Costs, Option<(u32, GroupLayout)>)> = Vec::new();
-            for costs in in_parallel(sizes, |size| source.at(*size)) {
-                let costs = match costs {
-                    Ok(costs) => costs,
-                    // Larger sizes may not be possible.
-                    Err(error) => {
-                        failure.get_or_insert(error);
-                        continue;
-                    }
-                };
-                if self.variants.is_empty() && tasks.is_empty() {
-                    self.request.protect_output(&costs.model)?;
-                    if let Some(why) = &costs.untrainable {
-                        self.events.warn(&untrainable(why));
-                    }
-                }
-                tasks.extend(self.degrees(&costs)?.into_iter().map(|degree| (costs.clone(), degree)));
-            }
-            let (request, schedules, zero) = (self.request, &self.schedules, &self.zero);
-            let made = in_parallel(&tasks, |(costs, degree)| {
-                let groups = degree.map(|(degree, layout)| source.on_groups(costs, degree, layout)).transpose()?;
-                let mut variant = Variant::new(request, costs.clone(), groups, batch)?;
-                let layouts = Layouts::of(variant.problem());
-                let estimates = layouts.estimates(schedules, zero.clone(), request.options.chunks);
-                variant.estimates = estimates;
-                Ok(variant)
-            });
-            for variant in made {
-                let variant: Variant = variant.map_err(|error: Error| error)?;
-                self.variants.push(variant);
-            }
-            let least = |variant: &Variant| variant.least_us();
-            self.best_us = self.variants.iter().map(least).fold(f64::INFINITY, f64::min);
-            self.progress((sizes.len() * 4) as u64);
-            if at == 0 {
-                self.offer_estimated();
-            }
-            let latest = |variant: &&Variant| Some(&variant.micro_batch) == sizes.last();
-            let latest = self.variants.iter().filter(latest).map(least).fold(f64::INFINITY, f64::min);
-            if self.best_us.is_finite() && latest > SLOWER * self.best_us {
-                break;
-            }
-        }
-        match failure {
-            Some(failure) if self.variants.is_empty() => Err(failure),
-            _ => Ok(()),
-        }
-    }
-
-    /// The tensor-parallel degrees to try, each with a layout of weights; `None` for single devices.
-    fn degrees(&self, costs: &Costs) -> Result<Vec<Option<(u32, GroupLayout)>>, Error> {
-        let options = &self.request.options;
-        let given = self.tensor_parallel();
-        if costs.shareable.is_none() && options.tensor_parallel.is_none() {
-            return Ok(vec![None]);
-        }
-        let is_large = costs.graph.ops.len() > MOST_OPS && given == TensorParallel::Auto;
-        let mut layouts = GroupLayout::of(costs, options.target);
-        layouts.retain(|layout| !is_large || *layout != GroupLayout::Any);
-        let alone = if matches!(given, TensorParallel::Degree(_)) { None } else { Some(None) };
-        let sizes = given.sizes(costs)?;
-        let groups = sizes.iter().flat_map(|size| layouts.iter().map(|layout| Some((*size, *layout))));
-        Ok(alone.into_iter().chain(groups).collect())
-    }
-
-    /// Tensor parallelism and ZeRO are part of the search for a batch.
-    fn tensor_parallel(&self) -> TensorParallel {
-        let has_groups = self.request.options.target.is_none_or(Target::has_groups);
-        let is_open = self.request.batch.is_some() && has_groups;
-        let default = if is_open { TensorParallel::Auto } else { TensorParallel::Never };
-        self.request.options.tensor_parallel.unwrap_or(default)
     }
 
     fn scope(&self) -> Scope<'_> {
@@ -286,43 +209,47 @@ impl Search<'_> {
         }
     }
 
-    /// Simulates layouts: the best by estimate, then those whose lower bound is smallest, until no other one can be much
-    /// faster. Returns them by their simulated time.
-    fn simulate(&mut self) -> Vec<Ranked> {
+    /// True if no plan is clearly faster than this time.
+    fn is_close(&self, us: f64) -> bool {
+        us <= self.bound() * (1.0 + GAP)
+    }
+
+    /// Simulates layouts of the variants from this number on: the best by estimate, and others while a round finds a
+    /// faster one. Returns them with the known ones, by their simulated time.
+    fn simulate(&mut self, from: usize, known: Vec<Ranked>) -> Vec<Ranked> {
+        let mut simulated = known;
+        self.best_us = simulated.first().map_or(f64::INFINITY, |one| one.us);
         let mut open: Vec<Ranked> = Vec::new();
-        for (variant, of) in self.variants.iter().enumerate() {
+        for (variant, of) in self.variants.iter().enumerate().skip(from) {
             let rank = |estimate: &LayoutEstimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us };
             open.extend(of.estimates.iter().map(rank));
         }
         open.sort_by(|left, right| left.us.total_cmp(&right.us));
-        let first = self.promising(&open);
-        let mut next: Vec<Ranked> = first.iter().map(|at| open[*at]).collect();
-        for at in first.into_iter().rev() {
-            open.remove(at);
+        let best_us = open.first().map_or(0.0, |best| best.us.min(self.best_us));
+        open.retain(|one| one.us <= HOPELESS * best_us);
+        let mut next: Vec<Ranked> = Vec::new();
+        for at in self.promising(&open).into_iter().rev() {
+            next.push(open.remove(at));
         }
-        // The layout with the smallest bound comes last.
-        open.sort_by(|left, right| right.estimate.bound_us.total_cmp(&left.estimate.bound_us));
+        next.reverse();
+        open.reverse();
         self.total = self.done + next.len() as u64;
-        self.best_us = f64::INFINITY;
-        let (mut simulated, mut work): (Vec<Ranked>, u64) = (Vec::new(), 0);
-        while !next.is_empty() {
+        while !next.is_empty() && !self.is_close(self.best_us) {
+            let before_us = self.best_us;
             for few in next.chunks(2 * AT_ONCE) {
-                if self.events.stops() && !simulated.is_empty() {
+                if (self.events.stops() && !simulated.is_empty()) || self.is_close(self.best_us) {
                     break;
                 }
-                simulated.extend(self.times(few));
-                work += few.iter().map(|one| self.work(one)).sum::<u64>();
+                let few: Vec<Ranked> = few.iter().filter(|one| one.estimate.bound_us < self.best_us).copied().collect();
+                simulated.extend(self.times(&few));
                 self.best_us = simulated.iter().map(|one| one.us).fold(f64::INFINITY, f64::min);
                 self.progress(few.len() as u64);
             }
             next.clear();
-            let is_open = |one: &Ranked| one.estimate.bound_us < CLOSE * self.best_us;
-            while next.len() < 2 * AT_ONCE
-                && work < MOST_WORK
-                && !self.events.stops()
-                && open.last().is_some_and(is_open)
-            {
-                next.extend(open.pop());
+            let has_improved = simulated.is_empty() || self.best_us < before_us * (1.0 - GAP);
+            if has_improved && !self.events.stops() {
+                let more = open.len().saturating_sub(4 * AT_ONCE);
+                next.extend(open.drain(more..).rev());
             }
             self.total += next.len() as u64;
         }
@@ -332,10 +259,9 @@ impl Search<'_> {
 
     /// The positions of the layouts with the best estimates, only some of those that are alike.
     fn promising(&self, ranked: &[Ranked]) -> Vec<usize> {
-        let best_us = ranked.first().map_or(0.0, |best| best.us);
         let shape = |one: &Ranked| (one.variant, one.estimate.layout.ranks, one.estimate.layout.replicas);
         let mut chosen: Vec<usize> = Vec::new();
-        for (at, one) in ranked.iter().enumerate().take_while(|(_, one)| one.us <= HOPELESS * best_us) {
+        for (at, one) in ranked.iter().enumerate() {
             if chosen.iter().filter(|other| shape(&ranked[**other]) == shape(one)).count() < ALIKE {
                 chosen.push(at);
             }
@@ -357,128 +283,33 @@ impl Search<'_> {
         few.iter().zip(times).filter_map(|(one, us)| us.map(|us| Ranked { us, ..*one })).collect()
     }
 
-    /// The work of a simulation: stages times micro-batches of a replica.
-    fn work(&self, one: &Ranked) -> u64 {
-        let layout = &one.estimate.layout;
-        let items = self.variants[one.variant].whole.microbatches.div_ceil(layout.replicas);
-        u64::from(layout.ranks * layout.chunks) * u64::from(items.min(4 * layout.ranks * layout.chunks))
-    }
-
     /// Plans the best layouts, and plans with unequal replicas; returns the best plan.
     fn conclude(&mut self, simulated: Vec<Ranked>) -> Result<PlanResult, Error> {
-        let mut tasks: Vec<(usize, Task)> = Vec::new();
-        for one in &simulated {
-            if tasks.len() < PLANNED {
-                tasks.push((one.variant, Task::Layout(*one)));
-            }
-        }
-        if !self.events.stops() || tasks.is_empty() {
-            tasks.extend(self.unequal(&simulated));
-        }
-        self.total = self.done + tasks.len() as u64;
-        let options = &self.request.options;
-        let mut answers: Vec<(usize, Schedule, Result<Planned, PlanError>)> = Vec::new();
-        let mut offered_us = f64::INFINITY;
-        for few in tasks.chunks(AT_ONCE) {
-            let variants = &self.variants;
-            let found = in_parallel(few, |(variant, task)| task.planned(&variants[*variant], options, true));
-            for ((variant, task), planned) in few.iter().zip(found) {
-                if let Ok(planned) = &planned
-                    && planned.plan.predicted.minibatch_us < offered_us
-                {
-                    offered_us = planned.plan.predicted.minibatch_us;
-                    self.best_us = self.best_us.min(offered_us);
-                    self.offer(*variant, &|| Some(planned.clone()));
-                }
-                answers.push((*variant, task.schedule(), planned));
-            }
-            self.progress(few.len() as u64);
-            if self.events.stops() && answers.iter().any(|(_, _, planned)| planned.is_ok()) {
-                break;
-            }
-        }
-        self.improve(&tasks, &mut answers);
-        self.best(simulated, answers)
+        let may_end = self.events.stops() || self.is_close(self.best_us);
+        let layouts = simulated.iter().take(PLANNED).map(|one| (one.variant, Task::Layout(*one))).collect();
+        let mut attempts: Vec<Attempt> = Vec::new();
+        self.attempt(layouts, if may_end { 1 } else { AT_ONCE }, &mut attempts);
+        self.attempt(self.unequal(&simulated), AT_ONCE, &mut attempts);
+        self.attempt(self.other_schedules(&simulated, &attempts), AT_ONCE, &mut attempts);
+        self.improve(&mut attempts);
+        self.best(simulated, attempts)
     }
 
-    /// Replaces the best drafts by plans that are improved move by move.
-    fn improve(&self, tasks: &[(usize, Task)], answers: &mut [(usize, Schedule, Result<Planned, PlanError>)]) {
-        let us =
-            |at: usize| answers[at].2.as_ref().map_or(f64::INFINITY, |planned| planned.plan.predicted.minibatch_us);
-        let mut order: Vec<usize> = (0..answers.len()).filter(|at| us(*at).is_finite()).collect();
-        order.sort_by(|left, right| us(*left).total_cmp(&us(*right)));
-        order.truncate(IMPROVED);
-        if self.events.stops() {
-            return;
-        }
-        let (variants, options) = (&self.variants, &self.request.options);
-        let better = in_parallel(&order, |at| {
-            let (variant, task) = &tasks[*at];
-            task.planned(&variants[*variant], options, false)
-        });
-        for (at, planned) in order.into_iter().zip(better) {
-            if planned.is_ok() {
-                answers[at].2 = planned;
-            }
-        }
-    }
-
-    /// Searches for plans with unequal replicas.
-    fn unequal(&self, simulated: &[Ranked]) -> Vec<(usize, Task)> {
-        let mut order: Vec<usize> = Vec::new();
-        let ranked = simulated.iter().map(|one| one.variant);
-        for variant in ranked.chain(0..self.variants.len()) {
-            if !order.contains(&variant) {
-                order.push(variant);
-            }
-        }
-        let is_small = |variant: &usize| {
-            let whole = &self.variants[*variant].whole;
-            whole.cluster.devices() <= SMALL && whole.graph.ops.len() <= MOST_OPS
-        };
-        let runs = |kind: Schedule| self.request.options.target.is_none_or(|target| target.runs(kind));
-        let is_open = !matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_)));
-        let is_roomy = |estimate: &LayoutEstimate| estimate.layout.zero == 0 && !estimate.recomputes();
-        let levels: Vec<u32> = match zero(self.request) {
-            ZeroStage::Level(level) => vec![level],
-            ZeroStage::Auto if simulated.iter().any(|one| is_roomy(&one.estimate)) => vec![0],
-            ZeroStage::Auto => vec![0, *self.zero.end()],
-        };
-        let mut tasks = Vec::new();
-        let most = if order.first().is_some_and(is_small) { SEARCHED } else { 1 };
-        for variant in order.into_iter().take(most) {
-            let schedules: Vec<Schedule> = match is_open {
-                true if is_small(&variant) => SYNCHRONOUS.into_iter().filter(|kind| runs(*kind)).collect(),
-                true => vec![Schedule::OneFOneB],
-                false => self.schedules.clone(),
-            };
-            for schedule in schedules {
-                tasks.extend(levels.iter().map(|zero| (variant, Task::Free { schedule, zero: *zero })));
-            }
-        }
-        tasks
-    }
-
-    fn best(
-        &self,
-        simulated: Vec<Ranked>,
-        answers: Vec<(usize, Schedule, Result<Planned, PlanError>)>,
-    ) -> Result<PlanResult, Error> {
-        let target = self.request.options.target;
-        let refuses = |plan: &Plan| target.is_some_and(|target| refusal(target, plan).is_some());
+    fn best(&self, simulated: Vec<Ranked>, attempts: Vec<Attempt>) -> Result<PlanResult, Error> {
         let mut best: Option<(bool, f64, usize, Planned)> = None;
         let mut failure: Option<(Schedule, PlanError)> = None;
-        let tried_count = answers.len() + simulated.len();
+        let tried_count = attempts.len() + simulated.len();
         let mut tried: Vec<Tried> = Vec::new();
-        for (variant, schedule, planned) in answers {
+        for Attempt { variant, task, is_refused, planned } in attempts {
+            let schedule = task.schedule();
             match planned {
                 Ok(planned) => {
                     let us = planned.plan.predicted.minibatch_us;
-                    let refused = refuses(&planned.plan);
                     tried.push(Tried::of(&planned.plan));
-                    let is_better = |(other, known, ..): &(bool, f64, usize, Planned)| (refused, us) < (*other, *known);
+                    let is_better =
+                        |(other, known, ..): &(bool, f64, usize, Planned)| (is_refused, us) < (*other, *known);
                     if best.as_ref().is_none_or(is_better) {
-                        best = Some((refused, us, variant, planned));
+                        best = Some((is_refused, us, variant, planned));
                     }
                 }
                 Err(error @ PlanError::Unsound(_)) => return Err(describe(&self.request.model, error, schedule)),
@@ -518,7 +349,7 @@ impl Search<'_> {
     fn state(&self, variant: usize, planned: &mut Planned) -> Option<String> {
         let variant = &self.variants[variant];
         let plan = &mut planned.plan;
-        (plan.lower_bound_us, plan.proven_optimal) = (self.bound(plan.predicted.minibatch_us), false);
+        (plan.lower_bound_us, plan.proven_optimal) = (self.bound().min(plan.predicted.minibatch_us), false);
         let options = &mut plan.options;
         match self.tensor_parallel() {
             TensorParallel::Never => {}
@@ -557,13 +388,21 @@ impl Search<'_> {
         self.offer(best.variant, &|| Task::Layout(best).planned(variant, options, true).ok());
     }
 
-    /// A lower bound of the time in microseconds: all compute spread over all devices, at the sizes and degrees that were
-    /// tried.
-    fn bound(&self, us: f64) -> f64 {
+    /// A lower bound of the time in microseconds, at all sizes and degrees: all compute spread over all devices.
+    fn bound(&self) -> f64 {
+        let most = self.groups.iter().map(|(degree, _)| *degree).max().unwrap_or(1);
+        let of_sizes = |degree: u32| self.sizes.iter().map(|size| size.least_us(degree)).fold(f64::INFINITY, f64::min);
+        match (self.least_group_us, self.tensor_parallel()) {
+            (None, _) => of_sizes(most),
+            (Some(us), TensorParallel::Degree(_)) => us,
+            (Some(us), _) => of_sizes(1).min(us),
+        }
+    }
+
+    /// The compute of a variant, spread over all devices.
+    fn spread(&self, variant: usize) -> f64 {
         // A split backward has the shortest way through the pipeline.
-        let spread =
-            |variant: &Variant| finish_plan::spread(&Problem { schedule: Schedule::ZbH1, ..variant.problem().clone() });
-        self.variants.iter().map(spread).fold(us, f64::min)
+        finish_plan::spread(&Problem { schedule: Schedule::ZbH1, ..self.variants[variant].problem().clone() })
     }
 
     /// The time per minibatch of the same stages without a flush, where each update uses gradients of weights one
@@ -583,36 +422,5 @@ impl Search<'_> {
         });
         let minibatch_us = planned.ok()?.plan.predicted.minibatch_us;
         (minibatch_us < plan.predicted.minibatch_us).then_some(Alternative { schedule, minibatch_us })
-    }
-}
-
-/// A plan to make.
-enum Task {
-    /// Of this layout.
-    Layout(Ranked),
-    /// With any replicas.
-    Free { schedule: Schedule, zero: u32 },
-}
-
-impl Task {
-    fn schedule(&self) -> Schedule {
-        match self {
-            Task::Layout(one) => one.estimate.layout.schedule,
-            Task::Free { schedule, .. } => *schedule,
-        }
-    }
-
-    /// Makes the plan; a draft is not improved move by move.
-    fn planned(&self, variant: &Variant, options: &PlanOptions, is_draft: bool) -> Result<Planned, PlanError> {
-        variant.planned(options, &|problem, planner| {
-            let planner = PlannerOptions { is_draft, ..*planner };
-            match *self {
-                Task::Layout(one) => Layouts::of(problem).plan(&one.estimate.layout, &planner),
-                Task::Free { schedule, zero } => {
-                    let chunks = if schedule.has_chunks() { 2 } else { 1 };
-                    single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, &planner)
-                }
-            }
-        })
     }
 }

@@ -30,6 +30,9 @@ use std::path::Path;
 const UNSHARDED: &str = "`--tensor auto` tried only degree 1, because the cluster has several device classes; with the devices of one type \
                          in the cluster file, it tries all degrees";
 
+/// A single plan within this fraction of the lower bound is not improved move by move.
+const GAP: f64 = 0.002;
+
 /// The plan for these costs.
 pub fn solve(file: &Path, costs: Costs, options: &PlanOptions) -> Result<Planned, Error> {
     let shared = options.tensor_parallel().costs_for(&costs, options)?;
@@ -122,6 +125,7 @@ pub fn planner_options<'a>(options: &PlanOptions, efficiency: &'a Efficiency<'a>
         seed: options.seed,
         efficiency: Some(efficiency),
         is_draft: false,
+        gap: GAP,
     }
 }
 

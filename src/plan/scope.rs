@@ -56,7 +56,7 @@ impl Scope<'_> {
         let zero = self.zero;
         let (schedules, chunks) = (self.schedules, self.chunks);
         let least_of = |problem: &Problem| Layouts::of(problem).least_memory(schedules, zero, chunks);
-        let smallest = variants.first()?.micro_batch;
+        let smallest = variants.iter().map(|variant| variant.micro_batch).min()?;
         let variants: Vec<&Variant> = variants.iter().filter(|variant| variant.micro_batch == smallest).collect();
         let needs = in_parallel(&variants, |variant| least_of(variant.problem()));
         let found = variants.into_iter().zip(needs).filter_map(|(variant, need)| Some((variant, need?)));

@@ -9,7 +9,7 @@ use crate::plan::tensor_parallel::{GroupLayout, group_costs};
 use compiler::partition::error::PlanError;
 use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
-use compiler::partition::search::layouts::LayoutEstimate;
+use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::search::tensor_parallel;
 use compiler::plan::coarsen;
 use compiler::plan::problem::Problem;
@@ -18,6 +18,7 @@ use compiler::plan::{Edge, Stage};
 use compiler::profile::shared::{ExpertWeights, TensorParallelCosts};
 use compiler::tensor_parallel::experts;
 use std::collections::HashMap;
+use std::ops::RangeInclusive;
 
 /// Models with more ops are searched in pieces that end where few tensors cross, and with one layout of weights in
 /// groups.
@@ -94,6 +95,12 @@ impl Variant {
         Ok(Variant { micro_batch, whole, groups, experts, source, estimates: Vec::new() })
     }
 
+    /// The variant with its layouts under these schedules and ZeRO stages.
+    pub fn estimated(mut self, schedules: &[Schedule], zero: &RangeInclusive<u32>, chunks: Option<u32>) -> Variant {
+        self.estimates = Layouts::of(self.problem()).estimates(schedules, zero.clone(), chunks);
+        self
+    }
+
     /// The problem that is planned: of devices, or of groups.
     pub fn problem(&self) -> &Problem {
         self.groups.as_ref().unwrap_or(&self.whole)
@@ -143,6 +150,9 @@ pub fn sizes(batch: u64) -> Vec<u64> {
         if sizes.last().is_none_or(|last| size as f64 >= STEP * *last as f64) {
             sizes.push(size);
         }
+    }
+    if sizes.is_empty() {
+        sizes.push(batch);
     }
     sizes
 }

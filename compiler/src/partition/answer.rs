@@ -20,9 +20,6 @@ use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::stage_cost;
 use serde_json::json;
 
-/// A plan within this fraction of a lower bound is not improved.
-const GAP: f64 = 0.002;
-
 /// The result of a partitioner, before it becomes a plan.
 pub struct Answer {
     /// The other candidates, and how complete the search was.
@@ -105,7 +102,9 @@ pub fn conclude(
     let (chosen, played) = best(problem, question, &mut found, chosen, options);
     let best = improved(question, &mut found, Simulated { candidate: chosen, played }, options);
     let (chosen, played) = with_less_recompute(problem, question, &mut found, best, options);
-    play_baselines(problem, question, &mut baselines, &played, options);
+    if !options.is_draft {
+        play_baselines(problem, question, &mut baselines, &played, options);
+    }
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
     let is_pinned = is_pinned(problem) && options.partitioner != Partitioner::Milp;
     let statement = Statement {
@@ -141,7 +140,7 @@ fn improved(
     // Without a flush the closed form is a lower bound. Where the search was complete, only its waits are left to gain.
     let is_complete = !problem.schedule.flushes() && found.proven_us.is_some();
     let least_us = finish_plan::spread(problem);
-    if is_ours && !is_complete && best.played.minibatch_us > least_us * (1.0 + GAP) {
+    if is_ours && !is_complete && best.played.minibatch_us > least_us * (1.0 + options.gap) {
         let (better, states) = improve(question, options, &best, &found.candidates);
         found.states += states;
         if let Some(better) = better {

@@ -21,7 +21,7 @@ use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::interleaved::Counts;
 use crate::partition::search::module_boundaries::Borders;
 use crate::partition::search::result::{PlanCandidate, SearchResult, order};
-use crate::partition::search::simulate_candidate::played;
+use crate::partition::search::simulate_candidate::short_us;
 use crate::partition::search::{finish_plan, interleaved, linear_search, partial_recompute, pipec_rules};
 use crate::plan::Edge;
 use crate::plan::chunks::{self, rank_of};
@@ -391,18 +391,15 @@ impl<'a> Layouts<'a> {
         let asked = self.joined.problem(&full);
         let question = self.question(&asked, options);
         let candidate = self.candidate(&question, layout).filter(|candidate| candidate.fits)?;
-        let PlanCandidate { shape, spots, caps, pending_weight_grads, minibatch_us, .. } = candidate;
+        let PlanCandidate { shape, spots, caps, pending_weight_grads, .. } = candidate;
         let shape = self.joined.spread(&shape);
         let fewer = match full.recomputation() {
             Recomputation::Auto => partial_recompute::reduced(&full, &shape, &spots, (&caps, &pending_weight_grads)),
             Recomputation::Never | Recomputation::Full => None,
         };
-        let minibatch_us = match &fewer {
-            Some(fewer) => build_plan::minibatch_us(&full, &shape, fewer, &caps),
-            None => minibatch_us,
-        };
         let spots = fewer.unwrap_or(spots);
-        Some(played(&full, &shape, &spots, &caps, minibatch_us, options.efficiency).minibatch_us)
+        let estimate = || build_plan::minibatch_us(&full, &shape, &spots, &caps);
+        Some(short_us(&full, &shape, &spots, &caps).unwrap_or_else(estimate))
     }
 
     fn question<'q>(&'q self, asked: &'q Problem, options: &PlannerOptions<'_>) -> SearchContext<'q> {

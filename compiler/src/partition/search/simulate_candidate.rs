@@ -99,9 +99,7 @@ pub fn played(
         return played;
     }
     let Some(pipeline) = pipeline(problem, shape, spots, &played.caps) else { return played };
-    // A single stage has no other chunk to alternate with.
-    let is_whole = pipeline.stages.len() == 1 && problem.schedule.has_chunks();
-    let program = if is_whole { Some(Schedule::OneFOneB) } else { generated(problem.schedule).ok() };
+    let program = program(problem, &pipeline);
     let program = program.and_then(|kind| step_time::step_us(kind, &pipeline, problem.microbatches).ok().flatten());
     if !problem.schedule.is_continuous() {
         if let Some(us) = program {
@@ -150,6 +148,20 @@ pub fn played(
         }
     }
     played
+}
+
+/// The time of a minibatch in microseconds under a schedule with a flush, by a short simulation. `None` if it cannot be
+/// simulated.
+pub fn short_us(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Option<f64> {
+    let pipeline = pipeline(problem, shape, spots, caps)?;
+    step_time::short_step_us(program(problem, &pipeline)?, &pipeline, problem.microbatches).ok().flatten()
+}
+
+/// The schedule whose program runs.
+fn program(problem: &Problem, pipeline: &Pipeline) -> Option<Schedule> {
+    // A single stage has no other chunk to alternate with.
+    let is_whole = pipeline.stages.len() == 1 && problem.schedule.has_chunks();
+    if is_whole { Some(Schedule::OneFOneB) } else { generated(problem.schedule).ok() }
 }
 
 fn efficiency_warning(which: &str, percent: f64) -> String {

@@ -1,0 +1,220 @@
+//! The plans that a search makes: of the best layouts, and with unequal replicas of the best variants. The best drafts are
+//! improved move by move.
+
+use crate::plan::configuration_search::{GAP, HOPELESS, Ranked, SYNCHRONOUS, Search, zero};
+use crate::plan::parallel::in_parallel;
+use crate::plan::request::{PlanOptions, ScheduleChoice};
+use crate::plan::solve::refusal;
+use crate::plan::tensor_parallel::TensorParallel;
+use crate::plan::variant::{MOST_OPS, Variant};
+use crate::plan::zero::ZeroStage;
+use compiler::partition::error::PlanError;
+use compiler::partition::options::PlannerOptions;
+use compiler::partition::planned::Planned;
+use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
+use compiler::partition::single_degree;
+use compiler::plan::Plan;
+use compiler::plan::problem::Problem;
+use compiler::plan::schedule::Schedule;
+use std::collections::BTreeSet;
+
+/// Plans that are improved move by move, and those of them on groups.
+const IMPROVED: usize = 4;
+const IMPROVED_ON_GROUPS: usize = 1;
+
+/// The largest cluster in which unequal replicas are searched for several variants, and how many of single devices and of
+/// groups.
+const SMALL: u32 = 16;
+const SEARCHED: usize = 8;
+const SEARCHED_GROUPS: usize = 2;
+
+/// A plan that was made, or why there is none.
+pub struct Attempt {
+    pub variant: usize,
+    pub task: Task,
+    /// True if the export to the target refuses the plan.
+    pub is_refused: bool,
+    pub planned: Result<Planned, PlanError>,
+}
+
+impl Attempt {
+    pub fn us(&self) -> f64 {
+        self.planned.as_ref().map_or(f64::INFINITY, |planned| planned.plan.predicted.minibatch_us)
+    }
+}
+
+/// A plan to make.
+#[derive(Clone, Copy)]
+pub enum Task {
+    /// Of this layout.
+    Layout(Ranked),
+    /// With any replicas.
+    Free { schedule: Schedule, zero: u32 },
+}
+
+impl Task {
+    fn is_free(&self) -> bool {
+        matches!(self, Task::Free { .. })
+    }
+
+    pub fn schedule(&self) -> Schedule {
+        match self {
+            Task::Layout(one) => one.estimate.layout.schedule,
+            Task::Free { schedule, .. } => *schedule,
+        }
+    }
+
+    /// Makes the plan; a draft is not improved move by move.
+    pub fn planned(&self, variant: &Variant, options: &PlanOptions, is_draft: bool) -> Result<Planned, PlanError> {
+        variant.planned(options, &|problem, planner| {
+            let planner = PlannerOptions { is_draft, gap: GAP, ..*planner };
+            match *self {
+                Task::Layout(one) => Layouts::of(problem).plan(&one.estimate.layout, &planner),
+                Task::Free { schedule, zero } => {
+                    let chunks = if schedule.has_chunks() { 2 } else { 1 };
+                    single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, &planner)
+                }
+            }
+        })
+    }
+}
+
+impl Search<'_> {
+    /// Makes plans, `at_once` in parallel, and offers the better ones. Ends at a plan that cannot be much improved.
+    pub fn attempt(&mut self, tasks: Vec<(usize, Task)>, at_once: usize, attempts: &mut Vec<Attempt>) {
+        self.total = self.done + tasks.len() as u64;
+        for few in tasks.chunks(at_once) {
+            let accepted = attempts.iter().filter(|attempt| !attempt.is_refused);
+            let best_us = accepted.map(Attempt::us).fold(f64::INFINITY, f64::min);
+            if best_us.is_finite() && (self.events.stops() || self.is_close(best_us)) {
+                break;
+            }
+            let (variants, options) = (&self.variants, &self.request.options);
+            let found = in_parallel(few, |(variant, task)| task.planned(&variants[*variant], options, true));
+            let made = few.iter().zip(found).map(|((variant, task), planned)| {
+                let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
+                Attempt { variant: *variant, task: *task, is_refused, planned }
+            });
+            let made: Vec<Attempt> = made.collect();
+            if let Some(best) = made.iter().min_by(|left, right| left.us().total_cmp(&right.us()))
+                && best.us() < best_us
+            {
+                self.best_us = self.best_us.min(best.us());
+                self.offer(best.variant, &|| best.planned.as_ref().ok().cloned());
+            }
+            attempts.extend(made);
+            self.progress(few.len() as u64);
+        }
+    }
+
+    fn refuses(&self, plan: &Plan) -> bool {
+        self.request.options.target.is_some_and(|target| refusal(target, plan).is_some())
+    }
+
+    /// Replaces the best drafts by plans that are improved move by move.
+    pub fn improve(&self, attempts: &mut [Attempt]) {
+        let mut order: Vec<usize> = (0..attempts.len()).filter(|at| attempts[*at].us().is_finite()).collect();
+        let key = |at: &usize| (attempts[*at].is_refused, attempts[*at].us());
+        order.sort_by(|left, right| key(left).0.cmp(&key(right).0).then(key(left).1.total_cmp(&key(right).1)));
+        let most_us = HOPELESS * order.first().map_or(0.0, |at| attempts[*at].us());
+        // The climbs from two plans of one variant end alike, if the number of stages may change.
+        let mut known: Vec<(usize, Schedule, usize)> = Vec::new();
+        let is_fixed = self.request.options.no_replication;
+        let (mut on_groups, is_given) = (0, matches!(self.tensor_parallel(), TensorParallel::Degree(_)));
+        order.retain(|at| {
+            let Attempt { variant, task, planned, .. } = &attempts[*at];
+            let stages = planned.as_ref().map_or(0, |planned| planned.plan.stages.len());
+            let kind = (*variant, task.schedule(), if is_fixed { stages } else { 0 });
+            let is_on_groups = self.variants[*variant].groups.is_some();
+            let is_new = !known.contains(&kind) && (is_given || !is_on_groups || on_groups < IMPROVED_ON_GROUPS);
+            if is_new {
+                known.push(kind);
+                on_groups += usize::from(is_on_groups);
+            }
+            is_new && attempts[*at].us() <= most_us
+        });
+        order.truncate(IMPROVED);
+        if self.events.stops() {
+            return;
+        }
+        let (variants, options) = (&self.variants, &self.request.options);
+        let better = in_parallel(&order, |at| {
+            let Attempt { variant, task, .. } = &attempts[*at];
+            task.planned(&variants[*variant], options, false)
+        });
+        for (at, planned) in order.into_iter().zip(better) {
+            if let Ok(better) = &planned {
+                attempts[at].is_refused = self.refuses(&better.plan);
+                attempts[at].planned = planned;
+            }
+        }
+    }
+
+    /// True if all schedules may be searched, with many variants.
+    fn is_small(&self, variant: usize) -> bool {
+        let whole = &self.variants[variant].whole;
+        whole.cluster.devices() <= SMALL && whole.graph.ops.len() <= MOST_OPS
+    }
+
+    /// Searches for plans with unequal replicas: of the variants with the fastest layouts.
+    pub fn unequal(&self, simulated: &[Ranked]) -> Vec<(usize, Task)> {
+        let us = |variant: usize| {
+            let simulated = simulated.iter().find(|one| one.variant == variant);
+            simulated.map_or_else(|| self.variants[variant].least_us(), |one| one.us)
+        };
+        // On groups, too, at best all compute is spread over all devices.
+        let best_us = simulated.first().map_or(f64::INFINITY, |one| one.us);
+        let may_win = |variant: &usize| self.spread(*variant) * (1.0 + GAP) < best_us;
+        let mut order: Vec<usize> = (0..self.variants.len()).filter(may_win).collect();
+        order.sort_by(|left, right| us(*left).total_cmp(&us(*right)));
+        match order.first().is_some_and(|variant| self.is_small(*variant)) {
+            true => {
+                let is_alone = |variant: &usize| self.variants[*variant].groups.is_none();
+                let (mut alone, mut groups): (Vec<usize>, Vec<usize>) = order.into_iter().partition(is_alone);
+                alone.truncate(SEARCHED);
+                groups.truncate(SEARCHED_GROUPS);
+                order = [alone, groups].concat();
+            }
+            false => order.truncate(1),
+        }
+        let is_open = !matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_)));
+        let schedules = if is_open { &[Schedule::OneFOneB][..] } else { &self.schedules };
+        let levels = self.zero_levels(simulated);
+        let tasks = order.into_iter().flat_map(|variant| schedules.iter().map(move |schedule| (variant, *schedule)));
+        tasks
+            .flat_map(|(variant, schedule)| levels.iter().map(move |&zero| (variant, Task::Free { schedule, zero })))
+            .collect()
+    }
+
+    /// Searches for plans with unequal replicas under other schedules: of the variants with the best plan so far, and with
+    /// the best of unequal replicas.
+    pub fn other_schedules(&self, simulated: &[Ranked], attempts: &[Attempt]) -> Vec<(usize, Task)> {
+        if matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_))) {
+            return Vec::new();
+        }
+        let best_of = |is_any: bool| {
+            let of = attempts.iter().filter(|attempt| is_any || attempt.task.is_free());
+            of.min_by(|left, right| left.us().total_cmp(&right.us())).map(|attempt| attempt.variant)
+        };
+        let variants: BTreeSet<usize> = [true, false].into_iter().filter_map(best_of).collect();
+        let runs = |kind: Schedule| self.request.options.target.is_none_or(|target| target.runs(kind));
+        let mut tasks = Vec::new();
+        for variant in variants.into_iter().filter(|variant| self.is_small(*variant)) {
+            for schedule in SYNCHRONOUS.into_iter().filter(|kind| *kind != Schedule::OneFOneB && runs(*kind)) {
+                let free = |zero| (variant, Task::Free { schedule, zero });
+                tasks.extend(self.zero_levels(simulated).into_iter().map(free));
+            }
+        }
+        tasks
+    }
+
+    /// ZeRO stages of plans with unequal replicas: none if layouts fit without.
+    fn zero_levels(&self, simulated: &[Ranked]) -> Vec<u32> {
+        let is_roomy = |estimate: &LayoutEstimate| estimate.layout.zero == 0 && !estimate.recomputes();
+        match zero(self.request) {
+            ZeroStage::Level(level) => vec![level],
+            ZeroStage::Auto if simulated.iter().any(|one| is_roomy(&one.estimate)) => vec![0],
+            ZeroStage::Auto => vec![0, *self.zero.end()],
+        }
+    }
+}

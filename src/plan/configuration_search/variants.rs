@@ -1,0 +1,234 @@
+//! The variants of a search: all micro-batch sizes on single devices, then those tensor-parallel groups that may be
+//! faster.
+//!
+//! The costs of groups take longer to compute than all else. Larger micro-batches are computed at least as efficiently,
+//! so the work of a group at one size bounds the time at all smaller ones. Each degree therefore starts with the largest
+//! size that can be faster than the best layout so far, and goes down while smaller ones can.
+
+use crate::costs::Costs;
+use crate::error::Error;
+use crate::plan::configuration_search::{GAP, SLOWER, Search};
+use crate::plan::parallel::in_parallel;
+use crate::plan::request_costs::untrainable;
+use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
+use crate::plan::variant::{MOST_OPS, SizedCosts, Variant, count, sizes};
+use compiler::plan::problem::Target;
+use compiler::profile::cost_graph::CostGraph;
+use std::collections::{BTreeSet, HashMap};
+
+/// Sizes whose variants are made at the same time.
+const AT_ONCE: usize = 4;
+
+/// A micro-batch size, with the time that its compute takes at least.
+pub struct Size {
+    micro_batch: u64,
+    /// All compute of a minibatch, spread over all devices.
+    work_us: f64,
+    /// One micro-batch on one device, without its weight gradients.
+    way_us: f64,
+}
+
+impl Size {
+    fn of(costs: &Costs, microbatches: u32) -> Size {
+        let CostGraph { ops, .. } = &costs.graph;
+        // A split backward has the shortest way through the pipeline.
+        let later: f64 = ops.iter().map(|op| op.weight_part_us()).sum();
+        let (total_us, forward_us) = (costs.graph.total_us(), ops.iter().map(|op| op.fwd_us).sum::<f64>());
+        let work_us = total_us * f64::from(microbatches) / f64::from(costs.cluster.devices());
+        Size { micro_batch: costs.micro_batch, work_us, way_us: (total_us - later).max(forward_us) }
+    }
+
+    /// A lower bound of the time of a minibatch on groups of up to `degree` devices.
+    pub fn least_us(&self, degree: u32) -> f64 {
+        self.work_us.max(self.way_us / f64::from(degree))
+    }
+}
+
+/// The search of sizes for a tensor-parallel degree with a layout of weights.
+struct DegreeSearch {
+    degree: u32,
+    layout: GroupLayout,
+    /// The size that is next.
+    at: usize,
+    tried: Vec<usize>,
+    /// Smaller sizes are not faster than the best.
+    from: usize,
+    /// The largest size that fits, and the smallest that does not or is clearly slower.
+    fitting: Option<usize>,
+    too_large: usize,
+    best_us: f64,
+}
+
+impl DegreeSearch {
+    /// The search after its size was tried: a lower bound of its work, and the time of its fastest layout. `None` if no
+    /// other size is worth its costs.
+    fn next(mut self, least_us: f64, us: f64, best_us: f64) -> Option<DegreeSearch> {
+        if least_us >= best_us * (1.0 - GAP) {
+            self.from = self.at + 1;
+        }
+        let is_slower = us > SLOWER * self.best_us;
+        match self.fitting {
+            Some(fitting) if self.at < fitting && us.is_finite() && is_slower => return None,
+            Some(fitting) if self.at < fitting => {}
+            _ if us.is_finite() && !is_slower => self.fitting = Some(self.at),
+            _ => self.too_large = self.at,
+        }
+        self.tried.push(self.at);
+        self.best_us = self.best_us.min(us);
+        // The largest size that fits is found by bisection.
+        let from = self.fitting.map_or(self.from, |at| self.from.max(at + 1));
+        self.at = match from < self.too_large {
+            true => (from + self.too_large) / 2,
+            false => (self.from..self.fitting?).rev().find(|at| !self.tried.contains(at))?,
+        };
+        Some(self)
+    }
+}
+
+impl Search<'_> {
+    /// Makes the variants of ascending micro-batch sizes on single devices, and states what all sizes take at least.
+    pub fn make_variants(&mut self, source: &dyn SizedCosts) -> Result<(), Error> {
+        let (batch, options) = (self.batch, &self.request.options);
+        let all = match source.only_size() {
+            Some(size) => vec![size],
+            None if self.request.batch.is_none() || options.microbatches > 1 => {
+                vec![batch / u64::from(options.microbatches)]
+            }
+            None => sizes(batch),
+        };
+        let is_alone = !matches!(self.tensor_parallel(), TensorParallel::Degree(_));
+        let (mut failure, mut is_slower): (Option<Error>, bool) = (None, false);
+        self.total = all.len() as u64;
+        for few in all.chunks(AT_ONCE) {
+            // Any plan is better than none.
+            if self.events.stops() && self.has_layouts() {
+                break;
+            }
+            let (request, schedules, zero) = (self.request, &self.schedules, &self.zero);
+            let is_made = is_alone && !is_slower;
+            let made = in_parallel(few, |size| {
+                let costs = source.at(*size)?;
+                let size = Size::of(&costs, count(batch, costs.micro_batch)?);
+                let variant = match is_made {
+                    true => Some(Variant::new(request, costs.clone(), None, batch)?.estimated(
+                        schedules,
+                        zero,
+                        request.options.chunks,
+                    )),
+                    false => None,
+                };
+                Ok((costs, size, variant))
+            });
+            for made in made {
+                let (costs, size, variant) = match made {
+                    Ok(made) => made,
+                    // Larger sizes may not be possible.
+                    Err(error) => {
+                        failure.get_or_insert(error);
+                        continue;
+                    }
+                };
+                if self.sizes.is_empty() {
+                    self.request.protect_output(&costs.model)?;
+                    if let Some(why) = &costs.untrainable {
+                        self.events.warn(&untrainable(why));
+                    }
+                    self.groups = self.degrees(&costs)?;
+                }
+                self.sizes.push(size);
+                let latest_us = variant.as_ref().map_or(f64::INFINITY, Variant::least_us);
+                self.best_us = self.best_us.min(latest_us);
+                is_slower |= is_alone && latest_us > SLOWER * self.best_us;
+                self.variants.extend(variant);
+            }
+            self.progress(few.len() as u64);
+        }
+        match failure {
+            Some(failure) if self.sizes.is_empty() => Err(failure),
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds the variants of tensor-parallel groups.
+    pub fn add_groups(&mut self, source: &dyn SizedCosts) -> Result<(), Error> {
+        let best_us = self.best_us;
+        let mut searches: Vec<DegreeSearch> = Vec::new();
+        let mut least_us = f64::INFINITY;
+        for &(degree, layout) in &self.groups {
+            let may_win = |size: &Size| size.least_us(degree) < best_us * (1.0 - GAP);
+            let too_large = self.sizes.iter().rposition(may_win).map_or(0, |at| at + 1);
+            least_us = self.sizes[too_large..].iter().map(|size| size.least_us(degree)).fold(least_us, f64::min);
+            if let Some(at) = too_large.checked_sub(1) {
+                let (tried, best_us) = (Vec::new(), f64::INFINITY);
+                searches.push(DegreeSearch { degree, layout, at, tried, from: 0, fitting: None, too_large, best_us });
+            }
+        }
+        // `KeepsWeights` is a special case of `Any`, and not faster.
+        let waits = |search: &DegreeSearch| {
+            search.layout == GroupLayout::KeepsWeights && self.groups.contains(&(search.degree, GroupLayout::Any))
+        };
+        let (mut later, mut searches): (Vec<_>, Vec<_>) = searches.into_iter().partition(waits);
+        while !(searches.is_empty() || self.events.stops() && self.has_layouts()) {
+            self.total += searches.len() as u64;
+            let (request, schedules, zero, batch) = (self.request, &self.schedules, &self.zero, self.batch);
+            let at: BTreeSet<usize> = searches.iter().map(|search| search.at).collect();
+            let at: Vec<usize> = at.into_iter().collect();
+            let costs = in_parallel(&at, |at| source.at(self.sizes[*at].micro_batch));
+            let costs: HashMap<usize, Costs> =
+                at.into_iter().zip(costs).map(|(at, costs)| Ok((at, costs?))).collect::<Result<_, Error>>()?;
+            let made = in_parallel(&searches, |search| -> Result<Variant, Error> {
+                let costs = &costs[&search.at];
+                let groups = source.on_groups(costs, search.degree, search.layout)?;
+                let variant = Variant::new(request, costs.clone(), Some(groups), batch)?;
+                Ok(variant.estimated(schedules, zero, request.options.chunks))
+            });
+            self.progress(searches.len() as u64);
+            let mut open = Vec::new();
+            for (search, variant) in searches.into_iter().zip(made) {
+                let variant = variant?;
+                let problem = variant.problem();
+                let work_us = problem.graph.total_us() * f64::from(problem.microbatches);
+                let work_us = work_us / f64::from(problem.cluster.devices());
+                least_us = least_us.min(work_us);
+                let us = variant.least_us();
+                let known_us = self.best_us;
+                if search.layout == GroupLayout::Any && work_us >= known_us * (1.0 - GAP) {
+                    later.retain(|other| other.degree != search.degree);
+                }
+                self.best_us = self.best_us.min(us);
+                open.extend(search.next(work_us, us, known_us));
+                self.variants.push(variant);
+            }
+            open.append(&mut later);
+            searches = open;
+        }
+        self.least_group_us = Some(least_us);
+        Ok(())
+    }
+
+    fn has_layouts(&self) -> bool {
+        self.variants.iter().any(|variant| !variant.estimates.is_empty())
+    }
+
+    /// The tensor-parallel degrees to try, each with a layout of weights.
+    fn degrees(&self, costs: &Costs) -> Result<Vec<(u32, GroupLayout)>, Error> {
+        let options = &self.request.options;
+        let given = self.tensor_parallel();
+        if costs.shareable.is_none() && options.tensor_parallel.is_none() {
+            return Ok(Vec::new());
+        }
+        let is_large = costs.graph.ops.len() > MOST_OPS && given == TensorParallel::Auto;
+        let mut layouts = GroupLayout::of(costs, options.target);
+        layouts.retain(|layout| !is_large || *layout != GroupLayout::Any);
+        let sizes = given.sizes(costs)?;
+        Ok(sizes.iter().flat_map(|size| layouts.iter().map(|layout| (*size, *layout))).collect())
+    }
+
+    /// Tensor parallelism and ZeRO are part of the search for a batch.
+    pub fn tensor_parallel(&self) -> TensorParallel {
+        let has_groups = self.request.options.target.is_none_or(Target::has_groups);
+        let is_open = self.request.batch.is_some() && has_groups;
+        let default = if is_open { TensorParallel::Auto } else { TensorParallel::Never };
+        self.request.options.tensor_parallel.unwrap_or(default)
+    }
+}
