@@ -2,14 +2,14 @@
 //! per rank, schedule, ZeRO stage and recomputation.
 //!
 //! 1. Each micro-batch size has costs on one device, and on groups of every tensor-parallel degree: its variants
-//!    ([`variants`]). Groups are tried only if they may be faster than the best layout on single devices.
+//!    ([`variants`]). Groups are tried only at sizes at which they may be faster than the best layout so far.
 //! 2. All layouts of a variant are estimated (`compiler::partition::search::layouts`).
 //! 3. The best layouts by estimate are simulated, and others while that finds faster ones.
 //! 4. The best simulated layouts are planned with better cuts. Plans with unequal replicas are searched as well: of the
 //!    best variants, and on small clusters under every schedule.
 //!
-//! The search ends at the first layout or plan within [`GAP`] of the lower bound. The work is divided before it is distributed over
-//! threads, so the result does not depend on their number.
+//! The search ends at the first layout or plan within [`GAP`] of the lower bound. The work is divided before it is
+//! distributed over threads, so the result does not depend on their number.
 
 mod attempts;
 mod variants;
@@ -219,11 +219,7 @@ impl Search<'_> {
     fn simulate(&mut self, from: usize, known: Vec<Ranked>) -> Vec<Ranked> {
         let mut simulated = known;
         self.best_us = simulated.first().map_or(f64::INFINITY, |one| one.us);
-        let mut open: Vec<Ranked> = Vec::new();
-        for (variant, of) in self.variants.iter().enumerate().skip(from) {
-            let rank = |estimate: &LayoutEstimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us };
-            open.extend(of.estimates.iter().map(rank));
-        }
+        let mut open: Vec<Ranked> = self.estimated(from).collect();
         open.sort_by(|left, right| left.us.total_cmp(&right.us));
         let best_us = open.first().map_or(0.0, |best| best.us.min(self.best_us));
         open.retain(|one| one.us <= HOPELESS * best_us);
@@ -255,6 +251,13 @@ impl Search<'_> {
         }
         simulated.sort_by(|left, right| left.us.total_cmp(&right.us));
         simulated
+    }
+
+    /// The layouts of the variants from this number on, with their estimated times.
+    fn estimated(&self, from: usize) -> impl Iterator<Item = Ranked> {
+        self.variants.iter().enumerate().skip(from).flat_map(|(variant, of)| {
+            of.estimates.iter().map(move |estimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us })
+        })
     }
 
     /// The positions of the layouts with the best estimates, only some of those that are alike.
@@ -380,10 +383,7 @@ impl Search<'_> {
 
     /// Offers the plan of the best layout by estimate.
     fn offer_estimated(&self) {
-        let ranked = self.variants.iter().enumerate().flat_map(|(variant, of)| {
-            of.estimates.iter().map(move |estimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us })
-        });
-        let Some(best) = ranked.min_by(|left, right| left.us.total_cmp(&right.us)) else { return };
+        let Some(best) = self.estimated(0).min_by(|left, right| left.us.total_cmp(&right.us)) else { return };
         let (variant, options) = (&self.variants[best.variant], &self.request.options);
         self.offer(best.variant, &|| Task::Layout(best).planned(variant, options, true).ok());
     }

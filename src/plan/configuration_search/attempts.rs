@@ -1,5 +1,4 @@
-//! The plans that a search makes: of the best layouts, and with unequal replicas of the best variants. The best drafts are
-//! improved move by move.
+//! The plans of a search: of the best layouts, and with unequal replicas. The best drafts are improved move by move.
 
 use crate::plan::configuration_search::{GAP, HOPELESS, Ranked, SYNCHRONOUS, Search, zero};
 use crate::plan::parallel::in_parallel;
@@ -16,14 +15,14 @@ use compiler::partition::single_degree;
 use compiler::plan::Plan;
 use compiler::plan::problem::Problem;
 use compiler::plan::schedule::Schedule;
+use std::cmp::Ordering;
 use std::collections::BTreeSet;
 
 /// Plans that are improved move by move, and those of them on groups.
 const IMPROVED: usize = 4;
 const IMPROVED_ON_GROUPS: usize = 1;
 
-/// The largest cluster in which unequal replicas are searched for several variants, and how many of single devices and of
-/// groups.
+/// Up to this many devices, unequal replicas are searched for this many variants of single devices, and of groups.
 const SMALL: u32 = 16;
 const SEARCHED: usize = 8;
 const SEARCHED_GROUPS: usize = 2;
@@ -40,6 +39,10 @@ pub struct Attempt {
 impl Attempt {
     pub fn us(&self) -> f64 {
         self.planned.as_ref().map_or(f64::INFINITY, |planned| planned.plan.predicted.minibatch_us)
+    }
+
+    fn by_time(&self, other: &Attempt) -> Ordering {
+        self.us().total_cmp(&other.us())
     }
 }
 
@@ -96,7 +99,7 @@ impl Search<'_> {
                 Attempt { variant: *variant, task: *task, is_refused, planned }
             });
             let made: Vec<Attempt> = made.collect();
-            if let Some(best) = made.iter().min_by(|left, right| left.us().total_cmp(&right.us()))
+            if let Some(best) = made.iter().min_by(|left, right| left.by_time(right))
                 && best.us() < best_us
             {
                 self.best_us = self.best_us.min(best.us());
@@ -113,9 +116,14 @@ impl Search<'_> {
 
     /// Replaces the best drafts by plans that are improved move by move.
     pub fn improve(&self, attempts: &mut [Attempt]) {
+        if self.events.stops() {
+            return;
+        }
         let mut order: Vec<usize> = (0..attempts.len()).filter(|at| attempts[*at].us().is_finite()).collect();
-        let key = |at: &usize| (attempts[*at].is_refused, attempts[*at].us());
-        order.sort_by(|left, right| key(left).0.cmp(&key(right).0).then(key(left).1.total_cmp(&key(right).1)));
+        order.sort_by(|left, right| {
+            let (left, right) = (&attempts[*left], &attempts[*right]);
+            left.is_refused.cmp(&right.is_refused).then(left.by_time(right))
+        });
         let most_us = HOPELESS * order.first().map_or(0.0, |at| attempts[*at].us());
         // The climbs from two plans of one variant end alike, if the number of stages may change.
         let mut known: Vec<(usize, Schedule, usize)> = Vec::new();
@@ -134,9 +142,6 @@ impl Search<'_> {
             is_new && attempts[*at].us() <= most_us
         });
         order.truncate(IMPROVED);
-        if self.events.stops() {
-            return;
-        }
         let (variants, options) = (&self.variants, &self.request.options);
         let better = in_parallel(&order, |at| {
             let Attempt { variant, task, .. } = &attempts[*at];
@@ -177,44 +182,44 @@ impl Search<'_> {
             }
             false => order.truncate(1),
         }
-        let is_open = !matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_)));
-        let schedules = if is_open { &[Schedule::OneFOneB][..] } else { &self.schedules };
-        let levels = self.zero_levels(simulated);
-        let tasks = order.into_iter().flat_map(|variant| schedules.iter().map(move |schedule| (variant, *schedule)));
-        tasks
-            .flat_map(|(variant, schedule)| levels.iter().map(move |&zero| (variant, Task::Free { schedule, zero })))
-            .collect()
+        let schedules = if self.has_open_schedule() { &[Schedule::OneFOneB][..] } else { &self.schedules };
+        self.free(order, schedules, simulated)
     }
 
-    /// Searches for plans with unequal replicas under other schedules: of the variants with the best plan so far, and with
-    /// the best of unequal replicas.
+    /// The same under other schedules: of the variants of the best plan, and of the best with unequal replicas.
     pub fn other_schedules(&self, simulated: &[Ranked], attempts: &[Attempt]) -> Vec<(usize, Task)> {
-        if matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_))) {
+        if !self.has_open_schedule() {
             return Vec::new();
         }
         let best_of = |is_any: bool| {
             let of = attempts.iter().filter(|attempt| is_any || attempt.task.is_free());
-            of.min_by(|left, right| left.us().total_cmp(&right.us())).map(|attempt| attempt.variant)
+            of.min_by(|left, right| left.by_time(right)).map(|attempt| attempt.variant)
         };
         let variants: BTreeSet<usize> = [true, false].into_iter().filter_map(best_of).collect();
-        let runs = |kind: Schedule| self.request.options.target.is_none_or(|target| target.runs(kind));
-        let mut tasks = Vec::new();
-        for variant in variants.into_iter().filter(|variant| self.is_small(*variant)) {
-            for schedule in SYNCHRONOUS.into_iter().filter(|kind| *kind != Schedule::OneFOneB && runs(*kind)) {
-                let free = |zero| (variant, Task::Free { schedule, zero });
-                tasks.extend(self.zero_levels(simulated).into_iter().map(free));
-            }
-        }
-        tasks
+        let variants = variants.into_iter().filter(|variant| self.is_small(*variant)).collect();
+        let runs = |kind: &Schedule| self.request.options.target.is_none_or(|target| target.runs(*kind));
+        let others = SYNCHRONOUS.into_iter().filter(|kind| *kind != Schedule::OneFOneB && runs(kind));
+        self.free(variants, &others.collect::<Vec<_>>(), simulated)
     }
 
-    /// ZeRO stages of plans with unequal replicas: none if layouts fit without.
-    fn zero_levels(&self, simulated: &[Ranked]) -> Vec<u32> {
+    fn has_open_schedule(&self) -> bool {
+        !matches!(self.request.options.schedule, Some(ScheduleChoice::Named(_)))
+    }
+
+    /// The searches for unequal replicas of variants under schedules; with ZeRO only if no layout fits without.
+    fn free(&self, variants: Vec<usize>, schedules: &[Schedule], simulated: &[Ranked]) -> Vec<(usize, Task)> {
         let is_roomy = |estimate: &LayoutEstimate| estimate.layout.zero == 0 && !estimate.recomputes();
-        match zero(self.request) {
+        let levels = match zero(self.request) {
             ZeroStage::Level(level) => vec![level],
             ZeroStage::Auto if simulated.iter().any(|one| is_roomy(&one.estimate)) => vec![0],
             ZeroStage::Auto => vec![0, *self.zero.end()],
+        };
+        let mut tasks = Vec::new();
+        for variant in variants {
+            for &schedule in schedules {
+                tasks.extend(levels.iter().map(|&zero| (variant, Task::Free { schedule, zero })));
+            }
         }
+        tasks
     }
 }

@@ -2,8 +2,8 @@
 //! faster.
 //!
 //! The costs of groups take longer to compute than all else. Larger micro-batches are computed at least as efficiently,
-//! so the work of a group at one size bounds the time at all smaller ones. Each degree therefore starts with the largest
-//! size that can be faster than the best layout so far, and goes down while smaller ones can.
+//! so the work of a group at one size bounds the time at all smaller ones. Each degree starts with the largest size that
+//! can be faster than the best layout so far, and goes down while smaller ones can.
 
 use crate::costs::Costs;
 use crate::error::Error;
@@ -109,14 +109,8 @@ impl Search<'_> {
             let made = in_parallel(few, |size| {
                 let costs = source.at(*size)?;
                 let size = Size::of(&costs, count(batch, costs.micro_batch)?);
-                let variant = match is_made {
-                    true => Some(Variant::new(request, costs.clone(), None, batch)?.estimated(
-                        schedules,
-                        zero,
-                        request.options.chunks,
-                    )),
-                    false => None,
-                };
+                let variant = is_made.then(|| Variant::new(request, costs.clone(), None, batch)).transpose()?;
+                let variant = variant.map(|variant| variant.estimated(schedules, zero, request.options.chunks));
                 Ok((costs, size, variant))
             });
             for made in made {
