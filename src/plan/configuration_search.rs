@@ -33,7 +33,6 @@ use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
 use compiler::partition::explain::infeasible::is_infeasible;
 use compiler::partition::planned::Planned;
-use compiler::partition::search::finish_plan;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::single_degree;
 use compiler::plan::Plan;
@@ -43,6 +42,7 @@ use compiler::plan::zero::MOST;
 use compiler::text::quantity;
 use serde_json::json;
 use std::ops::RangeInclusive;
+use std::sync::OnceLock;
 
 /// Synchronous schedules whose layouts are estimated. GPipe is 1F1B with more memory, and bfs is interleaved with more.
 const ESTIMATED: [Schedule; 6] =
@@ -98,7 +98,8 @@ struct Search<'a> {
     /// Tensor-parallel degrees with layouts of weights.
     groups: Vec<(u32, GroupLayout)>,
     variants: Vec<Variant>,
-    /// A lower bound of the time on groups, once they were tried.
+    /// Lower bounds of the time on single devices, once it was asked, and on groups, once they were tried.
+    least_alone_us: OnceLock<f64>,
     least_group_us: Option<f64>,
     /// Units of work, for the progress.
     done: u64,
@@ -140,6 +141,7 @@ pub fn plan(
         sizes: Vec::new(),
         groups: Vec::new(),
         variants: Vec::new(),
+        least_alone_us: OnceLock::new(),
         least_group_us: None,
         done: 0,
         total: 0,
@@ -211,7 +213,7 @@ impl Search<'_> {
 
     /// True if no plan is clearly faster than this time.
     fn is_close(&self, us: f64) -> bool {
-        us <= self.bound() * (1.0 + GAP)
+        us.is_finite() && us <= self.bound(us) * (1.0 + GAP)
     }
 
     /// Simulates layouts of the variants from this number on: the best by estimate, and others while a round finds a
@@ -293,6 +295,7 @@ impl Search<'_> {
         let mut attempts: Vec<Attempt> = Vec::new();
         self.attempt(layouts, if may_end { 1 } else { AT_ONCE }, &mut attempts);
         self.attempt(self.unequal(&simulated), AT_ONCE, &mut attempts);
+        self.attempt(self.split_backward(&simulated), AT_ONCE, &mut attempts);
         self.attempt(self.other_schedules(&simulated, &attempts), AT_ONCE, &mut attempts);
         self.improve(&mut attempts);
         self.best(simulated, attempts)
@@ -352,7 +355,7 @@ impl Search<'_> {
     fn state(&self, variant: usize, planned: &mut Planned) -> Option<String> {
         let variant = &self.variants[variant];
         let plan = &mut planned.plan;
-        (plan.lower_bound_us, plan.proven_optimal) = (self.bound().min(plan.predicted.minibatch_us), false);
+        (plan.lower_bound_us, plan.proven_optimal) = (self.bound(plan.predicted.minibatch_us), false);
         let options = &mut plan.options;
         match self.tensor_parallel() {
             TensorParallel::Never => {}
@@ -388,21 +391,24 @@ impl Search<'_> {
         self.offer(best.variant, &|| Task::Layout(best).planned(variant, options, true).ok());
     }
 
-    /// A lower bound of the time in microseconds, at all sizes and degrees: all compute spread over all devices.
-    fn bound(&self) -> f64 {
-        let most = self.groups.iter().map(|(degree, _)| *degree).max().unwrap_or(1);
-        let of_sizes = |degree: u32| self.sizes.iter().map(|size| size.least_us(degree)).fold(f64::INFINITY, f64::min);
-        match (self.least_group_us, self.tensor_parallel()) {
-            (None, _) => of_sizes(most),
-            (Some(us), TensorParallel::Degree(_)) => us,
-            (Some(us), _) => of_sizes(1).min(us),
-        }
-    }
-
-    /// The compute of a variant, spread over all devices.
-    fn spread(&self, variant: usize) -> f64 {
-        // A split backward has the shortest way through the pipeline.
-        finish_plan::spread(&Problem { schedule: Schedule::ZbH1, ..self.variants[variant].problem().clone() })
+    /// A lower bound of the time in microseconds, at all sizes and degrees; at most that of a known plan.
+    fn bound(&self, known_us: f64) -> f64 {
+        let most = self.groups.iter().map(|(degree, _)| *degree).max();
+        let alone = || {
+            *self.least_alone_us.get_or_init(|| {
+                let us = |known_us: f64, size: &Size| size.bound.least_us(&self.schedules, *self.zero.end(), known_us);
+                self.sizes.iter().fold(known_us, us)
+            })
+        };
+        let us = match (self.least_group_us, most, self.tensor_parallel()) {
+            (None, None, _) => alone(),
+            (None, Some(most), _) => {
+                self.sizes.iter().map(|size| size.bound.compute_us(most)).fold(f64::INFINITY, f64::min)
+            }
+            (Some(us), _, TensorParallel::Degree(_)) => us,
+            (Some(us), ..) => alone().min(us),
+        };
+        us.min(known_us)
     }
 
     /// The time per minibatch of the same stages without a flush, where each update uses gradients of weights one

@@ -6,6 +6,7 @@ use crate::plan::from_costs::{efficiency, planner_options, problem};
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
 use crate::plan::request_costs::CostsBySize;
 use crate::plan::tensor_parallel::{GroupLayout, group_costs};
+use compiler::partition::bounds::flush_bound::FlushBound;
 use compiler::partition::error::PlanError;
 use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
@@ -63,6 +64,8 @@ pub struct Variant {
     pub experts: Vec<ExpertWeights>,
     /// The device whose costs these are, if known.
     pub source: Option<String>,
+    /// A lower bound of its time.
+    pub bound: FlushBound,
     /// Its layouts that fit.
     pub estimates: Vec<LayoutEstimate>,
 }
@@ -92,7 +95,9 @@ impl Variant {
         if whole.shared.is_empty() != groups.is_none() {
             return Err(Error::bug("a tensor-parallel degree does not divide the innermost level"));
         }
-        Ok(Variant { micro_batch, whole, groups, experts, source, estimates: Vec::new() })
+        let problem = groups.as_ref().unwrap_or(&whole);
+        let bound = FlushBound::of(&problem.graph, &problem.cluster, problem.microbatches);
+        Ok(Variant { micro_batch, whole, groups, experts, source, bound, estimates: Vec::new() })
     }
 
     /// The variant with its layouts under these schedules and ZeRO stages.

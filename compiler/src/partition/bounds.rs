@@ -1,7 +1,10 @@
 //! Lower bounds on the time and memory of all plans.
 
 pub mod bisect;
+pub mod chain;
 pub mod cut_space;
+pub mod divisions;
+pub mod flush_bound;
 pub mod local_search;
 pub mod lower_bound;
 pub mod min_cut_bytes;

@@ -18,8 +18,9 @@ use compiler::plan::schedule::Schedule;
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
 
-/// Plans that are improved move by move, and those of them on groups.
-const IMPROVED: usize = 4;
+/// Plans that are improved move by move, those of them under one schedule, and on groups.
+const IMPROVED: usize = 5;
+const IMPROVED_UNDER_ONE: usize = 2;
 const IMPROVED_ON_GROUPS: usize = 1;
 
 /// Up to this many devices, unequal replicas are searched for this many variants of single devices, and of groups.
@@ -134,7 +135,10 @@ impl Search<'_> {
             let stages = planned.as_ref().map_or(0, |planned| planned.plan.stages.len());
             let kind = (*variant, task.schedule(), if is_fixed { stages } else { 0 });
             let is_on_groups = self.variants[*variant].groups.is_some();
-            let is_new = !known.contains(&kind) && (is_given || !is_on_groups || on_groups < IMPROVED_ON_GROUPS);
+            let is_one_of_many = known.iter().filter(|known| known.1 == kind.1).count() >= IMPROVED_UNDER_ONE;
+            let is_new = !known.contains(&kind)
+                && (!is_one_of_many || !self.has_open_schedule())
+                && (is_given || !is_on_groups || on_groups < IMPROVED_ON_GROUPS);
             if is_new {
                 known.push(kind);
                 on_groups += usize::from(is_on_groups);
@@ -167,9 +171,8 @@ impl Search<'_> {
             let simulated = simulated.iter().find(|one| one.variant == variant);
             simulated.map_or_else(|| self.variants[variant].least_us(), |one| one.us)
         };
-        // On groups, too, at best all compute is spread over all devices.
-        let best_us = simulated.first().map_or(f64::INFINITY, |one| one.us);
-        let may_win = |variant: &usize| self.spread(*variant) * (1.0 + GAP) < best_us;
+        let schedules = if self.has_open_schedule() { &[Schedule::OneFOneB][..] } else { &self.schedules };
+        let may_win = |variant: &usize| self.bound_if_better(*variant, schedules).is_some();
         let mut order: Vec<usize> = (0..self.variants.len()).filter(may_win).collect();
         order.sort_by(|left, right| us(*left).total_cmp(&us(*right)));
         match order.first().is_some_and(|variant| self.is_small(*variant)) {
@@ -182,8 +185,29 @@ impl Search<'_> {
             }
             false => order.truncate(1),
         }
-        let schedules = if self.has_open_schedule() { &[Schedule::OneFOneB][..] } else { &self.schedules };
         self.free(order, schedules, simulated)
+    }
+
+    /// The lower bound of a variant under these schedules, if it is below the best time.
+    fn bound_if_better(&self, variant: usize, schedules: &[Schedule]) -> Option<f64> {
+        let us = self.variants[variant].bound.least_us(schedules, *self.zero.end(), self.best_us);
+        (us * (1.0 + GAP) < self.best_us).then_some(us)
+    }
+
+    /// Searches for plans with unequal replicas and split backwards: of the variants with the lowest bounds.
+    pub fn split_backward(&self, simulated: &[Ranked]) -> Vec<(usize, Task)> {
+        let kind = [Schedule::ZbH2, Schedule::ZbH1].into_iter().find(|kind| self.runs(*kind));
+        let Some(kind) = kind.filter(|_| self.has_open_schedule()) else { return Vec::new() };
+        let small = (0..self.variants.len()).filter(|variant| self.is_small(*variant));
+        let mut order: Vec<(f64, usize)> =
+            small.filter_map(|variant| Some((self.bound_if_better(variant, &[kind])?, variant))).collect();
+        order.sort_by(|left, right| left.0.total_cmp(&right.0));
+        order.truncate(SEARCHED);
+        self.free(order.into_iter().map(|(_, variant)| variant).collect(), &[kind], simulated)
+    }
+
+    fn runs(&self, kind: Schedule) -> bool {
+        self.request.options.target.is_none_or(|target| target.runs(kind))
     }
 
     /// The same under other schedules: of the variants of the best plan, and of the best with unequal replicas.
@@ -197,9 +221,14 @@ impl Search<'_> {
         };
         let variants: BTreeSet<usize> = [true, false].into_iter().filter_map(best_of).collect();
         let variants = variants.into_iter().filter(|variant| self.is_small(*variant)).collect();
-        let runs = |kind: &Schedule| self.request.options.target.is_none_or(|target| target.runs(*kind));
-        let others = SYNCHRONOUS.into_iter().filter(|kind| *kind != Schedule::OneFOneB && runs(kind));
-        self.free(variants, &others.collect::<Vec<_>>(), simulated)
+        let others = SYNCHRONOUS.into_iter().filter(|kind| self.runs(*kind));
+        let mut tasks = self.free(variants, &others.collect::<Vec<_>>(), simulated);
+        let is_known = |variant: usize, task: &Task| {
+            let of = attempts.iter().filter(|attempt| attempt.variant == variant && attempt.task.is_free());
+            of.map(|attempt| attempt.task.schedule()).any(|schedule| schedule == task.schedule())
+        };
+        tasks.retain(|(variant, task)| !is_known(*variant, task));
+        tasks
     }
 
     fn has_open_schedule(&self) -> bool {

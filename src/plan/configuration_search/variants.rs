@@ -12,36 +12,17 @@ use crate::plan::parallel::in_parallel;
 use crate::plan::request_costs::untrainable;
 use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
 use crate::plan::variant::{MOST_OPS, SizedCosts, Variant, count, sizes};
+use compiler::partition::bounds::flush_bound::FlushBound;
 use compiler::plan::problem::Target;
-use compiler::profile::cost_graph::CostGraph;
 use std::collections::{BTreeSet, HashMap};
 
 /// Sizes whose variants are made at the same time.
 const AT_ONCE: usize = 4;
 
-/// A micro-batch size, with the time that its compute takes at least.
+/// A micro-batch size, with a lower bound of its time on single devices.
 pub struct Size {
     micro_batch: u64,
-    /// All compute of a minibatch, spread over all devices.
-    work_us: f64,
-    /// One micro-batch on one device, without its weight gradients.
-    way_us: f64,
-}
-
-impl Size {
-    fn of(costs: &Costs, microbatches: u32) -> Size {
-        let CostGraph { ops, .. } = &costs.graph;
-        // A split backward has the shortest way through the pipeline.
-        let later: f64 = ops.iter().map(|op| op.weight_part_us()).sum();
-        let (total_us, forward_us) = (costs.graph.total_us(), ops.iter().map(|op| op.fwd_us).sum::<f64>());
-        let work_us = total_us * f64::from(microbatches) / f64::from(costs.cluster.devices());
-        Size { micro_batch: costs.micro_batch, work_us, way_us: (total_us - later).max(forward_us) }
-    }
-
-    /// A lower bound of the time of a minibatch on groups of up to `degree` devices.
-    pub fn least_us(&self, degree: u32) -> f64 {
-        self.work_us.max(self.way_us / f64::from(degree))
-    }
+    pub bound: FlushBound,
 }
 
 /// The search of sizes for a tensor-parallel degree with a layout of weights.
@@ -50,7 +31,8 @@ struct DegreeSearch {
     layout: GroupLayout,
     /// The size that is next.
     at: usize,
-    tried: Vec<usize>,
+    /// The sizes that were tried, with their variants.
+    tried: Vec<(usize, usize)>,
     /// Smaller sizes are not faster than the best.
     from: usize,
     /// The largest size that fits, and the smallest that does not or is clearly slower.
@@ -60,9 +42,10 @@ struct DegreeSearch {
 }
 
 impl DegreeSearch {
-    /// The search after its size was tried: a lower bound of its work, and the time of its fastest layout. `None` if no
-    /// other size is worth its costs.
-    fn next(mut self, least_us: f64, us: f64, best_us: f64) -> Option<DegreeSearch> {
+    /// Goes to another size, after a variant of this one was tried: all compute spread over all devices, and the time of
+    /// its fastest layout. `None` if no other size is worth its costs.
+    fn next(&mut self, variant: usize, least_us: f64, us: f64, best_us: f64) -> Option<()> {
+        self.tried.push((self.at, variant));
         if least_us >= best_us * (1.0 - GAP) {
             self.from = self.at + 1;
         }
@@ -73,15 +56,18 @@ impl DegreeSearch {
             _ if us.is_finite() && !is_slower => self.fitting = Some(self.at),
             _ => self.too_large = self.at,
         }
-        self.tried.push(self.at);
         self.best_us = self.best_us.min(us);
         // The largest size that fits is found by bisection.
         let from = self.fitting.map_or(self.from, |at| self.from.max(at + 1));
         self.at = match from < self.too_large {
             true => (from + self.too_large) / 2,
-            false => (self.from..self.fitting?).rev().find(|at| !self.tried.contains(at))?,
+            false => (self.from..self.fitting?).rev().find(|at| !self.has_tried(*at))?,
         };
-        Some(self)
+        Some(())
+    }
+
+    fn has_tried(&self, at: usize) -> bool {
+        self.tried.iter().any(|(other, _)| *other == at)
     }
 }
 
@@ -108,7 +94,8 @@ impl Search<'_> {
             let is_made = is_alone && !is_slower;
             let made = in_parallel(few, |size| {
                 let costs = source.at(*size)?;
-                let size = Size::of(&costs, count(batch, costs.micro_batch)?);
+                let bound = FlushBound::of(&costs.graph, &costs.cluster, count(batch, costs.micro_batch)?);
+                let size = Size { micro_batch: costs.micro_batch, bound };
                 let variant = is_made.then(|| Variant::new(request, costs.clone(), None, batch)).transpose()?;
                 let variant = variant.map(|variant| variant.estimated(schedules, zero, request.options.chunks));
                 Ok((costs, size, variant))
@@ -149,9 +136,10 @@ impl Search<'_> {
         let mut searches: Vec<DegreeSearch> = Vec::new();
         let mut least_us = f64::INFINITY;
         for &(degree, layout) in &self.groups {
-            let may_win = |size: &Size| size.least_us(degree) < best_us * (1.0 - GAP);
+            let may_win = |size: &Size| size.bound.compute_us(degree) < best_us * (1.0 - GAP);
             let too_large = self.sizes.iter().rposition(may_win).map_or(0, |at| at + 1);
-            least_us = self.sizes[too_large..].iter().map(|size| size.least_us(degree)).fold(least_us, f64::min);
+            least_us =
+                self.sizes[too_large..].iter().map(|size| size.bound.compute_us(degree)).fold(least_us, f64::min);
             if let Some(at) = too_large.checked_sub(1) {
                 let (tried, best_us) = (Vec::new(), f64::INFINITY);
                 searches.push(DegreeSearch { degree, layout, at, tried, from: 0, fitting: None, too_large, best_us });
@@ -162,6 +150,7 @@ impl Search<'_> {
             search.layout == GroupLayout::KeepsWeights && self.groups.contains(&(search.degree, GroupLayout::Any))
         };
         let (mut later, mut searches): (Vec<_>, Vec<_>) = searches.into_iter().partition(waits);
+        let mut ended: Vec<DegreeSearch> = Vec::new();
         while !(searches.is_empty() || self.events.stops() && self.has_layouts()) {
             self.total += searches.len() as u64;
             let (request, schedules, zero, batch) = (self.request, &self.schedules, &self.zero, self.batch);
@@ -178,23 +167,29 @@ impl Search<'_> {
             });
             self.progress(searches.len() as u64);
             let mut open = Vec::new();
-            for (search, variant) in searches.into_iter().zip(made) {
+            for (mut search, variant) in searches.into_iter().zip(made) {
                 let variant = variant?;
-                let problem = variant.problem();
-                let work_us = problem.graph.total_us() * f64::from(problem.microbatches);
-                let work_us = work_us / f64::from(problem.cluster.devices());
-                least_us = least_us.min(work_us);
+                let work_us = variant.bound.spread_us();
                 let us = variant.least_us();
                 let known_us = self.best_us;
                 if search.layout == GroupLayout::Any && work_us >= known_us * (1.0 - GAP) {
                     later.retain(|other| other.degree != search.degree);
                 }
                 self.best_us = self.best_us.min(us);
-                open.extend(search.next(work_us, us, known_us));
+                let next = search.next(self.variants.len(), work_us, us, known_us);
+                if next.is_some() { &mut open } else { &mut ended }.push(search);
                 self.variants.push(variant);
             }
             open.append(&mut later);
             searches = open;
+        }
+        for search in &ended {
+            for &(at, variant) in &search.tried {
+                let bound = &self.variants[variant].bound;
+                let is_least = at > 0 && !search.has_tried(at - 1);
+                let us = if is_least { FlushBound::smaller_us } else { FlushBound::least_us };
+                least_us = us(bound, &self.schedules, *self.zero.end(), least_us.min(self.best_us));
+            }
         }
         self.least_group_us = Some(least_us);
         Ok(())

@@ -1,6 +1,7 @@
 //! Turns the chosen candidate into a complete plan and verifies it.
 
 use crate::cluster::class;
+use crate::partition::bounds::flush_bound::FlushBound;
 use crate::partition::bounds::lower_bound::slowest_op_us;
 use crate::partition::search::build_plan;
 use crate::partition::search::in_flight::ENOUGH;
@@ -132,7 +133,7 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
 /// cost model, `objective_us` the closed-form time, and `minibatch_us` the simulated time.
 ///
 /// Bounds concern time, never memory. For flushed schedules the closed form can exceed the simulated fill and drain
-/// time. If schedules are simulated or come from a table, only total compute bounds other plans.
+/// time, so [`FlushBound`] and total compute bound other plans; for a table, only total compute does.
 pub fn certificate(
     problem: &Problem,
     objective_us: f64,
@@ -144,9 +145,16 @@ pub fn certificate(
     let is_flushed = problem.cost == CostModel::Pipec && !problem.schedule.is_continuous();
     let is_of_time = problem.objective != Objective::Memory && !is_table;
     if is_table || (is_flushed && (is_played || minibatch_us != objective_us)) {
-        let work_us = spread(problem);
-        let meets = same(work_us, minibatch_us);
-        return (if meets { minibatch_us } else { work_us.min(minibatch_us) }, meets && is_of_time);
+        let bound_us = match FlushBound::holds_for(problem) {
+            true => FlushBound::of(&problem.graph, &problem.cluster, problem.microbatches).least_us(
+                &[problem.schedule],
+                problem.zero,
+                minibatch_us,
+            ),
+            false => spread(problem),
+        };
+        let meets = same(bound_us, minibatch_us);
+        return (if meets { minibatch_us } else { bound_us.min(minibatch_us) }, meets && is_of_time);
     }
     let meets = same(bound_us, objective_us);
     let lower_bound_us = if meets { objective_us } else { bound_us.min(objective_us) };
