@@ -1,7 +1,7 @@
 //! `pipec`: parses arguments and runs one command.
 //!
 //! Exit codes: 0 success; 1 check failed or result negative; 2 invalid input or usage; 3 no feasible plan; 101 a panic, which is a bug
-//! of pipec; 130 and 143 ended by SIGINT and SIGTERM. Results go to standard output, everything else to standard error.
+//! of pipec; 129, 130 and 143 ended by SIGHUP, SIGINT and SIGTERM. Results go to standard output, everything else to standard error.
 
 // The docs of flags are their help texts, where `[default: …]` is not a link.
 #![allow(rustdoc::broken_intra_doc_links)]

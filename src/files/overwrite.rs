@@ -6,6 +6,7 @@
 use crate::error::Error;
 use crate::files::detect;
 use compiler::text::name::short_name;
+use runtime::data::{npz, weights};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -19,9 +20,9 @@ pub enum Mark {
     Ours(String),
     /// A model made by pipec, from the zoo or an export.
     Model,
-    /// Tensors by name, as safetensors.
+    /// Tensors by name that pipec wrote, as safetensors.
     Safetensors,
-    /// Tensors by name, as an archive of numpy.
+    /// Tensors by name that pipec wrote, as an archive of numpy.
     Npz,
     /// Metrics of a training run, one line per step.
     Metrics,
@@ -73,8 +74,8 @@ impl Mark {
         Some(match self {
             Mark::Ours(kind) => short_name(kind),
             Mark::Model => "model made by pipec".to_string(),
-            Mark::Safetensors => ".safetensors file".to_string(),
-            Mark::Npz => ".npz file".to_string(),
+            Mark::Safetensors => ".safetensors file written by pipec".to_string(),
+            Mark::Npz => ".npz file written by pipec".to_string(),
             Mark::Metrics => "metrics file of a run".to_string(),
             Mark::Trace | Mark::Perfetto => "trace".to_string(),
             Mark::Page => "page of `pipec report`".to_string(),
@@ -152,8 +153,8 @@ fn read_ends(path: &Path) -> Result<Option<Vec<u8>>, Error> {
 fn mark(bytes: &[u8]) -> Mark {
     match detect::describe(bytes) {
         // A `.pt2` has no type here, because pipec does not write one.
-        Some((what, _)) if what.contains(".npz") => return Mark::Npz,
-        Some((what, _)) if what.contains(".safetensors") => return Mark::Safetensors,
+        Some((what, _)) if what.contains(".npz") && npz::is_own(bytes) => return Mark::Npz,
+        Some((what, _)) if what.contains(".safetensors") && weights::is_own(bytes) => return Mark::Safetensors,
         Some((what, _)) if what.contains("ONNX") && is_own_model(bytes) => return Mark::Model,
         Some(_) => return Mark::Bytes,
         None => {}
@@ -267,7 +268,9 @@ mod tests {
             check(&path, mark).err().map(|failure| failure.reason())
         };
         let marks = [Mark::plan(), Mark::Model, Mark::Metrics, Mark::Trace, Mark::Page, Mark::Npz, Mark::Safetensors];
-        let others: [&[u8]; 6] = [
+        let others: [&[u8]; 8] = [
+            b"\x0e\x00\x00\x00\x00\x00\x00\x00{\"a\":{\"dtype\":",
+            b"PK\x03\x04x.npy",
             b"import torch\n",
             b"\x08\x0a\x12\x07pytorch\x1a",
             b"{\"a\": 1}",
@@ -280,7 +283,7 @@ mod tests {
             assert_eq!(refusal(b"", mark), None);
         }
         assert!(
-            refusal(others[1], &Mark::plan())
+            refusal(others[3], &Mark::plan())
                 .unwrap()
                 .contains("is not a plan and pipec does not overwrite it: it looks like an ONNX model")
         );

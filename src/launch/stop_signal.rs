@@ -1,12 +1,13 @@
-//! SIGINT and SIGTERM, if a run handles them itself: the first requests a stop, the second ends the process at once.
+//! SIGINT, SIGTERM and SIGHUP, if a run handles them itself: the first requests a stop, the second ends the process at
+//! once.
 //!
 //! A run that writes checkpoints stops after the current step. A process with children ends them first.
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
-use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::{fs, io};
 
 /// Exit code of a process ended by a signal, minus the signal number.
 const SIGNAL_EXIT_BASE: i32 = 128;
@@ -32,7 +33,8 @@ impl Stop {
 
     fn register() -> io::Result<Stop> {
         let (exits_on_next, received) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
-        for signal in [SIGINT, SIGTERM] {
+        let hangup = (!ignores_hangup()).then_some(SIGHUP);
+        for signal in [SIGINT, SIGTERM].into_iter().chain(hangup) {
             // Handlers run in order of registration, so the first sees the state before this signal.
             flag::register_conditional_shutdown(signal, SIGNAL_EXIT_BASE + signal, exits_on_next.clone())?;
             flag::register_usize(signal, received.clone(), signal as usize)?;
@@ -67,7 +69,19 @@ impl Stop {
     }
 }
 
+/// True for a process started by `nohup`, which a closed terminal does not end; and where that is not known.
+fn ignores_hangup() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_none_or(|mask| mask >> (SIGHUP - 1) & 1 == 1)
+}
+
 /// The name of a signal that requests a stop. Another process of the run may have received it.
 pub fn name(signal: i32) -> &'static str {
-    if signal == SIGINT { "SIGINT" } else { "SIGTERM" }
+    match signal {
+        SIGHUP => "SIGHUP",
+        SIGINT => "SIGINT",
+        _ => "SIGTERM",
+    }
 }

@@ -52,15 +52,15 @@ pub fn train_with_metrics(
         events.event(Event::Step { step: index + 1, total, loss: step.loss, samples_per_s });
     });
     events.event(Event::ProgressEnd);
-    let Some(result) = result? else { return Ok(None) };
+    let Some(mut result) = result? else { return Ok(None) };
     if result.ended.is_none() {
         write_line(Line::End(Box::new(End { total: totals(task.plan, prepared, &result) })));
     }
     let flushed = file.map_or(Ok(()), |mut file| file.flush());
-    match (write_error.or(flushed.err()), metrics) {
-        (Some(error), Some(path)) => Err(Error::file("write", path, error)),
-        _ => Ok(Some(result)),
+    if let (Some(error), Some(path)) = (write_error.or(flushed.err()), metrics) {
+        result.failed.push(Error::file("write", path, error));
     }
+    Ok(Some(result))
 }
 
 /// Opens the metrics file. A resumed run keeps the lines of earlier steps.

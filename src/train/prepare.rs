@@ -18,7 +18,7 @@ use crate::train::prepared::Prepared;
 use crate::train::task::{Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel;
 use compiler::graph::{Graph, order};
-use compiler::op::Op;
+use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{TARGET, class_axis};
 use compiler::pass::mixed_precision::mixed;
 use compiler::pass::precision::precision;
@@ -46,6 +46,7 @@ use runtime::device::api::Device;
 use runtime::device::cpu::device::cpu;
 use runtime::device::cpu::half::is_half;
 use runtime::exec::moving_average::Statistics;
+use runtime::exec::stage_code::NamedTensor;
 use runtime::optim::policy::Staleness;
 use runtime::process::process_group::Group;
 use runtime::stage::saved_weights::Checkpoint;
@@ -54,7 +55,7 @@ use runtime::train::job::{RunOptions, StepDone, Trained};
 use runtime::train::prepare;
 use runtime::train::prepare::{PrepareError, RunTarget, Settings};
 use runtime::train::run;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::{OnceLock, mpsc};
@@ -84,6 +85,8 @@ pub struct RunResult {
     pub score: Option<Score>,
     /// Set if a signal stopped the run before its end.
     pub ended: Option<Ended>,
+    /// Results besides the trained model that were lost, such as its evaluation.
+    pub failed: Vec<Error>,
 }
 
 /// Compiles the stages, makes the programs and checks them.
@@ -213,6 +216,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let unfit = |error| data_error("the data", error, labels);
     let unfit_held_out = |error| data_error("the evaluation data", error, held_out_labels);
     let checked_dataset = |arrays| {
+        check_rows(&task.loaded.model.graph, &feeds, &arrays)?;
         let data = Dataset::new(arrays, &feeds, item_rows)?;
         if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
             data.check_labels(TARGET, classes)?;
@@ -373,11 +377,12 @@ fn assemble_result(
         return Err(failures::weights_diverged(name, prepared.steps));
     }
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
-    let score = match &prepared.held_out {
-        Some(data) if ended.is_none() => Some(score(task, prepared.loss, data, &trained.weights)?),
-        _ => None,
-    };
-    Ok(RunResult { trained, tracks, samples_per_s, step_us: None, score, ended })
+    let mut failed = Vec::new();
+    let score = prepared.held_out.as_ref().filter(|_| ended.is_none()).and_then(|data| {
+        let score = score(task, prepared.loss, data, &trained.weights);
+        score.map_err(|error| failed.push(error)).ok()
+    });
+    Ok(RunResult { trained, tracks, samples_per_s, step_us: None, score, ended, failed })
 }
 
 /// The score on held-out rows. The CPU evaluates a model that does not fit in one GPU.
@@ -406,12 +411,38 @@ fn stages(loaded: &LoadedModel, graph: &Graph, plan: &Plan) -> Result<Vec<usize>
 
 /// The number of rows of the data: the largest first dimension of its inputs.
 fn rows(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> usize {
-    let inputs = graph.ids().filter_map(|id| match &graph.node(id).op {
-        Op::Input(input) => arrays.get(&input.name),
-        _ => None,
-    });
+    let inputs = graph.ids().filter_map(|id| arrays.get(input_name(graph, id)?));
     // An input without a batch axis has fewer rows than samples; otherwise the data does not match and is refused later.
     inputs.map(|array| array.shape().first().copied().unwrap_or(0)).max().unwrap_or(0)
+}
+
+fn input_name(graph: &Graph, id: NodeId) -> Option<&str> {
+    match &graph.node(id).op {
+        Op::Input(input) => Some(&input.name),
+        _ => None,
+    }
+}
+
+/// Inputs with a batch axis and the targets have equally many rows. An array with as many rows as a micro-batch could
+/// otherwise be mistaken for one that every micro-batch reads whole.
+fn check_rows(graph: &Graph, feeds: &[NamedTensor], arrays: &BTreeMap<String, Tensor>) -> Result<(), DataError> {
+    let has_batch_axis = |id: &NodeId| {
+        let axes = graph.values(*id).into_iter().filter_map(|value| graph.fact(value).shape.first());
+        axes.into_iter().any(|axis| axis.known().is_none())
+    };
+    let with_batch_axis: BTreeSet<&str> =
+        graph.ids().filter(has_batch_axis).filter_map(|id| input_name(graph, id)).collect();
+    let mut first: Option<(&str, usize)> = None;
+    for feed in feeds.iter().filter(|feed| feed.name == TARGET || with_batch_axis.contains(&*feed.name)) {
+        let array = arrays.get(&feed.name).or_else(|| arrays.get("y").filter(|_| feed.name == TARGET));
+        let Some(&rows) = array.and_then(|array| array.shape().first()) else { continue };
+        let &mut (other, other_rows) = first.get_or_insert((&feed.name, rows));
+        if rows != other_rows {
+            let (name, other) = (feed.name.clone(), other.to_string());
+            return Err(DataError::Rows { name, rows, other, other_rows });
+        }
+    }
+    Ok(())
 }
 
 fn classes(graph: &Graph, class_dim: Option<i64>) -> Option<i64> {

@@ -320,7 +320,13 @@ fn train_once(
         return Err(ended.error(prepared.steps));
     }
     let progress = progress.take();
-    write_results(request, &result, progress.newest.as_deref(), events)?;
+    let mut failed = write_results(request, &result, progress.newest.as_deref(), events);
+    failed.extend(result.failed.iter().cloned());
+    if !failed.is_empty() {
+        let error = Error::negative("the run is complete, but not all of its results were written");
+        let error = failed.iter().fold(error, |error, failure| error.because(failure.line()));
+        return Err(error.with_help("the results listed above are written"));
+    }
     progress.check_last()?;
     let mut remarks = Vec::new();
     if request.plan.is_some() && !differences_from_plan.is_empty() && !result.trained.losses.is_empty() {
@@ -336,40 +342,45 @@ fn train_once(
     Ok(Some(TrainReport { plan, memory_estimate, is_predicted, batch, steps, total, result, remarks }))
 }
 
-/// Writes weights, gradients and the trace.
+/// Writes weights, gradients and the trace, weights first. Returns the failures.
 fn write_results(
     request: &TrainRequest,
     result: &RunResult,
     newest: Option<&Path>,
     events: &dyn EventSink,
-) -> Result<(), Error> {
+) -> Vec<Error> {
     let trained = &result.trained;
-    let write = |path: &Path, tensors| output::write_tensors(path, tensors, "result");
-    let mut outputs: Vec<(PathBuf, &str)> = Vec::new();
-    if let Some(path) = &request.save {
-        write(path, &trained.weights)?;
-        outputs.push((path.clone(), "weights"));
+    let weights = request.checkpoints.folder.as_ref().map(|folder| folder.join(WEIGHTS));
+    let mut written: Vec<(PathBuf, &str)> = Vec::new();
+    let mut failed = Vec::new();
+    let tensors = [
+        (request.save.as_ref(), &trained.weights, "weights"),
+        (weights.as_ref(), &trained.weights, "weights"),
+        (request.save_gradients.as_ref(), &trained.gradients, "gradients"),
+    ];
+    for (path, tensors, what) in tensors {
+        let Some(path) = path else { continue };
+        // The folder may have been removed during the run.
+        let _ = path.parent().map(fs::create_dir_all);
+        match output::write_tensors(path, tensors, "result") {
+            Ok(()) => written.push((path.clone(), what)),
+            Err(error) => failed.push(error),
+        }
     }
-    if let Some(path) = &request.save_gradients {
-        write(path, &trained.gradients)?;
-        outputs.push((path.clone(), "gradients"));
-    }
-    if let Some(folder) = &request.checkpoints.folder {
-        let path = folder.join(WEIGHTS);
-        write(&path, &trained.weights)?;
-        outputs.push((path, "weights"));
-        outputs.extend(newest.map(|folder| (folder.to_path_buf(), "checkpoint")));
-    }
+    written.extend(newest.map(|folder| (folder.to_path_buf(), "checkpoint")));
     if let Some(path) = &request.trace {
-        output::write(path, &encode(&Trace::training(&result.tracks), &input::file_name(path)))?;
-        outputs.push((path.clone(), "trace"));
+        match output::write(path, &encode(&Trace::training(&result.tracks), &input::file_name(path))) {
+            Ok(()) => written.push((path.clone(), "trace")),
+            Err(error) => failed.push(error),
+        }
     }
-    outputs.extend(request.metrics.iter().map(|path| (path.clone(), "metrics")));
-    if !outputs.is_empty() {
+    let metrics = request.metrics.iter().filter(|_| result.failed.is_empty());
+    written.extend(metrics.map(|path| (path.clone(), "metrics")));
+    if !written.is_empty() {
         let describe = |(path, what): &(PathBuf, &str)| format!("{} ({what})", path.display());
-        events.note(&format!("wrote {}", outputs.iter().map(describe).collect::<Vec<_>>().join(", ")));
+        events.note(&format!("wrote {}", written.iter().map(describe).collect::<Vec<_>>().join(", ")));
     }
-    Ok(())
+    failed
 }
 
 /// Refuses `--nccl` where it cannot work.

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 
 /// Returns standard output and standard error.
-fn expect_exit(folder: &Path, code: i32, line: &str) -> (String, String) {
+pub fn expect_exit(folder: &Path, code: i32, line: &str) -> (String, String) {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(line.split(' ')).output().unwrap();
     let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     assert_eq!(output.status.code(), Some(code), "{line}: {stderr}");

@@ -6,6 +6,7 @@ mod gpu_memory;
 mod gpu_results;
 mod gpus;
 mod held_out;
+mod kept_results;
 mod launches;
 mod losses;
 mod nccl;

@@ -132,6 +132,7 @@ pub fn read_npy(path: &Path) -> Result<Tensor, FileError> {
 pub fn encode(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>, FileError> {
     let npz_error = |fault: String| FileError::Npz { path: path.to_path_buf(), fault };
     let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
+    zip.set_comment(OWN_COMMENT).map_err(|e| npz_error(e.to_string()))?;
     let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored).large_file(true);
     for (name, tensor) in tensors {
         let array = encode_npy(tensor).ok_or_else(|| FileError::Array {
@@ -143,6 +144,14 @@ pub fn encode(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>
         zip.write_all(&array).map_err(|e| npz_error(e.to_string()))?;
     }
     Ok(zip.finish().map_err(|e| npz_error(e.to_string()))?.into_inner())
+}
+
+/// Comment at the end of an archive that pipec wrote; pipec replaces no others.
+const OWN_COMMENT: &str = "written by pipec";
+
+/// True for the last bytes of an archive that pipec wrote.
+pub fn is_own(bytes: &[u8]) -> bool {
+    bytes.ends_with(OWN_COMMENT.as_bytes())
 }
 
 const MAGIC: &[u8] = b"\x93NUMPY";

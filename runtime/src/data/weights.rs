@@ -7,7 +7,7 @@ use compiler::tensor::{DType, Tensor};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -181,6 +181,14 @@ impl<'a> Piece<'a> {
     }
 }
 
+/// Header of a safetensors file that pipec wrote; pipec replaces no others.
+const OWN_HEADER: &[u8] = br#"{"__metadata__":{"writer":"pipec"}"#;
+
+/// True for the first bytes of a safetensors file that pipec wrote.
+pub fn is_own(bytes: &[u8]) -> bool {
+    bytes.get(8..).is_some_and(|header| header.starts_with(OWN_HEADER))
+}
+
 /// Encodes a safetensors file. `path` is for messages.
 pub fn encode(path: &Path, pieces: Vec<(String, Piece<'_>)>) -> Result<Vec<u8>, FileError> {
     let format_error = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
@@ -189,7 +197,8 @@ pub fn encode(path: &Path, pieces: Vec<(String, Piece<'_>)>) -> Result<Vec<u8>, 
         let view = TensorView::new(to_safetensors(*dtype), shape.clone(), bytes);
         views.push((name, view.map_err(|e| format_error(e.to_string()))?));
     }
-    safetensors::serialize(views, None).map_err(|e| format_error(e.to_string()))
+    let writer = HashMap::from([("writer".to_string(), "pipec".to_string())]);
+    safetensors::serialize(views, Some(writer)).map_err(|e| format_error(e.to_string()))
 }
 
 const DTYPES: [(DType, safetensors::Dtype); 13] = [

@@ -14,7 +14,7 @@ pub struct CheckpointArguments {
     #[arg(long, value_name = "FOLDER")]
     pub checkpoint_dir: Option<PathBuf>,
     /// Write a checkpoint every N minibatches, at the next point where all stages have finished their round [default: at the end, and
-    /// after the current step when any process of the run receives SIGTERM or SIGINT]
+    /// after the current step when any process of the run receives SIGTERM, SIGINT or SIGHUP]
     #[arg(long, value_name = "N", requires = "checkpoint_dir", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     pub checkpoint_every: Option<u32>,
     /// Number of checkpoints to keep; older ones are removed once a newer one is complete [default: all]
