@@ -155,7 +155,7 @@ pub fn problem(error: &ProblemError) -> Option<String> {
 pub fn loss(error: &LossError) -> &'static str {
     match error {
         LossError::NotScalar { .. } => {
-            "`--loss cross-entropy`, `mse` or `bce` compares it with targets; `--loss output` requires a model whose first output, or only scalar output, is its loss"
+            "`--loss cross-entropy`, `mse` or `bce` compares it with targets; `--loss output` requires a model with a scalar output named `loss`, or whose first or only scalar output is its loss"
         }
         LossError::Taken { .. } => {
             "use `--loss output` if the model computes its loss from that input, or export it with another input name"

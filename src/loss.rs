@@ -40,10 +40,11 @@ impl Loss {
         }
     }
 
-    /// The default loss of a graph: its own, if a scalar output comes first or depends on labels; else cross-entropy of the first
+    /// The default loss of a graph: its own, if a scalar output is named `loss`, comes first or depends on labels; else cross-entropy of the first
     /// output.
     pub fn default_of(graph: &Graph) -> Loss {
         let is_loss = |at: usize| match at {
+            _ if graph.outputs[at].name == "loss" => true,
             0 => graph.fact(graph.outputs[0].value).rank() == 0,
             _ => loss::reads_extra_inputs(graph, at),
         };

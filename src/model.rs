@@ -85,6 +85,14 @@ pub fn read(path: &Path, import: &ImportRequest, events: &dyn EventSink) -> Resu
     };
     let model = import::load(path, &options).map_err(|error| import_error(path, &error))?;
     model.warnings.iter().for_each(|warning| events.warn(warning));
+    if let Batch::Symbol { default: Some(size), .. } = &model.batch
+        && options.batch_axes.is_empty()
+        && options.dims.is_empty()
+    {
+        events.note(&format!(
+            "axis 0 of the first input, {size} in the file, is the batch; `--batch-dim INPUT=AXIS` sets another"
+        ));
+    }
     Ok(LoadedModel { model, path: path.to_path_buf(), options, requested_micro_batch: None })
 }
 

@@ -190,7 +190,7 @@ pub fn measure_graph(
         micro_batch,
         weights: &weights,
     };
-    let cache = if uses_cache { Cache::of_user() } else { None };
+    let cache = Cache::of_user().map(|cache| if uses_cache { cache } else { cache.unread() });
     let measured = measure(&model, device, settings, cache.as_ref(), &mut |progress| {
         let message = short_name(progress.name);
         let (done, total) = (progress.done as u64, progress.total as u64);

@@ -3,6 +3,8 @@
 pub mod batched;
 pub mod build;
 pub mod constant_index;
+pub mod embedding;
+pub mod equal_sizes;
 pub mod fx;
 // The entry point of this folder has the folder's name.
 pub mod batch_in_axis;

@@ -239,9 +239,9 @@ pub enum Binary {
     /// `a / b`; integers truncate toward zero, and division by zero is 0.
     Div,
     Pow,
-    /// Maximum; NaN propagates; the gradient goes to `a` on a tie.
+    /// Maximum; NaN propagates; on a tie, both operands get half of the gradient.
     Max,
-    /// Minimum; NaN propagates; the gradient goes to `a` on a tie.
+    /// Minimum; NaN propagates; on a tie, both operands get half of the gradient.
     Min,
     /// Remainder of `a / b` with the sign of `b`, as Python's `%`.
     Mod,

@@ -21,6 +21,7 @@ pub mod gradient_accumulation;
 pub mod inference;
 pub mod loss;
 pub mod memory;
+pub mod minibatch_mean;
 pub mod mixed_precision;
 pub mod pipeline;
 pub mod precision;

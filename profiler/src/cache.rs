@@ -25,12 +25,13 @@ pub struct Time {
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: PathBuf,
+    is_read: bool,
 }
 
 impl Cache {
     /// A cache in `folder`, which is created on the first write.
     pub fn new(folder: &Path) -> Cache {
-        Cache { folder: folder.to_path_buf() }
+        Cache { folder: folder.to_path_buf(), is_read: true }
     }
 
     /// The user's cache: `$XDG_CACHE_HOME/pipec/profile`, else `~/.cache/pipec/profile`; `None` without a home
@@ -40,7 +41,12 @@ impl Cache {
         // The XDG base directory specification: a relative path is invalid and is ignored.
         let base = variable("XDG_CACHE_HOME").filter(|path| path.is_absolute());
         let base = base.or_else(|| variable("HOME").map(|home| home.join(".cache")))?;
-        Some(Cache { folder: base.join("pipec").join("profile") })
+        Some(Cache::new(&base.join("pipec").join("profile")))
+    }
+
+    /// The same cache, whose times are replaced but not read.
+    pub fn unread(self) -> Cache {
+        Cache { is_read: false, ..self }
     }
 
     pub fn folder(&self) -> &Path {
@@ -50,7 +56,7 @@ impl Cache {
     pub fn get(&self, key: &str) -> Option<Vec<Time>> {
         let path = self.path(key);
         let size = std::fs::metadata(&path).ok()?.len();
-        if size > LARGEST {
+        if size > LARGEST || !self.is_read {
             return None;
         }
         let entry: Json = serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()?;

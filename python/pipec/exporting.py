@@ -176,16 +176,19 @@ def dynamic(model: torch.nn.Module, example: Tuple[Tuple[Any, ...], Dict[str, An
 @contextlib.contextmanager
 def without_cache(model: torch.nn.Module) -> Iterator[None]:
     """Turns off the key-value cache of a model of the transformers library during the export."""
-    config = getattr(model, "config", None)
-    cache = getattr(config, "use_cache", None)
-    if config is None or cache is not True:
-        yield
-        return
-    config.use_cache = False
+    # An encoder and a decoder may have configurations of their own.
+    configs: List[Any] = [config for config in map(config_of, model.modules()) if getattr(config, "use_cache", None) is True]
+    for config in configs:
+        config.use_cache = False
     try:
         yield
     finally:
-        config.use_cache = cache
+        for config in configs:
+            config.use_cache = True
+
+
+def config_of(module: torch.nn.Module) -> Any:
+    return getattr(module, "config", None)
 
 
 def as_exported(program: ExportedProgram, example: Optional[Tuple[Tuple[Any, ...], Dict[str, Any]]] = None) -> Exported:

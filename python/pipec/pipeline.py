@@ -182,6 +182,10 @@ def build(
     leaves = result_leaves(graph_module.graph)
     out_spec = exported.program.call_spec.out_spec
 
+    if loss_fn is None:
+        # Fails here, on all ranks; during training only the last rank would fail, and the others wait for it.
+        own_loss(pytree.tree_unflatten([leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in leaves], out_spec))
+
     def loss(output: Any, target: Any) -> torch.Tensor:
         tensors = iter(output if isinstance(output, tuple) else (output,))
         whole = pytree.tree_unflatten([next(tensors) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], out_spec)

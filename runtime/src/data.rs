@@ -1,14 +1,17 @@
 //! Training data: named arrays with equal row counts, read by micro-batch in a seeded order.
 
+pub mod factors;
 pub mod npz;
 pub mod synthetic;
 pub mod weights;
 
+use crate::data::factors::Factors;
 use crate::exec::stage_code::NamedTensor;
 use compiler::graph::Graph;
 use compiler::op::dropout::COUNTER;
 pub use compiler::op::dropout::mix;
 use compiler::pass::loss::{IGNORED, LOSS_SCALE, TARGET};
+use compiler::pass::minibatch_mean::{MinibatchMeans, is_factor};
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -243,6 +246,7 @@ pub struct Batches {
     orders: Vec<Vec<u32>>,
     per_epoch: usize,
     seed: u64,
+    means: Option<Factors>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -278,7 +282,20 @@ impl Batches {
                 (0..steps.div_ceil(per_epoch)).map(|epoch| permutation(data.rows, seed, epoch as u64)).collect()
             }
         };
-        Ok(Batches { data, item_rows: batch / microbatches.max(1), microbatches, orders, per_epoch, seed: 0 })
+        Ok(Batches {
+            data,
+            item_rows: batch / microbatches.max(1),
+            microbatches,
+            orders,
+            per_epoch,
+            seed: 0,
+            means: None,
+        })
+    }
+
+    /// Sets the means that the loss takes over whole minibatches; `weights` has the constants that they read.
+    pub fn with_means(self, means: Option<MinibatchMeans>, weights: &BTreeMap<String, Tensor>) -> Batches {
+        Batches { means: means.map(|means| Factors::new(means, weights)), ..self }
     }
 
     /// Sets the seed of the dropout masks. Every micro-batch gets its own counter.
@@ -290,10 +307,13 @@ impl Batches {
         self.per_epoch
     }
 
-    /// Copies a micro-batch's rows of an array into `out`, or its dropout counter.
+    /// Copies a micro-batch's rows of an array into `out`, its dropout counter, or a factor of a mean.
     pub fn fill(&self, name: &str, item: u32, out: &mut [u8]) {
         if name == COUNTER {
             return out.copy_from_slice(&mix(mix(self.seed) ^ u64::from(item)).to_le_bytes());
+        }
+        if let Some(means) = self.means.as_ref().filter(|_| is_factor(name)) {
+            return out.copy_from_slice(means.factor(self, name, item).bytes());
         }
         let array = &self.data.arrays[name];
         let bytes = array.tensor.bytes();
@@ -311,9 +331,9 @@ impl Batches {
     }
 }
 
-/// True for inputs that the run generates: the dropout counter and the loss scale.
+/// True for inputs that the run generates: the dropout counter, the loss scale and the factors of means.
 pub fn is_generated(name: &str) -> bool {
-    name == COUNTER || name == LOSS_SCALE
+    name == COUNTER || name == LOSS_SCALE || is_factor(name)
 }
 
 /// A permutation of `0..rows` (Fisher-Yates), with random numbers from the counter-based generator [`mix`].

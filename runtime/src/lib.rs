@@ -43,6 +43,7 @@
 //!     dims: Default::default(),
 //!     loss: Loss::CrossEntropy,
 //!     class_axis: None,
+//!     minibatch_means: false,
 //!     schedule: Schedule::OneFOneB,
 //!     count,
 //! };

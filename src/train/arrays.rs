@@ -122,20 +122,16 @@ pub fn check(graph: &Graph, arrays: &BTreeMap<String, Tensor>, path: &Path) -> R
     }
 }
 
-/// Refuses inputs that contain NaN. An infinity may be a mask, which one stage of a model sends to the next.
-pub fn check_numbers(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> Result<(), Error> {
+/// Reports inputs that contain NaN. An infinity may be a mask, which one stage of a model sends to the next.
+pub fn warn_of_nan(graph: &Graph, arrays: &BTreeMap<String, Tensor>, events: &dyn EventSink) {
     let floats = inputs(graph).into_iter().filter_map(|name| arrays.get(&name).map(|array| (name, array)));
     for (name, array) in floats.filter(|(_, array)| array.dtype().is_float()) {
         let view = array.view();
         if let Some(at) = (0..view.len()).find(|at| view.f64(*at).is_nan()) {
             let per_row = array.len() / array.shape().first().copied().unwrap_or(1).max(1);
-            let why = format!("array `{}` contains NaN in row {}", short_name(&name), at / per_row.max(1));
-            return Err(Error::input("the data does not match the model")
-                .because(why)
-                .with_help("clean the array, for example with `numpy.nan_to_num`"));
+            events.warn(&format!("array `{}` contains NaN in row {}", short_name(&name), at / per_row.max(1)));
         }
     }
-    Ok(())
 }
 
 /// The names of the inputs that the model reads and the user must provide; the runtime provides the dropout counter.

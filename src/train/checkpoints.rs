@@ -117,6 +117,7 @@ pub fn find_resume_state(
         Resume::Newest(folder) => {
             let checkpoints = find::candidates(folder)
                 .map_err(|error| Error::input("cannot search for checkpoints").because(error))?;
+            let mut is_broken = false;
             for (_, path) in checkpoints {
                 let why = match find::read(&path) {
                     Ok(checkpoint) => match resume_state(&path, checkpoint, task, prepared, events)? {
@@ -126,8 +127,14 @@ pub fn find_resume_state(
                     Err(fault) => fault.to_string(),
                 };
                 events.warn(&format!("{} is skipped: {why}", path.display()));
+                is_broken = true;
             }
-            events.note(&format!("no complete checkpoint in {}: the run starts from the beginning", folder.display()));
+            let start = format!("no complete checkpoint in {}: the run starts from the beginning", folder.display());
+            if is_broken {
+                events.warn(&start)
+            } else {
+                events.note(&start)
+            };
             Ok(None)
         }
     }

@@ -17,12 +17,14 @@ use crate::train::memory;
 use crate::train::prepared::Prepared;
 use crate::train::task::{Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel;
-use compiler::graph::{Graph, order};
+use compiler::graph::{Graph, Output, order};
+use compiler::import::import::{Batch, Model};
 use compiler::op::{NodeId, Op};
-use compiler::pass::loss::{TARGET, class_axis};
+use compiler::pass::loss::{IGNORED, TARGET, class_axis, output_of};
+use compiler::pass::minibatch_mean::{computes_labels, has_other_means, has_quotients, ignored_labels};
 use compiler::pass::mixed_precision::mixed;
 use compiler::pass::precision::precision;
-use compiler::pass::unbiased_variance::unbiased;
+use compiler::pass::unbiased_variance::{norm_of_one_value, unbiased};
 use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
 use compiler::plan::schedule::Schedule;
@@ -33,7 +35,9 @@ use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, Program, WorkerId, published_caps};
 use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::Tensor;
-use compiler::tensor::dim::Bindings;
+use compiler::tensor::dim::{Bindings, Dim};
+use compiler::text::name::short_name;
+use compiler::text::quantity;
 use runtime::checkpoint::StageSnapshot;
 use runtime::checkpoint::barrier::MinibatchBarrier;
 use runtime::checkpoint::files::Disk;
@@ -46,11 +50,12 @@ use runtime::device::api::Device;
 use runtime::device::cpu::device::cpu;
 use runtime::device::cpu::half::is_half;
 use runtime::exec::moving_average::Statistics;
-use runtime::exec::stage_code::NamedTensor;
+use runtime::exec::stage_code::{NamedTensor, StageCode};
 use runtime::optim::policy::Staleness;
 use runtime::process::process_group::Group;
 use runtime::stage::saved_weights::Checkpoint;
 use runtime::stage::worker::{Span, Work};
+use runtime::train::error::TrainError;
 use runtime::train::job::{RunOptions, StepDone, Trained};
 use runtime::train::prepare;
 use runtime::train::prepare::{PrepareError, RunTarget, Settings};
@@ -97,7 +102,17 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         let multiple = task.batch.div_ceil(u64::from(task.microbatches)) * u64::from(task.microbatches);
         return Err(Error::input(message).with_help(format!("use `--batch {multiple}`, or another `--microbatches`")));
     }
+    if let Data::Arrays(_) = task.data {
+        check_batch_axes(&task.loaded.model)?;
+    }
     let mut graph = task.loaded.with_samples(task.batch / u64::from(task.microbatches))?;
+    if let Some(norm) = norm_of_one_value(&graph) {
+        let label = short_name(graph.node(norm).label());
+        return Err(fail(&format!(
+            "the batch normalisation `{label}` would have one value per channel in a micro-batch"
+        ))
+        .with_help("use fewer `--microbatches` or a larger `--batch`"));
+    }
     let half_dtype = task.dtype.filter(|dtype| is_half(*dtype));
     if let Some(dtype) = task.dtype.filter(|_| half_dtype.is_none()) {
         graph = precision(&graph, dtype).map_err(|error| fail(&error))?;
@@ -130,6 +145,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         dims: Bindings::new(),
         loss: loss.to_compiler(),
         class_axis: task.class_dim,
+        minibatch_means: has_uneven_means(&graph, loss, &task.data),
         schedule: match task.custom_schedule {
             Some(custom_schedule) => custom_schedule.schedule(),
             None if task.uses_newest => Schedule::OneFOneBRrNewest,
@@ -245,12 +261,19 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     held_out.as_ref().map_or(Ok(0), |data| count_labels(data, data.rows())).map_err(unfit_held_out)?;
     let batches =
         Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?.with_seed(task.seed);
+    let batches = batches.with_means(compiled.means.take(), task.weights);
     let per_epoch = batches.per_epoch();
     let mut policy = task.policy;
     if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
         *anneal = steps.div_ceil(WARM_UP_DIVISOR);
     }
+    let own_loss = output_of(&graph).filter(|_| loss == Loss::Output).map(|at| &graph.outputs[at]);
+    let is_scalar = |output: &&Output| graph.fact(output.value).shape.iter().all(|dim| dim.is(1));
+    let scalars = graph.outputs.iter().filter(is_scalar).count();
     Ok(Prepared {
+        loss_output: own_loss.filter(|_| scalars > 1).map(|output| output.name.clone()),
+        has_means_of_microbatches: microbatches > 1 && own_loss.is_some_and(|loss| has_other_means(&graph, loss.value)),
+        without_gradient: without_gradient(&graph, &compiled.codes),
         compiled,
         batches,
         policy,
@@ -324,9 +347,17 @@ pub fn run(
         ends.push(step.seconds);
         on_step(step);
     };
+    let describe = |error: TrainError| match &error {
+        TrainError::Diverged(diverged) if diverged.loss.is_nan() && prepared.ignored > 0 => {
+            let rows = quantity::plural(prepared.ignored as u64, "row has", "rows have");
+            failures::describe(&error)
+                .because(format!("{rows} only ignored labels; a minibatch of only such rows has no loss"))
+        }
+        _ => failures::describe(&error),
+    };
     let trained = match &prepared.sharing {
         Some(sharing) => sharing.train(&job, options, report_step, group),
-        None => run::run_in_group(&job, options, report_step, group).map_err(|error| failures::describe(&error)),
+        None => run::run_in_group(&job, options, report_step, group).map_err(describe),
     };
     report_saves();
     let trained = trained?;
@@ -443,6 +474,57 @@ fn check_rows(graph: &Graph, feeds: &[NamedTensor], arrays: &BTreeMap<String, Te
         }
     }
     Ok(())
+}
+
+/// Refuses inputs with the batch on another axis than 0.
+fn check_batch_axes(model: &Model) -> Result<(), Error> {
+    let Batch::Symbol { name: batch, .. } = &model.batch else { return Ok(()) };
+    let graph = &model.graph;
+    let has_batch = |dim: &Dim| dim.symbols().contains(batch);
+    for id in graph.ids() {
+        let Op::Input(input) = &graph.node(id).op else { continue };
+        let axis = input.fact.shape.iter().position(has_batch).filter(|axis| *axis > 0);
+        if let Some(axis) = axis {
+            let why = format!("the batch is axis {axis} of input `{}`", short_name(&input.name));
+            return Err(Error::input("training needs the batch on axis 0").because(why).with_help(
+                "export the model with `x.transpose(0, 1)` as its first step, so that its input has the batch first",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// True if the loss may have means over different numbers of labels in different micro-batches.
+fn has_uneven_means(graph: &Graph, loss: Loss, data: &Data) -> bool {
+    let Data::Arrays(arrays) = data else { return false };
+    let own_loss = output_of(graph).filter(|_| loss == Loss::Output).map(|at| graph.outputs[at].value);
+    let mut ignored = ignored_labels(graph);
+    ignored.extend((loss == Loss::CrossEntropy).then_some(IGNORED));
+    let has_ignored = |array: &Tensor| {
+        let view = array.view();
+        let is_float = array.dtype().is_float();
+        let is_ignored = |at| match is_float {
+            true => ignored.iter().any(|label| view.f64(at) == *label as f64),
+            false => ignored.contains(&view.i64(at)),
+        };
+        (0..view.len()).any(is_ignored)
+    };
+    own_loss.is_some_and(|loss| has_quotients(graph, loss))
+        || computes_labels(graph)
+        || !ignored.is_empty() && arrays.values().any(has_ignored)
+}
+
+/// The parameters to which the loss gives no gradient.
+fn without_gradient(graph: &Graph, codes: &[StageCode]) -> Vec<String> {
+    let trained: BTreeSet<&str> = codes
+        .iter()
+        .flat_map(|code| code.gradient_terms.iter().map(|term| &*code.parameters[term.parameter].name))
+        .collect();
+    let is_untrained = |id| match &graph.node(id).op {
+        Op::Parameter(parameter) if !trained.contains(&*parameter.name) => Some(parameter.name.clone()),
+        _ => None,
+    };
+    graph.ids().filter_map(is_untrained).collect()
 }
 
 fn classes(graph: &Graph, class_dim: Option<i64>) -> Option<i64> {

@@ -46,6 +46,12 @@ pub struct Prepared {
     pub ignored: usize,
     /// The loss function.
     pub loss: Loss,
+    /// The output that is the loss, if another one might be.
+    pub loss_output: Option<String>,
+    /// True if the model's own loss has a mean over labels of each micro-batch.
+    pub has_means_of_microbatches: bool,
+    /// The parameters to which the loss gives no gradient.
+    pub without_gradient: Vec<String>,
     /// Held-out rows, if any.
     pub held_out: Option<Dataset>,
     /// The digest of the data, once it is computed.

@@ -61,7 +61,7 @@ pub struct TrainRequest {
     pub optimizer: OptimizerRequest,
     /// Precision, clipping, running statistics and stale weights.
     pub policy: PolicyRequest,
-    /// True if running variances use the unbiased batch variance; if absent, true for a `.pt2`, as in PyTorch.
+    /// True if running variances use the unbiased batch variance; if absent, true for a model of PyTorch.
     pub unbiased_variance: Option<bool>,
     /// Initial weights; the model's if absent.
     pub weights: Option<PathBuf>,

@@ -1,7 +1,7 @@
 //! Trains a model: plans if no plan is given, prepares the run, trains, and writes the results.
 
 use crate::costs::PrecisionChoice;
-use crate::costs::{self, Costs, ModelFormat, Times};
+use crate::costs::{self, Costs, Times};
 use crate::error::Error;
 use crate::events::{Event, EventSink, Silent};
 use crate::files::overwrite::{self, Mark};
@@ -39,6 +39,7 @@ use compiler::plan::Plan;
 use compiler::plan::problem::Recomputation;
 use compiler::plan::schedule::Schedule;
 use compiler::profile::precision::Precision;
+use compiler::text::name::short_name;
 use compiler::text::quantity;
 use profiler::machine;
 use runtime::data::RowOrder;
@@ -217,7 +218,7 @@ fn train_once(
     };
     let progress = RefCell::default();
     let on_saved = |saved: &_| checkpoints::report_saved(saved, &progress, events);
-    let unbiased = request.unbiased_variance.unwrap_or_else(|| ModelFormat::of(&request.model) == ModelFormat::Pt2);
+    let unbiased = request.unbiased_variance.unwrap_or_else(|| loaded.model.producer.starts_with("pytorch"));
     let precision = precision(request, &plan);
     let devices = for_precision(devices, precision, events);
     let mut task = Task {
@@ -323,9 +324,10 @@ fn train_once(
     let mut failed = write_results(request, &result, progress.newest.as_deref(), events);
     failed.extend(result.failed.iter().cloned());
     if !failed.is_empty() {
+        failed.extend(progress.check_last().err());
         let error = Error::negative("the run is complete, but not all of its results were written");
         let error = failed.iter().fold(error, |error, failure| error.because(failure.line()));
-        return Err(error.with_help("the results listed above are written"));
+        return Err(error.with_help("all other results are written"));
     }
     progress.check_last()?;
     let mut remarks = Vec::new();
@@ -449,9 +451,28 @@ fn report_data(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
     }
     if prepared.ignored > 0 {
         events.note(&format!(
-            "{} of {} have only the ignored label {IGNORED}; a micro-batch of only such rows has loss 0",
+            "{} of {} have only the ignored label {IGNORED}",
             quantity::count(prepared.ignored as u64),
             quantity::plural(prepared.rows as u64, "row", "rows")
+        ));
+    }
+    if !task.loaded.model.constants.is_empty() {
+        events.note(&format!("constant, not trained: {}", task.loaded.model.constants_text()));
+    }
+    if let Some(name) = &prepared.loss_output {
+        events.note(&format!("the loss is the output `{}`", short_name(name)));
+    }
+    if prepared.has_means_of_microbatches {
+        events.note(
+            "the loss divides by counts of a micro-batch in a way that pipec does not recognise: it is the mean of the \
+             micro-batches' losses, not a mean over the minibatch",
+        );
+    }
+    if let Some(first) = prepared.without_gradient.first() {
+        events.warn(&format!(
+            "the loss gives no gradient to {}, such as `{}`: no path leads to the loss, or each rounds or compares",
+            quantity::plural(prepared.without_gradient.len() as u64, "parameter", "parameters"),
+            short_name(first)
         ));
     }
     if task.schedule.is_round_robin() {

@@ -18,7 +18,7 @@ if "PIPEC" not in os.environ and built.exists():
     os.environ["PIPEC"] = str(built)
 
 if importlib.util.find_spec("torch") is None:
-    collect_ignore = ["test_docs.py", "test_exports.py", "test_pages.py", "test_partition.py", "test_training.py"]
+    collect_ignore = ["test_docs.py", "test_exports.py", "test_modules.py", "test_pages.py", "test_partition.py", "test_training.py"]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

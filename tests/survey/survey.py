@@ -2,6 +2,7 @@
 """What of today's models pipec takes: exports a list of architectures with random weights, and for each asks pipec to
 
 - plan the training export for 8 GPUs                    (`pipec partition train.pt2 --gpus 8`),
+- plan an export with a dynamic batch and, where the model takes one, an attention mask,
 - evaluate the evaluation export, against PyTorch        (`pipec eval eval.pt2`, every output within 1e-3),
 - train three steps of SGD, one of each family, against PyTorch (`pipec train train.pt2`, losses within 1e-4).
 
@@ -15,6 +16,8 @@ Exit code 1 when an answer differs from PyTorch's or pipec crashed.
 
 import argparse
 import collections
+import contextlib
+import inspect
 import json
 import os
 import pathlib
@@ -66,6 +69,8 @@ def export(architecture, folder, onnx):
         if parameter.is_floating_point() and parameter.detach().std() == 0 if parameter.numel() > 1 else False:
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().flatten()[0]), std=0.02)
     named = all(name != "x" for name in inputs)
+    if "input_ids" in inputs and "attention_mask" in inspect.signature(module.forward).parameters:
+        inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     args, kwargs = ((), inputs) if named else (tuple(inputs.values()), {})
     names = list(inputs)
     module.eval()
@@ -79,6 +84,11 @@ def export(architecture, folder, onnx):
     module.train()
     program = torch.export.export(module, args, kwargs, strict=False)
     torch.export.save(program, folder / "train.pt2")
+    with contextlib.suppress(Exception):
+        # As the documentation says; torch cannot export every model so.
+        rows = {name: {0: torch.export.Dim.AUTO} for name in inputs}
+        shapes = rows if named else tuple(rows.values())
+        torch.export.save(torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False), folder / "dynamic.pt2")
     if onnx:
         module.eval()
         torch.onnx.export(module, args, folder / "eval.onnx", kwargs=kwargs, dynamo=True, optimize=False, verbose=False)
@@ -222,6 +232,11 @@ def ask(pipec, architecture, folder, suffix):
         row.plans = "yes"
     else:
         row.fail("plans", code, error)
+    dynamic = folder / "dynamic.pt2"
+    if code == 0 and suffix == "pt2" and dynamic.exists():
+        code, _, error, _ = run([pipec, "partition", dynamic, "--gpus", "8", "--micro-batch", "4", "-o", folder / "plan.json"], PATIENCE["pipec"])
+        if code != 0:
+            row.fail("plans", code, error)
     code, _, error, _ = run([pipec, "eval", evaluation, "--inputs", folder / "inputs.npz", "-o", out], PATIENCE["pipec"])
     (folder / "eval.log").write_text(error)
     if code == 0:

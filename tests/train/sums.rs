@@ -61,6 +61,7 @@ fn train_stages(
         dims: Bindings::from([("batch".to_string(), ROWS as i64)]),
         loss: if graph.outputs[0].name == "loss" { Loss::Output } else { Loss::Mse },
         class_axis: None,
+        minibatch_means: false,
         schedule,
         count,
     };

@@ -12,6 +12,7 @@ use crate::graph::order::canonical;
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
 use crate::import::constant_index::{self, WrongIndex};
+use crate::import::equal_sizes::EqualSymbols;
 use crate::import::fixed_batch_left;
 use crate::import::fx::error::{EXPORT, FxError};
 use crate::import::fx::lower::walk as fx;
@@ -35,9 +36,13 @@ use crate::pass::pipeline::{self, PassBug};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Bindings;
 use crate::text::name::short_name;
+use crate::text::quantity;
 use std::collections::BTreeMap;
 use std::path::Path;
 use thiserror::Error;
+
+/// Constants that are named in a message.
+const FEW: usize = 8;
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options {
@@ -60,6 +65,8 @@ pub struct Model {
     pub weights: BTreeMap<String, Weight>,
     pub batch: Batch,
     pub warnings: Vec<String>,
+    /// Floats of the file that are neither parameters nor states, by name.
+    pub constants: Vec<String>,
     /// Findings that make the file unsuitable for training.
     pub doubts: Vec<TrainingWarning>,
     /// The fingerprint of the source model, which does not depend on its weights: 64 hexadecimal digits.
@@ -67,6 +74,16 @@ pub struct Model {
     pub file: String,
     /// The exporting tool; may be empty.
     pub producer: String,
+}
+
+impl Model {
+    /// The number of [`Model::constants`], with their names if they are few.
+    pub fn constants_text(&self) -> String {
+        let names: Vec<String> = self.constants.iter().take(FEW).map(|name| short_name(name)).collect();
+        let more = if self.constants.len() > FEW { ", …" } else { "" };
+        let count = quantity::plural(self.constants.len() as u64, "named float tensor", "named float tensors");
+        format!("{count}: {}{more}", names.join(", "))
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -201,8 +218,8 @@ pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<
     }
     // Lowering itself compares each result with the shape in the file.
     let lower_inputs = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
-        (false, Some(fixed)) => fx::lower(program, fixed, &Bindings::new()),
-        _ => fx::lower(program, &inputs.facts, &inputs.frozen),
+        (false, Some(fixed)) => fx::lower(program, fixed, &Bindings::new(), &inputs.equal),
+        _ => fx::lower(program, &inputs.facts, &inputs.frozen, &inputs.equal),
     };
     let mut options = options.clone();
     options.known.unread = program.unread();
@@ -246,7 +263,7 @@ fn finish(lowering: LoweredWithBatch, metadata: FileMetadata) -> Result<Model, I
     };
     let weights =
         lower_model::used_weights(&graph, lowered.weights).into_iter().map(|w| (w.name, weight(w.initial))).collect();
-    Ok(Model { graph, weights, batch, warnings, doubts, sha256, file, producer })
+    Ok(Model { graph, weights, batch, warnings, constants: lowered.constants, doubts, sha256, file, producer })
 }
 
 /// Assigns each random op its own RNG stream.
@@ -295,7 +312,9 @@ impl Exporter {
 /// Lowers with a symbolic batch if that succeeds and agrees with the file, else with the static batch.
 ///
 /// If an op shows that another input also has the batch axis, lowering restarts with that input's axis symbolic. If
-/// axis 0 turns out to be the time axis of a recurrent layer, it restarts with axis 1 as the batch.
+/// axis 0 turns out to be the time axis of a recurrent layer, it restarts with axis 1 as the batch. If an op shows that
+/// two symbols are equal, it restarts with one of them; sizes that the caller gave are set when all equal symbols are
+/// known.
 fn lower(
     infos: &[ValueInfo],
     options: &Options,
@@ -306,14 +325,35 @@ fn lower(
     let mut axes = options.batch_axes.clone();
     let mut remarks = Vec::new();
     let infos = &options.known.declared(infos);
+    let unread = &options.known.unread;
+    let mut equal = EqualSymbols::new();
+    // A size of 1 may broadcast, so it shows nothing.
+    let ones: Bindings = options.dims.iter().filter(|(_, size)| **size == 1).map(|(n, s)| (n.clone(), *s)).collect();
+    let mut are_equal_known = options.dims.is_empty();
     loop {
-        let inputs = input::read(infos, &options.dims, &axes, &options.known.unread)?;
+        let sizes = if are_equal_known { &options.dims } else { &ones };
+        let inputs = input::read(infos, sizes, &axes, unread, &equal)?;
+        if !are_equal_known && inputs.has_one_symbol() {
+            are_equal_known = true;
+            continue;
+        }
         inputs.refuse_empty(infos, options.known.empty)?;
+        let dynamic = lower_inputs(&inputs, true);
+        // Terminates: each iteration has fewer symbols, or sets the sizes.
+        let pairs = dynamic.as_ref().err().map(LowerError::equal_symbols).unwrap_or_default();
+        let before = equal.len();
+        pairs.iter().for_each(|(one, other)| inputs.merge(one, other, &mut equal));
+        if equal.len() > before {
+            continue;
+        }
+        if !are_equal_known {
+            are_equal_known = true;
+            continue;
+        }
         let Some(name) = inputs.batch.clone() else {
             let batch = Batch::Fixed { size: None, why: "no input has a batch axis".to_string() };
-            return Ok(LoweredWithBatch { lowered: lower_inputs(&inputs, true)?, batch, inputs, remarks });
+            return Ok(LoweredWithBatch { lowered: dynamic?, batch, inputs, remarks });
         };
-        let dynamic = lower_inputs(&inputs, true);
         let batch = Batch::Symbol { name: name.clone(), default: inputs.default };
         if inputs.fixed.is_none() {
             return Ok(LoweredWithBatch { lowered: dynamic?, batch, inputs, remarks });

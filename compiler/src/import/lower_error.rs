@@ -2,7 +2,7 @@
 
 use crate::graph::AddError;
 use crate::graph::evaluate::EvaluateError;
-use crate::tensor::dim::DimError;
+use crate::tensor::dim::{Dim, DimError};
 use crate::tensor::fact::Fact;
 use crate::text::name::short_name;
 use thiserror::Error;
@@ -25,6 +25,9 @@ pub enum LowerReason {
     /// Shapes or values of inputs do not fit the operator.
     #[error("{0}")]
     Inputs(String),
+    /// A comparison of sizes that depends on a symbol.
+    #[error("whether {what} depends on the size of `{symbol}`: if it is not the batch, set it with `--dim {symbol}=N`")]
+    Undecided { what: String, symbol: String },
     /// Valid ONNX or ATen that pipec does not support.
     #[error("{0} is not supported")]
     Unsupported(String),
@@ -37,6 +40,9 @@ pub enum LowerReason {
     /// Another model input also has the batch axis. The importer then restarts.
     #[error("input `{}` also has the batch along axis {axis}", short_name(input))]
     Batch { input: String, axis: usize },
+    /// Two symbols are one size. The importer then restarts.
+    #[error("dimensions `{one}` and `{other}` must be equal")]
+    Equal { one: String, other: String },
     /// The assumed batch axis is the time axis of a recurrent layer.
     #[error("the batch would be the time axis of a recurrent layer")]
     Time,
@@ -59,6 +65,14 @@ pub enum LowerReason {
     },
     #[error("its result {0} is too large")]
     Large(Fact),
+}
+
+impl LowerReason {
+    /// The outcome of a comparison of these sizes is not known.
+    pub fn undecided(what: String, sizes: [&Dim; 2]) -> LowerReason {
+        let symbol = sizes.iter().flat_map(|size| size.symbols()).next().unwrap_or_default();
+        LowerReason::Undecided { what, symbol }
+    }
 }
 
 /// Maximum number of names listed in a message; the rest is only counted.

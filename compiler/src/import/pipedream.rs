@@ -111,6 +111,8 @@ pub fn read(text: &str) -> Result<CostGraph, PipedreamError> {
     }
     edges.sort_unstable();
     edges.dedup();
+    // Also finds cycles through inputs, which are removed next.
+    order(&nodes, &edges, &vec![true; nodes.len()])?;
     let used = used_nodes(&nodes, &edges);
     edges.retain(|&(from, to)| used[from] && used[to]);
     build(&nodes, &edges, &used)

@@ -11,6 +11,7 @@
 use crate::graph::Graph;
 use crate::import::batch_in_axis::{locate_factor, stride_within};
 use crate::import::build::Build;
+use crate::import::equal_sizes;
 use crate::import::lower_error::LowerReason;
 use crate::op::{Broadcast, Constant, Iota, Op, Reshape, Slice, Value};
 use crate::tensor::Tensor;
@@ -38,6 +39,7 @@ pub type Opened = HashMap<(Value, usize), Value>;
 
 /// The inputs of an op after their batch sizes have been made to agree.
 pub fn agree<B: Build + ?Sized>(build: &mut B, op: &Op, inputs: &[Value]) -> Result<Vec<Value>, LowerReason> {
+    equal_sizes::check(build.graph(), op, inputs)?;
     let mut inputs = inputs.to_vec();
     if build.frozen().is_none_or(Bindings::is_empty) {
         return Ok(inputs);
@@ -125,38 +127,13 @@ type Demand = (usize, usize, BatchDim);
 
 fn find_demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Vec<Demand>, LowerReason> {
     let shapes: Vec<&[Dim]> = inputs.iter().map(|value| build.graph().fact(*value).shape.as_slice()).collect();
-    // Groups of (slot, axis) whose sizes must be equal.
-    let mut groups: Vec<Vec<(usize, usize)>> = Vec::new();
-    let aligned = |slots: &[usize], skipped: usize| -> Vec<Vec<(usize, usize)>> {
-        let rank = slots.iter().map(|s| shapes[*s].len()).max().unwrap_or(0);
-        let at = |from_end: usize| {
-            let axis = |slot: &usize| Some((*slot, shapes[*slot].len().checked_sub(from_end + 1)?));
-            slots.iter().filter_map(axis).collect()
-        };
-        (skipped..rank).map(at).collect()
-    };
     match op {
-        Op::Binary(_) | Op::Compare(_) | Op::Select(_) => {
-            groups = aligned(&(0..shapes.len()).collect::<Vec<_>>(), 0);
-        }
-        Op::MatMul(_) => groups = aligned(&[0, 1], 2),
-        Op::Concat(concat) => {
-            let rank = shapes.first().map_or(0, |shape| shape.len());
-            let axes = (0..rank).filter(|axis| *axis != concat.axis && shapes.iter().all(|s| s.len() == rank));
-            groups = axes.map(|axis| (0..shapes.len()).map(|slot| (slot, axis)).collect()).collect();
-        }
-        Op::CrossEntropy(loss) if shapes.len() == 2 && shapes[0].len() == shapes[1].len() + 1 => {
-            let inner_size = |axis: usize| if axis < loss.axis { axis } else { axis + 1 };
-            groups = (0..shapes[1].len()).map(|axis| vec![(0, inner_size(axis)), (1, axis)]).collect();
-        }
         Op::Lstm(_) => {
             let frozen = build.frozen();
             let time = shapes.first().and_then(|x| x.first());
             if time.is_some_and(|t| t.symbols().iter().any(|s| frozen.is_some_and(|f| f.contains_key(s)))) {
                 return Err(LowerReason::Time);
             }
-            // x [T, N, I], then two weights, two biases, h0 [N, H] and c0 [N, H].
-            groups.push(vec![(0, 1), (5, 0), (6, 0)]);
         }
         Op::Broadcast(broadcast) => {
             let leading = broadcast.shape.len().saturating_sub(shapes[0].len());
@@ -173,7 +150,7 @@ fn find_demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Resu
         _ => {}
     }
     let mut list = Vec::new();
-    for group in groups {
+    for group in equal_sizes::groups(op, &shapes) {
         let dim = |(slot, axis): &(usize, usize)| shapes.get(*slot).and_then(|shape| shape.get(*axis));
         let is_open = |position: &&(usize, usize)| dim(position).is_some_and(|dim| dim.known().is_none());
         let Some(&(source_slot, source_axis)) = group.iter().find(is_open) else { continue };

@@ -29,6 +29,12 @@ pub enum Finding {
     Merged,
     /// Tied weights became two tensors.
     Untied,
+    /// Values computed from parameters, which are not trained.
+    FoldedParameter,
+    /// Rounding, through which no gradient reaches the weights.
+    Quantised,
+    /// Values that PyTorch detaches, but the file does not.
+    LostDetach,
 }
 
 /// One finding and its location.
@@ -42,9 +48,9 @@ pub struct TrainingWarning {
 }
 
 impl TrainingWarning {
-    /// False if the finding only reduces regularisation.
+    /// False if the finding only reduces regularisation, or may be harmless.
     pub fn is_wrong(&self) -> bool {
-        self.finding != Finding::InferenceDropout
+        !matches!(self.finding, Finding::InferenceDropout | Finding::FoldedParameter | Finding::LostDetach)
     }
 
     /// True if only some dropouts of the file are inactive. PyTorch's older exporter does this for its fused attention,
@@ -62,6 +68,9 @@ impl TrainingWarning {
             Finding::RemovedBias => "removed-biases",
             Finding::Merged => "merged-parameters",
             Finding::Untied => "untied-parameters",
+            Finding::FoldedParameter => "folded-parameters",
+            Finding::Quantised => "quantised",
+            Finding::LostDetach => "lost-detach",
         }
     }
 
@@ -76,6 +85,11 @@ impl TrainingWarning {
             Finding::RemovedBias | Finding::Merged | Finding::Untied => {
                 format!("export with `{EXPORT}`, or, without BatchNormalization, `{UNTOUCHED}`, or save with `{SAVE}`")
             }
+            Finding::FoldedParameter => {
+                format!("if it is a parameter, export with `{UNTOUCHED}`, or save with `{SAVE}`")
+            }
+            Finding::LostDetach => format!("export with `{UNTOUCHED}`, or save with `{SAVE}`"),
+            Finding::Quantised => "export the model before it is quantised".to_string(),
         }
     }
 }
@@ -124,6 +138,24 @@ impl fmt::Display for TrainingWarning {
                 "{count} {} of tensors with the same values, first `{first}` and `{beside}`: the exporter split a \
                  tied parameter into two, which training will make different",
                 plural("pair", "pairs")
+            ),
+            Finding::FoldedParameter => write!(
+                f,
+                "{count} {} computed by the exporter, first `{first}` from `{beside}`, and {} constant",
+                plural("tensor was", "tensors were"),
+                plural("stays", "stay")
+            ),
+            Finding::LostDetach => write!(
+                f,
+                "{count} {} a value that PyTorch detaches, first `{first}`: the exporter's optimiser removed `detach`, \
+                 so gradients flow where they do not in PyTorch",
+                plural("node reads", "nodes read")
+            ),
+            Finding::Quantised => write!(
+                f,
+                "{count} {} values, first `{first}`: no gradient passes the rounding, so the weights before it are not \
+                 trained; quantised models cannot be trained",
+                plural("node quantises", "nodes quantise")
             ),
         }
     }

@@ -79,11 +79,7 @@ impl OpRule for Binary {
                 let guarded = select(out, flat, zero, slope);
                 binary(out, Binary::Mul, dy, guarded)
             }
-            // da = a wins ? dy : 0
-            Binary::Max | Binary::Min => {
-                let (wins, zero) = (first_wins(*self, a, b, out), out.emit(scalar(dtype, 0.0), &[]));
-                select(out, wins, dy, zero)
-            }
+            Binary::Max | Binary::Min => of_chosen(*self, [a, b], dy, context.wanted[1], out),
             // y = a - b ⌊a/b⌋ has slope 1 in a wherever it has a slope
             Binary::Mod => dy,
             Binary::And | Binary::Or | Binary::Xor | Binary::ShiftLeft | Binary::ShiftRight => {
@@ -110,11 +106,7 @@ impl OpRule for Binary {
                 let guarded = select(out, positive, slope, zero);
                 binary(out, Binary::Mul, dy, guarded)
             }
-            // db = a wins ? 0 : dy
-            Binary::Max | Binary::Min => {
-                let (wins, zero) = (first_wins(*self, a, b, out), out.emit(scalar(dtype, 0.0), &[]));
-                select(out, wins, zero, dy)
-            }
+            Binary::Max | Binary::Min => of_chosen(*self, [b, a], dy, context.wanted[0], out),
             // db = -dy ⌊a/b⌋
             Binary::Mod => {
                 let ratio = binary(out, Binary::Div, a, b);
@@ -159,10 +151,20 @@ impl OpRule for Binary {
     }
 }
 
-/// True where [`Binary::Max`] or [`Binary::Min`] chooses `a`, ties included.
-fn first_wins(op: Binary, a: Value, b: Value, out: &mut dyn Emit) -> Value {
-    let order = if op == Binary::Max { [b, a] } else { [a, b] };
-    out.emit(Op::Compare(Compare::LessEqual), &order)
+/// The gradient of `own` in [`Binary::Max`] or [`Binary::Min`]: `dy` where it is chosen. On a tie both operands get half,
+/// as in PyTorch's `maximum`; if the other one needs no gradient, all, as in its `clamp`.
+fn of_chosen(op: Binary, [own, other]: [Value; 2], dy: Value, is_shared: bool, out: &mut dyn Emit) -> Value {
+    let order = if op == Binary::Max { [other, own] } else { [own, other] };
+    let zero = out.emit(scalar(out.fact(dy).dtype, 0.0), &[]);
+    let wins = out.emit(Op::Compare(Compare::LessEqual), &order);
+    let gradient = out.emit(Op::Select(Select {}), &[wins, dy, zero]);
+    if !is_shared {
+        return gradient;
+    }
+    let half = out.emit(scalar(out.fact(dy).dtype, 0.5), &[]);
+    let shared = out.emit(Op::Binary(Binary::Mul), &[gradient, half]);
+    let is_tie = out.emit(Op::Compare(Compare::Equal), &[own, other]);
+    out.emit(Op::Select(Select {}), &[is_tie, shared, gradient])
 }
 
 pub fn apply(op: Binary, a: f64, b: f64) -> f64 {

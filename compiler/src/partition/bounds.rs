@@ -2,6 +2,7 @@
 
 pub mod bisect;
 pub mod chain;
+pub mod crossings;
 pub mod cut_space;
 pub mod divisions;
 pub mod flush_bound;
@@ -9,3 +10,7 @@ pub mod local_search;
 pub mod lower_bound;
 pub mod min_cut_bytes;
 pub mod min_memory;
+
+#[cfg(test)]
+#[path = "../../tests/random/mod.rs"]
+mod random;

@@ -20,7 +20,7 @@ pub enum Loss {
     Mse,
     /// Mean binary cross-entropy of logits against targets in 0…1.
     Bce,
-    /// A scalar output of the graph: the first output, or the only scalar.
+    /// A scalar output of the graph: the one named `loss`, the first output, or the only scalar.
     Output,
 }
 
@@ -73,12 +73,16 @@ pub fn scaled(graph: &mut Graph, loss: Value) {
     graph.outputs.push(Output { name: SCALED_LOSS.into(), value });
 }
 
-/// The output that can be the model's own loss: the first if it is a scalar, else the only scalar.
+/// The output that can be the model's own loss: the scalar named `loss`, else the first output if it is a scalar, else the
+/// only scalar.
 pub fn output_of(graph: &Graph) -> Option<usize> {
     let is_scalar = |output: &Output| {
         let fact = graph.fact(output.value);
         fact.dtype.is_float() && fact.shape.iter().all(|dim| dim.is(1))
     };
+    if let Some(named) = graph.outputs.iter().position(|output| output.name == "loss" && is_scalar(output)) {
+        return Some(named);
+    }
     let mut scalars = (0..graph.outputs.len()).filter(|at| is_scalar(&graph.outputs[*at]));
     let first = scalars.next()?;
     (first == 0 || scalars.next().is_none()).then_some(first)

@@ -5,6 +5,7 @@ pub mod cost;
 mod ends;
 pub mod error;
 pub mod figures;
+pub mod labels;
 pub mod published_costs;
 mod recompute;
 mod shares;

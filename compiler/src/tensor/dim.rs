@@ -195,6 +195,23 @@ impl Dim {
         Ok(sum)
     }
 
+    /// With other names for symbols.
+    pub fn renamed(&self, names: &BTreeMap<String, String>) -> Dim {
+        let Dim::Symbolic(p) = self else { return self.clone() };
+        if !p.terms.keys().flatten().any(|(symbol, _)| names.contains_key(&**symbol)) {
+            return self.clone();
+        }
+        let mut terms = BTreeMap::new();
+        for (monomial, c) in &p.terms {
+            let name =
+                |symbol: &Arc<str>| names.get(&**symbol).map_or_else(|| symbol.clone(), |name| Arc::from(&**name));
+            let powers = monomial.iter().map(|(symbol, power)| vec![(name(symbol), *power)]);
+            let renamed = powers.reduce(|left, right| product(&left, &right)).unwrap_or_default();
+            *terms.entry(renamed).or_insert(0) += c;
+        }
+        Dim::from_terms(terms)
+    }
+
     /// The number after substitution; an unbound symbol is an error.
     pub fn bind(&self, bindings: &Bindings) -> Result<i64, DimError> {
         match self.substitute(bindings)? {

@@ -6,6 +6,7 @@ use compiler::graph::Graph;
 use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
 use compiler::pass::loss::{LOSS_SCALE, TARGET};
+use compiler::pass::minibatch_mean::is_factor;
 use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 
@@ -22,7 +23,7 @@ pub fn synthetic(
     let mut arrays = BTreeMap::new();
     // The order of the feeds depends on the cuts, so streams are numbered by name. Those that passes add come last, since
     // they depend on the precision; so the data of the others stays.
-    let mut order: Vec<&NamedTensor> = feeds.iter().collect();
+    let mut order: Vec<&NamedTensor> = feeds.iter().filter(|feed| !is_factor(&feed.name)).collect();
     let added = [TARGET, COUNTER, LOSS_SCALE];
     order.sort_by_key(|feed| (added.iter().position(|name| *name == feed.name), &feed.name));
     for (stream, feed) in order.into_iter().enumerate() {

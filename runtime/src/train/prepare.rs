@@ -11,6 +11,7 @@ use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
 use compiler::pass::batched_weight_grad::joins;
 use compiler::pass::loss::{LOSS, Loss, LossError, SCALED_LOSS, attach, scaled};
+use compiler::pass::minibatch_mean::{MinibatchMeans, by_minibatch};
 use compiler::plan::schedule::Schedule;
 use compiler::schedule::check::error::CheckError;
 use compiler::schedule::check::verify::check;
@@ -48,6 +49,8 @@ pub struct Settings {
     pub dims: Bindings,
     pub loss: Loss,
     pub class_axis: Option<i64>,
+    /// Means over labels are taken over the whole minibatch, by [`by_minibatch`].
+    pub minibatch_means: bool,
     pub schedule: Schedule,
     /// Number of minibatches, and micro-batches per minibatch.
     pub count: StepCount,
@@ -61,6 +64,8 @@ pub struct Prepared {
     pub program: Program,
     /// The pipeline that the program was generated for.
     pub pipeline: Pipeline,
+    /// The means over labels that the loss takes over the whole minibatch.
+    pub means: Option<MinibatchMeans>,
 }
 
 /// Prepares a run. `stages[i]` is the stage of op `i`; `pipeline` gives replicas, in-flight limits and times of the
@@ -136,6 +141,7 @@ pub fn prepare_by(
         scaled(&mut training_graph, loss);
     }
     let loss_name = if is_f16 { SCALED_LOSS } else { LOSS };
+    let means = settings.minibatch_means.then(|| by_minibatch(&mut training_graph, loss)).flatten();
     let stage_of = placement(&bound, &training_graph, stages);
     let saving = saved_nodes(&bound, &training_graph, &stage_of, &pipeline);
     let mut codes = compile(&training_graph, &stage_of, pipeline.stages.len(), loss_name, &saving)?;
@@ -145,7 +151,7 @@ pub fn prepare_by(
     for (code, stage) in codes.iter_mut().zip(&program.stages) {
         code.recompute = stage.recompute;
     }
-    Ok(Prepared { graph: training_graph, codes, program, pipeline })
+    Ok(Prepared { graph: training_graph, codes, program, pipeline, means })
 }
 
 /// Nodes of partly recomputed stages that save their activations: all but those of the first ops. The loss is not an op

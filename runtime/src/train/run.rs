@@ -63,7 +63,8 @@ pub fn placement(graph: &Graph, with_loss: &Graph, stages: &[usize]) -> HashMap<
     }
     let last = loss_node.and_then(|node| stage_of.get(&node)).copied().unwrap_or(0);
     for id in order::executed(with_loss) {
-        stage_of.entry(id).or_insert(last);
+        let stage = stage_of.get(&with_loss.op_of(id)).copied().unwrap_or(last);
+        stage_of.entry(id).or_insert(stage);
     }
     stage_of
 }

@@ -6,13 +6,13 @@ use pipec::loss::{CountedLoss, Loss};
 /// Loss function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LossName {
-    /// Mean cross-entropy of logits against class indices; labels of -100 are ignored, and the loss is 0 if all are
+    /// Mean cross-entropy of logits against class indices; labels of -100 are ignored
     CrossEntropy,
     /// Mean squared error
     Mse,
     /// Mean binary cross-entropy of logits against targets from 0 to 1
     Bce,
-    /// The model's own loss: its first output if that is a scalar, else its only scalar output
+    /// The model's own loss: the scalar output named `loss`, else its first output if that is a scalar, else its only scalar output
     Output,
 }
 

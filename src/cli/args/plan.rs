@@ -51,7 +51,7 @@ pub struct PlanArguments {
           value_parser = ["pipec", "pipedream", "milp", "exhaustive", "data-parallel", "uniform", "single"], help_heading = "Search")]
     pub partitioner: String,
     /// Replicas of each stage, for example 2,1,1; the planner chooses the cuts
-    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = replicas, help_heading = "Constraints")]
+    #[arg(long, value_name = "R,R,…", value_delimiter = ',', action = clap::ArgAction::Set, num_args = 1, value_parser = replicas, help_heading = "Constraints")]
     pub stages: Option<Vec<u32>>,
     /// End a stage after each of these nodes, modules or op ids
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Constraints")]

@@ -115,6 +115,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         quantity::plural(tensors as u64, "tensor", "tensors"),
         quantity::bytes(parameter_bytes),
     ));
+    if !loaded.model.constants.is_empty() {
+        screen.text(&format!("constants   {}\n", loaded.model.constants_text()));
+    }
     if states > 0 {
         screen.text(&format!("buffers     {} numbers, {}\n", quantity::count(states), quantity::bytes(state_bytes)));
     }
@@ -125,7 +128,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         list(&inputs),
         list(&outputs),
         match reasons.as_slice() {
-            [] => "yes: every parameter (every named float tensor), except those in `--freeze`".to_string(),
+            [] => "yes: every parameter, except those in `--freeze`".to_string(),
             reasons => format!("no: {}", reasons.join("\n            ")),
         },
     ));
@@ -188,6 +191,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         "producer": loaded.model.producer,
         "ops": ops.len(),
         "histogram": histogram,
+        "constants": loaded.model.constants,
         "parameters": {"tensors": tensors, "count": parameters, "bytes": parameter_bytes},
         "states": {"count": states, "bytes": state_bytes},
         "flops_per_sample": flops,

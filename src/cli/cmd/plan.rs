@@ -10,6 +10,7 @@ use compiler::plan::Plan;
 use compiler::plan::check::consistency::sound;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::check::figures::figures;
+use compiler::plan::check::labels;
 use compiler::plan::check::verify::check as judged;
 use compiler::plan::problem::CostModel;
 use compiler::plan::read;
@@ -22,13 +23,14 @@ use compiler::schedule::semantics::StepCount;
 use compiler::simulate::check_plan::stated;
 use compiler::text::quantity;
 use instances::piper::read::MAX_COUNT;
-use pipec::costs::CostInput;
 use pipec::costs::cost_source::CostSource;
+use pipec::costs::{CostInput, Costs};
 use pipec::error::Error;
 use pipec::files::input;
 use pipec::loss::CountedLoss;
 use pipec::plan::custom_schedule;
 use pipec::plan::custom_schedule::CustomSchedule;
+use pipec::plan::optimizer::Optimizer;
 use pipec::plan::read::{is_cyclic, read_checked};
 use pipec::plan::replan;
 use pipec::plan::schedule_memory;
@@ -38,6 +40,9 @@ use std::path::{Path, PathBuf};
 
 /// Minibatches in the programs of `plan check`: enough to reach every in-flight limit and to end with a partial round.
 const CHECKED_MINIBATCHES: u32 = 50;
+
+/// The same for schedules with a flush, which repeat the first.
+const CHECKED_FLUSHES: u32 = 2;
 
 /// Micro-batches of an instance for which `plan check` makes programs, at most: as many as devices.
 const CHECKED_MICROBATCHES: u32 = MAX_COUNT as u32;
@@ -185,17 +190,48 @@ fn check_by_model(
         CostModel::Pipec | CostModel::Paper | CostModel::Pipedream => {
             let source = CostSource::of_plan(model, profile, plan, screen)?;
             let costs = source.costs(plan, plan.schedule.micro_batch)?;
-            Ok(judged(&replan::problem(plan, costs)?, plan).err().unwrap_or_default())
+            let mut faults = origin(plan, &costs);
+            let problem = replan::problem(plan, costs)?;
+            match judged(&problem, plan) {
+                Ok(checked) => faults.extend(labels::faults(&problem, plan, &checked.bottleneck)),
+                Err(others) => faults.extend(others),
+            }
+            Ok(faults)
         }
     }
+}
+
+/// Faults in what the plan states about its model and its training.
+fn origin(plan: &Plan, costs: &Costs) -> Vec<PlanFault> {
+    let state = Optimizer::from_name(&plan.optimizer).map_or("an optimizer of pipec".to_string(), |optimizer| {
+        let stated = plan.options.get("optimizer_state").and_then(serde_json::Value::as_f64).unwrap_or(0.0);
+        if stated == optimizer.state() {
+            plan.optimizer.clone()
+        } else {
+            format!("one with {stated} values per weight")
+        }
+    });
+    let stated = [
+        ("model.sha256", &plan.model.sha256, &costs.model.sha256),
+        ("dtype", &plan.dtype, &costs.dtype),
+        ("optimizer", &plan.optimizer, &state),
+    ];
+    let differing = stated.into_iter().filter(|(_, said, found)| said != found);
+    let fault = |(what, said, found): (&str, &String, &String)| PlanFault::Figure {
+        what: what.to_string(),
+        said: said.clone(),
+        found: found.clone(),
+    };
+    differing.map(fault).collect()
 }
 
 /// The programs of the plan, or of a custom schedule, if they are correct.
 fn build_program(plan: &Plan, custom_schedule: Option<&CustomSchedule>) -> Result<Program, String> {
     // Programs of more micro-batches than an instance has in flight repeat themselves, and would take gigabytes.
     let max_microbatches = if plan.cost == CostModel::Hybrid { CHECKED_MICROBATCHES } else { u32::MAX };
-    let count =
-        StepCount { minibatches: CHECKED_MINIBATCHES, microbatches: plan.schedule.microbatches.min(max_microbatches) };
+    let is_repeated = plan.schedule.kind.flushes() && custom_schedule.is_none();
+    let minibatches = if is_repeated { CHECKED_FLUSHES } else { CHECKED_MINIBATCHES };
+    let count = StepCount { minibatches, microbatches: plan.schedule.microbatches.min(max_microbatches) };
     let program = pipeline(plan).and_then(|pipeline| match custom_schedule {
         Some(custom_schedule) => custom_schedule.unchecked(&pipeline, CHECKED_MINIBATCHES),
         None => schedule(generated(plan.schedule.kind)?, &pipeline, count),

@@ -63,7 +63,7 @@ pub struct Arguments {
     /// Seed of the input values
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Ignore cached measurements
+    /// Measure again what is in the cache
     #[arg(long)]
     no_cache: bool,
     /// Output file of the profile; - is standard output [default: MODEL.profile.json in the current folder, unless that is another model's]

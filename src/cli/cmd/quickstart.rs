@@ -233,7 +233,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         "measured_samples_per_s": result.samples_per_s,
         "seconds": started.elapsed().as_secs_f64(),
     }));
-    Ok(())
+    result.failed.into_iter().next().map_or(Ok(()), Err)
 }
 
 fn measure_model(loaded: &LoadedModel, path: &Path, screen: &Screen) -> Result<(Profile, String), Error> {

@@ -38,7 +38,7 @@ pub struct Arguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Plan and schedule")]
     workers: Option<u32>,
     /// Replicas of each stage, for example 2,1,1
-    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = plan::replicas, help_heading = "Plan and schedule")]
+    #[arg(long, value_name = "R,R,…", value_delimiter = ',', action = clap::ArgAction::Set, num_args = 1, value_parser = plan::replicas, help_heading = "Plan and schedule")]
     stages: Option<Vec<u32>>,
     /// End a stage after each of these nodes, modules or op ids
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Plan and schedule")]
@@ -82,7 +82,7 @@ pub struct Arguments {
     /// Read the rows in file order (default)
     #[arg(long, help_heading = "Data")]
     no_shuffle: bool,
-    /// Loss function, averaged over the micro-batches of a minibatch [default: the plan's; output for a model that returns its loss, else cross-entropy]
+    /// Loss function, a mean over the minibatch [default: the plan's; output for a model that returns its loss, else cross-entropy]
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
     loss: Option<LossName>,
     /// Class axis; negative counts from the end [default: -1]
@@ -94,7 +94,7 @@ pub struct Arguments {
     policy: PolicyArguments,
     #[command(flatten)]
     processes: ProcessArguments,
-    /// Running variance: biased (onnx) or unbiased (torch) [default: torch for a .pt2]
+    /// Running variance: biased (onnx) or unbiased (torch) [default: torch for models of PyTorch]
     #[arg(long, value_name = "RULE", value_parser = ["onnx", "torch"], help_heading = "Optimizer")]
     bn_variance: Option<String>,
     /// Initial weights by name: .npz, .safetensors or the folder of a checkpoint [default: the model's]

@@ -96,6 +96,7 @@ impl Program {
         });
         let [weights, constants] = stores;
         let stores = [weights?, constants?];
+        let loss_output = program.graph_module.loss_output();
         let graph = program.graph_module.graph;
         let signature = program.graph_module.signature;
         let joint = signature.output_specs.iter().any(|o| matches!(o, OutputSpec::GradientToParameter { .. }));
@@ -124,7 +125,7 @@ impl Program {
             parsed.warnings.push(JOINT.to_string());
         }
         parsed.sources(&signature.input_specs, &archive, &stores)?;
-        parsed.results(&signature.output_specs)?;
+        parsed.results(&signature.output_specs, loss_output)?;
         let results = parsed.outputs.iter_mut().map(|(_, name)| name);
         for name in results.chain(parsed.mutations.iter_mut().map(|(name, _)| name)) {
             if let Some(inner) = renamed.get(name) {
@@ -317,11 +318,16 @@ impl Program {
         Ok(self.weights.len() - 1)
     }
 
-    fn results(&mut self, specs: &[OutputSpec]) -> Result<(), FxError> {
+    /// Reads the outputs; the one at `loss` gets that name.
+    fn results(&mut self, specs: &[OutputSpec], loss: Option<usize>) -> Result<(), FxError> {
+        let mut user_outputs = 0;
         for spec in specs {
+            user_outputs += usize::from(matches!(spec, OutputSpec::UserOutput { .. }));
             match spec {
                 OutputSpec::UserOutput { arg: Argument::AsTensor(name) } | OutputSpec::LossOutput { arg: name } => {
-                    self.outputs.push((name.name.clone(), name.name.clone()));
+                    let is_loss = loss.is_some_and(|at| at + 1 == user_outputs);
+                    let output = if is_loss { "loss" } else { &name.name };
+                    self.outputs.push((output.to_string(), name.name.clone()));
                 }
                 OutputSpec::GradientToParameter { arg, parameter_name: of }
                 | OutputSpec::GradientToUserInput { arg, user_input_name: of } => {

@@ -30,6 +30,22 @@ pub struct GraphModule {
     pub graph: Graph,
     /// The roles of its inputs and outputs.
     pub signature: Signature,
+    /// The called modules; the first is the model.
+    #[serde(default)]
+    pub module_call_graph: Vec<serde_json::Value>,
+}
+
+impl GraphModule {
+    /// The place of the output `loss`, if the model returns a dictionary or a dataclass of tensors and it is not the first.
+    pub fn loss_output(&self) -> Option<usize> {
+        let spec = self.module_call_graph.first()?.get("signature")?.get("out_spec")?.as_str()?;
+        let tree: serde_json::Value = serde_json::from_str(spec).ok()?;
+        let outputs = tree.get(1)?;
+        let keys: Vec<String> = serde_json::from_str(outputs.get("context")?.as_str()?).ok()?;
+        let is_tensor = |child: &serde_json::Value| child.get("type").is_some_and(serde_json::Value::is_null);
+        let all_tensors = outputs.get("children_spec")?.as_array()?.iter().all(is_tensor);
+        keys.iter().position(|key| key == "loss").filter(|at| *at > 0 && all_tensors)
+    }
 }
 
 /// A graph in single-assignment form, with nodes in topological order.

@@ -18,11 +18,10 @@ use crate::import::onnx::check_graph;
 use crate::import::onnx::check_graph::Body;
 use crate::import::onnx::error::{DecodeError, Fault, Faults, FormatError};
 use crate::import::onnx::external::Files;
-use crate::import::onnx::model::{Function, Node, OnnxModel, Opset, Tensor};
+use crate::import::onnx::model::{Function, Node, OnnxModel, Opset, Roles, Tensor};
 use crate::import::onnx::name::unique_names;
 use crate::import::onnx::proto::{
-    AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto,
-    Version,
+    AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, Version,
 };
 use crate::import::onnx::signature::{self, Signature};
 use crate::import::onnx::warning::Warning;
@@ -94,6 +93,9 @@ impl Decoder {
             return None;
         };
         let ir_version = proto.ir_version();
+        if ir_version < 1 {
+            self.faults.push(Fault::IrVersion { found: ir_version });
+        }
         if ir_version > Version::IrVersion as i64 {
             self.warnings.push(Warning::IrVersion { found: ir_version, known: Version::IrVersion as i64 });
         }
@@ -117,8 +119,7 @@ impl Decoder {
         let (faults, warnings) = (&mut self.faults, &mut self.warnings);
         let Signature { inputs, optional, outputs, value_infos } =
             signature::read(&graph, ir_version, faults, warnings);
-        let buffers =
-            graph.value_info.iter().filter(|info| is_buffer(info)).map(|info| info.name().to_owned()).collect();
+        let roles = roles(&graph, proto.producer_name());
         let order = self.wiring(&graph, &names);
         let initializers = self.initializers(std::mem::take(&mut graph.initializer));
         let nodes = self.nodes(std::mem::take(&mut graph.node), names, &order);
@@ -135,7 +136,7 @@ impl Decoder {
             initializers,
             nodes,
             value_infos,
-            buffers,
+            roles,
             functions,
             metadata: proto.metadata_props.iter().map(|p| (p.key().to_owned(), p.value().to_owned())).collect(),
             warnings: Vec::new(),
@@ -271,10 +272,28 @@ impl Decoder {
     }
 }
 
-/// True if PyTorch's export metadata marks the tensor as a buffer or a constant.
-fn is_buffer(info: &ValueInfoProto) -> bool {
-    let mut kinds = info.metadata_props.iter().filter(|p| p.key() == "pkg.torch.export.graph_signature.InputSpec.kind");
-    kinds.any(|kind| matches!(kind.value(), "BUFFER" | "CONSTANT_TENSOR"))
+/// Reads the export metadata of PyTorch.
+fn roles(graph: &GraphProto, producer: &str) -> Roles {
+    const KIND: &str = "pkg.torch.export.graph_signature.InputSpec.kind";
+    const FOLDED: &str = "pkg.onnxscript.optimizer.folded_from";
+    let mut roles = Roles::default();
+    let initializers: HashSet<&str> = graph.initializer.iter().map(TensorProto::name).collect();
+    for info in graph.value_info.iter().filter(|info| initializers.contains(info.name())) {
+        let value = |key| info.metadata_props.iter().find(|property| property.key() == key).map(|p| p.value());
+        match value(KIND) {
+            Some("PARAMETER") => roles.parameters.insert(info.name().to_owned()),
+            Some("BUFFER" | "CONSTANT_TENSOR") => roles.buffers.insert(info.name().to_owned()),
+            _ => false,
+        };
+        if let Some(list) = value(FOLDED) {
+            // A list of Python strings.
+            let sources = list.split(['\'', '"']).skip(1).step_by(2).map(str::to_owned).collect();
+            roles.folded.insert(info.name().to_owned(), sources);
+        }
+    }
+    roles.has_scalar_parameters =
+        producer == "pytorch" && roles.parameters.is_empty() && roles.buffers.is_empty() && roles.folded.is_empty();
+    roles
 }
 
 fn standard_as_empty(domain: &str) -> &str {
@@ -298,6 +317,7 @@ fn normalise_domains(nodes: &mut [NodeProto]) {
 mod tests {
     use super::*;
     use crate::import::onnx::model::{Dim, Payload, ValueInfo};
+    use crate::import::onnx::proto::ValueInfoProto;
     use crate::import::onnx::proto::tensor_shape_proto::{Dimension, dimension::Value as DimValue};
     use crate::import::onnx::proto::type_proto::{self, Value as TypeValue};
     use crate::import::onnx::proto::{TensorShapeProto, TypeProto};

@@ -85,6 +85,8 @@ impl fmt::Display for Faults {
 pub enum Fault {
     #[error("the model has no graph; it may not be an ONNX model")]
     NoGraph,
+    #[error("the IR version is {found}; the first is 1")]
+    IrVersion { found: i64 },
     #[error("the graph has no nodes: there is nothing to run")]
     NoNodes,
     #[error("opset_import is missing: the operator version is unknown")]

@@ -159,6 +159,8 @@ pub fn read_condition(known: &Known) -> Result<Option<bool>, LowerReason> {
 #[derive(Debug, Default)]
 pub struct ImportedWeights {
     pub weights: Vec<Weight>,
+    /// Float initializers with a name of the model that are taken as constants.
+    pub constants: Vec<String>,
     /// Index into `weights` by name.
     pub named: HashMap<String, usize>,
     pub averages: Vec<MovingAverage>,

@@ -10,7 +10,7 @@
 //!   This holds for initializers and for tensors in attributes, which `payload::tensor` reads.
 //! - The standard operator domain is `""`, also where the file has `ai.onnx`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 
@@ -38,14 +38,39 @@ pub struct OnnxModel {
     pub nodes: Vec<Node>,
     /// Declared types of tensors inside the graph: hints that are not checked against the operators.
     pub value_infos: Vec<ValueInfo>,
-    /// Initializers that the file marks as buffers of the source model, not as parameters.
-    pub buffers: BTreeSet<String>,
+    /// What the file says about its initializers.
+    pub roles: Roles,
     /// Functions that nodes may call by `(domain, op_type, overload)`.
     pub functions: Vec<Function>,
     pub metadata: Vec<(String, String)>,
     pub warnings: Vec<Warning>,
     /// SHA-256 of the model without the values of its initializers; see `fingerprint`.
     pub sha256: [u8; 32],
+}
+
+impl Node {
+    /// The arguments of the ATen operator that PyTorch's exporter made this node from, if it is `operator`, by the node's
+    /// metadata.
+    pub fn torch_arguments(&self, operator: &str) -> Option<Vec<&str>> {
+        let source = self.metadata.iter().find(|property| property.key() == "pkg.torch.onnx.fx_node")?;
+        let (_, call) = source.value().split_once("call_function[target=torch.ops.")?;
+        let call = call.strip_prefix(operator).filter(|rest| rest.starts_with('.'))?;
+        let (_, arguments) = call.split_once("](args = (")?;
+        Some(arguments.split_once(')').map_or(arguments, |(list, _)| list).split(", ").collect())
+    }
+}
+
+/// What a file says about its initializers: the metadata of PyTorch's dynamo exporter, if it has any.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Roles {
+    /// Parameters of the source model.
+    pub parameters: BTreeSet<String>,
+    /// Buffers and constants of the source model.
+    pub buffers: BTreeSet<String>,
+    /// By initializer that the exporter computed, the tensors that it was computed from.
+    pub folded: BTreeMap<String, Vec<String>>,
+    /// Scalar constants are nodes, as PyTorch's older exporter writes them, so scalar initializers are parameters.
+    pub has_scalar_parameters: bool,
 }
 
 impl OnnxModel {

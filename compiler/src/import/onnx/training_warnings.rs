@@ -8,11 +8,15 @@
 //! | removed biases | the rewriter's mark (`RemoveOptionalBiasFrom…`) on a node whose source has a bias parameter |
 //! | merged parameters | one vector that is a scale or bias of several modules, or both a parameter and a running statistic |
 //! | untied parameters | an embedding and a projection with equal values, possibly transposed |
+//! | folded parameters | the optimiser's mark on an initializer that is too small for a weight |
+//! | quantised | an operator of quantised models that rounds |
+//! | lost detach | a node whose metadata names a detached value that no node makes |
 //!
 //! Uncertain cases are not reported: a vector with differing values was trained and is shared on purpose, and modules
 //! with the same path are one module that runs several times. A Dropout that the exporter removed cannot be detected.
 
 use crate::import::onnx::element;
+use crate::import::onnx::lower::weight;
 use crate::import::onnx::model::{Node, OnnxModel, Payload, Tensor};
 use crate::import::onnx::proto::tensor_proto::DataType;
 use crate::import::training_warning::{Finding, TrainingWarning};
@@ -44,6 +48,9 @@ pub fn doubts(model: &OnnxModel) -> Vec<TrainingWarning> {
         unbiased(model),
         merged(model, &readers),
         find_untied(model, &readers),
+        folded_parameters(model),
+        nodes(Finding::Quantised, model, is_quantised),
+        lost_detach(model),
     ];
     warnings.into_iter().flatten().collect()
 }
@@ -142,6 +149,55 @@ fn folded(model: &OnnxModel) -> Option<TrainingWarning> {
             && node.inputs.get(2).is_some_and(|name| name.starts_with("onnx::Conv"))
     };
     nodes(Finding::FoldedBatchNorm, model, |node| node.domain.is_empty() && (marked(node) || renamed(node)))
+}
+
+/// True for operators that round. `DequantizeLinear` alone does not: gradients pass the constant weights that it reads.
+fn is_quantised(node: &Node) -> bool {
+    node.domain.is_empty()
+        && matches!(
+            node.op_type.as_str(),
+            "QuantizeLinear"
+                | "DynamicQuantizeLinear"
+                | "QLinearConv"
+                | "QLinearMatMul"
+                | "ConvInteger"
+                | "MatMulInteger"
+        )
+}
+
+/// Nodes that read a detached value whose `Identity` the exporter's optimiser removed.
+fn lost_detach(model: &OnnxModel) -> Option<TrainingWarning> {
+    const NODE: &str = "pkg.torch.onnx.fx_node";
+    let source = |node: &'_ Node| node.metadata.iter().find(|p| p.key() == NODE).map(|p| p.value().to_owned());
+    let sources: Vec<(&Node, String)> = model.nodes.iter().filter_map(|node| Some((node, source(node)?))).collect();
+    let name =
+        |text: &str| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap_or_default().to_owned();
+    let made: BTreeSet<String> = sources.iter().filter_map(|(_, text)| text.strip_prefix('%').map(name)).collect();
+    let is_lost = |text: &String| {
+        let arguments = text.split_once("](args = (").map_or("", |(_, arguments)| arguments);
+        let mut read = arguments.split('%').skip(1).map(name);
+        read.any(|name| name.starts_with("detach") && !made.contains(&name))
+    };
+    let mut lost = sources.iter().filter(|(_, text)| is_lost(text));
+    let first = lost.next()?.0.name.clone();
+    Some(TrainingWarning { finding: Finding::LostDetach, count: 1 + lost.count(), first, beside: String::new() })
+}
+
+/// Small values that the exporter computed from a tensor of the model. Large ones are merged weights, and are trained.
+fn folded_parameters(model: &OnnxModel) -> Option<TrainingWarning> {
+    if model.roles.folded.is_empty() {
+        return None;
+    }
+    let (_, weights) = weight::sort(&model.initializers, &model.nodes, &model.roles);
+    let trained: BTreeSet<&String> = weights.iter().filter(|w| w.trainable).map(|w| &w.name).collect();
+    let constants = model.initializers.iter().filter(|t| is_float(t) && !trained.contains(&t.name));
+    let mut matches = constants.filter_map(|tensor| {
+        let source = model.roles.folded.get(&tensor.name)?.iter().find(|source| !weight::made_up(source))?;
+        Some((&tensor.name, source))
+    });
+    let (first, beside) = matches.next()?;
+    let count = 1 + matches.count();
+    Some(TrainingWarning { finding: Finding::FoldedParameter, count, first: first.clone(), beside: beside.clone() })
 }
 
 type Readers<'a> = HashMap<&'a str, Vec<(&'a Node, usize)>>;

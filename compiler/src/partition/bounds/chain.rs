@@ -1,9 +1,14 @@
 //! A model as a chain of elements, for bounds that count fill and drain.
 //!
 //! An op that every other op precedes or follows is an element of its own. The ops between two of these are one element,
-//! which a cut may divide ([`divisions`](crate::partition::bounds::divisions)). Ops with hardly
-//! any work that only start or end a path, such as masks, are left out, because they would hide the chain.
+//! which a cut may divide ([`divisions`](crate::partition::bounds::divisions)). Ops with hardly any work that only start
+//! or end a path, such as masks, are left out, because they would hide the chain.
+//!
+//! The way of a micro-batch is the longest path, message by message. A message between two elements is on it if it comes
+//! directly from the element before: an output of an earlier one may be on its way while others compute. If the first or
+//! the last element has several ops, different paths may begin or end there, so it is no part of the way.
 
+use crate::partition::bounds::crossings::{Crossing, crossings};
 use crate::partition::bounds::divisions::{Division, Members};
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::profile::cost_graph::{CostGraph, OpCost, TensorCost};
@@ -65,12 +70,12 @@ impl Work {
 #[derive(Clone, Debug, Default)]
 struct Element {
     work: Work,
-    /// Of the longest path.
+    /// Of the longest path; nothing in a first or last element of several ops.
     way: Work,
     /// Gradient sums of parameters without other users.
     summed: f64,
-    /// Bytes of the largest tensor that a stage with this element first receives.
-    largest_in: f64,
+    /// Bytes of the message from the element before, which is on the way.
+    message: f64,
     /// Bytes of the smallest tensor to and from its ops.
     least_in: f64,
     least_out: f64,
@@ -86,7 +91,7 @@ impl Element {
             work: self.work.plus(next.work),
             way: self.way.plus(next.way),
             summed: self.summed + next.summed,
-            largest_in: self.largest_in,
+            message: self.message,
             least_in: self.least_in.min(next.least_in),
             least_out: self.least_out.min(next.least_out),
             is_divisible: true,
@@ -112,8 +117,8 @@ pub struct Cut {
     way: Work,
     /// The same through the part of the divided element before it.
     way_inside: Work,
-    /// Bytes of the largest message to the stage that starts here, and of the smallest over a cut between elements before.
-    largest_in: f64,
+    /// Bytes of the message over it that is on the way, and of the smallest such message over an earlier cut.
+    message: f64,
     least_before: f64,
     /// Bytes that the stages on both sides send and receive, if it divides an element: at least; and if they hold the
     /// op before, or after, the element.
@@ -135,53 +140,9 @@ struct Tied {
     users: Vec<usize>,
 }
 
-/// The tensors that cross a cut between elements.
-#[derive(Default)]
-struct Crossing {
-    /// Bytes by the first element behind the cut that reads them, and by the element that makes them; ascending, summed up
-    /// from there to the cut.
-    read: Vec<(usize, f64)>,
-    made: Vec<(usize, f64)>,
-}
-
-impl Crossing {
-    fn of(mut tensors: Vec<(usize, usize, f64)>) -> Crossing {
-        let summed = |tensors: &mut dyn Iterator<Item = (usize, f64)>| {
-            let mut sums: Vec<(usize, f64)> = Vec::new();
-            for (at, bytes) in tensors {
-                let before = sums.last().map_or(0.0, |(_, sum)| *sum);
-                match sums.last_mut() {
-                    Some(last) if last.0 == at => last.1 += bytes,
-                    _ => sums.push((at, before + bytes)),
-                }
-            }
-            sums
-        };
-        tensors.sort_by_key(|(_, reader, _)| *reader);
-        let read = summed(&mut tensors.iter().map(|(_, reader, bytes)| (*reader, *bytes)));
-        tensors.sort_by_key(|(maker, ..)| usize::MAX - maker);
-        let mut made = summed(&mut tensors.iter().map(|(maker, _, bytes)| (*maker, *bytes)));
-        made.reverse();
-        Crossing { read, made }
-    }
-
-    /// Bytes that elements before this one read.
-    fn read_before(&self, element: usize) -> f64 {
-        let count = self.read.partition_point(|(reader, _)| *reader < element);
-        count.checked_sub(1).map_or(0.0, |last| self.read[last].1)
-    }
-
-    /// Bytes that this element and later ones make.
-    fn made_from(&self, element: usize) -> f64 {
-        self.made.get(self.made.partition_point(|(maker, _)| *maker < element)).map_or(0.0, |(_, sum)| *sum)
-    }
-}
-
 pub struct Chain {
     /// In order; the first is before all elements, the last after all.
     pub cuts: Vec<Cut>,
-    /// Bytes of the smallest message over a cut between elements.
-    pub least_message: f64,
     /// Sums over the elements before each, of all their ops and of their longest paths.
     work: Vec<Work>,
     ways: Vec<Work>,
@@ -260,14 +221,14 @@ impl Chain {
                 touched: at,
                 way,
                 way_inside: Work::default(),
-                largest_in: if at > 0 { element.largest_in } else { 0.0 },
+                message: element.message,
                 least_before,
                 sends: [0.0; 2],
                 receives: [0.0; 2],
             };
             cuts.push(between);
             if at > 0 {
-                least_before = least_before.min(between.largest_in);
+                least_before = least_before.min(between.message);
             }
             let us = element.work.us();
             let anyhow = || anyhow(element, parts(element));
@@ -302,23 +263,12 @@ impl Chain {
             touched,
             way,
             way_inside: none,
-            largest_in: 0.0,
+            message: 0.0,
             least_before,
             sends: [0.0; 2],
             receives: [0.0; 2],
         });
-        let between = cuts[1..cuts.len() - 1].iter().filter(|cut| cut.is_between());
-        let least = between.map(|cut| cut.largest_in).fold(f64::INFINITY, f64::min);
-        Chain {
-            cuts,
-            least_message: if least.is_finite() { least } else { 0.0 },
-            work,
-            ways,
-            summed,
-            crossing,
-            tied,
-            light,
-        }
+        Chain { cuts, work, ways, summed, crossing, tied, light }
     }
 
     /// All work of a micro-batch.
@@ -352,44 +302,66 @@ impl Chain {
         self.work[self.cuts[to].whole].less(self.work[self.cuts[from].touched])
     }
 
-    /// The longest path through the model, and the part of it after the cut.
-    pub fn ways(&self, to: usize) -> (Work, Work) {
-        let all = self.ways[self.ways.len() - 1];
-        (all, all.less(self.ways[self.cuts[to].touched]))
+    /// The way through all elements.
+    pub fn all_ways(&self) -> Work {
+        self.ways[self.ways.len() - 1]
     }
 
-    /// The longest path to a stage between two cuts: at least. If the stage holds the op after a divided element, it waits
-    /// for all of the part before the cut.
+    /// The way through the elements wholly before this one.
+    pub fn way_before(&self, element: usize) -> Work {
+        self.ways[element]
+    }
+
+    /// The way to a stage between two cuts: at least. If the stage holds the op after a divided element, it waits for all of
+    /// the part before the cut.
     pub fn way(&self, from: usize, to: usize) -> Work {
         let (first, last) = (&self.cuts[from], &self.cuts[to]);
-        if last.whole > first.touched { first.way.plus(first.way_inside) } else { first.way }
+        let is_inner = first.whole > 0 && last.whole > first.touched;
+        if is_inner { first.way.plus(first.way_inside) } else { first.way }
     }
 
-    /// Bytes of the largest message to a stage that starts at a cut, at least; `None` if it may receive nothing.
+    /// The way through the elements after a cut.
+    pub fn way_after(&self, to: usize) -> Work {
+        self.all_ways().less(self.ways[self.cuts[to].touched])
+    }
+
+    /// Bytes of the message on the way to a stage that starts at a cut: at least; `None` if there may be none.
     pub fn entry(&self, from: usize) -> Option<f64> {
         let cut = &self.cuts[from];
-        (cut.whole > 0).then_some(if cut.is_between() { cut.largest_in } else { cut.receives[0] })
+        let inside = cut.receives[0].min(cut.sends[0]);
+        (cut.whole > 0).then_some(if cut.is_between() { cut.message } else { inside })
     }
 
-    /// Bytes of the smallest message over a cut between elements before this one.
+    /// The same for the message on the way from a stage that ends at a cut.
+    pub fn exit(&self, to: usize) -> Option<f64> {
+        let cut = &self.cuts[to];
+        let elements = self.work.len() - 1;
+        (cut.touched < elements).then_some(if cut.is_between() { cut.message } else { cut.sends[0] })
+    }
+
+    /// Bytes of the smallest message on the way over a cut between elements before this one.
     pub fn least_before(&self, from: usize) -> f64 {
         let least = self.cuts[from].least_before;
         if least.is_finite() { least } else { 0.0 }
     }
 
-    /// Bytes that a stage between two cuts receives and sends per micro-batch: at least.
-    pub fn received_and_sent(&self, from: usize, to: usize) -> [f64; 2] {
+    /// Bytes that a stage between two cuts receives and sends per micro-batch: at least; and the first element that may make
+    /// any of what it receives.
+    pub fn received_and_sent(&self, from: usize, to: usize) -> ([f64; 2], usize) {
         let (first, last) = (&self.cuts[from], &self.cuts[to]);
         let inside = first.touched..last.whole;
-        let received = match first.is_between() {
-            true => self.crossing[first.whole].read_before(last.whole),
-            false => first.receives[usize::from(inside.contains(&first.touched))],
+        let holds_next = inside.contains(&first.touched);
+        let (received, since) = match first.is_between() {
+            true => (self.crossing[first.whole].read_before(last.whole), self.crossing[first.whole].since),
+            false => {
+                (first.receives[usize::from(holds_next)], if holds_next { first.whole.saturating_sub(1) } else { 0 })
+            }
         };
         let sent = match last.is_between() {
             true => self.crossing[last.whole].made_from(first.touched),
             false => last.sends[usize::from(last.whole > 0 && inside.contains(&(last.whole - 1)))],
         };
-        [received, sent]
+        ([received, sent], since)
     }
 
     /// Bytes of gradient sums of a stage between two cuts: at least.
@@ -491,6 +463,7 @@ fn elements(
         element.way = element.way.max(ways[op]);
     }
     let mut least = vec![(f64::INFINITY, f64::INFINITY); count];
+    let mut messages: Vec<Option<f64>> = vec![None; count];
     for tensor in graph.tensors.iter().filter(|tensor| element_of[tensor.producer.index()] != usize::MAX) {
         let bytes = tensor.bytes as f64;
         let from = element_of[tensor.producer.index()];
@@ -501,10 +474,13 @@ fn elements(
             continue;
         }
         least[from].1 = least[from].1.min(bytes);
-        for &to in &readers {
+        for to in readers {
             least[to].0 = least[to].0.min(bytes);
-            if to > from && !elements[to].is_divisible {
-                elements[to].largest_in = elements[to].largest_in.max(bytes);
+            if to == from + 1 {
+                // One op sends all that another one needs; of several ops, any may be the one on the way.
+                let is_direct = !elements[from].is_divisible && !elements[to].is_divisible;
+                let joined = if is_direct { f64::max } else { f64::min };
+                messages[to] = Some(messages[to].map_or(bytes, |other| joined(other, bytes)));
             }
         }
     }
@@ -512,8 +488,9 @@ fn elements(
         // Nothing precedes all ops of the first element, or follows all of the last.
         element.least_in = if at == 0 || !least_in.is_finite() { 0.0 } else { least_in };
         element.least_out = if at + 1 == count || !least_out.is_finite() { 0.0 } else { least_out };
-        if element.is_divisible {
-            element.largest_in = element.least_in;
+        element.message = messages[at].unwrap_or(0.0);
+        if element.is_divisible && (at == 0 || at + 1 == count) {
+            element.way = Work::default();
         }
     }
     let mut tied = Vec::new();
@@ -553,23 +530,6 @@ fn anyhow(element: &Element, parts: f64) -> Vec<Division> {
     (0..parts as usize).map(of).collect()
 }
 
-/// What crosses the cut before each element, and after the last.
-fn crossings(graph: &CostGraph, element_of: &[usize], elements: usize) -> Vec<Crossing> {
-    let mut crossing: Vec<Vec<(usize, usize, f64)>> = vec![Vec::new(); elements + 1];
-    for tensor in graph.tensors.iter().filter(|tensor| element_of[tensor.producer.index()] != usize::MAX) {
-        let maker = element_of[tensor.producer.index()];
-        let mut readers: Vec<usize> = tensor.consumers.iter().map(|op| element_of[op.index()]).collect();
-        readers.retain(|reader| *reader != usize::MAX && *reader > maker);
-        readers.sort_unstable();
-        let mut cut = maker + 1;
-        for reader in readers {
-            (cut..=reader).for_each(|cut| crossing[cut].push((maker, reader, tensor.bytes as f64)));
-            cut = cut.max(reader + 1);
-        }
-    }
-    crossing.into_iter().map(Crossing::of).collect()
-}
-
 /// Lists the cuts through elements.
 fn divide(
     graph: &CostGraph,
@@ -601,7 +561,11 @@ fn divide(
             is_kept: &|op| element_of[op] != usize::MAX,
             is_near: &|op| element_of[op] == at || element_of[op] == at + 1,
         };
-        elements[at].divisions = of.divisions(parts(&elements[at]) as usize);
+        let divisions = of.divisions(parts(&elements[at]) as usize);
+        // A parameter that several ops of the element use may be on either side of a cut.
+        let shared = elements[at].summed - members[at].iter().map(|&op| summed_by[op]).sum::<f64>();
+        let with_shared = |one: Division| Division { most_summed: one.most_summed + shared, ..one };
+        elements[at].divisions = divisions.map(|all| all.into_iter().map(with_shared).collect());
     }
 }
 

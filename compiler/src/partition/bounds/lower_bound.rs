@@ -162,23 +162,11 @@ fn charges_cuts(problem: &Problem) -> bool {
 mod tests {
     use super::*;
     use crate::cluster::read::levels;
+    use crate::partition::bounds::random::Random;
     use crate::partition::options::PlannerOptions;
     use crate::partition::partitioners::Partitioner;
     use crate::partition::planner::plan;
     use crate::profile::cost_graph::{CostGraph, OpId, TensorCost};
-
-    /// splitmix64; a seed always gives the same graph.
-    struct Random(u64);
-
-    impl Random {
-        fn below(&mut self, limit: u64) -> u64 {
-            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut z = self.0;
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            (z ^ (z >> 31)) % limit
-        }
-    }
 
     /// Random branches with skip connections; some outputs are unread.
     fn graph(random: &mut Random) -> CostGraph {

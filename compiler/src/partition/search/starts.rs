@@ -11,6 +11,9 @@ use crate::plan::problem::CostModel;
 /// The largest number of devices on which all replicas of stages are starts.
 const FEW: u32 = 8;
 
+/// The largest number of devices on which pipelines on fewer devices are starts.
+const SEVERAL: u32 = 32;
+
 /// The largest number of stages of a start.
 const MOST_STAGES: u32 = 64;
 
@@ -103,8 +106,19 @@ impl<'a> Starts<'a> {
     }
 }
 
-/// Replicas of the stages of pipelines on this many devices.
+/// Replicas of the stages of pipelines on this many devices or fewer: with these, more devices seldom make a plan slower.
 fn replicas_of_stages(devices: u32, most_stages: u32) -> Vec<Vec<u32>> {
+    let is_tried = |fewer: &u32| devices <= FEW || devices <= SEVERAL && fewer.is_power_of_two();
+    let fewer = (1..devices).filter(is_tried);
+    let mut all: Vec<Vec<u32>> = fewer.chain([devices]).flat_map(|devices| on_all(devices, most_stages)).collect();
+    all.retain(|replicas| replicas.len() as u32 <= most_stages);
+    all.sort();
+    all.dedup();
+    all
+}
+
+/// Replicas of the stages of pipelines that use these devices, and of single replicas.
+fn on_all(devices: u32, most_stages: u32) -> Vec<Vec<u32>> {
     let mut all: Vec<Vec<u32>> = Vec::new();
     for stages in 1..=devices.min(most_stages).min(MOST_STAGES) {
         all.push(vec![1; stages as usize]);
@@ -129,8 +143,5 @@ fn replicas_of_stages(devices: u32, most_stages: u32) -> Vec<Vec<u32>> {
             all.push(replicas);
         }
     }
-    all.retain(|replicas| replicas.len() as u32 <= most_stages);
-    all.sort();
-    all.dedup();
     all
 }

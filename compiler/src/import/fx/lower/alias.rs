@@ -31,6 +31,35 @@ pub fn operand(node: &Node) -> Option<&str> {
     names(&input.arg).next()
 }
 
+/// The name of the argument that a node writes; `None` if it writes none.
+pub fn written_argument(node: &Node) -> Option<&'static str> {
+    let has = |name: &str| node.inputs.iter().any(|input| input.name == name);
+    match table::in_place(&node.target) {
+        true => ["self", "input"].into_iter().find(|name| has(name)).or(Some("")),
+        false => has("out").then_some("out"),
+    }
+}
+
+/// The tensor that a node writes.
+pub fn written(node: &Node) -> Option<&str> {
+    match written_argument(node)? {
+        "out" => node.inputs.iter().find(|input| input.name == "out").and_then(|input| names(&input.arg).next()),
+        _ => operand(node),
+    }
+}
+
+/// Tests for an overload that writes its results to several arguments.
+pub fn writes_several(node: &Node) -> bool {
+    let overload = node.target.rsplit('.').next().unwrap_or_default();
+    let is_out = overload == "out"
+        || overload.ends_with("_out")
+        || matches!(
+            overload,
+            "values" | "dim_values" | "values_stable" | "dim_max" | "dim_min" | "unary_min" | "unary_max"
+        );
+    is_out && node.inputs.iter().all(|input| input.name != "out")
+}
+
 /// Tests for an operator that changes only its operand's shape in place.
 pub fn reshapes_in_place(target: &str) -> bool {
     matches!(

@@ -487,7 +487,7 @@ pub fn tensor_split(scope: &mut Scope<'_>) -> Outputs {
     many(parts)
 }
 
-/// `meshgrid`: broadcasts every vector along its own axis.
+/// `meshgrid`: broadcasts every vector along its own axis; with `xy`, the first one along axis 1, the second along axis 0.
 pub fn meshgrid(scope: &mut Scope<'_>) -> Outputs {
     let mut vectors = scope.values("tensors")?;
     let is_xy = scope.text("indexing", "ij")? == "xy" && vectors.len() > 1;
@@ -503,12 +503,7 @@ pub fn meshgrid(scope: &mut Scope<'_>) -> Outputs {
         let mut vector_shape = vec![Dim::Known(1); shape.len()];
         vector_shape[at].clone_from(&shape[at]);
         let grid = scope.reshape(*vector, vector_shape)?;
-        let grid = scope.broadcast(grid, shape.clone())?;
-        let mut perm: Vec<usize> = (0..shape.len()).collect();
-        if is_xy {
-            perm.swap(0, 1);
-        }
-        grids.push(transposed(scope, grid, perm)?);
+        grids.push(scope.broadcast(grid, shape.clone())?);
     }
     if is_xy {
         grids.swap(0, 1);

@@ -1,32 +1,26 @@
 //! Operators that gather elements by index.
 
-use super::movement::stop_gradient;
 use super::{Outputs, Scope, one};
 use crate::import::batched;
 use crate::import::build::Build;
+use crate::import::embedding;
+use crate::import::equal_sizes::agree;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::gather::{add_offset, count, scale_index, steps};
 use crate::import::onnx::lower::movement::{broadcast_shape, transposed};
 use crate::import::symbolic_batch::with_batch_of;
-use crate::op::{Compare, Gather, Op, Value};
+use crate::op::{Gather, Op, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
 pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let (table, index) = (scope.value("weight")?, scope.value("indices")?);
-    let rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, index])?;
-    let padding = scope.int("padding_idx", -1)?;
-    if padding < 0 {
-        return one(rows);
+    let mut rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, index])?;
+    if scope.flag("scale_grad_by_freq", false)? {
+        rows = embedding::scaled_by_frequency(scope, rows, table, index)?;
     }
-    // The padding row gets no gradient.
-    let number = scope.scalar(scope.fact(index).dtype, padding as f64)?;
-    let is_padding = scope.compare(Compare::Equal, index, number)?;
-    let mut column = scope.fact(is_padding).shape;
-    column.push(Dim::Known(1));
-    let is_padding = scope.reshape(is_padding, column)?;
-    let without_gradient = stop_gradient(scope, rows)?;
-    one(scope.select(is_padding, without_gradient, rows)?)
+    let padding = scope.int("padding_idx", -1)?;
+    one(if padding < 0 { rows } else { embedding::with_padding(scope, rows, index, padding)? })
 }
 
 /// `index_select`.
@@ -197,6 +191,7 @@ fn gather_of_every_row(
     columns_shape.splice(0..0, vec![Dim::Known(1); rows_shape.len().saturating_sub(columns_shape.len())]);
     let row_axis = axis + columns_shape.len() - rows_shape.len();
     let count = rows_shape[axis].clone();
+    agree(&dims[0], &count)?;
     let covers_rows = dims[0] == count || dims[0].substitute(scope.frozen)? == count.substitute(scope.frozen)?;
     if !covers_rows || !columns_shape[row_axis].is(1) {
         return Ok(None);
@@ -211,10 +206,12 @@ fn gather_of_every_row(
     transposed(scope, y, perm).map(Some)
 }
 
-/// Opens an `arange` over the exported batch size: along the batch axis it covers the symbolic batch.
+/// Opens an `arange` over the exported batch size: along the batch axis it covers the symbolic batch. An `arange` over
+/// one symbol that indexes an axis of another one shows that both are equal.
 pub fn open_range(scope: &mut Scope<'_>, index: Value, size: &Dim) -> Result<Value, LowerReason> {
     let Some(axis) = counting_axis(scope, index) else { return Ok(index) };
     let mut shape = scope.fact(index).shape;
+    agree(size, &shape[axis])?;
     shape[axis].clone_from(size);
     with_batch_of(scope, index, &shape)
 }

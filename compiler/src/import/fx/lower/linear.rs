@@ -41,13 +41,21 @@ fn scale(scope: &mut Scope<'_>, x: Value, name: &'static str) -> Result<Value, L
     }
 }
 
+/// `y + beta·sum`. With `beta` 0, the sum is not read: NaN and infinity in it do not count.
+fn with_scaled(scope: &mut Scope<'_>, y: Value, sum: Value) -> Result<Value, LowerReason> {
+    if scope.number("beta")?.is_some_and(|beta| beta.float() == 0.0) {
+        return Ok(y);
+    }
+    let sum = scale(scope, sum, "beta")?;
+    scope.binary(Binary::Add, y, sum)
+}
+
 /// `beta·self + alpha·(a·b)`
 pub fn with_sum(scope: &mut Scope<'_>, a: &'static str, b: &'static str) -> Outputs {
     let (sum, a, b) = (scope.value("self")?, scope.value(a)?, scope.value(b)?);
     let y = product(scope, a, b)?;
     let y = scale(scope, y, "alpha")?;
-    let sum = scale(scope, sum, "beta")?;
-    one(scope.binary(Binary::Add, y, sum)?)
+    one(with_scaled(scope, y, sum)?)
 }
 
 /// `beta·self + alpha·Σ a·b`, summed over the batch.
@@ -56,8 +64,7 @@ pub fn with_sum_of_all(scope: &mut Scope<'_>) -> Outputs {
     let y = product(scope, a, b)?;
     let y = scope.reduce(ReduceKind::Sum, y, &[0], false)?;
     let y = scale(scope, y, "alpha")?;
-    let sum = scale(scope, sum, "beta")?;
-    one(scope.binary(Binary::Add, y, sum)?)
+    one(with_scaled(scope, y, sum)?)
 }
 
 fn outer_of(scope: &mut Scope<'_>, a: Value, b: Value) -> Result<Value, LowerReason> {
@@ -78,8 +85,7 @@ pub fn outer(scope: &mut Scope<'_>, sum: bool) -> Outputs {
     let (input, a, b) = (scope.value("self")?, scope.value("vec1")?, scope.value("vec2")?);
     let y = outer_of(scope, a, b)?;
     let y = scale(scope, y, "alpha")?;
-    let input = scale(scope, input, "beta")?;
-    one(scope.binary(Binary::Add, y, input)?)
+    one(with_scaled(scope, y, input)?)
 }
 
 pub fn inner(scope: &mut Scope<'_>) -> Outputs {

@@ -97,8 +97,12 @@ pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
 pub fn weight_norm(scope: &mut Scope<'_>) -> Outputs {
     let (v, g) = (scope.value("v")?, scope.value("g")?);
     let rank = scope.fact(v).rank();
-    let at = attribute::axis(scope.int("dim", 0)?, rank)?;
-    let axes: Vec<usize> = (0..rank).filter(|axis| *axis != at).collect();
+    // Here -1 is not the last axis: there is one length for all elements.
+    let kept = match scope.int("dim", 0)? {
+        -1 => None,
+        axis => Some(attribute::axis(axis, rank)?),
+    };
+    let axes: Vec<usize> = (0..rank).filter(|axis| Some(*axis) != kept).collect();
     let length = reduce_norm(scope, v, 2.0, &axes, true)?;
     let factor = scope.binary(Binary::Div, g, length)?;
     one(scope.binary(Binary::Mul, v, factor)?)

@@ -53,11 +53,17 @@ pub fn extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
 /// `argmax` or `argmin`.
 pub fn arg_extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let mut x = scope.value("self")?;
+    let rank = scope.fact(x).rank();
     if !scope.has("dim") {
         x = scope.reshape(x, vec![volume(&scope.fact(x).shape)?])?;
     }
     let (axis, keep) = (scope.axis("dim", 0, scope.fact(x).rank())?, scope.flag("keepdim", false)?);
-    one(scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?)
+    let y = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?;
+    if keep && !scope.has("dim") {
+        let ones = vec![Dim::Known(1); rank];
+        return one(scope.reshape(y, ones)?);
+    }
+    one(y)
 }
 
 /// `any`, or `all` with `is_all`.

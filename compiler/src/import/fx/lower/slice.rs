@@ -29,7 +29,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let frozen = size.known().is_none() && size.substitute(scope.frozen)? == end;
     let begin = clamp_index(&start, size, &zero, size)?;
     let end = if frozen { size.clone() } else { clamp_index(&end, size, &zero, size)? };
-    let error = || LowerReason::Inputs(format!("a slice from {begin} to {end} may or may not be empty"));
+    let error = || LowerReason::undecided(format!("a slice from {begin} to {end} is empty"), [&begin, &end]);
     let end = symbol::larger(&begin, &end).ok_or_else(error)?;
     let mut slice = full_slice(&dims);
     (slice.begin[at], slice.end[at], slice.step[at]) = (begin, end, step.min(i32::MAX as usize));

@@ -7,12 +7,13 @@
 //! Errors are collected: the outputs of a failed node stay undefined, and nodes that read them are skipped. The shape
 //! of every result is compared with the file's.
 
-use super::alias::{self, operand};
+use super::alias;
 use super::live::live;
 use super::movement::stop_gradient;
 use super::{Known, Names, NodeOutputs, Scope, complex, support, table};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
+use crate::import::equal_sizes::{EqualSymbols, agree};
 use crate::import::fx::lower::{detach, in_place};
 use crate::import::fx::program::{Program, label, names};
 use crate::import::fx::schema::{self, Argument, SymArgument};
@@ -45,13 +46,19 @@ pub fn check(program: &Program) -> Result<(), LowerError> {
 }
 
 /// Lowers a program whose operators passed [`check`], for inputs of the given types and shapes.
-pub fn lower(program: &Program, inputs: &[Fact], frozen: &StaticSizes) -> Result<Lowered, LowerError> {
+pub fn lower(
+    program: &Program,
+    inputs: &[Fact],
+    frozen: &StaticSizes,
+    equal: &EqualSymbols,
+) -> Result<Lowered, LowerError> {
     let weight = |s: &crate::import::fx::program::Source| {
         Weight::new(s.name.clone(), s.fact.clone(), s.initial.clone(), s.parameter && s.fact.dtype.is_float())
     };
     let mut walk = Walk {
         program,
         frozen,
+        equal,
         bindings: Bindings::new(),
         graph: Graph::new(&program.name),
         constants: HashMap::new(),
@@ -85,6 +92,7 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &StaticSizes) -> Result
 struct Walk<'a> {
     program: &'a Program,
     frozen: &'a StaticSizes,
+    equal: &'a EqualSymbols,
     /// Values that the caller bound to symbols of the file.
     bindings: Bindings,
     graph: Graph,
@@ -127,11 +135,15 @@ impl<'g> Views<'g> {
 }
 
 impl Walk<'_> {
+    /// The element type and shape that the file gives a value, with one symbol for equal ones.
+    fn declared(&self, name: &str) -> Option<Fact> {
+        let fact = self.program.fact(self.program.graph.tensor_values.get(name)?)?;
+        Some(Fact::new(fact.dtype, fact.shape.iter().map(|dim| dim.renamed(self.equal)).collect()))
+    }
+
     /// Binds the symbols of an input to the sizes that the caller gave.
     fn note(&mut self, name: &str, fact: &Fact) {
-        let Some(declared) = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta)) else {
-            return;
-        };
+        let Some(declared) = self.declared(name) else { return };
         for (declared, have) in declared.shape.iter().zip(&fact.shape) {
             if let ([symbol], Some(value)) = (declared.symbols().as_slice(), have.known())
                 && *declared == Dim::symbol(symbol)
@@ -215,8 +227,11 @@ impl Walk<'_> {
         if !node.inputs.iter().flat_map(|input| names(&input.arg)).all(is_defined) {
             return Err(None);
         }
-        if table::in_place(&node.target)
-            && let Some(outputs) = self.counter(node, outer)?
+        if alias::writes_several(node) {
+            return Err(Some(LowerReason::Unsupported("a write to several `out` arguments".to_string())));
+        }
+        if let Some(argument) = alias::written_argument(node)
+            && let Some(outputs) = self.counter(node, argument, outer)?
         {
             return Ok(outputs);
         }
@@ -258,8 +273,13 @@ impl Walk<'_> {
     }
 
     /// Handles an in-place change of a weight: a counter is ignored, any other is refused.
-    fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<NodeOutputs>, LowerReason> {
-        let Ok(Known::Weight(at)) = self.scope(node, outer).known("self") else { return Ok(None) };
+    fn counter(
+        &mut self,
+        node: &schema::Node,
+        argument: &'static str,
+        outer: &Names,
+    ) -> Result<Option<NodeOutputs>, LowerReason> {
+        let Ok(Known::Weight(at)) = self.scope(node, outer).known(argument) else { return Ok(None) };
         let weight = &self.ledger.weights[at];
         if !weight.trainable && table::name(&node.target) == "detach_" {
             return Ok(Some(NodeOutputs::Tensors(vec![Known::Weight(at)])));
@@ -289,7 +309,7 @@ impl Walk<'_> {
             NodeOutputs::Tensors(outputs) => outputs,
         };
         let mut outputs = outputs.into_iter();
-        let first = operand(node);
+        let written = alias::written(node);
         let bases: HashMap<&str, &str> = alias::views(node, &self.program.graph.tensor_values).into_iter().collect();
         let skipped = node.outputs.iter().map(|output| matches!(output, Argument::AsNone(_)));
         let output_names = skipped.zip(&node.outputs).flat_map(|(skipped, output)| match skipped {
@@ -303,9 +323,8 @@ impl Walk<'_> {
                 continue;
             };
             let mut known = outputs.next().unwrap_or(Known::Absent("an output that its operator does not have"));
-            if table::in_place(&node.target)
-                && known != COUNTED
-                && let Some(operand) = first
+            if known != COUNTED
+                && let Some(operand) = written
             {
                 known = self.replace(node, operand, known, outer, views)?;
                 views.join(name, operand);
@@ -318,7 +337,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Rebinds the operand of an in-place operator, and its aliases, to the new value.
+    /// Rebinds the operand of an in-place operator, or an `out` argument, and its aliases, to the new value.
     fn replace(
         &mut self,
         node: &schema::Node,
@@ -343,6 +362,12 @@ impl Walk<'_> {
         let mut scope = self.scope(node, outer);
         let value = scope.read(new)?;
         let value = scope.cast(value, fact.dtype)?;
+        let shape = scope.fact(value).shape;
+        let differs = |(have, want): (&Dim, &Dim)| have.known().is_some() && want.known().is_some() && have != want;
+        let is_other = shape.len() != fact.rank() || shape.iter().zip(&fact.shape).any(differs);
+        if alias::written_argument(node) == Some("out") && is_other {
+            return Err(LowerReason::Unsupported("an `out` argument of another shape".to_string()));
+        }
         let shape = symbolic_batch::shape_with_batch(&scope, &fact.shape, &scope.fact(value).shape)?;
         let value = scope.broadcast(value, shape)?;
         let class = views.class_of(operand);
@@ -400,15 +425,14 @@ impl Walk<'_> {
     /// Compares a result with the type and shape in the file, if those are known.
     fn compare(&self, name: &str, known: Known) -> Result<(), LowerReason> {
         let Known::Value(value) = known else { return Ok(()) };
-        let declared = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta));
-        let Some(declared) = declared else { return Ok(()) };
+        let Some(declared) = self.declared(name) else { return Ok(()) };
         let (computed, declared) =
             (self.graph.fact(value).substitute(self.frozen)?, declared.substitute(&self.bindings)?);
         if computed == declared {
-            Ok(())
-        } else {
-            Err(LowerReason::Inputs(format!("its result would be {computed}, but the file declares {declared}")))
+            return Ok(());
         }
+        computed.shape.iter().zip(&declared.shape).try_for_each(|(one, other)| agree(one, other))?;
+        Err(LowerReason::Inputs(format!("its result would be {computed}, but the file declares {declared}")))
     }
 
     fn finish(mut self, outer: &Names) -> Result<Lowered, LowerError> {
@@ -442,7 +466,7 @@ impl Walk<'_> {
                 short_name(first)
             ));
         }
-        Ok(Lowered { graph, weights, warnings })
+        Ok(Lowered { graph, weights, warnings, constants: Vec::new() })
     }
 
     /// Checks that a buffer mutation is a running average or a counter.

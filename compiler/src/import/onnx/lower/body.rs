@@ -4,7 +4,7 @@ use super::walk::Walk;
 use super::{Known, LowerReason};
 use crate::import::onnx::check_graph;
 use crate::import::onnx::check_graph::Body as Wiring;
-use crate::import::onnx::model::Node;
+use crate::import::onnx::model::{Node, Roles};
 use crate::import::onnx::name::unique_names;
 use crate::import::onnx::payload;
 use crate::import::onnx::proto::GraphProto;
@@ -12,7 +12,7 @@ use crate::import::onnx::proto::attribute_proto::AttributeType;
 use crate::import::onnx::signature;
 use crate::text::name::short_name;
 use prost::Message;
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 
 /// Subgraph bytes that count as one node against the unrolling budget each time the subgraph is read.
 const BYTES_A_NODE: u64 = 64;
@@ -43,7 +43,7 @@ impl Body {
         let nodes: Vec<Node> =
             order.into_iter().map(|at| Node::new(graph.node[at].clone(), names[at].clone())).collect();
         let initializers: Vec<_> = graph.initializer.iter().map(payload::tensor).collect();
-        let constants = walk.initializers(&initializers, &nodes, &BTreeSet::new());
+        let constants = walk.initializers(&initializers, &nodes, &Roles::default());
         let inputs = graph.input.iter().map(|input| input.name().to_owned()).collect();
         Ok(Body { inputs, outputs, constants, nodes })
     }

@@ -33,6 +33,18 @@ pub enum LowerError {
     Prune(Box<AddError>),
 }
 
+impl LowerError {
+    /// Pairs of symbols that ops need to be equal.
+    pub fn equal_symbols(&self) -> Vec<(String, String)> {
+        let LowerError::Nodes(faults) = self else { return Vec::new() };
+        let pair = |fault: &Fault| match &fault.reason {
+            LowerReason::Equal { one, other } => Some((one.clone(), other.clone())),
+            _ => None,
+        };
+        faults.0.iter().filter_map(pair).collect()
+    }
+}
+
 impl From<AddError> for LowerError {
     fn from(error: AddError) -> LowerError {
         LowerError::Prune(Box::new(error))

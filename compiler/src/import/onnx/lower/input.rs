@@ -7,6 +7,7 @@
 
 use super::StaticSizes;
 use super::weight::dtype_of;
+use crate::import::equal_sizes::EqualSymbols;
 use crate::import::onnx::element::element_name;
 use crate::import::onnx::model::{Dim as SourceDim, ValueInfo};
 use crate::op::dropout::COUNTER;
@@ -46,6 +47,8 @@ pub enum InputError {
     UnknownDim { name: String, open: String },
     #[error("dimension `{}` cannot be {value}", short_name(name))]
     Value { name: String, value: i64 },
+    #[error("dimensions `{}` and `{}` are equal, but were given different sizes", short_name(name), short_name(other))]
+    Different { name: String, other: String },
     #[error(transparent)]
     Dim(#[from] DimError),
 }
@@ -64,11 +67,31 @@ pub struct Inputs {
     pub frozen: StaticSizes,
     /// By input, the axis where the batch symbol replaced a number.
     pub opened: BTreeMap<String, usize>,
+    /// Symbols that were replaced by equal ones.
+    pub equal: EqualSymbols,
     /// Other symbols that are still unbound.
     pub open: Vec<String>,
 }
 
 impl Inputs {
+    /// True if no two symbols can be equal.
+    pub fn has_one_symbol(&self) -> bool {
+        self.open.len() + usize::from(self.batch.is_some()) < 2
+    }
+
+    /// Replaces one of two equal symbols by the other: by the batch, or by that of an earlier input.
+    pub fn merge(&self, one: &str, other: &str, equal: &mut EqualSymbols) {
+        let [one, other] = [one, other].map(|name| equal.get(name).cloned().unwrap_or_else(|| name.to_string()));
+        if one == other {
+            return;
+        }
+        let all = self.facts.iter().flat_map(|fact| fact.shape.iter().flat_map(Dim::symbols));
+        let first = self.batch.iter().cloned().chain(all).find(|name| *name == one || *name == other);
+        let (kept, replaced) = if first.is_some_and(|name| name == one) { (one, other) } else { (other, one) };
+        equal.values_mut().filter(|name| **name == replaced).for_each(|name| name.clone_from(&kept));
+        equal.insert(replaced, kept);
+    }
+
     /// Returns an error for an input with a zero dimension, unless `allowed`.
     pub fn refuse_empty(&self, infos: &[ValueInfo], allowed: bool) -> Result<(), InputError> {
         let empty = |fact: &Fact| fact.shape.iter().position(|dim| dim.is(0));
@@ -81,18 +104,20 @@ impl Inputs {
 }
 
 /// Reads the model inputs. `values` binds open dimensions, `axes` gives batch axes by input name. Inputs in `unread` do
-/// not determine the batch if any input is read.
+/// not determine the batch if any input is read. `equal` replaces symbols.
 pub fn read(
     infos: &[ValueInfo],
     values: &Bindings,
     axes: &BTreeMap<String, usize>,
     unread: &BTreeSet<String>,
+    equal: &EqualSymbols,
 ) -> Result<Inputs, InputError> {
     if infos.iter().any(|info| info.name == COUNTER) {
         return Err(InputError::Reserved);
     }
     let mut symbols = Symbols::default();
-    let facts = infos.iter().map(|info| fact(info, &mut symbols)).collect::<Result<Vec<_>, _>>()?;
+    let renamed = |fact: Fact| Fact::new(fact.dtype, fact.shape.iter().map(|dim| dim.renamed(equal)).collect());
+    let facts = infos.iter().map(|info| fact(info, &mut symbols).map(renamed)).collect::<Result<Vec<_>, _>>()?;
     let by_name = |name: &str| infos.iter().position(|info| info.name == name);
     for (name, &axis) in axes {
         if by_name(name).is_none_or(|at| axis >= facts[at].rank()) {
@@ -106,12 +131,15 @@ pub fn read(
     let leader = axes.iter().next().and_then(|(name, &axis)| Some((by_name(name)?, axis)));
     let leader = leader.or_else(|| facts.get(first).filter(|f| f.rank() > 0).map(|_| (first, 0)));
     let size = leader.map(|(at, axis)| facts[at].shape[axis].clone());
+    let mut equal = equal.clone();
+    let facts = with_batch_where_unread(infos, facts, unread, size.as_ref(), &mut equal);
     let mut inputs = Inputs {
         fixed: None,
         batch: size.as_ref().and_then(|d| d.symbols().into_iter().next()),
         default: None,
         frozen: StaticSizes::new(),
         opened: BTreeMap::new(),
+        equal,
         open: Vec::new(),
         facts,
     };
@@ -140,13 +168,48 @@ pub fn read(
     Ok(inputs)
 }
 
+/// Gives inputs that no operator reads the batch along axis 0, if they have a symbol of their own there.
+fn with_batch_where_unread(
+    infos: &[ValueInfo],
+    mut facts: Vec<Fact>,
+    unread: &BTreeSet<String>,
+    size: Option<&Dim>,
+    equal: &mut EqualSymbols,
+) -> Vec<Fact> {
+    let Some(size) = size.filter(|size| size.known().is_none()) else { return facts };
+    let is_read = |info: &ValueInfo| !unread.contains(&info.name);
+    let read = infos.iter().zip(&facts).filter(|(info, _)| is_read(info)).map(|(_, fact)| fact);
+    let known: BTreeSet<String> = read.flat_map(|fact| fact.shape.iter().flat_map(Dim::symbols)).collect();
+    for (_, fact) in infos.iter().zip(&mut facts).filter(|(info, _)| !is_read(info)) {
+        if let Some(first) = fact.shape.first_mut().filter(|dim| dim.known().is_none())
+            && first.symbols().iter().all(|symbol| !known.contains(symbol))
+        {
+            if let ([own], [batch]) = (first.symbols().as_slice(), size.symbols().as_slice()) {
+                equal.insert(own.clone(), batch.clone());
+            }
+            first.clone_from(size);
+        }
+    }
+    facts
+}
+
 /// Binds open dimensions to the given sizes. The batch stays symbolic; its size becomes the default.
-fn bind(inputs: &mut Inputs, values: &Bindings) -> Result<(), InputError> {
+fn bind(inputs: &mut Inputs, given: &Bindings) -> Result<(), InputError> {
     let mut unbound: Vec<String> = inputs.facts.iter().flat_map(|f| f.shape.iter().flat_map(Dim::symbols)).collect();
     unbound.sort();
     unbound.dedup();
-    let mut unused = values.clone();
-    for (name, &value) in values {
+    let mut bound = Bindings::new();
+    let mut values: BTreeMap<&String, (&String, i64)> = BTreeMap::new();
+    for (given, &value) in given {
+        let name = inputs.equal.get(given).unwrap_or(given);
+        match values.insert(name, (given, value)) {
+            Some((other, before)) if before != value => {
+                return Err(InputError::Different { name: given.clone(), other: other.clone() });
+            }
+            _ => {}
+        }
+    }
+    for (name, (_, value)) in values {
         if !unbound.contains(name) {
             let names: Vec<String> = unbound.iter().map(|s| format!("`{s}`")).collect();
             let unbound = if names.is_empty() { "none".to_string() } else { names.join(", ") };
@@ -157,13 +220,14 @@ fn bind(inputs: &mut Inputs, values: &Bindings) -> Result<(), InputError> {
         }
         if inputs.batch.as_ref() == Some(name) {
             inputs.default = Some(value);
-            unused.remove(name);
+        } else {
+            bound.insert(name.clone(), value);
         }
     }
     for fact in inputs.facts.iter_mut().chain(inputs.fixed.iter_mut().flatten()) {
-        *fact = fact.substitute(&unused)?;
+        *fact = fact.substitute(&bound)?;
     }
-    inputs.open = unbound.into_iter().filter(|s| !unused.contains_key(s) && inputs.batch.as_ref() != Some(s)).collect();
+    inputs.open = unbound.into_iter().filter(|s| !bound.contains_key(s) && inputs.batch.as_ref() != Some(s)).collect();
     Ok(())
 }
 
@@ -240,7 +304,7 @@ mod tests {
     fn described(infos: &[ValueInfo], values: &[(&str, i64)], axes: &[(&str, usize)]) -> Result<String, String> {
         let values = values.iter().map(|(n, v)| ((*n).to_string(), *v)).collect();
         let axes = axes.iter().map(|(n, a)| ((*n).to_string(), *a)).collect();
-        let inputs = read(infos, &values, &axes, &BTreeSet::new()).map_err(|e| e.to_string())?;
+        let inputs = read(infos, &values, &axes, &BTreeSet::new(), &EqualSymbols::new()).map_err(|e| e.to_string())?;
         let facts: Vec<String> = inputs.facts.iter().map(Fact::to_string).collect();
         let batch = inputs.batch.unwrap_or_default();
         Ok(format!("{} {batch}={:?} open {:?}", facts.join(" "), inputs.default, inputs.open))
@@ -261,6 +325,25 @@ mod tests {
     }
 
     #[test]
+    fn equal_symbols_are_one() {
+        let infos = [info("x", &["N", "s"]), info("mask", &["M", "s"]), info("unused", &["U"])];
+        let (axes, unread) = (BTreeMap::new(), BTreeSet::from(["unused".to_string()]));
+        let equal = EqualSymbols::from([("M".to_string(), "N".to_string())]);
+        let read = |values: &[(&str, i64)]| {
+            let values = values.iter().map(|(name, size)| (name.to_string(), *size)).collect();
+            read(&infos, &values, &axes, &unread, &equal)
+        };
+        let inputs = read(&[("M", 8)]).unwrap();
+        let facts: Vec<String> = inputs.facts.iter().map(Fact::to_string).collect();
+        assert_eq!((facts.join(" "), inputs.default), ("f32[N, s] f32[N, s] f32[N]".to_string(), Some(8)));
+        assert!(!inputs.has_one_symbol());
+        let mut merged = EqualSymbols::new();
+        [("s", "N"), ("t", "s"), ("N", "t")].iter().for_each(|(one, other)| inputs.merge(one, other, &mut merged));
+        assert_eq!(merged, ["s", "t"].map(|name| (name.to_string(), "N".to_string())).into());
+        assert!(matches!(read(&[("M", 8), ("N", 4)]), Err(InputError::Different { .. })));
+    }
+
+    #[test]
     fn open_dimensions_keep_their_names() {
         let infos = [info("x", &["N", "seq len", "2*seq", ""])];
         let expected = "f32[N, seq_len, seq*2, x_3] N=None open [\"seq\", \"seq_len\", \"x_3\"]";
@@ -270,7 +353,7 @@ mod tests {
         assert!(described(&infos, &[("batch", 4)], &[]).unwrap_err().contains("`seq_len`"));
         assert!(described(&infos, &[("N", 0)], &[]).unwrap_err().contains("cannot be 0"));
         let (no_batch, no_axes) = ([info("x", &["0"])], BTreeMap::new());
-        let inputs = read(&no_batch, &Bindings::new(), &no_axes, &BTreeSet::new()).unwrap();
+        let inputs = read(&no_batch, &Bindings::new(), &no_axes, &BTreeSet::new(), &EqualSymbols::new()).unwrap();
         assert!(inputs.refuse_empty(&no_batch, false).unwrap_err().to_string().contains("zero"));
         assert_eq!(inputs.refuse_empty(&no_batch, true), Ok(()));
     }

@@ -2,6 +2,7 @@
 
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
+use crate::import::equal_sizes::agree;
 use crate::import::symbolic_batch::with_batch_of;
 use crate::op::{Binary, Compare, CrossEntropy, Gather, Iota, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::Dim;
@@ -35,6 +36,11 @@ fn ignore_index(scope: &Scope<'_>) -> Result<Option<i64>, LowerReason> {
 
 /// Cross-entropy of logits `[N, C, …]` and classes `[N, …]`. The second output is the log-probabilities.
 pub fn softmax_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
+    // cross_entropy_loss(self, target, weight, reduction, ignore_index, label_smoothing)
+    let arguments = scope.node.torch_arguments("aten.cross_entropy_loss");
+    if arguments.and_then(|list| list.get(5)?.parse().ok()).is_some_and(|smoothing: f64| smoothing != 0.0) {
+        return Err(LowerReason::Unsupported("label smoothing, which PyTorch's exporter leaves out,".to_string()));
+    }
     let (logits, target) = (scope.value(0)?, scope.value(1)?);
     let (reduction, ignore) = (reduction(scope)?, ignore_index(scope)?);
     let needs_log = scope.node.outputs.get(1).is_some_and(|name| !name.is_empty());
@@ -95,6 +101,7 @@ pub fn select_class(
         row_shape.remove(1);
         row_shape != classes_of.shape
     } {
+        row_shape.iter().zip(&classes_of.shape).try_for_each(|(row, class)| agree(row, class))?;
         return Err(LowerReason::Inputs(format!("scores {fact} do not fit targets {classes_of}")));
     }
     let target = scope.cast(target, DType::I64)?;

@@ -23,6 +23,8 @@ pub struct Lowered {
     pub graph: Graph,
     pub weights: Vec<Weight>,
     pub warnings: Vec<String>,
+    /// Floats of the file that are neither parameters nor states.
+    pub constants: Vec<String>,
 }
 
 pub fn check(model: &OnnxModel) -> Result<(), LowerError> {
@@ -57,7 +59,7 @@ pub fn lower(
             .warnings
             .push(format!("standard operator set {opset} is newer than {newest}, the latest supported"));
     }
-    let initializers = walk.initializers(&model.initializers, &model.nodes, &model.buffers);
+    let initializers = walk.initializers(&model.initializers, &model.nodes, &model.roles);
     walk.frames.top_mut().known.extend(initializers);
     for (input, fact) in model.inputs.iter().zip(inputs) {
         let op = Op::Input(Input { name: input.name.clone(), fact: fact.clone() });
@@ -178,8 +180,9 @@ fn finish(mut walk: Walk<'_>, model: &OnnxModel) -> Result<Lowered, LowerError> 
     let graph = prune::prune(&walk.graph)?;
     let weights = used_weights(&graph, walk.ledger.weights);
     let mut warnings = walk.ledger.warnings;
-    warnings.extend(weight::warning(weights.iter().filter(|w| w.trainable).map(|w| w.name.as_str())));
-    Ok(Lowered { graph, weights, warnings })
+    let inferred = weights.iter().filter(|w| w.trainable && !model.roles.parameters.contains(&w.name));
+    warnings.extend(weight::warning(inferred.map(|w| w.name.as_str())));
+    Ok(Lowered { graph, weights, warnings, constants: walk.ledger.constants })
 }
 
 pub fn used_weights(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {

@@ -6,6 +6,8 @@ use super::padding::{self, Mode};
 use super::slice::part;
 use super::{Known, LowerReason, Outputs, Scope, symbol};
 use crate::import::build::Build;
+use crate::import::embedding;
+use crate::import::equal_sizes::agree;
 use crate::import::symbolic_batch::{sample, with_batch_of};
 use crate::op::{Binary, Compare, Concat, Gather, Iota, Op, Pad, Transpose, Value};
 use crate::tensor::dim::Dim;
@@ -43,7 +45,10 @@ pub fn broadcast_shape(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
         (true, _) => Ok(b),
         (_, true) => Ok(a),
         _ if a == b => Ok(a),
-        _ => Err(LowerReason::Inputs(format!("sizes {a} and {b} do not broadcast"))),
+        _ => {
+            agree(&a, &b)?;
+            Err(LowerReason::Inputs(format!("sizes {a} and {b} do not broadcast")))
+        }
     };
     (0..rank).map(|i| meet((at(a, i), at(b, i)))).collect()
 }
@@ -120,7 +125,17 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
         }
     }
     let index = scope.value(1)?;
-    scope.add(Op::Gather(Gather { axis }), &[x, index]).and_then(one)
+    let mut rows = scope.add(Op::Gather(Gather { axis }), &[x, index])?;
+    // ONNX has no embeddings; the metadata tell what options the exporter left out.
+    if let Some(arguments) = scope.node.torch_arguments("aten.embedding") {
+        if arguments.get(3) == Some(&"True") {
+            rows = embedding::scaled_by_frequency(scope, rows, x, index)?;
+        }
+        if let Some(padding) = arguments.get(2).and_then(|text| text.parse().ok()).filter(|padding| *padding >= 0) {
+            rows = embedding::with_padding(scope, rows, index, padding)?;
+        }
+    }
+    one(rows)
 }
 
 /// Pads with a constant value or with input elements; negative padding crops.

@@ -20,7 +20,7 @@ pub fn part(scope: &mut impl Build, x: Value, axis: usize, begin: Dim, end: Dim)
 
 /// Normalises a slice bound for an axis of `size` and clamps it to `low … high`.
 pub fn clamp_index(index: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, LowerReason> {
-    let error = || LowerReason::Inputs(format!("index {index} may or may not lie within an axis of size {size}"));
+    let error = || LowerReason::undecided(format!("index {index} lies within an axis of size {size}"), [index, size]);
     if index.known().is_some_and(|v| v >= i64::from(i32::MAX)) && size.known().is_none() {
         // Very large numbers mean "to the end".
         return Ok(high.clone());
@@ -73,7 +73,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
             let end = clamp_index(&ends[n], size, &before, &last)?;
             (last.sub(&start)?, last.sub(&end)?)
         };
-        let error = || LowerReason::Inputs(format!("a slice from {begin} to {end} may or may not be empty"));
+        let error = || LowerReason::undecided(format!("a slice from {begin} to {end} is empty"), [&begin, &end]);
         let end = symbol::larger(&begin, &end).ok_or_else(error)?;
         (slice.begin[at], slice.end[at], slice.step[at]) = (begin, end, step);
     }

@@ -7,8 +7,8 @@ use super::error::Fault;
 use super::frame::{Frame, Frames};
 use super::{ImportedWeights, Known, LowerReason, Scope, StaticSizes, Weight, weight};
 use crate::graph::Graph;
-use crate::import::onnx::model::{Function, Node, Tensor as Source};
-use std::collections::{BTreeSet, HashMap};
+use crate::import::onnx::model::{Function, Node, Roles, Tensor as Source};
+use std::collections::HashMap;
 
 /// Domain, name and overload of a function.
 pub type Callee = (String, String, String);
@@ -81,13 +81,8 @@ impl Walk<'_> {
 
     /// Classifies initializers as constants and weights. An initializer read again, in another loop iteration, is the
     /// same weight.
-    pub fn initializers(
-        &mut self,
-        sources: &[Source],
-        nodes: &[Node],
-        buffers: &BTreeSet<String>,
-    ) -> Vec<(String, Known)> {
-        let (known, unnumbered) = weight::sort(sources, nodes, buffers);
+    pub fn initializers(&mut self, sources: &[Source], nodes: &[Node], roles: &Roles) -> Vec<(String, Known)> {
+        let (known, unnumbered) = weight::sort(sources, nodes, roles);
         let mut indices = Vec::with_capacity(unnumbered.len());
         let ImportedWeights { weights, named, .. } = &mut self.ledger;
         for (at, weight) in weights.iter().enumerate().skip(named.len()) {
@@ -117,6 +112,9 @@ impl Walk<'_> {
         };
         let mut known: Vec<_> = known.into_iter().map(|(name, known)| (name, numbered(known))).collect();
         known.sort_by(|a, b| a.0.cmp(&b.0));
+        let is_float = |known: &Known| matches!(known, Known::Tensor(tensor) if tensor.dtype().is_float());
+        let constants = known.iter().filter(|(name, known)| is_float(known) && !weight::made_up(name));
+        self.ledger.constants.extend(constants.map(|(name, _)| name.clone()));
         known
     }
 

@@ -1,0 +1,41 @@
+//! What a plan states besides its times and memory: names, modules, operations and the bottleneck.
+
+use crate::plan::check::error::PlanFault;
+use crate::plan::check::verify::differs;
+use crate::plan::problem::Problem;
+use crate::plan::{Plan, Stage};
+use crate::profile::cost_graph::OpCost;
+use std::collections::HashSet;
+
+/// The faults of a plan that is a solution of `problem` with this bottleneck.
+pub fn faults(problem: &Problem, plan: &Plan, bottleneck: &str) -> Vec<PlanFault> {
+    let ops = &problem.graph.ops;
+    let mut faults = Vec::new();
+    let mut compare = |what: String, said: String, found: String| {
+        if said != found {
+            faults.push(PlanFault::Figure { what, said, found });
+        }
+    };
+    let of = |stage: &'_ Stage| stage.op_ids().map(|op| &ops[op as usize]).collect::<Vec<&OpCost>>();
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let mut seen: HashSet<&str> = HashSet::new();
+        let modules: Vec<&str> = of(stage).iter().map(|op| &*op.module).collect();
+        let modules: Vec<&str> = modules.into_iter().filter(|name| !name.is_empty() && seen.insert(name)).collect();
+        let name = |op: &&OpCost| if op.name.is_empty() { op.id.to_string() } else { op.name.clone() };
+        let names: Vec<String> = of(stage).iter().map(name).collect();
+        compare(format!("op_names of stage {at}"), stage.op_names.join(", "), names.join(", "));
+        compare(format!("modules of stage {at}"), stage.modules.join(", "), modules.join(", "));
+    }
+    // Without its own limits a pipeline would have another bottleneck, which follows theirs.
+    let said = plan.predicted.bottleneck.rsplit("; with higher limits: ").next().unwrap_or_default();
+    compare("predicted.bottleneck".to_string(), said.to_string(), bottleneck.to_string());
+    // Matrix products, which are nearly all operations, have two gradients of the same size.
+    let has_backward = ops.iter().any(|op| op.bwd_us > 0.0);
+    let passes = if problem.schedule.trains() && has_backward { 3.0 } else { 1.0 };
+    let forward: f64 = plan.stages.iter().map(|stage| of(stage).iter().map(|op| op.flops).sum::<f64>()).sum();
+    let flops = passes * f64::from(plan.schedule.microbatches) * forward;
+    if differs(plan.predicted.flops, flops) {
+        compare("predicted.flops".to_string(), plan.predicted.flops.to_string(), flops.to_string());
+    }
+    faults
+}
