@@ -22,6 +22,7 @@ use crate::tensor::fact::Fact;
 use petgraph::Direction;
 use petgraph::stable_graph::{NodeIndex, StableDiGraph};
 use petgraph::visit::EdgeRef;
+use std::collections::HashSet;
 use thiserror::Error;
 
 /// A node's origin in the source model.
@@ -188,6 +189,28 @@ impl Graph {
         ids.sort_unstable();
         ids.dedup();
         ids
+    }
+
+    /// The nodes that lead to a value, and its own.
+    pub fn ancestors(&self, value: Value) -> HashSet<NodeId> {
+        let (mut seen, mut open) = (HashSet::new(), vec![value.node]);
+        while let Some(node) = open.pop() {
+            if seen.insert(node) {
+                open.extend(self.dag.neighbors_directed(index(node), Direction::Incoming).map(id));
+            }
+        }
+        seen
+    }
+
+    /// The number of a constant, possibly cast, reshaped or broadcast.
+    pub fn number(&self, mut value: Value) -> Option<f64> {
+        loop {
+            match &self.node(value.node).op {
+                Op::Constant(constant) if constant.tensor.len() == 1 => return Some(constant.tensor.to_f64()[0]),
+                Op::Cast(_) | Op::Reshape(_) | Op::Broadcast(_) => value = self.inputs(value.node)[0],
+                _ => return None,
+            }
+        }
     }
 
     /// Replaces `old` by `new` in all consumers: ops, outputs and averages.

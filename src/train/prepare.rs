@@ -500,18 +500,23 @@ fn has_uneven_means(graph: &Graph, loss: Loss, data: &Data) -> bool {
     let own_loss = output_of(graph).filter(|_| loss == Loss::Output).map(|at| graph.outputs[at].value);
     let mut ignored = ignored_labels(graph);
     ignored.extend((loss == Loss::CrossEntropy).then_some(IGNORED));
-    let has_ignored = |array: &Tensor| {
+    let reads_floats: BTreeSet<&str> = graph.ids().filter_map(|id| float_input(graph, id)).collect();
+    let has_ignored = |(name, array): (&String, &Tensor)| {
         let view = array.view();
-        let is_float = array.dtype().is_float();
-        let is_ignored = |at| match is_float {
+        let is_ignored = |at| match array.dtype().is_float() {
             true => ignored.iter().any(|label| view.f64(at) == *label as f64),
             false => ignored.contains(&view.i64(at)),
         };
-        (0..view.len()).any(is_ignored)
+        !reads_floats.contains(&**name) && (0..view.len()).any(is_ignored)
     };
     own_loss.is_some_and(|loss| has_quotients(graph, loss))
         || computes_labels(graph)
-        || !ignored.is_empty() && arrays.values().any(has_ignored)
+        || !ignored.is_empty() && arrays.iter().any(has_ignored)
+}
+
+/// The name of an input of floats, which has no labels.
+fn float_input(graph: &Graph, id: NodeId) -> Option<&str> {
+    input_name(graph, id).filter(|_| graph.node(id).facts[0].dtype.is_float())
 }
 
 /// The parameters to which the loss gives no gradient.

@@ -5,7 +5,9 @@ use crate::import::lower_error::LowerReason;
 use crate::import::symbolic_batch;
 use crate::import::symbolic_batch::Opened;
 use crate::op::dropout::COUNTER;
-use crate::op::{Binary, Broadcast, Compare, Constant, Input, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value};
+use crate::op::{
+    Binary, Broadcast, Compare, Constant, Input, Op, Reduce, ReduceKind, Reshape, Select, StopGradient, Unary, Value,
+};
 use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
@@ -112,6 +114,11 @@ pub trait Build {
     /// `x` cast to an element type; `x` itself if it already has it.
     fn cast(&mut self, x: Value, to: DType) -> Result<Value, LowerReason> {
         if self.graph().fact(x).dtype == to { Ok(x) } else { self.add(Op::Cast(crate::op::Cast { to }), &[x]) }
+    }
+
+    /// Stops the gradient of a value; integers have none.
+    fn stop_gradient(&mut self, x: Value) -> Result<Value, LowerReason> {
+        if self.graph().fact(x).dtype.is_float() { self.add(Op::StopGradient(StopGradient {}), &[x]) } else { Ok(x) }
     }
 
     /// `x` reshaped; `x` itself if it already has the shape.

@@ -43,9 +43,9 @@ pub fn warn_fixed_divisor(graph: &Graph, inputs: &Inputs) -> Option<String> {
     let division = graph.ids().find_map(|id| {
         let operands = graph.inputs(id);
         let divided = match &graph.node(id).op {
-            Op::Binary(Binary::Div) => vec![(operands[0], scalar(graph, operands[1])?)],
+            Op::Binary(Binary::Div) => vec![(operands[0], graph.number(operands[1])?)],
             Op::Binary(Binary::Mul) => {
-                (0..2).filter_map(|at| Some((operands[1 - at], scalar(graph, operands[at])?.recip()))).collect()
+                (0..2).filter_map(|at| Some((operands[1 - at], graph.number(operands[at])?.recip()))).collect()
             }
             _ => return None,
         };
@@ -58,18 +58,6 @@ pub fn warn_fixed_divisor(graph: &Graph, inputs: &Inputs) -> Option<String> {
          or micro-batches, that is not a mean; use `.mean()` instead of `/ x.shape[0]`, or export with a dynamic batch",
         short_name(graph.node(node).label())
     ))
-}
-
-/// The value of all elements, if constant and equal.
-fn scalar(graph: &Graph, mut value: Value) -> Option<f64> {
-    for _ in 0..FOLLOWED {
-        match &graph.node(value.node).op {
-            Op::Constant(constant) if constant.tensor.len() == 1 => return Some(constant.tensor.to_f64()[0]),
-            Op::Cast(_) | Op::Reshape(_) | Op::Broadcast(_) => value = graph.inputs(value.node)[0],
-            _ => return None,
-        }
-    }
-    None
 }
 
 /// True if the value is a sum over the batch, possibly scaled, shifted or added to others.
@@ -85,7 +73,7 @@ fn is_batch_sum(graph: &Graph, mut value: Value) -> bool {
                 value = operands[0];
             }
             Op::Binary(_) => {
-                let summand = operands.iter().find(|value| scalar(graph, **value).is_none());
+                let summand = operands.iter().find(|value| graph.number(**value).is_none());
                 value = *summand.unwrap_or(&operands[0]);
             }
             Op::Unary(_) | Op::Cast(_) | Op::Reshape(_) => value = operands[0],

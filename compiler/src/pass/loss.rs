@@ -5,11 +5,11 @@
 
 use crate::graph::{Graph, Origin, Output, Writer};
 use crate::op::unary::scalar;
-use crate::op::{Binary, Cast, CrossEntropy, Emit, Input, Op, Reduce, ReduceKind, Unary, Value};
+use crate::op::{Binary, Cast, CrossEntropy, Emit, Input, NodeId, Op, Reduce, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 use thiserror::Error;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -90,17 +90,8 @@ pub fn output_of(graph: &Graph) -> Option<usize> {
 
 /// Tests whether an output depends on an input that the first output does not depend on, as a loss depends on labels.
 pub fn reads_extra_inputs(graph: &Graph, output: usize) -> bool {
-    let inputs = |value: Value| {
-        let (mut visited, mut stack, mut inputs) = (HashSet::new(), vec![value.node], BTreeSet::new());
-        while let Some(node) = stack.pop() {
-            if visited.insert(node) {
-                if let Op::Input(_) = graph.node(node).op {
-                    inputs.insert(node);
-                }
-                stack.extend(graph.inputs(node).iter().map(|input| input.node));
-            }
-        }
-        inputs
+    let inputs = |value: Value| -> BTreeSet<NodeId> {
+        graph.ancestors(value).into_iter().filter(|node| matches!(graph.node(*node).op, Op::Input(_))).collect()
     };
     !inputs(graph.outputs[output].value).is_subset(&inputs(graph.outputs[0].value))
 }

@@ -168,7 +168,7 @@ pub fn has_quotients(graph: &Graph, loss: Value) -> bool {
 pub fn has_other_means(graph: &Graph, loss: Value) -> bool {
     let found = find(graph, loss);
     let known: HashSet<NodeId> = found.cross_entropies.iter().chain(&found.quotients).copied().collect();
-    ancestors(graph, loss).into_iter().any(|node| is_mean(graph, node) && !known.contains(&node))
+    graph.ancestors(loss).into_iter().any(|node| is_mean(graph, node) && !known.contains(&node))
 }
 
 /// True for a cross-entropy that may ignore labels, and for a quotient with a divisor that depends only on inputs.
@@ -216,7 +216,7 @@ fn find(graph: &Graph, loss: Value) -> Found {
         found.linear.insert(node);
         open.extend(passed);
     }
-    let leads_to_loss = ancestors(graph, loss);
+    let leads_to_loss = graph.ancestors(loss);
     let is_linear = |node: &NodeId| {
         let (mut seen, mut open) = (HashSet::new(), graph.successors(*node));
         while let Some(reader) = open.pop() {
@@ -236,17 +236,6 @@ fn find(graph: &Graph, loss: Value) -> Found {
     Found { cross_entropies, quotients, ..found }
 }
 
-/// The nodes that lead to a value, and its own.
-fn ancestors(graph: &Graph, value: Value) -> HashSet<NodeId> {
-    let (mut seen, mut open) = (HashSet::new(), vec![value.node]);
-    while let Some(node) = open.pop() {
-        if seen.insert(node) {
-            open.extend(graph.inputs(node).iter().map(|input| input.node));
-        }
-    }
-    seen
-}
-
 /// A sum or mean over all elements of a value that depends only on inputs, below the casts of a divisor and operations with
 /// numbers; and these, in order. A mean per sample is none, also if a micro-batch has only one sample.
 fn sum_of_inputs(graph: &Graph, divisor: Value) -> Option<(Value, Vec<(Binary, f64)>)> {
@@ -256,9 +245,12 @@ fn sum_of_inputs(graph: &Graph, divisor: Value) -> Option<(Value, Vec<(Binary, f
         match &graph.node(value.node).op {
             Op::Cast(_) | Op::Reshape(_) | Op::Broadcast(_) => value = inputs[0],
             Op::Binary(op @ (Binary::Max | Binary::Min | Binary::Add)) => {
-                let at = (0..2).find(|at| constant(graph, inputs[*at]).is_some())?;
-                after.push((*op, constant(graph, inputs[at])?));
-                value = inputs[1 - at];
+                let (number, other) = match graph.number(inputs[1]) {
+                    Some(number) => (number, inputs[0]),
+                    None => (graph.number(inputs[0])?, inputs[1]),
+                };
+                after.push((*op, number));
+                value = other;
             }
             Op::Reduce(op) if matches!(op.kind, ReduceKind::Sum | ReduceKind::Mean) => {
                 let covers_all = op.axes.len() == graph.fact(inputs[0]).rank();
@@ -275,40 +267,16 @@ fn is_constant(graph: &Graph, value: Value) -> bool {
     depends_only_on_inputs(graph, value) && !has_input(graph, value)
 }
 
-/// The number that all elements of a value are.
-fn constant(graph: &Graph, mut value: Value) -> Option<f64> {
-    loop {
-        match &graph.node(value.node).op {
-            Op::Constant(op) if op.tensor.len() == 1 => return Some(op.tensor.to_f64()[0]),
-            Op::Cast(_) | Op::Reshape(_) | Op::Broadcast(_) => value = graph.inputs(value.node)[0],
-            _ => return None,
-        }
-    }
-}
-
 /// True if no parameter, changing state or random number leads to the value.
 fn depends_only_on_inputs(graph: &Graph, value: Value) -> bool {
-    !leads_to(graph, value, |node| match &graph.node(node).op {
-        Op::State(_) => graph.averages.iter().any(|average| average.state == node),
-        op => matches!(op, Op::Parameter(_) | Op::Dropout(_) | Op::Uniform(_)),
+    graph.ancestors(value).into_iter().all(|node| match &graph.node(node).op {
+        Op::State(_) => graph.averages.iter().all(|average| average.state != node),
+        op => !matches!(op, Op::Parameter(_) | Op::Dropout(_) | Op::Uniform(_)),
     })
 }
 
 fn has_input(graph: &Graph, value: Value) -> bool {
-    leads_to(graph, value, |node| matches!(graph.node(node).op, Op::Input(_)))
-}
-
-fn leads_to(graph: &Graph, value: Value, is_wanted: impl Fn(NodeId) -> bool) -> bool {
-    let (mut seen, mut open) = (HashSet::new(), vec![value.node]);
-    while let Some(node) = open.pop() {
-        if seen.insert(node) {
-            if is_wanted(node) {
-                return true;
-            }
-            open.extend(graph.inputs(node).iter().map(|input| input.node));
-        }
-    }
-    false
+    graph.ancestors(value).into_iter().any(|node| matches!(graph.node(node).op, Op::Input(_)))
 }
 
 /// Emits the number of labels that are not ignored.

@@ -49,11 +49,16 @@ pub struct OnnxModel {
 }
 
 impl Node {
+    /// The FX node that PyTorch's exporter made this node from, by the node's metadata.
+    pub fn torch_source(&self) -> Option<&str> {
+        let source = self.metadata.iter().find(|property| property.key() == "pkg.torch.onnx.fx_node")?;
+        Some(source.value())
+    }
+
     /// The arguments of the ATen operator that PyTorch's exporter made this node from, if it is `operator`, by the node's
     /// metadata.
     pub fn torch_arguments(&self, operator: &str) -> Option<Vec<&str>> {
-        let source = self.metadata.iter().find(|property| property.key() == "pkg.torch.onnx.fx_node")?;
-        let (_, call) = source.value().split_once("call_function[target=torch.ops.")?;
+        let (_, call) = self.torch_source()?.split_once("call_function[target=torch.ops.")?;
         let call = call.strip_prefix(operator).filter(|rest| rest.starts_with('.'))?;
         let (_, arguments) = call.split_once("](args = (")?;
         Some(arguments.split_once(')').map_or(arguments, |(list, _)| list).split(", ").collect())

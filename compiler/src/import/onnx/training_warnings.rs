@@ -133,10 +133,9 @@ const RULES: &str = "pkg.onnxscript.rewriter.rule_name";
 /// A zero bias added by the exporter itself is no loss, so the FX source of the node must mention a bias.
 fn unbiased(model: &OnnxModel) -> Option<TrainingWarning> {
     nodes(Finding::RemovedBias, model, |node| {
-        let source = "pkg.torch.onnx.fx_node";
         has_attribute(node, RULES, "RemoveOptionalBias")
             && !has_attribute(node, RULES, "FuseBatchNorm")
-            && has_attribute(node, source, "_bias")
+            && node.torch_source().is_some_and(|source| source.contains("_bias"))
     })
 }
 
@@ -167,16 +166,16 @@ fn is_quantised(node: &Node) -> bool {
 
 /// Nodes that read a detached value whose `Identity` the exporter's optimiser removed.
 fn lost_detach(model: &OnnxModel) -> Option<TrainingWarning> {
-    const NODE: &str = "pkg.torch.onnx.fx_node";
-    let source = |node: &'_ Node| node.metadata.iter().find(|p| p.key() == NODE).map(|p| p.value().to_owned());
-    let sources: Vec<(&Node, String)> = model.nodes.iter().filter_map(|node| Some((node, source(node)?))).collect();
-    let name =
-        |text: &str| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap_or_default().to_owned();
-    let made: BTreeSet<String> = sources.iter().filter_map(|(_, text)| text.strip_prefix('%').map(name)).collect();
-    let is_lost = |text: &String| {
+    fn name(text: &str) -> &str {
+        text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap_or_default()
+    }
+    let sources: Vec<(&Node, &str)> =
+        model.nodes.iter().filter_map(|node| Some((node, node.torch_source()?))).collect();
+    let made: BTreeSet<&str> = sources.iter().filter_map(|(_, text)| text.strip_prefix('%').map(name)).collect();
+    let is_lost = |text: &str| {
         let arguments = text.split_once("](args = (").map_or("", |(_, arguments)| arguments);
         let mut read = arguments.split('%').skip(1).map(name);
-        read.any(|name| name.starts_with("detach") && !made.contains(&name))
+        read.any(|name| name.starts_with("detach") && !made.contains(name))
     };
     let mut lost = sources.iter().filter(|(_, text)| is_lost(text));
     let first = lost.next()?.0.name.clone();

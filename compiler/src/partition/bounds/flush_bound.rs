@@ -384,8 +384,8 @@ mod tests {
         let mut graph = CostGraph::default();
         for id in 0..ops {
             let fwd_us = [0.01, 10.0, 100.0, 500.0, 1000.0][random.below(5) as usize] + random.below(10) as f64;
-            let param_bytes = [1_000, 10_000, 400_000, 3_000_000][random.below(4) as usize];
-            let out_bytes = [1_000, 100_000, 1_000_000][random.below(3) as usize];
+            let param_bytes = [0, 10_000, 400_000, 3_000_000][random.below(4) as usize];
+            let out_bytes = [0, 1_000, 100_000, 1_000_000][random.below(4) as usize];
             let name = format!("op{id}");
             let bwd_us = 2.0 * fwd_us;
             graph.ops.push(OpCost { id, name, fwd_us, bwd_us, param_bytes, out_bytes, ..OpCost::default() });

@@ -1,10 +1,10 @@
-//! What a plan states besides its times and memory: names, modules, operations and the bottleneck.
+//! What a plan states besides its times and memory: names, modules, operations and the bottleneck. As all checks, this
+//! shares no code with the planner.
 
+use crate::plan::Plan;
 use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify::differs;
 use crate::plan::problem::Problem;
-use crate::plan::{Plan, Stage};
-use crate::profile::cost_graph::OpCost;
 use std::collections::HashSet;
 
 /// The faults of a plan that is a solution of `problem` with this bottleneck.
@@ -16,13 +16,14 @@ pub fn faults(problem: &Problem, plan: &Plan, bottleneck: &str) -> Vec<PlanFault
             faults.push(PlanFault::Figure { what, said, found });
         }
     };
-    let of = |stage: &'_ Stage| stage.op_ids().map(|op| &ops[op as usize]).collect::<Vec<&OpCost>>();
+    let mut forward = 0.0;
     for (at, stage) in plan.stages.iter().enumerate() {
-        let mut seen: HashSet<&str> = HashSet::new();
-        let modules: Vec<&str> = of(stage).iter().map(|op| &*op.module).collect();
-        let modules: Vec<&str> = modules.into_iter().filter(|name| !name.is_empty() && seen.insert(name)).collect();
-        let name = |op: &&OpCost| if op.name.is_empty() { op.id.to_string() } else { op.name.clone() };
-        let names: Vec<String> = of(stage).iter().map(name).collect();
+        let (mut seen, mut modules, mut names) = (HashSet::new(), Vec::new(), Vec::new());
+        for op in stage.op_ids().map(|op| &ops[op as usize]) {
+            names.push(if op.name.is_empty() { op.id.to_string() } else { op.name.clone() });
+            modules.extend((!op.module.is_empty() && seen.insert(&op.module)).then_some(&*op.module));
+            forward += op.flops;
+        }
         compare(format!("op_names of stage {at}"), stage.op_names.join(", "), names.join(", "));
         compare(format!("modules of stage {at}"), stage.modules.join(", "), modules.join(", "));
     }
@@ -32,7 +33,6 @@ pub fn faults(problem: &Problem, plan: &Plan, bottleneck: &str) -> Vec<PlanFault
     // Matrix products, which are nearly all operations, have two gradients of the same size.
     let has_backward = ops.iter().any(|op| op.bwd_us > 0.0);
     let passes = if problem.schedule.trains() && has_backward { 3.0 } else { 1.0 };
-    let forward: f64 = plan.stages.iter().map(|stage| of(stage).iter().map(|op| op.flops).sum::<f64>()).sum();
     let flops = passes * f64::from(plan.schedule.microbatches) * forward;
     if differs(plan.predicted.flops, flops) {
         compare("predicted.flops".to_string(), plan.predicted.flops.to_string(), flops.to_string());

@@ -31,21 +31,13 @@ pub fn operand(node: &Node) -> Option<&str> {
     names(&input.arg).next()
 }
 
-/// The name of the argument that a node writes; `None` if it writes none.
-pub fn written_argument(node: &Node) -> Option<&'static str> {
-    let has = |name: &str| node.inputs.iter().any(|input| input.name == name);
-    match table::in_place(&node.target) {
-        true => ["self", "input"].into_iter().find(|name| has(name)).or(Some("")),
-        false => has("out").then_some("out"),
-    }
-}
-
-/// The tensor that a node writes.
+/// The tensor that a node writes: the operand of an in-place operator, or the `out` argument.
 pub fn written(node: &Node) -> Option<&str> {
-    match written_argument(node)? {
-        "out" => node.inputs.iter().find(|input| input.name == "out").and_then(|input| names(&input.arg).next()),
-        _ => operand(node),
+    if table::in_place(&node.target) {
+        return operand(node);
     }
+    let out = node.inputs.iter().find(|input| input.name == "out")?;
+    names(&out.arg).next()
 }
 
 /// Tests for an overload that writes its results to several arguments.

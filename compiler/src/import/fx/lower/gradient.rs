@@ -4,6 +4,7 @@ use super::attention::{probabilities, scale_of};
 use super::window::pool_window;
 use super::{Known, NodeOutputs, Outputs, Scope, many, one};
 use crate::import::build::Build;
+use crate::import::embedding;
 use crate::import::fx::schema::Argument;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
@@ -14,7 +15,6 @@ use crate::op::{
     ReduceKind, ScatterAdd, Value,
 };
 use crate::tensor::DType;
-use crate::tensor::dim::Dim;
 
 const UNASKED: Known = Known::Absent("an output gradient that the program does not compute");
 
@@ -85,11 +85,7 @@ pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let padding = scope.int("padding_idx", -1)?;
     if padding >= 0 {
         let index = scope.cast(index, DType::I64)?;
-        let number = scope.scalar(DType::I64, padding as f64)?;
-        let is_padding = scope.compare(crate::op::Compare::Equal, index, number)?;
-        let mut column = scope.fact(is_padding).shape;
-        column.push(Dim::Known(1));
-        let is_padding = scope.reshape(is_padding, column)?;
+        let is_padding = embedding::is_padding(scope, index, padding)?;
         let zero = scope.scalar(scope.fact(dy).dtype, 0.0)?;
         dy = scope.select(is_padding, zero, dy)?;
     }

@@ -10,8 +10,7 @@ use crate::import::onnx::lower::attribute::{axes, axis};
 use crate::import::onnx::lower::movement::{broadcast_shape, transposed};
 use crate::import::onnx::lower::reshape::target;
 use crate::import::onnx::lower::slice::part;
-use crate::import::symbolic_batch::with_batch_of;
-use crate::op::{Concat, Flip, Op, Pad, StopGradient, Value};
+use crate::op::{Concat, Flip, Op, Pad};
 use crate::tensor::dim::{Dim, volume};
 use crate::text::name::short_name;
 
@@ -67,16 +66,6 @@ pub fn strided(scope: &mut Scope<'_>) -> Outputs {
 pub fn broadcast_tensors(scope: &mut Scope<'_>) -> Outputs {
     let mut values = scope.values("tensors")?;
     scope.align_batch(&mut values, None)?;
-    let shapes: Vec<Vec<Dim>> = values.iter().map(|value| scope.fact(*value).shape).collect();
-    for (value, shape) in values.iter_mut().zip(&shapes) {
-        // Another model input may have the exported batch size.
-        let from_end = |dims: &'_ [Dim], at: usize| dims.len().checked_sub(at + 1).map(|axis| dims[axis].clone());
-        let symbolic =
-            |at: usize| shapes.iter().filter_map(|dims| from_end(dims, at)).find(|size| size.known().is_none());
-        let mut wanted: Vec<Dim> = (0..shape.len()).map(|at| symbolic(at).unwrap_or(Dim::Known(1))).collect();
-        wanted.reverse();
-        *value = with_batch_of(scope, *value, &wanted)?;
-    }
     let mut shape = Vec::new();
     for value in &values {
         shape = broadcast_shape(&shape, &scope.fact(*value).shape)?;
@@ -289,15 +278,8 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::Pad(Pad { low, high, interior: vec![0; rank], value }), &[x])?)
 }
 
+/// [`detach::settle`](super::detach::settle) removes stops without effect.
 pub fn detach(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
-    one(stop_gradient(scope, x)?)
-}
-
-/// Stops the gradient of a value. [`detach::settle`](super::detach::settle) removes stops without effect.
-pub fn stop_gradient(scope: &mut impl Build, x: Value) -> Result<Value, LowerReason> {
-    match scope.fact(x).dtype.is_float() {
-        true => scope.add(Op::StopGradient(StopGradient {}), &[x]),
-        false => Ok(x),
-    }
+    one(scope.stop_gradient(x)?)
 }

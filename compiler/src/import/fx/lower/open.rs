@@ -4,6 +4,7 @@
 use super::Scope;
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
+use crate::import::symbolic_batch::with_batch_of;
 use crate::op::{Op, Value};
 use crate::tensor::dim::Dim;
 
@@ -48,7 +49,9 @@ impl Scope<'_> {
                     dim.clone_from(symbolic);
                 }
             }
-            *value = self.open_batch(*value, &target_shape)?;
+            let opened = self.open_batch(*value, &target_shape)?;
+            // Another model input may have the exported batch size.
+            *value = with_batch_of(self, opened, &target_shape)?;
         }
         Ok(())
     }

@@ -9,7 +9,6 @@
 
 use super::alias;
 use super::live::live;
-use super::movement::stop_gradient;
 use super::{Known, Names, NodeOutputs, Scope, complex, support, table};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
@@ -230,8 +229,9 @@ impl Walk<'_> {
         if alias::writes_several(node) {
             return Err(Some(LowerReason::Unsupported("a write to several `out` arguments".to_string())));
         }
-        if let Some(argument) = alias::written_argument(node)
-            && let Some(outputs) = self.counter(node, argument, outer)?
+        if let Some(written) = alias::written(node)
+            && let Some(Known::Weight(at)) = outer.tensors.get(written)
+            && let Some(outputs) = self.counter(node, *at)?
         {
             return Ok(outputs);
         }
@@ -272,14 +272,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Handles an in-place change of a weight: a counter is ignored, any other is refused.
-    fn counter(
-        &mut self,
-        node: &schema::Node,
-        argument: &'static str,
-        outer: &Names,
-    ) -> Result<Option<NodeOutputs>, LowerReason> {
-        let Ok(Known::Weight(at)) = self.scope(node, outer).known(argument) else { return Ok(None) };
+    /// Handles a write to a weight: a counter is ignored, any other is refused.
+    fn counter(&self, node: &schema::Node, at: usize) -> Result<Option<NodeOutputs>, LowerReason> {
         let weight = &self.ledger.weights[at];
         if !weight.trainable && table::name(&node.target) == "detach_" {
             return Ok(Some(NodeOutputs::Tensors(vec![Known::Weight(at)])));
@@ -365,7 +359,7 @@ impl Walk<'_> {
         let shape = scope.fact(value).shape;
         let differs = |(have, want): (&Dim, &Dim)| have.known().is_some() && want.known().is_some() && have != want;
         let is_other = shape.len() != fact.rank() || shape.iter().zip(&fact.shape).any(differs);
-        if alias::written_argument(node) == Some("out") && is_other {
+        if !table::in_place(&node.target) && is_other {
             return Err(LowerReason::Unsupported("an `out` argument of another shape".to_string()));
         }
         let shape = symbolic_batch::shape_with_batch(&scope, &fact.shape, &scope.fact(value).shape)?;
@@ -492,10 +486,10 @@ fn without_gradients(scope: &mut Scope<'_>, outputs: NodeOutputs) -> Result<Node
     let NodeOutputs::Tensors(mut list) = outputs else { return Ok(outputs) };
     for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
         *known = match *known {
-            Known::Complex(re, im) => Known::Complex(stop_gradient(scope, re)?, stop_gradient(scope, im)?),
+            Known::Complex(re, im) => Known::Complex(scope.stop_gradient(re)?, scope.stop_gradient(im)?),
             known => {
                 let value = scope.read(known)?;
-                Known::Value(stop_gradient(scope, value)?)
+                Known::Value(scope.stop_gradient(value)?)
             }
         };
     }

@@ -3,7 +3,7 @@
 use super::weight::dtype_of;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
-use crate::op::{Binary, Compare, Dropout, Op, StopGradient, Unary, Value};
+use crate::op::{Binary, Compare, Dropout, Op, Unary, Value};
 use crate::tensor::{DType, Tensor};
 
 fn one(value: Value) -> Outputs {
@@ -14,7 +14,7 @@ pub fn identity(scope: &mut Scope<'_>) -> Outputs {
     // ONNX has no operator that stops gradients; the metadata tell what the exporter made an identity.
     if scope.node.torch_arguments("aten.detach").is_some() {
         let x = scope.value(0)?;
-        return one(scope.add(Op::StopGradient(StopGradient {}), &[x])?);
+        return one(scope.stop_gradient(x)?);
     }
     Ok(vec![scope.known(0)?.clone()])
 }
