@@ -4,7 +4,7 @@
 //! cargo bench --bench partition                        the tables on standard output, then the timings
 //! PIPEC_TABLES=1 cargo bench --bench partition         the tables also into benches/results/partition.md
 //! cargo bench --bench partition -- chain               of the timings only those with "chain" in their name
-//! cargo bench --bench partition -- --pins [MODEL]      the planner's choice against stages pinned by hand
+//! cargo bench --bench partition -- --pins [FILTER]     the planner's choice against stages pinned by hand
 //! ```
 //!
 //! Published profiles and instances are read from `$PIPEC_DATA`, by default `../shared/data`; without them their rows

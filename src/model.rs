@@ -81,13 +81,14 @@ pub fn read(path: &Path, import: &ImportRequest, events: &dyn EventSink) -> Resu
         dims: import.dims.iter().map(|(name, size)| (name.clone(), *size as i64)).collect(),
         batch_axes: import.batch_dims.iter().cloned().collect(),
         train_mode: import.train_mode,
+        one_batch: true,
         ..Options::default()
     };
     let model = import::load(path, &options).map_err(|error| import_error(path, &error))?;
     model.warnings.iter().for_each(|warning| events.warn(warning));
-    if let Batch::Symbol { default: Some(size), .. } = &model.batch
+    if let Batch::Symbol { name, default: Some(size) } = &model.batch
         && options.batch_axes.is_empty()
-        && options.dims.is_empty()
+        && !options.dims.contains_key(name)
     {
         events.note(&format!(
             "axis 0 of the first input, {size} in the file, is the batch; `--batch-dim INPUT=AXIS` sets another"

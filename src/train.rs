@@ -12,6 +12,7 @@ pub mod initial_weights;
 pub mod interrupted;
 pub mod memory;
 pub mod metrics;
+pub mod micro_batches;
 pub mod prepare;
 pub mod prepared;
 pub mod request;

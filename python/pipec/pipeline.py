@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
+IGNORED = -100
+
+
 class Pipeline:
     """The stages of this process.
 
@@ -48,6 +51,7 @@ class Pipeline:
         self._batched = batched_inputs(exported)
         self._aliases = dict(aliases)
         self._whole = exported.program.state_dict
+        self._are_labels_seen = False
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Runs forward and backward of one minibatch and sets gradients. Call the optimizer afterwards.
@@ -60,6 +64,9 @@ class Pipeline:
         run = self.runtime
         inputs = self._micro_batches(args, kwargs) if run.is_first else None
         targets = [self._part(target, at, "target") for at in range(run.microbatches)] if run.is_last else None
+        if not self._are_labels_seen:
+            self._are_labels_seen = True
+            warn_of_uneven_labels([*zip(inputs or [()] * run.microbatches, targets or [None] * run.microbatches)])
         return run.run(inputs, targets)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -135,6 +142,20 @@ class Pipeline:
             return tensor[first : first + size].to(self.runtime.device)
 
         return pytree.tree_map_only(torch.Tensor, one, value)
+
+
+def warn_of_uneven_labels(micro_batches: Sequence[Any]) -> None:
+    """Warns if micro-batches have different numbers of labels that a cross-entropy counts."""
+
+    def counts(micro_batch: Any) -> List[int]:
+        tensors = [leaf for leaf in pytree.tree_leaves(micro_batch) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.int64]
+        return [int((tensor != IGNORED).sum()) for tensor in tensors]
+
+    if len({tuple(counts(micro_batch)) for micro_batch in micro_batches}) > 1:
+        warn(
+            f"the micro-batches have different numbers of labels other than {IGNORED}: the loss is the mean of their means, not the "
+            "mean over all labels"
+        )
 
 
 def leaves_in_order(expected: Any, args: Tuple[Any, ...], kwargs: Mapping[str, Any]) -> List[Any]:

@@ -23,7 +23,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Maximum size of a cluster file in bytes.
 const MOST_BYTES: u64 = 1 << 20;
@@ -31,6 +31,10 @@ const MOST_BYTES: u64 = 1 << 20;
 const GRACE: Duration = Duration::from_millis(700);
 /// Interval between these checks.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Default limits of the time until all processes have connected, in seconds.
+const SHORTEST_CONNECT_TIMEOUT: f64 = 30.0;
+const LONGEST_CONNECT_TIMEOUT: f64 = 600.0;
 
 /// The processes of a run and their timeouts.
 #[derive(Clone, Debug)]
@@ -47,8 +51,10 @@ pub struct ProcessRequest {
     pub address: Option<String>,
     /// The file with the run token; if absent, the environment may have it.
     pub token_file: Option<PathBuf>,
-    /// Maximum time until all processes have connected; 30 s if absent.
+    /// Maximum time until all processes have connected; if absent, 30 s to 10 min, by the time that this process prepared.
     pub connect_timeout: Option<Duration>,
+    /// When this process began to prepare.
+    pub started: Instant,
     /// Time without a heartbeat after which a process counts as dead; 5 s if absent.
     pub deadline: Option<Duration>,
     /// Maximum number of restarts of all processes after one of them died.
@@ -76,6 +82,7 @@ impl Default for ProcessRequest {
             address: None,
             token_file: None,
             connect_timeout: None,
+            started: Instant::now(),
             deadline: None,
             max_restarts: 0,
             nccl: false,
@@ -88,8 +95,11 @@ impl Default for ProcessRequest {
 }
 
 impl ProcessRequest {
-    fn connect_timeout(&self) -> Duration {
-        self.connect_timeout.unwrap_or(Duration::from_secs(30))
+    /// The others prepare as long as this process did, or longer where several of them share its cores.
+    fn connect_timeout(&self, processes: usize) -> Duration {
+        let prepared = self.started.elapsed().as_secs_f64();
+        let seconds = (2.0 * prepared * processes as f64).clamp(SHORTEST_CONNECT_TIMEOUT, LONGEST_CONNECT_TIMEOUT);
+        self.connect_timeout.unwrap_or(Duration::from_secs_f64(seconds))
     }
 
     fn deadline(&self) -> Duration {
@@ -326,7 +336,7 @@ impl ProcessRole {
                     ProcessRole::Member(member) if own > 0 => member.listen.clone(),
                     _ => None,
                 },
-                connect_timeout: arguments.connect_timeout(),
+                connect_timeout: arguments.connect_timeout(workers),
                 deadline: arguments.deadline(),
                 nccl: arguments.nccl,
                 follows: matches!(self, ProcessRole::Member(Member { distribution: WorkerDistribution::Beside, .. })),
@@ -395,7 +405,7 @@ impl Member {
             token: self.token.clone(),
             first_address: self.first_address.clone(),
             listen: self.listen.clone().filter(|_| self.process > 0),
-            connect_timeout: request.connect_timeout(),
+            connect_timeout: request.connect_timeout(1),
             deadline: request.deadline(),
             nccl: false,
             follows: false,

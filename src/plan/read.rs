@@ -2,9 +2,17 @@
 
 use crate::error::Error;
 use crate::files::input;
+use crate::loss::CountedLoss;
+use crate::plan::optimizer::Optimizer;
 use compiler::plan::Plan;
 use compiler::plan::check::consistency::sound;
+use compiler::plan::check::error::PlanFault;
+use compiler::plan::check::figures::figures;
 use compiler::plan::problem::CostModel;
+use compiler::profile::precision::Precision;
+use compiler::simulate::check_plan::stated;
+use compiler::text::name::short_name;
+use serde_json::Value;
 use std::path::Path;
 
 /// Maximum number of faults listed in an error.
@@ -17,12 +25,48 @@ pub const NOT_A_PIPELINE: &str = "its devices hold non-contiguous sets of nodes,
 /// Reads a plan and checks that it is consistent.
 pub fn read_checked(path: &Path) -> Result<Plan, Error> {
     let plan = input::plan(path)?;
-    sound(&plan).map_err(|faults| {
-        let error = Error::input(format!("{} is not a valid plan", path.display()));
-        let error = faults.iter().take(LISTED).fold(error, Error::because);
-        error.with_help("make a plan with `pipec partition`; change it with `--stages`, `--cut-after` and `--pin` instead of editing the file")
-    })?;
-    Ok(plan)
+    let mut faults = structural_faults(&plan);
+    if faults.is_empty() {
+        faults = contradictions(&plan);
+    }
+    if faults.is_empty() {
+        return Ok(plan);
+    }
+    let error = Error::input(format!("{} is not a valid plan", path.display()));
+    let error = faults.iter().take(LISTED).fold(error, Error::because);
+    Err(error.with_help("make the plan again with `pipec partition`; change it with `--stages`, `--cut-after` and `--pin` instead of editing the file"))
+}
+
+/// The faults of the plan's structure.
+pub fn structural_faults(plan: &Plan) -> Vec<String> {
+    sound(plan).err().unwrap_or_default().iter().map(ToString::to_string).collect()
+}
+
+/// The contradictions between values of a sound plan, and names that pipec does not know.
+pub fn contradictions(plan: &Plan) -> Vec<String> {
+    let mut faults: Vec<String> = figures(plan).iter().map(ToString::to_string).collect();
+    faults.extend(CountedLoss::read(plan.model.import.loss.as_deref()).err().map(|failure| failure.line()));
+    if plan.cost == CostModel::Pipec {
+        if Precision::from_name(&plan.dtype).is_none() {
+            faults.push(format!("unknown element type `{}`", short_name(&plan.dtype)));
+        }
+        faults.extend(optimizer_fault(plan).map(|fault| fault.to_string()));
+    }
+    if faults.is_empty() {
+        faults.extend(stated(plan).map(|fault| fault.to_string()));
+    }
+    faults
+}
+
+/// The fault if the optimizer has another state than the plan's memory counts.
+fn optimizer_fault(plan: &Plan) -> Option<PlanFault> {
+    let stated = plan.options.get("optimizer_state").and_then(Value::as_f64).unwrap_or(0.0);
+    let has_state = Optimizer::from_name(&plan.optimizer).is_some_and(|optimizer| optimizer.state() == stated);
+    (!has_state).then(|| PlanFault::Figure {
+        what: "optimizer".to_string(),
+        said: plan.optimizer.clone(),
+        found: format!("one with {stated} values per weight"),
+    })
 }
 
 /// True if tensors flow from later devices to earlier ones, as in non-contiguous placements.

@@ -14,14 +14,14 @@ use crate::train::failures;
 use crate::train::freeze::freeze;
 use crate::train::interrupted::Ended;
 use crate::train::memory;
+use crate::train::micro_batches::{dependence_of, has_uneven_means};
 use crate::train::prepared::Prepared;
 use crate::train::task::{Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel;
 use compiler::graph::{Graph, Output, order};
 use compiler::import::import::{Batch, Model};
 use compiler::op::{NodeId, Op};
-use compiler::pass::loss::{IGNORED, TARGET, class_axis, output_of};
-use compiler::pass::minibatch_mean::{computes_labels, has_other_means, has_quotients, ignored_labels};
+use compiler::pass::loss::{TARGET, class_axis, output_of};
 use compiler::pass::mixed_precision::mixed;
 use compiler::pass::precision::precision;
 use compiler::pass::unbiased_variance::{norm_of_one_value, unbiased};
@@ -267,12 +267,16 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
         *anneal = steps.div_ceil(WARM_UP_DIVISOR);
     }
+    let batch_dependence = dependence_of(task, loss, settings.minibatch_means);
     let own_loss = output_of(&graph).filter(|_| loss == Loss::Output).map(|at| &graph.outputs[at]);
     let is_scalar = |output: &&Output| graph.fact(output.value).shape.iter().all(|dim| dim.is(1));
     let scalars = graph.outputs.iter().filter(is_scalar).count();
     Ok(Prepared {
         loss_output: own_loss.filter(|_| scalars > 1).map(|output| output.name.clone()),
-        has_means_of_microbatches: microbatches > 1 && own_loss.is_some_and(|loss| has_other_means(&graph, loss.value)),
+        has_averaged_evaluation: loss == Loss::Output
+            && held_out.as_ref().is_some_and(|data| data.rows() > items)
+            && (batch_dependence.is_some() || settings.minibatch_means),
+        batch_dependence: batch_dependence.filter(|_| microbatches > 1),
         without_gradient: without_gradient(&graph, &compiled.codes),
         compiled,
         batches,
@@ -447,7 +451,7 @@ fn rows(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> usize {
     inputs.map(|array| array.shape().first().copied().unwrap_or(0)).max().unwrap_or(0)
 }
 
-fn input_name(graph: &Graph, id: NodeId) -> Option<&str> {
+pub(super) fn input_name(graph: &Graph, id: NodeId) -> Option<&str> {
     match &graph.node(id).op {
         Op::Input(input) => Some(&input.name),
         _ => None,
@@ -492,31 +496,6 @@ fn check_batch_axes(model: &Model) -> Result<(), Error> {
         }
     }
     Ok(())
-}
-
-/// True if the loss may have means over different numbers of labels in different micro-batches.
-fn has_uneven_means(graph: &Graph, loss: Loss, data: &Data) -> bool {
-    let Data::Arrays(arrays) = data else { return false };
-    let own_loss = output_of(graph).filter(|_| loss == Loss::Output).map(|at| graph.outputs[at].value);
-    let mut ignored = ignored_labels(graph);
-    ignored.extend((loss == Loss::CrossEntropy).then_some(IGNORED));
-    let reads_floats: BTreeSet<&str> = graph.ids().filter_map(|id| float_input(graph, id)).collect();
-    let has_ignored = |(name, array): (&String, &Tensor)| {
-        let view = array.view();
-        let is_ignored = |at| match array.dtype().is_float() {
-            true => ignored.iter().any(|label| view.f64(at) == *label as f64),
-            false => ignored.contains(&view.i64(at)),
-        };
-        !reads_floats.contains(&**name) && (0..view.len()).any(is_ignored)
-    };
-    own_loss.is_some_and(|loss| has_quotients(graph, loss))
-        || computes_labels(graph)
-        || !ignored.is_empty() && arrays.iter().any(has_ignored)
-}
-
-/// The name of an input of floats, which has no labels.
-fn float_input(graph: &Graph, id: NodeId) -> Option<&str> {
-    input_name(graph, id).filter(|_| graph.node(id).facts[0].dtype.is_float())
 }
 
 /// The parameters to which the loss gives no gradient.

@@ -6,6 +6,7 @@ use crate::train::memory;
 use crate::train::task::{CheckpointSettings, Task};
 use crate::train::tensor_parallel::Sharing;
 use compiler::graph::Graph;
+use compiler::pass::batch_dependence::BatchDependence;
 use compiler::plan::{Plan, Stage};
 use compiler::schedule::Program;
 use compiler::schedule::generators::schedule;
@@ -48,8 +49,10 @@ pub struct Prepared {
     pub loss: Loss,
     /// The output that is the loss, if another one might be.
     pub loss_output: Option<String>,
-    /// True if the model's own loss has a mean over labels of each micro-batch.
-    pub has_means_of_microbatches: bool,
+    /// How the model's own loss depends on its micro-batches, if it does.
+    pub batch_dependence: Option<BatchDependence>,
+    /// True if the evaluation averages the losses of batches, and the loss of all rows is another.
+    pub has_averaged_evaluation: bool,
     /// The parameters to which the loss gives no gradient.
     pub without_gradient: Vec<String>,
     /// Held-out rows, if any.

@@ -34,6 +34,7 @@ use compiler::export::trace::encode::encode;
 use compiler::import::import::Batch;
 use compiler::op::Op;
 use compiler::partition::partitioners::Partitioner;
+use compiler::pass::batch_dependence::BatchDependence;
 use compiler::pass::loss::{IGNORED, attach};
 use compiler::plan::Plan;
 use compiler::plan::problem::Recomputation;
@@ -49,6 +50,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::available_parallelism;
+use std::time::Instant;
 
 /// The result of a training run.
 pub struct TrainReport {
@@ -84,6 +86,7 @@ pub fn train(mut request: TrainRequest, events: &dyn EventSink) -> Result<Option
     let before = if max_restarts > 0 { checkpoints::existing(&request.checkpoints) } else { Vec::new() };
     let mut restarts = role.restarts();
     loop {
+        request.processes.started = Instant::now();
         if restarts > 0 {
             // A child process resumes from the same checkpoint as its parent.
             match request.processes.resumed_by_parent() {
@@ -462,11 +465,25 @@ fn report_data(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
     if let Some(name) = &prepared.loss_output {
         events.note(&format!("the loss is the output `{}`", short_name(name)));
     }
-    if prepared.has_means_of_microbatches {
-        events.note(
-            "the loss divides by counts of a micro-batch in a way that pipec does not recognise: it is the mean of the \
-             micro-batches' losses, not a mean over the minibatch",
-        );
+    let microbatches = task.microbatches;
+    match prepared.batch_dependence {
+        None => {}
+        Some(BatchDependence::Sum) => events.warn(&format!(
+            "the loss adds up samples, and the losses of the {microbatches} micro-batches are averaged: loss and \
+             gradients are 1/{microbatches} of those of a whole minibatch; a mean over samples does not depend on \
+             `--microbatches`"
+        )),
+        Some(BatchDependence::Other(node)) => events.warn(&format!(
+            "`{}` combines samples in another way than by a mean, so the result depends on the number of micro-batches; \
+             `--microbatches 1` computes it for the whole minibatch",
+            short_name(task.loaded.model.graph.node(node).label())
+        )),
+    }
+    if prepared.has_averaged_evaluation {
+        events.warn(&format!(
+            "the evaluation loss is the average over batches of {} rows, not the model's loss on all rows at once",
+            quantity::count(prepared.batch)
+        ));
     }
     if let Some(first) = prepared.without_gradient.first() {
         events.warn(&format!(

@@ -57,10 +57,10 @@ const BUDGETS: [(&str, usize); 36] = [
     ("compiler/src/cluster", 1_300),
     ("compiler/src/export", 6_000),
     ("compiler/src/graph", 1_000),
-    ("compiler/src/import", 25_100),
+    ("compiler/src/import", 25_200),
     ("compiler/src/op", 10_200),
     ("compiler/src/partition", 15_950),
-    ("compiler/src/pass", 5_500),
+    ("compiler/src/pass", 5_800),
     ("compiler/src/plan", 6_300),
     ("compiler/src/profile", 1_700),
     ("compiler/src/schedule", 6_400),
@@ -86,10 +86,10 @@ const BUDGETS: [(&str, usize); 36] = [
     ("src/costs", 600),
     ("src/files", 900),
     ("src/launch", 1_400),
-    ("src/plan", 4_050),
+    ("src/plan", 4_100),
     ("src/train", 3_950),
     ("tests", 26_800),
-    ("benches", 2_700),
+    ("benches", 2_750),
 ];
 
 /// Maximum lines per file; a longer one probably has two responsibilities.

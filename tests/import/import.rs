@@ -509,3 +509,14 @@ fn lrn_spans_neighbouring_channels() {
     let nodes = vec![node("LRN", "lrn", &["x"], &["y"], vec![int("size", i64::MAX)])];
     assert!(imported("lrn", vec![info("x", 1, &["N", "5"])], &["y"], vec![], nodes).unwrap_err().contains("1 to 256"));
 }
+
+#[test]
+fn static_batches_of_real_exports_are_opened() {
+    let Some(root) = data("models") else { return };
+    for (name, size) in
+        [("vit_b_16.legacy_train", 2), ("vit_b_16.dynamo_train_noopt", 2), ("awdlm6.dynamo_train_noopt", 4)]
+    {
+        let model = load(&root.join(format!("{name}.onnx")), &Options::default()).unwrap();
+        assert_eq!(model.batch, Batch::Symbol { name: "batch".into(), default: Some(size) }, "{name}");
+    }
+}

@@ -88,6 +88,12 @@ struct Parts {
     opset: i64,
 }
 
+fn hint(name: &str, dims: &[&str], key: &str, value: &str) -> ValueInfoProto {
+    let mut hint = info(name, 1, dims);
+    hint.metadata_props.push(StringStringEntryProto { key: Some(key.into()), value: Some(value.into()) });
+    hint
+}
+
 fn imported(parts: Parts, options: &Options) -> Result<Model, String> {
     let graph = GraphProto {
         name: Some("model".into()),
@@ -106,6 +112,10 @@ fn imported(parts: Parts, options: &Options) -> Result<Model, String> {
 
 fn train_mode() -> Options {
     Options { train_mode: true, ..Options::default() }
+}
+
+fn whereabouts(model: &Model) -> Vec<(Finding, String, String)> {
+    model.doubts.iter().map(|doubt| (doubt.finding, doubt.first.clone(), doubt.beside.clone())).collect()
 }
 
 fn findings(model: &Model) -> Vec<(Finding, usize, &str)> {
@@ -251,23 +261,35 @@ fn two_candidates_for_a_tied_weight_are_reported() {
             ],
             ..Parts::default()
         };
-        let model = imported(parts, &Options::default()).unwrap();
-        model.doubts.into_iter().map(|doubt| (doubt.finding, doubt.first, doubt.beside)).collect::<Vec<_>>()
+        whereabouts(&imported(parts, &Options::default()).unwrap())
     };
     assert_eq!(doubts(transposed("head")), [(Finding::Untied, "table".into(), "head".into())]);
     assert_eq!(doubts(pattern("head", &[8, 32])), []);
     // Zero matrices are equal but were never tied.
-    let zeros = floats("head", &[8, 32], |_| 0.0);
-    assert_eq!(doubts(zeros), []);
+    assert_eq!(doubts(floats("head", &[8, 32], |_| 0.0)), []);
+}
+
+#[test]
+fn a_weight_computed_from_another_one_is_reported() {
+    let doubts = |read: &str| {
+        let nodes = [("x", read, "h"), ("h", "t", "y")].map(|(x, w, y)| node("MatMul", y, &[x, w], &[y], vec![]));
+        let parts = Parts {
+            inputs: vec![info("x", 1, &["N", "8"])],
+            weights: vec![pattern("w", &[8, 6]), pattern("other", &[8, 6]), pattern("t", &[6, 8])],
+            nodes: nodes.to_vec(),
+            hints: vec![hint("t", &["6", "8"], "pkg.onnxscript.optimizer.folded_from", "['w']")],
+            ..Parts::default()
+        };
+        whereabouts(&imported(parts, &Options::default()).unwrap())
+    };
+    assert_eq!(doubts("w"), [(Finding::Untied, "w".into(), "t".into())]);
+    // Without the source, it is the weight itself.
+    assert_eq!(doubts("other"), []);
 }
 
 #[test]
 fn what_the_file_calls_a_buffer_is_no_parameter() {
-    let mut hint = info("frequency", 1, &["8"]);
-    hint.metadata_props.push(StringStringEntryProto {
-        key: Some("pkg.torch.export.graph_signature.InputSpec.kind".into()),
-        value: Some("BUFFER".into()),
-    });
+    let hint = hint("frequency", &["8"], "pkg.torch.export.graph_signature.InputSpec.kind", "BUFFER");
     let parts = Parts {
         inputs: vec![info("x", 1, &["N", "8"])],
         weights: vec![pattern("frequency", &[8]), pattern("weight", &[8])],
@@ -562,17 +584,6 @@ fn real_inference_exports_are_reported() {
     let restored = load(&file, &train_mode()).unwrap();
     assert_eq!(count(&restored.graph, |op| matches!(op, Op::BatchNorm(_))), 53);
     assert!(load(&root.join("resnet50.dynamo_eval.onnx"), &train_mode()).unwrap_err().to_string().contains("folded"));
-}
-
-#[test]
-fn static_batches_of_real_exports_are_opened() {
-    let Some(root) = data("models") else { return };
-    for (name, size) in
-        [("vit_b_16.legacy_train", 2), ("vit_b_16.dynamo_train_noopt", 2), ("awdlm6.dynamo_train_noopt", 4)]
-    {
-        let model = load(&root.join(format!("{name}.onnx")), &Options::default()).unwrap();
-        assert_eq!(model.batch, Batch::Symbol { name: "batch".into(), default: Some(size) }, "{name}");
-    }
 }
 
 #[test]

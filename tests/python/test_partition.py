@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import pipec  # noqa: E402
 from models import made  # noqa: E402
+from pipec.pipeline import warn_of_uneven_labels  # noqa: E402
 from torch import nn  # noqa: E402
 
 X = torch.randn(3, 8)
@@ -202,3 +203,13 @@ def test_nothing_else_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", pipec.PipecWarning)
         pipec.partition(chain(), (X,), gpus=2, batch=16)
+
+
+def test_unevenly_ignored_labels_are_reported() -> None:
+    labels = [torch.tensor([1, 2, -100]), torch.tensor([3, 4, -100])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_uneven_labels([((), part) for part in labels])
+        warn_of_uneven_labels([((torch.rand(3),), None), ((torch.rand(3),), None)])
+    with pytest.warns(pipec.PipecWarning, match="mean of their means"):
+        warn_of_uneven_labels([((), labels[0]), ((), torch.tensor([1, 2, 3]))])

@@ -33,6 +33,7 @@ pub fn groups(op: &Op, shapes: &[&[Dim]]) -> Vec<Vec<(usize, usize)>> {
             let inner_size = |axis: usize| if axis < loss.axis { axis } else { axis + 1 };
             (0..shapes[1].len()).map(|axis| vec![(0, inner_size(axis)), (1, axis)]).collect()
         }
+        Op::BatchGather(gather) => (0..gather.batch).map(|axis| vec![(0, axis), (1, axis)]).collect(),
         // x [T, N, I], then two weights, two biases, h0 [N, H] and c0 [N, H].
         Op::Lstm(_) => vec![vec![(0, 1), (5, 0), (6, 0)]],
         _ => Vec::new(),

@@ -54,6 +54,8 @@ pub struct Options {
     pub known: Known,
     /// Restores training mode in a file exported for inference.
     pub train_mode: bool,
+    /// All inputs have the batch along axis 0, where the file has a symbol of its own for it.
+    pub one_batch: bool,
 }
 
 /// An imported model, ready for planning.
@@ -348,6 +350,14 @@ fn lower(
         }
         if !are_equal_known {
             are_equal_known = true;
+            continue;
+        }
+        if let Some((input, symbol)) = inputs.other_batch(infos).filter(|_| options.one_batch && dynamic.is_ok()) {
+            remarks.push(format!(
+                "no operator relates `{symbol}`, axis 0 of input `{}`, to the batch; it is taken as the batch",
+                short_name(&input)
+            ));
+            inputs.merge(inputs.batch.as_deref().unwrap_or_default(), &symbol, &mut equal);
             continue;
         }
         let Some(name) = inputs.batch.clone() else {

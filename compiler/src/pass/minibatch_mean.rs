@@ -145,43 +145,26 @@ pub fn ignored_labels(graph: &Graph) -> BTreeSet<i64> {
     graph.ids().filter_map(ignored).collect()
 }
 
-/// True if the graph computes labels that a cross-entropy may ignore.
-pub fn computes_labels(graph: &Graph) -> bool {
-    graph.ids().any(|id| match &graph.node(id).op {
-        Op::CrossEntropy(op) if op.ignore.is_some() => {
-            let mut labels = graph.inputs(id)[1].node;
-            while let Op::Cast(_) | Op::Reshape(_) = graph.node(labels).op {
-                labels = graph.inputs(labels)[0].node;
-            }
-            !matches!(graph.node(labels).op, Op::Input(_))
+/// The inputs that hold labels of cross-entropies that ignore some; `None` if labels are computed.
+pub fn label_inputs(graph: &Graph) -> Option<BTreeSet<&str>> {
+    let losses = graph.ids().filter(|id| matches!(&graph.node(*id).op, Op::CrossEntropy(op) if op.ignore.is_some()));
+    let input = |id: NodeId| {
+        let mut labels = graph.inputs(id)[1].node;
+        while let Op::Cast(_) | Op::Reshape(_) = graph.node(labels).op {
+            labels = graph.inputs(labels)[0].node;
         }
-        _ => false,
-    })
-}
-
-/// True if the loss divides by a sum of inputs.
-pub fn has_quotients(graph: &Graph, loss: Value) -> bool {
-    !find(graph, loss).quotients.is_empty()
-}
-
-/// True if part of the loss is a mean over counted labels that [`by_minibatch`] does not recognise.
-pub fn has_other_means(graph: &Graph, loss: Value) -> bool {
-    let found = find(graph, loss);
-    let known: HashSet<NodeId> = found.cross_entropies.iter().chain(&found.quotients).copied().collect();
-    graph.ancestors(loss).into_iter().any(|node| is_mean(graph, node) && !known.contains(&node))
-}
-
-/// True for a cross-entropy that may ignore labels, and for a quotient with a divisor that depends only on inputs.
-fn is_mean(graph: &Graph, node: NodeId) -> bool {
-    match &graph.node(node).op {
-        Op::CrossEntropy(op) => op.ignore.is_some(),
-        Op::Binary(Binary::Div) => {
-            let divisor = graph.inputs(node)[1];
-            let is_counted = || has_input(graph, divisor) && depends_only_on_inputs(graph, divisor);
-            sum_of_inputs(graph, divisor).is_some() || graph.fact(divisor).rank() == 0 && is_counted()
+        match &graph.node(labels).op {
+            Op::Input(input) => Some(&*input.name),
+            _ => None,
         }
-        _ => false,
-    }
+    };
+    losses.map(input).collect()
+}
+
+/// The cross-entropies and quotients of a loss that [`by_minibatch`] makes means over the minibatch.
+pub fn minibatch_means(graph: &Graph, loss: Value) -> HashSet<NodeId> {
+    let Found { cross_entropies, quotients, .. } = find(graph, loss);
+    cross_entropies.into_iter().chain(quotients).collect()
 }
 
 fn find(graph: &Graph, loss: Value) -> Found {
@@ -327,7 +310,7 @@ mod tests {
     #[test]
     fn micro_batches_average_to_the_minibatch() {
         let (mut graph, loss) = masked(false);
-        assert!(has_quotients(&graph, loss) && !has_other_means(&graph, loss));
+        assert_eq!(minibatch_means(&graph, loss), HashSet::from([loss.node]));
         let means = by_minibatch(&mut graph, loss).unwrap();
         let masks = [[1.0, 1.0, 0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]];
         let x = [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0, 10.0, 11.0, 12.0]];
@@ -353,8 +336,8 @@ mod tests {
     }
 
     #[test]
-    fn other_quotients_are_reported() {
+    fn a_squared_quotient_is_no_mean() {
         let (graph, loss) = masked(true);
-        assert!(!has_quotients(&graph, loss) && has_other_means(&graph, loss));
+        assert!(minibatch_means(&graph, loss).is_empty());
     }
 }

@@ -5,7 +5,7 @@ use pipec::error::Error;
 use pipec::launch::role::ProcessRequest;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{env, iter};
 
 /// Process and host flags.
@@ -30,7 +30,7 @@ pub struct ProcessArguments {
     /// File with the run token, a secret that all processes share [default: the variable PIPEC_RUN_TOKEN]. Required if other machines can reach the processes
     #[arg(long, value_name = "FILE", conflicts_with = "processes")]
     pub token_file: Option<PathBuf>,
-    /// Seconds to wait for all processes to connect [default: 30]
+    /// Seconds to wait for all processes to connect [default: 30, or up to 600 if this process needed long to prepare]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub connect_timeout: Option<Duration>,
     /// Seconds without a heartbeat after which a process counts as failed [default: 5]
@@ -58,6 +58,7 @@ impl ProcessArguments {
             address: arguments.address,
             token_file: arguments.token_file,
             connect_timeout: arguments.connect_timeout,
+            started: Instant::now(),
             deadline: arguments.deadline,
             max_restarts: arguments.max_restarts,
             nccl: arguments.nccl,

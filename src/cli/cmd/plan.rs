@@ -7,9 +7,7 @@ use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use clap::{Args, Subcommand};
 use compiler::plan::Plan;
-use compiler::plan::check::consistency::sound;
 use compiler::plan::check::error::PlanFault;
-use compiler::plan::check::figures::figures;
 use compiler::plan::check::labels;
 use compiler::plan::check::verify::check as judged;
 use compiler::plan::problem::CostModel;
@@ -20,18 +18,15 @@ use compiler::schedule::check::verify;
 use compiler::schedule::generators::schedule;
 use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::semantics::StepCount;
-use compiler::simulate::check_plan::stated;
 use compiler::text::quantity;
 use instances::piper::read::MAX_COUNT;
 use pipec::costs::cost_source::CostSource;
 use pipec::costs::{CostInput, Costs};
 use pipec::error::Error;
 use pipec::files::input;
-use pipec::loss::CountedLoss;
 use pipec::plan::custom_schedule;
 use pipec::plan::custom_schedule::CustomSchedule;
-use pipec::plan::optimizer::Optimizer;
-use pipec::plan::read::{is_cyclic, read_checked};
+use pipec::plan::read::{contradictions, is_cyclic, read_checked, structural_faults};
 use pipec::plan::replan;
 use pipec::plan::schedule_memory;
 use pipec::plan::schedule_memory::beyond;
@@ -125,20 +120,13 @@ fn check_file(
     screen: &Screen,
 ) -> Result<(), Error> {
     let plan = input::plan(path)?;
-    let describe = |faults: &[PlanFault]| faults.iter().map(ToString::to_string).collect::<Vec<_>>();
-    let mut faults = describe(&sound(&plan).err().unwrap_or_default());
-    if faults.is_empty() {
-        if let Some(model) = model {
-            faults.extend(describe(&check_by_model(&plan, model, profile, screen)?));
-        }
-        // Faults found with the model would be reported twice.
-        if faults.is_empty() {
-            faults.extend(describe(&figures(&plan)));
-        }
+    let mut faults = structural_faults(&plan);
+    if let Some(model) = model.filter(|_| faults.is_empty()) {
+        faults.extend(check_by_model(&plan, model, profile, screen)?.iter().map(ToString::to_string));
     }
-    faults.extend(CountedLoss::read(plan.model.import.loss.as_deref()).err().map(|failure| failure.line()));
+    // Faults found with the model would be reported twice.
     if faults.is_empty() {
-        faults.extend(stated(&plan).map(|fault| fault.to_string()));
+        faults.extend(contradictions(&plan));
     }
     let is_pipeline = !is_cyclic(&plan);
     let mut exceeds = false;
@@ -201,21 +189,9 @@ fn check_by_model(
     }
 }
 
-/// Faults in what the plan states about its model and its training.
+/// Faults in what the plan states about its model.
 fn origin(plan: &Plan, costs: &Costs) -> Vec<PlanFault> {
-    let state = Optimizer::from_name(&plan.optimizer).map_or("an optimizer of pipec".to_string(), |optimizer| {
-        let stated = plan.options.get("optimizer_state").and_then(serde_json::Value::as_f64).unwrap_or(0.0);
-        if stated == optimizer.state() {
-            plan.optimizer.clone()
-        } else {
-            format!("one with {stated} values per weight")
-        }
-    });
-    let stated = [
-        ("model.sha256", &plan.model.sha256, &costs.model.sha256),
-        ("dtype", &plan.dtype, &costs.dtype),
-        ("optimizer", &plan.optimizer, &state),
-    ];
+    let stated = [("model.sha256", &plan.model.sha256, &costs.model.sha256), ("dtype", &plan.dtype, &costs.dtype)];
     let differing = stated.into_iter().filter(|(_, said, found)| said != found);
     let fault = |(what, said, found): (&str, &String, &String)| PlanFault::Figure {
         what: what.to_string(),

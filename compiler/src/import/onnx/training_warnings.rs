@@ -7,7 +7,7 @@
 //! | inference-mode Dropout | `training_mode` absent or false at a non-zero ratio; always before operator set 12 |
 //! | removed biases | the rewriter's mark (`RemoveOptionalBiasFrom…`) on a node whose source has a bias parameter |
 //! | merged parameters | one vector that is a scale or bias of several modules, or both a parameter and a running statistic |
-//! | untied parameters | an embedding and a projection with equal values, possibly transposed |
+//! | untied parameters | an embedding and a projection with equal values; a weight, and another that the exporter computed from it |
 //! | folded parameters | the optimiser's mark on an initializer that is too small for a weight |
 //! | quantised | an operator of quantised models that rounds |
 //! | lost detach | a node whose metadata names a detached value that no node makes |
@@ -182,13 +182,18 @@ fn lost_detach(model: &OnnxModel) -> Option<TrainingWarning> {
     Some(TrainingWarning { finding: Finding::LostDetach, count: 1 + lost.count(), first, beside: String::new() })
 }
 
+/// The names of all initializers that are trained.
+fn trained(model: &OnnxModel) -> BTreeSet<String> {
+    let (_, weights) = weight::sort(&model.initializers, &model.nodes, &model.roles);
+    weights.into_iter().filter(|weight| weight.trainable).map(|weight| weight.name).collect()
+}
+
 /// Small values that the exporter computed from a tensor of the model. Large ones are merged weights, and are trained.
 fn folded_parameters(model: &OnnxModel) -> Option<TrainingWarning> {
     if model.roles.folded.is_empty() {
         return None;
     }
-    let (_, weights) = weight::sort(&model.initializers, &model.nodes, &model.roles);
-    let trained: BTreeSet<&String> = weights.iter().filter(|w| w.trainable).map(|w| &w.name).collect();
+    let trained = trained(model);
     let constants = model.initializers.iter().filter(|t| is_float(t) && !trained.contains(&t.name));
     let mut matches = constants.filter_map(|tensor| {
         let source = model.roles.folded.get(&tensor.name)?.iter().find(|source| !weight::made_up(source))?;
@@ -355,14 +360,22 @@ fn find_untied(model: &OnnxModel, readers: &Readers<'_>) -> Option<TrainingWarni
         model.initializers.iter().filter(|t| tensor_of(t, matches_role)).filter_map(Matrix::of).take(max_uses).collect()
     };
     let (tables, projections) = (matrices(embeds, TABLES), matrices(projects, PROJECTIONS));
-    let mut warning: Option<TrainingWarning> = None;
-    for table in &tables {
-        for projection in projections.iter().filter(|p| p.tensor.name != table.tensor.name) {
-            if table.is_equal_to(projection, false) || table.is_equal_to(projection, true) {
-                let (first, beside) = (table.tensor.name.clone(), projection.tensor.name.clone());
-                warning.get_or_insert(TrainingWarning { finding: Finding::Untied, count: 0, first, beside }).count += 1;
-            }
+    let tied = tables.iter().flat_map(|table| {
+        let copies = projections.iter().filter(|p| table.is_equal_to(p, false) || table.is_equal_to(p, true));
+        copies.map(|copy| [table.tensor.name.as_str(), &copy.tensor.name])
+    });
+    let trained = trained(model);
+    let folded = model.roles.folded.iter().filter(|(name, _)| trained.contains(*name)).flat_map(|(name, sources)| {
+        let is_read = |source: &&String| readers.get(source.as_str()).is_some_and(|uses| !uses.is_empty());
+        let kept = sources.iter().filter(|source| trained.contains(*source)).filter(is_read);
+        kept.map(|source| [source.as_str(), name])
+    });
+    let mut pairs: Vec<[&str; 2]> = Vec::new();
+    for [one, other] in tied.chain(folded).filter(|[one, other]| one != other) {
+        if !pairs.contains(&[one, other]) && !pairs.contains(&[other, one]) {
+            pairs.push([one, other]);
         }
     }
-    warning
+    let [first, beside] = pairs.first()?.map(str::to_string);
+    Some(TrainingWarning { finding: Finding::Untied, count: pairs.len(), first, beside })
 }

@@ -4,8 +4,10 @@
 //! the operand's strides and element type, both of which the file records.
 
 use super::table;
+use crate::import::fx::expression;
 use crate::import::fx::program::names;
 use crate::import::fx::schema::{Argument, Node, SymInt, TensorMeta};
+use crate::tensor::dim::{Dim, DimError};
 use std::collections::HashMap;
 
 /// The outputs of a node that are views, each with its base.
@@ -68,10 +70,11 @@ fn is_view(node: &Node, name: &str, base: &str, result: &str, metas: &HashMap<St
     match name {
         "view" | "_unsafe_view" | "view_as" | "unflatten" | "permute" | "transpose" | "t" | "numpy_T" | "mT" | "mH"
         | "matrix_H" | "adjoint" | "swapaxes" | "swapdims" | "movedim" | "moveaxis" | "unsqueeze" | "squeeze"
-        | "expand" | "expand_as" | "broadcast_to" | "slice" | "select" | "narrow" | "split" | "split_with_sizes"
-        | "chunk" | "tensor_split" | "hsplit" | "vsplit" | "dsplit" | "unbind" | "unsafe_chunk" | "unsafe_split"
-        | "diagonal" | "unfold" | "as_strided" | "alias" | "detach" | "lift_fresh" | "positive" | "resolve_conj"
-        | "resolve_neg" | "conj" | "real" | "imag" | "view_as_real" | "view_as_complex" => true,
+        | "atleast_1d" | "atleast_2d" | "atleast_3d" | "expand" | "expand_as" | "broadcast_to" | "slice" | "select"
+        | "narrow" | "split" | "split_with_sizes" | "chunk" | "tensor_split" | "hsplit" | "vsplit" | "dsplit"
+        | "unbind" | "unsafe_chunk" | "unsafe_split" | "diagonal" | "unfold" | "as_strided" | "alias" | "detach"
+        | "lift_fresh" | "positive" | "resolve_conj" | "resolve_neg" | "conj" | "real" | "imag" | "view_as_real"
+        | "view_as_complex" => true,
         // In evaluation, or with rate 0, the result is the operand itself.
         "dropout" | "feature_dropout" | "alpha_dropout" | "feature_alpha_dropout" => {
             let rate = node.inputs.iter().find(|input| input.name == "p").map(|input| &input.arg);
@@ -88,7 +91,9 @@ fn is_view(node: &Node, name: &str, base: &str, result: &str, metas: &HashMap<St
             (Some(from), Some(to)) => is_laid_alike(from, to),
             _ => true,
         },
-        "reshape" | "reshape_as" | "flatten" | "ravel" => match (metas.get(base), metas.get(result)) {
+        // `ravel` copies whatever is not contiguous, even if its axes could be merged.
+        "ravel" => metas.get(base).is_none_or(is_contiguous),
+        "reshape" | "reshape_as" | "flatten" => match (metas.get(base), metas.get(result)) {
             (Some(from), Some(to)) => can_view(from, to),
             _ => true,
         },
@@ -96,61 +101,88 @@ fn is_view(node: &Node, name: &str, base: &str, result: &str, metas: &HashMap<St
     }
 }
 
-/// Size and stride of every axis longer than 1; `None` if a stride is symbolic or missing.
-fn layout(meta: &TensorMeta) -> Option<Vec<(Option<i64>, i64)>> {
+/// A size or stride; `None` if it is no polynomial.
+fn dim(size: &SymInt) -> Option<Dim> {
+    match size {
+        SymInt::AsInt(size) => Some(Dim::Known(*size)),
+        SymInt::AsExpr(size) => expression::parse(&size.expr_str, &Dim::symbol).ok(),
+    }
+}
+
+/// Size and stride of every axis longer than 1; `None` if one is unknown.
+fn layout(meta: &TensorMeta) -> Option<Vec<(Dim, Dim)>> {
     if meta.sizes.len() != meta.strides.len() {
         return None;
     }
-    let axes = meta.sizes.iter().map(SymInt::known).zip(&meta.strides);
-    axes.filter(|(size, _)| *size != Some(1)).map(|(size, step)| Some((size, step.known()?))).collect()
+    let axes = meta.sizes.iter().zip(&meta.strides).map(|(size, step)| Some((dim(size)?, dim(step)?)));
+    axes.filter(|axis| axis.as_ref().is_none_or(|(size, _)| !size.is(1))).collect()
 }
 
 /// Tests for equal strides; true if unknown.
 fn is_laid_alike(from: &TensorMeta, to: &TensorMeta) -> bool {
     match (layout(from), layout(to)) {
-        (Some(from), Some(to)) => from.iter().map(|axis| axis.1).eq(to.iter().map(|axis| axis.1)),
+        (Some(from), Some(to)) => from.iter().map(|axis| &axis.1).eq(to.iter().map(|axis| &axis.1)),
         _ => true,
     }
 }
 
+/// Tests whether elements follow each other in memory; true if unknown.
+fn is_contiguous(meta: &TensorMeta) -> bool {
+    let Some(axes) = layout(meta) else { return true };
+    let mut next_step = Some(Dim::Known(1));
+    axes.into_iter().rev().all(|(size, step)| {
+        let follows = next_step.as_ref().is_none_or(|next| *next == step);
+        next_step = step.mul(&size).ok();
+        follows
+    })
+}
+
 /// Tests whether a tensor can take another shape without a copy: merged or split axes must be contiguous with each
-/// other. True if a size or stride is symbolic.
+/// other. True if a size or stride is unknown.
 fn can_view(from: &TensorMeta, to: &TensorMeta) -> bool {
-    let to: Option<Vec<i64>> = to.sizes.iter().map(SymInt::known).filter(|size| *size != Some(1)).collect();
-    let (Some(axes), Some(to)) = (layout(from), to) else { return true };
-    let Some(axes) = axes.into_iter().map(|(size, step)| Some((size?, step))).collect::<Option<Vec<_>>>() else {
-        return true;
-    };
+    let to: Option<Vec<Dim>> = to.sizes.iter().map(dim).collect();
+    match (layout(from), to) {
+        (Some(axes), Some(to)) => can_split(axes, &to).unwrap_or(true),
+        _ => true,
+    }
+}
+
+/// [`can_view`] for axes longer than 1. Fails if a product overflows.
+fn can_split(mut axes: Vec<(Dim, Dim)>, to: &[Dim]) -> Result<bool, DimError> {
     // Runs of mutually contiguous axes, from the last: their product, and the stride of the innermost.
-    let mut sizes = to.iter().rev();
-    let mut at = axes.len();
-    while at > 0 {
-        let (mut elements, step) = axes[at - 1];
-        at -= 1;
-        while at > 0 && Some(axes[at - 1].1) == step.checked_mul(elements) {
-            elements = elements.saturating_mul(axes[at - 1].0);
-            at -= 1;
-        }
-        let mut product = 1i64;
-        while product < elements
-            && let Some(size) = sizes.next()
+    let mut sizes = to.iter().rev().filter(|size| !size.is(1));
+    while let Some((mut elements, step)) = axes.pop() {
+        while let Some((size, outer_step)) = axes.last()
+            && *outer_step == step.mul(&elements)?
         {
-            product = product.saturating_mul(*size);
+            elements = elements.mul(size)?;
+            axes.pop();
         }
-        if product != elements {
-            return false;
+        let mut product = Dim::Known(1);
+        while product != elements {
+            let Some(size) = sizes.next() else { return Ok(false) };
+            product = product.mul(size)?;
         }
     }
-    true
+    Ok(true)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::import::fx::schema::Expression;
 
     fn meta(sizes: &[i64], strides: &[i64]) -> TensorMeta {
         let list = |numbers: &[i64]| numbers.iter().map(|n| SymInt::AsInt(*n)).collect();
-        let (sizes, strides) = (list(sizes), list(strides));
+        tensor(list(sizes), list(strides))
+    }
+
+    fn symbolic(sizes: &[&str], strides: &[&str]) -> TensorMeta {
+        let size = |text: &&str| SymInt::AsExpr(Expression { expr_str: text.to_string() });
+        tensor(sizes.iter().map(size).collect(), strides.iter().map(size).collect())
+    }
+
+    fn tensor(sizes: Vec<SymInt>, strides: Vec<SymInt>) -> TensorMeta {
         TensorMeta { dtype: 7, sizes, strides, storage_offset: None, layout: None, requires_grad: None }
     }
 
@@ -175,5 +207,24 @@ mod tests {
         }
         assert!(!is_laid_alike(&transposed, &meta(&[2, 4, 3], &[12, 3, 1])));
         assert!(is_laid_alike(&meta(&[2, 1, 3], &[3, 7, 1]), &meta(&[2, 1, 3], &[3, 3, 1])));
+    }
+
+    #[test]
+    fn a_symbolic_reshape_is_a_view_for_all_sizes_or_none() {
+        let contiguous = symbolic(&["s0", "s1", "4"], &["4*s1", "4", "1"]);
+        let transposed = symbolic(&["s0", "4", "2"], &["8", "1", "4"]);
+        for (from, shape, expected) in [
+            (&contiguous, &["s0*s1", "4"][..], true),
+            (&contiguous, &["4*s0*s1"], true),
+            (&contiguous, &["s0", "1", "s1", "2", "2"], true),
+            (&transposed, &["s0", "8"], false),
+            (&transposed, &["s0", "2", "2", "2"], true),
+            // A size that is no polynomial is unknown.
+            (&transposed, &["s0//3", "24"], true),
+        ] {
+            assert_eq!(can_view(from, &symbolic(shape, &vec!["0"; shape.len()])), expected, "{from:?} {shape:?}");
+        }
+        assert!(is_contiguous(&contiguous) && !is_contiguous(&transposed));
+        assert!(!is_laid_alike(&symbolic(&["8", "s0"], &["1", "8"]), &symbolic(&["8", "s0"], &["s0", "1"])));
     }
 }

@@ -246,6 +246,9 @@ pub fn log_of_sum(scope: &mut Scope<'_>, binary: bool) -> Outputs {
     let (a, b) = floats(scope)?;
     let top = scope.binary(Binary::Max, a, b)?;
     let difference = scope.binary(Binary::Sub, a, b)?;
+    // Two equal infinities have no difference.
+    let is_equal = scope.compare(Compare::Equal, a, b)?;
+    let difference = replace(scope, is_equal, 0.0, difference)?;
     let distance = scope.unary(Unary::Abs, difference)?;
     let below = scope.with_number(Binary::Mul, distance, if binary { -LN_2 } else { -1.0 })?;
     let mut correction = scope.unary(Unary::Softplus, below)?;
