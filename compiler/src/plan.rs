@@ -11,6 +11,7 @@ pub mod cost_estimate;
 pub mod cut_bytes;
 pub mod device_memory;
 pub mod diff;
+pub mod digest;
 pub mod expected_time;
 pub mod gradient_buffers;
 pub mod groups;
@@ -522,6 +523,9 @@ pub struct Plan {
     pub seed: u64,
     /// Options that change the result, normalised.
     pub options: BTreeMap<String, Value>,
+    /// SHA-256 of the other fields but those that start with `x-`, in hex; absent from plans that pipec did not write.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
     /// Fields of other tools; each name starts with `x-`.
     #[serde(flatten)]
     pub extra: BTreeMap<String, Value>,

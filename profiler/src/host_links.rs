@@ -242,7 +242,7 @@ mod tests {
         assert_eq!(links.iter().map(|link| (link.from, link.to)).collect::<Vec<_>>(), [(0, 1), (1, 0)]);
         for link in links {
             // A busy machine is slower still.
-            assert!((0.01 * SLOW..1.3 * SLOW).contains(&link.bytes_per_s) && link.seconds > 0.0, "{link:?}");
+            assert!((0.15 * SLOW..1.3 * SLOW).contains(&link.bytes_per_s) && link.seconds > 0.0, "{link:?}");
         }
     }
 }

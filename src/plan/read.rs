@@ -4,15 +4,16 @@ use crate::error::Error;
 use crate::files::input;
 use crate::loss::CountedLoss;
 use crate::plan::optimizer::Optimizer;
+use crate::plan::replan::number;
 use compiler::plan::Plan;
 use compiler::plan::check::consistency::sound;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::check::figures::figures;
+use compiler::plan::digest;
 use compiler::plan::problem::CostModel;
 use compiler::profile::precision::Precision;
 use compiler::simulate::check_plan::stated;
 use compiler::text::name::short_name;
-use serde_json::Value;
 use std::path::Path;
 
 /// Maximum number of faults listed in an error.
@@ -21,6 +22,9 @@ pub const LISTED: usize = 16;
 /// Why a non-contiguous placement has no programs.
 pub const NOT_A_PIPELINE: &str = "its devices hold non-contiguous sets of nodes, so tensors flow back and forth between them: the published cost sums what \
      each device computes, sends and receives, and no program can run its stages in order";
+
+/// The fault of a plan whose content is not that of its digest.
+const EDITED: &str = "the plan was edited after pipec wrote it, and what it predicts may not hold; delete its `digest` to use it as your own";
 
 /// Reads a plan and checks that it is consistent.
 pub fn read_checked(path: &Path) -> Result<Plan, Error> {
@@ -55,12 +59,15 @@ pub fn contradictions(plan: &Plan) -> Vec<String> {
     if faults.is_empty() {
         faults.extend(stated(plan).map(|fault| fault.to_string()));
     }
+    if faults.is_empty() && digest::is_edited(plan) {
+        faults.push(EDITED.to_string());
+    }
     faults
 }
 
 /// The fault if the optimizer has another state than the plan's memory counts.
 fn optimizer_fault(plan: &Plan) -> Option<PlanFault> {
-    let stated = plan.options.get("optimizer_state").and_then(Value::as_f64).unwrap_or(0.0);
+    let stated = number(plan, "optimizer_state").unwrap_or(0.0);
     let has_state = Optimizer::from_name(&plan.optimizer).is_some_and(|optimizer| optimizer.state() == stated);
     (!has_state).then(|| PlanFault::Figure {
         what: "optimizer".to_string(),

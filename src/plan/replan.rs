@@ -81,6 +81,7 @@ pub fn bucket(plan: &Plan) -> Bytes {
     Bytes(plan.options.get("bucket_bytes").and_then(Value::as_u64).unwrap_or(buckets::USUAL_BYTES))
 }
 
-fn number(plan: &Plan, name: &str) -> Option<f64> {
+/// A numeric option of the planning request.
+pub fn number(plan: &Plan, name: &str) -> Option<f64> {
     plan.options.get(name).and_then(Value::as_f64)
 }

@@ -267,15 +267,15 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
         *anneal = steps.div_ceil(WARM_UP_DIVISOR);
     }
-    let batch_dependence = dependence_of(task, loss, settings.minibatch_means);
+    let is_evaluated_in_parts = loss == Loss::Output && held_out.as_ref().is_some_and(|data| data.rows() > items);
+    let is_divided = microbatches > 1 || is_evaluated_in_parts;
+    let batch_dependence = if is_divided { dependence_of(task, loss, settings.minibatch_means) } else { None };
     let own_loss = output_of(&graph).filter(|_| loss == Loss::Output).map(|at| &graph.outputs[at]);
     let is_scalar = |output: &&Output| graph.fact(output.value).shape.iter().all(|dim| dim.is(1));
     let scalars = graph.outputs.iter().filter(is_scalar).count();
     Ok(Prepared {
         loss_output: own_loss.filter(|_| scalars > 1).map(|output| output.name.clone()),
-        has_averaged_evaluation: loss == Loss::Output
-            && held_out.as_ref().is_some_and(|data| data.rows() > items)
-            && (batch_dependence.is_some() || settings.minibatch_means),
+        has_averaged_evaluation: is_evaluated_in_parts && (batch_dependence.is_some() || settings.minibatch_means),
         batch_dependence: batch_dependence.filter(|_| microbatches > 1),
         without_gradient: without_gradient(&graph, &compiled.codes),
         compiled,
@@ -484,7 +484,7 @@ fn check_rows(graph: &Graph, feeds: &[NamedTensor], arrays: &BTreeMap<String, Te
 fn check_batch_axes(model: &Model) -> Result<(), Error> {
     let Batch::Symbol { name: batch, .. } = &model.batch else { return Ok(()) };
     let graph = &model.graph;
-    let has_batch = |dim: &Dim| dim.symbols().contains(batch);
+    let has_batch = |dim: &Dim| dim.has_symbol(batch);
     for id in graph.ids() {
         let Op::Input(input) = &graph.node(id).op else { continue };
         let axis = input.fact.shape.iter().position(has_batch).filter(|axis| *axis > 0);

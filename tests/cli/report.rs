@@ -88,6 +88,7 @@ fn names_can_do_nothing() {
     plan["warnings"] = serde_json::json!([bad]);
     plan["predicted"]["bottleneck"] = serde_json::json!(bad);
     plan["options"]["costs"] = serde_json::json!(bad);
+    plan.as_object_mut().unwrap().remove("digest");
     fs::write(folder.join("plan.json"), plan.to_string()).unwrap();
     let text = page(folder, &["--model", "chain.graph.txt", "--svg", "."]);
     assert_eq!(text.matches("<script").count(), 1, "a script that is not ours");

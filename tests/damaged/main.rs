@@ -161,6 +161,11 @@ fn make(folder: &Path) {
     ] {
         run(folder, arguments);
     }
+    // With its digest, every damage of a plan would be the same error.
+    let plan = fs::read_to_string(folder.join("plan.json")).unwrap();
+    let mut plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
+    plan.as_object_mut().unwrap().remove("digest");
+    fs::write(folder.join("plan.json"), format!("{plan:#}\n")).unwrap();
     let image = Tensor::new(DType::F32, vec![8, 1, 8, 8], vec![0; 8 * 64 * 4].into()).unwrap();
     let labels = Tensor::new(DType::I64, vec![8], vec![0; 8 * 8].into()).unwrap();
     let arrays = [("x".to_string(), image), ("target".to_string(), labels)].into();

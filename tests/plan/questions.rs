@@ -12,8 +12,9 @@ use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planner::plan;
 use compiler::plan::check::figures::figures;
 use compiler::plan::check::verify::check;
+use compiler::plan::digest::{is_edited, to_json_with_digest};
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation, Target};
-use compiler::plan::read::{from_json, to_json};
+use compiler::plan::read::from_json;
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Edge, Stage};
 use compiler::profile::cost_graph::{OpId, ParamCost};
@@ -125,7 +126,9 @@ fn every_answer_is_sound_or_a_reason() {
                 assert!(!plan.proven_optimal || is_played || plan.lower_bound_us == us, "{name}");
                 check(&problem, &plan).unwrap_or_else(|faults| panic!("{name}: {faults:?}"));
                 assert_eq!((figures(&plan), stated(&plan)), (Vec::new(), None), "{name}");
-                let read = from_json(&to_json(&plan).unwrap()).unwrap_or_else(|error| panic!("{name}: {error}"));
+                let read =
+                    from_json(&to_json_with_digest(&plan).unwrap()).unwrap_or_else(|error| panic!("{name}: {error}"));
+                assert!(read.digest.is_some() && !is_edited(&read), "{name}");
                 assert_eq!((read.schedule, read.edges), (plan.schedule, plan.edges), "{name}");
             }
             Err(PlanError::Infeasible { limit, missing, smallest_limit, .. }) => {

@@ -5,8 +5,25 @@ use crate::import::lower_error::LowerReason;
 use crate::op::{Binary, Compare, Gather, Op, ScatterAdd, Value};
 use crate::tensor::dim::Dim;
 
-/// `rows`, where those of index `padding` get no gradient.
-pub fn with_padding(
+/// `rows` of `table`, whose gradient is divided by the number of times that the index occurs if it is `scaled`; those of
+/// index `padding` get none.
+pub fn with_options(
+    scope: &mut (impl Build + ?Sized),
+    mut rows: Value,
+    [table, index]: [Value; 2],
+    scaled: bool,
+    padding: Option<i64>,
+) -> Result<Value, LowerReason> {
+    if scaled {
+        rows = scaled_by_frequency(scope, rows, table, index)?;
+    }
+    match padding.filter(|padding| *padding >= 0) {
+        Some(padding) => with_padding(scope, rows, index, padding),
+        None => Ok(rows),
+    }
+}
+
+fn with_padding(
     scope: &mut (impl Build + ?Sized),
     rows: Value,
     index: Value,
@@ -31,8 +48,7 @@ fn column(scope: &mut (impl Build + ?Sized), x: Value) -> Result<Value, LowerRea
     scope.reshape(x, shape)
 }
 
-/// `rows`, whose gradient is divided by the number of times that the index occurs.
-pub fn scaled_by_frequency(
+fn scaled_by_frequency(
     scope: &mut (impl Build + ?Sized),
     rows: Value,
     table: Value,

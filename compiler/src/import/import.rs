@@ -352,18 +352,24 @@ fn lower(
             are_equal_known = true;
             continue;
         }
-        if let Some((input, symbol)) = inputs.other_batch(infos).filter(|_| options.one_batch && dynamic.is_ok()) {
-            remarks.push(format!(
-                "no operator relates `{symbol}`, axis 0 of input `{}`, to the batch; it is taken as the batch",
-                short_name(&input)
-            ));
-            inputs.merge(inputs.batch.as_deref().unwrap_or_default(), &symbol, &mut equal);
-            continue;
-        }
         let Some(name) = inputs.batch.clone() else {
             let batch = Batch::Fixed { size: None, why: "no input has a batch axis".to_string() };
             return Ok(LoweredWithBatch { lowered: dynamic?, batch, inputs, remarks });
         };
+        let others = if options.one_batch && dynamic.is_ok() { inputs.other_batches(infos) } else { Vec::new() };
+        for (input, symbol) in others {
+            if equal.contains_key(&symbol) {
+                continue;
+            }
+            remarks.push(format!(
+                "no operator relates `{symbol}`, axis 0 of input `{}`, to the batch; it is taken as the batch",
+                short_name(&input)
+            ));
+            inputs.merge(&name, &symbol, &mut equal);
+        }
+        if equal.len() > before {
+            continue;
+        }
         let batch = Batch::Symbol { name: name.clone(), default: inputs.default };
         if inputs.fixed.is_none() {
             return Ok(LoweredWithBatch { lowered: dynamic?, batch, inputs, remarks });

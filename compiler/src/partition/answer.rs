@@ -55,7 +55,8 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
         return Err(Refused { error, bound_us: found.proven_us.unwrap_or(0.0) });
     };
     let chosen = found.candidates.remove(at);
-    if options.partitioner == Partitioner::Pipec && options.efficiency.is_some() && question.among.is_alone() {
+    let is_simulated = options.partitioner == Partitioner::Pipec && options.efficiency.is_some();
+    if is_simulated && found.is_pressed && question.among.is_alone() {
         let more = candidates_without_limit(question, &mut found.states);
         found.candidates.extend(more);
     }

@@ -34,6 +34,7 @@ pub mod range_costs;
 pub mod result;
 pub mod select;
 pub mod simulate_candidate;
+pub mod stage_loads;
 pub mod starts;
 pub mod suffix_dp;
 pub mod tensor_parallel;

@@ -5,7 +5,7 @@ use crate::partition::error::PlanError;
 use crate::partition::heterogeneous;
 use crate::partition::options::PlannerOptions;
 use crate::partition::planned::Planned;
-use crate::partition::search::context::{SearchContext, SearchLimits};
+use crate::partition::search::context::{Depth, SearchContext, SearchLimits};
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::support;
 use crate::plan::problem::Problem;
@@ -15,13 +15,20 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     support::check(problem, options)?;
     let joined = FusedGraph::of(&problem.graph);
     let asked = joined.problem(problem);
-    let question =
-        SearchContext { problem: &asked, joined: &joined, budget: options.budget, among: SearchLimits::ALONE };
+    let context = |depth: Depth| {
+        let among = SearchLimits { depth, ..SearchLimits::ALONE };
+        SearchContext { problem: &asked, joined: &joined, budget: options.budget, among }
+    };
+    let (draft, whole) = (context(Depth::Draft), context(Depth::Whole));
     let mut planned = if problem.cluster.is_mixed() {
-        heterogeneous::plan::plan(problem, &question, options)?
+        heterogeneous::plan::plan(problem, &whole, options)?
     } else {
-        let answer = answer(&question, options).map_err(|refused| refused.error)?;
-        conclude(problem, &question, options, answer)?
+        let found = if options.is_draft { answer(&draft, options).ok() } else { None };
+        let (question, answer) = match found {
+            Some(answer) => (&draft, answer),
+            None => (&whole, answer(&whole, options).map_err(|refused| refused.error)?),
+        };
+        conclude(problem, question, options, answer)?
     };
     planned.set_idle(problem);
     Ok(planned)

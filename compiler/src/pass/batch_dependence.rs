@@ -102,7 +102,7 @@ struct Analysis<'a> {
 
 impl Analysis<'_> {
     fn has_batch(&self, size: &Dim) -> bool {
-        size.symbols().iter().any(|symbol| symbol == self.minibatch.symbol)
+        size.has_symbol(self.minibatch.symbol)
     }
 
     fn kind(&self, value: Value, inputs: &[Kind]) -> Kind {
@@ -201,18 +201,22 @@ impl Analysis<'_> {
     /// The kind of a value computed from means and sums over samples.
     fn of_totals(&self, node: NodeId, inputs: &[Kind]) -> Kind {
         let op = &self.graph.node(node).op;
-        let total = match inputs.iter().all(|kind| *kind == Kind::Sum) {
-            true => Kind::Sum,
-            // Beside a sum, anything else would weigh more with more micro-batches.
-            false if inputs.contains(&Kind::Sum) && inputs.len() > 1 && !is_scaling(op) => Kind::Other(node),
-            false if inputs.contains(&Kind::Sum) => Kind::Sum,
-            false => Kind::Mean,
-        };
+        let has_sum = inputs.contains(&Kind::Sum);
+        // Beside a sum, anything else would weigh more with more micro-batches.
+        if has_sum && inputs.iter().any(|kind| *kind != Kind::Sum) && !is_scaling(op) {
+            return Kind::Other(node);
+        }
         match (op, inputs) {
             (Op::Binary(Binary::Div), _) if self.means.contains(&node) => Kind::Mean,
             (Op::Binary(Binary::Mul), [Kind::Sum, Kind::Size] | [Kind::Size, Kind::Sum])
             | (Op::Binary(Binary::Div), [Kind::Sum, Kind::Size]) => Kind::Mean,
-            (op, inputs) if is_linear(op, inputs) => total,
+            (op, inputs) if is_linear(op, inputs) => {
+                if has_sum {
+                    Kind::Sum
+                } else {
+                    Kind::Mean
+                }
+            }
             _ => Kind::Other(node),
         }
     }

@@ -195,6 +195,11 @@ impl Dim {
         Ok(sum)
     }
 
+    pub fn has_symbol(&self, name: &str) -> bool {
+        let Dim::Symbolic(p) = self else { return false };
+        p.terms.keys().flatten().any(|(symbol, _)| **symbol == *name)
+    }
+
     /// With other names for symbols.
     pub fn renamed(&self, names: &BTreeMap<String, String>) -> Dim {
         let Dim::Symbolic(p) = self else { return self.clone() };

@@ -23,10 +23,11 @@ enum Rule {
 
 /// An elimination order for variables with these neighbours and state counts.
 pub fn order(neighbours: &[BTreeSet<usize>], states: &[usize]) -> Vec<usize> {
+    let neighbours: Vec<Vec<usize>> = neighbours.iter().map(|own| own.iter().copied().collect()).collect();
     let mut best: Option<(u128, Vec<usize>)> = None;
     for seed in 0..TRIES {
         for rule in [Rule::FewestStates, Rule::FewestPairs] {
-            let trial = EliminationTrial { neighbours: neighbours.to_vec(), states, rule, seed }.order();
+            let trial = EliminationTrial { neighbours: neighbours.clone(), states, rule, seed }.order();
             if best.as_ref().is_none_or(|(work, _)| trial.0 < *work) {
                 best = Some(trial);
             }
@@ -39,7 +40,8 @@ pub fn order(neighbours: &[BTreeSet<usize>], states: &[usize]) -> Vec<usize> {
 }
 
 struct EliminationTrial<'a> {
-    neighbours: Vec<BTreeSet<usize>>,
+    /// Ascending.
+    neighbours: Vec<Vec<usize>>,
     states: &'a [usize],
     rule: Rule,
     seed: u64,
@@ -56,8 +58,8 @@ impl EliminationTrial<'_> {
             order.push(v);
             let neighbours = std::mem::take(&mut self.neighbours[v]);
             for &n in &neighbours {
-                self.neighbours[n].remove(&v);
-                self.neighbours[n].extend(neighbours.iter().filter(|other| **other != n));
+                let own = std::mem::take(&mut self.neighbours[n]);
+                self.neighbours[n] = union(&own, &neighbours).filter(|other| *other != n && *other != v).collect();
             }
             for &n in &neighbours {
                 queue.remove(&(scores[n], n));
@@ -78,10 +80,14 @@ impl EliminationTrial<'_> {
             _ if self.neighbours[v].len() > MOST_NEIGHBOURS => u128::MAX >> 32,
             Rule::FewestStates => self.entries(v).min(u128::MAX >> 32),
             Rule::FewestPairs => {
-                let neighbours: Vec<usize> = self.neighbours[v].iter().copied().collect();
+                let neighbours = &self.neighbours[v];
                 let mut pairs = 0u128;
                 for (at, a) in neighbours.iter().enumerate() {
-                    let non_adjacent = neighbours[at + 1..].iter().filter(|b| !self.neighbours[*a].contains(b));
+                    let mut adjacent = self.neighbours[*a].iter().peekable();
+                    let non_adjacent = neighbours[at + 1..].iter().filter(|b| {
+                        while adjacent.next_if(|other| other < b).is_some() {}
+                        adjacent.peek() != Some(b)
+                    });
                     pairs += non_adjacent.map(|b| (self.states[*a] * self.states[*b]) as u128).sum::<u128>();
                 }
                 pairs
@@ -94,6 +100,20 @@ impl EliminationTrial<'_> {
         hash ^= hash >> 29;
         (score + 1) * u128::from(64 + hash % 32)
     }
+}
+
+/// The elements of two ascending lists, ascending and once each.
+fn union<'a>(left: &'a [usize], right: &'a [usize]) -> impl Iterator<Item = usize> + 'a {
+    let (mut left, mut right) = (left.iter().peekable(), right.iter().peekable());
+    std::iter::from_fn(move || {
+        let next = match (left.peek(), right.peek()) {
+            (Some(first), Some(second)) => **first.min(second),
+            (one, other) => **one.or(other)?,
+        };
+        left.next_if(|first| **first == next);
+        right.next_if(|second| **second == next);
+        Some(next)
+    })
 }
 
 #[cfg(test)]

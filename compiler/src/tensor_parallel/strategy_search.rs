@@ -217,11 +217,21 @@ impl<'a> Model<'a> {
             }
             for (value, slots) in slots {
                 let producer = index_of[&value.node];
-                factors.add(producer, reader, |a, b| {
-                    let strategy = &self.states[reader][b].strategy;
-                    let layouts: BTreeSet<Sharding> = slots.iter().map(|slot| strategy.inputs[*slot]).collect();
-                    layouts.iter().map(|to| self.read_cost(value, &self.states[producer][a], *to)).fold(0, sum)
-                });
+                let layouts = |state: &State| -> Vec<Sharding> {
+                    let mut read: Vec<Sharding> = slots.iter().map(|slot| state.strategy.inputs[*slot]).collect();
+                    read.sort_unstable();
+                    read.dedup();
+                    read
+                };
+                let layouts: Vec<Vec<Sharding>> = self.states[reader].iter().map(layouts).collect();
+                let mut known: Vec<Sharding> = layouts.concat();
+                known.sort_unstable();
+                known.dedup();
+                let place = |layout: &Sharding| known.binary_search(layout).expect("it is one of them");
+                let places: Vec<Vec<usize>> = layouts.iter().map(|read| read.iter().map(place).collect()).collect();
+                let costs = |state: &State| known.iter().map(|to| self.read_cost(value, state, *to)).collect();
+                let costs: Vec<Vec<Time>> = self.states[producer].iter().map(costs).collect();
+                factors.add(producer, reader, |a, b| places[b].iter().map(|at| costs[a][*at]).fold(0, sum));
             }
         }
         for (value, end) in self.results() {

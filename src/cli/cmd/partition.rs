@@ -6,8 +6,9 @@ use crate::cli::instances::{piper, placement};
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use crate::cli::shell::word;
+use compiler::plan::Plan;
+use compiler::plan::digest::to_json_with_digest;
 use compiler::plan::problem::{CostModel, Target};
-use compiler::plan::{Plan, read};
 use compiler::text::quantity;
 use pipec::error::Error;
 use pipec::files::output;
@@ -44,7 +45,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     let PlanResult { planned, untrainable, tried, alternative, too_large } = &result;
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;
-    let json = read::to_json(plan).map_err(|error| Error::bug(&error.to_string()))?;
+    let json = to_json_with_digest(plan).map_err(|error| Error::bug(&error.to_string()))?;
     if output::is_stdout(&path) {
         screen.document(&json);
         return Ok(());

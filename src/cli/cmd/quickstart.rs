@@ -14,9 +14,10 @@ use clap::{Args, ValueEnum};
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::graph::hash::sha256;
+use compiler::plan::Plan;
+use compiler::plan::digest::to_json_with_digest;
 use compiler::plan::problem::{InFlight, Recomputation};
 use compiler::plan::schedule::Schedule;
-use compiler::plan::{Plan, read};
 use compiler::profile::Profile;
 use compiler::profile::read::to_json;
 use compiler::tensor::Tensor;
@@ -145,7 +146,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     ));
     let plan = plan_with(&PlanOptions { replicas: Some(STAGES.to_vec()), ..options })?;
     show(&plan, screen);
-    let json = read::to_json(&plan).map_err(|error| Error::bug(&error.to_string()))?;
+    let json = to_json_with_digest(&plan).map_err(|error| Error::bug(&error.to_string()))?;
     output::write(&path("plan.json"), json.as_bytes())?;
 
     let (epochs, lr) = arguments.model.default_training();

@@ -6,7 +6,8 @@ use crate::cli::screen::Screen;
 use compiler::cluster::unit;
 use compiler::graph::hash::sha256;
 use compiler::plan::check::error::PlanFault;
-use compiler::plan::{Plan, PlannedModel, read};
+use compiler::plan::digest::to_json_with_digest;
+use compiler::plan::{Plan, PlannedModel};
 use compiler::text::name::short_name;
 use compiler::text::quantity;
 use instances::placement::check::check as judged;
@@ -97,7 +98,7 @@ pub fn check_instance(plan: &Plan, path: &Path, text: &str) -> Result<(), Error>
 
 /// Writes the plan of an instance, and prints it.
 pub fn write_plan(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
-    let json = read::to_json(plan).map_err(|error| Error::bug(&error.to_string()))?;
+    let json = to_json_with_digest(plan).map_err(|error| Error::bug(&error.to_string()))?;
     let path = arguments.output.clone().unwrap_or_else(|| output::default_output(&arguments.file, "plan"));
     if output::is_stdout(&path) {
         screen.document(&json);

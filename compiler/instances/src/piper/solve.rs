@@ -159,6 +159,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
         warnings,
         seed: request.seed,
         options: BTreeMap::new(),
+        digest: None,
         extra: BTreeMap::new(),
     };
     check::check(hybrid, &plan).map_err(SolveError::Unsound)?;

@@ -185,6 +185,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         warnings,
         seed: request.seed,
         options,
+        digest: None,
         extra: BTreeMap::new(),
     };
     let judged_placement = Placement { bytes_per_device: bytes, ..placement.clone() };

@@ -41,14 +41,16 @@ const DROPOUT_MODE_OPSET: i64 = 12;
 /// All training warnings for a model, in a fixed order.
 pub fn doubts(model: &OnnxModel) -> Vec<TrainingWarning> {
     let (readers, modes) = (readers(model), Modes::of(model));
+    // Only files with folded values need them.
+    let trained_names = if model.roles.folded.is_empty() { BTreeSet::new() } else { trained(model) };
     let warnings = [
         folded(model),
         nodes(Finding::InferenceBatchNorm, model, |node| modes.is_inference_norm(node)),
         dropouts(model, &modes),
         unbiased(model),
         merged(model, &readers),
-        find_untied(model, &readers),
-        folded_parameters(model),
+        find_untied(model, &readers, &trained_names),
+        folded_parameters(model, &trained_names),
         nodes(Finding::Quantised, model, is_quantised),
         lost_detach(model),
     ];
@@ -189,11 +191,7 @@ fn trained(model: &OnnxModel) -> BTreeSet<String> {
 }
 
 /// Small values that the exporter computed from a tensor of the model. Large ones are merged weights, and are trained.
-fn folded_parameters(model: &OnnxModel) -> Option<TrainingWarning> {
-    if model.roles.folded.is_empty() {
-        return None;
-    }
-    let trained = trained(model);
+fn folded_parameters(model: &OnnxModel, trained: &BTreeSet<String>) -> Option<TrainingWarning> {
     let constants = model.initializers.iter().filter(|t| is_float(t) && !trained.contains(&t.name));
     let mut matches = constants.filter_map(|tensor| {
         let source = model.roles.folded.get(&tensor.name)?.iter().find(|source| !weight::made_up(source))?;
@@ -349,7 +347,7 @@ impl<'a> Matrix<'a> {
     }
 }
 
-fn find_untied(model: &OnnxModel, readers: &Readers<'_>) -> Option<TrainingWarning> {
+fn find_untied(model: &OnnxModel, readers: &Readers<'_>, trained: &BTreeSet<String>) -> Option<TrainingWarning> {
     let tensor_of = |tensor: &Tensor, matches_role: fn(&Node, usize) -> bool| {
         readers.get(tensor.name.as_str()).is_some_and(|uses| uses.iter().any(|(node, slot)| matches_role(node, *slot)))
     };
@@ -364,7 +362,6 @@ fn find_untied(model: &OnnxModel, readers: &Readers<'_>) -> Option<TrainingWarni
         let copies = projections.iter().filter(|p| table.is_equal_to(p, false) || table.is_equal_to(p, true));
         copies.map(|copy| [table.tensor.name.as_str(), &copy.tensor.name])
     });
-    let trained = trained(model);
     let folded = model.roles.folded.iter().filter(|(name, _)| trained.contains(*name)).flat_map(|(name, sources)| {
         let is_read = |source: &&String| readers.get(source.as_str()).is_some_and(|uses| !uses.is_empty());
         let kept = sources.iter().filter(|source| trained.contains(*source)).filter(is_read);

@@ -12,11 +12,13 @@ use crate::partition::search::first_stage;
 use crate::partition::search::numbers::largest;
 use crate::partition::search::placement::{PlacementQuery, Rules};
 use crate::partition::search::range_costs::RangeCosts;
+use crate::partition::search::stage_loads::StageLoads;
 use crate::partition::search::suffix_dp::{Measure, Table};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::{First, StageInFlight};
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::schedule::PendingWeightGrads;
+use std::cell::Cell;
 
 /// Largest number of down-sets, and steps of about ten nanoseconds.
 const MOST_SETS: usize = 4000;
@@ -73,8 +75,9 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
             memory_limit: None,
             rules: &rules,
             steps: 0,
+            is_pressed: Cell::new(false),
         };
-        placing.table(Measure::Bytes, f64::INFINITY)
+        placing.table(Measure::Bytes, f64::INFINITY, &mut StageLoads::of(&placing))
     };
     let least = match is_of_the_whole {
         true => {

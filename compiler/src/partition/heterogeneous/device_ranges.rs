@@ -73,6 +73,14 @@ impl DeviceRanges {
         self.paces.of_range(first, count).unwrap_or(1.0)
     }
 
+    /// The distinct speeds of ranges.
+    pub fn speeds(&self) -> Vec<f64> {
+        let mut speeds = self.paces.rows.first().cloned().unwrap_or_else(|| vec![1.0]);
+        speeds.sort_by(f64::total_cmp);
+        speeds.dedup();
+        speeds
+    }
+
     pub fn fastest(&self) -> f64 {
         self.fastest
     }

@@ -17,7 +17,7 @@ use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::tied;
 use crate::plan::{Edge, GradientBucket, RecomputedOps, Stage, StageId, StageMemory};
 use crate::profile::arena::Arena;
-use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
+use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
 use crate::profile::recompute_scope::{self, RecomputeCosts, RecomputeTerms};
 use std::collections::BTreeMap;
 
@@ -79,22 +79,20 @@ pub fn asked(problem: &Problem) -> FlowQuery {
 
 pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Vec<PlacedStage> {
     let ops = &problem.graph.ops;
-    let holdings = holdings(problem, shape);
-    let placed = |(((leaf, spot), holdings), &in_flight): (((StageGroup<'_>, &StagePosition), &MemoryTerms), &u32)| {
+    let placed = |((leaf, spot), &in_flight): ((StageGroup<'_>, &StagePosition), &u32)| {
         let pace = pace(problem, spot, leaf.replicas);
         let sum = |of: &[u32], us: fn(&OpCost) -> f64| of.iter().map(|&op| us(&ops[op as usize])).sum::<f64>() / pace;
         PlacedStage {
             forward_us: sum(leaf.ops, |op| op.fwd_us),
             backward_us: sum(leaf.ops, |op| op.bwd_us) + sum(spot.recompute.of(leaf.ops), OpCost::recompute_us),
-            gradient_bytes: holdings.summed as f64,
+            gradient_bytes: parameter_bytes(problem, leaf.ops, |param| param.sum_bytes) as f64,
             first: spot.first,
             replicas: leaf.replicas,
             in_flight,
             tied_us: 0.0,
         }
     };
-    let mut stages: Vec<PlacedStage> =
-        shape.leaves().into_iter().zip(spots).zip(&holdings).zip(caps).map(placed).collect();
+    let mut stages: Vec<PlacedStage> = shape.leaves().into_iter().zip(spots).zip(caps).map(placed).collect();
     stages.iter_mut().zip(tied_us(problem, shape, spots)).for_each(|(stage, us)| stage.tied_us = us);
     stages
 }
@@ -107,7 +105,7 @@ pub fn outlook(
     caps: &[u32],
 ) -> CostEstimate {
     let stages = placed(problem, shape, spots, caps);
-    let (levels, edges) = (&problem.cluster.levels, edges(problem, shape));
+    let (levels, edges) = (&problem.cluster.levels, edges_with(problem, shape, |_| None));
     match problem.chunks > 1 && stages.len() > 1 {
         true => chunks::outlook(asked, levels, &stages, &edges),
         false => cost_estimate::outlook(asked, levels, &stages, &edges),
@@ -470,6 +468,10 @@ fn gradient_bytes(problem: &Problem, ops: &[u32]) -> u64 {
 
 /// The tensors sent between stages, each directly from its producer to every stage that reads it.
 pub fn edges(problem: &Problem, shape: &Shape) -> Vec<Edge> {
+    edges_with(problem, shape, |tensor| Some(tensor.name.clone()))
+}
+
+fn edges_with(problem: &Problem, shape: &Shape, name: impl Fn(&TensorCost) -> Option<String>) -> Vec<Edge> {
     let stage_of = stage_of(problem, shape);
     let mut edges: BTreeMap<(u32, u32), Edge> = BTreeMap::new();
     for tensor in &problem.graph.tensors {
@@ -480,7 +482,7 @@ pub fn edges(problem: &Problem, shape: &Shape) -> Vec<Edge> {
         for to in readers.into_iter().filter(|&to| to != from) {
             let fresh = || Edge { from: StageId(from), to: StageId(to), tensors: Vec::new(), bytes: 0 };
             let edge = edges.entry((from, to)).or_insert_with(fresh);
-            edge.tensors.push(tensor.name.clone());
+            edge.tensors.extend(name(tensor));
             edge.bytes += tensor.bytes;
         }
     }

@@ -34,6 +34,8 @@ pub enum Depth {
     Glance,
     /// All down-sets, with tables only; their bounds prune device orders.
     Tables,
+    /// Coarse linear orders, and all down-sets of small graphs, to rank problems.
+    Draft,
     Whole,
 }
 
@@ -42,7 +44,7 @@ impl SearchLimits {
     pub const ALONE: SearchLimits = SearchLimits { orders: 1, known_us: f64::INFINITY, depth: Depth::Whole };
 
     pub fn is_alone(&self) -> bool {
-        self.orders == 1 && self.known_us.is_infinite() && self.depth == Depth::Whole
+        self.orders == 1 && self.known_us.is_infinite() && matches!(self.depth, Depth::Draft | Depth::Whole)
     }
 }
 

@@ -110,6 +110,7 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
         warnings,
         seed: statement.seed,
         options: options(problem, statement),
+        digest: None,
         extra: BTreeMap::new(),
     };
     let checked = verify::check(problem, &plan)?;

@@ -11,6 +11,7 @@
 use crate::partition::heterogeneous::device_ranges::ALIKE;
 use crate::partition::search::branch_and_bound::{BranchAndBound, Prefix};
 use crate::partition::search::placement::{MemoryScope, PlacementQuery, StagePlacement};
+use crate::partition::search::stage_loads::StageLoads;
 use crate::partition::search::suffix_dp::Measure;
 
 /// Limits on the busiest stage under which the shortest latency is searched, and the ratio between them.
@@ -33,12 +34,13 @@ impl PlacementQuery<'_> {
     pub fn solve(&self, known_us: f64) -> Result<PlacedPipeline, f64> {
         let known = known_us * (1.0 + 1e-9);
         let adds = self.asked.adds();
-        let way = adds.then(|| self.table(Measure::Way, known));
+        let mut loads = StageLoads::of(self);
+        let way = adds.then(|| self.table(Measure::Way, known, &mut loads));
         let least_way = way.as_ref().map_or(0.0, |way| self.least(way).0);
         if !least_way.is_finite() {
             return Err(known_us);
         }
-        let busiest = self.table(Measure::Busiest, known - least_way);
+        let busiest = self.table(Measure::Busiest, known - least_way, &mut loads);
         let (least_busiest, _) = self.least(&busiest);
         if !least_busiest.is_finite() {
             return Err(known_us);
@@ -57,16 +59,16 @@ impl PlacementQuery<'_> {
             // Tries the smallest latency under rising limits on the busiest stage.
             let mut limit = least_busiest * (1.0 + 1e-9);
             for _ in 0..LIMITS {
-                offer(self.read(&self.table(Measure::Way, limit)));
+                offer(self.read(&self.table(Measure::Way, limit, &mut loads)));
                 limit = limit * RISE + f64::MIN_POSITIVE;
             }
         } else if self.steps > 0 {
-            let fewest = self.table(Measure::Stages, least_busiest * (1.0 + 1e-12));
+            let fewest = self.table(Measure::Stages, least_busiest * (1.0 + 1e-12), &mut loads);
             offer(self.read(&fewest));
         }
         offer(self.read(&busiest));
         if self.levels.len() > 1 {
-            offer(self.read(&self.table(Measure::Estimate, known - least_way)));
+            offer(self.read(&self.table(Measure::Estimate, known - least_way, &mut StageLoads::of(self))));
         }
         let mut states = self.places.len() as u64;
         let met = |us: f64| us <= bound_us * (1.0 + 1e-9);
@@ -95,7 +97,7 @@ impl PlacementQuery<'_> {
         };
         let fleet = fleet_of(u64::MAX);
         let free = PlacementQuery { memory_limit: None, fleet: &fleet, ..self.clone() };
-        let table = free.table(Measure::Bytes, f64::INFINITY);
+        let table = free.table(Measure::Bytes, f64::INFINITY, &mut StageLoads::of(&free));
         let (bytes, _) = free.least(&table);
         let mut placements = free.read(&table)?;
         let fleet = fleet_of(bytes as u64);

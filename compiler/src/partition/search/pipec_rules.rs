@@ -28,10 +28,14 @@ use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::First;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::plan::schedule::PendingWeightGrads;
+use std::cell::Cell;
 
 /// Largest number of cuts along an order: fine, and coarse.
 const MAX_PLACES: usize = 1000;
 const COARSE: usize = 48;
+
+/// Largest number of down-sets that a draft searches.
+const DRAFTED: usize = 100;
 
 /// Steps of the forward search for at most `FEW` down-sets; a sixteenth elsewhere.
 const STEPS: u64 = 400_000;
@@ -190,13 +194,15 @@ impl Search<'_> {
             Depth::Glance => lines = lines.split_off(lines.len() - 1),
             // Prefixes of linear orders are down-sets themselves.
             Depth::Tables => lines.clear(),
-            Depth::Whole => {}
+            Depth::Draft | Depth::Whole => {}
         }
         let twice = |order: Vec<u32>| {
             // Skips the coarse pass if many fixed stages leave it as fine as the other one.
             let is_coarser = fine.max(pinned) > COARSE.max(pinned);
-            let coarse = (depth == Depth::Whole && is_coarser).then(|| (order.clone(), fine.min(COARSE)));
-            coarse.into_iter().chain([(order, fine)])
+            let is_draft = depth == Depth::Draft;
+            let coarse = (is_coarser && (is_draft || depth == Depth::Whole)).then(|| (order.clone(), fine.min(COARSE)));
+            let fine = (!is_draft || coarse.is_none()).then_some((order, fine));
+            coarse.into_iter().chain(fine)
         };
         // Pins may forbid the balanced partition; with the memory objective its time is no bound.
         let is_timed = problem.objective != Objective::Memory && problem.constraints.pins.is_empty();
@@ -217,6 +223,7 @@ impl Search<'_> {
             return Ok(());
         }
         let affordable = affordable(self.question, rules);
+        let affordable = if depth == Depth::Draft { affordable.min(DRAFTED) } else { affordable };
         let grown =
             if borders.is_some() { None } else { DownSets::grow(graph, CostModel::Paper, Growth::All, affordable) };
         match grown {
@@ -272,8 +279,8 @@ impl Search<'_> {
         for mut placing in numbers.placings(problem, &places, &fleet, rules) {
             placing.steps = match self.question.among.depth {
                 Depth::Glance | Depth::Tables => 0,
-                Depth::Whole if is_whole && places.len() <= FEW => steps,
-                Depth::Whole => steps / 16,
+                Depth::Draft | Depth::Whole if is_whole && places.len() <= FEW => steps,
+                Depth::Draft | Depth::Whole => steps / 16,
             };
             if problem.objective == Objective::Memory {
                 let Some((bytes, placements)) = placing.least_memory(MemoryScope::All) else { continue };
@@ -283,7 +290,9 @@ impl Search<'_> {
                 self.found.states += places.len() as u64;
             }
             let free = *known;
-            let PlacedPipeline { placements, us, bound_us, states, .. } = match placing.solve(free) {
+            let solved = placing.solve(free);
+            self.found.is_pressed |= placing.is_pressed.get();
+            let PlacedPipeline { placements, us, bound_us, states, .. } = match solved {
                 Ok(pipeline) => pipeline,
                 // Nothing is faster than the known plan, or nothing fits.
                 Err(bound_us) => {
@@ -415,6 +424,7 @@ impl AssumedPipelines {
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,
                 steps: 0,
+                is_pressed: Cell::new(false),
             })
         })
     }

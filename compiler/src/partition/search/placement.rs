@@ -7,6 +7,7 @@ use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::MemoryMultipliers;
 use crate::plan::problem::Recomputation;
+use std::cell::Cell;
 use std::ops::RangeInclusive;
 
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -46,6 +47,8 @@ pub struct PlacementQuery<'a> {
     pub rules: &'a Rules,
     /// Step limit of the forward search; 0 uses the tables only.
     pub steps: u64,
+    /// True once a stage did not fit without recomputation.
+    pub is_pressed: Cell<bool>,
 }
 
 /// Devices whose memory is minimised.
@@ -143,7 +146,11 @@ impl PlacementQuery<'_> {
         let first = self.devices - rest - replicas;
         let choices = self.rules.recompute.choices();
         let Some(limit) = self.limit(first, replicas) else { return Some(choices[0]) };
-        choices.iter().copied().find(|&again| self.bytes(run, replicas, rest, again, stage) <= limit)
+        let choice = choices.iter().copied().find(|&again| self.bytes(run, replicas, rest, again, stage) <= limit);
+        if choice != Some(choices[0]) {
+            self.is_pressed.set(true);
+        }
+        choice
     }
 
     /// As [`PlacementQuery::recomputes`], for the stage at index `at`.

@@ -53,6 +53,8 @@ pub struct SearchResult {
     pub proven_us: Option<f64>,
     /// Lower bound on the time of every partition; 0 if none was computed.
     pub bound_us: f64,
+    /// True if a possible stage did not fit without recomputation.
+    pub is_pressed: bool,
 }
 
 impl SearchResult {
@@ -61,7 +63,14 @@ impl SearchResult {
     }
 
     pub fn nothing() -> SearchResult {
-        SearchResult { candidates: Vec::new(), states: 0, fallback: None, proven_us: None, bound_us: 0.0 }
+        SearchResult {
+            candidates: Vec::new(),
+            states: 0,
+            fallback: None,
+            proven_us: None,
+            bound_us: 0.0,
+            is_pressed: false,
+        }
     }
 }
 

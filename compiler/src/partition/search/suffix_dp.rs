@@ -11,15 +11,7 @@
 
 use crate::partition::search::placement::{PlacementQuery, StagePlacement};
 use crate::partition::search::range_costs::Run;
-use crate::plan::cost_estimate::{Message, PlacedStage, StageLoad};
-use crate::plan::links::Wire;
-use std::collections::HashMap;
-
-/// Number of device speeds for which the loads of one range are cached.
-const MOST_PACES: usize = 8;
-
-/// Loads of a range by device speed, without and with recomputation; filled on demand.
-type Paced = Vec<(f64, [Option<StageLoad>; 2])>;
+use crate::partition::search::stage_loads::StageLoads;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Measure {
@@ -62,8 +54,8 @@ impl Table {
 }
 
 impl PlacementQuery<'_> {
-    /// Fills a table; omits stages busier than `limit`.
-    pub fn table(&self, measure: Measure, limit: f64) -> Table {
+    /// Fills a table; omits stages busier than `limit`. `loads` are those of this query, for the measure.
+    pub fn table(&self, measure: Measure, limit: f64, loads: &mut StageLoads<'_>) -> Table {
         let (sets, devices) = (self.places.len(), self.devices as usize);
         let (whole, width) = (sets - 1, devices + 1);
         let layers = self.layers();
@@ -76,11 +68,6 @@ impl PlacementQuery<'_> {
         }
         let trains = self.asked.trains();
         let bounded = matches!(measure, Measure::Busiest | Measure::Estimate | Measure::Stages);
-        let mut known: Paced = Vec::with_capacity(MOST_PACES);
-        // With given replicas on a single level, the load of a range is the same in every layer.
-        let keeps = table.layered && self.levels.len() == 1 && self.rules.replicas.is_some();
-        let mut runs: HashMap<(usize, usize), Run> = HashMap::new();
-        let mut shares: HashMap<(usize, usize, u32), Paced> = HashMap::new();
         let capped = if measure == Measure::Bytes { f64::INFINITY } else { limit };
         for layer in 1..=layers.unwrap_or(1) {
             let stage = self.stage(layer);
@@ -101,7 +88,6 @@ impl PlacementQuery<'_> {
                     }
                     let after = self.needs(self.least_us(to, whole), capped);
                     let least = self.needs(compute, capped).max(1);
-                    let mut run = None;
                     for replicas in self.replicas(stage) {
                         if replicas < least {
                             continue;
@@ -109,10 +95,7 @@ impl PlacementQuery<'_> {
                         if before + replicas + after > self.devices {
                             break;
                         }
-                        known.clear();
-                        if keeps && let Some(before) = shares.get_mut(&(from, to, replicas)) {
-                            known.append(before);
-                        }
+                        let mut range = loads.range((from, to), replicas, stage);
                         let rests = after..=self.devices - replicas - before;
                         let rests = match given {
                             Some(rest) if rests.contains(&rest) => rest..=rest,
@@ -132,36 +115,37 @@ impl PlacementQuery<'_> {
                             {
                                 continue;
                             }
-                            let run = *run.get_or_insert_with(|| match keeps {
-                                true => *runs.entry((from, to)).or_insert_with(|| self.places.run(from, to)),
-                                false => self.places.run(from, to),
-                            });
-                            let part = self.part(measure, &run, from, to, replicas, rest, stage, &mut known);
-                            let Some(part) = part else { continue };
-                            let value = match measure {
-                                Measure::Busiest | Measure::Estimate if part.busiest_us > capped * (1.0 + 1e-9) => {
+                            if measure == Measure::Bytes {
+                                let Some(bytes) = self.least_bytes(range.run(), replicas, rest, stage) else {
                                     continue;
+                                };
+                                let value = (bytes as f64).max(tail);
+                                if value < so_far {
+                                    table.entries[at] = Entry { value, to: to as u32, replicas };
                                 }
-                                Measure::Busiest | Measure::Estimate => part.busiest_us.max(tail),
-                                Measure::Bytes => part.bytes as f64,
-                                _ if part.busiest_us > capped * (1.0 + 1e-12) => continue,
+                                continue;
+                            }
+                            let Some(load) = range.load(measure, rest) else { continue };
+                            let slack =
+                                if matches!(measure, Measure::Busiest | Measure::Estimate) { 1e-9 } else { 1e-12 };
+                            if load.busiest_us > capped * (1.0 + slack) {
+                                continue;
+                            }
+                            let value = match measure {
+                                Measure::Busiest | Measure::Estimate | Measure::Bytes => load.busiest_us.max(tail),
                                 Measure::Stages => 1.0 + tail,
                                 Measure::Way => {
-                                    let way_us = part.way_us - part.in_us + tail;
+                                    let way_us = load.way_us - load.in_us + tail;
                                     let in_flight = self.in_flight(replicas, rest, stage);
                                     if !self.asked.comes_back(replicas, in_flight, way_us, capped * (1.0 + 1e-9)) {
                                         continue;
                                     }
-                                    part.way_us + tail
+                                    load.way_us + tail
                                 }
                             };
-                            let value = if measure == Measure::Bytes { value.max(tail) } else { value };
                             if value < so_far {
                                 table.entries[at] = Entry { value, to: to as u32, replicas };
                             }
-                        }
-                        if keeps && !known.is_empty() {
-                            shares.entry((from, to, replicas)).or_default().append(&mut known);
                         }
                     }
                 }
@@ -238,106 +222,13 @@ impl PlacementQuery<'_> {
         if need.is_nan() { 0 } else { need as u32 }
     }
 
-    /// Cost of a range as a stage with these replicas and `rest` devices after it; `None` if it does not fit.
-    #[allow(clippy::too_many_arguments)] // Innermost loop; a struct would be built at every step.
-    fn part(
-        &self,
-        measure: Measure,
-        run: &Run,
-        from: usize,
-        to: usize,
-        replicas: u32,
-        rest: u32,
-        stage: Option<usize>,
-        known: &mut Paced,
-    ) -> Option<Part> {
-        if measure == Measure::Bytes {
-            let choices = self.rules.recompute.choices().iter();
-            let bytes = choices.map(|&again| self.bytes(run, replicas, rest, again, stage)).min().unwrap_or(u64::MAX);
-            let first = self.devices - rest - replicas;
-            let fits = self.limit(first, replicas).is_none_or(|limit| bytes <= limit);
-            let bytes = if self.fleet.counts(first, replicas) { bytes } else { 0 };
-            return fits.then_some(Part { busiest_us: 0.0, way_us: 0.0, in_us: 0.0, bytes });
-        }
-        let recompute = self.recomputes(run, replicas, rest, stage)?;
-        let pace = self.pace(self.devices - rest - replicas, replicas);
-        let share = || self.share(measure, run, (from, to), replicas, rest, recompute, pace);
-        // On a single level the load depends on the devices only through their speed.
-        let share = match self.levels.len() {
-            1 => {
-                let at = known.iter().position(|known| known.0 == pace).unwrap_or_else(|| {
-                    if known.len() == MOST_PACES {
-                        known.pop();
-                    }
-                    known.push((pace, [None; 2]));
-                    known.len() - 1
-                });
-                *known[at].1[usize::from(recompute)].get_or_insert_with(share)
-            }
-            _ => share(),
-        };
-        Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, in_us: share.in_us, bytes: 0 })
-    }
-
-    /// Load of a range as a stage with these replicas and `rest` devices after it, at relative speed `pace`.
-    #[allow(clippy::too_many_arguments)] // As above.
-    pub fn share(
-        &self,
-        measure: Measure,
-        run: &Run,
-        (from, to): (usize, usize),
-        replicas: u32,
-        rest: u32,
-        recompute: bool,
-        pace: f64,
-    ) -> StageLoad {
+    /// Memory of a range as a stage with these replicas and `rest` devices after it, recomputed if that is allowed and
+    /// takes less; `None` if it does not fit.
+    fn least_bytes(&self, run: &Run, replicas: u32, rest: u32, stage: Option<usize>) -> Option<u64> {
+        let choices = self.rules.recompute.choices().iter();
+        let bytes = choices.map(|&again| self.bytes(run, replicas, rest, again, stage)).min().unwrap_or(u64::MAX);
         let first = self.devices - rest - replicas;
-        let last = first + replicas - 1;
-        let run = run.at(pace);
-        let again = if recompute { run.recompute_us } else { 0.0 };
-        let stage = PlacedStage {
-            forward_us: run.forward_us,
-            backward_us: run.backward_us + again,
-            gradient_bytes: run.holdings.summed as f64,
-            first,
-            replicas,
-            in_flight: 1,
-            tied_us: 0.0,
-        };
-        let mut messages: Vec<Message> = Vec::with_capacity(2);
-        let near = |neighbour: u32| Wire::between(self.levels, [neighbour, first, last].into_iter());
-        let mut message = |neighbour: Option<u32>, bytes: u64, comes_in: bool| {
-            if let Some(wire) = neighbour.filter(|_| bytes > 0).and_then(near) {
-                messages.push(Message { level: wire.level, us: wire.time(bytes as f64), comes_in });
-            }
-        };
-        if from > 0 {
-            message(first.checked_sub(1), run.in_bytes, true);
-        }
-        if to + 1 < self.places.len() {
-            message((last + 1 < self.devices).then_some(last + 1), run.out_bytes, false);
-        }
-        if self.levels.len() == 1 || measure == Measure::Estimate {
-            return StageLoad::of(&self.asked, self.levels, &stage, &messages);
-        }
-        // The link level of a message is uncertain, so it is not added to other traffic of that level.
-        let alone = StageLoad::of(&self.asked, self.levels, &stage, &[]);
-        let longest = messages.iter().map(|message| message.us).fold(0.0, f64::max);
-        let comes_in: f64 = messages.iter().filter(|message| message.comes_in).map(|message| message.us).sum();
-        let ways = if self.asked.trains() { 2.0 } else { 1.0 };
-        StageLoad {
-            busiest_us: alone.busiest_us.max(self.asked.weight(replicas) * longest),
-            way_us: alone.way_us + if self.asked.adds() { ways * comes_in } else { 0.0 },
-            in_us: if self.asked.adds() { ways * comes_in } else { 0.0 },
-            reduce_us: alone.reduce_us,
-        }
+        let fits = self.limit(first, replicas).is_none_or(|limit| bytes <= limit);
+        fits.then_some(if self.fleet.counts(first, replicas) { bytes } else { 0 })
     }
-}
-
-#[derive(Clone, Copy)]
-struct Part {
-    busiest_us: f64,
-    way_us: f64,
-    in_us: f64,
-    bytes: u64,
 }

@@ -15,12 +15,9 @@ use crate::tensor::dim::{Dim, volume};
 
 pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let (table, index) = (scope.value("weight")?, scope.value("indices")?);
-    let mut rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, index])?;
-    if scope.flag("scale_grad_by_freq", false)? {
-        rows = embedding::scaled_by_frequency(scope, rows, table, index)?;
-    }
-    let padding = scope.int("padding_idx", -1)?;
-    one(if padding < 0 { rows } else { embedding::with_padding(scope, rows, index, padding)? })
+    let rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, index])?;
+    let (scaled, padding) = (scope.flag("scale_grad_by_freq", false)?, scope.int("padding_idx", -1)?);
+    one(embedding::with_options(scope, rows, [table, index], scaled, Some(padding))?)
 }
 
 /// `index_select`.

@@ -79,16 +79,15 @@ impl Inputs {
         self.open.len() + usize::from(self.batch.is_some()) < 2
     }
 
-    /// An input with a symbol of its own along axis 0, and that symbol, if no input has it along another axis.
-    pub fn other_batch(&self, infos: &[ValueInfo]) -> Option<(String, String)> {
-        self.batch.as_ref()?;
+    /// Inputs with a symbol of their own along axis 0, each with that symbol, if no input has it along another axis.
+    pub fn other_batches(&self, infos: &[ValueInfo]) -> Vec<(String, String)> {
         let is_inner = |symbol: &Dim| self.facts.iter().any(|fact| fact.shape.iter().skip(1).any(|dim| dim == symbol));
         let symbols = infos.iter().zip(&self.facts).filter_map(|(info, fact)| Some((info, fact.shape.first()?)));
-        let mut others = symbols.filter(|(_, dim)| !is_inner(dim)).filter_map(|(info, dim)| {
+        let others = symbols.filter(|(_, dim)| !is_inner(dim)).filter_map(|(info, dim)| {
             let symbol = self.open.iter().find(|symbol| Dim::symbol(symbol) == *dim)?;
             Some((info.name.clone(), symbol.clone()))
         });
-        others.next()
+        others.collect()
     }
 
     /// Replaces one of two equal symbols by the other: by the batch, or by that of an earlier input.

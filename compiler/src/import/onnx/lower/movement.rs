@@ -128,12 +128,9 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     let mut rows = scope.add(Op::Gather(Gather { axis }), &[x, index])?;
     // ONNX has no embeddings; the metadata tell what options the exporter left out.
     if let Some(arguments) = scope.node.torch_arguments("aten.embedding") {
-        if arguments.get(3) == Some(&"True") {
-            rows = embedding::scaled_by_frequency(scope, rows, x, index)?;
-        }
-        if let Some(padding) = arguments.get(2).and_then(|text| text.parse().ok()).filter(|padding| *padding >= 0) {
-            rows = embedding::with_padding(scope, rows, index, padding)?;
-        }
+        let padding = arguments.get(2).and_then(|text| text.parse().ok());
+        let scaled = arguments.get(3) == Some(&"True");
+        rows = embedding::with_options(scope, rows, [x, index], scaled, padding)?;
     }
     one(rows)
 }
