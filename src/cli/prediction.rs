@@ -23,6 +23,7 @@ use compiler::simulate::step_time;
 use compiler::tensor::DType;
 use compiler::text::quantity::plural;
 use compiler::text::quantity::{self, short};
+use pipec::plan::interruptible::INTERRUPTED;
 use pipec::plan::request::cost_name;
 use pipec::plan::result::Alternative;
 use std::collections::BTreeSet;
@@ -470,6 +471,10 @@ pub fn verdict(plan: &Plan) -> Option<String> {
             }
             _ => {}
         }
+    }
+    // The baselines of such a plan are not simulated.
+    if plan.search.fallback.as_deref() == Some(INTERRUPTED) {
+        return None;
     }
     let (baselines, step, m) = (&plan.baselines, plan.predicted.step_us, microbatches(plan));
     let data_parallel = (baselines.data_parallel * m, baselines.fits.data_parallel, "Data parallelism");

@@ -8,8 +8,8 @@
 //! 4. The best simulated layouts are planned with better cuts. Plans with unequal replicas are searched as well: of the
 //!    best variants, and on small clusters under every schedule.
 //!
-//! The search ends at the first layout or plan within [`GAP`] of the lower bound. The work is divided before it is
-//! distributed over threads, so the result does not depend on their number.
+//! The search ends at the first layout or plan within the requested gap of the lower bound. The work is divided before
+//! it is distributed over threads, so the result does not depend on their number.
 
 mod attempts;
 mod variants;
@@ -23,7 +23,7 @@ use crate::plan::from_costs::state_collectives;
 use crate::plan::infeasible::describe;
 use crate::plan::interruptible::mark_interrupted;
 use crate::plan::parallel::in_parallel;
-use crate::plan::request::{PlanRequest, ScheduleChoice};
+use crate::plan::request::{GAP, PlanRequest, ScheduleChoice};
 use crate::plan::result::{Alternative, Losses, PlanResult, Tried, TriedPlan, of_each_kind};
 use crate::plan::scope::Scope;
 use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
@@ -34,11 +34,12 @@ use compiler::partition::error::PlanError;
 use compiler::partition::explain::infeasible::is_infeasible;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
+use compiler::partition::search::select::baselines;
 use compiler::partition::single_degree;
-use compiler::plan::Plan;
 use compiler::plan::problem::{Problem, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
+use compiler::plan::{Baselines, Plan};
 use compiler::text::quantity;
 use serde_json::json;
 use std::ops::RangeInclusive;
@@ -59,9 +60,6 @@ pub const SYNCHRONOUS: [Schedule; 8] = [
     Schedule::Zbv,
     Schedule::DualPipeV,
 ];
-
-/// A plan within this fraction of the lower bound ends the search.
-const GAP: f64 = 0.005;
 
 /// Layouts and plans that are compared before it is decided whether to go on.
 const AT_ONCE: usize = 4;
@@ -213,7 +211,7 @@ impl Search<'_> {
 
     /// True if no plan is clearly faster than this time.
     fn is_close(&self, us: f64) -> bool {
-        us.is_finite() && us <= self.bound(us) * (1.0 + GAP)
+        us.is_finite() && us <= self.bound(us) * (1.0 + self.request.options.gap)
     }
 
     /// Simulates layouts of the variants from this number on: the best by estimate, and others while a round finds a
@@ -325,19 +323,15 @@ impl Search<'_> {
             }
         }
         let Some((_, _, variant, mut planned)) = best else {
-            if let Some(error) = failure
-                .as_ref()
-                .filter(|(_, error)| is_infeasible(error))
-                .and_then(|_| self.scope().too_large(&self.variants))
-            {
-                return Err(error);
-            }
-            return Err(match failure {
-                Some((schedule, error)) => describe(&self.request.model, error, schedule),
-                None => Error::bug("no configuration was tried"),
+            let is_too_large = failure.as_ref().is_some_and(|(_, error)| is_infeasible(error));
+            return Err(match (self.scope().too_large(&self.variants).filter(|_| is_too_large), failure) {
+                (Some(error), _) => error,
+                (None, Some((schedule, error))) => describe(&self.request.model, error, schedule),
+                (None, None) => Error::bug("no configuration was tried"),
             });
         };
         let alternative = self.asynchronous(variant, &planned.plan);
+        planned.plan.baselines = self.baselines(variant, &planned.plan);
         planned.plan.options.insert("combinations".to_string(), (tried_count as u64).into());
         tied_weights::aged(&self.variants[variant].whole.graph.params, &planned.plan)
             .iter()
@@ -370,6 +364,9 @@ impl Search<'_> {
         }
         if let Some(batch) = self.request.batch {
             options.insert("batch".to_string(), batch.into());
+        }
+        if self.request.options.gap != GAP {
+            options.insert("gap".to_string(), self.request.options.gap.into());
         }
         state_collectives(plan, &variant.whole.shared, variant.experts.clone());
         tied_weights::refused(&variant.whole.graph.params, plan)
@@ -411,6 +408,15 @@ impl Search<'_> {
         us.min(known_us)
     }
 
+    /// The simulated baselines of a plan.
+    fn baselines(&self, variant: usize, plan: &Plan) -> Baselines {
+        let (variant, zero) = (&self.variants[variant], plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0));
+        let (schedule, chunks) = (plan.schedule.kind, plan.schedule.chunks);
+        let problem = Problem { schedule, chunks, zero, ..variant.whole.clone() };
+        let us = plan.predicted.minibatch_us;
+        variant.with_planner(&self.request.options, |planner| baselines(&problem, planner, us))
+    }
+
     /// The time per minibatch of the same stages without a flush, where each update uses gradients of weights one
     /// update old (2BW, Narayanan et al., ICML 2021), if it is shorter.
     fn asynchronous(&self, variant: usize, plan: &Plan) -> Option<Alternative> {
@@ -421,7 +427,7 @@ impl Search<'_> {
         let schedule = Schedule::TwoBw;
         let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
         let zero = plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0);
-        let planned = variant.planned(&self.request.options, &|problem, planner| {
+        let planned = variant.planned(&self.request.options, false, &|problem, planner| {
             let mut problem = Problem { schedule, chunks: 1, zero, ..problem.clone() };
             problem.constraints.replicas = Some(replicas.clone());
             single_degree::plan(&problem, planner)

@@ -125,6 +125,7 @@ pub fn planner_options<'a>(options: &PlanOptions, efficiency: &'a Efficiency<'a>
         seed: options.seed,
         efficiency: Some(efficiency),
         is_draft: false,
+        without_baselines: false,
         gap: GAP,
     }
 }

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Why a search is not complete.
-const INTERRUPTED: &str = "the search was interrupted";
+pub const INTERRUPTED: &str = "the search was interrupted";
 
 /// Time in which a search that was asked to end returns its own result.
 const GRACE: Duration = Duration::from_millis(600);

@@ -97,6 +97,9 @@ pub enum BucketSize {
     Bytes(Bytes),
 }
 
+/// The default of [`PlanOptions::gap`].
+pub const GAP: f64 = 0.005;
+
 /// Search settings and constraints, apart from the model and the devices.
 #[derive(Clone, Debug)]
 pub struct PlanOptions {
@@ -140,6 +143,8 @@ pub struct PlanOptions {
     pub precision: PrecisionChoice,
     /// The largest number of states that a search visits.
     pub budget: Option<u64>,
+    /// A plan within this fraction of the lower bound ends the search over layouts.
+    pub gap: f64,
     /// The time limit of the MILP partitioner.
     pub time_limit: Option<Duration>,
     /// In-flight micro-batches of each stage.
@@ -175,6 +180,7 @@ impl Default for PlanOptions {
             momentum: None,
             precision: PrecisionChoice::Usual,
             budget: None,
+            gap: GAP,
             time_limit: None,
             in_flight: InFlight::Auto,
             bucket: BucketSize::Bytes(Bytes(USUAL_BYTES)),

@@ -7,7 +7,7 @@ use crate::plan::batch_search;
 use crate::plan::custom_schedule;
 use crate::plan::from_costs::solve;
 use crate::plan::remedies::{Size, with_remedies};
-use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
+use crate::plan::request::{GAP, PlanOptions, PlanRequest, ScheduleChoice};
 use crate::plan::request_costs;
 use crate::plan::result::PlanResult;
 use crate::plan::tied_weights;
@@ -43,6 +43,9 @@ pub fn refusal(target: Target, plan: &Plan) -> Option<String> {
 /// Plans with one batch size and schedule.
 fn plan_once(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult, Error> {
     request.options.validate()?;
+    if request.options.gap != GAP {
+        return Err(Error::input("`--gap` needs `--batch` or `--schedule auto`"));
+    }
     custom_schedule::open(request.options.schedule.as_ref().and_then(ScheduleChoice::file), events)?;
     let costs = request_costs::costs(request, events)?;
     request.protect_output(&costs.model)?;

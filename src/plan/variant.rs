@@ -116,19 +116,21 @@ impl Variant {
         self.estimates.iter().map(|estimate| estimate.minibatch_us).fold(f64::INFINITY, f64::min)
     }
 
-    /// Makes a plan of the problem, as all devices see it.
+    /// A plan as all devices see it, without simulated baselines; a draft is not improved move by move.
     pub fn planned(
         &self,
         options: &PlanOptions,
+        is_draft: bool,
         plan: &dyn Fn(&Problem, &PlannerOptions<'_>) -> Result<Planned, PlanError>,
     ) -> Result<Planned, PlanError> {
-        self.with_planner(options, |planner| match (&self.groups, self.whole.shared.first()) {
-            (Some(groups), Some(costs)) => {
-                let mut planned = tensor_parallel::of_groups(&self.whole, costs, groups, planner, plan)?;
-                planned.set_idle(&self.whole);
-                Ok(planned)
-            }
-            _ => plan(&self.whole, planner),
+        self.with_planner(options, |planner| {
+            let planner = PlannerOptions { is_draft, without_baselines: true, gap: options.gap, ..*planner };
+            let (Some(groups), Some(costs)) = (&self.groups, self.whole.shared.first()) else {
+                return plan(&self.whole, &planner);
+            };
+            let mut planned = tensor_parallel::of_groups(&self.whole, costs, groups, &planner, plan)?;
+            planned.set_idle(&self.whole);
+            Ok(planned)
         })
     }
 

@@ -103,7 +103,7 @@ pub fn conclude(
     let (chosen, played) = best(problem, question, &mut found, chosen, options);
     let best = improved(question, &mut found, Simulated { candidate: chosen, played }, options);
     let (chosen, played) = with_less_recompute(problem, question, &mut found, best, options);
-    if !options.is_draft {
+    if !options.without_baselines {
         play_baselines(problem, question, &mut baselines, &played, options);
     }
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();

@@ -16,9 +16,10 @@ pub struct PlannerOptions<'a> {
     /// Simulates how stages run under in-flight limits, to choose the caps automatically. `None` uses the published rule
     /// and the cost model's closed-form times; nothing is simulated, and stages are recomputed as a whole.
     pub efficiency: Option<&'a Efficiency<'a>>,
-    /// True if the plan is not improved by simulation and its baselines are not simulated, because it is compared with
-    /// others first.
+    /// True if the plan is searched coarsely and not improved by simulation, because it is compared with others first.
     pub is_draft: bool,
+    /// True if the baselines of the plan are not simulated: the caller states others, or compares the plan first.
+    pub without_baselines: bool,
     /// A plan within this fraction of a lower bound is not improved.
     pub gap: f64,
 }

@@ -98,37 +98,41 @@ pub fn fragments(
     stage_of: &HashMap<NodeId, usize>,
     stages: usize,
 ) -> Result<Vec<Fragment>, FragmentError> {
-    let order = order::canonical(graph);
-    let parameter_dependents = depends_on_parameters(graph, &order);
-    (0..stages)
-        .map(|stage| {
-            Cut { graph, stage_of, order: &order, parameter_dependents: &parameter_dependents, stage, stages }
-                .fragment()
-        })
-        .collect()
+    let whole = Whole::of(graph);
+    (0..stages).map(|stage| whole.fragment(stage_of, stages, stage)).collect()
 }
 
-pub fn fragment(
-    graph: &Graph,
-    stage_of: &HashMap<NodeId, usize>,
-    stages: usize,
-    stage: usize,
-) -> Result<Fragment, FragmentError> {
-    let order = order::canonical(graph);
-    let parameter_dependents = depends_on_parameters(graph, &order);
-    Cut { graph, stage_of, order: &order, parameter_dependents: &parameter_dependents, stage, stages }.fragment()
+/// A graph that is cut, perhaps many times.
+pub struct Whole<'a> {
+    graph: &'a Graph,
+    order: Vec<NodeId>,
+    /// The nodes that depend on a parameter, parameters included.
+    pub parameter_dependents: HashSet<NodeId>,
 }
 
-/// The nodes that depend on a parameter, parameters included.
-fn depends_on_parameters(graph: &Graph, order: &[NodeId]) -> HashSet<NodeId> {
-    let mut dependents = HashSet::new();
-    for &id in order {
-        let is = matches!(graph.node(id).op, Op::Parameter(_));
-        if is || graph.inputs(id).iter().any(|v| dependents.contains(&v.node)) {
-            dependents.insert(id);
+impl<'a> Whole<'a> {
+    pub fn of(graph: &'a Graph) -> Whole<'a> {
+        let order = order::canonical(graph);
+        let mut parameter_dependents = HashSet::new();
+        for &id in &order {
+            let is = matches!(graph.node(id).op, Op::Parameter(_));
+            if is || graph.inputs(id).iter().any(|v| parameter_dependents.contains(&v.node)) {
+                parameter_dependents.insert(id);
+            }
         }
+        Whole { graph, order, parameter_dependents }
     }
-    dependents
+
+    /// The fragment of one stage.
+    pub fn fragment(
+        &self,
+        stage_of: &HashMap<NodeId, usize>,
+        stages: usize,
+        stage: usize,
+    ) -> Result<Fragment, FragmentError> {
+        let Whole { graph, order, parameter_dependents } = self;
+        Cut { graph, stage_of, order, parameter_dependents, stage, stages }.fragment()
+    }
 }
 
 struct Cut<'a> {

@@ -23,7 +23,7 @@ use crate::pass::attribution::{
 };
 use crate::pass::backward::{Backward, BackwardError, Read, ReceivedGradients, backward};
 use crate::pass::costs::tensor_values;
-use crate::pass::fragment::{Fragment, FragmentError, Term, fragment};
+use crate::pass::fragment::{Fragment, FragmentError, Term, Whole};
 use crate::pass::gradient_accumulation::root;
 use crate::pass::loss::LOSS;
 use crate::pass::pipeline::{self, PassBug};
@@ -89,17 +89,19 @@ pub fn shared_costs_by(
     let nodes: Vec<NodeId> = order::executed(&tagged.graph);
     let nodes: Vec<NodeId> = nodes.into_iter().filter(|id| owner(tagged.graph.node(*id)).is_some()).collect();
     let node_set: HashSet<NodeId> = nodes.iter().copied().collect();
-    let (parameter_dependents, loss_ancestors) = (parameter_dependents(&tagged.graph), loss_ancestors(&tagged));
+    let (whole, loss_ancestors) = (Whole::of(&tagged.graph), loss_ancestors(&tagged));
+    let parameter_dependents = &whole.parameter_dependents;
     let context = KeyContext {
         graph: &tagged.graph,
         nodes: &node_set,
-        parameter_dependents: &parameter_dependents,
+        parameter_dependents,
         loss_ancestors: &loss_ancestors,
         constants: HashMap::new(),
         attributes: HashMap::new(),
     };
     let mut sharer = Sharer {
         tagged: &tagged,
+        whole: &whole,
         piece_of: pieces
             .iter()
             .enumerate()
@@ -128,23 +130,12 @@ pub fn shared_costs_by(
         }
         Segments::Ops | Segments::Stages(_) => (0..pieces.len()).map(|at| (at, at + 1)).collect(),
     };
-    let mut costs = Costs::new(alone, &tagged, machine, &parameter_dependents);
+    let mut costs = Costs::new(alone, &tagged, machine, parameter_dependents);
     costs.may_be_cut = options.segments.is_of_stages();
     for (start, end) in runs {
         costs.add(&sharer.segment(start, end)?);
     }
     Ok(costs.finish(tensor_values(graph, &tagged.ops)))
-}
-
-fn parameter_dependents(graph: &Graph) -> HashSet<NodeId> {
-    let mut parameter_dependents = HashSet::new();
-    for id in order::canonical(graph) {
-        let is = matches!(graph.node(id).op, Op::Parameter(_));
-        if is || graph.inputs(id).iter().any(|value| parameter_dependents.contains(&value.node)) {
-            parameter_dependents.insert(id);
-        }
-    }
-    parameter_dependents
 }
 
 /// The nodes that the loss, or the value receiving a gradient, depends on; empty for inference.
@@ -214,6 +205,7 @@ struct Segment<'a> {
 
 struct Sharer<'a> {
     tagged: &'a Tagged,
+    whole: &'a Whole<'a>,
     /// Piece index by op.
     piece_of: HashMap<usize, usize>,
     leaders: Vec<Option<usize>>,
@@ -274,7 +266,7 @@ impl Sharer<'_> {
         let with_stage = |id: &NodeId| self.piece(*id).map(|piece| (*id, stage(piece)));
         let mut stage_of: HashMap<NodeId, usize> = self.nodes.iter().filter_map(with_stage).collect();
         stage_of.extend(self.tagged.seeded.map(|(_, reader)| (reader, 2)));
-        let mut fragment = fragment(graph, &stage_of, 3, 1)?;
+        let mut fragment = self.whole.fragment(&stage_of, 3, 1)?;
         pipeline::forward(&mut fragment)?;
         let mut received = ReceivedGradients::new();
         for sent in fragment.sent.iter().filter(|sent| self.loss_ancestors.contains(&sent.value.node)) {

@@ -58,8 +58,12 @@ impl EliminationTrial<'_> {
             order.push(v);
             let neighbours = std::mem::take(&mut self.neighbours[v]);
             for &n in &neighbours {
-                let own = std::mem::take(&mut self.neighbours[n]);
-                self.neighbours[n] = union(&own, &neighbours).filter(|other| *other != n && *other != v).collect();
+                let own = &mut self.neighbours[n];
+                own.extend(&neighbours);
+                // A stable sort merges the two ascending runs.
+                own.sort();
+                own.dedup();
+                own.retain(|other| *other != n && *other != v);
             }
             for &n in &neighbours {
                 queue.remove(&(scores[n], n));
@@ -100,20 +104,6 @@ impl EliminationTrial<'_> {
         hash ^= hash >> 29;
         (score + 1) * u128::from(64 + hash % 32)
     }
-}
-
-/// The elements of two ascending lists, ascending and once each.
-fn union<'a>(left: &'a [usize], right: &'a [usize]) -> impl Iterator<Item = usize> + 'a {
-    let (mut left, mut right) = (left.iter().peekable(), right.iter().peekable());
-    std::iter::from_fn(move || {
-        let next = match (left.peek(), right.peek()) {
-            (Some(first), Some(second)) => **first.min(second),
-            (one, other) => **one.or(other)?,
-        };
-        left.next_if(|first| **first == next);
-        right.next_if(|second| **second == next);
-        Some(next)
-    })
 }
 
 #[cfg(test)]

@@ -38,9 +38,10 @@ pub struct Chosen {
 
 #[derive(Clone, Debug)]
 struct State {
-    strategy: Strategy,
-    /// Per output, the second sharding it is kept in.
-    second: Vec<Option<Sharding>>,
+    /// The index of its strategy among those of the node.
+    strategy: usize,
+    /// Per output, the sharding it is made in, and the second one it is kept in.
+    outputs: Vec<(Sharding, Option<Sharding>)>,
 }
 
 /// All states of all nodes, with their costs.
@@ -48,8 +49,10 @@ pub struct Model<'a> {
     task: &'a SpmdTask,
     machine: &'a Machine,
     nodes: Vec<NodeId>,
+    index_of: HashMap<NodeId, usize>,
     /// Matrices of weights that are sharded and never gathered, and what is computed from them alone.
     sharded_weights: HashSet<NodeId>,
+    strategies: Vec<Vec<Strategy>>,
     states: Vec<Vec<State>>,
     /// Costs of states and of pairs of states.
     pub factors: Factors,
@@ -108,31 +111,44 @@ impl<'a> Model<'a> {
         let group = blocks::group(&task.graph, machine.devices);
         let nodes = order::canonical(&task.graph);
         let sharded_weights = if machine.keeps_weights { matrices(task, &nodes) } else { HashSet::new() };
-        let mut model =
-            Model { task, machine, nodes, sharded_weights, states: Vec::new(), factors: Factors::default() };
-        let readers = model.readers();
+        let strategies = nodes.iter().map(|id| strategies_of(task, *id, &group, &sharded_weights)).collect();
+        let index_of = nodes.iter().enumerate().map(|(at, id)| (*id, at)).collect();
+        let (states, factors) = (Vec::new(), Factors::default());
+        let mut model = Model { task, machine, nodes, index_of, sharded_weights, strategies, states, factors };
+        let reads = model.reads();
         for at in 0..model.nodes.len() {
-            let states = model.states_of(model.nodes[at], &group, &readers);
-            let costs = states.iter().map(|state| model.state_cost(model.nodes[at], state)).collect();
-            model.states.push(states);
-            model.factors.variable(costs);
+            model.add_states(at, &reads);
         }
         model.couple();
         Ok(model)
     }
 
-    /// The readers of each value: nodes, and outputs, which are numbered after all nodes.
-    fn readers(&self) -> HashMap<Value, BTreeSet<usize>> {
-        let mut readers: HashMap<Value, BTreeSet<usize>> = HashMap::new();
-        for (at, &id) in self.nodes.iter().enumerate() {
-            for value in self.task.graph.inputs(id) {
-                readers.entry(value).or_default().insert(at);
+    /// The number of readers of each value, nodes and outputs, and the shardings in which they may read it.
+    fn reads(&self) -> HashMap<Value, (usize, BTreeSet<Sharding>)> {
+        let graph = &self.task.graph;
+        let mut reads: HashMap<Value, (usize, BTreeSet<Sharding>)> = HashMap::new();
+        for (&id, strategies) in self.nodes.iter().zip(&self.strategies) {
+            let inputs = graph.inputs(id);
+            for value in inputs.iter().collect::<BTreeSet<_>>() {
+                reads.entry(*value).or_default().0 += 1;
+            }
+            for (value, sharding) in strategies.iter().flat_map(|strategy| inputs.iter().zip(&strategy.inputs)) {
+                reads.entry(*value).or_default().1.insert(*sharding);
             }
         }
-        for (at, value) in self.results().into_iter().enumerate() {
-            readers.entry(value.0).or_default().insert(self.nodes.len() + at);
+        for (value, end) in self.results() {
+            let (readers, shardings) = reads.entry(value).or_default();
+            *readers += 1;
+            match end {
+                End::Like(parameter) => {
+                    let strategies = &self.strategies[self.index_of[&parameter]];
+                    shardings.extend(strategies.iter().map(|strategy| strategy.outputs[0]));
+                }
+                End::Split(sharding) => drop(shardings.insert(sharding)),
+                End::Whole => drop(shardings.insert(Sharding::Replicated)),
+            }
         }
-        readers
+        reads
     }
 
     /// Values with a required sharding: outputs and samples of averages.
@@ -142,72 +158,50 @@ impl<'a> Model<'a> {
         outputs.chain(graph.averages.iter().map(|average| (average.sample, End::Whole))).collect()
     }
 
-    fn states_of(&self, id: NodeId, group: &Group, readers: &HashMap<Value, BTreeSet<usize>>) -> Vec<State> {
-        let graph = &self.task.graph;
-        let node = graph.node(id);
-        let inputs = graph.inputs(id);
-        let facts: Vec<&Fact> = inputs.iter().map(|v| graph.fact(*v)).collect();
-        let mut strategies = match &node.op {
-            Op::Parameter(_) if self.task.replicated.contains(&id) => {
-                parameter_strategies(&node.facts[0], group)[..1].to_vec()
-            }
-            Op::Parameter(_) if self.sharded_weights.contains(&id) => {
-                let strategies = parameter_strategies(&node.facts[0], group);
-                // The first one replicates.
-                strategies[usize::from(strategies.len() > 1)..].to_vec()
-            }
-            Op::Parameter(_) => parameter_strategies(&node.facts[0], group),
-            _ if self.task.split.contains_key(&id) => {
-                vec![Strategy { outputs: vec![self.task.split[&id]], ..Strategy::replicated(0, 1) }]
-            }
-            _ => strategies(&node.op, &facts, &node.facts, group),
-        };
-        // Constants and other inputs are replicated.
-        strategies.truncate(if inputs.is_empty() && !matches!(node.op, Op::Parameter(_)) {
-            1
-        } else {
-            strategies.len()
-        });
-        let mut states = Vec::new();
-        for strategy in strategies {
-            let mut second: Vec<Vec<Option<Sharding>>> = vec![vec![]];
-            for (output, layout) in strategy.outputs.iter().enumerate() {
+    /// Adds the states of a node: its strategies, each with every choice of second shardings.
+    fn add_states(&mut self, at: usize, reads: &HashMap<Value, (usize, BTreeSet<Sharding>)>) {
+        let (id, graph) = (self.nodes[at], &self.task.graph);
+        let (mut states, mut costs) = (Vec::new(), Vec::new());
+        for (index, strategy) in self.strategies[at].iter().enumerate() {
+            let mut made = vec![(Vec::new(), self.machine.strategy(graph, id, strategy))];
+            for (output, &sharding) in strategy.outputs.iter().enumerate() {
                 let value = Value { node: id, output: output as u32 };
-                let is_shared = readers.get(&value).is_some_and(|readers| readers.len() > 1);
-                let seconds = if is_shared { second_layouts(*layout, &node.facts[output], group) } else { vec![None] };
-                second =
-                    second.into_iter().flat_map(|k| seconds.iter().map(move |s| [&k[..], &[*s]].concat())).collect();
+                let fact = &graph.node(id).facts[output];
+                let of_readers = reads.get(&value).filter(|(readers, _)| *readers > 1).map(|(_, shardings)| shardings);
+                let seconds =
+                    of_readers.map_or(vec![], |read| second_layouts(sharding, fact, self.machine.devices, read));
+                let mut with_output = Vec::new();
+                for (outputs, cost) in &made {
+                    for second in [None].into_iter().chain(seconds.iter().copied().map(Some)) {
+                        let conversion = second.map_or(0, |to| self.machine.conversion(fact, sharding, to));
+                        with_output.push(([&outputs[..], &[(sharding, second)]].concat(), sum(*cost, conversion)));
+                    }
+                }
+                made = with_output;
             }
-            states.extend(second.into_iter().map(|second| State { strategy: strategy.clone(), second }));
+            for (outputs, cost) in made {
+                states.push(State { strategy: index, outputs });
+                costs.push(cost);
+            }
         }
-        states
-    }
-
-    /// The cost of a state, including conversions to second shardings.
-    fn state_cost(&self, id: NodeId, state: &State) -> Time {
-        let facts = &self.task.graph.node(id).facts;
-        let conversions =
-            state.second.iter().zip(&state.strategy.outputs).zip(facts).map(|((conversions, made), fact)| {
-                conversions.map_or(0, |conversions| self.machine.conversion(fact, *made, conversions))
-            });
-        conversions.fold(self.machine.strategy(&self.task.graph, id, &state.strategy), sum)
+        self.states.push(states);
+        self.factors.variable(costs);
     }
 
     /// The cost of converting an output of a node in this state to sharding `to`.
     fn read_cost(&self, value: Value, state: &State, to: Sharding) -> Time {
-        let output = value.output as usize;
+        let (made, second) = state.outputs[value.output as usize];
         let fact = self.task.graph.fact(value);
-        if self.sharded_weights.contains(&value.node) && state.strategy.outputs[output] != to {
+        if self.sharded_weights.contains(&value.node) && made != to {
             return NEVER;
         }
-        let direct = self.machine.conversion(fact, state.strategy.outputs[output], to);
-        let from_second = state.second[output].map_or(NEVER, |layout| self.machine.conversion(fact, layout, to));
+        let direct = self.machine.conversion(fact, made, to);
+        let from_second = second.map_or(NEVER, |layout| self.machine.conversion(fact, layout, to));
         direct.min(from_second)
     }
 
     fn couple(&mut self) {
         let graph = &self.task.graph;
-        let index_of: HashMap<NodeId, usize> = self.nodes.iter().enumerate().map(|(at, id)| (*id, at)).collect();
         let mut factors = std::mem::take(&mut self.factors);
         for (reader, &id) in self.nodes.iter().enumerate() {
             // A value read twice in one sharding is converted once.
@@ -216,36 +210,30 @@ impl<'a> Model<'a> {
                 slots.entry(value).or_default().push(slot);
             }
             for (value, slots) in slots {
-                let producer = index_of[&value.node];
-                let layouts = |state: &State| -> Vec<Sharding> {
-                    let mut read: Vec<Sharding> = slots.iter().map(|slot| state.strategy.inputs[*slot]).collect();
-                    read.sort_unstable();
-                    read.dedup();
-                    read
-                };
-                let layouts: Vec<Vec<Sharding>> = self.states[reader].iter().map(layouts).collect();
-                let mut known: Vec<Sharding> = layouts.concat();
-                known.sort_unstable();
-                known.dedup();
-                let place = |layout: &Sharding| known.binary_search(layout).expect("it is one of them");
-                let places: Vec<Vec<usize>> = layouts.iter().map(|read| read.iter().map(place).collect()).collect();
-                let costs = |state: &State| known.iter().map(|to| self.read_cost(value, state, *to)).collect();
-                let costs: Vec<Vec<Time>> = self.states[producer].iter().map(costs).collect();
-                factors.add(producer, reader, |a, b| places[b].iter().map(|at| costs[a][*at]).fold(0, sum));
+                let producer = self.index_of[&value.node];
+                let read = |strategy: &Strategy| slots.iter().map(|slot| strategy.inputs[*slot]).collect();
+                let layouts: Vec<BTreeSet<Sharding>> = self.strategies[reader].iter().map(read).collect();
+                let mut costs: BTreeMap<Sharding, Vec<Time>> = BTreeMap::new();
+                for &to in layouts.iter().flatten() {
+                    let cost = |state: &State| self.read_cost(value, state, to);
+                    costs.entry(to).or_insert_with(|| self.states[producer].iter().map(cost).collect());
+                }
+                let of_layout = |read: &BTreeSet<Sharding>| read.iter().map(|to| &costs[to][..]).collect();
+                let read_costs: Vec<Vec<&[Time]>> = layouts.iter().map(of_layout).collect();
+                let costs_of = |state: &State| &read_costs[state.strategy];
+                let of_states: Vec<&Vec<&[Time]>> = self.states[reader].iter().map(costs_of).collect();
+                factors.add(producer, reader, |a, b| of_states[b].iter().map(|costs| costs[a]).fold(0, sum));
             }
         }
         for (value, end) in self.results() {
-            let producer = index_of[&value.node];
+            let producer = self.index_of[&value.node];
             let replicate = |state: &State| self.read_cost(value, state, Sharding::Replicated);
             match end {
                 End::Like(parameter) if parameter != value.node => {
-                    let parameter_index = index_of[&parameter];
+                    let parameter_index = self.index_of[&parameter];
                     factors.add(producer, parameter_index, |a, b| {
-                        self.read_cost(
-                            value,
-                            &self.states[producer][a],
-                            self.states[parameter_index][b].strategy.outputs[0],
-                        )
+                        let (sharding, _) = self.states[parameter_index][b].outputs[0];
+                        self.read_cost(value, &self.states[producer][a], sharding)
                     });
                 }
                 End::Like(_) => {}
@@ -260,14 +248,15 @@ impl<'a> Model<'a> {
 
     pub fn choice(&self, states: &[usize]) -> Choice {
         let mut choice = Choice::default();
-        for ((&id, node_states), &at) in self.nodes.iter().zip(&self.states).zip(states) {
-            let state = &node_states[at];
+        for (at, (&id, &state)) in self.nodes.iter().zip(states).enumerate() {
+            let state = &self.states[at][state];
+            let strategy = &self.strategies[at][state.strategy];
             if matches!(self.task.graph.node(id).op, Op::Parameter(_)) {
-                choice.parameters.insert(id, state.strategy.outputs[0]);
+                choice.parameters.insert(id, strategy.outputs[0]);
             } else {
-                choice.strategies.insert(id, state.strategy.clone());
+                choice.strategies.insert(id, strategy.clone());
             }
-            for (output, kept) in state.second.iter().enumerate() {
+            for (output, (_, kept)) in state.outputs.iter().enumerate() {
                 if let Some(kept) = kept {
                     choice.second_layouts.insert(Value { node: id, output: output as u32 }, *kept);
                 }
@@ -292,14 +281,43 @@ fn parameter_strategies(fact: &Fact, group: &Group) -> Vec<Strategy> {
     strategies
 }
 
-/// Second shardings that may be worth keeping.
-fn second_layouts(layout: Sharding, fact: &Fact, group: &Group) -> Vec<Option<Sharding>> {
-    match layout {
-        Sharding::Replicated => vec![None],
-        Sharding::Split(_) => vec![None, Some(Sharding::Replicated)],
+/// The strategies of a node.
+fn strategies_of(task: &SpmdTask, id: NodeId, group: &Group, sharded_weights: &HashSet<NodeId>) -> Vec<Strategy> {
+    let node = task.graph.node(id);
+    let inputs = task.graph.inputs(id);
+    let facts: Vec<&Fact> = inputs.iter().map(|v| task.graph.fact(*v)).collect();
+    let mut all = match &node.op {
+        Op::Parameter(_) => {
+            let mut all = parameter_strategies(&node.facts[0], group);
+            if task.replicated.contains(&id) {
+                all.truncate(1);
+            } else if sharded_weights.contains(&id) && all.len() > 1 {
+                // The first one replicates.
+                all.remove(0);
+            }
+            return all;
+        }
+        _ if task.split.contains_key(&id) => {
+            vec![Strategy { outputs: vec![task.split[&id]], ..Strategy::replicated(0, 1) }]
+        }
+        _ => strategies(&node.op, &facts, &node.facts, group),
+    };
+    // Constants and other inputs are replicated.
+    if inputs.is_empty() {
+        all.truncate(1);
+    }
+    all
+}
+
+/// Second shardings of a value that may be worth keeping beside the first one: replicated, and those in which its
+/// readers read it. Another one would be converted again for each of them.
+fn second_layouts(sharding: Sharding, fact: &Fact, devices: usize, read: &BTreeSet<Sharding>) -> Vec<Sharding> {
+    match sharding {
+        Sharding::Replicated => vec![],
+        Sharding::Split(_) => vec![Sharding::Replicated],
         Sharding::Partial => {
-            let split = (0..fact.rank()).map(Sharding::split).filter(|s| s.part(fact, group.devices).is_some());
-            [None, Some(Sharding::Replicated)].into_iter().chain(split.map(Some)).collect()
+            let is_possible = |to: &&Sharding| matches!(to, Sharding::Split(_)) && to.part(fact, devices).is_some();
+            [Sharding::Replicated].into_iter().chain(read.iter().filter(is_possible).copied()).collect()
         }
     }
 }

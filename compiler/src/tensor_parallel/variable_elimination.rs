@@ -77,21 +77,23 @@ impl Factors {
     /// Minimises with tables of at most `most_entries` entries. Ties go to earlier states.
     pub fn minimize(&self, most_entries: usize) -> Solution {
         let alive = Pruning::of(self).alive();
+        let of_alive = |(costs, alive): (&Vec<Time>, &Vec<usize>)| alive.iter().map(|state| costs[*state]).collect();
+        let mut unary_costs: Vec<Vec<Time>> = self.unary.iter().zip(&alive).map(of_alive).collect();
         let mut tables: Vec<Table> = Vec::new();
-        for (v, alive) in alive.iter().enumerate() {
-            let costs = alive.iter().map(|state| self.unary[v][*state]).collect();
-            tables.push(Table { scope: vec![v], sizes: vec![alive.len()], costs });
+        for (&(a, b), table) in &self.pairs {
+            let columns = self.unary[b].len();
+            let row = |row: &usize| alive[b].iter().map(|column| table[row * columns + column]).collect::<Vec<_>>();
+            let costs: Vec<Time> = alive[a].iter().flat_map(row).collect();
+            // A table with a variable of one state is a cost of the other variable.
+            let only = if alive[a].len() == 1 { b } else { a };
+            if alive[a].len() == 1 || alive[b].len() == 1 {
+                unary_costs[only].iter_mut().zip(costs).for_each(|(total, cost)| *total = sum(*total, cost));
+            } else {
+                tables.push(Table { scope: vec![a, b], sizes: vec![alive[a].len(), alive[b].len()], costs });
+            }
         }
-        for ((a, b), table) in &self.pairs {
-            let columns = self.unary[*b].len();
-            let row = |row: &usize| alive[*b].iter().map(|column| table[row * columns + column]).collect::<Vec<_>>();
-            let costs = alive[*a].iter().flat_map(row);
-            tables.push(Table {
-                scope: vec![*a, *b],
-                sizes: vec![alive[*a].len(), alive[*b].len()],
-                costs: costs.collect(),
-            });
-        }
+        let unary = |(v, costs): (usize, Vec<Time>)| Table { scope: vec![v], sizes: vec![costs.len()], costs };
+        let tables: Vec<Table> = unary_costs.into_iter().enumerate().map(unary).chain(tables).collect();
         let sizes: Vec<usize> = alive.iter().map(Vec::len).collect();
         let steps = elimination(&tables, &sizes, most_entries);
         let (tables, bound) = eliminate(tables, &sizes, &steps);

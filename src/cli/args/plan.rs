@@ -19,6 +19,9 @@ use std::time::Duration;
 /// The default of `compiler::plan::buckets`.
 const USUAL_BUCKET: &str = "25MiB";
 
+/// The default of `pipec::plan::request`.
+const USUAL_GAP: &str = "0.5%";
+
 /// Search settings and constraints.
 #[derive(Clone, Debug, Args)]
 pub struct PlanArguments {
@@ -89,6 +92,9 @@ pub struct PlanArguments {
     /// Maximum number of states a search may visit [default: limits the search to seconds]
     #[arg(long, value_name = "STATES", help_heading = "Search")]
     pub budget: Option<u64>,
+    /// End a search for a batch or a schedule at a plan that is at most this much slower than the lower bound
+    #[arg(long, value_name = "PERCENT", default_value = USUAL_GAP, value_parser = gap, help_heading = "Search")]
+    pub gap: f64,
     /// Wall-clock limit of `--partitioner milp`, for example 60s; its plan may then differ between runs
     #[arg(long, value_name = "TIME", value_parser = time_limit, help_heading = "Search")]
     pub time_limit: Option<Duration>,
@@ -147,6 +153,7 @@ impl PlanArguments {
             momentum: arguments.momentum,
             precision: arguments.precision.map_or(PrecisionChoice::Usual, PrecisionChoice::Given),
             budget: arguments.budget,
+            gap: arguments.gap,
             time_limit: arguments.time_limit,
             in_flight: arguments.in_flight,
             bucket,
@@ -186,6 +193,13 @@ pub fn precision(text: &str) -> Result<Precision, String> {
     })
 }
 
+/// Reads `--gap`.
+pub fn gap(text: &str) -> Result<f64, String> {
+    let percent = text.strip_suffix('%').and_then(|percent| percent.trim().parse::<f64>().ok());
+    let gap = percent.filter(|percent| (0.0..=1000.0).contains(percent)).map(|percent| percent / 100.0);
+    gap.ok_or_else(|| "write a percentage from 0% to 1000%, for example 1%".to_string())
+}
+
 /// Reads `--time-limit`.
 pub fn time_limit(text: &str) -> Result<Duration, String> {
     let seconds = unit::seconds(text).map_err(|error| error.to_string())?;
@@ -223,5 +237,18 @@ fn zero(text: &str) -> Result<ZeroStage, String> {
         ("auto", _) => Ok(ZeroStage::Auto),
         (_, Ok(level)) if level <= MOST => Ok(ZeroStage::Level(level)),
         _ => Err(format!("write a ZeRO stage {LEVELS}, or auto")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pipec::plan::request::GAP;
+
+    #[test]
+    fn gaps_are_percentages() {
+        assert_eq!(gap(USUAL_GAP), Ok(GAP));
+        assert_eq!((gap("0%"), gap("200 %")), (Ok(0.0), Ok(2.0)));
+        assert!(["1", "-1%", "x%", "nan%", "inf%", "1001%"].iter().all(|text| gap(text).is_err()));
     }
 }

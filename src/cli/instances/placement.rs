@@ -152,6 +152,7 @@ pub fn unsupported_flags(options: &PlanOptions) -> Vec<(&'static str, bool)> {
         ("--recompute", options.recompute != default.recompute),
         ("--tensor", options.tensor_parallel != default.tensor_parallel),
         ("--chunks", options.chunks.is_some()),
+        ("--gap", options.gap != default.gap),
         ("--time-limit", options.time_limit.is_some()),
     ]
 }

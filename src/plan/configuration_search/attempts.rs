@@ -1,6 +1,6 @@
 //! The plans of a search: of the best layouts, and with unequal replicas. The best drafts are improved move by move.
 
-use crate::plan::configuration_search::{GAP, HOPELESS, Ranked, SYNCHRONOUS, Search, zero};
+use crate::plan::configuration_search::{HOPELESS, Ranked, SYNCHRONOUS, Search, zero};
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, ScheduleChoice};
 use crate::plan::solve::refusal;
@@ -8,7 +8,6 @@ use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::variant::{MOST_OPS, Variant};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
-use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::single_degree;
@@ -70,14 +69,11 @@ impl Task {
 
     /// Makes the plan; a draft is not improved move by move.
     pub fn planned(&self, variant: &Variant, options: &PlanOptions, is_draft: bool) -> Result<Planned, PlanError> {
-        variant.planned(options, &|problem, planner| {
-            let planner = PlannerOptions { is_draft, gap: GAP, ..*planner };
-            match *self {
-                Task::Layout(one) => Layouts::of(problem).plan(&one.estimate.layout, &planner),
-                Task::Free { schedule, zero } => {
-                    let chunks = if schedule.has_chunks() { 2 } else { 1 };
-                    single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, &planner)
-                }
+        variant.planned(options, is_draft, &|problem, planner| match *self {
+            Task::Layout(one) => Layouts::of(problem).plan(&one.estimate.layout, planner),
+            Task::Free { schedule, zero } => {
+                let chunks = if schedule.has_chunks() { 2 } else { 1 };
+                single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, planner)
             }
         })
     }
@@ -99,7 +95,7 @@ impl Search<'_> {
                 let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
                 Attempt { variant: *variant, task: *task, is_refused, planned }
             });
-            let made: Vec<Attempt> = made.collect();
+            let made = Vec::from_iter(made);
             if let Some(best) = made.iter().min_by(|left, right| left.by_time(right))
                 && best.us() < best_us
             {
@@ -191,7 +187,7 @@ impl Search<'_> {
     /// The lower bound of a variant under these schedules, if it is below the best time.
     fn bound_if_better(&self, variant: usize, schedules: &[Schedule]) -> Option<f64> {
         let us = self.variants[variant].bound.least_us(schedules, *self.zero.end(), self.best_us);
-        (us * (1.0 + GAP) < self.best_us).then_some(us)
+        (us * (1.0 + self.request.options.gap) < self.best_us).then_some(us)
     }
 
     /// Searches for plans with unequal replicas and split backwards: of the variants with the lowest bounds.

@@ -7,7 +7,7 @@
 
 use crate::costs::Costs;
 use crate::error::Error;
-use crate::plan::configuration_search::{GAP, SLOWER, Search};
+use crate::plan::configuration_search::{SLOWER, Search};
 use crate::plan::parallel::in_parallel;
 use crate::plan::request_costs::untrainable;
 use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
@@ -42,11 +42,11 @@ struct DegreeSearch {
 }
 
 impl DegreeSearch {
-    /// Goes to another size, after a variant of this one was tried: all compute spread over all devices, and the time of
-    /// its fastest layout. `None` if no other size is worth its costs.
-    fn next(&mut self, variant: usize, least_us: f64, us: f64, best_us: f64) -> Option<()> {
+    /// Goes to another size, after a variant of this one was tried: all compute spread over all devices, the time of
+    /// its fastest layout, and the time that a better layout must be below. `None` if no other size is worth its costs.
+    fn next(&mut self, variant: usize, least_us: f64, us: f64, to_beat_us: f64) -> Option<()> {
         self.tried.push((self.at, variant));
-        if least_us >= best_us * (1.0 - GAP) {
+        if least_us >= to_beat_us {
             self.from = self.at + 1;
         }
         let is_slower = us > SLOWER * self.best_us;
@@ -132,11 +132,11 @@ impl Search<'_> {
 
     /// Adds the variants of tensor-parallel groups.
     pub fn add_groups(&mut self, source: &dyn SizedCosts) -> Result<(), Error> {
-        let best_us = self.best_us;
+        let (best_us, gap) = (self.best_us, self.request.options.gap);
         let mut searches: Vec<DegreeSearch> = Vec::new();
         let mut least_us = f64::INFINITY;
         for &(degree, layout) in &self.groups {
-            let may_win = |size: &Size| size.bound.compute_us(degree) < best_us * (1.0 - GAP);
+            let may_win = |size: &Size| size.bound.compute_us(degree) * (1.0 + gap) < best_us;
             let too_large = self.sizes.iter().rposition(may_win).map_or(0, |at| at + 1);
             least_us =
                 self.sizes[too_large..].iter().map(|size| size.bound.compute_us(degree)).fold(least_us, f64::min);
@@ -171,12 +171,12 @@ impl Search<'_> {
                 let variant = variant?;
                 let work_us = variant.bound.spread_us();
                 let us = variant.least_us();
-                let known_us = self.best_us;
-                if search.layout == GroupLayout::Any && work_us >= known_us * (1.0 - GAP) {
+                let to_beat_us = self.best_us / (1.0 + gap);
+                if search.layout == GroupLayout::Any && work_us >= to_beat_us {
                     later.retain(|other| other.degree != search.degree);
                 }
                 self.best_us = self.best_us.min(us);
-                let next = search.next(self.variants.len(), work_us, us, known_us);
+                let next = search.next(self.variants.len(), work_us, us, to_beat_us);
                 if next.is_some() { &mut open } else { &mut ended }.push(search);
                 self.variants.push(variant);
             }

@@ -77,7 +77,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
             steps: 0,
             is_pressed: Cell::new(false),
         };
-        placing.table(Measure::Bytes, f64::INFINITY, &mut StageLoads::of(&placing))
+        placing.table(Measure::Bytes, f64::INFINITY, &mut StageLoads::of_newest(&placing))
     };
     let least = match is_of_the_whole {
         true => {

@@ -69,23 +69,12 @@ pub fn busiest_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> 
                 port[way] += leaves;
                 port[1 - way] += if trains { leaves } else { 0.0 };
             };
+            let share = |unit| same_unit_fraction(from.on(unit, size), to.on(unit, size), from, to);
             for unit in from.units(size) {
-                add(
-                    unit,
-                    0,
-                    same_unit_fraction(from.on(unit, size), to.on(unit, size), from, to),
-                    from.on(unit, size),
-                    from,
-                );
+                add(unit, 0, share(unit), from.on(unit, size), from);
             }
             for unit in to.units(size) {
-                add(
-                    unit,
-                    1,
-                    same_unit_fraction(from.on(unit, size), to.on(unit, size), from, to),
-                    to.on(unit, size),
-                    to,
-                );
+                add(unit, 1, share(unit), to.on(unit, size), to);
             }
         }
         for (holdings, range) in holdings.iter().zip(&ranges) {

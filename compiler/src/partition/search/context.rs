@@ -76,14 +76,8 @@ impl SearchContext<'_> {
     ) -> PlanCandidate {
         let problem = self.problem;
         let pending_weight_grads = build_plan::pending_weight_grads(problem, &shape, &caps);
-        let memory = build_plan::memory(
-            problem,
-            &shape,
-            &spots,
-            &build_plan::holdings(problem, &shape),
-            &caps,
-            &pending_weight_grads,
-        );
+        let holdings = build_plan::holdings(problem, &shape);
+        let memory = build_plan::memory(problem, &shape, &spots, &holdings, &caps, &pending_weight_grads);
         let fits = build_plan::fits(problem, &shape, &spots, &memory);
         let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots, &caps);
         PlanCandidate { name, shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits }

@@ -146,13 +146,11 @@ pub fn certificate(
     let is_flushed = problem.cost == CostModel::Pipec && !problem.schedule.is_continuous();
     let is_of_time = problem.objective != Objective::Memory && !is_table;
     if is_table || (is_flushed && (is_played || minibatch_us != objective_us)) {
-        let bound_us = match FlushBound::holds_for(problem) {
-            true => FlushBound::of(&problem.graph, &problem.cluster, problem.microbatches).least_us(
-                &[problem.schedule],
-                problem.zero,
-                minibatch_us,
-            ),
-            false => spread(problem),
+        let bound_us = if FlushBound::holds_for(problem) {
+            let bound = FlushBound::of(&problem.graph, &problem.cluster, problem.microbatches);
+            bound.least_us(&[problem.schedule], problem.zero, minibatch_us)
+        } else {
+            spread(problem)
         };
         let meets = same(bound_us, minibatch_us);
         return (if meets { minibatch_us } else { bound_us.min(minibatch_us) }, meets && is_of_time);

@@ -68,7 +68,7 @@ impl PlacementQuery<'_> {
         }
         offer(self.read(&busiest));
         if self.levels.len() > 1 {
-            offer(self.read(&self.table(Measure::Estimate, known - least_way, &mut StageLoads::of(self))));
+            offer(self.read(&self.table(Measure::Estimate, known - least_way, &mut StageLoads::of_newest(self))));
         }
         let mut states = self.places.len() as u64;
         let met = |us: f64| us <= bound_us * (1.0 + 1e-9);
@@ -97,7 +97,7 @@ impl PlacementQuery<'_> {
         };
         let fleet = fleet_of(u64::MAX);
         let free = PlacementQuery { memory_limit: None, fleet: &fleet, ..self.clone() };
-        let table = free.table(Measure::Bytes, f64::INFINITY, &mut StageLoads::of(&free));
+        let table = free.table(Measure::Bytes, f64::INFINITY, &mut StageLoads::of_newest(&free));
         let (bytes, _) = free.least(&table);
         let mut placements = free.read(&table)?;
         let fleet = fleet_of(bytes as u64);

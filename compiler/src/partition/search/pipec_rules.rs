@@ -199,10 +199,11 @@ impl Search<'_> {
         let twice = |order: Vec<u32>| {
             // Skips the coarse pass if many fixed stages leave it as fine as the other one.
             let is_coarser = fine.max(pinned) > COARSE.max(pinned);
-            let is_draft = depth == Depth::Draft;
-            let coarse = (is_coarser && (is_draft || depth == Depth::Whole)).then(|| (order.clone(), fine.min(COARSE)));
-            let fine = (!is_draft || coarse.is_none()).then_some((order, fine));
-            coarse.into_iter().chain(fine)
+            match depth {
+                Depth::Draft if is_coarser => vec![(order, fine.min(COARSE))],
+                Depth::Whole if is_coarser => vec![(order.clone(), fine.min(COARSE)), (order, fine)],
+                _ => vec![(order, fine)],
+            }
         };
         // Pins may forbid the balanced partition; with the memory objective its time is no bound.
         let is_timed = problem.objective != Objective::Memory && problem.constraints.pins.is_empty();

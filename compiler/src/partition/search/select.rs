@@ -6,18 +6,16 @@
 
 use crate::partition::options::PlannerOptions;
 use crate::partition::partitioners::Partitioner;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::{Recompute, StagePosition};
+use crate::partition::search::build_plan::{self, Recompute, StagePosition};
 use crate::partition::search::context::{SearchContext, SearchLimits};
-use crate::partition::search::in_flight;
-use crate::partition::search::in_flight::ENOUGH;
+use crate::partition::search::fused_graph::FusedGraph;
+use crate::partition::search::in_flight::{self, ENOUGH};
 use crate::partition::search::partial_recompute;
 use crate::partition::search::pipec_rules;
-use crate::partition::search::result::order;
-use crate::partition::search::result::{PlanCandidate, SearchResult};
-use crate::partition::search::simulate_candidate;
-use crate::partition::search::simulate_candidate::{Played, played};
+use crate::partition::search::result::{PlanCandidate, SearchResult, order};
+use crate::partition::search::simulate_candidate::{self, Played, played};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation};
+use crate::plan::{Baselines, Fits};
 
 /// Number of candidates that are simulated besides the best one, and the number for flushed schedules, whose estimates
 /// are less exact.
@@ -178,7 +176,7 @@ fn reduced(
 pub fn candidates_without_limit(question: &SearchContext<'_>, states: &mut u64) -> Vec<PlanCandidate> {
     let problem = question.problem;
     let may = problem.recomputation() == Recomputation::Auto && problem.objective == Objective::Throughput;
-    if !may || problem.chunks > 1 || !problem.cluster.classes.is_empty() || !build_plan::is_limited(problem) {
+    if !may || problem.chunks > 1 || !problem.cluster.classes.is_empty() {
         return Vec::new();
     }
     let roomy = Problem { memory_limit: None, recompute: Recomputation::Never, ..problem.clone() };
@@ -237,6 +235,26 @@ pub fn play_baselines(
     let seems = |baseline: &&mut PlanCandidate| flushes || (baseline.fits && baseline.minibatch_us < plan.minibatch_us);
     for baseline in baselines.iter_mut().filter(seems) {
         baseline.minibatch_us = plays(problem, question, baseline, options).minibatch_us;
+    }
+}
+
+/// The baselines of a plan of this problem that takes `plan_us`; simulated, unless the options say otherwise.
+pub fn baselines(problem: &Problem, options: &PlannerOptions<'_>, plan_us: f64) -> Baselines {
+    let joined = FusedGraph::of(&problem.graph);
+    let asked = joined.problem(problem);
+    let question =
+        SearchContext { problem: &asked, joined: &joined, budget: options.budget, among: SearchLimits::ALONE };
+    let mut all = question.baselines();
+    if !options.without_baselines {
+        let plan = Played { caps: Vec::new(), minibatch_us: plan_us, held: None, warning: None, lacks_memory: false };
+        play_baselines(problem, &question, &mut all, &plan, options);
+    }
+    let [single, data_parallel, uniform] = all;
+    Baselines {
+        single: single.minibatch_us,
+        data_parallel: data_parallel.minibatch_us,
+        uniform: uniform.minibatch_us,
+        fits: Fits { single: single.fits, data_parallel: data_parallel.fits, uniform: uniform.fits },
     }
 }
 

@@ -30,20 +30,32 @@ pub struct StageLoads<'a> {
     paces: Option<Vec<f64>>,
     runs: Vec<Option<Run>>,
     rows: Vec<Option<Row>>,
+    /// Number of loads of a row.
+    slots: usize,
     is_kept: bool,
     /// The newest range, if only its loads are kept.
     newest: (usize, usize),
 }
 
 impl<'a> StageLoads<'a> {
+    /// Keeps all loads for several tables, if there is memory for that.
     pub fn of(query: &'a PlacementQuery<'a>) -> StageLoads<'a> {
+        StageLoads::within(query, MOST_BYTES)
+    }
+
+    /// Keeps only those of the newest range, for a single table.
+    pub fn of_newest(query: &'a PlacementQuery<'a>) -> StageLoads<'a> {
+        StageLoads::within(query, 0)
+    }
+
+    fn within(query: &'a PlacementQuery<'a>, most_bytes: usize) -> StageLoads<'a> {
         let (sets, devices) = (query.places.len(), query.devices as usize);
         let paces = (query.levels.len() == 1).then(|| query.fleet.speeds());
         let slots = paces.as_ref().map_or(devices + 1, |paces| 2 * paces.len());
         let row = size_of::<Option<Row>>() + devices + 1 + slots * size_of::<Option<StageLoad>>();
         let bytes = (row * devices + size_of::<Option<Run>>()).saturating_mul(sets * sets / 2);
         // Given limits on items in flight differ between the stages.
-        let is_kept = bytes <= MOST_BYTES && query.rules.caps.is_none();
+        let is_kept = bytes <= most_bytes && query.rules.caps.is_none();
         let ranges = if is_kept { sets * sets.saturating_sub(1) / 2 } else { 1 };
         let rows = if is_kept { ranges * devices } else { 1 };
         StageLoads {
@@ -51,6 +63,7 @@ impl<'a> StageLoads<'a> {
             paces,
             runs: vec![None; ranges],
             rows: (0..rows).map(|_| None).collect(),
+            slots,
             is_kept,
             newest: (0, 0),
         }
@@ -60,7 +73,7 @@ impl<'a> StageLoads<'a> {
     pub fn range(&mut self, (from, to): (usize, usize), replicas: u32, stage: Option<usize>) -> RangeLoads<'_, 'a> {
         let range = if self.is_kept { to * (to - 1) / 2 + from } else { 0 };
         let at = if self.is_kept { range * self.query.devices as usize + replicas as usize - 1 } else { 0 };
-        let StageLoads { query, paces, runs, rows, is_kept, newest } = self;
+        let StageLoads { query, paces, runs, rows, slots, is_kept, newest } = self;
         if !*is_kept {
             rows[0] = None;
             if std::mem::replace(newest, (from, to)) != (from, to) {
@@ -70,6 +83,7 @@ impl<'a> StageLoads<'a> {
         RangeLoads {
             query,
             paces: paces.as_deref(),
+            slots: *slots,
             run: &mut runs[range],
             row: &mut rows[at],
             at: (from, to),
@@ -83,6 +97,7 @@ impl<'a> StageLoads<'a> {
 pub struct RangeLoads<'l, 'a> {
     query: &'a PlacementQuery<'a>,
     paces: Option<&'l [f64]>,
+    slots: usize,
     run: &'l mut Option<Run>,
     row: &'l mut Option<Row>,
     at: (usize, usize),
@@ -101,7 +116,7 @@ impl RangeLoads<'_, '_> {
         let run = *self.run();
         let row = self.row.get_or_insert_with(|| Row {
             choices: vec![Choice::Unknown; query.devices as usize + 1].into(),
-            loads: vec![None; self.paces.map_or(query.devices as usize + 1, |paces| 2 * paces.len())].into(),
+            loads: vec![None; self.slots].into(),
         });
         let choice = &mut row.choices[rest as usize];
         if *choice == Choice::Unknown {

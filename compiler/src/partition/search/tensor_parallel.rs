@@ -12,15 +12,13 @@ use crate::partition::explain::infeasible;
 use crate::partition::options::PlannerOptions;
 use crate::partition::partitioners::Partitioner;
 use crate::partition::planned::Planned;
-use crate::partition::search::context::{SearchContext, SearchLimits};
-use crate::partition::search::fused_graph::FusedGraph;
-use crate::partition::search::select::play_baselines;
-use crate::partition::search::simulate_candidate::{Played, is_of_figures};
+use crate::partition::search::select::baselines;
+use crate::partition::search::simulate_candidate::is_of_figures;
 use crate::partition::single_degree;
 use crate::plan::check::verify;
 use crate::plan::device_memory::fullest;
 use crate::plan::problem::{Constraints, CostModel, Objective, Problem, ProblemError};
-use crate::plan::{Baselines, Edge, Fits, Plan, Stage, TensorParallelCost, groups};
+use crate::plan::{Edge, Plan, Stage, TensorParallelCost, groups};
 use crate::profile::cost_graph::OpId;
 use crate::profile::shared::TensorParallelCosts;
 use serde_json::json;
@@ -166,7 +164,8 @@ pub fn of_groups(
             efficiency(&stages, edges, caps)
         }
     });
-    let of_groups = PlannerOptions { efficiency: efficiency.as_ref().map(|own| own as _), ..*options };
+    let efficiency = efficiency.as_ref().map(|own| own as _);
+    let of_groups = PlannerOptions { efficiency, without_baselines: true, ..*options };
     let mut planned = plan(asked, &of_groups).map_err(|error| match error {
         PlanError::Problem(ProblemError::TooManyReplicas { wanted, .. }) => {
             let (degree, devices) = (costs.devices, problem.cluster.devices());
@@ -205,7 +204,8 @@ pub fn as_trained(problem: &Problem, searched: &Planned, options: &PlannerOption
     asked.graph.check().ok()?;
     let replicas = before.stages.iter().map(|stage| stage.replicas).collect();
     asked.constraints = Constraints { replicas: Some(replicas), ..Constraints::default() };
-    let mut planned = of_groups(problem, costs, &asked, options, &single_degree::plan).ok()?;
+    let options = PlannerOptions { without_baselines: true, ..*options };
+    let mut planned = of_groups(problem, costs, &asked, &options, &single_degree::plan).ok()?;
     planned.set_idle(problem);
     let plan = &mut planned.plan;
     let is_same = |(one, other): (&Stage, &Stage)| (&one.ops, &one.devices) == (&other.ops, &other.devices);
@@ -241,22 +241,5 @@ fn sharing(problem: &Problem, costs: &TensorParallelCosts, stage: &Stage) -> Ten
         unsharded_bwd_us: sum(&|op| ops[op].bwd_us),
         collective_fwd_us: sum(&|op| costs.meetings[op][0]),
         collective_bwd_us: sum(&|op| costs.meetings[op][1]),
-    }
-}
-
-fn baselines(problem: &Problem, options: &PlannerOptions<'_>, plan_us: f64) -> Baselines {
-    let joined = FusedGraph::of(&problem.graph);
-    let asked = joined.problem(problem);
-    let question =
-        SearchContext { problem: &asked, joined: &joined, budget: options.budget, among: SearchLimits::ALONE };
-    let mut all = question.baselines();
-    let plan = Played { caps: Vec::new(), minibatch_us: plan_us, held: None, warning: None, lacks_memory: false };
-    play_baselines(problem, &question, &mut all, &plan, options);
-    let [single, data_parallel, uniform] = all;
-    Baselines {
-        single: single.minibatch_us,
-        data_parallel: data_parallel.minibatch_us,
-        uniform: uniform.minibatch_us,
-        fits: Fits { single: single.fits, data_parallel: data_parallel.fits, uniform: uniform.fits },
     }
 }
