@@ -204,7 +204,8 @@ FUNCTIONS = {
     "amax": lambda x, m: x - x.amax(-1, keepdim=True),
     "max": lambda x, m: x - x.max(-1, keepdim=True).values,
     "sort": lambda x, m: x.sort(-1).values,
-    "topk": lambda x, m: torch.cat([x.topk(4, -1).values, x[..., 4:]], -1),
+    # PyTorch does not say which of equal elements it takes.
+    "topk": lambda x, m: torch.cat([(x + 0.1 * torch.arange(x.shape[-1])).topk(4, -1).values, x[..., 4:]], -1),
     "roll": lambda x, m: x.roll(1, 1),
     "flip": lambda x, m: x.flip(1),
     "pad": lambda x, m: F.pad(x, (0, 0, 1, 0))[:, :-1],
@@ -377,8 +378,9 @@ def eager(model, data, microbatches):
 
 
 def is_lost(file, names, inputs):
-    """True if an ONNX file cannot say what PyTorch does: written buffers, and in the older exporter `detach` and `padding_idx`."""
-    if file == "legacy.onnx" and (inputs == "padded words" or {"detach", "round", "out"} & set(names)):
+    """True if an ONNX file cannot say what PyTorch does: written buffers, and in the older exporter `detach`, `padding_idx`
+    and the threshold of `softplus`."""
+    if file == "legacy.onnx" and (inputs == "padded words" or {"detach", "round", "out", "softplus"} & set(names)):
         return True
     return file.endswith(".onnx") and any(name.startswith(("spectral", "average")) for name in names)
 
@@ -505,7 +507,7 @@ def run(pipec, folder, file, data, loss, stages, microbatches, expected):
     for name, value in weights.items():
         if not name.endswith(skipped) and name in wanted and value.shape == wanted[name].shape:
             worst = np.abs(value.astype(np.float64) - wanted[name].astype(np.float64)).max(initial=0.0)
-            if not worst <= TOLERANCE:
+            if not worst <= TOLERANCE * max(1.0, np.abs(wanted[name]).max(initial=0.0)):
                 return "different", f"`{name}` is off by {worst:.3g}; said: {done.stderr.strip()[-200:]}"
     return None
 

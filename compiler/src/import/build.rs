@@ -97,6 +97,15 @@ pub trait Build {
         self.add(Op::Binary(op), &[a, b])
     }
 
+    /// The maximum or minimum of tensors. One of rank 0 gets an axis if the other has one: with a number, a tie would
+    /// pass no gradient.
+    fn extreme(&mut self, op: Binary, a: Value, b: Value) -> Result<Value, LowerReason> {
+        let [rank_a, rank_b] = [a, b].map(|value| self.graph().fact(value).rank());
+        let a = if rank_a == 0 && rank_b > 0 { self.reshape(a, vec![Dim::Known(1)])? } else { a };
+        let b = if rank_b == 0 && rank_a > 0 { self.reshape(b, vec![Dim::Known(1)])? } else { b };
+        self.binary(op, a, b)
+    }
+
     fn with_number(&mut self, op: Binary, x: Value, number: f64) -> Result<Value, LowerReason> {
         let dtype = self.graph().fact(x).dtype;
         let number = self.scalar(dtype, number)?;

@@ -152,13 +152,14 @@ impl OpRule for Binary {
 }
 
 /// The gradient of `own` in [`Binary::Max`] or [`Binary::Min`]: `dy` where it is chosen. On a tie both operands get half,
-/// as in PyTorch's `maximum`; if the other one needs no gradient, all, as in its `clamp`.
-fn of_chosen(op: Binary, [own, other]: [Value; 2], dy: Value, is_shared: bool, out: &mut dyn Emit) -> Value {
+/// as in PyTorch's `maximum`, but none with a number, as in its `clamp`, `relu6` and `hardswish`.
+fn of_chosen(op: Binary, [own, other]: [Value; 2], dy: Value, is_trained: bool, out: &mut dyn Emit) -> Value {
     let order = if op == Binary::Max { [other, own] } else { [own, other] };
+    let is_number = !is_trained && out.fact(other).rank() == 0;
     let zero = out.emit(scalar(out.fact(dy).dtype, 0.0), &[]);
-    let wins = out.emit(Op::Compare(Compare::LessEqual), &order);
+    let wins = out.emit(Op::Compare(if is_number { Compare::Less } else { Compare::LessEqual }), &order);
     let gradient = out.emit(Op::Select(Select {}), &[wins, dy, zero]);
-    if !is_shared {
+    if is_number {
         return gradient;
     }
     let half = out.emit(scalar(out.fact(dy).dtype, 0.5), &[]);

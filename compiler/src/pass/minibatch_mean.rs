@@ -189,7 +189,10 @@ fn find(graph: &Graph, loss: Value) -> Found {
             },
             Op::Binary(Binary::Div) if is_constant(graph, inputs[1]) => vec![inputs[0]],
             Op::Binary(Binary::Div) => {
-                found.quotients.extend(sum_of_inputs(graph, inputs[1]).map(|_| node));
+                let divisor = sum_of_inputs(graph, inputs[1]).and_then(|(value, _)| batch_reduction(graph, value.node));
+                let of_numerator = numerator_reduction(graph, node);
+                let agree = |kind: &ReduceKind| of_numerator.is_none_or(|other| other == *kind);
+                found.quotients.extend(divisor.filter(agree).map(|_| node));
                 continue;
             }
             Op::Cast(_) | Op::Reshape(_) | Op::Broadcast(_) | Op::Unary(Unary::Neg) => vec![inputs[0]],
@@ -246,6 +249,39 @@ fn sum_of_inputs(graph: &Graph, divisor: Value) -> Option<(Value, Vec<(Binary, f
     }
 }
 
+/// How a node reduces the batch, the first axis.
+fn batch_reduction(graph: &Graph, node: NodeId) -> Option<ReduceKind> {
+    match &graph.node(node).op {
+        Op::Reduce(op) if op.axes.contains(&0) => Some(op.kind),
+        _ => None,
+    }
+}
+
+/// How the batch of a quotient's numerator is reduced, before the division or after it, if that is known. A sum over a
+/// mean, or a mean over a sum, grows with the number of samples, so it is no mean.
+fn numerator_reduction(graph: &Graph, quotient: NodeId) -> Option<ReduceKind> {
+    let mut node = graph.inputs(quotient)[0].node;
+    loop {
+        let inputs = graph.inputs(node);
+        match (&graph.node(node).op, batch_reduction(graph, node)) {
+            (_, Some(kind)) => return Some(kind),
+            (Op::Cast(_) | Op::Reshape(_) | Op::Broadcast(_) | Op::Reduce(_) | Op::Unary(Unary::Neg), _) => {}
+            (Op::Binary(Binary::Mul | Binary::Div), _) if is_constant(graph, inputs[1]) => {}
+            _ => break,
+        }
+        node = inputs[0].node;
+    }
+    let mut node = quotient;
+    while graph.fact(Value { node, output: 0 }).rank() > 0 {
+        let [reader] = graph.successors(node)[..] else { break };
+        node = reader;
+        if let Some(kind) = batch_reduction(graph, node) {
+            return Some(kind);
+        }
+    }
+    None
+}
+
 fn is_constant(graph: &Graph, value: Value) -> bool {
     depends_only_on_inputs(graph, value) && !has_input(graph, value)
 }
@@ -290,6 +326,10 @@ mod tests {
 
     /// Σ x w mask / max(Σ mask, 1), squared on request.
     fn masked(is_squared: bool) -> (Graph, Value) {
+        quotient(is_squared, ReduceKind::Sum)
+    }
+
+    fn quotient(is_squared: bool, kind: ReduceKind) -> (Graph, Value) {
         let mut graph = Graph::new("masked");
         let mut out = Writer { graph: &mut graph, origin: Origin::default() };
         let input = |name: &str| Op::Input(Input { name: name.into(), fact: Fact::of(DType::F32, &[2, 3]) });
@@ -297,14 +337,20 @@ mod tests {
         let w = out.emit(Op::Parameter(Parameter { name: "w".into(), fact: Fact::of(DType::F32, &[3]) }), &[]);
         let product = out.emit(Op::Binary(Binary::Mul), &[x, w]);
         let product = out.emit(Op::Binary(Binary::Mul), &[product, mask]);
-        let sum = Op::Reduce(Reduce { kind: ReduceKind::Sum, axes: vec![0, 1], keep: false });
-        let (total, count) = (out.emit(sum.clone(), &[product]), out.emit(sum, &[mask]));
+        let reduce = |kind: ReduceKind| Op::Reduce(Reduce { kind, axes: vec![0, 1], keep: false });
+        let (total, count) = (out.emit(reduce(kind), &[product]), out.emit(reduce(ReduceKind::Sum), &[mask]));
         let one = out.emit(scalar(DType::F32, 1.0), &[]);
         let count = out.emit(Op::Binary(Binary::Max), &[count, one]);
         let loss = out.emit(Op::Binary(Binary::Div), &[total, count]);
         let value = if is_squared { out.emit(Op::Binary(Binary::Mul), &[loss, loss]) } else { loss };
         graph.outputs.push(Output { name: "loss".into(), value });
         (graph, value)
+    }
+
+    #[test]
+    fn a_mean_over_a_sum_is_no_mean() {
+        let (graph, loss) = quotient(false, ReduceKind::Mean);
+        assert_eq!(minibatch_means(&graph, loss), HashSet::new());
     }
 
     #[test]

@@ -166,13 +166,18 @@ impl Dim {
         Err(inexact())
     }
 
-    /// `floor(self / right)` for numbers with a positive divisor (a negative one truncates toward zero); the exact
-    /// quotient for symbolic dims.
+    /// `floor(self / right)` for numbers with a positive divisor (a negative one truncates toward zero). For symbolic dims
+    /// only the constant term may leave a remainder: ⌊(2 b + 1) / 2⌋ = b.
     pub fn div_floor(&self, right: &Dim) -> Result<Dim, DimError> {
         match (self, right) {
             (Dim::Known(a), Dim::Known(b)) if *b != 0 => {
                 let q = a.checked_div_euclid(*b).ok_or_else(|| self.overflow('/', right))?;
                 Ok(Dim::Known(if *b > 0 { q } else { a.checked_div(*b).unwrap_or(q) }))
+            }
+            (Dim::Symbolic(polynomial), Dim::Known(b @ 1..)) => {
+                let constant = polynomial.terms.iter().find(|(monomial, _)| monomial.is_empty()).map_or(0, |(_, c)| *c);
+                let rest = constant.rem_euclid(*b);
+                self.sub(&Dim::Known(rest))?.div_exact(right)
             }
             _ => self.div_exact(right),
         }
@@ -395,6 +400,10 @@ mod tests {
         assert!(matches!(dim("b").div_exact(&dim("0")), Err(DimError::Inexact { .. })));
         assert!(matches!(Dim::Known(i64::MAX).add(&Dim::Known(1)), Err(DimError::Overflow { .. })));
         assert_eq!(Dim::Known(-7).div_floor(&Dim::Known(2)).unwrap(), Dim::Known(-4));
+        for (sum, half) in [("b*2+1", "b"), ("b*2-1", "b-1"), ("b*2", "b")] {
+            assert_eq!(dim(sum).div_floor(&dim("2")), Ok(dim(half)));
+        }
+        assert!(dim("b+1").div_floor(&dim("2")).is_err());
     }
 
     #[test]

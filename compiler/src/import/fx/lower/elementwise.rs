@@ -51,6 +51,12 @@ pub fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     Ok((pair_values[0], pair_values[1]))
 }
 
+/// `maximum` or `minimum`.
+pub fn extreme(scope: &mut Scope<'_>, op: Binary) -> Outputs {
+    let (a, b) = pair(scope)?;
+    one(scope.extreme(op, a, b)?)
+}
+
 pub fn binary(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let (a, b) = pair(scope)?;
     one(scope.binary(op, a, b)?)

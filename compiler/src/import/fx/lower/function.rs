@@ -228,10 +228,14 @@ pub fn hypotenuse(scope: &mut Scope<'_>) -> Outputs {
 /// `fmod`: the remainder has the sign of `a`.
 pub fn remainder(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = pair(scope)?;
-    let (size, divisor) = (scope.unary(Unary::Abs, a)?, scope.unary(Unary::Abs, b)?);
+    // Not |a| and the sign of a, whose gradients are 0 at 0.
+    let (zero, negated) = (scope.scalar(scope.fact(a).dtype, 0.0)?, scope.unary(Unary::Neg, a)?);
+    let is_negative = scope.compare(Compare::Less, a, zero)?;
+    let size = scope.select(is_negative, negated, a)?;
+    let divisor = scope.unary(Unary::Abs, b)?;
     let remainder = scope.binary(Binary::Mod, size, divisor)?;
-    let sign = scope.unary(Unary::Sign, a)?;
-    one(scope.binary(Binary::Mul, remainder, sign)?)
+    let negated = scope.unary(Unary::Neg, remainder)?;
+    one(scope.select(is_negative, negated, remainder)?)
 }
 
 pub fn scaled_by_power(scope: &mut Scope<'_>) -> Outputs {

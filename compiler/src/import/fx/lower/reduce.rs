@@ -34,7 +34,7 @@ pub fn reduce(scope: &mut Scope<'_>, kind: ReduceKind) -> Outputs {
 pub fn extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let (kind, op) = if largest { (ReduceKind::Max, Binary::Max) } else { (ReduceKind::Min, Binary::Min) };
     if scope.has("other") {
-        return super::elementwise::binary(scope, op);
+        return super::elementwise::extreme(scope, op);
     }
     if !scope.has("dim") {
         return reduce(scope, kind);

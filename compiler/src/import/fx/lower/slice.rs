@@ -2,6 +2,7 @@
 
 use super::{Outputs, Scope, many, one};
 use crate::import::build::Build;
+use crate::import::equal_sizes::agree;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::slice::{clamp_index, full_slice, part};
@@ -85,6 +86,10 @@ pub fn split(scope: &mut Scope<'_>, method: Cut) -> Outputs {
         }
         Cut::Count(name) => {
             let count = scope.int(name, 1)?;
+            // The halves of two batches, such as the images of a siamese network.
+            if let ([one, _], 2) = (&size.symbols()[..], count) {
+                agree(&Dim::symbol(one), &size.sub(&Dim::symbol(one))?)?;
+            }
             let part_size = match size.div_exact(&Dim::Known(count)) {
                 Ok(part_size) => part_size,
                 Err(_) if count > 0 => Dim::Known((known("the size of the axis")? + count - 1) / count),

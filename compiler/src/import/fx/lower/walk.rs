@@ -446,6 +446,7 @@ impl Walk<'_> {
         }
         // A joint graph always uses batch statistics, as its gradients do.
         if !self.program.joint {
+            self.statistics_are_not_read()?;
             self.graph.averages = std::mem::take(&mut self.ledger.averages);
         }
         detach::settle(&mut self.graph);
@@ -463,6 +464,23 @@ impl Walk<'_> {
         Ok(Lowered { graph, weights, warnings, constants: Vec::new() })
     }
 
+    /// Refuses a model that reads a running statistic: nodes behind the batch normalisation would read the new value.
+    fn statistics_are_not_read(&self) -> Result<(), LowerError> {
+        for average in &self.ledger.averages {
+            let is_own = |weight: &Weight| weight.state.is_some_and(|state| state.node == average.state);
+            let Some(at) = self.ledger.weights.iter().position(is_own) else { continue };
+            let values = [self.ledger.weights[at].state, self.constants.get(&at).copied()];
+            let mut readers = values.into_iter().flatten().flat_map(|value| self.graph.consumers(value));
+            if let Some((reader, _)) = readers.next() {
+                let name = short_name(&self.ledger.weights[at].name);
+                let what = format!("a read of `{name}`, which a batch normalisation updates");
+                let reader = self.graph.node(reader).label().to_string();
+                return Err(LowerError::Output { name: reader, reason: Box::new(LowerReason::Unsupported(what)) });
+            }
+        }
+        Ok(())
+    }
+
     /// Checks that a buffer mutation is a running average or a counter.
     fn mutation(&self, outer: &Names, value: &str, target: &str) -> Result<(), LowerReason> {
         match outer.tensors.get(value) {
@@ -473,7 +491,11 @@ impl Walk<'_> {
             }
             Some(Known::Value(value)) => {
                 let fact = self.graph.fact(*value);
-                match fact.dtype.is_integer() && fact.rank() == 0 {
+                let at = self.ledger.weights.iter().position(|weight| weight.name == target);
+                let before = at.and_then(|at| self.constants.get(&at)).copied();
+                let readers = |value: Value| self.graph.consumers(value).into_iter().map(|(reader, _)| reader);
+                let is_read = [Some(*value), before].into_iter().flatten().flat_map(readers).any(|id| id != value.node);
+                match fact.dtype.is_integer() && fact.rank() == 0 && !is_read {
                     true => Ok(()),
                     false => Err(LowerReason::Unsupported(format!("an in-place change of `{}`", short_name(target)))),
                 }

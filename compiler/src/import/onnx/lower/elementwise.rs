@@ -34,7 +34,7 @@ pub fn fold_inputs(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let mut y = scope.value(0)?;
     for slot in 1..scope.inputs.len() {
         let x = scope.value(slot)?;
-        y = scope.binary(op, y, x)?;
+        y = if op == Binary::Add { scope.binary(op, y, x)? } else { scope.extreme(op, y, x)? };
     }
     one(y)
 }
