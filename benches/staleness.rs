@@ -64,8 +64,7 @@ fn run(model: &Model, digits: &Digits, seed: u64, schedule: Schedule, staleness:
     let per_epoch = digits.train.rows / BATCH;
     let count = StepCount::minibatches((EPOCHS * per_epoch) as u32);
     let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
-    let settings =
-        Settings { dims, loss: Loss::CrossEntropy, class_axis: None, minibatch_means: false, schedule, count };
+    let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let pipeline = pipeline.with_caps(&published_caps(&vec![1; stages]));
     let prepared = prepare(&model.graph, &op_stages, pipeline, &settings).expect("the model can be partitioned");

@@ -155,14 +155,7 @@ impl<'a> ProfiledSubject<'a> {
         let (first, steps) = (filling.max(WARM_UP).next_multiple_of(round), steps.next_multiple_of(round));
         let minibatches = first + steps + filling;
         let count = StepCount { minibatches, microbatches: parallelism.microbatches };
-        let settings = Settings {
-            dims: Bindings::new(),
-            loss: Loss::CrossEntropy,
-            class_axis: None,
-            minibatch_means: false,
-            schedule,
-            count,
-        };
+        let settings = Settings::new(Bindings::new(), Loss::CrossEntropy, schedule, count);
         let mut stages = vec![0; plan.model.ops as usize];
         for (at, stage) in plan.stages.iter().enumerate() {
             stage.op_ids().for_each(|op| stages[op as usize] = at);

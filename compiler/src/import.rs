@@ -14,6 +14,7 @@ pub mod import;
 pub mod known_inputs;
 pub mod lower_error;
 pub mod onnx;
+pub mod patches;
 pub mod pipedream;
 pub mod prune;
 pub mod random;

@@ -97,8 +97,7 @@ impl Subject<'_> {
             let target = targets.next().flatten().filter(|_| has_classes);
             let mut weight = batch_rows as f64;
             if let (Some(target), Some(logits)) = (target, results.get(&predictions.name)) {
-                let predicted = largest(logits, axis);
-                let labels = target.to_i64();
+                let (predicted, labels) = (largest(logits, axis), target.to_i64());
                 let counted = || labels.iter().zip(&predicted).filter(|(label, _)| **label != IGNORED);
                 weight = counted().count() as f64;
                 sums.labels += weight;
@@ -112,8 +111,8 @@ impl Subject<'_> {
         result.map_err(|error: EvaluateError| failed_to("evaluate").because(error))
     }
 
-    /// Sets the targets to the outputs of a teacher: a network of the same architecture with the student's weights in random order. So the
-    /// loss can decrease, and the student can represent the teacher.
+    /// Sets the targets to the outputs of a teacher: a network of the same architecture with the student's weights in
+    /// random order. So the loss can decrease, and the student can represent the teacher.
     pub fn set_teacher_targets(
         &self,
         arrays: &mut BTreeMap<String, Tensor>,

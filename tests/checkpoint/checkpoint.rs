@@ -305,14 +305,7 @@ fn a_state_that_is_read_where_it_follows_has_no_checkpoints_without_a_flush() {
     for (schedule, is_accepted) in [(Schedule::OneFOneB, true), (Schedule::OneFOneBRr, false), (Schedule::TwoBw, false)]
     {
         let dims = Bindings::from([("batch".to_string(), 4)]);
-        let settings = Settings {
-            dims,
-            loss: Loss::CrossEntropy,
-            class_axis: None,
-            minibatch_means: false,
-            schedule,
-            count: StepCount::minibatches(4),
-        };
+        let settings = Settings::new(dims, Loss::CrossEntropy, schedule, StepCount::minibatches(4));
         let prepared = prepare(&graph, &[0], plan(schedule, &[1], 1).pipeline, &settings).unwrap();
         let checked = check_states(&prepared.program, &prepared.codes).map_err(|fault| fault.to_string());
         assert_eq!(checked.is_ok(), is_accepted, "{schedule}");

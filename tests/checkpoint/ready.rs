@@ -114,7 +114,7 @@ pub fn ready(model: &Model, plan: Plan, optimizer: Optimizer, policy: Policy) ->
     let item = BATCH / microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
     let count = StepCount { minibatches: STEPS, microbatches };
-    let settings = Settings { dims, loss: Loss::Output, class_axis: None, minibatch_means: false, schedule, count };
+    let settings = Settings::new(dims, Loss::Output, schedule, count);
     let prepared = prepare(&model.graph, &stage_of, pipeline, &settings).unwrap();
     let mut feeds = feeds(&prepared.codes);
     // Feeds are sorted so that every partition draws the same numbers.

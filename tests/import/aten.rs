@@ -137,6 +137,25 @@ fn axes_are_summed_sorted_and_rolled() {
 }
 
 #[test]
+fn the_first_of_equal_elements_gets_the_gradient() {
+    let lowered = |target: &str, extra: &[(&str, Json)], results: &[&str]| {
+        let mut arguments = vec![("self", tensor("x"))];
+        arguments.extend(extra.iter().cloned());
+        let program = Program::default().input("x", FLOAT, &[1, 2, 2]).node(target, &arguments, results);
+        let model = program.model(results).unwrap();
+        let choices = count(&model, |op| matches!(op, Op::TopK(top) if top.count.is(1) && top.largest));
+        let x = Tensor::from_f32(&[1, 2, 2], &[2.0, f32::NAN, 3.0, 3.0]);
+        (choices, values(&model, &[("x", x)]).iter().map(Tensor::to_f64).collect::<Vec<_>>())
+    };
+    let (choices, results) = lowered("max.dim", &[("dim", int(2))], &["y", "at"]);
+    assert!(choices == 1 && results[0][0].is_nan() && results[0][1] == 3.0 && results[1] == [1.0, 0.0], "{results:?}");
+    let (choices, results) = lowered("min.dim", &[("dim", int(1))], &["y", "at"]);
+    assert!(choices == 1 && results[0][0] == 2.0 && results[0][1].is_nan() && results[1] == [0.0, 0.0], "{results:?}");
+    assert_eq!(lowered("adaptive_max_pool1d", &[("output_size", ints(&[1]))], &["y"]).0, 1);
+    assert_eq!(lowered("amax", &[("dim", ints(&[2]))], &["y"]).0, 0, "equal elements share the gradient");
+}
+
+#[test]
 fn images_are_stretched_and_continued() {
     let x = Tensor::from_f32(&[1, 1, 1, 2], &[0.0, 1.0]);
     let evaluate = |target: &str, extra: &[(&str, Json)]| {

@@ -88,10 +88,12 @@ struct Parts {
     opset: i64,
 }
 
+fn property(key: &str, value: &str) -> StringStringEntryProto {
+    StringStringEntryProto { key: Some(key.into()), value: Some(value.into()) }
+}
+
 fn hint(name: &str, dims: &[&str], key: &str, value: &str) -> ValueInfoProto {
-    let mut hint = info(name, 1, dims);
-    hint.metadata_props.push(StringStringEntryProto { key: Some(key.into()), value: Some(value.into()) });
-    hint
+    ValueInfoProto { metadata_props: vec![property(key, value)], ..info(name, 1, dims) }
 }
 
 fn imported(parts: Parts, options: &Options) -> Result<Model, String> {
@@ -147,14 +149,10 @@ fn normalised(attributes: Vec<AttributeProto>, dropout: &[&str], opset: i64) -> 
 #[test]
 fn inference_nodes_are_reported_and_restored() {
     let model = imported(normalised(vec![], &["n", "ratio"], 20), &Options::default()).unwrap();
-    let want = [(Finding::InferenceBatchNorm, 1, "norm"), (Finding::InferenceDropout, 1, "drop")];
-    assert_eq!(findings(&model), want);
+    assert_eq!(findings(&model), [(Finding::InferenceBatchNorm, 1, "norm"), (Finding::InferenceDropout, 1, "drop")]);
     assert!(model.doubts[0].is_wrong() && !model.doubts[1].is_wrong());
-    for part in
-        ["dynamo=False", "TrainingMode.TRAINING", "do_constant_folding=False", "torch.export.save", "--train-mode"]
-    {
-        assert!(model.doubts[0].remedy().contains(part), "{part}");
-    }
+    let parts = ["dynamo=False", "TrainingMode.TRAINING", "do_constant_folding=False", "export.save", "--train-mode"];
+    assert_eq!(parts.map(|part| model.doubts[0].remedy().contains(part)), [true; 5], "{:?}", model.doubts[0]);
     assert_eq!(count(&model.graph, |op| matches!(op, Op::BatchNorm(_) | Op::Dropout(_))), 0);
 
     let model = imported(normalised(vec![], &["n", "ratio"], 20), &train_mode()).unwrap();
@@ -166,13 +164,12 @@ fn inference_nodes_are_reported_and_restored() {
 
 #[test]
 fn what_trains_raises_no_doubt() {
-    let model =
-        imported(normalised(vec![int("training_mode", 1)], &["n", "ratio", "on"], 20), &Options::default()).unwrap();
+    let parts = || normalised(vec![int("training_mode", 1)], &["n", "ratio", "on"], 20);
+    let model = imported(parts(), &Options::default()).unwrap();
     assert_eq!(findings(&model), []);
     assert_eq!(count(&model.graph, |op| matches!(op, Op::BatchNorm(_) | Op::Dropout(_))), 2);
     // Restoring training mode changes nothing in a training export.
-    let restored =
-        imported(normalised(vec![int("training_mode", 1)], &["n", "ratio", "on"], 20), &train_mode()).unwrap();
+    let restored = imported(parts(), &train_mode()).unwrap();
     assert_eq!(compiler::graph::text::print(&model.graph), compiler::graph::text::print(&restored.graph));
 }
 
@@ -196,10 +193,8 @@ fn before_there_was_a_training_mode_outputs_tell() {
 fn a_folded_batch_norm_is_reported_and_not_restored() {
     let parts = || {
         let mut conv = node("Conv", "fused", &["x", "k", "b"], &["y"], vec![]);
-        conv.metadata_props.push(StringStringEntryProto {
-            key: Some("pkg.onnxscript.rewriter.rule_name".into()),
-            value: Some("RemoveOptionalBiasFromConv, FuseBatchNormIntoConv".into()),
-        });
+        let rules = "RemoveOptionalBiasFromConv, FuseBatchNormIntoConv";
+        conv.metadata_props.push(property("pkg.onnxscript.rewriter.rule_name", rules));
         Parts {
             inputs: vec![info("x", 1, &["N", "3", "8", "8"])],
             weights: vec![pattern("k", &[2, 3, 3, 3]), pattern("b", &[2])],
@@ -212,21 +207,29 @@ fn a_folded_batch_norm_is_reported_and_not_restored() {
     let error = imported(parts(), &train_mode()).unwrap_err();
     assert!(error.contains("`fused`") && error.contains("folded") && error.contains("dynamo=False"), "{error}");
     // Other rewrites lose nothing.
-    let mut rewritten = parts();
-    rewritten.nodes[0].metadata_props[0].value = Some("RemoveOptionalBiasFromConv".into());
-    assert_eq!(findings(&imported(rewritten, &Options::default()).unwrap()), []);
+    let mut parts = parts();
+    parts.nodes[0].metadata_props[0].value = Some("RemoveOptionalBiasFromConv".into());
+    assert_eq!(findings(&imported(parts, &Options::default()).unwrap()), []);
 }
 
-/// Two layer normalisations in modules of these names that share a scale.
-fn shared_scale(modules: [&str; 2], scale: TensorProto) -> Vec<(Finding, usize, String)> {
+/// Two layer normalisations in modules of these names that share a scale. The file may name the parameters they read.
+fn shared_scale(modules: [&str; 2], scale: TensorProto, read: Option<[&str; 2]>) -> Vec<(Finding, usize, String)> {
     let name = |module: &str| format!("/{module}/LayerNormalization");
+    let normalise = |at: usize, name: String, inputs: &[&str], output: &str| {
+        let mut norm = node("LayerNormalization", &name, inputs, &[output], vec![]);
+        if let Some(read) = read {
+            let source = format!("%n = call_function[target=layer_norm](args = (%x, %{}))", read[at]);
+            norm.metadata_props.push(property("pkg.torch.onnx.fx_node", &source));
+        }
+        norm
+    };
     let parts = Parts {
         inputs: vec![info("x", 1, &["N", "8"])],
         weights: vec![scale],
         nodes: vec![
             node("Identity", "alias", &["scale"], &["other"], vec![]),
-            node("LayerNormalization", &name(modules[0]), &["x", "scale"], &["h"], vec![]),
-            node("LayerNormalization", &(name(modules[1]) + "_1"), &["h", "other"], &["y"], vec![]),
+            normalise(0, name(modules[0]), &["x", "scale"], "h"),
+            normalise(1, name(modules[1]) + "_1", &["h", "other"], "y"),
         ],
         ..Parts::default()
     };
@@ -237,10 +240,13 @@ fn shared_scale(modules: [&str; 2], scale: TensorProto) -> Vec<(Finding, usize, 
 #[test]
 fn equal_initial_values_are_not_tied() {
     let ones = || floats("scale", &[8], |_| 1.0);
-    assert_eq!(shared_scale(["a", "b"], ones()), [(Finding::Merged, 1, "scale".into())]);
+    let merged = [(Finding::Merged, 1, "scale".to_string())];
+    assert_eq!(shared_scale(["a", "b"], ones(), None), merged);
+    assert_eq!(shared_scale(["a", "a"], ones(), Some(["p_a", "p_b"])), merged);
     // One module that runs twice, or trained values: shared on purpose.
-    assert_eq!(shared_scale(["a", "a"], ones()), []);
-    assert_eq!(shared_scale(["a", "b"], pattern("scale", &[8])), []);
+    assert_eq!(shared_scale(["a", "a"], ones(), None), []);
+    assert_eq!(shared_scale(["a", "b"], ones(), Some(["p_a", "p_a"])), []);
+    assert_eq!(shared_scale(["a", "b"], pattern("scale", &[8]), None), []);
 }
 
 #[test]

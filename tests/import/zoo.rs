@@ -170,14 +170,7 @@ fn steps(entry: &Entry, model: &Model, stages: usize, steps: u32) -> Trained {
     let stage_of: Vec<usize> = (0..ops).map(|op| op * stages / ops).collect();
     let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
     let count = StepCount { minibatches: steps, microbatches: 1 };
-    let settings = Settings {
-        dims,
-        loss: Loss::Output,
-        class_axis: None,
-        minibatch_means: false,
-        schedule: Schedule::Gpipe,
-        count,
-    };
+    let settings = Settings::new(dims, Loss::Output, Schedule::Gpipe, count);
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let prepared =
         prepare(&model.graph, &stage_of, pipeline, &settings).unwrap_or_else(|e| panic!("{}: {e}", entry.name));

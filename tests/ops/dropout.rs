@@ -57,8 +57,7 @@ fn train_network(ratio: f64, stages: usize, schedule: Schedule, microbatches: u3
     let count = StepCount { minibatches: STEPS as u32, microbatches };
     let item = BATCH / microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
-    let settings =
-        Settings { dims, loss: Loss::CrossEntropy, class_axis: None, minibatch_means: false, schedule, count };
+    let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let op_stages: Vec<usize> = (0..5).map(|op| op * stages / 5).collect();
     let prepared = prepare(&graph, &op_stages, pipeline, &settings).unwrap();

@@ -182,8 +182,7 @@ impl ParityCase {
         }
         let count = StepCount { minibatches: STEPS, microbatches: self.microbatches };
         let (dims, schedule) = (self.dims.clone(), self.order.1);
-        let settings =
-            Settings { dims, loss: Loss::CrossEntropy, class_axis: None, minibatch_means: false, schedule, count };
+        let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
         let (degree, pipeline) = (plan.stages[0].degree(), pipeline(plan).unwrap());
         let (prepared, layouts) = match degree {
             1 => (prepare(&self.model.graph, &stages, pipeline, &settings).unwrap(), BTreeMap::new()),

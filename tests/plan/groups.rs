@@ -297,14 +297,7 @@ fn devices_hold_what_plans_say() {
     let count = StepCount { minibatches: 1, microbatches: 2 };
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); 2]);
     let dims = BTreeMap::new();
-    let settings = Settings {
-        dims,
-        loss: Loss::CrossEntropy,
-        class_axis: None,
-        minibatch_means: false,
-        schedule: Schedule::OneFOneB,
-        count,
-    };
+    let settings = Settings::new(dims, Loss::CrossEntropy, Schedule::OneFOneB, count);
     let (prepared, _) = prepare_shared(&graph, &stages, pipeline, &settings, &machine).unwrap();
     for (at, (stage, code)) in plan.stages.iter().zip(&prepared.codes).enumerate() {
         let weights: usize = code.parameters.iter().map(|tensor| tensor.bytes).sum();

@@ -72,8 +72,7 @@ fn network() -> Network {
 /// A prepared run of the network in stages of equally many ops.
 fn prepare_run((graph, _): &Network, pipeline: Pipeline, schedule: Schedule, microbatches: u32) -> Prepared {
     let count = StepCount { minibatches: STEPS, microbatches };
-    let settings =
-        Settings { dims: Bindings::new(), loss: Loss::Mse, class_axis: None, minibatch_means: false, schedule, count };
+    let settings = Settings::new(Bindings::new(), Loss::Mse, schedule, count);
     let ops = compiler::graph::order::numbered(graph).len();
     let stages: Vec<usize> = (0..ops).map(|op| op * pipeline.stages.len() / ops).collect();
     prepare(graph, &stages, pipeline, &settings).unwrap()

@@ -165,6 +165,11 @@ def indexed(x, mask):
     return x + last[:, None, :]
 
 
+def levels(x):
+    """Values on few levels, so many are equal, with the gradient of `x`."""
+    return x + (x.round() - x).detach()
+
+
 def without_padding(x, mask):
     weights = mask.to(x.dtype)
     return x - ((x * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1))[:, None, :]
@@ -203,6 +208,10 @@ FUNCTIONS = {
     "logsumexp": lambda x, m: x - x.logsumexp(-1, keepdim=True),
     "amax": lambda x, m: x - x.amax(-1, keepdim=True),
     "max": lambda x, m: x - x.max(-1, keepdim=True).values,
+    "ties-max": lambda x, m: x - levels(x).max(-1, keepdim=True).values,
+    "ties-min": lambda x, m: x - levels(x).min(1).values[:, None],
+    "ties-amax": lambda x, m: x - levels(x).amax(-1, keepdim=True),
+    "ties-pool": lambda x, m: x - F.adaptive_max_pool1d(levels(x), 1) - F.adaptive_max_pool1d(levels(x), 3).mean(-1, keepdim=True),
     "sort": lambda x, m: x.sort(-1).values,
     # PyTorch does not say which of equal elements it takes.
     "topk": lambda x, m: torch.cat([(x + 0.1 * torch.arange(x.shape[-1])).topk(4, -1).values, x[..., 4:]], -1),
@@ -382,7 +391,7 @@ def is_lost(file, names, inputs):
     and the threshold of `softplus`."""
     if file == "legacy.onnx" and (inputs == "padded words" or {"detach", "round", "out", "softplus"} & set(names)):
         return True
-    return file.endswith(".onnx") and any(name.startswith(("spectral", "average")) for name in names)
+    return file.endswith(".onnx") and any(name.startswith(("spectral", "average", "ties")) for name in names)
 
 
 def is_exported_wrong(path, model, data):

@@ -73,7 +73,7 @@ impl SingleStage<'_> {
         let dims = BTreeMap::from([(name.clone(), (fixture.batch / microbatches) as i64)]);
         let count = StepCount { minibatches: 1, microbatches: microbatches as u32 };
         let (loss, schedule) = (Loss::CrossEntropy, Schedule::OneFOneB);
-        let settings = Settings { dims, loss, class_axis: None, minibatch_means: false, schedule, count };
+        let settings = Settings::new(dims, loss, schedule, count);
         let stages = vec![0; order::numbered(&graph).len()];
         let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0)]);
         SingleStage { fixture, prepared: prepare(&graph, &stages, pipeline, &settings).unwrap(), microbatches }
@@ -166,7 +166,7 @@ fn the_plain_loop_has_the_losses_of_pytorch() {
         let Batch::Symbol { name, .. } = &fixture.model.batch else { panic!("the batch is fixed") };
         let dims = BTreeMap::from([(name.clone(), fixture.batch as i64)]);
         let (loss, count) = (Loss::CrossEntropy, StepCount::minibatches(20));
-        let settings = Settings { dims, loss, class_axis: None, minibatch_means: false, schedule, count };
+        let settings = Settings::new(dims, loss, schedule, count);
         let pipeline = Pipeline::balanced(replicas, 2.0);
         let codes = prepare(&fixture.model.graph, stages, pipeline, &settings).unwrap().codes;
         let limits = replicas.iter().copied().zip(published_caps(replicas)).collect();

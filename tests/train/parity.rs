@@ -114,8 +114,7 @@ fn run_with_zero(
     let level = |r: &u32| if *r > 1 { zero } else { 0 };
     let shape = |r: &u32| StageSpec { zero: level(r), ..StageSpec::new(*r, 1.0, 2.0) };
     let pipeline = Pipeline::chain(replicas.iter().map(shape).collect());
-    let settings =
-        Settings { dims, loss: Loss::CrossEntropy, class_axis: None, minibatch_means: false, schedule, count };
+    let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
     let devices = under_test();
     let generate = |pipeline: &Pipeline| generators::schedule(schedule, pipeline, count);
     let target = RunTarget { device: &*devices[0], splits: schedule.splits_backward(), program: &generate };

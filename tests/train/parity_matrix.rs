@@ -150,8 +150,7 @@ fn train_case(fixture: &Fixture, case: &Case, devices: &[Arc<dyn Device>], refer
     };
     let rows = fixture.batch / count.microbatches as usize;
     let dims = BTreeMap::from([(name.clone(), rows as i64)]);
-    let settings =
-        Settings { dims, loss: Loss::CrossEntropy, class_axis: None, minibatch_means: false, schedule: kind, count };
+    let settings = Settings::new(dims, Loss::CrossEntropy, kind, count);
     let stages = stages_of(fixture, replicas.len());
     let generate = |pipeline: &Pipeline| schedule(kind, pipeline, count);
     let target = RunTarget { device: &*devices[0], splits: kind.splits_backward(), program: &generate };

@@ -118,14 +118,7 @@ fn reference_losses(fixture: &Fixture, folder: &Path, case: &Case) -> Vec<f64> {
     let Batch::Symbol { name, .. } = &fixture.model.batch else { panic!("the batch is fixed") };
     let dims = BTreeMap::from([(name.clone(), (fixture.batch / microbatches as usize) as i64)]);
     let count = StepCount { minibatches: STEPS, microbatches };
-    let settings = Settings {
-        dims,
-        loss: Loss::CrossEntropy,
-        class_axis: None,
-        minibatch_means: false,
-        schedule: case.schedule,
-        count,
-    };
+    let settings = Settings::new(dims, Loss::CrossEntropy, case.schedule, count);
     let pipeline = Pipeline::balanced(&case.ranks, 2.0).with_caps(&in_flight);
     let codes = prepare(&fixture.model.graph, &stages, pipeline, &settings).unwrap().codes;
     let delays = Delays {

@@ -121,8 +121,7 @@ fn run_with(
     let item = BATCH / count.microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
     let stages = even_stages(order::numbered(&net.graph).len(), pipeline.stages.len());
-    let settings =
-        Settings { dims, loss: Loss::CrossEntropy, class_axis: None, minibatch_means: false, schedule, count };
+    let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
     let prepared = prepare(&net.graph, &stages, pipeline, &settings).unwrap();
     let steps = count.minibatches as usize;
     let data = Dataset::new(rows(net.dtype, steps), &feeds(&prepared.codes), item).unwrap();
@@ -536,14 +535,7 @@ fn links_of_two_bytes_carry_half() {
     let link_bytes = |net: &Net| -> usize {
         let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
         let count = StepCount::minibatches(1);
-        let settings = Settings {
-            dims,
-            loss: Loss::CrossEntropy,
-            class_axis: None,
-            minibatch_means: false,
-            schedule: Schedule::OneFOneB,
-            count,
-        };
+        let settings = Settings::new(dims, Loss::CrossEntropy, Schedule::OneFOneB, count);
         let stages = even_stages(order::numbered(&net.graph).len(), 3);
         let prepared = prepare(&net.graph, &stages, chain(&[1, 1, 1]), &settings).unwrap();
         prepared

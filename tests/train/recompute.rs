@@ -106,8 +106,7 @@ impl TestModel {
         }
         let count = StepCount { minibatches: STEPS, microbatches: MICROBATCHES };
         let (dims, schedule) = (self.dims.clone(), plan.schedule.kind);
-        let settings =
-            Settings { dims, loss: Loss::CrossEntropy, class_axis: None, minibatch_means: false, schedule, count };
+        let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
         let prepared = prepare(&self.graph, &stages, pipeline(plan).unwrap(), &settings).unwrap();
         let batch = self.item * MICROBATCHES as usize;
         let feeds = feeds(&prepared.codes);

@@ -57,14 +57,12 @@ fn train_stages(
 ) -> (Trained, usize) {
     let count = StepCount { minibatches: 2, microbatches: MICROBATCHES };
     let (minibatch, steps) = (ROWS * MICROBATCHES as usize, count.minibatches as usize);
-    let settings = Settings {
-        dims: Bindings::from([("batch".to_string(), ROWS as i64)]),
-        loss: if graph.outputs[0].name == "loss" { Loss::Output } else { Loss::Mse },
-        class_axis: None,
-        minibatch_means: false,
+    let settings = Settings::new(
+        Bindings::from([("batch".to_string(), ROWS as i64)]),
+        if graph.outputs[0].name == "loss" { Loss::Output } else { Loss::Mse },
         schedule,
         count,
-    };
+    );
     let shapes = (0..=stages[stages.len() - 1]).map(|_| StageSpec::new(1, 1.0, 2.0)).collect();
     let prepared = prepare(graph, stages, Pipeline::chain(shapes), &settings).unwrap();
     let data =

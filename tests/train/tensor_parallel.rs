@@ -91,14 +91,7 @@ fn run_on(
     let item = fixture.batch / microbatches as usize;
     let dims = BTreeMap::from([(name.clone(), item as i64)]);
     let pipeline = Pipeline::chain(replicas.iter().map(|r| StageSpec::new(*r, 1.0, 2.0)).collect());
-    let settings = Settings {
-        dims,
-        loss: Loss::CrossEntropy,
-        class_axis: None,
-        minibatch_means: false,
-        schedule: Schedule::OneFOneB,
-        count,
-    };
+    let settings = Settings::new(dims, Loss::CrossEntropy, Schedule::OneFOneB, count);
     let (prepared, layouts) = match devices {
         1 => (prepare(&fixture.model.graph, &stages, pipeline, &settings).unwrap(), Layouts::new()),
         _ => prepare_shared(&fixture.model.graph, &stages, pipeline, &settings, machine).unwrap(),

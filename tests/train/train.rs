@@ -121,8 +121,7 @@ fn prepare_buckets(
     };
     let pipeline = Pipeline::chain(replicas.iter().map(shape).collect()).with_caps(caps);
     let pipeline = if schedule == Schedule::Zbv { pipeline.folded() } else { pipeline };
-    let settings =
-        Settings { dims, loss: Loss::CrossEntropy, class_axis: None, minibatch_means: false, schedule, count };
+    let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
     let mut prepared = prepare(&build_network().0, &even_stages(replicas.len()), pipeline, &settings).unwrap();
     assert!(prepared.codes.iter().all(|code| code.recompute == (recomputation == Recomputation::Program)));
     prepared.codes.iter_mut().for_each(|code| code.recompute = recomputation != Recomputation::Never);
@@ -253,8 +252,7 @@ fn run_flush(schedule: Schedule, pipeline: Pipeline, count: StepCount) -> Vec<(S
     let item = BATCH / count.microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
     let stages_of_ops = even_stages(pipeline.stages.len());
-    let settings =
-        Settings { dims, loss: Loss::CrossEntropy, class_axis: None, minibatch_means: false, schedule, count };
+    let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
     let prepared = prepare(&graph, &stages_of_ops, pipeline, &settings).unwrap();
     let steps = count.minibatches as usize;
     let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();

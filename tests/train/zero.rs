@@ -68,8 +68,7 @@ impl Run<'_> {
         let ops = order::numbered(&self.model.graph).len();
         let stages: Vec<usize> = (0..ops).map(|op| op * self.replicas.len() / ops).collect();
         let (schedule, count) = (self.schedule, self.count);
-        let settings =
-            Settings { dims, loss: Loss::CrossEntropy, class_axis: None, minibatch_means: false, schedule, count };
+        let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
         prepare(&self.model.graph, &stages, pipeline, &settings).unwrap()
     }
 

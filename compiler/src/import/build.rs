@@ -140,13 +140,22 @@ pub trait Build {
         if self.graph().fact(x).shape == shape { Ok(x) } else { self.add(Op::Broadcast(Broadcast { shape }), &[x]) }
     }
 
-    /// The offset for a stable log-sum-exp: the maximum, or 0 if it is infinite, since ∞ - ∞ is NaN.
-    fn finite_largest(&mut self, largest: Value) -> Result<Value, LowerReason> {
+    /// `log Σ e^x`, computed as `m + log Σ e^(x - m)` with the maximum `m` to avoid overflow.
+    fn log_sum_exp(&mut self, x: Value, axes: &[usize], keep: bool) -> Result<Value, LowerReason> {
+        let largest = self.reduce(ReduceKind::Max, x, axes, true)?;
         let dtype = self.graph().fact(largest).dtype;
         let size = self.unary(Unary::Abs, largest)?;
         let (infinity, zero) = (self.scalar(dtype, f64::INFINITY)?, self.scalar(dtype, 0.0)?);
         let endless = self.compare(Compare::Equal, size, infinity)?;
-        self.select(endless, zero, largest)
+        // ∞ - ∞ is NaN.
+        let offset = self.select(endless, zero, largest)?;
+        let shifted = self.binary(Binary::Sub, x, offset)?;
+        let exp = self.unary(Unary::Exp, shifted)?;
+        let sum = self.reduce(ReduceKind::Sum, exp, axes, keep)?;
+        let log = self.unary(Unary::Log, sum)?;
+        let shape = self.graph().fact(log).shape.clone();
+        let offset = self.reshape(offset, shape)?;
+        self.binary(Binary::Add, log, offset)
     }
 
     /// The `p`-th root of a sum of powers, with gradient 0 at 0. There the root has an infinite gradient, and its

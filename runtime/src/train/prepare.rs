@@ -56,6 +56,13 @@ pub struct Settings {
     pub count: StepCount,
 }
 
+impl Settings {
+    /// Classes are found by shape, and means over labels are taken over micro-batches.
+    pub fn new(dims: Bindings, loss: Loss, schedule: Schedule, count: StepCount) -> Settings {
+        Settings { dims, loss, class_axis: None, minibatch_means: false, schedule, count }
+    }
+}
+
 /// A compiled run.
 pub struct Prepared {
     /// The graph with concrete shapes and its loss.

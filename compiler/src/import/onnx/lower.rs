@@ -182,6 +182,10 @@ pub type StaticSizes = Bindings;
 /// The outputs of a lowering function, in the order of the operator's definition.
 pub type Outputs = Result<Vec<Known>, LowerReason>;
 
+fn one(value: Value) -> Outputs {
+    Ok(vec![Known::Value(value)])
+}
+
 /// One node during lowering: its inputs, and the graph that receives its core ops.
 pub struct Scope<'a> {
     pub node: &'a Node,

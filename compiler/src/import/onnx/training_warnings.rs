@@ -41,18 +41,17 @@ const DROPOUT_MODE_OPSET: i64 = 12;
 /// All training warnings for a model, in a fixed order.
 pub fn doubts(model: &OnnxModel) -> Vec<TrainingWarning> {
     let (readers, modes) = (readers(model), Modes::of(model));
-    // Only files with folded values need them.
-    let trained_names = if model.roles.folded.is_empty() { BTreeSet::new() } else { trained(model) };
+    let (trained_names, unmade) = (trained(model), unmade_arguments(model));
     let warnings = [
         folded(model),
         nodes(Finding::InferenceBatchNorm, model, |node| modes.is_inference_norm(node)),
         dropouts(model, &modes),
         unbiased(model),
-        merged(model, &readers),
+        merged(model, &readers, &trained_names, &unmade),
         find_untied(model, &readers, &trained_names),
         folded_parameters(model, &trained_names),
         nodes(Finding::Quantised, model, is_quantised),
-        lost_detach(model),
+        lost_detach(model, &unmade),
     ];
     warnings.into_iter().flatten().collect()
 }
@@ -166,21 +165,29 @@ fn is_quantised(node: &Node) -> bool {
         )
 }
 
-/// Nodes that read a detached value whose `Identity` the exporter's optimiser removed.
-fn lost_detach(model: &OnnxModel) -> Option<TrainingWarning> {
+/// By node, the arguments of its source that no node makes: parameters, what the exporter computed from them, and what
+/// its optimiser removed.
+fn unmade_arguments(model: &OnnxModel) -> HashMap<&str, BTreeSet<&str>> {
     fn name(text: &str) -> &str {
         text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap_or_default()
     }
-    let sources: Vec<(&Node, &str)> =
-        model.nodes.iter().filter_map(|node| Some((node, node.torch_source()?))).collect();
-    let made: BTreeSet<&str> = sources.iter().filter_map(|(_, text)| text.strip_prefix('%').map(name)).collect();
-    let is_lost = |text: &str| {
+    let sources: Vec<(&str, &str)> =
+        model.nodes.iter().filter_map(|node| Some((node.name.as_str(), node.torch_source()?))).collect();
+    let inputs = model.inputs.iter().map(|input| input.name.as_str());
+    let made: BTreeSet<&str> =
+        sources.iter().filter_map(|(_, text)| text.strip_prefix('%').map(name)).chain(inputs).collect();
+    let arguments = sources.iter().map(|(node, text)| {
         let arguments = text.split_once("](args = (").map_or("", |(_, arguments)| arguments);
-        let mut read = arguments.split('%').skip(1).map(name);
-        read.any(|name| name.starts_with("detach") && !made.contains(name))
-    };
-    let mut lost = sources.iter().filter(|(_, text)| is_lost(text));
-    let first = lost.next()?.0.name.clone();
+        (*node, arguments.split('%').skip(1).map(name).filter(|name| !made.contains(name)).collect())
+    });
+    arguments.collect()
+}
+
+/// Nodes that read a detached value whose `Identity` the exporter's optimiser removed.
+fn lost_detach(model: &OnnxModel, unmade: &HashMap<&str, BTreeSet<&str>>) -> Option<TrainingWarning> {
+    let is_lost = |names: &BTreeSet<&str>| names.iter().any(|name| name.starts_with("detach"));
+    let mut lost = model.nodes.iter().filter(|node| unmade.get(node.name.as_str()).is_some_and(is_lost));
+    let first = lost.next()?.name.clone();
     Some(TrainingWarning { finding: Finding::LostDetach, count: 1 + lost.count(), first, beside: String::new() })
 }
 
@@ -249,33 +256,40 @@ fn is_float(tensor: &Tensor) -> bool {
     )
 }
 
-fn merged(model: &OnnxModel, readers: &Readers<'_>) -> Option<TrainingWarning> {
-    let mut warning: Option<TrainingWarning> = None;
-    for tensor in model.initializers.iter().filter(|t| is_float(t) && t.dims.len() == 1 && t.dims[0] > 1) {
+fn merged(
+    model: &OnnxModel,
+    readers: &Readers<'_>,
+    trained: &BTreeSet<String>,
+    unmade: &HashMap<&str, BTreeSet<&str>>,
+) -> Option<TrainingWarning> {
+    let merges = model.initializers.iter().filter(|t| is_float(t)).filter_map(|tensor| {
         let uses = readers.get(tensor.name.as_str()).map(Vec::as_slice).unwrap_or_default();
-        let Some(beside) = find_merge_reason(tensor, uses) else { continue };
-        match &mut warning {
-            Some(warning) => warning.count += 1,
-            None => {
-                let first = tensor.name.clone();
-                warning = Some(TrainingWarning { finding: Finding::Merged, count: 1, first, beside });
-            }
-        }
-    }
-    warning
+        // PyTorch's newer exporter names the parameters that each node read.
+        let mut sources = uses.iter().filter_map(|(node, _)| unmade.get(node.name.as_str())).filter(|s| !s.is_empty());
+        let common = sources.next().map(|first| sources.fold(first.clone(), |common, names| &common & names));
+        let common = common.filter(|_| trained.contains(&tensor.name));
+        let has_one_source = common.map(|common| !common.is_empty());
+        Some((&tensor.name, find_merge_reason(tensor, uses, has_one_source)?))
+    });
+    let merges: Vec<(&String, String)> = merges.collect();
+    let (first, beside) = merges.first()?.clone();
+    Some(TrainingWarning { finding: Finding::Merged, count: merges.len(), first: first.clone(), beside })
 }
 
-/// Describes the modules that share a vector unintentionally; `None` if sharing may be intended.
-fn find_merge_reason(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
-    if uses.len() < 2 {
+/// Describes the modules that share a tensor unintentionally; `None` if sharing may be intended.
+fn find_merge_reason(tensor: &Tensor, uses: &[(&Node, usize)], has_one_source: Option<bool>) -> Option<String> {
+    // Tensors with differing values were random or trained, so two of them would not be equal by chance.
+    let is_level = bytes(tensor).map(|bytes| is_constant_valued(tensor, bytes));
+    if uses.len() < 2 || is_level == Some(false) {
         return None;
     }
-    // Vectors with differing values were random or trained, so two of them would not be equal by chance.
-    let level = match bytes(tensor) {
-        Some(bytes) => Some(is_constant_valued(tensor, bytes)?).filter(|level| *level),
-        None => None,
+    let reads = |(first, second): (&Node, &Node), count| {
+        Some(format!("read by {count} nodes such as {} and {}", first.name, second.name))
     };
-    if bytes(tensor).is_some() && level.is_none() {
+    if has_one_source == Some(false) && is_level.is_some() {
+        return reads((uses[0].0, uses[1].0), uses.len());
+    }
+    if tensor.dims.len() != 1 || tensor.dims[0] <= 1 {
         return None;
     }
     let statistic = uses.iter().find(|(node, slot)| node.op_type == "BatchNormalization" && matches!(slot, 3 | 4));
@@ -288,18 +302,16 @@ fn find_merge_reason(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String>
     let named = modules.iter().filter(|module| !module.is_empty()).count();
     // Without module paths, only a constant-valued scale or bias of several normalisations is certain.
     let norms = parameters.iter().filter(|(node, _)| is_norm(node)).count();
-    let sure = named >= 2 || (named == 0 && level.is_some() && norms >= 2);
-    let ((first, _), (second, _)) = (
-        parameters.first()?,
-        parameters.iter().find(|(n, _)| n.module != parameters[0].0.module).or(parameters.last())?,
-    );
-    sure.then(|| format!("read by {} nodes such as {} and {}", parameters.len(), first.name, second.name))
+    let sure = has_one_source != Some(true) && (named >= 2 || (named == 0 && is_level.is_some() && norms >= 2));
+    let first = parameters.first()?.0;
+    let second = parameters.iter().find(|(node, _)| node.module != first.module).or(parameters.last())?.0;
+    reads((first, second), parameters.len()).filter(|_| sure)
 }
 
-fn is_constant_valued(tensor: &Tensor, bytes: &[u8]) -> Option<bool> {
-    let size = usize::try_from(element::bits(tensor.elem_type)? / 8).ok().filter(|size| *size > 0)?;
-    let first = bytes.get(..size)?;
-    Some(bytes.chunks_exact(size).take(LOOKED_AT).all(|element| element == first))
+fn is_constant_valued(tensor: &Tensor, bytes: &[u8]) -> bool {
+    let size = element::bits(tensor.elem_type).and_then(|bits| usize::try_from(bits / 8).ok()).unwrap_or_default();
+    let Some(first) = bytes.get(..size).filter(|first| !first.is_empty()) else { return false };
+    bytes.chunks_exact(size).take(LOOKED_AT).all(|element| element == first)
 }
 
 /// A matrix with values in rows of `size`-byte elements.

@@ -1,13 +1,15 @@
 //! Operators that rearrange elements: diagonals, unfolding, pixel shuffle, roll and rotation.
 
 use super::argument::Number;
+use super::window::{self, with_batch, without_batch};
 use super::{Outputs, Scope, many, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute::{self, axis};
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::slice::part;
-use crate::op::{Binary, Concat, Flip, Gather, Op, Pad, ReduceKind, ScatterAdd, Value};
+use crate::import::patches::Patches;
+use crate::op::{Binary, Concat, Flip, Gather, Op, Pad, ReduceKind, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 
@@ -255,111 +257,31 @@ pub fn windows(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, y, perm)?)
 }
 
-/// The patches of an image: per spatial axis, the index of every element of every window.
-struct Patches {
-    kernel: [i64; 2],
-    count: [i64; 2],
-    pads: [i64; 2],
-    indices: [Vec<i64>; 2],
-}
-
-impl Patches {
-    fn read(scope: &Scope<'_>, sizes: [i64; 2]) -> Result<Patches, LowerReason> {
-        let pair = |name: &'static str, default: i64| -> Result<[i64; 2], LowerReason> {
-            let list = scope.ints(name)?.unwrap_or_else(|| vec![default]);
-            match list[..] {
-                [size] => Ok([size; 2]),
-                [a, b] => Ok([a, b]),
-                _ => Err(LowerReason::Attribute { name, found: format!("{list:?}"), expected: "two numbers" }),
-            }
-        };
-        let (kernel, dilation) = (pair("kernel_size", 1)?, pair("dilation", 1)?);
-        let (pads, stride) = (pair("padding", 0)?, pair("stride", 1)?);
-        let (mut count, mut indices) = ([0; 2], [Vec::new(), Vec::new()]);
-        for i in 0..2 {
-            let in_range = |v: i64, minimum: i64| (minimum..=MOST).contains(&v);
-            let is_valid = in_range(kernel[i], 1) && in_range(dilation[i], 1) && in_range(pads[i], 0);
-            let last_start = sizes[i] + 2 * pads[i] - dilation[i].saturating_mul(kernel[i] - 1) - 1;
-            if !is_valid || !in_range(stride[i], 1) || last_start < 0 {
-                return Err(LowerReason::Inputs(format!("windows of {kernel:?} on an image of {sizes:?}")));
-            }
-            count[i] = last_start / stride[i] + 1;
-            if count[i].saturating_mul(kernel[i]) > MOST {
-                return Err(LowerReason::Inputs("too many window elements".to_string()));
-            }
-            let window = |k: i64| (0..count[i]).map(move |o| k * dilation[i] + o * stride[i]);
-            indices[i] = (0..kernel[i]).flat_map(window).collect();
-        }
-        Ok(Patches { kernel, count, pads, indices })
-    }
-
-    fn index(&self, scope: &mut Scope<'_>, axis: usize) -> Result<Value, LowerReason> {
-        let shape = [self.kernel[axis] as usize, self.count[axis] as usize];
-        scope.constant(Tensor::from_i64(&shape, &self.indices[axis]))
-    }
+fn patches(scope: &Scope<'_>, sizes: &[Dim]) -> Result<Patches, LowerReason> {
+    let (window, _) = window::convolution_window(scope, sizes.len())?;
+    Patches::new(sizes, &window::each(scope, "kernel_size", sizes.len(), 1, 1)?, window)
 }
 
 /// `im2col`: `[N, C, H, W]` to `[N, C·kernel, windows]`; `N` may be missing.
 pub fn unfold_image(scope: &mut Scope<'_>) -> Outputs {
-    let input = scope.value("self")?;
-    let mut shape = scope.fact(input).shape;
-    let single = shape.len() == 3;
-    if single {
-        shape.insert(0, Dim::Known(1));
-    }
-    let [batch, channels, height, width] = &shape[..] else {
-        return Err(LowerReason::Inputs(format!("its input is {}", scope.fact(input))));
-    };
-    let patches = Patches::read(scope, [static_size(height)?, static_size(width)?])?;
-    let mut x = scope.reshape(input, shape.clone())?;
-    let pads = vec![Dim::Known(0), Dim::Known(0), Dim::Known(patches.pads[0]), Dim::Known(patches.pads[1])];
-    x = scope.add(Op::Pad(Pad { low: pads.clone(), high: pads, interior: vec![0; 4], value: 0.0 }), &[x])?;
-    let (row_index, column_index) = (patches.index(scope, 0)?, patches.index(scope, 1)?);
-    x = scope.add(Op::Gather(Gather { axis: 2 }), &[x, row_index])?;
-    x = scope.add(Op::Gather(Gather { axis: 4 }), &[x, column_index])?;
-    x = transposed(scope, x, vec![0, 1, 2, 4, 3, 5])?;
-    let product = |pair: [i64; 2]| Dim::Known(pair[0] * pair[1]);
-    let mut output_shape = vec![batch.clone(), channels.mul(&product(patches.kernel))?, product(patches.count)];
-    if single {
-        output_shape.remove(0);
-    }
-    one(scope.reshape(x, output_shape)?)
+    let x = scope.value("self")?;
+    let shape = scope.fact(x).shape;
+    let (rank, x) = (shape.len(), with_batch(scope, x, 4)?);
+    let patches = patches(scope, &shape[rank - 2..])?;
+    let y = patches.unfold(scope, x)?;
+    one(if rank == 3 { without_batch(scope, y)? } else { y })
 }
 
 /// `col2im`: `[N, C·kernel, windows]` to an image, with overlapping elements summed. The adjoint of [`unfold_image`].
 pub fn fold(scope: &mut Scope<'_>) -> Outputs {
-    let input = scope.value("self")?;
-    let mut shape = scope.fact(input).shape;
-    let single = shape.len() == 2;
-    if single {
-        shape.insert(0, Dim::Known(1));
+    let x = scope.value("self")?;
+    let (rank, x) = (scope.fact(x).rank(), with_batch(scope, x, 3)?);
+    let sizes = scope.shape("output_size")?;
+    if sizes.len() != 2 {
+        return Err(LowerReason::Inputs(format!("an image of {} axes", sizes.len())));
     }
-    let ([batch, patch_size, windows], [height, width]) = (&shape[..], &scope.shape("output_size")?[..]) else {
-        return Err(LowerReason::Inputs(format!("its input is {}", scope.fact(input))));
-    };
-    let sizes = [static_size(height)?, static_size(width)?];
-    let patches = Patches::read(scope, sizes)?;
-    let [kernel, count] = [patches.kernel, patches.count];
-    if !windows.is(count[0] * count[1]) {
-        return Err(LowerReason::Inputs(format!("{windows} windows for an image of {sizes:?}")));
-    }
-    let channels = patch_size.div_exact(&Dim::Known(kernel[0] * kernel[1]))?;
-    let mut split_shape = vec![batch.clone(), channels.clone()];
-    split_shape.extend([kernel[0], kernel[1], count[0], count[1]].map(Dim::Known));
-    let x = scope.reshape(input, split_shape)?;
-    let x = transposed(scope, x, vec![0, 1, 2, 4, 3, 5])?;
-    let (row_index, column_index) = (patches.index(scope, 0)?, patches.index(scope, 1)?);
-    let padded = |i: usize| Dim::Known(sizes[i] + 2 * patches.pads[i]);
-    let x = scope.add(Op::ScatterAdd(ScatterAdd { axis: 4, size: padded(1) }), &[x, column_index])?;
-    let x = scope.add(Op::ScatterAdd(ScatterAdd { axis: 2, size: padded(0) }), &[x, row_index])?;
-    let begin = patches.pads.map(Dim::Known);
-    let x = part(scope, x, 2, begin[0].clone(), begin[0].add(height)?)?;
-    let x = part(scope, x, 3, begin[1].clone(), begin[1].add(width)?)?;
-    let mut image_shape = vec![batch.clone(), channels, height.clone(), width.clone()];
-    if single {
-        image_shape.remove(0);
-    }
-    one(scope.reshape(x, image_shape)?)
+    let y = patches(scope, &sizes)?.fold(scope, x)?;
+    one(if rank == 2 { without_batch(scope, y)? } else { y })
 }
 
 /// Pixel shuffle, or pixel unshuffle with `inverse`.

@@ -6,6 +6,7 @@ use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::loss::{Reduction, select_class};
 use crate::op::{Binary, CrossEntropy, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
+use crate::tensor::fact::Fact;
 
 /// Default `ignore_index`.
 const IGNORED: i64 = -100;
@@ -92,6 +93,11 @@ fn weight_row(scope: &mut Scope<'_>, weights: Value, rank: usize) -> Result<Valu
     scope.reshape(weights, shape)
 }
 
+fn classes(logits: &Fact) -> Result<i64, LowerReason> {
+    let classes = logits.shape.get(1).and_then(Dim::known).filter(|classes| *classes > 0);
+    classes.ok_or(LowerReason::NotConstant { what: "the number of classes" })
+}
+
 /// Cross-entropy against probabilities; the mean is over examples.
 fn against_probabilities(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
     let (mut logits, mut target) = (scope.value("self")?, scope.value("target")?);
@@ -102,12 +108,7 @@ fn against_probabilities(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
         target = scope.reshape(target, row)?;
     }
     let fact = scope.fact(logits);
-    let classes = fact
-        .shape
-        .get(1)
-        .and_then(Dim::known)
-        .filter(|c| *c > 0)
-        .ok_or(LowerReason::NotConstant { what: "the number of classes" })?;
+    let classes = classes(&fact)?;
     if smoothing != 0.0 {
         target = scope.with_number(Binary::Mul, target, 1.0 - smoothing)?;
         target = scope.with_number(Binary::Add, target, smoothing / classes as f64)?;
@@ -131,12 +132,7 @@ fn against_probabilities(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
 fn label_smoothing(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
     let (logits, target) = operands(scope)?;
     let fact = scope.fact(logits);
-    let classes = fact
-        .shape
-        .get(1)
-        .and_then(Dim::known)
-        .filter(|c| *c > 0)
-        .ok_or(LowerReason::NotConstant { what: "the number of classes" })?;
+    let classes = classes(&fact)?;
     let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
     let weights = scope.optional("weight")?;
     let logarithm = scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?;

@@ -7,7 +7,7 @@ use crate::import::batch_in_axis::stride_within;
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute::{axes, axis};
-use crate::import::onnx::lower::movement::{broadcast_shape, transposed};
+use crate::import::onnx::lower::movement::{broadcast_shape, repeated, transposed};
 use crate::import::onnx::lower::reshape::target;
 use crate::import::onnx::lower::slice::part;
 use crate::op::{Concat, Flip, Op, Pad};
@@ -172,7 +172,7 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
     one(scope.broadcast(x, shape)?)
 }
 
-/// `repeat` or `tile`: broadcasts `[a, b]` to `[r, a, s, b]` and reshapes to `[r·a, s·b]`.
+/// `repeat` or `tile`.
 pub fn repeat(scope: &mut Scope<'_>) -> Outputs {
     let mut repeats = scope.shape(if scope.has("dims") { "dims" } else { "repeats" })?;
     let x = scope.value("self")?;
@@ -186,22 +186,7 @@ pub fn repeat(scope: &mut Scope<'_>) -> Outputs {
     while dims.len() < repeats.len() {
         dims.insert(0, Dim::Known(1));
     }
-    if repeats.len() != dims.len() {
-        return Err(LowerReason::Inputs(format!("{} repeats for {} axes", repeats.len(), dims.len())));
-    }
-    let (mut unit_shape, mut expanded_shape, mut merged_shape) = (Vec::new(), Vec::new(), Vec::new());
-    for (dim, repeat) in dims.iter().zip(&repeats) {
-        if !repeat.is(1) {
-            unit_shape.push(Dim::Known(1));
-            expanded_shape.push(repeat.clone());
-        }
-        unit_shape.push(dim.clone());
-        expanded_shape.push(dim.clone());
-        merged_shape.push(dim.mul(repeat)?);
-    }
-    let x = scope.reshape(x, unit_shape)?;
-    let x = scope.broadcast(x, expanded_shape)?;
-    one(scope.reshape(x, merged_shape)?)
+    one(repeated(scope, x, &dims, &repeats)?)
 }
 
 /// Concatenation. Empty vectors are skipped, as in PyTorch.

@@ -3,7 +3,7 @@
 use super::{Known, NodeOutputs, Outputs, Scope, many, one, promote};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
-use crate::op::{ArgReduce, Binary, Compare, Iota, LogSoftmax, Op, ReduceKind, Softmax, Unary, Value};
+use crate::op::{ArgReduce, Binary, Compare, Iota, LogSoftmax, Op, ReduceKind, Softmax, TopK, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
@@ -45,9 +45,29 @@ pub fn extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     if rank == 0 {
         return Ok(NodeOutputs::Tensors(vec![Known::Value(x), Known::Absent("an index of a scalar")]));
     }
-    let y = scope.reduce(kind, x, &[axis], keep)?;
-    let index = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?;
+    let [mut y, mut index] = first_extreme(scope, x, axis, largest)?;
+    if !keep {
+        let mut shape = scope.fact(y).shape;
+        shape.remove(axis);
+        (y, index) = (scope.reshape(y, shape.clone())?, scope.reshape(index, shape)?);
+    }
     many(vec![y, index])
+}
+
+/// The extreme element along an axis, which stays with size 1, and its index. Of equal elements the first one gets the
+/// gradient. A reduction would divide it among them.
+pub fn first_extreme(scope: &mut Scope<'_>, x: Value, axis: usize, largest: bool) -> Result<[Value; 2], LowerReason> {
+    if !scope.fact(x).dtype.is_float() {
+        let kind = if largest { ReduceKind::Max } else { ReduceKind::Min };
+        let index = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep: true }), &[x])?;
+        return Ok([scope.reduce(kind, x, &[axis], true)?, index]);
+    }
+    // NaN is the largest element, and the minimum with a NaN is NaN: so the minimum is the largest of the negated.
+    let top = Op::TopK(TopK { axis, count: Dim::Known(1), largest: true });
+    let row = if largest { x } else { scope.unary(Unary::Neg, x)? };
+    let outputs = scope.add_all(top, &[row])?;
+    let y = if largest { outputs[0] } else { scope.unary(Unary::Neg, outputs[0])? };
+    Ok([y, outputs[1]])
 }
 
 /// `argmax` or `argmin`.
@@ -118,19 +138,10 @@ pub fn variance(scope: &mut Scope<'_>, with_root: bool, with_mean: bool) -> Outp
     many(vec![y, mean])
 }
 
-/// `log Σ e^x`, without overflow.
 pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
-    let top = scope.reduce(ReduceKind::Max, x, &axes, true)?;
-    let top = scope.finite_largest(top)?;
-    let centred = scope.binary(Binary::Sub, x, top)?;
-    let exp = scope.unary(Unary::Exp, centred)?;
-    let sum = scope.reduce(ReduceKind::Sum, exp, &axes, keep)?;
-    let log = scope.unary(Unary::Log, sum)?;
-    let shape = scope.fact(log).shape;
-    let top = scope.reshape(top, shape)?;
-    one(scope.binary(Binary::Add, log, top)?)
+    one(scope.log_sum_exp(x, &axes, keep)?)
 }
 
 /// `(Σ |x|^order)^(1/order)`, including orders 0 and ±∞.

@@ -2,13 +2,14 @@
 //! do not tile. Axes are processed one after another. Nearest-neighbour resizing and padding from the image are
 //! gathers.
 
+use super::reduce::first_extreme;
 use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::grid::{self, GridSampling, Padding};
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::slice::part;
-use crate::op::{Concat, Gather, MatMul, Op, ReduceKind, Value};
+use crate::op::{Concat, Gather, MatMul, Op, Value};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
@@ -208,7 +209,8 @@ fn windows(from: i64, to: i64) -> Vec<(i64, i64)> {
 /// Adaptive average or max pooling to the sizes `output_size` of the last axes, for windows that do not tile the input.
 pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, output_size: &[Dim], largest: bool) -> Result<Value, LowerReason> {
     let first = scope.fact(x).rank() - output_size.len();
-    for (at, to) in output_size.iter().enumerate() {
+    // From the last axis on: of equal elements, the first in row-major order gets the gradient.
+    for (at, to) in output_size.iter().enumerate().rev() {
         let axis = first + at;
         let from = scope.fact(x).shape[axis].clone();
         if from == *to {
@@ -228,7 +230,7 @@ pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, output_size: &[Dim], larges
         let mut parts = Vec::with_capacity(spans.len());
         for (low, high) in spans {
             let window = part(scope, x, axis, Dim::Known(low), Dim::Known(high))?;
-            parts.push(scope.reduce(ReduceKind::Max, window, &[axis], true)?);
+            parts.push(first_extreme(scope, window, axis, true)?[0]);
         }
         x = if let [part] = parts[..] { part } else { scope.add(Op::Concat(Concat { axis }), &parts)? };
     }

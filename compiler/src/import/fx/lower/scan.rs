@@ -5,7 +5,7 @@ use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::slice::part;
-use crate::op::{Cumulative, CumulativeKind, Op, TopK, Value};
+use crate::op::{Binary, Compare, Cumulative, CumulativeKind, Op, ReduceKind, TopK, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
@@ -113,12 +113,25 @@ pub fn median(scope: &mut Scope<'_>) -> Outputs {
     let size = size.ok_or(LowerReason::NotConstant { what: "the size of the axis" })?;
     let keep = scope.flag("keepdim", false)? && has_axes;
     let outputs = kth_smallest(scope, x, axis, (size + 1) / 2, keep)?;
-    if is_flat { one(outputs[0]) } else { many(outputs) }
+    if !is_flat {
+        return many(outputs);
+    }
+    if !scope.fact(x).dtype.is_float() {
+        return one(outputs[0]);
+    }
+    // All elements equal to the median share its gradient. What they add to its value is 0.
+    let median = scope.stop_gradient(outputs[0])?;
+    let (equal, offset) = (scope.compare(Compare::Equal, x, median)?, scope.binary(Binary::Sub, x, median)?);
+    let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
+    let offset = scope.select(equal, offset, zero)?;
+    let flags = scope.cast(equal, scope.fact(x).dtype)?;
+    let [offset, count] = [offset, flags].map(|sum| scope.reduce(ReduceKind::Sum, sum, &[0], false));
+    let mean = scope.binary(Binary::Div, offset?, count?)?;
+    one(scope.binary(Binary::Add, median, mean)?)
 }
 
 /// `bucketize` or `searchsorted`: the number of boundaries before each value.
 pub fn bucket(scope: &mut Scope<'_>, values: &'static str, boundaries: &'static str) -> Outputs {
-    use crate::op::{Compare, ReduceKind};
     let right = scope.flag("right", false)? || scope.text("side", "left")? == "right";
     if scope.has("sorter") {
         return Err(LowerReason::Unsupported("boundaries that are not sorted".to_string()));

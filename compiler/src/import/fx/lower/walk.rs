@@ -22,7 +22,8 @@ use crate::import::onnx::lower::lower_model::{Lowered, used_weights};
 use crate::import::onnx::lower::{ImportedWeights, StaticSizes, Weight};
 use crate::import::prune::prune;
 use crate::import::symbolic_batch;
-use crate::op::{Input, Op, Value};
+use crate::op::table::rule;
+use crate::op::{Input, NodeId, Op, Value};
 use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
 use crate::text::name::short_name;
@@ -469,16 +470,27 @@ impl Walk<'_> {
         for average in &self.ledger.averages {
             let is_own = |weight: &Weight| weight.state.is_some_and(|state| state.node == average.state);
             let Some(at) = self.ledger.weights.iter().position(is_own) else { continue };
-            let values = [self.ledger.weights[at].state, self.constants.get(&at).copied()];
-            let mut readers = values.into_iter().flatten().flat_map(|value| self.graph.consumers(value));
-            if let Some((reader, _)) = readers.next() {
+            if let Some(reader) = self.readers(at).next() {
                 let name = short_name(&self.ledger.weights[at].name);
-                let what = format!("a read of `{name}`, which a batch normalisation updates");
-                let reader = self.graph.node(reader).label().to_string();
-                return Err(LowerError::Output { name: reader, reason: Box::new(LowerReason::Unsupported(what)) });
+                let what = format!("a batch normalisation updates `{name}`: a read of it");
+                let node = self.graph.node(reader);
+                let fault = Fault {
+                    node: node.label().to_string(),
+                    operator: rule(&node.op).name().to_string(),
+                    module: node.origin.module.clone(),
+                    line: String::new(),
+                    reason: LowerReason::Unsupported(what),
+                };
+                return Err(LowerError::Nodes(Faults(vec![fault])));
             }
         }
         Ok(())
+    }
+
+    /// The nodes that read a weight.
+    fn readers(&self, at: usize) -> impl Iterator<Item = NodeId> {
+        let values = [self.ledger.weights[at].state, self.constants.get(&at).copied()];
+        values.into_iter().flatten().flat_map(|value| self.graph.consumers(value)).map(|(reader, _)| reader)
     }
 
     /// Checks that a buffer mutation is a running average or a counter.
@@ -492,9 +504,8 @@ impl Walk<'_> {
             Some(Known::Value(value)) => {
                 let fact = self.graph.fact(*value);
                 let at = self.ledger.weights.iter().position(|weight| weight.name == target);
-                let before = at.and_then(|at| self.constants.get(&at)).copied();
-                let readers = |value: Value| self.graph.consumers(value).into_iter().map(|(reader, _)| reader);
-                let is_read = [Some(*value), before].into_iter().flatten().flat_map(readers).any(|id| id != value.node);
+                let readers = self.graph.consumers(*value).into_iter().map(|(reader, _)| reader);
+                let is_read = readers.chain(at.into_iter().flat_map(|at| self.readers(at))).any(|id| id != value.node);
                 match fact.dtype.is_integer() && fact.rank() == 0 && !is_read {
                     true => Ok(()),
                     false => Err(LowerReason::Unsupported(format!("an in-place change of `{}`", short_name(target)))),

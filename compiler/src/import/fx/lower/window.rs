@@ -1,7 +1,7 @@
 //! Convolutions and poolings.
 
 use super::argument::Number;
-use super::{Known, NodeOutputs, Outputs, Scope, one, resize};
+use super::{Known, NodeOutputs, Outputs, Scope, one, reduce, resize};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::window::with_bias;
@@ -9,7 +9,7 @@ use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, ReduceKind, V
 use crate::tensor::dim::Dim;
 
 /// One number per axis, each at least `minimum`; a single number applies to all `axes`.
-fn each(
+pub fn each(
     scope: &Scope<'_>,
     name: &'static str,
     axes: usize,
@@ -42,17 +42,10 @@ fn kernel_of(scope: &Scope<'_>, weight: Value) -> Result<Vec<usize>, LowerReason
 
 /// The input with a batch axis, the weight, the kernel, and whether the batch axis was added.
 fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value, Vec<usize>, bool), LowerReason> {
-    let (mut x, weight) = (scope.value("input")?, scope.value("weight")?);
+    let (x, weight) = (scope.value("input")?, scope.value("weight")?);
     let kernel = kernel_of(scope, weight)?;
-    let mut shape = scope.fact(x).shape;
-    let single = shape.len() == kernel.len() + 1;
-    if single {
-        shape.insert(0, Dim::Known(1));
-        x = scope.reshape(x, shape.clone())?;
-    }
-    if shape.len() != kernel.len() + 2 {
-        return Err(LowerReason::Inputs(format!("its input is {}", scope.fact(x))));
-    }
+    let single = scope.fact(x).rank() == kernel.len() + 1;
+    let x = with_batch(scope, x, kernel.len() + 2)?;
     Ok((x, weight, kernel, single))
 }
 
@@ -60,11 +53,7 @@ fn finished(scope: &mut Scope<'_>, mut y: Value, single: bool) -> Outputs {
     if let Some(bias) = scope.optional("bias")? {
         y = with_bias(scope, Binary::Add, y, bias)?;
     }
-    if single {
-        let shape = scope.fact(y).shape[1..].to_vec();
-        y = scope.reshape(y, shape)?;
-    }
-    one(y)
+    one(if single { without_batch(scope, y)? } else { y })
 }
 
 fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
@@ -131,25 +120,34 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, y, single)
 }
 
-/// `x` as `[N, C, D…]` with `axes` spatial axes, and its original shape.
-fn spatial(scope: &mut Scope<'_>, axes: usize) -> Result<(Value, Vec<Dim>), LowerReason> {
-    let x = scope.value("self")?;
-    let shape = scope.fact(x).shape;
-    if shape.len() != axes + 1 && shape.len() != axes + 2 {
+/// `x` of rank `rank`: a missing batch axis is added.
+pub fn with_batch(scope: &mut Scope<'_>, x: Value, rank: usize) -> Result<Value, LowerReason> {
+    let mut shape = scope.fact(x).shape;
+    if shape.len() + 1 == rank {
+        shape.insert(0, Dim::Known(1));
+    }
+    if shape.len() != rank {
         return Err(LowerReason::Inputs(format!("its input is {}", scope.fact(x))));
     }
-    let mut wide = shape.clone();
-    if shape.len() == axes + 1 {
-        wide.insert(0, Dim::Known(1));
-    }
-    Ok((scope.reshape(x, wide)?, shape))
+    scope.reshape(x, shape)
 }
 
-/// Removes the batch axis that [`spatial`] added.
-fn narrowed(scope: &mut Scope<'_>, y: Value, input: &[Dim]) -> Result<Value, LowerReason> {
-    let shape = scope.fact(y).shape;
-    let extra = shape.len() - input.len();
-    scope.reshape(y, shape[extra..].to_vec())
+pub fn without_batch(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
+    let shape = scope.fact(x).shape[1..].to_vec();
+    scope.reshape(x, shape)
+}
+
+/// The operand as `[N, C, D…]` with `axes` spatial axes, and whether the batch axis was added.
+fn spatial(scope: &mut Scope<'_>, axes: usize) -> Result<(Value, bool), LowerReason> {
+    let x = scope.value("self")?;
+    let single = scope.fact(x).rank() == axes + 1;
+    Ok((with_batch(scope, x, axes + 2)?, single))
+}
+
+/// The values of a pooling, and no indices.
+fn pooled(scope: &mut Scope<'_>, y: Value, single: bool) -> Outputs {
+    let y = if single { without_batch(scope, y)? } else { y };
+    Ok(NodeOutputs::Tensors(vec![Known::Value(y), Known::Absent("the indices of a max pooling")]))
 }
 
 /// Kernel, window and `ceil_mode` of a pooling over `axes` spatial axes.
@@ -165,15 +163,14 @@ pub fn pool_window(scope: &Scope<'_>, axes: usize, dilated: bool) -> Result<(Vec
 }
 
 pub fn max_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
-    let (x, shape) = spatial(scope, axes)?;
+    let (x, single) = spatial(scope, axes)?;
     let (kernel, window, ceil) = pool_window(scope, axes, true)?;
     let y = scope.add(Op::MaxPool(MaxPool { kernel, window, ceil }), &[x])?;
-    let y = narrowed(scope, y, &shape)?;
-    Ok(NodeOutputs::Tensors(vec![Known::Value(y), Known::Absent("the indices of a max pooling")]))
+    pooled(scope, y, single)
 }
 
 pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
-    let (x, shape) = spatial(scope, axes)?;
+    let (x, single) = spatial(scope, axes)?;
     let (mut kernel, window, ceil) = pool_window(scope, axes, false)?;
     if ceil {
         // A window that exceeds the padded image is clipped.
@@ -196,12 +193,12 @@ pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     if let Some(divisor) = divisor {
         y = scope.with_number(Binary::Mul, y, elements as f64 / divisor)?;
     }
-    one(narrowed(scope, y, &shape)?)
+    one(if single { without_batch(scope, y)? } else { y })
 }
 
 /// Adaptive pooling to the given output sizes.
 pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outputs {
-    let (x, shape) = spatial(scope, axes)?;
+    let (x, single) = spatial(scope, axes)?;
     let sizes = scope.fact(x).shape[2..].to_vec();
     let mut output_size = scope.shape("output_size")?;
     if output_size.len() == 1 {
@@ -210,12 +207,13 @@ pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outpu
     if output_size.len() != axes {
         return Err(LowerReason::Inputs(format!("{} output sizes for {axes} spatial axes", output_size.len())));
     }
-    let absent = Known::Absent("the indices of a max pooling");
     if output_size.iter().all(|d| d.is(1)) {
-        let kind = if largest { ReduceKind::Max } else { ReduceKind::Mean };
-        let y = scope.reduce(kind, x, &(2..2 + axes).collect::<Vec<_>>(), true)?;
-        let y = narrowed(scope, y, &shape)?;
-        return Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent]));
+        let first = |scope: &mut Scope<'_>, y, axis| reduce::first_extreme(scope, y, axis, true).map(|[y, _]| y);
+        let y = match largest {
+            true => (2..2 + axes).rev().try_fold(x, |y, axis| first(scope, y, axis))?,
+            false => scope.reduce(ReduceKind::Mean, x, &(2..2 + axes).collect::<Vec<_>>(), true)?,
+        };
+        return pooled(scope, y, single);
     }
     let mut kernel = Vec::with_capacity(axes);
     for (size, output_size) in sizes.iter().zip(&output_size) {
@@ -225,14 +223,12 @@ pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outpu
     }
     if kernel.len() < axes {
         let y = resize::adaptive(scope, x, &output_size, largest)?;
-        let y = narrowed(scope, y, &shape)?;
-        return Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent]));
+        return pooled(scope, y, single);
     }
     let window = symmetric(kernel.clone(), vec![0; axes], vec![1; axes]);
     let y = match largest {
         true => scope.add(Op::MaxPool(MaxPool { kernel, window, ceil: false }), &[x])?,
         false => scope.add(Op::AvgPool(AvgPool { kernel, window, ceil: false, count_padding: true }), &[x])?,
     };
-    let y = narrowed(scope, y, &shape)?;
-    Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent]))
+    pooled(scope, y, single)
 }

@@ -1,14 +1,10 @@
 //! Elementwise operators.
 
 use super::weight::dtype_of;
-use super::{Known, LowerReason, Outputs, Scope};
+use super::{Known, LowerReason, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::op::{Binary, Compare, Dropout, Op, Unary, Value};
 use crate::tensor::{DType, Tensor};
-
-fn one(value: Value) -> Outputs {
-    Ok(vec![Known::Value(value)])
-}
 
 pub fn identity(scope: &mut Scope<'_>) -> Outputs {
     // ONNX has no operator that stops gradients; the metadata tell what the exporter made an identity.

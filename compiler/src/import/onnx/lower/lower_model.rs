@@ -181,7 +181,7 @@ fn finish(mut walk: Walk<'_>, model: &OnnxModel) -> Result<Lowered, LowerError> 
     let weights = used_weights(&graph, walk.ledger.weights);
     let mut warnings = walk.ledger.warnings;
     let inferred = weights.iter().filter(|w| w.trainable && !model.roles.parameters.contains(&w.name));
-    warnings.extend(weight::warning(inferred.map(|w| w.name.as_str())));
+    warnings.extend(weight::warning(inferred.map(|w| w.name.as_str()), &model.roles));
     Ok(Lowered { graph, weights, warnings, constants: walk.ledger.constants })
 }
 

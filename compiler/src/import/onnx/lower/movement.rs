@@ -4,7 +4,7 @@
 use super::attribute::axis;
 use super::padding::{self, Mode};
 use super::slice::part;
-use super::{Known, LowerReason, Outputs, Scope, symbol};
+use super::{Known, LowerReason, Outputs, Scope, one, symbol};
 use crate::import::build::Build;
 use crate::import::embedding;
 use crate::import::equal_sizes::agree;
@@ -14,10 +14,6 @@ use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 use std::cmp::Ordering;
-
-fn one(value: Value) -> Outputs {
-    Ok(vec![Known::Value(value)])
-}
 
 /// Permutes the axes; reverses them by default.
 pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
@@ -192,16 +188,21 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     scope.add(Op::Pad(Pad { low, high, interior: vec![0; rank], value }), &[x]).and_then(one)
 }
 
-/// Repeats the input along each axis: `[a, b]` is broadcast to `[r, a, s, b]` and reshaped to `[r·a, s·b]`.
 pub fn tile(scope: &mut Scope<'_>) -> Outputs {
     let repeats = scope.dims(1, "the number of repeats")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let x = scope.value(0)?;
     let dims = scope.fact(x).shape;
+    repeated(scope, x, &dims, &repeats).and_then(one)
+}
+
+/// `x`, of shape `dims` with added axes of size 1, repeated along each axis: `[a, b]` is broadcast to `[r, a, s, b]` and
+/// reshaped to `[r·a, s·b]`.
+pub fn repeated(scope: &mut impl Build, x: Value, dims: &[Dim], repeats: &[Dim]) -> Result<Value, LowerReason> {
     if repeats.len() != dims.len() {
         return Err(LowerReason::Inputs(format!("{} repeats for {} axes", repeats.len(), dims.len())));
     }
     let (mut unit_shape, mut expanded_shape, mut merged_shape) = (Vec::new(), Vec::new(), Vec::new());
-    for (dim, repeat) in dims.iter().zip(&repeats) {
+    for (dim, repeat) in dims.iter().zip(repeats) {
         if !repeat.is(1) {
             unit_shape.push(Dim::Known(1));
             expanded_shape.push(repeat.clone());
@@ -212,7 +213,7 @@ pub fn tile(scope: &mut Scope<'_>) -> Outputs {
     }
     let x = scope.reshape(x, unit_shape)?;
     let x = scope.broadcast(x, expanded_shape)?;
-    scope.reshape(x, merged_shape).and_then(one)
+    scope.reshape(x, merged_shape)
 }
 
 pub fn trilu(scope: &mut Scope<'_>) -> Outputs {

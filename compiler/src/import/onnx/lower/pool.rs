@@ -6,12 +6,11 @@ use super::slice::full_slice;
 use super::window::{pool_window, spatial_of};
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
+use crate::import::patches::Patches;
 use crate::op::{
-    ArgReduce, Binary, Compare, Concat, Conv, ConvInputGrad, Gather, Iota, Op, Pad, ReduceKind, ScatterAdd, Select,
-    Unary, Value, Window,
+    ArgReduce, Binary, Compare, Concat, Conv, Gather, Op, Pad, ReduceKind, ScatterAdd, Select, Unary, Value, Window,
 };
 use crate::tensor::dim::{Dim, volume};
-use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
 /// Maximum window size for max-pool indices: each window element is a slice of the input.
@@ -240,16 +239,14 @@ pub fn lp_normalization(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.binary(Binary::Div, x, length)?)])
 }
 
-/// `Col2Im`: sums columns `[N, C·block, windows]` into an image. This is the input gradient of a convolution whose
-/// filters each select one element.
+/// `Col2Im`: sums columns `[N, C·block, windows]` into an image.
 pub fn col2im(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let spatial = scope.dims(1, "the shape of the image")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let block = scope.integers(2, "the shape of the block")?.ok_or(LowerReason::Missing { slot: 2 })?;
     let axes = spatial.len();
-    let kernel: Option<Vec<usize>> =
-        block.iter().map(|&k| u16::try_from(k).ok().filter(|k| *k > 0).map(usize::from)).collect();
-    let kernel = kernel.filter(|k| k.len() == axes && axes > 0);
+    let sizes = block.iter().map(|&k| u32::try_from(k).ok().filter(|k| *k > 0).map(|k| k as usize));
+    let kernel = sizes.collect::<Option<Vec<usize>>>().filter(|k| k.len() == axes && axes > 0);
     let kernel =
         kernel.ok_or_else(|| LowerReason::Inputs(format!("a block of {block:?} for an image of {axes} axes")))?;
     let pads = scope.sizes_of("pads", 2 * axes, 0, 0)?;
@@ -259,24 +256,5 @@ pub fn col2im(scope: &mut Scope<'_>) -> Outputs {
         pads_end: pads[axes..].to_vec(),
         dilations: scope.sizes_of("dilations", axes, 1, 1)?,
     };
-    let fact = scope.fact(x);
-    let [batch, channel_elements, _] = fact.shape.as_slice() else {
-        return Err(LowerReason::Inputs(format!("its input {fact} does not have rank 3")));
-    };
-    let kernel_size = kernel.iter().try_fold(1usize, |n, k| n.checked_mul(*k)).filter(|n| *n <= TAPS);
-    let kernel_size = kernel_size.ok_or_else(|| LowerReason::Unsupported(format!("a block of {block:?} elements")))?;
-    let channels = channel_elements.div_exact(&Dim::from(kernel_size))?;
-    let groups = channels.known().and_then(|c| usize::try_from(c).ok());
-    let groups = groups.ok_or_else(|| LowerReason::Inputs(format!("the number of channels {channels} is unknown")))?;
-    let windows = window.output(&spatial, &dims_of(&kernel), false).map_err(|e| LowerReason::Inputs(e.to_string()))?;
-    let dy = scope.reshape(x, [vec![batch.clone(), channel_elements.clone()], windows].concat())?;
-    // Filter k of each channel is 1 at element k, else 0.
-    let square = |axis| Op::Iota(Iota { fact: Fact::of(DType::I64, &[kernel_size, kernel_size]), axis });
-    let (row, column) = (scope.add(square(0), &[])?, scope.add(square(1), &[])?);
-    let is_diagonal = scope.compare(Compare::Equal, row, column)?;
-    let picks = scope.cast(is_diagonal, fact.dtype)?;
-    let picks = scope.broadcast(picks, vec![channels, Dim::from(kernel_size), Dim::from(kernel_size)])?;
-    let w = scope.reshape(picks, [vec![channel_elements.clone(), Dim::Known(1)], dims_of(&kernel)].concat())?;
-    let op = Op::ConvInputGrad(ConvInputGrad { window, groups, spatial });
-    Ok(vec![Known::Value(scope.add(op, &[dy, w])?)])
+    Ok(vec![Known::Value(Patches::new(&spatial, &kernel, window)?.fold(scope, x)?)])
 }

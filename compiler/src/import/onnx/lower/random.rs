@@ -2,9 +2,8 @@
 //! for a seed; here they are derived from the counter also used for dropout.
 
 use super::weight::dtype_of;
-use super::{Known, LowerReason, Outputs, Scope};
+use super::{LowerReason, Outputs, Scope, one};
 use crate::import::random;
-use crate::op::Value;
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
@@ -30,10 +29,6 @@ fn output_type(scope: &Scope<'_>, like: bool) -> Result<(DType, Vec<Dim>), Lower
 
 fn floats(dtype: DType) -> Result<DType, LowerReason> {
     dtype.is_float().then_some(dtype).ok_or_else(|| LowerReason::Unsupported(format!("random numbers of type {dtype}")))
-}
-
-fn one(value: Value) -> Outputs {
-    Ok(vec![Known::Value(value)])
 }
 
 pub fn uniform(scope: &mut Scope<'_>, like: bool) -> Outputs {

@@ -66,23 +66,10 @@ pub fn sum_around(scope: &mut Scope<'_>, form: SumForm) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// `log Σ e^x`, computed as `m + log Σ e^(x - m)` with the maximum `m` to avoid overflow.
 pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     let (x, list, keep) = read(scope, 18)?;
     let Some(list) = list else { return Ok(vec![Known::Value(x)]) };
-    let largest = scope.reduce(ReduceKind::Max, x, &list, true)?;
-    let largest = scope.finite_largest(largest)?;
-    let shifted = scope.binary(Binary::Sub, x, largest)?;
-    let exp = scope.unary(Unary::Exp, shifted)?;
-    let sum = scope.reduce(ReduceKind::Sum, exp, &list, true)?;
-    let log = scope.unary(Unary::Log, sum)?;
-    let mut y = scope.binary(Binary::Add, log, largest)?;
-    if !keep {
-        let dims = scope.fact(y).shape;
-        let kept_dims = dims.into_iter().enumerate().filter(|(i, _)| !list.contains(i)).map(|(_, d)| d).collect();
-        y = scope.reshape(y, kept_dims)?;
-    }
-    Ok(vec![Known::Value(y)])
+    Ok(vec![Known::Value(scope.log_sum_exp(x, &list, keep)?)])
 }
 
 /// The index of the maximum or minimum; ties give the first or the last index.

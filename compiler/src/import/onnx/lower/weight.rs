@@ -195,8 +195,8 @@ fn merged(source: &Source) -> bool {
     source.dims.len() >= 2 && elements.is_none_or(|n| n >= MERGED as i64)
 }
 
-pub fn warning<'a>(names: impl Iterator<Item = &'a str>) -> Option<String> {
-    let names: Vec<&str> = names.filter(|name| made_up(name)).collect();
+pub fn warning<'a>(names: impl Iterator<Item = &'a str>, roles: &Roles) -> Option<String> {
+    let names: Vec<&str> = names.filter(|name| made_up(name) || roles.folded.contains_key(*name)).collect();
     let first = names.first()?;
     Some(format!(
         "{} parameters have exporter-generated names, such as `{}`: the exporter merged, transposed or folded the \
@@ -263,10 +263,10 @@ mod tests {
         };
         let stated = ["val_3".to_string(), "scale".to_string()].into();
         let folded = [("w".to_string(), vec!["v".to_string()])].into();
-        let newer = Roles { parameters: stated, folded, ..roles };
+        let newer = Roles { parameters: stated, folded, ..roles.clone() };
         assert_eq!(trained(&newer), ["scale", "val_3", "onnx::MatMul_7"]);
         let older = Roles { has_scalar_parameters: true, ..Roles::default() };
         assert_eq!(trained(&older), ["w", "scale", "onnx::MatMul_7", "frequency"]);
-        assert!(warning(names.iter().map(|n| n.0)).unwrap().contains("`onnx::MatMul_7`"));
+        assert!(warning(names.iter().map(|n| n.0), &roles).unwrap().contains("`onnx::MatMul_7`"));
     }
 }
