@@ -428,9 +428,9 @@ fn score(task: &Task<'_>, loss: Loss, data: &Dataset, weights: &BTreeMap<String,
 
 /// The model for evaluation, outside the pipeline.
 fn subject<'a>(task: &Task<'a>, loss: Loss, device: &'a Arc<dyn Device>) -> Subject<'a> {
-    // A model's own loss is that of a minibatch: its micro-batches may count their labels differently.
+    // A model's own loss is that of a minibatch: micro-batches may have different numbers of counted labels.
     let is_whole = loss == Loss::Output && !matches!(task.loaded.model.batch, Batch::Fixed { .. });
-    let item_rows = task.batch as usize / if is_whole { 1 } else { task.microbatches.max(1) as usize };
+    let item_rows = if is_whole { task.batch } else { task.batch / u64::from(task.microbatches.max(1)) } as usize;
     let floats = task.dtype.filter(|dtype| !is_half(*dtype));
     Subject { loaded: task.loaded, floats, loss, class_dim: task.class_dim, item_rows, device }
 }

@@ -1,5 +1,6 @@
 //! ATen operators as graphs of core ops, against hand-computed values.
 
+use crate::support::gradients::gradients;
 use crate::support::program::{BOOL, FLOAT, LONG, Program, close, count, float, int, ints, tensor, tensors, values};
 use compiler::import::fx::lower::table;
 use compiler::import::import::Model;
@@ -136,23 +137,54 @@ fn axes_are_summed_sorted_and_rolled() {
     close(&evaluate("unfold", &windows, &["y"])[0], &[3.0, 1.0, 4.0, 1.5]);
 }
 
-#[test]
-fn the_first_of_equal_elements_gets_the_gradient() {
-    let lowered = |target: &str, extra: &[(&str, Json)], results: &[&str]| {
-        let mut arguments = vec![("self", tensor("x"))];
-        arguments.extend(extra.iter().cloned());
-        let program = Program::default().input("x", FLOAT, &[1, 2, 2]).node(target, &arguments, results);
-        let model = program.model(results).unwrap();
-        let choices = count(&model, |op| matches!(op, Op::TopK(top) if top.count.is(1) && top.largest));
-        let x = Tensor::from_f32(&[1, 2, 2], &[2.0, f32::NAN, 3.0, 3.0]);
-        (choices, values(&model, &[("x", x)]).iter().map(Tensor::to_f64).collect::<Vec<_>>())
+/// The values and the gradient of the sum of an operator's first result, for this operand.
+fn differentiated(target: &str, extra: &[(&str, Json)], sizes: &[usize], x: &[f32]) -> [Vec<f64>; 2] {
+    let x = Tensor::from_f32(sizes, x);
+    let mut arguments = vec![("self", tensor("p_x"))];
+    arguments.extend(extra.iter().cloned());
+    let program = |results: &[&str]| {
+        let program = Program::default().parameter("x", &x, false);
+        let program = program.node(target, &arguments, if target.ends_with(".dim") { &["y", "at"] } else { &["y"] });
+        program.node("sum", &[("self", tensor("y"))], &["loss"]).model(results).unwrap()
     };
-    let (choices, results) = lowered("max.dim", &[("dim", int(2))], &["y", "at"]);
-    assert!(choices == 1 && results[0][0].is_nan() && results[0][1] == 3.0 && results[1] == [1.0, 0.0], "{results:?}");
-    let (choices, results) = lowered("min.dim", &[("dim", int(1))], &["y", "at"]);
-    assert!(choices == 1 && results[0][0] == 2.0 && results[0][1].is_nan() && results[1] == [0.0, 0.0], "{results:?}");
-    assert_eq!(lowered("adaptive_max_pool1d", &[("output_size", ints(&[1]))], &["y"]).0, 1);
-    assert_eq!(lowered("amax", &[("dim", ints(&[2]))], &["y"]).0, 0, "equal elements share the gradient");
+    let weights = [("x".to_string(), x.clone())].into();
+    let (_, gradients) = gradients(&program(&["loss"]).graph, &weights, &weights);
+    [values(&program(&["y"]), &[])[0].to_f64(), gradients["x"].clone()]
+}
+
+#[test]
+fn of_equal_elements_the_first_gets_the_gradient_or_all_share_it() {
+    let sizes = ("output_size", ints(&[1, 2]));
+    // The first in row-major order is not the first of the last column.
+    let image = [1.0, 5.0, 2.0, 5.0, 1.0, 2.0, 0.0, 0.0, 0.0];
+    let pooled = differentiated("adaptive_max_pool2d", &[sizes], &[1, 1, 3, 3], &image);
+    assert_eq!(pooled, [vec![5.0, 5.0], vec![0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]);
+    let rows = [3.0, 3.0, 1.0, 2.0, 2.0, 1.0];
+    let largest = differentiated("max.dim", &[("dim", int(1))], &[2, 3], &rows);
+    assert_eq!(largest, [vec![3.0, 2.0], vec![1.0, 0.0, 0.0, 1.0, 0.0, 0.0]]);
+    let smallest = differentiated("min.dim", &[("dim", int(0))], &[3, 2], &[1.0, 2.0, 1.0, 2.0, 5.0, 2.0]);
+    assert_eq!(smallest, [vec![1.0, 2.0], vec![1.0, 1.0, 0.0, 0.0, 0.0, 0.0]]);
+    let all = differentiated("amax", &[("dim", ints(&[1]))], &[2, 3], &rows);
+    assert_eq!(all[1], [0.5, 0.5, 0.0, 0.5, 0.5, 0.0]);
+    let median = differentiated("median", &[], &[6], &rows);
+    assert_eq!(median, [vec![2.0], vec![0.0, 0.0, 0.0, 0.5, 0.5, 0.0]]);
+    let endless = differentiated("median", &[], &[3], &[f32::NEG_INFINITY, f32::NEG_INFINITY, 1.0]);
+    assert_eq!(endless[0], [f64::NEG_INFINITY]);
+    assert!(differentiated("max.dim", &[("dim", int(0))], &[3], &[1.0, f32::NAN, 2.0])[0][0].is_nan());
+}
+
+#[test]
+fn images_unfold_to_columns_and_back() {
+    let run = |target: &str, extra: &[(&str, Json)], sizes: &[usize], x: &[f32]| {
+        let window = [("kernel_size", ints(&[2, 1])), ("padding", ints(&[1, 0])), ("dilation", ints(&[2, 1]))];
+        differentiated(target, &[&window, extra].concat(), sizes, x)[0].clone()
+    };
+    // Padded rows 0, a, b, c, 0: the windows have rows 0 and 2, 1 and 3, and 2 and 4.
+    let columns = run("im2col", &[], &[1, 3, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    assert_eq!(columns, [0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 5.0, 6.0, 0.0, 0.0]);
+    let columns: Vec<f32> = columns.iter().map(|x| *x as f32).collect();
+    let image = run("col2im", &[("output_size", ints(&[3, 2]))], &[2, 6], &columns);
+    assert_eq!(image, [1.0, 2.0, 6.0, 8.0, 5.0, 6.0], "the middle row is in two windows");
 }
 
 #[test]

@@ -8,6 +8,7 @@ pub mod devices;
 pub mod drawn;
 pub mod emulator;
 pub mod family;
+pub mod gradients;
 pub mod problems;
 pub mod program;
 pub mod reference;

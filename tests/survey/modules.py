@@ -244,6 +244,8 @@ FUNCTIONS = {
     "adaptive": lambda x, m: x + F.adaptive_avg_pool1d(x, 1),
     "interpolate": lambda x, m: F.interpolate(x, scale_factor=2.0, mode="nearest")[..., ::2],
     "interpolate-linear": lambda x, m: F.interpolate(x, size=WIDTH, mode="linear"),
+    "interpolate-corners": lambda x, m: F.interpolate(x, scale_factor=1.3, mode="linear", align_corners=True)[..., :WIDTH],
+    "pool-divisor": lambda x, m: F.avg_pool2d(x[:, None], 3, 1, 1, divisor_override=5)[:, 0],
     "unfold": lambda x, m: x.unfold(2, 2, 2).flatten(2),
     "glu": lambda x, m: F.glu(torch.cat([x, x], -1), -1),
     "cosine": lambda x, m: x * F.cosine_similarity(x, x.flip(-1), dim=-1)[..., None],
@@ -389,9 +391,9 @@ def eager(model, data, microbatches):
 def is_lost(file, names, inputs):
     """True if an ONNX file cannot say what PyTorch does: written buffers, and in the older exporter `detach`, `padding_idx`
     and the threshold of `softplus`."""
-    if file == "legacy.onnx" and (inputs == "padded words" or {"detach", "round", "out", "softplus"} & set(names)):
+    if file == "legacy.onnx" and (inputs == "padded words" or {"detach", "round", "out", "softplus", "ties-amax", "pool-divisor"} & set(names)):
         return True
-    return file.endswith(".onnx") and any(name.startswith(("spectral", "average", "ties")) for name in names)
+    return file.endswith(".onnx") and any(name.startswith(("spectral", "average", "ties-max", "ties-min", "ties-pool")) for name in names)
 
 
 def is_exported_wrong(path, model, data):

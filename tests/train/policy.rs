@@ -1,16 +1,13 @@
 //! Training policies against plain loops written from their definitions: clipping, stale weights, tied weights without
 //! a flush, running statistics of whole minibatches, mixed precision.
 
+use crate::support;
 use crate::support::devices::train_everywhere;
 use compiler::graph::bind::bind;
-use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer, order};
 use compiler::op::{BatchNorm, Emit, Input, MatMul, NodeId, Op, Parameter, State, Unary, Value};
-use compiler::pass::backward::{Made, Read, ReceivedGradients, backward};
-use compiler::pass::fragment::fragments;
-use compiler::pass::loss::{LOSS, Loss, attach};
+use compiler::pass::loss::{Loss, attach};
 use compiler::pass::mixed_precision::mixed;
-use compiler::pass::pipeline;
 use compiler::plan::schedule::Schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, StageSpec, published_caps};
@@ -24,7 +21,7 @@ use runtime::optim::policy::{DISCREPANCY, LossScaling, Policy, Staleness};
 use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Settings, prepare};
 use runtime::train::run::feeds;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 const BATCH: usize = 4;
 const WIDTH: usize = 5;
@@ -149,21 +146,12 @@ fn gradients(
     let dims = Bindings::from([("batch".to_string(), size as i64)]);
     let mut graph = bind(&net.graph, &dims).unwrap();
     attach(&mut graph, Loss::CrossEntropy, None).unwrap();
-    let stage_of_node: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
-    let mut fragment = fragments(&graph, &stage_of_node, 1).unwrap().remove(0);
-    pipeline::forward(&mut fragment).unwrap();
-    let loss = fragment.graph.outputs.iter().find(|o| o.name == LOSS).unwrap().value;
-    let backward_pass = backward(&fragment, Some(loss), &ReceivedGradients::new()).unwrap();
     let dataset_rows = rows(net.dtype, (item + 1) * size / BATCH + 1);
     let rows = |name: &str, width: usize| {
-        let bytes = dataset_rows[name].dtype().size() * width * size;
+        let array = &dataset_rows[name];
+        let bytes = array.dtype().size() * width * size;
         let shape = if width == 1 { vec![size] } else { vec![size, width] };
-        Tensor::new(
-            dataset_rows[name].dtype(),
-            shape,
-            dataset_rows[name].bytes().slice(item * bytes..(item + 1) * bytes),
-        )
-        .unwrap()
+        Tensor::new(array.dtype(), shape, array.bytes().slice(item * bytes..(item + 1) * bytes)).unwrap()
     };
     let tensors = |weights: &Weights| -> BTreeMap<String, Tensor> {
         let named_tensor =
@@ -172,25 +160,7 @@ fn gradients(
     };
     let mut forward_inputs = tensors(forward_weights);
     forward_inputs.extend([("x".to_string(), rows("x", WIDTH)), ("target".to_string(), rows("y", 1))]);
-    let values = evaluate(&fragment.graph, &forward_inputs).unwrap();
-    let mut backward_inputs = tensors(backward_weights);
-    for (node, read) in &backward_pass.reads {
-        let Read::Saved(value) = read else { panic!("one stage receives nothing") };
-        let Op::Input(input) = &backward_pass.graph.node(*node).op else { panic!("reads are inputs") };
-        backward_inputs.insert(input.name.clone(), values[value].clone());
-    }
-    let results = evaluate(&backward_pass.graph, &backward_inputs).unwrap();
-    let mut sums = Weights::new();
-    for (role, output) in backward_pass.output_roles.iter().zip(&backward_pass.graph.outputs) {
-        let Made::Parameter(term) = role else { continue };
-        let Op::Parameter(p) = &fragment.graph.node(fragment.parameter_terms[*term].parameter).op else { continue };
-        let term = results[&output.value].to_f64();
-        match sums.get_mut(&p.name) {
-            Some(sum) => sum.iter_mut().zip(term).for_each(|(sum, term)| *sum += term),
-            None => drop(sums.insert(p.name.clone(), term)),
-        }
-    }
-    (values[&loss].to_f64()[0], sums)
+    support::gradients::gradients(&graph, &forward_inputs, &tensors(backward_weights))
 }
 
 fn holders(net: &Net, stages: usize) -> BTreeMap<String, BTreeSet<usize>> {

@@ -1,15 +1,14 @@
 //! Pipelined training against a plain loop with the same weight delays: equal losses and final weights, for unequal
 //! replicas, skip edges, in-flight limits above the published ones, and non-divisible minibatch counts.
 
+use crate::support;
 use crate::support::devices::train_everywhere;
 use crate::support::drawn::uniform;
-use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, Origin, Output, Writer, order};
 use compiler::op::{Binary, Emit, Input, MatMul, NodeId, Op, Parameter, Unary, Value};
-use compiler::pass::backward::{Made, Read, ReceivedGradients, backward};
+use compiler::pass::backward::{ReceivedGradients, backward};
 use compiler::pass::fragment::fragments;
 use compiler::pass::loss::{LOSS, Loss, attach};
-use compiler::pass::pipeline;
 use compiler::plan::schedule::Schedule;
 use compiler::schedule::check::verify::check;
 use compiler::schedule::semantics::StepCount;
@@ -160,27 +159,9 @@ fn gradients(weights: &BTreeMap<String, Tensor>, data: &BTreeMap<String, Tensor>
     let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
     let mut graph = compiler::graph::bind::bind(&graph, &dims).unwrap();
     attach(&mut graph, Loss::CrossEntropy, None).unwrap();
-    let stage_of_node: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
-    let mut fragment = fragments(&graph, &stage_of_node, 1).unwrap().remove(0);
-    pipeline::forward(&mut fragment).unwrap();
-    let loss = fragment.graph.outputs.iter().find(|o| o.name == LOSS).unwrap().value;
-    let backward_pass = backward(&fragment, Some(loss), &ReceivedGradients::new()).unwrap();
     let mut inputs = weights.clone();
     inputs.extend(data.clone());
-    let values = evaluate(&fragment.graph, &inputs).unwrap();
-    for (node, read) in &backward_pass.reads {
-        let Read::Saved(value) = read else { panic!("one stage receives nothing") };
-        let Op::Input(input) = &backward_pass.graph.node(*node).op else { panic!("reads are inputs") };
-        inputs.insert(input.name.clone(), values[value].clone());
-    }
-    let results = evaluate(&backward_pass.graph, &inputs).unwrap();
-    let mut gradients = BTreeMap::new();
-    for (role, output) in backward_pass.output_roles.iter().zip(&backward_pass.graph.outputs) {
-        let Made::Parameter(term) = role else { continue };
-        let Op::Parameter(p) = &fragment.graph.node(fragment.parameter_terms[*term].parameter).op else { continue };
-        gradients.insert(p.name.clone(), results[&output.value].to_f64());
-    }
-    (values[&loss].to_f64()[0], gradients)
+    support::gradients::gradients(&graph, &inputs, weights)
 }
 
 /// The plain loop: each stage uses the version that its schedule defines. No threads, no programs.

@@ -17,18 +17,7 @@ pub fn with_options(
     if scaled {
         rows = scaled_by_frequency(scope, rows, table, index)?;
     }
-    match padding.filter(|padding| *padding >= 0) {
-        Some(padding) => with_padding(scope, rows, index, padding),
-        None => Ok(rows),
-    }
-}
-
-fn with_padding(
-    scope: &mut (impl Build + ?Sized),
-    rows: Value,
-    index: Value,
-    padding: i64,
-) -> Result<Value, LowerReason> {
+    let Some(padding) = padding.filter(|padding| *padding >= 0) else { return Ok(rows) };
     let is_padding = is_padding(scope, index, padding)?;
     let without_gradient = scope.stop_gradient(rows)?;
     scope.select(is_padding, without_gradient, rows)

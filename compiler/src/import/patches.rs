@@ -8,8 +8,8 @@ use crate::op::{Gather, Op, Pad, ScatterAdd, Value, Window};
 use crate::tensor::Tensor;
 use crate::tensor::dim::{Dim, volume};
 
-/// Limit on the size of an image axis and of a constant index.
-const MOST: i64 = 1 << 20;
+/// Limit on the size of a padded image axis and of a constant index.
+const MOST: i64 = 1 << 22;
 
 /// The windows of an image.
 pub struct Patches {
@@ -24,14 +24,18 @@ impl Patches {
     pub fn new(sizes: &[Dim], kernel: &[usize], window: Window) -> Result<Patches, LowerReason> {
         let mut indices = Vec::with_capacity(kernel.len());
         for (i, dim) in sizes.iter().enumerate() {
-            let size = dim.known().filter(|v| (0..=MOST).contains(v));
-            let size = size.ok_or(LowerReason::NotConstant { what: "the size of the image" })?;
+            let size = dim.known().ok_or(LowerReason::NotConstant { what: "the size of the image" })?;
             let [stride, dilation, kernel] = [window.strides[i], window.dilations[i], kernel[i]].map(|v| v as i64);
-            let padded = size + (window.pads_begin[i] + window.pads_end[i]) as i64;
-            let last_start = padded - dilation.saturating_mul(kernel - 1) - 1;
+            let padded = size.saturating_add((window.pads_begin[i] + window.pads_end[i]) as i64);
+            let last_start = padded.saturating_sub(dilation.saturating_mul(kernel - 1)) - 1;
+            if size < 0 || last_start < 0 {
+                let message = format!("windows of {kernel} elements do not fit an image axis of {padded}");
+                return Err(LowerReason::Inputs(message));
+            }
             let count = last_start / stride + 1;
-            if !(0..=MOST).contains(&last_start) || count.saturating_mul(kernel) > MOST {
-                return Err(LowerReason::Inputs(format!("windows of {kernel} elements on an axis of size {dim}")));
+            if padded > MOST || count.saturating_mul(kernel) > MOST {
+                let message = format!("an image axis of {padded} elements with {count} windows of {kernel}");
+                return Err(LowerReason::Unsupported(message));
             }
             let elements = |k: i64| (0..count).map(move |c| k * dilation + c * stride);
             let index: Vec<i64> = (0..kernel).flat_map(elements).collect();

@@ -167,6 +167,8 @@ pub struct ImportedWeights {
     pub warnings: Vec<String>,
     /// Values rebuilt with a symbolic batch size.
     pub opened: Opened,
+    /// PyTorch wrote the file.
+    pub is_from_pytorch: bool,
     /// Normalisation nodes that use running statistics.
     pub stored_statistics: Vec<String>,
     /// Number of nodes visited so far to find input dependencies, at most `MAX_VISITED_NODES`.

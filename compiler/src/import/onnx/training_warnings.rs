@@ -6,7 +6,7 @@
 //! | inference-mode BatchNorm | no `training_mode`; before operator set 14, no second output |
 //! | inference-mode Dropout | `training_mode` absent or false at a non-zero ratio; always before operator set 12 |
 //! | removed biases | the rewriter's mark (`RemoveOptionalBiasFrom…`) on a node whose source has a bias parameter |
-//! | merged parameters | one vector that is a scale or bias of several modules, or both a parameter and a running statistic |
+//! | merged parameters | one vector that is a scale or bias of several modules, or both a parameter and a running statistic; a tensor whose nodes say that they read different parameters |
 //! | untied parameters | an embedding and a projection with equal values; a weight, and another that the exporter computed from it |
 //! | folded parameters | the optimiser's mark on an initializer that is too small for a weight |
 //! | quantised | an operator of quantised models that rounds |
@@ -25,7 +25,7 @@ use std::collections::{BTreeSet, HashMap};
 /// Number of sampled elements in a comparison of two matrices. Equal samples count as equal matrices.
 const COMPARED: usize = 512;
 
-/// Maximum number of vector elements compared; a scale or bias has fewer.
+/// Maximum number of elements that are compared with the first.
 const LOOKED_AT: usize = 1 << 16;
 
 /// Maximum number of embeddings, and of projections per embedding, that are compared.
@@ -41,17 +41,17 @@ const DROPOUT_MODE_OPSET: i64 = 12;
 /// All training warnings for a model, in a fixed order.
 pub fn doubts(model: &OnnxModel) -> Vec<TrainingWarning> {
     let (readers, modes) = (readers(model), Modes::of(model));
-    let (trained_names, unmade) = (trained(model), unmade_arguments(model));
+    let trained_names = trained(model);
     let warnings = [
         folded(model),
         nodes(Finding::InferenceBatchNorm, model, |node| modes.is_inference_norm(node)),
         dropouts(model, &modes),
         unbiased(model),
-        merged(model, &readers, &trained_names, &unmade),
+        merged(model, &readers, &trained_names),
         find_untied(model, &readers, &trained_names),
         folded_parameters(model, &trained_names),
         nodes(Finding::Quantised, model, is_quantised),
-        lost_detach(model, &unmade),
+        lost_detach(model),
     ];
     warnings.into_iter().flatten().collect()
 }
@@ -60,6 +60,8 @@ pub fn doubts(model: &OnnxModel) -> Vec<TrainingWarning> {
 pub struct Modes<'a> {
     opset: Option<i64>,
     constants: HashMap<&'a str, &'a [u8]>,
+    /// What nodes compute.
+    computed: BTreeSet<&'a str>,
 }
 
 impl<'a> Modes<'a> {
@@ -69,12 +71,17 @@ impl<'a> Modes<'a> {
             let value = node.attributes.iter().find(|a| a.name() == "value")?.t.as_ref()?;
             Some((node.outputs.first()?.as_str(), value.raw_data.as_deref()?))
         });
-        Modes { opset: model.opset(""), constants: initializers.chain(constants).collect() }
+        let nodes = model.nodes.iter().filter(|node| !standard(node, "Identity") && !standard(node, "Constant"));
+        let computed = nodes.flat_map(|node| &node.outputs).map(String::as_str).collect();
+        Modes { opset: model.opset(""), constants: initializers.chain(constants).collect(), computed }
     }
 
-    /// True for a BatchNorm that normalises with running statistics.
+    /// True for a BatchNorm that normalises with running statistics. Without them, PyTorch's exporter computes the
+    /// statistics of the batch in front of it.
     pub fn is_inference_norm(&self, node: &Node) -> bool {
+        let has_computed_mean = node.inputs.get(3).is_some_and(|mean| self.computed.contains(mean.as_str()));
         standard(node, "BatchNormalization")
+            && !has_computed_mean
             && match self.opset {
                 Some(..NORM_SAYS) => node.outputs.iter().skip(1).all(String::is_empty),
                 _ => !node.attributes.iter().any(|a| a.name() == "training_mode" && a.i() != 0),
@@ -165,29 +172,21 @@ fn is_quantised(node: &Node) -> bool {
         )
 }
 
-/// By node, the arguments of its source that no node makes: parameters, what the exporter computed from them, and what
-/// its optimiser removed.
-fn unmade_arguments(model: &OnnxModel) -> HashMap<&str, BTreeSet<&str>> {
-    fn name(text: &str) -> &str {
-        text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap_or_default()
-    }
-    let sources: Vec<(&str, &str)> =
-        model.nodes.iter().filter_map(|node| Some((node.name.as_str(), node.torch_source()?))).collect();
-    let inputs = model.inputs.iter().map(|input| input.name.as_str());
-    let made: BTreeSet<&str> =
-        sources.iter().filter_map(|(_, text)| text.strip_prefix('%').map(name)).chain(inputs).collect();
-    let arguments = sources.iter().map(|(node, text)| {
-        let arguments = text.split_once("](args = (").map_or("", |(_, arguments)| arguments);
-        (*node, arguments.split('%').skip(1).map(name).filter(|name| !made.contains(name)).collect())
-    });
-    arguments.collect()
+/// The names of values in the source of a node.
+fn source_names(text: &str) -> impl Iterator<Item = &str> {
+    let is_end = |c: char| !c.is_ascii_alphanumeric() && c != '_';
+    text.split('%').skip(1).map(move |text| text.split(is_end).next().unwrap_or_default())
 }
 
 /// Nodes that read a detached value whose `Identity` the exporter's optimiser removed.
-fn lost_detach(model: &OnnxModel, unmade: &HashMap<&str, BTreeSet<&str>>) -> Option<TrainingWarning> {
-    let is_lost = |names: &BTreeSet<&str>| names.iter().any(|name| name.starts_with("detach"));
-    let mut lost = model.nodes.iter().filter(|node| unmade.get(node.name.as_str()).is_some_and(is_lost));
-    let first = lost.next()?.name.clone();
+fn lost_detach(model: &OnnxModel) -> Option<TrainingWarning> {
+    let sources: Vec<(&Node, &str)> =
+        model.nodes.iter().filter_map(|node| Some((node, node.torch_source()?))).collect();
+    let made: BTreeSet<&str> = sources.iter().filter_map(|(_, text)| source_names(text).next()).collect();
+    let is_lost =
+        |text: &str| source_names(text).skip(1).any(|name| name.starts_with("detach") && !made.contains(name));
+    let mut lost = sources.iter().filter(|(_, text)| is_lost(text));
+    let first = lost.next()?.0.name.clone();
     Some(TrainingWarning { finding: Finding::LostDetach, count: 1 + lost.count(), first, beside: String::new() })
 }
 
@@ -256,20 +255,10 @@ fn is_float(tensor: &Tensor) -> bool {
     )
 }
 
-fn merged(
-    model: &OnnxModel,
-    readers: &Readers<'_>,
-    trained: &BTreeSet<String>,
-    unmade: &HashMap<&str, BTreeSet<&str>>,
-) -> Option<TrainingWarning> {
+fn merged(model: &OnnxModel, readers: &Readers<'_>, trained: &BTreeSet<String>) -> Option<TrainingWarning> {
     let merges = model.initializers.iter().filter(|t| is_float(t)).filter_map(|tensor| {
-        let uses = readers.get(tensor.name.as_str()).map(Vec::as_slice).unwrap_or_default();
-        // PyTorch's newer exporter names the parameters that each node read.
-        let mut sources = uses.iter().filter_map(|(node, _)| unmade.get(node.name.as_str())).filter(|s| !s.is_empty());
-        let common = sources.next().map(|first| sources.fold(first.clone(), |common, names| &common & names));
-        let common = common.filter(|_| trained.contains(&tensor.name));
-        let has_one_source = common.map(|common| !common.is_empty());
-        Some((&tensor.name, find_merge_reason(tensor, uses, has_one_source)?))
+        let uses = readers.get(tensor.name.as_str())?;
+        Some((&tensor.name, find_merge_reason(tensor, uses, trained.contains(&tensor.name))?))
     });
     let merges: Vec<(&String, String)> = merges.collect();
     let (first, beside) = merges.first()?.clone();
@@ -277,35 +266,41 @@ fn merged(
 }
 
 /// Describes the modules that share a tensor unintentionally; `None` if sharing may be intended.
-fn find_merge_reason(tensor: &Tensor, uses: &[(&Node, usize)], has_one_source: Option<bool>) -> Option<String> {
+fn find_merge_reason(tensor: &Tensor, uses: &[(&Node, usize)], is_trained: bool) -> Option<String> {
     // Tensors with differing values were random or trained, so two of them would not be equal by chance.
-    let is_level = bytes(tensor).map(|bytes| is_constant_valued(tensor, bytes));
-    if uses.len() < 2 || is_level == Some(false) {
+    let has_one_value = bytes(tensor).map(|bytes| is_constant_valued(tensor, bytes));
+    if uses.len() < 2 || has_one_value == Some(false) {
         return None;
     }
-    let reads = |(first, second): (&Node, &Node), count| {
-        Some(format!("read by {count} nodes such as {} and {}", first.name, second.name))
-    };
-    if has_one_source == Some(false) && is_level.is_some() {
-        return reads((uses[0].0, uses[1].0), uses.len());
-    }
-    if tensor.dims.len() != 1 || tensor.dims[0] <= 1 {
-        return None;
-    }
+    let is_vector = tensor.dims.len() == 1 && tensor.dims[0] > 1;
     let statistic = uses.iter().find(|(node, slot)| node.op_type == "BatchNormalization" && matches!(slot, 3 | 4));
-    let parameters: Vec<&(&Node, usize)> =
-        uses.iter().filter(|(node, slot)| is_vector_parameter(node, *slot)).collect();
-    if let (Some((node, _)), Some(_)) = (statistic, parameters.first()) {
+    let parameters: Vec<&Node> =
+        uses.iter().filter(|(node, slot)| is_vector_parameter(node, *slot)).map(|(node, _)| *node).collect();
+    if let (Some((node, _)), true, true) = (statistic, is_vector, !parameters.is_empty()) {
         return Some(format!("a parameter and a running statistic of {}", node.name));
     }
-    let modules: BTreeSet<&str> = parameters.iter().map(|(node, _)| node.module.as_str()).collect();
+    let read_by = |nodes: &[&Node], first: &Node, second: &Node| {
+        let count = nodes.iter().map(|node| &node.name).collect::<BTreeSet<_>>().len();
+        format!("read by {count} nodes such as {} and {}", first.name, second.name)
+    };
+    // PyTorch's newer exporter names the parameters that each node read: `%p_` and the path.
+    let nodes: Vec<&Node> = uses.iter().map(|(node, _)| *node).collect();
+    let names = nodes.iter().map(|node| -> BTreeSet<&str> {
+        source_names(node.torch_source().unwrap_or_default()).filter(|name| name.starts_with("p_")).collect()
+    });
+    let names: Vec<BTreeSet<&str>> = names.collect();
+    if is_trained && names.iter().all(|names| !names.is_empty()) {
+        let other = names.iter().position(|other| other.is_disjoint(&names[0]))?;
+        return (is_vector || has_one_value.is_some()).then(|| read_by(&nodes, nodes[0], nodes[other]));
+    }
+    let modules: BTreeSet<&str> = parameters.iter().map(|node| node.module.as_str()).collect();
     let named = modules.iter().filter(|module| !module.is_empty()).count();
     // Without module paths, only a constant-valued scale or bias of several normalisations is certain.
-    let norms = parameters.iter().filter(|(node, _)| is_norm(node)).count();
-    let sure = has_one_source != Some(true) && (named >= 2 || (named == 0 && is_level.is_some() && norms >= 2));
-    let first = parameters.first()?.0;
-    let second = parameters.iter().find(|(node, _)| node.module != first.module).or(parameters.last())?.0;
-    reads((first, second), parameters.len()).filter(|_| sure)
+    let norms = parameters.iter().filter(|node| is_norm(node)).count();
+    let is_certain = named >= 2 || (named == 0 && has_one_value.is_some() && norms >= 2);
+    let first = parameters.first()?;
+    let second = parameters.iter().find(|node| node.module != first.module).or(parameters.last())?;
+    (is_vector && is_certain).then(|| read_by(&parameters, first, second))
 }
 
 fn is_constant_valued(tensor: &Tensor, bytes: &[u8]) -> bool {

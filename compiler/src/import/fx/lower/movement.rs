@@ -115,17 +115,6 @@ pub fn permute(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, x, perm)?)
 }
 
-pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value("self")?;
-    let rank = scope.fact(x).rank();
-    let (a, b) = (scope.axis("dim0", 0, rank)?, scope.axis("dim1", 1, rank)?);
-    let mut perm: Vec<usize> = (0..rank).collect();
-    if rank > 0 {
-        perm.swap(a, b);
-    }
-    one(transposed(scope, x, perm)?)
-}
-
 /// `t`: transposes a matrix; a vector is unchanged.
 pub fn reverse_axes(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;

@@ -3,7 +3,8 @@
 use super::{Known, NodeOutputs, Outputs, Scope, many, one, promote};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
-use crate::op::{ArgReduce, Binary, Compare, Iota, LogSoftmax, Op, ReduceKind, Softmax, TopK, Unary, Value};
+use crate::import::onnx::lower::reduce::first_extreme;
+use crate::op::{ArgReduce, Binary, Compare, Iota, LogSoftmax, Op, ReduceKind, Softmax, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
@@ -52,22 +53,6 @@ pub fn extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
         (y, index) = (scope.reshape(y, shape.clone())?, scope.reshape(index, shape)?);
     }
     many(vec![y, index])
-}
-
-/// The extreme element along an axis, which stays with size 1, and its index. Of equal elements the first one gets the
-/// gradient. A reduction would divide it among them.
-pub fn first_extreme(scope: &mut Scope<'_>, x: Value, axis: usize, largest: bool) -> Result<[Value; 2], LowerReason> {
-    if !scope.fact(x).dtype.is_float() {
-        let kind = if largest { ReduceKind::Max } else { ReduceKind::Min };
-        let index = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep: true }), &[x])?;
-        return Ok([scope.reduce(kind, x, &[axis], true)?, index]);
-    }
-    // NaN is the largest element, and the minimum with a NaN is NaN: so the minimum is the largest of the negated.
-    let top = Op::TopK(TopK { axis, count: Dim::Known(1), largest: true });
-    let row = if largest { x } else { scope.unary(Unary::Neg, x)? };
-    let outputs = scope.add_all(top, &[row])?;
-    let y = if largest { outputs[0] } else { scope.unary(Unary::Neg, outputs[0])? };
-    Ok([y, outputs[1]])
 }
 
 /// `argmax` or `argmin`.

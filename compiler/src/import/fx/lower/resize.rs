@@ -2,12 +2,12 @@
 //! do not tile. Axes are processed one after another. Nearest-neighbour resizing and padding from the image are
 //! gathers.
 
-use super::reduce::first_extreme;
 use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::grid::{self, GridSampling, Padding};
 use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::reduce::first_extreme;
 use crate::import::onnx::lower::slice::part;
 use crate::op::{Concat, Gather, MatMul, Op, Value};
 use crate::tensor::Tensor;

@@ -119,15 +119,17 @@ pub fn median(scope: &mut Scope<'_>) -> Outputs {
     if !scope.fact(x).dtype.is_float() {
         return one(outputs[0]);
     }
-    // All elements equal to the median share its gradient. What they add to its value is 0.
+    // All elements equal to the median share its gradient. What they add to a finite median is 0.
     let median = scope.stop_gradient(outputs[0])?;
     let (equal, offset) = (scope.compare(Compare::Equal, x, median)?, scope.binary(Binary::Sub, x, median)?);
     let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
     let offset = scope.select(equal, offset, zero)?;
     let flags = scope.cast(equal, scope.fact(x).dtype)?;
-    let [offset, count] = [offset, flags].map(|sum| scope.reduce(ReduceKind::Sum, sum, &[0], false));
-    let mean = scope.binary(Binary::Div, offset?, count?)?;
-    one(scope.binary(Binary::Add, median, mean)?)
+    let [offset, share] = [offset, flags].map(|part| scope.reduce(ReduceKind::Mean, part, &[0], false));
+    let mean = scope.binary(Binary::Div, offset?, share?)?;
+    let sum = scope.binary(Binary::Add, median, mean)?;
+    let is_finite = scope.compare(Compare::Equal, sum, median)?;
+    one(scope.select(is_finite, sum, median)?)
 }
 
 /// `bucketize` or `searchsorted`: the number of boundaries before each value.

@@ -7,6 +7,7 @@ use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::scatter::into_flat;
 use crate::import::onnx::lower::slice::clamp_index;
 use crate::import::symbolic_batch::with_batch_of;
 use crate::op::{
@@ -16,20 +17,6 @@ use crate::op::{
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
-
-/// Scatters `updates` into the flattened `x` at flat indices `flat_index` of the same shape.
-fn into_flat(
-    scope: &mut Scope<'_>,
-    kind: ScatterKind,
-    x: Value,
-    flat_index: Value,
-    updates: Value,
-) -> Result<Value, LowerReason> {
-    let shape = scope.fact(x).shape;
-    let flat = scope.reshape(x, vec![volume(&shape)?])?;
-    let y = scope.add(Op::Scatter(Scatter { kind, axis: 0 }), &[flat, flat_index, updates])?;
-    scope.reshape(y, shape)
-}
 
 /// The updates, cut to the shape of the index: the tensor `src`, or a number.
 fn updates(scope: &mut Scope<'_>, index: &Fact, dtype: DType) -> Result<Value, LowerReason> {

@@ -467,24 +467,24 @@ impl Walk<'_> {
 
     /// Refuses a model that reads a running statistic: nodes behind the batch normalisation would read the new value.
     fn statistics_are_not_read(&self) -> Result<(), LowerError> {
+        let mut faults = Vec::new();
         for average in &self.ledger.averages {
             let is_own = |weight: &Weight| weight.state.is_some_and(|state| state.node == average.state);
             let Some(at) = self.ledger.weights.iter().position(is_own) else { continue };
-            if let Some(reader) = self.readers(at).next() {
-                let name = short_name(&self.ledger.weights[at].name);
-                let what = format!("a batch normalisation updates `{name}`: a read of it");
+            let name = short_name(&self.ledger.weights[at].name);
+            let reads = format!("reading `{name}`, which a batch normalisation updates,");
+            faults.extend(self.readers(at).map(|reader| {
                 let node = self.graph.node(reader);
-                let fault = Fault {
+                Fault {
                     node: node.label().to_string(),
                     operator: rule(&node.op).name().to_string(),
                     module: node.origin.module.clone(),
                     line: String::new(),
-                    reason: LowerReason::Unsupported(what),
-                };
-                return Err(LowerError::Nodes(Faults(vec![fault])));
-            }
+                    reason: LowerReason::Unsupported(reads.clone()),
+                }
+            }));
         }
-        Ok(())
+        if faults.is_empty() { Ok(()) } else { Err(LowerError::Nodes(Faults(faults))) }
     }
 
     /// The nodes that read a weight.

@@ -1,11 +1,12 @@
 //! Convolutions and poolings.
 
 use super::argument::Number;
-use super::{Known, NodeOutputs, Outputs, Scope, one, reduce, resize};
+use super::{Known, NodeOutputs, Outputs, Scope, one, resize};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
+use crate::import::onnx::lower::reduce::global_pool;
 use crate::import::onnx::lower::window::with_bias;
-use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, ReduceKind, Value, Window};
+use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, Value, Window};
 use crate::tensor::dim::Dim;
 
 /// One number per axis, each at least `minimum`; a single number applies to all `axes`.
@@ -207,12 +208,8 @@ pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outpu
     if output_size.len() != axes {
         return Err(LowerReason::Inputs(format!("{} output sizes for {axes} spatial axes", output_size.len())));
     }
-    if output_size.iter().all(|d| d.is(1)) {
-        let first = |scope: &mut Scope<'_>, y, axis| reduce::first_extreme(scope, y, axis, true).map(|[y, _]| y);
-        let y = match largest {
-            true => (2..2 + axes).rev().try_fold(x, |y, axis| first(scope, y, axis))?,
-            false => scope.reduce(ReduceKind::Mean, x, &(2..2 + axes).collect::<Vec<_>>(), true)?,
-        };
+    if output_size.iter().all(|d| d.is(1)) && (!largest || sizes.iter().any(|size| size.known().is_none())) {
+        let y = global_pool(scope, x, largest)?;
         return pooled(scope, y, single);
     }
     let mut kernel = Vec::with_capacity(axes);

@@ -50,7 +50,10 @@ pub fn lower(
         graph: Graph::new(&model.graph_name),
         lower_node,
         frames: Frames::new(opset),
-        ledger: ImportedWeights::default(),
+        ledger: ImportedWeights {
+            is_from_pytorch: model.producer.starts_with("pytorch"),
+            ..ImportedWeights::default()
+        },
         faults: Vec::new(),
     };
     if opset > *OPSETS.end() {

@@ -1,9 +1,11 @@
 //! Reductions, ArgMax/ArgMin and softmax.
 
 use super::attribute::{axes, axis};
+use super::movement::transposed;
 use super::order::last_arg;
 use super::reshape::axes_of;
 use super::{Known, LowerReason, Outputs, Scope};
+use crate::import::batched;
 use crate::import::build::Build;
 use crate::op::{ArgReduce, Binary, Op, ReduceKind, Softmax, Unary, Value};
 use crate::tensor::DType;
@@ -84,15 +86,35 @@ pub fn arg(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     Ok(vec![Known::Value(scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?)])
 }
 
-/// Reduces all spatial axes, keeping them with size 1.
-pub fn global(scope: &mut Scope<'_>, kind: ReduceKind) -> Outputs {
+/// Reduces all spatial axes, keeping them with size 1, to the mean or the maximum.
+pub fn global(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let x = scope.value(0)?;
     let rank = scope.fact(x).rank();
     if rank < 3 {
         return Err(LowerReason::Inputs(format!("its input has rank {rank} and therefore no spatial dims")));
     }
-    let axes: Vec<usize> = (2..rank).collect();
-    Ok(vec![Known::Value(scope.reduce(kind, x, &axes, true)?)])
+    Ok(vec![Known::Value(global_pool(scope, x, largest)?)])
+}
+
+/// The mean or the maximum of `[N, C, D…]` over the axes `D`, which stay with size 1.
+pub fn global_pool(scope: &mut impl Build, x: Value, largest: bool) -> Result<Value, LowerReason> {
+    let axes = 2..scope.fact(x).rank();
+    match largest {
+        false => scope.reduce(ReduceKind::Mean, x, &axes.collect::<Vec<_>>(), true),
+        true => axes.rev().try_fold(x, |y, axis| first_extreme(scope, y, axis, true).map(|[y, _]| y)),
+    }
+}
+
+/// The largest or smallest element along an axis, which stays with size 1, and its index. Of equal elements, the first
+/// gets the gradient. A reduction would divide it among them.
+pub fn first_extreme(scope: &mut impl Build, x: Value, axis: usize, largest: bool) -> Result<[Value; 2], LowerReason> {
+    let index = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep: true }), &[x])?;
+    let batch = scope.fact(x).rank() - 1;
+    let mut perm: Vec<usize> = (0..=batch).collect();
+    perm.swap(axis, batch);
+    let (rows, places) = (transposed(scope, x, perm.clone())?, transposed(scope, index, perm.clone())?);
+    let y = batched::gather(scope, rows, places, batch)?;
+    Ok([transposed(scope, y, perm)?, index])
 }
 
 /// Softmax or LogSoftmax. Before operator set 13 all axes from `axis` on are flattened.

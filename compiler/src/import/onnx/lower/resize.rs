@@ -123,6 +123,10 @@ fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, L
             // float.
             RequestedSize::Scale(scale) => ((scale as f32 * from as f32 * span(region) as f32).floor() as usize, scale),
         };
+        // Aligned corners: PyTorch and onnxruntime map the last element of the result to the last of the input. In the
+        // reference implementation of ONNX, that is only so if the scale gives a whole number of elements.
+        let is_whole = transform == Transform::AlignCorners && scope.ledger.is_from_pytorch;
+        let scale = if is_whole { to as f64 / from as f64 } else { scale };
         axes.push((at, Axis { from, to, scale, region }));
     }
     Ok(axes)

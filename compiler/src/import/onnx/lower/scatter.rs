@@ -33,22 +33,22 @@ pub fn elements(scope: &mut Scope<'_>) -> Outputs {
     {
         return Ok(vec![Known::Value(batched::scatter_add(scope, x, slices, updates, index_axis)?)]);
     }
-    Ok(vec![Known::Value(scatter_elements(scope, kind, x, index, updates, index_axis)?)])
+    let flat_index = element_places(scope, &dims, index, index_axis)?;
+    Ok(vec![Known::Value(into_flat(scope, kind, x, flat_index, updates)?)])
 }
 
-fn scatter_elements(
-    scope: &mut Scope<'_>,
+/// Scatters `updates` into the flattened `x` at flat indices `flat_index` of the same shape.
+pub fn into_flat(
+    scope: &mut impl Build,
     kind: ScatterKind,
     x: Value,
-    index: Value,
+    flat_index: Value,
     updates: Value,
-    index_axis: usize,
 ) -> Result<Value, LowerReason> {
-    let dims = scope.fact(x).shape;
-    let flat_index = element_places(scope, &dims, index, index_axis)?;
-    let flat = scope.reshape(x, vec![volume(&dims)?])?;
+    let shape = scope.fact(x).shape;
+    let flat = scope.reshape(x, vec![volume(&shape)?])?;
     let y = scope.add(Op::Scatter(Scatter { kind, axis: 0 }), &[flat, flat_index, updates])?;
-    scope.reshape(y, dims)
+    scope.reshape(y, shape)
 }
 
 /// Slices selected by the last axis of the index, as in `GatherND`.
@@ -88,5 +88,6 @@ pub fn tensor(scope: &mut Scope<'_>) -> Outputs {
         position = scope.binary(Binary::Mod, position, size)?;
     }
     let position = scope.broadcast(position, update_shape)?;
-    Ok(vec![Known::Value(scatter_elements(scope, ScatterKind::Replace, x, position, updates, index_axis)?)])
+    let flat_index = element_places(scope, &dims, position, index_axis)?;
+    Ok(vec![Known::Value(into_flat(scope, ScatterKind::Replace, x, flat_index, updates)?)])
 }

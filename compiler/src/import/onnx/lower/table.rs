@@ -107,9 +107,9 @@ pub fn find(operator: &str) -> Option<Lower> {
         // Reductions.
         "ArgMax" => |s| reduce::arg(s, true),
         "ArgMin" => |s| reduce::arg(s, false),
-        "GlobalAveragePool" => |s| reduce::global(s, ReduceKind::Mean),
+        "GlobalAveragePool" => |s| reduce::global(s, false),
         "GlobalLpPool" => pool::global_lp_pool,
-        "GlobalMaxPool" => |s| reduce::global(s, ReduceKind::Max),
+        "GlobalMaxPool" => |s| reduce::global(s, true),
         "LogSoftmax" => |s| reduce::softmax(s, true),
         "ReduceL1" => |s| reduce::sum_around(s, SumForm::Absolute),
         "ReduceL2" => |s| reduce::sum_around(s, SumForm::Norm),

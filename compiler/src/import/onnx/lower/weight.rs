@@ -199,10 +199,11 @@ pub fn warning<'a>(names: impl Iterator<Item = &'a str>, roles: &Roles) -> Optio
     let names: Vec<&str> = names.filter(|name| made_up(name) || roles.folded.contains_key(*name)).collect();
     let first = names.first()?;
     Some(format!(
-        "{} parameters have exporter-generated names, such as `{}`: the exporter merged, transposed or folded the \
-         model's own, and may have untied or joined them; export with `dynamo=False, \
+        "{} of the trained tensors {} by the exporter, such as `{}`: it merged, transposed or folded the model's own \
+         parameters, and may have untied or joined them; export with `dynamo=False, \
          training=torch.onnx.TrainingMode.TRAINING, do_constant_folding=False` to keep them",
         names.len(),
+        if names.len() == 1 { "was made" } else { "were made" },
         short_name(first)
     ))
 }

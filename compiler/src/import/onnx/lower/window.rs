@@ -193,6 +193,13 @@ pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
 }
 
 pub fn average_pool(scope: &mut Scope<'_>) -> Outputs {
+    // avg_pool2d(self, …, count_include_pad, divisor_override): a number after the flag
+    let arguments = ["aten.avg_pool2d", "aten.avg_pool3d"].iter().find_map(|name| scope.node.torch_arguments(name));
+    if let Some([.., "True" | "False", divisor]) = arguments.as_deref()
+        && divisor.parse::<i64>().is_ok()
+    {
+        return Err(LowerReason::Unsupported("a custom divisor, which PyTorch's exporter leaves out,".to_string()));
+    }
     let x = scope.value(0)?;
     let (kernel, window, ceil) = pool_window(scope, x)?;
     let count_padding = scope.flag("count_include_pad", false)?;

@@ -16,7 +16,7 @@ pub const SHAPE: &[Row] = &[
     ("flatten", movement::flatten),
     ("unflatten", movement::unflatten),
     ("permute", movement::permute),
-    ("transpose", movement::transpose),
+    ("transpose", |s| arrange::swap_axes(s, "dim0", "dim1")),
     ("t", movement::reverse_axes),
     ("numpy_T", movement::reverse_axes),
     ("unsqueeze", movement::unsqueeze),
