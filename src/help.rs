@@ -58,10 +58,13 @@ pub fn import(path: &Path, error: &ImportError) -> String {
         ImportError::Input(InputError::UnknownDim { open, .. }) => {
             format!("use `--dim NAME=SIZE` with one of its names: {open}")
         }
-        ImportError::Lower(LowerError::Unsupported(_)) => {
-            "for a `.pt2`, save `exported.run_decompositions()`, which replaces many operators by simpler ones; or add \
-             the operator as in docs/extending.md"
+        ImportError::Lower(LowerError::Unsupported(_)) if path.extension().is_some_and(|kind| kind == "pt2") => {
+            "save `exported.run_decompositions()`, which replaces many operators by simpler ones, or add the operator as \
+             in docs/extending.md"
                 .to_string()
+        }
+        ImportError::Lower(LowerError::Unsupported(_)) => {
+            "export with supported operators, or add the operator as in docs/extending.md".to_string()
         }
         _ => "see docs/from-pytorch.md for exporting models; `pipec inspect FILE --text` prints an imported graph"
             .to_string(),
