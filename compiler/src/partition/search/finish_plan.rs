@@ -6,7 +6,7 @@ use crate::partition::bounds::lower_bound::slowest_op_us;
 use crate::partition::search::build_plan;
 use crate::partition::search::in_flight::ENOUGH;
 use crate::partition::search::numbers::same;
-use crate::partition::search::result::{PlanCandidate, SearchResult};
+use crate::partition::search::result::{PlanCandidate, SearchResult, baseline_times};
 use crate::partition::search::simulate_candidate::{LINKS, Played};
 use crate::plan::buckets;
 use crate::plan::check::error::PlanFault;
@@ -14,7 +14,7 @@ use crate::plan::check::verify;
 use crate::plan::cost_estimate::{CostEstimate, FlowQuery};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation};
 use crate::plan::stage_cost;
-use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
+use crate::plan::{Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
 use crate::profile::cost_graph::OpCost;
 use crate::profile::precision::Precision;
 use serde_json::{Value, json};
@@ -67,7 +67,6 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
         build_plan::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps, &chosen.pending_weight_grads);
     let weight_versions = build_plan::versions(problem, &chosen.shape, &caps);
     let stages = build_plan::stages(problem, &chosen.shape, &chosen.spots, &memory);
-    let [one, all, uniform] = *baselines;
     let mut plan = Plan {
         schema: SCHEMA.to_string(),
         model: problem.model.clone(),
@@ -100,12 +99,7 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
         edges: build_plan::edges(problem, &chosen.shape),
         lower_bound_us,
         proven_optimal,
-        baselines: Baselines {
-            single: one.minibatch_us,
-            data_parallel: all.minibatch_us,
-            uniform: uniform.minibatch_us,
-            fits: Fits { single: one.fits, data_parallel: all.fits, uniform: uniform.fits },
-        },
+        baselines: baseline_times(baselines),
         search: Search { method: statement.method.to_string(), states: found.states, fallback: found.fallback.clone() },
         warnings,
         seed: statement.seed,

@@ -3,8 +3,8 @@
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
 use crate::partition::search::numbers::same;
-use crate::plan::StageMemory;
 use crate::plan::problem::Objective;
+use crate::plan::{Baselines, Fits, StageMemory};
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
@@ -89,4 +89,14 @@ pub fn order(objective: Objective, left: &PlanCandidate, right: &PlanCandidate) 
         Objective::Memory => memory.then(time),
     };
     first.then(stages(left).cmp(&stages(right))).then(devices(left).cmp(&devices(right)))
+}
+
+/// The times of the single device, of data parallelism and of the uniform pipeline.
+pub fn baseline_times([single, data_parallel, uniform]: &[PlanCandidate; 3]) -> Baselines {
+    Baselines {
+        single: single.minibatch_us,
+        data_parallel: data_parallel.minibatch_us,
+        uniform: uniform.minibatch_us,
+        fits: Fits { single: single.fits, data_parallel: data_parallel.fits, uniform: uniform.fits },
+    }
 }

@@ -12,10 +12,10 @@ use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::in_flight::{self, ENOUGH};
 use crate::partition::search::partial_recompute;
 use crate::partition::search::pipec_rules;
-use crate::partition::search::result::{PlanCandidate, SearchResult, order};
+use crate::partition::search::result::{PlanCandidate, SearchResult, baseline_times, order};
 use crate::partition::search::simulate_candidate::{self, Played, played};
+use crate::plan::Baselines;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation};
-use crate::plan::{Baselines, Fits};
 
 /// Number of candidates that are simulated besides the best one, and the number for flushed schedules, whose estimates
 /// are less exact.
@@ -249,13 +249,7 @@ pub fn baselines(problem: &Problem, options: &PlannerOptions<'_>, plan_us: f64) 
         let plan = Played { caps: Vec::new(), minibatch_us: plan_us, held: None, warning: None, lacks_memory: false };
         play_baselines(problem, &question, &mut all, &plan, options);
     }
-    let [single, data_parallel, uniform] = all;
-    Baselines {
-        single: single.minibatch_us,
-        data_parallel: data_parallel.minibatch_us,
-        uniform: uniform.minibatch_us,
-        fits: Fits { single: single.fits, data_parallel: data_parallel.fits, uniform: uniform.fits },
-    }
+    baseline_times(&all)
 }
 
 fn plays(
