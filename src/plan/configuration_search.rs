@@ -36,6 +36,7 @@ use compiler::partition::planned::Planned;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::search::select::baselines;
 use compiler::partition::single_degree;
+use compiler::plan::check::verify;
 use compiler::plan::problem::{Problem, Target};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
@@ -158,7 +159,9 @@ pub fn plan(
     }
     let result = search.conclude(simulated);
     events.event(Event::ProgressEnd);
-    result
+    let mut result = result?;
+    search.state_memory(source, &mut result.planned.plan)?;
+    Ok(result)
 }
 
 impl Search<'_> {
@@ -406,6 +409,19 @@ impl Search<'_> {
             (Some(us), ..) => alone().min(us),
         };
         us.min(known_us)
+    }
+
+    /// States the memory of all ops: a model with many ops is searched in pieces, which know less about the ends of stages.
+    fn state_memory(&self, source: &dyn SizedCosts, plan: &mut Plan) -> Result<(), Error> {
+        let is_own = |one: &&Variant| one.micro_batch == plan.schedule.micro_batch && one.groups.is_none();
+        let is_single = plan.stages.iter().all(|stage| stage.degree() == 1);
+        let Some(variant) = self.variants.iter().find(is_own).filter(|_| is_single) else { return Ok(()) };
+        let problem = Problem { graph: source.at(variant.micro_batch)?.graph, ..variant.whole.clone() };
+        let checked = verify::evaluate(&problem, plan);
+        let checked =
+            checked.map_err(|faults| describe(&self.request.model, PlanError::Unsound(faults), plan.schedule.kind))?;
+        plan.stages.iter_mut().zip(checked.memory).for_each(|(stage, memory)| stage.memory = memory);
+        Ok(())
     }
 
     /// The simulated baselines of a plan.

@@ -101,7 +101,7 @@ pub fn conclude(
 ) -> Result<Planned, PlanError> {
     let Answer { mut found, chosen, mut baselines } = answer;
     let (chosen, played) = best(problem, question, &mut found, chosen, options);
-    let best = improved(question, &mut found, Simulated { candidate: chosen, played }, options);
+    let best = improved(problem, question, &mut found, Simulated { candidate: chosen, played }, options);
     let (chosen, played) = with_less_recompute(problem, question, &mut found, best, options);
     if !options.without_baselines {
         play_baselines(problem, question, &mut baselines, &played, options);
@@ -131,6 +131,7 @@ pub fn conclude(
 
 /// The plan after local improvement, unless it is proven to be the best already.
 fn improved(
+    original: &Problem,
     question: &SearchContext<'_>,
     found: &mut SearchResult,
     best: Simulated,
@@ -142,7 +143,7 @@ fn improved(
     let is_complete = !problem.schedule.flushes() && found.proven_us.is_some();
     let least_us = finish_plan::spread(problem);
     if is_ours && !is_complete && best.played.minibatch_us > least_us * (1.0 + options.gap) {
-        let (better, states) = improve(question, options, &best, &found.candidates);
+        let (better, states) = improve(original, question, options, &best, &found.candidates);
         found.states += states;
         if let Some(better) = better {
             if !same(better.candidate.minibatch_us, best.candidate.minibatch_us) {

@@ -23,6 +23,7 @@ use crate::partition::search::evaluate::{Evaluator, Stages};
 use crate::partition::search::linear_order;
 use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::result::PlanCandidate;
+use crate::partition::search::select::plays;
 use crate::partition::search::simulate_candidate::{Played, played};
 use crate::partition::search::starts::{Layout, Order, Starts};
 use crate::plan::gradient_buffers::GradientBuffers;
@@ -87,6 +88,8 @@ struct Kept {
 
 struct Climb<'a> {
     problem: &'a Problem,
+    /// The problem before ops were fused.
+    original: &'a Problem,
     context: &'a SearchContext<'a>,
     options: &'a PlannerOptions<'a>,
     freedom: Freedom,
@@ -102,6 +105,7 @@ struct Climb<'a> {
 /// The best plan found from these, the best first, and the number of plans that were simulated. `None` if nothing may be
 /// changed, or nothing is better.
 pub fn improve(
+    original: &Problem,
     context: &SearchContext<'_>,
     options: &PlannerOptions<'_>,
     best: &Simulated,
@@ -140,6 +144,7 @@ pub fn improve(
         orders.iter().map(|order| RangeCosts::new(&problem.graph, &order.space, passing)).collect();
     let evaluators = orders.iter().zip(&costs).map(|(order, costs)| Evaluator::new(problem, &order.ops, costs));
     let mut climb = Climb {
+        original,
         problem,
         context,
         options,
@@ -335,8 +340,7 @@ impl Climb<'_> {
             true => self.context.placed_with_limits("pipec", shape, spots, kept.caps.clone()),
             false => self.context.placed("pipec", shape, spots),
         };
-        let PlanCandidate { shape, spots, caps, minibatch_us, .. } = &candidate;
-        let played = played(problem, shape, spots, caps, *minibatch_us, self.options.efficiency);
+        let played = plays(self.original, self.context, &candidate, self.options);
         Simulated { candidate, played }
     }
 

@@ -252,7 +252,8 @@ pub fn baselines(problem: &Problem, options: &PlannerOptions<'_>, plan_us: f64) 
     baseline_times(&all)
 }
 
-fn plays(
+/// Simulates a candidate over fused ops with the ops of `problem`, whose gradients are complete earlier.
+pub fn plays(
     problem: &Problem,
     question: &SearchContext<'_>,
     candidate: &PlanCandidate,
