@@ -8,6 +8,7 @@ use compiler::cluster::device::CPU;
 use compiler::plan::groups::MOST;
 use compiler::plan::problem::{CostModel, Problem, Recomputation, Target};
 use compiler::plan::{Plan, Stage};
+use compiler::profile::cost_graph::OpCost;
 use compiler::profile::shared::{ActivationSharding, TensorParallelCosts};
 use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs_by;
@@ -15,6 +16,7 @@ use compiler::tensor_parallel::experts;
 use compiler::tensor_parallel::segments::{Scratch, Segments, Sharded};
 use profiler::scratch::scratch;
 use serde_json::Value;
+use std::collections::HashMap;
 
 /// The layout of weights and activations in a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,6 +123,17 @@ impl TensorParallel {
     /// The costs of the model on such groups, for a target framework if there is one.
     pub fn costs(self, costs: &Costs, target: Option<Target>) -> Result<Vec<TensorParallelCosts>, Error> {
         self.costs_by(costs, target, &|_| false)
+    }
+
+    /// The costs that the search of a plan had. Groups are cut between any two ops if the plan cuts them so.
+    pub fn costs_of(plan: &Plan, costs: &Costs, target: Option<Target>) -> Result<Vec<TensorParallelCosts>, Error> {
+        let of_stage = |(at, stage): (usize, &'_ Stage)| stage.op_ids().map(move |op| (op, at)).collect::<Vec<_>>();
+        let stage_of: HashMap<u32, usize> = plan.stages.iter().enumerate().flat_map(of_stage).collect();
+        let is_coarse = |found: &TensorParallelCosts| {
+            let is_cut = |op: &OpCost| op.joins.is_some_and(|to| stage_of.get(&to.0) != stage_of.get(&op.id));
+            found.graph.ops.iter().any(is_cut)
+        };
+        TensorParallel::in_plan(plan).costs_by(costs, target, &is_coarse)
     }
 
     /// The costs for these options. Groups are cut between any two ops if the options need it.
