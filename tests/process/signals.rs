@@ -161,7 +161,7 @@ fn who_is_paused_is_not_given_up() {
     let before = lines();
     send("CONT", parent);
     wait_until(&mut child, "another step", || lines() > before);
-    assert!(pids.iter().all(|pid| state(*pid) != 'T'));
+    wait_until(&mut child, "all processes", || pids.iter().all(|pid| state(*pid) != 'T'));
     send("TERM", parent);
     let (code, message) = wait_for_exit(child);
     assert_eq!(code, Some(143), "{message}");
