@@ -24,7 +24,7 @@ pub fn problem(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
 
 /// The problem with the costs that its search had.
 fn searched(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
-    let shared = TensorParallel::costs_of(plan, &costs, target(plan))?;
+    let shared = TensorParallel::costs_of(plan, &costs)?;
     let mut problem = costs.problem(plan.cost);
     problem.shared = shared;
     problem.objective = plan.objective;

@@ -125,15 +125,17 @@ impl TensorParallel {
         self.costs_by(costs, target, &|_| false)
     }
 
-    /// The costs that the search of a plan had. Groups are cut between any two ops if the plan cuts them so.
-    pub fn costs_of(plan: &Plan, costs: &Costs, target: Option<Target>) -> Result<Vec<TensorParallelCosts>, Error> {
+    /// The costs that the search of a plan had, in its layout. Groups are cut between any two ops if the plan cuts them so.
+    pub fn costs_of(plan: &Plan, costs: &Costs) -> Result<Vec<TensorParallelCosts>, Error> {
         let of_stage = |(at, stage): (usize, &'_ Stage)| stage.op_ids().map(move |op| (op, at)).collect::<Vec<_>>();
         let stage_of: HashMap<u32, usize> = plan.stages.iter().enumerate().flat_map(of_stage).collect();
-        let is_coarse = |found: &TensorParallelCosts| {
-            let is_cut = |op: &OpCost| op.joins.is_some_and(|to| stage_of.get(&to.0) != stage_of.get(&op.id));
-            found.graph.ops.iter().any(is_cut)
+        let is_cut = |op: &OpCost| op.joins.is_some_and(|to| stage_of.get(&to.0) != stage_of.get(&op.id));
+        let layout = GroupLayout::of_plan(plan);
+        let of_size = |devices| match group_costs(costs, devices, layout)? {
+            found if found.graph.ops.iter().any(is_cut) => segment_costs(costs, devices, layout, Segments::Ops),
+            found => Ok(found),
         };
-        TensorParallel::in_plan(plan).costs_by(costs, target, &is_coarse)
+        TensorParallel::in_plan(plan).sizes(costs)?.into_iter().map(of_size).collect()
     }
 
     /// The costs for these options. Groups are cut between any two ops if the options need it.
