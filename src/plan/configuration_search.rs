@@ -417,9 +417,8 @@ impl Search<'_> {
         let is_single = plan.stages.iter().all(|stage| stage.degree() == 1);
         let Some(variant) = self.variants.iter().find(is_own).filter(|_| is_single) else { return Ok(()) };
         let problem = Problem { graph: source.at(variant.micro_batch)?.graph, ..variant.whole.clone() };
-        let checked = verify::evaluate(&problem, plan);
-        let checked =
-            checked.map_err(|faults| describe(&self.request.model, PlanError::Unsound(faults), plan.schedule.kind))?;
+        let fail = |faults| describe(&self.request.model, PlanError::Unsound(faults), plan.schedule.kind);
+        let checked = verify::evaluate(&problem, plan).map_err(fail)?;
         plan.stages.iter_mut().zip(checked.memory).for_each(|(stage, memory)| stage.memory = memory);
         Ok(())
     }
