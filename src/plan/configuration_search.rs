@@ -28,7 +28,7 @@ use crate::plan::result::{Alternative, Losses, PlanResult, Tried, TriedPlan, of_
 use crate::plan::scope::Scope;
 use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
 use crate::plan::tied_weights;
-use crate::plan::variant::{SizedCosts, Variant};
+use crate::plan::variant::{MOST_OPS, SizedCosts, Variant};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
 use compiler::partition::explain::infeasible::is_infeasible;
@@ -157,11 +157,9 @@ pub fn plan(
         }
         simulated = search.simulate(alone, simulated);
     }
-    let result = search.conclude(simulated);
+    let result = search.conclude(simulated).and_then(|result| search.with_memory_of_ops(source, result));
     events.event(Event::ProgressEnd);
-    let mut result = result?;
-    search.state_memory(source, &mut result.planned.plan)?;
-    Ok(result)
+    result
 }
 
 impl Search<'_> {
@@ -412,15 +410,17 @@ impl Search<'_> {
     }
 
     /// States the memory of all ops: a model with many ops is searched in pieces, which know less about the ends of stages.
-    fn state_memory(&self, source: &dyn SizedCosts, plan: &mut Plan) -> Result<(), Error> {
+    fn with_memory_of_ops(&self, source: &dyn SizedCosts, mut result: PlanResult) -> Result<PlanResult, Error> {
+        let plan = &mut result.planned.plan;
         let is_own = |one: &&Variant| one.micro_batch == plan.schedule.micro_batch && one.groups.is_none();
         let is_single = plan.stages.iter().all(|stage| stage.degree() == 1);
-        let Some(variant) = self.variants.iter().find(is_own).filter(|_| is_single) else { return Ok(()) };
+        let is_in_pieces = |one: &&Variant| is_single && one.whole.graph.ops.len() > MOST_OPS;
+        let Some(variant) = self.variants.iter().find(is_own).filter(is_in_pieces) else { return Ok(result) };
         let problem = Problem { graph: source.at(variant.micro_batch)?.graph, ..variant.whole.clone() };
         let fail = |faults| describe(&self.request.model, PlanError::Unsound(faults), plan.schedule.kind);
         let checked = verify::evaluate(&problem, plan).map_err(fail)?;
         plan.stages.iter_mut().zip(checked.memory).for_each(|(stage, memory)| stage.memory = memory);
-        Ok(())
+        Ok(result)
     }
 
     /// The simulated baselines of a plan.

@@ -269,7 +269,7 @@ pub fn unfold_image(scope: &mut Scope<'_>) -> Outputs {
     let (rank, x) = (shape.len(), with_batch(scope, x, 4)?);
     let patches = patches(scope, &shape[rank - 2..])?;
     let y = patches.unfold(scope, x)?;
-    one(if rank == 3 { without_batch(scope, y)? } else { y })
+    one(without_batch(scope, y, rank == 3)?)
 }
 
 /// `col2im`: `[N, C·kernel, windows]` to an image, with overlapping elements summed. The adjoint of [`unfold_image`].
@@ -281,7 +281,7 @@ pub fn fold(scope: &mut Scope<'_>) -> Outputs {
         return Err(LowerReason::Inputs(format!("an image of {} axes", sizes.len())));
     }
     let y = patches(scope, &sizes)?.fold(scope, x)?;
-    one(if rank == 2 { without_batch(scope, y)? } else { y })
+    one(without_batch(scope, y, rank == 2)?)
 }
 
 /// Pixel shuffle, or pixel unshuffle with `inverse`.

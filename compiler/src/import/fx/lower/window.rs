@@ -54,7 +54,7 @@ fn finished(scope: &mut Scope<'_>, mut y: Value, single: bool) -> Outputs {
     if let Some(bias) = scope.optional("bias")? {
         y = with_bias(scope, Binary::Add, y, bias)?;
     }
-    one(if single { without_batch(scope, y)? } else { y })
+    one(without_batch(scope, y, single)?)
 }
 
 fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
@@ -133,8 +133,9 @@ pub fn with_batch(scope: &mut Scope<'_>, x: Value, rank: usize) -> Result<Value,
     scope.reshape(x, shape)
 }
 
-pub fn without_batch(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
-    let shape = scope.fact(x).shape[1..].to_vec();
+/// `x` without the batch axis, if it was `added`.
+pub fn without_batch(scope: &mut Scope<'_>, x: Value, added: bool) -> Result<Value, LowerReason> {
+    let shape = scope.fact(x).shape[usize::from(added)..].to_vec();
     scope.reshape(x, shape)
 }
 
@@ -147,7 +148,7 @@ fn spatial(scope: &mut Scope<'_>, axes: usize) -> Result<(Value, bool), LowerRea
 
 /// The values of a pooling, and no indices.
 fn pooled(scope: &mut Scope<'_>, y: Value, single: bool) -> Outputs {
-    let y = if single { without_batch(scope, y)? } else { y };
+    let y = without_batch(scope, y, single)?;
     Ok(NodeOutputs::Tensors(vec![Known::Value(y), Known::Absent("the indices of a max pooling")]))
 }
 
@@ -194,7 +195,7 @@ pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     if let Some(divisor) = divisor {
         y = scope.with_number(Binary::Mul, y, elements as f64 / divisor)?;
     }
-    one(if single { without_batch(scope, y)? } else { y })
+    one(without_batch(scope, y, single)?)
 }
 
 /// Adaptive pooling to the given output sizes.
