@@ -113,6 +113,8 @@ impl FromStr for Schedule {
 #[derive(Clone, PartialEq, Debug)]
 pub struct StageSpec {
     pub replicas: u32,
+    /// True if this one replica represents several equal ones, with which it reduces its gradients.
+    pub is_one_of_many: bool,
     pub forward: f64,
     /// Backward time per item on one replica, weight-gradient pass and recomputation included.
     pub backward: f64,
@@ -137,11 +139,17 @@ pub struct StageSpec {
 }
 
 impl StageSpec {
+    /// True if it reduces its gradients over replicas.
+    pub fn reduces(&self) -> bool {
+        self.replicas > 1 || self.is_one_of_many
+    }
+
     /// A stage with cap 1 and no bytes. Half of the backward is the weight-gradient pass, as for matrix products.
     pub fn new(replicas: u32, forward: f64, backward: f64) -> Self {
         let weight = backward / 2.0;
         Self {
             replicas,
+            is_one_of_many: false,
             forward,
             backward,
             weight,

@@ -15,7 +15,7 @@ use crate::partition::search::numbers::same;
 use crate::partition::search::result::{PlanCandidate, SearchResult, order};
 use crate::partition::search::select::{best, candidates_without_limit, play_baselines, with_less_recompute};
 use crate::partition::search::simulate_candidate::Played;
-use crate::partition::search::{constraints, interleaved, pipec_rules};
+use crate::partition::search::{constraints, interleaved, pipec_rules, replica_search};
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::stage_cost;
 use serde_json::json;
@@ -139,13 +139,17 @@ fn improved(
 ) -> (PlanCandidate, Played) {
     let problem = question.problem;
     let is_ours = options.partitioner == Partitioner::Pipec && question.among.is_alone() && !options.is_draft;
-    // Without a flush the closed form is a lower bound. Where the search was complete, only its waits are left to gain.
-    let is_complete = !problem.schedule.flushes() && found.proven_us.is_some();
+    // Without a flush the closed form is a lower bound, which the plan of a complete search reaches unless it waits.
+    let waits = best.played.minibatch_us > best.candidate.minibatch_us * (1.0 + options.gap);
+    let is_complete = !problem.schedule.flushes() && found.proven_us.is_some() && !waits;
     let least_us = finish_plan::spread(problem);
     if is_ours && !is_complete && best.played.minibatch_us > least_us * (1.0 + options.gap) {
-        let (better, states) = improve(original, question, options, &best, &found.candidates);
+        let (better, states) = improve(original, question, options, &best, &found.candidates, 1);
         found.states += states;
-        if let Some(better) = better {
+        let start = better.as_ref().unwrap_or(&best);
+        let (faster, states) = replica_search::search(original, question, options, start);
+        found.states += states;
+        if let Some(better) = faster.or(better) {
             if !same(better.candidate.minibatch_us, best.candidate.minibatch_us) {
                 found.proven_us = None;
             }

@@ -31,6 +31,7 @@ pub mod pipec;
 pub mod pipec_rules;
 pub mod placement;
 pub mod range_costs;
+pub mod replica_search;
 pub mod result;
 pub mod select;
 pub mod simulate_candidate;

@@ -78,15 +78,13 @@ impl Ports {
         Ports { of, edges, reductions }
     }
 
-    /// The ports of the first `kept` workers of each rank, where each rank has `replicas` workers. `None` if workers share
-    /// ports.
-    pub fn of_first(&self, replicas: usize, kept: usize) -> Option<Ports> {
+    /// The ports of the first worker of each rank, where each rank has `replicas` workers. `None` if workers share ports.
+    pub fn of_first(&self, replicas: usize) -> Option<Ports> {
         let mut is_used = BTreeSet::new();
         if self.of.iter().flatten().any(|port| !is_used.insert(*port)) {
             return None;
         }
-        let of: Vec<Vec<u32>> =
-            self.of.iter().map(|row| row.chunks(replicas).flat_map(|rank| &rank[..kept]).copied().collect()).collect();
+        let of: Vec<Vec<u32>> = self.of.iter().map(|row| row.iter().step_by(replicas).copied().collect()).collect();
         let is_kept: BTreeSet<Port> = of.iter().flatten().flat_map(|&port| [out_of(port), into(port)]).collect();
         let part = |part: &AllReducePart| AllReducePart {
             ports: part.ports.iter().copied().filter(|port| is_kept.contains(port)).collect(),

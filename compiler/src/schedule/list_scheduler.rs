@@ -338,7 +338,7 @@ impl<'a> OrderSimulation<'a> {
         let shape = &self.pipeline.stages[stage.index()];
         // Buckets are ignored here: the whole all-reduce starts at the end of the round. With link contention an
         // optimistic update time would put a forward first that then blocks other work.
-        let reduce = if shape.replicas > 1 { ticks(shape.all_reduce) } else { 0 };
+        let reduce = if shape.reduces() { ticks(shape.all_reduce) } else { 0 };
         // A short last round may complete before the previous one; updates go in order.
         while let Some(0) = self.missing[stage.index()].get(self.reduced[stage.index()] as usize) {
             self.post(reduce, Event::Updated(stage, self.reduced[stage.index()]));

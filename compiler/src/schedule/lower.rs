@@ -84,6 +84,7 @@ struct Transfer {
 }
 
 struct Lists<'a> {
+    pipeline: &'a Pipeline,
     rule: &'a Rule,
     order: &'a WorkOrder,
     /// By worker: Recvs to post before an action, Sends to post after it, in order.
@@ -107,7 +108,7 @@ impl<'a> Lists<'a> {
         }
         let nothing = vec![Vec::new(); layout.workers()];
         let complete = complete(rule, order, layout);
-        let mut lists = Self { rule, order, recvs: nothing.clone(), sends: nothing, complete };
+        let mut lists = Self { pipeline, rule, order, recvs: nothing.clone(), sends: nothing, complete };
         let next_backward = next_backwards(order);
         for (index, edge) in pipeline.edges.iter().enumerate() {
             for item in (0..rule.items).map(MicrobatchId) {
@@ -342,7 +343,7 @@ impl<'a> Writer<'a> {
     }
 
     fn alone(&self) -> bool {
-        self.lists.rule.stages[self.stages[0].stage.index()].replicas == 1
+        !self.lists.pipeline.stages[self.stages[0].stage.index()].reduces()
     }
 
     /// Reduces or steps the rounds that are done. A single replica steps when the round's last stage is done. With

@@ -74,7 +74,7 @@ impl Rule {
         }
         let stages = pipeline.ranks.iter().zip(&pipeline.stages);
         let recomputes = |stage: &StageSpec| schedule.trains() && stage.recompute.is_some();
-        let reduces = |stage: &StageSpec| schedule.trains() && stage.replicas > 1;
+        let reduces = |stage: &StageSpec| schedule.trains() && stage.reduces();
         let buckets = |stage: &StageSpec| if reduces(stage) { stage.buckets.len().max(1) as u32 } else { 1 };
         let stages = stages.map(|(&rank, stage)| ProgramStage {
             rank,

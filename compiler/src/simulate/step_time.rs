@@ -15,31 +15,49 @@ use crate::simulate::one_f_one_b_rr::Steady;
 use crate::simulate::run::{Machine, simulate};
 use crate::simulate::steady_throughput::{MOST_WORK, Run, in_flight};
 use crate::simulate::{SimulateError, Timeline};
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
 
 /// Most items times stages if extrapolation is impossible: unequal replica counts with a very large common multiple.
 const MOST_ALONE: u64 = 8 * MOST_WORK;
 
 /// Minibatches of a flushed run, and of a short one.
-const FLUSHED: u32 = 4;
+const FLUSHED: u32 = 3;
 const SHORT: u32 = 2;
 
-/// Minimum measurement window in items; its error is a few per thousand.
+/// Minimum measurement window in items, with an error of a few per thousand; and that of a short run.
 const WINDOW: u64 = 240;
+const SHORT_WINDOW: u64 = 80;
 
 /// Microseconds per minibatch, for inference per item; `None` if the simulation would take too long.
 pub fn step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
     pipeline.validate()?;
     if !kind.trains() {
-        return even(kind, pipeline, 1);
+        return even(kind, pipeline, 1, WINDOW);
     }
     let microbatches = microbatches.max(1);
-    if kind.flushes() { flushed(kind, pipeline, microbatches, FLUSHED) } else { even(kind, pipeline, microbatches) }
+    match kind.flushes() {
+        true => flushed(kind, pipeline, microbatches, FLUSHED),
+        false => even(kind, pipeline, microbatches, WINDOW),
+    }
 }
 
-/// As [`step_us`] with a flush, of fewer minibatches: to rank plans.
+/// As [`step_us`] when training, of fewer minibatches: to rank plans.
 pub fn short_step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
     pipeline.validate()?;
-    flushed(kind, pipeline, microbatches.max(1), SHORT)
+    match kind.flushes() {
+        true => flushed(kind, pipeline, microbatches.max(1), SHORT),
+        false => even(kind, pipeline, microbatches.max(1), SHORT_WINDOW),
+    }
+}
+
+/// The work of [`short_step_us`], in items times stages.
+pub fn short_work(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> u64 {
+    let minibatches = match kind.flushes() {
+        true => SHORT,
+        false => minibatches(pipeline, microbatches.max(1), SHORT_WINDOW),
+    };
+    work(pipeline, u64::from(minibatches) * u64::from(microbatches)).min(MOST_WORK)
 }
 
 /// Steady state under 2BW with the pipeline's caps. The limiting stages are unknown, so all are marked.
@@ -57,7 +75,7 @@ pub fn double_buffered(pipeline: &Pipeline, microbatches: u32) -> Result<Option<
 
 /// Cost of a simulation, in units of [`Steady::pieces`]: an action of a program costs 40 times as much.
 pub fn pieces(pipeline: &Pipeline, microbatches: u32) -> u64 {
-    40 * work(pipeline, u64::from(minibatches(pipeline, microbatches)) * u64::from(microbatches))
+    40 * work(pipeline, u64::from(minibatches(pipeline, microbatches, WINDOW)) * u64::from(microbatches))
 }
 
 fn work(pipeline: &Pipeline, items: u64) -> u64 {
@@ -69,22 +87,33 @@ fn played(kind: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Timel
     simulate(&program, pipeline, &Machine::of(pipeline))
 }
 
-/// Replicas of each stage in a simulation of equal replicas; two, because one would have no all-reduce.
-const KEPT: u32 = 2;
-
-/// Fewer replicas with the same time per step: with equal replicas, each runs the same micro-batches as the others, on
-/// ports of its own.
-fn with_fewer_replicas(pipeline: &Pipeline, microbatches: u32) -> Option<(Pipeline, u32)> {
+/// One of several equal replicas, with the same time per step: each runs as many micro-batches, on ports of its own.
+fn one_replica(pipeline: &Pipeline, microbatches: u32) -> Option<(Pipeline, u32)> {
     let replicas = pipeline.stages.first()?.replicas;
     let is_equal = pipeline.stages.iter().all(|stage| stage.replicas == replicas);
-    if !is_equal || replicas <= KEPT || !microbatches.is_multiple_of(replicas) {
+    if !is_equal || replicas < 2 || !microbatches.is_multiple_of(replicas) {
         return None;
     }
-    let mut fewer = pipeline.clone();
-    fewer.ports = pipeline.ports.of_first(replicas as usize, KEPT as usize)?;
-    fewer.stages.iter_mut().for_each(|stage| stage.replicas = KEPT);
-    Some((fewer, microbatches / replicas * KEPT))
+    let mut one = pipeline.clone();
+    one.ports = pipeline.ports.of_first(replicas as usize)?;
+    one.stages.iter_mut().for_each(|stage| (stage.replicas, stage.is_one_of_many) = (1, true));
+    Some((one, microbatches / replicas))
 }
+
+/// A simulation that was run, with its result.
+struct Known {
+    kind: Schedule,
+    pipeline: Pipeline,
+    count: StepCount,
+    us: Option<f64>,
+}
+
+/// The last simulations that took long. A search asks for the time of a large plan several times.
+static KNOWN: Mutex<VecDeque<Known>> = Mutex::new(VecDeque::new());
+
+/// Simulations that are kept, and the least work of one.
+const KEPT: usize = 64;
+const LEAST_KEPT: u64 = 2_000;
 
 fn flushed(
     kind: Schedule,
@@ -92,9 +121,27 @@ fn flushed(
     microbatches: u32,
     minibatches: u32,
 ) -> Result<Option<f64>, SimulateError> {
-    if let Some((fewer, microbatches)) = with_fewer_replicas(pipeline, microbatches) {
-        return flushed(kind, &fewer, microbatches, minibatches);
+    if let Some((one, microbatches)) = one_replica(pipeline, microbatches) {
+        return flushed(kind, &one, microbatches, minibatches);
     }
+    let count = StepCount { minibatches, microbatches };
+    if work(pipeline, u64::from(microbatches)) < LEAST_KEPT {
+        return simulated(kind, pipeline, count);
+    }
+    let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_same = |one: &Known| (one.kind, one.count) == (kind, count) && one.pipeline == *pipeline;
+    if let Some(us) = known().iter().find(|one| is_same(one)).map(|one| one.us) {
+        return Ok(us);
+    }
+    let us = simulated(kind, pipeline, count)?;
+    let mut known = known();
+    known.truncate(KEPT - 1);
+    known.push_front(Known { kind, pipeline: pipeline.clone(), count, us });
+    Ok(us)
+}
+
+fn simulated(kind: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Option<f64>, SimulateError> {
+    let StepCount { minibatches, microbatches } = count;
     // A long run is measured after its second minibatch.
     let settled = usize::from(minibatches > SHORT);
     let step = |microbatches: u32| -> Result<f64, SimulateError> {
@@ -105,28 +152,28 @@ fn flushed(
             _ => 0.0,
         })
     };
-    let most = (MOST_WORK / work(pipeline, u64::from(minibatches)).max(1)) as u32;
-    if microbatches <= most {
+    let fits = |microbatches: u64, most: u64| work(pipeline, u64::from(minibatches) * microbatches) <= most;
+    let all = u64::from(microbatches);
+    if fits(all, MOST_WORK) {
         return step(microbatches).map(Some);
     }
     // Steady state repeats after a round of all replicas and, with chunks, after a group of items.
-    let ranks = pipeline.stages.len() as u64 / u64::from(pipeline.chunks().max(1));
+    let chunks = u64::from(pipeline.chunks().max(1));
+    let ranks = pipeline.stages.len() as u64 / chunks;
     let repeat = common_multiple(ranks.max(1), pipeline.rounds());
-    let rest = u64::from(microbatches) % repeat;
-    let (most, depth) =
-        (u64::from(most), 2 * pipeline.stages.iter().map(|stage| u64::from(stage.replicas)).sum::<u64>());
-    let fewer = depth.div_ceil(repeat) * repeat + rest;
-    let more = fewer + most.saturating_sub(fewer) / repeat * repeat;
-    if more <= fewer || more > most {
-        let is_small = work(pipeline, u64::from(minibatches) * u64::from(microbatches)) <= MOST_ALONE;
-        return if is_small { step(microbatches).map(Some) } else { Ok(None) };
+    let depth = 2 * pipeline.stages.iter().map(|stage| u64::from(stage.replicas)).sum::<u64>() / chunks;
+    let fewer = depth.div_ceil(repeat) * repeat + all % repeat;
+    let most = MOST_WORK / work(pipeline, u64::from(minibatches)).max(1);
+    let more = fewer + (most.saturating_sub(fewer) / repeat).max(1) * repeat;
+    if more + fewer >= all || !fits(more, MOST_ALONE / 2) {
+        return if fits(all, MOST_ALONE) { step(microbatches).map(Some) } else { Ok(None) };
     }
     let (low, high) = (step(fewer as u32)?, step(more as u32)?);
-    Ok(Some(high + (high - low) * (u64::from(microbatches) - more) as f64 / (more - fewer) as f64))
+    Ok(Some(high + (high - low) * (all - more) as f64 / (more - fewer) as f64))
 }
 
-fn even(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
-    let count = StepCount { minibatches: minibatches(pipeline, microbatches), microbatches };
+fn even(kind: Schedule, pipeline: &Pipeline, microbatches: u32, window: u64) -> Result<Option<f64>, SimulateError> {
+    let count = StepCount { minibatches: minibatches(pipeline, microbatches, window), microbatches };
     if work(pipeline, u64::from(count.minibatches) * u64::from(microbatches)) > MOST_WORK {
         return Ok(None);
     }
@@ -137,8 +184,8 @@ fn even(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option
 }
 
 /// Minibatches of an unflushed run: half of them fill, an eighth drain.
-fn minibatches(pipeline: &Pipeline, microbatches: u32) -> u32 {
-    let items = (8 * in_flight(pipeline)).max(3 * WINDOW);
+fn minibatches(pipeline: &Pipeline, microbatches: u32, window: u64) -> u32 {
+    let items = (8 * in_flight(pipeline)).max(3 * window);
     items.div_ceil(u64::from(microbatches)).clamp(16, 1 << 20) as u32
 }
 
@@ -151,7 +198,7 @@ mod tests {
     use crate::schedule::pipeline::pipeline_of;
 
     #[test]
-    fn equal_replicas_take_the_time_of_two() {
+    fn equal_replicas_take_the_time_of_one() {
         let levels = levels("4:1GB/s,4:0.5GB/s").unwrap().levels;
         for (schedule, chunks) in [(Schedule::OneFOneB, 1), (Schedule::ZbH1, 1), (Schedule::Interleaved, 2)] {
             let stage = |at: u32| {
@@ -190,16 +237,16 @@ mod tests {
             let edges: Vec<PlannedEdge> = (0..2 * chunks - 1).map(edge).collect();
             let caps = vec![4; stages.len()];
             let whole = pipeline_of(&levels, &stages, &edges, &caps).unwrap();
-            let (fewer, items) = with_fewer_replicas(&whole, 64).unwrap();
-            assert_eq!(items, 16);
+            let (one, items) = one_replica(&whole, 64).unwrap();
+            assert_eq!(items, 8);
             let ends = |pipeline: &Pipeline, microbatches| {
                 let count = StepCount { minibatches: FLUSHED, microbatches };
                 played(schedule, pipeline, count).unwrap().ends(microbatches)
             };
-            for (left, right) in ends(&whole, 64).iter().zip(ends(&fewer, 16)) {
+            for (left, right) in ends(&whole, 64).iter().zip(ends(&one, 8)) {
                 assert!((left / right - 1.0).abs() < 1e-9, "{schedule:?}: {left} {right}");
             }
-            assert!(with_fewer_replicas(&whole, 60).is_none(), "60 micro-batches on 8 replicas");
+            assert!(one_replica(&whole, 60).is_none(), "60 micro-batches on 8 replicas");
         }
     }
 

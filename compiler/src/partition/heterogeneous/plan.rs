@@ -116,9 +116,17 @@ pub fn plan(
         return Err(search.refused.unwrap_or(PlanError::Unsound(vec![PlanFault::NoStages])));
     };
     let mut planned = search.planned(problem, answer, at)?;
+    let flushes = problem.schedule.flushes();
+    if flushes && options.partitioner == Partitioner::Pipec {
+        // The closed form prefers orders that the simulation does not.
+        search.add(&units.starts());
+    }
     for other in search.promising(&planned.plan, at) {
         let known_us = planned.plan.predicted.minibatch_us;
-        let among = SearchLimits { known_us, orders: MOST_CLOSELY as u32, ..SearchLimits::ALONE };
+        let among = match flushes {
+            true => SearchLimits::ALONE,
+            false => SearchLimits { known_us, orders: MOST_CLOSELY as u32, ..SearchLimits::ALONE },
+        };
         let Ok(answer) = run_along_order(question, options, &search.asked[other].order, among) else { continue };
         let mut next = search.planned(problem, answer, other)?;
         if next.plan.predicted.minibatch_us < known_us {
@@ -238,8 +246,15 @@ impl Search<'_> {
     /// Other orders that may be faster than the simulated time of this plan, most promising first.
     fn promising(&self, plan: &Plan, at: usize) -> Vec<usize> {
         let known_us = plan.predicted.minibatch_us;
-        if self.options.partitioner != Partitioner::Pipec || plan.predicted.by_equations_us() >= ENOUGH * known_us {
+        let flushes = self.question.problem.schedule.flushes();
+        let is_simulated = self.options.partitioner == Partitioner::Pipec && self.options.efficiency.is_some();
+        if !is_simulated || (!flushes && plan.predicted.by_equations_us() >= ENOUGH * known_us) {
             return Vec::new();
+        }
+        if flushes {
+            let starts = self.units.starts().into_iter().map(|sequence| self.units.order(&sequence).device);
+            let of = |devices: Vec<u32>| self.asked.iter().position(|asked| asked.order.device == devices);
+            return starts.filter_map(of).filter(|other| *other != at).take(MOST_CLOSELY).collect();
         }
         let mut others: Vec<usize> = (0..self.asked.len()).collect();
         others.retain(|&other| other != at && self.asked[other].bound_us < known_us);

@@ -10,7 +10,7 @@ use crate::plan::in_flight;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{Problem, Recomputation};
 use crate::plan::tied;
-use crate::plan::{Edge, Stage, StageId};
+use crate::plan::{Edge, RecomputedOps, Stage, StageId};
 use crate::profile::cost_graph::ParamCost;
 use crate::schedule::pipeline::{generated, pipeline_of};
 use crate::simulate::step_time;
@@ -103,6 +103,8 @@ impl<'a> Evaluator<'a> {
         if us > most_us {
             return None;
         }
+        // The fraction of each stage that is recomputed in the end: no more than it needs to fit.
+        let mut recomputed = vec![if full { 1.0 } else { 0.0 }; spots.len()];
         let mut is_slower = false;
         let mut memory = Vec::with_capacity(spots.len());
         for (at, multiples) in self.multiples(wanted, &caps).into_iter().enumerate() {
@@ -114,17 +116,23 @@ impl<'a> Evaluator<'a> {
             if memory[at].total <= limit {
                 continue;
             }
-            memory[at] = held(true);
+            let plain = std::mem::replace(&mut memory[at], held(true)).total;
             if problem.recomputation() != Recomputation::Auto || memory[at].total > limit {
                 return None;
             }
             spots[at].recompute = Recompute::All;
+            recomputed[at] = (plain - limit) as f64 / (plain - memory[at].total) as f64;
             is_slower = true;
         }
         let estimate_us = if is_slower { self.estimate_us(wanted, &spots, &caps, &edges) } else { us };
         let stages = (0..spots.len()).map(|at| {
             let placed = self.placed(wanted, &spots, at);
-            let stage = self.costs_of(wanted, at, spots[at].recompute).stage(problem, &placed);
+            let mut stage = self.costs_of(wanted, at, spots[at].recompute).stage(problem, &placed);
+            let fwd_us = recomputed[at] * stage.recompute_us();
+            if stage.recompute && recomputed[at] < 1.0 {
+                stage.bwd_us -= stage.recompute_us() - fwd_us;
+                stage.recomputed = Some(RecomputedOps { ops: 0, layers: None, fwd_us });
+            }
             Stage { id: StageId(at as u32), memory: memory[at], ..stage }
         });
         let mut stages: Vec<Stage> = stages.collect();
@@ -132,16 +140,15 @@ impl<'a> Evaluator<'a> {
         Some(Evaluated { spots, caps, estimate_us, stages, edges })
     }
 
-    /// The time of a minibatch in microseconds under a schedule with a flush, by a short simulation; the closed form if it
-    /// cannot be simulated.
-    pub fn simulated_us(&self, evaluated: &Evaluated) -> f64 {
+    /// The time of a minibatch in microseconds by a short simulation, and the work of it; the closed form if it cannot be
+    /// simulated.
+    pub fn simulated_us(&self, evaluated: &Evaluated) -> (f64, u64) {
         let Evaluated { caps, estimate_us, stages, edges, .. } = evaluated;
-        let pipeline = pipeline_of(&self.problem.cluster.levels, stages, edges, caps).ok();
-        let kind = generated(self.problem.schedule).ok();
-        let us = pipeline.zip(kind).and_then(|(pipeline, kind)| {
-            step_time::short_step_us(kind, &pipeline, self.problem.microbatches).ok().flatten()
-        });
-        us.unwrap_or(*estimate_us)
+        let microbatches = self.problem.microbatches;
+        let pipeline = pipeline_of(&self.problem.cluster.levels, stages, edges, caps);
+        let (Ok(pipeline), Ok(kind)) = (pipeline, generated(self.problem.schedule)) else { return (*estimate_us, 0) };
+        let us = step_time::short_step_us(kind, &pipeline, microbatches).ok().flatten();
+        (us.unwrap_or(*estimate_us), step_time::short_work(kind, &pipeline, microbatches))
     }
 
     /// The ops of a stage, sorted.
@@ -155,6 +162,7 @@ impl<'a> Evaluator<'a> {
         let rule = build_plan::caps(self.problem, &stages.replicas);
         let raised = |((cap, more), replicas): ((u32, &u32), &u32)| match more {
             0 => cap,
+            more if self.problem.schedule.is_continuous() => cap + more,
             more => (cap + more).min(self.problem.microbatches.div_ceil(*replicas).max(cap)),
         };
         rule.into_iter().zip(&stages.more).zip(&stages.replicas).map(raised).collect()

@@ -9,6 +9,7 @@
 //! | cut | a stage ends 1, 2, 4, 8 … ops earlier or later |
 //! | device | from one stage to another, to an idle place, or from it |
 //! | merge, split | two neighbours become one stage, or one becomes two |
+//! | swap | of unequal devices, two stages exchange theirs |
 //! | turn | on several levels, another stage gets the first device, and the rest follow around the cluster |
 //! | limit | one micro-batch more in flight, at one stage or at all |
 //!
@@ -24,7 +25,7 @@ use crate::partition::search::linear_order;
 use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::result::PlanCandidate;
 use crate::partition::search::select::plays;
-use crate::partition::search::simulate_candidate::{Played, played};
+use crate::partition::search::simulate_candidate::Played;
 use crate::partition::search::starts::{Layout, Order, Starts};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
@@ -34,15 +35,15 @@ use std::collections::{HashMap, HashSet};
 /// forms.
 const WORK: u64 = 600_000;
 
+/// An item without a flush costs several times as much.
+const TIMES_WITHOUT_FLUSH: u64 = 3;
+
 /// Work of a closed form, per stage.
 const ESTIMATE: u64 = 2;
 
 /// Work of the last climb, from the best plan, and of the choice of lower in-flight limits.
 const WORK_OF_LAST: u64 = 200_000;
 const WORK_OF_LIMITS: u64 = 50_000;
-
-/// Work of one simulation without a flush, which chooses in-flight limits as well.
-const WORK_OF_STEADY: u64 = 100_000;
 
 /// Plans from which the climb starts, after the starts were simulated with a part of the work.
 const CLIMBED: usize = 6;
@@ -51,8 +52,9 @@ const PART_OF_STARTS: u64 = 3;
 /// Starts with the same replicas, along different orders.
 const ALIKE_STARTS: usize = 2;
 
-/// More micro-batches in flight with which starts are simulated; a minibatch is the limit.
+/// More micro-batches in flight with which starts are simulated. With a flush, a minibatch is the limit.
 const MORE: [u32; 4] = [0, 2, 5, u32::MAX];
+const MOST_WITHOUT_FLUSH: u32 = 6;
 
 /// A move is taken if the time falls below this fraction.
 const FASTER: f64 = 0.9995;
@@ -95,6 +97,8 @@ struct Climb<'a> {
     freedom: Freedom,
     orders: &'a [Order],
     evaluators: Vec<Evaluator<'a>>,
+    /// The work is divided by this number.
+    part: u64,
     work: u64,
     seen: HashSet<Layout>,
     best_us: f64,
@@ -102,14 +106,15 @@ struct Climb<'a> {
     states: u64,
 }
 
-/// The best plan found from these, the best first, and the number of plans that were simulated. `None` if nothing may be
-/// changed, or nothing is better.
+/// The best plan found from these, the best first, and the number of plans that were simulated, with one `part`-th of the
+/// work. `None` if nothing may be changed, or nothing is better.
 pub fn improve(
     original: &Problem,
     context: &SearchContext<'_>,
     options: &PlannerOptions<'_>,
     best: &Simulated,
     others: &[PlanCandidate],
+    part: u64,
 ) -> (Option<Simulated>, u64) {
     let problem = context.problem;
     let constraints = &problem.constraints;
@@ -124,10 +129,7 @@ pub fn improve(
             && !problem.cluster.is_mixed()
             && !constraints.no_replication
             && !constraints.has_equal_replicas(),
-        limits: problem.schedule.flushes()
-            && problem.schedule.takes_caps()
-            && problem.in_flight == InFlight::Auto
-            && constraints.target.is_none(),
+        limits: problem.schedule.takes_caps() && problem.in_flight == InFlight::Auto && constraints.target.is_none(),
     };
     let mut starts = Starts::new(context);
     let first = starts.layout_of(&best.candidate);
@@ -151,7 +153,8 @@ pub fn improve(
         freedom,
         orders: &orders,
         evaluators: evaluators.collect(),
-        work: WORK,
+        part,
+        work: WORK / part,
         seen: HashSet::new(),
         best_us: f64::INFINITY,
         kept: Vec::new(),
@@ -171,9 +174,10 @@ impl Climb<'_> {
             *count += 1;
             *count <= ALIKE_STARTS
         });
-        self.work = WORK;
-        // With a flush, plans are compared by short simulations.
-        let short_us = if self.problem.schedule.flushes() { self.try_layout(&first) } else { None };
+        self.work = WORK / self.part;
+        let starts_end = self.work - self.work / PART_OF_STARTS;
+        // Plans are compared by short simulations.
+        let short_us = self.try_layout(&first);
         let us = short_us.unwrap_or(best.played.minibatch_us);
         let mut climbed = vec![(us, first.clone())];
         if short_us.is_none() {
@@ -182,7 +186,7 @@ impl Climb<'_> {
             self.keep(Kept { layout: first.clone(), us, spots, caps });
         }
         for (_, layout) in starts {
-            if self.work < WORK - WORK / PART_OF_STARTS {
+            if self.work < starts_end {
                 break;
             }
             climbed.extend(self.try_with_limits(&layout));
@@ -198,13 +202,13 @@ impl Climb<'_> {
             self.work += left;
         }
         // The best one is climbed to the end.
-        self.work += WORK_OF_LAST;
+        self.work += WORK_OF_LAST / self.part;
         if let Some(best) = self.kept.iter().min_by(|left, right| left.us.total_cmp(&right.us)).cloned() {
             self.climb(best.us, best.layout);
         }
         let mut simplest = self.simplest()?;
-        if self.freedom.limits {
-            self.work += WORK_OF_LIMITS;
+        if self.freedom.limits && self.problem.schedule.flushes() {
+            self.work += WORK_OF_LIMITS / self.part;
             self.lower_limits(simplest.layout.clone());
             simplest = self.simplest().unwrap_or(simplest);
         }
@@ -215,7 +219,7 @@ impl Climb<'_> {
     /// The layout after all moves of cuts that are faster by the closed form, if no limit on items in flight binds.
     fn settled(&mut self, layout: Layout) -> (f64, Layout) {
         let is_one_stage = layout.stages.replicas.len() == 1;
-        let more = if self.freedom.limits { self.problem.microbatches } else { 0 };
+        let more = if self.freedom.limits { self.most_more() } else { 0 };
         let of = |stages: Stages| Stages { more: vec![more; stages.replicas.len()], ..stages };
         let mut best = Layout { stages: of(layout.stages.clone()), ..layout };
         let mut best_us = self.estimate_us(&best);
@@ -236,6 +240,11 @@ impl Climb<'_> {
         (best_us, best)
     }
 
+    /// The most micro-batches in flight beyond the schedule's rule.
+    fn most_more(&self) -> u32 {
+        if self.problem.schedule.flushes() { self.problem.microbatches } else { MOST_WITHOUT_FLUSH }
+    }
+
     fn estimate_us(&mut self, layout: &Layout) -> f64 {
         let stages = layout.stages.replicas.len() as u64;
         self.work = self.work.saturating_sub(ESTIMATE * stages);
@@ -249,7 +258,7 @@ impl Climb<'_> {
         let mut best: Option<(f64, Layout)> = None;
         for &more in choices {
             // The last stage never waits for a backward.
-            let more = more.min(self.problem.microbatches);
+            let more = more.min(self.most_more());
             let more = (0..count).map(|at| if at + 1 < count { more } else { 0 }).collect();
             let layout = Layout { stages: Stages { more, ..layout.stages.clone() }, ..*layout };
             let Some(us) = self.try_layout(&layout) else { continue };
@@ -310,17 +319,10 @@ impl Climb<'_> {
         let most = if problem.schedule.flushes() { HOPELESS } else { FASTER };
         let evaluated = evaluator.evaluate(&layout.stages, most * self.best_us)?;
         self.states += 1;
-        let (us, caps) = if problem.schedule.flushes() {
-            let items = u64::from(problem.microbatches) * 2 * evaluated.caps.len() as u64;
-            self.work = self.work.saturating_sub(items.min(60_000));
-            (evaluator.simulated_us(&evaluated), evaluated.caps)
-        } else {
-            self.work = self.work.saturating_sub(WORK_OF_STEADY);
-            let shape = self.shape(layout);
-            let us = evaluated.estimate_us;
-            let played = played(problem, &shape, &evaluated.spots, &evaluated.caps, us, self.options.efficiency);
-            (played.minibatch_us, played.caps)
-        };
+        let (us, work) = evaluator.simulated_us(&evaluated);
+        let times = if problem.schedule.flushes() { 1 } else { TIMES_WITHOUT_FLUSH };
+        self.work = self.work.saturating_sub(times * work);
+        let caps = evaluated.caps;
         self.keep(Kept { layout: layout.clone(), us, spots: evaluated.spots, caps });
         Some(us)
     }
@@ -371,9 +373,12 @@ impl Climb<'_> {
     fn moves(&self, layout: &Layout) -> Vec<Stages> {
         let mut moves = Vec::new();
         if self.freedom.limits {
-            limit_moves(&layout.stages, &mut moves);
+            limit_moves(&layout.stages, self.most_more(), &mut moves);
         }
         self.cut_moves(layout, &mut moves);
+        if self.problem.cluster.is_mixed() {
+            swap_moves(&layout.stages, &mut moves);
+        }
         if self.freedom.replicas {
             self.device_moves(layout, &mut moves);
             self.stage_moves(layout, &mut moves);
@@ -479,16 +484,7 @@ impl Climb<'_> {
             return;
         }
         let devices = cluster.devices();
-        let mut first = 0;
-        let firsts: Vec<u32> = layout
-            .stages
-            .replicas
-            .iter()
-            .map(|replicas| {
-                first += replicas;
-                first - replicas
-            })
-            .collect();
+        let firsts = side_by_side(&layout.stages);
         for &start in &firsts {
             let turned: Vec<u32> = firsts.iter().map(|first| (first + devices - start) % devices).collect();
             let firsts = (start > 0).then_some(turned);
@@ -518,10 +514,35 @@ impl Climb<'_> {
     }
 }
 
+/// The first device of each stage, if they are side by side.
+fn side_by_side(stages: &Stages) -> Vec<u32> {
+    let next = |first: &mut u32, replicas: &u32| {
+        *first += replicas;
+        Some(*first - replicas)
+    };
+    stages.replicas.iter().scan(0, next).collect()
+}
+
+/// Two stages of equally many replicas exchange their devices.
+fn swap_moves(stages: &Stages, moves: &mut Vec<Stages>) {
+    let firsts = stages.firsts.clone().unwrap_or_else(|| side_by_side(stages));
+    for one in 0..firsts.len() {
+        for other in (0..one).filter(|other| stages.replicas[*other] == stages.replicas[one]) {
+            let mut firsts = firsts.clone();
+            firsts.swap(one, other);
+            moves.push(Stages { firsts: Some(firsts), ..stages.clone() });
+        }
+    }
+}
+
 /// One micro-batch more in flight, at one stage or at all.
-fn limit_moves(stages: &Stages, moves: &mut Vec<Stages>) {
+fn limit_moves(stages: &Stages, most: u32, moves: &mut Vec<Stages>) {
     let count = stages.more.len();
-    let mut push = |more: Vec<u32>| moves.push(Stages { more, ..stages.clone() });
+    let mut push = |more: Vec<u32>| {
+        if more.iter().all(|more| *more <= most) {
+            moves.push(Stages { more, ..stages.clone() });
+        }
+    };
     if count < 2 {
         return;
     }

@@ -112,8 +112,13 @@ impl PlacementQuery<'_> {
 
     /// Number of devices after a stage, if all replicas are given and no device stays unused in between.
     pub fn rest(&self, stage: usize) -> Option<u32> {
-        let later = self.rules.replicas.as_ref().filter(|_| self.levels.len() == 1)?.get(stage + 1..)?;
-        Some(later.iter().fold(0u32, |sum, &replicas| sum.saturating_add(replicas)))
+        let given = self.rules.replicas.as_ref().filter(|_| self.levels.len() == 1 || self.uses_all_devices())?;
+        Some(sum_of(given.get(stage + 1..)?))
+    }
+
+    /// True if the given replicas take all devices.
+    pub fn uses_all_devices(&self) -> bool {
+        self.rules.replicas.as_ref().is_some_and(|given| sum_of(given) == self.devices)
     }
 
     /// Index of the stage at a table layer (layers count from the end), if the number of stages is fixed.
@@ -198,4 +203,8 @@ impl PlacementQuery<'_> {
         };
         run.holdings.held(&multiples).total
     }
+}
+
+fn sum_of(replicas: &[u32]) -> u32 {
+    replicas.iter().fold(0, |sum, &replicas| sum.saturating_add(replicas))
 }

@@ -121,8 +121,7 @@ pub fn with_less_recompute(
     options: &PlannerOptions<'_>,
 ) -> (PlanCandidate, Played) {
     chosen.shape = question.joined.spread(&chosen.shape);
-    let may = problem.recomputation() == Recomputation::Auto && problem.objective == Objective::Throughput;
-    if !may || options.efficiency.is_none() {
+    if !recomputes_less(problem, options) {
         return (chosen, played);
     }
     let known_us = played.minibatch_us;
@@ -252,13 +251,30 @@ pub fn baselines(problem: &Problem, options: &PlannerOptions<'_>, plan_us: f64) 
     baseline_times(&all)
 }
 
-/// Simulates a candidate over fused ops with the ops of `problem`, whose gradients are complete earlier.
+/// Simulates a candidate over fused ops with the ops of `problem`, whose gradients are complete earlier. It recomputes no
+/// more of these ops than it needs to fit.
 pub fn plays(
     problem: &Problem,
     question: &SearchContext<'_>,
     candidate: &PlanCandidate,
     options: &PlannerOptions<'_>,
 ) -> Played {
-    let PlanCandidate { shape, spots, caps, minibatch_us, .. } = candidate;
-    played(problem, &question.joined.spread(shape), spots, caps, *minibatch_us, options.efficiency)
+    let PlanCandidate { shape, spots, caps, pending_weight_grads, minibatch_us, .. } = candidate;
+    let shape = question.joined.spread(shape);
+    let may = recomputes_less(problem, options);
+    let fewer = may.then(|| partial_recompute::reduced(problem, &shape, spots, (caps, pending_weight_grads))).flatten();
+    match fewer {
+        Some(fewer) => {
+            let us = build_plan::minibatch_us(problem, &shape, &fewer, caps);
+            played(problem, &shape, &fewer, caps, us, options.efficiency)
+        }
+        None => played(problem, &shape, spots, caps, *minibatch_us, options.efficiency),
+    }
+}
+
+/// True if stages recompute no more ops than they need to fit.
+fn recomputes_less(problem: &Problem, options: &PlannerOptions<'_>) -> bool {
+    problem.recomputation() == Recomputation::Auto
+        && problem.objective == Objective::Throughput
+        && options.efficiency.is_some()
 }

@@ -150,8 +150,7 @@ pub fn played(
     played
 }
 
-/// The time of a minibatch in microseconds under a schedule with a flush, by a short simulation. `None` if it cannot be
-/// simulated.
+/// The time of a minibatch in microseconds by a short simulation. `None` if it cannot be simulated.
 pub fn short_us(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Option<f64> {
     let pipeline = pipeline(problem, shape, spots, caps)?;
     step_time::short_step_us(program(problem, &pipeline)?, &pipeline, problem.microbatches).ok().flatten()

@@ -40,16 +40,22 @@ pub struct Table {
     width: usize,
     /// True if there is one layer per number of stages.
     pub layered: bool,
+    /// The only number of devices of each layer, if the stages use all devices in given numbers.
+    only: Option<Vec<u32>>,
 }
 
 impl Table {
     fn at(&self, layer: usize, set: usize, w: usize) -> usize {
+        let w = if self.only.is_some() { 0 } else { w };
         (if self.layered { layer * self.sets + set } else { set }) * self.width + w
     }
 
     /// The smallest value from a set to the end on `w` devices.
     pub fn value(&self, layer: usize, set: usize, w: usize) -> f64 {
-        self.entries[self.at(layer, set, w)].value
+        match &self.only {
+            Some(only) if only[layer] as usize != w => f64::INFINITY,
+            _ => self.entries[self.at(layer, set, w)].value,
+        }
     }
 }
 
@@ -57,12 +63,19 @@ impl PlacementQuery<'_> {
     /// Fills a table; omits stages busier than `limit`. `loads` are those of this query, for the measure.
     pub fn table(&self, measure: Measure, limit: f64, loads: &mut StageLoads<'_>) -> Table {
         let (sets, devices) = (self.places.len(), self.devices as usize);
-        let (whole, width) = (sets - 1, devices + 1);
         let layers = self.layers();
+        let only = self.rules.replicas.as_ref().filter(|_| self.uses_all_devices()).map(|given| {
+            let mut sums = vec![0];
+            given.iter().rev().for_each(|replicas| sums.push(sums[sums.len() - 1] + replicas));
+            sums
+        });
+        let (whole, width) = (sets - 1, if only.is_some() { 1 } else { devices + 1 });
         let none = Entry { value: f64::INFINITY, to: 0, replicas: 0 };
         let count = layers.map_or(1, |layers| layers + 1);
-        let mut table = Table { entries: vec![none; count * sets * width], sets, width, layered: layers.is_some() };
-        for unused in 0..=self.unused_after() {
+        let entries = vec![none; count * sets * width];
+        let mut table = Table { entries, sets, width, layered: layers.is_some(), only };
+        let unused = if table.only.is_some() { 0 } else { self.unused_after() };
+        for unused in 0..=unused {
             let at = table.at(0, whole, unused as usize);
             table.entries[at].value = 0.0;
         }
@@ -158,6 +171,9 @@ impl PlacementQuery<'_> {
     /// Allows a range to begin at a unit boundary and leave the last devices of the unit before it unused.
     fn leave_units_free(&self, table: &mut Table, layer: usize, set: usize) {
         let [inner, _, ..] = self.levels else { return };
+        if table.only.is_some() {
+            return;
+        }
         let unit = inner.count.max(1) as usize;
         for w in (unit..table.width).filter(|w| w % unit != 0) {
             let border = w - w % unit;
