@@ -14,7 +14,7 @@
 mod attempts;
 mod variants;
 
-use crate::costs::COSTS;
+use crate::costs::{COSTS, Costs};
 use crate::error::Error;
 use crate::events::{Event, EventSink};
 use crate::plan::configuration_search::attempts::{Attempt, Task};
@@ -43,6 +43,7 @@ use compiler::plan::zero::MOST;
 use compiler::plan::{Baselines, Plan};
 use compiler::text::quantity;
 use serde_json::json;
+use std::collections::HashMap;
 use std::ops::RangeInclusive;
 use std::sync::OnceLock;
 
@@ -94,6 +95,8 @@ struct Search<'a> {
     zero: RangeInclusive<u32>,
     /// Ascending.
     sizes: Vec<Size>,
+    /// The costs of sizes that were computed.
+    costs: HashMap<u64, Costs>,
     /// Tensor-parallel degrees with layouts of weights.
     groups: Vec<(u32, GroupLayout)>,
     variants: Vec<Variant>,
@@ -138,6 +141,7 @@ pub fn plan(
         schedules,
         zero,
         sizes: Vec::new(),
+        costs: HashMap::new(),
         groups: Vec::new(),
         variants: Vec::new(),
         least_alone_us: OnceLock::new(),
@@ -416,7 +420,9 @@ impl Search<'_> {
         let is_single = plan.stages.iter().all(|stage| stage.degree() == 1);
         let is_in_pieces = |one: &&Variant| is_single && one.whole.graph.ops.len() > MOST_OPS;
         let Some(variant) = self.variants.iter().find(is_own).filter(is_in_pieces) else { return Ok(result) };
-        let problem = Problem { graph: source.at(variant.micro_batch)?.graph, ..variant.whole.clone() };
+        let costs = self.costs.get(&variant.micro_batch).cloned();
+        let costs = costs.map_or_else(|| source.at(variant.micro_batch), Ok)?;
+        let problem = Problem { graph: costs.graph, ..variant.whole.clone() };
         let fail = |faults| describe(&self.request.model, PlanError::Unsound(faults), plan.schedule.kind);
         let checked = verify::evaluate(&problem, plan).map_err(fail)?;
         plan.stages.iter_mut().zip(checked.memory).for_each(|(stage, memory)| stage.memory = memory);

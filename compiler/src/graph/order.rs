@@ -6,20 +6,22 @@
 use super::Graph;
 use crate::op::{NodeId, Op};
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, HashSet};
+use std::collections::{BinaryHeap, HashSet};
 
 /// All nodes in canonical topological order. Nodes on or after a cycle are missing; [`super::verify`] reports cycles.
 pub fn canonical(graph: &Graph) -> Vec<NodeId> {
-    let mut missing_inputs: HashMap<NodeId, usize> =
-        graph.ids().map(|id| (id, distinct_producers(graph, id))).collect();
+    let ids: Vec<NodeId> = graph.ids().collect();
+    let most = ids.iter().map(|id| id.0 as usize + 1).max().unwrap_or(0);
+    let mut missing_inputs = vec![0; most];
+    ids.iter().for_each(|id| missing_inputs[id.0 as usize] = distinct_producers(graph, *id));
     let key = |id: NodeId| Reverse((graph.op_of(id), id));
-    let mut ready: BinaryHeap<Reverse<(NodeId, NodeId)>> =
-        missing_inputs.iter().filter(|(_, n)| **n == 0).map(|(id, _)| key(*id)).collect();
+    let is_ready = |id: &&NodeId| missing_inputs[id.0 as usize] == 0;
+    let mut ready: BinaryHeap<Reverse<(NodeId, NodeId)>> = ids.iter().filter(is_ready).map(|id| key(*id)).collect();
     let mut order = Vec::with_capacity(graph.len());
     while let Some(Reverse((_, id))) = ready.pop() {
         order.push(id);
         for next in graph.successors(id) {
-            let count = missing_inputs.get_mut(&next).expect("successors are nodes of the graph");
+            let count: &mut usize = &mut missing_inputs[next.0 as usize];
             *count -= 1;
             if *count == 0 {
                 ready.push(key(next));

@@ -39,6 +39,7 @@ use crate::plan::{StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId, TensorCost};
 use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
+use std::collections::BTreeSet;
 
 /// Unmultiplied memory sizes of a set of ops, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -78,6 +79,16 @@ pub struct MemoryTerms {
 
 /// What recomputing `ops` of the stage `inside` frees and keeps.
 pub fn recomputed(graph: &CostGraph, costs: &RecomputeCosts, inside: &[bool], ops: &[u32]) -> RecomputeTerms {
+    recomputed_of(graph, costs, inside, ops, &Touched::of(graph).tensors)
+}
+
+fn recomputed_of(
+    graph: &CostGraph,
+    costs: &RecomputeCosts,
+    inside: &[bool],
+    ops: &[u32],
+    tensors: &[usize],
+) -> RecomputeTerms {
     let mut terms = RecomputeTerms::default();
     let mut is_recomputed = vec![false; inside.len()];
     for &op in ops {
@@ -89,7 +100,7 @@ pub fn recomputed(graph: &CostGraph, costs: &RecomputeCosts, inside: &[bool], op
             && is_recomputed[tensor.producer.index()]
             && tensor.consumers.iter().any(|op| !inside[op.index()])
     };
-    let outputs = graph.tensors.iter().enumerate().filter(stays).map(|(_, tensor)| tensor.bytes);
+    let outputs = tensors.iter().map(|&at| (at, &graph.tensors[at])).filter(stays).map(|(_, tensor)| tensor.bytes);
     terms.outputs = outputs.fold(0, u64::saturating_add);
     terms
 }
@@ -135,16 +146,60 @@ impl MemoryMultipliers {
     }
 }
 
+/// The ops of a set, and the parameters and tensors that they use or make, all ascending.
+#[derive(Clone, Debug, Default)]
+pub struct Touched {
+    pub ops: Vec<u32>,
+    params: Vec<usize>,
+    tensors: Vec<usize>,
+}
+
+impl Touched {
+    fn of(graph: &CostGraph) -> Touched {
+        let ops = (0..graph.ops.len() as u32).collect();
+        Touched { ops, params: (0..graph.params.len()).collect(), tensors: (0..graph.tensors.len()).collect() }
+    }
+
+    /// Those of each stage; `stage_of` has the stage of every op.
+    pub fn by_stage(graph: &CostGraph, stage_of: &[u32], stages: usize) -> Vec<Touched> {
+        let mut all = vec![Touched::default(); stages];
+        let distinct =
+            |ops: &mut dyn Iterator<Item = &OpId>| -> BTreeSet<u32> { ops.map(|op| stage_of[op.index()]).collect() };
+        (0u32..).zip(stage_of).for_each(|(op, stage)| all[*stage as usize].ops.push(op));
+        for (at, param) in graph.params.iter().enumerate() {
+            distinct(&mut param.users.iter()).into_iter().for_each(|stage| all[stage as usize].params.push(at));
+        }
+        for (at, tensor) in graph.tensors.iter().enumerate() {
+            let ends = &mut tensor.consumers.iter().chain([&tensor.producer]);
+            distinct(ends).into_iter().for_each(|stage| all[stage as usize].tensors.push(at));
+        }
+        all
+    }
+}
+
 impl MemoryTerms {
     /// Sums the terms of the ops for which `inside` is true. `flows` and `recompute` must belong to the graph.
     pub fn of(
         graph: &CostGraph,
-        (flows, recompute): (&Flows, &RecomputeCosts),
+        costs: (&Flows, &RecomputeCosts),
         inside: &[bool],
         passing: &GradientBuffers,
     ) -> MemoryTerms {
+        let needs = [graph.largest_bytes(), graph.needed_bytes()];
+        MemoryTerms::of_touched(graph, costs, inside, passing, (&Touched::of(graph), &needs))
+    }
+
+    /// The same, with what these ops touch, and the largest and the needed bytes of all ops.
+    pub fn of_touched(
+        graph: &CostGraph,
+        (flows, recompute): (&Flows, &RecomputeCosts),
+        inside: &[bool],
+        passing: &GradientBuffers,
+        (touched, needs): (&Touched, &[Vec<u64>; 2]),
+    ) -> MemoryTerms {
         let mut holdings = MemoryTerms::default();
-        for param in &graph.params {
+        let own = || touched.ops.iter().map(|op| *op as usize).filter(|op| inside[*op]);
+        for param in touched.params.iter().map(|at| &graph.params[*at]) {
             let users = param.users.iter().filter(|op| inside[op.index()]).count() as u64;
             if users > 0 {
                 holdings.weights += param.bytes;
@@ -154,12 +209,9 @@ impl MemoryTerms {
                 holdings.shared += if users < param.users.len() as u64 { param.sum_bytes } else { 0 };
             }
         }
-        let most = |bytes: Vec<u64>| {
-            let own = bytes.into_iter().zip(inside).filter(|(_, is_inside)| **is_inside);
-            own.map(|(bytes, _)| bytes).max().unwrap_or(0)
-        };
-        (holdings.largest, holdings.needed) = (most(graph.largest_bytes()), most(graph.needed_bytes()));
-        for (at, tensor) in graph.tensors.iter().enumerate() {
+        let most = |bytes: &[u64]| own().map(|op| bytes[op]).max().unwrap_or(0);
+        (holdings.largest, holdings.needed) = (most(&needs[0]), most(&needs[1]));
+        for (at, tensor) in touched.tensors.iter().map(|at| (*at, &graph.tensors[*at])) {
             let (mut is_read_inside, mut is_read_outside) = (false, false);
             for op in &tensor.consumers {
                 let place = if inside[op.index()] { &mut is_read_inside } else { &mut is_read_outside };
@@ -177,12 +229,12 @@ impl MemoryTerms {
         let mut forward_us = 0.0;
         let mut is_handed_on = vec![false; graph.ops.len()];
         let mut is_read = vec![false; graph.ops.len()];
-        for tensor in &graph.tensors {
+        for tensor in touched.tensors.iter().map(|at| &graph.tensors[*at]) {
             let reads = |op: &OpId| inside[op.index()];
             is_read[tensor.producer.index()] |= tensor.consumers.iter().any(reads);
             is_handed_on[tensor.producer.index()] |= !tensor.consumers.is_empty();
         }
-        for (at, op) in graph.ops.iter().enumerate().filter(|(at, _)| inside[*at]) {
+        for (at, op) in own().map(|at| (at, &graph.ops[at])) {
             holdings.saved += op.kept_bytes();
             holdings.halves += op.between_bytes;
             if is_read[at] || !is_handed_on[at] {
@@ -193,8 +245,8 @@ impl MemoryTerms {
             forward_us += op.fwd_us;
             holdings.batched_grads += op.batched_grad_bytes;
         }
-        let ops: Vec<u32> = (0u32..).zip(inside).filter(|(_, is_inside)| **is_inside).map(|(op, _)| op).collect();
-        holdings.recompute = recomputed(graph, recompute, inside, &ops);
+        let ops: Vec<u32> = own().map(|op| op as u32).collect();
+        holdings.recompute = recomputed_of(graph, recompute, inside, &ops, &touched.tensors);
         holdings.passed = passing.bytes(holdings.inputs, forward_us);
         holdings
     }

@@ -14,7 +14,7 @@ use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
 use crate::plan::variant::{MOST_OPS, SizedCosts, Variant, count, sizes};
 use compiler::partition::bounds::flush_bound::FlushBound;
 use compiler::plan::problem::Target;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 
 /// Sizes whose variants are made at the same time.
 const AT_ONCE: usize = 4;
@@ -85,11 +85,17 @@ impl Search<'_> {
         let is_alone = !matches!(self.tensor_parallel(), TensorParallel::Degree(_));
         let (mut failure, mut is_slower): (Option<Error>, bool) = (None, false);
         self.total = all.len() as u64;
-        for few in all.chunks(AT_ONCE) {
+        let mut rest = &all[..];
+        while !rest.is_empty() {
             // Any plan is better than none.
             if self.events.stops() && self.has_layouts() {
                 break;
             }
+            if (is_slower || !is_alone) && self.add_rest(source, rest) {
+                break;
+            }
+            let (few, later) = rest.split_at(AT_ONCE.min(rest.len()));
+            rest = later;
             let (request, schedules, zero) = (self.request, &self.schedules, &self.zero);
             let is_made = is_alone && !is_slower;
             let made = in_parallel(few, |size| {
@@ -116,6 +122,7 @@ impl Search<'_> {
                     }
                     self.groups = self.degrees(&costs)?;
                 }
+                self.costs.insert(size.micro_batch, costs);
                 self.sizes.push(size);
                 let latest_us = variant.as_ref().map_or(f64::INFINITY, Variant::least_us);
                 self.best_us = self.best_us.min(latest_us);
@@ -128,6 +135,20 @@ impl Search<'_> {
             Some(failure) if self.sizes.is_empty() => Err(failure),
             _ => Ok(()),
         }
+    }
+
+    /// Adds the last sizes without variants: the bounds of all follow from the costs of the largest. False if it has none.
+    fn add_rest(&mut self, source: &dyn SizedCosts, rest: &[u64]) -> bool {
+        let Some((&largest, _)) = rest.split_last().filter(|_| !self.sizes.is_empty()) else { return false };
+        let Ok(costs) = source.at(largest) else { return false };
+        let sizes = in_parallel(rest, |&micro_batch| {
+            let (part, count) = (micro_batch as f64 / largest as f64, count(self.batch, micro_batch)?);
+            Ok(Size { micro_batch, bound: FlushBound::of_part(&costs.graph, part, &costs.cluster, count) })
+        });
+        let Ok(sizes) = sizes.into_iter().collect::<Result<Vec<Size>, Error>>() else { return false };
+        self.sizes.extend(sizes);
+        self.costs.insert(largest, costs);
+        true
     }
 
     /// Adds the variants of tensor-parallel groups.
@@ -155,12 +176,13 @@ impl Search<'_> {
             self.total += searches.len() as u64;
             let (request, schedules, zero, batch) = (self.request, &self.schedules, &self.zero, self.batch);
             let at: BTreeSet<usize> = searches.iter().map(|search| search.at).collect();
-            let at: Vec<usize> = at.into_iter().collect();
-            let costs = in_parallel(&at, |at| source.at(self.sizes[*at].micro_batch));
-            let costs: HashMap<usize, Costs> =
-                at.into_iter().zip(costs).map(|(at, costs)| Ok((at, costs?))).collect::<Result<_, Error>>()?;
+            let mut unknown: Vec<u64> = at.into_iter().map(|at| self.sizes[at].micro_batch).collect();
+            unknown.retain(|size| !self.costs.contains_key(size));
+            for (size, costs) in unknown.iter().zip(in_parallel(&unknown, |size| source.at(*size))) {
+                self.costs.insert(*size, costs?);
+            }
             let made = in_parallel(&searches, |search| -> Result<Variant, Error> {
-                let costs = &costs[&search.at];
+                let costs = &self.costs[&self.sizes[search.at].micro_batch];
                 let groups = source.on_groups(costs, search.degree, search.layout)?;
                 let variant = Variant::new(request, costs.clone(), Some(groups), batch)?;
                 Ok(variant.estimated(schedules, zero, request.options.chunks))

@@ -131,6 +131,17 @@ impl FlushBound {
         }
     }
 
+    /// The bound for micro-batches of a part of this size, if those are not computed faster.
+    pub fn of_part(graph: &CostGraph, part: f64, cluster: &Cluster, microbatches: u32) -> FlushBound {
+        let mut graph = graph.clone();
+        for op in &mut graph.ops {
+            (op.fwd_us, op.bwd_us) = (op.fwd_us * part, op.bwd_us * part);
+            op.weight_grad_us = op.weight_grad_us.map(|us| us * part);
+        }
+        graph.tensors.iter_mut().for_each(|tensor| tensor.bytes = (tensor.bytes as f64 * part) as u64);
+        FlushBound::of(&graph, cluster, microbatches)
+    }
+
     /// True if the bound holds for the plans of a problem.
     pub fn holds_for(problem: &Problem) -> bool {
         let Problem { schedule, cost, objective, .. } = problem;

@@ -12,7 +12,7 @@ use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight;
 use crate::plan::in_flight::{First, ScheduleFlow, StageInFlight};
 use crate::plan::memory;
-use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
+use crate::plan::memory::{MemoryMultipliers, MemoryTerms, Touched};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::tied;
 use crate::plan::{Edge, GradientBucket, RecomputedOps, Stage, StageId, StageMemory};
@@ -229,10 +229,14 @@ pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<MemoryTerms> {
     let mut inside = vec![false; problem.graph.ops.len()];
     let (flows, passing) = (problem.graph.flows(), GradientBuffers::of(&problem.cluster));
     let recompute = RecomputeCosts::of(&problem.graph);
+    let needs = [problem.graph.largest_bytes(), problem.graph.needed_bytes()];
+    let leaves = shape.leaves();
+    let touched = Touched::by_stage(&problem.graph, &stage_of(problem, shape), leaves.len());
     let mut all = Vec::new();
-    for leaf in shape.leaves() {
+    for (leaf, touched) in leaves.iter().zip(&touched) {
         leaf.ops.iter().for_each(|&op| inside[op as usize] = true);
-        all.push(MemoryTerms::of(&problem.graph, (&flows, &recompute), &inside, &passing));
+        let costs = (&flows, &recompute);
+        all.push(MemoryTerms::of_touched(&problem.graph, costs, &inside, &passing, (touched, &needs)));
         leaf.ops.iter().for_each(|&op| inside[op as usize] = false);
     }
     all
