@@ -95,7 +95,7 @@ struct Search<'a> {
     zero: RangeInclusive<u32>,
     /// Ascending.
     sizes: Vec<Size>,
-    /// The costs of sizes that were computed.
+    /// The costs of sizes that were computed, among them those of all variants.
     costs: HashMap<u64, Costs>,
     /// Tensor-parallel degrees with layouts of weights.
     groups: Vec<(u32, GroupLayout)>,
@@ -161,7 +161,7 @@ pub fn plan(
         }
         simulated = search.simulate(alone, simulated);
     }
-    let result = search.conclude(simulated).and_then(|result| search.with_memory_of_ops(source, result));
+    let result = search.conclude(simulated).and_then(|result| search.with_memory_of_ops(result));
     events.event(Event::ProgressEnd);
     result
 }
@@ -414,15 +414,13 @@ impl Search<'_> {
     }
 
     /// States the memory of all ops: a model with many ops is searched in pieces, which know less about the ends of stages.
-    fn with_memory_of_ops(&self, source: &dyn SizedCosts, mut result: PlanResult) -> Result<PlanResult, Error> {
+    fn with_memory_of_ops(&self, mut result: PlanResult) -> Result<PlanResult, Error> {
         let plan = &mut result.planned.plan;
         let is_own = |one: &&Variant| one.micro_batch == plan.schedule.micro_batch && one.groups.is_none();
         let is_single = plan.stages.iter().all(|stage| stage.degree() == 1);
         let is_in_pieces = |one: &&Variant| is_single && one.whole.graph.ops.len() > MOST_OPS;
         let Some(variant) = self.variants.iter().find(is_own).filter(is_in_pieces) else { return Ok(result) };
-        let costs = self.costs.get(&variant.micro_batch).cloned();
-        let costs = costs.map_or_else(|| source.at(variant.micro_batch), Ok)?;
-        let problem = Problem { graph: costs.graph, ..variant.whole.clone() };
+        let problem = Problem { graph: self.costs[&variant.micro_batch].graph.clone(), ..variant.whole.clone() };
         let fail = |faults| describe(&self.request.model, PlanError::Unsound(faults), plan.schedule.kind);
         let checked = verify::evaluate(&problem, plan).map_err(fail)?;
         plan.stages.iter_mut().zip(checked.memory).for_each(|(stage, memory)| stage.memory = memory);

@@ -38,8 +38,21 @@ fn is_pinned(problem: &Problem) -> bool {
 
 /// Runs a partitioner with the devices in the order of the problem's cluster.
 pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result<Answer, Refused> {
+    let mut answer = without_bound(question, options, question.baselines())?;
+    let found = &mut answer.found;
+    if found.bound_us == 0.0 && Bounds::are_valid_for(question.problem) {
+        found.bound_us = Bounds::of(question.problem).of_any_plan(answer.chosen.minibatch_us);
+    }
+    Ok(answer)
+}
+
+/// The same, without a bound unless the search has one.
+pub fn without_bound(
+    question: &SearchContext<'_>,
+    options: &PlannerOptions<'_>,
+    baselines: [PlanCandidate; 3],
+) -> Result<Answer, Refused> {
     let problem = question.problem;
-    let baselines = question.baselines();
     let is_pinned = is_pinned(problem);
     let request = Request { question, baselines: &baselines, time_limit: options.time_limit, is_pinned };
     let mut found = (options.partitioner.row().find)(&request)?;
@@ -63,9 +76,6 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
     if problem.cluster.is_mixed() && options.partitioner == Partitioner::Pipedream {
         // PipeDream's search ignores device classes, so its bounds do not hold here.
         (found.bound_us, found.proven_us) = (0.0, None);
-    }
-    if found.bound_us == 0.0 && Bounds::are_valid_for(problem) {
-        found.bound_us = Bounds::of(problem).of_any_plan(chosen.minibatch_us);
     }
     Ok(Answer { found, chosen, baselines })
 }

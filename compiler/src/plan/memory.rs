@@ -79,7 +79,7 @@ pub struct MemoryTerms {
 
 /// What recomputing `ops` of the stage `inside` frees and keeps.
 pub fn recomputed(graph: &CostGraph, costs: &RecomputeCosts, inside: &[bool], ops: &[u32]) -> RecomputeTerms {
-    recomputed_of(graph, costs, inside, ops, &Touched::of(graph).tensors)
+    recomputed_of(graph, costs, inside, ops, 0..graph.tensors.len())
 }
 
 fn recomputed_of(
@@ -87,7 +87,7 @@ fn recomputed_of(
     costs: &RecomputeCosts,
     inside: &[bool],
     ops: &[u32],
-    tensors: &[usize],
+    tensors: impl Iterator<Item = usize>,
 ) -> RecomputeTerms {
     let mut terms = RecomputeTerms::default();
     let mut is_recomputed = vec![false; inside.len()];
@@ -100,7 +100,7 @@ fn recomputed_of(
             && is_recomputed[tensor.producer.index()]
             && tensor.consumers.iter().any(|op| !inside[op.index()])
     };
-    let outputs = tensors.iter().map(|&at| (at, &graph.tensors[at])).filter(stays).map(|(_, tensor)| tensor.bytes);
+    let outputs = tensors.map(|at| (at, &graph.tensors[at])).filter(stays).map(|(_, tensor)| tensor.bytes);
     terms.outputs = outputs.fold(0, u64::saturating_add);
     terms
 }
@@ -149,7 +149,7 @@ impl MemoryMultipliers {
 /// The ops of a set, and the parameters and tensors that they use or make, all ascending.
 #[derive(Clone, Debug, Default)]
 pub struct Touched {
-    pub ops: Vec<u32>,
+    ops: Vec<u32>,
     params: Vec<usize>,
     tensors: Vec<usize>,
 }
@@ -246,7 +246,7 @@ impl MemoryTerms {
             holdings.batched_grads += op.batched_grad_bytes;
         }
         let ops: Vec<u32> = own().map(|op| op as u32).collect();
-        holdings.recompute = recomputed_of(graph, recompute, inside, &ops, &touched.tensors);
+        holdings.recompute = recomputed_of(graph, recompute, inside, &ops, touched.tensors.iter().copied());
         holdings.passed = passing.bytes(holdings.inputs, forward_us);
         holdings
     }

@@ -116,14 +116,9 @@ pub fn plan(
         return Err(search.refused.unwrap_or(PlanError::Unsound(vec![PlanFault::NoStages])));
     };
     let mut planned = search.planned(problem, answer, at)?;
-    let flushes = problem.schedule.flushes();
-    if flushes && options.partitioner == Partitioner::Pipec {
-        // The closed form prefers orders that the simulation does not.
-        search.add(&units.starts());
-    }
     for other in search.promising(&planned.plan, at) {
         let known_us = planned.plan.predicted.minibatch_us;
-        let among = match flushes {
+        let among = match problem.schedule.flushes() {
             true => SearchLimits::ALONE,
             false => SearchLimits { known_us, orders: MOST_CLOSELY as u32, ..SearchLimits::ALONE },
         };
@@ -191,13 +186,16 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    fn add(&mut self, orders: &[Sequence]) {
-        for sequence in orders {
+    /// Adds orders, and returns the index of each.
+    fn add(&mut self, orders: &[Sequence]) -> Vec<usize> {
+        let place = |sequence: &Sequence| {
             let order = self.units.order(sequence);
-            if !self.asked.iter().any(|asked| asked.order.device == order.device) {
+            self.asked.iter().position(|asked| asked.order.device == order.device).unwrap_or_else(|| {
                 self.asked.push(SearchedOrder { order, us: f64::INFINITY, bound_us: self.least_us });
-            }
-        }
+                self.asked.len() - 1
+            })
+        };
+        orders.iter().map(place).collect()
     }
 
     fn is_met(&self) -> bool {
@@ -244,7 +242,7 @@ impl Search<'_> {
     }
 
     /// Other orders that may be faster than the simulated time of this plan, most promising first.
-    fn promising(&self, plan: &Plan, at: usize) -> Vec<usize> {
+    fn promising(&mut self, plan: &Plan, at: usize) -> Vec<usize> {
         let known_us = plan.predicted.minibatch_us;
         let flushes = self.question.problem.schedule.flushes();
         let is_simulated = self.options.partitioner == Partitioner::Pipec && self.options.efficiency.is_some();
@@ -252,9 +250,9 @@ impl Search<'_> {
             return Vec::new();
         }
         if flushes {
-            let starts = self.units.starts().into_iter().map(|sequence| self.units.order(&sequence).device);
-            let of = |devices: Vec<u32>| self.asked.iter().position(|asked| asked.order.device == devices);
-            return starts.filter_map(of).filter(|other| *other != at).take(MOST_CLOSELY).collect();
+            // The closed form prefers orders that the simulation does not.
+            let starts = self.add(&self.units.starts());
+            return starts.into_iter().filter(|other| *other != at).take(MOST_CLOSELY).collect();
         }
         let mut others: Vec<usize> = (0..self.asked.len()).collect();
         others.retain(|&other| other != at && self.asked[other].bound_us < known_us);

@@ -118,9 +118,7 @@ pub fn improve(
 ) -> (Option<Simulated>, u64) {
     let problem = context.problem;
     let constraints = &problem.constraints;
-    let is_fixed = constraints.cut_after.is_some() || !constraints.pins.is_empty() || problem.schedule.is_custom();
-    let is_timed = problem.cost == CostModel::Pipec && problem.objective == Objective::Throughput;
-    if is_fixed || !is_timed || problem.chunks > 1 || options.efficiency.is_none() || problem.graph.ops.len() < 2 {
+    if constraints.cut_after.is_some() || !constraints.pins.is_empty() || !may_improve(problem, options) {
         return (None, 0);
     }
     let is_given = constraints.replicas.is_some() || matches!(problem.in_flight, InFlight::Given(_));
@@ -162,6 +160,13 @@ pub fn improve(
     };
     let found = climb.run(best, first, layouts);
     (found, climb.states)
+}
+
+/// True if plans of this problem are compared by their simulated times, and their cuts may change.
+pub fn may_improve(problem: &Problem, options: &PlannerOptions<'_>) -> bool {
+    let is_timed = problem.cost == CostModel::Pipec && problem.objective == Objective::Throughput;
+    let is_cut = problem.chunks == 1 && problem.graph.ops.len() > 1 && !problem.schedule.is_custom();
+    is_timed && is_cut && options.efficiency.is_some()
 }
 
 impl Climb<'_> {

@@ -205,6 +205,6 @@ impl PlacementQuery<'_> {
     }
 }
 
-fn sum_of(replicas: &[u32]) -> u32 {
+pub fn sum_of(replicas: &[u32]) -> u32 {
     replicas.iter().fold(0, |sum, &replicas| sum.saturating_add(replicas))
 }

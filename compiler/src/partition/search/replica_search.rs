@@ -4,14 +4,14 @@
 //! those that differ by one merge, split or device, and equal ones. The most promising are improved move by move, and the
 //! search goes on from the fastest.
 
-use crate::partition::answer::{Answer, answer};
+use crate::partition::answer::{Answer, without_bound};
 use crate::partition::options::PlannerOptions;
 use crate::partition::search::context::{Depth, SearchContext, SearchLimits};
-use crate::partition::search::improve::{Simulated, improve};
+use crate::partition::search::improve::{Simulated, improve, may_improve};
 use crate::partition::search::result::{PlanCandidate, order};
 use crate::partition::search::simulate_candidate::short_us;
 use crate::partition::search::{pipec_rules, select};
-use crate::plan::problem::{Constraints, CostModel, InFlight, Objective, Problem};
+use crate::plan::problem::{Constraints, InFlight, Problem};
 use std::collections::HashSet;
 
 /// Largest number of devices.
@@ -43,7 +43,12 @@ pub fn search(
     options: &PlannerOptions<'_>,
     start: &Simulated,
 ) -> (Option<Simulated>, u64) {
-    let mut search = ReplicaSearch { original, context, options, states: 0 };
+    let problem = context.problem;
+    let is_free = problem.constraints == Constraints::default() && problem.in_flight == InFlight::Auto;
+    if !is_free || problem.cluster.devices() > MOST_DEVICES || !may_improve(problem, options) {
+        return (None, 0);
+    }
+    let mut search = ReplicaSearch { original, context, options, baselines: context.baselines(), states: 0 };
     let best = search.run(start);
     ((best.played.minibatch_us < start.played.minibatch_us).then_some(best), search.states)
 }
@@ -52,6 +57,8 @@ struct ReplicaSearch<'a> {
     original: &'a Problem,
     context: &'a SearchContext<'a>,
     options: &'a PlannerOptions<'a>,
+    /// Of the free search; a search with fixed replicas has no use for them.
+    baselines: [PlanCandidate; 3],
     states: u64,
 }
 
@@ -59,13 +66,6 @@ impl ReplicaSearch<'_> {
     fn run(&mut self, start: &Simulated) -> Simulated {
         let mut best = start.clone();
         let problem = self.context.problem;
-        let is_timed = problem.cost == CostModel::Pipec && problem.objective == Objective::Throughput;
-        let is_free = problem.constraints == Constraints::default() && problem.in_flight == InFlight::Auto;
-        let is_small = problem.chunks == 1 && problem.cluster.devices() <= MOST_DEVICES;
-        let is_generated = !problem.schedule.is_custom() && self.options.efficiency.is_some();
-        if !is_timed || !is_free || !is_small || !is_generated {
-            return best;
-        }
         let own = best.candidate.shape.replicas();
         let mut tried: HashSet<Vec<u32>> = HashSet::from([own.clone()]);
         if own.len() > 1 {
@@ -101,7 +101,8 @@ impl ReplicaSearch<'_> {
     fn replace(&mut self, best: &mut Simulated, replicas: &[u32]) {
         let fixed = self.fixed(replicas);
         let context = self.context.about(&fixed);
-        let Ok(Answer { mut found, chosen, .. }) = answer(&context, self.options) else { return };
+        let answer = without_bound(&context, self.options, self.baselines.clone());
+        let Ok(Answer { mut found, chosen, .. }) = answer else { return };
         let (candidate, played) = select::best(self.original, &context, &mut found, chosen, self.options);
         let draft = Simulated { candidate, played };
         let (better, states) = improve(self.original, &context, self.options, &draft, &found.candidates, PART);
@@ -123,7 +124,7 @@ impl ReplicaSearch<'_> {
         let fixed = self.fixed(replicas);
         let among = SearchLimits { depth: Depth::Draft, ..SearchLimits::ALONE };
         let context = SearchContext { among, ..self.context.about(&fixed) };
-        let found = pipec_rules::found(&context, &context.baselines()).ok()?;
+        let found = pipec_rules::found(&context, &self.baselines).ok()?;
         self.states += found.states;
         let mut candidates = found.candidates;
         candidates.retain(|one| one.fits && one.name == "pipec" && one.shape.replicas() == replicas);

@@ -9,7 +9,7 @@
 //! bounds, because they omit costs that depend on other stages: a tensor read by two later stages, the interconnect
 //! level of a neighbour, other traffic on a shared port.
 
-use crate::partition::search::placement::{PlacementQuery, StagePlacement};
+use crate::partition::search::placement::{PlacementQuery, StagePlacement, sum_of};
 use crate::partition::search::range_costs::Run;
 use crate::partition::search::stage_loads::StageLoads;
 
@@ -64,18 +64,14 @@ impl PlacementQuery<'_> {
     pub fn table(&self, measure: Measure, limit: f64, loads: &mut StageLoads<'_>) -> Table {
         let (sets, devices) = (self.places.len(), self.devices as usize);
         let layers = self.layers();
-        let only = self.rules.replicas.as_ref().filter(|_| self.uses_all_devices()).map(|given| {
-            let mut sums = vec![0];
-            given.iter().rev().for_each(|replicas| sums.push(sums[sums.len() - 1] + replicas));
-            sums
-        });
+        let given = self.rules.replicas.as_ref().filter(|_| self.uses_all_devices());
+        let only = given.map(|given| (0..=given.len()).rev().map(|stage| sum_of(&given[stage..])).collect::<Vec<_>>());
         let (whole, width) = (sets - 1, if only.is_some() { 1 } else { devices + 1 });
         let none = Entry { value: f64::INFINITY, to: 0, replicas: 0 };
         let count = layers.map_or(1, |layers| layers + 1);
         let entries = vec![none; count * sets * width];
         let mut table = Table { entries, sets, width, layered: layers.is_some(), only };
-        let unused = if table.only.is_some() { 0 } else { self.unused_after() };
-        for unused in 0..=unused {
+        for unused in 0..=self.unused_after() {
             let at = table.at(0, whole, unused as usize);
             table.entries[at].value = 0.0;
         }
@@ -171,9 +167,6 @@ impl PlacementQuery<'_> {
     /// Allows a range to begin at a unit boundary and leave the last devices of the unit before it unused.
     fn leave_units_free(&self, table: &mut Table, layer: usize, set: usize) {
         let [inner, _, ..] = self.levels else { return };
-        if table.only.is_some() {
-            return;
-        }
         let unit = inner.count.max(1) as usize;
         for w in (unit..table.width).filter(|w| w % unit != 0) {
             let border = w - w % unit;
