@@ -241,6 +241,24 @@ fn mutated_files_are_refused_or_planned() {
 }
 
 #[test]
+fn a_published_network_of_many_layers_is_planned_within_little_memory() {
+    let data = std::env::var_os("PIPEC_DATA").map_or_else(|| PathBuf::from("../shared/data"), PathBuf::from);
+    let file = data.join("partition/piper/piper-resnet-32x4gib.json");
+    if !file.exists() {
+        println!("skipped: no shared data");
+        return;
+    }
+    let published = read(&std::fs::read_to_string(file).unwrap()).unwrap();
+    // The times of Piper's own plans, rounded up.
+    for (devices, piper_us) in [(32, 17.6), (64, 8.67)] {
+        let hybrid = Hybrid { devices, ..published.clone() };
+        let plan = solve(&hybrid, &Request::default()).unwrap();
+        assert!(plan.proven_optimal && plan.predicted.minibatch_us <= piper_us, "{devices}: {:?}", plan.predicted);
+        check(&hybrid, &plan).unwrap();
+    }
+}
+
+#[test]
 fn the_published_instance_at_any_size() {
     let data = std::env::var_os("PIPEC_DATA").map_or_else(|| PathBuf::from("../shared/data"), PathBuf::from);
     let file = data.join("partition/piper/gnmt.json");

@@ -20,53 +20,16 @@ pub enum Chosen {
 
 pub type Offer = (f64, f64);
 
-/// Picks one option per layer with sums of at most `time` and `bytes`. No layer may be empty. Adds the number of listed
-/// sums to `combinations`.
-pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, combinations: &mut u64) -> Chosen {
-    let pick = |better: fn(&Offer, &Offer) -> std::cmp::Ordering| -> Vec<u16> {
-        let first = |offers: &Vec<Offer>| {
-            (0..offers.len()).min_by(|&a, &b| better(&offers[a], &offers[b])).unwrap_or_default() as u16
-        };
-        layers.iter().map(first).collect()
-    };
-    let sum = |picks: &[u16]| {
-        let picked = layers.iter().zip(picks).map(|(offers, &pick)| offers[usize::from(pick)]);
-        picked.fold((0.0, 0.0), |(time, bytes), offer| (time + offer.0, bytes + offer.1))
-    };
-    let fastest = pick(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
-    let (least_time, fast_bytes) = sum(&fastest);
-    if least_time > time {
-        return Chosen::No;
-    }
-    if fast_bytes <= bytes {
-        return Chosen::Picks(fastest);
-    }
-    let leanest = pick(|a, b| a.1.total_cmp(&b.1).then(a.0.total_cmp(&b.0)));
-    if sum(&leanest).1 > bytes {
-        return Chosen::No;
-    }
-    let mut picks = fastest.clone();
-    let (mut saved, mut lost) = (0.0, 0.0);
-    let missing = fast_bytes - bytes;
-    for step in steps(layers, &fastest) {
-        if saved + step.saves >= missing {
-            if least_time + lost + step.loses * ((missing - saved) / step.saves) > time {
-                return Chosen::No;
-            }
-            picks[step.layer] = step.to;
-            break;
-        }
-        (saved, lost) = (saved + step.saves, lost + step.loses);
-        picks[step.layer] = step.to;
-    }
-    let (total_time, total_bytes) = sum(&picks);
-    if total_time <= time && total_bytes <= bytes {
-        Chosen::Picks(picks)
-    } else {
-        list(layers, bytes, time, combinations)
-    }
+/// The options of layers in the order in which a stage that is too large takes leaner ones.
+#[derive(Debug, Default)]
+pub struct Menu {
+    /// Of each layer, with its index.
+    fastest: Vec<(u16, Offer)>,
+    /// Smallest loss per saved byte first.
+    steps: Vec<Step>,
 }
 
+#[derive(Debug)]
 struct Step {
     layer: usize,
     to: u16,
@@ -74,24 +37,81 @@ struct Step {
     saves: f64,
 }
 
-/// The switches from the fastest to the leanest options, smallest loss per saved byte first. The switches of a layer
-/// follow the lower convex hull of its options, so they come in order.
-fn steps(layers: &[Vec<Offer>], fastest: &[u16]) -> Vec<Step> {
-    let mut steps = Vec::new();
-    for (layer, offers) in layers.iter().enumerate() {
-        let mut at = usize::from(fastest[layer]);
-        loop {
-            let rate = |to: usize| (offers[to].0 - offers[at].0) / (offers[at].1 - offers[to].1);
-            let leaner = (0..offers.len()).filter(|&to| offers[to].1 < offers[at].1);
-            let next = leaner.min_by(|&a, &b| rate(a).total_cmp(&rate(b)).then(offers[a].1.total_cmp(&offers[b].1)));
-            let Some(to) = next else { break };
-            let (loses, saves) = (offers[to].0 - offers[at].0, offers[at].1 - offers[to].1);
-            steps.push(Step { layer, to: to as u16, loses, saves });
-            at = to;
+/// What the order of the steps tells about a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is feasible after this many of the menu's steps; those of other layers do not count.
+    After(usize),
+    /// Proven infeasible.
+    No,
+    Unclear,
+}
+
+/// Picks one option per layer with sums of at most `time` and `bytes`. No layer may be empty. Adds the number of listed
+/// sums to `combinations`.
+pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, combinations: &mut u64) -> Chosen {
+    let menu = Menu::of(layers);
+    match menu.judge(|_| true, bytes, time) {
+        Verdict::No => Chosen::No,
+        Verdict::Unclear => list(layers, bytes, time, combinations),
+        Verdict::After(steps) => {
+            let mut picks: Vec<u16> = menu.fastest.iter().map(|(pick, _)| *pick).collect();
+            menu.steps[..steps].iter().for_each(|step| picks[step.layer] = step.to);
+            Chosen::Picks(picks)
         }
     }
-    steps.sort_by(|a, b| (a.loses / a.saves).total_cmp(&(b.loses / b.saves)));
-    steps
+}
+
+impl Menu {
+    /// The switches of a layer from its fastest to its leanest option follow the lower convex hull, so they come in order.
+    /// A layer without options has none.
+    pub fn of(layers: &[Vec<Offer>]) -> Menu {
+        let mut menu = Menu::default();
+        for (layer, offers) in layers.iter().enumerate() {
+            let order = |a: &usize, b: &usize| {
+                offers[*a].0.total_cmp(&offers[*b].0).then(offers[*a].1.total_cmp(&offers[*b].1))
+            };
+            let mut at = (0..offers.len()).min_by(order).unwrap_or_default();
+            menu.fastest.push((at as u16, offers.get(at).copied().unwrap_or_default()));
+            loop {
+                let rate = |to: usize| (offers[to].0 - offers[at].0) / (offers[at].1 - offers[to].1);
+                let leaner = (0..offers.len()).filter(|&to| offers[to].1 < offers[at].1);
+                let next =
+                    leaner.min_by(|&a, &b| rate(a).total_cmp(&rate(b)).then(offers[a].1.total_cmp(&offers[b].1)));
+                let Some(to) = next else { break };
+                let (loses, saves) = (offers[to].0 - offers[at].0, offers[at].1 - offers[to].1);
+                menu.steps.push(Step { layer, to: to as u16, loses, saves });
+                at = to;
+            }
+        }
+        menu.steps.sort_by(|a, b| (a.loses / a.saves).total_cmp(&(b.loses / b.saves)));
+        menu
+    }
+
+    /// Judges a stage of the layers that it holds.
+    pub fn judge(&self, holds: impl Fn(usize) -> bool, bytes: f64, time: f64) -> Verdict {
+        let held = self.fastest.iter().enumerate().filter(|(layer, _)| holds(*layer));
+        let (mut total_time, mut total_bytes) =
+            held.fold((0.0, 0.0), |sum, (_, (_, offer))| (sum.0 + offer.0, sum.1 + offer.1));
+        if total_time > time {
+            return Verdict::No;
+        }
+        if total_bytes <= bytes {
+            return Verdict::After(0);
+        }
+        for (at, step) in self.steps.iter().enumerate().filter(|(_, step)| holds(step.layer)) {
+            let missing = total_bytes - bytes;
+            if total_time + step.loses * (missing / step.saves).min(1.0) > time {
+                return Verdict::No;
+            }
+            (total_time, total_bytes) = (total_time + step.loses, total_bytes - step.saves);
+            if total_bytes <= bytes {
+                return if total_time <= time { Verdict::After(at + 1) } else { Verdict::Unclear };
+            }
+        }
+        // Within the rounding of the sums the lists decide.
+        if total_bytes > bytes * (1.0 + 1e-9) { Verdict::No } else { Verdict::Unclear }
+    }
 }
 
 /// Lists all sums layer by layer, without dominated ones and those that cannot stay within the limits.

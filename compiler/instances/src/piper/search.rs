@@ -19,13 +19,17 @@
 //! count are not extended, and stages that leave too little for the rest are dropped. At fixed d and t, more replicas
 //! in later stages never reduce the memory of a stage, so fewer are never worse.
 
-use crate::piper::choose::{Chosen, Offer, choose};
+use crate::piper::choose::{Chosen, Menu, Offer, Verdict, choose};
 use crate::piper::layers::Layers;
 use crate::piper::model::Choice;
 use compiler::partition::search::downset_lattice::Lattice;
+use std::collections::HashMap;
 
 /// Rounding tolerance for sums of bytes.
 const ROUNDING: f64 = 1.0 + 1e-12;
+
+/// Largest number of menus kept.
+const MOST_MENUS: usize = 4096;
 
 /// A stage of the resulting pipeline.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,6 +88,8 @@ pub struct Search<'a> {
     counts: Vec<u32>,
     bytes: f64,
     of_unit: Vec<Sums>,
+    /// The options of all units by index of the degree, replicas and micro-batches in flight.
+    menus: HashMap<(usize, u32, u32), Menu>,
     /// Remaining work after each set: smallest time, and smallest product of time and devices.
     remaining: Vec<(f64, f64)>,
     needs: Vec<Vec<Need>>,
@@ -119,6 +125,7 @@ impl<'a> Search<'a> {
             counts: layers.hybrid.replica_counts(),
             bytes: bytes * ROUNDING,
             of_unit,
+            menus: HashMap::new(),
             remaining: (0..sets).map(remaining_after).collect(),
             needs: Vec::new(),
             grown: vec![Grown::default(); sets],
@@ -278,10 +285,25 @@ impl<'a> Search<'a> {
         {
             return true;
         }
+        let degree = self.layers.degrees[index];
+        if !self.layers.syncs {
+            let key = (index, count, in_flight);
+            if self.menus.len() >= MOST_MENUS && !self.menus.contains_key(&key) {
+                self.menus.clear();
+            }
+            let menu = self.menus.entry(key).or_insert_with(|| menu(self.layers, degree, (count, in_flight)));
+            let lattice = self.lattice;
+            let holds = |unit: usize| lattice.holds(to, unit as u32) && !lattice.holds(from, unit as u32);
+            self.steps += 1 + u64::from(self.grown[to].units) / 16;
+            match menu.judge(holds, self.bytes, limit - price.stage(0.0, crossing_bytes, 0.0)) {
+                Verdict::After(_) => return true,
+                Verdict::No => return false,
+                Verdict::Unclear => (),
+            }
+        }
         self.steps += u64::from(self.grown[to].units);
         let units = self.units_between(from, to);
         let mut combinations = 0;
-        let degree = self.layers.degrees[index];
         let chosen = picks(self.layers, &units, degree, (count, in_flight), (self.bytes, limit), &mut combinations);
         self.steps += combinations;
         match chosen {
@@ -332,6 +354,14 @@ impl<'a> Search<'a> {
     }
 }
 
+/// The options of all units, without their transfers.
+fn menu(layers: &Layers<'_>, degree: u32, (count, in_flight): (u32, u32)) -> Menu {
+    let price = Price::of(layers, count);
+    let offer = |choice: &Choice| price.offer(choice, 0.0, in_flight);
+    let of_unit = |unit: u32| layers.choices(unit, degree).iter().map(offer).collect();
+    Menu::of(&(0..layers.len() as u32).map(of_unit).collect::<Vec<Vec<Offer>>>())
+}
+
 /// Chooses one option for each unit of a stage, within limits on bytes and time. Adds the number of listed sums to
 /// `combinations`.
 pub fn picks(
@@ -351,8 +381,7 @@ pub fn picks(
         let offer = |choice: &Choice| {
             let transfer_bytes =
                 crossing_bytes + if layers.syncs { layers.sync_bytes(unit, choice, &contains) } else { 0.0 };
-            let memory = choice.bytes_in_flight * f64::from(in_flight) + choice.bytes_standing;
-            (price.stage(choice.time, transfer_bytes, choice.weight_bytes), memory)
+            price.offer(choice, transfer_bytes, in_flight)
         };
         let unit_offers: Vec<Offer> = layers.choices(unit, degree).iter().map(offer).collect();
         if unit_offers.is_empty() {
@@ -376,6 +405,12 @@ impl Price {
         let (hybrid, count) = (layers.hybrid, f64::from(count));
         let per_weight = 4.0 * (count - 1.0) / count / f64::from(hybrid.microbatches) / hybrid.bandwidth;
         Price { share: 1.0 / count, per_byte: 2.0 / count / hybrid.bandwidth, per_weight }
+    }
+
+    /// Time and memory of an option.
+    fn offer(&self, choice: &Choice, transfer_bytes: f64, in_flight: u32) -> Offer {
+        let memory = choice.bytes_in_flight * f64::from(in_flight) + choice.bytes_standing;
+        (self.stage(choice.time, transfer_bytes, choice.weight_bytes), memory)
     }
 
     /// Time per sample: compute, transfers and weight all-reduce.

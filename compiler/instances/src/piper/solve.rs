@@ -30,8 +30,8 @@ pub const DEFAULT_BUDGET: usize = 60_000;
 const MOST_SUMS: usize = 1 << 20;
 
 /// Step limit over all down-sets, and along one order.
-const MOST_STEPS: u64 = 50_000_000;
-const MOST_STEPS_ALONG: u64 = 5_000_000;
+const MOST_STEPS: u64 = 200_000_000;
+const MOST_STEPS_ALONG: u64 = 50_000_000;
 
 const MOST_FIGURES: usize = 200_000_000;
 
