@@ -161,7 +161,7 @@ pub fn plan(
         }
         simulated = search.simulate(alone, simulated);
     }
-    let result = search.conclude(simulated).and_then(|result| search.with_memory_of_ops(result));
+    let result = search.conclude(source, simulated).and_then(|result| search.with_memory_of_ops(result));
     events.event(Event::ProgressEnd);
     result
 }
@@ -292,7 +292,7 @@ impl Search<'_> {
     }
 
     /// Plans the best layouts, and plans with unequal replicas; returns the best plan.
-    fn conclude(&mut self, simulated: Vec<Ranked>) -> Result<PlanResult, Error> {
+    fn conclude(&mut self, source: &dyn SizedCosts, simulated: Vec<Ranked>) -> Result<PlanResult, Error> {
         let may_end = self.events.stops() || self.is_close(self.best_us);
         let layouts = simulated.iter().take(PLANNED).map(|one| (one.variant, Task::Layout(*one))).collect();
         let mut attempts: Vec<Attempt> = Vec::new();
@@ -301,6 +301,7 @@ impl Search<'_> {
         self.attempt(self.split_backward(&simulated), AT_ONCE, &mut attempts);
         self.attempt(self.other_schedules(&simulated, &attempts), AT_ONCE, &mut attempts);
         self.improve(&mut attempts);
+        self.neighbours(source, &mut attempts);
         self.best(simulated, attempts)
     }
 

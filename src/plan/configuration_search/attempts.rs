@@ -5,7 +5,7 @@ use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, ScheduleChoice};
 use crate::plan::solve::refusal;
 use crate::plan::tensor_parallel::TensorParallel;
-use crate::plan::variant::{MOST_OPS, Variant};
+use crate::plan::variant::{MOST_OPS, SizedCosts, Variant};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
 use compiler::partition::planned::Planned;
@@ -47,12 +47,14 @@ impl Attempt {
 }
 
 /// A plan to make.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub enum Task {
     /// Of this layout.
     Layout(Ranked),
     /// With any replicas.
     Free { schedule: Schedule, zero: u32 },
+    /// With these.
+    Given { schedule: Schedule, zero: u32, replicas: Vec<u32> },
 }
 
 impl Task {
@@ -63,17 +65,22 @@ impl Task {
     pub fn schedule(&self) -> Schedule {
         match self {
             Task::Layout(one) => one.estimate.layout.schedule,
-            Task::Free { schedule, .. } => *schedule,
+            Task::Free { schedule, .. } | Task::Given { schedule, .. } => *schedule,
         }
     }
 
     /// Makes the plan; a draft is not improved move by move.
     pub fn planned(&self, variant: &Variant, options: &PlanOptions, is_draft: bool) -> Result<Planned, PlanError> {
-        variant.planned(options, is_draft, &|problem, planner| match *self {
+        variant.planned(options, is_draft, &|problem, planner| match self {
             Task::Layout(one) => Layouts::of(problem).plan(&one.estimate.layout, planner),
-            Task::Free { schedule, zero } => {
+            &Task::Free { schedule, zero } => {
                 let chunks = if schedule.has_chunks() { 2 } else { 1 };
                 single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, planner)
+            }
+            Task::Given { schedule, zero, replicas } => {
+                let mut problem = Problem { schedule: *schedule, chunks: 1, zero: *zero, ..problem.clone() };
+                problem.constraints.replicas = Some(replicas.clone());
+                single_degree::plan(&problem, planner)
             }
         })
     }
@@ -93,7 +100,7 @@ impl Search<'_> {
             let found = in_parallel(few, |(variant, task)| task.planned(&variants[*variant], options, true));
             let made = few.iter().zip(found).map(|((variant, task), planned)| {
                 let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
-                Attempt { variant: *variant, task: *task, is_refused, planned }
+                Attempt { variant: *variant, task: task.clone(), is_refused, planned }
             });
             let made = Vec::from_iter(made);
             if let Some(best) = made.iter().min_by(|left, right| left.by_time(right))
@@ -153,6 +160,60 @@ impl Search<'_> {
                 attempts[at].planned = planned;
             }
         }
+    }
+
+    /// Tries the replicas of the best plan at the next smaller and larger micro-batches, while a plan is faster.
+    pub fn neighbours(&mut self, source: &dyn SizedCosts, attempts: &mut Vec<Attempt>) {
+        let mut tried = BTreeSet::new();
+        loop {
+            let accepted = attempts.iter().filter(|attempt| !attempt.is_refused);
+            let Some(best) = accepted.min_by(|left, right| left.by_time(right)) else { return };
+            let (us, Ok(Planned { plan, .. })) = (best.us(), &best.planned) else { return };
+            if plan.schedule.chunks > 1 || !self.is_small(best.variant) || self.events.stops() || self.is_close(us) {
+                return;
+            }
+            let schedule = plan.schedule.kind;
+            let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
+            let zero = plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0);
+            let task = Task::Given { schedule, zero, replicas: replicas.clone() };
+            tried.insert((best.variant, replicas.clone()));
+            let mut next = self.next_sizes(source, best.variant);
+            next.retain(|variant| self.bound_if_better(*variant, &[schedule]).is_some());
+            next.retain(|variant| tried.insert((*variant, replicas.clone())));
+            let (variants, options) = (&self.variants, &self.request.options);
+            let planned = in_parallel(&next, |at| task.planned(&variants[*at], options, false));
+            for (variant, planned) in next.into_iter().zip(planned) {
+                let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
+                attempts.push(Attempt { variant, task: task.clone(), is_refused, planned });
+            }
+            if attempts.iter().all(|attempt| attempt.is_refused || attempt.us() >= us) {
+                return;
+            }
+        }
+    }
+
+    /// The variants of the next smaller and larger micro-batches: on groups those that were tried.
+    fn next_sizes(&mut self, source: &dyn SizedCosts, variant: usize) -> Vec<usize> {
+        let groups = |variant: &Variant| variant.whole.shared.first().map(|costs| costs.devices);
+        let (of, micro_batch) = (groups(&self.variants[variant]), self.variants[variant].micro_batch);
+        let smaller = self.sizes.iter().rev().find(|size| size.micro_batch < micro_batch);
+        let larger = self.sizes.iter().find(|size| size.micro_batch > micro_batch);
+        let sizes = [smaller, larger].into_iter().flatten().map(|size| size.micro_batch);
+        let is = |one: &Variant, size: u64| one.micro_batch == size && groups(one) == of;
+        let mut next = Vec::new();
+        for size in Vec::from_iter(sizes) {
+            let known = self.variants.iter().position(|one| is(one, size));
+            next.extend(known.or_else(|| of.is_none().then(|| self.make_variant(source, size)).flatten()));
+        }
+        next
+    }
+
+    /// Makes the variant of a size on single devices.
+    fn make_variant(&mut self, source: &dyn SizedCosts, micro_batch: u64) -> Option<usize> {
+        let costs = self.costs.get(&micro_batch).cloned().or_else(|| source.at(micro_batch).ok())?;
+        self.variants.push(Variant::new(self.request, costs.clone(), None, self.batch).ok()?);
+        self.costs.insert(micro_batch, costs);
+        Some(self.variants.len() - 1)
     }
 
     /// True if all schedules may be searched, with many variants.

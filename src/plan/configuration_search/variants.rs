@@ -21,7 +21,7 @@ const AT_ONCE: usize = 4;
 
 /// A micro-batch size, with a lower bound of its time on single devices.
 pub struct Size {
-    micro_batch: u64,
+    pub micro_batch: u64,
     pub bound: FlushBound,
 }
 
