@@ -30,10 +30,10 @@ pub fn follow(
     let dealt = |replica: u32| dealt(rule.microbatches, replicas, replica) as u32;
     let mut rows: BTreeMap<(RankId, u32), Vec<Work>> = BTreeMap::new();
     for rank in layout.ranks() {
-        for items in [dealt(0), dealt(replicas - 1)] {
+        for items in BTreeSet::from([dealt(0), dealt(replicas - 1)]) {
             let row = if items == 0 { Vec::new() } else { row(rank, items) };
             check_row(pipeline, rank, items, &row)?;
-            rows.entry((rank, items)).or_insert(row);
+            rows.insert((rank, items), row);
         }
     }
     let mut lists = Vec::with_capacity(layout.workers());
