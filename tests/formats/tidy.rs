@@ -54,21 +54,21 @@ const LAYERS: [(&str, usize); 42] = [
 /// Maximum lines of Rust per room, tests inside files included: a path, or the paths with that head file. A budget is
 /// raised only in a commit of its own that says why.
 const BUDGETS: [(&str, usize); 36] = [
-    ("compiler/src/cluster", 1_300),
+    ("compiler/src/cluster", 1_310),
     ("compiler/src/export", 6_000),
     ("compiler/src/graph", 1_000),
     ("compiler/src/import", 25_200),
     ("compiler/src/op", 10_200),
-    ("compiler/src/partition", 16_320),
-    ("compiler/src/pass", 5_800),
-    ("compiler/src/plan", 6_350),
+    ("compiler/src/partition", 16_380),
+    ("compiler/src/pass", 5_860),
+    ("compiler/src/plan", 6_400),
     ("compiler/src/profile", 1_700),
     ("compiler/src/schedule", 6_400),
     ("compiler/src/simulate", 2_435),
     ("compiler/src/tensor", 1_000),
     ("compiler/src/tensor_parallel", 2_930),
     ("compiler/src/text", 400),
-    ("compiler/instances", 3_700),
+    ("compiler/instances", 3_740),
     ("compiler/tests", 2_900),
     ("runtime/src/checkpoint", 1_500),
     ("runtime/src/comm", 2_300),
@@ -86,9 +86,9 @@ const BUDGETS: [(&str, usize); 36] = [
     ("src/costs", 600),
     ("src/files", 900),
     ("src/launch", 1_400),
-    ("src/plan", 4_160),
+    ("src/plan", 4_220),
     ("src/train", 3_950),
-    ("tests", 26_800),
+    ("tests", 26_850),
     ("benches", 2_750),
 ];
 
