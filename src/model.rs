@@ -25,8 +25,12 @@ use compiler::text::name::short_name;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+mod freeze;
+
 /// Samples per micro-batch, if neither the user nor the file sets them.
 pub const DEFAULT_MICRO_BATCH: u64 = 32;
+
+const MAX_LISTED: usize = 5;
 
 /// Import settings.
 #[derive(Clone, Debug, Default)]
@@ -37,6 +41,8 @@ pub struct ImportRequest {
     pub batch_dims: Vec<(String, usize)>,
     /// True to put normalisation and dropout that were exported for inference back into training mode.
     pub train_mode: bool,
+    /// Parameters that are not trained: names, or `prefix*`.
+    pub freeze: Vec<String>,
 }
 
 impl ImportRequest {
@@ -51,6 +57,9 @@ impl ImportRequest {
             self.batch_dims.extend(axes);
         }
         self.train_mode |= planned.train_mode;
+        if self.freeze.is_empty() {
+            self.freeze.clone_from(&planned.freeze);
+        }
     }
 }
 
@@ -61,6 +70,7 @@ pub struct LoadedModel {
     path: PathBuf,
     options: Options,
     requested_micro_batch: Option<u64>,
+    frozen: Vec<String>,
 }
 
 /// Imports the file for training or planning. Reports import warnings, and differences from the framework's training model.
@@ -94,7 +104,11 @@ pub fn read(path: &Path, import: &ImportRequest, events: &dyn EventSink) -> Resu
             "axis 0 of the first input, {size} in the file, is the batch; `--batch-dim INPUT=AXIS` sets another"
         ));
     }
-    Ok(LoadedModel { model, path: path.to_path_buf(), options, requested_micro_batch: None })
+    let frozen = import.freeze.clone();
+    let loaded = LoadedModel { model, path: path.to_path_buf(), options, requested_micro_batch: None, frozen };
+    // Unknown names are refused here.
+    loaded.graph()?;
+    Ok(loaded)
 }
 
 /// Imports a model of the zoo from memory.
@@ -104,7 +118,7 @@ pub fn of_zoo(name: &str, bytes: Vec<u8>) -> Result<LoadedModel, Error> {
     let source =
         decode::parse(bytes.into(), Some(Path::new("."))).map_err(|error| import_error(&path, &error.into()))?;
     let model = import::from_onnx(&source, name, &options).map_err(|error| import_error(&path, &error))?;
-    Ok(LoadedModel { model, path, options, requested_micro_batch: None })
+    Ok(LoadedModel { model, path, options, requested_micro_batch: None, frozen: Vec::new() })
 }
 
 /// Imports the file to evaluate these arrays; their values may become constants that the model needs.
@@ -116,7 +130,7 @@ pub fn load_for(path: &Path, arrays: &BTreeMap<String, Tensor>, events: &dyn Eve
         events.note(&format!("the values of {} become constants of the model", list(&names)));
     }
     model.warnings.iter().for_each(|warning| events.warn(warning));
-    Ok(LoadedModel { model, path: path.to_path_buf(), options, requested_micro_batch: None })
+    Ok(LoadedModel { model, path: path.to_path_buf(), options, requested_micro_batch: None, frozen: Vec::new() })
 }
 
 fn list(names: &[String]) -> String {
@@ -138,6 +152,16 @@ fn import_error(path: &Path, error: &ImportError) -> Error {
         return Error::input(message).because(why).with_help(help);
     }
     Error::input(message).because(error).with_help(help::import(path, error))
+}
+
+/// The first names, and the number of names if more.
+pub fn list_names(names: &[String]) -> String {
+    let first =
+        names.iter().take(MAX_LISTED).map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ");
+    match names.len() {
+        count if count > MAX_LISTED => format!("{first} … ({count} in all)"),
+        _ => first,
+    }
 }
 
 impl LoadedModel {
@@ -196,6 +220,18 @@ impl LoadedModel {
             )))
     }
 
+    /// The patterns of the parameters that are not trained.
+    pub fn frozen(&self) -> &[String] {
+        &self.frozen
+    }
+
+    /// The imported graph; parameters that are not trained are states.
+    pub fn graph(&self) -> Result<Graph, Error> {
+        let mut graph = self.model.graph.clone();
+        freeze::freeze(&mut graph, &self.frozen)?;
+        Ok(graph)
+    }
+
     /// The graph with that many samples and no symbolic sizes.
     pub fn with_samples(&self, samples: u64) -> Result<Graph, Error> {
         let mut dims = self.options.dims.clone();
@@ -220,7 +256,8 @@ impl LoadedModel {
     /// The graph with these sizes; no dimension may stay symbolic.
     pub fn with_dims(&self, dims: &Bindings) -> Result<Graph, Error> {
         let message = format!("cannot set the sizes of {}", self.path.display());
-        let graph = bind(&self.model.graph, dims).map_err(|error| Error::input(&message).because(error))?;
+        let mut graph = bind(&self.model.graph, dims).map_err(|error| Error::input(&message).because(error))?;
+        freeze::freeze(&mut graph, &self.frozen)?;
         match symbols(&graph).first() {
             None => Ok(graph),
             Some(symbol) => Err(Error::input(message)
@@ -242,6 +279,7 @@ impl LoadedModel {
                 train_mode: self.options.train_mode,
                 batch_dims: self.options.batch_axes.iter().map(|(name, axis)| (name.clone(), *axis as u64)).collect(),
                 loss,
+                freeze: self.frozen.clone(),
             },
         }
     }

@@ -7,7 +7,6 @@ pub mod data_digest;
 pub mod device_request;
 pub mod evaluation;
 pub mod failures;
-pub mod freeze;
 pub mod initial_weights;
 pub mod interrupted;
 pub mod memory;

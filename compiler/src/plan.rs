@@ -78,6 +78,9 @@ pub struct ImportSettings {
     /// Batch axes given for inputs.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub batch_dims: BTreeMap<String, u64>,
+    /// Parameters that are not trained: names, or prefixes that end with `*`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub freeze: Vec<String>,
     /// The loss added to the output, if any: `cross-entropy`, or `cross-entropy over 1` with an axis of classes.
     pub loss: Option<String>,
 }
@@ -159,6 +162,9 @@ pub struct PlannedSchedule {
 pub struct StageMemory {
     /// One copy of the weights, or the replica's shard; a tied weight counts once in each stage that uses it.
     pub weights: u64,
+    /// Weights that are not trained: frozen parameters, buffers and constants. They have one version and are not sharded.
+    #[serde(default, skip_serializing_if = "is_nothing")]
+    pub frozen: u64,
     /// Stashed weight versions beyond that copy.
     pub versions: u64,
     /// Weight gradients: accumulated ones and those of the current micro-batch. If gradients are reduce-scattered

@@ -258,6 +258,7 @@ fn chain(ops: u32, fwd_us: f64, bytes: u64) -> CostGraph {
         ops: (0..ops).map(op).collect(),
         tensors: (0..ops - 1).map(tensor).collect(),
         params: (0..ops).map(param).collect(),
+        ..CostGraph::default()
     }
 }
 

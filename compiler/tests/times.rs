@@ -390,7 +390,8 @@ fn the_second_half_of_a_backward_takes_what_the_costs_say() {
             bytes: 0,
             consumers: (id < 3).then_some(OpId(id + 1)).into_iter().collect(),
         };
-        let graph = CostGraph { ops: (0..4).map(op).collect(), tensors: (0..4).map(tensor).collect(), params: vec![] };
+        let graph =
+            CostGraph { ops: (0..4).map(op).collect(), tensors: (0..4).map(tensor).collect(), ..CostGraph::default() };
         let mut problem = Problem::new(graph, levels("4:1GB/s").unwrap(), CostModel::Pipec);
         (problem.schedule, problem.microbatches) = (Schedule::ZbH1, 8);
         problem.constraints.replicas = Some(vec![1; 4]);
@@ -423,7 +424,8 @@ fn what_meets_at_a_port_shares_it() {
         bytes: 1_000_000,
         consumers: (id < 1).then_some(OpId(id + 1)).into_iter().collect(),
     };
-    let graph = CostGraph { ops: (0..2).map(op).collect(), tensors: (0..2).map(tensor).collect(), params: vec![] };
+    let graph =
+        CostGraph { ops: (0..2).map(op).collect(), tensors: (0..2).map(tensor).collect(), ..CostGraph::default() };
     let mut problem = Problem::new(graph, levels("3:1GB/s").unwrap(), CostModel::Pipec);
     (problem.schedule, problem.microbatches) = (Schedule::Gpipe, 2);
     problem.constraints.replicas = Some(vec![2, 1]);

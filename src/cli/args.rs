@@ -121,11 +121,14 @@ pub struct Import {
     /// Put BatchNormalization and Dropout that were exported for inference back into training mode
     #[arg(long, help_heading = "Model")]
     pub train_mode: bool,
+    /// Parameters to freeze: names, or prefix* for all names that start with it
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Model")]
+    pub freeze: Vec<String>,
 }
 
 impl From<Import> for ImportRequest {
-    fn from(Import { dims, batch_dims, train_mode }: Import) -> ImportRequest {
-        ImportRequest { dims, batch_dims, train_mode }
+    fn from(Import { dims, batch_dims, train_mode, freeze }: Import) -> ImportRequest {
+        ImportRequest { dims, batch_dims, train_mode, freeze }
     }
 }
 

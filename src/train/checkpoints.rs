@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::detect;
 use crate::files::missing;
-use crate::train::initial_weights::list_names;
+use crate::model::list_names;
 use crate::train::prepared::{Prepared, ResumedState};
 use crate::train::request::{CheckpointRequest, Resume};
 use crate::train::run_settings::{differences, run_settings};

@@ -3,15 +3,12 @@
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::help;
-use crate::model::LoadedModel;
+use crate::model::{LoadedModel, list_names};
 use compiler::tensor::Tensor;
-use compiler::text::name::short_name;
 use runtime::checkpoint::find;
 use runtime::data::weights;
 use std::collections::BTreeMap;
 use std::path::Path;
-
-const MAX_LISTED: usize = 5;
 
 /// The model's weights, replaced by those of the file. A file may have more names than the model: counters, or second names of tied
 /// parameters. A folder is a checkpoint.
@@ -58,14 +55,4 @@ pub fn load_weights(
     }
     merged.extend(file_weights);
     Ok(merged)
-}
-
-/// The first names, and the number of names if more.
-pub fn list_names(names: &[String]) -> String {
-    let first =
-        names.iter().take(MAX_LISTED).map(|name| format!("`{}`", short_name(name))).collect::<Vec<_>>().join(", ");
-    match names.len() {
-        count if count > MAX_LISTED => format!("{first} … ({count} in all)"),
-        _ => first,
-    }
 }

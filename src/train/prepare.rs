@@ -11,7 +11,6 @@ use crate::train::arrays;
 use crate::train::checkpoints::writer_config;
 use crate::train::evaluation::{Score, Subject};
 use crate::train::failures;
-use crate::train::freeze::freeze;
 use crate::train::interrupted::Ended;
 use crate::train::memory;
 use crate::train::micro_batches::{dependence_of, has_uneven_means};
@@ -117,7 +116,6 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     if let Some(dtype) = task.dtype.filter(|_| half_dtype.is_none()) {
         graph = precision(&graph, dtype).map_err(|error| fail(&error))?;
     }
-    freeze(&mut graph, task.frozen)?;
     let stages = stages(task.loaded, &graph, task.plan)?;
     if let Some(dtype) = half_dtype {
         graph = mixed(&graph, dtype).map_err(|error| fail(&error))?;

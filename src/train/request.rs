@@ -65,8 +65,6 @@ pub struct TrainRequest {
     pub unbiased_variance: Option<bool>,
     /// Initial weights; the model's if absent.
     pub weights: Option<PathBuf>,
-    /// Parameters that are not trained: names, or `prefix*`.
-    pub freeze: Vec<String>,
     /// The file for trained weights.
     pub save: Option<PathBuf>,
     /// The file for the gradients of the last minibatch.
@@ -111,7 +109,6 @@ impl TrainRequest {
             policy: PolicyRequest::default(),
             unbiased_variance: None,
             weights: None,
-            freeze: Vec::new(),
             save: None,
             save_gradients: None,
             checkpoints: CheckpointRequest::default(),

@@ -58,8 +58,8 @@ pub struct TrainReport {
     pub plan: Plan,
     /// Estimated bytes of one replica of each stage, if the settings of the run differ from the plan's.
     pub memory_estimate: Option<Vec<u64>>,
-    /// True if the plan predicts the time of this run: it has the plan's settings, neither freezes parameters nor clips
-    /// gradients nor writes regular checkpoints, and runs in one process on a CPU with a core for each worker.
+    /// True if the plan predicts the time of this run: it has the plan's settings, neither clips gradients nor
+    /// writes regular checkpoints, and runs in one process on a CPU with a core for each worker.
     pub is_predicted: bool,
     /// Samples per minibatch.
     pub batch: u64,
@@ -262,7 +262,6 @@ fn train_once(
             keep: request.checkpoints.keep,
             on_saved: &on_saved,
         }),
-        frozen: &request.freeze,
         tensor: degree,
         devices: &devices,
         has_processes,

@@ -41,7 +41,7 @@ pub fn unplanned_work(task: &Task<'_>, schedule: &str) -> Vec<&'static str> {
     let kinds_of_work = [
         ("gradient clipping", task.policy.clip_norm.is_some()),
         ("regular checkpoints", writes_checkpoints),
-        ("frozen parameters", !task.frozen.is_empty()),
+        ("frozen parameters", task.loaded.frozen() != task.plan.model.import.freeze),
         ("device type", task.plan.cluster.device.is_cpu() == task.is_on_gpus()),
         // Threads share memory, processes send messages.
         ("several processes", task.has_processes && task.plan.workers_of_one_host().is_some()),

@@ -76,7 +76,7 @@ pub fn run_settings(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Ru
             },
         ),
         ("loss scaling", RunSetting::with_old_text(scale, loss_scaling)),
-        (FROZEN, RunSetting::new(task.frozen.join(","))),
+        (FROZEN, RunSetting::new(task.loaded.frozen().join(","))),
         ("staleness", RunSetting::with_old_text(staleness_text(staleness), staleness)),
     ];
     settings.into_iter().map(|(name, setting)| (name.to_string(), setting)).collect()

@@ -91,8 +91,6 @@ pub struct Task<'a> {
     pub checkpoints: Option<&'a Path>,
     /// Settings of resumable checkpoints, if any.
     pub checkpoint_settings: Option<CheckpointSettings<'a>>,
-    /// Parameters that are not trained, by name or `prefix*`.
-    pub frozen: &'a [String],
     /// The tensor-parallel degree.
     pub tensor: usize,
     /// The devices of the workers, in turn.

@@ -42,6 +42,7 @@ fn chain(times: &[f64], bytes: u64) -> CostGraph {
             .map(|id| TensorCost { name: format!("t{id}"), producer: OpId(id), bytes, consumers: consumers(id) })
             .collect(),
         params: (0..count).map(|id| ParamCost::new(format!("p{id}"), 1000, vec![OpId(id)])).collect(),
+        ..CostGraph::default()
     }
 }
 

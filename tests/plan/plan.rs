@@ -321,6 +321,7 @@ fn chain(ops: u32) -> CostGraph {
         ops: (0..ops).map(op).collect(),
         tensors: (0..ops - 1).map(tensor).collect(),
         params: (0..ops).map(param).collect(),
+        ..CostGraph::default()
     }
 }
 

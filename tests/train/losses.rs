@@ -101,14 +101,8 @@ fn a_profile_says_which_loss_its_times_have() {
     assert!(message.contains("`mse`") && message.contains("pipec profile"), "{message}");
 }
 
-/// Every stage uses the planned memory within 5 %, and the planned settings apply to training by default.
-#[test]
-fn training_holds_what_was_planned() {
-    let folder = tempfile::tempdir().unwrap();
-    let folder = folder.path();
-    write_gpt(folder);
-    let flags = ["--profile", "analytic:cpu", "--optimizer", "sgd-momentum", "--micro-batch", "4", "--loss", "mse"];
-    let plan = write_plan(folder, &flags);
+/// Trains a plan and checks that every stage uses the planned memory within 5 %.
+fn check_memory(folder: &Path, plan: &Value) {
     let training =
         ["train", "model.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "6", "--momentum", "0.9"];
     expect_exit(folder, 0, &[&training[..], &["--batch", "4", "-q", "--metrics", "m.jsonl"]].concat());
@@ -117,9 +111,31 @@ fn training_holds_what_was_planned() {
     let stages = totals["total"]["stages"].as_array().unwrap();
     assert_eq!(stages.len(), 2);
     for (index, stage) in stages.iter().enumerate() {
-        let ratio = stage["peak_memory_bytes"].as_f64().unwrap() / planned_bytes(&plan, index);
+        let ratio = stage["peak_memory_bytes"].as_f64().unwrap() / planned_bytes(plan, index);
         assert!((0.95..=1.05).contains(&ratio), "stage {index} held {ratio} of what was planned");
     }
+}
+
+/// Every stage uses the planned memory within 5 %, and the planned settings apply to training by default.
+#[test]
+fn training_holds_what_was_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    write_gpt(folder);
+    let flags = ["--profile", "analytic:cpu", "--optimizer", "sgd-momentum", "--micro-batch", "4", "--loss", "mse"];
+    let plan = write_plan(folder, &[&flags[..], &["--freeze", "wte*,blocks.0*"]].concat());
+    let operations = |plan: &Value| plan["predicted"]["flops"].as_f64().unwrap();
+    let frozen: u64 =
+        plan["stages"].as_array().unwrap().iter().filter_map(|stage| stage["memory"]["frozen"].as_u64()).sum();
+    assert!(frozen > 1_200_000, "{frozen} frozen bytes");
+    check_memory(folder, &plan);
+    expect_exit(folder, 0, &["plan", "check", "plan.json", "--model", "model.onnx"]);
+    let frozen_operations = operations(&plan);
+    let plan = write_plan(folder, &flags);
+    // The first block computes input gradients for the positions, and no weight gradients: one product in three less.
+    assert!((0.95..0.96).contains(&(frozen_operations / operations(&plan))), "{frozen_operations}");
+    check_memory(folder, &plan);
+    let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
     let first_loss =
         |lines: &str| serde_json::from_str::<Value>(lines.lines().next().unwrap()).unwrap()["loss"].clone();
     let planned_loss = first_loss(&lines);

@@ -4,15 +4,18 @@
 //! until [`fill`] takes them from a profile of the same graph.
 
 use super::attribution::{Attribution, of_data};
-use crate::graph::Graph;
+use crate::graph::{Graph, order};
 use crate::op::table::rule;
 use crate::op::{NodeId, Op, Value, elements};
 use crate::profile::Profile;
-use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
+use crate::profile::cost_graph::{CostGraph, FrozenCost, OpCost, OpId, ParamCost, TensorCost};
 use crate::tensor::DType;
 use crate::text::name::short_name;
 use std::collections::{HashMap, HashSet};
 use thiserror::Error;
+
+/// The least bytes of a constant that counts as a frozen weight.
+const LARGE_CONSTANT: u64 = 4096;
 
 /// A profile that does not belong to the model.
 #[derive(Clone, Debug, Error, PartialEq)]
@@ -108,7 +111,52 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
         let sum_bytes = if dtype.is_float() && dtype.size() == 2 { bytes.saturating_mul(2) } else { bytes };
         costs.params.push(ParamCost { name: parameter.name.clone(), bytes, sum_bytes, users });
     }
+    for id in graph.ids() {
+        let node = graph.node(id);
+        let value = Value { node: id, output: 0 };
+        let (name, bytes) = match &node.op {
+            Op::State(state) => (state.name.clone(), size(value)),
+            Op::Constant(_) if size(value) >= LARGE_CONSTANT => (node.label().to_string(), size(value)),
+            _ => continue,
+        };
+        let users = readers(value);
+        if !users.is_empty() {
+            costs.frozen.push(FrozenCost { name, bytes, users });
+        }
+    }
+    for (op, omitted) in costs.ops.iter_mut().zip(omitted_grads(graph, &attribution.ops)) {
+        op.omitted_grads = omitted;
+    }
     costs
+}
+
+/// The gradients of each op's product that training does not compute.
+fn omitted_grads(graph: &Graph, ops: &[NodeId]) -> Vec<u8> {
+    // Values that depend on a trained parameter, and values that depend on inputs.
+    let (mut trained, mut fed) = (HashSet::new(), HashSet::new());
+    for id in order::canonical(graph) {
+        let node = graph.node(id);
+        let reads = |set: &HashSet<NodeId>| graph.inputs(id).iter().any(|value| set.contains(&value.node));
+        if matches!(node.op, Op::Parameter(_)) || reads(&trained) {
+            trained.insert(id);
+        }
+        if matches!(node.op, Op::Input(_)) || reads(&fed) {
+            fed.insert(id);
+        }
+    }
+    let of = |id: &NodeId| {
+        let operands = match &graph.node(*id).op {
+            Op::MatMul(_) | Op::GroupedMatMul(_) | Op::Conv(_) | Op::Attention(_) => graph.inputs(*id),
+            _ => return 0,
+        };
+        let is_trained = |value: &Value| trained.contains(&value.node);
+        let is_frozen = |value: &Value| !is_trained(value) && !fed.contains(&value.node);
+        match operands.iter().any(is_trained) {
+            false => 2,
+            true => u8::from(operands.iter().take(2).any(is_frozen)),
+        }
+    };
+    ops.iter().map(of).collect()
 }
 
 /// The values of the tensors of a cost graph, in its order; `ops` are those of the graph that the costs describe, which

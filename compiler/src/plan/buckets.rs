@@ -87,7 +87,7 @@ mod tests {
             |name: &str, bytes, users: &[u32]| ParamCost::new(name, bytes, users.iter().copied().map(OpId).collect());
         // Readers: op 0; ops 1 and 3; ops 2 and 3; op 3.
         let params = vec![param("a", 10, &[0]), param("b", 20, &[1, 3]), param("c", 30, &[2, 3]), param("d", 5, &[3])];
-        CostGraph { ops: (0..4).map(op).collect(), tensors: vec![], params }
+        CostGraph { ops: (0..4).map(op).collect(), params, ..CostGraph::default() }
     }
 
     fn summarize(buckets: &[GradientBucket]) -> Vec<(String, u64, f64)> {

@@ -169,7 +169,7 @@ mod tests {
         };
         // A diamond: 0 feeds 1 and 2, both feed 3; 4 follows.
         let tensors = vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(2, &[3]), tensor(3, &[4]), tensor(4, &[])];
-        CostGraph { ops: (0..5).map(op).collect(), tensors, params: vec![] }
+        CostGraph { ops: (0..5).map(op).collect(), tensors, ..CostGraph::default() }
     }
 
     #[test]

@@ -36,6 +36,7 @@ pub fn fullest(plan: &Plan) -> u64 {
 fn sum(a: &StageMemory, b: &StageMemory) -> StageMemory {
     StageMemory {
         weights: a.weights.saturating_add(b.weights),
+        frozen: a.frozen.saturating_add(b.frozen),
         versions: a.versions.saturating_add(b.versions),
         gradients: a.gradients.saturating_add(b.gradients),
         optimizer: a.optimizer.saturating_add(b.optimizer),

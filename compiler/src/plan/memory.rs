@@ -1,7 +1,7 @@
 //! Peak memory of one replica of a stage, as the runtime allocates it.
 //!
 //! ```text
-//! total       = weights · versions + gradients + optimizer + activations + split_backward + messages + workspace
+//! total       = weights · versions + frozen + gradients + optimizer + activations + split_backward + messages + workspace
 //! gradients   = terms, twice with replicas unless in place, + (1 + late) · shared        ZeRO: see `zero`
 //! optimizer   = state · summed + masters                                                 ZeRO: see `zero`
 //! activations = in_flight · (saved + inputs + sent - freed + kept) + max(1, pending) · again
@@ -46,6 +46,8 @@ use std::collections::BTreeSet;
 pub struct MemoryTerms {
     /// Each parameter counts once.
     pub weights: u64,
+    /// Weights that are not trained.
+    pub frozen: u64,
     /// Gradient sums, one per parameter.
     pub summed: u64,
     /// Master copies of the parameters narrower than their sums.
@@ -151,13 +153,15 @@ impl MemoryMultipliers {
 pub struct Touched {
     ops: Vec<u32>,
     params: Vec<usize>,
+    frozen: Vec<usize>,
     tensors: Vec<usize>,
 }
 
 impl Touched {
     fn of(graph: &CostGraph) -> Touched {
         let ops = (0..graph.ops.len() as u32).collect();
-        Touched { ops, params: (0..graph.params.len()).collect(), tensors: (0..graph.tensors.len()).collect() }
+        let (params, frozen) = ((0..graph.params.len()).collect(), (0..graph.frozen.len()).collect());
+        Touched { ops, params, frozen, tensors: (0..graph.tensors.len()).collect() }
     }
 
     /// Those of each stage; `stage_of` has the stage of every op.
@@ -168,6 +172,9 @@ impl Touched {
         (0u32..).zip(stage_of).for_each(|(op, stage)| all[*stage as usize].ops.push(op));
         for (at, param) in graph.params.iter().enumerate() {
             distinct(&mut param.users.iter()).into_iter().for_each(|stage| all[stage as usize].params.push(at));
+        }
+        for (at, frozen) in graph.frozen.iter().enumerate() {
+            distinct(&mut frozen.users.iter()).into_iter().for_each(|stage| all[stage as usize].frozen.push(at));
         }
         for (at, tensor) in graph.tensors.iter().enumerate() {
             let ends = &mut tensor.consumers.iter().chain([&tensor.producer]);
@@ -209,6 +216,9 @@ impl MemoryTerms {
                 holdings.shared += if users < param.users.len() as u64 { param.sum_bytes } else { 0 };
             }
         }
+        let frozen = touched.frozen.iter().map(|at| &graph.frozen[*at]);
+        let read = frozen.filter(|frozen| frozen.users.iter().any(|op| inside[op.index()]));
+        holdings.frozen = read.map(|frozen| frozen.bytes).sum();
         let most = |bytes: &[u64]| own().map(|op| bytes[op]).max().unwrap_or(0);
         (holdings.largest, holdings.needed) = (most(&needs[0]), most(&needs[1]));
         for (at, tensor) in touched.tensors.iter().map(|at| (*at, &graph.tensors[*at])) {
@@ -275,9 +285,21 @@ impl MemoryTerms {
         let way = multiples.way(self.inputs);
         let batched_grads = if way.is_joint { self.batched_grads } else { 0 };
         let workspace = self.arena.of(way).saturating_add(batched_grads);
-        let parts = [weights, versions, gradients, optimizer, activations, split_backward, messages, workspace];
+        let frozen = self.frozen;
+        let parts = [weights, frozen, versions, gradients, optimizer, activations, split_backward, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
-        StageMemory { weights, versions, gradients, optimizer, activations, split_backward, messages, workspace, total }
+        StageMemory {
+            weights,
+            frozen,
+            versions,
+            gradients,
+            optimizer,
+            activations,
+            split_backward,
+            messages,
+            workspace,
+            total,
+        }
     }
 }
 
@@ -304,6 +326,7 @@ mod tests {
             ],
             tensors: vec![tensor(0, 100, &[1, 2]), tensor(1, 200, &[2]), tensor(2, 400, &[])],
             params: vec![ParamCost::new("w", 1000, vec![OpId(0), OpId(1), OpId(2)])],
+            ..CostGraph::default()
         };
         let passing = GradientBuffers::of(&levels("4:1GB/s").unwrap());
         let of =

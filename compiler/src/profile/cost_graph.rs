@@ -74,6 +74,9 @@ pub struct OpCost {
     pub out_bytes: u64,
     /// Operations of the forward; 0 if unknown.
     pub flops: f64,
+    /// Of the two gradients of a product, those that are not computed: of a frozen weight, and of inputs that depend on no
+    /// trained parameter.
+    pub omitted_grads: u8,
     /// The op it is fused with because it has no placement of its own, such as a weight transpose; `None` for leaders.
     pub joins: Option<OpId>,
 }
@@ -122,6 +125,16 @@ impl ParamCost {
     }
 }
 
+/// A tensor that is read and not trained: a frozen parameter, a buffer or a large constant. Every stage that reads it has a
+/// copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FrozenCost {
+    pub name: String,
+    pub bytes: u64,
+    /// Ascending; in a fused graph, an op occurs once per use.
+    pub users: Vec<OpId>,
+}
+
 /// Producers and readers of each op, past views.
 #[derive(Clone, Debug)]
 pub struct Flows {
@@ -156,6 +169,7 @@ pub struct CostGraph {
     pub ops: Vec<OpCost>,
     pub tensors: Vec<TensorCost>,
     pub params: Vec<ParamCost>,
+    pub frozen: Vec<FrozenCost>,
 }
 
 /// Violations of the invariants.
@@ -397,6 +411,10 @@ impl CostGraph {
             }
         }
         total("outputs", self.ops.iter().map(|op| op.out_bytes))?;
+        for frozen in &self.frozen {
+            self.check_ops_exist(&frozen.name, &frozen.users)?;
+        }
+        total("frozen weights", self.frozen.iter().map(|frozen| frozen.bytes))?;
         total("op parameters", self.ops.iter().map(|op| op.param_bytes))?;
         total("saved tensors", self.ops.iter().map(OpCost::kept_bytes))?;
         total("pending weight-gradient tensors", self.ops.iter().map(OpCost::pending_weight_grad_bytes))?;
@@ -458,7 +476,7 @@ mod tests {
     fn two() -> CostGraph {
         let op = |id, name: &str| OpCost { id, name: name.into(), fwd_us: 1.0, bwd_us: 2.0, ..OpCost::default() };
         let tensor = TensorCost { name: "t".into(), producer: OpId(0), bytes: 8, consumers: vec![OpId(1)] };
-        CostGraph { ops: vec![op(0, "a"), op(1, "b")], tensors: vec![tensor], params: vec![] }
+        CostGraph { ops: vec![op(0, "a"), op(1, "b")], tensors: vec![tensor], ..CostGraph::default() }
     }
 
     #[test]

@@ -62,12 +62,12 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let loaded = model::load(&arguments.file, &arguments.dims.import.clone().into(), screen)?
         .with_micro_batch(arguments.dims.micro_batch);
     if arguments.text {
-        let printed = text::print(&loaded.model.graph);
+        let printed = text::print(&loaded.graph()?);
         screen.text(&printed);
         screen.json(&json!({"graph": printed}));
         return Ok(());
     }
-    let graph = &loaded.model.graph;
+    let graph = &loaded.graph()?;
     let ops = order::numbered(graph);
     let (parameters, parameter_bytes) = sizes(graph, |op| matches!(op, Op::Parameter(_)));
     let (states, state_bytes) = sizes(graph, |op| matches!(op, Op::State(_)));
@@ -119,7 +119,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         screen.text(&format!("constants   {}\n", loaded.model.constants_text()));
     }
     if states > 0 {
-        screen.text(&format!("buffers     {} numbers, {}\n", quantity::count(states), quantity::bytes(state_bytes)));
+        screen.prose(&format!(
+            "frozen      {} in parameters and buffers that are not trained, {}\n",
+            quantity::count(states),
+            quantity::bytes(state_bytes)
+        ));
     }
     screen.prose(&format!(
         "forward     {} per sample (a multiply-add counts as two)\nactivations {} per sample (outputs of all ops)\ninputs      {}\noutputs     {}\nbatch       {batch}\ntrainable   {}\n",
@@ -128,7 +132,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         list(&inputs),
         list(&outputs),
         match reasons.as_slice() {
-            [] => "yes: every parameter, except those in `--freeze`".to_string(),
+            [] => "yes: every parameter".to_string(),
             reasons => format!("no: {}", reasons.join("\n            ")),
         },
     ));

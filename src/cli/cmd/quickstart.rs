@@ -182,7 +182,6 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         keep_gradients: false,
         checkpoints: None,
         checkpoint_settings: None,
-        frozen: &[],
         tensor: 1,
         devices: &[runtime::device::cpu::device::cpu()],
         has_processes: false,

@@ -252,7 +252,8 @@ fn unsimulated_bytes(memory: &StageMemory, kind: Schedule) -> i128 {
         Schedule::Inference => (memory.activations, 0),
         _ => (0, i128::from(memory.gradients) - i128::from(memory.weights)),
     };
-    let terms = [activations, memory.optimizer, memory.split_backward, memory.messages, memory.workspace];
+    let terms =
+        [activations, memory.frozen, memory.optimizer, memory.split_backward, memory.messages, memory.workspace];
     terms.into_iter().map(i128::from).sum::<i128>() + trained
 }
 

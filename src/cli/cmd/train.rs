@@ -100,9 +100,6 @@ pub struct Arguments {
     /// Initial weights by name: .npz, .safetensors or the folder of a checkpoint [default: the model's]
     #[arg(long, value_name = "FILE", help_heading = "Input and output files")]
     weights: Option<PathBuf>,
-    /// Parameters to freeze: names, or prefix* for all names that start with it
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Input and output files")]
-    freeze: Vec<String>,
     /// Write the trained weights: .safetensors or .npz
     #[arg(long, value_name = "FILE", help_heading = "Input and output files")]
     save: Option<PathBuf>,
@@ -166,7 +163,6 @@ impl Arguments {
             policy: self.policy.request()?,
             unbiased_variance: self.bn_variance.as_deref().map(|rule| rule == "torch"),
             weights: self.weights.clone(),
-            freeze: self.freeze.clone(),
             save: self.save.clone(),
             save_gradients: self.save_gradients.clone(),
             checkpoints: self.checkpoints.clone().into(),

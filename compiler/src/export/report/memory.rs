@@ -22,9 +22,10 @@ const TALL: [f64; 2] = [20.0, 12.0];
 const PITCH: [f64; 2] = [28.0, 16.0];
 
 /// Memory components in drawing order.
-fn parts(memory: &StageMemory) -> [(&'static str, u64); 8] {
+fn parts(memory: &StageMemory) -> [(&'static str, u64); 9] {
     [
         ("weights", memory.weights),
+        ("frozen weights", memory.frozen),
         ("versions", memory.versions),
         ("gradients", memory.gradients),
         ("optimizer", memory.optimizer),

@@ -78,6 +78,9 @@ fn import(plan: &Plan) -> String {
     if import.train_mode {
         entries.push("restored to training mode".to_string());
     }
+    if !import.freeze.is_empty() {
+        entries.push(format!("{} frozen", import.freeze.join(", ")));
+    }
     entries.extend(import.loss.iter().map(|loss| format!("loss {loss}")));
     if entries.is_empty() { "unchanged".to_string() } else { entries.join(", ") }
 }

@@ -252,10 +252,24 @@ impl<'a> Formulation<'a> {
 
     /// Sum of a quantity over the distinct parameters of a stage; negligible terms are dropped.
     pub(super) fn parameters(&mut self, stage: usize, room: f64, of: impl Fn(&ParamCost) -> f64) -> Expression {
+        let params = self.scope.problem.graph.params.iter();
+        let values: Vec<(f64, &[OpId])> = params.map(|param| (of(param), &param.users[..])).collect();
+        self.read(stage, room, values)
+    }
+
+    /// Sum of the bytes of a stage's frozen weights, times `factor`; negligible terms are dropped.
+    pub(super) fn frozen(&mut self, stage: usize, room: f64, factor: f64) -> Expression {
+        let frozen = self.scope.problem.graph.frozen.iter();
+        let values = frozen.map(|frozen| (factor * frozen.bytes as f64, &frozen.users[..])).collect();
+        self.read(stage, room, values)
+    }
+
+    /// Sum of the values of which a stage has a user.
+    fn read(&mut self, stage: usize, room: f64, values: Vec<(f64, &[OpId])>) -> Expression {
         let mut sum = Expression::default();
-        for param in &self.scope.problem.graph.params {
-            let Some(factor) = self.factor(of(param), room) else { continue };
-            match &param.users[..] {
+        for (value, users) in values {
+            let Some(factor) = self.factor(value, room) else { continue };
+            match users {
                 [] => {}
                 [user] => self.add_inside(&mut sum, factor, user.index(), stage),
                 users => {

@@ -69,6 +69,7 @@ impl Formulation<'_> {
                 let moved = summed * param.sum_bytes as f64 + masters * param.master_bytes() as f64;
                 weights * param.bytes as f64 + moved
             });
+            sum += self.frozen(stage, 1.0, each(MemoryTerms { frozen: MANY, ..none }));
             // ZeRO: weights that are also used by other stages are not sharded.
             let whole = each(MemoryTerms { weights: MANY, shared: MANY, ..none }) - weights;
             sum += self.shared(stage, 1.0, |param| whole * param.sum_bytes as f64);

@@ -131,6 +131,7 @@ pub fn is_limited(problem: &Problem) -> bool {
     let tensors = sum(&mut graph.tensors.iter().map(|tensor| tensor.bytes));
     let all = MemoryTerms {
         weights: sum(&mut graph.params.iter().map(|param| param.bytes)),
+        frozen: sum(&mut graph.frozen.iter().map(|frozen| frozen.bytes)),
         summed: sum(&mut graph.params.iter().map(|param| param.sum_bytes)),
         masters: sum(&mut graph.params.iter().map(ParamCost::master_bytes)),
         terms: sum(&mut graph.summed_bytes().into_iter()),

@@ -136,7 +136,7 @@ mod tests {
             bytes: 1,
             consumers: to.iter().map(|&to| OpId(to)).collect(),
         };
-        CostGraph { ops, tensors: vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(2, &[3])], params: vec![] }
+        CostGraph { ops, tensors: vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(2, &[3])], ..CostGraph::default() }
     }
 
     fn cut(names: &[&str]) -> Result<(Vec<u32>, Vec<usize>), ProblemError> {

@@ -235,7 +235,7 @@ mod tests {
             bytes: 10 << producer,
             consumers: edges.iter().filter(|(from, _)| *from == producer).map(|(_, to)| OpId(*to)).collect(),
         };
-        CostGraph { ops: (0..ops).map(op).collect(), tensors: (0..ops).map(tensor).collect(), params: vec![] }
+        CostGraph { ops: (0..ops).map(op).collect(), tensors: (0..ops).map(tensor).collect(), ..CostGraph::default() }
     }
 
     const COST: CostModel = CostModel::Pipedream;

@@ -199,18 +199,21 @@ fn is_near(played_us: f64, objective_us: f64) -> bool {
     played_us.min(objective_us) >= ENOUGH * played_us.max(objective_us)
 }
 
-/// The operations of a minibatch. Matrix products, which are nearly all of them, have two gradients of the same size.
+/// The operations of a minibatch. Matrix products, which are nearly all of them, have two gradients of the same size; those
+/// of frozen weights are not computed.
 fn operations(problem: &Problem, chosen: &PlanCandidate) -> Predicted {
     let has_backward = problem.graph.ops.iter().any(|op| op.bwd_us > 0.0);
-    let passes = if problem.schedule.trains() && has_backward { 3.0 } else { 1.0 };
+    let has_backward = problem.schedule.trains() && has_backward;
     let items = f64::from(problem.microbatches);
-    let of = |ops: &[u32], flops: fn(&OpCost) -> f64| {
+    let all_passes =
+        |op: &OpCost| if has_backward { op.flops * f64::from(3 - op.omitted_grads.min(2)) } else { op.flops };
+    let of = |ops: &[u32], flops: &dyn Fn(&OpCost) -> f64| {
         ops.iter().map(|&op| flops(&problem.graph.ops[op as usize])).sum::<f64>()
     };
     let (mut flops, mut recomputed_flops) = (0.0, 0.0);
     for (leaf, spot) in chosen.shape.leaves().iter().zip(&chosen.spots) {
-        flops += passes * items * of(leaf.ops, |op| op.flops);
-        recomputed_flops += items * of(spot.recompute.of(leaf.ops), OpCost::recompute_flops);
+        flops += items * of(leaf.ops, &all_passes);
+        recomputed_flops += items * of(spot.recompute.of(leaf.ops), &OpCost::recompute_flops);
     }
     Predicted { flops, recomputed_flops, ..Predicted::default() }
 }

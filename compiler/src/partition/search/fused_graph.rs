@@ -8,7 +8,7 @@
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::plan::problem::Problem;
 use crate::profile::arena::{Arena, Live, Needs};
-use crate::profile::cost_graph::{CostGraph, Members, OpCost, OpId, ParamCost, TensorCost};
+use crate::profile::cost_graph::{CostGraph, FrozenCost, Members, OpCost, OpId, ParamCost, TensorCost};
 use std::borrow::Cow;
 
 #[derive(Clone, Debug)]
@@ -133,7 +133,8 @@ impl<'a> FusedGraph<'a> {
             tensors.push(TensorCost { producer, consumers, ..tensor.clone() });
         }
         let params = self.full.params.iter().map(|param| ParamCost { users: all(&param.users), ..param.clone() });
-        CostGraph { ops, tensors, params: params.collect() }
+        let frozen = self.full.frozen.iter().map(|frozen| FrozenCost { users: all(&frozen.users), ..frozen.clone() });
+        CostGraph { ops, tensors, params: params.collect(), frozen: frozen.collect() }
     }
 
     /// Expands a shape over fused ops to all ops.
@@ -198,6 +199,7 @@ mod tests {
                 tensor(5, &[]),
             ],
             params: vec![ParamCost::new("w", 7, vec![OpId(0), OpId(3), OpId(4)])],
+            ..CostGraph::default()
         }
     }
 
@@ -257,10 +259,16 @@ mod tests {
         let param = |(at, users): (usize, &Vec<u32>)| {
             ParamCost::new(format!("w{at}"), 1 << (20 + at), users.iter().map(|&op| OpId(op)).collect())
         };
+        let frozen = |(at, users): (usize, &Vec<u32>)| FrozenCost {
+            name: format!("f{at}"),
+            bytes: 1 << (30 + at),
+            users: users.iter().map(|&op| OpId(op)).collect(),
+        };
         CostGraph {
             ops: (0..12).map(op).collect(),
             tensors: (0..12).map(tensor).collect(),
             params: params.iter().enumerate().map(param).collect(),
+            frozen: params.iter().enumerate().map(frozen).collect(),
         }
     }
 

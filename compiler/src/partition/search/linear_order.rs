@@ -149,6 +149,10 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
     for (at, param) in graph.params.iter().enumerate() {
         param.users.iter().for_each(|op| params[op.index()].push(at));
     }
+    let mut frozen: Vec<Vec<usize>> = vec![Vec::new(); order.len()];
+    for (at, read) in graph.frozen.iter().enumerate() {
+        read.users.iter().for_each(|op| frozen[op.index()].push(at));
+    }
     let mut inputs: Vec<Vec<usize>> = vec![Vec::new(); order.len()];
     for (at, tensor) in graph.tensors.iter().enumerate() {
         tensor.consumers.iter().for_each(|op| inputs[op.index()].push(at));
@@ -171,6 +175,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
     let mut op_seen = vec![usize::MAX; order.len()];
     let mut param_seen = vec![usize::MAX; graph.params.len()];
     let mut users_seen = vec![0; graph.params.len()];
+    let mut frozen_seen = vec![usize::MAX; graph.frozen.len()];
     let mut tensor_seen = vec![usize::MAX; graph.tensors.len()];
     for from in 0..places - 1 {
         let mut run = MemoryTerms::default();
@@ -193,6 +198,10 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
                     if users_seen[at] == param.users.len() {
                         run.shared -= param.sum_bytes;
                     }
+                }
+                for &at in &frozen[op] {
+                    let is_known = std::mem::replace(&mut frozen_seen[at], from) == from;
+                    run.frozen += if is_known { 0 } else { graph.frozen[at].bytes };
                 }
                 for &tensor in &made[op] {
                     if last_reader[tensor] > place[op] {
@@ -275,7 +284,12 @@ mod tests {
             consumers: [at + 1, at + 7].into_iter().filter(|&to| to < ops).map(OpId).collect(),
         };
         let tied = ParamCost::new("w", 100, vec![OpId(1), OpId(4)]);
-        CostGraph { ops: (0..ops).map(op).collect(), tensors: (0..ops).map(tensor).collect(), params: vec![tied] }
+        CostGraph {
+            ops: (0..ops).map(op).collect(),
+            tensors: (0..ops).map(tensor).collect(),
+            params: vec![tied],
+            ..CostGraph::default()
+        }
     }
 
     #[test]

@@ -123,7 +123,7 @@ mod tests {
         // 0 -> 1 -> 3 -> 4 and 0 -> 2 -> 4
         let tensors = vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(3, &[4]), tensor(2, &[4])];
         let ops = (0..5).map(|id| OpCost { id, ..OpCost::default() }).collect();
-        let graph = CostGraph { ops, tensors, params: vec![] };
+        let graph = CostGraph { ops, tensors, ..CostGraph::default() };
         assert_eq!(orders(&graph), [vec![0, 1, 2, 3, 4], vec![0, 1, 3, 2, 4]]);
     }
 }

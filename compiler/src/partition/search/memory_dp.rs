@@ -300,6 +300,7 @@ mod tests {
             ops: (0..6).map(op).collect(),
             tensors: (0..6).map(tensor).collect(),
             params: params.iter().map(param).collect(),
+            ..CostGraph::default()
         }
     }
 

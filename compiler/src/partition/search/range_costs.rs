@@ -25,7 +25,10 @@ pub struct RangeCosts<'a> {
     again: Vec<f64>,
     /// Bytes of parameters with a single user.
     weights: Vec<u64>,
-    /// Bytes of the gradient sums of those.
+    /// Bytes of frozen weights with a single user, and those with several.
+    frozen: Vec<u64>,
+    shared_frozen: Vec<usize>,
+    /// Bytes of the gradient sums of the parameters with a single user.
     summed: Vec<u64>,
     /// Bytes of the master weights of those.
     masters: Vec<u64>,
@@ -103,6 +106,8 @@ impl<'a> RangeCosts<'a> {
             backward: vec![0.0; count],
             again: vec![0.0; count],
             weights: vec![0; count],
+            frozen: vec![0; count],
+            shared_frozen: (0..graph.frozen.len()).filter(|&at| graph.frozen[at].users.len() > 1).collect(),
             summed: vec![0; count],
             masters: vec![0; count],
             terms: vec![0; count],
@@ -128,12 +133,15 @@ impl<'a> RangeCosts<'a> {
             let within = places.needs.iter().map(|needs| needs.at(ArenaPosition::default()).of(way));
             places.by_arena[way.index()] = Ranking::of(within);
         }
-        let mut own = vec![[0u64; 3]; ops];
+        let mut own = vec![[0u64; 4]; ops];
         for param in graph.params.iter().filter(|param| param.users.len() == 1) {
-            let [bytes, summed, masters] = &mut own[param.users[0].index()];
+            let [bytes, summed, masters, _] = &mut own[param.users[0].index()];
             *bytes += param.bytes;
             *summed += param.sum_bytes;
             *masters += param.master_bytes();
+        }
+        for frozen in graph.frozen.iter().filter(|frozen| frozen.users.len() == 1) {
+            own[frozen.users[0].index()][3] += frozen.bytes;
         }
         let used = graph.summed_bytes();
         for (at, tensor) in graph.tensors.iter().enumerate() {
@@ -156,6 +164,7 @@ impl<'a> RangeCosts<'a> {
             places.weights[set] = sum(places.weights[base], &|op| own[op][0]);
             places.summed[set] = sum(places.summed[base], &|op| own[op][1]);
             places.masters[set] = sum(places.masters[base], &|op| own[op][2]);
+            places.frozen[set] = sum(places.frozen[base], &|op| own[op][3]);
             places.terms[set] = sum(places.terms[base], &|op| used[op]);
             places.batched_grads[set] = sum(places.batched_grads[base], &|op| graph.ops[op].batched_grad_bytes);
             places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
@@ -283,6 +292,9 @@ impl<'a> RangeCosts<'a> {
                 shared += if param.users.iter().all(is_inside) { 0 } else { param.sum_bytes };
             }
         }
+        let shared_frozen = self.shared_frozen.iter().map(|&at| &self.graph.frozen[at]);
+        let read = shared_frozen.filter(|frozen| frozen.users.iter().any(|op| inside(op.index())));
+        let frozen: u64 = read.map(|frozen| frozen.bytes).sum();
         let span = self.span(from, to);
         let most = |ops: &Ranking| ops.within(span.clone()).find(|(_, op)| inside(*op)).map_or(0, |(bytes, _)| bytes);
         let forward_us = (self.forward[to] - self.forward[from]).max(0.0);
@@ -298,6 +310,7 @@ impl<'a> RangeCosts<'a> {
             largest: most(&self.by_use),
             needed: most(&self.by_need),
             weights: self.weights[to] - self.weights[from] + tied,
+            frozen: self.frozen[to] - self.frozen[from] + frozen,
             summed: self.summed[to] - self.summed[from] + summed,
             masters: self.masters[to] - self.masters[from] + masters,
             terms: self.terms[to] - self.terms[from],

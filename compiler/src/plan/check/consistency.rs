@@ -230,7 +230,7 @@ fn classes(plan: &Plan, faults: &mut Vec<PlanFault>) {
 fn memory(plan: &Plan, faults: &mut Vec<PlanFault>) {
     for (at, stage) in plan.stages.iter().enumerate() {
         let held = &stage.memory;
-        let moving = [held.activations, held.split_backward, held.messages, held.workspace];
+        let moving = [held.frozen, held.activations, held.split_backward, held.messages, held.workspace];
         let parts = [held.versions, held.gradients, held.optimizer].into_iter().chain(moving);
         let found = { parts }.try_fold(held.weights, |sum, part| sum.checked_add(part));
         if found != Some(held.total) {

@@ -19,7 +19,7 @@ use crate::plan::schedule::{PendingWeightGrads, VersionRule};
 use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, Stage, StageMemory};
 use crate::profile::cost_graph::CostGraph;
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checked {
@@ -420,6 +420,11 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         }
         param.users.iter().for_each(|op| used[op.index()] = used[op.index()].saturating_add(param.sum_bytes));
     }
+    let mut frozen = vec![0u64; plan.stages.len()];
+    for held in &graph.frozen {
+        let stages: BTreeSet<usize> = held.users.iter().map(|op| stage_of[op.index()]).collect();
+        stages.into_iter().for_each(|stage| frozen[stage] = frozen[stage].saturating_add(held.bytes));
+    }
     let ends = ends::ends(graph, stage_of);
     for tensor in &graph.tensors {
         let mut stages: Vec<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
@@ -512,9 +517,21 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             false => received[stage],
         };
         let workspace = workspace[stage].saturating_add(batched_grad_bytes[stage]);
-        let sum = [versions, gradients, optimizer, activations, split_backward, messages, workspace];
+        let frozen = frozen[stage];
+        let sum = [frozen, versions, gradients, optimizer, activations, split_backward, messages, workspace];
         let total = sum.iter().fold(weights, |sum, &part| sum.saturating_add(part));
-        StageMemory { weights, versions, gradients, optimizer, activations, split_backward, messages, workspace, total }
+        StageMemory {
+            weights,
+            frozen,
+            versions,
+            gradients,
+            optimizer,
+            activations,
+            split_backward,
+            messages,
+            workspace,
+            total,
+        }
     };
     (0..plan.stages.len()).map(one).collect()
 }

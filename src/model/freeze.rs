@@ -1,7 +1,7 @@
 //! Freezes parameters: they become states, which are not trained.
 
 use crate::error::Error;
-use crate::train::initial_weights::list_names;
+use crate::model::list_names;
 use compiler::graph::Graph;
 use compiler::op::{NodeId, Op, Parameter, State};
 use compiler::text::name::short_name;
@@ -9,6 +9,9 @@ use compiler::text::suggest::nearest;
 
 /// Turns the parameters that match the patterns into states: exact names, or `prefix*`.
 pub fn freeze(graph: &mut Graph, patterns: &[String]) -> Result<(), Error> {
+    if patterns.is_empty() {
+        return Ok(());
+    }
     let parameters: Vec<(NodeId, Parameter)> = graph
         .ids()
         .filter_map(|id| match &graph.node(id).op {
@@ -33,7 +36,7 @@ pub fn freeze(graph: &mut Graph, patterns: &[String]) -> Result<(), Error> {
         }
     }
     match remaining {
-        0 if !patterns.is_empty() => Err(Error::input("`--freeze` leaves no parameter to train")
+        0 => Err(Error::input("`--freeze` leaves no parameter to train")
             .with_help("freeze fewer, for example `--freeze 'encoder.*'`; `pipec eval` runs a model without training")),
         _ => Ok(()),
     }
