@@ -421,7 +421,9 @@ impl Search<'_> {
         let is_single = plan.stages.iter().all(|stage| stage.degree() == 1);
         let is_in_pieces = |one: &&Variant| is_single && one.whole.graph.ops.len() > MOST_OPS;
         let Some(variant) = self.variants.iter().find(is_own).filter(is_in_pieces) else { return Ok(result) };
-        let problem = Problem { graph: self.costs[&variant.micro_batch].graph.clone(), ..variant.whole.clone() };
+        let graph = self.costs[&variant.micro_batch].graph.clone();
+        let mut problem = Problem { graph, ..variant.whole.clone() };
+        problem.set_target(problem.constraints.target);
         let fail = |faults| describe(&self.request.model, PlanError::Unsound(faults), plan.schedule.kind);
         let checked = verify::evaluate(&problem, plan).map_err(fail)?;
         plan.stages.iter_mut().zip(checked.memory).for_each(|(stage, memory)| stage.memory = memory);
