@@ -101,6 +101,10 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
         }
         ProfileDevice::Torch(engine) => {
             let loaded = load(request, events)?;
+            if !loaded.frozen().is_empty() {
+                return Err(Error::input("the torch engine measures the module as it is, without `--freeze`")
+                    .with_help("set `requires_grad_(False)` before `torch.export`, or profile with another engine"));
+            }
             let micro_batch = loaded.micro_batch(None, events);
             let graph = graph(&loaded, micro_batch, request.precision)?;
             let attributed = attribute_with_loss(&graph, request.loss)

@@ -10,6 +10,7 @@ use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
 use compiler::text::name::short_name;
 use compiler::text::quantity;
+use std::collections::BTreeSet;
 
 /// Estimates may exceed the plan by this fraction (1 / `EXCESS_DIVISOR`) without a note.
 const EXCESS_DIVISOR: u64 = 100;
@@ -28,6 +29,11 @@ pub fn differences(task: &Task<'_>, request: &TrainRequest) -> Vec<&'static str>
         ("in-flight limit", task.in_flight != InFlight::Auto),
         ("batch", (task.batch, microbatches) != (batch, plan.schedule.microbatches)),
         ("optimizer", is_other_optimizer),
+        ("frozen parameters", {
+            let [ours, planned] =
+                [task.loaded.frozen(), &plan.model.import.freeze[..]].map(|names| BTreeSet::from_iter(names));
+            ours != planned
+        }),
         ("loss", plan.model.import.loss.is_some() && plan.model.import.loss != counted.to_text()),
     ];
     settings.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
@@ -41,7 +47,6 @@ pub fn unplanned_work(task: &Task<'_>, schedule: &str) -> Vec<&'static str> {
     let kinds_of_work = [
         ("gradient clipping", task.policy.clip_norm.is_some()),
         ("regular checkpoints", writes_checkpoints),
-        ("frozen parameters", task.loaded.frozen() != task.plan.model.import.freeze),
         ("device type", task.plan.cluster.device.is_cpu() == task.is_on_gpus()),
         // Threads share memory, processes send messages.
         ("several processes", task.has_processes && task.plan.workers_of_one_host().is_some()),

@@ -93,6 +93,8 @@ fn a_profile_says_which_loss_its_times_have() {
         &["partition", "model.onnx", "--profile", "profile.json", "--gpus", "2", "-q", "-o", "plan.json"],
     );
     assert_eq!(json(&folder.join("plan.json"))["model"]["import"]["loss"], "mse");
+    let frozen = ["partition", "model.onnx", "--profile", "profile.json", "--gpus", "2", "--freeze", "wte*"];
+    assert!(expect_exit(folder, 2, &frozen).contains("profile again with the same `--freeze`"));
     let message = expect_exit(
         folder,
         2,

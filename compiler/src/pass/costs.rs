@@ -11,7 +11,7 @@ use crate::profile::Profile;
 use crate::profile::cost_graph::{CostGraph, FrozenCost, OpCost, OpId, ParamCost, TensorCost};
 use crate::tensor::DType;
 use crate::text::name::short_name;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
 /// The least bytes of a constant that counts as a frozen weight.
@@ -27,6 +27,10 @@ pub enum FillError {
     Sha { profiled: String, model: String },
     #[error("the profile is for another model: op {id} is `{profiled}` in the profile and `{model}` in the model")]
     Op { id: usize, profiled: String, model: String },
+    #[error(
+        "the profile has other trained parameters: op {id} `{name}` has {profiled} bytes of them in the profile and {model} here; profile again with the same `--freeze`"
+    )]
+    Trained { id: usize, name: String, profiled: u64, model: u64 },
     #[error(
         "the profile has other tensor sizes (micro-batch {micro_batch}, {dtype}): op {id} `{name}` outputs {profiled} bytes \
          in the profile and {model} here; profile again with this micro-batch and precision"
@@ -119,7 +123,11 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             Op::Constant(_) if size(value) >= LARGE_CONSTANT => (node.label().to_string(), size(value)),
             _ => continue,
         };
-        let users = readers(value);
+        // A running average is held where its sample is made.
+        let samples = graph.averages.iter().filter(|average| average.state == id).map(|average| average.sample.node);
+        let holders = samples.filter_map(|sample| op_index.get(&graph.op_of(sample)).copied());
+        let users: BTreeSet<OpId> = readers(value).into_iter().chain(holders).collect();
+        let users = Vec::from_iter(users);
         if !users.is_empty() {
             costs.frozen.push(FrozenCost { name, bytes, users });
         }
@@ -151,10 +159,8 @@ fn omitted_grads(graph: &Graph, ops: &[NodeId]) -> Vec<u8> {
         };
         let is_trained = |value: &Value| trained.contains(&value.node);
         let is_frozen = |value: &Value| !is_trained(value) && !fed.contains(&value.node);
-        match operands.iter().any(is_trained) {
-            false => 2,
-            true => u8::from(operands.iter().take(2).any(is_frozen)),
-        }
+        let factors = || operands.iter().take(2);
+        if factors().any(is_trained) { u8::from(factors().any(is_frozen)) } else { 2 }
     };
     ops.iter().map(of).collect()
 }
@@ -256,6 +262,11 @@ pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> R
                 dtype: short_name(&profile.settings.dtype),
             });
         }
+    }
+    let trained = costs.ops.iter().zip(&profile.ops).enumerate();
+    if let Some((id, (op, profiled))) = { trained }.find(|(_, (op, profiled))| op.param_bytes != profiled.param_bytes) {
+        let (profiled, model) = (profiled.param_bytes, op.param_bytes);
+        return Err(FillError::Trained { id, name: short_name(&op.name), profiled, model });
     }
     for (op, profiled) in costs.ops.iter_mut().zip(&profile.ops) {
         op.fwd_us = profiled.fwd_us;

@@ -74,8 +74,8 @@ pub struct OpCost {
     pub out_bytes: u64,
     /// Operations of the forward; 0 if unknown.
     pub flops: f64,
-    /// Of the two gradients of a product, those that are not computed: of a frozen weight, and of inputs that depend on no
-    /// trained parameter.
+    /// Of the two gradients of a product, those that do not count: of a frozen weight, and both if no operand depends on a
+    /// trained parameter. That of a model input counts, as in the usual MFU.
     pub omitted_grads: u8,
     /// The op it is fused with because it has no placement of its own, such as a weight transpose; `None` for leaders.
     pub joins: Option<OpId>,

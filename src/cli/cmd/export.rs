@@ -10,6 +10,7 @@ use compiler::export::target::{Bundle, ExportInput, File, Need};
 use compiler::plan::Plan;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
+use compiler::text::name::short_name;
 use compiler::text::quantity;
 use compiler::text::suggest::hint;
 use pipec::costs::cost_source::CostSource;
@@ -90,6 +91,13 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let bundle =
         Bundle { notes: bundle.notes.iter().map(|note| with_output_path(note, &output, &bundle)).collect(), ..bundle };
     bundle.notes.iter().for_each(|note| screen.note(note));
+    let freeze = &plan.model.import.freeze;
+    if !freeze.is_empty() {
+        screen.warn(&format!(
+            "the plan freezes `{}`, which its memory depends on: freeze them in the framework, too",
+            short_name(&freeze.join(","))
+        ));
+    }
     write(&arguments, &bundle, output, screen)
 }
 

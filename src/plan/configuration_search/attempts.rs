@@ -183,9 +183,12 @@ impl Search<'_> {
             let (variants, options) = (&self.variants, &self.request.options);
             let planned = in_parallel(&next, |at| task.planned(&variants[*at], options, false));
             for (variant, planned) in next.into_iter().zip(planned) {
-                let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
-                attempts.push(Attempt { variant, task: task.clone(), is_refused, planned });
+                let Ok(planned) = planned else { continue };
+                let (task, is_refused) = (task.clone(), self.refuses(&planned.plan));
+                attempts.push(Attempt { variant, task, is_refused, planned: Ok(planned) });
             }
+            let accepted = attempts.iter().filter(|attempt| !attempt.is_refused);
+            self.best_us = accepted.map(Attempt::us).fold(self.best_us, f64::min);
             if attempts.iter().all(|attempt| attempt.is_refused || attempt.us() >= us) {
                 return;
             }

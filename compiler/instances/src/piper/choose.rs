@@ -88,6 +88,11 @@ impl Menu {
         menu
     }
 
+    /// Number of fastest options and of steps.
+    pub fn len(&self) -> usize {
+        self.fastest.len() + self.steps.len()
+    }
+
     /// Judges a stage of the layers that it holds.
     pub fn judge(&self, holds: impl Fn(usize) -> bool, bytes: f64, time: f64) -> Verdict {
         let held = self.fastest.iter().enumerate().filter(|(layer, _)| holds(*layer));

@@ -28,8 +28,8 @@ use std::collections::HashMap;
 /// Rounding tolerance for sums of bytes.
 const ROUNDING: f64 = 1.0 + 1e-12;
 
-/// Largest number of menus kept.
-const MOST_MENUS: usize = 4096;
+/// Largest number of options in all menus that are kept.
+const MOST_OFFERS: usize = 1 << 22;
 
 /// A stage of the resulting pipeline.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -288,13 +288,18 @@ impl<'a> Search<'a> {
         let degree = self.layers.degrees[index];
         if !self.layers.syncs {
             let key = (index, count, in_flight);
-            if self.menus.len() >= MOST_MENUS && !self.menus.contains_key(&key) {
-                self.menus.clear();
+            if !self.menus.contains_key(&key) {
+                let made = menu(self.layers, degree, (count, in_flight));
+                self.steps += made.len() as u64;
+                if (self.menus.len() + 1).saturating_mul(made.len()) > MOST_OFFERS {
+                    self.menus.clear();
+                }
+                self.menus.insert(key, made);
             }
-            let menu = self.menus.entry(key).or_insert_with(|| menu(self.layers, degree, (count, in_flight)));
+            let menu = &self.menus[&key];
             let lattice = self.lattice;
             let holds = |unit: usize| lattice.holds(to, unit as u32) && !lattice.holds(from, unit as u32);
-            self.steps += 1 + u64::from(self.grown[to].units) / 16;
+            self.steps += 1 + menu.len() as u64 / 16;
             match menu.judge(holds, self.bytes, limit - price.stage(0.0, crossing_bytes, 0.0)) {
                 Verdict::After(_) => return true,
                 Verdict::No => return false,

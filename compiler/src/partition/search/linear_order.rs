@@ -261,7 +261,7 @@ mod tests {
     use super::*;
     use crate::cluster::read::levels;
     use crate::profile::arena::Live;
-    use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
+    use crate::profile::cost_graph::{FrozenCost, OpCost, OpId, ParamCost, TensorCost};
     use crate::profile::recompute_scope::RecomputeScope;
 
     fn chain(ops: u32) -> CostGraph {
@@ -284,11 +284,16 @@ mod tests {
             consumers: [at + 1, at + 7].into_iter().filter(|&to| to < ops).map(OpId).collect(),
         };
         let tied = ParamCost::new("w", 100, vec![OpId(1), OpId(4)]);
+        let frozen = |bytes, users: &[u32]| FrozenCost {
+            name: String::new(),
+            bytes,
+            users: users.iter().map(|&op| OpId(op)).collect(),
+        };
         CostGraph {
             ops: (0..ops).map(op).collect(),
             tensors: (0..ops).map(tensor).collect(),
             params: vec![tied],
-            ..CostGraph::default()
+            frozen: vec![frozen(1000, &[2, 3, 8]), frozen(10_000, &[5]), frozen(100_000, &[0, 1])],
         }
     }
 
