@@ -30,8 +30,7 @@ pub fn differences(task: &Task<'_>, request: &TrainRequest) -> Vec<&'static str>
         ("batch", (task.batch, microbatches) != (batch, plan.schedule.microbatches)),
         ("optimizer", is_other_optimizer),
         ("frozen parameters", {
-            let [ours, planned] =
-                [task.loaded.frozen(), &plan.model.import.freeze[..]].map(|names| BTreeSet::from_iter(names));
+            let [ours, planned] = [task.loaded.frozen(), &plan.model.import.freeze[..]].map(BTreeSet::from_iter);
             ours != planned
         }),
         ("loss", plan.model.import.loss.is_some() && plan.model.import.loss != counted.to_text()),

@@ -89,7 +89,7 @@ impl Menu {
     }
 
     /// Number of fastest options and of steps.
-    pub fn len(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.fastest.len() + self.steps.len()
     }
 

@@ -290,8 +290,8 @@ impl<'a> Search<'a> {
             let key = (index, count, in_flight);
             if !self.menus.contains_key(&key) {
                 let made = menu(self.layers, degree, (count, in_flight));
-                self.steps += made.len() as u64;
-                if (self.menus.len() + 1).saturating_mul(made.len()) > MOST_OFFERS {
+                self.steps += made.size() as u64;
+                if (self.menus.len() + 1).saturating_mul(made.size()) > MOST_OFFERS {
                     self.menus.clear();
                 }
                 self.menus.insert(key, made);
@@ -299,7 +299,7 @@ impl<'a> Search<'a> {
             let menu = &self.menus[&key];
             let lattice = self.lattice;
             let holds = |unit: usize| lattice.holds(to, unit as u32) && !lattice.holds(from, unit as u32);
-            self.steps += 1 + menu.len() as u64 / 16;
+            self.steps += 1 + menu.size() as u64 / 16;
             match menu.judge(holds, self.bytes, limit - price.stage(0.0, crossing_bytes, 0.0)) {
                 Verdict::After(_) => return true,
                 Verdict::No => return false,
