@@ -107,7 +107,9 @@ pub fn read(path: &Path, import: &ImportRequest, events: &dyn EventSink) -> Resu
     let frozen = import.freeze.clone();
     let loaded = LoadedModel { model, path: path.to_path_buf(), options, requested_micro_batch: None, frozen };
     // Unknown names are refused here.
-    loaded.graph()?;
+    if !loaded.frozen.is_empty() {
+        loaded.graph()?;
+    }
     Ok(loaded)
 }
 

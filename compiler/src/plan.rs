@@ -443,7 +443,26 @@ pub struct Fits {
     pub uniform: bool,
 }
 
+impl StageMemory {
+    /// All parts of the total.
+    pub fn parts(&self) -> [u64; 9] {
+        let StageMemory { weights, frozen, versions, gradients, optimizer, .. } = *self;
+        let StageMemory { activations, split_backward, messages, workspace, .. } = *self;
+        [weights, frozen, versions, gradients, optimizer, activations, split_backward, messages, workspace]
+    }
+
+    /// The same parts with their total, at most `u64::MAX`.
+    pub fn with_total(self) -> StageMemory {
+        StageMemory { total: self.parts().into_iter().fold(0, u64::saturating_add), ..self }
+    }
+}
+
 impl Plan {
+    /// The highest ZeRO stage.
+    pub fn most_zero(&self) -> u32 {
+        self.stages.iter().map(|stage| stage.zero).max().unwrap_or(0)
+    }
+
     /// What each device of a tensor-parallel group holds of the activations between stages.
     pub fn activations(&self) -> ActivationSharding {
         self.stages.iter().find_map(|stage| stage.tensor_parallel).unwrap_or_default().activations

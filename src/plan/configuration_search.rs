@@ -35,7 +35,6 @@ use compiler::partition::explain::infeasible::is_infeasible;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::search::select::baselines;
-use compiler::partition::single_degree;
 use compiler::plan::check::verify;
 use compiler::plan::problem::{Problem, Target};
 use compiler::plan::schedule::Schedule;
@@ -432,7 +431,7 @@ impl Search<'_> {
 
     /// The simulated baselines of a plan.
     fn baselines(&self, variant: usize, plan: &Plan) -> Baselines {
-        let (variant, zero) = (&self.variants[variant], plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0));
+        let (variant, zero) = (&self.variants[variant], plan.most_zero());
         let (schedule, chunks) = (plan.schedule.kind, plan.schedule.chunks);
         let problem = Problem { schedule, chunks, zero, ..variant.whole.clone() };
         let us = plan.predicted.minibatch_us;
@@ -445,15 +444,10 @@ impl Search<'_> {
         if plan.stages.len() < 2 || plan.schedule.chunks > 1 || self.request.options.target.is_some() {
             return None;
         }
-        let variant = &self.variants[variant];
         let schedule = Schedule::TwoBw;
         let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
-        let zero = plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0);
-        let planned = variant.planned(&self.request.options, false, &|problem, planner| {
-            let mut problem = Problem { schedule, chunks: 1, zero, ..problem.clone() };
-            problem.constraints.replicas = Some(replicas.clone());
-            single_degree::plan(&problem, planner)
-        });
+        let task = Task::Given { schedule, zero: plan.most_zero(), replicas };
+        let planned = task.planned(&self.variants[variant], &self.request.options, false);
         let minibatch_us = planned.ok()?.plan.predicted.minibatch_us;
         (minibatch_us < plan.predicted.minibatch_us).then_some(Alternative { schedule, minibatch_us })
     }

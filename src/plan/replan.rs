@@ -32,7 +32,7 @@ fn searched(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
     problem.memory_limit = plan.cluster.memory_per_device;
     problem.optimizer_state = number(plan, "optimizer_state").unwrap_or(0.0);
     problem.bucket = bucket(plan);
-    problem.zero = plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0);
+    problem.zero = plan.most_zero();
     problem.schedule = plan.schedule.kind;
     problem.microbatches = plan.schedule.microbatches;
     problem.chunks = plan.schedule.chunks;

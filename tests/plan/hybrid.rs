@@ -240,15 +240,20 @@ fn mutated_files_are_refused_or_planned() {
     assert!(planned > 1000, "{planned}");
 }
 
-#[test]
-fn a_published_network_of_many_layers_is_planned_within_little_memory() {
+/// A published instance, if the shared data is there.
+fn published(name: &str) -> Option<Hybrid> {
     let data = std::env::var_os("PIPEC_DATA").map_or_else(|| PathBuf::from("../shared/data"), PathBuf::from);
-    let file = data.join("partition/piper/piper-resnet-32x4gib.json");
+    let file = data.join(format!("partition/piper/{name}.json"));
     if !file.exists() {
         println!("skipped: no shared data");
-        return;
+        return None;
     }
-    let published = read(&std::fs::read_to_string(file).unwrap()).unwrap();
+    Some(read(&std::fs::read_to_string(file).unwrap()).unwrap())
+}
+
+#[test]
+fn a_published_network_of_many_layers_is_planned_within_little_memory() {
+    let Some(published) = published("piper-resnet-32x4gib") else { return };
     // The times of Piper's own plans, rounded up.
     for (devices, piper_us) in [(32, 17.6), (64, 8.67)] {
         let hybrid = Hybrid { devices, ..published.clone() };
@@ -260,14 +265,7 @@ fn a_published_network_of_many_layers_is_planned_within_little_memory() {
 
 #[test]
 fn the_published_instance_at_any_size() {
-    let data = std::env::var_os("PIPEC_DATA").map_or_else(|| PathBuf::from("../shared/data"), PathBuf::from);
-    let file = data.join("partition/piper/gnmt.json");
-    if !file.exists() {
-        println!("skipped: no shared data");
-        return;
-    }
-    let text = std::fs::read_to_string(file).unwrap();
-    let published = read(&text).unwrap();
+    let Some(published) = published("gnmt") else { return };
     assert_eq!((published.layers.len(), published.devices, published.microbatches), (78, 10, 256));
     for devices in [1, 2, 4, 10, 16, 64, 256, 1024] {
         let hybrid = Hybrid { devices, ..published.clone() };

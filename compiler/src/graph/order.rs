@@ -38,6 +38,17 @@ fn distinct_producers(graph: &Graph, id: NodeId) -> usize {
     producers.len()
 }
 
+/// The sources for which `is_source` is true, and the nodes that depend on them; `order` is topological.
+pub fn dependents(graph: &Graph, order: &[NodeId], is_source: impl Fn(&Op) -> bool) -> HashSet<NodeId> {
+    let mut dependents = HashSet::new();
+    for &id in order {
+        if is_source(&graph.node(id).op) || graph.inputs(id).iter().any(|value| dependents.contains(&value.node)) {
+            dependents.insert(id);
+        }
+    }
+    dependents
+}
+
 /// The numbered ops of plans: op `i` is the `i`th node of [`executed`] that is not a part of another op.
 pub fn numbered(graph: &Graph) -> Vec<NodeId> {
     let mut ops = executed(graph);
@@ -48,17 +59,11 @@ pub fn numbered(graph: &Graph) -> Vec<NodeId> {
 /// The nodes that depend on an input, parameter or state, in canonical order. These sources and constant expressions
 /// are left out; every stage has copies of those it needs.
 pub fn executed(graph: &Graph) -> Vec<NodeId> {
-    let mut non_constant: HashSet<NodeId> = HashSet::new();
-    let mut nodes = Vec::new();
-    for id in canonical(graph) {
-        if matches!(graph.node(id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_)) {
-            non_constant.insert(id);
-        } else if graph.inputs(id).iter().any(|v| non_constant.contains(&v.node)) {
-            non_constant.insert(id);
-            nodes.push(id);
-        }
-    }
-    nodes
+    let is_source = |op: &Op| matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_));
+    let mut order = canonical(graph);
+    let non_constant = dependents(graph, &order, is_source);
+    order.retain(|id| non_constant.contains(id) && !is_source(&graph.node(*id).op));
+    order
 }
 
 #[cfg(test)]

@@ -140,18 +140,9 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
 
 /// The gradients of each op's product that training does not compute.
 fn omitted_grads(graph: &Graph, ops: &[NodeId]) -> Vec<u8> {
-    // Values that depend on a trained parameter, and values that depend on inputs.
-    let (mut trained, mut fed) = (HashSet::new(), HashSet::new());
-    for id in order::canonical(graph) {
-        let node = graph.node(id);
-        let reads = |set: &HashSet<NodeId>| graph.inputs(id).iter().any(|value| set.contains(&value.node));
-        if matches!(node.op, Op::Parameter(_)) || reads(&trained) {
-            trained.insert(id);
-        }
-        if matches!(node.op, Op::Input(_)) || reads(&fed) {
-            fed.insert(id);
-        }
-    }
+    let order = order::canonical(graph);
+    let trained = order::dependents(graph, &order, |op| matches!(op, Op::Parameter(_)));
+    let fed = order::dependents(graph, &order, |op| matches!(op, Op::Input(_)));
     let of = |id: &NodeId| {
         let operands = match &graph.node(*id).op {
             Op::MatMul(_) | Op::GroupedMatMul(_) | Op::Conv(_) | Op::Attention(_) => graph.inputs(*id),

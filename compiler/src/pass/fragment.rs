@@ -113,13 +113,7 @@ pub struct Whole<'a> {
 impl<'a> Whole<'a> {
     pub fn of(graph: &'a Graph) -> Whole<'a> {
         let order = order::canonical(graph);
-        let mut parameter_dependents = HashSet::new();
-        for &id in &order {
-            let is = matches!(graph.node(id).op, Op::Parameter(_));
-            if is || graph.inputs(id).iter().any(|v| parameter_dependents.contains(&v.node)) {
-                parameter_dependents.insert(id);
-            }
-        }
+        let parameter_dependents = order::dependents(graph, &order, |op| matches!(op, Op::Parameter(_)));
         Whole { graph, order, parameter_dependents }
     }
 

@@ -286,20 +286,8 @@ impl MemoryTerms {
         let batched_grads = if way.is_joint { self.batched_grads } else { 0 };
         let workspace = self.arena.of(way).saturating_add(batched_grads);
         let frozen = self.frozen;
-        let parts = [weights, frozen, versions, gradients, optimizer, activations, split_backward, messages, workspace];
-        let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
-        StageMemory {
-            weights,
-            frozen,
-            versions,
-            gradients,
-            optimizer,
-            activations,
-            split_backward,
-            messages,
-            workspace,
-            total,
-        }
+        let fixed = StageMemory { weights, frozen, versions, gradients, optimizer, ..StageMemory::default() };
+        StageMemory { activations, split_backward, messages, workspace, ..fixed }.with_total()
     }
 }
 

@@ -16,6 +16,7 @@ use compiler::plan::problem::Problem;
 use compiler::plan::schedule::Schedule;
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
+use std::collections::hash_map::Entry;
 
 /// Plans that are improved move by move, those of them under one schedule, and on groups.
 const IMPROVED: usize = 5;
@@ -174,7 +175,7 @@ impl Search<'_> {
             }
             let schedule = plan.schedule.kind;
             let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
-            let zero = plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0);
+            let zero = plan.most_zero();
             let task = Task::Given { schedule, zero, replicas: replicas.clone() };
             tried.insert((best.variant, replicas.clone()));
             let mut next = self.next_sizes(source, best.variant);
@@ -213,9 +214,12 @@ impl Search<'_> {
 
     /// Makes the variant of a size on single devices.
     fn make_variant(&mut self, source: &dyn SizedCosts, micro_batch: u64) -> Option<usize> {
-        let costs = self.costs.get(&micro_batch).cloned().or_else(|| source.at(micro_batch).ok())?;
-        self.variants.push(Variant::new(self.request, costs.clone(), None, self.batch).ok()?);
-        self.costs.insert(micro_batch, costs);
+        let costs = match self.costs.entry(micro_batch) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(unknown) => unknown.insert(source.at(micro_batch).ok()?),
+        };
+        let costs = costs.clone();
+        self.variants.push(Variant::new(self.request, costs, None, self.batch).ok()?);
         Some(self.variants.len() - 1)
     }
 

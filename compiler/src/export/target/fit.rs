@@ -52,7 +52,7 @@ pub fn shares_nothing(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
 
 /// The highest ZeRO stage in the plan, if the tool supports it.
 pub fn zero(plan: &Plan, tool: &'static str, max: u32) -> Result<u32, Refusal> {
-    match plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0) {
+    match plan.most_zero() {
         level if level > max => Err(Refusal::Zero { tool, level, most: max }),
         level => Ok(level),
     }

@@ -230,9 +230,7 @@ fn classes(plan: &Plan, faults: &mut Vec<PlanFault>) {
 fn memory(plan: &Plan, faults: &mut Vec<PlanFault>) {
     for (at, stage) in plan.stages.iter().enumerate() {
         let held = &stage.memory;
-        let moving = [held.frozen, held.activations, held.split_backward, held.messages, held.workspace];
-        let parts = [held.versions, held.gradients, held.optimizer].into_iter().chain(moving);
-        let found = { parts }.try_fold(held.weights, |sum, part| sum.checked_add(part));
+        let found = held.parts().into_iter().try_fold(0u64, u64::checked_add);
         if found != Some(held.total) {
             let what = format!("total memory of stage {at}");
             let found = found.map_or("more than 2^64".to_string(), |sum| sum.to_string());

@@ -518,20 +518,8 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         };
         let workspace = workspace[stage].saturating_add(batched_grad_bytes[stage]);
         let frozen = frozen[stage];
-        let sum = [frozen, versions, gradients, optimizer, activations, split_backward, messages, workspace];
-        let total = sum.iter().fold(weights, |sum, &part| sum.saturating_add(part));
-        StageMemory {
-            weights,
-            frozen,
-            versions,
-            gradients,
-            optimizer,
-            activations,
-            split_backward,
-            messages,
-            workspace,
-            total,
-        }
+        let fixed = StageMemory { weights, frozen, versions, gradients, optimizer, ..StageMemory::default() };
+        StageMemory { activations, split_backward, messages, workspace, ..fixed }.with_total()
     };
     (0..plan.stages.len()).map(one).collect()
 }
