@@ -37,7 +37,7 @@ use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::schedule::Schedule;
 use crate::plan::{StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
-use crate::profile::cost_graph::{CostGraph, Flows, OpId, TensorCost};
+use crate::profile::cost_graph::{CostGraph, Flows, OpId};
 use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
 use std::collections::BTreeSet;
 
@@ -97,13 +97,11 @@ fn recomputed_of(
         is_recomputed[op as usize] = true;
         terms.add(costs, op as usize);
     }
-    let stays = |(at, tensor): &(usize, &TensorCost)| {
-        costs.frees[*at]
-            && is_recomputed[tensor.producer.index()]
-            && tensor.consumers.iter().any(|op| !inside[op.index()])
-    };
-    let outputs = tensors.map(|at| (at, &graph.tensors[at])).filter(stays).map(|(_, tensor)| tensor.bytes);
-    terms.outputs = outputs.fold(0, u64::saturating_add);
+    for (at, tensor) in tensors.map(|at| (at, &graph.tensors[at])) {
+        if is_recomputed[tensor.producer.index()] && tensor.consumers.iter().any(|op| !inside[op.index()]) {
+            terms.add_sent(costs, at, tensor.bytes);
+        }
+    }
     terms
 }
 
@@ -270,24 +268,25 @@ impl MemoryTerms {
         let gradients = gradients.saturating_add(self.shared.saturating_mul(u64::from(multiples.late)));
         let pending = u64::from(multiples.pending_weight_grads);
         let recompute = if multiples.recompute { self.recompute } else { RecomputeTerms::default() };
-        let once = recompute.again(multiples.pending_weight_grads).saturating_mul(pending.max(1));
-        let kept = self.saved.saturating_sub(recompute.saves()).saturating_add(recompute.kept);
-        let one = kept.saturating_add(self.sent).saturating_add(self.inputs);
+        let way = multiples.way(self.inputs);
+        let arena = self.arena.of(way);
         let in_flight = u64::from(multiples.in_flight);
+        let again = recompute.held(in_flight, pending, arena);
+        let kept = self.saved.saturating_sub(again.saves).saturating_add(again.kept);
+        let one = kept.saturating_add(self.sent).saturating_add(self.inputs);
         let activations = match trains {
-            true => one.saturating_mul(in_flight).saturating_add(once),
+            true => one.saturating_mul(in_flight).saturating_add(again.again),
             false => one.saturating_add(self.outputs.saturating_mul(in_flight.saturating_sub(1))),
         };
         let halves = if self.inputs > 0 { self.halves } else { 0 };
         let waiting = self.outputs.saturating_mul(pending.saturating_sub(1));
         let split_backward = halves.saturating_mul(pending).saturating_add(waiting);
         let messages = if trains { self.passed.saturating_add(self.outputs) } else { self.inputs };
-        let way = multiples.way(self.inputs);
         let batched_grads = if way.is_joint { self.batched_grads } else { 0 };
-        let workspace = self.arena.of(way).saturating_add(batched_grads);
+        let workspace = arena.saturating_add(batched_grads);
         let frozen = self.frozen;
         let fixed = StageMemory { weights, frozen, versions, gradients, optimizer, ..StageMemory::default() };
-        StageMemory { activations, split_backward, messages, workspace, ..fixed }.with_total()
+        StageMemory { activations, split_backward, messages, workspace, by_part: again.by_part, ..fixed }.with_total()
     }
 }
 
@@ -321,7 +320,7 @@ mod tests {
             |inside: &[bool]| MemoryTerms::of(&graph, (&graph.flows(), &RecomputeCosts::of(&graph)), inside, &passing);
         let tail = of(&[false, true, true]);
         let arena = Arena::always(9);
-        let recompute = RecomputeTerms { freed: 60, outputs: 0, kept: 0, layer: u64::MAX };
+        let recompute = RecomputeTerms { freed: 60, layer: u64::MAX, ..RecomputeTerms::default() };
         let rest = MemoryTerms { inputs: 100, passed: 200, arena, halves: 11, recompute, ..MemoryTerms::default() };
         assert_eq!(
             tail,

@@ -494,7 +494,8 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             true => {
                 let again = &recomputed[stage];
                 let kept = alive[stage].saturating_add(waiting).saturating_sub(again.freed).saturating_add(again.kept);
-                kept.saturating_mul(in_flight).saturating_add(again.once(pending))
+                let beside = if plan.stages[stage].memory.by_part { workspace[stage] } else { 0 };
+                kept.saturating_mul(in_flight).saturating_add(again.once(pending, beside))
             }
             false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
         };
@@ -519,7 +520,15 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let workspace = workspace[stage].saturating_add(batched_grad_bytes[stage]);
         let frozen = frozen[stage];
         let fixed = StageMemory { weights, frozen, versions, gradients, optimizer, ..StageMemory::default() };
-        StageMemory { activations, split_backward, messages, workspace, ..fixed }.with_total()
+        StageMemory {
+            activations,
+            split_backward,
+            messages,
+            workspace,
+            by_part: plan.stages[stage].memory.by_part,
+            ..fixed
+        }
+        .with_total()
     };
     (0..plan.stages.len()).map(one).collect()
 }
