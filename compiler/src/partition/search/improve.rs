@@ -18,7 +18,7 @@
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::options::PlannerOptions;
-use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::build_plan::{self, StagePosition};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::evaluate::{Evaluator, Stages};
 use crate::partition::search::linear_order;
@@ -130,12 +130,18 @@ pub fn improve(
         limits: problem.schedule.takes_caps() && problem.in_flight == InFlight::Auto && constraints.target.is_none(),
     };
     let mut starts = Starts::new(context);
-    let first = starts.layout_of(&best.candidate);
+    let mut first = starts.layout_of(&best.candidate);
+    if freedom.limits && !problem.schedule.flushes() {
+        let rule = build_plan::caps(problem, &first.stages.replicas);
+        let more =
+            best.played.caps.iter().zip(rule).map(|(cap, rule)| cap.saturating_sub(rule).min(MOST_WITHOUT_FLUSH));
+        first.stages.more = more.collect();
+    }
     for other in others.iter().filter(|other| other.fits) {
         let layout = starts.layout_of(other);
         starts.layouts.push(layout);
     }
-    if freedom.replicas {
+    if freedom.replicas || constraints.replicas.is_some() {
         starts.add_balanced_layouts();
     }
     let Starts { orders, layouts, .. } = starts;
@@ -207,7 +213,8 @@ impl Climb<'_> {
             self.work += left;
         }
         // The best one is climbed to the end.
-        self.work += WORK_OF_LAST / self.part;
+        let times = if self.problem.schedule.flushes() { 1 } else { TIMES_WITHOUT_FLUSH };
+        self.work += times * WORK_OF_LAST / self.part;
         if let Some(best) = self.kept.iter().min_by(|left, right| left.us.total_cmp(&right.us)).cloned() {
             self.climb(best.us, best.layout);
         }
@@ -262,9 +269,10 @@ impl Climb<'_> {
         let choices = if self.freedom.limits && count > 1 { &MORE[..] } else { &MORE[..1] };
         let mut best: Option<(f64, Layout)> = None;
         for &more in choices {
-            // The last stage never waits for a backward.
             let more = more.min(self.most_more());
-            let more = (0..count).map(|at| if at + 1 < count { more } else { 0 }).collect();
+            // Without a flush the last stage may wait for updates, else for nothing.
+            let of_last = if self.problem.schedule.flushes() { 0 } else { more.min(1) };
+            let more = (0..count).map(|at| if at + 1 < count { more } else { of_last }).collect();
             let layout = Layout { stages: Stages { more, ..layout.stages.clone() }, ..*layout };
             let Some(us) = self.try_layout(&layout) else { continue };
             if best.as_ref().is_none_or(|(known, _)| us < known * FASTER) {
@@ -341,12 +349,8 @@ impl Climb<'_> {
 
     /// The plan of a layout.
     fn simulated(&self, kept: &Kept) -> Simulated {
-        let problem = self.problem;
         let (shape, spots) = (self.shape(&kept.layout), kept.spots.clone());
-        let candidate = match problem.schedule.flushes() {
-            true => self.context.placed_with_limits("pipec", shape, spots, kept.caps.clone()),
-            false => self.context.placed("pipec", shape, spots),
-        };
+        let candidate = self.context.placed_with_limits("pipec", shape, spots, kept.caps.clone());
         let played = plays(self.original, self.context, &candidate, self.options);
         Simulated { candidate, played }
     }
@@ -378,7 +382,8 @@ impl Climb<'_> {
     fn moves(&self, layout: &Layout) -> Vec<Stages> {
         let mut moves = Vec::new();
         if self.freedom.limits {
-            limit_moves(&layout.stages, self.most_more(), &mut moves);
+            let last_waits = !self.problem.schedule.flushes();
+            limit_moves(&layout.stages, self.most_more(), last_waits, &mut moves);
         }
         self.cut_moves(layout, &mut moves);
         if self.problem.cluster.is_mixed() {
@@ -540,8 +545,8 @@ fn swap_moves(stages: &Stages, moves: &mut Vec<Stages>) {
     }
 }
 
-/// One micro-batch more in flight, at one stage or at all.
-fn limit_moves(stages: &Stages, most: u32, moves: &mut Vec<Stages>) {
+/// One micro-batch more in flight, at one stage or at all. Whether the last stage is among them is said by `last_waits`.
+fn limit_moves(stages: &Stages, most: u32, last_waits: bool, moves: &mut Vec<Stages>) {
     let count = stages.more.len();
     let mut push = |more: Vec<u32>| {
         if more.iter().all(|more| *more <= most) {
@@ -551,10 +556,11 @@ fn limit_moves(stages: &Stages, most: u32, moves: &mut Vec<Stages>) {
     if count < 2 {
         return;
     }
-    // The last stage never waits for a backward.
-    let raised = |most: usize| (0..count).map(|at| stages.more[at] + u32::from(at < most)).collect::<Vec<_>>();
-    push(raised(count - 1));
-    for at in 0..count - 1 {
+    let waiting = if last_waits { count } else { count - 1 };
+    for raised in count - 1..=waiting {
+        push((0..count).map(|at| stages.more[at] + u32::from(at < raised)).collect());
+    }
+    for at in 0..waiting {
         let mut more = stages.more.clone();
         more[at] += 1;
         push(more);

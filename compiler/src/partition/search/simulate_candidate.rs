@@ -55,7 +55,7 @@ pub struct Played {
     pub lacks_memory: bool,
 }
 
-/// Simulates a candidate whose closed-form time is `objective_us`, with chosen caps or the rule's. Returns the closed
+/// Simulates a candidate whose closed-form time is `objective_us`, with chosen caps or the given ones. Returns the closed
 /// form if `efficiency` is `None`.
 pub fn played(
     problem: &Problem,
@@ -65,8 +65,8 @@ pub fn played(
     objective_us: f64,
     efficiency: Option<&Efficiency<'_>>,
 ) -> Played {
-    let (caps, minibatch_us) = (caps.to_vec(), objective_us);
-    let mut played = Played { caps, minibatch_us, held: None, warning: None, lacks_memory: false };
+    let minibatch_us = objective_us;
+    let mut played = Played { caps: caps.to_vec(), minibatch_us, held: None, warning: None, lacks_memory: false };
     let Some(efficiency) = efficiency else { return played };
     let own = |stages: &[Stage], edges: &[Edge], caps: &[u32]| steady_state_of_schedule(problem, stages, edges, caps);
     let efficiency: &Efficiency<'_> = match problem.schedule.update() {
@@ -118,12 +118,19 @@ pub fn played(
         }
         (played.caps, played.lacks_memory) = (more.caps, more.lacks_memory);
     }
+    let published = build_plan::published_caps(problem, &shape.replicas());
+    if is_auto && program.is_some() && ![&published[..], &played.caps].contains(&caps) {
+        // Limits of a search by whole simulations.
+        let of_search = programmed(problem, &pipeline, objective_us, caps).share;
+        if of_search > share_of(objective_us, us) {
+            (played.caps, us) = (caps.to_vec(), objective_us / of_search);
+        }
+    }
     if is_auto && program.is_some() && problem.schedule.trains() {
         // The steady state may have raised limits that the schedule has no use for.
         let programmed = |caps: &[u32]| programmed(problem, &pipeline, objective_us, caps);
         let share = share_of(objective_us, us);
         played.lacks_memory = played.lacks_memory && in_flight::would_help(&played.caps, share, &programmed);
-        let published = build_plan::published_caps(problem, &shape.replicas());
         if let Some((caps, share)) = in_flight::fewer(&published, &played.caps, share, &programmed) {
             played.caps = caps;
             us = if share > 0.0 { objective_us / share } else { us };

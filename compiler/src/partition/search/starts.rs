@@ -88,17 +88,22 @@ impl<'a> Starts<'a> {
         self.orders.len() - 1
     }
 
-    /// Pipelines of balanced stages: on few devices with all replicas, on more with equal ones and with one larger stage.
+    /// Pipelines of balanced stages: with the given replicas, else on few devices with all, and on more with equal ones and
+    /// with one larger stage.
     pub fn add_balanced_layouts(&mut self) {
         let problem = self.context.problem;
         let graph = &problem.graph;
         let most = problem.constraints.most_stages.unwrap_or(u32::MAX).min(graph.ops.len() as u32);
-        let all = replicas_of_stages(problem.cluster.devices(), most);
+        let all = match &problem.constraints.replicas {
+            Some(given) => vec![given.clone()],
+            None => replicas_of_stages(problem.cluster.devices(), most),
+        };
         for order in std::mem::take(&mut self.searched) {
             let at = self.order(order.clone());
             for replicas in &all {
                 let ends = linear_order::balanced(graph, &order, replicas);
-                if ends.len() == replicas.len() + 1 {
+                let is_cut = |end: &usize| self.orders[at].cuts.binary_search(end).is_ok();
+                if ends.len() == replicas.len() + 1 && ends.iter().all(is_cut) {
                     self.layouts.push(Layout { order: at, stages: Stages::new(ends, replicas.clone()) });
                 }
             }
