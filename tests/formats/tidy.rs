@@ -59,11 +59,11 @@ const BUDGETS: [(&str, usize); 36] = [
     ("compiler/src/graph", 1_010),
     ("compiler/src/import", 25_200),
     ("compiler/src/op", 10_200),
-    ("compiler/src/partition", 16_410),
+    ("compiler/src/partition", 16_470),
     ("compiler/src/pass", 5_880),
-    ("compiler/src/plan", 6_430),
+    ("compiler/src/plan", 6_540),
     ("compiler/src/profile", 1_760),
-    ("compiler/src/schedule", 6_400),
+    ("compiler/src/schedule", 6_420),
     ("compiler/src/simulate", 2_435),
     ("compiler/src/tensor", 1_000),
     ("compiler/src/tensor_parallel", 2_930),
@@ -89,7 +89,7 @@ const BUDGETS: [(&str, usize); 36] = [
     ("src/plan", 4_230),
     ("src/train", 3_950),
     ("tests", 26_870),
-    ("benches", 2_750),
+    ("benches", 2_840),
 ];
 
 /// Maximum lines per file; a longer one probably has two responsibilities.
