@@ -13,6 +13,7 @@ pub mod device_memory;
 pub mod diff;
 pub mod digest;
 pub mod expected_time;
+pub mod fullest_moment;
 pub mod gradient_buffers;
 pub mod groups;
 pub mod in_flight;

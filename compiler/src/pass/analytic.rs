@@ -30,7 +30,7 @@ const CONTRACTION: f64 = 0.6;
 
 /// Rate of attention, as a share of that of large matrix products: FlashAttention-2 reaches 0.5 to 0.73 of the A100's
 /// peak (Dao, 2023, section 4.1).
-const ATTENTION: f64 = 0.75;
+pub const ATTENTION: f64 = 0.75;
 
 /// Fraction of peak arithmetic of elementwise kernels.
 const ELEMENTWISE: f64 = 0.5;

@@ -5,6 +5,7 @@ pub mod cost;
 mod ends;
 pub mod error;
 pub mod figures;
+mod held_in_flight;
 pub mod labels;
 pub mod published_costs;
 mod recompute;

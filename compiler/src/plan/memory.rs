@@ -10,6 +10,8 @@
 //! messages    = passed + outputs                             inference: inputs
 //! ```
 //!
+//! - `in_flight`: the limit; under Megatron-LM's interleaved 1F1B those in flight when the device is
+//!   [fullest](super::fullest_moment).
 //! - `saved`: tensors that forward saves for backward, model inputs included.
 //! - `inputs`: tensors from other stages. `outputs`: tensors that other stages read. `sent`: the outputs that are not
 //!   also saved.
@@ -38,7 +40,7 @@ use crate::plan::schedule::Schedule;
 use crate::plan::{StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId};
-use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
+use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms, Recomputed};
 use std::collections::BTreeSet;
 
 /// Unmultiplied memory sizes of a set of ops, in bytes.
@@ -259,21 +261,38 @@ impl MemoryTerms {
         holdings
     }
 
+    /// How activations are recomputed, and the bytes that a micro-batch in flight holds until its backward.
+    fn in_flight(&self, multiples: &MemoryMultipliers) -> (Recomputed, u64) {
+        let arena = self.arena.of(multiples.way(self.inputs));
+        let recompute = if multiples.recompute { self.recompute } else { RecomputeTerms::default() };
+        let pending = u64::from(multiples.pending_weight_grads);
+        let again = recompute.held(u64::from(multiples.in_flight), pending, arena);
+        let kept = self.saved.saturating_sub(again.saves).saturating_add(again.kept);
+        (again, kept.saturating_add(self.sent).saturating_add(self.inputs))
+    }
+
+    /// Bytes that a micro-batch in flight holds until its backward.
+    pub fn per_microbatch(&self, multiples: &MemoryMultipliers) -> u64 {
+        self.in_flight(multiples).1
+    }
+
     /// Memory of a stage. Saturates at `u64::MAX`.
     pub fn held(&self, multiples: &MemoryMultipliers) -> StageMemory {
+        self.held_with(multiples, multiples.in_flight)
+    }
+
+    /// The same with `in_flight` micro-batches when its device is fullest, at most the limit.
+    pub fn held_with(&self, multiples: &MemoryMultipliers, in_flight: u32) -> StageMemory {
         let trains = multiples.schedule.trains();
         let weights = if trains { zero::kept(self, multiples) } else { self.weights };
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let gradients = gradients.saturating_add(self.shared.saturating_mul(u64::from(multiples.late)));
         let pending = u64::from(multiples.pending_weight_grads);
-        let recompute = if multiples.recompute { self.recompute } else { RecomputeTerms::default() };
         let way = multiples.way(self.inputs);
         let arena = self.arena.of(way);
-        let in_flight = u64::from(multiples.in_flight);
-        let again = recompute.held(in_flight, pending, arena);
-        let kept = self.saved.saturating_sub(again.saves).saturating_add(again.kept);
-        let one = kept.saturating_add(self.sent).saturating_add(self.inputs);
+        let (again, one) = self.in_flight(multiples);
+        let in_flight = u64::from(in_flight);
         let activations = match trains {
             true => one.saturating_mul(in_flight).saturating_add(again.again),
             false => one.saturating_add(self.outputs.saturating_mul(in_flight.saturating_sub(1))),

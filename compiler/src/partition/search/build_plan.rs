@@ -5,7 +5,6 @@ use crate::cluster::class;
 use crate::partition::dp::nested_partition::{Shape, StageGroup};
 use crate::partition::dp::uneven_levels;
 use crate::plan::buckets::buckets;
-use crate::plan::chunks;
 use crate::plan::cost_estimate;
 use crate::plan::cost_estimate::{CostEstimate, FlowQuery, PlacedStage};
 use crate::plan::gradient_buffers::GradientBuffers;
@@ -13,9 +12,11 @@ use crate::plan::in_flight;
 use crate::plan::in_flight::{First, ScheduleFlow, StageInFlight};
 use crate::plan::memory;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms, Touched};
-use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
+use crate::plan::schedule::Schedule;
 use crate::plan::tied;
 use crate::plan::{Edge, GradientBucket, RecomputedOps, Stage, StageId, StageMemory};
+use crate::plan::{chunks, fullest_moment};
 use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
 use crate::profile::recompute_scope::{self, RecomputeCosts, RecomputeTerms};
@@ -258,16 +259,61 @@ pub fn memory(
     caps: &[u32],
     pending_weight_grads: &[u32],
 ) -> Vec<StageMemory> {
+    let all = held_terms(problem, shape, spots, holdings, (caps, pending_weight_grads));
+    let mut memory = vec![StageMemory::default(); all.len()];
+    for own in sharing(problem, spots, all.len()) {
+        let terms: Vec<HeldTerms> = own.iter().map(|at| all[*at]).collect();
+        let held = of_device(problem, own[0], all.len(), &terms);
+        own.into_iter().zip(held).for_each(|(at, held)| memory[at] = held);
+    }
+    memory
+}
+
+/// What a stage holds, and how often.
+pub type HeldTerms = (MemoryTerms, MemoryMultipliers);
+
+fn held_terms(
+    problem: &Problem,
+    shape: &Shape,
+    spots: &[StagePosition],
+    holdings: &[MemoryTerms],
+    (caps, pending_weight_grads): (&[u32], &[u32]),
+) -> Vec<HeldTerms> {
     let leaves = shape.leaves();
-    let held = |(at, multiples): (usize, MemoryMultipliers)| {
+    let stage = |(at, multiples): (usize, MemoryMultipliers)| {
         let recompute = match spots[at].recompute {
             Recompute::First(_) => recomputed(problem, leaves[at].ops, spots[at].recompute),
             Recompute::None | Recompute::All => holdings[at].recompute,
         };
         let multiples = MemoryMultipliers { recompute: spots[at].recompute.is_any(), ..multiples };
-        MemoryTerms { recompute, ..holdings[at] }.held(&multiples)
+        (MemoryTerms { recompute, ..holdings[at] }, multiples)
     };
-    multiples(problem, &shape.replicas(), caps, pending_weight_grads).into_iter().enumerate().map(held).collect()
+    multiples(problem, &shape.replicas(), caps, pending_weight_grads).into_iter().enumerate().map(stage).collect()
+}
+
+/// The stages whose memory depends on each other: those of a device in Megatron-LM's interleaved 1F1B. A worker of pipec
+/// also holds what other stages sent early. The baselines have one stage per device, whatever the schedule.
+pub fn sharing(problem: &Problem, spots: &[StagePosition], stages: usize) -> Vec<Vec<usize>> {
+    let ranks = stages / problem.chunks.max(1) as usize;
+    let is_loop = problem.schedule == Schedule::Interleaved && stages.is_multiple_of(problem.chunks.max(1) as usize);
+    let is_ordered = is_loop && problem.constraints.target == Some(Target::Megatron);
+    if is_ordered && spots.get(ranks).is_some_and(|spot| spot.first == spots[0].first) {
+        return (0..ranks).map(|rank| (rank..stages).step_by(ranks).collect()).collect();
+    }
+    (0..stages).map(|at| vec![at]).collect()
+}
+
+/// The memory of such stages, of which `first` is the first, when their device is fullest.
+pub fn of_device(problem: &Problem, first: usize, stages: usize, own: &[HeldTerms]) -> Vec<StageMemory> {
+    let in_flight = match own {
+        [_, _, ..] => {
+            let bytes: Vec<u64> = own.iter().map(|(terms, multiples)| terms.per_microbatch(multiples)).collect();
+            let items = problem.microbatches.div_ceil(own[0].1.replicas.max(1));
+            fullest_moment::of_rank(((stages / own.len()) as u32, first as u32), items, &bytes)
+        }
+        _ => own.iter().map(|(_, multiples)| multiples.in_flight).collect(),
+    };
+    own.iter().zip(in_flight).map(|((terms, multiples), in_flight)| terms.held_with(multiples, in_flight)).collect()
 }
 
 /// The multipliers of the memory terms of each stage, without recomputation.

@@ -139,27 +139,31 @@ impl Line<'_> {
         found.candidates.push(plain);
     }
 
-    /// On each device over the limit, recomputes the chunks that free the most bytes per forward time until it fits. If
-    /// it never fits, recomputes all chunks that free memory.
+    /// On each device over the limit, recomputes the chunks that free the most bytes per forward time until it fits, or
+    /// all of them.
     fn recomputed(&self, plain: &PlanCandidate, again: &PlanCandidate) -> Vec<StagePosition> {
+        let PlanCandidate { shape, caps, pending_weight_grads, .. } = plain;
         let limit = self.problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
         let ops = &self.problem.graph.ops;
         let time = |ops_of: &[u32]| ops_of.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>();
-        let times: Vec<f64> = plain.shape.leaves().iter().map(|leaf| time(leaf.ops)).collect();
+        let times: Vec<f64> = shape.leaves().iter().map(|leaf| time(leaf.ops)).collect();
         let let_go = |at: usize| plain.memory[at].total.saturating_sub(again.memory[at].total);
+        let holdings = build_plan::holdings(self.problem, shape);
+        let bytes = |spots: &[StagePosition], held: &[usize]| {
+            let memory = build_plan::memory(self.problem, shape, spots, &holdings, caps, pending_weight_grads);
+            held.iter().fold(0u64, |sum, &at| sum.saturating_add(memory[at].total))
+        };
         let mut spots = plain.spots.clone();
         let mut ranks: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
         spots.iter().enumerate().for_each(|(at, spot)| ranks.entry(spot.first).or_default().push(at));
         for mut held in ranks.into_values() {
-            let mut bytes = held.iter().fold(0u64, |sum, &at| sum.saturating_add(plain.memory[at].total));
             let worth = |at: usize| let_go(at) as f64 / times[at].max(f64::MIN_POSITIVE);
             held.sort_by(|&left, &right| worth(right).total_cmp(&worth(left)).then(left.cmp(&right)));
-            for at in held.into_iter().filter(|&at| let_go(at) > 0) {
-                if bytes <= limit {
+            for &at in &held {
+                if bytes(&spots, &held) <= limit {
                     break;
                 }
                 spots[at].recompute = Recompute::All;
-                bytes -= let_go(at);
             }
         }
         spots

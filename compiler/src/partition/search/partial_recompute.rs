@@ -6,7 +6,7 @@
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::{Recompute, StagePosition};
+use crate::partition::search::build_plan::{HeldTerms, Recompute, StagePosition};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::Problem;
 use crate::profile::recompute_scope::{RecomputeCosts, RecomputeScope, RecomputeTerms};
@@ -26,42 +26,52 @@ pub fn reduced(
     let (holdings, replicas) = (build_plan::holdings(problem, shape), shape.replicas());
     let multiples = build_plan::multiples(problem, &shape.replicas(), caps, pending_weight_grads);
     let terms = terms_of_first(problem, shape);
-    let bytes = |at: usize, choice: Recompute| {
+    let held = |at: usize, choice: Recompute| -> HeldTerms {
         let recompute = match choice {
             Recompute::First(ops) => terms[at][ops as usize],
             Recompute::None | Recompute::All => holdings[at].recompute,
         };
         let multiples = MemoryMultipliers { recompute: choice.is_any(), ..multiples[at] };
-        MemoryTerms { recompute, ..holdings[at] }.held(&multiples).total
+        (MemoryTerms { recompute, ..holdings[at] }, multiples)
     };
     let mut fewer = spots.to_vec();
-    let mut totals: Vec<u64> = (0..spots.len()).map(|at| bytes(at, spots[at].recompute)).collect();
-    for at in least_worth_first(problem, shape, spots, &totals, &bytes) {
+    let bytes = |at: usize, choice: Recompute| {
+        let (terms, multiples) = held(at, choice);
+        terms.held(&multiples).total
+    };
+    let sharing = build_plan::sharing(problem, spots, spots.len());
+    for at in least_worth_first(problem, shape, spots, &bytes) {
         let (first, leaf) = (spots[at].first, &shape.leaves()[at]);
-        // Interleaved chunks of one rank share its devices.
-        let is_beside =
-            |other: &usize| *other != at && (spots[*other].first, replicas[*other]) == (first, leaf.replicas);
-        let others = (0..spots.len()).filter(is_beside).fold(0u64, |sum, other| sum.saturating_add(totals[other]));
         let limit = problem.limit_of(first..first.saturating_add(leaf.replicas)).unwrap_or(u64::MAX);
-        let fits = |bytes: u64| others.saturating_add(bytes) <= limit;
-        let mut best = (spots[at].recompute, totals[at]);
-        let none = bytes(at, Recompute::None);
-        if fits(none) {
-            (fewer[at].recompute, totals[at]) = (Recompute::None, none);
+        // Chunks of one rank share its devices.
+        let is_beside = |other: &usize| (spots[*other].first, replicas[*other]) == (first, leaf.replicas);
+        let fits = |fewer: &[StagePosition], choice: Recompute| {
+            let choice_of = |other: usize| if other == at { choice } else { fewer[other].recompute };
+            let of_device = |own: &Vec<usize>| -> u64 {
+                let terms: Vec<HeldTerms> = own.iter().map(|other| held(*other, choice_of(*other))).collect();
+                let memory = build_plan::of_device(problem, own[0], spots.len(), &terms);
+                memory.iter().fold(0, |sum, memory| sum.saturating_add(memory.total))
+            };
+            let all = sharing.iter().filter(|own| is_beside(&own[0]));
+            all.map(of_device).fold(0, u64::saturating_add) <= limit
+        };
+        if fits(&fewer, Recompute::None) {
+            fewer[at].recompute = Recompute::None;
             continue;
         }
         let counts = counts(problem, leaf.ops);
         let (mut least, mut most) = (0, counts.len());
+        let mut best = spots[at].recompute;
         while least < most {
             let middle = least + (most - least) / 2;
-            let held = bytes(at, Recompute::First(counts[middle]));
-            if fits(held) {
-                (best, most) = ((Recompute::First(counts[middle]), held), middle);
+            let choice = Recompute::First(counts[middle]);
+            if fits(&fewer, choice) {
+                (best, most) = (choice, middle);
             } else {
                 least = middle + 1;
             }
         }
-        (fewer[at].recompute, totals[at]) = best;
+        fewer[at].recompute = best;
     }
     (fewer != spots).then_some(fewer)
 }
@@ -121,13 +131,12 @@ fn least_worth_first(
     problem: &Problem,
     shape: &Shape,
     spots: &[StagePosition],
-    totals: &[u64],
     bytes: &dyn Fn(usize, Recompute) -> u64,
 ) -> Vec<usize> {
     let leaves = shape.leaves();
     let worth = |at: usize| {
         let us: f64 = leaves[at].ops.iter().map(|&op| problem.graph.ops[op as usize].recompute_us()).sum();
-        bytes(at, Recompute::None).saturating_sub(totals[at]) as f64 / us.max(f64::MIN_POSITIVE)
+        bytes(at, Recompute::None).saturating_sub(bytes(at, spots[at].recompute)) as f64 / us.max(f64::MIN_POSITIVE)
     };
     let recomputed = (0..spots.len()).filter(|at| spots[*at].recompute.is_any());
     let mut recomputed: Vec<(f64, usize)> = recomputed.map(|at| (worth(at), at)).collect();

@@ -4,7 +4,7 @@
 //! `pipec`, `published_costs` under the others, `traffic` the link load. Every plan of the planner is checked here;
 //! plans written by hand can be checked too.
 
-use super::{cost, ends, published_costs, recompute, shares, traffic};
+use super::{cost, ends, held_in_flight, published_costs, recompute, shares, traffic};
 use crate::cluster::{Cluster, DeviceClass, class};
 use crate::pass::batched_weight_grad::ITEMS;
 use crate::plan::buckets::buckets;
@@ -15,8 +15,8 @@ use crate::plan::in_flight;
 use crate::plan::in_flight::StageInFlight;
 use crate::plan::links::Wire;
 use crate::plan::problem::{CostModel, Problem};
-use crate::plan::schedule::{PendingWeightGrads, VersionRule};
-use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, Stage, StageMemory};
+use crate::plan::schedule::VersionRule;
+use crate::plan::{BusiestLink, GradientBucket, Plan, Stage, StageMemory};
 use crate::profile::cost_graph::CostGraph;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -274,7 +274,7 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
             faults.push(PlanFault::Schedule { what });
         }
     }
-    if let Some(what) = pending_weight_grads(plan) {
+    if let Some(what) = held_in_flight::wrong_pending(plan) {
         faults.push(PlanFault::Schedule { what });
     }
     let wanted: Vec<u32> = match schedule.kind.versions() {
@@ -292,40 +292,6 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
         let said = format!("{:?}", schedule.weight_versions);
         faults.push(PlanFault::Figure { what: "schedule.weight_versions".into(), said, found: format!("{wanted:?}") });
     }
-}
-
-/// Checks pending weight gradients. Under zb-h1 and zb-h2 a stage starts weight-gradient passes after as many
-/// input-gradient passes as there are workers before it, or twice as many. Plans with chunks state the peaks of their
-/// compute table.
-fn pending_weight_grads(plan: &Plan) -> Option<String> {
-    let PlannedSchedule { kind, in_flight, pending_weight_grads, .. } = &plan.schedule;
-    if !kind.splits_backward() {
-        return (!pending_weight_grads.is_empty()).then(|| {
-            format!("pending_weight_grads is {pending_weight_grads:?}, but this schedule does not split the backward")
-        });
-    }
-    if pending_weight_grads.len() != plan.stages.len()
-        || pending_weight_grads.iter().zip(in_flight).any(|(pending, most)| !(1..=*most).contains(pending))
-    {
-        return Some(format!(
-            "pending_weight_grads is {pending_weight_grads:?} for caps {in_flight:?}; it needs one number per stage, from 1 to the cap"
-        ));
-    }
-    let Some(PendingWeightGrads::PerEarlierWorker(depth)) = kind.properties().split else { return None };
-    let depth = u64::from(depth);
-    let mut workers = 0u64;
-    for (at, stage) in plan.stages.iter().enumerate() {
-        let r = u64::from(stage.replicas.max(1));
-        let found = (depth * workers.div_ceil(r) + 1).min(u64::from(in_flight[at]));
-        if u64::from(pending_weight_grads[at]) != found {
-            return Some(format!(
-                "pending_weight_grads is {} at stage {at}, but its position requires {found}",
-                pending_weight_grads[at]
-            ));
-        }
-        workers += r;
-    }
-    None
 }
 
 /// Compares the bytes of a plan's edges with those found per pair of stages; tensor names are ignored.
@@ -470,6 +436,16 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let levels = groups::seen(&problem.cluster.levels, plan.stages.first().map_or(1, Stage::degree));
     let wire = levels.len().checked_sub(1).map(|outermost| Wire::of(&levels, outermost));
     let pace = class::fastest(&problem.cluster.classes);
+    // Bytes that a micro-batch in flight holds.
+    let per_microbatch: Vec<u64> = (0..plan.stages.len())
+        .map(|stage| {
+            let all = alive[stage].saturating_add(received[stage]).saturating_add(only_sent[stage]);
+            let again = &recomputed[stage];
+            let is_recomputed = plan.stages[stage].recompute && trains;
+            if is_recomputed { all.saturating_sub(again.freed).saturating_add(again.kept) } else { all }
+        })
+        .collect();
+    let in_flight = held_in_flight::counts(problem, plan, &per_microbatch);
     let one = |stage: usize| {
         let pending = plan.schedule.pending_weight_grads.get(stage).map_or(0, |&pending| u64::from(pending));
         let weights = weights[stage];
@@ -484,20 +460,17 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let gradients = gradients.saturating_add(shared.saturating_mul(shares::late(plan, stage)));
         let weights = if trains { shares::kept(&plan.stages[stage], &of) } else { weights };
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
-        let waiting = received[stage].saturating_add(only_sent[stage]);
-        let in_flight = u64::from(plan.schedule.in_flight[stage]);
+        let in_flight = u64::from(in_flight[stage]);
         let activations = match plan.stages[stage].recompute {
             _ if !trains => {
-                let of_others = sent[stage].saturating_mul(in_flight.saturating_sub(1));
-                alive[stage].saturating_add(waiting).saturating_add(of_others)
+                per_microbatch[stage].saturating_add(sent[stage].saturating_mul(in_flight.saturating_sub(1)))
             }
             true => {
-                let again = &recomputed[stage];
-                let kept = alive[stage].saturating_add(waiting).saturating_sub(again.freed).saturating_add(again.kept);
                 let beside = if plan.stages[stage].memory.by_part { workspace[stage] } else { 0 };
-                kept.saturating_mul(in_flight).saturating_add(again.once(pending, beside))
+                let again = recomputed[stage].once(pending, beside);
+                per_microbatch[stage].saturating_mul(in_flight).saturating_add(again)
             }
-            false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
+            false => per_microbatch[stage].saturating_mul(in_flight),
         };
         let split_backward = match pending {
             0 => 0,

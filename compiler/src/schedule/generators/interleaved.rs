@@ -41,3 +41,32 @@ fn row(p: u32, v: u32, rank: RankId, items: u32) -> Vec<Work> {
     let last = (all - warm_up..all).map(|k| work(k, Phase::Backward));
     first.chain(steady).chain(last).filter(|work| work.item.0 < items).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::fullest_moment;
+
+    /// Chunks of all sizes, and short last groups.
+    #[test]
+    fn no_moment_of_a_row_is_fuller_than_the_fullest() {
+        for (p, v, items) in [(2, 2, 1), (2, 2, 2), (2, 2, 7), (2, 3, 8), (3, 2, 8), (4, 3, 9), (4, 2, 40), (3, 5, 50)]
+        {
+            let bytes: Vec<u64> = (0..p * v).map(|at| 1 + u64::from(at * 7 % 5)).collect();
+            for rank in 0..p {
+                let own: Vec<u64> = (rank..p * v).step_by(p as usize).map(|at| bytes[at as usize]).collect();
+                let (mut held, mut most) = (0, 0);
+                for work in row(p, v, RankId(rank), items) {
+                    match work.part {
+                        Phase::Forward => held += bytes[work.stage.index()],
+                        _ => held -= bytes[work.stage.index()],
+                    }
+                    most = held.max(most);
+                }
+                let counts = fullest_moment::of_rank((p, rank), items, &own);
+                let found: u64 = counts.into_iter().zip(own).map(|(count, bytes)| u64::from(count) * bytes).sum();
+                assert_eq!(found, most, "rank {rank} of {p}, {v} chunks, {items} micro-batches");
+            }
+        }
+    }
+}
