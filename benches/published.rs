@@ -5,6 +5,7 @@
 //! PIPEC_TABLES=1 cargo bench --bench published     also into benches/results/published.md
 //! cargo bench --bench published -- --plans         also pipec's own plan of every row, which takes minutes
 //! cargo bench --bench published -- sc21            only rows with "sc21" in their name
+//! cargo bench --bench published -- --rows FILE     newer runs from another file
 //! ```
 //!
 //! Each row pins the published configuration: stages, replicas, tensor-parallel degree, chunks, micro-batch and
@@ -25,8 +26,8 @@
 mod rows;
 
 use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, device};
-use compiler::pass::analytic::STREAMING;
 use compiler::pass::analytic::matmul::Product;
+use compiler::pass::analytic::{ATTENTION, STREAMING};
 use compiler::plan::StageMemory;
 use compiler::plan::device_memory;
 use compiler::plan::problem::{Recomputation, Target};
@@ -49,7 +50,7 @@ use pipec::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
 use pipec::plan::tensor_parallel::{GroupLayout, TensorParallel, group_costs};
 use pipec::plan::variant::SizedCosts;
 use pipec::plan::zero::ZeroStage;
-use rows::{Recompute, Row, runs, vtrain};
+use rows::{Recompute, Row, newer_runs, runs, vtrain};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
@@ -68,20 +69,65 @@ struct Hardware {
     network: f64,
     /// Devices that NVLink connects.
     server: u64,
-    /// Attention as one kernel, as libraries have it since FlashAttention (2022).
-    is_flash: bool,
+    attention: Software,
 }
+
+/// How the software of a run computes attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Software {
+    /// In parts, as before FlashAttention (2022).
+    Parts,
+    /// As one kernel of FlashAttention's first version, which reaches this fraction of the peak.
+    FirstFlash(f64),
+    /// As one kernel of cuDNN or a later version.
+    Flash,
+}
+
+/// FlashAttention's first version reaches 25 to 40 % of the A100's peak (Dao, FlashAttention-2, 2023, section 1).
+const FIRST_FLASH_A100: f64 = 0.33;
+
+/// On the H100 it gains what its second version gains there without new instructions: 335 TFLOP/s instead of 190 (the
+/// same, figures 4 and 7).
+const FIRST_FLASH_H100: f64 = 0.33 * 312.0 / 989.0 * 335.0 / 190.0;
 
 fn hardware(row: &Row) -> Option<Hardware> {
     let device_named = |kind: &str| device::find(kind).map(device::Kind::device);
-    let h100 = Hardware { device: device_named("h100")?, nvlink: 450.0, network: 50.0, server: 8, is_flash: true };
+    let h100 =
+        Hardware { device: device_named("h100")?, nvlink: 450.0, network: 50.0, server: 8, attention: Software::Flash };
     match row.gpu.as_str() {
         // vTrain's cluster has 800 Gbit/s per server; that of Megatron-LM 1,600.
         "a100-80" => {
             let network = if row.id.starts_with("vtm") { 12.5 } else { 25.0 };
-            Some(Hardware { device: device_named("a100")?, nvlink: 300.0, network, server: 8, is_flash: false })
+            Some(Hardware {
+                device: device_named("a100")?,
+                nvlink: 300.0,
+                network,
+                server: 8,
+                attention: Software::Parts,
+            })
         }
-        "h100-sxm" => Some(h100),
+        // MPT's runs of 2023.
+        "A100 80GB" => {
+            let attention = Software::FirstFlash(FIRST_FLASH_A100);
+            Some(Hardware { device: device_named("a100")?, nvlink: 300.0, network: 25.0, server: 8, attention })
+        }
+        "H100 80GB" => Some(Hardware { attention: Software::FirstFlash(FIRST_FLASH_H100), ..h100 }),
+        gpu if gpu.starts_with("A100-80GB SXM, 8 a node, 4x100 Gbit/s") => Some(Hardware {
+            device: device_named("a100")?,
+            nvlink: 300.0,
+            network: 6.25,
+            server: 8,
+            attention: Software::Flash,
+        }),
+        "A800 80GB" => Some(Hardware {
+            device: device_named("a800")?,
+            nvlink: 200.0,
+            network: 25.0,
+            server: 8,
+            attention: Software::Flash,
+        }),
+        "h100-sxm" | "DGX-H100" => Some(h100),
+        gpu if gpu.starts_with("H100 SXM 80GB") => Some(h100),
         // The memory is that of the source. The lower clock at 500 W is not modelled.
         gpu if gpu.starts_with("h100-96") => {
             let memory_bandwidth = BytesPerSecond(2.4e12);
@@ -141,7 +187,15 @@ fn apply_software(
     hardware: &Hardware,
     micro_batch: u64,
 ) {
-    if !hardware.is_flash {
+    if let Software::FirstFlash(fraction) = hardware.attention {
+        let device = &hardware.device;
+        let rate = device.matmul_efficiency.expect("the device is a GPU") * ATTENTION;
+        let graphs = shared.iter_mut().map(|shared| &mut shared.graph).chain([&mut costs.graph]);
+        for op in graphs.flat_map(|graph| &mut graph.ops).filter(|op| op.op == "attention") {
+            op.fwd_us *= rate / fraction;
+            op.bwd_us *= rate / fraction;
+        }
+    } else if hardware.attention == Software::Parts {
         split_attention(&mut costs.graph, row, &hardware.device, micro_batch, 1);
         for shared in shared {
             split_attention(&mut shared.graph, row, &hardware.device, micro_batch, u64::from(shared.devices));
@@ -211,7 +265,7 @@ fn costs(row: &Row, hardware: &Hardware, micro_batch: u64, is_tied: bool) -> Cos
         .number("vocabulary", row.vocabulary as usize);
     let options = match name {
         "gpt" => {
-            let dropout = if hardware.is_flash { 0.0 } else { 0.1 };
+            let dropout = if hardware.attention == Software::Parts { 0.1 } else { 0.0 };
             options.with("tied", Setting::Truth(is_tied)).with("dropout", Setting::Fraction(dropout))
         }
         _ => options.number("kv-heads", row.key_heads as usize).number("ffn", row.ffn as usize),
@@ -260,6 +314,8 @@ fn predict(
     let mut shared = tensor_parallel.costs(&costs, target).expect("the model can be sharded");
     let activations = if row.sequence_parallel { ActivationSharding::Sequence } else { ActivationSharding::Replicated };
     shared.retain(|shared| row.expert > 1 || shared.activations == activations);
+    // The costs of groups stay as they are changed here.
+    costs.shareable = None;
     apply_software(&mut costs, &mut shared, row, hardware, micro_batch);
     recompute(&mut costs.graph, recomputation);
     shared.iter_mut().for_each(|shared| recompute(&mut shared.graph, recomputation));
@@ -460,13 +516,24 @@ fn compare_memory(rows: &[Row], filter: &str, text: &mut String) {
 }
 
 fn main() {
-    let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
+    let given = std::env::args().skip_while(|argument| argument != "--rows").nth(1);
+    let filter = std::env::args()
+        .skip(1)
+        .find(|argument| !argument.starts_with('-') && Some(argument) != given.as_ref())
+        .unwrap_or_default();
     let plans = std::env::args().any(|argument| argument == "--plans");
     let mut text = String::from("# Predictions against published runs\n\n## Papers and repositories\n\n");
     let published = runs(include_str!("published/runs.tsv"));
     compare(&published, &filter, plans, &mut text);
     text += "\n## Memory of a device of the first stage\n\n";
     compare_memory(&published, &filter, &mut text);
+    text += "\n## Newer runs: bf16, dense, without context parallelism\n\n";
+    let newer = match given {
+        Some(path) => std::fs::read_to_string(path).expect("the file of --rows can be read"),
+        None => include_str!("published/runs-2.tsv").to_string(),
+    };
+    let newer = newer_runs(&newer);
+    compare(&newer, &filter, false, &mut text);
     let rows = vtrain(include_str!("published/vtrain.tsv"));
     let mut models: Vec<String> = rows.iter().map(|row| row.model.clone()).collect();
     models.dedup();

@@ -38,6 +38,8 @@ pub struct Row {
     pub seconds: Option<f64>,
     /// Bytes of weights, gradients and optimizer state, and of activations, if the row is about memory.
     pub bytes: Option<[f64; 2]>,
+    /// Measured bytes of the fullest device.
+    pub peak: Option<f64>,
 }
 
 /// Activation recomputation.
@@ -115,6 +117,7 @@ pub fn runs(text: &str) -> Vec<Row> {
             sequence_parallel: fields["seq_parallel"] == "yes",
             seconds: None,
             bytes: None,
+            peak: None,
         };
         // Tokens per second do not depend on how operations are counted.
         let tokens = fields["measured"].split_once('(').filter(|(_, text)| text.ends_with(" tokens/s)"));
@@ -160,16 +163,75 @@ pub fn vtrain(text: &str) -> Vec<Row> {
             sequence_parallel: false,
             seconds: fields["measured"].parse::<f64>().ok().map(|ms| ms / 1e3),
             bytes: None,
+            peak: None,
         }
     };
     table(text).into_iter().map(row).collect()
+}
+
+/// The dense rows of `runs-2.tsv` in bf16 without context parallelism, if their shapes were published.
+pub fn newer_runs(text: &str) -> Vec<Row> {
+    table(text).into_iter().filter_map(newer_run).collect()
+}
+
+fn newer_run(fields: BTreeMap<&str, &str>) -> Option<Row> {
+    let number = |name: &str| fields[name].parse::<u64>().ok();
+    let (model, note) = (fields["model"], fields["note"]);
+    let is_dense = ["MPT", "InternLM", "GPT-3", "Llama", "Nemotron4"].iter().any(|name| model.starts_with(name));
+    if !is_dense || fields["precision"] != "bf16" || fields["cp"] != "1" || model.contains("LoRA") {
+        return None;
+    }
+    let (hidden, heads) = (number("hidden")?, number("heads")?);
+    let (ffn, key_heads) = match hidden {
+        _ if model.contains("ffn") => (leading(model.split("ffn ").nth(1)?)?, heads),
+        4096 if model.starts_with("Llama") => (14_336, 8),
+        8192 if model.starts_with("Llama") => (28_672, 8),
+        16_384 if model.starts_with("Llama") => (53_248, 8),
+        4096 if model.starts_with("InternLM") => (11_008, heads),
+        _ => (4 * hidden, heads),
+    };
+    let mut row = Row {
+        id: fields["id"].to_string(),
+        model: model.to_string(),
+        layers: number("layers")?,
+        hidden,
+        heads,
+        key_heads,
+        ffn,
+        sequence: number("seq")?,
+        vocabulary: number("vocab")?,
+        gpu: fields["gpu_kind"].to_string(),
+        gpus: number("gpus")?,
+        tensor: number("tp")?,
+        pipeline: number("pp")?,
+        data: number("dp")?,
+        expert: 1,
+        // Recipes of NVIDIA's framework use the distributed optimizer.
+        zero: if note.contains("FSDP FULL_SHARD") || note.contains("FSDP True") { 3 } else { 1 },
+        chunks: Some(number("vpp/chunks").unwrap_or(1)),
+        micro_batch: number("microbatch"),
+        batch: number("global_batch")?,
+        precision: "bf16".to_string(),
+        recompute: match fields["recompute"] {
+            "not stated" => None,
+            text => recompute(text),
+        },
+        sequence_parallel: number("tp")? > 1 && fields["source"].starts_with("NVIDIA"),
+        seconds: None,
+        bytes: None,
+        peak: None,
+    };
+    let measured = fields["measured"].parse::<f64>().ok()?;
+    row.peak = (fields["unit"] == "GB of the fullest GPU").then_some(measured * 1e9);
+    row.seconds = row.seconds_of(measured, fields["unit"]);
+    Some(row)
 }
 
 impl Row {
     /// The model of the zoo.
     pub fn zoo(&self) -> &'static str {
         match self.model.to_lowercase() {
-            model if model.starts_with("llama3") => "llama",
+            model if ["llama", "internlm"].iter().any(|name| model.starts_with(name)) => "llama",
             model if model.starts_with("gpt-oss") => "gpt-oss",
             _ => "gpt",
         }
@@ -203,7 +265,7 @@ impl Row {
                 Some(self.operations_with_recomputation() / (measured * 1e12 * gpus))
             }
             unit if unit.starts_with("model TFLOP/s per GPU") => Some(self.operations() / (measured * 1e12 * gpus)),
-            unit if unit.starts_with("seconds per iteration") => Some(measured),
+            unit if unit.starts_with("seconds per iteration") || unit == "s/iteration" => Some(measured),
             unit if unit.starts_with("tokens/s per GPU") => {
                 Some((self.batch * self.sequence) as f64 / (measured * gpus))
             }
