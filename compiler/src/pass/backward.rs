@@ -71,18 +71,7 @@ pub fn backward(
     loss: Option<Value>,
     received: &ReceivedGradients,
 ) -> Result<Backward, BackwardError> {
-    backward_recomputing(fragment, loss, received, &HashMap::new())
-}
-
-/// The same. A forward value of a part, which no node outside reads, is computed again from the inputs of the part, just
-/// before its first use, and not saved.
-pub fn backward_recomputing(
-    fragment: &Fragment,
-    loss: Option<Value>,
-    received: &ReceivedGradients,
-    parts: &HashMap<NodeId, u32>,
-) -> Result<Backward, BackwardError> {
-    let mut joint = Joint::new(fragment, parts);
+    let mut joint = Joint::new(fragment);
     let forward_order = order::canonical(&fragment.graph);
     for &id in forward_order.iter().rev() {
         joint.node(id, loss, received)?;
@@ -104,12 +93,10 @@ struct Joint<'a> {
     contributions: HashMap<Use, Value>,
     /// The inputs for received gradients.
     arrived: HashMap<NodeId, Read>,
-    /// The forward nodes whose values are recomputed.
-    recomputed: HashSet<NodeId>,
 }
 
 impl<'a> Joint<'a> {
-    fn new(fragment: &'a Fragment, parts: &HashMap<NodeId, u32>) -> Joint<'a> {
+    fn new(fragment: &'a Fragment) -> Joint<'a> {
         let graph = fragment.graph.clone();
         let need_gradient: HashSet<NodeId> =
             fragment.received.iter().filter(|r| r.needs_gradient).map(|r| r.local).collect();
@@ -121,17 +108,7 @@ impl<'a> Joint<'a> {
             }
         }
         let forward = graph.ids().collect();
-        let sent = fragment.sent.iter().map(|sent| sent.local.node);
-        let results = graph.outputs.iter().map(|output| output.value.node);
-        let samples = graph.averages.iter().map(|average| average.sample.node);
-        let leaving: HashSet<NodeId> = sent.chain(results).chain(samples).collect();
-        let stays = |id: &NodeId| {
-            let part = parts.get(id);
-            part.is_some() && graph.successors(*id).iter().all(|reader| parts.get(reader) == part)
-        };
-        let recomputed = graph.ids().filter(|id| stays(id) && !leaving.contains(id)).collect();
-        let (contributions, arrived) = (HashMap::new(), HashMap::new());
-        Joint { fragment, graph, forward, active, contributions, arrived, recomputed }
+        Joint { fragment, graph, forward, active, contributions: HashMap::new(), arrived: HashMap::new() }
     }
 
     fn is_active(&self, value: Value) -> bool {
@@ -299,15 +276,6 @@ impl<'a> Joint<'a> {
             let wide = Value { node: wide, output: 0 };
             map.insert(value, wide);
             return wide;
-        }
-        if self.recomputed.contains(&value.node) {
-            let inputs: Vec<Value> =
-                self.graph.inputs(value.node).iter().map(|input| self.resolve(*input, graph, map, reads)).collect();
-            let again = graph.add(node.op.clone(), &inputs, &node.origin).expect("the op fitted in the joint graph");
-            for value in self.graph.values(value.node) {
-                map.insert(value, Value { node: again, output: value.output });
-            }
-            return map[&value];
         }
         let is_source = matches!(node.op, Op::Constant(_) | Op::Parameter(_) | Op::Iota(_));
         let op = if is_source {

@@ -12,13 +12,14 @@ use crate::exec::sequence::{Planned, Sequence, Slot, TensorAddress, plan_tasks};
 use crate::exec::stage_code::{GradientTerm, NamedTensor, StageCode, Transfer, bytes};
 use compiler::graph::{Graph, order};
 use compiler::op::{NodeId, Op, Sharding as Split, Value};
-use compiler::pass::backward::{Backward, Made, Read, ReceivedGradients, backward_recomputing};
+use compiler::pass::backward::{Backward, Made, Read, ReceivedGradients, backward};
 use compiler::pass::fragment::{Fragment, fragments};
 use compiler::pass::fuse::{Chains, Rules, chains};
 use compiler::pass::gradient_accumulation::{accumulated_in_place, read_only_as_sums, root, summed};
 use compiler::pass::loss::LOSS;
 use compiler::pass::memory::{Layout, Location, Needs, aligned};
 use compiler::pass::pipeline;
+use compiler::pass::recompute_parts::recompute_parts;
 use compiler::pass::split_backward::parts;
 use compiler::tensor::fact::Fact;
 use compiler::tensor_parallel::cost::Machine;
@@ -119,9 +120,10 @@ fn compile_with(
                 let part = |id: NodeId| parts.get(fragment.graph.node(id).name.as_str()).map(|part| (id, *part));
                 let own_parts: HashMap<NodeId, u32> = fragment.graph.ids().filter_map(part).collect();
                 recomputes_parts = !own_parts.is_empty();
-                let pass = backward_recomputing(fragment, scalar, &received_gradients, &own_parts)
+                let pass = backward(fragment, scalar, &received_gradients)
                     .map_err(Box::new)
                     .map_err(CompileError::Backward)?;
+                let pass = if recomputes_parts { recompute_parts(fragment, pass, &own_parts) } else { pass };
                 for role in &pass.output_roles {
                     if let Made::Gradient { received, group } = role {
                         received_gradients.insert((fragment.received[*received].value, stage, *group));
