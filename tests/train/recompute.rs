@@ -16,7 +16,7 @@ use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Plan, RecomputedOps, Stage};
 use compiler::profile::ProfiledModel;
-use compiler::profile::recompute_scope::RecomputeScope;
+use compiler::profile::recompute_scope::{RecomputeScope, recompute_parts};
 use compiler::schedule::pipeline::pipeline;
 use compiler::schedule::semantics::StepCount;
 use compiler::tensor::Tensor;
@@ -68,7 +68,7 @@ fn build_test_model(name: &str, model: &Model, item: usize, devices: u32) -> Tes
     let mut problem = Problem::new(costs, levels(&format!("{devices}:100GB/s")).unwrap(), CostModel::Pipec);
     problem.cluster.device = cpu;
     (problem.microbatches, problem.optimizer_state) = (MICROBATCHES, 1.0);
-    problem.set_target(None);
+    recompute_parts(&mut problem.graph);
     TestModel { graph: model.graph, weights, dims, problem, item }
 }
 

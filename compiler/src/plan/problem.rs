@@ -109,12 +109,11 @@ impl Target {
     }
 }
 
-/// Marks the ops that a target recomputes together. Ops are fused only after this.
+/// Marks the ops that a target recomputes together. Ops are fused only after this. pipec's runtime could recompute parts
+/// one by one ([`recompute_scope::recompute_parts`]); its plans repeat a stage at once.
 pub fn set_recompute_scopes(graph: &mut CostGraph, target: Option<Target>) {
-    match target {
-        None => recompute_scope::recompute_parts(graph),
-        Some(target) if target.recomputes_layers() => recompute_scope::recompute_layers(graph),
-        Some(_) => {}
+    if target.is_some_and(Target::recomputes_layers) {
+        recompute_scope::recompute_layers(graph);
     }
 }
 

@@ -119,7 +119,13 @@ pub fn played(
         (played.caps, played.lacks_memory) = (more.caps, more.lacks_memory);
     }
     let published = build_plan::published_caps(problem, &shape.replicas());
-    if is_auto && program.is_some() && ![&published[..], &played.caps].contains(&caps) {
+    let fits = || {
+        let pending = build_plan::pending_weight_grads(problem, shape, caps);
+        let holdings = build_plan::holdings(problem, shape);
+        let memory = build_plan::memory(problem, shape, spots, &holdings, caps, &pending);
+        build_plan::fits(problem, shape, spots, &memory)
+    };
+    if is_auto && program.is_some() && ![&published[..], &played.caps].contains(&caps) && fits() {
         // Limits of a search by whole simulations.
         let of_search = programmed(problem, &pipeline, objective_us, caps).share;
         if of_search > share_of(objective_us, us) {
