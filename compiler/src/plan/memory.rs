@@ -39,8 +39,8 @@ use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::schedule::Schedule;
 use crate::plan::{StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
-use crate::profile::cost_graph::{CostGraph, Flows, OpId};
-use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms, Recomputed};
+use crate::profile::cost_graph::{CostGraph, Flows, OpId, TensorCost};
+use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
 use std::collections::BTreeSet;
 
 /// Unmultiplied memory sizes of a set of ops, in bytes.
@@ -99,11 +99,13 @@ fn recomputed_of(
         is_recomputed[op as usize] = true;
         terms.add(costs, op as usize);
     }
-    for (at, tensor) in tensors.map(|at| (at, &graph.tensors[at])) {
-        if is_recomputed[tensor.producer.index()] && tensor.consumers.iter().any(|op| !inside[op.index()]) {
-            terms.add_sent(costs, at, tensor.bytes);
-        }
-    }
+    let stays = |(at, tensor): &(usize, &TensorCost)| {
+        costs.frees[*at]
+            && is_recomputed[tensor.producer.index()]
+            && tensor.consumers.iter().any(|op| !inside[op.index()])
+    };
+    let outputs = tensors.map(|at| (at, &graph.tensors[at])).filter(stays).map(|(_, tensor)| tensor.bytes);
+    terms.outputs = outputs.fold(0, u64::saturating_add);
     terms
 }
 
@@ -261,19 +263,15 @@ impl MemoryTerms {
         holdings
     }
 
-    /// How activations are recomputed, and the bytes that a micro-batch in flight holds until its backward.
-    fn in_flight(&self, multiples: &MemoryMultipliers) -> (Recomputed, u64) {
-        let arena = self.arena.of(multiples.way(self.inputs));
-        let recompute = if multiples.recompute { self.recompute } else { RecomputeTerms::default() };
-        let pending = u64::from(multiples.pending_weight_grads);
-        let again = recompute.held(u64::from(multiples.in_flight), pending, arena);
-        let kept = self.saved.saturating_sub(again.saves).saturating_add(again.kept);
-        (again, kept.saturating_add(self.sent).saturating_add(self.inputs))
+    fn recomputed(&self, multiples: &MemoryMultipliers) -> RecomputeTerms {
+        if multiples.recompute { self.recompute } else { RecomputeTerms::default() }
     }
 
     /// Bytes that a micro-batch in flight holds until its backward.
     pub fn per_microbatch(&self, multiples: &MemoryMultipliers) -> u64 {
-        self.in_flight(multiples).1
+        let recompute = self.recomputed(multiples);
+        let kept = self.saved.saturating_sub(recompute.saves()).saturating_add(recompute.kept);
+        kept.saturating_add(self.sent).saturating_add(self.inputs)
     }
 
     /// Memory of a stage. Saturates at `u64::MAX`.
@@ -289,23 +287,24 @@ impl MemoryTerms {
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let gradients = gradients.saturating_add(self.shared.saturating_mul(u64::from(multiples.late)));
         let pending = u64::from(multiples.pending_weight_grads);
-        let way = multiples.way(self.inputs);
-        let arena = self.arena.of(way);
-        let (again, one) = self.in_flight(multiples);
+        let recompute = self.recomputed(multiples);
+        let once = recompute.again(multiples.pending_weight_grads).saturating_mul(pending.max(1));
+        let one = self.per_microbatch(multiples);
         let in_flight = u64::from(in_flight);
         let activations = match trains {
-            true => one.saturating_mul(in_flight).saturating_add(again.again),
+            true => one.saturating_mul(in_flight).saturating_add(once),
             false => one.saturating_add(self.outputs.saturating_mul(in_flight.saturating_sub(1))),
         };
         let halves = if self.inputs > 0 { self.halves } else { 0 };
         let waiting = self.outputs.saturating_mul(pending.saturating_sub(1));
         let split_backward = halves.saturating_mul(pending).saturating_add(waiting);
         let messages = if trains { self.passed.saturating_add(self.outputs) } else { self.inputs };
+        let way = multiples.way(self.inputs);
         let batched_grads = if way.is_joint { self.batched_grads } else { 0 };
-        let workspace = arena.saturating_add(batched_grads);
+        let workspace = self.arena.of(way).saturating_add(batched_grads);
         let frozen = self.frozen;
         let fixed = StageMemory { weights, frozen, versions, gradients, optimizer, ..StageMemory::default() };
-        StageMemory { activations, split_backward, messages, workspace, by_part: again.by_part, ..fixed }.with_total()
+        StageMemory { activations, split_backward, messages, workspace, ..fixed }.with_total()
     }
 }
 
@@ -339,7 +338,7 @@ mod tests {
             |inside: &[bool]| MemoryTerms::of(&graph, (&graph.flows(), &RecomputeCosts::of(&graph)), inside, &passing);
         let tail = of(&[false, true, true]);
         let arena = Arena::always(9);
-        let recompute = RecomputeTerms { freed: 60, layer: u64::MAX, ..RecomputeTerms::default() };
+        let recompute = RecomputeTerms { freed: 60, outputs: 0, kept: 0, layer: u64::MAX };
         let rest = MemoryTerms { inputs: 100, passed: 200, arena, halves: 11, recompute, ..MemoryTerms::default() };
         assert_eq!(
             tail,

@@ -12,16 +12,14 @@ pub struct RecomputedBytes {
     pub freed: u64,
     /// Not saved otherwise, and kept as inputs of layers.
     pub kept: u64,
-    /// Saved and passed on by the largest layer with an op in the stage; `None` if the stage is recomputed at once. Of
-    /// parts, the most that any op's part has saved up to it, and the op's arena.
+    /// Saved and passed on by the largest layer with an op in the stage; `None` if the stage is recomputed at once.
     pub layer: Option<u64>,
 }
 
 impl RecomputedBytes {
-    /// Bytes that are saved again while the backward runs, beyond the arena of the stage if it is recomputed by part.
-    pub fn once(&self, pending: u64, beside: u64) -> u64 {
-        let layer = self.layer.filter(|_| pending == 0).map(|layer| layer.saturating_sub(beside));
-        layer.unwrap_or(self.freed).saturating_mul(pending.max(1))
+    /// Bytes that are saved again while the backward runs.
+    pub fn once(&self, pending: u64) -> u64 {
+        self.layer.filter(|_| pending == 0).unwrap_or(self.freed).saturating_mul(pending.max(1))
     }
 }
 
@@ -41,18 +39,12 @@ pub fn time(graph: &CostGraph, stage: &Stage) -> (f64, Option<u32>) {
 
 pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<RecomputedBytes> {
     let scope = |op: usize| graph.ops[op].recompute;
-    let is_part = |op: usize| matches!(scope(op), RecomputeScope::Part(_));
-    let is_at_once = |op: usize| is_part(op) && !plan.stages[stage_of[op]].memory.by_part;
     // For each op: bytes read by other layers, and bytes read only by its own layer that are sent.
     let mut crossing = vec![0u64; graph.ops.len()];
     let mut sent = vec![0u64; graph.ops.len()];
     for tensor in &graph.tensors {
         let made = tensor.producer.index();
-        // The loss, which is no part, reads results.
-        let is_result = tensor.consumers.is_empty() && !graph.ops[made].unsaved;
-        let is_read_by_loss = is_result && is_part(made);
-        let is_between = is_read_by_loss || tensor.consumers.iter().any(|op| scope(op.index()) != scope(made));
-        if is_between && !is_at_once(made) {
+        if tensor.consumers.iter().any(|op| scope(op.index()) != scope(made)) {
             crossing[made] += tensor.bytes;
         } else if tensor.consumers.iter().any(|op| stage_of[op.index()] != stage_of[made]) {
             sent[made] += tensor.bytes;
@@ -65,13 +57,7 @@ pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Recomput
     };
     // While a layer is recomputed, its outputs are held as well.
     let mut layers: BTreeMap<RecomputeScope, u64> = BTreeMap::new();
-    let mut peak = vec![0u64; graph.ops.len()];
-    for (at, op) in graph.ops.iter().enumerate() {
-        let sum = layers.entry(op.recompute).or_default();
-        *sum += freed(at);
-        peak[at] = *sum + op.workspace_bytes + op.live.whole[0];
-        *sum += if is_part(at) { 0 } else { crossing[at] };
-    }
+    (0..graph.ops.len()).for_each(|op| *layers.entry(scope(op)).or_default() += freed(op) + crossing[op]);
     let of_stage = |stage: &Stage| {
         let (mut bytes, mut stays) = (RecomputedBytes::default(), 0);
         for op in stage.recomputed_op_ids().map(|op| op as usize) {
@@ -83,8 +69,6 @@ pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Recomput
             }
             match scope(op) {
                 RecomputeScope::Stage => {}
-                RecomputeScope::Part(_) if is_at_once(op) => {}
-                RecomputeScope::Part(_) => bytes.layer = bytes.layer.max(Some(peak[op])),
                 RecomputeScope::Layer(_) => bytes.layer = bytes.layer.max(Some(layers[&scope(op)])),
                 RecomputeScope::Never => bytes.layer = bytes.layer.max(Some(0)),
             }

@@ -465,11 +465,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             _ if !trains => {
                 per_microbatch[stage].saturating_add(sent[stage].saturating_mul(in_flight.saturating_sub(1)))
             }
-            true => {
-                let beside = if plan.stages[stage].memory.by_part { workspace[stage] } else { 0 };
-                let again = recomputed[stage].once(pending, beside);
-                per_microbatch[stage].saturating_mul(in_flight).saturating_add(again)
-            }
+            true => per_microbatch[stage].saturating_mul(in_flight).saturating_add(recomputed[stage].once(pending)),
             false => per_microbatch[stage].saturating_mul(in_flight),
         };
         let split_backward = match pending {
@@ -493,15 +489,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let workspace = workspace[stage].saturating_add(batched_grad_bytes[stage]);
         let frozen = frozen[stage];
         let fixed = StageMemory { weights, frozen, versions, gradients, optimizer, ..StageMemory::default() };
-        StageMemory {
-            activations,
-            split_backward,
-            messages,
-            workspace,
-            by_part: plan.stages[stage].memory.by_part,
-            ..fixed
-        }
-        .with_total()
+        StageMemory { activations, split_backward, messages, workspace, ..fixed }.with_total()
     };
     (0..plan.stages.len()).map(one).collect()
 }
