@@ -119,13 +119,6 @@ fn hardware(row: &Row) -> Option<Hardware> {
             server: 8,
             attention: Software::Flash,
         }),
-        "A800 80GB" => Some(Hardware {
-            device: device_named("a800")?,
-            nvlink: 200.0,
-            network: 25.0,
-            server: 8,
-            attention: Software::Flash,
-        }),
         "h100-sxm" | "DGX-H100" => Some(h100),
         gpu if gpu.starts_with("H100 SXM 80GB") => Some(h100),
         // The memory is that of the source. The lower clock at 500 W is not modelled.
@@ -314,7 +307,7 @@ fn predict(
     let mut shared = tensor_parallel.costs(&costs, target).expect("the model can be sharded");
     let activations = if row.sequence_parallel { ActivationSharding::Sequence } else { ActivationSharding::Replicated };
     shared.retain(|shared| row.expert > 1 || shared.activations == activations);
-    // The costs of groups stay as they are changed here.
+    // The planner must not compute the costs of groups again: they are changed here.
     costs.shareable = None;
     apply_software(&mut costs, &mut shared, row, hardware, micro_batch);
     recompute(&mut costs.graph, recomputation);

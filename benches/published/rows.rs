@@ -38,8 +38,6 @@ pub struct Row {
     pub seconds: Option<f64>,
     /// Bytes of weights, gradients and optimizer state, and of activations, if the row is about memory.
     pub bytes: Option<[f64; 2]>,
-    /// Measured bytes of the fullest device.
-    pub peak: Option<f64>,
 }
 
 /// Activation recomputation.
@@ -117,7 +115,6 @@ pub fn runs(text: &str) -> Vec<Row> {
             sequence_parallel: fields["seq_parallel"] == "yes",
             seconds: None,
             bytes: None,
-            peak: None,
         };
         // Tokens per second do not depend on how operations are counted.
         let tokens = fields["measured"].split_once('(').filter(|(_, text)| text.ends_with(" tokens/s)"));
@@ -163,7 +160,6 @@ pub fn vtrain(text: &str) -> Vec<Row> {
             sequence_parallel: false,
             seconds: fields["measured"].parse::<f64>().ok().map(|ms| ms / 1e3),
             bytes: None,
-            peak: None,
         }
     };
     table(text).into_iter().map(row).collect()
@@ -177,18 +173,20 @@ pub fn newer_runs(text: &str) -> Vec<Row> {
 fn newer_run(fields: BTreeMap<&str, &str>) -> Option<Row> {
     let number = |name: &str| fields[name].parse::<u64>().ok();
     let (model, note) = (fields["model"], fields["note"]);
-    let is_dense = ["MPT", "InternLM", "GPT-3", "Llama", "Nemotron4"].iter().any(|name| model.starts_with(name));
+    let is_dense = ["MPT", "InternLM", "GPT-3", "Llama"].iter().any(|name| model.starts_with(name));
     if !is_dense || fields["precision"] != "bf16" || fields["cp"] != "1" || model.contains("LoRA") {
         return None;
     }
     let (hidden, heads) = (number("hidden")?, number("heads")?);
+    let after = |word: &str| model.split(word).nth(1).and_then(leading);
     let (ffn, key_heads) = match hidden {
-        _ if model.contains("ffn") => (leading(model.split("ffn ").nth(1)?)?, heads),
+        _ if model.contains("ffn ") => (after("ffn ")?, after("GQA ").unwrap_or(heads)),
         4096 if model.starts_with("Llama") => (14_336, 8),
         8192 if model.starts_with("Llama") => (28_672, 8),
         16_384 if model.starts_with("Llama") => (53_248, 8),
         4096 if model.starts_with("InternLM") => (11_008, heads),
-        _ => (4 * hidden, heads),
+        _ if model.starts_with("MPT") || model.starts_with("GPT-3") => (4 * hidden, heads),
+        _ => return None,
     };
     let mut row = Row {
         id: fields["id"].to_string(),
@@ -219,10 +217,8 @@ fn newer_run(fields: BTreeMap<&str, &str>) -> Option<Row> {
         sequence_parallel: number("tp")? > 1 && fields["source"].starts_with("NVIDIA"),
         seconds: None,
         bytes: None,
-        peak: None,
     };
     let measured = fields["measured"].parse::<f64>().ok()?;
-    row.peak = (fields["unit"] == "GB of the fullest GPU").then_some(measured * 1e9);
     row.seconds = row.seconds_of(measured, fields["unit"]);
     Some(row)
 }

@@ -151,7 +151,7 @@ fn improved(
     let is_ours = options.partitioner == Partitioner::Pipec && question.among.is_alone() && !options.is_draft;
     // Without a flush the closed form is a lower bound, which the plan of a complete search reaches unless it waits.
     let waits = best.played.minibatch_us > best.candidate.minibatch_us * (1.0 + options.gap);
-    // Under a memory limit it is that of plans whose stages are recomputed as a whole.
+    // Under a memory limit the search covers only plans that recompute whole stages.
     let is_complete = !problem.schedule.flushes() && found.proven_us.is_some() && !waits && !found.is_pressed;
     let least_us = finish_plan::spread(problem);
     if is_ours && !is_complete && best.played.minibatch_us > least_us * (1.0 + options.gap) {

@@ -545,7 +545,7 @@ fn swap_moves(stages: &Stages, moves: &mut Vec<Stages>) {
     }
 }
 
-/// One micro-batch more in flight, at one stage or at all. Whether the last stage is among them is said by `last_waits`.
+/// One micro-batch more in flight, at one stage or at all; with `last_waits` also at the last stage.
 fn limit_moves(stages: &Stages, most: u32, last_waits: bool, moves: &mut Vec<Stages>) {
     let count = stages.more.len();
     let mut push = |more: Vec<u32>| {

@@ -44,16 +44,16 @@ pub fn reduced(
         let (first, leaf) = (spots[at].first, &shape.leaves()[at]);
         let limit = problem.limit_of(first..first.saturating_add(leaf.replicas)).unwrap_or(u64::MAX);
         // Chunks of one rank share its devices.
-        let is_beside = |other: &usize| (spots[*other].first, replicas[*other]) == (first, leaf.replicas);
+        let is_beside = |own: &&Vec<usize>| (spots[own[0]].first, replicas[own[0]]) == (first, leaf.replicas);
+        let beside: Vec<&Vec<usize>> = sharing.iter().filter(is_beside).collect();
         let fits = |fewer: &[StagePosition], choice: Recompute| {
             let choice_of = |other: usize| if other == at { choice } else { fewer[other].recompute };
-            let of_device = |own: &Vec<usize>| -> u64 {
+            let of_device = |own: &&Vec<usize>| -> u64 {
                 let terms: Vec<HeldTerms> = own.iter().map(|other| held(*other, choice_of(*other))).collect();
                 let memory = build_plan::of_device(problem, own[0], spots.len(), &terms);
                 memory.iter().fold(0, |sum, memory| sum.saturating_add(memory.total))
             };
-            let all = sharing.iter().filter(|own| is_beside(&own[0]));
-            all.map(of_device).fold(0, u64::saturating_add) <= limit
+            beside.iter().map(of_device).fold(0, u64::saturating_add) <= limit
         };
         if fits(&fewer, Recompute::None) {
             fewer[at].recompute = Recompute::None;

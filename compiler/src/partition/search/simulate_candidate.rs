@@ -15,7 +15,7 @@ use crate::partition::search::in_flight;
 use crate::partition::search::in_flight::Efficiency;
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::schedule::{Schedule, UpdateRule};
-use crate::plan::{Edge, Stage};
+use crate::plan::{Edge, Stage, StageMemory};
 use crate::schedule::Pipeline;
 use crate::schedule::pipeline::{generated, pipeline_of};
 use crate::simulate::inference;
@@ -119,12 +119,7 @@ pub fn played(
         (played.caps, played.lacks_memory) = (more.caps, more.lacks_memory);
     }
     let published = build_plan::published_caps(problem, &shape.replicas());
-    let fits = || {
-        let pending = build_plan::pending_weight_grads(problem, shape, caps);
-        let holdings = build_plan::holdings(problem, shape);
-        let memory = build_plan::memory(problem, shape, spots, &holdings, caps, &pending);
-        build_plan::fits(problem, shape, spots, &memory)
-    };
+    let fits = || build_plan::fits(problem, shape, spots, &memory(problem, shape, spots, caps));
     if is_auto && program.is_some() && ![&published[..], &played.caps].contains(&caps) && fits() {
         // Limits of a search by whole simulations.
         let of_search = programmed(problem, &pipeline, objective_us, caps).share;
@@ -180,16 +175,14 @@ fn efficiency_warning(which: &str, percent: f64) -> String {
     format!("{which} in-flight limits reach {percent:.0} % {EFFICIENCY}")
 }
 
+fn memory(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Vec<StageMemory> {
+    let holdings = build_plan::holdings(problem, shape);
+    let pending = build_plan::pending_weight_grads(problem, shape, caps);
+    build_plan::memory(problem, shape, spots, &holdings, caps, &pending)
+}
+
 fn pipeline(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Option<Pipeline> {
-    let memory = build_plan::memory(
-        problem,
-        shape,
-        spots,
-        &build_plan::holdings(problem, shape),
-        caps,
-        &build_plan::pending_weight_grads(problem, shape, caps),
-    );
-    let stages = build_plan::stages(problem, shape, spots, &memory);
+    let stages = build_plan::stages(problem, shape, spots, &memory(problem, shape, spots, caps));
     let edges = build_plan::edges(problem, shape);
     pipeline_of(&problem.cluster.levels, &stages, &edges, caps).ok()
 }

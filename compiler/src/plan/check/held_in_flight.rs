@@ -1,4 +1,4 @@
-//! Checks of the micro-batches in flight.
+//! The micro-batches in flight that a device holds, and a check of the pending weight gradients.
 
 use crate::plan::fullest_moment;
 use crate::plan::problem::{Problem, Target};
