@@ -1,8 +1,8 @@
 //! The plan checker: recomputes coverage, order, devices, edges, memory and time from the definitions.
 //!
-//! It shares no code with the partitioners or their cost and memory functions. `cost` recomputes the time under cost
-//! `pipec`, `published_costs` under the others, `traffic` the link load. Every plan of the planner is checked here;
-//! plans written by hand can be checked too.
+//! It shares no code with the partitioners or their cost and memory functions, except `fullest_moment`, which tests
+//! compare with the programs. `cost` recomputes the time under cost `pipec`, `published_costs` under the others, `traffic`
+//! the link load. Every plan of the planner is checked here; plans written by hand can be checked too.
 
 use super::{cost, ends, held_in_flight, published_costs, recompute, shares, traffic};
 use crate::cluster::{Cluster, DeviceClass, class};
