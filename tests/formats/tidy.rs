@@ -55,14 +55,14 @@ const LAYERS: [(&str, usize); 42] = [
 /// raised only in a commit of its own that says why.
 const BUDGETS: [(&str, usize); 36] = [
     ("compiler/src/cluster", 1_310),
-    ("compiler/src/export", 6_000),
+    ("compiler/src/export", 6_010),
     ("compiler/src/graph", 1_010),
     ("compiler/src/import", 25_200),
     ("compiler/src/op", 10_200),
     ("compiler/src/partition", 16_470),
-    ("compiler/src/pass", 5_860),
-    ("compiler/src/plan", 6_490),
-    ("compiler/src/profile", 1_700),
+    ("compiler/src/pass", 6_040),
+    ("compiler/src/plan", 6_550),
+    ("compiler/src/profile", 1_770),
     ("compiler/src/schedule", 6_420),
     ("compiler/src/simulate", 2_435),
     ("compiler/src/tensor", 1_000),
@@ -88,7 +88,7 @@ const BUDGETS: [(&str, usize); 36] = [
     ("src/launch", 1_400),
     ("src/plan", 4_230),
     ("src/train", 3_950),
-    ("tests", 26_850),
+    ("tests", 26_880),
     ("benches", 2_840),
 ];
 
