@@ -26,6 +26,7 @@ pub mod minibatch_mean;
 pub mod mixed_precision;
 pub mod pipeline;
 pub mod precision;
+pub mod recompute_parts;
 pub mod split_backward;
 pub mod unbiased_variance;
 

@@ -187,6 +187,10 @@ pub struct StageMemory {
     pub workspace: u64,
     /// Sum of all.
     pub total: u64,
+    /// True if `activations` counts recomputed ops part by part: the inputs of every part are kept, and one part at a time is
+    /// recomputed within the backward. Else all are recomputed at once before it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub by_part: bool,
 }
 
 fn is_false(flag: &bool) -> bool {

@@ -124,6 +124,8 @@ pub struct StageSpec {
     pub recompute: Option<f64>,
     /// Number of the first ops that are recomputed; all if absent.
     pub recomputed_ops: Option<u32>,
+    /// True if they are recomputed part by part within the backward.
+    pub recomputes_parts: bool,
     pub step: f64,
     /// Time of one gradient all-reduce, all buckets together; ignored for one replica.
     pub all_reduce: f64,
@@ -155,6 +157,7 @@ impl StageSpec {
             weight,
             recompute: None,
             recomputed_ops: None,
+            recomputes_parts: false,
             step: 0.0,
             all_reduce: 0.0,
             buckets: Vec::new(),

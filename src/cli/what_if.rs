@@ -8,6 +8,7 @@ use compiler::export::escape::short;
 use compiler::export::report::{Answer, WhatIf};
 use compiler::plan::coarsen;
 use compiler::plan::device_memory::fullest;
+use compiler::plan::problem::set_recompute_scopes;
 use compiler::plan::{Plan, Stage};
 use compiler::profile::shared::TensorParallelCosts;
 use pipec::costs::Costs;
@@ -156,6 +157,7 @@ fn costs(
     options: &PlanOptions,
 ) -> Option<(Costs, Vec<TensorParallelCosts>)> {
     let mut costs = source.costs(plan, micro_batch).ok()?;
+    set_recompute_scopes(&mut costs.graph, options.target);
     // Frameworks cut at module boundaries, which coarsening would lose.
     if options.target.is_none() {
         costs.graph = coarsen::runs(&costs.graph, PIECES);

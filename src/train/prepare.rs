@@ -181,7 +181,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     })?;
     for (code, stage) in compiled.codes.iter_mut().zip(&task.plan.stages) {
         // A program from a file may omit recomputation; each backward then does it implicitly.
-        code.recompute |= stage.recompute;
+        code.recompute |= stage.recompute && !code.recomputes_parts;
         code.buckets = stage.buckets.iter().map(|bucket| bucket.parameters.clone()).collect();
     }
     let feeds = run::feeds(&compiled.codes);

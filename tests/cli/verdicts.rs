@@ -309,7 +309,7 @@ fn shared_parameters_are_planned_as_they_can_be_trained() {
     let read = || serde_json::from_str::<Value>(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
     let train = ["train", "gpt.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "2"];
     let slow = |memory, bandwidth| ["--memory", memory, "--bandwidth", bandwidth];
-    for flags in [&slow("5MB", "1GB/s")[..], &slow("6MB", "2GB/s"), &["--stages", "2,1"]] {
+    for flags in [&slow("5.5MB", "1.5GB/s")[..], &slow("5.8MB", "2GB/s"), &["--stages", "2,1"]] {
         // An explicit schedule is used as given.
         let arguments = [&partition[..], flags, &["--schedule", "1f1b-rr"]].concat();
         let message = run_with_code(folder, 0, &arguments).1;

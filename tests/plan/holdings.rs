@@ -14,9 +14,8 @@ use compiler::profile::recompute_scope::RecomputeCosts;
 use compiler::tensor::dim::Bindings;
 use models::zoo::{ENTRIES, build, to_bytes};
 use runtime::device::cpu::device::cpu;
-use runtime::exec::compile::{PassOptions, compile_parts};
+use runtime::exec::compile::{PassOptions, Recomputation, compile_parts};
 use runtime::train::run::placement;
-use std::collections::HashSet;
 
 /// Samples per micro-batch: enough to make alignment negligible.
 const BATCH: i64 = 32;
@@ -49,7 +48,12 @@ fn stages_keep_what_plans_say() {
             let stages: Vec<usize> =
                 (0..ops).map(|op| costs.ops[op].joins.map_or(stages[op], |with| stages[with.index()])).collect();
             let stage_of_node = placement(&graph, &with_loss, &stages);
-            let options = PassOptions { device: &*cpu(), splits: true, joins: &|_| false, saving: &HashSet::new() };
+            let options = PassOptions {
+                device: &*cpu(),
+                splits: true,
+                joins: &|_| false,
+                recomputation: &Recomputation::default(),
+            };
             let codes = compile_parts(&with_loss, &stage_of_node, 3, Some(LOSS), options).unwrap();
             // The last stage also saves for the loss, which the planner does not model.
             for (stage, code) in codes.iter().enumerate().take(2) {

@@ -17,6 +17,7 @@ use compiler::plan::schedule::Schedule;
 use compiler::plan::{Edge, Plan, Stage};
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpId};
+use compiler::profile::recompute_scope::RecomputeScope;
 use compiler::schedule::action::{Phase, pending_weight_grads};
 use compiler::schedule::generators::schedule;
 use compiler::schedule::pipeline::{generated, pipeline, pipeline_of};
@@ -49,7 +50,7 @@ const SCHEDULES: [Schedule; 6] = [
 /// Up to eight ops in a chain, or ops that each read up to two earlier ones.
 fn random_graph(random: &mut Random) -> CostGraph {
     let mut graph = CostGraph::default();
-    let is_chain = random.below(2) == 0;
+    let (is_chain, by_part) = (random.below(2) == 0, random.below(2) == 0);
     for id in 0..2 + random.below(7) {
         let mut reads: Vec<u32> = match is_chain {
             true => id.checked_sub(1).map(|previous| previous as u32).into_iter().collect(),
@@ -65,6 +66,7 @@ fn random_graph(random: &mut Random) -> CostGraph {
         graph.ops[op as usize].saved_bytes = random.below(500_000);
         let live = Live::of((weights, [weights / 3, weights / 2]), (weights / 2, [weights / 4, weights / 4]));
         graph.ops[op as usize].live = live;
+        graph.ops[op as usize].recompute = if by_part { RecomputeScope::Part(op / 3) } else { RecomputeScope::Stage };
     }
     graph
 }

@@ -203,8 +203,11 @@ fn frameworks_keep_the_inputs_of_layers_and_save_one_layer_again() {
     let kept_bytes = outside_bytes + last_ops().map(bytes).sum::<u64>();
     assert_eq!(activations(Some(Target::Torchtitan)), 4 * kept_bytes + last_ops().map(layer_bytes).max().unwrap());
     let total: u64 = (0..48).map(saved).sum();
-    assert_eq!(activations(None), total, "one micro-batch of four, without inputs");
-    assert_eq!(activations(Some(Target::Torch)), total);
+    assert_eq!(activations(Some(Target::Torch)), total, "one micro-batch of four, without inputs");
+    // pipec's runtime also recomputes the ops before the first layer and after the last. The loss reads the result.
+    let between_bytes = last_ops().chain([2, 47]).map(bytes).sum::<u64>();
+    let part_bytes = |end: u64| (end - 6..end).map(saved).sum::<u64>();
+    assert_eq!(activations(None), 4 * between_bytes + last_ops().map(part_bytes).max().unwrap());
 }
 
 #[test]

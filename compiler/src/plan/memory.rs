@@ -17,7 +17,8 @@
 //!   also saved.
 //! - `freed`: 0 without recomputation; else tensors saved by the recomputed ops, except model inputs, outputs and inputs
 //!   of layers. `kept`: inputs of layers that are not saved. `again`: `freed`, or that of the largest layer if layers are
-//!   recomputed one by one and the backward is not split ([`recompute_scope`](crate::profile::recompute_scope)).
+//!   recomputed one by one and the backward is not split, for pipec's runtime beyond `workspace`
+//!   ([`recompute_scope`](crate::profile::recompute_scope)).
 //! - `terms`: one gradient sum per use of a parameter by an op. `shared`: the sums of weights tied with other stages,
 //!   which are all-reduced across stages, `late` rounds after the stage's own (`in_flight`).
 //! - `summed`: one sum per parameter; two-byte parameters have four-byte sums and four-byte `masters`.
@@ -29,8 +30,8 @@
 //!   ([`arena`](crate::profile::arena)), without tensors that cross a cut and without `halves`. Plus the buffers of
 //!   batched weight gradients ([`batched_weight_grad`](crate::pass::batched_weight_grad)).
 //!
-//! Recomputation keeps inputs and outputs, frees what the recomputed ops saved, and reruns their forward into separate
-//! buffers before backward. Weight versions are held by pointer, so V versions take V copies of the weights. A tied
+//! Recomputation keeps inputs and outputs and frees what the recomputed ops saved. At once, it reruns their forward into
+//! separate buffers before backward. Weight versions are held by pointer, so V versions take V copies of the weights. A tied
 //! weight counts once in each stage that uses it. Inference has no gradients or optimizer state. One micro-batch is
 //! computed at a time, earlier ones hold only their outputs, and the inputs of the next may arrive.
 
@@ -39,8 +40,8 @@ use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::schedule::Schedule;
 use crate::plan::{StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
-use crate::profile::cost_graph::{CostGraph, Flows, OpId, TensorCost};
-use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
+use crate::profile::cost_graph::{CostGraph, Flows, OpId};
+use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms, Recomputed};
 use std::collections::BTreeSet;
 
 /// Unmultiplied memory sizes of a set of ops, in bytes.
@@ -99,13 +100,11 @@ fn recomputed_of(
         is_recomputed[op as usize] = true;
         terms.add(costs, op as usize);
     }
-    let stays = |(at, tensor): &(usize, &TensorCost)| {
-        costs.frees[*at]
-            && is_recomputed[tensor.producer.index()]
-            && tensor.consumers.iter().any(|op| !inside[op.index()])
-    };
-    let outputs = tensors.map(|at| (at, &graph.tensors[at])).filter(stays).map(|(_, tensor)| tensor.bytes);
-    terms.outputs = outputs.fold(0, u64::saturating_add);
+    for (at, tensor) in tensors.map(|at| (at, &graph.tensors[at])) {
+        if is_recomputed[tensor.producer.index()] && tensor.consumers.iter().any(|op| !inside[op.index()]) {
+            terms.add_sent(costs, at, tensor.bytes);
+        }
+    }
     terms
 }
 
@@ -263,15 +262,19 @@ impl MemoryTerms {
         holdings
     }
 
-    fn recomputed(&self, multiples: &MemoryMultipliers) -> RecomputeTerms {
-        if multiples.recompute { self.recompute } else { RecomputeTerms::default() }
+    /// How activations are recomputed, and the bytes that a micro-batch in flight holds until its backward.
+    fn in_flight(&self, multiples: &MemoryMultipliers) -> (Recomputed, u64) {
+        let arena = self.arena.of(multiples.way(self.inputs));
+        let recompute = if multiples.recompute { self.recompute } else { RecomputeTerms::default() };
+        let pending = u64::from(multiples.pending_weight_grads);
+        let again = recompute.held(u64::from(multiples.in_flight), pending, arena);
+        let kept = self.saved.saturating_sub(again.saves).saturating_add(again.kept);
+        (again, kept.saturating_add(self.sent).saturating_add(self.inputs))
     }
 
     /// Bytes that a micro-batch in flight holds until its backward.
     pub fn per_microbatch(&self, multiples: &MemoryMultipliers) -> u64 {
-        let recompute = self.recomputed(multiples);
-        let kept = self.saved.saturating_sub(recompute.saves()).saturating_add(recompute.kept);
-        kept.saturating_add(self.sent).saturating_add(self.inputs)
+        self.in_flight(multiples).1
     }
 
     /// Memory of a stage. Saturates at `u64::MAX`.
@@ -287,24 +290,23 @@ impl MemoryTerms {
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let gradients = gradients.saturating_add(self.shared.saturating_mul(u64::from(multiples.late)));
         let pending = u64::from(multiples.pending_weight_grads);
-        let recompute = self.recomputed(multiples);
-        let once = recompute.again(multiples.pending_weight_grads).saturating_mul(pending.max(1));
-        let one = self.per_microbatch(multiples);
+        let way = multiples.way(self.inputs);
+        let arena = self.arena.of(way);
+        let (again, one) = self.in_flight(multiples);
         let in_flight = u64::from(in_flight);
         let activations = match trains {
-            true => one.saturating_mul(in_flight).saturating_add(once),
+            true => one.saturating_mul(in_flight).saturating_add(again.again),
             false => one.saturating_add(self.outputs.saturating_mul(in_flight.saturating_sub(1))),
         };
         let halves = if self.inputs > 0 { self.halves } else { 0 };
         let waiting = self.outputs.saturating_mul(pending.saturating_sub(1));
         let split_backward = halves.saturating_mul(pending).saturating_add(waiting);
         let messages = if trains { self.passed.saturating_add(self.outputs) } else { self.inputs };
-        let way = multiples.way(self.inputs);
         let batched_grads = if way.is_joint { self.batched_grads } else { 0 };
-        let workspace = self.arena.of(way).saturating_add(batched_grads);
+        let workspace = arena.saturating_add(batched_grads);
         let frozen = self.frozen;
         let fixed = StageMemory { weights, frozen, versions, gradients, optimizer, ..StageMemory::default() };
-        StageMemory { activations, split_backward, messages, workspace, ..fixed }.with_total()
+        StageMemory { activations, split_backward, messages, workspace, by_part: again.by_part, ..fixed }.with_total()
     }
 }
 
@@ -338,7 +340,7 @@ mod tests {
             |inside: &[bool]| MemoryTerms::of(&graph, (&graph.flows(), &RecomputeCosts::of(&graph)), inside, &passing);
         let tail = of(&[false, true, true]);
         let arena = Arena::always(9);
-        let recompute = RecomputeTerms { freed: 60, outputs: 0, kept: 0, layer: u64::MAX };
+        let recompute = RecomputeTerms { freed: 60, layer: u64::MAX, ..RecomputeTerms::default() };
         let rest = MemoryTerms { inputs: 100, passed: 200, arena, halves: 11, recompute, ..MemoryTerms::default() };
         assert_eq!(
             tail,

@@ -111,8 +111,10 @@ impl Target {
 
 /// Marks the ops that a target recomputes together. Ops are fused only after this.
 pub fn set_recompute_scopes(graph: &mut CostGraph, target: Option<Target>) {
-    if target.is_some_and(Target::recomputes_layers) {
-        recompute_scope::recompute_layers(graph);
+    match target {
+        None => recompute_scope::recompute_parts(graph),
+        Some(target) if target.recomputes_layers() => recompute_scope::recompute_layers(graph),
+        Some(_) => {}
     }
 }
 
@@ -322,8 +324,11 @@ impl Problem {
     /// Plans for a framework, which decides where stages may end and how memory is counted.
     pub fn set_target(&mut self, target: Option<Target>) {
         self.constraints.target = target;
-        let shared = self.shared.iter_mut().map(|costs| &mut costs.graph);
-        std::iter::once(&mut self.graph).chain(shared).for_each(|graph| set_recompute_scopes(graph, target));
+        set_recompute_scopes(&mut self.graph, target);
+        // pipec's tensor-parallel groups recompute a stage at once.
+        if target.is_some() {
+            self.shared.iter_mut().for_each(|costs| set_recompute_scopes(&mut costs.graph, target));
+        }
     }
 
     /// Recomputation, which only training under cost `pipec` has.

@@ -1,11 +1,12 @@
 //! What recomputation repeats at once, and what it keeps between these parts.
 //!
-//! pipec's runtime recomputes a stage at once: before the backward of a micro-batch it repeats the forward of the
-//! stage's ops. torchtitan, Megatron-LM and DeepSpeed checkpoint the layers of a model (Chen et al., "Training Deep Nets
-//! with Sublinear Memory Cost", section 4.1): the inputs of every layer are kept, the backward repeats one layer after
-//! the other, and the memory of a single layer is needed while it runs. Ops outside the layers, such as embedding and
-//! loss, are not recomputed.
+//! The layers of a model are checkpointed (Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4.1): the
+//! inputs of every layer are kept, the backward repeats one layer after the other, and the memory of a single layer is
+//! needed while it runs. torchtitan, Megatron-LM and DeepSpeed do not recompute ops outside the layers, such as embedding
+//! and loss; in pipec's runtime, the ops between two layers are a part like a layer. A model without layers, a stage of
+//! tensor-parallel groups and the torch bundle recompute a stage at once, before its backward.
 
+use super::arena::{ArenaPosition, Way};
 use super::cost_graph::{CostGraph, OpCost, OpId};
 use super::module_units::{Units, longest, numbered};
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,8 +17,10 @@ pub enum RecomputeScope {
     /// All ops of the stage.
     #[default]
     Stage,
-    /// The ops of one layer.
+    /// The ops of one layer, in frameworks that recompute layers only.
     Layer(u32),
+    /// The ops of one layer, or those between two, in pipec's runtime.
+    Part(u32),
     /// The op is never recomputed.
     Never,
 }
@@ -39,12 +42,44 @@ pub fn recompute_layers(graph: &mut CostGraph) {
     }
 }
 
-/// The number of layers of these ops; `None` if they are recomputed with their stage.
+/// Recomputes each item of a numbered list of modules separately, and the ops between two of them. A model without such
+/// lists is recomputed by stage.
+pub fn recompute_parts(graph: &mut CostGraph) {
+    let modules: Vec<&str> = graph.ops.iter().map(|op| op.module.as_str()).collect();
+    let Some(parts) = parts(&modules) else { return };
+    for at in 0..graph.ops.len() {
+        graph.ops[at].recompute = RecomputeScope::Part(parts[graph.leader(OpId(at as u32)).index()]);
+    }
+}
+
+/// The part of each op that is recomputed at once, by the modules of all ops of a model in their order; `None` without
+/// numbered lists of modules.
+pub fn parts(modules: &[&str]) -> Option<Vec<u32>> {
+    let units = Units::of(modules.iter().copied());
+    let mut layers: BTreeMap<String, u32> = BTreeMap::new();
+    let (mut next, mut between) = (0, None);
+    let mut part_of = |module: &&str| {
+        let name = units.name(module);
+        let part = match numbered(&name) {
+            Some(_) => {
+                between = None;
+                *layers.entry(name).or_insert(next)
+            }
+            None => *between.get_or_insert(next),
+        };
+        next = next.max(part + 1);
+        part
+    };
+    let parts: Vec<u32> = modules.iter().map(&mut part_of).collect();
+    (layers.len() > 1).then_some(parts)
+}
+
+/// The number of layers of these ops; `None` if all ops between them are recomputed, too.
 pub fn layers<'a>(ops: impl Iterator<Item = &'a OpCost>) -> Option<u32> {
     let (mut layers, mut is_by_stage) = (BTreeSet::new(), false);
     for op in ops {
         match op.recompute {
-            RecomputeScope::Stage => is_by_stage = true,
+            RecomputeScope::Stage | RecomputeScope::Part(_) => is_by_stage = true,
             RecomputeScope::Layer(layer) => _ = layers.insert(layer),
             RecomputeScope::Never => {}
         }
@@ -59,10 +94,16 @@ pub struct RecomputeCosts {
     pub freed: Vec<u64>,
     /// Not saved, but kept if the stage is recomputed, because another layer reads it.
     pub kept: Vec<u64>,
-    /// Bytes that the whole layer of the op saves and passes on. `u64::MAX` if the stage is recomputed at once.
+    /// Bytes that the whole layer of the op saves and passes on. In a part, those that the part has saved up to the op, and
+    /// the arena while it runs: its backward frees them in reverse. `u64::MAX` if the stage is recomputed at once.
     pub layer: Vec<u64>,
+    /// True if ops are recomputed by part, or at once where that takes less memory.
+    pub is_by_part: bool,
     /// For each tensor: true if it is freed with its producer unless another stage reads it.
     pub frees: Vec<bool>,
+    /// What is freed if all ops are recomputed at once.
+    saved: Vec<u64>,
+    is_saved: Vec<bool>,
 }
 
 impl RecomputeCosts {
@@ -72,12 +113,17 @@ impl RecomputeCosts {
             freed: graph.ops.iter().map(|op| op.saved_bytes).collect(),
             kept: vec![0; graph.ops.len()],
             layer: vec![u64::MAX; graph.ops.len()],
+            is_by_part: graph.ops.iter().any(|op| matches!(op.recompute, RecomputeScope::Part(_))),
             frees: vec![false; graph.tensors.len()],
+            saved: graph.ops.iter().map(|op| op.saved_bytes).collect(),
+            is_saved: (0..graph.tensors.len()).map(|tensor| !graph.is_only_sent(tensor)).collect(),
         };
         let mut passed_on = vec![0u64; graph.ops.len()];
         for (at, tensor) in graph.tensors.iter().enumerate() {
             let producer = tensor.producer.index();
-            let is_between = tensor.consumers.iter().any(|op| scope(op.index()) != scope(producer));
+            // The loss reads results, and is no part.
+            let is_result = costs.is_by_part && tensor.consumers.is_empty() && !graph.is_only_sent(at);
+            let is_between = is_result || tensor.consumers.iter().any(|op| scope(op.index()) != scope(producer));
             if is_between {
                 passed_on[producer] = passed_on[producer].saturating_add(tensor.bytes);
             }
@@ -95,6 +141,12 @@ impl RecomputeCosts {
                 RecomputeScope::Layer(layer) => {
                     let sum = layers.entry(layer).or_default();
                     *sum = sum.saturating_add(costs.freed[op]).saturating_add(passed_on);
+                }
+                RecomputeScope::Part(part) => {
+                    let sum = layers.entry(part).or_default();
+                    *sum = sum.saturating_add(costs.freed[op]);
+                    let arena = graph.ops[op].arena(ArenaPosition::default()).of(Way::default());
+                    costs.layer[op] = sum.saturating_add(arena);
                 }
                 RecomputeScope::Never => (costs.freed[op], costs.layer[op]) = (0, 0),
             }
@@ -117,8 +169,24 @@ pub struct RecomputeTerms {
     pub outputs: u64,
     /// Kept only because the stage is recomputed by layer.
     pub kept: u64,
-    /// The largest layer.
+    /// The largest layer, or the peak of any part.
     pub layer: u64,
+    /// True if the terms are those of parts. `at_once` is then freed without parts, and `sent_at_once` of that read by other
+    /// stages.
+    pub is_by_part: bool,
+    pub at_once: u64,
+    pub sent_at_once: u64,
+}
+
+/// How the activations of a recomputed stage are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recomputed {
+    /// Bytes that a micro-batch in flight does not hold, and those that it holds instead.
+    pub saves: u64,
+    pub kept: u64,
+    /// Bytes that recomputed micro-batches hold again.
+    pub again: u64,
+    pub by_part: bool,
 }
 
 impl RecomputeTerms {
@@ -127,16 +195,56 @@ impl RecomputeTerms {
         self.freed = self.freed.saturating_add(costs.freed[op]);
         self.kept = self.kept.saturating_add(costs.kept[op]);
         self.layer = self.layer.max(costs.layer[op]);
+        self.is_by_part = costs.is_by_part;
+        self.at_once = self.at_once.saturating_add(if costs.is_by_part { costs.saved[op] } else { 0 });
     }
 
-    /// Bytes that a recomputed micro-batch holds again: all if its weight gradients are pending, else those of the largest
-    /// layer with its outputs.
-    pub fn again(&self, pending_weight_grads: u32) -> u64 {
-        if pending_weight_grads > 0 || self.layer == u64::MAX { self.saves() } else { self.layer }
+    /// Adds a tensor of a recomputed op that another stage reads.
+    pub fn add_sent(&mut self, costs: &RecomputeCosts, tensor: usize, bytes: u64) {
+        self.outputs = self.outputs.saturating_add(if costs.frees[tensor] { bytes } else { 0 });
+        let is_kept = costs.is_by_part && costs.is_saved[tensor];
+        self.sent_at_once = self.sent_at_once.saturating_add(if is_kept { bytes } else { 0 });
+    }
+
+    /// Removes it again.
+    pub fn remove_sent(&mut self, costs: &RecomputeCosts, tensor: usize, bytes: u64) {
+        self.outputs -= if costs.frees[tensor] { bytes } else { 0 };
+        self.sent_at_once -= if costs.is_by_part && costs.is_saved[tensor] { bytes } else { 0 };
+    }
+
+    /// How a stage with this arena is recomputed: by part if that takes less memory. With pending weight gradients, every
+    /// one of them holds what was recomputed.
+    pub fn held(&self, in_flight: u64, pending: u64, arena: u64) -> Recomputed {
+        let saves = self.saves();
+        let again =
+            if pending > 0 || self.layer == u64::MAX { saves.saturating_mul(pending.max(1)) } else { self.layer };
+        let layers = Recomputed { saves, kept: self.kept, again, by_part: false };
+        if !self.is_by_part {
+            return layers;
+        }
+        let saves = self.at_once.saturating_sub(self.sent_at_once);
+        let at_once = Recomputed { saves, kept: 0, again: saves.saturating_mul(pending.max(1)), by_part: false };
+        let parts = Recomputed { again: self.layer.saturating_sub(arena), by_part: true, ..layers };
+        let net = |one: &Recomputed| {
+            i128::from(in_flight) * (i128::from(one.kept) - i128::from(one.saves)) + i128::from(one.again)
+        };
+        if pending == 0 && net(&parts) < net(&at_once) { parts } else { at_once }
     }
 
     /// Bytes that a micro-batch in flight does not hold.
     pub fn saves(&self) -> u64 {
         self.freed.saturating_sub(self.outputs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parts;
+
+    #[test]
+    fn parts_are_layers_and_what_is_between_them() {
+        let modules = ["embed", "h.0.attn", "h.0.mlp", "h.1.attn", "h.0.late", "norm", "head", "h.2.mlp", "loss"];
+        assert_eq!(parts(&modules), Some(vec![0, 1, 1, 2, 1, 3, 3, 4, 5]));
+        assert_eq!(parts(&["embed", "h.0.attn", "head"]), None, "a single layer is no list");
     }
 }

@@ -64,6 +64,7 @@ pub fn pipeline_of(
             weight: weight + more,
             recompute,
             recomputed_ops: stage.recomputed.map(|recomputed| recomputed.ops),
+            recomputes_parts: stage.memory.by_part,
             all_reduce,
             buckets,
             zero: stage.zero,

@@ -73,7 +73,8 @@ impl Rule {
             return Err(ScheduleError::TooLong { items, stages: pipeline.stages.len() });
         }
         let stages = pipeline.ranks.iter().zip(&pipeline.stages);
-        let recomputes = |stage: &StageSpec| schedule.trains() && stage.recompute.is_some();
+        // By part, the backward contains the recomputation.
+        let recomputes = |stage: &StageSpec| schedule.trains() && stage.recompute.is_some() && !stage.recomputes_parts;
         let reduces = |stage: &StageSpec| schedule.trains() && stage.reduces();
         let buckets = |stage: &StageSpec| if reduces(stage) { stage.buckets.len().max(1) as u32 } else { 1 };
         let stages = stages.map(|(&rank, stage)| ProgramStage {

@@ -10,7 +10,7 @@ use crate::exec::memory_limit::{check_memory, check_sizes};
 use crate::exec::moving_average::state_updates;
 use crate::exec::sequence::{Planned, Sequence, Slot, TensorAddress, plan_tasks};
 use crate::exec::stage_code::{GradientTerm, NamedTensor, StageCode, Transfer, bytes};
-use compiler::graph::{Graph, order};
+use compiler::graph::{Graph, Output, order};
 use compiler::op::{NodeId, Op, Sharding as Split, Value};
 use compiler::pass::backward::{Backward, Made, Read, ReceivedGradients, backward};
 use compiler::pass::fragment::{Fragment, fragments};
@@ -19,6 +19,7 @@ use compiler::pass::gradient_accumulation::{accumulated_in_place, read_only_as_s
 use compiler::pass::loss::LOSS;
 use compiler::pass::memory::{Layout, Location, Needs, aligned};
 use compiler::pass::pipeline;
+use compiler::pass::recompute_parts::recompute_parts;
 use compiler::pass::split_backward::parts;
 use compiler::tensor::fact::Fact;
 use compiler::tensor_parallel::cost::Machine;
@@ -35,7 +36,7 @@ pub fn compile(
     loss: Option<&str>,
     device: &dyn Device,
 ) -> Result<Vec<StageCode>, CompileError> {
-    let options = PassOptions { device, splits: false, joins: &|_| false, saving: &HashSet::new() };
+    let options = PassOptions { device, splits: false, joins: &|_| false, recomputation: &Recomputation::default() };
     compile_parts(graph, stage_of, stages, loss, options)
 }
 
@@ -49,8 +50,17 @@ pub struct PassOptions<'a> {
     /// True for stages that compute weight gradients of several micro-batches in one kernel
     /// ([`joint`](compiler::pass::batched_weight_grad)).
     pub joins: &'a dyn Fn(usize) -> bool,
-    /// Nodes whose activations are saved if their stage is recomputed.
-    pub saving: &'a HashSet<NodeId>,
+    pub recomputation: &'a Recomputation,
+}
+
+/// What recomputed stages save and repeat. Their forward runs again part by part within the backward, or at once before it in
+/// tensor-parallel groups and in models without parts.
+#[derive(Clone, Debug, Default)]
+pub struct Recomputation {
+    /// The parts of the nodes that are recomputed.
+    pub parts: HashMap<NodeId, u32>,
+    /// The nodes of recomputed stages whose activations are saved.
+    pub saving: HashSet<NodeId>,
 }
 
 /// Like [`compile`], with variants of the passes.
@@ -82,7 +92,7 @@ fn compile_with(
     stage_of: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
-    PassOptions { device, splits, joins, saving }: PassOptions<'_>,
+    PassOptions { device, splits, joins, recomputation }: PassOptions<'_>,
     machine: Option<&Machine>,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
     check_sizes(device, graph)?;
@@ -91,19 +101,28 @@ fn compile_with(
     let mut parameters = BTreeMap::new();
     let mut received_gradients = ReceivedGradients::new();
     let mut codes = Vec::new();
+    // Nodes of a fragment keep their names.
+    let name = |id: &NodeId| graph.node(*id).name.as_str();
+    let saving: HashSet<&str> = recomputation.saving.iter().map(name).collect();
+    let parts = recomputation.parts.iter().filter(|_| machine.is_none());
+    let parts: HashMap<&str, u32> = parts.map(|(id, part)| (name(id), *part)).collect();
     for (stage, fragment) in fragments.iter_mut().enumerate().rev() {
-        if let (Some(name), Some(_)) = (loss, machine) {
-            // Training returns only the loss, so the group need not gather the model's other results.
-            fragment.graph.outputs.retain(|output| [name, LOSS].contains(&output.name.as_str()));
+        let mut recomputes_parts = false;
+        if let Some(name) = loss {
+            return_only_loss(&mut fragment.graph, name, machine.is_some());
         }
         pipeline::forward(fragment)?;
         let backward = match loss {
             None => None,
             Some(name) => {
                 let scalar = fragment.graph.outputs.iter().find(|o| o.name == name).map(|o| o.value);
+                let part = |id: NodeId| parts.get(fragment.graph.node(id).name.as_str()).map(|part| (id, *part));
+                let own_parts: HashMap<NodeId, u32> = fragment.graph.ids().filter_map(part).collect();
+                recomputes_parts = !own_parts.is_empty();
                 let pass = backward(fragment, scalar, &received_gradients)
                     .map_err(Box::new)
                     .map_err(CompileError::Backward)?;
+                let pass = if recomputes_parts { recompute_parts(fragment, pass, &own_parts) } else { pass };
                 for role in &pass.output_roles {
                     if let Made::Gradient { received, group } = role {
                         received_gradients.insert((fragment.received[*received].value, stage, *group));
@@ -112,11 +131,10 @@ fn compile_with(
                 Some(pass)
             }
         };
-        // Nodes of a fragment keep their names.
-        let saving: HashSet<&str> = saving.iter().map(|id| graph.node(*id).name.as_str()).collect();
-        let nodes = fragment.graph.ids().filter(|id| saving.contains(fragment.graph.node(*id).name.as_str()));
+        let nodes = fragment.graph.ids().filter(|_| !recomputes_parts);
+        let nodes = nodes.filter(|id| saving.contains(fragment.graph.node(*id).name.as_str()));
         let saving: HashSet<NodeId> = nodes.collect();
-        let code = match machine {
+        let mut code = match machine {
             None => Assembly::new(device, fragment, backward.as_ref(), (splits, joins(stage))).stage(loss, &saving)?,
             Some(machine) => {
                 let unsharded = Stage::new(fragment, backward.as_ref(), &tied, machine);
@@ -126,11 +144,20 @@ fn compile_with(
                 assembly.stage(loss, &sharded.saving)?
             }
         };
+        code.recomputes_parts = recomputes_parts;
         check_memory(device, &code)?;
         codes.push(code);
     }
     codes.reverse();
     Ok((codes, parameters))
+}
+
+/// Training returns only the loss. Results that no op reads stay, so that their parameters do; a group would gather them.
+fn return_only_loss(graph: &mut Graph, name: &str, is_group: bool) {
+    let ids = graph.outputs.iter().map(|output| output.value.node).filter(|_| !is_group);
+    let unread: HashSet<NodeId> = ids.filter(|id| graph.successors(*id).is_empty()).collect();
+    let stays = |output: &Output| unread.contains(&output.value.node);
+    graph.outputs.retain(|output| [name, LOSS].contains(&output.name.as_str()) || stays(output));
 }
 
 /// Names of tied parameters: those that several stages read.
@@ -308,6 +335,7 @@ impl<'a> Assembly<'a> {
             state_updates,
             results,
             recompute: false,
+            recomputes_parts: false,
             kept_bytes: self.forward_layout.kept_bytes,
             recomputed_steps,
             recomputed_bytes,

@@ -75,6 +75,8 @@ pub struct StageCode {
     pub results: Vec<(NamedTensor, TensorAddress)>,
     /// True if activations are recomputed before the backward pass instead of saved.
     pub recompute: bool,
+    /// True if the backward pass contains all recomputation.
+    pub recomputes_parts: bool,
     /// Bytes saved per in-flight micro-batch for its backward pass.
     pub kept_bytes: usize,
     /// The first steps of the forward pass, which recomputation runs again.

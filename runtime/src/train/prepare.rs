@@ -2,7 +2,7 @@
 
 use crate::device::api::Device;
 use crate::device::cpu::device::cpu;
-use crate::exec::compile::{PassOptions, compile_parts};
+use crate::exec::compile::{PassOptions, Recomputation, compile_parts};
 use crate::exec::compile_error::CompileError;
 use crate::exec::stage_code::StageCode;
 use crate::train::run::{placement, with_edges};
@@ -13,6 +13,7 @@ use compiler::pass::batched_weight_grad::joins;
 use compiler::pass::loss::{LOSS, Loss, LossError, SCALED_LOSS, attach, scaled};
 use compiler::pass::minibatch_mean::{MinibatchMeans, by_minibatch};
 use compiler::plan::schedule::Schedule;
+use compiler::profile::recompute_scope;
 use compiler::schedule::check::error::CheckError;
 use compiler::schedule::check::verify::check;
 use compiler::schedule::generators::schedule;
@@ -20,7 +21,7 @@ use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, Program, ScheduleError, StageSpec};
 use compiler::tensor::DType;
 use compiler::tensor::dim::Bindings;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use thiserror::Error;
 
 #[derive(Debug, Error)]
@@ -113,15 +114,16 @@ pub fn prepare_with(
     let batches_weight_grads: Vec<bool> = pipeline.stages.iter().map(batches_grads_of).collect();
     let joins = |stage: usize| batches_weight_grads[stage];
     let mut compile =
-        |graph: &Graph, stage_of: &HashMap<NodeId, usize>, stages, loss: &str, saving: &HashSet<NodeId>| {
-            compile_parts(graph, stage_of, stages, Some(loss), PassOptions { device, splits, joins: &joins, saving })
+        |graph: &Graph, stage_of: &HashMap<NodeId, usize>, stages, loss: &str, recomputation: &Recomputation| {
+            let options = PassOptions { device, splits, joins: &joins, recomputation };
+            compile_parts(graph, stage_of, stages, Some(loss), options)
         };
     prepare_by(graph, stages, pipeline, settings, program, &mut compile)
 }
 
-/// Compiles a graph, given the stage of every op, the number of stages, the name of the loss output and the nodes of
-/// recomputed stages that save their activations.
-pub type Compile<'a> = dyn FnMut(&Graph, &HashMap<NodeId, usize>, usize, &str, &HashSet<NodeId>) -> Result<Vec<StageCode>, CompileError>
+/// Compiles a graph, given the stage of every op, the number of stages, the name of the loss output and what recomputed
+/// stages save and repeat.
+pub type Compile<'a> = dyn FnMut(&Graph, &HashMap<NodeId, usize>, usize, &str, &Recomputation) -> Result<Vec<StageCode>, CompileError>
     + 'a;
 
 /// Like [`prepare_with`], with a custom stage compiler.
@@ -150,34 +152,43 @@ pub fn prepare_by(
     let loss_name = if is_f16 { SCALED_LOSS } else { LOSS };
     let means = settings.minibatch_means.then(|| by_minibatch(&mut training_graph, loss)).flatten();
     let stage_of = placement(&bound, &training_graph, stages);
-    let saving = saved_nodes(&bound, &training_graph, &stage_of, &pipeline);
-    let mut codes = compile(&training_graph, &stage_of, pipeline.stages.len(), loss_name, &saving)?;
+    let recomputation = recomputation(&bound, &training_graph, &stage_of, &pipeline);
+    let mut codes = compile(&training_graph, &stage_of, pipeline.stages.len(), loss_name, &recomputation)?;
     let pipeline = with_edges(pipeline, &codes);
     let program = program(&pipeline)?;
     check(&program).map_err(PrepareError::Program)?;
     for (code, stage) in codes.iter_mut().zip(&program.stages) {
-        code.recompute = stage.recompute;
+        code.recompute = stage.recompute && !code.recomputes_parts;
     }
     Ok(Prepared { graph: training_graph, codes, program, pipeline, means })
 }
 
-/// Nodes of partly recomputed stages that save their activations: all but those of the first ops. The loss is not an op
-/// of the plan.
-fn saved_nodes(
+/// What recomputed stages repeat and save: their first ops by part, and the others. The loss is not an op of the plan.
+fn recomputation(
     graph: &Graph,
     with_loss: &Graph,
     stage_of: &HashMap<NodeId, usize>,
     pipeline: &Pipeline,
-) -> HashSet<NodeId> {
-    let mut remaining: Vec<Option<u32>> = pipeline.stages.iter().map(|stage| stage.recomputed_ops).collect();
-    let mut recomputed: HashSet<NodeId> = HashSet::new();
-    for op in order::numbered(graph) {
+) -> Recomputation {
+    let all_ops = |stage: &StageSpec| stage.recompute.map(|_| u32::MAX);
+    let mut remaining: Vec<Option<u32>> =
+        pipeline.stages.iter().map(|stage| stage.recomputed_ops.or_else(|| all_ops(stage))).collect();
+    let ops = order::numbered(graph);
+    let modules: Vec<&str> = ops.iter().map(|op| graph.node(*op).origin.module.as_str()).collect();
+    let parts = recompute_scope::parts(&modules);
+    let mut recomputed: HashMap<NodeId, u32> = HashMap::new();
+    for (at, op) in ops.into_iter().enumerate() {
         if let Some(remaining) = remaining[stage_of[&op]].as_mut().filter(|remaining| **remaining > 0) {
             *remaining -= 1;
-            recomputed.insert(op);
+            recomputed.insert(op, parts.as_ref().map_or(0, |parts| parts[at]));
         }
     }
-    let mut nodes = order::executed(with_loss);
-    nodes.retain(|node| remaining[stage_of[node]].is_some() && !recomputed.contains(&with_loss.op_of(*node)));
-    nodes.into_iter().collect()
+    let nodes = order::executed(with_loss);
+    let part = |node: &NodeId| recomputed.get(&with_loss.op_of(*node)).copied();
+    let is_partial = |node: &NodeId| pipeline.stages[stage_of[node]].recomputed_ops.is_some();
+    let is_saving = |node: &&NodeId| is_partial(node) && part(node).is_none();
+    let saving = nodes.iter().filter(is_saving).copied().collect();
+    let is_by_part = |node: &&NodeId| parts.is_some() && pipeline.stages[stage_of[*node]].recomputes_parts;
+    let repeated = nodes.iter().filter(is_by_part).filter_map(|node| Some((*node, part(node)?)));
+    Recomputation { parts: repeated.collect(), saving }
 }

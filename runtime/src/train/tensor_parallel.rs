@@ -68,13 +68,13 @@ pub fn prepare_shared_with(
 ) -> Result<(Prepared, Layouts), PrepareError> {
     let mut layouts = Layouts::new();
     let prepared =
-        prepare_by(graph, stages, pipeline, settings, program, &mut |graph, stage_of, stages, loss, saving| {
+        prepare_by(graph, stages, pipeline, settings, program, &mut |graph, stage_of, stages, loss, recomputation| {
             let (codes, parameter_layouts) = compile_tensor_parallel(
                 graph,
                 stage_of,
                 stages,
                 loss,
-                PassOptions { device, splits, joins: &|_| false, saving },
+                PassOptions { device, splits, joins: &|_| false, recomputation },
                 machine,
             )?;
             layouts = parameter_layouts;

@@ -64,6 +64,13 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let moved: Vec<String> =
         spans.iter().filter(|(_, (first, last))| first != last).map(|(name, _)| name.to_string()).collect();
     bundle.notes.extend(nodes::moved_note(&moved));
+    if plan.stages.iter().any(|stage| stage.memory.by_part) {
+        bundle.notes.push(
+            "the plan recomputes layer by layer, but the bundle recomputes whole stages at once and needs more memory; \
+             plan for it with `--target torch`"
+                .to_string(),
+        );
+    }
     let processes = u64::from(ranks.iter().max().map_or(1, |rank| rank + 1)) * u64::from(replicas);
     let planned_file = &plan.model.file;
     let is_exported = planned_file.ends_with(".pt2");

@@ -20,7 +20,8 @@ use crate::partition::search::constraints;
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::plan::cost_estimate::FlowQuery;
-use crate::plan::problem::{CostModel, Objective, Problem, ProblemError};
+use crate::plan::problem::{CostModel, Objective, Problem, ProblemError, Recomputation};
+use crate::profile::recompute_scope::RecomputeScope;
 use std::time::Duration;
 
 /// Nodes to solve if `--budget` is not set; a few seconds for a few hundred variables.
@@ -274,9 +275,12 @@ impl Search<'_> {
     fn conclude(self, known: SearchResult, open: &[Open<'_>], programs: usize) -> SearchResult {
         let mut found = SearchResult { states: known.states + self.used, ..known };
         found.candidates.extend(self.best);
-        // The rows overestimate the memory of split backwards, so infeasibility proves nothing.
+        // The rows overestimate the memory of split backwards and of recomputed layers, so infeasibility proves nothing.
         let problem = self.question.problem;
-        if open.is_empty() && build_plan::is_limited(problem) && problem.schedule.splits_backward() {
+        let recomputes_layers = problem.recomputation() != Recomputation::Never
+            && problem.graph.ops.iter().any(|op| op.recompute != RecomputeScope::Stage);
+        let is_over = problem.schedule.splits_backward() || recomputes_layers;
+        if open.is_empty() && build_plan::is_limited(problem) && is_over {
             return found;
         }
         if open.is_empty() {

@@ -207,7 +207,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
                     if last_reader[tensor] > place[op] {
                         run.outputs += graph.tensors[tensor].bytes;
                         run.sent += if graph.is_only_sent(tensor) { graph.tensors[tensor].bytes } else { 0 };
-                        run.recompute.outputs += if recompute.frees[tensor] { graph.tensors[tensor].bytes } else { 0 };
+                        run.recompute.add_sent(&recompute, tensor, graph.tensors[tensor].bytes);
                     }
                 }
                 for &tensor in &inputs[op] {
@@ -216,7 +216,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
                     if is_last && place[graph.tensors[tensor].producer.index()] >= ends[from] {
                         run.outputs -= graph.tensors[tensor].bytes;
                         run.sent -= if graph.is_only_sent(tensor) { graph.tensors[tensor].bytes } else { 0 };
-                        run.recompute.outputs -= if recompute.frees[tensor] { graph.tensors[tensor].bytes } else { 0 };
+                        run.recompute.remove_sent(&recompute, tensor, graph.tensors[tensor].bytes);
                     }
                     let producer = graph.tensors[tensor].producer.index();
                     let comes_in = place[producer] < ends[from];

@@ -106,18 +106,18 @@ fn terms_of_first(problem: &Problem, shape: &Shape) -> Vec<Vec<RecomputeTerms>> 
     for (at, leaf) in shape.leaves().iter().enumerate() {
         leaf.ops.iter().for_each(|&op| stage_of[op as usize] = at);
     }
-    let mut stays = vec![0u64; graph.ops.len()];
-    for (_, tensor) in graph.tensors.iter().enumerate().filter(|(at, _)| costs.frees[*at]) {
+    let mut sent: Vec<Vec<usize>> = vec![Vec::new(); graph.ops.len()];
+    for (at, tensor) in graph.tensors.iter().enumerate() {
         let made = tensor.producer.index();
         if tensor.consumers.iter().any(|op| stage_of[op.index()] != stage_of[made]) {
-            stays[made] = stays[made].saturating_add(tensor.bytes);
+            sent[made].push(at);
         }
     }
     let of_stage = |ops: &[u32]| {
         let mut terms = RecomputeTerms::default();
         let one = |&op: &u32| {
             terms.add(&costs, op as usize);
-            terms.outputs = terms.outputs.saturating_add(stays[op as usize]);
+            sent[op as usize].iter().for_each(|at| terms.add_sent(&costs, *at, graph.tensors[*at].bytes));
             terms
         };
         std::iter::once(RecomputeTerms::default()).chain(ops.iter().map(one)).collect()

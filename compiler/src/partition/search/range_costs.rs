@@ -36,8 +36,8 @@ pub struct RangeCosts<'a> {
     terms: Vec<u64>,
     saved: Vec<u64>,
     recompute: RecomputeCosts,
-    /// Bytes that recomputation frees and keeps.
-    recomputed: Vec<[u64; 2]>,
+    /// Bytes that recomputation frees and keeps, and those that it frees at once.
+    recomputed: Vec<[u64; 3]>,
     /// Ops ranked by the bytes that recomputing their layer frees.
     by_layer: Ranking,
     tied: Vec<usize>,
@@ -114,7 +114,7 @@ impl<'a> RangeCosts<'a> {
             batched_grads: vec![0; count],
             saved: vec![0; count],
             recompute: RecomputeCosts::of(graph),
-            recomputed: vec![[0; 2]; count],
+            recomputed: vec![[0; 3]; count],
             by_layer: Ranking::default(),
             halves: vec![0; count],
             passing,
@@ -168,8 +168,9 @@ impl<'a> RangeCosts<'a> {
             places.terms[set] = sum(places.terms[base], &|op| used[op]);
             places.batched_grads[set] = sum(places.batched_grads[base], &|op| graph.ops[op].batched_grad_bytes);
             places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
-            let ([freed, kept], costs) = (places.recomputed[base], &places.recompute);
-            places.recomputed[set] = [sum(freed, &|op| costs.freed[op]), sum(kept, &|op| costs.kept[op])];
+            let ([freed, kept, saved], costs) = (places.recomputed[base], &places.recompute);
+            let saved = sum(saved, &|op| graph.ops[op].saved_bytes);
+            places.recomputed[set] = [sum(freed, &|op| costs.freed[op]), sum(kept, &|op| costs.kept[op]), saved];
             places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].pending_weight_grad_bytes());
             let time =
                 |start: f64, us: &dyn Fn(usize) -> f64| added.iter().fold(start, |sum, &op| sum + us(op as usize));
@@ -298,14 +299,18 @@ impl<'a> RangeCosts<'a> {
         let span = self.span(from, to);
         let most = |ops: &Ranking| ops.within(span.clone()).find(|(_, op)| inside(*op)).map_or(0, |(bytes, _)| bytes);
         let forward_us = (self.forward[to] - self.forward[from]).max(0.0);
-        let stays = |tensor: &&u32| made(tensor) && self.recompute.frees[**tensor as usize];
-        let ([freed_before, kept_before], [freed, kept]) = (self.recomputed[from], self.recomputed[to]);
-        let recompute = RecomputeTerms {
+        let ([freed_before, kept_before, before], [freed, kept, saved]) = (self.recomputed[from], self.recomputed[to]);
+        let mut recompute = RecomputeTerms {
             freed: freed - freed_before,
-            outputs: self.crossing[to].iter().filter(stays).copied().map(bytes).sum(),
             kept: kept - kept_before,
             layer: most(&self.by_layer),
+            is_by_part: self.recompute.is_by_part,
+            at_once: if self.recompute.is_by_part { saved - before } else { 0 },
+            ..RecomputeTerms::default()
         };
+        for tensor in self.crossing[to].iter().filter(|tensor| made(tensor)) {
+            recompute.add_sent(&self.recompute, *tensor as usize, bytes(*tensor));
+        }
         let holdings = MemoryTerms {
             largest: most(&self.by_use),
             needed: most(&self.by_need),

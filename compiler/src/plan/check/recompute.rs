@@ -12,14 +12,16 @@ pub struct RecomputedBytes {
     pub freed: u64,
     /// Not saved otherwise, and kept as inputs of layers.
     pub kept: u64,
-    /// Saved and passed on by the largest layer with an op in the stage; `None` if the stage is recomputed at once.
+    /// Saved and passed on by the largest layer with an op in the stage; `None` if the stage is recomputed at once. Of
+    /// parts, the most that any op's part has saved up to it, and the op's arena.
     pub layer: Option<u64>,
 }
 
 impl RecomputedBytes {
-    /// Bytes that are saved again while the backward runs.
-    pub fn once(&self, pending: u64) -> u64 {
-        self.layer.filter(|_| pending == 0).unwrap_or(self.freed).saturating_mul(pending.max(1))
+    /// Bytes that are saved again while the backward runs, beyond the arena of the stage if it is recomputed by part.
+    pub fn once(&self, pending: u64, beside: u64) -> u64 {
+        let layer = self.layer.filter(|_| pending == 0).map(|layer| layer.saturating_sub(beside));
+        layer.unwrap_or(self.freed).saturating_mul(pending.max(1))
     }
 }
 
@@ -39,36 +41,54 @@ pub fn time(graph: &CostGraph, stage: &Stage) -> (f64, Option<u32>) {
 
 pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<RecomputedBytes> {
     let scope = |op: usize| graph.ops[op].recompute;
-    // For each op: bytes read by other layers, and bytes read only by its own layer that are sent.
-    let mut crossing = vec![0u64; graph.ops.len()];
-    let mut sent = vec![0u64; graph.ops.len()];
+    let is_part = |op: usize| matches!(scope(op), RecomputeScope::Part(_));
+    // For each op: bytes read by other layers, bytes read only by its own layer that are sent, and all bytes sent.
+    let (mut crossing, mut sent, mut all_sent) = (zeros(graph), zeros(graph), zeros(graph));
     for tensor in &graph.tensors {
         let made = tensor.producer.index();
-        if tensor.consumers.iter().any(|op| scope(op.index()) != scope(made)) {
+        // The loss, which is no part, reads results.
+        let is_result = tensor.consumers.is_empty() && !graph.ops[made].unsaved;
+        let is_read_by_loss = is_result && is_part(made);
+        let is_sent = tensor.consumers.iter().any(|op| stage_of[op.index()] != stage_of[made]);
+        if is_read_by_loss || tensor.consumers.iter().any(|op| scope(op.index()) != scope(made)) {
             crossing[made] += tensor.bytes;
-        } else if tensor.consumers.iter().any(|op| stage_of[op.index()] != stage_of[made]) {
+        } else if is_sent {
             sent[made] += tensor.bytes;
         }
+        all_sent[made] += if is_sent { tensor.bytes } else { 0 };
     }
     let freed = |op: usize| match (scope(op), graph.ops[op].unsaved) {
         (RecomputeScope::Never, _) => 0,
         (_, true) => graph.ops[op].saved_bytes,
         (_, false) => graph.ops[op].saved_bytes.saturating_sub(crossing[op]),
     };
-    // While a layer is recomputed, its outputs are held as well.
+    // While a layer is recomputed, its outputs are held as well. The backward of a part frees its activations in reverse.
     let mut layers: BTreeMap<RecomputeScope, u64> = BTreeMap::new();
-    (0..graph.ops.len()).for_each(|op| *layers.entry(scope(op)).or_default() += freed(op) + crossing[op]);
+    let mut peak = zeros(graph);
+    for (at, op) in graph.ops.iter().enumerate() {
+        let sum = layers.entry(op.recompute).or_default();
+        *sum += freed(at);
+        peak[at] = *sum + op.workspace_bytes + op.live.whole[0];
+        *sum += if is_part(at) { 0 } else { crossing[at] };
+    }
     let of_stage = |stage: &Stage| {
         let (mut bytes, mut stays) = (RecomputedBytes::default(), 0);
         for op in stage.recomputed_op_ids().map(|op| op as usize) {
+            let is_unsaved = graph.ops[op].unsaved;
+            if is_part(op) && !stage.memory.by_part {
+                bytes.freed += graph.ops[op].saved_bytes;
+                stays += if is_unsaved { 0 } else { all_sent[op] };
+                continue;
+            }
             bytes.freed += freed(op);
-            match (graph.ops[op].unsaved, scope(op)) {
+            match (is_unsaved, scope(op)) {
                 (true, _) => bytes.kept += crossing[op],
                 (false, RecomputeScope::Never) => {}
                 (false, _) => stays += sent[op],
             }
             match scope(op) {
                 RecomputeScope::Stage => {}
+                RecomputeScope::Part(_) => bytes.layer = bytes.layer.max(Some(peak[op])),
                 RecomputeScope::Layer(_) => bytes.layer = bytes.layer.max(Some(layers[&scope(op)])),
                 RecomputeScope::Never => bytes.layer = bytes.layer.max(Some(0)),
             }
@@ -76,4 +96,21 @@ pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Recomput
         RecomputedBytes { freed: bytes.freed.saturating_sub(stays), ..bytes }
     };
     plan.stages.iter().map(of_stage).collect()
+}
+
+/// True if the recomputed ops end within a layer that is recomputed by itself.
+pub fn splits_layer(graph: &CostGraph, stage: &Stage) -> bool {
+    let is_alone = |scope: &RecomputeScope| match scope {
+        RecomputeScope::Layer(_) => true,
+        RecomputeScope::Part(_) => stage.memory.by_part,
+        RecomputeScope::Stage | RecomputeScope::Never => false,
+    };
+    let scopes: Vec<RecomputeScope> = stage.op_ids().map(|op| graph.ops[op as usize].recompute).collect();
+    let (recomputed, saved) = scopes.split_at(stage.recomputed_op_ids().count().min(scopes.len()));
+    let recomputed: BTreeSet<&RecomputeScope> = recomputed.iter().filter(|scope| is_alone(scope)).collect();
+    stage.recompute && saved.iter().any(|scope| recomputed.contains(scope))
+}
+
+fn zeros(graph: &CostGraph) -> Vec<u64> {
+    vec![0; graph.ops.len()]
 }

@@ -465,7 +465,11 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             _ if !trains => {
                 per_microbatch[stage].saturating_add(sent[stage].saturating_mul(in_flight.saturating_sub(1)))
             }
-            true => per_microbatch[stage].saturating_mul(in_flight).saturating_add(recomputed[stage].once(pending)),
+            true => {
+                let beside = if plan.stages[stage].memory.by_part { workspace[stage] } else { 0 };
+                let again = recomputed[stage].once(pending, beside);
+                per_microbatch[stage].saturating_mul(in_flight).saturating_add(again)
+            }
             false => per_microbatch[stage].saturating_mul(in_flight),
         };
         let split_backward = match pending {
@@ -489,7 +493,15 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let workspace = workspace[stage].saturating_add(batched_grad_bytes[stage]);
         let frozen = frozen[stage];
         let fixed = StageMemory { weights, frozen, versions, gradients, optimizer, ..StageMemory::default() };
-        StageMemory { activations, split_backward, messages, workspace, ..fixed }.with_total()
+        StageMemory {
+            activations,
+            split_backward,
+            messages,
+            workspace,
+            by_part: plan.stages[stage].memory.by_part,
+            ..fixed
+        }
+        .with_total()
     };
     (0..plan.stages.len()).map(one).collect()
 }
@@ -549,6 +561,10 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
             let text = |layers: Option<u32>| layers.map_or("none".to_string(), |layers| layers.to_string());
             let what = format!("recomputed.layers of stage {at}");
             faults.push(PlanFault::Figure { what, said: text(said_layers), found: text(layers) });
+        }
+        if recompute::splits_layer(&problem.graph, stage) {
+            let what = format!("stage {at}: `recomputed.ops` ends within a layer; expected its last op");
+            faults.push(PlanFault::Schedule { what });
         }
         for (name, said, found) in [
             ("fwd_us", stage.fwd_us, forward[at]),
