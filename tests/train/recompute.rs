@@ -237,6 +237,11 @@ fn dropout_has_the_same_masks_when_recomputed() {
 }
 
 #[test]
+fn experts_are_recomputed() {
+    check_recomputation("moe", &build_test_model("moe", &Model::default().number("layers", 6), 8, 2));
+}
+
+#[test]
 fn running_statistics_are_updated_once() {
     check_recomputation("residual-cnn", &build_test_model("residual-cnn", &Model::default(), 32, 2));
 }

@@ -1,8 +1,8 @@
 //! Recomputes forward values within a backward fragment, part by part.
 //!
 //! The backward reads saved values. Those made within a part of the forward are computed again from the inputs of the
-//! part, just before their first use. The canonical order of the new graph is the order in which its nodes are added:
-//! every node is added just before the first that reads it. So one part is in memory at a time.
+//! part, all of a part before the first of them is read. The canonical order of the new graph is the order in which its
+//! nodes are added: every other node is added just before the first that reads it. So one part is in memory at a time.
 
 use super::backward::{Backward, Read};
 use super::fragment::Fragment;
@@ -10,23 +10,34 @@ use crate::graph::{Graph, Output, order};
 use crate::op::{Input, NodeId, Op, Value};
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-/// The backward that recomputes the values of parts which no node outside their part reads. `parts`: the parts of
-/// forward nodes.
+/// The backward that recomputes the values that only their own part reads. Values that other parts read, that are sent to
+/// other stages or returned, and samples of running averages stay saved. `parts`: the parts of forward nodes.
 pub fn recompute_parts(fragment: &Fragment, backward: Backward, parts: &HashMap<NodeId, u32>) -> Backward {
     let forward = &fragment.graph;
-    let sent = fragment.sent.iter().map(|sent| sent.local.node);
-    let results = forward.outputs.iter().map(|output| output.value.node);
-    let samples = forward.averages.iter().map(|average| average.sample.node);
-    let leaving: HashSet<NodeId> = sent.chain(results).chain(samples).collect();
-    let stays = |id: &NodeId| {
-        let part = parts.get(id);
-        part.is_some() && forward.successors(*id).iter().all(|reader| parts.get(reader) == part)
+    let sent = fragment.sent.iter().map(|sent| sent.local);
+    let results = forward.outputs.iter().map(|output| output.value);
+    let samples = forward.averages.iter().map(|average| average.sample);
+    let leaving: HashSet<Value> = sent.chain(results).chain(samples).collect();
+    let part_of = |value: &Value| {
+        let part = parts.get(&value.node).copied().filter(|_| !leaving.contains(value));
+        part.filter(|part| forward.consumers(*value).iter().all(|(reader, _)| parts.get(reader) == Some(part)))
     };
+    let values = forward.ids().flat_map(|id| forward.values(id));
+    let recomputed: HashMap<Value, u32> = values.filter_map(|value| Some((value, part_of(&value)?))).collect();
+    let mut reads_of_part: HashMap<u32, Vec<Value>> = HashMap::new();
+    for (_, read) in &backward.reads {
+        if let Read::Saved(value) = read
+            && let Some(part) = recomputed.get(value)
+        {
+            reads_of_part.entry(*part).or_default().push(*value);
+        }
+    }
     let place = order::canonical(forward).into_iter().enumerate().map(|(place, id)| (id, place)).collect();
     let mut recomputing = Recomputing {
         forward,
         place,
-        recomputed: forward.ids().filter(|id| stays(id) && !leaving.contains(id)).collect(),
+        recomputed,
+        reads_of_part,
         graph: Graph::new(&backward.graph.name),
         reads: Vec::new(),
         again: HashMap::new(),
@@ -83,7 +94,10 @@ struct Recomputing<'a> {
     forward: &'a Graph,
     /// The position of each forward node in canonical order.
     place: HashMap<NodeId, usize>,
-    recomputed: HashSet<NodeId>,
+    /// The part of each value that is recomputed.
+    recomputed: HashMap<Value, u32>,
+    /// What the backward reads of the parts that it has not recomputed yet.
+    reads_of_part: HashMap<u32, Vec<Value>>,
     graph: Graph,
     reads: Vec<(NodeId, Read)>,
     /// Forward values in the new graph.
@@ -118,15 +132,17 @@ impl Recomputing<'_> {
         copy
     }
 
-    /// A forward value in the new graph: saved, or made again from what is saved.
+    /// A forward value in the new graph: saved, or made again from what is saved, with all else that the backward reads of
+    /// its part.
     fn forward_value(&mut self, value: Value) -> Value {
         let mut needed: BTreeSet<(usize, u32, NodeId)> = BTreeSet::new();
         let mut open = vec![value];
         while let Some(value) = open.pop() {
             let is_new =
                 !self.again.contains_key(&value) && needed.insert((self.place[&value.node], value.output, value.node));
-            if is_new && self.recomputed.contains(&value.node) {
+            if let Some(part) = self.recomputed.get(&value).filter(|_| is_new) {
                 open.extend(self.forward.inputs(value.node));
+                open.extend(self.reads_of_part.remove(part).into_iter().flatten());
             }
         }
         for (_, output, id) in needed {
@@ -141,11 +157,13 @@ impl Recomputing<'_> {
             return;
         }
         let node = self.forward.node(value.node);
-        if self.recomputed.contains(&value.node) {
+        if self.recomputed.contains_key(&value) {
             let inputs: Vec<Value> = self.forward.inputs(value.node).iter().map(|input| self.again[input]).collect();
             let again = self.graph.add(node.op.clone(), &inputs, &node.origin).expect("the op fitted in the forward");
             for value in self.forward.values(value.node) {
-                self.again.insert(value, Value { node: again, output: value.output });
+                if self.recomputed.contains_key(&value) {
+                    self.again.insert(value, Value { node: again, output: value.output });
+                }
             }
             return;
         }

@@ -44,7 +44,7 @@ fn sum(a: &StageMemory, b: &StageMemory) -> StageMemory {
         split_backward: a.split_backward.saturating_add(b.split_backward),
         messages: a.messages.saturating_add(b.messages),
         workspace: a.workspace.saturating_add(b.workspace),
-        by_part: a.by_part || b.by_part,
+        by_part: false,
         total: a.total.saturating_add(b.total),
     }
 }

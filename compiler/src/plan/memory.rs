@@ -17,8 +17,8 @@
 //!   also saved.
 //! - `freed`: 0 without recomputation; else tensors saved by the recomputed ops, except model inputs, outputs and inputs
 //!   of layers. `kept`: inputs of layers that are not saved. `again`: `freed`, or that of the largest layer if layers are
-//!   recomputed one by one and the backward is not split, for pipec's runtime beyond `workspace`
-//!   ([`recompute_scope`](crate::profile::recompute_scope)).
+//!   recomputed one by one and the backward is not split. In pipec's runtime a layer shares the arena of the stage: only
+//!   what exceeds `workspace` counts ([`recompute_scope`](crate::profile::recompute_scope)).
 //! - `terms`: one gradient sum per use of a parameter by an op. `shared`: the sums of weights tied with other stages,
 //!   which are all-reduced across stages, `late` rounds after the stage's own (`in_flight`).
 //! - `summed`: one sum per parameter; two-byte parameters have four-byte sums and four-byte `masters`.
@@ -30,8 +30,8 @@
 //!   ([`arena`](crate::profile::arena)), without tensors that cross a cut and without `halves`. Plus the buffers of
 //!   batched weight gradients ([`batched_weight_grad`](crate::pass::batched_weight_grad)).
 //!
-//! Recomputation keeps inputs and outputs and frees what the recomputed ops saved. At once, it reruns their forward into
-//! separate buffers before backward. Weight versions are held by pointer, so V versions take V copies of the weights. A tied
+//! Recomputation keeps inputs and outputs and frees what the recomputed ops saved. It reruns their forward before the
+//! backward into separate buffers, or layer by layer within the backward, in its arena. Weight versions are held by pointer, so V versions take V copies of the weights. A tied
 //! weight counts once in each stage that uses it. Inference has no gradients or optimizer state. One micro-batch is
 //! computed at a time, earlier ones hold only their outputs, and the inputs of the next may arrive.
 

@@ -3,8 +3,9 @@
 //! The layers of a model are checkpointed (Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4.1): the
 //! inputs of every layer are kept, the backward repeats one layer after the other, and the memory of a single layer is
 //! needed while it runs. torchtitan, Megatron-LM and DeepSpeed do not recompute ops outside the layers, such as embedding
-//! and loss; in pipec's runtime, the ops between two layers are a part like a layer. A model without layers, a stage of
-//! tensor-parallel groups and the torch bundle recompute a stage at once, before its backward.
+//! and loss; in pipec's runtime, the ops between two layers are a part like a layer. A stage is recomputed at once, before
+//! its backward, in models without layers, in tensor-parallel groups, in the torch bundle, if its backward is split, and
+//! where that takes less memory.
 
 use super::arena::{ArenaPosition, Way};
 use super::cost_graph::{CostGraph, OpCost, OpId};
@@ -94,8 +95,8 @@ pub struct RecomputeCosts {
     pub freed: Vec<u64>,
     /// Not saved, but kept if the stage is recomputed, because another layer reads it.
     pub kept: Vec<u64>,
-    /// Bytes that the whole layer of the op saves and passes on. In a part, those that the part has saved up to the op, and
-    /// the arena while it runs: its backward frees them in reverse. `u64::MAX` if the stage is recomputed at once.
+    /// Bytes that the whole layer of the op saves and passes on. In a part, those that the part has saved up to the op,
+    /// the arena while it runs, and the gradients of what the part passes on: its backward frees them in reverse. `u64::MAX` if the stage is recomputed at once.
     pub layer: Vec<u64>,
     /// True if ops are recomputed by part, or at once where that takes less memory.
     pub is_by_part: bool,
@@ -134,6 +135,14 @@ impl RecomputeCosts {
                 (true, false) => {}
             }
         }
+        // While a part is recomputed, the gradients of what it passes on wait.
+        let mut gradients: BTreeMap<u32, u64> = BTreeMap::new();
+        for (op, passed_on) in passed_on.iter().enumerate() {
+            if let RecomputeScope::Part(part) = scope(op) {
+                let sum = gradients.entry(part).or_default();
+                *sum = sum.saturating_add(*passed_on);
+            }
+        }
         let mut layers: BTreeMap<u32, u64> = BTreeMap::new();
         for (op, passed_on) in passed_on.into_iter().enumerate() {
             match scope(op) {
@@ -146,7 +155,7 @@ impl RecomputeCosts {
                     let sum = layers.entry(part).or_default();
                     *sum = sum.saturating_add(costs.freed[op]);
                     let arena = graph.ops[op].arena(ArenaPosition::default()).of(Way::default());
-                    costs.layer[op] = sum.saturating_add(arena);
+                    costs.layer[op] = sum.saturating_add(arena).saturating_add(gradients[&part]);
                 }
                 RecomputeScope::Never => (costs.freed[op], costs.layer[op]) = (0, 0),
             }
@@ -171,9 +180,9 @@ pub struct RecomputeTerms {
     pub kept: u64,
     /// The largest layer, or the peak of any part.
     pub layer: u64,
-    /// True if the terms are those of parts. `at_once` is then freed without parts, and `sent_at_once` of that read by other
-    /// stages.
+    /// True if the terms are those of parts.
     pub is_by_part: bool,
+    /// With parts: what recomputation at once would free, and the part of it that other stages read, which stays.
     pub at_once: u64,
     pub sent_at_once: u64,
 }

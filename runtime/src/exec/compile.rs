@@ -53,8 +53,8 @@ pub struct PassOptions<'a> {
     pub recomputation: &'a Recomputation,
 }
 
-/// What recomputed stages save and repeat. Their forward runs again part by part within the backward, or at once before it in
-/// tensor-parallel groups and in models without parts.
+/// What recomputed stages save and repeat. The backward of a stage repeats its parts; without parts, the forward of all
+/// its recomputed nodes is repeated before the backward.
 #[derive(Clone, Debug, Default)]
 pub struct Recomputation {
     /// The parts of the nodes that are recomputed.

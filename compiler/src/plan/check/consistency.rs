@@ -92,6 +92,10 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<PlanFault>> {
                 faults.push(PlanFault::Schedule { what });
             }
         }
+        if stage.memory.by_part && (!stage.recompute || stage.degree() > 1 || !schedule.kind.trains()) {
+            let what = format!("stage {at} has `by_part`, but does not recompute its ops on single devices");
+            faults.push(PlanFault::Schedule { what });
+        }
         let what = zero::contradiction(stage, schedule.kind.trains());
         faults.extend(what.map(|what| PlanFault::Schedule { what: format!("stage {at}: {what}") }));
     }

@@ -13,7 +13,7 @@ pub struct RecomputedBytes {
     /// Not saved otherwise, and kept as inputs of layers.
     pub kept: u64,
     /// Saved and passed on by the largest layer with an op in the stage; `None` if the stage is recomputed at once. Of
-    /// parts, the most that any op's part has saved up to it, and the op's arena.
+    /// parts, the most that any op's part has saved up to it, the op's arena, and the gradients of the part's outputs.
     pub layer: Option<u64>,
 }
 
@@ -64,11 +64,18 @@ pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Recomput
     };
     // While a layer is recomputed, its outputs are held as well. The backward of a part frees its activations in reverse.
     let mut layers: BTreeMap<RecomputeScope, u64> = BTreeMap::new();
+    let outputs = |scope: RecomputeScope| {
+        let made = |op: &usize| graph.ops[*op].recompute == scope;
+        (0..graph.ops.len()).filter(made).map(|op| crossing[op]).sum::<u64>()
+    };
+    let parts: BTreeSet<RecomputeScope> = (0..graph.ops.len()).filter(|op| is_part(*op)).map(scope).collect();
+    let gradients: BTreeMap<RecomputeScope, u64> = parts.into_iter().map(|part| (part, outputs(part))).collect();
     let mut peak = zeros(graph);
     for (at, op) in graph.ops.iter().enumerate() {
         let sum = layers.entry(op.recompute).or_default();
         *sum += freed(at);
-        peak[at] = *sum + op.workspace_bytes + op.live.whole[0];
+        let gradients = gradients.get(&op.recompute).copied().unwrap_or(0);
+        peak[at] = *sum + op.workspace_bytes + op.live.whole[0] + gradients;
         *sum += if is_part(at) { 0 } else { crossing[at] };
     }
     let of_stage = |stage: &Stage| {
@@ -96,6 +103,11 @@ pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Recomput
         RecomputedBytes { freed: bytes.freed.saturating_sub(stays), ..bytes }
     };
     plan.stages.iter().map(of_stage).collect()
+}
+
+/// True if the ops of a stage can be recomputed by part.
+pub fn has_parts(graph: &CostGraph, stage: &Stage) -> bool {
+    stage.recomputed_op_ids().any(|op| matches!(graph.ops[op as usize].recompute, RecomputeScope::Part(_)))
 }
 
 /// True if the recomputed ops end within a layer that is recomputed by itself.

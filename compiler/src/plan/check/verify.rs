@@ -498,7 +498,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             split_backward,
             messages,
             workspace,
-            by_part: plan.stages[stage].memory.by_part,
+            by_part: plan.stages[stage].memory.by_part
+                && recompute::has_parts(graph, &plan.stages[stage])
+                && pending == 0,
             ..fixed
         }
         .with_total()
@@ -563,7 +565,8 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
             faults.push(PlanFault::Figure { what, said: text(said_layers), found: text(layers) });
         }
         if recompute::splits_layer(&problem.graph, stage) {
-            let what = format!("stage {at}: `recomputed.ops` ends within a layer; expected its last op");
+            let what =
+                format!("`recomputed.ops` of stage {at} ends inside a layer; expected the number of ops up to its end");
             faults.push(PlanFault::Schedule { what });
         }
         for (name, said, found) in [
