@@ -55,15 +55,15 @@ const LAYERS: [(&str, usize); 42] = [
 /// raised only in a commit of its own that says why.
 const BUDGETS: [(&str, usize); 36] = [
     ("compiler/src/cluster", 1_310),
-    ("compiler/src/export", 6_010),
+    ("compiler/src/export", 6_030),
     ("compiler/src/graph", 1_010),
     ("compiler/src/import", 25_200),
     ("compiler/src/op", 10_200),
-    ("compiler/src/partition", 16_470),
+    ("compiler/src/partition", 16_490),
     ("compiler/src/pass", 6_040),
-    ("compiler/src/plan", 6_570),
+    ("compiler/src/plan", 6_680),
     ("compiler/src/profile", 1_780),
-    ("compiler/src/schedule", 6_420),
+    ("compiler/src/schedule", 6_435),
     ("compiler/src/simulate", 2_435),
     ("compiler/src/tensor", 1_000),
     ("compiler/src/tensor_parallel", 2_930),
@@ -86,9 +86,9 @@ const BUDGETS: [(&str, usize); 36] = [
     ("src/costs", 600),
     ("src/files", 900),
     ("src/launch", 1_400),
-    ("src/plan", 4_230),
+    ("src/plan", 4_320),
     ("src/train", 3_950),
-    ("tests", 26_880),
+    ("tests", 26_900),
     ("benches", 2_840),
 ];
 
