@@ -32,6 +32,7 @@ use compiler::plan::StageMemory;
 use compiler::plan::device_memory;
 use compiler::plan::problem::{Recomputation, Target};
 use compiler::plan::schedule::Schedule;
+use compiler::plan::zero::Zero;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::precision::Precision;
 use compiler::profile::shared::{ActivationSharding, TensorParallelCosts};
@@ -320,7 +321,7 @@ fn predict(
         tensor_parallel: Some(tensor_parallel),
         target,
         recompute: Recomputation::Never,
-        zero: Some(ZeroStage::Level(row.zero)),
+        zero: Some(ZeroStage::Given(Zero::over_all(row.zero))),
         // The runs fitted; the table compares memory.
         memory_limit: Some(Bytes(1 << 50)),
         ..options(row, micro_batch)

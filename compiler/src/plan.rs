@@ -264,6 +264,9 @@ pub struct Stage {
     /// ZeRO stage: 1 shards the optimizer state, 2 also gradients, 3 also weights; absent for none.
     #[serde(default, skip_serializing_if = "is_none_of")]
     pub zero: u32,
+    /// Number of consecutive replicas that shard together under ZeRO; absent for all.
+    #[serde(default, skip_serializing_if = "is_none_of")]
+    pub shard_degree: u32,
     /// Bytes of all parameters of the stage, if each replica holds a shard (ZeRO 3); otherwise absent.
     #[serde(default, skip_serializing_if = "is_nothing")]
     pub parameter_bytes: u64,
@@ -565,6 +568,11 @@ impl Stage {
     /// Tensor-parallel degree.
     pub fn degree(&self) -> u32 {
         self.tensor_degree.unwrap_or(1).max(1)
+    }
+
+    /// Number of replicas that shard together under ZeRO.
+    pub fn shards(&self) -> u32 {
+        if self.shard_degree > 0 { self.shard_degree } else { self.replicas }
     }
 
     /// Bytes of all parameters of the stage; under ZeRO 3 a replica holds only its shard of them.

@@ -133,6 +133,8 @@ pub struct StageSpec {
     pub buckets: Vec<Bucket>,
     /// ZeRO stage, see [`crate::plan::zero`].
     pub zero: u32,
+    /// Share of the all-reduce time of its reduce-scatter under ZeRO; the all-gather has the rest.
+    pub scattered: f64,
     /// In-flight items per replica, at least 1.
     pub cap: u32,
     pub param_bytes: u64,
@@ -162,6 +164,7 @@ impl StageSpec {
             all_reduce: 0.0,
             buckets: Vec::new(),
             zero: 0,
+            scattered: 0.5,
             cap: 1,
             param_bytes: 0,
             saved_bytes: 0,

@@ -109,7 +109,7 @@ pub fn combinations(tried: &[Tried], objective: Objective, width: Option<usize>)
             schedule.to_string(),
             stages_text(plan),
             plan.tensor.to_string(),
-            if plan.zero > 0 { plan.zero.to_string() } else { String::new() },
+            if plan.zero.level > 0 { plan.zero.to_string() } else { String::new() },
             size,
             count,
             quantity::samples(plan.throughput_per_s),

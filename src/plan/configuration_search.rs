@@ -38,12 +38,11 @@ use compiler::partition::search::select::baselines;
 use compiler::plan::check::verify;
 use compiler::plan::problem::{Problem, Target};
 use compiler::plan::schedule::Schedule;
-use compiler::plan::zero::MOST;
+use compiler::plan::zero::Zero;
 use compiler::plan::{Baselines, Plan};
 use compiler::text::quantity;
 use serde_json::json;
 use std::collections::HashMap;
-use std::ops::RangeInclusive;
 use std::sync::OnceLock;
 
 /// Synchronous schedules whose layouts are estimated. GPipe is 1F1B with more memory, and bfs is interleaved with more.
@@ -75,13 +74,19 @@ const PLANNED: usize = 4;
 /// Simulated layouts of one variant with the same numbers of ranks and replicas.
 const ALIKE: usize = 6;
 
+/// Of plans that fill memory to this part, those that are slower by at most this part and need this part less win: real
+/// runs also need memory for the allocator and communication.
+const FULL: f64 = 0.9;
+const SLOWER_WITH_ROOM: f64 = 0.01;
+const ROOM: f64 = 0.1;
+
 /// An estimate above this multiple of the best is not simulated.
 const HOPELESS: f64 = 1.3;
 
 /// The ZeRO stage, which is part of the search for a batch. A torch bundle shards nothing.
 fn zero(request: &PlanRequest) -> ZeroStage {
     let is_searched = request.batch.is_some() && request.options.target != Some(Target::Torch);
-    let default = if is_searched { ZeroStage::Auto } else { ZeroStage::Level(0) };
+    let default = if is_searched { ZeroStage::Auto } else { ZeroStage::Given(Zero::default()) };
     request.options.zero.unwrap_or(default)
 }
 
@@ -91,7 +96,7 @@ struct Search<'a> {
     events: &'a dyn EventSink,
     batch: u64,
     schedules: Vec<Schedule>,
-    zero: RangeInclusive<u32>,
+    zero: ZeroStage,
     /// Ascending.
     sizes: Vec<Size>,
     /// The costs of sizes that were computed, among them those of all variants.
@@ -129,10 +134,7 @@ pub fn plan(
         Some(ScheduleChoice::Named(kind)) => vec![*kind],
         _ => ESTIMATED.into_iter().filter(|kind| target.is_none_or(|target| target.runs(*kind))).collect(),
     };
-    let zero = match zero(request) {
-        ZeroStage::Auto => 0..=target.map_or(MOST, Target::most_zero),
-        ZeroStage::Level(level) => level..=level,
-    };
+    let zero = zero(request);
     let mut search = Search {
         request,
         events,
@@ -180,7 +182,7 @@ impl Search<'_> {
         Scope {
             file: &self.request.model,
             schedules: &self.schedules,
-            zero: *self.zero.end(),
+            zero: self.zero.least(self.request.options.target),
             chunks: self.request.options.chunks,
         }
     }
@@ -201,7 +203,7 @@ impl Search<'_> {
                 replicas: vec![layout.replicas; (layout.ranks * layout.chunks) as usize],
                 chunks: layout.chunks,
                 tensor: groups.map_or(1, |groups| groups.devices),
-                zero: if layout.replicas > 1 { layout.zero } else { 0 },
+                zero: layout.zero.of_stage(layout.replicas),
                 losses: Losses {
                     idle: (1.0 - busy_us / one.us).max(0.0),
                     recomputation: recompute_us / one.us,
@@ -301,6 +303,7 @@ impl Search<'_> {
         self.attempt(self.other_schedules(&simulated, &attempts), AT_ONCE, &mut attempts);
         self.improve(&mut attempts);
         self.neighbours(source, &mut attempts);
+        self.roomier(&simulated, &mut attempts);
         self.best(simulated, attempts)
     }
 
@@ -315,8 +318,11 @@ impl Search<'_> {
                 Ok(planned) => {
                     let us = planned.plan.predicted.minibatch_us;
                     tried.push(Tried::of(&planned.plan));
-                    let is_better =
-                        |(other, known, ..): &(bool, f64, usize, Planned)| (is_refused, us) < (*other, *known);
+                    let is_better = |(other, known, _, best): &(bool, f64, usize, Planned)| match is_refused == *other {
+                        true if self.is_roomier(&planned.plan, &best.plan) => true,
+                        true => us < *known && !self.is_roomier(&best.plan, &planned.plan),
+                        false => *other,
+                    };
                     if best.as_ref().is_none_or(is_better) {
                         best = Some((is_refused, us, variant, planned));
                     }
@@ -398,7 +404,9 @@ impl Search<'_> {
         let most = self.groups.iter().map(|(degree, _)| *degree).max();
         let alone = || {
             *self.least_alone_us.get_or_init(|| {
-                let us = |known_us: f64, size: &Size| size.bound.least_us(&self.schedules, *self.zero.end(), known_us);
+                let us = |known_us: f64, size: &Size| {
+                    size.bound.least_us(&self.schedules, self.zero.fastest(self.request.options.target), known_us)
+                };
                 self.sizes.iter().fold(known_us, us)
             })
         };
@@ -431,7 +439,7 @@ impl Search<'_> {
 
     /// The simulated baselines of a plan.
     fn baselines(&self, variant: usize, plan: &Plan) -> Baselines {
-        let (variant, zero) = (&self.variants[variant], plan.most_zero());
+        let (variant, zero) = (&self.variants[variant], plan.zero());
         let (schedule, chunks) = (plan.schedule.kind, plan.schedule.chunks);
         let problem = Problem { schedule, chunks, zero, ..variant.whole.clone() };
         let us = plan.predicted.minibatch_us;
@@ -446,7 +454,7 @@ impl Search<'_> {
         }
         let schedule = Schedule::TwoBw;
         let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
-        let task = Task::Given { schedule, zero: plan.most_zero(), replicas };
+        let task = Task::Given { schedule, zero: plan.zero(), replicas };
         let planned = task.planned(&self.variants[variant], &self.request.options, false);
         let minibatch_us = planned.ok()?.plan.predicted.minibatch_us;
         (minibatch_us < plan.predicted.minibatch_us).then_some(Alternative { schedule, minibatch_us })

@@ -233,7 +233,7 @@ pub fn problem(
         BucketSize::Auto => Bytes(FIRST),
         BucketSize::Bytes(bytes) => bytes,
     };
-    problem.zero = options.zero().level();
+    problem.zero = options.zero().zero();
     problem.count_updates();
     problem.constraints.replicas = match (&options.replicas, custom) {
         (None, Some(custom)) => Some(custom.replicas()?),

@@ -11,7 +11,7 @@ use crate::plan::zero::ZeroStage;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, Recomputation};
 use compiler::plan::schedule::Schedule;
-use compiler::plan::zero::MOST;
+use compiler::plan::zero::{MOST, Zero};
 use compiler::text::quantity;
 
 /// Adds the single changes that make an infeasible request feasible, found by planning with each of them. Large requests get generic
@@ -23,7 +23,9 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
     let options = &request.options;
     let may_shard =
         options.cost == CostModel::Pipec && options.tensor_parallel() == TensorParallel::Never && size.devices > 1;
-    let may_zero = options.zero() == ZeroStage::Level(0) && !options.is_inference() && options.cost == CostModel::Pipec;
+    let may_zero = options.zero() == ZeroStage::Given(Zero::default())
+        && !options.is_inference()
+        && options.cost == CostModel::Pipec;
     let may_recompute = options.recompute == Recomputation::Never && !options.is_inference();
     if size.ops > MOST_OPS || size.devices > MOST_DEVICES {
         let advice = [
@@ -66,8 +68,8 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
         ways.push(vec![("`--tensor auto`".to_string(), shards)]);
     }
     if may_zero {
-        let way =
-            |level| (format!("`--zero {level}`"), changed(&|other| other.options.zero = Some(ZeroStage::Level(level))));
+        let given = |level| Some(ZeroStage::Given(Zero::over_all(level)));
+        let way = |level| (format!("`--zero {level}`"), changed(&|other| other.options.zero = given(level)));
         ways.push((1..=MOST).map(way).collect());
     }
     if options.schedule.is_none() && options.microbatches == 1 && !options.is_inference() {

@@ -9,7 +9,7 @@ use crate::plan::zero::ZeroStage;
 use compiler::cluster::Bytes;
 use compiler::plan::check::verify;
 use compiler::plan::problem::{InFlight, Problem, Recomputation, Target};
-use compiler::plan::zero::MOST;
+use compiler::plan::zero::{MOST, Zero};
 use compiler::plan::{Plan, buckets};
 use serde_json::Value;
 
@@ -32,7 +32,7 @@ fn searched(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
     problem.memory_limit = plan.cluster.memory_per_device;
     problem.optimizer_state = number(plan, "optimizer_state").unwrap_or(0.0);
     problem.bucket = bucket(plan);
-    problem.zero = plan.most_zero();
+    problem.zero = plan.zero();
     problem.schedule = plan.schedule.kind;
     problem.microbatches = plan.schedule.microbatches;
     problem.chunks = plan.schedule.chunks;
@@ -61,7 +61,11 @@ pub fn options(plan: &Plan) -> PlanOptions {
         bucket: BucketSize::Bytes(bucket(plan)),
         zero: Some(match plan.options.get("zero") {
             Some(Value::String(_)) => ZeroStage::Auto,
-            level => ZeroStage::Level(level.and_then(Value::as_u64).unwrap_or(0).min(MOST.into()) as u32),
+            level => {
+                let level = level.and_then(Value::as_u64).unwrap_or(0).min(MOST.into()) as u32;
+                let degree = plan.options.get("shard_degree").and_then(Value::as_u64).unwrap_or(0);
+                ZeroStage::Given(Zero { level, degree: degree.min(u32::MAX.into()) as u32 })
+            }
         }),
         recompute: text("recompute").and_then(Recomputation::from_name).unwrap_or_default(),
         optimizer: Optimizer::from_name(&plan.optimizer).unwrap_or(default.optimizer),

@@ -17,6 +17,7 @@ use compiler::plan::PlannedModel;
 use compiler::plan::buckets::USUAL_BYTES;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Recomputation, Target};
 use compiler::plan::schedule::Schedule;
+use compiler::plan::zero::Zero;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -206,7 +207,7 @@ impl PlanOptions {
 
     /// The ZeRO stage, if it is not part of a search.
     pub fn zero(&self) -> ZeroStage {
-        self.zero.unwrap_or(ZeroStage::Level(0))
+        self.zero.unwrap_or(ZeroStage::Given(Zero::default()))
     }
 
     /// The custom schedule, if the schedule is a file.
@@ -286,7 +287,7 @@ impl PlanOptions {
             .because("it is the end-to-end latency of an inference pipeline")
             .with_help("omit `--schedule`, or use `--schedule inference`"));
         }
-        self.zero().validate(kind.trains())
+        self.zero().validate(kind.trains(), self.target)
     }
 }
 

@@ -3,6 +3,7 @@
 use compiler::partition::planned::Planned;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::schedule::Schedule;
+use compiler::plan::zero::Zero;
 use compiler::plan::{Plan, Stage};
 use std::collections::BTreeMap;
 
@@ -52,8 +53,8 @@ pub struct TriedPlan {
     pub chunks: u32,
     /// The tensor-parallel degree.
     pub tensor: u32,
-    /// The ZeRO stage.
-    pub zero: u32,
+    /// Its ZeRO.
+    pub zero: Zero,
     /// Where the time of the busiest device goes.
     pub losses: Losses,
     /// Predicted samples per second.
@@ -107,7 +108,7 @@ impl Tried {
                 replicas: stages.iter().map(|stage| stage.replicas).collect(),
                 chunks: plan.schedule.chunks,
                 tensor: stages.iter().map(Stage::degree).max().unwrap_or(1),
-                zero: stages.iter().map(|stage| stage.zero).max().unwrap_or(0),
+                zero: plan.zero(),
                 losses: Losses::of(plan),
                 throughput_per_s: plan.predicted.throughput_per_s,
                 peak_bytes: fullest(plan),
@@ -126,7 +127,7 @@ pub fn of_each_kind(mut tried: Vec<Tried>) -> Vec<Tried> {
     let kind = |one: &Tried| {
         let plan = one.answer.as_ref().ok()?;
         let is_pipeline = plan.replicas.len() > 1;
-        Some((is_pipeline.then_some(one.schedule), plan.tensor, plan.zero > 0 && !is_pipeline))
+        Some((is_pipeline.then_some(one.schedule), plan.tensor, plan.zero.level > 0 && !is_pipeline))
     };
     let mut known = Vec::new();
     tried.retain(|one| {

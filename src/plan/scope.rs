@@ -6,6 +6,7 @@ use crate::plan::variant::Variant;
 use compiler::partition::search::layouts::Layouts;
 use compiler::plan::problem::Problem;
 use compiler::plan::schedule::Schedule;
+use compiler::plan::zero::Zero;
 use compiler::text::quantity;
 use std::path::Path;
 
@@ -15,8 +16,8 @@ pub struct Scope<'a> {
     pub file: &'a Path,
     /// The schedules.
     pub schedules: &'a [Schedule],
-    /// The highest ZeRO stage.
-    pub zero: u32,
+    /// The ZeRO that needs the least memory.
+    pub zero: Zero,
     /// Stages per rank, if they are given.
     pub chunks: Option<u32>,
 }

@@ -198,7 +198,7 @@ pub fn problem_as_trained(problem: &Problem, costs: &Costs, plan: &Plan) -> Opti
     let mut asked = Problem { shared: vec![costs_as_trained(costs, plan)?], ..problem.clone() };
     asked.count_updates();
     asked.schedule = plan.schedule.kind;
-    asked.zero = plan.most_zero();
+    asked.zero = plan.zero();
     (asked.recompute, asked.bucket) = (Recomputation::Never, replan::bucket(plan));
     Some(asked)
 }

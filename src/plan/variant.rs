@@ -6,6 +6,7 @@ use crate::plan::from_costs::{efficiency, planner_options, problem};
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
 use crate::plan::request_costs::CostsBySize;
 use crate::plan::tensor_parallel::{GroupLayout, group_costs};
+use crate::plan::zero::ZeroStage;
 use compiler::partition::bounds::flush_bound::FlushBound;
 use compiler::partition::error::PlanError;
 use compiler::partition::options::PlannerOptions;
@@ -19,7 +20,6 @@ use compiler::plan::{Edge, Stage};
 use compiler::profile::shared::{ExpertWeights, TensorParallelCosts};
 use compiler::tensor_parallel::experts;
 use std::collections::HashMap;
-use std::ops::RangeInclusive;
 
 /// Models with more ops are searched in pieces that end where few tensors cross, and with one layout of weights in
 /// groups.
@@ -101,8 +101,8 @@ impl Variant {
     }
 
     /// The variant with its layouts under these schedules and ZeRO stages.
-    pub fn estimated(mut self, schedules: &[Schedule], zero: &RangeInclusive<u32>, chunks: Option<u32>) -> Variant {
-        self.estimates = Layouts::of(self.problem()).estimates(schedules, zero.clone(), chunks);
+    pub fn estimated(mut self, schedules: &[Schedule], zero: ZeroStage, chunks: Option<u32>) -> Variant {
+        self.estimates = Layouts::of(self.problem()).estimates(schedules, &zero.kinds(self.problem()), chunks);
         self
     }
 

@@ -6,43 +6,75 @@ use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
 use compiler::partition::planner;
 use compiler::partition::search::zero::least;
-use compiler::plan::problem::Problem;
+use compiler::plan::problem::{Problem, Target};
+use compiler::plan::zero::{MOST, Zero};
 
 /// The ZeRO stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroStage {
-    /// This stage, 0 to 3.
-    Level(u32),
+    /// This one.
+    Given(Zero),
     /// The lowest stage with which the best plan fits.
     Auto,
 }
 
 impl ZeroStage {
-    /// Refuses a stage above 0 for inference.
-    pub fn validate(self, trains: bool) -> Result<(), Error> {
-        match self {
-            ZeroStage::Level(level) if level > 0 && !trains => {
-                Err(Error::input(format!("`--zero {level}` cannot be combined with `--schedule inference`"))
-                    .because("ZeRO shards gradients and optimizer state, which inference does not have")
-                    .with_help("omit it"))
-            }
-            _ => Ok(()),
+    /// Refuses ZeRO for inference, and groups that shard where nothing trains with them.
+    pub fn validate(self, trains: bool, target: Option<Target>) -> Result<(), Error> {
+        let zero = self.zero();
+        if zero.level > 0 && !trains {
+            return Err(Error::input(format!("`--zero {zero}` cannot be combined with `--schedule inference`"))
+                .because("ZeRO shards gradients and optimizer state, which inference does not have")
+                .with_help("omit it"));
         }
+        if zero.degree > 0 && !target.is_some_and(|target| target.has_shard_degree(zero.level)) {
+            let who = target.map_or("pipec's own runtime", Target::name);
+            let level = zero.level;
+            return Err(Error::input(format!("`--zero {zero}` is not for {who}"))
+                .because("it shards over all replicas of a stage")
+                .with_help(format!("use `--zero {level}`, or `--target torchtitan`")));
+        }
+        Ok(())
     }
 
-    /// The stage of the planning problem; 0 if it is searched.
-    pub fn level(self) -> u32 {
-        if let ZeroStage::Level(level) = self { level } else { 0 }
+    /// That of the planning problem; none if it is searched.
+    pub fn zero(self) -> Zero {
+        if let ZeroStage::Given(zero) = self { zero } else { Zero::default() }
+    }
+
+    /// All kinds for this problem, those that need less memory later. Devices on the innermost level may shard alone.
+    pub fn kinds(self, problem: &Problem) -> Vec<Zero> {
+        let target = problem.constraints.target;
+        let ZeroStage::Auto = self else { return vec![self.zero()] };
+        let most = self.least(target).level;
+        let degree = problem.cluster.levels.first().map_or(0, |level| level.count);
+        let is_split = (2..problem.cluster.devices()).contains(&degree);
+        // At ZeRO 1 groups gain nothing.
+        let has_groups = |level| level >= 2 && is_split && target.is_some_and(|target| target.has_shard_degree(level));
+        let groups = |level| has_groups(level).then_some(Zero { level, degree });
+        (0..=most).flat_map(|level| groups(level).into_iter().chain([Zero::over_all(level)])).collect()
+    }
+
+    /// The kind that needs the least memory.
+    pub fn least(self, target: Option<Target>) -> Zero {
+        if let ZeroStage::Given(zero) = self { zero } else { Zero::over_all(target.map_or(MOST, Target::most_zero)) }
+    }
+
+    /// The kind for lower bounds of the time.
+    pub fn fastest(self, target: Option<Target>) -> Zero {
+        let least = self.least(target);
+        let may_group = self == ZeroStage::Auto && target.is_some_and(|target| target.has_shard_degree(least.level));
+        if may_group { Zero { degree: 2, ..least } } else { least }
     }
 
     /// Makes the plan.
     pub fn plan(self, problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
         let mut planned = match self {
-            ZeroStage::Auto => least(problem, options)?,
-            ZeroStage::Level(_) => planner::plan(problem, options)?,
+            ZeroStage::Auto => least(problem, &self.kinds(problem), options)?,
+            ZeroStage::Given(_) => planner::plan(problem, options)?,
         };
         let plan = &mut planned.plan;
-        if self.level() > 0 && plan.stages.iter().all(|stage| stage.zero == 0) {
+        if self.zero().level > 0 && plan.stages.iter().all(|stage| stage.zero == 0) {
             plan.warnings.push("no stage has several replicas, so ZeRO has no effect".to_string());
         }
         Ok(planned)

@@ -177,6 +177,21 @@ fn what_a_tool_cannot_carry_is_refused() {
     for (level, why) in [("2", "ZeRO stage 2"), ("3", "ZeRO stage 3")] {
         assert_refused(&zero_flags(level), "deepspeed", why, "--target deepspeed --zero 1");
     }
+    // Groups of replicas that shard: torchtitan and Megatron have them, DeepSpeed and pipec do not.
+    let groups = |target, zero| ["--gpus", "4", "--stages", "4", "--target", target, "--zero", zero];
+    gpt(folder, &groups("torchtitan", "3:2"));
+    run(folder, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
+    let section = &json(folder, "t/torchtitan.json")["parallelism"];
+    assert_eq!(
+        (&section["data_parallel_replicate_degree"], &section["data_parallel_shard_degree"]),
+        (&2.into(), &2.into())
+    );
+    let train = ["train", "gpt.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "1"];
+    assert!(expect_error(folder, 2, &train).contains("the plan shards over groups of 2 replicas"));
+    assert_refused(&groups("megatron", "1:2"), "deepspeed", "groups of 2", "--target deepspeed --zero 1");
+    run(folder, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
+    let instances = "--use-distributed-optimizer\n--num-distributed-optimizer-instances 2\n";
+    assert!(text(folder, "m.args").contains(instances));
     let torch_flags = ["--gpus", "4", "--stages", "2,2", "--target", "torch", "--zero", "1"];
     assert_refused(&torch_flags, "torch", "ZeRO stage 1", "--target torch --zero 0");
     gpt(folder, &zero_flags("1"));

@@ -16,7 +16,7 @@ use compiler::pass::loss::Loss;
 use compiler::plan::Plan;
 use compiler::plan::problem::{CostModel, Problem, Recomputation};
 use compiler::plan::schedule::Schedule;
-use compiler::plan::zero::MOST;
+use compiler::plan::zero::{MOST, Zero};
 use compiler::profile::ProfiledModel;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::shared::ActivationSharding;
@@ -152,7 +152,7 @@ impl ParityCase {
         let mut problem = Problem::new(self.costs.clone(), levels, CostModel::Pipec);
         problem.cluster.device = group(1).device;
         (problem.schedule, problem.microbatches) = (self.order.0, self.microbatches);
-        (problem.zero, problem.optimizer_state) = (combination.zero, 1.0);
+        (problem.zero, problem.optimizer_state) = (Zero::over_all(combination.zero), 1.0);
         problem.recompute = Recomputation::Never;
         problem.constraints.replicas = Some(vec![combination.replicas; combination.stages as usize]);
         if combination.degree > 1 {

@@ -13,6 +13,7 @@ use compiler::pass::loss::Loss;
 use compiler::plan::gradient_buffers::GradientBuffers;
 use compiler::plan::memory::{MemoryMultipliers, MemoryTerms};
 use compiler::plan::schedule::Schedule;
+use compiler::plan::zero::Zero;
 use compiler::profile::recompute_scope::RecomputeCosts;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, StageSpec};
@@ -265,7 +266,7 @@ fn batch_buffers_are_in_the_memory_plan() {
             late: 0,
             replicas: 1,
             recompute: false,
-            zero: 0,
+            zero: Zero::default(),
             in_place: false,
             optimizer_state: 1.0,
             schedule: Schedule::OneFOneB,

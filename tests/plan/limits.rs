@@ -14,6 +14,7 @@ use compiler::plan::check::error::PlanFault;
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation};
 use compiler::plan::schedule::Schedule;
+use compiler::plan::zero::Zero;
 use compiler::plan::{Edge, Plan, Stage};
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpId};
@@ -83,6 +84,9 @@ fn random_problem(seed: u64) -> Problem {
     problem.recompute = if random.below(2) == 0 { Recomputation::Auto } else { Recomputation::Never };
     problem.objective = if random.below(3) == 0 { Objective::Memory } else { Objective::Throughput };
     problem.in_flight = InFlight::Auto;
+    if problem.schedule.trains() && random.below(3) == 0 {
+        problem.zero = Zero { level: 1 + random.below(3) as u32, degree: [0, 2, 3][random.below(3) as usize] };
+    }
     problem
 }
 

@@ -36,9 +36,10 @@
 //! computed at a time, earlier ones hold only their outputs, and the inputs of the next may arrive.
 
 use crate::pass::batched_weight_grad::joins;
+use crate::plan::StageMemory;
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::schedule::Schedule;
-use crate::plan::{StageMemory, zero};
+use crate::plan::zero::{self, Zero};
 use crate::profile::arena::{Arena, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId};
 use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms, Recomputed};
@@ -119,8 +120,8 @@ pub struct MemoryMultipliers {
     pub late: u32,
     pub replicas: u32,
     pub recompute: bool,
-    /// ZeRO stage, used if the stage has replicas.
-    pub zero: u32,
+    /// ZeRO, used if the stage has replicas that shard.
+    pub zero: Zero,
     /// True if gradients are all-reduced in their own buffer.
     pub in_place: bool,
     /// Bytes of optimizer state per byte of gradient sum.
@@ -132,7 +133,7 @@ pub struct MemoryMultipliers {
 impl MemoryMultipliers {
     /// The effective ZeRO stage: 0 with one replica.
     pub fn level(&self) -> u32 {
-        if self.replicas > 1 { self.zero } else { 0 }
+        self.zero.of_stage(self.replicas).level
     }
 
     /// Backward mode of a stage that receives `inputs` bytes from other stages. Without any it has no input-gradient
@@ -145,7 +146,8 @@ impl MemoryMultipliers {
     fn joins(&self) -> bool {
         use Schedule::{Inference, OneFOneBRr, OneFOneBRrVsync};
         let of_round = self.microbatches.div_ceil(self.replicas.max(1));
-        !matches!(self.schedule, Inference | OneFOneBRr | OneFOneBRrVsync) && joins(of_round, self.replicas, self.zero)
+        !matches!(self.schedule, Inference | OneFOneBRr | OneFOneBRrVsync)
+            && joins(of_round, self.replicas, self.level())
     }
 }
 
@@ -370,7 +372,7 @@ mod tests {
             late: 0,
             replicas: 1,
             recompute: false,
-            zero: 0,
+            zero: Zero::default(),
             in_place: false,
             optimizer_state: 2.0,
             schedule: Schedule::OneFOneBRr,
@@ -383,20 +385,24 @@ mod tests {
         let replicated = tail.held(&MemoryMultipliers { replicas: 2, ..multiples });
         assert_eq!(replicated.gradients, 5000);
         // Sharded over three replicas, except for tied weights.
-        let tied = tail.held(&MemoryMultipliers { replicas: 3, zero: 1, ..multiples });
+        let tied = tail.held(&MemoryMultipliers { replicas: 3, zero: Zero::over_all(1), ..multiples });
         assert_eq!((tied.gradients, tied.optimizer), (2000 + 1000 + 334 + 1000, 2000));
-        let whole = MemoryTerms { shared: 0, ..tail }.held(&MemoryMultipliers { replicas: 3, zero: 1, ..multiples });
+        let whole = MemoryTerms { shared: 0, ..tail }.held(&MemoryMultipliers {
+            replicas: 3,
+            zero: Zero::over_all(1),
+            ..multiples
+        });
         assert_eq!((whole.gradients, whole.optimizer), (2000 + 667, 668));
-        assert_eq!(tail.held(&MemoryMultipliers { zero: 1, ..multiples }), held);
+        assert_eq!(tail.held(&MemoryMultipliers { zero: Zero::over_all(1), ..multiples }), held);
         let made = MemoryTerms { shared: 0, largest: 600, ..tail }.held(&MemoryMultipliers {
             replicas: 3,
-            zero: 2,
+            zero: Zero::over_all(2),
             ..multiples
         });
         // With three versions, sums are double-buffered: others may still be in the previous round.
         assert_eq!((made.gradients, made.optimizer), (600 + 2 * 667, 668));
         // Tied weights have a sum over replicas and one over stages, while no op makes gradients.
-        let summed = MemoryMultipliers { replicas: 3, zero: 2, versions: 1, ..multiples };
+        let summed = MemoryMultipliers { replicas: 3, zero: Zero::over_all(2), versions: 1, ..multiples };
         assert_eq!(tail.held(&summed).gradients, 2 * 1000 + 1000 + 334);
         assert_eq!(tail.held(&MemoryMultipliers { in_place: true, ..summed }).gradients, 1000 + 1000 + 334);
         let two_rounds = MemoryMultipliers { schedule: Schedule::TwoBw, versions: 2, ..summed };
@@ -404,19 +410,31 @@ mod tests {
         // Batched weight gradients need 8 micro-batches per worker, and unsharded gradients if replicated.
         let joint =
             MemoryTerms { arena: Arena::by(|way| if way.is_joint { 70 } else { 9 }), batched_grads: 50, ..tail };
-        let of_round = |microbatches, replicas, zero| {
+        let of_round = |microbatches, replicas, level| {
             let schedule = Schedule::OneFOneB;
+            let zero = Zero::over_all(level);
             joint.held(&MemoryMultipliers { schedule, microbatches, replicas, zero, ..multiples }).workspace
         };
         assert_eq!([of_round(7, 1, 0), of_round(8, 1, 2), of_round(15, 2, 1), of_round(16, 2, 2)], [9, 120, 120, 9]);
         assert_eq!(joint.held(&MemoryMultipliers { microbatches: 8, ..multiples }).workspace, 9);
         let gathered = MemoryTerms { shared: 0, needed: 600, ..tail }.held(&MemoryMultipliers {
             replicas: 3,
-            zero: 3,
+            zero: Zero::over_all(3),
             ..multiples
         });
         assert_eq!((gathered.weights, gathered.versions, gathered.workspace), (334, 668, 9));
         assert_eq!((gathered.gradients, gathered.optimizer), (made.gradients, made.optimizer));
+        // Six replicas in groups of three hold what three do.
+        let of_groups = |replicas, degree| {
+            let zero = Zero { level: 3, degree };
+            MemoryTerms { shared: 0, needed: 600, ..tail }.held(&MemoryMultipliers { replicas, zero, ..multiples })
+        };
+        assert_eq!(
+            [of_groups(6, 3), of_groups(3, 0), of_groups(9, 4), of_groups(2, 4)].map(|held| held.weights),
+            [334, 334, 334, 500]
+        );
+        assert_eq!(of_groups(6, 3), gathered);
+        assert_eq!((of_groups(5, 4).weights, of_groups(6, 5).weights), (1000, 334), "the largest divisor");
         // With recomputation, inputs are held for all three and saved tensors for one.
         let again = tail.held(&MemoryMultipliers { recompute: true, ..multiples });
         assert_eq!(again.activations, 3 * 100 + 60);

@@ -3,7 +3,7 @@
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, BytesPerSecond, Cluster, class};
 use crate::plan::schedule::Schedule;
-use crate::plan::zero::{LEVELS, MOST};
+use crate::plan::zero::{LEVELS, MOST, Zero};
 use crate::plan::{PlannedModel, PlannedProfile, buckets};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
@@ -90,6 +90,16 @@ impl Target {
             Target::Torchtitan => MOST,
             Target::Megatron | Target::Deepspeed => 1,
             Target::Torch => 0,
+        }
+    }
+
+    /// True if groups of replicas may shard at this ZeRO stage: hybrid sharding of FSDP, instances of Megatron's
+    /// distributed optimizer.
+    pub fn has_shard_degree(self, level: u32) -> bool {
+        match self {
+            Target::Torchtitan => true,
+            Target::Megatron => level == 1,
+            Target::Deepspeed | Target::Torch => false,
         }
     }
 
@@ -221,7 +231,7 @@ pub struct Problem {
     pub room: u32,
     /// Target size of a gradient bucket.
     pub bucket: Bytes,
-    pub zero: u32,
+    pub zero: Zero,
     pub recompute: Recomputation,
     pub constraints: Constraints,
     pub model: PlannedModel,
@@ -310,7 +320,7 @@ impl Problem {
             in_flight: InFlight::Pipedream,
             room: 0,
             bucket: Bytes(buckets::USUAL_BYTES),
-            zero: 0,
+            zero: Zero::default(),
             recompute: Recomputation::Auto,
             constraints: Constraints::default(),
             model,
@@ -398,7 +408,7 @@ impl Problem {
         setting(fine, "chunks", self.chunks.to_string(), "at least 2 for this schedule")?;
         let fine = self.chunks == 2 || !self.schedule.is_on_a_v();
         setting(fine, "chunks", self.chunks.to_string(), "2 for this schedule")?;
-        setting(self.zero <= MOST, "ZeRO stage", self.zero.to_string(), LEVELS)?;
+        setting(self.zero.level <= MOST, "ZeRO stage", self.zero.level.to_string(), LEVELS)?;
         self.mixed()?;
         if self.cost != CostModel::Pipec {
             let settings = [

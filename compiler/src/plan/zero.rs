@@ -28,9 +28,61 @@
 //! level 3, forward and backward each gather the weights of an op before it and release them after it, so weights
 //! travel twice per micro-batch. Tied weights are not sharded: every stage that has them steps all of them. From level 2,
 //! g is at least their sum over stages, and their sum over replicas if that is not in place: both exist at once.
+//!
+//! With a shard degree (hybrid sharding; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2), r is the degree: groups
+//! of so many consecutive replicas shard, and each shard is all-reduced across the groups once per round.
 
-use crate::plan::Stage;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
+use crate::plan::{Plan, Stage};
+use std::fmt;
+
+/// What the replicas of each stage shard, and how many of them together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Zero {
+    /// ZeRO stage, 0 to 3.
+    pub level: u32,
+    /// The most replicas that shard together; 0 for all of a stage.
+    pub degree: u32,
+}
+
+impl Zero {
+    /// Sharding over all replicas of a stage.
+    pub fn over_all(level: u32) -> Zero {
+        Zero { level, degree: 0 }
+    }
+
+    /// How many of these replicas shard together: the largest divisor of their number up to the degree.
+    pub fn shards(self, replicas: u32) -> u32 {
+        let is_whole = |shards: &u32| replicas.is_multiple_of(*shards);
+        if self.degree == 0 { replicas } else { (1..=self.degree.min(replicas)).rev().find(is_whole).unwrap_or(1) }
+    }
+
+    /// The same for a stage of so many replicas: no ZeRO without shards, and no degree if all shard together.
+    pub fn of_stage(self, replicas: u32) -> Zero {
+        match self.shards(replicas) {
+            0 | 1 => Zero::default(),
+            _ if self.level == 0 => Zero::default(),
+            shards => Zero { level: self.level, degree: if shards == replicas { 0 } else { shards } },
+        }
+    }
+}
+
+impl fmt::Display for Zero {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.degree {
+            0 => write!(f, "{}", self.level),
+            degree => write!(f, "{}:{degree}", self.level),
+        }
+    }
+}
+
+impl Plan {
+    /// The highest ZeRO stage, with the largest shard degree if any stage has one.
+    pub fn zero(&self) -> Zero {
+        let degree = self.stages.iter().map(|stage| stage.shard_degree).max().unwrap_or(0);
+        Zero { level: self.most_zero(), degree }
+    }
+}
 
 pub const MOST: u32 = 3;
 pub const LEVELS: &str = "from 0 to 3";
@@ -43,10 +95,11 @@ fn share(bytes: u64, replicas: u32) -> u64 {
 pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64) {
     let MemoryTerms { weights, summed, masters, terms, shared, largest, needed, .. } = *holdings;
     let MemoryMultipliers { replicas, optimizer_state, .. } = *multiples;
+    let shards = multiples.zero.shards(replicas);
     // `as` saturates; `optimizer_state` was validated with the problem (0 to 64).
     let state = |summed: u64, masters: u64| ((summed as f64 * optimizer_state).ceil() as u64).saturating_add(masters);
     // Tied weights are not sharded, and each stage adds the gradient sums of the others.
-    let alone = |bytes: u64, shared: u64| share(bytes.saturating_sub(shared), replicas).saturating_add(shared);
+    let alone = |bytes: u64, shared: u64| share(bytes.saturating_sub(shared), shards).saturating_add(shared);
     let own = terms.saturating_add(shared);
     let sums = alone(terms, shared);
     // With an older weight version, a replica starts on the next round's sums before the others finish the previous
@@ -67,7 +120,7 @@ pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64)
         0 | 1 if multiples.in_place => contributed,
         0 => contributed.saturating_add(terms).saturating_sub(reused),
         1 => contributed
-            .saturating_add(share(terms.saturating_sub(shared), replicas))
+            .saturating_add(share(terms.saturating_sub(shared), shards))
             .saturating_add(waiting)
             .saturating_sub(reused),
         // The all-reduce of tied weights runs when no op makes gradients, so the two share the space.
@@ -86,7 +139,10 @@ pub fn kept(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> u64 {
     let MemoryTerms { weights, shared, .. } = *holdings;
     match multiples.level() {
         // `shared` counts sums, which may be wider than weights, hence the `min`.
-        3 => share(weights.saturating_sub(shared), multiples.replicas).saturating_add(shared).min(weights),
+        3 => {
+            let shards = multiples.zero.shards(multiples.replicas);
+            share(weights.saturating_sub(shared), shards).saturating_add(shared).min(weights)
+        }
         _ => weights,
     }
 }
@@ -98,8 +154,14 @@ pub fn contradiction(stage: &Stage, trains: bool) -> Option<String> {
         0..3 if all > 0 => {
             Some(format!("parameter_bytes is {all}, but is only valid with zero 3: zero is {}", stage.zero))
         }
-        3 if stage.replicas > 0 && !(share(all, stage.replicas)..=all).contains(&held) => {
-            Some(format!("weights are {held} B, not a shard of {all} B for one of {} replicas", stage.replicas))
+        _ if stage.shard_degree > 0 && !(2..stage.replicas).contains(&stage.shard_degree) => {
+            Some(format!("shard_degree is {}, expected 2 to {}", stage.shard_degree, stage.replicas.saturating_sub(1)))
+        }
+        _ if stage.shard_degree > 0 && (!stage.replicas.is_multiple_of(stage.shard_degree) || stage.zero == 0) => Some(
+            format!("shard_degree is {} with {} replicas and zero {}", stage.shard_degree, stage.replicas, stage.zero),
+        ),
+        3 if stage.replicas > 0 && !(share(all, stage.shards())..=all).contains(&held) => {
+            Some(format!("weights are {held} B, not a shard of {all} B for one of {} replicas", stage.shards()))
         }
         0 => None,
         level if level > MOST => Some(format!("zero is {level}; ZeRO has stages 0 to {MOST}")),

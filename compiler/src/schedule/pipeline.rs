@@ -50,9 +50,19 @@ pub fn pipeline_of(
         let (all_reduce, buckets) = all_reduce(levels, stage, rings);
         // Under ZeRO 2 the reduce-scatter overlaps with the backward and may be longer. Under ZeRO 3 the gathers
         // precede each op and do not overlap.
-        let gathered = || links::all_reduce_us(&links::rings(levels, &stage.devices, stage.all_weights() as f64)) / 2.0;
-        let gather = if stage.zero >= 3 { gathered() } else { 0.0 };
-        let scatter = if stage.zero >= 2 { all_reduce / 2.0 } else { 0.0 };
+        // Groups of replicas shard, and all-reduce their shards once per round.
+        let shards = stage.devices.chunks(stage.shards().max(1) as usize);
+        let gathered = |bytes: u64| {
+            let each = shards.clone().map(|devices| links::all_reduce_us(&links::rings(levels, devices, bytes as f64)));
+            each.fold(0.0, f64::max) / 2.0
+        };
+        let gather = if stage.zero >= 3 { gathered(stage.all_weights()) } else { 0.0 };
+        let part = if stage.shard_degree > 0 {
+            gathered(stage.reduced_bytes()).min(all_reduce / 2.0)
+        } else {
+            all_reduce / 2.0
+        };
+        let scatter = if stage.zero >= 2 { part } else { 0.0 };
         let weight = stage.weight_grad_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0);
         let more = (scatter - (stage.bwd_us - recompute.unwrap_or(0.0)).max(0.0)).max(0.0);
         let part = if stage.fwd_us > 0.0 { (stage.recompute_us() / stage.fwd_us).min(1.0) } else { 1.0 };
@@ -68,6 +78,7 @@ pub fn pipeline_of(
             all_reduce,
             buckets,
             zero: stage.zero,
+            scattered: if stage.shard_degree > 0 && all_reduce > 0.0 { 1.0 - part / all_reduce } else { 0.5 },
             param_bytes: stage.memory.weights,
             saved_bytes: stage.memory.activations / u64::from(cap.max(1)),
             ..StageSpec::new(stage.replicas, stage.fwd_us + gather, stage.bwd_us + more + gather + again)

@@ -496,17 +496,19 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Starts one level of a collective. Reduce-scatter and all-gather each carry half of an all-reduce.
+    /// Starts one level of a collective. Reduce-scatter and all-gather carry an all-reduce together.
     fn reduce(&mut self, meeting: CollectiveId, part: usize) {
         let Some(&(share, way)) = self.reductions.get(&meeting.stage).and_then(|of| of.parts.get(part)) else { return };
         // Under ZeRO 3 the all-gather only synchronizes: the ops gather their weights themselves.
         let only_synchronizes = self.program.stages.get(meeting.stage.index()).is_some_and(|stage| stage.zero >= 3);
-        let half = match meeting.kind {
+        let scattered = self.pipeline.stages.get(meeting.stage.index()).map_or(0.5, |shape| shape.scattered);
+        let carried = match meeting.kind {
             Collective::AllReduce => 1.0,
             Collective::AllGather if only_synchronizes => 0.0,
-            Collective::ReduceScatter | Collective::AllGather => 0.5,
+            Collective::ReduceScatter => scattered,
+            Collective::AllGather => 1.0 - scattered,
         };
-        let carried = half * self.bucket(meeting.stage, meeting.bucket).share;
+        let carried = carried * self.bucket(meeting.stage, meeting.bucket).share;
         let time = self.machine.network.all_reduce(meeting.stage.index()) * carried * share;
         self.flows.begin(self.now, time, way, Arrival::Part(meeting, part));
     }

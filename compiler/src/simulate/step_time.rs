@@ -222,6 +222,7 @@ mod tests {
                     weight_grad_us: None,
                     buckets: Vec::new(),
                     zero: 0,
+                    shard_degree: 0,
                     parameter_bytes: 0,
                     memory: StageMemory::default(),
                     hierarchy: Vec::new(),

@@ -7,7 +7,7 @@ use compiler::cluster::unit;
 use compiler::partition::partitioners::Partitioner;
 use compiler::plan::groups::MOST as MAX_DEGREE;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Recomputation, Target};
-use compiler::plan::zero::{LEVELS, MOST};
+use compiler::plan::zero::{LEVELS, MOST, Zero};
 use compiler::profile::precision::Precision;
 use pipec::costs::PrecisionChoice;
 use pipec::error::Error;
@@ -104,8 +104,8 @@ pub struct PlanArguments {
     /// Bucket size of gradient all-reduces, each started once its gradients are ready; 1B is one parameter per bucket, auto the power of two with the fastest simulated program
     #[arg(long, value_name = "SIZE|auto", default_value = USUAL_BUCKET, help_heading = "Schedule")]
     pub bucket: String,
-    /// ZeRO stage, which shards across the replicas of a stage: nothing (0), optimizer state (1), gradients too (2), weights too (3), or the best (auto) [default: 0; auto with --batch]
-    #[arg(long, value_name = "LEVEL|auto", value_parser = zero, help_heading = "Costs and memory")]
+    /// ZeRO stage, which shards across the replicas of a stage: nothing (0), optimizer state (1), gradients too (2), weights too (3), or the best (auto) [default: 0; auto with --batch]. 3:8 shards over groups of 8 replicas, which all-reduce their shards (hybrid sharding)
+    #[arg(long, value_name = "LEVEL[:REPLICAS]|auto", value_parser = zero, help_heading = "Costs and memory")]
     pub zero: Option<ZeroStage>,
     /// Random seed
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Search")]
@@ -233,10 +233,12 @@ fn tensor_parallel(text: &str) -> Result<TensorParallel, String> {
 
 /// Reads `--zero`.
 fn zero(text: &str) -> Result<ZeroStage, String> {
-    match (text, text.parse()) {
-        ("auto", _) => Ok(ZeroStage::Auto),
-        (_, Ok(level)) if level <= MOST => Ok(ZeroStage::Level(level)),
-        _ => Err(format!("write a ZeRO stage {LEVELS}, or auto")),
+    let (level, degree) = text.split_once(':').map_or((text, None), |(level, degree)| (level, Some(degree.parse())));
+    match (level.parse(), degree) {
+        _ if text == "auto" => Ok(ZeroStage::Auto),
+        (Ok(level), None) if level <= MOST => Ok(ZeroStage::Given(Zero::over_all(level))),
+        (Ok(level @ 1..=MOST), Some(Ok(degree @ 2..))) => Ok(ZeroStage::Given(Zero { level, degree })),
+        _ => Err(format!("write a ZeRO stage {LEVELS}, auto, or a ZeRO stage and at least 2 replicas, as in 3:8")),
     }
 }
 

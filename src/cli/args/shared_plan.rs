@@ -3,6 +3,7 @@
 use crate::cli::args::plan::PlanArguments;
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 use compiler::plan::problem::Target;
+use compiler::plan::zero::Zero;
 use compiler::profile::precision::Precision;
 use pipec::costs::PrecisionChoice;
 use pipec::plan::request::PlanOptions;
@@ -53,7 +54,7 @@ impl FromArgMatches for SharedPlanArguments {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         Ok(SharedPlanArguments {
             tensor: matches.get_one("tensor").copied().unwrap_or_default(),
-            zero: matches.get_one("zero").copied().unwrap_or(ZeroStage::Level(0)),
+            zero: matches.get_one("zero").copied().unwrap_or(ZeroStage::Given(Zero::default())),
             precision: matches.get_one("precision").copied(),
             target: matches.get_one("target").and_then(|name: &String| Target::from_name(name)),
         })
@@ -77,10 +78,13 @@ mod tests {
             SharedPlanArguments::from_arg_matches(&matches)
         };
         let arguments = parse("--tensor 8 --zero 1 --precision bf16 --target megatron").unwrap();
-        assert_eq!((arguments.tensor, arguments.zero), (TensorParallel::Degree(8), ZeroStage::Level(1)));
+        assert_eq!(
+            (arguments.tensor, arguments.zero),
+            (TensorParallel::Degree(8), ZeroStage::Given(Zero::over_all(1)))
+        );
         assert_eq!((arguments.precision, arguments.target), (Some(Precision::Bf16), Some(Target::Megatron)));
         let defaults = parse("").unwrap();
-        assert_eq!((defaults.tensor, defaults.zero), (TensorParallel::Never, ZeroStage::Level(0)));
+        assert_eq!((defaults.tensor, defaults.zero), (TensorParallel::Never, ZeroStage::Given(Zero::default())));
         assert_eq!((defaults.precision, defaults.target), (None, None));
         assert!(parse("--tensor 99").is_err() && parse("--zero 4").is_err());
     }

@@ -1,6 +1,6 @@
 //! The plans of a search: of the best layouts, and with unequal replicas. The best drafts are improved move by move.
 
-use crate::plan::configuration_search::{HOPELESS, Ranked, SYNCHRONOUS, Search, zero};
+use crate::plan::configuration_search::{FULL, HOPELESS, ROOM, Ranked, SLOWER_WITH_ROOM, SYNCHRONOUS, Search};
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{PlanOptions, ScheduleChoice};
 use crate::plan::solve::refusal;
@@ -12,8 +12,10 @@ use compiler::partition::planned::Planned;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::single_degree;
 use compiler::plan::Plan;
+use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::Problem;
 use compiler::plan::schedule::Schedule;
+use compiler::plan::zero::Zero;
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::collections::hash_map::Entry;
@@ -53,9 +55,9 @@ pub enum Task {
     /// Of this layout.
     Layout(Ranked),
     /// With any replicas.
-    Free { schedule: Schedule, zero: u32 },
+    Free { schedule: Schedule, zero: Zero },
     /// With these.
-    Given { schedule: Schedule, zero: u32, replicas: Vec<u32> },
+    Given { schedule: Schedule, zero: Zero, replicas: Vec<u32> },
 }
 
 impl Task {
@@ -113,6 +115,36 @@ impl Search<'_> {
             attempts.extend(made);
             self.progress(few.len() as u64);
         }
+    }
+
+    /// True if a plan is preferred to another that nearly fills memory: about as fast, with clearly less memory.
+    pub fn is_roomier(&self, plan: &Plan, full: &Plan) -> bool {
+        let (us, full_us) = (plan.predicted.minibatch_us, full.predicted.minibatch_us);
+        self.has_more_room(us, fullest(plan), full_us, fullest(full))
+    }
+
+    fn has_more_room(&self, us: f64, bytes: u64, full_us: f64, full_bytes: u64) -> bool {
+        let whole = self.variants.first().map(|variant| &variant.whole);
+        let limit = whole.and_then(|whole| whole.limit_of(0..whole.cluster.devices()));
+        limit.is_some_and(|limit| full_bytes as f64 > FULL * limit as f64)
+            && us <= full_us * (1.0 + SLOWER_WITH_ROOM)
+            && bytes as f64 <= full_bytes as f64 * (1.0 - ROOM)
+    }
+
+    /// Adds the layout that is about as fast as the best plan, if this nearly fills memory, and needs the least.
+    pub fn roomier(&self, simulated: &[Ranked], attempts: &mut Vec<Attempt>) {
+        let accepted = attempts.iter().filter(|attempt| !attempt.is_refused);
+        let Some(best) = accepted.min_by(|left, right| left.by_time(right)) else { return };
+        let (us, Ok(full)) = (best.us(), &best.planned) else { return };
+        let full_bytes = fullest(&full.plan);
+        let mut roomy: Vec<&Ranked> = simulated.iter().collect();
+        roomy.retain(|one| self.has_more_room(one.us, one.estimate.peak_bytes, us, full_bytes));
+        roomy.sort_by_key(|one| one.estimate.peak_bytes);
+        let Some(one) = roomy.first().filter(|_| !self.events.stops()) else { return };
+        let task = Task::Layout(**one);
+        let planned = task.planned(&self.variants[one.variant], &self.request.options, false);
+        let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
+        attempts.push(Attempt { variant: one.variant, task, is_refused, planned });
     }
 
     fn refuses(&self, plan: &Plan) -> bool {
@@ -175,7 +207,7 @@ impl Search<'_> {
             }
             let schedule = plan.schedule.kind;
             let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
-            let zero = plan.most_zero();
+            let zero = plan.zero();
             let task = Task::Given { schedule, zero, replicas: replicas.clone() };
             tried.insert((best.variant, replicas.clone()));
             let mut next = self.next_sizes(source, best.variant);
@@ -254,7 +286,11 @@ impl Search<'_> {
 
     /// The lower bound of a variant under these schedules, if it is below the best time.
     fn bound_if_better(&self, variant: usize, schedules: &[Schedule]) -> Option<f64> {
-        let us = self.variants[variant].bound.least_us(schedules, *self.zero.end(), self.best_us);
+        let us = self.variants[variant].bound.least_us(
+            schedules,
+            self.zero.fastest(self.request.options.target),
+            self.best_us,
+        );
         (us * (1.0 + self.request.options.gap) < self.best_us).then_some(us)
     }
 
@@ -301,16 +337,16 @@ impl Search<'_> {
 
     /// The searches for unequal replicas of variants under schedules; with ZeRO only if no layout fits without.
     fn free(&self, variants: Vec<usize>, schedules: &[Schedule], simulated: &[Ranked]) -> Vec<(usize, Task)> {
-        let is_roomy = |estimate: &LayoutEstimate| estimate.layout.zero == 0 && !estimate.recomputes();
-        let levels = match zero(self.request) {
-            ZeroStage::Level(level) => vec![level],
-            ZeroStage::Auto if simulated.iter().any(|one| is_roomy(&one.estimate)) => vec![0],
-            ZeroStage::Auto => vec![0, *self.zero.end()],
+        let is_roomy = |estimate: &LayoutEstimate| estimate.layout.zero.level == 0 && !estimate.recomputes();
+        let kinds = match self.zero {
+            ZeroStage::Auto if simulated.iter().any(|one| is_roomy(&one.estimate)) => vec![Zero::default()],
+            ZeroStage::Auto => vec![Zero::default(), self.zero.least(self.request.options.target)],
+            given => vec![given.zero()],
         };
         let mut tasks = Vec::new();
         for variant in variants {
             for &schedule in schedules {
-                tasks.extend(levels.iter().map(|&zero| (variant, Task::Free { schedule, zero })));
+                tasks.extend(kinds.iter().map(|&zero| (variant, Task::Free { schedule, zero })));
             }
         }
         tasks

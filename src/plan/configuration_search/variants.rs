@@ -96,7 +96,7 @@ impl Search<'_> {
             }
             let (few, later) = rest.split_at(AT_ONCE.min(rest.len()));
             rest = later;
-            let (request, schedules, zero) = (self.request, &self.schedules, &self.zero);
+            let (request, schedules, zero) = (self.request, &self.schedules, self.zero);
             let is_made = is_alone && !is_slower;
             let made = in_parallel(few, |size| {
                 let costs = source.at(*size)?;
@@ -174,7 +174,7 @@ impl Search<'_> {
         let mut ended: Vec<DegreeSearch> = Vec::new();
         while !(searches.is_empty() || self.events.stops() && self.has_layouts()) {
             self.total += searches.len() as u64;
-            let (request, schedules, zero, batch) = (self.request, &self.schedules, &self.zero, self.batch);
+            let (request, schedules, zero, batch) = (self.request, &self.schedules, self.zero, self.batch);
             let at: BTreeSet<usize> = searches.iter().map(|search| search.at).collect();
             let mut unknown: Vec<u64> = at.into_iter().map(|at| self.sizes[at].micro_batch).collect();
             unknown.retain(|size| !self.costs.contains_key(size));
@@ -210,7 +210,12 @@ impl Search<'_> {
                 let bound = &self.variants[variant].bound;
                 let is_least = at > 0 && !search.has_tried(at - 1);
                 let us = if is_least { FlushBound::smaller_us } else { FlushBound::least_us };
-                least_us = us(bound, &self.schedules, *self.zero.end(), least_us.min(self.best_us));
+                least_us = us(
+                    bound,
+                    &self.schedules,
+                    self.zero.fastest(self.request.options.target),
+                    least_us.min(self.best_us),
+                );
             }
         }
         self.least_group_us = Some(least_us);

@@ -349,6 +349,7 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             replicas: span.replicas,
             tensor_degree: Some(span.degree),
             zero: 0,
+            shard_degree: 0,
             parameter_bytes: 0,
             gradient_bytes: 0,
             tied_us: 0.0,

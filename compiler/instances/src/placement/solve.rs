@@ -346,6 +346,7 @@ fn stages(placement: &Placement, units: &Units, parts: &[Part]) -> Vec<Stage> {
             replicas: 1,
             tensor_degree: None,
             zero: 0,
+            shard_degree: 0,
             parameter_bytes: 0,
             gradient_bytes: 0,
             tied_us: 0.0,

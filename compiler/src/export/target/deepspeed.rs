@@ -31,7 +31,7 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     fit::shares_nothing(plan, TOOL)?;
     fit::schedules(plan, TOOL, &[Schedule::OneFOneB], "1f1b", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
-    let zero = fit::zero(plan, TOOL, Target::Deepspeed.most_zero())?;
+    let zero = fit::zero(plan, TOOL, Target::Deepspeed)?.level;
     let microbatches = fit::share(plan, replicas)?;
     let stages = layers(plan, TOOL)?;
     let mut parts = vec![0];

@@ -2,8 +2,9 @@
 
 use super::refusal::Refusal;
 use super::{ExportInput, Imported};
-use crate::plan::problem::CostModel;
+use crate::plan::problem::{CostModel, Target};
 use crate::plan::schedule::Schedule;
+use crate::plan::zero::Zero;
 use crate::plan::{Plan, Stage};
 use crate::text::name::short_name;
 
@@ -50,11 +51,13 @@ pub fn shares_nothing(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
     }
 }
 
-/// The highest ZeRO stage in the plan, if the tool supports it.
-pub fn zero(plan: &Plan, tool: &'static str, max: u32) -> Result<u32, Refusal> {
-    match plan.most_zero() {
-        level if level > max => Err(Refusal::Zero { tool, level, most: max }),
-        level => Ok(level),
+/// The ZeRO of the plan, if the target supports it.
+pub fn zero(plan: &Plan, tool: &'static str, target: Target) -> Result<Zero, Refusal> {
+    let (zero, most) = (plan.zero(), target.most_zero());
+    match zero {
+        Zero { level, .. } if level > most => Err(Refusal::Zero { tool, level, most }),
+        Zero { level, degree: 1.. } if !target.has_shard_degree(level) => Err(Refusal::ShardDegree { tool, zero }),
+        _ => Ok(zero),
     }
 }
 

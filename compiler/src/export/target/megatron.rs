@@ -31,8 +31,13 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let supported = [Schedule::OneFOneB, Schedule::Interleaved];
     fit::schedules(plan, TOOL, &supported, "1f1b and interleaved", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
-    let zero = fit::zero(plan, TOOL, Target::Megatron.most_zero())?;
-    let optimizer_flag = if zero > 0 { "--use-distributed-optimizer\n" } else { "" };
+    let zero = fit::zero(plan, TOOL, Target::Megatron)?.level;
+    let instances = plan.stages.first().map_or(1, |stage| stage.replicas / stage.shards().max(1));
+    let optimizer_flag = match (zero, instances) {
+        (0, _) => String::new(),
+        (_, 0 | 1) => "--use-distributed-optimizer\n".to_string(),
+        _ => format!("--use-distributed-optimizer\n--num-distributed-optimizer-instances {instances}\n"),
+    };
     let microbatches = fit::share(plan, replicas)?;
     let (layout, count) = layout(plan)?;
     let (recompute, note) = recompute(plan, &layout);

@@ -1,6 +1,7 @@
 //! Reasons why a target cannot express a plan, with suggested planner options.
 
 use crate::plan::schedule::Schedule;
+use crate::plan::zero::Zero;
 use crate::schedule::ScheduleError;
 use crate::text::name::short_name;
 
@@ -21,6 +22,8 @@ pub enum Refusal {
     Experts { tool: &'static str, devices: u32 },
     #[error("the plan uses ZeRO stage {level}; with a pipeline, {tool} supports at most {most}")]
     Zero { tool: &'static str, level: u32, most: u32 },
+    #[error("{tool} shards over all replicas, and the plan over groups of {} at ZeRO stage {}", .zero.degree, .zero.level)]
+    ShardDegree { tool: &'static str, zero: Zero },
     #[error("{microbatches} micro-batches cannot be divided equally among {replicas} replicas")]
     Deal { microbatches: u32, replicas: u32 },
     #[error("{tool} has no schedule {}; it has {has}", .kind.name())]
@@ -64,6 +67,7 @@ impl Refusal {
             Refusal::Versions { .. } | Refusal::TrainsNothing { .. } => suggest(" --schedule 1f1b --microbatches 4"),
             Refusal::UnequalReplicas { .. } => suggest(""),
             Refusal::Shared { .. } | Refusal::Experts { .. } => suggest(" --tensor never"),
+            Refusal::ShardDegree { zero, .. } => suggest(&format!(" --zero {}", zero.level)),
             Refusal::Zero { most, .. } => suggest(&format!(" --zero {most}")),
             Refusal::Deal { replicas, .. } => suggest(&format!(" --microbatches {replicas}, or a multiple of it,")),
             Refusal::Schedule { instead, .. } => suggest(&format!(" --schedule {instead}")),

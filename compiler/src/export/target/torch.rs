@@ -14,6 +14,7 @@ use super::orders::{Order, order};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
 use crate::plan::Plan;
+use crate::plan::problem::Target;
 use crate::text::name::short_name;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -26,7 +27,7 @@ const TORCH: &str = "2.15";
 pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = input.plan;
     fit::shares_nothing(plan, TOOL)?;
-    fit::zero(plan, TOOL, 0)?;
+    fit::zero(plan, TOOL, Target::Torch)?;
     let Order { table, ranks, microbatches, replicas } = order(input, TOOL)?;
     let mut spans: BTreeMap<&str, (u32, u32)> = BTreeMap::new();
     let mut stages: Vec<Value> = Vec::with_capacity(plan.stages.len());

@@ -13,6 +13,7 @@ use super::orders::{Order, order};
 use super::refusal::Refusal;
 use super::titan_names::{Named, rename_modules};
 use super::{Bundle, ExportInput, fit};
+use crate::plan::problem::Target;
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
 use crate::profile::precision::Precision;
@@ -39,12 +40,13 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
             format!("is on rank {rank}, and torchtitan assigns {} parts to ranks in a loop", plan.schedule.kind.name());
         return Err(Refusal::Place { module, stage, why });
     }
-    let zero = fit::zero(plan, TOOL, 3)?;
+    let zero = fit::zero(plan, TOOL, Target::Torchtitan)?.level;
     let is_sharded = zero > 0 && replicas > 1;
+    let shards = plan.stages.first().filter(|_| is_sharded).map_or(1, Stage::shards).max(1);
     let mut section = json!({
         "pipeline_parallel_degree": degree,
-        "data_parallel_replicate_degree": if is_sharded { 1 } else { replicas },
-        "data_parallel_shard_degree": if is_sharded { replicas } else { 1 },
+        "data_parallel_replicate_degree": replicas / shards,
+        "data_parallel_shard_degree": shards,
         "pipeline_parallel_microbatch_size": plan.schedule.micro_batch,
         "pipeline_parallel_schedule": by_name.unwrap_or("PipelineScheduleMulti"),
         "module_fqns_per_model_part": parts,

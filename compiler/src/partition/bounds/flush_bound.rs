@@ -31,6 +31,7 @@ use crate::partition::bounds::chain::{Chain, Work};
 use crate::plan::links::{self, Wire};
 use crate::plan::problem::{CostModel, Objective, Problem};
 use crate::plan::schedule::Schedule;
+use crate::plan::zero::Zero;
 use crate::profile::cost_graph::CostGraph;
 
 /// Relative precision of the bisection.
@@ -162,24 +163,30 @@ impl FlushBound {
         (forward_us + backward_us) * self.microbatches / self.speed
     }
 
-    /// A lower bound in microseconds under any of these schedules and ZeRO stages up to `zero`; `known_us`, the time of
+    /// A lower bound in microseconds under any of these schedules and ZeRO up to `zero`; `known_us`, the time of
     /// a plan, if no plan is faster.
-    pub fn least_us(&self, schedules: &[Schedule], zero: u32, known_us: f64) -> f64 {
+    pub fn least_us(&self, schedules: &[Schedule], zero: Zero, known_us: f64) -> f64 {
         self.under(schedules, zero, known_us, false)
     }
 
     /// The same for all smaller micro-batches, if those are not computed faster.
-    pub fn smaller_us(&self, schedules: &[Schedule], zero: u32, known_us: f64) -> f64 {
+    pub fn smaller_us(&self, schedules: &[Schedule], zero: Zero, known_us: f64) -> f64 {
         self.under(schedules, zero, known_us, true)
     }
 
-    fn under(&self, schedules: &[Schedule], zero: u32, known_us: f64, is_steady: bool) -> f64 {
+    fn under(&self, schedules: &[Schedule], zero: Zero, known_us: f64, is_steady: bool) -> f64 {
         let low_us = if is_steady { self.spread_us() } else { self.compute_us(1) };
         if self.is_mixed || low_us >= known_us || !known_us.is_finite() {
             return low_us.min(known_us);
         }
         let splits_backward = schedules.iter().any(|schedule| schedule.splits_backward());
-        let rules = Rules { splits_backward, reduced: if zero >= 3 { self.zero3 } else { 1.0 }, is_steady };
+        let reduced = match zero {
+            Zero { level: 0..3, .. } => 1.0,
+            // Groups gather within fast levels.
+            Zero { degree: 1.., .. } => 0.5,
+            Zero { degree: 0, .. } => self.zero3,
+        };
+        let rules = Rules { splits_backward, reduced, is_steady };
         let mut us = known_us;
         if schedules.iter().any(|schedule| schedule.has_chunks()) {
             us = us.min(self.chunked_us(&rules)).max(low_us);
@@ -426,7 +433,7 @@ mod tests {
         problem.schedule = schedules[random.below(5) as usize];
         problem.chunks = if problem.schedule.has_chunks() { 2 } else { 1 };
         problem.microbatches = 1 + random.below(9) as u32;
-        problem.zero = [0, 0, 0, 1, 3][random.below(5) as usize];
+        problem.zero = Zero::over_all([0, 0, 0, 1, 3][random.below(5) as usize]);
         problem
     }
 

@@ -15,6 +15,7 @@ use crate::plan::memory::{MemoryMultipliers, MemoryTerms, Touched};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use crate::plan::schedule::Schedule;
 use crate::plan::tied;
+use crate::plan::zero::Zero;
 use crate::plan::{Edge, GradientBucket, RecomputedOps, Stage, StageId, StageMemory};
 use crate::plan::{chunks, fullest_moment};
 use crate::profile::arena::Arena;
@@ -158,7 +159,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         late: in_flight,
         replicas: 2,
         recompute: false,
-        zero: 0,
+        zero: Zero::default(),
         in_place: false,
         optimizer_state,
         schedule,
@@ -462,7 +463,7 @@ impl StageCosts {
     pub fn stage(&self, problem: &Problem, placed: &Placed) -> Stage {
         let &Placed { first, replicas, pace } = placed;
         let reduces = replicas > 1 && problem.schedule.trains();
-        let zero = if reduces { problem.zero } else { 0 };
+        let zero = if reduces { problem.zero.of_stage(replicas) } else { Zero::default() };
         let slower = |recomputed: RecomputedOps| RecomputedOps { fwd_us: recomputed.fwd_us / pace, ..recomputed };
         Stage {
             id: StageId(0),
@@ -480,8 +481,9 @@ impl StageCosts {
             bwd_us: self.backward_us / pace,
             weight_grad_us: self.weight_grad_us.map(|us| us / pace),
             buckets: if reduces { self.buckets.clone() } else { Vec::new() },
-            zero,
-            parameter_bytes: if zero >= 3 { self.parameter_bytes } else { 0 },
+            zero: zero.level,
+            shard_degree: zero.degree,
+            parameter_bytes: if zero.level >= 3 { self.parameter_bytes } else { 0 },
             gradient_bytes: self.gradient_bytes,
             tied_us: 0.0,
             memory: StageMemory::default(),

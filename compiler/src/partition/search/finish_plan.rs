@@ -256,8 +256,11 @@ fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Val
     if problem.bucket.0 != buckets::USUAL_BYTES {
         all.insert("bucket_bytes".to_string(), json!(problem.bucket.0));
     }
-    if problem.zero > 0 {
-        all.insert("zero".to_string(), json!(problem.zero));
+    if problem.zero.level > 0 {
+        all.insert("zero".to_string(), json!(problem.zero.level));
+        if problem.zero.degree > 0 {
+            all.insert("shard_degree".to_string(), json!(problem.zero.degree));
+        }
     }
     let in_flight = match &problem.in_flight {
         InFlight::Auto => json!("auto"),

@@ -18,6 +18,7 @@ use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::MemoryMultipliers;
 use crate::plan::problem::{InFlight, Problem, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost, StageRange};
+use crate::plan::zero::Zero;
 
 /// The best shapes that obey the constraints, one per linear order; empty if nothing fits.
 ///
@@ -100,7 +101,7 @@ pub struct Pinned<'a> {
     /// Determines in-flight counts; `workers` is an upper bound.
     pub flow: ScheduleFlow,
     pub optimizer_state: f64,
-    pub zero: u32,
+    pub zero: Zero,
     pub in_place: bool,
     pub stages: usize,
     /// Replicas of each stage; `None` leaves them free.

@@ -32,6 +32,7 @@ use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{Problem, Recomputation, Target};
 use crate::plan::schedule::Schedule;
 use crate::plan::tied;
+use crate::plan::zero::Zero;
 use crate::profile::cost_graph::ParamCost;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -54,7 +55,7 @@ pub struct Layout {
     pub replicas: u32,
     /// Stages of each rank.
     pub chunks: u32,
-    pub zero: u32,
+    pub zero: Zero,
 }
 
 /// A layout with its estimated time and memory.
@@ -117,16 +118,11 @@ impl<'a> Layouts<'a> {
 
     /// The layouts that fit in memory under these schedules and ZeRO stages, in a fixed order. A ZeRO stage is left out if
     /// a lower one is as fast, as it is without recomputation.
-    pub fn estimates(
-        &self,
-        schedules: &[Schedule],
-        zero: RangeInclusive<u32>,
-        chunks: Option<u32>,
-    ) -> Vec<LayoutEstimate> {
+    pub fn estimates(&self, schedules: &[Schedule], zero: &[Zero], chunks: Option<u32>) -> Vec<LayoutEstimate> {
         let mut found = Vec::new();
         self.each(schedules, chunks, &mut |cut, layout, held| {
             let mut best_us = f64::INFINITY;
-            for zero in zero.clone() {
+            for &zero in zero {
                 let layout = Layout { zero, ..layout };
                 let Some((recomputed, peak_bytes)) = self.fitted(cut, &layout, held) else { continue };
                 let estimate = LayoutEstimate { peak_bytes, ..self.time(cut, &layout, &recomputed, held) };
@@ -143,7 +139,7 @@ impl<'a> Layouts<'a> {
     }
 
     /// The layout that needs the least memory at this ZeRO stage, and the bytes of its fullest device.
-    pub fn least_memory(&self, schedules: &[Schedule], zero: u32, chunks: Option<u32>) -> Option<(Layout, u64)> {
+    pub fn least_memory(&self, schedules: &[Schedule], zero: Zero, chunks: Option<u32>) -> Option<(Layout, u64)> {
         let mut least: Option<(Layout, u64)> = None;
         self.each(schedules, chunks, &mut |cut, layout, held| {
             let layout = Layout { zero, ..layout };
@@ -173,7 +169,7 @@ impl<'a> Layouts<'a> {
                     let cut = cuts.entry(stages).or_insert_with(|| Cut::of(&asked, &line, stages));
                     if let Some(cut) = cut {
                         let held = self.by_rule(schedule, ranks, replicas, count);
-                        visit(cut, Layout { schedule, ranks, replicas, chunks: count, zero: 0 }, &held);
+                        visit(cut, Layout { schedule, ranks, replicas, chunks: count, zero: Zero::default() }, &held);
                     }
                 }
             }
@@ -291,12 +287,12 @@ impl<'a> Layouts<'a> {
         let stage = |at: usize| {
             let first = rank_of(schedule, ranks, at as u32) * replicas;
             let ring = |bytes: u64| {
-                let rings = links::rings_of_range(levels, first, replicas, bytes as f64);
+                let rings = links::rings_of_range(levels, first, zero.shards(replicas), bytes as f64);
                 if replicas > 1 { links::all_reduce_us(&rings) / 2.0 } else { 0.0 }
             };
             // As in `schedule::pipeline`: weights are gathered before each op, gradients are scattered meanwhile.
-            let gather = if zero >= 3 { ring(cut.holdings[at].weights) } else { 0.0 };
-            let scatter = if zero >= 2 { ring(cut.holdings[at].summed) } else { 0.0 };
+            let gather = if zero.level >= 3 { ring(cut.holdings[at].weights) } else { 0.0 };
+            let scatter = if zero.level >= 2 { ring(cut.holdings[at].summed) } else { 0.0 };
             let forward_us = cut.forward[at] + gather;
             let again = recomputed[at] * cut.again[at] * (1.0 + gather / cut.forward[at].max(f64::MIN_POSITIVE));
             PlacedStage {
@@ -323,7 +319,15 @@ impl<'a> Layouts<'a> {
             1 => 0.0,
             _ => links::all_reduce_us(&links::rings_of_range(levels, 0, replicas, stages[0].gradient_bytes)),
         };
-        let reduce_us = if zero >= 2 { 0.0 } else { reduce_us };
+        // Shards are all-reduced across groups.
+        let reduce_us = match zero.of_stage(replicas) {
+            Zero { level: 2.., degree: 0 } => 0.0,
+            Zero { level: 2.., degree } => {
+                let rings = links::rings_of_range(levels, 0, degree, stages[0].gradient_bytes);
+                (reduce_us - links::all_reduce_us(&rings)).max(0.0)
+            }
+            _ => reduce_us,
+        };
         let bound_us = bound(&stages, &cut.weight_grad, reduce_us, layout, asked.microbatches);
         let items = f64::from(asked.microbatches.div_ceil(replicas));
         let of_ranks = |us: &dyn Fn(usize) -> f64| -> Vec<f64> {

@@ -15,6 +15,7 @@ use crate::partition::search::linear_order::LinearOrder;
 use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
+use crate::plan::zero::Zero;
 use crate::profile::arena::{Arena, Way};
 use std::collections::HashMap;
 
@@ -35,7 +36,7 @@ pub struct Fit<'a> {
     /// Determines in-flight counts; `workers` is an upper bound.
     pub flow: ScheduleFlow,
     pub optimizer_state: f64,
-    pub zero: u32,
+    pub zero: Zero,
     pub in_place: bool,
 }
 
@@ -179,11 +180,12 @@ impl FitSearch<'_> {
             };
             holdings.held(&alone).total
         };
+        let most_shards = Some(self.settings.zero.degree).filter(|degree| *degree > 0).unwrap_or(u32::MAX);
         // At inner levels a range is cut further, and the check happens there.
         self.settings.levels.len() == 1
             && least(1, inside) > within
             // With ZeRO, many replicas need the least memory.
-            && (self.settings.zero == 0 || least(u32::MAX, MemoryTerms { shared: 0, ..inside }) > within)
+            && (self.settings.zero.level == 0 || least(most_shards, MemoryTerms { shared: 0, ..inside }) > within)
     }
 
     /// Microseconds (or bytes) of one unit for the range [from, end); infinity if it does not fit.
@@ -309,10 +311,11 @@ mod tests {
     #[test]
     fn what_is_ruled_out_never_fits() {
         let passing = GradientBuffers::of(&levels("4:1GB/s").unwrap());
+        let kinds = [(0, 0), (1, 0), (2, 0), (3, 0), (1, 2), (3, 2)].map(|(level, degree)| Zero { level, degree });
         let (mut ruled, mut fitting) = (0, 0);
         let pairs = (0..6).flat_map(|one| (one..6).map(move |other| (one, other)));
         for ((one, other), zero, state) in
-            pairs.flat_map(|pair| (0..=3).flat_map(move |zero| [0.0, 2.0].map(|state| (pair, zero, state))))
+            pairs.flat_map(|pair| kinds.into_iter().flat_map(move |zero| [0.0, 2.0].map(|state| (pair, zero, state))))
         {
             let graph = graph(&[(one, other, 1000), (1, 1, 7), (4, 4, 300)]);
             let line = LinearOrder::new(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect(), passing);

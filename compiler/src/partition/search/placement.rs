@@ -7,6 +7,7 @@ use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::MemoryMultipliers;
 use crate::plan::problem::Recomputation;
+use crate::plan::zero::Zero;
 use std::cell::Cell;
 use std::ops::RangeInclusive;
 
@@ -38,7 +39,7 @@ pub struct PlacementQuery<'a> {
     /// Bytes of optimizer state per byte of weights.
     pub optimizer_state: f64,
     /// ZeRO stage for replicated stages.
-    pub zero: u32,
+    pub zero: Zero,
     pub in_place: bool,
     /// Bytes per device.
     pub memory_limit: Option<u64>,
