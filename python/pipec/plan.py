@@ -45,6 +45,8 @@ class Stage:
     tensor_degree: int
     zero: int
     """ZeRO stage, 0 to 3."""
+    shard_degree: int
+    """Number of replicas that shard together; 0 for all."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,7 @@ def read_stage(stage: Mapping[str, Any]) -> Stage:
         recompute=stage["recompute"],
         tensor_degree=stage.get("tensor_degree") or 1,
         zero=stage.get("zero", 0),
+        shard_degree=stage.get("shard_degree", 0),
     )
 
 

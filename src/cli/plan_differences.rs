@@ -77,6 +77,7 @@ fn option_words(name: &str) -> String {
         "costs" => "costs".to_string(),
         "optimizer_state" => "optimizer".to_string(),
         "bucket_bytes" => "bucket size".to_string(),
+        "shard_degree" => "`--zero`".to_string(),
         _ => format!("`--{}`", name.replace('_', "-")),
     }
 }

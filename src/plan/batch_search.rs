@@ -114,6 +114,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
 /// Refuses settings that contradict a search over sizes or schedules.
 fn validate(request: &PlanRequest) -> Result<(), Error> {
     let options = &request.options;
+    options.zero().validate(!options.is_inference(), options.target)?;
     let refused = |flag: &str, why: &str| {
         Err(Error::input(format!("`{flag}` cannot be combined with `--schedule auto`")).because(why))
     };

@@ -308,7 +308,7 @@ impl Search<'_> {
     }
 
     fn best(&self, simulated: Vec<Ranked>, attempts: Vec<Attempt>) -> Result<PlanResult, Error> {
-        let mut best: Option<(bool, f64, usize, Planned)> = None;
+        let mut accepted: Vec<(bool, f64, usize, Planned)> = Vec::new();
         let mut failure: Option<(Schedule, PlanError)> = None;
         let tried_count = attempts.len() + simulated.len();
         let mut tried: Vec<Tried> = Vec::new();
@@ -318,14 +318,7 @@ impl Search<'_> {
                 Ok(planned) => {
                     let us = planned.plan.predicted.minibatch_us;
                     tried.push(Tried::of(&planned.plan));
-                    let is_better = |(other, known, _, best): &(bool, f64, usize, Planned)| match is_refused == *other {
-                        true if self.is_roomier(&planned.plan, &best.plan) => true,
-                        true => us < *known && !self.is_roomier(&best.plan, &planned.plan),
-                        false => *other,
-                    };
-                    if best.as_ref().is_none_or(is_better) {
-                        best = Some((is_refused, us, variant, planned));
-                    }
+                    accepted.push((is_refused, us, variant, planned));
                 }
                 Err(error @ PlanError::Unsound(_)) => return Err(describe(&self.request.model, error, schedule)),
                 Err(error) => {
@@ -333,6 +326,12 @@ impl Search<'_> {
                 }
             }
         }
+        // The fastest, or the fastest of those with clearly more room.
+        accepted.sort_by(|left, right| left.0.cmp(&right.0).then(left.1.total_cmp(&right.1)));
+        let with_room = accepted.first().and_then(|(is_refused, _, _, full)| {
+            accepted.iter().position(|one| one.0 == *is_refused && self.is_roomier(&one.3.plan, &full.plan))
+        });
+        let best = (!accepted.is_empty()).then(|| accepted.swap_remove(with_room.unwrap_or(0)));
         let Some((_, _, variant, mut planned)) = best else {
             let is_too_large = failure.as_ref().is_some_and(|(_, error)| is_infeasible(error));
             return Err(match (self.scope().too_large(&self.variants).filter(|_| is_too_large), failure) {

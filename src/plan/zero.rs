@@ -28,11 +28,12 @@ impl ZeroStage {
                 .with_help("omit it"));
         }
         if zero.degree > 0 && !target.is_some_and(|target| target.has_shard_degree(zero.level)) {
-            let who = target.map_or("pipec's own runtime", Target::name);
-            let level = zero.level;
-            return Err(Error::input(format!("`--zero {zero}` is not for {who}"))
-                .because("it shards over all replicas of a stage")
-                .with_help(format!("use `--zero {level}`, or `--target torchtitan`")));
+            let most = zero.level.min(target.map_or(MOST, Target::most_zero));
+            let flag = target
+                .map_or("a plan for pipec's runtime".to_string(), |target| format!("`--target {}`", target.name()));
+            return Err(Error::input(format!("`--zero {zero}` cannot be combined with {flag}"))
+                .because("groups of replicas shard in torchtitan, and in Megatron-LM at ZeRO 1")
+                .with_help(format!("use `--zero {most}`, or `--target torchtitan`")));
         }
         Ok(())
     }
@@ -49,8 +50,7 @@ impl ZeroStage {
         let most = self.least(target).level;
         let degree = problem.cluster.levels.first().map_or(0, |level| level.count);
         let is_split = (2..problem.cluster.devices()).contains(&degree);
-        // At ZeRO 1 groups gain nothing.
-        let has_groups = |level| level >= 2 && is_split && target.is_some_and(|target| target.has_shard_degree(level));
+        let has_groups = |level| level > 0 && is_split && target.is_some_and(|target| target.has_shard_degree(level));
         let groups = |level| has_groups(level).then_some(Zero { level, degree });
         (0..=most).flat_map(|level| groups(level).into_iter().chain([Zero::over_all(level)])).collect()
     }

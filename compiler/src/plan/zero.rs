@@ -51,18 +51,21 @@ impl Zero {
         Zero { level, degree: 0 }
     }
 
-    /// How many of these replicas shard together: the largest divisor of their number up to the degree.
+    /// How many of these replicas shard together: the largest divisor of their number up to the degree, or all if that
+    /// is 1.
     pub fn shards(self, replicas: u32) -> u32 {
         let is_whole = |shards: &u32| replicas.is_multiple_of(*shards);
-        if self.degree == 0 { replicas } else { (1..=self.degree.min(replicas)).rev().find(is_whole).unwrap_or(1) }
+        let groups = (2..=self.degree.min(replicas)).rev().find(is_whole);
+        groups.unwrap_or(replicas)
     }
 
-    /// The same for a stage of so many replicas: no ZeRO without shards, and no degree if all shard together.
+    /// The same for a stage of so many replicas: no ZeRO for one, and no degree if all shard together.
     pub fn of_stage(self, replicas: u32) -> Zero {
-        match self.shards(replicas) {
-            0 | 1 => Zero::default(),
-            _ if self.level == 0 => Zero::default(),
-            shards => Zero { level: self.level, degree: if shards == replicas { 0 } else { shards } },
+        let shards = self.shards(replicas);
+        match self.level {
+            0 => Zero::default(),
+            _ if replicas < 2 => Zero::default(),
+            level => Zero { level, degree: if shards == replicas { 0 } else { shards } },
         }
     }
 }
@@ -77,10 +80,11 @@ impl fmt::Display for Zero {
 }
 
 impl Plan {
-    /// The highest ZeRO stage, with the largest shard degree if any stage has one.
+    /// The highest ZeRO stage, with the shard degree that was asked for if any stage has one.
     pub fn zero(&self) -> Zero {
-        let degree = self.stages.iter().map(|stage| stage.shard_degree).max().unwrap_or(0);
-        Zero { level: self.most_zero(), degree }
+        let largest = self.stages.iter().map(|stage| stage.shard_degree).max().unwrap_or(0);
+        let asked = self.options.get("shard_degree").and_then(|asked| u32::try_from(asked.as_u64()?).ok());
+        Zero { level: self.most_zero(), degree: if largest > 0 { asked.unwrap_or(largest) } else { 0 } }
     }
 }
 

@@ -238,7 +238,7 @@ fn zero(text: &str) -> Result<ZeroStage, String> {
         _ if text == "auto" => Ok(ZeroStage::Auto),
         (Ok(level), None) if level <= MOST => Ok(ZeroStage::Given(Zero::over_all(level))),
         (Ok(level @ 1..=MOST), Some(Ok(degree @ 2..))) => Ok(ZeroStage::Given(Zero { level, degree })),
-        _ => Err(format!("write a ZeRO stage {LEVELS}, auto, or a ZeRO stage and at least 2 replicas, as in 3:8")),
+        _ => Err(format!("write a ZeRO stage {LEVELS}, with at least 2 replicas of a group as in 3:8, or auto")),
     }
 }
 

@@ -15,6 +15,7 @@ use crate::cli::table::{Shrink, fit_table};
 use compiler::export::stage_name::{per_stage, ranges, recomputed, replicas};
 use compiler::plan::device_memory::fullest;
 use compiler::plan::diff::{Diff, Moved, StageChange, diff, is_rearranged};
+use compiler::plan::zero::Zero;
 use compiler::plan::{Plan, Stage};
 use compiler::text::name::short_name;
 use compiler::text::quantity;
@@ -174,13 +175,14 @@ fn replicas_of(plan: &Plan) -> Vec<u32> {
 }
 
 /// Options that a plan has in other words, too.
-const DUPLICATE_OPTIONS: [&str; 4] = ["optimizer_state", "in_flight", "zero", "stages"];
+const DUPLICATE_OPTIONS: [&str; 5] = ["optimizer_state", "in_flight", "zero", "shard_degree", "stages"];
 
 /// The ZeRO stage of all pipeline stages, or of each if they differ.
 fn zero_text(plan: &Plan) -> String {
-    let levels: Vec<u32> = plan.stages.iter().map(|stage| stage.zero).collect();
+    let levels = plan.stages.iter().map(|stage| Zero { level: stage.zero, degree: stage.shard_degree }.to_string());
+    let levels: Vec<String> = levels.collect();
     let common = levels.first().filter(|first| levels.iter().all(|level| level == *first));
-    common.map_or_else(|| per_stage(&levels), u32::to_string)
+    common.cloned().unwrap_or_else(|| levels.join(", "))
 }
 
 /// One predicted number of both plans, and its text form.

@@ -175,14 +175,16 @@ fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
     let memory = arguments.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
         Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB` per device")
     })?;
-    Ok(arguments.shared.apply(PlanOptions {
+    let options = arguments.shared.apply(PlanOptions {
         memory_limit: memory,
         optimizer: arguments.optimizer.into(),
         momentum: arguments.momentum,
         recompute: Recomputation::from_name(&arguments.recompute).unwrap_or_default(),
         schedule: Some(ScheduleChoice::Named(default)),
         ..PlanOptions::default()
-    }))
+    });
+    options.zero().validate(true, options.target)?;
+    Ok(options)
 }
 
 fn schedules(arguments: &Arguments) -> Vec<Schedule> {

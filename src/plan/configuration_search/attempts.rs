@@ -9,7 +9,7 @@ use crate::plan::variant::{MOST_OPS, SizedCosts, Variant};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
 use compiler::partition::planned::Planned;
-use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
+use compiler::partition::search::layouts::{Layout, LayoutEstimate, Layouts};
 use compiler::partition::single_degree;
 use compiler::plan::Plan;
 use compiler::plan::device_memory::fullest;
@@ -123,28 +123,48 @@ impl Search<'_> {
         self.has_more_room(us, fullest(plan), full_us, fullest(full))
     }
 
-    fn has_more_room(&self, us: f64, bytes: u64, full_us: f64, full_bytes: u64) -> bool {
+    /// Memory per device. On unequal devices the fullest is not the one with the most bytes.
+    fn limit(&self) -> Option<u64> {
         let whole = self.variants.first().map(|variant| &variant.whole);
-        let limit = whole.and_then(|whole| whole.limit_of(0..whole.cluster.devices()));
-        limit.is_some_and(|limit| full_bytes as f64 > FULL * limit as f64)
+        let whole = whole.filter(|whole| whole.cluster.classes.is_empty())?;
+        whole.limit_of(0..whole.cluster.devices())
+    }
+
+    fn has_more_room(&self, us: f64, bytes: u64, full_us: f64, full_bytes: u64) -> bool {
+        self.limit().is_some_and(|limit| full_bytes as f64 > FULL * limit as f64)
             && us <= full_us * (1.0 + SLOWER_WITH_ROOM)
             && bytes as f64 <= full_bytes as f64 * (1.0 - ROOM)
     }
 
-    /// Adds the layout that is about as fast as the best plan, if this nearly fills memory, and needs the least.
+    /// Adds layouts that are about as fast as the best plan, if this nearly fills memory, and need clearly less.
     pub fn roomier(&self, simulated: &[Ranked], attempts: &mut Vec<Attempt>) {
         let accepted = attempts.iter().filter(|attempt| !attempt.is_refused);
         let Some(best) = accepted.min_by(|left, right| left.by_time(right)) else { return };
         let (us, Ok(full)) = (best.us(), &best.planned) else { return };
         let full_bytes = fullest(&full.plan);
-        let mut roomy: Vec<&Ranked> = simulated.iter().collect();
+        let is_full = self.limit().is_some_and(|limit| full_bytes as f64 > FULL * limit as f64);
+        let mut roomy: Vec<Ranked> = simulated.to_vec();
         roomy.retain(|one| self.has_more_room(one.us, one.estimate.peak_bytes, us, full_bytes));
-        roomy.sort_by_key(|one| one.estimate.peak_bytes);
-        let Some(one) = roomy.first().filter(|_| !self.events.stops()) else { return };
-        let task = Task::Layout(**one);
-        let planned = task.planned(&self.variants[one.variant], &self.request.options, false);
-        let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
-        attempts.push(Attempt { variant: one.variant, task, is_refused, planned });
+        roomy.sort_by(|left, right| left.us.total_cmp(&right.us));
+        roomy.truncate(2);
+        // The same layout with more sharding.
+        if let Task::Layout(one) = best.task {
+            let kinds = self.zero.kinds(self.variants[one.variant].problem());
+            let more = kinds.into_iter().skip_while(|zero| *zero != one.estimate.layout.zero).skip(1).take(2);
+            roomy.extend(more.map(|zero| {
+                let layout = Layout { zero, ..one.estimate.layout };
+                Ranked { estimate: LayoutEstimate { layout, ..one.estimate }, ..one }
+            }));
+        }
+        for one in roomy {
+            if self.events.stops() || !is_full {
+                return;
+            }
+            let task = Task::Layout(one);
+            let planned = task.planned(&self.variants[one.variant], &self.request.options, false);
+            let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
+            attempts.push(Attempt { variant: one.variant, task, is_refused, planned });
+        }
     }
 
     fn refuses(&self, plan: &Plan) -> bool {

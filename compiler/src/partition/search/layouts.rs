@@ -116,13 +116,13 @@ impl<'a> Layouts<'a> {
         Layouts { problem, joined, order, ends }
     }
 
-    /// The layouts that fit in memory under these schedules and ZeRO stages, in a fixed order. A ZeRO stage is left out if
-    /// a lower one is as fast, as it is without recomputation.
-    pub fn estimates(&self, schedules: &[Schedule], zero: &[Zero], chunks: Option<u32>) -> Vec<LayoutEstimate> {
+    /// The layouts that fit in memory under these schedules and kinds of ZeRO, in a fixed order. A kind is left out if an
+    /// earlier one is as fast.
+    pub fn estimates(&self, schedules: &[Schedule], kinds: &[Zero], chunks: Option<u32>) -> Vec<LayoutEstimate> {
         let mut found = Vec::new();
         self.each(schedules, chunks, &mut |cut, layout, held| {
             let mut best_us = f64::INFINITY;
-            for &zero in zero {
+            for (at, &zero) in kinds.iter().enumerate() {
                 let layout = Layout { zero, ..layout };
                 let Some((recomputed, peak_bytes)) = self.fitted(cut, &layout, held) else { continue };
                 let estimate = LayoutEstimate { peak_bytes, ..self.time(cut, &layout, &recomputed, held) };
@@ -130,7 +130,8 @@ impl<'a> Layouts<'a> {
                     best_us = estimate.minibatch_us;
                     found.push(estimate);
                 }
-                if recomputed.iter().all(|share| *share == 0.0) || layout.replicas == 1 {
+                let may_gain = kinds[at + 1..].iter().any(|zero| zero.of_stage(layout.replicas).degree > 0);
+                if (recomputed.iter().all(|share| *share == 0.0) && !may_gain) || layout.replicas == 1 {
                     break;
                 }
             }
@@ -346,8 +347,16 @@ impl<'a> Layouts<'a> {
             recompute_us: again[busiest],
             peak_bytes: 0,
         };
+        // Updated weights are gathered after the last backward.
+        let gather_us = match zero.of_stage(replicas) {
+            Zero { level: 1 | 2, .. } => {
+                let rings = links::rings_of_range(levels, 0, zero.shards(replicas), stages[0].gradient_bytes);
+                links::all_reduce_us(&rings) / 2.0
+            }
+            _ => 0.0,
+        };
         if chunks > 1 {
-            let minibatch_us = chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us;
+            let minibatch_us = chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us + gather_us;
             return LayoutEstimate { minibatch_us, ..estimate };
         }
         let found = cost_estimate::outlook(&asked, levels, &stages, &cut.edges);
@@ -357,7 +366,10 @@ impl<'a> Layouts<'a> {
             _ => 0.0,
         };
         let later: f64 = cut.weight_grad[..cut.weight_grad.len() - 1].iter().sum();
-        LayoutEstimate { minibatch_us: (found.minibatch_us - hidden * later).max(found.busiest_us), ..estimate }
+        LayoutEstimate {
+            minibatch_us: (found.minibatch_us - hidden * later).max(found.busiest_us) + gather_us,
+            ..estimate
+        }
     }
 
     fn problem_of(&self, problem: &Problem, layout: &Layout) -> Problem {

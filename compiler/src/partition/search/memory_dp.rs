@@ -28,6 +28,9 @@ pub enum FitObjective {
     Memory,
 }
 
+/// A prime number, so that all replicas shard together under any shard degree.
+const MANY_REPLICAS: u32 = 4_294_967_291;
+
 #[derive(Clone, Copy, Debug)]
 pub struct Fit<'a> {
     pub line: &'a LinearOrder,
@@ -180,12 +183,11 @@ impl FitSearch<'_> {
             };
             holdings.held(&alone).total
         };
-        let most_shards = Some(self.settings.zero.degree).filter(|degree| *degree > 0).unwrap_or(u32::MAX);
         // At inner levels a range is cut further, and the check happens there.
         self.settings.levels.len() == 1
             && least(1, inside) > within
             // With ZeRO, many replicas need the least memory.
-            && (self.settings.zero.level == 0 || least(most_shards, MemoryTerms { shared: 0, ..inside }) > within)
+            && (self.settings.zero.level == 0 || least(MANY_REPLICAS, MemoryTerms { shared: 0, ..inside }) > within)
     }
 
     /// Microseconds (or bytes) of one unit for the range [from, end); infinity if it does not fit.
