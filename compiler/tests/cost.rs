@@ -144,8 +144,8 @@ fn nothing_beats_exhaustive_and_the_planner_ties_it() {
     assert!(compared > 700 && tied * 100 >= compared * 99, "{tied} of {compared}");
 }
 
-/// ZeRO 1 to 3 with tied weights, over all or two or three replicas, with and without optimizer state: the planner finds a plan as good as exhaustive
-/// search within memory.
+/// ZeRO 1 to 3 with tied weights, over all or two or three replicas, with and without optimizer state: the planner finds
+/// a plan as good as exhaustive search within memory.
 #[test]
 fn shares_within_memory_tie_the_exhaustive_search() {
     let (mut compared, mut tied) = (0, 0);

@@ -98,7 +98,7 @@ fn stage_words(left: &Plan, right: &Plan, diff: &Diff) -> Vec<&'static str> {
         ("tensor-parallel degree", &|before, after| before.degree() == after.degree()),
         ("devices of stages", &|before, after| before.devices == after.devices),
         ("recomputation", &|before, after| before.recomputed_op_ids().eq(after.recomputed_op_ids())),
-        ("ZeRO", &|before, after| (before.zero, before.shard_degree) == (after.zero, after.shard_degree)),
+        ("ZeRO", &|before, after| before.sharding() == after.sharding()),
         ("times of stages", &|before, after| (before.fwd_us, before.bwd_us) == (after.fwd_us, after.bwd_us)),
         ("memory of stages", &|before, after| before.memory == after.memory),
     ];

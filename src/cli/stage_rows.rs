@@ -86,7 +86,14 @@ fn are_alike(plan: &Plan, links: &[[f64; 2]], first: usize, second: usize) -> bo
     let are_close = |a: f64, b: f64| (a - b).abs() <= MAX_DIFFERENCE * a.abs().max(b.abs());
     let (left, right) = (&plan.stages[first], &plan.stages[second]);
     let shape = |stage: &Stage| {
-        (stage.op_ids().count(), stage.replicas, stage.degree(), stage.recompute, stage.zero, device_kinds(plan, stage))
+        (
+            stage.op_ids().count(),
+            stage.replicas,
+            stage.degree(),
+            stage.recompute,
+            stage.sharding(),
+            device_kinds(plan, stage),
+        )
     };
     let times = links.get(first).zip(links.get(second));
     shape(left) == shape(right)

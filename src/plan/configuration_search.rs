@@ -178,6 +178,11 @@ impl Search<'_> {
         self.events.event(Event::Progress { unit: "configurations", done, total, message: &message });
     }
 
+    /// The ZeRO for lower bounds.
+    fn fastest_zero(&self) -> Zero {
+        self.zero.fastest(self.request.options.target)
+    }
+
     fn scope(&self) -> Scope<'_> {
         Scope {
             file: &self.request.model,
@@ -403,9 +408,8 @@ impl Search<'_> {
         let most = self.groups.iter().map(|(degree, _)| *degree).max();
         let alone = || {
             *self.least_alone_us.get_or_init(|| {
-                let us = |known_us: f64, size: &Size| {
-                    size.bound.least_us(&self.schedules, self.zero.fastest(self.request.options.target), known_us)
-                };
+                let us =
+                    |known_us: f64, size: &Size| size.bound.least_us(&self.schedules, self.fastest_zero(), known_us);
                 self.sizes.iter().fold(known_us, us)
             })
         };

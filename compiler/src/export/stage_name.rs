@@ -1,6 +1,5 @@
 //! Short descriptions of a stage: layers, replicas, devices.
 
-use crate::plan::zero::Zero;
 use crate::plan::{RecomputedOps, Stage};
 use crate::text::name::short_name;
 
@@ -178,8 +177,7 @@ fn number_runs(numbers: &[u32]) -> Vec<(usize, usize)> {
 
 /// The memory-saving options of a stage: `, recomputed, ZeRO 1`, or nothing. `, 40 of 162 ops recomputed` for a part.
 pub fn sparing(stage: &Stage) -> String {
-    let zero = Zero { level: stage.zero, degree: stage.shard_degree };
-    let zero = if stage.zero > 0 { format!(", ZeRO {zero}") } else { String::new() };
+    let zero = if stage.zero > 0 { format!(", ZeRO {}", stage.sharding()) } else { String::new() };
     match recomputed(stage) {
         text if text.is_empty() => zero,
         text => format!(", {text}{zero}"),

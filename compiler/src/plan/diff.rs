@@ -51,21 +51,8 @@ impl Diff {
 
 /// True if a stage differs in anything except times and ops.
 pub fn is_rearranged(before: &Stage, after: &Stage) -> bool {
-    (
-        before.replicas,
-        &before.devices,
-        recomputed(before),
-        (before.zero, before.shard_degree),
-        before.degree(),
-        &before.choices,
-    ) != (
-        after.replicas,
-        &after.devices,
-        recomputed(after),
-        (after.zero, after.shard_degree),
-        after.degree(),
-        &after.choices,
-    )
+    (before.replicas, &before.devices, recomputed(before), before.sharding(), before.degree(), &before.choices)
+        != (after.replicas, &after.devices, recomputed(after), after.sharding(), after.degree(), &after.choices)
 }
 
 /// Number of recomputed ops.

@@ -31,7 +31,8 @@
 //!   batched weight gradients ([`batched_weight_grad`](crate::pass::batched_weight_grad)).
 //!
 //! Recomputation keeps inputs and outputs and frees what the recomputed ops saved. It reruns their forward before the
-//! backward into separate buffers, or layer by layer within the backward, in its arena. Weight versions are held by pointer, so V versions take V copies of the weights. A tied
+//! backward into separate buffers, or layer by layer within the backward, in its arena. Weight versions are held by
+//! pointer, so V versions take V copies of the weights. A tied
 //! weight counts once in each stage that uses it. Inference has no gradients or optimizer state. One micro-batch is
 //! computed at a time, earlier ones hold only their outputs, and the inputs of the next may arrive.
 

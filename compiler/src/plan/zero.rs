@@ -79,6 +79,13 @@ impl fmt::Display for Zero {
     }
 }
 
+impl Stage {
+    /// Its ZeRO.
+    pub fn sharding(&self) -> Zero {
+        Zero { level: self.zero, degree: self.shard_degree }
+    }
+}
+
 impl Plan {
     /// The highest ZeRO stage, with the shard degree that was asked for if any stage has one.
     pub fn zero(&self) -> Zero {

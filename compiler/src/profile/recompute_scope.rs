@@ -96,7 +96,8 @@ pub struct RecomputeCosts {
     /// Not saved, but kept if the stage is recomputed, because another layer reads it.
     pub kept: Vec<u64>,
     /// Bytes that the whole layer of the op saves and passes on. In a part, those that the part has saved up to the op,
-    /// the arena while it runs, and the gradients of what the part passes on: its backward frees them in reverse. `u64::MAX` if the stage is recomputed at once.
+    /// the arena while it runs, and the gradients of what the part passes on: its backward frees them in
+    /// reverse. `u64::MAX` if the stage is recomputed at once.
     pub layer: Vec<u64>,
     /// True if ops are recomputed by part, or at once where that takes less memory.
     pub is_by_part: bool,

@@ -57,12 +57,12 @@ pub fn pipeline_of(
             each.fold(0.0, f64::max) / 2.0
         };
         let gather = if stage.zero >= 3 { gathered(stage.all_weights()) } else { 0.0 };
-        let part = if stage.shard_degree > 0 {
-            gathered(stage.reduced_bytes()).min(all_reduce / 2.0)
-        } else {
-            all_reduce / 2.0
+        // The all-gather, and the reduce-scatter of a micro-batch.
+        let within_group = match stage.shard_degree {
+            0 => all_reduce / 2.0,
+            _ => gathered(stage.reduced_bytes()).min(all_reduce / 2.0),
         };
-        let scatter = if stage.zero >= 2 { part } else { 0.0 };
+        let scatter = if stage.zero >= 2 { within_group } else { 0.0 };
         let weight = stage.weight_grad_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0);
         let more = (scatter - (stage.bwd_us - recompute.unwrap_or(0.0)).max(0.0)).max(0.0);
         let part = if stage.fwd_us > 0.0 { (stage.recompute_us() / stage.fwd_us).min(1.0) } else { 1.0 };
@@ -78,7 +78,7 @@ pub fn pipeline_of(
             all_reduce,
             buckets,
             zero: stage.zero,
-            scattered: if stage.shard_degree > 0 && all_reduce > 0.0 { 1.0 - part / all_reduce } else { 0.5 },
+            scattered: if stage.shard_degree > 0 && all_reduce > 0.0 { 1.0 - within_group / all_reduce } else { 0.5 },
             param_bytes: stage.memory.weights,
             saved_bytes: stage.memory.activations / u64::from(cap.max(1)),
             ..StageSpec::new(stage.replicas, stage.fwd_us + gather, stage.bwd_us + more + gather + again)

@@ -15,7 +15,6 @@ use crate::cli::table::{Shrink, fit_table};
 use compiler::export::stage_name::{per_stage, ranges, recomputed, replicas};
 use compiler::plan::device_memory::fullest;
 use compiler::plan::diff::{Diff, Moved, StageChange, diff, is_rearranged};
-use compiler::plan::zero::Zero;
 use compiler::plan::{Plan, Stage};
 use compiler::text::name::short_name;
 use compiler::text::quantity;
@@ -179,8 +178,7 @@ const DUPLICATE_OPTIONS: [&str; 5] = ["optimizer_state", "in_flight", "zero", "s
 
 /// The ZeRO stage of all pipeline stages, or of each if they differ.
 fn zero_text(plan: &Plan) -> String {
-    let levels = plan.stages.iter().map(|stage| Zero { level: stage.zero, degree: stage.shard_degree }.to_string());
-    let levels: Vec<String> = levels.collect();
+    let levels: Vec<String> = plan.stages.iter().map(|stage| stage.sharding().to_string()).collect();
     let common = levels.first().filter(|first| levels.iter().all(|level| level == *first));
     common.cloned().unwrap_or_else(|| levels.join(", "))
 }

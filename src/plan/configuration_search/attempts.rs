@@ -49,6 +49,11 @@ impl Attempt {
     }
 }
 
+/// The fastest plan that the target accepts.
+fn best(attempts: &[Attempt]) -> Option<&Attempt> {
+    attempts.iter().filter(|attempt| !attempt.is_refused).min_by(|left, right| left.by_time(right))
+}
+
 /// A plan to make.
 #[derive(Clone)]
 pub enum Task {
@@ -101,10 +106,7 @@ impl Search<'_> {
             }
             let (variants, options) = (&self.variants, &self.request.options);
             let found = in_parallel(few, |(variant, task)| task.planned(&variants[*variant], options, true));
-            let made = few.iter().zip(found).map(|((variant, task), planned)| {
-                let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
-                Attempt { variant: *variant, task: task.clone(), is_refused, planned }
-            });
+            let made = few.iter().zip(found).map(|((variant, task), planned)| self.made(*variant, task, planned));
             let made = Vec::from_iter(made);
             if let Some(best) = made.iter().min_by(|left, right| left.by_time(right))
                 && best.us() < best_us
@@ -130,19 +132,24 @@ impl Search<'_> {
         whole.limit_of(0..whole.cluster.devices())
     }
 
+    fn is_full(&self, bytes: u64) -> bool {
+        self.limit().is_some_and(|limit| bytes as f64 > FULL * limit as f64)
+    }
+
     fn has_more_room(&self, us: f64, bytes: u64, full_us: f64, full_bytes: u64) -> bool {
-        self.limit().is_some_and(|limit| full_bytes as f64 > FULL * limit as f64)
+        self.is_full(full_bytes)
             && us <= full_us * (1.0 + SLOWER_WITH_ROOM)
             && bytes as f64 <= full_bytes as f64 * (1.0 - ROOM)
     }
 
     /// Adds layouts that are about as fast as the best plan, if this nearly fills memory, and need clearly less.
     pub fn roomier(&self, simulated: &[Ranked], attempts: &mut Vec<Attempt>) {
-        let accepted = attempts.iter().filter(|attempt| !attempt.is_refused);
-        let Some(best) = accepted.min_by(|left, right| left.by_time(right)) else { return };
+        let Some(best) = best(attempts) else { return };
         let (us, Ok(full)) = (best.us(), &best.planned) else { return };
         let full_bytes = fullest(&full.plan);
-        let is_full = self.limit().is_some_and(|limit| full_bytes as f64 > FULL * limit as f64);
+        if !self.is_full(full_bytes) {
+            return;
+        }
         let mut roomy: Vec<Ranked> = simulated.to_vec();
         roomy.retain(|one| self.has_more_room(one.us, one.estimate.peak_bytes, us, full_bytes));
         roomy.sort_by(|left, right| left.us.total_cmp(&right.us));
@@ -157,14 +164,18 @@ impl Search<'_> {
             }));
         }
         for one in roomy {
-            if self.events.stops() || !is_full {
+            if self.events.stops() {
                 return;
             }
             let task = Task::Layout(one);
             let planned = task.planned(&self.variants[one.variant], &self.request.options, false);
-            let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
-            attempts.push(Attempt { variant: one.variant, task, is_refused, planned });
+            attempts.push(self.made(one.variant, &task, planned));
         }
+    }
+
+    fn made(&self, variant: usize, task: &Task, planned: Result<Planned, PlanError>) -> Attempt {
+        let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
+        Attempt { variant, task: task.clone(), is_refused, planned }
     }
 
     fn refuses(&self, plan: &Plan) -> bool {
@@ -219,8 +230,7 @@ impl Search<'_> {
     pub fn neighbours(&mut self, source: &dyn SizedCosts, attempts: &mut Vec<Attempt>) {
         let mut tried = BTreeSet::new();
         loop {
-            let accepted = attempts.iter().filter(|attempt| !attempt.is_refused);
-            let Some(best) = accepted.min_by(|left, right| left.by_time(right)) else { return };
+            let Some(best) = best(attempts) else { return };
             let (us, Ok(Planned { plan, .. })) = (best.us(), &best.planned) else { return };
             if plan.schedule.chunks > 1 || !self.is_small(best.variant) || self.events.stops() || self.is_close(us) {
                 return;
@@ -236,9 +246,7 @@ impl Search<'_> {
             let (variants, options) = (&self.variants, &self.request.options);
             let planned = in_parallel(&next, |at| task.planned(&variants[*at], options, false));
             for (variant, planned) in next.into_iter().zip(planned) {
-                let Ok(planned) = planned else { continue };
-                let (task, is_refused) = (task.clone(), self.refuses(&planned.plan));
-                attempts.push(Attempt { variant, task, is_refused, planned: Ok(planned) });
+                attempts.extend(planned.is_ok().then(|| self.made(variant, &task, planned)));
             }
             let accepted = attempts.iter().filter(|attempt| !attempt.is_refused);
             self.best_us = accepted.map(Attempt::us).fold(self.best_us, f64::min);
@@ -306,11 +314,7 @@ impl Search<'_> {
 
     /// The lower bound of a variant under these schedules, if it is below the best time.
     fn bound_if_better(&self, variant: usize, schedules: &[Schedule]) -> Option<f64> {
-        let us = self.variants[variant].bound.least_us(
-            schedules,
-            self.zero.fastest(self.request.options.target),
-            self.best_us,
-        );
+        let us = self.variants[variant].bound.least_us(schedules, self.fastest_zero(), self.best_us);
         (us * (1.0 + self.request.options.gap) < self.best_us).then_some(us)
     }
 

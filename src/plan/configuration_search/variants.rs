@@ -210,12 +210,7 @@ impl Search<'_> {
                 let bound = &self.variants[variant].bound;
                 let is_least = at > 0 && !search.has_tried(at - 1);
                 let us = if is_least { FlushBound::smaller_us } else { FlushBound::least_us };
-                least_us = us(
-                    bound,
-                    &self.schedules,
-                    self.zero.fastest(self.request.options.target),
-                    least_us.min(self.best_us),
-                );
+                least_us = us(bound, &self.schedules, self.fastest_zero(), least_us.min(self.best_us));
             }
         }
         self.least_group_us = Some(least_us);

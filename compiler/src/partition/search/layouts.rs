@@ -316,19 +316,13 @@ impl<'a> Layouts<'a> {
             latency: false,
             bucket_bytes: self.problem.bucket.0 as f64,
         };
-        let reduce_us = match replicas {
+        let all_reduce_us = |members: u32| match replicas {
             1 => 0.0,
-            _ => links::all_reduce_us(&links::rings_of_range(levels, 0, replicas, stages[0].gradient_bytes)),
+            _ => links::all_reduce_us(&links::rings_of_range(levels, 0, members, stages[0].gradient_bytes)),
         };
+        let (reduce_us, group_us) = (all_reduce_us(replicas), all_reduce_us(zero.shards(replicas)));
         // Shards are all-reduced across groups.
-        let reduce_us = match zero.of_stage(replicas) {
-            Zero { level: 2.., degree: 0 } => 0.0,
-            Zero { level: 2.., degree } => {
-                let rings = links::rings_of_range(levels, 0, degree, stages[0].gradient_bytes);
-                (reduce_us - links::all_reduce_us(&rings)).max(0.0)
-            }
-            _ => reduce_us,
-        };
+        let reduce_us = if zero.level >= 2 { (reduce_us - group_us).max(0.0) } else { reduce_us };
         let bound_us = bound(&stages, &cut.weight_grad, reduce_us, layout, asked.microbatches);
         let items = f64::from(asked.microbatches.div_ceil(replicas));
         let of_ranks = |us: &dyn Fn(usize) -> f64| -> Vec<f64> {
@@ -348,13 +342,7 @@ impl<'a> Layouts<'a> {
             peak_bytes: 0,
         };
         // Updated weights are gathered after the last backward.
-        let gather_us = match zero.of_stage(replicas) {
-            Zero { level: 1 | 2, .. } => {
-                let rings = links::rings_of_range(levels, 0, zero.shards(replicas), stages[0].gradient_bytes);
-                links::all_reduce_us(&rings) / 2.0
-            }
-            _ => 0.0,
-        };
+        let gather_us = if matches!(zero.level, 1 | 2) { group_us / 2.0 } else { 0.0 };
         if chunks > 1 {
             let minibatch_us = chunks::outlook(&asked, levels, &stages, &cut.edges).minibatch_us + gather_us;
             return LayoutEstimate { minibatch_us, ..estimate };

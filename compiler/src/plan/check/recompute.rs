@@ -64,12 +64,10 @@ pub fn bytes(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Recomput
     };
     // While a layer is recomputed, its outputs are held as well. The backward of a part frees its activations in reverse.
     let mut layers: BTreeMap<RecomputeScope, u64> = BTreeMap::new();
-    let outputs = |scope: RecomputeScope| {
-        let made = |op: &usize| graph.ops[*op].recompute == scope;
-        (0..graph.ops.len()).filter(made).map(|op| crossing[op]).sum::<u64>()
-    };
-    let parts: BTreeSet<RecomputeScope> = (0..graph.ops.len()).filter(|op| is_part(*op)).map(scope).collect();
-    let gradients: BTreeMap<RecomputeScope, u64> = parts.into_iter().map(|part| (part, outputs(part))).collect();
+    let mut gradients: BTreeMap<RecomputeScope, u64> = BTreeMap::new();
+    for op in (0..graph.ops.len()).filter(|op| is_part(*op)) {
+        *gradients.entry(scope(op)).or_default() += crossing[op];
+    }
     let mut peak = zeros(graph);
     for (at, op) in graph.ops.iter().enumerate() {
         let sum = layers.entry(op.recompute).or_default();

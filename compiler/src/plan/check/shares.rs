@@ -52,18 +52,13 @@ pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<PlanFau
     faults
 }
 
-/// Number of replicas that have the shards of a parameter.
-fn members(stage: &Stage) -> u32 {
-    if stage.shard_degree == 0 { stage.replicas } else { stage.shard_degree }
-}
-
 /// Bytes of one weight version per replica.
 pub fn kept(stage: &Stage, of: &UnshardedBytes) -> u64 {
     if stage.zero < 3 {
         return of.weights;
     }
     // Tied weights are not sharded.
-    let r = u64::from(members(stage).max(1));
+    let r = u64::from(stage.shards().max(1));
     let apart = of.weights.saturating_sub(of.shared).div_ceil(r);
     of.weights.min(apart.saturating_add(of.shared))
 }
@@ -104,7 +99,7 @@ pub fn held(stage: &Stage, (versions, kind): (u32, Schedule), is_in_place: bool,
     }
     // One shard, rounded up; tied weights are whole.
     let part = |bytes: u64, shared: u64| {
-        let (r, rest) = (u64::from(members(stage).max(1)), bytes.saturating_sub(shared));
+        let (r, rest) = (u64::from(stage.shards().max(1)), bytes.saturating_sub(shared));
         (rest / r + u64::from(!rest.is_multiple_of(r))).saturating_add(shared)
     };
     // With several versions, the next round's sums start before the previous round is stepped; under 2BW the replica
