@@ -298,6 +298,29 @@ fn flushes_take_what_simulation_says() {
 }
 
 #[test]
+fn groups_that_shard_transfer_as_much_as_an_all_reduce() {
+    // One op, so nothing overlaps: reduce-scatter and all-reduce of shards, then the all-gather within a node.
+    let mut graph = chain(1, 1000.0, 1000);
+    graph.ops[0].param_bytes = 100_000_000;
+    graph.params.push(ParamCost::new("w".to_string(), 100_000_000, vec![OpId(0)]));
+    let step_us = |zero: Zero| {
+        let mut problem = Problem::new(graph.clone(), levels("2:10GB/s,2:1GB/s").unwrap(), CostModel::Pipec);
+        (problem.schedule, problem.microbatches, problem.zero) = (Schedule::OneFOneB, 4, zero);
+        problem.constraints.target = Some(Target::Torchtitan);
+        problem.constraints.replicas = Some(vec![4]);
+        let plan = with(&problem, Partitioner::Pipec).unwrap().plan;
+        assert_eq!(plan.zero(), zero);
+        simulated(&plan)
+    };
+    let all_reduced_us = step_us(Zero::default());
+    assert!(all_reduced_us > 10.0 * 3000.0, "links bound the step");
+    for degree in [0, 2] {
+        let us = step_us(Zero { level: 1, degree });
+        assert!((us / all_reduced_us - 1.0).abs() < 1e-6, "degree {degree}: {us} instead of {all_reduced_us}");
+    }
+}
+
+#[test]
 fn continuous_plans_reach_what_was_planned() {
     for (devices, bytes) in [(4, 10_000), (4, 2_000_000), (7, 500_000)] {
         let cluster = levels(&format!("{devices}:1GB/s")).unwrap();

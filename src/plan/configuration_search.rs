@@ -17,7 +17,7 @@ mod variants;
 use crate::costs::{COSTS, Costs};
 use crate::error::Error;
 use crate::events::{Event, EventSink};
-use crate::plan::configuration_search::attempts::{Attempt, Task};
+use crate::plan::configuration_search::attempts::{Attempt, Task, best};
 use crate::plan::configuration_search::variants::Size;
 use crate::plan::from_costs::state_collectives;
 use crate::plan::infeasible::describe;
@@ -67,9 +67,10 @@ const AT_ONCE: usize = 4;
 /// A size is clearly slower than the best if its best estimate takes this many times as long.
 const SLOWER: f64 = 1.2;
 
-/// Layouts that are simulated, and those of them that are planned.
+/// Layouts that are simulated, those of them that are planned, and how often others are if the target takes none.
 const SIMULATED: usize = 48;
 const PLANNED: usize = 4;
+const ROUNDS: usize = 4;
 
 /// Simulated layouts of one variant with the same numbers of ranks and replicas.
 const ALIKE: usize = 6;
@@ -300,9 +301,14 @@ impl Search<'_> {
     /// Plans the best layouts, and plans with unequal replicas; returns the best plan.
     fn conclude(&mut self, source: &dyn SizedCosts, simulated: Vec<Ranked>) -> Result<PlanResult, Error> {
         let may_end = self.events.stops() || self.is_close(self.best_us);
-        let layouts = simulated.iter().take(PLANNED).map(|one| (one.variant, Task::Layout(*one))).collect();
         let mut attempts: Vec<Attempt> = Vec::new();
-        self.attempt(layouts, if may_end { 1 } else { AT_ONCE }, &mut attempts);
+        for few in simulated.chunks(PLANNED).take(ROUNDS) {
+            let layouts = few.iter().map(|one| (one.variant, Task::Layout(*one))).collect();
+            self.attempt(layouts, if may_end { 1 } else { AT_ONCE }, &mut attempts);
+            if self.events.stops() || best(&attempts).is_some_and(|best| best.planned.is_ok()) {
+                break;
+            }
+        }
         self.attempt(self.unequal(&simulated), AT_ONCE, &mut attempts);
         self.attempt(self.split_backward(&simulated), AT_ONCE, &mut attempts);
         self.attempt(self.other_schedules(&simulated, &attempts), AT_ONCE, &mut attempts);
@@ -357,7 +363,8 @@ impl Search<'_> {
         if self.events.stops() {
             mark_interrupted(&mut planned.plan);
         }
-        Ok(PlanResult { planned, untrainable, tried: of_each_kind(tried), alternative, too_large })
+        let tried = of_each_kind(Tried::of(&planned.plan), tried);
+        Ok(PlanResult { planned, untrainable, tried, alternative, too_large })
     }
 
     /// States the search in a plan of a variant. Returns why the plan cannot be trained, if it cannot.

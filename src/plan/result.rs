@@ -85,9 +85,8 @@ impl Losses {
             let sums = devices.entry(stage.devices.first().copied().unwrap_or(0)).or_default();
             let collectives =
                 stage.tensor_parallel.as_ref().map_or(0.0, |of| of.collective_fwd_us + of.collective_bwd_us);
-            let again = if stage.recompute { stage.fwd_us } else { 0.0 };
             sums[0] += busy(stage);
-            sums[1] += items(stage) * again;
+            sums[1] += items(stage) * stage.recompute_us();
             sums[2] += items(stage) * collectives;
         }
         let busiest = devices.into_values().max_by(|a, b| a[0].total_cmp(&b[0])).unwrap_or_default();
@@ -120,8 +119,8 @@ impl Tried {
 /// Kinds of plans that are reported.
 const KINDS: usize = 12;
 
-/// The best of those with the same schedule and tensor-parallel degree; best first.
-pub fn of_each_kind(mut tried: Vec<Tried>) -> Vec<Tried> {
+/// The chosen one, then the best of those with another schedule or tensor-parallel degree; best first.
+pub fn of_each_kind(chosen: Tried, mut tried: Vec<Tried>) -> Vec<Tried> {
     let speed = |one: &Tried| one.answer.as_ref().map_or(f64::NEG_INFINITY, |plan| plan.throughput_per_s);
     tried.sort_by(|left, right| speed(right).total_cmp(&speed(left)));
     let kind = |one: &Tried| {
@@ -129,7 +128,7 @@ pub fn of_each_kind(mut tried: Vec<Tried>) -> Vec<Tried> {
         let is_pipeline = plan.replicas.len() > 1;
         Some((is_pipeline.then_some(one.schedule), plan.tensor, plan.zero.level > 0 && !is_pipeline))
     };
-    let mut known = Vec::new();
+    let mut known = vec![kind(&chosen)];
     tried.retain(|one| {
         if known.len() == KINDS {
             return false;
@@ -141,5 +140,6 @@ pub fn of_each_kind(mut tried: Vec<Tried>) -> Vec<Tried> {
         }
         is_new
     });
+    tried.insert(0, chosen);
     tried
 }

@@ -50,7 +50,7 @@ impl Attempt {
 }
 
 /// The fastest plan that the target accepts.
-fn best(attempts: &[Attempt]) -> Option<&Attempt> {
+pub fn best(attempts: &[Attempt]) -> Option<&Attempt> {
     attempts.iter().filter(|attempt| !attempt.is_refused).min_by(|left, right| left.by_time(right))
 }
 

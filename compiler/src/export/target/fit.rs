@@ -83,6 +83,18 @@ pub fn handed_on(plan: &Plan, tool: &'static str) -> Option<String> {
     ))
 }
 
+/// The command that starts this many processes, up to the node's devices on each: the innermost level is a node.
+pub fn torchrun(plan: &Plan, processes: u64) -> String {
+    let node = plan.cluster.levels.first().map_or(1, |level| u64::from(level.count.max(1)));
+    if processes <= node || !processes.is_multiple_of(node) {
+        return format!("torchrun --nproc-per-node {processes}");
+    }
+    format!(
+        "torchrun --nnodes {} --nproc-per-node {node} --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+        processes / node
+    )
+}
+
 /// The number of stages that recompute activations.
 pub fn recomputing(plan: &Plan) -> usize {
     plan.stages.iter().filter(|stage| stage.recompute).count()

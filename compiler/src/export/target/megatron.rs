@@ -33,11 +33,14 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let replicas = fit::replicas(plan, TOOL)?;
     let zero = fit::zero(plan, TOOL, Target::Megatron)?.level;
     let instances = plan.stages.first().map_or(1, |stage| stage.replicas / stage.shards().max(1));
-    let optimizer_flag = match (zero, instances) {
-        (0, _) => String::new(),
-        (_, 0 | 1) => "--use-distributed-optimizer\n".to_string(),
-        _ => format!("--use-distributed-optimizer\n--num-distributed-optimizer-instances {instances}\n"),
-    };
+    // The plan counts on the overlap of gradient all-reduces with the backward.
+    let mut optimizer_flags = String::from(if replicas > 1 { "--overlap-grad-reduce\n" } else { "" });
+    if zero > 0 {
+        optimizer_flags.push_str("--overlap-param-gather\n--use-distributed-optimizer\n");
+    }
+    if zero > 0 && instances > 1 {
+        optimizer_flags.push_str(&format!("--num-distributed-optimizer-instances {instances}\n"));
+    }
     let microbatches = fit::share(plan, replicas)?;
     let (layout, count) = layout(plan)?;
     let (recompute, note) = recompute(plan, &layout);
@@ -60,14 +63,14 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
         "{precision}{groups}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout {layout}\n--num-layers {count}\n\
-         --micro-batch-size {micro}\n--global-batch-size {global}\n{optimizer_flag}{recompute}"
+         --micro-batch-size {micro}\n--global-batch-size {global}\n{optimizer_flags}{recompute}"
     );
     let mut bundle = Bundle::of("megatron.args", text);
     bundle.notes.extend(fit::handed_on(plan, TOOL));
     bundle.notes.extend(note);
     bundle.notes.push(format!(
-        "train with: torchrun --nproc-per-node {} pretrain_gpt.py $(cat FILE), and the arguments of the model, the data and the optimizer",
-        u64::from(ranks) * u64::from(replicas) * u64::from(degree)
+        "train with: {} pretrain_gpt.py $(cat FILE), and the arguments of the model, the data and the optimizer",
+        fit::torchrun(plan, u64::from(ranks) * u64::from(replicas) * u64::from(degree))
     ));
     Ok(bundle)
 }

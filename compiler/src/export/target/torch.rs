@@ -80,7 +80,8 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     }
     let model = if is_exported { short_name(planned_file) } else { "MODEL.pt2".into() };
     bundle.notes.push(format!(
-        "train with: torchrun --nproc-per-node {processes} FOLDER/train.py --model {model} --data DATA.npz"
+        "train with: {} FOLDER/train.py --model {model} --data DATA.npz",
+        fit::torchrun(plan, processes)
     ));
     Ok(bundle)
 }

@@ -87,7 +87,8 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let processes = u64::from(degree) * u64::from(replicas) * u64::from(tensor_degree);
     let folder = if by_name.is_none() { ", in FOLDER because of schedule.csv" } else { "" };
     bundle.notes.push(format!(
-        "train with: torchrun --nproc-per-node {processes} -m torchtitan.train --module MODULE --config CONFIG $(cat FOLDER/torchtitan.args){folder}"
+        "train with: {} -m torchtitan.train --module MODULE --config CONFIG $(cat FOLDER/torchtitan.args){folder}",
+        fit::torchrun(plan, processes)
     ));
     Ok(if by_name.is_none() { bundle.with(TABLE, table) } else { bundle })
 }

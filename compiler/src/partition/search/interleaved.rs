@@ -50,12 +50,9 @@ pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError>
     }
     let choices = choices(problem)?;
     let mut found = SearchResult { bound_us: finish_plan::spread(problem), ..SearchResult::nothing() };
-    let keeps_modules = constraints.target.is_some_and(|target| target.keeps_modules());
+    let borders = Borders::of(problem, question.joined);
     for order in linear_search::orders(&problem.graph) {
-        let ends = match keeps_modules {
-            true => Borders::of(question.joined).ends(&order),
-            false => (0..=order.len()).collect(),
-        };
+        let ends = borders.as_ref().map_or_else(|| (0..=order.len()).collect(), |borders| borders.ends(&order));
         let line = Line::new(problem, order, ends);
         for &(ranks, replicas) in &choices {
             line.cut(question, ranks, replicas, &mut found);

@@ -108,11 +108,8 @@ impl<'a> Layouts<'a> {
         let graph = joined.graph();
         // The last order is depth-first.
         let order = linear_search::orders(&graph).pop().unwrap_or_default();
-        let keeps_modules = problem.constraints.target.is_some_and(|target| target.keeps_modules());
-        let ends = match keeps_modules {
-            true => Borders::of(&joined).ends(&order),
-            false => (0..=order.len()).collect(),
-        };
+        let borders = Borders::of(problem, &joined);
+        let ends = borders.map_or_else(|| (0..=order.len()).collect(), |borders| borders.ends(&order));
         Layouts { problem, joined, order, ends }
     }
 

@@ -1,7 +1,8 @@
 //! Where stages may end for frameworks that keep modules whole; see [`Units`].
 
 use crate::partition::search::fused_graph::FusedGraph;
-use crate::profile::module_units::Units;
+use crate::plan::problem::{Problem, Target};
+use crate::profile::module_units::{Units, longest, numbered};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub struct Borders {
@@ -10,19 +11,22 @@ pub struct Borders {
 }
 
 impl Borders {
-    pub fn of(joined: &FusedGraph<'_>) -> Borders {
+    /// `None` if stages may end between any two ops.
+    pub fn of(problem: &Problem, joined: &FusedGraph<'_>) -> Option<Borders> {
+        let target = problem.constraints.target.filter(|target| target.keeps_modules())?;
         let ops = &joined.full.ops;
-        let names = Units::of(ops.iter().map(|op| op.module.as_str()));
+        let units = Units::of(ops.iter().map(|op| op.module.as_str()));
+        let mut names: Vec<String> = ops.iter().map(|op| units.name(&op.module)).collect();
+        if target == Target::Megatron {
+            join_ends(&mut names);
+        }
         let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
         let mut units = vec![BTreeSet::new(); joined.len()];
-        for (at, op) in ops.iter().enumerate() {
-            let name = names.name(&op.module);
-            if !name.is_empty() {
-                let next = numbers.len();
-                units[joined.place(at)].insert(*numbers.entry(name).or_insert(next));
-            }
+        for (at, name) in names.into_iter().enumerate().filter(|(_, name)| !name.is_empty()) {
+            let next = numbers.len();
+            units[joined.place(at)].insert(*numbers.entry(name).or_insert(next));
         }
-        Borders { units }
+        Some(Borders { units })
     }
 
     /// The positions in an order of fused ops where no unit is cut.
@@ -41,5 +45,21 @@ impl Borders {
         }
         ends.push(order.len());
         ends
+    }
+}
+
+/// Makes one unit of the modules before the numbered layers, and one of those after them: Megatron keeps the former in
+/// the first stage, and the final norm and the head in the last.
+fn join_ends(names: &mut [String]) {
+    let distinct: BTreeSet<&str> = names.iter().map(String::as_str).collect();
+    let lists = distinct.iter().filter_map(|name| numbered(name)).map(|(list, _)| list);
+    let Some((layers, _)) = longest(lists).map(|(list, count)| (list.to_string(), count)) else { return };
+    let mut before = true;
+    for name in names {
+        match numbered(name) {
+            Some((list, _)) if list == layers => before = false,
+            None if !name.is_empty() => *name = if before { "first" } else { "last" }.to_string(),
+            _ => {}
+        }
     }
 }

@@ -26,7 +26,7 @@ use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::First;
-use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError, Target};
 use crate::plan::schedule::PendingWeightGrads;
 use std::cell::Cell;
 
@@ -68,7 +68,7 @@ pub fn found(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3]) -> Re
     let problem = question.problem;
     let rules = rules(question)?;
     let mut search = Search { question, found: SearchResult::nothing() };
-    let is_free = rules == [free(problem)] && problem.constraints.cut_after.is_none() && keeps(problem).is_none();
+    let is_free = rules == [free(problem)] && problem.constraints.cut_after.is_none() && !keeps_modules(problem);
     if is_free {
         let fits = |candidate: &&PlanCandidate| candidate.fits;
         let best = baselines.iter().filter(fits).map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
@@ -94,8 +94,8 @@ fn free(problem: &Problem) -> Rules {
     Rules { recompute: problem.recomputation(), ..Rules::default() }
 }
 
-fn keeps(problem: &Problem) -> Option<()> {
-    problem.constraints.target.filter(|target| target.keeps_modules()).map(|_| ())
+fn keeps_modules(problem: &Problem) -> bool {
+    problem.constraints.target.is_some_and(Target::keeps_modules)
 }
 
 /// The alternative sets of rules; a plan must satisfy one of them.
@@ -185,7 +185,7 @@ impl Search<'_> {
             self.within(&space, rules, &mut known, true);
             return Ok(());
         }
-        let borders = keeps(problem).map(|()| Borders::of(self.question.joined));
+        let borders = Borders::of(problem, self.question.joined);
         let pinned = rules.iter().filter_map(|rules| rules.stages).max().unwrap_or(0) + 1;
         let replicas = rules.iter().find_map(|rules| rules.replicas.clone()).unwrap_or_else(|| vec![1; pinned - 1]);
         let mut lines = linear_search::orders(graph);
@@ -461,13 +461,13 @@ pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<
     };
     let (space, is_whole) = match fixed {
         Some((order, ends)) => (DownSets::chain(graph, CostModel::Pipec, order, ends), true),
-        None => match DownSets::grow(graph, CostModel::Paper, Growth::All, most).filter(|_| keeps(problem).is_none()) {
+        None => match DownSets::grow(graph, CostModel::Paper, Growth::All, most).filter(|_| !keeps_modules(problem)) {
             Some(space) => (space, true),
             None => {
                 let mut lines = linear_search::orders(graph);
                 let order = lines.pop().unwrap_or_default();
-                let ends = match keeps(problem) {
-                    Some(()) => Borders::of(question.joined).ends(&order),
+                let ends = match Borders::of(problem, question.joined) {
+                    Some(borders) => borders.ends(&order),
                     None => linear_order::ends(graph, CostModel::Paper, &order, most - 1),
                 };
                 (DownSets::chain(graph, CostModel::Paper, order, ends), false)

@@ -78,11 +78,8 @@ impl<'a> Starts<'a> {
             return at;
         }
         let problem = self.context.problem;
-        let keeps_modules = problem.constraints.target.is_some_and(|target| target.keeps_modules());
-        let cuts = match keeps_modules {
-            true => Borders::of(self.context.joined).ends(&ops),
-            false => (0..=ops.len()).collect(),
-        };
+        let borders = Borders::of(problem, self.context.joined);
+        let cuts = borders.map_or_else(|| (0..=ops.len()).collect(), |borders| borders.ends(&ops));
         let space = DownSets::chain(&problem.graph, CostModel::Paper, ops.clone(), (0..=ops.len()).collect());
         self.orders.push(Order { ops, cuts, space });
         self.orders.len() - 1
